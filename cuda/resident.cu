@@ -1,5 +1,6 @@
 // Kernels for weights that stay on the device, a module of their own that is loaded when
 // it is first needed: cuda/built/resident.fatbin.
+#include "delta.cuh"
 #include "digest.cuh"
 
 static_assert(sizeof(ow_digest_job) == 32 && sizeof(ow_digest_dim) == 16, "abi_digest.h must have no padding");
@@ -8,4 +9,28 @@ extern "C" __global__ void __launch_bounds__(OW_DIGEST_THREADS, OW_DIGEST_BLOCKS
     ow_digest(const ow_digest_job* jobs, uint32_t n, uint64_t tiles, const ow_digest_dim* dims, uint64_t* sums) {
     uint32_t warps = gridDim.x * (OW_DIGEST_THREADS / 32), warp = blockIdx.x * (OW_DIGEST_THREADS / 32) + ow::warp_of_block();
     ow::digest_job(jobs, n, tiles, dims, sums, warp, warps);
+}
+
+static_assert(sizeof(ow_delta_row) == 56, "abi_delta.h must have no padding");
+
+// Each warp does rows a grid apart.
+template <class F> static __device__ __forceinline__ void delta_rows(uint32_t n, F f) {
+    __shared__ __align__(16) uint8_t shared[OW_DELTA_THREADS / 32 * OW_DELTA_SHARED];
+    uint32_t warp = ow::warp_of_block(), at = (uint32_t)__cvta_generic_to_shared(shared) + warp * OW_DELTA_SHARED;
+    for (uint32_t i = blockIdx.x * (OW_DELTA_THREADS / 32) + warp; i < n; i += gridDim.x * (OW_DELTA_THREADS / 32)) {
+        f(i, at);
+        ow::syncwarp();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(OW_DELTA_THREADS) ow_delta_apply(const ow_delta_row* rows, uint32_t n) {
+    delta_rows(n, [&](uint32_t i, uint32_t at) { ow::delta_apply(rows, i, at); });
+}
+
+extern "C" __global__ void __launch_bounds__(OW_DELTA_THREADS) ow_delta_measure(ow_delta_row* rows, uint32_t n) {
+    delta_rows(n, [&](uint32_t i, uint32_t at) { ow::delta_measure(rows, i, at); });
+}
+
+extern "C" __global__ void __launch_bounds__(OW_DELTA_THREADS) ow_delta_write(const ow_delta_row* rows, uint32_t n) {
+    delta_rows(n, [&](uint32_t i, uint32_t at) { ow::delta_write(rows, i, at); });
 }

@@ -1,4 +1,5 @@
 // The host twins of resident.cu, run by the warp of warp_host.h.
+#include "delta.cuh"
 #include "digest.cuh"
 
 extern "C" void ow_digest_host(const ow_digest_job* jobs, uint32_t n, uint64_t tiles, const ow_digest_dim* dims, uint64_t* sums,
@@ -6,4 +7,16 @@ extern "C" void ow_digest_host(const ow_digest_job* jobs, uint32_t n, uint64_t t
     for (uint32_t warp = 0; warp < warps; warp++) {
         ow::run_warp([&] { ow::digest_job(jobs, n, tiles, dims, (ow::u64*)sums, warp, warps); }, warp % 2);
     }
+}
+
+extern "C" void ow_delta_apply_host(const ow_delta_row* rows, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) ow::run_warp([&] { ow::delta_apply(rows, i, 0); }, i % 2);
+}
+
+extern "C" void ow_delta_measure_host(ow_delta_row* rows, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) ow::run_warp([&] { ow::delta_measure(rows, i, 0); }, i % 2);
+}
+
+extern "C" void ow_delta_write_host(const ow_delta_row* rows, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) ow::run_warp([&] { ow::delta_write(rows, i, 0); }, i % 2);
 }

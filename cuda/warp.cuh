@@ -177,6 +177,7 @@ OW_DEV void copy_quarters(u8* to, const u8* from, int n) {
         : "memory");
 }
 OW_DEV void raise(u32* word, u32 bits) { atomicOr(word, bits); }
+OW_DEV void flip(u32* word, u32 bits) { atomicXor(word, bits); }
 OW_DEV void add64(u64* word, u64 v) { atomicAdd((unsigned long long*)word, (unsigned long long)v); }
 
 // Asynchronous copies of 16 bytes a lane. After copy_wait and a syncwarp every

@@ -279,6 +279,7 @@ OW_DEV void copy_eighths(u8* to, const u8* from, int n) {
 }
 OW_DEV void copy_quarters(u8* to, const u8* from, int n) { copy_eighths(to, from, n < 16 ? n : 16); }
 OW_DEV void raise(u32* word, u32 bits) { __atomic_fetch_or(word, bits, __ATOMIC_RELAXED); }
+OW_DEV void flip(u32* word, u32 bits) { __atomic_fetch_xor(word, bits, __ATOMIC_RELAXED); }
 OW_DEV void add64(u64* word, u64 v) { __atomic_fetch_add(word, v, __ATOMIC_RELAXED); }
 
 OW_DEV void copy16(u32 to, const u8* from) {

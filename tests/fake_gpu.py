@@ -32,7 +32,7 @@ def main() -> int:
         if source.suffix != ".so" and source.name != "__pycache__":
             (package / source.name).symlink_to(source)
     setup.build_library(package / "_core.abi3.so", fake=True)
-    files = ["tests/test_gpu_codecs.py", "tests/test_gpu_digest.py", "tests/test_gpu_nvcomp.py"]
+    files = ["tests/test_gpu_codecs.py", "tests/test_gpu_deltas.py", "tests/test_gpu_digest.py", "tests/test_gpu_nvcomp.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *files, *sys.argv[1:]]
     return subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(FAKE)}, check=False).returncode
 

@@ -1,19 +1,113 @@
 package delta
 
-// This file refuses tensors on a GPU.
+// This file applies deltas to, and makes them of, tensors on a GPU.
 
 import (
 	"context"
 
-	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/codec/digest"
+	"github.com/overwire/overwire/gosrc/device/cuda"
 )
 
-func errGPU() error {
-	return errs.New(errs.ErrNotSupported, "deltas of tensors on a GPU: bring them to the host")
+// gpu is the place of tensors on a GPU. All of its work is on the stream of the first.
+type gpu struct {
+	d      *cuda.Device
+	on     cuda.Order
+	steps  []step
+	chunks [][]cuda.DeltaChunk // of each file of the chain
 }
 
-func onGPU(int, []step) (place, error) { return nil, errGPU() }
+func onGPU(number int, steps []step) (place, error) {
+	d, err := cuda.Open(number)
+	if err != nil {
+		return nil, err
+	}
+	g := &gpu{d: d, on: cuda.Order{Stream: steps[0].Stream}, steps: steps}
+	at := map[*File]int{}
+	for i := range steps {
+		for _, l := range steps[i].links {
+			k, ok := at[l.file]
+			if !ok {
+				k = len(g.chunks)
+				at[l.file] = k
+				g.chunks = append(g.chunks, nil)
+			}
+			for n, c := range l.tensor.Chunks {
+				if len(c) > 0 {
+					g.chunks[k] = append(g.chunks[k], cuda.DeltaChunk{Now: steps[i].At + uint64(n)*uint64(l.file.ChunkLen),
+						Bytes: l.file.length(l.tensor, n), Width: width(l.tensor.DType), Stored: c})
+				}
+			}
+		}
+	}
+	return g, nil
+}
 
-func encodeGPU(context.Context, *File, int, []int, func(i int) *Pair, func(int64)) error {
-	return errGPU()
+func (g *gpu) digests(context.Context) ([]digest.Sum, error) {
+	views := make([]digest.View, len(g.steps))
+	for i := range g.steps {
+		views[i] = digest.Contiguous(g.steps[i].At, g.steps[i].bytes)
+	}
+	return g.d.Digest(g.on, views)
+}
+
+func (g *gpu) prepare(context.Context) error {
+	for _, chunks := range g.chunks {
+		if err := g.d.ReserveDelta(chunks); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (g *gpu) close() {}
+
+// apply applies the files one after the other: XOR does not ask for their order.
+func (g *gpu) apply() error {
+	for i, chunks := range g.chunks {
+		if err := g.d.ApplyDelta(g.on, chunks); err != nil {
+			for _, done := range g.chunks[:i] {
+				if g.d.ApplyDelta(g.on, done) != nil {
+					break
+				}
+			}
+			return err
+		}
+	}
+	return nil
+}
+
+// encodeGPU encodes the tensors in list, all of one GPU.
+func encodeGPU(ctx context.Context, f *File, number int, list []int, pair func(i int) *Pair, progress func(n int64)) error {
+	d, err := cuda.Open(number)
+	if err != nil {
+		return err
+	}
+	on := cuda.Order{Stream: pair(list[0]).Stream}
+	var chunks []cuda.DeltaChunk
+	views := make([]digest.View, 0, 2*len(list))
+	for _, i := range list {
+		t, p := &f.Tensors[i], pair(i)
+		for k := range t.Chunks {
+			at := uint64(k) * uint64(f.ChunkLen)
+			chunks = append(chunks, cuda.DeltaChunk{Now: p.New + at, Base: p.Base + at, Bytes: f.length(t, k), Width: width(t.DType)})
+		}
+		views = append(views, digest.Contiguous(p.New, t.Bytes), digest.Contiguous(p.Base, t.Bytes))
+	}
+	sums, err := d.Digest(on, views)
+	if err != nil {
+		return err
+	}
+	if err := d.EncodeDelta(ctx, on, chunks, progress); err != nil {
+		return err
+	}
+	for n, i := range list {
+		t := &f.Tensors[i]
+		t.New, t.Base = sums[2*n], sums[2*n+1]
+		for k := range t.Chunks {
+			t.Chunks[k] = chunks[k].Stored
+		}
+		chunks = chunks[len(t.Chunks):]
+	}
+	return nil
 }

@@ -54,7 +54,7 @@ func (d *Device) Digest(on Order, views []digest.View) ([]digest.Sum, error) {
 		err := d.runResident(on, residentRun{
 			kernel: residentDigest, grid: int(min((tiles+warps-1)/warps, 1<<30)), block: C.OW_DIGEST_THREADS,
 			bytes: end + digestDim*len(dims), back: at,
-			fill: func(table unsafe.Pointer) {
+			fill: func(table unsafe.Pointer, _ uint64) {
 				clear(unsafe.Slice((*byte)(table), at))
 				put(table, at, jobs)
 				put(table, end, dims)

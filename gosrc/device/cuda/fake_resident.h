@@ -5,6 +5,7 @@
 
 #include "fake_state.h"
 
+#include "../../../cuda/abi_delta.h"
 #include "../../../cuda/abi_digest.h"
 
 void ow_digest_host(const ow_digest_job *jobs, uint32_t n, uint64_t tiles, const ow_digest_dim *dims, uint64_t *sums, uint32_t warps);
@@ -44,7 +45,42 @@ static void digest_now(const struct op *o)
 	ow_digest_host(jobs, (uint32_t)o->n, o->args[0], dims, sums, o->warps);
 }
 
-static void resident_now(const struct op *o) { digest_now(o); }
+void ow_delta_apply_host(const ow_delta_row *rows, uint32_t n);
+void ow_delta_measure_host(ow_delta_row *rows, uint32_t n);
+void ow_delta_write_host(const ow_delta_row *rows, uint32_t n);
+
+static void delta_now(const struct op *o)
+{
+	ow_delta_row *rows = (void *)(uintptr_t)o->a;
+
+	if (covers(rows, o->n * sizeof *rows) != 1) {
+		broke("a table outside device memory");
+		return;
+	}
+	for (size_t i = 0; i < o->n; i++) {
+		const ow_delta_row *r = &rows[i];
+		if (r->bytes == 0 || r->lg > 3 || covers((void *)(uintptr_t)r->now, r->bytes) != 1 ||
+		    (o->kernel != K_DELTA_APPLY && covers((void *)(uintptr_t)r->base, r->bytes) != 1) ||
+		    (o->kernel != K_DELTA_MEASURE && (r->at % 4 || covers((void *)(uintptr_t)r->at, r->stored) != 1))) {
+			broke("a chunk outside device memory");
+			return;
+		}
+	}
+	if (o->kernel == K_DELTA_APPLY)
+		ow_delta_apply_host(rows, (uint32_t)o->n);
+	else if (o->kernel == K_DELTA_MEASURE)
+		ow_delta_measure_host(rows, (uint32_t)o->n);
+	else
+		ow_delta_write_host(rows, (uint32_t)o->n);
+}
+
+static void resident_now(const struct op *o)
+{
+	if (o->kernel == K_DIGEST)
+		digest_now(o);
+	else
+		delta_now(o);
+}
 
 static int resident_launch(int kernel, unsigned grid, unsigned block, int flat, owcu_handle s, void **args)
 {

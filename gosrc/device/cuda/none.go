@@ -183,6 +183,25 @@ func (b *Batch) Wait() ([]error, error) { return nil, errNone }
 // Digest computes digests.
 func (d *Device) Digest(Order, []digest.View) ([]digest.Sum, error) { return nil, errNone }
 
+// A DeltaChunk is a chunk of a tensor in device memory.
+type DeltaChunk struct {
+	Now, Base uint64
+	Bytes     int
+	Width     int
+	Stored    []byte
+}
+
+// ReserveDelta gets memory.
+func (d *Device) ReserveDelta([]DeltaChunk) error { return errNone }
+
+// ApplyDelta applies deltas.
+func (d *Device) ApplyDelta(Order, []DeltaChunk) error { return errNone }
+
+// EncodeDelta encodes deltas.
+func (d *Device) EncodeDelta(context.Context, Order, []DeltaChunk, func(n int64)) error {
+	return errNone
+}
+
 // Copy queues a copy.
 func (d *Device) Copy(Order, uint64, uint64, int64, bool) error { return errNone }
 

@@ -16,7 +16,8 @@ static int run(const struct owcu_resident *r, struct owcu_error *e)
 		args[i] = (void *)&r->args[i];
 	if (uncaptured(r->stream, e) || follow(stream, r->after, r->nafter, r->join, e) || TRY(copy_in, (r->to, r->table, r->bytes, stream)) ||
 	    TRY(launch, (r->kernel, r->grid, 1, 1, r->block, 1, 1, 0, stream, args, NULL)) ||
-	    TRY(copy_out_async, (r->table, r->to, r->back, stream)) || TRY(event_record, (r->done, stream)))
+	    (r->back && TRY(copy_out_async, ((char *)r->table + r->back_at, r->to + r->back_at, r->back, stream))) ||
+	    TRY(event_record, (r->done, stream)))
 		return -1;
 	return TRY(event_sync, (r->done));
 }

@@ -21,8 +21,11 @@ import (
 
 // Kernels of the second module, in the order of their numbers.
 const (
-	residentNames  = "ow_digest\x00"
+	residentNames  = "ow_digest\x00ow_delta_apply\x00ow_delta_measure\x00ow_delta_write\x00"
 	residentDigest = iota - 1
+	residentDeltaApply
+	residentDeltaMeasure
+	residentDeltaWrite
 	residentKernels
 )
 
@@ -37,12 +40,15 @@ type resident struct {
 	slab       *slab // of one pad
 }
 
-// A residentRun is a launch: the table, of which the first `back` bytes are answers that
-// are copied back, is at the address that args is given.
+// A residentRun is a launch. The table has `room` bytes (0: `bytes`), the first `bytes` of
+// which are copied to the device; then `back` bytes from backAt on are answers that are
+// copied back. fill gets the table in host memory, and both it and args its address on
+// the device.
 type residentRun struct {
 	kernel, grid, block int
-	bytes, back         int
-	fill                func(table unsafe.Pointer)
+	bytes, room         int
+	back, backAt        int
+	fill                func(table unsafe.Pointer, dev uint64)
 	args                func(table uint64) []uint64
 	take                func(answers unsafe.Pointer)
 }
@@ -94,14 +100,14 @@ func (d *Device) runResident(on Order, run residentRun) error {
 	if err := d.loadResident(); err != nil {
 		return err
 	}
-	p, err := d.residentPad(run.bytes)
+	p, err := d.residentPad(max(run.bytes, run.room))
 	if err != nil {
 		return err
 	}
-	run.fill(p.host)
+	run.fill(p.host, uint64(p.dev))
 	c := C.struct_owcu_resident{
 		ctx: d.ctx, stream: C.uint64_t(on.Stream), join: p.join, done: p.done, to: p.dev, table: p.host,
-		bytes: C.uint64_t(run.bytes), back: C.uint64_t(run.back), kernel: r.kernels[run.kernel],
+		bytes: C.uint64_t(run.bytes), back: C.uint64_t(run.back), back_at: C.uint64_t(run.backAt), kernel: r.kernels[run.kernel],
 		grid: C.uint32_t(min(run.grid, r.processors*C.OW_DIGEST_BLOCKS)), block: C.uint32_t(run.block),
 	}
 	for i, v := range run.args(uint64(p.dev)) {
@@ -115,8 +121,22 @@ func (d *Device) runResident(on Order, run residentRun) error {
 	if C.owcu_resident(&c, &e) != 0 {
 		return failure(d.index, &e)
 	}
-	run.take(p.host)
+	if run.take != nil {
+		run.take(unsafe.Add(p.host, run.backAt))
+	}
 	return nil
+}
+
+// reserveResident gets memory for tables of that size.
+func (d *Device) reserveResident(bytes int) error {
+	r := &d.resident
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if err := d.loadResident(); err != nil || bytes == 0 {
+		return err
+	}
+	_, err := d.residentPad(bytes)
+	return err
 }
 
 // trimResident frees the memory of tables; the module stays.

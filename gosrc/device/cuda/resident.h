@@ -16,7 +16,8 @@ struct owcu_resident {
 	owcu_handle join, done; // events
 	owcu_ptr to;            // the table, on the device
 	void *table;            // pinned
-	uint64_t bytes, back;   // of the table; of the answers, which stand at its start
+	uint64_t bytes;         // of the table
+	uint64_t back, back_at; // the answers: their bytes, and where they stand
 	owcu_handle kernel;
 	uint32_t grid, block;
 	uint64_t args[OWCU_RESIDENT_ARGS]; // an argument of 32 bits is the low half

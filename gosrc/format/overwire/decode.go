@@ -136,6 +136,9 @@ func (d *decoder) frame() error {
 	if d.h.Data%DataAlign != 0 {
 		return errs.New(errs.ErrFormat, "the data section begins at %d, not on a multiple of %d", d.h.Data, DataAlign)
 	}
+	if d.delta && d.tensors+d.chunks+d.dims != 0 {
+		return errs.New(errs.ErrFormat, "%d tensors and %d chunks in the index of a delta", d.tensors, d.chunks)
+	}
 	if d.tensors != len(d.h.Tensors)-1 && !d.delta {
 		d.at = 16
 		return errs.New(errs.ErrFormat, "%d tensors in the index, %d in the header", d.tensors, len(d.h.Tensors)-1)

@@ -1,0 +1,381 @@
+// XOR deltas on the device: the encoder and the decoder of gosrc/codec/delta, whose
+// package comment has the layout. Bodies over warp.cuh, so that the host twin runs the
+// same text. The encoder writes the bytes that the Go encoder writes.
+//
+// A warp does a chunk. Apply gives each lane a run of it: lanes decode apart, and XOR
+// each changed element by an atomic operation that nothing waits for, since two elements
+// may share a word. The host has checked the chunk (delta.Check); whatever it holds,
+// nothing outside the chunk is read or written. The encoder reads both sides three times
+// (classes; bits of each run; the bits themselves), 16 bytes a lane.
+#ifndef OVERWIRE_DELTA_CUH
+#define OVERWIRE_DELTA_CUH
+
+#include "abi_delta.h"
+#include "warp.cuh"
+
+namespace ow {
+
+constexpr u32 kDeltaClasses = 24, kDeltaOnes = 8, kDeltaRun = 512, kDeltaMaxS = 9, kDeltaHead = 16;
+// A warp's shared memory: counts, then codes (code | bits << 8), or the decoder's table.
+constexpr u32 kDeltaCounts = 0, kDeltaCodes = 128;
+
+OW_DEV u32 delta_bits(u64 x) {
+    u32 hi = (u32)(x >> 32);
+    return hi ? 33 + highest(hi) : 1 + highest((u32)x);
+}
+
+OW_DEV u32 delta_class(u64 x, u32 lg) {
+    u32 n = delta_bits(x);
+    if ((x & (x + 1)) == 0 && n <= kDeltaOnes) return n - 1;
+    return kDeltaOnes + ((n - 1) >> (lg ? lg - 1 : 0));
+}
+
+// delta_rest is how many low bits of the XOR follow its class.
+OW_DEV u32 delta_rest(u32 cls, u32 lg) {
+    if (cls < kDeltaOnes) return 0;
+    return lg < 2 ? cls - kDeltaOnes : (cls - kDeltaOnes + 1) << (lg - 1);
+}
+
+OW_DEV u32 delta_reversed(u32 b) {
+    u32 r = 0;
+    for (u32 i = 0; i < 8; i++) r |= (b >> i & 1) << (7 - i);
+    return r;
+}
+
+// delta_start is the place of a class among the 256 values of 8 bits, highest bit first.
+// length(i) is the code length of class i.
+template <class F> OW_DEV u32 delta_start(u32 cls, F length) {
+    u32 mine = length(cls), at = 0;
+    for (u32 i = 0; i < kDeltaClasses; i++) {
+        u32 n = length(i);
+        if (n && (n < mine || (n == mine && i < cls))) at += 256 >> n;
+    }
+    return at;
+}
+
+OW_DEV u32 delta_length(const u32* head, u32 cls) { return (cls < 8 ? head[1] : cls < 16 ? head[2] : head[3]) >> (4 * (cls & 7)) & 15; }
+
+// A delta_reader has the bits of a chunk; zeros follow the last.
+struct delta_reader {
+    const u8* p;
+    u32 words, at, pos;  // at: the word in lo
+    u32 lo, hi;
+};
+
+OW_DEV u32 delta_word(const delta_reader& r, u32 i) { return i < r.words ? ldg32(r.p + 4 * i) : 0; }
+
+// delta_peek returns the next 32 bits.
+OW_DEV u32 delta_peek(delta_reader& r) {
+    u32 i = r.pos >> 5;
+    if (i != r.at) {
+        r.lo = i == r.at + 1 ? r.hi : delta_word(r, i);
+        r.hi = delta_word(r, i + 1);
+        r.at = i;
+    }
+    return (u32)(((u64)r.hi << 32 | r.lo) >> (r.pos & 31));
+}
+
+OW_DEV void delta_flip(u8* dst, u32 i, u64 x, u32 lg) {
+    uintptr_t at = (uintptr_t)dst + ((uintptr_t)i << lg);
+    u32* word = (u32*)(at & ~(uintptr_t)3);
+    flip(word, (u32)x << (8 * (at & 3)));
+    if (lg == 3) flip(word + 1, (u32)(x >> 32));
+}
+
+// delta_run applies one run, of elements [first, last), whose bits end at `end`.
+OW_DEV void delta_run(delta_reader& r, u8* dst, u32 first, u32 last, u32 end, u32 k, u32 table, u32 lg) {
+    u32 at = first;
+    while (r.pos < end) {
+        u32 v = delta_peek(r), gap = 0;
+        while (v == 0 && r.pos < end) {
+            gap += 32;
+            r.pos += 32;
+            v = delta_peek(r);
+        }
+        if (v == 0) return;
+        u32 z = lowest(v);
+        r.pos += z + 1;
+        v = delta_peek(r);
+        u64 to = at + ((u64)(gap + z) << k) + (v & ((1u << k) - 1));
+        u32 e = lds16(table + 2 * (v >> k & 255)), cls = e >> 8, n = delta_rest(cls, lg);
+        r.pos += k + (e & 255);
+        u64 x = cls < kDeltaOnes ? (2ull << cls) - 1 : 0;
+        if (n) {
+            u64 low = delta_peek(r);
+            if (n > 32) {
+                r.pos += 32;
+                n -= 32;
+                low |= (u64)delta_peek(r) << 32;
+                x = low & ~0ull >> (32 - n);
+            } else {
+                x = low & ~0u >> (32 - n);
+            }
+            r.pos += n;
+        }
+        if (cls >= kDeltaOnes && lg < 2) x |= 1u << (cls - kDeltaOnes);
+        if (e == 0 || to >= last || r.pos > end) return;
+        delta_flip(dst, (u32)to, x, lg);
+        at = (u32)to + 1;
+    }
+}
+
+OW_DEV void delta_apply(const ow_delta_row* rows, u32 job, u32 shared) {
+    ow_delta_row w = rows[job];
+    u8* dst = (u8*)(uintptr_t)w.now;
+    const u8* src = (const u8*)(uintptr_t)w.at;
+    u32 head[4];
+    if (w.stored < kDeltaHead) return;  // nothing changed
+    for (u32 i = 0; i < 4; i++) head[i] = ldg32(src + 4 * i);
+    if ((head[0] & 255) == 1) {
+        if (w.stored < kDeltaHead + w.bytes) return;
+        for (u32 i = lane(); i < w.bytes >> w.lg; i += 32) {
+            u64 x = 0;
+            for (u32 b = 0; b < 1u << w.lg; b++) x |= (u64)ldg8(src + kDeltaHead + (i << w.lg) + b) << (8 * b);
+            delta_flip(dst, i, x, w.lg);
+        }
+        return;
+    }
+    u32 k = head[0] >> 8 & 31, run = kDeltaRun << (head[0] >> 16 & 15) >> w.lg;
+    for (u32 i = lane(); i < 128; i += 32) sts32(shared + 4 * i, 0);
+    syncwarp();
+    u32 cls = lane();
+    if (cls < kDeltaClasses && delta_length(head, cls)) {
+        u32 n = delta_length(head, cls), at = delta_start(cls, [&](u32 i) { return delta_length(head, i); });
+        for (u32 j = 0; j < 256u >> n; j++) sts16(shared + 2 * (delta_reversed(at + j) & 255), cls << 8 | n);
+    }
+    syncwarp();
+    u32 elements = w.bytes >> w.lg, runs = (elements + run - 1) / run, body = kDeltaHead + ((2 * runs + 3) & ~3u);
+    if (body > w.stored) return;
+    u32 off = 0;
+    for (u32 first = 0; first < runs; first += 32) {
+        u32 i = first + lane(), bits = i < runs ? ldg16(src + kDeltaHead + 2 * i) : 0, upto = scan(bits);
+        delta_reader r = {src + body, (w.stored - body) / 4, ~1u, off + upto - bits, 0, 0};
+        if (bits) delta_run(r, dst, i * run, umin(elements, (i + 1) * run), off + upto, k, shared, w.lg);
+        off += shfl(upto, 31);
+    }
+}
+
+// delta_load is what differs in the 16 bytes at `at`; there are no bytes from w.bytes on.
+OW_DEV u32x4 delta_load(const ow_delta_row& w, u32 at) {
+    const u8 *a = (const u8*)(uintptr_t)w.now + at, *b = (const u8*)(uintptr_t)w.base + at;
+    if (at + 16 <= w.bytes && (((uintptr_t)a | (uintptr_t)b) & 15) == 0) {
+        u32x4 x = ldg128(a), y = ldg128(b);
+        return {x.x ^ y.x, x.y ^ y.y, x.z ^ y.z, x.w ^ y.w};
+    }
+    u32 v[4] = {0, 0, 0, 0};
+    for (u32 i = 0; i < 16 && at + i < w.bytes; i++) v[i / 4] |= (ldg8(a + i) ^ ldg8(b + i)) << (8 * (i & 3));
+    return {v[0], v[1], v[2], v[3]};
+}
+
+// delta_each calls f(i, x) for the changed elements among 16 bytes; i is 0 to 15.
+template <class F> OW_DEV void delta_each(u32x4 v, u32 lg, F f) {
+    OW_UNROLL(4)
+    for (u32 q = 0; q < 4; q++) {
+        u32 x = q == 0 ? v.x : q == 1 ? v.y : q == 2 ? v.z : v.w;
+        if (lg == 3) {
+            if (q & 1) continue;
+            u64 both = (u64)(q ? v.w : v.y) << 32 | x;
+            if (both) f(q / 2, both);
+        } else if (x) {
+            if (lg == 2) {
+                f(q, (u64)x);
+            } else {
+                u32 wide = 8u << lg, mask = (1u << wide) - 1;
+                for (u32 s = 0; s < 32; s += wide) {
+                    if (x >> s & mask) f((q * 4 + s / 8) >> lg, (u64)(x >> s & mask));
+                }
+            }
+        }
+    }
+}
+
+OW_DEV bool delta_some(u32x4 v) { return (v.x | v.y | v.z | v.w) != 0; }
+
+// delta_lengths gives the counted classes code lengths, as `lengths` of the Go encoder
+// does. One lane runs it; counts become lengths in place.
+OW_COLD void delta_lengths(u32 counts) {
+    u32 total = 0, kinds = 0, sum = 0;
+    u8 length[kDeltaClasses];
+    for (u32 i = 0; i < kDeltaClasses; i++) total += lds32(counts + 4 * i);
+    for (u32 i = 0; i < kDeltaClasses; i++) {
+        u32 c = lds32(counts + 4 * i), n = 1;
+        length[i] = 0;
+        if (c == 0) continue;
+        while (n < 8 && (u64)c << n < total) n++;
+        length[i] = (u8)n;
+        kinds++;
+        sum += 256 >> n;
+    }
+    while (kinds > 1 && sum > 256) {
+        u32 at = kDeltaClasses, least = ~0u;
+        for (u32 i = 0; i < kDeltaClasses; i++) {
+            u32 c = lds32(counts + 4 * i);
+            if (c && length[i] < 8 && c < least) at = i, least = c;
+        }
+        length[at]++;
+        sum -= 256 >> length[at];
+    }
+    while (kinds > 1 && sum < 256) {
+        u32 at = kDeltaClasses, most = 0;
+        for (u32 i = 0; i < kDeltaClasses; i++) {
+            u32 c = lds32(counts + 4 * i);
+            if (c && length[i] > 1 && (256u >> length[i]) <= 256 - sum && c > most) at = i, most = c;
+        }
+        sum += 256 >> length[at];
+        length[at]--;
+    }
+    for (u32 i = 0; i < kDeltaClasses; i++) sts32(counts + 4 * i, length[i]);
+}
+
+// delta_codes makes the table of codes (code | bits << 8 | rest << 16) of a header.
+OW_DEV void delta_codes(const u32* head, u32 lg, u32 codes) {
+    u32 cls = lane();
+    if (cls < kDeltaClasses) {
+        u32 n = delta_length(head, cls), at = delta_start(cls, [&](u32 i) { return delta_length(head, i); });
+        sts32(codes + 4 * cls, n ? (delta_reversed(at) & 255) | n << 8 | delta_rest(cls, lg) << 16 : 0);
+    }
+    syncwarp();
+}
+
+// A delta_place is where an encoder stands in a run: `next` is the element after the last
+// change.
+struct delta_place { u32 next; };
+
+// delta_before gives a lane the element after the last change before its own 16 bytes,
+// and moves the place on. Each lane says whether it has changes, and its last one.
+OW_DEV u32 delta_before(delta_place& p, bool has, u32 last) {
+    u32 m = ballot(has), below = m & lanes_below();
+    u32 prev = shfl(last, below ? highest(below) : 0) + 1, end = shfl(last, m ? highest(m) : 0) + 1;
+    if (!below) prev = p.next;
+    if (m) p.next = end;
+    return prev;
+}
+
+// delta_count is the bits of a lane's changes; prev is as delta_before gives it.
+OW_DEV u32 delta_count(u32x4 v, u32 first, u32 prev, u32 k, u32 codes, u32 lg) {
+    u32 bits = 0;
+    delta_each(v, lg, [&](u32 i, u64 x) {
+        u32 c = lds32(codes + 4 * delta_class(x, lg));
+        bits += ((first + i - prev) >> k) + 1 + k + (c >> 8 & 255) + (c >> 16);
+        prev = first + i + 1;
+    });
+    return bits;
+}
+
+OW_DEV u32 delta_last(u32x4 v, u32 first, u32 lg) {
+    u32 q = v.w ? 3 : v.z ? 2 : v.y ? 1 : 0, x = v.w ? v.w : v.z ? v.z : v.y ? v.y : v.x;
+    return x ? first + ((4 * q + highest(x) / 8) >> lg) : 0;
+}
+
+OW_DEV void delta_measure(ow_delta_row* rows, u32 job, u32 shared) {
+    ow_delta_row w = rows[job];
+    u32 counts = shared + kDeltaCounts, codes = shared + kDeltaCodes, lg = w.lg;
+    sts32(counts + 4 * lane(), 0);
+    syncwarp();
+    for (u32 at = 16 * lane(); at < ((w.bytes + 511) & ~511u); at += 512) {
+        u32x4 v = at < w.bytes ? delta_load(w, at) : u32x4{0, 0, 0, 0};
+        delta_each(v, lg, [&](u32, u64 x) { count32(counts + 4 * delta_class(x, lg)); });
+    }
+    syncwarp();
+    u32 changed = 0;
+    for (u32 i = 0; i < kDeltaClasses; i++) changed += lds32(counts + 4 * i);
+    syncwarp();
+    ow_delta_row* out = rows + job;
+    if (changed == 0) {
+        if (lane() == 0) out->stored = 0;
+        return;
+    }
+    if (lane() == 0) delta_lengths(counts);
+    syncwarp();
+    u32 elements = w.bytes >> lg, s = 0;
+    u64 mean = 63 * (u64)(2 * elements - changed) / (262 * (u64)changed);
+    u32 k = mean ? delta_bits(mean) : 0;
+    while (s < kDeltaMaxS && (u64)changed * (kDeltaRun << s) < 24 * (u64)w.bytes) s++;
+    u32 head[4] = {k << 8 | s << 16, 0, 0, 0};
+    for (u32 i = 0; i < kDeltaClasses; i++) head[1 + i / 8] |= lds32(counts + 4 * i) << (4 * (i & 7));
+    delta_codes(head, lg, codes);
+    u32 run = kDeltaRun << s, runs = (w.bytes + run - 1) / run;  // bytes
+    u64 total = 0;
+    bool raw = false;
+    for (u32 r = 0; r < runs; r++) {
+        delta_place p = {r * (run >> lg)};
+        u32 mine = 0;
+        for (u32 from = r * run; from < (r + 1) * run && from < w.bytes; from += 512) {
+            u32 at = from + 16 * lane(), first = at >> lg;
+            u32x4 v = at < w.bytes ? delta_load(w, at) : u32x4{0, 0, 0, 0};
+            u32 prev = delta_before(p, delta_some(v), delta_last(v, first, lg));
+            mine += delta_count(v, first, prev, k, codes, lg);
+        }
+        u32 bits = shfl(scan(mine), 31);
+        total += bits;
+        raw = raw || bits > 0xffff;
+    }
+    u32 most = kDeltaHead + ((w.bytes + 3) & ~3u);
+    u64 stored = kDeltaHead + ((2 * runs + 3) & ~3u) + (total + 31) / 32 * 4;
+    if (raw || stored >= most) {
+        stored = most;
+        head[0] = 1;
+        head[1] = head[2] = head[3] = 0;
+    }
+    if (lane() == 0) {
+        out->stored = (u32)stored;
+        for (u32 i = 0; i < 4; i++) out->head[i] = head[i];
+    }
+}
+
+// delta_put ORs n bits, at most 32, into words that were 0 there.
+OW_DEV void delta_put(u32* words, u32& pos, u32 v, u32 n) {
+    u32 s = pos & 31;
+    if (v) {
+        raise(words + (pos >> 5), v << s);
+        if (s + n > 32) raise(words + (pos >> 5) + 1, v >> (32 - s));
+    }
+    pos += n;
+}
+
+OW_DEV void delta_write(const ow_delta_row* rows, u32 job, u32 shared) {
+    ow_delta_row w = rows[job];
+    if (w.stored == 0) return;
+    u8* to = (u8*)(uintptr_t)w.at;
+    for (u32 i = 4 * lane(); i < w.stored; i += 128) put32(to + i, 0);
+    syncwarp();
+    if (lane() == 0) {
+        for (u32 i = 0; i < 4; i++) put32(to + 4 * i, w.head[i]);
+    }
+    u32 lg = w.lg, codes = shared + kDeltaCodes;
+    if ((w.head[0] & 255) == 1) {
+        const u8 *a = (const u8*)(uintptr_t)w.now, *b = (const u8*)(uintptr_t)w.base;
+        for (u32 i = lane(); i < w.bytes; i += 32) stg8(to + kDeltaHead + i, ldg8(a + i) ^ ldg8(b + i));
+        return;
+    }
+    u32 head[4] = {w.head[0], w.head[1], w.head[2], w.head[3]};
+    delta_codes(head, lg, codes);
+    u32 k = head[0] >> 8 & 255, run = kDeltaRun << (head[0] >> 16), runs = (w.bytes + run - 1) / run;
+    u32* words = (u32*)(to + kDeltaHead + ((2 * runs + 3) & ~3u));
+    u32 off = 0;
+    for (u32 r = 0; r < runs; r++) {
+        delta_place p = {r * (run >> lg)};
+        u32 begin = off;
+        for (u32 from = r * run; from < (r + 1) * run && from < w.bytes; from += 512) {
+            u32 at = from + 16 * lane(), first = at >> lg;
+            u32x4 v = at < w.bytes ? delta_load(w, at) : u32x4{0, 0, 0, 0};
+            u32 prev = delta_before(p, delta_some(v), delta_last(v, first, lg));
+            u32 bits = delta_count(v, first, prev, k, codes, lg), upto = scan(bits), pos = off + upto - bits;
+            off += shfl(upto, 31);
+            delta_each(v, lg, [&](u32 i, u64 x) {
+                u32 gap = first + i - prev, c = lds32(codes + 4 * delta_class(x, lg)), rest = c >> 16;
+                prev = first + i + 1;
+                pos += gap >> k;
+                delta_put(words, pos, 1, 1);
+                delta_put(words, pos, gap & ((1u << k) - 1), k);
+                delta_put(words, pos, c & 255, c >> 8 & 255);
+                delta_put(words, pos, rest < 32 ? (u32)x & ((1u << rest) - 1) : (u32)x, umin(rest, 32));
+                if (rest > 32) delta_put(words, pos, (u32)(x >> 32) & ~0u >> (64 - rest), rest - 32);
+            });
+        }
+        if (lane() == 0) stg16(to + kDeltaHead + 2 * r, off - begin);
+    }
+}
+
+}  // namespace ow
+#endif

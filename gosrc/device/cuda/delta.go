@@ -1,0 +1,230 @@
+//go:build cgo
+
+package cuda
+
+// This file encodes and applies XOR deltas (codec/delta) of memory on the device.
+
+/*
+#include "../../../cuda/abi_delta.h"
+*/
+import "C"
+
+import (
+	"context"
+	"math/bits"
+	"runtime"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+)
+
+// A DeltaChunk is a chunk of a tensor in device memory: Bytes at Now, and for the
+// encoder at Base, both multiples of the element's Width (at least 4 if that is 8). Stored
+// is its delta in host memory, checked by delta.Check.
+type DeltaChunk struct {
+	Now, Base uint64
+	Bytes     int
+	Width     int
+	Stored    []byte
+}
+
+const (
+	deltaRow   = int(unsafe.Sizeof(C.ow_delta_row{}))
+	deltaBatch = 128 << 20 // stored bytes that are on the way at once
+)
+
+// row describes a chunk for the kernels.
+func (c *DeltaChunk) row(at uint64) C.ow_delta_row {
+	return C.ow_delta_row{now: C.uint64_t(c.Now), base: C.uint64_t(c.Base), at: C.uint64_t(at), bytes: C.uint32_t(c.Bytes),
+		stored: C.uint32_t(len(c.Stored)), lg: C.uint32_t(bits.TrailingZeros(uint(c.Width)))}
+}
+
+func checkDelta(chunks []DeltaChunk) error {
+	for i := range chunks {
+		c := &chunks[i]
+		if w := uint64(min(c.Width, 4)); c.Width < 1 || c.Width > 8 || bits.OnesCount(uint(c.Width)) != 1 || c.Bytes <= 0 || c.Bytes > maxBlock ||
+			c.Bytes%c.Width != 0 || (c.Now|c.Base)%w != 0 || len(c.Stored)%4 != 0 {
+			return errs.New(errs.ErrArgument, "a delta of %d bytes for %d at %#x and %#x, elements of %d", len(c.Stored), c.Bytes, c.Now, c.Base, c.Width)
+		}
+	}
+	return nil
+}
+
+// deltaBatches cuts chunks into batches by their stored bytes. size gives those of one.
+func deltaBatches(n int, size func(i int) int, f func(lo, hi, bytes int) error) error {
+	lo, sum := 0, 0
+	for i := range n {
+		if s := size(i); i > lo && sum+s > deltaBatch {
+			if err := f(lo, i, sum); err != nil {
+				return err
+			}
+			lo, sum = i, s
+		} else {
+			sum += s
+		}
+	}
+	if lo == n {
+		return nil
+	}
+	return f(lo, n, sum)
+}
+
+// ReserveDelta gets the memory that ApplyDelta of these chunks takes, so that it does not
+// run out of it half-way.
+func (d *Device) ReserveDelta(chunks []DeltaChunk) error {
+	if err := checkDelta(chunks); err != nil {
+		return err
+	}
+	most := 0
+	_ = deltaBatches(len(chunks), func(i int) int { return deltaRow + len(chunks[i].Stored) }, func(_, _, bytes int) error {
+		most = max(most, bytes)
+		return nil
+	})
+	return d.reserveResident(most)
+}
+
+// ApplyDelta XORs deltas into the device's memory, after what is queued on the caller's
+// stream, and waits. The same again undoes it. After an error it has undone what it did,
+// unless the device is lost. Chunks without stored bytes are left alone.
+func (d *Device) ApplyDelta(on Order, chunks []DeltaChunk) error {
+	if err := checkDelta(chunks); err != nil {
+		return err
+	}
+	type span struct{ lo, hi, bytes int }
+	var done []span
+	err := deltaBatches(len(chunks), func(i int) int { return deltaRow + len(chunks[i].Stored) }, func(lo, hi, bytes int) error {
+		err := d.applyDelta(on, chunks[lo:hi], bytes)
+		if err == nil {
+			done = append(done, span{lo, hi, bytes})
+		}
+		return err
+	})
+	if err != nil {
+		for _, s := range done {
+			if d.applyDelta(on, chunks[s.lo:s.hi], s.bytes) != nil {
+				break
+			}
+		}
+	}
+	return err
+}
+
+func (d *Device) applyDelta(on Order, chunks []DeltaChunk, bytes int) error {
+	return d.runResident(on, residentRun{
+		kernel: residentDeltaApply, grid: deltaGrid(len(chunks)), block: C.OW_DELTA_THREADS, bytes: bytes,
+		fill: func(table unsafe.Pointer, dev uint64) {
+			rows, at := unsafe.Slice((*C.ow_delta_row)(table), len(chunks)), len(chunks)*deltaRow
+			offsets := make([]int, len(chunks))
+			for i := range chunks {
+				offsets[i] = at
+				rows[i] = chunks[i].row(dev + uint64(at))
+				at += len(chunks[i].Stored)
+			}
+			each(len(chunks), func(i int) {
+				copy(unsafe.Slice((*byte)(unsafe.Add(table, offsets[i])), len(chunks[i].Stored)), chunks[i].Stored)
+			})
+		},
+		args: func(table uint64) []uint64 { return []uint64{table, uint64(len(chunks))} },
+	})
+}
+
+func deltaGrid(rows int) int {
+	const warps = C.OW_DELTA_THREADS / 32
+	return (rows + warps - 1) / warps
+}
+
+// each calls f for 0 to n-1 on all cores, many at a time.
+func each(n int, f func(i int)) {
+	const step = 256
+	_ = spawn.Each(context.Background(), "cuda delta", runtime.GOMAXPROCS(0), (n+step-1)/step, func(k int) error {
+		for i := k * step; i < min(n, (k+1)*step); i++ {
+			f(i)
+		}
+		return nil
+	})
+}
+
+// EncodeDelta sets Stored of each chunk to the delta from Base to Now, as delta.Encode
+// makes it (nil: they are equal), after what is queued on the caller's stream. progress is
+// called with bytes of chunks.
+func (d *Device) EncodeDelta(ctx context.Context, on Order, chunks []DeltaChunk, progress func(n int64)) error {
+	for i := range chunks {
+		chunks[i].Stored = nil
+	}
+	if err := checkDelta(chunks); err != nil {
+		return err
+	}
+	const most = 1 << 16 // rows of a call: 16 GiB of tensors in chunks of 256 KiB
+	for len(chunks) > 0 {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		n := min(most, len(chunks))
+		if err := d.encodeDelta(on, chunks[:n]); err != nil {
+			return err
+		}
+		for i := range chunks[:n] {
+			progress(int64(chunks[i].Bytes))
+		}
+		chunks = chunks[n:]
+	}
+	return nil
+}
+
+func (d *Device) encodeDelta(on Order, chunks []DeltaChunk) error {
+	rows := make([]C.ow_delta_row, len(chunks))
+	for i := range rows {
+		rows[i] = chunks[i].row(0)
+	}
+	err := d.runResident(on, residentRun{
+		kernel: residentDeltaMeasure, grid: deltaGrid(len(rows)), block: C.OW_DELTA_THREADS, bytes: deltaRow * len(rows), back: deltaRow * len(rows),
+		fill: func(table unsafe.Pointer, _ uint64) { put(table, 0, rows) },
+		args: func(table uint64) []uint64 { return []uint64{table, uint64(len(rows))} },
+		take: func(answers unsafe.Pointer) { copy(rows, unsafe.Slice((*C.ow_delta_row)(answers), len(rows))) },
+	})
+	if err != nil {
+		return err
+	}
+	var some []int // the chunks that changed
+	for i := range rows {
+		if rows[i].stored > 0 {
+			some = append(some, i)
+		}
+	}
+	return deltaBatches(len(some), func(k int) int { return deltaRow + int(rows[some[k]].stored) }, func(lo, hi, bytes int) error {
+		return d.writeDelta(on, chunks, rows, some[lo:hi], bytes)
+	})
+}
+
+// writeDelta gets the deltas of some chunks, whose rows were measured.
+func (d *Device) writeDelta(on Order, chunks []DeltaChunk, rows []C.ow_delta_row, some []int, bytes int) error {
+	head := deltaRow * len(some)
+	return d.runResident(on, residentRun{
+		kernel: residentDeltaWrite, grid: deltaGrid(len(some)), block: C.OW_DELTA_THREADS, bytes: head, room: bytes, back: bytes - head, backAt: head,
+		fill: func(table unsafe.Pointer, dev uint64) {
+			out, at := unsafe.Slice((*C.ow_delta_row)(table), len(some)), uint64(head)
+			for k, i := range some {
+				out[k] = rows[i]
+				out[k].at = C.uint64_t(dev + at)
+				at += uint64(rows[i].stored)
+			}
+		},
+		args: func(table uint64) []uint64 { return []uint64{table, uint64(len(some))} },
+		take: func(answers unsafe.Pointer) {
+			all, at := make([]byte, bytes-head), 0
+			for _, i := range some {
+				n := int(rows[i].stored)
+				chunks[i].Stored = all[at : at+n : at+n]
+				at += n
+			}
+			const part = 1 << 20
+			each((len(all)+part-1)/part*256, func(k int) { // a part each
+				if k%256 == 0 {
+					lo := k / 256 * part
+					copy(all[lo:min(len(all), lo+part)], unsafe.Slice((*byte)(unsafe.Add(answers, lo)), len(all)-lo))
+				}
+			})
+		},
+	})
+}

@@ -1,0 +1,138 @@
+//go:build cgo
+
+package cuda
+
+import (
+	"bytes"
+	"errors"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/codec/delta"
+	"github.com/overwire/overwire/gosrc/errs"
+)
+
+// A deltaCase is a chunk of base and new bytes on the device.
+type deltaCase struct {
+	width, bytes, at int
+}
+
+// deltaCases lays out chunks of every width and length in one buffer, and changes some
+// of their elements.
+func deltaCases(r *rand.Rand, base []byte) (now []byte, cases []deltaCase) {
+	now = bytes.Clone(base)
+	at := 0
+	for _, width := range []int{1, 2, 4, 8} {
+		for _, n := range []int{8, 24, 504, 512, 520, 4096 + 8, 70_000} {
+			for _, share := range []float64{0, 0.0005, 0.02, 0.6} {
+				for _, anyhow := range []bool{false, true} {
+					if at+n+8 > len(base) {
+						continue
+					}
+					for i := at; i < at+n; i += width {
+						if r.Float64() < share {
+							now[i] ^= byte(1 << r.IntN(2))
+							for k := range width {
+								if anyhow {
+									now[i+k] = byte(r.Uint32())
+								}
+							}
+						}
+					}
+					cases = append(cases, deltaCase{width, n, at})
+					at += n + 8*r.IntN(2) // not always a multiple of 16
+				}
+			}
+		}
+	}
+	return now, cases
+}
+
+// The GPU's deltas are the CPU's, byte for byte; applied on the GPU they make the one of
+// the other, there and back, and change nothing beside them.
+func TestDelta(t *testing.T) {
+	d, l := open(t, 2, 1<<20)
+	r := random(t)
+	base := make([]byte, 2<<20)
+	for i := range base {
+		base[i] = byte(r.Uint32())
+	}
+	now, cases := deltaCases(r, base)
+	a, b := upload(t, d, l, now), upload(t, d, l, base)
+	chunks := make([]DeltaChunk, len(cases))
+	for i, c := range cases {
+		chunks[i] = DeltaChunk{Now: uint64(uintptr(a.Ptr)) + uint64(c.at), Base: uint64(uintptr(b.Ptr)) + uint64(c.at), Bytes: c.bytes, Width: c.width}
+	}
+	if err := d.EncodeDelta(t.Context(), Order{Stream: 1}, chunks, func(int64) {}); err != nil {
+		t.Fatal(err)
+	}
+	for i, c := range cases {
+		want, err := delta.Encode(nil, now[c.at:c.at+c.bytes], base[c.at:c.at+c.bytes], c.width)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(chunks[i].Stored, want) {
+			t.Fatalf("%+v: the GPU's delta has %d bytes, the CPU's %d, or others", c, len(chunks[i].Stored), len(want))
+		}
+		chunks[i].Now = chunks[i].Base // what is changed
+	}
+	got := make([]byte, len(base))
+	for _, want := range [][]byte{now, base} {
+		if err := d.ReserveDelta(chunks); err != nil {
+			t.Fatal(err)
+		}
+		if err := d.ApplyDelta(Order{Stream: 1}, chunks); err != nil {
+			t.Fatal(err)
+		}
+		if err := d.Read(got, b); err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(got, want) {
+			t.Fatal("other bytes")
+		}
+	}
+}
+
+// Whatever a chunk holds, nothing beside its tensor is written.
+func TestHostileDelta(t *testing.T) {
+	d, l := open(t, 2, 1<<20)
+	r := random(t)
+	const n, guard = 8192, 4096
+	mem := upload(t, d, l, make([]byte, n+2*guard))
+	var chunks []DeltaChunk
+	for range 200 {
+		width := 1 << r.IntN(4)
+		base := make([]byte, n)
+		now := bytes.Clone(base)
+		for range 1 + r.IntN(300) {
+			now[r.IntN(n)] ^= byte(1 + r.IntN(255))
+		}
+		p, err := delta.Encode(nil, now, base, width)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for range 1 + r.IntN(8) {
+			p[r.IntN(len(p))] ^= byte(1 << r.IntN(8))
+		}
+		if p[0] == 1 && len(p) != delta.Room(n) {
+			continue // the host refuses another length
+		}
+		chunks = append(chunks, DeltaChunk{Now: uint64(uintptr(mem.Ptr)) + guard, Bytes: n, Width: width, Stored: p})
+	}
+	if err := d.ApplyDelta(Order{Stream: 1}, chunks); err != nil {
+		t.Fatal(err)
+	}
+	got := make([]byte, n+2*guard)
+	if err := d.Read(got, mem); err != nil {
+		t.Fatal(err)
+	}
+	if len(bytes.Trim(got[:guard], "\x00")) != 0 || len(bytes.Trim(got[n+guard:], "\x00")) != 0 {
+		t.Error("bytes beside the tensor were changed")
+	}
+	bad := []DeltaChunk{{Now: chunks[0].Now + 1, Bytes: 8, Width: 4}, {Now: chunks[0].Now, Bytes: 7, Width: 2}, {Now: chunks[0].Now, Bytes: 8, Width: 3}}
+	for i := range bad {
+		if err := d.ApplyDelta(Order{Stream: 1}, bad[i:i+1]); !errors.Is(err, errs.ErrArgument) {
+			t.Errorf("%+v: %v", bad[i], err)
+		}
+	}
+}
