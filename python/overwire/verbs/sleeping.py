@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import warnings
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _verbs
 from .._engine import forked
-from ..errors import ArgumentError, ForkedError, NotSupportedError
+from ..errors import ArgumentError, ForkedError, NotSupportedError, OutOfMemoryError
 from ..frameworks.choose import frame_for
 from ..jobs import Job, log
 from ..model.opened import Model
@@ -110,8 +111,18 @@ class Asleep:
         for model in models.values():
             model.close()
 
-    def _add(self, device: str, stored: list[_Sleeper], job: Job) -> None:
-        _, _, _, table, number = job.result()
+    def _add(self, device: str, stored: list[_Sleeper], job: Job, again: Callable[[], Job]) -> None:
+        try:
+            made = job.result()
+        except OutOfMemoryError as error:
+            if device == "cpu" or "cuda" not in str(error):
+                raise
+            from ..frameworks.torch import give_back
+
+            give_back(device)  # memory that torch only keeps is no reason to fail
+            with again() as job:
+                made = job.result()
+        _, _, _, table, number = made
         assert table is not None
         self._models[device] = Model.held(f"sleeping tensors of {device}", table, number, device)
         report = job.report()
@@ -189,7 +200,8 @@ def sleep(
         estimated from samples first.
     to_file: a local path: the stored bytes are written there, too, as a file for every
         load of overwire. The tensors must be on one device.
-    release: free the tensors' memory. What cannot be freed stays, and keeps its values:
+    release: free the tensors' memory, on a GPU to torch's allocator
+        (`torch.cuda.empty_cache()` passes it on to other processes). What cannot be freed stays, and keeps its values:
         memory that the given tensors do not cover whole, or that is not torch's own
         (loaded small tensors, mapped files, shared memory). `Asleep.released` counts what
         was freed. False: nothing is; for callers that free or unmap it by other means and
@@ -218,18 +230,19 @@ def sleep(
     limit = most = parse_size(max_memory, "max_memory")
     watcher = watch(progress, "sleep")
     with contextlib.ExitStack() as stack:
-        jobs: list[tuple[str, list[_Sleeper], Job]] = []
+        jobs: list[tuple[str, list[_Sleeper], Job, Callable[[], Job]]] = []
         for device, sleepers in groups.items():
             stored = _distinct(sleepers, bool(path))
-            job = stack.enter_context(_start(device, stored, limit, path, watcher))
+            again = partial(_start, device, stored, limit, path)
+            job = stack.enter_context(again(watcher))
             watcher = None
             if limit:  # one after the other: each has what the others left
-                asleep._add(device, stored, job)
+                asleep._add(device, stored, job, again)
                 limit = max(1, most - asleep.stored)
             else:
-                jobs.append((device, stored, job))
-        for device, stored, job in jobs:
-            asleep._add(device, stored, job)
+                jobs.append((device, stored, job, again))
+        for each in jobs:
+            asleep._add(*each)
     if release:
         asleep._storages = _free(groups)
         asleep._free_memory()
@@ -237,7 +250,7 @@ def sleep(
     return asleep
 
 
-def _start(device: str, stored: list[_Sleeper], limit: int, path: str, watcher: Any) -> Job:
+def _start(device: str, stored: list[_Sleeper], limit: int, path: str, watcher: Any = None) -> Job:
     request: SleepRequest = {"device": device, "max_memory": limit, "path": path}
     request["names"] = [one.name for one in stored]
     request["dtypes"] = [one.dtype for one in stored]
