@@ -34,7 +34,7 @@ with tempfile.TemporaryDirectory() as folder:
         at = step * 5 % 500
         loss = torch.nn.functional.cross_entropy(trainer(x[at : at + 16]), y[at : at + 16])
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
         optimizer.step()
 
         sent += ow.save_delta(trainer, pushed, delta).stored
