@@ -10,9 +10,11 @@ One process a rank then loads it by vLLM's `safetensors`, by overwire plain and
 compressed, and with sleep mode's memory pool, and compares every parameter, byte for
 byte, also after sleep and wake and after `reload_weights`. Then fresh processes,
 alternating, load it by each format; what is printed is vLLM's own line "Loading
-weights took". Needs overwire, torch and vLLM's Python tree; its kernels are used with
---generate only, which compares the tokens of each format. The status is 1 if a
-parameter differs; times only are printed.
+weights took", and overwire's on slices: OVERWIRE_PLANS=off shows what a first start takes,
+without it the loads after the comparison use the plans that it has kept. Needs
+overwire, torch and vLLM's Python tree; its kernels are used with --generate only, which
+compares the tokens of each format. The status is 1 if a parameter differs; times only
+are printed.
 """
 
 from __future__ import annotations
@@ -70,6 +72,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 SHAPES["names"] = {**SHAPES["moe"], "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
 SHAPES["names"].update(num_attention_heads=4, num_key_value_heads=2, vocab_size=1024)
 TOOK = re.compile(r"Loading weights took ([0-9.]+) seconds")
+SAID = re.compile(r"overwire: \d+ slices.*")  # while the loader ran, and after it; or by a kept plan
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -337,7 +340,7 @@ def main() -> None:
                 rows = [line for text in texts for line in text.splitlines() if line.startswith("{")]
                 if len(took) == args.ranks:
                     times.setdefault(kind, []).append(max(took))
-                print(kind, took, *rows, flush=True)
+                print(kind, took, *rows, *(f"\n  {found}" for text in texts for found in SAID.findall(text)), flush=True)
         for kind, each in times.items():
             print(f"{kind:20} Loading weights took {statistics.median(each):.2f} s (median of {len(each)})", flush=True)
     finally:
