@@ -175,3 +175,35 @@ def test_many_tensors_once() -> None:
     for i in (0, 17, 4000):
         assert got[f"t{i}"] == definition(raw(base[i : i + 40]))
     assert len({got[f"u{i}"] for i in range(300)}) == 1
+
+
+@pytest.mark.parametrize("shard", [None, 100_000])
+def test_digests_that_a_file_keeps(tmp_path: Path, shard: int | None) -> None:
+    """A comparison by them reads no tensor; verify proves them; loading and converting are as without."""
+    model = Small()
+    kept, without = tmp_path / "kept", tmp_path / "without"
+    for folder in (kept, without):
+        folder.mkdir()
+        ow.save_model(model, folder / "model.safetensors", max_shard_size=shard, digests=folder == kept)
+    found = ow.verify(kept, tensors=model)
+    assert found["ok"] and found["kept"] == found["tensors"] == 4 and found["bytes"] == 0
+    found = ow.verify(without, tensors=model)
+    assert found["ok"] and found["kept"] == 0 and found["bytes"] > 0
+    assert ow.verify(kept)["ok"]
+    assert printing(str(kept)) == printing(str(without))
+    loaded, plain = ow.load_file(kept), ow.load_file(without)
+    assert set(loaded) == set(plain) and all(torch.equal(loaded[name], plain[name]) for name in plain)
+    with torch.no_grad():
+        model.a[3, 4] += 1
+    assert sorted(ow.verify(kept, tensors=model)["differ"]) == ["a", "tied"]
+    ow.convert(kept, tmp_path / "again.safetensors")
+    assert ow.verify(tmp_path / "again.safetensors", tensors=Small())["kept"] == 0
+
+
+def test_digests_of_odd_sizes_are_kept(tmp_path: Path) -> None:
+    """Tensors without bytes, of odd sizes, of several chunks."""
+    tensors = {"none": torch.empty(0, 3), "odd": torch.arange(13, dtype=torch.uint8), "big": torch.arange(3_000_001, dtype=torch.int32)}
+    ow.save_file(tensors, tmp_path / "m.safetensors", digests=True)
+    assert ow.verify(tmp_path / "m.safetensors")["ok"]
+    found = ow.verify(tmp_path / "m.safetensors", tensors=tensors)
+    assert found["ok"] and found["kept"] == 3 and found["bytes"] == 0

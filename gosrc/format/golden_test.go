@@ -62,7 +62,7 @@ func bytesOf(i int, n int64) []byte {
 // build writes a container with raw chunks, as this package may not import codecs: every layout and every grid, and bytes that read back.
 func build(t testing.TB, metadata map[string]string, items []overwire.Item) []byte {
 	t.Helper()
-	l, err := overwire.NewLayout(metadata, items, nil)
+	l, err := overwire.NewLayout(metadata, items, nil, false)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -10,6 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/save/stored"
@@ -19,6 +20,7 @@ import (
 type DigestReport struct {
 	Tensors []TensorDigest `json:"tensors"`
 	Bytes   int64          `json:"bytes"` // that were read for it, decoded
+	Kept    int            `json:"kept"`  // digests that the files keep, and nothing was read for
 	Seconds float64        `json:"seconds"`
 }
 
@@ -30,7 +32,8 @@ type TensorDigest struct {
 	Digest string  `json:"digest"` // 32 hex digits: docs/format.md 6
 }
 
-// Digests computes the digests of a model's tensors: it reads and decodes them block by
+// Digests gives the digests of a model's tensors: those that containers keep, and the
+// others computed: it reads and decodes them block by
 // block on all cores, in bounded memory, and compares the checksums of all chunks.
 func Digests(ctx context.Context, j *job.Job, uris []string, storage format.Access) (DigestReport, error) {
 	start := time.Now()
@@ -51,9 +54,13 @@ func (m *model) digests(ctx context.Context, j *job.Job) (rep DigestReport, err 
 	workers := Threads(0)
 	items := m.items(workers)
 	var spans []span
+	kept, err := m.kept()
+	if err != nil {
+		return DigestReport{}, err
+	}
 	for i, t := range items {
 		rt := &m.ix.Tensors[i]
-		if rt.Alias >= 0 {
+		if rt.Alias >= 0 || kept[i] != nil {
 			continue
 		}
 		rep.Bytes += t.bytes
@@ -98,8 +105,35 @@ func (m *model) digests(ctx context.Context, j *job.Job) (rep DigestReport, err 
 			holder = int(a)
 		}
 		sum := states[holder].Sum(t.bytes)
+		if kept[i] != nil {
+			sum = *kept[i]
+			rep.Kept++
+		}
 		rep.Tensors = append(rep.Tensors, TensorDigest{Name: t.name, DType: t.dtype.String(), Shape: append([]int64{}, t.shape...), Digest: sum.String()})
 		j.Tensors.Add(1)
 	}
 	return rep, nil
+}
+
+// kept returns the digests that containers keep, by tensor; nil: none.
+func (m *model) kept() ([]*digest.Sum, error) {
+	out := make([]*digest.Sum, len(m.ix.Tensors))
+	own := make([][]int, len(m.ix.Sources)) // the tensors of each source
+	for i, t := range m.ix.Tensors {
+		own[t.Source] = append(own[t.Source], i)
+	}
+	for k := range m.ix.Sources {
+		s := &m.ix.Sources[k]
+		if !s.Overwire() {
+			continue
+		}
+		sums, err := overwire.ReadDigests(s.Mark, len(own[k]))
+		if err != nil {
+			return nil, errs.Locate("index", s.URI, "", -1, err)
+		}
+		for j := range sums {
+			out[own[k][j]] = &sums[j]
+		}
+	}
+	return out, nil
 }

@@ -8,6 +8,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/source"
@@ -87,6 +88,7 @@ type item struct {
 	// Set while it is written.
 	hash   [16]byte
 	hashed bool // hash is known before the tensor is written
+	digest digest.State
 }
 
 // checkItems refuses tensors that no file can hold, before anything is written.

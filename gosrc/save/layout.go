@@ -8,6 +8,7 @@ import (
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
@@ -51,7 +52,7 @@ func (f *fileWriter) planContainer() error {
 	if f.part.original != nil {
 		origin = f.part.original.Origin
 	}
-	l, err := overwire.NewLayout(f.part.metadata, items, origin)
+	l, err := overwire.NewLayout(f.part.metadata, items, origin, f.spec.Digests)
 	if err != nil {
 		return err
 	}
@@ -120,7 +121,7 @@ func (f *fileWriter) cut(t *item, g tensor.Grid, first int) {
 		f.job.Bytes.Add(t.bytes)
 		return
 	}
-	if t.parts = g.Parts; t.parts > 1 && !t.hashed {
+	if t.parts = g.Parts; t.parts > 1 && (!t.hashed || f.spec.Digests) {
 		f.tasks = append(f.tasks, task{t: t})
 	}
 	for k := range g.Chunks() {
@@ -146,6 +147,17 @@ func (f *fileWriter) seal() (front []byte, size int64, err error) {
 		default:
 			return nil, 0, errs.New(errs.ErrEngine, "tensor %q was not hashed", t.name)
 		}
+	}
+	if f.lay.Digests != "" {
+		sums := make([]digest.Sum, len(f.order))
+		for i, t := range f.order {
+			holder := t
+			if t.form == alias {
+				holder = t.of
+			}
+			sums[i] = holder.digest.Sum(t.bytes)
+		}
+		f.lay.Digests = overwire.Digests(sums)
 	}
 	return f.lay.Seal(codec.Known)
 }

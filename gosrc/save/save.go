@@ -65,6 +65,9 @@ type Spec struct {
 	// that and of a codec that only the CPU decodes, and slowly; tensors in several
 	// column parts stay as by default.
 	Level string `json:"level,omitempty"`
+	// Digests keeps the digest of each tensor in a container (docs/format.md 6), by
+	// which a model in memory is compared without reading the tensors of the file.
+	Digests bool `json:"digests,omitempty"`
 	// Parts divides compressed tensors into 1, 2, 4 or 8 column parts, so that a
 	// slice of dimension 1 is read alone. Tensors whose rows do not divide get the
 	// most parts that do. 0 means 1.

@@ -6,6 +6,7 @@ import (
 	"context"
 	"time"
 
+	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
@@ -170,6 +171,12 @@ func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *Ve
 	n := Threads(0)
 	window := 3*n + 2
 	bufs := make([][]byte, window)
+	kept, err := m.kept()
+	if err != nil {
+		return err
+	}
+	parts := make([]digest.State, window)
+	var sum digest.State
 	var h xxh3.Hasher
 	o := ordered.Tasks{N: len(spans), Window: window, Workers: n,
 		Work: func(_, k int) error {
@@ -180,13 +187,18 @@ func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *Ve
 			}
 			*b = (*b)[:s.n]
 			_, err := s.t.body.bytes(ctx, *b, s.off)
+			if parts[k%window] = (digest.State{}); kept[s.k] != nil && err == nil {
+				parts[k%window].Add(s.off, *b)
+			}
 			return err
 		},
 		Turn: func(k int) error {
 			s := &spans[k]
 			if s.off == 0 {
 				h.Reset()
+				sum = digest.State{}
 			}
+			sum.Merge(parts[k%window])
 			_, _ = h.Write(bufs[k%window])
 			j.Bytes.Add(s.n)
 			rep.Bytes += s.n
@@ -196,6 +208,9 @@ func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *Ve
 			if sum128(&h) != s.t.known.Hash {
 				return m.corrupt(s.k, "the decoded bytes are not those that were saved (XXH3-128 differs)")
 			}
+			if d := kept[s.k]; d != nil && *d != sum.Sum(s.t.bytes) {
+				return m.corrupt(s.k, "the digest that the file keeps is not that of the decoded bytes")
+			}
 			rep.Tensors++
 			j.Tensors.Add(1)
 			return nil
@@ -204,9 +219,16 @@ func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *Ve
 	if err := o.Run(ctx, "save.verify"); err != nil {
 		return err
 	}
-	// An alias is verified with the tensor that it refers to.
+	return m.others(j, items, kept, rep)
+}
+
+// others verifies what has no bytes of its own: an alias with the tensor that it refers to.
+func (m *model) others(j *job.Job, items []*item, kept []*digest.Sum, rep *VerifyReport) error {
 	for i, t := range items {
 		rt := &m.ix.Tensors[i]
+		if d := kept[i]; d != nil && (rt.Alias >= 0 && *d != *kept[rt.Alias] || t.bytes == 0 && *d != digest.Of(nil)) {
+			return m.corrupt(i, "the digest that the file keeps is not that of its bytes")
+		}
 		switch {
 		case formatNamed(&m.ix.Sources[rt.Source]).proves:
 			continue // and was counted then

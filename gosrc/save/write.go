@@ -8,6 +8,7 @@ import (
 	"io/fs"
 
 	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/companions"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
@@ -212,11 +213,12 @@ type task struct {
 
 // A slot holds the memory of a task between reading and writing.
 type slot struct {
-	data []byte // logical bytes
-	out  []byte // stored bytes: data, or enc
-	buf  []byte // memory for data, if it needs any
-	enc  []byte // memory for out
-	at   int64  // its place in the file
+	data []byte       // logical bytes
+	out  []byte       // stored bytes: data, or enc
+	buf  []byte       // memory for data, if it needs any
+	enc  []byte       // memory for out
+	at   int64        // its place in the file
+	sum  digest.State // of data, if the file keeps digests
 }
 
 // write returns the size of the file.
@@ -271,8 +273,13 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 func (f *fileWriter) encode(ctx context.Context, worker, k int) error {
 	c, s := &f.tasks[k], &f.slots[k%len(f.slots)]
 	t := c.t
+	s.sum = digest.State{}
 	if c.n == 0 {
 		_, err := t.hashAll(ctx)
+		if err == nil && f.lay.Digests != "" {
+			at := int64(0)
+			err = t.walk(ctx, func(p []byte) error { s.sum.Add(at, p); at += int64(len(p)); return nil })
+		}
 		return err
 	}
 	var err error
@@ -289,6 +296,9 @@ func (f *fileWriter) encode(ctx context.Context, worker, k int) error {
 	s.out = s.data
 	if f.lay == nil {
 		return nil
+	}
+	if f.lay.Digests != "" && t.parts <= 1 {
+		s.sum.Add(c.off, s.data)
 	}
 	ch := &f.lay.Chunks[c.chunk]
 	if t.form == compressed {
@@ -308,6 +318,7 @@ func (f *fileWriter) encode(ctx context.Context, worker, k int) error {
 func (f *fileWriter) place(k int) error {
 	c, s := &f.tasks[k], &f.slots[k%len(f.slots)]
 	t := c.t
+	t.digest.Merge(s.sum)
 	if c.n == 0 {
 		return nil
 	}

@@ -169,7 +169,7 @@ func (s *sleeper) layOut() error {
 	if s.Path != "" {
 		metadata = map[string]string{"format": "pt"}
 	}
-	lay, err := overwire.NewLayout(metadata, items, nil)
+	lay, err := overwire.NewLayout(metadata, items, nil, false)
 	if err != nil {
 		return err
 	}

@@ -32,6 +32,7 @@ class ConvertRequest(TypedDict, total=False):
     metadata: dict[str, str]
     compress: bool
     level: str
+    digests: bool
     parts: int
     threads: int
     shard: int
@@ -429,6 +430,7 @@ class RenameRequest(TypedDict, total=False):
 class SaveDigestReport(TypedDict):
     tensors: list[SaveTensorDigest]
     bytes: int
+    kept: int
     seconds: float
 
 
@@ -458,6 +460,7 @@ class SaveRequest(TypedDict, total=False):
     metadata: dict[str, str]
     compress: bool
     level: str
+    digests: bool
     parts: int
     threads: int
     shard: int

@@ -4,6 +4,7 @@ package overwire
 
 import (
 	"cmp"
+	"encoding/base64"
 	"math"
 	"slices"
 	"strings"
@@ -60,6 +61,10 @@ type Layout struct {
 	// the header has no space for it. The writer may set another SHA256 before Seal.
 	Origin *Origin
 
+	// Digests are what AppendDigest made of each of Tensors, in their order; "" if the
+	// container keeps none. The writer sets them before Seal, as many as were planned.
+	Digests string
+
 	metadata map[string]string
 	header   int64 // bytes left for the header
 	index    int64
@@ -68,9 +73,10 @@ type Layout struct {
 	at       int   // the tensor that the next chunk belongs to, or one before it
 }
 
-// NewLayout plans a container, which keeps origin if that is not nil. Items that
+// NewLayout plans a container, which keeps origin if that is not nil, and the digest of
+// each tensor if that is asked for and the header has space for them. Items that
 // cannot be stored, and metadata with our own key, are errs.ErrArgument.
-func NewLayout(metadata map[string]string, items []Item, origin *Origin) (*Layout, error) {
+func NewLayout(metadata map[string]string, items []Item, origin *Origin, digests bool) (*Layout, error) {
 	l := &Layout{metadata: make(map[string]string, len(metadata)+1), Origin: origin}
 	for k, v := range metadata {
 		if k == MetadataKey {
@@ -78,7 +84,10 @@ func NewLayout(metadata map[string]string, items []Item, origin *Origin) (*Layou
 		}
 		l.metadata[k] = v
 	}
-	l.metadata[MetadataKey] = mark(origin, 0)
+	if digests {
+		l.Digests = strings.Repeat("A", base64.StdEncoding.EncodedLen(digestSize*len(items)))
+	}
+	l.metadata[MetadataKey] = mark(origin, 0, l.Digests)
 	each, err := itemSizes(items)
 	if err != nil {
 		return nil, err
@@ -108,8 +117,8 @@ func NewLayout(metadata map[string]string, items []Item, origin *Origin) (*Layou
 	bound := func() int64 {
 		return sizes.RoundUp(safetensors.HeaderBound(l.metadata, l.entries(), int64(end)), DataAlign)
 	}
-	if l.header = bound(); l.header-8 > tensor.MaxHeader && l.Origin != nil {
-		l.Origin, l.metadata[MetadataKey] = nil, mark(nil, 0)
+	if l.header = bound(); l.header-8 > tensor.MaxHeader && (l.Origin != nil || l.Digests != "") {
+		l.Origin, l.Digests, l.metadata[MetadataKey] = nil, "", mark(nil, 0, "")
 		l.header = bound()
 	}
 	if l.header-8 > tensor.MaxHeader {
@@ -318,7 +327,7 @@ func (l *Layout) Seal(known tensor.Known) (front []byte, size int64, err error) 
 			l.Tensors[i].Hash = l.Tensors[a].Hash
 		}
 	}
-	l.metadata[MetadataKey] = mark(l.Origin, features(l.Tensors, l.Chunks))
+	l.metadata[MetadataKey] = mark(l.Origin, features(l.Tensors, l.Chunks), l.Digests)
 	front, err = safetensors.AppendHeader(make([]byte, 0, l.Start()), l.metadata, l.entries(), int(l.header))
 	if err != nil {
 		return nil, 0, err
@@ -330,5 +339,5 @@ func (l *Layout) Seal(known tensor.Known) (front []byte, size int64, err error) 
 	if err := ix.Validate(known); err != nil {
 		return nil, 0, errs.New(errs.ErrEngine, "about to write what no reader takes: %v", err)
 	}
-	return Append(front, l.Tensors, l.Chunks, front, l.Origin), l.pos, nil
+	return Append(front, l.Tensors, l.Chunks, front, l.Origin, l.Digests), l.pos, nil
 }

@@ -77,7 +77,7 @@ func TestLayoutRoundTrip(t *testing.T) {
 	for round := range 300 {
 		items := random(r)
 		metadata := map[string]string{"round": fmt.Sprint(round)}
-		l, err := NewLayout(metadata, items, nil)
+		l, err := NewLayout(metadata, items, nil, false)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -113,7 +113,7 @@ func TestLayoutRoundTrip(t *testing.T) {
 				t.Fatalf("tensor %d is not item %d", i, item)
 			}
 		}
-		l2, _ := NewLayout(maps.Clone(metadata), items, nil)
+		l2, _ := NewLayout(maps.Clone(metadata), items, nil, false)
 		if again, _, err := write(l2, seed+uint64(round)); err != nil || !bytes.Equal(again, front) {
 			t.Fatalf("written twice it differs: %v", err)
 		}
@@ -148,14 +148,14 @@ func TestLayoutRefuses(t *testing.T) {
 		"alias of nothing": {{Name: "n", DType: tensor.U8, Shape: []int64{0}}, {Name: "b", DType: tensor.U8, Shape: []int64{0}, Alias: 1}},
 		"alias of alias":   {ok, {Name: "b", DType: tensor.U8, Shape: []int64{4}, Alias: 1}, {Name: "c", DType: tensor.U8, Shape: []int64{4}, Alias: 2}},
 	} {
-		if _, err := NewLayout(nil, items, nil); !errors.Is(err, errs.ErrArgument) {
+		if _, err := NewLayout(nil, items, nil, false); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	if _, err := NewLayout(map[string]string{MetadataKey: "x"}, nil, nil); !errors.Is(err, errs.ErrArgument) {
+	if _, err := NewLayout(map[string]string{MetadataKey: "x"}, nil, nil, false); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("our metadata entry: %v", err)
 	}
-	if _, err := NewLayout(nil, []Item{{Name: strings.Repeat("n", tensor.MaxHeader), DType: tensor.U8}}, nil); !errors.Is(err, errs.ErrArgument) {
+	if _, err := NewLayout(nil, []Item{{Name: strings.Repeat("n", tensor.MaxHeader), DType: tensor.U8}}, nil, false); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("a header over the limit: %v", err)
 	}
 }
@@ -188,7 +188,7 @@ func TestLayoutMisuse(t *testing.T) {
 			return err
 		},
 	} {
-		l, err := NewLayout(nil, items, nil)
+		l, err := NewLayout(nil, items, nil, false)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -205,7 +205,7 @@ func BenchmarkDecode(b *testing.B) {
 		items[i] = Item{Name: fmt.Sprintf("model.layers.%d.mlp.experts.%d.gate_proj.weight", i/256, i%256), DType: tensor.BF16,
 			Shape: []int64{64, 64}, ChunkBytes: 4096}
 	}
-	l, err := NewLayout(nil, items, nil)
+	l, err := NewLayout(nil, items, nil, false)
 	if err != nil {
 		b.Fatal(err)
 	}

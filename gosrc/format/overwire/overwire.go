@@ -33,9 +33,9 @@ const (
 	MetadataKey = "overwire"
 
 	// Major and Minor are the newest version that we write. A file has the smallest
-	// minor with what it uses: 0, 1 with an Origin, or 2 with features. A reader
+	// minor with what it uses: 0, 1 with an Origin, 2 with features, or 3 with digests. A reader
 	// refuses another major and accepts a larger minor. No release has written major 0.
-	Major, Minor = 1, 2
+	Major, Minor = 1, 3
 
 	// DataAlign: the offset of the data section is a multiple of it.
 	DataAlign = 4096
@@ -83,9 +83,12 @@ func features(ts []tensor.Tensor, chunks []tensor.Chunk) (need uint64) {
 	return need
 }
 
-// minor is the smallest minor version of a file with the given origin and features.
-func minor(o *Origin, features uint64) int {
+// minor is the smallest minor version of a file with the given origin, features and
+// digests.
+func minor(o *Origin, features uint64, digests string) int {
 	switch {
+	case digests != "":
+		return 3
 	case features != 0:
 		return 2
 	case o != nil:
@@ -99,15 +102,18 @@ func minor(o *Origin, features uint64) int {
 const note = "compressed by overwire; to read it: pip install overwire; to have plain safetensors: overwire decompress"
 
 // mark is the value of the metadata entry.
-func mark(o *Origin, features uint64) string { return marked(minor(o, features), note, o) }
+func mark(o *Origin, features uint64, digests string) string {
+	return marked(minor(o, features, digests), note, o, digests)
+}
 
-func marked(minor int, note string, o *Origin) string {
+func marked(minor int, note string, o *Origin, digests string) string {
 	text, _ := json.Marshal(struct { // cannot fail
-		Format string  `json:"format"`
-		Index  string  `json:"index"`
-		Note   string  `json:"note"`
-		Origin *Origin `json:"origin,omitempty"`
-	}{strconv.Itoa(Major) + "." + strconv.Itoa(minor), IndexName, note, o})
+		Format  string  `json:"format"`
+		Index   string  `json:"index"`
+		Note    string  `json:"note"`
+		Digests string  `json:"digests,omitempty"`
+		Origin  *Origin `json:"origin,omitempty"`
+	}{strconv.Itoa(Major) + "." + strconv.Itoa(minor), IndexName, note, digests, o})
 	return string(text)
 }
 
@@ -133,9 +139,11 @@ func Is(h *safetensors.Header) (bool, error) {
 		Format string `json:"format"`
 		Index  string `json:"index"`
 	}
-	// The origin, the last member, may be long, and loading does not need it.
-	if head, _, cut := strings.Cut(value, `,"origin":`); cut {
-		value = head + "}"
+	// The last members may be long, and loading does not need them.
+	for _, member := range []string{`,"digests":`, `,"origin":`} {
+		if head, _, cut := strings.Cut(value, member); cut {
+			value = head + "}"
+		}
 	}
 	if err := json.Unmarshal([]byte(value), &m); err != nil {
 		if !indexed {
@@ -206,16 +214,16 @@ func (r *record) read(b []byte) {
 }
 
 // Append appends the index of a file to dst, in the smallest minor version for its
-// chunks and that origin. ts and chunks are valid, of one source, and numbered from 0. head
+// chunks, that origin and those digests. ts and chunks are valid, of one source, and numbered from 0. head
 // is everything before the data section; the index has its checksum.
-func Append(dst []byte, ts []tensor.Tensor, chunks []tensor.Chunk, head []byte, o *Origin) []byte {
+func Append(dst []byte, ts []tensor.Tensor, chunks []tensor.Chunk, head []byte, o *Origin, digests string) []byte {
 	dims := 0
 	for i := range ts {
 		dims += len(ts[i].Shape)
 	}
 	need := features(ts, chunks)
 	start := len(dst)
-	dst = appendFrame(dst, minor(o, need), need, len(ts), len(chunks), dims, head)
+	dst = appendFrame(dst, minor(o, need, digests), need, len(ts), len(chunks), dims, head)
 	for i := range ts {
 		for _, d := range ts[i].Shape {
 			dst = le.AppendUint64(dst, uint64(d))

@@ -212,7 +212,7 @@ type front struct {
 
 func fronts(t *testing.T, r *rand.Rand) front {
 	t.Helper()
-	l, err := NewLayout(map[string]string{"k": "v"}, random(r), nil)
+	l, err := NewLayout(map[string]string{"k": "v"}, random(r), nil, false)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -64,7 +64,7 @@ var mayImport = map[string][]string{
 		"internal/..."},
 	// The container is a safetensors file (docs/format.md 1): one parser and one
 	// validator serve both, so this import of a neighbour is intended.
-	"format/overwire": {"format/safetensors", "tensor", "source", "errs", "codec",
+	"format/overwire": {"format/safetensors", "tensor", "source", "errs", "codec", "codec/digest",
 		"internal/..."},
 
 	// Files of another project. Only the tables of format and save, and the verbs

@@ -79,6 +79,7 @@ def compare(tensors: Any, request: FilesRequest, progress: ProgressLike = None) 
         "missing": missing,
         "surplus": surplus,
         "tensors": len(file) - len(missing),
+        "kept": report["kept"],
         "bytes": report["bytes"],
         "seconds": time.monotonic() - start,
     }

@@ -77,8 +77,9 @@ def verify(
     source: what `inspect` takes, or a list of files.
     tensors: a running model: a torch module, or a dict of tensors, on the host or on
         GPUs. The digest of each (see `digest`) is computed where it lies: none is
-        copied to the host. The file's tensors are decoded block by block on the CPU,
-        in bounded memory, and every chunk's checksum is compared.
+        copied to the host. The file's are those that it keeps (`save_file(digests=True)`);
+        without them its tensors are decoded block by block on the CPU, in bounded
+        memory, and every chunk's checksum is compared.
     storage_options: as for `load_file`.
 
     Returns a dict: ok (always True, since damage raises), tensors, bytes, stored,

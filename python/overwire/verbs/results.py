@@ -148,7 +148,8 @@ class Comparison(TypedDict):
     differ: names of tensors whose bytes, dtype or shape are not the file's.
     missing: names in the file that the model lacks.
     surplus: names in the model that the file lacks, unless they are tied to one it has.
-    tensors: how many were compared. bytes: of the file's tensors, decoded.
+    tensors: how many were compared. kept: how many by a digest that the file keeps.
+    bytes: of the file's tensors, decoded for the others.
     """
 
     ok: bool
@@ -156,6 +157,7 @@ class Comparison(TypedDict):
     missing: list[str]
     surplus: list[str]
     tensors: int
+    kept: int
     bytes: int
     seconds: float
 

@@ -112,6 +112,7 @@ def save_file(
     filename: str | os.PathLike[str] | None = None,
     compress: bool = True,
     level: str = "default",
+    digests: bool = False,
     max_shard_size: int | str | None = None,
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
@@ -138,6 +139,8 @@ def save_file(
         the original less, but saving is slow, and its tensors are decoded by the CPU
         alone, some ten times as slowly, on their way to a GPU too; overwire must be as
         new as format 1.2.
+    digests: keep the digest of each tensor in a compressed file (see `digest`), so that
+        `verify(path, tensors=)` need not read the file's tensors.
     max_shard_size: the most tensor bytes in one file ("5GB", "512MiB", int). A
         larger model becomes model-00001-of-00002.safetensors and so on, with
         model.safetensors.index.json.
@@ -176,6 +179,7 @@ def save_file(
         metadata,
         compress=compress,
         level=level,
+        digests=digests,
         shard=parse_size(max_shard_size),
         progress=progress,
         storage_options=storage_options,
@@ -189,6 +193,7 @@ def save_bytes(
     *,
     compress: bool = True,
     level: str = "default",
+    digests: bool = False,
     shard: int = 0,
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
@@ -201,6 +206,8 @@ def save_bytes(
     of shards of the same name may stay beside it."""
     spec: SaveRequest = {"path": path, "compress": bool(compress), "level": level, "shard": shard, "like": like or "", "beside": beside}
     spec["storage"] = storage(storage_options, [path], writes=True)
+    if digests:
+        spec["digests"] = True
     if metadata is not None:
         for key, value in metadata.items():
             if not isinstance(key, str) or not isinstance(value, str):
