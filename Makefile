@@ -214,8 +214,8 @@ RELEASE := .venv-release
 release: venv $(RELEASE)/.ready ## dist/: all that a release uploads, built and checked; uploads nothing
 	$(PY) wheels/release.py $(if $(REHEARSE),--rehearse) --twine $(RELEASE)/bin/twine dist
 
-reproduce: ## build the commit in two new folders, once from nothing, and compare, with dist/ too
-	$(PYTHON) wheels/release.py --reproduce dist
+reproduce: venv ## build the commit in two new folders, once from nothing, and compare, with dist/ too
+	$(PY) wheels/release.py --reproduce dist
 
 $(RELEASE)/.ready: requirements-release.txt
 	test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
