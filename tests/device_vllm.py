@@ -8,7 +8,8 @@
 Makes a model of the shape in four shards, in memory (--dir), plain and compressed.
 One process a rank then loads it by vLLM's `safetensors`, by overwire plain and
 compressed, and with sleep mode's memory pool, and compares every parameter, byte for
-byte, also after sleep and wake and after `reload_weights`. Then fresh processes,
+byte, also after sleep and wake (vLLM's own and overwire's), after `reload_weights`, and
+after pushes of a trainer, whole and as deltas. Then fresh processes,
 alternating, load it by each format; what is printed is vLLM's own line "Loading
 weights took", and overwire's on slices: OVERWIRE_PLANS=off shows what a first start takes,
 without it the loads after the comparison use the plans that it has kept. Needs
@@ -197,6 +198,8 @@ def check(args: argparse.Namespace) -> None:
             with set_current_vllm_config(config):
                 reload_weights(config, model, None, None, True)
             same(f"rank {args.rank}, {kind}, reload_weights", model, theirs)
+            if kind == "overwire:packed" and args.ranks == 1:
+                pushes(args, model, config)
             del model
         if args.device == "cpu":
             return
@@ -213,6 +216,100 @@ def check(args: argparse.Namespace) -> None:
         allocator.wake_up()
         print(f"  slept in {slept:.2f} s, woke in {time.perf_counter() - began - slept:.2f} s", flush=True)
         same(f"rank {args.rank}, after sleep and wake", model, theirs)
+        sleeps(args, model, theirs)
+
+
+def sleeps(args: argparse.Namespace, model: Any, theirs: dict[str, Any]) -> None:
+    """overwire's sleep back end, beside pinned copies of as many bytes."""
+    import torch
+    from overwire.integrations.vllm.sleeping import SleepBackend
+
+    backend = SleepBackend()
+    size = sum(tensor.nbytes for tensor in theirs.values())
+    for cycle in range(5):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        backend.suspend(1)
+        slept = time.perf_counter()
+        stored = backend._asleep.stored
+        backend.resume()
+        torch.cuda.synchronize()
+        woke = time.perf_counter()
+        print(f"  overwire, cycle {cycle}: slept in {slept - began:.3f} s, woke in {woke - slept:.3f} s, {stored / size:.3f} of the model")
+        same(f"rank {args.rank}, after overwire's sleep and wake", model, theirs)
+    device, host = torch.empty(1 << 30, dtype=torch.uint8, device=f"cuda:{args.rank}"), torch.empty(1 << 30, dtype=torch.uint8).pin_memory()
+    for what, to, of in (("down", host, device), ("up", device, host)):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(8):
+            to.copy_(of, non_blocking=True)
+        torch.cuda.synchronize()
+        rate = 8 * host.nbytes / (time.perf_counter() - began)
+        print(f"  floor: pinned memory {what} {rate / 1e9:.1f} GB/s: the stored bytes {stored / rate:.3f} s, the model {size / rate:.3f} s")
+
+
+class Client:
+    """Stands for vLLM's control plane: one worker, in this process."""
+
+    def __init__(self, engine: Any, config: Any) -> None:
+        self.engine, self.config, self.seconds = engine, config, 0.0
+
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        self.engine.init_transfer_engine(self.engine.parse_init_info(info))
+
+    def start_weight_update(self) -> None:
+        self.engine.start_weight_update()
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        from vllm.config import set_current_vllm_config
+
+        began = time.perf_counter()
+        with set_current_vllm_config(self.config):
+            self.engine.update_weights(info)
+        self.seconds, self.info = time.perf_counter() - began, info
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.engine.finish_weight_update()
+
+
+class Source(dict):  # type: ignore[type-arg]
+    """A WeightSource of tensors by name."""
+
+    def __iter__(self) -> Any:
+        return iter(self.items())
+
+
+def pushes(args: argparse.Namespace, model: Any, config: Any) -> None:
+    """A trainer on the same device pushes all weights, then deltas of 1 % of the elements."""
+    import overwire
+    import torch
+    from overwire.integrations.vllm import transfer
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
+
+    device = torch.device("cpu" if args.device == "cpu" else f"cuda:{args.rank}")
+    engine = WeightTransferEngineFactory.create_engine(WeightTransferConfig(backend="overwire"), config, device, model)
+    client = Client(engine, config)
+    source = Source(overwire.load_file(Path(args.dir) / "plain", str(device)))
+    size = sum(tensor.nbytes for tensor in source.values())
+    info = transfer.TrainerInit(rank=0, where=str(Path(args.dir) / "pushes"), deltas=True)
+    trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+    for step in range(6):
+        for tensor in source.values():
+            tensor.view(-1)[step % 100 :: 100] *= 1.01
+        began = time.perf_counter()
+        trainer.send_weights(whole=step < 2)
+        seconds = time.perf_counter() - began
+        words = f"{client.info['kind']}: {seconds:.3f} s, of which the worker {client.seconds:.3f} s"
+        print(f"  push {step}, {words}; {client.info['size'] / size:.4f} of {size / 1e9:.1f} GB", flush=True)
+        pushed = engines.state(model)
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.load_weights(source.items())
+        same(f"push {step}", model, pushed)
+        del pushed
+    trainer.shutdown()
+    shutil.rmtree(Path(args.dir) / "pushes")
 
 
 def timed(args: argparse.Namespace, kind: str) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's plug-in: `vllm serve MODEL --load-format overwire`, and transfer of weights.
+"""vLLM's plug-in: `vllm serve MODEL --load-format overwire`, transfer of weights, sleep.
 
 vLLM calls `register` in each of its processes. What is added to a module of vLLM's is
 added when vLLM itself imports it, so a process that loads nothing pays for nothing.
@@ -15,17 +15,19 @@ from typing import Any
 
 __all__ = ["FORMAT", "register"]
 
-#: The name of the load format, and of the weight transfer.
+#: The name of the load format, the weight transfer and the sleep back end.
 FORMAT = "overwire"
 
 _LOADERS = "vllm.model_executor.model_loader"
 _TRANSFERS = "vllm.distributed.weight_transfer.factory"
+_SLEEPS = "vllm.device_allocator.sleep_mode_backend"
 _STRATEGIES = "modelexpress.load_strategy"
 
 
 def register() -> None:
-    """Adds the load format and the weight transfer to vLLM, and a strategy to ModelExpress;
-    as often as vLLM likes. Imports neither torch nor vLLM, and starts no engine."""
+    """Adds the load format, the weight transfer and the sleep back end to vLLM, and a
+    strategy to ModelExpress; as often as vLLM likes. Imports neither torch nor vLLM, and
+    starts no engine."""
     if "overwire._core" in sys.modules:  # the engine may run, and it does not survive a fork
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     waiting = {finder.name for finder in sys.meta_path if isinstance(finder, _Once)}
@@ -51,6 +53,12 @@ def _add_transfer(factory: Any) -> None:
         engines.register_engine(FORMAT, f"{__name__}.transfer", "TransferEngine")
 
 
+def _add_sleep(backends: Any) -> None:
+    known = backends.SleepModeBackendFactory
+    if FORMAT not in known._registry:
+        known.register_backend(FORMAT, f"{__name__}.sleeping", "SleepBackend")
+
+
 def _add_strategy(strategies: Any) -> None:
     from ..modelexpress import join
 
@@ -58,7 +66,12 @@ def _add_strategy(strategies: Any) -> None:
 
 
 # Modules of vLLM's and ModelExpress's, and what is added to each when it has been imported.
-_ADDS: dict[str, Callable[[Any], None]] = {_LOADERS: _add_format, _TRANSFERS: _add_transfer, _STRATEGIES: _add_strategy}
+_ADDS: dict[str, Callable[[Any], None]] = {
+    _LOADERS: _add_format,
+    _TRANSFERS: _add_transfer,
+    _SLEEPS: _add_sleep,
+    _STRATEGIES: _add_strategy,
+}
 
 
 class _Once:

@@ -1,0 +1,127 @@
+"""vLLM's sleep mode by overwire: `--enable-sleep-mode --sleep-mode-backend overwire`.
+
+vLLM's own back end copies the memory of weights to pinned memory that it makes anew for
+each sleep. Here the GPU encodes it first, and the pinned memory is kept. All else is
+vLLM's: addresses stay, so that captured graphs, communicators and compiled code do, and
+the KV cache is released as always. Written for vLLM 0.32 and 0.33.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.device_allocator.sleep_mode_backend import CuMemBackend
+from vllm.logger import init_logger
+
+__all__ = ["SleepBackend"]
+
+log = init_logger("vllm.overwire")
+
+_TAG = "weights"
+
+# Elements of an allocation whose exponents are looked at.
+_SAMPLE = 4096
+
+# Dtypes of weights: bytes of an element, its bits, and where its exponent is.
+_KINDS = ((torch.float16, 2, 10, 5), (torch.bfloat16, 2, 7, 8), (torch.float32, 4, 23, 8))
+
+
+class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
+    """Level 1 keeps the weights compressed in pinned memory; other levels are vLLM's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asleep: Any = None
+        self._dtypes: dict[int, torch.dtype] = {}  # by address, which allocations keep
+
+    @classmethod
+    def preserves_compiled_artifacts(cls) -> bool:
+        """Kernels that were compiled stay loaded."""
+        return True
+
+    def suspend(self, level: int = 1) -> None:
+        """Frees the GPU's memory. Raises what `overwire.sleep` raises: all is awake then."""
+        from vllm.device_allocator import get_mem_allocator_instance
+
+        allocator = get_mem_allocator_instance()
+        if level == 1:
+            self._sleep(allocator)
+        super().suspend(level if level != 1 else 2)  # 2: what is left of the weights is none
+
+    def _sleep(self, allocator: Any) -> None:
+        from vllm.device_allocator.cumem import unmap_and_release
+
+        import overwire
+
+        held = {ptr: data for ptr, data in allocator.pointer_to_data.items() if data.tag == _TAG and not data.is_asleep}
+        if not held:
+            return
+        if self._asleep is not None:
+            raise RuntimeError("overwire: sleep: some weights sleep, and others are awake: wake them first")
+        for device in {data.handle[0] for data in held.values()}:
+            torch.accelerator.synchronize(device)
+        tensors = {}
+        for ptr, data in held.items():
+            memory = memory_of(ptr, data.handle[1], data.handle[0])
+            if ptr not in self._dtypes:
+                self._dtypes[ptr] = _kind(memory)
+            tensors[f"{ptr:x}"] = memory.view(self._dtypes[ptr])
+        self._asleep = overwire.sleep(tensors, release=False)
+        del tensors, memory
+        size, stored = self._asleep.nbytes, self._asleep.stored
+        for data in held.values():
+            try:
+                unmap_and_release(data.handle)
+            finally:
+                data.is_asleep = True
+        log.info("overwire: %.2f GiB of weights sleep in %.2f GiB of host memory", size / 2**30, stored / 2**30)
+
+    def resume(self, tags: list[str] | None = None) -> None:
+        """Maps the memory again, and decodes the weights in their places. After an error it
+        can be called again."""
+        super().resume(tags)
+        if self._asleep is not None and (tags is None or _TAG in tags):
+            self._state = "RESUMING"
+            self._asleep.wake()
+            self._asleep = None
+            self._state = "RUNNING"
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """vLLM's own; weights that sleep are kept."""
+        super().discard(tags)
+
+
+class _Memory:
+    # What torch takes device memory from.
+
+    def __init__(self, ptr: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (ptr, False), "version": 3, "strides": None}
+
+
+def memory_of(ptr: int, size: int, device: int) -> torch.Tensor:
+    """An allocation as bytes, without a copy."""
+    return torch.as_tensor(_Memory(ptr, size), device=f"cuda:{device}")
+
+
+def _kind(memory: torch.Tensor) -> torch.dtype:
+    """As which dtype an allocation is best compressed. It is right for any bytes: only
+    how small they become depends on it."""
+    usable = memory[: memory.numel() // 4 * 4]
+    if not usable.numel():
+        return torch.uint8
+    step = max(1, usable.numel() // (_SAMPLE * 4)) * 4
+    words = usable.view(torch.int32)[:: step // 4].cpu().contiguous()
+    best, least = torch.uint8, _entropy(words.view(torch.uint8).int(), 8) - 0.2  # bits a byte
+    for dtype, size, low, bits in _KINDS:
+        values = words if size == 4 else words.view(torch.int16).int()
+        coded = _entropy((values >> low) & ((1 << bits) - 1), bits)
+        if (coded + size * 8 - bits) / size < least - 0.1:  # a wider exponent has to pay
+            best, least = dtype, (coded + size * 8 - bits) / size
+    return best
+
+
+def _entropy(values: torch.Tensor, bits: int) -> float:
+    counts = torch.bincount(values.flatten(), minlength=1 << bits).double()
+    shares = counts[counts > 0] / values.numel()
+    return -float((shares * shares.log2()).sum())
