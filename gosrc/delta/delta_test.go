@@ -102,6 +102,8 @@ func mixed(r *rand.Rand) *model {
 func encode(t *testing.T, now, base *model) *File {
 	t.Helper()
 	f, err := Encode(context.Background(), pairs(now, base), map[string]string{"step": "1"}, 2, func(int64) {})
+	runtime.KeepAlive(now) // pairs have addresses only
+	runtime.KeepAlive(base)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -132,6 +134,7 @@ func reparse(t *testing.T, b []byte) *File {
 
 func apply(m *model, chain ...*File) error {
 	_, err := Apply(context.Background(), chain, m.targets(), false, 2)
+	runtime.KeepAlive(m)
 	return err
 }
 
@@ -207,6 +210,7 @@ func TestRefusedBefore(t *testing.T) {
 	}
 	run := func(change func(all []Target) []Target, missing bool) error {
 		m := base.clone()
+		defer runtime.KeepAlive(m)
 		_, err := Apply(context.Background(), []*File{f}, change(m.targets()), missing, 2)
 		if err != nil && !m.same(base) {
 			t.Error("refused, and changed")
@@ -268,6 +272,7 @@ func TestUndone(t *testing.T) {
 	for times, want := range map[int]string{1: "load them again", 2: "as they were"} {
 		m := base.clone()
 		m.data[len(m.data)-1] = m.data[0]
+		defer runtime.KeepAlive(m)
 		steps, err := plan([]*File{f}, m.targets(), false)
 		if err != nil {
 			t.Fatal(err)
@@ -284,6 +289,7 @@ func TestUndone(t *testing.T) {
 	// Of two devices the second refuses: the first is undone.
 	m := base.clone()
 	m.data[len(m.data)-1] = m.data[0]
+	defer runtime.KeepAlive(m)
 	steps, err := plan([]*File{f}, m.targets(), false)
 	if err != nil {
 		t.Fatal(err)
@@ -415,6 +421,7 @@ func FuzzTable(f *testing.F) {
 	now.step(r, 0, 0.1)
 	now.step(r, 1, 0.1)
 	now.data[2] = now.data[1]
+	defer runtime.KeepAlive([]*model{now, base})
 	d, err := Encode(context.Background(), pairs(now, base), nil, 1, func(int64) {})
 	if err != nil {
 		f.Fatal(err)
@@ -484,6 +491,7 @@ func TestDiff(t *testing.T) {
 	for _, at := range []int{0, 2, 150_000, 399_998} {
 		now.data[0][at] ^= 1
 	}
+	defer runtime.KeepAlive([]*model{now, base})
 	rows, err := Diff(context.Background(), pairs(now, base), 2, func(int64) {})
 	if err != nil || len(rows) != 2 {
 		t.Fatal(err)

@@ -2,6 +2,7 @@ package digest_test
 
 import (
 	"math/rand/v2"
+	"runtime"
 	"slices"
 	"testing"
 	"time"
@@ -20,6 +21,7 @@ func TestViews(t *testing.T) {
 	for i := range data {
 		data[i] = byte(r.Uint32())
 	}
+	defer runtime.KeepAlive(data) // views have addresses only
 	views, want := []digest.View{}, []digest.Sum{}
 	for range 400 {
 		v, copied := codectest.AnyView(r, data)

@@ -3,6 +3,7 @@
 package cuda
 
 import (
+	"runtime"
 	"testing"
 	"unsafe"
 
@@ -19,6 +20,7 @@ func TestDigest(t *testing.T) {
 	for i := range data {
 		data[i] = byte(r.Uint32())
 	}
+	defer runtime.KeepAlive(data) // views have addresses only
 	mem := upload(t, d, l, data)
 	moved := func(v digest.View) digest.View {
 		if v.Address != 0 {
@@ -41,9 +43,6 @@ func TestDigest(t *testing.T) {
 	want, err := digest.All(t.Context(), host, 1)
 	if err != nil {
 		t.Fatal(err)
-	}
-	if d.resident.loaded {
-		t.Error("the second module is loaded before it is needed")
 	}
 	for _, n := range []int{1, len(views)} {
 		got, err := d.Digest(Order{Stream: 1}, views[:n])
