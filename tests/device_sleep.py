@@ -10,7 +10,9 @@ with 1 if a byte is wrong or memory does not come back.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
+import mmap
 import os
 import statistics
 import sys
@@ -44,6 +46,24 @@ def timed(call: Any) -> tuple[float, Any]:
     made = call()
     torch.cuda.synchronize()
     return time.perf_counter() - start, made
+
+
+def first_touch(nbytes: int) -> float:
+    """Seconds until all cores have new huge pages of the system's for as many bytes."""
+    with mmap.mmap(-1, nbytes) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        step = -(-nbytes // (os.cpu_count() or 1) // (2 << 20)) * (2 << 20)
+        parts = [(base + at, min(step, nbytes - at)) for at in range(0, nbytes, step)]
+        populate = ctypes.CDLL(None).madvise  # without the interpreter's lock
+        populate.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        threads = [threading.Thread(target=populate, args=(at, n, 23)) for at, n in parts]  # MADV_POPULATE_WRITE
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - start
 
 
 def floors(nbytes: int, device: str) -> dict[str, float]:
@@ -169,6 +189,7 @@ def main() -> int:
     print(f"device memory while it sleeps in: first {staging[0] / 1e6:.0f} MB, later {max(staging[1:] or [0]) / 1e6:.0f} MB")
     print(f"host memory kept: {held / 1e9:.2f} GB, {held / total:.3f} of the model (goal 0.68)")
     ow.empty_cache()
+    print(f"floor of the first sleep's memory: its first touch by all cores takes {first_touch(stored):.3f} s")
     gc.collect()
     left = resident() - before
     print(f"after empty_cache: {left / 1e6:+.0f} MB")

@@ -21,6 +21,11 @@ import (
 const (
 	page = 4096
 	huge = 2 << 20
+
+	// mostSeams is how many seams a part has at most. The first has one, so that copies
+	// begin soon; larger parts are touched and registered faster: on a machine with an
+	// H200, 37 GB/s are registered in parts of 256 MiB and 21 in parts of 32.
+	mostSeams = 8
 )
 
 // A Memory is such memory, or, without a GPU, ordinary memory. Its user calls Keep or
@@ -217,7 +222,8 @@ func (m *Memory) cut(lo int64) int64 {
 	if m.gpu == nil {
 		return m.want
 	}
-	return min(m.want, lo+cuda.Seam())
+	seam := cuda.Seam()
+	return min(m.want, lo+min(max(lo/seam, 1), mostSeams)*seam)
 }
 
 // touch makes [lo, hi) accessible, with its pages there.
