@@ -1,6 +1,6 @@
 """Ranks that map each other's memory (OVERWIRE_EXCHANGE=ipc), on one GPU or several.
 
-    python tests/device_ranks_one.py [--ranks 2,4] [--size 4GB] [--dir /dev/shm] [--limit 240]
+    python tests/device_ranks_one.py [--ranks 2,4] [--size 4GB] [--dir /dev/shm] [--limit 480]
 
 For each number of ranks, processes of their own, rank r on GPU r modulo their number, a
 group of gloo: whole tensors and tensor-parallel slices, compressed and plain, are loaded
@@ -10,13 +10,21 @@ others must say so within seconds, and load again. Last a table: the slowest ran
 the best of three loads, beside the same by torch.distributed (gloo, through the host),
 without exchange, and floors: pinned copies by all ranks at once, and one rank alone. The
 status is 0 if all was right. On one GPU all ranks share one link, so rates say little.
+
+Each step says on standard output when it begins, in seconds from the start, so that a slow
+one has a name. One that takes more than 15 seconds prints the stacks of its threads.
+`--limit` bounds all of it: at its end every rank prints its stacks and is killed. No rank
+survives this process.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
+import faulthandler
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,8 +35,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# Seconds after which a step of a rank shows where it is.
+SLOW = 15
+
+
+def begin(what: str) -> None:
+    print(f"{time.monotonic() - float(os.environ['RANKS_BEGAN']):7.2f} s  {what}", flush=True)
+
 
 def rank_main(folder: Path, rank: int, size: int) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its parent
+    faulthandler.register(signal.SIGUSR1, file=sys.stdout, all_threads=True)
+
+    def step(what: str, all_say: bool = True) -> None:
+        faulthandler.dump_traceback_later(SLOW, repeat=True, file=sys.stdout)
+        if rank == 0 or all_say:
+            begin(f"rank {rank} of {size}: {what}")
+
+    step("imports overwire and torch")
     import overwire as ow
     import torch
     import torch.distributed as dist
@@ -36,10 +60,12 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
     from overwire.distributed import group as grouping
     from overwire.distributed import loading, relays
 
+    step("looks for GPUs")
     cuda = torch.cuda.is_available()
     device = f"cuda:{rank % torch.cuda.device_count()}" if cuda else "cpu"
     if cuda:
         torch.cuda.set_device(device)
+    step("joins the group")
     store = dist.FileStore(str(folder / f"store-{size}"), size)
     dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=datetime.timedelta(seconds=60))
     world = dist.group.WORLD
@@ -62,7 +88,9 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
         return 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
 
     plain, packed = folder / "plain.safetensors", folder / "packed.safetensors"
+    step(f"loads {plain.name} alone, to {device}")
     whole = ow.load_file(plain, device=device, mmap=False)
+    wait()
 
     def check(got: dict[str, Any], shard: Any) -> None:
         assert got.keys() == whole.keys()
@@ -95,12 +123,14 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
     use("ipc")
     for path in (packed, plain):
         for shard in (None, cut):
-            for _ in range(2):
+            for nth in range(2):
+                step(f"{path.stem}, {'tensor-parallel' if shard else 'whole'}, ipc, load {nth}", all_say=False)
                 check(ow.load_file(path, group=world, shard=shard, device=device), shard)
             assert members.reached and not members.unreachable, members.unreachable
             say(f"{size} ranks, {path.stem}, {'tensor-parallel' if shard else 'whole'}: every tensor of every rank is right")
 
     # A rank that raises.
+    step("rank 1 raises", all_say=False)
     aim = relays.relay_aim
     if rank == 1:
         relays.relay_aim = lambda *_: 1 // 0
@@ -116,6 +146,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
     check(ow.load_file(packed, group=world, device=device), None)
 
     # The table.
+    step("the table", all_say=False)
     if cuda:
         here, host = torch.empty(1 << 30, dtype=torch.uint8, device=device), torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
 
@@ -133,6 +164,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
         for shard in (None, cut):
             for exchange in ("ipc", "nccl", "none"):
                 use(exchange)
+                step(f"{path.stem}, {'tensor-parallel' if shard else 'whole'}, {exchange}", all_say=False)
                 first, got = timed(lambda path=path, shard=shard: ow.load_file(path, group=world, shard=shard, device=device))
                 times = []
                 for _ in range(3):
@@ -148,6 +180,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
     use("ipc")
 
     # A rank that is killed while it loads, at several times; one group for each time.
+    step("rank 1 is killed", all_say=False)
     mine = float(os.environ.get("RANKS_KILL", "0.05"))
     dist.barrier()
     if rank == 1:
@@ -167,38 +200,79 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
     os._exit(0)
 
 
+def made(folder: Path, size: str, end: float) -> bool:
+    """Makes the model, plain and packed. Meanwhile torch is imported once, so that its
+    files are in memory when the ranks need them."""
+    begin("python imports torch, in the background")
+    warm = subprocess.Popen([sys.executable, "-c", "import torch; torch.cuda.is_available()"])
+    plain, packed = folder / "plain.safetensors", folder / "packed.safetensors"
+    for command in (["bench", "gen", "llama-bf16", "--size", size, "-f", str(plain)], ["compress", "-f", str(plain), "-o", str(packed)]):
+        begin(f"overwire {' '.join(command)}, {shutil.disk_usage(folder).free / 1e9:.1f} GB free")
+        try:
+            left = max(1, end - time.monotonic())
+            done = subprocess.run(
+                [sys.executable, "-m", "overwire", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=left
+            )
+        except subprocess.TimeoutExpired as late:
+            print(f"it did not end: {late.output!r}", flush=True)
+            warm.kill()
+            return False
+        if done.returncode:
+            print(f"status {done.returncode}: {done.stdout.decode(errors='replace')}", flush=True)
+            warm.kill()
+            return False
+    try:
+        status = warm.wait(max(1, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        status = "none: it did not end"
+    finally:
+        warm.kill()
+        warm.wait()
+    begin(f"torch was imported: status {status}")
+    return status == 0
+
+
+def together(folder: Path, size: int, end: float) -> int:
+    """Runs that many ranks, and returns how many ended as they should not."""
+    began = os.environ | {"OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, __file__], env=began | {"RANKS_ONE": f"{rank} {size} {folder}"}, stderr=subprocess.STDOUT)
+        for rank in range(size)
+    ]
+    wrong = 0
+    try:
+        while any(one.poll() is None for one in ranks) and time.monotonic() < end:
+            time.sleep(0.05)
+        late = [one for one in ranks if one.poll() is None]
+        for one in late:
+            one.send_signal(signal.SIGUSR1)
+            time.sleep(0.5)  # stacks of two ranks are not mixed
+    finally:
+        for one in ranks:
+            one.kill()
+            one.wait()
+    for rank, one in enumerate(ranks):
+        if one in late or one.returncode != (-signal.SIGKILL if rank == 1 else 0):
+            print(f"{size} ranks: rank {rank} ended with status {'none: it did not end' if one in late else one.returncode}", flush=True)
+            wrong += 1
+    return wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--size", default="4GB")
     parser.add_argument("--dir", default="/dev/shm")
-    parser.add_argument("--limit", type=float, default=240, help="seconds for each number of ranks")
+    parser.add_argument("--limit", type=float, default=480, help="seconds for all of it")
     args = parser.parse_args()
-    wrong = 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    os.environ["RANKS_BEGAN"] = str(time.monotonic())
+    end = time.monotonic() + args.limit
     with tempfile.TemporaryDirectory(prefix="overwire-ranks-", dir=args.dir) as name:
         folder = Path(name)
-        plain, packed = folder / "plain.safetensors", folder / "packed.safetensors"
-        make = ["bench", "gen", "llama-bf16", "--size", args.size, "-f", str(plain)]
-        for command in (make, ["compress", "-f", str(plain), "-o", str(packed)]):
-            subprocess.run([sys.executable, "-m", "overwire", *command], check=True, capture_output=True)
-        for size in map(int, args.ranks.split(",")):
-            ranks = [
-                subprocess.Popen(
-                    [sys.executable, __file__], env=os.environ | {"RANKS_ONE": f"{rank} {size} {folder}", "OMP_NUM_THREADS": "1"}
-                )
-                for rank in range(size)
-            ]
-            end = time.monotonic() + args.limit
-            for rank, one in enumerate(ranks):
-                try:
-                    status = one.wait(max(1, end - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    status = "none: it did not end"
-                    one.kill()
-                    one.wait()
-                if status != (-signal.SIGKILL if rank == 1 else 0):
-                    print(f"{size} ranks: rank {rank} ended with status {status}", flush=True)
-                    wrong += 1
+        wrong = 0 if made(folder, args.size, end) else 1
+        for size in map(int, args.ranks.split(",")) if not wrong else ():
+            wrong += together(folder, size, end)
     print("wrong" if wrong else "all right")
     return 1 if wrong else 0
 
