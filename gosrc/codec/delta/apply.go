@@ -14,7 +14,7 @@ type chunk struct {
 	k, run, runs  int    // run: elements
 	n, lg         int
 	table, stream []byte
-	look          [1 << maxCode]uint16 // class << 8 | bits, by the next maxCode bits; 0: no code
+	look          [1 << maxCode]uint32 // class << 16 | rest << 8 | bits, by the next maxCode bits; 0: no code
 }
 
 func corrupt(format string, args ...any) error { return errs.New(errs.ErrCorrupt, format, args...) }
@@ -60,7 +60,7 @@ func parse(src []byte, n, width int) (*chunk, error) {
 			continue
 		}
 		for j := range 1 << (maxCode - l) {
-			c.look[bits.Reverse8(uint8(start[i]+j))] = uint16(i)<<8 | uint16(l)
+			c.look[bits.Reverse8(uint8(start[i]+j))] = uint32(i)<<16 | uint32(restOf(i, lg))<<8 | uint32(l)
 		}
 	}
 	c.runs = (c.n + c.run - 1) / c.run
@@ -110,9 +110,11 @@ func (r *reader) peek() uint64 {
 	return v >> (r.pos & 7)
 }
 
-// walk calls f for every changed element, in order.
+// walk calls f, if there is one, for every changed element, in order.
 func (c *chunk) walk(f func(i int, x uint64)) error {
+	const sure = 56 // bits of a peek
 	r := reader{p: c.stream}
+	low := uint64(1)<<c.k - 1
 	for run := range c.runs {
 		end := r.pos + int(le.Uint16(c.table[2*run:]))
 		at, last := run*c.run, min(c.n, (run+1)*c.run)
@@ -125,34 +127,42 @@ func (c *chunk) walk(f func(i int, x uint64)) error {
 				v = r.peek()
 			}
 			z := bits.TrailingZeros64(v | 1<<32)
-			r.pos += z + 1
+			// v has what follows the first `used` bits, as long as they are sure.
+			used := z + 1
+			v >>= used
+			if used+c.k+maxCode > sure {
+				r.pos += used
+				v, used = r.peek(), 0
+			}
 			// Whatever a gap claims, it must not wrap: at most maxBits << maxK.
-			v = r.peek()
-			at += (gap+z)<<c.k + int(v&(1<<c.k-1))
-			r.pos += c.k
-			e := c.look[v>>c.k&(1<<maxCode-1)]
-			class := int(e >> 8)
-			r.pos += int(e & 255)
-			rest := uint64(0)
-			if n := restOf(class, c.lg); n > 0 {
-				if rest = r.peek(); n > 32 {
-					rest &= 0xffffffff
-					r.pos += 32
-					rest |= (r.peek() & (^uint64(0) >> (96 - n))) << 32
-					r.pos += n - 32
-				} else {
-					rest &= ^uint64(0) >> (64 - n)
-					r.pos += n
-				}
+			at += (gap+z)<<c.k + int(v&low)
+			v >>= c.k
+			e := c.look[v&(1<<maxCode-1)]
+			class, n, code := int(e>>16), int(e>>8&255), int(e&255)
+			v >>= code
+			if used += c.k + code; used+n > sure {
+				r.pos += used
+				v, used = r.peek(), 0
+			}
+			rest := v & (1<<min(n, 32) - 1)
+			r.pos += used + n
+			if n > 32 {
+				r.pos -= n - 32
+				rest |= (r.peek() & (^uint64(0) >> (96 - n))) << 32
+				r.pos += n - 32
 			}
 			x := valueOf(class, rest, c.lg)
-			if e == 0 || at >= last || r.pos > end || x == 0 {
+			if e == 0 || at >= last || r.pos > end || x == 0 || x>>(8<<c.lg) != 0 {
 				return corrupt("run %d of a delta: element %d, bit %d of %d", run, at, r.pos, end)
 			}
-			if again, _ := classOf(x, c.lg); again != class {
-				return corrupt("run %d of a delta: %#x in class %d", run, x, class)
+			if class >= ones {
+				if again, _ := classOf(x, c.lg); again != class {
+					return corrupt("run %d of a delta: %#x in class %d", run, x, class)
+				}
 			}
-			f(at, x)
+			if f != nil {
+				f(at, x)
+			}
 			at++
 		}
 	}
@@ -166,7 +176,7 @@ func Check(src []byte, n, width int) error {
 	if err != nil || c.raw != nil {
 		return err
 	}
-	return c.walk(func(int, uint64) {})
+	return c.walk(nil)
 }
 
 // Apply XORs a stored chunk into dst. Applied twice it changes nothing. Check the chunk

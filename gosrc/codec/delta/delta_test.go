@@ -4,9 +4,12 @@ import (
 	"bytes"
 	"crypto/sha256"
 	"encoding/hex"
+	"errors"
 	"math/bits"
 	"math/rand/v2"
 	"testing"
+
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // change returns a chunk of n bytes and one in which about every 1/share-th element has
@@ -324,5 +327,22 @@ func BenchmarkApply(b *testing.B) {
 		if err := Apply(base, p, 2); err != nil {
 			b.Fatal(err)
 		}
+	}
+}
+
+// An XOR that is wider than its element would change the elements beside it.
+func TestTooWide(t *testing.T) {
+	base := make([]byte, 1024)
+	now := bytes.Clone(base)
+	now[10], now[11] = 1, 0x80
+	p, err := Encode(nil, now, base, 2)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := Check(p, len(base), 2); err != nil {
+		t.Fatal(err)
+	}
+	if err := Check(p, len(base), 1); !errors.Is(err, errs.ErrCorrupt) {
+		t.Fatalf("an XOR of 16 bits for bytes: %v", err)
 	}
 }
