@@ -9,6 +9,7 @@ import (
 	"runtime"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/overwire/overwire/gosrc/codec/delta"
 	"github.com/overwire/overwire/gosrc/codec/digest"
@@ -32,11 +33,37 @@ type Target struct {
 // A Report says what was written or applied. Bytes are those of the tensors, Stored
 // those of the file that was written, or of the chunks that were applied.
 type Report struct {
-	Tensors int   `json:"tensors"`
-	Changed int   `json:"changed"` // tensors that changed
-	Bytes   int64 `json:"bytes"`
-	Stored  int64 `json:"stored"`
+	Tensors int     `json:"tensors"`
+	Changed int     `json:"changed"` // tensors that changed
+	Bytes   int64   `json:"bytes"`
+	Stored  int64   `json:"stored"`
+	Stages  []Stage `json:"stages"`
 }
+
+// A Stage is a part of the work, and how long it took.
+type Stage struct {
+	Name    string  `json:"name"`
+	Seconds float64 `json:"seconds"`
+}
+
+// Stages times work that has one stage after the other.
+type Stages struct {
+	list []Stage
+	last time.Time
+}
+
+// Begin starts the first stage.
+func Begin() *Stages { return &Stages{last: time.Now()} }
+
+// End ends a stage and begins the next.
+func (s *Stages) End(name string) {
+	now := time.Now()
+	s.list = append(s.list, Stage{name, now.Sub(s.last).Seconds()})
+	s.last = now
+}
+
+// List returns the stages that have ended.
+func (s *Stages) List() []Stage { return s.list }
 
 // A step is a target and its part of the chain.
 type step struct {
@@ -70,6 +97,7 @@ type place interface {
 // differs then is undone. An error after the first change says what the tensors are.
 // From the first change on, ctx no longer counts.
 func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, workers int) (r Report, err error) {
+	stages := Begin()
 	steps, err := plan(chain, targets, missing)
 	if err != nil {
 		return r, err
@@ -104,10 +132,13 @@ func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, w
 		}
 		places, of = append(places, p), append(of, by[cuda])
 	}
-	if err := before(ctx, places, of); err != nil {
+	stages.End("plan")
+	if err := before(ctx, stages, places, of); err != nil {
 		return r, err
 	}
-	return r, change(context.WithoutCancel(ctx), places, of)
+	err = change(context.WithoutCancel(ctx), stages, places, of)
+	r.Stages = stages.List()
+	return r, err
 }
 
 func keys[K comparable, V any](m map[K]V) func(yield func(K) bool) {
@@ -214,7 +245,7 @@ func untie(steps []step) ([]step, error) {
 }
 
 // before compares the tensors with the chain's base, and gets everything ready.
-func before(ctx context.Context, places []place, of [][]step) error {
+func before(ctx context.Context, stages *Stages, places []place, of [][]step) error {
 	var wrong []string
 	done := 0
 	for i, p := range places {
@@ -239,21 +270,24 @@ func before(ctx context.Context, places []place, of [][]step) error {
 		}
 		return errs.New(errs.ErrBase, "nothing was changed: %s differ from what the delta was made from", some(wrong))
 	}
+	stages.End("base digests")
 	for _, p := range places {
 		if err := p.prepare(ctx); err != nil {
 			return err
 		}
 	}
+	stages.End("prepare")
 	return nil
 }
 
 // change applies, compares, and undoes.
-func change(ctx context.Context, places []place, of [][]step) error {
+func change(ctx context.Context, stages *Stages, places []place, of [][]step) error {
 	for i, p := range places {
 		if err := p.apply(); err != nil {
 			return undo(ctx, places[:i+1], i, of, err)
 		}
 	}
+	stages.End("change")
 	var wrong []string
 	for i, p := range places {
 		got, err := p.digests(ctx)
@@ -269,6 +303,7 @@ func change(ctx context.Context, places []place, of [][]step) error {
 	if len(wrong) > 0 {
 		return undo(ctx, places, len(places), of, errs.New(errs.ErrCorrupt, "%s did not become what the delta says", some(wrong)))
 	}
+	stages.End("new digests")
 	return nil
 }
 

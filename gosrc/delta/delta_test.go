@@ -278,7 +278,7 @@ func TestUndone(t *testing.T) {
 			t.Fatal(err)
 		}
 		h := &host{steps: steps, workers: 2}
-		err = change(context.Background(), []place{&broken{host: h, steps: steps, times: times}}, [][]step{steps})
+		err = change(context.Background(), Begin(), []place{&broken{host: h, steps: steps, times: times}}, [][]step{steps})
 		if !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), want) {
 			t.Errorf("wrong %d times: %v", times, err)
 		}
@@ -295,7 +295,7 @@ func TestUndone(t *testing.T) {
 		t.Fatal(err)
 	}
 	one, two := &host{steps: steps[:3], workers: 1}, &host{steps: steps[3:], workers: 1}
-	err = change(context.Background(), []place{one, &broken{host: two, steps: steps[3:], refuse: true}}, [][]step{steps[:3], steps[3:]})
+	err = change(context.Background(), Begin(), []place{one, &broken{host: two, steps: steps[3:], refuse: true}}, [][]step{steps[:3], steps[3:]})
 	if !errors.Is(err, errs.ErrDevice) {
 		t.Errorf("a device that refuses: %v", err)
 	}

@@ -85,19 +85,33 @@ func (f *File) table() ([]byte, error) {
 		b = le.AppendUint32(b, same)
 		b = append(b, make([]byte, 12)...)
 	}
-	for i := range f.Tensors {
-		if t := &f.Tensors[i]; t.Same < 0 {
-			for _, c := range t.Chunks {
-				b = le.AppendUint32(b, uint32(len(c)))
-				b = le.AppendUint32(b, codec.Sum(c))
-			}
-		}
-	}
+	b = f.entries(b, chunks)
 	for i := range f.Tensors {
 		b = append(b, f.Tensors[i].Name...)
 	}
 	b = le.AppendUint32(b, codec.Sum(b))
 	return append(b, make([]byte, sizes.RoundUp(len(b), tensor.BlobAlign)-len(b))...), nil
+}
+
+// entries appends what the table says of each of n chunks. All cores sum them up.
+func (f *File) entries(b []byte, n int) []byte {
+	all := make([][]byte, 0, n)
+	for i := range f.Tensors {
+		if t := &f.Tensors[i]; t.Same < 0 {
+			all = append(all, t.Chunks...)
+		}
+	}
+	at := len(b)
+	b = append(b, make([]byte, entrySize*n)...)
+	const step = 64
+	_ = spawn.Each(context.Background(), "delta sums", runtime.GOMAXPROCS(0), sizes.CeilDiv(n, step), func(k int) error {
+		for i := k * step; i < min(n, (k+1)*step); i++ {
+			le.PutUint32(b[at+entrySize*i:], uint32(len(all[i])))
+			le.PutUint32(b[at+entrySize*i+4:], codec.Sum(all[i]))
+		}
+		return nil
+	})
+	return b
 }
 
 // Layout returns the file's bytes, in pieces: everything before the chunks first. It

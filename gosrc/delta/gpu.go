@@ -30,7 +30,11 @@ func onGPU(number int, steps []step) (place, error) {
 			if !ok {
 				k = len(g.chunks)
 				at[l.file] = k
-				g.chunks = append(g.chunks, nil)
+				most := 0
+				for i := range l.file.Tensors {
+					most += len(l.file.Tensors[i].Chunks)
+				}
+				g.chunks = append(g.chunks, make([]cuda.DeltaChunk, 0, most))
 			}
 			for n, c := range l.tensor.Chunks {
 				if len(c) > 0 {

@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"os"
+	"sync"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
@@ -44,15 +45,44 @@ func (f *File) Write(ctx context.Context, path string, opt source.Options, faile
 	if source.Remote(path) {
 		return open.Put(ctx, path, opt, bytes.Join(pieces, nil), nil, failed)
 	}
-	return atomicfile.With(path, func(to *os.File) error {
-		for _, p := range pieces {
-			if ctx.Err() != nil {
-				return errs.FromOS(context.Cause(ctx))
-			}
-			if _, err := to.Write(p); err != nil {
-				return err
-			}
+	return atomicfile.With(path, func(to *os.File) error { return writeAll(ctx, to, pieces) })
+}
+
+// writeAll writes pieces one after the other into an empty file. Several workers each
+// gather many of them, and write those at once.
+func writeAll(ctx context.Context, to *os.File, pieces [][]byte) error {
+	const most, workers = 4 << 20, 8
+	type part struct {
+		lo, hi    int
+		at, bytes int64
+	}
+	var parts []part
+	at := int64(0)
+	for i, p := range pieces {
+		n := int64(len(p))
+		if last := len(parts) - 1; last >= 0 && parts[last].bytes+n <= most {
+			parts[last].hi++
+			parts[last].bytes += n
+		} else {
+			parts = append(parts, part{i, i + 1, at, n})
 		}
-		return nil
+		at += n
+	}
+	buffers := sync.Pool{New: func() any { return new(bytes.Buffer) }}
+	return spawn.Each(ctx, "delta write", workers, len(parts), func(i int) error {
+		p := parts[i]
+		b := pieces[p.lo]
+		if p.hi-p.lo > 1 {
+			buffer := buffers.Get().(*bytes.Buffer)
+			defer buffers.Put(buffer)
+			buffer.Reset()
+			buffer.Grow(most)
+			for _, piece := range pieces[p.lo:p.hi] {
+				buffer.Write(piece)
+			}
+			b = buffer.Bytes()
+		}
+		_, err := to.WriteAt(b, p.at)
+		return err
 	})
 }

@@ -80,6 +80,7 @@ class DeltaReport(TypedDict):
     changed: int
     bytes: int
     stored: int
+    stages: list[DeltaStage]
 
 
 class DeltaRow(TypedDict):
@@ -99,6 +100,11 @@ class DeltaSave(TypedDict, total=False):
     path: str
     metadata: dict[str, str]
     storage: FormatAccess
+
+
+class DeltaStage(TypedDict):
+    name: str
+    seconds: float
 
 
 class DeltaTensors(TypedDict, total=False):

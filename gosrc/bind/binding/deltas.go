@@ -72,14 +72,19 @@ func deltaVerbs() []Verb {
 				if err != nil {
 					return delta.Report{}, err
 				}
+				stages := delta.Begin()
 				f, err := delta.Encode(ctx, pairs, q.Metadata, save.Threads(0), func(n int64) { j.Bytes.Add(n) })
 				if err != nil {
 					return delta.Report{}, err
 				}
+				stages.End("encode")
 				if err := f.Write(ctx, q.Path, q.Storage.Options, j.Failed); err != nil {
 					return delta.Report{}, err
 				}
-				return f.Report(), nil
+				stages.End("write")
+				r := f.Report()
+				r.Stages = stages.List()
+				return r, nil
 			}).tail(pairsOf).onCallersMemory(),
 		awaited("delta_open", "Read a delta whole and check it: from a URI, or, with an address, from memory, which is copied.",
 			func(ctx context.Context, q deltaOpen, n []int64) (deltaFile, error) {

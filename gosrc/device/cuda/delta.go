@@ -13,6 +13,7 @@ import (
 	"context"
 	"math/bits"
 	"runtime"
+	"sync"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/errs"
@@ -29,10 +30,11 @@ type DeltaChunk struct {
 	Stored    []byte
 }
 
-const (
-	deltaRow   = int(unsafe.Sizeof(C.ow_delta_row{}))
-	deltaBatch = 128 << 20 // stored bytes that are on the way at once
-)
+const deltaRow = int(unsafe.Sizeof(C.ow_delta_row{}))
+
+// deltaBatch is how many stored bytes are on the way at once in each lane: the host
+// copies those of one batch while the device works on the other. Tests make it small.
+var deltaBatch = 32 << 20
 
 // row describes a chunk for the kernels.
 func (c *DeltaChunk) row(at uint64) C.ow_delta_row {
@@ -51,23 +53,28 @@ func checkDelta(chunks []DeltaChunk) error {
 	return nil
 }
 
-// deltaBatches cuts chunks into batches by their stored bytes. size gives those of one.
-func deltaBatches(n int, size func(i int) int, f func(lo, hi, bytes int) error) error {
-	lo, sum := 0, 0
+// A deltaPart is the chunks [lo, hi), whose rows and stored chunks take bytes.
+type deltaPart struct{ lo, hi, bytes int }
+
+// deltaParts cuts chunks into batches by their stored bytes. stored gives those of one.
+func deltaParts(n int, stored func(i int) int) (parts []deltaPart) {
 	for i := range n {
-		if s := size(i); i > lo && sum+s > deltaBatch {
-			if err := f(lo, i, sum); err != nil {
-				return err
-			}
-			lo, sum = i, s
+		s := deltaRow + stored(i)
+		if last := len(parts) - 1; last >= 0 && parts[last].bytes+s <= deltaBatch {
+			parts[last].hi++
+			parts[last].bytes += s
 		} else {
-			sum += s
+			parts = append(parts, deltaPart{i, i + 1, s})
 		}
 	}
-	if lo == n {
-		return nil
-	}
-	return f(lo, n, sum)
+	return parts
+}
+
+// inLanes calls f for each batch, for as many at once as there are lanes.
+func inLanes(parts []deltaPart, f func(part deltaPart, lane int) error) error {
+	return spawn.Each(context.Background(), "cuda delta batch", residentLanes, len(parts), func(i int) error {
+		return f(parts[i], i%residentLanes)
+	})
 }
 
 // ReserveDelta gets the memory that ApplyDelta of these chunks takes, so that it does not
@@ -77,11 +84,11 @@ func (d *Device) ReserveDelta(chunks []DeltaChunk) error {
 		return err
 	}
 	most := 0
-	_ = deltaBatches(len(chunks), func(i int) int { return deltaRow + len(chunks[i].Stored) }, func(_, _, bytes int) error {
-		most = max(most, bytes)
-		return nil
-	})
-	return d.reserveResident(most)
+	parts := deltaParts(len(chunks), func(i int) int { return len(chunks[i].Stored) })
+	for _, p := range parts {
+		most = max(most, p.bytes)
+	}
+	return d.reserveResident(most, len(parts))
 }
 
 // ApplyDelta XORs deltas into the device's memory, after what is queued on the caller's
@@ -91,18 +98,20 @@ func (d *Device) ApplyDelta(on Order, chunks []DeltaChunk) error {
 	if err := checkDelta(chunks); err != nil {
 		return err
 	}
-	type span struct{ lo, hi, bytes int }
-	var done []span
-	err := deltaBatches(len(chunks), func(i int) int { return deltaRow + len(chunks[i].Stored) }, func(lo, hi, bytes int) error {
-		err := d.applyDelta(on, chunks[lo:hi], bytes)
+	var mu sync.Mutex
+	var done []deltaPart
+	err := inLanes(deltaParts(len(chunks), func(i int) int { return len(chunks[i].Stored) }), func(p deltaPart, lane int) error {
+		err := d.applyDelta(on, lane, chunks[p.lo:p.hi], p.bytes)
 		if err == nil {
-			done = append(done, span{lo, hi, bytes})
+			mu.Lock()
+			defer mu.Unlock()
+			done = append(done, p)
 		}
 		return err
 	})
 	if err != nil {
-		for _, s := range done {
-			if d.applyDelta(on, chunks[s.lo:s.hi], s.bytes) != nil {
+		for _, p := range done {
+			if d.applyDelta(on, 0, chunks[p.lo:p.hi], p.bytes) != nil {
 				break
 			}
 		}
@@ -110,9 +119,9 @@ func (d *Device) ApplyDelta(on Order, chunks []DeltaChunk) error {
 	return err
 }
 
-func (d *Device) applyDelta(on Order, chunks []DeltaChunk, bytes int) error {
+func (d *Device) applyDelta(on Order, lane int, chunks []DeltaChunk, bytes int) error {
 	return d.runResident(on, residentRun{
-		kernel: residentDeltaApply, grid: deltaGrid(len(chunks)), block: C.OW_DELTA_THREADS, bytes: bytes,
+		kernel: residentDeltaApply, lane: lane, grid: deltaGrid(len(chunks)), block: C.OW_DELTA_THREADS, bytes: bytes,
 		fill: func(table unsafe.Pointer, dev uint64) {
 			rows, at := unsafe.Slice((*C.ow_delta_row)(table), len(chunks)), len(chunks)*deltaRow
 			offsets := make([]int, len(chunks))
@@ -121,7 +130,7 @@ func (d *Device) applyDelta(on Order, chunks []DeltaChunk, bytes int) error {
 				rows[i] = chunks[i].row(dev + uint64(at))
 				at += len(chunks[i].Stored)
 			}
-			each(len(chunks), func(i int) {
+			each(len(chunks), 64, func(i int) {
 				copy(unsafe.Slice((*byte)(unsafe.Add(table, offsets[i])), len(chunks[i].Stored)), chunks[i].Stored)
 			})
 		},
@@ -134,9 +143,8 @@ func deltaGrid(rows int) int {
 	return (rows + warps - 1) / warps
 }
 
-// each calls f for 0 to n-1 on all cores, many at a time.
-func each(n int, f func(i int)) {
-	const step = 256
+// each calls f for 0 to n-1 on all cores, `step` at a time.
+func each(n, step int, f func(i int)) {
 	_ = spawn.Each(context.Background(), "cuda delta", runtime.GOMAXPROCS(0), (n+step-1)/step, func(k int) error {
 		for i := k * step; i < min(n, (k+1)*step); i++ {
 			f(i)
@@ -192,16 +200,16 @@ func (d *Device) encodeDelta(on Order, chunks []DeltaChunk) error {
 			some = append(some, i)
 		}
 	}
-	return deltaBatches(len(some), func(k int) int { return deltaRow + int(rows[some[k]].stored) }, func(lo, hi, bytes int) error {
-		return d.writeDelta(on, chunks, rows, some[lo:hi], bytes)
+	return inLanes(deltaParts(len(some), func(k int) int { return int(rows[some[k]].stored) }), func(p deltaPart, lane int) error {
+		return d.writeDelta(on, lane, chunks, rows, some[p.lo:p.hi], p.bytes)
 	})
 }
 
 // writeDelta gets the deltas of some chunks, whose rows were measured.
-func (d *Device) writeDelta(on Order, chunks []DeltaChunk, rows []C.ow_delta_row, some []int, bytes int) error {
+func (d *Device) writeDelta(on Order, lane int, chunks []DeltaChunk, rows []C.ow_delta_row, some []int, bytes int) error {
 	head := deltaRow * len(some)
 	return d.runResident(on, residentRun{
-		kernel: residentDeltaWrite, grid: deltaGrid(len(some)), block: C.OW_DELTA_THREADS, bytes: head, room: bytes, back: bytes - head, backAt: head,
+		kernel: residentDeltaWrite, lane: lane, grid: deltaGrid(len(some)), block: C.OW_DELTA_THREADS, bytes: head, room: bytes, back: bytes - head, backAt: head,
 		fill: func(table unsafe.Pointer, dev uint64) {
 			out, at := unsafe.Slice((*C.ow_delta_row)(table), len(some)), uint64(head)
 			for k, i := range some {
@@ -218,12 +226,11 @@ func (d *Device) writeDelta(on Order, chunks []DeltaChunk, rows []C.ow_delta_row
 				chunks[i].Stored = all[at : at+n : at+n]
 				at += n
 			}
-			const part = 1 << 20
-			each((len(all)+part-1)/part*256, func(k int) { // a part each
-				if k%256 == 0 {
-					lo := k / 256 * part
-					copy(all[lo:min(len(all), lo+part)], unsafe.Slice((*byte)(unsafe.Add(answers, lo)), len(all)-lo))
-				}
+			const part = 256 << 10
+			from := unsafe.Slice((*byte)(answers), len(all))
+			each((len(all)+part-1)/part, 1, func(k int) {
+				lo, hi := k*part, min(len(all), (k+1)*part)
+				copy(all[lo:hi], from[lo:hi])
 			})
 		},
 	})

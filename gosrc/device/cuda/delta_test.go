@@ -51,6 +51,14 @@ func deltaCases(r *rand.Rand, base []byte) (now []byte, cases []deltaCase) {
 // The GPU's deltas are the CPU's, byte for byte; applied on the GPU they make the one of
 // the other, there and back, and change nothing beside them.
 func TestDelta(t *testing.T) {
+	t.Run("one batch", testDelta)
+	most := deltaBatch
+	t.Cleanup(func() { deltaBatch = most })
+	deltaBatch = 16 << 10
+	t.Run("many batches", testDelta)
+}
+
+func testDelta(t *testing.T) {
 	d, l := open(t, 2, 1<<20)
 	r := random(t)
 	base := make([]byte, 2<<20)

@@ -13,6 +13,7 @@ package cuda
 import "C"
 
 import (
+	"math"
 	"sync"
 	"unsafe"
 
@@ -29,15 +30,24 @@ const (
 	residentKernels
 )
 
-// resident is the second module of a Device, loaded at its first use, and the memory of
-// its kernels' tables.
+// resident is the second module of a Device, loaded at its first use.
 type resident struct {
-	mu         sync.Mutex // held while a kernel runs
+	mu         sync.Mutex // held while it is loaded
 	module     C.struct_owcu_module
 	loaded     bool
 	kernels    [residentKernels]C.owcu_handle
 	processors int
-	slab       *slab // of one pad
+	lanes      [residentLanes]residentLane
+}
+
+// residentLanes is how many kernels may be on the way at once: while one runs, the host
+// fills the table of the next.
+const residentLanes = 2
+
+// A residentLane is the memory of a kernel's table.
+type residentLane struct {
+	mu   sync.Mutex // held while a kernel runs
+	slab *slab      // of one pad
 }
 
 // A residentRun is a launch. The table has `room` bytes (0: `bytes`), the first `bytes` of
@@ -46,6 +56,8 @@ type resident struct {
 // the device.
 type residentRun struct {
 	kernel, grid, block int
+	lane                int
+	blocks              int // of a processor at most, 0: any
 	bytes, room         int
 	back, backAt        int
 	fill                func(table unsafe.Pointer, dev uint64)
@@ -53,9 +65,11 @@ type residentRun struct {
 	take                func(answers unsafe.Pointer)
 }
 
-// loadResident loads the module, once. r.mu is held.
+// loadResident loads the module, once.
 func (d *Device) loadResident() error {
 	r := &d.resident
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	if r.loaded {
 		return nil
 	}
@@ -70,9 +84,8 @@ func (d *Device) loadResident() error {
 	return nil
 }
 
-// residentPad returns memory for a table. r.mu is held.
-func (d *Device) residentPad(bytes int) (*pad, error) {
-	r := &d.resident
+// residentPad returns a lane's memory for a table. The lane's lock is held.
+func (d *Device) residentPad(r *residentLane, bytes int) (*pad, error) {
 	if r.slab != nil && r.slab.pads[0].bytes >= bytes {
 		return r.slab.pads[0], nil
 	}
@@ -94,21 +107,25 @@ func (d *Device) residentPad(bytes int) (*pad, error) {
 
 // runResident runs a kernel of the second module on the caller's stream and waits for it.
 func (d *Device) runResident(on Order, run residentRun) error {
-	r := &d.resident
-	r.mu.Lock()
-	defer r.mu.Unlock()
 	if err := d.loadResident(); err != nil {
 		return err
 	}
-	p, err := d.residentPad(max(run.bytes, run.room))
+	r, lane := &d.resident, &d.resident.lanes[run.lane]
+	lane.mu.Lock()
+	defer lane.mu.Unlock()
+	p, err := d.residentPad(lane, max(run.bytes, run.room))
 	if err != nil {
 		return err
 	}
 	run.fill(p.host, uint64(p.dev))
+	blocks := math.MaxInt32
+	if run.blocks > 0 {
+		blocks = r.processors * run.blocks
+	}
 	c := C.struct_owcu_resident{
 		ctx: d.ctx, stream: C.uint64_t(on.Stream), join: p.join, done: p.done, to: p.dev, table: p.host,
 		bytes: C.uint64_t(run.bytes), back: C.uint64_t(run.back), back_at: C.uint64_t(run.backAt), kernel: r.kernels[run.kernel],
-		grid: C.uint32_t(min(run.grid, r.processors*C.OW_DIGEST_BLOCKS)), block: C.uint32_t(run.block),
+		grid: C.uint32_t(min(run.grid, blocks)), block: C.uint32_t(run.block),
 	}
 	for i, v := range run.args(uint64(p.dev)) {
 		c.args[i] = C.uint64_t(v)
@@ -127,27 +144,37 @@ func (d *Device) runResident(on Order, run residentRun) error {
 	return nil
 }
 
-// reserveResident gets memory for tables of that size.
-func (d *Device) reserveResident(bytes int) error {
-	r := &d.resident
-	r.mu.Lock()
-	defer r.mu.Unlock()
+// reserveResident gets memory for tables of that size in the first lanes.
+func (d *Device) reserveResident(bytes, lanes int) error {
 	if err := d.loadResident(); err != nil || bytes == 0 {
 		return err
 	}
-	_, err := d.residentPad(bytes)
-	return err
+	for i := range min(lanes, residentLanes) {
+		lane := &d.resident.lanes[i]
+		lane.mu.Lock()
+		_, err := d.residentPad(lane, bytes)
+		lane.mu.Unlock()
+		if err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // trimResident frees the memory of tables; the module stays.
 func (d *Device) trimResident() error {
-	r := &d.resident
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.slab == nil {
-		return nil
+	var first error
+	for i := range d.resident.lanes {
+		r := &d.resident.lanes[i]
+		r.mu.Lock()
+		s := r.slab
+		r.slab = nil
+		if s != nil {
+			if err := d.freeSlab(s); first == nil {
+				first = err
+			}
+		}
+		r.mu.Unlock()
 	}
-	s := r.slab
-	r.slab = nil
-	return d.freeSlab(s)
+	return first
 }

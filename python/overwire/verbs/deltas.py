@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from .. import _verbs, gpu
@@ -50,6 +50,8 @@ class DeltaReport:
     bytes: of these tensors. stored: of the file that was written, or of the chunks that
         were applied.
     path: the file that was written, else "".
+    seconds: of the engine's stages, by name: "encode" and "write" of `save_delta`; "plan",
+        "base digests", "prepare", "change" and "new digests" of `apply_delta`; else none.
     """
 
     __module__ = "overwire"
@@ -59,6 +61,7 @@ class DeltaReport:
     bytes: int
     stored: int
     path: str = ""
+    seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -282,7 +285,7 @@ def save_delta(
         numbers.tobytes(),
     )
     with Job(job, "save", watch(progress, "save")) as running:
-        return DeltaReport(**running.finish(), path=target)
+        return _report(running.finish(), target)
 
 
 def apply_delta(
@@ -331,7 +334,7 @@ def apply_delta(
         numbers.tobytes(),
     )
     with Job(job, "apply", None) as running:
-        report = DeltaReport(**running.finish())
+        report = _report(running.finish())
     for place in places:
         if place.copied:
             _write_back(place)
@@ -352,7 +355,7 @@ def merge_deltas(
     target = local(path)
     access = storage(storage_options, [target], writes=True)
     with Job(_verbs.delta_merge({"files": [one._number for one in chain], "path": target, "storage": access}), "save", None) as running:
-        report = DeltaReport(**running.finish(), path=target)
+        report = _report(running.finish(), target)
     del chain
     return report
 
@@ -388,6 +391,11 @@ def diff(a: Any, b: Any, *, progress: ProgressLike = None, storage_options: Stor
         found = job.finish()
     rows = tuple(DeltaRow(**{**row, "shape": tuple(row["shape"] or ())}) for row in found or ())
     return Diff(rows, tuple(sorted(set(one) - set(two))), tuple(sorted(set(two) - set(one))), tuple(sorted(other)))
+
+
+def _report(said: Any, path: str = "") -> DeltaReport:
+    stages = said.pop("stages") or ()
+    return DeltaReport(**said, path=path, seconds={stage["name"]: stage["seconds"] for stage in stages})
 
 
 class _Side(NamedTuple):
