@@ -82,7 +82,8 @@ func (s *step) changes() bool {
 type place interface {
 	// digests computes those of the steps' tensors as they are now.
 	digests(ctx context.Context) ([]digest.Sum, error)
-	// prepare brings everything there that apply needs, and changes nothing.
+	// prepare brings everything there that apply needs, and changes nothing. It may run
+	// beside digests.
 	prepare(ctx context.Context) error
 	// apply XORs. Called again it undoes that. After an error it has undone what it did.
 	apply() error
@@ -248,12 +249,20 @@ func untie(steps []step) ([]step, error) {
 func before(ctx context.Context, stages *Stages, places []place, of [][]step) error {
 	var wrong []string
 	done := 0
-	for i, p := range places {
-		got, err := p.digests(ctx)
-		if err != nil {
-			return err
+	sums := make([][]digest.Sum, len(places))
+	err := spawn.Each(ctx, "delta ready", 2*len(places), 2*len(places), func(n int) (err error) {
+		if p := places[n/2]; n%2 == 0 {
+			sums[n/2], err = p.digests(ctx)
+		} else {
+			err = p.prepare(ctx)
 		}
-		for k, sum := range got {
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	for i := range places {
+		for k, sum := range sums[i] {
 			s := &of[i][k]
 			if sum == s.first() {
 				continue
@@ -271,12 +280,6 @@ func before(ctx context.Context, stages *Stages, places []place, of [][]step) er
 		return errs.New(errs.ErrBase, "nothing was changed: %s differ from what the delta was made from", some(wrong))
 	}
 	stages.End("base digests")
-	for _, p := range places {
-		if err := p.prepare(ctx); err != nil {
-			return err
-		}
-	}
-	stages.End("prepare")
 	return nil
 }
 

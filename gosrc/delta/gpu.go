@@ -22,10 +22,21 @@ func onGPU(number int, steps []step) (place, error) {
 	if err != nil {
 		return nil, err
 	}
-	g := &gpu{d: d, on: cuda.Order{Stream: steps[0].Stream}, steps: steps}
+	return &gpu{d: d, on: cuda.Order{Stream: steps[0].Stream}, steps: steps}, nil
+}
+
+func (g *gpu) digests(context.Context) ([]digest.Sum, error) {
+	views := make([]digest.View, len(g.steps))
+	for i := range g.steps {
+		views[i] = digest.Contiguous(g.steps[i].At, g.steps[i].bytes)
+	}
+	return g.d.Digest(g.on, views)
+}
+
+func (g *gpu) prepare(context.Context) error {
 	at := map[*File]int{}
-	for i := range steps {
-		for _, l := range steps[i].links {
+	for i := range g.steps {
+		for _, l := range g.steps[i].links {
 			k, ok := at[l.file]
 			if !ok {
 				k = len(g.chunks)
@@ -38,24 +49,12 @@ func onGPU(number int, steps []step) (place, error) {
 			}
 			for n, c := range l.tensor.Chunks {
 				if len(c) > 0 {
-					g.chunks[k] = append(g.chunks[k], cuda.DeltaChunk{Now: steps[i].At + uint64(n)*uint64(l.file.ChunkLen),
+					g.chunks[k] = append(g.chunks[k], cuda.DeltaChunk{Now: g.steps[i].At + uint64(n)*uint64(l.file.ChunkLen),
 						Bytes: l.file.length(l.tensor, n), Width: width(l.tensor.DType), Stored: c})
 				}
 			}
 		}
 	}
-	return g, nil
-}
-
-func (g *gpu) digests(context.Context) ([]digest.Sum, error) {
-	views := make([]digest.View, len(g.steps))
-	for i := range g.steps {
-		views[i] = digest.Contiguous(g.steps[i].At, g.steps[i].bytes)
-	}
-	return g.d.Digest(g.on, views)
-}
-
-func (g *gpu) prepare(context.Context) error {
 	for _, chunks := range g.chunks {
 		if err := g.d.ReserveDelta(chunks); err != nil {
 			return err

@@ -51,7 +51,7 @@ class DeltaReport:
         were applied.
     path: the file that was written, else "".
     seconds: of the engine's stages, by name: "encode" and "write" of `save_delta`; "plan",
-        "base digests", "prepare", "change" and "new digests" of `apply_delta`; else none.
+        "base digests", "change" and "new digests" of `apply_delta`; else none.
     """
 
     __module__ = "overwire"
@@ -270,9 +270,10 @@ def save_delta(
     target = local(path)
     if metadata is not None and not all(isinstance(text, str) for pair in metadata.items() for text in pair):
         raise ArgumentError("overwire: metadata: keys and values must be str")
+    streams = _streams(one.now for one in pairs)
     numbers = array("q")
     for one in pairs:
-        numbers.extend((one.now.pointer, one.base.pointer, one.now.cuda, _stream(one.now.cuda)))
+        numbers.extend((one.now.pointer, one.base.pointer, one.now.cuda, streams[one.now.cuda]))
     job = _verbs.delta_save(
         {
             "path": target,
@@ -320,9 +321,10 @@ def apply_delta(
     for name, tensor in named.items():
         if any(name in one for one in chain):
             places.append(_place(name, tensor))
+    streams = _streams(place.at for place in places)
     numbers = array("q")
     for place in places:
-        numbers.extend((place.at.pointer, place.at.cuda, _stream(place.at.cuda)))
+        numbers.extend((place.at.pointer, place.at.cuda, streams[place.at.cuda]))
     job = _verbs.delta_apply(
         {
             "files": [one._number for one in chain],
@@ -443,8 +445,9 @@ def _hosted(tensor: Any) -> Bytes:
     return frame_of(tensor).describe(tensor)
 
 
-def _stream(cuda: int) -> int:
-    return gpu.current_stream(cuda - 1) if cuda else 0
+def _streams(tensors: Iterable[Bytes]) -> dict[int, int]:
+    """The current stream of each device, 0 for the host."""
+    return {cuda: gpu.current_stream(cuda - 1) if cuda else 0 for cuda in {tensor.cuda for tensor in tensors}}
 
 
 def _same_names(now: Mapping[str, Any], base: Mapping[str, Any]) -> None:
