@@ -74,11 +74,19 @@ func (r *run) fail(err error) {
 func (r *run) loop(w int) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	// do runs f without the lock.
-	do := func(f func() error) error {
+	unlocked := func(f func() error) error {
 		r.mu.Unlock()
 		defer r.mu.Lock()
 		return f()
+	}
+	// do runs f without the lock. Its error is known before another worker looks for
+	// a task: it would take the same turn again.
+	do := func(f func() error) error {
+		err := unlocked(f)
+		if r.err == nil {
+			r.err = err
+		}
+		return err
 	}
 	for {
 		switch {

@@ -106,3 +106,19 @@ func TestOrderedErrors(t *testing.T) {
 		t.Fatal(n)
 	}
 }
+
+func TestTurnsOnce(t *testing.T) {
+	// Promise: a turn that fails is the last; no worker takes it again.
+	broken := errors.New("broken")
+	for range 2000 {
+		var turns atomic.Int64
+		o := Tasks{
+			N: 8, Window: 8, Workers: 4,
+			Work: func(int, int) error { return nil },
+			Turn: func(int) error { turns.Add(1); return broken },
+		}
+		if err := o.Run(bg, "test"); !errors.Is(err, broken) || turns.Load() != 1 {
+			t.Fatalf("%d turns, %v", turns.Load(), err)
+		}
+	}
+}
