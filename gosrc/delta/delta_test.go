@@ -259,7 +259,8 @@ func (b *broken) apply() error {
 	err := b.host.apply()
 	if b.times > 0 {
 		b.times--
-		bytesAt(b.steps[0].At, 1)[0] ^= 4
+		full := slices.IndexFunc(b.steps, func(s step) bool { return s.bytes > 0 })
+		bytesAt(b.steps[full].At, 1)[0] ^= 4
 	}
 	return err
 }
