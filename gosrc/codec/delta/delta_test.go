@@ -124,7 +124,7 @@ func slow(dst, src []byte, width int) (ok bool) {
 			default:
 				x = take(4 * (class - 7))
 			}
-			if again, _ := classOf(x, lg); x == 0 || again != class || at >= min(elements, (r+1)*run) || pos > end {
+			if again, _ := classOf(x, lg); x == 0 || again != class || at >= min(elements, (r+1)*run) || pos > end || width == 1 && x > 0xff {
 				return false
 			}
 			for b := range width {
