@@ -82,6 +82,7 @@ def test_two_ranks(folder: Path) -> None:
     ranks(folder, 2, "every_way", "wanted", "failing", "hurt", "dying")
 
 
+@pytest.mark.imports_torch
 def test_four_ranks_map_each_others_memory(folder: Path) -> None:
     ranks(folder, 4, "mapped", "gone", exchange="ipc")
 
