@@ -20,7 +20,7 @@ RACE := ./gosrc/internal/spawn/... ./gosrc/job/... ./gosrc/knob/... ./gosrc/pipe
         ./gosrc/source/retry ./gosrc/source/parts ./gosrc/source/cache ./gosrc/source/spool ./gosrc/source/pipe
 LONG_RACE := ./gosrc/bind/binding/... ./gosrc/nvcomp/... ./gosrc/load/... ./gosrc/preload/... ./gosrc/source/... ./gosrc/save
 
-# `make test` ends within 12 minutes on two cores, installs included, and within 5 once
+# `make test` ends within 13 minutes on two cores, installs included, and within 5 once
 # all is compiled. It leaves out what takes long to compile (Go's tests of S3), tests
 # marked slow, most of the tests that make each driver call fail, and long races: `make
 # more` has them. S3 is tested through the wheel; its server is compiled during fuzzing,
