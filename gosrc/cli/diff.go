@@ -163,14 +163,7 @@ func (c *call) landed(m *load.Model, reqs []load.Request, threads int) ([]device
 		return nil, err
 	}
 	defer l.Close()
-	select {
-	case <-l.Job().Done():
-	case <-c.ctx.Done():
-		l.Job().Cancel()
-		<-l.Job().Done()
-		return nil, errs.New(errs.ErrCancelled, "diff")
-	}
-	if err := l.Job().Err(); err != nil {
+	if err := c.await(l, "diff"); err != nil {
 		return nil, err
 	}
 	mem := make([]device.Memory, 0, len(reqs))

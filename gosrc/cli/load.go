@@ -97,18 +97,23 @@ func (c *call) loadOnce(opt load.Options) (rep load.Report, err error) {
 		return rep, err
 	}
 	defer l.Close()
-	select {
-	case <-l.Job().Done():
-	case <-c.ctx.Done():
-		l.Job().Cancel()
-		<-l.Job().Done()
-		return rep, errs.New(errs.ErrCancelled, "load")
-	}
-	if err := l.Job().Err(); err != nil {
+	if err := c.await(l, "load"); err != nil {
 		return rep, err
 	}
 	rep, _ = l.Job().Value().(load.Report)
 	return rep, nil
+}
+
+// await waits for the end of a load, which the end of the verb cancels.
+func (c *call) await(l *load.Loading, verb string) error {
+	select {
+	case <-l.Job().Done():
+		return l.Job().Err()
+	case <-c.ctx.Done():
+		l.Job().Cancel()
+		<-l.Job().Done()
+		return errs.New(errs.ErrCancelled, "%s", verb)
+	}
 }
 
 // traced prints the sums of a trace.
