@@ -41,8 +41,8 @@ GO = (1, 26)
 FLOOR = (2, 17)  # glibc, of manylinux2014
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}  # Go's name -> that of wheels
 TAGS = "pyext,netgo,osusergo"
-# Packages whose functions are not inlined in the wheel's library, half a megabyte of it as
-# stored: what speaks with stores, and none whose small functions ours are built of.
+# Packages whose functions are not inlined, half a megabyte of a wheel: what speaks with
+# stores, and none whose small functions ours are built of.
 LEAN = (
     "crypto/tls crypto/x509 encoding/asn1 encoding/json encoding/xml fmt math/big mime/... net net/http/... net/netip net/textproto "
     "net/url regexp/... text/... vendor/... github.com/aws/... github.com/redis/... golang.org/x/net/... golang.org/x/text/..."
@@ -179,9 +179,9 @@ def third_parties() -> tuple[dict[str, str], str]:
     return {licences.TEXTS: licences.notices(modules), licences.BOM: bill}, licences.expression(p["license"], modules)
 
 
-def build_library(out: Path = LIBRARY, asan: bool = False, fake: bool = False, lean: bool = False) -> None:
+def build_library(out: Path = LIBRARY, asan: bool = False, fake: bool = False) -> None:
     """Compile gosrc/bind/core into the extension module at out; fake: for tests, with the
-    driver of no GPU; lean: as small as it goes, which takes a minute more at first."""
+    driver of no GPU."""
     include = sysconfig.get_path("include")
     if not Path(include, "Python.h").exists():
         sys.exit(f"overwire: the C headers of this Python are missing in {include} (install python3-dev)")
@@ -199,7 +199,8 @@ def build_library(out: Path = LIBRARY, asan: bool = False, fake: bool = False, l
         tags += ",owfake,owfakeauto" if fake else ""
         command = [go_command(), "build", "-trimpath", f"-tags={tags}", "-buildmode=c-shared"]
         command += ["-asan"] if asan else []
-        command += [f"-gcflags={packages}=-l" for packages in LEAN.split()] if lean else []
+        if not asan and not fake:  # those share what the Go tests have compiled
+            command += [f"-gcflags={packages}=-l" for packages in LEAN.split()]
         command += [f"-ldflags={ldflags}", "-o", str(made), "./gosrc/bind/core"]
         done = subprocess.run(command, cwd=ROOT, env=env, check=False)
         if done.returncode:
@@ -295,7 +296,7 @@ def get_requires_for_build_sdist(config_settings: object = None) -> list[str]:
 def build_wheel(wheel_directory: str, config_settings: object = None, metadata_directory: str | None = None) -> str:
     with tempfile.TemporaryDirectory() as t:  # leave the tree unchanged
         library = Path(t) / LIBRARY.name
-        build_library(library, lean=True)
+        build_library(library)
         wheel = Wheel(wheel_directory, tag(library))
         wheel.files[f"overwire/{LIBRARY.name}"] = library.read_bytes()
     for path in tree(PACKAGE):
