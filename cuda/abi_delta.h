@@ -23,6 +23,7 @@ typedef struct ow_delta_row {
     uint32_t head[4]; /* measure writes it: the first 16 bytes of the stored chunk */
 } ow_delta_row;       /* 56 bytes */
 
-enum { OW_DELTA_THREADS = 256, OW_DELTA_SHARED = 640 /* bytes of a warp */ };
+/* Shared memory of a warp: of apply, and of the encoder. */
+enum { OW_DELTA_THREADS = 256, OW_DELTA_TABLE = 512, OW_DELTA_SHARED = 4864 };
 
 #endif

@@ -5,8 +5,11 @@
 // A warp does a chunk. Apply gives each lane a run of it: lanes decode apart, and XOR
 // each changed element by an atomic operation that nothing waits for, since two elements
 // may share a word. The host has checked the chunk (delta.Check); whatever it holds,
-// nothing outside the chunk is read or written. The encoder reads both sides three times
-// (classes; bits of each run; the bits themselves), 16 bytes a lane.
+// nothing outside the chunk is read or written.
+//
+// The encoder reads both sides three times (classes; bits of each run; the bits
+// themselves), 16 bytes a lane. Few lanes find a change at once, so changes go through a
+// queue in shared memory, from which each lane takes one.
 #ifndef OVERWIRE_DELTA_CUH
 #define OVERWIRE_DELTA_CUH
 
@@ -16,8 +19,11 @@
 namespace ow {
 
 constexpr u32 kDeltaClasses = 24, kDeltaOnes = 8, kDeltaRun = 512, kDeltaMaxS = 9, kDeltaHead = 16;
-// A warp's shared memory: counts, then codes (code | bits << 8), or the decoder's table.
-constexpr u32 kDeltaCounts = 0, kDeltaCodes = 128;
+// A warp's shared memory: counts, then codes (code | bits << 8), or the decoder's table; then
+// the queue: places and low halves of XORs, and of elements of 8 bytes the high halves.
+constexpr u32 kDeltaCounts = 0, kDeltaCodes = 128, kDeltaQueue = 256, kDeltaHigh = kDeltaQueue + 8 * 128;
+constexpr u32 kDeltaMany = 64;  // in the queue are enough
+static_assert(kDeltaQueue + 8 * (kDeltaMany - 1 + 512) <= OW_DELTA_SHARED && kDeltaMany - 1 + 64 <= 128, "the queue has a tile's changes");
 
 OW_DEV u32 delta_bits(u64 x) {
     u32 hi = (u32)(x >> 32);
@@ -167,29 +173,69 @@ OW_DEV u32x4 delta_load(const ow_delta_row& w, u32 at) {
     return {v[0], v[1], v[2], v[3]};
 }
 
-// delta_each calls f(i, x) for the changed elements among 16 bytes; i is 0 to 15.
-template <class F> OW_DEV void delta_each(u32x4 v, u32 lg, F f) {
-    OW_UNROLL(4)
-    for (u32 q = 0; q < 4; q++) {
-        u32 x = q == 0 ? v.x : q == 1 ? v.y : q == 2 ? v.z : v.w;
-        if (lg == 3) {
-            if (q & 1) continue;
-            u64 both = (u64)(q ? v.w : v.y) << 32 | x;
-            if (both) f(q / 2, both);
-        } else if (x) {
-            if (lg == 2) {
-                f(q, (u64)x);
-            } else {
-                u32 wide = 8u << lg, mask = (1u << wide) - 1;
-                for (u32 s = 0; s < 32; s += wide) {
-                    if (x >> s & mask) f((q * 4 + s / 8) >> lg, (u64)(x >> s & mask));
-                }
-            }
+// delta_bytes is which of 4 bytes are not 0.
+OW_DEV u32 delta_bytes(u32 x) {
+    u32 top = (x | ((x & 0x7f7f7f7f) + 0x7f7f7f7f)) & 0x80808080;
+    return ((top >> 7) * 0x10204080) >> 28;
+}
+
+// delta_gather puts the changed elements of a tile, 512 bytes of which v is a lane's 16,
+// behind those in the queue, in order. It returns how many there are then.
+OW_DEV u32 delta_gather(u32x4 v, u32 tile, u32 lg, u32 queue, u32 high, u32 have) {
+    u32 m = delta_bytes(v.x) | delta_bytes(v.y) << 4 | delta_bytes(v.z) << 8 | delta_bytes(v.w) << 12;
+    if (lg >= 1) m = (m | m >> 1) & 0x5555;
+    if (lg >= 2) m = (m | m >> 2) & 0x1111;
+    if (lg == 3) m = (m | m >> 4) & 0x0101;
+    if (!ballot(m != 0)) return have;
+    u32 n = popc(m), upto = scan(n), at = have + upto - n, first = (512 * tile + 16 * lane()) >> lg;
+    for (; m; m &= m - 1, at++) {
+        u32 i = lowest(m), half = i & 4;
+        u32 x = (i & 8 ? (half ? v.w : v.z) : (half ? v.y : v.x)) >> (8 * (i & 3));
+        if (lg < 2) x &= (1u << (8 << lg)) - 1;
+        sts64(queue + 8 * at, {first + (i >> lg), x});
+        if (lg == 3) sts32(high + 4 * at, i & 8 ? v.w : v.y);
+    }
+    return have + shfl(upto, 31);
+}
+
+// delta_drain calls f(gap, x) for each of the n changes in the queue, a lane for each, or
+// with x 0 in lanes for which none is left. next is the element after the last change.
+template <class F> OW_DEV void delta_drain(u32 queue, u32 high, u32 n, u32 lg, u32& next, F f) {
+    syncwarp();
+    for (u32 i = lane(); i < ((n + 31) & ~31u); i += 32) {
+        u32x2 e = {0, 0};
+        u32 hi = 0, prev = next;
+        if (i < n) {
+            e = lds64(queue + 8 * i);
+            if (lg == 3) hi = lds32(high + 4 * i);
+            if (i > 0) prev = lds32(queue + 8 * (i - 1)) + 1;
+        }
+        f(e.x - prev, (u64)hi << 32 | e.y);
+    }
+    if (n) next = lds32(queue + 8 * (n - 1)) + 1;
+    syncwarp();
+}
+
+// delta_each calls f(gap, x) for the changes of a chunk, as delta_drain does, and after each
+// run of 512 << s bytes done(run). Gaps begin anew in each run.
+template <class F, class G> OW_DEV void delta_each(const ow_delta_row& w, u32 s, u32 shared, F f, G done) {
+    u32 queue = shared + kDeltaQueue, high = shared + kDeltaHigh, lg = w.lg, last = (1u << s) - 1, tiles = (w.bytes + 511) / 512;
+    u32 n = 0, next = 0;
+    OW_UNROLL(1)
+    for (u32 t = 0; t < tiles; t++) {
+        u32 at = 512 * t + 16 * lane();
+        n = delta_gather(at < w.bytes ? delta_load(w, at) : u32x4{0, 0, 0, 0}, t, lg, queue, high, n);
+        bool ends = (t & last) == last || t + 1 == tiles;
+        if (n >= kDeltaMany || (n && ends)) {
+            delta_drain(queue, high, n, lg, next, f);
+            n = 0;
+        }
+        if (ends) {
+            done(t >> s);
+            next = 512 * (t + 1) >> lg;
         }
     }
 }
-
-OW_DEV bool delta_some(u32x4 v) { return (v.x | v.y | v.z | v.w) != 0; }
 
 // delta_lengths gives the counted classes code lengths, as `lengths` of the Go encoder
 // does. One lane runs it; counts become lengths in place.
@@ -237,45 +283,16 @@ OW_DEV void delta_codes(const u32* head, u32 lg, u32 codes) {
     syncwarp();
 }
 
-// A delta_place is where an encoder stands in a run: `next` is the element after the last
-// change.
-struct delta_place { u32 next; };
-
-// delta_before gives a lane the element after the last change before its own 16 bytes,
-// and moves the place on. Each lane says whether it has changes, and its last one.
-OW_DEV u32 delta_before(delta_place& p, bool has, u32 last) {
-    u32 m = ballot(has), below = m & lanes_below();
-    u32 prev = shfl(last, below ? highest(below) : 0) + 1, end = shfl(last, m ? highest(m) : 0) + 1;
-    if (!below) prev = p.next;
-    if (m) p.next = end;
-    return prev;
-}
-
-// delta_count is the bits of a lane's changes; prev is as delta_before gives it.
-OW_DEV u32 delta_count(u32x4 v, u32 first, u32 prev, u32 k, u32 codes, u32 lg) {
-    u32 bits = 0;
-    delta_each(v, lg, [&](u32 i, u64 x) {
-        u32 c = lds32(codes + 4 * delta_class(x, lg));
-        bits += ((first + i - prev) >> k) + 1 + k + (c >> 8 & 255) + (c >> 16);
-        prev = first + i + 1;
-    });
-    return bits;
-}
-
-OW_DEV u32 delta_last(u32x4 v, u32 first, u32 lg) {
-    u32 q = v.w ? 3 : v.z ? 2 : v.y ? 1 : 0, x = v.w ? v.w : v.z ? v.z : v.y ? v.y : v.x;
-    return x ? first + ((4 * q + highest(x) / 8) >> lg) : 0;
-}
+// delta_size is the bits of a change with that code.
+OW_DEV u32 delta_size(u32 gap, u32 k, u32 code) { return (gap >> k) + 1 + k + (code >> 8 & 255) + (code >> 16); }
 
 OW_DEV void delta_measure(ow_delta_row* rows, u32 job, u32 shared) {
     ow_delta_row w = rows[job];
     u32 counts = shared + kDeltaCounts, codes = shared + kDeltaCodes, lg = w.lg;
     sts32(counts + 4 * lane(), 0);
     syncwarp();
-    for (u32 at = 16 * lane(); at < ((w.bytes + 511) & ~511u); at += 512) {
-        u32x4 v = at < w.bytes ? delta_load(w, at) : u32x4{0, 0, 0, 0};
-        delta_each(v, lg, [&](u32, u64 x) { count32(counts + 4 * delta_class(x, lg)); });
-    }
+    // The order does not matter here: one run.
+    delta_each(w, 31, shared, [&](u32, u64 x) { if (x) count32(counts + 4 * delta_class(x, lg)); }, [](u32) {});
     syncwarp();
     u32 changed = 0;
     for (u32 i = 0; i < kDeltaClasses; i++) changed += lds32(counts + 4 * i);
@@ -296,20 +313,14 @@ OW_DEV void delta_measure(ow_delta_row* rows, u32 job, u32 shared) {
     delta_codes(head, lg, codes);
     u32 run = kDeltaRun << s, runs = (w.bytes + run - 1) / run;  // bytes
     u64 total = 0;
+    u32 mine = 0;
     bool raw = false;
-    for (u32 r = 0; r < runs; r++) {
-        delta_place p = {r * (run >> lg)};
-        u32 mine = 0;
-        for (u32 from = r * run; from < (r + 1) * run && from < w.bytes; from += 512) {
-            u32 at = from + 16 * lane(), first = at >> lg;
-            u32x4 v = at < w.bytes ? delta_load(w, at) : u32x4{0, 0, 0, 0};
-            u32 prev = delta_before(p, delta_some(v), delta_last(v, first, lg));
-            mine += delta_count(v, first, prev, k, codes, lg);
-        }
+    delta_each(w, s, shared, [&](u32 gap, u64 x) { if (x) mine += delta_size(gap, k, lds32(codes + 4 * delta_class(x, lg))); }, [&](u32) {
         u32 bits = shfl(scan(mine), 31);
         total += bits;
         raw = raw || bits > 0xffff;
-    }
+        mine = 0;
+    });
     u32 most = kDeltaHead + ((w.bytes + 3) & ~3u);
     u64 stored = kDeltaHead + ((2 * runs + 3) & ~3u) + (total + 31) / 32 * 4;
     if (raw || stored >= most) {
@@ -323,14 +334,13 @@ OW_DEV void delta_measure(ow_delta_row* rows, u32 job, u32 shared) {
     }
 }
 
-// delta_put ORs n bits, at most 32, into words that were 0 there.
-OW_DEV void delta_put(u32* words, u32& pos, u32 v, u32 n) {
-    u32 s = pos & 31;
-    if (v) {
-        raise(words + (pos >> 5), v << s);
-        if (s + n > 32) raise(words + (pos >> 5) + 1, v >> (32 - s));
-    }
-    pos += n;
+// delta_put ORs n bits, at most 64, into words that were 0 there.
+OW_DEV void delta_put(u32* words, u32 pos, u64 v, u32 n) {
+    u32 s = pos & 31, over = n + s;
+    words += pos >> 5;
+    raise(words, (u32)v << s);
+    if (over > 32) raise(words + 1, (u32)(v >> (32 - s)));
+    if (over > 64) raise(words + 2, (u32)(v >> 32) >> (32 - s));
 }
 
 OW_DEV void delta_write(const ow_delta_row* rows, u32 job, u32 shared) {
@@ -350,31 +360,27 @@ OW_DEV void delta_write(const ow_delta_row* rows, u32 job, u32 shared) {
     }
     u32 head[4] = {w.head[0], w.head[1], w.head[2], w.head[3]};
     delta_codes(head, lg, codes);
-    u32 k = head[0] >> 8 & 255, run = kDeltaRun << (head[0] >> 16), runs = (w.bytes + run - 1) / run;
+    u32 k = head[0] >> 8 & 255, s = head[0] >> 16, run = kDeltaRun << s, runs = (w.bytes + run - 1) / run;
     u32* words = (u32*)(to + kDeltaHead + ((2 * runs + 3) & ~3u));
-    u32 off = 0;
-    for (u32 r = 0; r < runs; r++) {
-        delta_place p = {r * (run >> lg)};
-        u32 begin = off;
-        for (u32 from = r * run; from < (r + 1) * run && from < w.bytes; from += 512) {
-            u32 at = from + 16 * lane(), first = at >> lg;
-            u32x4 v = at < w.bytes ? delta_load(w, at) : u32x4{0, 0, 0, 0};
-            u32 prev = delta_before(p, delta_some(v), delta_last(v, first, lg));
-            u32 bits = delta_count(v, first, prev, k, codes, lg), upto = scan(bits), pos = off + upto - bits;
-            off += shfl(upto, 31);
-            delta_each(v, lg, [&](u32 i, u64 x) {
-                u32 gap = first + i - prev, c = lds32(codes + 4 * delta_class(x, lg)), rest = c >> 16;
-                prev = first + i + 1;
-                pos += gap >> k;
-                delta_put(words, pos, 1, 1);
-                delta_put(words, pos, gap & ((1u << k) - 1), k);
-                delta_put(words, pos, c & 255, c >> 8 & 255);
-                delta_put(words, pos, rest < 32 ? (u32)x & ((1u << rest) - 1) : (u32)x, umin(rest, 32));
-                if (rest > 32) delta_put(words, pos, (u32)(x >> 32) & ~0u >> (64 - rest), rest - 32);
-            });
+    u32 off = 0, begin = 0;
+    auto put = [&](u32 gap, u64 x) {
+        u32 c = x ? lds32(codes + 4 * delta_class(x, lg)) : 0, bits = x ? delta_size(gap, k, c) : 0, upto = scan(bits), rest = c >> 16;
+        u32 pos = off + upto - bits + (gap >> k), fixed = 1 + k + (c >> 8 & 255);
+        off += shfl(upto, 31);
+        if (!x) return;
+        u64 low = 1 | (u64)(gap & ((1u << k) - 1)) << 1 | (u64)(c & 255) << (1 + k);
+        x &= rest < 64 ? (1ull << rest) - 1 : ~0ull;
+        if (fixed + rest <= 64) {
+            delta_put(words, pos, low | x << fixed, fixed + rest);
+        } else {
+            delta_put(words, pos, low, fixed);
+            delta_put(words, pos + fixed, x, rest);
         }
+    };
+    delta_each(w, s, shared, put, [&](u32 r) {
         if (lane() == 0) stg16(to + kDeltaHead + 2 * r, off - begin);
-    }
+        begin = off;
+    });
 }
 
 }  // namespace ow

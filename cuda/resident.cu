@@ -14,9 +14,9 @@ extern "C" __global__ void __launch_bounds__(OW_DIGEST_THREADS, OW_DIGEST_BLOCKS
 static_assert(sizeof(ow_delta_row) == 56, "abi_delta.h must have no padding");
 
 // Each warp does rows a grid apart.
-template <class F> static __device__ __forceinline__ void delta_rows(uint32_t n, F f) {
-    __shared__ __align__(16) uint8_t shared[OW_DELTA_THREADS / 32 * OW_DELTA_SHARED];
-    uint32_t warp = ow::warp_of_block(), at = (uint32_t)__cvta_generic_to_shared(shared) + warp * OW_DELTA_SHARED;
+template <uint32_t SHARED, class F> static __device__ __forceinline__ void delta_rows(uint32_t n, F f) {
+    __shared__ __align__(16) uint8_t shared[OW_DELTA_THREADS / 32 * SHARED];
+    uint32_t warp = ow::warp_of_block(), at = (uint32_t)__cvta_generic_to_shared(shared) + warp * SHARED;
     for (uint32_t i = blockIdx.x * (OW_DELTA_THREADS / 32) + warp; i < n; i += gridDim.x * (OW_DELTA_THREADS / 32)) {
         f(i, at);
         ow::syncwarp();
@@ -24,13 +24,13 @@ template <class F> static __device__ __forceinline__ void delta_rows(uint32_t n,
 }
 
 extern "C" __global__ void __launch_bounds__(OW_DELTA_THREADS) ow_delta_apply(const ow_delta_row* rows, uint32_t n) {
-    delta_rows(n, [&](uint32_t i, uint32_t at) { ow::delta_apply(rows, i, at); });
+    delta_rows<OW_DELTA_TABLE>(n, [&](uint32_t i, uint32_t at) { ow::delta_apply(rows, i, at); });
 }
 
 extern "C" __global__ void __launch_bounds__(OW_DELTA_THREADS) ow_delta_measure(ow_delta_row* rows, uint32_t n) {
-    delta_rows(n, [&](uint32_t i, uint32_t at) { ow::delta_measure(rows, i, at); });
+    delta_rows<OW_DELTA_SHARED>(n, [&](uint32_t i, uint32_t at) { ow::delta_measure(rows, i, at); });
 }
 
 extern "C" __global__ void __launch_bounds__(OW_DELTA_THREADS) ow_delta_write(const ow_delta_row* rows, uint32_t n) {
-    delta_rows(n, [&](uint32_t i, uint32_t at) { ow::delta_write(rows, i, at); });
+    delta_rows<OW_DELTA_SHARED>(n, [&](uint32_t i, uint32_t at) { ow::delta_write(rows, i, at); });
 }

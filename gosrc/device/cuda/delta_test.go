@@ -18,19 +18,16 @@ type deltaCase struct {
 }
 
 // deltaCases lays out chunks of every width and length in one buffer, and changes some
-// of their elements.
+// of their elements: a share of all, or (below 0) nearly all of the first such part.
 func deltaCases(r *rand.Rand, base []byte) (now []byte, cases []deltaCase) {
 	now = bytes.Clone(base)
 	at := 0
 	for _, width := range []int{1, 2, 4, 8} {
 		for _, n := range []int{8, 24, 504, 512, 520, 4096 + 8, 70_000} {
-			for _, share := range []float64{0, 0.0005, 0.02, 0.6} {
+			for _, share := range []float64{0, 0.0005, 0.02, 0.6, -0.06} {
 				for _, anyhow := range []bool{false, true} {
-					if at+n+8 > len(base) {
-						continue
-					}
 					for i := at; i < at+n; i += width {
-						if r.Float64() < share {
+						if x := r.Float64(); x < share || x < 0.9 && float64(i-at) < -share*float64(n) {
 							now[i] ^= byte(1 << r.IntN(2))
 							for k := range width {
 								if anyhow {
@@ -61,7 +58,7 @@ func TestDelta(t *testing.T) {
 func testDelta(t *testing.T) {
 	d, l := open(t, 2, 1<<20)
 	r := random(t)
-	base := make([]byte, 2<<20)
+	base := make([]byte, 4<<20)
 	for i := range base {
 		base[i] = byte(r.Uint32())
 	}
