@@ -127,26 +127,36 @@ func Map(n int64) (unsafe.Pointer, int64, error) {
 		return nil, 0, &errs.Memory{Where: "host", Asked: n, Free: -1, Total: -1}
 	}
 	length := (n + page - 1) &^ (page - 1)
+	p, err := reserve(length)
+	if err != nil {
+		return nil, 0, &errs.Memory{Where: "host", Asked: n, Free: -1, Total: -1, Err: err.Error()}
+	}
+	if length >= huge {
+		_ = unix.Madvise(unsafe.Slice((*byte)(p), length), unix.MADV_HUGEPAGE)
+	}
+	return p, length, nil
+}
+
+// reserve maps length bytes of anonymous memory, whole pages, which begin where a huge
+// page may begin if there is room for one.
+func reserve(length int64) (unsafe.Pointer, error) {
 	slack := int64(0)
 	if length >= huge {
 		slack = huge
 	}
 	p, err := unix.MmapPtr(-1, 0, nil, uintptr(length+slack), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
-	if err != nil {
-		return nil, 0, &errs.Memory{Where: "host", Asked: n, Free: -1, Total: -1, Err: err.Error()}
+	if err != nil || slack == 0 {
+		return p, err
 	}
-	if slack > 0 {
-		head := (huge - int64(uintptr(p)&(huge-1))) & (huge - 1)
-		if head > 0 {
-			_ = unix.MunmapPtr(p, uintptr(head))
-		}
-		p = unsafe.Add(p, head)
-		if slack > head {
-			_ = unix.MunmapPtr(unsafe.Add(p, length), uintptr(slack-head))
-		}
-		_ = unix.Madvise(unsafe.Slice((*byte)(p), length), unix.MADV_HUGEPAGE)
+	head := (huge - int64(uintptr(p)&(huge-1))) & (huge - 1)
+	if head > 0 {
+		_ = unix.MunmapPtr(p, uintptr(head))
 	}
-	return p, length, nil
+	p = unsafe.Add(p, head)
+	if slack > head {
+		_ = unix.MunmapPtr(unsafe.Add(p, length), uintptr(slack-head))
+	}
+	return p, nil
 }
 
 // Unmap frees memory of Map.

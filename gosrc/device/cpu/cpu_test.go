@@ -141,6 +141,34 @@ func TestMapFile(t *testing.T) {
 	m.Release()
 }
 
+// A file that is large enough is mapped where huge pages can be; its first and last
+// bytes are those of the file.
+func TestMapFileAligned(t *testing.T) {
+	for _, size := range []int64{1, page, huge - page, huge - 1, huge, huge + 1, 3*huge + 5} {
+		path := filepath.Join(t.TempDir(), "x")
+		if err := os.WriteFile(path, bytes.Repeat([]byte{7}, int(size)), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		f, err := os.Open(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		base, block, err := MapFile(int(f.Fd()), size, 1, false)
+		f.Close()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if size >= huge && uintptr(base)%huge != 0 {
+			t.Errorf("%d bytes are mapped at %p", size, base)
+		}
+		m := device.Memory{Ptr: base, Bytes: size, Block: block}
+		if s := m.Slice(); s[0] != 7 || s[size-1] != 7 {
+			t.Errorf("%d bytes: they differ", size)
+		}
+		m.Release()
+	}
+}
+
 // A truncated mapping gives an error when it is populated.
 func TestPopulateTruncated(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x")
