@@ -68,14 +68,13 @@ type Loading struct {
 	later   []int64 // by request: bytes that provide allocates for it
 	settles []bool  // by request: the caller settles it
 
-	mu     sync.Mutex
-	mem    []device.Memory // by request; zero once taken
-	taken  []bool
-	ready  []int         // landed, not yet returned by Ready
-	wake   chan struct{} // closed and renewed when ready grows and Ready waits
-	asleep bool          // Ready waits on wake
-	over   bool          // the job has ended: nothing writes to the memory
-	shut   bool          // Close was called: nothing is exported any more
+	arrived *landings
+
+	mu    sync.Mutex
+	mem   []device.Memory // by request; zero once taken
+	taken []bool
+	over  bool // the job has ended: nothing writes to the memory
+	shut  bool // Close was called: nothing is exported any more
 }
 
 // whole asks for every tensor of the model.
@@ -113,7 +112,7 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 
 func newLoading(m *Model, tgt target, wants []plan.Want) *Loading {
 	return &Loading{target: tgt, job: job.New("load"), model: m, wants: wants, mem: make([]device.Memory, len(wants)), taken: make([]bool, len(wants)),
-		ready: make([]int, 0, len(wants)), wake: make(chan struct{})}
+		arrived: newLandings(len(wants))}
 }
 
 // start is Start without the requests that a stock serves.
@@ -235,13 +234,7 @@ func (l *Loading) waiting(reqs []Request) error {
 // land marks a request as landed.
 func (l *Loading) land(i int32) {
 	l.job.Tensors.Add(1)
-	l.mu.Lock()
-	l.ready = append(l.ready, int(i))
-	if l.asleep {
-		close(l.wake)
-		l.wake, l.asleep = make(chan struct{}), false
-	}
-	l.mu.Unlock()
+	l.arrived.add(int(i))
 }
 
 // ended runs after the last worker: nothing writes to the memory any more.
@@ -268,37 +261,7 @@ func (l *Loading) Len() int { return len(l.wants) }
 // arrival, at most limit of them; it waits up to d for the first. more is false
 // when the load has ended and everything was returned.
 func (l *Loading) Ready(limit int, d time.Duration) (reqs []int, more bool) {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	for {
-		l.mu.Lock()
-		n := min(limit, len(l.ready))
-		reqs = append(reqs, l.ready[:n]...)
-		l.ready = l.ready[n:]
-		left, wake := len(l.ready), l.wake
-		l.asleep = l.asleep || n == 0
-		l.mu.Unlock()
-		select {
-		case <-l.job.Done():
-			if n > 0 || left > 0 {
-				return reqs, true
-			}
-			l.mu.Lock()
-			left = len(l.ready)
-			l.mu.Unlock()
-			return nil, left > 0
-		default:
-		}
-		if n > 0 {
-			return reqs, true
-		}
-		select {
-		case <-wake:
-		case <-l.job.Done():
-		case <-timer.C:
-			return nil, true
-		}
-	}
+	return l.arrived.next(l.job.Done(), limit, d)
 }
 
 // Take passes the memory of a request, with its shape and dtype, to the caller, who

@@ -8,6 +8,7 @@ import (
 	"context"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 	"unsafe"
 
@@ -74,6 +75,8 @@ type Relay struct {
 	jobs    []device.DecodeTask // of this rank's requests, by piece
 	refs    []plan.Ref          // of each job
 	wants   []plan.Want
+	coming  []int32 // by request: decode tasks that have not ended
+	here    *landings
 	start   time.Time
 	fetch   *plan.Plan
 	shares  []plan.Want // of fetch: a chunk each
@@ -146,7 +149,7 @@ func (m *Model) Relay(spec *RelaySpec) (*Relay, error) {
 	if err != nil {
 		return nil, m.where("open", err)
 	}
-	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, wake: make(chan struct{}), start: time.Now()}
+	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, wake: make(chan struct{}), start: time.Now(), here: newLandings(0)}
 	r.machine = m.machine(tgt.gpu != nil, spec.Threads, false)
 	if err := spec.checkCuts(); err != nil {
 		return nil, err
@@ -462,6 +465,21 @@ func (r *Relay) decoded(k int) {
 		r.carrier.Taken(r.done)
 	}
 	r.moved()
+}
+
+// came counts a decode task that has ended: the last of its request's lands it.
+func (r *Relay) came(task int) {
+	r.job.Bytes.Add(int64(r.jobs[task].Chunk.Logical))
+	want := r.refs[task].Want
+	if atomic.AddInt32(&r.coming[want], -1) == 0 {
+		r.job.Tensors.Add(1)
+		r.here.add(int(want))
+	}
+}
+
+// Ready returns the requests that have landed since the last call, as that of a Loading.
+func (r *Relay) Ready(limit int, d time.Duration) (reqs []int, more bool) {
+	return r.here.next(r.job.Done(), limit, d)
 }
 
 // moved wakes the waiting goroutines. r.mu is held.

@@ -24,7 +24,7 @@ func (r *Relay) onHost(k int) error {
 		if err := cpu.Decode(j, unsafe.Slice((*byte)(r.bytesAt(k, j.Src)), j.Chunk.Stored)); err != nil {
 			return r.where(p.first+i, err)
 		}
-		r.job.Bytes.Add(int64(j.Chunk.Logical))
+		r.came(p.first + i)
 		return nil
 	})
 	if err != nil {
@@ -68,7 +68,9 @@ func (r *Relay) onDevice(k int, streams []uint64) error {
 			r.fail(r.where(p.first+i, err), false)
 			return
 		}
-		r.job.Bytes.Add(int64(jobs[i].Chunk.Logical))
+		if p.first+i < p.last {
+			r.came(p.first + i)
+		}
 		if left--; left == 0 {
 			r.decoded(k)
 		}

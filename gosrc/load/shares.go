@@ -255,7 +255,13 @@ func (r *Relay) Aim(requests [][6]int64) error {
 		}
 		piece.last = i + 1
 	}
-	r.jobs, r.refs = p.Tasks, p.Refs
+	r.jobs, r.refs, r.coming = p.Tasks, p.Refs, p.Left
+	for i, n := range p.Left {
+		if n == 0 { // it has no bytes
+			r.job.Tensors.Add(1)
+			r.here.add(i)
+		}
+	}
 	for i := range wants {
 		r.job.TotalBytes.Add(wants[i].Bytes)
 	}

@@ -85,10 +85,18 @@ func (e *entry) wait(d time.Duration) (bool, error) {
 const batch = 1024
 
 func (e *entry) next(d time.Duration, raw bool) (*Result, error) {
-	if e.load == nil {
+	var from interface {
+		Ready(limit int, d time.Duration) (reqs []int, more bool)
+	}
+	switch {
+	case e.load != nil:
+		from = e.load
+	case e.relay != nil:
+		from = e.relay
+	default:
 		return nil, errs.New(errs.ErrArgument, "the job does not load tensors for this caller")
 	}
-	at, more := e.load.Ready(batch, d)
+	at, more := from.Ready(batch, d)
 	if len(at) == 0 {
 		if more {
 			return nil, nil
@@ -99,6 +107,10 @@ func (e *entry) next(d time.Duration, raw bool) (*Result, error) {
 	numbers := make([]int64, 1, 1+2*len(at))
 	for _, i := range at {
 		numbers = append(numbers, int64(i))
+	}
+	if e.relay != nil { // all have destinations
+		numbers[0] = int64(len(at))
+		return &Result{Numbers: append(numbers, make([]int64, len(at))...), Tensors: make([]Exported, len(at))}, nil
 	}
 	return export(e.load, at, numbers, raw), nil
 }

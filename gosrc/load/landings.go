@@ -1,0 +1,68 @@
+package load
+
+// This file tells the caller which requests have landed, in the order of their arrival.
+
+import (
+	"sync"
+	"time"
+)
+
+// landings are the requests of a job that have landed. It is safe for concurrent use.
+type landings struct {
+	mu     sync.Mutex
+	ready  []int         // landed, not yet returned
+	wake   chan struct{} // closed and renewed when ready grows and next waits
+	asleep bool          // next waits on wake
+}
+
+func newLandings(requests int) *landings {
+	return &landings{ready: make([]int, 0, requests), wake: make(chan struct{})}
+}
+
+// add says that a request has landed.
+func (l *landings) add(i int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.ready = append(l.ready, i)
+	if l.asleep {
+		close(l.wake)
+		l.wake, l.asleep = make(chan struct{}), false
+	}
+}
+
+// next returns the requests that have landed since the last call, in order of arrival,
+// at most limit of them; it waits up to d for the first. more is false when the job,
+// which ends with done, has ended and everything was returned.
+func (l *landings) next(done <-chan struct{}, limit int, d time.Duration) (reqs []int, more bool) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	for {
+		l.mu.Lock()
+		n := min(limit, len(l.ready))
+		reqs = append(reqs, l.ready[:n]...)
+		l.ready = l.ready[n:]
+		left, wake := len(l.ready), l.wake
+		l.asleep = l.asleep || n == 0
+		l.mu.Unlock()
+		select {
+		case <-done:
+			if n > 0 || left > 0 {
+				return reqs, true
+			}
+			l.mu.Lock()
+			left = len(l.ready)
+			l.mu.Unlock()
+			return nil, left > 0
+		default:
+		}
+		if n > 0 {
+			return reqs, true
+		}
+		select {
+		case <-wake:
+		case <-done:
+		case <-timer.C:
+			return nil, true
+		}
+	}
+}
