@@ -21,7 +21,8 @@ import (
 // The ring lies in memory that the other ranks map. A rank publishes a piece when its
 // share was checked and has arrived there. The others wait for that, copy the share
 // to the same place of their own rings, on a stream for each rank, and decode behind
-// the copies; on the host they decode where the bytes are. A buffer is filled again
+// the copies; columns of plain tensors (strips) they copy to where these belong. On the
+// host they decode where the bytes are. A buffer is filled again
 // when no rank needs it any more.
 type carrier struct {
 	*peers.Peers
@@ -146,6 +147,14 @@ func (r *Relay) bring(ctx context.Context) error {
 			return err
 		}
 	}
+	for _, s := range c.streams { // strips go where that stream's work was
+		if r.spec.Stream == 0 {
+			break
+		}
+		if err := r.target.gpu.Follow(s, uintptr(r.spec.Stream)); err != nil {
+			return err
+		}
+	}
 	for k := range r.pieces {
 		p := &r.pieces[k]
 		if err := until(ctx, p.landed); err != nil {
@@ -157,7 +166,7 @@ func (r *Relay) bring(ctx context.Context) error {
 		}
 		for i := 1; i < r.spec.Ranks; i++ {
 			from := (r.spec.Rank + i) % r.spec.Ranks
-			if p.used[from] == 0 {
+			if p.used[from] == 0 && !p.beside[from] {
 				continue
 			}
 			if err := c.AwaitPiece(ctx, from, k+1); err != nil {
@@ -183,11 +192,20 @@ func (r *Relay) bring(ctx context.Context) error {
 // piece.
 func (r *Relay) pull(k, from int) error {
 	c, b := r.carrier, k%len(r.spec.Ring)
+	if r.pieces[k].strips != nil {
+		if err := r.pullStrips(k, from); err != nil {
+			return err
+		}
+	}
+	if r.pieces[k].used[from] == 0 {
+		return nil
+	}
 	if err := r.idle[b].Before(c.streams[from]); err != nil {
 		return err
 	}
 	off := int64(b)*r.spec.Size + int64(from)*r.pieces[k].share
 	to, at := unsafe.Add(c.Memory(r.spec.Rank), off), unsafe.Add(c.Memory(from), off)
+	r.pulled.Add(r.pieces[k].used[from])
 	return r.target.gpu.Copy(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(to)), uint64(uintptr(at)), r.pieces[k].used[from], false)
 }
 

@@ -131,6 +131,7 @@ func (r *Relay) layOutCuts(all []chunkOf, need []int16) error {
 			if err := r.fill(&shares[rank], &stacks[ranks], now-own, most, full); err != nil {
 				return err
 			}
+			slices.SortStableFunc(shares[rank].chunks, r.stripsLast)
 			shares[rank].common = len(shares[rank].chunks)
 		}
 		for rank := range shares {
@@ -142,7 +143,19 @@ func (r *Relay) layOutCuts(all []chunkOf, need []int16) error {
 	}
 }
 
-// A share is what one rank reads of a piece: the first chunks are common, for all.
+// stripsLast sorts chunks of strips behind others.
+func (r *Relay) stripsLast(a, b chunkOf) int {
+	switch {
+	case r.isStrip(a) == r.isStrip(b):
+		return 0
+	case r.isStrip(a):
+		return 1
+	}
+	return -1
+}
+
+// A share is what one rank reads of a piece: the first chunks are common, for all, those
+// of strips behind the others.
 type share struct {
 	chunks []chunkOf
 	common int
@@ -169,7 +182,7 @@ func (r *Relay) fill(to *share, from *stack, until, most, full int64) error {
 // piece adds a piece of these shares.
 func (r *Relay) piece(shares []share) {
 	number := len(r.pieces)
-	p := relayPiece{landed: make(chan struct{}), begin: len(r.spots), used: make([]int64, len(shares))}
+	p := relayPiece{landed: make(chan struct{}), begin: len(r.spots), used: make([]int64, len(shares)), beside: make([]bool, len(shares))}
 	var all []chunkOf
 	for rank := range shares {
 		s := &shares[rank]
@@ -180,7 +193,11 @@ func (r *Relay) piece(shares []share) {
 			pos += gapBefore(pos, last, chunk)
 			*r.place(c) = relayed{number, int64(rank)<<32 | pos}
 			pos, last = pos+int64(chunk.Stored), chunk
-			if i < s.common {
+			switch {
+			case i >= s.common:
+			case r.isStrip(c):
+				p.beside[rank] = true
+			default:
 				p.used[rank] = pos
 			}
 		}

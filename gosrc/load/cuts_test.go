@@ -35,7 +35,10 @@ func TestCuts(t *testing.T) {
 			read[rank] += int64(r.chunk(c).Stored)
 			at := r.place(c)
 			p := &r.pieces[at.piece]
-			travels := at.off%p.share < p.used[rank]
+			travels := at.off%p.share < p.used[rank] || r.isStrip(c) && p.beside[rank]
+			if r.isStrip(c) != (c.data == 1) {
+				t.Errorf("chunk %v: strips", c)
+			}
 			if first := c.data == 1 || c.data == 2; first && !travels {
 				t.Errorf("rank %d keeps chunk %v, which all need", rank, c)
 			}

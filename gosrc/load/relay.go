@@ -68,9 +68,11 @@ type Relay struct {
 	model   *Model
 	target  target
 	spec    *RelaySpec
-	ix      *tensor.Index  // an index in which all shared tensors have chunks
-	bare    map[int32]bool // tensors that have chunks there only, without checksums
-	at      []relayed      // by number of a chunk in ix
+	ix      *tensor.Index   // an index in which all shared tensors have chunks
+	bare    map[int32]bool  // tensors that have chunks there only, without checksums
+	strips  map[int32]int64 // tensors of these of which ranks copy columns: bytes of a row
+	pulled  atomic.Int64    // bytes copied from other ranks
+	at      []relayed       // by number of a chunk in ix
 	pieces  []relayPiece
 	jobs    []device.DecodeTask // of this rank's requests, by piece
 	refs    []plan.Ref          // of each job
@@ -106,9 +108,11 @@ type relayPiece struct {
 	begin       int   // this rank's first spot
 	first, last int   // its jobs
 	landed      chan struct{}
-	left        int32   // chunks of this rank's share still to come
-	unread      int32   // those that the other ranks may not read yet
-	used        []int64 // bytes of each rank's share
+	left        int32     // chunks of this rank's share still to come
+	unread      int32     // those that the other ranks may not read yet
+	used        []int64   // bytes of each rank's share that the others copy whole
+	beside      []bool    // by rank: behind that, its share has chunks of strips
+	strips      [][]strip // by rank: what this one copies of its share beside; nil: nothing
 	begun, free bool
 	done        bool
 	seen        PieceTimes
@@ -135,7 +139,8 @@ type RelayReport struct {
 	// Ours: the error is not about bytes of another rank, whose own error may say
 	// more.
 	Ours     bool         `json:"ours"`
-	Lost     []int        `json:"lost,omitempty"` // ranks of this host that are gone
+	Pulled   int64        `json:"pulled,omitempty"` // bytes copied from other ranks' memory
+	Lost     []int        `json:"lost,omitempty"`   // ranks of this host that are gone
 	Timeline []PieceTimes `json:"timeline,omitempty"`
 }
 
@@ -320,7 +325,7 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	rep := RelayReport{Lost: r.lost(), Report: Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)), Seconds: time.Since(r.start).Seconds(), Stages: st}, Ours: r.ours}
+	rep := RelayReport{Lost: r.lost(), Pulled: r.pulled.Load(), Report: Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)), Seconds: time.Since(r.start).Seconds(), Stages: st}, Ours: r.ours}
 	for _, f := range files {
 		rep.DirectIO += f.DirectBytes()
 	}
@@ -469,9 +474,13 @@ func (r *Relay) decoded(k int) {
 
 // came counts a decode task that has ended: the last of its request's lands it.
 func (r *Relay) came(task int) {
-	r.job.Bytes.Add(int64(r.jobs[task].Chunk.Logical))
-	want := r.refs[task].Want
-	if atomic.AddInt32(&r.coming[want], -1) == 0 {
+	r.count(r.refs[task].Want, 1, int64(r.jobs[task].Chunk.Logical))
+}
+
+// count counts chunks of a request that have come, and their bytes.
+func (r *Relay) count(want, chunks int32, bytes int64) {
+	r.job.Bytes.Add(bytes)
+	if atomic.AddInt32(&r.coming[want], -chunks) == 0 {
 		r.job.Tensors.Add(1)
 		r.here.add(int(want))
 	}

@@ -72,6 +72,7 @@ func (r *Relay) onDevice(k int, streams []uint64) error {
 			r.came(p.first + i)
 		}
 		if left--; left == 0 {
+			r.stripped(k)
 			r.decoded(k)
 		}
 	})

@@ -50,12 +50,7 @@ func (r *Relay) chunked(wants []plan.Want) *tensor.Index {
 			t = &out.Tensors[wants[i].Data]
 		}
 		r.bare[wants[i].Data] = true
-		t.First, t.ChunkBytes, t.Parts = int32(len(out.Chunks)), bareBytes, 1
-		for at := int64(0); at < t.Bytes; at += bareBytes {
-			n := uint32(min(bareBytes, t.Bytes-at))
-			out.Chunks = append(out.Chunks, tensor.Chunk{Off: t.Off + at, Stored: n, Logical: n, Codec: tensor.CodecRaw})
-		}
-		t.Count = int32(len(out.Chunks)) - t.First
+		out.Chunks = cutBare(out.Chunks, t, r.bareChunk(wants[i].Data))
 	}
 	return out
 }
@@ -73,6 +68,7 @@ func (r *Relay) layOut() error {
 	if err != nil {
 		return err
 	}
+	r.strips = r.stripes(wants)
 	r.ix = r.chunked(wants)
 	r.at = make([]relayed, len(r.ix.Chunks))
 	for i := range r.at {
@@ -146,7 +142,7 @@ func roomOf(c *tensor.Chunk) int64 { return int64(c.Stored) + 2*chunkAlign }
 // shares have the space of the largest, so that one collective gathers them.
 func (r *Relay) share(chunks []chunkOf, sum int64) {
 	ranks, number := r.spec.Ranks, len(r.pieces)
-	p := relayPiece{landed: make(chan struct{}), begin: len(r.spots), used: make([]int64, ranks)}
+	p := relayPiece{landed: make(chan struct{}), begin: len(r.spots), used: make([]int64, ranks), beside: make([]bool, ranks)}
 	rank, passed, pos := 0, int64(0), int64(0)
 	var last *tensor.Chunk
 	for _, c := range chunks {
@@ -248,6 +244,7 @@ func (r *Relay) Aim(requests [][6]int64) error {
 	if r.aimed {
 		return errs.New(errs.ErrArgument, "relay: it has its requests")
 	}
+	where = r.divert(p, where, wants)
 	for i, k := range where {
 		piece := &r.pieces[k]
 		if piece.last == 0 {

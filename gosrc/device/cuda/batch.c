@@ -120,6 +120,19 @@ int owcu_copy(owcu_handle ctx, uint64_t stream, owcu_ptr dst, owcu_ptr src, uint
 	return leave(&g, rc);
 }
 
+int owcu_copy_rows(owcu_handle ctx, uint64_t stream, owcu_ptr dst, uint64_t dst_pitch, owcu_ptr src, uint64_t src_pitch, uint64_t width,
+		   uint64_t rows, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	struct owcu_rows copy = {
+		.src_kind = 2, .src = src, .src_pitch = src_pitch, .dst_kind = 2, .dst = dst, .dst_pitch = dst_pitch, .width = width, .height = rows};
+	int rc = enter(&g, ctx, e);
+
+	if (rc == 0)
+		rc = uncaptured(stream, e) || TRY(copy_rows, (&copy, handle(stream))) ? -1 : 0;
+	return leave(&g, rc);
+}
+
 int owcu_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter, struct owcu_error *e)
 {
 	struct owcu_guard g;

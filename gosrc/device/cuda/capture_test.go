@@ -163,6 +163,7 @@ func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 		"Before":       func() error { return v.Before(stream) },
 		"Copy":         func() error { return d.Copy(on, dst, src, 4096, false) },
 		"Copy, waits":  func() error { return d.Copy(on, dst, src, 4096, true) },
+		"CopyRows":     func() error { return d.CopyRows(on, dst, 64, src, 64, 32, 8) },
 		"Copy after":   func() error { return d.Copy(Order{Stream: 1, After: []uintptr{stream}}, dst, src, 4096, false) },
 		"Follow":       func() error { return d.Follow(stream, 1) },
 		"Follow after": func() error { return d.Follow(1, stream) },

@@ -202,6 +202,9 @@ func (d *Device) EncodeDelta(context.Context, Order, []DeltaChunk, func(n int64)
 	return errNone
 }
 
+// CopyRows queues a copy of rows.
+func (d *Device) CopyRows(Order, uint64, uint64, uint64, uint64, int64, int64) error { return errNone }
+
 // Copy queues a copy.
 func (d *Device) Copy(Order, uint64, uint64, int64, bool) error { return errNone }
 

@@ -31,7 +31,7 @@ import (
 // A trial is one relay of all ranks, and what goes wrong in one of them.
 type trial struct {
 	Where  string
-	Cut    bool   // the ranks cut tensors along dimensions 0 and 1, alternating
+	Cut    string // "some": the ranks cut tensors along dimensions 0 and 1, alternating; "columns": all along 1
 	Wrong  string // "": nothing; "call": a call of the driver; else a step at which the rank dies, or cancels
 	Rank   int    // of which this is true
 	Call   int64
@@ -47,6 +47,7 @@ type said struct {
 	Left  string       `json:",omitempty"`
 	Wrong string       `json:",omitempty"` // tensors that differ
 	Calls int64        `json:",omitempty"`
+	Pulls int64        `json:",omitempty"` // bytes copied from other ranks
 	Gone  bool         `json:",omitempty"` // it says nothing any more
 }
 
@@ -158,8 +159,13 @@ func TestRank(t *testing.T) {
 		return all
 	}
 	travel := filled(m)
-	reqs := map[bool][]load.Request{false: asked(m, travel, rank), true: blocks(m, travel, cutting(m, travel), rank, ranks)}
-	want := map[bool][][]byte{false: sliced(t, m, reqs[false]), true: sliced(t, m, reqs[true])}
+	reqs, want := map[string][]load.Request{"": asked(m, travel, rank)}, map[string][][]byte{}
+	for _, cut := range []string{"some", "columns"} {
+		reqs[cut] = blocks(m, travel, cutting(m, travel, cut), rank, ranks)
+	}
+	for cut, r := range reqs {
+		want[cut] = sliced(t, m, r)
+	}
 	for {
 		line, err := in.ReadBytes('\n')
 		if err != nil {
@@ -180,9 +186,12 @@ func TestRank(t *testing.T) {
 }
 
 // cutting is along which dimension each tensor is cut.
-func cutting(m *load.Model, travel []int64) (cuts []int64) {
+func cutting(m *load.Model, travel []int64, how string) (cuts []int64) {
 	for i, at := range travel {
 		cut := int64(i%3) - 1
+		if how == "columns" {
+			cut = 1
+		}
 		if cut >= int64(len(m.Index().Tensors[at].Shape)) || m.Index().Tensors[at].DType.Bits() < 8 {
 			cut = -1
 		}
@@ -229,10 +238,14 @@ func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.R
 		cuda.FakeFail(c.Call, 999, c.Sticky)
 	}
 	end := &said{}
-	spec := specOf(travel, memory{}, c.Where, rank, ranks, 256<<10*int64(ranks))
+	space := int64(256 << 10)
+	if len(m.Index().Chunks) == 0 {
+		space = 1280 << 10 // for plain tensors
+	}
+	spec := specOf(travel, memory{}, c.Where, rank, ranks, space*int64(ranks))
 	spec.Exchange, spec.Buffers = true, 3
-	if c.Cut {
-		spec.Cuts, spec.World = cutting(m, travel), ranks
+	if c.Cut != "" {
+		spec.Cuts, spec.World = cutting(m, travel, c.Cut), ranks
 		for other := range ranks {
 			spec.Members = append(spec.Members, int64(other))
 		}
@@ -285,7 +298,7 @@ func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.R
 	end.Calls = cuda.FakeCalls() - before
 	cuda.FakeFail(0, 0, false)
 	if rep, is := r.Job().Value().(load.RelayReport); is {
-		end.Lost = rep.Lost
+		end.Lost, end.Pulls = rep.Lost, rep.Pulled
 	}
 	for i := range want {
 		if err == nil && !bytes.Equal(got.read(i), want[i]) {
@@ -313,15 +326,59 @@ func TestRanksExchange(t *testing.T) {
 	path, _, _ := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "tied", 4<<20)
 	g := newRanked(t, 4, path)
 	g.fine("host", g.try(trial{Where: "cpu"}))
-	g.fine("host, cut", g.try(trial{Where: "cpu", Cut: true}))
-	g.fine("GPU, cut", g.try(trial{Where: "cuda:0", Cut: true}))
+	g.fine("host, cut", g.try(trial{Where: "cpu", Cut: "some"}))
+	g.fine("GPU, cut", g.try(trial{Where: "cuda:0", Cut: "some"}))
 	calls := g.fine("GPU", g.try(trial{Where: "cuda:0"}))
-	step, failed := int64(61), 0
+	step := int64(61)
 	if testing.Short() {
 		step = 149
 	}
+	g.refuse(calls, step, "", "some")
+	g.fine("after all", g.try(trial{Where: "cuda:0"}))
+}
+
+// Columns of plain tensors come straight from the ranks that have read them, and not
+// the rest of their rows; also where calls fail, and with eight ranks.
+func TestRanksExchangeColumns(t *testing.T) {
+	path, m, _ := written(t, save.Spec{}, "tied", 6<<20)
+	travel := filled(m)
+	var whole, cut int64
+	for i, how := range cutting(m, travel, "columns") {
+		if x := &m.Index().Tensors[travel[i]]; how < 0 {
+			whole += x.Bytes
+		} else {
+			cut += x.Bytes
+		}
+	}
+	for _, ranks := range []int{4, 8} {
+		g := newRanked(t, ranks, path)
+		g.fine("host", g.try(trial{Where: "cpu", Cut: "columns"}))
+		all := g.try(trial{Where: "cuda:0", Cut: "columns"})
+		calls := g.fine("GPU", all)
+		for rank, s := range all {
+			if most := whole + cut/int64(ranks)*9/8; s.Pulls == 0 || s.Pulls > most {
+				t.Errorf("rank %d of %d copied %d bytes from the others, of %d that it needs", rank, ranks, s.Pulls, most)
+			}
+		}
+		if ranks > 4 {
+			continue
+		}
+		g.fine("GPU, some", g.try(trial{Where: "cuda:0", Cut: "some"}))
+		g.refuse(calls, calls/5, "columns", "columns")
+		g.fine("after all", g.try(trial{Where: "cuda:0", Cut: "columns"}))
+	}
+}
+
+// refuse lets every step-th call of the driver fail in one of the ranks: all end with an
+// error or well, and nothing is left; every third time with the other cut.
+func (g *ranked) refuse(calls, step int64, cut, other string) {
+	t, failed := g.t, 0
+	t.Helper()
 	for nth := int64(1); nth < calls; nth += step {
-		c := trial{Where: "cuda:0", Wrong: "call", Rank: int(nth/step) % 4, Call: nth, Sticky: nth/step%2 == 1, Cut: nth/step%3 == 2}
+		c := trial{Where: "cuda:0", Wrong: "call", Rank: int(nth/step) % len(g.in), Call: nth, Sticky: nth/step%2 == 1, Cut: cut}
+		if nth/step%3 == 2 {
+			c.Cut = other
+		}
 		all := g.try(c)
 		some := false
 		for rank, s := range all {
@@ -344,7 +401,6 @@ func TestRanksExchange(t *testing.T) {
 	if failed == 0 {
 		t.Error("no relay was seen to fail")
 	}
-	g.fine("after all", g.try(trial{Where: "cuda:0"}))
 }
 
 // A rank that dies or is cancelled, at whichever step, ends the relays of all, with an

@@ -1,0 +1,140 @@
+package load
+
+// This file has columns of plain tensors, which ranks copy from each other's memory
+// straight to where they belong.
+
+import (
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// A strip is bytes in the share of another rank that one copy of rows brings to a
+// request's destination.
+type strip struct {
+	dst         unsafe.Pointer
+	src         int64 // in the buffer
+	pitch       int64 // from row to row of the share; those at the destination lie dense
+	width, rows int64
+	want        int32
+	chunks      int32
+	logical     int64 // bytes of the chunks
+}
+
+// stripes finds the tensors whose columns are copied so: plain ones that the ranks cut
+// along dimension 1, and no other name of them needs whole. It returns the bytes of
+// their rows.
+func (r *Relay) stripes(wants []plan.Want) map[int32]int64 {
+	rows, users := map[int32]int64{}, map[int32]int{}
+	for i := range wants {
+		users[wants[i].Data]++
+		t := &r.model.ix.Tensors[wants[i].Tensor]
+		if len(r.spec.Cuts) > 0 && r.spec.Cuts[i] == 1 && t.Alias < 0 && t.Count == 0 && len(t.Shape) > 1 && t.Shape[0] > 0 && t.Bytes%t.Shape[0] == 0 {
+			if row := t.Bytes / t.Shape[0]; row > 0 && row <= bareBytes {
+				rows[wants[i].Data] = row
+			}
+		}
+	}
+	for data, n := range users {
+		if n > 1 {
+			delete(rows, data)
+		}
+	}
+	return rows
+}
+
+// bareChunk is the size of the chunks of a plain tensor: whole rows where strips of
+// them are copied.
+func (r *Relay) bareChunk(data int32) int64 {
+	if row := r.strips[data]; row > 0 {
+		return bareBytes / row * row
+	}
+	return bareBytes
+}
+
+// strip makes strips of a decode task whose chunk lies in another rank's share of a
+// piece, joined with the last of the same rank where both lie behind each other.
+func (p *relayPiece) strip(rank int, j *device.DecodeTask, off int64, want int32) {
+	if p.strips == nil {
+		p.strips = make([][]strip, len(p.used))
+	}
+	s := strip{dst: j.Dst, src: off, pitch: int64(j.Chunk.Logical), width: int64(j.Chunk.Logical), rows: 1, want: want, chunks: 1, logical: int64(j.Chunk.Logical)}
+	if v := j.View; v != nil {
+		first := max(v.At/v.Row, v.Row0)
+		last := min((v.At+int64(j.Chunk.Logical))/v.Row, v.Row1)
+		s.pitch, s.width, s.rows = v.Row, v.Col1-v.Col0, last-first
+		s.dst = unsafe.Add(j.Dst, (first-v.Row0)*s.width)
+		s.src += first*v.Row - v.At + v.Col0
+	}
+	if n := len(p.strips[rank]); n > 0 {
+		q := &p.strips[rank][n-1]
+		if q.want == s.want && q.pitch == s.pitch && q.width == s.width && q.src+q.rows*q.pitch == s.src && unsafe.Add(q.dst, q.rows*q.width) == s.dst {
+			q.rows, q.chunks, q.logical = q.rows+s.rows, q.chunks+1, q.logical+s.logical
+			return
+		}
+	}
+	p.strips[rank] = append(p.strips[rank], s)
+}
+
+// divert takes the tasks of chunks that come as strips out of a plan, whose pieces are
+// `where`.
+func (r *Relay) divert(p *plan.Plan, where []int, wants []plan.Want) []int {
+	if r.target.gpu == nil || len(r.strips) == 0 {
+		return where
+	}
+	n := 0
+	for i := range p.Tasks {
+		piece, data := &r.pieces[where[i]], wants[p.Refs[i].Want].Data
+		at := r.place(chunkOf{data, p.Refs[i].N}).off
+		if rank := int(at / piece.share); r.strips[data] > 0 && rank != r.spec.Rank {
+			piece.strip(rank, &p.Tasks[i], at, p.Refs[i].Want)
+			continue
+		}
+		p.Tasks[n], p.Refs[n], where[n] = p.Tasks[i], p.Refs[i], where[i]
+		n++
+	}
+	p.Tasks, p.Refs = p.Tasks[:n], p.Refs[:n]
+	return where[:n]
+}
+
+// pullStrips queues the copies of a rank's strips of a piece.
+func (r *Relay) pullStrips(k, from int) error {
+	c, p := r.carrier, &r.pieces[k]
+	base := int64(k%len(r.spec.Ring)) * r.spec.Size
+	for i := range p.strips[from] {
+		s := &p.strips[from][i]
+		at := unsafe.Add(c.Memory(from), base+s.src)
+		err := r.target.gpu.CopyRows(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(s.dst)), uint64(s.width), uint64(uintptr(at)), uint64(s.pitch), s.width, s.rows)
+		if err != nil {
+			return err
+		}
+		r.pulled.Add(s.width * s.rows)
+	}
+	return nil
+}
+
+// stripped counts the strips of a piece, whose copies have ended.
+func (r *Relay) stripped(k int) {
+	for _, of := range r.pieces[k].strips {
+		for i := range of {
+			r.count(of[i].want, of[i].chunks, of[i].logical)
+		}
+	}
+}
+
+// isStrip reports whether columns of a chunk are copied.
+func (r *Relay) isStrip(c chunkOf) bool { return r.strips[c.data] > 0 }
+
+// cutBare cuts a plain tensor into raw chunks without checksums, behind chunks.
+func cutBare(chunks []tensor.Chunk, t *tensor.Tensor, size int64) []tensor.Chunk {
+	t.First, t.ChunkBytes, t.Parts = int32(len(chunks)), uint32(size), 1
+	for at := int64(0); at < t.Bytes; at += size {
+		n := uint32(min(size, t.Bytes-at))
+		chunks = append(chunks, tensor.Chunk{Off: t.Off + at, Stored: n, Logical: n, Codec: tensor.CodecRaw})
+	}
+	t.Count = int32(len(chunks)) - t.First
+	return chunks
+}
