@@ -6,6 +6,7 @@ package load
 import (
 	"cmp"
 	"context"
+	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -156,6 +157,7 @@ func (m *Model) Relay(spec *RelaySpec) (*Relay, error) {
 	}
 	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, wake: make(chan struct{}), start: time.Now(), here: newLandings(0)}
 	r.machine = m.machine(tgt.gpu != nil, spec.Threads, false)
+	r.machine.Ranks = sharing(spec.Ranks, runtime.NumCPU(), cpuOnline)
 	if err := spec.checkCuts(); err != nil {
 		return nil, err
 	}

@@ -19,7 +19,7 @@ import (
 func (r *Relay) onHost(k int) error {
 	p := &r.pieces[k]
 	jobs := r.jobs[p.first:p.last]
-	err := spawn.Each(context.Background(), "relay", cmp.Or(r.machine.Threads, r.machine.Cores), len(jobs), func(i int) error {
+	err := spawn.Each(context.Background(), "relay", cmp.Or(r.machine.Threads, max(1, r.machine.Cores/max(1, r.machine.Ranks))), len(jobs), func(i int) error {
 		j := &jobs[i]
 		if err := cpu.Decode(j, unsafe.Slice((*byte)(r.bytesAt(k, j.Src)), j.Chunk.Stored)); err != nil {
 			return r.where(p.first+i, err)

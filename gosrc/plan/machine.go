@@ -10,6 +10,7 @@ type Machine struct {
 	SlotBytes int64
 	Cores     int
 	Threads   int // the caller's; 0: as many as suit the load
+	Ranks     int // processes of the host that share the cores, and each read a part; 0 is 1
 	// Concurrency is the most reads in flight that any of the sources can use.
 	// RangeBytes is the best size of their ranges that are read in steps, 0 unless
 	// all have such ranges; see source.Facts.
@@ -32,6 +33,8 @@ const (
 	directAlign = 4096
 	// Feeders is how many readers keep a fast disk, or a device, busy.
 	Feeders = 16
+	// fewFeeders is the least of a rank of several: one reads while one waits for a slot.
+	fewFeeders = 2
 )
 
 // Limits chooses the size of reads. On the host it is about one compressed chunk,
@@ -59,16 +62,24 @@ func (m Machine) Limits() Limits {
 // Workers is the number of workers: the caller's, else on the host at least one per
 // core. For a device it is as many as feed it, whatever the number of cores: they
 // mostly wait for the disk and for free slots, and 32 of them were slower than 16.
-// depth is how many reads in flight suit the disks.
+// depth is how many reads in flight suit the disks. Ranks that share the host have
+// together what one would have, but at least fewFeeders each.
 func (m Machine) Workers(depth int) int {
 	if m.Threads > 0 {
 		return m.Threads
 	}
-	readers := max(1, m.Cores)
+	readers, ranks := max(1, m.Cores), max(1, m.Ranks)
 	if m.SlotBytes > 0 {
 		readers = Feeders
+		if ranks > 1 {
+			readers = min(Feeders*ranks, max(Feeders, m.Cores))
+		}
 	}
-	return max(readers, depth, m.Concurrency)
+	least := 1
+	if ranks > 1 && m.SlotBytes > 0 {
+		least = fewFeeders
+	}
+	return max(least, readers/ranks, (depth+ranks-1)/ranks, m.Concurrency)
 }
 
 // Range returns how many bytes each range of a load should have if atOnce ranges

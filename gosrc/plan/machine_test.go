@@ -18,6 +18,11 @@ func TestMachine(t *testing.T) {
 		{"remote, in steps", Machine{Cores: 4, Concurrency: 64, RangeBytes: rng}, Limits{Piece: 1 << 20, Gap: 64 << 10, InPlace: true}, 64},
 		{"said", Machine{Cores: 4, Concurrency: 64, Threads: 3}, Limits{Piece: 4 << 20, Gap: 512 << 10, InPlace: true}, 3},
 		{"device", Machine{Cores: 64, SlotBytes: slot}, Limits{Piece: slot, Gap: 256 << 10, Share: 1 << 20}, 20},
+		{"one of four ranks, few cores", Machine{Cores: 16, SlotBytes: slot, Ranks: 4}, Limits{Piece: slot, Gap: 256 << 10, Share: 1 << 20}, 5},
+		{"one of eight ranks, few cores", Machine{Cores: 2, SlotBytes: slot, Ranks: 8}, Limits{Piece: slot, Gap: 256 << 10, Share: 1 << 20}, 3},
+		{"one of four ranks, many cores", Machine{Cores: 64, SlotBytes: slot, Ranks: 4}, Limits{Piece: slot, Gap: 256 << 10, Share: 1 << 20}, 16},
+		{"one of two ranks, more cores", Machine{Cores: 256, SlotBytes: slot, Ranks: 2}, Limits{Piece: slot, Gap: 256 << 10, Share: 1 << 20}, 16},
+		{"one of four ranks, the host", Machine{Cores: 16, Ranks: 4}, Limits{Piece: 1 << 20, Gap: 64 << 10, InPlace: true}, 5},
 		{"device, remote", Machine{Cores: 64, SlotBytes: slot, Concurrency: 16}, Limits{Piece: slot, Gap: 512 << 10, Share: 4 << 20}, 20},
 		{"device, in steps", Machine{SlotBytes: slot, Concurrency: 64, RangeBytes: rng, DirectIO: true}, Limits{Piece: slot, Gap: 256 << 10, Share: 1 << 20, Align: 4096}, 64},
 	} {
