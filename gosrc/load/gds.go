@@ -28,9 +28,12 @@ type gdsReads struct {
 // byGDS prepares the load's local files for GPUDirect Storage. What it cannot reach
 // is read through the host.
 func (l *Loading) byGDS(queue *cuda.Queue) (*gdsReads, error) {
-	base, n := queue.Staging()
+	base, n, err := queue.Staging()
+	if err != nil {
+		return nil, err
+	}
 	d := &gdsReads{by: make([]device.Reader, len(l.model.srcs)), gpu: l.target.gpu, base: base, undo: func() {}}
-	err := d.gpu.Current(func() error {
+	err = d.gpu.Current(func() error {
 		for i, s := range l.model.srcs {
 			facts := s.Facts()
 			switch {

@@ -36,8 +36,8 @@ type Prospect struct {
 type Outlook struct {
 	Bytes []int64 `json:"bytes"` // of each tensor, when all is done
 	Peak  int64   `json:"peak"`  // of all tensors, at any moment
-	// Staging is the memory on the device that stored bytes pass through, Pinned the
-	// host memory that a GPU's load has for them.
+	// Staging is the memory on the device that stored bytes pass through, at most: a
+	// coherent GPU has none. Pinned is the host memory that a GPU's load has for them.
 	Staging int64         `json:"staging"`
 	Pinned  int64         `json:"pinned"`
 	Windows []plan.Window `json:"windows"` // of a stream

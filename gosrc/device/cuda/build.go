@@ -39,7 +39,7 @@ type build struct {
 	begun    bool   // a round was filled
 	base     uint64 // address of the piece's first byte for the kernels
 	lo, hi   int64
-	staged   bool // the bytes [lo, hi) were copied to the staging
+	staged   bool // the bytes [lo, hi) were copied to the staging, or need not be
 	around   bool // the piece needs scratch
 	scratch  bool // this round uses it
 	used     int  // bytes of tables
@@ -62,20 +62,26 @@ type build struct {
 // A launch is a kernel and its items, in segs or, for moves and casts, in parts.
 type launch struct{ kernel, first, n int }
 
-// begin checks a piece's tasks and decides which bytes are copied to the staging:
-// those of chunks that a kernel reads. Other raw chunks are copied straight to
-// their destinations.
+// begin checks a piece's tasks and decides which bytes a kernel reads, and are copied
+// to the staging for that unless it reads them in place. Other raw chunks are copied
+// straight to their destinations.
 func (b *build) begin(s *Slot, n int64, tasks []device.DecodeTask) {
-	b.s, b.tasks, b.at, b.begun, b.staged, b.around, b.base = s, tasks, 0, false, false, false, s.dev
+	b.s, b.tasks, b.at, b.begun, b.staged, b.around, b.base = s, tasks, 0, false, s.read(), false, s.dev
+	switch {
+	case s.onDev != 0: // the caller's view is on the device
+		b.base = s.onDev
+	case s.view != nil && s.q.inPlace: // registered memory has one address on host and device
+		b.base = uint64(uintptr(unsafe.Pointer(unsafe.SliceData(s.view))))
+	}
 	b.lo, b.hi = n, 0
 	small, smallLo, smallHi := 0, n, int64(0)
 	for i := range tasks {
 		j := &tasks[i]
-		if err := check(s, n, j); err != nil {
+		if err := b.check(n, j); err != nil {
 			s.failures[i] = err
 			continue
 		}
-		b.around = b.around || around(j)
+		b.around = b.around || b.through(j)
 		lo, hi := int64(j.Src), int64(j.Src)+int64(j.Chunk.Stored)
 		switch {
 		case j.Chunk.Codec == tensor.CodecX16 || j.View != nil || j.Cast.To != 0:
@@ -89,14 +95,14 @@ func (b *build) begin(s *Slot, n int64, tasks []device.DecodeTask) {
 		b.lo, b.hi = min(b.lo, smallLo), max(b.hi, smallHi)
 	}
 	b.lo &^= 15
-	if s.onDev != 0 { // the caller's view is on the device
-		b.base, b.lo, b.hi, b.staged = s.onDev, 0, n, true
+	if s.onDev != 0 {
+		b.lo, b.hi = 0, n
 	}
 }
 
 // check checks that a task can run. The kernel checks words in a chunk that only
 // decoding can check.
-func check(s *Slot, n int64, j *device.DecodeTask) error {
+func (b *build) check(n int64, j *device.DecodeTask) error {
 	c := &j.Chunk
 	lo, hi := int64(j.Src), int64(j.Src)+int64(c.Stored)
 	if hi > n || j.Dst == nil && c.Logical > 0 {
@@ -112,16 +118,16 @@ func check(s *Slot, n int64, j *device.DecodeTask) error {
 		}
 		return nil
 	case tensor.CodecX16:
-		if lo%16 != 0 {
+		if (b.base+uint64(lo))%16 != 0 {
 			return errs.New(errs.ErrCorrupt, "X16 chunk at %d, which is not a multiple of 16", lo)
 		}
-		if s.onDev != 0 {
+		if b.s.onDev != 0 {
 			if c.Transform < 1 || c.Transform > C.OW_BYTES || c.SegTiles == 0 || c.Logical > tensor.MaxChunkBytes {
 				return errs.New(errs.ErrCorrupt, "X16 chunk of %d bytes with transform %d in segments of %d tiles", c.Logical, c.Transform, c.SegTiles)
 			}
 			return nil
 		}
-		return x16.Check(s.Memory()[lo:hi], *c)
+		return x16.Check(b.s.Memory()[lo:hi], *c)
 	}
 	return errs.New(errs.ErrNotSupported, "codec %d on a GPU", uint8(c.Codec))
 }
@@ -170,18 +176,18 @@ func checkCast(j *device.DecodeTask) error {
 	return nil
 }
 
-// around reports whether a chunk goes through scratch: kernels write whole chunks,
+// through reports whether a chunk goes through scratch: kernels write whole chunks,
 // at multiples of 16, and cast whole elements.
-func around(j *device.DecodeTask) bool {
+func (b *build) through(j *device.DecodeTask) bool {
 	if j.Cast.To != 0 {
-		return j.Chunk.Codec == tensor.CodecX16 || int(j.Src)%(j.Cast.From.Bits()/8) != 0
+		return j.Chunk.Codec == tensor.CodecX16 || (b.base+uint64(j.Src))%uint64(j.Cast.From.Bits()/8) != 0
 	}
 	return j.Chunk.Codec == tensor.CodecX16 && (j.View != nil || uintptr(j.Dst)%16 != 0)
 }
 
 // coded adds an X16 chunk.
 func (b *build) coded(j *device.DecodeTask, scratch uint64) bool {
-	through := around(j)
+	through := b.through(j)
 	n := x16.Segments(j.Chunk)
 	need := chunkSize + n*segSize
 	dst := uint64(uintptr(j.Dst))
@@ -221,7 +227,7 @@ func (b *build) coded(j *device.DecodeTask, scratch uint64) bool {
 	return true
 }
 
-// raw adds a raw chunk: from the staging if it is there, else by a copy of its own.
+// raw adds a raw chunk: by a kernel if that reads those bytes, else by a copy of its own.
 func (b *build) raw(j *device.DecodeTask, scratch uint64) bool {
 	if j.Cast.To != 0 {
 		return b.rawCast(j, scratch)
@@ -267,13 +273,13 @@ func (b *build) scattered(j *device.DecodeTask, src, dst uint64) (out []C.ow_mov
 	return out
 }
 
-// rawCast adds a raw chunk whose elements are cast from the staging, or from
-// scratch if they are not aligned to their size there.
+// rawCast adds a raw chunk whose elements are cast from where the kernels read it, or
+// from scratch if they are not aligned to their size there.
 func (b *build) rawCast(j *device.DecodeTask, scratch uint64) bool {
 	src := b.base + uint64(j.Src)
 	need := tablesOfCast(j)
 	var moves []C.ow_move
-	if around(j) {
+	if b.through(j) {
 		at := b.roomInScratch(j, scratch)
 		moves = b.scattered(j, src, at)
 		need += tablesOf(moves)
@@ -371,8 +377,8 @@ func (b *build) write() {
 	size = (size + 15) &^ 15
 	table := unsafe.Add(s.host, -size)
 	device := s.dev - uint64(size)
-	if s.onDev != 0 {
-		// The kernels read the tables in host memory: a copy would wait for copies
+	if s.read() {
+		// The kernels read the tables in host memory, too: a copy would wait for copies
 		// of other queues, which occupy the link for milliseconds.
 		device = uint64(s.c.status) + headBytes - uint64(size)
 	}
@@ -386,7 +392,7 @@ func (b *build) write() {
 	clear(unsafe.Slice((*uint32)(head), len(b.chunks)))
 
 	copies := s.c.copies[:0]
-	if size > 0 && s.onDev == 0 {
+	if size > 0 && !s.read() {
 		upto := int64(0)
 		if !b.staged && b.lo <= nearby && b.hi > b.lo && s.view == nil {
 			upto, b.staged = b.hi, true

@@ -31,10 +31,11 @@ const (
 
 // A Device is one GPU. There is one for each index in a process.
 type Device struct {
-	index  int
-	number C.int // the driver's
-	ctx    C.owcu_handle
-	spare  chan pages // pinned memory for a first queue, made ready by Open
+	index    int
+	coherent bool  // it reads the host's memory by the host's own page tables
+	number   C.int // the driver's
+	ctx      C.owcu_handle
+	spare    chan pages // pinned memory for a first queue, made ready by Open
 
 	making    sync.Mutex  // of a queue
 	freeing   sync.Mutex  // of blocks
@@ -93,11 +94,13 @@ func Open(index int) (*Device, error) {
 		d.spare <- p
 	})
 	var e C.struct_owcu_error
-	if C.owcu_ctx_open(C.int(index), &d.number, &d.ctx, &e) != 0 {
+	var coherent C.int
+	if C.owcu_ctx_open(C.int(index), &d.number, &d.ctx, &coherent, &e) != 0 {
 		(<-d.spare).free()
 		C.free(unsafe.Pointer(list))
 		return nil, failure(index, &e)
 	}
+	d.coherent = coherent != 0
 	if driver.devices == nil {
 		driver.devices = map[int]*Device{}
 	}

@@ -4,8 +4,8 @@
 // and runs where there is none.
 //
 // A Device is one GPU's primary context, retained once per process, its flags
-// unchanged. A Queue is what one load needs there: pinned slots, staging of the
-// same size on the device, streams. Chunks are validated on the host before a
+// unchanged. A Queue is what one load needs there: pinned slots, staging of the same
+// size on the device unless that is coherent, streams. Chunks are validated on the host before a
 // kernel sees them, and the kernels are safe for any bytes: a corrupt chunk is an
 // error of its task, and the context stays usable.
 //
@@ -36,7 +36,8 @@ type DeviceInfo struct {
 
 // The default geometry of a queue: enough slots that readers, copies and decoders
 // all have some, each large enough for the copy engine. With their tables they take
-// 104 MiB, both pinned and on the device, where scratch may take another 16 MiB.
+// 104 MiB, pinned and, unless the device is coherent, in staging on it; scratch there
+// may take another 16 MiB.
 const (
 	DefaultSlots     = 12
 	DefaultSlotBytes = 8 << 20
@@ -59,7 +60,7 @@ func stride(n int64) int64 { return headBytes + (n+4095)&^4095 }
 const huge = 2 << 20
 
 // Staging is the memory of a queue with these slots: of the host, pinned, and as much
-// of the device.
+// of the device unless that is coherent.
 func Staging(slots int, slotBytes int64) int64 {
 	return (int64(slots)*stride(slotBytes) + huge - 1) &^ (huge - 1)
 }

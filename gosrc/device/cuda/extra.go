@@ -78,6 +78,9 @@ func (q *Queue) cast(s *Slot, c C.ow_cast) error {
 	s.c.copies[0] = C.struct_owcu_copy{dst: C.owcu_ptr(dev), src: base, n: C.uint64_t(size)}
 	s.c.launches[0] = C.struct_owcu_launch{kernel: kernelCast, n: C.uint32_t(n), a: C.owcu_ptr(dev), b: C.owcu_ptr(dev + uint64(head))}
 	s.c.ncopies, s.c.nlaunches, s.c.stream, s.c.wait = 1, 1, 0, 1
+	if q.inPlace {
+		s.c.ncopies = 0 // dev is base
+	}
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.broken != nil {

@@ -507,7 +507,7 @@ const struct owcu_api *owcu_fake_api(void)
 void owcu_fake_reset(uint64_t memory)
 {
 	pthread_mutex_lock(&lock);
-	st.calls = st.broken = st.waited = 0;
+	st.calls = st.broken = st.waited = st.in_place = 0;
 	st.what[0] = 0;
 	fail_in = 0;
 	lost = 0;

@@ -51,6 +51,10 @@ func FakeFail(nth int64, code int, sticky bool) { fakeFail(nth, code, sticky) }
 // FakeCalls counts the calls since Fake.
 func FakeCalls() int64 { return fakeGet().calls }
 
+// FakeInPlace counts the stored bytes that kernels have read in pinned memory since
+// Fake. cuda:1 is coherent, cuda:0 is not.
+func FakeInPlace() int64 { return fakeGet().inPlace }
+
 // FakeBusy queues work on a stream that does not end before idle is called;
 // FakeWaited counts the calls that wait for it meanwhile.
 func FakeBusy(stream uintptr) (idle func()) {
@@ -75,8 +79,8 @@ func FakeCapture(stream uintptr, blocking bool) (end func()) {
 }
 
 type fakeState struct {
-	calls, blocks, bytes, pins, streams, events, modules, contexts, broken, pending, relaxed, waited, attached int64
-	what                                                                                                       string
+	calls, blocks, bytes, pins, streams, events, modules, contexts, broken, pending, relaxed, waited, attached, inPlace int64
+	what                                                                                                                string
 }
 
 // useFake replaces the driver by the fake one, with `memory` bytes.
@@ -112,7 +116,7 @@ func fakeGet() fakeState {
 	C.owcu_fake_get(&s)
 	return fakeState{
 		int64(s.calls), int64(s.blocks), int64(s.bytes), int64(s.pins), int64(s.streams), int64(s.events),
-		int64(s.modules), int64(s.contexts), int64(s.broken), int64(s.pending), int64(s.relaxed), int64(s.waited), int64(s.attached), C.GoString(&s.what[0]),
+		int64(s.modules), int64(s.contexts), int64(s.broken), int64(s.pending), int64(s.relaxed), int64(s.waited), int64(s.attached), int64(s.in_place), C.GoString(&s.what[0]),
 	}
 }
 

@@ -3,7 +3,8 @@
 // "Device" memory is host memory between guard zones, poisoned when it is freed.
 // Work on a stream is done as late as the rules allow: when a call waits for it, or
 // when another stream waits for it; so a missing order shows as wrong bytes.
-// Kernels are the host twins. Memory whose handle was asked for becomes a file without
+// Kernels are the host twins; they may read device memory and pinned memory, and no
+// other, although one of the two devices is coherent and could. Memory whose handle was asked for becomes a file without
 // a name, which other processes map.
 //
 // While a stream is being captured the driver is as strict as it may be: every call
@@ -34,6 +35,7 @@ struct owcu_fake_state {
 	int64_t relaxed; // threads that were left in the relaxed mode of capture
 	int64_t waited; // calls that waited, or may have, for other work
 	int64_t attached; // allocations of other processes that are mapped
+	int64_t in_place; // bytes of chunks that kernels read in pinned memory, since the last reset
 	char what[160];  // the first broken rule
 };
 void owcu_fake_get(struct owcu_fake_state *s);

@@ -172,6 +172,26 @@ static int covers(const void *q, size_t n)
 	return 0;
 }
 
+// readable reports whether a kernel may read [p, p+n), and counts that if it is a
+// chunk's and pinned. Neighbours that were pinned one by one may be read across.
+static int readable(const void *q, size_t n, int chunk)
+{
+	const uint8_t *p = q, *end = p + n;
+
+	if (covers(p, n) == 1)
+		return 1;
+	while (p < end) {
+		struct pin *b = pins;
+		while (b && !(p >= b->p && p < b->p + b->n))
+			b = b->next;
+		if (b == NULL)
+			return 0;
+		p = b->p + b->n;
+	}
+	st.in_place += chunk ? (int64_t)n : 0;
+	return 1;
+}
+
 static struct block *block_of(const void *q)
 {
 	for (struct block *b = blocks; b; b = b->next)
@@ -263,15 +283,22 @@ static void items_now(const struct op *o)
 
 static void resident_now(const struct op *o); // fake_resident.h
 
+static size_t cast_size(uint32_t t) { return t == OW_CAST_F32 ? 4 : t == OW_CAST_BF16 || t == OW_CAST_F16 ? 2 : 1; }
+
 static void launch_now(const struct op *o)
 {
+	if (o->kernel < K_OPEN && !readable((void *)(uintptr_t)o->b, o->n * 8, 0)) { // segments and parts alike
+		broke("a table outside device memory");
+		return;
+	}
 	if (o->kernel < OW_BYTES) {
 		const ow_x16_seg *segs = (const void *)(uintptr_t)o->b;
 		const ow_x16_chunk *chunks = (const void *)(uintptr_t)o->a;
 		for (size_t i = 0; i < o->n; i++) {
 			const ow_x16_chunk *c = &chunks[segs[i].chunk];
-			if (covers((void *)(uintptr_t)c->src, c->stored) != 1 || covers((void *)(uintptr_t)c->dst, c->logical) != 1) {
-				broke("a chunk outside device memory");
+			if (!readable(c, sizeof *c, 0) || c->src % 16 || !readable((void *)(uintptr_t)c->src, c->stored, segs[i].seg == 0) ||
+			    covers((void *)(uintptr_t)c->dst, c->logical) != 1) {
+				broke("a chunk outside device memory, or not aligned");
 				return;
 			}
 		}
@@ -281,7 +308,8 @@ static void launch_now(const struct op *o)
 		const ow_part *parts = (const void *)(uintptr_t)o->b;
 		for (size_t i = 0; i < o->n; i++) {
 			const ow_move *m = &moves[parts[i].job];
-			if (!covers((void *)(uintptr_t)m->src, m->width + (m->rows - 1) * m->src_pitch) ||
+			if (!readable(m, sizeof *m, 0) ||
+			    !readable((void *)(uintptr_t)m->src, m->width + (m->rows - 1) * m->src_pitch, parts[i].part == 0) ||
 			    covers((void *)(uintptr_t)m->dst, m->width + (m->rows - 1) * m->dst_pitch) != 1) {
 				broke("a move outside device memory");
 				return;
@@ -295,7 +323,18 @@ static void launch_now(const struct op *o)
 	} else if (o->kernel >= K_OPEN) {
 		stream_now(o);
 	} else {
-		ow_cast_host((const void *)(uintptr_t)o->a, (const void *)(uintptr_t)o->b, (uint32_t)o->n);
+		const ow_cast *casts = (const void *)(uintptr_t)o->a;
+		const ow_part *parts = (const void *)(uintptr_t)o->b;
+		for (size_t i = 0; i < o->n; i++) {
+			const ow_cast *c = &casts[parts[i].job];
+			size_t from = cast_size(c->from), to = cast_size(c->to);
+			if (!readable(c, sizeof *c, 0) || c->src % from || c->dst % to ||
+			    !readable((void *)(uintptr_t)c->src, c->n * from, parts[i].part == 0) || covers((void *)(uintptr_t)c->dst, c->n * to) != 1) {
+				broke("a cast outside device memory, or not aligned");
+				return;
+			}
+		}
+		ow_cast_host(casts, parts, (uint32_t)o->n);
 	}
 }
 

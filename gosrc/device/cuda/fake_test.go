@@ -22,6 +22,9 @@ func (s fakeState) left() bool {
 	return s.blocks+s.bytes+s.pins+s.streams+s.events+s.modules+s.contexts+s.pending+s.relaxed+s.attached != 0
 }
 
+// ordinal is the device that begun opens: 1 is coherent.
+var ordinal int
+
 // begun opens a device of the fake driver, and holds the test to leaving
 // nothing behind and breaking no rule of the driver's.
 func begun(t testing.TB) *Device {
@@ -32,7 +35,7 @@ func begun(t testing.TB) *Device {
 	}
 	useFake(256 << 20)
 	firstRing = huge
-	d, err := Open(0)
+	d, err := Open(ordinal)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -120,8 +123,8 @@ func TestWaitFor(t *testing.T) {
 
 // life is all that one load does with a device, and what it left is reported
 // by the fake driver.
-func life(p *piece) error {
-	d, err := Open(1)
+func life(p *piece, index int) error {
+	d, err := Open(index)
 	if err != nil {
 		return err
 	}
@@ -190,12 +193,14 @@ func TestEveryCallFails(t *testing.T) {
 		code   int
 		sticky bool
 		class  error
-	}{{999, false, errs.ErrDevice}, {999, true, errs.ErrDevice}, {2, false, errs.ErrMemory}} {
+		index  int
+	}{{999, false, errs.ErrDevice, 0}, {999, true, errs.ErrDevice, 0}, {2, false, errs.ErrMemory, 0},
+		{999, false, errs.ErrDevice, 1}, {999, true, errs.ErrDevice, 1}, {2, false, errs.ErrMemory, 1}} {
 		failed, swallowed := 0, 0
 		for nth := int64(1); ; nth += step {
 			useFake(64 << 20)
 			fakeFail(nth, c.code, c.sticky)
-			err := life(&p)
+			err := life(&p, c.index)
 			fakeFail(0, 0, false)
 			s := fakeGet()
 			if s.left() || s.broken > 0 {
@@ -213,13 +218,15 @@ func TestEveryCallFails(t *testing.T) {
 				failed++
 			}
 		}
-		t.Logf("code %d, sticky %v: %d lives ended in an error, %d went on", c.code, c.sticky, failed, swallowed)
+		t.Logf("cuda:%d, code %d, sticky %v: %d lives ended in an error, %d went on", c.index, c.code, c.sticky, failed, swallowed)
 		if failed*int(step) < 100 {
 			t.Error("too few calls were seen to fail")
 		}
 	}
 	useFake(64 << 20)
-	if err := life(&p); err != nil {
-		t.Error(err)
+	for index := range 2 {
+		if err := life(&p, index); err != nil {
+			t.Error(err)
+		}
 	}
 }

@@ -158,14 +158,14 @@ func fakeGDS(t *testing.T, mode string) (counts func() cufile) {
 }
 
 // Plain tensors of every kind come by libcufile, short reads included, whether
-// or not it takes the staging; and so do slices. Nothing of it is left open.
+// or not it takes the staging, which a coherent device gets for it; and so do slices. Nothing of it is left open.
 func TestGDS(t *testing.T) {
-	for _, mode := range []string{"", "s", "b"} {
+	for mode, device := range map[string]string{"": "cuda:0", "s": "cuda:1", "b": "cuda:0"} {
 		t.Run("mode "+mode, func(t *testing.T) {
 			engine(t)
 			counts := fakeGDS(t, mode)
 			_, m, want := written(t, save.Spec{}, "hostile", 3<<20)
-			rep, err := gdsLoad(t, m, load.Options{}, nil, of(m, want))
+			rep, err := gdsLoad(t, m, load.Options{Device: device}, nil, of(m, want))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -268,13 +268,16 @@ func TestGDSFails(t *testing.T) {
 func TestGDSLosesTheDevice(t *testing.T) {
 	path, _, _ := written(t, save.Spec{}, "", 1<<20)
 	counts := fakeGDS(t, "")
-	for _, sticky := range []bool{false, true} {
+	for _, c := range []struct {
+		sticky bool
+		device string
+	}{{false, "cuda:0"}, {true, "cuda:0"}, {false, "cuda:1"}} {
 		failed := 0
 		for nth := int64(1); ; nth += 3 {
 			end := cuda.Fake(512 << 20)
 			m := reopened(t, path)
-			cuda.FakeFail(nth, 999, sticky)
-			l, err := m.Start(nil, load.Options{Device: "cuda:0", Read: "gds", Stream: 1})
+			cuda.FakeFail(nth, 999, c.sticky)
+			l, err := m.Start(nil, load.Options{Device: c.device, Read: "gds", Stream: 1})
 			if err == nil {
 				err = finish(t, l)
 				l.Close()

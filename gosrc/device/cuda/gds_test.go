@@ -4,6 +4,7 @@ package cuda_test
 
 import (
 	"bytes"
+	"cmp"
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/load"
@@ -13,7 +14,7 @@ import (
 // gdsLoad loads by GPUDirect Storage, compares every tensor, and says how.
 func gdsLoad(t *testing.T, m *load.Model, opt load.Options, reqs []load.Request, want func(i int) []byte) (load.Report, error) {
 	t.Helper()
-	opt.Device, opt.Read = "cuda:0", "gds"
+	opt.Device, opt.Read = cmp.Or(opt.Device, "cuda:0"), "gds"
 	l, err := m.Start(reqs, opt)
 	if err != nil {
 		t.Fatal(err)

@@ -61,7 +61,9 @@ func TestLoadEveryCallFails(t *testing.T) {
 		sticky bool
 		pin    bool
 		class  error
-	}{{999, false, false, errs.ErrDevice}, {999, true, false, errs.ErrDevice}, {2, false, false, errs.ErrMemory}, {999, false, true, errs.ErrDevice}} {
+		index  int
+	}{{999, false, false, errs.ErrDevice, 0}, {999, true, false, errs.ErrDevice, 0}, {2, false, false, errs.ErrMemory, 0}, {999, false, true, errs.ErrDevice, 0},
+		{999, false, false, errs.ErrDevice, 1}, {999, true, false, errs.ErrDevice, 1}, {2, false, false, errs.ErrMemory, 1}, {999, false, true, errs.ErrDevice, 1}} {
 		failed, moving := 0, 0
 		for nth := int64(1); ; nth += step {
 			end := cuda.Fake(512 << 20)
@@ -71,13 +73,13 @@ func TestLoadEveryCallFails(t *testing.T) {
 				t.Fatal(err)
 			}
 			if c.pin {
-				j, e := m.Pin(load.Options{Device: "cuda:0"})
+				j, e := m.Pin(load.Options{Device: fmt.Sprint("cuda:", 1-c.index)})
 				if err = e; err == nil {
 					_, err = j.Wait(-1)
 				}
 			}
 			if err == nil {
-				l, e := m.Start(reqs, load.Options{Device: "cuda:1", Stream: 1})
+				l, e := m.Start(reqs, load.Options{Device: fmt.Sprint("cuda:", c.index), Stream: 1})
 				if err = e; err == nil {
 					err = finish(t, l)
 					l.Close()
@@ -109,7 +111,7 @@ func TestLoadEveryCallFails(t *testing.T) {
 				break
 			}
 		}
-		t.Logf("code %d, sticky %v, pinned %v: %d loads failed, %d of them on the way of a tensor", c.code, c.sticky, c.pin, failed, moving)
+		t.Logf("cuda:%d, code %d, sticky %v, pinned %v: %d loads failed, %d of them on the way of a tensor", c.index, c.code, c.sticky, c.pin, failed, moving)
 		if failed < 60/int(step) || moving == 0 {
 			t.Error("too few loads were seen to fail")
 		}
@@ -166,5 +168,23 @@ func TestOutOfMemory(t *testing.T) {
 	}
 	if left := end(); left != "" {
 		t.Error(left)
+	}
+}
+
+// Chunks are read in pinned memory by loads to the coherent device, and by no other.
+func TestWhoReadsInPlace(t *testing.T) {
+	engine(t)
+	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {}} {
+		_, m, _ := written(t, spec, "hostile", 1<<18)
+		reqs := parted(m)
+		want, _ := landed(t, m, reqs, load.Options{}, 0)
+		for _, index := range []int{0, 1, 0, 1} {
+			before := cuda.FakeInPlace()
+			got, sums := landed(t, m, reqs, load.Options{}, index)
+			same(t, fmt.Sprint("cuda:", index), got, want, sums)
+			if n := cuda.FakeInPlace() - before; (n > 0) != (index == 1) {
+				t.Errorf("compressed %v, cuda:%d: %d bytes were read in place", spec.Compress, index, n)
+			}
+		}
 	}
 }

@@ -20,6 +20,9 @@ func (q *Queue) Floor(n int64, count int) (time.Duration, error) {
 	if n <= 0 || n > q.size || count <= 0 {
 		return 0, errs.New(errs.ErrArgument, "%d copies of %d bytes", count, n)
 	}
+	if _, _, err := q.Staging(); err != nil {
+		return 0, err
+	}
 	start := time.Now()
 	var e C.struct_owcu_error
 	if C.owcu_floor(q.c, C.uint64_t(q.size+headBytes), headBytes, C.uint64_t(n), C.int(count), &e) != 0 {
@@ -29,7 +32,7 @@ func (q *Queue) Floor(n int64, count int) (time.Duration, error) {
 }
 
 // StagingBytes is how many bytes of host memory are registered for the queue; the
-// staging on the device has the same size.
+// staging on the device, where there is one, has the same size.
 func (q *Queue) StagingBytes() int64 { return q.pages.n }
 
 // Asynchronous is true: a completer reports what has landed.
@@ -41,6 +44,9 @@ func (q *Queue) Across(n int64, count int) (time.Duration, error) {
 	half := q.pages.n / 2 &^ 255
 	if n <= 0 || n > half || count <= 0 {
 		return 0, errs.New(errs.ErrArgument, "%d copies of %d bytes", count, n)
+	}
+	if _, _, err := q.Staging(); err != nil {
+		return 0, err
 	}
 	start := time.Now()
 	var e C.struct_owcu_error
@@ -102,7 +108,9 @@ func (q *Queue) reportTimes(s *Slot) {
 		return
 	}
 	at := func(k int) time.Time { return origin.Add(time.Duration(float64(s.c.at[k]) * 1e6)) }
-	trace("copy", 0, at(0), at(1), s.taken[0])
+	if s.taken[0] > 0 {
+		trace("copy", 0, at(0), at(1), s.taken[0])
+	}
 	if s.c.nlaunches > 0 {
 		trace("decode", 1+int(s.c.stream), at(2), at(3), s.taken[1])
 	}

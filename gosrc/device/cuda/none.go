@@ -84,7 +84,7 @@ func (s *Slot) View([]byte) {}
 func (s *Slot) DeviceMirror() unsafe.Pointer { return nil }
 
 // Staging is the memory of the slots' mirrors.
-func (q *Queue) Staging() (unsafe.Pointer, int64) { return nil, 0 }
+func (q *Queue) Staging() (unsafe.Pointer, int64, error) { return nil, 0, errNone }
 
 // Current runs a function with the device's context.
 func (d *Device) Current(func() error) error { return errNone }

@@ -52,13 +52,14 @@ int owcu_info_get(int ordinal, struct owcu_info *info, struct owcu_error *e)
 	return rc ? -1 : 0;
 }
 
-int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, struct owcu_error *e)
+int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, int *coherent, struct owcu_error *e)
 {
 	int mode;
 
 	if (relax(&mode, e))
 		return -1;
-	int rc = TRY(device_get, (device, ordinal)) || TRY(ctx_retain, (ctx, *device)) ? -1 : 0;
+	int rc = TRY(device_get, (device, ordinal)) || TRY(device_attribute, (coherent, ATTRIBUTE_COHERENT, *device)) ||
+	         TRY(ctx_retain, (ctx, *device)) ? -1 : 0;
 	harden(&mode);
 	return rc;
 }
@@ -277,14 +278,14 @@ static int unmake(struct owcu_queue *l, struct owcu_error *e)
 	return 0;
 }
 
-static int make(struct owcu_queue *l, void *pinned, uint64_t bytes, int nslots, struct owcu_error *e)
+static int make(struct owcu_queue *l, void *pinned, uint64_t bytes, int nslots, int staged, struct owcu_error *e)
 {
 	const unsigned quiet = BLOCKING_SYNC | NO_TIMING;
 
 	if (TRY(host_register, (pinned, bytes, PORTABLE_MAPPED)))
 		return -1;
 	l->pinned = pinned;
-	if (TRY(host_pointer, (&l->mapped, pinned, 0)) || TRY(mem_alloc, (&l->staging, bytes)))
+	if (TRY(host_pointer, (&l->mapped, pinned, 0)) || (staged && TRY(mem_alloc, (&l->staging, bytes))))
 		return -1;
 	for (int i = 0; i < OWCU_STREAMS; i++)
 		if (TRY(stream_create, (&l->streams[i], NON_BLOCKING)))
@@ -305,8 +306,8 @@ static int make(struct owcu_queue *l, void *pinned, uint64_t bytes, int nslots, 
 	return 0;
 }
 
-struct owcu_queue *owcu_queue_new(owcu_handle ctx, void *pinned, uint64_t bytes, int nslots, const owcu_handle *kernels,
-                                struct owcu_queue **left, struct owcu_error *e)
+struct owcu_queue *owcu_queue_new(owcu_handle ctx, void *pinned, uint64_t bytes, int nslots, int staged,
+                                const owcu_handle *kernels, struct owcu_queue **left, struct owcu_error *e)
 {
 	struct owcu_guard g;
 	struct owcu_error ignored = {0};
@@ -321,7 +322,7 @@ struct owcu_queue *owcu_queue_new(owcu_handle ctx, void *pinned, uint64_t bytes,
 	if (rc == 0) {
 		l->ctx = ctx;
 		memcpy(l->kernels, kernels, sizeof l->kernels);
-		rc = make(l, pinned, bytes, nslots, e);
+		rc = make(l, pinned, bytes, nslots, staged, e);
 	}
 	if (rc && l) {
 		if (unmake(l, &ignored))
@@ -343,13 +344,13 @@ int owcu_queue_free(struct owcu_queue *l, struct owcu_error *e)
 	return leave(&g, rc ? rc : e->call != NULL ? -1 : 0);
 }
 
-int owcu_scratch(struct owcu_queue *l, uint64_t n, struct owcu_error *e)
+int owcu_queue_more(struct owcu_queue *l, owcu_ptr *which, uint64_t n, struct owcu_error *e)
 {
 	struct owcu_guard g;
 	int rc = enter(&g, l->ctx, e);
 
 	if (rc == 0)
-		rc = TRY(mem_alloc, (&l->scratch, n));
+		rc = TRY(mem_alloc, (which, n));
 	return leave(&g, rc);
 }
 

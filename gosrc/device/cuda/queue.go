@@ -23,6 +23,13 @@ import (
 // A slot in pinned memory has status words, tables and bytes; its deviceMirror, in
 // the staging on the device, has the same layout. Tables are written right before
 // the bytes, so that one copy usually takes both.
+//
+// A coherent device reads the host's memory as fast as a copy would bring it: its
+// kernels read slots in place, and its queues have no staging. The slots stay pinned.
+// Pinning them costs milliseconds a process, and without it the system may move pages
+// that are in use again and again to the device and back, or from node to node. Files
+// are not mapped for the kernels to read: one that is truncated meanwhile would end the
+// context, and one that is written would change after its checksum was compared.
 const (
 	statusBytes = 16 << 10
 	maxChunks   = statusBytes / 4 // of one round
@@ -36,6 +43,7 @@ const (
 type Queue struct {
 	dev       *Device
 	c         *C.struct_owcu_queue
+	inPlace   bool // the kernels read slots where they are
 	pages     pages
 	size      int64   // of a slot
 	all       []*Slot // all that were made
@@ -59,13 +67,15 @@ type Queue struct {
 type Slot struct {
 	Bytes []byte
 
+	q        *Queue
 	c        *C.struct_owcu_slot
 	index    int
+	at       int64          // of Bytes, in the queue's memory
 	host     unsafe.Pointer // of Bytes
 	view     []byte         // registered memory used in place of Bytes; nil: none
 	onDev    uint64         // device memory used in place of Bytes; 0: none
 	devLen   int64
-	dev      uint64 // its deviceMirror, in the staging
+	dev      uint64 // of Bytes, where the kernels read them: in the staging, or in place
 	owned    bool
 	count    int      // tasks of the piece
 	rounds   int      // of the last piece
@@ -174,7 +184,11 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 func (d *Device) newQueue(p *pages, most int, fns *[kernels]C.owcu_handle) (*Queue, error) {
 	var e C.struct_owcu_error
 	var left *C.struct_owcu_queue
-	c := C.owcu_queue_new(d.ctx, p.p, C.uint64_t(p.n), C.int(most), &fns[0], &left, &e)
+	staged := C.int(1)
+	if d.coherent {
+		staged = 0
+	}
+	c := C.owcu_queue_new(d.ctx, p.p, C.uint64_t(p.n), C.int(most), staged, &fns[0], &left, &e)
 	if c == nil {
 		if left != nil {
 			d.deferFree((&Queue{dev: d, c: left, pages: *p}).release)
@@ -183,11 +197,11 @@ func (d *Device) newQueue(p *pages, most int, fns *[kernels]C.owcu_handle) (*Que
 		return nil, failure(d.index, &e)
 	}
 	l := &Queue{
-		dev: d, c: c, pages: *p, free: make(chan *Slot, most), submitted: make(chan *Slot, most),
+		dev: d, c: c, inPlace: d.coherent, pages: *p, free: make(chan *Slot, most), submitted: make(chan *Slot, most),
 		ended: make(chan struct{}), moved: make(chan struct{}),
 	}
 	for i, s := range unsafe.Slice(c.slots, most) {
-		l.all = append(l.all, &Slot{c: s, index: i, failures: map[int]error{}})
+		l.all = append(l.all, &Slot{q: l, c: s, index: i, failures: map[int]error{}})
 	}
 	spawn.Go("cuda completer", l.complete)
 	return l, nil
@@ -200,12 +214,16 @@ func (q *Queue) shape(slots int, room int64) {
 		<-q.free
 	}
 	q.size, q.slots, q.c.nslots = room-headBytes, q.all[:slots], C.int(slots)
+	base := q.c.staging
+	if q.inPlace {
+		base = q.c.mapped
+	}
 	for i, s := range q.slots {
-		at := int64(i) * room
-		s.host = unsafe.Add(q.pages.p, at+headBytes)
+		s.at = int64(i)*room + headBytes
+		s.host = unsafe.Add(q.pages.p, s.at)
 		s.Bytes = unsafe.Slice((*byte)(s.host), q.size)
-		s.dev = uint64(q.c.staging) + uint64(at) + headBytes
-		s.c.status = q.c.mapped + C.owcu_ptr(at)
+		s.dev = uint64(base) + uint64(s.at)
+		s.c.status = q.c.mapped + C.owcu_ptr(s.at-headBytes)
 		q.free <- s
 	}
 }
@@ -231,16 +249,37 @@ func (s *Slot) View(b []byte) {
 	s.view = b
 }
 
-// DeviceMirror is the slot's memory in the staging on the device. A caller that
-// asks for it puts the piece's bytes there before Submit, which then copies only
-// its tables; as with ViewDevice.
+// DeviceMirror is the slot's memory in the staging on the device, if there is one. A
+// caller that asks for it puts the piece's bytes there before Submit, which then copies
+// only its tables; as with ViewDevice.
 func (s *Slot) DeviceMirror() unsafe.Pointer {
-	s.ViewDevice(uintptr(s.dev), int64(len(s.Bytes)))
-	return pointer(C.owcu_ptr(s.dev))
+	if s.q.c.staging == 0 {
+		return nil
+	}
+	at := s.q.c.staging + C.owcu_ptr(s.at)
+	s.ViewDevice(uintptr(at), int64(len(s.Bytes)))
+	return pointer(at)
 }
 
-// Staging is the device memory that contains the slots' mirrors.
-func (q *Queue) Staging() (base unsafe.Pointer, n int64) { return pointer(q.c.staging), q.pages.n }
+// Staging is the device memory that contains the slots' mirrors. A queue of a coherent
+// device has none before the first call. No slot may be in use.
+func (q *Queue) Staging() (base unsafe.Pointer, n int64, err error) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if err := q.more(&q.c.staging, q.pages.n, "the staging of a load"); err != nil {
+		return nil, 0, err
+	}
+	return pointer(q.c.staging), q.pages.n, nil
+}
+
+// more allocates the queue's scratch or staging, unless it is there. q.mu is held.
+func (q *Queue) more(which *C.owcu_ptr, n int64, what string) error {
+	var e C.struct_owcu_error
+	if *which == 0 && C.owcu_queue_more(q.c, which, C.uint64_t(n), &e) != 0 {
+		return q.dev.sized(q.fail(&e), n, what)
+	}
+	return nil
+}
 
 // ViewDevice replaces the slot's bytes, until the slot is back, by n bytes at p in
 // memory of the slot's own device: they are not copied. p is a multiple of 16. The
@@ -253,6 +292,9 @@ func (s *Slot) ViewDevice(p uintptr, n int64) {
 	}
 	s.onDev, s.devLen = uint64(p), n
 }
+
+// read is whether the kernels read the slot's piece without a copy to the staging.
+func (s *Slot) read() bool { return s.onDev != 0 || s.q.inPlace }
 
 // held is how many bytes the slot has now.
 func (s *Slot) held() int64 {
@@ -281,8 +323,8 @@ func (q *Queue) Put(s device.Slot) {
 	q.free <- own
 }
 
-// Submit copies the first n bytes of a slot to the device and decodes each task's
-// chunk to its Dst, in device memory. It takes the slot back, whatever it returns.
+// Submit copies the first n bytes of a slot to the device, unless its kernels read them
+// in place, and decodes each task's chunk to its Dst, in device memory. It takes the slot back, whatever it returns.
 // The caller has compared the checksums of the chunks; everything else about them
 // is checked here.
 //
@@ -304,6 +346,9 @@ func (q *Queue) Submit(slot device.Slot, n int64, tasks []device.DecodeTask, don
 	defer q.mu.Unlock()
 	if q.trace != nil {
 		s.taken = [2]int64{n, 0}
+		if s.read() {
+			s.taken[0] = 0 // but for what round copies
+		}
 		for i := range tasks {
 			s.taken[1] += int64(tasks[i].Chunk.Logical)
 		}
@@ -329,10 +374,9 @@ func (q *Queue) Submit(slot device.Slot, n int64, tasks []device.DecodeTask, don
 // round but the last, since the next one overwrites the tables; pieces that need
 // several are rare. q.mu is held.
 func (q *Queue) round(s *Slot, b *build) error {
-	if b.around && q.c.scratch == 0 {
-		var e C.struct_owcu_error
-		if C.owcu_scratch(q.c, scratchBytes, &e) != 0 {
-			return q.dev.sized(q.fail(&e), scratchBytes, "scratch")
+	if b.around {
+		if err := q.more(&q.c.scratch, scratchBytes, "scratch"); err != nil {
+			return err
 		}
 	}
 	b.fill(uint64(q.c.scratch))
@@ -349,6 +393,11 @@ func (q *Queue) round(s *Slot, b *build) error {
 		q.next++
 	}
 	b.write()
+	for i := range b.copies {
+		if s.read() {
+			s.taken[0] += int64(b.copies[i].n)
+		}
+	}
 	var e C.struct_owcu_error
 	if C.owcu_submit(q.c, C.int(s.index), &e) != 0 {
 		return q.fail(&e)

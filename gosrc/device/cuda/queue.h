@@ -71,7 +71,8 @@ struct owcu_info {
 
 int owcu_begin(int *version, int *count, struct owcu_error *e);
 int owcu_info_get(int ordinal, struct owcu_info *info, struct owcu_error *e);
-int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, struct owcu_error *e);
+// owcu_ctx_open also says whether the device is coherent, as owcu_info does.
+int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, int *coherent, struct owcu_error *e);
 int owcu_ctx_close(int device, struct owcu_error *e);
 
 // A guard keeps the thread's state that owcu_enter changed.
@@ -121,18 +122,20 @@ int owcu_module_open(owcu_handle ctx, const void *image, uint64_t n, const char 
                      owcu_handle *kernels, struct owcu_error *e);
 int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error *e);
 
-// owcu_queue_new registers [pinned, pinned+bytes) and makes the streams, events and
-// staging of a queue; on an error it returns NULL and leaves nothing behind.
+// owcu_queue_new registers [pinned, pinned+bytes) and makes the streams and events of
+// a queue and, if `staged`, its staging; on an error it returns NULL and leaves nothing
+// behind.
 // owcu_queue_free unregisters; the caller keeps the memory itself. The user of the
 // slots sets their number, and where the status words of each are. If the driver
 // refuses to free what was made before an error, that is *left, for
 // owcu_queue_free.
-struct owcu_queue *owcu_queue_new(owcu_handle ctx, void *pinned, uint64_t bytes, int nslots, const owcu_handle *kernels,
-                                struct owcu_queue **left, struct owcu_error *e);
+struct owcu_queue *owcu_queue_new(owcu_handle ctx, void *pinned, uint64_t bytes, int nslots, int staged,
+                                const owcu_handle *kernels, struct owcu_queue **left, struct owcu_error *e);
 // owcu_queue_free returns 1 if the driver refused some of it: then it may be called
 // again, for the rest. Otherwise the queue is gone, and so is its registration.
 int owcu_queue_free(struct owcu_queue *l, struct owcu_error *e);
-int owcu_scratch(struct owcu_queue *l, uint64_t n, struct owcu_error *e);
+// owcu_queue_more allocates a queue's scratch or staging, which go with the queue.
+int owcu_queue_more(struct owcu_queue *l, owcu_ptr *which, uint64_t n, struct owcu_error *e);
 
 // owcu_submit queues the work of a slot. If it fails, none of that work is still
 // running when it returns.

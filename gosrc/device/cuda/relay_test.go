@@ -43,7 +43,11 @@ func memoryOn(t *testing.T, where string, sizes []int64) memory {
 		m.read = func(i int) []byte { return keep[i] }
 		return m
 	}
-	d, err := cuda.Open(0)
+	index := 0
+	if _, err := fmt.Sscanf(where, "cuda:%d", &index); err != nil {
+		t.Fatal(err)
+	}
+	d, err := cuda.Open(index)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -88,6 +92,10 @@ const relayed, alone = 3 << 20, 320 << 10
 // One rank alone goes round a ring of two.
 func TestRelay(t *testing.T) {
 	engine(t)
+	all, err := cuda.Info()
+	if err != nil {
+		t.Fatal(err)
+	}
 	for _, c := range []struct {
 		kind     string
 		compress bool
@@ -96,7 +104,11 @@ func TestRelay(t *testing.T) {
 	}{{"hostile", true, 8 << 20, []int{1, 3}}, {"tied", true, 16 << 20, []int{2}}, {"hostile", false, 12 << 20, []int{1, 2}}} {
 		_, m, _ := written(t, save.Spec{Compress: c.compress, ChunkBytes: 64 << 10}, c.kind, c.bytes)
 		travel := filled(m)
-		for _, where := range []string{"cuda:0", "cpu"} {
+		where := []string{"cuda:0", "cpu"}
+		if len(all) > 1 && c.compress {
+			where = append(where, "cuda:1") // coherent on the fake driver
+		}
+		for _, where := range where {
 			for _, ranks := range c.ranks {
 				t.Run(fmt.Sprint(c.kind, " ", c.compress, " ", where, " ", ranks), func(t *testing.T) { relay(t, m, travel, where, ranks) })
 			}

@@ -107,12 +107,21 @@ func size(j *device.DecodeTask) int64 {
 	if v := j.View; v != nil {
 		return (v.Row1 - v.Row0) * (v.Col1 - v.Col0)
 	}
+	if j.Cast.To != 0 {
+		return int64(j.Chunk.Logical) * int64(j.Cast.To.Bits()) / int64(j.Cast.From.Bits())
+	}
 	return int64(j.Chunk.Logical)
 }
 
 // run sends a piece through a queue into fresh memory and compares what landed;
 // shift moves every destination off its alignment. It returns the errors.
 func (p *piece) run(t testing.TB, d *Device, l *Queue, shift int64) []error {
+	t.Helper()
+	return p.send(t, d, l, shift, func(s device.Slot) { copy(s.Memory(), p.bytes) })
+}
+
+// send is run with a slot that fill gives the piece's bytes.
+func (p *piece) send(t testing.TB, d *Device, l *Queue, shift int64, fill func(device.Slot)) []error {
 	t.Helper()
 	sizes := make([]int64, len(p.jobs))
 	for i := range p.jobs {
@@ -134,7 +143,7 @@ func (p *piece) run(t testing.TB, d *Device, l *Queue, shift int64) []error {
 	if err != nil {
 		t.Fatal(err)
 	}
-	copy(s.Memory(), p.bytes)
+	fill(s)
 	failures := make([]error, len(p.jobs))
 	calls := make([]int, len(p.jobs))
 	if err := l.Submit(s, int64(len(p.bytes)), p.jobs, func(i int, err error) { failures[i] = err; calls[i]++ }); err != nil {

@@ -1,0 +1,136 @@
+//go:build cgo && owfake
+
+package cuda
+
+import (
+	"fmt"
+	"testing"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// coherent makes tests that open a device open cuda:1, which is coherent.
+func coherent(t *testing.T) {
+	t.Helper()
+	ordinal = 1
+	t.Cleanup(func() { ordinal = 0 })
+}
+
+// The suite of queues holds for a coherent device, whose kernels read chunks in pinned
+// memory and which has no staging; the kernels of the other read none there.
+func TestCoherent(t *testing.T) {
+	for name, test := range map[string]func(*testing.T){
+		"goldens": TestGoldens, "round trips": TestRoundTrips, "views": TestViews, "rounds": TestRounds, "corrupt": TestCorrupt,
+		"refused": TestRefused, "workers": TestWorkers, "reshaped": TestQueueIsReshaped, "order": TestWaitFor,
+	} {
+		t.Run(name, func(t *testing.T) {
+			coherent(t)
+			test(t)
+			if fakeGet().inPlace == 0 {
+				t.Error("no kernel read in pinned memory")
+			}
+		})
+	}
+	t.Run("casts", func(t *testing.T) { // of device memory
+		coherent(t)
+		TestCast(t)
+	})
+	t.Run("cancel", func(t *testing.T) {
+		coherent(t)
+		TestCancel(t)
+	})
+	t.Run("another device", func(t *testing.T) {
+		TestRoundTrips(t)
+		if n := fakeGet().inPlace; n != 0 {
+			t.Errorf("kernels read %d bytes in pinned memory", n)
+		}
+	})
+}
+
+// Only what is asked for takes memory of a coherent device: a queue's staging comes with
+// the first call that needs it, and goes with the queue.
+func TestCoherentStaging(t *testing.T) {
+	coherent(t)
+	d, l := open(t, 2, 1<<20)
+	if n := fakeGet().blocks; n != 0 {
+		t.Errorf("a queue has %d allocations", n)
+	}
+	s, err := l.Get(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if s.DeviceMirror() != nil {
+		t.Error("a slot has a mirror")
+	}
+	l.Put(s)
+	if _, err := l.Floor(1<<20, 3); err != nil {
+		t.Error(err)
+	}
+	base, n, err := l.Staging()
+	if now := fakeGet(); err != nil || now.blocks != 1 || now.bytes != n || base == nil {
+		t.Errorf("staging of %d bytes at %p: %v; %+v", n, base, err, now)
+	}
+	if s, err = l.Get(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if m := s.DeviceMirror(); uintptr(m) < uintptr(base) || uintptr(m)+1<<20 > uintptr(base)+uintptr(n) {
+		t.Errorf("a mirror at %p, outside of %p", m, base)
+	}
+	l.Put(s)
+	r := random(t)
+	var p piece
+	p.coded(weights(r, x16.BF16, 30_000), x16.BF16)
+	p.run(t, d, l, 0) // in place as before
+	if fakeGet().inPlace == 0 {
+		t.Error("no kernel read in pinned memory")
+	}
+}
+
+// A slot that views registered memory is read there, wherever its bytes begin: elements
+// that are not aligned are not cast out of alignment.
+func TestCoherentView(t *testing.T) {
+	r := random(t)
+	for _, index := range []int{0, 1} {
+		t.Run(fmt.Sprint("cuda:", index), func(t *testing.T) {
+			if index == 1 {
+				coherent(t)
+			}
+			d, l := open(t, 2, 1<<20)
+			m, err := newPages(huge)
+			if err != nil {
+				t.Fatal(err)
+			}
+			memory := unsafe.Slice((*byte)(m.p), m.n)
+			if err := d.Register(memory); err != nil {
+				t.Fatal(err)
+			}
+			for at := range 19 {
+				var p piece
+				if at%16 == 0 { // as files have such chunks
+					p.coded(weights(r, x16.FP16, 20_000), x16.FP16)
+				}
+				for n := range 12 {
+					p.raw(weights(r, x16.Bytes, 1+r.IntN(4000*(n%2)+9)))
+				}
+				// Elements of F16 become F32, from odd addresses and even ones.
+				var half, single []byte
+				for range 1 + r.IntN(5000) {
+					half, single = append(half, 0, 0x3c), append(single, 0, 0, 0x80, 0x3f) // 1
+				}
+				k := len(p.jobs)
+				p.add(half, tensor.Chunk{Codec: tensor.CodecRaw, Logical: uint32(len(half))}, nil, single)
+				p.jobs[k].Cast = device.Cast{From: tensor.F16, To: tensor.F32}
+				view := memory[4096+at:][:len(p.bytes)]
+				copy(view, p.bytes)
+				p.send(t, d, l, 0, func(s device.Slot) { s.View(view) })
+			}
+			gone := make(chan struct{})
+			d.Unregister(memory, func() { close(gone) })
+			<-gone
+			m.free()
+		})
+	}
+}

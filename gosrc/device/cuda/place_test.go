@@ -1,0 +1,120 @@
+//go:build cgo
+
+package cuda_test
+
+import (
+	"bytes"
+	"fmt"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/codec/digest"
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/weights"
+)
+
+// parted asks for every tensor, whole, and for rows and columns of those that have some.
+func parted(m *load.Model) (reqs []load.Request) {
+	for i := range m.Index().Tensors {
+		q := load.Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole}
+		reqs = append(reqs, q)
+		if x := &m.Index().Tensors[i]; len(x.Shape) > 1 && x.Shape[0] > 4 && x.Shape[1] > 8 && x.DType.Bits() >= 8 {
+			q.Lo0, q.Hi0 = 1, 4
+			if i%2 == 0 {
+				q.Lo1, q.Hi1 = 2, 7
+			}
+			reqs = append(reqs, q)
+		}
+	}
+	return reqs
+}
+
+// landed loads and gives the bytes and, by the device, the digests of what has landed.
+func landed(t *testing.T, m *load.Model, reqs []load.Request, opt load.Options, index int) (all [][]byte, sums []digest.Sum) {
+	t.Helper()
+	d, err := cuda.Open(index)
+	if err != nil {
+		t.Fatal(err)
+	}
+	opt.Device = fmt.Sprint("cuda:", index)
+	l, err := m.Start(reqs, opt)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	if err := finish(t, l); err != nil {
+		t.Fatalf("%+v: %v", opt, err)
+	}
+	var views []digest.View
+	for i := range l.Len() {
+		mem, _, _, ok := l.Take(i)
+		if !ok {
+			t.Fatalf("request %d was not there to take", i)
+		}
+		defer mem.Release()
+		b := make([]byte, mem.Bytes)
+		if err := d.Read(b, mem); err != nil {
+			t.Fatal(err)
+		}
+		all, views = append(all, b), append(views, digest.Contiguous(uint64(uintptr(mem.Ptr)), mem.Bytes))
+	}
+	if sums, err = d.Digest(cuda.Order{Stream: 1}, views); err != nil {
+		t.Fatal(err)
+	}
+	return all, sums
+}
+
+// same compares what two ways of loading gave, and the digests with the bytes.
+func same(t *testing.T, what string, got, want [][]byte, sums []digest.Sum) {
+	t.Helper()
+	for i := range want {
+		if !bytes.Equal(got[i], want[i]) {
+			t.Errorf("%s: request %d differs", what, i)
+		} else if sums[i] != digest.Of(want[i]) {
+			t.Errorf("%s: request %d has another digest", what, i)
+		}
+	}
+}
+
+// What the kernels of a coherent device read in place is what those of another read in
+// the staging, byte for byte: of every
+// kind, packed, parted and plain, whole and in part, cast, and out of pinned memory.
+func TestInPlace(t *testing.T) {
+	engine(t)
+	if all, err := cuda.Info(); err != nil || len(all) < 2 || all[0].Coherent == all[1].Coherent {
+		t.Skip("needs one device of each kind, as the fake driver has: ", err)
+	}
+	for n, kind := range weights.Kinds() {
+		if kind.Name == "moe-bf16" {
+			continue // as many tensors as a real one: bf16 like the first
+		}
+		for k, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {Compress: true, ChunkBytes: 64 << 10, Parts: 4}, {}, {Compress: true, Level: "smaller"}} {
+			if testing.Short() && (n+k)%3 != 0 {
+				continue
+			}
+			_, m, _ := written(t, spec, kind.Name, 1<<18)
+			reqs := parted(m)
+			cast := []string{"BF16", "F32"}[n%2]
+			for _, way := range []struct {
+				pinned bool
+				cast   string
+			}{{false, ""}, {false, cast}, {true, ""}, {true, cast}} {
+				if way.pinned && way.cast == "" {
+					j, err := m.Pin(load.Options{})
+					if err != nil {
+						t.Fatal(err)
+					}
+					if _, err := j.Wait(-1); err != nil {
+						t.Fatal(err)
+					}
+				}
+				want, _ := landed(t, m, reqs, load.Options{Cast: way.cast}, 0)
+				got, sums := landed(t, m, reqs, load.Options{Cast: way.cast}, 1)
+				same(t, fmt.Sprintf("%s, %+v, %+v", kind.Name, spec, way), got, want, sums)
+			}
+			m.Close()
+		}
+	}
+}
