@@ -295,6 +295,19 @@ func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.R
 	} else if err == nil {
 		err = e
 	}
+	came := make([]int, len(reqs))
+	for more := true; more; {
+		var at []int
+		at, more = r.Ready(100, 0)
+		for _, i := range at {
+			came[i]++
+		}
+	}
+	for i, n := range came {
+		if n > 1 || n == 0 && err == nil {
+			end.Wrong += fmt.Sprintf("request %d landed %d times ", i, n)
+		}
+	}
 	end.Calls = cuda.FakeCalls() - before
 	cuda.FakeFail(0, 0, false)
 	if rep, is := r.Job().Value().(load.RelayReport); is {
