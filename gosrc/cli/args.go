@@ -71,7 +71,7 @@ func (c *call) storage() (format.Access, error) {
 func verbs() []*verb {
 	return []*verb{
 		compressVerb, decompressVerb, convertVerb, inspectVerb, verifyVerb, digestVerb, diffVerb, loadVerb, traceVerb, runVerb, fetchVerb, serveVerb, presignVerb, benchVerb,
-		doctorVerb, versionVerb,
+		doctorVerb, completionVerb, versionVerb,
 	}
 }
 
@@ -99,7 +99,7 @@ func (v *verb) help() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "usage: overwire %s %s\n\n%s\n", v.name, v.args, strings.TrimSpace(v.long))
 	b.WriteString("\noptions:\n")
-	for _, o := range append(v.options, jsonOption, option{name: "help", short: "h", doc: "print this"}) {
+	for _, o := range v.all() {
 		left := "--" + o.name
 		if o.value != "" {
 			left += " " + o.value

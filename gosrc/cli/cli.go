@@ -66,6 +66,7 @@ type call struct {
 	env            Env
 	stdout, stderr io.Writer
 	verb           *verb
+	verbs          []*verb  // all, for those that describe them
 	args           []string // the words that are not options
 	opts           map[string]string
 	clear          func() // removes the progress line
@@ -99,7 +100,7 @@ func Main(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.Writ
 	if v == nil {
 		return failed(stderr, stdout, slices.Contains(argv, "--json"), noVerb(argv[0]))
 	}
-	c := &call{ctx: ctx, job: j, env: env, stdout: stdout, stderr: stderr, verb: v}
+	c := &call{ctx: ctx, job: j, env: env, stdout: stdout, stderr: stderr, verb: v, verbs: verbs()}
 	err := c.parse(argv[1:])
 	if errors.Is(err, errHelp) {
 		fmt.Fprint(stdout, v.help())
@@ -127,11 +128,7 @@ func help(about []string, stdout, stderr io.Writer) int {
 }
 
 func noVerb(name string) error {
-	var all []string
-	for _, v := range verbs() {
-		all = append(all, v.name)
-	}
-	return usage("no verb is called %q%s; see: overwire --help", name, meant(name, all))
+	return usage("no verb is called %q%s; see: overwire --help", name, meant(name, verbNames(verbs())))
 }
 
 // A usageError is a wrong command line; its text says what to write instead.

@@ -1,0 +1,156 @@
+package cli
+
+// This file writes the scripts by which shells complete command lines of overwire, from
+// the table of verbs.
+
+import (
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"strings"
+)
+
+var completionVerb = &verb{
+	name: "completion", args: "bash|zsh|fish", least: 1, most: 1,
+	short: "print a script by which a shell completes verbs and options",
+	long: `
+Prints a script for the named shell. Once it is read, the Tab key completes verbs,
+their options, and names of files. The script starts no program.
+
+  bash  add to ~/.bashrc:                    source <(overwire completion bash)
+  zsh   add to ~/.zshrc, after compinit:     source <(overwire completion zsh)
+  fish  overwire completion fish > ~/.config/fish/completions/overwire.fish`,
+	example: "source <(overwire completion bash)",
+	run: func(c *call) error {
+		script := completions[c.args[0]] // it is given the verbs: this one is among them
+		if script == nil {
+			return usage("no completion for %q: write %s", c.args[0], strings.Join(slices.Sorted(maps.Keys(completions)), ", "))
+		}
+		if c.is("json") {
+			var b strings.Builder
+			script(&b, c.verbs)
+			return writeJSON(c.stdout, map[string]any{"shell": c.args[0], "script": b.String()})
+		}
+		script(c.stdout, c.verbs)
+		return nil
+	},
+}
+
+var completions = map[string]func(io.Writer, []*verb){"bash": bash, "fish": fish, "zsh": zsh}
+
+// all returns the options that --help of the verb lists.
+func (v *verb) all() []option {
+	return slices.Concat(v.options, []option{jsonOption, {name: "help", short: "h", doc: "print this"}})
+}
+
+// choices returns the words that each verb takes as its argument, of those that take no
+// names of files: verbs after help, shells after completion.
+func choices(verbs []*verb) map[string][]string {
+	words := map[string][]string{"help": verbNames(verbs)}
+	for _, v := range verbs {
+		if v.name == "completion" {
+			words[v.name] = strings.Split(v.args, "|")
+		}
+	}
+	return words
+}
+
+func verbNames(verbs []*verb) []string {
+	var names []string
+	for _, v := range verbs {
+		names = append(names, v.name)
+	}
+	return names
+}
+
+// bash completes by a function; where that has no answer, by names of files.
+func bash(w io.Writer, verbs []*verb) {
+	fmt.Fprint(w, `# bash completion of overwire
+_overwire() {
+	local word=${COMP_WORDS[COMP_CWORD]} before words=
+	COMPREPLY=()
+	for before in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
+		[ "$before" = -- ] && return
+	done
+	case $COMP_CWORD in
+`)
+	fmt.Fprintf(w, "\t1) words='%s help --help --version' ;;\n\t*)\n\t\tcase ${COMP_WORDS[1]} in\n", strings.Join(verbNames(verbs), " "))
+	of := choices(verbs)
+	for _, name := range sorted(of) {
+		fmt.Fprintf(w, "\t\t%s) words='%s' ;;\n", name, strings.Join(of[name], " "))
+	}
+	fmt.Fprint(w, "\t\tesac\n\t\tcase $word in\n\t\t-*)\n\t\t\tcase ${COMP_WORDS[1]} in\n")
+	for _, v := range verbs {
+		fmt.Fprintf(w, "\t\t\t%s) words='%s' ;;\n", v.name, strings.Join(names(v.all()), " "))
+	}
+	fmt.Fprint(w, `			esac ;;
+		esac ;;
+	esac
+	COMPREPLY=($(compgen -W "$words" -- "$word"))
+}
+complete -o default -F _overwire overwire
+`)
+}
+
+// zsh describes verbs and options while it completes them.
+func zsh(w io.Writer, verbs []*verb) {
+	fmt.Fprint(w, "#compdef overwire\n# zsh completion of overwire\n_overwire() {\n\tlocal -a verbs\n\tverbs=(\n")
+	for _, v := range verbs {
+		fmt.Fprintf(w, "\t\t%s\n", quoted(v.name+":"+v.short))
+	}
+	fmt.Fprint(w, "\t\t'help:describe a verb'\n\t)\n\tif (( CURRENT == 2 )); then\n\t\t_describe verb verbs\n\t\treturn\n\tfi\n\tlocal verb=$words[2]\n\tshift words\n\t(( CURRENT-- ))\n\tcase $verb in\n")
+	fmt.Fprint(w, "\thelp) _describe verb verbs ;;\n")
+	for _, v := range verbs {
+		fmt.Fprintf(w, "\t%s)\n\t\t_arguments", v.name)
+		for _, o := range v.all() {
+			doc := "[" + strings.NewReplacer("[", `\[`, "]", `\]`).Replace(o.doc) + "]"
+			if o.value != "" {
+				doc += ":" + strings.ReplaceAll(o.value, ":", `\:`) + ":_files"
+			}
+			fmt.Fprintf(w, " \\\n\t\t\t%s", quoted("--"+o.name+doc))
+			if o.short != "" {
+				fmt.Fprintf(w, " \\\n\t\t\t%s", quoted("-"+o.short+doc))
+			}
+		}
+		rest := "*:file:_files"
+		if words := choices(verbs)[v.name]; words != nil {
+			rest = "1:word:(" + strings.Join(words, " ") + ")"
+		}
+		fmt.Fprintf(w, " \\\n\t\t\t%s ;;\n", quoted(rest))
+	}
+	fmt.Fprint(w, "\tesac\n}\nif [[ $funcstack[1] == _overwire ]]; then\n\t_overwire \"$@\"\nelse\n\tcompdef _overwire overwire\nfi\n")
+}
+
+// fish has one line for each verb and option.
+func fish(w io.Writer, verbs []*verb) {
+	fmt.Fprint(w, "# fish completion of overwire\n")
+	for _, v := range verbs {
+		fmt.Fprintf(w, "complete -c overwire -f -n __fish_use_subcommand -a %s -d %s\n", v.name, fished(v.short))
+	}
+	fmt.Fprint(w, "complete -c overwire -f -n __fish_use_subcommand -a help -d 'describe a verb'\n")
+	of := choices(verbs)
+	for _, name := range sorted(of) {
+		fmt.Fprintf(w, "complete -c overwire -f -n '__fish_seen_subcommand_from %s' -a '%s'\n", name, strings.Join(of[name], " "))
+	}
+	for _, v := range verbs {
+		for _, o := range v.all() {
+			fmt.Fprintf(w, "complete -c overwire -n '__fish_seen_subcommand_from %s' -l %s", v.name, o.name)
+			if o.short != "" {
+				fmt.Fprintf(w, " -s %s", o.short)
+			}
+			if o.value != "" {
+				fmt.Fprint(w, " -r")
+			}
+			fmt.Fprintf(w, " -d %s\n", fished(o.doc))
+		}
+	}
+}
+
+// quoted is text as a word of a POSIX shell.
+func quoted(text string) string { return "'" + strings.ReplaceAll(text, "'", `'\''`) + "'" }
+
+// fished is text as a word of fish, which reads backslashes within quotes.
+func fished(text string) string {
+	return "'" + strings.NewReplacer(`\`, `\\`, "'", `\'`).Replace(text) + "'"
+}
