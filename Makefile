@@ -127,12 +127,13 @@ more: build packages lint $(BIN)/gopy $(BIN)/versitygw ## what `make test` leave
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m slow
 	@$(MAKE) --no-print-directory docs
 	@$(MAKE) --no-print-directory fakegpu fakepy aarch64
-	wheels/pythons.sh $$(uname -m) forky 3.14 3.15 || true
+	wheels/pythons.sh $$(uname -m) 3.14 3.15 || true
 	@$(MAKE) --no-print-directory wheel
 
 aarch64: venv ## under qemu-user: Go tests for Linux aarch64, its wheel, Python tests of that
 	PYTHON="$(CURDIR)/$(PY)" wheels/aarch64.sh tests
 	PYTHON="$(CURDIR)/$(PY)" wheels/aarch64.sh wheel
+	PYTHON="$(CURDIR)/$(PY)" wheels/aarch64.sh python
 
 lint: golint pylint static ## gofmt, vet, staticcheck, ruff, mypy
 	CGO_ENABLED=0 go vet $(LEAN) $(GOPKGS)

