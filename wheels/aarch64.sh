@@ -113,6 +113,11 @@ count)
 			counted "$work/x16" "$decoder" "Decode/^$transform\$/^$level\$" 262144 "$transform, $level, an element"
 		done
 	done
+	go test -vet=off -c -o "$work/codec" ./gosrc/codec
+	sums='^hash/crc32[.](update|updateCastagnoli|archUpdateCastagnoli|castagnoliUpdate|slicingUpdate)([.]abi0)?$'
+	for way in off on; do # the CPU's instruction; the benchmark sums 716,800 bytes once
+		GODEBUG=cpu.crc32=$way counted "$work/codec" "$sums" 'BenchmarkSum$' 716800 "CRC-32C, the CPU's instruction $way, a byte"
+	done
 	rm "$work/log"
 	;;
 *)
