@@ -29,6 +29,7 @@ type Options struct {
 	Cast    string `json:"cast"`     // CUDA: the dtype that floats become as they land, where there is a kernel for it; "": none
 	Threads int    `json:"threads"`  // 0: one per core
 	NoCheck bool   `json:"no_check"` // benchmarks only: no checksums
+	InPlace bool   `json:"in_place"` // tests only: a GPU reads slots as over a coherent link
 	Read    string `json:"read"`     // a value of OVERWIRE_READ; "": the setting's own
 	Trace   string `json:"trace"`    // path for a Chrome trace; "": the setting's own
 }
@@ -101,6 +102,7 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	if err != nil {
 		return nil, m.where("open", err)
 	}
+	tgt.inPlace = opt.InPlace
 	if err := knob.Read.Check(opt.Read); err != nil {
 		return nil, errs.New(errs.ErrArgument, "read %q: %v", opt.Read, err)
 	}

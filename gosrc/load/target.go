@@ -16,7 +16,8 @@ import (
 
 // A target is the device that a load lands on.
 type target struct {
-	gpu *cuda.Device // nil: the host
+	gpu     *cuda.Device // nil: the host
+	inPlace bool         // see Options.InPlace
 }
 
 // targetOf opens a device by name; "" is the host.
@@ -29,7 +30,7 @@ func targetOf(name string) (target, error) {
 	if err != nil {
 		err = fmt.Errorf("device %q: %w", name, err)
 	}
-	return target{gpu}, err
+	return target{gpu: gpu}, err
 }
 
 var preparing sync.WaitGroup
@@ -76,7 +77,11 @@ func (t target) queue(largest int64, m plan.Machine) (*cuda.Queue, error) {
 		return nil, nil
 	}
 	slots, size := ringFor(largest, m)
-	return t.gpu.Queue(slots, size)
+	q, err := t.gpu.Queue(slots, size)
+	if err == nil && t.inPlace {
+		q.InPlace()
+	}
+	return q, err
 }
 
 // ringFor is ring for pieces of at most `largest` bytes.

@@ -166,6 +166,7 @@ class JoinRequest(TypedDict, total=False):
     cast: str
     threads: int
     no_check: bool
+    in_place: bool
     read: str
     trace: str
     alone: bool
@@ -198,6 +199,7 @@ class LoadOptions(TypedDict, total=False):
     cast: str
     threads: int
     no_check: bool
+    in_place: bool
     read: str
     trace: str
 
@@ -252,6 +254,7 @@ class LoadRelayReport(TypedDict):
     stages: PipelineStages
     trace: NotRequired[PipelineSummary | None]
     ours: bool
+    pulled: NotRequired[int]
     lost: NotRequired[list[int]]
     timeline: NotRequired[list[LoadPieceTimes]]
 
@@ -274,6 +277,7 @@ class LoadRelaySpec(TypedDict, total=False):
     cast: str
     threads: int
     no_check: bool
+    in_place: bool
     read: str
     trace: str
 
@@ -386,6 +390,7 @@ class PreloadRequest(TypedDict, total=False):
     cast: str
     threads: int
     no_check: bool
+    in_place: bool
     read: str
     trace: str
 

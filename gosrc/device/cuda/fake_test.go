@@ -187,7 +187,7 @@ func TestEveryCallFails(t *testing.T) {
 	p.add(data, tensor.Chunk{Codec: tensor.CodecRaw, Logical: 4096}, &device.View{Row: 64, Row1: 64, Col1: 30}, nil)
 	step := int64(1)
 	if testing.Short() {
-		step = 3
+		step = 5
 	}
 	for _, c := range []struct {
 		code   int

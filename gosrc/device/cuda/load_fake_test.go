@@ -171,19 +171,23 @@ func TestOutOfMemory(t *testing.T) {
 	}
 }
 
-// Chunks are read in pinned memory by loads to the coherent device, and by no other.
+// Chunks are read in pinned memory by loads to the coherent device and by those that ask
+// for it, and by no other, though one queue serves them all.
 func TestWhoReadsInPlace(t *testing.T) {
 	engine(t)
 	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {}} {
-		_, m, _ := written(t, spec, "hostile", 1<<18)
+		_, m, _ := written(t, spec, "fp8-e4m3", 1<<18)
 		reqs := parted(m)
 		want, _ := landed(t, m, reqs, load.Options{}, 0)
-		for _, index := range []int{0, 1, 0, 1} {
+		for _, c := range []struct {
+			index      int
+			asked, yes bool
+		}{{0, false, false}, {0, true, true}, {0, false, false}, {1, false, true}, {1, true, true}, {0, false, false}} {
 			before := cuda.FakeInPlace()
-			got, sums := landed(t, m, reqs, load.Options{}, index)
-			same(t, fmt.Sprint("cuda:", index), got, want, sums)
-			if n := cuda.FakeInPlace() - before; (n > 0) != (index == 1) {
-				t.Errorf("compressed %v, cuda:%d: %d bytes were read in place", spec.Compress, index, n)
+			got, sums := landed(t, m, reqs, load.Options{InPlace: c.asked}, c.index)
+			same(t, fmt.Sprintf("%+v", c), got, want, sums)
+			if n := cuda.FakeInPlace() - before; (n > 0) != c.yes {
+				t.Errorf("compressed %v, %+v: %d bytes were read in place", spec.Compress, c, n)
 			}
 		}
 	}

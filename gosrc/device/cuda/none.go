@@ -86,6 +86,9 @@ func (s *Slot) DeviceMirror() unsafe.Pointer { return nil }
 // Staging is the memory of the slots' mirrors.
 func (q *Queue) Staging() (unsafe.Pointer, int64, error) { return nil, 0, errNone }
 
+// InPlace makes the kernels read slots where they are.
+func (q *Queue) InPlace() {}
+
 // Current runs a function with the device's context.
 func (d *Device) Current(func() error) error { return errNone }
 

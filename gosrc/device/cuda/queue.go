@@ -43,7 +43,7 @@ const (
 type Queue struct {
 	dev       *Device
 	c         *C.struct_owcu_queue
-	inPlace   bool // the kernels read slots where they are
+	inPlace   bool // the kernels read slots where they are; see InPlace
 	pages     pages
 	size      int64   // of a slot
 	all       []*Slot // all that were made
@@ -140,7 +140,7 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 	d.mu.Unlock()
 	if l != nil {
 		if need := int64(slots) * stride(slotBytes); slots <= len(l.all) && need <= l.pages.n && l.pages.n <= 2*need+huge {
-			l.closed = false
+			l.closed, l.inPlace = false, d.coherent
 			l.shape(slots, stride(slotBytes))
 			return l, nil
 		}
@@ -226,6 +226,14 @@ func (q *Queue) shape(slots int, room int64) {
 		s.c.status = q.c.mapped + C.owcu_ptr(s.at-headBytes)
 		q.free <- s
 	}
+}
+
+// InPlace makes the kernels read slots where they are, until Close, as those of a
+// coherent device do anyway: for tests, since over another link it is slow. No slot may
+// be in use.
+func (q *Queue) InPlace() {
+	q.inPlace = true
+	q.shape(len(q.slots), q.size+headBytes)
 }
 
 // Get waits for a free slot, or for the end of ctx.

@@ -64,7 +64,8 @@ class LoadPlan:
     peak: the most that tensors hold at any moment, which is more where `dtype=` casts.
     stored: bytes that are read or mapped.
     staging: bytes of the slots on the device, through which stored bytes go, beside the
-        tensors while they load.
+        tensors while they load; none where the GPU's link is coherent (see `doctor`), which
+        `plan` does not ask.
     pinned: bytes of host memory that a GPU's load has for them.
 
     Files without a wanted tensor are not listed.

@@ -189,7 +189,8 @@ class Device(TypedDict):
     """One GPU.
 
     memory: bytes.
-    coherent: it reads the host's memory where it lies, as over the link of Grace.
+    coherent: it reads the host's memory where it lies, as over the link of Grace, and so
+        do loads to it.
     kernels, unusable: what it runs, or why nothing.
     wire: GB/s of pinned copies to it, where that was measured.
     """
