@@ -4,7 +4,6 @@ package save
 
 import (
 	"context"
-	"errors"
 	"io/fs"
 	"maps"
 	"os"
@@ -16,11 +15,10 @@ import (
 	"github.com/overwire/overwire/gosrc/companions"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
-	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/save/folders"
 	"github.com/overwire/overwire/gosrc/save/original"
 	"github.com/overwire/overwire/gosrc/source"
-	"github.com/overwire/overwire/gosrc/source/open"
 )
 
 // Convert reads tensors from anything that can be opened (files, folders, an
@@ -65,7 +63,7 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 	}
 	dst = spec.Path // without its scheme
 	if len(src) == 1 && !remote(dst) && isFolder(dst, src, 1) {
-		dir := localPath(src[0])
+		dir := folders.Local(src[0])
 		branches, err := format.Tree(dir, dst)
 		if err != nil {
 			return Report{}, err
@@ -113,24 +111,38 @@ func convertOne(ctx context.Context, j *job.Job, src []string, dst string, spec 
 			return Report{}, err
 		}
 	}
-	made := ""
-	if folder {
-		if made, err = makeFolder(dst); err != nil {
-			return Report{}, err
-		}
-	}
-	w.spec.Path = pathIn(folder, w.spec)
+	w.spec.Path = pathIn(folder, "model", w.spec)
 	parts, err := m.parts(ctx, w.spec, dst, src, folder, items)
-	var left []string
-	if err == nil && folder {
-		if err = alone(ctx, src, dst, w.spec, parts); err == nil {
-			parts, left, err = withCompanions(src, dst, parts, how)
-		}
+	if err != nil {
+		return Report{}, err
 	}
 	var rep Report
+	if folder {
+		rep, err = w.intoFolder(ctx, src, src, dst, parts, how)
+	} else {
+		rep, err = w.save(ctx, parts)
+	}
+	rep.Anew = m.anew(w.spec, parts, rep.Originals)
+	return rep, err
+}
+
+// intoFolder writes parts into dst, which is made, beside the companions of the folders
+// from. Their own weights may lie in dst if they are among src.
+func (w *writer) intoFolder(ctx context.Context, src, from []string, dst string, parts []part, how beside) (rep Report, err error) {
+	made, err := folders.Make(dst)
+	if err != nil {
+		return rep, err
+	}
+	ours := map[string]bool{}
+	for _, p := range parts {
+		ours[filepath.Base(p.path)] = true
+	}
+	var left []string
+	if err = folders.Alone(ctx, dst, src, w.spec.Shard > 0, ours, w.spec.Storage.Options); err == nil {
+		parts, left, err = withCompanions(from, dst, parts, how)
+	}
 	if err == nil {
 		rep, err = w.save(ctx, parts)
-		rep.Anew = m.anew(w.spec, parts, rep.Originals)
 	}
 	if err != nil && made != "" {
 		_ = os.Remove(made)
@@ -186,7 +198,7 @@ func (m *model) parts(
 	default:
 		seen := map[string]bool{}
 		for k, s := range m.srcs {
-			name := filepath.Base(source.Path(localPath(s.URI())))
+			name := filepath.Base(source.Path(folders.Local(s.URI())))
 			if seen[name] {
 				return nil, badArgument(dst, "", "two sources are called %q", name)
 			}
@@ -203,7 +215,7 @@ func (m *model) parts(
 			parts = append(parts, part{path: join(dst, name), metadata: meta, items: m.of(k, items), mode: modeOf(s.URI()), original: o})
 		}
 		if len(src) == 1 {
-			if name, b := original.IndexJSON(ctx, localPath(src[0]), spec.Storage.Options); name != "" {
+			if name, b := original.IndexJSON(ctx, folders.Local(src[0]), spec.Storage.Options); name != "" {
 				parts = append(parts, part{path: join(dst, name), blob: b, mode: m.mode()})
 			}
 		}
@@ -227,7 +239,7 @@ func withCompanions(src []string, dst string, parts []part, how beside) (all []p
 		taken[filepath.Base(p.path)] = true
 	}
 	for _, s := range src {
-		found, skipped, err := companions.Find(companions.Folder{Path: localPath(s), Root: how.root, Avoid: dst, Below: how.folders}, taken)
+		found, skipped, err := companions.Find(companions.Folder{Path: folders.Local(s), Root: how.root, Avoid: dst, Below: how.folders}, taken)
 		if err != nil {
 			return nil, nil, err
 		}
@@ -257,7 +269,7 @@ func modeOf(uri string) fs.FileMode {
 	if source.Remote(uri) {
 		return 0
 	}
-	st, err := os.Stat(localPath(uri))
+	st, err := os.Stat(folders.Local(uri))
 	if err != nil {
 		return 0
 	}
@@ -265,58 +277,11 @@ func modeOf(uri string) fs.FileMode {
 }
 
 // pathIn is the file to write, or the path that shards are named after.
-func pathIn(folder bool, spec Spec) string {
+func pathIn(folder bool, stem string, spec Spec) string {
 	if folder {
-		return join(spec.Path, "model"+extension)
+		return join(spec.Path, stem+extension)
 	}
 	return spec.Path
-}
-
-// alone refuses a folder that has other weights, since it would then be opened as
-// two models. Files of a source folder that is converted onto itself are allowed.
-func alone(ctx context.Context, src []string, dst string, spec Spec, parts []part) error {
-	ours := map[string]bool{}
-	for _, p := range parts {
-		ours[filepath.Base(p.path)] = true
-	}
-	others := func(name string) error {
-		if !ours[name] && !strings.HasPrefix(name, ".") &&
-			(strings.HasSuffix(name, extension) || strings.HasSuffix(name, extension+".index.json")) {
-			return badArgument(dst, "", "the folder holds other weights (%s): choose an empty one", name)
-		}
-		return nil
-	}
-	if remote(dst) {
-		names, err := open.List(ctx, dst, spec.Storage.Options)
-		if errors.Is(err, errs.ErrNotFound) || errors.Is(err, errs.ErrNotSupported) {
-			return nil
-		}
-		for i := 0; i < len(names) && err == nil; i++ {
-			if err = others(filepath.Base(names[i])); slices.Contains(src, dst) {
-				err = nil // converted onto itself
-			}
-		}
-		return err
-	}
-	here, err := os.Stat(dst)
-	if err != nil {
-		return atomicfile.Failed(dst, -1, err)
-	}
-	for _, s := range src {
-		if st, err := os.Stat(localPath(s)); err == nil && os.SameFile(st, here) && spec.Shard == 0 {
-			return nil
-		}
-	}
-	names, err := os.ReadDir(dst)
-	if err != nil {
-		return atomicfile.Failed(dst, -1, err)
-	}
-	for _, n := range names {
-		if err := others(n.Name()); err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 // anew lists the plain files made from containers that are not their originals.
@@ -342,34 +307,6 @@ func isFolder(dst string, src []string, files int) bool {
 	if st, err := os.Stat(dst); err == nil && !remote(dst) {
 		return st.IsDir()
 	}
-	st, err := os.Stat(localPath(src[0]))
+	st, err := os.Stat(folders.Local(src[0]))
 	return (files > 1 || len(src) == 1 && err == nil && st.IsDir()) && !namesFile(dst)
-}
-
-// makeFolder makes dst if it is missing, and returns it if it was made. Stores need
-// no folders.
-func makeFolder(dst string) (made string, err error) {
-	if remote(dst) {
-		return "", nil
-	}
-	err = os.Mkdir(dst, 0o777)
-	if err == nil {
-		return dst, nil
-	}
-	if st, serr := os.Stat(dst); serr == nil && st.IsDir() {
-		return "", nil
-	}
-	if os.IsExist(err) {
-		err = &fs.PathError{Op: "mkdir", Path: dst, Err: fs.ErrExist}
-	}
-	return "", atomicfile.Failed(dst, -1, err)
-}
-
-func localPath(uri string) string {
-	if open.Scheme(uri) == "file" {
-		if p, err := open.FilePath(uri); err == nil {
-			return p
-		}
-	}
-	return uri
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/save/stored"
 )
 
@@ -51,7 +52,7 @@ func Digests(ctx context.Context, j *job.Job, uris []string, storage format.Acce
 }
 
 func (m *model) digests(ctx context.Context, j *job.Job) (rep DigestReport, err error) {
-	workers := Threads(0)
+	workers := knob.Workers(0)
 	items := m.items(workers)
 	var spans []span
 	kept, err := m.kept()

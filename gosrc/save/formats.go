@@ -9,6 +9,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/overwire/overwire/gosrc/tensorizer"
 	"github.com/zeebo/xxh3"
@@ -159,7 +160,7 @@ func errOtherBytes() error {
 func verifyTensors(ctx context.Context, m *model, j *job.Job, k int, rep *VerifyReport) error {
 	var mu sync.Mutex
 	return tensorizer.Verify(ctx, m.srcs[k], tensorizer.Proof{
-		Workers: Threads(0), InOrder: m.srcs[k].Facts().Concurrency > 0,
+		Workers: knob.Workers(0), InOrder: m.srcs[k].Facts().Concurrency > 0,
 		Passed: func(n int64) { j.Bytes.Add(n) },
 		Proven: func(n int64) {
 			mu.Lock()

@@ -41,7 +41,7 @@ func shards(spec Spec, items []*item) []part {
 	dir, stem := stemOf(spec.Path)
 	parts := make([]part, n, n+1)
 	for k := range parts {
-		parts[k].path = join(dir, fmt.Sprintf("%s-%05d-of-%05d%s", stem, k+1, n, extension))
+		parts[k].path = join(dir, shardName(stem, k, n))
 		parts[k].metadata = spec.Metadata
 	}
 	for _, t := range items {
@@ -55,6 +55,10 @@ func shards(spec Spec, items []*item) []part {
 		path: indexPath(spec.Path),
 		blob: shardIndex(parts),
 	})
+}
+
+func shardName(stem string, k, n int) string {
+	return fmt.Sprintf("%s-%05d-of-%05d%s", stem, k+1, n, extension)
 }
 
 func stemOf(path string) (dir, stem string) {
@@ -89,6 +93,12 @@ func shardIndex(parts []part) []byte {
 		for _, t := range p.items {
 			s.TotalSize += t.bytes
 			s.Weights = append(s.Weights, safetensors.Weight{Name: t.name, File: k})
+		}
+		if p.laid != nil {
+			s.TotalSize += p.laid.Tensors
+			for _, name := range p.laid.Names {
+				s.Weights = append(s.Weights, safetensors.Weight{Name: name, File: k})
+			}
 		}
 	}
 	return safetensors.AppendIndexJSON(nil, s)

@@ -10,6 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/save/folders"
 )
 
 // Spread replaces each folder without weights of its own by the folders below it
@@ -17,7 +18,7 @@ import (
 func Spread(uris []string) []string {
 	var out []string
 	for _, uri := range uris {
-		dir := localPath(uri)
+		dir := folders.Local(uri)
 		branches, err := format.Tree(dir, "")
 		if n := len(branches); err != nil || n == 0 || branches[n-1].Weights {
 			out = append(out, uri)
@@ -40,7 +41,7 @@ func Spread(uris []string) []string {
 // copies the files beside them. If one of them fails, a dst that it made is
 // removed.
 func convertTree(ctx context.Context, j *job.Job, dir, dst string, branches []format.Branch, spec Spec) (rep Report, err error) {
-	made, err := makeFolder(dst)
+	made, err := folders.Make(dst)
 	if err != nil {
 		return rep, err
 	}

@@ -11,6 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/save/stored"
 	"github.com/zeebo/xxh3"
 )
@@ -76,7 +77,7 @@ func (m *model) verify(ctx context.Context, j *job.Job, rep *VerifyReport) error
 	if plainFiles > 0 {
 		rep.Note = "plain safetensors files hold no checksums: only their structure was verified"
 	}
-	items := m.items(Threads(0))
+	items := m.items(knob.Workers(0))
 	var total int64
 	for i, t := range items {
 		f := &rep.Files[m.ix.Tensors[i].Source]
@@ -168,7 +169,7 @@ func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *Ve
 			spans = append(spans, span{t, i, off, n, off+n == t.bytes})
 		}
 	}
-	n := Threads(0)
+	n := knob.Workers(0)
 	window := 3*n + 2
 	bufs := make([][]byte, window)
 	kept, err := m.kept()

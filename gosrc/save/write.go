@@ -14,6 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/save/original"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/zeebo/xxh3"
@@ -32,7 +33,7 @@ func newWriter(spec Spec, j *job.Job) *writer {
 	if j == nil {
 		j = job.New("save")
 	}
-	return &writer{spec: spec, job: j, threads: Threads(spec.Threads)}
+	return &writer{spec: spec, job: j, threads: knob.Workers(spec.Threads)}
 }
 
 // A part is one file of a save.
@@ -42,6 +43,7 @@ type part struct {
 	items    []*item
 	blob     []byte           // bytes instead of tensors: an index.json
 	copy     *companions.File // a file to copy instead of tensors
+	laid     *Laid            // a file that was laid out elsewhere, instead of tensors
 	mode     fs.FileMode      // the most rights of a new file; 0: no limit
 	original *original.File   // the file with exactly these tensors and metadata, if known
 }
@@ -135,6 +137,9 @@ func (w *writer) write(ctx context.Context, to draft, p part) (int64, error) {
 	if p.copy != nil {
 		return p.copy.Size, companions.Copy(ctx, *p.copy, to.Write)
 	}
+	if p.laid != nil {
+		return p.laid.Bytes, p.laid.Fill(ctx, to.Write)
+	}
 	return formatOf(p.path).write(ctx, w, to, p)
 }
 
@@ -150,8 +155,11 @@ func (w *writer) destination(parts []part) (destination, error) {
 
 // bytes is the size of a part that has no tensors.
 func (p *part) bytes() int64 {
-	if p.copy != nil {
+	switch {
+	case p.copy != nil:
 		return p.copy.Size
+	case p.laid != nil:
+		return p.laid.Bytes
 	}
 	return int64(len(p.blob))
 }

@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/job"
-	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -73,7 +73,7 @@ func deltaVerbs() []Verb {
 					return delta.Report{}, err
 				}
 				stages := delta.Begin()
-				f, err := delta.Encode(ctx, pairs, q.Metadata, save.Threads(0), func(n int64) { j.Bytes.Add(n) })
+				f, err := delta.Encode(ctx, pairs, q.Metadata, knob.Workers(0), func(n int64) { j.Bytes.Add(n) })
 				if err != nil {
 					return delta.Report{}, err
 				}
@@ -109,7 +109,7 @@ func deltaVerbs() []Verb {
 					p := n[deltaTarget*i:]
 					targets[i] = delta.Target{Name: q.Names[i], DType: types[i], Shape: q.Shapes[i], At: uint64(p[0]), CUDA: int32(p[1]), Stream: uintptr(p[2])}
 				}
-				return delta.Apply(ctx, chain, targets, q.Missing, save.Threads(0))
+				return delta.Apply(ctx, chain, targets, q.Missing, knob.Workers(0))
 			}).tail("of a tensor each: address, 1 + the GPU that it is of (0: the host), and its stream").onCallersMemory(),
 		started("delta_merge", "Write a chain of deltas as one.",
 			func(ctx context.Context, j *job.Job, q deltaMerge, _ []int64) (delta.Report, error) {
@@ -117,7 +117,7 @@ func deltaVerbs() []Verb {
 				if err != nil {
 					return delta.Report{}, err
 				}
-				f, err := delta.Merge(ctx, chain, save.Threads(0))
+				f, err := delta.Merge(ctx, chain, knob.Workers(0))
 				if err == nil {
 					err = f.Write(ctx, q.Path, q.Storage.Options, j.Failed)
 				}
@@ -132,7 +132,7 @@ func deltaVerbs() []Verb {
 				if err != nil {
 					return nil, err
 				}
-				return delta.Diff(ctx, pairs, save.Threads(0), func(n int64) { j.Bytes.Add(n) })
+				return delta.Diff(ctx, pairs, knob.Workers(0), func(n int64) { j.Bytes.Add(n) })
 			}).tail(pairsOf).onCallersMemory(),
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/save"
 )
 
@@ -32,7 +33,7 @@ func digestMemory(ctx context.Context, _ none, n []int64) (*Result, error) {
 	}
 	var sums []digest.Sum
 	if n[0] < 0 {
-		sums, err = digest.All(ctx, views, save.Threads(0))
+		sums, err = digest.All(ctx, views, knob.Workers(0))
 	} else {
 		var d *cuda.Device
 		if d, err = cuda.Open(int(n[0])); err == nil {

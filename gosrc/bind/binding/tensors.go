@@ -8,7 +8,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
-	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/source/open"
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
@@ -112,7 +112,7 @@ func tensorsWrite(ctx context.Context, q writeRequest, n []int64) (written, erro
 			return written{}, err
 		}
 	}
-	end, err := tensorizer.Records(ctx, q.FD, q.Path, q.Offset, items, data, key, save.Threads(q.Threads))
+	end, err := tensorizer.Records(ctx, q.FD, q.Path, q.Offset, items, data, key, knob.Workers(q.Threads))
 	if err != nil {
 		return written{}, err
 	}
@@ -154,7 +154,7 @@ func tensorsSums(ctx context.Context, prefixes []string, n []int64) ([][2]string
 			return nil, err
 		}
 	}
-	if err := tensorizer.Run(ctx, "sums", save.Threads(0), false, flows); err != nil {
+	if err := tensorizer.Run(ctx, "sums", knob.Workers(0), false, flows); err != nil {
 		return nil, err
 	}
 	out := make([][2]string, len(flows))

@@ -1,0 +1,17 @@
+package knob
+
+// This file sets the number of workers.
+
+import "runtime"
+
+// Workers is the number of workers: asked, or if that is 0 the setting, or one per
+// core.
+func Workers(asked int) int {
+	if asked <= 0 {
+		asked = Threads.Get()
+	}
+	if asked <= 0 {
+		asked = runtime.GOMAXPROCS(0)
+	}
+	return min(asked, 256)
+}

@@ -1,0 +1,91 @@
+// Package folders makes and checks the folders that a save writes models to.
+package folders
+
+import (
+	"context"
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/open"
+)
+
+// extension ends the names of weights.
+const extension = ".safetensors"
+
+// Local is the path of a file:// URI; all else stays.
+func Local(uri string) string {
+	if open.Scheme(uri) == "file" {
+		if p, err := open.FilePath(uri); err == nil {
+			return p
+		}
+	}
+	return uri
+}
+
+// Make makes dst if it is missing, and returns it if it was made. Stores need no
+// folders.
+func Make(dst string) (made string, err error) {
+	if source.Remote(dst) {
+		return "", nil
+	}
+	err = os.Mkdir(dst, 0o777)
+	if err == nil {
+		return dst, nil
+	}
+	if st, serr := os.Stat(dst); serr == nil && st.IsDir() {
+		return "", nil
+	}
+	if os.IsExist(err) {
+		err = &fs.PathError{Op: "mkdir", Path: dst, Err: fs.ErrExist}
+	}
+	return "", atomicfile.Failed(dst, -1, err)
+}
+
+// Alone refuses a folder that has other weights than ours, by name, since it would then
+// be opened as two models. Files of a folder of src that is converted onto itself are
+// allowed, of a local one if its files keep their names.
+func Alone(ctx context.Context, dst string, src []string, renamed bool, ours map[string]bool, opt source.Options) error {
+	others := func(name string) error {
+		if !ours[name] && !strings.HasPrefix(name, ".") &&
+			(strings.HasSuffix(name, extension) || strings.HasSuffix(name, extension+".index.json")) {
+			return errs.Locate("save", dst, "", -1, errs.New(errs.ErrArgument, "the folder holds other weights (%s): choose an empty one", name))
+		}
+		return nil
+	}
+	if source.Remote(dst) {
+		names, err := open.List(ctx, dst, opt)
+		if errors.Is(err, errs.ErrNotFound) || errors.Is(err, errs.ErrNotSupported) || err == nil && slices.Contains(src, dst) {
+			return nil
+		}
+		for i := 0; i < len(names) && err == nil; i++ {
+			err = others(filepath.Base(names[i]))
+		}
+		return err
+	}
+	here, err := os.Stat(dst)
+	if err != nil {
+		return atomicfile.Failed(dst, -1, err)
+	}
+	for _, s := range src {
+		if st, err := os.Stat(Local(s)); err == nil && os.SameFile(st, here) && !renamed {
+			return nil
+		}
+	}
+	names, err := os.ReadDir(dst)
+	if err != nil {
+		return atomicfile.Failed(dst, -1, err)
+	}
+	for _, n := range names {
+		if err := others(n.Name()); err != nil {
+			return err
+		}
+	}
+	return nil
+}

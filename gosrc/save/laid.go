@@ -1,0 +1,43 @@
+package save
+
+// This file writes files that another package has laid out, as a save writes its own.
+
+import (
+	"context"
+
+	"github.com/overwire/overwire/gosrc/job"
+)
+
+// A Laid is such a file: a safetensors file that stands for the tensors Names, of
+// Tensors bytes, in an index.json. Fill writes each of its Bytes once, from one
+// goroutine or several.
+type Laid struct {
+	Bytes   int64
+	Names   []string
+	Tensors int64
+	Fill    func(ctx context.Context, write func(p []byte, off int64) error) error
+}
+
+// Lay writes files that belong together, to spec.Path or, of several, to shards of that
+// name with an index. Convert's doc says when it is a folder; the files are named
+// after stem there, and companions of the folder src ("": none) are copied.
+func Lay(ctx context.Context, j *job.Job, src, stem string, files []Laid, spec Spec) (rep Report, err error) {
+	if err := spec.check(); err != nil {
+		return rep, err
+	}
+	w := newWriter(spec, j)
+	folder, dst := isFolder(spec.Path, []string{src}, 1), spec.Path
+	w.spec.Path = pathIn(folder, stem, spec)
+	parts := []part{{path: w.spec.Path, laid: &files[0]}}
+	if dir, stem := stemOf(w.spec.Path); len(files) > 1 {
+		parts = parts[:0]
+		for k := range files {
+			parts = append(parts, part{path: join(dir, shardName(stem, k, len(files))), laid: &files[k]})
+		}
+		parts = append(parts, part{path: indexPath(w.spec.Path), blob: shardIndex(parts)})
+	}
+	if !folder {
+		return w.save(ctx, parts)
+	}
+	return w.intoFolder(ctx, nil, []string{src}, dst, parts, beside{})
+}
