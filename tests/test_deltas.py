@@ -9,6 +9,7 @@ import json
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -302,3 +303,98 @@ def test_diff(tmp_path: Path) -> None:
     assert (shown["equal"], shown["only_a"], shown["only_b"], shown["other"]) == (1, ["a"], ["b"], ["other"])
     text = cli("diff", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"))
     assert "3 of 1,003 elements changed" in text and "only in A: a" in text
+
+
+def as_folder(path: Path, tensors: dict[str, torch.Tensor], shard: int | str, name: str = "model") -> Path:
+    path.mkdir()
+    ow.save_file(tensors, path / f"{name}.safetensors", {"format": "pt"}, max_shard_size=shard)
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def test_deltas_of_folders(tmp_path: Path, rng: random.Random) -> None:
+    """Folders of shards on each side, divided and named differently, give a folder of shards
+    with an index and what lies beside the new model; every verb takes it, and its index."""
+    base = model(rng)
+    new = stepped(base, rng)
+    for tensors in (base, new):  # tied, and in other shards than what they are tied to
+        tensors["tied"] = tensors["bf16"]
+    old = as_folder(tmp_path / "a base", base, "100KB")
+    now = as_folder(tmp_path / "new", new, 40_000, "weights")
+    at = tmp_path / "the delta"
+    report = ow.save_delta(now, old, at, max_shard_size="1KB")
+    files = sorted(path.name for path in at.iterdir())
+    assert "config.json" in files and "delta.safetensors.index.json" in files and len(files) > 4
+    assert sorted(Path(name).name for name in report.files) == files and report.path == str(at)
+    assert report.files[-1].endswith(".index.json")
+    delta = ow.open_delta(at)
+    assert report.stored == delta.nbytes == sum(path.stat().st_size for path in at.glob("*.safetensors"))
+    weights = json.loads((at / "delta.safetensors.index.json").read_text())["weight_map"]
+    assert set(weights) == set(base) == set(delta)
+    one = tmp_path / "one.safetensors"
+    ow.save_delta(new, base, one)
+    for way in (at, f"{at}/", at / "delta.safetensors.index.json", delta, one):
+        assert same(ow.load_file(way, base=old), new)
+    live = {name: tensor.clone() for name, tensor in base.items()}
+    ow.apply_delta(live, at)
+    assert same(live, new)
+    two = stepped(new, rng)
+    next_ = tmp_path / "next"
+    ow.save_delta(as_folder(tmp_path / "newer", two, "1GB"), now, next_)
+    assert sorted(path.name for path in next_.iterdir()) == ["config.json", "delta.safetensors"]
+    assert same(ow.load_file([at, next_], base=old), two)
+    merged = tmp_path / "merged"
+    report = ow.merge_deltas([at, next_], f"{merged}/", max_shard_size=1000)
+    assert {"config.json", "delta.safetensors.index.json"} <= {path.name for path in merged.iterdir()}
+    assert same(ow.load_file(merged, base=old), two)
+    for read in (ow.load_file, ow.inspect):
+        with pytest.raises(ow.NotSupportedError, match="delta, not a model"):
+            read(at)
+    found = ow.diff(old, now)
+    shown = json.loads(cli("diff", str(old), str(now), "--json"))
+    assert {row["name"] for row in shown["tensors"]} == {row.name for row in found.changed} == set(delta.changed)
+    (next(at.glob("delta-00002-*"))).unlink()
+    live = {name: tensor.clone() for name, tensor in base.items()}
+    with pytest.raises(ow.NotFoundError, match="delta-00002-of-"):
+        ow.apply_delta(live, at)
+    with pytest.raises(ow.NotFoundError, match="shards are there"):
+        ow.open_delta(next(at.glob("delta-00001-*")))
+    assert same(live, base)
+    with pytest.raises(ow.ArgumentError, match="other weights"):
+        ow.save_delta(now, old, now)  # beside the weights it would be a second model
+    with pytest.raises(ow.ArgumentError, match="base lacks 'f32'"):
+        ow.save_delta(now, {name: tensor for name, tensor in base.items() if name != "f32"}, tmp_path / "none")
+    with pytest.raises(ow.ArgumentError, match="new lacks 'f32'"):
+        ow.save_delta({name: tensor for name, tensor in base.items() if name != "f32"}, old, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    ow.save_delta({}, {}, tmp_path / "empty.safetensors", max_shard_size=1)
+    assert ow.apply_delta({"w": torch.zeros(2)}, tmp_path / "empty.safetensors").tensors == 0
+
+
+def test_a_shard_of_another_step_is_refused(tmp_path: Path) -> None:
+    """Also where no digest would tell: the tensors of the shard have the same base in both."""
+    base = {"a": torch.zeros(100_000), "b": torch.zeros(100_000)}
+    one = {"a": base["a"] + 1, "b": base["b"]}
+    two = {"a": base["a"] + 1, "b": base["b"] + 1}
+    for name, new in (("one", one), ("two", two)):
+        (tmp_path / name).mkdir()
+        ow.save_delta(new | {"c": torch.ones(9)}, base | {"c": torch.zeros(9)}, tmp_path / name, max_shard_size=1)
+    shards = {name: sorted((tmp_path / name).glob("*.safetensors")) for name in ("one", "two")}
+    shards["one"][0].write_bytes(shards["two"][0].read_bytes())
+    live = {name: tensor.clone() for name, tensor in base.items()} | {"c": torch.zeros(9)}
+    with pytest.raises(ow.FormatError, match="another delta|1 of"):
+        ow.apply_delta(live, tmp_path / "one")
+    assert not any(tensor.any() for tensor in live.values())
+
+
+def test_one_delta_applied_by_many(tmp_path: Path, rng: random.Random) -> None:
+    """An open delta of shards changes several copies of the base at once."""
+    base = model(rng)
+    new = stepped(base, rng)
+    (tmp_path / "d").mkdir()
+    ow.save_delta(new, base, tmp_path / "d", max_shard_size=500)
+    delta = ow.open_delta(tmp_path / "d")
+    copies = [{name: tensor.clone() for name, tensor in base.items()} for _ in range(4)]
+    with ThreadPoolExecutor(4) as side:
+        list(side.map(lambda tensors: ow.apply_delta(tensors, delta), copies))
+    assert all(same(tensors, new) for tensors in copies)

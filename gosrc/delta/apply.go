@@ -33,11 +33,12 @@ type Target struct {
 // A Report says what was written or applied. Bytes are those of the tensors, Stored
 // those of the file that was written, or of the chunks that were applied.
 type Report struct {
-	Tensors int     `json:"tensors"`
-	Changed int     `json:"changed"` // tensors that changed
-	Bytes   int64   `json:"bytes"`
-	Stored  int64   `json:"stored"`
-	Stages  []Stage `json:"stages"`
+	Tensors int      `json:"tensors"`
+	Changed int      `json:"changed"` // tensors that changed
+	Bytes   int64    `json:"bytes"`
+	Stored  int64    `json:"stored"`
+	Stages  []Stage  `json:"stages"`
+	Files   []string `json:"files"` // written, an index.json last
 }
 
 // A Stage is a part of the work, and how long it took.

@@ -2,7 +2,8 @@
 // tensor, as a file that is small where little has changed.
 //
 //	Encode   two models in memory become a File
-//	Parse    a file's bytes become a File, of which every byte has been checked
+//	Read     a file, or the shards of a folder, become a File, of which every byte has been checked
+//	Write    a File becomes a file or shards, which appear together
 //	Apply    a chain of Files is XORed into tensors, in place, on the host and on GPUs
 //	Merge    a chain becomes one File, the same that Encode makes of its ends
 //	Diff     what differs between two models, without a File
@@ -44,7 +45,9 @@ type File struct {
 	Metadata map[string]string
 	Tensors  []Tensor
 	ChunkLen int64 // bytes of a chunk of a tensor
-	Size     int64 // bytes of the file
+	Size     int64 // bytes of the file, or of its shards
+
+	mark mark
 }
 
 // width is the size of the elements as which bytes of a type are compared.

@@ -112,7 +112,11 @@ func encode(t *testing.T, now, base *model) *File {
 
 func layout(t *testing.T, f *File) []byte {
 	t.Helper()
-	pieces, err := f.Layout()
+	table, err := f.table()
+	if err != nil {
+		t.Fatal(err)
+	}
+	pieces, err := f.layout(table)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -396,7 +400,7 @@ func TestChanged(t *testing.T) {
 		c := bytes.Clone(b)
 		c[r.IntN(len(c))] ^= 1 << r.IntN(8)
 		if f, err := Parse(context.Background(), "d", c); err == nil {
-			if got, _ := f.Layout(); !bytes.Equal(bytes.Join(got, nil), b) {
+			if got, _ := f.layout(nil); !bytes.Equal(bytes.Join(got, nil), b) {
 				t.Fatal("a changed byte was accepted")
 			}
 		} else if errs.Class(err) == "EngineError" {

@@ -114,13 +114,9 @@ func (f *File) entries(b []byte, n int) []byte {
 	return b
 }
 
-// Layout returns the file's bytes, in pieces: everything before the chunks first. It
+// layout returns the file's bytes, in pieces: everything before the chunks first. It
 // sets Size.
-func (f *File) Layout() ([][]byte, error) {
-	table, err := f.table()
-	if err != nil {
-		return nil, err
-	}
+func (f *File) layout(table []byte) ([][]byte, error) {
 	pieces, stored := [][]byte{nil}, int64(0)
 	for i := range f.Tensors {
 		if t := &f.Tensors[i]; t.Same < 0 {
@@ -133,10 +129,13 @@ func (f *File) Layout() ([][]byte, error) {
 	}
 	metadata := map[string]string{}
 	for k, v := range f.Metadata {
-		if k == overwire.MetadataKey {
+		if k == overwire.MetadataKey || k == shardKey {
 			return nil, errs.New(errs.ErrArgument, "metadata entry %q is reserved", k)
 		}
 		metadata[k] = v
+	}
+	if f.mark.of > 0 {
+		metadata[shardKey] = f.mark.String()
 	}
 	metadata[overwire.MetadataKey] = overwire.DeltaMark()
 	entries := []safetensors.Entry{
@@ -159,10 +158,14 @@ func (f *File) Layout() ([][]byte, error) {
 
 // Parse reads the bytes of a file, which the File keeps, and checks all of them: the
 // header, the table, each chunk's checksum, and that each chunk can be applied. Changed
-// bytes are errs.ErrCorrupt; a file that is no delta errs.ErrFormat.
+// bytes are errs.ErrCorrupt; a file that is no delta errs.ErrFormat; a shard, which alone
+// is none, errs.ErrNotFound.
 func Parse(ctx context.Context, uri string, b []byte) (*File, error) {
 	f, err := parse(ctx, uri, b)
-	return f, errs.Locate("delta", uri, "", -1, err)
+	if err != nil {
+		return nil, errs.Locate("delta", uri, "", -1, err)
+	}
+	return join(uri, []*File{f}, nil)
 }
 
 func parse(ctx context.Context, uri string, b []byte) (*File, error) {
@@ -186,6 +189,10 @@ func parse(ctx context.Context, uri string, b []byte) (*File, error) {
 	}
 	f := &File{URI: uri, Metadata: h.Metadata, Size: int64(len(b))}
 	delete(f.Metadata, overwire.MetadataKey)
+	if err := f.readMark(); err != nil {
+		return nil, err
+	}
+	f.mark.table = digest.Of(at(1))
 	p := parser{f: f, b: at(1), data: at(2)}
 	if err := p.table(); err != nil {
 		return nil, err

@@ -5,52 +5,109 @@ package delta
 import (
 	"bytes"
 	"context"
-	"os"
 	"sync"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/internal/hostmem"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 )
 
-// Read reads a file or object whole, and parses it.
+// stem names a delta's files in a folder.
+const stem = "delta"
+
+// Read reads a delta whole, and checks every byte: a file or object, or the shards of a
+// folder or an index.json. The File keeps the stored bytes, which are refused if the
+// host has not that much memory left, and no decoded ones.
 func Read(ctx context.Context, uri string, opt source.Options) (*File, error) {
-	src, err := open.With(opt)(ctx, uri)
+	opener := open.With(opt)
+	names, index, err := format.Resolve(ctx, uri, opener, format.Options{List: open.Lister(opt)})
 	if err != nil {
 		return nil, err
 	}
-	defer src.Close()
+	srcs := make([]source.Source, len(names))
+	defer func() {
+		for _, s := range srcs {
+			if s != nil {
+				_ = s.Close()
+			}
+		}
+	}()
+	err = spawn.Each(ctx, "delta open", 8, len(names), func(i int) (err error) {
+		srcs[i], err = opener(ctx, names[i])
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	left := hostmem.Available()
+	for need, i := int64(0), 0; i < len(srcs); i++ {
+		size := srcs[i].Size()
+		if need += min(size, left+1); size > left || need > left {
+			return nil, errs.Locate("delta", uri, "", -1, &errs.Memory{Where: "host", Asked: max(need, size), Free: left, Total: left, For: "a delta", Err: "available"})
+		}
+	}
+	files := make([]*File, len(srcs))
+	for i, s := range srcs {
+		if files[i], err = readOne(ctx, names[i], s); err != nil {
+			return nil, err
+		}
+	}
+	return join(uri, files, index)
+}
+
+func readOne(ctx context.Context, uri string, src source.Source) (*File, error) {
 	const part = 8 << 20
 	size := src.Size()
 	b := make([]byte, size)
-	err = spawn.Each(ctx, "delta read", 8, int((size+part-1)/part), func(i int) error {
+	err := spawn.Each(ctx, "delta read", 8, int((size+part-1)/part), func(i int) error {
 		lo := int64(i) * part
 		return src.ReadAt(ctx, b[lo:min(size, lo+part)], lo)
 	})
 	if err != nil {
 		return nil, errs.Locate("read", uri, "", -1, err)
 	}
-	return Parse(ctx, uri, b)
+	f, err := parse(ctx, uri, b)
+	return f, errs.Locate("delta", uri, "", -1, err)
 }
 
-// Write writes a file, which appears complete or not at all; failed is called with an
-// error of a store before the store is cleaned up.
-func (f *File) Write(ctx context.Context, path string, opt source.Options, failed func(error)) error {
-	pieces, err := f.Layout()
+// Write writes the delta to spec.Path, in shards of at most spec.Shard bytes of chunks.
+// All of its files appear together, or none. beside is the folder whose companions are
+// copied if the path is one, too (save.Lay); "": none.
+func (f *File) Write(ctx context.Context, j *job.Job, beside string, spec save.Spec) (Report, error) {
+	shards, tables, err := f.split(spec.Shard)
 	if err != nil {
-		return errs.Locate("save", path, "", -1, err)
+		return Report{}, errs.Locate("save", spec.Path, "", -1, err)
 	}
-	if source.Remote(path) {
-		return open.Put(ctx, path, opt, bytes.Join(pieces, nil), nil, failed)
+	files := make([]save.Laid, len(shards))
+	f.Size = 0
+	for k, s := range shards {
+		pieces, err := s.layout(tables[k])
+		if err != nil {
+			return Report{}, errs.Locate("save", spec.Path, "", -1, err)
+		}
+		f.Size += s.Size
+		files[k] = save.Laid{Bytes: s.Size, Tensors: s.Report().Bytes}
+		for i := range s.Tensors {
+			files[k].Names = append(files[k].Names, s.Tensors[i].Name)
+		}
+		files[k].Fill = func(ctx context.Context, write func(p []byte, off int64) error) error {
+			return writeAll(ctx, write, pieces)
+		}
 	}
-	return atomicfile.With(path, func(to *os.File) error { return writeAll(ctx, to, pieces) })
+	done, err := save.Lay(ctx, j, beside, stem, files, spec)
+	r := f.Report()
+	r.Files = done.Files
+	return r, err
 }
 
-// writeAll writes pieces one after the other into an empty file. Several workers each
-// gather many of them, and write those at once.
-func writeAll(ctx context.Context, to *os.File, pieces [][]byte) error {
+// writeAll writes pieces one after the other. Several workers each gather many of them,
+// and write those at once.
+func writeAll(ctx context.Context, write func(p []byte, off int64) error, pieces [][]byte) error {
 	const most, workers = 4 << 20, 8
 	type part struct {
 		lo, hi    int
@@ -82,7 +139,6 @@ func writeAll(ctx context.Context, to *os.File, pieces [][]byte) error {
 			}
 			b = buffer.Bytes()
 		}
-		_, err := to.WriteAt(b, p.at)
-		return err
+		return write(b, p.at)
 	})
 }

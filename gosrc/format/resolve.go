@@ -56,6 +56,7 @@ func Resolve(ctx context.Context, uri string, open Opener, opt Options) (files [
 var usual = []string{
 	"model" + suffix + indexSuffix, "model" + suffix,
 	"diffusion_pytorch_model" + suffix + indexSuffix, "diffusion_pytorch_model" + suffix,
+	"delta" + suffix + indexSuffix, "delta" + suffix,
 }
 
 func remote(ctx context.Context, uri string, open Opener, opt Options) ([]string, *safetensors.Shards, error) {

@@ -65,9 +65,11 @@ class DeltaFile(TypedDict):
 
 
 class DeltaMerge(TypedDict, total=False):
-    files: list[int]
     path: str
+    shard: int
+    beside: str
     storage: FormatAccess
+    files: list[int]
 
 
 class DeltaOpen(TypedDict, total=False):
@@ -81,6 +83,7 @@ class DeltaReport(TypedDict):
     bytes: int
     stored: int
     stages: list[DeltaStage]
+    files: list[str]
 
 
 class DeltaRow(TypedDict):
@@ -98,8 +101,10 @@ class DeltaSave(TypedDict, total=False):
     dtypes: list[str]
     shapes: list[list[int]]
     path: str
-    metadata: dict[str, str]
+    shard: int
+    beside: str
     storage: FormatAccess
+    metadata: dict[str, str]
 
 
 class DeltaStage(TypedDict):

@@ -11,6 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -23,9 +24,16 @@ type deltaTensors struct {
 
 type deltaSave struct {
 	deltaTensors
-	Path     string            `json:"path"`
+	deltaTarget
 	Metadata map[string]string `json:"metadata"`
-	Storage  format.Access     `json:"storage"`
+}
+
+// deltaTarget says where a delta is written.
+type deltaTarget struct {
+	Path    string        `json:"path"`
+	Shard   int64         `json:"shard"`  // as save.Spec has it, of stored bytes
+	Beside  string        `json:"beside"` // folder of the new model; "": none
+	Storage format.Access `json:"storage"`
 }
 
 type deltaOpen struct {
@@ -53,15 +61,14 @@ type deltaApply struct {
 }
 
 type deltaMerge struct {
-	Files   []uint64      `json:"files"`
-	Path    string        `json:"path"`
-	Storage format.Access `json:"storage"`
+	deltaTarget
+	Files []uint64 `json:"files"`
 }
 
 const (
-	deltaPair   = 4
-	deltaTarget = 3
-	pairsOf     = "of a tensor each: address after and before, 1 + the GPU that both are of (0: the host), and its stream"
+	deltaPair  = 4
+	deltaPlace = 3
+	pairsOf    = "of a tensor each: address after and before, 1 + the GPU that both are of (0: the host), and its stream"
 )
 
 func deltaVerbs() []Verb {
@@ -78,13 +85,10 @@ func deltaVerbs() []Verb {
 					return delta.Report{}, err
 				}
 				stages.End("encode")
-				if err := f.Write(ctx, q.Path, q.Storage.Options, j.Failed); err != nil {
-					return delta.Report{}, err
-				}
+				r, err := q.write(ctx, j, f)
 				stages.End("write")
-				r := f.Report()
 				r.Stages = stages.List()
-				return r, nil
+				return r, err
 			}).tail(pairsOf).onCallersMemory(),
 		awaited("delta_open", "Read a delta whole and check it: from a URI, or, with an address, from memory, which is copied.",
 			func(ctx context.Context, q deltaOpen, n []int64) (deltaFile, error) {
@@ -96,7 +100,7 @@ func deltaVerbs() []Verb {
 			}).ints("address", "nbytes").onCallersMemory(),
 		started("delta_apply", "Apply deltas, one after the other, to tensors in place.",
 			func(ctx context.Context, j *job.Job, q deltaApply, n []int64) (delta.Report, error) {
-				types, err := q.types(len(n), deltaTarget)
+				types, err := q.types(len(n), deltaPlace)
 				if err != nil {
 					return delta.Report{}, err
 				}
@@ -106,7 +110,7 @@ func deltaVerbs() []Verb {
 				}
 				targets := make([]delta.Target, len(q.Names))
 				for i := range targets {
-					p := n[deltaTarget*i:]
+					p := n[deltaPlace*i:]
 					targets[i] = delta.Target{Name: q.Names[i], DType: types[i], Shape: q.Shapes[i], At: uint64(p[0]), CUDA: int32(p[1]), Stream: uintptr(p[2])}
 				}
 				return delta.Apply(ctx, chain, targets, q.Missing, knob.Workers(0))
@@ -118,13 +122,10 @@ func deltaVerbs() []Verb {
 					return delta.Report{}, err
 				}
 				f, err := delta.Merge(ctx, chain, knob.Workers(0))
-				if err == nil {
-					err = f.Write(ctx, q.Path, q.Storage.Options, j.Failed)
-				}
 				if err != nil {
 					return delta.Report{}, err
 				}
-				return f.Report(), nil
+				return q.write(ctx, j, f)
 			}),
 		started("delta_diff", "Compare two models in host memory, tensor by tensor.",
 			func(ctx context.Context, j *job.Job, q deltaTensors, n []int64) ([]delta.Row, error) {
@@ -135,6 +136,11 @@ func deltaVerbs() []Verb {
 				return delta.Diff(ctx, pairs, knob.Workers(0), func(n int64) { j.Bytes.Add(n) })
 			}).tail(pairsOf).onCallersMemory(),
 	}
+}
+
+func (q *deltaTarget) write(ctx context.Context, j *job.Job, f *delta.File) (delta.Report, error) {
+	r, err := f.Write(ctx, j, q.Beside, save.Spec{Path: q.Path, Shard: q.Shard, Storage: q.Storage})
+	return r, errs.Ended(ctx, err)
 }
 
 // types are the dtypes of the tensors, which have `each` of the numbers.

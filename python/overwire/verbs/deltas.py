@@ -15,13 +15,13 @@ from ..frameworks.choose import check_device, frame_for, frame_of
 from ..frameworks.frame import Bytes
 from ..jobs import Job
 from ..model.opened import Model, opening
-from ..model.options import StorageOptions
+from ..model.options import StorageOptions, parse_size
 from ..model.storage import storage
 from ..paths import local
 from ..progress import ProgressLike, watch
 
 if TYPE_CHECKING:
-    from .._requests import DeltaFile, DeltaTensors
+    from .._requests import DeltaFile, DeltaMerge, DeltaTensors
 
 __all__ = [
     "Delta",
@@ -47,9 +47,10 @@ class DeltaReport:
     """What was written or applied.
 
     tensors: how many the deltas name; changed: those of them that change.
-    bytes: of these tensors. stored: of the file that was written, or of the chunks that
+    bytes: of these tensors. stored: of the delta that was written, or of the chunks that
         were applied.
-    path: the file that was written, else "".
+    path: what was written, as it was given, else "". files: the files of it, in order: those
+        copied beside it first, an index.json last.
     seconds: of the engine's stages, by name: "encode" and "write" of `save_delta`; "plan",
         "base digests", "change" and "new digests" of `apply_delta`; else none.
     """
@@ -61,6 +62,7 @@ class DeltaReport:
     bytes: int
     stored: int
     path: str = ""
+    files: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
 
@@ -121,7 +123,9 @@ class Diff:
 
 class Delta:
     """A delta in host memory, read whole and checked: made by `open_delta`. It may be
-    applied any number of times, and by several threads."""
+    applied any number of times, and by several threads. It holds the files' bytes
+    (`nbytes`) as they are stored, and about 40 bytes for each 256 KiB of a tensor that
+    changes; no decoded ones."""
 
     __module__ = "overwire"
     __slots__ = ("__weakref__", "_about", "_number", "_places")
@@ -149,7 +153,7 @@ class Delta:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file."""
+        """Bytes of the file, or of all shards."""
         return self._about["size"]
 
     @property
@@ -207,10 +211,13 @@ def open_delta(source: DeltaLike, *, storage_options: StorageOptions | None = No
     """Reads a delta whole into host memory and checks every byte of it, so that
     `apply_delta` only has to apply it.
 
-    source: a path or URI, or the bytes of a delta's file, which are copied.
+    source: the path or URI of a file, of a folder of shards or of their index.json; or the
+        bytes of a delta's file, which are copied.
     storage_options: as for `load_file`.
 
-    Raises NotFoundError, CorruptError, FormatError for files that are no delta,
+    Raises NotFoundError, also if a shard is missing, CorruptError, FormatError for files
+    that are no delta and for shards of different ones, ArgumentError for a folder of
+    several deltas, OutOfMemoryError before it reads what memory cannot hold,
     NotSupportedError.
     """
     if isinstance(source, Delta):
@@ -242,6 +249,7 @@ def save_delta(
     path: _PathLike,
     *,
     metadata: Mapping[str, str] | None = None,
+    max_shard_size: int | str | None = None,
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> DeltaReport:
@@ -251,8 +259,14 @@ def save_delta(
     new, base: the same names with the same dtypes and shapes: a dict of torch tensors or
         numpy arrays, a torch module, or the path or URI of a model, which is loaded to
         the host. Where both are on a GPU, it encodes; else what is on a GPU is copied.
-    path: the file, or a URI that can be written. It appears complete or not at all.
+    path: the file, or a URI that can be written. A folder if it is one, if it ends in a
+        slash, or if `new` is a folder and path does not end in .safetensors: then the files
+        are called delta, and what lies beside the weights of `new` is copied, as `convert`
+        does. It appears complete or not at all.
     metadata: texts to keep in it.
+    max_shard_size: the most bytes of the delta in one file ("5GB", "512MiB", int). A longer
+        one is written in shards with an index.json, named as those of `save_file`; a tensor
+        is in one of them.
 
     The same tensors give the same file, wherever they are. Unchanged tensors, and chunks
     of 256 KiB that did not change, take no space. Each tensor is named with the digest of
@@ -277,8 +291,10 @@ def save_delta(
     job = _verbs.delta_save(
         {
             "path": target,
-            "metadata": dict(metadata or {}),
+            "shard": parse_size(max_shard_size),
+            "beside": _beside(new),
             "storage": storage(storage_options, [target], writes=True),
+            "metadata": dict(metadata or {}),
             "names": names,
             "dtypes": [one.now.dtype for one in pairs],
             "shapes": [list(one.now.shape) for one in pairs],
@@ -345,18 +361,30 @@ def apply_delta(
 
 
 def merge_deltas(
-    deltas: Iterable[DeltaLike], path: _PathLike, *, storage_options: StorageOptions | None = None
+    deltas: Iterable[DeltaLike],
+    path: _PathLike,
+    *,
+    max_shard_size: int | str | None = None,
+    storage_options: StorageOptions | None = None,
 ) -> DeltaReport:
     """Writes a chain of deltas as one: the very file that `save_delta` makes of the first
-    one's base and the last one's result, without either.
+    one's base and the last one's result, without either. path and max_shard_size are as there;
+    beside a folder of shards, what lies in the last delta's folder is copied.
 
     Raises DeltaBaseError if a delta does not begin where the one before it ends, and what
     `open_delta` and `save_delta` raise.
     """
-    chain = chain_of(list(deltas), storage_options)
+    named = list(deltas)
+    chain = chain_of(named, storage_options)
     target = local(path)
-    access = storage(storage_options, [target], writes=True)
-    with Job(_verbs.delta_merge({"files": [one._number for one in chain], "path": target, "storage": access}), "save", None) as running:
+    merge: DeltaMerge = {
+        "files": [one._number for one in chain],
+        "path": target,
+        "shard": parse_size(max_shard_size),
+        "beside": _beside(named[-1]),
+        "storage": storage(storage_options, [target], writes=True),
+    }
+    with Job(_verbs.delta_merge(merge), "save", None) as running:
         report = _report(running.finish(), target)
     del chain
     return report
@@ -396,8 +424,13 @@ def diff(a: Any, b: Any, *, progress: ProgressLike = None, storage_options: Stor
 
 
 def _report(said: Any, path: str = "") -> DeltaReport:
-    stages = said.pop("stages") or ()
-    return DeltaReport(**said, path=path, seconds={stage["name"]: stage["seconds"] for stage in stages})
+    stages, files = said.pop("stages") or (), tuple(said.pop("files") or ())
+    return DeltaReport(**said, path=path, files=files, seconds={stage["name"]: stage["seconds"] for stage in stages})
+
+
+def _beside(model: Any) -> str:
+    """What may be a folder with companions."""
+    return local(model) if isinstance(model, (str, os.PathLike)) else ""
 
 
 class _Side(NamedTuple):

@@ -1,0 +1,177 @@
+package delta
+
+// This file divides a delta into shards, and puts the shards of one together.
+//
+// Each shard is a file of its own with the metadata entry
+//
+//	overwire.delta: "2 of 5 of 00112233445566778899aabbccddeeff"
+//
+// whose last word is the digest of the digests of all shards' tables, in their order: it
+// is the same in all of them, and in no other delta's.
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/codec/digest"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format/safetensors"
+)
+
+const shardKey = "overwire.delta"
+
+// A mark says which shard of how many a file is; of is 0 for a whole delta. table is the
+// digest of its table.
+type mark struct {
+	number, of int
+	set        digest.Sum
+	table      digest.Sum
+}
+
+func (m *mark) String() string { return fmt.Sprintf("%d of %d of %v", m.number, m.of, m.set) }
+
+// readMark reads the metadata entry, and removes it.
+func (f *File) readMark() error {
+	text, ok := f.Metadata[shardKey]
+	if !ok {
+		return nil
+	}
+	delete(f.Metadata, shardKey)
+	m := &f.mark
+	var hex string
+	if _, err := fmt.Sscanf(text, "%d of %d of %32s", &m.number, &m.of, &hex); err != nil {
+		return bad("the metadata entry %q is %q", shardKey, text)
+	}
+	if _, err := fmt.Sscanf(hex, "%16x%16x", &m.set.High, &m.set.Low); err != nil || m.String() != text || m.number < 1 || m.number > m.of {
+		return bad("the metadata entry %q is %q", shardKey, text)
+	}
+	return nil
+}
+
+// setOf is the digest of a set of shards, whose tables have these digests.
+func setOf(tables []digest.Sum) digest.Sum {
+	var b []byte
+	for _, t := range tables {
+		b = le.AppendUint64(le.AppendUint64(b, t.High), t.Low)
+	}
+	return digest.Of(b)
+}
+
+// split divides a File into shards of at most that many bytes of chunks, in the order of
+// the names; 0: one. A tensor's chunks stay together, and tensors with the same ones. It
+// returns the table of each.
+func (f *File) split(most int64) (shards []*File, tables [][]byte, err error) {
+	in := make([]int, len(f.Tensors))
+	n, size := 0, int64(0)
+	for i := range f.Tensors {
+		t := &f.Tensors[i]
+		if t.Same >= 0 {
+			in[i] = in[t.Same]
+			continue
+		}
+		stored := t.Stored()
+		if most > 0 && size > 0 && stored > most-size {
+			n, size = n+1, 0
+		}
+		in[i] = n
+		size += stored
+	}
+	shards = make([]*File, n+1)
+	for k := range shards {
+		shards[k] = &File{URI: f.URI, Metadata: f.Metadata, ChunkLen: f.ChunkLen}
+	}
+	place := make([]int, len(f.Tensors))
+	for i, t := range f.Tensors {
+		s := shards[in[i]]
+		place[i] = len(s.Tensors)
+		if t.Same >= 0 {
+			t.Same = place[t.Same]
+		}
+		s.Tensors = append(s.Tensors, t)
+	}
+	var sums []digest.Sum
+	for _, s := range shards {
+		table, err := s.table()
+		if err != nil {
+			return nil, nil, err
+		}
+		tables, sums = append(tables, table), append(sums, digest.Of(table))
+	}
+	for k, s := range shards {
+		if n > 0 {
+			s.mark = mark{number: k + 1, of: n + 1, set: setOf(sums)}
+		}
+	}
+	return shards, tables, nil
+}
+
+// join makes one File of those that a name stands for; index is what an index.json says
+// of them, or nil.
+func join(uri string, files []*File, index *safetensors.Shards) (*File, error) {
+	if index != nil {
+		for _, w := range index.Weights {
+			if _, ok := files[w.File].Find(w.Name); !ok {
+				return nil, errs.Locate("delta", files[w.File].URI, w.Name, -1, bad("the shards' index names a tensor that this file does not have"))
+			}
+		}
+	}
+	if len(files) == 1 && files[0].mark.of == 0 {
+		return files[0], nil
+	}
+	files = slices.Clone(files)
+	slices.SortFunc(files, func(a, b *File) int { return a.mark.number - b.mark.number })
+	first := files[0].mark
+	var sums []digest.Sum
+	for k, f := range files {
+		var err error
+		switch m := f.mark; {
+		case m.of == 0:
+			err = errs.New(errs.ErrArgument, "it is a delta by itself, and %d files are there: name one, or a list of them as a chain", len(files))
+		case m.set != first.set || m.of != first.of || f.ChunkLen != files[0].ChunkLen:
+			err = bad("it is shard %d of another delta than %s", m.number, files[0].name())
+		case k > 0 && files[k-1].mark.number == m.number:
+			err = bad("it is shard %d, as %s", m.number, files[k-1].name())
+		}
+		if err != nil {
+			return nil, errs.Locate("delta", f.URI, "", -1, err)
+		}
+		sums = append(sums, f.mark.table)
+	}
+	if len(files) != first.of {
+		return nil, errs.Locate("delta", uri, "", -1, errs.New(errs.ErrNotFound, "%d of the delta's %d shards are there: name their folder or index.json", len(files), first.of))
+	}
+	if setOf(sums) != first.set {
+		return nil, errs.Locate("delta", uri, "", -1, errs.New(errs.ErrCorrupt, "the shards' tables are not those that were written together"))
+	}
+	return together(uri, files)
+}
+
+// together is one File with the tensors of all.
+func together(uri string, files []*File) (*File, error) {
+	type place struct{ file, tensor int }
+	out := &File{URI: uri, Metadata: files[0].Metadata, ChunkLen: files[0].ChunkLen}
+	var all []place
+	at := make([][]int, len(files)) // where the tensors of each are in out
+	for k, f := range files {
+		out.Size += f.Size
+		at[k] = make([]int, len(f.Tensors))
+		for i := range f.Tensors {
+			all = append(all, place{k, i})
+		}
+	}
+	name := func(p place) string { return files[p.file].Tensors[p.tensor].Name }
+	slices.SortFunc(all, func(a, b place) int { return strings.Compare(name(a), name(b)) })
+	for i, p := range all {
+		if i > 0 && name(all[i-1]) == name(p) {
+			return nil, errs.Locate("delta", files[p.file].URI, name(p), -1, bad("another shard has this tensor, too"))
+		}
+		t := files[p.file].Tensors[p.tensor]
+		at[p.file][p.tensor] = i
+		if t.Same >= 0 {
+			t.Same = at[p.file][t.Same] // it comes before, since names are in order
+		}
+		out.Tensors = append(out.Tensors, t)
+	}
+	return out, nil
+}
