@@ -348,7 +348,7 @@ def finalize_layerwise_reload(model, model_config):
     "model_executor/model_loader/reload/layerwise": "import weakref\nLAYERWISE_INFO = weakref.WeakKeyDictionary()\n",
 }
 
-ENGINE = """
+WORKER = """
 from vllm.distributed.weight_transfer import factory
 assert factory.WeightTransferEngineFactory._registry["overwire"] == ("overwire.integrations.vllm.transfer", "TransferEngine")
 from overwire.integrations.vllm import transfer
@@ -391,6 +391,9 @@ def holds(model, n):
 def trainer(client, source, **more):
     info = transfer.TrainerInit(rank=0, where=sys.argv[2], **more)
     return transfer.TrainerEngine.trainer_init(info, client=client, source=source)
+"""
+
+ENGINE = """
 model, source = Model(), Source(step(1))
 client = Client(engine(model))
 sends = trainer(client, source, host=True)
@@ -437,14 +440,18 @@ assert "kind" in raised(ValueError, lambda: fresh.update_weights({"kind": "none"
 """
 
 
+def stand_ins(folder: Path, modules: dict[str, str]) -> None:
+    for name, text in modules.items():
+        path = folder / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
 def test_vllm_transfers_weights(tmp_path: Path) -> None:
     """The trainer's twin pushes, the engine takes it in place or, where vLLM has changed the
     weights, by vLLM's own reload."""
-    for name, text in {**test_vllm.VLLM, **TRANSFER}.items():
-        path = tmp_path / "vllm" / f"{name}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    test_vllm.run(tmp_path, test_vllm.REGISTER + test_vllm.PRELUDE + ENGINE, tmp_path, tmp_path / "pushes")
+    stand_ins(tmp_path / "vllm", {**test_vllm.VLLM, **TRANSFER})
+    test_vllm.run(tmp_path, test_vllm.REGISTER + test_vllm.PRELUDE + WORKER + ENGINE, tmp_path, tmp_path / "pushes")
 
 
 SLEEP = {
@@ -519,10 +526,7 @@ assert backend.preserves_compiled_artifacts()
 
 def test_vllm_sleeps(tmp_path: Path) -> None:
     """The weights' memory comes back bit for bit, whatever lies in it; all else is vLLM's."""
-    for name, text in {**test_vllm.VLLM, **SLEEP}.items():
-        path = tmp_path / "vllm" / f"{name}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    stand_ins(tmp_path / "vllm", {**test_vllm.VLLM, **SLEEP})
     test_vllm.run(tmp_path, test_vllm.REGISTER + test_vllm.PRELUDE + SLEEPS, tmp_path)
 
 
@@ -549,10 +553,7 @@ assert "group" in raised(ValueError, lambda: updates.message({"path": None}))
 
 def test_sglang_takes_pushes(tmp_path: Path) -> None:
     """Its door for custom loaders takes whole pushes and deltas, by slices or by tensors."""
-    for name, text in test_vllm.SGLANG.items():
-        path = tmp_path / "sglang" / f"{name}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    stand_ins(tmp_path / "sglang", test_vllm.SGLANG)
     test_vllm.run(tmp_path, test_vllm.PRELUDE + SGLANG, tmp_path, tmp_path / "pushes")
 
 
