@@ -12,6 +12,7 @@ import overwire as ow
 import pytest
 from overwire import _verbs, gpu
 from overwire._engine import buffer_of
+from overwire.jobs import Job
 
 if gpu.count() == 0:
     pytest.skip("no CUDA device", allow_module_level=True)
@@ -91,7 +92,76 @@ def test_a_model_on_a_gpu(tmp_path: Any) -> None:
     """A model on a GPU is compared with its file; a changed bit is found."""
     model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Linear(200, 7)).bfloat16().cuda()
     ow.save_model(model, tmp_path / "m.safetensors")
-    assert ow.verify(tmp_path / "m.safetensors", tensors=model)["ok"]
+    found = ow.verify(tmp_path / "m.safetensors", tensors=model)
+    assert found["ok"] and found["on_gpu"] == found["bytes"] > 0
     with torch.no_grad():
         model[0].weight.view(torch.int16)[17, 3] ^= 1
     assert ow.verify(tmp_path / "m.safetensors", tensors=model)["differ"] == ["0.weight"]
+
+
+def test_a_file_decoded_on_a_gpu(tmp_path: Any, seed: int) -> None:
+    """The digests of tensors that a GPU decodes are those of the CPU: compressed and plain, tied,
+    empty, of one number, and only of the names that are asked for; damage is found."""
+    made = torch.Generator().manual_seed(seed)
+    tensors = {
+        "big": torch.randn(900, 701, generator=made).bfloat16(),
+        "f32": torch.randn(1000, 33, generator=made),
+        "bytes": torch.randint(0, 256, (100_003,), dtype=torch.uint8, generator=made),
+        "one": torch.tensor(3.5),
+        "none": torch.empty(0, 4),
+    }
+    tensors["tied"] = tensors["big"]
+    want = ow.digest(tensors)
+    size = sum(tensor.nbytes for name, tensor in tensors.items() if name != "tied")
+    for kind in ({}, {"compress": False}, {"level": "smaller"}, {"max_shard_size": "100KB"}, {"digests": True}):
+        at = tmp_path / f"{len(list(tmp_path.iterdir()))} {kind}"
+        at.mkdir()
+        ow.save_file(tensors, at / "model.safetensors", **kind)
+        for names in (list(tensors), ["f32", "none", "tied"], ["unknown"]):
+            with Job(_verbs.digests({"uris": [str(at)], "on": dict.fromkeys(names, 0)}), "digests", None) as job:
+                found = job.finish()
+            assert {row["name"]: row["digest"] for row in found["tensors"]} == want
+            if "digests" in kind:
+                assert found["kept"] == len(tensors) and found["bytes"] == found["on_gpu"] == 0
+            elif "big" in names:
+                assert found["on_gpu"] == found["bytes"] == size or "compress" in kind
+            else:
+                assert (found["on_gpu"] > 0) == ("f32" in names) and found["on_gpu"] < found["bytes"]
+    path = tmp_path / "m.safetensors"
+    ow.save_file(tensors, path)
+    raw = bytearray(path.read_bytes())
+    raw[-9] ^= 4
+    asked = {"uris": [str(path)], "on": dict.fromkeys(tensors, 0)}
+    with pytest.raises(ow.DeviceError, match="99"), Job(_verbs.digests(asked | {"on": {"f32": 99}}), "digests", None) as job:
+        job.finish()
+    path.write_bytes(raw)
+    with pytest.raises(ow.CorruptError), Job(_verbs.digests(asked), "digests", None) as job:
+        job.finish()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it takes all memory of the GPU")
+def test_a_gpu_without_space(tmp_path: Any) -> None:
+    """What the GPU has no space for is decoded on the CPU."""
+    made = torch.Generator().manual_seed(1)
+    tensors = {"large": torch.randn(600, 1000, generator=made).bfloat16(), "small": torch.ones(9)}
+    path = tmp_path / "m.safetensors"
+    ow.save_file(tensors, path)
+    asked = {"uris": [str(path)], "on": dict.fromkeys(tensors, 0)}
+    want = ow.digest(tensors)
+
+    def found() -> Any:
+        with Job(_verbs.digests(asked), "digests", None) as job:
+            made = job.finish()
+        assert {row["name"]: row["digest"] for row in made["tensors"]} == want and made["bytes"] == 1_200_036
+        return made["on_gpu"]
+
+    assert found() == 1_200_036
+    held, size = [], 1 << 40
+    while size > 1000:
+        try:
+            held.append(gpu.alloc(size, 0))
+        except ow.OutOfMemoryError:
+            size //= 2
+    assert found() == 0
+    del held
+    assert found() == 1_200_036

@@ -327,7 +327,7 @@ find changes and mistakes; they are not cryptographic.`,
 		if err != nil {
 			return err
 		}
-		rep, err := save.Digests(c.ctx, c.job, c.args, storage)
+		rep, err := save.Digests(c.ctx, c.job, c.args, storage, nil)
 		if err != nil {
 			return err
 		}

@@ -20,8 +20,9 @@ import (
 // A DigestReport has the digest of every tensor of a model, in the model's order.
 type DigestReport struct {
 	Tensors []TensorDigest `json:"tensors"`
-	Bytes   int64          `json:"bytes"` // that were read for it, decoded
-	Kept    int            `json:"kept"`  // digests that the files keep, and nothing was read for
+	Bytes   int64          `json:"bytes"`  // that were read for it, decoded
+	Kept    int            `json:"kept"`   // digests that the files keep, and nothing was read for
+	OnGPU   int64          `json:"on_gpu"` // of Bytes, those that a GPU has decoded: none by Digests
 	Seconds float64        `json:"seconds"`
 }
 
@@ -30,13 +31,14 @@ type TensorDigest struct {
 	Name   string  `json:"name"`
 	DType  string  `json:"dtype"`
 	Shape  []int64 `json:"shape"`
-	Digest string  `json:"digest"` // 32 hex digits: docs/format.md 6
+	Digest string  `json:"digest"` // 32 hex digits: docs/format.md 6; "" if it is computed elsewhere
 }
 
 // Digests gives the digests of a model's tensors: those that containers keep, and the
 // others computed: it reads and decodes them block by
-// block on all cores, in bounded memory, and compares the checksums of all chunks.
-func Digests(ctx context.Context, j *job.Job, uris []string, storage format.Access) (DigestReport, error) {
+// block on all cores, in bounded memory, and compares the checksums of all chunks. It
+// computes none of the tensors that are elsewhere by name; nil: all.
+func Digests(ctx context.Context, j *job.Job, uris []string, storage format.Access, elsewhere func(name string) bool) (DigestReport, error) {
 	start := time.Now()
 	m, err := openModel(ctx, Spread(uris), storage)
 	if err != nil {
@@ -46,12 +48,12 @@ func Digests(ctx context.Context, j *job.Job, uris []string, storage format.Acce
 	if j == nil {
 		j = job.New("digests")
 	}
-	rep, err := m.digests(ctx, j)
+	rep, err := m.digests(ctx, j, elsewhere)
 	rep.Seconds = time.Since(start).Seconds()
 	return rep, errs.Ended(ctx, err)
 }
 
-func (m *model) digests(ctx context.Context, j *job.Job) (rep DigestReport, err error) {
+func (m *model) digests(ctx context.Context, j *job.Job, elsewhere func(name string) bool) (rep DigestReport, err error) {
 	workers := knob.Workers(0)
 	items := m.items(workers)
 	var spans []span
@@ -59,9 +61,15 @@ func (m *model) digests(ctx context.Context, j *job.Job) (rep DigestReport, err 
 	if err != nil {
 		return DigestReport{}, err
 	}
+	here := make([]bool, len(items)) // whose bytes are read
+	for i, t := range items {
+		if kept[i] == nil && (elsewhere == nil || !elsewhere(t.name)) {
+			here[m.holder(i)] = true
+		}
+	}
 	for i, t := range items {
 		rt := &m.ix.Tensors[i]
-		if rt.Alias >= 0 || kept[i] != nil {
+		if !here[i] {
 			continue
 		}
 		rep.Bytes += t.bytes
@@ -101,19 +109,26 @@ func (m *model) digests(ctx context.Context, j *job.Job) (rep DigestReport, err 
 		return DigestReport{}, err
 	}
 	for i, t := range items {
-		holder := i
-		if a := m.ix.Tensors[i].Alias; a >= 0 {
-			holder = int(a)
-		}
-		sum := states[holder].Sum(t.bytes)
-		if kept[i] != nil {
-			sum = *kept[i]
+		sum := ""
+		switch {
+		case kept[i] != nil:
+			sum = kept[i].String()
 			rep.Kept++
+		case here[m.holder(i)]:
+			sum = states[m.holder(i)].Sum(t.bytes).String()
 		}
-		rep.Tensors = append(rep.Tensors, TensorDigest{Name: t.name, DType: t.dtype.String(), Shape: append([]int64{}, t.shape...), Digest: sum.String()})
+		rep.Tensors = append(rep.Tensors, TensorDigest{Name: t.name, DType: t.dtype.String(), Shape: append([]int64{}, t.shape...), Digest: sum})
 		j.Tensors.Add(1)
 	}
 	return rep, nil
+}
+
+// holder is the tensor that has the bytes of tensor i.
+func (m *model) holder(i int) int {
+	if a := m.ix.Tensors[i].Alias; a >= 0 {
+		return int(a)
+	}
+	return i
 }
 
 // kept returns the digests that containers keep, by tensor; nil: none.

@@ -18,7 +18,7 @@ func TestKeptDigests(t *testing.T) {
 		for _, keeps := range []bool{true, false} {
 			p := filepath.Join(t.TempDir(), "m")
 			write(t, Spec{Path: p, Compress: true, Parts: parts, ChunkBytes: 4096, Digests: keeps}, in)
-			rep, err := Digests(bg, nil, []string{p}, format.Access{})
+			rep, err := Digests(bg, nil, []string{p}, format.Access{}, nil)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -53,7 +53,7 @@ func TestGoldenDigests(t *testing.T) {
 	if sha256Of(t, spec.Path) != sha256Of(t, golden) {
 		t.Error("the writer has changed: a change of format needs a new version folder")
 	}
-	rep, err := Digests(bg, nil, []string{golden}, format.Access{})
+	rep, err := Digests(bg, nil, []string{golden}, format.Access{}, nil)
 	if err != nil || rep.Kept != len(in) {
 		t.Fatal(rep.Kept, err)
 	}

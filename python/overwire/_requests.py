@@ -118,6 +118,12 @@ class DeltaTensors(TypedDict, total=False):
     shapes: list[list[int]]
 
 
+class DigestsRequest(TypedDict, total=False):
+    uris: list[str]
+    storage: FormatAccess
+    on: dict[str, int]
+
+
 class FetchPin(TypedDict, total=False):
     size: int
     identity: str
@@ -447,6 +453,7 @@ class SaveDigestReport(TypedDict):
     tensors: list[SaveTensorDigest]
     bytes: int
     kept: int
+    on_gpu: int
     seconds: float
 
 

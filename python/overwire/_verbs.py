@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         DeltaOpen,
         DeltaSave,
         DeltaTensors,
+        DigestsRequest,
         FetchRequest,
         FilesRequest,
         FrontRequest,
@@ -559,7 +560,8 @@ def digest(device: int, stream: int, numbers: bytes) -> Result:
     return made
 
 
-def digests(request: FilesRequest) -> JobNumber:
-    """The digests of the tensors of files."""
+def digests(request: DigestsRequest) -> JobNumber:
+    """The digests of the tensors of files: by name, GPUs that decode tensors for it, if they have the
+    memory."""
     job: JobNumber = core().start("digests", dumps(request), b"")
     return job

@@ -4,12 +4,16 @@ package binding
 
 import (
 	"context"
+	"errors"
+	"maps"
+	"slices"
 
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/save"
 )
 
@@ -19,11 +23,87 @@ func digestVerbs() []Verb {
 	return []Verb{
 		awaited("digest", "The digests of tensors, two numbers each: of the host's memory (device -1), or of a GPU's after what is queued on a stream.", digestMemory).
 			ints("device", "stream").tail(tensorViews).onCallersMemory(),
-		started("digests", "The digests of the tensors of files.",
-			func(ctx context.Context, j *job.Job, q filesRequest, _ []int64) (save.DigestReport, error) {
-				return save.Digests(ctx, j, q.URIs, q.Storage)
-			}),
+		started("digests", "The digests of the tensors of files: by name, GPUs that decode tensors for it, if they have the memory.", digestsOf),
 	}
+}
+
+type digestsRequest struct {
+	filesRequest
+	On map[string]int `json:"on"`
+}
+
+// digestsOf has the digests that no file keeps computed on the GPUs of q.On, and what is
+// left, or has no space there, on the host.
+func digestsOf(ctx context.Context, j *job.Job, q digestsRequest, _ []int64) (save.DigestReport, error) {
+	rep, err := save.Digests(ctx, j, q.URIs, q.Storage, func(name string) bool { _, ok := q.On[name]; return ok })
+	if err != nil {
+		return rep, err
+	}
+	rows := map[string]*save.TensorDigest{} // without a digest; names that several files have are nil
+	for i := range rep.Tensors {
+		if t := &rep.Tensors[i]; t.Digest == "" {
+			if _, twice := rows[t.Name]; !twice {
+				rows[t.Name] = t
+			} else {
+				rows[t.Name] = nil
+			}
+		}
+	}
+	if err := q.onGPUs(ctx, j, rows, &rep); err != nil {
+		return rep, errs.Ended(ctx, err)
+	}
+	left := map[string]bool{}
+	for name, t := range rows {
+		if t == nil || t.Digest == "" {
+			left[name] = true
+		}
+	}
+	if len(left) == 0 {
+		return rep, nil
+	}
+	rest, err := save.Digests(ctx, j, q.URIs, q.Storage, func(name string) bool { return !left[name] })
+	for i := range rest.Tensors {
+		if rep.Tensors[i].Digest == "" {
+			rep.Tensors[i].Digest = rest.Tensors[i].Digest
+		}
+	}
+	rep.Bytes += rest.Bytes
+	return rep, err
+}
+
+// onGPUs fills in what it can.
+func (q *digestsRequest) onGPUs(ctx context.Context, j *job.Job, rows map[string]*save.TensorDigest, rep *save.DigestReport) error {
+	if len(rows) == 0 {
+		return nil
+	}
+	m, err := load.Open(ctx, load.Spec{URIs: save.Spread(q.URIs), Storage: q.Storage, Keys: slices.Sorted(maps.Keys(rows))})
+	if err != nil {
+		return err
+	}
+	defer m.Close()
+	ix := m.Index()
+	by := map[int][]int{}
+	for i := range ix.Tensors {
+		if t := &ix.Tensors[i]; rows[t.Name] != nil {
+			by[q.On[t.Name]] = append(by[q.On[t.Name]], i)
+			j.TotalBytes.Add(t.Bytes)
+		}
+	}
+	for gpu, tensors := range by {
+		err := m.Digests(ctx, gpu, tensors, func(i int, sum digest.Sum) {
+			t := &ix.Tensors[i]
+			rows[t.Name].Digest = sum.String()
+			j.Bytes.Add(t.Bytes)
+			if t.Alias < 0 {
+				rep.Bytes += t.Bytes
+				rep.OnGPU += t.Bytes
+			}
+		})
+		if err != nil && !errors.Is(err, errs.ErrMemory) {
+			return err
+		}
+	}
+	return nil
 }
 
 func digestMemory(ctx context.Context, _ none, n []int64) (*Result, error) {

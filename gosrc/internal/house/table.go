@@ -80,7 +80,7 @@ var mayImport = map[string][]string{
 
 	// The verbs.
 	"unpack": {"codec", "source", "tensor", "errs", "internal/..."},
-	"load": {"format/...", "plan", "pipeline", "unpack", "codec", "source", "source/open", "source/memory", "device/...", "peers", "job",
+	"load": {"format/...", "plan", "pipeline", "unpack", "codec", "codec/digest", "source", "source/open", "source/memory", "device/...", "peers", "job",
 		"knob", "tensor", "errs", "internal/..."},
 	"companions":   {"errs", "internal/..."},
 	"save/stored":  {"codec", "source", "tensor", "errs", "internal/..."},

@@ -22,7 +22,7 @@ from .results import Comparison
 if TYPE_CHECKING:
     import torch
 
-    from .._requests import FilesRequest
+    from .._requests import DigestsRequest, FilesRequest
 
 __all__ = ["compare", "digest"]
 
@@ -66,7 +66,8 @@ def compare(tensors: Any, request: FilesRequest, progress: ProgressLike = None) 
     if named is None:
         raise ArgumentError(f"overwire: verify: tensors: expected a dict of tensors or a torch module, got {type(tensors).__name__}")
     here = dict(zip(named, _digests(list(named.values())), strict=True))
-    with Job(_verbs.digests(request), "digests", watch(progress, "verify")) as job:
+    asked: DigestsRequest = {**request, "on": {name: view.cuda - 1 for name, view in named.items() if view.cuda}}
+    with Job(_verbs.digests(asked), "digests", watch(progress, "verify")) as job:
         report = job.finish()
     file = {row["name"]: row for row in report["tensors"]}
     there = {_identity(named[name]) for name in named if name in file}
@@ -81,6 +82,7 @@ def compare(tensors: Any, request: FilesRequest, progress: ProgressLike = None) 
         "tensors": len(file) - len(missing),
         "kept": report["kept"],
         "bytes": report["bytes"],
+        "on_gpu": report["on_gpu"],
         "seconds": time.monotonic() - start,
     }
 

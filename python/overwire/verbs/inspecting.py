@@ -78,8 +78,9 @@ def verify(
     tensors: a running model: a torch module, or a dict of tensors, on the host or on
         GPUs. The digest of each (see `digest`) is computed where it lies: none is
         copied to the host. The file's are those that it keeps (`save_file(digests=True)`);
-        without them its tensors are decoded block by block on the CPU, in bounded
-        memory, and every chunk's checksum is compared.
+        without them its tensors are decoded, and every chunk's checksum is compared: where
+        the model's tensor of that name is, on its GPU in batches of 256 MiB (a larger tensor
+        alone), or on the CPU block by block, which also takes what the GPU has no space for.
     storage_options: as for `load_file`.
 
     Returns a dict: ok (always True, since damage raises), tensors, bytes, stored,

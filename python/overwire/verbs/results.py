@@ -149,7 +149,8 @@ class Comparison(TypedDict):
     missing: names in the file that the model lacks.
     surplus: names in the model that the file lacks, unless they are tied to one it has.
     tensors: how many were compared. kept: how many by a digest that the file keeps.
-    bytes: of the file's tensors, decoded for the others.
+    bytes: of the file's tensors, decoded for the others. on_gpu: those of them that GPUs
+        have decoded.
     """
 
     ok: bool
@@ -159,6 +160,7 @@ class Comparison(TypedDict):
     tensors: int
     kept: int
     bytes: int
+    on_gpu: int
     seconds: float
 
 

@@ -1,0 +1,98 @@
+package load
+
+// This file computes the digests of a model's tensors on a GPU.
+
+import (
+	"context"
+	"fmt"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec/digest"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/plan"
+)
+
+// digestBytes is how much of a model Digests has on the GPU at once, unless a tensor is
+// larger.
+const digestBytes = 256 << 20
+
+// Digests loads tensors onto a GPU, batch by batch, and computes their digests there; the
+// memory goes back after each batch. Tensors that are stored once are read once. Each sum
+// is passed to done as it comes, by the tensor's number. An error that is
+// errs.ErrMemory says that the GPU has no space for what comes next.
+func (m *Model) Digests(ctx context.Context, gpu int, tensors []int, done func(i int, sum digest.Sum)) error {
+	d, err := cuda.Open(gpu)
+	if err != nil {
+		return err
+	}
+	names := map[int][]int{} // of the tensor that has the bytes
+	var holders []int
+	for _, i := range tensors {
+		holder := i
+		if a := m.ix.Tensors[i].Alias; a >= 0 {
+			holder = int(a)
+		}
+		if names[holder] == nil {
+			holders = append(holders, holder)
+		}
+		names[holder] = append(names[holder], i)
+	}
+	for len(holders) > 0 {
+		n, size := 0, int64(0)
+		for n < len(holders) && (n == 0 || size+m.ix.Tensors[holders[n]].Bytes <= digestBytes) {
+			size += m.ix.Tensors[holders[n]].Bytes
+			n++
+		}
+		sums, err := m.digestBatch(ctx, d, gpu, holders[:n])
+		if err != nil {
+			return err
+		}
+		for k, sum := range sums {
+			for _, i := range names[holders[k]] {
+				done(i, sum)
+			}
+		}
+		holders = holders[n:]
+	}
+	return nil
+}
+
+func (m *Model) digestBatch(ctx context.Context, d *cuda.Device, gpu int, tensors []int) ([]digest.Sum, error) {
+	reqs := make([]Request, len(tensors))
+	for k, i := range tensors {
+		reqs[k] = Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole}
+	}
+	l, err := m.Start(reqs, Options{Device: fmt.Sprintf("cuda:%d", gpu)})
+	if err != nil {
+		return nil, err
+	}
+	defer l.Close()
+	select {
+	case <-l.job.Done():
+	case <-ctx.Done():
+		l.job.Cancel()
+		<-l.job.Done()
+		return nil, errs.Cause(ctx)
+	}
+	if err := l.job.Err(); err != nil {
+		return nil, err
+	}
+	views := make([]digest.View, len(tensors))
+	var held []device.Memory
+	defer func() {
+		for i := range held {
+			held[i].Release()
+		}
+	}()
+	for k := range tensors {
+		mem, _, _, ok := l.Take(k)
+		if !ok {
+			return nil, errs.New(errs.ErrEngine, "tensor %d did not land", tensors[k])
+		}
+		held = append(held, mem)
+		views[k] = digest.Contiguous(uint64(uintptr(unsafe.Pointer(mem.Ptr))), m.ix.Tensors[tensors[k]].Bytes)
+	}
+	return d.Digest(cuda.Order{}, views)
+}
