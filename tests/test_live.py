@@ -349,6 +349,7 @@ def finalize_layerwise_reload(model, model_config):
 }
 
 WORKER = """
+import overwire.integrations.pushes
 from vllm.distributed.weight_transfer import factory
 assert factory.WeightTransferEngineFactory._registry["overwire"] == ("overwire.integrations.vllm.transfer", "TransferEngine")
 from overwire.integrations.vllm import transfer
@@ -426,9 +427,20 @@ source.update(step(4))
 assert "q.weight" in raised(Exception, sends.send_weights)
 sends.send_weights()  # all of it
 assert holds(model, 4)
-quantized = trainer(Client(engine(Model(), True, "fp8")), Source(step(1)), deltas=True)
-quantized.send_weights()
-assert "no deltas" in raised(ValueError, quantized.send_weights)
+quantized = Client(engine(Model(), True, "fp8"))
+assert "no deltas, since vLLM has changed its weights: the model is quantized (fp8)" in raised(
+    ValueError, lambda: trainer(quantized, source, deltas=True))
+trainer(quantized, source).send_weights()
+assert holds(quantized.engine.model, 4)
+with overwire.integrations.pushes.Publisher(sys.argv[2], deltas=True).push(step(5)) as push:
+    assert "no deltas" in raised(ValueError, lambda: quantized.engine.update_weights(push.info | {"kind": "delta"}))
+import socket
+with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    port = s.getsockname()[1]
+over = dict(rank=0, master_address="127.0.0.1", master_port=port, world_size=2, timeout=60, deltas=True)
+made = lambda: transfer.TrainerEngine.trainer_init(transfer.TrainerInit(**over), client=quantized, source=source)
+assert "no deltas" in raised(ValueError, made) and quantized.engine._group is None
 idle = transfer.TrainerEngine.trainer_init(transfer.TrainerInit(rank=1, where="x"), client=None, source=Source(step(1)))
 idle.send_weights()
 assert "where" in raised(ValueError, lambda: transfer.TrainerInit(rank=0))

@@ -44,12 +44,14 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc, unused-ignore]
     """What the trainer tells a worker once: how pushes are reached, and by what.
 
     master_address, master_port, world_size, rank_offset: of the process group that carries
-    pushes; none of them where a folder or a store does. The others: see docs/live-updates.md.
+    pushes; none of them where a folder or a store does. deltas: whether the trainer will push
+    any. The others: see docs/live-updates.md.
     """
 
     storage_options: dict[str, Any] | None = None
     max_memory: int | str = "1GiB"
     strict: bool = True
+    deltas: bool = False
     master_address: str | None = None
     master_port: int | None = None
     world_size: int | None = None
@@ -85,7 +87,10 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         self._places: dict[int, Places] = {}  # by the id of a model, which the engine's worker keeps
 
     def init_transfer_engine(self, init_info: Any) -> None:
-        """Notes how pushes are reached; with a group, joins it."""
+        """Notes how pushes are reached; with a group, joins it.
+
+        Raises ValueError if the trainer will push deltas and this model takes none: before
+        the first step, and not at the second push."""
         from ...plumbing import parse_size
 
         self.shutdown()
@@ -95,6 +100,16 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
             parallel = self.parallel_config
             rank = parallel.data_parallel_index * parallel.world_size + parallel.rank + init_info.rank_offset
             self._group = Group(init_info.master_address, init_info.master_port, rank, init_info.world_size, init_info.timeout)
+        if init_info.deltas:
+            try:
+                self._takes_deltas()
+            except ValueError:
+                self.shutdown()  # the trainer waited for this rank, and hears of it now
+                raise
+
+    def _takes_deltas(self) -> None:
+        if (reason := obstacle(self.model, self.model_config)) is not None:
+            raise ValueError(f"overwire: this model takes no deltas, since vLLM has changed its weights: {reason}: push all of them")
 
     def start_weight_update(self) -> None:
         """Nothing: each push is a whole update."""
@@ -122,9 +137,8 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         with self._received(update_info) as where:
             if update_info.kind == "whole":
                 self._whole(where)
-            elif (reason := obstacle(self.model, self.model_config)) is not None:
-                raise ValueError(f"overwire: this model takes no deltas, since vLLM has changed its weights: {reason}: push all of them")
             else:
+                self._takes_deltas()
                 self._place().delta(where, self._info.storage_options)
 
     @contextlib.contextmanager
@@ -249,6 +263,7 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
         info = self._info
         reach = info.storage_options if info.worker_options is None else info.worker_options
         facts: dict[str, Any] = {"storage_options": reach, "strict": info.strict, "max_memory": info.max_memory, "timeout": info.timeout}
+        facts["deltas"] = info.deltas
         group = None
         if info.master_address is not None and info.master_port is not None and info.world_size is not None:
             facts.update(master_address=info.master_address, master_port=info.master_port, world_size=info.world_size)
