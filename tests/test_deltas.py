@@ -398,3 +398,40 @@ def test_one_delta_applied_by_many(tmp_path: Path, rng: random.Random) -> None:
     with ThreadPoolExecutor(4) as side:
         list(side.map(lambda tensors: ow.apply_delta(tensors, delta), copies))
     assert all(same(tensors, new) for tensors in copies)
+
+
+def test_files_are_compared_in_batches(tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of models in files a few tensors are in memory at once, and the delta is the same: tied
+    tensors of different batches are stored once; the reports are those of one batch."""
+    from overwire.model.opened import Model
+    from overwire.verbs import states
+
+    base = model(rng)
+    new = stepped(base, rng)
+    for tensors in (base, new):
+        tensors["z tied"] = tensors["bf16"]
+    old = as_folder(tmp_path / "old", base, "300KB")
+    now = as_folder(tmp_path / "now", new, "1MB")
+    whole, limit = tmp_path / "whole.safetensors", 400_000
+    report, rows = ow.save_delta(new, base, whole), ow.diff(base, new)
+    loaded: list[int] = []
+    load = Model.load
+
+    def counted(self: Model, chosen: list[int] | None, *more: Any) -> Any:
+        assert chosen is not None
+        sizes = [self.table[at][3] for at in chosen]
+        assert sum(sizes) <= limit or len(sizes) == 1
+        loaded.append(sum(sizes))
+        return load(self, chosen, *more)
+
+    monkeypatch.setattr(Model, "load", counted)
+    monkeypatch.setattr(states, "BATCH", limit)
+    for one, two in ((now, old), (new, old), (now, base)):
+        got = ow.save_delta(one, two, tmp_path / "d.safetensors")
+        assert (tmp_path / "d.safetensors").read_bytes() == whole.read_bytes()
+        assert (got.tensors, got.changed, got.bytes, got.stored) == (report.tensors, report.changed, report.bytes, report.stored)
+        assert ow.diff(two, one) == rows and got.seconds["encode"] > 0
+    assert len(loaded) > 12
+    with pytest.raises(ow.ArgumentError, match="f32"):
+        ow.save_delta(now, base | {"f32": base["f32"][:9]}, tmp_path / "d.safetensors")
+    assert (tmp_path / "d.safetensors").read_bytes() == whole.read_bytes()

@@ -86,6 +86,21 @@ func Encode(ctx context.Context, pairs []Pair, metadata map[string]string, worke
 	return f, nil
 }
 
+// Unite makes one File of some with different tensors, the very one that Encode makes of
+// all their pairs.
+func Unite(files []*File, metadata map[string]string) (*File, error) {
+	f, err := together("", files)
+	if err != nil {
+		return nil, err
+	}
+	f.Metadata = metadata
+	for i := range f.Tensors {
+		f.Tensors[i].Same = -1
+	}
+	f.tidy()
+	return f, nil
+}
+
 // tidy leaves out what did not change, and what another tensor has.
 func (f *File) tidy() {
 	type key struct {

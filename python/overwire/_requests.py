@@ -77,6 +77,11 @@ class DeltaOpen(TypedDict, total=False):
     storage: FormatAccess
 
 
+class DeltaPart(TypedDict):
+    handle: int
+    seconds: float
+
+
 class DeltaReport(TypedDict):
     tensors: int
     changed: int
@@ -105,6 +110,7 @@ class DeltaSave(TypedDict, total=False):
     beside: str
     storage: FormatAccess
     metadata: dict[str, str]
+    encoded: list[int]
 
 
 class DeltaStage(TypedDict):

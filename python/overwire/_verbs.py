@@ -67,6 +67,7 @@ __all__ = [
     "convert",
     "delta_apply",
     "delta_diff",
+    "delta_encode",
     "delta_merge",
     "delta_open",
     "delta_save",
@@ -396,6 +397,14 @@ def delta_save(request: DeltaSave, numbers: bytes) -> JobNumber:
     Numbers: of a tensor each: address after and before, 1 + the GPU that both are of (0: the
     host), and its stream."""
     job: JobNumber = core().start("delta_save", dumps(request), numbers)
+    return job
+
+
+def delta_encode(request: DeltaTensors, numbers: bytes) -> JobNumber:
+    """Keep what changed of some tensors for delta_save; their memory must not change until the job has
+    ended. Numbers: of a tensor each: address after and before, 1 + the GPU that both are of (0:
+    the host), and its stream."""
+    job: JobNumber = core().start("delta_encode", dumps(request), numbers)
     return job
 
 

@@ -5,6 +5,7 @@ package binding
 import (
 	"bytes"
 	"context"
+	"time"
 
 	"github.com/overwire/overwire/gosrc/delta"
 	"github.com/overwire/overwire/gosrc/errs"
@@ -26,6 +27,13 @@ type deltaSave struct {
 	deltaTensors
 	deltaTarget
 	Metadata map[string]string `json:"metadata"`
+	Encoded  []uint64          `json:"encoded"` // handles of delta_encode, of other tensors
+}
+
+// deltaPart is what delta_encode made.
+type deltaPart struct {
+	Handle  uint64  `json:"handle"`
+	Seconds float64 `json:"seconds"`
 }
 
 // deltaTarget says where a delta is written.
@@ -74,21 +82,19 @@ const (
 func deltaVerbs() []Verb {
 	return []Verb{
 		started("delta_save", "Write what changed between two models, whose memory must not change until the job has ended.",
-			func(ctx context.Context, j *job.Job, q deltaSave, n []int64) (delta.Report, error) {
+			saveDelta).tail(pairsOf).onCallersMemory(),
+		started("delta_encode", "Keep what changed of some tensors for delta_save; their memory must not change until the job has ended.",
+			func(ctx context.Context, j *job.Job, q deltaTensors, n []int64) (deltaPart, error) {
 				pairs, err := q.pairs(n, j)
 				if err != nil {
-					return delta.Report{}, err
+					return deltaPart{}, err
 				}
-				stages := delta.Begin()
-				f, err := delta.Encode(ctx, pairs, q.Metadata, knob.Workers(0), func(n int64) { j.Bytes.Add(n) })
+				start := time.Now()
+				f, err := delta.Encode(ctx, pairs, nil, knob.Workers(0), func(n int64) { j.Bytes.Add(n) })
 				if err != nil {
-					return delta.Report{}, err
+					return deltaPart{}, err
 				}
-				stages.End("encode")
-				r, err := q.write(ctx, j, f)
-				stages.End("write")
-				r.Stages = stages.List()
-				return r, err
+				return deltaPart{keep(f), time.Since(start).Seconds()}, nil
 			}).tail(pairsOf).onCallersMemory(),
 		awaited("delta_open", "Read a delta whole and check it: from a URI, or, with an address, from memory, which is copied.",
 			func(ctx context.Context, q deltaOpen, n []int64) (deltaFile, error) {
@@ -136,6 +142,33 @@ func deltaVerbs() []Verb {
 				return delta.Diff(ctx, pairs, knob.Workers(0), func(n int64) { j.Bytes.Add(n) })
 			}).tail(pairsOf).onCallersMemory(),
 	}
+}
+
+// saveDelta encodes the tensors, and writes them and those that are encoded.
+func saveDelta(ctx context.Context, j *job.Job, q deltaSave, n []int64) (delta.Report, error) {
+	pairs, err := q.pairs(n, j)
+	if err != nil {
+		return delta.Report{}, err
+	}
+	stages := delta.Begin()
+	f, err := delta.Encode(ctx, pairs, q.Metadata, knob.Workers(0), func(n int64) { j.Bytes.Add(n) })
+	if err != nil {
+		return delta.Report{}, err
+	}
+	if len(q.Encoded) > 0 {
+		parts, err := chainOf(q.Encoded)
+		if err != nil {
+			return delta.Report{}, err
+		}
+		if f, err = delta.Unite(append(parts, f), q.Metadata); err != nil {
+			return delta.Report{}, err
+		}
+	}
+	stages.End("encode")
+	r, err := q.write(ctx, j, f)
+	stages.End("write")
+	r.Stages = stages.List()
+	return r, err
 }
 
 func (q *deltaTarget) write(ctx context.Context, j *job.Job, f *delta.File) (delta.Report, error) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,17 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 from .. import _verbs, gpu
 from .._engine import FREE_NOW, buffer_of, core
 from ..errors import ArgumentError, ForkedError, NotSupportedError
-from ..frameworks.choose import check_device, frame_for, frame_of
+from ..frameworks.choose import check_device, frame_of
 from ..frameworks.frame import Bytes
 from ..jobs import Job
-from ..model.opened import Model, opening
 from ..model.options import StorageOptions, parse_size
 from ..model.storage import storage
 from ..paths import local
 from ..progress import ProgressLike, watch
+from .states import State, batches, described, hosted, pair, same_names, tensors_of
 
 if TYPE_CHECKING:
-    from .._requests import DeltaFile, DeltaMerge, DeltaTensors
+    from .._requests import DeltaFile, DeltaMerge, DeltaSave, DeltaTensors
 
 __all__ = [
     "Delta",
@@ -258,7 +259,7 @@ def save_delta(
 
     new, base: the same names with the same dtypes and shapes: a dict of torch tensors or
         numpy arrays, a torch module, or the path or URI of a model, which is loaded to
-        the host. Where both are on a GPU, it encodes; else what is on a GPU is copied.
+        the host, 1 GiB at a time (a larger tensor alone). Where both are on a GPU, it encodes; else what is on a GPU is copied.
     path: the file, or a URI that can be written. A folder if it is one, if it ends in a
         slash, or if `new` is a folder and path does not end in .safetensors: then the files
         are called delta, and what lies beside the weights of `new` is copied, as `convert`
@@ -274,35 +275,53 @@ def save_delta(
 
     Raises ArgumentError for names, dtypes or shapes that differ, and what `save_file` raises.
     """
-    now, before = _tensors(new, "new", storage_options), _tensors(base, "base", storage_options)
-    _same_names(now, before)
-    names: list[str] = []
-    pairs: list[_Side] = []
-    for name, tensor in now.items():
-        names.append(name)
-        pairs.append(_both(name, tensor, before[name]))
-    target = local(path)
-    if metadata is not None and not all(isinstance(text, str) for pair in metadata.items() for text in pair):
+    if metadata is not None and not all(isinstance(text, str) for entry in metadata.items() for text in entry):
         raise ArgumentError("overwire: metadata: keys and values must be str")
-    streams = _streams(one.now for one in pairs)
-    numbers = array("q")
-    for one in pairs:
-        numbers.extend((one.now.pointer, one.base.pointer, one.now.cuda, streams[one.now.cuda]))
-    job = _verbs.delta_save(
-        {
+    target = local(path)
+    with State(new, "new", storage_options) as now, State(base, "base", storage_options) as before, contextlib.ExitStack() as held:
+        same_names(now, before)
+        handles: list[int] = []
+        spent = 0.0
+        *some, last = batches(now, before)
+        for names in some:
+            some_tensors, numbers, keep = _pairs(names, now, before)
+            with Job(_verbs.delta_encode(some_tensors, numbers), "save", watch(progress, "save")) as job:
+                part = job.finish()
+            held.callback(core().free, part["handle"], FREE_NOW)
+            handles.append(part["handle"])
+            spent += part["seconds"]
+            del keep
+        tensors, numbers, keep = _pairs(last, now, before)
+        request: DeltaSave = {
             "path": target,
             "shard": parse_size(max_shard_size),
             "beside": _beside(new),
             "storage": storage(storage_options, [target], writes=True),
             "metadata": dict(metadata or {}),
-            "names": names,
-            "dtypes": [one.now.dtype for one in pairs],
-            "shapes": [list(one.now.shape) for one in pairs],
-        },
-        numbers.tobytes(),
-    )
-    with Job(job, "save", watch(progress, "save")) as running:
-        return _report(running.finish(), target)
+            "encoded": handles,
+            **tensors,
+        }
+        with Job(_verbs.delta_save(request, numbers), "save", watch(progress, "save")) as job:
+            report = _report(job.finish(), target)
+        del keep
+    report.seconds["encode"] += spent
+    return report
+
+
+def _pairs(names: list[str], now: State, before: State) -> tuple[DeltaTensors, bytes, Any]:
+    """What the engine is given of some tensors in both states, and what has to stay until it has ended."""
+    news, olds = now.take(names), before.take(names)
+    pairs = [pair(name, news[name], olds[name]) for name in names]
+    streams = _streams(one.now for one in pairs)
+    numbers = array("q")
+    for one in pairs:
+        numbers.extend((one.now.pointer, one.base.pointer, one.now.cuda, streams[one.now.cuda]))
+    request: DeltaTensors = {
+        "names": names,
+        "dtypes": [one.now.dtype for one in pairs],
+        "shapes": [list(one.now.shape) for one in pairs],
+    }
+    return request, numbers.tobytes(), (pairs, news, olds)
 
 
 def apply_delta(
@@ -332,7 +351,7 @@ def apply_delta(
     CorruptError, NotSupportedError, DeviceError, and what `open_delta` raises.
     """
     chain = chain_of(delta, storage_options)
-    named = _tensors(tensors, "tensors", None)
+    named = tensors_of(tensors, "tensors")
     places: list[_Place] = []
     for name, tensor in named.items():
         if any(name in one for one in chain):
@@ -399,28 +418,26 @@ def diff(a: Any, b: Any, *, progress: ProgressLike = None, storage_options: Stor
 
     Raises what `save_delta` raises.
     """
-    one, two = _tensors(a, "a", storage_options), _tensors(b, "b", storage_options)
-    both: list[tuple[str, Bytes, Bytes]] = []
     other: list[str] = []
-    for name in one:
-        if name in two:
-            left, right = _hosted(one[name]), _hosted(two[name])
-            if (left.dtype, left.shape) == (right.dtype, right.shape):
-                both.append((name, left, right))
-            else:
-                other.append(name)
-    numbers = array("q")
-    for _, left, right in both:
-        numbers.extend((right.pointer, left.pointer, 0, 0))
-    request: DeltaTensors = {
-        "names": [name for name, _, _ in both],
-        "dtypes": [left.dtype for _, left, _ in both],
-        "shapes": [list(left.shape) for _, left, _ in both],
-    }
-    with Job(_verbs.delta_diff(request, numbers.tobytes()), "diff", watch(progress, "verify")) as job:
-        found = job.finish()
-    rows = tuple(DeltaRow(**{**row, "shape": tuple(row["shape"] or ())}) for row in found or ())
-    return Diff(rows, tuple(sorted(set(one) - set(two))), tuple(sorted(set(two) - set(one))), tuple(sorted(other)))
+    rows: list[DeltaRow] = []
+    with State(a, "a", storage_options) as one, State(b, "b", storage_options) as two:
+        for names in batches(one, two):
+            lefts, rights = one.take(names), two.take(names)
+            both = [(name, hosted(lefts[name]), hosted(rights[name])) for name in names]
+            other += [name for name, left, right in both if (left.dtype, left.shape) != (right.dtype, right.shape)]
+            both = [(name, left, right) for name, left, right in both if (left.dtype, left.shape) == (right.dtype, right.shape)]
+            numbers = array("q")
+            for _, left, right in both:
+                numbers.extend((right.pointer, left.pointer, 0, 0))
+            request: DeltaTensors = {
+                "names": [name for name, _, _ in both],
+                "dtypes": [left.dtype for _, left, _ in both],
+                "shapes": [list(left.shape) for _, left, _ in both],
+            }
+            with Job(_verbs.delta_diff(request, numbers.tobytes()), "diff", watch(progress, "verify")) as job:
+                rows += [DeltaRow(**{**row, "shape": tuple(row["shape"] or ())}) for row in job.finish() or ()]
+    only_a, only_b = sorted(one.sizes.keys() - two.sizes.keys()), sorted(two.sizes.keys() - one.sizes.keys())
+    return Diff(tuple(rows), tuple(only_a), tuple(only_b), tuple(sorted(other)))
 
 
 def _report(said: Any, path: str = "") -> DeltaReport:
@@ -433,11 +450,6 @@ def _beside(model: Any) -> str:
     return local(model) if isinstance(model, (str, os.PathLike)) else ""
 
 
-class _Side(NamedTuple):
-    now: Bytes
-    base: Bytes
-
-
 class _Place(NamedTuple):
     """A tensor that is changed: at `at`, its own memory or, if it was copied, another."""
 
@@ -447,66 +459,14 @@ class _Place(NamedTuple):
     copied: bool
 
 
-def _tensors(model: Any, what: str, options: StorageOptions | None) -> dict[str, Any]:
-    """Tensors by name, of a dict, a module, or a path."""
-    if isinstance(model, (str, os.PathLike)):
-        frame = frame_for(None)
-        with Model(model, device="cpu", **opening({"storage_options": options})) as opened:
-            return opened.load(opened.chosen, frame, None, None)
-    if not isinstance(model, Mapping):
-        if not hasattr(model, "state_dict"):
-            raise ArgumentError(f"overwire: {what}: expected a dict of tensors, a module or a path, got {type(model).__name__}")
-        model = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if hasattr(tensor, "data_ptr")}
-    for name in model:
-        if not isinstance(name, str):
-            raise ArgumentError(f"overwire: {what}: the name {name!r} is not a str")
-    return dict(model)
-
-
-def _described(name: str, tensor: Any) -> Bytes:
-    try:
-        return frame_of(tensor).describe(tensor)
-    except (ArgumentError, NotSupportedError) as error:
-        error.tensor = name
-        error.args = (f"{error} (tensor {name!r})",)
-        raise
-
-
-def _hosted(tensor: Any) -> Bytes:
-    if frame_of(tensor).name == "torch" and tensor.device.type != "cpu":
-        tensor = tensor.detach().cpu()
-    return frame_of(tensor).describe(tensor)
-
-
 def _streams(tensors: Iterable[Bytes]) -> dict[int, int]:
     """The current stream of each device, 0 for the host."""
     return {cuda: gpu.current_stream(cuda - 1) if cuda else 0 for cuda in {tensor.cuda for tensor in tensors}}
 
 
-def _same_names(now: Mapping[str, Any], base: Mapping[str, Any]) -> None:
-    for what, lost in (("base lacks", set(now) - set(base)), ("new lacks", set(base) - set(now))):
-        if lost:
-            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-            raise ArgumentError(f"overwire: save_delta: {what} {', '.join(map(repr, sorted(lost)[:3]))}{more}")
-
-
-def _both(name: str, new: Any, base: Any) -> _Side:
-    now, before = _described(name, new), _described(name, base)
-    if (now.dtype, now.shape) != (before.dtype, before.shape):
-        raise ArgumentError(
-            f"overwire: save_delta: {name!r} is {now.dtype} {list(now.shape)} in new, {before.dtype} {list(before.shape)} in base",
-            tensor=name,
-        )
-    if now.cuda != before.cuda:  # the base goes where the new tensor is
-        before = _described(name, base.detach().to(new.device) if now.cuda and hasattr(base, "detach") else base)
-        if now.cuda != before.cuda:
-            now, before = _hosted(new), _hosted(base)
-    return _Side(now, before)
-
-
 def _place(name: str, tensor: Any) -> _Place:
     """Where a tensor is changed. Raises for one that cannot be written."""
-    at = _described(name, tensor)
+    at = described(name, tensor)
     frame = frame_of(tensor).name
     if frame == "numpy":
         if not tensor.flags.writeable:
@@ -560,7 +520,7 @@ def _copied(base: Any, device: Any, options: Mapping[str, Any]) -> dict[str, Any
     wanted = None if keys is None else set(keys)
     made: dict[str, Any] = {}
     copies: dict[Any, Any] = {}
-    for name, tensor in _tensors(base, "base", None).items():
+    for name, tensor in tensors_of(base, "base").items():
         if (wanted is not None and name not in wanted) or (chosen is not None and not chosen(name)):
             continue
         if frame_of(tensor).name == "torch":
