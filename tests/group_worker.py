@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from overwire import _verbs, distributed
 from overwire.distributed import group as grouping
-from overwire.distributed import relays
+from overwire.distributed import loading, relays
 from overwire.model.opened import Model
 
 # Where tensors are loaded to, one device a rank.
@@ -329,6 +329,111 @@ def mapped(folder: Path) -> None:
     relays.relay_join = _verbs.relay_join
     members.unreachable = ""
     same(ow.load_file(good, group=world, device=DEVICE), want)
+
+
+def streamed(folder: Path) -> None:
+    """Streams and modules over the group: what `load_file` gives, in windows, in order,
+    with what only one rank wants; a rank that closes early, or fails, ends it on all."""
+    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    relays._SHARE = (1 << 20) + 4096
+    loading._WINDOW = loading._BATCH = loading._TRY = 3 << 20
+    for file in ("plain.safetensors", "compressed.safetensors"):
+        path = folder / file
+        for shard in ({}, SHARD):
+            want = expected(path, shard, rank, size)
+            got = dict(ow.stream(path, DEVICE, group=world, shard=shard))
+            same({name: got[name] for name in want}, want)
+            assert len(got) == len(want)
+            few = list(ow.stream(path, DEVICE, group=world, shard=shard, max_memory="6MB", in_order=True))
+            assert [name for name, _ in few] == list(want)
+            same(dict(few), want)
+        keys = [*list(want)[::-2], f"small.{rank}"]
+        got = dict(ow.stream(path, DEVICE, group=world, keys=keys, in_order=True, dtype="float16"))
+        assert list(got) == list(dict.fromkeys(keys)) and got["whole"].dtype == torch.float16
+        into_module(path, rank, size, world)
+
+    path = folder / "compressed.safetensors"
+    try:
+        for number, _ in enumerate(ow.stream(path, DEVICE, group=world)):
+            if number == 2 and rank == 1:
+                break
+        assert rank == 1
+    except ow.OverwireError as error:
+        assert rank != 1 and "on rank 1: " in str(error) and "closed before its end" in str(error), error
+    met = 0
+    for reader in range(size):
+        damaged = folder / "damaged.safetensors"
+        try:
+            for _ in ow.stream(damaged if rank == reader else path, DEVICE, group=world):
+                pass
+        except ow.CorruptError as error:
+            assert error.tensor and (rank == reader or f"on rank {reader}" in str(error)), error
+            met += 1
+    assert met >= 1, met
+    try:
+        list(ow.stream(path, DEVICE, group=world, max_memory=1000 if rank == 1 else None))
+    except ow.OutOfMemoryError as error:
+        assert "max_memory is 1000" in str(error), error
+    else:
+        raise AssertionError("a budget of 1000 bytes was enough")
+    same(ow.load_file(path, group=world, device=DEVICE), expected(path, {}, rank, size))
+
+
+def into_module(path: Path, rank: int, size: int, world: Any) -> None:
+    """load_model: in place, cast, transposed, on the meta device; what does not fit is
+    said by all ranks before anything changes."""
+    shard = {"rows": 0, "columns": 1, "deep": 2}
+    names = ("whole", "rows", "columns", "deep", "scalar", "empty", "uneven", "flags", "small.0")
+    want = {name.replace(".", "_"): tensor for name, tensor in expected(path, shard, rank, size).items() if name in names}
+    source = ow.load_file(path)
+    renamed = path.with_name(f"module-{path.stem}.safetensors")
+    if rank == 0:
+        plain = path.stem == "plain"
+        ow.save_file({name.replace(".", "_"): source[name] for name in names}, renamed, compress=not plain)
+    dist.barrier()
+    module = torch.nn.Module()
+    for name, tensor in want.items():
+        module.register_buffer(name, torch.zeros_like(tensor, device="meta" if name == "flags" else DEVICE))
+    module.rows = torch.zeros(*want["rows"].shape, device=DEVICE)  # another dtype
+    module.uneven = torch.zeros(want["uneven"].shape[::-1], dtype=torch.bfloat16, device=DEVICE).T
+    before = {name: tensor.data_ptr() for name, tensor in module.state_dict().items() if name != "flags"}
+    assert ow.load_model(module, renamed, group=world, shard=shard, device=DEVICE) == ([], [])
+    for name, tensor in module.state_dict().items():
+        assert name == "flags" or tensor.data_ptr() == before[name]
+        assert torch.equal(tensor.cpu(), want[name].to(tensor.dtype)), name
+    if rank == size - 1:
+        module.whole = torch.zeros(3, device=DEVICE)
+    try:
+        ow.load_model(module, renamed, group=world, shard=shard, device=DEVICE)
+    except ow.ModelMismatchError as error:
+        assert "'whole' has shape (3,)" in str(error), error
+    else:
+        raise AssertionError("a module of another shape was loaded")
+
+
+def chosen(folder: Path) -> None:
+    """OVERWIRE_EXCHANGE=auto tries every way, and says which is the fastest."""
+    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    members = grouping.members_of(world)
+    loading._BATCH = loading._TRY = 3 << 20
+    grouping.TELLING = 1 << 16
+    said: list[str] = []
+    loading.log.info = lambda text, *rest: said.append(text % rest)  # type: ignore
+    for file in ("plain.safetensors", "compressed.safetensors"):
+        want = expected(folder / file, SHARD, rank, size)
+        for _ in range(3):
+            same(ow.load_file(folder / file, group=world, shard=SHARD, device=DEVICE), want)
+            same(dict(ow.stream(folder / file, DEVICE, group=world, shard=SHARD, in_order=True)), want)
+    measured = distributed.rates(world)
+    assert all("ipc" in ways and len(ways) >= 3 for ways in measured.values()), measured
+    assert any("whole large plain tensors go by" in text and "ipc" in text for text in said), said
+    members.rates = Forced()
+    members.rates.way = "ipc"
+    relays.relay_join = lambda *_: (_ for _ in ()).throw(ow.NotSupportedError("overwire: no peer access"))
+    same(ow.load_file(folder / file, group=world, shard=SHARD, device=DEVICE), want)
+    assert "no peer access" in members.unreachable
+    relays.relay_join = _verbs.relay_join
+    members.unreachable = ""
 
 
 def gone(folder: Path) -> None:

@@ -84,13 +84,19 @@ def test_two_ranks(folder: Path) -> None:
 
 @pytest.mark.imports_torch
 def test_four_ranks_map_each_others_memory(folder: Path) -> None:
-    ranks(folder, 4, "mapped", "gone", exchange="ipc")
+    ranks(folder, 4, "mapped", "streamed", "gone", exchange="ipc")
+
+
+@pytest.mark.imports_torch
+def test_two_ranks_try_every_way(folder: Path) -> None:
+    """Loads, streams and modules, by each of the ways, in windows."""
+    ranks(folder, 2, "streamed", "chosen", exchange="auto")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("count", [2, 4])
 def test_ranks_of_one_gpu_map_each_others_memory(folder: Path, count: int) -> None:
-    ranks(folder, count, "mapped", "gone", devices=("cuda:0",) * count, exchange="ipc")
+    ranks(folder, count, "mapped", "streamed", "gone", devices=("cuda:0",) * count, exchange="ipc")
 
 
 @pytest.mark.slow

@@ -12,13 +12,13 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ..dtypes import PACKED, nbytes
+from ..dtypes import PACKED, nbytes, packed_shape
 from ..frameworks.frame import Frame
 from ..jobs import Job
 from ..model.opened import WHOLE, Model, Row
 from .group import Members
 
-__all__ = ["Batch", "ExchangeContext", "Task", "shard_range"]
+__all__ = ["Batch", "ExchangeContext", "Task", "shard_range", "torch_shape"]
 
 # Tensors below _LARGE are sent in runs of at most _RUN bytes.
 _LARGE = 1 << 20
@@ -34,6 +34,12 @@ def shard_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
     shorter or empty."""
     block = -(-size // ranks)
     return min(rank * block, size), min((rank + 1) * block, size)
+
+
+def torch_shape(row: Any) -> tuple[int, ...]:
+    """The shape of a row of the table, as the loaded torch tensor has it."""
+    shape: tuple[int, ...] = row[2]
+    return packed_shape(row[1], shape) if row[1] in PACKED else shape
 
 
 class Task(NamedTuple):

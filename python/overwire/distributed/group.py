@@ -7,6 +7,7 @@ gave a group.
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
 import sys
@@ -84,6 +85,7 @@ class Members:
         self._warm: set[str] = set()
         self.unreachable = ""  # why the ranks of a host cannot map each other's memory
         self.reached = False  # they have done so
+        self.said: set[tuple[Any, ...]] = set()  # kinds whose way the log has
 
     def _config(self) -> str:
         return str(self._dist.get_backend_config(self.group))
@@ -225,6 +227,16 @@ def host_name() -> str:
     """What tells this host, and this boot of it, from others."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return socket.gethostname() + " " + file.read().strip()
+
+
+def place_of(uri: str) -> str:
+    """What rates depend on: one file system, or one kind of store."""
+    if "://" in uri:
+        return uri.partition("://")[0]
+    try:
+        return f"dev{os.stat(uri).st_dev}"
+    except OSError:
+        return "file"
 
 
 _members: weakref.WeakKeyDictionary[Any, Members] = weakref.WeakKeyDictionary()

@@ -14,6 +14,9 @@ may be shorter, or empty). There are several ways there:
                      scatter    one rank of each host reads it, and sends blocks
                      gather     as above, and keeps what is in its block
 
+    both             ipc        as gather, by memory that the ranks of a host map of
+                                each other (`OVERWIRE_EXCHANGE=ipc`, or auto)
+
 Which is fastest depends on disk, page cache, links and cores, so it is measured:
 the load goes in batches, each batch goes one way, and `group.Rates` has the rule.
 With broadcast, gather and scatter a host reads each byte once; nothing but a few
@@ -32,15 +35,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import os
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from .._verbs import knobs
-from ..dtypes import PACKED, packed_shape
-from ..errors import ArgumentError, NotSupportedError, OverwireError
+from ..errors import ArgumentError, CancelledError, NotSupportedError, OutOfMemoryError, OverwireError
 from ..frameworks.choose import check_device, check_dtype, device_number, frame_for
 from ..model.opened import WHOLE, Model, opening, prepare
 from ..model.options import DeviceLike, ShardLike, StreamOptions, TorchName, check_options
@@ -48,15 +49,14 @@ from ..model.plan import fit
 from ..model.sources import SourceLike
 from ..progress import Progress, watch
 from . import group as ranks
-from .exchange import Batch, ExchangeContext, Task, shard_range
+from .exchange import Batch, ExchangeContext, Task, shard_range, torch_shape
 from .group import Members, members_of
 from .relays import Relay
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import Unpack
 
-__all__ = ["ShardLike", "agree", "load", "rates", "shard_range"]
+__all__ = ["GroupLoad", "ShardLike", "agree", "begun", "current", "load", "rates", "shard_range"]
 
 log = logging.getLogger("overwire")
 
@@ -65,6 +65,10 @@ log = logging.getLogger("overwire")
 # are on their way at most.
 _BATCH = 256 << 20
 _TRY = 1 << 30
+
+# Tensor bytes of a window of a stream that has no budget, where the engines do not
+# exchange.
+_WINDOW = 1 << 30
 
 # Below this a tensor costs more by its number than by its bytes.
 _SMALL = 256 << 10
@@ -89,7 +93,7 @@ def load(
     *,
     device: DeviceLike = "cpu",
     framework: TorchName | None = None,
-    **options: Unpack[StreamOptions],
+    **options: Any,
 ) -> dict[str, torch.Tensor]:
     """`load_file` over a process group; all ranks of it must call this.
 
@@ -105,28 +109,57 @@ def load(
     IOFailure where the others cannot be reached.
     """
     check_options("load", options, StreamOptions)
+    with begun(source, group, shard, device=device, framework=framework, **options) as loading:
+        return loading.run()
+
+
+@contextmanager
+def begun(
+    source: SourceLike,
+    group: Any,
+    shard: ShardLike = None,
+    *,
+    device: DeviceLike = "cpu",
+    framework: str | None = None,
+    budget: int | None = None,
+    beside: int = 0,
+    choose: Callable[[GroupLoad], Iterable[int]] | None = None,
+    **options: Any,
+) -> Iterator[GroupLoad]:
+    """Collective: a load that is open on all ranks and has read nothing. budget: what
+    max_memory means for a stream, which holds a part of its tensors at a time; None: it
+    is of all of them. beside: the same where the engines do not exchange. choose: called before the ranks meet, it returns the tensors that
+    this rank wants, by position; its errors reach all ranks."""
     if options.get("read") is not None:
         raise ArgumentError("overwire: read: a group's way of reading is set by OVERWIRE_READ, for all its ranks alike")
     if group is None:
         raise ArgumentError("overwire: shard: needs the group whose ranks share the tensors")
     members = members_of(group)
-    opened: list[_Load] = []
+    opened: list[GroupLoad] = []
 
     def begin() -> dict[str, Any]:
-        opened.append(_Load(members, source, shard, device, framework, options))
+        opened.append(GroupLoad(members, source, shard, device, framework, (budget, beside), options))
+        if choose is not None:
+            opened[0].chosen = list(choose(opened[0]))
         return opened[0].describe()
 
-    with _current(device):
+    with current(device):
         try:
             reports = members.exchange(begin)
-            return opened[0].run(reports)
+            opened[0].meet(reports)
+            yield opened[0]
         finally:
             for one in opened:
                 one.close()
 
 
-class _Load:
-    # One load on one rank. Construction is local; `run` is collective.
+class GroupLoad:
+    """One load on one rank. Construction is local; what else runs is collective, unless
+    it says otherwise.
+
+    model: the open files. chosen: the positions that this rank wants, in order. common:
+    those that all want. budget, beside: the smallest of any rank's, 0: none.
+    """
 
     def __init__(
         self,
@@ -135,7 +168,8 @@ class _Load:
         shard: ShardLike,
         device: Any,
         framework: str | None,
-        options: StreamOptions,
+        budgets: tuple[int | None, int],
+        options: Mapping[str, Any],
     ) -> None:
         whole = {name: value for name, value in opening(options).items() if name not in ("keys", "filter")}  # every rank the same table
         dtype = options.get("dtype")
@@ -144,29 +178,34 @@ class _Load:
         self._waiting: Batch | None = None  # being read, and not sent yet
         self._alone: list[Task] = []  # what this rank reads without the others
         self._shared: list[Task] = []  # what goes by one relay at the end
+        self._mapped: list[Task] = []  # what goes by one relay of the engines at the end
         self._few: list[Task] = []  # what is too little to care how
         self._frame = frame_for(framework)
         self._exchange = next(str(row["value"]) for row in knobs() if row["name"] == "OVERWIRE_EXCHANGE")
+        self.budget, self.beside = budgets[0] or 0, budgets[1]
+        self.common: list[int] = []
+        self._place = ""
         if self._frame.name != "torch":
             raise ArgumentError("overwire: group: the ranks exchange torch tensors; use framework='pt'")
         where = check_device(device, self._frame)
         self._dtype = check_dtype(self._frame, dtype)
-        self._watcher = watch(options.get("progress"), "load")
+        self._watcher = watch(options.get("progress"), "load" if budgets[0] is None else "stream")
         link_device = members.link_device(where)
         prepare(link_device or where)
-        self._model = Model(source, device=where, **whole)
-        self._model.alone()  # what was preloaded is not shared out
-        self._link_model = self._model
+        self.model = Model(source, device=where, **whole)
+        self.model.alone()  # what was preloaded is not shared out
+        self._link_model = self.model
         try:
             if link_device and link_device != where:
                 self._link_model = Model(source, device=link_device, **whole)
                 self._link_model.alone()
-            self._context = ExchangeContext(members, self._frame, self._model, self._link_model)
-            chosen = self._model.choose(options.get("keys"), options.get("filter"))
-            self._chosen = list(range(len(self._model.table))) if chosen is None else chosen
+            self._context = ExchangeContext(members, self._frame, self.model, self._link_model)
+            chosen = self.model.choose(options.get("keys"), options.get("filter"))
+            self.chosen = list(range(len(self.model.table))) if chosen is None else chosen
             self._dims = self._cuts(shard)
             self._may_send = bool(link_device) and self._exchange != "none"
-            fit(self._model, self._frame, self._dtype, options.get("max_memory"), map(self._part, self._chosen))
+            if budgets[0] is None:
+                fit(self.model, self._frame, self._dtype, options.get("max_memory"), map(self.part, self.chosen))
         except BaseException:
             self.close()
             raise
@@ -175,27 +214,27 @@ class _Load:
         if self._watcher is not None:
             self._watcher.close()
             self._watcher = None
-        self._model.close()
-        if self._link_model is not self._model:
+        self.model.close()
+        if self._link_model is not self.model:
             self._link_model.close()
 
     def _cuts(self, shard: ShardLike) -> dict[int, int]:
         # Position to dimension. Of all tensors, not of those chosen here alone:
         # the ranks compare it.
-        model, dims = self._model, {}
+        model, dims = self.model, {}
         if shard is None:
             return {}
         if isinstance(shard, Mapping):
             asked: list[tuple[int, int | None]] = [(model.place(name), dim) for name, dim in shard.items()]
         elif callable(shard):
-            asked = [(at, shard(row[0], _shape(row))) for at, row in enumerate(model.table)]
+            asked = [(at, shard(row[0], torch_shape(row))) for at, row in enumerate(model.table)]
         else:
             raise ArgumentError(f"overwire: shard: expected a dict of name to dimension, or a callable, got {type(shard).__name__}")
         for at, dim in asked:
             if dim is None:
                 continue
             row = model.row(at)
-            rank = len(_shape(row))
+            rank = len(torch_shape(row))
             if not isinstance(dim, int) or isinstance(dim, bool) or not -rank <= dim < rank:
                 text = f"overwire: shard {row.name!r}: dimension {dim!r} of a tensor with {rank}"
                 raise ArgumentError(text, tensor=row.name)
@@ -205,21 +244,23 @@ class _Load:
             dims[at] = dim % rank
         return dims
 
-    def _part(self, at: int) -> tuple[int, int]:
-        # What this rank gets of a tensor: how many of its elements as the file counts them.
+    def part(self, at: int) -> tuple[int, int]:
+        """Local: what this rank gets of a tensor: how many of its elements as the file
+        counts them."""
         if at not in self._dims:
             return at, WHOLE
-        task = self._task(at)
+        task = self.task(at)
         whole, part = math.prod(task.shape), math.prod(self._context.part_shape(task, self._members.rank))
         return at, math.prod(task.row.shape) * part // max(whole, 1)
 
     def describe(self) -> dict[str, Any]:
         """What the ranks compare and must know of each other."""
+        self._check(self.chosen, self.budget)
         table = hashlib.sha256()
-        for name, dtype, shape, nbytes, stored, *_ in self._model.table:
+        for name, dtype, shape, nbytes, stored, *_ in self.model.table:
             table.update(repr((name, dtype, shape, nbytes, stored)).encode())
-        wanted = bytearray(-(-len(self._model.table) // 8))
-        for at in self._chosen:
+        wanted = bytearray(-(-len(self.model.table) // 8))
+        for at in self.chosen:
             wanted[at >> 3] |= 1 << (at & 7)
         return {
             "host": ranks.host_name(),
@@ -227,40 +268,138 @@ class _Load:
             "shard": hashlib.sha256(repr(sorted(self._dims.items())).encode()).digest(),
             "dtype": str(self._dtype),
             "wanted": bytes(wanted),
-            "device": self._model.device.partition(":")[0],
+            "device": self.model.device.partition(":")[0],
             "exchange": self._exchange,
-            "place": _place(self._model.uris[0]),
+            "place": ranks.place_of(self.model.uris[0]),
+            "budgets": (self.budget, self.beside),
         }
 
-    def run(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
-        """Collective. All ranks see the same `reports`, so all decide alike."""
-        members, table = self._members, self._model.table
+    def meet(self, reports: list[dict[str, Any]]) -> None:
+        """Once, first, and local: all ranks have the same `reports`, so all decide alike."""
+        members, table = self._members, self.model.table
         for what in ("tensors", "shard", "dtype", "device", "exchange"):
             for rank, one in enumerate(reports):
                 if one[what] != reports[0][what]:
-                    raise ArgumentError(f"overwire: group: {what} differs between ranks 0 and {rank}", source=self._model.uris[0])
+                    raise ArgumentError(f"overwire: group: {what} differs between ranks 0 and {rank}", source=self.model.uris[0])
         members.settle([one["host"] for one in reports])
         shared = reports[0]["wanted"]
         for one in reports[1:]:
             shared = bytes(a & b for a, b in zip(shared, one["wanted"], strict=True))
-        common = [at for at in range(len(table)) if shared[at >> 3] >> (at & 7) & 1]
-        self._alone = [self._task(at) for at in self._chosen if not shared[at >> 3] >> (at & 7) & 1]
+        self.common = [at for at in range(len(table)) if shared[at >> 3] >> (at & 7) & 1]
+        self.lone = [at for at in self.chosen if not shared[at >> 3] >> (at & 7) & 1]
+        self.budget, self.beside = (min((one["budgets"][n] for one in reports if one["budgets"][n]), default=0) for n in range(2))
+        self._place = reports[0]["place"]
 
+    def run(self) -> dict[str, Any]:
+        """This rank's tensors, by name."""
         loaded: dict[int, Any] = {}
-        if self._carried([self._task(at) for at in common], loaded):
+        common = self.common
+        relay = self._carrier([self.task(at) for at in common]) if self._exchange == "ipc" else None
+        if relay is not None:
+            self._carry(relay, loaded)
             common = []
-        link_device = self._link_model.device
-        if self._may_send and members.most_local > 1 and common:
-            members.warm_up(link_device)
+        self._load(common, self.lone, loaded)
+        return {self.model.table[at][0]: loaded[at] for at in self.chosen}
+
+    def arrive(self, places: Mapping[int, Any] | None = None) -> Generator[tuple[int, Any], None, None]:
+        """(position, tensor) of what this rank wants, as it arrives; after the last the
+        ranks agree. Where the budget, or the way of exchange, wants it, the load goes in
+        windows.
+
+        places: by position, memory of this rank on the model's device, dense and of the
+            file's dtype, for its part of a tensor. What is yielded is that memory, or,
+            where the engine cannot write there, another.
+
+        A rank that closes this early ends it on all.
+        """
         try:
-            for kind, tasks in self._kinds(common, reports[0]["place"]):
+            self._check(self.common, self.budget)
+            left = self._windows(self.common, self.budget)
+            while left:
+                window, left = left[0], left[1:]
+                self._agree()  # with those that have closed
+                relay = self._carrier([self.task(at) for at in window]) if self._exchange == "ipc" else None
+                if relay is not None:
+                    for task, tensor in relay.carry(self._agreed, lambda more: self._tell(more, 0), places):
+                        yield from self._kept(task, tensor)
+                    continue
+                self._check(window, self.beside)
+                window, *more = self._windows(window, self.budget or self.beside or _WINDOW)
+                left = more + left
+                loaded: dict[int, Any] = {}
+                self._load(window, [], loaded)
+                for at in window:
+                    yield at, loaded.pop(at)
+            for window in self._windows(self.lone, self.budget or _WINDOW):
+                try:
+                    loaded = {}
+                    batch = Batch(self._context, "own", [self.task(at) for at in window])
+                    batch.read()
+                    self._keep(batch.tasks, batch.send(), loaded)
+                except BaseException as caught:  # said when the ranks next agree
+                    self._late = self._late or caught
+                    break
+                for at in window:
+                    yield at, loaded.pop(at)
+            self._agree()
+        except GeneratorExit:
+            with suppress(OverwireError):
+                self._agree(error=CancelledError("overwire: stream: it was closed before its end"))
+            raise
+
+    def _kept(self, task: Task, tensor: Any) -> Iterator[tuple[int, Any]]:
+        kept: dict[int, Any] = {}
+        try:
+            if self._late is None:
+                self._keep([task], [tensor], kept)
+        except BaseException as caught:  # said when the ranks next agree
+            self._late = caught
+        yield from kept.items()
+
+    def _size(self, at: int) -> int:
+        # The most bytes of any rank's part of a tensor, and of what it is cast to.
+        task = self.task(at)
+        elements = math.prod(self._context.part_shape(task, 0))
+        size = elements * task.row.nbytes // max(math.prod(task.shape), 1)
+        return size if self._dtype is None else size + elements * int(getattr(self._dtype, "itemsize", 8))
+
+    def _check(self, positions: list[int], most: int) -> None:
+        # Each tensor must fit a budget by itself; 0: there is none.
+        for at in positions if most else ():
+            if (size := self._size(at)) > most:
+                name = self.model.table[at][0]
+                text = f"overwire: {self.model.uris[0]} tensor {name!r}: it takes {size} bytes, and max_memory is {most}"
+                raise OutOfMemoryError(text, asked=size, free=most, total=most, tensor=name)
+
+    def _windows(self, positions: list[int], most: int) -> list[list[int]]:
+        # Of at most that many bytes, or one tensor; 0: one window. All ranks divide what
+        # they share alike.
+        windows: list[list[int]] = []
+        left = 0
+        for at in positions:
+            size = self._size(at)
+            if not windows or most and size > left:
+                windows.append([])
+                left = most
+            windows[-1].append(at)
+            left -= size
+        return windows
+
+    def _load(self, common: list[int], lone: list[int], loaded: dict[int, Any]) -> None:
+        # By the ways that are measured; and what this rank alone wants.
+        members = self._members
+        self._alone, self._shared, self._mapped, self._few = [self.task(at) for at in lone], [], [], []
+        if self._may_send and members.most_local > 1 and common:
+            members.warm_up(self._link_model.device)
+        try:
+            for kind, tasks in self._kinds(common):
                 while tasks:
                     tasks = self._some(kind, tasks, loaded)
             self._flush(loaded)
-            if self._shared:
-                self._shared += self._few
-            else:
-                self._alone += self._few
+            later = self._mapped or self._shared or self._alone
+            later += self._few
+            if self._mapped and not self._carry(self._carrier(self._mapped), loaded):
+                (self._shared if self._may_send else self._alone).extend(self._mapped)
             if self._shared:
                 self._relay(self._shared, loaded)
             # Also on ranks that have none of these: they may have to raise.
@@ -270,28 +409,32 @@ class _Load:
             waiting, self._waiting = self._waiting, None
             if waiting is not None:
                 waiting.abandon()
-        return {table[at][0]: loaded[at] for at in self._chosen}
 
-    def _carried(self, tasks: list[Task], loaded: dict[int, Any]) -> bool:
-        # Collective: all that the ranks share, at once, if the engines of each host are
-        # to exchange it and can.
+    def _carrier(self, tasks: list[Task]) -> Relay | None:
+        # The engines of each host exchange these; None where they cannot.
         members = self._members
-        if self._exchange != "ipc" or members.most_local == 1 or not tasks or members.unreachable:
-            return False
+        if members.most_local == 1 or not tasks or members.unreachable:
+            return None
         relay = Relay(self._context, tasks, engine=True)
         if reason := relay.meet():
             members.unreachable = reason
             log.warning("the ranks exchange by torch.distributed: they cannot map each other's memory: %s", reason)
-            return False
+            return None
         if not members.reached:
             members.reached = True
-            log.info("the ranks of each host exchange by memory that they map of each other")
-        tensors = relay.carry(lambda error, ours: self._agree(error=error, ours=ours), lambda more: self._tell(more, 0))
-        try:
-            self._keep(tasks, tensors, loaded)
-        except BaseException as caught:  # said when the ranks next agree
-            self._late = caught
+            log.info("the ranks of each host can exchange by memory that they map of each other")
+        return relay
+
+    def _carry(self, relay: Relay | None, loaded: dict[int, Any]) -> bool:
+        if relay is None:
+            return False
+        done = sum(self.model.table[at][3] for at in loaded)
+        for task, tensor in relay.carry(self._agreed, lambda more: self._tell(done + more, len(loaded))):
+            loaded.update(self._kept(task, tensor))
         return True
+
+    def _agreed(self, error: BaseException | None, ours: bool) -> None:
+        self._agree(error=error, ours=ours)
 
     def _some(self, kind: tuple[Any, ...], tasks: list[Task], loaded: dict[int, Any]) -> list[Task]:
         # Collective: loads the first of the tasks, one way, and returns the rest.
@@ -302,17 +445,23 @@ class _Load:
         if sum(task.row.nbytes for task in tasks) < ranks.TELLING:
             self._few += tasks
             return []
-        way, trying = members.rates.choose(kind, self._ways(kind))
-        if way in ("each", "own", "gather") and not trying:
-            later = self._shared if way == "gather" else self._alone
+        ways = self._ways(kind)
+        way, trying = members.rates.choose(kind, ways)
+        if not trying and len(ways) > 1:
+            self._say(kind, way)
+        if way in ("each", "own", "gather", "ipc") and not trying:
+            later = {"gather": self._shared, "ipc": self._mapped}.get(way, self._alone)
             later += tasks
             return []
         tasks, rest = _split(tasks, _TRY if trying else _BATCH)
         if trying:
             self._flush(loaded)
-        begun = time.perf_counter()
+        began = time.perf_counter()
         if way == "gather":
             self._relay(tasks, loaded)
+        elif way == "ipc":
+            if not self._carry(self._carrier(tasks), loaded):
+                return tasks + rest  # by another way
         else:
             before = self._waiting
             if before is not None:
@@ -324,7 +473,7 @@ class _Load:
                 self._flush(loaded)
         if trying:
             self._context.drain()
-            seconds = self._agree(time.perf_counter() - begun)
+            seconds = self._agree(time.perf_counter() - began)
             members.rates.note(kind, way, sum(task.row.nbytes for task in tasks), seconds)
         return rest
 
@@ -338,34 +487,52 @@ class _Load:
         late, self._late = self._late, None
         return self._members.agree(late or error, seconds, ours or late is not None)
 
+    def _say(self, kind: tuple[Any, ...], way: str) -> None:
+        # Once for each kind: which way, and why.
+        if kind not in self._members.said:
+            self._members.said.add(kind)
+            measured = self._members.rates.table().get(" ".join(str(part) for part in kind), {})
+            rates = ", ".join(f"{name} {rate / 1e9:.2f}" for name, rate in measured.items())
+            log.info("group: %s tensors go by %r; GB/s measured: %s", " ".join(kind[:3]), way, rates)
+
     def _ways(self, kind: tuple[Any, ...]) -> tuple[str, ...]:
-        whole = kind[0] == "whole"
-        if not self._may_send or self._members.most_local == 1:
-            return ("each",) if whole else ("own",)
-        if kind[2] == "compressed":
-            return ("each", "gather") if whole else ("own", "gather")
-        return ("each", "broadcast", "gather") if whole else ("own", "scatter", "gather")
+        first = "each" if kind[0] == "whole" else "own"
+        if self._members.most_local == 1 or self._exchange == "none":
+            return (first,)
+        ways = [first]
+        if self._may_send:
+            if kind[2] == "plain":
+                ways.append("broadcast" if first == "each" else "scatter")
+            ways.append("gather")
+        if self._exchange == "auto" and not self._members.unreachable:
+            ways.append("ipc")
+        return tuple(ways)
 
-    def _task(self, at: int) -> Task:
-        row = self._model.row(at)
-        return Task(at, row, _shape(row), self._dims.get(at))
+    def task(self, at: int) -> Task:
+        """Local: a tensor, and how it is cut."""
+        row = self.model.row(at)
+        return Task(at, row, torch_shape(row), self._dims.get(at))
 
-    def _kinds(self, positions: list[int], place: str) -> Iterable[tuple[tuple[Any, ...], list[Task]]]:
+    def part_shape(self, at: int) -> tuple[int, ...]:
+        """Local: the shape of this rank's part of a tensor."""
+        return self._context.part_shape(self.task(at), self._members.rank)
+
+    def _kinds(self, positions: list[int]) -> Iterable[tuple[tuple[Any, ...], list[Task]]]:
         # Tensors of a kind go together, in the order of the file.
         kinds: dict[tuple[Any, ...], list[Task]] = {}
         for at in positions:
-            task = self._task(at)
+            task = self.task(at)
             layout = "whole" if task.dim is None else "rows" if task.dim == 0 else "columns"
             size = "small" if task.row.nbytes < _SMALL else "large"
-            held = self._model.row(task.row.alias) if task.row.alias >= 0 else task.row
+            held = self.model.row(task.row.alias) if task.row.alias >= 0 else task.row
             coding = "compressed" if held.stored < held.nbytes else "plain"
-            target = self._model.device.partition(":")[0]
-            kinds.setdefault((layout, size, coding, target, place), []).append(task)
+            target = self.model.device.partition(":")[0]
+            kinds.setdefault((layout, size, coding, target, self._place), []).append(task)
         return list(kinds.items())
 
     def _relay(self, tasks: list[Task], loaded: dict[int, Any]) -> None:
         # Collective. What fails after all have agreed is said when they next do.
-        done = sum(self._model.table[at][3] for at in loaded)
+        done = sum(self.model.table[at][3] for at in loaded)
         tensors = Relay(self._context, tasks).run(
             lambda error, ours: self._agree(error=error, ours=ours), lambda more: self._tell(done + more, len(loaded))
         )
@@ -378,12 +545,12 @@ class _Load:
         wanted = self._dtype
         for task, tensor in zip(tasks, tensors, strict=True):
             loaded[task.at] = tensor if wanted is None else self._frame.cast(tensor, task.row.dtype, wanted)
-        self._tell(sum(self._model.table[at][3] for at in loaded), len(loaded))
+        self._tell(sum(self.model.table[at][3] for at in loaded), len(loaded))
 
     def _tell(self, done: int, tensors: int) -> None:
         if self._watcher is not None:
-            total = sum(self._model.table[at][3] for at in self._chosen)
-            self._watcher.update(Progress(min(done, total), total, tensors, len(self._chosen)))
+            total = sum(self.model.table[at][3] for at in self.chosen)
+            self._watcher.update(Progress(min(done, total), total, tensors, len(self.chosen)))
 
     def _finish(self, batch: Batch, loaded: dict[int, Any]) -> None:
         # Collective: reading, agreeing that all have read, sending. What fails
@@ -403,9 +570,9 @@ class _Load:
             self._late = caught
 
 
-def _current(device: Any) -> AbstractContextManager[Any]:
-    # NCCL sends flags and objects from the current GPU, which must be this rank's.
-    # A wrong device is refused later, where the error reaches all ranks.
+def current(device: Any) -> AbstractContextManager[Any]:
+    """NCCL sends flags and objects from the current GPU, which must be this rank's. A
+    wrong device is refused later, where the error reaches all ranks."""
     import torch
 
     with suppress(OverwireError):
@@ -421,19 +588,3 @@ def _split(tasks: list[Task], limit: int) -> tuple[list[Task], list[Task]]:
             return tasks[:end], tasks[end:]
         limit -= task.row.nbytes
     return tasks, []
-
-
-def _shape(row: Any) -> tuple[int, ...]:
-    # As the loaded torch tensor has it.
-    shape: tuple[int, ...] = row[2]
-    return packed_shape(row[1], shape) if row[1] in PACKED else shape
-
-
-def _place(uri: str) -> str:
-    # What rates depend on: one file system, or one kind of store.
-    if "://" in uri:
-        return uri.partition("://")[0]
-    try:
-        return f"dev{os.stat(uri).st_dev}"
-    except OSError:
-        return "file"

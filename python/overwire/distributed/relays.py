@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .._verbs import relay, relay_aim, relay_decode, relay_join, relay_offer, relay_shares, relay_wait
@@ -65,6 +65,7 @@ class Relay:
         self._size = _SHARE * context.members.most_local
         self._on = 0  # the stream on which all of it runs
         self._tensors: list[Any] = []
+        self._asked: list[int] = []  # by request to the engine: the number of its task
         self._error: BaseException | None = None
         self._ours = True
         self._spent: dict[str, float] = {}  # seconds of this thread, by step
@@ -104,7 +105,9 @@ class Relay:
         cuts = [-1 if task.dim is None or task.dim > 1 or task.row.dtype in PACKED else task.dim for task in self._tasks]
         return cuts if max(cuts) >= 0 else []
 
-    def _aim(self) -> None:
+    def _aim(self, places: Mapping[int, Any] | None = None) -> None:
+        # places: by position of a tensor, memory of the caller for what the engine writes
+        # of it, on the device.
         context, model, members = self._context, self._model, self._context.members
         assert self._job is not None
         # While the first bytes are on their way. Each decode goes after what is
@@ -119,13 +122,21 @@ class Relay:
                 whole = max(1, context.count(task.shape))
                 row = row._replace(shape=shape, nbytes=row.nbytes * context.count(shape) // whole)
             rows.append(row)
-        self._tensors = context.frame.empty_on(model.device, rows)
-        requests = [
-            (task.at, tensor.data_ptr(), *(block or (0, WHOLE, 0, WHOLE)))
-            for task, tensor, block in zip(self._tasks, self._tensors, blocks, strict=True)
-            if tensor.numel()
-        ]
+        given = self._given(places or {})
+        made = iter(context.frame.empty_on(model.device, [row for row, place in zip(rows, given, strict=True) if place is None]))
+        self._tensors = [next(made) if place is None else place for place in given]
+        self._asked = [slot for slot, tensor in enumerate(self._tensors) if tensor.numel()]
+        requests = [(self._tasks[slot].at, self._tensors[slot].data_ptr(), *(blocks[slot] or (0, WHOLE, 0, WHOLE))) for slot in self._asked]
         relay_aim(self._job.number, array("q", [n for request in requests for n in request]).tobytes())
+
+    def _given(self, places: Mapping[int, Any]) -> list[Any]:
+        # By task: the caller's memory, None where what the engine brings is cut afterwards.
+        context = self._context
+        rank = context.members.rank
+        return [
+            places.get(task.at) if context.block_read(task, rank) is not None or context.part_shape(task, rank) == task.shape else None
+            for task in self._tasks
+        ]
 
     def _stream(self) -> int:
         # What is queued there now comes before what the engine does.
@@ -202,16 +213,32 @@ class Relay:
                 return f"rank {rank}: {reason}"
         return ""
 
-    def carry(self, agree: Callable[[BaseException | None, bool], Any], decoded: Callable[[int], None]) -> list[Any]:
-        """Collective: `run` where the engine exchanges. Where a rank is gone, the others
-        of its host raise that by themselves: no collective would end."""
+    def carry(
+        self,
+        agree: Callable[[BaseException | None, bool], Any],
+        decoded: Callable[[int], None],
+        places: Mapping[int, Any] | None = None,
+    ) -> Iterator[tuple[Task, Any]]:
+        """Collective: `run` where the engine exchanges. Yields each task with its tensor as
+        it arrives, in memory of its own or, where the engine can write there, in that of
+        `places`, by position; after the last the ranks agree. Where a rank is gone, the
+        others of its host raise that by themselves: no collective would end. A caller that
+        closes this early has to agree by itself."""
         try:
             try:
                 job = self._job
-                assert job is not None
-                self._aim()
-                while not job.ended(_TICK):
-                    decoded(self._done())
+                if self._error is None and job is not None:
+                    self._aim(places)
+                    asked = self._asked
+                    for slot in [slot for slot, tensor in enumerate(self._tensors) if not tensor.numel()]:
+                        yield self._landed(slot)
+                    while (landed := job.next(_TICK)) is None or landed.positions:
+                        decoded(self._done())
+                        for at in landed.positions if landed is not None else ():
+                            yield self._landed(asked[at])
+                    job.wait()
+            except GeneratorExit:
+                raise
             except BaseException as error:
                 self._fail(error)
             if self._error is not None and self._job is not None and (lost := (self._job.report() or {}).get("lost")):
@@ -222,8 +249,11 @@ class Relay:
         except BaseException:
             self.abandon()
             raise
-        tensors, self._tensors = self._tensors, []
-        return [self._context.cut(task, tensor) for task, tensor in zip(self._tasks, tensors, strict=True)]
+
+    def _landed(self, slot: int) -> tuple[Task, Any]:
+        task, tensor = self._tasks[slot], self._tensors[slot]
+        self._tensors[slot] = None  # it is the caller's
+        return task, self._context.cut(task, tensor)
 
     def _try(self, step: Callable[[int], None], piece: int) -> None:
         # After a failure only the exchange continues.

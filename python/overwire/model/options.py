@@ -122,6 +122,11 @@ class _Reach(TypedDict, total=False):
     lenient: bool
 
 
+class _Together(TypedDict, total=False):
+    group: Any
+    shard: ShardLike
+
+
 class OpenOptions(_Reach, total=False):
     """Those of `safe_open`; see `LoadOptions`."""
 
@@ -129,7 +134,7 @@ class OpenOptions(_Reach, total=False):
     mmap: bool | None
 
 
-class ModuleOptions(_Reach, total=False):
+class ModuleOptions(_Reach, _Together, total=False):
     """Those of `load_model`; see `LoadOptions`."""
 
     progress: ProgressLike
@@ -154,7 +159,7 @@ class PlanOptions(_Reach, total=False):
     filter: Callable[[str], bool] | None
 
 
-class StreamOptions(PlanOptions, total=False):
+class StreamOptions(PlanOptions, _Together, total=False):
     """Those of `stream`; see `LoadOptions`."""
 
     progress: ProgressLike
@@ -195,13 +200,11 @@ class LoadOptions(StreamOptions, total=False):
         they share the reading, and what fails on one raises on all. None: no
         collective.
     shard: with group: name -> dimension to cut a tensor along; this rank gets
-        its block of ceil(size / ranks). See `distributed`.
+        its block of ceil(size / ranks).
     base: source is a delta (or a list of them, a chain) of this model: a path or URI, or
         tensors by name or a module, which are copied. See `apply_delta`.
     """
 
-    group: Any
-    shard: ShardLike
     base: Any
 
 

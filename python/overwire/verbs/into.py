@@ -16,7 +16,7 @@ from ..model.opened import WHOLE, Model, Request, Row
 from ..model.plan import fit
 from ..progress import Watcher
 
-__all__ = ["Target", "fill", "land", "landing", "place_of", "single", "table_of"]
+__all__ = ["Target", "fill", "in_place", "land", "landing", "place_of", "single", "table_of"]
 
 #: Rows and columns of a tensor: [lo, hi) of dimension 0 and of dimension 1.
 Block = tuple[int, int, int, int]
@@ -69,9 +69,7 @@ def fill(
     _alone(targets, lands)
     # What was preloaded is whole, and is copied from where it is: on a GPU always, on
     # the host if a block is wanted of it.
-    preloaded = [
-        views[device].joined and (device != "cpu" or target.block != ALL) for target, device in zip(targets, where, strict=True)
-    ]
+    preloaded = [views[device].joined and (device != "cpu" or target.block != ALL) for target, device in zip(targets, where, strict=True)]
     beside: list[tuple[int, int]] = []
     groups: dict[str, list[tuple[tuple[int, int, Block], list[int]]]] = {device: [] for device in views}
     shared: dict[tuple[str, int], list[int]] = {}  # targets of one preloaded tensor
@@ -107,6 +105,13 @@ def fill(
                 loaded = frame.adopt(capsule, pointer, row.dtype, shape, views[device].join())
                 for number in users:
                     _put(targets[number], _cut(loaded, targets[number]) if preloaded[number] else loaded)
+
+
+def in_place(model: Model, targets: Sequence[Target], device: str) -> dict[int, Any]:
+    """By position, the tensors that the engine can write to, of which no two overlap."""
+    lands = [_lands(target, model.row(target.at), device) for target in targets]
+    _alone(targets, lands)
+    return {target.at: target.tensor for target, here in zip(targets, lands, strict=True) if here}
 
 
 def table_of(file: Any) -> list[tuple[str, str, tuple[int, ...]]]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError, ModelMismatchError
 from ..frameworks.choose import check_device, frame_for
 from ..model.opened import Model, opening
-from ..model.options import DeviceLike, ModuleOptions, StorageOptions, check_options
+from ..model.options import DeviceLike, ModuleOptions, StorageOptions, check_options, parse_size
+from ..model.plan import fit
 from ..model.sources import SourceLike, named
 from ..progress import ProgressLike, watch
-from .into import ALL, Target, fill, single
+from .into import ALL, Target, fill, in_place, single
 from .save import Report, save_file
 
 if TYPE_CHECKING:
@@ -43,10 +45,13 @@ def load_model(
         tensors of the meta device. Tensors on another device are copied to it.
 
     strict: raise if tensors are missing in the file, or unexpected in it.
-    options: those of `ModuleOptions`: progress, mmap, storage_options, lenient, as for
-        `load_file`, and max_memory.
+    options: those of `ModuleOptions`: progress, mmap, storage_options, lenient, group,
+        shard, as for `load_file`, and max_memory. With shard, a tensor of the module has
+        the shape of this rank's block.
     max_memory: the most bytes, on all devices together, for tensors that are not
-        filled in place: copies, and tensors that replace those of the meta device.
+        filled in place: copies, and tensors that replace those of the meta device. With
+        group, where the ranks do not map each other's memory (`OVERWIRE_EXCHANGE`), that
+        is all tensors, which are copied window by window.
 
     Returns (missing, unexpected) names, as safetensors.torch.load_model. Names
     tied to a loaded one are neither.
@@ -66,6 +71,8 @@ def load_model(
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(f"overwire: module: expected a torch.nn.Module, got {type(module).__name__}")
     targets: dict[str, Any] = module.state_dict(keep_vars=True)
+    if options.get("group") is not None or options.get("shard") is not None:
+        return _together(module, source, strict, fixed or single(list(targets.values())), targets, dict(options))
     with Model(source, device=fixed or single(list(targets.values())), **opening(options)) as model:
         missing, unexpected, wanted = _match(module, targets, model, strict)
         into = []
@@ -76,8 +83,47 @@ def load_model(
     return missing, unexpected
 
 
-def _match(module: Any, targets: Mapping[str, Any], model: Model, strict: bool) -> tuple[list[str], list[str], dict[str, int]]:
-    """Missing and unexpected names, and the place of each tensor to load."""
+def _together(
+    module: Any, source: SourceLike, strict: bool, device: str, targets: Mapping[str, Any], options: dict[str, Any]
+) -> tuple[list[str], list[str]]:
+    """`load_model` over a group."""
+    from ..distributed.loading import GroupLoad, begun
+
+    frame = frame_for("torch")
+    into: dict[int, Target] = {}
+    places: dict[int, Any] = {}
+    names: list[list[str]] = []
+    group, max_memory = options.pop("group", None), options.pop("max_memory", None)
+
+    def choose(loading: GroupLoad) -> list[int]:
+        missing, unexpected, wanted = _match(module, targets, loading.model, strict, loading.part_shape)
+        names.extend((missing, unexpected))
+        for name, at in wanted.items():
+            into[at] = Target(at, ALL, loading.part_shape(at), targets[name], functools.partial(_put, module, targets[name]))
+        places.update(in_place(loading.model, list(into.values()), device))
+        fit(loading.model, frame, None, max_memory, [loading.part(at) for at in into if at not in places])
+        return list(into)
+
+    beside = parse_size(max_memory, "max_memory")
+    with (
+        begun(source, group, options.pop("shard", None), device=device, budget=0, beside=beside, choose=choose, **options) as loading,
+        contextlib.closing(loading.arrive(places)) as arriving,
+    ):
+        for at, tensor in arriving:
+            if tensor is not places.get(at):
+                _put(module, into[at].tensor, tensor)
+    return names[0], names[1]
+
+
+def _match(
+    module: Any,
+    targets: Mapping[str, Any],
+    model: Model,
+    strict: bool,
+    shape_of: Callable[[int], tuple[int, ...]] | None = None,
+) -> tuple[list[str], list[str], dict[str, int]]:
+    """Missing and unexpected names, and the place of each tensor to load. shape_of: what
+    is loaded of it, as torch has it; None: all."""
     wanted = {name: model.places[name] for name in targets if name in model.places}
     loaded = {_identity(targets[name]) for name in wanted}
     missing = [name for name, target in targets.items() if name not in wanted and _identity(target) not in loaded]
@@ -93,7 +139,9 @@ def _match(module: Any, targets: Mapping[str, Any], model: Model, strict: bool) 
             problems.append(f"{name!r} is not a tensor in the module")
             continue
         here = tuple(target.shape)
-        if dtype == "F4" and shape:
+        if shape_of is not None:
+            shape = shape_of(at)
+        elif dtype == "F4" and shape:
             shape = (*shape[:-1], shape[-1] // 2)
         if here != shape:
             problems.append(f"{name!r} has shape {here} in the module, {shape} in the file")

@@ -85,8 +85,19 @@ def stream(
     yielded. Closing the iterator early (`break`, `close`, an exception in the loop)
     cancels the rest and frees it. An error of the load is raised after the tensors
     that arrived before it.
+
+    group, shard: as for `load_file`. All ranks iterate, to the end or up to one that
+        closes early, which ends the stream on all; max_memory is then the smallest that
+        any rank has given. Where the ranks map each other's memory
+        (`OVERWIRE_EXCHANGE=ipc`), tensors are yielded while the others arrive, else
+        after each GiB.
     """
     check_options("stream", options, StreamOptions)
+    group, shard = options.pop("group", None), options.pop("shard", None)
+    if group is not None or shard is not None:
+        from ..distributed.streaming import GroupStream
+
+        return GroupStream(source, group, shard, device, framework, in_order, options)
     frame = frame_for(framework)
     where = check_device(device, frame)
     prepare(where)
@@ -106,9 +117,7 @@ def stream(
         return Windows(model, windows, budget, lambda window, part: _begin(model, window, frame, wanted, part, in_order), watcher)
 
 
-def _begin(
-    model: Model, chosen: list[int] | None, frame: Frame, wanted: Any, watcher: Watcher | None, in_order: bool
-) -> _Stream:
+def _begin(model: Model, chosen: list[int] | None, frame: Frame, wanted: Any, watcher: Watcher | None, in_order: bool) -> _Stream:
     rows: Sequence[Any] = model.table if chosen is None else [model.table[at] for at in chosen]
     rows, cast = model.casting(rows, wanted)
     raw = frame.raw({row[1] for row in rows})

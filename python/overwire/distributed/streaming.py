@@ -1,0 +1,65 @@
+"""Streams over a group: what all ranks iterate together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from ..model.options import DeviceLike, ShardLike, parse_size
+from ..model.sources import SourceLike
+from .loading import begun, current
+
+__all__ = ["GroupStream"]
+
+
+class GroupStream(Iterator[tuple[str, Any]]):
+    """`stream` over a process group. Making it is collective, and so is every step, and
+    closing it before its end, which ends it on all ranks."""
+
+    def __init__(
+        self, source: SourceLike, group: Any, shard: ShardLike, device: DeviceLike, framework: Any, in_order: bool, options: dict[str, Any]
+    ) -> None:
+        self._stack = ExitStack()
+        self._device = device
+        self._early: dict[int, Any] = {}
+        budget = parse_size(options.pop("max_memory", None), "max_memory")
+        loading = self._stack.enter_context(begun(source, group, shard, device=device, framework=framework, budget=budget, **options))
+        self._names = [loading.model.table[at][0] for at in range(len(loading.model.table))]
+        self._order = iter(loading.chosen) if in_order else None
+        self._arrive = loading.arrive()
+        self._total = len(loading.chosen)
+
+    def __next__(self) -> tuple[str, Any]:
+        try:
+            with current(self._device):
+                if self._order is None:
+                    at, tensor = next(self._arrive)
+                    return self._names[at], tensor
+                due = next(self._order, None)
+                while due not in self._early:
+                    at, tensor = next(self._arrive)
+                    self._early[at] = tensor
+                assert due is not None
+                return self._names[due], self._early.pop(due)
+        except BaseException:  # StopIteration, too: the ranks have agreed
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<stream of {self._total} tensors of a group to {self._device}>"
+
+    def close(self) -> None:
+        """Ends the stream: cancels and frees the rest."""
+        arrive = getattr(self, "_arrive", None)
+        try:
+            if arrive is not None:
+                arrive.close()
+        finally:
+            self._early = {}
+            self._stack.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_stack") and not sys.is_finalizing():
+            self.close()
