@@ -3,13 +3,14 @@
     python tests/device_ranks_one.py [--ranks 2,4] [--size 4GB] [--dir /dev/shm] [--limit 480]
 
 For each number of ranks, processes of their own, rank r on GPU r modulo their number, a
-group of gloo: whole tensors and tensor-parallel slices, compressed and plain, are loaded
-and each tensor is compared, byte for byte, with what safetensors' layout says (a plain
-load of one rank). Then a rank raises in the middle, one is killed in the middle, and the
-others must say so within seconds, and load again. Last a table: the slowest rank's time of
-the best of three loads, beside the same by torch.distributed (gloo, through the host),
-without exchange, and floors: pinned copies by all ranks at once, and one rank alone. The
-status is 0 if all was right. On one GPU all ranks share one link, so rates say little.
+group of gloo: whole tensors and tensor-parallel slices, compressed and plain, are loaded,
+streamed and put into modules, columns of all matrices too, and each tensor is compared,
+byte for byte, with what safetensors' layout says (a plain load of one rank). Then a rank
+raises in the middle, one is killed in the middle, and the others must say so within
+seconds, and load again. Last a table: the slowest rank's time of the best of three loads,
+beside the same by torch.distributed (gloo, through the host), without exchange, and
+floors: pinned copies by all ranks at once, and one rank alone. The status is 0 if all was
+right. On one GPU all ranks share one link, so rates say little.
 
 Each step says on standard output when it begins, in seconds from the start, so that a slow
 one has a name. One that takes more than 15 seconds prints the stacks of its threads.
@@ -119,6 +120,29 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
     def count(tensors: dict[str, Any]) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
+    modules: dict[Any, Any] = {}  # by cut: made once, outside the clock
+
+    def filled(path: Path, shard: Any) -> dict[str, Any]:
+        module = modules.get(shard)
+        if module is None:
+            modules.clear()
+            module = modules[shard] = torch.nn.Module()
+            for name, tensor in whole.items():
+                shape = list(tensor.shape)
+                dim = shard(name, tuple(shape)) if shard else None
+                if dim is not None:
+                    lo, hi = distributed.shard_range(shape[dim], size, rank)
+                    shape[dim] = hi - lo
+                at = module
+                *above, last = name.split(".")
+                for word in above:
+                    if word not in dict(at.named_children()):
+                        at.add_module(word, torch.nn.Module())
+                    at = at.get_submodule(word)
+                at.register_buffer(last, torch.zeros(shape, dtype=tensor.dtype, device=device))
+        ow.load_model(module, path, group=world, shard=shard, device=device)
+        return dict(module.state_dict())
+
     # Bytes first.
     use("ipc")
     for path in (packed, plain):
@@ -128,6 +152,33 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
                 check(ow.load_file(path, group=world, shard=shard, device=device), shard)
             assert members.reached and not members.unreachable, members.unreachable
             say(f"{size} ranks, {path.stem}, {'tensor-parallel' if shard else 'whole'}: every tensor of every rank is right")
+
+    # Streams, modules, and columns of all matrices.
+    def columns(name: str, shape: tuple[int, ...]) -> int | None:
+        return 1 if len(shape) > 1 else None
+
+    for path in (packed, plain):
+        for title, shard in (("whole", None), ("tensor-parallel", cut), ("columns", columns)):
+            ways: dict[str, Any] = {
+                "stream": lambda path=path, shard=shard: dict(ow.stream(path, device, group=world, shard=shard)),
+                "load_model": lambda path=path, shard=shard: filled(path, shard),
+                "load_file": lambda path=path, shard=shard: ow.load_file(path, group=world, shard=shard, device=device),
+            }
+            for way, load in ways.items():
+                for exchange in ("ipc", "nccl") if way != "load_file" or title == "columns" else ():
+                    use(exchange)
+                    step(f"{path.stem}, {title}, {way}, {exchange}", all_say=False)
+                    check(load(), shard)
+                    times, held = [], 0
+                    for _ in range(2 if exchange == "ipc" else 1):
+                        seconds, got = timed(load)
+                        times.append(seconds)
+                        held = count(got)
+                        del got
+                    rate = held / min(times) / 1e9
+                    what = f"{path.stem}, {title}, {way}, {exchange}"
+                    say(f"{what:<44} {rate:8.1f} GB/s a rank {rate * size:8.1f} in all, every tensor right")
+    use("ipc")
 
     # A rank that raises.
     step("rank 1 raises", all_say=False)
