@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -116,6 +117,41 @@ def test_two_ranks_of_one_gpu_send_through_the_host(folder: Path) -> None:
 @pytest.mark.imports_torch
 def test_two_gpus(folder: Path, backend: str) -> None:
     ranks(folder, 2, "every_way", backend=backend, devices=("cuda:0", "cuda:1"))
+
+
+def bench(*words: str, exchange: str = "ipc") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "overwire", "bench", *words]
+    return subprocess.run(command, env=cleaned() | {"OVERWIRE_EXCHANGE": exchange}, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.imports_torch
+def test_bench_of_ranks(tmp_path: Path) -> None:
+    """`overwire bench --ranks` prints floors and rows, each compared and beside its floor, and leaves no file."""
+    done = bench("--ranks", "2", "--size", "8MB", "--repeat", "1", "--device", "cpu", "--json", "--dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["ranks"] == 2 and report["bytes"] == 8_000_000
+    rows = {row["row"]: row for row in report["rows"]}
+    for coding in ("compressed", "plain"):
+        assert rows[f"floor: {coding}, each rank reads its part"]["all"] > 0
+        for mode in ("whole", "tensor-parallel"):
+            row = rows[f"{coding}, {mode}, ipc"]
+            assert row["verified"] and row["rank"] > 0 and row["first"] > 0 and row["floor"] > 0
+            assert row["all"] <= 2 * row["rank"] * 1.001
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.imports_torch
+def test_bench_refuses_wrong_bytes(tmp_path: Path) -> None:
+    """A rank whose tensors differ from the plain file's ends the measurement; so do wrong arguments."""
+    ow.save_file({"a": torch.ones(64, 64)}, tmp_path / "plain.safetensors", compress=False)
+    ow.save_file({"a": torch.ones(64, 64) * 2}, tmp_path / "packed.safetensors")
+    task = {"folder": str(tmp_path), "ranks": 1, "rank": 0, "way": "ipc", "device": "cpu", "repeat": 1, "first": True}
+    command = [sys.executable, "-m", "overwire._bench_rank", json.dumps(task)]
+    done = subprocess.run(command, env=cleaned(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1 and "compressed, whole, ipc: rank 0: a is wrong" in done.stderr, done.stderr
+    for words in (("--ranks", "0"), ("--ranks=many",), ("--ranks", "2", "--size", "much"), ("--ranks", "2", "--repeat", "0")):
+        assert bench(*words).returncode == 2, words
 
 
 def test_blocks_cover_a_dimension_once() -> None:

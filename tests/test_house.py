@@ -44,6 +44,7 @@ ALLOWED = {
     ("model.forked", "compat.safetensors.patching"): "asks sys.modules whether the patch is there, to read behind it; imports nothing",
     ("integrations.vllm", "_core"): "asks sys.modules whether the engine may run, which no fork survives; imports nothing",
     ("integrations.vllm", "integrations.modelexpress"): "what vLLM calls in each process is ModelExpress's only door",
+    ("_engine", "_bench"): "this process becomes that program; imports nothing",
     ("__main__", "_engine"): "the command line is the engine's",
 }
 

@@ -36,6 +36,7 @@ gen writes realistic weights as a plain safetensors file:
 	example: `overwire bench
 overwire bench --device cuda --size 8GB --dir /dev/shm
 overwire bench --file model.safetensors --json > before.json
+overwire bench --ranks auto --size 16GB --dir /dev/shm
 overwire bench --html bench.html --before before.json
 overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 	options: []option{
@@ -44,6 +45,7 @@ overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 		{name: "file", value: "FILE", doc: "your own weights, to see how small they become"},
 		{name: "repeat", value: "N", doc: "runs of each measurement (default 5)"},
 		{name: "dir", value: "DIR", doc: "folder for temporary files"},
+		{name: "ranks", value: "N", doc: "measure loads by N processes together, one GPU each, or auto; with torch"},
 		{name: "html", value: "FILE", doc: "write a page with the figures, too"},
 		{name: "before", value: "FILE", doc: "compare with what bench --json printed then, on the page"},
 		{name: "seed", value: "N", doc: "gen: seed of the weights"},
@@ -54,6 +56,8 @@ overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 		switch {
 		case len(c.args) > 0 && c.args[0] == "gen":
 			return c.generate()
+		case c.opts["ranks"] != "":
+			return errs.New(errs.ErrNotSupported, "bench --ranks is carried out by the command overwire of the Python package")
 		case len(c.args) > 0:
 			return usage("bench %s: write overwire bench, or overwire bench gen KIND OUT", c.args[0])
 		}

@@ -1,0 +1,133 @@
+"""`overwire bench --ranks N`: loads by several processes together, beside what the machine allows.
+
+This process makes a model, starts the ranks (`_bench_rank`), one GPU each as far as there
+are as many, and prints their rows. Each way of exchange has ranks of its own, so that its
+first load is one. If a rank fails, all end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .plumbing import parse_size
+
+__all__ = ["main"]
+
+_WAYS = ("ipc", "nccl", "none")
+
+_DOC = """Loads a model by several processes of a torch.distributed group together: whole on each, and
+in tensor-parallel slices, compressed and plain, by each way of OVERWIRE_EXCHANGE (or by the one
+that it names). Beside them stand the floors of the machine, and other libraries that are installed. A
+row's time is the slowest rank's, of the best of --repeat loads behind the first; every tensor of
+every rank is compared before. It needs torch, and twice --size in the folder."""
+
+
+def _arguments(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("overwire bench", description=_DOC, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", required=True, help="processes, or auto: one for each GPU, two without one")
+    parser.add_argument("--size", default="2GB", help="bytes of the model's tensors")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    parser.add_argument("--repeat", type=int, default=3, help="loads behind the first")
+    parser.add_argument("--dir", help="folder for temporary files; one in memory shows what reading allows")
+    parser.add_argument("--json", action="store_true", help="print one JSON document for machines")
+    args = parser.parse_args(words)
+    try:
+        args.bytes = parse_size(args.size, "--size")
+    except ValueError as error:
+        parser.error(str(error))
+    if args.repeat < 1 or args.ranks != "auto" and not (args.ranks.isdigit() and 1 <= int(args.ranks) <= 64):
+        parser.error("--ranks is auto or 1 to 64, and --repeat at least 1")
+    return args
+
+
+def _overwire(*words: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "overwire", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        sys.exit(f"overwire: bench: overwire {words[0]} ended with status {done.returncode}: {done.stdout}")
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _show(row: dict[str, Any]) -> str:
+    rates = [f"{row[key]:8.2f} {unit}" for key, unit in (("rank", "GB/s a rank"), ("all", "in all"), ("first", "first")) if key in row]
+    text = f"{row['row']:<58}" + " ".join(rates)
+    if "floor" in row:
+        text += f"   {row['floor']:.2f} of the floor"
+    return text + (f"left out: {row['left_out']}" if "left_out" in row else "")
+
+
+def _together(ranks: int, folder: Path, way: str, args: argparse.Namespace, first: bool) -> list[dict[str, Any]]:
+    """Runs the ranks of one way, and returns their rows, which it prints meanwhile."""
+    task = {"folder": str(folder), "ranks": ranks, "way": way, "device": args.device, "repeat": args.repeat, "first": first}
+    environ = {**os.environ, "OVERWIRE_EXCHANGE": way, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    rows: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as stack:
+        started = []
+        for rank in range(ranks):
+            errors = stack.enter_context(tempfile.TemporaryFile())
+            command = [sys.executable, "-m", "overwire._bench_rank", json.dumps({**task, "rank": rank})]
+            one = subprocess.Popen(
+                command, stdout=subprocess.PIPE if rank == 0 else errors, stderr=errors, stdin=subprocess.DEVNULL, env=environ, text=True
+            )
+            stack.callback(one.wait)
+            stack.callback(one.kill)
+            started.append((one, errors))
+        assert started[0][0].stdout is not None
+        for line in started[0][0].stdout:
+            if line.startswith("{"):
+                row: dict[str, Any] = json.loads(line)
+                rows.append(row)
+                if not args.json:
+                    _say(_show(row))
+        for rank, (one, errors) in enumerate(started):
+            if one.wait():
+                errors.seek(0)
+                said = errors.read().decode(errors="replace").strip()
+                sys.exit(f"overwire: bench: rank {rank} of {ranks} ended with status {one.returncode}:\n{said[-4000:]}")
+    return rows
+
+
+def main(words: list[str]) -> None:
+    """The command, without `bench`. Exits with 2 for wrong arguments, 1 where a rank fails."""
+    args = _arguments(words)
+    if importlib.util.find_spec("torch") is None:
+        sys.exit("overwire: bench: --ranks needs torch")
+    gpus = 0
+    if args.device != "cpu":
+        import torch
+
+        gpus = torch.cuda.device_count()
+    if args.device is None:
+        args.device = "cuda" if gpus else "cpu"
+    if args.device == "cuda" and not gpus:
+        sys.exit("overwire: bench: --device cuda: torch sees no GPU")
+    ranks = (gpus or 2) if args.ranks == "auto" else int(args.ranks)
+    asked = os.environ.get("OVERWIRE_EXCHANGE")
+    with tempfile.TemporaryDirectory(prefix="overwire-bench-", dir=args.dir) as name:
+        folder = Path(name)
+        where = f"{min(gpus, ranks)} GPUs" if gpus else "the host's memory"
+        if not args.json:
+            _say(f"{ranks} ranks, {where}, {args.bytes / 1e9:.3g} GB of bf16 weights in {folder.parent}")
+        _overwire("bench", "gen", "llama-bf16", "--size", str(args.bytes), "-f", str(folder / "plain.safetensors"))
+        _overwire("compress", "-f", str(folder / "plain.safetensors"), "-o", str(folder / "packed.safetensors"))
+        rows: list[dict[str, Any]] = []
+        for number, way in enumerate([asked] if asked else _WAYS):
+            rows += _together(ranks, folder, way, args, number == 0)
+    if args.json:
+        _say(json.dumps({"ranks": ranks, "gpus": min(gpus, ranks), "bytes": args.bytes, "repeat": args.repeat, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

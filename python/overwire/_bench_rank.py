@@ -1,0 +1,270 @@
+"""One rank of `overwire bench --ranks`: floors, loads over a group, other libraries.
+
+Rank 0 prints a JSON document for each row on standard output. Tensors are compared with
+the bytes of the plain file, read here without overwire; a wrong one ends all ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+import overwire as ow
+
+from .distributed import shard_range
+
+__all__ = ["main"]
+
+dist: Any = torch.distributed  # its types hide half of it
+
+_STEP = 1 << 20  # bytes of one read of a floor
+_THREADS = 16  # that read, of all ranks together at least
+_KINDS = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
+
+
+def _cut(name: str, shape: tuple[int, ...]) -> int | None:
+    """How Megatron cuts a Llama: outputs of the first layers, inputs of the second."""
+    if len(shape) < 2:
+        return None
+    return 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+
+
+def _instanttensor(file: str, device: str) -> dict[str, Any]:
+    found = importlib.import_module("instanttensor")
+    with found.safe_open([file], framework="pt", device=device, process_group=dist.group.WORLD) as opened:
+        return dict(opened.tensors())
+
+
+def _fastsafetensors(file: str, device: str) -> dict[str, Any]:
+    found = importlib.import_module("fastsafetensors")
+    loader = found.SafeTensorsFileLoader(dist.group.WORLD, device, nogds=True)
+    loader.add_filenames({rank: [file] if rank == 0 else [] for rank in range(dist.get_world_size())})
+    buffer = loader.copy_files_to_device()
+    tensors = {name: buffer.get_tensor(name) for name in loader.get_keys()}
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # the caller's own, as of the others
+    buffer.close()
+    loader.close()
+    return tensors
+
+
+class _Rank:
+    def __init__(self, task: dict[str, Any]) -> None:
+        self.rank, self.ranks, self.way = task["rank"], task["ranks"], task["way"]
+        self.folder, self.repeat = Path(task["folder"]), task["repeat"]
+        self.cuda = task["device"] == "cuda"
+        self.device = f"cuda:{self.rank % torch.cuda.device_count()}" if self.cuda else "cpu"
+        self.shares_gpus = self.cuda and self.ranks > torch.cuda.device_count()
+        self.floors: dict[str, float] = {}
+
+    def join(self) -> None:
+        """Collective: makes the group. Ranks of one GPU cannot use NCCL, and use gloo."""
+        if self.cuda:
+            torch.cuda.set_device(self.device)
+        backend = "nccl" if self.cuda and not self.shares_gpus else "gloo"
+        store = dist.FileStore(str(self.folder / f"store-{self.way}"), self.ranks)
+        limit = datetime.timedelta(seconds=120)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.ranks, timeout=limit)
+
+    def wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def most(self, value: float) -> float:
+        found: list[float] = [0.0] * self.ranks
+        dist.all_gather_object(found, value)
+        return max(found)
+
+    def timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        """Collective: the slowest rank's seconds."""
+        dist.barrier()
+        self.wait()
+        began = time.perf_counter()
+        got = work()
+        self.wait()
+        return self.most(time.perf_counter() - began), got
+
+    def say(self, **row: Any) -> None:
+        if self.rank == 0:
+            sys.stdout.write(json.dumps(row) + "\n")
+            sys.stdout.flush()
+
+    def reference(self) -> None:
+        """The plain file, by nothing of overwire's."""
+        path = self.folder / "plain.safetensors"
+        with open(path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            table = json.loads(file.read(size))
+        data = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+        self.whole: dict[str, Any] = {}
+        for name, entry in table.items():
+            if name != "__metadata__":
+                low, high = (8 + size + at for at in entry["data_offsets"])
+                # A copy: a view may begin at any byte.
+                self.whole[name] = data[low:high].clone().view(_KINDS[entry["dtype"]]).view(entry["shape"])
+        self.bytes = sum(tensor.nbytes for tensor in self.whole.values())
+
+    def check(self, title: str, got: dict[str, Any], shard: Any) -> int:
+        """Collective: every byte, on every rank; returns the bytes of this one."""
+        wrong = "" if got.keys() == self.whole.keys() else "names"
+        for name, tensor in self.whole.items() if not wrong else ():
+            dim = shard(name, tuple(tensor.shape)) if shard else None
+            if dim is not None:
+                low, high = shard_range(tensor.shape[dim], self.ranks, self.rank)
+                tensor = tensor.narrow(dim, low, high - low)
+            mine = got[name].cpu()
+            same = mine.shape == tensor.shape and mine.dtype == tensor.dtype
+            if not (same and torch.equal(mine.contiguous().view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8))):
+                wrong = name
+                break
+        if self.most(bool(wrong)):
+            raise SystemExit(f"{title}: rank {self.rank}: {wrong or 'another rank'} is wrong")
+        return sum(tensor.nbytes for tensor in got.values())
+
+    def reading(self, path: Path, mine: bool) -> tuple[float, int]:
+        """Collective: every rank reads its part of a file, or rank 0 all of it, by threads of
+        its own into pinned memory, from which it is copied to the GPU meanwhile; on the
+        host, into memory that was written before. Seconds and bytes in all."""
+        size = path.stat().st_size
+        low, high = (size * self.rank // self.ranks, size * (self.rank + 1) // self.ranks) if mine else (0, size if self.rank == 0 else 0)
+        threads = max(2, _THREADS // self.ranks, min(_THREADS, (os.cpu_count() or 1) // self.ranks))
+        here = torch.zeros(max(high - low, 1), dtype=torch.uint8, device=self.device)
+        slots = [torch.zeros(4 * _STEP, dtype=torch.uint8, pin_memory=True) for _ in range(threads)] if self.cuda else []
+        file = os.open(path, os.O_RDONLY)
+
+        def read(part: int) -> None:
+            stream = torch.cuda.Stream(self.device) if self.cuda else None  # type: ignore[no-untyped-call]
+            events: list[Any] = [None] * 4
+            for number, at in enumerate(range(low + part * _STEP, high, threads * _STEP)):
+                n = min(_STEP, high - at)
+                if stream is None:
+                    os.preadv(file, [_view(here[at - low : at - low + n])], at)
+                    continue
+                turn = number % 4
+                if events[turn] is not None:
+                    events[turn].synchronize()
+                slot = slots[part][turn * _STEP : turn * _STEP + n]
+                os.preadv(file, [_view(slot)], at)
+                with torch.cuda.stream(stream):
+                    here[at - low : at - low + n].copy_(slot, non_blocking=True)
+                    events[turn] = stream.record_event()
+
+        def all_parts() -> None:
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(read, range(threads)))
+
+        try:
+            return min(self.timed(all_parts)[0] for _ in range(self.repeat + 1)), size
+        finally:
+            os.close(file)
+
+    def measure_floors(self) -> None:
+        """What the machine allows: each rank its part, and one rank all."""
+        for name in ("packed", "plain"):
+            seconds, size = self.reading(self.folder / f"{name}.safetensors", True)
+            # All ranks together get the file once; its tensors are more than its bytes.
+            rate = self.bytes / seconds / 1e9
+            self.floors[name] = rate
+            self.say(row=f"floor: {_title(name)}, each rank reads its part", all=rate, stored=size / seconds / 1e9)
+            seconds, size = self.reading(self.folder / f"{name}.safetensors", False)
+            self.say(row=f"floor: {_title(name)}, rank 0 reads all", all=self.bytes / seconds / 1e9, stored=size / seconds / 1e9)
+
+    def row(self, title: str, load: Callable[[], dict[str, Any]], shard: Any, floor: float) -> None:
+        """Collective: compares a load, then times it."""
+        first, got = self.timed(load)
+        held = self.check(title, got, shard)
+        times = []
+        for _ in range(self.repeat):
+            del got
+            seconds, got = self.timed(load)
+            times.append(seconds)
+        self.check(title, got, shard)
+        everywhere: list[Any] = [None] * self.ranks
+        dist.all_gather_object(everywhere, held)
+        seconds = min(times)
+        row: dict[str, Any] = {"row": title, "rank": max(everywhere) / seconds / 1e9, "all": sum(everywhere) / seconds / 1e9}
+        row["first"] = max(everywhere) / first / 1e9
+        if floor:  # of reading: every byte is read once, on however many ranks it ends
+            row["floor"] = self.bytes / seconds / 1e9 / floor
+        self.say(**row, verified=True)
+
+    def loads(self) -> None:
+        """Collective: overwire's, by one way of exchange."""
+        for name in ("packed", "plain"):
+            path = self.folder / f"{name}.safetensors"
+            for mode, shard in (("whole", None), ("tensor-parallel", _cut)):
+
+                def load(path: Path = path, shard: Any = shard) -> dict[str, Any]:
+                    return ow.load_file(path, self.device, group=dist.group.WORLD, shard=shard, mmap=False)
+
+                self.row(f"{_title(name)}, {mode}, {self.way}", load, shard, self.floors.get(name, 0.0))
+
+    def others(self) -> None:
+        """Collective: libraries that load over a group; what fails is named and left out."""
+        if not self.cuda or self.shares_gpus:
+            return
+        for name, peer in {"instanttensor": _instanttensor, "fastsafetensors": _fastsafetensors}.items():
+            title = f"{name}, plain, whole"
+            if importlib.util.find_spec(name) is None:
+                self.say(row=title, left_out="it is not installed")
+                continue
+            why = ""
+            try:
+                got = peer(str(self.folder / "plain.safetensors"), self.device)
+                del got
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+            if self.most(bool(why)):
+                self.say(row=title, left_out=why or "it failed on another rank")
+                continue
+
+            def load(peer: Callable[[str, str], dict[str, Any]] = peer) -> dict[str, Any]:
+                return peer(str(self.folder / "plain.safetensors"), self.device)
+
+            self.row(title, load, None, self.floors.get("plain", 0.0))
+
+
+def _view(tensor: Any) -> memoryview:
+    return memoryview(tensor.numpy())
+
+
+def _title(name: str) -> str:
+    return "compressed" if name == "packed" else name
+
+
+def main(task: dict[str, Any]) -> None:
+    """One rank's part of one way of exchange."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the command
+    torch.set_num_threads(1)
+    rank = _Rank(task)
+    rank.join()
+    rank.reference()
+    path = rank.folder / "floors.json"
+    if task["first"]:
+        rank.measure_floors()
+        if rank.rank == 0:
+            path.write_text(json.dumps(rank.floors))
+    else:
+        rank.floors = json.loads(path.read_text())
+    rank.loads()
+    if task["first"]:
+        rank.others()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
