@@ -39,6 +39,7 @@ with ow.pin("m", device="cuda") as pinned:
     assert_type(ow.load_file(pinned), dict[str, torch.Tensor])
 assert_type(ow.inspect("m")["sources"][0]["tensors"][0]["stored"], int)
 assert_type(ow.verify("m")["files"][0]["bytes"], int)
+assert_type(ow.verify("m", original=True)["files"][0].get("original", {}).get("sha256", ""), str)
 assert_type(ow.doctor()["memory"]["total"], int)
 assert_type(ow.plan("m", device="cuda", filter=ow.experts(0, 2)).peak, int)
 last = ow.last_report()
@@ -74,6 +75,7 @@ ow.safe_open("m", framework="np").get_tensor("a").cuda()
 ow.load_model(None, "m")
 ow.inspect("m")["totals"]["F32"]["size"]
 ow.verify(1)
+ow.verify("m", original=True, tensors={})
 ow.doctor()["gpus"]
 ow.save_file({"a": 1}, 5)
 (ow.last_report() or {})["colour"]

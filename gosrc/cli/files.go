@@ -282,16 +282,17 @@ var verifyVerb = &verb{
 Reads every byte of compressed and .tensors files: compares the checksum of each
 chunk, decodes it, and compares the hash of each tensor. Encrypted files need
 their key. Plain safetensors files have no checksums, so only their structure is
-checked, and the report says so. The first damage ends the command with status 1
+checked, and the report says so. With --original, the file that compress was given is
+made again, written nowhere, and its SHA-256 compared. The first damage ends the command with status 1
 and names file, tensor, chunk and offset.`,
 	example: "overwire verify model.ow.safetensors && echo whole",
-	options: append([]option{storageOption}, decryptOptions...),
+	options: append([]option{{name: "original", doc: "compare the SHA-256 of the file that was compressed, too"}, storageOption}, decryptOptions...),
 	run: func(c *call) error {
 		storage, err := c.storage()
 		if err != nil {
 			return err
 		}
-		rep, err := save.Verify(c.ctx, c.job, c.args, storage)
+		rep, err := save.Verify(c.ctx, c.job, c.args, storage, c.is("original"))
 		if err != nil {
 			return err
 		}
@@ -299,6 +300,15 @@ and names file, tensor, chunk and offset.`,
 			for _, f := range rep.Files {
 				fmt.Fprintf(w, "%s: %s, %s verified, %s tensors, %s\n", errs.Redact(f.URI), f.Format, f.Checked,
 					humanize.Comma(int64(f.Tensors)), bytesText(f.Bytes))
+				switch o := f.Original; {
+				case !c.is("original"):
+				case o == nil:
+					fmt.Fprint(w, "  keeps no original\n")
+				case o.Compared:
+					fmt.Fprintf(w, "  original: sha256 equal: %s\n", o.SHA256)
+				default:
+					fmt.Fprintf(w, "  original: sha256, of which the file keeps none: %s\n", o.SHA256)
+				}
 			}
 			if rep.Note != "" {
 				fmt.Fprintf(w, "note: %s\n", rep.Note)

@@ -114,7 +114,7 @@ func (r *run) versus(name string, total int64, v versus, note string) error {
 // tensor, beside SHA-256 alone.
 func (r *run) verifyTensors(name, file string, total int64, sha float64) error {
 	seconds, err := r.Median(func() error {
-		_, err := save.Verify(r.Ctx, nil, []string{file}, format.Access{})
+		_, err := save.Verify(r.Ctx, nil, []string{file}, format.Access{}, false)
 		return err
 	})
 	if err != nil {

@@ -339,7 +339,7 @@ func TestKill(t *testing.T) {
 			}
 			got := read(t, main)
 			same(t, version(got["a"].Data[0]), got)
-			if _, err := Verify(bg, nil, []string{main}, format.Access{}); err != nil {
+			if _, err := Verify(bg, nil, []string{main}, format.Access{}, false); err != nil {
 				t.Fatal(err)
 			}
 			kept++

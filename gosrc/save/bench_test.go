@@ -40,7 +40,7 @@ func BenchmarkWrite(b *testing.B) {
 		c.spec.Path = filepath.Join(b.TempDir(), "m")
 		b.Run(c.name, func(b *testing.B) {
 			rep := write(b, c.spec, in)
-			if _, err := Verify(bg, nil, []string{c.spec.Path}, format.Access{}); err != nil {
+			if _, err := Verify(bg, nil, []string{c.spec.Path}, format.Access{}, false); err != nil {
 				b.Fatal(err)
 			}
 			b.SetBytes(int64(total))
@@ -53,7 +53,7 @@ func BenchmarkWrite(b *testing.B) {
 			b.Run("verify/"+c.name, func(b *testing.B) {
 				b.SetBytes(int64(total))
 				for b.Loop() {
-					if _, err := Verify(bg, nil, []string{c.spec.Path}, format.Access{}); err != nil {
+					if _, err := Verify(bg, nil, []string{c.spec.Path}, format.Access{}, false); err != nil {
 						b.Fatal(err)
 					}
 				}

@@ -55,7 +55,7 @@ func TestConvertThereAndBack(t *testing.T) {
 		{Compress: true, Parts: 4, Threads: 1},
 	} {
 		convert(t, []string{at("packed")}, at("packed"), spec) // onto itself
-		if _, err := Verify(bg, nil, []string{at("packed")}, format.Access{}); err != nil {
+		if _, err := Verify(bg, nil, []string{at("packed")}, format.Access{}, false); err != nil {
 			t.Fatalf("%+v: %v", spec, err)
 		}
 		same(t, in, read(t, at("packed")))
@@ -83,7 +83,7 @@ func TestConvertFolder(t *testing.T) {
 	convert(t, []string{src}, dst, Spec{Compress: true})
 	same(t, in, read(t, dst))
 	noTemps(t, dst)
-	if _, err := Verify(bg, nil, []string{dst}, format.Access{}); err != nil {
+	if _, err := Verify(bg, nil, []string{dst}, format.Access{}, false); err != nil {
 		t.Fatal(err)
 	}
 	back := filepath.Join(t.TempDir(), "back")
@@ -244,7 +244,7 @@ func TestConvertTree(t *testing.T) {
 	if _, err := Inspect(bg, []string{dst}, format.Access{}); err != nil {
 		t.Error(err)
 	}
-	if v, err := Verify(bg, nil, []string{dst}, format.Access{}); err != nil || len(v.Files) < 4 {
+	if v, err := Verify(bg, nil, []string{dst}, format.Access{}, false); err != nil || len(v.Files) < 4 {
 		t.Error(err, v)
 	}
 	convert(t, []string{src}, src, Spec{Compress: true}) // onto itself

@@ -31,7 +31,7 @@ func TestKeptDigests(t *testing.T) {
 					t.Errorf("%d parts, kept %v: %s: %s", parts, keeps, x.Name, x.Digest)
 				}
 			}
-			if _, err := Verify(bg, nil, []string{p}, format.Access{}); err != nil {
+			if _, err := Verify(bg, nil, []string{p}, format.Access{}, false); err != nil {
 				t.Error(err)
 			}
 		}
@@ -57,7 +57,7 @@ func TestGoldenDigests(t *testing.T) {
 	if err != nil || rep.Kept != len(in) {
 		t.Fatal(rep.Kept, err)
 	}
-	if _, err := Verify(bg, nil, []string{golden}, format.Access{}); err != nil {
+	if _, err := Verify(bg, nil, []string{golden}, format.Access{}, false); err != nil {
 		t.Error(err)
 	}
 }

@@ -87,7 +87,7 @@ func TestSmaller(t *testing.T) {
 		spec.Path, spec.Level = filepath.Join(dir, "smaller.safetensors"), "smaller"
 		rep := write(t, spec, in)
 		same(t, in, read(t, spec.Path))
-		if v, err := Verify(bg, nil, []string{spec.Path}, format.Access{}); err != nil || !v.OK {
+		if v, err := Verify(bg, nil, []string{spec.Path}, format.Access{}, false); err != nil || !v.OK {
 			t.Fatal(err)
 		}
 		if rep.BytesOut > usual.BytesOut {

@@ -81,11 +81,17 @@ func TestSameFile(t *testing.T) {
 			}
 		}
 		check("compressed", convert(t, []string{at("in")}, at("packed"), Spec{Compress: true}), at("packed"))
-		if _, err := Verify(bg, nil, []string{at("packed")}, format.Access{}); err != nil {
-			t.Errorf("%s: %v", name, err)
+		verified := func(path string) {
+			t.Helper()
+			rep, err := Verify(bg, nil, []string{path}, format.Access{}, true)
+			if err != nil || *rep.Files[0].Original != (Original{path, sum, true}) {
+				t.Errorf("%s: verified: %+v, %v", name, rep, err)
+			}
 		}
+		verified(at("packed"))
 		check("decompressed", convert(t, []string{at("packed")}, at("out"), Spec{}), at("out"))
 		check("again", convert(t, []string{at("packed")}, at("again"), Spec{Compress: true, Parts: 4, ChunkBytes: 4096}), at("again"))
+		verified(at("again"))
 		check("decompressed again", convert(t, []string{at("again")}, at("again"), Spec{Threads: 1, Shard: 1 << 30}), at("again"))
 		for _, out := range []string{at("out"), at("again")} {
 			if got, err := os.ReadFile(out); err != nil || !bytes.Equal(got, want) {
@@ -220,7 +226,11 @@ func TestHostileOrigin(t *testing.T) {
 		if heap := after.TotalAlloc - before.TotalAlloc; heap > 800<<20 {
 			t.Errorf("%s: %d bytes of heap", name, heap)
 		}
+		v, verr := Verify(bg, nil, []string{packed}, format.Access{}, true)
 		if c.class == nil {
+			if verr != nil || v.Files[0].Original.Compared || v.Files[0].Original.SHA256 != rep.Originals[0].SHA256 {
+				t.Errorf("%s: verified: %v, %+v", name, verr, v)
+			}
 			if got, _ := os.ReadFile(out); err != nil || !bytes.Equal(got, good) || len(rep.Originals) != 1 || rep.Originals[0].SHA256 != sha256Of(t, out) || rep.Originals[0].Compared {
 				t.Errorf("%s: %v, %+v", name, err, rep)
 			}
@@ -230,6 +240,9 @@ func TestHostileOrigin(t *testing.T) {
 		var at *errs.At
 		if !errors.Is(err, c.class) || !errors.As(err, &at) || at.Source != packed {
 			t.Errorf("%s: %v", name, err)
+		}
+		if !errors.Is(verr, c.class) || v.OK || verr.Error() != err.Error() {
+			t.Errorf("%s: verified: %v, not %v", name, verr, err)
 		}
 		if _, err := os.Stat(out); err == nil {
 			t.Errorf("%s: a file was written", name)

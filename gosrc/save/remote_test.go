@@ -86,7 +86,7 @@ func TestFarIsNear(t *testing.T) {
 				if got.BytesOut != want.BytesOut || got.Ratio != want.Ratio || len(got.Files) != 1 || got.Files[0] != spec.Path {
 					t.Fatalf("%+v, here %+v", got, want)
 				}
-				if _, err := Verify(bg, nil, []string{spec.Path}, store.opt); err != nil {
+				if _, err := Verify(bg, nil, []string{spec.Path}, store.opt, false); err != nil {
 					t.Fatal(err)
 				}
 			}

@@ -183,7 +183,7 @@ func TestRoundTrip(t *testing.T) {
 			rep := write(t, spec, in)
 			noTemps(t, dir)
 			same(t, in, read(t, spec.Path))
-			v, err := Verify(bg, nil, []string{spec.Path}, format.Access{})
+			v, err := Verify(bg, nil, []string{spec.Path}, format.Access{}, false)
 			if err != nil || !v.OK || v.Tensors != len(in) {
 				t.Fatalf("%+v %v", v, err)
 			}
@@ -211,7 +211,7 @@ func TestNothing(t *testing.T) {
 		if got := read(t, p); len(got) != 0 {
 			t.Fatal(got)
 		}
-		if _, err := Verify(bg, nil, []string{p}, format.Access{}); err != nil {
+		if _, err := Verify(bg, nil, []string{p}, format.Access{}, false); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -103,7 +103,7 @@ func TestTensorsFlips(t *testing.T) {
 		if err := os.WriteFile(path, whole, 0o600); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := Verify(t.Context(), nil, []string{path}, opt); err != nil {
+		if _, err := Verify(t.Context(), nil, []string{path}, opt, false); err != nil {
 			t.Fatalf("%s: %v", name, err)
 		}
 		step := 5
@@ -126,7 +126,7 @@ func TestTensorsFlips(t *testing.T) {
 			for bit := 0; bit < 8*len(whole); bit += step {
 				at, was := int64(bit/8), whole[bit/8]
 				_, _ = f.WriteAt([]byte{was ^ 1<<(bit%8)}, at)
-				_, err := Verify(t.Context(), nil, []string{path}, opt)
+				_, err := Verify(t.Context(), nil, []string{path}, opt, false)
 				if err == nil || !strings.Contains(err.Error(), "file.tensors") || !anyOf(err, errs.ErrCorrupt, errs.ErrFormat, errs.ErrCrypto, errs.ErrNotSupported) {
 					t.Errorf("%s of %d bytes: bit %d of byte %d: %v", name, len(whole), bit%8, at, err)
 				}

@@ -36,6 +36,8 @@ type VerifiedFile struct {
 	Tensors int    `json:"tensors"`
 	Bytes   int64  `json:"bytes"`
 	Stored  int64  `json:"stored"`
+	// Original is the plain file that a container was made from, if that was asked for.
+	Original *Original `json:"original,omitempty"`
 }
 
 // Verify verifies files. Of an overwire file every byte is checked: header and
@@ -43,9 +45,10 @@ type VerifiedFile struct {
 // and decodes, every tensor has its XXH3-128, padding is zero. Of a plain
 // safetensors file only the structure can be, since it holds no checksums, and the
 // report says so. Of a .tensors file every tensor's hashes are compared, and the
-// tags of encrypted ones with the key. The first error ends it, with file, tensor,
-// chunk and offset where they are known.
-func Verify(ctx context.Context, j *job.Job, uris []string, storage format.Access) (VerifyReport, error) {
+// tags of encrypted ones with the key. With originals, what a container was made from
+// is made again, and has its SHA-256. The first error ends it, with file, tensor, chunk
+// and offset where they are known.
+func Verify(ctx context.Context, j *job.Job, uris []string, storage format.Access, originals bool) (VerifyReport, error) {
 	start := time.Now()
 	var rep VerifyReport
 	m, err := openModel(ctx, Spread(uris), storage)
@@ -56,26 +59,24 @@ func Verify(ctx context.Context, j *job.Job, uris []string, storage format.Acces
 	if j == nil {
 		j = job.New("verify")
 	}
-	err = m.verify(ctx, j, &rep)
+	if err = m.verify(ctx, j, &rep); err == nil && originals {
+		err = m.originals(ctx, j, &rep)
+	}
 	rep.OK = err == nil
 	rep.Seconds = time.Since(start).Seconds()
 	return rep, errs.Ended(ctx, err)
 }
 
 func (m *model) verify(ctx context.Context, j *job.Job, rep *VerifyReport) error {
-	plainFiles := 0
 	for k := range m.ix.Sources {
 		s := &m.ix.Sources[k]
 		f := VerifiedFile{URI: errs.Redact(s.URI), Format: s.Format, Checked: "contents", Stored: s.Size}
 		if formatNamed(s).verify == nil {
 			f.Checked = "structure"
-			plainFiles++
+			rep.Note = "plain safetensors files hold no checksums: only their structure was verified"
 		}
 		rep.Files = append(rep.Files, f)
 		rep.Stored += s.Size
-	}
-	if plainFiles > 0 {
-		rep.Note = "plain safetensors files hold no checksums: only their structure was verified"
 	}
 	items := m.items(knob.Workers(0))
 	var total int64
@@ -99,47 +100,29 @@ func (m *model) verify(ctx context.Context, j *job.Job, rep *VerifyReport) error
 	return m.contents(ctx, j, items, rep)
 }
 
-// zeros checks the bytes of source k between the chunks and after them, which the
-// writer leaves zero. Header and index have checksums, which format.Open has
-// compared.
-func zeros(ctx context.Context, m *model, _ *job.Job, k int, _ *VerifyReport) error {
-	var pad [64]byte
-	gap := func(i int, from, to int64) error {
-		for from < to {
-			if ctx.Err() != nil {
-				return errs.Cause(ctx)
-			}
-			p := pad[:min(int64(len(pad)), to-from)]
-			if err := m.srcs[k].ReadAt(ctx, p, from); err != nil {
-				return err
-			}
-			for n, b := range p {
-				if b != 0 {
-					return errs.Locate("verify", m.ix.Sources[k].URI, m.ix.Tensors[i].Name, -1, &errs.At{Verb: "verify", Chunk: -1,
-						Offset: from + int64(n), Err: errs.New(errs.ErrCorrupt, "padding that is not zero")})
-				}
-			}
-			from += int64(len(p))
-		}
-		return nil
-	}
-	for i := range m.ix.Tensors {
-		t := &m.ix.Tensors[i]
-		if int(t.Source) != k || t.Count == 0 {
-			continue
-		}
-		at := t.Off
-		for _, c := range m.ix.Chunks[t.First : t.First+t.Count] {
-			if err := gap(i, at, c.Off); err != nil {
-				return err
-			}
-			at = c.Off + int64(c.Stored)
-		}
-		if err := gap(i, at, t.Off+t.Stored); err != nil {
+// originals verifies the originals that containers keep.
+func (m *model) originals(ctx context.Context, j *job.Job, rep *VerifyReport) error {
+	for k := range m.ix.Sources {
+		o, err := m.original(ctx, Spec{}, k)
+		if err != nil {
 			return err
 		}
+		if o == nil {
+			continue
+		}
+		p, err := o.Verify(ctx, m.ix, k, knob.Workers(0), m.metadata(k), func(n int64) { j.TotalBytes.Add(n); j.Bytes.Add(n) })
+		if err != nil {
+			return err
+		}
+		rep.Files[k].Original = &Original{rep.Files[k].URI, o.SHA256, p.Compared}
 	}
 	return nil
+}
+
+// zeros checks the bytes of source k that belong to no chunk. Header and index have
+// checksums, which format.Open has compared.
+func zeros(ctx context.Context, m *model, _ *job.Job, k int, _ *VerifyReport) error {
+	return stored.Padding(ctx, m.srcs[k], m.ix, k)
 }
 
 // A span is a run of a tensor's bytes in plain order.

@@ -66,7 +66,7 @@ func TestGoldens(t *testing.T) {
 		for name := range goldenSpecs {
 			p := filepath.Join(dir, name)
 			same(t, goldenTensors(), read(t, p))
-			if v, err := Verify(bg, nil, []string{p}, format.Access{}); err != nil || !v.OK {
+			if v, err := Verify(bg, nil, []string{p}, format.Access{}, false); err != nil || !v.OK {
 				t.Errorf("%s: %v", p, err)
 			}
 		}
@@ -173,7 +173,7 @@ func TestEveryTruncation(t *testing.T) {
 func TestVerifyPlain(t *testing.T) {
 	// Promise: a plain file's structure is verified, and the report says that
 	// its contents were not.
-	v, err := Verify(bg, nil, []string{filepath.Join(goldens, goldenVersion, "plain.safetensors")}, format.Access{})
+	v, err := Verify(bg, nil, []string{filepath.Join(goldens, goldenVersion, "plain.safetensors")}, format.Access{}, false)
 	if err != nil || v.Note == "" || v.Files[0].Checked != "structure" || v.Bytes != 0 {
 		t.Fatalf("%+v %v", v, err)
 	}
@@ -193,7 +193,7 @@ func TestVerifyPlace(t *testing.T) {
 	b, _ := os.ReadFile(p)
 	b[c.Off+200] ^= 4
 	_ = os.WriteFile(p, b, 0o600)
-	_, err = Verify(bg, nil, []string{p}, format.Access{})
+	_, err = Verify(bg, nil, []string{p}, format.Access{}, false)
 	var at *errs.At
 	if !errors.As(err, &at) || at.Tensor != "b" || at.Chunk != 1 || at.Offset != c.Off || !strings.Contains(err.Error(), "checksum") {
 		t.Fatal(err)

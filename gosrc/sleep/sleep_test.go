@@ -145,7 +145,7 @@ func TestSleep(t *testing.T) {
 	}
 	same(t, f, "", in)
 	f.Close()
-	if v, err := save.Verify(t.Context(), job.New("verify"), []string{path}, save.Spec{}.Storage); err != nil || !v.OK {
+	if v, err := save.Verify(t.Context(), job.New("verify"), []string{path}, save.Spec{}.Storage, false); err != nil || !v.OK {
 		t.Errorf("%+v, %v", v, err)
 	}
 	nothingRuns(t)

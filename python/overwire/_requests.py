@@ -516,6 +516,7 @@ class SaveVerifiedFile(TypedDict):
     tensors: int
     bytes: int
     stored: int
+    original: NotRequired[SaveOriginal | None]
 
 
 class SaveVerifyReport(TypedDict):
@@ -583,6 +584,12 @@ class TensorizerEntryDescription(TypedDict):
     sha256: NotRequired[str]
     sealed: bool
     derive: NotRequired[TensorizerDerivation | None]
+
+
+class VerifyRequest(TypedDict, total=False):
+    uris: list[str]
+    storage: FormatAccess
+    original: bool
 
 
 class WriteRequest(TypedDict, total=False):

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         SaveRequest,
         SleepRequest,
         TensorizerDescription,
+        VerifyRequest,
         WriteRequest,
         Written,
     )
@@ -307,7 +308,7 @@ def convert(request: ConvertRequest) -> JobNumber:
     return job
 
 
-def verify(request: FilesRequest) -> JobNumber:
+def verify(request: VerifyRequest) -> JobNumber:
     """Compare every checksum of files."""
     job: JobNumber = core().start("verify", dumps(request), b"")
     return job

@@ -69,6 +69,12 @@ type filesRequest struct {
 	Storage format.Access `json:"storage"`
 }
 
+type verifyRequest struct {
+	URIs     []string      `json:"uris"`
+	Storage  format.Access `json:"storage"`
+	Original bool          `json:"original"`
+}
+
 type fetchRequest struct {
 	fetch.Spec
 	FD uintptr `json:"fd"` // a duplicate is used
@@ -124,8 +130,8 @@ func fileVerbs() []Verb {
 				return save.Convert(ctx, j, q.URIs, q.Path, q.Spec)
 			}),
 		started("verify", "Compare every checksum of files.",
-			func(ctx context.Context, j *job.Job, q filesRequest, _ []int64) (save.VerifyReport, error) {
-				return save.Verify(ctx, j, q.URIs, q.Storage)
+			func(ctx context.Context, j *job.Job, q verifyRequest, _ []int64) (save.VerifyReport, error) {
+				return save.Verify(ctx, j, q.URIs, q.Storage, q.Original)
 			}),
 		begun[fetchRequest, fetch.Report]("fetch", "Write the bytes of URIs to an open file.", startFetch),
 		awaited("inspect", "Describe files by their headers alone.",

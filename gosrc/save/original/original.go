@@ -1,5 +1,6 @@
 // Package original lets a container restore the very file that it was made from: it
-// describes that file when it is compressed, and plans it when it is written again.
+// describes that file when it is compressed, plans it when it is written again, and
+// compares the two.
 // format/overwire encodes the description.
 package original
 
@@ -136,7 +137,7 @@ func (f *File) Again(ts map[string]*tensor.Tensor, metadata map[string]string) (
 func (p *Copy) Done() error {
 	sum := hex.EncodeToString(p.Hash.Sum(nil))
 	if p.file.SHA256 != "" && sum != p.file.SHA256 {
-		return &errs.At{Verb: "save", Source: p.file.src.URI(), Chunk: -1, Offset: -1, Err: errs.New(errs.ErrCorrupt,
+		return &errs.At{Verb: "check", Source: p.file.src.URI(), Chunk: -1, Offset: -1, Err: errs.New(errs.ErrCorrupt,
 			"the file that was compressed has the SHA-256 %s, and what is decompressed %s", p.file.SHA256, sum)}
 	}
 	p.Compared, p.file.SHA256 = p.file.SHA256 != "", sum

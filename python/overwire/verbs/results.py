@@ -113,10 +113,23 @@ class InspectionDict(dict[str, Any]):
         return html.block("Inspection", facts, files, dtypes, tensors)
 
 
+class VerifiedOriginal(TypedDict):
+    """The plain file that a compressed one was made from.
+
+    file: the compressed one. sha256: of the plain one, in hex. compared: it equals the
+    one that the compressed file keeps, which keeps none if False.
+    """
+
+    file: str
+    sha256: str
+    compared: bool
+
+
 class VerifiedFile(TypedDict):
     """One file.
 
     checked: every byte of its contents, or its structure alone.
+    original: with `verify(original=True)`, of a file that keeps what it was made from.
     """
 
     uri: str
@@ -125,6 +138,7 @@ class VerifiedFile(TypedDict):
     tensors: int
     bytes: int
     stored: int
+    original: NotRequired[VerifiedOriginal]
 
 
 class Verification(TypedDict):
