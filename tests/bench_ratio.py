@@ -4,9 +4,9 @@
 
 MiniLM (examples/demo.py fetches it) as it is, cast, and quantised as int8 by rows and as
 GPTQ packs 4-bit weights; every file is loaded back and compared. Beside the sizes stand
-zstandard at level 3 of the whole file, ZipNN where it is installed, and the entropies
-that say what is left: of the exponents with the other bits raw, which X16 codes, and of
-every byte of the elements by itself; both by chunks of 1 MiB. Loading is from the page
+zstandard at level 3 of the whole file, ZipNN where it is installed, and two order-0
+entropies: of the exponents with the other bits raw, which X16 codes, and of every byte of
+the elements by itself; both by chunks of 1 MiB. Neither bounds other coders, or chunks. Loading is from the page
 cache, the median of five, alternating; beside both levels stands the plain file, read, not
 mapped.
 """
@@ -89,7 +89,7 @@ def entropy(values: np.ndarray) -> float:
 EXPONENT = {torch.float32: (23, 8), torch.bfloat16: (7, 8), torch.float16: (10, 5), torch.float8_e4m3fn: (3, 4), torch.float8_e5m2: (2, 5)}
 
 
-def bounds(tensors: Tensors) -> tuple[float, float]:
+def entropies(tensors: Tensors) -> tuple[float, float]:
     """The share that is left by coding exponents, and by coding every byte."""
     total = field = every = 0.0
     for t in tensors.values():
@@ -153,7 +153,7 @@ def measure(name: str, tensors: Tensors, folder: str, device: str) -> None:
         for level, list_of in took.items():
             list_of.append(seconds(paths[level], device))
     speed = [len(data) / 1e9 / statistics.median(t) for t in took.values()]
-    field, every = bounds(tensors)
+    field, every = entropies(tensors)
     zstd = len(zstandard.ZstdCompressor(level=3).compress(data)) / len(data)
     peer = zipnn(data, max(tensors.values(), key=lambda t: t.nbytes).dtype)
     saved = [len(data) / 1e9 / t for t in encode]
