@@ -152,6 +152,7 @@ def test_accelerate(llama: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.imports_torch
 def test_patched_before_they_are_imported(llama: Any, script: Any) -> None:
     """The patch holds whether it comes before the libraries or after them."""
     _, one, _ = llama

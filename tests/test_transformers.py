@@ -1,5 +1,5 @@
-"""transformers 5 and 4.57, peft, torch's distributed checkpoints and programs that
-are not changed, under `patch_safetensors`; diffusers and accelerate are in
+"""transformers 5 and 4.57, diffusers 0.42 and 0.35, peft, torch's distributed checkpoints and
+programs that are not changed, under `patch_safetensors`; accelerate is in
 test_patch_safetensors.py."""
 
 from __future__ import annotations
@@ -39,6 +39,17 @@ def test_every_parameter_is_that_of_the_unpatched_load(release: str, tmp_path: P
         pytest.skip(f"no transformers 5 in {FIVE}: make venv puts it there")
     pytest.importorskip("transformers")
     output = run([str(ROOT / "tests" / "transformers_program.py"), str(tmp_path / "models")], tmp_path, FIVE if release == "5" else None)
+    assert output.splitlines()[-1].startswith(f"ok {release}"), output
+
+
+@pytest.mark.parametrize("release", ["0.35", "0.42"])
+def test_pipelines_of_diffusers(release: str, tmp_path: Path) -> None:
+    """Every parameter of several models is that of the unpatched load; one is read while another is built: see the program."""
+    five = release == "0.42"
+    if five and not (FIVE / "diffusers").is_dir():
+        pytest.skip(f"no diffusers in {FIVE}: make venv puts it there")
+    pytest.importorskip("diffusers")
+    output = run([str(ROOT / "tests" / "diffusers_program.py"), str(tmp_path / "a b")], tmp_path, FIVE if five else None)
     assert output.splitlines()[-1].startswith(f"ok {release}"), output
 
 

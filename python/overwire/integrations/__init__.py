@@ -2,8 +2,9 @@
 
 For libraries: what takes the place of their functions while `overwire.patch_safetensors` is in force. Each
 module has `hooks(found, lazy)`: found looks up a name in a loaded module of
-the library, lazy is what the patch offers (`Lazy`). It returns pairs of a public
-name of the library and what stands for it. A version of the library that lacks a
+the library, lazy is what the patch offers (`Lazy`). It returns pairs of an object that
+the library's modules have bound, or of a class and the name of one of its members, and
+what stands for it. `MODULES` are the modules that found may be asked for. A version of the library that lacks a
 name is served without that hook: its files are read as before, tensor by tensor.
 
 For engines: plug-ins that their own registries find, `vllm` and `sglang`; `weights` is
@@ -30,6 +31,9 @@ class LazySlice(Protocol):
         """Where the engine should land it for a library that wants it on a device; None if
         safetensors' own reader is as good, or the engine does not support the device."""
 
+    def cast(self, dtype: Any) -> str:
+        """The dtype that the engine casts it to as it lands; "" if it does not."""
+
     def on(self, device: str) -> Any:
         """The same tensor as something to index whose results are on the device."""
 
@@ -41,6 +45,9 @@ class Ahead(Protocol):
         """Notes a whole tensor, to be cast to dtype as it lands where that is
         exact for the engine. Returns what gives it, once: the first call begins
         the load of all that were noted till then."""
+
+    def begin(self) -> None:
+        """Begins the load of all that were noted till now; what it raises, they raise."""
 
     def close(self) -> None:
         """Ends it; what landed and was not given is freed."""

@@ -67,6 +67,12 @@ class Slice:
             return f"cuda:{number or torch.cuda.current_device()}"
         return "cpu" if kind == "cpu" and not self._mapped else None
 
+    def cast(self, dtype: Any) -> str:
+        """The dtype that the engine casts it to as it lands, for a library that wants
+        one; "" if it leaves that to torch, or there is nothing to cast."""
+        stored, wanted = _CASTS.get(self.get_dtype()), str(dtype).removeprefix("torch.")
+        return wanted if stored is not None and wanted in _CASTS.values() and wanted != stored else ""
+
     def on(self, device: str) -> Any:
         """The same tensor, to index, with results on a device."""
         if device == self._where:
@@ -107,24 +113,30 @@ class Ahead:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[tuple[str, str], _Pass] = {}  # by device and cast: what is still being noted
+        self._passes: list[_Pass] = []
 
     def want(self, tensor: Slice, device: str, dtype: Any = None) -> Callable[[], Any]:
         """Notes a whole tensor; returns what gives it, once."""
-        stored = _CASTS.get(tensor.get_dtype())
-        wanted = str(dtype).removeprefix("torch.")
-        cast = wanted if stored is not None and wanted in _CASTS.values() and wanted != stored else ""
+        cast = tensor.cast(dtype)
         with self._lock:
             current = self._open.get((device, cast))
             if current is None or not current.note(tensor.path, tensor.name):
                 current = self._open[device, cast] = _Pass(device, cast)
+                self._passes.append(current)
                 current.note(tensor.path, tensor.name)
         return lambda: current.give(tensor.path, tensor.name)
 
+    def begin(self) -> None:
+        """Begins the load; what it raises, the tensors raise."""
+        with self._lock:
+            for current in self._open.values():
+                current.begin()
+
     def close(self) -> None:
         """Ends it; what landed and was not given is freed."""
-        for current in self._open.values():
+        for current in self._passes:
             current.close()
-        self._open = {}
+        self._open, self._passes = {}, []
 
 
 class _Pass:
@@ -137,6 +149,7 @@ class _Pass:
         self._device, self._cast = device, cast
         self._lock = threading.Lock()
         self._arrivals: Iterator[tuple[tuple[str, str], Any]] = iter(())
+        self._streams: list[Any] = []
         self._landed: dict[tuple[str, str], Any] = {}
         self._given: set[tuple[str, str]] = set()
         self._failed: BaseException | None = None
@@ -148,11 +161,21 @@ class _Pass:
                 self._names.setdefault(path, {})[name] = None
             return name in self._names.get(path, ()) and (path, name) not in self._given
 
+    def begin(self) -> None:
+        with self._lock:
+            self._begin()
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            try:
+                self._arrivals = self._load()
+            except Exception as error:
+                self._failed = error
+
     def give(self, path: str, name: str) -> Any:
         with self._lock, reading(path, "Error while reading"):
-            if not self._begun:
-                self._begun = True
-                self._arrivals = self._load()
+            self._begin()
             if self._failed is not None:
                 raise self._failed
             try:
@@ -173,6 +196,9 @@ class _Pass:
         with self._lock:
             self._failed = self._failed or overwire.CancelledError("overwire: the load of a model ahead has ended")
             self._arrivals, self._landed = iter(()), {}
+            for stream in self._streams:
+                stream.close()
+            self._streams = []
 
     def _load(self) -> Iterator[tuple[tuple[str, str], Any]]:
         # One stream over all files; of files with a name in common, one each.
@@ -184,7 +210,9 @@ class _Pass:
 
     def _stream(self, paths: list[str], names: list[str]) -> Iterator[tuple[str, Any]]:
         source: Any = paths if len(paths) > 1 else kept(paths[0])
-        return overwire.stream(source, keys=names, device=self._device, dtype=self._cast or None, framework="pt")
+        stream = overwire.stream(source, keys=names, device=self._device, dtype=self._cast or None, framework="pt")
+        self._streams.append(stream)
+        return stream
 
 
 _thread = threading.local()

@@ -11,6 +11,8 @@ import sys
 import threading
 from collections.abc import Callable
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
 from types import TracebackType
 from typing import Any
 
@@ -36,7 +38,10 @@ _READERS = {
 # The one function by which safetensors' modules write files.
 _WRITER = "serialize_file"
 # Libraries whose own loaders are patched, too: modules of overwire.integrations.
-_LIBRARIES = ("transformers", "accelerate")
+_LIBRARIES = ("transformers", "accelerate", "diffusers")
+
+# The modules of theirs that hooks look into.
+_WATCHED = {library: import_module(f"overwire.integrations.{library}").MODULES for library in _LIBRARIES}
 
 # Thousands of modules that take safetensors inside functions, if at all: to look
 # through them would take longer than to load a model.
@@ -45,7 +50,8 @@ _OTHERS = frozenset(sys.stdlib_module_names - {"__main__"}) | {"mpmath", "numpy"
 _lock = threading.RLock()
 _patches: list[SafetensorsPatch] = []  # in force, in the order of their beginning
 _swapped: dict[int, tuple[Any, Any]] = {}  # by id: what to replace, and by what
-_hooked: set[str] = set()
+_members: dict[tuple[int, str], tuple[Any, str, Any]] = {}  # by class and name: what a class had there
+_seen: dict[str, int] = {}  # how many modules of a library were there when `_hook` last looked
 
 
 def _device() -> str | None:
@@ -224,28 +230,71 @@ def _patch() -> None:
                 swap[id(original)] = (original, _stand_in(module, name, original))
     _swapped.update(swap)
     _rebind(swap)
+    sys.meta_path.insert(0, _imports)
     _hook()
 
 
 def _hook() -> None:
-    # Libraries may be imported after the patch: each file that is opened looks.
-    if all(library in _hooked or library not in sys.modules for library in _LIBRARIES):
+    # Libraries, and parts of them, may be imported after the patch: `_Imports` and each
+    # file that is opened look.
+    if all(_present(library) == _seen.get(library, 0) for library in _LIBRARIES):
         return
     with _lock:
         swap = {}
         for library in _LIBRARIES:
-            if library in sys.modules and library not in _hooked and _patches:
-                pairs = import_module(f"overwire.integrations.{library}").hooks(_found, _LAZY)
-                if pairs:  # else what it looks for does not exist yet
-                    _hooked.add(library)
-                    swap.update({id(original): (original, ours) for original, ours in pairs})
+            there = _present(library)
+            if there == _seen.get(library, 0) or not _patches:
+                continue
+            _seen[library] = there
+            for original, ours in import_module(f"overwire.integrations.{library}").hooks(_found, _LAZY):
+                if isinstance(original, tuple):
+                    owner, name = original
+                    _replace(owner, name, ours)
+                elif id(original) not in _swapped:
+                    swap[id(original)] = (original, ours)
         if swap:
             _swapped.update(swap)
             _rebind(swap, _LIBRARIES)
 
 
+def _present(library: str) -> int:
+    return sum(module in sys.modules for module in _WATCHED[library])
+
+
+def _replace(owner: Any, name: str, ours: Any) -> None:
+    if (id(owner), name) not in _members:
+        _members[id(owner), name] = (owner, name, inspect.getattr_static(owner, name))
+        setattr(owner, name, ours)
+
+
+class _Imports(MetaPathFinder):
+    # Calls `_hook` when a module that hooks look into has been imported.
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if not any(name in modules for modules in _WATCHED.values()):
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            run(module)
+            for library, modules in _WATCHED.items():
+                if name in modules:
+                    _seen.pop(library, None)  # it may have been looked at half made
+            _hook()
+
+        with contextlib.suppress(AttributeError):  # a loader without room for it: `_hook` comes with the first file
+            setattr(spec.loader, "exec_module", exec_module)  # noqa: B010
+        return spec
+
+
+_imports = _Imports()
+
+
 def _found(module: str, name: str) -> Any:
-    return getattr(sys.modules.get(module), name, None)
+    return behind(getattr(sys.modules.get(module), name, None))
 
 
 _LAZY = Lazy(slice=_lazy.Slice, ahead=_lazy.Ahead, plan=_lazy.Planned, compressed=is_compressed, open=_files.safe_open)
@@ -264,9 +313,14 @@ def _module(name: str) -> Any:
 
 def _undo() -> None:
     swap = {id(ours): (ours, original) for original, ours in _swapped.values()}
+    with contextlib.suppress(ValueError):  # a program may have put its own list there
+        sys.meta_path.remove(_imports)
     _rebind(swap)
+    for owner, name, original in _members.values():
+        setattr(owner, name, original)
     _swapped.clear()
-    _hooked.clear()
+    _members.clear()
+    _seen.clear()
     forget()
 
 
@@ -320,12 +374,12 @@ def patch_safetensors(*, device: Any = None, compress: bool = False) -> Safetens
     `load_file`, `load`, `load_model` of safetensors' modules, wherever a loaded
     module has bound them, and in modules that are imported meanwhile.
     transformers, diffusers, accelerate and peft need nothing else; names of files
-    stay what they were. transformers' models are loaded in one pass, each tensor
-    onto the device that `device_map` gives it.
+    stay what they were. Models of transformers and diffusers are loaded in one pass,
+    each tensor onto the device that `device_map` gives it.
 
     device: where tensors are to be that a library asks for without a device, or on
-        the CPU ("cuda", "cuda:1", a torch.device). What transformers and accelerate
-        load is where their `device_map` says, whatever this is. None: where the
+        the CPU ("cuda", "cuda:1", a torch.device). What transformers, diffusers and
+        accelerate load is where their `device_map` says, whatever this is. None: where the
         library asks; plain files that it asks for on the CPU are then left to
         safetensors, which maps them. "cpu": those go through overwire as well.
     compress: whether what is written with safetensors (`save_file`,

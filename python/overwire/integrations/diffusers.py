@@ -1,0 +1,497 @@
+"""diffusers' loader under `overwire.patch_safetensors`: a model's tensors are loaded in one
+pass, each onto the device and in the dtype that its parameter gets, and a pipeline's
+next model is loaded while the one before it is built.
+
+diffusers reads a file whole, on the CPU, before it has decided about devices. Here it
+gets tensors that are not read yet; `_load_shard_file`, whose arguments tell device and
+dtype of each parameter, loads them. What lands is the parameter: nothing copies it
+again.
+
+Read a file at a time are models that are quantised or offloaded to disk; loading ahead would
+need the memory that these ways of loading save. Plain files for the CPU stay mapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from . import Lazy
+
+__all__ = ["MODULES", "hooks"]
+
+_MODEL = "diffusers.models.modeling_utils"
+_CONFIG = "diffusers.configuration_utils"
+_PIPELINE = "diffusers.pipelines.pipeline_utils"
+
+#: The modules of diffusers that `hooks` looks into.
+MODULES = (_CONFIG, _MODEL, _PIPELINE)
+
+# A larger config.json or index of shards is left to diffusers.
+_JSON_BYTES = 64 << 20
+
+_thread = threading.local()
+
+
+def hooks(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
+    """The names that change, and what stands for each while patched."""
+    names = ("ModelMixin", "load_state_dict", "_load_shard_file", "_get_checkpoint_shard_files", "_caching_allocator_warmup")
+    model, read, shard, shards, warm = (found(_MODEL, name) for name in names)
+    if model is None or read is None or shard is None:
+        return []
+    pairs: list[tuple[Any, Any]] = [
+        ((model, "from_pretrained"), _model(model, lazy)),
+        (read, _reads(read)),
+        (shard, _loads(shard, read)),
+    ]
+    if shards is not None:
+        pairs.append((shards, _shards(shards)))
+    if warm is not None:
+        pairs.append((warm, _warms(warm)))
+    pipeline, part, config = found(_PIPELINE, "DiffusionPipeline"), found(_PIPELINE, "load_sub_model"), found(_CONFIG, "ConfigMixin")
+    if pipeline is not None and part is not None and config is not None:
+        pairs += [
+            ((pipeline, "from_pretrained"), _pipeline(pipeline, lazy)),
+            ((config, "extract_init_dict"), _order(config)),
+            (part, _component(part, lazy)),
+        ]
+    return pairs
+
+
+class _Model:
+    # The files of one model. The device and dtype of tensors are noted, and what was
+    # noted when the first is asked for is loaded in one pass. Worker threads may share it.
+
+    def __init__(self, paths: list[str], lazy: Lazy, then: Callable[[], None] = lambda: None) -> None:
+        self.paths, self.then = paths, then
+        self.begun = False
+        self.whole = threading.Lock()  # while all files are noted
+        self._ahead, self._slice = lazy.ahead(), lazy.slice
+        self._lock = threading.Lock()
+        self._left = set(paths)
+        self._files: dict[str, dict[str, Any]] = {}
+        self._noted: dict[tuple[str, str, str, str], Callable[[], Any]] = {}
+
+    def slices(self, path: str) -> dict[str, Any]:
+        """The tensors of one of the files, by name, in the order of their bytes."""
+        with self._lock:
+            if path not in self._files:
+                import safetensors
+
+                opened: Any = safetensors.safe_open
+                file = opened(path, "pt")
+                self._files[path] = {name: file.get_slice(name) for name in getattr(file, "offset_keys", file.keys)()}
+            return self._files[path]
+
+    def note(self, path: str, name: str, device: Any, dtype: Any) -> tuple[str, str, str, str] | None:
+        """Notes a tensor, for `give`; None if safetensors' own way is as good."""
+        tensor = self.slices(path)[name]
+        target = tensor.device(device) if isinstance(tensor, self._slice) else None
+        if target is None:
+            return None
+        key = (path, name, target, tensor.cast(dtype))
+        with self._lock:
+            if key not in self._noted:
+                self._noted[key] = self._ahead.want(tensor, target, dtype)
+        return key
+
+    def begin(self) -> bool:
+        """Begins to load what was noted; False if that is nothing."""
+        self.begun = bool(self._noted)
+        self._ahead.begin()
+        return self.begun
+
+    def give(self, key: tuple[str, str, str, str]) -> Any:
+        """A tensor that was noted, once."""
+        with self._lock:
+            give = self._noted.pop(key)
+        return give()
+
+    def done(self, path: str) -> None:
+        """Says that all of a file was given."""
+        with self._lock:
+            last = self._left == {path}
+            self._left.discard(path)
+        if last:
+            self.then()
+
+    def close(self) -> None:
+        """Ends its loads, and frees what landed and was not given."""
+        self._ahead.close()
+        self._noted, self._files = {}, {}
+
+
+class _Scope:
+    # One call of from_pretrained: of a pipeline, or of a model alone.
+
+    def __init__(self, lazy: Lazy, given: Mapping[str, Any] | None = None) -> None:
+        self.given = given  # a pipeline's arguments
+        self.parts: dict[str, Any] | None = None  # library and class of each, in the order of loading
+        self.model: _Model | None = None  # the one that is being loaded
+        self.next: _Model | None = None  # the one that is loaded ahead
+        self.then: Callable[[], None] = lambda: None
+        self._lazy = lazy
+
+    def take(self, paths: list[str]) -> _Model:
+        """The model of these files, as it was begun ahead or new."""
+        self.end()
+        if self.next is not None and self.next.paths == paths:
+            self.model, self.next = self.next, None
+        else:
+            self.model = _Model(paths, self._lazy)
+        self.model.then = self.then
+        return self.model
+
+    def end(self) -> None:
+        """The model that was being loaded is complete, or never will be."""
+        if self.model is not None:
+            self.model.close()
+        self.model = None
+
+    def close(self) -> None:
+        self.then = lambda: None
+        self.end()
+        if self.next is not None:
+            self.next.close()
+        self.next = None
+
+
+@contextlib.contextmanager
+def _scope(lazy: Lazy, given: Mapping[str, Any] | None = None) -> Iterator[_Scope]:
+    before = getattr(_thread, "scope", None)
+    _thread.scope = scope = _Scope(lazy, given)
+    try:
+        yield scope
+    finally:
+        _thread.scope = before
+        scope.close()
+
+
+def _current() -> _Scope | None:
+    return getattr(_thread, "scope", None)
+
+
+def _model(owner: Any, lazy: Lazy) -> Any:
+    original = inspect.getattr_static(owner, "from_pretrained")
+
+    @functools.wraps(original.__func__)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = _current()
+        if scope is None or scope.given is None:  # no pipeline's
+            with _scope(lazy):
+                return original.__get__(None, cls)(*args, **kwargs)
+        try:
+            return original.__get__(None, cls)(*args, **kwargs)
+        finally:
+            scope.end()
+
+    return classmethod(from_pretrained)
+
+
+def _pipeline(owner: Any, lazy: Lazy) -> Any:
+    original = inspect.getattr_static(owner, "from_pretrained")
+
+    @functools.wraps(original.__func__)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        with _scope(lazy, kwargs.copy()):
+            return original.__get__(None, cls)(*args, **kwargs)
+
+    return classmethod(from_pretrained)
+
+
+def _order(owner: Any) -> Any:
+    original = inspect.getattr_static(owner, "extract_init_dict")
+
+    @functools.wraps(original.__func__)
+    def extract_init_dict(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original.__get__(None, cls)(*args, **kwargs)
+        scope = _current()
+        if scope is not None and scope.given is not None and scope.parts is None:  # a pipeline's own comes before its models'
+            scope.parts = dict(found[0])
+        return found
+
+    return classmethod(extract_init_dict)
+
+
+class _Shard(str):
+    # The name of one file of several. Worker threads learn by it whose it is.
+    model: _Model
+
+
+def _shards(original: Any) -> Any:
+    @functools.wraps(original)
+    def _get_checkpoint_shard_files(*args: Any, **kwargs: Any) -> Any:
+        files, metadata = original(*args, **kwargs)
+        scope = _current()
+        if scope is None or not all(isinstance(file, str) and file.endswith(".safetensors") for file in files):
+            return files, metadata
+        model = scope.take([os.path.abspath(file) for file in files])
+        named = [_Shard(file) for file in files]
+        for file in named:
+            file.model = model
+        return named, metadata
+
+    return _get_checkpoint_shard_files
+
+
+def _reads(original: Any) -> Any:
+    @functools.wraps(original)
+    def load_state_dict(checkpoint_file: Any, *args: Any, **kwargs: Any) -> Any:
+        from ..plumbing import torch_dtype
+
+        scope = _current()
+        special = args or any(kwargs.values())
+        if scope is None or special or not isinstance(checkpoint_file, (str, os.PathLike)):
+            return original(checkpoint_file, *args, **kwargs)
+        path = os.path.abspath(checkpoint_file)
+        if not path.endswith(".safetensors") or not os.path.isfile(path) or _pointer(path):
+            return original(checkpoint_file, *args, **kwargs)
+        model = scope.take([path])
+        tensors = model.slices(path)
+        dtypes = {name: torch_dtype(tensor.get_dtype()) for name, tensor in tensors.items()}
+        if any(dtype is None or tensors[name].get_dtype() == "F4" for name, dtype in dtypes.items()):  # of another shape in torch
+            return original(checkpoint_file)
+        made = _unread()
+        return {name: made(tensor.get_shape(), dtypes[name], _Where(model, path, name, original)) for name, tensor in tensors.items()}
+
+    return load_state_dict
+
+
+def _pointer(path: str) -> bool:
+    # What git leaves of a file without git-lfs: diffusers says so.
+    with open(path, "rb") as file:
+        return file.read(7) == b"version"
+
+
+class _Where(NamedTuple):
+    # A tensor of a file, and diffusers' own way to read the file.
+    model: _Model
+    path: str
+    name: str
+    read: Callable[[str], Any]
+
+
+@functools.cache
+def _unread() -> Callable[[Any, Any, _Where], Any]:
+    """Makes tensors with shape and dtype, which the first operation on them reads."""
+    import torch
+    from torch.utils._pytree import tree_map
+
+    def read(value: Any) -> Any:
+        where = getattr(value, "overwire", None)
+        return where.read(where.path)[where.name] if isinstance(where, _Where) else value
+
+    class Unread(torch.Tensor):
+        overwire: _Where
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+            return func(*tree_map(read, args), **tree_map(read, kwargs or {}))
+
+    def made(shape: Any, dtype: Any, where: _Where) -> Any:
+        tensor = torch.Tensor._make_wrapper_subclass(Unread, tuple(shape), dtype=dtype)
+        tensor.overwire = where
+        return tensor
+
+    return made
+
+
+def _loads(original: Any, read: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def _load_shard_file(shard_file: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(shard_file, *args, **kwargs).arguments
+        held: dict[str, Any] = {}
+        if isinstance(shard_file, _Shard) and not given.get("disable_mmap"):
+            model, path = shard_file.model, os.path.abspath(shard_file)
+            held = {name: _Where(model, path, name, read) for name in model.slices(path)}
+            if given.get("hf_quantizer") is None and not _on_disk(given.get("device_map")):
+                with model.whole:  # one pass for all of them, which no other worker begins before all are noted
+                    for other in model.paths if not model.begun else ():
+                        _note(given, {name: _Where(model, other, name, read) for name in model.slices(other)})
+                    model.begin()
+        elif isinstance(shard_file, dict):
+            held = {name: getattr(value, "overwire", value) for name, value in shard_file.items()}
+        if not any(isinstance(where, _Where) for where in held.values()):
+            return original(shard_file, *args, **kwargs)
+        found = _given(held, _note(given, held))
+        del held
+        return original(found, *args, **kwargs)
+
+    return _load_shard_file
+
+
+def _note(given: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
+    # By name in the model: what `give` takes for each tensor, None for those that safetensors reads.
+    quantizer, keep, dtype = given.get("hf_quantizer"), given.get("keep_in_fp32_modules"), given.get("dtype")
+    keys: dict[str, Any] = {}
+    for name, where in held.items():
+        if not isinstance(where, _Where):
+            continue
+        goal = given["model_state_dict"].get(name)
+        if goal is None and quantizer is None:
+            continue  # the model has no such tensor
+        # A quantiser gets what it would get without us, on the CPU.
+        device = "cpu" if quantizer is not None else _device(given.get("device_map"), name)
+        cast = None if quantizer is not None or goal is None else _dtype(name, dtype or goal.dtype, keep)
+        keys[name] = where.model.note(where.path, where.name, device, cast)
+    return keys
+
+
+def _given(held: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    # The state dict. What the model lacks stays unread.
+    whole: dict[str, Any] = {}  # plain files that safetensors has mapped
+    found: dict[str, Any] = {}
+    for name, where in held.items():
+        if not isinstance(where, _Where):
+            found[name] = where
+        elif name not in keys:
+            slice_ = where.model.slices(where.path)[where.name]
+            found[name] = _unread()(slice_.get_shape(), _torch(slice_.get_dtype()), where)
+        elif keys[name] is not None:
+            found[name] = where.model.give(keys[name])
+        else:
+            if where.path not in whole:
+                whole[where.path] = where.read(where.path)
+            found[name] = whole[where.path][where.name]
+    for model, path in {(where.model, where.path) for where in held.values() if isinstance(where, _Where)}:
+        model.done(path)
+    return found
+
+
+def _torch(dtype: str) -> Any:
+    from ..plumbing import torch_dtype
+
+    return torch_dtype(dtype)
+
+
+def _device(device_map: Any, name: str) -> Any:
+    # As diffusers does: the longest module in the map that has the tensor.
+    if device_map is None:
+        return "cpu"
+    while name and name not in device_map:
+        name = name.rpartition(".")[0]
+    found = device_map.get(name, "cpu")  # where the map has none, diffusers says so
+    return "cpu" if found == "disk" else found
+
+
+def _dtype(name: str, dtype: Any, keep: Any) -> Any:
+    import torch
+
+    kept = keep is not None and any(module in name.split(".") for module in keep)
+    return torch.float32 if kept else dtype
+
+
+def _on_disk(device_map: Any) -> bool:
+    return device_map is not None and "disk" in device_map.values()
+
+
+def _warms(original: Any) -> Any:
+    @functools.wraps(original)
+    def _caching_allocator_warmup(*args: Any, **kwargs: Any) -> Any:
+        # Memory for what is in its own already would be a second model's.
+        scope = _current()
+        if scope is None or scope.model is None or not scope.model.begun:
+            original(*args, **kwargs)
+
+    return _caching_allocator_warmup
+
+
+def _component(original: Any, lazy: Lazy) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_sub_model(*args: Any, **kwargs: Any) -> Any:
+        scope = _current()
+        if scope is None or scope.given is None:
+            return original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        scope.then = functools.partial(_look_ahead, scope, given, lazy)
+        if not _files(os.path.join(given["cached_folder"], given["name"]), given.get("variant")):
+            scope.then()  # a model of transformers, a tokenizer ...: read by others
+        return original(*args, **kwargs)
+
+    return load_sub_model
+
+
+def _look_ahead(scope: _Scope, given: Mapping[str, Any], lazy: Lazy) -> None:
+    """Begins to load the next model of a pipeline after one, if it is diffusers'."""
+    assert scope.given is not None
+    device = "cpu" if given.get("device_map") is None else given["device_map"]
+    unsure = any(scope.given.get(name) for name in ("quantization_config", "disable_mmap", "dduf_file", "use_flashpack"))
+    if scope.next is not None or unsure or scope.given.get("use_safetensors") is False or not _is_device(device):
+        return
+    folder = given["cached_folder"]
+    parts = scope.parts or {}
+    names = list(parts)
+    for name in names[names.index(given["name"]) + 1 if given["name"] in parts else len(names) :]:
+        about = parts[name]
+        if name in scope.given or not isinstance(about, (list, tuple)) or len(about) != 2 or about[0] != "diffusers":
+            continue
+        files = _files(os.path.join(folder, name), given.get("variant"))
+        config = _json(os.path.join(folder, name, "config.json")) if files else {}
+        if not files or config.get("quantization_config") is not None:
+            continue
+        model = _Model(files, lazy)
+        try:
+            _note_all(model, name, str(about[1]), device, scope.given)
+            if model.begin():
+                scope.next = model
+                return
+        except Exception:  # of a file whose turn has not come: diffusers gets it then
+            model.close()
+            return
+        model.close()
+
+
+def _note_all(model: _Model, name: str, kind: str, device: str, asked: Mapping[str, Any]) -> None:
+    import diffusers  # type: ignore[import-untyped,unused-ignore]
+    import torch
+
+    dtype = asked.get("torch_dtype", asked.get("dtype"))
+    if isinstance(dtype, dict):
+        dtype = dtype.get(name, dtype.get("default", torch.float32))
+    keep = getattr(getattr(diffusers, kind, None), "_keep_in_fp32_modules", None)
+    for path in model.paths:
+        for tensor in model.slices(path):
+            model.note(path, tensor, device, _dtype(tensor, dtype or torch.get_default_dtype(), keep))
+
+
+def _is_device(name: Any) -> bool:
+    import torch
+
+    try:
+        return isinstance(name, str) and torch.device(name) is not None
+    except RuntimeError:  # "balanced": known for each model when it is loaded
+        return False
+
+
+def _files(folder: str, variant: str | None) -> list[str]:
+    """The weights of a model of diffusers, as diffusers names them; empty if there are none."""
+    for kind in ([f".{variant}"] if variant else []) + [""]:
+        index = os.path.join(folder, f"diffusion_pytorch_model.safetensors{kind}.index.json")
+        if os.path.isfile(index):
+            found = _json(index).get("weight_map")
+            files = sorted(set(map(str, found.values()))) if isinstance(found, dict) else []
+            return [os.path.abspath(os.path.join(folder, file)) for file in files if os.path.basename(file) == file]
+        alone = os.path.join(folder, f"diffusion_pytorch_model{kind}.safetensors")
+        if os.path.isfile(alone):
+            return [os.path.abspath(alone)]
+    return []
+
+
+def _json(path: str) -> dict[str, Any]:
+    # What diffusers cannot read either is its own to say.
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.loads(file.read(_JSON_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,289 @@
+"""Loads pipelines with the diffusers and transformers that this interpreter finds, unpatched
+and under `patch_safetensors`, and compares every parameter byte for byte;
+`test_transformers.py` runs it with each release. The argument is an empty folder. Ends
+with "ok" and the release."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DIFFUSERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+warnings.filterwarnings("ignore")
+
+import diffusers  # noqa: E402
+import overwire as ow  # noqa: E402
+import safetensors  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from diffusers import AutoencoderKL, DDIMScheduler, DiffusionPipeline, StableDiffusionPipeline, UNet2DConditionModel  # noqa: E402
+from overwire.compat.safetensors import _lazy  # noqa: E402
+
+diffusers.utils.logging.disable_progress_bar()
+MODELS = ("text_encoder", "unet", "vae")
+
+
+def load(folder: Path, **how: Any) -> Any:
+    """The pipeline, without what is no model."""
+    return DiffusionPipeline.from_pretrained(folder, **{"tokenizer": None, "safety_checker": None, "feature_extractor": None, **how})
+
+
+def tiny() -> Any:
+    """A pipeline of Stable Diffusion's classes."""
+    torch.manual_seed(3)
+    unet = UNet2DConditionModel(
+        sample_size=8, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, cross_attention_dim=16, attention_head_dim=2,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
+    text = transformers.CLIPTextConfig(
+        vocab_size=99, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=20
+    )
+    return StableDiffusionPipeline(
+        vae=AutoencoderKL(block_out_channels=(8,), norm_num_groups=4), text_encoder=transformers.CLIPTextModel(text), tokenizer=None,
+        unet=unet, scheduler=DDIMScheduler(), safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+
+
+def same(want: Any, got: Any, what: Any) -> None:
+    """Every parameter and buffer of each model is of the same dtype, device and bytes."""
+    for model in MODELS:
+        a, b = getattr(want, model).state_dict(), getattr(got, model).state_dict()
+        assert a.keys() == b.keys(), (what, model, a.keys() ^ b.keys())
+        for name, left in a.items():
+            right = b[name]
+            assert type(left) is type(right) and (left.dtype, left.device, left.shape) == (right.dtype, right.device, right.shape), (
+                what,
+                name,
+            )
+            assert torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)), (what, model, name)
+
+
+class Passes:
+    """The engine's passes, in the order of their beginning: the folder of each, and how many tensors."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+        self.streams: list[Any] = []
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[Passes]:
+        stream = ow.stream
+
+        def begun(source: Any, *args: Any, **kwargs: Any) -> Any:
+            one = source[0] if isinstance(source, list) else source.shared_model().uris[0]
+            self.seen.append((Path(one).parent.name, len(kwargs["keys"])))
+            self.streams.append(stream(source, *args, **kwargs))
+            return self.streams[-1]
+
+        ow.stream = begun  # type: ignore[assignment]
+        try:
+            yield self
+        finally:
+            ow.stream = stream
+
+    def ended(self) -> bool:
+        """Whether each has ended: nothing of it is in memory but what was given."""
+        return all("ended" in repr(stream) for stream in self.streams)
+
+
+def folders(folder: Path, **how: Any) -> None:
+    """The pipeline, plain and compressed."""
+    pipeline = tiny()
+    pipeline.save_pretrained(folder / "plain", **how)
+    with ow.patch_safetensors(compress=True):
+        pipeline.save_pretrained(folder / "packed", **how)
+    assert {source["format"] for source in ow.inspect(folder / "packed")["sources"]} == {"overwire"}
+
+
+def whole(folder: Path) -> None:
+    """Each way of loading, against the unpatched one; each model is one pass for a dtype, begun before its turn."""
+    folders(folder)
+    shards = folder / "shards"
+    folders(shards, max_shard_size="30KB")
+    assert len(list((shards / "packed" / "unet").glob("*.safetensors"))) > 2
+    maps: list[Any] = [None, *(["cpu"] if "cpu" in diffusers.pipelines.pipeline_utils.SUPPORTED_DEVICE_MAP else [])]
+    for where in maps:
+        for dtype in (None, torch.bfloat16, {"unet": torch.float16, "default": torch.float32}):
+            how: dict[str, Any] = {"torch_dtype": dtype} if dtype is not None else {}
+            how |= {"device_map": where} if where else {}
+            want = load(folder / "plain", **how)
+            for home in (folder, shards) if dtype is None or where else (folder,):
+                for kind, device in (("packed", None), ("plain", None), ("plain", "cpu")):
+                    passes = Passes()
+                    with ow.patch_safetensors(device=device), passes.counted():
+                        got = load(home / kind, **how)
+                    same(want, got, (home.name, kind, device, where, dtype))
+                    ours = [name for name, _ in passes.seen if name != "text_encoder"]
+                    assert sorted(ours) == ([] if (kind, device) == ("plain", None) else ["unet", "vae"]), passes.seen
+                    assert passes.ended()
+
+
+def ahead(folder: Path) -> None:
+    """The next model is being read while the one before it is built; one that the caller has is not read."""
+    folders(folder)
+    built: list[tuple[str, set[str]]] = []
+    passes = Passes()
+    build = diffusers.configuration_utils.ConfigMixin.from_config.__func__
+
+    def from_config(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        built.append((cls.__name__, {name for name, _ in passes.seen}))
+        return build(cls, *args, **kwargs)
+
+    UNet2DConditionModel.from_config = AutoencoderKL.from_config = classmethod(from_config)
+    try:
+        with ow.patch_safetensors(), passes.counted():
+            pipeline = load(folder / "packed")
+            # diffusers 0.35 loads in any order: the first may be built before anything is read.
+            assert len(built) == 2 and {"UNet2DConditionModel": "unet", "AutoencoderKL": "vae"}[built[1][0]] in built[1][1], built
+            assert sum(name != "text_encoder" for name, _ in passes.seen) == 2
+            passes.seen.clear()
+            load(folder / "packed", unet=pipeline.unet, vae=pipeline.vae)
+        assert not [name for name, _ in passes.seen if name in ("unet", "vae")], passes.seen
+    finally:
+        del UNet2DConditionModel.from_config, AutoencoderKL.from_config
+
+
+def alone(folder: Path) -> None:
+    """Models by themselves: maps of several modules, offload, without accelerate's way, in threads, and adapters' readers."""
+    folders(folder, max_shard_size="30KB")
+
+    def unet(*args: Any, **kwargs: Any) -> Any:  # the name is looked up while the patch is in force
+        return UNet2DConditionModel.from_pretrained(*args, **kwargs)
+
+    parts = {"conv_in": "cpu", "time_embedding": torch.device("cpu"), "down_blocks": "cpu", "mid_block": "cpu", "up_blocks": "cpu"}
+    parts |= {"conv_norm_out": "cpu", "conv_out": "cpu"}
+    disk = parts | {"up_blocks": "disk"}
+    ways: list[dict[str, Any]] = [{}, {"device_map": "cpu"}, {"device_map": parts}, {"device_map": disk, "offload_folder": folder / "off"}]
+    ways += [{"low_cpu_mem_usage": False}, {"disable_mmap": True}, {"torch_dtype": torch.float64}]
+    for how in ways:
+        outputs, states = [], []
+        for kind, patch in (("plain", contextlib.nullcontext), ("packed", ow.patch_safetensors), ("plain", ow.patch_safetensors)):
+            with patch():
+                model = unet(folder / kind / "unet", **how).eval()
+            given = torch.ones(1, 4, 8, 8, dtype=model.dtype), 3, torch.ones(1, 5, 16, dtype=model.dtype)
+            states.append({name: tensor for name, tensor in model.state_dict().items() if tensor.device.type != "meta"})
+            with torch.no_grad():  # some of these keep parameters elsewhere; memory that is aligned otherwise may round otherwise
+                outputs.append(model(*given).sample)
+        for output, state in zip(outputs, states, strict=True):
+            assert output.dtype == how.get("torch_dtype", torch.float32) and torch.allclose(output, outputs[0], atol=1e-5), how
+            assert state.keys() == states[0].keys() and all(torch.equal(tensor, state[name]) for name, tensor in states[0].items()), how
+    with ow.patch_safetensors():
+        modeling = sys.modules["diffusers.models.modeling_utils"]
+        got = modeling.load_state_dict(next((folder / "packed" / "unet").glob("*.safetensors")))
+        assert all(type(tensor) is torch.Tensor for tensor in got.values())  # outside from_pretrained: as always
+        modeling.HF_ENABLE_PARALLEL_LOADING = True  # diffusers' worker threads take the shards
+        passes = Passes()
+        with passes.counted():
+            model = unet(folder / "packed" / "unet")
+        modeling.HF_ENABLE_PARALLEL_LOADING = False
+    want = unet(folder / "plain" / "unet").state_dict()
+    assert len(passes.seen) == 1, passes.seen
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in want.items())
+
+
+def lazy(folder: Path) -> None:
+    """What is done with a tensor before it is read gives what it would give; a tensor of another shape is refused as always."""
+    folders(folder)
+    state: dict[str, Any] = {}
+
+    def fix(self: Any, given: Any) -> None:
+        state.update({name: tensor + 1 for name, tensor in given.items()})
+        given["conv_out.bias"] = given["conv_out.bias"] * 2  # of another file format, say
+
+    before = diffusers.ModelMixin._fix_state_dict_keys_on_load
+    diffusers.ModelMixin._fix_state_dict_keys_on_load = fix  # type: ignore[method-assign]
+    try:
+        with ow.patch_safetensors():
+            got = UNet2DConditionModel.from_pretrained(folder / "packed" / "unet").state_dict()
+    finally:
+        diffusers.ModelMixin._fix_state_dict_keys_on_load = before  # type: ignore[method-assign]
+    want = UNet2DConditionModel.from_pretrained(folder / "plain" / "unet").state_dict()
+    assert torch.equal(got["conv_out.bias"], want["conv_out.bias"] * 2)
+    assert state and all(torch.equal(state[name], tensor + 1) and type(state[name]) is torch.Tensor for name, tensor in want.items())
+    config = json.loads((folder / "packed" / "unet" / "config.json").read_text())
+    (folder / "packed" / "unet" / "config.json").write_text(json.dumps(config | {"out_channels": 7}))
+    with ow.patch_safetensors():
+        try:
+            UNet2DConditionModel.from_pretrained(folder / "packed" / "unet")
+            raise AssertionError("a tensor of another shape was loaded")
+        except ValueError as error:
+            assert "conv_out.weight expected shape" in str(error) or "conv_out.bias expected shape" in str(error), error
+        model, info = UNet2DConditionModel.from_pretrained(
+            folder / "packed" / "unet", ignore_mismatched_sizes=True, low_cpu_mem_usage=False, output_loading_info=True
+        )
+    assert model.conv_out.out_channels == 7 and len(info["mismatched_keys"]) == 2
+
+
+def damaged(folder: Path) -> None:
+    """An error is typed, comes at its model's turn, and leaves nothing of what was read ahead, nor of the patch."""
+    folders(folder)
+    before = diffusers.ModelMixin.__dict__["from_pretrained"], DiffusionPipeline.__dict__["from_pretrained"], safetensors.safe_open
+
+    def fails(kind: type[BaseException], read: bool = False) -> BaseException:
+        passes = Passes()
+        with ow.patch_safetensors(), passes.counted():
+            try:
+                load(folder / "packed")
+            except kind as error:
+                gc.collect()
+                assert passes.ended() and (passes.seen or not read), passes.seen
+                assert not any(one._names for one in gc.get_objects() if isinstance(one, _lazy._Pass) and one._landed)
+                found = error
+            else:
+                raise AssertionError(f"no {kind.__name__}")
+        assert before == (
+            diffusers.ModelMixin.__dict__["from_pretrained"], DiffusionPipeline.__dict__["from_pretrained"], safetensors.safe_open
+        )  # fmt: skip
+        return found
+
+    for name in ("unet", "vae"):
+        path = folder / "packed" / name / "diffusion_pytorch_model.safetensors"
+        good = path.read_bytes()
+        broken = bytearray(good)
+        broken[-len(good) // 4] ^= 1
+        path.write_bytes(broken)
+        error = fails(safetensors.SafetensorError, read=True)
+        assert str(path) in str(error) and isinstance(error.__cause__, ow.CorruptError) and error.__cause__.tensor, error
+        path.write_bytes(good[: len(good) // 2])
+        assert str(path) in str(fails(safetensors.SafetensorError))
+        path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+        assert "git-lfs" in str(fails(OSError))
+        path.unlink()
+        fails(OSError)
+        path.write_bytes(good)
+    built: list[Any] = []
+    build = diffusers.configuration_utils.ConfigMixin.from_config.__func__
+
+    def interrupt(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        built.append(cls)
+        if len(built) == 2:
+            raise KeyboardInterrupt
+        return build(cls, *args, **kwargs)
+
+    AutoencoderKL.from_config = UNet2DConditionModel.from_config = classmethod(interrupt)
+    try:
+        fails(KeyboardInterrupt, read=True)
+    finally:
+        del UNet2DConditionModel.from_config, AutoencoderKL.from_config
+
+
+CASES = (whole, ahead, alone, lazy, damaged)
+
+if __name__ == "__main__":
+    for case in [case for case in CASES if case.__name__ in sys.argv[2:] or not sys.argv[2:]]:
+        home = Path(sys.argv[1]) / case.__name__
+        home.mkdir(parents=True)
+        case(home)
+    print("ok", diffusers.__version__, transformers.__version__)
