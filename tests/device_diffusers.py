@@ -1,0 +1,195 @@
+"""A pipeline of diffusers on a GPU, beside its floor: unpatched, and under
+`overwire.patch_safetensors` with plain and with compressed files.
+
+    python tests/device_diffusers.py                        one GPU, 5.5 GB, about 100 s
+    python tests/device_diffusers.py --small --device cpu   here
+
+Makes a pipeline of Stable Diffusion XL's UNet, CLIP's text encoder and an autoencoder, in
+memory (--dir), plain and compressed. Compares every parameter with the unpatched load's, byte
+for byte. Then fresh processes, alternating, time `DiffusionPipeline.from_pretrained(device_map=...)`;
+the floor is the same call with a `load_file` whose tensors are `torch.empty` on the device.
+Needs overwire, torch, transformers, diffusers, accelerate. The status is 1 if a parameter differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+KINDS = ("unpatched", "plain", "packed", "floor")
+MODELS = ("unet", "text_encoder", "vae")
+
+
+def make(folder: Path, device: str, small: bool) -> None:
+    """The pipeline's two folders: the same weights, plain and compressed."""
+    import overwire as ow
+    import torch
+    import transformers
+    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+
+    size = 4 if small else 1
+    text = transformers.CLIPTextConfig(hidden_size=1280 // size, intermediate_size=5120 // size, num_hidden_layers=24 // size)
+    with torch.device("meta"):
+        models: dict[str, Any] = {
+            "unet": UNet2DConditionModel(
+                block_out_channels=(320 // size, 640 // size, 1280 // size),
+                down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+                up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+                transformer_layers_per_block=[1, 2, 10 // size], attention_head_dim=[5, 10, 20], norm_num_groups=16,
+                cross_attention_dim=2048 // size, use_linear_projection=True,
+            ),
+            "text_encoder": transformers.CLIPTextModel(text),
+            "vae": AutoencoderKL(block_out_channels=(128, 256, 512), down_block_types=("DownEncoderBlock2D",) * 3,
+                                 up_block_types=("UpDecoderBlock2D",) * 3, layers_per_block=2),
+        }  # fmt: skip
+    torch.manual_seed(1)
+    total = 0
+    for model in models.values():
+        model.to(torch.bfloat16).to_empty(device=device)
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.data.normal_(0, 0.02)
+            else:
+                tensor.data.copy_(torch.arange(tensor.numel()).view(tensor.shape))
+            total += tensor.numel() * tensor.element_size()
+        model.to("cpu")
+    rest = {"tokenizer": None, "safety_checker": None, "feature_extractor": None}
+    pipeline = StableDiffusionPipeline(**models, **rest, scheduler=DDIMScheduler(), requires_safety_checker=False)
+    pipeline.save_pretrained(folder / "plain")
+    ow.convert(folder / "plain", folder / "packed")
+    stored = sum(path.stat().st_size for path in (folder / "packed").rglob("*.safetensors"))
+    print(f"pipeline: {total / 1e9:.2f} GB, {len(MODELS)} models; compressed {stored / total:.3f}", flush=True)
+
+
+def load(kind: str, folder: Path, device: str) -> Any:
+    """The pipeline, loaded one of the four ways."""
+    import torch
+    from diffusers import DiffusionPipeline
+
+    def call() -> Any:
+        rest: dict[str, Any] = {"tokenizer": None, "safety_checker": None, "feature_extractor": None}
+        path = folder / ("packed" if kind == "packed" else "plain")
+        return DiffusionPipeline.from_pretrained(path, torch_dtype=torch.bfloat16, device_map=device, **rest)
+
+    if kind == "unpatched":
+        return call()
+    if kind == "floor":
+        import safetensors.torch
+        import transformers.modeling_utils
+        from device_transformers import Nothing
+
+        Nothing.device = device
+        transformers.modeling_utils.safe_open = Nothing  # type: ignore[assignment]
+
+        def load_file(path: Any, device: Any = "cpu") -> Any:
+            file = Nothing(path)
+            return {name: file.get_slice(name)[...] for name in file.keys()}  # noqa: SIM118
+
+        safetensors.torch.load_file = load_file
+        return call()
+    import overwire as ow
+
+    with ow.patch_safetensors(device="cpu" if device == "cpu" else None):
+        return call()
+
+
+def state(pipeline: Any) -> dict[str, Any]:
+    """Every parameter and buffer."""
+    return {f"{model}.{name}": t for model in MODELS for name, t in getattr(pipeline, model).state_dict().items()}
+
+
+def child(args: argparse.Namespace) -> int:
+    """One fresh process: compares, or loads and prints its times as JSON."""
+    import accelerate  # noqa: F401
+    import torch
+    import transformers
+    from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
+
+    # What they import when first used is not the load's.
+    assert transformers.CLIPTextModel and AutoencoderKL and StableDiffusionPipeline and UNet2DConditionModel
+    folder, gpu = Path(args.dir), args.device != "cpu"
+    if args.child == "check":
+        wrong = 0
+        for kind in ("plain", "packed"):
+            want, got = state(load("unpatched", folder, args.device)), state(load(kind, folder, args.device))
+            differ = [
+                name
+                for name, t in want.items()
+                if t.device != got[name].device or t.dtype != got[name].dtype or not torch.equal(t, got[name])
+            ]
+            print(f"check {kind}: {len(want)} tensors, {len(differ) + len(want.keys() ^ got.keys())} differ {differ[:5]}")
+            wrong += len(differ) + len(want.keys() ^ got.keys())
+        return 1 if wrong else 0
+    if gpu:
+        torch.zeros(1, device=args.device)
+        torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0] if gpu else 0
+    result: dict[str, Any] = {}
+    for turn in ("first", "again"):
+        if gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        pipeline = load(args.child, folder, args.device)
+        if gpu:
+            torch.cuda.synchronize()
+            result["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
+            result["reserved GB"] = torch.cuda.max_memory_reserved() / 1e9
+            result["device GB"] = (free - torch.cuda.mem_get_info()[0]) / 1e9
+        result[turn] = time.perf_counter() - began
+        del pipeline
+    print("RESULT " + json.dumps(result))
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", default="/dev/shm", help="where the pipeline is made")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="0.1 GB")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=75, help="no further round begins after this")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        return child(args)
+    began, failed = time.perf_counter(), False
+    folder = Path(tempfile.mkdtemp(prefix="overwire-diffusers-", dir=args.dir))
+    rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    try:
+        make(folder, args.device, args.small)
+        for number in range(-1, args.rounds):
+            if number > 0 and time.perf_counter() - began > args.seconds:
+                break
+            for kind in ("check",) if number < 0 else KINDS[:: 1 if number % 2 == 0 else -1]:
+                command = [sys.executable, __file__, "--dir", str(folder), "--device", args.device, "--child", kind]
+                quiet = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "DIFFUSERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+                done = subprocess.run(command, env=quiet, capture_output=True, text=True, timeout=200)
+                result = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+                failed = failed or done.returncode != 0
+                if done.returncode or not result:
+                    print(done.stdout + (done.stderr[-9000:] if done.returncode else ""), flush=True)
+                else:
+                    rows[kind] += result
+                    print(f"{kind:10}", json.dumps({name: round(value, 3) for name, value in result[0].items()}), flush=True)
+        for kind in KINDS:
+            if rows[kind]:
+                first, again = (statistics.median(row[turn] for row in rows[kind]) for turn in ("first", "again"))
+                print(f"{kind:10} first {first:.3f} s, again {again:.3f} s, of {len(rows[kind])} processes")
+        print(f"in all {time.perf_counter() - began:.0f} s; {'FAILED' if failed else 'all is equal'}")
+        return 1 if failed else 0
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
