@@ -173,6 +173,30 @@ assert safetensors.safe_open.__module__ == "builtins"
 """)
 
 
+@pytest.mark.slow
+@pytest.mark.imports_torch
+def test_models_are_hooked_when_they_are_imported(script: Any) -> None:
+    """The first model of a process is loaded in one pass; afterwards diffusers is what it was."""
+    pytest.importorskip("diffusers")
+    script("""
+import overwire as ow
+passes, stream = [], ow.stream
+ow.stream = lambda *args, **kwargs: (passes.append(len(kwargs["keys"])), stream(*args, **kwargs))[1]
+patch = ow.patch_safetensors(compress=True)
+from diffusers import AutoencoderKL
+AutoencoderKL(block_out_channels=(8,), norm_num_groups=4).save_pretrained("vae")
+model = AutoencoderKL.from_pretrained("vae")
+assert passes == [len(model.state_dict())], passes
+patch.undo()
+import sys
+import diffusers.models.modeling_utils as changed
+from diffusers.loaders import lora_base
+assert not hasattr(changed.load_state_dict, "__wrapped__") and lora_base.load_state_dict is changed.load_state_dict
+assert "overwire" not in changed.ModelMixin.__dict__["from_pretrained"].__func__.__code__.co_filename
+assert not [finder for finder in sys.meta_path if "overwire" in type(finder).__module__]
+""")
+
+
 # The patch itself.
 
 
