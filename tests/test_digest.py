@@ -207,3 +207,34 @@ def test_digests_of_odd_sizes_are_kept(tmp_path: Path) -> None:
     assert ow.verify(tmp_path / "m.safetensors")["ok"]
     found = ow.verify(tmp_path / "m.safetensors", tensors=tensors)
     assert found["ok"] and found["kept"] == 3 and found["bytes"] == 0
+
+
+def test_all_kinds_at_once() -> None:
+    """Tensors that are described one by one, among those that are described together, get
+    their own digests; what changes its memory or shape between calls does, too."""
+    dense = torch.randn(30, 20)
+    lazy = torch.view_as_complex(torch.randn(5, 2)).conj()
+    tensors: dict[str, Any] = {
+        "dense": dense,
+        "strided": dense[:, 1:7],
+        "numpy": np.arange(77, dtype=np.int16),
+        "none": torch.empty(3, 0, 2),
+        "spec": ow.TensorSpec.of("F4", (2, 6), np.arange(6, dtype=np.uint8)),
+        "conj": lazy,
+        "neg": lazy.imag,
+        "tied": dense,
+        "parameter": torch.nn.Parameter(dense.clone()),
+        "turned": dense.t(),
+        "complex128": torch.randn(3, dtype=torch.complex128),
+        "no dimension": torch.tensor(2.5, dtype=torch.float64),
+    }
+    got = ow.digest(tensors)
+    assert got == {name: ow.digest(tensor) for name, tensor in tensors.items()}
+    assert got["tied"] == got["dense"] == got["parameter"] == definition(raw(dense.detach()))
+    assert got["neg"] == definition(raw(lazy.imag.resolve_neg())) and got["conj"] == definition(raw(lazy.resolve_conj()))
+    dense.t_()
+    other = torch.randn(7)
+    tensors["parameter"].data = other
+    again = ow.digest(tensors)
+    assert again["dense"] == got["turned"] and again["parameter"] == definition(raw(other))
+    assert ow.digest({}) == {}

@@ -49,8 +49,11 @@ def pair(seed: int, share: float) -> tuple[Any, Any]:
 
 
 def applied(places: list[gpu.Memory], delta: ow.Delta, request: Any) -> Any:
-    numbers = [n for place in places for n in (place.address, 1, 1)]
-    asked = request | {"files": [delta._number], "missing": False}
+    count = len(places)
+    rows = [list(delta).index(name) for name in request["names"]]
+    numbers = [0] * count + rows + list(range(count)) + [1] * count + [place.address for place in places]
+    asked: Any = {"files": [delta._number], "missing": False, "streams": [0, 1]}
+    asked |= {"dtypes": request["dtypes"], "shapes": request["shapes"]}
     with Job(_verbs.delta_apply(asked, struct.pack(f"={len(numbers)}q", *numbers)), "apply", None) as job:
         return job.finish()
 

@@ -22,6 +22,12 @@ torch: Any = pytest.importorskip("torch")
 needs_torch = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU")
 
 
+def asked(stream: int, contiguous: int, numbers: list[int]) -> list[str]:
+    with Job(_verbs.digest(0, stream, contiguous, struct.pack(f"={len(numbers)}q", *numbers)), "digest") as job:
+        digits = job.result()[1].hex()
+    return [digits[at : at + 32] for at in range(0, len(digits), 32)]
+
+
 def test_memory_of_a_gpu(seed: int) -> None:
     """The engine's verb gives the CPU's digests, of any length and place, on a stream of the caller's."""
     data = random.Random(seed).randbytes(300_000)
@@ -30,16 +36,20 @@ def test_memory_of_a_gpu(seed: int) -> None:
     gpu.copy(memory.address, address, size, device=0)
     del keep
     parts = [(random.Random(seed + i).randrange(60), 3 * i) for i in range(100)] + [(0, size), (16, 4096), (1, 70_000)]
-    numbers = [n for at, length in parts for n in (memory.address + at, 1, 1, length, 1)]
+    some = 40  # contiguous; the others as strided ones, which they are, too
+    numbers = [memory.address + at for at, _ in parts[:some]] + [length for _, length in parts[:some]]
+    numbers += [n for at, length in parts[some:] for n in (memory.address + at, 1, 1, length, 1)]
     stream = gpu.stream_new(0)
     for on in (1, stream):
-        _, sums, *_ = _verbs.digest(0, on, struct.pack(f"={len(numbers)}q", *numbers))
-        got = [f"{high:016x}{low:016x}" for high, low in struct.iter_unpack("=2Q", sums)]
+        got = asked(on, some, numbers)
         assert got == [ow.digest(np.frombuffer(data, np.uint8)[at : at + length]) for at, length in parts]
     gpu.stream_free(stream, 0)
     for wrong in ([memory.address, 3, 0], [memory.address, 1, 2, 5, 5], [0, 1, 1, 5, 1], [memory.address, 1]):
         with pytest.raises(ow.ArgumentError):
-            _verbs.digest(0, 1, struct.pack(f"={len(wrong)}q", *wrong))
+            asked(1, 0, wrong)
+    for wrong in ([memory.address, -1], [memory.address], [0, 5]):
+        with pytest.raises(ow.ArgumentError):
+            asked(1, 1, wrong)
 
 
 @needs_torch

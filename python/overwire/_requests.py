@@ -43,11 +43,11 @@ class ConvertRequest(TypedDict, total=False):
 
 
 class DeltaApply(TypedDict, total=False):
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
     files: list[int]
     missing: bool
+    dtypes: list[str]
+    shapes: list[list[int]]
+    streams: list[int]
 
 
 class DeltaFile(TypedDict):

@@ -416,8 +416,9 @@ def delta_open(request: DeltaOpen, address: int, nbytes: int) -> DeltaFile:
 
 
 def delta_apply(request: DeltaApply, numbers: bytes) -> JobNumber:
-    """Apply deltas, one after the other, to tensors in place. Numbers: of a tensor each: address, 1 + the
-    GPU that it is of (0: the host), and its stream."""
+    """Apply deltas, one after the other, to tensors in place. Numbers: of all tensors, one column after
+    the other: the file and the tensor there that has its name; its kind; 1 + the GPU that it is of
+    (0: the host); its address."""
     job: JobNumber = core().start("delta_apply", dumps(request), numbers)
     return job
 
@@ -562,12 +563,13 @@ def gpu_wait(batch: int, wait: int) -> Result:
     return made
 
 
-def digest(device: int, stream: int, numbers: bytes) -> Result:
-    """The digests of tensors, two numbers each: of the host's memory (device -1), or of a GPU's after
-    what is queued on a stream. Numbers: of a tensor each: address, bytes of an element,
-    dimensions; then the size of each dimension; then the stride of each, in bytes."""
-    made: Result = core().run("digest", "", pack("=2q", device, stream) + numbers)
-    return made
+def digest(device: int, stream: int, contiguous: int, numbers: bytes) -> JobNumber:
+    """The digests of tensors, 16 bytes each: of the host's memory (device -1), or of a GPU's after what
+    is queued on a stream. Numbers: the addresses of the contiguous tensors, then their bytes; of
+    each other tensor: address, bytes of an element, dimensions; then the size of each dimension;
+    then the stride of each, in bytes."""
+    job: JobNumber = core().start("digest", "", pack("=3q", device, stream, contiguous) + numbers)
+    return job
 
 
 def digests(request: DigestsRequest) -> JobNumber:

@@ -311,6 +311,8 @@ class Job:
     def _remember(self) -> None:
         global _last
         text = self._said()
+        if text == "null":
+            return  # a verb without a report
         with _lock:
             _last = text
         if log.isEnabledFor(logging.INFO):

@@ -4,9 +4,11 @@ import (
 	"encoding/json"
 	"errors"
 	"net"
+	"slices"
 	"testing"
 	"time"
 
+	"github.com/overwire/overwire/gosrc/delta"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/load"
@@ -140,5 +142,35 @@ func TestCallOfNoVerb(t *testing.T) {
 	}
 	if _, err := called("open", "["); !errors.Is(err, errs.ErrArgument) {
 		t.Error(err)
+	}
+}
+
+// Numbers that describe no tensor are refused, whatever they are.
+func TestTensorsInMemoryAreChecked(t *testing.T) {
+	for _, bad := range []struct {
+		contiguous int64
+		flat       []int64
+	}{{-1, nil}, {1, []int64{5}}, {1 << 62, []int64{1, 2}}, {0, []int64{8, 1}}, {0, []int64{8, 1, 2, 3, 4}}, {1, []int64{8, 16, 8, 1, -1}}} {
+		if _, err := viewsOf(bad.contiguous, bad.flat); !errors.Is(err, errs.ErrArgument) {
+			t.Errorf("%v: %v", bad, err)
+		}
+	}
+	views, err := viewsOf(2, []int64{8, 8, 16, 16, 8, 2, 1, 8, 2, 8, 1, 1, 16, 1})
+	if err != nil || len(views) != 4 {
+		t.Fatal(views, err)
+	}
+	once, at := distinct(views)
+	if len(once) != 2 || !slices.Equal(at, []int{0, 0, 1, 0}) {
+		t.Errorf("%v, %v", once, at)
+	}
+	chain := []*delta.File{{Tensors: []delta.Tensor{{Name: "a"}}}}
+	q := deltaApply{DTypes: []string{"U8"}, Shapes: [][]int64{{3}}, Streams: []int64{0}}
+	for _, bad := range [][]int64{{1, 0, 0, 0, 64}, {0, 1, 0, 0, 64}, {0, 0, 1, 0, 64}, {0, 0, 0, 1, 64}, {-1, 0, 0, 0, 64}, {0, 0, 0, 0}} {
+		if _, err := q.targets(chain, bad); !errors.Is(err, errs.ErrArgument) {
+			t.Errorf("%v: %v", bad, err)
+		}
+	}
+	if got, err := q.targets(chain, []int64{0, 0, 0, 0, 64}); err != nil || len(got) != 1 || got[0].Name != "a" || got[0].At != 64 {
+		t.Error(got, err)
 	}
 }

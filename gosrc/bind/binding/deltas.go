@@ -62,10 +62,14 @@ type deltaFile struct {
 	Size     int64             `json:"size"`  // of the file
 }
 
+// deltaApply has the tensors in columns of its numbers. DTypes and Shapes are the kinds
+// of tensors, of which a model has few, and Streams those of the GPUs.
 type deltaApply struct {
-	deltaTensors
-	Files   []uint64 `json:"files"`
-	Missing bool     `json:"missing"`
+	Files   []uint64  `json:"files"`
+	Missing bool      `json:"missing"`
+	DTypes  []string  `json:"dtypes"`
+	Shapes  [][]int64 `json:"shapes"`
+	Streams []int64   `json:"streams"` // by 1 + the GPU; 0: the host
 }
 
 type deltaMerge struct {
@@ -74,9 +78,9 @@ type deltaMerge struct {
 }
 
 const (
-	deltaPair  = 4
-	deltaPlace = 3
-	pairsOf    = "of a tensor each: address after and before, 1 + the GPU that both are of (0: the host), and its stream"
+	deltaPair    = 4
+	deltaColumns = 5
+	pairsOf      = "of a tensor each: address after and before, 1 + the GPU that both are of (0: the host), and its stream"
 )
 
 func deltaVerbs() []Verb {
@@ -106,21 +110,16 @@ func deltaVerbs() []Verb {
 			}).ints("address", "nbytes").onCallersMemory(),
 		started("delta_apply", "Apply deltas, one after the other, to tensors in place.",
 			func(ctx context.Context, j *job.Job, q deltaApply, n []int64) (delta.Report, error) {
-				types, err := q.types(len(n), deltaPlace)
-				if err != nil {
-					return delta.Report{}, err
-				}
 				chain, err := chainOf(q.Files)
 				if err != nil {
 					return delta.Report{}, err
 				}
-				targets := make([]delta.Target, len(q.Names))
-				for i := range targets {
-					p := n[deltaPlace*i:]
-					targets[i] = delta.Target{Name: q.Names[i], DType: types[i], Shape: q.Shapes[i], At: uint64(p[0]), CUDA: int32(p[1]), Stream: uintptr(p[2])}
+				targets, err := q.targets(chain, n)
+				if err != nil {
+					return delta.Report{}, err
 				}
 				return delta.Apply(ctx, chain, targets, q.Missing, knob.Workers(0))
-			}).tail("of a tensor each: address, 1 + the GPU that it is of (0: the host), and its stream").onCallersMemory(),
+			}).tail("of all tensors, one column after the other: the file and the tensor there that has its name; its kind; 1 + the GPU that it is of (0: the host); its address").onCallersMemory(),
 		started("delta_merge", "Write a chain of deltas as one.",
 			func(ctx context.Context, j *job.Job, q deltaMerge, _ []int64) (delta.Report, error) {
 				chain, err := chainOf(q.Files)
@@ -190,6 +189,32 @@ func (q *deltaTensors) types(numbers, each int) ([]tensor.DType, error) {
 		types[i] = d
 	}
 	return types, nil
+}
+
+// targets reads the columns of tensors that a chain is applied to.
+func (q *deltaApply) targets(chain []*delta.File, n []int64) ([]delta.Target, error) {
+	kinds := deltaTensors{Names: make([]string, len(q.DTypes)), DTypes: q.DTypes, Shapes: q.Shapes}
+	types, err := kinds.types(0, 0)
+	if err != nil {
+		return nil, err
+	}
+	count := len(n) / deltaColumns
+	if len(n)%deltaColumns != 0 {
+		return nil, errs.New(errs.ErrArgument, "%d numbers of tensors", len(n))
+	}
+	column := func(k int) []int64 { return n[k*count : (k+1)*count] }
+	files, tensors, kind, gpu, at := column(0), column(1), column(2), column(3), column(4)
+	targets := make([]delta.Target, count)
+	inside := func(v int64, n int) bool { return v >= 0 && v < int64(n) }
+	for i := range targets {
+		if !inside(files[i], len(chain)) || !inside(tensors[i], len(chain[files[i]].Tensors)) ||
+			!inside(kind[i], len(types)) || !inside(gpu[i], len(q.Streams)) {
+			return nil, errs.New(errs.ErrArgument, "numbers that describe no tensor: the one after %d, of %d numbers", i, len(n))
+		}
+		targets[i] = delta.Target{Name: chain[files[i]].Tensors[tensors[i]].Name, DType: types[kind[i]], Shape: q.Shapes[kind[i]],
+			At: uint64(at[i]), CUDA: int32(gpu[i]), Stream: uintptr(q.Streams[gpu[i]])}
+	}
+	return targets, nil
 }
 
 func (q *deltaTensors) pairs(n []int64, j *job.Job) ([]delta.Pair, error) {

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"maps"
+	"math/bits"
 	"slices"
 
 	"github.com/overwire/overwire/gosrc/codec/digest"
@@ -17,12 +18,12 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-const tensorViews = "of a tensor each: address, bytes of an element, dimensions; then the size of each dimension; then the stride of each, in bytes"
+const tensorViews = "the addresses of the contiguous tensors, then their bytes; of each other tensor: address, bytes of an element, dimensions; then the size of each dimension; then the stride of each, in bytes"
 
 func digestVerbs() []Verb {
 	return []Verb{
-		awaited("digest", "The digests of tensors, two numbers each: of the host's memory (device -1), or of a GPU's after what is queued on a stream.", digestMemory).
-			ints("device", "stream").tail(tensorViews).onCallersMemory(),
+		started("digest", "The digests of tensors, 16 bytes each: of the host's memory (device -1), or of a GPU's after what is queued on a stream.", digestMemory).
+			ints("device", "stream", "contiguous").tail(tensorViews).onCallersMemory(),
 		started("digests", "The digests of the tensors of files: by name, GPUs that decode tensors for it, if they have the memory.", digestsOf),
 	}
 }
@@ -106,11 +107,12 @@ func (q *digestsRequest) onGPUs(ctx context.Context, j *job.Job, rows map[string
 	return nil
 }
 
-func digestMemory(ctx context.Context, _ none, n []int64) (*Result, error) {
-	views, err := viewsOf(n[2:])
+func digestMemory(ctx context.Context, _ *job.Job, _ none, n []int64) (*Result, error) {
+	all, err := viewsOf(n[2], n[3:])
 	if err != nil {
 		return nil, err
 	}
+	views, at := distinct(all)
 	var sums []digest.Sum
 	if n[0] < 0 {
 		sums, err = digest.All(ctx, views, knob.Workers(0))
@@ -123,17 +125,25 @@ func digestMemory(ctx context.Context, _ none, n []int64) (*Result, error) {
 	if err != nil {
 		return nil, err
 	}
-	r := &Result{Numbers: make([]int64, 0, 2*len(sums))}
-	for _, s := range sums {
-		r.Numbers = append(r.Numbers, int64(s.High), int64(s.Low))
+	r := &Result{Numbers: make([]int64, 0, 2*len(at))}
+	for _, k := range at { // so that their bytes are in the order of the digits
+		r.Numbers = append(r.Numbers, int64(bits.ReverseBytes64(sums[k].High)), int64(bits.ReverseBytes64(sums[k].Low)))
 	}
 	return r, nil
 }
 
-// viewsOf reads tensors in memory.
-func viewsOf(flat []int64) ([]digest.View, error) {
+// viewsOf reads tensors in memory, of which the first are contiguous.
+func viewsOf(contiguous int64, flat []int64) ([]digest.View, error) {
 	const head = 3
-	var views []digest.View
+	if contiguous < 0 || contiguous > int64(len(flat))/2 {
+		return nil, errs.New(errs.ErrArgument, "%d numbers of %d contiguous tensors", len(flat), contiguous)
+	}
+	views := make([]digest.View, contiguous)
+	bytes, one := flat[contiguous:2*contiguous], []int64{1}
+	for i := range views {
+		views[i] = digest.View{Address: uint64(flat[i]), Item: 1, Shape: bytes[i : i+1 : i+1], Strides: one}
+	}
+	flat = flat[2*contiguous:]
 	for len(flat) > 0 {
 		if len(flat) < head || flat[2] < 0 || flat[2] > digest.MaxRank || int64(len(flat)) < head+2*flat[2] {
 			return nil, errs.New(errs.ErrArgument, "numbers that describe no tensor, after %d tensors", len(views))
@@ -143,4 +153,26 @@ func viewsOf(flat []int64) ([]digest.View, error) {
 		views, flat = append(views, v), flat[head+2*rank:]
 	}
 	return views, nil
+}
+
+// distinct gives each contiguous tensor once, and where each of all is then: tied
+// tensors are read once.
+func distinct(all []digest.View) (views []digest.View, at []int) {
+	type memory struct{ address, bytes uint64 }
+	first := make(map[memory]int, len(all))
+	at = make([]int, len(all))
+	for i := range all {
+		v := &all[i]
+		at[i] = len(views)
+		if v.Item == 1 && len(v.Shape) == 1 && v.Strides[0] == 1 {
+			key := memory{v.Address, uint64(v.Shape[0])}
+			if k, ok := first[key]; ok {
+				at[i] = k
+				continue
+			}
+			first[key] = at[i]
+		}
+		views = append(views, *v)
+	}
+	return views, at
 }

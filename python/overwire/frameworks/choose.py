@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 from .. import _verbs
 from ..errors import ArgumentError, MissingPackageError, NotSupportedError
+from .columns import ODD, Columns
 from .frame import Frame
 
-__all__ = ["check_device", "check_dtype", "device_number", "frame_for", "frame_of"]
+__all__ = ["check_device", "check_dtype", "columns_of", "device_number", "frame_for", "frame_of"]
 
 _NAMES = {
     "pt": "torch",
@@ -67,6 +69,20 @@ def frame_of(tensor: Any) -> Frame:
     bare = isinstance(tensor, (bytes, bytearray, memoryview))
     advice = "TensorSpec.of(dtype, shape, data) says what bytes are" if bare else "compress_pickle stores other objects"
     raise ArgumentError(f"overwire: expected a torch tensor or a numpy array, got {type(tensor).__name__}; {advice}")
+
+
+def columns_of(tensors: Sequence[Any]) -> Columns:
+    """Describes tensors of any kind, those of torch at once. Raises nothing for those
+    that it cannot describe: they are ODD."""
+    made = Columns()
+    if "torch" in sys.modules:
+        from .torch import describe_all
+
+        describe_all(tensors, made)
+    else:
+        made.kinds = [ODD] * len(tensors)
+        made.pointers, made.sizes, made.cuda = ([0] * len(tensors) for _ in range(3))
+    return made
 
 
 def check_dtype(frame: Frame, dtype: Any) -> Any:

@@ -17,9 +17,10 @@ from .. import _verbs
 from ..dtypes import FLOATS, PACKED, named, packed_shape
 from ..errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryError, OverwireError
 from ..gpu import beside_captures, refuse_capture
+from .columns import ODD, Columns
 from .frame import Bytes, View, check_empty
 
-__all__ = ["SAVED", "TorchFrame", "torch_dtype"]
+__all__ = ["SAVED", "TorchFrame", "describe_all", "settle", "settled", "torch_dtype"]
 
 _NAMES = {
     "BOOL": "bool",
@@ -50,6 +51,7 @@ from_dlpack: Any = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlp
 # What this torch has; an older one lacks some of the names.
 _TYPES: dict[str, torch.dtype] = {name: getattr(torch, attribute) for name, attribute in _NAMES.items() if hasattr(torch, attribute)}
 SAVED = {dtype: name for name, dtype in _TYPES.items()}
+_REAL = frozenset(dtype for dtype in SAVED if not dtype.is_complex)
 
 
 def torch_dtype(name: str) -> torch.dtype | None:
@@ -155,10 +157,51 @@ def settled(data: Any) -> int:
     engine's reads wait for no stream."""
     if data.device.type != "cuda":
         return 0
-    with _errors_of(str(data.device)):
-        _refuse_capture(data.device)
-        torch.cuda.current_stream(data.device).synchronize()
+    settle(data.device)
     return int(data.device.index) + 1
+
+
+def settle(device: Any) -> None:
+    """Waits for the work that is queued on a GPU's current stream."""
+    with _errors_of(str(device)):
+        _refuse_capture(device)
+        torch.cuda.current_stream(device).synchronize()
+
+
+def describe_all(tensors: Iterable[Any], made: Columns) -> None:
+    """Adds tensors to columns. There may be tens of thousands: it makes no object that
+    lives on, so that the garbage collector has nothing to do, and reads each property once."""
+    kinds: dict[tuple[torch.dtype, tuple[int, ...]], int] = {}
+    saved, real, strided, kin = SAVED, _REAL, torch.strided, torch.Tensor
+    nvidia, pairs = torch.version.cuda is not None, _TYPES.get("F4")
+    add_kind, add_pointer = made.kinds.append, made.pointers.append
+    add_size, add_cuda = made.sizes.append, made.cuda.append
+    for tensor in tensors:
+        kind, pointer, size, cuda = ODD, 0, 0, 0
+        if (
+            isinstance(tensor, kin)
+            and (dtype := tensor.dtype) in saved
+            and tensor.layout is strided
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+            and (dtype in real or not tensor.is_conj())
+            and (tensor.is_cpu or (nvidia and tensor.is_cuda))
+        ):
+            key = (dtype, tensor.shape)
+            kind = kinds.get(key, ODD)
+            if kind == ODD and (dtype is not pairs or key[1]):
+                name = saved[dtype]
+                shape = (*key[1][:-1], key[1][-1] * 2) if dtype is pairs else tuple(key[1])
+                kind = kinds[key] = made.types.setdefault((name, shape), len(made.types))
+            if kind != ODD and (size := tensor.nbytes):
+                pointer = tensor.data_ptr()
+                if not pointer:
+                    kind = ODD  # a subclass without memory of its own
+            cuda = tensor.get_device() + 1
+        add_kind(kind)
+        add_pointer(pointer)
+        add_size(size)
+        add_cuda(cuda)
 
 
 class TorchFrame:

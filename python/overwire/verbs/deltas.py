@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 from .. import _verbs, gpu
 from .._engine import FREE_NOW, buffer_of, core
 from ..errors import ArgumentError, ForkedError, NotSupportedError
-from ..frameworks.choose import check_device, frame_of
+from ..frameworks.choose import check_device, columns_of, frame_of
+from ..frameworks.columns import ODD
 from ..frameworks.frame import Bytes
 from ..jobs import Job
 from ..model.options import StorageOptions, parse_size
@@ -311,17 +312,25 @@ def save_delta(
 def _pairs(names: list[str], now: State, before: State) -> tuple[DeltaTensors, bytes, Any]:
     """What the engine is given of some tensors in both states, and what has to stay until it has ended."""
     news, olds = now.take(names), before.take(names)
-    pairs = [pair(name, news[name], olds[name]) for name in names]
-    streams = _streams(one.now for one in pairs)
+    said = columns_of([*(news[name] for name in names), *(olds[name] for name in names)])
+    count, keep = len(names), []
+    for at, name in enumerate(names):
+        both = at, count + at
+        if said.kinds[at] == ODD or any(column[at] != column[both[1]] for column in (said.kinds, said.cuda)):
+            keep.append(pair(name, news[name], olds[name]))
+            for place, one in zip(both, keep[-1], strict=True):
+                said.set(place, one)
+    _settle(said.cuda)
+    streams, types = _streams(said.cuda), list(said.types)
     numbers = array("q")
-    for one in pairs:
-        numbers.extend((one.now.pointer, one.base.pointer, one.now.cuda, streams[one.now.cuda]))
+    for at, cuda in enumerate(said.cuda[:count]):
+        numbers.extend((said.pointers[at], said.pointers[count + at], cuda, streams[cuda]))
     request: DeltaTensors = {
         "names": names,
-        "dtypes": [one.now.dtype for one in pairs],
-        "shapes": [list(one.now.shape) for one in pairs],
+        "dtypes": [types[kind][0] for kind in said.kinds[:count]],
+        "shapes": [list(types[kind][1]) for kind in said.kinds[:count]],
     }
-    return request, numbers.tobytes(), (pairs, news, olds)
+    return request, numbers.tobytes(), (keep, news, olds)
 
 
 def apply_delta(
@@ -352,27 +361,37 @@ def apply_delta(
     """
     chain = chain_of(delta, storage_options)
     named = tensors_of(tensors, "tensors")
-    places: list[_Place] = []
-    for name, tensor in named.items():
-        if any(name in one for one in chain):
-            places.append(_place(name, tensor))
-    streams = _streams(place.at for place in places)
-    numbers = array("q")
-    for place in places:
-        numbers.extend((place.at.pointer, place.at.cuda, streams[place.at.cuda]))
+    names: list[str] = []
+    files: list[int] = []
+    rows: list[int] = []
+    for name in named:
+        for number, one in enumerate(chain):
+            if (row := one._places.get(name)) is not None:
+                names.append(name)
+                files.append(number)
+                rows.append(row)
+                break
+    wanted = [named[name] for name in names]
+    said, odd = columns_of(wanted), []
+    for at, kind in enumerate(said.kinds):
+        if kind == ODD:
+            odd.append(_place(names[at], wanted[at]))
+            said.set(at, odd[-1].at)
+    _settle(said.cuda)
+    streams = _streams(said.cuda)
     job = _verbs.delta_apply(
         {
             "files": [one._number for one in chain],
             "missing": bool(missing),
-            "names": [place.name for place in places],
-            "dtypes": [place.at.dtype for place in places],
-            "shapes": [list(place.at.shape) for place in places],
+            "dtypes": [dtype for dtype, _ in said.types],
+            "shapes": [list(shape) for _, shape in said.types],
+            "streams": [streams.get(cuda, 0) for cuda in range(max(streams, default=0) + 1)],
         },
-        numbers.tobytes(),
+        b"".join(array("q", column).tobytes() for column in (files, rows, said.kinds, said.cuda, said.pointers)),
     )
     with Job(job, "apply", None) as running:
         report = _report(running.finish())
-    for place in places:
+    for place in odd:
         if place.copied:
             _write_back(place)
     del chain
@@ -459,9 +478,17 @@ class _Place(NamedTuple):
     copied: bool
 
 
-def _streams(tensors: Iterable[Bytes]) -> dict[int, int]:
+def _streams(devices: Iterable[int]) -> dict[int, int]:
     """The current stream of each device, 0 for the host."""
-    return {cuda: gpu.current_stream(cuda - 1) if cuda else 0 for cuda in {tensor.cuda for tensor in tensors}}
+    return {cuda: gpu.current_stream(cuda - 1) if cuda else 0 for cuda in set(devices)}
+
+
+def _settle(devices: Iterable[int]) -> None:
+    """Waits for what is queued on the current stream of each GPU."""
+    for cuda in set(devices) - {0}:
+        from ..frameworks.torch import settle
+
+        settle(f"cuda:{cuda - 1}")
 
 
 def _place(name: str, tensor: Any) -> _Place:

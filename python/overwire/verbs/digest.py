@@ -3,16 +3,16 @@ model with a file by them."""
 
 from __future__ import annotations
 
-import struct
 import sys
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from .. import _verbs
 from ..errors import ArgumentError, NotSupportedError
-from ..frameworks.choose import frame_of
+from ..frameworks.choose import columns_of, frame_of
+from ..frameworks.columns import ODD
 from ..frameworks.frame import View
 from ..frameworks.spec import TensorSpec
 from ..jobs import Job
@@ -55,8 +55,8 @@ def digest(tensors: Any) -> str | dict[str, str]:
     """
     named = _named(tensors)
     if named is None:
-        return _digests([_view(tensors)])[0]
-    return dict(zip(named, _digests(list(named.values())), strict=True))
+        return _digests([tensors])[0]
+    return dict(zip(named, _digests(list(named.values()), named), strict=True))
 
 
 def compare(tensors: Any, request: FilesRequest, progress: ProgressLike = None) -> Comparison:
@@ -65,15 +65,16 @@ def compare(tensors: Any, request: FilesRequest, progress: ProgressLike = None) 
     named = _named(tensors)
     if named is None:
         raise ArgumentError(f"overwire: verify: tensors: expected a dict of tensors or a torch module, got {type(tensors).__name__}")
-    here = dict(zip(named, _digests(list(named.values())), strict=True))
-    asked: DigestsRequest = {**request, "on": {name: view.cuda - 1 for name, view in named.items() if view.cuda}}
+    views = {name: _view(tensor, name) for name, tensor in named.items()}
+    here = dict(zip(named, _digests(list(named.values()), named), strict=True))
+    asked: DigestsRequest = {**request, "on": {name: view.cuda - 1 for name, view in views.items() if view.cuda}}
     with Job(_verbs.digests(asked), "digests", watch(progress, "verify")) as job:
         report = job.finish()
     file = {row["name"]: row for row in report["tensors"]}
-    there = {_identity(named[name]) for name in named if name in file}
-    differ = [name for name, row in file.items() if name in named and not _same(named[name], here[name], row)]
-    missing = [name for name in file if name not in named]
-    surplus = [name for name, view in named.items() if name not in file and (not view.pointer or _identity(view) not in there)]
+    there = {_identity(views[name]) for name in views if name in file}
+    differ = [name for name, row in file.items() if name in views and not _same(views[name], here[name], row)]
+    missing = [name for name in file if name not in views]
+    surplus = [name for name, view in views.items() if name not in file and (not view.pointer or _identity(view) not in there)]
     return {
         "ok": not (differ or missing or surplus),
         "differ": differ,
@@ -92,52 +93,81 @@ def _same(view: View, digest: str, row: Mapping[str, Any]) -> bool:
     return digest == row["digest"] and view.shape == shape and view.dtype in ("", row["dtype"])
 
 
-def _named(tensors: Any) -> dict[str, View] | None:
-    """Views by name; None where a single tensor is meant."""
+def _named(tensors: Any) -> dict[str, Any] | None:
+    """Tensors by name; None where a single tensor is meant."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensors, torch.nn.Module):
         state = tensors.state_dict(keep_vars=True)
-        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     if not isinstance(tensors, Mapping):
         return None
-    views = {}
-    for name, tensor in tensors.items():
+    for name in tensors:
         if not isinstance(name, str):
             raise ArgumentError(f"overwire: tensors: the name {name!r} is not a str")
-        try:
-            views[name] = _view(tensor)
-        except (ArgumentError, NotSupportedError) as error:
+    return dict(tensors)
+
+
+def _view(tensor: Any, name: str | None = None) -> View:
+    try:
+        if isinstance(tensor, TensorSpec):
+            spec = tensor.describe()
+            return View(spec.dtype, spec.shape, spec.pointer, 1, (spec.nbytes,), (1,), spec.keep)
+        return frame_of(tensor).view(tensor)
+    except (ArgumentError, NotSupportedError) as error:
+        if name is not None:
             error.tensor = name
             error.args = (f"{error} (tensor {name!r})",)
-            raise
-    return views
-
-
-def _view(tensor: Any) -> View:
-    if isinstance(tensor, TensorSpec):
-        spec = tensor.describe()
-        return View(spec.dtype, spec.shape, spec.pointer, 1, (spec.nbytes,), (1,), spec.keep)
-    return frame_of(tensor).view(tensor)
+        raise
 
 
 def _identity(view: View) -> tuple[int, tuple[int, ...], tuple[int, ...], int, int]:
     return view.item, view.dims, view.strides, view.pointer, view.cuda
 
 
-def _digests(views: Sequence[View]) -> list[str]:
-    """The digest of each view, those of one device by one call, equal ones once."""
-    keys = [_identity(view) for view in views]
-    devices: dict[int, dict[Any, str]] = {}
-    for key in keys:
-        devices.setdefault(key[4], {})[key] = ""
-    for cuda, found in devices.items():
-        numbers: list[int] = []
-        for item, dims, strides, pointer, _ in found:
-            numbers += (pointer, item, len(dims), *dims, *strides)
-        _, sums, *_ = _verbs.digest(cuda - 1, _stream(cuda - 1), array("q", numbers).tobytes())
-        for key, (high, low) in zip(found, struct.iter_unpack("=2Q", sums), strict=True):
-            found[key] = f"{high:016x}{low:016x}"
-    return [devices[key[4]][key] for key in keys]
+class _OfDevice:
+    # The tensors of one device, by position: first those that are contiguous.
+    def __init__(self) -> None:
+        self.dense: list[int] = []
+        self.pointers: list[int] = []
+        self.sizes: list[int] = []
+        self.others: dict[Any, list[int]] = {}  # by identity
+
+
+def _digests(tensors: Sequence[Any], names: Iterable[str] | None = None) -> list[str]:
+    """The digest of each tensor, those of one device by one call, equal ones once."""
+    said = columns_of(tensors)
+    devices: dict[int, _OfDevice] = {}
+    keep = []  # what was made of tensors that have no such bytes
+    if ODD in said.kinds or len(set(said.cuda)) > 1:
+        called: list[str | None] = [*names] if names is not None else [None] * len(tensors)
+        for at, (kind, pointer, size, cuda) in enumerate(zip(said.kinds, said.pointers, said.sizes, said.cuda, strict=True)):
+            if kind == ODD:
+                view = _view(tensors[at], called[at])
+                keep.append(view)
+                devices.setdefault(view.cuda, _OfDevice()).others.setdefault(_identity(view), []).append(at)
+                continue
+            group = devices.setdefault(cuda, _OfDevice())
+            group.dense.append(at)
+            group.pointers.append(pointer)
+            group.sizes.append(size)
+    elif tensors:
+        one = devices[said.cuda[0]] = _OfDevice()
+        one.dense, one.pointers, one.sizes = list(range(len(tensors))), said.pointers, said.sizes
+    found = [""] * len(tensors)
+    for cuda, group in devices.items():
+        numbers = array("q", group.pointers)
+        numbers.extend(group.sizes)
+        for item, dims, strides, pointer, _ in group.others:
+            numbers.extend((pointer, item, len(dims), *dims, *strides))
+        job = _verbs.digest(cuda - 1, _stream(cuda - 1), len(group.dense), numbers.tobytes())
+        with Job(job, "digest") as running:
+            digits = running.result()[1].hex()
+        for row, at in enumerate(group.dense):
+            found[at] = digits[32 * row : 32 * row + 32]
+        for row, ats in enumerate(group.others.values(), len(group.dense)):
+            for at in ats:
+                found[at] = digits[32 * row : 32 * row + 32]
+    return found
 
 
 def _stream(device: int) -> int:
