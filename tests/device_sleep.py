@@ -1,10 +1,15 @@
 """Sleep and wake on a GPU: every byte compared first, then times beside their floors.
 
     PYTHONPATH=python python tests/device_sleep.py [--size 16] [--rounds 20] [--cycles 1000] [--device cuda]
+    PYTHONPATH=python python tests/device_sleep.py --first [--size 16] [--rounds 3]
 
 size: GB of bf16 weights, in 291 tensors of a Llama's shapes. The floors are torch's own
 copies of as many stored bytes between the GPU and pinned memory, in the same run. Exits
 with 1 if a byte is wrong or memory does not come back.
+
+first: only the first sleep of a process, in fresh processes, alternating: without
+`prepare_sleep`, after it has ended, and begun just before the sleep; then the ways to new
+pinned memory, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import gc
 import mmap
 import os
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -48,22 +54,108 @@ def timed(call: Any) -> tuple[float, Any]:
     return time.perf_counter() - start, made
 
 
+def in_threads(parts: list[tuple[int, int]], call: Any) -> None:
+    threads = [threading.Thread(target=call, args=part) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def pages(nbytes: int, way: str, count: int) -> tuple[mmap.mmap, int, float]:
+    """New memory, its address, and the seconds until all of its pages are there: by
+    "populate" (MADV_POPULATE_WRITE) or "touch" (memset), from `count` threads, on huge
+    pages unless the way ends in "small"."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE if way.endswith("small") else mmap.MADV_HUGEPAGE)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    step = -(-nbytes // count // (2 << 20)) * (2 << 20)
+    parts = [(base + at, min(step, nbytes - at)) for at in range(0, nbytes, step)]
+    system = ctypes.CDLL(None)  # without the interpreter's lock
+    system.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    system.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+    start = time.perf_counter()
+    if way.startswith("populate"):
+        in_threads(parts, lambda at, n: system.madvise(at, n, 23))
+    else:
+        in_threads(parts, lambda at, n: system.memset(at, 0, n))
+    return memory, base, time.perf_counter() - start
+
+
 def first_touch(nbytes: int) -> float:
     """Seconds until all cores have new huge pages of the system's for as many bytes."""
-    with mmap.mmap(-1, nbytes) as memory:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        step = -(-nbytes // (os.cpu_count() or 1) // (2 << 20)) * (2 << 20)
-        parts = [(base + at, min(step, nbytes - at)) for at in range(0, nbytes, step)]
-        populate = ctypes.CDLL(None).madvise  # without the interpreter's lock
-        populate.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        threads = [threading.Thread(target=populate, args=(at, n, 23)) for at, n in parts]  # MADV_POPULATE_WRITE
+    return pages(nbytes, "populate", os.cpu_count() or 1)[2]
+
+
+def new_pinned(way: str, count: int, nbytes: int) -> None:
+    """Prints the seconds of one way to new pinned memory: its pages, and the driver's part."""
+    torch.cuda.init()
+    torch.zeros(1, device="cuda")
+    cudart: Any = torch.cuda.cudart()
+    if way == "cuMemHostAlloc":
+        driver = ctypes.CDLL("libcuda.so.1")
+        address = ctypes.c_void_p()
         start = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return time.perf_counter() - start
+        failed = driver.cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(nbytes), 0)
+        print(f"{way:22} {'':10} {'':>9} {time.perf_counter() - start:9.3f} {'failed' if failed else ''}")
+        return
+    memory, base, there = pages(nbytes, way, count)
+    start = time.perf_counter()
+    part = 256 << 20
+    for at in range(0, nbytes, part):
+        if int(cudart.cudaHostRegister(base + at, min(part, nbytes - at), 0)):
+            print(f"{way}: not registered")
+            break
+    took = time.perf_counter() - start
+    print(f"{way:22} {count:3} threads {there:9.3f} {took:9.3f}   {nbytes / (there + took) / 1e9:.1f} GB/s in all", flush=True)
+    os._exit(0)  # pages that are registered are the driver's to the end
+
+
+def first_sleep(mode: str, size: float, device: str) -> None:
+    """Prints the seconds of the first sleep of this process, and of its preparation."""
+    tensors = llama(size, device)
+    want = {name: tensor.clone() for name, tensor in tensors.items()}
+    ready = 0.0
+    start = time.perf_counter()
+    if mode != "without":
+        memory = ow.prepare_sleep(tensors)
+        returned = time.perf_counter() - start
+        if mode == "ended":
+            memory.wait()
+            ready = time.perf_counter() - start
+    seconds, asleep = timed(lambda: ow.sleep(tensors))
+    later = []
+    stored = asleep.stored
+    asleep.wake()
+    if not equal(tensors, want):
+        sys.exit("WRONG BYTES")
+    for _ in range(3):
+        again, asleep = timed(lambda: ow.sleep(tensors))
+        later.append(again)
+        asleep.wake()
+    said = f"prepared in {ready:.3f} s, " if ready else ""
+    said += f"the call took {returned:.3f} s, " if mode != "without" else ""
+    print(
+        f"first sleep, preparation {mode:8} {seconds:.3f} s, later {statistics.median(later):.3f} s; {said}{stored / 1e9:.2f} GB stored",
+        flush=True,
+    )
+
+
+def first(size: float, rounds: int, device: str) -> int:
+    """The first sleep of fresh processes, and the floors of its memory."""
+    me = [sys.executable, __file__, "--device", device, "--size", str(size)]
+    for _ in range(rounds):
+        for mode in ("without", "ended", "begun"):
+            if subprocess.run([*me, "--mode", mode], check=False).returncode:
+                return 1
+    nbytes = int(size * 1e9 * 0.67) // (2 << 20) * (2 << 20)
+    cores = os.cpu_count() or 1
+    print(f"\n{nbytes / 1e9:.2f} GB of new pinned memory; seconds of the pages, and of the driver")
+    for way in ("populate", "touch", "populate, small", "touch, small"):
+        for count in sorted({1, 4, min(16, cores), cores}):
+            subprocess.run([*me, "--way", way, "--threads", str(count), "--bytes", str(nbytes)], check=False)
+    subprocess.run([*me, "--way", "cuMemHostAlloc", "--bytes", str(nbytes)], check=False)
+    return 0
 
 
 def floors(nbytes: int, device: str) -> dict[str, float]:
@@ -154,7 +246,20 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--cycles", type=int, default=1000)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--first", action="store_true")
+    for name in ("--mode", "--way"):
+        parser.add_argument(name, default="", help=argparse.SUPPRESS)
+    for name in ("--threads", "--bytes"):
+        parser.add_argument(name, type=int, default=1, help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.mode:
+        first_sleep(asked.mode, asked.size, asked.device)
+        return 0
+    if asked.way:
+        new_pinned(asked.way, asked.threads, asked.bytes)
+        return 0
+    if asked.first:
+        return first(asked.size, min(asked.rounds, 5), asked.device)
     good = many_cycles(asked.cycles, asked.device) if asked.cycles else True
     ow.empty_cache()
     good = beside_a_full_cache(asked.device) and good

@@ -500,9 +500,23 @@ class SleepModeBackendFactory:
         assert name not in cls._registry
         cls._registry[name] = (module_path, class_name)
 """,
+    "v1/__init__": "",
+    "v1/worker/__init__": "",
+    "v1/worker/gpu_worker": """
+class Worker:
+    loads = 0
+    def load_model(self, *, load_dummy_weights=False):
+        Worker.loads += 1
+        return load_dummy_weights
+    @property
+    def sleep_mode_backend(self):
+        return self.backend
+""",
 }
 
 SLEEPS = """
+def raise_(error):
+    raise error
 from vllm.device_allocator import ALLOCATOR, sleep_mode_backend
 assert sleep_mode_backend.SleepModeBackendFactory._registry == {"overwire": ("overwire.integrations.vllm.sleeping", "SleepBackend")}
 from overwire.integrations.vllm import sleeping
@@ -519,6 +533,23 @@ torch.accelerator.synchronize = lambda device: None
 before = [held.clone() for held in memory]
 assert [sleeping._kind(held) for held in memory[:4]] == kinds
 backend = sleeping.SleepBackend()
+register()
+from vllm.v1.worker import gpu_worker
+register(); register()
+worker = gpu_worker.Worker()
+worker.backend = backend
+asked = []
+ready, backend.prepare = backend.prepare, lambda: asked.append(1)
+for enabled, name in ((True, "overwire"), (True, "cumem"), (False, "overwire")):
+    worker.vllm_config = types.SimpleNamespace(model_config=types.SimpleNamespace(enable_sleep_mode=enabled, sleep_mode_backend=name))
+    assert worker.load_model(load_dummy_weights=name) == name
+assert asked == [1] and worker.loads == 3
+ready()
+assert backend._memory.wait(60) and backend._memory.nbytes == 0  # of the host here, where there is nothing to prepare
+import overwire
+real, overwire.prepare_sleep = overwire.prepare_sleep, lambda tensors: raise_(overwire.OutOfMemoryError("none"))
+ready()
+overwire.prepare_sleep = real
 for tags in (None, ["weights"], None):
     backend.suspend(1)
     assert not any(held.any() for held in memory) and ALLOCATOR.calls[-1] == ("sleep", 2)

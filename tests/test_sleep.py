@@ -279,3 +279,51 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 asleep.wake()
 assert tensors["a"].tolist() == list(range(1000))
 """)
+
+
+def test_preparing_for_the_host_is_nothing() -> None:
+    """Sleeps of host tensors take ordinary memory: there is nothing to make ready, and what
+    cannot sleep is refused as by sleep."""
+    module = model()
+    want = kept(parts(module))
+    with ow.prepare_sleep(module) as ready:
+        assert ready.wait() and ready.wait(0) and ready.nbytes == 0
+    assert ready.wait() and "closed" in repr(ready)
+    ready.close()
+    assert ow.prepare_sleep({}).wait() and ow.prepare_sleep("1GB", device="cpu").wait()
+    hold(parts(module), want)
+    for wrong in ([torch.ones(3)], {"a": 3}, {1: torch.ones(3)}, "much", 0, -1, True):
+        with pytest.raises(ow.ArgumentError):
+            ow.prepare_sleep(wrong)
+    with pytest.raises(ow.ArgumentError, match="device"):
+        ow.prepare_sleep(module, device="cuda")
+
+
+def test_tensors_that_share_sleep_once() -> None:
+    """Of any dtype: the same memory as two dtypes, parts that overlap, a scalar in another's
+    memory, an empty view, and a tensor that is tied under two names of a part of a module."""
+    words = torch.arange(5000, dtype=torch.int32)
+    tensors: dict[str, Any] = {
+        "words": words,
+        "bytes": words.view(torch.uint8),
+        "halves": words.view(torch.float16)[100:9000],
+        "left": words[:3000],
+        "right": words[2000:],
+        "scalar": words[77],
+        "none": words[5:5],
+        "tied": words,
+        "rows": words.view(50, 100)[3],
+    }
+    want = kept(tensors)
+    asleep = ow.sleep(tensors)
+    assert asleep.nbytes == asleep.released == 20_000 and words.untyped_storage().nbytes() == 0
+    asleep.wake()
+    hold(tensors, want)
+    assert all(tensor.untyped_storage().data_ptr() == words.untyped_storage().data_ptr() for tensor in tensors.values())
+    module = model()
+    whole = kept(parts(module))
+    part = {name: p for name, p in module.named_parameters(remove_duplicate=False) if "weight" in name}
+    with ow.sleep(part) as asleep:
+        assert module[0].bias.untyped_storage().nbytes() and not module.twin.weight.untyped_storage().nbytes()
+        assert asleep.released == asleep.nbytes == 2 * (300 * 700 + 700 + 700 * 300)
+    hold(parts(module), whole)

@@ -190,8 +190,8 @@ func (s *sleeper) layOut() error {
 	return nil
 }
 
-// reserve takes the host memory, or refuses what there is no room for.
-func (s *sleeper) reserve(gpu *cuda.Device) error {
+// room is the most host memory that the image can take, and what the samples say of it.
+func (s *sleeper) room() (most, need int64) {
 	most, expected := s.lay.Start()+tensor.BlobAlign, float64(s.lay.Start())
 	for i := range s.lay.Tensors {
 		t := &s.lay.Tensors[i]
@@ -201,22 +201,39 @@ func (s *sleeper) reserve(gpu *cuda.Device) error {
 			expected += float64(t.Bytes)*s.items[s.lay.Items[i]].expect + float64(pad)
 		}
 	}
-	need, limit := int64(expected), most
-	refuse := func(left int64, why string) error {
+	return most, int64(expected)
+}
+
+// refuse is an error if there is no room for what is needed.
+func (s *Spec) refuse(need int64, gpu *cuda.Device) error {
+	no := func(left int64, why string) error {
 		return &errs.Memory{Where: "host", Asked: need, Free: left, Total: left, For: "sleeping tensors", Err: why}
 	}
-	if s.Budget > 0 {
-		limit = min(limit, s.Budget)
-		if need > s.Budget {
-			return refuse(s.Budget, "max_memory")
-		}
+	if s.Budget > 0 && need > s.Budget {
+		return no(s.Budget, "max_memory")
 	}
 	if left := hostmem.Available() + pinned.Ready(gpu); need > left {
-		return refuse(left, "available")
+		return no(left, "available")
+	}
+	return nil
+}
+
+// ahead is what is made ready of what is needed by samples, which may say too little.
+func ahead(need int64) int64 { return need + need/100 }
+
+// reserve takes the host memory, or refuses what there is no room for.
+func (s *sleeper) reserve(gpu *cuda.Device) error {
+	most, need := s.room()
+	if err := s.refuse(need, gpu); err != nil {
+		return err
+	}
+	limit := most
+	if s.Budget > 0 {
+		limit = min(limit, s.Budget)
 	}
 	var err error
 	if s.mem, err = pinned.Take(most, limit, gpu); err == nil {
-		s.mem.Want(need + need/100)
+		s.mem.Want(ahead(need))
 	}
 	return err
 }

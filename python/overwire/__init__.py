@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from .verbs.preload import Preload, preload
     from .verbs.results import Comparison, Diagnosis, Inspection, Verification
     from .verbs.save import Report, save_file
-    from .verbs.sleeping import Asleep, sleep
+    from .verbs.sleeping import Asleep, SleepMemory, prepare_sleep, sleep
     from .verbs.stream import stream
 
 __all__ = [
@@ -100,6 +100,7 @@ __all__ = [
     "Progress",
     "Report",
     "SafetensorsPatch",
+    "SleepMemory",
     "SliceError",
     "StorageOptions",
     "TensorNotFoundError",
@@ -133,6 +134,7 @@ __all__ = [
     "pin",
     "plan",
     "preload",
+    "prepare_sleep",
     "read_bytes",
     "safe_open",
     "save_delta",
@@ -157,6 +159,8 @@ _HOMES = {
     "save_delta": "verbs.deltas",
     "Comparison": "verbs.results",
     "Asleep": "verbs.sleeping",
+    "SleepMemory": "verbs.sleeping",
+    "prepare_sleep": "verbs.sleeping",
     "Diagnosis": "verbs.results",
     "Inspection": "verbs.results",
     "LoadOptions": "model.options",

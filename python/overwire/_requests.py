@@ -412,6 +412,21 @@ class PreloadRequest(TypedDict, total=False):
     trace: str
 
 
+class PrepareRequest(TypedDict, total=False):
+    device: str
+    max_memory: int
+    path: str
+    threads: int
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    bytes: int
+
+
+class Prepared(TypedDict):
+    bytes: int
+
+
 class PresignRequest(TypedDict, total=False):
     uri: str
     storage: FormatAccess

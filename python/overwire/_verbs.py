@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         PeersOffer,
         PreloadAnswer,
         PreloadRequest,
+        PrepareRequest,
         PresignRequest,
         Program,
         PutRequest,
@@ -126,6 +127,8 @@ __all__ = [
     "shown",
     "shutdown",
     "sleep",
+    "sleep_prepare",
+    "sleep_return",
     "sums",
     "sweep",
     "verify",
@@ -281,6 +284,18 @@ def save(request: SaveRequest, numbers: bytes) -> JobNumber:
     address, bytes, and 1 + the GPU that the address is of (0: the host)."""
     job: JobNumber = core().start("save", dumps(request), numbers)
     return job
+
+
+def sleep_prepare(request: PrepareRequest, numbers: bytes) -> JobNumber:
+    """Get the host memory that a sleep of tensors of one device will take, in the background. Their
+    memory is read before this returns. Numbers: of a tensor each: address and bytes."""
+    job: JobNumber = core().start("sleep_prepare", dumps(request), numbers)
+    return job
+
+
+def sleep_return(word: str) -> None:
+    """Give back the host memory that is kept for sleeps of a device."""
+    core().call("sleep_return", word, b"")
 
 
 def sleep(request: SleepRequest, numbers: bytes) -> JobNumber:

@@ -202,7 +202,7 @@ class Job:
                 watcher.update(self.progress())
             watcher.update(self.progress())
 
-    def ended(self, timeout: float) -> bool:
+    def ended(self, timeout: float | None) -> bool:
         """Whether it has ended, after `timeout` seconds at most; raises its error."""
         over: bool = core().wait(self.number, timeout)
         if self._watcher is not None:

@@ -47,6 +47,16 @@ type sleepRequest struct {
 	Shapes [][]int64 `json:"shapes"`
 }
 
+type prepareRequest struct {
+	sleepRequest
+	Bytes int64 `json:"bytes"` // of host memory, without tensors
+}
+
+// prepared is how much host memory a sleep is expected to take.
+type prepared struct {
+	Bytes int64 `json:"bytes"`
+}
+
 // putRequest is bytes that become a file or object unchanged.
 type putRequest struct {
 	Path    string        `json:"path"`
@@ -115,6 +125,11 @@ func fileVerbs() []Verb {
 	return []Verb{
 		begun[saveRequest, save.Report]("save", "Write tensors, whose memory must not change until the job has ended.", startSave).
 			tail("of a tensor each: address, bytes, and 1 + the GPU that the address is of (0: the host)"),
+		begun[prepareRequest, prepared]("sleep_prepare",
+			"Get the host memory that a sleep of tensors of one device will take, in the background. Their memory is read before this returns.", startPrepare).
+			tail("of a tensor each: address and bytes"),
+		answered("sleep_return", "Give back the host memory that is kept for sleeps of a device.",
+			func(device Text, _ []int64) (none, error) { return none{}, sleep.Return(string(device)) }),
 		begun[sleepRequest, sleep.Report]("sleep",
 			"Compress tensors of one device into host memory: a model, and its table. Their memory must not change until the job has ended.", startSleep).
 			tail("of a tensor each: address and bytes"),
@@ -214,7 +229,7 @@ func inputs(q *saveRequest, n []int64) ([]save.Input, error) {
 	return in, nil
 }
 
-func startSleep(_ *Verb, q sleepRequest, n []int64) (*entry, error) {
+func (q *sleepRequest) tensors(n []int64) ([]sleep.Tensor, error) {
 	if len(q.DTypes) != len(q.Names) || len(q.Shapes) != len(q.Names) || len(n) != 2*len(q.Names) {
 		return nil, errs.New(errs.ErrArgument, "%d names, %d dtypes, %d shapes, %d numbers of tensors", len(q.Names), len(q.DTypes), len(q.Shapes), len(n))
 	}
@@ -229,6 +244,32 @@ func startSleep(_ *Verb, q sleepRequest, n []int64) (*entry, error) {
 			return nil, &errs.At{Verb: "sleep", Tensor: name, Chunk: -1, Offset: -1, Err: err}
 		}
 		in[i] = sleep.Tensor{Name: name, DType: d, Shape: q.Shapes[i], Data: data}
+	}
+	return in, nil
+}
+
+// startPrepare reads the tensors before it returns, and not after.
+func startPrepare(_ *Verb, q prepareRequest, n []int64) (*entry, error) {
+	in, err := q.tensors(n)
+	if err != nil {
+		return nil, err
+	}
+	p, err := sleep.Prepare(q.Spec, q.Bytes, in)
+	if err != nil {
+		return nil, errs.Locate("sleep", "", "", -1, err)
+	}
+	e := background("prepare", false, func(ctx context.Context, _ *job.Job) (any, error) {
+		_, err := p.Wait(ctx)
+		return prepared{p.Bytes}, err
+	})
+	e.job.SetReport(prepared{p.Bytes})
+	return e, nil
+}
+
+func startSleep(_ *Verb, q sleepRequest, n []int64) (*entry, error) {
+	in, err := q.tensors(n)
+	if err != nil {
+		return nil, err
 	}
 	return background("sleep", true, func(ctx context.Context, j *job.Job) (any, error) {
 		if q.Path != "" {

@@ -1,6 +1,7 @@
 // Package pinned is host memory that a GPU copies to and from at the full rate of its
 // link. It is reserved as address space and made ready part by part, while what is
-// ready is used already. What a GPU's last user had is kept for the next, until Trim.
+// ready is used already. What a GPU's last user had is kept for the next, until Trim;
+// Prepare makes memory ready before anyone uses it.
 package pinned
 
 import (
@@ -43,6 +44,7 @@ type Memory struct {
 	ready   int64    // bytes from the base that are usable
 	parts   [][]byte // registered
 	growing bool
+	gentle  bool // it grows only while a core is unused
 	ended   bool
 	err     error         // why no more gets ready
 	moved   chan struct{} // closed and renewed when any of it changes
@@ -55,7 +57,8 @@ var kept struct {
 }
 
 // Take returns memory for up to room bytes, of which no more than limit become ready:
-// what is kept for the GPU if it suits, else new. A nil GPU means ordinary memory.
+// what is kept for the GPU if it suits, also while that is being prepared, else new. A
+// nil GPU means ordinary memory.
 func Take(room, limit int64, gpu *cuda.Device) (*Memory, error) {
 	if room <= 0 || room > 1<<45 || limit <= 0 {
 		return nil, errs.New(errs.ErrArgument, "%d bytes of host memory, at most %d", room, limit)
@@ -65,14 +68,38 @@ func Take(room, limit int64, gpu *cuda.Device) (*Memory, error) {
 	delete(kept.all, gpu)
 	kept.mu.Unlock()
 	if m != nil {
-		if m.room >= room && m.ready <= limit && m.ready%cuda.Seam() == 0 {
-			m.limit, m.want, m.ended, m.err = min(limit, m.room), m.ready, false, nil
+		if m.take(room, limit) {
 			return m, nil
 		}
 		m.Free()
 	}
+	return newMemory(room, limit, gpu)
+}
+
+// take makes kept memory that of a new user, if it suits.
+func (m *Memory) take(room, limit int64) bool {
+	m.mu.Lock()
+	grows := m.want <= limit && m.growing // no further than the new limit
+	m.mu.Unlock()
+	if !grows {
+		m.stop()
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.room < room || m.ready > limit || m.ready%cuda.Seam() != 0 || m.err != nil {
+		return false
+	}
+	if !m.growing {
+		m.want = m.ready
+	}
+	m.limit, m.ended, m.gentle = min(limit, m.room), false, false
+	m.tell()
+	return true
+}
+
+func newMemory(room, limit int64, gpu *cuda.Device) (*Memory, error) {
 	seam := cuda.Seam()
-	m = &Memory{gpu: gpu, room: sizes.RoundUp(room, seam), moved: make(chan struct{})}
+	m := &Memory{gpu: gpu, room: sizes.RoundUp(room, seam), moved: make(chan struct{})}
 	if gpu != nil {
 		m.room *= 2 // address space costs nothing, and the next user may need a bit more
 	}
@@ -92,6 +119,8 @@ func Ready(gpu *cuda.Device) int64 {
 	kept.mu.Lock()
 	defer kept.mu.Unlock()
 	if m := kept.all[gpu]; m != nil {
+		m.mu.Lock()
+		defer m.mu.Unlock()
 		return m.ready
 	}
 	return 0
@@ -162,6 +191,9 @@ func (m *Memory) grow() {
 			if lo == hi {
 				return nil
 			}
+			if m.isGentle() {
+				m.rest()
+			}
 			if touched < hi {
 				if err := m.touch(touched, hi); err != nil {
 					return err
@@ -169,7 +201,7 @@ func (m *Memory) grow() {
 				touched = hi
 			}
 			var ahead chan error
-			if end := m.end(hi); end > hi && m.gpu != nil {
+			if end := m.end(hi); end > hi && m.gpu != nil && !m.isGentle() {
 				ahead = make(chan error, 1)
 				spawn.Go("pinned", func() { ahead <- m.touch(hi, end) })
 				touched = end
@@ -187,11 +219,15 @@ func (m *Memory) grow() {
 	})
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.growing = false
-	if err != nil {
-		m.err = err
+	defer m.tell()
+	switch {
+	case err != nil:
+		m.err, m.growing = err, false
+	case m.cut(m.ready) > m.ready: // more is wanted since
+		spawn.Go("pinned", m.grow)
+	default:
+		m.growing = false
 	}
-	m.tell()
 }
 
 // tell wakes those that wait. m.mu is held.
@@ -223,6 +259,9 @@ func (m *Memory) cut(lo int64) int64 {
 		return m.want
 	}
 	seam := cuda.Seam()
+	if m.gentle {
+		return min(m.want, lo+seam) // a driver that registers does little else
+	}
 	return min(m.want, lo+min(max(lo/seam, 1), mostSeams)*seam)
 }
 
@@ -238,19 +277,45 @@ func (m *Memory) touch(lo, hi int64) error {
 	}
 	n := hi - lo
 	threads := int64(max(1, min(16, runtime.GOMAXPROCS(0))))
+	if m.isGentle() {
+		threads = 1
+	}
 	part := (n/huge + threads) / threads * huge
 	var wg sync.WaitGroup
+	var failed atomic.Pointer[errs.Memory]
 	for from := int64(0); from < n; from += part {
 		wg.Add(1)
 		spawn.Go("pinned touch", func() {
 			defer wg.Done()
-			for i := from; i < min(n, from+part); i += page {
-				b[i] = 0
+			if err := populate(b[from:min(n, from+part)]); err != nil {
+				failed.Store(&errs.Memory{Where: "host", Asked: hi, Free: -1, Total: -1, For: "stored bytes", Err: err.Error()})
 			}
 		})
 	}
 	wg.Wait()
+	if err := failed.Load(); err != nil {
+		return err
+	}
 	return nil
+}
+
+// populate makes pages be there, by one system call where the kernel (5.14) has it.
+func populate(b []byte) error {
+	const populateWrite = 23 // MADV_POPULATE_WRITE
+	for {
+		switch err := unix.Madvise(b, populateWrite); err {
+		case nil:
+			return nil
+		case unix.EINTR, unix.EAGAIN:
+		case unix.EINVAL, unix.ENOSYS:
+			for i := 0; i < len(b); i += page {
+				b[i] = 0
+			}
+			return nil
+		default:
+			return err
+		}
+	}
 }
 
 // pin registers [lo, hi) and counts it as ready.
@@ -295,7 +360,7 @@ func (m *Memory) Keep() {
 	}
 	kept.mu.Lock()
 	other := kept.all[m.gpu]
-	if other == nil || other.ready < m.ready {
+	if other == nil || other.promised() < m.ready {
 		if kept.all == nil {
 			kept.all = map[*cuda.Device]*Memory{}
 		}
@@ -305,6 +370,16 @@ func (m *Memory) Keep() {
 	if m != nil {
 		m.Free()
 	}
+}
+
+// promised is how much is ready, or will be without a new user.
+func (m *Memory) promised() int64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.growing {
+		return max(m.ready, m.want)
+	}
+	return m.ready
 }
 
 // Free gives the memory back to the system.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 import warnings
 from array import array
 from collections.abc import Callable, Mapping
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import _verbs
 from .._engine import forked
 from ..errors import ArgumentError, ForkedError, NotSupportedError, OutOfMemoryError
-from ..frameworks.choose import frame_for
+from ..frameworks.choose import check_device, frame_for
 from ..jobs import Job, log
 from ..model.opened import Model
 from ..model.options import parse_size
@@ -25,9 +27,10 @@ from .into import place_of
 if TYPE_CHECKING:
     import torch
 
-    from .._requests import SleepRequest
+    from .._requests import PrepareRequest, SleepRequest
+    from ..model.options import DeviceLike
 
-__all__ = ["Asleep", "sleep"]
+__all__ = ["Asleep", "SleepMemory", "prepare_sleep", "sleep"]
 
 _WHOLE = (0, -1, 0, -1)
 
@@ -250,8 +253,116 @@ def sleep(
     return asleep
 
 
-def _start(device: str, stored: list[_Sleeper], limit: int, path: str, watcher: Any = None) -> Job:
-    request: SleepRequest = {"device": device, "max_memory": limit, "path": path}
+class SleepMemory:
+    """Host memory that is being made ready for sleeps: see `prepare_sleep`. Threads may
+    share it. Dropping it changes nothing: the memory stays for the next sleep."""
+
+    __module__ = "overwire"
+
+    def __init__(self) -> None:
+        #: Bytes that sleeps of the tensors are expected to take, on all GPUs.
+        self.nbytes: int = 0
+        self._jobs: dict[str, Job] = {}
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits at most `timeout` seconds until the memory is ready, or a sleep has taken
+        what there was of it. Returns False after the timeout.
+
+        Raises OutOfMemoryError and DeviceError; what was made ready stays.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            jobs = list(self._jobs.values())
+        return all(job.ended(None if end is None else max(0.0, end - time.monotonic())) for job in jobs)
+
+    def close(self) -> None:
+        """Ends the preparation and gives the GPUs' memory for sleeps back to the system,
+        also what earlier sleeps have left there. Sleeping tensors keep theirs. A second
+        call does nothing."""
+        with self._lock:
+            jobs, self._jobs = self._jobs, {}
+        if forked():
+            return  # the parent's
+        for device, job in jobs.items():
+            _verbs.sleep_return(device)
+            job.free()
+
+    def _add(self, device: str, request: PrepareRequest, numbers: bytes) -> None:
+        job = Job(_verbs.sleep_prepare(request, numbers), "prepare")
+        self._jobs[device] = job
+        self.nbytes += job.report()["bytes"]
+
+    def __repr__(self) -> str:
+        return f"SleepMemory({self.nbytes} bytes, {', '.join(self._jobs) or 'closed'})"
+
+    def __enter__(self) -> SleepMemory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not forked():
+            for job in getattr(self, "_jobs", {}).values():
+                job.free()
+
+
+def prepare_sleep(
+    tensors: Mapping[str, torch.Tensor] | torch.nn.Module | int | str,
+    *,
+    device: DeviceLike | None = None,
+    max_memory: int | str | None = None,
+) -> SleepMemory:
+    """Begins to make the host memory ready that `sleep` will take for tensors on GPUs, so
+    that the first sleep is as fast as later ones: new pinned memory costs a second for
+    10 GB and more.
+
+        ow.prepare_sleep(model)  # returns at once
+        ...
+        asleep = ow.sleep(model)
+
+    tensors: as for `sleep`; how much they will take is estimated from samples, which are
+        read before this returns. Or the bytes of host memory ("10GB", int), for `device`.
+    device: the GPU of these bytes; "cuda" if there is one.
+    max_memory: as for `sleep`.
+
+    One thread works in the background, only while a core of the process is unused, and
+    takes no memory of a GPU. A sleep that comes before the end uses what is there, and
+    has the rest made ready at full speed. The memory is kept until `SleepMemory.close` or
+    `empty_cache`; the same call again takes no more. Tensors of the host need none: their
+    sleeps use ordinary memory.
+
+    Returns a `SleepMemory`, which need not be kept. Raises, before anything is taken,
+    OutOfMemoryError for max_memory or what the host has available; else what `sleep` raises.
+    """
+    limit = parse_size(max_memory, "max_memory")
+    made = SleepMemory()
+    if isinstance(tensors, (int, str)):
+        if (nbytes := parse_size(tensors, "tensors")) <= 0:
+            raise ArgumentError(f"overwire: prepare_sleep: {tensors!r} bytes")
+        where = check_device("cuda" if device is None else device, frame_for("torch"))
+        if where == "cpu":
+            return made
+        made._add(where, {"device": where, "max_memory": limit, "bytes": nbytes, "names": [], "dtypes": [], "shapes": []}, b"")
+        return made
+    if device is not None:
+        raise ArgumentError("overwire: prepare_sleep: device= goes with a number of bytes; tensors say where they are")
+    frame_for("torch")
+    groups: dict[str, list[_Sleeper]] = {}
+    for name, tensor in _collect(tensors).items():
+        place = place_of(tensor)
+        if place != "cpu" and (tensor.layout != _strided() or _dense(tensor)):  # a sleep copies the others first
+            groups.setdefault(place, []).append(_describe(name, tensor, False))
+    for place, sleepers in groups.items():
+        if stored := [one for one in _distinct(sleepers, False) if one.nbytes]:
+            request, numbers = _request(place, stored, max(1, limit - made.nbytes) if limit else 0)
+            made._add(place, {**request, "bytes": 0}, numbers)
+    return made
+
+
+def _request(device: str, stored: list[_Sleeper], limit: int) -> tuple[SleepRequest, bytes]:
+    request: SleepRequest = {"device": device, "max_memory": limit}
     request["names"] = [one.name for one in stored]
     request["dtypes"] = [one.dtype for one in stored]
     request["shapes"] = [list(one.shape) for one in stored]
@@ -260,6 +371,12 @@ def _start(device: str, stored: list[_Sleeper], limit: int, path: str, watcher: 
         from ..frameworks.torch import settled
 
         settled(stored[0].dense)  # what writes the tensors has ended then
+    return request, numbers
+
+
+def _start(device: str, stored: list[_Sleeper], limit: int, path: str, watcher: Any = None) -> Job:
+    request, numbers = _request(device, stored, limit)
+    request["path"] = path
     return Job(_verbs.sleep(request, numbers), "sleep", watcher)
 
 

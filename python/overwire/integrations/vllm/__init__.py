@@ -6,6 +6,7 @@ added when vLLM itself imports it, so a process that loads nothing pays for noth
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ FORMAT = "overwire"
 _LOADERS = "vllm.model_executor.model_loader"
 _TRANSFERS = "vllm.distributed.weight_transfer.factory"
 _SLEEPS = "vllm.device_allocator.sleep_mode_backend"
+_WORKERS = "vllm.v1.worker.gpu_worker"
 _STRATEGIES = "modelexpress.load_strategy"
 
 
@@ -59,6 +61,23 @@ def _add_sleep(backends: Any) -> None:
         known.register_backend(FORMAT, f"{__name__}.sleeping", "SleepBackend")
 
 
+def _add_preparation(workers: Any) -> None:
+    load = workers.Worker.load_model
+    if hasattr(load, "without_overwire"):
+        return
+
+    @functools.wraps(load)
+    def load_model(self: Any, *args: Any, **named: Any) -> Any:
+        made = load(self, *args, **named)
+        config = self.vllm_config.model_config
+        if getattr(config, "enable_sleep_mode", False) and getattr(config, "sleep_mode_backend", None) == FORMAT:
+            self.sleep_mode_backend.prepare()
+        return made
+
+    load_model.without_overwire = load  # type: ignore[attr-defined]
+    workers.Worker.load_model = load_model
+
+
 def _add_strategy(strategies: Any) -> None:
     from ..modelexpress import join
 
@@ -70,6 +89,7 @@ _ADDS: dict[str, Callable[[Any], None]] = {
     _LOADERS: _add_format,
     _TRANSFERS: _add_transfer,
     _SLEEPS: _add_sleep,
+    _WORKERS: _add_preparation,
     _STRATEGIES: _add_strategy,
 }
 

@@ -3,7 +3,8 @@
 vLLM's own back end copies the memory of weights to pinned memory that it makes anew for
 each sleep. Here the GPU encodes it first, and the pinned memory is kept. All else is
 vLLM's: addresses stay, so that captured graphs, communicators and compiled code do, and
-the KV cache is released as always. Written for vLLM 0.32 and 0.33.
+the KV cache is released as always. That memory is made ready in the background once a
+worker has loaded its model. Written for vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
     def __init__(self) -> None:
         super().__init__()
         self._asleep: Any = None
+        self._memory: Any = None  # that is being made ready
         self._dtypes: dict[int, torch.dtype] = {}  # by address, which allocations keep
 
     @classmethod
@@ -59,6 +61,32 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
             return
         if self._asleep is not None:
             raise RuntimeError("overwire: sleep: some weights sleep, and others are awake: wake them first")
+        tensors = self._tensors(held)
+        self._asleep = overwire.sleep(tensors, release=False)
+        del tensors
+        size, stored = self._asleep.nbytes, self._asleep.stored
+        for data in held.values():
+            try:
+                unmap_and_release(data.handle)
+            finally:
+                data.is_asleep = True
+        log.info("overwire: %.2f GiB of weights sleep in %.2f GiB of host memory", size / 2**30, stored / 2**30)
+
+    def prepare(self) -> None:
+        """Begins to make the host memory of the first sleep ready. What fails is logged:
+        the sleep itself will say it, or do without."""
+        from vllm.device_allocator import get_mem_allocator_instance
+
+        import overwire
+
+        held = {ptr: data for ptr, data in get_mem_allocator_instance().pointer_to_data.items() if data.tag == _TAG}
+        if held and self._asleep is None:
+            try:
+                self._memory = overwire.prepare_sleep(self._tensors(held))
+            except overwire.OverwireError as error:
+                log.warning("overwire: the first sleep will take longer: %s", error)
+
+    def _tensors(self, held: Any) -> dict[str, torch.Tensor]:
         for device in {data.handle[0] for data in held.values()}:
             torch.accelerator.synchronize(device)
         tensors = {}
@@ -67,15 +95,7 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
             if ptr not in self._dtypes:
                 self._dtypes[ptr] = _kind(memory)
             tensors[f"{ptr:x}"] = memory.view(self._dtypes[ptr])
-        self._asleep = overwire.sleep(tensors, release=False)
-        del tensors, memory
-        size, stored = self._asleep.nbytes, self._asleep.stored
-        for data in held.values():
-            try:
-                unmap_and_release(data.handle)
-            finally:
-                data.is_asleep = True
-        log.info("overwire: %.2f GiB of weights sleep in %.2f GiB of host memory", size / 2**30, stored / 2**30)
+        return tensors
 
     def resume(self, tags: list[str] | None = None) -> None:
         """Maps the memory again, and decodes the weights in their places. After an error it
