@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -327,3 +328,42 @@ def test_tensors_that_share_sleep_once() -> None:
         assert module[0].bias.untyped_storage().nbytes() and not module.twin.weight.untyped_storage().nbytes()
         assert asleep.released == asleep.nbytes == 2 * (300 * 700 + 700 + 700 * 300)
     hold(parts(module), whole)
+
+
+def test_a_timeout_leaves_tensors_as_they_were(tmp_path: Path) -> None:
+    """It is a DeadlineError soon after, for every verb of tensors in memory; waking can be
+    tried again; what ended in time is as without."""
+    tensors = {str(n): torch.randn(1 << 20).bfloat16() for n in range(24)}
+    want = kept(tensors)
+    for wrong in (0, -1.0, True, "1", float("nan")):
+        with pytest.raises(ow.ArgumentError, match="timeout"):
+            ow.digest(tensors, timeout=wrong)  # type: ignore[call-overload]
+
+    def late(call: Callable[[], Any], undo: Callable[[Any], None]) -> None:
+        # What ends before anyone looks at the clock has succeeded, and is tried again.
+        for _ in range(200):
+            try:
+                made = call()
+            except ow.DeadlineError as error:
+                assert "timeout" in str(error)
+                return
+            undo(made)
+        raise AssertionError("no call was late")
+
+    late(lambda: ow.sleep(tensors, timeout=1e-6), lambda asleep: asleep.wake())
+    late(lambda: ow.digest(tensors, timeout=1e-6), lambda _: None)
+    hold(tensors, want)
+    asleep = [ow.sleep(tensors, timeout=600)]
+    late(lambda: asleep[0].wake(timeout=1e-6), lambda _: asleep.append(asleep.pop() and ow.sleep(tensors)))
+    assert asleep[0].stored
+    asleep[0].wake(timeout=600, progress=lambda seen: None)
+    hold(tensors, want)
+    new = {name: tensor.clone() for name, tensor in tensors.items()}
+    new["3"][7] += 1
+    there, back = tmp_path / "there.safetensors", tmp_path / "back.safetensors"
+    ow.save_delta(new, tensors, there)
+    ow.save_delta(tensors, new, back)
+    late(lambda: ow.apply_delta(tensors, there, timeout=1e-6), lambda _: ow.apply_delta(tensors, back) and None)
+    hold(tensors, want)
+    ow.apply_delta(tensors, there, timeout=600)
+    assert ow.digest(tensors, timeout=600) == ow.digest(new)

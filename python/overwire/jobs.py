@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from array import array
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from . import _verbs
 from ._engine import FREE_NOW, TAKE_LAST, TAKE_NEXT, TAKE_RAW, JobNumber, core, forked
-from .errors import ArgumentError
+from .errors import ArgumentError, CancelledError, DeadlineError
 from .paths import is_remote
 from .progress import Progress, Watcher
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from ._core import Result
     from ._requests import PipelineStages
 
-__all__ = ["Job", "Landed", "LastReport", "last_report", "log", "progress_of", "sentence", "shown"]
+__all__ = ["Job", "Landed", "LastReport", "last_report", "log", "progress_of", "sentence", "shown", "time_limit"]
 
 log = logging.getLogger("overwire")
 
@@ -142,6 +143,16 @@ def progress_of(number: int) -> Progress:
     return Progress(*memoryview(_verbs.progress(number)[1]).cast("q"))
 
 
+def time_limit(timeout: float | None) -> float | None:
+    """When a call that begins now has to end, on the monotonic clock. ArgumentError for
+    what is no positive number of seconds."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise ArgumentError(f"overwire: timeout {timeout!r}: expected seconds, more than 0")
+    return time.monotonic() + timeout
+
+
 class Landed:
     """Tensors that have landed, in columns.
 
@@ -183,24 +194,43 @@ def shown(uri: str) -> str:
 class Job:
     """One running engine job, by its number."""
 
-    __slots__ = ("_freed", "_report", "_watcher", "number", "verb")
+    __slots__ = ("_end", "_freed", "_report", "_watcher", "number", "verb")
 
-    def __init__(self, number: JobNumber, verb: str, watcher: Watcher | None = None):
+    def __init__(self, number: JobNumber, verb: str, watcher: Watcher | None = None, end: float | None = None):
+        """end: of `time_limit`; None: none."""
         self.number = number
+        self._end = end
         self.verb = verb
         self._watcher = watcher
         self._freed = False
         self._report: str | None = None  # of a job that the engine has forgotten
 
     def wait(self) -> None:
-        """Waits for the end and raises the job's error. Ctrl-C ends the wait."""
+        """Waits for the end and raises the job's error. Ctrl-C ends the wait; a time limit
+        cancels the job, DeadlineError, unless it succeeds in spite of that."""
         watcher = self._watcher
-        if watcher is None:
-            core().wait(self.number, None)
-        else:
-            while not core().wait(self.number, _TICK):
+        while True:
+            left = None if self._end is None else max(0.0, self._end - time.monotonic())
+            tick = left if watcher is None else _TICK if left is None else min(left, _TICK)
+            over = core().wait(self.number, tick)
+            if watcher is not None:
                 watcher.update(self.progress())
-            watcher.update(self.progress())
+            if over:
+                return
+            if left is not None and time.monotonic() >= (self._end or 0.0):
+                self._late()
+                return
+
+    def limit(self, end: float | None) -> None:
+        """Sets the time limit, which counts in the next wait; None: none."""
+        self._end = end
+
+    def _late(self) -> None:
+        _verbs.cancel(self.number)
+        try:
+            core().wait(self.number, None)
+        except CancelledError as error:
+            raise DeadlineError(f"overwire: {self.verb}: not done within its timeout; it was cancelled") from error
 
     def ended(self, timeout: float | None) -> bool:
         """Whether it has ended, after `timeout` seconds at most; raises its error."""
@@ -237,7 +267,7 @@ class Job:
         return self._last(0)
 
     def _last(self, how: int) -> Result:
-        if self._watcher is not None:
+        if self._watcher is not None or self._end is not None:
             self.wait()
         made: Result = core().take(self.number, None, TAKE_LAST | how)
         self.number.over = self._freed = True

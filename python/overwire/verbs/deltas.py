@@ -15,7 +15,7 @@ from ..errors import ArgumentError, ForkedError, NotSupportedError
 from ..frameworks.choose import check_device, columns_of, frame_of
 from ..frameworks.columns import ODD
 from ..frameworks.frame import Bytes
-from ..jobs import Job
+from ..jobs import Job, time_limit
 from ..model.options import StorageOptions, parse_size
 from ..model.storage import storage
 from ..paths import local
@@ -339,6 +339,7 @@ def apply_delta(
     *,
     missing: bool = False,
     storage_options: StorageOptions | None = None,
+    timeout: float | None = None,
 ) -> DeltaReport:
     """Applies a delta, or several one after the other, to tensors in place, on the host
     and on GPUs.
@@ -350,6 +351,8 @@ def apply_delta(
         read and checked it; a list of these is a chain, of which each begins where the one
         before it ends. A chain takes as long as its changes, not as its number.
     missing: whether the delta may have names that `tensors` lacks.
+    timeout: seconds, from when the delta has been read, after which DeadlineError is
+        raised, with the tensors as they were. From the first change on it no longer counts.
 
     Work that is queued on the current streams comes first; on return all is done. The
     digest of each tensor is compared before the first byte changes, and afterwards. If
@@ -359,7 +362,9 @@ def apply_delta(
     Raises DeltaBaseError if a tensor is not what the delta was made from, ArgumentError,
     CorruptError, NotSupportedError, DeviceError, and what `open_delta` raises.
     """
+    time_limit(timeout)  # refused before anything is read
     chain = chain_of(delta, storage_options)
+    end = time_limit(timeout)
     named = tensors_of(tensors, "tensors")
     names: list[str] = []
     files: list[int] = []
@@ -389,7 +394,7 @@ def apply_delta(
         },
         b"".join(array("q", column).tobytes() for column in (files, rows, said.kinds, said.cuda, said.pointers)),
     )
-    with Job(job, "apply", None) as running:
+    with Job(job, "apply", None, end) as running:
         report = _report(running.finish())
     for place in odd:
         if place.copied:

@@ -15,7 +15,7 @@ from ..frameworks.choose import columns_of, frame_of
 from ..frameworks.columns import ODD
 from ..frameworks.frame import View
 from ..frameworks.spec import TensorSpec
-from ..jobs import Job
+from ..jobs import Job, time_limit
 from ..progress import ProgressLike, watch
 from .results import Comparison
 
@@ -28,16 +28,17 @@ __all__ = ["compare", "digest"]
 
 
 @overload
-def digest(tensors: Mapping[str, Any] | torch.nn.Module) -> dict[str, str]: ...
+def digest(tensors: Mapping[str, Any] | torch.nn.Module, *, timeout: float | None = None) -> dict[str, str]: ...
 @overload
-def digest(tensors: Any) -> str: ...
-def digest(tensors: Any) -> str | dict[str, str]:
+def digest(tensors: Any, *, timeout: float | None = None) -> str: ...
+def digest(tensors: Any, *, timeout: float | None = None) -> str | dict[str, str]:
     """The digest of tensors in memory: 128 bits of their bytes, as 32 hex digits.
 
     tensors: a torch tensor, numpy array or `TensorSpec`; a dict of them; or a torch
         module, whose parameters and persistent buffers are taken by name. On the host
         and on GPUs, also strided: the digest is that of the contiguous tensor, and no
         copy is made. Tied tensors are read once.
+    timeout: seconds after which DeadlineError is raised; None: never.
 
     Equal bytes have equal digests, on the CPU and on every GPU, whatever the dtype and
     shape; a file's are those of `overwire digest FILE`. A change goes unnoticed with a
@@ -53,10 +54,11 @@ def digest(tensors: Any) -> str | dict[str, str]:
     (sparse, quantized), on other devices, and while that stream is being captured
     into a CUDA graph; DeviceError.
     """
+    end = time_limit(timeout)
     named = _named(tensors)
     if named is None:
-        return _digests([tensors])[0]
-    return dict(zip(named, _digests(list(named.values()), named), strict=True))
+        return _digests([tensors], end=end)[0]
+    return dict(zip(named, _digests(list(named.values()), named, end), strict=True))
 
 
 def compare(tensors: Any, request: FilesRequest, progress: ProgressLike = None) -> Comparison:
@@ -133,7 +135,7 @@ class _OfDevice:
         self.others: dict[Any, list[int]] = {}  # by identity
 
 
-def _digests(tensors: Sequence[Any], names: Iterable[str] | None = None) -> list[str]:
+def _digests(tensors: Sequence[Any], names: Iterable[str] | None = None, end: float | None = None) -> list[str]:
     """The digest of each tensor, those of one device by one call, equal ones once."""
     said = columns_of(tensors)
     devices: dict[int, _OfDevice] = {}
@@ -160,7 +162,7 @@ def _digests(tensors: Sequence[Any], names: Iterable[str] | None = None) -> list
         for item, dims, strides, pointer, _ in group.others:
             numbers.extend((pointer, item, len(dims), *dims, *strides))
         job = _verbs.digest(cuda - 1, _stream(cuda - 1), len(group.dense), numbers.tobytes())
-        with Job(job, "digest") as running:
+        with Job(job, "digest", None, end) as running:
             digits = running.result()[1].hex()
         for row, at in enumerate(group.dense):
             found[at] = digits[32 * row : 32 * row + 32]

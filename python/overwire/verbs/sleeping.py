@@ -17,7 +17,7 @@ from .. import _verbs
 from .._engine import forked
 from ..errors import ArgumentError, ForkedError, NotSupportedError, OutOfMemoryError
 from ..frameworks.choose import check_device, frame_for
-from ..jobs import Job, log
+from ..jobs import Job, log, time_limit
 from ..model.opened import Model
 from ..model.options import parse_size
 from ..paths import is_remote, local
@@ -64,12 +64,13 @@ class Asleep:
         self._wakes: dict[str, list[_Sleeper]] = {}
         self._storages: list[tuple[Any, int]] = []  # what was freed, with its size
 
-    def wake(self, *, progress: ProgressLike = None) -> None:
+    def wake(self, *, progress: ProgressLike = None, timeout: float | None = None) -> None:
         """Puts every tensor back into its own memory, bit for bit, and gives the host
         memory back. Every checksum is compared. On a GPU the tensors may be used at once
         by what is queued on torch's current stream from now on.
 
-        A second call does nothing. progress: as for `load_file`.
+        A second call does nothing. progress: as for `load_file`. timeout: seconds after
+        which DeadlineError is raised.
 
         Raises OutOfMemoryError where the tensors' memory is not to be had, CorruptError
         for stored bytes that have changed, ArgumentError after `close`, and what
@@ -84,6 +85,7 @@ class Asleep:
             raise ArgumentError("overwire: wake: the stored bytes were given up by close()")
         import torch
 
+        end = time_limit(timeout)
         self._take_memory()
         watcher = watch(progress, "load")
         copies: list[tuple[Any, Any]] = []
@@ -97,7 +99,9 @@ class Asleep:
                         into = torch.empty(one.tensor.shape, dtype=one.tensor.dtype, device=device)
                         copies.append((one.tensor, into))
                     requests.append((model.places[one.name], into.data_ptr(), *_WHOLE))
-                jobs.append(stack.enter_context(model.start(requests, watcher)))
+                job = stack.enter_context(model.start(requests, watcher))
+                job.limit(end)
+                jobs.append(job)
                 watcher = None
             for job in jobs:
                 job.take()
@@ -184,6 +188,7 @@ def sleep(
     to_file: str | PathLike[str] | None = None,
     release: bool = True,
     progress: ProgressLike = None,
+    timeout: float | None = None,
 ) -> Asleep:
     """Compresses torch tensors into host memory without loss and frees their own memory,
     until `Asleep.wake` puts them back.
@@ -210,6 +215,7 @@ def sleep(
         was freed. False: nothing is; for callers that free or unmap it by other means and
         have it back at the same addresses before `wake`.
     progress: as for `load_file`.
+    timeout: seconds after which the sleep is given up, DeadlineError. It ends soon after.
 
     Do not use the tensors before `wake`, nor views of them. Their addresses may be others
     afterwards: captured CUDA graphs hold the old ones, so use release=False for these.
@@ -218,7 +224,7 @@ def sleep(
     Returns an `Asleep`. Raises, with the tensors as they were, OutOfMemoryError for
     max_memory or what the host has left, and for the GPU's memory to encode in; ArgumentError;
     NotSupportedError for dtypes that files lack and for tensor subclasses that are made of
-    other tensors; IOFailure for to_file. Ctrl-C leaves them as they were, too.
+    other tensors; IOFailure for to_file. Ctrl-C and DeadlineError leave them as they were, too.
     """
     frame_for("torch")
     named = _collect(tensors)
@@ -229,6 +235,7 @@ def sleep(
     if path and (len(groups) > 1 or is_remote(path)):
         where = ", ".join(groups) if len(groups) > 1 else repr(path)
         raise ArgumentError(f"overwire: sleep: to_file needs a local path and tensors of one device, got {where}")
+    end = time_limit(timeout)
     asleep = Asleep()
     limit = most = parse_size(max_memory, "max_memory")
     watcher = watch(progress, "sleep")
@@ -236,7 +243,7 @@ def sleep(
         jobs: list[tuple[str, list[_Sleeper], Job, Callable[[], Job]]] = []
         for device, sleepers in groups.items():
             stored = _distinct(sleepers, bool(path))
-            again = partial(_start, device, stored, limit, path)
+            again = partial(_start, device, stored, limit, path, end)
             job = stack.enter_context(again(watcher))
             watcher = None
             if limit:  # one after the other: each has what the others left
@@ -374,10 +381,10 @@ def _request(device: str, stored: list[_Sleeper], limit: int) -> tuple[SleepRequ
     return request, numbers
 
 
-def _start(device: str, stored: list[_Sleeper], limit: int, path: str, watcher: Any = None) -> Job:
+def _start(device: str, stored: list[_Sleeper], limit: int, path: str, end: float | None, watcher: Any = None) -> Job:
     request, numbers = _request(device, stored, limit)
     request["path"] = path
-    return Job(_verbs.sleep(request, numbers), "sleep", watcher)
+    return Job(_verbs.sleep(request, numbers), "sleep", watcher, end)
 
 
 def _collect(tensors: Any) -> dict[str, Any]:
