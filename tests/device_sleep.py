@@ -22,6 +22,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from typing import Any
@@ -240,6 +241,18 @@ def beside_a_full_cache(device: str) -> bool:
     return torch.equal(tensors["a"], want)
 
 
+def file_of_two_devices(device: str) -> bool:
+    """Tensors of the host and of the GPU sleep into one file, and wake."""
+    tensors = {"here": torch.randn(3000, 111).bfloat16(), "there": torch.randn(3000, 1111, device=device).bfloat16()}
+    tensors["columns"] = torch.randn(500, 70, device=device)[:, 3:9]
+    want = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+    with tempfile.TemporaryDirectory() as folder, ow.sleep(tensors, to_file=f"{folder}/both.safetensors"):
+        made = ow.load_file(f"{folder}/both.safetensors")
+    good = all(torch.equal(tensor.cpu(), want[name]) and torch.equal(made[name], want[name]) for name, tensor in tensors.items())
+    print("a file of two devices:", "right" if good else "WRONG BYTES")
+    return good
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", type=float, default=16)
@@ -262,7 +275,7 @@ def main() -> int:
         return first(asked.size, min(asked.rounds, 5), asked.device)
     good = many_cycles(asked.cycles, asked.device) if asked.cycles else True
     ow.empty_cache()
-    good = beside_a_full_cache(asked.device) and good
+    good = beside_a_full_cache(asked.device) and file_of_two_devices(asked.device) and good
 
     tensors = llama(asked.size, asked.device)
     total = sum(tensor.nbytes for tensor in tensors.values())

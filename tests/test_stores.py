@@ -291,3 +291,24 @@ def test_nothing_leaks(store: Store) -> None:
     use()
     use()
     assert soon(lambda: len(os.listdir("/proc/self/fd")) <= before)  # the last connections close in the background
+
+
+def test_tensors_sleep_into_a_store(store: Store) -> None:
+    """The file of sleeping tensors appears in a store as a save's does; if it cannot, the
+    tensors do not sleep."""
+    torch: Any = pytest.importorskip("torch")
+    options, base = store
+    want = {**weights(), "turned": weights()["a"].T.copy()}
+    tensors = {name: torch.from_numpy(value).clone() for name, value in want.items()}
+    tensors["turned"] = tensors["a"].t()
+    uri = base + "asleep.safetensors"
+    with ow.sleep(tensors, to_file=uri, storage_options=options):
+        assert not tensors["a"].untyped_storage().nbytes()
+        same(ow.load_file(uri, framework="np", storage_options=options), want)
+    assert all(bool((tensors[name].numpy() == value).all()) for name, value in want.items())
+    held = {"a": torch.ones(3000)}
+    with pytest.raises(ow.OverwireError):
+        ow.sleep(held, to_file=base + "x.unknown/\0", storage_options=options)
+    with pytest.raises(ow.ArgumentError, match="storage_options"):
+        ow.sleep(held, to_file="here.safetensors", storage_options=options)
+    assert held["a"].sum() == 3000

@@ -199,11 +199,12 @@ def save_bytes(
     storage_options: StorageOptions | None = None,
     like: str | None = None,
     beside: bool = False,
+    end: float | None = None,
 ) -> Report:
     """Saves what is described already, and keeps it alive until that is done.
 
     like: a local file whose mode, owner and ACL a new file gets. beside: an index
-    of shards of the same name may stay beside it."""
+    of shards of the same name may stay beside it. end: of `jobs.time_limit`."""
     spec: SaveRequest = {"path": path, "compress": bool(compress), "level": level, "shard": shard, "like": like or "", "beside": beside}
     spec["storage"] = storage(storage_options, [path], writes=True)
     if digests:
@@ -217,5 +218,5 @@ def save_bytes(
     spec["dtypes"] = [b.dtype for _, b in described]
     spec["shapes"] = [list(b.shape) for _, b in described]
     numbers = array("q", [n for _, b in described for n in (b.pointer, b.nbytes, b.cuda)]).tobytes()
-    with Job(_verbs.save(spec, numbers), "save", watch(progress, "save")) as job:
+    with Job(_verbs.save(spec, numbers), "save", watch(progress, "save"), end) as job:
         return Report.of(job.finish())

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import _verbs
 from .._engine import forked
 from ..errors import ArgumentError, ForkedError, NotSupportedError, OutOfMemoryError
-from ..frameworks.choose import check_device, frame_for
+from ..frameworks.choose import check_device, frame_for, frame_of
 from ..jobs import Job, log, time_limit
 from ..model.opened import Model
-from ..model.options import parse_size
+from ..model.options import StorageOptions, parse_size
 from ..paths import is_remote, local
 from ..progress import ProgressLike, watch
 from .into import place_of
+from .save import save_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -189,6 +190,7 @@ def sleep(
     release: bool = True,
     progress: ProgressLike = None,
     timeout: float | None = None,
+    storage_options: StorageOptions | None = None,
 ) -> Asleep:
     """Compresses torch tensors into host memory without loss and frees their own memory,
     until `Asleep.wake` puts them back.
@@ -206,8 +208,9 @@ def sleep(
         They may lie on several devices; each has its own memory on the host.
     max_memory: the most host memory that the stored bytes may take ("12GB", int). It is
         estimated from samples first.
-    to_file: a local path: the stored bytes are written there, too, as a file for every
-        load of overwire. The tensors must be on one device.
+    to_file: a path, or a URI that `save_file` writes: there appears a file of the tensors,
+        too, for every load of overwire. A local file of tensors of one device is made of
+        the stored bytes; any other as `save_file` makes it, which takes as long as there.
     release: free the tensors' memory, on a GPU to torch's allocator
         (`torch.cuda.empty_cache()` passes it on to other processes). What cannot be freed stays, and keeps its values:
         memory that the given tensors do not cover whole, or that is not torch's own
@@ -216,6 +219,7 @@ def sleep(
         have it back at the same addresses before `wake`.
     progress: as for `load_file`.
     timeout: seconds after which the sleep is given up, DeadlineError. It ends soon after.
+    storage_options: as for `save_file`, if to_file is a URI.
 
     Do not use the tensors before `wake`, nor views of them. Their addresses may be others
     afterwards: captured CUDA graphs hold the old ones, so use release=False for these.
@@ -229,13 +233,15 @@ def sleep(
     frame_for("torch")
     named = _collect(tensors)
     groups: dict[str, list[_Sleeper]] = {}
-    path = "" if to_file is None else local(to_file)
-    for name, tensor in named.items():
-        groups.setdefault(place_of(tensor), []).append(_describe(name, tensor, bool(path)))
-    if path and (len(groups) > 1 or is_remote(path)):
-        where = ", ".join(groups) if len(groups) > 1 else repr(path)
-        raise ArgumentError(f"overwire: sleep: to_file needs a local path and tensors of one device, got {where}")
     end = time_limit(timeout)
+    path = "" if to_file is None else local(to_file)
+    places = {name: place_of(tensor) for name, tensor in named.items()}
+    # The stored bytes of one device are the file; else it is saved as others are.
+    saved, path = (path, "") if is_remote(path) or len(set(places.values())) != 1 else ("", path)
+    if storage_options and not saved:
+        raise ArgumentError("overwire: sleep: storage_options go with a to_file that is a URI")
+    for name, tensor in named.items():
+        groups.setdefault(places[name], []).append(_describe(name, tensor, bool(path)))
     asleep = Asleep()
     limit = most = parse_size(max_memory, "max_memory")
     watcher = watch(progress, "sleep")
@@ -253,6 +259,8 @@ def sleep(
                 jobs.append((device, stored, job, again))
         for each in jobs:
             asleep._add(*each)
+    if saved:
+        _save(named, saved, storage_options, end, asleep)
     if release:
         asleep._storages = _free(groups)
         asleep._free_memory()
@@ -366,6 +374,16 @@ def prepare_sleep(
             request, numbers = _request(place, stored, max(1, limit - made.nbytes) if limit else 0)
             made._add(place, {**request, "bytes": 0}, numbers)
     return made
+
+
+def _save(named: Mapping[str, Any], path: str, options: StorageOptions | None, end: float | None, asleep: Asleep) -> None:
+    """Saves tensors whose stored bytes are not a file. If that fails they do not sleep."""
+    try:
+        described = [(name, frame_of(tensor).describe(tensor)) for name, tensor in named.items()]
+        save_bytes(described, path, {"format": "pt"}, storage_options=options, end=end)
+    except BaseException:
+        asleep.close()
+        raise
 
 
 def _request(device: str, stored: list[_Sleeper], limit: int) -> tuple[SleepRequest, bytes]:
