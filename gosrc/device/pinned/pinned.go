@@ -282,40 +282,19 @@ func (m *Memory) touch(lo, hi int64) error {
 	}
 	part := (n/huge + threads) / threads * huge
 	var wg sync.WaitGroup
-	var failed atomic.Pointer[errs.Memory]
 	for from := int64(0); from < n; from += part {
 		wg.Add(1)
 		spawn.Go("pinned touch", func() {
 			defer wg.Done()
-			if err := populate(b[from:min(n, from+part)]); err != nil {
-				failed.Store(&errs.Memory{Where: "host", Asked: hi, Free: -1, Total: -1, For: "stored bytes", Err: err.Error()})
+			// Not by MADV_POPULATE_WRITE, in which threads wait for each other: on a machine
+			// with an H200, 16 of them touch 37 GB/s, and populate 6.
+			for i := from; i < min(n, from+part); i += page {
+				b[i] = 0
 			}
 		})
 	}
 	wg.Wait()
-	if err := failed.Load(); err != nil {
-		return err
-	}
 	return nil
-}
-
-// populate makes pages be there, by one system call where the kernel (5.14) has it.
-func populate(b []byte) error {
-	const populateWrite = 23 // MADV_POPULATE_WRITE
-	for {
-		switch err := unix.Madvise(b, populateWrite); err {
-		case nil:
-			return nil
-		case unix.EINTR, unix.EAGAIN:
-		case unix.EINVAL, unix.ENOSYS:
-			for i := 0; i < len(b); i += page {
-				b[i] = 0
-			}
-			return nil
-		default:
-			return err
-		}
-	}
 }
 
 // pin registers [lo, hi) and counts it as ready.
