@@ -146,7 +146,7 @@ def test_bench_refuses_wrong_bytes(tmp_path: Path) -> None:
     """A rank whose tensors differ from the plain file's ends the measurement; so do wrong arguments."""
     ow.save_file({"a": torch.ones(64, 64)}, tmp_path / "plain.safetensors", compress=False)
     ow.save_file({"a": torch.ones(64, 64) * 2}, tmp_path / "packed.safetensors")
-    task = {"folder": str(tmp_path), "ranks": 1, "rank": 0, "way": "ipc", "device": "cpu", "repeat": 1, "first": True}
+    task = {"folder": str(tmp_path), "ranks": 1, "rank": 0, "way": "ipc", "device": "cpu", "repeat": 1, "first": True, "floors": {}}
     command = [sys.executable, "-m", "overwire._bench_rank", json.dumps(task)]
     done = subprocess.run(command, env=cleaned(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 1 and "compressed, whole, ipc: rank 0: a is wrong" in done.stderr, done.stderr

@@ -73,11 +73,6 @@ def test_dtype_table_is_the_engines() -> None:
     assert table == dtypes.BITS
 
 
-def test_files_stay_small() -> None:
-    for path in (ROOT / "python/overwire").rglob("*.py"):
-        assert len(path.read_text().splitlines()) <= 600, path
-
-
 def test_log_level_comes_from_the_environment() -> None:
     code = (
         "import logging, overwire as ow\n"

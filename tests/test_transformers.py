@@ -42,7 +42,7 @@ def test_every_parameter_is_that_of_the_unpatched_load(release: str, tmp_path: P
     assert output.splitlines()[-1].startswith(f"ok {release}"), output
 
 
-@pytest.mark.parametrize("release", ["4.57", "5"])
+@pytest.mark.parametrize("release", [pytest.param("4.57", marks=pytest.mark.slow), "5"])
 def test_ranks_read_their_share(release: str, tmp_path: Path) -> None:
     """By a tensor-parallel plan two ranks get the shards of the unpatched load, and read the rows that are theirs: see the program."""
     if release == "5" and not FIVE.is_dir():
@@ -53,7 +53,7 @@ def test_ranks_read_their_share(release: str, tmp_path: Path) -> None:
     print(output)
 
 
-@pytest.mark.parametrize("release", ["0.35", "0.42"])
+@pytest.mark.parametrize("release", [pytest.param("0.35", marks=pytest.mark.slow), "0.42"])
 def test_pipelines_of_diffusers(release: str, tmp_path: Path) -> None:
     """Every parameter of several models is that of the unpatched load; one is read while another is built: see the program."""
     five = release == "0.42"

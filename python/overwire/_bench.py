@@ -68,9 +68,11 @@ def _show(row: dict[str, Any]) -> str:
     return text + (f"left out: {row['left_out']}" if "left_out" in row else "")
 
 
-def _together(ranks: int, folder: Path, way: str, args: argparse.Namespace, first: bool) -> list[dict[str, Any]]:
-    """Runs the ranks of one way, and returns their rows, which it prints meanwhile."""
-    task = {"folder": str(folder), "ranks": ranks, "way": way, "device": args.device, "repeat": args.repeat, "first": first}
+def _together(ranks: int, folder: Path, way: str, args: argparse.Namespace, floors: dict[str, float]) -> list[dict[str, Any]]:
+    """Runs the ranks of one way, and returns their rows, which it prints meanwhile. floors:
+    GB/s by kind of file; the first way, which finds none, measures them."""
+    task = {"folder": str(folder), "ranks": ranks, "way": way, "device": args.device, "repeat": args.repeat}
+    task |= {"first": not floors, "floors": floors}
     environ = {**os.environ, "OVERWIRE_EXCHANGE": way, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
@@ -88,6 +90,9 @@ def _together(ranks: int, folder: Path, way: str, args: argparse.Namespace, firs
         for line in started[0][0].stdout:
             if line.startswith("{"):
                 row: dict[str, Any] = json.loads(line)
+                if "floors" in row:
+                    floors.update(row["floors"])
+                    continue
                 rows.append(row)
                 if not args.json:
                     _say(_show(row))
@@ -123,8 +128,9 @@ def main(words: list[str]) -> None:
         _overwire("bench", "gen", "llama-bf16", "--size", str(args.bytes), "-f", str(folder / "plain.safetensors"))
         _overwire("compress", "-f", str(folder / "plain.safetensors"), "-o", str(folder / "packed.safetensors"))
         rows: list[dict[str, Any]] = []
-        for number, way in enumerate([asked] if asked else _WAYS):
-            rows += _together(ranks, folder, way, args, number == 0)
+        floors: dict[str, float] = {}
+        for way in [asked] if asked else _WAYS:
+            rows += _together(ranks, folder, way, args, floors)
     if args.json:
         _say(json.dumps({"ranks": ranks, "gpus": min(gpus, ranks), "bytes": args.bytes, "repeat": args.repeat, "rows": rows}, indent=1))
 

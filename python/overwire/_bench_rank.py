@@ -252,13 +252,10 @@ def main(task: dict[str, Any]) -> None:
     rank = _Rank(task)
     rank.join()
     rank.reference()
-    path = rank.folder / "floors.json"
+    rank.floors.update(task["floors"])
     if task["first"]:
         rank.measure_floors()
-        if rank.rank == 0:
-            path.write_text(json.dumps(rank.floors))
-    else:
-        rank.floors = json.loads(path.read_text())
+        rank.say(floors=rank.floors)
     rank.loads()
     if task["first"]:
         rank.others()
