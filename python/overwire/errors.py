@@ -213,6 +213,12 @@ def error_of(fields: dict[str, Any]) -> BaseException:
     return made
 
 
+def name_tensor(error: OverwireError, name: str) -> None:
+    """Adds the name of a tensor to an error that was raised for one without a name."""
+    error.tensor = name
+    error.args = (f"{error} (tensor {name!r})",)
+
+
 def not_a_handle(number: object) -> BaseException:
     """What is raised for what is no handle."""
     return ArgumentError(f"overwire: {number!r} is not a handle")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from .. import _verbs
-from ..errors import ArgumentError, NotSupportedError
+from ..errors import ArgumentError, NotSupportedError, name_tensor
 from ..frameworks.choose import columns_of, frame_of
 from ..frameworks.columns import ODD
 from ..frameworks.frame import View
@@ -117,8 +117,7 @@ def _view(tensor: Any, name: str | None = None) -> View:
         return frame_of(tensor).view(tensor)
     except (ArgumentError, NotSupportedError) as error:
         if name is not None:
-            error.tensor = name
-            error.args = (f"{error} (tensor {name!r})",)
+            name_tensor(error, name)
         raise
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .. import _verbs
-from ..errors import ArgumentError, NotSupportedError
+from ..errors import ArgumentError, NotSupportedError, name_tensor
 from ..frameworks.choose import frame_of
 from ..frameworks.frame import Bytes
 from ..frameworks.spec import TensorSpec
@@ -170,8 +170,7 @@ def save_file(
         try:
             described.append((name, tensor.describe() if isinstance(tensor, TensorSpec) else frame_of(tensor).describe(tensor)))
         except (ArgumentError, NotSupportedError) as error:
-            error.tensor = name
-            error.args = (f"{error} (tensor {name!r})",)
+            name_tensor(error, name)
             raise
     return save_bytes(
         described,

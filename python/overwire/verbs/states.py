@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from ..errors import ArgumentError, NotSupportedError
+from ..errors import ArgumentError, NotSupportedError, name_tensor
 from ..frameworks.choose import frame_for, frame_of
 from ..frameworks.frame import Bytes
 from ..model.opened import Model, opening
@@ -89,8 +89,7 @@ def described(name: str, tensor: Any) -> Bytes:
     try:
         return frame_of(tensor).describe(tensor)
     except (ArgumentError, NotSupportedError) as error:
-        error.tensor = name
-        error.args = (f"{error} (tensor {name!r})",)
+        name_tensor(error, name)
         raise
 
 
