@@ -18,7 +18,7 @@ VERSITYGW   := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 # take long to compile for it.
 RACE := ./gosrc/internal/spawn/... ./gosrc/job/... ./gosrc/knob/... ./gosrc/pipeline/... ./gosrc/device/cpu ./gosrc/source/file \
         ./gosrc/source/retry ./gosrc/source/parts ./gosrc/source/cache ./gosrc/source/spool ./gosrc/source/pipe
-LONG_RACE := ./gosrc/bind/binding/... ./gosrc/nvcomp/... ./gosrc/load/... ./gosrc/preload/... ./gosrc/source/... ./gosrc/save
+LONG_RACE := ./gosrc/bind/binding/... ./gosrc/nvcomp/... ./gosrc/load/... ./gosrc/relay/... ./gosrc/preload/... ./gosrc/source/... ./gosrc/save
 
 # `make test` ends within 13 minutes on two cores, installs included, and within 5 once
 # all is compiled. It leaves out what takes long to compile (Go's tests of S3), tests

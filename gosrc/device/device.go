@@ -85,6 +85,9 @@ type Memory struct {
 	CUDA  int32 // 1 + the CUDA device whose address Ptr is; 0: host memory
 }
 
+// Pointer is the pointer of an address outside Go's heap.
+func Pointer(at uintptr) unsafe.Pointer { return *(*unsafe.Pointer)(unsafe.Pointer(&at)) }
+
 // Slice is host memory as bytes. It is valid until Release.
 func (m Memory) Slice() []byte { return unsafe.Slice((*byte)(m.Ptr), m.Bytes) }
 

@@ -17,12 +17,12 @@ import (
 
 // castsOf says which requests become another dtype as they land: those for whose
 // pair of dtypes the GPU has a kernel.
-func castsOf(ix *tensor.Index, wants []plan.Want, tgt target, to string) ([]device.Cast, error) {
+func castsOf(ix *tensor.Index, wants []plan.Want, tgt Target, to string) ([]device.Cast, error) {
 	if to == "" {
 		return nil, nil
 	}
 	d, ok := tensor.ParseDType(to)
-	if !ok || tgt.gpu == nil {
+	if !ok || tgt.GPU == nil {
 		return nil, errs.New(errs.ErrArgument, "cast to %q: expected a dtype, and a GPU", to)
 	}
 	casts := make([]device.Cast, len(wants))
@@ -83,7 +83,7 @@ func (l *Loading) plantCasts(p *plan.Plan, dest []unsafe.Pointer) (*wholeCasts, 
 	if any {
 		mem, err := l.target.alloc(sizes)
 		if err != nil {
-			return nil, l.model.where("land", err)
+			return nil, l.model.Where("land", err)
 		}
 		t.mem = mem
 	}
@@ -122,7 +122,7 @@ func (t *wholeCasts) or(land func(int32)) func(int32) {
 // dst is where a request goes; it is known once the request has landed.
 func (t *wholeCasts) dst(i int32) unsafe.Pointer {
 	if uintptr(t.dest[i]) == pending {
-		return address(t.l.dests.known[i].Load())
+		return device.Pointer(t.l.dests.known[i].Load())
 	}
 	return t.dest[i]
 }

@@ -8,6 +8,7 @@ import (
 	"sync/atomic"
 	"unsafe"
 
+	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -66,7 +67,7 @@ func (p *destinations) resolve(ctx context.Context, want int32, dst unsafe.Point
 		moved, err := p.moved, p.err
 		p.mu.Unlock()
 		if base := p.known[want].Load(); base != 0 {
-			return address(base + at - pending), nil
+			return device.Pointer(base + at - pending), nil
 		}
 		if err != nil {
 			return nil, err
@@ -78,9 +79,6 @@ func (p *destinations) resolve(ctx context.Context, want int32, dst unsafe.Point
 		}
 	}
 }
-
-// address is a pointer to memory outside Go's heap.
-func address(at uintptr) unsafe.Pointer { return *(*unsafe.Pointer)(unsafe.Pointer(&at)) }
 
 // postpone reports whether the memory of these sizes is allocated while the load
 // runs. It is not when little is left, so that a caller that is out of memory
@@ -115,7 +113,7 @@ func (l *Loading) provide(ctx context.Context) (ended chan struct{}) {
 				}
 				mem, err := l.target.alloc(l.later[from:to])
 				if err != nil {
-					return l.model.where("land", err)
+					return l.model.Where("land", err)
 				}
 				l.mu.Lock()
 				for i, m := range mem {
@@ -151,7 +149,7 @@ func (l *Loading) Settle(pairs []int64, stream uint64) error {
 	}
 	if l.queue != nil && stream != 0 {
 		if err := l.queue.WaitFor(uintptr(stream)); err != nil {
-			return l.model.where("stage", err)
+			return l.model.Where("stage", err)
 		}
 	}
 	for i := 0; i < len(pairs); i += 2 {

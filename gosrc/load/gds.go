@@ -32,7 +32,7 @@ func (l *Loading) byGDS(queue *cuda.Queue) (*gdsReads, error) {
 	if err != nil {
 		return nil, err
 	}
-	d := &gdsReads{by: make([]device.Reader, len(l.model.srcs)), gpu: l.target.gpu, base: base, undo: func() {}}
+	d := &gdsReads{by: make([]device.Reader, len(l.model.srcs)), gpu: l.target.GPU, base: base, undo: func() {}}
 	err = d.gpu.Current(func() error {
 		for i, s := range l.model.srcs {
 			facts := s.Facts()

@@ -57,7 +57,7 @@ type Report struct {
 type Loading struct {
 	job     *job.Job
 	model   *Model
-	target  target
+	target  Target
 	wants   []plan.Want
 	casts   []device.Cast // by request; nil: none
 	machine plan.Machine
@@ -69,7 +69,7 @@ type Loading struct {
 	later   []int64 // by request: bytes that provide allocates for it
 	settles []bool  // by request: the caller settles it
 
-	arrived *landings
+	arrived *job.Landings
 
 	mu    sync.Mutex
 	mem   []device.Memory // by request; zero once taken
@@ -98,9 +98,9 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	if err != nil {
 		return nil, err
 	}
-	tgt, err := targetOf(opt.Device)
+	tgt, err := TargetOf(opt.Device)
 	if err != nil {
-		return nil, m.where("open", err)
+		return nil, m.Where("open", err)
 	}
 	tgt.inPlace = opt.InPlace
 	if err := knob.Read.Check(opt.Read); err != nil {
@@ -112,34 +112,34 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	return m.start(reqs, wants, tgt, opt)
 }
 
-func newLoading(m *Model, tgt target, wants []plan.Want) *Loading {
+func newLoading(m *Model, tgt Target, wants []plan.Want) *Loading {
 	return &Loading{target: tgt, job: job.New("load"), model: m, wants: wants, mem: make([]device.Memory, len(wants)), taken: make([]bool, len(wants)),
-		arrived: newLandings(len(wants))}
+		arrived: job.NewLandings(len(wants))}
 }
 
 // start is Start without the requests that a stock serves.
-func (m *Model) start(reqs []Request, wants []plan.Want, tgt target, opt Options) (*Loading, error) {
-	if err := m.hold(); err != nil {
+func (m *Model) start(reqs []Request, wants []plan.Want, tgt Target, opt Options) (*Loading, error) {
+	if err := m.Hold(); err != nil {
 		return nil, err
 	}
 	l := newLoading(m, tgt, wants)
 	var err error
 	if l.casts, err = castsOf(m.ix, wants, tgt, opt.Cast); err != nil {
-		m.drop()
+		m.Drop()
 		return nil, err
 	}
 	if l.mapped, err = l.allocate(reqs); err != nil {
 		cpu.Release(l.mem)
-		m.drop()
+		m.Drop()
 		return nil, err
 	}
 	// Allocate here and not in the job: a caller that is out of memory may be able
 	// to free some and try again.
-	l.machine = m.machine(tgt.gpu != nil, opt.Threads, true)
-	if l.queue, err = tgt.queue(0, l.machine); err != nil {
+	l.machine = m.Machine(tgt.GPU != nil, opt.Threads, true)
+	if l.queue, err = tgt.Queue(0, l.machine); err != nil {
 		cpu.Release(l.mem)
-		m.drop()
-		return nil, m.where("stage", err)
+		m.Drop()
+		return nil, m.Where("stage", err)
 	}
 	l.job.Go(func(ctx context.Context, j *job.Job) error {
 		defer l.ended()
@@ -165,7 +165,7 @@ func (l *Loading) allocate(reqs []Request) ([]bool, error) {
 			continue
 		}
 		t := &ix.Tensors[l.wants[i].Data]
-		if l.target.gpu == nil && l.model.inFile(&l.wants[i], maps) {
+		if l.target.GPU == nil && l.model.inFile(&l.wants[i], maps) {
 			isMapped[i] = true
 			if !l.model.claim(int32(l.wants[i].Data)) {
 				own[i] = 1
@@ -178,7 +178,7 @@ func (l *Loading) allocate(reqs []Request) ([]bool, error) {
 	if err := l.waiting(reqs); err != nil {
 		return nil, err
 	}
-	if postpone(l.target.gpu, sizes) {
+	if postpone(l.target.GPU, sizes) {
 		l.later = sizes
 		if l.dests == nil {
 			l.dests = newDestinations(len(reqs))
@@ -186,7 +186,7 @@ func (l *Loading) allocate(reqs []Request) ([]bool, error) {
 	} else {
 		mem, err := l.target.alloc(sizes)
 		if err != nil {
-			return nil, l.model.where("land", err)
+			return nil, l.model.Where("land", err)
 		}
 		copy(l.mem, mem)
 	}
@@ -222,7 +222,7 @@ func (l *Loading) waiting(reqs []Request) error {
 		if reqs[i].Dest != SettleLater || l.wants[i].Bytes == 0 {
 			continue
 		}
-		if l.target.gpu == nil {
+		if l.target.GPU == nil {
 			return errs.New(errs.ErrArgument, "request %d: a destination on the host must be known when a load begins", i)
 		}
 		if l.settles == nil {
@@ -236,7 +236,7 @@ func (l *Loading) waiting(reqs []Request) error {
 // land marks a request as landed.
 func (l *Loading) land(i int32) {
 	l.job.Tensors.Add(1)
-	l.arrived.add(int(i))
+	l.arrived.Add(int(i))
 }
 
 // ended runs after the last worker: nothing writes to the memory any more.
@@ -250,7 +250,7 @@ func (l *Loading) ended() {
 	if l.queue != nil {
 		l.queue.Close()
 	}
-	l.model.drop()
+	l.model.Drop()
 }
 
 // Job is the load's job.
@@ -263,7 +263,7 @@ func (l *Loading) Len() int { return len(l.wants) }
 // arrival, at most limit of them; it waits up to d for the first. more is false
 // when the load has ended and everything was returned.
 func (l *Loading) Ready(limit int, d time.Duration) (reqs []int, more bool) {
-	return l.arrived.next(l.job.Done(), limit, d)
+	return l.arrived.Next(l.job.Done(), limit, d)
 }
 
 // Take passes the memory of a request, with its shape and dtype, to the caller, who

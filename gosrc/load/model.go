@@ -102,6 +102,12 @@ func Names(ctx context.Context, spec Spec) (names []string, ok bool, err error) 
 // Index is the model's index, as it is stored.
 func (m *Model) Index() *tensor.Index { return m.held }
 
+// Seen is the model's index as loads see it: see package unpack.
+func (m *Model) Seen() *tensor.Index { return m.ix }
+
+// Sources are the model's sources, for who holds it.
+func (m *Model) Sources() []source.Source { return m.srcs }
+
 // Close ends the handle. Running loads continue; the sources are closed after the
 // last of them. Close may be called more than once.
 func (m *Model) Close() {
@@ -110,13 +116,13 @@ func (m *Model) Close() {
 	m.shut = true
 	m.mu.Unlock()
 	if !again {
-		m.drop()
+		m.Drop()
 	}
 }
 
-// where adds the model, by its first source, to an error that is not about one
+// Where adds the model, by its first source, to an error that is not about one
 // tensor.
-func (m *Model) where(verb string, err error) error {
+func (m *Model) Where(verb string, err error) error {
 	at := &errs.At{Verb: verb, Chunk: -1, Offset: -1, Err: err}
 	if len(m.ix.Sources) > 0 {
 		at.Source = m.ix.Sources[0].URI
@@ -124,8 +130,8 @@ func (m *Model) where(verb string, err error) error {
 	return at
 }
 
-// hold keeps the sources open until drop; it fails on a closed model.
-func (m *Model) hold() error {
+// Hold keeps the sources open until drop; it fails on a closed model.
+func (m *Model) Hold() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.shut {
@@ -138,7 +144,8 @@ func (m *Model) hold() error {
 	return nil
 }
 
-func (m *Model) drop() {
+// Drop undoes Hold.
+func (m *Model) Drop() {
 	m.mu.Lock()
 	m.refs--
 	last := m.refs == 0
@@ -190,9 +197,9 @@ func (m *Model) shared(source int, n int64) (mapped, error) {
 	return *mp, nil
 }
 
-// uncut refuses files that have been truncated since they were opened: reading a
+// Uncut refuses files that have been truncated since they were opened: reading a
 // mapping there may give zeros and no error.
-func (m *Model) uncut() error {
+func (m *Model) Uncut() error {
 	for _, s := range m.srcs {
 		if s.Facts().File == nil {
 			continue

@@ -126,10 +126,10 @@ func (m *Model) staging(o *Outlook, parts []Part, q Prospect) error {
 	dest, maps := make([]unsafe.Pointer, len(reqs)), m.mapped()
 	for i := range wants {
 		if gpu || !m.inFile(&wants[i], maps) {
-			dest[i] = address(pending)
+			dest[i] = device.Pointer(pending)
 		}
 	}
-	mc := m.machine(gpu, 0, true)
+	mc := m.Machine(gpu, 0, true)
 	p := plan.Make(m.ix, wants, dest, mc.Limits())
 	if gpu {
 		slots, size := ringFor(p.Slot, mc)

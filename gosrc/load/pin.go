@@ -44,9 +44,9 @@ type PinReport struct {
 // The job's bytes are those of the files. No load of the model may run, and none
 // may start, before it has ended. If it fails, the model is unchanged.
 func (m *Model) Pin(opt Options) (*job.Job, error) {
-	tgt, err := targetOf(opt.Device)
+	tgt, err := TargetOf(opt.Device)
 	if err != nil {
-		return nil, m.where("open", err)
+		return nil, m.Where("open", err)
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -61,12 +61,12 @@ func (m *Model) Pin(opt Options) (*job.Job, error) {
 	m.pinning = true
 	m.refs++
 	return job.Start("pin", func(ctx context.Context, j *job.Job) error {
-		defer m.drop()
+		defer m.Drop()
 		start := time.Now()
 		p := &pinned{}
 		err := m.readAll(ctx, j, p, opt.Threads)
-		if err == nil && tgt.gpu != nil {
-			err = m.register(p, tgt.gpu)
+		if err == nil && tgt.GPU != nil {
+			err = m.register(p, tgt.GPU)
 		}
 		m.mu.Lock()
 		defer m.mu.Unlock()
@@ -99,7 +99,7 @@ func (m *Model) readAll(ctx context.Context, j *job.Job, p *pinned, threads int)
 		size := s.Size()
 		base, length, err := cpu.Map(size)
 		if err != nil {
-			return m.where("stage", err)
+			return m.Where("stage", err)
 		}
 		p.bytes = append(p.bytes, unsafe.Slice((*byte)(base), length)[:size]) // its capacity is what is mapped
 		for off := int64(0); off < size; off += step {
@@ -108,7 +108,7 @@ func (m *Model) readAll(ctx context.Context, j *job.Job, p *pinned, threads int)
 		j.TotalBytes.Add(size)
 	}
 	j.TotalTensors.Store(int64(len(m.ix.Tensors)))
-	mc := m.machine(false, threads, false)
+	mc := m.Machine(false, threads, false)
 	cores := cmp.Or(mc.Threads, mc.Cores)
 	reading, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -151,7 +151,7 @@ func (m *Model) register(p *pinned, gpu *cuda.Device) error {
 	p.gpu = cmp.Or(p.gpu, gpu)
 	for ; p.registered < len(p.bytes); p.registered++ {
 		if err := p.gpu.Register(p.bytes[p.registered]); err != nil {
-			return m.where("stage", err)
+			return m.Where("stage", err)
 		}
 	}
 	return nil

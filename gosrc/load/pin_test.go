@@ -140,13 +140,13 @@ func TestPinFails(t *testing.T) {
 	}
 	l.Close()
 	settled(t)
-	if err := m.hold(); err != nil { // as a load that runs does
+	if err := m.Hold(); err != nil { // as a load that runs does
 		t.Fatal(err)
 	}
 	if _, err := m.Pin(Options{}); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("pinned while a load runs: %v", err)
 	}
-	m.drop()
+	m.Drop()
 	if err := os.Truncate(path, 1000); err != nil {
 		t.Fatal(err)
 	}

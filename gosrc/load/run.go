@@ -9,6 +9,7 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -17,9 +18,9 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// machine describes, for the planner, what a load of the model to the host, or to a GPU,
+// Machine describes, for the planner, what a load of the model to the host, or to a GPU,
 // runs on and reads from; stepped says whether ranges may be read in steps.
-func (m *Model) machine(gpu bool, threads int, stepped bool) plan.Machine {
+func (m *Model) Machine(gpu bool, threads int, stepped bool) plan.Machine {
 	mc := plan.Machine{Cores: runtime.GOMAXPROCS(0), Threads: cmp.Or(max(0, threads), max(0, knob.Threads.Get()))}
 	for _, s := range m.srcs {
 		f := s.Facts()
@@ -58,9 +59,9 @@ func (l *Loading) shape(reqs []Request) *shape {
 			s.maps = append(s.maps, i)
 			s.mapped += n
 		case l.settles != nil && l.settles[i], l.later != nil && l.later[i] > 0:
-			s.dest[i] = address(pending)
+			s.dest[i] = device.Pointer(pending)
 		case reqs[i].Dest != 0:
-			s.dest[i] = address(reqs[i].Dest)
+			s.dest[i] = device.Pointer(reqs[i].Dest)
 		default:
 			s.dest[i] = l.mem[i].Ptr
 		}
@@ -86,7 +87,7 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, opt Optio
 	j.TotalBytes.Store(s.bytes)
 	j.TotalTensors.Store(int64(len(reqs)))
 	how := cmp.Or(opt.Read, knob.Read.Get())
-	files, depth := expect(l.model.srcs, s.plan, l.target.gpu == nil, how)
+	files, depth := Expect(l.model.srcs, s.plan, l.target.GPU == nil, how)
 	late, err := l.plantCasts(s.plan, s.dest)
 	if err != nil {
 		return err
@@ -101,7 +102,7 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, opt Optio
 	var ways *gdsReads
 	if queue != nil && how == "gds" {
 		if ways, err = l.byGDS(queue); err != nil {
-			return l.model.where("stage", err)
+			return l.model.Where("stage", err)
 		}
 	}
 	task.GDS, task.Landed = ways.readers(), late.or(l.land)
@@ -113,7 +114,7 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, opt Optio
 		err = late.cast(ctx, queue, l.land)
 	}
 	if err == nil {
-		err = l.model.uncut()
+		err = l.model.Uncut()
 	}
 	rep.Seconds = time.Since(start).Seconds()
 	if err == nil && task.Trace != nil {
@@ -152,11 +153,11 @@ func (l *Loading) landMapped(j *job.Job, s *shape) {
 // prepare makes the GPU's queue fit the plan, after the work of the caller's
 // stream; nil: the host.
 func (l *Loading) prepare(p *plan.Plan, stream uint64) (*cuda.Queue, error) {
-	if l.target.gpu == nil {
+	if l.target.GPU == nil {
 		return nil, nil
 	}
 	if pin := l.model.pin; pin != nil {
-		if err := l.model.register(pin, l.target.gpu); err != nil {
+		if err := l.model.register(pin, l.target.GPU); err != nil {
 			return nil, err
 		}
 	}
@@ -165,7 +166,7 @@ func (l *Loading) prepare(p *plan.Plan, stream uint64) (*cuda.Queue, error) {
 		err = queue.WaitFor(uintptr(stream))
 	}
 	if err != nil {
-		return nil, l.model.where("stage", err)
+		return nil, l.model.Where("stage", err)
 	}
 	return queue, nil
 }
@@ -178,7 +179,7 @@ func (l *Loading) queueFor(p *plan.Plan) (*cuda.Queue, error) {
 	if p.Slot > l.machine.SlotBytes {
 		l.queue.Close()
 		l.queue = nil
-		queue, err := l.target.queue(p.Slot, l.machine)
+		queue, err := l.target.Queue(p.Slot, l.machine)
 		if err != nil {
 			return nil, err
 		}
@@ -217,9 +218,9 @@ func (l *Loading) task(s *shape, queue *cuda.Queue, depth int, opt Options) *pip
 	return t
 }
 
-// expect announces the plan to its files; host says that it fills the host's memory.
+// Expect announces the plan to its files; host says that it fills the host's memory.
 // It returns them, and how many reads in flight suit them best.
-func expect(srcs []source.Source, p *plan.Plan, host bool, how string) (files []source.File, depth int) {
+func Expect(srcs []source.Source, p *plan.Plan, host bool, how string) (files []source.File, depth int) {
 	for i := range p.Pieces { // in the order of the sources
 		s := p.Pieces[i].Source
 		if i > 0 && s == p.Pieces[i-1].Source {

@@ -275,7 +275,7 @@ type due struct {
 }
 
 // served says which requests the model's stocks serve; nil: none.
-func (m *Model) served(reqs []Request, wants []plan.Want, tgt target, opt Options) []due {
+func (m *Model) served(reqs []Request, wants []plan.Want, tgt Target, opt Options) []due {
 	m.mu.Lock()
 	stocks := m.stocks
 	m.mu.Unlock()
@@ -300,7 +300,7 @@ func (m *Model) served(reqs []Request, wants []plan.Want, tgt target, opt Option
 			continue
 		}
 		whole := r.Lo0 == 0 && r.Hi0 == plan.Whole && r.Lo1 == 0 && r.Hi1 == plan.Whole
-		if from.stock == nil || !whole || from.stock.l.target != tgt || r.Dest != 0 && tgt.gpu != nil {
+		if from.stock == nil || !whole || from.stock.l.target != tgt || r.Dest != 0 && tgt.GPU != nil {
 			continue
 		}
 		k, ok := from.stock.find(m, wants[i].Tensor, from.file)
@@ -319,8 +319,8 @@ func (m *Model) served(reqs []Request, wants []plan.Want, tgt target, opt Option
 
 // fromStocks is Start for requests some of which stocks serve; the others, and
 // those that a stock cannot give, are loads of their own.
-func (m *Model) fromStocks(reqs []Request, wants []plan.Want, tgt target, opt Options, all []due) (*Loading, error) {
-	if err := m.hold(); err != nil {
+func (m *Model) fromStocks(reqs []Request, wants []plan.Want, tgt Target, opt Options, all []due) (*Loading, error) {
+	if err := m.Hold(); err != nil {
 		return nil, err
 	}
 	l := newLoading(m, tgt, wants)
@@ -343,7 +343,7 @@ func (m *Model) fromStocks(reqs []Request, wants []plan.Want, tgt target, opt Op
 	if len(rest) > 0 {
 		var err error
 		if beside, err = m.start(pick(reqs, rest), pick(wants, rest), tgt, opt); err != nil {
-			m.drop()
+			m.Drop()
 			return nil, err
 		}
 	}
@@ -396,7 +396,7 @@ func (l *Loading) draw(ctx context.Context, reqs []Request, all []due, rep *Repo
 			missing = append(missing, d.at)
 			continue
 		case reqs[d.at].Dest != 0:
-			copy(unsafe.Slice((*byte)(address(reqs[d.at].Dest)), mem.Bytes), mem.Slice())
+			copy(unsafe.Slice((*byte)(device.Pointer(reqs[d.at].Dest)), mem.Bytes), mem.Slice())
 			mem.Release()
 			mem = device.Memory{}
 		case d.from.stock.l.mapped[d.k]:

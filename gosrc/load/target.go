@@ -14,23 +14,23 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// A target is the device that a load lands on.
-type target struct {
-	gpu     *cuda.Device // nil: the host
+// A Target is the device that a load lands on.
+type Target struct {
+	GPU     *cuda.Device // nil: the host
 	inPlace bool         // see Options.InPlace
 }
 
-// targetOf opens a device by name; "" is the host.
-func targetOf(name string) (target, error) {
+// TargetOf opens a device by name; "" is the host.
+func TargetOf(name string) (Target, error) {
 	number, err := device.Number(cmp.Or(name, "cpu"))
 	if err != nil || number == device.Host {
-		return target{}, err
+		return Target{}, err
 	}
 	gpu, err := cuda.Open(int(max(0, number)))
 	if err != nil {
 		err = fmt.Errorf("device %q: %w", name, err)
 	}
-	return target{gpu: gpu}, err
+	return Target{GPU: gpu}, err
 }
 
 var preparing sync.WaitGroup
@@ -45,18 +45,18 @@ func Prepare(name string) {
 	spawn.Go("load prepare", func() {
 		defer preparing.Done()
 		_ = spawn.Guard("load prepare", func() error {
-			t, err := targetOf(name)
-			if err == nil && t.gpu != nil {
-				t.gpu.Prepare()
+			t, err := TargetOf(name)
+			if err == nil && t.GPU != nil {
+				t.GPU.Prepare()
 			}
 			return err
 		})
 	})
 }
 
-func (t target) alloc(sizes []int64) ([]device.Memory, error) {
-	if t.gpu != nil {
-		return t.gpu.Alloc(sizes)
+func (t Target) alloc(sizes []int64) ([]device.Memory, error) {
+	if t.GPU != nil {
+		return t.GPU.Alloc(sizes)
 	}
 	return cpu.Alloc(sizes)
 }
@@ -70,14 +70,14 @@ func ring(m plan.Machine) (slots int, bytes int64) {
 	return cuda.Ring()
 }
 
-// queue makes the GPU's queue for pieces of at most `largest` bytes. On the host it
+// Queue makes the GPU's queue for pieces of at most `largest` bytes. On the host it
 // returns nil: the pipeline makes its own.
-func (t target) queue(largest int64, m plan.Machine) (*cuda.Queue, error) {
-	if t.gpu == nil {
+func (t Target) Queue(largest int64, m plan.Machine) (*cuda.Queue, error) {
+	if t.GPU == nil {
 		return nil, nil
 	}
 	slots, size := ringFor(largest, m)
-	q, err := t.gpu.Queue(slots, size)
+	q, err := t.GPU.Queue(slots, size)
 	if err == nil && t.inPlace {
 		q.InPlace()
 	}

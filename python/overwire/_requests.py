@@ -229,22 +229,6 @@ class LoadOutlook(TypedDict):
     windows: list[PlanWindow]
 
 
-LoadPieceTimes = TypedDict(
-    "LoadPieceTimes",
-    {
-        "read": "int",
-        "uploaded": "int",
-        "asked": "int",
-        "ready": "int",
-        "decode": "int",
-        "queued": "int",
-        "decoded": "int",
-        "from": "int",
-        "to": "int",
-    },
-)
-
-
 class LoadPinReport(TypedDict):
     bytes: int
     seconds: float
@@ -258,45 +242,6 @@ class LoadProspect(TypedDict, total=False):
     unpack: bool
     max_memory: int
     stream: bool
-
-
-class LoadRelayReport(TypedDict):
-    bytes: int
-    tensors: int
-    mapped: int
-    past_cache: int
-    gds: int
-    no_gds: NotRequired[str]
-    seconds: float
-    stages: PipelineStages
-    trace: NotRequired[PipelineSummary | None]
-    ours: bool
-    pulled: NotRequired[int]
-    lost: NotRequired[list[int]]
-    timeline: NotRequired[list[LoadPieceTimes]]
-
-
-class LoadRelaySpec(TypedDict, total=False):
-    tensors: list[int]
-    ring: list[int]
-    size: int
-    exchange: bool
-    buffers: int
-    cuts: list[int]
-    world: int
-    members: list[int]
-    ranks: int
-    widest: int
-    rank: int
-    timeline: bool
-    device: str
-    stream: int
-    cast: str
-    threads: int
-    no_check: bool
-    in_place: bool
-    read: str
-    trace: str
 
 
 class LoadReport(TypedDict):
@@ -463,6 +408,61 @@ class RecordsRequest(TypedDict, total=False):
     uri: str
     storage: FormatAccess
     records: bool
+
+
+RelayPieceTimes = TypedDict(
+    "RelayPieceTimes",
+    {
+        "read": "int",
+        "uploaded": "int",
+        "asked": "int",
+        "ready": "int",
+        "decode": "int",
+        "queued": "int",
+        "decoded": "int",
+        "from": "int",
+        "to": "int",
+    },
+)
+
+
+class RelayReport(TypedDict):
+    bytes: int
+    tensors: int
+    mapped: int
+    past_cache: int
+    gds: int
+    no_gds: NotRequired[str]
+    seconds: float
+    stages: PipelineStages
+    trace: NotRequired[PipelineSummary | None]
+    ours: bool
+    pulled: NotRequired[int]
+    lost: NotRequired[list[int]]
+    timeline: NotRequired[list[RelayPieceTimes]]
+
+
+class RelaySpec(TypedDict, total=False):
+    tensors: list[int]
+    ring: list[int]
+    size: int
+    exchange: bool
+    buffers: int
+    cuts: list[int]
+    world: int
+    members: list[int]
+    ranks: int
+    widest: int
+    rank: int
+    timeline: bool
+    device: str
+    stream: int
+    cast: str
+    threads: int
+    no_check: bool
+    in_place: bool
+    read: str
+    trace: str
 
 
 class RenameRequest(TypedDict, total=False):

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
         LoadOptions,
         LoadOutlook,
         LoadProspect,
-        LoadRelaySpec,
         LoadSpec,
         PeersOffer,
         PreloadAnswer,
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
         Program,
         PutRequest,
         RecordsRequest,
+        RelaySpec,
         RenameRequest,
         SaveRequest,
         SleepRequest,
@@ -204,7 +204,7 @@ def sweep(request: str) -> PreloadAnswer:
     return made
 
 
-def relay(request: LoadRelaySpec, model: int) -> JobNumber:
+def relay(request: RelaySpec, model: int) -> JobNumber:
     """Load together with other ranks: this rank's share."""
     job: JobNumber = core().start("relay", dumps(request), pack("=1q", handle(model)))
     return job

@@ -11,6 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/preload"
+	"github.com/overwire/overwire/gosrc/relay"
 )
 
 // An entry is a job that Python has a handle to: one of any verb, or a preload,
@@ -18,7 +19,7 @@ import (
 type entry struct {
 	job   *job.Job         // nil: a preload
 	load  *load.Loading    // nil: not a load
-	relay *load.Relay      // nil: not a relay
+	relay *relay.Relay     // nil: not a relay
 	pre   *preload.Preload // nil: not a preload
 	// usesMemory: the job uses the caller's memory, which must stay valid until it
 	// has ended.

@@ -8,12 +8,13 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/peers"
+	"github.com/overwire/overwire/gosrc/relay"
 )
 
 // relayVerbs are one rank's part in such a load.
 func relayVerbs() []Verb {
 	return []Verb{
-		begun[load.RelaySpec, load.RelayReport]("relay", "Load together with other ranks: this rank's share.", startRelay).ints("model"),
+		begun[relay.Spec, relay.Report]("relay", "Load together with other ranks: this rank's share.", startRelay).ints("model"),
 		answered("relay_shares", "How many bytes each rank's share of each piece has in its buffer.",
 			func(_ none, n []int64) ([]int64, error) {
 				r, err := relayOf(n[0])
@@ -74,19 +75,19 @@ func relayVerbs() []Verb {
 	}
 }
 
-func startRelay(_ *Verb, q load.RelaySpec, n []int64) (*entry, error) {
+func startRelay(_ *Verb, q relay.Spec, n []int64) (*entry, error) {
 	m, err := get[*load.Model](uint64(n[0]))
 	if err != nil {
 		return nil, err
 	}
-	r, err := m.Relay(&q)
+	r, err := relay.Start(m, &q)
 	if err != nil {
 		return nil, err
 	}
 	return &entry{job: r.Job(), relay: r}, nil
 }
 
-func relayOf(h int64) (*load.Relay, error) {
+func relayOf(h int64) (*relay.Relay, error) {
 	e, err := get[*entry](uint64(h))
 	if err != nil {
 		return nil, err

@@ -25,6 +25,7 @@ import (
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/peers"
 	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/relay"
 	"github.com/overwire/overwire/gosrc/save"
 )
 
@@ -250,7 +251,7 @@ func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.R
 			spec.Members = append(spec.Members, int64(other))
 		}
 	}
-	r, err := m.Relay(spec)
+	r, err := relay.Start(m, spec)
 	offer := (&said{}).failed(err)
 	if err == nil {
 		o, err := r.Offer()
@@ -310,7 +311,7 @@ func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.R
 	}
 	end.Calls = cuda.FakeCalls() - before
 	cuda.FakeFail(0, 0, false)
-	if rep, is := r.Job().Value().(load.RelayReport); is {
+	if rep, is := r.Job().Value().(relay.Report); is {
 		end.Lost, end.Pulls = rep.Lost, rep.Pulled
 	}
 	for i := range want {

@@ -10,7 +10,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/relay"
 	"github.com/overwire/overwire/gosrc/save"
 )
 
@@ -69,7 +69,7 @@ func TestRelayEveryCallFails(t *testing.T) {
 }
 
 // passed carries a relay of one rank through.
-func passed(r *load.Relay) error {
+func passed(r *relay.Relay) error {
 	for k := range r.Shares() {
 		if landed, err := r.Wait(k, time.Minute); !landed || err != nil {
 			break

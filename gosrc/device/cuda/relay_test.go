@@ -17,6 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/relay"
 	"github.com/overwire/overwire/gosrc/save"
 )
 
@@ -110,7 +111,7 @@ func TestRelay(t *testing.T) {
 		}
 		for _, where := range where {
 			for _, ranks := range c.ranks {
-				t.Run(fmt.Sprint(c.kind, " ", c.compress, " ", where, " ", ranks), func(t *testing.T) { relay(t, m, travel, where, ranks) })
+				t.Run(fmt.Sprint(c.kind, " ", c.compress, " ", where, " ", ranks), func(t *testing.T) { ranksLoad(t, m, travel, where, ranks) })
 			}
 		}
 	}
@@ -153,7 +154,7 @@ func sliced(t *testing.T, m *load.Model, reqs []load.Request) (all [][]byte) {
 	return all
 }
 
-func relay(t *testing.T, m *load.Model, travel []int64, where string, ranks int) {
+func ranksLoad(t *testing.T, m *load.Model, travel []int64, where string, ranks int) {
 	buffers := make([]int64, 32)
 	if ranks == 1 { // no other rank reads them: they are reused
 		buffers = buffers[:2]
@@ -163,7 +164,7 @@ func relay(t *testing.T, m *load.Model, travel []int64, where string, ranks int)
 	}
 	ring := memoryOn(t, where, buffers)
 	defer ring.free()
-	var relays []*load.Relay
+	var relays []*relay.Relay
 	var got []memory
 	var want [][][]byte
 	for rank := range ranks {
@@ -223,8 +224,8 @@ func streamOf(where string) uint64 {
 }
 
 // begun is a relay that has its requests.
-func begun(m *load.Model, spec *load.RelaySpec, requests [][6]int64) (*load.Relay, error) {
-	r, err := m.Relay(spec)
+func begun(m *load.Model, spec *relay.Spec, requests [][6]int64) (*relay.Relay, error) {
+	r, err := relay.Start(m, spec)
 	if err != nil {
 		return nil, err
 	}
@@ -243,8 +244,8 @@ func requests(reqs []load.Request, got memory) (out [][6]int64) {
 	return out
 }
 
-func specOf(travel []int64, ring memory, where string, rank, ranks int, size int64) *load.RelaySpec {
-	spec := &load.RelaySpec{Tensors: travel, Ring: ring.at, Size: size, Ranks: ranks, Rank: rank}
+func specOf(travel []int64, ring memory, where string, rank, ranks int, size int64) *relay.Spec {
+	spec := &relay.Spec{Tensors: travel, Ring: ring.at, Size: size, Ranks: ranks, Rank: rank}
 	spec.Device, spec.Stream = where, streamOf(where)
 	return spec
 }
@@ -262,12 +263,12 @@ func TestRelayEnds(t *testing.T) {
 			sizes[i] = int64(len(b))
 		}
 		got, ring := memoryOn(t, where, sizes), memoryOn(t, where, []int64{alone, alone})
-		for _, wrong := range []func(*load.RelaySpec, [][6]int64){
-			func(s *load.RelaySpec, _ [][6]int64) { s.Rank = 1 }, func(s *load.RelaySpec, _ [][6]int64) { s.Ring = nil },
-			func(s *load.RelaySpec, _ [][6]int64) { s.Size = 30 << 10 }, func(s *load.RelaySpec, _ [][6]int64) { s.Widest = 300 },
-			func(s *load.RelaySpec, _ [][6]int64) { s.Tensors = s.Tensors[1:] },
-			func(s *load.RelaySpec, _ [][6]int64) { s.Tensors[0] = math.MaxInt32 },
-			func(_ *load.RelaySpec, q [][6]int64) { q[0][3] = math.MaxInt32 },
+		for _, wrong := range []func(*relay.Spec, [][6]int64){
+			func(s *relay.Spec, _ [][6]int64) { s.Rank = 1 }, func(s *relay.Spec, _ [][6]int64) { s.Ring = nil },
+			func(s *relay.Spec, _ [][6]int64) { s.Size = 30 << 10 }, func(s *relay.Spec, _ [][6]int64) { s.Widest = 300 },
+			func(s *relay.Spec, _ [][6]int64) { s.Tensors = s.Tensors[1:] },
+			func(s *relay.Spec, _ [][6]int64) { s.Tensors[0] = math.MaxInt32 },
+			func(_ *relay.Spec, q [][6]int64) { q[0][3] = math.MaxInt32 },
 		} {
 			spec, list := specOf(append([]int64(nil), travel...), ring, where, 0, 1, alone), requests(reqs, got)
 			wrong(spec, list)
@@ -276,7 +277,7 @@ func TestRelayEnds(t *testing.T) {
 			}
 		}
 		for _, decodes := range []int{0, 1} {
-			r, err := m.Relay(specOf(travel, ring, where, 0, 1, alone))
+			r, err := relay.Start(m, specOf(travel, ring, where, 0, 1, alone))
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -80,8 +80,9 @@ var mayImport = map[string][]string{
 
 	// The verbs.
 	"unpack": {"codec", "source", "tensor", "errs", "internal/..."},
-	"load": {"format/...", "plan", "pipeline", "unpack", "codec", "codec/digest", "source", "source/open", "source/memory", "device/...", "peers", "job",
+	"load": {"format/...", "plan", "pipeline", "unpack", "codec", "codec/digest", "source", "source/open", "source/memory", "device/...", "job",
 		"knob", "tensor", "errs", "internal/..."},
+	"relay":        {"load", "plan", "pipeline", "source", "device/...", "peers", "job", "knob", "tensor", "errs", "internal/..."},
 	"companions":   {"errs", "internal/..."},
 	"save/stored":  {"codec", "source", "tensor", "errs", "internal/..."},
 	"save/folders": {"source", "source/open", "errs", "internal/..."},
@@ -118,7 +119,7 @@ var mayImport = map[string][]string{
 
 	// The binding to Python.
 	"bind/api": {"bind/binding", "dlpack"},
-	"bind/binding": {"tensorizer", "format", "load", "save", "delta", "nvcomp", "cli", "preload", "sleep", "source", "source/open", "fetch", "codec/...", "device/...", "peers", "dlpack", "job",
+	"bind/binding": {"tensorizer", "format", "load", "save", "delta", "nvcomp", "cli", "preload", "sleep", "source", "source/open", "fetch", "codec/...", "device/...", "peers", "relay", "dlpack", "job",
 		"knob",
 		"tensor", "errs", "internal/..."},
 	"bind/core": {"bind/api"},
@@ -159,7 +160,6 @@ var mayWrite = map[string]string{
 // needed fails. Files and functions have no such list.
 var longPackages = map[string]string{
 	"rig":         "a group of rows for each thing that is promised; they share models, child processes and the table",
-	"load":        "loads by the ranks of a group use the same sources, destinations and slots as those of one process",
 	"device/cuda": "a thousand of its lines are the fake driver of its tests, which has to lie where cgo compiles it",
 }
 

@@ -5,7 +5,7 @@ gets the other shares from the other ranks; then every rank decodes what it need
 (plain tensors: copies it). A relay is divided into pieces, each in one of a few
 buffers. Beside the tensors it needs only the ring of these buffers.
 
-The engine reads, lays out and decodes (`gosrc/load/relay.go`); this
+The engine reads, lays out and decodes (`gosrc/relay`); this
 module exchanges the pieces, by collectives. Where the ranks of each host map each
 other's memory (`OVERWIRE_EXCHANGE=ipc`), the engine exchanges them, too, and this module
 only brings the ranks together. All ranks of the group must call it with the same tensors.
@@ -33,7 +33,7 @@ from ..model.opened import WHOLE
 from .exchange import ExchangeContext, Task
 
 if TYPE_CHECKING:
-    from .._requests import LoadRelaySpec
+    from .._requests import RelaySpec
 
 __all__ = ["Relay"]
 
@@ -78,7 +78,7 @@ class Relay:
         context, model = self._context, self._model
         members = context.members
         self._on = self._stream()
-        spec: LoadRelaySpec = {
+        spec: RelaySpec = {
             "tensors": [task.at for task in self._tasks],
             "ring": [] if self._engine else [buffer.data_ptr() for buffer in context.ring(_BUFFERS, self._size)],
             "exchange": self._engine,

@@ -1,4 +1,4 @@
-package load
+package relay
 
 // This file divides a group's load into pieces and shares.
 
@@ -7,6 +7,7 @@ import (
 	"slices"
 	"unsafe"
 
+	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -38,7 +39,7 @@ const (
 // chunked is the model's index with chunks for plain tensors, too: raw ones without
 // a checksum.
 func (r *Relay) chunked(wants []plan.Want) *tensor.Index {
-	ix := r.model.ix
+	ix := r.model.Seen()
 	out := &tensor.Index{Sources: ix.Sources, Tensors: ix.Tensors, Chunks: ix.Chunks}
 	for i := range wants {
 		t := &out.Tensors[wants[i].Data]
@@ -60,11 +61,11 @@ func (r *Relay) chunked(wants []plan.Want) *tensor.Index {
 // the same shares.
 func (r *Relay) layOut() error {
 	spec := r.spec
-	reqs := make([]Request, len(spec.Tensors))
+	reqs := make([]plan.Request, len(spec.Tensors))
 	for i, t := range spec.Tensors {
-		reqs[i] = Request{Tensor: t, Hi0: plan.Whole, Hi1: plan.Whole}
+		reqs[i] = plan.Request{Tensor: t, Hi0: plan.Whole, Hi1: plan.Whole}
 	}
-	wants, err := plan.Check(r.model.ix, reqs)
+	wants, err := plan.Check(r.model.Seen(), reqs)
 	if err != nil {
 		return err
 	}
@@ -183,7 +184,7 @@ func gapBefore(pos int64, last, chunk *tensor.Chunk) int64 {
 func (r *Relay) addPiece(p relayPiece, chunks []chunkOf) {
 	number := len(r.pieces)
 	p.share = (p.share + shareAlign - 1) &^ (shareAlign - 1)
-	base := address(uintptr(r.spec.Ring[number%len(r.spec.Ring)]))
+	base := device.Pointer(uintptr(r.spec.Ring[number%len(r.spec.Ring)]))
 	for _, c := range chunks {
 		at := r.place(c)
 		at.off = at.off>>32*p.share + at.off&(1<<32-1)
@@ -218,11 +219,11 @@ func byPiece(p *plan.Plan, where []int) {
 // each with a destination. It is called once, before the first Decode; an error
 // leaves the relay as it was.
 func (r *Relay) Aim(requests [][6]int64) error {
-	reqs := make([]Request, len(requests))
+	reqs := make([]plan.Request, len(requests))
 	dest := make([]unsafe.Pointer, len(reqs))
 	for i, w := range requests {
-		reqs[i] = Request{Tensor: w[0], Dest: uintptr(w[1]), Lo0: w[2], Hi0: w[3], Lo1: w[4], Hi1: w[5]}
-		dest[i] = address(uintptr(w[1]))
+		reqs[i] = plan.Request{Tensor: w[0], Dest: uintptr(w[1]), Lo0: w[2], Hi0: w[3], Lo1: w[4], Hi1: w[5]}
+		dest[i] = device.Pointer(uintptr(w[1]))
 	}
 	wants, err := plan.Check(r.ix, reqs)
 	if err != nil {
@@ -256,7 +257,7 @@ func (r *Relay) Aim(requests [][6]int64) error {
 	for i, n := range p.Left {
 		if n == 0 { // it has no bytes
 			r.job.Tensors.Add(1)
-			r.here.add(i)
+			r.here.Add(i)
 		}
 	}
 	for i := range wants {

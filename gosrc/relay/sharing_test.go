@@ -1,4 +1,4 @@
-package load
+package relay
 
 import (
 	"os"

@@ -1,4 +1,4 @@
-package load
+package relay
 
 // This file counts the processes of a host that share its cores.
 

@@ -1,4 +1,4 @@
-package load
+package relay
 
 // This file divides a group's load where the ranks cut tensors: what one rank alone
 // needs is read by that rank, and does not travel.
@@ -7,6 +7,7 @@ import (
 	"slices"
 	"unsafe"
 
+	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -18,15 +19,18 @@ const (
 	allRanks = -2 // more than one
 )
 
+// anywhere stands for a destination: no memory has this address.
+const anywhere = uintptr(1) << 62
+
 // blockOf is the part of a dimension that a rank of the host gets: as torch.chunk cuts.
-func (s *RelaySpec) blockOf(size int64, rank int) (lo, hi int64) {
+func (s *Spec) blockOf(size int64, rank int) (lo, hi int64) {
 	block := (size + int64(s.World) - 1) / int64(s.World)
 	lo = min(s.Members[rank]*block, size)
 	return lo, min(lo+block, size)
 }
 
 // checkCuts checks what a spec says of cuts.
-func (s *RelaySpec) checkCuts() error {
+func (s *Spec) checkCuts() error {
 	if len(s.Cuts) == 0 {
 		return nil
 	}
@@ -47,7 +51,7 @@ func (r *Relay) needs(wants []plan.Want) ([]int16, error) {
 	for i := range need {
 		need[i] = noRank
 	}
-	reqs := make([][]Request, s.Ranks)
+	reqs := make([][]plan.Request, s.Ranks)
 	for i := range wants {
 		shape := r.ix.Tensors[wants[i].Tensor].Shape
 		if dim := s.Cuts[i]; dim < 0 || dim > 1 || dim >= int64(len(shape)) {
@@ -58,7 +62,7 @@ func (r *Relay) needs(wants []plan.Want) ([]int16, error) {
 			continue
 		}
 		for rank := range reqs {
-			q := Request{Tensor: s.Tensors[i], Hi0: plan.Whole, Hi1: plan.Whole}
+			q := plan.Request{Tensor: s.Tensors[i], Hi0: plan.Whole, Hi1: plan.Whole}
 			lo, hi := s.blockOf(shape[s.Cuts[i]], rank)
 			if s.Cuts[i] == 0 {
 				q.Lo0, q.Hi0 = lo, hi
@@ -75,7 +79,7 @@ func (r *Relay) needs(wants []plan.Want) ([]int16, error) {
 		if err != nil {
 			return nil, err
 		}
-		dest := slices.Repeat([]unsafe.Pointer{address(pending)}, len(ws))
+		dest := slices.Repeat([]unsafe.Pointer{device.Pointer(anywhere)}, len(ws))
 		for _, ref := range plan.Make(r.ix, ws, dest, plan.Limits{Piece: 1}).Refs {
 			switch n := &need[r.ix.Tensors[ws[ref.Want].Data].First+ref.N]; *n {
 			case noRank:

@@ -1,20 +1,48 @@
-package load
+package relay
 
 import (
 	"errors"
+	"fmt"
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/tensor"
 )
+
+// plain opens a model of plain U8 tensors of these shapes, in this order.
+func plain(t *testing.T, shapes ...[]int64) *load.Model {
+	t.Helper()
+	path := t.TempDir() + "/m.safetensors"
+	var in []save.Input
+	for i, shape := range shapes {
+		n := int64(1)
+		for _, d := range shape {
+			n *= d
+		}
+		in = append(in, save.Input{Name: fmt.Sprint("t", i), DType: tensor.U8, Shape: shape, Data: make([]byte, n)})
+	}
+	if _, err := save.Write(t.Context(), job.New("save"), save.Spec{Path: path}, in); err != nil {
+		t.Fatal(err)
+	}
+	m, err := load.Open(t.Context(), load.Spec{URIs: []string{path}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(m.Close)
+	return m
+}
 
 // What one rank alone needs is read by that rank and does not travel; what several
 // need is read by one and travels; nothing is read twice, and each rank reads about as
 // much as every other.
 func TestCuts(t *testing.T) {
-	path, _ := write(t, "cuts.safetensors", []int64{4096, 1024}, []int64{2048, 2048}, []int64{1000, 999}, []int64{7}, []int64{3 << 20})
-	m := opened(t, Spec{URIs: []string{path}})
+	m := plain(t, []int64{4096, 1024}, []int64{2048, 2048}, []int64{1000, 999}, []int64{7}, []int64{3 << 20})
 	const ranks = 3
-	spec := RelaySpec{Tensors: []int64{0, 1, 2, 3, 4}, Cuts: []int64{0, 1, -1, 0, 0}, World: ranks, Members: []int64{0, 1, 2},
+	spec := Spec{Tensors: []int64{0, 1, 2, 3, 4}, Cuts: []int64{0, 1, -1, 0, 0}, World: ranks, Members: []int64{0, 1, 2},
 		Size: ranks * (1<<20 + 4096), Ranks: ranks, Exchange: true, Buffers: 2}
 	readers, all := map[chunkOf]int{}, 0
 	var read [ranks]int64
@@ -22,7 +50,7 @@ func TestCuts(t *testing.T) {
 	for rank := range ranks {
 		s := spec
 		s.Rank = rank
-		r, err := m.Relay(&s)
+		r, err := Start(m, &s)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -64,15 +92,17 @@ func TestCuts(t *testing.T) {
 			t.Errorf("rank %d reads %d bytes of %v", rank, n, read)
 		}
 	}
-	for _, wrong := range []func(s *RelaySpec){
-		func(s *RelaySpec) { s.Cuts = s.Cuts[1:] }, func(s *RelaySpec) { s.Members = nil }, func(s *RelaySpec) { s.Members = []int64{0, 1, 3} },
-		func(s *RelaySpec) { s.World = 2 }, func(s *RelaySpec) { s.Size = 3 * 4096 }, func(s *RelaySpec) { s.Buffers = 0 },
+	for _, wrong := range []func(s *Spec){
+		func(s *Spec) { s.Cuts = s.Cuts[1:] }, func(s *Spec) { s.Members = nil }, func(s *Spec) { s.Members = []int64{0, 1, 3} },
+		func(s *Spec) { s.World = 2 }, func(s *Spec) { s.Size = 3 * 4096 }, func(s *Spec) { s.Buffers = 0 },
 	} {
 		s := spec
 		wrong(&s)
-		if _, err := m.Relay(&s); !errors.Is(err, errs.ErrArgument) {
+		if _, err := Start(m, &s); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%+v: %v", s, err)
 		}
 	}
-	settled(t)
+	if left := spawn.Left(); len(left) != 0 {
+		t.Errorf("still running: %v", left)
+	}
 }

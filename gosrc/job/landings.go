@@ -1,4 +1,4 @@
-package load
+package job
 
 // This file tells the caller which requests have landed, in the order of their arrival.
 
@@ -7,20 +7,21 @@ import (
 	"time"
 )
 
-// landings are the requests of a job that have landed. It is safe for concurrent use.
-type landings struct {
+// Landings are the requests of a job that have landed. It is safe for concurrent use.
+type Landings struct {
 	mu     sync.Mutex
 	ready  []int         // landed, not yet returned
-	wake   chan struct{} // closed and renewed when ready grows and next waits
-	asleep bool          // next waits on wake
+	wake   chan struct{} // closed and renewed when ready grows and Next waits
+	asleep bool          // Next waits on wake
 }
 
-func newLandings(requests int) *landings {
-	return &landings{ready: make([]int, 0, requests), wake: make(chan struct{})}
+// NewLandings is room for a number of requests, without a limit.
+func NewLandings(requests int) *Landings {
+	return &Landings{ready: make([]int, 0, requests), wake: make(chan struct{})}
 }
 
-// add says that a request has landed.
-func (l *landings) add(i int) {
+// Add says that a request has landed.
+func (l *Landings) Add(i int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.ready = append(l.ready, i)
@@ -30,10 +31,10 @@ func (l *landings) add(i int) {
 	}
 }
 
-// next returns the requests that have landed since the last call, in order of arrival,
+// Next returns the requests that have landed since the last call, in order of arrival,
 // at most limit of them; it waits up to d for the first. more is false when the job,
 // which ends with done, has ended and everything was returned.
-func (l *landings) next(done <-chan struct{}, limit int, d time.Duration) (reqs []int, more bool) {
+func (l *Landings) Next(done <-chan struct{}, limit int, d time.Duration) (reqs []int, more bool) {
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	for {

@@ -1,4 +1,4 @@
-package load
+package relay
 
 // This file decodes the pieces of a relay.
 
@@ -49,7 +49,7 @@ func (r *Relay) onDevice(k int, streams []uint64) error {
 		}
 		if err := r.queue.WaitFor(uintptr(stream)); err != nil {
 			r.queue.Put(slot)
-			err = r.model.where("decode", err)
+			err = r.model.Where("decode", err)
 			r.fail(err, true)
 			return err
 		}
@@ -88,14 +88,14 @@ func (r *Relay) onDevice(k int, streams []uint64) error {
 // where adds the tensor and chunk to an error.
 func (r *Relay) where(i int, err error) error {
 	if i >= len(r.refs) { // of a piece of which this rank wants nothing
-		return r.model.where("decode", err)
+		return r.model.Where("decode", err)
 	}
 	ref := r.refs[i]
 	w := &r.wants[ref.Want]
-	t := &r.model.ix.Tensors[w.Tensor]
+	t := &r.model.Seen().Tensors[w.Tensor]
 	n := int64(ref.N)
 	if r.bare[w.Data] {
 		n = -1
 	}
-	return &errs.At{Verb: "decode", Source: r.model.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: n, Offset: r.jobs[i].Chunk.Off, Err: err}
+	return &errs.At{Verb: "decode", Source: r.model.Seen().Sources[t.Source].URI, Tensor: t.Name, Chunk: n, Offset: r.jobs[i].Chunk.Off, Err: err}
 }

@@ -1,7 +1,6 @@
-package load
-
-// This file loads by the ranks of a group together: each reads a share, and all
-// decode.
+// Package relay is the verb of loads by the ranks of a group together: each reads a
+// share, and all decode.
+package relay
 
 import (
 	"cmp"
@@ -18,14 +17,15 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/pipeline"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A RelaySpec says what the ranks of a group load together. Tensors, Widest and
+// A Spec says what the ranks of a group load together. Tensors, Widest and
 // Size are the same on all of them, and Ranks on those of a host.
-type RelaySpec struct {
+type Spec struct {
 	Tensors []int64  `json:"tensors"` // whose stored bytes are shared, each one whole
 	Ring    []uint64 `json:"ring"`    // buffers of Size bytes on the device; the caller keeps them valid until the job has ended
 	Size    int64    `json:"size"`
@@ -45,7 +45,7 @@ type RelaySpec struct {
 	Widest   int     `json:"widest"` // of the host with the most ranks: pieces are alike on all hosts
 	Rank     int     `json:"rank"`
 	Timeline bool    `json:"timeline"` // the report has a Timeline
-	Options
+	load.Options
 }
 
 // A Relay is one rank's part in a group's load: each rank reads a share of the
@@ -66,9 +66,9 @@ type RelaySpec struct {
 // Its methods are safe for concurrent use.
 type Relay struct {
 	job     *job.Job
-	model   *Model
-	target  target
-	spec    *RelaySpec
+	model   *load.Model
+	target  load.Target
+	spec    *Spec
 	ix      *tensor.Index   // an index in which all shared tensors have chunks
 	bare    map[int32]bool  // tensors that have chunks there only, without checksums
 	strips  map[int32]int64 // tensors of these of which ranks copy columns: bytes of a row
@@ -79,7 +79,7 @@ type Relay struct {
 	refs    []plan.Ref          // of each job
 	wants   []plan.Want
 	coming  []int32 // by request: decode tasks that have not ended
-	here    *landings
+	here    *job.Landings
 	start   time.Time
 	fetch   *plan.Plan
 	shares  []plan.Want // of fetch: a chunk each
@@ -134,9 +134,9 @@ type PieceTimes struct {
 	To   int64 `json:"to"`
 }
 
-// A RelayReport says what a relay did and what it cost.
-type RelayReport struct {
-	Report
+// A Report says what a relay did and what it cost.
+type Report struct {
+	load.Report
 	// Ours: the error is not about bytes of another rank, whose own error may say
 	// more.
 	Ours     bool         `json:"ours"`
@@ -145,39 +145,39 @@ type RelayReport struct {
 	Timeline []PieceTimes `json:"timeline,omitempty"`
 }
 
-// Relay starts a relay. The first pieces are being read when it returns.
-func (m *Model) Relay(spec *RelaySpec) (*Relay, error) {
+// Start starts a relay of a model. The first pieces are being read when it returns.
+func Start(m *load.Model, spec *Spec) (*Relay, error) {
 	spec.Widest = max(spec.Widest, spec.Ranks)
 	if spec.Ranks < 1 || spec.Widest > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks || len(spec.Ring) == 0 && !spec.Exchange || slices.Contains(spec.Ring, 0) {
 		return nil, errs.New(errs.ErrArgument, "relay: rank %d of %d, with %d buffers", spec.Rank, spec.Ranks, len(spec.Ring))
 	}
-	tgt, err := targetOf(spec.Device)
+	tgt, err := load.TargetOf(spec.Device)
 	if err != nil {
-		return nil, m.where("open", err)
+		return nil, m.Where("open", err)
 	}
-	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, wake: make(chan struct{}), start: time.Now(), here: newLandings(0)}
-	r.machine = m.machine(tgt.gpu != nil, spec.Threads, false)
+	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, wake: make(chan struct{}), start: time.Now(), here: job.NewLandings(0)}
+	r.machine = m.Machine(tgt.GPU != nil, spec.Threads, false)
 	r.machine.Ranks = sharing(spec.Ranks, runtime.NumCPU(), cpuOnline)
 	if err := spec.checkCuts(); err != nil {
 		return nil, err
 	}
 	if spec.Exchange {
 		if err := r.connect(); err != nil {
-			return nil, m.where("stage", err)
+			return nil, m.Where("stage", err)
 		}
 	}
 	if err := r.layOut(); err != nil {
 		r.disconnect()
 		return nil, err
 	}
-	if err := m.hold(); err != nil {
+	if err := m.Hold(); err != nil {
 		r.disconnect()
 		return nil, err
 	}
 	if err := r.queues(); err != nil {
 		r.disconnect()
-		m.drop()
-		return nil, m.where("stage", err)
+		m.Drop()
+		return nil, m.Where("stage", err)
 	}
 	r.job.Go(r.run)
 	return r, nil
@@ -186,7 +186,7 @@ func (m *Model) Relay(spec *RelaySpec) (*Relay, error) {
 // queues makes what a GPU needs: a queue that fetches, one that decodes, and the
 // events between them.
 func (r *Relay) queues() (err error) {
-	gpu := r.target.gpu
+	gpu := r.target.GPU
 	if gpu == nil {
 		return nil
 	}
@@ -206,7 +206,7 @@ func (r *Relay) queues() (err error) {
 			r.idle = append(r.idle, v)
 		}
 	}
-	feed, err := r.target.queue(r.fetch.Slot, r.machine)
+	feed, err := r.target.Queue(r.fetch.Slot, r.machine)
 	if err != nil {
 		return err
 	}
@@ -279,12 +279,12 @@ func (r *Relay) filling(dst unsafe.Pointer) int {
 
 // run is the job.
 func (r *Relay) run(ctx context.Context, j *job.Job) error {
-	defer r.model.drop()
+	defer r.model.Drop()
 	defer r.close()
-	files, depth := expect(r.model.srcs, r.fetch, false, cmp.Or(r.spec.Read, knob.Read.Get()))
+	files, depth := load.Expect(r.model.Sources(), r.fetch, false, cmp.Or(r.spec.Read, knob.Read.Get()))
 	ahead := r.ahead()
 	task := &pipeline.Task{
-		Index: r.model.ix, Sources: r.model.srcs, Wants: r.shares, Plan: r.fetch, Queue: r.feed, Workers: r.machine.Workers(depth), NoCheck: r.spec.NoCheck,
+		Index: r.model.Seen(), Sources: r.model.Sources(), Wants: r.shares, Plan: r.fetch, Queue: r.feed, Workers: r.machine.Workers(depth), NoCheck: r.spec.NoCheck,
 		Gate: func(ctx context.Context, job int32) error {
 			return r.wait(ctx, &r.free, int(r.spots[job].Group)-len(r.spec.Ring)+1-ahead)
 		},
@@ -312,7 +312,7 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	}
 	st, err := pipeline.Run(ctx, task)
 	if err == nil {
-		err = r.model.uncut()
+		err = r.model.Uncut()
 	}
 	if err == nil {
 		err = r.wait(ctx, &r.done, len(r.pieces))
@@ -327,7 +327,7 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	rep := RelayReport{Lost: r.lost(), Pulled: r.pulled.Load(), Report: Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)), Seconds: time.Since(r.start).Seconds(), Stages: st}, Ours: r.ours}
+	rep := Report{Lost: r.lost(), Pulled: r.pulled.Load(), Report: load.Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)), Seconds: time.Since(r.start).Seconds(), Stages: st}, Ours: r.ours}
 	for _, f := range files {
 		rep.DirectIO += f.DirectBytes()
 	}
@@ -484,13 +484,13 @@ func (r *Relay) count(want, chunks int32, bytes int64) {
 	r.job.Bytes.Add(bytes)
 	if atomic.AddInt32(&r.coming[want], -chunks) == 0 {
 		r.job.Tensors.Add(1)
-		r.here.add(int(want))
+		r.here.Add(int(want))
 	}
 }
 
 // Ready returns the requests that have landed since the last call, as that of a Loading.
 func (r *Relay) Ready(limit int, d time.Duration) (reqs []int, more bool) {
-	return r.here.next(r.job.Done(), limit, d)
+	return r.here.Next(r.job.Done(), limit, d)
 }
 
 // moved wakes the waiting goroutines. r.mu is held.
@@ -554,7 +554,7 @@ func (r *Relay) release(k int) (bool, error) {
 		return true, nil // none of it is this rank's
 	}
 	if err := r.full[k%len(r.full)].Before(uintptr(r.spec.Stream)); err != nil {
-		err = r.model.where("stage", err)
+		err = r.model.Where("stage", err)
 		r.fail(err, true)
 		return false, err
 	}

@@ -1,4 +1,4 @@
-package load
+package relay
 
 // This file has columns of plain tensors, which ranks copy from each other's memory
 // straight to where they belong.
@@ -31,7 +31,7 @@ func (r *Relay) stripes(wants []plan.Want) map[int32]int64 {
 	rows, users := map[int32]int64{}, map[int32]int{}
 	for i := range wants {
 		users[wants[i].Data]++
-		t := &r.model.ix.Tensors[wants[i].Tensor]
+		t := &r.model.Seen().Tensors[wants[i].Tensor]
 		if len(r.spec.Cuts) > 0 && r.spec.Cuts[i] == 1 && t.Alias < 0 && t.Count == 0 && len(t.Shape) > 1 && t.Shape[0] > 0 && t.Bytes%t.Shape[0] == 0 {
 			if row := t.Bytes / t.Shape[0]; row > 0 && row <= bareBytes {
 				rows[wants[i].Data] = row
@@ -82,7 +82,7 @@ func (p *relayPiece) strip(rank int, j *device.DecodeTask, off int64, want int32
 // divert takes the tasks of chunks that come as strips out of a plan, whose pieces are
 // `where`.
 func (r *Relay) divert(p *plan.Plan, where []int, wants []plan.Want) []int {
-	if r.target.gpu == nil || len(r.strips) == 0 {
+	if r.target.GPU == nil || len(r.strips) == 0 {
 		return where
 	}
 	n := 0
@@ -107,7 +107,7 @@ func (r *Relay) pullStrips(k, from int) error {
 	for i := range p.strips[from] {
 		s := &p.strips[from][i]
 		at := unsafe.Add(c.Memory(from), base+s.src)
-		err := r.target.gpu.CopyRows(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(s.dst)), uint64(s.width), uint64(uintptr(at)), uint64(s.pitch), s.width, s.rows)
+		err := r.target.GPU.CopyRows(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(s.dst)), uint64(s.width), uint64(uintptr(at)), uint64(s.pitch), s.width, s.rows)
 		if err != nil {
 			return err
 		}

@@ -1,4 +1,4 @@
-package load
+package relay
 
 // This file has relays whose pieces the engine itself brings from rank to rank, over
 // memory that the processes of a host map of each other.
@@ -10,6 +10,7 @@ import (
 	"sync"
 	"unsafe"
 
+	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -39,7 +40,7 @@ type carrier struct {
 
 // connect makes the ring and what carries it.
 func (r *Relay) connect() error {
-	s, gpu := r.spec, r.target.gpu
+	s, gpu := r.spec, r.target.GPU
 	if s.Buffers < 1 || s.Buffers > 64 || s.Size < shareAlign || s.Size%shareAlign != 0 || len(s.Ring) > 0 {
 		return errs.New(errs.ErrArgument, "relay: a ring of %d buffers of %d bytes, and %d others", s.Buffers, s.Size, len(s.Ring))
 	}
@@ -72,14 +73,14 @@ func (r *Relay) disconnect() {
 		return
 	}
 	for _, s := range c.streams {
-		r.target.gpu.EndStream(s)
+		r.target.GPU.EndStream(s)
 	}
 	c.streams = nil
 	r.mu.Lock()
 	good := r.err == nil
 	r.mu.Unlock()
 	if err := c.End(good); err != nil {
-		r.fail(r.model.where("stage", err), true)
+		r.fail(r.model.Where("stage", err), true)
 	}
 	c.Close()
 }
@@ -109,7 +110,7 @@ func (r *Relay) Join(offers []peers.Offer) error {
 	r.mu.Unlock()
 	defer r.busy.Done()
 	if err := c.Join(offers); err != nil {
-		err = r.model.where("stage", err)
+		err = r.model.Where("stage", err)
 		r.fail(err, true)
 		return err
 	}
@@ -133,7 +134,7 @@ func (r *Relay) carry(ctx context.Context) {
 			defer r.carrier.work.Done()
 			err := spawn.Guard("relay carry", func() error { return work(ctx) })
 			if err != nil && ctx.Err() == nil {
-				r.fail(r.model.where("stage", err), !errors.Is(err, peers.ErrOther))
+				r.fail(r.model.Where("stage", err), !errors.Is(err, peers.ErrOther))
 			}
 		})
 	}
@@ -151,7 +152,7 @@ func (r *Relay) bring(ctx context.Context) error {
 		if r.spec.Stream == 0 {
 			break
 		}
-		if err := r.target.gpu.Follow(s, uintptr(r.spec.Stream)); err != nil {
+		if err := r.target.GPU.Follow(s, uintptr(r.spec.Stream)); err != nil {
 			return err
 		}
 	}
@@ -206,7 +207,7 @@ func (r *Relay) pull(k, from int) error {
 	off := int64(b)*r.spec.Size + int64(from)*r.pieces[k].share
 	to, at := unsafe.Add(c.Memory(r.spec.Rank), off), unsafe.Add(c.Memory(from), off)
 	r.pulled.Add(r.pieces[k].used[from])
-	return r.target.gpu.Copy(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(to)), uint64(uintptr(at)), r.pieces[k].used[from], false)
+	return r.target.GPU.Copy(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(to)), uint64(uintptr(at)), r.pieces[k].used[from], false)
 }
 
 // recycle frees buffers when no other rank needs them any more.
@@ -245,7 +246,7 @@ func (r *Relay) arrived(k int) {
 func (r *Relay) bytesAt(k int, off uint32) unsafe.Pointer {
 	b := k % len(r.spec.Ring)
 	if r.carrier == nil {
-		return unsafe.Add(address(uintptr(r.spec.Ring[b])), off)
+		return unsafe.Add(device.Pointer(uintptr(r.spec.Ring[b])), off)
 	}
 	return unsafe.Add(r.carrier.Memory(int(int64(off)/r.pieces[k].share)), int64(b)*r.spec.Size+int64(off))
 }
