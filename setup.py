@@ -4,6 +4,8 @@
     pip install -e .       the same; rerun it after a change of Go or C
     python setup.py ext [FILE.so]   only compile python/overwire/_core.abi3.so, or FILE.so
     python setup.py asan FILE.so    the same for AddressSanitizer, into FILE.so
+    python setup.py goflags         print the GOFLAGS with which Go's other commands share
+                                    what was compiled for the engine
 
 GOARCH=arm64 CC=aarch64-linux-gnu-gcc builds for aarch64 on another machine.
 
@@ -165,6 +167,11 @@ def go_environment() -> dict[str, str]:
     return env
 
 
+def lean() -> list[str]:
+    """Return the flags of a build that keep the packages of LEAN small."""
+    return [f"-gcflags={packages}=-l" for packages in LEAN.split()]
+
+
 def third_parties() -> tuple[dict[str, str], str]:
     """Return the files that list the linked modules, and the licence of the whole library."""
     sys.path.insert(0, str(ROOT / "wheels"))
@@ -199,8 +206,7 @@ def build_library(out: Path = LIBRARY, asan: bool = False, fake: bool = False) -
         tags += ",owfake,owfakeauto" if fake else ""
         command = [go_command(), "build", "-trimpath", f"-tags={tags}", "-buildmode=c-shared"]
         command += ["-asan"] if asan else []
-        if not asan and not fake:  # those share what the Go tests have compiled
-            command += [f"-gcflags={packages}=-l" for packages in LEAN.split()]
+        command += lean()
         command += [f"-ldflags={ldflags}", "-o", str(made), "./gosrc/bind/core"]
         done = subprocess.run(command, cwd=ROOT, env=env, check=False)
         if done.returncode:
@@ -342,5 +348,7 @@ if __name__ == "__main__":
         build_library(Path(sys.argv[2]).resolve() if sys.argv[2:] else LIBRARY)
     elif len(sys.argv) == 3 and sys.argv[1] == "asan":
         build_library(Path(sys.argv[2]).resolve(), asan=True)
+    elif sys.argv[1:] == ["goflags"]:
+        print("-tags=netgo,osusergo -trimpath -buildmode=pie", *lean())
     else:
-        sys.exit("usage: python setup.py ext [FILE.so] | python setup.py asan FILE.so   (everything else: pip)")
+        sys.exit("usage: python setup.py ext [FILE.so] | asan FILE.so | goflags   (everything else: pip)")
