@@ -134,10 +134,8 @@ more: build packages lint $(BIN)/gopy $(BIN)/versitygw ## what `make test` leave
 	wheels/pythons.sh $$(uname -m) 3.14 3.15 || true
 	@$(MAKE) --no-print-directory wheel
 
-aarch64: venv ## under qemu-user: Go tests for Linux aarch64, its wheel, Python tests of that
-	PYTHON="$(CURDIR)/$(PY)" wheels/aarch64.sh tests
-	PYTHON="$(CURDIR)/$(PY)" wheels/aarch64.sh wheel
-	PYTHON="$(CURDIR)/$(PY)" wheels/aarch64.sh python
+aarch64: venv packages $(BIN)/versitygw ## under qemu-user, for hours: Go tests for Linux aarch64, its wheel, Python tests of that
+	PYTHON="$(CURDIR)/$(PY)" wheels/aarch64.sh all
 
 lint: golint pylint static ## gofmt, vet, staticcheck, ruff, mypy
 	CGO_ENABLED=0 go vet $(LEAN) $(GOPKGS)
