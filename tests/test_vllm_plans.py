@@ -226,3 +226,70 @@ for n in range(70):
 assert len(files()) == 64 and not [name for name in files() if name.endswith("tmp")], files()
 """
     base.run(engines, base.REGISTER + base.PRELUDE + code, model, tmp_path / "plans")
+
+
+def test_opens_while_the_model_is_made(engines: Path, model: Path, tmp_path: Path) -> None:
+    """vLLM's `load_model` finds the files open, if they are those that the model wants; what
+    fails before then is said when it is due, and nothing stays open."""
+    code = """
+import shutil, threading, overwire
+import vllm.model_executor.model_loader as loaders
+from overwire.integrations import sheets
+os.environ["OVERWIRE_PLANS"] = sys.argv[2]
+opened, closed = [], []
+class Opens(overwire.safe_open):
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        opened.append(threading.current_thread() is threading.main_thread())
+    def close(self):
+        closed.append(self._model is not None)
+        super().close()
+overwire.safe_open = Opens
+vllm_config = types.SimpleNamespace(device_config=types.SimpleNamespace(device="cpu"))
+stored = [torch.arange(n, n + 4096, dtype=torch.bfloat16).view(64, 64) for n in range(6)]
+class Copies(Model):
+    def load_weights(self, weights):
+        done = super().load_weights(weights)
+        self.kept.clear()
+        return done
+def load(kind, made, fails=None, extra=None, **attributes):
+    opened.clear(); closed.clear()
+    one = Copies()
+    vars(one).update(attributes)
+    def load_model(self, vllm_config, model_config):
+        if self._reader._opening is not None:
+            self._reader._opening._thread.join()
+        if fails is not None:
+            raise fails
+        self.load_weights(one, model_config)
+        return one
+    loaders.BaseModelLoader.load_model = load_model
+    try:
+        assert loader(extra).load_model(vllm_config, config(kind)) is one
+        assert torch.equal(one.qkv.weight, torch.cat([stored[n] for n in (1, 0, 2)])) and torch.equal(one.linear.weight, stored[3])
+    finally:
+        assert opened == made, opened
+        assert sum(closed) == len(opened), closed
+        assert not [one for one in threading.enumerate() if one.name == "overwire opening"]
+for _ in range(2):
+    for kind in ("plain", "compressed"):
+        load(base + "/" + kind, [False])
+load(base + "/plain", [False], extra={"source": base + "/compressed"})
+load(base + "/plain", [False, True], allow_patterns_overrides=["*.safetensors"])  # its index does not count then
+load(base + "/plain", [False], local_experts={0})
+load(base + "/plain", [], extra={"plan": False})
+raised(KeyError, lambda: load(base + "/plain", [False], fails=KeyError("the model")))
+shutil.copytree(base + "/plain", sys.argv[3])
+path = sys.argv[3] + "/model.safetensors.index.json"
+index = json.load(open(path))
+index["weight_map"]["mlp.experts.1.bias"] = "model-10.safetensors"
+json.dump(index, open(path, "w"))
+assert "mlp.experts.1.bias" in raised(ValueError, lambda: load(sys.argv[3], [False]))
+load(sys.argv[3], [False], local_experts={0})  # an expert of another rank
+open(path, "w").write("{")
+raised(ValueError, lambda: load(sys.argv[3], [False, True]))
+os.remove(sys.argv[3] + "/model-10.safetensors")
+open(sys.argv[3] + "/model-1.safetensors", "r+b").truncate(100)
+raised(overwire.OverwireError, lambda: load(sys.argv[3], []))
+"""
+    base.run(engines, base.REGISTER + base.PRELUDE + code, model, tmp_path / "plans", tmp_path / "changed")

@@ -13,10 +13,10 @@ what both read with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Ahead", "Lazy", "LazySlice", "complete", "options", "weights"]
+__all__ = ["Ahead", "Lazy", "LazySlice", "absent", "complete", "options", "weights"]
 
 
 class LazySlice(Protocol):
@@ -123,7 +123,7 @@ def weights(
     plan = overwire.plan(where, filter=wanted, framework="pt", storage_options=reach)
     names = {tensor.name: tensor.nbytes for tensor in plan.tensors}
     if index is not None:
-        complete(index, where, names, wanted)
+        complete(index, absent(index, where, names), wanted)
     if unused is not None:
         names = {name: size for name, size in names.items() if not unused(name)} or names
     return overwire.stream(
@@ -138,19 +138,27 @@ def weights(
     )
 
 
-def complete(index: str, files: Any, held: Mapping[str, Any], wanted: Callable[[str], bool]) -> None:
-    """Raises ValueError for names that an index.json lists in these files, paths, and they
-    lack: it would leave a parameter as it was made."""
+def absent(index: str | None, files: Any, held: Container[str]) -> list[tuple[str, str]]:
+    """The names that an index.json lists in these files, paths, and that are not among those
+    held, each with its file as the index has it."""
     import json
     import os
 
-    if not os.path.isfile(index):
-        return
+    if index is None or not os.path.isfile(index):
+        return []
     with open(index, encoding="utf-8") as opened:
         listed = json.load(opened)["weight_map"]
+    missing = [name for name in listed if name not in held]
+    if not missing:
+        return []
     here = {os.path.realpath(file) for file in files}
     folder = os.path.dirname(index)
-    missing = [name for name in listed if name not in held and wanted(name)]
-    lacking = sorted(f"{name} (of {listed[name]})" for name in missing if os.path.realpath(os.path.join(folder, listed[name])) in here)
+    return [(name, listed[name]) for name in missing if os.path.realpath(os.path.join(folder, listed[name])) in here]
+
+
+def complete(index: str | None, missing: Iterable[tuple[str, str]], wanted: Callable[[str], bool] | None) -> None:
+    """Raises ValueError for a wanted name of `absent`: it would leave a parameter as it was
+    made."""
+    lacking = sorted(f"{name} (of {file})" for name, file in missing if wanted is None or wanted(name))
     if lacking:
         raise ValueError(f"Following weights were not initialized from checkpoint: {lacking}: {index} lists them, and the files lack them")

@@ -20,13 +20,15 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 
 from .copies import PACKED, Copy, Stored, block_of, elements, fill
 from .plans import WIDTH, Place, Plan, Read, View, Zero
 from .recording import Recorder, digest_of
+from .sheets import Sheet, code_of
 
 __all__ = ["Unfit", "carry_out", "key_of", "plan_of", "state_of"]
 
@@ -37,15 +39,14 @@ class Unfit(Exception):
     """Why a plan cannot be kept, or used."""
 
 
-def key_of(model: torch.nn.Module, files: Sequence[tuple[str, Any, Sequence[str]]], facts: Mapping[str, Any]) -> str:
+def key_of(model: torch.nn.Module, files: Sequence[tuple[str, Sheet, list[int] | None]], facts: Mapping[str, Any]) -> str:
     """The digest of all that a plan depends on.
 
-    files: of each source the prefix of its names, the open file, and the names that the
-    model is given. facts: what the engine adds, as JSON has it or as text.
+    files: of each source the prefix of its names, the open file, and the positions of the
+    tensors that the model is given, None for all. facts: what the engine adds, as JSON has
+    it or as text.
     """
     import overwire
-
-    from ..plumbing import table_of
 
     said = hashlib.sha256()
 
@@ -53,11 +54,11 @@ def key_of(model: torch.nn.Module, files: Sequence[tuple[str, Any, Sequence[str]
         text = json.dumps(what, default=str, sort_keys=True).encode()
         said.update(len(text).to_bytes(8, "little") + text)
 
-    say(1, overwire.__version__, torch.__version__, sys.version, facts)
-    for prefix, file, names in files:
-        say(prefix, table_of(file), names)
+    say(2, overwire.__version__, torch.__version__, sys.version, facts)
+    for prefix, sheet, at in files:
+        say(prefix, sheet.digest, at)
     classes: set[type] = set()
-    modules = {__name__, block_of.__module__, "overwire.integrations.plans", "overwire.integrations.recording"}
+    modules = {__name__, block_of.__module__, "overwire.integrations.plans", "overwire.integrations.recording", Sheet.__module__}
     for path, module in model.named_modules():
         say(path, type(module).__module__, type(module).__qualname__)
         classes.update(type(module).__mro__)
@@ -282,10 +283,10 @@ def _held(value: Any) -> dict[str, Any]:
     return {**held, **value._parameters, **value._buffers}
 
 
-def carry_out(plan: Plan, model: torch.nn.Module, files: Sequence[Any], device: str, most: int, began: Any) -> int:
+def carry_out(plan: Plan, model: torch.nn.Module, files: Sequence[Sheet], device: str, most: int, began: Any) -> int:
     """Loads a model by a plan; returns the number of copies.
 
-    files: those of `key_of`, on the device. most: as for `fill`. began: called when all is checked,
+    files: those of `key_of`. most: as for `fill`. began: called when all is checked,
     before anything is loaded.
 
     Raises Unfit, with nothing changed, if the plan does not fit the model or the files;
@@ -294,9 +295,9 @@ def carry_out(plan: Plan, model: torch.nn.Module, files: Sequence[Any], device: 
     from ..plumbing import land
 
     tensors = _places(plan, model, device)
-    requests, spans = _landings(plan, tensors, files)
-    copies = _views(plan, tensors, files, spans)
-    _whole(plan, tensors, spans)
+    blocks, spans = _landings(plan, tensors, files)
+    copies, reach = _views(plan, tensors, files)
+    _whole(plan, tensors, numpy.concatenate([spans, reach]), copies)
     zeros = _zeros(plan, tensors)
     for read in plan.reads:
         if _content(model, read) != read.digest:
@@ -305,11 +306,11 @@ def carry_out(plan: Plan, model: torch.nn.Module, files: Sequence[Any], device: 
     with torch.no_grad():
         for zero in zeros:
             zero.zero_()
-    for file, asked in zip(files, requests, strict=True):
-        if asked and not land(file, device, [request for request, _ in asked]):
-            fill([_copy(file, request, tensor) for request, tensor in asked], most)
+    for sheet, block in zip(files, blocks, strict=True):
+        if len(block.requests) and not land(sheet.file, device, block.requests.tobytes()):
+            fill(block.copies(sheet, tensors), most)
     fill(copies, most)
-    return sum(map(len, requests)) + len(copies)
+    return len(spans) + len(copies)
 
 
 def _places(plan: Plan, model: torch.nn.Module, device: str) -> list[torch.Tensor]:
@@ -334,67 +335,68 @@ def _places(plan: Plan, model: torch.nn.Module, device: str) -> list[torch.Tenso
     return out
 
 
-#: Of each place: first element, end.
-_Spans = list[list[tuple[int, int]]]
+class _Blocks(NamedTuple):
+    # Of one file: what `land` is asked for, six integers a row, and of each where it goes:
+    # place, first element, elements.
+    requests: Any
+    spans: Any
+
+    def copies(self, sheet: Sheet, tensors: list[torch.Tensor]) -> list[Copy]:
+        # For files of which a preload is there.
+        rows = zip(self.requests.tolist(), self.spans.tolist(), strict=True)
+        return [_copy(sheet, request, (tensors[place], begin, count)) for request, (place, begin, count) in rows]
 
 
-def _landings(plan: Plan, tensors: list[torch.Tensor], files: Sequence[Any]) -> tuple[list[list[Any]], _Spans]:
-    from ..plumbing import table_of, torch_dtype
-
-    facts = [(tensor.data_ptr(), tensor.element_size(), tensor.dtype, tensor) for tensor in tensors]
-    tables = [table_of(file) for file in files]
-    dtypes = {dtype: torch_dtype(dtype) for table in tables for dtype in {row[1] for row in table}}
-    requests: list[list[Any]] = [[] for _ in files]
-    spans: _Spans = [[] for _ in tensors]
-    columns = [plan.landings[n::WIDTH] for n in range(WIDTH)]
-    for number, at, lo0, hi0, lo1, hi1, place, begin in zip(*columns, strict=True):
-        if not (0 <= number < len(files) and 0 <= place < len(tensors) and 0 <= at < len(tables[number])):
-            raise Unfit("a block of no tensor")
-        name, dtype, shape = tables[number][at]
-        base, size, wanted, tensor = facts[place]
-        if not shape or dtype in PACKED or dtypes[dtype] is not wanted or not 0 <= lo0 < hi0 <= shape[0] or begin < 0:
-            raise Unfit(f"{name} does not fit")
-        count = hi0 - lo0
-        if hi1 == -1 and lo1 == 0:
-            for n in shape[1:]:
-                count *= n
-            whole = count and hi0 - lo0 == shape[0]
-            request = (at, base + begin * size, 0 if whole else lo0, -1 if whole else hi0, 0, -1)
-        elif len(shape) > 1 and 0 <= lo1 < hi1 <= shape[1]:
-            count *= hi1 - lo1
-            for n in shape[2:]:
-                count *= n
-            request = (at, base + begin * size, lo0, hi0, lo1, hi1)
-        else:
-            raise Unfit(f"columns of {name} do not fit")
-        if not count:
-            raise Unfit(f"{name} is empty")
-        spans[place].append((begin, begin + count))
-        requests[number].append((request, (tensor, begin, count)))
-    return requests, spans
+def _among(numbers: Any, count: Any) -> Any:
+    return (numbers >= 0) & (numbers < count)
 
 
-def _views(plan: Plan, tensors: list[torch.Tensor], files: Sequence[Any], spans: _Spans) -> list[Copy]:
-    from ..plumbing import table_of, torch_dtype
+def _landings(plan: Plan, tensors: list[torch.Tensor], files: Sequence[Sheet]) -> tuple[list[_Blocks], Any]:
+    # By columns: a plan has blocks by the ten thousand. What overflows does not fit.
+    number, at, lo0, hi0, lo1, hi1, place, begin = numpy.frombuffer(plan.landings, numpy.int64).reshape(-1, WIDTH).T
+    counts = numpy.array([len(sheet.rows) for sheet in files], numpy.int64)
+    if not (_among(number, len(files)) & _among(place, len(tensors))).all() or not _among(at, counts[number]).all():
+        raise Unfit("a block of no tensor")
+    facts = numpy.concatenate([sheet.columns for sheet in files])[(counts.cumsum() - counts)[number] + at]
+    kind, dims, rows, cols, cells = facts.T
+    of = [(code_of(one.dtype), one.numel(), one.data_ptr(), one.element_size()) for one in tensors]
+    wanted, elements_of, base, size = numpy.array(of, numpy.int64).reshape(-1, 4)[place].T
+    full = (hi1 == -1) & (lo1 == 0)
+    fits = (kind == wanted) & (lo0 >= 0) & (lo0 < hi0) & (hi0 <= rows) & (begin >= 0) & (begin < elements_of)
+    fits &= full | ((dims > 1) & (lo1 >= 0) & (lo1 < hi1) & (hi1 <= cols))
+    count = (hi0 - lo0) * numpy.where(full, cols, hi1 - lo1) * cells
+    fits &= (count > 0) & (count <= elements_of)
+    if not fits.all():
+        bad = int((~fits).argmax())
+        raise Unfit(f"{files[number[bad]].rows[at[bad]][0]} does not fit")
+    whole = full & (hi0 - lo0 == rows)
+    requests = numpy.stack([at, base + begin * size, lo0, numpy.where(whole, -1, hi0), lo1, hi1], 1)
+    spans = numpy.stack([place, begin, count], 1)
+    return [_Blocks(requests[number == n], spans[number == n]) for n in range(len(files))], spans
 
-    copies = []
-    tables = [table_of(file) for file in files]
+
+def _views(plan: Plan, tensors: list[torch.Tensor], files: Sequence[Sheet]) -> tuple[list[Copy], Any]:
+    # The copies, and as those of blocks where each goes.
+    from ..plumbing import torch_dtype
+
+    copies: list[Copy] = []
+    spans: list[tuple[int, int, int]] = []
     for view in plan.views:
-        if view.file >= len(files) or view.at >= len(tables[view.file]) or view.place >= len(tensors):
+        if view.file >= len(files) or view.at >= len(files[view.file].rows) or view.place >= len(tensors):
             raise Unfit("a view of no tensor")
-        name, dtype, shape = tables[view.file][view.at]
+        name, dtype, shape = files[view.file].rows[view.at]
         wanted, tensor = torch_dtype(dtype), tensors[view.place]
         if wanted is None or dtype in PACKED or not len(view.shape) == len(view.stride) == len(view.steps) or not elements(view.shape):
             raise Unfit(f"{name} does not fit")
         last = sum((n - 1) * step for n, step in zip(view.shape, view.stride, strict=True))
-        end = view.start + 1 + sum((n - 1) * step for n, step in zip(view.shape, view.steps, strict=True))
-        if view.offset + last >= elements(shape) or end > tensor.numel():
+        reach = 1 + sum((n - 1) * step for n, step in zip(view.shape, view.steps, strict=True))
+        if view.offset + last >= elements(shape) or view.start + reach > tensor.numel():
             raise Unfit(f"{name} is smaller than its view")
         target = tensor.as_strided(view.shape, view.steps, tensor.storage_offset() + view.start)
-        spans[view.place].append((view.start, end))
-        of = Stored(files[view.file], view.at, name, dtype, shape)
+        spans.append((view.place, view.start, reach))
+        of = Stored(files[view.file].file, view.at, name, dtype, shape)
         copies.append(Copy(of, view.offset, view.shape, view.stride, wanted, target))
-    return copies
+    return copies, numpy.array(spans, numpy.int64).reshape(-1, 3)
 
 
 def _zeros(plan: Plan, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -417,26 +419,27 @@ def _content(model: torch.nn.Module, read: Read) -> str | None:
     return digest_of(found) if isinstance(found, torch.Tensor) else None
 
 
-def _whole(plan: Plan, tensors: list[torch.Tensor], spans: _Spans) -> None:
+def _whole(plan: Plan, tensors: list[torch.Tensor], spans: Any, copies: Sequence[Copy]) -> None:
     # Whether no two copies meet, none leaves its place, and all that was loaded is again.
-    loads = [sum(high - low for low, high in ranges) for ranges in spans]
-    for view in plan.views:
-        reach = 1 + sum((n - 1) * step for n, step in zip(view.shape, view.steps, strict=True))
-        loads[view.place] -= reach - elements(view.shape)
-    for place, tensor, ranges, count in zip(plan.places, tensors, spans, loads, strict=True):
-        ranges.sort()
-        if count != place.elements or any(one[1] > two[0] for one, two in zip(ranges, ranges[1:], strict=False)):
-            raise Unfit(f"{place.name} is not loaded as it was")
-        if ranges and ranges[-1][1] > tensor.numel():
-            raise Unfit(f"{place.name} is smaller than what it gets")
+    # The last spans are those of views, which may leave elements out.
+    loads = numpy.zeros(len(tensors), numpy.int64)
+    sizes = spans[:, 2].copy()
+    sizes[len(sizes) - len(copies) :] = [elements(copy.shape) for copy in copies]
+    numpy.add.at(loads, spans[:, 0], sizes)
+    place, begin, count = spans[numpy.lexsort((spans[:, 1], spans[:, 0]))].T
+    wrong = loads != numpy.array([one.elements for one in plan.places], numpy.int64)
+    wrong[place[1:][(place[1:] == place[:-1]) & (begin[:-1] + count[:-1] > begin[1:])]] = True
+    wrong[place[begin + count > numpy.array([one.numel() for one in tensors], numpy.int64)[place]]] = True
+    if wrong.any():
+        raise Unfit(f"{plan.places[int(wrong.argmax())].name} is not loaded as it was")
 
 
-def _copy(file: Any, request: Sequence[int], where: tuple[torch.Tensor, int, int]) -> Copy:
-    # A landing as a copy, for files of which a preload is there.
-    from ..plumbing import table_of, torch_dtype
+def _copy(sheet: Sheet, request: Sequence[int], where: tuple[torch.Tensor, int, int]) -> Copy:
+    # A landing as a copy.
+    from ..plumbing import torch_dtype
 
     at, _, lo0, hi0, lo1, hi1 = request
-    name, dtype, shape = table_of(file)[at]
+    name, dtype, shape = sheet.rows[at]
     rows = (shape[0] if hi0 == -1 else hi0) - lo0
     whole = elements(shape[1:])
     cell = elements(shape[2:])
@@ -448,4 +451,4 @@ def _copy(file: Any, request: Sequence[int], where: tuple[torch.Tensor, int, int
     target = tensor.view(-1)[begin : begin + count].view(sizes)
     made = torch_dtype(dtype)
     assert made is not None
-    return Copy(Stored(file, at, name, dtype, shape), lo0 * whole + lo1 * cell, tuple(sizes), tuple(stride), made, target)
+    return Copy(Stored(sheet.file, at, name, dtype, shape), lo0 * whole + lo1 * cell, tuple(sizes), tuple(stride), made, target)

@@ -170,24 +170,29 @@ def _parse(data: bytes, key: str) -> Plan:
     if loaded is not None and not (isinstance(loaded, list) and all(isinstance(name, str) for name in loaded)):
         raise ValueError("its names are none")
     kinds = {"places": Place, "views": View, "zeros": Zero, "reads": Read}
-    places, views, zeros, reads = ([_row(kind, row) for row in head[name]] for name, kind in kinds.items())
+    places, views, zeros, reads = (_rows(kind, head[name]) for name, kind in kinds.items())
     return Plan(places, loaded, landings, views, zeros, reads)
 
 
-def _row(kind: Any, row: Any) -> Any:
-    # The fields of a row, by the annotations.
-    if not isinstance(row, list) or len(row) != len(kind._fields):
-        raise ValueError("a row is wrong")
-    out = []
-    for value, wanted in zip(row, kind.__annotations__.values(), strict=True):
-        if "tuple" in str(wanted):
-            if not isinstance(value, list) or not all(_number(one) for one in value):
-                raise ValueError("a shape is wrong")
-            value = tuple(value)
-        elif not (isinstance(value, str) if "str" in str(wanted) else _number(value)):
-            raise ValueError("a field is wrong")
-        out.append(value)
-    return kind(*out)
+def _rows(kind: Any, rows: Any) -> list[Any]:
+    # Rows with the fields that the annotations say.
+    annotations = [str(wanted) for wanted in kind.__annotations__.values()]
+    shapes, texts = (["tuple" in one for one in annotations], ["str" in one for one in annotations])
+    made = []
+    for row in rows:
+        if not isinstance(row, list) or len(row) != len(annotations):
+            raise ValueError("a row is wrong")
+        out = []
+        for value, shape, text in zip(row, shapes, texts, strict=True):
+            if shape:
+                if not isinstance(value, list) or not all(_number(one) for one in value):
+                    raise ValueError("a shape is wrong")
+                value = tuple(value)
+            elif not (isinstance(value, str) if text else _number(value)):
+                raise ValueError("a field is wrong")
+            out.append(value)
+        made.append(kind(*out))
+    return made
 
 
 def _number(value: Any) -> bool:

@@ -19,12 +19,13 @@ import weakref
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .copies import Copy, Stored, elements
+from .copies import Copy, Stored
+from .sheets import Opening, Sheet
 
 __all__ = ["EARLY", "Opened", "Recorder", "Unplannable", "digest_of", "opened", "stand_ins"]
 
@@ -348,14 +349,28 @@ def _reach(tensor: torch.Tensor) -> tuple[int, int, int]:
     return tensor.untyped_storage().data_ptr(), int(low), int(low) + (last + 1) * size
 
 
-class Opened(NamedTuple):
-    """A source that a model's loader is to be run on. tensors: those that it is given.
-    small: those of at most one element, with their data."""
+class Opened:
+    """A source that a model's loader is to be run on.
 
-    file: Any
-    tensors: list[Stored]
-    small: dict[str, torch.Tensor]
-    device: torch.device
+    file: None for a delta. sheet: the table of the file. at: the positions of the tensors
+    that the loader is given, None for all. small: those of at most one element, with
+    their data. device: where they land.
+    """
+
+    def __init__(self, file: Any, device: torch.device, tensors: list[Stored] | None = None) -> None:
+        self.file, self.device = file, device
+        self.at: list[int] | None = None
+        self.small: dict[str, torch.Tensor] = {}
+        self.sheet: Any = None
+        self._tensors = tensors
+
+    @property
+    def tensors(self) -> list[Stored]:
+        """What the loader is given."""
+        if self._tensors is None:
+            rows = self.sheet.rows
+            self._tensors = [Stored(self.file, at, *rows[at]) for at in (range(len(rows)) if self.at is None else self.at)]
+        return self._tensors
 
 
 def opened(
@@ -364,30 +379,41 @@ def opened(
     device: str,
     chosen: Mapping[str, Any],
     *,
-    wanted: Callable[[str], bool] = lambda name: True,
+    wanted: Callable[[str], bool] | None = None,
     unused: Callable[[str], bool] | None = None,
     index: str | None = None,
+    opening: Opening | None = None,
 ) -> Opened:
     """Opens what `weights` would read.
 
-    files: closes the file when its tensors are no longer wanted. The other arguments,
-    and what is raised, are those of `weights`.
+    files: closes the file when its tensors are no longer wanted. wanted: None for all.
+    opening: may have opened it already. The other arguments, and what is raised, are those
+    of `weights`.
     """
     import overwire
 
-    from ..plumbing import table_of
-    from . import complete
+    from . import absent, complete
 
-    file = files.enter_context(overwire.safe_open(where, framework="pt", device=device, storage_options=chosen.get("storage_options")))
-    every = [Stored(file, at, *row) for at, row in enumerate(table_of(file)) if wanted(row[0])]
-    if index is not None:
-        complete(index, where, {one.name: None for one in every}, wanted)
-    tensors = every if unused is None else [one for one in every if not unused(one.name)] or every
-    small = file.get_tensors([one.name for one in tensors if elements(one.shape) <= 1])
+    there = None if opening is None else opening.take(where, index, device)
+    if there is not None:
+        sheet, missing = there
+        files.enter_context(sheet.file)
+    else:
+        file = files.enter_context(overwire.safe_open(where, framework="pt", device=device, storage_options=chosen.get("storage_options")))
+        sheet = Sheet(file)
+        missing = absent(index, where, {row[0] for row in sheet.rows})
+    complete(index, missing, wanted)
     on = torch.device(device)
     if on.type == "cuda" and on.index is None:
         on = torch.device("cuda", torch.cuda.current_device())
-    return Opened(file, tensors, small, on)
+    source = Opened(sheet.file, on)
+    source.sheet = sheet
+    if wanted is not None or unused is not None:
+        every = [at for at, row in enumerate(sheet.rows) if wanted is None or wanted(row[0])]
+        source.at = every if unused is None else [at for at in every if not unused(sheet.rows[at][0])] or every
+    given = None if source.at is None else set(source.at)
+    source.small = sheet.file.get_tensors([sheet.rows[at][0] for at in sheet.small() if given is None or at in given])
+    return source
 
 
 def stand_ins(recorder: Recorder, source: Opened) -> Iterator[tuple[str, torch.Tensor]]:

@@ -76,7 +76,7 @@ class Attempt:
                 model.load_weights = mine
 
     def _load(self, model: Any, own: Any, look: Any, facts: Any, weights: Any) -> Any:
-        with self._recorder.paused():
+        with self._recorder.paused(), _uncollected():
             self._looks = True
             for _ in look():
                 pass
@@ -86,8 +86,7 @@ class Attempt:
             key = None
             said = facts() if path is not None and self._left else None
             if path is not None and said is not None:
-                named = [(prefix, source.file, [one.name for one in source.tensors]) for prefix, source in self._sources]
-                key = keeping.key_of(model, named, said)
+                key = keeping.key_of(model, [(prefix, source.sheet, source.at) for prefix, source in self._sources], said)
                 kept = plans.read(path, key, self._log)
                 if kept is not None and self._by(kept, model):
                     return None if kept.loaded is None else set(kept.loaded)
@@ -114,9 +113,9 @@ class Attempt:
         def begins() -> None:
             self._recorder.began = True
 
-        files = [source.file for source in self._left]
+        sheets = [source.sheet for source in self._left]
         try:
-            count = keeping.carry_out(plan, model, files, str(self._left[0].device), self._most, begins)
+            count = keeping.carry_out(plan, model, sheets, str(self._left[0].device), self._most, begins)
         except keeping.Unfit as error:
             self._log.info("overwire: ignores a kept plan: %s", error)
             return False

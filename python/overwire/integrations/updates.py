@@ -88,7 +88,7 @@ class Places:
         delta = overwire.open_delta(where, storage_options=storage_options)
         stored = [Stored(None, at, name, delta.dtype(name), delta.shape(name)) for at, name in enumerate(delta.names)]
         try:
-            noted = self._copies_of(Opened(None, stored, {}, torch.device(self._device)))
+            noted = self._copies_of(Opened(None, torch.device(self._device), stored))
         except Incomplete:
             raise
         except Exception as error:

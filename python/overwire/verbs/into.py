@@ -119,11 +119,11 @@ def table_of(file: Any) -> list[tuple[str, str, tuple[int, ...]]]:
     return [(row[0], row[1], tuple(row[2])) for row in file._live().table]
 
 
-def landing(file: Any, device: str, requests: Sequence[Request]) -> Job | None:
+def landing(file: Any, device: str, requests: bytes | Sequence[Request]) -> Job | None:
     """Begins to load blocks of tensors of a `safe_open` to addresses on a device, in one pass.
 
     Each request is the tensor's place in `table_of`, an address, and [lo, hi) of its
-    first two dimensions, hi -1 for all. The caller has checked that the block, in the
+    first two dimensions, hi -1 for all; or all are packed as 64-bit integers. The caller has checked that the block, in the
     file's dtype and dense, fits there, and that no two requests overlap, and keeps the
     memory until the job has ended: `take`, or `cancel` and `free`.
 
@@ -138,7 +138,7 @@ def landing(file: Any, device: str, requests: Sequence[Request]) -> Job | None:
     return None if view.joined else view.start(requests)
 
 
-def land(file: Any, device: str, requests: Sequence[Request]) -> bool:
+def land(file: Any, device: str, requests: bytes | Sequence[Request]) -> bool:
     """`landing` to its end; False, with nothing loaded, if a preload has the files."""
     job = landing(file, device, requests)
     if job is None:

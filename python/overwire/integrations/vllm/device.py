@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["device_of"]
+__all__ = ["device_of", "likely"]
 
 
 def device_of(model: torch.nn.Module, load_config: Any) -> str:
@@ -24,6 +24,15 @@ def device_of(model: torch.nn.Module, load_config: Any) -> str:
         found = [param.device for param in model.parameters() if param.device.type != "meta"]
         away = [device for device in found if device.type != "cpu"]
         asked = (away or found or [torch.device(config.device_config.device if config else "cpu")])[0]
+    return _served(asked)
+
+
+def likely(config: Any, load_config: Any) -> str:
+    """The same for a model that is still to be made."""
+    return _served(torch.device(config.device_config.device if load_config.device is None else load_config.device))
+
+
+def _served(asked: torch.device) -> str:
     if asked.type != "cuda" or torch.version.hip:
         return "cpu"
     return f"cuda:{torch.cuda.current_device() if asked.index is None else asked.index}"

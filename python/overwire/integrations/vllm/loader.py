@@ -23,9 +23,10 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
 from .. import options, weights
+from ..sheets import Opening
 from ..slices import Attempt, by_slices
 from .coverage import Coverage
-from .device import device_of
+from .device import device_of, likely
 from .facts import facts
 
 __all__ = ["OverwireModelLoader"]
@@ -71,12 +72,26 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         found: Iterator[tuple[str, torch.Tensor]] = self._reader.get_all_weights(model_config, model)
         return found
 
+    def load_model(self, vllm_config: Any, model_config: Any, *more: Any, **named: Any) -> torch.nn.Module:
+        """vLLM's own. While it makes the model, the files are opened and the device is made
+        ready."""
+        if self._slices(model_config):
+            self._reader.open(vllm_config, model_config)
+        try:
+            made: torch.nn.Module = super().load_model(vllm_config, model_config, *more, **named)
+            return made
+        finally:
+            self._reader.close()
+
+    def _slices(self, model_config: Any) -> bool:
+        return bool(self._options.get("plan", model_config.quantization is None))
+
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Loads the model. ValueError, in vLLM's words, for a parameter, or a part of
         one, that the files do not hold."""
         self._reader.begin(model_config, model)
         quantised = model_config.quantization is not None
-        if not self._options.get("plan", not quantised) or not by_slices(
+        if not self._slices(model_config) or not by_slices(
             functools.partial(self._by_slices, model, model_config, quantised), self._options["max_memory"], log
         ):
             self._checked(model, model_config, quantised)
@@ -118,6 +133,25 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         self.loaded: set[str] | None = None  # what the model says it has loaded
         self.attempt: Attempt | None = None  # gives stand-ins instead of tensors
         self._remote: str | None = None  # the model whose weights are at options["source"]
+        self._opening: Opening | None = None
+
+    def open(self, vllm_config: Any, model_config: Any) -> None:
+        """Begins to open what the model, which is still to be made, most likely reads."""
+        device = likely(vllm_config, self.load_config)
+        self._opening = Opening(functools.partial(self._first, model_config), device, self._options)
+
+    def _first(self, model_config: Any) -> tuple[Any, str | None] | None:
+        if "source" in self._options:
+            return self._options["source"], None
+        if not os.path.isdir(model_config.model):  # vLLM downloads it when it is due
+            return None
+        return self._files(DefaultModelLoader.Source(model_config.model, model_config.revision))
+
+    def close(self) -> None:
+        """Closes what was opened and is not used."""
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            opening.close()
 
     def begin(self, model_config: Any, model: torch.nn.Module) -> None:
         """Notes what is known before vLLM takes the parameters away, as a reload does."""
@@ -147,7 +181,9 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
             self.counter_before_loading_weights = time.perf_counter()
         asked: dict[str, Any] = {"wanted": self._wanted, "unused": source.is_unused_weight, "index": index}
         if self.attempt is not None:
-            tensors = self.attempt.source(source.prefix, where, self._device, self._options, **asked)
+            if self.local_expert_ids is None:
+                asked["wanted"] = None
+            tensors = self.attempt.source(source.prefix, where, self._device, self._options, opening=self._opening, **asked)
         else:
             progress = bool(enable_tqdm(self.load_config.use_tqdm_on_load))
             tensors = weights(where, self._device, self._options, progress=progress, **asked)
