@@ -42,7 +42,11 @@ func mergeFast(l Level, transform uint8, dst, vals []byte, p *[maxPlanes][]byte)
 	case E4M3:
 		mergeE4M3(o, v, q[0], n)
 	case E5M2:
-		mergeE5M2(o, v, &q, n)
+		if l == AVX512 {
+			mergeE5M2x512(o, v, &q, n)
+		} else {
+			mergeE5M2(o, v, &q, n)
+		}
 	case Int8:
 		mergeInt8(o, v, q[0], n)
 	case Nibbles:
@@ -148,6 +152,17 @@ func mergeE5M2(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 		w := archsimd.LoadUint16x16(at[[16]uint16](v, i)).ShiftAllLeft(2).AsUint8x32()
 		w = w.Or(spread8(p[0], i, each, of, 1)).Or(spread8(p[1], i, each, of, 2))
 		w.Or(spread8(p[2], i, each, of, 0x80)).Store(at[[32]uint8](o, i))
+	}
+}
+
+// mergeE5M2x512 takes bits of planes as masks.
+func mergeE5M2x512(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
+	bit0, bit1, bit7 := archsimd.BroadcastUint8x64(1), archsimd.BroadcastUint8x64(2), archsimd.BroadcastUint8x64(0x80)
+	for i := 0; i < n; i += 64 {
+		w := archsimd.LoadUint16x32(at[[32]uint16](v, i)).ShiftAllLeft(2).AsUint8x64()
+		w = w.Or(bit0.Masked(archsimd.Mask8x64FromBits(*at[uint64](p[0], i/8))))
+		w = w.Or(bit1.Masked(archsimd.Mask8x64FromBits(*at[uint64](p[1], i/8))))
+		w.Or(bit7.Masked(archsimd.Mask8x64FromBits(*at[uint64](p[2], i/8)))).Store(at[[64]uint8](o, i))
 	}
 }
 
