@@ -111,28 +111,6 @@ func mergeFP32(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 	}
 }
 
-var bits16 = func() (b [16]uint16) {
-	for i := range b {
-		b[i] = 1 << i
-	}
-	return
-}()
-
-// spread16 sets bit in each of 16 words whose bit is set in the 16 bits at p.
-func spread16(p unsafe.Pointer, i int, each archsimd.Uint16x16, bit uint16) archsimd.Uint16x16 {
-	m := archsimd.BroadcastUint16x16(*at[uint16](p, i/8)).And(each).Equal(each)
-	return archsimd.BroadcastUint16x16(bit).Masked(m)
-}
-
-func mergeFP16(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
-	each := archsimd.LoadUint16x16(&bits16)
-	for i := 0; i < n; i += 16 {
-		w := wide(v, i).ShiftAllLeft(10).Or(wide(p[0], i))
-		w = w.Or(spread16(p[1], i, each, 1<<8)).Or(spread16(p[2], i, each, 1<<9))
-		w.Or(spread16(p[3], i, each, 1<<15)).Store(at[[16]uint16](o, 2*i))
-	}
-}
-
 var bits8, byteOfBit = func() (b [32]uint8, at [32]int8) {
 	for i := range b {
 		b[i], at[i] = 1<<(i%8), int8(i/8)
@@ -146,12 +124,26 @@ func spread8(p unsafe.Pointer, i int, each archsimd.Uint8x32, of archsimd.Int8x3
 	return archsimd.BroadcastUint8x32(bit).Masked(m.And(each).Equal(each))
 }
 
+// top256 makes 32 bytes of 5-bit exponents and three planes of bits, the lowest two
+// and the sign: those of e5m2, and the upper ones of fp16.
+func top256(v, low, next, sign unsafe.Pointer, i int, each archsimd.Uint8x32, of archsimd.Int8x32) archsimd.Uint8x32 {
+	w := archsimd.LoadUint16x16(at[[16]uint16](v, i)).ShiftAllLeft(2).AsUint8x32()
+	return w.Or(spread8(low, i, each, of, 1)).Or(spread8(next, i, each, of, 2)).Or(spread8(sign, i, each, of, 0x80))
+}
+
+func mergeFP16(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
+	each, of := archsimd.LoadUint8x32(&bits8), archsimd.LoadInt8x32(&byteOfBit)
+	for i := 0; i < n; i += 32 {
+		hi := top256(v, p[1], p[2], p[3], i, each, of)
+		hi.GetLo().ExtendToUint16().ShiftAllLeft(8).Or(wide(p[0], i)).Store(at[[16]uint16](o, 2*i))
+		hi.GetHi().ExtendToUint16().ShiftAllLeft(8).Or(wide(p[0], i+16)).Store(at[[16]uint16](o, 2*i+32))
+	}
+}
+
 func mergeE5M2(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 	each, of := archsimd.LoadUint8x32(&bits8), archsimd.LoadInt8x32(&byteOfBit)
 	for i := 0; i < n; i += 32 {
-		w := archsimd.LoadUint16x16(at[[16]uint16](v, i)).ShiftAllLeft(2).AsUint8x32()
-		w = w.Or(spread8(p[0], i, each, of, 1)).Or(spread8(p[1], i, each, of, 2))
-		w.Or(spread8(p[2], i, each, of, 0x80)).Store(at[[32]uint8](o, i))
+		top256(v, p[0], p[1], p[2], i, each, of).Store(at[[32]uint8](o, i))
 	}
 }
 
