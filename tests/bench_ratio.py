@@ -1,9 +1,9 @@
 """Sizes of real weights at both levels, beside other compressors, and decoding speeds.
 
-    python tests/bench_ratio.py [--folder DIR] [--device cuda]
+    python tests/bench_ratio.py [--folder DIR] [--device cuda] [FILE ...]
 
-MiniLM (examples/demo.py fetches it) as it is, cast, and quantised as int8 by rows and as
-GPTQ packs 4-bit weights; every file is loaded back and compared. Beside the sizes stand
+The files, or MiniLM (examples/demo.py fetches it) as it is, cast, and quantised as int8 by
+rows and as GPTQ packs 4-bit weights; every file is loaded back and compared. Beside the sizes stand
 zstandard at level 3 of the whole file, ZipNN where it is installed, and two order-0
 entropies: of the exponents with the other bits raw, which X16 codes, and of every byte of
 the elements by itself; both by chunks of 1 MiB. Neither bounds other coders, or chunks. Loading is from the page
@@ -164,6 +164,7 @@ def measure(name: str, tensors: Tensors, folder: str, device: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", nargs="*", help="safetensors files; default: MiniLM and what is made of it")
     parser.add_argument("--folder", help="where files are written; default: a temporary folder")
     parser.add_argument("--device", default="cpu", help="where files are loaded to")
     args = parser.parse_args()
@@ -171,7 +172,7 @@ def main() -> None:
 
     os.environ["OVERWIRE_MMAP"] = "off"
 
-    real = load_file(demo.real_weights())
+    measured = {Path(file).stem: load_file(file) for file in args.file} or files(load_file(demo.real_weights()))
     head = [
         "weights",
         "default",
@@ -184,7 +185,7 @@ def main() -> None:
     ]
     print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        for name, tensors in files(real).items():
+        for name, tensors in measured.items():
             measure(name, tensors, folder, args.device)
 
 
