@@ -137,8 +137,8 @@ var modules = map[string][]string{
 	"go.uber.org/goleak":                      {""},
 	"golang.org/x/net/http/httpproxy":         {"source/route"},
 	"github.com/aws/aws-sdk-go-v2":            {"source/s3"},
-	"github.com/aws/smithy-go":                {"source/s3"},    // the SDK's errors
-	"github.com/redis/go-redis":               {"source/redis"}, // its tests
+	"github.com/aws/smithy-go":                {"source/s3"}, // the SDK's errors
+	"github.com/redis/go-redis":               {"source/redis"},
 	"golang.org/x/crypto":                     {"tensorizer"},
 	"github.com/overwire/overwire/cuda/built": {"device/cuda"}, // our own kernels, compiled
 }

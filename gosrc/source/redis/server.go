@@ -16,6 +16,9 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/redis/go-redis/v9"
+	"github.com/redis/go-redis/v9/maintnotifications"
+
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
@@ -59,22 +62,39 @@ func (n name) at(verb string, off int64, err error) error {
 	return &errs.At{Verb: verb, Source: n.uri, Chunk: -1, Offset: off, Err: err}
 }
 
-// A server makes and keeps connections to one Redis.
+// A server makes and keeps connections to one Redis. A connection can be cut in the
+// middle of a response: the library notices a cancelled context only between
+// responses, and until then writes to the caller's memory.
 type server struct {
-	addr, username, password string
-	db                       int
-	tls                      *tls.Config // nil: without TLS
-	retry                    retry.Options
-	heard                    atomic.Bool // the server has responded once
+	opt   redis.Options
+	retry retry.Options
+	heard atomic.Bool // the server has responded once
 
 	mu   sync.Mutex
 	idle []*connection
 	shut bool
 }
 
-// maxIdle is how long an unused connection is kept: servers and firewalls close
-// those that are idle for minutes.
-const maxIdle = 30 * time.Second
+type connection struct {
+	client *redis.Client
+	mu     sync.Mutex
+	conn   net.Conn
+}
+
+// cut ends what the connection is doing.
+func (l *connection) cut() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.conn != nil {
+		_ = l.conn.Close()
+	}
+}
+
+var quiet sync.Once
+
+type silence struct{}
+
+func (silence) Printf(context.Context, string, ...interface{}) {}
 
 // connect checks the options. Connections are made when they are needed.
 func connect(n name, opt source.Options) (*server, error) {
@@ -93,10 +113,17 @@ func connect(n name, opt source.Options) (*server, error) {
 	if !given {
 		password = opt.Env["REDISCLI_AUTH"]
 	}
-	s.addr, s.username, s.password, s.db = n.host, opt.Storage["username"], password, int(db)
+	quiet.Do(func() { redis.SetLogger(silence{}) }) // the library would write to stderr
+	s.opt = redis.Options{
+		Addr: n.host, Username: opt.Storage["username"], Password: password, DB: int(db),
+		Protocol: 2, MaxRetries: -1, DialerRetries: 1, PoolSize: 1, DisableIdentity: true, ContextTimeoutEnabled: true,
+		DialTimeout: min(s.retry.Timeout, 15*time.Second), ReadTimeout: s.retry.Timeout, WriteTimeout: s.retry.Timeout,
+		ReadBufferSize: 256 << 10, WriteBufferSize: 64 << 10,
+		MaintNotificationsConfig: &maintnotifications.Config{Mode: maintnotifications.ModeDisabled},
+	}
 	if n.scheme == "rediss" {
 		host, _, _ := net.SplitHostPort(n.host)
-		s.tls = &tls.Config{ServerName: host, MinVersion: tls.VersionTLS12}
+		s.opt.TLSConfig = &tls.Config{ServerName: host, MinVersion: tls.VersionTLS12}
 		file := opt.Storage["cacert"]
 		if file == "" {
 			file = opt.Env["SSL_CERT_FILE"]
@@ -106,8 +133,8 @@ func connect(n name, opt source.Options) (*server, error) {
 			if err != nil {
 				return nil, &errs.At{Verb: "open", Source: file, Chunk: -1, Offset: -1, Err: err}
 			}
-			s.tls.RootCAs = x509.NewCertPool()
-			if !s.tls.RootCAs.AppendCertsFromPEM(pem) {
+			s.opt.TLSConfig.RootCAs = x509.NewCertPool()
+			if !s.opt.TLSConfig.RootCAs.AppendCertsFromPEM(pem) {
 				return nil, errs.New(errs.ErrArgument, "no certificate in %s", file)
 			}
 		}
@@ -119,60 +146,74 @@ func (s *server) tries() int { return max(0, s.retry.Retries) + 1 }
 
 // with runs fn on a connection of its own, and cuts it when ctx ends: when with
 // returns, no memory of fn's is in use. The error has a class.
-func (s *server) with(ctx context.Context, fn func(*connection) error) error {
-	c, err := s.take(ctx)
+func (s *server) with(ctx context.Context, fn func(context.Context, *redis.Client) error) error {
+	l, err := s.take()
 	if err != nil {
-		return classify(ctx, err)
+		return err
 	}
-	stop := context.AfterFunc(ctx, c.cut)
-	err = fn(c)
+	stop := context.AfterFunc(ctx, l.cut)
+	err = fn(ctx, l.client)
 	if !stop() || err != nil && !refused(err) {
-		c.cut() // in an unknown state
+		l.drop() // cut, or in an unknown state
 	} else {
-		s.put(c)
+		s.put(l)
 	}
 	return classify(ctx, err)
 }
 
-// take returns a connection that was used shortly before, or makes one.
-func (s *server) take(ctx context.Context) (*connection, error) {
-	s.mu.Lock()
-	if s.shut {
-		s.mu.Unlock()
-		return nil, errs.New(errs.ErrArgument, "the source is closed")
-	}
-	for n := len(s.idle); n > 0; n = len(s.idle) {
-		c := s.idle[n-1]
-		s.idle = s.idle[:n-1]
-		if time.Since(c.idleSince) < maxIdle {
-			s.mu.Unlock()
-			return c, nil
-		}
-		c.cut()
-	}
-	s.mu.Unlock()
-	return s.dial(ctx)
-}
-
-func (s *server) put(c *connection) {
-	c.idleSince = time.Now()
+func (s *server) take() (*connection, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.shut {
-		c.cut()
-		return
+		return nil, errs.New(errs.ErrArgument, "the source is closed")
 	}
-	s.idle = append(s.idle, c)
+	if n := len(s.idle); n > 0 {
+		l := s.idle[n-1]
+		s.idle = s.idle[:n-1]
+		return l, nil
+	}
+	l := &connection{}
+	opt := s.opt
+	dial := redis.NewDialer(&opt)
+	opt.Dialer = func(ctx context.Context, network, addr string) (net.Conn, error) {
+		c, err := dial(ctx, network, addr)
+		if err == nil {
+			l.mu.Lock()
+			l.conn = c
+			l.mu.Unlock()
+		}
+		return c, err
+	}
+	l.client = redis.NewClient(&opt)
+	return l, nil
+}
+
+func (s *server) put(l *connection) {
+	s.mu.Lock()
+	if !s.shut {
+		s.idle = append(s.idle, l)
+		l = nil
+	}
+	s.mu.Unlock()
+	if l != nil {
+		l.drop()
+	}
+}
+
+func (l *connection) drop() {
+	l.cut()
+	_ = l.client.Close()
 }
 
 // close closes idle connections; those in use are closed after it.
 func (s *server) close() {
 	s.mu.Lock()
-	defer s.mu.Unlock()
-	for _, c := range s.idle {
-		c.cut()
-	}
+	idle := s.idle
 	s.idle, s.shut = nil, true
+	s.mu.Unlock()
+	for _, l := range idle {
+		l.drop()
+	}
 }
 
 // says classifies responses of servers by their first word.
@@ -200,14 +241,14 @@ var says = map[string]struct {
 // refused reports whether err is a response of the server, or ours: then the
 // connection is sound.
 func refused(err error) bool {
-	var r refusal
+	var r redis.Error
 	return errors.As(err, &r) || errs.Classed(err)
 }
 
-// classify gives an error its class, and a text without what was
+// classify gives an error of the library its class, and a text without what was
 // sent.
 func classify(ctx context.Context, err error) error {
-	var r refusal
+	var r redis.Error
 	var cert *tls.CertificateVerificationError
 	var op *net.OpError
 	var dns *net.DNSError
@@ -218,17 +259,17 @@ func classify(ctx context.Context, err error) error {
 	case ctx.Err() != nil:
 		return errs.FromOS(context.Cause(ctx))
 	case errors.As(err, &r):
-		word, _, _ := strings.Cut(string(r), " ")
+		word, _, _ := strings.Cut(r.Error(), " ")
 		if s, ok := says[word]; ok {
-			if f := strings.Fields(string(r)); word == "MOVED" && len(f) == 3 {
+			if f := strings.Fields(r.Error()); word == "MOVED" && len(f) == 3 {
 				s.text += "; " + strconv.Quote(f[2]) + " does"
 			}
 			return &answer{s.class, word, s.text}
 		}
-		if strings.Contains(string(r), "AUTH") || strings.Contains(string(r), "password") {
+		if strings.Contains(r.Error(), "AUTH") || strings.Contains(r.Error(), "password") {
 			return &answer{errs.ErrPermission, "ERR", "the server takes no such user or password"}
 		}
-		if strings.Contains(string(r), "DB index") {
+		if strings.Contains(r.Error(), "DB index") {
 			return &answer{errs.ErrArgument, "ERR", "the server has no such db"}
 		}
 		return &answer{errs.ErrIO, "ERR", "the server refused"}
