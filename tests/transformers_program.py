@@ -195,6 +195,23 @@ def offloaded(folder: Path) -> None:
     assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
 
 
+def ready(folder: Path) -> None:
+    """The engine hears of a GPU as soon as transformers knows it."""
+    import overwire.compat.safetensors._lazy as lazy
+
+    if not FIVE:
+        return
+    reported: list[str] = []
+    prepare, lazy.prepare = lazy.prepare, reported.append
+    try:
+        with ow.patch_safetensors():
+            for where in ("cuda:1", "cpu", "auto", None, 2, {"a": "cpu", "b": torch.device("cuda:3"), "c": "disk"}):
+                transformers.modeling_utils.check_and_set_device_map(where)
+    finally:
+        lazy.prepare = prepare
+    assert reported == ["cuda:1", "cuda:2", "cuda:3"], reported
+
+
 def damaged(folder: Path) -> None:
     """The error names the tensor, and nothing is left of the patch."""
     save(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).bfloat16(), folder)
@@ -235,7 +252,7 @@ def adapters(folder: Path) -> None:
         same(want, got, "adapter")
 
 
-CASES = (dense, tied, experts, quantised, odd, offloaded, damaged, adapters)
+CASES = (dense, tied, experts, quantised, odd, offloaded, ready, damaged, adapters)
 
 if __name__ == "__main__":
     torch.manual_seed(11)

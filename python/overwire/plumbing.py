@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .model.joining import written
     from .model.kept import forget, keep
     from .model.layout import refuse_urls
+    from .model.opened import prepare
     from .model.options import parse_size
     from .paths import local, path_of
     from .stores import ObjectReader, ObjectWriter, presign, publish, write_bytes
@@ -41,6 +42,7 @@ __all__ = [
     "number_of",
     "parse_size",
     "path_of",
+    "prepare",
     "presign",
     "publish",
     "read_file",
@@ -65,6 +67,7 @@ _HOMES = {
     "model.joining": ("written",),
     "model.kept": ("forget", "keep"),
     "model.layout": ("refuse_urls",),
+    "model.opened": ("prepare",),
     "model.options": ("parse_size",),
     "jobs": ("shown",),
     "paths": ("local", "path_of"),

@@ -58,13 +58,15 @@ class Lazy(NamedTuple):
 
     slice: the class of a `LazySlice`. ahead: makes an `Ahead`. plan: a context
     manager for calls that open files themselves: while it lasts, slices that this
-    thread opens are loaded ahead, if plan(name) gives their device."""
+    thread opens are loaded ahead, if plan(name) gives their device. prepare: begins to make
+    the engine ready for the devices of a device_map, or for one device."""
 
     slice: type[Any]
     ahead: Callable[[], Any]
     plan: Callable[[Callable[[str], Any]], Any]
     compressed: Callable[[Any], bool | None]
     open: Callable[..., Any]
+    prepare: Callable[[Any], None]
 
 
 # Keys of --model-loader-extra-config that every engine's plug-in has: what each takes,

@@ -184,6 +184,7 @@ def _model(owner: Any, lazy: Lazy) -> Any:
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         scope = _current()
         if scope is None or scope.given is None:  # no pipeline's
+            lazy.prepare(kwargs.get("device_map"))
             with _scope(lazy):
                 return original.__get__(None, cls)(*args, **kwargs)
         try:
@@ -199,6 +200,7 @@ def _pipeline(owner: Any, lazy: Lazy) -> Any:
 
     @functools.wraps(original.__func__)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        lazy.prepare(kwargs.get("device_map"))
         with _scope(lazy, kwargs.copy()):
             return original.__get__(None, cls)(*args, **kwargs)
 

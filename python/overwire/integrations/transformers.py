@@ -11,6 +11,9 @@ Read one by one, as they are asked for, are: models of which a part is offloaded
 disk, and models that are quantised while they load; loading ahead would need the
 memory that these ways of loading save. Slices of a tensor-parallel plan are read
 one by one, too, each straight to its device.
+
+While transformers builds the modules, the engine makes the GPUs of the `device_map`
+ready.
 """
 
 from __future__ import annotations
@@ -33,12 +36,25 @@ MODULES = ("transformers.core_model_loading", "transformers.modeling_utils")
 
 def hooks(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
     """The names that change, and what stands for each while patched."""
+    # Transformers 4 knows the map when it has built the model; so does transformers 5 of "auto".
+    maps = (found(MODULES[1], name) for name in ("check_and_set_device_map", "_get_device_map"))
+    pairs: list[tuple[Any, Any]] = [(original, _maps(original, lazy)) for original in maps if original is not None]
     convert = found(MODULES[0], "convert_and_load_state_dict_in_model")
     spawn = found(MODULES[0], "spawn_materialize")
     if convert is not None and spawn is not None:
-        return _of_five(convert, spawn, lazy)
+        return pairs + _of_five(convert, spawn, lazy)
     shard = found(MODULES[1], "load_shard_file")
-    return [] if shard is None else [(shard, _of_four(shard, lazy))]
+    return pairs if shard is None else [*pairs, (shard, _of_four(shard, lazy))]
+
+
+def _maps(original: Any, lazy: Lazy) -> Any:
+    @functools.wraps(original)
+    def device_map_of(*args: Any, **kwargs: Any) -> Any:
+        device_map = original(*args, **kwargs)
+        lazy.prepare(device_map)
+        return device_map
+
+    return device_map_of
 
 
 class _Result(Future[Any]):

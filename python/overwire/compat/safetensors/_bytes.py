@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import overwire
-from overwire.plumbing import local, save_bytes
 
 from ._errors import SafetensorError, reading, writing
 
@@ -57,6 +56,8 @@ def serialize_file(tensor_dict: dict[str, TensorSpec], filename: Any, metadata: 
 
 def write(tensor_dict: dict[str, Any], filename: Any, metadata: dict[str, str] | None, *, compress: bool) -> None:
     """`serialize_file`, of specs of overwire's."""
+    from overwire.plumbing import local, save_bytes  # what reads needs none of it
+
     _check(tensor_dict, metadata)
     path = os.fspath(filename)
     with writing():

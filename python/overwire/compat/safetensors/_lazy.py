@@ -7,16 +7,16 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import overwire
-from overwire.plumbing import keep
+from overwire.plumbing import keep, prepare
 
 from ._errors import reading
 from ._files import safe_open
 
-__all__ = ["Ahead", "PlainFile", "Planned", "Slice", "kept", "path_of"]
+__all__ = ["Ahead", "PlainFile", "Planned", "Slice", "kept", "path_of", "ready"]
 
 # What the engine casts as it lands, bit for bit as torch does.
 _CASTS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
@@ -56,16 +56,8 @@ class Slice:
 
     def device(self, asked: Any) -> str | None:
         """Where the engine is to land it; None: safetensors' way is as good."""
-        if asked is None:
-            asked = "cpu"
-        if isinstance(asked, int):
-            asked = f"cuda:{asked}"
-        kind, _, number = str(asked).partition(":")
-        if kind == "cuda":
-            import torch
-
-            return f"cuda:{number or torch.cuda.current_device()}"
-        return "cpu" if kind == "cpu" and not self._mapped else None
+        where = _engines(asked)
+        return None if where == "cpu" and self._mapped else where
 
     def cast(self, dtype: Any) -> str:
         """The dtype that the engine casts it to as it lands, for a library that wants
@@ -82,6 +74,27 @@ class Slice:
             file = self._elsewhere[device] = object.__new__(safe_open)
             file._open(kept(self.path), self.path, "pt", device)
         return file.get_slice(self.name)
+
+
+def _engines(asked: Any) -> str | None:
+    # A device as the engine names it; None if it has no such device.
+    if asked is None:
+        return "cpu"
+    if isinstance(asked, int):
+        return f"cuda:{asked}"
+    kind, _, number = str(asked).partition(":")
+    if kind == "cuda":
+        import torch
+
+        return f"cuda:{number or torch.cuda.current_device()}"
+    return "cpu" if kind == "cpu" else None
+
+
+def ready(device_map: Any) -> None:
+    """Begins to make the engine ready for the devices of a device_map, or for one device."""
+    devices = device_map.values() if isinstance(device_map, Mapping) else (device_map,)
+    for device in {_engines(device) for device in devices} - {None, "cpu"}:
+        prepare(str(device))
 
 
 class PlainFile:

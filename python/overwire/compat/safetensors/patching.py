@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
@@ -52,6 +52,8 @@ _patches: list[SafetensorsPatch] = []  # in force, in the order of their beginni
 _swapped: dict[int, tuple[Any, Any]] = {}  # by id: what to replace, and by what
 _members: dict[tuple[int, str], tuple[Any, str, Any]] = {}  # by class and name: what a class had there
 _seen: dict[str, int] = {}  # how many modules of a library were there when `_hook` last looked
+_looked: dict[str, tuple[int, int]] = {}  # by module: its dict, and how many names it had when `_rebind` looked through it
+_bound: list[tuple[dict[str, Any], str]] = []  # where `_rebind` has put what stands in
 
 
 def _device() -> str | None:
@@ -206,15 +208,39 @@ def _rebind(swap: dict[int, tuple[Any, Any]], tops: tuple[str, ...] = ()) -> Non
         if top not in tops if tops else top in _OTHERS:
             continue
         names = getattr(module, "__dict__", None)
-        if type(names) is not dict or names is globals() or swap.keys().isdisjoint(map(id, tuple(names.values()))):
+        if type(names) is not dict or names is globals():
             continue
-        for name, value in names.copy().items():
-            found = swap.get(id(value))
-            if found is not None and found[0] is value:
-                names[name] = found[1]
+        if not tops:
+            _looked[module_name] = (id(names), len(names))
+        if not swap.keys().isdisjoint(map(id, tuple(names.values()))):
+            _put(swap, names, names.copy())
 
 
-def _patch() -> None:
+def _put(swap: dict[int, tuple[Any, Any]], names: dict[str, Any], chosen: Iterable[str]) -> None:
+    for name in chosen:
+        value = names.get(name)
+        found = swap.get(id(value))
+        if found is not None and found[0] is value:
+            names[name] = found[1]
+            _bound.append((names, name))
+
+
+def _unbind(swap: dict[int, tuple[Any, Any]]) -> None:
+    # Where names were put, and in modules that have been imported, or have got names, since.
+    for held, name in _bound.copy():
+        _put(swap, held, (name,))
+    for module_name, module in list(sys.modules.items()):
+        names = getattr(module, "__dict__", None)
+        if type(names) is not dict or _looked.get(module_name) == (id(names), len(names)):
+            continue
+        if module_name.partition(".")[0] not in _OTHERS and names is not globals():
+            _put(swap, names, names.copy())
+    _bound.clear()
+    _looked.clear()
+
+
+def _readers() -> dict[int, tuple[Any, Any]]:
+    # The originals by id, each with what stands for it.
     try:
         import safetensors
     except ImportError as error:
@@ -228,19 +254,17 @@ def _patch() -> None:
             original = getattr(held, name, None)
             if original is not None:  # an older version lacks some
                 swap[id(original)] = (original, _stand_in(module, name, original))
-    _swapped.update(swap)
-    _rebind(swap)
-    sys.meta_path.insert(0, _imports)
-    _hook()
+    return swap
 
 
-def _hook() -> None:
+def _hook(readers: dict[int, tuple[Any, Any]] | None = None) -> None:
     # Libraries, and parts of them, may be imported after the patch: `_Imports` and each
-    # file that is opened look.
-    if all(_present(library) == _seen.get(library, 0) for library in _LIBRARIES):
+    # file that is opened look. readers: what a first patch puts in place beside.
+    if readers is None and all(_present(library) == _seen.get(library, 0) for library in _LIBRARIES):
         return
     with _lock:
-        swap = {}
+        swap = dict(readers or {})
+        _swapped.update(swap)
         for library in _LIBRARIES:
             there = _present(library)
             if there == _seen.get(library, 0) or not _patches:
@@ -254,7 +278,7 @@ def _hook() -> None:
                     swap[id(original)] = (original, ours)
         if swap:
             _swapped.update(swap)
-            _rebind(swap, _LIBRARIES)
+            _rebind(swap, () if readers else _LIBRARIES)
 
 
 def _present(library: str) -> int:
@@ -297,7 +321,7 @@ def _found(module: str, name: str) -> Any:
     return behind(getattr(sys.modules.get(module), name, None))
 
 
-_LAZY = Lazy(slice=_lazy.Slice, ahead=_lazy.Ahead, plan=_lazy.Planned, compressed=is_compressed, open=_files.safe_open)
+_LAZY = Lazy(_lazy.Slice, _lazy.Ahead, _lazy.Planned, is_compressed, _files.safe_open, _lazy.ready)
 
 
 def _module(name: str) -> Any:
@@ -315,7 +339,7 @@ def _undo() -> None:
     swap = {id(ours): (ours, original) for original, ours in _swapped.values()}
     with contextlib.suppress(ValueError):  # a program may have put its own list there
         sys.meta_path.remove(_imports)
-    _rebind(swap)
+    _unbind(swap)
     for owner, name, original in _members.values():
         setattr(owner, name, original)
     _swapped.clear()
@@ -335,11 +359,12 @@ class SafetensorsPatch:
         self.device = None if device is None else _files._device(device)
         self.compress = bool(compress)
         with _lock:
-            if not _patches:
-                _patch()
+            readers = None if _patches else _readers()
+            if readers is not None:
+                sys.meta_path.insert(0, _imports)
             _patches.append(self)
             self._on = True
-        _hook()
+            _hook(readers)
 
     def __repr__(self) -> str:
         state = "in force" if self._on else "ended"
