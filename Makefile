@@ -179,7 +179,7 @@ asan: $(BUILT) ## Python tests of the engine under AddressSanitizer
 	@rm -rf build/asan && mkdir -p build/asan
 	@cp -r python/overwire build/asan/
 	$(PY) setup.py asan build/asan/overwire/_core.abi3.so
-	LD_PRELOAD=$(ASAN_LIBS) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=build/asan OVERWIRE_TEST_ASAN=1 \
+	LD_PRELOAD=$(ASAN_LIBS) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=build/asan OVERWIRE_TEST_SLOW=1 \
 		$(PY) -m pytest -p no:cacheprovider -n $(JOBS) -m "not slow" $(ASAN_TESTS)
 
 demo: build ## the main job on real weights, with figures and proof

@@ -33,12 +33,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_import_starts_nothing() -> None:
     """Neither threads nor modules come with the import; the engine comes with the first call."""
     run("""
-assert threads() == 1
+assert threads() == AT_FIRST
 for name in ("overwire._core", "torch", "numpy", "logging", "json"):
     assert name == "json" or name not in sys.modules, name
 assert not e.forked()
 e.knobs()
-assert threads() > 1 and "overwire._core" in sys.modules
+assert threads() > AT_FIRST and "overwire._core" in sys.modules
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 """)
 

@@ -26,6 +26,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+# Under AddressSanitizer, and under an emulator, programs run many times slower.
+SLOWER = 10 if os.environ.get("OVERWIRE_TEST_SLOW") else 1
+
 
 class _Parent:
     """The process that forks; it ends when `end` is called, or with this process."""
@@ -72,7 +75,7 @@ def run(
         socket.send_fds(_parent.socket, [struct.pack("<q", len(text))], [out.fileno(), err.fileno()])
         _parent.socket.sendall(text)
         pid, status = _number(_parent.socket), None
-        _parent.socket.settimeout(timeout)
+        _parent.socket.settimeout(timeout * SLOWER)
         try:
             status = _number(_parent.socket)
         except TimeoutError:
@@ -94,7 +97,7 @@ def fresh(
     argv: Sequence[str | Path], *, cwd: Path | str | None = None, env: Mapping[str, str] | None = None, timeout: float = 240
 ) -> subprocess.CompletedProcess[str]:
     """The same in a fresh interpreter."""
-    return subprocess.run([sys.executable, *argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+    return subprocess.run([sys.executable, *argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout * SLOWER, check=False)
 
 
 # Programs that import torch anew, which this process has started since a test began.

@@ -11,7 +11,8 @@
 #                                          docs/benchmarks.md
 #
 # It needs gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user, and installs them
-# if it may. What is missing is named, and the step is skipped. Tests that qemu cannot run
+# if it may. All takes hours: 330 Python tests of 15 files took 18 minutes (6.5 of processor
+# time) of two cores that were busy with other work. What is missing is named, and the step is skipped. Tests that qemu cannot run
 # stand in wheels/aarch64-left-out.txt, each with its reason.
 set -eu
 cd "$(dirname "$0")/.."
@@ -83,10 +84,14 @@ tests)
 	tools
 	runner
 	export GOFLAGS=-tags=netgo,osusergo,nostores CGO_ENABLED=1 CC=aarch64-linux-gnu-gcc
-	[ $# != 0 ] || set -- $(go list ./gosrc/... | grep -v '/source/s3$') # S3's library takes minutes to compile
+	left="$(left_out go | paste -sd' ')"
+	[ $# != 0 ] || {
+		set -- $(go list ./gosrc/... | grep -v '/source/s3$') # S3's library takes minutes to compile
+		left="source/s3 $left"
+	}
 	status=0
 	logged go test -short -vet=off -timeout 60m -skip "^($(left_out go | paste -sd'|'))\$" -exec "$work/exec" "$@" || status=1
-	say "Go tests: $(grep -c '^ok' "$work/tests.log") packages passed, $(grep -c '^FAIL	' "$work/tests.log") failed; left out: S3, $(left_out go | paste -sd' ')"
+	say "Go tests: $(grep -c '^ok' "$work/tests.log") packages passed, $(grep -c '^FAIL	' "$work/tests.log") failed; left out: $left"
 	exit $status
 	;;
 wheel)
@@ -106,7 +111,7 @@ python)
 	rm -rf "$work/packages/overwire"
 	"$python" -m zipfile -e "$work"/dist/*.whl "$work/packages"
 	unset PYTHONDONTWRITEBYTECODE # or each program compiles what it imports of torch
-	export PYTHONPATH="$work/packages"
+	export PYTHONPATH="$work/packages" OVERWIRE_TEST_SLOW=1 OVERWIRE_TEST_GRACE=300
 	left=$(left_out py | sed 's,^.*::,--deselect=tests/&,; t; s,^,--ignore=tests/,')
 	status=0
 	# shellcheck disable=SC2086
