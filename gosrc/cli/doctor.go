@@ -18,6 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device/gds"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/nodes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/load"
@@ -43,7 +44,8 @@ var doctorVerb = &verb{
 	short: "report the machine, the GPUs and the settings in use",
 	long: `
 Prints versions, CPU features and the chosen decoder, cores, huge pages, memory
-and its limit, the GPUs or why none can be used, whether GPUDirect Storage works
+and its limit, NUMA nodes where there are several, the GPUs, with the node that each
+is near, or why none can be used, whether GPUDirect Storage works
 here, the preload, and every setting that is not at its default. --env prints
 every setting: environment variable, value, meaning. --measure adds the rate of
 pinned copies to each GPU.`,
@@ -66,6 +68,7 @@ type Diagnosis struct {
 	Features []string        `json:"cpu_features"`
 	Cipher   string          `json:"cipher"` // of encrypted .tensors files
 	Memory   Memory          `json:"memory"`
+	Nodes    []nodes.Node    `json:"nodes"` // with their cores; empty: the system does not tell
 	GPU      GPU             `json:"gpu"`
 	Preload  Preload         `json:"preload"`
 	GDS      gds.Report      `json:"gpudirect_storage"`
@@ -99,7 +102,7 @@ func Diagnose(env Env, wire bool) Diagnosis {
 	d := Diagnosis{
 		Version: Version, Python: strings.TrimSpace(env.PythonVersion + " " + env.Python), Machine: measure.ThisMachine(),
 		Features: features(), Cipher: tensorizer.Cipher(), Memory: memory(), GDS: gds.Probe(), Engine: "ok", Workers: spawn.Running(), Settings: knob.Table(), Advice: []string{},
-		GPU: diagnoseGPU(wire),
+		Nodes: append([]nodes.Node{}, nodes.Read(tables)...), GPU: diagnoseGPU(wire),
 	}
 	if err := spawn.Poisoned(); err != nil {
 		d.Engine = err.Error()
@@ -215,7 +218,14 @@ func (d *Diagnosis) text(w io.Writer, env bool) {
 		limit = "limit " + bytesText(d.Memory.Limit)
 	}
 	line("memory", "%s, %s available, %s", bytesText(d.Memory.Total), bytesText(d.Memory.Available), limit)
-	d.GPU.text(line)
+	if len(d.Nodes) > 1 {
+		list := make([]string, len(d.Nodes))
+		for i, n := range d.Nodes {
+			list[i] = fmt.Sprintf("node %d with %d cores", n.Number, len(n.Cores))
+		}
+		line("nodes", "%s", strings.Join(list, ", "))
+	}
+	d.GPU.text(len(d.Nodes) > 1, line)
 	switch p := d.Preload; {
 	case p.Path == "":
 		line("preload", "none")

@@ -4,10 +4,13 @@ package cli
 
 import (
 	"encoding/json"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/internal/nodes"
 )
 
 // Doctor shows each GPU, what it runs, and its wire if that is asked for; it
@@ -33,6 +36,31 @@ func TestDoctorFake(t *testing.T) {
 	if len(d.GPU.Devices) != 2 || d.GPU.Devices[1].Wire <= 0 || d.GPU.Reason != "" {
 		t.Errorf("%+v", d.GPU)
 	}
+	// On a host of several nodes it says which are near, and what is refused.
+	root := t.TempDir()
+	put := func(name, text string) {
+		path := filepath.Join(root, name)
+		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	put("devices/system/node/online", "0-1")
+	put("devices/system/node/node0/cpulist", "0-1021")
+	put("devices/system/node/node1/cpulist", "1022,1023")
+	put("bus/pci/devices/ffff:01:00.0/numa_node", "1")
+	restore := cuda.FakeHost(root)
+	tables = root
+	defer func() { tables = nodes.System }()
+	out = must(t, "doctor")
+	for _, want := range []string{"node 0 with 1022 cores, node 1 with 2 cores", "at ffff:01:00.0 near node 1", "cuda:1 is near node 1, but", "may not run on the cores of node 1"} {
+		if !strings.Contains(out, want) {
+			t.Errorf("doctor lacks %q:\n%s", want, out)
+		}
+	}
+	restore()
 	if left := end(); left != "" {
 		t.Errorf("left behind: %s", left)
 	}

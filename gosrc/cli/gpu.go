@@ -10,6 +10,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/nodes"
 )
 
 // GPU is what doctor reports of CUDA.
@@ -28,9 +29,15 @@ type GPUDevice struct {
 	// compiles at first use. "" is none, and Unusable says why.
 	Kernels  string `json:"kernels,omitempty"`
 	Unusable string `json:"unusable,omitempty"`
+	// Unplaced is why neither slots nor readers can be put on the node that it is near,
+	// on a host of several; "": they can, or there is nothing to choose.
+	Unplaced string `json:"unplaced,omitempty"`
 	// Wire is the measured rate of pinned copies to it in GB/s; 0: not measured.
 	Wire float64 `json:"wire,omitempty"`
 }
+
+// tables is where the host's are; tests have others.
+var tables = nodes.System
 
 // wireTime is about how long the copies to one device are measured.
 const wireTime = 200 * time.Millisecond
@@ -46,7 +53,7 @@ func diagnoseGPU(measure bool) GPU {
 	}
 	for _, d := range info {
 		g.CUDA = d.Driver
-		one := GPUDevice{DeviceInfo: d, Kernels: cuda.Kernels(d.Compute)}
+		one := GPUDevice{DeviceInfo: d, Kernels: cuda.Kernels(d.Compute), Unplaced: nodes.Near(tables, func() string { return d.PCI }).Refused()}
 		if one.Kernels == "" {
 			one.Unusable = fmt.Sprintf("compute capability %s; overwire needs 8.0 or later", d.Compute)
 		} else if measure {
@@ -104,13 +111,16 @@ func (d *Diagnosis) adviseGPU(add func(format string, args ...any)) {
 		add("the system has NVIDIA's driver %s, but this process cannot use it: start the container with its GPUs (--gpus all, or NVIDIA's runtime)", d.GPU.Driver)
 	}
 	for _, g := range d.GPU.Devices {
+		if g.Unplaced != "" {
+			add("cuda:%d is near node %d, but its slots lie where the threads run that make them: %s", g.Index, g.Node, g.Unplaced)
+		}
 		if g.LinkWidth > 0 && g.LinkWidth < 16 && !g.Coherent {
 			add("cuda:%d is connected by %d PCIe lanes of 16: loads wait for that link", g.Index, g.LinkWidth)
 		}
 	}
 }
 
-func (g *GPU) text(line func(name, format string, args ...any)) {
+func (g *GPU) text(several bool, line func(name, format string, args ...any)) {
 	driver := "driver " + g.Driver
 	if g.Driver == "" {
 		driver = "driver of unknown version"
@@ -128,6 +138,10 @@ func (g *GPU) text(line func(name, format string, args ...any)) {
 		if d.Coherent { // the link of PCI Express is there, too, and not the one that counts
 			link = "coherent link"
 		}
+		at := d.PCI
+		if several && d.Node >= 0 {
+			at = fmt.Sprintf("%s near node %d", at, d.Node)
+		}
 		usable := "kernels " + d.Kernels
 		switch {
 		case d.Unusable != "":
@@ -135,6 +149,6 @@ func (g *GPU) text(line func(name, format string, args ...any)) {
 		case d.Wire > 0:
 			usable += fmt.Sprintf(", copies measured at %.1f GB/s", d.Wire)
 		}
-		line(fmt.Sprintf("cuda:%d", d.Index), "%s, %s, compute %s, %d processors, %s at %s, %s", d.Name, bytesText(d.Memory), d.Compute, d.Processors, link, d.PCI, usable)
+		line(fmt.Sprintf("cuda:%d", d.Index), "%s, %s, compute %s, %d processors, %s at %s, %s", d.Name, bytesText(d.Memory), d.Compute, d.Processors, link, at, usable)
 	}
 }

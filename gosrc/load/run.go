@@ -192,7 +192,7 @@ func (l *Loading) queueFor(p *plan.Plan) (*cuda.Queue, error) {
 func (l *Loading) task(s *shape, queue *cuda.Queue, depth int, opt Options) *pipeline.Task {
 	t := &pipeline.Task{Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: s.plan, Workers: l.machine.Workers(depth), NoCheck: opt.NoCheck}
 	if queue != nil {
-		t.Queue = queue
+		t.Queue, t.Near = queue, l.target.GPU.Place()
 	}
 	if l.dests != nil {
 		t.Destination = l.dests.resolve

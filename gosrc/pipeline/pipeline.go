@@ -17,6 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/nodes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/source"
@@ -42,7 +43,8 @@ type Task struct {
 	// not from that source. Bytes with a checksum go through the host, which
 	// compares it.
 	GDS     []device.Reader
-	Workers int // 0: one per core
+	Workers int          // 0: one per core
+	Near    *nodes.Place // where the workers run; nil: anywhere
 	// Range, if not nil, says how many bytes a worker should request of a source's
 	// Ranges at once, to read them in steps. It excludes Gate.
 	Range   func() int64
@@ -125,7 +127,7 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 	var mu sync.Mutex
 	spawn.Workers("pipeline worker", workers, r.cancel, func(n int) error { // only the first cause stays
 		w := worker{run: r, n: n}
-		err := w.loop()
+		err := t.Near.Run(w.loop)
 		if t.Trace != nil {
 			t.Trace.add(w.spans)
 		}

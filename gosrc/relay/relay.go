@@ -5,7 +5,6 @@ package relay
 import (
 	"cmp"
 	"context"
-	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -157,7 +156,8 @@ func Start(m *load.Model, spec *Spec) (*Relay, error) {
 	}
 	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, wake: make(chan struct{}), start: time.Now(), here: job.NewLandings(0)}
 	r.machine = m.Machine(tgt.GPU != nil, spec.Threads, false)
-	r.machine.Ranks = sharing(spec.Ranks, runtime.NumCPU(), cpuOnline)
+	cores, with := r.divide()
+	r.machine.Cores, r.machine.Ranks = min(r.machine.Cores, cores), with
 	if err := spec.checkCuts(); err != nil {
 		return nil, err
 	}
@@ -303,6 +303,9 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 		task.Destination = func(ctx context.Context, spot int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
 			return dst, r.wait(ctx, &r.free, int(r.spots[spot].Group)-len(r.spec.Ring)+1)
 		}
+	}
+	if r.feed != nil {
+		task.Near = r.target.GPU.Place()
 	}
 	if r.spec.Timeline && r.queue != nil {
 		task.Trace = pipeline.NewTrace()

@@ -1,46 +1,40 @@
 package relay
 
-// This file counts the processes of a host that share its cores.
+// This file says how many cores a rank reads on, and how many ranks share them.
 
 import (
-	"os"
-	"strconv"
-	"strings"
+	"runtime"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/internal/nodes"
 )
 
-// cpuOnline lists the cores of the host that run.
-const cpuOnline = "/sys/devices/system/cpu/online"
-
-// sharing is how many of the ranks of a host share the cores that this process may
-// run on: all of them, or, where a launcher has given each rank its own, 1. online is a
-// file that lists the cores of the host.
-func sharing(ranks, cores int, online string) int {
-	text, err := os.ReadFile(online)
-	if err != nil {
-		return ranks
+// divide says on how many cores this rank reads, and with how many ranks it shares them.
+// On a host of several nodes these are cores near its GPU.
+func (r *Relay) divide() (cores, ranks int) {
+	var may unix.CPUSet
+	var place *nodes.Place
+	if gpu := r.target.GPU; gpu != nil && gpu.Place() != nil && unix.SchedGetaffinity(0, &may) == nil {
+		place = gpu.Place()
 	}
-	if all := coresOf(string(text)); all >= ranks && cores <= all/ranks {
+	return divided(r.spec.Ranks, runtime.NumCPU(), place, &may, nodes.System)
+}
+
+// divided is divide for that number of ranks, and of cores of the process, or for those
+// that it may run on where it has a place; root is where the host's tables are.
+func divided(ranks, cores int, place *nodes.Place, may *unix.CPUSet, root string) (mine, with int) {
+	if near, all := place.Within(may); near.Count() > 0 {
+		return near.Count(), sharing(place.Ranks(ranks), near.Count(), all)
+	}
+	return cores, sharing(ranks, cores, nodes.Online(root))
+}
+
+// sharing is how many of some ranks share the cores that this process may run on: all of
+// them, or, where a launcher has given each rank its own of all cores, 1.
+func sharing(ranks, cores, all int) int {
+	if all >= ranks && cores <= all/ranks {
 		return 1
 	}
 	return ranks
-}
-
-// maxCores is more than any host has.
-const maxCores = 1 << 16
-
-// coresOf counts the cores of a list of the kernel's, as "0-3,8"; 0: it is none.
-func coresOf(list string) (n int) {
-	for part := range strings.SplitSeq(strings.TrimSpace(list), ",") {
-		low, high, two := strings.Cut(part, "-")
-		a, err := strconv.Atoi(low)
-		b := a
-		if two && err == nil {
-			b, err = strconv.Atoi(high)
-		}
-		if err != nil || a < 0 || b < a || b >= maxCores {
-			return 0
-		}
-		n += b - a + 1
-	}
-	return n
 }

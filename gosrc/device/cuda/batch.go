@@ -113,7 +113,7 @@ func (d *Device) loadKernels() error {
 }
 
 func (d *Device) newSlab(count, bytes, room int) (*slab, error) {
-	p, err := newPages(int64(count * bytes))
+	p, err := newPages(int64(count*bytes), d.near)
 	if err != nil {
 		return nil, err
 	}

@@ -88,7 +88,7 @@ func captureLivesOn(t *testing.T, blocking bool) {
 			l.Close()
 			other.Close()
 		}
-		mine, err := newPages(4096)
+		mine, err := newPages(4096, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -234,7 +234,7 @@ func TestLoadDoesNotWaitForOthers(t *testing.T) {
 	for i := range 3 {
 		load(2+i, 64<<10<<i)
 	}
-	mine, err := newPages(4096)
+	mine, err := newPages(4096, nil)
 	if err != nil {
 		t.Fatal(err)
 	}

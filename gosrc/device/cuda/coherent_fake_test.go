@@ -99,7 +99,7 @@ func TestCoherentView(t *testing.T) {
 				coherent(t)
 			}
 			d, l := open(t, 2, 1<<20)
-			m, err := newPages(huge)
+			m, err := newPages(huge, nil)
 			if err != nil {
 				t.Fatal(err)
 			}

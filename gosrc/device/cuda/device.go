@@ -17,6 +17,7 @@ import (
 	"github.com/overwire/overwire/cuda/built"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/nodes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
@@ -32,8 +33,9 @@ const (
 // A Device is one GPU. There is one for each index in a process.
 type Device struct {
 	index    int
-	coherent bool  // it reads the host's memory by the host's own page tables
-	number   C.int // the driver's
+	near     *nodes.Place // nil: the host has one node, or it is not known which is near
+	coherent bool         // it reads the host's memory by the host's own page tables
+	number   C.int        // the driver's
 	ctx      C.owcu_handle
 	spare    chan pages // pinned memory for a first queue, made ready by Open
 
@@ -88,9 +90,9 @@ func Open(index int) (*Device, error) {
 	if list == nil {
 		return nil, errs.New(errs.ErrMemory, "the state of cuda:%d", index)
 	}
-	d := &Device{index: index, spare: make(chan pages, 1), list: list}
+	d := &Device{index: index, near: nodes.Near(system, func() string { return busOf(index) }), spare: make(chan pages, 1), list: list}
 	spawn.Go("cuda ring", func() {
-		p, _ := newPages(firstRing) // zero if it failed: Queue tries again
+		p, _ := newPages(firstRing, d.near) // zero if it failed: Queue tries again
 		d.spare <- p
 	})
 	var e C.struct_owcu_error
@@ -127,6 +129,9 @@ func Trim() (err error) {
 
 // Index is the number of the device.
 func (d *Device) Index() int { return d.index }
+
+// Place is the NUMA node near the device; nil: there is nothing to choose.
+func (d *Device) Place() *nodes.Place { return d.near }
 
 // Trim frees what is kept between loads: the idle queue with its pinned memory and
 // staging, and tensor memory without a holder. It waits for the work that uses

@@ -26,6 +26,7 @@ type DeviceInfo struct {
 	Compute    string `json:"compute"` // capability: "9.0"
 	Processors int    `json:"processors"`
 	PCI        string `json:"pci"`        // "0000:01:00.0"
+	Node       int    `json:"node"`       // the NUMA node that it is near; -1: not known
 	LinkWidth  int    `json:"link_width"` // lanes; 0: not readable
 	LinkGen    int    `json:"link_gen"`   // PCI Express generation; 0: not readable
 	// Coherent: the GPU reads the host's memory by the host's own page tables, as over

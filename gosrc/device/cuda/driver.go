@@ -19,6 +19,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/nodes"
 )
 
 const (
@@ -91,21 +92,36 @@ func Info() ([]DeviceInfo, error) {
 		if C.owcu_info_get(C.int(i), &c, &e) != 0 {
 			return nil, failure(i, &e)
 		}
-		bus := strings.ToLower(C.GoString(&c.bus[0]))
+		bus := busName(&c)
 		all[i] = DeviceInfo{
 			Index: i, Name: C.GoString(&c.name[0]), Memory: int64(c.memory), Processors: int(c.sms),
 			Compute: fmt.Sprintf("%d.%d", c.major, c.minor), PCI: bus, Driver: versionText(driver.version),
-			Coherent: c.coherent != 0,
+			Coherent: c.coherent != 0, Node: nodes.Of(system, bus),
 		}
 		all[i].LinkWidth, all[i].LinkGen = link(bus)
 	}
 	return all, nil
 }
 
+// system is where the host's tables are; tests have others.
+var system = nodes.System
+
+func busName(c *C.struct_owcu_info) string { return strings.ToLower(C.GoString(&c.bus[0])) }
+
+// busOf is the PCI address of a device; "": the driver does not say.
+func busOf(index int) string {
+	var c C.struct_owcu_info
+	var e C.struct_owcu_error
+	if C.owcu_info_get(C.int(index), &c, &e) != 0 {
+		return "" // Open will say why
+	}
+	return busName(&c)
+}
+
 // link reads a device's PCI Express link from the system: its maximum, because an
 // idle GPU slows its link down.
 func link(bus string) (width, gen int) {
-	dir := "/sys/bus/pci/devices/" + bus
+	dir := system + "/bus/pci/devices/" + bus
 	read := func(name string) string {
 		b, err := os.ReadFile(dir + "/" + name)
 		if err != nil {

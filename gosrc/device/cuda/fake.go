@@ -48,6 +48,14 @@ func Fake(memory int64) (end func() string) {
 // sticky, all later ones too. 0: none.
 func FakeFail(nth int64, code int, sticky bool) { fakeFail(nth, code, sticky) }
 
+// FakeHost gives the host other tables of nodes and devices, until restore is called;
+// cuda:N is at ffff:0N:00.0.
+func FakeHost(root string) (restore func()) {
+	had := system
+	system = root
+	return func() { system = had }
+}
+
 // FakeCalls counts the calls since Fake.
 func FakeCalls() int64 { return fakeGet().calls }
 

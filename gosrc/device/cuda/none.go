@@ -12,6 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/nodes"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -43,6 +44,9 @@ func Trim() error { return nil }
 
 // Index is the number of the device.
 func (d *Device) Index() int { return 0 }
+
+// Place is the NUMA node near the device.
+func (d *Device) Place() *nodes.Place { return nil }
 
 // Used registers a stream.
 func (d *Device) Used(uintptr) {}

@@ -49,7 +49,7 @@ func (d *Device) NewPacker() (*Packer, error) {
 	if err != nil {
 		return nil, err
 	}
-	mem, err := newPages(int64(C.OWCU_PACK_SLOTS * packRows * itemSize))
+	mem, err := newPages(int64(C.OWCU_PACK_SLOTS*packRows*itemSize), d.near)
 	if err != nil {
 		return nil, err
 	}

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/nodes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
@@ -27,7 +28,9 @@ type pages struct {
 	n      int64
 }
 
-func newPages(n int64) (pages, error) {
+// newPages makes some near a device; nil: anywhere. Where a container refuses that, they
+// lie where the threads that touch them run.
+func newPages(n int64, near *nodes.Place) (pages, error) {
 	n = (n + huge - 1) &^ (huge - 1)
 	if n <= 0 || n > 1<<40 {
 		return pages{}, errs.New(errs.ErrArgument, "%d bytes of pinned memory", n)
@@ -43,6 +46,7 @@ func newPages(n int64) (pages, error) {
 	_ = unix.Madvise(b, unix.MADV_HUGEPAGE)
 	// A forked child must not copy pages that the GPU reads or writes.
 	_ = unix.Madvise(b, unix.MADV_DONTFORK)
+	_ = near.Bind(b)
 	threads := int64(max(1, min(16, runtime.GOMAXPROCS(0))))
 	part := (n/huge + threads - 1) / threads * huge
 	var wg sync.WaitGroup
@@ -50,9 +54,12 @@ func newPages(n int64) (pages, error) {
 		wg.Add(1)
 		spawn.Go("cuda touch", func() {
 			defer wg.Done()
-			for i := lo; i < min(n, lo+part); i += 4096 {
-				b[i] = 0
-			}
+			_ = near.Run(func() error {
+				for i := lo; i < min(n, lo+part); i += 4096 {
+					b[i] = 0
+				}
+				return nil
+			})
 		})
 	}
 	wg.Wait()

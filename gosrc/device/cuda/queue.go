@@ -159,7 +159,7 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 	p := d.takeSpare()
 	if p.n < n || p.n > n+huge {
 		p.free()
-		if p, err = newPages(n); err != nil {
+		if p, err = newPages(n, d.near); err != nil {
 			return nil, err
 		}
 	}

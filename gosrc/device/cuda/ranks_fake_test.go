@@ -47,6 +47,7 @@ type said struct {
 	Lost  []int        `json:",omitempty"`
 	Left  string       `json:",omitempty"`
 	Wrong string       `json:",omitempty"` // tensors that differ
+	Came  []string     `json:",omitempty"` // tensors that landed before an error
 	Calls int64        `json:",omitempty"`
 	Pulls int64        `json:",omitempty"` // bytes copied from other ranks
 	Gone  bool         `json:",omitempty"` // it says nothing any more
@@ -308,6 +309,9 @@ func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.R
 		if n > 1 || n == 0 && err == nil {
 			end.Wrong += fmt.Sprintf("request %d landed %d times ", i, n)
 		}
+		if n > 0 && err != nil {
+			end.Came = append(end.Came, m.Index().Tensors[travel[i]].Name)
+		}
 	}
 	end.Calls = cuda.FakeCalls() - before
 	cuda.FakeFail(0, 0, false)
@@ -414,6 +418,71 @@ func (g *ranked) refuse(calls, step int64, cut, other string) {
 	t.Logf("%d calls of a rank, of %d that failed %d ended a relay", calls, (calls+step-1)/step, failed)
 	if failed == 0 {
 		t.Error("no relay was seen to fail")
+	}
+}
+
+// What travels was compared with its checksum where it was read, before another rank may
+// copy it: where a chunk is damaged its reader names file, tensor and chunk, the relays of
+// all end with an error, and its tensor lands on no rank.
+func TestRanksDamaged(t *testing.T) {
+	path, m, _ := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 4<<20)
+	g := newRanked(t, 3, path)
+	g.fine("whole", g.try(trial{Where: "cuda:0"}))
+	readers := map[int]bool{}
+	for nth, at := range filled(m) {
+		x := &m.Index().Tensors[at]
+		if x.Count == 0 || nth%5 != 0 && nth+1 < len(m.Index().Tensors) {
+			continue
+		}
+		n := int32(nth) % x.Count
+		off := m.Index().Chunks[x.First+n].Off + int64(m.Index().Chunks[x.First+n].Stored)/2
+		flip(t, path, off)
+		for _, c := range []trial{{Where: "cuda:0"}, {Where: "cpu"}, {Where: "cuda:0", Cut: "some"}} {
+			named := 0
+			for rank, s := range g.try(c) {
+				// Where the ranks cut it, some do not need the chunk.
+				short := s.Error == "" || slices.Contains(s.Came, x.Name)
+				if s.Gone || s.Left != "" || s.Wrong != "" || short && c.Cut == "" || len(s.Lost) > 0 {
+					t.Fatalf("%+v, chunk %d of %q: rank %d: %+v", c, n, x.Name, rank, s)
+				}
+				if s.Class != "CorruptError" {
+					continue
+				}
+				named++
+				readers[rank] = true
+				for _, want := range []string{path, x.Name, fmt.Sprintf("chunk %d ", n), "checksum"} {
+					if !strings.Contains(s.Error, want) {
+						t.Errorf("%+v: %q is not in %q", c, want, s.Error)
+					}
+				}
+			}
+			if named != 1 {
+				t.Errorf("%+v, chunk %d of %q: %d ranks name it", c, n, x.Name, named)
+			}
+		}
+		flip(t, path, off)
+	}
+	if len(readers) < 2 {
+		t.Errorf("all was read by ranks %v", readers)
+	}
+	g.fine("after all", g.try(trial{Where: "cuda:0"}))
+}
+
+// flip flips a bit of a file.
+func flip(t *testing.T, path string, off int64) {
+	t.Helper()
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = f.Close() }()
+	var b [1]byte
+	if _, err := f.ReadAt(b[:], off); err != nil {
+		t.Fatal(err)
+	}
+	b[0] ^= 0x10
+	if _, err := f.WriteAt(b[:], off); err != nil {
+		t.Fatal(err)
 	}
 }
 

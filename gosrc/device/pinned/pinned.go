@@ -275,6 +275,8 @@ func (m *Memory) touch(lo, hi int64) error {
 	if m.gpu == nil {
 		return nil // the writers will
 	}
+	near := m.gpu.Place()
+	_ = near.Bind(b) // where it is refused, they lie where the threads run that touch them
 	n := hi - lo
 	threads := int64(max(1, min(16, runtime.GOMAXPROCS(0))))
 	if m.isGentle() {
@@ -288,9 +290,12 @@ func (m *Memory) touch(lo, hi int64) error {
 			defer wg.Done()
 			// Not by MADV_POPULATE_WRITE, in which threads wait for each other: on a machine
 			// with an H200, 16 of them touch 37 GB/s, and populate 6.
-			for i := from; i < min(n, from+part); i += page {
-				b[i] = 0
-			}
+			_ = near.Run(func() error {
+				for i := from; i < min(n, from+part); i += page {
+					b[i] = 0
+				}
+				return nil
+			})
 		})
 	}
 	wg.Wait()

@@ -24,6 +24,7 @@ var mayImport = map[string][]string{
 	"internal/house":      {},
 	"internal/hostmem":    {},
 	"internal/near":       {},
+	"internal/nodes":      {},
 	"internal/atomicfile": {"errs", "internal/regular"},
 	"internal/sizes":      {},
 	"internal/sodium":     {},

@@ -201,10 +201,19 @@ class HostMemory(TypedDict):
     limit: int
 
 
+class HostNode(TypedDict):
+    """One NUMA node with cores, and the numbers of these."""
+
+    node: int
+    cores: list[int]
+
+
 class Device(TypedDict):
     """One GPU.
 
     memory: bytes.
+    node: the NUMA node that it is near, -1 if the system does not tell. unplaced: on a
+        host of several, why neither slots nor readers can be put there.
     coherent: it reads the host's memory where it lies, as over the link of Grace, and so
         do loads to it.
     kernels, unusable: what it runs, or why nothing.
@@ -217,12 +226,14 @@ class Device(TypedDict):
     compute: str
     processors: int
     pci: str
+    node: int
     link_width: int
     link_gen: int
     coherent: bool
     driver: str
     kernels: NotRequired[str]
     unusable: NotRequired[str]
+    unplaced: NotRequired[str]
     wire: NotRequired[float]
 
 
@@ -268,6 +279,7 @@ class Diagnosis(TypedDict):
     cpu_features: list[str]
     cipher: str
     memory: HostMemory
+    nodes: list[HostNode]
     gpu: Gpu
     preload: PreloadSetting
     gpudirect_storage: DirectStorage

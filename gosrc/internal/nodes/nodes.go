@@ -1,0 +1,228 @@
+// Package nodes says which NUMA node of a host is near a device, and puts threads and
+// memory there.
+//
+// It reads the kernel's tables below /sys, whose folder is a parameter for tests. A host
+// of one node with cores, or whose tables cannot be read, has no Place: a nil *Place is
+// valid, and its methods do what they do without nodes. Nothing here is needed for right
+// results, so what a container refuses is not an error of a load; doctor reports it.
+//
+// A Place is immutable and safe for concurrent use.
+package nodes
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strconv"
+	"strings"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// System is where the kernel's tables are.
+const System = "/sys"
+
+const (
+	maxCores = 1 << 16 // more than any host has
+	maxNodes = 1 << 10 // more than the kernel can have
+
+	preferred = 1 // MPOL_PREFERRED
+)
+
+// A Node is one with cores: nodes that only have memory, as that of a coherent GPU, run
+// no threads, and nothing is placed on them.
+type Node struct {
+	Number int   `json:"node"`
+	Cores  []int `json:"cores"` // those that run
+}
+
+// Read returns the nodes with cores, by number; nil: the tables say nothing that makes
+// sense.
+func Read(root string) (all []Node) {
+	for _, n := range list(root + "/devices/system/node/online") {
+		text, err := os.ReadFile(fmt.Sprintf("%s/devices/system/node/node%d/cpulist", root, n))
+		if err != nil || n >= maxNodes {
+			return nil
+		}
+		switch cores := Cores(string(text)); {
+		case cores != nil:
+			all = append(all, Node{n, cores})
+		case strings.TrimSpace(string(text)) != "":
+			return nil
+		}
+	}
+	return all
+}
+
+// Online is how many cores of the host run; 0: the tables do not say.
+func Online(root string) int { return len(list(root + "/devices/system/cpu/online")) }
+
+func list(file string) []int {
+	text, err := os.ReadFile(file)
+	if err != nil {
+		return nil
+	}
+	return Cores(string(text))
+}
+
+// Cores are the numbers of a list of the kernel's, as "0-3,8"; nil: it is none, or empty.
+func Cores(text string) (all []int) {
+	for part := range strings.SplitSeq(strings.TrimSpace(text), ",") {
+		low, high, two := strings.Cut(part, "-")
+		a, err := strconv.Atoi(low)
+		b := a
+		if two && err == nil {
+			b, err = strconv.Atoi(high)
+		}
+		if err != nil || a < 0 || b < a || b >= maxCores || len(all) > maxCores {
+			return nil
+		}
+		for ; a <= b; a++ {
+			all = append(all, a)
+		}
+	}
+	return all
+}
+
+// Of is the number of the node that a PCI device is near, -1 if the tables do not say.
+func Of(root, pci string) int {
+	text, err := os.ReadFile(filepath.Join(root, "bus/pci/devices", filepath.Base(pci), "numa_node"))
+	n, bad := strconv.Atoi(strings.TrimSpace(string(text)))
+	if err != nil || bad != nil || n < 0 {
+		return -1
+	}
+	return n
+}
+
+// A Place is the node that a device is near, on a host of several.
+type Place struct {
+	Node  int
+	cores []int
+	here  int // GPUs near it
+	gpus  int // of the host
+}
+
+// Near is the place of a PCI device; nil: the host has one node, or the tables do not
+// say which is near. pci is only called on a host of several.
+func Near(root string, pci func() string) *Place {
+	all := Read(root)
+	if len(all) < 2 {
+		return nil
+	}
+	at := Of(root, pci())
+	for _, n := range all {
+		if n.Number == at {
+			p := &Place{Node: at, cores: n.Cores}
+			p.count(root)
+			return p
+		}
+	}
+	return nil
+}
+
+// count counts NVIDIA's GPUs.
+func (p *Place) count(root string) {
+	dirs, _ := filepath.Glob(root + "/bus/pci/devices/*")
+	for _, dir := range dirs {
+		vendor, _ := os.ReadFile(dir + "/vendor")
+		class, _ := os.ReadFile(dir + "/class")
+		if strings.TrimSpace(string(vendor)) != "0x10de" || !strings.HasPrefix(string(class), "0x03") {
+			continue
+		}
+		p.gpus++
+		if Of(root, filepath.Base(dir)) == p.Node {
+			p.here++
+		}
+	}
+}
+
+// Ranks is how many of the ranks of a host, with a GPU each, may be near this node: the
+// tables know no ranks. Where there are more ranks than GPUs it is all.
+func (p *Place) Ranks(ranks int) int {
+	if p == nil || ranks > p.gpus {
+		return ranks
+	}
+	return max(1, min(ranks, p.here))
+}
+
+// Within are those of some cores that are near the device, and how many cores are.
+func (p *Place) Within(had *unix.CPUSet) (near unix.CPUSet, all int) {
+	if p == nil {
+		return near, 0
+	}
+	for _, c := range p.cores {
+		if had.IsSet(c) {
+			near.Set(c)
+		}
+	}
+	return near, len(p.cores)
+}
+
+// set is the cores that this thread may run on, and those of them near the device; ok:
+// there are some.
+func (p *Place) set() (had, near unix.CPUSet, ok bool) {
+	if p == nil || unix.SchedGetaffinity(0, &had) != nil {
+		return had, near, false
+	}
+	near, _ = p.Within(&had)
+	return had, near, near.Count() > 0
+}
+
+// Run runs fn on a thread that may run on the cores near the device only, of those on
+// which it may run anyway, and restores that.
+func (p *Place) Run(fn func() error) error {
+	if p == nil {
+		return fn()
+	}
+	runtime.LockOSThread()
+	had, near, ok := p.set()
+	if ok = ok && near != had && unix.SchedSetaffinity(0, &near) == nil; !ok {
+		runtime.UnlockOSThread()
+		return fn()
+	}
+	defer func() {
+		if unix.SchedSetaffinity(0, &had) == nil {
+			runtime.UnlockOSThread()
+		} // else the thread ends with its goroutine
+	}()
+	return fn()
+}
+
+// Bind asks for b, which begins on a page that nothing has touched, to lie in the memory
+// near the device, where that has space. It does nothing where this thread may run on no
+// core there: what it writes would cross between nodes.
+func (p *Place) Bind(b []byte) error {
+	if _, _, ok := p.set(); !ok || len(b) == 0 {
+		return nil
+	}
+	const word = 64
+	var mask [maxNodes / word]uint64
+	mask[p.Node/word] = 1 << (p.Node % word)
+	_, _, no := unix.Syscall6(unix.SYS_MBIND, uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)), preferred, uintptr(unsafe.Pointer(&mask)), maxNodes+1, 0)
+	if no != 0 {
+		return no
+	}
+	return nil
+}
+
+// Refused is why memory or threads cannot be put there; "": they can, or there is
+// no place.
+func (p *Place) Refused() string {
+	if p == nil {
+		return ""
+	}
+	if _, _, ok := p.set(); !ok {
+		return fmt.Sprintf("this process may not run on the cores of node %d", p.Node)
+	}
+	page, err := unix.Mmap(-1, 0, os.Getpagesize(), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
+	if err != nil {
+		return err.Error()
+	}
+	defer func() { _ = unix.Munmap(page) }()
+	if err := p.Bind(page); err != nil {
+		return fmt.Sprintf("memory cannot be bound to node %d: mbind: %v", p.Node, err)
+	}
+	return ""
+}
