@@ -36,7 +36,11 @@ func mergeFast(l Level, transform uint8, dst, vals []byte, p *[maxPlanes][]byte)
 			mergeBF16(o, v, q[0], n)
 		}
 	case FP16:
-		mergeFP16(o, v, &q, n)
+		if l == AVX512 {
+			mergeFP16x512(o, v, &q, n)
+		} else {
+			mergeFP16(o, v, &q, n)
+		}
 	case FP32:
 		mergeFP32(o, v, &q, n)
 	case E4M3:
@@ -125,10 +129,17 @@ func spread8(p unsafe.Pointer, i int, each archsimd.Uint8x32, of archsimd.Int8x3
 }
 
 // top256 makes 32 bytes of 5-bit exponents and three planes of bits, the lowest two
-// and the sign: those of e5m2, and the upper ones of fp16.
+// and the sign: those of e5m2, and the upper ones of fp16. top512 makes 64.
 func top256(v, low, next, sign unsafe.Pointer, i int, each archsimd.Uint8x32, of archsimd.Int8x32) archsimd.Uint8x32 {
 	w := archsimd.LoadUint16x16(at[[16]uint16](v, i)).ShiftAllLeft(2).AsUint8x32()
 	return w.Or(spread8(low, i, each, of, 1)).Or(spread8(next, i, each, of, 2)).Or(spread8(sign, i, each, of, 0x80))
+}
+
+func top512(v, low, next, sign unsafe.Pointer, i int, bit0, bit1, bit7 archsimd.Uint8x64) archsimd.Uint8x64 {
+	w := archsimd.LoadUint16x32(at[[32]uint16](v, i)).ShiftAllLeft(2).AsUint8x64()
+	w = w.Or(bit0.Masked(archsimd.Mask8x64FromBits(*at[uint64](low, i/8))))
+	w = w.Or(bit1.Masked(archsimd.Mask8x64FromBits(*at[uint64](next, i/8))))
+	return w.Or(bit7.Masked(archsimd.Mask8x64FromBits(*at[uint64](sign, i/8))))
 }
 
 func mergeFP16(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
@@ -140,6 +151,16 @@ func mergeFP16(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 	}
 }
 
+func mergeFP16x512(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
+	z0, z1 := archsimd.LoadUint8x64(&zip512[0]), archsimd.LoadUint8x64(&zip512[1])
+	bit0, bit1, bit7 := archsimd.BroadcastUint8x64(1), archsimd.BroadcastUint8x64(2), archsimd.BroadcastUint8x64(0x80)
+	for i := 0; i < n; i += 64 {
+		hi, lo := top512(v, p[1], p[2], p[3], i, bit0, bit1, bit7), archsimd.LoadUint8x64(at[[64]uint8](p[0], i))
+		hi.ConcatPermute(lo, z0).Store(at[[64]uint8](o, 2*i))
+		hi.ConcatPermute(lo, z1).Store(at[[64]uint8](o, 2*i+64))
+	}
+}
+
 func mergeE5M2(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 	each, of := archsimd.LoadUint8x32(&bits8), archsimd.LoadInt8x32(&byteOfBit)
 	for i := 0; i < n; i += 32 {
@@ -147,14 +168,10 @@ func mergeE5M2(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 	}
 }
 
-// mergeE5M2x512 takes bits of planes as masks.
 func mergeE5M2x512(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 	bit0, bit1, bit7 := archsimd.BroadcastUint8x64(1), archsimd.BroadcastUint8x64(2), archsimd.BroadcastUint8x64(0x80)
 	for i := 0; i < n; i += 64 {
-		w := archsimd.LoadUint16x32(at[[32]uint16](v, i)).ShiftAllLeft(2).AsUint8x64()
-		w = w.Or(bit0.Masked(archsimd.Mask8x64FromBits(*at[uint64](p[0], i/8))))
-		w = w.Or(bit1.Masked(archsimd.Mask8x64FromBits(*at[uint64](p[1], i/8))))
-		w.Or(bit7.Masked(archsimd.Mask8x64FromBits(*at[uint64](p[2], i/8)))).Store(at[[64]uint8](o, i))
+		top512(v, p[0], p[1], p[2], i, bit0, bit1, bit7).Store(at[[64]uint8](o, i))
 	}
 }
 
