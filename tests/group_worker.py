@@ -296,9 +296,12 @@ def mapped(folder: Path) -> None:
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     relays._SHARE = (1 << 20) + 4096
     members = grouping.members_of(world)
+    prepared: list[str] = []  # while headers are read: where the engines exchange, whatever the group's backend
+    loading.prepare = lambda device, real=loading.prepare: prepared.append(device) or real(device)
     for file in ("plain.safetensors", "compressed.safetensors"):
         for shard in ({}, SHARD):
             got = ow.load_file(folder / file, group=world, shard=shard, device=DEVICE)
+            assert prepared and all(device.startswith(DEVICE) for device in prepared), prepared
             assert members.reached and not members.unreachable, members.unreachable
             same(got, expected(folder / file, shard, rank, size))
     good, met = folder / "compressed.safetensors", 0

@@ -9,6 +9,7 @@ import "C"
 
 import (
 	"fmt"
+	"strings"
 
 	"github.com/overwire/overwire/gosrc/device"
 )
@@ -54,6 +55,14 @@ func FakeHost(root string) (restore func()) {
 	had := system
 	system = root
 	return func() { system = had }
+}
+
+// FakeHistory is the names of the first calls of the driver, some thousands, since it was
+// asked before: "mem_alloc".
+func FakeHistory() []string {
+	text := make([]C.char, 64<<10)
+	C.owcu_fake_history(&text[0], C.size_t(len(text)), 1)
+	return strings.Fields(strings.ReplaceAll("\n"+C.GoString(&text[0]), "\nf_", "\n"))
 }
 
 // FakeCalls counts the calls since Fake.

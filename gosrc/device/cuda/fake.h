@@ -40,6 +40,10 @@ struct owcu_fake_state {
 };
 void owcu_fake_get(struct owcu_fake_state *s);
 
+// owcu_fake_history has the names of the functions behind the first calls since the last
+// time that they were forgotten, each with a newline.
+void owcu_fake_history(char *to, size_t n, int forget);
+
 // owcu_fake_version is what the driver claims to be: 13000 after a reset.
 void owcu_fake_version(int version, int devices);
 

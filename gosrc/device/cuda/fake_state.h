@@ -110,12 +110,18 @@ static void broke(const char *what)
 
 static void lose(void); // ends all work with the device
 
+// The names of the first calls since a reset, each with a newline.
+static char history[64 << 10];
+static size_t recorded;
+
 // queues counts a call that only queues work, or asks nothing of the device, and
 // returns whether it fails.
-static int queues(int needs_context)
+static int queues_as(const char *name, int needs_context)
 {
 	pthread_mutex_lock(&lock);
 	st.calls++;
+	if (recorded + strlen(name) + 2 < sizeof history)
+		recorded += (size_t)snprintf(history + recorded, sizeof history - recorded, "%s\n", name);
 	if (lost)
 		return lost;
 	if (fail_in > 0 && --fail_in == 0) {
@@ -132,15 +138,26 @@ static int queues(int needs_context)
 	return 0;
 }
 // begin does the same for all other calls, which destroy a capture.
-static int begin(int needs_context)
+static int begin_as(const char *name, int needs_context)
 {
-	int rc = queues(needs_context);
+	int rc = queues_as(name, needs_context);
 
 	if (captures > 0 && capture_mode != RELAXED) {
 		broke("a call that destroys a capture");
 		rc = UNSUPPORTED;
 	}
 	return rc;
+}
+#define queues(needs_context) queues_as(__func__, needs_context)
+#define begin(needs_context) begin_as(__func__, needs_context)
+
+void owcu_fake_history(char *to, size_t n, int forget)
+{
+	pthread_mutex_lock(&lock);
+	snprintf(to, n, "%s", history);
+	if (forget)
+		recorded = history[0] = 0;
+	pthread_mutex_unlock(&lock);
 }
 
 // refuses reports whether a call that frees does nothing. A lost device frees

@@ -5,11 +5,14 @@ package cuda_test
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"testing"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/peers"
 	"github.com/overwire/overwire/gosrc/relay"
 	"github.com/overwire/overwire/gosrc/save"
 )
@@ -66,6 +69,72 @@ func TestRelayEveryCallFails(t *testing.T) {
 		}
 	}
 	quiet(t)
+}
+
+// What a first load of a group needs of a GPU is made while the headers are read: its
+// context, its kernels, the slots and the streams. A relay that maps memory then makes its
+// handle and streams before the first byte arrives, and compiles and pins nothing more but
+// a small queue's tables.
+func TestRelayPrepared(t *testing.T) {
+	end := cuda.Fake(512 << 20)
+	cuda.FakeHistory()
+	load.Prepare("cuda:0")
+	path, _, _ := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 1<<20)
+	m := reopened(t, path)
+	load.Prepared()
+	before := cuda.FakeHistory()
+	for _, call := range []string{"ctx_retain", "module_load", "host_register", "stream_create", "mem_alloc"} {
+		if !slices.Contains(before, call) {
+			t.Errorf("%s is not called while the headers are read", call)
+		}
+	}
+	travel := filled(m)
+	reqs := asked(m, travel, 0)
+	sizes := make([]int64, len(reqs))
+	for i, b := range sliced(t, m, reqs) {
+		sizes[i] = int64(len(b))
+	}
+	got := memoryOn(t, "cuda:0", sizes)
+	cuda.FakeHistory()
+	spec := specOf(travel, memory{}, "cuda:0", 0, 1, alone)
+	spec.Exchange, spec.Buffers = true, 2
+	r, err := relay.Start(m, spec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	offer, err := r.Offer()
+	if err == nil {
+		err = r.Join([]peers.Offer{offer})
+	}
+	if err == nil {
+		err = r.Aim(requests(reqs, got))
+	}
+	if err == nil {
+		_, err = r.Job().Wait(time.Minute)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	calls, pins := cuda.FakeHistory(), 0
+	first := slices.Index(calls, "copy_in")
+	for i, call := range calls {
+		switch call {
+		case "ctx_retain", "module_load":
+			t.Errorf("call %d of the relay is %s", i, call)
+		case "host_register":
+			pins++
+		}
+		if made := call == "ipc_get" || call == "host_register" || call == "stream_create"; made && i > first {
+			t.Errorf("call %d of the relay is %s, after the first bytes, at %d", i, call, first)
+		}
+	}
+	if first < 0 || pins > 1 || !slices.Contains(calls[:first], "ipc_get") {
+		t.Errorf("the first copy is call %d, and %d pins: %v", first, pins, calls)
+	}
+	got.free()
+	if left := end(); left != "" {
+		t.Errorf("left behind: %s", left)
+	}
 }
 
 // passed carries a relay of one rank through.

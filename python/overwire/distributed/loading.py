@@ -191,7 +191,7 @@ class GroupLoad:
         self._dtype = check_dtype(self._frame, dtype)
         self._watcher = watch(options.get("progress"), "load" if budgets[0] is None else "stream")
         link_device = members.link_device(where)
-        prepare(link_device or where)
+        prepare(where if self._exchange == "ipc" else link_device or where)  # where stored bytes go
         self.model = Model(source, device=where, **whole)
         self.model.alone()  # what was preloaded is not shared out
         self._link_model = self.model
