@@ -189,16 +189,18 @@ def planned() -> list[int]:
     return out
 
 
-def replayed() -> list[int]:
-    """A list that gets the number of slices of each load by a kept plan."""
+def replayed() -> list[tuple[int, int | None]]:
+    """A list that gets of each load by a kept plan the number of slices, and what this rank
+    has read of what the ranks share; None if they share nothing."""
     from overwire.integrations import keeping
 
-    out: list[int] = []
+    out: list[tuple[int, int | None]] = []
     carry_out = keeping.carry_out
 
-    def noted(*arguments: Any) -> int:
-        out.append(carry_out(*arguments))
-        return out[-1]
+    def noted(made: Any, most: int, together: Any, log: Any) -> int:
+        count: int = carry_out(made, most, together, log)
+        out.append((count, None if together is None else together.read))
+        return count
 
     keeping.carry_out = noted
     return out
@@ -224,10 +226,24 @@ def rank_main(base: Path, world: int, rank: int, port: int) -> None:
                 if wrong or bool(kept) != again or (bool(plans) != plan and not again):
                     raise SystemExit(f"{name}, {kind}, rank {rank} of {world}: not as vLLM's own: {wrong}, or not planned: {plans}, {kept}")
                 print(f"  {name}, {kind}: {len(theirs)} tensors as vLLM's own, {sum(plans)} slices planned, kept: {kept}", flush=True)
+                if again and world > 1:
+                    shared(at / kind, kept[0][1])
             reload(model, config, theirs)
     if world == 1:
         bad(base, port)
         joins(base / "llama/compressed", port)
+
+
+def shared(path: Path, read: int | None) -> None:
+    """What both ranks together have read of the files."""
+    import torch
+
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, read)
+    stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    if None in every or sum(every) > 1.05 * stored:
+        raise SystemExit(f"{path}: the ranks have read {every} bytes of {stored}")
+    print(f"    the ranks read {every} bytes, {sum(every) / stored:.3f} of the files", flush=True)
 
 
 def reload(model: Any, config: Any, theirs: dict[str, Any]) -> None:
@@ -323,6 +339,7 @@ def main() -> None:
             with socket.socket() as s:
                 s.bind(("127.0.0.1", 0))
                 port = s.getsockname()[1]
+            env["OVERWIRE_EXCHANGE"] = "ipc"  # with a kept plan two ranks share the reading
             ranks = [subprocess.Popen([sys.executable, __file__, str(base), str(world), str(r), str(port)], env=env) for r in range(world)]
             codes = [rank.wait(600) for rank in ranks]
             if any(codes):

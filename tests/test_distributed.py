@@ -89,6 +89,12 @@ def test_four_ranks_map_each_others_memory(folder: Path) -> None:
 
 
 @pytest.mark.imports_torch
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_that_say_their_blocks_read_each_byte_once(folder: Path, count: int) -> None:
+    ranks(folder, count, "blocks", "block_gone", exchange="ipc")
+
+
+@pytest.mark.imports_torch
 def test_two_ranks_try_every_way(folder: Path) -> None:
     """Loads, streams and modules, by each of the ways, in windows."""
     ranks(folder, 2, "streamed", "chosen", exchange="auto")
@@ -97,7 +103,7 @@ def test_two_ranks_try_every_way(folder: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("count", [2, 4])
 def test_ranks_of_one_gpu_map_each_others_memory(folder: Path, count: int) -> None:
-    ranks(folder, count, "mapped", "streamed", "gone", devices=("cuda:0",) * count, exchange="ipc")
+    ranks(folder, count, "mapped", "streamed", "blocks", "gone", devices=("cuda:0",) * count, exchange="ipc")
 
 
 @pytest.mark.slow

@@ -31,6 +31,11 @@ func (s *Spec) blockOf(size int64, rank int) (lo, hi int64) {
 
 // checkCuts checks what a spec says of cuts.
 func (s *Spec) checkCuts() error {
+	for _, n := range s.Needs {
+		if rank := n[1]; !s.Exchange || len(s.Cuts) > 0 || rank < 0 || rank >= int64(s.Ranks) {
+			return errs.New(errs.ErrArgument, "relay: rank %d of %d needs a block, beside %d cuts", rank, s.Ranks, len(s.Cuts))
+		}
+	}
 	if len(s.Cuts) == 0 {
 		return nil
 	}
@@ -44,6 +49,23 @@ func (s *Spec) checkCuts() error {
 	return nil
 }
 
+// divided reports whether the ranks need parts of the tensors only.
+func (s *Spec) divided() bool { return len(s.Cuts)+len(s.Needs) > 0 }
+
+// columns reports of which tensors, in the order of the spec, some rank needs columns.
+func (s *Spec) columns() []bool {
+	out, some := make([]bool, len(s.Tensors)), map[int64]bool{}
+	for _, n := range s.Needs {
+		if n[4] != 0 || n[5] != plan.Whole {
+			some[n[0]] = true
+		}
+	}
+	for i, t := range s.Tensors {
+		out[i] = some[t] || len(s.Cuts) > 0 && s.Cuts[i] == 1
+	}
+	return out
+}
+
 // needs says for each chunk which rank of this host needs it.
 func (r *Relay) needs(wants []plan.Want) ([]int16, error) {
 	s := r.spec
@@ -52,6 +74,12 @@ func (r *Relay) needs(wants []plan.Want) ([]int16, error) {
 		need[i] = noRank
 	}
 	reqs := make([][]plan.Request, s.Ranks)
+	for _, n := range s.Needs {
+		reqs[n[1]] = append(reqs[n[1]], plan.Request{Tensor: n[0], Lo0: n[2], Hi0: n[3], Lo1: n[4], Hi1: n[5]})
+	}
+	if len(s.Needs) > 0 {
+		wants = nil
+	}
 	for i := range wants {
 		shape := r.ix.Tensors[wants[i].Tensor].Shape
 		if dim := s.Cuts[i]; dim < 0 || dim > 1 || dim >= int64(len(shape)) {

@@ -3,6 +3,8 @@ package relay
 import (
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/errs"
@@ -97,6 +99,58 @@ func TestCuts(t *testing.T) {
 		func(s *Spec) { s.World = 2 }, func(s *Spec) { s.Size = 3 * 4096 }, func(s *Spec) { s.Buffers = 0 },
 	} {
 		s := spec
+		wrong(&s)
+		if _, err := Start(m, &s); !errors.Is(err, errs.ErrArgument) {
+			t.Errorf("%+v: %v", s, err)
+		}
+	}
+	if left := spawn.Left(); len(left) != 0 {
+		t.Errorf("still running: %v", left)
+	}
+}
+
+// Blocks that are said one by one are divided as those that cuts make; a wrong one is
+// refused.
+func TestNeeds(t *testing.T) {
+	m := plain(t, []int64{4096, 1024}, []int64{2048, 2048}, []int64{1000, 999}, []int64{3 << 20})
+	const ranks = 2
+	cut := Spec{Tensors: []int64{0, 1, 2, 3}, Cuts: []int64{0, 1, -1, 0}, World: ranks, Members: []int64{0, 1},
+		Size: ranks * (1<<20 + 4096), Ranks: ranks, Exchange: true, Buffers: 2}
+	said := cut
+	said.Cuts, said.Members, said.World = nil, nil, 0
+	for rank := range int64(ranks) {
+		said.Needs = append(said.Needs, [6]int64{0, rank, 2048 * rank, 2048 * (rank + 1), 0, -1}, [6]int64{1, rank, 0, -1, 1024 * rank, 1024 * (rank + 1)},
+			[6]int64{2, rank, 0, -1, 0, -1}, [6]int64{3, rank, 3 << 19 * rank, 3 << 19 * (rank + 1), 0, -1})
+	}
+	end := func(r *Relay) {
+		r.Job().Cancel()
+		if _, err := r.Job().Wait(-1); !errors.Is(err, errs.ErrCancelled) {
+			t.Error(err)
+		}
+	}
+	for rank := range ranks {
+		a, b := cut, said
+		a.Rank, b.Rank = rank, rank
+		x, err := Start(m, &a)
+		if err != nil {
+			t.Fatal(err)
+		}
+		y, err := Start(m, &b)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !slices.Equal(x.at, y.at) || len(x.pieces) != len(y.pieces) || !maps.Equal(x.strips, y.strips) || len(x.spots) != len(y.spots) {
+			t.Errorf("rank %d: other pieces", rank)
+		}
+		end(x)
+		end(y)
+	}
+	for _, wrong := range []func(s *Spec){
+		func(s *Spec) { s.Cuts = cut.Cuts }, func(s *Spec) { s.Needs[0][1] = ranks }, func(s *Spec) { s.Needs[0][1] = -1 },
+		func(s *Spec) { s.Needs[0][0] = 9 }, func(s *Spec) { s.Needs[0][3] = 5000 }, func(s *Spec) { s.Needs[1][5] = 2049 },
+	} {
+		s := said
+		s.Needs = slices.Clone(said.Needs)
 		wrong(&s)
 		if _, err := Start(m, &s); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%+v: %v", s, err)

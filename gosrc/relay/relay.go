@@ -37,13 +37,16 @@ type Spec struct {
 	// each of the tensors, as torch.chunk does; -1: not at all. World is how many ranks
 	// the group has, and Members are their numbers of those of this host. What a rank
 	// alone needs is then read by that rank.
-	Cuts     []int64 `json:"cuts"`
-	World    int     `json:"world"`
-	Members  []int64 `json:"members"`
-	Ranks    int     `json:"ranks"`  // of this host
-	Widest   int     `json:"widest"` // of the host with the most ranks: pieces are alike on all hosts
-	Rank     int     `json:"rank"`
-	Timeline bool    `json:"timeline"` // the report has a Timeline
+	Cuts    []int64 `json:"cuts"`
+	World   int     `json:"world"`
+	Members []int64 `json:"members"`
+	// Needs, with Exchange and without Cuts: the blocks that each rank of this host needs,
+	// as requests with the rank in the place of the address. They may overlap.
+	Needs    [][6]int64 `json:"-"`
+	Ranks    int        `json:"ranks"`  // of this host
+	Widest   int        `json:"widest"` // of the host with the most ranks: pieces are alike on all hosts
+	Rank     int        `json:"rank"`
+	Timeline bool       `json:"timeline"` // the report has a Timeline
 	load.Options
 }
 

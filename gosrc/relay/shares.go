@@ -88,7 +88,7 @@ func (r *Relay) layOut() error {
 	if !slices.IsSortedFunc(all, r.inFile) {
 		slices.SortFunc(all, r.inFile)
 	}
-	if len(spec.Cuts) > 0 {
+	if spec.divided() {
 		need, err := r.needs(wants)
 		if err == nil {
 			err = r.layOutCuts(all, need)

@@ -24,15 +24,16 @@ type strip struct {
 	logical     int64 // bytes of the chunks
 }
 
-// stripes finds the tensors whose columns are copied so: plain ones that the ranks cut
-// along dimension 1, and no other name of them needs whole. It returns the bytes of
+// stripes finds the tensors whose columns are copied so: plain ones of which some
+// rank needs columns, and no other name of them needs whole. It returns the bytes of
 // their rows.
 func (r *Relay) stripes(wants []plan.Want) map[int32]int64 {
 	rows, users := map[int32]int64{}, map[int32]int{}
+	columns := r.spec.columns()
 	for i := range wants {
 		users[wants[i].Data]++
 		t := &r.model.Seen().Tensors[wants[i].Tensor]
-		if len(r.spec.Cuts) > 0 && r.spec.Cuts[i] == 1 && t.Alias < 0 && t.Count == 0 && len(t.Shape) > 1 && t.Shape[0] > 0 && t.Bytes%t.Shape[0] == 0 {
+		if columns[i] && t.Alias < 0 && t.Count == 0 && len(t.Shape) > 1 && t.Shape[0] > 0 && t.Bytes%t.Shape[0] == 0 {
 			if row := t.Bytes / t.Shape[0]; row > 0 && row <= bareBytes {
 				rows[wants[i].Data] = row
 			}

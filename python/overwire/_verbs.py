@@ -204,9 +204,10 @@ def sweep(request: str) -> PreloadAnswer:
     return made
 
 
-def relay(request: RelaySpec, model: int) -> JobNumber:
-    """Load together with other ranks: this rank's share."""
-    job: JobNumber = core().start("relay", dumps(request), pack("=1q", handle(model)))
+def relay(request: RelaySpec, model: int, numbers: bytes) -> JobNumber:
+    """Load together with other ranks: this rank's share. Numbers: what each rank of the host needs, as
+    requests with the rank for an address; none where spec says it."""
+    job: JobNumber = core().start("relay", dumps(request), pack("=1q", handle(model)) + numbers)
     return job
 
 

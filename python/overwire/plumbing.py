@@ -11,6 +11,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ._apart import apart
     from .bundles.unpickling import load_plain
+    from .distributed.blocks import Blocks, Together, meet, shares
     from .files import number_of, read_file, regular
     from .frameworks.torch import torch_dtype
     from .jobs import shown
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
     from .verbs.save import save_bytes
 
 __all__ = [
+    "Blocks",
     "ObjectReader",
     "ObjectWriter",
+    "Together",
     "apart",
     "forget",
     "forked",
@@ -39,6 +42,7 @@ __all__ = [
     "landing",
     "load_plain",
     "local",
+    "meet",
     "number_of",
     "parse_size",
     "path_of",
@@ -50,6 +54,7 @@ __all__ = [
     "refuse_urls",
     "regular",
     "save_bytes",
+    "shares",
     "shown",
     "table_of",
     "torch_dtype",
@@ -61,6 +66,7 @@ __all__ = [
 _HOMES = {
     "_apart": ("apart",),
     "bundles.unpickling": ("load_plain",),
+    "distributed.blocks": ("Blocks", "Together", "meet", "shares"),
     "files": ("number_of", "read_file", "regular"),
     "frameworks.torch": ("torch_dtype",),
     "model.forked": ("forked", "is_compressed", "refuse_compressed"),

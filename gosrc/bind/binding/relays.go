@@ -14,7 +14,7 @@ import (
 // relayVerbs are one rank's part in such a load.
 func relayVerbs() []Verb {
 	return []Verb{
-		begun[relay.Spec, relay.Report]("relay", "Load together with other ranks: this rank's share.", startRelay).ints("model"),
+		begun[relay.Spec, relay.Report]("relay", "Load together with other ranks: this rank's share.", startRelay).ints("model").tail("what each rank of the host needs, as requests with the rank for an address; none where spec says it"),
 		answered("relay_shares", "How many bytes each rank's share of each piece has in its buffer.",
 			func(_ none, n []int64) ([]int64, error) {
 				r, err := relayOf(n[0])
@@ -29,13 +29,9 @@ func relayVerbs() []Verb {
 				if err != nil {
 					return none{}, err
 				}
-				n = n[1:]
-				if len(n)%requestWords != 0 {
-					return none{}, errs.New(errs.ErrArgument, "%d numbers are no whole number of requests", len(n))
-				}
-				list := make([][requestWords]int64, len(n)/requestWords)
-				for i := range list {
-					copy(list[i][:], n[requestWords*i:])
+				list, err := rowsOf(n[1:])
+				if err != nil {
+					return none{}, err
 				}
 				return none{}, r.Aim(list)
 			}).ints("job").tail("requests, as those of a load"),
@@ -80,11 +76,26 @@ func startRelay(_ *Verb, q relay.Spec, n []int64) (*entry, error) {
 	if err != nil {
 		return nil, err
 	}
+	if q.Needs, err = rowsOf(n[1:]); err != nil {
+		return nil, err
+	}
 	r, err := relay.Start(m, &q)
 	if err != nil {
 		return nil, err
 	}
 	return &entry{job: r.Job(), relay: r}, nil
+}
+
+// rowsOf divides numbers into those of requests.
+func rowsOf(n []int64) ([][requestWords]int64, error) {
+	if len(n)%requestWords != 0 {
+		return nil, errs.New(errs.ErrArgument, "%d numbers are no whole number of requests", len(n))
+	}
+	list := make([][requestWords]int64, len(n)/requestWords)
+	for i := range list {
+		copy(list[i][:], n[requestWords*i:])
+	}
+	return list, nil
 }
 
 func relayOf(h int64) (*relay.Relay, error) {

@@ -33,6 +33,7 @@ import (
 type trial struct {
 	Where  string
 	Cut    string // "some": the ranks cut tensors along dimensions 0 and 1, alternating; "columns": all along 1
+	Said   bool   // the ranks say each block instead
 	Wrong  string // "": nothing; "call": a call of the driver; else a step at which the rank dies, or cancels
 	Rank   int    // of which this is true
 	Call   int64
@@ -251,6 +252,14 @@ func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.R
 		for other := range ranks {
 			spec.Members = append(spec.Members, int64(other))
 		}
+		if c.Said {
+			for other := range ranks {
+				for _, q := range blocks(m, travel, spec.Cuts, other, ranks) {
+					spec.Needs = append(spec.Needs, [6]int64{q.Tensor, int64(other), q.Lo0, q.Hi0, q.Lo1, q.Hi1})
+				}
+			}
+			spec.Cuts, spec.World, spec.Members = nil, 0, nil
+		}
 	}
 	r, err := relay.Start(m, spec)
 	offer := (&said{}).failed(err)
@@ -346,6 +355,8 @@ func TestRanksExchange(t *testing.T) {
 	g.fine("host", g.try(trial{Where: "cpu"}))
 	g.fine("host, cut", g.try(trial{Where: "cpu", Cut: "some"}))
 	g.fine("GPU, cut", g.try(trial{Where: "cuda:0", Cut: "some"}))
+	g.fine("host, blocks", g.try(trial{Where: "cpu", Cut: "some", Said: true}))
+	g.fine("GPU, blocks", g.try(trial{Where: "cuda:0", Cut: "some", Said: true}))
 	calls := g.fine("GPU", g.try(trial{Where: "cuda:0"}))
 	step := int64(61)
 	if testing.Short() {
@@ -382,6 +393,7 @@ func TestRanksExchangeColumns(t *testing.T) {
 			continue
 		}
 		g.fine("GPU, some", g.try(trial{Where: "cuda:0", Cut: "some"}))
+		g.fine("GPU, blocks", g.try(trial{Where: "cuda:0", Cut: "columns", Said: true}))
 		g.refuse(calls, calls/5, "columns", "columns")
 		g.fine("after all", g.try(trial{Where: "cuda:0", Cut: "columns"}))
 	}

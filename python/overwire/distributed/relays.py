@@ -31,17 +31,18 @@ from ..errors import IOFailure, NotSupportedError
 from ..jobs import Job, log
 from ..model.opened import WHOLE
 from .exchange import ExchangeContext, Task
+from .group import Members
 
 if TYPE_CHECKING:
     from .._requests import RelaySpec
 
-__all__ = ["Relay"]
+__all__ = ["BUFFERS", "SHARE", "Relay", "connect"]
 
-# Buffers of the ring, and bytes in each for each rank of a host: it is all that a
-# relay takes beside the tensors. A chunk always fits, and what lies between it
-# and the next.
-_BUFFERS = 4
-_SHARE = 32 << 20
+#: Buffers of the ring, and bytes in each for each rank of a host: it is all that a
+#: relay takes beside the tensors. A chunk always fits, and what lies between it
+#: and the next.
+BUFFERS = 4
+SHARE = 32 << 20
 
 # Pieces after which the ranks agree that all is well.
 _AGREE = 32
@@ -53,6 +54,31 @@ _TICK = 0.1
 _SLICE_MS = 50
 
 
+def connect(members: Members, job: Job | None, error: BaseException | None) -> str:
+    """Collective: connects the relays of all ranks, whose engines exchange. "", or why that
+    cannot be. error: why this rank has no relay; raised on all."""
+
+    def offer() -> Any:
+        if error is not None:
+            raise error
+        assert job is not None
+        return relay_offer(job.number)
+
+    def join() -> str:
+        assert job is not None
+        try:
+            relay_join([offers[rank] for rank in members.local], job.number)
+        except NotSupportedError as reason:
+            return str(reason)
+        return ""
+
+    offers = members.exchange(offer)
+    for rank, reason in enumerate(members.exchange(join)):
+        if reason:
+            return f"rank {rank}: {reason}"
+    return ""
+
+
 class Relay:
     """Tensors that go by a relay. The constructor begins to read, and is local;
     what fails in it is said by `run`, or by `meet` where the engine exchanges."""
@@ -62,7 +88,7 @@ class Relay:
         self._model = context.model if engine else context.link_model
         self._job: Job | None = None
         self._shares: list[int] = []  # by piece: bytes of each rank's
-        self._size = _SHARE * context.members.most_local
+        self._size = SHARE * context.members.most_local
         self._on = 0  # the stream on which all of it runs
         self._tensors: list[Any] = []
         self._asked: list[int] = []  # by request to the engine: the number of its task
@@ -80,9 +106,9 @@ class Relay:
         self._on = self._stream()
         spec: RelaySpec = {
             "tensors": [task.at for task in self._tasks],
-            "ring": [] if self._engine else [buffer.data_ptr() for buffer in context.ring(_BUFFERS, self._size)],
+            "ring": [] if self._engine else [buffer.data_ptr() for buffer in context.ring(BUFFERS, self._size)],
             "exchange": self._engine,
-            "buffers": _BUFFERS,
+            "buffers": BUFFERS,
             "cuts": self._cuts() if self._engine else [],
             "world": members.size,
             "members": members.local,
@@ -94,7 +120,7 @@ class Relay:
             "stream": self._on,
             "timeline": log.isEnabledFor(logging.DEBUG),
         }
-        number = relay(spec, model.handle)
+        number = relay(spec, model.handle, b"")
         self._job = Job(number, "relay")
         if not self._engine:
             self._shares = relay_shares(number)
@@ -185,33 +211,14 @@ class Relay:
     def meet(self) -> str:
         """Collective, before `carry`: connects the engines of all ranks. "", or why that
         cannot be; then nothing is read any more."""
-        members = self._context.members
-
-        def offer() -> Any:
-            if self._error is not None:
-                raise self._error
-            assert self._job is not None
-            return relay_offer(self._job.number)
-
-        def join() -> str:
-            assert self._job is not None
-            try:
-                relay_join([offers[rank] for rank in members.local], self._job.number)
-            except NotSupportedError as error:
-                return str(error)
-            return ""
-
         try:
-            offers = members.exchange(offer)
-            reasons = members.exchange(join)
+            reason = connect(self._context.members, self._job, self._error)
         except BaseException:
             self.abandon()
             raise
-        for rank, reason in enumerate(reasons):
-            if reason:
-                self.abandon()
-                return f"rank {rank}: {reason}"
-        return ""
+        if reason:
+            self.abandon()
+        return reason
 
     def carry(
         self,
@@ -273,7 +280,7 @@ class Relay:
             pass
 
     def _exchange(self, piece: int) -> None:
-        buffer = self._context.ring(_BUFFERS, self._size)[piece % _BUFFERS]
+        buffer = self._context.ring(BUFFERS, self._size)[piece % BUFFERS]
         self._context.members.gather(buffer, self._shares[piece])
 
     def _decode(self, piece: int) -> None:

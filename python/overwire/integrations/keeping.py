@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import CodeType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 import torch
@@ -30,7 +30,10 @@ from .plans import WIDTH, Place, Plan, Read, View, Zero
 from .recording import Recorder, digest_of
 from .sheets import Sheet, code_of
 
-__all__ = ["Unfit", "carry_out", "key_of", "plan_of", "state_of"]
+if TYPE_CHECKING:
+    from ..plumbing import Blocks, Together
+
+__all__ = ["Ready", "Unfit", "carry_out", "key_of", "plan_of", "ready", "state_of"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
 
@@ -283,17 +286,29 @@ def _held(value: Any) -> dict[str, Any]:
     return {**held, **value._parameters, **value._buffers}
 
 
-def carry_out(plan: Plan, model: torch.nn.Module, files: Sequence[Sheet], device: str, most: int, began: Any) -> int:
-    """Loads a model by a plan; returns the number of copies.
+class Ready(NamedTuple):
+    """A plan that fits a model and open files, with nothing loaded yet."""
 
-    files: those of `key_of`. most: as for `fill`. began: called when all is checked,
-    before anything is loaded.
+    files: Sequence[Sheet]
+    device: str
+    tensors: list[torch.Tensor]
+    blocks: list[_Blocks]
+    copies: list[Copy]
+    zeros: list[torch.Tensor]
 
-    Raises Unfit, with nothing changed, if the plan does not fit the model or the files;
-    and what loading raises.
+    def offer(self) -> Blocks:
+        """For `overwire.plumbing.meet`."""
+        from ..plumbing import Blocks
+
+        requests = [block.requests.tobytes() for block in self.blocks]
+        return Blocks(self.device, [sheet.file for sheet in self.files], requests, [sheet.digest for sheet in self.files])
+
+
+def ready(plan: Plan, model: torch.nn.Module, files: Sequence[Sheet], device: str) -> Ready:
+    """A plan, checked. files: those of `key_of`.
+
+    Raises Unfit if the plan does not fit the model or the files.
     """
-    from ..plumbing import land
-
     tensors = _places(plan, model, device)
     blocks, spans = _landings(plan, tensors, files)
     copies, reach = _views(plan, tensors, files)
@@ -302,15 +317,37 @@ def carry_out(plan: Plan, model: torch.nn.Module, files: Sequence[Sheet], device
     for read in plan.reads:
         if _content(model, read) != read.digest:
             raise Unfit(f"{read.module}.{read.name} is not what it was")
-    began()
-    with torch.no_grad():
-        for zero in zeros:
-            zero.zero_()
-    for sheet, block in zip(files, blocks, strict=True):
-        if len(block.requests) and not land(sheet.file, device, block.requests.tobytes()):
-            fill(block.copies(sheet, tensors), most)
-    fill(copies, most)
-    return len(spans) + len(copies)
+    return Ready(files, device, tensors, blocks, copies, zeros)
+
+
+def carry_out(made: Ready, most: int, together: Together | None, log: Any) -> int:
+    """Loads a model by a plan; returns the number of copies.
+
+    most: as for `fill`. together: of the ranks that share the reading; None: this rank reads
+    all that it needs. Raises what loading raises.
+    """
+    from ..plumbing import land
+
+    def beside() -> None:
+        with torch.no_grad():
+            for zero in made.zeros:
+                zero.zero_()
+        fill(made.copies, most)
+
+    reason = ""
+    if together is not None:
+        reason = together.land(beside)
+        if reason:
+            log.info("overwire: each rank reads by itself: %s", reason)
+        else:
+            log.info("overwire: the ranks share the reading: %d bytes read here, %d copied from others", together.read, together.copied)
+    if together is None or reason:
+        for sheet, block in zip(made.files, made.blocks, strict=True):
+            if len(block.requests) and not land(sheet.file, made.device, block.requests.tobytes()):
+                fill(block.copies(sheet, made.tensors), most)
+        if together is None:
+            beside()
+    return sum(len(block.requests) for block in made.blocks) + len(made.copies)
 
 
 def _places(plan: Plan, model: torch.nn.Module, device: str) -> list[torch.Tensor]:

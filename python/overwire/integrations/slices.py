@@ -33,6 +33,9 @@ class Attempt:
         self._sources: list[tuple[str, Opened]] = []
         self._left: list[Opened] = []
         self._keeps: Callable[[], None] | None = None
+        self._key: str | None = None  # of the plan
+        self._ready: keeping.Ready | None = None  # a kept plan that fits
+        self._loaded: set[str] | None = None  # what the model then says it has loaded
         self.copies: list[Copy] = []
         #: Whether a kept plan was used.
         self.replayed = False
@@ -58,15 +61,18 @@ class Attempt:
             self._recorder.load()
 
     @contextlib.contextmanager
-    def around(self, model: Any, look: Callable[[], Iterable[Any]], facts: Callable[[], Mapping[str, Any] | None]) -> Iterator[None]:
+    def around(
+        self, model: Any, look: Callable[[], Iterable[Any]], facts: Callable[[], Mapping[str, Any] | None], group: Any = None
+    ) -> Iterator[None]:
         """While it lasts, `model.load_weights` loads by slices.
 
         look: yields what the engine's loader would give the model. facts: for the key of
-        the plan, when all is open; None where no plan is kept.
+        the plan, when all is open; None where no plan is kept. group: a process group of ranks
+        that all do this, and can share the reading.
         """
         mine = vars(model).get("load_weights")
         own = model.load_weights
-        model.load_weights = functools.partial(self._load, model, own, look, facts)
+        model.load_weights = functools.partial(self._load, model, own, look, facts, group)
         try:
             yield
         finally:
@@ -75,21 +81,22 @@ class Attempt:
             else:
                 model.load_weights = mine
 
-    def _load(self, model: Any, own: Any, look: Any, facts: Any, weights: Any) -> Any:
+    def _load(self, model: Any, own: Any, look: Any, facts: Any, group: Any, weights: Any) -> Any:
+        from ..plumbing import meet, shares
+
         with self._recorder.paused(), _uncollected():
-            self._looks = True
-            for _ in look():
-                pass
-            self._looks = False
-            self._left = [source for _, source in self._sources]
-            path = plans.folder()
-            key = None
-            said = facts() if path is not None and self._left else None
-            if path is not None and said is not None:
-                key = keeping.key_of(model, [(prefix, source.sheet, source.at) for prefix, source in self._sources], said)
-                kept = plans.read(path, key, self._log)
-                if kept is not None and self._by(kept, model):
-                    return None if kept.loaded is None else set(kept.loaded)
+            together, why = None, ""
+            prepare = functools.partial(self._prepare, model, look, facts)
+            if shares(group):
+                together, why = meet(group, prepare)
+            else:
+                prepare()
+            if self._ready is not None:
+                if why:
+                    self._log.info("overwire: each rank reads by itself: %s", why)
+                self._by(self._ready, together)
+                return self._loaded
+            path, key = plans.folder(), self._key
             before = None if key is None else keeping.state_of(model)
         with self._quiet:
             self._quiet.enter_context(_uncollected())
@@ -107,21 +114,35 @@ class Attempt:
                 self._keeps = functools.partial(self._keep, path, key, model, names)
         return loaded
 
-    def _by(self, plan: plans.Plan, model: Any) -> bool:
-        began = time.perf_counter()
-
-        def begins() -> None:
-            self._recorder.began = True
-
-        sheets = [source.sheet for source in self._left]
+    def _prepare(self, model: Any, look: Any, facts: Any) -> Any:
+        # Opens what is to be read, and finds the plan of it.
+        self._looks = True
+        for _ in look():
+            pass
+        self._looks = False
+        self._left = [source for _, source in self._sources]
+        path = plans.folder()
+        said = facts() if path is not None and self._left else None
+        if path is None or said is None:
+            return None
+        self._key = keeping.key_of(model, [(prefix, source.sheet, source.at) for prefix, source in self._sources], said)
+        kept = plans.read(path, self._key, self._log)
+        if kept is None:
+            return None
         try:
-            count = keeping.carry_out(plan, model, sheets, str(self._left[0].device), self._most, begins)
+            self._ready = keeping.ready(kept, model, [source.sheet for source in self._left], str(self._left[0].device))
         except keeping.Unfit as error:
             self._log.info("overwire: ignores a kept plan: %s", error)
-            return False
+            return None
+        self._loaded = None if kept.loaded is None else set(kept.loaded)
+        return self._ready.offer()
+
+    def _by(self, ready: keeping.Ready, together: Any) -> None:
+        began = time.perf_counter()
+        self._recorder.began = True
+        count = keeping.carry_out(ready, self._most, together, self._log)
         self.replayed = True
         self._log.info("overwire: %d slices loaded by a kept plan in %.2f s", count, time.perf_counter() - began)
-        return True
 
     def _keep(self, path: str, key: str, model: Any, names: list[str] | None) -> None:
         files = [source.file for _, source in self._sources]

@@ -7,7 +7,7 @@ from typing import Any
 
 import vllm
 
-__all__ = ["facts"]
+__all__ = ["facts", "ranks"]
 
 # Code that moves weights, whatever the model.
 _CODE = (
@@ -73,6 +73,17 @@ def facts(model_config: Any, load_config: Any, options: dict[str, Any], experts:
         "environment": {name: value for name, value in os.environ.items() if name.startswith("VLLM_") and not name.startswith(_PASSING)},
         "modules": list(_CODE),
     }
+
+
+def ranks() -> Any:
+    """The group of the ranks that divide tensors among them and load at the same time, on
+    the host; None if there is one rank."""
+    try:
+        from vllm.distributed import parallel_state
+    except ImportError:
+        return None
+    group = getattr(parallel_state, "_TP", None)
+    return None if group is None or group.world_size == 1 else group.cpu_group
 
 
 def _config(hf: Any) -> Any:

@@ -27,7 +27,7 @@ from ..sheets import Opening
 from ..slices import Attempt, by_slices
 from .coverage import Coverage
 from .device import device_of, likely
-from .facts import facts
+from .facts import facts, ranks
 
 __all__ = ["OverwireModelLoader"]
 
@@ -101,10 +101,14 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         look = functools.partial(reader.get_all_weights, model_config, model)
         reader.attempt = attempt
         try:
-            with attempt.around(model, look, lambda: facts(model_config, reader.load_config, self._options, reader.local_expert_ids)):
+            said = functools.partial(self._facts, model_config)
+            with attempt.around(model, look, said, ranks()):
                 self._checked(model, model_config, quantised)
         finally:
             reader.attempt = None
+
+    def _facts(self, model_config: Any) -> dict[str, Any]:
+        return facts(model_config, self._reader.load_config, self._options, self._reader.local_expert_ids)
 
     def _checked(self, model: torch.nn.Module, model_config: Any, quantised: bool) -> None:
         if not self._options.get("strict", True) or quantised:

@@ -1,0 +1,193 @@
+"""Blocks of open files that the ranks of a group load together, each into memory of its own.
+
+Every rank says which blocks it needs. What several ranks of a host need is read by one of
+them and copied by the others, what one alone needs is read by that one (`gosrc/relay`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .. import _engine
+from .._verbs import knobs, relay, relay_aim
+from ..errors import ForkedError, IOFailure
+from ..jobs import Job
+from . import group as ranks
+from . import relays
+from .group import Members, members_of
+from .relays import connect
+
+if TYPE_CHECKING:
+    from .._requests import RelaySpec
+
+__all__ = ["Blocks", "Together", "meet", "shares"]
+
+_WORDS = 6  # of a request
+
+
+class Blocks(NamedTuple):
+    """What a rank wants of open files: for each file of a `safe_open` requests, packed as
+    `overwire.plumbing.land` takes them. device: where they land. tables: what tells the
+    files, the same on all ranks."""
+
+    device: str
+    files: Sequence[Any]
+    requests: Sequence[bytes]
+    tables: Sequence[str]
+
+
+def shares(group: Any) -> bool:
+    """Whether the ranks of a group are to meet: there are several, and OVERWIRE_EXCHANGE is
+    ipc or auto."""
+    how = next(str(row["value"]) for row in knobs() if row["name"] == "OVERWIRE_EXCHANGE")
+    return group is not None and how in ("ipc", "auto") and members_of(group).size > 1
+
+
+def meet(group: Any, prepare: Callable[[], Blocks | None]) -> tuple[Together | None, str]:
+    """Collective: what loads the blocks of all ranks, or None and why each rank loads by
+    itself ("": no two ranks share a host).
+
+    prepare: what this rank wants; None: nothing that can be shared. What it raises is raised
+    on all ranks.
+    """
+    members = members_of(group)
+    mine: list[Blocks | None] = []
+
+    def report() -> dict[str, Any]:
+        mine.append(prepare())
+        return _report(mine[0])
+
+    reports = members.exchange(report)
+    members.settle([one["host"] for one in reports])
+    for rank, one in enumerate(reports):
+        if one["blocks"] is None:
+            return None, f"rank {rank} has no plan"
+        for what in ("device", "tables"):
+            if one[what] != reports[0][what]:
+                return None, f"{what} differ between ranks 0 and {rank}"
+    if members.most_local == 1 or members.unreachable:
+        return None, members.unreachable
+    assert mine[0] is not None
+    return Together(members, mine[0], [one["blocks"] for one in reports]), ""
+
+
+def _report(mine: Blocks | None) -> dict[str, Any]:
+    if mine is None:
+        return {"host": ranks.host_name(), "blocks": None}
+    models = [file._live() for file in mine.files]
+    if _engine.forked():
+        raise ForkedError("overwire: the engine cannot run in a forked child", source=models[0].uris[0])
+    stored = [hashlib.sha256(array("q", [row[4] for row in model.table]).tobytes()).hexdigest() for model in models]
+    blocks = []
+    for requests in mine.requests:
+        flat = array("q", requests)
+        flat[1::_WORDS] = array("q", bytes(8 * (len(flat) // _WORDS)))  # an address is no one else's business
+        blocks.append(flat.tobytes())
+    return {"host": ranks.host_name(), "blocks": blocks, "device": mine.device.partition(":")[0], "tables": [*mine.tables, *stored]}
+
+
+class Together:
+    """The blocks of all ranks. `land` once."""
+
+    def __init__(self, members: Members, mine: Blocks, every: Sequence[Sequence[bytes]]) -> None:
+        self._members, self._mine, self._every = members, mine, every
+        #: Stored bytes that this rank has read, and that it has copied from others.
+        self.read, self.copied = 0, 0
+
+    def land(self, first: Callable[[], None]) -> str:
+        """Collective: lands all blocks, those of one file after the other. "", or why the
+        ranks cannot reach each other's memory: then no block has landed.
+
+        first: this rank's part of the load beside them; it runs while the first bytes are
+        read, and what it raises is raised on all ranks. If a rank fails or is gone, the
+        others raise it.
+        """
+        for number, file in enumerate(self._mine.files):
+            if any(blocks[number] for blocks in self._every):
+                if reason := self._one(number, file, first):
+                    return reason
+                first = _nothing
+        self._agree(first)
+        return ""
+
+    def _agree(self, first: Callable[[], None]) -> None:
+        error: BaseException | None = None
+        try:
+            first()
+        except BaseException as caught:
+            error = caught
+        self._members.agree(error)
+
+    def _one(self, number: int, file: Any, first: Callable[[], None]) -> str:
+        members = self._members
+        job: Job | None = None
+        error: BaseException | None = None
+        try:
+            try:
+                job = self._begun(number, file)
+                first()
+            except BaseException as caught:
+                error = caught
+            reason: str = connect(members, job, error)
+            if reason:
+                return reason
+            assert job is not None
+            ours = True
+            try:
+                relay_aim(job.number, self._mine.requests[number])
+                job.wait()
+            except BaseException as caught:
+                error = caught
+                job.cancel()
+                ours = bool((job.report() or {}).get("ours", True))
+                if lost := (job.report() or {}).get("lost"):
+                    raise IOFailure(f"overwire: group: rank {members.local[lost[0]]} is gone: {error}") from error
+            members.agree(error, ours=ours)
+            report = job.report()
+            self.read += report["stages"]["read_bytes"]
+            self.copied += report.get("pulled", 0)
+            job.done()
+            job = None
+            return ""
+        finally:
+            if job is not None:
+                job.cancel()
+                job.free()
+
+    def _begun(self, number: int, file: Any) -> Job:
+        members = self._members
+        model = file._live().on(self._mine.device)
+        model.alone()  # what was preloaded is not shared out
+        wanted: set[int] = set()
+        for blocks in self._every:
+            wanted.update(array("q", blocks[number])[0::_WORDS])
+        needs = array("q")
+        for local, rank in enumerate(members.local):
+            flat = array("q", self._every[rank][number])
+            flat[1::_WORDS] = array("q", [local]) * (len(flat) // _WORDS)
+            needs += flat
+        stream = 0
+        if model.device != "cpu":
+            from ..frameworks.torch import stream_of, used_on
+
+            used_on(model.device)
+            stream = stream_of(model.device)
+        spec: RelaySpec = {
+            "tensors": sorted(wanted),
+            "exchange": True,
+            "buffers": relays.BUFFERS,
+            "size": relays.SHARE * members.most_local,
+            "ranks": len(members.local),
+            "widest": members.most_local,
+            "rank": members.local.index(members.rank),
+            "device": model.device,
+            "stream": stream,
+        }
+        return Job(relay(spec, model.handle, needs.tobytes()), "relay")
+
+
+def _nothing() -> None:
+    pass
