@@ -72,6 +72,9 @@ func (r *Relay) onDevice(k int, streams []uint64) error {
 			r.came(p.first + i)
 		}
 		if left--; left == 0 {
+			r.mu.Lock()
+			p.seen.From, p.seen.To, r.ran = r.ran[0], r.ran[1], [2]int64{}
+			r.mu.Unlock()
 			r.stripped(k)
 			r.decoded(k)
 		}

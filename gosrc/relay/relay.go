@@ -93,6 +93,9 @@ type Relay struct {
 	// decoded.
 	full, idle []*cuda.Event
 	carrier    *carrier // nil: the caller exchanges the shares
+	// When the kernels ran of the piece that has landed: the queue says it just before
+	// its tasks, in the same goroutine.
+	ran [2]int64
 
 	mu    sync.Mutex
 	wake  chan struct{} // closed and renewed when free or done grows
@@ -218,7 +221,7 @@ func (r *Relay) queues() (err error) {
 		return err
 	}
 	if r.spec.Timeline {
-		if err := r.queue.Time(r.kernels()); err != nil {
+		if err := r.queue.Time(r.kernels); err != nil {
 			return err
 		}
 	}
@@ -360,18 +363,10 @@ func (r *Relay) note(when *int64, last bool) {
 	r.mu.Unlock()
 }
 
-// kernels records when the kernels of pieces ran; they are reported in the order of
-// the Decode calls, which is that of the pieces.
-func (r *Relay) kernels() device.TraceFunc {
-	k := 0
-	return func(verb string, _ int, begin, end time.Time, _ int64) {
-		r.mu.Lock()
-		defer r.mu.Unlock()
-		if verb != "decode" { // reported first, even for pieces without kernels
-			k++
-			return
-		}
-		r.pieces[k-1].seen.From, r.pieces[k-1].seen.To = begin.Sub(r.start).Microseconds(), end.Sub(r.start).Microseconds()
+// kernels keeps when the kernels of the piece ran that is reported next.
+func (r *Relay) kernels(verb string, _ int, begin, end time.Time, _ int64) {
+	if verb == "decode" {
+		r.ran = [2]int64{begin.Sub(r.start).Microseconds(), end.Sub(r.start).Microseconds()}
 	}
 }
 
