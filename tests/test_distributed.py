@@ -100,6 +100,7 @@ def test_two_ranks_try_every_way(folder: Path) -> None:
     ranks(folder, 2, "streamed", "chosen", exchange="auto")
 
 
+@pytest.mark.imports_torch
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("count", [2, 4])
 def test_ranks_of_one_gpu_map_each_others_memory(folder: Path, count: int) -> None:

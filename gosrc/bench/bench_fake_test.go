@@ -4,8 +4,11 @@ package bench
 
 import (
 	"bytes"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
+	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/measure"
@@ -42,5 +45,41 @@ func TestRunFake(t *testing.T) {
 	}
 	if loads != 2 {
 		t.Errorf("%d rows of loads", loads)
+	}
+}
+
+// The floor of ranks' loads brings a file's bytes to a GPU, and leaves nothing there.
+func TestReadingFake(t *testing.T) {
+	end := cuda.Fake(64 << 20)
+	want := bytes.Repeat([]byte("0123456789abcdef~"), 200_000)
+	path := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(path, want, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	gpu, err := cuda.Open(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const lo = 1000
+	m, err := gpu.Alloc([]int64{int64(len(want)) - lo})
+	if err != nil {
+		t.Fatal(err)
+	}
+	slots := make([]byte, 2*measure.SlotsEach*measure.ReadStep)
+	if err := gpu.Register(slots); err != nil {
+		t.Fatal(err)
+	}
+	r := measure.Reading{Path: path, Lo: lo, Hi: int64(len(want)), To: uint64(uintptr(m[0].Ptr)), Slots: uint64(uintptr(unsafe.Pointer(&slots[0]))), Threads: 2}
+	if err := r.Run(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	got := make([]byte, len(want)-lo)
+	if err := gpu.Read(got, m[0]); err != nil || !bytes.Equal(got, want[lo:]) {
+		t.Errorf("other bytes came: %v", err)
+	}
+	gpu.Unregister(slots, func() {})
+	m[0].Release()
+	if left := end(); left != "" {
+		t.Errorf("left behind: %s", left)
 	}
 }

@@ -1,10 +1,15 @@
 package measure
 
 import (
+	"bytes"
 	"errors"
 	"math"
+	"os"
+	"path/filepath"
 	"testing"
+	"unsafe"
 
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/overwire/overwire/gosrc/weights"
 )
@@ -80,5 +85,43 @@ func TestParallel(t *testing.T) {
 	boom := errors.New("boom")
 	if err := Parallel(4, 1000, 7, func(int, int64, int64) error { return boom }); err != boom {
 		t.Errorf("got %v", err)
+	}
+}
+
+// A reading brings just the bytes it is asked for, and refuses what it cannot do.
+func TestReading(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "file")
+	want := make([]byte, 5<<20+13)
+	for i := range want {
+		want[i] = byte(i*7 + i>>9)
+	}
+	if err := os.WriteFile(path, want, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	got := make([]byte, len(want))
+	r := Reading{Path: path, Lo: 77, Hi: int64(len(want)) - 5, GPU: -1, To: uint64(uintptr(unsafe.Pointer(&got[0]))), Threads: 3}
+	if err := r.Run(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if n := len(want) - 82; !bytes.Equal(got[:n], want[77:77+n]) || !bytes.Equal(got[n:], make([]byte, 82)) {
+		t.Error("other bytes came")
+	}
+	for _, wrong := range []func(*Reading){
+		func(r *Reading) { r.Hi = 3 }, func(r *Reading) { r.Lo = -1 }, func(r *Reading) { r.Threads = 0 }, func(r *Reading) { r.To = 0 },
+		func(r *Reading) { r.GPU = 0 },
+	} {
+		bad := r
+		wrong(&bad)
+		if err := bad.Run(t.Context()); !errors.Is(err, errs.ErrArgument) {
+			t.Errorf("%+v: %v", bad, err)
+		}
+	}
+	r.Path += "s"
+	if err := r.Run(t.Context()); !errors.Is(err, errs.ErrNotFound) {
+		t.Error(err)
+	}
+	r.Path, r.Hi = path, int64(len(want))+100
+	if err := r.Run(t.Context()); !errors.Is(err, errs.ErrIO) {
+		t.Error(err)
 	}
 }

@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,14 @@ import torch.distributed
 
 import overwire as ow
 
+from ._verbs import read_floor
 from .distributed import shard_range
 
 __all__ = ["main"]
 
 dist: Any = torch.distributed  # its types hide half of it
 
-_STEP = 1 << 20  # bytes of one read of a floor
+_SLOTS = 2 << 20  # pinned bytes of each thread of a floor
 _THREADS = 16  # that read, of all ranks together at least
 _KINDS = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
 
@@ -103,31 +103,37 @@ class _Rank:
             sys.stdout.flush()
 
     def reference(self) -> None:
-        """The plain file, by nothing of overwire's."""
+        """The plain file, by nothing of overwire's: its bytes as the file's mapping has them,
+        or a copy of them on the GPU where that takes a third of its memory at most."""
         path = self.folder / "plain.safetensors"
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
             table = json.loads(file.read(size))
         data = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
-        self.whole: dict[str, Any] = {}
+        if self.cuda and data.numel() * 3 * (self.ranks if self.shares_gpus else 1) < torch.cuda.mem_get_info(self.device)[0]:
+            data = data.to(self.device)
+        self.whole: dict[str, tuple[Any, Any, list[int]]] = {}  # bytes, dtype and shape
         for name, entry in table.items():
             if name != "__metadata__":
                 low, high = (8 + size + at for at in entry["data_offsets"])
-                # A copy: a view may begin at any byte.
-                self.whole[name] = data[low:high].clone().view(_KINDS[entry["dtype"]]).view(entry["shape"])
-        self.bytes = sum(tensor.nbytes for tensor in self.whole.values())
+                self.whole[name] = data[low:high], _KINDS[entry["dtype"]], entry["shape"]
+        self.bytes = sum(plain.numel() for plain, _, _ in self.whole.values())
 
     def check(self, title: str, got: dict[str, Any], shard: Any) -> int:
         """Collective: every byte, on every rank; returns the bytes of this one."""
         wrong = "" if got.keys() == self.whole.keys() else "names"
-        for name, tensor in self.whole.items() if not wrong else ():
-            dim = shard(name, tuple(tensor.shape)) if shard else None
+        for name, (plain, dtype, shape) in self.whole.items() if not wrong else ():
+            mine, want = got[name], list(shape)
+            bytes_of = plain.view(*shape[:-1], -1) if shape else plain  # an element's bytes lie behind each other
+            dim = shard(name, tuple(shape)) if shard else None
             if dim is not None:
-                low, high = shard_range(tensor.shape[dim], self.ranks, self.rank)
-                tensor = tensor.narrow(dim, low, high - low)
-            mine = got[name].cpu()
-            same = mine.shape == tensor.shape and mine.dtype == tensor.dtype
-            if not (same and torch.equal(mine.contiguous().view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8))):
+                low, high = shard_range(shape[dim], self.ranks, self.rank)
+                want[dim] = high - low
+                unit = dtype.itemsize if dim == len(shape) - 1 else 1
+                bytes_of = bytes_of.narrow(dim, low * unit, (high - low) * unit)
+            same = list(mine.shape) == want and mine.dtype == dtype
+            held = mine.contiguous().view(-1).view(torch.uint8).to(bytes_of.device)
+            if not (same and torch.equal(held, bytes_of.reshape(-1))):
                 wrong = name
                 break
         if self.most(bool(wrong)):
@@ -135,41 +141,20 @@ class _Rank:
         return sum(tensor.nbytes for tensor in got.values())
 
     def reading(self, path: Path, mine: bool) -> tuple[float, int]:
-        """Collective: every rank reads its part of a file, or rank 0 all of it, by threads of
-        its own into pinned memory, from which it is copied to the GPU meanwhile; on the
-        host, into memory that was written before. Seconds and bytes in all."""
+        """Collective: every rank reads its part of a file, or rank 0 all of it, by threads
+        that know nothing of tensors, into pinned memory, from which it is copied to the GPU
+        meanwhile; on the host, into memory that was written before. Seconds and bytes in all."""
         size = path.stat().st_size
         low, high = (size * self.rank // self.ranks, size * (self.rank + 1) // self.ranks) if mine else (0, size if self.rank == 0 else 0)
         threads = max(2, _THREADS // self.ranks, min(_THREADS, (os.cpu_count() or 1) // self.ranks))
         here = torch.zeros(max(high - low, 1), dtype=torch.uint8, device=self.device)
-        slots = [torch.zeros(4 * _STEP, dtype=torch.uint8, pin_memory=True) for _ in range(threads)] if self.cuda else []
-        file = os.open(path, os.O_RDONLY)
+        slots = torch.zeros(threads * _SLOTS, dtype=torch.uint8, pin_memory=self.cuda)
+        number = here.device.index if self.cuda else -1
 
-        def read(part: int) -> None:
-            stream = torch.cuda.Stream(self.device) if self.cuda else None  # type: ignore[no-untyped-call]
-            events: list[Any] = [None] * 4
-            for number, at in enumerate(range(low + part * _STEP, high, threads * _STEP)):
-                n = min(_STEP, high - at)
-                if stream is None:
-                    os.preadv(file, [_view(here[at - low : at - low + n])], at)
-                    continue
-                turn = number % 4
-                if events[turn] is not None:
-                    events[turn].synchronize()
-                slot = slots[part][turn * _STEP : turn * _STEP + n]
-                os.preadv(file, [_view(slot)], at)
-                with torch.cuda.stream(stream):
-                    here[at - low : at - low + n].copy_(slot, non_blocking=True)
-                    events[turn] = stream.record_event()
+        def read() -> None:
+            read_floor(str(path), low, high, number, here.data_ptr(), slots.data_ptr(), threads)
 
-        def all_parts() -> None:
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(read, range(threads)))
-
-        try:
-            return min(self.timed(all_parts)[0] for _ in range(self.repeat + 1)), size
-        finally:
-            os.close(file)
+        return min(self.timed(read)[0] for _ in range(self.repeat + 1)), size
 
     def measure_floors(self) -> None:
         """What the machine allows: each rank its part, and one rank all."""
@@ -235,10 +220,6 @@ class _Rank:
                 return peer(str(self.folder / "plain.safetensors"), self.device)
 
             self.row(title, load, None, self.floors.get("plain", 0.0))
-
-
-def _view(tensor: Any) -> memoryview:
-    return memoryview(tensor.numpy())
 
 
 def _title(name: str) -> str:

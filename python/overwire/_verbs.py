@@ -112,6 +112,7 @@ __all__ = [
     "presign",
     "progress",
     "put",
+    "read_floor",
     "records",
     "relay",
     "relay_aim",
@@ -358,6 +359,12 @@ def presign(request: PresignRequest) -> str:
     """A URL that reads an object of S3 without credentials, for a time in seconds. It is a secret."""
     made: str = loads(core().run("presign", dumps(request), b"")[0])
     return made
+
+
+def read_floor(word: str, begin: int, end: int, device: int, to: int, slots: int, threads: int) -> None:
+    """Read bytes [begin, end) of a file to memory of a GPU (-1: of the host) by way of pinned slots, as
+    loads do at best."""
+    core().run("read_floor", word, pack("=6q", begin, end, device, to, slots, threads))
 
 
 def doctor(request: Program) -> Any:

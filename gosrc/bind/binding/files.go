@@ -23,6 +23,7 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/preload"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/sleep"
@@ -167,6 +168,11 @@ func fileVerbs() []Verb {
 			func(ctx context.Context, q presignRequest, _ []int64) (string, error) {
 				return open.Presign(ctx, q.URI, q.Storage.Options, time.Duration(q.Seconds)*time.Second)
 			}),
+		awaited("read_floor", "Read bytes [begin, end) of a file to memory of a GPU (-1: of the host) by way of pinned slots, as loads do at best.",
+			func(ctx context.Context, path Text, n []int64) (none, error) {
+				r := measure.Reading{Path: string(path), Lo: n[0], Hi: n[1], GPU: int(n[2]), To: uint64(n[3]), Slots: uint64(n[4]), Threads: int(n[5])}
+				return none{}, r.Run(ctx)
+			}).ints("begin", "end", "device", "to", "slots", "threads").onCallersMemory(),
 		awaited("doctor", "Describe the machine; the argument --measure also measures the links of its GPUs.",
 			func(_ context.Context, q program, _ []int64) (any, error) {
 				return cli.Diagnose(q.env(), slices.Contains(q.Argv, "--measure")), nil

@@ -97,7 +97,7 @@ var mayImport = map[string][]string{
 	"weights":       {"tensor", "errs", "internal/..."},
 	"serve":         {"errs", "internal/..."},
 	"fetch":         {"source", "source/open", "job", "errs", "internal/..."},
-	"measure":       {"weights", "load", "save", "codec/x16", "device/cpu", "device/cuda", "job", "tensor", "errs", "internal/..."},
+	"measure":       {"weights", "load", "save", "codec/x16", "device", "device/cpu", "device/cuda", "job", "tensor", "errs", "internal/..."},
 	"page":          {"save", "errs"},
 	"page/plots":    {"page", "errs", "internal/..."}, // a program of the developers
 	"bench":         {"page", "measure", "load", "save", "device/cuda", "job", "errs"},
@@ -120,7 +120,7 @@ var mayImport = map[string][]string{
 
 	// The binding to Python.
 	"bind/api": {"bind/binding", "dlpack"},
-	"bind/binding": {"tensorizer", "format", "load", "save", "delta", "nvcomp", "cli", "preload", "sleep", "source", "source/open", "fetch", "codec/...", "device/...", "peers", "relay", "dlpack", "job",
+	"bind/binding": {"tensorizer", "format", "load", "save", "delta", "nvcomp", "cli", "measure", "preload", "sleep", "source", "source/open", "fetch", "codec/...", "device/...", "peers", "relay", "dlpack", "job",
 		"knob",
 		"tensor", "errs", "internal/..."},
 	"bind/core": {"bind/api"},
