@@ -12,7 +12,8 @@ byte, also after sleep and wake (vLLM's own and overwire's), after `reload_weigh
 after pushes of a trainer, whole and as deltas. Then fresh processes,
 alternating, load it by each format, overwire twice each time: a first start, which keeps its
 plan, and a later one, which uses it. What is printed is vLLM's own line "Loading weights
-took", and overwire's on slices; --shape names has 18,867 tensors so small that what a
+took", overwire's on slices, and of overwire what the ranks together read and copied from
+each other, by its own count; a kind overwire:FOLDER:ipc sets OVERWIRE_EXCHANGE; --shape names has 18,867 tensors so small that what a
 tensor costs is all there is. Needs
 overwire, torch and vLLM's Python tree; its kernels are used with --generate only, which
 compares the tokens of each format. The status is 1 if a parameter differs; times only
@@ -74,7 +75,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 SHAPES["names"] = {**SHAPES["moe"], "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
 SHAPES["names"].update(num_attention_heads=4, num_key_value_heads=2, vocab_size=1024)
 TOOK = re.compile(r"Loading weights took ([0-9.]+) seconds")
-SAID = re.compile(r"overwire: \d+ slices.*")  # while the loader ran, and after it; or by a kept plan
+SAID = re.compile(r"overwire: (?:\d+ slices|each rank reads|the ranks share).*")  # also why they do not
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -132,19 +133,25 @@ def make(args: argparse.Namespace) -> None:
     print(f"model: {args.shape}, {total / 1e9:.2f} GB, {len(every)} tensors, compressed {stored / total:.3f}", flush=True)
 
 
+def parts(kind: str) -> tuple[str, str, str]:
+    """Format, folder and OVERWIRE_EXCHANGE, "" as it is, of FORMAT[:FOLDER[:EXCHANGE]]."""
+    form, folder, exchange = (kind.split(":") + ["", ""])[:3]
+    return form, folder or "plain", exchange
+
+
 def load(args: argparse.Namespace, kind: str, extra: dict[str, Any] | None = None) -> tuple[Any, Any]:
-    """(model, configuration) by vLLM's get_model; kind is FORMAT or FORMAT:FOLDER."""
+    """(model, configuration) by vLLM's get_model; kind as of `parts`."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
 
-    form, _, folder = kind.partition(":")
+    form, folder, _ = parts(kind)
     gpu = args.device != "cpu"
     more: dict[str, Any] = {"attention_backend": "TRITON_ATTN"} if gpu else {}
     arguments = EngineArgs(
-        model=str(Path(args.dir) / (folder or "plain")),
+        model=str(Path(args.dir) / folder),
         load_format=form,
         model_loader_extra_config=extra if extra is not None else json.loads(args.extra) if form == "overwire" else {},
         tensor_parallel_size=args.ranks,
@@ -313,11 +320,28 @@ def pushes(args: argparse.Namespace, model: Any, config: Any) -> None:
     shutil.rmtree(Path(args.dir) / "pushes")
 
 
+def counted() -> dict[str, int]:
+    """What overwire's jobs read from now on, and copy from other ranks, in bytes."""
+    from overwire.jobs import Job
+
+    done, out = Job.done, {"read": 0, "copied": 0}
+
+    def noted(job: Any) -> None:
+        report = job.report() or {}
+        out["read"] += report.get("stages", {}).get("read_bytes", 0)
+        out["copied"] += report.get("pulled", 0)
+        done(job)
+
+    Job.done = noted  # type: ignore[method-assign]
+    return out
+
+
 def timed(args: argparse.Namespace, kind: str) -> None:
-    """One fresh process: one load, its times and memory as JSON."""
+    """One fresh process: one load, its times, reads and memory as JSON."""
     import torch
 
     engines.without_kernels()
+    reads = counted() if kind.startswith("overwire") else {}
     gpu = args.device != "cpu"
     if gpu:
         torch.zeros(1, device=f"cuda:{args.rank}")
@@ -328,6 +352,7 @@ def timed(args: argparse.Namespace, kind: str) -> None:
     if gpu:
         torch.cuda.synchronize()
     out = {"kind": kind, "get_model": time.perf_counter() - began, "host MB": anonymous() - host}
+    out.update(reads)
     size = sum(t.numel() * t.element_size() for t in model.parameters())
     if gpu:
         out["peak over model MB"] = (torch.cuda.max_memory_allocated() - size) / 1e6
@@ -341,9 +366,9 @@ def generate(args: argparse.Namespace) -> None:
 
     tokens = {}
     for kind in args.kinds.split(","):
-        form, _, folder = kind.partition(":")
+        form, folder, _ = parts(kind)
         llm = LLM(
-            model=str(Path(args.dir) / (folder or "plain")),
+            model=str(Path(args.dir) / folder),
             load_format=form,
             tensor_parallel_size=args.ranks,
             dtype="bfloat16",
@@ -374,10 +399,11 @@ def processes(args: argparse.Namespace, job: str) -> list[str]:
         port = s.getsockname()[1]
     command = [sys.executable, __file__, "--shape", args.shape, "--device", args.device, "--ranks", str(args.ranks), "--extra", args.extra]
     command += ["--kinds", args.kinds, "--dir", args.dir, "--port", str(port), "--job", job]
+    env = {**os.environ, **({"OVERWIRE_EXCHANGE": parts(job)[2]} if parts(job)[2] else {})}
     ranks = []
     for rank in range(args.ranks):
         log = open(Path(args.dir) / f"log{rank}", "w+")  # noqa: SIM115
-        ranks.append((subprocess.Popen([*command, "--rank", str(rank)], stdout=log, stderr=subprocess.STDOUT), log))
+        ranks.append((subprocess.Popen([*command, "--rank", str(rank)], stdout=log, stderr=subprocess.STDOUT, env=env), log))
     out, failed = [], False
     for process, log in ranks:
         try:
@@ -401,7 +427,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--kinds", default="safetensors,overwire:plain,overwire:packed", help="e.g. with instanttensor")
+    parser.add_argument("--kinds", default="safetensors,overwire:plain,overwire:packed", help="FORMAT[:FOLDER[:EXCHANGE]], ...")
     parser.add_argument("--extra", default="{}", help="model_loader_extra_config of overwire")
     parser.add_argument("--no-check", dest="check", action="store_false", help="compares no parameters")
     parser.add_argument("--generate", action="store_true", help="runs vLLM's engine too; needs its kernels")
@@ -433,17 +459,23 @@ def main() -> None:
             print(*took, sep="\n", flush=True)
         times: dict[str, list[float]] = {}
         for _ in range(args.repeat):
-            shutil.rmtree(plans, ignore_errors=True)
             starts = [kind for kind in args.kinds.split(",") for _ in range(2 if kind.startswith("overwire") else 1)]
             for number, kind in enumerate(starts):
-                texts = processes(args, kind)
                 again = number > 0 and starts[number - 1] == kind
+                if not again:  # another kind of the same folder has the same plan
+                    shutil.rmtree(plans, ignore_errors=True)
+                texts = processes(args, kind)
                 name = f"{kind}, {'later' if again else 'first'}" if kind.startswith("overwire") else kind
                 took = [float(found) for text in texts for found in TOOK.findall(text)]
                 rows = [line for text in texts for line in text.splitlines() if line.startswith("{")]
                 if len(took) == args.ranks:
                     times.setdefault(name, []).append(max(took))
                 print(name, took, *rows, *(f"\n  {found}" for text in texts for found in SAID.findall(text)), flush=True)
+                if kind.startswith("overwire") and len(rows) == args.ranks:
+                    together = {what: sum(json.loads(row)[what] for row in rows) for what in ("read", "copied")}
+                    stored = sum(file.stat().st_size for file in (base / parts(kind)[1]).glob("*.safetensors"))
+                    read, copied = together["read"] / stored, together["copied"] / stored
+                    print(f"  all ranks read {read:.3f} of {stored} stored bytes, copied {copied:.3f}", flush=True)
         for kind, each in times.items():
             print(f"{kind:24} Loading weights took {statistics.median(each):.2f} s (median of {len(each)})", flush=True)
     finally:
