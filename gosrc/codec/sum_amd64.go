@@ -8,6 +8,8 @@ import (
 	"hash/crc32"
 	"simd/archsimd"
 	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
 // Folding: 256 bytes of state are carried 2,048 bits ahead by two carry-less
@@ -56,5 +58,6 @@ func fold(left *[block]byte, p []byte) int {
 	b.Store((*[8]uint64)(unsafe.Add(to, 64)))
 	c.Store((*[8]uint64)(unsafe.Add(to, 128)))
 	d.Store((*[8]uint64)(unsafe.Add(to, 192)))
+	avx.Clear()
 	return n
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/companions"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
+	"github.com/overwire/overwire/gosrc/internal/avx"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -349,6 +350,7 @@ func (f *fileWriter) place(k int) error {
 		f.job.Tensors.Add(1)
 	}
 	if f.again != nil {
+		avx.Clear()
 		_, _ = f.again.Hash.Write(s.data)
 	}
 	if f.lay == nil {

@@ -9,6 +9,7 @@ import (
 	"math"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/avx"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -197,6 +198,7 @@ func NewSummer(prefix []byte) *Summer {
 
 // Write takes the next bytes of the data, before they are encrypted.
 func (s *Summer) Write(p []byte) {
+	avx.Clear()
 	s.crc = crc32.Update(s.crc, crc32.IEEETable, p)
 	_, _ = s.sha.Write(p)
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/avx"
 	"github.com/overwire/overwire/gosrc/internal/rawjson"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -20,8 +21,10 @@ import (
 )
 
 // Guard runs fn for Python. A panic in it, or an earlier one anywhere in the
-// engine, becomes an error, and every error becomes the text of errs.Text.
+// engine, becomes an error, and every error becomes the text of errs.Text. What Python
+// does next finds the vector registers as C leaves them.
 func Guard[T any](name string, fn func() (T, error)) (T, error) {
+	defer avx.Clear()
 	var out, zero T
 	err := spawn.Poisoned()
 	if err == nil {

@@ -13,9 +13,18 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/avx/avxtest"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
+
+// Whatever a call does, its thread returns to C with clear registers.
+func TestGuardClears(t *testing.T) {
+	avxtest.Need(t)
+	avxtest.Clear(t, "Guard", func() {
+		_, _ = Guard("dirty", func() (int, error) { avxtest.Dirty(); return 0, nil })
+	})
+}
 
 // A panic is an error, and so is everything after it.
 func TestGuard(t *testing.T) {

@@ -7,6 +7,8 @@ package digest
 import (
 	"simd/archsimd"
 	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
 var wide = archsimd.X86.AVX512()
@@ -43,6 +45,7 @@ func fast(s *State, i uint64, p []byte) int {
 	var sums [2][lanes]uint64
 	a.Add(c).Store(&sums[0])
 	b.Add(d).Store(&sums[1])
+	avx.Clear()
 	for k := range lanes {
 		s.A += sums[0][k]
 		s.B += sums[1][k]

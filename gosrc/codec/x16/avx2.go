@@ -6,6 +6,8 @@ import (
 	"math/bits"
 	"simd/archsimd"
 	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
 // The AVX2 kernel looks slots up by VPSHUFB, whose tables have 16 bytes, in
@@ -138,6 +140,7 @@ func (d *decoder) kernel256(run []*segment) {
 			s.escs += d.tile256(&acc[i&3], (*[tileSyms]byte)(s.vals[(s.got+done)*tileSyms:]))
 		}
 	}
+	avx.Clear()
 	for i, s := range run {
 		s.x, s.cur, s.got = st[i&3], cursor[i&3], s.got+done
 	}

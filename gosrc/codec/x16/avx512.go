@@ -6,6 +6,8 @@ import (
 	"math/bits"
 	"simd/archsimd"
 	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
 // The AVX-512 kernel keeps 16 states in a register and a chunk's tables in
@@ -142,6 +144,7 @@ func (d *decoder) kernel512(run []*segment) {
 		}
 		d.emit512(run, acc, done)
 	}
+	avx.Clear()
 	for i, s := range run {
 		s.x, s.cur, s.got = st[i&3], cursor[i&3], s.got+done
 	}

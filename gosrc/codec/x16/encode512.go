@@ -7,6 +7,8 @@ import (
 	"math/bits"
 	"simd/archsimd"
 	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
 // The AVX-512 encoder does what the scalar one does, to the bit: the states of
@@ -76,6 +78,7 @@ func (e *Encoder) symbolsFast(m *model) int {
 		}
 		k.Store(p)
 	}
+	avx.Clear()
 	return len(e.vals)
 }
 
@@ -151,6 +154,7 @@ func (e *Encoder) groupFast(syms [][]byte) bool {
 			}
 		}
 	}
+	avx.Clear()
 	return true
 }
 

@@ -7,6 +7,8 @@ package x16
 import (
 	"simd/archsimd"
 	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
 // mergeFast is mergeScalar in vectors: 256 bits for both vector levels, except
@@ -58,6 +60,7 @@ func mergeFast(l Level, transform uint8, dst, vals []byte, p *[maxPlanes][]byte)
 	default:
 		return false
 	}
+	avx.Clear()
 	return true
 }
 

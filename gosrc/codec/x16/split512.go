@@ -7,6 +7,8 @@ package x16
 import (
 	"simd/archsimd"
 	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
 // unzip512 takes the odd bytes of 128, then the even ones.
@@ -51,6 +53,7 @@ func splitFast(l Level, transform uint8, src, vals []byte, p *[maxPlanes][]byte)
 	default:
 		return false
 	}
+	avx.Clear()
 	return true
 }
 

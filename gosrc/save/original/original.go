@@ -14,6 +14,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
+	"github.com/overwire/overwire/gosrc/internal/avx"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -69,6 +70,7 @@ func (f *File) Hash(ctx context.Context) (wait func() error) {
 			if err = f.src.ReadAt(ctx, buf, off); err != nil {
 				return
 			}
+			avx.Clear()
 			_, _ = h.Write(buf)
 		}
 		if err = f.unchanged(); err == nil {

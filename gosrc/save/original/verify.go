@@ -6,6 +6,7 @@ package original
 import (
 	"context"
 
+	"github.com/overwire/overwire/gosrc/internal/avx"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/save/stored"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -59,6 +60,7 @@ func (f *File) Verify(ctx context.Context, ix *tensor.Index, k, workers int, met
 			return err
 		},
 		Turn: func(k int) error {
+			avx.Clear()
 			_, _ = p.Hash.Write(bufs[k%len(bufs)])
 			progress(runs[k].n)
 			return nil

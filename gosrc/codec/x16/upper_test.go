@@ -1,0 +1,86 @@
+package x16
+
+import (
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/internal/avx/avxtest"
+)
+
+// Every step of encoding and decoding that has vectors leaves their upper halves clear:
+// each step alone, since one may hide another, and then the exported functions, with a
+// chunk that is bad, too.
+func TestUpperHalvesAreClear(t *testing.T) {
+	avxtest.Need(t)
+	for tr := uint8(BF16); tr <= Bytes; tr++ {
+		src := benchSample(tr, 1<<15)
+		for _, l := range Levels() {
+			t.Run(Name(tr)+"/"+l.String(), func(t *testing.T) {
+				chunk, st := encodesClear(t, l, src, tr)
+				decodesClear(t, l, chunk, st, make([]byte, len(src)), tr)
+			})
+		}
+		avxtest.Clear(t, "Estimate", func() { Estimate(src, tr) })
+	}
+}
+
+func encodesClear(t *testing.T, l Level, src []byte, tr uint8) (chunk []byte, st uint16) {
+	e := Encoder{level: l, forced: true}
+	n := len(src) * 8 / forms[tr].bits / tileSyms * tileSyms
+	body := src[:n/8*forms[tr].bits]
+	avxtest.Clear(t, "split", func() { e.split(tr, body, n) })
+	hist := e.histogram()
+	m := fit(&hist, n, forms[tr].identity)
+	avxtest.Clear(t, "prepare", func() {
+		e.table = newTable(m.freq)
+		e.prepare(&m)
+	})
+	avxtest.Clear(t, "symbols", func() {
+		e.split(tr, body, n) // symbols replaces them
+		e.symbols(&m)
+	})
+	avxtest.Clear(t, "groupFast", func() {
+		e.words[0] = grow(e.words[0], n+64)[:n]
+		e.groupFast([][]byte{e.vals})
+	})
+	avxtest.Clear(t, "Encode", func() {
+		ok := false
+		if chunk, st, ok = e.Encode(nil, src, tr); !ok {
+			t.Fatal("nothing to gain")
+		}
+	})
+	return chunk, st
+}
+
+func decodesClear(t *testing.T, l Level, chunk []byte, st uint16, dst []byte, tr uint8) {
+	d := decoder{lanes: new(laneMemory), level: l}
+	if err := d.parse(dst, chunk, tr, st); err != nil {
+		t.Fatal(err)
+	}
+	d.buildSlots()
+	d.fast.build(&d)
+	run := d.run[:min(len(d.run), d.segs)]
+	avxtest.Clear(t, "kernel", func() {
+		for i := range run {
+			run[i].vals = &d.vals[i]
+			if err := d.begin(&run[i], i); err != nil {
+				t.Fatal(err)
+			}
+			run[i].want, run[i].got = min(batch, run[i].tiles), 0
+		}
+		d.kernel(run)
+	})
+	if l > Scalar && run[0].got == 0 {
+		t.Error("the kernel decoded nothing")
+	}
+	avxtest.Clear(t, "merge", func() { d.merge(run[0].vals[:run[0].want*tileSyms], 0) })
+	avxtest.Clear(t, "Decode", func() {
+		if err := DecodeAt(l, dst, chunk, tr, st); err != nil {
+			t.Fatal(err)
+		}
+	})
+	avxtest.Clear(t, "Decode of bad words", func() {
+		if DecodeAt(l, dst, chunk[:len(chunk)-1], tr, st) == nil {
+			t.Fatal("a chunk that is cut was decoded")
+		}
+	})
+}

@@ -1,0 +1,16 @@
+//go:build goexperiment.simd && amd64
+
+package avx
+
+// This file is for binaries whose Go code, and whose preemption, use AVX.
+
+import "simd/archsimd"
+
+var has = archsimd.X86.AVX()
+
+// Clear clears the upper halves of the vector registers.
+func Clear() {
+	if has {
+		archsimd.ClearAVXUpperBits()
+	}
+}

@@ -1,0 +1,14 @@
+//go:build !amd64
+
+package avxtest
+
+// Only x86-64 has such registers.
+
+func tells() bool { return false }
+
+func inUse() uint64 { return 0 }
+
+func probe() (dirty, clean uint64) { return 0, 0 }
+
+// Dirty does nothing.
+func Dirty() {}
