@@ -80,12 +80,13 @@ $(BIN)/gopy: go.mod
 
 $(BIN)/staticcheck:
 	@mkdir -p $(BIN)
-	GOBIN="$(CURDIR)/$(BIN)" go install $(STATICCHECK)
+	GOGC=400 GOBIN="$(CURDIR)/$(BIN)" go install $(STATICCHECK)
 
 # Of what the engine has too nothing is compiled again; the rest needs no optimisation.
 $(BIN)/versitygw: $(wildcard tests/s3server/*) # the S3 server of the tests
 	@mkdir -p $(BIN)
-	cd tests/s3server && go build -gcflags='github.com/...=-N -l' -gcflags='github.com/aws/...=-l' -gcflags='github.com/klauspost/...=' \
+	cd tests/s3server && GOGC=400 go build -gcflags='github.com/...=-N -l -dwarf=false' \
+		-gcflags='github.com/aws/...=-l -dwarf=false' -gcflags='github.com/klauspost/...=-dwarf=false' \
 		-ldflags='-s -w' -o '$(CURDIR)/$@' .
 
 test: FUZZTIME = 5s

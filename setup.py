@@ -163,13 +163,16 @@ def go_environment() -> dict[str, str]:
         GOEXPERIMENT=os.environ.get("GOEXPERIMENT", "simd") if machine() == "x86_64" else "",
         GOFLAGS=(env.get("GOFLAGS", "") + " -buildvcs=false").strip(),
         GOAMD64="v1",
+        # The compiler takes 0.9 instead of 0.5 GB for its largest package, and a quarter less time.
+        GOGC=os.environ.get("GOGC", "400"),
     )
     return env
 
 
 def lean() -> list[str]:
-    """Return the flags of a build that keep the packages of LEAN small."""
-    return [f"-gcflags={packages}=-l" for packages in LEAN.split()]
+    """Return the flags of a build that keep the packages of LEAN small, and that write no tables
+    for debuggers, which the linker would drop: a sixth of the time that compiling takes."""
+    return ["-gcflags=all=-dwarf=false", *(f"-gcflags={packages}=-l -dwarf=false" for packages in LEAN.split())]
 
 
 def third_parties() -> tuple[dict[str, str], str]:
@@ -349,6 +352,6 @@ if __name__ == "__main__":
     elif len(sys.argv) == 3 and sys.argv[1] == "asan":
         build_library(Path(sys.argv[2]).resolve(), asan=True)
     elif sys.argv[1:] == ["goflags"]:
-        print("-tags=netgo,osusergo -trimpath -buildmode=pie", *lean())
+        print(shlex.join(["-tags=netgo,osusergo", "-trimpath", "-buildmode=pie", *lean()]))
     else:
         sys.exit("usage: python setup.py ext [FILE.so] | asan FILE.so | goflags   (everything else: pip)")
