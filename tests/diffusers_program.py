@@ -107,6 +107,11 @@ def folders(folder: Path, **how: Any) -> None:
     assert {source["format"] for source in ow.inspect(folder / "packed")["sources"]} == {"overwire"}
 
 
+def stored(folder: Path) -> int:
+    """How many tensors the files of a model have."""
+    return sum(len(ow.safe_open(path).keys()) for path in folder.glob("*.safetensors"))
+
+
 def whole(folder: Path) -> None:
     """Each way of loading, against the unpatched one; each model is one pass for a dtype, begun before its turn."""
     folders(folder)
@@ -125,34 +130,72 @@ def whole(folder: Path) -> None:
                     with ow.patch_safetensors(device=device), passes.counted():
                         got = load(home / kind, **how)
                     same(want, got, (home.name, kind, device, where, dtype))
-                    ours = [name for name, _ in passes.seen if name != "text_encoder"]
-                    assert sorted(ours) == ([] if (kind, device) == ("plain", None) else ["unet", "vae"]), passes.seen
+                    read = dict.fromkeys(MODELS, 0)
+                    for name, count in passes.seen:
+                        read[name] += count
+                    ours = (kind, device) != ("plain", None)
+                    assert read == ({name: stored(home / kind / name) if ours else 0 for name in MODELS}), passes.seen
+                    assert sum(name != "text_encoder" for name, _ in passes.seen) == 2 * ours, passes.seen
                     assert passes.ended()
 
 
-def ahead(folder: Path) -> None:
-    """The next model is being read while the one before it is built; one that the caller has is not read."""
-    folders(folder)
-    built: list[tuple[str, set[str]]] = []
-    passes = Passes()
+@contextlib.contextmanager
+def building(then: Any) -> Iterator[None]:
+    """Calls then with the name of each of the pipeline's models that is about to be built."""
     build = diffusers.configuration_utils.ConfigMixin.from_config.__func__
+    begin = transformers.CLIPTextModel.__init__
 
     def from_config(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        built.append((cls.__name__, {name for name, _ in passes.seen}))
+        then({"UNet2DConditionModel": "unet", "AutoencoderKL": "vae"}[cls.__name__])
         return build(cls, *args, **kwargs)
 
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        then("text_encoder")
+        begin(self, *args, **kwargs)
+
     UNet2DConditionModel.from_config = AutoencoderKL.from_config = classmethod(from_config)
+    transformers.CLIPTextModel.__init__ = init  # type: ignore[method-assign]
     try:
-        with ow.patch_safetensors(), passes.counted():
-            pipeline = load(folder / "packed")
-            # diffusers 0.35 loads in any order: the first may be built before anything is read.
-            assert len(built) == 2 and {"UNet2DConditionModel": "unet", "AutoencoderKL": "vae"}[built[1][0]] in built[1][1], built
-            assert sum(name != "text_encoder" for name, _ in passes.seen) == 2
-            passes.seen.clear()
-            load(folder / "packed", unet=pipeline.unet, vae=pipeline.vae)
-        assert not [name for name, _ in passes.seen if name in ("unet", "vae")], passes.seen
+        yield
     finally:
         del UNet2DConditionModel.from_config, AutoencoderKL.from_config
+        transformers.CLIPTextModel.__init__ = begin  # type: ignore[method-assign]
+
+
+def ahead(folder: Path) -> None:
+    """Each model, the text encoder too, is being read before it is built, and at most one more; one that the caller has is not read."""
+    folders(folder)
+    built: list[str] = []
+    passes = Passes()
+
+    def then(name: str) -> None:
+        built.append(name)
+        begun = [model for model, _ in passes.seen]
+        assert len(set(begun)) == len(begun) and set(built) <= set(begun) and len(begun) == min(len(built) + 1, 3), (built, begun)
+
+    with building(then), ow.patch_safetensors(), passes.counted():
+        pipeline = load(folder / "packed")
+        assert sorted(built) == list(MODELS) and len(passes.seen) == 3, (built, passes.seen)
+    for given in (("unet", "vae"), ("text_encoder",), ("vae", "text_encoder")):
+        passes = Passes()
+        with ow.patch_safetensors(), passes.counted():
+            load(folder / "packed", **{name: getattr(pipeline, name) for name in given})
+        assert sorted(name for name, _ in passes.seen) == sorted(set(MODELS) - set(given)), (given, passes.seen)
+        assert passes.ended()
+    passes = Passes()
+    with ow.patch_safetensors(), passes.counted():
+        assert load(folder / "packed", text_encoder=None).text_encoder is None
+    assert sorted(name for name, _ in passes.seen) == ["unet", "vae"] and passes.ended(), passes.seen
+    config = folder / "packed" / "text_encoder" / "config.json"  # how a quantised one is read is transformers' to say
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "none such"}}))
+    passes = Passes()
+
+    def unread(name: str) -> None:
+        assert name != "text_encoder" or name not in {model for model, _ in passes.seen}, passes.seen
+
+    with building(unread), ow.patch_safetensors(), passes.counted():
+        load(folder / "packed")
+    assert passes.ended()
 
 
 def alone(folder: Path) -> None:
@@ -263,20 +306,24 @@ def damaged(folder: Path) -> None:
         path.unlink()
         fails(OSError)
         path.write_bytes(good)
-    built: list[Any] = []
-    build = diffusers.configuration_utils.ConfigMixin.from_config.__func__
+    path = folder / "packed" / "text_encoder" / "model.safetensors"
+    good = path.read_bytes()
+    broken = bytearray(good)
+    broken[-len(good) // 4] ^= 1
+    path.write_bytes(broken)
+    error = fails(safetensors.SafetensorError, read=True)
+    assert str(path) in str(error) and isinstance(error.__cause__, ow.CorruptError) and error.__cause__.tensor, error
+    path.write_bytes(good)
+    for last in range(1, 4):
+        built: list[str] = []
 
-    def interrupt(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        built.append(cls)
-        if len(built) == 2:
-            raise KeyboardInterrupt
-        return build(cls, *args, **kwargs)
+        def interrupt(name: str, built: list[str] = built, last: int = last) -> None:
+            built.append(name)
+            if len(built) == last:
+                raise KeyboardInterrupt
 
-    AutoencoderKL.from_config = UNet2DConditionModel.from_config = classmethod(interrupt)
-    try:
-        fails(KeyboardInterrupt, read=True)
-    finally:
-        del UNet2DConditionModel.from_config, AutoencoderKL.from_config
+        with building(interrupt):
+            fails(KeyboardInterrupt, read=True)
 
 
 CASES = (whole, ahead, alone, lazy, damaged)

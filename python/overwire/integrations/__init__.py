@@ -56,13 +56,17 @@ class Ahead(Protocol):
 class Lazy(NamedTuple):
     """What a patch offers to hooks.
 
-    slice: the class of a `LazySlice`. ahead: makes an `Ahead`. plan: a context
+    slice: the class of a `LazySlice`. ahead: makes an `Ahead`, or gives the one that is passed to
+    this thread. pass_on: a context manager that passes an `Ahead` to this thread's loaders, whose
+    `close` then frees nothing, and closes it at its end. passed: whether one is passed. plan: a context
     manager for calls that open files themselves: while it lasts, slices that this
     thread opens are loaded ahead, if plan(name) gives their device. prepare: begins to make
     the engine ready for the devices of a device_map, or for one device."""
 
     slice: type[Any]
     ahead: Callable[[], Any]
+    pass_on: Callable[[Any], Any]
+    passed: Callable[[], bool]
     plan: Callable[[Callable[[str], Any]], Any]
     compressed: Callable[[Any], bool | None]
     open: Callable[..., Any]

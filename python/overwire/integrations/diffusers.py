@@ -1,6 +1,6 @@
 """diffusers' loader under `overwire.patch_safetensors`: a model's tensors are loaded in one
-pass, each onto the device and in the dtype that its parameter gets, and a pipeline's
-next model is loaded while the one before it is built.
+pass, each onto the device and in the dtype that its parameter gets. Of a pipeline a model
+is loaded while it is built, and the next one, of diffusers or of transformers, beside it.
 
 diffusers reads a file whole, on the CPU, before it has decided about devices. Here it
 gets tensors that are not read yet; `_load_shard_file`, whose arguments tell device and
@@ -18,6 +18,7 @@ import functools
 import inspect
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -68,13 +69,13 @@ class _Model:
     # The files of one model. The device and dtype of tensors are noted, and what was
     # noted when the first is asked for is loaded in one pass. Worker threads may share it.
 
-    def __init__(self, paths: list[str], lazy: Lazy, then: Callable[[], None] = lambda: None) -> None:
-        self.paths, self.then = paths, then
+    def __init__(self, paths: list[str], lazy: Lazy) -> None:
+        self.paths = paths
         self.begun = False
         self.whole = threading.Lock()  # while all files are noted
+        self._pass_on = lazy.pass_on
         self._ahead, self._slice = lazy.ahead(), lazy.slice
         self._lock = threading.Lock()
-        self._left = set(paths)
         self._files: dict[str, dict[str, Any]] = {}
         self._noted: dict[tuple[str, str, str, str], Callable[[], Any]] = {}
 
@@ -113,13 +114,10 @@ class _Model:
             give = self._noted.pop(key)
         return give()
 
-    def done(self, path: str) -> None:
-        """Says that all of a file was given."""
-        with self._lock:
-            last = self._left == {path}
-            self._left.discard(path)
-        if last:
-            self.then()
+    def passed(self) -> contextlib.AbstractContextManager[None]:
+        """While it lasts, another library's loader in this thread takes what was begun."""
+        passed: contextlib.AbstractContextManager[None] = self._pass_on(self._ahead)
+        return passed
 
     def close(self) -> None:
         """Ends its loads, and frees what landed and was not given."""
@@ -134,18 +132,14 @@ class _Scope:
         self.given = given  # a pipeline's arguments
         self.parts: dict[str, Any] | None = None  # library and class of each, in the order of loading
         self.model: _Model | None = None  # the one that is being loaded
-        self.next: _Model | None = None  # the one that is loaded ahead
-        self.then: Callable[[], None] = lambda: None
+        self.ahead: dict[str, _Model] = {}  # those that were begun before diffusers asked, by their names
         self._lazy = lazy
 
     def take(self, paths: list[str]) -> _Model:
         """The model of these files, as it was begun ahead or new."""
         self.end()
-        if self.next is not None and self.next.paths == paths:
-            self.model, self.next = self.next, None
-        else:
-            self.model = _Model(paths, self._lazy)
-        self.model.then = self.then
+        begun = next((name for name, model in self.ahead.items() if model.paths == paths), None)
+        self.model = _Model(paths, self._lazy) if begun is None else self.ahead.pop(begun)
         return self.model
 
     def end(self) -> None:
@@ -154,12 +148,16 @@ class _Scope:
             self.model.close()
         self.model = None
 
+    def drop(self, name: str) -> None:
+        """Frees what was begun of a component and not taken."""
+        model = self.ahead.pop(name, None)
+        if model is not None:
+            model.close()
+
     def close(self) -> None:
-        self.then = lambda: None
         self.end()
-        if self.next is not None:
-            self.next.close()
-        self.next = None
+        for name in list(self.ahead):
+            self.drop(name)
 
 
 @contextlib.contextmanager
@@ -363,8 +361,6 @@ def _given(held: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
             if where.path not in whole:
                 whole[where.path] = where.read(where.path)
             found[name] = whole[where.path][where.name]
-    for model, path in {(where.model, where.path) for where in held.values() if isinstance(where, _Where)}:
-        model.done(path)
     return found
 
 
@@ -415,55 +411,80 @@ def _component(original: Any, lazy: Lazy) -> Any:
         if scope is None or scope.given is None:
             return original(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
-        scope.then = functools.partial(_look_ahead, scope, given, lazy)
-        if not _files(os.path.join(given["cached_folder"], given["name"]), given.get("variant")):
-            scope.then()  # a model of transformers, a tokenizer ...: read by others
-        return original(*args, **kwargs)
+        name = given["name"]
+        _look_ahead(scope, given, lazy)
+        try:
+            with _passed(scope, name):
+                return original(*args, **kwargs)
+        finally:
+            scope.drop(name)
 
     return load_sub_model
 
 
+def _passed(scope: _Scope, name: str) -> contextlib.AbstractContextManager[None]:
+    # What was begun of a model of transformers is for transformers' own loader.
+    model = scope.ahead.get(name)
+    if model is None or scope.parts is None or scope.parts[name][0] != "transformers":
+        return contextlib.nullcontext()
+    return model.passed()
+
+
 def _look_ahead(scope: _Scope, given: Mapping[str, Any], lazy: Lazy) -> None:
-    """Begins to load the next model of a pipeline after one, if it is diffusers'."""
+    """Begins to load a component of a pipeline, if it is a model, and the next model after it."""
     assert scope.given is not None
     device = "cpu" if given.get("device_map") is None else given["device_map"]
     unsure = any(scope.given.get(name) for name in ("quantization_config", "disable_mmap", "dduf_file", "use_flashpack"))
-    if scope.next is not None or unsure or scope.given.get("use_safetensors") is False or not _is_device(device):
+    if unsure or scope.given.get("use_safetensors") is False or not _is_device(device):
         return
-    folder = given["cached_folder"]
-    parts = scope.parts or {}
-    names = list(parts)
-    for name in names[names.index(given["name"]) + 1 if given["name"] in parts else len(names) :]:
-        about = parts[name]
-        if name in scope.given or not isinstance(about, (list, tuple)) or len(about) != 2 or about[0] != "diffusers":
-            continue
-        files = _files(os.path.join(folder, name), given.get("variant"))
-        config = _json(os.path.join(folder, name, "config.json")) if files else {}
-        if not files or config.get("quantization_config") is not None:
-            continue
-        model = _Model(files, lazy)
-        try:
-            _note_all(model, name, str(about[1]), device, scope.given)
-            if model.begin():
-                scope.next = model
-                return
-        except Exception:  # of a file whose turn has not come: diffusers gets it then
-            model.close()
+    names = list(scope.parts or ())
+    for name in names[names.index(given["name"]) :] if given["name"] in names else ():
+        begun = name in scope.ahead or _begun(scope, name, given, device, lazy)
+        if begun and name != given["name"]:
             return
-        model.close()
 
 
-def _note_all(model: _Model, name: str, kind: str, device: str, asked: Mapping[str, Any]) -> None:
-    import diffusers  # type: ignore[import-untyped,unused-ignore]
+def _begun(scope: _Scope, name: str, given: Mapping[str, Any], device: str, lazy: Lazy) -> bool:
+    # Whether a component is a model that can be loaded ahead: then that begins.
+    assert scope.given is not None and scope.parts is not None
+    about = scope.parts[name]
+    if name in scope.given or not isinstance(about, (list, tuple)) or len(about) != 2 or about[0] not in _WEIGHTS:
+        return False
+    library, kind = str(about[0]), str(about[1])
+    folder = os.path.join(given["cached_folder"], name)
+    files = _files(folder, given.get("variant"), library)
+    if not files or _json(os.path.join(folder, "config.json")).get("quantization_config") is not None:
+        return False
+    model = _Model(files, lazy)
+    try:
+        _note_all(model, name, library, kind, device, scope.given)
+        if model.begin():
+            scope.ahead[name] = model
+            return True
+    except Exception:  # of a file whose turn has not come: its library gets it then
+        pass
+    model.close()
+    return False
+
+
+def _note_all(model: _Model, name: str, library: str, kind: str, device: str, asked: Mapping[str, Any]) -> None:
     import torch
 
     dtype = asked.get("torch_dtype", asked.get("dtype"))
     if isinstance(dtype, dict):
         dtype = dtype.get(name, dtype.get("default", torch.float32))
-    keep = getattr(getattr(diffusers, kind, None), "_keep_in_fp32_modules", None)
+    dtype = dtype or torch.get_default_dtype()
+    owner = getattr(sys.modules.get(library), kind, None)
+    keep = getattr(owner, "_keep_in_fp32_modules", None)
+    if library == "transformers":
+        keep = set(keep or ()) if dtype == torch.float16 else set()
+        if dtype in (torch.float16, torch.bfloat16):
+            keep |= set(getattr(owner, "_keep_in_fp32_modules_strict", None) or ())
+        if "transformers.core_model_loading" not in sys.modules:
+            dtype, keep = None, None  # transformers 4 casts what has landed
     for path in model.paths:
         for tensor in model.slices(path):
-            model.note(path, tensor, device, _dtype(tensor, dtype or torch.get_default_dtype(), keep))
+            model.note(path, tensor, device, _dtype(tensor, dtype, keep))
 
 
 def _is_device(name: Any) -> bool:
@@ -475,15 +496,21 @@ def _is_device(name: Any) -> bool:
         return False
 
 
-def _files(folder: str, variant: str | None) -> list[str]:
-    """The weights of a model of diffusers, as diffusers names them; empty if there are none."""
+# How the libraries call their files.
+_WEIGHTS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
+
+
+def _files(folder: str, variant: str | None, library: str) -> list[str]:
+    """The weights of a model, as its library names them; empty if there are none."""
+    stem = _WEIGHTS[library]
     for kind in ([f".{variant}"] if variant else []) + [""]:
-        index = os.path.join(folder, f"diffusion_pytorch_model.safetensors{kind}.index.json")
+        index = f"{stem}.safetensors{kind}.index.json" if library == "diffusers" else f"{stem}.safetensors.index{kind}.json"
+        index = os.path.join(folder, index)
         if os.path.isfile(index):
             found = _json(index).get("weight_map")
             files = sorted(set(map(str, found.values()))) if isinstance(found, dict) else []
             return [os.path.abspath(os.path.join(folder, file)) for file in files if os.path.basename(file) == file]
-        alone = os.path.join(folder, f"diffusion_pytorch_model{kind}.safetensors")
+        alone = os.path.join(folder, f"{stem}{kind}.safetensors")
         if os.path.isfile(alone):
             return [os.path.abspath(alone)]
     return []

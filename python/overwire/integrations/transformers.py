@@ -39,6 +39,9 @@ def hooks(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]
     # Transformers 4 knows the map when it has built the model; so does transformers 5 of "auto".
     maps = (found(MODULES[1], name) for name in ("check_and_set_device_map", "_get_device_map"))
     pairs: list[tuple[Any, Any]] = [(original, _maps(original, lazy)) for original in maps if original is not None]
+    warm = found(MODULES[1], "caching_allocator_warmup")
+    if warm is not None:
+        pairs.append((warm, _warms(warm, lazy)))
     convert = found(MODULES[0], "convert_and_load_state_dict_in_model")
     spawn = found(MODULES[0], "spawn_materialize")
     if convert is not None and spawn is not None:
@@ -74,6 +77,16 @@ class _Result(Future[Any]):
                 except BaseException as error:
                     self.set_exception(error)
         return super().result(timeout)
+
+
+def _warms(original: Any, lazy: Lazy) -> Any:
+    @functools.wraps(original)
+    def caching_allocator_warmup(*args: Any, **kwargs: Any) -> Any:
+        # A pipeline's model that was begun ahead is in its memory already: this would be a second model's.
+        if not lazy.passed():
+            original(*args, **kwargs)
+
+    return caching_allocator_warmup
 
 
 def _of_five(convert: Any, spawn: Any, lazy: Lazy) -> list[tuple[Any, Any]]:

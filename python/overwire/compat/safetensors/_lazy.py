@@ -16,7 +16,7 @@ from overwire.plumbing import keep, prepare
 from ._errors import reading
 from ._files import safe_open
 
-__all__ = ["Ahead", "PlainFile", "Planned", "Slice", "kept", "path_of", "ready"]
+__all__ = ["Ahead", "PlainFile", "Planned", "Slice", "ahead", "kept", "pass_on", "passed", "path_of", "ready"]
 
 # What the engine casts as it lands, bit for bit as torch does.
 _CASTS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
@@ -125,6 +125,7 @@ class Ahead:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._passed = False
         self._open: dict[tuple[str, str], _Pass] = {}  # by device and cast: what is still being noted
         self._passes: list[_Pass] = []
 
@@ -146,10 +147,35 @@ class Ahead:
                 current.begin()
 
     def close(self) -> None:
-        """Ends it; what landed and was not given is freed."""
+        """Ends it; what landed and was not given is freed. Of one that is passed nothing is."""
+        if self._passed:
+            return
         for current in self._passes:
             current.close()
         self._open, self._passes = {}, []
+
+
+def ahead() -> Ahead:
+    """The one that is passed to this thread, or a new one."""
+    return getattr(_thread, "passed", None) or Ahead()
+
+
+def _pass_on(begun: Ahead) -> Iterator[None]:
+    before, _thread.passed, begun._passed = getattr(_thread, "passed", None), begun, True
+    try:
+        yield
+    finally:
+        _thread.passed, begun._passed = before, False
+        begun.close()
+
+
+#: A context manager of an `Ahead`: while it lasts, `ahead` gives this one to this thread; it closes it.
+pass_on: Callable[[Ahead], contextlib.AbstractContextManager[None]] = contextlib.contextmanager(_pass_on)
+
+
+def passed() -> bool:
+    """Whether one is passed to this thread."""
+    return getattr(_thread, "passed", None) is not None
 
 
 class _Pass:
@@ -237,7 +263,7 @@ class Planned:
     is read."""
 
     def __init__(self, device: Callable[[str], Any]) -> None:
-        self._asked, self._ahead = device, Ahead()
+        self._asked, self._ahead = device, ahead()
         self._before: Planned | None = None
 
     def note(self, tensor: Slice) -> Callable[[], Any] | None:

@@ -321,7 +321,7 @@ def _found(module: str, name: str) -> Any:
     return behind(getattr(sys.modules.get(module), name, None))
 
 
-_LAZY = Lazy(_lazy.Slice, _lazy.Ahead, _lazy.Planned, is_compressed, _files.safe_open, _lazy.ready)
+_LAZY = Lazy(_lazy.Slice, _lazy.ahead, _lazy.pass_on, _lazy.passed, _lazy.Planned, is_compressed, _files.safe_open, _lazy.ready)
 
 
 def _module(name: str) -> Any:
