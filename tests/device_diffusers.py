@@ -133,10 +133,10 @@ def named(phases: Phases) -> None:
         time(module, "caching_allocator_warmup", "library: memory for torch")
         time(module, "dispatch_model", "library: dispatch")
         time(module, "_load_shard_file", "library: tensors into modules")
-        time(module, "convert_and_load_state_dict_in_model", "library: tensors into modules")
         time(module, "empty_device_cache", "library: torch's cache is emptied")
     time(loading, "dispatch_model", "library: dispatch")
     if core is not None:
+        time(core, "convert_and_load_state_dict_in_model", "library: tensors into modules", beside=modeling5)
         time(core, "set_param_for_module", "library: tensors into modules")
     time(patching.SafetensorsPatch, "__init__", "patch: begins")
     time(patching.SafetensorsPatch, "undo", "patch: ends")

@@ -51,9 +51,10 @@ class Phases:
             self._add()
             self._stack.pop()
 
-    def time(self, owner: Any, name: str, phase: str, component: Callable[[Any, Any], str] | None = None) -> None:
+    def time(self, owner: Any, name: str, phase: str, component: Callable[[Any, Any], str] | None = None, beside: Any = None) -> None:
         """Gives a function of a module or a class the name of a phase; one that is not there is left out.
-        component: its name, of the call's arguments."""
+        component: its name, of the call's arguments. beside: a module that has imported it, which gets the
+        same stand-in, for who looks it up in either."""
         static = inspect.getattr_static(owner, name, None)
         if static is None:
             return
@@ -65,8 +66,13 @@ class Phases:
             with self.phase(phase, None if component is None else component(args, kwargs)):
                 return function(*args, **kwargs)
 
+        stand_in = timed if kind is None else kind(timed)
+        for place in (owner, beside) if beside is not None and getattr(beside, name, None) is static else (owner,):
+            self._put(place, name, stand_in, static)
+
+    def _put(self, owner: Any, name: str, stand_in: Any, static: Any) -> None:
         own = name in vars(owner)
-        setattr(owner, name, timed if kind is None else kind(timed))
+        setattr(owner, name, stand_in)
         self._undo.append(lambda: setattr(owner, name, static) if own else delattr(owner, name))
 
     def collector(self, full: int = 2) -> None:
