@@ -170,11 +170,13 @@ def ahead(folder: Path) -> None:
 
     def then(name: str) -> None:
         built.append(name)
+        assert not gc.isenabled()
         begun = [model for model, _ in passes.seen]
         assert len(set(begun)) == len(begun) and set(built) <= set(begun) and len(begun) == min(len(built) + 1, 3), (built, begun)
 
     with building(then), ow.patch_safetensors(), passes.counted():
         pipeline = load(folder / "packed")
+        assert gc.isenabled()
         assert sorted(built) == list(MODELS) and len(passes.seen) == 3, (built, passes.seen)
     for given in (("unet", "vae"), ("text_encoder",), ("vae", "text_encoder")):
         passes = Passes()
@@ -280,6 +282,7 @@ def damaged(folder: Path) -> None:
             try:
                 load(folder / "packed")
             except kind as error:
+                assert gc.isenabled()
                 gc.collect()
                 assert passes.ended() and (passes.seen or not read), passes.seen
                 assert not any(one._names for one in gc.get_objects() if isinstance(one, _lazy._Pass) and one._landed)

@@ -7,6 +7,7 @@ exactly its own bytes, which the engine's memory backs until the storage dies.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -100,8 +101,16 @@ def _room(device: str) -> tuple[int | None, int | None]:
 
 def give_back(device: str) -> None:
     """Lets torch's allocator give its unused memory back to the device."""
+    _collect()
     with _errors_of(device):
         torch.cuda.empty_cache()
+
+
+def _collect() -> None:
+    # Loaders that make modules by the thousand pause the cycle collector; what only it
+    # frees is no reason to fail.
+    if not gc.isenabled():
+        gc.collect()
 
 
 def stream_of(device: str) -> int:
@@ -258,6 +267,7 @@ class TorchFrame:
                 if not again:
                     raise
                 # What was made is gone, now that the handler has ended.
+            _collect()
             _verbs.empty_cache()  # the engine's staging may lie where they could
             return self._many(device, rows)
 

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import json
+import math
 import os
 import sys
 import threading
@@ -36,6 +38,9 @@ MODULES = (_CONFIG, _MODEL, _PIPELINE)
 
 # A larger config.json or index of shards is left to diffusers.
 _JSON_BYTES = 64 << 20
+
+# Bytes from which the engine lands a tensor in memory of torch's allocator.
+_LARGE = 1 << 20
 
 _thread = threading.local()
 
@@ -77,6 +82,8 @@ class _Model:
         self._ahead, self._slice = lazy.ahead(), lazy.slice
         self._lock = threading.Lock()
         self._files: dict[str, dict[str, Any]] = {}
+        self._targets: dict[tuple[str, Any], str | None] = {}  # by file and device asked for: where the engine lands it
+        self._large: dict[str, int] = {}  # by GPU: bytes of tensors that torch's allocator makes
         self._noted: dict[tuple[str, str, str, str], Callable[[], Any]] = {}
 
     def slices(self, path: str) -> dict[str, Any]:
@@ -93,18 +100,26 @@ class _Model:
     def note(self, path: str, name: str, device: Any, dtype: Any) -> tuple[str, str, str, str] | None:
         """Notes a tensor, for `give`; None if safetensors' own way is as good."""
         tensor = self.slices(path)[name]
-        target = tensor.device(device) if isinstance(tensor, self._slice) else None
+        if (path, device) not in self._targets:  # the same for all of a file
+            self._targets[path, device] = tensor.device(device) if isinstance(tensor, self._slice) else None
+        target = self._targets[path, device]
         if target is None:
             return None
-        key = (path, name, target, tensor.cast(dtype))
+        cast = tensor.cast(dtype)
+        key = (path, name, target, cast)
         with self._lock:
             if key not in self._noted:
                 self._noted[key] = self._ahead.want(tensor, target, dtype)
+                if target != "cpu":
+                    size = math.prod(tensor.get_shape()) * _itemsize(cast or tensor.get_dtype())
+                    self._large[target] = self._large.get(target, 0) + (size if size >= _LARGE else 0)
         return key
 
     def begin(self) -> bool:
         """Begins to load what was noted; False if that is nothing."""
         self.begun = bool(self._noted)
+        _reserve(self._large)
+        self._large = {}
         self._ahead.begin()
         return self.begun
 
@@ -123,6 +138,26 @@ class _Model:
         """Ends its loads, and frees what landed and was not given."""
         self._ahead.close()
         self._noted, self._files = {}, {}
+
+
+@functools.cache
+def _itemsize(dtype: str) -> int:
+    # By a file's name of a dtype, or torch's.
+    import torch
+
+    found = getattr(torch, dtype, None) or _torch(dtype)
+    return found.itemsize if isinstance(found, torch.dtype) else 1
+
+
+def _reserve(sizes: Mapping[str, int]) -> None:
+    # One large block of torch's allocator, which its tensors are then cut from: hundreds of
+    # requests to the driver take longer. The libraries' own warm-up does the same, later.
+    import torch
+
+    for device, size in sizes.items():
+        with contextlib.suppress(RuntimeError):  # too large for one: the tensors are made one by one
+            if size:
+                torch.empty(size, dtype=torch.uint8, device=device)
 
 
 class _Scope:
@@ -171,6 +206,19 @@ def _scope(lazy: Lazy, given: Mapping[str, Any] | None = None) -> Iterator[_Scop
         scope.close()
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    # Modules and tensors by the thousand are no garbage, and would start full collections of
+    # all that the libraries have imported. Where memory gets short, the engine collects.
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
 def _current() -> _Scope | None:
     return getattr(_thread, "scope", None)
 
@@ -183,7 +231,7 @@ def _model(owner: Any, lazy: Lazy) -> Any:
         scope = _current()
         if scope is None or scope.given is None:  # no pipeline's
             lazy.prepare(kwargs.get("device_map"))
-            with _scope(lazy):
+            with _scope(lazy), _uncollected():
                 return original.__get__(None, cls)(*args, **kwargs)
         try:
             return original.__get__(None, cls)(*args, **kwargs)
@@ -199,7 +247,7 @@ def _pipeline(owner: Any, lazy: Lazy) -> Any:
     @functools.wraps(original.__func__)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         lazy.prepare(kwargs.get("device_map"))
-        with _scope(lazy, kwargs.copy()):
+        with _scope(lazy, kwargs.copy()), _uncollected():
             return original.__get__(None, cls)(*args, **kwargs)
 
     return classmethod(from_pretrained)
@@ -254,11 +302,12 @@ def _reads(original: Any) -> Any:
             return original(checkpoint_file, *args, **kwargs)
         model = scope.take([path])
         tensors = model.slices(path)
-        dtypes = {name: torch_dtype(tensor.get_dtype()) for name, tensor in tensors.items()}
-        if any(dtype is None or tensors[name].get_dtype() == "F4" for name, dtype in dtypes.items()):  # of another shape in torch
+        kinds = {name: tensor.get_dtype() for name, tensor in tensors.items()}
+        dtypes = {kind: torch_dtype(kind) for kind in set(kinds.values())}
+        if None in dtypes.values() or "F4" in dtypes:  # of another shape in torch
             return original(checkpoint_file)
         made = _unread()
-        return {name: made(tensor.get_shape(), dtypes[name], _Where(model, path, name, original)) for name, tensor in tensors.items()}
+        return {name: made(tensors[name].get_shape(), dtypes[kind], _Where(model, path, name, original)) for name, kind in kinds.items()}
 
     return load_state_dict
 

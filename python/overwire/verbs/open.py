@@ -296,7 +296,6 @@ class safe_open(Generic[T]):
 
     def get_slice(self, name: str) -> TensorSlice[T]:
         """Returns a `TensorSlice`; nothing is read before it is indexed."""
-        self._live().place(name)
         return TensorSlice(self, name)
 
 

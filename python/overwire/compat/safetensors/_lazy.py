@@ -5,6 +5,7 @@ model in one pass of the engine, and plain files that safetensors itself reads.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -62,8 +63,7 @@ class Slice:
     def cast(self, dtype: Any) -> str:
         """The dtype that the engine casts it to as it lands, for a library that wants
         one; "" if it leaves that to torch, or there is nothing to cast."""
-        stored, wanted = _CASTS.get(self.get_dtype()), str(dtype).removeprefix("torch.")
-        return wanted if stored is not None and wanted in _CASTS.values() and wanted != stored else ""
+        return _cast(self.get_dtype(), dtype)
 
     def on(self, device: str) -> Any:
         """The same tensor, to index, with results on a device."""
@@ -74,6 +74,12 @@ class Slice:
             file = self._elsewhere[device] = object.__new__(safe_open)
             file._open(kept(self.path), self.path, "pt", device)
         return file.get_slice(self.name)
+
+
+@functools.lru_cache(maxsize=64)
+def _cast(dtype: str, asked: Any) -> str:
+    stored, wanted = _CASTS.get(dtype), str(asked).removeprefix("torch.")
+    return wanted if stored is not None and wanted in _CASTS.values() and wanted != stored else ""
 
 
 def _engines(asked: Any) -> str | None:
