@@ -329,7 +329,40 @@ def damaged(folder: Path) -> None:
             fails(KeyboardInterrupt, read=True)
 
 
-CASES = (whole, ahead, alone, lazy, damaged)
+def memory(folder: Path) -> None:
+    """What torch's allocator is asked for at once is what large tensors on a GPU take, once each, as they are cast."""
+    from overwire.compat.safetensors import patching
+    from overwire.integrations import diffusers as ours
+
+    class Nothing:
+        def want(self, *_: Any) -> Any:
+            return lambda: None
+
+        def begin(self) -> None:
+            assert asked == [{"cuda:0": (4 << 20) + (1 << 20)}]  # before the load begins
+
+        def close(self) -> None:
+            pass
+
+    tensors = {"cast": torch.zeros(1 << 10, 1 << 10).bfloat16(), "small": torch.zeros(9), "whole": torch.zeros(1 << 17, dtype=torch.int64)}
+    asked: list[dict[str, int]] = []
+    reserve, ours._reserve = ours._reserve, lambda sizes: asked.append(dict(sizes))
+    path = str(folder / "model.safetensors")
+    try:
+        for compress in (False, True):
+            ow.save_file(tensors, path, compress=compress)
+            asked.clear()
+            with ow.patch_safetensors():
+                model = ours._Model([path], patching._LAZY._replace(ahead=Nothing))
+                for name in [*tensors, *tensors]:
+                    assert model.note(path, name, "cuda:0", torch.float32) is not None
+                assert model.begin() and len(asked) == 1
+                model.close()
+    finally:
+        ours._reserve = reserve
+
+
+CASES = (whole, ahead, alone, lazy, damaged, memory)
 
 if __name__ == "__main__":
     for case in [case for case in CASES if case.__name__ in sys.argv[2:] or not sys.argv[2:]]:
