@@ -1,4 +1,5 @@
-"""One rank of tests/test_distributed.py: what it does is named on its command line."""
+"""The ranks of tests/test_distributed.py, forks of one process that has imported torch: what
+they do is named on its command line."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from overwire.distributed import group as grouping
 from overwire.distributed import loading, relays
 from overwire.model.opened import Model
 
-# Where tensors are loaded to, one device a rank.
 BACKEND = os.environ.get("GROUP_BACKEND", "gloo")
-DEVICE = os.environ.get("GROUP_DEVICE", "cpu")
+# Where a rank's tensors are loaded to.
+DEVICE = "cpu"
 
 
 def expected(path: Path, shard: dict[str, int], rank: int, ranks: int) -> dict[str, torch.Tensor]:
@@ -568,17 +569,29 @@ def block_gone(folder: Path) -> None:
     os._exit(0)
 
 
+def forked(count: int) -> int:
+    """Returns in each rank its number; the process that forks them ends when they have ended."""
+    ranks = {}
+    for rank in range(count):
+        if not (pid := os.fork()):
+            return rank
+        ranks[pid] = rank
+    ended = {ranks[pid]: os.waitstatus_to_exitcode(status) for pid, status in (os.wait() for _ in range(count))}
+    sys.exit(f"ended with {ended}" if any(ended.values()) else 0)
+
+
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+    folder, devices = Path(sys.argv[1]), os.environ.get("GROUP_DEVICES", "cpu").split(",")
+    size = int(os.environ["WORLD_SIZE"])
+    rank = forked(size)
+    DEVICE = devices[rank % len(devices)]
     torch.set_num_threads(1)
     if DEVICE != "cpu":
         torch.cuda.set_device(DEVICE)
-    dist.init_process_group(
-        BACKEND, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]), timeout=datetime.timedelta(seconds=60),
-        store=dist.FileStore(str(folder / sys.argv[2]), int(os.environ["WORLD_SIZE"])),
-    )  # fmt: skip
+    store = dist.FileStore(str(folder / sys.argv[2]), size)
+    dist.init_process_group(BACKEND, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60), store=store)
     for step in sys.argv[3:]:
         {"every_way": lambda: every_way(folder, dist.group.WORLD)}.get(step, lambda step=step: globals()[step](folder))()
         dist.barrier()
-        print("done", step, flush=True)
+        print(f"done {step}", flush=True)  # in one write: ranks share the file
     dist.destroy_process_group()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-import processes
 import pytest
+import warm
 from conftest import ROOT, cleaned
 
 torch = pytest.importorskip("torch")
@@ -59,48 +58,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks(folder: Path, count: int, *steps: str, backend: str = "gloo", devices: tuple[str, ...] = (), exchange: str = "") -> None:
     """Runs the steps of group_worker on that many ranks; all must succeed."""
     store = f"store-{count}-{backend}-{exchange}-{'-'.join(steps)}"
-    clean = cleaned()
-    with contextlib.ExitStack() as stack:
-        started = [
-            stack.enter_context(processes.started(
-                [sys.executable, str(ROOT / "tests" / "group_worker.py"), str(folder), store, *steps],
-                env=clean | {
-                    "RANK": str(rank), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1",
-                    "GROUP_BACKEND": backend, "GROUP_DEVICE": devices[rank] if devices else "cpu", "OVERWIRE_EXCHANGE": exchange,
-                },
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            ))
-            for rank in range(count)
-        ]  # fmt: skip
-        said = [one.communicate(timeout=240)[0] for one in started]
-    for rank, (one, text) in enumerate(zip(started, said, strict=True)):
-        assert one.returncode == 0, f"rank {rank} of {count}:\n{text}"
-        assert text.count("done ") == len(steps)
+    env = {"WORLD_SIZE": str(count), "GROUP_BACKEND": backend, "OVERWIRE_EXCHANGE": exchange}
+    if devices:
+        env["GROUP_DEVICES"] = ",".join(devices)
+    done = warm.run([ROOT / "tests" / "group_worker.py", folder, store, *steps], env=cleaned() | env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("done ") == count * len(steps), done.stdout + done.stderr
 
 
-@pytest.mark.imports_torch
 def test_two_ranks(folder: Path) -> None:
     ranks(folder, 2, "every_way", "wanted", "failing", "hurt", "dying")
 
 
-@pytest.mark.imports_torch
 def test_four_ranks_map_each_others_memory(folder: Path) -> None:
     ranks(folder, 4, "mapped", "streamed", "gone", exchange="ipc")
 
 
-@pytest.mark.imports_torch
 @pytest.mark.parametrize("count", [2, 3])
 def test_ranks_that_say_their_blocks_read_each_byte_once(folder: Path, count: int) -> None:
     ranks(folder, count, "blocks", "block_gone", exchange="ipc")
 
 
-@pytest.mark.imports_torch
 def test_two_ranks_try_every_way(folder: Path) -> None:
     """Loads, streams and modules, by each of the ways, in windows."""
     ranks(folder, 2, "streamed", "chosen", exchange="auto")
 
 
-@pytest.mark.imports_torch
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("count", [2, 4])
 def test_ranks_of_one_gpu_map_each_others_memory(folder: Path, count: int) -> None:
@@ -108,20 +91,17 @@ def test_ranks_of_one_gpu_map_each_others_memory(folder: Path, count: int) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.imports_torch
 def test_four_ranks_a_subgroup_and_two_hosts(folder: Path) -> None:
     ranks(folder, 4, "every_way", "subgroup", "hosts")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.imports_torch
 def test_two_ranks_of_one_gpu_send_through_the_host(folder: Path) -> None:
     ranks(folder, 2, "every_way", devices=("cuda:0", "cuda:0"))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-@pytest.mark.imports_torch
 def test_two_gpus(folder: Path, backend: str) -> None:
     ranks(folder, 2, "every_way", backend=backend, devices=("cuda:0", "cuda:1"))
 
