@@ -32,7 +32,7 @@ def run(command: list[str], folder: Path, path: Path | None = None, *, fresh: bo
     return done.stdout
 
 
-@pytest.mark.parametrize("release", ["4.57", "5"])
+@pytest.mark.parametrize("release", [pytest.param("4.57", marks=pytest.mark.slow), "5"])
 def test_every_parameter_is_that_of_the_unpatched_load(release: str, tmp_path: Path) -> None:
     """Dense, tied, expert, fp8 and odd models, offloaded ones and adapters: see the program."""
     if release == "5" and not FIVE.is_dir():
