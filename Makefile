@@ -277,14 +277,15 @@ $(NVCC):
 
 # Go does not notice changes in cuda/: a hash of these files among the flags makes it
 # rebuild.
+TWINS_ARE = -DOW_SOURCES=$(shell cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)
+FAKE      = $(LEAN),owfake
+fakegpu: export CGO_CXXFLAGS = -O2 $(TWINS_ARE)
 fakegpu: ## the tests of device/cuda on the fake driver, which runs the kernels' host twins
-	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" \
-		go test $(SHORT) -tags owfake,netgo,osusergo,nostores ./gosrc/device/cuda
-	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" \
-		go test -tags owfake,netgo,osusergo,nostores -run Fake ./gosrc/load ./gosrc/sleep ./gosrc/bench ./gosrc/rig ./gosrc/cli
+	go test $(VETTED) $(SHORT) $(FAKE) ./gosrc/device/cuda
+	go test $(VETTED) $(FAKE) -run Fake ./gosrc/load ./gosrc/sleep ./gosrc/bench ./gosrc/rig ./gosrc/cli
 
 fakepy: build ## Python's tests of codecs on a GPU, on an engine with the fake driver
-	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" GOFLAGS= $(PY) tests/fake_gpu.py
+	CGO_CXXFLAGS="-O2 -g $(TWINS_ARE)" GOFLAGS= $(PY) tests/fake_gpu.py
 
 gpubench: build rig ## on a machine with a GPU: its tests, the memory checkers, every figure
 	PYTHON=$(PY) RIG=$(BIN)/overwire-rig tests/device_run.sh

@@ -31,7 +31,7 @@ struct Warp {
     u32 now = 0;            // lane that runs
     u32 next = 1;           // 1: rising turns, 31: falling
     u32 live = 0;           // lanes not yet returned
-    u64 ops[32] = {};       // warp operations so far, for each lane
+    u8 odd[32] = {};        // for each lane, whether its warp operations so far are an odd number
     u32 slot[2][32] = {};   // operands, by parity of the operation
     bool done[32] = {};
     void* sp[33] = {};      // saved stacks; 32 is the caller's
@@ -76,17 +76,15 @@ inline void turn(Warp* w) {
     go(w, from, to);
 }
 
-// Waits until every lane has come to this operation, and returns its operands.
+// Waits until every lane has come to this operation, and returns its operands. A round of
+// turns brings each lane to one operation more, or turn finds one that has ended.
 inline const u32* meet(u32 v) {
     Warp* w = self();
     u32 l = w->now;
-    u32* slot = w->slot[w->ops[l] & 1];
+    u32* slot = w->slot[w->odd[l]];
     slot[l] = v;
-    u64 op = ++w->ops[l];
+    w->odd[l] ^= 1;
     turn(w);
-    for (u32 i = 0; i < 32; i++) {
-        if (w->ops[i] < op || w->ops[i] > op + 1) die("lanes disagree on their warp operations");
-    }
     return slot;
 }
 
@@ -120,7 +118,7 @@ inline void run(void (*body)(void*), void* arg, bool falling, bool keep = false)
     w->arg = arg;
     w->live = 32;
     w->next = falling ? 31 : 1;
-    memset(w->ops, 0, sizeof w->ops);
+    memset(w->odd, 0, sizeof w->odd);
     memset(w->done, 0, sizeof w->done);
     memset(w->ncopies, 0, sizeof w->ncopies);
     if (!keep) memset(w->shared, 0xdb, sizeof w->shared);  // nothing may count on zeros

@@ -59,7 +59,8 @@ var mayImport = map[string][]string{
 	"codec/codectest":   {"codec/...", "tensor", "errs", "knob", "internal/..."},
 	"device":            {"tensor", "errs", "internal/..."},
 	"device/cpu":        {"device", "codec", "tensor", "errs", "knob", "internal/..."},
-	"device/cuda":       {"device", "codec/x16", "codec/digest", "tensor", "errs", "knob", "internal/..."},
+	"device/cuda":       {"device", "device/cuda/twins", "codec/x16", "codec/digest", "tensor", "errs", "knob", "internal/..."},
+	"device/cuda/twins": {},
 	"device/gds":        {"errs", "internal/..."},
 	"device/pinned":     {"device/cuda", "errs", "internal/..."},
 	"format":            {"format/...", "tensorizer", "tensor", "source", "errs", "internal/..."},
@@ -147,7 +148,7 @@ var modules = map[string][]string{
 }
 
 // cgoPackages may import "C". Everything else builds and tests with CGO_ENABLED=0.
-var cgoPackages = []string{"bind", "bind/...", "dlpack", "device/cuda", "device/gds", "internal/sodium"}
+var cgoPackages = []string{"bind", "bind/...", "dlpack", "device/cuda", "device/cuda/twins", "device/gds", "internal/sodium"}
 
 // mayWrite lists the packages that write files without internal/atomicfile, and
 // why.

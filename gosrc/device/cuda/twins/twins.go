@@ -1,0 +1,5 @@
+//go:build cgo && owfake
+
+package twins
+
+import "C" // compiles twins.cc
