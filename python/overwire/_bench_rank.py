@@ -24,8 +24,8 @@ import torch.distributed
 
 import overwire as ow
 
-from ._verbs import read_floor
 from .distributed import shard_range
+from .plumbing import read_floor
 
 __all__ = ["main"]
 

@@ -1,4 +1,4 @@
-"""What drop-ins and plug-ins are built of, beside the names of `overwire` itself.
+"""What drop-ins, plug-ins and measurements are built of, beside the names of `overwire` itself.
 
 Those names are for users, these for code that stands for another library. Nothing
 here is imported before it is used.
@@ -10,6 +10,7 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from ._apart import apart
+    from ._verbs import read_floor
     from .bundles.unpickling import load_plain
     from .distributed.blocks import Blocks, Together, meet, shares
     from .files import number_of, read_file, regular
@@ -50,6 +51,7 @@ __all__ = [
     "presign",
     "publish",
     "read_file",
+    "read_floor",
     "refuse_compressed",
     "refuse_urls",
     "regular",
@@ -65,6 +67,7 @@ __all__ = [
 # Module -> its names above; a test compares them.
 _HOMES = {
     "_apart": ("apart",),
+    "_verbs": ("read_floor",),
     "bundles.unpickling": ("load_plain",),
     "distributed.blocks": ("Blocks", "Together", "meet", "shares"),
     "files": ("number_of", "read_file", "regular"),
