@@ -33,7 +33,7 @@ func (m *Model) Machine(gpu bool, threads int, stepped bool) plan.Machine {
 		mc.RangeBytes = 0
 	}
 	if gpu {
-		_, mc.SlotBytes = ring(mc)
+		_, mc.SlotBytes = Ring(mc)
 	}
 	return mc
 }

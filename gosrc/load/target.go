@@ -61,11 +61,11 @@ func (t Target) alloc(sizes []int64) ([]device.Memory, error) {
 	return cpu.Alloc(sizes)
 }
 
-// ring is the number of a GPU queue's slots and their bytes, for ranges that are
-// read in steps, or for anything else.
-func ring(m plan.Machine) (slots int, bytes int64) {
-	if m.RangeBytes > 0 {
-		return cuda.RemoteRing()
+// Ring is the number of a GPU queue's slots and their bytes: finer ones for ranges that
+// are read in steps, and where ranks exchange what they read.
+func Ring(m plan.Machine) (slots int, bytes int64) {
+	if m.RangeBytes > 0 || m.Exchange {
+		return cuda.FineRing()
 	}
 	return cuda.Ring()
 }
@@ -84,9 +84,9 @@ func (t Target) Queue(largest int64, m plan.Machine) (*cuda.Queue, error) {
 	return q, err
 }
 
-// ringFor is ring for pieces of at most `largest` bytes.
+// ringFor is Ring for pieces of at most `largest` bytes.
 func ringFor(largest int64, m plan.Machine) (slots int, size int64) {
-	slots, size = ring(m)
+	slots, size = Ring(m)
 	if largest > size {
 		slots, size = int(max(2, int64(slots)*size/largest)), largest
 	}

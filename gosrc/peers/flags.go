@@ -26,10 +26,12 @@ type line struct {
 	alive     atomic.Uint64 // a sign of life
 }
 
-// Pauses between two looks at a flag, and how often a process's life is asked for.
+// Pauses between two looks at a flag, and how often a process's life is asked for. A
+// piece is on its way for some milliseconds: with a last pause of 500 microseconds ranks
+// loaded a fifth slower than with 100 or less.
 const (
 	firstPause = 20 * time.Microsecond
-	lastPause  = 500 * time.Microsecond
+	lastPause  = 50 * time.Microsecond
 	lifeEvery  = 20 * time.Millisecond
 )
 

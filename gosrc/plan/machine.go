@@ -11,6 +11,9 @@ type Machine struct {
 	Cores     int
 	Threads   int // the caller's; 0: as many as suit the load
 	Ranks     int // processes of the host that share the cores, and each read a part; 0 is 1
+	// Exchange: what is read goes on to other ranks, piece by piece, each of which waits
+	// for its slots.
+	Exchange bool
 	// Concurrency is the most reads in flight that any of the sources can use.
 	// RangeBytes is the best size of their ranges that are read in steps, 0 unless
 	// all have such ranges; see source.Facts.

@@ -241,34 +241,76 @@ func (m *maker) add(want, n, source int32, off int64, inPlace bool, j device.Dec
 // chunks adds the tasks of a tensor that is stored in chunks: only for chunks that
 // contain wanted bytes.
 func (m *maker) chunks(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer) {
+	w.each(m.ix, func(n int32, to int64, v *device.View) {
+		j := taskOf(m.ix, t, n, to, v, dest)
+		m.add(want, n, t.Source, j.Chunk.Off, v == nil && j.Chunk.Codec == tensor.CodecRaw && j.Chunk.Logical >= inPlaceMin, j)
+	})
+}
+
+// Tasks returns the decode tasks of wants whose tensors are stored in chunks, in the
+// order of the wants, and the number of each want's tasks.
+func Tasks(ix *tensor.Index, wants []Want, dest []unsafe.Pointer) (tasks []device.DecodeTask, refs []Ref, left []int32) {
+	most := 0
+	for i := range wants {
+		most += int(ix.Tensors[wants[i].Data].Count)
+	}
+	tasks, refs, left = make([]device.DecodeTask, 0, most), make([]Ref, 0, most), make([]int32, len(wants))
+	for i := range wants {
+		t := &ix.Tensors[wants[i].Data]
+		wants[i].each(ix, func(n int32, to int64, v *device.View) {
+			tasks, refs = append(tasks, taskOf(ix, t, n, to, v, dest[i])), append(refs, Ref{int32(i), n})
+			left[i]++
+		})
+	}
+	return tasks, refs, left
+}
+
+// EachChunk calls do with the number of each chunk of the want's tensor, which is stored
+// in chunks, that contains wanted bytes.
+func (w *Want) EachChunk(ix *tensor.Index, do func(n int32)) {
+	w.each(ix, func(n int32, _ int64, _ *device.View) { do(n) })
+}
+
+// each calls do for each chunk that contains wanted bytes: with its number, and, where
+// all of it is wanted, contiguous, how far behind the destination's begin; else with a
+// view, which is valid until do returns.
+func (w *Want) each(ix *tensor.Index, do func(n int32, to int64, v *device.View)) {
+	t := &ix.Tensors[w.Data]
+	if w.Bytes == 0 || t.Count == 0 {
+		return
+	}
 	parts := int64(max(1, t.Parts))
 	partBytes := t.Bytes / parts
 	perPart := int64(t.Count) / parts
 	partRow := w.rowBytes / parts
+	v := device.View{Row: partRow, Row0: w.row0, Row1: w.row1, Col0: w.col0, Col1: w.col1}
 	for part := range parts {
-		col := part * partRow
-		if parts > 1 && (col >= w.col1 || col+partRow <= w.col0) {
+		v.Col = part * partRow
+		if parts > 1 && (v.Col >= w.col1 || v.Col+partRow <= w.col0) {
 			continue
 		}
 		first := w.row0 * partRow / int64(t.ChunkBytes)
 		last := (w.row1*partRow - 1) / int64(t.ChunkBytes)
 		for k := first; k <= last; k++ {
-			c := &m.ix.Chunks[int64(t.First)+part*perPart+k]
-			at := k * int64(t.ChunkBytes)
-			n := min(int64(t.ChunkBytes), partBytes-at)
-			j := device.DecodeTask{Chunk: *c, Dst: dest}
-			whole := w.col0 == col && w.col1 == col+partRow && at >= w.row0*partRow && at+n <= w.row1*partRow
-			if whole {
-				j.Dst = unsafe.Add(dest, at-w.row0*partRow)
-			} else {
-				j.View = &device.View{At: at, Row: partRow, Col: col, Row0: w.row0, Row1: w.row1, Col0: w.col0, Col1: w.col1}
-				if !wants(j.View, n) {
-					continue
-				}
+			v.At = k * int64(t.ChunkBytes)
+			n := min(int64(t.ChunkBytes), partBytes-v.At)
+			switch {
+			case w.col0 == v.Col && w.col1 == v.Col+partRow && v.At >= w.row0*partRow && v.At+n <= w.row1*partRow:
+				do(int32(part*perPart+k), v.At-w.row0*partRow, nil)
+			case wants(&v, n):
+				do(int32(part*perPart+k), 0, &v)
 			}
-			m.add(want, int32(part*perPart+k), t.Source, c.Off, whole && c.Codec == tensor.CodecRaw && n >= inPlaceMin, j)
 		}
 	}
+}
+
+// taskOf is the decode task of a chunk that each has found.
+func taskOf(ix *tensor.Index, t *tensor.Tensor, n int32, to int64, v *device.View, dest unsafe.Pointer) device.DecodeTask {
+	if v != nil {
+		own := *v
+		v = &own
+	}
+	return device.DecodeTask{Chunk: ix.Chunks[t.First+n], Dst: unsafe.Add(dest, to), View: v}
 }
 
 // wants reports whether a view contains any byte of its chunk.

@@ -41,7 +41,7 @@ type carrier struct {
 // connect makes the ring and what carries it.
 func (r *Relay) connect() error {
 	s, gpu := r.spec, r.target.GPU
-	if s.Buffers < 1 || s.Buffers > 64 || s.Size < shareAlign || s.Size%shareAlign != 0 || len(s.Ring) > 0 {
+	if s.Buffers < 1 || s.Buffers > maxBuffers || s.Size < shareAlign || s.Size%shareAlign != 0 || len(s.Ring) > 0 {
 		return errs.New(errs.ErrArgument, "relay: a ring of %d buffers of %d bytes, and %d others", s.Buffers, s.Size, len(s.Ring))
 	}
 	p, err := peers.New(gpu, int64(s.Buffers)*s.Size, s.Rank, s.Ranks)

@@ -5,9 +5,7 @@ package relay
 
 import (
 	"slices"
-	"unsafe"
 
-	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -18,9 +16,6 @@ const (
 	noRank   = -1
 	allRanks = -2 // more than one
 )
-
-// anywhere stands for a destination: no memory has this address.
-const anywhere = uintptr(1) << 62
 
 // blockOf is the part of a dimension that a rank of the host gets: as torch.chunk cuts.
 func (s *Spec) blockOf(size int64, rank int) (lo, hi int64) {
@@ -107,15 +102,17 @@ func (r *Relay) needs(wants []plan.Want) ([]int16, error) {
 		if err != nil {
 			return nil, err
 		}
-		dest := slices.Repeat([]unsafe.Pointer{device.Pointer(anywhere)}, len(ws))
-		for _, ref := range plan.Make(r.ix, ws, dest, plan.Limits{Piece: 1}).Refs {
-			switch n := &need[r.ix.Tensors[ws[ref.Want].Data].First+ref.N]; *n {
-			case noRank:
-				*n = int16(rank)
-			case int16(rank):
-			default:
-				*n = allRanks
-			}
+		for i := range ws {
+			first := r.ix.Tensors[ws[i].Data].First
+			ws[i].EachChunk(r.ix, func(n int32) {
+				switch by := &need[first+n]; *by {
+				case noRank:
+					*by = int16(rank)
+				case int16(rank):
+				default:
+					*by = allRanks
+				}
+			})
 		}
 	}
 	return need, nil

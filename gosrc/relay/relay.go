@@ -162,12 +162,16 @@ func Start(m *load.Model, spec *Spec) (*Relay, error) {
 	}
 	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, wake: make(chan struct{}), start: time.Now(), here: job.NewLandings(0)}
 	r.machine = m.Machine(tgt.GPU != nil, spec.Threads, false)
+	if r.machine.Exchange = spec.Exchange; tgt.GPU != nil {
+		_, r.machine.SlotBytes = load.Ring(r.machine)
+	}
 	cores, with := r.divide()
 	r.machine.Cores, r.machine.Ranks = min(r.machine.Cores, cores), with
 	if err := spec.checkCuts(); err != nil {
 		return nil, err
 	}
 	if spec.Exchange {
+		r.divideRing()
 		if err := r.connect(); err != nil {
 			return nil, m.Where("stage", err)
 		}
@@ -374,7 +378,7 @@ func (r *Relay) kernels(verb string, _ int, begin, end time.Time, _ int64) {
 // where they wait for a buffer. They leave one slot free: the decoding that frees
 // the buffers needs it.
 func (r *Relay) ahead() int {
-	slots, size := cuda.Ring()
+	slots, size := load.Ring(r.machine)
 	if r.feed == nil || r.fetch.Slot > size {
 		return 0
 	}

@@ -32,8 +32,13 @@ const (
 	// bareBytes is the size of the chunks of plain tensors, which have none in the
 	// file.
 	bareBytes = 1 << 20
+	// finePiece is the least of a rank's share of a piece. A piece is decoded when all of
+	// it has been read: with shares of 32 MiB ranks waited longer for each other.
+	finePiece = 16 << 20
 	// maxRanks is more GPUs than any host has.
 	maxRanks = 256
+	// maxBuffers is more than any ring has.
+	maxBuffers = 64
 )
 
 // chunked is the model's index with chunks for plain tensors, too: raw ones without
@@ -54,6 +59,29 @@ func (r *Relay) chunked(wants []plan.Want) *tensor.Index {
 		out.Chunks = cutBare(out.Chunks, t, r.bareChunk(wants[i].Data))
 	}
 	return out
+}
+
+// divideRing divides the memory of the ring into more and smaller buffers, as long as many
+// chunks fit in each rank's share.
+func (r *Relay) divideRing() {
+	s, ix := r.spec, r.model.Seen()
+	most := int64(bareBytes)
+	for _, n := range s.Tensors {
+		if n < 0 || n >= int64(len(ix.Tensors)) {
+			return // layOut refuses it
+		}
+		t := &ix.Tensors[n]
+		if t.Alias >= 0 {
+			t = &ix.Tensors[t.Alias]
+		}
+		for _, c := range ix.Chunks[t.First : t.First+t.Count] {
+			most = max(most, int64(c.Stored))
+		}
+	}
+	least := max(finePiece, 8*most) * int64(s.Widest)
+	for s.Size/2 >= least && s.Size/2%shareAlign == 0 && s.Buffers <= maxBuffers/2 {
+		s.Size, s.Buffers = s.Size/2, s.Buffers*2
+	}
 }
 
 // layOut divides the stored chunks of the tensors into pieces and shares, in the
@@ -199,20 +227,25 @@ func (r *Relay) addPiece(p relayPiece, chunks []chunkOf) {
 	r.pieces = append(r.pieces, p)
 }
 
-// byPiece sorts a plan's tasks by the pieces that they are in.
-func byPiece(p *plan.Plan, where []int) {
+// byPiece sorts tasks by the pieces that they are in; where are these.
+func (r *Relay) byPiece(tasks []device.DecodeTask, refs []plan.Ref, where []int) ([]device.DecodeTask, []plan.Ref, []int) {
 	if slices.IsSorted(where) {
-		return
+		return tasks, refs, where
 	}
-	order := make([]int, len(where))
-	for i := range order {
-		order[i] = i
+	next := make([]int, len(r.pieces)+1) // by piece: where its next task goes
+	for _, k := range where {
+		next[k+1]++
 	}
-	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(where[a], where[b]) })
-	tasks, refs, pieces := slices.Clone(p.Tasks), slices.Clone(p.Refs), slices.Clone(where)
-	for to, from := range order {
-		p.Tasks[to], p.Refs[to], where[to] = tasks[from], refs[from], pieces[from]
+	for k := range r.pieces {
+		next[k+1] += next[k]
 	}
+	sortedTasks, sortedRefs, sorted := make([]device.DecodeTask, len(tasks)), make([]plan.Ref, len(refs)), make([]int, len(where))
+	for i, k := range where {
+		to := next[k]
+		next[k]++
+		sortedTasks[to], sortedRefs[to], sorted[to] = tasks[i], refs[i], k
+	}
+	return sortedTasks, sortedRefs, sorted
 }
 
 // Aim sets what this rank wants: requests as those of a load, of shared tensors,
@@ -229,23 +262,23 @@ func (r *Relay) Aim(requests [][6]int64) error {
 	if err != nil {
 		return err
 	}
-	p := plan.Make(r.ix, wants, dest, plan.Limits{Piece: 1})
-	where := make([]int, len(p.Tasks)) // where there are no cuts, pieces too are in the order of the files
-	for i := range p.Tasks {
-		at := r.place(chunkOf{wants[p.Refs[i].Want].Data, p.Refs[i].N})
+	tasks, refs, left := plan.Tasks(r.ix, wants, dest)
+	where := make([]int, len(tasks))
+	for i := range tasks {
+		at := r.place(chunkOf{wants[refs[i].Want].Data, refs[i].N})
 		if at.piece < 0 {
-			return errs.New(errs.ErrArgument, "relay: request %d is of a tensor that does not travel", p.Refs[i].Want)
+			return errs.New(errs.ErrArgument, "relay: request %d is of a tensor that does not travel", refs[i].Want)
 		}
-		p.Tasks[i].Src = uint32(at.off)
+		tasks[i].Src = uint32(at.off)
 		where[i] = at.piece
 	}
-	byPiece(p, where)
+	tasks, refs, where = r.byPiece(tasks, refs, where)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.aimed {
 		return errs.New(errs.ErrArgument, "relay: it has its requests")
 	}
-	where = r.divert(p, where, wants)
+	tasks, refs, where = r.divert(tasks, refs, where, wants)
 	for i, k := range where {
 		piece := &r.pieces[k]
 		if piece.last == 0 {
@@ -253,8 +286,8 @@ func (r *Relay) Aim(requests [][6]int64) error {
 		}
 		piece.last = i + 1
 	}
-	r.jobs, r.refs, r.coming = p.Tasks, p.Refs, p.Left
-	for i, n := range p.Left {
+	r.jobs, r.refs, r.coming = tasks, refs, left
+	for i, n := range left {
 		if n == 0 { // it has no bytes
 			r.job.Tensors.Add(1)
 			r.here.Add(i)

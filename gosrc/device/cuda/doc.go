@@ -70,9 +70,9 @@ func Staging(slots int, slotBytes int64) int64 {
 // size.
 func Ring() (slots int, bytes int64) { return ring.slots, ring.bytes }
 
-// RemoteRing divides the same memory for remote sources, each of whose connections
-// fills a slot alone: into more and smaller slots.
-func RemoteRing() (slots int, bytes int64) {
+// FineRing divides the same memory into more and smaller slots: for remote sources, each
+// of whose connections fills a slot alone, and for ranks that exchange small pieces.
+func FineRing() (slots int, bytes int64) {
 	bytes = ring.bytes / 2
 	return int(int64(ring.slots) * stride(ring.bytes) / stride(bytes)), bytes
 }

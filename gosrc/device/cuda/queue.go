@@ -153,8 +153,8 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 	}
 	most, n := slots, int64(slots)*stride(slotBytes)
 	if rank(slotBytes) == 0 { // the next source may need another division
-		remote, _ := RemoteRing()
-		most = max(most, remote)
+		fine, _ := FineRing()
+		most = max(most, fine)
 	}
 	p := d.takeSpare()
 	if p.n < n || p.n > n+huge {

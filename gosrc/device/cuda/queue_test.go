@@ -79,15 +79,15 @@ func TestQueueIsReshaped(t *testing.T) {
 	p.coded(weights(r, x16.BF16, 90_000), x16.BF16)
 	p.raw(weights(r, x16.Bytes, 20_000))
 	slots, size := Ring()
-	remote, remoteSize := RemoteRing()
-	if remote <= slots || remoteSize >= size || int64(remote)*stride(remoteSize) > int64(slots)*stride(size) {
-		t.Errorf("%d slots of %d for remote sources, %d of %d for files", remote, remoteSize, slots, size)
+	fine, fineSize := FineRing()
+	if fine <= slots || fineSize >= size || int64(fine)*stride(fineSize) > int64(slots)*stride(size) {
+		t.Errorf("%d slots of %d of the fine ring, %d of %d for files", fine, fineSize, slots, size)
 	}
 	var first *Queue
 	for i, cut := range []struct {
 		slots int
 		size  int64
-	}{{slots, size}, {remote, remoteSize}, {slots / 2, 2 * size}, {remote, remoteSize}, {slots, size}} {
+	}{{slots, size}, {fine, fineSize}, {slots / 2, 2 * size}, {fine, fineSize}, {slots, size}} {
 		l, err := d.Queue(cut.slots, cut.size)
 		if err != nil {
 			t.Fatal(err)
