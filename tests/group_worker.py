@@ -6,18 +6,20 @@ from __future__ import annotations
 import datetime
 import os
 import sys
-from array import array
 from pathlib import Path
 from typing import Any
 
+import group_blocks
 import overwire as ow
 import torch
 import torch.distributed as dist
-from overwire import _verbs, distributed, plumbing
-from overwire.distributed import blocks as block_loads
+from group_blocks import block_gone, blocks, leaving
+from overwire import _verbs, distributed
 from overwire.distributed import group as grouping
 from overwire.distributed import loading, relays
 from overwire.model.opened import Model
+
+__all__ = ["block_gone", "blocks"]  # steps, named on the command line like those below
 
 BACKEND = os.environ.get("GROUP_BACKEND", "gloo")
 # Where a rank's tensors are loaded to.
@@ -448,8 +450,9 @@ def gone(folder: Path) -> None:
     rank = dist.get_rank()
     good = folder / "compressed.safetensors"
     relays.SHARE = (1 << 20) + 4096
+    relays.Job.next = leaving("gone", folder, relays.Job.next)
     if rank == 1:
-        relays.relay_aim = lambda *_: (print("done gone", flush=True), os._exit(0))
+        relays.relay_aim = lambda *_: None
     try:
         ow.load_file(good, group=dist.group.WORLD, device=DEVICE)
     except ow.IOFailure as error:
@@ -458,114 +461,6 @@ def gone(folder: Path) -> None:
         raise AssertionError("no rank missed rank 1")
     same(ow.load_file(good, device=DEVICE), expected(good, {}, 0, 1))
     print("done gone", flush=True)
-    os._exit(0)
-
-
-def wants(path: Path, rank: int, size: int) -> dict[str, list[tuple[int, int, int, int]]]:
-    """Blocks of every kind: halves of either dimension, both, whole tensors, two of one
-    tensor, what another rank has too, and what only one rank wants."""
-    out: dict[str, list[tuple[int, int, int, int]]] = {}
-    for at, (name, tensor) in enumerate(sorted(ow.load_file(path).items())):
-        if tensor.dtype == torch.float4_e2m1fn_x2:
-            continue
-        if tensor.dim() < 2 or not tensor.numel():
-            blocks = [(0, -1, 0, -1)] * bool(tensor.numel() and tensor.dim() and at % size == rank)
-        else:
-            rows, cols = tensor.shape[:2]
-            (lo0, hi0), (lo1, hi1) = distributed.shard_range(rows, size, rank), distributed.shard_range(cols, size, rank)
-            twice = [(lo0, hi0, 0, -1), (0, 1, 0, cols // 2)]
-            ways = [[(lo0, hi0, 0, -1)], [(0, rows, lo1, hi1)], [(0, -1, 0, -1)], twice, [(lo0, hi0, lo1, hi1)]]
-            blocks = [one for one in ways[at % 5] if (one[0] < one[1] or one[1] == -1) and (one[2] < one[3] or one[3] == -1)]
-        out[name] = blocks
-    return out
-
-
-def together(path: Path, prepared: Any = None, first: Any = lambda: None) -> Any:
-    """Loads `wants` by the group and compares; returns what did it, or why none did."""
-    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    whole = ow.load_file(expected_of(path))
-    with ow.safe_open(path, framework="pt", device=DEVICE) as file:
-        requests, targets = array("q"), []
-        for name, blocks in wants(expected_of(path), rank, size).items():
-            for lo0, hi0, lo1, hi1 in blocks:
-                want = whole[name][lo0 : None if hi0 < 0 else hi0]
-                want = want if want.dim() < 2 else want[:, lo1 : None if hi1 < 0 else hi1]
-                target = torch.empty(want.shape, dtype=want.dtype, device=DEVICE)
-                targets.append((name, target, want))
-                requests.extend((file._live().place(name), target.data_ptr(), lo0, hi0, lo1, hi1))
-
-        def prepare() -> Any:
-            if prepared is not None:
-                return prepared()
-            return plumbing.Blocks(DEVICE, [file], [requests.tobytes()], ["the table"])
-
-        made, why = plumbing.meet(world, prepare)
-        if made is None or (why := made.land(first)):
-            return why
-        for name, target, want in targets:
-            mine, want = target.cpu().contiguous().view(-1).view(torch.uint8), want.contiguous().view(-1).view(torch.uint8)
-            assert torch.equal(mine, want), name
-        return made
-
-
-def expected_of(path: Path) -> Path:
-    return path.parent / "plain.safetensors"
-
-
-def blocks(folder: Path) -> None:
-    """Ranks that say which blocks they need read each stored byte once; what fails on one
-    ends all, and where one cannot take part, all hear of it."""
-    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    relays.SHARE = (1 << 20) + 4096
-    assert plumbing.shares(world)
-    for file in ("plain.safetensors", "compressed.safetensors"):
-        made = together(folder / file)
-        read: list[Any] = [None] * size
-        dist.all_gather_object(read, made.read)
-        stored = (folder / file).stat().st_size
-        assert 0.5 * stored < sum(read) <= 1.05 * stored, (file, read, stored)
-        assert DEVICE == "cpu" or made.copied, file
-    good, met = folder / "compressed.safetensors", []
-    for reader in range(size):
-        try:
-            together(folder / "damaged.safetensors" if rank == reader else good)
-        except ow.CorruptError as error:
-            assert "checksum" in str(error) and error.tensor and (rank == reader or f"on rank {reader}" in str(error)), error
-            met.append(reader)
-    assert len(met) == 1, met
-
-    def fails() -> Any:
-        raise ow.FormatError("overwire: rank 1's own")
-
-    for named in ({"prepared": fails}, {"first": fails}):
-        try:
-            together(good, **named if rank == 1 else {})
-        except ow.FormatError as error:
-            assert rank == 1 or "on rank 1: rank 1's own" in str(error), error
-        else:
-            raise AssertionError("rank 1's error is lost")
-    assert together(good, (lambda: None) if rank == 1 else None) == "rank 1 has no plan"
-    other = plumbing.Blocks(DEVICE, [], [], ["another table"])
-    assert together(good, (lambda: other) if rank == 1 else None) == "tables differ between ranks 0 and 1"
-    if rank == 1:
-        relays.relay_join = lambda *_: (_ for _ in ()).throw(ow.NotSupportedError("overwire: no peer access"))
-    assert together(good) == "rank 1: overwire: no peer access"
-    relays.relay_join = _verbs.relay_join
-    assert together(good).read >= 0
-
-
-def block_gone(folder: Path) -> None:
-    """A rank that dies meanwhile: the others say so by themselves."""
-    relays.SHARE = (1 << 20) + 4096
-    if dist.get_rank() == 1:
-        block_loads.relay_aim = lambda *_: (print("done block_gone", flush=True), os._exit(0))
-    try:
-        together(folder / "compressed.safetensors")
-    except ow.IOFailure as error:
-        assert "rank 1 is gone" in str(error), error
-    else:
-        raise AssertionError("no rank missed rank 1")
-    print("done block_gone", flush=True)
     os._exit(0)
 
 
@@ -584,7 +479,7 @@ if __name__ == "__main__":
     folder, devices = Path(sys.argv[1]), os.environ.get("GROUP_DEVICES", "cpu").split(",")
     size = int(os.environ["WORLD_SIZE"])
     rank = forked(size)
-    DEVICE = devices[rank % len(devices)]
+    DEVICE = group_blocks.DEVICE = devices[rank % len(devices)]
     torch.set_num_threads(1)
     if DEVICE != "cpu":
         torch.cuda.set_device(DEVICE)

@@ -15,9 +15,10 @@ may be shorter, or empty). There are several ways there:
                      gather     as above, and keeps what is in its block
 
     both             ipc        as gather, by memory that the ranks of a host map of
-                                each other (`OVERWIRE_EXCHANGE=ipc`, or auto)
+                                each other
 
-Which is fastest depends on disk, page cache, links and cores, so it is measured:
+On GPUs ipc is the fastest, and all goes that way if the ranks can map each other's
+memory. Elsewhere it depends on disk, page cache, links and cores, so it is measured:
 the load goes in batches, each batch goes one way, and `group.Rates` has the rule.
 With broadcast, gather and scatter a host reads each byte once; nothing but a few
 flags crosses between hosts.
@@ -188,10 +189,11 @@ class GroupLoad:
         if self._frame.name != "torch":
             raise ArgumentError("overwire: group: the ranks exchange torch tensors; use framework='pt'")
         where = check_device(device, self._frame)
+        self._mapping = self._exchange == "ipc" or self._exchange == "auto" and where != "cpu"  # all of it, if that can be
         self._dtype = check_dtype(self._frame, dtype)
         self._watcher = watch(options.get("progress"), "load" if budgets[0] is None else "stream")
         link_device = members.link_device(where)
-        prepare(where if self._exchange == "ipc" else link_device or where)  # where stored bytes go
+        prepare(where if self._mapping else link_device or where)  # where stored bytes go
         self.model = Model(source, device=where, **whole)
         self.model.alone()  # what was preloaded is not shared out
         self._link_model = self.model
@@ -294,7 +296,7 @@ class GroupLoad:
         """This rank's tensors, by name."""
         loaded: dict[int, Any] = {}
         common = self.common
-        relay = self._carrier([self.task(at) for at in common]) if self._exchange == "ipc" else None
+        relay = self._carrier([self.task(at) for at in common]) if self._mapping else None
         if relay is not None:
             self._carry(relay, loaded)
             common = []
@@ -318,9 +320,9 @@ class GroupLoad:
             while left:
                 window, left = left[0], left[1:]
                 self._agree()  # with those that have closed
-                relay = self._carrier([self.task(at) for at in window]) if self._exchange == "ipc" else None
+                relay = self._carrier([self.task(at) for at in window], places) if self._mapping else None
                 if relay is not None:
-                    for task, tensor in relay.carry(self._agreed, lambda more: self._tell(more, 0), places):
+                    for task, tensor in relay.carry(self._agreed, lambda more: self._tell(more, 0)):
                         yield from self._kept(task, tensor)
                     continue
                 self._check(window, self.beside)
@@ -410,13 +412,13 @@ class GroupLoad:
             if waiting is not None:
                 waiting.abandon()
 
-    def _carrier(self, tasks: list[Task]) -> Relay | None:
+    def _carrier(self, tasks: list[Task], places: Mapping[int, Any] | None = None) -> Relay | None:
         # The engines of each host exchange these; None where they cannot.
         members = self._members
         if members.most_local == 1 or not tasks or members.unreachable:
             return None
         relay = Relay(self._context, tasks, engine=True)
-        if reason := relay.meet():
+        if reason := relay.meet(places):
             members.unreachable = reason
             log.warning("the ranks exchange by torch.distributed: they cannot map each other's memory: %s", reason)
             return None

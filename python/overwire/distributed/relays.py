@@ -7,8 +7,8 @@ buffers. Beside the tensors it needs only the ring of these buffers.
 
 The engine reads, lays out and decodes (`gosrc/relay`); this
 module exchanges the pieces, by collectives. Where the ranks of each host map each
-other's memory (`OVERWIRE_EXCHANGE=ipc`), the engine exchanges them, too, and this module
-only brings the ranks together. All ranks of the group must call it with the same tensors.
+other's memory, the engine exchanges them, too, and this module only brings the ranks
+together. All ranks of the group must call it with the same tensors.
 On GPUs reading, uploading, gathering and decoding of successive pieces overlap,
 ordered by their streams; the thread here only queues, as far ahead as there are
 buffers.
@@ -132,8 +132,6 @@ class Relay:
         return cuts if max(cuts) >= 0 else []
 
     def _aim(self, places: Mapping[int, Any] | None = None) -> None:
-        # places: by position of a tensor, memory of the caller for what the engine writes
-        # of it, on the device.
         context, model, members = self._context, self._model, self._context.members
         assert self._job is not None
         # While the first bytes are on their way. Each decode goes after what is
@@ -208,10 +206,19 @@ class Relay:
         cut = [self._context.cut(task, tensor) for task, tensor in zip(self._tasks, tensors, strict=True)]
         return [tensor.to(self._context.model.device) for tensor in cut] if self._model is not self._context.model else cut
 
-    def meet(self) -> str:
+    def meet(self, places: Mapping[int, Any] | None = None) -> str:
         """Collective, before `carry`: connects the engines of all ranks. "", or why that
-        cannot be; then nothing is read any more."""
+        cannot be; then nothing is read any more.
+
+        places: by position, memory of the caller for what the engine writes of a tensor, on
+            the device.
+        """
         try:
+            try:
+                if self._error is None:
+                    self._aim(places)
+            except BaseException as error:
+                self._fail(error)
             reason = connect(self._context.members, self._job, self._error)
         except BaseException:
             self.abandon()
@@ -224,18 +231,16 @@ class Relay:
         self,
         agree: Callable[[BaseException | None, bool], Any],
         decoded: Callable[[int], None],
-        places: Mapping[int, Any] | None = None,
     ) -> Iterator[tuple[Task, Any]]:
         """Collective: `run` where the engine exchanges. Yields each task with its tensor as
-        it arrives, in memory of its own or, where the engine can write there, in that of
-        `places`, by position; after the last the ranks agree. Where a rank is gone, the
+        it arrives, in memory of its own or, where the engine can write there, in the
+        caller's; after the last the ranks agree. Where a rank is gone, the
         others of its host raise that by themselves: no collective would end. A caller that
         closes this early has to agree by itself."""
         try:
             try:
                 job = self._job
                 if self._error is None and job is not None:
-                    self._aim(places)
                     asked = self._asked
                     for slot in [slot for slot, tensor in enumerate(self._tensors) if not tensor.numel()]:
                         yield self._landed(slot)
