@@ -114,6 +114,57 @@ def hosts(folder: Path) -> None:
     assert set(sent) == ({1, 2, 3} - {rank} if rank else set())
 
 
+def spread(folder: Path) -> None:
+    """Two hosts of two ranks read each stored byte once, all together; what fails on one
+    ends all."""
+    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.new_group()
+    grouping.host_name = lambda: f"host{rank // 2}"
+    relays.SHARE, relays._AGREE = 3 << 20, 1  # pieces of several chunks
+    loading._BATCH = loading._TRY = 3 << 20
+    grouping.TELLING = 1 << 16
+    members, reads = grouping.members_of(world), []
+    done = relays.Job.done
+    relays.Job.done = lambda self: (reads.append(self.report()["stages"]["read_bytes"]), done(self))[1]  # type: ignore
+    for file in ("plain.safetensors", "compressed.safetensors"):
+        path, stored = folder / file, (folder / file).stat().st_size
+        for shard in ({}, SHARD):
+            members.rates, want = Forced(), expected(path, shard, rank, size)
+            members.rates.way = "spread"
+            reads.clear()
+            same(ow.load_file(path, group=world, shard=shard, device=DEVICE), want)
+            read: list[Any] = [None] * size
+            dist.all_gather_object(read, sum(reads))
+            assert 0.9 * stored < sum(read) < 1.05 * stored and max(read) < 0.6 * stored, (file, read, stored)
+            members.rates = grouping.Rates()
+            for _ in range(4):
+                same(ow.load_file(path, group=world, shard=shard, device=DEVICE), want)
+            large = [ways for kind, ways in distributed.rates(world).items() if " large " in kind]
+            assert large and all({"spread", "gather"} <= set(ways) for ways in large), large
+    members.rates, met = Forced(), 0
+    members.rates.way = "spread"
+    for reader in range(size):
+        try:
+            ow.load_file(folder / f"{'damaged' if rank == reader else 'compressed'}.safetensors", group=world, device=DEVICE)
+        except ow.CorruptError as error:
+            assert error.tensor and (rank == reader or f"on rank {reader}" in str(error)), error
+            met += 1
+    assert met == 1, met
+
+
+def afar(folder: Path) -> None:
+    """The hosts share the reading of files that lie on none of them alone, and each reads its own."""
+    rank, path = dist.get_rank(), folder / "compressed.safetensors"
+    grouping.host_name = lambda: f"host{rank}"
+    loading._BATCH = loading._TRY = 3 << 20
+    grouping.TELLING = 1 << 16
+    info, want = Model.info, expected(path, {}, rank, 2)
+    for remote in (False, True):
+        Model.info = lambda self, remote=remote: [one | {"remote": remote} for one in info(self)]  # type: ignore
+        world = dist.new_group()
+        same(ow.load_file(path, group=world, device=DEVICE), want)
+        assert any("spread" in ways for ways in distributed.rates(world).values()) == remote, distributed.rates(world)
+
+
 def subgroup(folder: Path) -> None:
     """Ranks 1 and 3 alone; the others make no call."""
     group = dist.new_group([1, 3])

@@ -84,6 +84,11 @@ def test_two_ranks_try_every_way(folder: Path) -> None:
     ranks(folder, 2, "streamed", "chosen", exchange="")
 
 
+def test_ranks_of_two_hosts_share_the_reading(folder: Path) -> None:
+    ranks(folder, 4, "spread")
+    ranks(folder, 2, "afar", exchange="")
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("count", "steps", "exchange"), [(2, ("blocks",), "ipc"), (4, ("blocks",), "ipc"), (2, (), ""), (4, (), "auto")])
 def test_ranks_of_one_gpu_map_each_others_memory(folder: Path, count: int, steps: tuple[str, ...], exchange: str) -> None:

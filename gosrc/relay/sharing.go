@@ -3,6 +3,7 @@ package relay
 // This file says how many cores a rank reads on, and how many ranks share them.
 
 import (
+	"cmp"
 	"runtime"
 
 	"golang.org/x/sys/unix"
@@ -18,7 +19,7 @@ func (r *Relay) divide() (cores, ranks int) {
 	if gpu := r.target.GPU; gpu != nil && gpu.Place() != nil && unix.SchedGetaffinity(0, &may) == nil {
 		place = gpu.Place()
 	}
-	return divided(r.spec.Ranks, runtime.NumCPU(), place, &may, nodes.System)
+	return divided(cmp.Or(r.spec.Here, r.spec.Ranks), runtime.NumCPU(), place, &may, nodes.System)
 }
 
 // divided is divide for that number of ranks, and of cores of the process, or for those

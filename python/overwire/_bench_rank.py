@@ -245,4 +245,9 @@ def main(task: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    try:
+        main(json.loads(sys.argv[1]))
+    except SystemExit as wrong:  # gloo may abort an interpreter that ends while its group is open
+        sys.stderr.write(f"{wrong}\n")
+        sys.stderr.flush()
+        os._exit(1)

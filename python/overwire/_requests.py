@@ -452,6 +452,7 @@ class RelaySpec(TypedDict, total=False):
     world: int
     members: list[int]
     ranks: int
+    here: int
     widest: int
     rank: int
     timeline: bool

@@ -24,6 +24,7 @@ type openedSource struct {
 	Size     int64             `json:"size"`
 	Metadata map[string]string `json:"metadata"`
 	Overwire bool              `json:"overwire"`
+	Remote   bool              `json:"remote"` // its bytes cross a network; those of network file systems, too
 }
 
 // preloadRequest says what to preload: what to open, and how to load it.
@@ -118,7 +119,7 @@ func openModel(ctx context.Context, q load.Spec, _ []int64) (*Result, error) {
 	ix := m.Index()
 	o := opened{make([]openedSource, len(ix.Sources))}
 	for i, s := range ix.Sources {
-		o.Sources[i] = openedSource{errs.Redact(s.URI), s.Size, s.Metadata, s.Overwire()}
+		o.Sources[i] = openedSource{errs.Redact(s.URI), s.Size, s.Metadata, s.Overwire(), m.Sources()[i].Facts().Remote}
 	}
 	r, err := encode(o)
 	if err != nil {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..model.options import ShardLike
 from .exchange import shard_range
-from .loading import agree, load, rates
+from .group import agree, rates
+from .loading import load
 
 __all__ = ["ShardLike", "agree", "load", "rates", "shard_range"]

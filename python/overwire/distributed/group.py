@@ -7,6 +7,7 @@ gave a group.
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import socket
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 
 from ..errors import ArgumentError, CancelledError, IOFailure, MissingPackageError, OverwireError
 
-__all__ = ["Rates", "Members", "members_of"]
+__all__ = ["Rates", "Members", "agree", "members_of", "rates"]
 
 _T = TypeVar("_T")
 
@@ -69,7 +70,8 @@ class Rates:
 class Members:
     """A process group as a load needs it.
 
-    rank, size: in the group. local: the ranks of it on this host, in order.
+    rank, size: in the group. local: the ranks of it that exchange, in order: those on
+    this host. most_local: those on the fullest host. hosts: how many there are. here: the ranks of this one.
     """
 
     def __init__(self, group: Any) -> None:
@@ -80,7 +82,9 @@ class Members:
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.local: list[int] = []
-        self.most_local = 0  # ranks on the fullest host
+        self.most_local = 0
+        self.hosts = 0
+        self.here = 0
         self.rates = Rates()
         self._warm: set[str] = set()
         self.unreachable = ""  # why the ranks of a host cannot map each other's memory
@@ -152,6 +156,13 @@ class Members:
             return
         self.local = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         self.most_local = max(hosts.count(host) for host in set(hosts))
+        self.hosts, self.here = len(set(hosts)), len(self.local)
+
+    def everyone(self) -> Members:
+        """Once settled: the same, but all ranks of the group exchange, on whatever host."""
+        every = copy.copy(self)
+        every.local, every.most_local, every.hosts = list(range(self.size)), self.size, 1
+        return every
 
     def warm_up(self, link_device: str) -> None:
         """Collective: connects the ranks of each host, so that no try pays for it."""
@@ -165,7 +176,7 @@ class Members:
             self._warm.add(link_device)
 
     def gather(self, buffer: Any, share: int) -> None:
-        """Collective among the ranks of this host: rank r of it has bytes
+        """Collective among the ranks that exchange: the r-th of them has bytes
         [r * share, (r + 1) * share) of the buffer, and gets the others'."""
         me = self.local.index(self.rank)
         whole, mine = buffer[: share * len(self.local)], buffer[share * me : share * (me + 1)]
@@ -260,3 +271,15 @@ def members_of(group: Any) -> Members:
     if members is None:
         members = _members[group] = Members(group)
     return members
+
+
+def rates(group: Any) -> dict[str, dict[str, float]]:
+    """What loads over this group have measured: kind of tensor to way to bytes
+    a second of tensors, all ranks together counted once. No collective."""
+    return members_of(group).rates.table()
+
+
+def agree(group: Any, error: BaseException | None) -> None:
+    """Collective: raises on every rank of the group if one brings an error: that
+    rank its own, the others one of the same class that names the rank."""
+    members_of(group).agree(error)

@@ -16,12 +16,13 @@ may be shorter, or empty). There are several ways there:
 
     both             ipc        as gather, by memory that the ranks of a host map of
                                 each other
+                     spread     as gather, by the ranks of all hosts together
 
-On GPUs ipc is the fastest, and all goes that way if the ranks can map each other's
-memory. Elsewhere it depends on disk, page cache, links and cores, so it is measured:
-the load goes in batches, each batch goes one way, and `group.Rates` has the rule.
-With broadcast, gather and scatter a host reads each byte once; nothing but a few
-flags crosses between hosts.
+On the GPUs of one host ipc is the fastest, and all goes that way if the ranks can map
+each other's memory. Elsewhere it depends on disk, page cache, links and cores, so it is
+measured: the load goes in batches, each batch goes one way, and `group.Rates` has the rule.
+By all but each and own a host reads each byte once, and by spread all hosts together do;
+by the other ways nothing but a few flags crosses between hosts.
 
 What travels by gather are the stored bytes: of compressed tensors every rank
 decodes them (`relays`). Broadcast and scatter are for plain ones.
@@ -52,12 +53,12 @@ from ..progress import Progress, watch
 from . import group as ranks
 from .exchange import Batch, ExchangeContext, Task, shard_range, torch_shape
 from .group import Members, members_of
-from .relays import Relay
+from .relays import BUFFERS, FEW, Relay
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GroupLoad", "ShardLike", "agree", "begun", "current", "load", "rates", "shard_range"]
+__all__ = ["GroupLoad", "ShardLike", "begun", "current", "load", "shard_range"]
 
 log = logging.getLogger("overwire")
 
@@ -73,18 +74,6 @@ _WINDOW = 1 << 30
 
 # Below this a tensor costs more by its number than by its bytes.
 _SMALL = 256 << 10
-
-
-def rates(group: Any) -> dict[str, dict[str, float]]:
-    """What loads over this group have measured: kind of tensor to way to bytes
-    a second of tensors, all ranks together counted once. No collective."""
-    return members_of(group).rates.table()
-
-
-def agree(group: Any, error: BaseException | None) -> None:
-    """Collective: raises on every rank of the group if one brings an error: that
-    rank its own, the others one of the same class that names the rank."""
-    members_of(group).agree(error)
 
 
 def load(
@@ -179,13 +168,16 @@ class GroupLoad:
         self._waiting: Batch | None = None  # being read, and not sent yet
         self._alone: list[Task] = []  # what this rank reads without the others
         self._shared: list[Task] = []  # what goes by one relay at the end
+        self._spread: list[Task] = []  # what goes by one relay of all hosts at the end
         self._mapped: list[Task] = []  # what goes by one relay of the engines at the end
         self._few: list[Task] = []  # what is too little to care how
+        self._widest: ExchangeContext | None = None  # of the ranks of all hosts
         self._frame = frame_for(framework)
         self._exchange = next(str(row["value"]) for row in knobs() if row["name"] == "OVERWIRE_EXCHANGE")
         self.budget, self.beside = budgets[0] or 0, budgets[1]
         self.common: list[int] = []
         self._place = ""
+        self._spreads = False  # the ranks of several hosts may exchange
         if self._frame.name != "torch":
             raise ArgumentError("overwire: group: the ranks exchange torch tensors; use framework='pt'")
         where = check_device(device, self._frame)
@@ -273,6 +265,7 @@ class GroupLoad:
             "device": self.model.device.partition(":")[0],
             "exchange": self._exchange,
             "place": ranks.place_of(self.model.uris[0]),
+            "remote": any(source["remote"] for source in self.model.info()),
             "budgets": (self.budget, self.beside),
         }
 
@@ -284,6 +277,10 @@ class GroupLoad:
                 if one[what] != reports[0][what]:
                     raise ArgumentError(f"overwire: group: {what} differs between ranks 0 and {rank}", source=self.model.uris[0])
         members.settle([one["host"] for one in reports])
+        if members.hosts > 1 and self._may_send:
+            # From a store, or a file system of several hosts, they may read each byte once.
+            self._spreads = self._exchange == "nccl" or any(one["remote"] for one in reports)
+            self._mapping = self._mapping and (self._exchange == "ipc" or not self._spreads)
         shared = reports[0]["wanted"]
         for one in reports[1:]:
             shared = bytes(a & b for a, b in zip(shared, one["wanted"], strict=True))
@@ -390,7 +387,7 @@ class GroupLoad:
     def _load(self, common: list[int], lone: list[int], loaded: dict[int, Any]) -> None:
         # By the ways that are measured; and what this rank alone wants.
         members = self._members
-        self._alone, self._shared, self._mapped, self._few = [self.task(at) for at in lone], [], [], []
+        self._alone, self._shared, self._spread, self._mapped, self._few = [self.task(at) for at in lone], [], [], [], []
         if self._may_send and members.most_local > 1 and common:
             members.warm_up(self._link_model.device)
         try:
@@ -398,12 +395,14 @@ class GroupLoad:
                 while tasks:
                     tasks = self._some(kind, tasks, loaded)
             self._flush(loaded)
-            later = self._mapped or self._shared or self._alone
+            later = self._mapped or self._shared or self._spread or self._alone
             later += self._few
             if self._mapped and not self._carry(self._carrier(self._mapped), loaded):
                 (self._shared if self._may_send else self._alone).extend(self._mapped)
             if self._shared:
                 self._relay(self._shared, loaded)
+            if self._spread:
+                self._relay(self._spread, loaded, spread=True)
             # Also on ranks that have none of these: they may have to raise.
             self._finish(Batch(self._context, "own", self._alone), loaded)
             self._agree()
@@ -451,16 +450,16 @@ class GroupLoad:
         way, trying = members.rates.choose(kind, ways)
         if not trying and len(ways) > 1:
             self._say(kind, way)
-        if way in ("each", "own", "gather", "ipc") and not trying:
-            later = {"gather": self._shared, "ipc": self._mapped}.get(way, self._alone)
+        if way in ("each", "own", "gather", "ipc", "spread") and not trying:
+            later = {"gather": self._shared, "ipc": self._mapped, "spread": self._spread}.get(way, self._alone)
             later += tasks
             return []
         tasks, rest = _split(tasks, _TRY if trying else _BATCH)
         if trying:
             self._flush(loaded)
         began = time.perf_counter()
-        if way == "gather":
-            self._relay(tasks, loaded)
+        if way in ("gather", "spread"):
+            self._relay(tasks, loaded, spread=way == "spread")
         elif way == "ipc":
             if not self._carry(self._carrier(tasks), loaded):
                 return tasks + rest  # by another way
@@ -499,15 +498,15 @@ class GroupLoad:
 
     def _ways(self, kind: tuple[Any, ...]) -> tuple[str, ...]:
         first = "each" if kind[0] == "whole" else "own"
-        if self._members.most_local == 1 or self._exchange == "none":
-            return (first,)
-        ways = [first]
-        if self._may_send:
+        members, ways = self._members, [first]
+        if members.most_local > 1 and self._may_send:
             if kind[2] == "plain":
                 ways.append("broadcast" if first == "each" else "scatter")
             ways.append("gather")
-        if self._exchange == "auto" and not self._members.unreachable:
+        if members.most_local > 1 and self._exchange == "auto" and not members.unreachable:
             ways.append("ipc")
+        if self._spreads:
+            ways.append("spread")
         return tuple(ways)
 
     def task(self, at: int) -> Task:
@@ -532,16 +531,23 @@ class GroupLoad:
             kinds.setdefault((layout, size, coding, target, self._place), []).append(task)
         return list(kinds.items())
 
-    def _relay(self, tasks: list[Task], loaded: dict[int, Any]) -> None:
+    def _relay(self, tasks: list[Task], loaded: dict[int, Any], spread: bool = False) -> None:
         # Collective. What fails after all have agreed is said when they next do.
         done = sum(self.model.table[at][3] for at in loaded)
-        tensors = Relay(self._context, tasks).run(
+        context = self._everywhere() if spread else self._context
+        tensors = Relay(context, tasks, buffers=FEW if spread else BUFFERS).run(
             lambda error, ours: self._agree(error=error, ours=ours), lambda more: self._tell(done + more, len(loaded))
         )
         try:
             self._keep(tasks, tensors, loaded)
         except BaseException as caught:
             self._late = caught
+
+    def _everywhere(self) -> ExchangeContext:
+        # Its ring is kept as long as the load.
+        if self._widest is None:
+            self._widest = ExchangeContext(self._members.everyone(), self._frame, self.model, self._link_model)
+        return self._widest
 
     def _keep(self, tasks: list[Task], tensors: list[Any], loaded: dict[int, Any]) -> None:
         wanted = self._dtype

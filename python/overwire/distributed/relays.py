@@ -1,7 +1,8 @@
 """Relays: the ranks of a host exchange stored bytes, and each decodes.
 
 Each rank reads an equal share of the stored bytes, over the link of its own GPU, and
-gets the other shares from the other ranks; then every rank decodes what it needs
+gets the other shares from the other ranks (by collectives, the ranks may be on several
+hosts); then every rank decodes what it needs
 (plain tensors: copies it). A relay is divided into pieces, each in one of a few
 buffers. Beside the tensors it needs only the ring of these buffers.
 
@@ -40,8 +41,9 @@ __all__ = ["BUFFERS", "SHARE", "Relay", "connect"]
 
 #: Buffers of the ring, and bytes in each for each rank of a host: it is all that a
 #: relay takes beside the tensors. A chunk always fits, and what lies between it
-#: and the next.
+#: and the next. Where several hosts exchange there are FEW buffers.
 BUFFERS = 4
+FEW = 2
 SHARE = 32 << 20
 
 # Pieces after which the ranks agree that all is well.
@@ -83,8 +85,9 @@ class Relay:
     """Tensors that go by a relay. The constructor begins to read, and is local;
     what fails in it is said by `run`, or by `meet` where the engine exchanges."""
 
-    def __init__(self, context: ExchangeContext, tasks: list[Task], engine: bool = False) -> None:
+    def __init__(self, context: ExchangeContext, tasks: list[Task], engine: bool = False, buffers: int = BUFFERS) -> None:
         self._context, self._tasks, self._engine = context, tasks, engine
+        self._buffers = buffers
         self._model = context.model if engine else context.link_model
         self._job: Job | None = None
         self._shares: list[int] = []  # by piece: bytes of each rank's
@@ -106,14 +109,15 @@ class Relay:
         self._on = self._stream()
         spec: RelaySpec = {
             "tensors": [task.at for task in self._tasks],
-            "ring": [] if self._engine else [buffer.data_ptr() for buffer in context.ring(BUFFERS, self._size)],
+            "ring": [] if self._engine else [buffer.data_ptr() for buffer in context.ring(self._buffers, self._size)],
             "exchange": self._engine,
-            "buffers": BUFFERS,
+            "buffers": self._buffers,
             "cuts": self._cuts() if self._engine else [],
             "world": members.size,
             "members": members.local,
             "size": self._size,
             "ranks": len(members.local),
+            "here": members.here,
             "widest": members.most_local,
             "rank": members.local.index(members.rank),
             "device": model.device,
@@ -285,7 +289,7 @@ class Relay:
             pass
 
     def _exchange(self, piece: int) -> None:
-        buffer = self._context.ring(BUFFERS, self._size)[piece % BUFFERS]
+        buffer = self._context.ring(self._buffers, self._size)[piece % self._buffers]
         self._context.members.gather(buffer, self._shares[piece])
 
     def _decode(self, piece: int) -> None:

@@ -267,7 +267,7 @@ class Model:
         return Row(*self.table[at])
 
     def info(self) -> list[dict[str, Any]]:
-        """For each source: uri, size, metadata, overwire."""
+        """For each source: uri, size, metadata, overwire, remote."""
         sources: list[dict[str, Any]] = json.loads(self._sources)["sources"]
         return sources
 
