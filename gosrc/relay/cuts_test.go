@@ -7,10 +7,12 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -188,5 +190,35 @@ func TestDivideRing(t *testing.T) {
 		if r.spec.Size != c.size || r.spec.Buffers != c.buffers {
 			t.Errorf("%+v: %d buffers of %d bytes", c, r.spec.Buffers, r.spec.Size)
 		}
+	}
+}
+
+// Requests of what does not travel are refused, of plain tensors as of others; a good one
+// still goes afterwards.
+func TestAimRefuses(t *testing.T) {
+	m := plain(t, []int64{4096, 16}, []int64{4096, 16}, []int64{0, 16})
+	r, err := Start(m, &Spec{Tensors: []int64{1, 2}, Size: 1<<21 + 8192, Ranks: 1, Exchange: true, Buffers: 2})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		r.Job().Cancel()
+		_, _ = r.Job().Wait(-1)
+	}()
+	to, err := cpu.Alloc([]int64{4096 * 16})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer cpu.Release(to)
+	whole := func(tensor int64) [6]int64 {
+		return [6]int64{tensor, int64(uintptr(to[0].Ptr)), 0, plan.Whole, 0, plan.Whole}
+	}
+	for _, wrong := range []int64{0, 3, -1} {
+		if err := r.Aim([][6]int64{whole(1), whole(wrong)}); !errors.Is(err, errs.ErrArgument) {
+			t.Errorf("tensor %d: %v", wrong, err)
+		}
+	}
+	if err := r.Aim([][6]int64{whole(1), whole(2)}); err != nil {
+		t.Error(err)
 	}
 }

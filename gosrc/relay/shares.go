@@ -267,10 +267,15 @@ func (r *Relay) Aim(requests [][6]int64) error {
 	for i := range tasks {
 		at := r.place(chunkOf{wants[refs[i].Want].Data, refs[i].N})
 		if at.piece < 0 {
-			return errs.New(errs.ErrArgument, "relay: request %d is of a tensor that does not travel", refs[i].Want)
+			return doesNotTravel(int(refs[i].Want))
 		}
 		tasks[i].Src = uint32(at.off)
 		where[i] = at.piece
+	}
+	for i, n := range left {
+		if n == 0 && wants[i].Bytes > 0 { // plain, so without chunks
+			return doesNotTravel(i)
+		}
 	}
 	tasks, refs, where = r.byPiece(tasks, refs, where)
 	r.mu.Lock()
@@ -302,4 +307,8 @@ func (r *Relay) Aim(requests [][6]int64) error {
 		close(r.carrier.aimed)
 	}
 	return nil
+}
+
+func doesNotTravel(request int) error {
+	return errs.New(errs.ErrArgument, "relay: request %d is of a tensor that does not travel", request)
 }
