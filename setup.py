@@ -47,7 +47,7 @@ TAGS = "pyext,netgo,osusergo"
 # stores, and none whose small functions ours are built of.
 LEAN = (
     "crypto/tls crypto/x509 encoding/asn1 encoding/json encoding/xml fmt math/big mime/... net net/http/... net/netip net/textproto "
-    "net/url regexp/... text/... vendor/... github.com/aws/... golang.org/x/net/... golang.org/x/text/..."
+    "net/url regexp/... text/... vendor/... github.com/aws/... github.com/redis/... golang.org/x/net/... golang.org/x/text/..."
 )
 EPOCH = 315532800  # 1980-01-01, the oldest time a zip can hold
 

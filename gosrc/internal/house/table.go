@@ -142,6 +142,7 @@ var modules = map[string][]string{
 	"golang.org/x/net/http/httpproxy":         {"source/route"},
 	"github.com/aws/aws-sdk-go-v2":            {"source/s3"},
 	"github.com/aws/smithy-go":                {"source/s3"}, // the SDK's errors
+	"github.com/redis/go-redis":               {"source/redis"},
 	"golang.org/x/crypto":                     {"tensorizer"},
 	"github.com/overwire/overwire/cuda/built": {"device/cuda"}, // our own kernels, compiled
 }

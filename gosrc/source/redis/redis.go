@@ -21,6 +21,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/redis/go-redis/v9"
+
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/retry"
@@ -67,8 +69,8 @@ func Open(ctx context.Context, uri string, opt source.Options) (*Object, error) 
 	}
 	o := &object{name: n, server: s}
 	err = retry.Do(ctx, s.retry, judge, func(ctx context.Context) error {
-		return s.with(ctx, func(c *connection) (err error) {
-			o.values, err = find(c, n.key)
+		return s.with(ctx, func(ctx context.Context, c *redis.Client) (err error) {
+			o.values, err = find(ctx, c, n.key)
 			return err
 		})
 	})
@@ -94,55 +96,54 @@ func Open(ctx context.Context, uri string, opt source.Options) (*Object, error) 
 
 // find returns the values of a file in the order of their offsets, nil if
 // there is none.
-func find(c *connection, key string) ([]value, error) {
-	n, err := c.ask("strlen", key)
+func find(ctx context.Context, c *redis.Client, key string) ([]value, error) {
+	n, err := c.StrLen(ctx, key).Result()
 	if err != nil {
 		return nil, err
 	}
 	if n > 0 {
 		return []value{{key, 0, n}}, nil
 	}
-	if err := together(c, key); err != nil {
+	if err := together(ctx, c, key); err != nil {
 		return nil, err
 	}
-	keys, err := scan(c, key)
+	keys, err := scan(ctx, c, key)
 	if err != nil {
 		return nil, err
 	}
-	return layout(c, key, keys)
+	return layout(ctx, c, key, keys)
 }
 
 // together refuses a cluster, whose servers each hold and list only some of a
 // file's values, unless a {tag} in the key keeps them together.
-func together(c *connection, key string) error {
+func together(ctx context.Context, c *redis.Client, key string) error {
 	if _, rest, ok := strings.Cut(key, "{"); ok && strings.IndexByte(rest, '}') > 0 {
 		return nil
 	}
-	c.send(nil, "info", "cluster")
-	info, err := c.text()
-	if refused(err) {
-		return nil // without permission, a client gets the server's own error later
-	}
-	if strings.Contains(info, "cluster_enabled:1") {
+	// A client without permission gets the server's own error later.
+	if info, err := c.Info(ctx, "cluster").Result(); err == nil && strings.Contains(info, "cluster_enabled:1") {
 		return errs.New(errs.ErrNotSupported, "the server is part of a cluster, where the values of a file lie together only if its key has a {tag}")
 	}
-	return err
+	return nil
 }
 
+// most is how many values one file may have.
+const most = 1 << 20
+
 // scan lists the keys that begin with key and a colon.
-func scan(c *connection, key string) ([]string, error) {
+func scan(ctx context.Context, c *redis.Client, key string) ([]string, error) {
 	pattern := strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`, `]`, `\]`).Replace(key) + ":*"
 	var all []string
-	for cursor := "0"; ; {
-		c.send(nil, "scan", cursor, "match", pattern, "count", "5000")
-		next, some, err := c.keys()
+	var cursor uint64
+	for {
+		some, next, err := c.Scan(ctx, cursor, pattern, 5000).Result()
 		if err != nil {
 			return nil, err
 		}
 		if all = append(all, some...); len(all) > most {
 			return nil, errs.New(errs.ErrNotSupported, "more than %d keys begin with this one", most)
 		}
-		if cursor = next; cursor == "0" {
+		if cursor = next; cursor == 0 {
 			slices.Sort(all)
 			return slices.Compact(all), nil // a scan may repeat a key
 		}
@@ -153,7 +154,7 @@ var ours = regexp.MustCompile(`^ow-[0-9a-f]{16}:\d+$`)
 
 // layout sorts the values and checks that they are one file: from offset 0, without
 // holes and overlaps.
-func layout(c *connection, key string, keys []string) ([]value, error) {
+func layout(ctx context.Context, c *redis.Client, key string, keys []string) ([]value, error) {
 	var values []value
 	written := slices.ContainsFunc(keys, func(k string) bool { return ours.MatchString(k[len(key)+1:]) })
 	for _, k := range keys {
@@ -166,14 +167,17 @@ func layout(c *connection, key string, keys []string) ([]value, error) {
 	if len(values) == 0 {
 		return nil, nil
 	}
-	for _, v := range values {
-		c.send(nil, "strlen", v.key)
+	lengths, err := c.Pipelined(ctx, func(p redis.Pipeliner) error {
+		for i := range values {
+			p.StrLen(ctx, values[i].key)
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, err
 	}
 	for i := range values {
-		var err error
-		if values[i].n, err = c.number(); err != nil {
-			return nil, err
-		}
+		values[i].n = lengths[i].(*redis.IntCmd).Val()
 	}
 	slices.SortFunc(values, func(a, b value) int {
 		return cmp.Or(cmp.Compare(a.off, b.off), cmp.Compare(a.n, b.n))
@@ -235,25 +239,37 @@ func (b *body) Read(p []byte) (int, error) {
 		}
 		return 0, io.EOF
 	}
+	type ask struct {
+		cmd  *redis.ZeroCopyStringCmd
+		want int
+	}
 	i, off := b.i, b.off
-	err := b.o.server.with(b.ctx, func(c *connection) error {
+	err := b.o.server.with(b.ctx, func(ctx context.Context, c *redis.Client) error {
 		i, off = b.i, b.off
-		var asked [][]byte // where each range goes
-		for done := int64(0); done < n; {
-			v := b.o.values[i]
-			if off == v.off+v.n {
-				i++
-				continue
+		var asks []ask
+		_, err := c.Pipelined(ctx, func(pipe redis.Pipeliner) error {
+			for done := int64(0); done < n; {
+				v := b.o.values[i]
+				if off == v.off+v.n {
+					i++
+					continue
+				}
+				m := min(n-done, v.off+v.n-off, step)
+				// Two more bytes for the line end let the library read in one call;
+				// the next range overwrites them.
+				to := p[done:min(done+m+2, n)]
+				cmd := redis.NewZeroCopyStringCmd(ctx, to, "getrange", v.key, off-v.off, off-v.off+m-1)
+				asks = append(asks, ask{cmd, int(m)})
+				_ = pipe.Process(ctx, cmd)
+				done, off = done+m, off+m
 			}
-			m := min(n-done, v.off+v.n-off, step)
-			c.send(nil, "getrange", v.key, strconv.FormatInt(off-v.off, 10), strconv.FormatInt(off-v.off+m-1, 10))
-			asked = append(asked, p[done:done+m])
-			done, off = done+m, off+m
+			return nil
+		})
+		if err != nil {
+			return err
 		}
-		for _, to := range asked {
-			if got, err := c.into(to); err != nil {
-				return err
-			} else if got != len(to) {
+		for _, a := range asks {
+			if a.cmd.Val() != a.want {
 				return errs.New(errs.ErrCorrupt, "a value was changed or removed while it was read")
 			}
 		}

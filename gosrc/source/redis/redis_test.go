@@ -13,6 +13,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/redis/go-redis/v9"
+
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
@@ -68,51 +70,10 @@ func get(uri string, opt source.Options) ([]byte, error) {
 	return p, o.ReadAt(bg, p, 0)
 }
 
-// A plain client sends a test's own requests.
-type plain struct {
-	t testing.TB
-	*connection
-}
-
-func plainClient(t testing.TB, s *sourcetest.Redis) plain {
-	server, err := connect(name{scheme: "redis", host: s.Addr}, with(s))
-	if err != nil {
-		t.Fatal(err)
-	}
-	c, err := server.dial(bg)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(c.cut)
-	return plain{t, c}
-}
-
-func (c plain) must(err error) {
-	c.t.Helper()
-	if err != nil {
-		c.t.Fatal(err)
-	}
-}
-
-func (c plain) set(key string, value []byte) {
-	c.t.Helper()
-	c.send(value, "set", key)
-	c.must(c.word())
-}
-
-func (c plain) lookUp(words ...string) int64 {
-	c.t.Helper()
-	n, err := c.ask(words...)
-	c.must(err)
-	return n
-}
-
-func (c plain) keysLike(pattern string) []string {
-	c.t.Helper()
-	c.send(nil, "scan", "0", "match", pattern, "count", "100000")
-	_, keys, err := c.keys()
-	c.must(err)
-	return keys
+func plainClient(t testing.TB, s *sourcetest.Redis) *redis.Client {
+	c := redis.NewClient(&redis.Options{Addr: s.Addr, Password: sourcetest.RedisPassword, Protocol: 2})
+	t.Cleanup(func() { _ = c.Close() })
+	return c
 }
 
 // The suite of every source, and files of many sizes, written and read back,
@@ -165,11 +126,11 @@ func TestRefusals(t *testing.T) {
 	c := plainClient(t, s)
 	at := "redis://" + s.Addr + "/"
 	put(t, with(s), at+"m", random(1000))
-	c.lookUp("hset", "hash", "a", "b")
-	c.set("hole:x:0", []byte("abc"))
-	c.set("hole:x:5", []byte("abc"))
-	c.set("twice:x:0", []byte("abc"))
-	c.set("twice:y:0", []byte("abc"))
+	c.HSet(bg, "hash", "a", "b")
+	c.Set(bg, "hole:x:0", "abc", 0)
+	c.Set(bg, "hole:x:5", "abc", 0)
+	c.Set(bg, "twice:x:0", "abc", 0)
+	c.Set(bg, "twice:y:0", "abc", 0)
 	for _, q := range []struct {
 		what, uri string
 		opt       source.Options
@@ -216,7 +177,7 @@ func TestLayouts(t *testing.T) {
 	s := sourcetest.StartRedis(t, false)
 	c := plainClient(t, s)
 	data := random(3_000_000)
-	c.set("one", data)
+	c.Set(bg, "one", data, 0)
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 1))
@@ -226,11 +187,11 @@ func TestLayouts(t *testing.T) {
 		if off == 0 {
 			what = "header"
 		}
-		c.set(fmt.Sprintf("prefix:%s:%d", what, off), data[off:off+n])
+		c.Set(bg, fmt.Sprintf("prefix:%s:%d", what, off), data[off:off+n], 0)
 		off += n
 	}
-	c.set("prefix:of another", []byte("x"))
-	c.set("prefixed:0", []byte("x"))
+	c.Set(bg, "prefix:of another", "x", 0)
+	c.Set(bg, "prefixed:0", "x", 0)
 	for _, key := range []string{"one", "prefix"} {
 		uri := "redis://" + s.Addr + "/" + key
 		back, err := get(uri, with(s))
@@ -249,7 +210,7 @@ func TestLayouts(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	if left := c.keysLike("*"); len(left) != 2 {
+	if left := c.Keys(bg, "*").Val(); len(left) != 2 {
 		t.Errorf("left in the store: %v", left)
 	}
 }
@@ -281,7 +242,7 @@ func TestReplaced(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		if n := len(c.keysLike("m.draft-*")); stage > 0 && n != 3 {
+		if n := len(c.Keys(bg, "m.draft-*").Val()); stage > 0 && n != 3 {
 			t.Fatalf("%d values wait", n)
 		}
 		if err := o.ReadAt(bg, make([]byte, 10), part-9); err != nil {
@@ -297,13 +258,13 @@ func TestReplaced(t *testing.T) {
 	if err := o.ReadAt(bg, make([]byte, 10), part-9); !errors.Is(err, errs.ErrCorrupt) {
 		t.Error(err)
 	}
-	keys := c.keysLike("*")
+	keys := c.Keys(bg, "*").Val()
 	if len(keys) != 3 {
 		t.Errorf("left in the store: %v", keys)
 	}
 	for _, k := range keys {
-		if n := c.lookUp("persist", k); n != 0 {
-			t.Errorf("%s would expire", k)
+		if ttl := c.TTL(bg, k).Val(); ttl != -1 {
+			t.Errorf("%s expires in %v", k, ttl)
 		}
 	}
 }
@@ -410,7 +371,7 @@ func through(t *testing.T, addr string, pass func(int) int) string {
 func TestCluster(t *testing.T) {
 	t.Parallel()
 	servers := []*sourcetest.Redis{}
-	clients := []plain{}
+	clients := []*redis.Client{}
 	bus := ""
 	for range 2 { // the port between servers is 10,000 higher by default, which there may not be
 		_, bus, _ = net.SplitHostPort(sourcetest.FreePort(t))
@@ -418,25 +379,24 @@ func TestCluster(t *testing.T) {
 			"--masterauth", sourcetest.RedisPassword)
 		servers, clients = append(servers, s), append(clients, plainClient(t, s))
 	}
-	clients[0].must(clients[0].do("cluster", "addslotsrange", "0", "8191"))
-	clients[1].must(clients[1].do("cluster", "addslotsrange", "8192", "16383"))
-	host, port, _ := net.SplitHostPort(servers[1].Addr)
-	clients[0].must(clients[0].do("cluster", "meet", host, port, bus))
-	for n := 0; ; n++ {
-		up := 0
-		for _, c := range clients {
-			c.send(nil, "cluster", "info")
-			state, err := c.text()
-			c.must(err)
-			if strings.Contains(state, "cluster_state:ok") {
-				up++
-			}
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
 		}
-		if up == len(clients) {
+	}
+	must(clients[0].ClusterAddSlotsRange(bg, 0, 8191).Err())
+	must(clients[1].ClusterAddSlotsRange(bg, 8192, 16383).Err())
+	host, port, _ := net.SplitHostPort(servers[1].Addr)
+	must(clients[0].Do(bg, "cluster", "meet", host, port, bus).Err())
+	for n := 0; ; n++ {
+		a, _ := clients[0].ClusterInfo(bg).Result()
+		b, _ := clients[1].ClusterInfo(bg).Result()
+		if strings.Contains(a, "cluster_state:ok") && strings.Contains(b, "cluster_state:ok") {
 			break
 		}
 		if n > 300 {
-			t.Fatal("the cluster does not come up")
+			t.Fatal("the cluster does not come up: ", a, b)
 		}
 		time.Sleep(50 * time.Millisecond)
 	}
@@ -444,7 +404,8 @@ func TestCluster(t *testing.T) {
 	opt := with(servers[0])
 	for i := range 20 {
 		key := fmt.Sprintf("models/{m%d}/x", i)
-		slot := clients[0].lookUp("cluster", "keyslot", key)
+		slot, err := clients[0].ClusterKeySlot(bg, key).Result()
+		must(err)
 		home, other := servers[0], servers[1]
 		if slot > 8191 {
 			home, other = other, home
@@ -456,7 +417,7 @@ func TestCluster(t *testing.T) {
 				t.Errorf("%s: %v, or other bytes", key, err)
 			}
 		}
-		_, err := Open(bg, "redis://"+other.Addr+"/"+key, opt)
+		_, err = Open(bg, "redis://"+other.Addr+"/"+key, opt)
 		_, err2 := Create(bg, "redis://"+other.Addr+"/"+key, opt, 5)
 		for _, err := range []error{err, err2} {
 			if !errors.Is(err, errs.ErrNotSupported) || !strings.Contains(err.Error(), home.Addr) {

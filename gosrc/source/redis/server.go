@@ -3,7 +3,6 @@ package redis
 // This file connects to Redis servers, and classifies their errors.
 
 import (
-	"cmp"
 	"context"
 	"crypto/tls"
 	"crypto/x509"
@@ -16,6 +15,9 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/redis/go-redis/v9"
+	"github.com/redis/go-redis/v9/maintnotifications"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/regular"
@@ -60,20 +62,39 @@ func (n name) at(verb string, off int64, err error) error {
 	return &errs.At{Verb: verb, Source: n.uri, Chunk: -1, Offset: off, Err: err}
 }
 
-// A server makes and keeps connections to one Redis. One that has to end is cut in the
-// middle of a response: until then the caller's memory is written.
+// A server makes and keeps connections to one Redis. A connection can be cut in the
+// middle of a response: the library notices a cancelled context only between
+// responses, and until then writes to the caller's memory.
 type server struct {
-	host               string
-	username, password string // password "": none
-	db                 int
-	tls                *tls.Config // nil: none
-	retry              retry.Options
-	heard              atomic.Bool // the server has responded once
+	opt   redis.Options
+	retry retry.Options
+	heard atomic.Bool // the server has responded once
 
 	mu   sync.Mutex
 	idle []*connection
 	shut bool
 }
+
+type connection struct {
+	client *redis.Client
+	mu     sync.Mutex
+	conn   net.Conn
+}
+
+// cut ends what the connection is doing.
+func (l *connection) cut() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.conn != nil {
+		_ = l.conn.Close()
+	}
+}
+
+var quiet sync.Once
+
+type silence struct{}
+
+func (silence) Printf(context.Context, string, ...interface{}) {}
 
 // connect checks the options. Connections are made when they are needed.
 func connect(n name, opt source.Options) (*server, error) {
@@ -84,17 +105,25 @@ func connect(n name, opt source.Options) (*server, error) {
 	if err != nil || db != float64(int(db)) {
 		return nil, errs.New(errs.ErrArgument, "storage_options: db: expected a whole number")
 	}
-	s := &server{host: n.host, username: opt.Storage["username"], db: int(db)}
+	s := &server{}
 	if s.retry, err = retry.Parse(opt); err != nil {
 		return nil, err
 	}
-	var given bool
-	if s.password, given = opt.Storage["password"]; !given {
-		s.password = opt.Env["REDISCLI_AUTH"]
+	password, given := opt.Storage["password"]
+	if !given {
+		password = opt.Env["REDISCLI_AUTH"]
+	}
+	quiet.Do(func() { redis.SetLogger(silence{}) }) // the library would write to stderr
+	s.opt = redis.Options{
+		Addr: n.host, Username: opt.Storage["username"], Password: password, DB: int(db),
+		Protocol: 2, MaxRetries: -1, DialerRetries: 1, PoolSize: 1, DisableIdentity: true, ContextTimeoutEnabled: true,
+		DialTimeout: min(s.retry.Timeout, 15*time.Second), ReadTimeout: s.retry.Timeout, WriteTimeout: s.retry.Timeout,
+		ReadBufferSize: 256 << 10, WriteBufferSize: 64 << 10,
+		MaintNotificationsConfig: &maintnotifications.Config{Mode: maintnotifications.ModeDisabled},
 	}
 	if n.scheme == "rediss" {
 		host, _, _ := net.SplitHostPort(n.host)
-		s.tls = &tls.Config{ServerName: host, MinVersion: tls.VersionTLS12}
+		s.opt.TLSConfig = &tls.Config{ServerName: host, MinVersion: tls.VersionTLS12}
 		file := opt.Storage["cacert"]
 		if file == "" {
 			file = opt.Env["SSL_CERT_FILE"]
@@ -104,8 +133,8 @@ func connect(n name, opt source.Options) (*server, error) {
 			if err != nil {
 				return nil, &errs.At{Verb: "open", Source: file, Chunk: -1, Offset: -1, Err: err}
 			}
-			s.tls.RootCAs = x509.NewCertPool()
-			if !s.tls.RootCAs.AppendCertsFromPEM(pem) {
+			s.opt.TLSConfig.RootCAs = x509.NewCertPool()
+			if !s.opt.TLSConfig.RootCAs.AppendCertsFromPEM(pem) {
 				return nil, errs.New(errs.ErrArgument, "no certificate in %s", file)
 			}
 		}
@@ -117,100 +146,63 @@ func (s *server) tries() int { return max(0, s.retry.Retries) + 1 }
 
 // with runs fn on a connection of its own, and cuts it when ctx ends: when with
 // returns, no memory of fn's is in use. The error has a class.
-func (s *server) with(ctx context.Context, fn func(*connection) error) error {
-	c, err := s.take(ctx)
+func (s *server) with(ctx context.Context, fn func(context.Context, *redis.Client) error) error {
+	l, err := s.take()
 	if err != nil {
-		return classify(ctx, err)
+		return err
 	}
-	stop := context.AfterFunc(ctx, c.cut)
-	err = fn(c)
-	if !stop() || err != nil {
-		c.cut() // by ctx, too; or replies may be left
+	stop := context.AfterFunc(ctx, l.cut)
+	err = fn(ctx, l.client)
+	if !stop() || err != nil && !refused(err) {
+		l.drop() // cut, or in an unknown state
 	} else {
-		s.put(c)
+		s.put(l)
 	}
 	return classify(ctx, err)
 }
 
-// take is an idle connection, or a new one.
-func (s *server) take(ctx context.Context) (*connection, error) {
-	for {
-		s.mu.Lock()
-		shut, n := s.shut, len(s.idle)
-		var c *connection
-		if n > 0 {
-			c = s.idle[n-1]
-			s.idle = s.idle[:n-1]
-		}
-		s.mu.Unlock()
-		switch {
-		case shut:
-			return nil, errs.New(errs.ErrArgument, "the source is closed")
-		case c == nil:
-			return s.dial(ctx)
-		case c.alive():
-			return c, nil
-		}
-		c.cut()
+func (s *server) take() (*connection, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.shut {
+		return nil, errs.New(errs.ErrArgument, "the source is closed")
 	}
+	if n := len(s.idle); n > 0 {
+		l := s.idle[n-1]
+		s.idle = s.idle[:n-1]
+		return l, nil
+	}
+	l := &connection{}
+	opt := s.opt
+	dial := redis.NewDialer(&opt)
+	opt.Dialer = func(ctx context.Context, network, addr string) (net.Conn, error) {
+		c, err := dial(ctx, network, addr)
+		if err == nil {
+			l.mu.Lock()
+			l.conn = c
+			l.mu.Unlock()
+		}
+		return c, err
+	}
+	l.client = redis.NewClient(&opt)
+	return l, nil
 }
 
-// dial makes a connection that the server takes requests from.
-func (s *server) dial(ctx context.Context) (*connection, error) {
-	ctx, cancel := context.WithTimeout(ctx, min(s.retry.Timeout, 15*time.Second))
-	defer cancel()
-	conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", s.host)
-	if err != nil {
-		return nil, err
-	}
-	if s.tls != nil {
-		t := tls.Client(conn, s.tls)
-		if err := t.HandshakeContext(ctx); err != nil {
-			_ = conn.Close()
-			return nil, err
-		}
-		conn = t
-	}
-	c := newConnection(conn, s.retry.Timeout)
-	stop := context.AfterFunc(ctx, c.cut)
-	err = s.greet(c)
-	if !stop() { // then err is that of a closed connection
-		err = ctx.Err()
-	}
-	if err != nil {
-		c.cut()
-		return nil, err
-	}
-	return c, nil
-}
-
-// greet gives the password and chooses the db.
-func (s *server) greet(c *connection) error {
-	if s.password != "" {
-		err := c.do("auth", cmp.Or(s.username, "default"), s.password)
-		if refused(err) && s.username == "" && !strings.HasPrefix(err.Error(), "WRONGPASS") {
-			err = c.do("auth", s.password) // before Redis 6, which has users
-		}
-		if err != nil {
-			return err
-		}
-	}
-	if s.db == 0 {
-		return nil
-	}
-	return c.do("select", strconv.Itoa(s.db))
-}
-
-func (s *server) put(c *connection) {
+func (s *server) put(l *connection) {
 	s.mu.Lock()
 	if !s.shut {
-		s.idle = append(s.idle, c)
-		c = nil
+		s.idle = append(s.idle, l)
+		l = nil
 	}
 	s.mu.Unlock()
-	if c != nil {
-		c.cut()
+	if l != nil {
+		l.drop()
 	}
+}
+
+func (l *connection) drop() {
+	l.cut()
+	_ = l.client.Close()
 }
 
 // close closes idle connections; those in use are closed after it.
@@ -219,8 +211,8 @@ func (s *server) close() {
 	idle := s.idle
 	s.idle, s.shut = nil, true
 	s.mu.Unlock()
-	for _, c := range idle {
-		c.cut()
+	for _, l := range idle {
+		l.drop()
 	}
 }
 
@@ -246,10 +238,17 @@ var says = map[string]struct {
 	"EXECABORT":   {errs.ErrIO, "the transaction was refused"},
 }
 
-// classify gives an error its class, and a text without what was
+// refused reports whether err is a response of the server, or ours: then the
+// connection is sound.
+func refused(err error) bool {
+	var r redis.Error
+	return errors.As(err, &r) || errs.Classed(err)
+}
+
+// classify gives an error of the library its class, and a text without what was
 // sent.
 func classify(ctx context.Context, err error) error {
-	var r fault
+	var r redis.Error
 	var cert *tls.CertificateVerificationError
 	var op *net.OpError
 	var dns *net.DNSError

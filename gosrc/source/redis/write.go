@@ -12,6 +12,8 @@ import (
 	"sync"
 	"time"
 
+	"github.com/redis/go-redis/v9"
+
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/parts"
@@ -51,11 +53,11 @@ func Create(ctx context.Context, uri string, opt source.Options, _ int64) (sourc
 	u := &upload{name: n, server: s, id: hex.EncodeToString(id[:])}
 	// Report a wrong password, or a server of a cluster, before anything is
 	// encoded.
-	if err := u.do(ctx, func(c *connection) error {
-		if _, err := c.ask("strlen", n.key); err != nil {
+	if err := u.do(ctx, func(ctx context.Context, c *redis.Client) error {
+		if err := c.StrLen(ctx, n.key).Err(); err != nil {
 			return err
 		}
-		return together(c, n.key)
+		return together(ctx, c, n.key)
 	}); err != nil {
 		s.close()
 		return nil, n.at("save", -1, err)
@@ -64,13 +66,13 @@ func Create(ctx context.Context, uri string, opt source.Options, _ int64) (sourc
 }
 
 // do runs requests that may be repeated.
-func (u *upload) do(ctx context.Context, fn func(*connection) error) error {
+func (u *upload) do(ctx context.Context, fn func(context.Context, *redis.Client) error) error {
 	return do(ctx, u.server, fn)
 }
 
 // do is one request with retries; a server that has never responded gets
 // retry.OpenTries of them.
-func do(ctx context.Context, s *server, fn func(*connection) error) error {
+func do(ctx context.Context, s *server, fn func(context.Context, *redis.Client) error) error {
 	for failed := 0; ; {
 		err := s.with(ctx, fn)
 		var a *answer
@@ -106,9 +108,8 @@ func (u *upload) Part(ctx context.Context, k int, p []byte) error {
 	u.mu.Lock()
 	u.sent = append(u.sent, off)
 	u.mu.Unlock()
-	return u.at("save", off, u.do(ctx, func(c *connection) error {
-		c.send(p, "setex", u.hidden(off), strconv.Itoa(int(unpublished.Seconds())))
-		return c.word()
+	return u.at("save", off, u.do(ctx, func(ctx context.Context, c *redis.Client) error {
+		return c.Set(ctx, u.hidden(off), p, unpublished).Err()
 	}))
 }
 
@@ -121,32 +122,34 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 		}
 	}
 	tries := 0
-	err := u.do(ctx, func(c *connection) error {
+	err := u.do(ctx, func(ctx context.Context, c *redis.Client) error {
 		if tries++; tries > 1 { // an earlier transaction may have arrived
-			if k, err := c.ask("exists", u.shown(0)); err != nil || k == 1 {
+			if k, err := c.Exists(ctx, u.shown(0)).Result(); err != nil || k == 1 {
 				return err
 			}
 		}
-		old, err := find(c, u.key)
+		old, err := find(ctx, c, u.key)
 		if err != nil && !errors.Is(err, errs.ErrFormat) {
 			return err
 		}
-		keys := []string{"exists"}
-		for _, off := range u.sent {
-			keys = append(keys, u.hidden(off))
+		keys := make([]string, len(u.sent))
+		for i, off := range u.sent {
+			keys[i] = u.hidden(off)
 		}
-		k, err := c.ask(keys...)
-		if err != nil {
-			return err
+		if k, err := c.Exists(ctx, keys...).Result(); err != nil || k != int64(len(keys)) {
+			return errors.Join(err, errs.New(errs.ErrIO, "the server has lost %d of %d values that were sent: its memory is full", int64(len(keys))-k, len(keys)))
 		}
-		if lost := int64(len(u.sent)) - k; lost != 0 {
-			return errs.New(errs.ErrIO, "the server has lost %d of %d values that were sent: its memory is full", lost, len(u.sent))
-		}
-		requests := unlink(old)
-		for _, off := range u.sent {
-			requests = append(requests, []string{"rename", u.hidden(off), u.shown(off)}, []string{"persist", u.shown(off)})
-		}
-		return c.transaction(requests)
+		_, err = c.TxPipelined(ctx, func(p redis.Pipeliner) error {
+			for _, v := range old {
+				p.Unlink(ctx, v.key)
+			}
+			for _, off := range u.sent {
+				p.Rename(ctx, u.hidden(off), u.shown(off))
+				p.Persist(ctx, u.shown(off))
+			}
+			return nil
+		})
+		return err
 	})
 	if err == nil {
 		u.server.close()
@@ -160,12 +163,13 @@ func (u *upload) Abort() {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
 	if len(u.sent) > 0 {
-		_ = u.do(ctx, func(c *connection) error {
-			keys := []string{"unlink"}
-			for _, off := range u.sent {
-				keys = append(keys, u.hidden(off))
-			}
-			_, err := c.ask(keys...)
+		_ = u.do(ctx, func(ctx context.Context, c *redis.Client) error {
+			_, err := c.Pipelined(ctx, func(p redis.Pipeliner) error {
+				for _, off := range u.sent {
+					p.Unlink(ctx, u.hidden(off))
+				}
+				return nil
+			})
 			return err
 		})
 	}
@@ -183,20 +187,17 @@ func Remove(ctx context.Context, uri string, opt source.Options) error {
 		return n.at("save", -1, err)
 	}
 	defer s.close()
-	return n.at("save", -1, do(ctx, s, func(c *connection) error {
-		old, err := find(c, n.key)
+	return n.at("save", -1, do(ctx, s, func(ctx context.Context, c *redis.Client) error {
+		old, err := find(ctx, c, n.key)
 		if err != nil || len(old) == 0 {
 			return err
 		}
-		return c.transaction(unlink(old))
+		_, err = c.TxPipelined(ctx, func(p redis.Pipeliner) error {
+			for _, v := range old {
+				p.Unlink(ctx, v.key)
+			}
+			return nil
+		})
+		return err
 	}))
-}
-
-// unlink is the requests that remove values.
-func unlink(values []value) [][]string {
-	var requests [][]string
-	for _, v := range values {
-		requests = append(requests, []string{"unlink", v.key})
-	}
-	return requests
 }
