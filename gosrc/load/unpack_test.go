@@ -139,7 +139,7 @@ func TestUnpackedDamage(t *testing.T) {
 	defer l.Close()
 	_, err = l.Job().Wait(-1)
 	var at *errs.At
-	if !errors.Is(err, errs.ErrCorrupt) || !errors.As(err, &at) || at.Tensor != "e" || at.Offset != c.Off {
+	if !errors.Is(err, errs.ErrCorrupt) || !errors.As(err, &at) || at.Tensor != "e" || at.Chunk != 2 || at.Offset != c.Off {
 		t.Errorf("%v", err)
 	}
 	m = opened(t, Spec{URIs: []string{path}})

@@ -562,31 +562,15 @@ func (r *run) where(verb string, task int32, err error) error {
 	at := &errs.At{Verb: verb, Source: r.Index.Sources[t.Source].URI, Tensor: t.Name, Chunk: int64(ref.N), Offset: r.Plan.Tasks[task].Chunk.Off, Err: err}
 	var inner *errs.At
 	if errors.As(err, &inner) { // a source names itself and the exact offset
+		if inner.Tensor != "" { // one that decodes names all; a read may be of several tensors
+			return inner
+		}
 		at.Source, at.Err = inner.Source, inner.Err
 		if inner.Offset >= 0 {
 			at.Offset = inner.Offset
 		}
 	}
 	return at
-}
-
-// waited moves a range's waiting times out of the time since *t.
-func (w *worker) waited(t *time.Time) {
-	if w.steps == nil {
-		return
-	}
-	permit, answer := w.steps.Waited()
-	w.st.PermitNS += permit.Nanoseconds()
-	w.st.AnswerNS += answer.Nanoseconds()
-	for _, x := range []struct {
-		verb string
-		took time.Duration
-	}{{"permit", permit}, {"answer", answer}} {
-		if w.Trace != nil && x.took > 0 {
-			w.spans = append(w.spans, span{x.verb, onWorker, w.n, *t, t.Add(x.took), 0})
-		}
-		*t = t.Add(x.took)
-	}
 }
 
 // lap returns the nanoseconds since *t, moves *t to now, and records the stage.
