@@ -9,6 +9,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/file"
 )
@@ -189,4 +190,31 @@ func TestWhatIsMapped(t *testing.T) {
 		}
 	}
 	settled(t)
+}
+
+// asked is a source that counts how often a load announces itself.
+type asked struct {
+	source.Source
+	source.File
+	times int
+}
+
+func (a *asked) Facts() source.Facts { return source.Facts{File: a} }
+
+func (a *asked) Expect(int64, bool, string) int { a.times++; return 3 }
+
+// A file is announced once, however often a relay of several files comes back to it, and
+// one that is not read is not.
+func TestExpectOnce(t *testing.T) {
+	srcs := []source.Source{&asked{}, &asked{}, &asked{}}
+	p := &plan.Plan{Pieces: []plan.Piece{{Source: 0}, {Source: 2}, {Source: 0}, {Source: 2}, {Source: 2}}}
+	files, depth := Expect(srcs, p, false, "auto")
+	if len(files) != 2 || files[0] != source.File(srcs[0].(*asked)) || files[1] != source.File(srcs[2].(*asked)) || depth != 3 {
+		t.Errorf("%d files, %d reads in flight", len(files), depth)
+	}
+	for i, want := range []int{1, 0, 1} {
+		if got := srcs[i].(*asked).times; got != want {
+			t.Errorf("file %d is announced %d times, not %d", i, got, want)
+		}
+	}
 }

@@ -221,11 +221,13 @@ func (l *Loading) task(s *shape, queue *cuda.Queue, depth int, opt Options) *pip
 // Expect announces the plan to its files; host says that it fills the host's memory.
 // It returns them, and how many reads in flight suit them best.
 func Expect(srcs []source.Source, p *plan.Plan, host bool, how string) (files []source.File, depth int) {
-	for i := range p.Pieces { // in the order of the sources
+	asked := make([]bool, len(srcs)) // a relay of several files comes to each again and again
+	for i := range p.Pieces {
 		s := p.Pieces[i].Source
-		if i > 0 && s == p.Pieces[i-1].Source {
+		if asked[s] {
 			continue
 		}
+		asked[s] = true
 		if f := srcs[s].Facts().File; f != nil {
 			files = append(files, f)
 			depth = max(depth, f.Expect(p.Read, host, how))
