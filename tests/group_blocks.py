@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from array import array
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,13 @@ import torch
 import torch.distributed as dist
 from overwire import _verbs, distributed, plumbing
 from overwire.distributed import blocks as block_loads
+from overwire.distributed import group as grouping
 from overwire.distributed import relays
 
-# Where a rank's blocks are loaded to.
+# Where a rank's tensors are loaded to.
 DEVICE = "cpu"
+
+Wanted = dict[str, list[tuple[int, int, int, int]]]
 
 
 def leaving(step: str, folder: Path, method: Any) -> Any:
@@ -38,10 +43,10 @@ def leaving(step: str, folder: Path, method: Any) -> Any:
     return call
 
 
-def wants(path: Path, rank: int, size: int) -> dict[str, list[tuple[int, int, int, int]]]:
+def wants(path: Path, rank: int, size: int) -> Wanted:
     """Blocks of every kind: halves of either dimension, both, whole tensors, two of one
     tensor, what another rank has too, and what only one rank wants."""
-    out: dict[str, list[tuple[int, int, int, int]]] = {}
+    out: Wanted = {}
     for at, (name, tensor) in enumerate(sorted(ow.load_file(path).items())):
         if tensor.dtype == torch.float4_e2m1fn_x2:
             continue
@@ -57,25 +62,38 @@ def wants(path: Path, rank: int, size: int) -> dict[str, list[tuple[int, int, in
     return out
 
 
-def together(path: Path, prepared: Any = None, first: Any = lambda: None) -> Any:
-    """Loads `wants` by the group and compares; returns what did it, or why none did."""
-    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    whole = ow.load_file(expected_of(path))
-    with ow.safe_open(path, framework="pt", device=DEVICE) as file:
-        requests, targets = array("q"), []
-        for name, blocks in wants(expected_of(path), rank, size).items():
-            for lo0, hi0, lo1, hi1 in blocks:
-                want = whole[name][lo0 : None if hi0 < 0 else hi0]
-                want = want if want.dim() < 2 else want[:, lo1 : None if hi1 < 0 else hi1]
-                target = torch.empty(want.shape, dtype=want.dtype, device=DEVICE)
-                targets.append((name, target, want))
-                requests.extend((file._live().place(name), target.data_ptr(), lo0, hi0, lo1, hi1))
+def together(
+    path: Path,
+    *more: Path,
+    prepared: Callable[[], Any] | None = None,
+    first: Callable[[], None] = lambda: None,
+    opened: Callable[[], None] = lambda: None,
+    wanted: Callable[[Path, int, int], Wanted] = wants,
+    group: Any = None,
+) -> Any:
+    """Loads what is wanted of files by the group and compares; returns what did it, or why
+    none did. opened: called when the files are open, and nothing is read."""
+    rank, size, world = dist.get_rank(), dist.get_world_size(), group or dist.group.WORLD
+    with ExitStack() as stack:
+        files, requests, targets = [], [], []
+        for one in (path, *more):
+            whole = ow.load_file(expected_of(one), mmap=False)
+            files.append(stack.enter_context(ow.safe_open(one, framework="pt", device=DEVICE)))
+            requests.append(array("q"))
+            for name, blocks in wanted(expected_of(one), rank, size).items():
+                for lo0, hi0, lo1, hi1 in blocks:
+                    want = whole[name][lo0 : None if hi0 < 0 else hi0]
+                    want = want if want.dim() < 2 else want[:, lo1 : None if hi1 < 0 else hi1]
+                    target = torch.empty(want.shape, dtype=want.dtype, device=DEVICE)
+                    targets.append((f"{one.name} {name}", target, want))
+                    requests[-1].extend((files[-1]._live().place(name), target.data_ptr(), lo0, hi0, lo1, hi1))
 
         def prepare() -> Any:
             if prepared is not None:
                 return prepared()
-            return plumbing.Blocks(DEVICE, [file], [requests.tobytes()], ["the table"])
+            return plumbing.Blocks(DEVICE, files, [one.tobytes() for one in requests], ["the table"] * len(files))
 
+        opened()
         made, why = plumbing.meet(world, prepare)
         if made is None or (why := made.land(first)):
             return why
@@ -86,7 +104,9 @@ def together(path: Path, prepared: Any = None, first: Any = lambda: None) -> Any
 
 
 def expected_of(path: Path) -> Path:
-    return path.parent / "plain.safetensors"
+    """The whole and plain file of what may be damaged or compressed."""
+    other = path.parent / f"{path.stem.partition('-')[0]}-plain.safetensors"
+    return other if other.exists() else path.parent / "plain.safetensors"
 
 
 def blocks(folder: Path) -> None:
@@ -121,14 +141,114 @@ def blocks(folder: Path) -> None:
             assert rank == 1 or "on rank 1: rank 1's own" in str(error), error
         else:
             raise AssertionError("rank 1's error is lost")
-    assert together(good, (lambda: None) if rank == 1 else None) == "rank 1 has no plan"
+    assert together(good, prepared=(lambda: None) if rank == 1 else None) == "rank 1 has no plan"
     other = plumbing.Blocks(DEVICE, [], [], ["another table"])
-    assert together(good, (lambda: other) if rank == 1 else None) == "tables differ between ranks 0 and 1"
+    assert together(good, prepared=(lambda: other) if rank == 1 else None) == "tables differ between ranks 0 and 1"
     if rank == 1:
         relays.relay_join = lambda *_: (_ for _ in ()).throw(ow.NotSupportedError("overwire: no peer access"))
-    assert together(good) == "rank 1: overwire: no peer access"
+    assert "no peer access" in together(good)
     relays.relay_join = _verbs.relay_join
     assert together(good).read >= 0
+
+
+def shards(folder: Path, at: Path) -> list[Path]:
+    """Files that have tensors of one name, tied ones, every codec, and nothing to want."""
+    sizes = {"a": (1021, 512), "b": (700, 1030), "c": (512, 600), "unwanted": (300, 300)}
+    if dist.get_rank() == 0:
+        at.mkdir()
+        for seed, (name, shape) in enumerate(sizes.items()):
+            torch.manual_seed(seed)
+            same = torch.randn(shape).bfloat16()
+            tensors = {"same": same, "tied": same, "rows": torch.randn(shape), f"only.{name}": torch.randn(77, 3)}
+            ow.save_file(tensors, at / f"{name}-plain.safetensors", compress=False)
+            ow.save_file(tensors, at / f"{name}-packed.safetensors", level="smaller" if name == "c" else "default")
+        for name in ("a", "b", "c"):
+            damaged = bytearray((at / f"{name}-packed.safetensors").read_bytes())
+            damaged[len(damaged) // 2] ^= 0x40
+            (at / f"{name}-damaged.safetensors").write_bytes(damaged)
+    dist.barrier()
+    return [at / f"{name}-packed.safetensors" for name in sizes]
+
+
+def block_shards(folder: Path) -> None:
+    """Blocks of several files land by one relay, whatever their tensors are called; an error
+    says of which file it is; bytes are those of the files that were open."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    relays.SHARE = (1 << 20) + 4096
+    files = shards(folder, folder / f"shards-{size}")
+    plain = [expected_of(file) for file in files]
+    begun: list[int] = []
+    block_loads.relay = lambda spec, *rest: (begun.append(len(spec["more"])), _verbs.relay(spec, *rest))[1]
+
+    def some(path: Path, rank: int, size: int) -> Wanted:
+        return {} if path.name.startswith("unwanted") else wants(path, rank, size)
+
+    def of_last(path: Path, rank: int, size: int) -> Wanted:
+        return some(path, rank, size) if rank == size - 1 or path.name.startswith("c") else {}
+
+    for paths in (files, plain, [files[0], plain[1], files[2], plain[3]], [plain[3], files[2], plain[0], files[1]]):
+        for wanted in (some, of_last):
+            made = together(*paths, wanted=wanted)
+            read: list[Any] = [None] * size
+            dist.all_gather_object(read, made.read)
+            stored = sum(path.stat().st_size for path in paths if not path.name.startswith("unwanted"))
+            # What of "smaller" the ranks read is decoded as it is read, and counts so.
+            stored = max(stored, sum(path.stat().st_size for path in plain[:3]) if files[2] in paths else 0)
+            assert made.read and sum(read) <= 1.05 * stored, (paths, read, stored)
+    assert begun == [2] * 8, begun
+    assert together(*files, wanted=lambda *_: {}).read == 0 and len(begun) == 8
+
+    for number, name in enumerate("abc"):
+        damaged, met = files.copy(), []
+        damaged[number] = files[number].with_name(f"{name}-damaged.safetensors")
+        for reader in range(size):
+            try:
+                together(*(damaged if rank == reader else files), wanted=some)
+            except ow.CorruptError as error:
+                assert error.source == str(damaged[number]) and damaged[number].name in str(error), error
+                assert error.tensor in ("same", "rows") and error.chunk is not None and error.chunk >= 0, error
+                assert rank == reader or f"on rank {reader}" in str(error), error
+                met.append(reader)
+        assert met, name
+
+    def replaced() -> None:
+        dist.barrier()
+        if rank == 0:
+            for file in files:
+                (file.parent / "other").write_bytes(files[3].read_bytes())
+                os.replace(file.parent / "other", file)
+        dist.barrier()
+
+    def cut_short() -> None:
+        dist.barrier()
+        if rank == 0:
+            os.truncate(plain[1], plain[1].stat().st_size // 2)
+        dist.barrier()
+
+    assert together(*files, wanted=some, opened=replaced).read > 0
+    try:
+        together(*plain, wanted=some, opened=cut_short)
+    except ow.CorruptError as error:
+        assert error.source == str(plain[1]), error
+    else:
+        raise AssertionError("half a file was taken for a whole one")
+
+
+def block_hosts(folder: Path) -> None:
+    """A host of one rank beside one of two: where a host needs nothing, it reads nothing."""
+    rank, name = dist.get_rank(), grouping.host_name
+    relays.SHARE = (1 << 20) + 4096
+    grouping.host_name = lambda: "alone" if rank == 0 else "together"
+    world = dist.new_group()
+    for idle in ((), (0,), (1, 2)):
+        made = together(
+            folder / "compressed.safetensors",
+            folder / "plain.safetensors",
+            wanted=lambda path, rank, size, idle=idle: {} if rank in idle else wants(path, rank, size),
+            group=world,
+        )
+        assert (made.read == 0) == (rank in idle), (idle, made.read)
+    grouping.host_name = name
 
 
 def block_gone(folder: Path) -> None:

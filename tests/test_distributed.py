@@ -17,6 +17,8 @@ import overwire as ow  # noqa: E402
 from overwire import distributed  # noqa: E402
 from overwire.distributed import group as grouping  # noqa: E402
 
+BLOCKS = ("blocks", "block_shards")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -76,7 +78,7 @@ def test_four_ranks_map_each_others_memory(folder: Path) -> None:
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_ranks_that_say_their_blocks_read_each_byte_once(folder: Path, count: int) -> None:
-    ranks(folder, count, "blocks", "block_gone", exchange="ipc")
+    ranks(folder, count, *BLOCKS, *["block_hosts"] * (count == 3), "block_gone", exchange="ipc")
 
 
 def test_two_ranks_try_every_way(folder: Path) -> None:
@@ -90,7 +92,7 @@ def test_ranks_of_two_hosts_share_the_reading(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize(("count", "steps", "exchange"), [(2, ("blocks",), "ipc"), (4, ("blocks",), "ipc"), (2, (), ""), (4, (), "auto")])
+@pytest.mark.parametrize(("count", "steps", "exchange"), [(2, BLOCKS, "ipc"), (4, BLOCKS, "ipc"), (2, (), ""), (4, (), "auto")])
 def test_ranks_of_one_gpu_map_each_others_memory(folder: Path, count: int, steps: tuple[str, ...], exchange: str) -> None:
     ranks(folder, count, "mapped", "streamed", *steps, "gone", devices=("cuda:0",) * count, exchange=exchange)
 

@@ -45,6 +45,8 @@ type Model struct {
 	srcs []source.Source
 	mapp string // a value of OVERWIRE_MMAP
 	key  string // of how its files were reached: format.Access.Key
+	// The models whose sources these are, which it holds; nil: the sources are its own.
+	parts []*Model
 	// When Open began and ended, for traces.
 	opened [2]time.Time
 
@@ -152,8 +154,13 @@ func (m *Model) Drop() {
 	m.mu.Unlock()
 	if last {
 		m.leave()
+		for _, one := range m.parts {
+			one.Drop()
+		}
 		for _, s := range m.srcs {
-			_ = s.Close()
+			if m.parts == nil {
+				_ = s.Close()
+			}
 		}
 		for _, mp := range m.mappings {
 			device.Memory{Block: mp.block}.Release()

@@ -23,7 +23,8 @@ import (
 )
 
 // A Spec says what the ranks of a group load together. Tensors, Widest and
-// Size are the same on all of them, and Ranks on those of a host.
+// Size are the same on all of them (with Needs, Tensors on those of a host), and Ranks on
+// those of a host.
 type Spec struct {
 	Tensors []int64  `json:"tensors"` // whose stored bytes are shared, each one whole
 	Ring    []uint64 `json:"ring"`    // buffers of Size bytes on the device; the caller keeps them valid until the job has ended

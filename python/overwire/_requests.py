@@ -442,7 +442,7 @@ class RelayReport(TypedDict):
     timeline: NotRequired[list[RelayPieceTimes]]
 
 
-class RelaySpec(TypedDict, total=False):
+class RelayRequest(TypedDict, total=False):
     tensors: list[int]
     ring: list[int]
     size: int
@@ -464,6 +464,7 @@ class RelaySpec(TypedDict, total=False):
     in_place: bool
     read: str
     trace: str
+    more: list[int]
 
 
 class RenameRequest(TypedDict, total=False):

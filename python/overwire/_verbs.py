@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         Program,
         PutRequest,
         RecordsRequest,
-        RelaySpec,
+        RelayRequest,
         RenameRequest,
         SaveRequest,
         SleepRequest,
@@ -205,9 +205,9 @@ def sweep(request: str) -> PreloadAnswer:
     return made
 
 
-def relay(request: RelaySpec, model: int, numbers: bytes) -> JobNumber:
-    """Load together with other ranks: this rank's share. Numbers: what each rank of the host needs, as
-    requests with the rank for an address; none where spec says it."""
+def relay(request: RelayRequest, model: int, numbers: bytes) -> JobNumber:
+    """Load together with other ranks: this rank's share, of one model or of several as one. Numbers: what
+    each rank of the host needs, as requests with the rank for an address; none where spec says it."""
     job: JobNumber = core().start("relay", dumps(request), pack("=1q", handle(model)) + numbers)
     return job
 

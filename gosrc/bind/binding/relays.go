@@ -11,10 +11,18 @@ import (
 	"github.com/overwire/overwire/gosrc/relay"
 )
 
+// relayRequest says what to load together, and of which models.
+type relayRequest struct {
+	relay.Spec
+	// More are further models: the numbers of their tensors follow those of the first,
+	// one model behind the other.
+	More []uint64 `json:"more"`
+}
+
 // relayVerbs are one rank's part in such a load.
 func relayVerbs() []Verb {
 	return []Verb{
-		begun[relay.Spec, relay.Report]("relay", "Load together with other ranks: this rank's share.", startRelay).ints("model").tail("what each rank of the host needs, as requests with the rank for an address; none where spec says it"),
+		begun[relayRequest, relay.Report]("relay", "Load together with other ranks: this rank's share, of one model or of several as one.", startRelay).ints("model").tail("what each rank of the host needs, as requests with the rank for an address; none where spec says it"),
 		answered("relay_shares", "How many bytes each rank's share of each piece has in its buffer.",
 			func(_ none, n []int64) ([]int64, error) {
 				r, err := relayOf(n[0])
@@ -71,7 +79,7 @@ func relayVerbs() []Verb {
 	}
 }
 
-func startRelay(_ *Verb, q relay.Spec, n []int64) (*entry, error) {
+func startRelay(_ *Verb, q relayRequest, n []int64) (*entry, error) {
 	m, err := get[*load.Model](uint64(n[0]))
 	if err != nil {
 		return nil, err
@@ -79,7 +87,21 @@ func startRelay(_ *Verb, q relay.Spec, n []int64) (*entry, error) {
 	if q.Needs, err = rowsOf(n[1:]); err != nil {
 		return nil, err
 	}
-	r, err := relay.Start(m, &q)
+	if len(q.More) > 0 {
+		models := []*load.Model{m}
+		for _, h := range q.More {
+			one, err := get[*load.Model](h)
+			if err != nil {
+				return nil, err
+			}
+			models = append(models, one)
+		}
+		if m, err = load.Several(models); err != nil {
+			return nil, err
+		}
+		defer m.Close() // the relay holds it
+	}
+	r, err := relay.Start(m, &q.Spec)
 	if err != nil {
 		return nil, err
 	}

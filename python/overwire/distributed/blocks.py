@@ -21,7 +21,7 @@ from .group import Members, members_of
 from .relays import connect
 
 if TYPE_CHECKING:
-    from .._requests import RelaySpec
+    from .._requests import RelayRequest
 
 __all__ = ["Blocks", "Together", "meet", "shares"]
 
@@ -94,100 +94,99 @@ class Together:
 
     def __init__(self, members: Members, mine: Blocks, every: Sequence[Sequence[bytes]]) -> None:
         self._members, self._mine, self._every = members, mine, every
+        # The files of which some rank wants a block, and how many tensors those before it have.
+        self._files: dict[int, int] = {}
+        before = 0
+        for number, file in enumerate(mine.files):
+            if any(blocks[number] for blocks in every):
+                self._files[number] = before
+                before += len(file._live().table)
         #: Stored bytes that this rank has read, and that it has copied from others.
         self.read, self.copied = 0, 0
 
     def land(self, first: Callable[[], None]) -> str:
-        """Collective: lands all blocks, those of one file after the other. "", or why the
-        ranks cannot reach each other's memory: then no block has landed.
+        """Collective: lands all blocks, by one relay over the files. "", or why the ranks
+        cannot reach each other's memory: then no block has landed.
 
         first: this rank's part of the load beside them; it runs while the first bytes are
         read, and what it raises is raised on all ranks. If a rank fails or is gone, the
         others raise it.
         """
-        for number, file in enumerate(self._mine.files):
-            if any(blocks[number] for blocks in self._every):
-                if reason := self._one(number, file, first):
-                    return reason
-                first = _nothing
-        self._agree(first)
-        return ""
-
-    def _agree(self, first: Callable[[], None]) -> None:
-        error: BaseException | None = None
-        try:
-            first()
-        except BaseException as caught:
-            error = caught
-        self._members.agree(error)
-
-    def _one(self, number: int, file: Any, first: Callable[[], None]) -> str:
         members = self._members
         job: Job | None = None
         error: BaseException | None = None
+        ours = True
         try:
             try:
-                job = self._begun(number, file)
-                relay_aim(job.number, self._mine.requests[number])
+                if self._files:
+                    job = self._begun()
+                    relay_aim(job.number, self._numbered(self._mine.requests))
                 first()
             except BaseException as caught:
                 error = caught
-            reason: str = connect(members, job, error)
-            if reason:
-                return reason
-            assert job is not None
-            ours = True
-            try:
-                job.wait()
-            except BaseException as caught:
-                error = caught
-                job.cancel()
-                ours = bool((job.report() or {}).get("ours", True))
-                if lost := (job.report() or {}).get("lost"):
-                    raise IOFailure(f"overwire: group: rank {members.local[lost[0]]} is gone: {error}") from error
+            if self._files:
+                if reason := connect(members, job, error):
+                    return reason
+                assert job is not None
+                try:
+                    job.wait()
+                except BaseException as caught:
+                    error = caught
+                    job.cancel()
+                    said = job.report() or {}
+                    ours = bool(said.get("ours", True))
+                    if lost := said.get("lost"):
+                        raise IOFailure(f"overwire: group: rank {members.local[lost[0]]} is gone: {error}") from error
             members.agree(error, ours=ours)
-            report = job.report()
-            self.read += report["stages"]["read_bytes"]
-            self.copied += report.get("pulled", 0)
-            job.done()
-            job = None
+            if job is not None:
+                report = job.report()
+                self.read, self.copied = report["stages"]["read_bytes"], report.get("pulled", 0)
+                job.done()
+                job = None
             return ""
         finally:
             if job is not None:
                 job.cancel()
                 job.free()
 
-    def _begun(self, number: int, file: Any) -> Job:
+    def _begun(self) -> Job:
         members = self._members
-        model = file._live().on(self._mine.device)
-        model.alone()  # what was preloaded is not shared out
-        wanted: set[int] = set()
-        for blocks in self._every:
-            wanted.update(array("q", blocks[number])[0::_WORDS])
-        needs = array("q")
-        for local, rank in enumerate(members.local):
-            flat = array("q", self._every[rank][number])
-            flat[1::_WORDS] = array("q", [local]) * (len(flat) // _WORDS)
-            needs += flat
-        stream = 0
-        if model.device != "cpu":
+        models = [self._mine.files[number]._live().on(self._mine.device) for number in self._files]
+        for model in models:
+            model.alone()  # what was preloaded is not shared out
+        needs = b"".join(self._numbered(self._every[rank], local) for local, rank in enumerate(members.local))
+        device, stream = models[0].device, 0
+        if device != "cpu":
             from ..frameworks.torch import stream_of, used_on
 
-            used_on(model.device)
-            stream = stream_of(model.device)
-        spec: RelaySpec = {
-            "tensors": sorted(wanted),
+            used_on(device)
+            stream = stream_of(device)
+        spec: RelayRequest = {
+            "tensors": sorted(set(array("q", needs)[0::_WORDS])),
+            "more": [model.handle for model in models[1:]],
             "exchange": True,
             "buffers": relays.BUFFERS,
             "size": relays.SHARE * members.most_local,
             "ranks": len(members.local),
             "widest": members.most_local,
             "rank": members.local.index(members.rank),
-            "device": model.device,
+            "device": device,
             "stream": stream,
         }
-        return Job(relay(spec, model.handle, needs.tobytes()), "relay")
+        return Job(relay(spec, models[0].handle, needs), "relay")
 
+    def _numbered(self, requests: Sequence[bytes], rank: int | None = None) -> bytes:
+        # The requests of all files, with the numbers that tensors have where the files are one
+        # model, and with a rank in the place of the addresses.
+        import torch
 
-def _nothing() -> None:
-    pass
+        out = bytearray()
+        for number, before in self._files.items():
+            if requests[number]:
+                held = bytearray(requests[number])
+                rows = torch.frombuffer(held, dtype=torch.int64).view(-1, _WORDS)
+                rows[:, 0] += before
+                if rank is not None:
+                    rows[:, 1] = rank
+                out += held
+        return bytes(out)

@@ -35,7 +35,7 @@ from .exchange import ExchangeContext, Task
 from .group import Members
 
 if TYPE_CHECKING:
-    from .._requests import RelaySpec
+    from .._requests import RelayRequest
 
 __all__ = ["BUFFERS", "SHARE", "Relay", "connect"]
 
@@ -107,7 +107,7 @@ class Relay:
         context, model = self._context, self._model
         members = context.members
         self._on = self._stream()
-        spec: RelaySpec = {
+        spec: RelayRequest = {
             "tensors": [task.at for task in self._tasks],
             "ring": [] if self._engine else [buffer.data_ptr() for buffer in context.ring(self._buffers, self._size)],
             "exchange": self._engine,
