@@ -66,18 +66,17 @@ def connect(members: Members, job: Job | None, error: BaseException | None) -> s
         assert job is not None
         return relay_offer(job.number)
 
-    def join() -> str:
-        assert job is not None
-        try:
-            relay_join([offers[rank] for rank in members.local], job.number)
-        except NotSupportedError as reason:
-            return str(reason)
-        return ""
-
     offers = members.exchange(offer)
-    for rank, reason in enumerate(members.exchange(join)):
-        if reason:
-            return f"rank {rank}: {reason}"
+    assert job is not None  # `offer` has raised
+    try:
+        relay_join([offers[rank] for rank in members.local], job.number)
+    except BaseException as caught:
+        error = caught
+    try:
+        # Of several, an error of another kind is raised.
+        members.agree(error, ours=not isinstance(error, NotSupportedError))
+    except NotSupportedError as reason:
+        return str(reason).removeprefix("overwire: ")
     return ""
 
 
