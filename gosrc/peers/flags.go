@@ -66,6 +66,12 @@ func (p *Peers) Trouble() {
 	}
 }
 
+// AwaitJoined waits until every process has begun to map the others: from then on End of
+// one waits for it.
+func (p *Peers) AwaitJoined(ctx context.Context) error {
+	return p.poll(ctx, func() bool { return !slices.ContainsFunc(p.lines, func(l *line) bool { return l.joined.Load() == 0 }) }, nil, true)
+}
+
 // AwaitPiece waits until the first pieces of a process's memory are complete.
 func (p *Peers) AwaitPiece(ctx context.Context, rank, pieces int) error {
 	return p.poll(ctx, func() bool { return p.lines[rank].published.Load() >= uint64(pieces) }, nil, true)

@@ -215,6 +215,10 @@ func (r *Relay) recycle(ctx context.Context) error {
 	if err := until(ctx, r.carrier.joined); err != nil {
 		return err
 	}
+	// A relay without pieces does not end before the others have found it.
+	if err := r.carrier.AwaitJoined(ctx); err != nil {
+		return err
+	}
 	for n := range r.pieces {
 		if err := r.carrier.AwaitTaken(ctx, n+1); err != nil {
 			return err
