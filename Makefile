@@ -24,7 +24,7 @@ LONG_RACE := ./gosrc/bind/binding/... ./gosrc/nvcomp/... ./gosrc/load/... ./gosr
 # marked slow, most of the tests that make each driver call fail, and long races: `make
 # more` has them. S3 is tested through the wheel; its server is compiled during fuzzing,
 # which ends by the clock.
-LEAN  := -tags=netgo,osusergo,nostores
+LEAN  := -tags=netgo,osusergo,nethttpomithttp2,nostores
 GOPKGS  = $$(go list ./gosrc/... | grep -v '/source/s3$$')
 
 # Packages that are other code without SIMD: the tag takes it away.

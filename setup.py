@@ -42,7 +42,9 @@ CORE = ROOT / "gosrc" / "bind" / "core"
 GO = (1, 26)
 FLOOR = (2, 17)  # glibc, of manylinux2014
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}  # Go's name -> that of wheels
-TAGS = "pyext,netgo,osusergo"
+# No HTTP/2, 0.2 MB of a wheel: source/route and serve speak HTTP/1.1 alone.
+GO_TAGS = "netgo,osusergo,nethttpomithttp2"
+TAGS = "pyext," + GO_TAGS
 # Packages whose functions are not inlined, half a megabyte of a wheel: what speaks with
 # stores, and none whose small functions ours are built of.
 LEAN = (
@@ -352,6 +354,6 @@ if __name__ == "__main__":
     elif len(sys.argv) == 3 and sys.argv[1] == "asan":
         build_library(Path(sys.argv[2]).resolve(), asan=True)
     elif sys.argv[1:] == ["goflags"]:
-        print(shlex.join(["-tags=netgo,osusergo", "-trimpath", "-buildmode=pie", *lean()]))
+        print(shlex.join([f"-tags={GO_TAGS}", "-trimpath", "-buildmode=pie", *lean()]))
     else:
         sys.exit("usage: python setup.py ext [FILE.so] | asan FILE.so | goflags   (everything else: pip)")
