@@ -5,7 +5,6 @@ package page
 
 import (
 	"fmt"
-	"html"
 	"strings"
 	"unicode"
 	"unicode/utf8"
@@ -236,10 +235,13 @@ func shorten(text string, n int) string {
 	return text
 }
 
+// escaped does what package html does, which brings a table of all entities along.
+var escaped = strings.NewReplacer("&", "&amp;", "'", "&#39;", "<", "&lt;", ">", "&gt;", `"`, "&#34;")
+
 // xmlText makes any text one of XML and HTML: no mark-up, no character that they
 // forbid.
 func xmlText(text string) string {
-	return html.EscapeString(strings.Map(func(r rune) rune {
+	return escaped.Replace(strings.Map(func(r rune) rune {
 		if unicode.IsControl(r) || r == utf8.RuneError || r >= 0xfffe && r <= 0xffff {
 			return '�'
 		}
