@@ -48,6 +48,10 @@ func unzip(dst, frame []byte) error {
 	if h.Skippable || h.DictionaryID != 0 || !h.HasFCS || h.FrameContentSize != uint64(len(dst)) {
 		return corrupt("a Zstandard frame of %d bytes where %d belong", h.FrameContentSize, len(dst))
 	}
+	// The library would read on: frames of nothing, and frames to skip.
+	if n := frameBytes(frame, &h); n != len(frame) {
+		return corrupt("a Zstandard frame that ends at byte %d of %d", n, len(frame))
+	}
 	r := unzippers.Get().(*zstd.Decoder)
 	defer unzippers.Put(r)
 	got, err := r.DecodeAll(frame, dst[:0:len(dst)])
@@ -58,4 +62,31 @@ func unzip(dst, frame []byte) error {
 		return corrupt("a Zstandard frame gave %d bytes where %d belong", len(got), len(dst))
 	}
 	return nil
+}
+
+// frameBytes is where the frame with header h ends, by the heads of its blocks; beyond the
+// end of p if the frame is cut.
+func frameBytes(p []byte, h *zstd.Header) int {
+	const (
+		last, sizeShift = 1, 3 // of a block's head
+		headBytes       = 3
+		oneValue        = 1 // the kind of block that has one byte
+		checksum        = 4
+	)
+	at := h.HeaderSize
+	for at+headBytes <= len(p) {
+		head := int(p[at]) | int(p[at+1])<<8 | int(p[at+2])<<16
+		if at += headBytes; head>>1&3 == oneValue {
+			at++
+		} else {
+			at += head >> sizeShift
+		}
+		if head&last != 0 {
+			if h.HasCheckSum {
+				at += checksum
+			}
+			return at
+		}
+	}
+	return len(p) + 1
 }
