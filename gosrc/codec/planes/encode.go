@@ -30,11 +30,12 @@ func (e *Encoder) Zipped() bool { return e.zipped }
 // Encode appends the chunk of src to dst. ok is false, and dst unchanged, if that is
 // not shorter than src. The same src gives the same chunk on every machine.
 func (e *Encoder) Encode(dst, src []byte, transform uint8) (out []byte, ok bool) {
+	e.zipped = false
 	if !known(transform) || len(src) == 0 || len(src)%transforms[transform].width != 0 {
 		return dst, false
 	}
 	f := &transforms[transform]
-	out, e.zipped = binary.LittleEndian.AppendUint32(dst, uint32(len(src))), false
+	out = binary.LittleEndian.AppendUint32(dst, uint32(len(src)))
 	if f.width == 1 {
 		out = e.plane(out, src)
 	} else {

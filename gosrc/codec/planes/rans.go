@@ -199,13 +199,10 @@ var logs = func() (t [2048]uint32) {
 	return
 }()
 
-// log is the logarithm of x > 0, base 2, in units of 2^-16.
+// log is the logarithm of x, from 1 to 4095, base 2, in units of 2^-16.
 func log(x uint32) uint64 {
 	n := bits.Len32(x)
-	if n <= 12 {
-		return uint64(n-1)<<16 + uint64(logs[x<<(12-n)-2048])
-	}
-	return uint64(n-1)<<16 + uint64(logs[x>>(n-12)-2048])
+	return uint64(n-1)<<16 + uint64(logs[x<<(12-n)-2048])
 }
 
 // A histogram counts the values of a block, or of several.
