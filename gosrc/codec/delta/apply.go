@@ -22,7 +22,7 @@ func corrupt(format string, args ...any) error { return errs.New(errs.ErrCorrupt
 // parse reads the header of a chunk of n logical bytes.
 func parse(src []byte, n, width int) (*chunk, error) {
 	lg, err := wide(width)
-	if err != nil || n%width != 0 || n > MaxBytes {
+	if err != nil || n < 0 || n%width != 0 || n > MaxBytes {
 		return nil, errs.New(errs.ErrArgument, "%d bytes of elements of %d", n, width)
 	}
 	if len(src) < Head || len(src)%4 != 0 || n == 0 {

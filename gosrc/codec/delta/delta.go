@@ -155,11 +155,8 @@ func starts(length *[classes]uint8) (start [classes]int, sum int) {
 	return start, sum
 }
 
-// rice is the parameter k for n elements of which c changed.
+// rice is the parameter k for n elements of which c changed, at least one.
 func rice(n, c int) int {
-	if c == 0 {
-		return 0
-	}
 	return bits.Len64(63 * uint64(2*n-c) / (262 * uint64(c))) // R. Rice's optimum: log2(0.48 (mean gap + 1/2)) + 1
 }
 
