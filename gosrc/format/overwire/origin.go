@@ -71,9 +71,13 @@ func (o *Origin) Front(uri string) ([]byte, safetensors.Header, error) {
 		return bad(err)
 	}
 	most := min(o.Size, 8+tensor.MaxHeader)
-	head, err := io.ReadAll(io.LimitReader(flate.NewReader(bytes.NewReader(deflated)), most+1))
-	if err == nil && int64(len(head)) > most {
+	from := bytes.NewReader(deflated)
+	head, err := io.ReadAll(io.LimitReader(flate.NewReader(from), most+1))
+	switch {
+	case err == nil && int64(len(head)) > most:
 		err = errs.New(errs.ErrFormat, "over %d bytes", most)
+	case err == nil && from.Len() > 0:
+		err = errs.New(errs.ErrFormat, "%d bytes behind the Deflate stream", from.Len())
 	}
 	if err != nil {
 		return bad(err)

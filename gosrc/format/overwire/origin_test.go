@@ -107,3 +107,78 @@ func TestOriginAgain(t *testing.T) {
 		t.Errorf("a container without an origin says %s", got)
 	}
 }
+
+// An origin has a size that a file can have and a whole SHA-256, or is refused.
+func TestReadOrigin(t *testing.T) {
+	for size, ok := range map[string]bool{
+		"8": true, "9223372036854775807": true, "7": false, "0": false, "-1": false, "-9223372036854775808": false,
+		"9223372036854775808": false, "18446744073709551615": false, "8.5": false, `"8"`: false, "null": false,
+	} {
+		if o, err := ReadOrigin(`{"origin":{"size":` + size + `}}`); (err == nil) != ok || err != nil && !errors.Is(err, errs.ErrFormat) {
+			t.Errorf("size %s: %v, %v", size, o, err)
+		}
+	}
+	for sum, ok := range map[string]bool{
+		"": true, Pending: true, Pending[1:]: false, Pending[2:]: false, Pending + "0": false, Pending + "00": false, "00": false,
+		Pending[1:] + "g": false, "0x" + Pending[2:]: false, strings.Repeat("F", 64): true,
+	} {
+		if o, err := ReadOrigin(`{"origin":{"size":8,"sha256":"` + sum + `"}}`); (err == nil) != ok || err != nil && !errors.Is(err, errs.ErrFormat) {
+			t.Errorf("SHA-256 %q: %v, %v", sum, o, err)
+		}
+	}
+	for text, ok := range map[string]bool{"": false, "{": false, "[]": false, `{"origin":[]}`: false, `{"origin":"x"}`: false, "{}": true, `{"origin":null}`: true, "null": true} {
+		if o, err := ReadOrigin(text); o != nil || (err == nil) != ok || err != nil && !errors.Is(err, errs.ErrFormat) {
+			t.Errorf("%q: %v, %v", text, o, err)
+		}
+	}
+}
+
+// The header of an origin is one Deflate stream in base64, of a header that fits the size
+// of its file: whatever is cut, added or larger is refused, and a bomb is not inflated.
+func TestFrontOfAnOrigin(t *testing.T) {
+	head, err := safetensors.AppendHeader(nil, map[string]string{"a": "b"}, []safetensors.Entry{{Name: "w", DType: tensor.U8, Shape: []int64{30}, End: 30}}, 8)
+	if err != nil {
+		t.Fatal(err)
+	}
+	size := int64(len(head)) + 30
+	good := NewOrigin(head, size)
+	if got, h, err := good.Front("x"); err != nil || string(got) != string(head) || len(h.Tensors) != 1 {
+		t.Fatalf("%q, %v", got, err)
+	}
+	deflated, err := base64.StdEncoding.DecodeString(good.Header)
+	if err != nil {
+		t.Fatal(err)
+	}
+	of := base64.StdEncoding.EncodeToString
+	for n := range deflated {
+		if _, _, err := (&Origin{Size: size, Header: of(deflated[:n])}).Front("x"); !errors.Is(err, errs.ErrFormat) {
+			t.Errorf("cut to %d bytes: %v", n, err)
+		}
+	}
+	bomb := NewOrigin(make([]byte, 1<<24), 1<<20)
+	for name, o := range map[string]*Origin{
+		"no header":         {Size: size},
+		"no base64":         {Size: size, Header: "!" + good.Header},
+		"a letter too few":  {Size: size, Header: good.Header[:len(good.Header)-1]},
+		"a byte behind":     {Size: size, Header: of(append(deflated[:len(deflated):len(deflated)], 0))},
+		"a stream behind":   {Size: size, Header: of(append(deflated[:len(deflated):len(deflated)], deflated...))},
+		"no header in it":   NewOrigin([]byte("a text of some length"), size),
+		"a byte behind it":  NewOrigin(append(head[:len(head):len(head)], ' '), size),
+		"a byte too few":    NewOrigin(head[:len(head)-1], size),
+		"of a shorter file": {Size: size - 1, Header: good.Header},
+		"of a longer file":  {Size: size + 1, Header: good.Header},
+		"over its file":     {Size: int64(len(head)) - 1, Header: good.Header},
+		"a bomb":            bomb,
+	} {
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
+		_, _, err := o.Front("model.safetensors")
+		runtime.ReadMemStats(&after)
+		if !errors.Is(err, errs.ErrFormat) && !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "model.safetensors") {
+			t.Errorf("%s: %v", name, err)
+		}
+		if heap := after.TotalAlloc - before.TotalAlloc; heap > 8<<20 {
+			t.Errorf("%s: %d bytes of heap", name, heap)
+		}
+	}
+}
