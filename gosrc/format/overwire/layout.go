@@ -96,26 +96,20 @@ func NewLayout(metadata map[string]string, items []Item, origin *Origin, digests
 	if err := l.grid(items, each); err != nil {
 		return nil, err
 	}
-	// Upper bounds: every chunk stored raw.
-	dims, end := 0, uint64(0)
+	// Upper bounds: every chunk stored raw. 2^31 chunks of 16 MiB do not overflow.
+	end := l.index
 	for i := range l.Tensors {
 		t := &l.Tensors[i]
-		dims += len(t.Shape)
 		switch {
 		case t.Plain:
 			t.Stored = t.Bytes
 		case t.Alias < 0:
 			t.Stored = sizes.RoundUp(t.Bytes+tensor.StoredAlign*int64(t.Count), tensor.BlobAlign)
 		}
-		end += uint64(t.Stored)
-	}
-	l.index = int64(blobSize(uint64(len(l.Tensors)), uint64(len(l.Chunks)), uint64(dims)))
-	end += uint64(l.index)
-	if end > math.MaxInt64/2 || l.index > tensor.MaxIndex {
-		return nil, errs.New(errs.ErrArgument, "%d bytes of tensors, %d of index: write shards or larger chunks", end, l.index)
+		end += t.Stored
 	}
 	bound := func() int64 {
-		return sizes.RoundUp(safetensors.HeaderBound(l.metadata, l.entries(), int64(end)), DataAlign)
+		return sizes.RoundUp(safetensors.HeaderBound(l.metadata, l.entries(), end), DataAlign)
 	}
 	if l.header = bound(); l.header-8 > tensor.MaxHeader && (l.Origin != nil || l.Digests != "") {
 		l.Origin, l.Digests, l.metadata[MetadataKey] = nil, "", mark(nil, 0, "")
@@ -206,16 +200,18 @@ func (l *Layout) order(items []Item, sizes []int64) {
 	slices.SortFunc(l.Items[tail:], func(a, b int) int { return cmp.Compare(items[a].Name, items[b].Name) })
 }
 
-// grid sets the fixed fields of Tensors and Chunks.
+// grid sets the fixed fields of Tensors and Chunks, and the size of the index, whose limit
+// it checks before it takes memory for chunks.
 func (l *Layout) grid(items []Item, sizes []int64) error {
 	place := make([]int32, len(items))
 	for i, item := range l.Items {
 		place[item] = int32(i)
 	}
 	l.Tensors = make([]tensor.Tensor, len(items))
-	chunks := int64(0)
+	chunks, dims := int64(0), 0
 	for i, item := range l.Items {
 		it := &items[item]
+		dims += len(it.Shape)
 		t := &l.Tensors[i]
 		*t = tensor.Tensor{Name: it.Name, Shape: it.Shape, DType: it.DType, Bytes: sizes[item], First: int32(chunks), Alias: -1}
 		if it.Alias != 0 {
@@ -236,9 +232,13 @@ func (l *Layout) grid(items []Item, sizes []int64) error {
 		t.Parts, t.ChunkBytes = uint8(parts), uint32(it.ChunkBytes)
 		n := t.Grid().Chunks()
 		if chunks += n; chunks > math.MaxInt32 {
-			return refuse(it, "more than 2^31 chunks")
+			return refuse(it, "more than 2^31 chunks: write shards or larger chunks")
 		}
 		t.Count = int32(n)
+	}
+	l.index = int64(blobSize(uint64(len(items)), uint64(chunks), uint64(dims)))
+	if l.index > tensor.MaxIndex {
+		return errs.New(errs.ErrArgument, "an index of %d bytes, at most %d can be read: write shards or larger chunks", l.index, tensor.MaxIndex)
 	}
 	l.Chunks = make([]tensor.Chunk, chunks)
 	for i := range l.Tensors {
