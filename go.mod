@@ -26,7 +26,7 @@ require (
 	golang.org/x/sys v0.49.0
 )
 
-require github.com/redis/go-redis/v9 v9.23.0
+require github.com/redis/go-redis/v9 v9.21.0
 
 require (
 	github.com/aws/aws-sdk-go-v2/aws/protocol/eventstream v1.7.26 // indirect

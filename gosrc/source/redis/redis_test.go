@@ -297,6 +297,31 @@ func TestCancel(t *testing.T) {
 	}
 }
 
+// A client has one connection, which a cancel cuts, whatever it sends: go-redis 9.22 and
+// later have a second one for pipelines.
+func TestOneConnection(t *testing.T) {
+	t.Parallel()
+	s := sourcetest.StartRedis(t, false)
+	c := plainClient(t, s)
+	at, err := connect(name{scheme: "redis", host: s.Addr}, with(s))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer at.close()
+	before := strings.Count(c.ClientList(bg).Val(), "\n")
+	if err := at.with(bg, func(ctx context.Context, c *redis.Client) error {
+		length := func(p redis.Pipeliner) error { return p.StrLen(ctx, "m").Err() }
+		_, err := c.Pipelined(ctx, length)
+		_, err2 := c.TxPipelined(ctx, length)
+		return errors.Join(err, err2, c.StrLen(ctx, "m").Err())
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if n := strings.Count(c.ClientList(bg).Val(), "\n") - before; n != 1 {
+		t.Errorf("%d connections", n)
+	}
+}
+
 // Connections that are cut cost time and nothing else.
 func TestCut(t *testing.T) {
 	t.Parallel()

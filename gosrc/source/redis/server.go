@@ -119,7 +119,8 @@ func connect(n name, opt source.Options) (*server, error) {
 		Protocol: 2, MaxRetries: -1, DialerRetries: 1, PoolSize: 1, DisableIdentity: true, ContextTimeoutEnabled: true,
 		DialTimeout: min(s.retry.Timeout, 15*time.Second), ReadTimeout: s.retry.Timeout, WriteTimeout: s.retry.Timeout,
 		ReadBufferSize: 256 << 10, WriteBufferSize: 64 << 10,
-		MaintNotificationsConfig: &maintnotifications.Config{Mode: maintnotifications.ModeDisabled},
+		// Without a type of endpoint the library asks DNS for one.
+		MaintNotificationsConfig: &maintnotifications.Config{Mode: maintnotifications.ModeDisabled, EndpointType: maintnotifications.EndpointTypeNone},
 	}
 	if n.scheme == "rediss" {
 		host, _, _ := net.SplitHostPort(n.host)
