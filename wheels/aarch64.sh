@@ -63,18 +63,25 @@ runner() {
 	chmod +x "$work/exec"
 }
 
-# The packages of .venv for aarch64. torch 2.10 is the last whose wheel for aarch64 needs
-# no library of CUDA.
+# The packages of .venv for aarch64, and those of .venv/transformers5. torch 2.10 is the
+# last whose wheel for aarch64 needs no library of CUDA.
 packages() {
 	[ -e "$work/packages/.ready" ] && return
-	rm -rf "$work/packages"
+	rm -rf "$work/packages" "$work/transformers5"
 	"$python" -m pip list --format=freeze --disable-pip-version-check |
 		grep -viE '^(nvidia|cuda|triton|overwire|pip|setuptools|ruff|mypy|torch)[-_=]' >"$work/wanted.txt"
+	installed "$work/transformers5" -r requirements-transformers5.txt
+	installed "$work/packages" -r "$work/wanted.txt" torch==2.10.0 async_timeout==5.0.1
+	touch "$work/packages/.ready"
+}
+
+# installed FOLDER WHAT...: packages for aarch64, in a folder.
+installed() {
+	into=$1
+	shift
 	# shellcheck disable=SC2046
 	"$python" -m pip install -q --no-compile --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.11 \
-		$(printf -- '--platform manylinux_2_%s_aarch64 ' 36 34 31 28 27 26 17) --platform manylinux2014_aarch64 \
-		--target "$work/packages" -r "$work/wanted.txt" torch==2.10.0 async_timeout==5.0.1
-	touch "$work/packages/.ready"
+		$(printf -- '--platform manylinux_2_%s_aarch64 ' 36 34 31 28 27 26 17) --platform manylinux2014_aarch64 --target "$into" "$@"
 }
 
 export GOARCH=arm64 GOEXPERIMENT=
@@ -84,15 +91,12 @@ case $verb in
 tests)
 	tools
 	runner
-	export GOFLAGS=-tags=netgo,osusergo,nostores CGO_ENABLED=1 CC=aarch64-linux-gnu-gcc
-	left="$(left_out go | paste -sd' ')"
-	[ $# != 0 ] || {
-		set -- $(go list ./gosrc/... | grep -v '/source/s3$') # S3's library takes minutes to compile
-		left="source/s3 $left"
-	}
+	GOFLAGS=$("$python" setup.py goflags) # tests and the wheel share what is compiled
+	export GOFLAGS CGO_ENABLED=1 CC=aarch64-linux-gnu-gcc
+	[ $# != 0 ] || set -- $(go list ./gosrc/...)
 	status=0
 	logged go test -short -vet=off -timeout 60m -skip "^($(left_out go | paste -sd'|'))\$" -exec "$work/exec" "$@" || status=1
-	say "Go tests: $(grep -c '^ok' "$work/tests.log") packages passed, $(grep -c '^FAIL	' "$work/tests.log") failed; left out: $left"
+	say "Go tests: $(grep -c '^ok' "$work/tests.log") packages passed, $(grep -c '^FAIL	' "$work/tests.log") failed; left out: $(left_out go | paste -sd' ')"
 	exit $status
 	;;
 wheel)
@@ -111,8 +115,8 @@ python)
 	packages
 	rm -rf "$work/packages/overwire"
 	"$python" -m zipfile -e "$work"/dist/*.whl "$work/packages"
-	unset PYTHONDONTWRITEBYTECODE # or each program compiles what it imports of torch
-	export OVERWIRE_TEST_SLOW=1 OVERWIRE_TEST_GRACE=300
+	unset PYTHONPATH PYTHONDONTWRITEBYTECODE # or each program compiles what it imports of torch
+	export OVERWIRE_TEST_SLOW=1 OVERWIRE_TEST_GRACE=300 OVERWIRE_TEST_TRANSFORMERS5="$work/transformers5"
 	# The packages are found as installed ones are: tests set PYTHONPATH.
 	site=build/pythons/aarch64/.bookworm/sys/usr/lib/python3/dist-packages
 	mkdir -p $site

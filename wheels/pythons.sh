@@ -36,8 +36,8 @@ of_debian() {
 	mirror=$(apt-get indextargets --format '$(REPO_URI)' 2>/dev/null | grep -m1 '/debian/\?$') || sorry "apt knows no mirror of Debian"
 	mkdir -p "$work/state/lists/partial" "$work/cache/archives/partial" "$work/debs" "$sys"
 	echo "deb $mirror $1 main" >"$work/sources.list"
-	[ "$1" = bookworm ] && ssl=libssl3 || ssl=libssl3t64
-	packages="libc6 libexpat1 zlib1g libffi8 $ssl libuuid1 libbz2-1.0 liblzma5 libgcc-s1 libstdc++6 libgomp1 libzstd1 libsqlite3-0 libcrypt1"
+	case $1 in bookworm) ssl=libssl3 sodium=libsodium23 ;; trixie) ssl=libssl3t64 sodium=libsodium23 ;; *) ssl=libssl3t64 sodium=libsodium26 ;; esac
+	packages="libc6 libexpat1 zlib1g libffi8 $ssl libuuid1 libbz2-1.0 liblzma5 libgcc-s1 libstdc++6 libgomp1 libzstd1 libsqlite3-0 libcrypt1 $sodium"
 	packages="$packages python$version-minimal libpython$version-minimal libpython$version-stdlib"
 	# shellcheck disable=SC2086
 	{ apt update -qq && (cd "$work/debs" && apt download -qq $packages); } >"$work/log" 2>&1 || sorry "not to be had: $(tail -1 "$work/log")"
