@@ -93,7 +93,7 @@ tests)
 	runner
 	GOFLAGS=$("$python" setup.py goflags) # tests and the wheel share what is compiled
 	export GOFLAGS CGO_ENABLED=1 CC=aarch64-linux-gnu-gcc
-	[ $# != 0 ] || set -- $(go list ./gosrc/...)
+	[ $# != 0 ] || set -- $(go list ./gosrc/... | grep -v '/internal/house$') # which reads the sources: the same for every machine
 	status=0
 	logged go test -short -vet=off -timeout 60m -skip "^($(left_out go | paste -sd'|'))\$" -exec "$work/exec" "$@" || status=1
 	say "Go tests: $(grep -c '^ok' "$work/tests.log") packages passed, $(grep -c '^FAIL	' "$work/tests.log") failed; left out: $(left_out go | paste -sd' ')"
