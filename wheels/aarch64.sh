@@ -66,13 +66,13 @@ runner() {
 # The packages of .venv for aarch64, and those of .venv/transformers5. torch 2.10 is the
 # last whose wheel for aarch64 needs no library of CUDA.
 packages() {
-	[ -e "$work/packages/.ready" ] && return
-	rm -rf "$work/packages" "$work/transformers5"
 	"$python" -m pip list --format=freeze --disable-pip-version-check |
 		grep -viE '^(nvidia|cuda|triton|overwire|pip|setuptools|ruff|mypy|torch)[-_=]' >"$work/wanted.txt"
+	cat "$work/wanted.txt" requirements-transformers5.txt | cmp -s - "$work/packages/.ready" && return
+	rm -rf "$work/packages" "$work/transformers5"
 	installed "$work/transformers5" -r requirements-transformers5.txt
 	installed "$work/packages" -r "$work/wanted.txt" torch==2.10.0 async_timeout==5.0.1
-	touch "$work/packages/.ready"
+	cat "$work/wanted.txt" requirements-transformers5.txt >"$work/packages/.ready"
 }
 
 # installed FOLDER WHAT...: packages for aarch64, in a folder.
