@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -114,8 +113,7 @@ def test_two_gpus(folder: Path, backend: str) -> None:
 
 
 def bench(*words: str, exchange: str = "ipc") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "overwire", "bench", *words]
-    return subprocess.run(command, env=cleaned() | {"OVERWIRE_EXCHANGE": exchange}, capture_output=True, text=True, timeout=240)
+    return warm.fresh(["-m", "overwire", "bench", *words], env=cleaned() | {"OVERWIRE_EXCHANGE": exchange})
 
 
 @pytest.mark.imports_torch
@@ -141,8 +139,7 @@ def test_bench_refuses_wrong_bytes(tmp_path: Path) -> None:
     ow.save_file({"a": torch.ones(64, 64)}, tmp_path / "plain.safetensors", compress=False)
     ow.save_file({"a": torch.ones(64, 64) * 2}, tmp_path / "packed.safetensors")
     task = {"folder": str(tmp_path), "ranks": 1, "rank": 0, "way": "ipc", "device": "cpu", "repeat": 1, "first": True, "floors": {}}
-    command = [sys.executable, "-m", "overwire._bench_rank", json.dumps(task)]
-    done = subprocess.run(command, env=cleaned(), capture_output=True, text=True, timeout=240)
+    done = warm.fresh(["-m", "overwire._bench_rank", json.dumps(task)], env=cleaned())
     assert done.returncode == 1 and "compressed, whole, ipc: rank 0: a is wrong" in done.stderr, done.stderr
     for words in (("--ranks", "0"), ("--ranks=many",), ("--ranks", "2", "--size", "much"), ("--ranks", "2", "--repeat", "0")):
         assert bench(*words).returncode == 2, words

@@ -11,14 +11,13 @@ import inspect
 import mmap
 import os
 import pkgutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import warm
 from fastsafetensors_plain import plain
 
 torch = pytest.importorskip("torch")
@@ -231,8 +230,7 @@ def test_pairs_over_two_ranks(real: Any, tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
     def rank(number: int) -> Any:
-        argv = [sys.executable, str(HERE / "fastsafetensors_pairs.py"), str(tmp_path), str(number), "2"]
-        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
+        return warm.fresh([HERE / "fastsafetensors_pairs.py", tmp_path, str(number), "2"], env=env, timeout=120)
 
     with ThreadPoolExecutor(2) as pool:
         for done in pool.map(rank, range(2)):

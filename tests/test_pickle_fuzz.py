@@ -4,12 +4,11 @@ the million. `make asan` runs these with AddressSanitizer, too."""
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import overwire as ow
+import warm
 from pickle_cases import Maker
 from pickle_fuzz import touch
 from test_pickle_hostile import whole_bundle
@@ -17,8 +16,7 @@ from test_pickle_hostile import whole_bundle
 
 def test_random_pickles_load_or_are_refused(seed: int) -> None:
     fuzz = Path(__file__).with_name("pickle_fuzz.py")
-    command = [sys.executable, str(fuzz), "--cases", "2000", "--seed", str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = warm.fresh([fuzz, "--cases", "2000", "--seed", str(seed)], timeout=280)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert f"CASES 2000 SEED {seed}" in done.stdout and "'loaded'" in done.stdout
 

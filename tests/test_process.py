@@ -14,6 +14,7 @@ from pathlib import Path
 
 import processes
 import pytest
+import warm
 from process_helper import BIG, FEWER, PRELUDE, run, write_plain, write_sparse
 
 FORKS = 200 // FEWER
@@ -135,7 +136,7 @@ if __name__ == "__main__":
         got = pool.map(work, [sys.argv[1]] * 8, chunksize=1)
     assert all(n == 1 and pid != os.getpid() for n, pid in got)
 """)
-    done = subprocess.run([sys.executable, program, small, method], capture_output=True, text=True, timeout=120)
+    done = warm.fresh([program, small, method], timeout=120)
     assert done.returncode == 0, done.stderr
 
 

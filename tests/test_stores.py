@@ -7,8 +7,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import numpy as np
 import overwire as ow
 import pytest
 import stores
+import warm
 from conftest import soon
 from overwire.stores import presign
 
@@ -269,7 +268,7 @@ def test_example(servers: dict[str, Store], tmp_path: Path) -> None:
         "REDISCLI_AUTH": stores.REDIS_PASSWORD,
     }
     example = stores.ROOT / "examples" / "stores.py"
-    done = subprocess.run([sys.executable, example], cwd=tmp_path, env=os.environ | env, capture_output=True, text=True, timeout=120)
+    done = warm.fresh([example], cwd=tmp_path, env=os.environ | env, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("model.safetensors: ") == 2 and not list(tmp_path.iterdir())
 

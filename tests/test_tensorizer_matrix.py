@@ -26,6 +26,7 @@ import pytest
 import stores
 import tensorizer as theirs
 import torch
+import warm
 
 try:  # libsodium is the system's: the reference encrypts only where it is there
     theirs.EncryptionParams.random()
@@ -401,7 +402,7 @@ before = high("VmRSS")
 tensors = ow.load_file({str(tmp_path / "x.tensors")!r}, framework="np", storage_options={{"decryption_key": {key!r}}})
 print(high("VmHWM") - before - (96 << 20))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=os.environ)
+    done = warm.fresh(["-c", program], timeout=120)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 64 << 20
 

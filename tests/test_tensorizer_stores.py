@@ -7,8 +7,6 @@ from __future__ import annotations
 import io
 import itertools
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ import pytest
 import stores
 import tensorizer as theirs
 import torch
+import warm
 
 STATE = {"m": [torch.arange(6.0), {"w": torch.ones(2, 3).bfloat16()}], "big": torch.randn(300_000), "e": torch.zeros(0, 4)}
 
@@ -309,7 +308,7 @@ try:
         stream.write(b"half"); raise KeyError
 except KeyError: pass
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = warm.fresh(["-c", program], timeout=120)
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert (folder / "dropped").read_bytes() == b"dropped" and (folder / "exit").read_bytes() == b"at exit"
     assert not (folder / "failed").exists()

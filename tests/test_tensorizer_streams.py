@@ -23,6 +23,7 @@ import numpy as np
 import overwire as ow
 import pytest
 import torch
+import warm
 from overwire.compat.tensorizer import TensorDeserializer, TensorSerializer, stream_io
 from overwire.stores import ObjectReader, ObjectWriter
 
@@ -517,7 +518,7 @@ def test_uploads_that_fail(tmp_path: Path) -> None:
             stream.close()
         with pytest.raises(ow.AccessError):
             ObjectWriter("s3://bucket/no", storage_options={"endpoint_url": url, "key": "K", "secret": "S"}).close()
-        done = subprocess.run([sys.executable, "-c", LEFT_OPEN, url], capture_output=True, text=True, timeout=120)
+        done = warm.fresh(["-c", LEFT_OPEN, url], timeout=120)
         assert "AccessError" in done.stderr
         assert sorted(headers["path"].partition("?")[0] for headers in kind.asked) == ["/bucket/yes1", "/bucket/yes2"]
     finally:
