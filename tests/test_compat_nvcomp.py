@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -20,7 +21,6 @@ import overwire.compat
 import overwire.compat.nvcomp as nvcomp
 import pytest
 import torch
-from conftest import ROOT
 from overwire.compat.nvcomp import original
 from overwire.compat.nvcomp.external_memory import ExternalMemory
 from test_codecs import OTHERS, SIZES, content
@@ -86,7 +86,7 @@ def test_unmodified_programs_import_it(tmp_path: Any) -> None:
     """By the compat path and by install, also beside other wheels of nvidia's namespace."""
     (tmp_path / "nvidia" / "other").mkdir(parents=True)
     (tmp_path / "nvidia" / "other" / "__init__.py").write_text("here = True\n")
-    folder = overwire.compat.path("nvcomp")
+    folder, home = overwire.compat.path("nvcomp"), Path(overwire.__file__).parents[1]
     program = (
         "import nvidia.nvcomp as nvcomp, nvidia.other\n"
         "from nvidia import nvcomp as again\n"
@@ -95,7 +95,7 @@ def test_unmodified_programs_import_it(tmp_path: Any) -> None:
         "print(bytes(nvcomp.Codec().decode(nvcomp.Codec(algorithm='LZ4').encode(b'abc'))))\n"
     )
     for first, before in ((folder, ""), (".", "import overwire.compat; overwire.compat.install('nvcomp')\n")):
-        env = {"PYTHONPATH": f"{first}:{tmp_path}:{ROOT / 'python'}", "PATH": "/usr/bin:/bin"}
+        env = {"PYTHONPATH": f"{first}:{tmp_path}:{home}", "PATH": "/usr/bin:/bin"}
         done = subprocess.run([sys.executable, "-c", before + program], env=env, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout) == (0, "b'abc'\n"), done.stderr
 
