@@ -272,22 +272,28 @@ func Names(ctx context.Context, uris []string, open Opener, opt Options) (names 
 // costs round trips, a local one a core.
 const together = 16
 
-// sources opens files. The caller closes them, even after an error.
+// sources opens files. The caller closes them, even after an error, which is that of the
+// first file that cannot be opened; those behind it are not waited for.
 func sources(ctx context.Context, files []string, open Opener) ([]source.Source, error) {
 	srcs := make([]source.Source, len(files))
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	_ = spawn.Each(ctx, "open", together, len(files), func(i int) error {
-		s, err := open(ctx, files[i])
+	each, stop := make([]context.Context, len(files)), make([]context.CancelFunc, len(files))
+	for i := range files {
+		each[i], stop[i] = context.WithCancel(ctx)
+		defer stop[i]()
+	}
+	err := spawn.Each(ctx, "open", together, len(files), func(i int) error {
+		s, err := open(each[i], files[i])
 		if err != nil {
-			cancel(err) // the first cause counts
+			for _, stop := range stop[i+1:] {
+				stop()
+			}
 			return err
 		}
 		srcs[i] = s
 		return nil
 	})
-	if ctx.Err() != nil {
-		return slices.DeleteFunc(srcs, func(s source.Source) bool { return s == nil }), context.Cause(ctx)
+	if err != nil {
+		return slices.DeleteFunc(srcs, func(s source.Source) bool { return s == nil }), err
 	}
 	return srcs, nil
 }

@@ -1,0 +1,307 @@
+package format
+
+// This file tests which files of a folder, of a store or of an index are a model's, and
+// that no opened file is left behind.
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// A store has objects in memory, and counts what is open.
+type store struct {
+	mu     sync.Mutex
+	files  map[string][]byte
+	opened []string
+	open   int
+}
+
+type object struct {
+	memory
+	of *store
+}
+
+func (o *object) Close() error {
+	o.of.mu.Lock()
+	defer o.of.mu.Unlock()
+	o.of.open--
+	return nil
+}
+
+func (s *store) Open(_ context.Context, uri string) (source.Source, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	b, ok := s.files[uri]
+	if !ok {
+		return nil, errs.New(errs.ErrNotFound, "%s", uri)
+	}
+	s.opened, s.open = append(s.opened, uri), s.open+1
+	return &object{memory{name: uri, b: b}, s}, nil
+}
+
+// of is a plain file of tensors of one byte.
+func of(t *testing.T, names ...string) []byte {
+	t.Helper()
+	var entries []safetensors.Entry
+	for i, name := range names {
+		entries = append(entries, safetensors.Entry{Name: name, DType: tensor.U8, Shape: []int64{1}, Begin: int64(i), End: int64(i + 1)})
+	}
+	head, err := safetensors.AppendHeader(nil, nil, entries, 8)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return append(head, make([]byte, len(names))...)
+}
+
+// listing is an index.json of tensor, file, tensor, file, ...
+func listing(pairs ...string) []byte {
+	var rows []string
+	for i := 0; i < len(pairs); i += 2 {
+		rows = append(rows, fmt.Sprintf("%q:%q", pairs[i], pairs[i+1]))
+	}
+	return []byte(`{"metadata":{},"weight_map":{` + strings.Join(rows, ",") + `}}`)
+}
+
+// A remote name stands for itself, for what its index.json lists, or for the model in its
+// folder: the one that the store lists, or else the first of the usual names.
+func TestResolveRemote(t *testing.T) {
+	const dir = "https://host/models/m/"
+	two := listing("a", "1.safetensors", "b", "2.safetensors")
+	broken := errs.New(errs.ErrIO, "the store is broken")
+	for _, c := range []struct {
+		name   string
+		uri    string
+		store  []string // what the folder has
+		listed error    // what the store says instead of a listing
+		want   []string // below the folder
+		class  error
+	}{
+		{"a file", dir + "x.safetensors", nil, nil, []string{"x.safetensors"}, nil}, // it is not looked for yet
+		{"an index", dir + "m.safetensors.index.json", []string{"m.safetensors.index.json"}, nil, []string{"1.safetensors", "2.safetensors"}, nil},
+		{"an index that is not there", dir + "m.safetensors.index.json", nil, nil, nil, errs.ErrNotFound},
+		{"one file of a folder", dir, []string{"b.safetensors", "README.md"}, nil, []string{"b.safetensors"}, nil},
+		{"an index beside its files", dir, []string{"1.safetensors", "2.safetensors", "m.safetensors.index.json", "old.safetensors"}, nil, []string{"1.safetensors", "2.safetensors"}, nil},
+		{"hidden files", dir, []string{".x.safetensors", "b.safetensors", ".m.safetensors.index.json"}, nil, []string{"b.safetensors"}, nil},
+		{"two indexes", dir, []string{"a.safetensors.index.json", "b.safetensors.index.json"}, nil, nil, errs.ErrArgument},
+		{"no weights", dir, []string{"README.md"}, nil, nil, errs.ErrNotFound},
+		{"a broken store", dir, []string{"model.safetensors"}, broken, nil, errs.ErrIO},
+		{"no listing, one file", dir, []string{"model.safetensors", "other.safetensors"}, errs.ErrNotSupported, []string{"model.safetensors"}, nil},
+		{"no listing, an index", dir, []string{"model.safetensors", "model.safetensors.index.json"}, errs.ErrNotSupported, []string{"1.safetensors", "2.safetensors"}, nil},
+		{"no listing, a part of a pipeline", dir, []string{"diffusion_pytorch_model.safetensors"}, errs.ErrNotSupported, []string{"diffusion_pytorch_model.safetensors"}, nil},
+		{"no listing, a delta", dir, []string{"delta.safetensors.index.json"}, errs.ErrNotSupported, []string{"1.safetensors", "2.safetensors"}, nil},
+		{"no listing, another name", dir, []string{"other.safetensors"}, errs.ErrNotSupported, nil, errs.ErrNotFound},
+	} {
+		s := store{files: map[string][]byte{}}
+		for _, name := range c.store {
+			s.files[dir+name] = two
+		}
+		opt := Options{List: func(context.Context, string) ([]string, error) {
+			return slices.Sorted(maps.Keys(s.files)), c.listed
+		}}
+		files, shards, err := Resolve(t.Context(), c.uri, s.Open, opt)
+		var want []string
+		for _, name := range c.want {
+			want = append(want, dir+name)
+		}
+		if !errors.Is(err, c.class) || !slices.Equal(files, want) || (shards != nil) != (len(c.want) == 2) || s.open != 0 {
+			t.Errorf("%s: %q, index %v, %d open, %v", c.name, files, shards != nil, s.open, err)
+		}
+	}
+	s := store{files: map[string][]byte{dir + "model.safetensors": nil}}
+	s.files[dir+"model.safetensors.index.json"] = []byte("{")
+	if _, _, err := Resolve(t.Context(), dir, s.Open, Options{}); !errors.Is(err, errs.ErrFormat) || s.open != 0 {
+		t.Errorf("a bad index before a good file: %v, %d open", err, s.open)
+	}
+}
+
+// A local folder has one model, or says which there are, one level further down too.
+func TestResolveFolders(t *testing.T) {
+	two := string(listing("a", "1.safetensors", "b", "2.safetensors"))
+	for _, c := range []struct {
+		name  string
+		files []string
+		want  []string
+		class error
+		words string
+	}{
+		{"by name", []string{"b.safetensors", "a.safetensors", ".c.safetensors", "d.bin"}, []string{"a.safetensors", "b.safetensors"}, nil, ""},
+		{"by its index", []string{"m.safetensors.index.json", "z.safetensors"}, []string{"1.safetensors", "2.safetensors"}, nil, ""},
+		{"several indexes", []string{"m.safetensors.index.json", "n.safetensors.index.json"}, nil, errs.ErrArgument, "several models in one folder"},
+		{"empty", nil, nil, errs.ErrNotFound, "no .safetensors file in this folder"},
+		{"a pipeline", []string{"vae/x.safetensors", "unet/x.safetensors", "unet/y.safetensors", "text/notes"}, nil, errs.ErrNotFound, "open a folder below it (unet, vae)"},
+		{"a cache", []string{"blobs/x", "snapshots/abc/x.safetensors"}, nil, errs.ErrNotFound, "name one of its snapshots"},
+	} {
+		for _, base := range []string{"plain", "[a]*?"} { // the second is no pattern
+			dir := filepath.Join(t.TempDir(), base)
+			if err := os.MkdirAll(dir, 0o700); err != nil {
+				t.Fatal(err)
+			}
+			for _, name := range c.files {
+				path := filepath.Join(dir, name)
+				if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, []byte(two), 0o600)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			for _, uri := range []string{dir, dir + "/"} {
+				files, _, err := Resolve(t.Context(), uri, nil, Options{})
+				var want []string
+				for _, name := range c.want {
+					want = append(want, filepath.Join(dir, name))
+				}
+				if !errors.Is(err, c.class) || err != nil && !strings.Contains(err.Error(), c.words) || !slices.Equal(files, want) {
+					t.Errorf("%s in %s: %q, %v", c.name, base, files, err)
+				}
+			}
+		}
+	}
+	for _, name := range []string{"a", "*", "?", "[a]", `\`, `\*`, "a[b", "[^a]"} {
+		for _, other := range []string{"a", "b", "xx", `\`, "*", "?"} {
+			if ok, err := filepath.Match(EscapeGlob(name), other); err != nil || ok != (name == other) {
+				t.Errorf("%s stands for %s: %v, %v", name, other, ok, err)
+			}
+		}
+		if ok, err := filepath.Match(EscapeGlob(name), name); !ok || err != nil {
+			t.Errorf("%s does not stand for itself: %v", name, err)
+		}
+	}
+}
+
+// Everything that was opened is closed if one of the files is bad, and none is opened of
+// which no tensor is wanted.
+func TestOpenAllLeavesNothingOpen(t *testing.T) {
+	const dir = "https://host/m/"
+	index := dir + "m.safetensors.index.json"
+	files := func() map[string][]byte {
+		return map[string][]byte{
+			index:                 listing("a", "1.safetensors", "b", "2.safetensors", "c", "3.safetensors"),
+			dir + "1.safetensors": of(t, "a"), dir + "2.safetensors": of(t, "b"), dir + "3.safetensors": of(t, "c"),
+		}
+	}
+	for name, change := range map[string]func(f map[string][]byte){
+		"a shard is missing":       func(f map[string][]byte) { delete(f, dir+"2.safetensors") },
+		"a shard is no file of it": func(f map[string][]byte) { f[dir+"3.safetensors"] = []byte("no such bytes") },
+		"a tensor is elsewhere":    func(f map[string][]byte) { f[dir+"1.safetensors"] = of(t, "b") },
+		"the index is bad":         func(f map[string][]byte) { f[index] = []byte("{}") },
+	} {
+		s := store{files: files()}
+		change(s.files)
+		ix, srcs, err := OpenAll(t.Context(), []string{dir + "1.safetensors", index}, s.Open, Options{})
+		if err == nil || !errs.Classed(err) || ix != nil || srcs != nil || s.open != 0 {
+			t.Errorf("%s: %d left open, %v", name, s.open, err)
+		}
+	}
+	for _, c := range []struct {
+		keys []string
+		want []string
+	}{{nil, []string{"a", "b", "c"}}, {[]string{"b"}, []string{"b"}}, {[]string{"c", "a"}, []string{"a", "c"}}} {
+		s := store{files: files()}
+		ix, srcs, err := OpenAll(t.Context(), []string{index}, s.Open, Options{Keys: c.keys})
+		if err != nil {
+			t.Fatal(err)
+		}
+		var got []string
+		for i := range ix.Tensors {
+			got = append(got, ix.Tensors[i].Name)
+		}
+		if !slices.Equal(got, c.want) || len(srcs) != len(c.want) || s.open != len(c.want) || len(s.opened) != 1+len(c.want) {
+			t.Errorf("%v: tensors %v of %d sources, %d open, %v were opened", c.keys, got, len(srcs), s.open, s.opened)
+		}
+	}
+	s := store{files: files()}
+	names, ok, err := Names(t.Context(), []string{index, index}, s.Open, Options{})
+	if !slices.Equal(names, []string{"a", "b", "c", "a", "b", "c"}) || !ok || err != nil || s.open != 0 || len(s.opened) != 2 {
+		t.Errorf("names %v, %v, %v; %v were opened", names, ok, err, s.opened)
+	}
+	if names, ok, err := Names(t.Context(), []string{index, dir + "1.safetensors"}, s.Open, Options{}); names != nil || ok || err != nil {
+		t.Errorf("names of a file without an index: %v, %v, %v", names, ok, err)
+	}
+	if _, _, err := OpenAll(t.Context(), nil, s.Open, Options{}); !errors.Is(err, errs.ErrArgument) {
+		t.Errorf("nothing is opened: %v", err)
+	}
+}
+
+// Of several files that cannot be opened the first is named, whichever fails first, and
+// those behind it are not waited for.
+func TestTheFirstMissingFileIsNamed(t *testing.T) {
+	failed := make(chan struct{})
+	open := func(ctx context.Context, uri string) (source.Source, error) {
+		switch uri {
+		case "2": // fails last of all
+			<-failed
+			return nil, errs.New(errs.ErrNotFound, "file 2")
+		case "5":
+			defer close(failed)
+			return nil, errs.New(errs.ErrIO, "file 5")
+		case "9": // a store that does not answer
+			<-ctx.Done()
+			return nil, errs.Cause(ctx)
+		}
+		if err := ctx.Err(); err != nil {
+			return nil, err
+		}
+		return &memory{name: uri}, nil
+	}
+	files := []string{"0", "1", "2", "3", "4", "5", "6", "7", "8", "9"}
+	srcs, err := sources(t.Context(), files, open)
+	if !errors.Is(err, errs.ErrNotFound) || slices.Contains(srcs, nil) || len(srcs) < 2 { // 0 and 1 at least
+		t.Errorf("%d sources, %v", len(srcs), err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := sources(ctx, files[:2], open); !errors.Is(err, errs.ErrCancelled) {
+		t.Errorf("cancelled: %v", err)
+	}
+}
+
+// A tree has the folders with files, each before the one above it, and no hidden folder, no
+// link and not the folder that is written.
+func TestTree(t *testing.T) {
+	dir := t.TempDir()
+	put := func(names ...string) {
+		for _, name := range names {
+			path := filepath.Join(dir, name)
+			if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, nil, 0o600)); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	put("model_index.json", "unet/w.safetensors", "vae/w.safetensors.index.json", "text/notes", "deep/er/w.safetensors", ".git/w.safetensors", "out/w.safetensors")
+	if err := errors.Join(os.Mkdir(filepath.Join(dir, "empty"), 0o700), os.Symlink(dir, filepath.Join(dir, "loop"))); err != nil {
+		t.Fatal(err)
+	}
+	want := []Branch{{"deep/er", true}, {"text", false}, {"unet", true}, {"vae", true}, {"", false}}
+	if got, err := Tree(dir, filepath.Join(dir, "out")); err != nil || !slices.Equal(got, want) {
+		t.Errorf("%v, want %v: %v", got, want, err)
+	}
+	for _, none := range []string{"https://host/m/", filepath.Join(dir, "model_index.json"), filepath.Join(dir, "nowhere"), ""} {
+		if got, err := Tree(none, ""); got != nil || err != nil {
+			t.Errorf("%s: %v, %v", none, got, err)
+		}
+	}
+	deepest := strings.Repeat("d/", maxDepth)
+	put(deepest + "x")
+	if got, err := Tree(dir, ""); err != nil || !slices.Contains(got, Branch{deepest[:len(deepest)-1], false}) {
+		t.Errorf("%d folders deep: %v, %v", maxDepth, got, err)
+	}
+	put(deepest + "d/x")
+	if _, err := Tree(dir, ""); !errors.Is(err, errs.ErrNotSupported) {
+		t.Errorf("%d folders deep: %v", maxDepth+1, err)
+	}
+	put("blobs/x", "snapshots/abc/x")
+	if _, err := Tree(dir, ""); !errors.Is(err, errs.ErrArgument) || !strings.Contains(err.Error(), "snapshots/abc") {
+		t.Errorf("a cache: %v", err)
+	}
+}
