@@ -265,6 +265,25 @@ $(ENGINES33)/.ready: $(ENGINES)/.ready
 	tar -xzf $(ENGINES33)/vllm-0.33.0.tar.gz -C $(ENGINES33)
 	@touch $@
 
+# Quantisers of transformers on the CPU, installed once for all runs: what both releases of it
+# take, what differs, and torchao, beside which diffusers 0.35 cannot be imported, as quanto does.
+# Some have no wheel; pip makes one with the tools.
+QUANTISERS := build/quantisers
+.PHONY: quantisers
+quantisers: build $(QUANTISERS)/.ready ## GPTQ, AWQ and other quantisers' models in transformers, patched and not, byte for byte
+	OVERWIRE_TEST_QUANTISERS="$(CURDIR)/$(QUANTISERS)" $(PY) -m pytest -n $(JOBS) tests/test_quantised.py
+
+$(QUANTISERS)/.ready: PIP = BUILD_CUDA_EXT=0 PYTHONPATH="$(CURDIR)/$(QUANTISERS)/tools" $(PY) -m pip install -q \
+	--disable-pip-version-check --no-deps --no-build-isolation --target $(QUANTISERS)
+$(QUANTISERS)/.ready: requirements-quantisers.txt $(VENV)/.ready
+	rm -rf $(QUANTISERS) && mkdir -p $(QUANTISERS)
+	$(PIP)/tools ninja==1.13.2 packaging==26.3 setuptools==84.2.1 wheel==0.48.0
+	$(PIP)/both -r requirements-quantisers.txt
+	$(PIP)/torchao torchao==0.18.0
+	$(PIP)/5 gptqmodel==7.7.0 optimum==2.3.0
+	$(PIP)/4.57 autoawq==0.2.9 gptqmodel==5.6.12 optimum==2.0.0
+	@touch $@
+
 # The GPU engine. The first two run without a GPU.
 .PHONY: kernels fakegpu fakepy gpubench
 NVCC := build/nvcc/nvidia/cu13/bin/nvcc

@@ -7,16 +7,20 @@ line for each case: equal, or why it does not run here. Ends with "ok" and the r
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib.machinery
+import importlib.util
 import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from importlib.metadata import version
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling layers takes minutes
 warnings.filterwarnings("ignore")
 
 import overwire as ow  # noqa: E402
@@ -24,7 +28,8 @@ import safetensors.torch  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-SMALL = {"vocab_size": 192, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {"vocab_size": 192, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUP = 128  # columns that have a scale together
 auto = transformers.AutoModelForCausalLM.from_pretrained
 
 
@@ -74,31 +79,49 @@ def same(want: Any, got: Any, what: Any) -> int:
     return len(a)
 
 
-def compare(folder: Path, **more: Any) -> int:
-    """The model in `plain` as it loads unpatched, and patched from plain and compressed files."""
+def compare(folder: Path, nibbles: int = 0, answers: bool = False, **more: Any) -> int:
+    """The model in `plain` as it loads unpatched, and patched from plain and compressed files, which
+    no load changes. nibbles: how many tensors at least are compressed as packed numbers of four
+    bits. answers: the models compute, too."""
     more = {"device_map": "cpu", "dtype": "auto"} | more
     if not (folder / "packed").exists():
         ow.convert(folder / "plain", folder / "packed")
+    found = ow.inspect(folder / "packed")["sources"]
+    coded = sum(tensor["coding"] == "X16/nibbles" for source in found for tensor in source["tensors"])
+    assert coded >= nibbles, (folder.name, coded)
+    before = _files(folder)
     want = auto(folder / "plain", **more)
     count = 0
     for kind, device in (("plain", None), ("plain", "cpu"), ("packed", None)):
         with ow.patch_safetensors(device=device):
             got = auto(folder / kind, **more)
         count = same(want, got, (folder.name, kind, device))
+        if answers:
+            tokens = torch.arange(24).view(2, 12)
+            with torch.no_grad():
+                left, right = want(tokens).logits, got(tokens).logits
+            assert left.isfinite().all(), folder.name
+            torch.testing.assert_close(left, right)
+            same(want, got, (folder.name, kind, device, "after computing"))
+    assert _files(folder) == before, folder.name
     return count
 
 
-def llama(folder: Path, **more: Any) -> Any:
-    """A small Llama in bf16, saved in many shards in `source/plain`."""
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **more)).bfloat16()
-    model.save_pretrained(folder / "source" / "plain", max_shard_size="100KB")
-    return model
+def _files(folder: Path) -> dict[str, str]:
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*/*.safetensors"))}
 
 
-def while_loading(folder: Path, config: Any) -> int:
-    """Quantised while it loads; and saved by the library, loaded as that."""
-    llama(folder)
+def llama() -> Any:
+    """A small Llama in bf16."""
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).bfloat16()
+
+
+def while_loading(folder: Path, config: Any, saved: bool = True) -> int:
+    """Quantised while it loads from many shards; and saved by the library, loaded as that."""
+    llama().save_pretrained(folder / "source" / "plain", max_shard_size="400KB")
     count = compare(folder / "source", quantization_config=config)
+    if not saved:
+        return count
     model = auto(folder / "source" / "plain", device_map="cpu", dtype="auto", quantization_config=config)
     try:
         model.save_pretrained(folder / "plain")
@@ -110,22 +133,42 @@ def while_loading(folder: Path, config: Any) -> int:
     return count + compare(folder)
 
 
-def written(folder: Path, config: Any, quantisation: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """A checkpoint as another program writes it."""
-    config.architectures = [tensors.pop("")]
-    config.dtype = "bfloat16"
-    config.save_pretrained(folder / "plain")
+def replaced(model: Any, parts: Callable[[torch.Tensor], dict[str, torch.Tensor]], end: Any = "proj.weight") -> dict[str, torch.Tensor]:
+    """The model's tensors, those whose names end so in the parts that a quantiser stores of them."""
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        found = {name.removesuffix("weight") + part: held for part, held in parts(tensor).items()} if name.endswith(end) else {name: tensor}
+        tensors |= {part: held.contiguous() for part, held in found.items()}
+    return tensors
+
+
+def written(folder: Path, model: Any, quantisation: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """A checkpoint of two files, as another program writes it."""
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = "bfloat16"
+    model.config.save_pretrained(folder / "plain")
     path = folder / "plain" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantisation}))
-    safetensors.torch.save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "plain" / "model.safetensors", {"format": "pt"})
+    files = {name: f"model-0000{at % 2 + 1}-of-00002.safetensors" for at, name in enumerate(tensors)}
+    for file in set(files.values()):
+        held = {name: tensor for name, tensor in tensors.items() if files[name] == file}
+        safetensors.torch.save_file(held, folder / "plain" / file, {"format": "pt"})
+    (folder / "plain" / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
-def need(package: str) -> None:
+def need(*packages: str) -> None:
     """Missing if a package is not installed."""
-    try:
-        version(package)
-    except Exception as error:
-        raise Missing(f"no package {package}") from error
+    for package in packages:
+        try:
+            version(package)
+        except PackageNotFoundError as error:
+            raise Missing(f"no package {package}") from error
+
+
+def five(method: str) -> None:
+    """Missing if this release does not know a quantiser."""
+    if method not in transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING:
+        raise Missing(f"transformers {transformers.__version__} does not have it")
 
 
 def bnb_nf4(folder: Path) -> int:
@@ -148,42 +191,113 @@ def torchao_int8(folder: Path) -> int:
 
 def quanto_int8(folder: Path) -> int:
     need("optimum-quanto")
-    llama(folder)
-    return compare(folder / "source", quantization_config=transformers.QuantoConfig(weights="int8"))
+    return while_loading(folder, transformers.QuantoConfig(weights="int8"), saved=False)
+
+
+def hqq_int4(folder: Path) -> int:
+    need("hqq")
+    if transformers.__version__ >= "5":
+        raise Missing("transformers 5 raises NotImplementedError for it")
+    return while_loading(folder, transformers.HqqConfig(nbits=4, group_size=64))
 
 
 def compressed_fp8(folder: Path) -> int:
     """compressed-tensors, float-quantized: fp8 with a scale for each row."""
     need("compressed-tensors")
-    model, tensors = llama(folder), {"": "LlamaForCausalLM"}
-    for name, tensor in model.state_dict().items():
-        if name.endswith("proj.weight"):
-            scale = tensor.abs().amax(1, keepdim=True) / 448
-            tensors |= {name: (tensor / scale).to(torch.float8_e4m3fn), name + "_scale": scale}
-        else:
-            tensors[name] = tensor
+    model = llama()
+
+    def parts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        scale = weight.abs().amax(1, keepdim=True) / 448
+        return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
+
     weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
-    written(folder, model.config, _compressed("float-quantized", weights), tensors)
+    written(folder, model, _compressed("float-quantized", weights), replaced(model, parts))
     return compare(folder)
+
+
+def packed(values: torch.Tensor, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)) -> torch.Tensor:
+    """Eight numbers below 16 of the last dimension in each I32, the first of `order` in its low bits."""
+    eights = values.long().unflatten(-1, (-1, 8))[..., list(order)]
+    return (eights << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
+
+
+def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Numbers below 16, and for each GROUP columns a scale and a zero point: all of (rows, ...)."""
+    groups = weight.float().unflatten(-1, (-1, GROUP))
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scale = (high - low) / 15
+    zero = (-low / scale).round()
+    values = (groups / scale[..., None]).round() + zero[..., None]
+    return values.clamp(0, 15).flatten(-2), scale, zero
+
+
+def gptq(folder: Path) -> int:
+    """GPTQ of 4 bits, columns in the order of activations: qweight and qzeros packed in I32, scales, g_idx."""
+    need("gptqmodel", "optimum")
+    model = llama()
+
+    def parts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        order = torch.randperm(weight.shape[1])
+        back = order.argsort()
+        values, scale, zero = rounded(weight[:, order])
+        return {
+            "qweight": packed(values[:, back]).T,
+            "qzeros": packed((zero.T - 1) % 16),
+            "scales": scale.T.half(),
+            "g_idx": (torch.arange(weight.shape[1]) // GROUP)[back].int(),
+        }
+
+    quant = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False, "checkpoint_format": "gptq"}
+    written(folder, model, quant | {"backend": "torch"}, replaced(model, parts))  # a CPU's own is compiled first, for minutes
+    return compare(folder, nibbles=6) + compare(folder, dtype=torch.float16, answers=True)
+
+
+def awq(folder: Path) -> int:
+    """AWQ's GEMM of 4 bits: qweight and qzeros packed in I32, every second number first, and scales."""
+    five = transformers.__version__ >= "5"
+    if five:
+        need("gptqmodel")
+    else:
+        _autoawq()
+    model = llama()
+
+    def parts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        values, scale, zero = rounded(weight)
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        return {"qweight": packed(values.T, order), "qzeros": packed(zero.T, order), "scales": scale.T.half()}
+
+    quant = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+    backend = {"backend": "torch_awq"} if five else {}
+    written(folder, model, {**quant, **backend, "modules_to_not_convert": ["lm_head"]}, replaced(model, parts))
+    return compare(folder, nibbles=6) + compare(folder, dtype=torch.float16, answers=five)
+
+
+def _autoawq() -> None:
+    """Makes AutoAWQ, which transformers 4.57 loads AWQ by, importable: it has not kept up with that
+    release, and its layers for a CPU want Intel's kernels. Its layers and transformers' code are the
+    real ones; these stand in for what loading does not use, and the model cannot compute."""
+    need("autoawq")
+    transformers.activations.PytorchGELUTanh = transformers.activations.GELUTanh  # the name that it had
+    kernels = "intel_extension_for_pytorch"
+    for name in ("datasets", kernels, f"{kernels}.llm", f"{kernels}.llm.quantization"):
+        sys.modules[name] = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, None))
+    sys.modules["datasets"].load_dataset = None  # type: ignore[attr-defined]
+    linear = type("IPEXWeightOnlyQuantizedLinear", (), {"from_weight": None})
+    sys.modules[f"{kernels}.llm.quantization"].IPEXWeightOnlyQuantizedLinear = linear  # type: ignore[attr-defined]
 
 
 def compressed_int4(folder: Path) -> int:
-    """compressed-tensors, pack-quantized: eight int4 in an I32, a scale for each 32 columns."""
+    """compressed-tensors, pack-quantized: eight int4 in an I32, a scale for each GROUP columns."""
     need("compressed-tensors")
-    model, tensors = llama(folder), {"": "LlamaForCausalLM"}
-    for name, tensor in model.state_dict().items():
-        if name.endswith("proj.weight"):
-            rows, columns = tensor.shape
-            tensors |= {
-                name + "_packed": torch.randint(-(2**31), 2**31 - 1, (rows, columns // 8), dtype=torch.int32),
-                name + "_scale": (torch.rand(rows, columns // 32) * 0.01).bfloat16(),
-                name + "_shape": torch.tensor([rows, columns]),
-            }
-        else:
-            tensors[name] = tensor
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
-    written(folder, model.config, _compressed("pack-quantized", weights), tensors)
-    return compare(folder)
+    model = llama()
+
+    def parts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        values, scale, _ = rounded(weight)
+        return {"weight_packed": packed(values), "weight_scale": scale.bfloat16(), "weight_shape": torch.tensor(weight.shape)}
+
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True, "dynamic": False}
+    written(folder, model, _compressed("pack-quantized", weights), replaced(model, parts))
+    return compare(folder, nibbles=6)
 
 
 def _compressed(format: str, weights: dict[str, Any]) -> dict[str, Any]:
@@ -195,22 +309,63 @@ def _compressed(format: str, weights: dict[str, Any]) -> dict[str, Any]:
 def mxfp4(folder: Path) -> int:
     """gpt-oss: blocks of 32 fp4 and their exponents, which a CPU gets as bf16."""
     more = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "head_dim": 32}
-    config = transformers.GptOssConfig(**SMALL | {"intermediate_size": 64}, **more)
-    model, tensors = transformers.GptOssForCausalLM(config).bfloat16(), {"": "GptOssForCausalLM"}
-    for name, tensor in model.state_dict().items():
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            experts, inside, outside = tensor.shape
-            tensors |= {
-                name + "_blocks": torch.randint(0, 256, (experts, outside, inside // 32, 16), dtype=torch.uint8),
-                name + "_scales": torch.randint(110, 130, (experts, outside, inside // 32), dtype=torch.uint8),
-            }
-        else:
-            tensors[name] = tensor
-    written(folder, config, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"], "dequantize": True}, tensors)
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**SMALL | {"intermediate_size": 64}, **more)).bfloat16()
+
+    def parts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        experts, inside, outside = weight.shape
+        return {
+            "_blocks": torch.randint(0, 256, (experts, outside, inside // 32, 16), dtype=torch.uint8),
+            "_scales": torch.randint(110, 130, (experts, outside, inside // 32), dtype=torch.uint8),
+        }
+
+    quant = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"], "dequantize": True}
+    written(folder, model, quant, replaced(model, parts, ("experts.gate_up_proj", "experts.down_proj")))
     return compare(folder)
 
 
-CASES = (bnb_nf4, bnb_int8, torchao_int8, quanto_int8, compressed_fp8, compressed_int4, mxfp4)
+def bitnet(folder: Path) -> int:
+    """BitNet: four numbers of two bits in a U8, and a scale for each matrix."""
+    model = llama()
+
+    def parts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        quarters = (weight.sign() + 1).byte().unflatten(0, (4, -1))
+        return {"weight": (quarters << torch.tensor([0, 2, 4, 6]).view(4, 1, 1)).sum(0).byte(), "weight_scale": torch.rand(1).bfloat16()}
+
+    written(folder, model, {"quant_method": "bitnet", "modules_to_not_convert": ["lm_head"]}, replaced(model, parts))
+    return compare(folder)
+
+
+def metal(folder: Path) -> int:
+    """MLX's affine quantisation: eight numbers of four bits in a U32, which a CPU gets as bf16."""
+    five("metal")
+    model = llama()
+
+    def parts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        values, scale, zero = rounded(weight)
+        return {"weight": packed(values).view(torch.uint32), "scales": scale.bfloat16(), "qbiases": (-zero * scale).bfloat16()}
+
+    quant = {"quant_method": "metal", "bits": 4, "group_size": GROUP, "modules_to_not_convert": ["lm_head"]}
+    written(folder, model, quant, replaced(model, parts))
+    return compare(folder, nibbles=6)
+
+
+def gemma(folder: Path) -> int:
+    """Gemma's own: two numbers of four bits in a U8, with scales of F32 for rows and activations."""
+    five("gemma")
+    model = llama()
+
+    def parts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        scale = weight.float().abs().amax(1, keepdim=True) / 7
+        values = ((weight / scale).round() + 8).clamp(0, 15).byte()
+        activations = {f"{which}_activation_scale": torch.rand(()) for which in ("input", "output")}
+        return {"weight": values[:, ::2] | values[:, 1::2] << 4, "weight_scale": scale, **activations}
+
+    quant = {"quant_method": "gemma", "num_bits": 4, "modules_to_not_convert": ["lm_head"]}
+    written(folder, model, quant, replaced(model, parts))
+    return compare(folder)
+
+
+CASES = (gptq, awq, bnb_nf4, bnb_int8, torchao_int8, quanto_int8, hqq_int4, compressed_fp8, compressed_int4, mxfp4, bitnet, metal, gemma)
 
 if __name__ == "__main__":
     for case in CASES:
