@@ -241,7 +241,8 @@ def shared(path: Path, read: int | None) -> None:
     every: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, read)
     stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    if None in every or sum(every) > 1.05 * stored:
+    most = 1.5 if path.parent.name == "experts" else 1.05  # between a rank's experts lie gaps, which it reads if they are small
+    if None in every or sum(every) > most * stored:
         raise SystemExit(f"{path}: the ranks have read {every} bytes of {stored}")
     print(f"    the ranks read {every} bytes, {sum(every) / stored:.3f} of the files", flush=True)
 
