@@ -220,3 +220,21 @@ func TestBits(t *testing.T) {
 		}
 	}
 }
+
+// The parameters of a chunk follow from its counts alone, at the edges of each step too.
+func TestParameters(t *testing.T) {
+	for _, c := range []struct{ n, changed, s int }{
+		{512, 24, 0}, {512, 23, 1}, {512, 12, 1}, {512, 11, 2}, {8, 1, 0}, {256 << 10, 24, 9}, {256 << 10, 48, 8}, {256 << 10, 47, 9}, {MaxBytes, 1, 9}, {MaxBytes, MaxBytes, 0},
+	} {
+		if got := runOf(c.n, c.changed); got != c.s {
+			t.Errorf("%d of %d bytes: runs of 512 << %d, want %d", c.changed, c.n, got, c.s)
+		}
+	}
+	for _, c := range []struct{ n, changed, k int }{
+		{1, 1, 0}, {100, 100, 0}, {100, 39, 0}, {100, 38, 1}, {131, 63, 0}, {MaxBytes, 1, 23}, {MaxBytes, 2, 22}, {1 << 17, 64, 10},
+	} {
+		if got := rice(c.n, c.changed); got != c.k {
+			t.Errorf("%d of %d elements: k is %d, want %d", c.changed, c.n, got, c.k)
+		}
+	}
+}
