@@ -82,8 +82,8 @@ type setup struct {
 
 // Setup takes the environment as Python sees it, a JSON object.
 func Setup(env string) (*Result, error) {
-	vars, err := parse[map[string]string](env)
-	if err != nil {
+	var vars map[string]string
+	if err := parse(env, &vars); err != nil {
 		return nil, err
 	}
 	s := setup{Warnings: knob.Load(vars)}
@@ -199,12 +199,12 @@ func Free(handle uint64, how int) {
 	}
 }
 
-// parse reads JSON from Python.
-func parse[T any](text string) (v T, err error) {
-	if err := rawjson.Unmarshal(text, &v); err != nil {
-		return v, errs.New(errs.ErrArgument, "request: %v", err)
+// parse reads JSON from Python into what v points to.
+func parse(text string, v any) error {
+	if err := rawjson.Unmarshal(text, v); err != nil {
+		return errs.New(errs.ErrArgument, "request: %v", err)
 	}
-	return v, nil
+	return nil
 }
 
 // encode makes a result of JSON.

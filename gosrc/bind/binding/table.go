@@ -66,8 +66,8 @@ func (d *Dumped[T]) read(text string) error {
 		d.Value = v.(T)
 		return nil
 	}
-	v, err := parse[T](text)
-	if err != nil {
+	var v T
+	if err := parse(text, &v); err != nil {
 		return err
 	}
 	if len(dumped.all) >= maxDumped || dumped.all == nil {
@@ -85,11 +85,13 @@ func (t *Text) read(text string) error { *t = Text(text); return nil }
 
 func (*none) read(string) error { return nil }
 
-func read[Q any](text string) (q Q, err error) {
-	if r, ok := any(&q).(reader); ok {
-		return q, r.read(text)
+// read fills a request, to which q points. It has no parameter of type: each of some forty
+// would be code of its own.
+func read(text string, q any) error {
+	if r, ok := q.(reader); ok {
+		return r.read(text)
 	}
-	return parse[Q](text)
+	return parse(text, q)
 }
 
 // given makes a Result of what a verb returned.
@@ -130,8 +132,8 @@ func (v Verb) tail(doc string) Verb { v.Tail = doc; return v }
 func answered[Q, R any](name, doc string, run func(q Q, n []int64) (R, error)) Verb {
 	v := Verb{Name: name, Doc: doc, Request: typed[Q](), Result: typed[R]()}
 	v.call = func(request string, numbers []int64) (*Result, error) {
-		q, err := read[Q](request)
-		if err != nil {
+		var q Q
+		if err := read(request, &q); err != nil {
 			return nil, err
 		}
 		r, err := run(q, numbers)
@@ -160,8 +162,8 @@ func started[Q, R any](name, doc string, run func(ctx context.Context, j *job.Jo
 func begun[Q, R any](name, doc string, start func(v *Verb, q Q, n []int64) (*entry, error)) Verb {
 	v := Verb{Name: name, Kind: Started, Doc: doc, Request: typed[Q](), Result: typed[R]()}
 	v.start = func(v *Verb, request string, numbers []int64) (*entry, error) {
-		q, err := read[Q](request)
-		if err != nil {
+		var q Q
+		if err := read(request, &q); err != nil {
 			return nil, err
 		}
 		return start(v, q, numbers)
