@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"runtime"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -76,6 +77,26 @@ func bytesIn(ts []tensor.Tensor) (out []int) {
 		}
 	}
 	return out
+}
+
+// A tensor may have 64 dimensions, of which all but the last may be 1.
+func TestMostDimensions(t *testing.T) {
+	shape := append(slices.Repeat([]int64{1}, tensor.MaxRank-1), 5)
+	l, err := NewLayout(nil, []Item{{Name: "w", DType: tensor.F64, Shape: shape, ChunkBytes: 4096}}, nil, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	front, size, err := write(l, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	h, err := safetensors.Parse("x", front[:l.Header()], size, safetensors.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if ix, err := Decode(front[l.Header():], &h, "x", size, nil); err != nil || !slices.Equal(ix.Tensors[0].Shape, shape) {
+		t.Errorf("%v", err)
+	}
 }
 
 // An index over its limit is refused before memory is taken for its chunks.

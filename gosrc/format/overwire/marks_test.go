@@ -132,7 +132,8 @@ func TestVersions(t *testing.T) {
 					le.PutUint64(f.blob[8:], features)
 					seal(f.blob)
 					_, err := Decode(f.blob, f.h, "x", f.size, nil)
-					if want := features == c.features; want != (err == nil) || err != nil && !errors.Is(err, errs.ErrFormat) {
+					var at *errs.At
+					if want := features == c.features; want != (err == nil) || err != nil && (!errors.Is(err, errs.ErrFormat) || !errors.As(err, &at) || at.Offset != f.h.Data+8) {
 						t.Errorf("%v, %v: features %#x, which need %#x: %v", c.dtype, c.chunk.Codec, features, c.features, err)
 					}
 				}
