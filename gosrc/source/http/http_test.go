@@ -453,7 +453,7 @@ func TestProxy(t *testing.T) {
 		t.Errorf("NO_PROXY: %v", err)
 	}
 	_, err = Open(context.Background(), "http://x.example/", source.Options{Env: map[string]string{"http_proxy": "http://user:" + secret + "@[bad"}})
-	if err == nil || strings.Contains(err.Error(), secret) {
+	if !errors.Is(err, errs.ErrArgument) || strings.Contains(err.Error(), secret) {
 		t.Errorf("%v", err)
 	}
 }

@@ -67,8 +67,12 @@ func (c *Client) RoundTrip(r *http.Request) (*http.Response, error) {
 // redirect like any other response.
 func (c *Client) Do(r *http.Request) (*http.Response, error) { return c.RoundTrip(r) }
 
+// noProxy stands for a proxy whose URL is not valid.
+const noProxy = "http://proxy.invalid"
+
 // proxies reads the variables as curl does: lower case wins, ALL_PROXY serves
-// both schemes.
+// both schemes. Where the URL of a proxy is not valid, requests that are for it are
+// refused: to go past it might lead where the network forbids.
 func proxies(env map[string]string) func(*http.Request) (*url.URL, error) {
 	get := func(name string) string {
 		if v, ok := env[strings.ToLower(name)]; ok {
@@ -83,11 +87,21 @@ func proxies(env map[string]string) func(*http.Request) (*url.URL, error) {
 		}
 		return b
 	}
-	c := httpproxy.Config{HTTPProxy: or(get("HTTP_PROXY"), all), HTTPSProxy: or(get("HTTPS_PROXY"), all), NoProxy: get("NO_PROXY")}
+	valid := func(text string) string { // httpproxy takes what is not valid for no proxy, or for another
+		u, err := url.Parse(text)
+		if (err != nil || u.Host == "") && !strings.Contains(text, "://") { // a host alone
+			u, err = url.Parse("http://" + text)
+		}
+		if text != "" && (err != nil || u.Host == "") {
+			return noProxy
+		}
+		return text
+	}
+	c := httpproxy.Config{HTTPProxy: valid(or(get("HTTP_PROXY"), all)), HTTPSProxy: valid(or(get("HTTPS_PROXY"), all)), NoProxy: get("NO_PROXY")}
 	find := c.ProxyFunc()
 	return func(r *http.Request) (*url.URL, error) {
 		u, err := find(r.URL)
-		if err != nil { // its text has the proxy's URL, perhaps with a password
+		if err != nil || u != nil && u.String() == noProxy { // a text of it might have a password
 			return nil, errs.New(errs.ErrArgument, "the proxy's URL in the environment is not valid")
 		}
 		return u, nil

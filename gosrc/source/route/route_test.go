@@ -2,6 +2,7 @@ package route
 
 import (
 	"errors"
+	"net/http"
 	"net/netip"
 	"net/url"
 	"os"
@@ -118,6 +119,40 @@ func TestAuthorities(t *testing.T) {
 		_, err := authorities(c.file, c.path)
 		if !errors.Is(err, c.class) || c.class == nil && err != nil || err != nil && !strings.Contains(err.Error(), max(c.file, c.path)) {
 			t.Errorf("%q %q: %v", c.file, c.path, err)
+		}
+	}
+}
+
+// Which proxy a request goes to. One whose URL is not valid is not passed by, and its
+// password not shown; what NO_PROXY names, this machine, and the other scheme need none.
+func TestProxies(t *testing.T) {
+	const wrong = "not valid"
+	for _, c := range []struct{ http, https, none, to, want string }{
+		{"", "", "", "http://far.example/x", ""},
+		{"http://u:secret@near:3128", "", "", "http://far.example/x", "http://u:secret@near:3128"},
+		{"near:3128", "", "", "http://far.example/x", "http://near:3128"},
+		{"near", "", "", "https://far.example/x", ""},
+		{"http://u:secret@[bad", "", "", "http://far.example/x", wrong},
+		{"http://u:secret%zz@near", "", "", "http://far.example/x", wrong},
+		{"http://u:secret@near:port", "", "", "http://far.example/x", wrong},
+		{"\x00secret", "", "", "http://far.example/x", wrong},
+		{"http://u:secret@[bad", "http://near:1", "", "https://far.example/x", "http://near:1"},
+		{"http://near:1", "http://u:secret@[bad", "", "https://far.example/x", wrong},
+		{"http://u:secret@[bad", "", "far.example", "http://far.example/x", ""},
+		{"http://u:secret@[bad", "", "", "http://127.0.0.1/x", ""},
+	} {
+		to, err := url.Parse(c.to)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := proxies(map[string]string{"HTTP_PROXY": c.http, "https_proxy": c.https, "NO_PROXY": c.none})(&http.Request{URL: to})
+		switch {
+		case c.want == wrong:
+			if !errors.Is(err, errs.ErrArgument) || !strings.Contains(err.Error(), wrong) || strings.Contains(err.Error(), "secret") {
+				t.Errorf("%+v: %v, %v", c, got, err)
+			}
+		case err != nil || got == nil && c.want != "" || got != nil && got.String() != c.want:
+			t.Errorf("%+v: %v, %v", c, got, err)
 		}
 	}
 }
