@@ -4,7 +4,6 @@ package delta
 
 import (
 	"bytes"
-	"fmt"
 	"math/bits"
 	"math/rand/v2"
 	"slices"
@@ -212,7 +211,7 @@ func TestBits(t *testing.T) {
 			got |= in.peek() & (1<<(n-low) - 1) << low
 			in.pos += n - low
 			if got != want[i] {
-				t.Fatal(fmt.Sprintf("number %d of %d bits: %#x, want %#x", i, n, got, want[i]))
+				t.Fatalf("number %d of %d bits: %#x, want %#x", i, n, got, want[i])
 			}
 		}
 		if in.pos = 8 * len(w.p); in.peek() != 0 {
