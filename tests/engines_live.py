@@ -113,7 +113,9 @@ def rank_main(base: Path, world: int, rank: int, port: int, carrier: int) -> Non
         workers = Workers(engine, world, config)
         way: dict[str, Any] = {"where": str(at / f"pushes-{world}")}
         slices = tiny.planned()
-        for group, deltas in ((False, False), (True, name != "mixtral")):  # vLLM may repack experts for the CPU
+        reason = transfer.obstacle(model, config.model_config)
+        assert reason is None or "experts for CPU" in reason, reason  # which vLLM repacks
+        for group, deltas in ((False, False), (True, reason is None)):
             if group:
                 way = {"master_address": "127.0.0.1", "master_port": carrier, "world_size": world + 1, "timeout": 30}
                 carrier += 1
