@@ -157,8 +157,8 @@ func (m *Model) Drop() {
 		for _, one := range m.parts {
 			one.Drop()
 		}
-		for _, s := range m.srcs {
-			if m.parts == nil {
+		if m.parts == nil {
+			for _, s := range m.srcs {
 				_ = s.Close()
 			}
 		}

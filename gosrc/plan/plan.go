@@ -247,22 +247,22 @@ func (m *maker) chunks(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointe
 	})
 }
 
-// Tasks returns the decode tasks of wants whose tensors are stored in chunks, in the
-// order of the wants, and the number of each want's tasks.
-func Tasks(ix *tensor.Index, wants []Want, dest []unsafe.Pointer) (tasks []device.DecodeTask, refs []Ref, left []int32) {
+// Tasks is a plan without pieces, for bytes that are read by another plan: the decode tasks
+// of wants whose tensors are stored in chunks, in the order of the wants.
+func Tasks(ix *tensor.Index, wants []Want, dest []unsafe.Pointer) *Plan {
 	most := 0
 	for i := range wants {
 		most += int(ix.Tensors[wants[i].Data].Count)
 	}
-	tasks, refs, left = make([]device.DecodeTask, 0, most), make([]Ref, 0, most), make([]int32, len(wants))
+	p := &Plan{Tasks: make([]device.DecodeTask, 0, most), Refs: make([]Ref, 0, most), Left: make([]int32, len(wants))}
 	for i := range wants {
 		t := &ix.Tensors[wants[i].Data]
 		wants[i].each(ix, func(n int32, to int64, v *device.View) {
-			tasks, refs = append(tasks, taskOf(ix, t, n, to, v, dest[i])), append(refs, Ref{int32(i), n})
-			left[i]++
+			p.Tasks, p.Refs = append(p.Tasks, taskOf(ix, t, n, to, v, dest[i])), append(p.Refs, Ref{int32(i), n})
+			p.Left[i]++
 		})
 	}
-	return tasks, refs, left
+	return p
 }
 
 // EachChunk calls do with the number of each chunk of the want's tensor, which is stored

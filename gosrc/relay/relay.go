@@ -164,7 +164,8 @@ func Start(m *load.Model, spec *Spec) (*Relay, error) {
 	}
 	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, wake: make(chan struct{}), start: time.Now(), here: job.NewLandings(0)}
 	r.machine = m.Machine(tgt.GPU != nil, spec.Threads, false)
-	if r.machine.Exchange = spec.Exchange; tgt.GPU != nil {
+	r.machine.Exchange = spec.Exchange
+	if tgt.GPU != nil {
 		_, r.machine.SlotBytes = load.Ring(r.machine)
 	}
 	cores, with := r.divide()

@@ -227,10 +227,10 @@ func (r *Relay) addPiece(p relayPiece, chunks []chunkOf) {
 	r.pieces = append(r.pieces, p)
 }
 
-// byPiece sorts tasks by the pieces that they are in; where are these.
-func (r *Relay) byPiece(tasks []device.DecodeTask, refs []plan.Ref, where []int) ([]device.DecodeTask, []plan.Ref, []int) {
+// byPiece sorts a plan's tasks by the pieces that they are in, which are `where`.
+func (r *Relay) byPiece(p *plan.Plan, where []int) {
 	if slices.IsSorted(where) {
-		return tasks, refs, where
+		return
 	}
 	next := make([]int, len(r.pieces)+1) // by piece: where its next task goes
 	for _, k := range where {
@@ -239,13 +239,12 @@ func (r *Relay) byPiece(tasks []device.DecodeTask, refs []plan.Ref, where []int)
 	for k := range r.pieces {
 		next[k+1] += next[k]
 	}
-	sortedTasks, sortedRefs, sorted := make([]device.DecodeTask, len(tasks)), make([]plan.Ref, len(refs)), make([]int, len(where))
-	for i, k := range where {
+	tasks, refs, pieces := slices.Clone(p.Tasks), slices.Clone(p.Refs), slices.Clone(where)
+	for from, k := range pieces {
 		to := next[k]
 		next[k]++
-		sortedTasks[to], sortedRefs[to], sorted[to] = tasks[i], refs[i], k
+		p.Tasks[to], p.Refs[to], where[to] = tasks[from], refs[from], k
 	}
-	return sortedTasks, sortedRefs, sorted
 }
 
 // Aim sets what this rank wants: requests as those of a load, of shared tensors,
@@ -262,28 +261,28 @@ func (r *Relay) Aim(requests [][6]int64) error {
 	if err != nil {
 		return err
 	}
-	tasks, refs, left := plan.Tasks(r.ix, wants, dest)
-	where := make([]int, len(tasks))
-	for i := range tasks {
-		at := r.place(chunkOf{wants[refs[i].Want].Data, refs[i].N})
+	p := plan.Tasks(r.ix, wants, dest)
+	where := make([]int, len(p.Tasks))
+	for i := range p.Tasks {
+		at := r.place(chunkOf{wants[p.Refs[i].Want].Data, p.Refs[i].N})
 		if at.piece < 0 {
-			return doesNotTravel(int(refs[i].Want))
+			return doesNotTravel(int(p.Refs[i].Want))
 		}
-		tasks[i].Src = uint32(at.off)
+		p.Tasks[i].Src = uint32(at.off)
 		where[i] = at.piece
 	}
-	for i, n := range left {
+	for i, n := range p.Left {
 		if n == 0 && wants[i].Bytes > 0 { // plain, so without chunks
 			return doesNotTravel(i)
 		}
 	}
-	tasks, refs, where = r.byPiece(tasks, refs, where)
+	r.byPiece(p, where)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.aimed {
 		return errs.New(errs.ErrArgument, "relay: it has its requests")
 	}
-	tasks, refs, where = r.divert(tasks, refs, where, wants)
+	where = r.divert(p, where, wants)
 	for i, k := range where {
 		piece := &r.pieces[k]
 		if piece.last == 0 {
@@ -291,8 +290,8 @@ func (r *Relay) Aim(requests [][6]int64) error {
 		}
 		piece.last = i + 1
 	}
-	r.jobs, r.refs, r.coming = tasks, refs, left
-	for i, n := range left {
+	r.jobs, r.refs, r.coming = p.Tasks, p.Refs, p.Left
+	for i, n := range p.Left {
 		if n == 0 { // it has no bytes
 			r.job.Tensors.Add(1)
 			r.here.Add(i)

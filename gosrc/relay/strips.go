@@ -80,24 +80,25 @@ func (p *relayPiece) strip(rank int, j *device.DecodeTask, off int64, want int32
 	p.strips[rank] = append(p.strips[rank], s)
 }
 
-// divert takes the tasks of chunks that come as strips out of a rank's tasks; where are
-// their pieces.
-func (r *Relay) divert(tasks []device.DecodeTask, refs []plan.Ref, where []int, wants []plan.Want) ([]device.DecodeTask, []plan.Ref, []int) {
+// divert takes the tasks of chunks that come as strips out of a plan, whose pieces are
+// `where`.
+func (r *Relay) divert(p *plan.Plan, where []int, wants []plan.Want) []int {
 	if r.target.GPU == nil || len(r.strips) == 0 {
-		return tasks, refs, where
+		return where
 	}
 	n := 0
-	for i := range tasks {
-		piece, data := &r.pieces[where[i]], wants[refs[i].Want].Data
-		at := r.place(chunkOf{data, refs[i].N}).off
+	for i := range p.Tasks {
+		piece, data := &r.pieces[where[i]], wants[p.Refs[i].Want].Data
+		at := r.place(chunkOf{data, p.Refs[i].N}).off
 		if rank := int(at / piece.share); r.strips[data] > 0 && rank != r.spec.Rank {
-			piece.strip(rank, &tasks[i], at, refs[i].Want)
+			piece.strip(rank, &p.Tasks[i], at, p.Refs[i].Want)
 			continue
 		}
-		tasks[n], refs[n], where[n] = tasks[i], refs[i], where[i]
+		p.Tasks[n], p.Refs[n], where[n] = p.Tasks[i], p.Refs[i], where[i]
 		n++
 	}
-	return tasks[:n], refs[:n], where[:n]
+	p.Tasks, p.Refs = p.Tasks[:n], p.Refs[:n]
+	return where[:n]
 }
 
 // pullStrips queues the copies of a rank's strips of a piece.

@@ -71,7 +71,8 @@ class Members:
     """A process group as a load needs it.
 
     rank, size: in the group. local: the ranks of it that exchange, in order: those on
-    this host. most_local: those on the fullest host. hosts: how many there are. here: the ranks of this one.
+    this host. most_local: how many the fullest host has. hosts: how many hosts there are.
+    here: how many ranks this one has.
     """
 
     def __init__(self, group: Any) -> None:
