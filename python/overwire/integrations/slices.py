@@ -82,15 +82,8 @@ class Attempt:
                 model.load_weights = mine
 
     def _load(self, model: Any, own: Any, look: Any, facts: Any, group: Any, weights: Any) -> Any:
-        from ..plumbing import meet, shares
-
         with self._recorder.paused(), _uncollected():
-            together, why = None, ""
-            prepare = functools.partial(self._prepare, model, look, facts)
-            if shares(group):
-                together, why = meet(group, prepare)
-            else:
-                prepare()
+            together, why = self._prepared(functools.partial(self._prepare, model, look, facts), group)
             if self._ready is not None:
                 if why:
                     self._log.info("overwire: each rank reads by itself: %s", why)
@@ -114,7 +107,22 @@ class Attempt:
                 self._keeps = functools.partial(self._keep, path, key, model, names)
         return loaded
 
-    def _prepare(self, model: Any, look: Any, facts: Any) -> Any:
+    def _prepared(self, prepare: Callable[[], None], group: Any) -> tuple[Any, str]:
+        # With the other ranks, where they share the reading: what `meet` returns.
+        if group is not None:  # one rank alone needs no code of groups, whose import takes 20 ms
+            from ..plumbing import meet, shares
+
+            if shares(group):
+
+                def offer() -> Any:
+                    prepare()
+                    return None if self._ready is None else self._ready.offer()
+
+                return meet(group, offer)
+        prepare()
+        return None, ""
+
+    def _prepare(self, model: Any, look: Any, facts: Any) -> None:
         # Opens what is to be read, and finds the plan of it.
         self._looks = True
         for _ in look():
@@ -124,18 +132,17 @@ class Attempt:
         path = plans.folder()
         said = facts() if path is not None and self._left else None
         if path is None or said is None:
-            return None
+            return
         self._key = keeping.key_of(model, [(prefix, source.sheet, source.at) for prefix, source in self._sources], said)
         kept = plans.read(path, self._key, self._log)
         if kept is None:
-            return None
+            return
         try:
             self._ready = keeping.ready(kept, model, [source.sheet for source in self._left], str(self._left[0].device))
         except keeping.Unfit as error:
             self._log.info("overwire: ignores a kept plan: %s", error)
-            return None
+            return
         self._loaded = None if kept.loaded is None else set(kept.loaded)
-        return self._ready.offer()
 
     def _by(self, ready: keeping.Ready, together: Any) -> None:
         began = time.perf_counter()
