@@ -227,6 +227,10 @@ func (r *Relay) queues() (err error) {
 	if r.queue, err = gpu.Queue(len(r.spec.Ring), cuda.TablesOnly); err != nil {
 		return err
 	}
+	if r.carrier != nil { // other ranks wait for what this one has read, and for its buffers
+		feed.Prompt()
+		r.queue.Prompt()
+	}
 	if r.spec.Timeline {
 		if err := r.queue.Time(r.kernels); err != nil {
 			return err
@@ -267,7 +271,9 @@ func (q feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, don
 	r := q.r
 	k := r.filling(tasks[0].Dst)
 	b := k % len(r.spec.Ring)
-	s.(*cuda.Slot).Order(r.idle[b], r.full[b])
+	slot := s.(*cuda.Slot)
+	slot.Order(r.idle[b], r.full[b])
+	slot.Loose() // a share has its chunks as they lie in the file
 	err := q.Queue.Submit(s, n, tasks, done)
 	if err == nil {
 		r.landed(k, len(tasks))

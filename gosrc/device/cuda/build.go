@@ -21,6 +21,7 @@ import (
 const (
 	smallRaw = 4 << 20  // smaller copies do not saturate the link
 	fewRaw   = 2        // this many of them cost less than copying through the staging
+	fewRuns  = 8        // likewise of runs, of which each is mostly much of a piece
 	nearby   = 64 << 10 // above this, tables are copied apart from the piece
 
 	chunkSize = int(unsafe.Sizeof(C.ow_x16_chunk{}))
@@ -44,6 +45,7 @@ type build struct {
 	scratch  bool // this round uses it
 	used     int  // bytes of tables
 	inScr    int64
+	runs     []run // the whole piece, where its tasks are few copies; see Slot.Loose
 	chunks   []C.ow_x16_chunk
 	owner    []int // task of each chunk
 	moves    []C.ow_move
@@ -57,6 +59,13 @@ type build struct {
 	batch [8][]C.ow_x16_seg
 	moved []C.ow_part
 	cast  []C.ow_part
+}
+
+// A run is raw tasks that lie in the slot as they do at their destinations: bytes
+// [lo, hi) of the piece.
+type run struct {
+	lo, hi int64
+	dst    unsafe.Pointer
 }
 
 // A launch is a kernel and its items, in segs or, for moves and casts, in parts.
@@ -91,6 +100,9 @@ func (b *build) begin(s *Slot, n int64, tasks []device.DecodeTask) {
 			smallLo, smallHi = min(smallLo, lo), max(smallHi, hi)
 		}
 	}
+	if b.runs = b.runs[:0]; s.loose && !b.staged && len(s.failures) == 0 && b.joined() {
+		return
+	}
 	if small > fewRaw {
 		b.lo, b.hi = min(b.lo, smallLo), max(b.hi, smallHi)
 	}
@@ -98,6 +110,27 @@ func (b *build) begin(s *Slot, n int64, tasks []device.DecodeTask) {
 	if s.onDev != 0 {
 		b.lo, b.hi = 0, n
 	}
+}
+
+// joined finds the runs of a loose piece. It reports whether they are few, and all that
+// the piece has.
+func (b *build) joined() bool {
+	for i := range b.tasks {
+		j := &b.tasks[i]
+		lo, hi := int64(j.Src), int64(j.Src)+int64(j.Chunk.Stored)
+		k := len(b.runs) - 1
+		next := k < 0 || lo < b.runs[k].hi || lo-b.runs[k].hi >= looseGap || unsafe.Add(b.runs[k].dst, lo-b.runs[k].lo) != j.Dst
+		if j.Chunk.Codec != tensor.CodecRaw || j.View != nil || j.Cast.To != 0 || next && k == fewRuns-1 {
+			b.runs = b.runs[:0]
+			return false
+		}
+		if next {
+			b.runs = append(b.runs, run{lo, hi, j.Dst})
+		} else {
+			b.runs[k].hi = hi
+		}
+	}
+	return true
 }
 
 // check checks that a task can run. The kernel checks words in a chunk that only
@@ -142,6 +175,11 @@ func (b *build) fill(scratch uint64) {
 	b.chunks, b.owner, b.moves, b.segs, b.parts = b.chunks[:0], b.owner[:0], b.moves[:0], b.segs[:0], b.parts[:0]
 	b.casts = b.casts[:0]
 	b.copies, b.launches = b.copies[:0], b.launches[:0]
+	for i := range b.runs {
+		r := &b.runs[i]
+		b.copies = pieced(b.copies, address(r.dst), unsafe.Pointer(&b.s.Memory()[r.lo]), r.hi-r.lo)
+		b.at = len(b.tasks)
+	}
 	for ; b.at < len(b.tasks); b.at++ {
 		j := &b.tasks[b.at]
 		if b.s.failures[b.at] != nil || j.Chunk.Logical == 0 {

@@ -52,3 +52,11 @@ func (v *Event) Before(stream uintptr) error {
 // that view device memory do not wait for each other, and record only their own
 // end.
 func (s *Slot) Order(after, then *Event) { s.c.after, s.c.then = after.c, then.c }
+
+// looseGap is more than the bytes that may lie between neighbours of a loose piece.
+const looseGap = 16
+
+// Loose lets the slot's next Submit also write the bytes between the destinations of
+// neighbouring tasks, fewer than 16: what lies alike in the slot and at its
+// destinations then goes there in one copy, without the staging and without a kernel.
+func (s *Slot) Loose() { s.loose = true }

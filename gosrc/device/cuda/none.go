@@ -75,6 +75,9 @@ func (d *Device) Queue(int, int64) (*Queue, error) { return nil, errNone }
 // Prepare makes a queue.
 func (d *Device) Prepare() {}
 
+// Prompt has the queue ask again and again.
+func (q *Queue) Prompt() {}
+
 // Get waits for a slot.
 func (q *Queue) Get(context.Context) (device.Slot, error) { return nil, errNone }
 
@@ -113,6 +116,9 @@ func (v *Event) Before(uintptr) error { return errNone }
 
 // Order orders what a slot writes after one event and before another.
 func (s *Slot) Order(_, _ *Event) {}
+
+// Loose lets a slot's bytes go in few copies.
+func (s *Slot) Loose() {}
 
 // TablesOnly is the size of slots that only view device memory.
 const TablesOnly = 4096

@@ -77,6 +77,7 @@ type Slot struct {
 	devLen   int64
 	dev      uint64 // of Bytes, where the kernels read them: in the staging, or in place
 	owned    bool
+	loose    bool     // see Loose
 	count    int      // tasks of the piece
 	rounds   int      // of the last piece
 	taken    [2]int64 // bytes copied and decoded, while the queue is timed
@@ -214,6 +215,7 @@ func (q *Queue) shape(slots int, room int64) {
 		<-q.free
 	}
 	q.size, q.slots, q.c.nslots = room-headBytes, q.all[:slots], C.int(slots)
+	q.c.ordered, q.c.prompt = 0, 0
 	base := q.c.staging
 	if q.inPlace {
 		base = q.c.mapped
@@ -236,11 +238,16 @@ func (q *Queue) InPlace() {
 	q.shape(len(q.slots), q.size+headBytes)
 }
 
+// Prompt has the queue ask the device again and again for the end of a slot's work,
+// for up to 150 microseconds, until Close: other processes wait for it, and a thread
+// that sleeps until the device wakes it is late by about as much. It takes a core.
+func (q *Queue) Prompt() { q.c.prompt = 1 }
+
 // Get waits for a free slot, or for the end of ctx.
 func (q *Queue) Get(ctx context.Context) (device.Slot, error) {
 	select {
 	case s := <-q.free:
-		s.owned, s.view, s.onDev = true, nil, 0
+		s.owned, s.loose, s.view, s.onDev = true, false, nil, 0
 		s.c.after, s.c.then = nil, nil
 		return s, nil
 	case <-ctx.Done():

@@ -59,6 +59,8 @@ struct owcu_queue {
 	owcu_ptr staging, scratch;
 	struct owcu_slot **slots;
 	int made, nslots; // slots that were made, and those in use
+	int ordered; // a submit with `then` has used a kernel: those that follow end behind it
+	int prompt; // owcu_wait asks again and again for a while, before it sleeps
 	owcu_handle origin; // event from which the slots' marks are measured
 	int timed;
 };

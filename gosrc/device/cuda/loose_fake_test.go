@@ -1,0 +1,197 @@
+//go:build cgo && owfake
+
+package cuda
+
+import (
+	"bytes"
+	"slices"
+	"testing"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// A looseCase is raw tasks of a piece: how many bytes lie before each in the slot, and at its
+// destination.
+type looseCase struct {
+	name  string
+	gaps  [][2]int
+	short bool // in few copies, without a kernel
+}
+
+var looseCases = []looseCase{
+	{"neighbours", [][2]int{{0, 0}, {0, 0}, {0, 0}, {0, 0}}, true},
+	{"small gaps", [][2]int{{0, 0}, {15, 15}, {1, 1}, {8, 8}, {0, 0}}, true},
+	{"a gap that Loose does not speak of", [][2]int{{0, 0}, {16, 16}, {0, 0}, {0, 0}}, true},
+	{"gaps that differ", [][2]int{{3, 0}, {4, 8}, {0, 0}, {0, 0}}, true},
+	{"as many runs as are few", slices.Repeat([][2]int{{0, 100}}, fewRuns), true},
+	{"a run too many", slices.Repeat([][2]int{{0, 100}}, fewRuns+1), false},
+}
+
+// A loose piece lands as one that is not: every byte of its tasks, and none but in gaps of
+// fewer than 16 bytes between neighbours. It takes a copy a run, and no kernel, unless
+// its runs are many.
+func TestLoose(t *testing.T) {
+	r := random(t)
+	for _, c := range looseCases {
+		end := Fake(64 << 20)
+		d, err := Open(0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		q, err := d.Queue(2, 1<<20)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var bytesOf, want []byte
+		var tasks []device.DecodeTask
+		var at []int
+		for _, gap := range c.gaps {
+			b := weights(r, x16.Bytes, 1000+r.IntN(20_000))
+			bytesOf = append(append(bytesOf, make([]byte, gap[0])...), b...)
+			want = append(want, bytes.Repeat([]byte{0xee}, gap[1])...)
+			at = append(at, len(want))
+			want = append(want, b...)
+			tasks = append(tasks, device.DecodeTask{Chunk: tensor.Chunk{Codec: tensor.CodecRaw, Stored: uint32(len(b)), Logical: uint32(len(b))}, Src: uint32(len(bytesOf) - len(b))})
+		}
+		mem, err := d.Alloc([]int64{int64(len(want))})
+		if err != nil {
+			t.Fatal(err)
+		}
+		fill := piece{bytes: bytes.Repeat([]byte{0xee}, len(want))}
+		fill.raw(bytes.Repeat([]byte{0xee}, len(want)))
+		fill.jobs[0].Src, fill.jobs[0].Dst, fill.bytes = 0, mem[0].Ptr, fill.bytes[:len(want)]
+		put := func(b []byte, jobs []device.DecodeTask, loose bool) []string {
+			s, err := q.Get(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			copy(s.Memory(), b)
+			if loose {
+				s.(*Slot).Loose()
+			}
+			FakeHistory()
+			if err := q.Submit(s, int64(len(b)), jobs, func(i int, err error) {
+				if err != nil {
+					t.Errorf("%s: task %d: %v", c.name, i, err)
+				}
+			}); err != nil {
+				t.Fatal(err)
+			}
+			if err := q.Drain(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			return FakeHistory()
+		}
+		put(fill.bytes, fill.jobs, false)
+		for i := range tasks {
+			tasks[i].Dst = unsafe.Add(mem[0].Ptr, at[i])
+		}
+		calls := put(bytesOf, tasks, true)
+		if got := !slices.Contains(calls, "launch"); got != c.short {
+			t.Errorf("%s: %v", c.name, calls)
+		}
+		got := make([]byte, len(want))
+		if err := d.Read(got, mem[0]); err != nil {
+			t.Fatal(err)
+		}
+		for i, gap := range c.gaps { // what lies between neighbours belongs to no one
+			if i > 0 && gap[0] == gap[1] && gap[0] < 16 {
+				copy(got[at[i]-gap[1]:at[i]], want[at[i]-gap[1]:])
+			}
+		}
+		if !bytes.Equal(got, want) {
+			t.Errorf("%s: other bytes", c.name)
+		}
+		mem[0].Release()
+		q.Close()
+		if left := end(); left != "" {
+			t.Errorf("%s: left: %s", c.name, left)
+		}
+	}
+}
+
+// What a slot with an Order writes waits for its event, also where no kernel runs; the other
+// event is that of its end, and of the ends of all before it, whether they used kernels or not.
+func TestLooseOrder(t *testing.T) {
+	end := Fake(64 << 20)
+	d, err := Open(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	q, err := d.Queue(4, 1<<20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	mem, err := d.Alloc([]int64{4096})
+	if err != nil {
+		t.Fatal(err)
+	}
+	after, err := d.NewEvent()
+	if err != nil {
+		t.Fatal(err)
+	}
+	then, err := d.NewEvent()
+	if err != nil {
+		t.Fatal(err)
+	}
+	q.Prompt()
+	for n, loose := range []bool{true, false, true} {
+		s, err := q.Get(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		own := s.(*Slot)
+		own.Order(after, then)
+		if loose {
+			own.Loose()
+		}
+		var tasks []device.DecodeTask
+		for i := range 4 { // more than fewRaw: without Loose by a kernel
+			c := tensor.Chunk{Codec: tensor.CodecRaw, Stored: 1024, Logical: 1024}
+			tasks = append(tasks, device.DecodeTask{Chunk: c, Src: uint32(1024 * i), Dst: unsafe.Add(mem[0].Ptr, 1024*i)})
+			copy(s.Memory()[1024*i:], bytes.Repeat([]byte{byte(n + 1)}, 1024))
+		}
+		FakeHistory()
+		if err := q.Submit(s, 4096, tasks, func(int, error) {}); err != nil {
+			t.Fatal(err)
+		}
+		if err := q.Drain(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		calls := FakeHistory()
+		waits, writes := slices.Index(calls, "stream_wait"), slices.Index(calls, "copy_in")
+		if !loose {
+			writes = slices.Index(calls, "launch")
+		}
+		if waits < 0 || writes < waits {
+			t.Errorf("submit %d does not wait before it writes: %v", n, calls)
+		}
+		if !slices.Contains(calls, "event_query") {
+			t.Errorf("submit %d: a prompt queue does not ask: %v", n, calls)
+		}
+		// Once a kernel was used, what follows ends on its stream: a copy's event, and a wait.
+		joins := 0
+		for _, call := range calls {
+			if call == "event_record" {
+				joins++
+			}
+		}
+		if want := map[bool]int{true: 2, false: 3}[n == 0]; joins != want {
+			t.Errorf("submit %d records %d events, not %d: %v", n, joins, want, calls)
+		}
+		got := make([]byte, 4096)
+		if err := d.Read(got, mem[0]); err != nil || !bytes.Equal(got, bytes.Repeat([]byte{byte(n + 1)}, 4096)) {
+			t.Errorf("submit %d: %v, or other bytes", n, err)
+		}
+	}
+	after.Free()
+	then.Free()
+	mem[0].Release()
+	q.Close()
+	if left := end(); left != "" {
+		t.Error(left)
+	}
+}
