@@ -422,17 +422,25 @@ int owcu_submit(struct owcu_queue *l, int slot, struct owcu_error *e)
 	return leave(&g, rc);
 }
 
-// soon asks for an event for a while. What is wrong with it is for others to find.
+static int64_t nanoseconds(void)
+{
+	struct timespec now;
+
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return now.tv_sec * (int64_t)1000000000 + now.tv_nsec;
+}
+
+// soon asks for an event for a while; in between it leaves the driver's locks to
+// others. What is wrong with the event is for others to find.
 static void soon(owcu_handle event)
 {
-	enum { NANOSECONDS = 150000 };
-	struct timespec begin, now;
+	const int64_t longest = 150000, pause = 5000;
 
-	clock_gettime(CLOCK_MONOTONIC, &begin);
-	do
-		clock_gettime(CLOCK_MONOTONIC, &now);
-	while (owcu->event_query(event) == OWCU_NOT_READY &&
-	       (now.tv_sec - begin.tv_sec) * 1000000000 + now.tv_nsec - begin.tv_nsec < NANOSECONDS);
+	for (int64_t begin = nanoseconds(), next = begin; next - begin < longest && owcu->event_query(event) == OWCU_NOT_READY;) {
+		next += pause;
+		while (nanoseconds() < next)
+			;
+	}
 }
 
 int owcu_wait(struct owcu_queue *l, int slot, struct owcu_error *e)
