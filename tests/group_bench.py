@@ -227,9 +227,10 @@ class Bench:
         row["in all"] = row["best"] * (1 if way == "solo" else dist.get_world_size())
         row |= {"verified": way != "solo", "MiB of torch's beside": beside >> 20}
         row |= {"ms": min(times) * 1e3, "ms of the engine": (ow.last_report() or {}).get("seconds", 0) * 1e3}  # the latter of the last
-        stages = (ow.last_report() or {}).get("stages", {})  # of rank 0's last job: seconds, summed over its workers
-        row["stages"] = {key[:-3]: round(value / 1e9, 3) for key, value in stages.items() if key.endswith("_ns")}
-        row["stages"]["workers"] = stages.get("workers")
+        stages = (ow.last_report() or {}).get("stages", {})  # of the last job: seconds, summed over its workers
+        mine = {key[:-3]: round(value / 1e9, 3) for key, value in stages.items() if key.endswith("_ns")}
+        row["stages"] = [{}] * dist.get_world_size()
+        dist.all_gather_object(row["stages"], {**mine, "workers": stages.get("workers")})
         if way is None:
             row["ways"] = {kind: {w: round(rate / 1e9, 1) for w, rate in ways.items()} for kind, ways in distributed.rates(group).items()}
         self.say(row)

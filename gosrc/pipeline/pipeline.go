@@ -70,7 +70,7 @@ type Stages struct {
 	Pieces    int64 `json:"pieces"`
 	ReadBytes int64 `json:"read_bytes"` // stored bytes, with the gaps between them
 	LandBytes int64 `json:"land_bytes"`
-	WaitNS    int64 `json:"wait_ns"`   // for a free slot
+	WaitNS    int64 `json:"wait_ns"`   // for a free slot, or for space at the destination
 	PermitNS  int64 `json:"turn_ns"`   // for a permit to open a range
 	AnswerNS  int64 `json:"answer_ns"` // for the beginning of responses
 	ReadNS    int64 `json:"read_ns"`
@@ -387,7 +387,7 @@ func (w *worker) share(share *plan.Share, p *plan.Piece) error {
 		}
 		slot.View(b)
 	}
-	if err := w.settle(p); err != nil {
+	if err := w.settle(p, &t0); err != nil {
 		w.queue.Put(slot)
 		return err
 	}
@@ -406,17 +406,18 @@ func (w *worker) share(share *plan.Share, p *plan.Piece) error {
 }
 
 // settle resolves the destinations of a piece's decode tasks.
-func (r *run) settle(p *plan.Piece) error {
-	if r.Destination == nil {
+func (w *worker) settle(p *plan.Piece, t0 *time.Time) error {
+	if w.Destination == nil {
 		return nil
 	}
 	for i := p.First; i < p.First+p.Count; i++ {
-		dst, err := r.Destination(r.ctx, r.Plan.Refs[i].Want, r.Plan.Tasks[i].Dst)
+		dst, err := w.Destination(w.ctx, w.Plan.Refs[i].Want, w.Plan.Tasks[i].Dst)
 		if err != nil {
 			return err
 		}
-		r.Plan.Tasks[i].Dst = dst
+		w.Plan.Tasks[i].Dst = dst
 	}
+	w.st.WaitNS += w.lap("stage", t0, 0)
 	return nil
 }
 
