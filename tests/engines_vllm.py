@@ -22,6 +22,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from processes import overwire_serve
+
 ROOT = Path(__file__).resolve().parent.parent
 HIDDEN, LAYERS, VOCAB = 64, 2, 320
 
@@ -234,6 +236,23 @@ def rank_main(base: Path, world: int, rank: int, port: int) -> None:
         joins(base / "llama/compressed", port)
 
 
+def from_store(base: Path, rank: int, port: int, url: str) -> None:
+    """Two ranks share the reading of what lies in a store, without being asked to."""
+    without_kernels()
+    kept = replayed()
+    at = base / "llama"
+    theirs = state(load(at / "plain", 2, rank, port, "safetensors")[0])
+    os.environ["OVERWIRE_PLANS"] = str(base / "plans" / "store")
+    for again in (False, True):
+        kept.clear()
+        extra = {"source": f"{url}llama/compressed/model.safetensors.index.json"}
+        wrong = differences(state(load(at / "plain", 2, rank, port, "overwire", extra)[0]), theirs)
+        if wrong or bool(kept) != again:
+            raise SystemExit(f"{url}, rank {rank}: not as vLLM's own: {wrong}, or not by a plan: {kept}")
+    print(f"  {url}: {len(theirs)} tensors as vLLM's own, kept: {kept}", flush=True)
+    shared(at / "compressed", kept[0][1])
+
+
 def shared(path: Path, read: int | None) -> None:
     """What both ranks together have read of the files."""
     import torch
@@ -324,6 +343,9 @@ def environment(base: Path, site: Path) -> dict[str, str]:
 
 
 def main() -> None:
+    if len(sys.argv) > 5:
+        from_store(Path(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+        return
     if len(sys.argv) > 1:
         rank_main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
         return
@@ -336,15 +358,17 @@ def main() -> None:
             folder(base / name / "plain", config, tensors, False)
             folder(base / name / "compressed", config, tensors, True)
         env = environment(base, site)
-        for world in (1, 2):
-            with socket.socket() as s:
-                s.bind(("127.0.0.1", 0))
-                port = s.getsockname()[1]
-            env["OVERWIRE_EXCHANGE"] = "ipc"  # with a kept plan two ranks share the reading
-            ranks = [subprocess.Popen([sys.executable, __file__, str(base), str(world), str(r), str(port)], env=env) for r in range(world)]
-            codes = [rank.wait(600) for rank in ranks]
-            if any(codes):
-                raise SystemExit(f"{world} ranks: exit codes {codes}")
+        with overwire_serve(base) as url:
+            # With ipc and a kept plan two ranks share the reading.
+            for world, how, more in ((1, "ipc", []), (2, "ipc", []), (2, "auto", [url])):
+                with socket.socket() as s:
+                    s.bind(("127.0.0.1", 0))
+                    port = s.getsockname()[1]
+                env["OVERWIRE_EXCHANGE"] = how
+                commands = [[sys.executable, __file__, str(base), str(world), str(rank), str(port), *more] for rank in range(world)]
+                codes = [started.wait(600) for started in [subprocess.Popen(command, env=env) for command in commands]]
+                if any(codes):
+                    raise SystemExit(f"{world} ranks, {how}: exit codes {codes}")
         print("all as vLLM's own")
     finally:
         shutil.rmtree(base)

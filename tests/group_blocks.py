@@ -17,6 +17,7 @@ from overwire import _verbs, distributed, plumbing
 from overwire.distributed import blocks as block_loads
 from overwire.distributed import group as grouping
 from overwire.distributed import relays
+from processes import overwire_serve
 
 # Where a rank's tensors are loaded to.
 DEVICE = "cpu"
@@ -69,16 +70,18 @@ def together(
     first: Callable[[], None] = lambda: None,
     opened: Callable[[], None] = lambda: None,
     wanted: Callable[[Path, int, int], Wanted] = wants,
+    where: Callable[[Path], Any] = lambda path: path,
     group: Any = None,
 ) -> Any:
     """Loads what is wanted of files by the group and compares; returns what did it, or why
-    none did. opened: called when the files are open, and nothing is read."""
+    none did. opened: called when the files are open, and nothing is read. where: a file's
+    path or URL."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), group or dist.group.WORLD
     with ExitStack() as stack:
         files, requests, targets = [], [], []
         for one in (path, *more):
             whole = ow.load_file(expected_of(one), mmap=False)
-            files.append(stack.enter_context(ow.safe_open(one, framework="pt", device=DEVICE)))
+            files.append(stack.enter_context(ow.safe_open(where(one), framework="pt", device=DEVICE)))
             requests.append(array("q"))
             for name, blocks in wanted(expected_of(one), rank, size).items():
                 for lo0, hi0, lo1, hi1 in blocks:
@@ -114,7 +117,7 @@ def blocks(folder: Path) -> None:
     ends all, and where one cannot take part, all hear of it."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     relays.SHARE = (1 << 20) + 4096
-    assert plumbing.shares(world)
+    assert plumbing.shares(world, False) and plumbing.shares(world, True)
     for file in ("plain.safetensors", "compressed.safetensors"):
         made = together(folder / file)
         read: list[Any] = [None] * size
@@ -149,6 +152,24 @@ def blocks(folder: Path) -> None:
     assert together(good) == ("" if rank == 1 else "on rank 1: ") + "no peer access"
     relays.relay_join = _verbs.relay_join
     assert together(good).read >= 0
+
+
+def block_stores(folder: Path) -> None:
+    """By default ranks share what lies in a store: its server sends each byte once, to all of
+    them together."""
+    size, world = dist.get_world_size(), dist.group.WORLD
+    relays.SHARE = (1 << 20) + 4096
+    assert plumbing.shares(world, True) and not plumbing.shares(world, False)
+    with ExitStack() as stack:
+        url = [stack.enter_context(overwire_serve(folder)) if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(url)
+        for file in ("plain.safetensors", "compressed.safetensors"):
+            made = together(folder / file, where=lambda path: url[0] + path.name)
+            read: list[Any] = [None] * size
+            dist.all_gather_object(read, made.read)
+            stored = (folder / file).stat().st_size
+            assert 0.5 * stored < sum(read) <= 1.05 * stored, (file, read, stored)
+        dist.barrier()  # the server ends with rank 0's block
 
 
 def shards(folder: Path, at: Path) -> list[Path]:

@@ -80,6 +80,10 @@ def test_ranks_that_say_their_blocks_read_each_byte_once(folder: Path, count: in
     ranks(folder, count, *BLOCKS, *["block_hosts"] * (count == 3), "block_gone", exchange="ipc")
 
 
+def test_ranks_share_what_lies_in_a_store(folder: Path) -> None:
+    ranks(folder, 2, "block_stores", exchange="")
+
+
 def test_two_ranks_try_every_way(folder: Path) -> None:
     """Loads, streams and modules, by each of the ways, in windows: the default on the host."""
     ranks(folder, 2, "streamed", "chosen", exchange="")

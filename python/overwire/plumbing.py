@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .model.layout import refuse_urls
     from .model.opened import prepare
     from .model.options import parse_size
-    from .paths import local, path_of
+    from .paths import is_remote, local, path_of
     from .stores import ObjectReader, ObjectWriter, presign, publish, write_bytes
     from .verbs.into import land, landing, table_of
     from .verbs.preload import honour_nyacomp
@@ -38,6 +38,7 @@ __all__ = [
     "forked",
     "honour_nyacomp",
     "is_compressed",
+    "is_remote",
     "keep",
     "land",
     "landing",
@@ -79,7 +80,7 @@ _HOMES = {
     "model.opened": ("prepare",),
     "model.options": ("parse_size",),
     "jobs": ("shown",),
-    "paths": ("local", "path_of"),
+    "paths": ("is_remote", "local", "path_of"),
     "stores": ("ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"),
     "verbs.into": ("land", "landing", "table_of"),
     "verbs.preload": ("honour_nyacomp",),

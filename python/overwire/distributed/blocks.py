@@ -39,11 +39,15 @@ class Blocks(NamedTuple):
     tables: Sequence[str]
 
 
-def shares(group: Any) -> bool:
+def shares(group: Any, stored: bool) -> bool:
     """Whether the ranks of a group are to meet: there are several, and OVERWIRE_EXCHANGE is
-    ipc. Ranks of vLLM that meet read less, and load no faster, so auto does not ask for it."""
+    ipc, or auto and the files lie in a store. From a page cache ranks that meet read less,
+    and load about as fast; those that come first wait for the others.
+
+    stored: the same on all ranks, as the setting is.
+    """
     how = next(str(row["value"]) for row in knobs() if row["name"] == "OVERWIRE_EXCHANGE")
-    return group is not None and how == "ipc" and members_of(group).size > 1
+    return group is not None and how in ("ipc", "auto" if stored else "ipc") and members_of(group).size > 1
 
 
 def meet(group: Any, prepare: Callable[[], Blocks | None]) -> tuple[Together | None, str]:

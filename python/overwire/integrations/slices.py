@@ -62,17 +62,23 @@ class Attempt:
 
     @contextlib.contextmanager
     def around(
-        self, model: Any, look: Callable[[], Iterable[Any]], facts: Callable[[], Mapping[str, Any] | None], group: Any = None
+        self,
+        model: Any,
+        look: Callable[[], Iterable[Any]],
+        facts: Callable[[], Mapping[str, Any] | None],
+        group: Any = None,
+        stored: bool = False,
     ) -> Iterator[None]:
         """While it lasts, `model.load_weights` loads by slices.
 
         look: yields what the engine's loader would give the model. facts: for the key of
         the plan, when all is open; None where no plan is kept. group: a process group of ranks
-        that all do this, and can share the reading.
+        that all do this, and can share the reading. stored: for all of them the files lie in
+        a store.
         """
         mine = vars(model).get("load_weights")
         own = model.load_weights
-        model.load_weights = functools.partial(self._load, model, own, look, facts, group)
+        model.load_weights = functools.partial(self._load, model, own, look, facts, group, stored)
         try:
             yield
         finally:
@@ -81,9 +87,9 @@ class Attempt:
             else:
                 model.load_weights = mine
 
-    def _load(self, model: Any, own: Any, look: Any, facts: Any, group: Any, weights: Any) -> Any:
+    def _load(self, model: Any, own: Any, look: Any, facts: Any, group: Any, stored: bool, weights: Any) -> Any:
         with self._recorder.paused(), _uncollected():
-            together, why = self._prepared(functools.partial(self._prepare, model, look, facts), group)
+            together, why = self._prepared(functools.partial(self._prepare, model, look, facts), group, stored)
             if self._ready is not None:
                 if why:
                     self._log.info("overwire: each rank reads by itself: %s", why)
@@ -107,12 +113,12 @@ class Attempt:
                 self._keeps = functools.partial(self._keep, path, key, model, names)
         return loaded
 
-    def _prepared(self, prepare: Callable[[], None], group: Any) -> tuple[Any, str]:
+    def _prepared(self, prepare: Callable[[], None], group: Any, stored: bool) -> tuple[Any, str]:
         # With the other ranks, where they share the reading: what `meet` returns.
         if group is not None:  # one rank alone needs no code of groups, whose import takes 20 ms
             from ..plumbing import meet, shares
 
-            if shares(group):
+            if shares(group, stored):
 
                 def offer() -> Any:
                     prepare()

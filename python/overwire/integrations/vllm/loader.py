@@ -102,7 +102,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         reader.attempt = attempt
         try:
             said = functools.partial(self._facts, model_config)
-            with attempt.around(model, look, said, ranks()):
+            with attempt.around(model, look, said, ranks(), reader.stored):
                 self._checked(model, model_config, quantised)
         finally:
             reader.attempt = None
@@ -138,6 +138,13 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         self.attempt: Attempt | None = None  # gives stand-ins instead of tensors
         self._remote: str | None = None  # the model whose weights are at options["source"]
         self._opening: Opening | None = None
+
+    @property
+    def stored(self) -> bool:
+        """Whether the weights that `begin` has found lie in a store, for all ranks."""
+        from ...plumbing import is_remote
+
+        return self._remote is not None and is_remote(str(self._options["source"]))
 
     def open(self, vllm_config: Any, model_config: Any) -> None:
         """Begins to open what the model, which is still to be made, most likely reads."""
