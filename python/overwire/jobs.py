@@ -325,7 +325,11 @@ class Job:
     ) -> None:
         if kind is None:
             self.done()
-            return
+        else:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Cancels and frees it: it uses no memory of the caller after that."""
         try:
             self.cancel()
         finally:

@@ -139,8 +139,7 @@ class ObjectReader(io.RawIOBase):
             os.close(self._pipe)
             self._pipe = -1
         if job is not None:
-            job.cancel()
-            job.free()
+            job.abandon()
 
     def readinto(self, buffer: Any, /) -> int:
         """Some bytes, 0 at the end. Raises what the store does."""

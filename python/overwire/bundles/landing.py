@@ -105,9 +105,9 @@ class Landing:
         else:
             for device, order in groups.items():
                 view = model.on(device)
-                job, tensors = view.begin(order, [self._rows[at] for at in order], frame_for("torch"), watcher)
-                self._tensors.update((order[at], tensor) for at, tensor in tensors.items())
-                begin(job, order)
+                load = view.begin(order, frame_for("torch"), watcher=watcher)
+                self._tensors.update((order[at], tensor) for at, tensor in load.places.items())
+                begin(load.job, order)
                 watcher = None
 
     def __enter__(self) -> Landing:

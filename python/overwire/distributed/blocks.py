@@ -146,8 +146,7 @@ class Together:
             return ""
         finally:
             if job is not None:
-                job.cancel()
-                job.free()
+                job.abandon()
 
     def _begun(self) -> Job:
         members = self._members

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..dtypes import PACKED, nbytes, packed_shape
 from ..frameworks.frame import Frame
-from ..jobs import Job
+from ..model.loads import Load
 from ..model.opened import WHOLE, Model, Row
 from .group import Members
 
@@ -141,37 +141,26 @@ class _Reading:
     def __init__(self, model: Model, frame: Frame, wants: list[_Want]) -> None:
         self._model, self._frame = model, frame
         self._wants = wants
-        self._job: Job | None = None
-        self._places: dict[int, Any] = {}
+        self._load: Load | None = None
         self._busy = [want for want in wants if 0 not in want.shape]
         if self._busy:
             rows = [(w.row.name, w.row.dtype, w.shape, nbytes(w.row.dtype, w.shape)) for w in self._busy]
-            self._job, self._places = model.begin_blocks([(w.at, w.block) for w in self._busy], rows, frame)
+            self._load = model.begin_blocks([(w.at, w.block) for w in self._busy], rows, frame)
 
     def finish(self) -> Iterator[tuple[int, Any]]:
         """(slot, tensor) of each want, in any order."""
-        job, self._job = self._job, None
-        places, self._places = self._places, {}
+        load, self._load = self._load, None
         for want in self._wants:
             if 0 in want.shape:
                 yield want.slot, self._frame.empty(want.row.dtype, want.shape, self._model.device)
-        if job is None:
-            return
-        raw = self._frame.raw({want.row.dtype for want in self._wants})
-        with job:
-            landed = job.take(raw).pairs()
-        for at, (want, (capsule, pointer)) in enumerate(zip(self._busy, landed, strict=True)):
-            if at in places:
-                yield want.slot, places[at]
-            else:
-                yield want.slot, self._frame.adopt(capsule, pointer, want.row.dtype, want.shape, self._model.device)
+        if load is not None:
+            yield from zip((want.slot for want in self._busy), load.tensors(), strict=True)
 
     def abandon(self) -> None:
         """Cancels running work; nothing writes to its memory after that."""
-        job, self._job = self._job, None
-        if job is not None:
-            job.cancel()
-            job.free()
+        load, self._load = self._load, None
+        if load is not None:
+            load.job.abandon()
 
 
 class Batch:

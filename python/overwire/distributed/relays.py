@@ -307,6 +307,5 @@ class Relay:
         """Ends running work; nothing writes to its memory after that."""
         job, self._job = self._job, None
         if job is not None:
-            job.cancel()
-            job.free()
+            job.abandon()
         self._tensors = []

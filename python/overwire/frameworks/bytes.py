@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..dtypes import nbytes
@@ -33,16 +33,6 @@ class BytesFrame:
         block = (ctypes.c_ubyte * size).from_address(pointer)
         vars(block)["capsule"] = capsule  # the memory lives as long as a view of it
         return memoryview(block).cast("B")
-
-    def adopt_all(
-        self,
-        landed: Sequence[tuple[Any, int]],
-        rows: Sequence[tuple[Any, ...]],
-        raw: bool,
-        places: Mapping[int, Any],
-        device: str,
-    ) -> list[Any]:
-        return [self.adopt(capsule, pointer, row[1], row[2]) for (capsule, pointer), row in zip(landed, rows, strict=True)]
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         return memoryview(bytearray(nbytes(dtype, shape)))

@@ -7,7 +7,7 @@ and numpy are both optional; neither is imported before it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ..dtypes import nbytes
@@ -70,17 +70,6 @@ class Frame(Protocol):
 
     def adopt(self, capsule: Any, pointer: int, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         """The tensor of one landed request. Takes over the capsule."""
-
-    def adopt_all(
-        self,
-        landed: Sequence[tuple[Any, int]],
-        rows: Sequence[tuple[Any, ...]],
-        raw: bool,
-        places: Mapping[int, Any],
-        device: str,
-    ) -> list[Any]:
-        """`adopt` for many at once: rows are those of the model's table. places
-        are tensors that landed where they are, by position."""
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         """A new tensor with undefined contents."""

@@ -7,7 +7,7 @@ imported when the first of them is met.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -121,17 +121,6 @@ class NumpyFrame:
             return flat.reshape(packed_shape(dtype, shape))
         plain = np.asarray(_Holder(capsule, pointer, f"<u{BITS[dtype] // 8}", shape))
         return plain.view(target)
-
-    def adopt_all(
-        self,
-        landed: Sequence[tuple[Any, int]],
-        rows: Sequence[tuple[Any, ...]],
-        raw: bool,
-        places: Mapping[int, Any],
-        device: str,
-    ) -> list[Any]:
-        adopt = self.adopt
-        return [adopt(capsule, pointer, dtype, shape) for (capsule, pointer), (_, dtype, shape, *_) in zip(landed, rows, strict=True)]
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         check_empty(dtype, shape)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -239,19 +239,6 @@ class TorchFrame:
         if tensor.dtype is _TYPES.get(dtype) and dtype not in PACKED:
             return tensor
         return self._packed(tensor, dtype, shape) if dtype in PACKED else tensor.view(self._type(dtype))
-
-    def adopt_all(
-        self,
-        landed: Sequence[tuple[Any, int]],
-        rows: Sequence[tuple[Any, ...]],
-        raw: bool,
-        places: Mapping[int, Any],
-        device: str,
-    ) -> list[Any]:
-        return [
-            places[at] if at in places else self.adopt(*land, row[1], row[2], device)
-            for at, (land, row) in enumerate(zip(landed, rows, strict=True))
-        ]
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         check_empty(dtype, shape)

@@ -214,7 +214,4 @@ class Early:
         """Ends the load that runs: it writes nothing after this."""
         job, self._job = self._job, None
         if job is not None:
-            try:
-                job.cancel()
-            finally:
-                job.free()
+            job.abandon()

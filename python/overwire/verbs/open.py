@@ -11,7 +11,7 @@ from ..dtypes import BITS, PACKED, nbytes
 from ..errors import ArgumentError, CorruptError, ForkedError, NotSupportedError
 from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.indexing import plan
-from ..model.opened import LARGE, WHOLE, Model, opening, prepare
+from ..model.opened import WHOLE, Model, opening, prepare
 from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, OpenOptions, TorchName, check_options
 from ..model.sources import SourceLike, named
 from ..progress import ProgressLike, watch
@@ -356,17 +356,9 @@ class TensorSlice(Generic[T]):
             tensor = model.load([self._at], frame, None, None)[row.name]
         else:
             (lo0, hi0), (lo1, hi1) = planned.block
-            request = (self._at, 0, lo0, hi0, lo1, hi1)
-            if len(row.shape) == 1:
-                request = (self._at, 0, lo0, hi0, 0, WHOLE)
-            lands = [(row.name, row.dtype, planned.shape, nbytes(row.dtype, planned.shape))]
-            places: dict[int, Any] = {}
-            if model.device != "cpu" and lands[0][3] >= LARGE:
-                places[0] = frame.empty_on(model.device, lands)[0]
-                request = (request[0], places[0].data_ptr(), *request[2:])
-            raw = frame.raw((row.dtype,))
-            with model.start([request]) as job:
-                tensor = frame.adopt_all(job.take(raw).pairs(), lands, raw, places, model.device)[0]
+            block = (lo0, hi0, 0, WHOLE) if len(row.shape) == 1 else (lo0, hi0, lo1, hi1)
+            lands = (row.name, row.dtype, planned.shape, nbytes(row.dtype, planned.shape))
+            (tensor,) = model.begin_blocks([(self._at, block)], [lands], frame).tensors()
         if planned.cut:
             tensor = frame.index(tensor, planned.cut, row.dtype)
         if file._dtype is not None:
