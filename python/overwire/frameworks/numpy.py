@@ -7,14 +7,14 @@ imported when the first of them is met.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from ..dtypes import BITS, FLOATS, PACKED, named, nbytes, packed_shape
 from ..errors import ArgumentError, MissingPackageError, NotSupportedError
-from .frame import Bytes, View, check_empty
+from .frame import Bytes, Frame, View, check_empty
 
 __all__ = ["SAVED", "NumpyFrame", "hold"]
 
@@ -81,7 +81,7 @@ def _extra(name: str) -> np.dtype[Any]:
     return made
 
 
-class NumpyFrame:
+class NumpyFrame(Frame):
     """The frame of numpy; see `frame.Frame`.
 
     F4 is unpacked to one element a byte, as ml_dtypes has it. F6 has no
@@ -89,7 +89,6 @@ class NumpyFrame:
     """
 
     name = "numpy"
-    make: Callable[[Any], Any] | None = None
 
     def __init__(self) -> None:
         self._types: dict[str, np.dtype[Any]] = {name: np.dtype(text) for name, text in _OWN.items()}
@@ -128,9 +127,6 @@ class NumpyFrame:
             shape = packed_shape(dtype, shape)
         return np.empty(shape, self._type(dtype))
 
-    def empty_on(self, device: str, rows: Sequence[Any], again: bool = True) -> list[Any]:
-        raise NotSupportedError(f"overwire: numpy has no arrays on {device}")
-
     def dtype(self, wanted: Any) -> Any:
         name = wanted if isinstance(wanted, str) and wanted == "float" else named(wanted)  # numpy's float is float64
         if isinstance(name, str) and name in _EXTRA:
@@ -146,7 +142,7 @@ class NumpyFrame:
         return SAVED.get(wanted.name, "")
 
     def floating(self, wanted: Any) -> bool:
-        return wanted.kind == "f" or self.name_of(wanted) in FLOATS
+        return wanted.kind == "f" or super().floating(wanted)
 
     def cast(self, tensor: Any, dtype: str, wanted: Any) -> Any:
         return tensor.astype(wanted, copy=False) if dtype in FLOATS else tensor

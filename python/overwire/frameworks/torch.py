@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ..dtypes import FLOATS, PACKED, named, packed_shape
 from ..errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryError, OverwireError
 from ..gpu import beside_captures, refuse_capture
 from .columns import ODD, Columns
-from .frame import Bytes, View, check_empty
+from .frame import Bytes, Frame, View, check_empty
 
 __all__ = ["SAVED", "TorchFrame", "describe_all", "settle", "settled", "torch_dtype"]
 
@@ -213,11 +213,11 @@ def describe_all(tensors: Iterable[Any], made: Columns) -> None:
         add_cuda(cuda)
 
 
-class TorchFrame:
+class TorchFrame(Frame):
     """The frame of torch; see `frame.Frame`."""
 
     name = "torch"
-    make: Callable[[Any], Any] | None = staticmethod(from_dlpack)
+    make = staticmethod(from_dlpack)
 
     def __init__(self) -> None:
         self._native: dict[str, bool] = {}
@@ -304,9 +304,6 @@ class TorchFrame:
 
     def name_of(self, wanted: Any) -> str:
         return SAVED.get(wanted, "")
-
-    def floating(self, wanted: Any) -> bool:
-        return self.name_of(wanted) in FLOATS
 
     def cast(self, tensor: Any, dtype: str, wanted: Any) -> Any:
         return tensor.to(wanted) if dtype in FLOATS else tensor
