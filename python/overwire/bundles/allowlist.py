@@ -16,6 +16,7 @@ Nothing is imported because a pickle names it, but torch and numpy themselves.
 
 from __future__ import annotations
 
+import builtins
 import collections
 import datetime
 import decimal
@@ -31,72 +32,23 @@ from .budget import ATTRIBUTE, LONGEST, Budget, attributes
 __all__ = ["AllowList", "Guard"]
 
 # Immutable types (their attributes cannot be set), which call nothing.
+_BUILTINS = "bool bytearray bytes complex dict float frozenset int list object range set slice str tuple"
 _TYPES: dict[tuple[str, str], Any] = {
-    ("builtins", name): getattr(__import__("builtins"), name)
-    for name in (
-        "bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int",
-        "list", "object", "range", "set", "slice", "str", "tuple",
+    (kind.__module__, kind.__name__): kind
+    for kind in (
+        *(vars(builtins)[name] for name in _BUILTINS.split()),
+        *(collections.OrderedDict, collections.defaultdict, collections.deque, decimal.Decimal),
+        *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
     )
-}  # fmt: skip
-_TYPES |= {
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    ("collections", "defaultdict"): collections.defaultdict,
-    ("collections", "deque"): collections.deque,
-    ("datetime", "date"): datetime.date,
-    ("datetime", "datetime"): datetime.datetime,
-    ("datetime", "time"): datetime.time,
-    ("datetime", "timedelta"): datetime.timedelta,
-    ("datetime", "timezone"): datetime.timezone,
-    ("decimal", "Decimal"): decimal.Decimal,
 }
 # Values that a pickle may hold, but not call.
 _NUMPY_TYPES = frozenset(
-    {
-        "bool",
-        "bool_",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-        "float16",
-        "float32",
-        "float64",
-        "complex64",
-        "complex128",
-    }
+    "bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split()
 )
 _ACTIVATIONS = frozenset(
-    {
-        "relu",
-        "relu6",
-        "gelu",
-        "silu",
-        "mish",
-        "elu",
-        "selu",
-        "celu",
-        "leaky_relu",
-        "prelu",
-        "rrelu",
-        "glu",
-        "tanh",
-        "sigmoid",
-        "hardtanh",
-        "hardswish",
-        "hardsigmoid",
-        "softplus",
-        "softsign",
-        "softmax",
-        "log_softmax",
-        "logsigmoid",
-        "normalize",
-    }
+    "relu relu6 gelu silu mish elu selu celu leaky_relu prelu rrelu glu tanh sigmoid hardtanh hardswish hardsigmoid "
+    "softplus softsign softmax log_softmax logsigmoid normalize".split()
 )
-
 
 # What a module keeps its parts in.
 _PARTS = ("_parameters", "_buffers", "_modules")
@@ -304,29 +256,15 @@ def _deque(budget: Budget, items: Any = (), most: Any = None) -> collections.deq
     return collections.deque((), most)
 
 
-def _timezone_or_none(zone: tuple[Any, ...]) -> bool:
-    return len(zone) <= 1 and all(type(part) is datetime.timezone for part in zone)
+def _moment(kind: Any, size: int, zoned: bool) -> Callable[..., Any]:
+    """Makes what datetime pickles as `size` bytes, and, if it is one of a zone, that zone."""
 
+    def make(budget: Budget, data: Any, *zone: Any) -> Any:
+        if type(data) is not bytes or len(data) != size or len(zone) > zoned or any(type(part) is not datetime.timezone for part in zone):
+            raise _wrong_args(kind.__name__)
+        return kind(data, *zone)
 
-def _date(budget: Budget, data: Any) -> datetime.date:
-    if type(data) is not bytes or len(data) != 4:
-        raise _wrong_args("date")
-    make: Any = datetime.date
-    return make(data)  # type: ignore[no-any-return]
-
-
-def _datetime(budget: Budget, data: Any, *zone: Any) -> datetime.datetime:
-    if type(data) is not bytes or len(data) != 10 or not _timezone_or_none(zone):
-        raise _wrong_args("datetime")
-    make: Any = datetime.datetime
-    return make(data, *zone)  # type: ignore[no-any-return]
-
-
-def _time(budget: Budget, data: Any, *zone: Any) -> datetime.time:
-    if type(data) is not bytes or len(data) != 6 or not _timezone_or_none(zone):
-        raise _wrong_args("time")
-    make: Any = datetime.time
-    return make(data, *zone)  # type: ignore[no-any-return]
+    return make
 
 
 def _timedelta(budget: Budget, *args: Any) -> datetime.timedelta:
@@ -355,9 +293,9 @@ _CALLS: dict[type, Callable[..., Any]] = {
     collections.OrderedDict: _ordered,
     collections.defaultdict: _default,
     collections.deque: _deque,
-    datetime.date: _date,
-    datetime.datetime: _datetime,
-    datetime.time: _time,
+    datetime.date: _moment(datetime.date, 4, False),
+    datetime.datetime: _moment(datetime.datetime, 10, True),
+    datetime.time: _moment(datetime.time, 6, True),
     datetime.timedelta: _timedelta,
     datetime.timezone: _timezone,
     decimal.Decimal: _decimal,
