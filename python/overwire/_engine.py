@@ -38,13 +38,11 @@ __all__ = [
     "buffer_of",
     "cli",
     "core",
-    "dlpack_give",
-    "dlpack_take",
-    "exporter",
     "forked",
     "handle",
     "main",
     "program",
+    "raw",
 ]
 
 # How a job is taken from, and a handle is freed: see gosrc/bind/binding.
@@ -196,45 +194,16 @@ def buffer_of(source: Any, writable: bool = False) -> tuple[int, int, Any]:
     It stays while the holder lives. Raises what the object raises: TypeError,
     BufferError.
     """
-    found: tuple[int, int, Any] = _raw().buffer_of(source, writable)
+    found: tuple[int, int, Any] = raw().buffer_of(source, writable)
     return found
 
 
-def dlpack_take(
-    capsule: Any,
-) -> tuple[int, tuple[int, ...], tuple[int, ...] | None, tuple[int, int, int], tuple[int, int], Any]:
-    """Take over a "dltensor" capsule: (address, shape, strides in elements,
-    (code, bits, lanes), (device type, device), holder). ValueError for others."""
-    found: tuple[int, tuple[int, ...], tuple[int, ...] | None, tuple[int, int, int], tuple[int, int], Any]
-    found = _raw().dlpack_take(capsule)
-    return found
-
-
-def dlpack_give(
-    owner: Any,
-    address: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    kind: tuple[int, int, int],
-    device: tuple[int, int],
-) -> Any:
-    """A new "dltensor" capsule of memory that lives as long as owner, which it keeps."""
-    return _raw().dlpack_give(owner, address, shape, strides, kind, device)
-
-
-def exporter() -> type:
-    """A base class whose instances are buffers: those of what their method
-    `_buffer()` returns."""
-    kind: type = _raw().Exporter
-    return kind
-
-
-def _raw() -> Any:
+def raw() -> Any:
     """The module for what enters no Go: usable in forked children and at exit."""
     _ = core()
-    from . import _core as raw
+    from . import _core
 
-    return raw
+    return _core
 
 
 # The command line.
