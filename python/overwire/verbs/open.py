@@ -83,63 +83,33 @@ class safe_open(Generic[T]):
     @overload
     def __init__(
         self: safe_open[numpy.ndarray[Any, Any]],
-        source: SourceLike,
-        framework: ArrayName,
+        source: SourceLike | None = None,
+        framework: ArrayName = ...,
         device: DeviceLike = "cpu",
         *,
-        filename: None = None,
-        **options: Unpack[OpenOptions],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: safe_open[numpy.ndarray[Any, Any]],
-        *,
-        filename: SourceLike,
-        framework: ArrayName,
-        device: DeviceLike = "cpu",
+        filename: SourceLike | None = None,
         **options: Unpack[OpenOptions],
     ) -> None: ...
 
     @overload
     def __init__(
         self: safe_open[memoryview],
-        source: SourceLike,
-        framework: BytesName,
+        source: SourceLike | None = None,
+        framework: BytesName = ...,
         device: DeviceLike = "cpu",
         *,
-        filename: None = None,
-        **options: Unpack[OpenOptions],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: safe_open[memoryview],
-        *,
-        filename: SourceLike,
-        framework: BytesName,
-        device: DeviceLike = "cpu",
+        filename: SourceLike | None = None,
         **options: Unpack[OpenOptions],
     ) -> None: ...
 
     @overload
     def __init__(
         self: safe_open[Any],
-        source: SourceLike,
-        framework: FrameworkName | None,
+        source: SourceLike | None = None,
+        framework: FrameworkName | None = ...,
         device: DeviceLike = "cpu",
         *,
-        filename: None = None,
-        **options: Unpack[OpenOptions],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: safe_open[Any],
-        *,
-        filename: SourceLike,
-        framework: FrameworkName | None,
-        device: DeviceLike = "cpu",
+        filename: SourceLike | None = None,
         **options: Unpack[OpenOptions],
     ) -> None: ...
 

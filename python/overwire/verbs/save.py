@@ -88,20 +88,10 @@ class Report:
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> Report:
         """The report from the engine's JSON."""
-        return cls(
-            bytes_in=int(report["bytes_in"]),
-            bytes_out=int(report["bytes_out"]),
-            ratio=float(report["ratio"]),
-            seconds=float(report["seconds"]),
-            tensors=int(report["tensors"]),
-            compressed=int(report["compressed"]),
-            aliases=int(report["aliases"]),
-            files=tuple(report.get("files") or ()),
-            left=tuple(report.get("left") or ()),
-            copied=tuple(report.get("copied") or ()),
-            originals={o["file"]: o["sha256"] for o in report.get("originals") or ()},
-            anew=tuple(report.get("anew") or ()),
-        )
+        changed: dict[str, Any] = {name: float(report[name]) for name in ("ratio", "seconds")}
+        changed |= {name: tuple(report.get(name) or ()) for name in ("files", "left", "copied", "anew")}
+        changed["originals"] = {one["file"]: one["sha256"] for one in report.get("originals") or ()}
+        return cls(**{**report, **changed})
 
 
 def save_file(
