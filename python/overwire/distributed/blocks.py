@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _engine
-from .._verbs import knobs, relay, relay_aim
+from .._verbs import relay, relay_aim
 from ..errors import ForkedError, IOFailure
 from ..jobs import Job
 from . import group as ranks
@@ -42,8 +42,7 @@ class Blocks(NamedTuple):
 def shares(group: Any) -> bool:
     """Whether the ranks of a group are to meet: there are several, and OVERWIRE_EXCHANGE is
     ipc. Ranks of vLLM that meet read less, and load no faster, so auto does not ask for it."""
-    how = next(str(row["value"]) for row in knobs() if row["name"] == "OVERWIRE_EXCHANGE")
-    return group is not None and how == "ipc" and members_of(group).size > 1
+    return group is not None and ranks.exchange_setting() == "ipc" and members_of(group).size > 1
 
 
 def meet(group: Any, prepare: Callable[[], Blocks | None]) -> tuple[Together | None, str]:
