@@ -202,7 +202,7 @@ def _save_far(
         if _fits(new, hashlib.sha256(read(target, options, _MOST)).hexdigest(), options):
             new, old = old, new
     report = save_bytes(tensors, new, metadata, compress=compress, progress=progress, storage_options=options)
-    text = layout.meta_text(layout.far_name(new), report.bytes_out)
+    text = layout.meta_text(new.rpartition("/")[2], report.bytes_out)
     write_bytes(layout.meta_of(target), text.encode(), options)
     write_bytes(target, data, options, stale=[old])
     return report.bytes_out / report.bytes_in if report.bytes_in else 1.0
@@ -233,13 +233,17 @@ def _digest(path: str) -> str:
 def _fits(container: str, digest: str, options: StorageOptions | None = None) -> bool:
     try:
         with Model(container, storage_options=options) as model:
-            return (model.info()[0].get("metadata") or {}).get(_DIGEST) == digest
+            return _metadata(model).get(_DIGEST) == digest
     except (FormatError, CorruptError, NotFoundError):
         return False
     except OverwireError:
         if options is not None or is_remote(container):
             raise  # a store that is out of reach says nothing about what it holds
         return False
+
+
+def _metadata(model: Model) -> dict[str, str]:
+    return model.info()[0].get("metadata") or {}
 
 
 def _target(path: _PathLike) -> str:
@@ -333,17 +337,13 @@ def _open(target: str, digest: str, tensors: SourceLike | None, options: Storage
             model = Model(candidate, storage_options=None if tensors is None else options)
         except NotFoundError:
             if candidate is candidates[0]:
-                raise NotFoundError(
-                    f"overwire: open {target}: its tensors are not at {container}; copy the folder beside the pickle with it; "
-                    "a pickle that compress_pickle did not write is read by what wrote it: pickle, torch.load",
-                    source=target,
-                ) from None
+                raise layout.not_beside(target, container) from None
             break
-        metadata = model.info()[0].get("metadata") or {}
-        if metadata.get(_DIGEST) == digest:
+        own = _metadata(model).get(_DIGEST)
+        if own == digest:
             return model
         model.close()
-        if _DIGEST not in metadata:
+        if own is None:
             break
     raise CorruptError(
         f"overwire: open {target}: the pickle and {container} are not of one save",
@@ -360,7 +360,7 @@ def _open_remote(target: str, digest: str, options: StorageOptions | None) -> Mo
         except NotFoundError:
             continue
         found = True
-        if (model.info()[0].get("metadata") or {}).get(_DIGEST) == digest:
+        if _metadata(model).get(_DIGEST) == digest:
             return model
         model.close()
     target, container = shown(target), shown(layout.remote_containers_of(target)[0])
