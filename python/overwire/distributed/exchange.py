@@ -85,11 +85,6 @@ class ExchangeContext:
         lo, hi = self.block(task, rank)
         return (*task.shape[: task.dim], hi - lo, *task.shape[task.dim + 1 :])
 
-    @staticmethod
-    def count(shape: tuple[int, ...]) -> int:
-        """Elements of a shape."""
-        return math.prod(shape)
-
     def block_read(self, task: Task, rank: int) -> tuple[int, int, int, int] | None:
         """The ranges of dims 0 and 1 that the engine reads of a task for a rank;
         None for all of it. Deeper dimensions and packed types are read whole and
@@ -233,7 +228,7 @@ class Batch:
                 sent.append(slot)
             elif task.dim is not None:
                 self._tensors[slot] = self._context.cut(task, self._tensors[slot])
-        kind = _Scatter if self._way == "scatter" else _Broadcast
+        kind = _scatter if self._way == "scatter" else _broadcast
         for owner in range(self._count):
             run: list[int] = []
             size = 0
@@ -271,63 +266,48 @@ class Batch:
             self._reading = None
 
 
-class _Send:
-    # One tensor, or a run of small ones, on its way between the ranks of a
-    # host: what to send and receive, as (rank on this host, bytes). The
-    # constructor allocates; `finish` puts what arrived where it belongs.
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-        self.outgoing: list[tuple[int, Any]] = []
-        self.incoming: list[tuple[int, Any]] = []
+class _Send(NamedTuple):
+    # One tensor, or a run of small ones, on its way between the ranks of a host: what to
+    # send and receive, as (rank on this host, bytes), and what this rank gets of it.
+    outgoing: list[tuple[int, Any]]
+    incoming: list[tuple[int, Any]]
+    parts: list[Any]
 
     def finish(self) -> None:
-        """After all has arrived."""
-
-
-class _Broadcast(_Send):
-    def __init__(self, batch: Batch, run: list[int], owner: int) -> None:
-        super().__init__(batch)
-        mine = owner == batch._me
-        if not mine:
-            for slot in run:
-                batch._tensors[slot] = batch._context.empty(batch.tasks[slot], batch._model.device)
-        self.parts = [_bytes(batch._tensors[slot]) for slot in run]
-        self.flat = _join(self.parts, mine)
-        if mine:
-            self.outgoing = [(peer, self.flat) for peer in range(batch._count) if peer != owner]
-        else:
-            self.incoming = [(owner, self.flat)]
-
-    def finish(self) -> None:
-        if self.incoming:
-            _split(self.flat, self.parts)
-
-
-class _Scatter(_Send):
-    def __init__(self, batch: Batch, run: list[int], owner: int) -> None:
-        super().__init__(batch)
-        members = batch._context.members
-        tasks = [batch.tasks[slot] for slot in run]
-        if owner == batch._me:
-            whole = [batch._tensors[slot] for slot in run]
-            for peer, rank in enumerate(members.local):
-                blocks = [batch._context.block_of(task, tensor, rank) for task, tensor in zip(tasks, whole, strict=True)]
-                if peer == owner:
-                    mine = blocks
-                else:
-                    self.outgoing.append((peer, _join([_bytes(block) for block in blocks], True)))
-        else:
-            mine = [batch._context.empty(task, batch._model.device, members.rank) for task in tasks]
-        for slot, tensor in zip(run, mine, strict=True):
-            batch._tensors[slot] = tensor
-        self.parts = [_bytes(tensor) for tensor in mine]
-        if owner != batch._me:
-            self.incoming = [(owner, _join(self.parts, False))]
-
-    def finish(self) -> None:
+        """Puts what has arrived where it belongs."""
         for _, flat in self.incoming:
             _split(flat, self.parts)
+
+
+def _broadcast(batch: Batch, run: list[int], owner: int) -> _Send:
+    mine = owner == batch._me
+    if not mine:
+        for slot in run:
+            batch._tensors[slot] = batch._context.empty(batch.tasks[slot], batch._model.device)
+    parts = [_bytes(batch._tensors[slot]) for slot in run]
+    flat = _join(parts, mine)
+    if mine:
+        return _Send([(peer, flat) for peer in range(batch._count) if peer != owner], [], parts)
+    return _Send([], [(owner, flat)], parts)
+
+
+def _scatter(batch: Batch, run: list[int], owner: int) -> _Send:
+    context, tasks = batch._context, [batch.tasks[slot] for slot in run]
+    outgoing, mine = [], []
+    if owner == batch._me:
+        whole = [batch._tensors[slot] for slot in run]
+        for peer, rank in enumerate(context.members.local):
+            blocks = [context.block_of(task, tensor, rank) for task, tensor in zip(tasks, whole, strict=True)]
+            if peer == owner:
+                mine = blocks
+            else:
+                outgoing.append((peer, _join([_bytes(block) for block in blocks], True)))
+    else:
+        mine = [context.empty(task, batch._model.device, context.members.rank) for task in tasks]
+    for slot, tensor in zip(run, mine, strict=True):
+        batch._tensors[slot] = tensor
+    parts = [_bytes(tensor) for tensor in mine]
+    return _Send(outgoing, [] if owner == batch._me else [(owner, _join(parts, False))], parts)
 
 
 def _bytes(tensor: Any) -> Any:

@@ -21,6 +21,7 @@ next agree; so no rank waits for it, and no rank uses its bytes.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
@@ -146,8 +147,8 @@ class Relay:
             row = task.row
             if block is not None:
                 shape = context.part_shape(task, members.rank)
-                whole = max(1, context.count(task.shape))
-                row = row._replace(shape=shape, nbytes=row.nbytes * context.count(shape) // whole)
+                whole = max(1, math.prod(task.shape))
+                row = row._replace(shape=shape, nbytes=row.nbytes * math.prod(shape) // whole)
             rows.append(row)
         given = self._given(places or {})
         made = iter(context.frame.empty_on(model.device, [row for row, place in zip(rows, given, strict=True) if place is None]))
