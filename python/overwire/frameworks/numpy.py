@@ -12,36 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from ..dtypes import BITS, FLOATS, PACKED, named, nbytes, packed_shape
+from ..dtypes import BITS, CALLED, FLOATS, PACKED, named, nbytes, packed_shape
 from ..errors import ArgumentError, MissingPackageError, NotSupportedError
 from .frame import Bytes, Frame, View, check_empty
 
 __all__ = ["SAVED", "NumpyFrame", "hold"]
 
-_OWN = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "C64": "complex64",
-    "F64": "float64",
-    "I64": "int64",
-    "U64": "uint64",
-}
-_EXTRA = {
-    "F4": "float4_e2m1fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "BF16": "bfloat16",
-}
+# Those of ml_dtypes, and numpy's own.
+_EXTRA = {name: called for name, called in CALLED.items() if called.startswith(("float8", "bfloat16"))} | {"F4": "float4_e2m1fn"}
+_OWN = {name: called for name, called in CALLED.items() if name not in _EXTRA}
 SAVED = {dtype: name for name, dtype in (_OWN | _EXTRA).items()}
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.utils.dlpack
 
 from .. import _verbs
-from ..dtypes import FLOATS, PACKED, named, packed_shape
+from ..dtypes import CALLED, FLOATS, PACKED, named, packed_shape
 from ..errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryError, OverwireError
 from ..gpu import beside_captures, refuse_capture
 from .columns import ODD, Columns
@@ -23,34 +23,12 @@ from .frame import Bytes, Frame, View, check_empty
 
 __all__ = ["SAVED", "TorchFrame", "describe_all", "settle", "settled", "torch_dtype"]
 
-_NAMES = {
-    "BOOL": "bool",
-    "F4": "float4_e2m1fn_x2",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "C64": "complex64",
-    "F64": "float64",
-    "I64": "int64",
-    "U64": "uint64",
-}
 # The function in C, where it has this name: of what torch wraps around it we
 # need nothing, and it costs a quarter more.
 from_dlpack: Any = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
 
 # What this torch has; an older one lacks some of the names.
-_TYPES: dict[str, torch.dtype] = {name: getattr(torch, attribute) for name, attribute in _NAMES.items() if hasattr(torch, attribute)}
+_TYPES: dict[str, torch.dtype] = {name: getattr(torch, attribute) for name, attribute in CALLED.items() if hasattr(torch, attribute)}
 SAVED = {dtype: name for name, dtype in _TYPES.items()}
 _REAL = frozenset(dtype for dtype in SAVED if not dtype.is_complex)
 
