@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ._requests import Program
 
 __all__ = [
-    "FREE_CALLED",
     "FREE_ENDED",
     "FREE_NOW",
     "JobNumber",
@@ -47,7 +46,7 @@ __all__ = [
 
 # How a job is taken from, and a handle is freed: see gosrc/bind/binding.
 TAKE_ALL, TAKE_NEXT, TAKE_RAW, TAKE_LAST = 0, 1, 2, 4
-FREE_NOW, FREE_ENDED, FREE_CALLED = 0, 1, 2
+FREE_NOW, FREE_ENDED = 0, 1
 
 # How long the exit of the process waits for cancelled jobs, in milliseconds.
 _EXIT_MS = 2000

@@ -18,6 +18,7 @@ import os
 from typing import NamedTuple
 
 from .. import _verbs
+from .._environment import truth
 from ..errors import AccessError, ArgumentError, FormatError, NotFoundError, NotSupportedError
 from ..files import regular
 from ..jobs import shown
@@ -191,7 +192,7 @@ def beside(folder: str, filename: str) -> str:
 def refuse_urls(meta: str) -> None:
     """What an import may not do for a meta.csv of this machine, which may come from
     anywhere: ask the URLs in it, unless DOWNLOAD (nyacomp's) says so. AccessError."""
-    if os.environ.get("DOWNLOAD", "").strip().lower() in ("1", "true", "yes", "on", "y", "t"):
+    if truth("DOWNLOAD"):
         return
     for place in containers_in(meta):
         if is_remote(place):
