@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Copy", "Early", "Stored", "block_of", "elements", "extent", "fill", "reach", "request_of"]
+__all__ = ["Copy", "Early", "Stored", "block_of", "elements", "extent", "fill", "reach", "request_of", "shaped"]
 
 #: Dtypes of several elements a byte, or of elements that end inside one.
 PACKED = ("F4", "F6_E2M3", "F6_E3M2")
@@ -142,7 +142,7 @@ def _beside(copies: list[Copy], most: int) -> None:
     for copy in copies:
         shape = copy.of.shape
         block = block_of(copy)
-        target = None if block is None else _shaped(copy.target, [*(high - low for low, high in block), *shape[len(block) :]])
+        target = None if block is None else shaped(copy.target, [*(high - low for low, high in block), *shape[len(block) :]])
         if target is not None:
             into.setdefault(id(copy.of.file), (copy.of.file, []))[1].append((copy.of.name, block, target))
         else:
@@ -167,10 +167,11 @@ def _beside(copies: list[Copy], most: int) -> None:
                 copy.target.copy_(found)
 
 
-def _shaped(target: torch.Tensor, shape: list[int]) -> torch.Tensor | None:
+def shaped(target: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
+    """A view of a tensor in another shape; None if its memory is not that of such a one."""
     try:
         return target.view(shape)
-    except RuntimeError:  # its memory is not that of such a tensor
+    except RuntimeError:
         return None
 
 

@@ -122,21 +122,10 @@ def _named(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-class _State:
-    # What `state_of` compares. Objects are kept, so that none gets another one's number.
-
-    def __init__(self, facts: list[Any], alive: list[Any]) -> None:
-        self._facts, self._alive = facts, alive
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _State) and self._facts == other._facts
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def state_of(model: torch.nn.Module) -> _State:
+def state_of(model: torch.nn.Module) -> tuple[list[Any], list[Any]]:
     """Everything that hangs on a model, but the tensors' data: attributes of its modules,
-    parameters and of objects of the same packages, and what containers hold."""
+    parameters and of objects of the same packages, and what containers hold. To be compared
+    is the first; the second keeps objects, so that none gets another one's number."""
     roots = {type(module).__module__.partition(".")[0] for module in model.modules()} - {"torch", "transformers", "builtins"}
     roots |= {"vllm", "sglang"}
     facts: list[Any] = []
@@ -181,7 +170,7 @@ def state_of(model: torch.nn.Module) -> _State:
             for slot in getattr(type(value), "__slots__", ()):
                 left.append(getattr(value, slot, None) if isinstance(slot, str) and slot != "__dict__" else None)
             left.append(getattr(value, "__dict__", None))
-    return _State(facts, alive)
+    return facts, alive
 
 
 class _Where:

@@ -97,15 +97,15 @@ class Attempt:
                 self._by(self._ready, together)
                 return self._loaded
             path, key = plans.folder(), self._key
-            before = None if key is None else keeping.state_of(model)
+            before = keeping.state_of(model) if key is not None else None
         with self._quiet:
             self._quiet.enter_context(_uncollected())
             loaded = own(weights)
-        if path is None or key is None:
+        if path is None or key is None or before is None:
             return loaded
         with self._recorder.paused():
             reason = self._recorder.impure
-            if reason is None and before != keeping.state_of(model):
+            if reason is None and before[0] != keeping.state_of(model)[0]:
                 reason = "it changes the model beside the weights"
             if reason is not None:
                 self._log.debug("overwire: keeps no plan of this model's loader: %s", reason)
