@@ -28,6 +28,7 @@ from typing import Any
 from .. import rebuild
 from ..errors import FormatError, UntrustedPickleError
 from .budget import ATTRIBUTE, LONGEST, Budget, attributes
+from .tensors import REBUILDERS, subclassed
 
 __all__ = ["AllowList", "Guard"]
 
@@ -125,11 +126,9 @@ class AllowList:
 
     def find(self, module: str, name: str) -> Any:
         """What a pickle gets for a global; UntrustedPickleError if nothing."""
-        found = _TYPES.get((module, name))
+        found = _TYPES.get((module, name)) or _GUARDS.get((module, name))
         if found is None:
-            if module == "overwire.rebuild" and name in _REBUILD:
-                found = _REBUILD[name]
-            elif module == "numpy" and name in _NUMPY_TYPES:
+            if module == "numpy" and name in _NUMPY_TYPES:
                 import numpy
 
                 found = vars(numpy).get(name)
@@ -143,20 +142,12 @@ class AllowList:
 def _torch(module: str, name: str) -> Any:
     import torch
 
-    from . import tensors
-
     if module == "torch":
         return _torch_top(torch, name)
-    if module == "torch._utils" and name in tensors.REBUILDERS:
-        return Guard(tensors.REBUILDERS[name], tensor=True)
     if module == "torch._utils" and name.startswith("torch."):
         # How memory formats pickle: by a path through whatever module.
         found = vars(torch).get(name[6:])
         return found if isinstance(found, torch.memory_format) else None
-    if module == "torch.serialization" and name == "_get_layout":
-        return _LAYOUT
-    if module == "torch._tensor" and name == "_rebuild_from_type_v2":
-        return _FROM_TYPE
     if module == "torch.nn.parameter" and name in ("Parameter", "Buffer"):
         return vars(torch.nn.parameter).get(name)
     if module == "torch.nn.functional" and name in _ACTIVATIONS:
@@ -336,8 +327,6 @@ def _layout(budget: Budget, name: Any) -> Any:
 def _from_type(budget: Budget, function: Any, kind: Any, args: Any, state: Any) -> Any:
     import torch
 
-    from .tensors import subclassed
-
     if type(function) is not Guard or not function.tensor or type(args) is not tuple:
         raise _wrong_args("a tensor of a subclass")
     if not any(kind is allowed for allowed in (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", None))):
@@ -345,11 +334,13 @@ def _from_type(budget: Budget, function: Any, kind: Any, args: Any, state: Any) 
     return subclassed(budget, function.call(budget, *args), kind, state)
 
 
-_LAYOUT, _FROM_TYPE = Guard(_layout), Guard(_from_type)
-
-
 def _rebuilder(function: Callable[..., Any]) -> Guard:
     return Guard(lambda budget, *args: function(*args, budget=budget))
 
 
-_REBUILD = {function.__name__: _rebuilder(function) for function in (rebuild.array, rebuild.dtype, rebuild.scalar)}
+_GUARDS: dict[tuple[str, str], Guard] = {
+    ("torch.serialization", "_get_layout"): Guard(_layout),
+    ("torch._tensor", "_rebuild_from_type_v2"): Guard(_from_type),
+    **{("torch._utils", name): Guard(make, tensor=True) for name, make in REBUILDERS.items()},
+    **{("overwire.rebuild", one.__name__): _rebuilder(one) for one in (rebuild.array, rebuild.dtype, rebuild.scalar)},
+}

@@ -120,7 +120,21 @@ def load_compressed_pickle(
     Returns the object; its tensors own their memory. Raises UntrustedPickleError,
     NotFoundError if one of the files is missing, CorruptError, FormatError.
     """
-    return _load(path, trust, device, tensors, progress, storage_options)
+    from . import unpickling
+
+    where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
+    target = _target(path)
+    storage(storage_options, [target])  # refused for a local path
+    data = read(target, storage_options, _MOST) if is_remote(target) else read_file(target)
+    digest = hashlib.sha256(data).hexdigest()
+    beside = is_remote(target) and tensors is None
+    with (
+        _open_remote(target, digest, storage_options) if beside else _open(target, digest, tensors, storage_options) as model,
+        Landing(model, shown(target), where, watch(progress, "load")) as blobs,
+    ):
+        made = unpickling.load(data, blobs, shown(target), trust)
+        blobs.wait()  # an error in a blob that nothing asked for
+    return made
 
 
 def load_compressed(
@@ -133,7 +147,7 @@ def load_compressed(
     storage_options: StorageOptions | None = None,
 ) -> Any:
     """Loads what `compress` saved: see `load_compressed_pickle`."""
-    return _load(path, trust, device, tensors, progress, storage_options)
+    return load_compressed_pickle(path, trust=trust, device=device, tensors=tensors, progress=progress, storage_options=storage_options)
 
 
 # -- saving
@@ -299,31 +313,6 @@ def _names(model: Any) -> dict[int, str]:
 
 
 # -- loading
-
-
-def _load(
-    path: _PathLike,
-    trust: bool,
-    device: Any,
-    tensors: SourceLike | None,
-    progress: ProgressLike,
-    options: StorageOptions | None,
-) -> Any:
-    from . import unpickling
-
-    where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
-    target = _target(path)
-    storage(options, [target])  # refused for a local path
-    data = read(target, options, _MOST) if is_remote(target) else read_file(target)
-    digest = hashlib.sha256(data).hexdigest()
-    beside = is_remote(target) and tensors is None
-    with (
-        _open_remote(target, digest, options) if beside else _open(target, digest, tensors, options) as model,
-        Landing(model, shown(target), where, watch(progress, "load")) as blobs,
-    ):
-        made = unpickling.load(data, blobs, shown(target), trust)
-        blobs.wait()  # an error in a blob that nothing asked for
-    return made
 
 
 def _open(target: str, digest: str, tensors: SourceLike | None, options: StorageOptions | None) -> Model:

@@ -6,7 +6,6 @@ imported when the first of them is met.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -158,8 +157,6 @@ class NumpyFrame(Frame):
             raise NotSupportedError(f"overwire: safetensors cannot hold numpy {array.dtype} arrays; compress_pickle keeps them")
         shape = array.shape
         dense = np.asarray(array, order="C")
-        if sys.byteorder != "little":
-            raise NotSupportedError("overwire: only little-endian machines are supported")
         if name == "F4":
             if dense.size % 2:
                 raise ArgumentError("overwire: F4 needs an even number of elements")
