@@ -16,7 +16,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, Union
+from typing import Any
 
 from ..errors import AccessError, ArgumentError, CorruptError, FormatError, IOFailure, NotFoundError, OverwireError
 from ..files import read_file, regular
@@ -38,12 +38,11 @@ from .landing import DEVICES, ORDER, Landing, devices_of
 __all__ = ["compress", "compress_pickle", "load_compressed", "load_compressed_pickle"]
 
 _DIGEST = "overwire.pickle"
-_PathLike = Union[str, "os.PathLike[str]"]
 
 
 def compress_pickle(
     obj: Any,
-    path: _PathLike,
+    path: str | os.PathLike[str],
     *,
     compress: bool = True,
     progress: ProgressLike = None,
@@ -79,7 +78,7 @@ def compress_pickle(
 
 def compress(
     model: Any,
-    path: _PathLike,
+    path: str | os.PathLike[str],
     *,
     compress: bool = True,
     progress: ProgressLike = None,
@@ -96,7 +95,7 @@ def compress(
 
 
 def load_compressed_pickle(
-    path: _PathLike,
+    path: str | os.PathLike[str],
     *,
     trust: bool = False,
     device: Any = None,
@@ -138,7 +137,7 @@ def load_compressed_pickle(
 
 
 def load_compressed(
-    path: _PathLike,
+    path: str | os.PathLike[str],
     *,
     trust: bool = False,
     device: Any = None,
@@ -155,7 +154,7 @@ def load_compressed(
 
 def _save(
     obj: Any,
-    path: _PathLike,
+    path: str | os.PathLike[str],
     names: Mapping[int, str],
     compress: bool,
     progress: ProgressLike,
@@ -260,7 +259,7 @@ def _metadata(model: Model) -> dict[str, str]:
     return model.info()[0].get("metadata") or {}
 
 
-def _target(path: _PathLike) -> str:
+def _target(path: str | os.PathLike[str]) -> str:
     """A pickle's path, or the URI of one in a store."""
     target = local(path)
     return path_of(target) if is_file(target) else target

@@ -103,16 +103,13 @@ class ForkedModel(Model):
     ) -> None:
         if hasattr(source, "shared_model") or device != "cpu":
             raise errors.forked()
-        self._open = False  # there is no handle
         self.device = self.lands = device
-        self.joined = False
         self.uris, self._keep = resolve(source)
         if any(not os.path.isfile(uri) and os.path.exists(uri) or "://" in uri for uri in self.uris):
             raise errors.forked()
         storage(storage_options, self.uris)  # refused for a local path
         for uri in self.uris:
             refuse_compressed(uri)
-        self._places = None
         self.table = []
         self._files: dict[tuple[int, str], Any] = {}
         for at in range(len(self.uris)):

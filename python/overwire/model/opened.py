@@ -72,7 +72,16 @@ class Model:
     """An open model. Not more than a handle and its table; `close` ends it,
     tensors and running loads live on."""
 
+    read: str | None = None
+    chosen: list[int] | None = None  # what keys and filter leave, None for all
+    #: Where `start` lands tensors: `device`, but for a preload to the host that a
+    #: load to a GPU joins. None: not known yet; see `join`.
+    lands: str | None = None
+    #: Whether loads take tensors that were preloaded.
+    joined = False
     _handle: ModelNumber
+    _open = False  # it has to free the handle
+    _places: dict[str, int] | None = None
 
     def __init__(
         self,
@@ -91,12 +100,6 @@ class Model:
         if read is not None and not isinstance(read, str):
             raise ArgumentError("overwire: read: expected 'auto', 'buffered', 'direct', 'gds' or None")
         self.read = read
-        self.chosen: list[int] | None = None  # what keys and filter leave, None for all
-        #: Where `start` lands tensors: `device`, but for a preload to the host that a
-        #: load to a GPU joins. None: not known yet; see `join`.
-        self.lands: str | None = None
-        #: Whether loads take tensors that were preloaded.
-        self.joined = False
         if keys is not None:
             if isinstance(keys, str):
                 raise ArgumentError("overwire: keys: expected several names, got one str")
@@ -138,7 +141,6 @@ class Model:
         self.table: list[tuple[str, str, tuple[int, ...], int, int, int, int]] = table
         self._sources = text
         try:
-            self._places: dict[str, int] | None = None
             if self.table and self.table[-1][5] > 0:  # several files
                 self._refuse_twins()
             self.chosen = self.choose(keys, filter)
@@ -151,9 +153,8 @@ class Model:
         """A model that the engine has in memory, for loads to the device; name: in errors."""
         model = object.__new__(cls)
         model.device = model.lands = device
-        model.read, model.chosen, model.joined = None, None, False
         model.uris, model.table, model._sources = [name], table, '{"sources": []}'
-        model._handle, model._open, model._places = number, True, None
+        model._handle, model._open = number, True
         return model
 
     def close(self) -> None:

@@ -39,7 +39,6 @@ __all__ = [
     "save_delta",
 ]
 
-_PathLike = Union[str, "os.PathLike[str]"]
 #: A delta: its path or URI, its bytes, or one that is open.
 DeltaLike = Union[str, "os.PathLike[str]", bytes, bytearray, memoryview, "Delta"]
 
@@ -248,7 +247,7 @@ def chain_of(delta: Any, storage_options: StorageOptions | None = None) -> list[
 def save_delta(
     new: Any,
     base: Any,
-    path: _PathLike,
+    path: str | os.PathLike[str],
     *,
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str | None = None,
@@ -405,7 +404,7 @@ def apply_delta(
 
 def merge_deltas(
     deltas: Iterable[DeltaLike],
-    path: _PathLike,
+    path: str | os.PathLike[str],
     *,
     max_shard_size: int | str | None = None,
     storage_options: StorageOptions | None = None,
