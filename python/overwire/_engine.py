@@ -42,6 +42,7 @@ __all__ = [
     "main",
     "program",
     "raw",
+    "release",
 ]
 
 # How a job is taken from, and a handle is freed: see gosrc/bind/binding.
@@ -182,6 +183,15 @@ def _finish(number: JobNumber | ModelNumber, how: int) -> None:
             _loaded.free(number, how)
         except RuntimeError:
             pass  # an engine that has failed
+
+
+def release(number: int) -> None:
+    """Frees what a number names now: a job that runs is cancelled. In a forked child it
+    does nothing: all is the parent's."""
+    if not forked():
+        core().free(number, FREE_NOW)
+    if isinstance(number, (JobNumber, ModelNumber)):
+        number.over = True
 
 
 # Memory of other objects.

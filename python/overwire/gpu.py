@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _verbs
 from ._apart import apart
-from ._engine import FREE_NOW, core
+from ._engine import release
 from .errors import ArgumentError, ForkedError, NotSupportedError, OutOfMemoryError, error_of
 
 if TYPE_CHECKING:
@@ -248,10 +248,7 @@ class Batch:
 
     def __del__(self) -> None:
         if getattr(self, "_errors", ()) is None:
-            try:
-                core().free(self._number, FREE_NOW)
-            except ForkedError:
-                pass  # the parent's
+            release(self._number)
 
 
 def _became(made: Result) -> list[BaseException | int | None] | None:

@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _verbs
-from .._engine import FREE_NOW, core, forked
+from .._engine import release
 from ..dtypes import CAST_FROM, CAST_TO, nbytes
 from ..errors import ArgumentError, CorruptError, FormatError, NotFoundError, OutOfMemoryError, TensorNotFoundError
 from ..frameworks.frame import Frame, check_empty
@@ -162,9 +162,7 @@ class Model:
         freed, if some of it was taken."""
         if self._open:
             self._open = False
-            if not forked():  # a child of fork has no engine, and nothing to close
-                core().free(self._handle, FREE_NOW)
-                self._handle.over = True
+            release(self._handle)
 
     def join(self) -> str:
         """Joins what was preloaded of the files, if it is what loads of this model

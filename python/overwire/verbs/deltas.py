@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from .. import _verbs, gpu
-from .._engine import FREE_NOW, buffer_of, core
-from ..errors import ArgumentError, ForkedError, NotSupportedError
+from .._engine import buffer_of, release
+from ..errors import ArgumentError, NotSupportedError
 from ..frameworks.choose import check_device, columns_of, frame_of
 from ..frameworks.columns import ODD
 from ..frameworks.frame import Bytes
@@ -202,10 +202,7 @@ class Delta:
     def __del__(self) -> None:
         number = getattr(self, "_number", 0)
         if number:
-            try:
-                core().free(number, FREE_NOW)
-            except ForkedError:
-                pass  # the parent's
+            release(number)
 
 
 def open_delta(source: DeltaLike, *, storage_options: StorageOptions | None = None) -> Delta:
@@ -287,7 +284,7 @@ def save_delta(
             some_tensors, numbers, keep = _pairs(names, now, before)
             with Job(_verbs.delta_encode(some_tensors, numbers), "save", watch(progress, "save")) as job:
                 part = job.finish()
-            held.callback(core().free, part["handle"], FREE_NOW)
+            held.callback(release, part["handle"])
             handles.append(part["handle"])
             spent += part["seconds"]
             del keep

@@ -22,7 +22,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from .. import _engine, _verbs
-from .._engine import FREE_NOW, core
+from .._engine import core, release
 from .._environment import adopt_nyacomp, truth
 from .._tables import SETTINGS
 from ..errors import ArgumentError, DeadlineError, FormatError, NotFoundError, NotSupportedError
@@ -65,8 +65,7 @@ class Preload:
         # have failed.
         job = getattr(self, "_job", None)
         if job is not None:
-            core().free(job, FREE_NOW)
-            job.over = True
+            release(job)
 
     def progress(self) -> Progress:
         """Tensor bytes and tensors, done and total; the totals are 0 until the files are

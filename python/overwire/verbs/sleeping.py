@@ -318,9 +318,8 @@ class SleepMemory:
         self.close()
 
     def __del__(self) -> None:
-        if not forked():
-            for job in getattr(self, "_jobs", {}).values():
-                job.free()
+        for job in getattr(self, "_jobs", {}).values():
+            job.free()
 
 
 def prepare_sleep(
