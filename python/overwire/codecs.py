@@ -214,6 +214,8 @@ def run(
     """
     if bitstream not in BITSTREAMS:
         raise ArgumentError(f"overwire: bitstream {bitstream!r}: expected one of {', '.join(BITSTREAMS)}")
+    if cascaded is not None and (not isinstance(cascaded, Sequence) or len(cascaded) != 3):
+        raise ArgumentError(f"overwire: cascaded {cascaded!r}: expected two numbers and a bool")
     if verify not in _VERIFY:
         raise ArgumentError(f"overwire: verify {verify!r}: expected True, False or 'always'")
     text = _spec(

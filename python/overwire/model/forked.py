@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import _engine, errors
 from ..dtypes import nbytes
-from ..errors import ArgumentError, FormatError, NotFoundError, NotSupportedError
+from ..errors import FormatError, NotFoundError, NotSupportedError
 from ..frameworks.frame import Frame
 from ..progress import Watcher
 from .indexing import plan
@@ -121,8 +121,6 @@ class ForkedModel(Model):
                 size = nbytes(about.get_dtype(), shape)
                 self.table.append((name, about.get_dtype(), shape, size, size, at, -1))
         self._refuse_twins()
-        if isinstance(keys, str) or filter is not None and not callable(filter):
-            raise ArgumentError("overwire: keys: expected several names; filter: expected a callable of a name")
         self.chosen = self.choose(keys, filter)
 
     def _file(self, at: int, framework: str) -> Any:

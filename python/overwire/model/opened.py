@@ -100,12 +100,8 @@ class Model:
         if read is not None and not isinstance(read, str):
             raise ArgumentError("overwire: read: expected 'auto', 'buffered', 'direct', 'gds' or None")
         self.read = read
-        if keys is not None:
-            if isinstance(keys, str):
-                raise ArgumentError("overwire: keys: expected several names, got one str")
-            keys = list(keys)
-        if filter is not None and not callable(filter):
-            raise ArgumentError("overwire: filter: expected a callable of a name")
+        _check_choice(keys, filter)
+        keys = None if keys is None else list(keys)
         shared = getattr(source, "shared_model", None)
         if shared is not None:  # another caller keeps the model open
             self.__dict__.update(shared().on(device).__dict__)
@@ -255,6 +251,7 @@ class Model:
         """The positions that `keys=` and `filter=` leave, None for all."""
         if keys is None and filter is None:
             return None
+        _check_choice(keys, filter)
         chosen = list(range(len(self.table))) if keys is None else list(dict.fromkeys(self.place(key) for key in keys))
         if filter is not None:
             filter = _over(filter, (row[0] for row in self.table))
@@ -386,6 +383,13 @@ class Model:
             return {}
         load = self.begin(chosen, frame, wanted, watcher)
         return dict(zip(map(itemgetter(0), load.rows), load.tensors(), strict=True))
+
+
+def _check_choice(keys: Any, filter: Any) -> None:
+    if isinstance(keys, str):
+        raise ArgumentError("overwire: keys: expected several names, got one str")
+    if filter is not None and not callable(filter):
+        raise ArgumentError("overwire: filter: expected a callable of a name")
 
 
 def _over(filter: Callable[[str], bool], names: Iterable[str]) -> Callable[[str], bool]:

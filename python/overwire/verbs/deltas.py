@@ -20,6 +20,7 @@ from ..model.options import StorageOptions, parse_size
 from ..model.storage import storage
 from ..paths import local
 from ..progress import ProgressLike, watch
+from .save import notes_of
 from .states import State, batches, described, hosted, pair, same_names, tensors_of
 
 if TYPE_CHECKING:
@@ -272,8 +273,7 @@ def save_delta(
 
     Raises ArgumentError for names, dtypes or shapes that differ, and what `save_file` raises.
     """
-    if metadata is not None and not all(isinstance(text, str) for entry in metadata.items() for text in entry):
-        raise ArgumentError("overwire: metadata: keys and values must be str")
+    notes = {} if metadata is None else notes_of(metadata)
     target = local(path)
     with State(new, "new", storage_options) as now, State(base, "base", storage_options) as before, contextlib.ExitStack() as held:
         same_names(now, before)
@@ -294,7 +294,7 @@ def save_delta(
             "shard": parse_size(max_shard_size),
             "beside": _beside(new),
             "storage": storage(storage_options, [target], writes=True),
-            "metadata": dict(metadata or {}),
+            "metadata": notes,
             "encoded": handles,
             **tensors,
         }

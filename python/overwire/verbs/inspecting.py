@@ -17,7 +17,7 @@ from ..model.storage import storage
 from ..paths import local
 from ..progress import ProgressLike, watch
 from .results import Comparison, Diagnosis, Inspection, InspectionDict, Verification
-from .save import Report
+from .save import Report, notes_of
 
 if TYPE_CHECKING:
     import torch
@@ -152,7 +152,7 @@ def convert(
         "storage": storage(storage_options, [*uris, target], writes=True),
     }
     if metadata is not None:
-        spec["metadata"] = dict(metadata)
+        spec["metadata"] = notes_of(metadata)
     with Job(_verbs.convert(spec), "convert", watch(progress, "convert")) as job:
         report = job.finish()
     del keep

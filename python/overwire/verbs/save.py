@@ -23,7 +23,7 @@ from ..progress import ProgressLike, watch
 if TYPE_CHECKING:
     from .._requests import SaveRequest
 
-__all__ = ["Report", "save_bytes", "save_file"]
+__all__ = ["Report", "notes_of", "save_bytes", "save_file"]
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,16 @@ def save_file(
     )
 
 
+def notes_of(metadata: Any) -> dict[str, str]:
+    """What a `metadata=` argument says; ArgumentError if it is no mapping of texts."""
+    if not isinstance(metadata, Mapping):
+        raise ArgumentError(f"overwire: metadata: expected a mapping, got {type(metadata).__name__}")
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ArgumentError(f"overwire: metadata: keys and values must be str ({key!r}: {value!r})")
+    return dict(metadata)
+
+
 def save_bytes(
     described: list[tuple[str, Bytes]],
     path: str,
@@ -199,10 +209,7 @@ def save_bytes(
     if digests:
         spec["digests"] = True
     if metadata is not None:
-        for key, value in metadata.items():
-            if not isinstance(key, str) or not isinstance(value, str):
-                raise ArgumentError(f"overwire: metadata: keys and values must be str ({key!r}: {value!r})")
-        spec["metadata"] = dict(metadata)
+        spec["metadata"] = notes_of(metadata)
     spec["names"] = [name for name, _ in described]
     spec["dtypes"] = [b.dtype for _, b in described]
     spec["shapes"] = [list(b.shape) for _, b in described]
