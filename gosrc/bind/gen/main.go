@@ -40,10 +40,9 @@ func tables() string {
 	var b strings.Builder
 	b.WriteString(head + "\"\"\"The engine's tables: the version, dtypes, casts, and the names of the environment.\"\"\"\n\nfrom __future__ import annotations\n\n")
 	fmt.Fprintf(&b, "__version__ = %q\n\n", cli.Version)
-	b.WriteString("# Bits of one element, in the order of the engine's codes.\nBITS: dict[str, int] = {\n")
-	var floats, from, to []string
+	var bits, floats, from, to []string
 	for d := tensor.Bool; d.Valid(); d++ {
-		fmt.Fprintf(&b, "    %q: %d,\n", d, d.Bits())
+		bits = append(bits, fmt.Sprintf("%s=%d,", d, d.Bits()))
 		if d.Floating() {
 			floats = append(floats, d.String())
 		}
@@ -60,7 +59,8 @@ func tables() string {
 			}
 		}
 	}
-	b.WriteString("}\n\n# What dtype= casts: not packed types and F8_E8M0, which are parts of a quantisation scheme.\n")
+	fmt.Fprintf(&b, "# Bits of one element, in the order of the engine's codes.\nBITS = dict(\n    %s\n)\n\n", wrapped(strings.Join(bits, " ")))
+	b.WriteString("# What dtype= casts: not packed types and F8_E8M0, which are parts of a quantisation scheme.\n")
 	set(&b, "FLOATS", floats)
 	b.WriteString("# What the engine casts on a GPU, from and to.\n")
 	set(&b, "CAST_FROM", from)
