@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from ..dtypes import nbytes
@@ -110,8 +109,8 @@ class Landing:
     def __enter__(self) -> Landing:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *exc: Any) -> None:
+        self._stack.__exit__(*exc)
 
     def wait(self) -> None:
         """Waits until every blob has landed; raises the error of one that did not."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -82,9 +81,11 @@ class Attempt:
                 model.load_weights = mine
 
     def _load(self, model: Any, own: Any, look: Any, facts: Any, group: Any, weights: Any) -> Any:
-        from ..plumbing import meet, shares
+        from ..plumbing import many_objects, meet, shares
 
-        with self._recorder.paused(), _uncollected():
+        # Stand-ins by the ten thousand are no garbage, and would start full collections of
+        # all that an engine has imported.
+        with self._recorder.paused(), many_objects():
             together, why = None, ""
             prepare = functools.partial(self._prepare, model, look, facts)
             if shares(group):
@@ -99,7 +100,7 @@ class Attempt:
             path, key = plans.folder(), self._key
             before = keeping.state_of(model) if key is not None else None
         with self._quiet:
-            self._quiet.enter_context(_uncollected())
+            self._quiet.enter_context(many_objects())
             loaded = own(weights)
         if path is None or key is None or before is None:
             return loaded
@@ -202,16 +203,3 @@ def by_slices(load: Callable[[Attempt], None], most: int, log: Any) -> bool:
             early.cancel()
         attempt.keep()
         return True
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    # Stand-ins by the ten thousand are no garbage, and would start full collections of
-    # all that an engine has imported.
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()

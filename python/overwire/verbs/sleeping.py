@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Callable, Mapping
 from functools import partial
 from os import PathLike
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _verbs
@@ -168,7 +167,7 @@ class Asleep:
     def __enter__(self) -> Asleep:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         try:
             self.wake()
         finally:
@@ -314,7 +313,7 @@ class SleepMemory:
     def __enter__(self) -> SleepMemory:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def __del__(self) -> None:

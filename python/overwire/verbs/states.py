@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 from ..errors import ArgumentError, NotSupportedError, name_tensor
@@ -40,7 +39,7 @@ class State:
     def __enter__(self) -> State:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._opened is not None:
             self._opened.close()
 
