@@ -246,17 +246,13 @@ def _digest(path: str) -> str:
 def _fits(container: str, digest: str, options: StorageOptions | None = None) -> bool:
     try:
         with Model(container, storage_options=options) as model:
-            return _metadata(model).get(_DIGEST) == digest
+            return model.metadata().get(_DIGEST) == digest
     except (FormatError, CorruptError, NotFoundError):
         return False
     except OverwireError:
         if options is not None or is_remote(container):
             raise  # a store that is out of reach says nothing about what it holds
         return False
-
-
-def _metadata(model: Model) -> dict[str, str]:
-    return model.info()[0].get("metadata") or {}
 
 
 def _target(path: str | os.PathLike[str]) -> str:
@@ -327,7 +323,7 @@ def _open(target: str, digest: str, tensors: SourceLike | None, options: Storage
             if candidate is candidates[0]:
                 raise layout.not_beside(target, container) from None
             break
-        own = _metadata(model).get(_DIGEST)
+        own = model.metadata().get(_DIGEST)
         if own == digest:
             return model
         model.close()
@@ -348,7 +344,7 @@ def _open_remote(target: str, digest: str, options: StorageOptions | None) -> Mo
         except NotFoundError:
             continue
         found = True
-        if _metadata(model).get(_DIGEST) == digest:
+        if model.metadata().get(_DIGEST) == digest:
             return model
         model.close()
     target, container = shown(target), shown(layout.remote_containers_of(target)[0])

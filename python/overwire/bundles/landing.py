@@ -39,7 +39,7 @@ class Landing:
     def __init__(self, model: Model, source: str, device: str | None, watcher: Any) -> None:
         self._source = source
         self._rows = model.table
-        metadata = model.info()[0].get("metadata") or {}
+        metadata = model.metadata()
         names = metadata.get(ORDER, "").split("\n") if model.table else []
         try:
             self._places = [model.places[name] for name in names]

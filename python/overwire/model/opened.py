@@ -243,11 +243,11 @@ class Model:
         sources: list[dict[str, Any]] = json.loads(self._sources)["sources"]
         return sources
 
-    def choose(
-        self,
-        keys: Iterable[str] | None,
-        filter: Callable[[str], bool] | None,
-    ) -> list[int] | None:
+    def metadata(self) -> dict[str, str]:
+        """Of the first source."""
+        return self.info()[0].get("metadata") or {}
+
+    def choose(self, keys: Iterable[str] | None, filter: Callable[[str], bool] | None) -> list[int] | None:
         """The positions that `keys=` and `filter=` leave, None for all."""
         if keys is None and filter is None:
             return None
@@ -258,12 +258,7 @@ class Model:
             chosen = [at for at in chosen if filter(self.table[at][0])]
         return chosen
 
-    def start(
-        self,
-        requests: bytes | Sequence[Request] | None,
-        watcher: Watcher | None = None,
-        cast: str = "",
-    ) -> Job:
+    def start(self, requests: bytes | Sequence[Request] | None, watcher: Watcher | None = None, cast: str = "") -> Job:
         """Starts a load of requests, as they are or packed by `wholes`; None for
         every tensor, whole. cast: as `_casting` has it. Tensors land on what `join`
         returns; whole ones without a destination may come out of a preload."""
@@ -306,9 +301,7 @@ class Model:
 
         return self._begin(requests, rows, frame, wanted, watcher, cast)
 
-    def begin_blocks(
-        self, blocks: Sequence[tuple[int, tuple[int, int, int, int]]], rows: Sequence[Any], frame: Frame
-    ) -> Load:
+    def begin_blocks(self, blocks: Sequence[tuple[int, tuple[int, int, int, int]]], rows: Sequence[Any], frame: Frame) -> Load:
         """The same for blocks of tensors: (position, ranges of dims 0 and 1), with
         rows whose shape and bytes are the block's."""
 

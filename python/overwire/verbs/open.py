@@ -156,13 +156,7 @@ class safe_open(Generic[T]):
         if self._model is None:
             return html.block("safe_open", [("closed", "")])
         uris, rows = self._model.uris, self._model.table
-        tensors = html.table(
-            f"{len(rows):,} tensors, in the order of their bytes",
-            ("tensor", "dtype", "shape", "in memory", "stored"),
-            ((row[0], row[1], list(row[2]), html.size(row[3]), html.size(row[4])) for row in rows),
-            len(rows),
-            folded=len(rows) > 12,
-        )
+        tensors = html.tensors("in the order of their bytes", (row[:5] for row in rows), len(rows), folded=len(rows) > 12)
         facts = [("framework", self._frame.name), ("device", self._model.device), ("in memory", html.size(sum(row[3] for row in rows)))]
         return html.block("safe_open", facts, html.table("Files", ("file",), ((uri,) for uri in uris), len(uris)), tensors)
 
