@@ -188,10 +188,10 @@ if not TYPE_CHECKING:
     def _near(name):
         if name.startswith("_"):  # also a module that is being imported
             return ""
-        from difflib import get_close_matches
+        from .errors import did_you_mean
 
-        near = [known for known in __all__ if known in (f"{name}_file", f"safe_{name}")] or get_close_matches(name, __all__, 1)
-        return f"; did you mean {near[0]!r}?" if near else ""
+        ours = [known for known in __all__ if known in (f"{name}_file", f"safe_{name}")]
+        return f"; did you mean {ours[0]!r}?" if ours else did_you_mean(name, __all__)
 
     def __dir__():
         return sorted(__all__)

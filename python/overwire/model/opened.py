@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import _verbs
 from .._engine import release
 from ..dtypes import CAST_FROM, CAST_TO, nbytes
-from ..errors import ArgumentError, CorruptError, FormatError, NotFoundError, OutOfMemoryError, TensorNotFoundError
+from ..errors import ArgumentError, CorruptError, FormatError, NotFoundError, OutOfMemoryError, TensorNotFoundError, did_you_mean
 from ..frameworks.frame import Frame, check_empty
 from ..jobs import Job, log, shown
 from ..model.joining import join, written
@@ -228,11 +228,7 @@ class Model:
         # Few are compared: programs may ask for many names that are not there.
         if not isinstance(name, str):
             return ""
-        alike = [other for other in self.places if abs(len(other) - len(name)) <= 3][:_NEAR]
-        import difflib  # costs a millisecond, and only mistakes need it
-
-        near = difflib.get_close_matches(name, alike, 1)
-        return f"; did you mean {near[0]!r}?" if near else ""
+        return did_you_mean(name, [other for other in self.places if abs(len(other) - len(name)) <= 3][:_NEAR])
 
     def row(self, at: int) -> Row:
         """One row of the table, with names."""
