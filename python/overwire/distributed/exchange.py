@@ -196,15 +196,13 @@ class Batch:
 
     def _wants(self, slot: int) -> list[_Want]:
         task, owner = self.tasks[slot], self._owners[slot]
-        row, whole = task.row, (0, WHOLE, 0, WHOLE)
+        rank = self._context.members.rank
         if owner not in (-1, self._me):
             return []
-        if owner == self._me:
-            return [_Want(slot, row, task.at, whole, row.shape)]
-        block = self._context.block_read(task, self._context.members.rank)
+        block = None if owner == self._me else self._context.block_read(task, rank)
         if block is None:
-            return [_Want(slot, row, task.at, whole, row.shape)]
-        return [_Want(slot, row, task.at, block, self._context.part_shape(task, self._context.members.rank))]
+            return [_Want(slot, task.row, task.at, (0, WHOLE, 0, WHOLE), task.row.shape)]
+        return [_Want(slot, task.row, task.at, block, self._context.part_shape(task, rank))]
 
     def arrive(self) -> None:
         """Waits for the reading; `read` says what went wrong with it."""

@@ -144,35 +144,24 @@ class Relay:
         return cuts if max(cuts) >= 0 else []
 
     def _aim(self, places: Mapping[int, Any] | None = None) -> None:
-        context, model, members = self._context, self._model, self._context.members
+        context, model, rank = self._context, self._model, self._context.members.rank
         assert self._job is not None
         # While the first bytes are on their way. Each decode goes after what is
         # queued for memory that the tensors got.
-        rows, blocks = [], []
+        rows, blocks, given = [], [], []
         for task in self._tasks:
-            block = context.block_read(task, members.rank)
-            blocks.append(block)
-            row = task.row
+            block, shape, row = context.block_read(task, rank), context.part_shape(task, rank), task.row
             if block is not None:
-                shape = context.part_shape(task, members.rank)
-                whole = max(1, math.prod(task.shape))
-                row = row._replace(shape=shape, nbytes=row.nbytes * math.prod(shape) // whole)
+                row = row._replace(shape=shape, nbytes=row.nbytes * math.prod(shape) // max(1, math.prod(task.shape)))
             rows.append(row)
-        given = self._given(places or {})
+            blocks.append(block or (0, WHOLE, 0, WHOLE))
+            # The caller's memory, but not for what the engine brings whole and is cut afterwards.
+            given.append(places.get(task.at) if places and (block is not None or shape == task.shape) else None)
         made = iter(context.frame.empty_on(model.device, [row for row, place in zip(rows, given, strict=True) if place is None]))
         self._tensors = [next(made) if place is None else place for place in given]
         self._asked = [slot for slot, tensor in enumerate(self._tensors) if tensor.numel()]
-        requests = [(self._tasks[slot].at, self._tensors[slot].data_ptr(), *(blocks[slot] or (0, WHOLE, 0, WHOLE))) for slot in self._asked]
+        requests = [(self._tasks[slot].at, self._tensors[slot].data_ptr(), *blocks[slot]) for slot in self._asked]
         relay_aim(self._job.number, array("q", [n for request in requests for n in request]).tobytes())
-
-    def _given(self, places: Mapping[int, Any]) -> list[Any]:
-        # By task: the caller's memory, None where what the engine brings is cut afterwards.
-        context = self._context
-        rank = context.members.rank
-        return [
-            places.get(task.at) if context.block_read(task, rank) is not None or context.part_shape(task, rank) == task.shape else None
-            for task in self._tasks
-        ]
 
     def _fail(self, error: BaseException) -> None:
         if self._error is not None:
