@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ def torch_dtype(name: str) -> torch.dtype | None:
     return _TYPES.get(name)
 
 
+@cache
 def _native(name: str) -> bool:
     # Whether this torch takes such a capsule as it is. Asked of torch itself,
     # because its DLPack grew type by type.
@@ -127,14 +129,15 @@ def on_gpu(data: Any) -> bool:
     return data.device.type == "cuda" and torch.version.cuda is not None
 
 
-def _place(tensor: Any) -> int:
+@cache
+def _place(device: torch.device) -> int:
     """1 + the number of the GPU that a tensor lies on, 0 for the host."""
-    if tensor.device.type == "meta":
+    if device.type == "meta":
         raise ArgumentError("overwire: a tensor on the meta device has no bytes")
-    if on_gpu(tensor):
-        return int(tensor.device.index) + 1
-    if tensor.device.type != "cpu":
-        raise NotSupportedError(f"overwire: a tensor on {tensor.device}: only the CPU's memory and that of NVIDIA's GPUs is read")
+    if device.type == "cuda" and torch.version.cuda is not None:
+        return int(device.index) + 1
+    if device.type != "cpu":
+        raise NotSupportedError(f"overwire: a tensor on {device}: only the CPU's memory and that of NVIDIA's GPUs is read")
     return 0
 
 
@@ -197,18 +200,8 @@ class TorchFrame(Frame):
     name = "torch"
     make = staticmethod(from_dlpack)
 
-    def __init__(self) -> None:
-        self._native: dict[str, bool] = {}
-        self._places: dict[torch.device, int] = {}
-
-    def _is_native(self, name: str) -> bool:
-        known = self._native.get(name)
-        if known is None:
-            known = self._native[name] = _native(name)
-        return known
-
     def raw(self, dtypes: Iterable[str]) -> bool:
-        return not all(self._is_native(name) for name in dtypes)
+        return not all(map(_native, dtypes))
 
     def adopt(self, capsule: Any, pointer: int, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         if capsule is None or 0 in shape:
@@ -314,9 +307,7 @@ class TorchFrame(Frame):
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise NotSupportedError(f"overwire: a {tensor.layout} tensor, or a quantized one, has no bytes of its own; take its parts")
         here = self._plain(tensor) if tensor.is_conj() or tensor.is_neg() else tensor
-        cuda = self._places.get(here.device)
-        if cuda is None:
-            cuda = self._places[here.device] = _place(here)
+        cuda = _place(here.device)
         name, dims = SAVED.get(here.dtype, ""), tuple(here.shape)
         shape = (*dims[:-1], dims[-1] * 2) if name == "F4" and dims else dims
         size = here.nbytes
