@@ -38,7 +38,7 @@ def many_objects() -> Iterator[None]:
 class Load:
     """The tensors of a load by request: take all of them, or each as it arrives.
 
-    job: ends with the load; whoever has the load ends it. rows: of each request, as it
+    job: what runs; `tensors` ends it, else the caller does. rows: of each request, as it
     lands. raw: whether the engine exports plain integers. places: by request, tensors that
     the engine writes to. device: where the tensors shall be. moved: they land elsewhere: a
     preload's, on the host. wanted: the framework's dtype to cast to; None: as they are.
