@@ -199,6 +199,9 @@ def test_cascaded_of_every_type(dtype: str) -> None:
             codecs.encode(plain[:-1], "Cascaded", dtype=dtype)
     with pytest.raises(ow.ArgumentError, match="at most 7"):
         codecs.encode(numbers, "Cascaded", dtype=dtype, cascaded=(8, 0, True))
+    for wrong in ((1, 2), 5):
+        with pytest.raises(ow.ArgumentError, match="cascaded"):
+            codecs.encode(numbers, "Cascaded", dtype=dtype, cascaded=wrong)  # type: ignore[arg-type]
 
 
 def test_frames_of_streaming_writers_decode() -> None:

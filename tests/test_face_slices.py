@@ -127,3 +127,12 @@ def test_closed(tmp_path: Path) -> None:
     for call in (file.keys, file.metadata, lambda: file.get_tensor("a"), lambda: part[:2]):
         with pytest.raises(ow.ArgumentError, match="closed"):
             call()
+
+
+def test_a_slice_goes_to_the_device_of_the_file(tmp_path: Path) -> None:
+    """Also where its block lands elsewhere: out of a preload on the host, for a GPU."""
+    ow.save_file({"a": torch.randn(40, 30)}, tmp_path / "m")
+    with ow.safe_open(tmp_path / "m", "pt") as file:
+        file._model.device, file._model.lands, file._model.joined = "meta", "cpu", True  # as if that were a GPU
+        found = file.get_slice("a")[5:9, 3]
+        assert found.device.type == "meta" and found.shape == (4,)

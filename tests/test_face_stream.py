@@ -10,7 +10,8 @@ import overwire as ow
 import pytest
 import torch
 from conftest import every_dtype, same, ugly
-from overwire.verbs import stream as streaming
+from overwire.jobs import Job
+from overwire.model.opened import Model
 
 
 @pytest.mark.parametrize("compress", [True, False], ids=["compressed", "plain"])
@@ -34,9 +35,9 @@ def test_stream_takes_the_arguments_of_load_file(tmp_path: Path) -> None:
 
 def test_stream_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever arrives first: the order of load_file's dict, with keys that of keys; in windows, too."""
-    arrive = streaming.Job.next
+    arrive = Job.next
 
-    def backwards(self: streaming.Job, timeout: float | None, raw: bool = False) -> object:
+    def backwards(self: Job, timeout: float | None, raw: bool = False) -> object:
         found: list[tuple[int, object, int]] = []
         while (news := arrive(self, timeout, raw)) is not None and news.capsules:
             found += zip(news.positions, news.capsules, news.addresses, strict=True)
@@ -45,7 +46,7 @@ def test_stream_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             news.positions, news.capsules, news.addresses = ([row[at] for row in found] for at in range(3))
         return news
 
-    monkeypatch.setattr(streaming.Job, "next", backwards)
+    monkeypatch.setattr(Job, "next", backwards)
     ow.save_file({f"t{i}": torch.full((100,), float(i)) for i in range(20)}, tmp_path / "m")
     names = list(ow.load_file(tmp_path / "m"))
     for budget in (None, 4000):
@@ -81,7 +82,7 @@ def test_stream_holds_no_more_than_max_memory(tmp_path: Path, monkeypatch: pytes
     tensors = {f"t{i}": torch.randn(100 + 37 * (i % 5), 50).bfloat16() for i in range(40)} | {"big": torch.randn(300, 50)}
     ow.save_file(tensors, tmp_path / "m")
     size = {name: tensor.nbytes for name, tensor in tensors.items()}
-    begin, started, yielded, most = streaming._begin, 0, 0, 0
+    begin, started, yielded, most = Model.begin, 0, 0, 0
 
     def counted(model, chosen, *rest):
         nonlocal started, most
@@ -89,7 +90,7 @@ def test_stream_holds_no_more_than_max_memory(tmp_path: Path, monkeypatch: pytes
         most = max(most, started - yielded)
         return begin(model, chosen, *rest)
 
-    monkeypatch.setattr(streaming, "_begin", counted)
+    monkeypatch.setattr(Model, "begin", counted)
     for budget in (60_000, 100_000, sum(size.values()), "1MB"):
         started = yielded = most = 0
         seen: list[ow.Progress] = []

@@ -136,6 +136,43 @@ def test_workers_of_a_data_loader(tmp_path: Path, torch_script) -> None:
     assert done.stdout == "ok\n" and "Exception ignored" not in done.stderr, done.stderr
 
 
+DROPPING = """
+import gc, os, sys
+import torch, overwire as ow
+from overwire import plumbing
+ow.save_file({f"t{i}": torch.full((100, 100), float(i)) for i in range(50)}, "m.safetensors")
+ow.save_file({"a": torch.ones(9)}, "preloaded.safetensors")
+ow.save_delta({"a": torch.zeros(5)}, {"a": torch.ones(5)}, "delta.safetensors")
+held = {
+    "preload": ow.preload("preloaded.safetensors"),
+    "stream": ow.stream("m.safetensors"),
+    "windows": ow.stream("m.safetensors", max_memory=200_000),
+    "pinned": ow.pin("m.safetensors"),
+    "open": ow.safe_open("m.safetensors", "pt"),
+    "delta": ow.open_delta("delta.safetensors"),
+    "asleep": ow.sleep({"a": torch.ones(1000)}, release=False),
+    "memory": ow.prepare_sleep({"a": torch.ones(1000)}),
+    "reader": plumbing.ObjectReader("m.safetensors"),
+}
+names = [next(held["stream"])[0], next(held["windows"])[0]]
+for name in list(held):
+    child = os.fork()
+    if not child:
+        del held[name]
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, name
+assert len(names + [name for name, _ in held["stream"]] + [name for name, _ in held["windows"]]) == 100
+held["asleep"].wake()
+"""
+
+
+def test_what_a_child_drops_is_the_parents(torch_script) -> None:
+    """Nothing is printed, and the parent goes on with all of it."""
+    done = torch_script(DROPPING)
+    assert not done.stderr, done.stderr
+
+
 def test_without_the_package(tmp_path: Path, script) -> None:
     """Where safetensors is not installed a forked child gets an error of that class."""
     script(

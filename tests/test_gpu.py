@@ -304,6 +304,11 @@ def test_preload_to_the_host_goes_on_to_the_gpu(tmp_path: Path) -> None:
         got = verb(tmp_path / "m", device="cuda")
         assert all(tensor.is_cuda for tensor in got.values())
         equal({name: got[name] for name in want}, want)
+    assert ow.preload(tmp_path / "m", device="host").wait()
+    with ow.safe_open(tmp_path / "m", "pt", "cuda") as file:
+        for name, block in (("a", slice(5, 1 << 19)), ("a", slice(3, 9)), ("b", slice(1, 4))):  # large ones have a place of their own
+            found = file.get_slice(name)[block]
+            assert found.is_cuda and torch.equal(found.cpu(), want[name][block])
 
 
 def test_threads_load_to_every_gpu_at_once(tmp_path: Path) -> None:

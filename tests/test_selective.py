@@ -228,7 +228,7 @@ def test_many_tensors_while_they_arrive(tmp_path: Path, compress: bool) -> None:
     """What a crowd of small tensors on a GPU is taken over by, here on the host: every
     tensor in its place, those without bytes and those that have a place already too."""
     from overwire.frameworks.choose import frame_for
-    from overwire.model.opened import Model, _gathered
+    from overwire.model.opened import Model
 
     want = {f"t{at}": torch.full((at % 5, 3), float(at)) for at in range(3000)}
     path = tmp_path / "many.safetensors"
@@ -239,9 +239,10 @@ def test_many_tensors_while_they_arrive(tmp_path: Path, compress: bool) -> None:
         rows = model.table
         chosen = [at for at in range(len(rows)) if at % 7]
         mine = {3: torch.full((1,), -1.0)}  # as if it had landed there
-        job, _ = model.begin(chosen, [rows[at] for at in chosen], frame)
-        with job:
-            made = _gathered(job, [rows[at] for at in chosen], frame, frame.make, mine, "cpu")
+        load = model.begin(chosen, frame)
+        load.places.update(mine)
+        with load.job:
+            made = load._made(frame.make, early=True)
     for at, (number, tensor) in enumerate(zip(chosen, made, strict=True)):
         assert torch.equal(tensor, mine[3] if at == 3 else want[rows[number][0]])
 

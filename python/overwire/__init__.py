@@ -145,62 +145,31 @@ __all__ = [
     "verify",
 ]
 
-# Where the functions and plain classes live; every other name of __all__ is an
-# exception, or a module of its own.
+# Module -> the functions and plain classes that live there. Every other name of __all__ is
+# an exception, or a module of its own.
 _HOMES = {
-    "Delta": "verbs.deltas",
-    "DeltaReport": "verbs.deltas",
-    "DeltaRow": "verbs.deltas",
-    "Diff": "verbs.deltas",
-    "apply_delta": "verbs.deltas",
-    "diff": "verbs.deltas",
-    "merge_deltas": "verbs.deltas",
-    "open_delta": "verbs.deltas",
-    "save_delta": "verbs.deltas",
-    "Comparison": "verbs.results",
-    "Asleep": "verbs.sleeping",
-    "SleepMemory": "verbs.sleeping",
-    "prepare_sleep": "verbs.sleeping",
-    "Diagnosis": "verbs.results",
-    "Inspection": "verbs.results",
-    "LoadOptions": "model.options",
-    "LoadPlan": "model.plan",
-    "Pinned": "verbs.pin",
-    "PlannedFile": "model.plan",
-    "PlannedTensor": "model.plan",
-    "Preload": "verbs.preload",
-    "Progress": "progress",
-    "Report": "verbs.save",
-    "SafetensorsPatch": "compat.safetensors.patching",
-    "StorageOptions": "model.options",
-    "TensorSlice": "verbs.open",
-    "TensorSpec": "frameworks.spec",
-    "Verification": "verbs.results",
-    "__version__": "_tables",
-    "compress": "bundles.bundle",
-    "compress_pickle": "bundles.bundle",
-    "convert": "verbs.inspecting",
-    "digest": "verbs.digest",
-    "doctor": "verbs.inspecting",
-    "empty_cache": "verbs.pin",
-    "experts": "model.selection",
-    "inspect": "verbs.inspecting",
-    "last_report": "jobs",
-    "load_compressed": "bundles.bundle",
-    "load_compressed_pickle": "bundles.bundle",
-    "load_file": "verbs.load",
-    "load_model": "verbs.modules",
-    "patch_safetensors": "compat.safetensors.patching",
-    "pin": "verbs.pin",
-    "plan": "model.plan",
-    "preload": "verbs.preload",
-    "read_bytes": "model.reading",
-    "safe_open": "verbs.open",
-    "save_file": "verbs.save",
-    "save_model": "verbs.modules",
-    "sleep": "verbs.sleeping",
-    "stream": "verbs.stream",
-    "verify": "verbs.inspecting",
+    "_tables": ("__version__",),
+    "bundles.bundle": ("compress", "compress_pickle", "load_compressed", "load_compressed_pickle"),
+    "compat.safetensors.patching": ("SafetensorsPatch", "patch_safetensors"),
+    "frameworks.spec": ("TensorSpec",),
+    "jobs": ("last_report",),
+    "model.options": ("LoadOptions", "StorageOptions"),
+    "model.plan": ("LoadPlan", "PlannedFile", "PlannedTensor", "plan"),
+    "model.reading": ("read_bytes",),
+    "model.selection": ("experts",),
+    "progress": ("Progress",),
+    "verbs.deltas": ("Delta", "DeltaReport", "DeltaRow", "Diff", "apply_delta", "diff", "merge_deltas", "open_delta", "save_delta"),
+    "verbs.digest": ("digest",),
+    "verbs.inspecting": ("convert", "doctor", "inspect", "verify"),
+    "verbs.load": ("load_file",),
+    "verbs.modules": ("load_model", "save_model"),
+    "verbs.open": ("TensorSlice", "safe_open"),
+    "verbs.pin": ("Pinned", "empty_cache", "pin"),
+    "verbs.preload": ("Preload", "preload"),
+    "verbs.results": ("Comparison", "Diagnosis", "Inspection", "Verification"),
+    "verbs.save": ("Report", "save_file"),
+    "verbs.sleeping": ("Asleep", "SleepMemory", "prepare_sleep", "sleep"),
+    "verbs.stream": ("stream",),
 }
 
 if not TYPE_CHECKING:
@@ -212,17 +181,17 @@ if not TYPE_CHECKING:
 
         if name in ("codecs", "compat", "distributed", "errors"):
             return import_module(f"overwire.{name}")
-        home = import_module("overwire." + _HOMES.get(name, "errors"))
-        value = globals()[name] = getattr(home, name)
+        home = next((module for module, names in _HOMES.items() if name in names), "errors")
+        value = globals()[name] = getattr(import_module("overwire." + home), name)
         return value
 
     def _near(name):
         if name.startswith("_"):  # also a module that is being imported
             return ""
-        from difflib import get_close_matches
+        from .errors import did_you_mean
 
-        near = [known for known in __all__ if known in (f"{name}_file", f"safe_{name}")] or get_close_matches(name, __all__, 1)
-        return f"; did you mean {near[0]!r}?" if near else ""
+        ours = [known for known in __all__ if known in (f"{name}_file", f"safe_{name}")]
+        return f"; did you mean {ours[0]!r}?" if ours else did_you_mean(name, __all__)
 
     def __dir__():
         return sorted(__all__)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ._requests import Program
 
 __all__ = [
-    "FREE_CALLED",
     "FREE_ENDED",
     "FREE_NOW",
     "JobNumber",
@@ -38,18 +37,17 @@ __all__ = [
     "buffer_of",
     "cli",
     "core",
-    "dlpack_give",
-    "dlpack_take",
-    "exporter",
     "forked",
     "handle",
     "main",
     "program",
+    "raw",
+    "release",
 ]
 
 # How a job is taken from, and a handle is freed: see gosrc/bind/binding.
 TAKE_ALL, TAKE_NEXT, TAKE_RAW, TAKE_LAST = 0, 1, 2, 4
-FREE_NOW, FREE_ENDED, FREE_CALLED = 0, 1, 2
+FREE_NOW, FREE_ENDED = 0, 1
 
 # How long the exit of the process waits for cancelled jobs, in milliseconds.
 _EXIT_MS = 2000
@@ -187,6 +185,15 @@ def _finish(number: JobNumber | ModelNumber, how: int) -> None:
             pass  # an engine that has failed
 
 
+def release(number: int) -> None:
+    """Frees what a number names now: a job that runs is cancelled. In a forked child it
+    does nothing: all is the parent's."""
+    if not forked():
+        core().free(number, FREE_NOW)
+    if isinstance(number, (JobNumber, ModelNumber)):
+        number.over = True
+
+
 # Memory of other objects.
 
 
@@ -196,45 +203,16 @@ def buffer_of(source: Any, writable: bool = False) -> tuple[int, int, Any]:
     It stays while the holder lives. Raises what the object raises: TypeError,
     BufferError.
     """
-    found: tuple[int, int, Any] = _raw().buffer_of(source, writable)
+    found: tuple[int, int, Any] = raw().buffer_of(source, writable)
     return found
 
 
-def dlpack_take(
-    capsule: Any,
-) -> tuple[int, tuple[int, ...], tuple[int, ...] | None, tuple[int, int, int], tuple[int, int], Any]:
-    """Take over a "dltensor" capsule: (address, shape, strides in elements,
-    (code, bits, lanes), (device type, device), holder). ValueError for others."""
-    found: tuple[int, tuple[int, ...], tuple[int, ...] | None, tuple[int, int, int], tuple[int, int], Any]
-    found = _raw().dlpack_take(capsule)
-    return found
-
-
-def dlpack_give(
-    owner: Any,
-    address: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    kind: tuple[int, int, int],
-    device: tuple[int, int],
-) -> Any:
-    """A new "dltensor" capsule of memory that lives as long as owner, which it keeps."""
-    return _raw().dlpack_give(owner, address, shape, strides, kind, device)
-
-
-def exporter() -> type:
-    """A base class whose instances are buffers: those of what their method
-    `_buffer()` returns."""
-    kind: type = _raw().Exporter
-    return kind
-
-
-def _raw() -> Any:
+def raw() -> Any:
     """The module for what enters no Go: usable in forked children and at exit."""
     _ = core()
-    from . import _core as raw
+    from . import _core
 
-    return raw
+    return _core
 
 
 # The command line.

@@ -6,7 +6,7 @@ import os
 
 from ._tables import SETTINGS, STORES
 
-__all__ = ["adopt_nyacomp", "environment", "engine_text", "settings"]
+__all__ = ["adopt_nyacomp", "environment", "engine_text", "settings", "truth"]
 
 _adopted = False
 
@@ -27,6 +27,12 @@ def adopt_nyacomp() -> None:
     programs use such names for themselves, so only its drop-in may say that."""
     global _adopted
     _adopted = True
+
+
+def truth(name: str) -> bool:
+    """Whether a variable says yes, in one of the engine's spellings; it warns about what is
+    neither yes nor no."""
+    return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on", "y", "t")
 
 
 def settings() -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-__all__ = ["block", "largest", "size", "table"]
+__all__ = ["block", "largest", "size", "table", "tensors"]
 
 T = TypeVar("T")
 
@@ -70,6 +70,12 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]], c
     if folded:
         return f"<details><summary>{_text(caption)}</summary><table>{rest}</details>"
     return f"<table><caption>{_text(caption)}</caption>{rest}"
+
+
+def tensors(order: str, rows: Iterable[tuple[str, str, Iterable[int], int, int]], count: int, *, folded: bool) -> str:
+    """A table of tensors: of each its name, dtype, shape, and its bytes in memory and in the file."""
+    cells = ((name, dtype, list(shape), size(nbytes), size(stored)) for name, dtype, shape, nbytes, stored in rows)
+    return table(f"{count:,} tensors, {order}", ("tensor", "dtype", "shape", "in memory", "stored"), cells, count, folded=folded)
 
 
 def block(title: str, facts: Iterable[tuple[str, object]], *tables: str) -> str:

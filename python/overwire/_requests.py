@@ -9,205 +9,22 @@ from typing import TypedDict
 from typing_extensions import NotRequired
 
 
-class BesideRequest(TypedDict, total=False):
-    uri: str
-    names: list[str]
-
-
-class Besides(TypedDict):
-    name: str
-    path: str
-    uris: list[str]
-
-
-class CascadedOptions(TypedDict, total=False):
-    rles: int
-    deltas: int
-    pack: bool
-
-
-class ConvertRequest(TypedDict, total=False):
-    uris: list[str]
-    path: str
-    metadata: dict[str, str]
-    compress: bool
-    level: str
-    digests: bool
-    parts: int
-    threads: int
-    shard: int
-    chunk_bytes: int
-    like: str
-    beside: bool
-    storage: FormatAccess
-
-
-class DeltaApply(TypedDict, total=False):
-    files: list[int]
-    missing: bool
-    dtypes: list[str]
-    shapes: list[list[int]]
-    streams: list[int]
-
-
-class DeltaFile(TypedDict):
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    handle: int
-    metadata: dict[str, str]
-    bases: list[str]
-    news: list[str]
-    stored: list[int]
-    changed: int
-    bytes: int
-    size: int
-
-
-class DeltaMerge(TypedDict, total=False):
-    path: str
-    shard: int
-    beside: str
-    storage: FormatAccess
-    files: list[int]
-
-
-class DeltaOpen(TypedDict, total=False):
-    uri: str
-    storage: FormatAccess
-
-
-class DeltaPart(TypedDict):
-    handle: int
-    seconds: float
-
-
-class DeltaReport(TypedDict):
-    tensors: int
-    changed: int
-    bytes: int
-    stored: int
-    stages: list[DeltaStage]
-    files: list[str]
-
-
-class DeltaRow(TypedDict):
-    name: str
-    dtype: str
-    shape: list[int]
-    bytes: int
-    elements: int
-    changed: int
-    stored: int
-
-
-class DeltaSave(TypedDict, total=False):
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    path: str
-    shard: int
-    beside: str
-    storage: FormatAccess
-    metadata: dict[str, str]
-    encoded: list[int]
-
-
-class DeltaStage(TypedDict):
-    name: str
-    seconds: float
-
-
-class DeltaTensors(TypedDict, total=False):
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-
-
-class DigestsRequest(TypedDict, total=False):
-    uris: list[str]
-    storage: FormatAccess
-    on: dict[str, int]
-
-
-class FetchPin(TypedDict, total=False):
-    size: int
-    identity: str
-
-
-class FetchReport(TypedDict):
-    bytes: int
-    seconds: float
-    pin: FetchPin | None
-    headers: dict[str, list[str]]
-
-
-FetchRequest = TypedDict(
-    "FetchRequest",
-    {
-        "uris": "list[str]",
-        "storage": "SourceOptions",
-        "sizes": "list[int]",
-        "own": "bool",
-        "most": "int",
-        "from": "int",
-        "to": "int",
-        "pin": "FetchPin | None",
-        "fd": "int",
-    },
-    total=False,
-)
-
-
-class FilesRequest(TypedDict, total=False):
-    uris: list[str]
-    storage: FormatAccess
-
-
-class FormatAccess(TypedDict, total=False):
+class SourceOptions(TypedDict, total=False):
     storage: dict[str, str]
     env: dict[str, str]
+
+
+class FormatAccess(SourceOptions, total=False):
     decrypt: dict[str, str]
     encrypt: dict[str, str]
 
 
-class FrontRequest(TypedDict, total=False):
-    items: list[Record]
-    length: int
-    version: int
-
-
-class JoinRequest(TypedDict, total=False):
-    device: str
-    stream: int
-    cast: str
-    threads: int
-    no_check: bool
-    in_place: bool
-    read: str
-    trace: str
-    alone: bool
-
-
-class KeyRequest(TypedDict, total=False):
-    passes: int
-    memory: int
-    salt: str
-    password: str
-
-
-KnobRow = TypedDict(
-    "KnobRow",
-    {
-        "name": "str",
-        "type": "str",
-        "default": "str",
-        "value": "str",
-        "from": "NotRequired[str]",
-        "aliases": "NotRequired[list[str]]",
-        "doc": "str",
-    },
-)
+class LoadSpec(TypedDict, total=False):
+    uris: list[str]
+    map: bool | None
+    lenient: bool
+    storage: FormatAccess
+    keys: list[str]
 
 
 class LoadOptions(TypedDict, total=False):
@@ -219,89 +36,6 @@ class LoadOptions(TypedDict, total=False):
     in_place: bool
     read: str
     trace: str
-
-
-class LoadOutlook(TypedDict):
-    bytes: list[int]
-    peak: int
-    staging: int
-    pinned: int
-    windows: list[PlanWindow]
-
-
-class LoadPinReport(TypedDict):
-    bytes: int
-    seconds: float
-
-
-class LoadProspect(TypedDict, total=False):
-    device: str
-    dtype: str
-    item: int
-    late: bool
-    unpack: bool
-    max_memory: int
-    stream: bool
-
-
-class LoadReport(TypedDict):
-    bytes: int
-    tensors: int
-    mapped: int
-    past_cache: int
-    gds: int
-    no_gds: NotRequired[str]
-    seconds: float
-    stages: PipelineStages
-    trace: NotRequired[PipelineSummary | None]
-
-
-class LoadSpec(TypedDict, total=False):
-    uris: list[str]
-    map: bool | None
-    lenient: bool
-    storage: FormatAccess
-    keys: list[str]
-
-
-class NvcompSpec(TypedDict, total=False):
-    op: str
-    algorithm: str
-    kind: int
-    chunk: int
-    level: int
-    dtype: str
-    cascaded: CascadedOptions | None
-    sums: bool
-    verify: str
-    sizes: list[int]
-
-
-class PeersOffer(TypedDict, total=False):
-    rank: int
-    process: int
-    token: str
-    flags: int
-    file: int
-    memory: str
-    bytes: int
-
-
-class PipelineGaps(TypedDict):
-    busy: float
-    gaps: int
-    idle: float
-    longest: float
-    lead: float
-    tail: float
-
-
-class PipelineStageSum(TypedDict):
-    verb: str
-    spans: int
-    seconds: float
-    longest: float
-    bytes: int
 
 
 class PipelineStages(TypedDict):
@@ -320,10 +54,14 @@ class PipelineStages(TypedDict):
     ring_bytes: int
 
 
-class PipelineSummary(TypedDict):
-    seconds: float
-    stages: list[PipelineStageSum]
-    copy_stream: NotRequired[PipelineGaps | None]
+class LoadProspect(TypedDict, total=False):
+    device: str
+    dtype: str
+    item: int
+    late: bool
+    unpack: bool
+    max_memory: int
+    stream: bool
 
 
 class PlanWindow(TypedDict):
@@ -331,9 +69,20 @@ class PlanWindow(TypedDict):
     bytes: int
 
 
-class PreloadAnswer(TypedDict):
-    device: str | None
-    notes: list[PreloadNote]
+class LoadOutlook(TypedDict):
+    bytes: list[int]
+    peak: int
+    staging: int
+    pinned: int
+    windows: list[PlanWindow]
+
+
+class PreloadRequest(LoadSpec, LoadOptions, total=False):
+    pass
+
+
+class JoinRequest(LoadOptions, total=False):
+    alone: bool
 
 
 class PreloadNote(TypedDict):
@@ -341,35 +90,139 @@ class PreloadNote(TypedDict):
     routine: bool
 
 
-class PreloadRequest(TypedDict, total=False):
-    uris: list[str]
-    map: bool | None
-    lenient: bool
-    storage: FormatAccess
-    keys: list[str]
-    device: str
-    stream: int
-    cast: str
+class PreloadAnswer(TypedDict):
+    device: str | None
+    notes: list[PreloadNote]
+
+
+class RelaySpec(LoadOptions, total=False):
+    tensors: list[int]
+    ring: list[int]
+    size: int
+    exchange: bool
+    buffers: int
+    cuts: list[int]
+    world: int
+    members: list[int]
+    ranks: int
+    here: int
+    widest: int
+    rank: int
+    timeline: bool
+
+
+class RelayRequest(RelaySpec, total=False):
+    more: list[int]
+
+
+class PeersOffer(TypedDict):
+    rank: int
+    process: int
+    token: str
+    flags: int
+    file: int
+    memory: str
+    bytes: int
+
+
+class SaveSpec(TypedDict, total=False):
+    path: str
+    metadata: dict[str, str]
+    compress: bool
+    level: str
+    digests: bool
+    parts: int
     threads: int
-    no_check: bool
-    in_place: bool
-    read: str
-    trace: str
+    shard: int
+    chunk_bytes: int
+    like: str
+    beside: bool
+    storage: FormatAccess
 
 
-class PrepareRequest(TypedDict, total=False):
+class SaveRequest(SaveSpec, total=False):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+class SleepSpec(TypedDict, total=False):
     device: str
     max_memory: int
     path: str
     threads: int
+
+
+class SleepRequest(SleepSpec, total=False):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
+
+
+class PrepareRequest(SleepRequest, total=False):
     bytes: int
 
 
-class Prepared(TypedDict):
-    bytes: int
+class PutRequest(TypedDict, total=False):
+    path: str
+    stale: list[str]
+    storage: FormatAccess
+
+
+class RenameRequest(TypedDict, total=False):
+    made: str
+    path: str
+
+
+class ConvertRequest(SaveSpec, total=False):
+    uris: list[str]
+
+
+class VerifyRequest(TypedDict, total=False):
+    uris: list[str]
+    storage: FormatAccess
+    original: bool
+
+
+class FetchPin(TypedDict, total=False):
+    size: int
+    identity: str
+
+
+FetchSpec = TypedDict(
+    "FetchSpec",
+    {
+        "uris": "list[str]",
+        "storage": "SourceOptions",
+        "sizes": "list[int]",
+        "own": "bool",
+        "most": "int",
+        "from": "int",
+        "to": "int",
+        "pin": "FetchPin | None",
+    },
+    total=False,
+)
+
+
+class FetchRequest(FetchSpec, total=False):
+    fd: int
+
+
+class FilesRequest(TypedDict, total=False):
+    uris: list[str]
+    storage: FormatAccess
+
+
+class BesideRequest(TypedDict, total=False):
+    uri: str
+    names: list[str]
+
+
+class Besides(TypedDict):
+    name: str
+    path: str
+    uris: list[str]
 
 
 class PresignRequest(TypedDict, total=False):
@@ -386,22 +239,18 @@ class Program(TypedDict, total=False):
     secrets: dict[str, str]
 
 
-class PutRequest(TypedDict, total=False):
-    path: str
-    stale: list[str]
-    storage: FormatAccess
-
-
-class Record(TypedDict, total=False):
-    module: int
-    type: int
-    name: str
-    dtype: str
-    dims: list[int]
-    bytes: int
-    record: int
-    data: int
-    sealed: bool
+KnobRow = TypedDict(
+    "KnobRow",
+    {
+        "name": "str",
+        "type": "str",
+        "default": "str",
+        "value": "str",
+        "from": "NotRequired[str]",
+        "aliases": "NotRequired[list[str]]",
+        "doc": "str",
+    },
+)
 
 
 class RecordsRequest(TypedDict, total=False):
@@ -410,181 +259,10 @@ class RecordsRequest(TypedDict, total=False):
     records: bool
 
 
-RelayPieceTimes = TypedDict(
-    "RelayPieceTimes",
-    {
-        "read": "int",
-        "uploaded": "int",
-        "asked": "int",
-        "ready": "int",
-        "decode": "int",
-        "queued": "int",
-        "decoded": "int",
-        "from": "int",
-        "to": "int",
-    },
-)
-
-
-class RelayReport(TypedDict):
-    bytes: int
-    tensors: int
-    mapped: int
-    past_cache: int
-    gds: int
-    no_gds: NotRequired[str]
-    seconds: float
-    stages: PipelineStages
-    trace: NotRequired[PipelineSummary | None]
-    ours: bool
-    pulled: NotRequired[int]
-    lost: NotRequired[list[int]]
-    timeline: NotRequired[list[RelayPieceTimes]]
-
-
-class RelayRequest(TypedDict, total=False):
-    tensors: list[int]
-    ring: list[int]
-    size: int
-    exchange: bool
-    buffers: int
-    cuts: list[int]
-    world: int
-    members: list[int]
-    ranks: int
-    here: int
-    widest: int
-    rank: int
-    timeline: bool
-    device: str
-    stream: int
-    cast: str
-    threads: int
-    no_check: bool
-    in_place: bool
-    read: str
-    trace: str
-    more: list[int]
-
-
-class RenameRequest(TypedDict, total=False):
-    made: str
-    path: str
-
-
-class SaveDigestReport(TypedDict):
-    tensors: list[SaveTensorDigest]
-    bytes: int
-    kept: int
-    on_gpu: int
-    seconds: float
-
-
-class SaveOriginal(TypedDict):
-    file: str
-    sha256: str
-    compared: bool
-
-
-class SaveReport(TypedDict):
-    bytes_in: int
-    bytes_out: int
-    ratio: float
-    seconds: float
-    tensors: int
-    compressed: int
-    aliases: int
-    files: list[str]
-    copied: NotRequired[list[str]]
-    left: NotRequired[list[str]]
-    originals: NotRequired[list[SaveOriginal]]
-    anew: NotRequired[list[str]]
-
-
-class SaveRequest(TypedDict, total=False):
-    path: str
-    metadata: dict[str, str]
-    compress: bool
-    level: str
-    digests: bool
-    parts: int
-    threads: int
-    shard: int
-    chunk_bytes: int
-    like: str
-    beside: bool
-    storage: FormatAccess
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-
-
-class SaveTensorDigest(TypedDict):
-    name: str
-    dtype: str
-    shape: list[int]
-    digest: str
-
-
-class SaveVerifiedFile(TypedDict):
-    uri: str
-    format: str
-    checked: str
-    tensors: int
-    bytes: int
-    stored: int
-    original: NotRequired[SaveOriginal | None]
-
-
-class SaveVerifyReport(TypedDict):
-    ok: bool
-    tensors: int
-    bytes: int
-    stored: int
-    seconds: float
-    files: list[SaveVerifiedFile]
-    note: NotRequired[str]
-
-
-class SleepReport(TypedDict):
-    bytes: int
-    stored: int
-    staging: int
-    seconds: float
-    tensors: int
-    compressed: int
-    aliases: int
-    files: NotRequired[list[str]]
-
-
-class SleepRequest(TypedDict, total=False):
-    device: str
-    max_memory: int
-    path: str
-    threads: int
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-
-
-class SourceOptions(TypedDict, total=False):
-    storage: dict[str, str]
-    env: dict[str, str]
-
-
-class TensorizerDerivation(TypedDict, total=False):
+class TensorizerDerivation(TypedDict):
     passes: int
     memory: int
     salt: str
-
-
-class TensorizerDescription(TypedDict):
-    uri: str
-    version: int
-    encrypted: bool
-    total: int
-    size: int
-    entries: list[TensorizerEntryDescription]
 
 
 class TensorizerEntryDescription(TypedDict):
@@ -603,10 +281,25 @@ class TensorizerEntryDescription(TypedDict):
     derive: NotRequired[TensorizerDerivation | None]
 
 
-class VerifyRequest(TypedDict, total=False):
-    uris: list[str]
-    storage: FormatAccess
-    original: bool
+class TensorizerDescription(TypedDict):
+    uri: str
+    version: int
+    encrypted: bool
+    total: int
+    size: int
+    entries: list[TensorizerEntryDescription]
+
+
+class Record(TypedDict, total=False):
+    module: int
+    type: int
+    name: str
+    dtype: str
+    dims: list[int]
+    bytes: int
+    record: int
+    data: int
+    sealed: bool
 
 
 class WriteRequest(TypedDict, total=False):
@@ -622,3 +315,82 @@ class WriteRequest(TypedDict, total=False):
 class Written(TypedDict):
     places: list[list[int]]
     end: int
+
+
+class FrontRequest(TypedDict, total=False):
+    items: list[Record]
+    length: int
+    version: int
+
+
+class KeyRequest(TensorizerDerivation, total=False):
+    password: str
+
+
+class DeltaTensors(TypedDict, total=False):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+class DeltaTarget(TypedDict, total=False):
+    path: str
+    shard: int
+    beside: str
+    storage: FormatAccess
+
+
+class DeltaSave(DeltaTensors, DeltaTarget, total=False):
+    metadata: dict[str, str]
+    encoded: list[int]
+
+
+class DeltaOpen(TypedDict, total=False):
+    uri: str
+    storage: FormatAccess
+
+
+class DeltaFile(DeltaTensors):
+    handle: int
+    metadata: dict[str, str]
+    bases: list[str]
+    news: list[str]
+    stored: list[int]
+    changed: int
+    bytes: int
+    size: int
+
+
+class DeltaApply(TypedDict, total=False):
+    files: list[int]
+    missing: bool
+    dtypes: list[str]
+    shapes: list[list[int]]
+    streams: list[int]
+
+
+class DeltaMerge(DeltaTarget, total=False):
+    files: list[int]
+
+
+class CascadedOptions(TypedDict, total=False):
+    rles: int
+    deltas: int
+    pack: bool
+
+
+class NvcompSpec(TypedDict, total=False):
+    op: str
+    algorithm: str
+    kind: int
+    chunk: int
+    level: int
+    dtype: str
+    cascaded: CascadedOptions | None
+    sums: bool
+    verify: str
+    sizes: list[int]
+
+
+class DigestsRequest(FilesRequest, total=False):
+    on: dict[str, int]

@@ -6,103 +6,37 @@ from __future__ import annotations
 __version__ = "0.1.0"
 
 # Bits of one element, in the order of the engine's codes.
-BITS: dict[str, int] = {
-    "BOOL": 8,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "U8": 8,
-    "I8": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
-}
-
-# What dtype= casts: not packed types and F8_E8M0, which are parts of a quantisation scheme.
-FLOATS: frozenset[str] = frozenset({
-    "F8_E5M2",
-    "F8_E4M3",
-    "F8_E4M3FNUZ",
-    "F8_E5M2FNUZ",
-    "F16",
-    "BF16",
-    "F32",
-    "F64",
-})
-
-# What the engine casts on a GPU, from and to.
-CAST_FROM: frozenset[str] = frozenset({
-    "F8_E5M2",
-    "F8_E4M3",
-    "F16",
-    "BF16",
-    "F32",
-})
-
-CAST_TO: frozenset[str] = frozenset({
-    "F16",
-    "BF16",
-    "F32",
-})
-
-# Variables that a store may need; * ends the beginning of some.
-STORES: tuple[str, ...] = (
-    "AWS_*",
-    "HTTP_PROXY",
-    "HTTPS_PROXY",
-    "ALL_PROXY",
-    "NO_PROXY",
-    "HF_TOKEN",
-    "HF_ENDPOINT",
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "HUGGINGFACE_HUB_CACHE",
-    "HF_HUB_OFFLINE",
-    "XDG_CACHE_HOME",
-    "SSL_CERT_FILE",
-    "SSL_CERT_DIR",
-    "HOME",
-    "USERPROFILE",
-    "CURL_CA_BUNDLE",
-    "REQUESTS_CA_BUNDLE",
-    "REDISCLI_AUTH",
+BITS = dict(
+    BOOL=8, F4=4, F6_E2M3=6, F6_E3M2=6, U8=8, I8=8, F8_E5M2=8, F8_E4M3=8, F8_E8M0=8, F8_E4M3FNUZ=8,
+    F8_E5M2FNUZ=8, I16=16, U16=16, F16=16, BF16=16, I32=32, U32=32, F32=32, C64=64, F64=64, I64=64,
+    U64=64,
 )
 
+# What dtype= casts: not packed types and F8_E8M0, which are parts of a quantisation scheme.
+FLOATS = frozenset("""
+    F8_E5M2 F8_E4M3 F8_E4M3FNUZ F8_E5M2FNUZ F16 BF16 F32 F64
+""".split())
+
+# What the engine casts on a GPU, from and to.
+CAST_FROM = frozenset("""
+    F8_E5M2 F8_E4M3 F16 BF16 F32
+""".split())
+
+CAST_TO = frozenset("""
+    F16 BF16 F32
+""".split())
+
+# Variables that a store may need; * ends the beginning of some.
+STORES = frozenset("""
+    AWS_* HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY HF_TOKEN HF_ENDPOINT HF_HOME HF_HUB_CACHE
+    HUGGINGFACE_HUB_CACHE HF_HUB_OFFLINE XDG_CACHE_HOME SSL_CERT_FILE SSL_CERT_DIR HOME USERPROFILE
+    CURL_CA_BUNDLE REQUESTS_CA_BUNDLE REDISCLI_AUTH
+""".split())
+
 # Variables that are settings, and their other names.
-SETTINGS: frozenset[str] = frozenset({
-    "OVERWIRE_PRELOAD",
-    "PRELOAD_PATH",
-    "OVERWIRE_PRELOAD_DEVICE",
-    "OVERWIRE_NO_PRELOAD",
-    "NO_PRELOAD",
-    "LOAD_UNCOMPRESSED",
-    "OVERWIRE_PATCH",
-    "OVERWIRE_PLANS",
-    "OVERWIRE_THREADS",
-    "NUM_THREADS",
-    "OVERWIRE_DOWNLOADER",
-    "DOWNLOADER_PATH",
-    "OVERWIRE_DOWNLOADER_LOG",
-    "DOWNLOAD_LOG",
-    "OVERWIRE_MMAP",
-    "OVERWIRE_READ",
-    "OVERWIRE_EXCHANGE",
-    "OVERWIRE_CPU",
-    "OVERWIRE_LOG",
-    "DEBUG",
-    "SILENT",
-    "OVERWIRE_TRACE",
-})
+SETTINGS = frozenset("""
+    OVERWIRE_PRELOAD PRELOAD_PATH OVERWIRE_PRELOAD_DEVICE OVERWIRE_NO_PRELOAD NO_PRELOAD
+    LOAD_UNCOMPRESSED OVERWIRE_PATCH OVERWIRE_PLANS OVERWIRE_THREADS NUM_THREADS
+    OVERWIRE_DOWNLOADER DOWNLOADER_PATH OVERWIRE_DOWNLOADER_LOG DOWNLOAD_LOG OVERWIRE_MMAP
+    OVERWIRE_READ OVERWIRE_EXCHANGE OVERWIRE_CPU OVERWIRE_LOG DEBUG SILENT OVERWIRE_TRACE
+""".split())

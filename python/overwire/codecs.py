@@ -157,7 +157,7 @@ def tensor_view(source: Any, stream: int = 1) -> TensorView:
     else:
         capsule = source.__dlpack__()
     try:
-        return TensorView(*_engine.dlpack_take(capsule))
+        return TensorView(*_engine.raw().dlpack_take(capsule))
     except ValueError as error:
         raise ArgumentError(f"overwire: {error}") from error
 
@@ -172,42 +172,21 @@ def dlpack(
 ) -> Any:
     """A new DLPack capsule ("dltensor") of memory that `owner` keeps; it keeps
     owner. Fields as those of `TensorView`."""
-    return _engine.dlpack_give(owner, address, shape, strides, kind, device)
+    return _engine.raw().dlpack_give(owner, address, shape, strides, kind, device)
 
 
 def exporter() -> type:
     """A base class whose instances have the buffer protocol, on every version
     of Python: each is the buffer that its method `_buffer()` returns."""
-    return _engine.exporter()
+    kind: type = _engine.raw().Exporter
+    return kind
 
 
 @lru_cache(64)
-def _spec(
-    op: str,
-    algorithm: str | None,
-    bitstream: str,
-    chunk_size: int | None,
-    level: int,
-    dtype: str | None,
-    cascaded: tuple[int, int, bool] | None,
-    checksums: bool,
-    verify: str,
-    sizes: tuple[int, ...],
-) -> str:
-    """The JSON of a nvcomp.Spec."""
-    spec = {
-        "op": op,
-        "algorithm": algorithm or "",
-        "kind": BITSTREAMS.index(bitstream),
-        "chunk": chunk_size or 0,
-        "level": level,
-        "dtype": dtype or "",
-        "cascaded": dict(zip(("rles", "deltas", "pack"), cascaded, strict=True)) if cascaded is not None else None,
-        "sums": checksums,
-        "verify": verify,
-        "sizes": sizes,
-    }
-    return json.dumps(spec)
+def _spec(cascaded: tuple[Any, ...] | None, **spec: Any) -> str:
+    """The JSON of a request, a NvcompSpec."""
+    layers = None if cascaded is None else dict(zip(("rles", "deltas", "pack"), cascaded, strict=True))
+    return json.dumps({**spec, "cascaded": layers})
 
 
 def run(
@@ -235,12 +214,21 @@ def run(
     """
     if bitstream not in BITSTREAMS:
         raise ArgumentError(f"overwire: bitstream {bitstream!r}: expected one of {', '.join(BITSTREAMS)}")
+    if cascaded is not None and (not isinstance(cascaded, Sequence) or len(cascaded) != 3):
+        raise ArgumentError(f"overwire: cascaded {cascaded!r}: expected two numbers and a bool")
     if verify not in _VERIFY:
         raise ArgumentError(f"overwire: verify {verify!r}: expected True, False or 'always'")
-    if cascaded is not None:
-        cascaded = tuple(cascaded)  # type: ignore[assignment]
     text = _spec(
-        op, algorithm, bitstream, chunk_size, level, dtype, cascaded, checksums, _VERIFY[verify], tuple(sizes)
+        None if cascaded is None else tuple(cascaded),
+        op=op,
+        algorithm=algorithm or "",
+        kind=BITSTREAMS.index(bitstream),
+        chunk=chunk_size or 0,
+        level=level,
+        dtype=dtype or "",
+        sums=checksums,
+        verify=_VERIFY[verify],
+        sizes=tuple(sizes),
     )
     outs = out if out is not None else [None] * len(sources)
     apart(sources, [o for o in outs if o is not None])
@@ -306,14 +294,13 @@ def _results(sources: Any, out: Any, op: str, **spec: Any) -> Any:
         if coded.error is not None:
             raise coded.error
     values: list[Any]
-    if op in ("size", "bound"):
+    if op == "size":
         values = [coded.nbytes for coded in made]
+    elif outs is None:
+        values = [_view(coded) for coded in made]
     else:
-        given = (out if many else [out]) if out is not None else [None] * len(made)
-        places = outs if outs is not None else [None] * len(made)
-        values = [
-            _view(c) if p is None else _written(o, p, c.nbytes) for c, o, p in zip(made, given, places, strict=True)
-        ]
+        given = out if many else [out]
+        values = [_view(c) if p is None else _written(o, p, c.nbytes) for c, o, p in zip(made, given, outs, strict=True)]
     return values if many else values[0]
 
 
@@ -372,18 +359,8 @@ def encode(
     written. Raises ArgumentError, also where `out` is too small (`max_size` tells
     what is enough) or overlaps another output or a source: nothing is written then.
     """
-    return _results(
-        source,
-        out,
-        "encode",
-        algorithm=algorithm,
-        bitstream=bitstream,
-        chunk_size=chunk_size,
-        level=level,
-        dtype=dtype,
-        cascaded=cascaded,
-        checksums=checksums,
-    )
+    how = {"algorithm": algorithm, "bitstream": bitstream, "chunk_size": chunk_size, "level": level, "dtype": dtype}
+    return _results(source, out, "encode", cascaded=cascaded, checksums=checksums, **how)
 
 
 @overload
@@ -452,8 +429,6 @@ def max_size(
     sizes = [nbytes] if isinstance(nbytes, int) else list(nbytes)
     if any(n < 0 for n in sizes):
         raise ArgumentError(f"overwire: nbytes {min(sizes)}: expected 0 or more")
-    made = run(
-        "bound", [], algorithm=algorithm, bitstream=bitstream, chunk_size=chunk_size, checksums=checksums, sizes=sizes
-    )
+    made = run("bound", [], algorithm=algorithm, bitstream=bitstream, chunk_size=chunk_size, checksums=checksums, sizes=sizes)
     values = [coded.nbytes for coded in made]
     return values[0] if one else values

@@ -10,11 +10,35 @@ from typing import Any
 
 from ._tables import BITS, CAST_FROM, CAST_TO, FLOATS
 
-__all__ = ["BITS", "CAST_FROM", "CAST_TO", "FLOATS", "PACKED", "named", "nbytes", "packed_shape"]
+__all__ = ["BITS", "CALLED", "CAST_FROM", "CAST_TO", "FLOATS", "PACKED", "named", "nbytes", "packed_shape"]
 
 # Types with several elements in a byte: no framework indexes them by element.
 PACKED = frozenset(name for name, bits in BITS.items() if bits < 8)
 
+
+# What torch calls the types, and numpy with ml_dtypes, but for F4, which that has unpacked.
+CALLED = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F4": "float4_e2m1fn_x2",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
 
 # What people call the types that `dtype=` casts to, beside the names of safetensors.
 _NAMES = {

@@ -12,6 +12,7 @@ import pickle
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from typing import Any
 
 __all__ = [
@@ -217,6 +218,14 @@ def name_tensor(error: OverwireError, name: str) -> None:
     """Adds the name of a tensor to an error that was raised for one without a name."""
     error.tensor = name
     error.args = (f"{error} (tensor {name!r})",)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What a message adds about a name that is like a known one."""
+    import difflib  # costs a millisecond, and only mistakes need it
+
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def not_a_handle(number: object) -> BaseException:

@@ -20,12 +20,13 @@ import json
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _verbs
 from ._apart import apart
-from ._engine import FREE_NOW, core
-from .errors import ArgumentError, ForkedError, NotSupportedError, error_of
+from ._engine import release
+from .errors import ArgumentError, ForkedError, NotSupportedError, OutOfMemoryError, error_of
 
 if TYPE_CHECKING:
     from ._core import Result
@@ -57,8 +58,6 @@ __all__ = [
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _KINDS = {"native": 0, "raw": 1, "with_size": 2}
 _five = struct.Struct("=5q").pack
-_counted: int | None = None
-_decoded: tuple[str, ...] | None = None
 
 
 class Memory(NamedTuple):
@@ -80,20 +79,16 @@ class Glance(NamedTuple):
     error: BaseException | None
 
 
+@cache
 def count() -> int:
     """How many GPUs there are; 0 where there is no driver. Asked once."""
-    global _counted
-    if _counted is None:
-        _counted = _verbs.gpu_count()
-    return _counted
+    return _verbs.gpu_count()
 
 
+@cache
 def algorithms() -> tuple[str, ...]:
     """The algorithms that `decode` takes."""
-    global _decoded
-    if _decoded is None:
-        _decoded = tuple(_verbs.gpu_names())
-    return _decoded
+    return tuple(_verbs.gpu_names())
 
 
 def torch_of() -> Any:
@@ -151,17 +146,11 @@ def refuse_capture(torch: Any) -> None:
 
 def _empty(torch: Any, nbytes: int, device: int) -> Any:
     with beside_captures():
-        return _made(torch, nbytes, device)
-
-
-def _made(torch: Any, nbytes: int, device: int) -> Any:
-    try:
-        return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
-    except torch.cuda.OutOfMemoryError as error:
-        from .errors import OutOfMemoryError
-
-        free, total = torch.cuda.mem_get_info(device)
-        raise OutOfMemoryError(f"overwire: cuda:{device}: {nbytes} bytes: {error}", asked=nbytes, free=free, total=total) from error
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
+        except torch.cuda.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(device)
+            raise OutOfMemoryError(f"overwire: cuda:{device}: {nbytes} bytes: {error}", asked=nbytes, free=free, total=total) from error
 
 
 def copy(
@@ -259,10 +248,7 @@ class Batch:
 
     def __del__(self) -> None:
         if getattr(self, "_errors", ()) is None:
-            try:
-                core().free(self._number, FREE_NOW)
-            except ForkedError:
-                pass  # the parent's
+            release(self._number)
 
 
 def _became(made: Result) -> list[BaseException | int | None] | None:
@@ -322,8 +308,7 @@ def glance(
     Raises NotSupportedError where that stands at no fixed place: raw blocks of
     others than X16 and Snappy.
     """
-    flat = [number for one in streams for number in (*one, 0, 0, 1)]
-    packed = struct.pack(f"={len(flat)}q", *flat)
+    packed = b"".join([_five(*one, 0, 0, 1) for one in streams])
     text, numbers, _, _, _ = _verbs.gpu_peek(algorithm or "", device, stream, _KINDS[bitstream], len(after), _packed(after) + packed)
     found, sizes = json.loads(text), memoryview(numbers).cast("q")
     errors = {int(at): error_of(fields) for at, fields in found["errors"].items()}
@@ -367,7 +352,6 @@ def encode(
     slot = (max((min(c[1], c[4]) for c in contents), default=0) + 15) & ~15
     rows = sum(max(1, -(-c[1] // c[4])) for c in contents)
     scratch = alloc(slot * rows, device, stream)
-    flat = [number for one in contents for number in one]
-    packed = struct.pack(f"={len(flat)}q", *flat)
+    packed = b"".join([struct.pack("=6q", *one) for one in contents])
     number = _verbs.gpu_encode(device, stream, _KINDS[bitstream], scratch.address, scratch.nbytes, len(after), _packed(after) + packed)
     return Batch(number, scratch)

@@ -13,11 +13,10 @@ import threading
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from . import _verbs
-from ._engine import FREE_NOW, TAKE_LAST, TAKE_NEXT, TAKE_RAW, JobNumber, core, forked
+from ._engine import TAKE_LAST, TAKE_NEXT, TAKE_RAW, JobNumber, core, forked, release
 from .errors import ArgumentError, CancelledError, DeadlineError
 from .paths import is_remote
 from .progress import Progress, Watcher
@@ -289,8 +288,8 @@ class Job:
 
     def cancel(self) -> None:
         """Asks the job to stop and waits for its end: it uses no memory of the caller
-        after that."""
-        if self._freed:
+        after that. In a forked child, whose parent has the job, nothing."""
+        if self._freed or forked():
             return
         try:
             _verbs.cancel(self.number)
@@ -311,21 +310,19 @@ class Job:
             self._freed = True
             if self._watcher is not None:
                 self._watcher.close()
-            core().free(self.number, FREE_NOW)
-            self.number.over = True
+            release(self.number)
 
     def __enter__(self) -> Job:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None:
             self.done()
-            return
+        else:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Cancels and frees it: it uses no memory of the caller after that."""
         try:
             self.cancel()
         finally:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .model.joining import written
     from .model.kept import forget, keep
     from .model.layout import refuse_urls
+    from .model.loads import many_objects
     from .model.opened import prepare
     from .model.options import parse_size
     from .paths import is_remote, local, path_of
@@ -44,6 +45,7 @@ __all__ = [
     "landing",
     "load_plain",
     "local",
+    "many_objects",
     "meet",
     "number_of",
     "parse_size",
@@ -77,6 +79,7 @@ _HOMES = {
     "model.joining": ("written",),
     "model.kept": ("forget", "keep"),
     "model.layout": ("refuse_urls",),
+    "model.loads": ("many_objects",),
     "model.opened": ("prepare",),
     "model.options": ("parse_size",),
     "jobs": ("shown",),

@@ -11,6 +11,7 @@ Files contain their names and arguments, which never change.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -69,11 +70,9 @@ def np_dtype(spec: Spec, *, budget: Budget | None = None, depth: int = 0) -> Any
             raise FormatError(f"overwire: unpickle: a dtype is nested deeper than {_DEEPEST}")
         fields = []
         for field in spec:
-            if type(field) is not tuple or len(field) != 3:
+            if type(field) is not tuple or len(field) != 3 or type(field[0]) is not str or not _is_shape(field[2]):
                 raise FormatError("overwire: unpickle: a dtype's field is malformed")
             name, of, shape = field
-            if type(name) is not str or not _is_shape(shape):
-                raise FormatError("overwire: unpickle: a dtype's field is malformed")
             fields.append((name, np_dtype(of, budget=budget, depth=depth + 1), shape))
         return np.dtype(fields)
     if type(spec) is not str:
@@ -120,11 +119,7 @@ def array(spec: Spec, shape: tuple[int, ...], fortran: bool, items: list[Any], *
     kind = np_dtype(spec, budget=budget)
     if not kind.hasobject or not _is_shape(shape) or type(items) is not list or type(fortran) is not bool:
         raise FormatError("overwire: unpickle: an array is malformed")
-    count = 1
-    for d in shape:
-        count *= d
-        if count >= _LARGEST:
-            raise FormatError("overwire: unpickle: an array is malformed")
+    count = math.prod(shape)
     if count != len(items):
         raise FormatError("overwire: unpickle: an array is malformed")
     if budget is not None:

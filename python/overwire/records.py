@@ -172,9 +172,7 @@ def write_records(
     """
     new = list(records)
     spec: WriteRequest = {
-        "items": [
-            {"name": r.name, "type": r.type, "module": r.module, "dtype": r.dtype, "dims": list(r.shape), "bytes": r.nbytes} for r in new
-        ],
+        "items": [{**_item(r), "module": r.module} for r in new],
         "fd": file,
         "path": path,
         "offset": offset,
@@ -190,6 +188,10 @@ def write_records(
     ]
 
 
+def _item(record: Record | NewRecord) -> RecordItem:
+    return {"name": record.name, "type": record.type, "dtype": record.dtype, "dims": list(record.shape), "bytes": record.nbytes}
+
+
 def make_front(records: Iterable[Record], index_bytes: int, *, encrypted: bool, version: int = 1) -> bytes:
     """The first bytes of a file: head and index, the latter of `index_bytes`.
 
@@ -197,19 +199,7 @@ def make_front(records: Iterable[Record], index_bytes: int, *, encrypted: bool, 
     the least; it is raised to what the records need. ArgumentError when they do
     not fit.
     """
-    items: list[RecordItem] = [
-        {
-            "name": r.name,
-            "type": r.type,
-            "dtype": r.dtype,
-            "dims": list(r.shape),
-            "bytes": r.nbytes,
-            "record": r.record,
-            "data": r.data,
-            "sealed": encrypted,
-        }
-        for r in records
-    ]
+    items: list[RecordItem] = [{**_item(r), "record": r.record, "data": r.data, "sealed": encrypted} for r in records]
     if not 0 <= index_bytes <= 1 << 30:
         raise ArgumentError(f"overwire: an index of {index_bytes} bytes")
     return bytes.fromhex(_verbs.front({"items": items, "length": index_bytes, "version": max(version, 3 if encrypted else 1)}))

@@ -13,6 +13,7 @@ import tempfile
 import weakref
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from . import _verbs
@@ -139,8 +140,7 @@ class ObjectReader(io.RawIOBase):
             os.close(self._pipe)
             self._pipe = -1
         if job is not None:
-            job.cancel()
-            job.free()
+            job.abandon()
 
     def readinto(self, buffer: Any, /) -> int:
         """Some bytes, 0 at the end. Raises what the store does."""
@@ -256,14 +256,11 @@ class ObjectWriter(io.BufferedRandom):
 
 
 _unfinished: weakref.WeakSet[ObjectWriter] = weakref.WeakSet()
-_registered = False
 
 
+@cache
 def _finish_at_exit() -> None:
-    global _registered
-    if not _registered:
-        _registered = True
-        atexit.register(_finish)
+    atexit.register(_finish)
 
 
 def _finish() -> None:

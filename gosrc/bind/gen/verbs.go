@@ -5,7 +5,6 @@ package main
 
 import (
 	"fmt"
-	"maps"
 	"path"
 	"reflect"
 	"regexp"
@@ -15,10 +14,11 @@ import (
 	"github.com/overwire/overwire/gosrc/bind/binding"
 )
 
-// classes are the TypedDicts that the verbs need, sorted by name.
+// classes are the TypedDicts that the verbs need. One that is first met in a request, of
+// which every field may be left out, has no required fields.
 type classes struct {
-	fields map[string][]string // by name
-	asked  map[string]bool     // part of a request: every field may be left out
+	texts map[string]string // by name
+	order []string          // names; what a class is made of comes before it
 }
 
 // of is a type in Python's notation.
@@ -47,20 +47,24 @@ func (c *classes) of(t reflect.Type, asked bool) string {
 	return "int"
 }
 
-// class adds a struct and returns its name.
+// class adds a struct and returns its name. Embedded structs become base classes.
 func (c *classes) class(t reflect.Type, asked bool) string {
 	name := strings.ToUpper(t.Name()[:1]) + t.Name()[1:]
 	if pkg := path.Base(t.PkgPath()); pkg != "binding" {
 		name = strings.ToUpper(pkg[:1]) + pkg[1:] + name
 	}
-	c.asked[name] = c.asked[name] || asked
-	if _, known := c.fields[name]; known {
+	if _, known := c.texts[name]; known {
 		return name
 	}
-	c.fields[name] = nil // it may contain itself
-	var fields []string
-	for _, f := range reflect.VisibleFields(t) {
+	c.texts[name] = "" // it may contain itself
+	var bases, fields []string
+	keyword := false
+	for i := range t.NumField() {
+		f := t.Field(i)
 		tag := f.Tag.Get("json")
+		if f.Anonymous {
+			bases = append(bases, c.class(f.Type, asked))
+		}
 		if f.Anonymous || !f.IsExported() || tag == "-" {
 			continue
 		}
@@ -73,52 +77,60 @@ func (c *classes) class(t reflect.Type, asked bool) string {
 			kind = "NotRequired[" + kind + "]"
 		}
 		fields = append(fields, key+": "+kind)
+		keyword = keyword || key == "from"
 	}
-	c.fields[name] = fields
+	c.texts[name] = definition(name, bases, fields, asked, keyword)
+	c.order = append(c.order, name)
 	return name
 }
 
-func (c *classes) names() []string { return slices.Sorted(maps.Keys(c.fields)) }
-
-func (c *classes) String() string {
+// definition is a TypedDict; keyword: a field is called as a keyword of Python.
+func definition(name string, bases, fields []string, asked, keyword bool) string {
 	var b strings.Builder
-	for _, n := range c.names() {
-		total := ""
-		if c.asked[n] {
-			total = ", total=False"
+	if keyword {
+		fmt.Fprintf(&b, "\n\n%s = TypedDict(\n    %q,\n    {\n", name, name)
+		for _, f := range fields {
+			key, kind, _ := strings.Cut(f, ": ")
+			fmt.Fprintf(&b, "        %q: %q,\n", key, kind)
 		}
-		if slices.ContainsFunc(c.fields[n], func(f string) bool { return strings.HasPrefix(f, "from: ") }) { // a keyword
-			fmt.Fprintf(&b, "\n\n%s = TypedDict(\n    %q,\n    {\n", n, n)
-			for _, f := range c.fields[n] {
-				key, kind, _ := strings.Cut(f, ": ")
-				fmt.Fprintf(&b, "        %q: %q,\n", key, kind)
-			}
-			fmt.Fprintf(&b, "    },\n%s)\n", map[bool]string{true: "    total=False,\n"}[c.asked[n]])
-			continue
-		}
-		fmt.Fprintf(&b, "\n\nclass %s(TypedDict%s):\n", n, total)
-		for _, f := range c.fields[n] {
-			fmt.Fprintf(&b, "    %s\n", f)
-		}
+		fmt.Fprintf(&b, "    },\n%s)\n", map[bool]string{true: "    total=False,\n"}[asked])
+		return b.String()
+	}
+	if len(bases) == 0 {
+		bases = []string{"TypedDict"}
+	}
+	if asked {
+		bases = append(bases, "total=False")
+	}
+	fmt.Fprintf(&b, "\n\nclass %s(%s):\n", name, strings.Join(bases, ", "))
+	for _, f := range fields {
+		fmt.Fprintf(&b, "    %s\n", f)
+	}
+	if len(fields) == 0 {
+		b.WriteString("    pass\n")
 	}
 	return b.String()
 }
 
-func table() (*classes, string, []string) {
-	c := &classes{map[string][]string{}, map[string]bool{}}
-	var body strings.Builder
-	var names []string
+// table is the types of all verbs, and their functions.
+func table() (*classes, string) {
+	c := &classes{texts: map[string]string{}}
+	var functions strings.Builder
 	for _, v := range binding.Table() {
-		names = append(names, v.Name)
-		body.WriteString(function(c, v))
+		functions.WriteString(function(c, v))
+		if v.Name == "load" { // of whose report users see the stages: jobs.LastReport
+			stages, _ := v.Result.FieldByName("Stages")
+			c.of(stages.Type, false)
+		}
 	}
-	return c, body.String(), names
+	return c, functions.String()
 }
 
 // types writes the module of requests and results, which only type checkers read.
 func types() string {
-	c, _, _ := table()
-	return head + `"""Requests and results of the engine's verbs: Go's structs as JSON. What is left out of
+	c, _ := table()
+	var b strings.Builder
+	b.WriteString(head + `"""Requests and results of the engine's verbs: Go's structs as JSON. What is left out of
 a request is its zero value there."""
 
 from __future__ import annotations
@@ -126,22 +138,17 @@ from __future__ import annotations
 from typing import TypedDict
 
 from typing_extensions import NotRequired
-` + c.String()
+`)
+	for _, name := range c.order {
+		b.WriteString(c.texts[name])
+	}
+	return b.String()
 }
 
 func verbs() string {
-	c, body, names := table()
-	var imports, all strings.Builder
-	for _, n := range c.names() {
-		if regexp.MustCompile(`\b` + n + `\b`).MatchString(body) {
-			fmt.Fprintf(&imports, "        %s,\n", n)
-		}
-	}
-	slices.Sort(names)
-	for _, n := range names {
-		fmt.Fprintf(&all, "    %q,\n", n)
-	}
-	return head + `"""The engine's verbs. Numbers that a verb takes beside its request, and after those that
+	_, functions := table()
+	return head + `# mypy: disable-error-code="no-any-return"
+"""The engine's verbs. Numbers that a verb takes beside its request, and after those that
 have names, are int64 packed by ` + "`array`" + ` or ` + "`struct`" + `.
 
 A verb that answers does not wait. One that waits can be interrupted: after Ctrl-C it is
@@ -160,10 +167,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from . import _requests
     from ._core import Result
     from ._engine import JobNumber
-    from ._requests import (
-` + imports.String() + "    )\n\n__all__ = [\n" + all.String() + "]\n" + body
+
+
+def _number(made: Result) -> int:
+    return int.from_bytes(made[1], "little", signed=True)
+` + functions
 }
 
 // function writes the Python function of a verb.
@@ -178,7 +189,7 @@ func function(c *classes, v binding.Verb) string {
 			c.of(q.Field(0).Type, true)
 			params, text = append(params, "request: str"), "request"
 		default:
-			params, text = append(params, "request: "+c.of(q, true)), "dumps(request)"
+			params, text = append(params, "request: "+c.named(c.of(q, true))), "dumps(request)"
 		}
 	}
 	numbers := `b""`
@@ -211,27 +222,33 @@ func function(c *classes, v binding.Verb) string {
 	how := map[binding.Kind]string{binding.Answered: "call", binding.Awaited: "run", binding.Started: "start"}[v.Kind]
 	call := fmt.Sprintf("core().%s(%q, %s, %s)", how, v.Name, text, numbers)
 	result, line := result(c, v, call)
-	return fmt.Sprintf("\n\ndef %s(%s) -> %s:\n    \"\"\"%s\"\"\"\n%s", v.Name, strings.Join(params, ", "), result, wrapped(doc), line)
+	return fmt.Sprintf("\n\ndef %s(%s) -> %s:\n    \"\"\"%s\"\"\"\n    %s\n", v.Name, strings.Join(params, ", "), result, wrapped(doc), line)
 }
 
-// result is what a function returns, and its last lines.
-func result(c *classes, v binding.Verb, call string) (kind, lines string) {
+// result is what a function returns, and its last line.
+func result(c *classes, v binding.Verb, call string) (kind, line string) {
 	switch r := v.Result; {
 	case v.Kind == binding.Started:
-		if r != nil && r != reflect.TypeFor[*binding.Result]() {
-			c.of(r, false) // the type of its report
-		}
-		return "JobNumber", "    job: JobNumber = " + call + "\n    return job\n"
+		return "JobNumber", "return " + call
 	case r == nil:
-		return "None", "    " + call + "\n"
+		return "None", call
 	case r == reflect.TypeFor[int64]():
-		return "int", "    made: Result = " + call + "\n    return int.from_bytes(made[1], \"little\", signed=True)\n"
+		return "int", "return _number(" + call + ")"
 	case r == reflect.TypeFor[*binding.Result]():
-		return "Result", "    made: Result = " + call + "\n    return made\n"
+		return "Result", "return " + call
 	default:
-		kind = c.of(r, false)
-		return kind, "    made: " + kind + " = loads(" + call + "[0])\n    return made\n"
+		return c.named(c.of(r, false)), "return loads(" + call + "[0])"
 	}
+}
+
+// named is a type as the module of the verbs calls it.
+func (c *classes) named(kind string) string {
+	return regexp.MustCompile(`\w+`).ReplaceAllStringFunc(kind, func(word string) string {
+		if c.texts[word] != "" {
+			return "_requests." + word
+		}
+		return word
+	})
 }
 
 // wrapped breaks a docstring at 100 columns.

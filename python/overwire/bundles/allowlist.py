@@ -16,6 +16,7 @@ Nothing is imported because a pickle names it, but torch and numpy themselves.
 
 from __future__ import annotations
 
+import builtins
 import collections
 import datetime
 import decimal
@@ -27,76 +28,28 @@ from typing import Any
 from .. import rebuild
 from ..errors import FormatError, UntrustedPickleError
 from .budget import ATTRIBUTE, LONGEST, Budget, attributes
+from .tensors import REBUILDERS, subclassed
 
 __all__ = ["AllowList", "Guard"]
 
 # Immutable types (their attributes cannot be set), which call nothing.
+_BUILTINS = "bool bytearray bytes complex dict float frozenset int list object range set slice str tuple"
 _TYPES: dict[tuple[str, str], Any] = {
-    ("builtins", name): getattr(__import__("builtins"), name)
-    for name in (
-        "bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int",
-        "list", "object", "range", "set", "slice", "str", "tuple",
+    (kind.__module__, kind.__name__): kind
+    for kind in (
+        *(vars(builtins)[name] for name in _BUILTINS.split()),
+        *(collections.OrderedDict, collections.defaultdict, collections.deque, decimal.Decimal),
+        *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
     )
-}  # fmt: skip
-_TYPES |= {
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    ("collections", "defaultdict"): collections.defaultdict,
-    ("collections", "deque"): collections.deque,
-    ("datetime", "date"): datetime.date,
-    ("datetime", "datetime"): datetime.datetime,
-    ("datetime", "time"): datetime.time,
-    ("datetime", "timedelta"): datetime.timedelta,
-    ("datetime", "timezone"): datetime.timezone,
-    ("decimal", "Decimal"): decimal.Decimal,
 }
 # Values that a pickle may hold, but not call.
 _NUMPY_TYPES = frozenset(
-    {
-        "bool",
-        "bool_",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-        "float16",
-        "float32",
-        "float64",
-        "complex64",
-        "complex128",
-    }
+    "bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split()
 )
 _ACTIVATIONS = frozenset(
-    {
-        "relu",
-        "relu6",
-        "gelu",
-        "silu",
-        "mish",
-        "elu",
-        "selu",
-        "celu",
-        "leaky_relu",
-        "prelu",
-        "rrelu",
-        "glu",
-        "tanh",
-        "sigmoid",
-        "hardtanh",
-        "hardswish",
-        "hardsigmoid",
-        "softplus",
-        "softsign",
-        "softmax",
-        "log_softmax",
-        "logsigmoid",
-        "normalize",
-    }
+    "relu relu6 gelu silu mish elu selu celu leaky_relu prelu rrelu glu tanh sigmoid hardtanh hardswish hardsigmoid "
+    "softplus softsign softmax log_softmax logsigmoid normalize".split()
 )
-
 
 # What a module keeps its parts in.
 _PARTS = ("_parameters", "_buffers", "_modules")
@@ -173,11 +126,9 @@ class AllowList:
 
     def find(self, module: str, name: str) -> Any:
         """What a pickle gets for a global; UntrustedPickleError if nothing."""
-        found = _TYPES.get((module, name))
+        found = _TYPES.get((module, name)) or _GUARDS.get((module, name))
         if found is None:
-            if module == "overwire.rebuild" and name in _REBUILD:
-                found = _REBUILD[name]
-            elif module == "numpy" and name in _NUMPY_TYPES:
+            if module == "numpy" and name in _NUMPY_TYPES:
                 import numpy
 
                 found = vars(numpy).get(name)
@@ -191,20 +142,12 @@ class AllowList:
 def _torch(module: str, name: str) -> Any:
     import torch
 
-    from . import tensors
-
     if module == "torch":
         return _torch_top(torch, name)
-    if module == "torch._utils" and name in tensors.REBUILDERS:
-        return Guard(tensors.REBUILDERS[name], tensor=True)
     if module == "torch._utils" and name.startswith("torch."):
         # How memory formats pickle: by a path through whatever module.
         found = vars(torch).get(name[6:])
         return found if isinstance(found, torch.memory_format) else None
-    if module == "torch.serialization" and name == "_get_layout":
-        return _LAYOUT
-    if module == "torch._tensor" and name == "_rebuild_from_type_v2":
-        return _FROM_TYPE
     if module == "torch.nn.parameter" and name in ("Parameter", "Buffer"):
         return vars(torch.nn.parameter).get(name)
     if module == "torch.nn.functional" and name in _ACTIVATIONS:
@@ -304,29 +247,15 @@ def _deque(budget: Budget, items: Any = (), most: Any = None) -> collections.deq
     return collections.deque((), most)
 
 
-def _timezone_or_none(zone: tuple[Any, ...]) -> bool:
-    return len(zone) <= 1 and all(type(part) is datetime.timezone for part in zone)
+def _moment(kind: Any, size: int, zoned: bool) -> Callable[..., Any]:
+    """Makes what datetime pickles as `size` bytes, and, if it is one of a zone, that zone."""
 
+    def make(budget: Budget, data: Any, *zone: Any) -> Any:
+        if type(data) is not bytes or len(data) != size or len(zone) > zoned or any(type(part) is not datetime.timezone for part in zone):
+            raise _wrong_args(kind.__name__)
+        return kind(data, *zone)
 
-def _date(budget: Budget, data: Any) -> datetime.date:
-    if type(data) is not bytes or len(data) != 4:
-        raise _wrong_args("date")
-    make: Any = datetime.date
-    return make(data)  # type: ignore[no-any-return]
-
-
-def _datetime(budget: Budget, data: Any, *zone: Any) -> datetime.datetime:
-    if type(data) is not bytes or len(data) != 10 or not _timezone_or_none(zone):
-        raise _wrong_args("datetime")
-    make: Any = datetime.datetime
-    return make(data, *zone)  # type: ignore[no-any-return]
-
-
-def _time(budget: Budget, data: Any, *zone: Any) -> datetime.time:
-    if type(data) is not bytes or len(data) != 6 or not _timezone_or_none(zone):
-        raise _wrong_args("time")
-    make: Any = datetime.time
-    return make(data, *zone)  # type: ignore[no-any-return]
+    return make
 
 
 def _timedelta(budget: Budget, *args: Any) -> datetime.timedelta:
@@ -355,9 +284,9 @@ _CALLS: dict[type, Callable[..., Any]] = {
     collections.OrderedDict: _ordered,
     collections.defaultdict: _default,
     collections.deque: _deque,
-    datetime.date: _date,
-    datetime.datetime: _datetime,
-    datetime.time: _time,
+    datetime.date: _moment(datetime.date, 4, False),
+    datetime.datetime: _moment(datetime.datetime, 10, True),
+    datetime.time: _moment(datetime.time, 6, True),
     datetime.timedelta: _timedelta,
     datetime.timezone: _timezone,
     decimal.Decimal: _decimal,
@@ -398,8 +327,6 @@ def _layout(budget: Budget, name: Any) -> Any:
 def _from_type(budget: Budget, function: Any, kind: Any, args: Any, state: Any) -> Any:
     import torch
 
-    from .tensors import subclassed
-
     if type(function) is not Guard or not function.tensor or type(args) is not tuple:
         raise _wrong_args("a tensor of a subclass")
     if not any(kind is allowed for allowed in (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", None))):
@@ -407,11 +334,13 @@ def _from_type(budget: Budget, function: Any, kind: Any, args: Any, state: Any) 
     return subclassed(budget, function.call(budget, *args), kind, state)
 
 
-_LAYOUT, _FROM_TYPE = Guard(_layout), Guard(_from_type)
-
-
 def _rebuilder(function: Callable[..., Any]) -> Guard:
     return Guard(lambda budget, *args: function(*args, budget=budget))
 
 
-_REBUILD = {function.__name__: _rebuilder(function) for function in (rebuild.array, rebuild.dtype, rebuild.scalar)}
+_GUARDS: dict[tuple[str, str], Guard] = {
+    ("torch.serialization", "_get_layout"): Guard(_layout),
+    ("torch._tensor", "_rebuild_from_type_v2"): Guard(_from_type),
+    **{("torch._utils", name): Guard(make, tensor=True) for name, make in REBUILDERS.items()},
+    **{("overwire.rebuild", one.__name__): _rebuilder(one) for one in (rebuild.array, rebuild.dtype, rebuild.scalar)},
+}

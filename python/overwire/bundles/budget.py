@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import FormatError, UntrustedPickleError
 
-__all__ = ["ATTRIBUTE", "LONGEST", "Budget", "attributes", "refusal"]
+__all__ = ["ATTRIBUTE", "LONGEST", "Budget", "attributes"]
 
 # Bytes that an attribute takes in a dict; letters of a name in a message.
 ATTRIBUTE = 100
@@ -39,14 +39,6 @@ _OWN_HASH = (1 << 61) - 2
 _NESTED = 50
 
 
-def refusal(source: str, what: str) -> UntrustedPickleError:
-    """The error for a pickle that does what only a trusted one may."""
-    return UntrustedPickleError(
-        f"overwire: unpickle {source}: {what}. If you trust where the file comes from, load it with trust=True",
-        source=source,
-    )
-
-
 class Budget:
     """The account of one unpickling; each method raises UntrustedPickleError
     when the pickle asks for more than its size accounts for.
@@ -66,8 +58,11 @@ class Budget:
         self.private: dict[Any, Any] = {}
 
     def refuse(self, what: str) -> UntrustedPickleError:
-        """`refusal` for this pickle."""
-        return refusal(self._source, what)
+        """The error for a pickle that does what only a trusted one may."""
+        return UntrustedPickleError(
+            f"overwire: unpickle {self._source}: {what}. If you trust where the file comes from, load it with trust=True",
+            source=self._source,
+        )
 
     def add_blob(self, size: int) -> None:
         """Allows for work on a blob of `size` bytes, once a blob."""

@@ -16,7 +16,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, Union
+from typing import Any
 
 from ..errors import AccessError, ArgumentError, CorruptError, FormatError, IOFailure, NotFoundError, OverwireError
 from ..files import read_file, regular
@@ -38,12 +38,11 @@ from .landing import DEVICES, ORDER, Landing, devices_of
 __all__ = ["compress", "compress_pickle", "load_compressed", "load_compressed_pickle"]
 
 _DIGEST = "overwire.pickle"
-_PathLike = Union[str, "os.PathLike[str]"]
 
 
 def compress_pickle(
     obj: Any,
-    path: _PathLike,
+    path: str | os.PathLike[str],
     *,
     compress: bool = True,
     progress: ProgressLike = None,
@@ -79,7 +78,7 @@ def compress_pickle(
 
 def compress(
     model: Any,
-    path: _PathLike,
+    path: str | os.PathLike[str],
     *,
     compress: bool = True,
     progress: ProgressLike = None,
@@ -96,7 +95,7 @@ def compress(
 
 
 def load_compressed_pickle(
-    path: _PathLike,
+    path: str | os.PathLike[str],
     *,
     trust: bool = False,
     device: Any = None,
@@ -120,11 +119,25 @@ def load_compressed_pickle(
     Returns the object; its tensors own their memory. Raises UntrustedPickleError,
     NotFoundError if one of the files is missing, CorruptError, FormatError.
     """
-    return _load(path, trust, device, tensors, progress, storage_options)
+    from . import unpickling
+
+    where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
+    target = _target(path)
+    storage(storage_options, [target])  # refused for a local path
+    data = read(target, storage_options, _MOST) if is_remote(target) else read_file(target)
+    digest = hashlib.sha256(data).hexdigest()
+    beside = is_remote(target) and tensors is None
+    with (
+        _open_remote(target, digest, storage_options) if beside else _open(target, digest, tensors, storage_options) as model,
+        Landing(model, shown(target), where, watch(progress, "load")) as blobs,
+    ):
+        made = unpickling.load(data, blobs, shown(target), trust)
+        blobs.wait()  # an error in a blob that nothing asked for
+    return made
 
 
 def load_compressed(
-    path: _PathLike,
+    path: str | os.PathLike[str],
     *,
     trust: bool = False,
     device: Any = None,
@@ -133,7 +146,7 @@ def load_compressed(
     storage_options: StorageOptions | None = None,
 ) -> Any:
     """Loads what `compress` saved: see `load_compressed_pickle`."""
-    return _load(path, trust, device, tensors, progress, storage_options)
+    return load_compressed_pickle(path, trust=trust, device=device, tensors=tensors, progress=progress, storage_options=storage_options)
 
 
 # -- saving
@@ -141,7 +154,7 @@ def load_compressed(
 
 def _save(
     obj: Any,
-    path: _PathLike,
+    path: str | os.PathLike[str],
     names: Mapping[int, str],
     compress: bool,
     progress: ProgressLike,
@@ -202,7 +215,7 @@ def _save_far(
         if _fits(new, hashlib.sha256(read(target, options, _MOST)).hexdigest(), options):
             new, old = old, new
     report = save_bytes(tensors, new, metadata, compress=compress, progress=progress, storage_options=options)
-    text = layout.meta_text(layout.far_name(new), report.bytes_out)
+    text = layout.meta_text(new.rpartition("/")[2], report.bytes_out)
     write_bytes(layout.meta_of(target), text.encode(), options)
     write_bytes(target, data, options, stale=[old])
     return report.bytes_out / report.bytes_in if report.bytes_in else 1.0
@@ -233,7 +246,7 @@ def _digest(path: str) -> str:
 def _fits(container: str, digest: str, options: StorageOptions | None = None) -> bool:
     try:
         with Model(container, storage_options=options) as model:
-            return (model.info()[0].get("metadata") or {}).get(_DIGEST) == digest
+            return model.metadata().get(_DIGEST) == digest
     except (FormatError, CorruptError, NotFoundError):
         return False
     except OverwireError:
@@ -242,7 +255,7 @@ def _fits(container: str, digest: str, options: StorageOptions | None = None) ->
         return False
 
 
-def _target(path: _PathLike) -> str:
+def _target(path: str | os.PathLike[str]) -> str:
     """A pickle's path, or the URI of one in a store."""
     target = local(path)
     return path_of(target) if is_file(target) else target
@@ -297,31 +310,6 @@ def _names(model: Any) -> dict[int, str]:
 # -- loading
 
 
-def _load(
-    path: _PathLike,
-    trust: bool,
-    device: Any,
-    tensors: SourceLike | None,
-    progress: ProgressLike,
-    options: StorageOptions | None,
-) -> Any:
-    from . import unpickling
-
-    where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
-    target = _target(path)
-    storage(options, [target])  # refused for a local path
-    data = read(target, options, _MOST) if is_remote(target) else read_file(target)
-    digest = hashlib.sha256(data).hexdigest()
-    beside = is_remote(target) and tensors is None
-    with (
-        _open_remote(target, digest, options) if beside else _open(target, digest, tensors, options) as model,
-        Landing(model, shown(target), where, watch(progress, "load")) as blobs,
-    ):
-        made = unpickling.load(data, blobs, shown(target), trust)
-        blobs.wait()  # an error in a blob that nothing asked for
-    return made
-
-
 def _open(target: str, digest: str, tensors: SourceLike | None, options: StorageOptions | None) -> Model:
     """The container that belongs to this very pickle."""
     container = layout.container_of(target)
@@ -333,17 +321,13 @@ def _open(target: str, digest: str, tensors: SourceLike | None, options: Storage
             model = Model(candidate, storage_options=None if tensors is None else options)
         except NotFoundError:
             if candidate is candidates[0]:
-                raise NotFoundError(
-                    f"overwire: open {target}: its tensors are not at {container}; copy the folder beside the pickle with it; "
-                    "a pickle that compress_pickle did not write is read by what wrote it: pickle, torch.load",
-                    source=target,
-                ) from None
+                raise layout.not_beside(target, container) from None
             break
-        metadata = model.info()[0].get("metadata") or {}
-        if metadata.get(_DIGEST) == digest:
+        own = model.metadata().get(_DIGEST)
+        if own == digest:
             return model
         model.close()
-        if _DIGEST not in metadata:
+        if own is None:
             break
     raise CorruptError(
         f"overwire: open {target}: the pickle and {container} are not of one save",
@@ -360,7 +344,7 @@ def _open_remote(target: str, digest: str, options: StorageOptions | None) -> Mo
         except NotFoundError:
             continue
         found = True
-        if (model.info()[0].get("metadata") or {}).get(_DIGEST) == digest:
+        if model.metadata().get(_DIGEST) == digest:
             return model
         model.close()
     target, container = shown(target), shown(layout.remote_containers_of(target)[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from ..dtypes import nbytes
@@ -40,7 +39,7 @@ class Landing:
     def __init__(self, model: Model, source: str, device: str | None, watcher: Any) -> None:
         self._source = source
         self._rows = model.table
-        metadata = model.info()[0].get("metadata") or {}
+        metadata = model.metadata()
         names = metadata.get(ORDER, "").split("\n") if model.table else []
         try:
             self._places = [model.places[name] for name in names]
@@ -51,9 +50,8 @@ class Landing:
         self._tensors: dict[int, Any] = {}
         self._landed: dict[int, tuple[Any, int]] = {}
         self._made: dict[int, Any] = {}
-        # The job that brings each place, and for each job its places by request.
-        self._jobs: list[tuple[Job, list[int] | None]] = []
-        self._by: dict[int, int] = {}
+        # The job that brings each place, and its places by request; None: all in order.
+        self._jobs: dict[int, tuple[Job, list[int] | None]] = {}
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             self._start(model, stack, watcher)
@@ -90,35 +88,33 @@ class Landing:
 
     def _start(self, model: Model, stack: contextlib.ExitStack, watcher: Any) -> None:
         def begin(job: Job, order: list[int] | None) -> None:
-            number = len(self._jobs)
-            self._jobs.append((stack.enter_context(job), order))
-            self._by.update(dict.fromkeys(range(len(self._rows)) if order is None else order, number))
+            stack.enter_context(job)
+            self._jobs.update(dict.fromkeys(range(len(self._rows)) if order is None else order, (job, order)))
 
         groups: dict[str, list[int]] = {}
         for place, target in dict(zip(self._places, self._targets, strict=True)).items():
             # What the engine cannot reach goes through the host, and so does what may
             # belong to an array.
             groups.setdefault(target if self._noted and target.startswith("cuda:") else "cpu", []).append(place)
-        self._on_host = not self._noted
-        if len(groups) <= 1 and "cuda" not in "".join(groups):
+        if groups.keys() <= {"cpu"}:
             begin(model.start(None, watcher), None)
         else:
             for device, order in groups.items():
                 view = model.on(device)
-                job, tensors = view.begin(order, [self._rows[at] for at in order], frame_for("torch"), watcher)
-                self._tensors.update((order[at], tensor) for at, tensor in tensors.items())
-                begin(job, order)
+                load = view.begin(order, frame_for("torch"), watcher=watcher)
+                self._tensors.update((order[at], tensor) for at, tensor in load.places.items())
+                begin(load.job, order)
                 watcher = None
 
     def __enter__(self) -> Landing:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *exc: Any) -> None:
+        self._stack.__exit__(*exc)
 
     def wait(self) -> None:
         """Waits until every blob has landed; raises the error of one that did not."""
-        for job, _ in self._jobs:
+        for job in dict.fromkeys(job for job, _ in self._jobs.values()):
             job.wait()
 
     def _get(self, blob: int, size: int) -> tuple[Any, int]:
@@ -128,7 +124,7 @@ class Landing:
         at = self._places[blob]
         if nbytes(self._rows[at][1], self._rows[at][2]) != size:
             raise self._malformed()
-        job, order = self._jobs[self._by[at]]
+        job, order = self._jobs[at]
         while at not in self._landed:
             news = job.next(None, True)
             if news is None or not news.capsules:
@@ -160,7 +156,7 @@ class Landing:
             frame_for("np")
             from ..frameworks.numpy import hold
 
-            if 0 <= blob < len(self._targets) and self._targets[blob].startswith("cuda:") and not self._on_host:
+            if self._noted and 0 <= blob < len(self._targets) and self._targets[blob].startswith("cuda:"):
                 raise self._malformed()  # memory of a GPU is a storage's
             capsule, pointer = self._get(blob, size)
             found = self._made[blob] = hold(capsule, pointer, size)

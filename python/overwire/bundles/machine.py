@@ -23,8 +23,34 @@ __all__ = ["Machine"]
 _STOP, _MEMOIZE, _BINGET, _BININT1 = (code[0] for code in (pickle.STOP, pickle.MEMOIZE, pickle.BINGET, pickle.BININT1))
 
 
+def _constant(value: Any) -> Callable[[Machine], None]:
+    """An opcode that pushes a constant."""
+
+    def push(machine: Machine) -> None:
+        machine._stack.append(value)
+
+    return push
+
+
+def _sized(width: int, make: Callable[[bytes], Any]) -> Callable[[Machine], None]:
+    """An opcode that pushes what is made of bytes behind their number, which has `width` bytes."""
+
+    def push(machine: Machine) -> None:
+        machine._stack.append(make(machine._blob(machine._number(width))))
+
+    return push
+
+
+def _text(data: bytes) -> str:
+    return str(data, "utf-8", "surrogatepass")
+
+
+def _integer(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
 class Machine:
-    """One run over one pickle.
+    """One run over one pickle. A method `op_NAME` does what the opcode NAME of `pickle` says.
 
     data: the pickle; allow: what it may name and do; reference: what a
     persistent id stands for.
@@ -110,121 +136,99 @@ class Machine:
 
     # -- frames, marks and memory
 
-    def protocol(self) -> None:
+    def op_proto(self) -> None:
         if self._number(1) > pickle.HIGHEST_PROTOCOL:
             raise FormatError("the pickle has a newer protocol")
 
-    def frame(self) -> None:
+    def op_frame(self) -> None:
         # Bytes follow one another anyway: a frame must be there, no more.
         if self._number(8) > len(self._data) - self._at:
             raise self._short()
 
-    def mark(self) -> None:
+    def op_mark(self) -> None:
         self._marks.append(self._stack)
         self._stack = []
 
-    def pop(self) -> None:
+    def op_pop(self) -> None:
         if self._stack:
             self._stack.pop()
         else:
             self._items()
 
-    def pop_mark(self) -> None:
+    def op_pop_mark(self) -> None:
         self._items()
 
-    def binput(self) -> None:
+    def op_binput(self) -> None:
         self._memo[self._number(1)] = self._stack[-1]
 
-    def long_binput(self) -> None:
+    def op_long_binput(self) -> None:
         self._memo[self._number(4)] = self._stack[-1]
 
-    def long_binget(self) -> None:
+    def op_long_binget(self) -> None:
         self._stack.append(self._memo[self._number(4)])
 
     # -- plain values
 
-    def none(self) -> None:
-        self._stack.append(None)
+    op_none, op_newtrue, op_newfalse = map(_constant, (None, True, False))
 
-    def true(self) -> None:
-        self._stack.append(True)
-
-    def false(self) -> None:
-        self._stack.append(False)
-
-    def binint(self) -> None:
+    def op_binint(self) -> None:
         self._stack.append(unpack_from("<i", self._data, self._take(4))[0])
 
-    def binint2(self) -> None:
+    def op_binint2(self) -> None:
         start = self._take(2)
         self._stack.append(self._data[start] | self._data[start + 1] << 8)
 
-    def long1(self) -> None:
-        self._stack.append(int.from_bytes(self._blob(self._number(1)), "little", signed=True))
+    op_long1 = _sized(1, _integer)
 
-    def long4(self) -> None:
+    def op_long4(self) -> None:
         size = unpack_from("<i", self._data, self._take(4))[0]
         if size < 0:
             raise FormatError("an integer has a negative length")
-        self._stack.append(int.from_bytes(self._blob(size), "little", signed=True))
+        self._stack.append(_integer(self._blob(size)))
 
-    def binfloat(self) -> None:
+    def op_binfloat(self) -> None:
         self._stack.append(unpack_from(">d", self._data, self._take(8))[0])
 
-    def text1(self) -> None:
+    def op_short_binunicode(self) -> None:
         start = self._at + 1
         end = self._at = start + self._data[self._at]
         if end > len(self._data):
             raise self._short()
         self._stack.append(str(self._data[start:end], "utf-8", "surrogatepass"))
 
-    def text4(self) -> None:
-        self._stack.append(str(self._blob(self._number(4)), "utf-8", "surrogatepass"))
-
-    def text8(self) -> None:
-        self._stack.append(str(self._blob(self._number(8)), "utf-8", "surrogatepass"))
-
-    def bytes1(self) -> None:
-        self._stack.append(self._blob(self._number(1)))
-
-    def bytes4(self) -> None:
-        self._stack.append(self._blob(self._number(4)))
-
-    def bytes8(self) -> None:
-        self._stack.append(self._blob(self._number(8)))
-
-    def bytearray8(self) -> None:
-        self._stack.append(bytearray(self._blob(self._number(8))))
+    op_binunicode, op_binunicode8 = _sized(4, _text), _sized(8, _text)
+    op_short_binbytes, op_binbytes, op_binbytes8 = _sized(1, bytes), _sized(4, bytes), _sized(8, bytes)
+    op_bytearray8 = _sized(8, bytearray)
 
     # -- containers
 
-    def empty_tuple(self) -> None:
+    def op_empty_tuple(self) -> None:
         self._stack.append(())
 
-    def tuple1(self) -> None:
+    def op_tuple1(self) -> None:
         self._stack[-1] = (self._stack[-1],)
 
-    def tuple2(self) -> None:
+    def op_tuple2(self) -> None:
         last = self._stack.pop()
         self._stack[-1] = (self._stack[-1], last)
 
-    def tuple3(self) -> None:
+    def op_tuple3(self) -> None:
         last = self._stack.pop()
         middle = self._stack.pop()
         self._stack[-1] = (self._stack[-1], middle, last)
 
-    def make_tuple(self) -> None:
+    def op_tuple(self) -> None:
         items = self._items()
         self._stack.append(tuple(items))
 
-    def empty_list(self) -> None:
+    def op_empty_list(self) -> None:
         self._stack.append([])
 
-    def append(self) -> None:
+    def op_append(self) -> None:
         item = self._stack.pop()
         self._growing("appends").append(item)
 
-    def appends(self) -> None:
+    def op_appends(self) -> None:
         items = self._items()
         self._growing("appends").extend(items)
 
@@ -234,14 +238,14 @@ class Machine:
             raise self._allow.wrong(what + " to", target)
         return target
 
-    def empty_dict(self) -> None:
+    def op_empty_dict(self) -> None:
         self._stack.append({})
 
-    def setitem(self) -> None:
+    def op_setitem(self) -> None:
         value = self._stack.pop()
         self._set([self._stack.pop(), value])
 
-    def setitems(self) -> None:
+    def op_setitems(self) -> None:
         self._set(self._items())
 
     def _set(self, items: list[Any]) -> None:
@@ -256,10 +260,10 @@ class Machine:
         for key, value in zip(keys, values, strict=True):
             target[key] = value
 
-    def empty_set(self) -> None:
+    def op_empty_set(self) -> None:
         self._stack.append(set())
 
-    def additems(self) -> None:
+    def op_additems(self) -> None:
         items = self._items()
         target = self._stack[-1]
         if type(target) is not set:
@@ -267,90 +271,48 @@ class Machine:
         self._budget.keys(target, items)
         target.update(items)
 
-    def make_frozenset(self) -> None:
+    def op_frozenset(self) -> None:
         items = self._items()
         self._budget.keys(items, items)
         self._stack.append(frozenset(items))
 
     # -- what the allow-list decides
 
-    def named(self) -> None:
+    def op_global(self) -> None:
         module = self._line()
         self._stack.append(self._allow.find(module, self._line()))
 
-    def stack_named(self) -> None:
+    def op_stack_global(self) -> None:
         name = self._stack.pop()
         module = self._stack.pop()
         if type(name) is not str or type(module) is not str:
             raise FormatError("a name is no text")
         self._stack.append(self._allow.find(module, name))
 
-    def reduce(self) -> None:
+    def op_reduce(self) -> None:
         args = self._stack.pop()
         if type(args) is not tuple:
             raise FormatError("arguments are no tuple")
         self._stack[-1] = self._allow.call(self._stack[-1], args)
 
-    def newobj(self) -> None:
+    def op_newobj(self) -> None:
         args = self._stack.pop()
         if type(args) is not tuple:
             raise FormatError("arguments are no tuple")
         self._stack[-1] = self._allow.new(self._stack[-1], args)
 
-    def build(self) -> None:
+    def op_build(self) -> None:
         state = self._stack.pop()
         self._allow.set_state(self._stack[-1], state)
 
-    def referenced(self) -> None:
+    def op_binpersid(self) -> None:
         self._stack[-1] = self._reference(self._stack[-1])
 
 
 _KNOWN = frozenset(getattr(pickle, name) for name in pickle.__all__ if type(getattr(pickle, name)) is bytes)
 
+# By code: what does it.
 _DO: list[Callable[[Machine], None] | None] = [None] * 256
-for _code, _do in {
-    pickle.PROTO: Machine.protocol,
-    pickle.FRAME: Machine.frame,
-    pickle.MARK: Machine.mark,
-    pickle.POP: Machine.pop,
-    pickle.POP_MARK: Machine.pop_mark,
-    pickle.BINPUT: Machine.binput,
-    pickle.LONG_BINPUT: Machine.long_binput,
-    pickle.LONG_BINGET: Machine.long_binget,
-    pickle.NONE: Machine.none,
-    pickle.NEWTRUE: Machine.true,
-    pickle.NEWFALSE: Machine.false,
-    pickle.BININT: Machine.binint,
-    pickle.BININT2: Machine.binint2,
-    pickle.LONG1: Machine.long1,
-    pickle.LONG4: Machine.long4,
-    pickle.BINFLOAT: Machine.binfloat,
-    pickle.SHORT_BINUNICODE: Machine.text1,
-    pickle.BINUNICODE: Machine.text4,
-    pickle.BINUNICODE8: Machine.text8,
-    pickle.SHORT_BINBYTES: Machine.bytes1,
-    pickle.BINBYTES: Machine.bytes4,
-    pickle.BINBYTES8: Machine.bytes8,
-    pickle.BYTEARRAY8: Machine.bytearray8,
-    pickle.EMPTY_TUPLE: Machine.empty_tuple,
-    pickle.TUPLE1: Machine.tuple1,
-    pickle.TUPLE2: Machine.tuple2,
-    pickle.TUPLE3: Machine.tuple3,
-    pickle.TUPLE: Machine.make_tuple,
-    pickle.EMPTY_LIST: Machine.empty_list,
-    pickle.APPEND: Machine.append,
-    pickle.APPENDS: Machine.appends,
-    pickle.EMPTY_DICT: Machine.empty_dict,
-    pickle.SETITEM: Machine.setitem,
-    pickle.SETITEMS: Machine.setitems,
-    pickle.EMPTY_SET: Machine.empty_set,
-    pickle.ADDITEMS: Machine.additems,
-    pickle.FROZENSET: Machine.make_frozenset,
-    pickle.GLOBAL: Machine.named,
-    pickle.STACK_GLOBAL: Machine.stack_named,
-    pickle.REDUCE: Machine.reduce,
-    pickle.NEWOBJ: Machine.newobj,
-    pickle.BUILD: Machine.build,
-    pickle.BINPERSID: Machine.referenced,
-}.items():
-    _DO[_code[0]] = _do
+for _name, _method in vars(Machine).items():
+    if _name.startswith("op_"):
+        _DO[getattr(pickle, _name[3:].upper())[0]] = _method

@@ -19,7 +19,7 @@ import io
 import pickle
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import rebuild
 from ..errors import NotSupportedError
@@ -28,17 +28,14 @@ from ..frameworks.frame import Bytes
 __all__ = ["Blob", "TensorPickler", "dump"]
 
 
-class Blob:
+class Blob(NamedTuple):
     """Bytes to be stored: a torch storage or the base of numpy arrays, and the
     best that is known of what they mean."""
 
-    __slots__ = ("data", "dtype", "name", "shape")
-
-    def __init__(self, name: str, data: Any, dtype: str, shape: tuple[int, ...]) -> None:
-        self.name = name
-        self.data = data
-        self.dtype = dtype
-        self.shape = shape
+    name: str
+    data: Any
+    dtype: str
+    shape: tuple[int, ...]
 
 
 # Types that hold no tensor and are met most often.

@@ -9,19 +9,15 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from .. import _engine
-from .._verbs import knobs, relay, relay_aim
+from .._verbs import relay, relay_aim
 from ..errors import ForkedError, IOFailure
 from ..jobs import Job
 from . import group as ranks
-from . import relays
 from .group import Members, members_of
-from .relays import connect
-
-if TYPE_CHECKING:
-    from .._requests import RelayRequest
+from .relays import connect, spec_of
 
 __all__ = ["Blocks", "Together", "meet", "shares"]
 
@@ -46,8 +42,7 @@ def shares(group: Any, stored: bool) -> bool:
 
     stored: the same on all ranks, as the setting is.
     """
-    how = next(str(row["value"]) for row in knobs() if row["name"] == "OVERWIRE_EXCHANGE")
-    return group is not None and how in ("ipc", "auto" if stored else "ipc") and members_of(group).size > 1
+    return group is not None and ranks.exchange_setting() in ("ipc", "auto" if stored else "ipc") and members_of(group).size > 1
 
 
 def meet(group: Any, prepare: Callable[[], Blocks | None]) -> tuple[Together | None, str]:
@@ -150,8 +145,7 @@ class Together:
             return ""
         finally:
             if job is not None:
-                job.cancel()
-                job.free()
+                job.abandon()
 
     def _begun(self) -> Job:
         members = self._members
@@ -159,24 +153,15 @@ class Together:
         for model in models:
             model.alone()  # what was preloaded is not shared out
         needs = b"".join(self._numbered(self._every[rank], local) for local, rank in enumerate(members.local))
-        device, stream = models[0].device, 0
+        device = models[0].device
         if device != "cpu":
-            from ..frameworks.torch import stream_of, used_on
+            from ..frameworks.torch import used_on
 
             used_on(device)
-            stream = stream_of(device)
-        spec: RelayRequest = {
-            "tensors": sorted(set(array("q", needs)[0::_WORDS])),
-            "more": [model.handle for model in models[1:]],
-            "exchange": True,
-            "buffers": relays.BUFFERS,
-            "size": relays.SHARE * members.most_local,
-            "ranks": len(members.local),
-            "widest": members.most_local,
-            "rank": members.local.index(members.rank),
-            "device": device,
-            "stream": stream,
-        }
+        spec = spec_of(members, device)
+        spec["tensors"] = sorted(set(array("q", needs)[0::_WORDS]))
+        spec["more"] = [model.handle for model in models[1:]]
+        spec["exchange"] = True
         return Job(relay(spec, models[0].handle, needs), "relay")
 
     def _numbered(self, requests: Sequence[bytes], rank: int | None = None) -> bytes:

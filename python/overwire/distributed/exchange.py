@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..dtypes import PACKED, nbytes, packed_shape
 from ..frameworks.frame import Frame
-from ..jobs import Job
+from ..model.loads import Load
 from ..model.opened import WHOLE, Model, Row
 from .group import Members
 
@@ -85,11 +85,6 @@ class ExchangeContext:
         lo, hi = self.block(task, rank)
         return (*task.shape[: task.dim], hi - lo, *task.shape[task.dim + 1 :])
 
-    @staticmethod
-    def count(shape: tuple[int, ...]) -> int:
-        """Elements of a shape."""
-        return math.prod(shape)
-
     def block_read(self, task: Task, rank: int) -> tuple[int, int, int, int] | None:
         """The ranges of dims 0 and 1 that the engine reads of a task for a rank;
         None for all of it. Deeper dimensions and packed types are read whole and
@@ -141,37 +136,26 @@ class _Reading:
     def __init__(self, model: Model, frame: Frame, wants: list[_Want]) -> None:
         self._model, self._frame = model, frame
         self._wants = wants
-        self._job: Job | None = None
-        self._places: dict[int, Any] = {}
+        self._load: Load | None = None
         self._busy = [want for want in wants if 0 not in want.shape]
         if self._busy:
             rows = [(w.row.name, w.row.dtype, w.shape, nbytes(w.row.dtype, w.shape)) for w in self._busy]
-            self._job, self._places = model.begin_blocks([(w.at, w.block) for w in self._busy], rows, frame)
+            self._load = model.begin_blocks([(w.at, w.block) for w in self._busy], rows, frame)
 
     def finish(self) -> Iterator[tuple[int, Any]]:
         """(slot, tensor) of each want, in any order."""
-        job, self._job = self._job, None
-        places, self._places = self._places, {}
+        load, self._load = self._load, None
         for want in self._wants:
             if 0 in want.shape:
                 yield want.slot, self._frame.empty(want.row.dtype, want.shape, self._model.device)
-        if job is None:
-            return
-        raw = self._frame.raw({want.row.dtype for want in self._wants})
-        with job:
-            landed = job.take(raw).pairs()
-        for at, (want, (capsule, pointer)) in enumerate(zip(self._busy, landed, strict=True)):
-            if at in places:
-                yield want.slot, places[at]
-            else:
-                yield want.slot, self._frame.adopt(capsule, pointer, want.row.dtype, want.shape, self._model.device)
+        if load is not None:
+            yield from zip((want.slot for want in self._busy), load.tensors(), strict=True)
 
     def abandon(self) -> None:
         """Cancels running work; nothing writes to its memory after that."""
-        job, self._job = self._job, None
-        if job is not None:
-            job.cancel()
-            job.free()
+        load, self._load = self._load, None
+        if load is not None:
+            load.job.abandon()
 
 
 class Batch:
@@ -212,15 +196,13 @@ class Batch:
 
     def _wants(self, slot: int) -> list[_Want]:
         task, owner = self.tasks[slot], self._owners[slot]
-        row, whole = task.row, (0, WHOLE, 0, WHOLE)
+        rank = self._context.members.rank
         if owner not in (-1, self._me):
             return []
-        if owner == self._me:
-            return [_Want(slot, row, task.at, whole, row.shape)]
-        block = self._context.block_read(task, self._context.members.rank)
+        block = None if owner == self._me else self._context.block_read(task, rank)
         if block is None:
-            return [_Want(slot, row, task.at, whole, row.shape)]
-        return [_Want(slot, row, task.at, block, self._context.part_shape(task, self._context.members.rank))]
+            return [_Want(slot, task.row, task.at, (0, WHOLE, 0, WHOLE), task.row.shape)]
+        return [_Want(slot, task.row, task.at, block, self._context.part_shape(task, rank))]
 
     def arrive(self) -> None:
         """Waits for the reading; `read` says what went wrong with it."""
@@ -244,7 +226,7 @@ class Batch:
                 sent.append(slot)
             elif task.dim is not None:
                 self._tensors[slot] = self._context.cut(task, self._tensors[slot])
-        kind = _Scatter if self._way == "scatter" else _Broadcast
+        kind = _scatter if self._way == "scatter" else _broadcast
         for owner in range(self._count):
             run: list[int] = []
             size = 0
@@ -282,63 +264,48 @@ class Batch:
             self._reading = None
 
 
-class _Send:
-    # One tensor, or a run of small ones, on its way between the ranks of a
-    # host: what to send and receive, as (rank on this host, bytes). The
-    # constructor allocates; `finish` puts what arrived where it belongs.
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-        self.outgoing: list[tuple[int, Any]] = []
-        self.incoming: list[tuple[int, Any]] = []
+class _Send(NamedTuple):
+    # One tensor, or a run of small ones, on its way between the ranks of a host: what to
+    # send and receive, as (rank on this host, bytes), and what this rank gets of it.
+    outgoing: list[tuple[int, Any]]
+    incoming: list[tuple[int, Any]]
+    parts: list[Any]
 
     def finish(self) -> None:
-        """After all has arrived."""
-
-
-class _Broadcast(_Send):
-    def __init__(self, batch: Batch, run: list[int], owner: int) -> None:
-        super().__init__(batch)
-        mine = owner == batch._me
-        if not mine:
-            for slot in run:
-                batch._tensors[slot] = batch._context.empty(batch.tasks[slot], batch._model.device)
-        self.parts = [_bytes(batch._tensors[slot]) for slot in run]
-        self.flat = _join(self.parts, mine)
-        if mine:
-            self.outgoing = [(peer, self.flat) for peer in range(batch._count) if peer != owner]
-        else:
-            self.incoming = [(owner, self.flat)]
-
-    def finish(self) -> None:
-        if self.incoming:
-            _split(self.flat, self.parts)
-
-
-class _Scatter(_Send):
-    def __init__(self, batch: Batch, run: list[int], owner: int) -> None:
-        super().__init__(batch)
-        members = batch._context.members
-        tasks = [batch.tasks[slot] for slot in run]
-        if owner == batch._me:
-            whole = [batch._tensors[slot] for slot in run]
-            for peer, rank in enumerate(members.local):
-                blocks = [batch._context.block_of(task, tensor, rank) for task, tensor in zip(tasks, whole, strict=True)]
-                if peer == owner:
-                    mine = blocks
-                else:
-                    self.outgoing.append((peer, _join([_bytes(block) for block in blocks], True)))
-        else:
-            mine = [batch._context.empty(task, batch._model.device, members.rank) for task in tasks]
-        for slot, tensor in zip(run, mine, strict=True):
-            batch._tensors[slot] = tensor
-        self.parts = [_bytes(tensor) for tensor in mine]
-        if owner != batch._me:
-            self.incoming = [(owner, _join(self.parts, False))]
-
-    def finish(self) -> None:
+        """Puts what has arrived where it belongs."""
         for _, flat in self.incoming:
             _split(flat, self.parts)
+
+
+def _broadcast(batch: Batch, run: list[int], owner: int) -> _Send:
+    mine = owner == batch._me
+    if not mine:
+        for slot in run:
+            batch._tensors[slot] = batch._context.empty(batch.tasks[slot], batch._model.device)
+    parts = [_bytes(batch._tensors[slot]) for slot in run]
+    flat = _join(parts, mine)
+    if mine:
+        return _Send([(peer, flat) for peer in range(batch._count) if peer != owner], [], parts)
+    return _Send([], [(owner, flat)], parts)
+
+
+def _scatter(batch: Batch, run: list[int], owner: int) -> _Send:
+    context, tasks = batch._context, [batch.tasks[slot] for slot in run]
+    outgoing, mine = [], []
+    if owner == batch._me:
+        whole = [batch._tensors[slot] for slot in run]
+        for peer, rank in enumerate(context.members.local):
+            blocks = [context.block_of(task, tensor, rank) for task, tensor in zip(tasks, whole, strict=True)]
+            if peer == owner:
+                mine = blocks
+            else:
+                outgoing.append((peer, _join([_bytes(block) for block in blocks], True)))
+    else:
+        mine = [context.empty(task, batch._model.device, context.members.rank) for task in tasks]
+    for slot, tensor in zip(run, mine, strict=True):
+        batch._tensors[slot] = tensor
+    parts = [_bytes(tensor) for tensor in mine]
+    return _Send(outgoing, [] if owner == batch._me else [(owner, _join(parts, False))], parts)
 
 
 def _bytes(tensor: Any) -> Any:

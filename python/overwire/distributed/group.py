@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from .._verbs import knobs
 from ..errors import ArgumentError, CancelledError, IOFailure, MissingPackageError, OverwireError
 
 __all__ = ["Rates", "Members", "agree", "members_of", "rates"]
@@ -249,6 +250,11 @@ def place_of(uri: str) -> str:
         return f"dev{os.stat(uri).st_dev}"
     except OSError:
         return "file"
+
+
+def exchange_setting() -> str:
+    """What OVERWIRE_EXCHANGE says."""
+    return next(str(row["value"]) for row in knobs() if row["name"] == "OVERWIRE_EXCHANGE")
 
 
 _members: weakref.WeakKeyDictionary[Any, Members] = weakref.WeakKeyDictionary()

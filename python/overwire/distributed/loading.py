@@ -38,11 +38,11 @@ import hashlib
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-from .._verbs import knobs
 from ..errors import ArgumentError, CancelledError, NotSupportedError, OutOfMemoryError, OverwireError
 from ..frameworks.choose import check_device, check_dtype, device_number, frame_for
 from ..model.opened import WHOLE, Model, opening, prepare
@@ -166,14 +166,11 @@ class GroupLoad:
         self._members = members
         self._late: BaseException | None = None
         self._waiting: Batch | None = None  # being read, and not sent yet
-        self._alone: list[Task] = []  # what this rank reads without the others
-        self._shared: list[Task] = []  # what goes by one relay at the end
-        self._spread: list[Task] = []  # what goes by one relay of all hosts at the end
-        self._mapped: list[Task] = []  # what goes by one relay of the engines at the end
-        self._few: list[Task] = []  # what is too little to care how
+        # By way, what goes by one load or relay at the end; "few": too little to care how.
+        self._later: dict[str, list[Task]] = defaultdict(list)
         self._widest: ExchangeContext | None = None  # of the ranks of all hosts
         self._frame = frame_for(framework)
-        self._exchange = next(str(row["value"]) for row in knobs() if row["name"] == "OVERWIRE_EXCHANGE")
+        self._exchange = ranks.exchange_setting()
         self.budget, self.beside = budgets[0] or 0, budgets[1]
         self.common: list[int] = []
         self._place = ""
@@ -292,12 +289,8 @@ class GroupLoad:
     def run(self) -> dict[str, Any]:
         """This rank's tensors, by name."""
         loaded: dict[int, Any] = {}
-        common = self.common
-        relay = self._carrier([self.task(at) for at in common]) if self._mapping else None
-        if relay is not None:
-            self._carry(relay, loaded)
-            common = []
-        self._load(common, self.lone, loaded)
+        carried = self._mapping and self._carry(self._carrier([self.task(at) for at in self.common]), loaded)
+        self._load([] if carried else self.common, self.lone, loaded)
         return {self.model.table[at][0]: loaded[at] for at in self.chosen}
 
     def arrive(self, places: Mapping[int, Any] | None = None) -> Generator[tuple[int, Any], None, None]:
@@ -319,7 +312,7 @@ class GroupLoad:
                 self._agree()  # with those that have closed
                 relay = self._carrier([self.task(at) for at in window], places) if self._mapping else None
                 if relay is not None:
-                    for task, tensor in relay.carry(self._agreed, lambda more: self._tell(more, 0)):
+                    for task, tensor in relay.carry(self._agree, lambda more: self._tell(more, 0)):
                         yield from self._kept(task, tensor)
                     continue
                 self._check(window, self.beside)
@@ -343,7 +336,7 @@ class GroupLoad:
             self._agree()
         except GeneratorExit:
             with suppress(OverwireError):
-                self._agree(error=CancelledError("overwire: stream: it was closed before its end"))
+                self._agree(CancelledError("overwire: stream: it was closed before its end"))
             raise
 
     def _kept(self, task: Task, tensor: Any) -> Iterator[tuple[int, Any]]:
@@ -387,7 +380,7 @@ class GroupLoad:
     def _load(self, common: list[int], lone: list[int], loaded: dict[int, Any]) -> None:
         # By the ways that are measured; and what this rank alone wants.
         members = self._members
-        self._alone, self._shared, self._spread, self._mapped, self._few = [self.task(at) for at in lone], [], [], [], []
+        later = self._later = defaultdict(list, own=[self.task(at) for at in lone])
         if self._may_send and members.most_local > 1 and common:
             members.warm_up(self._link_model.device)
         try:
@@ -395,16 +388,14 @@ class GroupLoad:
                 while tasks:
                     tasks = self._some(kind, tasks, loaded)
             self._flush(loaded)
-            later = self._mapped or self._shared or self._spread or self._alone
-            later += self._few
-            if self._mapped and not self._carry(self._carrier(self._mapped), loaded):
-                (self._shared if self._may_send else self._alone).extend(self._mapped)
-            if self._shared:
-                self._relay(self._shared, loaded)
-            if self._spread:
-                self._relay(self._spread, loaded, spread=True)
+            later[next((way for way in ("ipc", "gather", "spread") if later[way]), "own")] += later["few"]
+            if later["ipc"] and not self._carry(self._carrier(later["ipc"]), loaded):
+                later["gather" if self._may_send else "own"] += later["ipc"]
+            for way in ("gather", "spread"):
+                if later[way]:
+                    self._relay(later[way], loaded, spread=way == "spread")
             # Also on ranks that have none of these: they may have to raise.
-            self._finish(Batch(self._context, "own", self._alone), loaded)
+            self._finish(Batch(self._context, "own", later["own"]), loaded)
             self._agree()
         finally:
             waiting, self._waiting = self._waiting, None
@@ -430,12 +421,9 @@ class GroupLoad:
         if relay is None:
             return False
         done = sum(self.model.table[at][3] for at in loaded)
-        for task, tensor in relay.carry(self._agreed, lambda more: self._tell(done + more, len(loaded))):
+        for task, tensor in relay.carry(self._agree, lambda more: self._tell(done + more, len(loaded))):
             loaded.update(self._kept(task, tensor))
         return True
-
-    def _agreed(self, error: BaseException | None, ours: bool) -> None:
-        self._agree(error=error, ours=ours)
 
     def _some(self, kind: tuple[Any, ...], tasks: list[Task], loaded: dict[int, Any]) -> list[Task]:
         # Collective: loads the first of the tasks, one way, and returns the rest.
@@ -444,15 +432,14 @@ class GroupLoad:
         # by relay.
         members = self._members
         if sum(task.row.nbytes for task in tasks) < ranks.TELLING:
-            self._few += tasks
+            self._later["few"] += tasks
             return []
         ways = self._ways(kind)
         way, trying = members.rates.choose(kind, ways)
         if not trying and len(ways) > 1:
             self._say(kind, way)
-        if way in ("each", "own", "gather", "ipc", "spread") and not trying:
-            later = {"gather": self._shared, "ipc": self._mapped, "spread": self._spread}.get(way, self._alone)
-            later += tasks
+        if way not in ("broadcast", "scatter") and not trying:
+            self._later["own" if way == "each" else way] += tasks
             return []
         tasks, rest = _split(tasks, _TRY if trying else _BATCH)
         if trying:
@@ -474,7 +461,7 @@ class GroupLoad:
                 self._flush(loaded)
         if trying:
             self._context.drain()
-            seconds = self._agree(time.perf_counter() - began)
+            seconds = self._agree(seconds=time.perf_counter() - began)
             members.rates.note(kind, way, sum(task.row.nbytes for task in tasks), seconds)
         return rest
 
@@ -484,7 +471,7 @@ class GroupLoad:
         if waiting is not None:
             self._finish(waiting, loaded)
 
-    def _agree(self, seconds: float = 0.0, error: BaseException | None = None, ours: bool = True) -> float:
+    def _agree(self, error: BaseException | None = None, ours: bool = True, seconds: float = 0.0) -> float:
         late, self._late = self._late, None
         return self._members.agree(late or error, seconds, ours or late is not None)
 
@@ -535,9 +522,8 @@ class GroupLoad:
         # Collective. What fails after all have agreed is said when they next do.
         done = sum(self.model.table[at][3] for at in loaded)
         context = self._everywhere() if spread else self._context
-        tensors = Relay(context, tasks, buffers=FEW if spread else BUFFERS).run(
-            lambda error, ours: self._agree(error=error, ours=ours), lambda more: self._tell(done + more, len(loaded))
-        )
+        relay = Relay(context, tasks, buffers=FEW if spread else BUFFERS)
+        tensors = relay.run(self._agree, lambda more: self._tell(done + more, len(loaded)))
         try:
             self._keep(tasks, tensors, loaded)
         except BaseException as caught:

@@ -21,6 +21,7 @@ next agree; so no rank waits for it, and no rank uses its bytes.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +38,7 @@ from .group import Members
 if TYPE_CHECKING:
     from .._requests import RelayRequest
 
-__all__ = ["BUFFERS", "SHARE", "Relay", "connect"]
+__all__ = ["BUFFERS", "FEW", "SHARE", "Relay", "connect", "spec_of"]
 
 #: Buffers of the ring, and bytes in each for each rank of a host: it is all that a
 #: relay takes beside the tensors. A chunk always fits, and what lies between it
@@ -80,6 +81,25 @@ def connect(members: Members, job: Job | None, error: BaseException | None) -> s
     return ""
 
 
+def spec_of(members: Members, device: str, buffers: int = BUFFERS) -> RelayRequest:
+    """What a request says of this rank and its ring. All runs on torch's current stream,
+    after what is queued there now."""
+    stream = 0
+    if device != "cpu":
+        from ..frameworks.torch import stream_of
+
+        stream = stream_of(device)
+    return {
+        "buffers": buffers,
+        "size": SHARE * members.most_local,
+        "ranks": len(members.local),
+        "widest": members.most_local,
+        "rank": members.local.index(members.rank),
+        "device": device,
+        "stream": stream,
+    }
+
+
 class Relay:
     """Tensors that go by a relay. The constructor begins to read, and is local;
     what fails in it is said by `run`, or by `meet` where the engine exchanges."""
@@ -90,8 +110,7 @@ class Relay:
         self._model = context.model if engine else context.link_model
         self._job: Job | None = None
         self._shares: list[int] = []  # by piece: bytes of each rank's
-        self._size = SHARE * context.members.most_local
-        self._on = 0  # the stream on which all of it runs
+        self._spec: RelayRequest = {}
         self._tensors: list[Any] = []
         self._asked: list[int] = []  # by request to the engine: the number of its task
         self._error: BaseException | None = None
@@ -103,26 +122,16 @@ class Relay:
             self._fail(error)
 
     def _begin(self) -> None:
-        context, model = self._context, self._model
-        members = context.members
-        self._on = self._stream()
-        spec: RelayRequest = {
-            "tensors": [task.at for task in self._tasks],
-            "ring": [] if self._engine else [buffer.data_ptr() for buffer in context.ring(self._buffers, self._size)],
-            "exchange": self._engine,
-            "buffers": self._buffers,
-            "cuts": self._cuts() if self._engine else [],
-            "world": members.size,
-            "members": members.local,
-            "size": self._size,
-            "ranks": len(members.local),
-            "here": members.here,
-            "widest": members.most_local,
-            "rank": members.local.index(members.rank),
-            "device": model.device,
-            "stream": self._on,
-            "timeline": log.isEnabledFor(logging.DEBUG),
-        }
+        members, model = self._context.members, self._model
+        self._spec = spec = spec_of(members, model.device, self._buffers)
+        spec["tensors"] = [task.at for task in self._tasks]
+        spec["exchange"] = self._engine
+        if self._engine:
+            spec["cuts"] = self._cuts()
+        else:
+            spec["ring"] = [buffer.data_ptr() for buffer in self._context.ring(self._buffers, spec["size"])]
+        spec["world"], spec["members"], spec["here"] = members.size, members.local, members.here
+        spec["timeline"] = log.isEnabledFor(logging.DEBUG)
         number = relay(spec, model.handle, b"")
         self._job = Job(number, "relay")
         if not self._engine:
@@ -135,43 +144,24 @@ class Relay:
         return cuts if max(cuts) >= 0 else []
 
     def _aim(self, places: Mapping[int, Any] | None = None) -> None:
-        context, model, members = self._context, self._model, self._context.members
+        context, model, rank = self._context, self._model, self._context.members.rank
         assert self._job is not None
         # While the first bytes are on their way. Each decode goes after what is
         # queued for memory that the tensors got.
-        rows, blocks = [], []
+        rows, blocks, given = [], [], []
         for task in self._tasks:
-            block = context.block_read(task, members.rank)
-            blocks.append(block)
-            row = task.row
+            block, shape, row = context.block_read(task, rank), context.part_shape(task, rank), task.row
             if block is not None:
-                shape = context.part_shape(task, members.rank)
-                whole = max(1, context.count(task.shape))
-                row = row._replace(shape=shape, nbytes=row.nbytes * context.count(shape) // whole)
+                row = row._replace(shape=shape, nbytes=row.nbytes * math.prod(shape) // max(1, math.prod(task.shape)))
             rows.append(row)
-        given = self._given(places or {})
+            blocks.append(block or (0, WHOLE, 0, WHOLE))
+            # The caller's memory, but not for what the engine brings whole and is cut afterwards.
+            given.append(places.get(task.at) if places and (block is not None or shape == task.shape) else None)
         made = iter(context.frame.empty_on(model.device, [row for row, place in zip(rows, given, strict=True) if place is None]))
         self._tensors = [next(made) if place is None else place for place in given]
         self._asked = [slot for slot, tensor in enumerate(self._tensors) if tensor.numel()]
-        requests = [(self._tasks[slot].at, self._tensors[slot].data_ptr(), *(blocks[slot] or (0, WHOLE, 0, WHOLE))) for slot in self._asked]
+        requests = [(self._tasks[slot].at, self._tensors[slot].data_ptr(), *blocks[slot]) for slot in self._asked]
         relay_aim(self._job.number, array("q", [n for request in requests for n in request]).tobytes())
-
-    def _given(self, places: Mapping[int, Any]) -> list[Any]:
-        # By task: the caller's memory, None where what the engine brings is cut afterwards.
-        context = self._context
-        rank = context.members.rank
-        return [
-            places.get(task.at) if context.block_read(task, rank) is not None or context.part_shape(task, rank) == task.shape else None
-            for task in self._tasks
-        ]
-
-    def _stream(self) -> int:
-        # What is queued there now comes before what the engine does.
-        if self._model.device == "cpu":
-            return 0
-        from ..frameworks.torch import stream_of
-
-        return stream_of(self._model.device)
 
     def _fail(self, error: BaseException) -> None:
         if self._error is not None:
@@ -288,12 +278,12 @@ class Relay:
             pass
 
     def _exchange(self, piece: int) -> None:
-        buffer = self._context.ring(self._buffers, self._size)[piece % self._buffers]
+        buffer = self._context.ring(self._buffers, self._spec["size"])[piece % self._buffers]
         self._context.members.gather(buffer, self._shares[piece])
 
     def _decode(self, piece: int) -> None:
         assert self._job is not None
-        relay_decode(self._job.number, piece, self._on)
+        relay_decode(self._job.number, piece, self._spec["stream"])
 
     def _done(self) -> int:
         return self._job.progress().bytes if self._job is not None else 0
@@ -307,6 +297,5 @@ class Relay:
         """Ends running work; nothing writes to its memory after that."""
         job, self._job = self._job, None
         if job is not None:
-            job.cancel()
-            job.free()
+            job.abandon()
         self._tensors = []

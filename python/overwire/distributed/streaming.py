@@ -26,7 +26,7 @@ class GroupStream(Iterator[tuple[str, Any]]):
         self._early: dict[int, Any] = {}
         budget = parse_size(options.pop("max_memory", None), "max_memory")
         loading = self._stack.enter_context(begun(source, group, shard, device=device, framework=framework, budget=budget, **options))
-        self._names = [loading.model.table[at][0] for at in range(len(loading.model.table))]
+        self._names = [row[0] for row in loading.model.table]
         self._order = iter(loading.chosen) if in_order else None
         self._arrive = loading.arrive()
         self._total = len(loading.chosen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,7 +23,6 @@ _NAMES = {
     "numpy": "numpy",
     "bytes": "bytes",
 }
-_frames: dict[str, Frame] = {}
 _HOST = -2  # as the engine numbers devices
 
 
@@ -35,27 +35,27 @@ def frame_for(framework: str | None) -> Frame:
         name = _NAMES.get(framework, "") if isinstance(framework, str) else ""
         if not name:
             raise ArgumentError(f"overwire: framework {framework!r}: expected 'pt' (torch), 'np' (numpy) or 'bytes'")
-    frame = _frames.get(name)
-    if frame is None:
-        try:
-            if name == "torch":
-                from .torch import TorchFrame
+    return _frame(name)
 
-                frame = TorchFrame()
-            elif name == "bytes":
-                from .bytes import BytesFrame
 
-                frame = BytesFrame()
-            else:
-                from .numpy import NumpyFrame
+@cache
+def _frame(name: str) -> Frame:
+    try:
+        if name == "torch":
+            from .torch import TorchFrame
 
-                frame = NumpyFrame()
-        except ImportError as error:
-            raise MissingPackageError(
-                f"overwire: framework {name!r} needs the package {name}: pip install {name}, or load with framework='bytes'"
-            ) from error
-        _frames[name] = frame
-    return frame
+            return TorchFrame()
+        if name == "bytes":
+            from .bytes import BytesFrame
+
+            return BytesFrame()
+        from .numpy import NumpyFrame
+
+        return NumpyFrame()
+    except ImportError as error:
+        raise MissingPackageError(
+            f"overwire: framework {name!r} needs the package {name}: pip install {name}, or load with framework='bytes'"
+        ) from error
 
 
 def frame_of(tensor: Any) -> Frame:

@@ -7,10 +7,10 @@ and numpy are both optional; neither is imported before it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
-from ..dtypes import nbytes
+from ..dtypes import FLOATS, nbytes
 from ..errors import NotSupportedError
 
 __all__ = ["Bytes", "Frame", "View", "check_empty"]
@@ -51,65 +51,66 @@ class View(NamedTuple):
     cuda: int = 0
 
 
-class Frame(Protocol):
-    """What the rest of this package needs of a framework.
+class Frame:
+    """What the rest of this package needs of a framework: one subclass for each.
 
     Dtypes are safetensors' names, shapes count elements as the file's header
-    does. Every returned tensor is writable and owns its memory.
+    does. Every returned tensor is writable and owns its memory. Only torch's
+    tensors are made on a GPU.
     """
 
     name: str
 
-    @property
-    def make(self) -> Callable[[Any], Any] | None:
-        """Makes a tensor of a capsule, taken over, that is exported as it is and has
-        bytes, where one C call does; else None."""
+    #: Makes a tensor of a capsule, taken over, that is exported as it is and has
+    #: bytes, where one C call does.
+    make: Callable[[Any], Any] | None = None
 
     def raw(self, dtypes: Iterable[str]) -> bool:
-        """Whether the engine must export these dtypes as plain integers."""
+        """Whether the engine must export these dtypes as plain integers. Raises for a dtype
+        that the framework lacks."""
+        return False
 
     def adopt(self, capsule: Any, pointer: int, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         """The tensor of one landed request. Takes over the capsule."""
-
-    def adopt_all(
-        self,
-        landed: Sequence[tuple[Any, int]],
-        rows: Sequence[tuple[Any, ...]],
-        raw: bool,
-        places: Mapping[int, Any],
-        device: str,
-    ) -> list[Any]:
-        """`adopt` for many at once: rows are those of the model's table. places
-        are tensors that landed where they are, by position."""
+        raise NotImplementedError
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         """A new tensor with undefined contents."""
+        raise NotImplementedError
 
     def empty_on(self, device: str, rows: Sequence[Any], again: bool = True) -> list[Any]:
         """New tensors for rows of the table, on a GPU. again: if its memory is full, free
         what the engine keeps there and try again."""
+        raise NotImplementedError
 
     def dtype(self, wanted: Any) -> Any:
         """The framework's own dtype for a `dtype=` argument."""
+        raise NotImplementedError
 
     def name_of(self, wanted: Any) -> str:
         """safetensors' name of a dtype of the framework's, "" where it has none."""
+        raise NotImplementedError
 
     def floating(self, wanted: Any) -> bool:
         """Whether a dtype of the framework's is one that tensors are cast to."""
+        return self.name_of(wanted) in FLOATS
 
     def cast(self, tensor: Any, dtype: str, wanted: Any) -> Any:
         """The tensor in another dtype, if `dtype` is one that is cast."""
+        raise NotImplementedError
 
     def index(self, tensor: Any, index: tuple[Any, ...], dtype: str) -> Any:
         """`tensor[index]`, negative steps included, owning only its result."""
+        raise NotImplementedError
 
     def describe(self, tensor: Any) -> Bytes:
         """A tensor's logical bytes; copies what is not dense or not on the host."""
+        raise NotImplementedError
 
     def view(self, tensor: Any) -> View:
         """A tensor's bytes where they lie. Copies only what holds no such bytes: lazy
         conjugates, another byte order, F4 that is not packed."""
+        raise NotImplementedError
 
 
 def check_empty(dtype: str, shape: tuple[int, ...], name: str | None = None) -> None:

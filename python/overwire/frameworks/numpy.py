@@ -6,42 +6,20 @@ imported when the first of them is met.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from ..dtypes import BITS, FLOATS, PACKED, named, nbytes, packed_shape
+from ..dtypes import BITS, CALLED, FLOATS, PACKED, named, nbytes, packed_shape
 from ..errors import ArgumentError, MissingPackageError, NotSupportedError
-from .frame import Bytes, View, check_empty
+from .frame import Bytes, Frame, View, check_empty
 
 __all__ = ["SAVED", "NumpyFrame", "hold"]
 
-_OWN = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "C64": "complex64",
-    "F64": "float64",
-    "I64": "int64",
-    "U64": "uint64",
-}
-_EXTRA = {
-    "F4": "float4_e2m1fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "BF16": "bfloat16",
-}
+# Those of ml_dtypes, and numpy's own.
+_EXTRA = {name: called for name, called in CALLED.items() if called.startswith(("float8", "bfloat16"))} | {"F4": "float4_e2m1fn"}
+_OWN = {name: called for name, called in CALLED.items() if name not in _EXTRA}
 SAVED = {dtype: name for name, dtype in (_OWN | _EXTRA).items()}
 
 
@@ -81,7 +59,7 @@ def _extra(name: str) -> np.dtype[Any]:
     return made
 
 
-class NumpyFrame:
+class NumpyFrame(Frame):
     """The frame of numpy; see `frame.Frame`.
 
     F4 is unpacked to one element a byte, as ml_dtypes has it. F6 has no
@@ -89,7 +67,6 @@ class NumpyFrame:
     """
 
     name = "numpy"
-    make: Callable[[Any], Any] | None = None
 
     def __init__(self) -> None:
         self._types: dict[str, np.dtype[Any]] = {name: np.dtype(text) for name, text in _OWN.items()}
@@ -122,25 +99,11 @@ class NumpyFrame:
         plain = np.asarray(_Holder(capsule, pointer, f"<u{BITS[dtype] // 8}", shape))
         return plain.view(target)
 
-    def adopt_all(
-        self,
-        landed: Sequence[tuple[Any, int]],
-        rows: Sequence[tuple[Any, ...]],
-        raw: bool,
-        places: Mapping[int, Any],
-        device: str,
-    ) -> list[Any]:
-        adopt = self.adopt
-        return [adopt(capsule, pointer, dtype, shape) for (capsule, pointer), (_, dtype, shape, *_) in zip(landed, rows, strict=True)]
-
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         check_empty(dtype, shape)
         if dtype.startswith("F6_"):
             shape = packed_shape(dtype, shape)
         return np.empty(shape, self._type(dtype))
-
-    def empty_on(self, device: str, rows: Sequence[Any], again: bool = True) -> list[Any]:
-        raise NotSupportedError(f"overwire: numpy has no arrays on {device}")
 
     def dtype(self, wanted: Any) -> Any:
         name = wanted if isinstance(wanted, str) and wanted == "float" else named(wanted)  # numpy's float is float64
@@ -157,7 +120,7 @@ class NumpyFrame:
         return SAVED.get(wanted.name, "")
 
     def floating(self, wanted: Any) -> bool:
-        return wanted.kind == "f" or self.name_of(wanted) in FLOATS
+        return wanted.kind == "f" or super().floating(wanted)
 
     def cast(self, tensor: Any, dtype: str, wanted: Any) -> Any:
         return tensor.astype(wanted, copy=False) if dtype in FLOATS else tensor
@@ -194,8 +157,6 @@ class NumpyFrame:
             raise NotSupportedError(f"overwire: safetensors cannot hold numpy {array.dtype} arrays; compress_pickle keeps them")
         shape = array.shape
         dense = np.asarray(array, order="C")
-        if sys.byteorder != "little":
-            raise NotSupportedError("overwire: only little-endian machines are supported")
         if name == "F4":
             if dense.size % 2:
                 raise ArgumentError("overwire: F4 needs an even number of elements")

@@ -7,35 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._engine import buffer_of
-from ..dtypes import BITS, nbytes
+from ..dtypes import BITS, CALLED, nbytes
 from ..errors import ArgumentError, NotSupportedError
 from .frame import Bytes
 
 __all__ = ["TensorSpec"]
 
-# What frameworks call the types.
-_NAMES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float4_e2m1fn_x2": "F4",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "complex64": "C64",
-    "float64": "F64",
-    "int64": "I64",
-    "uint64": "U64",
-}
+_NAMES = {called: name for name, called in CALLED.items()}
 
 
 class TensorSpec:

@@ -8,49 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import torch.utils.dlpack
 
 from .. import _verbs
-from ..dtypes import FLOATS, PACKED, named, packed_shape
+from ..dtypes import CALLED, FLOATS, PACKED, named, packed_shape
 from ..errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryError, OverwireError
 from ..gpu import beside_captures, refuse_capture
 from .columns import ODD, Columns
-from .frame import Bytes, View, check_empty
+from .frame import Bytes, Frame, View, check_empty
 
 __all__ = ["SAVED", "TorchFrame", "describe_all", "settle", "settled", "torch_dtype"]
 
-_NAMES = {
-    "BOOL": "bool",
-    "F4": "float4_e2m1fn_x2",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "C64": "complex64",
-    "F64": "float64",
-    "I64": "int64",
-    "U64": "uint64",
-}
 # The function in C, where it has this name: of what torch wraps around it we
 # need nothing, and it costs a quarter more.
 from_dlpack: Any = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
 
 # What this torch has; an older one lacks some of the names.
-_TYPES: dict[str, torch.dtype] = {name: getattr(torch, attribute) for name, attribute in _NAMES.items() if hasattr(torch, attribute)}
+_TYPES: dict[str, torch.dtype] = {name: getattr(torch, attribute) for name, attribute in CALLED.items() if hasattr(torch, attribute)}
 SAVED = {dtype: name for name, dtype in _TYPES.items()}
 _REAL = frozenset(dtype for dtype in SAVED if not dtype.is_complex)
 
@@ -60,6 +39,7 @@ def torch_dtype(name: str) -> torch.dtype | None:
     return _TYPES.get(name)
 
 
+@cache
 def _native(name: str) -> bool:
     # Whether this torch takes such a capsule as it is. Asked of torch itself,
     # because its DLPack grew type by type.
@@ -149,14 +129,15 @@ def on_gpu(data: Any) -> bool:
     return data.device.type == "cuda" and torch.version.cuda is not None
 
 
-def _place(tensor: Any) -> int:
+@cache
+def _place(device: torch.device) -> int:
     """1 + the number of the GPU that a tensor lies on, 0 for the host."""
-    if tensor.device.type == "meta":
+    if device.type == "meta":
         raise ArgumentError("overwire: a tensor on the meta device has no bytes")
-    if on_gpu(tensor):
-        return int(tensor.device.index) + 1
-    if tensor.device.type != "cpu":
-        raise NotSupportedError(f"overwire: a tensor on {tensor.device}: only the CPU's memory and that of NVIDIA's GPUs is read")
+    if device.type == "cuda" and torch.version.cuda is not None:
+        return int(device.index) + 1
+    if device.type != "cpu":
+        raise NotSupportedError(f"overwire: a tensor on {device}: only the CPU's memory and that of NVIDIA's GPUs is read")
     return 0
 
 
@@ -213,24 +194,14 @@ def describe_all(tensors: Iterable[Any], made: Columns) -> None:
         add_cuda(cuda)
 
 
-class TorchFrame:
+class TorchFrame(Frame):
     """The frame of torch; see `frame.Frame`."""
 
     name = "torch"
-    make: Callable[[Any], Any] | None = staticmethod(from_dlpack)
-
-    def __init__(self) -> None:
-        self._native: dict[str, bool] = {}
-        self._places: dict[torch.device, int] = {}
-
-    def _is_native(self, name: str) -> bool:
-        known = self._native.get(name)
-        if known is None:
-            known = self._native[name] = _native(name)
-        return known
+    make = staticmethod(from_dlpack)
 
     def raw(self, dtypes: Iterable[str]) -> bool:
-        return not all(self._is_native(name) for name in dtypes)
+        return not all(map(_native, dtypes))
 
     def adopt(self, capsule: Any, pointer: int, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         if capsule is None or 0 in shape:
@@ -239,19 +210,6 @@ class TorchFrame:
         if tensor.dtype is _TYPES.get(dtype) and dtype not in PACKED:
             return tensor
         return self._packed(tensor, dtype, shape) if dtype in PACKED else tensor.view(self._type(dtype))
-
-    def adopt_all(
-        self,
-        landed: Sequence[tuple[Any, int]],
-        rows: Sequence[tuple[Any, ...]],
-        raw: bool,
-        places: Mapping[int, Any],
-        device: str,
-    ) -> list[Any]:
-        return [
-            places[at] if at in places else self.adopt(*land, row[1], row[2], device)
-            for at, (land, row) in enumerate(zip(landed, rows, strict=True))
-        ]
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         check_empty(dtype, shape)
@@ -318,9 +276,6 @@ class TorchFrame:
     def name_of(self, wanted: Any) -> str:
         return SAVED.get(wanted, "")
 
-    def floating(self, wanted: Any) -> bool:
-        return self.name_of(wanted) in FLOATS
-
     def cast(self, tensor: Any, dtype: str, wanted: Any) -> Any:
         return tensor.to(wanted) if dtype in FLOATS else tensor
 
@@ -352,9 +307,7 @@ class TorchFrame:
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise NotSupportedError(f"overwire: a {tensor.layout} tensor, or a quantized one, has no bytes of its own; take its parts")
         here = self._plain(tensor) if tensor.is_conj() or tensor.is_neg() else tensor
-        cuda = self._places.get(here.device)
-        if cuda is None:
-            cuda = self._places[here.device] = _place(here)
+        cuda = _place(here.device)
         name, dims = SAVED.get(here.dtype, ""), tuple(here.shape)
         shape = (*dims[:-1], dims[-1] * 2) if name == "F4" and dims else dims
         size = here.nbytes

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Copy", "Early", "Stored", "block_of", "elements", "fill", "request_of"]
+__all__ = ["Copy", "Early", "Stored", "block_of", "elements", "extent", "fill", "reach", "request_of", "shaped"]
 
 #: Dtypes of several elements a byte, or of elements that end inside one.
 PACKED = ("F4", "F6_E2M3", "F6_E3M2")
@@ -35,12 +36,20 @@ class Copy(NamedTuple):
     target: torch.Tensor
 
 
-def elements(shape: Iterable[int]) -> int:
-    """How many a tensor of a shape has."""
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+#: How many elements a tensor of a shape has.
+elements = math.prod
+
+
+def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """From the first element of a view to the last, both counted, how many lie in memory."""
+    return 1 + sum((count - 1) * step for count, step in zip(shape, stride, strict=True))
+
+
+def reach(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """The memory that a tensor lies in, and its first byte and its end there."""
+    size = tensor.element_size()
+    low = int(tensor.storage_offset()) * size
+    return tensor.untyped_storage().data_ptr(), low, low + int(extent(tensor.shape, tensor.stride())) * size
 
 
 def block_of(copy: Copy) -> list[tuple[int, int]] | None:
@@ -133,12 +142,12 @@ def _beside(copies: list[Copy], most: int) -> None:
     for copy in copies:
         shape = copy.of.shape
         block = block_of(copy)
-        target = None if block is None else _shaped(copy.target, [*(high - low for low, high in block), *shape[len(block) :]])
+        target = None if block is None else shaped(copy.target, [*(high - low for low, high in block), *shape[len(block) :]])
         if target is not None:
             into.setdefault(id(copy.of.file), (copy.of.file, []))[1].append((copy.of.name, block, target))
         else:
             row = elements(shape[1:])
-            last = copy.offset + sum((count - 1) * step for count, step in zip(copy.shape, copy.stride, strict=True))
+            last = copy.offset + extent(copy.shape, copy.stride) - 1
             others.append((copy, (copy.offset // row, last // row + 1)))
     for file, targets in into.values():
         file.load_into(targets)
@@ -158,10 +167,11 @@ def _beside(copies: list[Copy], most: int) -> None:
                 copy.target.copy_(found)
 
 
-def _shaped(target: torch.Tensor, shape: list[int]) -> torch.Tensor | None:
+def shaped(target: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
+    """A view of a tensor in another shape; None if its memory is not that of such a one."""
     try:
         return target.view(shape)
-    except RuntimeError:  # its memory is not that of such a tensor
+    except RuntimeError:
         return None
 
 
@@ -214,7 +224,4 @@ class Early:
         """Ends the load that runs: it writes nothing after this."""
         job, self._job = self._job, None
         if job is not None:
-            try:
-                job.cancel()
-            finally:
-                job.free()
+            job.abandon()

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy
 import torch
 
-from .copies import PACKED, Copy, Stored, block_of, elements, fill
+from .copies import PACKED, Copy, Stored, block_of, elements, extent, fill, reach
 from .plans import WIDTH, Place, Plan, Read, View, Zero
 from .recording import Recorder, digest_of
 from .sheets import Sheet, code_of
@@ -122,21 +122,10 @@ def _named(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-class _State:
-    # What `state_of` compares. Objects are kept, so that none gets another one's number.
-
-    def __init__(self, facts: list[Any], alive: list[Any]) -> None:
-        self._facts, self._alive = facts, alive
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _State) and self._facts == other._facts
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def state_of(model: torch.nn.Module) -> _State:
+def state_of(model: torch.nn.Module) -> tuple[list[Any], list[Any]]:
     """Everything that hangs on a model, but the tensors' data: attributes of its modules,
-    parameters and of objects of the same packages, and what containers hold."""
+    parameters and of objects of the same packages, and what containers hold. To be compared
+    is the first; the second keeps objects, so that none gets another one's number."""
     roots = {type(module).__module__.partition(".")[0] for module in model.modules()} - {"torch", "transformers", "builtins"}
     roots |= {"vllm", "sglang"}
     facts: list[Any] = []
@@ -181,7 +170,7 @@ def state_of(model: torch.nn.Module) -> _State:
             for slot in getattr(type(value), "__slots__", ()):
                 left.append(getattr(value, slot, None) if isinstance(slot, str) and slot != "__dict__" else None)
             left.append(getattr(value, "__dict__", None))
-    return _State(facts, alive)
+    return facts, alive
 
 
 class _Where:
@@ -201,14 +190,12 @@ class _Where:
 
     def __call__(self, target: torch.Tensor, name: str) -> tuple[int, int]:
         # Its number, and the element at which the view begins.
-        size = target.element_size()
-        low = target.storage_offset() * size
-        spans = self._spans.get(target.untyped_storage().data_ptr(), [])
+        memory, low, high = reach(target)
+        spans = self._spans.get(memory, [])
         found = bisect_right(spans, (low, sys.maxsize, 0)) - 1
-        last = sum((count - 1) * step for count, step in zip(target.shape, target.stride(), strict=True))
-        if found < 0 or low + (last + 1) * size > spans[found][1] or self.every[spans[found][2]][1].dtype != target.dtype:
+        if found < 0 or high > spans[found][1] or self.every[spans[found][2]][1].dtype != target.dtype:
             raise Unfit(f"{name} goes to no parameter")
-        return spans[found][2], int((low - spans[found][0]) // size)
+        return spans[found][2], (low - spans[found][0]) // target.element_size()
 
 
 def plan_of(model: torch.nn.Module, files: Sequence[Any], copies: Iterable[Copy], loaded: Iterable[str] | None, did: Recorder) -> Plan:
@@ -311,8 +298,8 @@ def ready(plan: Plan, model: torch.nn.Module, files: Sequence[Sheet], device: st
     """
     tensors = _places(plan, model, device)
     blocks, spans = _landings(plan, tensors, files)
-    copies, reach = _views(plan, tensors, files)
-    _whole(plan, tensors, numpy.concatenate([spans, reach]), copies)
+    copies, others = _views(plan, tensors, files)
+    _whole(plan, tensors, numpy.concatenate([spans, others]), copies)
     zeros = _zeros(plan, tensors)
     for read in plan.reads:
         if _content(model, read) != read.digest:
@@ -354,7 +341,7 @@ def _places(plan: Plan, model: torch.nn.Module, device: str) -> list[torch.Tenso
     # The tensors that are loaded into, each as the plan knows it.
     named = dict(_named(model))
     out = []
-    reach = []
+    held = []
     for place in plan.places:
         tensor = named.get(place.name)
         if tensor is None or str(tensor.device) != device or not tensor.is_contiguous():
@@ -364,10 +351,10 @@ def _places(plan: Plan, model: torch.nn.Module, device: str) -> list[torch.Tenso
             raise Unfit(f"{place.name} is not as it was")
         if tensor.is_conj() or tensor.is_neg() or tensor.numel() < 1:
             raise Unfit(f"{place.name} cannot be loaded into")
-        reach.append((tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()))
+        held.append((tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()))
         out.append(tensor)
-    reach.sort()
-    if any(one[1] > two[0] for one, two in zip(reach, reach[1:], strict=False)):
+    held.sort()
+    if any(one[1] > two[0] for one, two in zip(held, held[1:], strict=False)):
         raise Unfit("two parameters share memory")
     return out
 
@@ -423,29 +410,28 @@ def _views(plan: Plan, tensors: list[torch.Tensor], files: Sequence[Sheet]) -> t
             raise Unfit("a view of no tensor")
         name, dtype, shape = files[view.file].rows[view.at]
         wanted, tensor = torch_dtype(dtype), tensors[view.place]
-        if wanted is None or dtype in PACKED or not len(view.shape) == len(view.stride) == len(view.steps) or not elements(view.shape):
+        if wanted is None or dtype in PACKED or len(view.shape) != len(view.stride):
             raise Unfit(f"{name} does not fit")
-        last = sum((n - 1) * step for n, step in zip(view.shape, view.stride, strict=True))
-        reach = 1 + sum((n - 1) * step for n, step in zip(view.shape, view.steps, strict=True))
-        if view.offset + last >= elements(shape) or view.start + reach > tensor.numel():
+        target = _part(tensor, view, name)
+        if view.offset + extent(view.shape, view.stride) > elements(shape):
             raise Unfit(f"{name} is smaller than its view")
-        target = tensor.as_strided(view.shape, view.steps, tensor.storage_offset() + view.start)
-        spans.append((view.place, view.start, reach))
+        spans.append((view.place, view.start, extent(view.shape, view.steps)))
         of = Stored(files[view.file].file, view.at, name, dtype, shape)
         copies.append(Copy(of, view.offset, view.shape, view.stride, wanted, target))
     return copies, numpy.array(spans, numpy.int64).reshape(-1, 3)
 
 
 def _zeros(plan: Plan, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    out = []
-    for zero in plan.zeros:
-        if zero.place >= len(tensors) or len(zero.shape) != len(zero.steps) or not elements(zero.shape):
-            raise Unfit("a zero of no tensor")
-        tensor = tensors[zero.place]
-        if zero.start + 1 + sum((n - 1) * step for n, step in zip(zero.shape, zero.steps, strict=True)) > tensor.numel():
-            raise Unfit("a zero leaves its tensor")
-        out.append(tensor.as_strided(zero.shape, zero.steps, tensor.storage_offset() + zero.start))
-    return out
+    if any(zero.place >= len(tensors) for zero in plan.zeros):
+        raise Unfit("a zero of no tensor")
+    return [_part(tensors[zero.place], zero, "a zero") for zero in plan.zeros]
+
+
+def _part(tensor: torch.Tensor, of: View | Zero, name: str) -> torch.Tensor:
+    # What a plan says of a place.
+    if len(of.shape) != len(of.steps) or not elements(of.shape) or of.start + extent(of.shape, of.steps) > tensor.numel():
+        raise Unfit(f"{name} does not fit into its place")
+    return tensor.as_strided(of.shape, of.steps, tensor.storage_offset() + of.start)
 
 
 def _content(model: torch.nn.Module, read: Read) -> str | None:

@@ -18,7 +18,6 @@ import hashlib
 import json
 import os
 import stat
-import sys
 from array import array
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -164,8 +163,6 @@ def _parse(data: bytes, key: str) -> Plan:
     if not isinstance(head, dict) or head["key"] != key:
         raise ValueError("it is the plan of something else")
     landings = array("q", bytes(body[8 + size :]))
-    if sys.byteorder != "little":
-        landings.byteswap()
     loaded = head["loaded"]
     if loaded is not None and not (isinstance(loaded, list) and all(isinstance(name, str) for name in loaded)):
         raise ValueError("its names are none")
@@ -208,10 +205,7 @@ def keep(path: str, key: str, plan: Plan) -> None:
     os.makedirs(path, mode=0o700, exist_ok=True)
     rows = {name: [list(row) for row in getattr(plan, name)] for name in ("places", "views", "zeros", "reads")}
     head = json.dumps({"key": key, "loaded": plan.loaded, **rows}).encode()
-    landings = array("q", plan.landings)
-    if sys.byteorder != "little":
-        landings.byteswap()
-    body = len(head).to_bytes(8, "little") + head + landings.tobytes()
+    body = len(head).to_bytes(8, "little") + head + plan.landings.tobytes()
     data = _MAGIC + hashlib.sha256(body).digest() + body
     if len(data) > _MOST_BYTES:
         raise ValueError(f"a plan of {len(data)} bytes")

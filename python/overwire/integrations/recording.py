@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .copies import Copy, Stored
+from .copies import Copy, Stored, reach
 from .sheets import Opening, Sheet
 
 __all__ = ["EARLY", "Opened", "Recorder", "Unplannable", "digest_of", "opened", "stand_ins"]
@@ -210,7 +210,7 @@ class Recorder(TorchDispatchMode):
             what = f"{one.dtype} {list(view.shape)} to {target.dtype} {list(target.shape)} on {target.device}"
             raise Unplannable(one.called, f"copy_ of {what}")
         if target.numel():
-            memory, low, high = _reach(target)
+            memory, low, high = reach(target)
             other = self._held(memory, low, high)
             if other is not None:
                 raise Unplannable(one.called, f"copy_ to where {other} goes")
@@ -259,7 +259,7 @@ class Recorder(TorchDispatchMode):
         for tensor in _tensors((args, kwargs)):
             if tensor.device.type == "meta" or not tensor.numel():
                 continue
-            other = self._held(*_reach(tensor))
+            other = self._held(*reach(tensor))
             if other is not None:
                 raise Unplannable(other, f"{func} on where it goes")
 
@@ -339,14 +339,6 @@ def digest_of(tensor: torch.Tensor) -> str | None:
 def _only_casts(one: _StandIn, kwargs: Any) -> bool:
     device = kwargs.get("device")
     return set(kwargs) <= {"dtype", "device", "non_blocking"} and (device is None or torch.device(device) == one.device)
-
-
-def _reach(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """The memory that a tensor lies in, and its first byte and its end there."""
-    size = tensor.element_size()
-    low = tensor.storage_offset() * size
-    last = sum((int(count) - 1) * int(step) for count, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.untyped_storage().data_ptr(), int(low), int(low) + (last + 1) * size
 
 
 class Opened:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -88,7 +87,11 @@ class Attempt:
                 model.load_weights = mine
 
     def _load(self, model: Any, own: Any, look: Any, facts: Any, group: Any, stored: bool, weights: Any) -> Any:
-        with self._recorder.paused(), _uncollected():
+        from ..plumbing import many_objects
+
+        # Stand-ins by the ten thousand are no garbage, and would start full collections of
+        # all that an engine has imported.
+        with self._recorder.paused(), many_objects():
             together, why = self._prepared(functools.partial(self._prepare, model, look, facts), group, stored)
             if self._ready is not None:
                 if why:
@@ -96,15 +99,15 @@ class Attempt:
                 self._by(self._ready, together)
                 return self._loaded
             path, key = plans.folder(), self._key
-            before = None if key is None else keeping.state_of(model)
+            before = keeping.state_of(model) if key is not None else None
         with self._quiet:
-            self._quiet.enter_context(_uncollected())
+            self._quiet.enter_context(many_objects())
             loaded = own(weights)
-        if path is None or key is None:
+        if path is None or key is None or before is None:
             return loaded
         with self._recorder.paused():
             reason = self._recorder.impure
-            if reason is None and before != keeping.state_of(model):
+            if reason is None and before[0] != keeping.state_of(model)[0]:
                 reason = "it changes the model beside the weights"
             if reason is not None:
                 self._log.debug("overwire: keeps no plan of this model's loader: %s", reason)
@@ -215,16 +218,3 @@ def by_slices(load: Callable[[Attempt], None], most: int, log: Any) -> bool:
             early.cancel()
         attempt.keep()
         return True
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    # Stand-ins by the ten thousand are no garbage, and would start full collections of
-    # all that an engine has imported.
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import copies
-from .copies import Copy, Stored, elements
+from .copies import Copy, Stored, block_of, shaped
 from .recording import Opened, Recorder, opened, stand_ins
 
 __all__ = ["Incomplete", "Places"]
@@ -180,14 +180,7 @@ def _everyone(mine: Any, group: Any) -> list[Any]:
 
 def _whole(copy: Copy) -> torch.Tensor | None:
     # Where a whole tensor lies, in its own shape.
-    stride = 1
-    for size, step in zip(reversed(copy.shape), reversed(copy.stride), strict=True):
-        if size != 1 and step != stride:
-            return None
-        stride *= size
-    if copy.offset or elements(copy.shape) != elements(copy.of.shape) or copy.dtype != copy.target.dtype:
+    shape = copy.of.shape
+    if block_of(copy) != [(0, size) for size in shape[:1]] or copy.dtype != copy.target.dtype:
         return None
-    try:
-        return copy.target.view(copy.of.shape)
-    except RuntimeError:  # its memory is not that of such a tensor
-        return None
+    return shaped(copy.target, shape)

@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import _engine, errors
 from ..dtypes import nbytes
-from ..errors import ArgumentError, FormatError, NotFoundError, NotSupportedError
+from ..errors import FormatError, NotFoundError, NotSupportedError
 from ..frameworks.frame import Frame
 from ..progress import Watcher
 from .indexing import plan
@@ -103,16 +103,13 @@ class ForkedModel(Model):
     ) -> None:
         if hasattr(source, "shared_model") or device != "cpu":
             raise errors.forked()
-        self._open = False  # there is no handle
         self.device = self.lands = device
-        self.joined = False
         self.uris, self._keep = resolve(source)
         if any(not os.path.isfile(uri) and os.path.exists(uri) or "://" in uri for uri in self.uris):
             raise errors.forked()
         storage(storage_options, self.uris)  # refused for a local path
         for uri in self.uris:
             refuse_compressed(uri)
-        self._places = None
         self.table = []
         self._files: dict[tuple[int, str], Any] = {}
         for at in range(len(self.uris)):
@@ -124,8 +121,6 @@ class ForkedModel(Model):
                 size = nbytes(about.get_dtype(), shape)
                 self.table.append((name, about.get_dtype(), shape, size, size, at, -1))
         self._refuse_twins()
-        if isinstance(keys, str) or filter is not None and not callable(filter):
-            raise ArgumentError("overwire: keys: expected several names; filter: expected a callable of a name")
         self.chosen = self.choose(keys, filter)
 
     def _file(self, at: int, framework: str) -> Any:

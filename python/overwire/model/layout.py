@@ -18,6 +18,7 @@ import os
 from typing import NamedTuple
 
 from .. import _verbs
+from .._environment import truth
 from ..errors import AccessError, ArgumentError, FormatError, NotFoundError, NotSupportedError
 from ..files import regular
 from ..jobs import shown
@@ -28,8 +29,8 @@ __all__ = [
     "MetaRow",
     "container_of",
     "far_containers_of",
-    "far_name",
     "meta_of",
+    "not_beside",
     "previous_of",
     "preload_uris",
     "read_meta",
@@ -62,8 +63,7 @@ def container_of(pickle_path: str) -> str:
         if os.path.exists(other):
             return other
     folder, name = os.path.split(pickle_path)
-    stem = os.path.splitext(name)[0] or name
-    return os.path.join(folder, FOLDER, stem + ".safetensors")
+    return os.path.join(folder, FOLDER, os.path.splitext(name)[0] + ".safetensors")
 
 
 def second_container_of(pickle_path: str) -> str:
@@ -75,7 +75,7 @@ def second_container_of(pickle_path: str) -> str:
 def rivals_of(pickle_path: str) -> list[str]:
     """Other pickles in the folder with the same first choice."""
     folder, name = os.path.split(pickle_path)
-    stem = os.path.splitext(name)[0] or name
+    stem = os.path.splitext(name)[0]
     paths = [os.path.join(folder, other) for other in os.listdir(folder) if other != name]
     return [p for p in paths if os.path.splitext(os.path.basename(p))[0] == stem and is_pickle(p)]
 
@@ -95,11 +95,6 @@ def far_containers_of(uri: str) -> tuple[str, str]:
     return first, first.removesuffix(".safetensors") + ".b.safetensors"
 
 
-def far_name(uri: str) -> str:
-    """The last name of a URI."""
-    return uri.rpartition("/")[2]
-
-
 def meta_of(pickle_path: str) -> str:
     """The csv of a pickle: D/x.pkl -> D/nya/meta.csv."""
     return os.path.join(os.path.dirname(pickle_path), FOLDER, META)
@@ -108,9 +103,8 @@ def meta_of(pickle_path: str) -> str:
 def meta_text(container: str, size: int) -> str:
     """The csv for one container of `size` bytes. It is found beside the csv; a
     line has room for its folder, unless that has a line break in its name."""
-    row = MetaRow(os.path.basename(container) if "\n" in container else container, (size,), "uint8", size, size)
-    shape = ";".join(map(str, row.shape))
-    return f"0\n{row.filename} {shape} {row.dtype} {size} {size}"
+    name = os.path.basename(container) if "\n" in container else container
+    return f"0\n{name} {size} uint8 {size} {size}"
 
 
 def read_meta(path: str) -> list[MetaRow]:
@@ -146,16 +140,19 @@ def containers_in(path: str) -> list[str]:
         newer = os.path.join(os.path.dirname(path), FOLDER, META)
         path = newer if os.path.exists(newer) else path
     found = []
-    for row in read_meta(path):
-        if row.filename.endswith("raw"):
-            continue
-        place = _place_of(path, row.filename)
-        if not row.filename.endswith(".safetensors") and os.path.exists(place) and not is_container(place):
-            raise _by_nyacomp(path, row.filename)
+    for name in _listed(path, read_meta(path)):
+        place = _place_of(path, name)
+        if not name.endswith(".safetensors") and os.path.exists(place) and not is_container(place):
+            raise _by_nyacomp(path, name)
         found.append(place)
-    if not found:
-        raise FormatError(f"overwire: open {path}: it lists no container", source=path)
     return found
+
+
+def _listed(meta: str, rows: list[MetaRow]) -> list[str]:
+    names = [row.filename for row in rows if not row.filename.endswith("raw")]
+    if not names:
+        raise FormatError(f"overwire: open {meta}: it lists no container", source=meta)
+    return names
 
 
 def _by_nyacomp(meta: str, filename: str) -> NotSupportedError:
@@ -166,21 +163,11 @@ def _by_nyacomp(meta: str, filename: str) -> NotSupportedError:
     )
 
 
-def _containers(uri: str, rows: list[MetaRow]) -> list[str]:
-    names = [row.filename for row in rows if not row.filename.endswith("raw")]
-    for name in names:
-        if not name.endswith(".safetensors"):
-            raise _by_nyacomp(shown(uri), name)
-    if not names:
-        raise FormatError(f"overwire: open {shown(uri)}: it lists no container", source=shown(uri))
-    return names
-
-
 def remote_containers_of(uri: str) -> list[str]:
     """Where the container of a pickle behind a URI may be: as `container_of`,
     which of the names it has only opening tells."""
     name = _verbs.beside({"uri": uri})["name"]
-    stem = os.path.splitext(name)[0] or name
+    stem = os.path.splitext(name)[0]
     return _verbs.beside({"uri": uri, "names": [f"{FOLDER}/{part}.safetensors" for part in (stem, name, name + ".b")]})["uris"]
 
 
@@ -188,8 +175,11 @@ def remote_containers_in(uri: str, text: str) -> list[str]:
     """The containers that a meta.csv behind a URI lists: each is beside it, or,
     of a csv in nyacomp's older place, in the folder nya beside it."""
     folder = _verbs.beside({"uri": uri})["path"].rpartition("/")[0] + "/"
-    names = [beside(folder, name) for name in _containers(uri, _rows(uri, text))]
-    return _verbs.beside({"uri": uri, "names": names})["uris"]
+    names = _listed(shown(uri), _rows(uri, text))
+    for name in names:
+        if not name.endswith(".safetensors"):
+            raise _by_nyacomp(shown(uri), name)
+    return _verbs.beside({"uri": uri, "names": [beside(folder, name) for name in names]})["uris"]
 
 
 def beside(folder: str, filename: str) -> str:
@@ -202,7 +192,7 @@ def beside(folder: str, filename: str) -> str:
 def refuse_urls(meta: str) -> None:
     """What an import may not do for a meta.csv of this machine, which may come from
     anywhere: ask the URLs in it, unless DOWNLOAD (nyacomp's) says so. AccessError."""
-    if os.environ.get("DOWNLOAD", "").strip().lower() in ("1", "true", "yes", "on", "y", "t"):
+    if truth("DOWNLOAD"):
         return
     for place in containers_in(meta):
         if is_remote(place):
@@ -237,12 +227,17 @@ def preload_uris(path: str) -> list[str]:
         if os.path.exists(container):
             return [container]
         if is_pickle(path):
-            raise NotFoundError(
-                f"overwire: open {path}: its tensors are not at {container}; copy the folder beside the pickle with it; "
-                "a pickle that compress_pickle did not write is read by what wrote it: pickle, torch.load",
-                source=path,
-            )
+            raise not_beside(path, container)
     return [path]
+
+
+def not_beside(path: str, container: str) -> NotFoundError:
+    """What is said of a local pickle without its container."""
+    return NotFoundError(
+        f"overwire: open {path}: its tensors are not at {container}; copy the folder beside the pickle with it; "
+        "a pickle that compress_pickle did not write is read by what wrote it: pickle, torch.load",
+        source=path,
+    )
 
 
 def is_pickle(path: str) -> bool:

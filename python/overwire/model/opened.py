@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _verbs
-from .._engine import FREE_NOW, core, forked
+from .._engine import release
 from ..dtypes import CAST_FROM, CAST_TO, nbytes
-from ..errors import ArgumentError, CorruptError, FormatError, NotFoundError, OutOfMemoryError, TensorNotFoundError
+from ..errors import ArgumentError, CorruptError, FormatError, NotFoundError, OutOfMemoryError, TensorNotFoundError, did_you_mean
 from ..frameworks.frame import Frame, check_empty
 from ..jobs import Job, log, shown
 from ..model.joining import join, written
 from ..progress import Watcher
+from .loads import Load, many_objects
 from .selection import Experts
 from .sources import resolve
 from .storage import storage
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from .._engine import ModelNumber
     from .._requests import LoadOptions, LoadSpec
 
-__all__ = ["LARGE", "Model", "opening", "Request", "Row", "WHOLE", "prepare", "whole", "wholes"]
+__all__ = ["Model", "opening", "Request", "Row", "WHOLE", "prepare", "whole", "wholes"]
 
 #: What is wanted: (tensor, destination, lo0, hi0, lo1, hi1); a destination of 0
 #: lets the engine allocate.
@@ -38,36 +37,14 @@ WHOLE = -1
 
 # Bytes from which a tensor on a GPU comes from torch's own allocator, and how
 # many of them are made at a time.
-LARGE = 1 << 20
+_LARGE = 1 << 20
 _BATCH = 32
 
 # The destination of a request whose address is set while the load runs.
 _LATER = 1
 
-# At this many tensors in the engine's memory, they are taken over while the rest
-# arrives, not afterwards; the pause for more to arrive, in seconds.
-_CROWD = 2000
-_PAUSE = 0.004
-
 # How many names a missing one is compared with, to guess what was meant.
 _NEAR = 500
-
-
-@contextlib.contextmanager
-def many_objects() -> Iterator[None]:
-    """Keeps the cycle collector still while thousands of objects are made.
-
-    None of them is garbage, yet their number alone would start full
-    collections, which cost more than the objects.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class Row(NamedTuple):
@@ -95,7 +72,16 @@ class Model:
     """An open model. Not more than a handle and its table; `close` ends it,
     tensors and running loads live on."""
 
+    read: str | None = None
+    chosen: list[int] | None = None  # what keys and filter leave, None for all
+    #: Where `start` lands tensors: `device`, but for a preload to the host that a
+    #: load to a GPU joins. None: not known yet; see `join`.
+    lands: str | None = None
+    #: Whether loads take tensors that were preloaded.
+    joined = False
     _handle: ModelNumber
+    _open = False  # it has to free the handle
+    _places: dict[str, int] | None = None
 
     def __init__(
         self,
@@ -114,18 +100,8 @@ class Model:
         if read is not None and not isinstance(read, str):
             raise ArgumentError("overwire: read: expected 'auto', 'buffered', 'direct', 'gds' or None")
         self.read = read
-        self.chosen: list[int] | None = None  # what keys and filter leave, None for all
-        #: Where `start` lands tensors: `device`, but for a preload to the host that a
-        #: load to a GPU joins. None: not known yet; see `join`.
-        self.lands: str | None = None
-        #: Whether loads take tensors that were preloaded.
-        self.joined = False
-        if keys is not None:
-            if isinstance(keys, str):
-                raise ArgumentError("overwire: keys: expected several names, got one str")
-            keys = list(keys)
-        if filter is not None and not callable(filter):
-            raise ArgumentError("overwire: filter: expected a callable of a name")
+        _check_choice(keys, filter)
+        keys = None if keys is None else list(keys)
         shared = getattr(source, "shared_model", None)
         if shared is not None:  # another caller keeps the model open
             self.__dict__.update(shared().on(device).__dict__)
@@ -161,7 +137,6 @@ class Model:
         self.table: list[tuple[str, str, tuple[int, ...], int, int, int, int]] = table
         self._sources = text
         try:
-            self._places: dict[str, int] | None = None
             if self.table and self.table[-1][5] > 0:  # several files
                 self._refuse_twins()
             self.chosen = self.choose(keys, filter)
@@ -174,9 +149,8 @@ class Model:
         """A model that the engine has in memory, for loads to the device; name: in errors."""
         model = object.__new__(cls)
         model.device = model.lands = device
-        model.read, model.chosen, model.joined = None, None, False
         model.uris, model.table, model._sources = [name], table, '{"sources": []}'
-        model._handle, model._open, model._places = number, True, None
+        model._handle, model._open = number, True
         return model
 
     def close(self) -> None:
@@ -184,9 +158,7 @@ class Model:
         freed, if some of it was taken."""
         if self._open:
             self._open = False
-            if not forked():  # a child of fork has no engine, and nothing to close
-                core().free(self._handle, FREE_NOW)
-                self._handle.over = True
+            release(self._handle)
 
     def join(self) -> str:
         """Joins what was preloaded of the files, if it is what loads of this model
@@ -256,11 +228,7 @@ class Model:
         # Few are compared: programs may ask for many names that are not there.
         if not isinstance(name, str):
             return ""
-        alike = [other for other in self.places if abs(len(other) - len(name)) <= 3][:_NEAR]
-        import difflib  # costs a millisecond, and only mistakes need it
-
-        near = difflib.get_close_matches(name, alike, 1)
-        return f"; did you mean {near[0]!r}?" if near else ""
+        return did_you_mean(name, [other for other in self.places if abs(len(other) - len(name)) <= 3][:_NEAR])
 
     def row(self, at: int) -> Row:
         """One row of the table, with names."""
@@ -271,28 +239,24 @@ class Model:
         sources: list[dict[str, Any]] = json.loads(self._sources)["sources"]
         return sources
 
-    def choose(
-        self,
-        keys: Iterable[str] | None,
-        filter: Callable[[str], bool] | None,
-    ) -> list[int] | None:
+    def metadata(self) -> dict[str, str]:
+        """Of the first source."""
+        return self.info()[0].get("metadata") or {}
+
+    def choose(self, keys: Iterable[str] | None, filter: Callable[[str], bool] | None) -> list[int] | None:
         """The positions that `keys=` and `filter=` leave, None for all."""
         if keys is None and filter is None:
             return None
+        _check_choice(keys, filter)
         chosen = list(range(len(self.table))) if keys is None else list(dict.fromkeys(self.place(key) for key in keys))
         if filter is not None:
             filter = _over(filter, (row[0] for row in self.table))
             chosen = [at for at in chosen if filter(self.table[at][0])]
         return chosen
 
-    def start(
-        self,
-        requests: bytes | Sequence[Request] | None,
-        watcher: Watcher | None = None,
-        cast: str = "",
-    ) -> Job:
+    def start(self, requests: bytes | Sequence[Request] | None, watcher: Watcher | None = None, cast: str = "") -> Job:
         """Starts a load of requests, as they are or packed by `wholes`; None for
-        every tensor, whole. cast: as `casting` has it. Tensors land on what `join`
+        every tensor, whole. cast: as `_casting` has it. Tensors land on what `join`
         returns; whole ones without a destination may come out of a preload."""
         lands = self.join()
         packed = b""
@@ -317,29 +281,23 @@ class Model:
             number = _verbs.load(options, self._handle, requests is None, packed)
         return Job(number, "load", watcher)
 
-    def begin(
-        self,
-        chosen: list[int] | None,
-        rows: Sequence[Any],
-        frame: Frame,
-        watcher: Watcher | None = None,
-        cast: str = "",
-    ) -> tuple[Job, dict[int, Any]]:
-        """Starts a load of whole tensors. Returns the job, and by position in
-        rows the tensors that were made for it: large ones on a GPU land in
-        tensors of torch's allocator. The others land in the engine's memory, on
-        `lands`: small ones, which torch makes more slowly than the engine loads
-        them, all on the host, and all of a load that joined a preload."""
+    def begin(self, chosen: list[int] | None, frame: Frame, wanted: Any = None, watcher: Watcher | None = None) -> Load:
+        """Starts a load of whole tensors; chosen: by position, None for all. wanted: the
+        framework's dtype to cast to, None as they are.
+
+        Large ones on a GPU land in tensors of torch's allocator. The others land in the
+        engine's memory, on `lands`: small ones, which torch makes more slowly than the engine
+        loads them, all on the host, and all of a load that joined a preload.
+        """
+        rows, cast = self._casting(self.table if chosen is None else [self.table[at] for at in chosen], wanted)
         numbers = range(len(rows)) if chosen is None else chosen
 
         def requests(pointers: list[int]) -> bytes | None:
             return None if chosen is None and not any(pointers) else wholes(numbers, pointers)
 
-        return self._begin(requests, rows, frame, watcher, cast)
+        return self._begin(requests, rows, frame, wanted, watcher, cast)
 
-    def begin_blocks(
-        self, blocks: Sequence[tuple[int, tuple[int, int, int, int]]], rows: Sequence[Any], frame: Frame
-    ) -> tuple[Job, dict[int, Any]]:
+    def begin_blocks(self, blocks: Sequence[tuple[int, tuple[int, int, int, int]]], rows: Sequence[Any], frame: Frame) -> Load:
         """The same for blocks of tensors: (position, ranges of dims 0 and 1), with
         rows whose shape and bytes are the block's."""
 
@@ -353,34 +311,34 @@ class Model:
         requests: Callable[[list[int]], bytes | Sequence[Request] | None],
         rows: Sequence[Any],
         frame: Frame,
+        wanted: Any = None,
         watcher: Watcher | None = None,
         cast: str = "",
-    ) -> tuple[Job, dict[int, Any]]:
+    ) -> Load:
+        raw = frame.raw({row[1] for row in rows})
         if frame.name != "bytes":
             for name, dtype, shape, size, *_ in rows:
                 if not size:
                     check_empty(dtype, shape, name)
         pointers = [0] * len(rows)
-        large = [] if self.join() == "cpu" or self.joined else [at for at, row in enumerate(rows) if row[3] >= LARGE]
+        large = [] if self.join() == "cpu" or self.joined else [at for at, row in enumerate(rows) if row[3] >= _LARGE]
         for at in large:
             pointers[at] = _LATER
         job = self.start(requests(pointers), watcher, cast)
-        if not large:
-            return job, {}
+        places: dict[int, Any] | None = None
         try:
-            return job, self._settle(job, large, rows, frame)
+            places = self._settle(job, large, rows, frame) if large else {}
         except OutOfMemoryError:
-            job.cancel()
-            job.free()
+            job.abandon()
         except BaseException:
-            job.cancel()
-            job.free()
+            job.abandon()
             raise
-        # Try again, after freeing what the load itself had allocated.
-        tensors = frame.empty_on(self.device, [rows[at] for at in large])
-        for at, tensor in zip(large, tensors, strict=True):
-            pointers[at] = tensor.data_ptr()
-        return self.start(requests(pointers), watcher, cast), dict(zip(large, tensors, strict=True))
+        if places is None:  # again, now that what the load itself had allocated is free
+            places = dict(zip(large, frame.empty_on(self.device, [rows[at] for at in large]), strict=True))
+            for at, tensor in places.items():
+                pointers[at] = tensor.data_ptr()
+            job = self.start(requests(pointers), watcher, cast)
+        return Load(job, rows, frame, raw, places, self.device, self.lands != self.device, wanted)
 
     def _settle(self, job: Job, large: list[int], rows: Sequence[Any], frame: Frame) -> dict[int, Any]:
         # The tensors are made while the first bytes are on their way: growing
@@ -395,7 +353,7 @@ class Model:
             places.update(zip(part, tensors, strict=True))
         return places
 
-    def casting(self, rows: Sequence[Any], wanted: Any) -> tuple[Sequence[Any], str]:
+    def _casting(self, rows: Sequence[Any], wanted: Any) -> tuple[Sequence[Any], str]:
         """The rows as they land when the engine casts to a torch dtype on the way,
         and its name for that; "" where it does not: on the host, for other types,
         out of a preload."""
@@ -408,67 +366,19 @@ class Model:
             return rows, ""
         return [(row[0], name, row[2], nbytes(name, row[2]), *row[4:]) if row[1] in CAST_FROM else row for row in rows], name
 
-    def load(
-        self,
-        chosen: list[int] | None,
-        frame: Frame,
-        wanted: Any,
-        watcher: Watcher | None,
-    ) -> dict[str, Any]:
-        """The chosen tensors, whole, in a dict in the order of `chosen`; wanted: the
-        framework's dtype to cast to, None as they are."""
-        rows: Sequence[Any] = self.table if chosen is None else [self.table[at] for at in chosen]
-        if not rows:
+    def load(self, chosen: list[int] | None, frame: Frame, wanted: Any, watcher: Watcher | None) -> dict[str, Any]:
+        """The chosen tensors, whole, in a dict in the order of `chosen`; see `begin`."""
+        if not (self.table if chosen is None else chosen):
             return {}
-        rows, cast = self.casting(rows, wanted)
-        raw = frame.raw({row[1] for row in rows})
-        job, places = self.begin(chosen, rows, frame, watcher, cast)
-        with job, many_objects():
-            if frame.make is not None and not raw:
-                crowd = self.device != "cpu" and len(rows) - len(places) >= _CROWD
-                tensors = (_gathered if crowd else _taken)(job, rows, frame, frame.make, places, self.device)
-            else:
-                tensors = frame.adopt_all(job.take(raw).pairs(), rows, raw, places, self.device)
-        if self.lands != self.device:
-            for at, tensor in enumerate(tensors):  # one at a time: only one is held twice
-                tensors[at] = tensor.to(self.device)
-        if wanted is not None:
-            # One at a time, so that only one is held twice.
-            for at, row in enumerate(rows):
-                tensors[at] = frame.cast(tensors[at], row[1], wanted)
-        return dict(zip(map(itemgetter(0), rows), tensors, strict=True))
+        load = self.begin(chosen, frame, wanted, watcher)
+        return dict(zip(map(itemgetter(0), load.rows), load.tensors(), strict=True))
 
 
-def _taken(job: Job, rows: Sequence[Any], frame: Frame, make: Callable[[Any], Any], places: dict[int, Any], device: str) -> list[Any]:
-    # Job.take and Frame.adopt_all for capsules that need nothing but `make`.
-    landed = job.take()
-    if not landed.missing:
-        return list(map(make, landed.capsules))
-    tensors: list[Any] = [None] * len(rows)
-    for at, capsule in landed.usable():
-        tensors[at] = make(capsule)
-    for at, tensor in enumerate(tensors):
-        if tensor is None:
-            tensors[at] = places[at] if at in places else frame.empty(rows[at][1], rows[at][2], device)
-    return tensors
-
-
-def _gathered(job: Job, rows: Sequence[Any], frame: Frame, make: Callable[[Any], Any], places: dict[int, Any], device: str) -> list[Any]:
-    # The same while the job runs: tensors by the ten thousand are made beside the
-    # bytes that still arrive.
-    tensors: list[Any] = [None] * len(rows)
-    for at, tensor in places.items():
-        tensors[at] = tensor
-    ended = False
-    while not ended:
-        ended = job.ended(_PAUSE)
-        while (landed := job.next(0)) is not None and landed.capsules:
-            for at, capsule in landed.usable():
-                tensors[at] = make(capsule)
-    for at, tensor in enumerate(tensors):
-        if tensor is None:
-            tensors[at] = frame.empty(rows[at][1], rows[at][2], device)
-    return tensors
+def _check_choice(keys: Any, filter: Any) -> None:
+    if isinstance(keys, str):
+        raise ArgumentError("overwire: keys: expected several names, got one str")
+    if filter is not None and not callable(filter):
+        raise ArgumentError("overwire: filter: expected a callable of a name")
 
 
 def _over(filter: Callable[[str], bool], names: Iterable[str]) -> Callable[[str], bool]:

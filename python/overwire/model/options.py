@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Union
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, did_you_mean
 from ..progress import ProgressLike
 
 if TYPE_CHECKING:
@@ -218,10 +218,7 @@ def check_options(verb: str, options: Mapping[str, object], kind: Any) -> None:
     known = kind.__optional_keys__
     for name in options:
         if name not in known:
-            import difflib  # costs a millisecond, and only mistakes need it
-
-            near = difflib.get_close_matches(name, [*known, "device", "framework"], 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, [*known, "device", "framework"])
             raise TypeError(f"{verb}() got an unexpected keyword argument {name!r}{hint}")
 
 

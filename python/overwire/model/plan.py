@@ -96,16 +96,8 @@ class LoadPlan:
             ((f.file, f"{f.tensors:,}", html.size(f.nbytes), html.size(f.stored), html.size(f.size)) for f in self.files),
             len(self.files),
         )
-        tensors = html.table(
-            f"{len(self.tensors):,} tensors, the largest first",
-            ("tensor", "dtype", "shape", "in memory", "stored"),
-            (
-                (t.name, t.dtype, list(t.shape), html.size(t.nbytes), html.size(t.stored))
-                for t in html.largest(self.tensors, lambda t: t.nbytes)
-            ),
-            len(self.tensors),
-            folded=True,
-        )
+        rows = ((t.name, t.dtype, t.shape, t.nbytes, t.stored) for t in html.largest(self.tensors, lambda t: t.nbytes))
+        tensors = html.tensors("the largest first", rows, len(self.tensors), folded=True)
         facts = [("in memory", html.size(self.nbytes)), ("peak", html.size(self.peak)), ("read or mapped", html.size(self.stored))]
         if self.staging:
             facts.append(("slots", html.size(self.staging)))

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["storage"]
 
-# Options of .tensors files, wherever they lie.
-_OF_TENSORS = ("decryption_key", "decryption_password", "encryption_key", "encryption_password", "other_dtypes_as_bytes", "verify_crc32")
-
 def storage(options: Mapping[str, object] | None, uris: Iterable[str], *, writes: bool = False) -> FormatAccess:
     """What a request says about reaching its URIs: {} for local paths.
 
@@ -28,44 +25,41 @@ def storage(options: Mapping[str, object] | None, uris: Iterable[str], *, writes
     as "U8" with one dimension more, and `verify_crc32` holds plain tensors of
     theirs to their CRC32 while they are read. `encryption_key` and `encryption_password`
     encrypt a .tensors file that is written, and are refused unless `writes`.
-    Values become text; None is dropped; `headers`, a mapping, becomes one entry
+    Values become text; None is as if not given; `headers`, a mapping, becomes one entry
     a header. Which names a scheme has the engine says. ArgumentError for
     options of another kind, or beside local paths alone.
     """
     if options is not None and not isinstance(options, Mapping):
         raise ArgumentError(f"overwire: storage_options: expected a mapping, got {type(options).__name__}")
-    of_tensors = {"decrypt": _keys(options or {}, "decryption"), "encrypt": _keys(options or {}, "encryption")}
-    if (options or {}).get("other_dtypes_as_bytes"):
-        of_tensors["decrypt"]["bytes"] = "true"
-    if (options or {}).get("verify_crc32"):
-        of_tensors["decrypt"]["crc32"] = "true"
-    if of_tensors["encrypt"] and not writes:
-        raise ArgumentError("overwire: storage_options: encryption_key and encryption_password are for what writes .tensors files")
-    if any(of_tensors.values()):
-        options = {name: value for name, value in (options or {}).items() if name not in _OF_TENSORS}
-        found = storage(options or None, uris)
-        if of_tensors["decrypt"]:
-            found["decrypt"] = of_tensors["decrypt"]
-        if of_tensors["encrypt"]:
-            found["encrypt"] = of_tensors["encrypt"]
-        return found
-    if not any(map(is_remote, uris)):
-        if options:
-            raise ArgumentError("overwire: storage_options: they are for URIs; a local path takes none")
-        return {}
+    left = {name: value for name, value in (options or {}).items() if value is not None}
+    made: FormatAccess = {}
+    if decrypt := _key(left, "decryption") | _flags(left, bytes="other_dtypes_as_bytes", crc32="verify_crc32"):
+        made["decrypt"] = decrypt
+    if encrypt := _key(left, "encryption"):
+        if not writes:
+            raise ArgumentError("overwire: storage_options: encryption_key and encryption_password are for what writes .tensors files")
+        made["encrypt"] = encrypt
+    if any(map(is_remote, uris)):
+        made["storage"], made["env"] = _texts(left), environment()
+    elif left:
+        raise ArgumentError("overwire: storage_options: they are for URIs; a local path takes none")
+    return made
+
+
+def _texts(options: Mapping[str, object]) -> dict[str, str]:
     texts: dict[str, str] = {}
-    for name, value in (options or {}).items():
+    for name, value in options.items():
         if not isinstance(name, str):
             raise ArgumentError("overwire: storage_options: a name is not a str")
-        if name == "headers" and value is not None:
-            if not isinstance(value, Mapping):
-                raise ArgumentError("overwire: storage_options: headers: expected a mapping of names to texts")
-            texts.update({f"header.{key}": _text("headers", part) for key, part in value.items()})
-        elif value is not None:
+        if name != "headers":
             texts[name] = _text(name, value)
+        elif isinstance(value, Mapping):
+            texts.update({f"header.{key}": _text("headers", part) for key, part in value.items()})
+        else:
+            raise ArgumentError("overwire: storage_options: headers: expected a mapping of names to texts")
     if texts.get("insecure") == "true":
         _warn_once()
-    return {"storage": texts, "env": environment()}
+    return texts
 
 
 _warned = False
@@ -78,9 +72,9 @@ def _warn_once() -> None:
         log.warning("storage_options: insecure: certificates are not checked, so anyone on the network path can change the weights")
 
 
-def _keys(options: Mapping[str, object], prefix: str) -> dict[str, str]:
-    """The key or the password of .tensors files, as the engine has it: in hex digits."""
-    key, password = options.get(f"{prefix}_key"), options.get(f"{prefix}_password")
+def _key(options: dict[str, object], prefix: str) -> dict[str, str]:
+    """Takes the key or the password of .tensors files out of options: as the engine has it, in hex digits."""
+    key, password = options.pop(f"{prefix}_key", None), options.pop(f"{prefix}_password", None)
     if key is not None and password is not None:
         raise ArgumentError(f"overwire: storage_options: {prefix}_key and {prefix}_password exclude each other")
     if key is not None:
@@ -96,6 +90,11 @@ def _keys(options: Mapping[str, object], prefix: str) -> dict[str, str]:
             raise ArgumentError(f"overwire: storage_options: {prefix}_password: expected a text or bytes, not empty")
         return {"password": bytes(password).hex()}
     return {}
+
+
+def _flags(options: dict[str, object], **names: str) -> dict[str, str]:
+    """Takes options that are true or false out of others: the true ones, by the engine's names."""
+    return {flag: "true" for flag, name in names.items() if options.pop(name, False)}
 
 
 def _text(name: str, value: object) -> str:

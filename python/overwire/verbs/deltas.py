@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from .. import _verbs, gpu
-from .._engine import FREE_NOW, buffer_of, core
-from ..errors import ArgumentError, ForkedError, NotSupportedError
+from .._engine import buffer_of, release
+from ..errors import ArgumentError, NotSupportedError
 from ..frameworks.choose import check_device, columns_of, frame_of
 from ..frameworks.columns import ODD
 from ..frameworks.frame import Bytes
@@ -20,6 +20,7 @@ from ..model.options import StorageOptions, parse_size
 from ..model.storage import storage
 from ..paths import local
 from ..progress import ProgressLike, watch
+from .save import notes_of
 from .states import State, batches, described, hosted, pair, same_names, tensors_of
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ __all__ = [
     "save_delta",
 ]
 
-_PathLike = Union[str, "os.PathLike[str]"]
 #: A delta: its path or URI, its bytes, or one that is open.
 DeltaLike = Union[str, "os.PathLike[str]", bytes, bytearray, memoryview, "Delta"]
 
@@ -203,10 +203,7 @@ class Delta:
     def __del__(self) -> None:
         number = getattr(self, "_number", 0)
         if number:
-            try:
-                core().free(number, FREE_NOW)
-            except ForkedError:
-                pass  # the parent's
+            release(number)
 
 
 def open_delta(source: DeltaLike, *, storage_options: StorageOptions | None = None) -> Delta:
@@ -248,7 +245,7 @@ def chain_of(delta: Any, storage_options: StorageOptions | None = None) -> list[
 def save_delta(
     new: Any,
     base: Any,
-    path: _PathLike,
+    path: str | os.PathLike[str],
     *,
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str | None = None,
@@ -276,8 +273,7 @@ def save_delta(
 
     Raises ArgumentError for names, dtypes or shapes that differ, and what `save_file` raises.
     """
-    if metadata is not None and not all(isinstance(text, str) for entry in metadata.items() for text in entry):
-        raise ArgumentError("overwire: metadata: keys and values must be str")
+    notes = {} if metadata is None else notes_of(metadata)
     target = local(path)
     with State(new, "new", storage_options) as now, State(base, "base", storage_options) as before, contextlib.ExitStack() as held:
         same_names(now, before)
@@ -288,7 +284,7 @@ def save_delta(
             some_tensors, numbers, keep = _pairs(names, now, before)
             with Job(_verbs.delta_encode(some_tensors, numbers), "save", watch(progress, "save")) as job:
                 part = job.finish()
-            held.callback(core().free, part["handle"], FREE_NOW)
+            held.callback(release, part["handle"])
             handles.append(part["handle"])
             spent += part["seconds"]
             del keep
@@ -298,7 +294,7 @@ def save_delta(
             "shard": parse_size(max_shard_size),
             "beside": _beside(new),
             "storage": storage(storage_options, [target], writes=True),
-            "metadata": dict(metadata or {}),
+            "metadata": notes,
             "encoded": handles,
             **tensors,
         }
@@ -405,7 +401,7 @@ def apply_delta(
 
 def merge_deltas(
     deltas: Iterable[DeltaLike],
-    path: _PathLike,
+    path: str | os.PathLike[str],
     *,
     max_shard_size: int | str | None = None,
     storage_options: StorageOptions | None = None,

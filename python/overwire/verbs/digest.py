@@ -18,6 +18,7 @@ from ..frameworks.spec import TensorSpec
 from ..jobs import Job, time_limit
 from ..progress import ProgressLike, watch
 from .results import Comparison
+from .states import tensors_of
 
 if TYPE_CHECKING:
     import torch
@@ -98,15 +99,9 @@ def _same(view: View, digest: str, row: Mapping[str, Any]) -> bool:
 def _named(tensors: Any) -> dict[str, Any] | None:
     """Tensors by name; None where a single tensor is meant."""
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(tensors, torch.nn.Module):
-        state = tensors.state_dict(keep_vars=True)
-        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    if not isinstance(tensors, Mapping):
-        return None
-    for name in tensors:
-        if not isinstance(name, str):
-            raise ArgumentError(f"overwire: tensors: the name {name!r} is not a str")
-    return dict(tensors)
+    if isinstance(tensors, Mapping) or (torch is not None and isinstance(tensors, torch.nn.Module)):
+        return tensors_of(tensors, "tensors")
+    return None
 
 
 def _view(tensor: Any, name: str | None = None) -> View:

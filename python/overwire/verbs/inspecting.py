@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Union, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from .. import _verbs
 from .._engine import program
@@ -17,7 +17,7 @@ from ..model.storage import storage
 from ..paths import local
 from ..progress import ProgressLike, watch
 from .results import Comparison, Diagnosis, Inspection, InspectionDict, Verification
-from .save import Report
+from .save import Report, notes_of
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["convert", "doctor", "inspect", "verify"]
 
-_PathLike = Union[str, "os.PathLike[str]"]
 
 
 def _uris(source: SourceLike, options: Mapping[str, object] | None) -> tuple[list[str], Any]:
@@ -36,7 +35,7 @@ def _uris(source: SourceLike, options: Mapping[str, object] | None) -> tuple[lis
     return uris, keep
 
 
-def inspect(source: _PathLike, *, storage_options: StorageOptions | None = None) -> Inspection:
+def inspect(source: str | os.PathLike[str], *, storage_options: StorageOptions | None = None) -> Inspection:
     """Lists the tensors of a model from its headers, without reading a tensor.
 
     source: a file, folder, index.json, or a bundle's pickle or meta.csv; plain
@@ -116,7 +115,7 @@ def verify(
 
 def convert(
     source: SourceLike,
-    path: _PathLike,
+    path: str | os.PathLike[str],
     *,
     compress: bool = True,
     level: str = "default",
@@ -153,7 +152,7 @@ def convert(
         "storage": storage(storage_options, [*uris, target], writes=True),
     }
     if metadata is not None:
-        spec["metadata"] = dict(metadata)
+        spec["metadata"] = notes_of(metadata)
     with Job(_verbs.convert(spec), "convert", watch(progress, "convert")) as job:
         report = job.finish()
     del keep

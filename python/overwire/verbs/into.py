@@ -60,51 +60,54 @@ def fill(
     `load_file` raises; if the load fails, the tensors have old values and new ones.
     """
     where = [fixed or place_of(target.tensor) for target in targets]
-    views: dict[str, Model] = {}
-    for device in where:
-        if device not in views:
-            views[device] = model.on(device)
-            views[device].join()
+    views = {device: model.on(device) for device in where}
     lands = [_lands(target, model.row(target.at), device) for target, device in zip(targets, where, strict=True)]
     _alone(targets, lands)
-    # What was preloaded is whole, and is copied from where it is: on a GPU always, on
-    # the host if a block is wanted of it.
-    preloaded = [views[device].joined and (device != "cpu" or target.block != ALL) for target, device in zip(targets, where, strict=True)]
+    groups: dict[str, list[_Landing]] = {device: [] for device in views}
+    shared: dict[tuple[str, int], _Landing] = {}  # of preloaded tensors
     beside: list[tuple[int, int]] = []
-    groups: dict[str, list[tuple[tuple[int, int, Block], list[int]]]] = {device: [] for device in views}
-    shared: dict[tuple[str, int], list[int]] = {}  # targets of one preloaded tensor
-    for number, (target, device) in enumerate(zip(targets, where, strict=True)):
-        if preloaded[number]:
-            lands[number] = False
-            users = shared.setdefault((device, target.at), [])
-            users.append(number)
-            if len(users) > 1:
-                continue
-            groups[device].append(((target.at, 0, ALL), users))
-            beside.append((target.at, WHOLE))
-            continue
-        if not lands[number]:
+    for target, device, here in zip(targets, where, lands, strict=True):
+        views[device].join()
+        if views[device].joined and (device != "cpu" or target.block != ALL):
+            # What was preloaded is whole, and is copied from where it is: on a GPU always,
+            # on the host if a block is wanted of it.
+            one = shared.get((device, target.at))
+            if one is None:
+                one = shared[device, target.at] = _Landing(target.at, 0, ALL, [])
+                groups[device].append(one)
+                beside.append((target.at, WHOLE))
+            one.users.append(target)
+        elif here:
+            groups[device].append(_Landing(target.at, target.tensor.data_ptr(), target.block, []))
+        else:
+            groups[device].append(_Landing(target.at, 0, target.block, [target]))
             beside.append((target.at, WHOLE if target.block == ALL else _elements(target, model)))
-        groups[device].append(((target.at, target.tensor.data_ptr() if lands[number] else 0, target.block), [number]))
     fit(model, frame, None, max_memory, beside)
     with contextlib.ExitStack() as stack:
         jobs = []
         for device, group in groups.items():
-            requests = [(at, pointer, *block) for (at, pointer, block), _ in group]
-            jobs.append(stack.enter_context(views[device].start(requests, watcher)))
+            jobs.append(stack.enter_context(views[device].start([(one.at, one.pointer, *one.block) for one in group], watcher)))
             watcher = None
         for job, (device, group) in zip(jobs, groups.items(), strict=True):
-            landed = job.take(frame.raw({model.table[at][1] for (at, _, _), _ in group})).pairs()
-            for order, ((at, _, _), users) in enumerate(group):
+            landed = job.take(frame.raw({model.table[one.at][1] for one in group})).pairs()
+            for order, one in enumerate(group):
                 capsule, pointer = landed[order]
                 landed[order] = (None, 0)
-                if lands[users[0]]:
+                if not one.users:
                     continue
-                row = model.row(at)
-                shape = row.shape if preloaded[users[0]] or targets[users[0]].block == ALL else targets[users[0]].shape
+                row = model.row(one.at)
+                shape = row.shape if one.block == ALL else one.users[0].shape
                 loaded = frame.adopt(capsule, pointer, row.dtype, shape, views[device].join())
-                for number in users:
-                    _put(targets[number], _cut(loaded, targets[number]) if preloaded[number] else loaded)
+                for target in one.users:
+                    _put(target, loaded if target.block == one.block else _cut(loaded, target))
+
+
+class _Landing(NamedTuple):
+    # A tensor, or a block of it, that lands in place, or beside those who get it then.
+    at: int
+    pointer: int
+    block: Block
+    users: list[Target]
 
 
 def in_place(model: Model, targets: Sequence[Target], device: str) -> dict[int, Any]:
@@ -202,8 +205,6 @@ def _elements(target: Target, model: Model) -> int:
 
 def _cut(loaded: Any, target: Target) -> Any:
     lo0, hi0, lo1, hi1 = target.block
-    if target.block == ALL or not loaded.dim():
-        return loaded
     rows = loaded[lo0 : loaded.shape[0] if hi0 == WHOLE else hi0]
     return rows if rows.dim() < 2 else rows[:, lo1 : loaded.shape[1] if hi1 == WHOLE else hi1]
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, overload
 from .. import _engine
 from ..errors import NotSupportedError, forked
 from ..frameworks.choose import check_device, check_dtype, frame_for
-from ..model.opened import Model, many_objects, opening, prepare
+from ..model.loads import many_objects
+from ..model.opened import Model, opening, prepare
 from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, LoadOptions, TorchName, check_options
 from ..model.plan import fit
 from ..model.sources import SourceLike, named

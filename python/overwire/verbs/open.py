@@ -11,7 +11,7 @@ from ..dtypes import BITS, PACKED, nbytes
 from ..errors import ArgumentError, CorruptError, ForkedError, NotSupportedError
 from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.indexing import plan
-from ..model.opened import LARGE, WHOLE, Model, opening, prepare
+from ..model.opened import WHOLE, Model, opening, prepare
 from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, OpenOptions, TorchName, check_options
 from ..model.sources import SourceLike, named
 from ..progress import ProgressLike, watch
@@ -83,63 +83,33 @@ class safe_open(Generic[T]):
     @overload
     def __init__(
         self: safe_open[numpy.ndarray[Any, Any]],
-        source: SourceLike,
-        framework: ArrayName,
+        source: SourceLike | None = None,
+        framework: ArrayName = ...,
         device: DeviceLike = "cpu",
         *,
-        filename: None = None,
-        **options: Unpack[OpenOptions],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: safe_open[numpy.ndarray[Any, Any]],
-        *,
-        filename: SourceLike,
-        framework: ArrayName,
-        device: DeviceLike = "cpu",
+        filename: SourceLike | None = None,
         **options: Unpack[OpenOptions],
     ) -> None: ...
 
     @overload
     def __init__(
         self: safe_open[memoryview],
-        source: SourceLike,
-        framework: BytesName,
+        source: SourceLike | None = None,
+        framework: BytesName = ...,
         device: DeviceLike = "cpu",
         *,
-        filename: None = None,
-        **options: Unpack[OpenOptions],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: safe_open[memoryview],
-        *,
-        filename: SourceLike,
-        framework: BytesName,
-        device: DeviceLike = "cpu",
+        filename: SourceLike | None = None,
         **options: Unpack[OpenOptions],
     ) -> None: ...
 
     @overload
     def __init__(
         self: safe_open[Any],
-        source: SourceLike,
-        framework: FrameworkName | None,
+        source: SourceLike | None = None,
+        framework: FrameworkName | None = ...,
         device: DeviceLike = "cpu",
         *,
-        filename: None = None,
-        **options: Unpack[OpenOptions],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: safe_open[Any],
-        *,
-        filename: SourceLike,
-        framework: FrameworkName | None,
-        device: DeviceLike = "cpu",
+        filename: SourceLike | None = None,
         **options: Unpack[OpenOptions],
     ) -> None: ...
 
@@ -186,13 +156,7 @@ class safe_open(Generic[T]):
         if self._model is None:
             return html.block("safe_open", [("closed", "")])
         uris, rows = self._model.uris, self._model.table
-        tensors = html.table(
-            f"{len(rows):,} tensors, in the order of their bytes",
-            ("tensor", "dtype", "shape", "in memory", "stored"),
-            ((row[0], row[1], list(row[2]), html.size(row[3]), html.size(row[4])) for row in rows),
-            len(rows),
-            folded=len(rows) > 12,
-        )
+        tensors = html.tensors("in the order of their bytes", (row[:5] for row in rows), len(rows), folded=len(rows) > 12)
         facts = [("framework", self._frame.name), ("device", self._model.device), ("in memory", html.size(sum(row[3] for row in rows)))]
         return html.block("safe_open", facts, html.table("Files", ("file",), ((uri,) for uri in uris), len(uris)), tensors)
 
@@ -356,17 +320,9 @@ class TensorSlice(Generic[T]):
             tensor = model.load([self._at], frame, None, None)[row.name]
         else:
             (lo0, hi0), (lo1, hi1) = planned.block
-            request = (self._at, 0, lo0, hi0, lo1, hi1)
-            if len(row.shape) == 1:
-                request = (self._at, 0, lo0, hi0, 0, WHOLE)
-            lands = [(row.name, row.dtype, planned.shape, nbytes(row.dtype, planned.shape))]
-            places: dict[int, Any] = {}
-            if model.device != "cpu" and lands[0][3] >= LARGE:
-                places[0] = frame.empty_on(model.device, lands)[0]
-                request = (request[0], places[0].data_ptr(), *request[2:])
-            raw = frame.raw((row.dtype,))
-            with model.start([request]) as job:
-                tensor = frame.adopt_all(job.take(raw).pairs(), lands, raw, places, model.device)[0]
+            block = (lo0, hi0, 0, WHOLE) if len(row.shape) == 1 else (lo0, hi0, lo1, hi1)
+            lands = (row.name, row.dtype, planned.shape, nbytes(row.dtype, planned.shape))
+            (tensor,) = model.begin_blocks([(self._at, block)], [lands], frame).tensors()
         if planned.cut:
             tensor = frame.index(tensor, planned.cut, row.dtype)
         if file._dtype is not None:

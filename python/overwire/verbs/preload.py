@@ -22,8 +22,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from .. import _engine, _verbs
-from .._engine import FREE_NOW, core
-from .._environment import adopt_nyacomp
+from .._engine import core, release
+from .._environment import adopt_nyacomp, truth
 from .._tables import SETTINGS
 from ..errors import ArgumentError, DeadlineError, FormatError, NotFoundError, NotSupportedError
 from ..frameworks.choose import check_device, device_number, frame_for
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from .._requests import FormatAccess
 
 __all__ = ["Preload", "honour_nyacomp", "preload", "start_from_environment"]
-
-# The engine's spellings of yes; it warns about what is neither yes nor no.
-_YES = frozenset({"1", "true", "yes", "on", "y", "t"})
 
 
 class Preload:
@@ -68,8 +65,7 @@ class Preload:
         # have failed.
         job = getattr(self, "_job", None)
         if job is not None:
-            core().free(job, FREE_NOW)
-            job.over = True
+            release(job)
 
     def progress(self) -> Progress:
         """Tensor bytes and tensors, done and total; the totals are 0 until the files are
@@ -199,10 +195,6 @@ def _vllm_loads_elsewhere() -> bool:
     return "vllm.plugins" in sys.modules and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0"
 
 
-def _flag(name: str) -> bool:
-    return os.environ.get(name, "").strip().lower() in _YES
-
-
 def honour_nyacomp() -> None:
     """Called when nyacomp's drop-in is imported: nyacomp's variables become settings, and
     PRELOAD_PATH starts a preload unless OVERWIRE_PRELOAD is set. An engine that has
@@ -212,7 +204,7 @@ def honour_nyacomp() -> None:
     if _engine._loaded is not None and late:
         log.warning("%s: without effect, overwire was used before nyacomp was imported", ", ".join(late))
     named = os.environ.get("PRELOAD_PATH") and not os.environ.get("OVERWIRE_PRELOAD")
-    if named and not any(map(_flag, ("NO_PRELOAD", "LOAD_UNCOMPRESSED"))):
+    if named and not any(map(truth, ("NO_PRELOAD", "LOAD_UNCOMPRESSED"))):
         start_from_environment("PRELOAD_PATH")
 
 
@@ -224,7 +216,7 @@ def start_from_environment(name: str = "OVERWIRE_PRELOAD") -> None:
     does vLLM's first process, unless VLLM_ENABLE_V1_MULTIPROCESSING=0 has it load.
     OVERWIRE_NO_PRELOAD stops it.
     """
-    if _flag("OVERWIRE_NO_PRELOAD"):
+    if truth("OVERWIRE_NO_PRELOAD"):
         return
     if _is_child() or _vllm_loads_elsewhere():
         return

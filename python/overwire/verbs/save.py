@@ -23,7 +23,7 @@ from ..progress import ProgressLike, watch
 if TYPE_CHECKING:
     from .._requests import SaveRequest
 
-__all__ = ["Report", "save_bytes", "save_file"]
+__all__ = ["Report", "notes_of", "save_bytes", "save_file"]
 
 
 @dataclass(frozen=True)
@@ -88,20 +88,10 @@ class Report:
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> Report:
         """The report from the engine's JSON."""
-        return cls(
-            bytes_in=int(report["bytes_in"]),
-            bytes_out=int(report["bytes_out"]),
-            ratio=float(report["ratio"]),
-            seconds=float(report["seconds"]),
-            tensors=int(report["tensors"]),
-            compressed=int(report["compressed"]),
-            aliases=int(report["aliases"]),
-            files=tuple(report.get("files") or ()),
-            left=tuple(report.get("left") or ()),
-            copied=tuple(report.get("copied") or ()),
-            originals={o["file"]: o["sha256"] for o in report.get("originals") or ()},
-            anew=tuple(report.get("anew") or ()),
-        )
+        changed: dict[str, Any] = {name: float(report[name]) for name in ("ratio", "seconds")}
+        changed |= {name: tuple(report.get(name) or ()) for name in ("files", "left", "copied", "anew")}
+        changed["originals"] = {one["file"]: one["sha256"] for one in report.get("originals") or ()}
+        return cls(**{**report, **changed})
 
 
 def save_file(
@@ -185,6 +175,16 @@ def save_file(
     )
 
 
+def notes_of(metadata: Any) -> dict[str, str]:
+    """What a `metadata=` argument says; ArgumentError if it is no mapping of texts."""
+    if not isinstance(metadata, Mapping):
+        raise ArgumentError(f"overwire: metadata: expected a mapping, got {type(metadata).__name__}")
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ArgumentError(f"overwire: metadata: keys and values must be str ({key!r}: {value!r})")
+    return dict(metadata)
+
+
 def save_bytes(
     described: list[tuple[str, Bytes]],
     path: str,
@@ -209,10 +209,7 @@ def save_bytes(
     if digests:
         spec["digests"] = True
     if metadata is not None:
-        for key, value in metadata.items():
-            if not isinstance(key, str) or not isinstance(value, str):
-                raise ArgumentError(f"overwire: metadata: keys and values must be str ({key!r}: {value!r})")
-        spec["metadata"] = dict(metadata)
+        spec["metadata"] = notes_of(metadata)
     spec["names"] = [name for name, _ in described]
     spec["dtypes"] = [b.dtype for _, b in described]
     spec["shapes"] = [list(b.shape) for _, b in described]

@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Callable, Mapping
 from functools import partial
 from os import PathLike
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _verbs
@@ -136,7 +135,7 @@ class Asleep:
         report = job.report()
         self.nbytes += report["bytes"]
         self.stored += report["stored"]
-        self._wakes[device] = [one for one in _distinct(stored, False) if one.nbytes]
+        self._wakes[device] = [one for one in _distinct(stored) if one.nbytes]
 
     def _take_memory(self) -> None:
         # All storages have their size, or none has.
@@ -168,7 +167,7 @@ class Asleep:
     def __enter__(self) -> Asleep:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         try:
             self.wake()
         finally:
@@ -248,7 +247,7 @@ def sleep(
     with contextlib.ExitStack() as stack:
         jobs: list[tuple[str, list[_Sleeper], Job, Callable[[], Job]]] = []
         for device, sleepers in groups.items():
-            stored = _distinct(sleepers, bool(path))
+            stored = sleepers if path else _distinct(sleepers)  # a file has all of them
             again = partial(_start, device, stored, limit, path, end)
             job = stack.enter_context(again(watcher))
             watcher = None
@@ -314,13 +313,12 @@ class SleepMemory:
     def __enter__(self) -> SleepMemory:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def __del__(self) -> None:
-        if not forked():
-            for job in getattr(self, "_jobs", {}).values():
-                job.free()
+        for job in getattr(self, "_jobs", {}).values():
+            job.free()
 
 
 def prepare_sleep(
@@ -364,13 +362,15 @@ def prepare_sleep(
     if device is not None:
         raise ArgumentError("overwire: prepare_sleep: device= goes with a number of bytes; tensors say where they are")
     frame_for("torch")
+    import torch
+
     groups: dict[str, list[_Sleeper]] = {}
     for name, tensor in _collect(tensors).items():
         place = place_of(tensor)
-        if place != "cpu" and (tensor.layout != _strided() or _dense(tensor)):  # a sleep copies the others first
+        if place != "cpu" and (tensor.layout != torch.strided or _dense(tensor)):  # a sleep copies the others first
             groups.setdefault(place, []).append(_describe(name, tensor, False))
     for place, sleepers in groups.items():
-        if stored := [one for one in _distinct(sleepers, False) if one.nbytes]:
+        if stored := [one for one in _distinct(sleepers) if one.nbytes]:
             request, numbers = _request(place, stored, max(1, limit - made.nbytes) if limit else 0)
             made._add(place, {**request, "bytes": 0}, numbers)
     return made
@@ -426,11 +426,13 @@ def _collect(tensors: Any) -> dict[str, Any]:
 
 def _describe(name: str, tensor: Any, whole: bool) -> _Sleeper:
     """whole: in its own shape and order, as a file has it; else as it lies in memory."""
+    import torch
+
     from ..frameworks.torch import SAVED
 
     view = tensor.detach()
     kind = SAVED.get(view.dtype)
-    if kind is None or view.layout != _strided() or view.is_quantized or view.is_conj() or view.is_neg():
+    if kind is None or view.layout != torch.strided or view.is_quantized or view.is_conj() or view.is_neg():
         raise NotSupportedError(f"overwire: sleep: {name!r}: {view.dtype}, {view.layout}, lazily conjugated or negated", tensor=name)
     if view.device.type not in ("cpu", "cuda"):
         raise ArgumentError(f"overwire: sleep: {name!r} is on {view.device}", tensor=name)
@@ -448,32 +450,18 @@ def _describe(name: str, tensor: Any, whole: bool) -> _Sleeper:
     return _Sleeper(name, view, kind, shape, view.numel() * view.element_size(), dense)
 
 
-def _strided() -> Any:
-    import torch
-
-    return torch.strided
-
-
-def _distinct(sleepers: list[_Sleeper], everything: bool) -> list[_Sleeper]:
-    # Without those that lie inside another; with everything, for a file, all of them.
-    if everything:
-        return sleepers
-    order = sorted(range(len(sleepers)), key=lambda at: (_low(sleepers[at]), -sleepers[at].nbytes, at))
+def _distinct(sleepers: list[_Sleeper]) -> list[_Sleeper]:
+    # Without those that lie inside another.
+    low = [int(one.tensor.data_ptr()) if one.nbytes else 0 for one in sleepers]
     end, kept = 0, []
-    for at in order:
+    for at in sorted(range(len(sleepers)), key=lambda at: (low[at], -sleepers[at].nbytes, at)):
         one = sleepers[at]
         if one.dense is not one.tensor:
             kept.append(at)
-            continue
-        high = _low(one) + one.nbytes
-        if high > end or not one.nbytes:
+        elif low[at] + one.nbytes > end or not one.nbytes:
             kept.append(at)
-            end = max(end, high)
+            end = max(end, low[at] + one.nbytes)
     return [sleepers[at] for at in sorted(kept)]
-
-
-def _low(one: _Sleeper) -> int:
-    return int(one.tensor.data_ptr()) if one.nbytes else 0
 
 
 def _free(groups: Mapping[str, list[_Sleeper]]) -> list[tuple[Any, int]]:

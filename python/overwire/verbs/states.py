@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import ArgumentError, NotSupportedError, name_tensor
 from ..frameworks.choose import frame_for, frame_of
@@ -14,7 +13,7 @@ from ..frameworks.frame import Bytes
 from ..model.opened import Model, opening
 from ..model.options import StorageOptions
 
-__all__ = ["Pair", "State", "batches", "described", "hosted", "pair", "same_names", "tensors_of"]
+__all__ = ["State", "batches", "described", "hosted", "pair", "same_names", "tensors_of"]
 
 #: Bytes of the tensors of each side that files give at once, unless one is larger.
 BATCH = 1 << 30
@@ -40,7 +39,7 @@ class State:
     def __enter__(self) -> State:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._opened is not None:
             self._opened.close()
 
@@ -63,13 +62,6 @@ def batches(a: State, b: State) -> Iterator[list[str]]:
         batch.append(name)
         size += more
     yield batch
-
-
-class Pair(NamedTuple):
-    """A tensor in both states, in the same memory."""
-
-    now: Bytes
-    base: Bytes
 
 
 def tensors_of(model: Any, what: str) -> dict[str, Any]:
@@ -108,8 +100,8 @@ def same_names(now: State, base: State) -> None:
             raise ArgumentError(f"overwire: save_delta: {what} {', '.join(map(repr, sorted(lost)[:3]))}{more}")
 
 
-def pair(name: str, new: Any, base: Any) -> Pair:
-    """Both states of a tensor, on the host or on one GPU."""
+def pair(name: str, new: Any, base: Any) -> tuple[Bytes, Bytes]:
+    """Both states of a tensor, in the same memory: on the host or on one GPU."""
     now, before = described(name, new), described(name, base)
     if (now.dtype, now.shape) != (before.dtype, before.shape):
         raise ArgumentError(
@@ -120,4 +112,4 @@ def pair(name: str, new: Any, base: Any) -> Pair:
         before = described(name, base.detach().to(new.device) if now.cuda and hasattr(base, "detach") else base)
         if now.cuda != before.cuda:
             now, before = hosted(new), hosted(base)
-    return Pair(now, before)
+    return now, before

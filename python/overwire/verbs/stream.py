@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, overload
 
 from ..errors import OverwireError
 from ..frameworks.choose import check_device, check_dtype, frame_for
-from ..frameworks.frame import Frame
-from ..jobs import Job
+from ..model.loads import Load
 from ..model.opened import Model, opening, prepare
 from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, StreamOptions, TorchName, check_options, parse_size
 from ..model.plan import fit, outlook
@@ -103,116 +102,86 @@ def stream(
     prepare(where)
     wanted = check_dtype(frame, options.get("dtype"))
     max_memory, progress = options.get("max_memory"), options.get("progress")
+
+    def begin(chosen: list[int] | None, watcher: Watcher | None) -> _Stream:
+        return _Stream(model.begin(chosen, frame, wanted, watcher), where, in_order)
+
     with ExitStack() as stack:
         model = stack.enter_context(Model(source, device=where, **opening(options)))
         model.join()
         if max_memory is None or model.joined:
             fit(model, frame, wanted, max_memory)  # a preload has all of it already
-            return _begin(model, model.chosen, frame, wanted, watch(progress, "stream"), in_order)
+            return begin(model.chosen, watch(progress, "stream"))
         budget = parse_size(max_memory, "max_memory")
         chosen = range(len(model.table)) if model.chosen is None else model.chosen
         windows = windows_of(chosen, outlook(model, frame, wanted, max_memory=max_memory, stream=True)["windows"] or ())
         watcher = watch(progress, "stream")
         stack.pop_all()  # the model is the stream's
-        return Windows(model, windows, budget, lambda window, part: _begin(model, window, frame, wanted, part, in_order), watcher)
-
-
-def _begin(model: Model, chosen: list[int] | None, frame: Frame, wanted: Any, watcher: Watcher | None, in_order: bool) -> _Stream:
-    rows: Sequence[Any] = model.table if chosen is None else [model.table[at] for at in chosen]
-    rows, cast = model.casting(rows, wanted)
-    raw = frame.raw({row[1] for row in rows})
-    job, places = model.begin(chosen, rows, frame, watcher, cast)
-    return _Stream(job, rows, frame, wanted, raw, places, model.device, model.lands != model.device, in_order)
+        return Windows(model, windows, budget, begin, watcher)
 
 
 class _Stream(Iterator[tuple[str, Any]]):
     # A class and not a generator: a generator that was never started would not
     # run its `finally`, and the load has begun.
 
-    def __init__(
-        self,
-        job: Job,
-        rows: Any,
-        frame: Any,
-        wanted: Any,
-        raw: bool,
-        places: dict[int, Any],
-        device: str,
-        moved: bool,
-        in_order: bool,
-    ) -> None:
+    def __init__(self, load: Load, device: str, in_order: bool) -> None:
+        self._load: Load | None = load
+        self._names = [row[0] for row in load.rows]
         self._device = device
-        self._moved = moved  # what lands may be elsewhere: a preload's on the host
-        self._places = places  # tensors that were made before the load, and not yet yielded
-        self._job: Job | None = job
-        self._rows = rows
-        self._frame, self._wanted, self._raw = frame, wanted, raw
         self._landed: list[tuple[int, Any, int]] = []
-        self._due = 0 if in_order else None  # the row whose turn it is
+        self._due = 0 if in_order else None  # the request whose turn it is
         self._early: dict[int, tuple[int, Any, int]] = {}  # landed before their turn
 
     def __next__(self) -> tuple[str, Any]:
         if self._due is None:
-            return self._tensor(*self._take())
+            return self._given(self._take())
         while self._due not in self._early:
             landed = self._take()
             self._early[landed[0]] = landed
         self._due += 1
-        return self._tensor(*self._early.pop(self._due - 1))
+        return self._given(self._early.pop(self._due - 1))
 
     def _take(self) -> tuple[int, Any, int]:
-        """The next that has landed: row, capsule, pointer; StopIteration after the last."""
+        """The next that has landed; StopIteration after the last."""
         if not self._landed:
-            if self._job is None:
+            if self._load is None:
                 raise StopIteration
             try:
-                news = self._job.next(None, self._raw)
-                if news is not None:
-                    self._landed = list(zip(news.positions, news.capsules, news.addresses, strict=True))
-                if not self._landed:
-                    self._job.wait()  # an error of the load
+                self._landed = self._load.next()
             except BaseException:
                 self.close()
                 raise
             if not self._landed:
-                job, self._job = self._job, None
-                job.done()
+                load, self._load = self._load, None
+                load.job.done()
                 raise StopIteration
             self._landed.reverse()
         return self._landed.pop()
 
-    def _tensor(self, at: int, capsule: Any, pointer: int) -> tuple[str, Any]:
-        row = self._rows[at]
-        tensor = self._places.pop(at, None)
-        if tensor is None:
-            tensor = self._frame.adopt(capsule, pointer, row[1], row[2], self._device)
-            if self._moved:
-                tensor = tensor.to(self._device)
-        if self._wanted is not None:
-            tensor = self._frame.cast(tensor, row[1], self._wanted)
-        return row[0], tensor
+    def _given(self, landed: tuple[int, Any, int]) -> tuple[str, Any]:
+        assert self._load is not None
+        return self._names[landed[0]], self._load.tensor(*landed)
 
     def __repr__(self) -> str:
-        return f"<stream of {len(self._rows)} tensors to {self._device}{'' if self._job is not None else ', ended'}>"
+        return f"<stream of {len(self._names)} tensors to {self._device}{'' if self._load is not None else ', ended'}>"
 
     def landed(self) -> bool:
         """Whether all of it has; an error is raised where it comes in turn."""
-        if self._job is None:
+        if self._load is None:
             return True
         try:
-            return self._job.ended(0.0)
+            return self._load.job.ended(0.0)
         except OverwireError:
             return False
 
     def close(self) -> None:
         """Ends the stream: cancels and frees the rest."""
-        job, self._job = self._job, None
+        load, self._load = self._load, None
         self._landed, self._early = [], {}
-        if job is not None:
-            if self._places:
-                job.cancel()  # the engine writes to them until it has stopped
-            job.free()
-        self._places = {}
+        if load is not None:
+            if load.places:
+                load.job.cancel()  # the engine writes to them until it has stopped
+            load.job.free()
 
     def __del__(self) -> None:
         self.close()

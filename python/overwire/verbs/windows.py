@@ -50,12 +50,15 @@ class Windows(Iterator[tuple[str, Any]]):
         if not self._left:
             return None
         window, size = self._left.pop()
-        part = None
-        if self._watcher is not None:
-            part = _Part(self._watcher, self._passed, self._total)
-            done, count = self._passed
-            self._passed = (done + sum(self._model.table[at][3] for at in window), count + len(window))
-        return self._begin(window, part), size
+        whole, (done, count) = self._watcher, self._passed
+        if whole is None:
+            return self._begin(window, None), size
+        self._passed = (done + sum(self._model.table[at][3] for at in window), count + len(window))
+
+        def update(now: Progress) -> None:  # counts of this window as those of all of them
+            whole.update(Progress(done + now.bytes, self._total[0], count + now.tensors, self._total[1]))
+
+        return self._begin(window, Watcher(update)), size
 
     def __next__(self) -> tuple[str, Any]:
         try:
@@ -95,16 +98,3 @@ class Windows(Iterator[tuple[str, Any]]):
     def __del__(self) -> None:
         if hasattr(self, "_next"):
             self.close()
-
-
-class _Part(Watcher):
-    # Counts of one window as those of all of them.
-
-    def __init__(self, whole: Watcher, passed: tuple[int, int], total: tuple[int, int]) -> None:
-        self._whole, self._passed, self._total = whole, passed, total
-
-    def update(self, now: Progress) -> None:
-        self._whole.update(Progress(self._passed[0] + now.bytes, self._total[0], self._passed[1] + now.tensors, self._total[1]))
-
-    def close(self) -> None:
-        pass

@@ -1,0 +1,114 @@
+"""A load that runs: how tensors are made of what lands."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ..frameworks.frame import Frame
+from ..jobs import Job
+
+__all__ = ["Load", "many_objects"]
+
+# At this many tensors in the engine's memory, they are taken over while the rest
+# arrives, not afterwards; the pause for more to arrive, in seconds.
+_CROWD = 2000
+_PAUSE = 0.004
+
+
+@contextlib.contextmanager
+def many_objects() -> Iterator[None]:
+    """Keeps the cycle collector still while thousands of objects are made.
+
+    None of them is garbage, yet their number alone would start full
+    collections, which cost more than the objects.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class Load:
+    """The tensors of a load by request: take all of them, or each as it arrives.
+
+    job: what runs; `tensors` ends it, else the caller does. rows: of each request, as it
+    lands. raw: whether the engine exports plain integers. places: by request, tensors that
+    the engine writes to. device: where the tensors shall be. moved: they land elsewhere: a
+    preload's, on the host. wanted: the framework's dtype to cast to; None: as they are.
+    """
+
+    def __init__(
+        self, job: Job, rows: Sequence[Any], frame: Frame, raw: bool, places: dict[int, Any], device: str, moved: bool, wanted: Any
+    ) -> None:
+        self.job, self.rows, self.places = job, rows, places
+        self._frame, self._raw, self._device, self._moved, self._wanted = frame, raw, device, moved, wanted
+
+    def next(self) -> list[tuple[int, Any, int]]:
+        """Waits for what lands next, for `tensor`: request, capsule and address. Empty at the
+        end; raises an error of the load then."""
+        news = self.job.next(None, self._raw)
+        if news is None or not news.capsules:
+            self.job.wait()
+            return []
+        return list(zip(news.positions, news.capsules, news.addresses, strict=True))
+
+    def tensor(self, at: int, capsule: Any, address: int) -> Any:
+        """The tensor of a request that has landed."""
+        row = self.rows[at]
+        tensor = self.places.pop(at, None)
+        if tensor is None:
+            tensor = self._frame.adopt(capsule, address, row[1], row[2], self._device)
+            if self._moved:
+                tensor = tensor.to(self._device)
+        return tensor if self._wanted is None else self._frame.cast(tensor, row[1], self._wanted)
+
+    def tensors(self) -> list[Any]:
+        """Waits for the end: the tensors in the order of the requests. Ends the job."""
+        rows, frame, places = self.rows, self._frame, self.places
+        with self.job, many_objects():
+            if frame.make is not None and not self._raw:
+                tensors = self._made(frame.make, self._device != "cpu" and len(rows) - len(places) >= _CROWD)
+            else:
+                adopt, device = frame.adopt, self._device
+                tensors = [
+                    places[at] if at in places else adopt(capsule, address, row[1], row[2], device)
+                    for at, ((capsule, address), row) in enumerate(zip(self.job.take(self._raw).pairs(), rows, strict=True))
+                ]
+        # One at a time, so that only one is held twice.
+        if self._moved:
+            for at, tensor in enumerate(tensors):
+                tensors[at] = tensor.to(self._device)
+        if self._wanted is not None:
+            for at, row in enumerate(rows):
+                tensors[at] = frame.cast(tensors[at], row[1], self._wanted)
+        return tensors
+
+    def _made(self, make: Callable[[Any], Any], early: bool) -> list[Any]:
+        # Of capsules that need nothing but `make`. early: while the job runs: tensors by the
+        # ten thousand are made beside the bytes that still arrive.
+        tensors: list[Any] = [None] * len(self.rows)
+        for at, tensor in self.places.items():
+            tensors[at] = tensor
+        ended = not early
+        while not ended:
+            ended = self.job.ended(_PAUSE)
+            while (landed := self.job.next(0)) is not None and landed.capsules:
+                for at, capsule in landed.usable():
+                    tensors[at] = make(capsule)
+        if not early:
+            landed = self.job.take()
+            if not landed.missing:
+                return list(map(make, landed.capsules))
+            for at, capsule in landed.usable():
+                tensors[at] = make(capsule)
+        for at, tensor in enumerate(tensors):
+            if tensor is None:
+                tensors[at] = self._frame.empty(self.rows[at][1], self.rows[at][2], self._device)
+        return tensors
