@@ -139,10 +139,10 @@ func (c *call) before() (*measure.Report, error) {
 	}
 	text, err := regular.Read(path, maxReport)
 	if err != nil {
-		return nil, errs.Locate("bench", path, "", -1, err)
+		return nil, errs.In("bench", path, err)
 	}
 	rep, err := bench.ReadReport(text)
-	return rep, errs.Locate("bench", path, "", -1, err)
+	return rep, errs.In("bench", path, err)
 }
 
 // generate writes weights of a kind.

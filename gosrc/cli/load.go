@@ -165,11 +165,11 @@ func (c *call) trace() error {
 	}
 	text, err := regular.Read(path, maxTrace)
 	if err != nil {
-		return errs.Locate("trace", path, "", -1, err)
+		return errs.In("trace", path, err)
 	}
 	t, err := page.ReadTrace(filepath.Base(path), text)
 	if err != nil {
-		return errs.Locate("trace", path, "", -1, err)
+		return errs.In("trace", path, err)
 	}
 	if text, err = t.HTML(); err != nil {
 		return err

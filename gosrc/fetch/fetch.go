@@ -174,8 +174,7 @@ func (p *Pin) same(now *Pin, uri string) error {
 	if p.Size != now.Size {
 		what = fmt.Sprintf("it had %d bytes and has %d", p.Size, now.Size)
 	}
-	return &errs.At{Verb: "fetch", Source: uri, Chunk: -1, Offset: -1,
-		Err: errs.New(errs.ErrCorrupt, "changed since it was opened: %s", what)}
+	return errs.In("fetch", uri, errs.New(errs.ErrCorrupt, "changed since it was opened: %s", what))
 }
 
 // ahead opens the sources and starts reads while there are free buffers. It calls
@@ -203,8 +202,7 @@ func ahead(ctx context.Context, j *job.Job, spec Spec, opened func(source.Source
 		size := s.Size()
 		if spec.Sizes != nil && size != spec.Sizes[i] {
 			_ = s.Close()
-			return &errs.At{Verb: "fetch", Source: uri, Chunk: -1, Offset: -1,
-				Err: errs.New(errs.ErrCorrupt, "%d bytes, %d wanted", size, spec.Sizes[i])}
+			return errs.In("fetch", uri, errs.New(errs.ErrCorrupt, "%d bytes, %d wanted", size, spec.Sizes[i]))
 		}
 		if spec.To > 0 {
 			size = min(size, spec.To)
@@ -212,8 +210,7 @@ func ahead(ctx context.Context, j *job.Job, spec Spec, opened func(source.Source
 		from := min(spec.From, size)
 		if total += size - from; spec.Most > 0 && total > spec.Most {
 			_ = s.Close()
-			return &errs.At{Verb: "fetch", Source: uri, Chunk: -1, Offset: -1,
-				Err: errs.New(errs.ErrFormat, "%d bytes, which is more than the %d that such a file may have", total, spec.Most)}
+			return errs.In("fetch", uri, errs.New(errs.ErrFormat, "%d bytes, which is more than the %d that such a file may have", total, spec.Most))
 		}
 		if j != nil {
 			j.TotalBytes.Add(size - from)

@@ -145,7 +145,7 @@ func (m *model) kept() ([]*digest.Sum, error) {
 		}
 		sums, err := overwire.ReadDigests(s.Mark, len(own[k]))
 		if err != nil {
-			return nil, errs.Locate("index", s.URI, "", -1, err)
+			return nil, errs.In("index", s.URI, err)
 		}
 		for j := range sums {
 			out[own[k][j]] = &sums[j]

@@ -189,8 +189,7 @@ func (s *Spec) check() error {
 		s.Path = path
 	case scheme != "" && open.Writable(s.Path):
 	case scheme != "":
-		return &errs.At{Verb: "save", Source: s.Path, Chunk: -1, Offset: -1,
-			Err: errs.New(errs.ErrNotSupported, "writing to %s://", scheme)}
+		return errs.In("save", s.Path, errs.New(errs.ErrNotSupported, "writing to %s://", scheme))
 	}
 	switch {
 	case s.Parts != 1 && s.Parts != 2 && s.Parts != 4 && s.Parts != 8:
@@ -214,6 +213,5 @@ const levelSmaller = "smaller"
 
 // badArgument is the caller's mistake about one target or tensor.
 func badArgument(path, name, format string, args ...any) error {
-	return &errs.At{Verb: "save", Source: path, Tensor: name, Chunk: -1, Offset: -1,
-		Err: errs.New(errs.ErrArgument, format, args...)}
+	return errs.Locate("save", path, name, -1, errs.New(errs.ErrArgument, format, args...))
 }

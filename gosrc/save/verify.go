@@ -238,8 +238,7 @@ func (m *model) others(j *job.Job, items []*item, kept []*digest.Sum, rep *Verif
 	return nil
 }
 
-func (m *model) corrupt(i int, format string, args ...any) error {
+func (m *model) corrupt(i int, what string) error {
 	t := &m.ix.Tensors[i]
-	return &errs.At{Verb: "verify", Source: m.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: -1, Offset: t.Off,
-		Err: errs.New(errs.ErrCorrupt, format, args...)}
+	return errs.Place("verify", m.ix.Sources[t.Source].URI, t.Name, t.Off, errs.New(errs.ErrCorrupt, "%s", what))
 }

@@ -111,7 +111,7 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 			err = d.Finish(size)
 		}
 		if err != nil {
-			return rep, errs.Locate("save", d.URI(), "", -1, err)
+			return rep, errs.In("save", d.URI(), err)
 		}
 		rep.BytesOut += size
 		rep.Files = append(rep.Files, p.path)
@@ -233,7 +233,7 @@ type slot struct {
 // write returns the size of the file.
 func (f *fileWriter) write(ctx context.Context) (int64, error) {
 	if err := f.plan(); err != nil {
-		return 0, errs.Locate("save", f.path, "", -1, err)
+		return 0, errs.In("save", f.path, err)
 	}
 	f.pos = f.start
 	window := 2*f.threads + 4
@@ -265,7 +265,7 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 		err = f.again.Done()
 	}
 	if err != nil {
-		return 0, errs.Locate("save", f.path, "", -1, err)
+		return 0, errs.In("save", f.path, err)
 	}
 	if o := f.part.original; o != nil {
 		f.originals = append(f.originals, Original{File: f.part.path, SHA256: o.SHA256, Compared: f.again != nil && f.again.Compared})
@@ -273,7 +273,7 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 	f.slots, f.enc = nil, nil
 	front, size, err := f.seal()
 	if err != nil {
-		return 0, errs.Locate("save", f.path, "", -1, err)
+		return 0, errs.In("save", f.path, err)
 	}
 	return size, f.draft.Write(front, 0)
 }

@@ -319,11 +319,7 @@ func equal(a, b []int64) bool {
 
 // at adds the position to an error.
 func (f *File) at(name string, off int64, err error) error {
-	var at *errs.At
-	if errors.As(err, &at) {
-		return err
-	}
-	return &errs.At{Verb: "index", Source: f.URI, Tensor: name, Chunk: -1, Offset: off, Err: err}
+	return errs.Place("index", f.URI, name, off, err)
 }
 
 // A reader takes numbers and bytes from a buffer; short: there were too few, and

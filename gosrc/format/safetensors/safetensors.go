@@ -23,7 +23,6 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
-	"errors"
 	"hash/crc32"
 	"strings"
 	"unicode"
@@ -183,9 +182,5 @@ func Parse(uri string, head []byte, size int64, opt Options) (Header, error) {
 
 // located adds the place to an error that has none.
 func located(uri, name string, off int64, err error) error {
-	var at *errs.At
-	if errors.As(err, &at) {
-		return err
-	}
-	return &errs.At{Verb: "index", Source: uri, Tensor: name, Chunk: -1, Offset: off, Err: err}
+	return errs.Place("index", uri, name, off, err)
 }

@@ -55,7 +55,7 @@ func Alone(ctx context.Context, dst string, src []string, renamed bool, ours map
 	others := func(name string) error {
 		if !ours[name] && !strings.HasPrefix(name, ".") &&
 			(strings.HasSuffix(name, extension) || strings.HasSuffix(name, extension+".index.json")) {
-			return errs.Locate("save", dst, "", -1, errs.New(errs.ErrArgument, "the folder holds other weights (%s): choose an empty one", name))
+			return errs.In("save", dst, errs.New(errs.ErrArgument, "the folder holds other weights (%s): choose an empty one", name))
 		}
 		return nil
 	}

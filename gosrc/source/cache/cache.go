@@ -52,11 +52,10 @@ func Keep(ctx context.Context, dir string, src source.Source) (source.Source, er
 	defer src.Close()
 	f, err := keep(ctx, dir, src, pin)
 	if err != nil {
-		var at *errs.At
-		if errors.As(err, &at) || ctx.Err() != nil {
+		if ctx.Err() != nil {
 			return nil, err
 		}
-		return nil, &errs.At{Verb: "cache", Source: dir, Chunk: -1, Offset: -1, Err: err}
+		return nil, errs.Place("cache", dir, "", -1, err)
 	}
 	defer f.Close()
 	local, err := file.FromFD(int(f.Fd()), src.URI()) // the open file keeps a descriptor of its own

@@ -61,14 +61,10 @@ func Open(ctx context.Context, uri string, opt source.Options) (*Source, error) 
 
 func named(ctx context.Context, uri string, opt source.Options, r *revision) (*Source, error) {
 	s, err := open(ctx, uri, opt, r)
-	if err != nil {
-		var at *errs.At
-		if errors.As(err, &at) || ctx.Err() != nil {
-			return nil, err
-		}
-		return nil, &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: err}
+	if ctx.Err() != nil {
+		return s, err
 	}
-	return s, nil
+	return s, errs.Place("open", uri, "", -1, err)
 }
 
 func open(ctx context.Context, uri string, opt source.Options, r *revision) (*Source, error) {

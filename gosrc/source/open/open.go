@@ -47,8 +47,7 @@ func ofHub(ctx context.Context, hub *http.Hub, uri string, opt source.Options) (
 		return wrap(file.Open(path))
 	}
 	if http.Offline(opt.Env) {
-		return nil, &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1,
-			Err: errs.New(errs.ErrNotFound, "it is not in the cache of huggingface_hub, and HF_HUB_OFFLINE is set")}
+		return nil, errs.In("open", uri, errs.New(errs.ErrNotFound, "it is not in the cache of huggingface_hub, and HF_HUB_OFFLINE is set"))
 	}
 	far, err := hub.Open(ctx, uri, opt)
 	if err != nil {
@@ -163,9 +162,8 @@ func Own(opt source.Options) func(ctx context.Context, uri string) (source.Sourc
 		}
 		known := slices.AppendSeq(slices.Collect(maps.Keys(schemes)), maps.Keys(stores))
 		slices.Sort(known)
-		return nil, &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1,
-			Err: errs.New(errs.ErrNotSupported, "scheme %q is not known, only %s (for other stores of S3's protocol, s3 with an endpoint_url); a local path with :// in it begins with ./",
-				Scheme(uri), strings.Join(known[1:], ", "))} // the first is "", a local path
+		return nil, errs.In("open", uri, errs.New(errs.ErrNotSupported, "scheme %q is not known, only %s (for other stores of S3's protocol, s3 with an endpoint_url); a local path with :// in it begins with ./",
+			Scheme(uri), strings.Join(known[1:], ", "))) // the first is "", a local path
 	}
 }
 
@@ -189,8 +187,7 @@ func Scheme(uri string) string {
 func FilePath(uri string) (string, error) {
 	u, err := url.Parse(uri)
 	if err != nil || (u.Host != "" && u.Host != "localhost") || u.Path == "" || strings.ContainsAny(uri, "?#") || strings.Contains(u.Path, "\x00") {
-		return "", &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1,
-			Err: errs.New(errs.ErrArgument, "not the URI of a local file (? is written %%3F there, # %%23)")}
+		return "", errs.In("open", uri, errs.New(errs.ErrArgument, "not the URI of a local file (? is written %%3F there, # %%23)"))
 	}
 	return u.Path, nil
 }
@@ -201,5 +198,5 @@ func sound(verb, uri string) error {
 	if utf8.ValidString(uri) {
 		return nil
 	}
-	return &errs.At{Verb: verb, Source: uri, Chunk: -1, Offset: -1, Err: errs.New(errs.ErrArgument, "a URI is UTF-8: write other bytes as %%XX")}
+	return errs.In(verb, uri, errs.New(errs.ErrArgument, "a URI is UTF-8: write other bytes as %%XX"))
 }

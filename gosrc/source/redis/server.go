@@ -52,14 +52,7 @@ func parse(uri string) (name, error) {
 func (n name) URI() string { return n.uri }
 
 func (n name) at(verb string, off int64, err error) error {
-	if err == nil {
-		return nil
-	}
-	var at *errs.At
-	if errors.As(err, &at) {
-		return err
-	}
-	return &errs.At{Verb: verb, Source: n.uri, Chunk: -1, Offset: off, Err: err}
+	return errs.Place(verb, n.uri, "", off, err)
 }
 
 // A server makes and keeps connections to one Redis. A connection can be cut in the
@@ -132,7 +125,7 @@ func connect(n name, opt source.Options) (*server, error) {
 		if file != "" {
 			pem, err := regular.Read(file, regular.MaxSetting)
 			if err != nil {
-				return nil, &errs.At{Verb: "open", Source: file, Chunk: -1, Offset: -1, Err: err}
+				return nil, errs.In("open", file, err)
 			}
 			s.opt.TLSConfig.RootCAs = x509.NewCertPool()
 			if !s.opt.TLSConfig.RootCAs.AppendCertsFromPEM(pem) {

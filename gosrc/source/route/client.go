@@ -147,5 +147,5 @@ func authorities(file, dir string) (*x509.CertPool, error) {
 }
 
 func unread(path string, err error) error {
-	return &errs.At{Verb: "open", Source: path, Chunk: -1, Offset: -1, Err: errs.FromOS(err)}
+	return errs.In("open", path, errs.FromOS(err))
 }

@@ -43,14 +43,14 @@ func parse(uri string) (name, error) {
 	scheme, rest, ok := strings.Cut(uri, "://")
 	n := name{uri: uri}
 	if !ok || !strings.EqualFold(scheme, "s3") {
-		return n, n.at("open", -1, errs.New(errs.ErrArgument, "expected s3://bucket/key"))
+		return n, n.at("open", errs.New(errs.ErrArgument, "expected s3://bucket/key"))
 	}
 	n.bucket, n.key, _ = strings.Cut(rest, "/")
 	if k, id, ok := strings.Cut(n.key, "?versionId="); ok {
 		n.key, n.version = k, &id
 	}
 	if n.bucket == "" || strings.ContainsAny(n.bucket, "@:?# \\") || strings.ContainsRune(uri, 0) {
-		return n, n.at("open", -1, errs.New(errs.ErrArgument, "expected s3://bucket/key; credentials go into storage_options"))
+		return n, n.at("open", errs.New(errs.ErrArgument, "expected s3://bucket/key; credentials go into storage_options"))
 	}
 	return n, nil
 }
@@ -59,21 +59,12 @@ func parse(uri string) (name, error) {
 func object(verb, uri string) (name, error) {
 	n, err := parse(uri)
 	if err == nil && (n.key == "" || strings.HasSuffix(n.key, "/")) {
-		err = n.at(verb, -1, errs.New(errs.ErrArgument, "this names a folder; s3://bucket/key names an object"))
+		err = n.at(verb, errs.New(errs.ErrArgument, "this names a folder; s3://bucket/key names an object"))
 	}
 	return n, err
 }
 
-func (n name) at(verb string, off int64, err error) error {
-	if err == nil {
-		return nil
-	}
-	var at *errs.At
-	if errors.As(err, &at) {
-		return err
-	}
-	return &errs.At{Verb: verb, Source: n.uri, Chunk: -1, Offset: off, Err: err}
-}
+func (n name) at(verb string, err error) error { return errs.Place(verb, n.uri, "", -1, err) }
 
 // An Object is an open object. It implements source.Source: reads are retried
 // and resumed, see source/retry.
@@ -93,7 +84,7 @@ func Open(ctx context.Context, uri string, opt source.Options) (*Object, error) 
 	}
 	c, err := acquire(ctx, opt)
 	if err != nil {
-		return nil, n.at("open", -1, err)
+		return nil, n.at("open", err)
 	}
 	f := &fetcher{name: n, client: c}
 	var head []byte
@@ -103,7 +94,7 @@ func Open(ctx context.Context, uri string, opt source.Options) (*Object, error) 
 	})
 	if err != nil {
 		c.release()
-		return nil, n.at("open", -1, err)
+		return nil, n.at("open", err)
 	}
 	o := c.retry
 	o.Host, o.Range = c.endpoint+"/"+n.bucket, retry.RangeBytes
