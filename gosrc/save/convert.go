@@ -62,7 +62,7 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 		return Report{}, err
 	}
 	dst = spec.Path // without its scheme
-	if len(src) == 1 && !remote(dst) && isFolder(dst, src, 1) {
+	if len(src) == 1 && !source.Remote(dst) && isFolder(dst, src, 1) {
 		dir := folders.Local(src[0])
 		branches, err := format.Tree(dir, dst)
 		if err != nil {
@@ -304,7 +304,7 @@ func isFolder(dst string, src []string, files int) bool {
 	if strings.HasSuffix(dst, string(filepath.Separator)) {
 		return true
 	}
-	if st, err := os.Stat(dst); err == nil && !remote(dst) {
+	if st, err := os.Stat(dst); err == nil && !source.Remote(dst) {
 		return st.IsDir()
 	}
 	st, err := os.Stat(folders.Local(src[0]))

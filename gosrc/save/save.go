@@ -22,6 +22,7 @@ import (
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -178,11 +179,11 @@ func (s *Spec) check() error {
 	if s.fs == nil {
 		s.fs = atomicfile.Disk{}
 	}
-	switch scheme := open.Scheme(s.Path); {
+	switch scheme := source.Scheme(s.Path); {
 	case s.Path == "":
 		return bad("no path to write to")
 	case scheme == "file":
-		path, err := open.FilePath(s.Path)
+		path, err := source.FilePath(s.Path)
 		if err != nil {
 			return err
 		}

@@ -5,6 +5,7 @@ package save
 
 import (
 	"context"
+	"github.com/zeebo/xxh3"
 	"io/fs"
 
 	"github.com/overwire/overwire/gosrc/codec"
@@ -17,8 +18,8 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/save/original"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
-	"github.com/zeebo/xxh3"
 )
 
 // A writer is one save: one or more files that appear together.
@@ -145,7 +146,7 @@ func (w *writer) write(ctx context.Context, to draft, p part) (int64, error) {
 }
 
 func (w *writer) destination(parts []part) (destination, error) {
-	if remote(w.spec.Path) {
+	if source.Remote(w.spec.Path) {
 		return &objects{writer: w}, nil
 	}
 	if err := w.room(parts); err != nil {

@@ -21,10 +21,8 @@ const extension = ".safetensors"
 
 // Local is the path of a file:// URI; all else stays.
 func Local(uri string) string {
-	if open.Scheme(uri) == "file" {
-		if p, err := open.FilePath(uri); err == nil {
-			return p
-		}
+	if path, ok := source.Local(uri); ok {
+		return path
 	}
 	return uri
 }

@@ -68,7 +68,7 @@ func named(ctx context.Context, uri string, opt source.Options, r *revision) (*S
 }
 
 func open(ctx context.Context, uri string, opt source.Options, r *revision) (*Source, error) {
-	scheme, _, _ := strings.Cut(strings.ToLower(uri), "://")
+	scheme := source.Scheme(uri)
 	if err := opt.Check(scheme, options...); err != nil {
 		return nil, err
 	}

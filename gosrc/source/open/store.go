@@ -26,7 +26,7 @@ type store struct {
 // Writable reports whether objects can be written at a URI that is no local
 // file.
 func Writable(uri string) bool {
-	_, ok := stores[Scheme(uri)]
+	_, ok := stores[source.Scheme(uri)]
 	return ok
 }
 
@@ -73,7 +73,7 @@ func Presign(ctx context.Context, uri string, opt source.Options, expires time.D
 	if err := sound("presign", uri); err != nil {
 		return "", err
 	}
-	s := stores[Scheme(uri)]
+	s := stores[source.Scheme(uri)]
 	if s.presign == nil {
 		return "", errs.In("presign", uri, errs.New(errs.ErrNotSupported, "only s3:// has such URLs"))
 	}
@@ -118,9 +118,9 @@ func uncached(opt source.Options) source.Options {
 }
 
 func storeOf(verb, uri string) (store, error) {
-	s, ok := stores[Scheme(uri)]
+	s, ok := stores[source.Scheme(uri)]
 	if !ok {
-		return s, errs.In(verb, uri, errs.New(errs.ErrNotSupported, "%s:// is read only; local files and %s:// are written", Scheme(uri),
+		return s, errs.In(verb, uri, errs.New(errs.ErrNotSupported, "%s:// is read only; local files and %s:// are written", source.Scheme(uri),
 			strings.Join(slices.Sorted(maps.Keys(stores)), ":// and ")))
 	}
 	return s, sound(verb, uri)

@@ -74,7 +74,7 @@ func Start(ctx context.Context, program string, urls []string, sizes []int64, op
 		return fail(urls[0], err)
 	}
 	for i, u := range urls {
-		scheme, _, _ := strings.Cut(strings.ToLower(u), "://")
+		scheme := source.Scheme(u)
 		switch {
 		case scheme != "http" && scheme != "https" || strings.ContainsAny(u, "\x00\r\n"):
 			return fail(u, errs.New(errs.ErrArgument, "a downloader gets http:// and https:// only"))
