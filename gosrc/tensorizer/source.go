@@ -7,9 +7,9 @@ import (
 	"encoding/hex"
 	"runtime"
 	"sort"
-	"sync"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/blocks"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -72,7 +72,7 @@ func (f *File) Source(ctx context.Context, src source.Source, decrypt map[string
 			return nil, err
 		}
 	}
-	s := &sealed{Source: src, size: f.Size, most: int64(runtime.GOMAXPROCS(0)+2) * (2 * ChunkBytes), boxes: map[boxKey]*box{}}
+	s := &sealed{Source: src, size: f.Size, boxes: blocks.New[boxKey](int64(runtime.GOMAXPROCS(0)+2) * (2 * ChunkBytes))}
 	keys := map[string]*[keyBytes]byte{}
 	for i := range f.Entries {
 		e := &f.Entries[i]
@@ -87,6 +87,7 @@ func (f *File) Source(ctx context.Context, src source.Source, decrypt map[string
 			return nil, f.at(e.Name, e.Record, err)
 		}
 		s.spans = append(s.spans, sp)
+		s.boxes.Need(min(c.Chunk, e.Bytes)) // a box that is larger is not decrypted for each of its pieces
 	}
 	if s.zeros == 0 && len(s.spans) == 0 {
 		return src, nil
@@ -144,25 +145,12 @@ type sealed struct {
 	source.Source
 	size, zeros int64
 	spans       []span // by offset
-
-	most  int64 // bytes of boxes worth keeping
-	mu    sync.Mutex
-	held  int64
-	clock int64
-	boxes map[boxKey]*box
+	boxes       *blocks.Cache[boxKey]
 }
 
 type boxKey struct {
 	span int
 	n    int64
-}
-
-// A box is decrypted, or being decrypted.
-type box struct {
-	ready chan struct{}
-	data  []byte
-	err   error
-	used  int64 // clock
 }
 
 func (s *sealed) Size() int64 { return s.size + s.zeros }
@@ -238,11 +226,15 @@ func (s *sealed) open(ctx context.Context, p []byte, i int, off int64) error {
 			p, off = p[size:], off+size
 			continue
 		}
-		data, err := s.get(ctx, boxKey{i, k}, size)
+		b, err := s.boxes.Get(ctx, boxKey{i, k}, func() ([]byte, error) {
+			data := make([]byte, size)
+			return data, s.decrypt(ctx, data, i, k)
+		})
 		if err != nil {
 			return err
 		}
-		n := copy(p, data[off-from:])
+		n := copy(p, b.Data[off-from:])
+		s.boxes.Put(b)
 		p, off = p[n:], off+int64(n)
 	}
 	return nil
@@ -266,63 +258,4 @@ func (s *sealed) decrypt(ctx context.Context, dst []byte, i int, k int64) error 
 		return fail(err)
 	}
 	return nil
-}
-
-// get returns a decrypted box; the first caller decrypts it.
-func (s *sealed) get(ctx context.Context, key boxKey, size int64) ([]byte, error) {
-	s.mu.Lock()
-	s.clock++
-	b := s.boxes[key]
-	if b != nil {
-		b.used = s.clock
-		s.mu.Unlock()
-		select {
-		case <-b.ready:
-			if b.err == nil {
-				return b.data, nil
-			}
-			// The caller that decrypts it may have been cancelled; this one was
-			// not.
-		case <-ctx.Done():
-			return nil, context.Cause(ctx)
-		}
-		data := make([]byte, size)
-		return data, s.decrypt(ctx, data, key.span, key.n)
-	}
-	b = &box{ready: make(chan struct{}), used: s.clock, err: errs.New(errs.ErrEngine, "a box was not opened")}
-	s.boxes[key] = b
-	s.held += size
-	s.trim(key)
-	s.mu.Unlock()
-	defer close(b.ready)
-	data := make([]byte, size)
-	err := s.decrypt(ctx, data, key.span, key.n)
-	if err != nil {
-		b.err = err
-		s.mu.Lock()
-		if s.boxes[key] == b {
-			delete(s.boxes, key)
-			s.held -= size
-		}
-		s.mu.Unlock()
-		return nil, err
-	}
-	b.data, b.err = data, nil
-	return data, nil
-}
-
-// trim drops the least recently used boxes; mu is held.
-func (s *sealed) trim(keep boxKey) {
-	for s.held > s.most && len(s.boxes) > 1 {
-		var oldest boxKey
-		found := false
-		for k, b := range s.boxes {
-			if k != keep && (!found || b.used < s.boxes[oldest].used) {
-				oldest, found = k, true
-			}
-		}
-		sp := &s.spans[oldest.span]
-		s.held -= min(sp.crypt.Chunk, sp.end-sp.off-oldest.n*sp.crypt.Chunk)
-		delete(s.boxes, oldest)
-	}
 }

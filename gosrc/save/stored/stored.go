@@ -111,7 +111,7 @@ func (s *Tensor) spread(ctx context.Context, buf []byte, p, off int64) error {
 func (s *Tensor) hold(ctx context.Context, p, b int64) (*blocks.Block[key], error) {
 	size := s.t.Bytes / s.parts()
 	per := (size + s.Block() - 1) / s.Block()
-	return s.cache.Get(key{s, p*per + b}, func() ([]byte, error) {
+	return s.cache.Get(ctx, key{s, p*per + b}, func() ([]byte, error) {
 		d := make([]byte, min(s.Block(), size-b*s.Block()))
 		return d, s.read(ctx, d, p*per+b, int64(len(d)))
 	})
