@@ -73,7 +73,7 @@ func (f *File) Source(ctx context.Context, src source.Source, decrypt map[string
 		}
 	}
 	s := &sealed{Source: src, size: f.Size, boxes: blocks.New[boxKey](int64(runtime.GOMAXPROCS(0)+2) * (2 * ChunkBytes))}
-	keys := map[string]*[keyBytes]byte{}
+	keys := map[string]*[keyBytes]byte{} // by derivation: a file has one for all its tensors
 	for i := range f.Entries {
 		e := &f.Entries[i]
 		s.zeros = s.zeros + e.full - e.Bytes
@@ -82,9 +82,13 @@ func (f *File) Source(ctx context.Context, src source.Source, decrypt map[string
 		}
 		c := f.Records[i].Crypt
 		sp := span{off: e.Data, end: e.Data + e.Bytes, name: e.Name, crypt: c}
-		var err error
-		if sp.key, err = keyOf(ctx, c, decrypt, keys); err != nil {
-			return nil, f.at(e.Name, e.Record, err)
+		id := c.Derive.id()
+		if sp.key = keys[id]; sp.key == nil {
+			var err error
+			if sp.key, err = keyOf(ctx, c.Derive, decrypt); err != nil {
+				return nil, f.at(e.Name, e.Record, err)
+			}
+			keys[id] = sp.key
 		}
 		s.spans = append(s.spans, sp)
 		s.boxes.Need(min(c.Chunk, e.Bytes)) // a box that is larger is not decrypted for each of its pieces
@@ -95,39 +99,32 @@ func (f *File) Source(ctx context.Context, src source.Source, decrypt map[string
 	return s, nil
 }
 
-// keyOf is the key of a tensor: nil if none was given. Derived keys are kept, since
-// a file has one for all its tensors.
-func keyOf(ctx context.Context, c *Crypt, decrypt map[string]string, keys map[string]*[keyBytes]byte) (*[keyBytes]byte, error) {
-	if text, ok := decrypt[OptionKey]; ok {
-		if keys[""] == nil {
-			b, err := hex.DecodeString(text)
-			if err != nil || len(b) != keyBytes {
-				return nil, errs.New(errs.ErrArgument, "a key has %d bytes", keyBytes)
-			}
-			keys[""] = (*[keyBytes]byte)(b)
+// keyOf is the key that settings give for data whose key was derived so (nil: it was
+// not); nil if they give none.
+func keyOf(ctx context.Context, derive *Derivation, settings map[string]string) (*[keyBytes]byte, error) {
+	if text, ok := settings[OptionKey]; ok {
+		b, err := hex.DecodeString(text)
+		if err != nil || len(b) != keyBytes {
+			return nil, errs.New(errs.ErrArgument, "a key has %d bytes", keyBytes)
 		}
-		return keys[""], nil
+		return (*[keyBytes]byte)(b), nil
 	}
-	text, ok := decrypt[OptionPassword]
+	text, ok := settings[OptionPassword]
 	if !ok {
 		return nil, nil
 	}
-	if c.Derive == nil {
+	if derive == nil {
 		return nil, errs.New(errs.ErrCrypto, "a password was given, and the file was encrypted with a key of no password's")
 	}
-	id := string(le.AppendUint64(le.AppendUint64(nil, c.Derive.Passes), c.Derive.Memory)) + string(c.Derive.Salt)
-	if keys[id] == nil {
-		password, err := hex.DecodeString(text)
-		if err != nil || len(password) == 0 {
-			return nil, errs.New(errs.ErrArgument, "the password is empty")
-		}
-		k, err := c.Derive.Key(ctx, password)
-		if err != nil {
-			return nil, err
-		}
-		keys[id] = (*[keyBytes]byte)(k)
+	password, err := hex.DecodeString(text)
+	if err != nil || len(password) == 0 {
+		return nil, errs.New(errs.ErrArgument, "the password is empty")
 	}
-	return keys[id], nil
+	k, err := derive.Key(ctx, password)
+	if err != nil {
+		return nil, err
+	}
+	return (*[keyBytes]byte)(k), nil
 }
 
 // A span is the encrypted data of one tensor.
@@ -171,14 +168,19 @@ func (s *sealed) Facts() source.Facts {
 
 // coding names how the data at an offset are stored.
 func (s *sealed) coding(off int64) string {
-	i := sort.Search(len(s.spans), func(i int) bool { return s.spans[i].end > off })
-	switch {
+	switch _, encrypted := s.at(off); {
 	case off >= s.size:
 		return "zeros"
-	case i < len(s.spans) && s.spans[i].off <= off:
+	case encrypted:
 		return "encrypted"
 	}
 	return "plain"
+}
+
+// at is the first span that ends behind an offset, and whether the offset is within.
+func (s *sealed) at(off int64) (i int, encrypted bool) {
+	i = sort.Search(len(s.spans), func(i int) bool { return s.spans[i].end > off })
+	return i, i < len(s.spans) && s.spans[i].off <= off
 }
 
 // ReadAt reads plain bytes; see source.Source.
@@ -187,12 +189,12 @@ func (s *sealed) ReadAt(ctx context.Context, p []byte, off int64) error {
 		return s.Source.ReadAt(ctx, p, off) // says what is wrong
 	}
 	for len(p) > 0 {
-		i := sort.Search(len(s.spans), func(i int) bool { return s.spans[i].end > off })
+		i, encrypted := s.at(off)
 		n := int64(len(p))
 		switch {
 		case off >= s.size:
 			clear(p)
-		case i < len(s.spans) && s.spans[i].off <= off:
+		case encrypted:
 			sp := &s.spans[i]
 			n = min(n, sp.end-off)
 			if err := s.open(ctx, p[:n], i, off-sp.off); err != nil {
