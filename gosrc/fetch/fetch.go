@@ -20,7 +20,6 @@ import (
 )
 
 const (
-	first  = 256 << 10 // the first part of each: opening the source may have read it
 	part   = 4 << 20
 	window = 16 // most parts in memory
 	begin  = 2  // parts that are read before any was written
@@ -218,7 +217,7 @@ func ahead(ctx context.Context, j *job.Job, spec Spec, opened func(source.Source
 		if size == from {
 			_ = s.Close()
 		}
-		n := int64(first)
+		n := int64(source.HeadBytes) // opening the source may have read them
 		for off := from; off < size; off, n = off+n, part {
 			var buf []byte
 			select {

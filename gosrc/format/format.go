@@ -100,9 +100,9 @@ func one(ctx context.Context, src source.Source, opt Options) (*tensor.Index, so
 			return ix, src, nil
 		}
 	}
-	head, err := safetensors.Head(ctx, src)
+	head, err := source.Head(ctx, src)
 	if err != nil {
-		return nil, src, err
+		return nil, src, errs.Place("index", src.URI(), "", 0, err)
 	}
 	i := slices.IndexFunc(readers, func(r reader) bool { return r.is(head) })
 	ix, plain, err := readers[i].index(ctx, src, head, opt)

@@ -11,15 +11,12 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// firstRead is how much of a file is read first: the whole index of most files.
-const firstRead = 256 << 10
-
 // Open reads the head and the index of a file, and its records if requested or if
 // the file is encrypted. The error is errs.ErrFormat for another kind of file, and
 // else that of Read.
 func Open(ctx context.Context, src source.Source, records bool) (*File, error) {
-	head := make([]byte, max(0, min(src.Size(), firstRead)))
-	if err := src.ReadAt(ctx, head, 0); err != nil {
+	head, err := source.Head(ctx, src)
+	if err != nil {
 		return nil, errs.In("index", src.URI(), err)
 	}
 	if !Is(head) {

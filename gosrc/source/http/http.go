@@ -38,11 +38,6 @@ import (
 	"github.com/overwire/overwire/gosrc/source/route"
 )
 
-const (
-	// firstBytes is what opening requests: what safetensors.Read asks for first.
-	firstBytes = 256 << 10
-)
-
 // options are what storage_options= may name.
 var options = append([]string{"headers", "token", "cacert", "capath", "insecure"}, retry.Names...)
 
@@ -195,7 +190,7 @@ func (o *object) Close() error { o.client.drop(); return nil }
 // first requests the first bytes. It returns nil, and no error, if the server gives
 // no ranges of this object, or nothing that pins it.
 func (o *object) first(ctx context.Context, tries retry.Options) (*Source, error) {
-	resp, err := o.get(ctx, http.Header{"Range": {fmt.Sprintf("bytes=0-%d", firstBytes-1)}})
+	resp, err := o.get(ctx, http.Header{"Range": {fmt.Sprintf("bytes=0-%d", source.HeadBytes-1)}})
 	if err != nil {
 		return nil, err
 	}
@@ -217,7 +212,7 @@ func (o *object) first(ctx context.Context, tries retry.Options) (*Source, error
 	if err := plain(resp); err != nil {
 		return nil, err
 	}
-	if !ranged || total < 1 || from != 0 || to != min(total, firstBytes)-1 {
+	if !ranged || total < 1 || from != 0 || to != min(total, source.HeadBytes)-1 {
 		return nil, &wrong{"the server gives another range than it was asked for"}
 	}
 	head := make([]byte, to+1)

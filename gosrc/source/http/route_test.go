@@ -30,7 +30,7 @@ func TestRoutes(t *testing.T) {
 		if err := s.ReadAt(context.Background(), p[:1000], 0); err != nil {
 			return nil, err
 		}
-		return p, errors.Join(s.ReadAt(context.Background(), p[:firstBytes], 0), s.ReadAt(context.Background(), p[firstBytes:], firstBytes))
+		return p, errors.Join(s.ReadAt(context.Background(), p[:source.HeadBytes], 0), s.ReadAt(context.Background(), p[source.HeadBytes:], source.HeadBytes))
 	})
 	settled(t)
 }

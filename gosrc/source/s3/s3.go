@@ -28,10 +28,6 @@ import (
 	"github.com/overwire/overwire/gosrc/source/retry"
 )
 
-// ahead is how much of an object opening reads: what the reader of its header asks
-// for first, so that opening costs no extra request.
-const ahead = 256 << 10
-
 // A name says where an object is.
 type name struct {
 	uri, bucket, key string
@@ -147,7 +143,7 @@ type fetcher struct {
 
 // first reads the beginning of the object and, with it, size and ETag.
 func (o *fetcher) first(ctx context.Context) ([]byte, error) {
-	out, err := o.get(ctx, 0, ahead)
+	out, err := o.get(ctx, 0, source.HeadBytes)
 	var r *refusal
 	if errors.As(err, &r) && r.status == http.StatusRequestedRangeNotSatisfiable {
 		return nil, o.empty(ctx)
@@ -164,11 +160,11 @@ func (o *fetcher) first(ctx context.Context) ([]byte, error) {
 	if err != nil || lo != 0 {
 		return nil, errs.New(errs.ErrIO, "the store's answer is no range from the beginning")
 	}
-	if n != min(size, ahead) && n != size {
-		return nil, errs.New(errs.ErrIO, "the store gave %d bytes of %d, %d were wanted", n, size, ahead)
+	if n != min(size, source.HeadBytes) && n != size {
+		return nil, errs.New(errs.ErrIO, "the store gave %d bytes of %d, %d were wanted", n, size, source.HeadBytes)
 	}
 	o.size = size
-	head := make([]byte, min(size, ahead))
+	head := make([]byte, min(size, source.HeadBytes))
 	if _, err := io.ReadFull(out.Body, head); err != nil {
 		return nil, classify(ctx, err)
 	}
