@@ -136,8 +136,6 @@ func connect(n name, opt source.Options) (*server, error) {
 	return s, nil
 }
 
-func (s *server) tries() int { return max(0, s.retry.Retries) + 1 }
-
 // with runs fn on a connection of its own, and cuts it when ctx ends: when with
 // returns, no memory of fn's is in use. The error has a class.
 func (s *server) with(ctx context.Context, fn func(context.Context, *redis.Client) error) error {

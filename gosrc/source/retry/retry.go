@@ -269,41 +269,53 @@ func pause(ctx context.Context, base time.Duration, failed int, after time.Durat
 	}
 }
 
-// Do runs a single request, such as opening an object, until it succeeds, with the
-// pauses of a range. Each try has Options.Timeout; there are Options.Retries + 1
-// tries, and at most OpenTries without a response. A try that runs out of time had
-// no response.
-func Do(ctx context.Context, opt Options, judge func(error) (Verdict, time.Duration), fn func(ctx context.Context) error) error {
+// Repeat runs a request until it succeeds or another try cannot help, with the pauses
+// of a range: Options.Retries + 1 tries, of which OpenTries may bring no response while
+// heard says that the store has never responded. It returns how many have failed, and
+// the last error.
+func Repeat(ctx context.Context, opt Options, judge func(error) (Verdict, time.Duration), heard func() bool, fn func() error) (failed int, err error) {
 	opt.defaults()
-	for failed, silent := 0, 0; ; {
-		err := func() error {
-			ctx, cancel := context.WithCancelCause(ctx)
-			defer cancel(nil)
-			defer time.AfterFunc(opt.Timeout, func() { cancel(errStalled) }).Stop()
-			return stalled(ctx, fn(ctx))
-		}()
-		if err == nil {
-			return nil
+	for silent := 0; ; {
+		if err = fn(); err == nil || ctx.Err() != nil {
+			return failed, err
 		}
-		if ctx.Err() != nil {
-			return context.Cause(ctx)
-		}
-		verdict, after := Again, time.Duration(0)
-		if !errors.Is(err, errStalled) {
-			verdict, after = judge(err)
-		}
+		verdict, after := judge(err)
 		failed++
-		if verdict == Again {
+		if verdict == Again && !heard() {
 			silent++
 		}
 		if verdict == Never || verdict == Changed || failed > opt.Retries || silent >= OpenTries {
-			if failed > 1 {
-				return fmt.Errorf("%w (after %d attempts)", classed(err), failed)
-			}
-			return classed(err)
+			return failed, err
 		}
 		if err := pause(ctx, opt.base, failed, after); err != nil {
-			return err
+			return failed, err
 		}
 	}
+}
+
+// Do is Repeat for what opens an object, whose store counts as one that has never
+// responded. Each try has Options.Timeout; one that runs out of time had no response.
+func Do(ctx context.Context, opt Options, judge func(error) (Verdict, time.Duration), fn func(ctx context.Context) error) error {
+	each := opt
+	each.defaults()
+	failed, err := Repeat(ctx, opt, func(err error) (Verdict, time.Duration) {
+		if errors.Is(err, errStalled) {
+			return Again, 0
+		}
+		return judge(err)
+	}, func() bool { return false }, func() error {
+		ctx, cancel := context.WithCancelCause(ctx)
+		defer cancel(nil)
+		defer time.AfterFunc(each.Timeout, func() { cancel(errStalled) }).Stop()
+		return stalled(ctx, fn(ctx))
+	})
+	switch {
+	case err == nil:
+		return nil
+	case ctx.Err() != nil:
+		return context.Cause(ctx)
+	case failed > 1:
+		return fmt.Errorf("%w (after %d attempts)", classed(err), failed)
+	}
+	return classed(err)
 }

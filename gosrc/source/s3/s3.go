@@ -273,8 +273,6 @@ func (o *fetcher) Close() error {
 	return nil
 }
 
-func (c *client) tries() int { return max(0, c.retry.Retries) + 1 }
-
 // judge lets expired credentials be fetched again.
 func (c *client) judge(err error) (retry.Verdict, time.Duration) {
 	if cache, ok := c.creds.(*aws.CredentialsCache); ok && expired(err) {

@@ -273,35 +273,24 @@ func Presign(ctx context.Context, uri string, opt source.Options, expires time.D
 }
 
 // try is call with retries and a watchdog: a request that sends and receives
-// nothing for the timeout is abandoned. A store that has never responded gets
-// retry.OpenTries tries.
-func try[T any](ctx context.Context, c *client, bucket string, fn func(context.Context, *s3.Client) (T, error)) (T, error) {
-	for failed := 0; ; {
-		out, err := func() (T, error) {
-			ctx, stop := context.WithCancelCause(ctx)
-			defer stop(nil)
-			w := &watch{limit: c.retry.Timeout}
-			w.timer = time.AfterFunc(w.limit, func() { stop(errs.New(errs.ErrTimeout, "the store took nothing for %v", w.limit)) })
-			defer w.timer.Stop()
-			ctx = context.WithValue(ctx, watch{}, w)
-			out, err := call(ctx, c, bucket, func(api *s3.Client) (T, error) { return fn(ctx, api) })
-			return out, classify(ctx, err)
-		}()
+// nothing for the timeout is abandoned.
+func try[T any](ctx context.Context, c *client, bucket string, fn func(context.Context, *s3.Client) (T, error)) (out T, err error) {
+	_, err = retry.Repeat(ctx, c.retry, c.judge, c.heard.Load, func() (err error) {
+		ctx, stop := context.WithCancelCause(ctx)
+		defer stop(nil)
+		w := &watch{limit: c.retry.Timeout}
+		w.timer = time.AfterFunc(w.limit, func() { stop(errs.New(errs.ErrTimeout, "the store took nothing for %v", w.limit)) })
+		defer w.timer.Stop()
+		ctx = context.WithValue(ctx, watch{}, w)
+		out, err = call(ctx, c, bucket, func(api *s3.Client) (T, error) { return fn(ctx, api) })
+		err = classify(ctx, err)
 		var r *refusal
 		if err == nil || errors.As(err, &r) {
 			c.heard.Store(true)
 		}
-		if err == nil {
-			return out, nil
-		}
-		verdict, after := c.judge(err)
-		if failed++; ctx.Err() != nil || verdict == retry.Never || failed >= c.tries() || failed >= retry.OpenTries && !c.heard.Load() {
-			return out, err
-		}
-		if err := retry.Pause(ctx, failed, after); err != nil {
-			return out, errs.FromOS(err)
-		}
-	}
+		return err
+	})
+	return out, errs.FromOS(err)
 }
 
 // A watch is reset by every block of a body that the store takes.
