@@ -152,14 +152,6 @@ func (s *Source) pin() string {
 // settle is how old a date must be, by the server's clock, to pin.
 const settle = 2 * time.Second
 
-// Counts is what was requested of the server; zero for one without ranges.
-func (s *Source) Counts() retry.Counts {
-	if f, ok := s.Source.(*retry.Source); ok {
-		return f.Counts()
-	}
-	return retry.Counts{}
-}
-
 // An object is what a URL referred to when it was opened. It implements
 // retry.Fetcher.
 type object struct {

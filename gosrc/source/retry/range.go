@@ -137,7 +137,6 @@ func (r *byteRange) Next(p []byte) error {
 	for r.off < r.end {
 		n, err := r.read(p)
 		p, r.off = p[n:], r.off+int64(n)
-		s.counts[2].Add(int64(n))
 		if err == nil {
 			if r.off == r.end { // the connection and the permit can be used again
 				r.shut()
@@ -171,7 +170,6 @@ func (r *byteRange) Next(p []byte) error {
 		if err := pause(r.ctx, s.opt.base, r.failed, after); err != nil {
 			return err
 		}
-		s.counts[1].Add(1)
 	}
 	return nil
 }
@@ -191,7 +189,6 @@ func (r *byteRange) read(p []byte) (int, error) {
 		r.about, r.drop = context.WithCancelCause(r.ctx)
 		drop := r.drop
 		r.watch = time.AfterFunc(s.opt.Timeout, func() { drop(errStalled) })
-		s.counts[0].Add(1)
 		body, err := s.f.Fetch(r.about, r.off, r.end-r.off)
 		r.waited[1] += time.Since(begun)
 		if err != nil {
@@ -232,7 +229,6 @@ func (r *byteRange) read(p []byte) (int, error) {
 	// Read the end of the body, so that its connection can be used again.
 	var more [1]byte
 	if n, _ := r.body.Read(more[:]); n > 0 {
-		s.Wasted(1)
 		return 0, errLong
 	}
 	return got, nil

@@ -15,7 +15,6 @@ import (
 	"io"
 	"math/rand/v2"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
@@ -130,16 +129,6 @@ type Source struct {
 	cancel context.CancelCauseFunc
 	once   sync.Once
 	shut   error
-
-	counts [4]atomic.Int64
-}
-
-// Counts is what a source has done so far.
-type Counts struct {
-	Requests int64 // ranges requested
-	Resumed  int64 // of them, those that resumed a broken one
-	Bytes    int64 // wanted and arrived
-	Extra    int64 // arrived and discarded
 }
 
 // New makes a source of a fetcher, and closes it with the source.
@@ -164,14 +153,6 @@ func (s *Source) Facts() source.Facts {
 	}
 	return f
 }
-
-// Counts returns what was done so far.
-func (s *Source) Counts() Counts {
-	return Counts{s.counts[0].Load(), s.counts[1].Load(), s.counts[2].Load(), s.counts[3].Load()}
-}
-
-// Wasted counts bytes that a fetcher discarded.
-func (s *Source) Wasted(n int64) { s.counts[3].Add(n) }
 
 // Close ends reads in flight and releases the fetcher.
 func (s *Source) Close() error {
