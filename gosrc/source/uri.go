@@ -85,13 +85,14 @@ func Beside(uri, name string) string {
 	}
 	head, tail := split(uri)
 	if web(uri) {
-		parts := strings.Split(name, "/")
-		for i := range parts {
-			parts[i] = url.PathEscape(parts[i])
-		}
-		name = strings.Join(parts, "/")
+		name = EscapePath(name)
 	}
 	return head[:strings.LastIndexByte(head, '/')+1] + name + tail
+}
+
+// EscapePath escapes the elements of a path for a URL.
+func EscapePath(path string) string {
+	return strings.ReplaceAll(url.PathEscape(path), "%2F", "/")
 }
 
 func web(uri string) bool { return Scheme(uri) == "http" || Scheme(uri) == "https" }

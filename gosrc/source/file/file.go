@@ -73,7 +73,7 @@ func Open(path string) (*File, error) {
 // uri names it in errors.
 func FromFD(fd int, uri string) (*File, error) {
 	var st unix.Stat_t
-	err := again(func() error { return unix.Fstat(fd, &st) })
+	err := regular.Again(func() error { return unix.Fstat(fd, &st) })
 	if err == nil {
 		err = regular.Check(&st)
 	}
@@ -126,7 +126,7 @@ func (f *File) Facts() source.Facts {
 func (f *File) now() (id source.Identity, err error) {
 	err = f.WithFD(func(fd int) error {
 		var st unix.Stat_t
-		if err := again(func() error { return unix.Fstat(fd, &st) }); err != nil {
+		if err := regular.Again(func() error { return unix.Fstat(fd, &st) }); err != nil {
 			return f.at(-1, errs.FromOS(err))
 		}
 		id = identity(&st)
@@ -138,7 +138,7 @@ func (f *File) now() (id source.Identity, err error) {
 // Identify returns the Identity of the file at a path without opening it.
 func Identify(path string) (source.Identity, error) {
 	var st unix.Stat_t
-	if err := again(func() error { return unix.Stat(path, &st) }); err != nil {
+	if err := regular.Again(func() error { return unix.Stat(path, &st) }); err != nil {
 		return source.Identity{}, errs.In("open", path, errs.FromOS(err))
 	}
 	return identity(&st), nil
@@ -225,13 +225,4 @@ func (f *File) Close() error {
 
 func (f *File) at(off int64, err error) error {
 	return errs.Place("read", f.uri, "", off, err)
-}
-
-// again repeats fn as long as a signal interrupts it.
-func again(fn func() error) error {
-	for {
-		if err := fn(); !errors.Is(err, unix.EINTR) {
-			return err
-		}
-	}
 }

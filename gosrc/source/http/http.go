@@ -187,7 +187,7 @@ func (o *object) first(ctx context.Context, tries retry.Options) (*Source, error
 		return nil, err
 	}
 	defer resp.Body.Close()
-	from, to, total, ranged := contentRange(resp)
+	from, to, total, ranged := route.ContentRange(resp.Header.Get("Content-Range"))
 	switch {
 	case resp.StatusCode == http.StatusPartialContent && !pins(resp):
 		return nil, plain(resp)
@@ -248,7 +248,7 @@ func (o *object) pin(h http.Header) {
 
 // about checks that a response is about this range of the pinned object.
 func (o *object) about(resp *http.Response, off, n int64) error {
-	from, to, total, ranged := contentRange(resp)
+	from, to, total, ranged := route.ContentRange(resp.Header.Get("Content-Range"))
 	switch resp.StatusCode {
 	case http.StatusPartialContent:
 	case http.StatusOK:
@@ -313,35 +313,6 @@ func plain(resp *http.Response) error {
 		return &wrong{"the server answers one range in several parts"}
 	}
 	return nil
-}
-
-// contentRange reads "bytes 0-9/100"; total is -1 if the server does not say.
-func contentRange(resp *http.Response) (from, to, total int64, ok bool) {
-	unit, rest, _ := strings.Cut(resp.Header.Get("Content-Range"), " ")
-	span, all, found := strings.Cut(rest, "/")
-	if !strings.EqualFold(unit, "bytes") || !found {
-		return 0, 0, 0, false
-	}
-	number := func(s string) int64 {
-		n, err := strconv.ParseUint(s, 10, 63)
-		if err != nil || s[0] == '+' {
-			ok = false
-		}
-		return int64(n)
-	}
-	ok, total = true, -1
-	if all != "*" {
-		total = number(all)
-	}
-	if span == "*" {
-		return 0, -1, total, ok
-	}
-	a, b, found := strings.Cut(span, "-")
-	if !found {
-		return 0, 0, 0, false
-	}
-	from, to = number(a), number(b)
-	return from, to, total, ok && from <= to && (total < 0 || to < total)
 }
 
 // wrong is a response that does not match its request; a retry may get another.

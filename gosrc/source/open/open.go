@@ -80,28 +80,18 @@ func wrap[S source.Source](s S, err error) (source.Source, error) {
 // store; see package cache.
 func With(opt source.Options) func(ctx context.Context, uri string) (source.Source, error) {
 	dir := opt.Storage["cache"]
-	if dir != "" {
-		opt.Storage = maps.Clone(opt.Storage)
-		delete(opt.Storage, "cache")
-	}
-	dial := direct(opt)
-	return func(ctx context.Context, uri string) (source.Source, error) {
-		s, err := dial(ctx, uri)
+	opt = uncached(opt)
+	own := Own(opt)
+	return func(ctx context.Context, uri string) (s source.Source, err error) {
+		if Downloaded(uri) {
+			s, err = wrap(pipe.Open(ctx, knob.Downloader.Get(), uri, opt))
+		} else {
+			s, err = own(ctx, uri)
+		}
 		if err != nil || dir == "" || !source.Remote(uri) || s.Facts().File != nil {
 			return s, err
 		}
 		return cache.Keep(ctx, dir, s)
-	}
-}
-
-// direct is With, without a cache.
-func direct(opt source.Options) func(ctx context.Context, uri string) (source.Source, error) {
-	own := Own(opt)
-	return func(ctx context.Context, uri string) (source.Source, error) {
-		if Downloaded(uri) {
-			return wrap(pipe.Open(ctx, knob.Downloader.Get(), uri, opt))
-		}
-		return own(ctx, uri)
 	}
 }
 

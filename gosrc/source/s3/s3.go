@@ -15,7 +15,6 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -26,6 +25,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/retry"
+	"github.com/overwire/overwire/gosrc/source/route"
 )
 
 // A name says where an object is.
@@ -225,13 +225,8 @@ func contentRange(out *s3.GetObjectOutput) (lo, n, size int64, err error) {
 	if out.ContentRange == nil {
 		return 0, n, n, nil
 	}
-	text, ok := strings.CutPrefix(*out.ContentRange, "bytes ")
-	text, total, ok2 := strings.Cut(text, "/")
-	from, to, ok3 := strings.Cut(text, "-")
-	lo, err1 := strconv.ParseInt(from, 10, 64)
-	hi, err2 := strconv.ParseInt(to, 10, 64)
-	size, err3 := strconv.ParseInt(total, 10, 64)
-	if !ok || !ok2 || !ok3 || errors.Join(err1, err2, err3) != nil || lo < 0 || hi < lo || hi >= size || hi-lo+1 != n {
+	lo, hi, size, ok := route.ContentRange(*out.ContentRange)
+	if !ok || size < 0 || hi < lo || hi-lo+1 != n {
 		return 0, 0, 0, bad
 	}
 	return lo, n, size, nil
