@@ -22,7 +22,7 @@ Signs a URL (version 4) with the credentials at hand, without asking the store.
 Anyone who has the URL can read the object until it expires: keep it secret.`,
 	example: "overwire presign s3://models/m.safetensors --expires 3600",
 	options: []option{
-		{name: "expires", value: "SECONDS", doc: "how long the URL is valid, at most 604800 (default: 3600)"},
+		{name: "expires", value: "SECONDS", lo: 1, hi: 604800, doc: "how long the URL is valid, at most 604800 (default: 3600)"},
 		storageOption,
 	},
 	run: func(c *call) error {
@@ -30,10 +30,7 @@ Anyone who has the URL can read the object until it expires: keep it secret.`,
 		if err != nil {
 			return err
 		}
-		seconds, err := c.number("expires", 3600, 1, 604800)
-		if err != nil {
-			return err
-		}
+		seconds := c.number("expires", 3600)
 		url, err := open.Presign(c.ctx, c.args[0], storage.Options, time.Duration(seconds)*time.Second)
 		if err != nil {
 			return err
