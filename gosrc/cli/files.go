@@ -189,13 +189,9 @@ writes a page, in one file that asks no server, in which the tensors lie as a ma
 		if err != nil {
 			return err
 		}
-		result, err := save.Inspect(c.ctx, c.args, storage)
+		in, err := save.Inspect(c.ctx, c.args, storage)
 		if err != nil {
 			return err
-		}
-		in, ok := result.(*save.Inspection)
-		if !ok {
-			return errs.New(errs.ErrEngine, "inspect returned a %T", result)
 		}
 		if path := c.opts["html"]; path != "" {
 			text, err := page.Model(in)

@@ -288,18 +288,18 @@ func (t *item) hashAll(ctx context.Context) ([16]byte, error) {
 	return t.hash, err
 }
 
+// pieces are the buffers of walk and equal.
+var pieces = sync.Pool{New: func() any { return new([1 << 20]byte) }}
+
 // walk calls f with all bytes of a tensor, in plain order.
 func (t *item) walk(ctx context.Context, f func(p []byte) error) error {
-	var buf []byte
-	const piece = 1 << 20
-	if !t.body.direct() {
-		buf = make([]byte, min(piece, t.bytes))
-	}
-	for off := int64(0); off < t.bytes; off += piece {
+	buf := pieces.Get().(*[1 << 20]byte)
+	defer pieces.Put(buf)
+	for off := int64(0); off < t.bytes; off += int64(len(buf)) {
 		if ctx.Err() != nil {
 			return errs.Cause(ctx)
 		}
-		p, err := t.piece(ctx, buf, off, min(piece, t.bytes-off))
+		p, err := t.body.bytes(ctx, buf[:min(int64(len(buf)), t.bytes-off)], off)
 		if err != nil {
 			return err
 		}
@@ -310,14 +310,6 @@ func (t *item) walk(ctx context.Context, f func(p []byte) error) error {
 	return nil
 }
 
-// piece is body.bytes, which for a direct body does not use buf.
-func (t *item) piece(ctx context.Context, buf []byte, off, n int64) ([]byte, error) {
-	if m, ok := t.body.(memory); ok {
-		return m[off : off+n], nil
-	}
-	return t.body.bytes(ctx, buf[:n], off)
-}
-
 // equal compares the bytes of two tensors of one size.
 func equal(ctx context.Context, a, b *item) (bool, error) {
 	if x, ok := a.body.(fromFile); ok && b.body == body(x) {
@@ -325,15 +317,13 @@ func equal(ctx context.Context, a, b *item) (bool, error) {
 	}
 	same := true
 	var off int64
-	var buf []byte
-	if !b.body.direct() {
-		buf = make([]byte, 1<<20)
-	}
+	buf := pieces.Get().(*[1 << 20]byte)
+	defer pieces.Put(buf)
 	err := a.walk(ctx, func(p []byte) error {
 		if !same {
 			return nil
 		}
-		q, err := b.piece(ctx, buf, off, int64(len(p)))
+		q, err := b.body.bytes(ctx, buf[:len(p)], off)
 		off += int64(len(p))
 		same = err == nil && bytes.Equal(p, q)
 		return err

@@ -151,6 +151,7 @@ func (w *writer) intoFolder(ctx context.Context, src, from []string, dst string,
 	return rep, err
 }
 
+// prepare decides how tensors are stored, of files whose tensors may be compressed.
 func (w *writer) prepare(ctx context.Context, items []*item) error {
 	if !w.spec.Compress || !formatOf(w.spec.Path).coded {
 		return nil
@@ -216,7 +217,7 @@ func (m *model) parts(
 		}
 		if len(src) == 1 {
 			if name, b := original.IndexJSON(ctx, folders.Local(src[0]), spec.Storage.Options); name != "" {
-				parts = append(parts, part{path: join(dst, name), blob: b, mode: m.mode()})
+				parts = append(parts, part{path: join(dst, name), laid: whole(b), mode: m.mode()})
 			}
 		}
 	}
@@ -245,7 +246,7 @@ func withCompanions(src []string, dst string, parts []part, how beside) (all []p
 		}
 		for _, f := range found {
 			taken[f.Name] = true
-			all = append(all, part{path: join(dst, f.Name), copy: &f, mode: f.Mode | 0o600})
+			all = append(all, part{path: join(dst, f.Name), laid: copyOf(f), copied: true, mode: f.Mode | 0o600})
 		}
 		left = append(left, skipped...)
 	}

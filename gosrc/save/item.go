@@ -20,8 +20,6 @@ type body interface {
 	// bytes returns bytes [off, off+len(buf)) in plain order: either buf, filled,
 	// or memory of the body that stays valid until the job ends.
 	bytes(ctx context.Context, buf []byte, off int64) ([]byte, error)
-	// direct reports whether bytes returns its own memory: no buffer is needed.
-	direct() bool
 }
 
 // memory is a body in the caller's memory.
@@ -30,8 +28,6 @@ type memory []byte
 func (m memory) bytes(_ context.Context, buf []byte, off int64) ([]byte, error) {
 	return m[off : off+int64(len(buf))], nil
 }
-
-func (memory) direct() bool { return true }
 
 // away is a body in memory outside the host.
 type away Away
@@ -45,8 +41,6 @@ func (a *away) bytes(ctx context.Context, buf []byte, off int64) ([]byte, error)
 	}
 	return buf, a.Read(buf, off)
 }
-
-func (*away) direct() bool { return false }
 
 // form is how a tensor is stored.
 type form uint8

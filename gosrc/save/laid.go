@@ -1,10 +1,12 @@
 package save
 
-// This file writes files that another package has laid out, as a save writes its own.
+// This file writes files whose bytes are there already, or that another package has
+// laid out, as a save writes its own.
 
 import (
 	"context"
 
+	"github.com/overwire/overwire/gosrc/companions"
 	"github.com/overwire/overwire/gosrc/job"
 )
 
@@ -16,6 +18,18 @@ type Laid struct {
 	Names   []string
 	Tensors int64
 	Fill    func(ctx context.Context, write func(p []byte, off int64) error) error
+}
+
+// whole is a file of these bytes.
+func whole(b []byte) *Laid {
+	return &Laid{Bytes: int64(len(b)), Fill: func(_ context.Context, write func(p []byte, off int64) error) error { return write(b, 0) }}
+}
+
+// copyOf is a file like a companion of the source's.
+func copyOf(f companions.File) *Laid {
+	return &Laid{Bytes: f.Size, Fill: func(ctx context.Context, write func(p []byte, off int64) error) error {
+		return companions.Copy(ctx, f, write)
+	}}
 }
 
 // Lay writes files that belong together, to spec.Path or, of several, to shards of that
@@ -34,7 +48,7 @@ func Lay(ctx context.Context, j *job.Job, src, stem string, files []Laid, spec S
 		for k := range files {
 			parts = append(parts, part{path: join(dir, shardName(stem, k, len(files))), laid: &files[k]})
 		}
-		parts = append(parts, part{path: indexPath(w.spec.Path), blob: shardIndex(parts)})
+		parts = append(parts, part{path: indexPath(w.spec.Path), laid: whole(shardIndex(parts))})
 	}
 	if !folder {
 		return w.save(ctx, parts)

@@ -62,8 +62,6 @@ func (f fromFile) bytes(ctx context.Context, buf []byte, off int64) ([]byte, err
 	return f.Bytes(ctx, buf, off)
 }
 
-func (fromFile) direct() bool { return false }
-
 // items prepares the tensors of a model to be read, in the model's order.
 func (m *model) items(threads int) []*item { return m.cached(stored.NewCache(threads)) }
 

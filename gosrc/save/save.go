@@ -155,10 +155,8 @@ func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, erro
 		return Report{}, err
 	}
 	w := newWriter(spec, j)
-	if spec.Compress && formatOf(spec.Path).coded {
-		if err := w.classify(ctx, items); err != nil {
-			return Report{}, errs.Ended(ctx, err)
-		}
+	if err := w.prepare(ctx, items); err != nil {
+		return Report{}, errs.Ended(ctx, err)
 	}
 	rep, err := w.save(ctx, shards(spec, items))
 	rep.Seconds = time.Since(start).Seconds()

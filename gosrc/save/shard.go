@@ -53,7 +53,7 @@ func shards(spec Spec, items []*item) []part {
 	}
 	return append(parts, part{
 		path: indexPath(spec.Path),
-		blob: shardIndex(parts),
+		laid: whole(shardIndex(parts)),
 	})
 }
 
@@ -78,7 +78,7 @@ func listable(parts []part) error {
 		return nil
 	}
 	for _, p := range parts {
-		if name := filepath.Base(p.path); p.blob == nil && p.copy == nil && !utf8.ValidString(name) {
+		if name := filepath.Base(p.path); !p.copied && !utf8.ValidString(name) {
 			return badArgument(p.path, "", "the name is not UTF-8, and an index.json lists shards as UTF-8: choose another name, or save one file")
 		}
 	}

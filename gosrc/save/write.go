@@ -10,7 +10,6 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/digest"
-	"github.com/overwire/overwire/gosrc/companions"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/internal/avx"
@@ -43,11 +42,10 @@ type part struct {
 	path     string
 	metadata map[string]string
 	items    []*item
-	blob     []byte           // bytes instead of tensors: an index.json
-	copy     *companions.File // a file to copy instead of tensors
-	laid     *Laid            // a file that was laid out elsewhere, instead of tensors
-	mode     fs.FileMode      // the most rights of a new file; 0: no limit
-	original *original.File   // the file with exactly these tensors and metadata, if known
+	laid     *Laid          // what the file is instead of items: an index.json, a copy, or one that was laid out elsewhere
+	copied   bool           // laid is a copy of another file
+	mode     fs.FileMode    // the most rights of a new file; 0: no limit
+	original *original.File // the file with exactly these tensors and metadata, if known
 }
 
 // A draft is one file that is being written. Readers do not see it until its
@@ -116,7 +114,7 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 		}
 		rep.BytesOut += size
 		rep.Files = append(rep.Files, p.path)
-		if p.copy != nil {
+		if p.copied {
 			rep.Copied = append(rep.Copied, p.path)
 		}
 	}
@@ -133,12 +131,6 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 
 // write writes one file and returns its size.
 func (w *writer) write(ctx context.Context, to draft, p part) (int64, error) {
-	if p.blob != nil {
-		return int64(len(p.blob)), to.Write(p.blob, 0)
-	}
-	if p.copy != nil {
-		return p.copy.Size, companions.Copy(ctx, *p.copy, to.Write)
-	}
 	if p.laid != nil {
 		return p.laid.Bytes, p.laid.Fill(ctx, to.Write)
 	}
@@ -157,13 +149,10 @@ func (w *writer) destination(parts []part) (destination, error) {
 
 // bytes is the size of a part that has no tensors.
 func (p *part) bytes() int64 {
-	switch {
-	case p.copy != nil:
-		return p.copy.Size
-	case p.laid != nil:
-		return p.laid.Bytes
+	if p.laid == nil {
+		return 0
 	}
-	return int64(len(p.blob))
+	return p.laid.Bytes
 }
 
 // most is an upper bound of the part's size.
