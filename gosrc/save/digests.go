@@ -14,7 +14,6 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
-	"github.com/overwire/overwire/gosrc/save/stored"
 )
 
 // A DigestReport has the digest of every tensor of a model, in the model's order.
@@ -68,17 +67,9 @@ func (m *model) digests(ctx context.Context, j *job.Job, elsewhere func(name str
 		}
 	}
 	for i, t := range items {
-		rt := &m.ix.Tensors[i]
-		if !here[i] {
-			continue
-		}
-		rep.Bytes += t.bytes
-		step := int64(stored.PlainBlock)
-		if rt.Parts <= 1 && rt.ChunkBytes > 0 {
-			step = int64(rt.ChunkBytes)
-		}
-		for off := int64(0); off < t.bytes; off += step {
-			spans = append(spans, span{t: t, k: i, off: off, n: min(step, t.bytes-off)})
+		if here[i] {
+			rep.Bytes += t.bytes
+			spans = t.cut(spans, i)
 		}
 	}
 	j.TotalBytes.Store(rep.Bytes)

@@ -134,22 +134,23 @@ type span struct {
 	last bool
 }
 
+// cut appends the spans of tensor k, which is one of another file.
+func (t *item) cut(spans []span, k int) []span {
+	step := t.body.(fromFile).Step()
+	for off := int64(0); off < t.bytes; off += step {
+		n := min(step, t.bytes-off)
+		spans = append(spans, span{t, k, off, n, off+n == t.bytes})
+	}
+	return spans
+}
+
 // contents decodes and hashes every tensor that has bytes of its own, in pieces on
 // all cores.
 func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *VerifyReport) error {
 	var spans []span
 	for i, t := range items {
-		rt := &m.ix.Tensors[i]
-		if t.known == nil || rt.Alias >= 0 || t.bytes == 0 {
-			continue
-		}
-		step := int64(stored.PlainBlock)
-		if rt.Parts <= 1 {
-			step = int64(rt.ChunkBytes)
-		}
-		for off := int64(0); off < t.bytes; off += step {
-			n := min(step, t.bytes-off)
-			spans = append(spans, span{t, i, off, n, off+n == t.bytes})
+		if t.known != nil && m.ix.Tensors[i].Alias < 0 {
+			spans = t.cut(spans, i)
 		}
 	}
 	n := knob.Workers(0)

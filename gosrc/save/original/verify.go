@@ -40,10 +40,7 @@ func (f *File) Verify(ctx context.Context, ix *tensor.Index, k, workers int, met
 	var runs []run
 	for i := range p.Tensors {
 		t := known[p.Tensors[i].Name]
-		step := int64(stored.PlainBlock)
-		if t.Parts <= 1 {
-			step = bodies[t.Name].Block()
-		}
+		step := bodies[t.Name].Step()
 		for off := int64(0); off < t.Bytes; off += step {
 			runs = append(runs, run{bodies[t.Name], off, min(step, t.Bytes-off)})
 		}

@@ -14,9 +14,9 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// PlainBlock is the block in which tensors without chunks are read; those of
+// plainBlock is the block in which tensors without chunks are read; those of
 // encrypted files are read by whole boxes.
-const PlainBlock = 1 << 20
+const plainBlock = 1 << 20
 
 // A Tensor is one tensor of a source: its chunks are read, checked and
 // decoded when their bytes are needed. A request for exactly one whole chunk, the
@@ -35,9 +35,9 @@ type Tensor struct {
 
 // New makes the tensor t of idx, which is no alias, readable.
 func New(src source.Source, idx *tensor.Index, t *tensor.Tensor, c *Cache) *Tensor {
-	s := &Tensor{src: src, idx: idx, t: t, cache: c, plain: PlainBlock}
+	s := &Tensor{src: src, idx: idx, t: t, cache: c, plain: plainBlock}
 	if t.Block > 0 && t.Block <= tensor.MaxChunkBytes {
-		s.plain = sizes.RoundUp(PlainBlock, t.Block)
+		s.plain = sizes.RoundUp(plainBlock, t.Block)
 	}
 	s.row = t.Bytes
 	if len(t.Shape) > 0 && t.Bytes > 0 {
@@ -56,6 +56,15 @@ func (s *Tensor) Block() int64 {
 		return s.plain
 	}
 	return int64(s.t.ChunkBytes)
+}
+
+// Step is how many bytes to read at once, from a multiple of it on, of a tensor that is
+// read whole: no chunk is decoded twice.
+func (s *Tensor) Step() int64 {
+	if s.parts() > 1 {
+		return plainBlock
+	}
+	return s.Block()
 }
 
 // Bytes fills buf with bytes [off, off+len(buf)) in plain order, and returns it. It is
