@@ -10,7 +10,6 @@ import (
 
 	"github.com/dustin/go-humanize"
 
-	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/near"
 	"github.com/overwire/overwire/gosrc/internal/rawjson"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -46,27 +45,27 @@ var threadsOption = option{name: "threads", short: "j", value: "N", lo: 1, hi: 4
 
 var storageOption = option{name: "storage", value: "JSON", doc: `options of the stores that URIs name, as {"timeout": "10"} (Python's storage_options)`}
 
-// storage returns the options of stores: from --storage and the environment.
-func (c *call) storage() (format.Access, error) {
-	opt := format.Access{Options: c.env.Storage}
-	var err error
-	if opt.Decrypt, err = c.keys("decrypt"); err != nil {
-		return opt, err
+// access sets how to reach files: the options of stores, from --storage and the
+// environment, and keys.
+func (c *call) access() (err error) {
+	c.storage.Options = c.env.Storage
+	if c.storage.Decrypt, err = c.keys("decrypt"); err != nil {
+		return err
 	}
-	if opt.Encrypt, err = c.keys("encrypt"); err != nil {
-		return opt, err
+	if c.storage.Encrypt, err = c.keys("encrypt"); err != nil {
+		return err
 	}
 	text, ok := c.opts["storage"]
 	if !ok {
-		return opt, nil
+		return nil
 	}
-	if err := rawjson.Unmarshal(text, &opt.Storage); err != nil {
-		return opt, usage(`--storage: expected a JSON object of strings, as {"timeout": "10"}`)
+	if err := rawjson.Unmarshal(text, &c.storage.Storage); err != nil {
+		return usage(`--storage: expected a JSON object of strings, as {"timeout": "10"}`)
 	}
-	if on, _ := opt.Flag("insecure"); on {
+	if on, _ := c.storage.Flag("insecure"); on {
 		fmt.Fprintln(c.stderr, "overwire: insecure: certificates are not checked, so anyone on the network path can change the weights")
 	}
-	return opt, nil
+	return nil
 }
 
 // verbs lists the verbs in the order of help. It is a function because the

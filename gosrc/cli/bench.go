@@ -147,7 +147,7 @@ func (c *call) generate() error {
 	}
 	out := c.args[2]
 	if !c.is("force") {
-		if err := free(out); err != nil {
+		if err := c.free(out); err != nil {
 			return err
 		}
 	}

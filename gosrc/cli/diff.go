@@ -53,13 +53,9 @@ type diffReport struct {
 }
 
 func (c *call) diff() error {
-	storage, err := c.storage()
-	if err != nil {
-		return err
-	}
 	var models [2]*load.Model
 	for i, path := range c.args {
-		m, err := load.Open(c.ctx, load.Spec{URIs: save.Spread([]string{path}), Storage: storage})
+		m, err := load.Open(c.ctx, load.Spec{URIs: save.Spread([]string{path}), Storage: c.storage})
 		if err != nil {
 			return err
 		}

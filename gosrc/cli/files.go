@@ -94,18 +94,10 @@ func (c *call) convert(compress bool) error {
 	if out == "" {
 		return usage("%s needs -o OUT, the file or folder to write", c.verb.name)
 	}
-	storage, err := c.storage()
-	if err != nil {
-		return err
-	}
-	spec := save.Spec{Path: out, Compress: compress, Level: c.opts["level"], Storage: storage,
+	spec := save.Spec{Path: out, Compress: compress, Level: c.opts["level"], Storage: c.storage,
 		Threads: c.threads(), Parts: c.number("parts", 0), Shard: c.size("shard")}
 	if !c.is("force") {
-		check := free
-		if open.Writable(out) {
-			check = func(out string) error { return c.freeRemote(out, storage.Options) }
-		}
-		if err := check(out); err != nil {
+		if err := c.free(out); err != nil {
 			return err
 		}
 	}
@@ -157,8 +149,12 @@ func sizesText(in, out int64) string {
 	return text
 }
 
-// free refuses to replace a file, or to write into a folder that is not empty.
-func free(out string) error {
+// free refuses to replace a file or an object, or to write into a folder that is not
+// empty.
+func (c *call) free(out string) error {
+	if open.Writable(out) {
+		return c.freeRemote(out)
+	}
 	info, err := os.Stat(out)
 	if err != nil {
 		return nil // absent, or the save reports what is wrong
@@ -185,11 +181,7 @@ writes a page, in one file that asks no server, in which the tensors lie as a ma
 		{name: "estimate", short: "e", doc: "say what compress would save"},
 		{name: "html", value: "FILE", doc: "write a page with a map of the tensors instead of listing them"}, storageOption},
 	run: func(c *call) error {
-		storage, err := c.storage()
-		if err != nil {
-			return err
-		}
-		in, err := save.Inspect(c.ctx, c.args, storage)
+		in, err := save.Inspect(c.ctx, c.args, c.storage)
 		if err != nil {
 			return err
 		}
@@ -212,7 +204,7 @@ writes a page, in one file that asks no server, in which the tensors lie as a ma
 			Estimate *save.Total `json:"estimate,omitempty"`
 		}{Inspection: in}
 		if c.is("estimate") {
-			sum, err := save.Estimate(c.ctx, c.args, storage)
+			sum, err := save.Estimate(c.ctx, c.args, c.storage)
 			if err != nil {
 				return err
 			}
@@ -277,11 +269,7 @@ and names file, tensor, chunk and offset.`,
 	example: "overwire verify model.ow.safetensors && echo whole",
 	options: append([]option{{name: "original", doc: "compare the SHA-256 of the file that was compressed, too"}, storageOption}, decryptOptions...),
 	run: func(c *call) error {
-		storage, err := c.storage()
-		if err != nil {
-			return err
-		}
-		rep, err := save.Verify(c.ctx, c.job, c.args, storage, c.is("original"))
+		rep, err := save.Verify(c.ctx, c.job, c.args, c.storage, c.is("original"))
 		if err != nil {
 			return err
 		}
@@ -322,11 +310,7 @@ find changes and mistakes; they are not cryptographic.`,
 	example: "overwire digest model.ow.safetensors",
 	options: append([]option{storageOption}, decryptOptions...),
 	run: func(c *call) error {
-		storage, err := c.storage()
-		if err != nil {
-			return err
-		}
-		rep, err := save.Digests(c.ctx, c.job, c.args, storage, nil)
+		rep, err := save.Digests(c.ctx, c.job, c.args, c.storage, nil)
 		if err != nil {
 			return err
 		}

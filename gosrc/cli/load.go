@@ -75,11 +75,7 @@ func (c *call) load() error {
 }
 
 func (c *call) loadOnce(opt load.Options) (rep load.Report, err error) {
-	storage, err := c.storage()
-	if err != nil {
-		return rep, err
-	}
-	m, err := load.Open(c.ctx, load.Spec{URIs: save.Spread(c.args), Storage: storage})
+	m, err := load.Open(c.ctx, load.Spec{URIs: save.Spread(c.args), Storage: c.storage})
 	if err != nil {
 		return rep, err
 	}

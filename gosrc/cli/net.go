@@ -36,15 +36,11 @@ is followed. -o - writes to standard output even if that is a terminal.`,
 		storageOption,
 	},
 	run: func(c *call) error {
-		storage, err := c.storage()
-		if err != nil {
-			return err
-		}
 		out := c.opts["output"]
 		if err := c.checkFetch(out); err != nil {
 			return err
 		}
-		spec := fetch.Spec{URIs: c.args, Storage: storage.Options, Own: true}
+		spec := fetch.Spec{URIs: c.args, Storage: c.storage.Options, Own: true}
 		if out == "" || out == "-" {
 			rep, err := fetch.Fetch(c.ctx, c.job, spec, c.stdout)
 			if err == nil && c.is("verbose") {
@@ -53,7 +49,7 @@ is followed. -o - writes to standard output even if that is a terminal.`,
 			return err
 		}
 		var rep fetch.Report
-		err = atomicfile.With(out, func(f *os.File) (err error) {
+		err := atomicfile.With(out, func(f *os.File) (err error) {
 			rep, err = fetch.Fetch(c.ctx, c.job, spec, f)
 			return err
 		})
