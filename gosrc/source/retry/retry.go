@@ -72,6 +72,8 @@ type Options struct {
 	// Range is the source's RangeBytes, set where reading a body in steps costs
 	// nothing.
 	Range int64
+	// Pin identifies the object's state; see source.Pinned.
+	Pin string
 
 	base time.Duration // of the pauses; tests make it short
 }
@@ -145,12 +147,14 @@ func (s *Source) URI() string { return s.f.URI() }
 // Size is the fetcher's.
 func (s *Source) Size() int64 { return s.f.Size() }
 
-// Facts are those of an object whose every read costs a round trip.
+// Facts are those of an object whose every read costs a round trip, and which its pin
+// identifies.
 func (s *Source) Facts() source.Facts {
 	f := source.Facts{Remote: true, Concurrency: s.opt.Connections}
 	if s.opt.Range > 0 {
 		f.RangeBytes, f.Ranges = s.opt.Range, s
 	}
+	f.Identity, f.Settled = source.Pinned(s, s.opt.Pin)
 	return f
 }
 

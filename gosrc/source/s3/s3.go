@@ -66,7 +66,6 @@ func (n name) at(verb string, err error) error { return errs.Place(verb, n.uri, 
 // and resumed, see source/retry.
 type Object struct {
 	*retry.Source
-	etag *string
 
 	mu   sync.Mutex
 	head []byte // the first bytes, until they are read
@@ -94,16 +93,10 @@ func Open(ctx context.Context, uri string, opt source.Options) (*Object, error) 
 	}
 	o := c.retry
 	o.Host, o.Range = c.endpoint+"/"+n.bucket, retry.RangeBytes
-	return &Object{Source: retry.New(f, o), etag: f.etag, head: head}, nil
-}
-
-// Facts are those of a remote object, which its ETag pins if the store gives one.
-func (o *Object) Facts() source.Facts {
-	f := o.Source.Facts()
-	if o.etag != nil {
-		f.Identity, f.Settled = source.Pinned(o, *o.etag)
+	if f.etag != nil {
+		o.Pin = *f.etag
 	}
-	return f
+	return &Object{Source: retry.New(f, o), head: head}, nil
 }
 
 // ReadAt fills p from off; see source.Source. The first read is served from the
