@@ -79,7 +79,7 @@ var readers = []reader{
 // The error is a errs.At: errs.ErrFormat for bytes that are no such file,
 // errs.ErrCorrupt for a file that has changed or was cut short,
 // errs.ErrNotSupported for one of a newer version, or the error of a source. Two
-// sources may have tensors of the same name; Index.Find reports that.
+// sources may have tensors of the same name.
 func Open(ctx context.Context, srcs []source.Source, opt Options) (*tensor.Index, error) {
 	parts := make([]*tensor.Index, len(srcs))
 	err := spawn.Each(ctx, "open", together, len(srcs), func(i int) (err error) {

@@ -216,7 +216,6 @@ type layout struct {
 
 // parse inspects a stream: its kind, the length of its content, the offsets of its
 // blocks. It allocates as many blocks as the stream's own bytes can contain.
-// capacity is the length of the caller's own memory, -1 if there is none.
 func parse(src []byte, s *Spec, algo *algorithm) (layout, error) {
 	if s.Kind == Native {
 		return parseNative(src, s, algo)

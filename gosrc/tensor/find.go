@@ -2,11 +2,7 @@ package tensor
 
 // This file finds tensors by name.
 
-import (
-	"hash/maphash"
-
-	"github.com/overwire/overwire/gosrc/errs"
-)
+import "hash/maphash"
 
 // names is an open-addressing table from name to tensor number. It takes 8
 // bytes per tensor, a map would take 50. Its seed is random, so that no file can
@@ -46,44 +42,14 @@ func (n *names) put(ts []Tensor, i int) (added bool) {
 	return true
 }
 
-// Find returns the number of the tensor with that name. It returns errs.ErrKey if
-// there is none, and errs.ErrArgument, naming two sources, if several sources
-// have the name. The first call builds the table. Find is safe for concurrent use.
-func (ix *Index) Find(name string) (int, error) {
-	ix.build()
-	n, found := &ix.names, -1
-	mask := uint64(len(n.slots) - 1)
-	for h := maphash.String(n.seed, name) & mask; n.slots[h] != 0; h = (h + 1) & mask {
-		i := int(n.slots[h] - 1)
-		if ix.Tensors[i].Name != name {
-			continue
-		}
-		if found >= 0 {
-			a, b := ix.Tensors[min(i, found)].Source, ix.Tensors[max(i, found)].Source
-			return -1, errs.New(errs.ErrArgument, "tensor %q is in both %s and %s",
-				name, errs.Redact(ix.Sources[a].URI), errs.Redact(ix.Sources[b].URI))
-		}
-		found = i
+// Finder makes a function that returns the number of the tensor with a name in one
+// source, or -1. The function is safe for concurrent use.
+func (ix *Index) Finder() func(source int, name string) int {
+	n := newNames(len(ix.Tensors))
+	for i := range ix.Tensors {
+		n.put(ix.Tensors, i)
 	}
-	if found < 0 {
-		return -1, errs.New(errs.ErrKey, "%q", name)
-	}
-	return found, nil
-}
-
-func (ix *Index) build() {
-	ix.once.Do(func() {
-		ix.names = newNames(len(ix.Tensors))
-		for i := range ix.Tensors {
-			ix.names.put(ix.Tensors, i)
-		}
-	})
-}
-
-// FindIn returns the number of the tensor with that name in one source, or -1.
-func (ix *Index) FindIn(source int, name string) int {
-	ix.build()
-	return int(*ix.names.slot(ix.Tensors, int32(source), name)) - 1
+	return func(source int, name string) int { return int(*n.slot(ix.Tensors, int32(source), name)) - 1 }
 }
 
 // Duplicate returns the number of the first tensor whose name an earlier tensor of

@@ -25,7 +25,7 @@ type Hub struct {
 	revisions map[string]*revision
 }
 
-// Open is the package's Open.
+// Open asks for the first bytes of an object.
 func (h *Hub) Open(ctx context.Context, uri string, opt source.Options) (*Source, error) {
 	ref, ok := source.ParseHF(uri)
 	if !ok {

@@ -49,11 +49,6 @@ type Source struct {
 	shut          atomic.Bool
 }
 
-// Open asks for the first bytes of an object.
-func Open(ctx context.Context, uri string, opt source.Options) (*Source, error) {
-	return new(Hub).Open(ctx, uri, opt)
-}
-
 func named(ctx context.Context, uri string, opt source.Options, r *revision) (*Source, error) {
 	s, err := open(ctx, uri, opt, r)
 	if ctx.Err() != nil {

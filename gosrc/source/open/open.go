@@ -156,11 +156,6 @@ func Own(opt source.Options) func(ctx context.Context, uri string) (source.Sourc
 	}
 }
 
-// Source opens one URI without options.
-func Source(ctx context.Context, uri string) (source.Source, error) {
-	return With(source.Options{})(ctx, uri)
-}
-
 // sound refuses a URI of a remote scheme that is not UTF-8, since programs disagree
 // on how to escape it.
 func sound(verb, uri string) error {
