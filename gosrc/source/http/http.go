@@ -29,7 +29,6 @@ import (
 	"strconv"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
@@ -43,10 +42,8 @@ var options = append([]string{"headers", "token", "cacert", "capath", "insecure"
 
 // A Source is an open object. It implements source.Source.
 type Source struct {
-	source.Source        // *retry.Source or *stream
-	head          []byte // the object's first bytes
+	source.Source // *retry.Source or *stream
 	o             *object
-	shut          atomic.Bool
 }
 
 func named(ctx context.Context, uri string, opt source.Options, r *revision) (*Source, error) {
@@ -97,21 +94,6 @@ func open(ctx context.Context, uri string, opt source.Options, r *revision) (*So
 		return nil, err
 	}
 	return s, nil
-}
-
-// ReadAt serves what it can from the first bytes.
-func (s *Source) ReadAt(ctx context.Context, p []byte, off int64) error {
-	if off >= 0 && off+int64(len(p)) <= int64(len(s.head)) && off+int64(len(p)) >= off && ctx.Err() == nil && !s.shut.Load() {
-		copy(p, s.head[off:])
-		return nil
-	}
-	return s.Source.ReadAt(ctx, p, off)
-}
-
-// Close closes the source; later reads fail.
-func (s *Source) Close() error {
-	s.shut.Store(true)
-	return s.Source.Close()
 }
 
 // Facts are those of the ranges, or of what one GET brings in order, and what
@@ -200,19 +182,19 @@ func (o *object) first(ctx context.Context, tries retry.Options) (*Source, error
 		return nil, err
 	}
 	if !ranged || total < 1 || from != 0 || to != min(total, source.HeadBytes)-1 {
-		return nil, &wrong{"the server gives another range than it was asked for"}
+		return nil, errAnother
 	}
-	head := make([]byte, to+1)
-	if _, err := io.ReadFull(resp.Body, head); err != nil {
+	tries.Head = make([]byte, to+1)
+	if _, err := io.ReadFull(resp.Body, tries.Head); err != nil {
 		return nil, err
 	}
 	if n, _ := resp.Body.Read(make([]byte, 1)); n > 0 {
-		return nil, &wrong{"the body is longer than its range"}
+		return nil, errors.New("the body is longer than its range")
 	}
 	o.answer = resp.Header
 	o.size, o.etag, o.modified, o.date = total, resp.Header.Get("ETag"), resp.Header.Get("Last-Modified"), resp.Header.Get("Date")
 	tries.Host, tries.Range = o.url.Scheme+"://"+o.url.Host, retry.RangeBytes
-	return &Source{Source: retry.New(o, tries), head: head, o: o}, nil
+	return &Source{retry.New(o, tries), o}, nil
 }
 
 // Fetch opens a range; see retry.Fetcher.
@@ -241,7 +223,10 @@ func (o *object) pin(h http.Header) {
 	}
 }
 
-// about checks that a response is about this range of the pinned object.
+var errAnother = errors.New("the server gives another range than it was asked for")
+
+// about checks that a response is about this range of the pinned object. Of one that
+// does not match its request, the error has no class: a retry may get another.
 func (o *object) about(resp *http.Response, off, n int64) error {
 	from, to, total, ranged := route.ContentRange(resp.Header.Get("Content-Range"))
 	switch resp.StatusCode {
@@ -250,7 +235,7 @@ func (o *object) about(resp *http.Response, off, n int64) error {
 		if err := o.same(resp); err != nil {
 			return err
 		}
-		return &wrong{"the server gives the whole object for a range"}
+		return errors.New("the server gives the whole object for a range")
 	case http.StatusRequestedRangeNotSatisfiable:
 		return &changed{"it is shorter now"}
 	default:
@@ -266,9 +251,9 @@ func (o *object) about(resp *http.Response, off, n int64) error {
 	case ranged && total >= 0 && total != o.size:
 		return &changed{fmt.Sprintf("it had %d bytes and has %d", o.size, total)}
 	case !ranged || from != off || to != off+n-1:
-		return &wrong{"the server gives another range than it was asked for"}
+		return errAnother
 	case resp.ContentLength >= 0 && resp.ContentLength != n:
-		return &wrong{fmt.Sprintf("a body of %d bytes for a range of %d", resp.ContentLength, n)}
+		return fmt.Errorf("a body of %d bytes for a range of %d", resp.ContentLength, n)
 	}
 	return nil
 }
@@ -302,18 +287,13 @@ func (o *object) same(resp *http.Response) error {
 // plain refuses encoded bodies and ranges in parts.
 func plain(resp *http.Response) error {
 	if e := resp.Header.Get("Content-Encoding"); e != "" && !strings.EqualFold(e, "identity") {
-		return &wrong{fmt.Sprintf("the server sends it encoded as %.20q, which was not asked for", e)}
+		return fmt.Errorf("the server sends it encoded as %.20q, which was not asked for", e)
 	}
 	if resp.StatusCode == http.StatusPartialContent && strings.HasPrefix(resp.Header.Get("Content-Type"), "multipart/byteranges") {
-		return &wrong{"the server answers one range in several parts"}
+		return errors.New("the server answers one range in several parts")
 	}
 	return nil
 }
-
-// wrong is a response that does not match its request; a retry may get another.
-type wrong struct{ what string }
-
-func (w *wrong) Error() string { return w.what }
 
 // changed says that the object has been replaced.
 type changed struct{ what string }

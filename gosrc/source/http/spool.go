@@ -65,7 +65,7 @@ func (o *object) spooled(ctx context.Context, tries retry.Options) (*Source, err
 		_ = f.Close()
 		return nil, err
 	}
-	return &Source{Source: s, o: o}, nil
+	return &Source{s, o}, nil
 }
 
 // Close ends the GET.

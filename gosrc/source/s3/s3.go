@@ -16,7 +16,6 @@ import (
 	"io"
 	"net/http"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/aws/aws-sdk-go-v2/aws"
@@ -62,17 +61,8 @@ func object(verb, uri string) (name, error) {
 
 func (n name) at(verb string, err error) error { return errs.Place(verb, n.uri, "", -1, err) }
 
-// An Object is an open object. It implements source.Source: reads are retried
-// and resumed, see source/retry.
-type Object struct {
-	*retry.Source
-
-	mu   sync.Mutex
-	head []byte // the first bytes, until they are read
-}
-
 // Open opens an object with one request, which also brings its beginning.
-func Open(ctx context.Context, uri string, opt source.Options) (*Object, error) {
+func Open(ctx context.Context, uri string, opt source.Options) (*retry.Source, error) {
 	n, err := object("open", uri)
 	if err != nil {
 		return nil, err
@@ -82,47 +72,20 @@ func Open(ctx context.Context, uri string, opt source.Options) (*Object, error) 
 		return nil, n.at("open", err)
 	}
 	f := &fetcher{name: n, client: c}
-	var head []byte
+	o := c.retry
 	err = retry.Do(ctx, c.retry, c.judge, func(ctx context.Context) (err error) {
-		head, err = f.first(ctx)
+		o.Head, err = f.first(ctx)
 		return err
 	})
 	if err != nil {
 		c.release()
 		return nil, n.at("open", err)
 	}
-	o := c.retry
 	o.Host, o.Range = c.endpoint+"/"+n.bucket, retry.RangeBytes
 	if f.etag != nil {
 		o.Pin = *f.etag
 	}
-	return &Object{Source: retry.New(f, o), head: head}, nil
-}
-
-// ReadAt fills p from off; see source.Source. The first read is served from the
-// bytes that came with opening, which are then freed: headers are read once.
-func (o *Object) ReadAt(ctx context.Context, p []byte, off int64) error {
-	o.mu.Lock()
-	head := o.head
-	if off < 0 || off > int64(len(head)) || int64(len(p)) > int64(len(head))-off || ctx.Err() != nil {
-		head = nil
-	} else {
-		o.head = nil
-	}
-	o.mu.Unlock()
-	if len(p) > 0 && head != nil {
-		copy(p, head[off:])
-		return nil
-	}
-	return o.Source.ReadAt(ctx, p, off)
-}
-
-// Close ends reads in flight and releases the connections.
-func (o *Object) Close() error {
-	o.mu.Lock()
-	o.head = nil
-	o.mu.Unlock()
-	return o.Source.Close()
+	return retry.New(f, o), nil
 }
 
 // A fetcher opens ranges of one object. It implements retry.Fetcher.
