@@ -158,7 +158,7 @@ func (r *byteRange) Next(p []byte) error {
 			return s.at(r.off, errs.New(errs.ErrCorrupt, "changed while it was read: %v", err))
 		case verdict == Never:
 			return s.at(r.off, classed(err))
-		case got >= s.opt.Floor:
+		case got >= Progress:
 			r.failed = 0
 		}
 		if r.failed++; r.failed > s.opt.Retries {
@@ -217,7 +217,7 @@ func (r *byteRange) read(p []byte) (int, error) {
 		if err != nil {
 			return got, stalled(r.about, &broken{err})
 		}
-		if int64(got-mark) >= s.opt.Floor {
+		if got-mark >= Progress {
 			mark = got
 			r.watch.Reset(s.opt.Timeout)
 		}

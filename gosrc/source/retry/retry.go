@@ -3,12 +3,13 @@
 //
 // A range that breaks is requested again from its first missing byte, after a
 // random pause (full jitter) whose limit doubles while nothing arrives. A body that
-// brings less than Options.Floor bytes within Options.Timeout is abandoned and
+// brings less than Progress bytes within Options.Timeout is abandoned and
 // requested again. How many ranges of one host are open at once is measured; see
 // limiter.go. The Fetcher judges what may be tried again.
 package retry
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -56,19 +57,17 @@ type Fetcher interface {
 	Close() error
 }
 
-// Options of New. Zero fields are the defaults.
+// Options of New; Parse has those of the caller.
 type Options struct {
 	// Host names the limit to share: sources of one host measure together.
 	Host string
 	// Connections is the most ranges open at once, 64 if 0.
 	Connections int
 	// Retries is how many consecutive failures a range survives that each bring
-	// less than Floor bytes; 8 if 0, none if negative.
+	// less than Progress bytes.
 	Retries int
-	// Timeout is how long a range may bring less than Floor bytes: 30 s if 0.
+	// Timeout is how long a range may bring less than Progress bytes.
 	Timeout time.Duration
-	// Floor is how many bytes count as progress: 64 KiB if 0.
-	Floor int64
 	// Range is the source's RangeBytes, set where reading a body in steps costs
 	// nothing.
 	Range int64
@@ -78,8 +77,11 @@ type Options struct {
 	// them asks for nothing.
 	Head []byte
 
-	base time.Duration // of the pauses; tests make it short
+	base time.Duration // of the pauses; 0: base
 }
+
+// Progress is how many bytes tell a connection that is slow from one that stands still.
+const Progress = 64 << 10
 
 // Names are the options of Parse.
 var Names = []string{"timeout", "connections", "retries"}
@@ -98,30 +100,7 @@ func Parse(o source.Options) (Options, error) {
 	if err != nil {
 		return Options{}, err
 	}
-	out := Options{Timeout: time.Duration(timeout * float64(time.Second)), Connections: int(connections), Retries: int(retries)}
-	if out.Retries == 0 {
-		out.Retries = -1
-	}
-	return out, nil
-}
-
-func (o *Options) defaults() {
-	if o.Connections == 0 {
-		o.Connections = 64
-	}
-	if o.Retries == 0 {
-		o.Retries = 8
-	}
-	o.Retries = max(0, o.Retries)
-	if o.Timeout == 0 {
-		o.Timeout = 30 * time.Second
-	}
-	if o.Floor == 0 {
-		o.Floor = 64 << 10
-	}
-	if o.base == 0 {
-		o.base = base
-	}
+	return Options{Timeout: time.Duration(timeout * float64(time.Second)), Connections: int(connections), Retries: int(retries)}, nil
 }
 
 // A Source reads a Fetcher's object. It implements source.Source.
@@ -138,7 +117,7 @@ type Source struct {
 
 // New makes a source of a fetcher, and closes it with the source.
 func New(f Fetcher, opt Options) *Source {
-	opt.defaults()
+	opt.Connections = cmp.Or(opt.Connections, 64)
 	s := &Source{f: f, opt: opt, limit: hold(opt.Host, opt.Connections)}
 	s.ctx, s.cancel = context.WithCancelCause(context.Background())
 	return s
@@ -245,11 +224,11 @@ const (
 // failures, and after how long the store asked to wait, which is obeyed up to a
 // minute.
 func Pause(ctx context.Context, failed int, after time.Duration) error {
-	return pause(ctx, base, failed, after)
+	return pause(ctx, 0, failed, after)
 }
 
-func pause(ctx context.Context, base time.Duration, failed int, after time.Duration) error {
-	span := min(most, base<<min(failed, 10))
+func pause(ctx context.Context, unit time.Duration, failed int, after time.Duration) error {
+	span := min(most, cmp.Or(unit, base)<<min(failed, 10))
 	d := max(min(after, time.Minute), rand.N(span))
 	t := time.NewTimer(d)
 	defer t.Stop()
@@ -266,7 +245,6 @@ func pause(ctx context.Context, base time.Duration, failed int, after time.Durat
 // heard says that the store has never responded. It returns how many have failed, and
 // the last error.
 func Repeat(ctx context.Context, opt Options, judge func(error) (Verdict, time.Duration), heard func() bool, fn func() error) (failed int, err error) {
-	opt.defaults()
 	for silent := 0; ; {
 		if err = fn(); err == nil || ctx.Err() != nil {
 			return failed, err
@@ -288,8 +266,6 @@ func Repeat(ctx context.Context, opt Options, judge func(error) (Verdict, time.D
 // Do is Repeat for what opens an object, whose store counts as one that has never
 // responded. Each try has Options.Timeout; one that runs out of time had no response.
 func Do(ctx context.Context, opt Options, judge func(error) (Verdict, time.Duration), fn func(ctx context.Context) error) error {
-	each := opt
-	each.defaults()
 	failed, err := Repeat(ctx, opt, func(err error) (Verdict, time.Duration) {
 		if errors.Is(err, errStalled) {
 			return Again, 0
@@ -298,7 +274,7 @@ func Do(ctx context.Context, opt Options, judge func(error) (Verdict, time.Durat
 	}, func() bool { return false }, func() error {
 		ctx, cancel := context.WithCancelCause(ctx)
 		defer cancel(nil)
-		defer time.AfterFunc(each.Timeout, func() { cancel(errStalled) }).Stop()
+		defer time.AfterFunc(opt.Timeout, func() { cancel(errStalled) }).Stop()
 		return stalled(ctx, fn(ctx))
 	})
 	switch {

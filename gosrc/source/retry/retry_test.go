@@ -104,8 +104,11 @@ func random(n int) []byte {
 	return b
 }
 
+// timeout is Parse's default.
+const timeout = 30 * time.Second
+
 func TestSuite(t *testing.T) {
-	sourcetest.Suite(t, sourcetest.Is{Remote: true, Stepped: true}, func(t *testing.T, data []byte) source.Source { return New(&store{data: data}, Options{Range: 1}) })
+	sourcetest.Suite(t, sourcetest.Is{Remote: true, Stepped: true}, func(t *testing.T, data []byte) source.Source { return New(&store{data: data}, Options{Retries: 8, Timeout: timeout, Range: 1}) })
 	if n := spawn.Left(); len(n) != 0 {
 		t.Errorf("left: %v", n)
 	}
@@ -137,7 +140,7 @@ func TestResumes(t *testing.T) {
 		asked.Add(int64(len(b)))
 		return bytes.NewReader(b), nil
 	}
-	src := New(s, Options{Floor: 1, Retries: 40, base: time.Millisecond})
+	src := New(s, Options{Retries: 40, Timeout: timeout, base: time.Millisecond})
 	defer src.Close()
 	total := int64(0)
 	for range 40 {
@@ -164,7 +167,7 @@ func TestStall(t *testing.T) { synctest.Test(t, stall) }
 func stall(t *testing.T) {
 	s := &store{data: random(500_000)}
 	var first sync.Once
-	src := New(s, Options{})
+	src := New(s, Options{Retries: 8, Timeout: timeout})
 	ctx := context.Background()
 	s.fault = func(n, off int64, b []byte) (io.Reader, error) {
 		out := io.Reader(bytes.NewReader(b))
@@ -180,7 +183,7 @@ func stall(t *testing.T) {
 	}
 	src.Close()
 
-	src = New(s, Options{Retries: 2})
+	src = New(s, Options{Retries: 2, Timeout: timeout})
 	s.fault = func(n, off int64, b []byte) (io.Reader, error) { return slow{}, nil }
 	if err := src.ReadAt(ctx, p, 0); !errors.Is(err, errs.ErrTimeout) || strings.Contains(err.Error(), "secret") {
 		t.Errorf("%v, want ErrTimeout", err)
@@ -209,7 +212,7 @@ func TestVerdicts(t *testing.T) {
 	} {
 		s := &store{data: random(100)}
 		s.fault = func(n, off int64, b []byte) (io.Reader, error) { return nil, c.err }
-		src := New(s, Options{Retries: 2, base: time.Millisecond})
+		src := New(s, Options{Retries: 2, Timeout: timeout, base: time.Millisecond})
 		if err := src.ReadAt(context.Background(), make([]byte, 10), 5); !errors.Is(err, c.class) {
 			t.Errorf("%v: %v, want %v", c.err, err, c.class)
 		}
@@ -223,7 +226,7 @@ func TestVerdicts(t *testing.T) {
 	s.fault = func(n, off int64, b []byte) (io.Reader, error) {
 		return bytes.NewReader(append(b[:len(b):len(b)], 1)), nil
 	}
-	src := New(s, Options{Retries: -1})
+	src := New(s, Options{Timeout: timeout})
 	if err := src.ReadAt(context.Background(), make([]byte, 10), 5); !errors.Is(err, errs.ErrIO) {
 		t.Errorf("%v, want ErrIO", err)
 	}
@@ -236,7 +239,7 @@ func TestEnds(t *testing.T) {
 	s.fault = func(n, off int64, b []byte) (io.Reader, error) { return nil, nil }
 	for _, end := range []string{"cancel", "close"} {
 		hung := &hangs{store: s, in: make(chan struct{})}
-		src := New(hung, Options{})
+		src := New(hung, Options{Retries: 8, Timeout: timeout})
 		ctx, cancel := context.WithCancelCause(context.Background())
 		got := make(chan error, 1)
 		go func() { got <- src.ReadAt(ctx, make([]byte, 10), 0) }()
@@ -275,7 +278,7 @@ func (h *hangs) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error) 
 // and a permit is never lost.
 func TestLimiter(t *testing.T) {
 	s := &store{data: random(1 << 20)}
-	src := New(s, Options{Connections: 3})
+	src := New(s, Options{Retries: 8, Timeout: timeout, Connections: 3})
 	var wg sync.WaitGroup
 	for off := range int64(10) {
 		wg.Add(1)
@@ -325,7 +328,7 @@ func TestTurns(t *testing.T) {
 		}
 		return bytes.NewReader(b), nil
 	}
-	src := New(s, Options{Connections: 1, base: time.Millisecond})
+	src := New(s, Options{Retries: 8, Timeout: timeout, Connections: 1, base: time.Millisecond})
 	defer src.Close()
 	one, err := sourcetest.Begin(t.Context(), src, 0, 50)
 	if err != nil {
@@ -364,7 +367,7 @@ func TestTurns(t *testing.T) {
 // A permit that is not used is the next one's; a closed source has none.
 func TestPermitUnused(t *testing.T) {
 	s := &store{data: random(100)}
-	src := New(s, Options{Connections: 1})
+	src := New(s, Options{Retries: 8, Timeout: timeout, Connections: 1})
 	one, err := src.OpenRange(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -407,7 +410,7 @@ func waited(t *testing.T) {
 	s := New(&store{data: random(100), fault: func(_, _ int64, b []byte) (io.Reader, error) {
 		time.Sleep(pause)
 		return bytes.NewReader(b), nil
-	}}, Options{Connections: 1})
+	}}, Options{Retries: 8, Timeout: timeout, Connections: 1})
 	defer s.Close()
 	one, err := sourcetest.Begin(t.Context(), s, 0, 50) // and has the only permit
 	if err != nil {
@@ -474,11 +477,11 @@ func openTries(t *testing.T) {
 		{"hangs and refuses", 8, []func(context.Context) error{hang, answer(silent), hang, hang}, OpenTries, errs.ErrTimeout},
 		{"is busy", 8, []func(context.Context) error{answer(busy)}, 9, errs.ErrIO},
 		{"is busy and hangs", 8, []func(context.Context) error{answer(busy), hang, answer(busy), hang}, 5, errs.ErrTimeout},
-		{"no retries", -1, []func(context.Context) error{hang}, 1, errs.ErrTimeout},
+		{"no retries", 0, []func(context.Context) error{hang}, 1, errs.ErrTimeout},
 		{"one retry", 1, []func(context.Context) error{hang}, 2, errs.ErrTimeout},
 	} {
 		asked := 0
-		err := Do(t.Context(), Options{Retries: c.retries}, judge, func(ctx context.Context) error {
+		err := Do(t.Context(), Options{Retries: c.retries, Timeout: timeout}, judge, func(ctx context.Context) error {
 			asked++
 			return c.answers[min(asked, len(c.answers))-1](ctx)
 		})
