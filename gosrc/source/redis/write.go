@@ -122,8 +122,10 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 		for i, off := range u.sent {
 			keys[i] = u.hidden(off)
 		}
-		if k, err := c.Exists(ctx, keys...).Result(); err != nil || k != int64(len(keys)) {
-			return errors.Join(err, errs.New(errs.ErrIO, "the server has lost %d of %d values that were sent: its memory is full", int64(len(keys))-k, len(keys)))
+		if k, err := c.Exists(ctx, keys...).Result(); err != nil {
+			return err
+		} else if lost := int64(len(keys)) - k; lost != 0 {
+			return errs.New(errs.ErrIO, "the server has lost %d of %d values that were sent: its memory is full", lost, len(keys))
 		}
 		_, err = c.TxPipelined(ctx, func(p redis.Pipeliner) error {
 			for _, v := range old {
