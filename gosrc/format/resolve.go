@@ -175,7 +175,7 @@ func below(dir string) string {
 	if hint := snapshots(dir); hint != "" {
 		return ": it is " + hint
 	}
-	found, _ := filepath.Glob(EscapeGlob(strings.TrimSuffix(dir, "/")) + "/*/*" + suffix)
+	found, _ := filepath.Glob(source.EscapeGlob(strings.TrimSuffix(dir, "/")) + "/*/*" + suffix)
 	var names []string
 	for _, path := range found { // sorted by name
 		if name := filepath.Base(filepath.Dir(path)); len(names) == 0 || names[len(names)-1] != name {
@@ -186,11 +186,6 @@ func below(dir string) string {
 		return ""
 	}
 	return ": open a folder below it (" + strings.Join(names[:min(len(names), 8)], ", ") + ")"
-}
-
-// EscapeGlob keeps a folder's name from being read as a pattern.
-func EscapeGlob(path string) string {
-	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(path)
 }
 
 // OpenAll resolves names, opens every file with open, and indexes them. A tensor

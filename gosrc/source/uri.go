@@ -95,6 +95,11 @@ func EscapePath(path string) string {
 	return strings.ReplaceAll(url.PathEscape(path), "%2F", "/")
 }
 
+// EscapeGlob keeps a path from being read as a pattern by filepath.Glob.
+func EscapeGlob(path string) string {
+	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(path)
+}
+
 func web(uri string) bool { return Scheme(uri) == "http" || Scheme(uri) == "https" }
 
 // split cuts what follows the path of http:// and https://. Keys of other

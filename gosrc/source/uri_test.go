@@ -2,6 +2,7 @@ package source
 
 import (
 	"errors"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -68,6 +69,20 @@ func TestFilePath(t *testing.T) {
 	for _, uri := range []string{"file:///a?b", "file:///a#b", "file:///a?", "file:///a#", "file://host/x", "file://", "file:///a%00b", "file:///%zz", "file:///a%2"} {
 		if got, err := FilePath(uri); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%q: %q, %v", uri, got, err)
+		}
+	}
+}
+
+// A path that is escaped stands for itself alone.
+func TestEscapeGlob(t *testing.T) {
+	for _, name := range []string{"a", "*", "?", "[a]", `\`, `\*`, "a[b", "[^a]"} {
+		for _, other := range []string{"a", "b", "xx", `\`, "*", "?"} {
+			if ok, err := filepath.Match(EscapeGlob(name), other); err != nil || ok != (name == other) {
+				t.Errorf("%s stands for %s: %v, %v", name, other, ok, err)
+			}
+		}
+		if ok, err := filepath.Match(EscapeGlob(name), name); !ok || err != nil {
+			t.Errorf("%s does not stand for itself: %v", name, err)
 		}
 	}
 }

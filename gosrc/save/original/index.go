@@ -8,7 +8,6 @@ import (
 	"path/filepath"
 	"strings"
 
-	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -25,7 +24,7 @@ func IndexJSON(ctx context.Context, path string, storage source.Options) (name s
 			path = source.Beside(path, "model"+suffix) // it cannot always be listed
 		}
 	} else if st, err := os.Stat(path); err == nil && st.IsDir() {
-		found, _ := filepath.Glob(format.EscapeGlob(path) + "/*" + suffix)
+		found, _ := filepath.Glob(source.EscapeGlob(path) + "/*" + suffix)
 		if len(found) != 1 {
 			return "", nil
 		}

@@ -3,6 +3,7 @@ package redis
 // This file connects to Redis servers, and classifies their errors.
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"crypto/x509"
@@ -118,10 +119,7 @@ func connect(n name, opt source.Options) (*server, error) {
 	if n.scheme == "rediss" {
 		host, _, _ := net.SplitHostPort(n.host)
 		s.opt.TLSConfig = &tls.Config{ServerName: host, MinVersion: tls.VersionTLS12}
-		file := opt.Storage["cacert"]
-		if file == "" {
-			file = opt.Env["SSL_CERT_FILE"]
-		}
+		file := cmp.Or(opt.Storage["cacert"], opt.Env["SSL_CERT_FILE"])
 		if file != "" {
 			pem, err := regular.Read(file, regular.MaxSetting)
 			if err != nil {

@@ -108,7 +108,9 @@ func random(n int) []byte {
 const timeout = 30 * time.Second
 
 func TestSuite(t *testing.T) {
-	sourcetest.Suite(t, sourcetest.Is{Remote: true, Stepped: true}, func(t *testing.T, data []byte) source.Source { return New(&store{data: data}, Options{Retries: 8, Timeout: timeout, Range: 1}) })
+	sourcetest.Suite(t, sourcetest.Is{Remote: true, Stepped: true}, func(t *testing.T, data []byte) source.Source {
+		return New(&store{data: data}, Options{Retries: 8, Timeout: timeout, Range: 1})
+	})
 	if n := spawn.Left(); len(n) != 0 {
 		t.Errorf("left: %v", n)
 	}
