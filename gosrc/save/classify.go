@@ -149,13 +149,8 @@ func (t *item) sample(ctx context.Context) ([]byte, error) {
 	for i := range int64(sampleRuns) {
 		off := (t.bytes - sampleBytes) / (sampleRuns - 1) * i
 		off -= off % 256 // whole elements of any size
-		run := out[i*sampleBytes : (i+1)*sampleBytes]
-		got, err := t.body.bytes(ctx, run, off)
-		if err != nil {
+		if err := t.fill(ctx, out[i*sampleBytes:(i+1)*sampleBytes], off); err != nil {
 			return nil, err
-		}
-		if &got[0] != &run[0] {
-			copy(run, got)
 		}
 	}
 	return out, nil

@@ -4,6 +4,7 @@ package save
 
 import (
 	"context"
+	"slices"
 	"sync"
 	"time"
 
@@ -81,9 +82,7 @@ func (m *model) digests(ctx context.Context, j *job.Job, elsewhere func(name str
 		s := &spans[k]
 		buf := buffers.Get().(*[]byte)
 		defer buffers.Put(buf)
-		if int64(cap(*buf)) < s.n {
-			*buf = make([]byte, s.n)
-		}
+		*buf = slices.Grow((*buf)[:0], int(s.n))
 		b, err := s.t.body.bytes(ctx, (*buf)[:s.n], s.off)
 		if err != nil {
 			return err

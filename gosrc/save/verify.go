@@ -4,6 +4,7 @@ package save
 
 import (
 	"context"
+	"slices"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/codec/digest"
@@ -167,10 +168,7 @@ func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *Ve
 		Work: func(_, k int) error {
 			s := &spans[k]
 			b := &bufs[k%window]
-			if int64(cap(*b)) < s.n {
-				*b = make([]byte, s.n)
-			}
-			*b = (*b)[:s.n]
+			*b = slices.Grow((*b)[:0], int(s.n))[:s.n]
 			_, err := s.t.body.bytes(ctx, *b, s.off)
 			if parts[k%window] = (digest.State{}); kept[s.k] != nil && err == nil {
 				parts[k%window].Add(s.off, *b)

@@ -4,6 +4,7 @@ package stored
 
 import (
 	"context"
+	"slices"
 	"sync"
 
 	"github.com/overwire/overwire/gosrc/codec"
@@ -67,18 +68,18 @@ func (s *Tensor) Step() int64 {
 	return s.Block()
 }
 
-// Bytes fills buf with bytes [off, off+len(buf)) in plain order, and returns it. It is
-// safe for concurrent use.
-func (s *Tensor) Bytes(ctx context.Context, buf []byte, off int64) ([]byte, error) {
+// Fill fills buf with bytes [off, off+len(buf)) in plain order. It is safe for
+// concurrent use.
+func (s *Tensor) Fill(ctx context.Context, buf []byte, off int64) error {
 	if s.parts() == 1 {
-		return buf, s.flat(ctx, buf, off)
+		return s.flat(ctx, buf, off)
 	}
 	for p := range s.parts() {
 		if err := s.spread(ctx, buf, p, off); err != nil {
-			return nil, err
+			return err
 		}
 	}
-	return buf, nil
+	return nil
 }
 
 // spread writes into buf, which stands for plain bytes from off on, those that
@@ -170,9 +171,7 @@ func (s *Tensor) read(ctx context.Context, dst []byte, k, whole int64) error {
 	if c.Codec != tensor.CodecRaw || c.Stored != c.Logical {
 		p := buffers.Get().(*[]byte)
 		defer buffers.Put(p)
-		if cap(*p) < int(c.Stored) {
-			*p = make([]byte, c.Stored)
-		}
+		*p = slices.Grow((*p)[:0], int(c.Stored))
 		in = (*p)[:c.Stored]
 	}
 	if err := s.src.ReadAt(ctx, in, c.Off); err != nil {
