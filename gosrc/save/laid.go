@@ -42,14 +42,11 @@ func Lay(ctx context.Context, j *job.Job, src, stem string, files []Laid, spec S
 	w := newWriter(spec, j)
 	folder, dst := isFolder(spec.Path, []string{src}, 1), spec.Path
 	w.spec.Path = pathIn(folder, stem, spec)
-	parts := []part{{path: w.spec.Path, laid: &files[0]}}
-	if dir, stem := stemOf(w.spec.Path); len(files) > 1 {
-		parts = parts[:0]
-		for k := range files {
-			parts = append(parts, part{path: join(dir, shardName(stem, k, len(files))), laid: &files[k]})
-		}
-		parts = append(parts, part{path: indexPath(w.spec.Path), laid: whole(shardIndex(parts))})
+	parts := make([]part, len(files))
+	for k := range files {
+		parts[k].laid = &files[k]
 	}
+	parts = named(w.spec.Path, parts)
 	if !folder {
 		return w.save(ctx, parts)
 	}
