@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"slices"
+	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/measure"
@@ -59,14 +60,20 @@ func Page(rep, before *measure.Report) []byte {
 }
 
 func machineText(rep *measure.Report) string {
+	return strings.Join(machineLines(rep), "; ") + fmt.Sprintf("; measured in %.0f s", rep.Seconds)
+}
+
+// machineLines are what was measured on: the machine, and each GPU.
+func machineLines(rep *measure.Report) []string {
 	m := rep.Machine
-	text := fmt.Sprintf("%s, %d cores, %s/%s, decoder %s", m.CPU, m.Cores, m.OS, m.Arch, m.Decoder)
-	if d := rep.Device; d != nil {
-		for _, g := range d.Info {
-			text += fmt.Sprintf("; cuda:%d is %s, PCIe %d x%d", g.Index, g.Name, g.LinkGen, g.LinkWidth)
-		}
+	lines := []string{fmt.Sprintf("%s, %d cores, %s/%s, decoder %s", m.CPU, m.Cores, m.OS, m.Arch, m.Decoder)}
+	if rep.Device == nil {
+		return lines
 	}
-	return text + fmt.Sprintf("; measured in %.0f s", rep.Seconds)
+	for _, g := range rep.Device.Info {
+		lines = append(lines, fmt.Sprintf("cuda:%d is %s, PCIe %d x%d", g.Index, g.Name, g.LinkGen, g.LinkWidth))
+	}
+	return lines
 }
 
 // chartOf is the chart of a row's group, without bars.

@@ -12,12 +12,8 @@ import (
 // WriteHead prints what is measured, on which machine, and about how long that
 // takes.
 func WriteHead(w io.Writer, rep *measure.Report) {
-	m := rep.Machine
-	fmt.Fprintf(w, "%s, %d cores, %s/%s, decoder %s\n", m.CPU, m.Cores, m.OS, m.Arch, m.Decoder)
-	if d := rep.Device; d != nil {
-		for _, g := range d.Info {
-			fmt.Fprintf(w, "cuda:%d is %s, PCIe %d x%d\n", g.Index, g.Name, g.LinkGen, g.LinkWidth)
-		}
+	for _, line := range machineLines(rep) {
+		fmt.Fprintln(w, line)
 	}
 	fmt.Fprintf(w, "this takes about %.0f s\n", max(1, rep.Estimate))
 }

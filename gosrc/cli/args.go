@@ -10,7 +10,6 @@ import (
 
 	"github.com/dustin/go-humanize"
 
-	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/near"
 	"github.com/overwire/overwire/gosrc/internal/rawjson"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -22,6 +21,9 @@ type option struct {
 	short string // -n, or ""
 	value string // what help prints for the value: "N"; "" for a switch
 	doc   string
+	// The value is a whole number from lo to hi; hi 0: it is none. Or it is a size.
+	lo, hi int
+	size   bool
 }
 
 // A verb is one word after overwire.
@@ -39,31 +41,31 @@ type verb struct {
 
 var jsonOption = option{name: "json", doc: "print one JSON document for machines"}
 
-var threadsOption = option{name: "threads", short: "j", value: "N", doc: "cores to use (default: all)"}
+var threadsOption = option{name: "threads", short: "j", value: "N", lo: 1, hi: 4096, doc: "cores to use (default: all)"}
 
 var storageOption = option{name: "storage", value: "JSON", doc: `options of the stores that URIs name, as {"timeout": "10"} (Python's storage_options)`}
 
-// storage returns the options of stores: from --storage and the environment.
-func (c *call) storage() (format.Access, error) {
-	opt := format.Access{Options: c.env.Storage}
-	var err error
-	if opt.Decrypt, err = c.keys("decrypt"); err != nil {
-		return opt, err
+// access sets how to reach files: the options of stores, from --storage and the
+// environment, and keys.
+func (c *call) access() (err error) {
+	c.storage.Options = c.env.Storage
+	if c.storage.Decrypt, err = c.keys("decrypt"); err != nil {
+		return err
 	}
-	if opt.Encrypt, err = c.keys("encrypt"); err != nil {
-		return opt, err
+	if c.storage.Encrypt, err = c.keys("encrypt"); err != nil {
+		return err
 	}
 	text, ok := c.opts["storage"]
 	if !ok {
-		return opt, nil
+		return nil
 	}
-	if err := rawjson.Unmarshal(text, &opt.Storage); err != nil {
-		return opt, usage(`--storage: expected a JSON object of strings, as {"timeout": "10"}`)
+	if err := rawjson.Unmarshal(text, &c.storage.Storage); err != nil {
+		return usage(`--storage: expected a JSON object of strings, as {"timeout": "10"}`)
 	}
-	if on, _ := opt.Flag("insecure"); on {
+	if on, _ := c.storage.Flag("insecure"); on {
 		fmt.Fprintln(c.stderr, "overwire: insecure: certificates are not checked, so anyone on the network path can change the weights")
 	}
-	return opt, nil
+	return nil
 }
 
 // verbs lists the verbs in the order of help. It is a function because the
@@ -154,6 +156,9 @@ func (c *call) parse(argv []string) error {
 		if _, twice := c.opts[o.name]; twice {
 			return usage("--%s is given twice", o.name)
 		}
+		if err := o.check(value); err != nil {
+			return err
+		}
 		c.opts[o.name] = value
 	}
 	return c.checkArgs()
@@ -206,31 +211,32 @@ func match(known []option, word string) *option {
 
 func (c *call) is(name string) bool { return c.opts[name] == "yes" }
 
-// number returns an option that is a whole number, or def if it is not given.
-func (c *call) number(name string, def, lo, hi int) (int, error) {
-	text, ok := c.opts[name]
-	if !ok {
-		return def, nil
-	}
+// check refuses a value that is not what the option takes.
+func (o *option) check(text string) error {
 	n, err := strconv.Atoi(text)
-	if err != nil || n < lo || n > hi {
-		return 0, usage("--%s %s: not a number from %d to %d", name, text, lo, hi)
+	if o.hi > 0 && (err != nil || n < o.lo || n > o.hi) {
+		return usage("--%s %s: not a number from %d to %d", o.name, text, o.lo, o.hi)
 	}
-	return n, nil
+	size, err := humanize.ParseBytes(text)
+	if o.size && (err != nil || size == 0 || size > 1<<50) {
+		return usage("--%s %s: not a size; write it as 4GB or 512MiB", o.name, text)
+	}
+	return nil
 }
 
-// size returns an option in bytes: 4GB, 512MiB, 1000.
-func (c *call) size(name string) (int64, error) {
-	text, ok := c.opts[name]
-	if !ok {
-		return 0, nil
+// number returns an option that is a whole number, or def if it is not given.
+func (c *call) number(name string, def int) int {
+	if text, ok := c.opts[name]; ok {
+		def, _ = strconv.Atoi(text) // parse has checked it
 	}
-	n, err := humanize.ParseBytes(text)
-	if err != nil || n == 0 || n > 1<<50 {
-		return 0, usage("--%s %s: not a size; write it as 4GB or 512MiB", name, text)
-	}
-	return int64(n), nil
+	return def
+}
+
+// size returns an option in bytes, 0 if it is not given.
+func (c *call) size(name string) int64 {
+	n, _ := humanize.ParseBytes(c.opts[name]) // parse has checked it
+	return int64(n)
 }
 
 // threads returns --threads, or OVERWIRE_THREADS; 0 means all cores.
-func (c *call) threads() (int, error) { return c.number("threads", knob.Threads.Get(), 1, 4096) }
+func (c *call) threads() int { return c.number("threads", knob.Threads.Get()) }

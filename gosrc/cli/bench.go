@@ -40,15 +40,15 @@ overwire bench --ranks auto --size 16GB --dir /dev/shm
 overwire bench --html bench.html --before before.json
 overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 	options: []option{
-		{name: "size", value: "SIZE", doc: "tensor bytes to save and load (default 2GB), or to generate"},
+		{name: "size", value: "SIZE", size: true, doc: "tensor bytes to save and load (default 2GB), or to generate"},
 		{name: "device", value: "DEVICE", doc: "device to load to: cuda, cuda:1, cpu (default cpu)"},
 		{name: "file", value: "FILE", doc: "your own weights, to see how small they become"},
-		{name: "repeat", value: "N", doc: "runs of each measurement (default 5)"},
+		{name: "repeat", value: "N", lo: 1, hi: 1000, doc: "runs of each measurement (default 5)"},
 		{name: "dir", value: "DIR", doc: "folder for temporary files"},
 		{name: "ranks", value: "N", doc: "measure loads by N processes together, one GPU each, or auto; with torch"},
 		{name: "html", value: "FILE", doc: "write a page with the figures, too"},
 		{name: "before", value: "FILE", doc: "compare with what bench --json printed then, on the page"},
-		{name: "seed", value: "N", doc: "gen: seed of the weights"},
+		{name: "seed", value: "N", hi: 1 << 62, doc: "gen: seed of the weights"},
 		{name: "force", short: "f", doc: "gen: replace OUT if it exists"},
 		threadsOption,
 	},
@@ -74,18 +74,9 @@ func kindsText() string {
 }
 
 // measure is bench without gen.
-func (c *call) measure() (err error) {
-	opt := bench.Options{Device: c.opts["device"], File: c.opts["file"]}
-	opt.Dir = c.opts["dir"]
-	if opt.Size, err = c.size("size"); err != nil {
-		return err
-	}
-	if opt.Repeat, err = c.number("repeat", 0, 1, 1000); err != nil {
-		return err
-	}
-	if opt.Threads, err = c.threads(); err != nil {
-		return err
-	}
+func (c *call) measure() error {
+	opt := bench.Options{Device: c.opts["device"], File: c.opts["file"],
+		Options: measure.Options{Dir: c.opts["dir"], Size: c.size("size"), Repeat: c.number("repeat", 0), Threads: c.threads()}}
 	before, err := c.before()
 	if err != nil {
 		return err
@@ -139,10 +130,10 @@ func (c *call) before() (*measure.Report, error) {
 	}
 	text, err := regular.Read(path, maxReport)
 	if err != nil {
-		return nil, errs.Locate("bench", path, "", -1, err)
+		return nil, errs.In("bench", path, err)
 	}
 	rep, err := bench.ReadReport(text)
-	return rep, errs.Locate("bench", path, "", -1, err)
+	return rep, errs.In("bench", path, err)
 }
 
 // generate writes weights of a kind.
@@ -150,25 +141,13 @@ func (c *call) generate() error {
 	if len(c.args) != 3 {
 		return usage("write: overwire bench gen KIND OUT [--size SIZE]; kinds:\n%s", kindsText())
 	}
-	opt := weights.Options{Kind: c.args[1]}
+	opt := weights.Options{Kind: c.args[1], Size: c.size("size"), Threads: c.threads(), Seed: uint64(c.number("seed", 0))}
 	if _, err := weights.Find(opt.Kind); err != nil {
 		return usage("no kind of weights is called %q; kinds:\n%s", opt.Kind, kindsText())
 	}
-	var err error
-	if opt.Size, err = c.size("size"); err != nil {
-		return err
-	}
-	if opt.Threads, err = c.threads(); err != nil {
-		return err
-	}
-	seed, err := c.number("seed", 0, 0, 1<<62)
-	if err != nil {
-		return err
-	}
-	opt.Seed = uint64(seed)
 	out := c.args[2]
 	if !c.is("force") {
-		if err := free(out); err != nil {
+		if err := c.free(out); err != nil {
 			return err
 		}
 	}
@@ -180,7 +159,7 @@ func (c *call) generate() error {
 	made := time.Since(start).Seconds()
 	in, total := measure.Inputs(all)
 	rep, err := save.Write(c.ctx, c.job, save.Spec{Path: out, Threads: opt.Threads,
-		Metadata: map[string]string{"format": "pt", "made_by": fmt.Sprintf("overwire bench gen %s --seed %d", opt.Kind, seed)}}, in)
+		Metadata: map[string]string{"format": "pt", "made_by": fmt.Sprintf("overwire bench gen %s --seed %d", opt.Kind, opt.Seed)}}, in)
 	if err != nil {
 		return err
 	}

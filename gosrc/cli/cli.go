@@ -17,6 +17,7 @@ import (
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/rawjson"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/source"
@@ -69,7 +70,8 @@ type call struct {
 	verbs          []*verb  // all, for those that describe them
 	args           []string // the words that are not options
 	opts           map[string]string
-	clear          func() // removes the progress line
+	storage        format.Access // how files are reached
+	clear          func()        // removes the progress line
 }
 
 // errHelp is parse's answer to --help.
@@ -105,6 +107,9 @@ func Main(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.Writ
 	if errors.Is(err, errHelp) {
 		fmt.Fprint(stdout, v.help())
 		return ExitOK
+	}
+	if err == nil {
+		err = c.access()
 	}
 	if err == nil {
 		c.clear = c.progress()

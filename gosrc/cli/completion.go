@@ -77,7 +77,7 @@ _overwire() {
 `)
 	fmt.Fprintf(w, "\t1) words='%s help --help --version' ;;\n\t*)\n\t\tcase ${COMP_WORDS[1]} in\n", strings.Join(verbNames(verbs), " "))
 	of := choices(verbs)
-	for _, name := range sorted(of) {
+	for _, name := range slices.Sorted(maps.Keys(of)) {
 		fmt.Fprintf(w, "\t\t%s) words='%s' ;;\n", name, strings.Join(of[name], " "))
 	}
 	fmt.Fprint(w, "\t\tesac\n\t\tcase $word in\n\t\t-*)\n\t\t\tcase ${COMP_WORDS[1]} in\n")
@@ -130,7 +130,7 @@ func fish(w io.Writer, verbs []*verb) {
 	}
 	fmt.Fprint(w, "complete -c overwire -f -n __fish_use_subcommand -a help -d 'describe a verb'\n")
 	of := choices(verbs)
-	for _, name := range sorted(of) {
+	for _, name := range slices.Sorted(maps.Keys(of)) {
 		fmt.Fprintf(w, "complete -c overwire -f -n '__fish_seen_subcommand_from %s' -a '%s'\n", name, strings.Join(of[name], " "))
 	}
 	for _, v := range verbs {

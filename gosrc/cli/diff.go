@@ -53,17 +53,9 @@ type diffReport struct {
 }
 
 func (c *call) diff() error {
-	storage, err := c.storage()
-	if err != nil {
-		return err
-	}
-	threads, err := c.threads()
-	if err != nil {
-		return err
-	}
 	var models [2]*load.Model
 	for i, path := range c.args {
-		m, err := load.Open(c.ctx, load.Spec{URIs: save.Spread([]string{path}), Storage: storage})
+		m, err := load.Open(c.ctx, load.Spec{URIs: save.Spread([]string{path}), Storage: c.storage})
 		if err != nil {
 			return err
 		}
@@ -78,7 +70,7 @@ func (c *call) diff() error {
 			sum += models[0].Index().Tensors[both[n][0]].Bytes
 			n++
 		}
-		if err := c.compare(&r, models, both[:n], threads); err != nil {
+		if err := c.compare(&r, models, both[:n], c.threads()); err != nil {
 			return err
 		}
 		both = both[n:]

@@ -10,7 +10,6 @@ import (
 	"path/filepath"
 	"runtime"
 	"slices"
-	"strconv"
 	"strings"
 
 	"golang.org/x/sys/cpu"
@@ -18,6 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device/gds"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/hostmem"
 	"github.com/overwire/overwire/gosrc/internal/nodes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -180,21 +180,12 @@ func features() []string {
 	return out
 }
 
-func memory() (m Memory) {
-	b, _ := os.ReadFile("/proc/meminfo")
-	for line := range strings.Lines(string(b)) {
-		name, rest, _ := strings.Cut(line, ":")
-		kb, _ := strconv.ParseInt(strings.TrimSuffix(strings.TrimSpace(rest), " kB"), 10, 64)
-		switch name {
-		case "MemTotal":
-			m.Total = kb << 10
-		case "MemAvailable":
-			m.Available = kb << 10
-		}
-	}
+func memory() Memory {
+	total, _ := hostmem.Field("/proc/meminfo", "MemTotal:")
+	available, _ := hostmem.Field("/proc/meminfo", "MemAvailable:")
+	m := Memory{Total: total << 10, Available: available << 10}
 	for _, p := range []string{"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"} {
-		b, err := os.ReadFile(p)
-		if n, bad := strconv.ParseInt(strings.TrimSpace(string(b)), 10, 64); err == nil && bad == nil && n < m.Total {
+		if n, ok := hostmem.Field(p, ""); ok && n < m.Total {
 			m.Limit = n
 		}
 	}

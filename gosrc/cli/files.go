@@ -6,6 +6,7 @@ package cli
 import (
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"slices"
 	"strings"
@@ -23,12 +24,12 @@ import (
 var writeOptions = append([]option{
 	{name: "output", short: "o", value: "OUT", doc: "file or folder to write"},
 	{name: "force", short: "f", doc: "replace OUT if it exists"},
-	{name: "shard", value: "SIZE", doc: "most tensor bytes in one file, e.g. 5GB (default: the shards of the source)"},
+	{name: "shard", value: "SIZE", size: true, doc: "most tensor bytes in one file, e.g. 5GB (default: the shards of the source)"},
 	storageOption,
 	threadsOption,
 }, decryptOptions...)
 
-var partsOption = option{name: "parts", value: "P", doc: "divide columns into 1, 2, 4 or 8 parts, so that a slice along dimension 1 reads only its own"}
+var partsOption = option{name: "parts", value: "P", lo: 1, hi: 8, doc: "divide columns into 1, 2, 4 or 8 parts, so that a slice along dimension 1 reads only its own"}
 
 var levelOption = option{name: "level", value: "LEVEL", doc: "default, or smaller: 0.2 to 1.5 % of the original smaller, decoded by the CPU alone, and slowly"}
 
@@ -93,26 +94,10 @@ func (c *call) convert(compress bool) error {
 	if out == "" {
 		return usage("%s needs -o OUT, the file or folder to write", c.verb.name)
 	}
-	storage, err := c.storage()
-	if err != nil {
-		return err
-	}
-	spec := save.Spec{Path: out, Compress: compress, Level: c.opts["level"], Storage: storage}
-	if spec.Threads, err = c.threads(); err != nil {
-		return err
-	}
-	if spec.Parts, err = c.number("parts", 0, 1, 8); err != nil {
-		return err
-	}
-	if spec.Shard, err = c.size("shard"); err != nil {
-		return err
-	}
+	spec := save.Spec{Path: out, Compress: compress, Level: c.opts["level"], Storage: c.storage,
+		Threads: c.threads(), Parts: c.number("parts", 0), Shard: c.size("shard")}
 	if !c.is("force") {
-		check := free
-		if open.Writable(out) {
-			check = func(out string) error { return c.freeRemote(out, storage.Options) }
-		}
-		if err := check(out); err != nil {
+		if err := c.free(out); err != nil {
 			return err
 		}
 	}
@@ -164,8 +149,12 @@ func sizesText(in, out int64) string {
 	return text
 }
 
-// free refuses to replace a file, or to write into a folder that is not empty.
-func free(out string) error {
+// free refuses to replace a file or an object, or to write into a folder that is not
+// empty.
+func (c *call) free(out string) error {
+	if open.Writable(out) {
+		return c.freeRemote(out)
+	}
 	info, err := os.Stat(out)
 	if err != nil {
 		return nil // absent, or the save reports what is wrong
@@ -192,17 +181,9 @@ writes a page, in one file that asks no server, in which the tensors lie as a ma
 		{name: "estimate", short: "e", doc: "say what compress would save"},
 		{name: "html", value: "FILE", doc: "write a page with a map of the tensors instead of listing them"}, storageOption},
 	run: func(c *call) error {
-		storage, err := c.storage()
+		in, err := save.Inspect(c.ctx, c.args, c.storage)
 		if err != nil {
 			return err
-		}
-		result, err := save.Inspect(c.ctx, c.args, storage)
-		if err != nil {
-			return err
-		}
-		in, ok := result.(*save.Inspection)
-		if !ok {
-			return errs.New(errs.ErrEngine, "inspect returned a %T", result)
 		}
 		if path := c.opts["html"]; path != "" {
 			text, err := page.Model(in)
@@ -223,7 +204,7 @@ writes a page, in one file that asks no server, in which the tensors lie as a ma
 			Estimate *save.Total `json:"estimate,omitempty"`
 		}{Inspection: in}
 		if c.is("estimate") {
-			sum, err := save.Estimate(c.ctx, c.args, storage)
+			sum, err := save.Estimate(c.ctx, c.args, c.storage)
 			if err != nil {
 				return err
 			}
@@ -245,7 +226,7 @@ writes a page, in one file that asks no server, in which the tensors lie as a ma
 func inspected(w io.Writer, in *save.Inspection) {
 	for _, f := range in.Sources {
 		fmt.Fprintf(w, "%s: %s, %s\n", errs.Redact(f.URI), f.Format, bytesText(f.Size))
-		for _, k := range sorted(f.Metadata) {
+		for _, k := range slices.Sorted(maps.Keys(f.Metadata)) {
 			fmt.Fprintf(w, "  %s = %s\n", safe(k), safe(f.Metadata[k]))
 		}
 		if len(f.Tensors) == 0 {
@@ -265,7 +246,7 @@ func inspected(w io.Writer, in *save.Inspection) {
 	}
 	t := table(w)
 	fmt.Fprint(t, "total\ttensors\tbytes\tstored\tratio\n")
-	for _, d := range sorted(in.Totals) {
+	for _, d := range slices.Sorted(maps.Keys(in.Totals)) {
 		sum := in.Totals[d]
 		if d == "" {
 			d = "all"
@@ -288,11 +269,7 @@ and names file, tensor, chunk and offset.`,
 	example: "overwire verify model.ow.safetensors && echo whole",
 	options: append([]option{{name: "original", doc: "compare the SHA-256 of the file that was compressed, too"}, storageOption}, decryptOptions...),
 	run: func(c *call) error {
-		storage, err := c.storage()
-		if err != nil {
-			return err
-		}
-		rep, err := save.Verify(c.ctx, c.job, c.args, storage, c.is("original"))
+		rep, err := save.Verify(c.ctx, c.job, c.args, c.storage, c.is("original"))
 		if err != nil {
 			return err
 		}
@@ -333,11 +310,7 @@ find changes and mistakes; they are not cryptographic.`,
 	example: "overwire digest model.ow.safetensors",
 	options: append([]option{storageOption}, decryptOptions...),
 	run: func(c *call) error {
-		storage, err := c.storage()
-		if err != nil {
-			return err
-		}
-		rep, err := save.Digests(c.ctx, c.job, c.args, storage, nil)
+		rep, err := save.Digests(c.ctx, c.job, c.args, c.storage, nil)
 		if err != nil {
 			return err
 		}
@@ -360,13 +333,7 @@ func rateText(n int64, seconds float64) string {
 	return fmt.Sprintf("%.2f GB/s", float64(n)/seconds/1e9)
 }
 
-func shapeText(shape []int64) string {
-	words := make([]string, len(shape))
-	for i, d := range shape {
-		words[i] = fmt.Sprint(d)
-	}
-	return "[" + strings.Join(words, ",") + "]"
-}
+func shapeText(shape []int64) string { return strings.ReplaceAll(fmt.Sprint(shape), " ", ",") }
 
 // safe makes text from a file safe to print: it can neither control the
 // terminal nor break the table.
@@ -382,13 +349,4 @@ func safe(s string) string {
 		return string(r[:most]) + "..."
 	}
 	return clean
-}
-
-func sorted[V any](m map[string]V) []string {
-	keys := make([]string, 0, len(m))
-	for k := range m {
-		keys = append(keys, k)
-	}
-	slices.Sort(keys)
-	return keys
 }

@@ -67,7 +67,7 @@ func (c *call) secret(name, from string) ([]byte, error) {
 			return nil, usage("--%s: %s has more than %d bytes", name, rest, most)
 		}
 		if err != nil {
-			return nil, &errs.At{Verb: "read", Source: rest, Chunk: -1, Offset: -1, Err: err}
+			return nil, errs.In("read", rest, err)
 		}
 		return b, nil
 	case kind == "env" && rest != "":

@@ -35,7 +35,7 @@ rate means nothing and is left out; set OVERWIRE_MMAP=off to have them read.`,
 	example: "overwire load model.ow.safetensors --device cuda --repeat 3 --trace trace.json",
 	options: append([]option{
 		{name: "device", value: "DEVICE", doc: "cpu (default), cuda, cuda:1"},
-		{name: "repeat", value: "N", doc: "number of loads, one after the other (default 1)"},
+		{name: "repeat", value: "N", lo: 1, hi: 1000, doc: "number of loads, one after the other (default 1)"},
 		traceOption, threadsOption, storageOption,
 	}, decryptOptions...),
 	run: (*call).load,
@@ -43,18 +43,10 @@ rate means nothing and is left out; set OVERWIRE_MMAP=off to have them read.`,
 
 // load runs the verb. Its report is a list: one load.Report for each load.
 func (c *call) load() error {
-	threads, err := c.threads()
-	if err != nil {
-		return err
-	}
-	repeat, err := c.number("repeat", 1, 1, 1000)
-	if err != nil {
-		return err
-	}
-	device := c.opts["device"]
+	repeat := c.number("repeat", 1)
 	reports := make([]load.Report, 0, repeat)
 	for n := range repeat {
-		opt := load.Options{Device: device, Threads: threads}
+		opt := load.Options{Device: c.opts["device"], Threads: c.threads()}
 		if n == repeat-1 {
 			opt.Trace = c.opts["trace"]
 		}
@@ -83,11 +75,7 @@ func (c *call) load() error {
 }
 
 func (c *call) loadOnce(opt load.Options) (rep load.Report, err error) {
-	storage, err := c.storage()
-	if err != nil {
-		return rep, err
-	}
-	m, err := load.Open(c.ctx, load.Spec{URIs: save.Spread(c.args), Storage: storage})
+	m, err := load.Open(c.ctx, load.Spec{URIs: save.Spread(c.args), Storage: c.storage})
 	if err != nil {
 		return rep, err
 	}
@@ -165,11 +153,11 @@ func (c *call) trace() error {
 	}
 	text, err := regular.Read(path, maxTrace)
 	if err != nil {
-		return errs.Locate("trace", path, "", -1, err)
+		return errs.In("trace", path, err)
 	}
 	t, err := page.ReadTrace(filepath.Base(path), text)
 	if err != nil {
-		return errs.Locate("trace", path, "", -1, err)
+		return errs.In("trace", path, err)
 	}
 	if text, err = t.HTML(); err != nil {
 		return err

@@ -36,15 +36,11 @@ is followed. -o - writes to standard output even if that is a terminal.`,
 		storageOption,
 	},
 	run: func(c *call) error {
-		storage, err := c.storage()
-		if err != nil {
-			return err
-		}
 		out := c.opts["output"]
 		if err := c.checkFetch(out); err != nil {
 			return err
 		}
-		spec := fetch.Spec{URIs: c.args, Storage: storage.Options, Own: true}
+		spec := fetch.Spec{URIs: c.args, Storage: c.storage.Options, Own: true}
 		if out == "" || out == "-" {
 			rep, err := fetch.Fetch(c.ctx, c.job, spec, c.stdout)
 			if err == nil && c.is("verbose") {
@@ -53,7 +49,7 @@ is followed. -o - writes to standard output even if that is a terminal.`,
 			return err
 		}
 		var rep fetch.Report
-		err = atomicfile.With(out, func(f *os.File) (err error) {
+		err := atomicfile.With(out, func(f *os.File) (err error) {
 			rep, err = fetch.Fetch(c.ctx, c.job, spec, f)
 			return err
 		})
@@ -96,42 +92,26 @@ on this machine alone unless --address says otherwise, and asks for no password.
 	example: "overwire serve models --address 127.0.0.1:8080 --rate 300MB --latency 20 --faults reset=0.1,503=0.05",
 	options: []option{
 		{name: "address", value: "HOST:PORT", doc: "where to listen (default 127.0.0.1:0, a free port)"},
-		{name: "rate", value: "SIZE", doc: "bytes per second over all connections, e.g. 1.25GB"},
-		{name: "each", value: "SIZE", doc: "bytes per second of one connection, as object stores limit it"},
-		{name: "latency", value: "MS", doc: "milliseconds before each response"},
+		{name: "rate", value: "SIZE", size: true, doc: "bytes per second over all connections, e.g. 1.25GB"},
+		{name: "each", value: "SIZE", size: true, doc: "bytes per second of one connection, as object stores limit it"},
+		{name: "latency", value: "MS", hi: 60_000, doc: "milliseconds before each response"},
 		{name: "faults", value: "LIST", doc: "name=probability,..."},
-		{name: "seed", value: "N", doc: "seed of the random faults"},
-		{name: "retry-after", value: "S", doc: "seconds that responses 429 and 503 ask to wait"},
+		{name: "seed", value: "N", hi: 1 << 62, doc: "seed of the random faults"},
+		{name: "retry-after", value: "S", hi: 3600, doc: "seconds that responses 429 and 503 ask to wait"},
 		{name: "no-ranges", doc: "ignore Range headers, as old servers do"},
 		{name: "chunked", doc: "send no Content-Length either"},
 		{name: "cert", value: "PEM", doc: "certificate, for TLS"},
 		{name: "key", value: "PEM", doc: "private key of the certificate"},
 	},
 	run: func(c *call) error {
-		opt := serve.Options{Address: c.opts["address"], NoRanges: c.is("no-ranges"), Chunked: c.is("chunked"), Cert: c.opts["cert"], Key: c.opts["key"]}
-		var err error
-		if opt.Rate, err = c.size("rate"); err != nil {
-			return err
+		opt := serve.Options{
+			Address: c.opts["address"], Cert: c.opts["cert"], Key: c.opts["key"], NoRanges: c.is("no-ranges"), Chunked: c.is("chunked"),
+			Rate: c.size("rate"), Each: c.size("each"), Latency: time.Duration(c.number("latency", 0)) * time.Millisecond,
+			Seed: uint64(c.number("seed", 0)), RetryAfter: time.Duration(c.number("retry-after", 0)) * time.Second, Faults: map[string]float64{},
 		}
-		if opt.Each, err = c.size("each"); err != nil {
-			return err
-		}
-		ms, err := c.number("latency", 0, 0, 60_000)
-		if err != nil {
-			return err
-		}
-		after, err := c.number("retry-after", 0, 0, 3600)
-		if err != nil {
-			return err
-		}
-		seed, err := c.number("seed", 0, 0, 1<<62)
-		if err != nil {
-			return err
-		}
-		opt.Latency, opt.RetryAfter, opt.Seed = time.Duration(ms)*time.Millisecond, time.Duration(after)*time.Second, uint64(seed)
-		opt.Faults = map[string]float64{}
 		for _, word := range strings.FieldsFunc(c.opts["faults"], func(r rune) bool { return r == ',' }) {
 			name, text, _ := strings.Cut(word, "=")
+			var err error
 			if opt.Faults[name], err = strconv.ParseFloat(text, 64); err != nil {
 				return usage("--faults %s: write name=probability,...", word)
 			}

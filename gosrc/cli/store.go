@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 )
 
@@ -22,19 +21,12 @@ Signs a URL (version 4) with the credentials at hand, without asking the store.
 Anyone who has the URL can read the object until it expires: keep it secret.`,
 	example: "overwire presign s3://models/m.safetensors --expires 3600",
 	options: []option{
-		{name: "expires", value: "SECONDS", doc: "how long the URL is valid, at most 604800 (default: 3600)"},
+		{name: "expires", value: "SECONDS", lo: 1, hi: 604800, doc: "how long the URL is valid, at most 604800 (default: 3600)"},
 		storageOption,
 	},
 	run: func(c *call) error {
-		storage, err := c.storage()
-		if err != nil {
-			return err
-		}
-		seconds, err := c.number("expires", 3600, 1, 604800)
-		if err != nil {
-			return err
-		}
-		url, err := open.Presign(c.ctx, c.args[0], storage.Options, time.Duration(seconds)*time.Second)
+		seconds := c.number("expires", 3600)
+		url, err := open.Presign(c.ctx, c.args[0], c.storage.Options, time.Duration(seconds)*time.Second)
 		if err != nil {
 			return err
 		}
@@ -47,11 +39,11 @@ Anyone who has the URL can read the object until it expires: keep it secret.`,
 }
 
 // freeRemote refuses to replace an object. Convert checks folders itself.
-func (c *call) freeRemote(out string, storage source.Options) error {
+func (c *call) freeRemote(out string) error {
 	if strings.HasSuffix(out, "/") {
 		return nil
 	}
-	s, err := open.With(storage)(c.ctx, out)
+	s, err := open.With(c.storage.Options)(c.ctx, out)
 	if errors.Is(err, errs.ErrNotFound) {
 		return nil
 	}

@@ -62,7 +62,7 @@ func Find(in Folder, taken map[string]bool) (found []File, left []string, err er
 	}
 	entries, err := os.ReadDir(in.Path)
 	if err != nil {
-		return nil, nil, errs.Locate("read", in.Path, "", -1, errs.FromOS(err))
+		return nil, nil, errs.In("read", in.Path, errs.FromOS(err))
 	}
 	root := in.Root
 	if root == "" {
@@ -144,10 +144,10 @@ const step = 1 << 20
 // Copy passes the bytes of f to write. It fails if they are no longer as many as when
 // f was found.
 func Copy(ctx context.Context, f File, write func(p []byte, off int64) error) error {
-	changed := errs.Locate("read", f.Path, "", -1, errs.New(errs.ErrCorrupt, "the file changed while it was copied"))
+	changed := errs.In("read", f.Path, errs.New(errs.ErrCorrupt, "the file changed while it was copied"))
 	fd, _, err := regular.Open(f.Path)
 	if err != nil {
-		return errs.Locate("read", f.Path, "", -1, err)
+		return errs.In("read", f.Path, err)
 	}
 	file := os.NewFile(uintptr(fd), f.Path)
 	defer file.Close()
@@ -170,7 +170,7 @@ func Copy(ctx context.Context, f File, write func(p []byte, off int64) error) er
 			return nil
 		}
 		if err != nil {
-			return errs.Locate("read", f.Path, "", -1, errs.FromOS(err))
+			return errs.In("read", f.Path, errs.FromOS(err))
 		}
 	}
 }

@@ -20,7 +20,6 @@ import (
 )
 
 const (
-	first  = 256 << 10 // the first part of each: opening the source may have read it
 	part   = 4 << 20
 	window = 16 // most parts in memory
 	begin  = 2  // parts that are read before any was written
@@ -174,8 +173,7 @@ func (p *Pin) same(now *Pin, uri string) error {
 	if p.Size != now.Size {
 		what = fmt.Sprintf("it had %d bytes and has %d", p.Size, now.Size)
 	}
-	return &errs.At{Verb: "fetch", Source: uri, Chunk: -1, Offset: -1,
-		Err: errs.New(errs.ErrCorrupt, "changed since it was opened: %s", what)}
+	return errs.In("fetch", uri, errs.New(errs.ErrCorrupt, "changed since it was opened: %s", what))
 }
 
 // ahead opens the sources and starts reads while there are free buffers. It calls
@@ -203,8 +201,7 @@ func ahead(ctx context.Context, j *job.Job, spec Spec, opened func(source.Source
 		size := s.Size()
 		if spec.Sizes != nil && size != spec.Sizes[i] {
 			_ = s.Close()
-			return &errs.At{Verb: "fetch", Source: uri, Chunk: -1, Offset: -1,
-				Err: errs.New(errs.ErrCorrupt, "%d bytes, %d wanted", size, spec.Sizes[i])}
+			return errs.In("fetch", uri, errs.New(errs.ErrCorrupt, "%d bytes, %d wanted", size, spec.Sizes[i]))
 		}
 		if spec.To > 0 {
 			size = min(size, spec.To)
@@ -212,8 +209,7 @@ func ahead(ctx context.Context, j *job.Job, spec Spec, opened func(source.Source
 		from := min(spec.From, size)
 		if total += size - from; spec.Most > 0 && total > spec.Most {
 			_ = s.Close()
-			return &errs.At{Verb: "fetch", Source: uri, Chunk: -1, Offset: -1,
-				Err: errs.New(errs.ErrFormat, "%d bytes, which is more than the %d that such a file may have", total, spec.Most)}
+			return errs.In("fetch", uri, errs.New(errs.ErrFormat, "%d bytes, which is more than the %d that such a file may have", total, spec.Most))
 		}
 		if j != nil {
 			j.TotalBytes.Add(size - from)
@@ -221,7 +217,7 @@ func ahead(ctx context.Context, j *job.Job, spec Spec, opened func(source.Source
 		if size == from {
 			_ = s.Close()
 		}
-		n := int64(first)
+		n := int64(source.HeadBytes) // opening the source may have read them
 		for off := from; off < size; off, n = off+n, part {
 			var buf []byte
 			select {

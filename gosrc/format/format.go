@@ -79,7 +79,7 @@ var readers = []reader{
 // The error is a errs.At: errs.ErrFormat for bytes that are no such file,
 // errs.ErrCorrupt for a file that has changed or was cut short,
 // errs.ErrNotSupported for one of a newer version, or the error of a source. Two
-// sources may have tensors of the same name; Index.Find reports that.
+// sources may have tensors of the same name.
 func Open(ctx context.Context, srcs []source.Source, opt Options) (*tensor.Index, error) {
 	parts := make([]*tensor.Index, len(srcs))
 	err := spawn.Each(ctx, "open", together, len(srcs), func(i int) (err error) {
@@ -100,9 +100,9 @@ func one(ctx context.Context, src source.Source, opt Options) (*tensor.Index, so
 			return ix, src, nil
 		}
 	}
-	head, err := safetensors.Head(ctx, src)
+	head, err := source.Head(ctx, src)
 	if err != nil {
-		return nil, src, err
+		return nil, src, errs.Place("index", src.URI(), "", 0, err)
 	}
 	i := slices.IndexFunc(readers, func(r reader) bool { return r.is(head) })
 	ix, plain, err := readers[i].index(ctx, src, head, opt)
@@ -124,7 +124,7 @@ func ours(ctx context.Context, src source.Source, head []byte, opt Options) (*te
 	}
 	marked, err := overwire.Is(&h)
 	if err != nil {
-		return nil, src, &errs.At{Verb: "index", Source: uri, Chunk: -1, Offset: 0, Err: err}
+		return nil, src, errs.Place("index", uri, "", 0, err)
 	}
 	if marked {
 		blob, err := index(ctx, src, &h)
@@ -149,15 +149,13 @@ func ours(ctx context.Context, src source.Source, head []byte, opt Options) (*te
 func index(ctx context.Context, src source.Source, h *safetensors.Header) ([]byte, error) {
 	t := &h.Tensors[0]
 	if t.Name != overwire.IndexName {
-		return nil, &errs.At{Verb: "index", Source: src.URI(), Tensor: overwire.IndexName, Chunk: -1, Offset: -1,
-			Err: errs.New(errs.ErrCorrupt, "the index is not the first tensor")}
+		return nil, errs.Locate("index", src.URI(), overwire.IndexName, -1, errs.New(errs.ErrCorrupt, "the index is not the first tensor"))
 	}
 	if t.Bytes <= int64(len(h.Ahead)) {
 		return h.Ahead[:t.Bytes], nil
 	}
 	if t.Bytes > tensor.MaxIndex {
-		return nil, &errs.At{Verb: "index", Source: src.URI(), Tensor: t.Name, Chunk: -1, Offset: t.Off,
-			Err: errs.New(errs.ErrFormat, "an index of %d bytes is over %d", t.Bytes, tensor.MaxIndex)}
+		return nil, errs.Place("index", src.URI(), t.Name, t.Off, errs.New(errs.ErrFormat, "an index of %d bytes is over %d", t.Bytes, tensor.MaxIndex))
 	}
 	blob := make([]byte, t.Bytes)
 	had := copy(blob, h.Ahead)

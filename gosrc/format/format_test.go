@@ -90,8 +90,8 @@ func attacks(ix *tensor.Index) []attack {
 	u16 := func(at int, v uint16) func([]byte) { return func(b []byte) { le.PutUint16(b[at:], v) } }
 	u32 := func(at int, v uint32) func([]byte) { return func(b []byte) { le.PutUint32(b[at:], v) } }
 	u64 := func(at int, v uint64) func([]byte) { return func(b []byte) { le.PutUint64(b[at:], v) } }
-	find := func(name string) int { i, _ := ix.Find(name); return i }
-	whole, long, tied, two, none := find("whole"), find("long"), find("tied"), find("two"), find("none")
+	find := ix.Finder()
+	whole, long, tied, two, none := find(0, "whole"), find(0, "long"), find(0, "tied"), find(0, "two"), find(0, "none")
 	first := func(i int) int { return int(ix.Tensors[i].First) }
 	f, ns, c := errs.ErrFormat, errs.ErrNotSupported, errs.ErrCorrupt
 	return []attack{
@@ -126,7 +126,7 @@ func attacks(ix *tensor.Index) []attack {
 		{"chunks, but is plain", u8(rec(long)+2, 0), f, "not a row of U8"},
 		{"an alias to no tensor", u8(rec(whole)+2, 2), f, "layout 2"},
 		{"alias out of range", u32(rec(tied)+48, 1000), f, "alias of tensor 1000"},
-		{"alias of an alias", u32(rec(tied)+48, uint32(find("a tie of bytes"))), f, "no bytes itself"},
+		{"alias of an alias", u32(rec(tied)+48, uint32(find(0, "a tie of bytes"))), f, "no bytes itself"},
 		{"alias of itself", u32(rec(tied)+48, uint32(tied)), f, "no bytes itself"},
 		{"alias of another", u32(rec(tied)+48, uint32(whole)), f, "differs"},
 		{"alias from chunks", u32(rec(whole)+48, 0), f, "with alias"},
@@ -269,10 +269,11 @@ func TestOpenMany(t *testing.T) {
 	if len(ix.Sources) != 5 || ix.Sources[1].Metadata["a"] != "b" || ix.Sources[1].Overwire() || !ix.Sources[4].Overwire() || ix.Sources[3].URI != "d" {
 		t.Errorf("sources %+v", ix.Sources)
 	}
-	for _, name := range []string{"tied", "plain", "t.BF16", "a"} {
-		i, err := ix.Find(name)
-		if err != nil {
-			t.Fatal(err)
+	find := ix.Finder()
+	for name, source := range map[string]int{"tied": 0, "plain": 1, "t.BF16": 3, "a": 4} {
+		i := find(source, name)
+		if i < 0 {
+			t.Fatalf("no %s", name)
 		}
 		if a := ix.Tensors[i].Alias; a >= 0 && ix.Tensors[a].Bytes != ix.Tensors[i].Bytes {
 			t.Errorf("%s is an alias of %s", name, ix.Tensors[a].Name)

@@ -47,7 +47,7 @@ func Resolve(ctx context.Context, uri string, open Opener, opt Options) (files [
 		return nil, nil, err
 	}
 	if strings.HasSuffix(uri, indexSuffix) {
-		return fromIndex(uri)
+		return fromIndex(ctx, uri, open)
 	}
 	return []string{uri}, nil, nil
 }
@@ -62,7 +62,7 @@ var usual = []string{
 func remote(ctx context.Context, uri string, open Opener, opt Options) ([]string, *safetensors.Shards, error) {
 	if !source.Folder(uri) {
 		if strings.HasSuffix(source.Path(uri), indexSuffix) {
-			return fromRemoteIndex(ctx, uri, open)
+			return fromIndex(ctx, uri, open)
 		}
 		return []string{uri}, nil, nil
 	}
@@ -78,7 +78,7 @@ func remote(ctx context.Context, uri string, open Opener, opt Options) ([]string
 	for _, name := range usual {
 		file := source.Beside(uri, name)
 		if strings.HasSuffix(name, indexSuffix) {
-			files, shards, err := fromRemoteIndex(ctx, file, open)
+			files, shards, err := fromIndex(ctx, file, open)
 			if err == nil || !errors.Is(err, errs.ErrNotFound) {
 				return files, shards, err
 			}
@@ -96,17 +96,10 @@ func remote(ctx context.Context, uri string, open Opener, opt Options) ([]string
 	return nil, nil, at(uri, errs.New(errs.ErrNotFound, "none of %s in this folder", strings.Join(usual, ", ")))
 }
 
-func fromRemoteIndex(ctx context.Context, uri string, open Opener) ([]string, *safetensors.Shards, error) {
-	s, err := open(ctx, uri)
+// fromIndex returns the shards that an index.json names.
+func fromIndex(ctx context.Context, uri string, open Opener) ([]string, *safetensors.Shards, error) {
+	b, err := content(ctx, uri, open)
 	if err != nil {
-		return nil, nil, err
-	}
-	defer s.Close()
-	if s.Size() > tensor.MaxHeader {
-		return nil, nil, at(uri, errs.New(errs.ErrFormat, "an index of %d bytes", s.Size()))
-	}
-	b := make([]byte, s.Size())
-	if err := s.ReadAt(ctx, b, 0); err != nil {
 		return nil, nil, err
 	}
 	shards, err := safetensors.ReadIndexJSON(uri, b)
@@ -118,6 +111,24 @@ func fromRemoteIndex(ctx context.Context, uri string, open Opener) ([]string, *s
 		files[i] = source.Beside(uri, name)
 	}
 	return files, &shards, nil
+}
+
+// content is all of an index.json.
+func content(ctx context.Context, uri string, open Opener) ([]byte, error) {
+	if !source.Remote(uri) {
+		b, err := regular.Read(uri, tensor.MaxHeader)
+		return b, errs.In("open", uri, err)
+	}
+	s, err := open(ctx, uri)
+	if err != nil {
+		return nil, err
+	}
+	defer s.Close()
+	if s.Size() > tensor.MaxHeader {
+		return nil, at(uri, errs.New(errs.ErrFormat, "an index of %d bytes", s.Size()))
+	}
+	b := make([]byte, s.Size())
+	return b, s.ReadAt(ctx, b, 0)
 }
 
 func folder(ctx context.Context, dir string, open Opener) ([]string, *safetensors.Shards, error) {
@@ -145,10 +156,8 @@ func listed(ctx context.Context, dir string, names []string, open Opener) ([]str
 		}
 	}
 	switch {
-	case len(indexes) == 1 && source.Remote(dir):
-		return fromRemoteIndex(ctx, indexes[0], open)
 	case len(indexes) == 1:
-		return fromIndex(indexes[0])
+		return fromIndex(ctx, indexes[0], open)
 	case len(indexes) > 1:
 		return nil, nil, at(dir, errs.New(errs.ErrArgument, "several models in one folder, name one of them: %s", strings.Join(indexes, ", ")))
 	case len(files) == 0:
@@ -166,7 +175,7 @@ func below(dir string) string {
 	if hint := snapshots(dir); hint != "" {
 		return ": it is " + hint
 	}
-	found, _ := filepath.Glob(EscapeGlob(strings.TrimSuffix(dir, "/")) + "/*/*" + suffix)
+	found, _ := filepath.Glob(source.EscapeGlob(strings.TrimSuffix(dir, "/")) + "/*/*" + suffix)
 	var names []string
 	for _, path := range found { // sorted by name
 		if name := filepath.Base(filepath.Dir(path)); len(names) == 0 || names[len(names)-1] != name {
@@ -177,27 +186,6 @@ func below(dir string) string {
 		return ""
 	}
 	return ": open a folder below it (" + strings.Join(names[:min(len(names), 8)], ", ") + ")"
-}
-
-// EscapeGlob keeps a folder's name from being read as a pattern.
-func EscapeGlob(path string) string {
-	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(path)
-}
-
-func fromIndex(path string) ([]string, *safetensors.Shards, error) {
-	b, err := regular.Read(path, tensor.MaxHeader)
-	if err != nil {
-		return nil, nil, at(path, err)
-	}
-	shards, err := safetensors.ReadIndexJSON(path, b)
-	if err != nil {
-		return nil, nil, err
-	}
-	files := slices.Clone(shards.Files)
-	for i, name := range files {
-		files[i] = path[:strings.LastIndexByte(path, '/')+1] + name
-	}
-	return files, &shards, nil
 }
 
 // OpenAll resolves names, opens every file with open, and indexes them. A tensor

@@ -54,12 +54,6 @@ func (k *Knob[T]) Get() T {
 	return k.def
 }
 
-// Set reports whether the environment given to the last Load set the value.
-func (k *Knob[T]) Set() bool {
-	s := k.val.Load()
-	return s != nil && s.from != ""
-}
-
 // Check returns why a call may not use text as the knob's value, or nil. The
 // empty text stands for the knob's own value.
 func (k *Knob[T]) Check(text string) error {

@@ -64,12 +64,12 @@ func TestLoad(t *testing.T) {
 // A second Load forgets what the first one set.
 func TestLoadReplaces(t *testing.T) {
 	load(t, map[string]string{"OVERWIRE_THREADS": "3"})
-	if !Threads.Set() || Threads.Get() != 3 {
-		t.Fatalf("%v %v", Threads.Set(), Threads.Get())
+	if from := Threads.row().From; from != "OVERWIRE_THREADS" || Threads.Get() != 3 {
+		t.Fatalf("%q %v", from, Threads.Get())
 	}
 	Load(map[string]string{})
-	if Threads.Set() || Threads.Get() != 0 {
-		t.Errorf("kept %v %v", Threads.Set(), Threads.Get())
+	if from := Threads.row().From; from != "" || Threads.Get() != 0 {
+		t.Errorf("kept %q %v", from, Threads.Get())
 	}
 }
 

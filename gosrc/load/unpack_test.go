@@ -74,8 +74,9 @@ func TestUnpacked(t *testing.T) {
 	check := func() {
 		t.Helper()
 		l, _ := ended(t, m, Options{})
+		find := m.Index().Finder()
 		for _, w := range in {
-			i, _ := m.Index().Find(w.Name)
+			i := find(0, w.Name)
 			mem, _, _, ok := l.Take(i)
 			if !ok || !bytes.Equal(mem.Slice(), w.Data) {
 				t.Errorf("%s: %v, or wrong bytes", w.Name, ok)
@@ -83,7 +84,7 @@ func TestUnpacked(t *testing.T) {
 			mem.Release()
 		}
 		l.Close()
-		at, _ := m.Index().Find("a")
+		at := find(0, "a")
 		s, err := m.Start([]Request{{Tensor: int64(at), Lo0: 17, Hi0: 913, Hi1: -1}, {Tensor: int64(at), Hi0: -1, Lo1: 500, Hi1: 999}}, Options{})
 		if err != nil {
 			t.Fatal(err)
@@ -121,7 +122,7 @@ func TestUnpacked(t *testing.T) {
 func TestUnpackedDamage(t *testing.T) {
 	path, _ := smaller(t)
 	m := opened(t, Spec{URIs: []string{path}})
-	i, _ := m.Index().Find("e")
+	i := m.Index().Finder()(0, "e")
 	c := m.Index().Chunks[m.Index().Tensors[i].First+2]
 	b, err := os.ReadFile(path)
 	if err != nil {

@@ -4,6 +4,7 @@ package measure
 
 import (
 	"math"
+	"math/bits"
 
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -15,28 +16,30 @@ import (
 // that docs/format.md allows. It is no bound of other coders: one that codes the
 // other bits, too, can be below it.
 func FieldEntropy(d tensor.DType, data []byte) float64 {
-	n := float64(len(data))
 	switch d {
 	case tensor.BF16:
-		return field(data, 2, 7, 8) + n/2*planes(data, 2, 0x807f)
+		return coded(data, 2, 7, 8)
 	case tensor.F16:
-		return field(data, 2, 10, 5) + n/2*planes(data, 2, 0x83ff)
+		return coded(data, 2, 10, 5)
 	case tensor.F32, tensor.C64:
-		return field(data, 4, 23, 8) + n/4*planes(data, 4, 0x807fffff)
+		return coded(data, 4, 23, 8)
 	case tensor.F8E4M3, tensor.F8E4M3FNUZ:
-		return field(data, 1, 3, 4) + n*planes(data, 1, 0x87)
+		return coded(data, 1, 3, 4)
 	case tensor.F8E5M2, tensor.F8E5M2FNUZ:
-		return field(data, 1, 2, 5) + n*planes(data, 1, 0x83)
+		return coded(data, 1, 2, 5)
 	case tensor.I8, tensor.U8:
-		low := field(data, 1, 0, 4)
-		high := field(data, 1, 4, 4)
-		return min(high+n*planes(data, 1, 0x0f), nibbles(data), field(data, 1, 0, 8), low+high)
+		return min(coded(data, 1, 4, 4), nibbles(data), field(data, 1, 0, 8), field(data, 1, 0, 4)+field(data, 1, 4, 4))
 	case tensor.F4:
 		return nibbles(data)
 	case tensor.F8E8M0, tensor.Bool:
 		return field(data, 1, 0, 8)
 	}
-	return n
+	return float64(len(data))
+}
+
+// coded is the size of elements of width bytes of which bits lo..lo+n-1 are coded.
+func coded(data []byte, width int, lo, n uint) float64 {
+	return field(data, width, lo, n) + float64(len(data)/width)*planes(data, width, ^(uint32(1<<n-1)<<lo))
 }
 
 // field is the entropy, in bytes, of bits lo..lo+n-1 of every element.
@@ -68,20 +71,13 @@ func planes(data []byte, width int, mask uint32) float64 {
 		and &= v
 	}
 	changing := (or &^ and) & mask
-	bits := 0.0
-	for b := uint(0); b < uint(width*8); b += 8 {
+	n := 0
+	for b := 0; b < width*8; b += 8 {
 		if changing>>b&0xff != 0 || width == 1 {
-			bits += float64(ones(mask >> b & 0xff))
+			n += bits.OnesCount32(mask >> b & 0xff)
 		}
 	}
-	return bits / 8
-}
-
-func ones(v uint32) (n int) {
-	for ; v != 0; v &= v - 1 {
-		n++
-	}
-	return n
+	return float64(n) / 8
 }
 
 func element(p []byte, width int) uint32 {

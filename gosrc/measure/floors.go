@@ -6,7 +6,6 @@ import (
 	"os"
 	"runtime"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"unsafe"
 
@@ -157,31 +156,18 @@ func Touch(m []byte) {
 func Parallel(workers int, n, step int64, fn func(worker int, lo, hi int64) error) error {
 	var next atomic.Int64
 	var first atomic.Pointer[error]
-	work := func(w int) {
-		for first.Load() == nil {
-			lo := next.Add(step) - step
-			if lo >= n {
-				return
-			}
+	spawn.Workers("measure", workers, func(err error) { first.CompareAndSwap(nil, &err) }, func(w int) error {
+		for lo := next.Add(step) - step; lo < n && first.Load() == nil; lo = next.Add(step) - step {
 			if err := fn(w, lo, min(n, lo+step)); err != nil {
-				first.CompareAndSwap(nil, &err)
+				return err
 			}
 		}
-	}
-	if workers <= 1 {
-		work(0)
-	} else {
-		var wg sync.WaitGroup
-		for w := range workers {
-			wg.Add(1)
-			spawn.Go("measure", func() { defer wg.Done(); work(w) })
-		}
-		wg.Wait()
-	}
+		return nil
+	})
 	if p := first.Load(); p != nil {
 		return *p
 	}
-	return spawn.Poisoned()
+	return nil
 }
 
 // cpuName is the kernel's name of the processor.

@@ -216,37 +216,30 @@ type layout struct {
 
 // parse inspects a stream: its kind, the length of its content, the offsets of its
 // blocks. It allocates as many blocks as the stream's own bytes can contain.
-// capacity is the length of the caller's own memory, -1 if there is none.
 func parse(src []byte, s *Spec, algo *algorithm) (layout, error) {
-	switch s.Kind {
-	case Native:
+	if s.Kind == Native {
 		return parseNative(src, s, algo)
-	case WithSize:
-		if algo == nil {
-			return layout{}, errs.New(errs.ErrArgument, "the algorithm of a stream that is not native must be said")
-		}
-		k := algo.prefix()
-		if len(src) < k {
-			return layout{}, errs.New(errs.ErrCorrupt, "%d bytes have no room for the length of the content", len(src))
-		}
-		n := length(src[:k])
-		rest := src[k:]
-		if n > 1<<62 {
-			return layout{}, errs.New(errs.ErrCorrupt, "a content of %d bytes", n)
-		}
-		if err := algo.possible(rest, int64(n)); err != nil {
-			return layout{}, err
-		}
-		return layout{algo: algo, size: int64(n), blocks: []block{{src: rest, n: int64(n)}}}, nil
-	case Raw:
-		if algo == nil {
-			return layout{}, errs.New(errs.ErrArgument, "the algorithm of a stream that is not native must be said")
-		}
+	}
+	if algo == nil {
+		return layout{}, errs.New(errs.ErrArgument, "the algorithm of a stream that is not native must be said")
+	}
+	if s.Kind == Raw {
 		n, err := algo.size(src)
 		if err != nil {
 			return layout{}, err
 		}
 		return layout{algo: algo, size: n, blocks: []block{{src: src, n: n}}}, nil
 	}
-	return layout{}, errs.New(errs.ErrArgument, "kind of bitstream %d", s.Kind)
+	k := algo.prefix()
+	if len(src) < k {
+		return layout{}, errs.New(errs.ErrCorrupt, "%d bytes have no room for the length of the content", len(src))
+	}
+	n, rest := length(src[:k]), src[k:]
+	if n > 1<<62 {
+		return layout{}, errs.New(errs.ErrCorrupt, "a content of %d bytes", n)
+	}
+	if err := algo.possible(rest, int64(n)); err != nil {
+		return layout{}, err
+	}
+	return layout{algo: algo, size: int64(n), blocks: []block{{src: rest, n: int64(n)}}}, nil
 }

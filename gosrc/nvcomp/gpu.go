@@ -6,7 +6,6 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 // GPUNames lists the algorithms whose streams kernels decode.
@@ -20,19 +19,10 @@ func GPUNames() []string {
 	return names
 }
 
-// onGPU finds an algorithm, whether or not the host implements it.
-func onGPU(name string) (uint32, error) {
-	a, err := byName(name)
-	if err != nil {
-		return 0, err
-	}
-	return uint32(a.id), nil
-}
-
 // GPUDecode queues the decoding of streams of one algorithm on a GPU: see
 // cuda.Device.Decode.
 func GPUDecode(index int, on cuda.Order, name string, streams []cuda.Stream) (*cuda.Batch, error) {
-	id, err := onGPU(name)
+	a, err := byName(name)
 	if err != nil {
 		return nil, err
 	}
@@ -40,18 +30,16 @@ func GPUDecode(index int, on cuda.Order, name string, streams []cuda.Stream) (*c
 	if err != nil {
 		return nil, err
 	}
-	return d.Decode(on, id, streams)
+	return d.Decode(on, uint32(a.id), streams)
 }
 
 // GPUTransform is the transform of X16 for contents of a dtype (by safetensors'
 // name; "": unknown), of which sample is a part: 0 if none gains anything, -1 if a
 // sample is needed and missing.
 func GPUTransform(dtype string, sample []byte) (int, error) {
-	d, known := tensor.DType(0), false
-	if dtype != "" {
-		if d, known = tensor.ParseDType(dtype); !known {
-			return 0, errs.New(errs.ErrArgument, "no such dtype: %q", dtype)
-		}
+	d, known, err := dtypeNamed(dtype)
+	if err != nil {
+		return 0, err
 	}
 	if list := x16.TransformsFor(d); known && len(list) == 1 {
 		return int(list[0]), nil
@@ -88,10 +76,11 @@ type Glance struct {
 func GPUPeek(index int, on cuda.Order, kind Kind, name string, streams []cuda.Stream) ([]Glance, error) {
 	var id uint32
 	if name != "" || kind != Native {
-		var err error
-		if id, err = onGPU(name); err != nil {
+		a, err := byName(name)
+		if err != nil {
 			return nil, err
 		}
+		id = uint32(a.id)
 	}
 	if kind == Raw && id != uint32(X16) && id != uint32(Snappy) {
 		return nil, errs.New(errs.ErrNotSupported, "a raw block of %s does not say its length at a fixed place", name)

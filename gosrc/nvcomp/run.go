@@ -6,7 +6,6 @@ import (
 	"context"
 	"encoding/binary"
 	"hash/crc32"
-	"runtime"
 	"sync"
 
 	"github.com/overwire/overwire/gosrc/device"
@@ -154,10 +153,7 @@ const alone = 256 << 10
 // each calls fn for 0 to n-1, on all cores if there are enough bytes. fn keeps its
 // own errors; each returns the context's, or a panic's.
 func each(ctx context.Context, n int, bytes int64, fn func(i int)) error {
-	workers := knob.Threads.Get()
-	if workers <= 0 {
-		workers = runtime.GOMAXPROCS(0)
-	}
+	workers := knob.Workers(0)
 	if bytes < alone {
 		workers = 1
 	}
@@ -359,10 +355,8 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 // settle fills in the defaults of the algorithm, and refuses what it does not
 // support. known reports whether the Spec names a dtype: d.
 func settle(s *Spec, algo *algorithm) (d tensor.DType, known bool, err error) {
-	if s.DType != "" {
-		if d, known = tensor.ParseDType(s.DType); !known {
-			return d, false, errs.New(errs.ErrArgument, "no such dtype: %q", s.DType)
-		}
+	if d, known, err = dtypeNamed(s.DType); err != nil {
+		return d, known, err
 	}
 	if algo.id == Cascaded {
 		o := cascaded.Default(0)
@@ -378,6 +372,14 @@ func settle(s *Spec, algo *algorithm) (d tensor.DType, known bool, err error) {
 	switch algo.id {
 	case Deflate, Gzip, GDeflate, Cascaded:
 		_, err = algo.encode(nil, nil, s) // an invalid level, or invalid options
+	}
+	return d, known, err
+}
+
+// dtypeNamed is the dtype of a name of safetensors; known is false for "".
+func dtypeNamed(name string) (d tensor.DType, known bool, err error) {
+	if d, known = tensor.ParseDType(name); !known && name != "" {
+		err = errs.New(errs.ErrArgument, "no such dtype: %q", name)
 	}
 	return d, known, err
 }

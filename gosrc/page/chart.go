@@ -5,6 +5,7 @@ package page
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"unicode"
 	"unicode/utf8"
@@ -96,16 +97,16 @@ func (c *Chart) describe() string {
 	if c.Limit != nil {
 		parts = append(parts, fmt.Sprintf("Dashed line: %s", c.Limit.Name))
 	}
-	for _, x := range c.Bars {
-		text := x.Name + ": " + x.Text
-		for _, more := range []string{x.Note, x.FloorText, x.BeforeText} {
-			if more != "" {
-				text += ", " + more
-			}
-		}
-		parts = append(parts, text)
+	for i := range c.Bars {
+		x := &c.Bars[i]
+		parts = append(parts, strings.Join(append([]string{x.Name + ": " + x.Text}, x.more()...), ", "))
 	}
 	return strings.Join(parts, ". ") + "."
+}
+
+// more are the texts behind the value.
+func (x *Bar) more() []string {
+	return slices.DeleteFunc([]string{x.Note, x.FloorText, x.BeforeText}, func(s string) bool { return s == "" })
 }
 
 // drawing is a chart with its measures.
@@ -141,7 +142,7 @@ func (d *drawing) measure() {
 	}
 	for range 2 { // a smaller scale can move a text behind the line, which takes more space
 		for i := range d.Bars {
-			fit(max(d.end(&d.Bars[i]), d.Bars[i].Before), wide(d.behind(&d.Bars[i]))+10)
+			fit(max(d.end(&d.Bars[i]), d.Bars[i].Before), d.Bars[i].behind()+10)
 		}
 	}
 	if d.scale == 1e300 {
@@ -155,21 +156,15 @@ func (d *drawing) measure() {
 	d.height = d.bottom + 14
 }
 
-// behind is the text behind a bar.
-func (d *drawing) behind(x *Bar) string {
-	text := x.Text
-	for _, more := range []string{x.Note, x.FloorText, x.BeforeText} {
-		if more != "" {
-			text += "  " + more
-		}
-	}
-	return text
+// behind is how much space the texts behind a bar take.
+func (x *Bar) behind() float64 {
+	return wide(strings.Join(append([]string{x.Text}, x.more()...), "  "))
 }
 
 // end is the value behind which the text of a bar stands: across no mark and no line.
 func (d *drawing) end(x *Bar) float64 {
 	end := max(x.Value, x.Floor)
-	if d.Limit != nil && end < d.Limit.Value && d.scale*(d.Limit.Value-end) < wide(d.behind(x))+10 {
+	if d.Limit != nil && end < d.Limit.Value && d.scale*(d.Limit.Value-end) < x.behind()+10 {
 		return d.Limit.Value
 	}
 	return end
@@ -191,10 +186,8 @@ func (d *drawing) bar(b *strings.Builder, i int) {
 		fmt.Fprintf(b, "<path class=\"floor\" d=\"M%.1f %dv%d\"/>\n", d.left+d.scale*x.Floor, y-3, barHeight+6)
 	}
 	fmt.Fprintf(b, "<text x=\"%.1f\" y=\"%d\">%s", d.left+d.scale*d.end(x)+7, y+14, xmlText(x.Text))
-	for _, more := range []string{x.Note, x.FloorText, x.BeforeText} {
-		if more != "" {
-			fmt.Fprintf(b, "<tspan class=\"dim\" dx=\"8\">%s</tspan>", xmlText(more))
-		}
+	for _, more := range x.more() {
+		fmt.Fprintf(b, "<tspan class=\"dim\" dx=\"8\">%s</tspan>", xmlText(more))
 	}
 	b.WriteString("</text>\n")
 }

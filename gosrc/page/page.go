@@ -6,7 +6,7 @@ import (
 	"bytes"
 	_ "embed"
 	"encoding/json"
-	"strconv"
+	"fmt"
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
@@ -88,10 +88,7 @@ func number(list *[]string, known map[string]int, text string) int {
 	return at
 }
 
+// dimensions is a shape as "3,4".
 func dimensions(shape []int64) string {
-	texts := make([]string, len(shape))
-	for i, n := range shape {
-		texts[i] = strconv.FormatInt(n, 10)
-	}
-	return strings.Join(texts, ",")
+	return strings.ReplaceAll(strings.Trim(fmt.Sprint(shape), "[]"), " ", ",")
 }

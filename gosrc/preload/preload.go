@@ -229,7 +229,7 @@ func (p *Preload) replaced() string {
 		return ""
 	}
 	for _, f := range p.files {
-		if path, ok := local(f.uri); ok && f.id.Object == "" {
+		if path, ok := source.Local(f.uri); ok && f.id.Object == "" {
 			if now, err := file.Identify(path); err != nil || now != f.id {
 				return f.uri
 			}
@@ -408,24 +408,12 @@ func opened(srcs []tensor.Source, d time.Duration) bool {
 
 // origin is the server of a URI; "" is this machine.
 func origin(uri string) string {
-	if _, ok := local(uri); ok {
+	if _, ok := source.Local(uri); ok {
 		return ""
 	}
 	scheme, rest, _ := strings.Cut(uri, "://")
 	server, _, _ := strings.Cut(rest, "/")
 	return strings.ToLower(scheme + "://" + server)
-}
-
-// local is the path of a local file.
-func local(uri string) (path string, ok bool) {
-	switch open.Scheme(uri) {
-	case "":
-		return uri, true
-	case "file":
-		path, err := open.FilePath(uri)
-		return path, err == nil
-	}
-	return "", false
 }
 
 // named normalizes URIs, whichever way their paths were written.
@@ -441,7 +429,7 @@ func named(uris []string) []string {
 // names are the names of a file: for a local one its absolute path, and the path
 // that this leads to through links.
 func names(uri string) []string {
-	path, ok := local(uri)
+	path, ok := source.Local(uri)
 	if !ok {
 		return []string{uri}
 	}

@@ -149,13 +149,8 @@ func (t *item) sample(ctx context.Context) ([]byte, error) {
 	for i := range int64(sampleRuns) {
 		off := (t.bytes - sampleBytes) / (sampleRuns - 1) * i
 		off -= off % 256 // whole elements of any size
-		run := out[i*sampleBytes : (i+1)*sampleBytes]
-		got, err := t.body.bytes(ctx, run, off)
-		if err != nil {
+		if err := t.fill(ctx, out[i*sampleBytes:(i+1)*sampleBytes], off); err != nil {
 			return nil, err
-		}
-		if &got[0] != &run[0] {
-			copy(run, got)
 		}
 	}
 	return out, nil
@@ -288,18 +283,18 @@ func (t *item) hashAll(ctx context.Context) ([16]byte, error) {
 	return t.hash, err
 }
 
+// pieces are the buffers of walk and equal.
+var pieces = sync.Pool{New: func() any { return new([1 << 20]byte) }}
+
 // walk calls f with all bytes of a tensor, in plain order.
 func (t *item) walk(ctx context.Context, f func(p []byte) error) error {
-	var buf []byte
-	const piece = 1 << 20
-	if !t.body.direct() {
-		buf = make([]byte, min(piece, t.bytes))
-	}
-	for off := int64(0); off < t.bytes; off += piece {
+	buf := pieces.Get().(*[1 << 20]byte)
+	defer pieces.Put(buf)
+	for off := int64(0); off < t.bytes; off += int64(len(buf)) {
 		if ctx.Err() != nil {
 			return errs.Cause(ctx)
 		}
-		p, err := t.piece(ctx, buf, off, min(piece, t.bytes-off))
+		p, err := t.body.bytes(ctx, buf[:min(int64(len(buf)), t.bytes-off)], off)
 		if err != nil {
 			return err
 		}
@@ -310,14 +305,6 @@ func (t *item) walk(ctx context.Context, f func(p []byte) error) error {
 	return nil
 }
 
-// piece is body.bytes, which for a direct body does not use buf.
-func (t *item) piece(ctx context.Context, buf []byte, off, n int64) ([]byte, error) {
-	if m, ok := t.body.(memory); ok {
-		return m[off : off+n], nil
-	}
-	return t.body.bytes(ctx, buf[:n], off)
-}
-
 // equal compares the bytes of two tensors of one size.
 func equal(ctx context.Context, a, b *item) (bool, error) {
 	if x, ok := a.body.(fromFile); ok && b.body == body(x) {
@@ -325,15 +312,13 @@ func equal(ctx context.Context, a, b *item) (bool, error) {
 	}
 	same := true
 	var off int64
-	var buf []byte
-	if !b.body.direct() {
-		buf = make([]byte, 1<<20)
-	}
+	buf := pieces.Get().(*[1 << 20]byte)
+	defer pieces.Put(buf)
 	err := a.walk(ctx, func(p []byte) error {
 		if !same {
 			return nil
 		}
-		q, err := b.piece(ctx, buf, off, int64(len(p)))
+		q, err := b.body.bytes(ctx, buf[:len(p)], off)
 		off += int64(len(p))
 		same = err == nil && bytes.Equal(p, q)
 		return err

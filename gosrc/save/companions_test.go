@@ -185,7 +185,7 @@ func TestCompanionSizes(t *testing.T) {
 		}
 	}
 	for _, size := range []int64{int64(len(text)) - 1, int64(len(text)) + 1} {
-		p := part{path: filepath.Join(dst, "changed"), copy: &companions.File{Path: filepath.Join(src, "vocab.json"), Size: size}}
+		p := part{path: filepath.Join(dst, "changed"), laid: copyOf(companions.File{Path: filepath.Join(src, "vocab.json"), Size: size}), copied: true}
 		w := newWriter(Spec{Path: p.path}, nil)
 		if err := w.spec.check(); err != nil {
 			t.Fatal(err)

@@ -62,7 +62,7 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 		return Report{}, err
 	}
 	dst = spec.Path // without its scheme
-	if len(src) == 1 && !remote(dst) && isFolder(dst, src, 1) {
+	if len(src) == 1 && !source.Remote(dst) && isFolder(dst, src, 1) {
 		dir := folders.Local(src[0])
 		branches, err := format.Tree(dir, dst)
 		if err != nil {
@@ -151,6 +151,7 @@ func (w *writer) intoFolder(ctx context.Context, src, from []string, dst string,
 	return rep, err
 }
 
+// prepare decides how tensors are stored, of files whose tensors may be compressed.
 func (w *writer) prepare(ctx context.Context, items []*item) error {
 	if !w.spec.Compress || !formatOf(w.spec.Path).coded {
 		return nil
@@ -216,7 +217,7 @@ func (m *model) parts(
 		}
 		if len(src) == 1 {
 			if name, b := original.IndexJSON(ctx, folders.Local(src[0]), spec.Storage.Options); name != "" {
-				parts = append(parts, part{path: join(dst, name), blob: b, mode: m.mode()})
+				parts = append(parts, part{path: join(dst, name), laid: whole(b), mode: m.mode()})
 			}
 		}
 	}
@@ -245,7 +246,7 @@ func withCompanions(src []string, dst string, parts []part, how beside) (all []p
 		}
 		for _, f := range found {
 			taken[f.Name] = true
-			all = append(all, part{path: join(dst, f.Name), copy: &f, mode: f.Mode | 0o600})
+			all = append(all, part{path: join(dst, f.Name), laid: copyOf(f), copied: true, mode: f.Mode | 0o600})
 		}
 		left = append(left, skipped...)
 	}
@@ -304,7 +305,7 @@ func isFolder(dst string, src []string, files int) bool {
 	if strings.HasSuffix(dst, string(filepath.Separator)) {
 		return true
 	}
-	if st, err := os.Stat(dst); err == nil && !remote(dst) {
+	if st, err := os.Stat(dst); err == nil && !source.Remote(dst) {
 		return st.IsDir()
 	}
 	st, err := os.Stat(folders.Local(src[0]))

@@ -4,6 +4,7 @@ package save
 
 import (
 	"context"
+	"slices"
 	"sync"
 	"time"
 
@@ -14,7 +15,6 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
-	"github.com/overwire/overwire/gosrc/save/stored"
 )
 
 // A DigestReport has the digest of every tensor of a model, in the model's order.
@@ -68,17 +68,9 @@ func (m *model) digests(ctx context.Context, j *job.Job, elsewhere func(name str
 		}
 	}
 	for i, t := range items {
-		rt := &m.ix.Tensors[i]
-		if !here[i] {
-			continue
-		}
-		rep.Bytes += t.bytes
-		step := int64(stored.PlainBlock)
-		if rt.Parts <= 1 && rt.ChunkBytes > 0 {
-			step = int64(rt.ChunkBytes)
-		}
-		for off := int64(0); off < t.bytes; off += step {
-			spans = append(spans, span{t: t, k: i, off: off, n: min(step, t.bytes-off)})
+		if here[i] {
+			rep.Bytes += t.bytes
+			spans = t.cut(spans, i)
 		}
 	}
 	j.TotalBytes.Store(rep.Bytes)
@@ -90,9 +82,7 @@ func (m *model) digests(ctx context.Context, j *job.Job, elsewhere func(name str
 		s := &spans[k]
 		buf := buffers.Get().(*[]byte)
 		defer buffers.Put(buf)
-		if int64(cap(*buf)) < s.n {
-			*buf = make([]byte, s.n)
-		}
+		*buf = slices.Grow((*buf)[:0], int(s.n))
 		b, err := s.t.body.bytes(ctx, (*buf)[:s.n], s.off)
 		if err != nil {
 			return err
@@ -145,7 +135,7 @@ func (m *model) kept() ([]*digest.Sum, error) {
 		}
 		sums, err := overwire.ReadDigests(s.Mark, len(own[k]))
 		if err != nil {
-			return nil, errs.Locate("index", s.URI, "", -1, err)
+			return nil, errs.In("index", s.URI, err)
 		}
 		for j := range sums {
 			out[own[k][j]] = &sums[j]

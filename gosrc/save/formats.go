@@ -4,15 +4,16 @@ package save
 
 import (
 	"context"
+	"github.com/zeebo/xxh3"
 	"strings"
 	"sync"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/overwire/overwire/gosrc/tensorizer"
-	"github.com/zeebo/xxh3"
 )
 
 // A fileFormat is one kind of file that is written and verified.
@@ -120,7 +121,7 @@ func writeTensors(ctx context.Context, w *writer, to draft, p part) (int64, erro
 		}
 		all[i] = tensorizer.Tensor{Item: known[t.origin][t.name], Data: w.data(t)}
 	}
-	return tensorizer.Write(ctx, to, tensorizer.How{Path: to.URI(), Encrypt: w.spec.Storage.Encrypt, Workers: w.threads, InOrder: remote(p.path)}, all)
+	return tensorizer.Write(ctx, to, tensorizer.How{Path: to.URI(), Encrypt: w.spec.Storage.Encrypt, Workers: w.threads, InOrder: source.Remote(p.path)}, all)
 }
 
 // data reads a tensor's bytes, and compares the hash of their source.

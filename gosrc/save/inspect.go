@@ -53,7 +53,7 @@ type InspectedTensor struct {
 }
 
 // Inspect reads headers and indexes, and no tensor bytes.
-func Inspect(ctx context.Context, uris []string, storage format.Access) (any, error) {
+func Inspect(ctx context.Context, uris []string, storage format.Access) (*Inspection, error) {
 	m, err := openModel(ctx, Spread(uris), storage)
 	if err != nil {
 		return nil, errs.Ended(ctx, err)

@@ -20,8 +20,6 @@ type body interface {
 	// bytes returns bytes [off, off+len(buf)) in plain order: either buf, filled,
 	// or memory of the body that stays valid until the job ends.
 	bytes(ctx context.Context, buf []byte, off int64) ([]byte, error)
-	// direct reports whether bytes returns its own memory: no buffer is needed.
-	direct() bool
 }
 
 // memory is a body in the caller's memory.
@@ -30,8 +28,6 @@ type memory []byte
 func (m memory) bytes(_ context.Context, buf []byte, off int64) ([]byte, error) {
 	return m[off : off+int64(len(buf))], nil
 }
-
-func (memory) direct() bool { return true }
 
 // away is a body in memory outside the host.
 type away Away
@@ -45,8 +41,6 @@ func (a *away) bytes(ctx context.Context, buf []byte, off int64) ([]byte, error)
 	}
 	return buf, a.Read(buf, off)
 }
-
-func (*away) direct() bool { return false }
 
 // form is how a tensor is stored.
 type form uint8
@@ -152,6 +146,15 @@ func (t *item) chooseParts(asked int) int64 {
 	return 1
 }
 
+// fill copies bytes [off, off+len(dst)) to dst.
+func (t *item) fill(ctx context.Context, dst []byte, off int64) error {
+	got, err := t.body.bytes(ctx, dst, off)
+	if err == nil && &got[0] != &dst[0] {
+		copy(dst, got)
+	}
+	return err
+}
+
 // gather returns bytes [off, off+len(buf)) of column part p, row after row: in
 // buf, or as bytes does when there is one part.
 func (t *item) gather(ctx context.Context, buf []byte, p, off int64) ([]byte, error) {
@@ -163,13 +166,8 @@ func (t *item) gather(ctx context.Context, buf []byte, p, off int64) ([]byte, er
 	for done := int64(0); done < int64(len(buf)); {
 		r, c := (off+done)/width, (off+done)%width
 		n := min(width-c, int64(len(buf))-done)
-		piece := buf[done : done+n]
-		got, err := t.body.bytes(ctx, piece, r*row+p*width+c)
-		if err != nil {
+		if err := t.fill(ctx, buf[done:done+n], r*row+p*width+c); err != nil {
 			return nil, err
-		}
-		if &got[0] != &piece[0] {
-			copy(piece, got)
 		}
 		done += n
 	}

@@ -1,10 +1,12 @@
 package save
 
-// This file writes files that another package has laid out, as a save writes its own.
+// This file writes files whose bytes are there already, or that another package has
+// laid out, as a save writes its own.
 
 import (
 	"context"
 
+	"github.com/overwire/overwire/gosrc/companions"
 	"github.com/overwire/overwire/gosrc/job"
 )
 
@@ -18,6 +20,18 @@ type Laid struct {
 	Fill    func(ctx context.Context, write func(p []byte, off int64) error) error
 }
 
+// whole is a file of these bytes.
+func whole(b []byte) *Laid {
+	return &Laid{Bytes: int64(len(b)), Fill: func(_ context.Context, write func(p []byte, off int64) error) error { return write(b, 0) }}
+}
+
+// copyOf is a file like a companion of the source's.
+func copyOf(f companions.File) *Laid {
+	return &Laid{Bytes: f.Size, Fill: func(ctx context.Context, write func(p []byte, off int64) error) error {
+		return companions.Copy(ctx, f, write)
+	}}
+}
+
 // Lay writes files that belong together, to spec.Path or, of several, to shards of that
 // name with an index. Convert's doc says when it is a folder; the files are named
 // after stem there, and companions of the folder src ("": none) are copied.
@@ -28,14 +42,11 @@ func Lay(ctx context.Context, j *job.Job, src, stem string, files []Laid, spec S
 	w := newWriter(spec, j)
 	folder, dst := isFolder(spec.Path, []string{src}, 1), spec.Path
 	w.spec.Path = pathIn(folder, stem, spec)
-	parts := []part{{path: w.spec.Path, laid: &files[0]}}
-	if dir, stem := stemOf(w.spec.Path); len(files) > 1 {
-		parts = parts[:0]
-		for k := range files {
-			parts = append(parts, part{path: join(dir, shardName(stem, k, len(files))), laid: &files[k]})
-		}
-		parts = append(parts, part{path: indexPath(w.spec.Path), blob: shardIndex(parts)})
+	parts := make([]part, len(files))
+	for k := range files {
+		parts[k].laid = &files[k]
 	}
+	parts = named(w.spec.Path, parts)
 	if !folder {
 		return w.save(ctx, parts)
 	}

@@ -66,7 +66,7 @@ func (f *file) Finish(size int64) error {
 	case err := <-done:
 		return err
 	case <-f.ctx.Done():
-		return errs.Locate("save", f.Path, "", -1, errs.Cause(f.ctx))
+		return errs.In("save", f.Path, errs.Cause(f.ctx))
 	}
 }
 
@@ -105,8 +105,7 @@ func (w *writer) room(parts []part) error {
 		dir = atomicfile.Folder(real)
 	}
 	if free, ok := w.spec.fs.Free(dir); ok && float64(free) < need {
-		return &errs.At{Verb: "save", Source: w.spec.Path, Chunk: -1, Offset: -1,
-			Err: errs.New(errs.ErrIO, "no space left: about %d bytes are needed and %d are free in %s", int64(need), free, dir)}
+		return errs.In("save", w.spec.Path, errs.New(errs.ErrIO, "no space left: about %d bytes are needed and %d are free in %s", int64(need), free, dir))
 	}
 	return nil
 }

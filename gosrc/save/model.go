@@ -59,10 +59,8 @@ func (m *model) original(ctx context.Context, spec Spec, k int) (*original.File,
 type fromFile struct{ *stored.Tensor }
 
 func (f fromFile) bytes(ctx context.Context, buf []byte, off int64) ([]byte, error) {
-	return f.Bytes(ctx, buf, off)
+	return buf, f.Fill(ctx, buf, off)
 }
-
-func (fromFile) direct() bool { return false }
 
 // items prepares the tensors of a model to be read, in the model's order.
 func (m *model) items(threads int) []*item { return m.cached(stored.NewCache(threads)) }
@@ -83,10 +81,7 @@ func (m *model) cached(c *stored.Cache) []*item {
 	items := make([]*item, len(bodies))
 	for i := range items {
 		t := &m.ix.Tensors[i]
-		holder := i
-		if t.Alias >= 0 {
-			holder = int(t.Alias)
-		}
+		holder := m.holder(i)
 		it := &item{name: t.Name, dtype: t.DType, shape: t.Shape, bytes: t.Bytes, body: at(holder), parts: 1, origin: &origins[t.Source]}
 		if m.ix.Sources[t.Source].Overwire() {
 			it.known = t

@@ -18,12 +18,6 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// remote reports whether a path is that of a store.
-func remote(path string) bool {
-	s := open.Scheme(path)
-	return s != "" && s != "file"
-}
-
 // join is the path or URI of a name in a folder. It does not clean the path, since
 // ".." after a symbolic link is not the element before it.
 func join(dir, name string) string {
@@ -44,12 +38,12 @@ func (w *writer) beside(ctx context.Context, parts []part) error {
 	if w.spec.Beside || w.spec.Shard != 0 || len(parts) > 1 || !strings.HasSuffix(path, extension) {
 		return nil
 	}
-	if !remote(path) {
+	if !source.Remote(path) {
 		path, _ = atomicfile.Follow(path) // the write reports errors
 	}
 	index := indexPath(path)
 	shards, err := w.readIndex(ctx, index)
-	if errors.Is(err, errs.ErrTimeout) || errors.Is(err, errs.ErrIO) && remote(path) {
+	if errors.Is(err, errs.ErrTimeout) || errors.Is(err, errs.ErrIO) && source.Remote(path) {
 		return err // a store that does not answer would fail the save, too
 	}
 	if shards == nil || err != nil || slices.Contains(shards.Files, filepath.Base(path)) {

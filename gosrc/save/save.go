@@ -22,6 +22,7 @@ import (
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -154,10 +155,8 @@ func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, erro
 		return Report{}, err
 	}
 	w := newWriter(spec, j)
-	if spec.Compress && formatOf(spec.Path).coded {
-		if err := w.classify(ctx, items); err != nil {
-			return Report{}, errs.Ended(ctx, err)
-		}
+	if err := w.prepare(ctx, items); err != nil {
+		return Report{}, errs.Ended(ctx, err)
 	}
 	rep, err := w.save(ctx, shards(spec, items))
 	rep.Seconds = time.Since(start).Seconds()
@@ -178,19 +177,18 @@ func (s *Spec) check() error {
 	if s.fs == nil {
 		s.fs = atomicfile.Disk{}
 	}
-	switch scheme := open.Scheme(s.Path); {
+	switch scheme := source.Scheme(s.Path); {
 	case s.Path == "":
 		return bad("no path to write to")
 	case scheme == "file":
-		path, err := open.FilePath(s.Path)
+		path, err := source.FilePath(s.Path)
 		if err != nil {
 			return err
 		}
 		s.Path = path
 	case scheme != "" && open.Writable(s.Path):
 	case scheme != "":
-		return &errs.At{Verb: "save", Source: s.Path, Chunk: -1, Offset: -1,
-			Err: errs.New(errs.ErrNotSupported, "writing to %s://", scheme)}
+		return errs.In("save", s.Path, errs.New(errs.ErrNotSupported, "writing to %s://", scheme))
 	}
 	switch {
 	case s.Parts != 1 && s.Parts != 2 && s.Parts != 4 && s.Parts != 8:
@@ -214,6 +212,5 @@ const levelSmaller = "smaller"
 
 // badArgument is the caller's mistake about one target or tensor.
 func badArgument(path, name, format string, args ...any) error {
-	return &errs.At{Verb: "save", Source: path, Tensor: name, Chunk: -1, Offset: -1,
-		Err: errs.New(errs.ErrArgument, format, args...)}
+	return errs.Locate("save", path, name, -1, errs.New(errs.ErrArgument, format, args...))
 }

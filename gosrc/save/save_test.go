@@ -272,7 +272,7 @@ func TestAliases(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, it := range got.(*Inspection).Sources[0].Tensors {
+	for _, it := range got.Sources[0].Tensors {
 		want := map[string]string{"m.a": "b.equal", "z.tied": "b.equal", "small.tied": "small.1"}[it.Name]
 		if it.AliasOf != want {
 			t.Errorf("%s is an alias of %q, not %q", it.Name, it.AliasOf, want)

@@ -15,15 +15,13 @@ import (
 const extension = ".safetensors"
 
 // shards divides tensors, in their given order, into files of at most spec.Shard
-// bytes. Aliases go to the file that has their bytes. If everything fits in one
-// file, it is the path itself.
+// bytes. Aliases go to the file that has their bytes.
 func shards(spec Spec, items []*item) []part {
-	one := []part{{path: spec.Path, metadata: spec.Metadata, items: items}}
 	if spec.Shard == 0 {
-		return one
+		return []part{{path: spec.Path, metadata: spec.Metadata, items: items}}
 	}
 	in := map[*item]int{} // shard of each tensor that has bytes
-	n, size := 0, int64(0)
+	n, size := 1, int64(0)
 	for _, t := range items {
 		if t.form == alias {
 			continue
@@ -31,17 +29,11 @@ func shards(spec Spec, items []*item) []part {
 		if size > 0 && t.bytes > spec.Shard-size {
 			n, size = n+1, 0
 		}
-		in[t] = n
+		in[t] = n - 1
 		size += t.bytes
 	}
-	if n == 0 {
-		return one
-	}
-	n++
-	dir, stem := stemOf(spec.Path)
-	parts := make([]part, n, n+1)
+	parts := make([]part, n)
 	for k := range parts {
-		parts[k].path = join(dir, shardName(stem, k, n))
 		parts[k].metadata = spec.Metadata
 	}
 	for _, t := range items {
@@ -51,14 +43,21 @@ func shards(spec Spec, items []*item) []part {
 		}
 		parts[k].items = append(parts[k].items, t)
 	}
-	return append(parts, part{
-		path: indexPath(spec.Path),
-		blob: shardIndex(parts),
-	})
+	return named(spec.Path, parts)
 }
 
-func shardName(stem string, k, n int) string {
-	return fmt.Sprintf("%s-%05d-of-%05d%s", stem, k+1, n, extension)
+// named gives one part the path itself, and several the names of its shards, with an
+// index.
+func named(path string, parts []part) []part {
+	if len(parts) == 1 {
+		parts[0].path = path
+		return parts
+	}
+	dir, stem := stemOf(path)
+	for k := range parts {
+		parts[k].path = join(dir, fmt.Sprintf("%s-%05d-of-%05d%s", stem, k+1, len(parts), extension))
+	}
+	return append(parts, part{path: indexPath(path), laid: whole(shardIndex(parts))})
 }
 
 func stemOf(path string) (dir, stem string) {
@@ -78,7 +77,7 @@ func listable(parts []part) error {
 		return nil
 	}
 	for _, p := range parts {
-		if name := filepath.Base(p.path); p.blob == nil && p.copy == nil && !utf8.ValidString(name) {
+		if name := filepath.Base(p.path); !p.copied && !utf8.ValidString(name) {
 			return badArgument(p.path, "", "the name is not UTF-8, and an index.json lists shards as UTF-8: choose another name, or save one file")
 		}
 	}

@@ -95,8 +95,5 @@ func (r *Report) add(o Report) {
 	r.Left = append(r.Left, o.Left...)
 	r.Originals = append(r.Originals, o.Originals...)
 	r.Anew = append(r.Anew, o.Anew...)
-	r.Ratio = 1
-	if r.BytesIn > 0 {
-		r.Ratio = float64(r.BytesOut) / float64(r.BytesIn)
-	}
+	r.Ratio = ratio(r.BytesOut, r.BytesIn)
 }

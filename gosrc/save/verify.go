@@ -4,6 +4,7 @@ package save
 
 import (
 	"context"
+	"slices"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/codec/digest"
@@ -134,22 +135,23 @@ type span struct {
 	last bool
 }
 
+// cut appends the spans of tensor k, which is one of another file.
+func (t *item) cut(spans []span, k int) []span {
+	step := t.body.(fromFile).Step()
+	for off := int64(0); off < t.bytes; off += step {
+		n := min(step, t.bytes-off)
+		spans = append(spans, span{t, k, off, n, off+n == t.bytes})
+	}
+	return spans
+}
+
 // contents decodes and hashes every tensor that has bytes of its own, in pieces on
 // all cores.
 func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *VerifyReport) error {
 	var spans []span
 	for i, t := range items {
-		rt := &m.ix.Tensors[i]
-		if t.known == nil || rt.Alias >= 0 || t.bytes == 0 {
-			continue
-		}
-		step := int64(stored.PlainBlock)
-		if rt.Parts <= 1 {
-			step = int64(rt.ChunkBytes)
-		}
-		for off := int64(0); off < t.bytes; off += step {
-			n := min(step, t.bytes-off)
-			spans = append(spans, span{t, i, off, n, off+n == t.bytes})
+		if t.known != nil && m.ix.Tensors[i].Alias < 0 {
+			spans = t.cut(spans, i)
 		}
 	}
 	n := knob.Workers(0)
@@ -166,10 +168,7 @@ func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *Ve
 		Work: func(_, k int) error {
 			s := &spans[k]
 			b := &bufs[k%window]
-			if int64(cap(*b)) < s.n {
-				*b = make([]byte, s.n)
-			}
-			*b = (*b)[:s.n]
+			*b = slices.Grow((*b)[:0], int(s.n))[:s.n]
 			_, err := s.t.body.bytes(ctx, *b, s.off)
 			if parts[k%window] = (digest.State{}); kept[s.k] != nil && err == nil {
 				parts[k%window].Add(s.off, *b)
@@ -238,8 +237,7 @@ func (m *model) others(j *job.Job, items []*item, kept []*digest.Sum, rep *Verif
 	return nil
 }
 
-func (m *model) corrupt(i int, format string, args ...any) error {
+func (m *model) corrupt(i int, what string) error {
 	t := &m.ix.Tensors[i]
-	return &errs.At{Verb: "verify", Source: m.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: -1, Offset: t.Off,
-		Err: errs.New(errs.ErrCorrupt, format, args...)}
+	return errs.Place("verify", m.ix.Sources[t.Source].URI, t.Name, t.Off, errs.New(errs.ErrCorrupt, "%s", what))
 }

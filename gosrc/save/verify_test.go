@@ -206,7 +206,7 @@ func TestInspect(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	in := got.(*Inspection)
+	in := got
 	coding := map[string]string{}
 	for _, it := range in.Sources[0].Tensors {
 		coding[it.Name] = it.Coding

@@ -5,11 +5,11 @@ package save
 
 import (
 	"context"
+	"github.com/zeebo/xxh3"
 	"io/fs"
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/digest"
-	"github.com/overwire/overwire/gosrc/companions"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/internal/avx"
@@ -17,8 +17,8 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/save/original"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
-	"github.com/zeebo/xxh3"
 )
 
 // A writer is one save: one or more files that appear together.
@@ -42,11 +42,10 @@ type part struct {
 	path     string
 	metadata map[string]string
 	items    []*item
-	blob     []byte           // bytes instead of tensors: an index.json
-	copy     *companions.File // a file to copy instead of tensors
-	laid     *Laid            // a file that was laid out elsewhere, instead of tensors
-	mode     fs.FileMode      // the most rights of a new file; 0: no limit
-	original *original.File   // the file with exactly these tensors and metadata, if known
+	laid     *Laid          // what the file is instead of items: an index.json, a copy, or one that was laid out elsewhere
+	copied   bool           // laid is a copy of another file
+	mode     fs.FileMode    // the most rights of a new file; 0: no limit
+	original *original.File // the file with exactly these tensors and metadata, if known
 }
 
 // A draft is one file that is being written. Readers do not see it until its
@@ -111,11 +110,11 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 			err = d.Finish(size)
 		}
 		if err != nil {
-			return rep, errs.Locate("save", d.URI(), "", -1, err)
+			return rep, errs.In("save", d.URI(), err)
 		}
 		rep.BytesOut += size
 		rep.Files = append(rep.Files, p.path)
-		if p.copy != nil {
+		if p.copied {
 			rep.Copied = append(rep.Copied, p.path)
 		}
 	}
@@ -132,12 +131,6 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 
 // write writes one file and returns its size.
 func (w *writer) write(ctx context.Context, to draft, p part) (int64, error) {
-	if p.blob != nil {
-		return int64(len(p.blob)), to.Write(p.blob, 0)
-	}
-	if p.copy != nil {
-		return p.copy.Size, companions.Copy(ctx, *p.copy, to.Write)
-	}
 	if p.laid != nil {
 		return p.laid.Bytes, p.laid.Fill(ctx, to.Write)
 	}
@@ -145,7 +138,7 @@ func (w *writer) write(ctx context.Context, to draft, p part) (int64, error) {
 }
 
 func (w *writer) destination(parts []part) (destination, error) {
-	if remote(w.spec.Path) {
+	if source.Remote(w.spec.Path) {
 		return &objects{writer: w}, nil
 	}
 	if err := w.room(parts); err != nil {
@@ -156,13 +149,10 @@ func (w *writer) destination(parts []part) (destination, error) {
 
 // bytes is the size of a part that has no tensors.
 func (p *part) bytes() int64 {
-	switch {
-	case p.copy != nil:
-		return p.copy.Size
-	case p.laid != nil:
-		return p.laid.Bytes
+	if p.laid == nil {
+		return 0
 	}
-	return int64(len(p.blob))
+	return p.laid.Bytes
 }
 
 // most is an upper bound of the part's size.
@@ -233,7 +223,7 @@ type slot struct {
 // write returns the size of the file.
 func (f *fileWriter) write(ctx context.Context) (int64, error) {
 	if err := f.plan(); err != nil {
-		return 0, errs.Locate("save", f.path, "", -1, err)
+		return 0, errs.In("save", f.path, err)
 	}
 	f.pos = f.start
 	window := 2*f.threads + 4
@@ -265,7 +255,7 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 		err = f.again.Done()
 	}
 	if err != nil {
-		return 0, errs.Locate("save", f.path, "", -1, err)
+		return 0, errs.In("save", f.path, err)
 	}
 	if o := f.part.original; o != nil {
 		f.originals = append(f.originals, Original{File: f.part.path, SHA256: o.SHA256, Compared: f.again != nil && f.again.Compared})
@@ -273,7 +263,7 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 	f.slots, f.enc = nil, nil
 	front, size, err := f.seal()
 	if err != nil {
-		return 0, errs.Locate("save", f.path, "", -1, err)
+		return 0, errs.In("save", f.path, err)
 	}
 	return size, f.draft.Write(front, 0)
 }

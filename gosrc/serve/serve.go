@@ -71,7 +71,7 @@ func New(dir string, opt Options) (*Server, error) {
 	}
 	root, err := os.OpenRoot(dir)
 	if err != nil {
-		return nil, &errs.At{Verb: "serve", Source: dir, Chunk: -1, Offset: -1, Err: errs.FromOS(err)}
+		return nil, errs.In("serve", dir, errs.FromOS(err))
 	}
 	s := &Server{opt: opt, root: root, dice: dice, done: make(chan struct{}), end: make(chan struct{}), link: link{rate: opt.Rate}}
 	l, err := net.Listen("tcp", opt.Address)

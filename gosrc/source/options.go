@@ -74,6 +74,9 @@ func (o Options) Number(name string, def, lo, hi float64) (float64, error) {
 	return n, nil
 }
 
+// Whole is Key with the environment: equal for options that mean the same.
+func (o Options) Whole() string { return o.Key() + "\x00" + Options{Storage: o.Env}.Key() }
+
 // Key is equal for equal Storage: what was reached with one set of credentials must
 // not be given to a caller with another. It contains the values.
 func (o Options) Key() string {

@@ -73,6 +73,16 @@ type Facts struct {
 	Prefetch func(off, n int64)
 }
 
+// HeadBytes is how much of a file is read first: the whole header of most. Opening an
+// object brings these bytes with it.
+const HeadBytes = 256 << 10
+
+// Head reads the first bytes of a source, as many as HeadBytes if it has them.
+func Head(ctx context.Context, src Source) ([]byte, error) {
+	b := make([]byte, max(0, min(src.Size(), HeadBytes)))
+	return b, src.ReadAt(ctx, b, 0)
+}
+
 // ReadAtOnly returns the facts of a source that wraps this one and checks or
 // changes its bytes, so that they can be had by ReadAt only.
 func (f Facts) ReadAtOnly() Facts {

@@ -3,15 +3,50 @@ package source
 import (
 	"net/url"
 	"strings"
+
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A remote URI is taken apart here, so that formats can find
-// the shards beside an index without knowing any store.
+// This file takes URIs apart, so that formats can find the shards beside an index
+// without knowing any store.
+
+// Scheme is the scheme of a URI in lower case, or "" for a local path.
+func Scheme(uri string) string {
+	s, _, ok := strings.Cut(uri, "://")
+	if !ok || strings.ContainsAny(s, "/\\.") {
+		return ""
+	}
+	return strings.ToLower(s)
+}
 
 // Remote reports whether a name is a URI of anything but a local file.
 func Remote(uri string) bool {
-	scheme, _, ok := strings.Cut(uri, "://")
-	return ok && scheme != "" && !strings.ContainsAny(scheme, "/\\.") && !strings.EqualFold(scheme, "file")
+	s := Scheme(uri)
+	return s != "" && s != "file"
+}
+
+// Local is the path of a local file, which a path or a file:// URI names; ok is false
+// for any other URI.
+func Local(uri string) (path string, ok bool) {
+	switch Scheme(uri) {
+	case "":
+		return uri, true
+	case "file":
+		path, err := FilePath(uri)
+		return path, err == nil
+	}
+	return "", false
+}
+
+// FilePath is the path of a file:// URI on this host, with the escapes %XX replaced
+// by their bytes. A bare ? or # is refused: some readers end the path there, others
+// take it for a part of the name.
+func FilePath(uri string) (string, error) {
+	u, err := url.Parse(uri)
+	if err != nil || (u.Host != "" && u.Host != "localhost") || u.Path == "" || strings.ContainsAny(uri, "?#") || strings.Contains(u.Path, "\x00") {
+		return "", errs.In("open", uri, errs.New(errs.ErrArgument, "not the URI of a local file (? is written %%3F there, # %%23)"))
+	}
+	return u.Path, nil
 }
 
 // Path is the part of a URI that ends in the object's name: without query,
@@ -50,19 +85,22 @@ func Beside(uri, name string) string {
 	}
 	head, tail := split(uri)
 	if web(uri) {
-		parts := strings.Split(name, "/")
-		for i := range parts {
-			parts[i] = url.PathEscape(parts[i])
-		}
-		name = strings.Join(parts, "/")
+		name = EscapePath(name)
 	}
 	return head[:strings.LastIndexByte(head, '/')+1] + name + tail
 }
 
-func web(uri string) bool {
-	scheme, _, _ := strings.Cut(strings.ToLower(uri), "://")
-	return scheme == "http" || scheme == "https"
+// EscapePath escapes the elements of a path for a URL.
+func EscapePath(path string) string {
+	return strings.ReplaceAll(url.PathEscape(path), "%2F", "/")
 }
+
+// EscapeGlob keeps a path from being read as a pattern by filepath.Glob.
+func EscapeGlob(path string) string {
+	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(path)
+}
+
+func web(uri string) bool { return Scheme(uri) == "http" || Scheme(uri) == "https" }
 
 // split cuts what follows the path of http:// and https://. Keys of other
 // stores may hold ? and #.

@@ -1,8 +1,12 @@
 package source
 
 import (
+	"errors"
+	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 func TestURIs(t *testing.T) {
@@ -47,6 +51,38 @@ func TestURIs(t *testing.T) {
 	for uri, want := range map[string]bool{"/x": false, "x.y": false, "file:///x": false, "FILE://x": false, "http://x": true, "./a://b": false} {
 		if Remote(uri) != want {
 			t.Errorf("%s: %v", uri, !want)
+		}
+	}
+}
+
+func TestFilePath(t *testing.T) {
+	// Promise: a file:// URI names the very bytes that its escapes stand for; one that
+	// readers take for different files is refused.
+	for uri, want := range map[string]string{
+		"file:///a/b": "/a/b", "FILE:///a%20b": "/a b", "file://localhost/x": "/x", "file:///caf%E9": "/caf\xe9", "file:///%E2%82": "/\xe2\x82",
+		"file:///caf\xe9": "/caf\xe9", "file:///caf%EF%BF%BD": "/caf\ufffd", "file:///a%3Fb%23c%25": "/a?b#c%", "file:///a%0Ab": "/a\nb", "file:///a+b;c": "/a+b;c",
+	} {
+		if got, err := FilePath(uri); err != nil || got != want {
+			t.Errorf("%q: %q, %v", uri, got, err)
+		}
+	}
+	for _, uri := range []string{"file:///a?b", "file:///a#b", "file:///a?", "file:///a#", "file://host/x", "file://", "file:///a%00b", "file:///%zz", "file:///a%2"} {
+		if got, err := FilePath(uri); !errors.Is(err, errs.ErrArgument) {
+			t.Errorf("%q: %q, %v", uri, got, err)
+		}
+	}
+}
+
+// A path that is escaped stands for itself alone.
+func TestEscapeGlob(t *testing.T) {
+	for _, name := range []string{"a", "*", "?", "[a]", `\`, `\*`, "a[b", "[^a]"} {
+		for _, other := range []string{"a", "b", "xx", `\`, "*", "?"} {
+			if ok, err := filepath.Match(EscapeGlob(name), other); err != nil || ok != (name == other) {
+				t.Errorf("%s stands for %s: %v, %v", name, other, ok, err)
+			}
+		}
+		if ok, err := filepath.Match(EscapeGlob(name), name); !ok || err != nil {
+			t.Errorf("%s does not stand for itself: %v", name, err)
 		}
 	}
 }

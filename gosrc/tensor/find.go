@@ -2,11 +2,7 @@ package tensor
 
 // This file finds tensors by name.
 
-import (
-	"hash/maphash"
-
-	"github.com/overwire/overwire/gosrc/errs"
-)
+import "hash/maphash"
 
 // names is an open-addressing table from name to tensor number. It takes 8
 // bytes per tensor, a map would take 50. Its seed is random, so that no file can
@@ -24,66 +20,36 @@ func newNames(n int) names {
 	return names{maphash.MakeSeed(), make([]int32, size)}
 }
 
-// put adds tensor i. It returns the tensor of the same source that already has
-// this name, or -1. Tensors of other sources may have it too.
-func (n *names) put(ts []Tensor, i int) int {
+// slot returns the slot of the tensor of a source with that name, or the free one where
+// it belongs. Tensors of other sources may have the name, too.
+func (n *names) slot(ts []Tensor, source int32, name string) *int32 {
 	mask := uint64(len(n.slots) - 1)
-	h := maphash.String(n.seed, ts[i].Name) & mask
-	for ; n.slots[h] != 0; h = (h + 1) & mask {
-		j := int(n.slots[h] - 1)
-		if ts[j].Source == ts[i].Source && ts[j].Name == ts[i].Name {
-			return j
+	for h := maphash.String(n.seed, name) & mask; ; h = (h + 1) & mask {
+		s := &n.slots[h]
+		if *s == 0 || ts[*s-1].Source == source && ts[*s-1].Name == name {
+			return s
 		}
 	}
-	n.slots[h] = int32(i + 1)
-	return -1
 }
 
-// Find returns the number of the tensor with that name. It returns errs.ErrKey if
-// there is none, and errs.ErrArgument, naming two sources, if several sources
-// have the name. The first call builds the table. Find is safe for concurrent use.
-func (ix *Index) Find(name string) (int, error) {
-	ix.build()
-	n, found := &ix.names, -1
-	mask := uint64(len(n.slots) - 1)
-	for h := maphash.String(n.seed, name) & mask; n.slots[h] != 0; h = (h + 1) & mask {
-		i := int(n.slots[h] - 1)
-		if ix.Tensors[i].Name != name {
-			continue
-		}
-		if found >= 0 {
-			a, b := ix.Tensors[min(i, found)].Source, ix.Tensors[max(i, found)].Source
-			return -1, errs.New(errs.ErrArgument, "tensor %q is in both %s and %s",
-				name, errs.Redact(ix.Sources[a].URI), errs.Redact(ix.Sources[b].URI))
-		}
-		found = i
+// put adds tensor i, unless one of the same source has its name already.
+func (n *names) put(ts []Tensor, i int) (added bool) {
+	s := n.slot(ts, ts[i].Source, ts[i].Name)
+	if *s != 0 {
+		return false
 	}
-	if found < 0 {
-		return -1, errs.New(errs.ErrKey, "%q", name)
-	}
-	return found, nil
+	*s = int32(i + 1)
+	return true
 }
 
-func (ix *Index) build() {
-	ix.once.Do(func() {
-		ix.names = newNames(len(ix.Tensors))
-		for i := range ix.Tensors {
-			ix.names.put(ix.Tensors, i)
-		}
-	})
-}
-
-// FindIn returns the number of the tensor with that name in one source, or -1.
-func (ix *Index) FindIn(source int, name string) int {
-	ix.build()
-	n := &ix.names
-	mask := uint64(len(n.slots) - 1)
-	for h := maphash.String(n.seed, name) & mask; n.slots[h] != 0; h = (h + 1) & mask {
-		if i := int(n.slots[h] - 1); int(ix.Tensors[i].Source) == source && ix.Tensors[i].Name == name {
-			return i
-		}
+// Finder makes a function that returns the number of the tensor with a name in one
+// source, or -1. The function is safe for concurrent use.
+func (ix *Index) Finder() func(source int, name string) int {
+	n := newNames(len(ix.Tensors))
+	for i := range ix.Tensors {
+		n.put(ix.Tensors, i)
 	}
-	return -1
+	return func(source int, name string) int { return int(*n.slot(ix.Tensors, int32(source), name)) - 1 }
 }
 
 // Duplicate returns the number of the first tensor whose name an earlier tensor of
@@ -91,7 +57,7 @@ func (ix *Index) FindIn(source int, name string) int {
 func Duplicate(ts []Tensor) int {
 	n := newNames(len(ts))
 	for i := range ts {
-		if n.put(ts, i) >= 0 {
+		if !n.put(ts, i) {
 			return i
 		}
 	}

@@ -52,20 +52,6 @@ func (t *Tensor) RowBits() int64 {
 	return t.Bytes/rows*8 + t.Bytes%rows*8/rows // = Bytes * 8 / rows, without overflow
 }
 
-// Elements returns how many elements a tensor of valid shape has.
-func (t *Tensor) Elements() int64 {
-	n := int64(1)
-	for _, d := range t.Shape {
-		if d == 0 {
-			return 0
-		}
-	}
-	for _, d := range t.Shape {
-		n *= d
-	}
-	return n
-}
-
 // Splits reports whether the tensor's rows can be divided into p column parts of
 // whole elements and whole bytes.
 func (t *Tensor) Splits(p int) bool {
@@ -113,6 +99,3 @@ func (g Grid) Chunk(i int64) (part, lo, hi int64) {
 	lo = i % g.PerPart * g.ChunkBytes
 	return part, lo, min(lo+g.ChunkBytes, g.PartBytes)
 }
-
-// Find returns the chunk that holds byte off of a part.
-func (g Grid) Find(part, off int64) int64 { return part*g.PerPart + off/g.ChunkBytes }

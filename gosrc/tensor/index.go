@@ -2,8 +2,6 @@ package tensor
 
 // This file has the types that describe a model, and the limits of readers.
 
-import "sync"
-
 // The limits of every reader.
 const (
 	MaxHeader     = 100_000_000 // bytes of a safetensors header, reading and writing
@@ -103,7 +101,4 @@ type Index struct {
 	Sources []Source
 	Tensors []Tensor // in source order, then file order
 	Chunks  []Chunk
-
-	once  sync.Once
-	names names // see Find
 }

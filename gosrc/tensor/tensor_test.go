@@ -101,7 +101,7 @@ func TestGrid(t *testing.T) {
 				}
 				part, next = p, 0
 			}
-			if lo != next || hi <= lo || hi-lo > g.ChunkBytes || g.Find(p, lo) != i || g.Find(p, hi-1) != i {
+			if lo != next || hi <= lo || hi-lo > g.ChunkBytes {
 				t.Fatalf("%+v: chunk %d is part %d [%d, %d) after %d", ten, i, p, lo, hi, next)
 			}
 			next = hi
@@ -115,24 +115,23 @@ func TestGrid(t *testing.T) {
 // Geometry of the odd shapes.
 func TestGeometry(t *testing.T) {
 	for _, c := range []struct {
-		d        DType
-		shape    []int64
-		rows     int64
-		rowBits  int64
-		elements int64
-		splits   string // of 1, 2, 4, 8
+		d       DType
+		shape   []int64
+		rows    int64
+		rowBits int64
+		splits  string // of 1, 2, 4, 8
 	}{
-		{F32, nil, 1, 32, 1, "1"},
-		{BF16, []int64{8}, 8, 16, 8, "1"},
-		{BF16, []int64{4, 8}, 4, 128, 32, "1248"},
-		{BF16, []int64{4, 6}, 4, 96, 24, "12"},
-		{BF16, []int64{0, 8}, 0, 0, 0, "1"},
-		{BF16, []int64{8, 0}, 8, 0, 0, "1"},
-		{BF16, []int64{2, 3, 4}, 2, 192, 24, "124"},
-		{F4, []int64{2, 3}, 2, 12, 6, "1"},
-		{F4, []int64{2, 8}, 2, 32, 16, "124"},
-		{F6E2M3, []int64{2, 8}, 2, 48, 16, "12"},
-		{U8, []int64{0, 1 << 62, 1 << 62}, 0, 0, 0, "1"},
+		{F32, nil, 1, 32, "1"},
+		{BF16, []int64{8}, 8, 16, "1"},
+		{BF16, []int64{4, 8}, 4, 128, "1248"},
+		{BF16, []int64{4, 6}, 4, 96, "12"},
+		{BF16, []int64{0, 8}, 0, 0, "1"},
+		{BF16, []int64{8, 0}, 8, 0, "1"},
+		{BF16, []int64{2, 3, 4}, 2, 192, "124"},
+		{F4, []int64{2, 3}, 2, 12, "1"},
+		{F4, []int64{2, 8}, 2, 32, "124"},
+		{F6E2M3, []int64{2, 8}, 2, 48, "12"},
+		{U8, []int64{0, 1 << 62, 1 << 62}, 0, 0, "1"},
 	} {
 		ten := Tensor{DType: c.d, Shape: c.shape}
 		ten.Bytes, _ = Size(c.d, c.shape)
@@ -142,8 +141,8 @@ func TestGeometry(t *testing.T) {
 				splits += fmt.Sprint(p)
 			}
 		}
-		if ten.Rows() != c.rows || ten.RowBits() != c.rowBits || ten.Elements() != c.elements || splits != c.splits {
-			t.Errorf("%v %v: %d rows of %d bits, %d elements, splits %s", c.d, c.shape, ten.Rows(), ten.RowBits(), ten.Elements(), splits)
+		if ten.Rows() != c.rows || ten.RowBits() != c.rowBits || splits != c.splits {
+			t.Errorf("%v %v: %d rows of %d bits, splits %s", c.d, c.shape, ten.Rows(), ten.RowBits(), splits)
 		}
 		if g := ten.Grid(); g.Chunks() != 0 {
 			t.Errorf("%v %v: a grid without chunk bytes has chunks", c.d, c.shape)
@@ -275,29 +274,23 @@ func TestValidate(t *testing.T) {
 	}
 }
 
-// Find is unique or says which two files; it may be called by many at once.
+// Names are found in the source that is asked for; many may ask at once.
 func TestFind(t *testing.T) {
-	ix := container()
+	find := container().Finder()
 	var wg sync.WaitGroup
 	for range 8 {
 		wg.Go(func() {
-			if i, err := ix.Find("big"); i != 2 || err != nil {
-				t.Errorf("big: %d, %v", i, err)
+			if i := find(1, "big"); i != 2 {
+				t.Errorf("big: %d", i)
 			}
 		})
 	}
 	wg.Wait()
-	if _, err := ix.Find("x"); !errors.Is(err, errs.ErrArgument) || !strings.Contains(err.Error(), "both a and b") {
-		t.Errorf("a name in two files: %v", err)
+	if a, b, c, d := find(0, "x"), find(1, "x"), find(0, "big"), find(1, "X"); a != 0 || b != 5 || c != -1 || d != -1 {
+		t.Errorf("found %d %d %d %d", a, b, c, d)
 	}
-	if _, err := ix.Find("X"); !errors.Is(err, errs.ErrKey) {
-		t.Errorf("no such name: %v", err)
-	}
-	if a, b, c := ix.FindIn(0, "x"), ix.FindIn(1, "x"), ix.FindIn(0, "big"); a != 0 || b != 5 || c != -1 {
-		t.Errorf("FindIn: %d %d %d", a, b, c)
-	}
-	if _, err := (&Index{}).Find("x"); !errors.Is(err, errs.ErrKey) {
-		t.Errorf("empty index: %v", err)
+	if i := (&Index{}).Finder()(0, "x"); i != -1 {
+		t.Errorf("empty index: %d", i)
 	}
 	if i := Duplicate(container().Tensors); i != -1 {
 		t.Errorf("Duplicate across sources: %d", i)
@@ -306,9 +299,10 @@ func TestFind(t *testing.T) {
 	for i := range 5000 {
 		many.Tensors = append(many.Tensors, Tensor{Name: fmt.Sprint(i)})
 	}
+	find = many.Finder()
 	for i := range many.Tensors {
-		if got, err := many.Find(fmt.Sprint(i)); got != i || err != nil {
-			t.Fatalf("tensor %d: %d, %v", i, got, err)
+		if got := find(0, fmt.Sprint(i)); got != i {
+			t.Fatalf("tensor %d: %d", i, got)
 		}
 	}
 }

@@ -117,7 +117,7 @@ func (v *validator) tensor(i int) error {
 	if !utf8.ValidString(t.Name) {
 		return v.bad(i, -1, -1, "name is not UTF-8")
 	}
-	if v.names.put(v.ix.Tensors, i) >= 0 {
+	if !v.names.put(v.ix.Tensors, i) {
 		return v.bad(i, -1, t.Off, "two tensors have this name")
 	}
 	if len(t.Shape) > MaxRank {

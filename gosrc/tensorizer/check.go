@@ -72,7 +72,7 @@ func (c *checked) ReadAt(ctx context.Context, p []byte, off int64) error {
 		t := &c.passing[i]
 		lo, hi := max(off, t.off), min(end, t.end)
 		if err := t.pass(p[lo-off:hi-off], lo); err != nil {
-			return &errs.At{Verb: "check", Source: c.URI(), Tensor: t.name, Chunk: -1, Offset: t.off, Err: err}
+			return errs.Place("check", c.URI(), t.name, t.off, err)
 		}
 	}
 	return nil

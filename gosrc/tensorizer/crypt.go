@@ -57,6 +57,14 @@ func (d Derivation) Check() error {
 	return nil
 }
 
+// id is equal for equal derivations; d may be nil.
+func (d *Derivation) id() string {
+	if d == nil {
+		return ""
+	}
+	return string(le.AppendUint64(le.AppendUint64(nil, d.Passes), d.Memory)) + string(d.Salt)
+}
+
 // deriving is taken by the running derivation. There is one at a time, so that
 // abandoned ones do not add up their memory.
 var deriving = make(chan struct{}, 1)
@@ -215,17 +223,16 @@ type Key struct {
 // with a new salt and libsodium's moderate limits (256 MiB, about a second). It is
 // nil if the options have neither.
 func KeyOf(ctx context.Context, opt map[string]string) (*Key, error) {
-	if _, ok := opt[OptionPassword]; !ok {
-		if _, ok := opt[OptionKey]; !ok {
-			return nil, nil
-		}
-		k, err := keyOf(ctx, &Crypt{}, opt, map[string]*[keyBytes]byte{})
-		return &Key{Bytes: k}, err
+	var d *Derivation
+	if _, ok := opt[OptionKey]; !ok {
+		d = &Derivation{Passes: moderatePasses, Memory: moderateMemory, Salt: make([]byte, saltBytes)}
+		_, _ = rand.Read(d.Salt) // cannot fail
 	}
-	d := &Derivation{Passes: moderatePasses, Memory: moderateMemory, Salt: make([]byte, saltBytes)}
-	_, _ = rand.Read(d.Salt) // cannot fail
-	k, err := keyOf(ctx, &Crypt{Derive: d}, opt, map[string]*[keyBytes]byte{})
-	return &Key{Bytes: k, Derive: d}, err
+	k, err := keyOf(ctx, d, opt)
+	if k == nil {
+		return nil, err
+	}
+	return &Key{Bytes: k, Derive: d}, nil
 }
 
 // append writes the encryption of a record, its length first; a nil Crypt means

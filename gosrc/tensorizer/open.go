@@ -11,19 +11,16 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// firstRead is how much of a file is read first: the whole index of most files.
-const firstRead = 256 << 10
-
 // Open reads the head and the index of a file, and its records if requested or if
 // the file is encrypted. The error is errs.ErrFormat for another kind of file, and
 // else that of Read.
 func Open(ctx context.Context, src source.Source, records bool) (*File, error) {
-	head := make([]byte, max(0, min(src.Size(), firstRead)))
-	if err := src.ReadAt(ctx, head, 0); err != nil {
-		return nil, errs.Locate("index", src.URI(), "", -1, err)
+	head, err := source.Head(ctx, src)
+	if err != nil {
+		return nil, errs.In("index", src.URI(), err)
 	}
 	if !Is(head) {
-		return nil, &errs.At{Verb: "index", Source: src.URI(), Chunk: -1, Offset: 0, Err: errs.New(errs.ErrFormat, "not a .tensors file")}
+		return nil, errs.Place("index", src.URI(), "", 0, errs.New(errs.ErrFormat, "not a .tensors file"))
 	}
 	f, err := Read(ctx, src, head)
 	if err == nil && records {
@@ -63,7 +60,7 @@ func Index(ctx context.Context, src source.Source, head []byte, settings map[str
 // comparing CRC32 is errs.ErrArgument if the file has no checksums.
 func Refuse(uri string, settings map[string]string, sums bool) error {
 	at := func(class error, format string, args ...any) error {
-		return &errs.At{Verb: "index", Source: uri, Chunk: -1, Offset: -1, Err: errs.New(class, format, args...)}
+		return errs.In("index", uri, errs.New(class, format, args...))
 	}
 	for _, secret := range []string{OptionKey, OptionPassword} {
 		if _, given := settings[secret]; given {

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"math"
+	"slices"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -171,10 +172,8 @@ func (f *File) index(r *reader, count int) error {
 		case record > math.MaxInt64 || data > math.MaxInt64 || bytes > math.MaxInt64:
 			return bad(errs.ErrFormat, "record at %d, %d bytes of data at %d", record, bytes, data)
 		}
-		for _, d := range e.Dims {
-			if d < 0 {
-				return bad(errs.ErrFormat, "shape %v", e.Dims)
-			}
+		if negative(e.Dims) {
+			return bad(errs.ErrFormat, "shape %v", e.Dims)
 		}
 		if e.dtype, e.shape, err = dtypeOf(e.Text, e.Dims); err != nil {
 			size, ok := itemSize(e.Text)
@@ -251,7 +250,7 @@ func (f *File) record(b []byte, e *Entry, out *Record) error {
 	name := string(r.take(int(r.u(2))))
 	text := string(r.take(int(r.u(1))))
 	dims := r.dims(int(r.u(1)), e.Wide)
-	if r.short || kind != e.Type || name != e.Name || text != e.Text || !equal(dims, e.Dims) {
+	if r.short || kind != e.Type || name != e.Name || text != e.Text || !slices.Equal(dims, e.Dims) {
 		return bad("the record says other things than the index")
 	}
 	if n := int64(le.Uint64(b[len(b)-8:])); n != e.Bytes {
@@ -305,25 +304,9 @@ func (f *File) record(b []byte, e *Entry, out *Record) error {
 	return nil
 }
 
-func equal(a, b []int64) bool {
-	if len(a) != len(b) {
-		return false
-	}
-	for i := range a {
-		if a[i] != b[i] {
-			return false
-		}
-	}
-	return true
-}
-
 // at adds the position to an error.
 func (f *File) at(name string, off int64, err error) error {
-	var at *errs.At
-	if errors.As(err, &at) {
-		return err
-	}
-	return &errs.At{Verb: "index", Source: f.URI, Tensor: name, Chunk: -1, Offset: off, Err: err}
+	return errs.Place("index", f.URI, name, off, err)
 }
 
 // A reader takes numbers and bytes from a buffer; short: there were too few, and

@@ -7,9 +7,9 @@ import (
 	"encoding/hex"
 	"runtime"
 	"sort"
-	"sync"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/blocks"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -72,8 +72,8 @@ func (f *File) Source(ctx context.Context, src source.Source, decrypt map[string
 			return nil, err
 		}
 	}
-	s := &sealed{Source: src, size: f.Size, most: int64(runtime.GOMAXPROCS(0)+2) * (2 * ChunkBytes), boxes: map[boxKey]*box{}}
-	keys := map[string]*[keyBytes]byte{}
+	s := &sealed{Source: src, size: f.Size, boxes: blocks.New[boxKey](int64(runtime.GOMAXPROCS(0)+2) * (2 * ChunkBytes))}
+	keys := map[string]*[keyBytes]byte{} // by derivation: a file has one for all its tensors
 	for i := range f.Entries {
 		e := &f.Entries[i]
 		s.zeros = s.zeros + e.full - e.Bytes
@@ -82,11 +82,16 @@ func (f *File) Source(ctx context.Context, src source.Source, decrypt map[string
 		}
 		c := f.Records[i].Crypt
 		sp := span{off: e.Data, end: e.Data + e.Bytes, name: e.Name, crypt: c}
-		var err error
-		if sp.key, err = keyOf(ctx, c, decrypt, keys); err != nil {
-			return nil, f.at(e.Name, e.Record, err)
+		id := c.Derive.id()
+		if sp.key = keys[id]; sp.key == nil {
+			var err error
+			if sp.key, err = keyOf(ctx, c.Derive, decrypt); err != nil {
+				return nil, f.at(e.Name, e.Record, err)
+			}
+			keys[id] = sp.key
 		}
 		s.spans = append(s.spans, sp)
+		s.boxes.Need(min(c.Chunk, e.Bytes)) // a box that is larger is not decrypted for each of its pieces
 	}
 	if s.zeros == 0 && len(s.spans) == 0 {
 		return src, nil
@@ -94,39 +99,32 @@ func (f *File) Source(ctx context.Context, src source.Source, decrypt map[string
 	return s, nil
 }
 
-// keyOf is the key of a tensor: nil if none was given. Derived keys are kept, since
-// a file has one for all its tensors.
-func keyOf(ctx context.Context, c *Crypt, decrypt map[string]string, keys map[string]*[keyBytes]byte) (*[keyBytes]byte, error) {
-	if text, ok := decrypt[OptionKey]; ok {
-		if keys[""] == nil {
-			b, err := hex.DecodeString(text)
-			if err != nil || len(b) != keyBytes {
-				return nil, errs.New(errs.ErrArgument, "a key has %d bytes", keyBytes)
-			}
-			keys[""] = (*[keyBytes]byte)(b)
+// keyOf is the key that settings give for data whose key was derived so (nil: it was
+// not); nil if they give none.
+func keyOf(ctx context.Context, derive *Derivation, settings map[string]string) (*[keyBytes]byte, error) {
+	if text, ok := settings[OptionKey]; ok {
+		b, err := hex.DecodeString(text)
+		if err != nil || len(b) != keyBytes {
+			return nil, errs.New(errs.ErrArgument, "a key has %d bytes", keyBytes)
 		}
-		return keys[""], nil
+		return (*[keyBytes]byte)(b), nil
 	}
-	text, ok := decrypt[OptionPassword]
+	text, ok := settings[OptionPassword]
 	if !ok {
 		return nil, nil
 	}
-	if c.Derive == nil {
+	if derive == nil {
 		return nil, errs.New(errs.ErrCrypto, "a password was given, and the file was encrypted with a key of no password's")
 	}
-	id := string(le.AppendUint64(le.AppendUint64(nil, c.Derive.Passes), c.Derive.Memory)) + string(c.Derive.Salt)
-	if keys[id] == nil {
-		password, err := hex.DecodeString(text)
-		if err != nil || len(password) == 0 {
-			return nil, errs.New(errs.ErrArgument, "the password is empty")
-		}
-		k, err := c.Derive.Key(ctx, password)
-		if err != nil {
-			return nil, err
-		}
-		keys[id] = (*[keyBytes]byte)(k)
+	password, err := hex.DecodeString(text)
+	if err != nil || len(password) == 0 {
+		return nil, errs.New(errs.ErrArgument, "the password is empty")
 	}
-	return keys[id], nil
+	k, err := derive.Key(ctx, password)
+	if err != nil {
+		return nil, err
+	}
+	return (*[keyBytes]byte)(k), nil
 }
 
 // A span is the encrypted data of one tensor.
@@ -144,25 +142,12 @@ type sealed struct {
 	source.Source
 	size, zeros int64
 	spans       []span // by offset
-
-	most  int64 // bytes of boxes worth keeping
-	mu    sync.Mutex
-	held  int64
-	clock int64
-	boxes map[boxKey]*box
+	boxes       *blocks.Cache[boxKey]
 }
 
 type boxKey struct {
 	span int
 	n    int64
-}
-
-// A box is decrypted, or being decrypted.
-type box struct {
-	ready chan struct{}
-	data  []byte
-	err   error
-	used  int64 // clock
 }
 
 func (s *sealed) Size() int64 { return s.size + s.zeros }
@@ -183,14 +168,19 @@ func (s *sealed) Facts() source.Facts {
 
 // coding names how the data at an offset are stored.
 func (s *sealed) coding(off int64) string {
-	i := sort.Search(len(s.spans), func(i int) bool { return s.spans[i].end > off })
-	switch {
+	switch _, encrypted := s.at(off); {
 	case off >= s.size:
 		return "zeros"
-	case i < len(s.spans) && s.spans[i].off <= off:
+	case encrypted:
 		return "encrypted"
 	}
 	return "plain"
+}
+
+// at is the first span that ends behind an offset, and whether the offset is within.
+func (s *sealed) at(off int64) (i int, encrypted bool) {
+	i = sort.Search(len(s.spans), func(i int) bool { return s.spans[i].end > off })
+	return i, i < len(s.spans) && s.spans[i].off <= off
 }
 
 // ReadAt reads plain bytes; see source.Source.
@@ -199,12 +189,12 @@ func (s *sealed) ReadAt(ctx context.Context, p []byte, off int64) error {
 		return s.Source.ReadAt(ctx, p, off) // says what is wrong
 	}
 	for len(p) > 0 {
-		i := sort.Search(len(s.spans), func(i int) bool { return s.spans[i].end > off })
+		i, encrypted := s.at(off)
 		n := int64(len(p))
 		switch {
 		case off >= s.size:
 			clear(p)
-		case i < len(s.spans) && s.spans[i].off <= off:
+		case encrypted:
 			sp := &s.spans[i]
 			n = min(n, sp.end-off)
 			if err := s.open(ctx, p[:n], i, off-sp.off); err != nil {
@@ -238,11 +228,15 @@ func (s *sealed) open(ctx context.Context, p []byte, i int, off int64) error {
 			p, off = p[size:], off+size
 			continue
 		}
-		data, err := s.get(ctx, boxKey{i, k}, size)
+		b, err := s.boxes.Get(ctx, boxKey{i, k}, func() ([]byte, error) {
+			data := make([]byte, size)
+			return data, s.decrypt(ctx, data, i, k)
+		})
 		if err != nil {
 			return err
 		}
-		n := copy(p, data[off-from:])
+		n := copy(p, b.Data[off-from:])
+		s.boxes.Put(b)
 		p, off = p[n:], off+int64(n)
 	}
 	return nil
@@ -266,63 +260,4 @@ func (s *sealed) decrypt(ctx context.Context, dst []byte, i int, k int64) error 
 		return fail(err)
 	}
 	return nil
-}
-
-// get returns a decrypted box; the first caller decrypts it.
-func (s *sealed) get(ctx context.Context, key boxKey, size int64) ([]byte, error) {
-	s.mu.Lock()
-	s.clock++
-	b := s.boxes[key]
-	if b != nil {
-		b.used = s.clock
-		s.mu.Unlock()
-		select {
-		case <-b.ready:
-			if b.err == nil {
-				return b.data, nil
-			}
-			// The caller that decrypts it may have been cancelled; this one was
-			// not.
-		case <-ctx.Done():
-			return nil, context.Cause(ctx)
-		}
-		data := make([]byte, size)
-		return data, s.decrypt(ctx, data, key.span, key.n)
-	}
-	b = &box{ready: make(chan struct{}), used: s.clock, err: errs.New(errs.ErrEngine, "a box was not opened")}
-	s.boxes[key] = b
-	s.held += size
-	s.trim(key)
-	s.mu.Unlock()
-	defer close(b.ready)
-	data := make([]byte, size)
-	err := s.decrypt(ctx, data, key.span, key.n)
-	if err != nil {
-		b.err = err
-		s.mu.Lock()
-		if s.boxes[key] == b {
-			delete(s.boxes, key)
-			s.held -= size
-		}
-		s.mu.Unlock()
-		return nil, err
-	}
-	b.data, b.err = data, nil
-	return data, nil
-}
-
-// trim drops the least recently used boxes; mu is held.
-func (s *sealed) trim(keep boxKey) {
-	for s.held > s.most && len(s.boxes) > 1 {
-		var oldest boxKey
-		found := false
-		for k, b := range s.boxes {
-			if k != keep && (!found || b.used < s.boxes[oldest].used) {
-				oldest, found = k, true
-			}
-		}
-		sp := &s.spans[oldest.span]
-		s.held -= min(sp.crypt.Chunk, sp.end-sp.off-oldest.n*sp.crypt.Chunk)
-		delete(s.boxes, oldest)
-	}
 }

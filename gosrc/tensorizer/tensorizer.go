@@ -46,7 +46,6 @@ const (
 	PathMark = "\x1e"
 
 	headSize = 73
-	tailSize = 8
 
 	// The flags.
 	encrypted = 1

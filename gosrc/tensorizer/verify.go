@@ -42,7 +42,7 @@ func Verify(ctx context.Context, src source.Source, p Proof) error {
 func (f *File) proof(src source.Source, i int, p Proof) Flow {
 	e, r := &f.Entries[i], &f.Records[i]
 	bad := func(class error, format string, args ...any) error {
-		return &errs.At{Verb: "verify", Source: f.URI, Tensor: e.Name, Chunk: -1, Offset: e.Record, Err: errs.New(class, format, args...)}
+		return errs.Place("verify", f.URI, e.Name, e.Record, errs.New(class, format, args...))
 	}
 	sum := NewSummer(r.Prefix)
 	flow := Flow{Sum: sum, Bytes: e.Bytes}

@@ -7,6 +7,8 @@ import (
 	"hash"
 	"hash/crc32"
 	"math"
+	"slices"
+	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/avx"
@@ -60,67 +62,46 @@ func (it *Item) Check() error {
 	case it.Bytes < 0:
 		return errs.New(errs.ErrArgument, "%d bytes", it.Bytes)
 	}
-	for _, d := range it.Dims {
-		if d < 0 {
-			return errs.New(errs.ErrArgument, "shape %v", it.Dims)
-		}
+	if negative(it.Dims) {
+		return errs.New(errs.ErrArgument, "shape %v", it.Dims)
 	}
 	return nil
 }
 
-// Version is the least version of a file with this item.
-func (it *Item) Version() uint32 {
-	v := uint32(1)
-	for i := range it.Text {
-		if it.Text[i] == 0 {
-			v = 2
-		}
-	}
-	if it.Sealed {
-		v = 3
-	}
-	if it.Bytes == 0 && !empty(it.Dims) {
-		v = 4
-	}
-	if it.wide() {
-		v = 5
-	}
-	return v
+func negative(dims []int64) bool {
+	return slices.ContainsFunc(dims, func(d int64) bool { return d < 0 })
 }
 
-func empty(dims []int64) bool {
-	for _, d := range dims {
-		if d == 0 {
-			return true
-		}
+// Version is the least version of a file with this item.
+func (it *Item) Version() uint32 {
+	switch {
+	case it.wide():
+		return 5
+	case it.Bytes == 0 && !slices.Contains(it.Dims, 0):
+		return 4
+	case it.Sealed:
+		return 3
+	case strings.Contains(it.Text, "\x00"):
+		return 2
 	}
-	return false
+	return 1
 }
 
 func (it *Item) wide() bool {
-	for _, d := range it.Dims {
-		if d > math.MaxUint32 {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(it.Dims, func(d int64) bool { return d > math.MaxUint32 })
 }
 
-// size is the bytes of the record before the data.
-func (it *Item) size() int64 { return int64(len(it.front(nil))) + it.Pad }
-
 // Data is the offset of the data.
-func (it *Item) Data() int64 { return it.Record + it.size() }
+func (it *Item) Data() int64 {
+	b, _, _ := it.front()
+	return it.Record + int64(len(b)) + it.Pad
+}
 
 // PadTo aligns the data to align; it is for items with complete records only.
 func (it *Item) PadTo(align int64) {
 	it.Pad = 0
 	it.Pad = (align - it.Data()%align) % align
 }
-
-// crc reports whether the item has a CRC32 beside the SHA-256: not if it is
-// encrypted.
-func (it *Item) crc() bool { return it.Crypt == nil }
 
 func (it *Item) appendDims(dst []byte) []byte {
 	for _, d := range it.Dims {
@@ -142,9 +123,10 @@ func (it *Item) appendWords(dst []byte) []byte {
 	return it.appendDims(dst)
 }
 
-// front is the record without its padding, with zero hashes.
-func (it *Item) front(dst []byte) []byte {
-	dst = le.AppendUint64(dst, 0) // length: see Append
+// front is the record without its padding, with zero hashes, and their offsets; that
+// of the CRC32 is 0 for an encrypted item, which has none.
+func (it *Item) front() (dst []byte, crc, sha int) {
+	dst = le.AppendUint64(nil, 0) // length: see record
 	dst = le.AppendUint16(dst, it.Module)
 	dst = append(dst, it.Type)
 	dst = le.AppendUint16(dst, uint16(len(it.Name)))
@@ -153,33 +135,32 @@ func (it *Item) front(dst []byte) []byte {
 	dst = append(dst, it.Text...)
 	dst = append(dst, byte(len(it.Dims)))
 	dst = it.appendDims(dst)
-	if it.crc() {
+	if it.Crypt == nil {
 		dst = le.AppendUint16(dst, 1+2+4+2+32)
-		dst = append(dst, 2, 0, 4, 0, 0, 0, 0)
+		dst = append(dst, 2, 0, 4)
+		crc = len(dst)
+		dst = append(dst, 0, 0, 0, 0)
 	} else {
 		dst = le.AppendUint16(dst, 1+2+32)
 		dst = append(dst, 1)
 	}
 	dst = append(dst, 1, 32)
+	sha = len(dst)
 	dst = append(dst, make([]byte, 32)...)
 	if it.Sealed {
 		dst = it.Crypt.append(dst)
 	}
-	return le.AppendUint64(dst, uint64(it.Bytes))
+	return le.AppendUint64(dst, uint64(it.Bytes)), crc, sha
 }
 
 // record is the record with its padding and zero hashes, and their offsets.
 func (it *Item) record() (b []byte, crc, sha int) {
-	b = it.front(nil)
+	b, crc, sha = it.front()
 	last := len(b) - 8
 	b = append(b[:last], make([]byte, it.Pad+8)...)
 	le.PutUint64(b[len(b)-8:], uint64(it.Bytes))
 	le.PutUint64(b, uint64(len(b)))
-	at := 8 + 2 + 1 + 2 + len(it.Name) + 1 + len(it.Text) + 1 + len(it.appendDims(nil)) + 2 + 1
-	if it.crc() {
-		return b, at + 2, at + 2 + 4 + 2
-	}
-	return b, -1, at + 2
+	return b, crc, sha
 }
 
 // A Summer hashes a tensor: the beginning of its record, and then its data in
@@ -210,8 +191,7 @@ func (s *Summer) Sums() (crc, sha []byte) {
 
 // Summer begins to hash the item.
 func (it *Item) Summer() *Summer {
-	plain := *it
-	b, _, _ := plain.record()
+	b, _, _ := it.record()
 	if it.Sealed { // the encryption is not hashed
 		n := len(it.Crypt.append(nil))
 		end := len(b) - 8 - int(it.Pad)
@@ -224,7 +204,7 @@ func (it *Item) Summer() *Summer {
 func (it *Item) Finish(s *Summer) []byte {
 	b, crc, sha := it.record()
 	sum, digest := s.Sums()
-	if crc >= 0 {
+	if crc > 0 {
 		copy(b[crc:], sum)
 	}
 	copy(b[sha:], digest)
@@ -292,4 +272,4 @@ func Front(items []Item, version uint32, length int64) ([]byte, error) {
 func Start(length int64) int64 { return headSize + length }
 
 // Tail is the bytes after the last record: zeros.
-const Tail = tailSize
+const Tail = 8

@@ -149,7 +149,7 @@ func (s *unpacker) tensor(ctx context.Context, p []byte, t *tensor.Tensor, off i
 		}
 		for k := range n {
 			at := c[k].Off - c[0].Off
-			done, err := s.chunk(p, stored[at:at+int64(c[k].Stored)], t, first+k, off)
+			done, err := s.chunk(ctx, p, stored[at:at+int64(c[k].Stored)], t, first+k, off)
 			if err != nil {
 				return err
 			}
@@ -161,7 +161,7 @@ func (s *unpacker) tensor(ctx context.Context, p []byte, t *tensor.Tensor, off i
 
 // chunk decodes chunk k of a tensor, as far as p, which begins at off in the tensor,
 // has space for it, and returns how far that is.
-func (s *unpacker) chunk(p, stored []byte, t *tensor.Tensor, k int32, off int64) (int, error) {
+func (s *unpacker) chunk(ctx context.Context, p, stored []byte, t *tensor.Tensor, k int32, off int64) (int, error) {
 	c := s.ix.Chunks[t.First+k]
 	decode := func(dst []byte) error {
 		fail := func(verb string, err error) error {
@@ -179,7 +179,7 @@ func (s *unpacker) chunk(p, stored []byte, t *tensor.Tensor, k int32, off int64)
 	if from == 0 && len(p) >= int(c.Logical) {
 		return int(c.Logical), decode(p[:c.Logical])
 	}
-	b, err := s.cache.Get(cut(t.First+k), func() ([]byte, error) {
+	b, err := s.cache.Get(ctx, cut(t.First+k), func() ([]byte, error) {
 		whole := make([]byte, c.Logical)
 		return whole, decode(whole)
 	})

@@ -138,8 +138,7 @@ func put(p part, r *rng, dst []byte, vals []float32) {
 	switch p.dtype {
 	case tensor.BF16:
 		for i, v := range vals {
-			u := math.Float32bits(v)
-			binary.LittleEndian.PutUint16(dst[2*i:], uint16((u+0x7fff+u>>16&1)>>16))
+			binary.LittleEndian.PutUint16(dst[2*i:], bf16(v))
 		}
 	case tensor.F16:
 		for i, v := range vals {
@@ -184,9 +183,12 @@ func noise(r *rng, dst []byte) {
 	}
 }
 
-func throughBF16(v *float32) {
-	u := math.Float32bits(*v)
-	*v = math.Float32frombits((u + 0x7fff + u>>16&1) &^ 0xffff)
+func throughBF16(v *float32) { *v = math.Float32frombits(uint32(bf16(*v)) << 16) }
+
+// bf16 rounds to the nearest BF16.
+func bf16(v float32) uint16 {
+	u := math.Float32bits(v)
+	return uint16((u + 0x7fff + u>>16&1) >> 16)
 }
 
 func abs(v float32) float32 { return math.Float32frombits(math.Float32bits(v) &^ (1 << 31)) }
@@ -201,16 +203,9 @@ func half(v float32) uint16 {
 		return sign | 0x7c00
 	case e >= -14:
 		u -= 112 << 23
-		return sign | uint16(u&0x7fffffff>>13) + uint16((u>>12&1)&(u>>13|boolBit(u&0xfff != 0))&1)
+		return sign | uint16((u&0x7fffffff+0xfff+u>>13&1)>>13)
 	}
 	return sign | uint16(math.RoundToEven(float64(abs(v))*(1<<24)))
-}
-
-func boolBit(b bool) uint32 {
-	if b {
-		return 1
-	}
-	return 0
 }
 
 // small rounds to an 8-bit float with the given bits of exponent and mantissa,

@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math"
+	"slices"
 
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -33,7 +34,7 @@ func hostile(seed uint64) []Tensor {
 			return b
 		}
 		add(d.String()+".random", d, []int64{1001, 8}, any(8008))
-		add(d.String()+".equal", d, []int64{40000}, fillWith(any(8)[:max(1, d.Bits()/8)], bytes(40000)))
+		add(d.String()+".equal", d, []int64{40000}, slices.Repeat(any(8)[:max(1, d.Bits()/8)], 40000)[:bytes(40000)])
 		add(d.String()+".empty", d, []int64{0}, nil)
 		add(d.String()+".empty2", d, []int64{3, 0, 5}, nil)
 		if d.Bits() >= 8 {
@@ -45,7 +46,7 @@ func hostile(seed uint64) []Tensor {
 		}
 	}
 	floats(&r, add)
-	add("rank 64", tensor.U8, append(make64(63), 2), []byte{1, 2})
+	add("rank 64", tensor.U8, append(slices.Repeat([]int64{1}, 63), 2), []byte{1, 2})
 	add("name with \"quotes\", \\ and \u00e9\u4e2d\U0001F600", tensor.F32, []int64{2}, random(8))
 	add(fmt.Sprintf("%0512d", 7), tensor.BF16, []int64{4}, random(8))
 	return out
@@ -98,20 +99,4 @@ func floats(r *rng, add func(string, tensor.DType, []int64, []byte)) {
 			add(f.d.String()+"."+v.name, f.d, []int64{n}, b)
 		}
 	}
-}
-
-func fillWith(pattern []byte, n int64) []byte {
-	b := make([]byte, n)
-	for i := range b {
-		b[i] = pattern[i%len(pattern)]
-	}
-	return b
-}
-
-func make64(n int) []int64 {
-	s := make([]int64, n)
-	for i := range s {
-		s[i] = 1
-	}
-	return s
 }

@@ -80,8 +80,9 @@ func TestPackedIntegers(t *testing.T) {
 	if err := finish(t, l); err != nil {
 		t.Fatal(err)
 	}
+	find := m.Index().Finder()
 	for _, w := range in {
-		i, _ := m.Index().Find(w.Name)
+		i := find(0, w.Name)
 		if !bytes.Equal(exported(t, d, l, i), w.Data) {
 			t.Errorf("%s: other bytes", w.Name)
 		}

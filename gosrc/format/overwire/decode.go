@@ -21,8 +21,11 @@ import (
 // feature errs.ErrNotSupported.
 func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known tensor.Known) (*tensor.Index, error) {
 	d := decoder{blob: blob, h: h}
+	bad := func(name string, chunk int, err error) (*tensor.Index, error) {
+		return nil, &errs.At{Verb: "index", Source: uri, Tensor: name, Chunk: int64(chunk), Offset: h.Data + d.at, Err: err}
+	}
 	if err := d.frame(); err != nil {
-		return nil, &errs.At{Verb: "index", Source: uri, Tensor: IndexName, Chunk: -1, Offset: h.Data + d.at, Err: err}
+		return bad(IndexName, -1, err)
 	}
 	metadata := make(map[string]string, len(h.Metadata))
 	for k, v := range h.Metadata {
@@ -41,26 +44,24 @@ func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known te
 		shapes[i] = int64(le.Uint64(d.blob[headerSize+8*i:])) // Validate refuses negative ones
 	}
 	for i := range ix.Tensors {
-		name := h.Tensors[i+1].Name
 		if err := d.tensor(i, &ix.Tensors[i], &shapes); err != nil {
-			return nil, &errs.At{Verb: "index", Source: uri, Tensor: name, Chunk: -1, Offset: h.Data + d.at, Err: err}
+			return bad(h.Tensors[i+1].Name, -1, err)
 		}
 	}
-	if len(shapes) != 0 {
-		return nil, &errs.At{Verb: "index", Source: uri, Tensor: IndexName, Chunk: -1, Offset: h.Data,
-			Err: errs.New(errs.ErrFormat, "%d dims belong to no tensor", len(shapes))}
+	if d.at = 0; len(shapes) != 0 {
+		return bad(IndexName, -1, errs.New(errs.ErrFormat, "%d dims belong to no tensor", len(shapes)))
 	}
 	for i := range ix.Chunks {
 		if err := d.chunk(i, &ix.Chunks[i]); err != nil {
-			return nil, &errs.At{Verb: "index", Source: uri, Tensor: IndexName, Chunk: int64(i), Offset: h.Data + d.at, Err: err}
+			return bad(IndexName, i, err)
 		}
 	}
 	if err := ix.Validate(known); err != nil {
 		return nil, err
 	}
 	if need := features(ix.Tensors, ix.Chunks); need != d.features {
-		return nil, &errs.At{Verb: "index", Source: uri, Tensor: IndexName, Chunk: -1, Offset: h.Data + 8,
-			Err: errs.New(errs.ErrFormat, "features %#x of an index whose chunks need %#x", d.features, need)}
+		d.at = 8
+		return bad(IndexName, -1, errs.New(errs.ErrFormat, "features %#x of an index whose chunks need %#x", d.features, need))
 	}
 	return ix, nil
 }

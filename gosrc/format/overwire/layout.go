@@ -164,7 +164,7 @@ func itemSizes(items []Item) ([]int64, error) {
 }
 
 func refuse(it *Item, format string, args ...any) error {
-	return &errs.At{Verb: "save", Tensor: it.Name, Chunk: -1, Offset: -1, Err: errs.New(errs.ErrArgument, format, args...)}
+	return errs.Locate("save", "", it.Name, -1, errs.New(errs.ErrArgument, format, args...))
 }
 
 // order sorts items into the groups of docs/format.md section 1.

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -155,13 +156,13 @@ func TestReads(t *testing.T) {
 			t.Fatal(err)
 		}
 		want := 1
-		if len(head) > firstRead {
+		if len(head) > source.HeadBytes {
 			want = 2
 		}
-		if src.reads != want || src.bytes > max(firstRead, int64(len(head))) {
+		if src.reads != want || src.bytes > max(source.HeadBytes, int64(len(head))) {
 			t.Errorf("%d tensors: %d reads of %d bytes", n, src.reads, src.bytes)
 		}
-		if got := int64(len(h.Ahead)); want == 1 && got != min(firstRead, int64(len(src.b)))-int64(len(head)) {
+		if got := int64(len(h.Ahead)); want == 1 && got != min(source.HeadBytes, int64(len(src.b)))-int64(len(head)) {
 			t.Errorf("%d tensors: %d bytes ahead", n, got)
 		}
 		same(t, h, entries)

@@ -16,6 +16,7 @@ import (
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -197,11 +198,11 @@ func (f failing) ReadAt(ctx context.Context, p []byte, off int64) error {
 func TestReadFailsLater(t *testing.T) {
 	entries, size := model(5000)
 	head, err := AppendHeader(nil, nil, entries, 0)
-	if err != nil || len(head) <= firstRead {
+	if err != nil || len(head) <= source.HeadBytes {
 		t.Fatalf("a header of %d bytes: %v", len(head), err)
 	}
 	b := append(head, make([]byte, size)...)
-	for from, want := range map[int64]int64{0: 0, firstRead - 1: 0, firstRead: firstRead, int64(len(head)) - 1: firstRead} {
+	for from, want := range map[int64]int64{0: 0, source.HeadBytes - 1: 0, source.HeadBytes: source.HeadBytes, int64(len(head)) - 1: source.HeadBytes} {
 		var at *errs.At
 		_, err := Read(t.Context(), failing{inMemory(b), from}, Options{})
 		if !errors.Is(err, errs.ErrIO) || !errors.As(err, &at) || at.Offset != want || at.Source != "model.safetensors" {

@@ -23,7 +23,6 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
-	"errors"
 	"hash/crc32"
 	"strings"
 	"unicode"
@@ -38,7 +37,6 @@ const (
 	// MetadataKey is the one name that is not a tensor.
 	MetadataKey = "__metadata__"
 
-	firstRead   = 256 << 10
 	minEntry    = len(`"":{"dtype":"U8","shape":[],"data_offsets":[0,0]}`)
 	maxMetadata = 1 << 16
 	// maxDepth is the most levels of nested values, with the two of the header:
@@ -78,23 +76,14 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 // is a errs.At and contains the name that the safetensors library gives it
 // ("HeaderTooLarge").
 func Read(ctx context.Context, src source.Source, opt Options) (Header, error) {
-	buf, err := Head(ctx, src)
+	buf, err := source.Head(ctx, src)
 	if err != nil {
-		return Header{}, err
+		return Header{}, located(src.URI(), "", 0, err)
 	}
 	return ReadOn(ctx, src, buf, opt)
 }
 
-// Head reads the first bytes of a file, as Read does.
-func Head(ctx context.Context, src source.Source) ([]byte, error) {
-	buf := make([]byte, max(0, min(src.Size(), firstRead)))
-	if err := src.ReadAt(ctx, buf, 0); err != nil {
-		return nil, located(src.URI(), "", 0, err)
-	}
-	return buf, nil
-}
-
-// ReadOn is Read for a caller that has called Head: buf is Head's result.
+// ReadOn is Read for a caller that has called source.Head: buf is its result.
 func ReadOn(ctx context.Context, src source.Source, buf []byte, opt Options) (Header, error) {
 	size := src.Size()
 	n, err := Length(buf, size)
@@ -183,9 +172,5 @@ func Parse(uri string, head []byte, size int64, opt Options) (Header, error) {
 
 // located adds the place to an error that has none.
 func located(uri, name string, off int64, err error) error {
-	var at *errs.At
-	if errors.As(err, &at) {
-		return err
-	}
-	return &errs.At{Verb: "index", Source: uri, Tensor: name, Chunk: -1, Offset: off, Err: err}
+	return errs.Place("index", uri, name, off, err)
 }

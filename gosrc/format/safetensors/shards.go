@@ -214,8 +214,9 @@ func (s *Shards) Check(ix *tensor.Index) error {
 	if len(ix.Sources) != len(s.Files) {
 		return errs.New(errs.ErrArgument, "%d files for an index that names %d", len(ix.Sources), len(s.Files))
 	}
+	find := ix.Finder()
 	for _, w := range s.Weights {
-		if ix.FindIn(w.File, w.Name) < 0 {
+		if find(w.File, w.Name) < 0 {
 			return located(ix.Sources[w.File].URI, w.Name, -1,
 				errs.New(errs.ErrFormat, "the shards' index names a tensor that this file does not have"))
 		}

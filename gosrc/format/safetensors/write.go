@@ -136,8 +136,7 @@ func writable(metadata map[string]string, entries []Entry) error {
 }
 
 func refuse(name, format string, args ...any) error {
-	return &errs.At{Verb: "save", Tensor: name, Chunk: -1, Offset: -1,
-		Err: errs.New(errs.ErrArgument, format, args...)}
+	return errs.Locate("save", "", name, -1, errs.New(errs.ErrArgument, format, args...))
 }
 
 func appendMetadata(dst []byte, metadata map[string]string) []byte {

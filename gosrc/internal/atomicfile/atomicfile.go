@@ -99,9 +99,8 @@ func look(path string) (real string, old fs.FileInfo, err error) {
 		return "", nil, Failed(path, -1, err)
 	}
 	if isBlob(real) {
-		return "", nil, &errs.At{Verb: "save", Source: path, Chunk: -1, Offset: -1,
-			Err: errs.New(errs.ErrArgument, "leads to %s in a Hugging Face cache, where each file is named by its content and serves every snapshot: "+
-				"write to another folder", real)}
+		return "", nil, errs.In("save", path, errs.New(errs.ErrArgument, "leads to %s in a Hugging Face cache, where each file is named by its content and serves every snapshot: "+
+			"write to another folder", real))
 	}
 	switch old, err = os.Lstat(real); {
 	case errors.Is(err, fs.ErrNotExist):
@@ -109,11 +108,9 @@ func look(path string) (real string, old fs.FileInfo, err error) {
 	case err != nil:
 		return "", nil, Failed(path, -1, err)
 	case old.IsDir():
-		return "", nil, &errs.At{Verb: "save", Source: path, Chunk: -1, Offset: -1,
-			Err: errs.New(errs.ErrArgument, "it is a folder: name the file to write in it")}
+		return "", nil, errs.In("save", path, errs.New(errs.ErrArgument, "it is a folder: name the file to write in it"))
 	case !old.Mode().IsRegular():
-		return "", nil, &errs.At{Verb: "save", Source: path, Chunk: -1, Offset: -1,
-			Err: errs.New(errs.ErrArgument, "is not a regular file (%v)", old.Mode().Type())}
+		return "", nil, errs.In("save", path, errs.New(errs.ErrArgument, "is not a regular file (%v)", old.Mode().Type()))
 	}
 	return real, old, nil
 }

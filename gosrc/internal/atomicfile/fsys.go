@@ -91,6 +91,5 @@ func Failed(path string, off int64, err error) error {
 	if errors.As(err, &le) {
 		err = le.Err
 	}
-	return &errs.At{Verb: "save", Source: path, Chunk: -1, Offset: off,
-		Err: errs.FromOS(err)}
+	return errs.Place("save", path, "", off, errs.FromOS(err))
 }

@@ -3,6 +3,7 @@ package blocks
 
 import (
 	"container/list"
+	"context"
 	"sync"
 
 	"github.com/overwire/overwire/gosrc/errs"
@@ -42,41 +43,62 @@ func (c *Cache[K]) Need(n int64) {
 	c.mu.Unlock()
 }
 
-// Get returns a block, made by fill if it is missing; the caller returns it with
-// Put.
-func (c *Cache[K]) Get(key K, fill func() ([]byte, error)) (*Block[K], error) {
-	c.mu.Lock()
-	e := c.by[key]
-	if e != nil {
-		e.users++
-		if e.place != nil {
-			c.lru.Remove(e.place)
-			e.place = nil
+// Get returns a block, made by fill if it is missing; the caller returns it with Put.
+// A caller whose ctx ends waits for no other's fill. Where another's fill fails, the
+// caller's own is tried: that other may have been cancelled.
+func (c *Cache[K]) Get(ctx context.Context, key K, fill func() ([]byte, error)) (*Block[K], error) {
+	for {
+		e, known := c.take(key)
+		if !known {
+			return e, c.make(e, fill)
 		}
-		c.mu.Unlock()
-		<-e.ready // fill ends
-		if e.err != nil {
+		select {
+		case <-e.ready:
+			if e.err == nil {
+				return e, nil
+			}
 			c.Put(e)
-			return nil, e.err
+		case <-ctx.Done():
+			c.Put(e)
+			return nil, context.Cause(ctx)
 		}
-		return e, nil
 	}
-	e = &Block[K]{key: key, ready: make(chan struct{}), users: 1}
-	c.by[key] = e
-	c.mu.Unlock()
+}
 
-	e.err = errs.New(errs.ErrEngine, "a block was not made") // should fill panic
-	defer close(e.ready)
-	data, err := fill()
+// take returns the block of a key for one more user, and adds it if it is missing.
+func (c *Cache[K]) take(key K) (e *Block[K], known bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if e.Data, e.err = data, err; err != nil {
-		delete(c.by, key) // the next one tries again
-		return nil, err
+	e, known = c.by[key]
+	if !known {
+		e = &Block[K]{key: key, ready: make(chan struct{})}
+		c.by[key] = e
 	}
-	c.size += int64(len(data))
-	c.trim()
-	return e, nil
+	e.users++
+	if e.place != nil {
+		c.lru.Remove(e.place)
+		e.place = nil
+	}
+	return e, known
+}
+
+// make fills a block. One that cannot be filled is forgotten: the next caller tries
+// again.
+func (c *Cache[K]) make(e *Block[K], fill func() ([]byte, error)) error {
+	e.err = errs.New(errs.ErrEngine, "a block was not made") // should fill panic
+	defer func() {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		defer close(e.ready)
+		if e.err != nil {
+			delete(c.by, e.key)
+			return
+		}
+		c.size += int64(len(e.Data))
+		c.trim()
+	}()
+	e.Data, e.err = fill()
+	return e.err
 }
 
 // Put ends the use of a block.

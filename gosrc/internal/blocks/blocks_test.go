@@ -3,8 +3,10 @@ package blocks
 import (
 	"context"
 	"errors"
+	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
@@ -16,7 +18,7 @@ func TestCache(t *testing.T) {
 	var made atomic.Int64
 	bad := errors.New("bad")
 	get := func(k int64, n int, err error) error {
-		e, err := c.Get(k, func() ([]byte, error) {
+		e, err := c.Get(context.Background(), k, func() ([]byte, error) {
 			made.Add(1)
 			return make([]byte, n), err
 		})
@@ -42,4 +44,57 @@ func TestCache(t *testing.T) {
 			t.Fatalf("%d bytes are held", c.size)
 		}
 	}
+}
+
+func TestOthers(t *testing.T) {
+	// Promise: a caller that fails, or is cancelled, fails no other that waits for the
+	// same block; one whose context ends does not wait.
+	c := New[int](100)
+	begun, end := make(chan struct{}), make(chan struct{})
+	failed := make(chan error, 1)
+	go func() {
+		_, err := c.Get(context.Background(), 1, func() ([]byte, error) {
+			close(begun)
+			<-end
+			return nil, context.Canceled
+		})
+		failed <- err
+	}()
+	<-begun
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	if _, err := c.Get(ctx, 1, nil); !errors.Is(err, context.Canceled) {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	for range 4 {
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			e, err := c.Get(context.Background(), 1, func() ([]byte, error) { return []byte{7}, nil })
+			if err != nil || e.Data[0] != 7 {
+				t.Errorf("%v", err)
+				return
+			}
+			c.Put(e)
+		}()
+	}
+	time.Sleep(10 * time.Millisecond) // some of them wait
+	close(end)
+	wg.Wait()
+	if err := <-failed; !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+	if c.size != 1 || c.lru.Len() != 1 {
+		t.Errorf("%d bytes in %d blocks that are not in use", c.size, c.lru.Len())
+	}
+	defer func() {
+		if recover() == nil {
+			t.Error("no panic")
+		}
+		if _, err := c.Get(context.Background(), 2, func() ([]byte, error) { return nil, nil }); err != nil {
+			t.Error(err) // a panic leaves nothing behind
+		}
+	}()
+	_, _ = c.Get(context.Background(), 2, func() ([]byte, error) { panic("a fill") })
 }

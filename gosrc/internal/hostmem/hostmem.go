@@ -12,20 +12,19 @@ import (
 // among them: free memory, or less in a control group.
 func Available() int64 {
 	n := int64(math.MaxInt64)
-	if v, ok := field("/proc/meminfo", "MemAvailable:"); ok {
+	if v, ok := Field("/proc/meminfo", "MemAvailable:"); ok {
 		n = v << 10
 	}
 	const group = "/sys/fs/cgroup/"
-	b, err := os.ReadFile(group + "memory.max")
-	if limit, bad := strconv.ParseInt(strings.TrimSpace(string(b)), 10, 64); err == nil && bad == nil {
-		used, _ := field(group+"memory.stat", "anon ")
+	if limit, ok := Field(group+"memory.max", ""); ok {
+		used, _ := Field(group+"memory.stat", "anon ")
 		n = min(n, max(0, limit-used))
 	}
 	return n
 }
 
-// field returns the number after a word at the beginning of a line.
-func field(path, word string) (int64, bool) {
+// Field returns the number after a word at the beginning of a line of a file.
+func Field(path, word string) (int64, bool) {
 	b, err := os.ReadFile(path)
 	if err != nil {
 		return 0, false

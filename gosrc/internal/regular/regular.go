@@ -17,7 +17,7 @@ import (
 // Open opens a regular file for reading and returns its state. The caller closes
 // the descriptor. It has O_NONBLOCK, which regular files ignore.
 func Open(path string) (fd int, st unix.Stat_t, err error) {
-	err = again(func() (err error) {
+	err = Again(func() (err error) {
 		fd, err = unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
 		return err
 	})
@@ -27,7 +27,7 @@ func Open(path string) (fd int, st unix.Stat_t, err error) {
 	if err != nil {
 		return -1, st, errs.FromOS(&os.PathError{Op: "open", Path: path, Err: err})
 	}
-	if err := again(func() error { return unix.Fstat(fd, &st) }); err != nil {
+	if err := Again(func() error { return unix.Fstat(fd, &st) }); err != nil {
 		_ = unix.Close(fd)
 		return -1, st, errs.FromOS(&os.PathError{Op: "stat", Path: path, Err: err})
 	}
@@ -59,7 +59,7 @@ func Sized(fd int, st *unix.Stat_t) error {
 	}
 	var b [1]byte
 	n := 0
-	err := again(func() (err error) {
+	err := Again(func() (err error) {
 		n, err = unix.Pread(fd, b[:], 0)
 		return err
 	})
@@ -95,7 +95,7 @@ func Read(path string, most int64) ([]byte, error) {
 			b = append(b, make([]byte, step)...)[:len(b)]
 		}
 		var n int
-		err := again(func() (err error) {
+		err := Again(func() (err error) {
 			n, err = unix.Read(fd, b[len(b):cap(b)])
 			return err
 		})
@@ -111,8 +111,8 @@ func Read(path string, most int64) ([]byte, error) {
 	}
 }
 
-// again repeats fn while a signal interrupts it.
-func again(fn func() error) error {
+// Again repeats fn while a signal interrupts it.
+func Again(fn func() error) error {
 	for {
 		if err := fn(); !errors.Is(err, unix.EINTR) {
 			return err

@@ -22,9 +22,6 @@ const MaxRatio = 1032
 // fastest match finder, 5 the smallest result.
 var levels = [...]int{flate.HuffmanOnly, 1, 3, 3, 6, 9}
 
-// Level reports whether Encode takes a level.
-func Level(level int) bool { return level >= 0 && level < len(levels) }
-
 // Bound is the most bytes that Encode appends for n: stored blocks, and Gzip's
 // header and trailer.
 func Bound(n int) int { return n + 5*(n/16383+2) + 32 }
@@ -38,7 +35,7 @@ var writers [2][len(levels)]sync.Pool
 
 // Encode appends src to dst, as Gzip or as bare Deflate. Safe for concurrent use.
 func Encode(dst, src []byte, level int, gz bool) ([]byte, error) {
-	if !Level(level) {
+	if level < 0 || level >= len(levels) {
 		return dst, errs.New(errs.ErrArgument, "algorithm_type %d is not 0 to %d", level, len(levels)-1)
 	}
 	kind := 0
@@ -58,24 +55,18 @@ func Encode(dst, src []byte, level int, gz bool) ([]byte, error) {
 			return dst, errs.New(errs.ErrEngine, "Deflate: %v", err)
 		}
 	}
-	out := appender{dst}
-	w.Reset(&out)
-	if _, err := w.Write(src); err != nil {
-		return dst, errs.New(errs.ErrEngine, "Deflate: %v", err)
+	out := bytes.NewBuffer(dst)
+	w.Reset(out)
+	_, err := w.Write(src)
+	if err == nil {
+		err = w.Close()
 	}
-	if err := w.Close(); err != nil {
+	if err != nil {
 		return dst, errs.New(errs.ErrEngine, "Deflate: %v", err)
 	}
 	w.Reset(io.Discard)
 	pool.Put(w)
-	return out.b, nil
-}
-
-type appender struct{ b []byte }
-
-func (a *appender) Write(p []byte) (int, error) {
-	a.b = append(a.b, p...)
-	return len(p), nil
+	return out.Bytes(), nil
 }
 
 // A reader decodes one stream after another.

@@ -10,7 +10,6 @@ const match = 1 << 31
 const (
 	window   = 1 << 15 // the largest distance that Encode uses, as Deflate's
 	hashBits = 15
-	maxChain = 1 << 12
 )
 
 // An effort says how hard to search for matches: how many candidates, whether the

@@ -24,9 +24,7 @@ func Encode(dst, src []byte) ([]byte, error) {
 		return append(dst, 0), nil // the library leaves out the token of no literals
 	}
 	n := Bound(len(src))
-	if cap(dst)-len(dst) < n {
-		dst = append(make([]byte, 0, len(dst)+n), dst...)
-	}
+	dst = slices.Grow(dst, n)
 	c := compressors.Get().(*lz4.Compressor)
 	defer compressors.Put(c)
 	made, err := c.CompressBlock(src, dst[len(dst):len(dst)+n])

@@ -5,6 +5,7 @@ package snappy
 
 import (
 	"encoding/binary"
+	"slices"
 
 	"github.com/klauspost/compress/snappy"
 
@@ -21,9 +22,7 @@ func Encode(dst, src []byte) ([]byte, error) {
 	if n < 0 {
 		return dst, errs.New(errs.ErrArgument, "Snappy takes no %d bytes", len(src))
 	}
-	if cap(dst)-len(dst) < n {
-		dst = append(make([]byte, 0, len(dst)+n), dst...)
-	}
+	dst = slices.Grow(dst, n)
 	made := snappy.Encode(dst[len(dst):len(dst)+n], src)
 	return dst[:len(dst)+len(made)], nil
 }

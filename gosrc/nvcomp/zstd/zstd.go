@@ -24,18 +24,12 @@ var (
 	encoders = sync.Pool{New: func() any {
 		// CRC off: containers have checksums. All literals: weights have no
 		// matches, but entropy coding is worth it.
-		e, err := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1), zstd.WithZeroFrames(true), zstd.WithEncoderCRC(false),
-			zstd.WithAllLitEntropyCompression(true))
-		if err != nil {
-			return err
-		}
+		e, _ := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1), zstd.WithZeroFrames(true), zstd.WithEncoderCRC(false),
+			zstd.WithAllLitEntropyCompression(true)) // fails for invalid options only
 		return e
 	}}
 	decoders = sync.Pool{New: func() any {
-		d, err := zstd.NewReader(nil, zstd.WithDecoderConcurrency(1), zstd.WithDecodeAllCapLimit(true), zstd.WithDecoderMaxWindow(maxWindow))
-		if err != nil {
-			return err
-		}
+		d, _ := zstd.NewReader(nil, zstd.WithDecoderConcurrency(1), zstd.WithDecodeAllCapLimit(true), zstd.WithDecoderMaxWindow(maxWindow))
 		return d
 	}}
 )
@@ -46,10 +40,7 @@ func Bound(n int) int { return n + 3*(n/maxBlock+1) + 18 }
 // Encode appends one frame of src to dst, which says the content's length.
 // Safe for concurrent use.
 func Encode(dst, src []byte) ([]byte, error) {
-	e, ok := encoders.Get().(*zstd.Encoder)
-	if !ok {
-		return dst, errs.New(errs.ErrEngine, "no Zstandard encoder")
-	}
+	e := encoders.Get().(*zstd.Encoder)
 	defer encoders.Put(e)
 	return e.EncodeAll(src, dst), nil
 }
@@ -160,10 +151,7 @@ func corrupt(err error) error {
 // Decode fills dst, which must have the length of the content. Anything else
 // is errs.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
 func Decode(dst, src []byte) error {
-	d, ok := decoders.Get().(*zstd.Decoder)
-	if !ok {
-		return errs.New(errs.ErrEngine, "no Zstandard decoder")
-	}
+	d := decoders.Get().(*zstd.Decoder)
 	defer decoders.Put(d)
 	out, err := d.DecodeAll(src, dst[:0:len(dst)])
 	if err != nil {

@@ -21,10 +21,8 @@ const extension = ".safetensors"
 
 // Local is the path of a file:// URI; all else stays.
 func Local(uri string) string {
-	if open.Scheme(uri) == "file" {
-		if p, err := open.FilePath(uri); err == nil {
-			return p
-		}
+	if path, ok := source.Local(uri); ok {
+		return path
 	}
 	return uri
 }
@@ -55,7 +53,7 @@ func Alone(ctx context.Context, dst string, src []string, renamed bool, ours map
 	others := func(name string) error {
 		if !ours[name] && !strings.HasPrefix(name, ".") &&
 			(strings.HasSuffix(name, extension) || strings.HasSuffix(name, extension+".index.json")) {
-			return errs.Locate("save", dst, "", -1, errs.New(errs.ErrArgument, "the folder holds other weights (%s): choose an empty one", name))
+			return errs.In("save", dst, errs.New(errs.ErrArgument, "the folder holds other weights (%s): choose an empty one", name))
 		}
 		return nil
 	}

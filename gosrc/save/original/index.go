@@ -6,11 +6,8 @@ import (
 	"context"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 
-	"github.com/overwire/overwire/gosrc/format"
-	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -23,36 +20,21 @@ const suffix = ".safetensors.index.json"
 // for every new model whose files keep their names and tensors.
 func IndexJSON(ctx context.Context, path string, storage source.Options) (name string, b []byte) {
 	if source.Remote(path) {
-		return remoteIndexJSON(ctx, path, storage)
-	}
-	if st, err := os.Stat(path); err == nil && st.IsDir() {
-		found, _ := filepath.Glob(format.EscapeGlob(path) + "/*" + suffix)
+		if source.Folder(path) {
+			path = source.Beside(path, "model"+suffix) // it cannot always be listed
+		}
+	} else if st, err := os.Stat(path); err == nil && st.IsDir() {
+		found, _ := filepath.Glob(source.EscapeGlob(path) + "/*" + suffix)
 		if len(found) != 1 {
 			return "", nil
 		}
 		path = found[0]
 	}
-	if !strings.HasSuffix(path, ".index.json") {
-		return "", nil
-	}
-	b, err := regular.Read(path, tensor.MaxHeader)
-	if err != nil {
-		return "", nil
-	}
-	return filepath.Base(path), slices.Clone(b)
-}
-
-// remoteIndexJSON is IndexJSON for a URI; a folder that cannot be listed has the
-// usual name.
-func remoteIndexJSON(ctx context.Context, uri string, storage source.Options) (name string, b []byte) {
-	if source.Folder(uri) {
-		uri = source.Beside(uri, "model"+suffix)
-	}
-	name = filepath.Base(source.Path(uri))
+	name = filepath.Base(source.Path(path))
 	if !strings.HasSuffix(name, ".index.json") {
 		return "", nil
 	}
-	s, err := open.With(storage)(ctx, uri)
+	s, err := open.With(storage)(ctx, path)
 	if err != nil {
 		return "", nil
 	}

@@ -33,7 +33,7 @@ func Of(ctx context.Context, src source.Source, s *tensor.Source) (*File, error)
 	if s.Overwire() {
 		o, err := overwire.ReadOrigin(s.Mark)
 		if o == nil || err != nil {
-			return nil, errs.Locate("index", s.URI, "", -1, err)
+			return nil, errs.In("index", s.URI, err)
 		}
 		return &File{Origin: o, src: src}, nil
 	}
@@ -89,8 +89,8 @@ func (f *File) unchanged() error {
 	}
 	now, err := facts.Now()
 	if err == nil && (now.Modified != facts.Identity.Modified || now.Size != facts.Identity.Size) {
-		err = &errs.At{Verb: "read", Source: f.src.URI(), Chunk: -1, Offset: -1, Err: errs.New(errs.ErrCorrupt,
-			"the file was written to while it was being compressed: compress it again")}
+		err = errs.In("read", f.src.URI(), errs.New(errs.ErrCorrupt,
+			"the file was written to while it was being compressed: compress it again"))
 	}
 	return err
 }
@@ -114,8 +114,7 @@ func (f *File) Again(ts map[string]*tensor.Tensor, metadata map[string]string) (
 		return nil, err
 	}
 	bad := func(name, what string) error {
-		return &errs.At{Verb: "index", Source: uri, Tensor: name, Chunk: -1, Offset: -1,
-			Err: errs.New(errs.ErrFormat, "the header of its origin has %s than its own", what)}
+		return errs.Locate("index", uri, name, -1, errs.New(errs.ErrFormat, "the header of its origin has %s than its own", what))
 	}
 	if delete(h.Metadata, overwire.MetadataKey); !maps.Equal(h.Metadata, metadata) {
 		return nil, bad("", "other metadata")
@@ -139,8 +138,8 @@ func (f *File) Again(ts map[string]*tensor.Tensor, metadata map[string]string) (
 func (p *Copy) Done() error {
 	sum := hex.EncodeToString(p.Hash.Sum(nil))
 	if p.file.SHA256 != "" && sum != p.file.SHA256 {
-		return &errs.At{Verb: "check", Source: p.file.src.URI(), Chunk: -1, Offset: -1, Err: errs.New(errs.ErrCorrupt,
-			"the file that was compressed has the SHA-256 %s, and what is decompressed %s", p.file.SHA256, sum)}
+		return errs.In("check", p.file.src.URI(), errs.New(errs.ErrCorrupt,
+			"the file that was compressed has the SHA-256 %s, and what is decompressed %s", p.file.SHA256, sum))
 	}
 	p.Compared, p.file.SHA256 = p.file.SHA256 != "", sum
 	return nil

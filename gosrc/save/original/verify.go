@@ -5,6 +5,7 @@ package original
 
 import (
 	"context"
+	"slices"
 
 	"github.com/overwire/overwire/gosrc/internal/avx"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
@@ -40,10 +41,7 @@ func (f *File) Verify(ctx context.Context, ix *tensor.Index, k, workers int, met
 	var runs []run
 	for i := range p.Tensors {
 		t := known[p.Tensors[i].Name]
-		step := int64(stored.PlainBlock)
-		if t.Parts <= 1 {
-			step = bodies[t.Name].Block()
-		}
+		step := bodies[t.Name].Step()
 		for off := int64(0); off < t.Bytes; off += step {
 			runs = append(runs, run{bodies[t.Name], off, min(step, t.Bytes-off)})
 		}
@@ -52,12 +50,8 @@ func (f *File) Verify(ctx context.Context, ix *tensor.Index, k, workers int, met
 	o := ordered.Tasks{N: len(runs), Window: len(bufs), Workers: workers,
 		Work: func(_, k int) error {
 			r, b := &runs[k], &bufs[k%len(bufs)]
-			if int64(cap(*b)) < r.n {
-				*b = make([]byte, r.n)
-			}
-			*b = (*b)[:r.n]
-			_, err := r.body.Bytes(ctx, *b, r.off)
-			return err
+			*b = slices.Grow((*b)[:0], int(r.n))[:r.n]
+			return r.body.Fill(ctx, *b, r.off)
 		},
 		Turn: func(k int) error {
 			avx.Clear()

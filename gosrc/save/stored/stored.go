@@ -4,6 +4,7 @@ package stored
 
 import (
 	"context"
+	"slices"
 	"sync"
 
 	"github.com/overwire/overwire/gosrc/codec"
@@ -14,9 +15,9 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// PlainBlock is the block in which tensors without chunks are read; those of
+// plainBlock is the block in which tensors without chunks are read; those of
 // encrypted files are read by whole boxes.
-const PlainBlock = 1 << 20
+const plainBlock = 1 << 20
 
 // A Tensor is one tensor of a source: its chunks are read, checked and
 // decoded when their bytes are needed. A request for exactly one whole chunk, the
@@ -35,9 +36,9 @@ type Tensor struct {
 
 // New makes the tensor t of idx, which is no alias, readable.
 func New(src source.Source, idx *tensor.Index, t *tensor.Tensor, c *Cache) *Tensor {
-	s := &Tensor{src: src, idx: idx, t: t, cache: c, plain: PlainBlock}
+	s := &Tensor{src: src, idx: idx, t: t, cache: c, plain: plainBlock}
 	if t.Block > 0 && t.Block <= tensor.MaxChunkBytes {
-		s.plain = sizes.RoundUp(PlainBlock, t.Block)
+		s.plain = sizes.RoundUp(plainBlock, t.Block)
 	}
 	s.row = t.Bytes
 	if len(t.Shape) > 0 && t.Bytes > 0 {
@@ -58,18 +59,27 @@ func (s *Tensor) Block() int64 {
 	return int64(s.t.ChunkBytes)
 }
 
-// Bytes fills buf with bytes [off, off+len(buf)) in plain order, and returns it. It is
-// safe for concurrent use.
-func (s *Tensor) Bytes(ctx context.Context, buf []byte, off int64) ([]byte, error) {
+// Step is how many bytes to read at once, from a multiple of it on, of a tensor that is
+// read whole: no chunk is decoded twice.
+func (s *Tensor) Step() int64 {
+	if s.parts() > 1 {
+		return plainBlock
+	}
+	return s.Block()
+}
+
+// Fill fills buf with bytes [off, off+len(buf)) in plain order. It is safe for
+// concurrent use.
+func (s *Tensor) Fill(ctx context.Context, buf []byte, off int64) error {
 	if s.parts() == 1 {
-		return buf, s.flat(ctx, buf, off)
+		return s.flat(ctx, buf, off)
 	}
 	for p := range s.parts() {
 		if err := s.spread(ctx, buf, p, off); err != nil {
-			return nil, err
+			return err
 		}
 	}
-	return buf, nil
+	return nil
 }
 
 // spread writes into buf, which stands for plain bytes from off on, those that
@@ -111,7 +121,7 @@ func (s *Tensor) spread(ctx context.Context, buf []byte, p, off int64) error {
 func (s *Tensor) hold(ctx context.Context, p, b int64) (*blocks.Block[key], error) {
 	size := s.t.Bytes / s.parts()
 	per := (size + s.Block() - 1) / s.Block()
-	return s.cache.Get(key{s, p*per + b}, func() ([]byte, error) {
+	return s.cache.Get(ctx, key{s, p*per + b}, func() ([]byte, error) {
 		d := make([]byte, min(s.Block(), size-b*s.Block()))
 		return d, s.read(ctx, d, p*per+b, int64(len(d)))
 	})
@@ -161,9 +171,7 @@ func (s *Tensor) read(ctx context.Context, dst []byte, k, whole int64) error {
 	if c.Codec != tensor.CodecRaw || c.Stored != c.Logical {
 		p := buffers.Get().(*[]byte)
 		defer buffers.Put(p)
-		if cap(*p) < int(c.Stored) {
-			*p = make([]byte, c.Stored)
-		}
+		*p = slices.Grow((*p)[:0], int(c.Stored))
 		in = (*p)[:c.Stored]
 	}
 	if err := s.src.ReadAt(ctx, in, c.Off); err != nil {

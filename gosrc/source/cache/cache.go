@@ -52,11 +52,10 @@ func Keep(ctx context.Context, dir string, src source.Source) (source.Source, er
 	defer src.Close()
 	f, err := keep(ctx, dir, src, pin)
 	if err != nil {
-		var at *errs.At
-		if errors.As(err, &at) || ctx.Err() != nil {
+		if ctx.Err() != nil {
 			return nil, err
 		}
-		return nil, &errs.At{Verb: "cache", Source: dir, Chunk: -1, Offset: -1, Err: err}
+		return nil, errs.Place("cache", dir, "", -1, err)
 	}
 	defer f.Close()
 	local, err := file.FromFD(int(f.Fd()), src.URI()) // the open file keeps a descriptor of its own
@@ -84,7 +83,7 @@ func keep(ctx context.Context, dir string, src source.Source, pin string) (*os.F
 		return f, context.Cause(ctx)
 	}
 	// Their writer has died: the lock is ours.
-	left, _ := filepath.Glob(escape(key) + ".tmp-*")
+	left, _ := filepath.Glob(source.EscapeGlob(key) + ".tmp-*")
 	for _, name := range left {
 		_ = os.Remove(name)
 	}
@@ -105,7 +104,7 @@ func bare(uri string) string {
 // find opens the file of a key whose bytes match their hash, and removes those that
 // do not.
 func find(ctx context.Context, key string, size int64) *os.File {
-	names, _ := filepath.Glob(escape(key) + "-*")
+	names, _ := filepath.Glob(source.EscapeGlob(key) + "-*")
 	for _, name := range names {
 		fd, _, err := regular.Open(name)
 		if err != nil {
@@ -219,9 +218,4 @@ func lock(ctx context.Context, path string) (unlock func(), err error) {
 		case <-time.After(50 * time.Millisecond):
 		}
 	}
-}
-
-// escape quotes a folder's name for filepath.Glob.
-func escape(path string) string {
-	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(path)
 }

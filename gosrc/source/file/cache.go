@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"unsafe"
 
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"golang.org/x/sys/unix"
 )
 
@@ -23,7 +24,7 @@ const (
 // local.
 func kindOf(fd int) int {
 	var st unix.Statfs_t
-	if err := again(func() error { return unix.Fstatfs(fd, &st) }); err != nil {
+	if err := regular.Again(func() error { return unix.Fstatfs(fd, &st) }); err != nil {
 		return network // unknown: leave it to the page cache
 	}
 	return kindOfMagic(uint32(st.Type))

@@ -11,6 +11,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/internal/hostmem"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"golang.org/x/sys/unix"
 )
@@ -147,7 +148,7 @@ func (p *direct) open(fd int) bool {
 	if align == 0 {
 		return false
 	}
-	err := again(func() (err error) {
+	err := regular.Again(func() (err error) {
 		p.fd, err = unix.Open(fmt.Sprintf("/proc/self/fd/%d", fd), unix.O_RDONLY|unix.O_CLOEXEC|unix.O_DIRECT, 0)
 		return err
 	})
@@ -162,7 +163,7 @@ func (p *direct) open(fd int) bool {
 // direct reads are not possible, or need more than a page.
 func dioAlign(fd int) int64 {
 	var st unix.Statx_t
-	err := again(func() error { return unix.Statx(fd, "", unix.AT_EMPTY_PATH, unix.STATX_DIOALIGN, &st) })
+	err := regular.Again(func() error { return unix.Statx(fd, "", unix.AT_EMPTY_PATH, unix.STATX_DIOALIGN, &st) })
 	if err != nil || st.Mask&unix.STATX_DIOALIGN == 0 { // a kernel before 6.1: a page always suffices
 		return page
 	}

@@ -58,16 +58,13 @@ type File struct {
 // Open opens a regular file for reading. It refuses directories and special files,
 // whose size means nothing.
 func Open(path string) (*File, error) {
-	fail := func(err error) (*File, error) {
-		return nil, &errs.At{Verb: "open", Source: path, Chunk: -1, Offset: -1, Err: err}
-	}
 	fd, st, err := regular.Open(path)
 	if err != nil {
-		return fail(err)
+		return nil, errs.In("open", path, err)
 	}
 	if err := regular.Sized(fd, &st); err != nil {
 		_ = unix.Close(fd)
-		return fail(err)
+		return nil, errs.In("open", path, err)
 	}
 	return made(path, fd, &st), nil
 }
@@ -75,22 +72,20 @@ func Open(path string) (*File, error) {
 // FromFD makes a source of a duplicate of a descriptor that the caller keeps;
 // uri names it in errors.
 func FromFD(fd int, uri string) (*File, error) {
-	fail := func(err error) (*File, error) {
-		return nil, &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: err}
-	}
 	var st unix.Stat_t
-	if err := again(func() error { return unix.Fstat(fd, &st) }); err != nil {
-		return fail(errs.FromOS(err))
+	err := regular.Again(func() error { return unix.Fstat(fd, &st) })
+	if err == nil {
+		err = regular.Check(&st)
 	}
-	if err := regular.Check(&st); err != nil {
-		return fail(err)
+	if err == nil {
+		err = regular.Sized(fd, &st)
 	}
-	if err := regular.Sized(fd, &st); err != nil {
-		return fail(err)
+	own := -1
+	if err == nil {
+		own, err = unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 3)
 	}
-	own, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 3)
 	if err != nil {
-		return fail(errs.FromOS(err))
+		return nil, errs.In("open", uri, errs.FromOS(err))
 	}
 	return made(uri, own, &st), nil
 }
@@ -131,7 +126,7 @@ func (f *File) Facts() source.Facts {
 func (f *File) now() (id source.Identity, err error) {
 	err = f.WithFD(func(fd int) error {
 		var st unix.Stat_t
-		if err := again(func() error { return unix.Fstat(fd, &st) }); err != nil {
+		if err := regular.Again(func() error { return unix.Fstat(fd, &st) }); err != nil {
 			return f.at(-1, errs.FromOS(err))
 		}
 		id = identity(&st)
@@ -143,8 +138,8 @@ func (f *File) now() (id source.Identity, err error) {
 // Identify returns the Identity of the file at a path without opening it.
 func Identify(path string) (source.Identity, error) {
 	var st unix.Stat_t
-	if err := again(func() error { return unix.Stat(path, &st) }); err != nil {
-		return source.Identity{}, &errs.At{Verb: "open", Source: path, Chunk: -1, Offset: -1, Err: errs.FromOS(err)}
+	if err := regular.Again(func() error { return unix.Stat(path, &st) }); err != nil {
+		return source.Identity{}, errs.In("open", path, errs.FromOS(err))
 	}
 	return identity(&st), nil
 }
@@ -229,14 +224,5 @@ func (f *File) Close() error {
 }
 
 func (f *File) at(off int64, err error) error {
-	return &errs.At{Verb: "read", Source: f.uri, Chunk: -1, Offset: off, Err: err}
-}
-
-// again repeats fn as long as a signal interrupts it.
-func again(fn func() error) error {
-	for {
-		if err := fn(); !errors.Is(err, unix.EINTR) {
-			return err
-		}
-	}
+	return errs.Place("read", f.uri, "", off, err)
 }

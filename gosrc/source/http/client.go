@@ -31,7 +31,7 @@ var (
 
 // hold returns the client of these options and counts its use.
 func hold(opt source.Options) (*client, error) {
-	key := opt.Key() + "\x00" + source.Options{Storage: opt.Env}.Key()
+	key := opt.Whole()
 	clientsMu.Lock()
 	defer clientsMu.Unlock()
 	if c := clients[key]; c != nil {

@@ -25,7 +25,7 @@ type Hub struct {
 	revisions map[string]*revision
 }
 
-// Open is the package's Open.
+// Open asks for the first bytes of an object.
 func (h *Hub) Open(ctx context.Context, uri string, opt source.Options) (*Source, error) {
 	ref, ok := source.ParseHF(uri)
 	if !ok {
@@ -157,16 +157,8 @@ func hub(uri string, opt source.Options) (func(rev string) string, source.Option
 	}
 	endpoint := cmp.Or(strings.TrimRight(opt.Env["HF_ENDPOINT"], "/"), "https://huggingface.co")
 	return func(rev string) string {
-		return endpoint + "/" + escape(r.Repo) + "/resolve/" + url.PathEscape(rev) + "/" + escape(r.File)
+		return endpoint + "/" + source.EscapePath(r.Repo) + "/resolve/" + url.PathEscape(rev) + "/" + source.EscapePath(r.File)
 	}, opt, nil
-}
-
-func escape(path string) string {
-	parts := strings.Split(path, "/")
-	for i := range parts {
-		parts[i] = url.PathEscape(parts[i])
-	}
-	return strings.Join(parts, "/")
 }
 
 func login(env map[string]string) string {

@@ -49,7 +49,7 @@ func TestHub(t *testing.T) {
 		if c.token != "" {
 			storage["token"] = c.token
 		}
-		src, err := Open(context.Background(), uri, source.Options{Env: env, Storage: storage})
+		src, err := new(Hub).Open(context.Background(), uri, source.Options{Env: env, Storage: storage})
 		if err != nil {
 			t.Errorf("%s: %v", uri, err)
 			continue

@@ -29,7 +29,6 @@ import (
 	"strconv"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
@@ -38,41 +37,25 @@ import (
 	"github.com/overwire/overwire/gosrc/source/route"
 )
 
-const (
-	// firstBytes is what opening requests: what safetensors.Read asks for first.
-	firstBytes = 256 << 10
-)
-
 // options are what storage_options= may name.
 var options = append([]string{"headers", "token", "cacert", "capath", "insecure"}, retry.Names...)
 
 // A Source is an open object. It implements source.Source.
 type Source struct {
-	source.Source        // *retry.Source or *stream
-	head          []byte // the object's first bytes
+	source.Source // *retry.Source or *stream
 	o             *object
-	shut          atomic.Bool
-}
-
-// Open asks for the first bytes of an object.
-func Open(ctx context.Context, uri string, opt source.Options) (*Source, error) {
-	return new(Hub).Open(ctx, uri, opt)
 }
 
 func named(ctx context.Context, uri string, opt source.Options, r *revision) (*Source, error) {
 	s, err := open(ctx, uri, opt, r)
-	if err != nil {
-		var at *errs.At
-		if errors.As(err, &at) || ctx.Err() != nil {
-			return nil, err
-		}
-		return nil, &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: err}
+	if ctx.Err() != nil {
+		return s, err
 	}
-	return s, nil
+	return s, errs.Place("open", uri, "", -1, err)
 }
 
 func open(ctx context.Context, uri string, opt source.Options, r *revision) (*Source, error) {
-	scheme, _, _ := strings.Cut(strings.ToLower(uri), "://")
+	scheme := source.Scheme(uri)
 	if err := opt.Check(scheme, options...); err != nil {
 		return nil, err
 	}
@@ -113,21 +96,6 @@ func open(ctx context.Context, uri string, opt source.Options, r *revision) (*So
 	return s, nil
 }
 
-// ReadAt serves what it can from the first bytes.
-func (s *Source) ReadAt(ctx context.Context, p []byte, off int64) error {
-	if off >= 0 && off+int64(len(p)) <= int64(len(s.head)) && off+int64(len(p)) >= off && ctx.Err() == nil && !s.shut.Load() {
-		copy(p, s.head[off:])
-		return nil
-	}
-	return s.Source.ReadAt(ctx, p, off)
-}
-
-// Close closes the source; later reads fail.
-func (s *Source) Close() error {
-	s.shut.Store(true)
-	return s.Source.Close()
-}
-
 // Facts are those of the ranges, or of what one GET brings in order, and what
 // pins the object.
 func (s *Source) Facts() source.Facts {
@@ -161,14 +129,6 @@ func (s *Source) pin() string {
 // settle is how old a date must be, by the server's clock, to pin.
 const settle = 2 * time.Second
 
-// Counts is what was requested of the server; zero for one without ranges.
-func (s *Source) Counts() retry.Counts {
-	if f, ok := s.Source.(*retry.Source); ok {
-		return f.Counts()
-	}
-	return retry.Counts{}
-}
-
 // An object is what a URL referred to when it was opened. It implements
 // retry.Fetcher.
 type object struct {
@@ -199,12 +159,12 @@ func (o *object) Close() error { o.client.drop(); return nil }
 // first requests the first bytes. It returns nil, and no error, if the server gives
 // no ranges of this object, or nothing that pins it.
 func (o *object) first(ctx context.Context, tries retry.Options) (*Source, error) {
-	resp, err := o.get(ctx, http.Header{"Range": {fmt.Sprintf("bytes=0-%d", firstBytes-1)}})
+	resp, err := o.get(ctx, http.Header{"Range": {fmt.Sprintf("bytes=0-%d", source.HeadBytes-1)}})
 	if err != nil {
 		return nil, err
 	}
 	defer resp.Body.Close()
-	from, to, total, ranged := contentRange(resp)
+	from, to, total, ranged := route.ContentRange(resp.Header.Get("Content-Range"))
 	switch {
 	case resp.StatusCode == http.StatusPartialContent && !pins(resp):
 		return nil, plain(resp)
@@ -221,20 +181,20 @@ func (o *object) first(ctx context.Context, tries retry.Options) (*Source, error
 	if err := plain(resp); err != nil {
 		return nil, err
 	}
-	if !ranged || total < 1 || from != 0 || to != min(total, firstBytes)-1 {
-		return nil, &wrong{"the server gives another range than it was asked for"}
+	if !ranged || total < 1 || from != 0 || to != min(total, source.HeadBytes)-1 {
+		return nil, errAnother
 	}
-	head := make([]byte, to+1)
-	if _, err := io.ReadFull(resp.Body, head); err != nil {
+	tries.Head = make([]byte, to+1)
+	if _, err := io.ReadFull(resp.Body, tries.Head); err != nil {
 		return nil, err
 	}
 	if n, _ := resp.Body.Read(make([]byte, 1)); n > 0 {
-		return nil, &wrong{"the body is longer than its range"}
+		return nil, errors.New("the body is longer than its range")
 	}
 	o.answer = resp.Header
 	o.size, o.etag, o.modified, o.date = total, resp.Header.Get("ETag"), resp.Header.Get("Last-Modified"), resp.Header.Get("Date")
 	tries.Host, tries.Range = o.url.Scheme+"://"+o.url.Host, retry.RangeBytes
-	return &Source{Source: retry.New(o, tries), head: head, o: o}, nil
+	return &Source{retry.New(o, tries), o}, nil
 }
 
 // Fetch opens a range; see retry.Fetcher.
@@ -263,16 +223,19 @@ func (o *object) pin(h http.Header) {
 	}
 }
 
-// about checks that a response is about this range of the pinned object.
+var errAnother = errors.New("the server gives another range than it was asked for")
+
+// about checks that a response is about this range of the pinned object. Of one that
+// does not match its request, the error has no class: a retry may get another.
 func (o *object) about(resp *http.Response, off, n int64) error {
-	from, to, total, ranged := contentRange(resp)
+	from, to, total, ranged := route.ContentRange(resp.Header.Get("Content-Range"))
 	switch resp.StatusCode {
 	case http.StatusPartialContent:
 	case http.StatusOK:
 		if err := o.same(resp); err != nil {
 			return err
 		}
-		return &wrong{"the server gives the whole object for a range"}
+		return errors.New("the server gives the whole object for a range")
 	case http.StatusRequestedRangeNotSatisfiable:
 		return &changed{"it is shorter now"}
 	default:
@@ -288,9 +251,9 @@ func (o *object) about(resp *http.Response, off, n int64) error {
 	case ranged && total >= 0 && total != o.size:
 		return &changed{fmt.Sprintf("it had %d bytes and has %d", o.size, total)}
 	case !ranged || from != off || to != off+n-1:
-		return &wrong{"the server gives another range than it was asked for"}
+		return errAnother
 	case resp.ContentLength >= 0 && resp.ContentLength != n:
-		return &wrong{fmt.Sprintf("a body of %d bytes for a range of %d", resp.ContentLength, n)}
+		return fmt.Errorf("a body of %d bytes for a range of %d", resp.ContentLength, n)
 	}
 	return nil
 }
@@ -324,47 +287,13 @@ func (o *object) same(resp *http.Response) error {
 // plain refuses encoded bodies and ranges in parts.
 func plain(resp *http.Response) error {
 	if e := resp.Header.Get("Content-Encoding"); e != "" && !strings.EqualFold(e, "identity") {
-		return &wrong{fmt.Sprintf("the server sends it encoded as %.20q, which was not asked for", e)}
+		return fmt.Errorf("the server sends it encoded as %.20q, which was not asked for", e)
 	}
 	if resp.StatusCode == http.StatusPartialContent && strings.HasPrefix(resp.Header.Get("Content-Type"), "multipart/byteranges") {
-		return &wrong{"the server answers one range in several parts"}
+		return errors.New("the server answers one range in several parts")
 	}
 	return nil
 }
-
-// contentRange reads "bytes 0-9/100"; total is -1 if the server does not say.
-func contentRange(resp *http.Response) (from, to, total int64, ok bool) {
-	unit, rest, _ := strings.Cut(resp.Header.Get("Content-Range"), " ")
-	span, all, found := strings.Cut(rest, "/")
-	if !strings.EqualFold(unit, "bytes") || !found {
-		return 0, 0, 0, false
-	}
-	number := func(s string) int64 {
-		n, err := strconv.ParseUint(s, 10, 63)
-		if err != nil || s[0] == '+' {
-			ok = false
-		}
-		return int64(n)
-	}
-	ok, total = true, -1
-	if all != "*" {
-		total = number(all)
-	}
-	if span == "*" {
-		return 0, -1, total, ok
-	}
-	a, b, found := strings.Cut(span, "-")
-	if !found {
-		return 0, 0, 0, false
-	}
-	from, to = number(a), number(b)
-	return from, to, total, ok && from <= to && (total < 0 || to < total)
-}
-
-// wrong is a response that does not match its request; a retry may get another.
-type wrong struct{ what string }
-
-func (w *wrong) Error() string { return w.what }
 
 // changed says that the object has been replaced.
 type changed struct{ what string }

@@ -133,7 +133,7 @@ func TestNginx(t *testing.T) {
 	if err := src.ReadAt(context.Background(), make([]byte, 1000), 1<<20); !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "changed while it was read") {
 		t.Errorf("%v", err)
 	}
-	if _, err := Open(context.Background(), ranges+"none", source.Options{}); !errors.Is(err, errs.ErrNotFound) {
+	if _, err := new(Hub).Open(context.Background(), ranges+"none", source.Options{}); !errors.Is(err, errs.ErrNotFound) {
 		t.Errorf("%v", err)
 	}
 }

@@ -21,7 +21,7 @@ import (
 // What reaches which server, over every kind of redirect.
 func TestRoutes(t *testing.T) {
 	sourcetest.Routes(t, func(uri string, opt source.Options) ([]byte, error) {
-		s, err := Open(context.Background(), uri, opt)
+		s, err := new(Hub).Open(context.Background(), uri, opt)
 		if err != nil {
 			return nil, err
 		}
@@ -30,7 +30,7 @@ func TestRoutes(t *testing.T) {
 		if err := s.ReadAt(context.Background(), p[:1000], 0); err != nil {
 			return nil, err
 		}
-		return p, errors.Join(s.ReadAt(context.Background(), p[:firstBytes], 0), s.ReadAt(context.Background(), p[firstBytes:], firstBytes))
+		return p, errors.Join(s.ReadAt(context.Background(), p[:source.HeadBytes], 0), s.ReadAt(context.Background(), p[source.HeadBytes:], source.HeadBytes))
 	})
 	settled(t)
 }
@@ -80,7 +80,7 @@ func TestIdleConnections(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.Script(302, map[string]string{"net/a": "http://{net2}/b", "pub/a": "http://{net2}/b"})
-	_, err := Open(context.Background(), w.URL("http://{pub}/a"), source.Options{})
+	_, err := new(Hub).Open(context.Background(), w.URL("http://{pub}/a"), source.Options{})
 	if !errors.Is(err, errs.ErrPermission) || strings.Join(w.Seen(), " ") != "pub/a" {
 		t.Errorf("%v after %v", err, w.Seen())
 	}
@@ -127,7 +127,7 @@ func TestRebinding(t *testing.T) {
 	// From the redirect, by a name.
 	turned.Store(true)
 	w.Script(302, map[string]string{"pub2/a": "http://rebound.example/b"})
-	if _, err := Open(context.Background(), w.URL("http://{pub2}/a"), opt); !errors.Is(err, errs.ErrPermission) {
+	if _, err := new(Hub).Open(context.Background(), w.URL("http://{pub2}/a"), opt); !errors.Is(err, errs.ErrPermission) {
 		t.Errorf("%v after %v", err, w.Seen())
 	}
 }
@@ -144,7 +144,7 @@ func TestProxiedRedirects(t *testing.T) {
 		"http://LOCALHOST./b": false, "http://x.localhost:80/b": false,
 	} {
 		w.Script(302, map[string]string{"net/a": location})
-		s, err := Open(context.Background(), "http://weights.example/a", source.Options{Env: env, Storage: map[string]string{"retries": "0"}})
+		s, err := new(Hub).Open(context.Background(), "http://weights.example/a", source.Options{Env: env, Storage: map[string]string{"retries": "0"}})
 		if ok != (err == nil) || !ok && !errors.Is(err, errs.ErrPermission) && !strings.Contains(err.Error(), "nowhere") {
 			t.Errorf("%s: %v", location, err)
 		}
@@ -159,14 +159,14 @@ func TestProxiedRedirects(t *testing.T) {
 	}
 	// In a private network by its own words, and what is not proxied after what is.
 	w.Script(302, map[string]string{"net/a": "http://10.0.0.2/b"})
-	if s, err := Open(context.Background(), "http://10.0.0.1/a", source.Options{Env: env}); err != nil {
+	if s, err := new(Hub).Open(context.Background(), "http://10.0.0.1/a", source.Options{Env: env}); err != nil {
 		t.Error(err)
 	} else {
 		s.Close()
 	}
 	env["NO_PROXY"] = "127.0.0.0/8"
 	w.Script(302, map[string]string{"net/a": "http://{net2}/b"})
-	if _, err := Open(context.Background(), "http://weights.example/a", source.Options{Env: env}); !errors.Is(err, errs.ErrPermission) {
+	if _, err := new(Hub).Open(context.Background(), "http://weights.example/a", source.Options{Env: env}); !errors.Is(err, errs.ErrPermission) {
 		t.Errorf("%v after %v", err, w.Seen())
 	}
 }
@@ -223,7 +223,7 @@ func TestRedirects(t *testing.T) {
 	if leaked.Load() != 0 {
 		t.Error("credentials went to another server")
 	}
-	if _, err := Open(context.Background(), hub.URL+"/6", source.Options{Storage: storage}); err == nil {
+	if _, err := new(Hub).Open(context.Background(), hub.URL+"/6", source.Options{Storage: storage}); err == nil {
 		t.Error("6 redirects")
 	}
 }

@@ -19,9 +19,6 @@ import (
 	"github.com/overwire/overwire/gosrc/source/spool"
 )
 
-// progress is how many bytes a GET must bring within the timeout, as for ranges.
-const progress = 64 << 10
-
 var errStalled = errors.New("no progress")
 
 // A stream is an object of a server without ranges (HTTP/1.0, or responses made on
@@ -65,7 +62,7 @@ func (o *object) spooled(ctx context.Context, tries retry.Options) (*Source, err
 		_ = f.Close()
 		return nil, err
 	}
-	return &Source{Source: s, o: o}, nil
+	return &Source{s, o}, nil
 }
 
 // Close ends the GET.
@@ -82,7 +79,7 @@ func (s *stream) Close() error {
 // fill brings the object, starting again when a GET breaks.
 func (s *stream) fill(ctx context.Context) error {
 	s.hash.SetSeed(maphash.MakeSeed())
-	most := max(0, s.tries.Retries) + 1
+	most := s.tries.Retries + 1
 	for failed, silent := 0, 0; ; {
 		before := s.Have()
 		err := s.get(ctx)
@@ -92,7 +89,7 @@ func (s *stream) fill(ctx context.Context) error {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		if s.Have()-before >= progress {
+		if s.Have()-before >= retry.Progress {
 			failed = 0
 		}
 		verdict, after := s.o.Judge(err)
@@ -108,7 +105,7 @@ func (s *stream) fill(ctx context.Context) error {
 				return err
 			}
 			if err == errStalled {
-				return errs.New(errs.ErrTimeout, "less than %d bytes in %v (after %d attempts)", progress, s.tries.Timeout, failed)
+				return errs.New(errs.ErrTimeout, "less than %d bytes in %v (after %d attempts)", retry.Progress, s.tries.Timeout, failed)
 			}
 			return errs.New(errs.ErrIO, "%v (after %d attempts)", err, failed)
 		}
@@ -165,7 +162,7 @@ func (s *stream) get(ctx context.Context) error {
 	for {
 		n, err := resp.Body.Read(buf)
 		b := buf[:n]
-		if seen+int64(n)-mark >= progress {
+		if seen+int64(n)-mark >= retry.Progress {
 			mark = seen + int64(n)
 			watchdog.Reset(s.tries.Timeout)
 		}

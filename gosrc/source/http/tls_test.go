@@ -111,7 +111,7 @@ func TestTLS(t *testing.T) {
 		storage := map[string]string{"retries": "1000"}
 		maps.Copy(storage, x.opt.Storage)
 		x.opt.Storage = storage
-		src, err := Open(ctx, uri, x.opt)
+		src, err := new(Hub).Open(ctx, uri, x.opt)
 		cancel()
 		switch {
 		case err == nil && !x.ok:
@@ -141,7 +141,7 @@ func TestOldTLS(t *testing.T) {
 		s.Config.ErrorLog = log.New(io.Discard, "", 0)
 		s.TLS = &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS10, MaxVersion: version}
 		s.StartTLS()
-		_, err := Open(context.Background(), s.URL+"/x", source.Options{Storage: map[string]string{"cacert": c.ca}})
+		_, err := new(Hub).Open(context.Background(), s.URL+"/x", source.Options{Storage: map[string]string{"cacert": c.ca}})
 		if !errors.Is(err, want) || want == errs.ErrPermission && !strings.Contains(err.Error(), "https to http") {
 			t.Errorf("%x: %v", version, err)
 		}

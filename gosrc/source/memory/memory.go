@@ -82,5 +82,5 @@ func (m *Memory) Close() error {
 }
 
 func (m *Memory) at(off int64, err error) error {
-	return &errs.At{Verb: "read", Source: m.uri, Chunk: -1, Offset: off, Err: err}
+	return errs.Place("read", m.uri, "", off, err)
 }

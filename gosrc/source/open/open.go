@@ -4,7 +4,6 @@ package open
 import (
 	"context"
 	"maps"
-	"net/url"
 	"slices"
 	"strings"
 	"unicode/utf8"
@@ -25,7 +24,7 @@ var schemes = map[string]func(ctx context.Context, hub *http.Hub, uri string, op
 		return wrap(file.Open(path))
 	},
 	"file": func(_ context.Context, _ *http.Hub, uri string, _ source.Options) (source.Source, error) {
-		path, err := FilePath(uri)
+		path, err := source.FilePath(uri)
 		if err != nil {
 			return nil, err
 		}
@@ -47,8 +46,7 @@ func ofHub(ctx context.Context, hub *http.Hub, uri string, opt source.Options) (
 		return wrap(file.Open(path))
 	}
 	if http.Offline(opt.Env) {
-		return nil, &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1,
-			Err: errs.New(errs.ErrNotFound, "it is not in the cache of huggingface_hub, and HF_HUB_OFFLINE is set")}
+		return nil, errs.In("open", uri, errs.New(errs.ErrNotFound, "it is not in the cache of huggingface_hub, and HF_HUB_OFFLINE is set"))
 	}
 	far, err := hub.Open(ctx, uri, opt)
 	if err != nil {
@@ -82,13 +80,14 @@ func wrap[S source.Source](s S, err error) (source.Source, error) {
 // store; see package cache.
 func With(opt source.Options) func(ctx context.Context, uri string) (source.Source, error) {
 	dir := opt.Storage["cache"]
-	if dir != "" {
-		opt.Storage = maps.Clone(opt.Storage)
-		delete(opt.Storage, "cache")
-	}
-	dial := direct(opt)
-	return func(ctx context.Context, uri string) (source.Source, error) {
-		s, err := dial(ctx, uri)
+	opt = uncached(opt)
+	own := Own(opt)
+	return func(ctx context.Context, uri string) (s source.Source, err error) {
+		if Downloaded(uri) {
+			s, err = wrap(pipe.Open(ctx, knob.Downloader.Get(), uri, opt))
+		} else {
+			s, err = own(ctx, uri)
+		}
 		if err != nil || dir == "" || !source.Remote(uri) || s.Facts().File != nil {
 			return s, err
 		}
@@ -96,21 +95,10 @@ func With(opt source.Options) func(ctx context.Context, uri string) (source.Sour
 	}
 }
 
-// direct is With, without a cache.
-func direct(opt source.Options) func(ctx context.Context, uri string) (source.Source, error) {
-	own := Own(opt)
-	return func(ctx context.Context, uri string) (source.Source, error) {
-		if Downloaded(uri) {
-			return wrap(pipe.Open(ctx, knob.Downloader.Get(), uri, opt))
-		}
-		return own(ctx, uri)
-	}
-}
-
 // Downloaded reports whether an external downloader fetches a URI: then nothing
 // identifies the object's state.
 func Downloaded(uri string) bool {
-	return knob.Downloader.Get() != "" && (Scheme(uri) == "http" || Scheme(uri) == "https")
+	return knob.Downloader.Get() != "" && (source.Scheme(uri) == "http" || source.Scheme(uri) == "https")
 }
 
 // argvs is how many URLs one program gets, since the size of arguments is limited,
@@ -123,7 +111,7 @@ const argvs = 1000
 // the sources that were fetched and not opened.
 func Several(uris []string, sizes []int64, opt source.Options) (dial func(ctx context.Context, uri string) (source.Source, error), rest func()) {
 	program := knob.Downloader.Get()
-	if program == "" || opt.Storage["cache"] != "" || slices.ContainsFunc(uris, func(u string) bool { return Scheme(u) != "http" && Scheme(u) != "https" }) {
+	if program == "" || opt.Storage["cache"] != "" || slices.ContainsFunc(uris, func(u string) bool { return source.Scheme(u) != "http" && source.Scheme(u) != "https" }) {
 		return With(opt), func() {}
 	}
 	var srcs []*pipe.Source
@@ -155,44 +143,17 @@ func Own(opt source.Options) func(ctx context.Context, uri string) (source.Sourc
 		if err := sound("open", uri); err != nil && source.Remote(uri) {
 			return nil, err
 		}
-		if fn := schemes[Scheme(uri)]; fn != nil {
+		if fn := schemes[source.Scheme(uri)]; fn != nil {
 			return fn(ctx, &hub, uri, opt)
 		}
-		if fn := stores[Scheme(uri)].open; fn != nil {
+		if fn := stores[source.Scheme(uri)].open; fn != nil {
 			return fn(ctx, uri, opt)
 		}
 		known := slices.AppendSeq(slices.Collect(maps.Keys(schemes)), maps.Keys(stores))
 		slices.Sort(known)
-		return nil, &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1,
-			Err: errs.New(errs.ErrNotSupported, "scheme %q is not known, only %s (for other stores of S3's protocol, s3 with an endpoint_url); a local path with :// in it begins with ./",
-				Scheme(uri), strings.Join(known[1:], ", "))} // the first is "", a local path
+		return nil, errs.In("open", uri, errs.New(errs.ErrNotSupported, "scheme %q is not known, only %s (for other stores of S3's protocol, s3 with an endpoint_url); a local path with :// in it begins with ./",
+			source.Scheme(uri), strings.Join(known[1:], ", "))) // the first is "", a local path
 	}
-}
-
-// Source opens one URI without options.
-func Source(ctx context.Context, uri string) (source.Source, error) {
-	return With(source.Options{})(ctx, uri)
-}
-
-// Scheme is the scheme of a URI in lower case, or "" for a local path.
-func Scheme(uri string) string {
-	s, _, ok := strings.Cut(uri, "://")
-	if !ok || s == "" || strings.ContainsAny(s, "/\\.") {
-		return ""
-	}
-	return strings.ToLower(s)
-}
-
-// FilePath is the path of a file:// URI on this host, with the escapes %XX replaced
-// by their bytes. A bare ? or # is refused: some readers end the path there, others
-// take it for a part of the name.
-func FilePath(uri string) (string, error) {
-	u, err := url.Parse(uri)
-	if err != nil || (u.Host != "" && u.Host != "localhost") || u.Path == "" || strings.ContainsAny(uri, "?#") || strings.Contains(u.Path, "\x00") {
-		return "", &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1,
-			Err: errs.New(errs.ErrArgument, "not the URI of a local file (? is written %%3F there, # %%23)")}
-	}
-	return u.Path, nil
 }
 
 // sound refuses a URI of a remote scheme that is not UTF-8, since programs disagree
@@ -201,5 +162,5 @@ func sound(verb, uri string) error {
 	if utf8.ValidString(uri) {
 		return nil
 	}
-	return &errs.At{Verb: verb, Source: uri, Chunk: -1, Offset: -1, Err: errs.New(errs.ErrArgument, "a URI is UTF-8: write other bytes as %%XX")}
+	return errs.In(verb, uri, errs.New(errs.ErrArgument, "a URI is UTF-8: write other bytes as %%XX"))
 }

@@ -58,7 +58,7 @@ func TestSchemes(t *testing.T) {
 
 // A scheme that is not known gives an error that lists those that are.
 func TestUnknownScheme(t *testing.T) {
-	_, err := Source(context.Background(), "gs://bucket/model.safetensors")
+	_, err := With(source.Options{})(context.Background(), "gs://bucket/model.safetensors")
 	if !errors.Is(err, errs.ErrNotSupported) || !strings.Contains(err.Error(), "file, hf, http, https") {
 		t.Error(err)
 	}

@@ -26,7 +26,7 @@ type store struct {
 // Writable reports whether objects can be written at a URI that is no local
 // file.
 func Writable(uri string) bool {
-	_, ok := stores[Scheme(uri)]
+	_, ok := stores[source.Scheme(uri)]
 	return ok
 }
 
@@ -54,7 +54,7 @@ func Remove(ctx context.Context, uri string, opt source.Options) error {
 func List(ctx context.Context, uri string, opt source.Options) ([]string, error) {
 	s, err := storeOf("open", uri)
 	if err == nil && s.list == nil {
-		err = &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: errs.New(errs.ErrNotSupported, "this store has no folders")}
+		err = errs.In("open", uri, errs.New(errs.ErrNotSupported, "this store has no folders"))
 	}
 	if err != nil {
 		return nil, err
@@ -73,9 +73,9 @@ func Presign(ctx context.Context, uri string, opt source.Options, expires time.D
 	if err := sound("presign", uri); err != nil {
 		return "", err
 	}
-	s := stores[Scheme(uri)]
+	s := stores[source.Scheme(uri)]
 	if s.presign == nil {
-		return "", &errs.At{Verb: "presign", Source: uri, Chunk: -1, Offset: -1, Err: errs.New(errs.ErrNotSupported, "only s3:// has such URLs")}
+		return "", errs.In("presign", uri, errs.New(errs.ErrNotSupported, "only s3:// has such URLs"))
 	}
 	return s.presign(ctx, uri, uncached(opt), expires)
 }
@@ -118,11 +118,10 @@ func uncached(opt source.Options) source.Options {
 }
 
 func storeOf(verb, uri string) (store, error) {
-	s, ok := stores[Scheme(uri)]
+	s, ok := stores[source.Scheme(uri)]
 	if !ok {
-		return s, &errs.At{Verb: verb, Source: uri, Chunk: -1, Offset: -1,
-			Err: errs.New(errs.ErrNotSupported, "%s:// is read only; local files and %s:// are written", Scheme(uri),
-				strings.Join(slices.Sorted(maps.Keys(stores)), ":// and "))}
+		return s, errs.In(verb, uri, errs.New(errs.ErrNotSupported, "%s:// is read only; local files and %s:// are written", source.Scheme(uri),
+			strings.Join(slices.Sorted(maps.Keys(stores)), ":// and ")))
 	}
 	return s, sound(verb, uri)
 }

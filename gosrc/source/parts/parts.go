@@ -48,8 +48,7 @@ type Draft struct {
 	err   error // the first one
 	ended bool
 
-	tokens  chan struct{} // one for each part being sent
-	sending sync.WaitGroup
+	tokens chan struct{} // one for each part being sent
 }
 
 // A partial is a part that waits for bytes.
@@ -98,9 +97,7 @@ func (d *Draft) Skip(lo, hi int64) error {
 // fill puts n bytes into part k and sends it when it is full. A nil p leaves the
 // zeros that are there.
 func (d *Draft) fill(k int, at, n int64, p []byte) error {
-	d.mu.Lock()
-	if err := d.failed(); err != nil {
-		d.mu.Unlock()
+	if err := d.lock(); err != nil {
 		return err
 	}
 	t := d.at(k)
@@ -141,6 +138,16 @@ func (d *Draft) buffer() []byte {
 	return make([]byte, d.part)
 }
 
+// lock takes the lock, unless the draft cannot go on.
+func (d *Draft) lock() error {
+	d.mu.Lock()
+	err := d.failed()
+	if err != nil {
+		d.mu.Unlock()
+	}
+	return err
+}
+
 // failed is why the draft cannot go on. The lock is held.
 func (d *Draft) failed() error {
 	switch {
@@ -167,7 +174,6 @@ func (d *Draft) send(k int, t *partial, n int64) error {
 		defer d.mu.Unlock()
 		return d.failed()
 	}
-	d.sending.Add(1)
 	spawn.Go("source.part", func() {
 		err := errs.New(errs.ErrEngine, "sending a part did not end")
 		defer func() {
@@ -179,7 +185,6 @@ func (d *Draft) send(k int, t *partial, n int64) error {
 			d.free = append(d.free, t.buf)
 			d.mu.Unlock()
 			<-d.tokens
-			d.sending.Done()
 		}()
 		err = d.store.Part(d.sends, k, t.buf[:n])
 	})
@@ -188,9 +193,7 @@ func (d *Draft) send(k int, t *partial, n int64) error {
 
 // Finish sends the remaining parts; see source.Draft.
 func (d *Draft) Finish(size int64) error {
-	d.mu.Lock()
-	if err := d.failed(); err != nil {
-		d.mu.Unlock()
+	if err := d.lock(); err != nil {
 		return err
 	}
 	d.size = size
@@ -209,27 +212,16 @@ func (d *Draft) Finish(size int64) error {
 			}
 		}
 	}
-	select {
-	case <-d.idle():
-	case <-d.ctx.Done():
-	}
+	d.wait(d.ctx)
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.free = nil // a finished draft may wait long before it is published
-	if d.err != nil {
-		return d.err
-	}
-	if d.ctx.Err() != nil {
-		return errs.FromOS(context.Cause(d.ctx))
-	}
-	return nil
+	return d.failed()
 }
 
 // Publish shows the object; see source.Draft.
 func (d *Draft) Publish() error {
-	d.mu.Lock()
-	if err := d.failed(); err != nil {
-		d.mu.Unlock()
+	if err := d.lock(); err != nil {
 		return err
 	}
 	n, whole := int(sizes.CeilDiv(d.size, d.part)), []byte(nil)
@@ -261,26 +253,25 @@ func (d *Draft) Drop() {
 	d.stop(errs.ErrCancelled)
 	// A part that is still arriving would land after the abort and stay in the
 	// store: parts that are nearly done may end.
-	idle, late := d.idle(), time.NewTimer(grace)
-	select {
-	case <-idle:
-	case <-late.C:
-	}
-	late.Stop()
+	late, end := context.WithTimeout(context.Background(), grace)
+	d.wait(late)
+	end()
 	d.cut(errs.ErrCancelled)
-	<-idle
+	d.wait(context.Background())
 	d.open, d.free = nil, nil
 	d.store.Abort()
 }
 
 const grace = time.Second
 
-// idle is closed when no part is being sent; no send begins meanwhile.
-func (d *Draft) idle() <-chan struct{} {
-	done := make(chan struct{})
-	spawn.Go("source.parts", func() {
-		defer close(done)
-		d.sending.Wait()
-	})
-	return done
+// wait returns when no part is being sent, or ctx ends; no send begins meanwhile.
+func (d *Draft) wait(ctx context.Context) {
+	for range cap(d.tokens) {
+		select {
+		case d.tokens <- struct{}{}:
+			defer func() { <-d.tokens }()
+		case <-ctx.Done():
+			return
+		}
+	}
 }

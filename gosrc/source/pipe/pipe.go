@@ -65,9 +65,7 @@ func Open(ctx context.Context, program, uri string, opt source.Options) (*Source
 // are those of the bodies; nil is for one URL of any size, and then Start
 // returns when the program has ended.
 func Start(ctx context.Context, program string, urls []string, sizes []int64, opt source.Options) ([]*Source, error) {
-	fail := func(uri string, err error) ([]*Source, error) {
-		return nil, &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: err}
-	}
+	fail := func(uri string, err error) ([]*Source, error) { return nil, errs.In("open", uri, err) }
 	if len(urls) == 0 || sizes != nil && len(sizes) != len(urls) || sizes == nil && len(urls) != 1 {
 		return fail("", errs.New(errs.ErrArgument, "%d URLs and %d sizes", len(urls), len(sizes)))
 	}
@@ -76,7 +74,7 @@ func Start(ctx context.Context, program string, urls []string, sizes []int64, op
 		return fail(urls[0], err)
 	}
 	for i, u := range urls {
-		scheme, _, _ := strings.Cut(strings.ToLower(u), "://")
+		scheme := source.Scheme(u)
 		switch {
 		case scheme != "http" && scheme != "https" || strings.ContainsAny(u, "\x00\r\n"):
 			return fail(u, errs.New(errs.ErrArgument, "a downloader gets http:// and https:// only"))

@@ -42,23 +42,10 @@ type object struct {
 	size   int64
 }
 
-// An Object is an open file. It implements source.Source by source/retry.
-type Object struct {
-	*retry.Source
-	pin string
-}
-
-// Facts are those of a remote object. A file written here is pinned by the key of
-// its first value, which no other file ever has: see upload. Redis keeps no dates,
-// so that nothing pins files of other programs.
-func (o *Object) Facts() source.Facts {
-	f := o.Source.Facts()
-	f.Identity, f.Settled = source.Pinned(o, o.pin)
-	return f
-}
-
-// Open opens a file.
-func Open(ctx context.Context, uri string, opt source.Options) (*Object, error) {
+// Open opens a file. One written here is pinned by the key of its first value, which no
+// other file ever has: see upload. Redis keeps no dates, so that nothing pins files of
+// other programs.
+func Open(ctx context.Context, uri string, opt source.Options) (*retry.Source, error) {
 	n, err := parse(uri)
 	if err != nil {
 		return nil, err
@@ -87,11 +74,10 @@ func Open(ctx context.Context, uri string, opt source.Options) (*Object, error) 
 	r := s.retry
 	r.Host = n.scheme + "://" + n.host
 	r.Connections = cmp.Or(r.Connections, 16) // one thread serves all connections
-	pin := ""
 	if first := o.values[0].key; len(first) > len(n.key) && ours.MatchString(first[len(n.key)+1:]) {
-		pin = first
+		r.Pin = first
 	}
-	return &Object{retry.New(o, r), pin}, nil
+	return retry.New(o, r), nil
 }
 
 // find returns the values of a file in the order of their offsets, nil if

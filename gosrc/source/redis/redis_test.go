@@ -166,6 +166,15 @@ func TestRefusals(t *testing.T) {
 	if _, err := Create(bg, at+"m", with(s, "password", "planted-wrong"), 1); !errors.Is(err, errs.ErrPermission) {
 		t.Error("a wrong password is reported before anything is written:", err)
 	}
+	c.Do(bg, "ACL", "SETUSER", "few", "on", ">"+sourcetest.RedisPassword, "~*", "+@all", "-exists")
+	d, err := Create(bg, at+"m", with(s, "username", "few"), 1)
+	if err == nil {
+		defer d.Drop()
+		err = errors.Join(d.Write([]byte("x"), 0), d.Finish(1), d.Publish())
+	}
+	if !errors.Is(err, errs.ErrPermission) || strings.Contains(err.Error(), "lost") {
+		t.Error("a user who may not ask what is there:", err)
+	}
 	if b, err := get(at+"m", source.Options{Env: map[string]string{"REDISCLI_AUTH": sourcetest.RedisPassword}}); err != nil || len(b) != 1000 {
 		t.Error("REDISCLI_AUTH:", err)
 	}

@@ -3,6 +3,7 @@ package redis
 // This file connects to Redis servers, and classifies their errors.
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"crypto/x509"
@@ -52,14 +53,7 @@ func parse(uri string) (name, error) {
 func (n name) URI() string { return n.uri }
 
 func (n name) at(verb string, off int64, err error) error {
-	if err == nil {
-		return nil
-	}
-	var at *errs.At
-	if errors.As(err, &at) {
-		return err
-	}
-	return &errs.At{Verb: verb, Source: n.uri, Chunk: -1, Offset: off, Err: err}
+	return errs.Place(verb, n.uri, "", off, err)
 }
 
 // A server makes and keeps connections to one Redis. A connection can be cut in the
@@ -125,14 +119,11 @@ func connect(n name, opt source.Options) (*server, error) {
 	if n.scheme == "rediss" {
 		host, _, _ := net.SplitHostPort(n.host)
 		s.opt.TLSConfig = &tls.Config{ServerName: host, MinVersion: tls.VersionTLS12}
-		file := opt.Storage["cacert"]
-		if file == "" {
-			file = opt.Env["SSL_CERT_FILE"]
-		}
+		file := cmp.Or(opt.Storage["cacert"], opt.Env["SSL_CERT_FILE"])
 		if file != "" {
 			pem, err := regular.Read(file, regular.MaxSetting)
 			if err != nil {
-				return nil, &errs.At{Verb: "open", Source: file, Chunk: -1, Offset: -1, Err: err}
+				return nil, errs.In("open", file, err)
 			}
 			s.opt.TLSConfig.RootCAs = x509.NewCertPool()
 			if !s.opt.TLSConfig.RootCAs.AppendCertsFromPEM(pem) {
@@ -142,8 +133,6 @@ func connect(n name, opt source.Options) (*server, error) {
 	}
 	return s, nil
 }
-
-func (s *server) tries() int { return max(0, s.retry.Retries) + 1 }
 
 // with runs fn on a connection of its own, and cuts it when ctx ends: when with
 // returns, no memory of fn's is in use. The error has a class.

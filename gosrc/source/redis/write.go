@@ -53,7 +53,7 @@ func Create(ctx context.Context, uri string, opt source.Options, _ int64) (sourc
 	u := &upload{name: n, server: s, id: hex.EncodeToString(id[:])}
 	// Report a wrong password, or a server of a cluster, before anything is
 	// encoded.
-	if err := u.do(ctx, func(ctx context.Context, c *redis.Client) error {
+	if err := do(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
 		if err := c.StrLen(ctx, n.key).Err(); err != nil {
 			return err
 		}
@@ -65,31 +65,17 @@ func Create(ctx context.Context, uri string, opt source.Options, _ int64) (sourc
 	return parts.New(ctx, u, part, cmp.Or(s.retry.Connections, inFlight)), nil
 }
 
-// do runs requests that may be repeated.
-func (u *upload) do(ctx context.Context, fn func(context.Context, *redis.Client) error) error {
-	return do(ctx, u.server, fn)
-}
-
-// do is one request with retries; a server that has never responded gets
-// retry.OpenTries of them.
+// do is one request with retries.
 func do(ctx context.Context, s *server, fn func(context.Context, *redis.Client) error) error {
-	for failed := 0; ; {
+	_, err := retry.Repeat(ctx, s.retry, judge, s.heard.Load, func() error {
 		err := s.with(ctx, fn)
 		var a *answer
 		if err == nil || errors.As(err, &a) {
 			s.heard.Store(true)
 		}
-		if err == nil {
-			return nil
-		}
-		verdict, after := judge(err)
-		if failed++; ctx.Err() != nil || verdict == retry.Never || failed >= s.tries() || failed >= retry.OpenTries && !s.heard.Load() {
-			return err
-		}
-		if err := retry.Pause(ctx, failed, after); err != nil {
-			return errs.FromOS(err)
-		}
-	}
+		return err
+	})
+	return errs.FromOS(err)
 }
 
 // hidden is the key of a value before it is published. It does not begin with the
@@ -108,7 +94,7 @@ func (u *upload) Part(ctx context.Context, k int, p []byte) error {
 	u.mu.Lock()
 	u.sent = append(u.sent, off)
 	u.mu.Unlock()
-	return u.at("save", off, u.do(ctx, func(ctx context.Context, c *redis.Client) error {
+	return u.at("save", off, do(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
 		return c.Set(ctx, u.hidden(off), p, unpublished).Err()
 	}))
 }
@@ -122,7 +108,7 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 		}
 	}
 	tries := 0
-	err := u.do(ctx, func(ctx context.Context, c *redis.Client) error {
+	err := do(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
 		if tries++; tries > 1 { // an earlier transaction may have arrived
 			if k, err := c.Exists(ctx, u.shown(0)).Result(); err != nil || k == 1 {
 				return err
@@ -136,8 +122,10 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 		for i, off := range u.sent {
 			keys[i] = u.hidden(off)
 		}
-		if k, err := c.Exists(ctx, keys...).Result(); err != nil || k != int64(len(keys)) {
-			return errors.Join(err, errs.New(errs.ErrIO, "the server has lost %d of %d values that were sent: its memory is full", int64(len(keys))-k, len(keys)))
+		if k, err := c.Exists(ctx, keys...).Result(); err != nil {
+			return err
+		} else if lost := int64(len(keys)) - k; lost != 0 {
+			return errs.New(errs.ErrIO, "the server has lost %d of %d values that were sent: its memory is full", lost, len(keys))
 		}
 		_, err = c.TxPipelined(ctx, func(p redis.Pipeliner) error {
 			for _, v := range old {
@@ -163,7 +151,7 @@ func (u *upload) Abort() {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
 	if len(u.sent) > 0 {
-		_ = u.do(ctx, func(ctx context.Context, c *redis.Client) error {
+		_ = do(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
 			_, err := c.Pipelined(ctx, func(p redis.Pipeliner) error {
 				for _, off := range u.sent {
 					p.Unlink(ctx, u.hidden(off))

@@ -7,6 +7,7 @@ import (
 	"context"
 	"math"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -122,11 +123,9 @@ func (l *limiter) acquire(ctx context.Context) error {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	for i, w := range l.waiting {
-		if w == permit {
-			l.waiting = append(l.waiting[:i], l.waiting[i+1:]...)
-			return context.Cause(ctx)
-		}
+	if i := slices.Index(l.waiting, permit); i >= 0 {
+		l.waiting = slices.Delete(l.waiting, i, i+1)
+		return context.Cause(ctx)
 	}
 	l.open-- // it had got the permit already
 	l.admit()

@@ -64,7 +64,7 @@ func TestAdaptsByBytes(t *testing.T) { synctest.Test(t, adaptsByBytes) }
 func adaptsByBytes(t *testing.T) {
 	s := &store{data: random(64 << 10)}
 	s.fault = func(_, _ int64, b []byte) (io.Reader, error) { return &drip{bytes.NewReader(b)}, nil }
-	src := New(s, Options{})
+	src := New(s, Options{Retries: 8, Timeout: timeout})
 	defer src.Close()
 	stop := make(chan struct{})
 	var wg sync.WaitGroup

@@ -137,7 +137,6 @@ func (r *byteRange) Next(p []byte) error {
 	for r.off < r.end {
 		n, err := r.read(p)
 		p, r.off = p[n:], r.off+int64(n)
-		s.counts[2].Add(int64(n))
 		if err == nil {
 			if r.off == r.end { // the connection and the permit can be used again
 				r.shut()
@@ -159,7 +158,7 @@ func (r *byteRange) Next(p []byte) error {
 			return s.at(r.off, errs.New(errs.ErrCorrupt, "changed while it was read: %v", err))
 		case verdict == Never:
 			return s.at(r.off, classed(err))
-		case got >= s.opt.Floor:
+		case got >= Progress:
 			r.failed = 0
 		}
 		if r.failed++; r.failed > s.opt.Retries {
@@ -171,7 +170,6 @@ func (r *byteRange) Next(p []byte) error {
 		if err := pause(r.ctx, s.opt.base, r.failed, after); err != nil {
 			return err
 		}
-		s.counts[1].Add(1)
 	}
 	return nil
 }
@@ -191,7 +189,6 @@ func (r *byteRange) read(p []byte) (int, error) {
 		r.about, r.drop = context.WithCancelCause(r.ctx)
 		drop := r.drop
 		r.watch = time.AfterFunc(s.opt.Timeout, func() { drop(errStalled) })
-		s.counts[0].Add(1)
 		body, err := s.f.Fetch(r.about, r.off, r.end-r.off)
 		r.waited[1] += time.Since(begun)
 		if err != nil {
@@ -220,7 +217,7 @@ func (r *byteRange) read(p []byte) (int, error) {
 		if err != nil {
 			return got, stalled(r.about, &broken{err})
 		}
-		if int64(got-mark) >= s.opt.Floor {
+		if got-mark >= Progress {
 			mark = got
 			r.watch.Reset(s.opt.Timeout)
 		}
@@ -232,7 +229,6 @@ func (r *byteRange) read(p []byte) (int, error) {
 	// Read the end of the body, so that its connection can be used again.
 	var more [1]byte
 	if n, _ := r.body.Read(more[:]); n > 0 {
-		s.Wasted(1)
 		return 0, errLong
 	}
 	return got, nil

@@ -3,19 +3,19 @@
 //
 // A range that breaks is requested again from its first missing byte, after a
 // random pause (full jitter) whose limit doubles while nothing arrives. A body that
-// brings less than Options.Floor bytes within Options.Timeout is abandoned and
+// brings less than Progress bytes within Options.Timeout is abandoned and
 // requested again. How many ranges of one host are open at once is measured; see
 // limiter.go. The Fetcher judges what may be tried again.
 package retry
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
@@ -57,25 +57,31 @@ type Fetcher interface {
 	Close() error
 }
 
-// Options of New. Zero fields are the defaults.
+// Options of New; Parse has those of the caller.
 type Options struct {
 	// Host names the limit to share: sources of one host measure together.
 	Host string
 	// Connections is the most ranges open at once, 64 if 0.
 	Connections int
 	// Retries is how many consecutive failures a range survives that each bring
-	// less than Floor bytes; 8 if 0, none if negative.
+	// less than Progress bytes.
 	Retries int
-	// Timeout is how long a range may bring less than Floor bytes: 30 s if 0.
+	// Timeout is how long a range may bring less than Progress bytes.
 	Timeout time.Duration
-	// Floor is how many bytes count as progress: 64 KiB if 0.
-	Floor int64
 	// Range is the source's RangeBytes, set where reading a body in steps costs
 	// nothing.
 	Range int64
+	// Pin identifies the object's state; see source.Pinned.
+	Pin string
+	// Head are the object's first bytes, which came with opening it: a read within
+	// them asks for nothing.
+	Head []byte
 
-	base time.Duration // of the pauses; tests make it short
+	base time.Duration // of the pauses; 0: base
 }
+
+// Progress is how many bytes tell a connection that is slow from one that stands still.
+const Progress = 64 << 10
 
 // Names are the options of Parse.
 var Names = []string{"timeout", "connections", "retries"}
@@ -94,30 +100,7 @@ func Parse(o source.Options) (Options, error) {
 	if err != nil {
 		return Options{}, err
 	}
-	out := Options{Timeout: time.Duration(timeout * float64(time.Second)), Connections: int(connections), Retries: int(retries)}
-	if out.Retries == 0 {
-		out.Retries = -1
-	}
-	return out, nil
-}
-
-func (o *Options) defaults() {
-	if o.Connections == 0 {
-		o.Connections = 64
-	}
-	if o.Retries == 0 {
-		o.Retries = 8
-	}
-	o.Retries = max(0, o.Retries)
-	if o.Timeout == 0 {
-		o.Timeout = 30 * time.Second
-	}
-	if o.Floor == 0 {
-		o.Floor = 64 << 10
-	}
-	if o.base == 0 {
-		o.base = base
-	}
+	return Options{Timeout: time.Duration(timeout * float64(time.Second)), Connections: int(connections), Retries: int(retries)}, nil
 }
 
 // A Source reads a Fetcher's object. It implements source.Source.
@@ -130,21 +113,11 @@ type Source struct {
 	cancel context.CancelCauseFunc
 	once   sync.Once
 	shut   error
-
-	counts [4]atomic.Int64
-}
-
-// Counts is what a source has done so far.
-type Counts struct {
-	Requests int64 // ranges requested
-	Resumed  int64 // of them, those that resumed a broken one
-	Bytes    int64 // wanted and arrived
-	Extra    int64 // arrived and discarded
 }
 
 // New makes a source of a fetcher, and closes it with the source.
 func New(f Fetcher, opt Options) *Source {
-	opt.defaults()
+	opt.Connections = cmp.Or(opt.Connections, 64)
 	s := &Source{f: f, opt: opt, limit: hold(opt.Host, opt.Connections)}
 	s.ctx, s.cancel = context.WithCancelCause(context.Background())
 	return s
@@ -156,22 +129,16 @@ func (s *Source) URI() string { return s.f.URI() }
 // Size is the fetcher's.
 func (s *Source) Size() int64 { return s.f.Size() }
 
-// Facts are those of an object whose every read costs a round trip.
+// Facts are those of an object whose every read costs a round trip, and which its pin
+// identifies.
 func (s *Source) Facts() source.Facts {
 	f := source.Facts{Remote: true, Concurrency: s.opt.Connections}
 	if s.opt.Range > 0 {
 		f.RangeBytes, f.Ranges = s.opt.Range, s
 	}
+	f.Identity, f.Settled = source.Pinned(s, s.opt.Pin)
 	return f
 }
-
-// Counts returns what was done so far.
-func (s *Source) Counts() Counts {
-	return Counts{s.counts[0].Load(), s.counts[1].Load(), s.counts[2].Load(), s.counts[3].Load()}
-}
-
-// Wasted counts bytes that a fetcher discarded.
-func (s *Source) Wasted(n int64) { s.counts[3].Add(n) }
 
 // Close ends reads in flight and releases the fetcher.
 func (s *Source) Close() error {
@@ -186,6 +153,10 @@ func (s *Source) Close() error {
 // ReadAt fills p from off; see source.Source. Bytes go from the connection
 // straight into p.
 func (s *Source) ReadAt(ctx context.Context, p []byte, off int64) error {
+	if head := int64(len(s.opt.Head)); off >= 0 && off <= head && int64(len(p)) <= head-off && ctx.Err() == nil && s.ctx.Err() == nil {
+		copy(p, s.opt.Head[off:])
+		return nil
+	}
 	r := byteRange{s: s}
 	if err := r.begin(ctx, off, int64(len(p))); err != nil {
 		return err
@@ -253,11 +224,11 @@ const (
 // failures, and after how long the store asked to wait, which is obeyed up to a
 // minute.
 func Pause(ctx context.Context, failed int, after time.Duration) error {
-	return pause(ctx, base, failed, after)
+	return pause(ctx, 0, failed, after)
 }
 
-func pause(ctx context.Context, base time.Duration, failed int, after time.Duration) error {
-	span := min(most, base<<min(failed, 10))
+func pause(ctx context.Context, unit time.Duration, failed int, after time.Duration) error {
+	span := min(most, cmp.Or(unit, base)<<min(failed, 10))
 	d := max(min(after, time.Minute), rand.N(span))
 	t := time.NewTimer(d)
 	defer t.Stop()
@@ -269,41 +240,50 @@ func pause(ctx context.Context, base time.Duration, failed int, after time.Durat
 	}
 }
 
-// Do runs a single request, such as opening an object, until it succeeds, with the
-// pauses of a range. Each try has Options.Timeout; there are Options.Retries + 1
-// tries, and at most OpenTries without a response. A try that runs out of time had
-// no response.
-func Do(ctx context.Context, opt Options, judge func(error) (Verdict, time.Duration), fn func(ctx context.Context) error) error {
-	opt.defaults()
-	for failed, silent := 0, 0; ; {
-		err := func() error {
-			ctx, cancel := context.WithCancelCause(ctx)
-			defer cancel(nil)
-			defer time.AfterFunc(opt.Timeout, func() { cancel(errStalled) }).Stop()
-			return stalled(ctx, fn(ctx))
-		}()
-		if err == nil {
-			return nil
+// Repeat runs a request until it succeeds or another try cannot help, with the pauses
+// of a range: Options.Retries + 1 tries, of which OpenTries may bring no response while
+// heard says that the store has never responded. It returns how many have failed, and
+// the last error.
+func Repeat(ctx context.Context, opt Options, judge func(error) (Verdict, time.Duration), heard func() bool, fn func() error) (failed int, err error) {
+	for silent := 0; ; {
+		if err = fn(); err == nil || ctx.Err() != nil {
+			return failed, err
 		}
-		if ctx.Err() != nil {
-			return context.Cause(ctx)
-		}
-		verdict, after := Again, time.Duration(0)
-		if !errors.Is(err, errStalled) {
-			verdict, after = judge(err)
-		}
+		verdict, after := judge(err)
 		failed++
-		if verdict == Again {
+		if verdict == Again && !heard() {
 			silent++
 		}
 		if verdict == Never || verdict == Changed || failed > opt.Retries || silent >= OpenTries {
-			if failed > 1 {
-				return fmt.Errorf("%w (after %d attempts)", classed(err), failed)
-			}
-			return classed(err)
+			return failed, err
 		}
 		if err := pause(ctx, opt.base, failed, after); err != nil {
-			return err
+			return failed, err
 		}
 	}
+}
+
+// Do is Repeat for what opens an object, whose store counts as one that has never
+// responded. Each try has Options.Timeout; one that runs out of time had no response.
+func Do(ctx context.Context, opt Options, judge func(error) (Verdict, time.Duration), fn func(ctx context.Context) error) error {
+	failed, err := Repeat(ctx, opt, func(err error) (Verdict, time.Duration) {
+		if errors.Is(err, errStalled) {
+			return Again, 0
+		}
+		return judge(err)
+	}, func() bool { return false }, func() error {
+		ctx, cancel := context.WithCancelCause(ctx)
+		defer cancel(nil)
+		defer time.AfterFunc(opt.Timeout, func() { cancel(errStalled) }).Stop()
+		return stalled(ctx, fn(ctx))
+	})
+	switch {
+	case err == nil:
+		return nil
+	case ctx.Err() != nil:
+		return context.Cause(ctx)
+	case failed > 1:
+		return fmt.Errorf("%w (after %d attempts)", classed(err), failed)
+	}
+	return classed(err)
 }

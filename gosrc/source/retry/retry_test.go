@@ -51,9 +51,10 @@ func (s *store) Judge(err error) (Verdict, time.Duration) {
 
 func (s *store) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error) {
 	var r io.Reader = bytes.NewReader(s.data[off : off+n])
+	nth := s.n.Add(1)
 	if s.fault != nil {
 		var err error
-		if r, err = s.fault(s.n.Add(1), off, s.data[off:off+n]); err != nil {
+		if r, err = s.fault(nth, off, s.data[off:off+n]); err != nil {
 			return nil, err
 		}
 	}
@@ -103,8 +104,13 @@ func random(n int) []byte {
 	return b
 }
 
+// timeout is Parse's default.
+const timeout = 30 * time.Second
+
 func TestSuite(t *testing.T) {
-	sourcetest.Suite(t, sourcetest.Is{Remote: true, Stepped: true}, func(t *testing.T, data []byte) source.Source { return New(&store{data: data}, Options{Range: 1}) })
+	sourcetest.Suite(t, sourcetest.Is{Remote: true, Stepped: true}, func(t *testing.T, data []byte) source.Source {
+		return New(&store{data: data}, Options{Retries: 8, Timeout: timeout, Range: 1})
+	})
 	if n := spawn.Left(); len(n) != 0 {
 		t.Errorf("left: %v", n)
 	}
@@ -136,7 +142,7 @@ func TestResumes(t *testing.T) {
 		asked.Add(int64(len(b)))
 		return bytes.NewReader(b), nil
 	}
-	src := New(s, Options{Floor: 1, Retries: 40, base: time.Millisecond})
+	src := New(s, Options{Retries: 40, Timeout: timeout, base: time.Millisecond})
 	defer src.Close()
 	total := int64(0)
 	for range 40 {
@@ -151,7 +157,7 @@ func TestResumes(t *testing.T) {
 		}
 		total += int64(n)
 	}
-	if asked.Load() != total || src.Counts().Extra != 0 {
+	if asked.Load() != total {
 		t.Errorf("%d bytes came for %d that were wanted", asked.Load(), total)
 	}
 }
@@ -163,7 +169,7 @@ func TestStall(t *testing.T) { synctest.Test(t, stall) }
 func stall(t *testing.T) {
 	s := &store{data: random(500_000)}
 	var first sync.Once
-	src := New(s, Options{})
+	src := New(s, Options{Retries: 8, Timeout: timeout})
 	ctx := context.Background()
 	s.fault = func(n, off int64, b []byte) (io.Reader, error) {
 		out := io.Reader(bytes.NewReader(b))
@@ -174,12 +180,12 @@ func stall(t *testing.T) {
 	if err := src.ReadAt(ctx, p, 0); err != nil || !bytes.Equal(p, s.data) {
 		t.Fatal(err)
 	}
-	if c := src.Counts(); c.Requests != 2 || c.Extra != 0 {
-		t.Errorf("%+v", c)
+	if n := s.n.Load(); n != 2 {
+		t.Errorf("%d requests", n)
 	}
 	src.Close()
 
-	src = New(s, Options{Retries: 2})
+	src = New(s, Options{Retries: 2, Timeout: timeout})
 	s.fault = func(n, off int64, b []byte) (io.Reader, error) { return slow{}, nil }
 	if err := src.ReadAt(ctx, p, 0); !errors.Is(err, errs.ErrTimeout) || strings.Contains(err.Error(), "secret") {
 		t.Errorf("%v, want ErrTimeout", err)
@@ -208,11 +214,11 @@ func TestVerdicts(t *testing.T) {
 	} {
 		s := &store{data: random(100)}
 		s.fault = func(n, off int64, b []byte) (io.Reader, error) { return nil, c.err }
-		src := New(s, Options{Retries: 2, base: time.Millisecond})
+		src := New(s, Options{Retries: 2, Timeout: timeout, base: time.Millisecond})
 		if err := src.ReadAt(context.Background(), make([]byte, 10), 5); !errors.Is(err, c.class) {
 			t.Errorf("%v: %v, want %v", c.err, err, c.class)
 		}
-		if n := src.Counts().Requests; n != c.requests {
+		if n := s.n.Load(); n != c.requests {
 			t.Errorf("%v: %d requests, want %d", c.err, n, c.requests)
 		}
 		src.Close()
@@ -222,7 +228,7 @@ func TestVerdicts(t *testing.T) {
 	s.fault = func(n, off int64, b []byte) (io.Reader, error) {
 		return bytes.NewReader(append(b[:len(b):len(b)], 1)), nil
 	}
-	src := New(s, Options{Retries: -1})
+	src := New(s, Options{Timeout: timeout})
 	if err := src.ReadAt(context.Background(), make([]byte, 10), 5); !errors.Is(err, errs.ErrIO) {
 		t.Errorf("%v, want ErrIO", err)
 	}
@@ -235,7 +241,7 @@ func TestEnds(t *testing.T) {
 	s.fault = func(n, off int64, b []byte) (io.Reader, error) { return nil, nil }
 	for _, end := range []string{"cancel", "close"} {
 		hung := &hangs{store: s, in: make(chan struct{})}
-		src := New(hung, Options{})
+		src := New(hung, Options{Retries: 8, Timeout: timeout})
 		ctx, cancel := context.WithCancelCause(context.Background())
 		got := make(chan error, 1)
 		go func() { got <- src.ReadAt(ctx, make([]byte, 10), 0) }()
@@ -274,7 +280,7 @@ func (h *hangs) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error) 
 // and a permit is never lost.
 func TestLimiter(t *testing.T) {
 	s := &store{data: random(1 << 20)}
-	src := New(s, Options{Connections: 3})
+	src := New(s, Options{Retries: 8, Timeout: timeout, Connections: 3})
 	var wg sync.WaitGroup
 	for off := range int64(10) {
 		wg.Add(1)
@@ -324,7 +330,7 @@ func TestTurns(t *testing.T) {
 		}
 		return bytes.NewReader(b), nil
 	}
-	src := New(s, Options{Connections: 1, base: time.Millisecond})
+	src := New(s, Options{Retries: 8, Timeout: timeout, Connections: 1, base: time.Millisecond})
 	defer src.Close()
 	one, err := sourcetest.Begin(t.Context(), src, 0, 50)
 	if err != nil {
@@ -342,14 +348,14 @@ func TestTurns(t *testing.T) {
 	if err := one.Next(p[10:]); err != nil || !bytes.Equal(p, s.data[:50]) {
 		t.Errorf("%v, or other bytes", err)
 	}
-	if err := <-second; err != nil || src.Counts().Resumed != 1 {
-		t.Errorf("%v after %d resumes", err, src.Counts().Resumed)
+	if err := <-second; err != nil || s.n.Load() != 3 {
+		t.Errorf("%v after %d requests, 1 of them a resume", err, s.n.Load())
 	}
 	_ = one.Close()
 
 	refuse = true
 	go func() { second <- src.ReadAt(t.Context(), p, 0) }()
-	for src.Counts().Requests < 5 {
+	for s.n.Load() < 5 {
 		time.Sleep(time.Millisecond)
 	}
 	if err := src.ReadAt(t.Context(), make([]byte, 50), 50); err != nil {
@@ -362,7 +368,8 @@ func TestTurns(t *testing.T) {
 
 // A permit that is not used is the next one's; a closed source has none.
 func TestPermitUnused(t *testing.T) {
-	src := New(&store{data: random(100)}, Options{Connections: 1})
+	s := &store{data: random(100)}
+	src := New(s, Options{Retries: 8, Timeout: timeout, Connections: 1})
 	one, err := src.OpenRange(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -383,8 +390,8 @@ func TestPermitUnused(t *testing.T) {
 	}
 	_ = one.Close()
 	_ = one.Close()
-	if one, err = src.OpenRange(t.Context()); err != nil || src.limit.open != 1 || src.Counts().Requests != 0 {
-		t.Errorf("%v, %d open, %d requests", err, src.limit.open, src.Counts().Requests)
+	if one, err = src.OpenRange(t.Context()); err != nil || src.limit.open != 1 || s.n.Load() != 0 {
+		t.Errorf("%v, %d open, %d requests", err, src.limit.open, s.n.Load())
 	}
 	go wait(t.Context())
 	for src.limit.queued() == 0 {
@@ -405,7 +412,7 @@ func waited(t *testing.T) {
 	s := New(&store{data: random(100), fault: func(_, _ int64, b []byte) (io.Reader, error) {
 		time.Sleep(pause)
 		return bytes.NewReader(b), nil
-	}}, Options{Connections: 1})
+	}}, Options{Retries: 8, Timeout: timeout, Connections: 1})
 	defer s.Close()
 	one, err := sourcetest.Begin(t.Context(), s, 0, 50) // and has the only permit
 	if err != nil {
@@ -472,11 +479,11 @@ func openTries(t *testing.T) {
 		{"hangs and refuses", 8, []func(context.Context) error{hang, answer(silent), hang, hang}, OpenTries, errs.ErrTimeout},
 		{"is busy", 8, []func(context.Context) error{answer(busy)}, 9, errs.ErrIO},
 		{"is busy and hangs", 8, []func(context.Context) error{answer(busy), hang, answer(busy), hang}, 5, errs.ErrTimeout},
-		{"no retries", -1, []func(context.Context) error{hang}, 1, errs.ErrTimeout},
+		{"no retries", 0, []func(context.Context) error{hang}, 1, errs.ErrTimeout},
 		{"one retry", 1, []func(context.Context) error{hang}, 2, errs.ErrTimeout},
 	} {
 		asked := 0
-		err := Do(t.Context(), Options{Retries: c.retries}, judge, func(ctx context.Context) error {
+		err := Do(t.Context(), Options{Retries: c.retries, Timeout: timeout}, judge, func(ctx context.Context) error {
 			asked++
 			return c.answers[min(asked, len(c.answers))-1](ctx)
 		})

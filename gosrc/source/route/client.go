@@ -3,6 +3,7 @@ package route
 // This file makes connections to servers: TLS, proxies and certificate authorities.
 
 import (
+	"cmp"
 	"crypto/tls"
 	"crypto/x509"
 	"net"
@@ -81,12 +82,6 @@ func proxies(env map[string]string) func(*http.Request) (*url.URL, error) {
 		return env[name]
 	}
 	all := get("ALL_PROXY")
-	or := func(a, b string) string {
-		if a != "" {
-			return a
-		}
-		return b
-	}
 	valid := func(text string) string { // httpproxy takes what is not valid for no proxy, or for another
 		u, err := url.Parse(text)
 		if (err != nil || u.Host == "") && !strings.Contains(text, "://") { // a host alone
@@ -97,7 +92,7 @@ func proxies(env map[string]string) func(*http.Request) (*url.URL, error) {
 		}
 		return text
 	}
-	c := httpproxy.Config{HTTPProxy: valid(or(get("HTTP_PROXY"), all)), HTTPSProxy: valid(or(get("HTTPS_PROXY"), all)), NoProxy: get("NO_PROXY")}
+	c := httpproxy.Config{HTTPProxy: valid(cmp.Or(get("HTTP_PROXY"), all)), HTTPSProxy: valid(cmp.Or(get("HTTPS_PROXY"), all)), NoProxy: get("NO_PROXY")}
 	find := c.ProxyFunc()
 	return func(r *http.Request) (*url.URL, error) {
 		u, err := find(r.URL)
@@ -147,5 +142,5 @@ func authorities(file, dir string) (*x509.CertPool, error) {
 }
 
 func unread(path string, err error) error {
-	return &errs.At{Verb: "open", Source: path, Chunk: -1, Offset: -1, Err: errs.FromOS(err)}
+	return errs.In("open", path, errs.FromOS(err))
 }

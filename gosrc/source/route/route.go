@@ -23,6 +23,7 @@ import (
 	"net/http/httptrace"
 	"net/netip"
 	"net/url"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -87,6 +88,36 @@ func Redirect(status int) bool {
 		return true
 	}
 	return false
+}
+
+// ContentRange reads the header of that name, as "bytes 0-9/100"; total is -1 if the
+// server does not say.
+func ContentRange(text string) (from, to, total int64, ok bool) {
+	unit, rest, _ := strings.Cut(text, " ")
+	span, all, found := strings.Cut(rest, "/")
+	if !strings.EqualFold(unit, "bytes") || !found {
+		return 0, 0, 0, false
+	}
+	number := func(s string) int64 {
+		n, err := strconv.ParseUint(s, 10, 63)
+		if err != nil || s[0] == '+' {
+			ok = false
+		}
+		return int64(n)
+	}
+	ok, total = true, -1
+	if all != "*" {
+		total = number(all)
+	}
+	if span == "*" {
+		return 0, -1, total, ok
+	}
+	a, b, found := strings.Cut(span, "-")
+	if !found {
+		return 0, 0, 0, false
+	}
+	from, to = number(a), number(b)
+	return from, to, total, ok && from <= to && (total < 0 || to < total)
 }
 
 // Origin is a URL's scheme, host and port.

@@ -5,11 +5,7 @@ package s3
 import (
 	"context"
 	"errors"
-	"maps"
 	"net/http"
-	"slices"
-	"strconv"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -57,7 +53,7 @@ const maxClients = 64
 
 // acquire returns the client of these options; release ends its use.
 func acquire(ctx context.Context, opt source.Options) (*client, error) {
-	key := keyOf(opt)
+	key := opt.Whole()
 	clients.Lock()
 	c := clients.all[key]
 	if c != nil {
@@ -99,18 +95,6 @@ func (c *client) release() {
 	if last {
 		c.transport.CloseIdleConnections()
 	}
-}
-
-// keyOf is equal for equal options. It contains secrets and stays here.
-func keyOf(opt source.Options) string {
-	var b strings.Builder
-	for _, m := range []map[string]string{opt.Storage, opt.Env} {
-		for _, k := range slices.Sorted(maps.Keys(m)) {
-			b.WriteString(strconv.Quote(k) + "=" + strconv.Quote(m[k]) + ",")
-		}
-		b.WriteByte('\n')
-	}
-	return b.String()
 }
 
 func newClient(ctx context.Context, opt source.Options) (*client, error) {

@@ -15,9 +15,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"strconv"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/aws/aws-sdk-go-v2/aws"
@@ -26,11 +24,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/retry"
+	"github.com/overwire/overwire/gosrc/source/route"
 )
-
-// ahead is how much of an object opening reads: what the reader of its header asks
-// for first, so that opening costs no extra request.
-const ahead = 256 << 10
 
 // A name says where an object is.
 type name struct {
@@ -43,14 +38,14 @@ func parse(uri string) (name, error) {
 	scheme, rest, ok := strings.Cut(uri, "://")
 	n := name{uri: uri}
 	if !ok || !strings.EqualFold(scheme, "s3") {
-		return n, n.at("open", -1, errs.New(errs.ErrArgument, "expected s3://bucket/key"))
+		return n, n.at("open", errs.New(errs.ErrArgument, "expected s3://bucket/key"))
 	}
 	n.bucket, n.key, _ = strings.Cut(rest, "/")
 	if k, id, ok := strings.Cut(n.key, "?versionId="); ok {
 		n.key, n.version = k, &id
 	}
 	if n.bucket == "" || strings.ContainsAny(n.bucket, "@:?# \\") || strings.ContainsRune(uri, 0) {
-		return n, n.at("open", -1, errs.New(errs.ErrArgument, "expected s3://bucket/key; credentials go into storage_options"))
+		return n, n.at("open", errs.New(errs.ErrArgument, "expected s3://bucket/key; credentials go into storage_options"))
 	}
 	return n, nil
 }
@@ -59,90 +54,38 @@ func parse(uri string) (name, error) {
 func object(verb, uri string) (name, error) {
 	n, err := parse(uri)
 	if err == nil && (n.key == "" || strings.HasSuffix(n.key, "/")) {
-		err = n.at(verb, -1, errs.New(errs.ErrArgument, "this names a folder; s3://bucket/key names an object"))
+		err = n.at(verb, errs.New(errs.ErrArgument, "this names a folder; s3://bucket/key names an object"))
 	}
 	return n, err
 }
 
-func (n name) at(verb string, off int64, err error) error {
-	if err == nil {
-		return nil
-	}
-	var at *errs.At
-	if errors.As(err, &at) {
-		return err
-	}
-	return &errs.At{Verb: verb, Source: n.uri, Chunk: -1, Offset: off, Err: err}
-}
-
-// An Object is an open object. It implements source.Source: reads are retried
-// and resumed, see source/retry.
-type Object struct {
-	*retry.Source
-	etag *string
-
-	mu   sync.Mutex
-	head []byte // the first bytes, until they are read
-}
+func (n name) at(verb string, err error) error { return errs.Place(verb, n.uri, "", -1, err) }
 
 // Open opens an object with one request, which also brings its beginning.
-func Open(ctx context.Context, uri string, opt source.Options) (*Object, error) {
+func Open(ctx context.Context, uri string, opt source.Options) (*retry.Source, error) {
 	n, err := object("open", uri)
 	if err != nil {
 		return nil, err
 	}
 	c, err := acquire(ctx, opt)
 	if err != nil {
-		return nil, n.at("open", -1, err)
+		return nil, n.at("open", err)
 	}
 	f := &fetcher{name: n, client: c}
-	var head []byte
+	o := c.retry
 	err = retry.Do(ctx, c.retry, c.judge, func(ctx context.Context) (err error) {
-		head, err = f.first(ctx)
+		o.Head, err = f.first(ctx)
 		return err
 	})
 	if err != nil {
 		c.release()
-		return nil, n.at("open", -1, err)
+		return nil, n.at("open", err)
 	}
-	o := c.retry
 	o.Host, o.Range = c.endpoint+"/"+n.bucket, retry.RangeBytes
-	return &Object{Source: retry.New(f, o), etag: f.etag, head: head}, nil
-}
-
-// Facts are those of a remote object, which its ETag pins if the store gives one.
-func (o *Object) Facts() source.Facts {
-	f := o.Source.Facts()
-	if o.etag != nil {
-		f.Identity, f.Settled = source.Pinned(o, *o.etag)
+	if f.etag != nil {
+		o.Pin = *f.etag
 	}
-	return f
-}
-
-// ReadAt fills p from off; see source.Source. The first read is served from the
-// bytes that came with opening, which are then freed: headers are read once.
-func (o *Object) ReadAt(ctx context.Context, p []byte, off int64) error {
-	o.mu.Lock()
-	head := o.head
-	if off < 0 || off > int64(len(head)) || int64(len(p)) > int64(len(head))-off || ctx.Err() != nil {
-		head = nil
-	} else {
-		o.head = nil
-	}
-	o.mu.Unlock()
-	if len(p) > 0 && head != nil {
-		copy(p, head[off:])
-		return nil
-	}
-	return o.Source.ReadAt(ctx, p, off)
-}
-
-// Close ends reads in flight and releases the connections.
-func (o *Object) Close() error {
-	o.mu.Lock()
-	o.head = nil
-	o.mu.Unlock()
-	return o.Source.Close()
+	return retry.New(f, o), nil
 }
 
 // A fetcher opens ranges of one object. It implements retry.Fetcher.
@@ -156,7 +99,7 @@ type fetcher struct {
 
 // first reads the beginning of the object and, with it, size and ETag.
 func (o *fetcher) first(ctx context.Context) ([]byte, error) {
-	out, err := o.get(ctx, 0, ahead)
+	out, err := o.get(ctx, 0, source.HeadBytes)
 	var r *refusal
 	if errors.As(err, &r) && r.status == http.StatusRequestedRangeNotSatisfiable {
 		return nil, o.empty(ctx)
@@ -173,11 +116,11 @@ func (o *fetcher) first(ctx context.Context) ([]byte, error) {
 	if err != nil || lo != 0 {
 		return nil, errs.New(errs.ErrIO, "the store's answer is no range from the beginning")
 	}
-	if n != min(size, ahead) && n != size {
-		return nil, errs.New(errs.ErrIO, "the store gave %d bytes of %d, %d were wanted", n, size, ahead)
+	if n != min(size, source.HeadBytes) && n != size {
+		return nil, errs.New(errs.ErrIO, "the store gave %d bytes of %d, %d were wanted", n, size, source.HeadBytes)
 	}
 	o.size = size
-	head := make([]byte, min(size, ahead))
+	head := make([]byte, min(size, source.HeadBytes))
 	if _, err := io.ReadFull(out.Body, head); err != nil {
 		return nil, classify(ctx, err)
 	}
@@ -238,13 +181,8 @@ func contentRange(out *s3.GetObjectOutput) (lo, n, size int64, err error) {
 	if out.ContentRange == nil {
 		return 0, n, n, nil
 	}
-	text, ok := strings.CutPrefix(*out.ContentRange, "bytes ")
-	text, total, ok2 := strings.Cut(text, "/")
-	from, to, ok3 := strings.Cut(text, "-")
-	lo, err1 := strconv.ParseInt(from, 10, 64)
-	hi, err2 := strconv.ParseInt(to, 10, 64)
-	size, err3 := strconv.ParseInt(total, 10, 64)
-	if !ok || !ok2 || !ok3 || errors.Join(err1, err2, err3) != nil || lo < 0 || hi < lo || hi >= size || hi-lo+1 != n {
+	lo, hi, size, ok := route.ContentRange(*out.ContentRange)
+	if !ok || size < 0 || hi < lo || hi-lo+1 != n {
 		return 0, 0, 0, bad
 	}
 	return lo, n, size, nil
@@ -285,8 +223,6 @@ func (o *fetcher) Close() error {
 	o.client.release()
 	return nil
 }
-
-func (c *client) tries() int { return max(0, c.retry.Retries) + 1 }
 
 // judge lets expired credentials be fetched again.
 func (c *client) judge(err error) (retry.Verdict, time.Duration) {

@@ -106,9 +106,9 @@ func TestServer(t *testing.T) {
 			}
 			return o
 		})
-		sizes := []int{0, 1, ahead, ahead + 1, minPart, minPart + 1, 2*minPart + 12345}
+		sizes := []int{0, 1, source.HeadBytes, source.HeadBytes + 1, minPart, minPart + 1, 2*minPart + 12345}
 		if tls || testing.Short() {
-			sizes = []int{0, ahead + 1, minPart + 1}
+			sizes = []int{0, source.HeadBytes + 1, minPart + 1}
 		}
 		for _, n := range sizes {
 			data := random(n)
@@ -188,7 +188,7 @@ func TestRefusals(t *testing.T) {
 func TestPinned(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)
-	data := random(ahead * 3)
+	data := random(source.HeadBytes * 3)
 	put(t, with(s), "s3://models/p", data)
 	o, err := Open(bg, "s3://models/p", with(s))
 	if err != nil {
@@ -197,18 +197,18 @@ func TestPinned(t *testing.T) {
 	defer o.Close()
 	p := make([]byte, 100)
 	put(t, with(s), "s3://models/p", data)
-	if err := o.ReadAt(bg, p, ahead*2); err != nil {
+	if err := o.ReadAt(bg, p, source.HeadBytes*2); err != nil {
 		t.Fatal(err)
 	}
 	data[0]++
 	put(t, with(s), "s3://models/p", data)
-	if err := o.ReadAt(bg, p, ahead*2); !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "changed") {
+	if err := o.ReadAt(bg, p, source.HeadBytes*2); !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "changed") {
 		t.Error(err)
 	}
 	if err := Remove(bg, "s3://models/p", with(s)); err != nil {
 		t.Fatal(err)
 	}
-	if err := o.ReadAt(bg, p, ahead*2); !errors.Is(err, errs.ErrCorrupt) {
+	if err := o.ReadAt(bg, p, source.HeadBytes*2); !errors.Is(err, errs.ErrCorrupt) {
 		t.Error(err)
 	}
 	if err := Remove(bg, "s3://models/p", with(s)); err != nil {

@@ -50,18 +50,18 @@ func Create(ctx context.Context, uri string, opt source.Options, limit int64) (s
 		return nil, err
 	}
 	if n.version != nil {
-		return nil, n.at("save", -1, errs.New(errs.ErrArgument, "a version cannot be written"))
+		return nil, n.at("save", errs.New(errs.ErrArgument, "a version cannot be written"))
 	}
 	part := int64(minPart)
 	if most := int64(maxParts * 9 / 10); limit > part*most {
 		part = (limit/most | (1<<20 - 1)) + 1
 	}
 	if part > maxPart {
-		return nil, n.at("save", -1, errs.New(errs.ErrArgument, "%d bytes are more than one object can have: write shards", limit))
+		return nil, n.at("save", errs.New(errs.ErrArgument, "%d bytes are more than one object can have: write shards", limit))
 	}
 	c, err := acquire(ctx, opt)
 	if err != nil {
-		return nil, n.at("save", -1, err)
+		return nil, n.at("save", err)
 	}
 	return parts.New(ctx, &upload{name: n, client: c}, part, cmp.Or(c.retry.Connections, inFlight)), nil
 }
@@ -72,7 +72,7 @@ func (u *upload) URI() string { return u.uri }
 func (u *upload) Part(ctx context.Context, k int, p []byte) error {
 	id, err := u.begin(ctx)
 	if err != nil {
-		return u.at("save", -1, err)
+		return u.at("save", err)
 	}
 	number, size := int32(k+1), int64(len(p))
 	out, err := try(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.UploadPartOutput, error) {
@@ -81,7 +81,7 @@ func (u *upload) Part(ctx context.Context, k int, p []byte) error {
 			SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum}, u.client.signing)
 	})
 	if err != nil {
-		return u.at("save", -1, err)
+		return u.at("save", err)
 	}
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -120,10 +120,10 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 		if err == nil {
 			u.client.release()
 		}
-		return u.at("save", -1, err)
+		return u.at("save", err)
 	}
 	if len(u.done) != n {
-		return u.at("save", -1, errs.New(errs.ErrEngine, "%d parts of %d were sent", len(u.done), n))
+		return u.at("save", errs.New(errs.ErrEngine, "%d parts of %d were sent", len(u.done), n))
 	}
 	slices.SortFunc(u.done, func(a, b types.CompletedPart) int { return cmp.Compare(*a.PartNumber, *b.PartNumber) })
 	tries := 0
@@ -140,7 +140,7 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	if err == nil {
 		u.client.release()
 	}
-	return u.at("save", -1, err)
+	return u.at("save", err)
 }
 
 // Abort abandons the parts at the store. It has its own deadline, since the draft's
@@ -183,7 +183,7 @@ func Remove(ctx context.Context, uri string, opt source.Options) error {
 	}
 	c, err := acquire(ctx, opt)
 	if err != nil {
-		return n.at("save", -1, err)
+		return n.at("save", err)
 	}
 	defer c.release()
 	_, err = try(ctx, c, n.bucket, func(ctx context.Context, api *s3.Client) (*s3.DeleteObjectOutput, error) {
@@ -192,7 +192,7 @@ func Remove(ctx context.Context, uri string, opt source.Options) error {
 	if errors.Is(err, errs.ErrNotFound) {
 		err = nil
 	}
-	return n.at("save", -1, err)
+	return n.at("save", err)
 }
 
 // List returns the URIs of the objects in a folder, sorted by name, without those
@@ -208,7 +208,7 @@ func List(ctx context.Context, uri string, opt source.Options) ([]string, error)
 	}
 	c, err := acquire(ctx, opt)
 	if err != nil {
-		return nil, n.at("open", -1, err)
+		return nil, n.at("open", err)
 	}
 	defer c.release()
 	var found []string
@@ -218,7 +218,7 @@ func List(ctx context.Context, uri string, opt source.Options) ([]string, error)
 			return api.ListObjectsV2(ctx, &s3.ListObjectsV2Input{Bucket: &n.bucket, Prefix: &prefix, Delimiter: aws.String("/"), ContinuationToken: next})
 		})
 		if err != nil {
-			return nil, n.at("open", -1, err)
+			return nil, n.at("open", err)
 		}
 		for _, o := range out.Contents {
 			if o.Key != nil && strings.HasPrefix(*o.Key, prefix) && !strings.HasSuffix(*o.Key, "/") {
@@ -226,7 +226,7 @@ func List(ctx context.Context, uri string, opt source.Options) ([]string, error)
 			}
 		}
 		if len(found) > maxListed {
-			return nil, n.at("open", -1, errs.New(errs.ErrNotSupported, "more than %d objects in one folder", maxListed))
+			return nil, n.at("open", errs.New(errs.ErrNotSupported, "more than %d objects in one folder", maxListed))
 		}
 		next = out.NextContinuationToken
 		if out.IsTruncated == nil || !*out.IsTruncated || next == nil {
@@ -234,7 +234,7 @@ func List(ctx context.Context, uri string, opt source.Options) ([]string, error)
 		}
 	}
 	if len(found) == 0 {
-		return nil, n.at("open", -1, errs.New(errs.ErrNotFound, "there is no object in this folder"))
+		return nil, n.at("open", errs.New(errs.ErrNotFound, "there is no object in this folder"))
 	}
 	slices.Sort(found)
 	return found, nil
@@ -251,57 +251,46 @@ func Presign(ctx context.Context, uri string, opt source.Options, expires time.D
 		return "", err
 	}
 	if expires < time.Second || expires > 7*24*time.Hour {
-		return "", n.at("presign", -1, errs.New(errs.ErrArgument, "a URL lives between a second and seven days"))
+		return "", n.at("presign", errs.New(errs.ErrArgument, "a URL lives between a second and seven days"))
 	}
 	c, err := acquire(ctx, opt)
 	if err != nil {
-		return "", n.at("presign", -1, err)
+		return "", n.at("presign", err)
 	}
 	defer c.release()
 	if c.creds == nil {
-		return "", n.at("presign", -1, errs.New(errs.ErrArgument, "unsigned access has nothing to sign with"))
+		return "", n.at("presign", errs.New(errs.ErrArgument, "unsigned access has nothing to sign with"))
 	}
 	if c.sse.key != nil {
-		return "", n.at("presign", -1, errs.New(errs.ErrNotSupported, "a URL cannot carry the customer's key"))
+		return "", n.at("presign", errs.New(errs.ErrNotSupported, "a URL cannot carry the customer's key"))
 	}
 	out, err := s3.NewPresignClient(c.api(n.bucket, true)).PresignGetObject(ctx,
 		&s3.GetObjectInput{Bucket: &n.bucket, Key: &n.key, VersionId: n.version}, s3.WithPresignExpires(expires))
 	if err != nil {
-		return "", n.at("presign", -1, classify(ctx, err))
+		return "", n.at("presign", classify(ctx, err))
 	}
 	return out.URL, nil
 }
 
 // try is call with retries and a watchdog: a request that sends and receives
-// nothing for the timeout is abandoned. A store that has never responded gets
-// retry.OpenTries tries.
-func try[T any](ctx context.Context, c *client, bucket string, fn func(context.Context, *s3.Client) (T, error)) (T, error) {
-	for failed := 0; ; {
-		out, err := func() (T, error) {
-			ctx, stop := context.WithCancelCause(ctx)
-			defer stop(nil)
-			w := &watch{limit: c.retry.Timeout}
-			w.timer = time.AfterFunc(w.limit, func() { stop(errs.New(errs.ErrTimeout, "the store took nothing for %v", w.limit)) })
-			defer w.timer.Stop()
-			ctx = context.WithValue(ctx, watch{}, w)
-			out, err := call(ctx, c, bucket, func(api *s3.Client) (T, error) { return fn(ctx, api) })
-			return out, classify(ctx, err)
-		}()
+// nothing for the timeout is abandoned.
+func try[T any](ctx context.Context, c *client, bucket string, fn func(context.Context, *s3.Client) (T, error)) (out T, err error) {
+	_, err = retry.Repeat(ctx, c.retry, c.judge, c.heard.Load, func() (err error) {
+		ctx, stop := context.WithCancelCause(ctx)
+		defer stop(nil)
+		w := &watch{limit: c.retry.Timeout}
+		w.timer = time.AfterFunc(w.limit, func() { stop(errs.New(errs.ErrTimeout, "the store took nothing for %v", w.limit)) })
+		defer w.timer.Stop()
+		ctx = context.WithValue(ctx, watch{}, w)
+		out, err = call(ctx, c, bucket, func(api *s3.Client) (T, error) { return fn(ctx, api) })
+		err = classify(ctx, err)
 		var r *refusal
 		if err == nil || errors.As(err, &r) {
 			c.heard.Store(true)
 		}
-		if err == nil {
-			return out, nil
-		}
-		verdict, after := c.judge(err)
-		if failed++; ctx.Err() != nil || verdict == retry.Never || failed >= c.tries() || failed >= retry.OpenTries && !c.heard.Load() {
-			return out, err
-		}
-		if err := retry.Pause(ctx, failed, after); err != nil {
-			return out, errs.FromOS(err)
-		}
-	}
+		return err
+	})
+	return out, errs.FromOS(err)
 }
 
 // A watch is reset by every block of a body that the store takes.
