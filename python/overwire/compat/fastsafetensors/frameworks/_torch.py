@@ -54,14 +54,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 class TorchTensor(TensorBase):
     real_tensor: torch.Tensor
 
-    def _with(self, tensor: torch.Tensor) -> TorchTensor:
-        return TorchTensor(self.device, self.dtype, tensor)
-
     def get_raw(self) -> torch.Tensor:
         return self.real_tensor
-
-    def contiguous(self) -> TorchTensor:
-        return self._with(self.real_tensor.contiguous())
 
     def to(self, device: Device | None = None, dtype: DType = DType.AUTO) -> TorchTensor:
         where = None if device is None else _name(device)
@@ -71,30 +65,14 @@ class TorchTensor(TensorBase):
         moved = self.real_tensor.to(device=where, dtype=kind)
         return TorchTensor(device or self.device, self.dtype if kind is None else dtype, moved)
 
-    def clone(self) -> TorchTensor:
-        return self._with(self.real_tensor.clone())
-
-    def detach(self) -> TorchTensor:
-        return self._with(self.real_tensor.detach())
-
     def view(self, dtype: DType) -> TorchTensor:
         return TorchTensor(self.device, dtype, self.real_tensor.view(dtype_convert[dtype]))
-
-    def reshape(self, shape: list[int]) -> TorchTensor:
-        return self._with(self.real_tensor.reshape(shape))
 
     def __getitem__(self, index: Any) -> TorchTensor:
         if self.real_tensor.dtype == dtype_convert.get(DType.F4):
             pairs = self.real_tensor.view(torch.uint8)[index]  # torch has no indexing of pairs
             return self._with(pairs.contiguous().view(self.real_tensor.dtype))
-        return self._with(self.real_tensor[index])
-
-    def data_ptr(self) -> int:
-        return self.real_tensor.data_ptr()
-
-    @property
-    def shape(self) -> list[int]:
-        return list(self.real_tensor.shape)
+        return super().__getitem__(index)
 
     def copy_to_buffer(self, buf: memoryview) -> None:
         if len(buf) != self.real_tensor.nbytes:
