@@ -16,7 +16,7 @@ import paddle.distributed as dist  # type: ignore[import-not-found,import-untype
 
 from .. import cpp
 from ..allocation import track
-from ..common import SingleGroup, is_cuda
+from ..common import SingleGroup, dense_strides, is_cuda
 from ..dlpack import from_cuda_buffer
 from ..st_types import Device, DeviceType, DType
 from . import FrameworkOpBase, ProcessGroupBase, TensorBase
@@ -37,13 +37,6 @@ def _kind(dtype: DType) -> Any:
     if found is None:
         raise TypeError(f"paddle has no dtype for {dtype.value}")
     return found
-
-
-def _strides(shape: list[int]) -> list[int]:
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 1, 0, -1):
-        strides[dim - 1] = strides[dim] * shape[dim]
-    return strides
 
 
 @dataclass
@@ -137,7 +130,7 @@ class PaddleOp(FrameworkOpBase):
         return self._at(gbuf.get_base_address() + begin, frame.shape, frame.dtype, device, holder)
 
     def _at(self, pointer: int, shape: list[int], dtype: DType, device: Device, owner: Any) -> PaddleTensor:
-        capsule = from_cuda_buffer(pointer, shape, _strides(shape), dtype, device, owner)
+        capsule = from_cuda_buffer(pointer, shape, dense_strides(shape), dtype, device, owner)
         tensor = paddle.utils.dlpack.from_dlpack(capsule)
         kind = _kind(dtype)
         return PaddleTensor(device, dtype, tensor if tensor.dtype == kind else tensor.view(kind))
