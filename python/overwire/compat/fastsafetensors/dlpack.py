@@ -7,22 +7,12 @@ from typing import Any
 from overwire import codecs
 
 from .allocation import SharedDeviceAllocation
-from .st_types import Device, DeviceType, DType
+from .st_types import Device, DeviceType, DType, stand_in
 
 __all__ = ["from_cuda_buffer"]
 
-# DLPack's codes by the first letter of a type. Types that DLPack came to late travel as
-# integers of their size.
-_CODES = {"I": 0, "U": 1, "F": 2}
-_KINDS = {DType.BF16: (4, 16, 1), DType.BOOL: (6, 8, 1), DType.C64: (5, 64, 1), DType.F8_E5M2: (0, 8, 1), DType.F8_E4M3: (0, 8, 1)}
-
-
-def _kind(dtype: DType) -> tuple[int, int, int]:
-    if dtype in _KINDS:
-        return _KINDS[dtype]
-    if dtype.bits < 16 and dtype.value.startswith("F"):
-        return 1, 8, 1
-    return _CODES[dtype.value[0]], dtype.bits, 1
+# DLPack's codes, by the type or by its first letter.
+_CODES = {"BF16": 4, "BOOL": 6, "C64": 5, "F": 2, "I": 0, "U": 1}
 
 
 class _Reference:
@@ -42,6 +32,8 @@ def from_cuda_buffer(dev_ptr: int, shape: list[int], strides: list[int], dtype: 
     strides: in elements. owner: kept alive until the consumer lets go, of a
     SharedDeviceAllocation by a reference; without one, the memory must outlive it.
     """
+    as_is = stand_in(dtype)
+    code = _CODES.get(as_is.value) or _CODES[as_is.value[0]]
     keep = _Reference(owner) if isinstance(owner, SharedDeviceAllocation) else owner
     place = (1, 0) if dev.type == DeviceType.CPU else (2, dev.index or 0)
-    return codecs.dlpack(keep, dev_ptr, tuple(shape), tuple(strides), _kind(dtype), place)
+    return codecs.dlpack(keep, dev_ptr, tuple(shape), tuple(strides), (code, as_is.bits, 1), place)

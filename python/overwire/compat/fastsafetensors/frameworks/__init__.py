@@ -10,7 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from .. import cpp
-from ..st_types import Device, DType
+from ..st_types import Device, DType, stand_in
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -207,9 +207,7 @@ class FrameworkOpBase(ABC):
 
     def as_workaround_dtype(self, dtype: DType) -> DType:
         """The type that stands for one which DLPack came to late."""
-        if dtype in (DType.F8_E5M2, DType.F8_E4M3):
-            return DType.I8
-        return DType.U8 if dtype.bits <= 8 and dtype.value.startswith("F") else dtype
+        return stand_in(dtype)
 
     def get_storage_shape(self, dtype: DType, shape: list[int], strides: list[int]) -> tuple[list[int], list[int]]:
         """Shape and strides of the bytes that hold a tensor: flat for F4."""

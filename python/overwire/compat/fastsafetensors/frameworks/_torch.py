@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.dlpack import from_dlpack
 
 import overwire
-from overwire.plumbing import regular
+from overwire.plumbing import regular, torch_dtype
 
 from .. import cpp
 from ..allocation import track
@@ -27,13 +27,9 @@ __all__ = [
     "need_workaround_dtypes",
 ]  # fmt: skip
 
-_NAMES = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F4": "float4_e2m1fn_x2", "I16": "int16", "U16": "uint16",
-    "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32", "C64": "complex64", "F64": "float64",
-    "I64": "int64", "U64": "uint64", "F6_E2M3": "uint8", "F6_E3M2": "uint8",
-}  # fmt: skip
-dtype_convert: dict[DType, torch.dtype] = {DType(k): getattr(torch, v) for k, v in _NAMES.items() if hasattr(torch, v)}
+# "F6" comes as its bytes. What this torch lacks is left out.
+_kinds = {dtype: torch.uint8 if dtype.bits == 6 else torch_dtype(dtype.value) for dtype in DType}
+dtype_convert: dict[DType, torch.dtype] = {dtype: kind for dtype, kind in _kinds.items() if kind is not None}
 
 _dtypes = {kind: dtype for dtype, kind in reversed(dtype_convert.items())}
 
@@ -199,7 +195,6 @@ class TorchOp(FrameworkOpBase):
     def wrap(self, tensor: Any, dtype: DType, device: Device) -> TorchTensor:
         storage = tensor.untyped_storage()
         track(storage, storage.nbytes())
-        # "F6" comes as its bytes, which is what dtype_convert says of it too.
         kind = dtype if dtype_convert.get(dtype) == tensor.dtype else _dtypes[tensor.dtype]
         return TorchTensor(device, kind, tensor)
 
