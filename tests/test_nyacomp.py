@@ -420,9 +420,7 @@ def test_bad_values_are_warnings(monkeypatch, caplog) -> None:
     monkeypatch.setenv("OVERWIRE_THREADS", "5")
     assert settings.num_threads() == 5
     monkeypatch.setenv("DOWNLOAD", "on")
-    assert settings.host() == "http://localhost:8080" and settings.remote_csv()
-    monkeypatch.setenv("REMOTE_CSV", "0")
-    assert not settings.remote_csv()
+    assert settings.host() == "http://localhost:8080"
 
 
 VARIABLES = (

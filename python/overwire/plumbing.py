@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .model.forked import forked, is_compressed, refuse_compressed
     from .model.joining import written
     from .model.kept import forget, keep
-    from .model.layout import refuse_urls
+    from .model.layout import MetaRow, beside, meta_rows, place_of, refuse_urls
     from .model.opened import prepare
     from .model.options import parse_size
     from .paths import local, path_of
@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Blocks",
+    "MetaRow",
     "ObjectReader",
     "ObjectWriter",
     "Together",
     "apart",
+    "beside",
     "forget",
     "forked",
     "honour_nyacomp",
@@ -44,9 +46,11 @@ __all__ = [
     "load_plain",
     "local",
     "meet",
+    "meta_rows",
     "number_of",
     "parse_size",
     "path_of",
+    "place_of",
     "prepare",
     "presign",
     "publish",
@@ -75,7 +79,7 @@ _HOMES = {
     "model.forked": ("forked", "is_compressed", "refuse_compressed"),
     "model.joining": ("written",),
     "model.kept": ("forget", "keep"),
-    "model.layout": ("refuse_urls",),
+    "model.layout": ("MetaRow", "beside", "meta_rows", "place_of", "refuse_urls"),
     "model.opened": ("prepare",),
     "model.options": ("parse_size",),
     "jobs": ("shown",),

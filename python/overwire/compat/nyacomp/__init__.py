@@ -20,7 +20,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from ...plumbing import honour_nyacomp
@@ -37,6 +37,7 @@ from .bundles import (
     load_compressed_pickle,
     tensor_bytes,
 )
+from .hf import stats
 from .manifests import MERGE_INFO as MERGE_INFO_FNAME
 from .manifests import ints, to_csv
 from .merging import (
@@ -161,7 +162,3 @@ def with_cleanup(path: PathLike) -> None:
     with cleanup():
         load_compressed_pickle(path)
 
-
-def stats(times: Sequence[float]) -> str:
-    """Mean, standard deviation and minimum in one line, rounded to 4 digits."""
-    return hf.stats(times)
