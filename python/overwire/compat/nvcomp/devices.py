@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ... import codecs, gpu
 from . import streams
+from .streams import current
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -15,14 +16,8 @@ __all__ = ["HOST", "current", "memory", "onto", "to_device", "to_host"]
 HOST = (1, 0)
 
 
-def current() -> int:
-    """The index of torch's current device if torch is imported, else 0."""
-    torch = gpu.torch_of()
-    return int(torch.cuda.current_device()) if torch is not None else 0
-
-
-def _like(array: Array, span: codecs.Span, device: tuple[int, int]) -> Array:
-    made = type(array)._of(span, array.buffer_size, array._kind, device)
+def _like(array: Array, span: codecs.Span, device: tuple[int, int], stream: int = 1) -> Array:
+    made = type(array)._of(span, array.buffer_size, array._kind, device, stream)
     made._shape, made._strides = array._shape, array._strides
     return made
 
@@ -81,7 +76,4 @@ def to_device(array: Array, synchronize: bool = True, stream: int = 0, index: in
     span = memory(nbytes, index, stream)
     onto(array, span.address, index, stream, synchronize)
     # What has not been read yet stays.
-    made = _like(array, span if synchronize else codecs.Span(span.address, nbytes, (span.keep, array)), (2, index))
-    made._stream = made._joined = stream
-    return made
-
+    return _like(array, span if synchronize else codecs.Span(span.address, nbytes, (span.keep, array)), (2, index), stream)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ... import codecs, gpu
 
-__all__ = ["CudaStream", "check", "set_device_allocator", "set_host_allocator", "set_pinned_allocator"]
+__all__ = ["CudaStream", "check", "current", "set_device_allocator", "set_host_allocator", "set_pinned_allocator"]
 
 # The default, legacy and per-thread streams.
 _SPECIAL = (0, 1, 2)
@@ -64,13 +64,18 @@ class CudaStream:
         return self._ptr
 
 
+def current() -> int:
+    """The number of torch's current device if torch is imported, else 0."""
+    torch = gpu.torch_of()
+    return int(torch.cuda.current_device()) if torch is not None else 0
+
+
 def _device(what: str, index: int) -> int:
     count = gpu.count()
     if count == 0:
         raise RuntimeError(f"{what}: no CUDA device")
     if index == -1:
-        torch = gpu.torch_of()
-        return int(torch.cuda.current_device()) if torch is not None else 0
+        return current()
     if not 0 <= index < count:
         raise ValueError(f"device {index}: there are {count}")
     return index
