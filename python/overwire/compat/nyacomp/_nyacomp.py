@@ -16,12 +16,12 @@ import os
 import sys
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import overwire
+from overwire import gpu
 from overwire.plumbing import ObjectReader, beside, path_of, place_of, regular, shown
 
 from . import hlif, manifests, settings
@@ -29,8 +29,6 @@ from . import hlif, manifests, settings
 __all__ = ["AsyncDecompressor", "CompressedFile", "batch_decompress", "compress", "decompress", "decompress_from_meta"]
 
 __version__ = overwire.__version__
-
-_SAMPLE = 1 << 16  # bytes of one of 16 samples
 
 
 def compress(data: Any, filename: str | os.PathLike[str], algo: int = 0) -> int:
@@ -41,14 +39,17 @@ def compress(data: Any, filename: str | os.PathLike[str], algo: int = 0) -> int:
 
     Returns the file's size, which may be above that of the data.
     """
-    import torch
-
     settings.check_algo(algo)
     view = memoryview(data).cast("B")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that bytes are not writable: they are only read
-        tensor = torch.frombuffer(view, dtype=torch.uint8) if len(view) else torch.empty(0, dtype=torch.uint8)
-    return write_tensor(tensor.view(_kind(tensor)), filename)
+    kind, size = _KINDS.get(gpu.transform(None, view) or 0, ("U8", 1))
+    if len(view) % size:
+        kind, size = "U8", 1
+    return write_tensor(overwire.TensorSpec.of(kind, [len(view) // size], view), filename)
+
+
+# By the engine's number of the transform that makes bytes smallest (docs/format.md 3.1),
+# which it finds by samples: the dtype, and its bytes.
+_KINDS = {1: ("BF16", 2), 2: ("F16", 2), 3: ("F32", 4), 4: ("F8_E4M3", 1), 5: ("F8_E5M2", 1)}
 
 
 def write_tensor(tensor: Any, filename: str | os.PathLike[str]) -> int:
@@ -56,36 +57,6 @@ def write_tensor(tensor: Any, filename: str | os.PathLike[str]) -> int:
     name = os.path.basename(os.fspath(filename)).rsplit(".", 1)[0]
     overwire.save_file({name or "tensor": tensor}, filename)
     return os.stat(filename).st_size
-
-
-def _kind(data: Any) -> Any:
-    """The float type that makes these bytes (a flat uint8 tensor) smallest, uint8
-    if none does: estimated by the entropy of what would be the exponents."""
-    import torch
-
-    size = data.numel()
-    if size > 16 * _SAMPLE:
-        step = size // 16 // 8 * 8
-        data = torch.cat([data[at * step : at * step + _SAMPLE] for at in range(16)])
-    best, kind = _entropy(data) / 8, torch.uint8
-    # float16 first: read as bfloat16 it looks as good and is not.
-    for dtype, bits, low in ((torch.float16, 16, 10), (torch.bfloat16, 16, 7), (torch.float32, 32, 23), (torch.float64, 64, 52)):
-        if size == 0 or size % (bits // 8):
-            continue
-        words = data.view({16: torch.int16, 32: torch.int32, 64: torch.int64}[bits])
-        exponents = (words >> low) & ((1 << (bits - 1 - low)) - 1)
-        mantissa = 1 + (low if bool(words.bitwise_and((1 << 16) - 1).any()) or bits != 32 else 7)
-        share = (_entropy(exponents) + mantissa) / bits
-        if share < best * 0.99:
-            best, kind = share, dtype
-    return kind
-
-
-def _entropy(values: Any) -> float:
-    # Bits a value.
-    counts = values.flatten().long().bincount().double()
-    shares = counts[counts > 0] / max(values.numel(), 1)
-    return float(-(shares * shares.log2()).sum())
 
 
 class CompressedFile:
