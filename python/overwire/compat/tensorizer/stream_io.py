@@ -340,7 +340,7 @@ def s3_download(
     ValueError for another URI and for a range that is none, OSError for an object
     that does not open.
     """
-    options = _s3.direct_options(s3_access_key_id, s3_secret_access_key, _with_scheme(s3_endpoint), s3_region_name)
+    options = _s3.direct_options(s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name)
     return _S3StreamFile(path_uri, options, begin, end, buffer_size, certificate_handling)
 
 
@@ -353,7 +353,7 @@ def _s3_download_url(
     s3_signature_version: str | None = None,
 ) -> str:
     """The URL that `s3_download` reads."""
-    return _s3.url_of(path_uri, _s3.direct_options(s3_access_key_id, s3_secret_access_key, _with_scheme(s3_endpoint), s3_region_name))
+    return _s3.url_of(path_uri, _s3.direct_options(s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name))
 
 
 class _S3StreamFile(CURLStreamFile):
@@ -373,10 +373,6 @@ class _S3StreamFile(CURLStreamFile):
             self.reach = uri, options | trust
 
 
-def _with_scheme(endpoint: str | None) -> str | None:
-    return endpoint if endpoint is None or "://" in endpoint else "https://" + endpoint
-
-
 def s3_upload(
     path: str,
     target_uri: str,
@@ -389,7 +385,7 @@ def s3_upload(
     """Copies a local file into an s3:// object, which shows when it is whole.
     ValueError for another URI; raises what `overwire.save_file` raises."""
     _s3.parse_uri(target_uri)
-    _s3.upload(path, target_uri, _s3.direct_options(s3_access_key_id, s3_secret_access_key, _with_scheme(s3_endpoint), s3_region_name))
+    _s3.upload(path, target_uri, _s3.direct_options(s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name))
 
 
 def open_stream(
@@ -443,10 +439,7 @@ def open_stream(
         )
         if normal != "br":
             return ObjectWriter(path, storage_options=options)
-        return s3_download(
-            path, options.get("key", "" if options.get("anon") else None), options.get("secret", "" if options.get("anon") else None),
-            options["endpoint_url"], s3_region_name, s3_signature_version, buffer_size, begin, end, certificate_handling,
-        )  # fmt: skip
+        return _S3StreamFile(path, options, begin, end, buffer_size, certificate_handling)
     if scheme and scheme != "file":
         raise ValueError(f"Unsupported scheme: {scheme}://")
     if "b" not in mode:
