@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import fcntl
-import io
 import mmap
 import os
 import stat
@@ -18,7 +17,7 @@ from ...plumbing import number_of, written
 from ...records import NewRecord, Record, make_front, write_records
 from . import _dtypes, _paths
 from ._encryption import EncryptionParams
-from ._types import TensorType
+from ._types import TensorType, refuse_text
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +102,7 @@ class TensorSerializer:
         self._encryption = encryption
         self.compress_tensors = compress_tensors
         self.total_compressed_tensor_bytes = 0
-        self._tree = _paths.Tree()
+        self._tree: _paths.Tree = {}
         self._records: list[Record] = []
         self._room = _INDEX_BYTES
         self._index_used = 0
@@ -118,10 +117,7 @@ class TensorSerializer:
             both = file_obj.writable() and file_obj.readable()
         except AttributeError:
             both = True
-        if isinstance(file_obj, io.TextIOBase) or not both:
-            mode = getattr(file_obj, "mode", "")
-            given = f', current mode="{mode}"' if mode else ""
-            raise ValueError(f'TensorSerializer\'s file_obj must be readable, writable, and in binary mode (mode="wb+"{given})')
+        refuse_text(file_obj, both, 'TensorSerializer\'s file_obj must be readable, writable, and in binary mode (mode="wb+"{})')
 
     @property
     def total_tensor_bytes(self) -> int:
@@ -177,7 +173,7 @@ class TensorSerializer:
             raise ValueError("I/O operation on closed file")
         with self._lock:
             for spec in specs:
-                self._tree.add(spec.path)
+                _paths.add(self._tree, spec.path)
             self._make_room(specs)
             specs.reverse()  # taken from the end, so that what is done can be freed
             whole = _TURN if self._descriptor() is not None else _COPIED
