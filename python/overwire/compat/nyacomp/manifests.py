@@ -133,19 +133,21 @@ def find(path: str | os.PathLike[str], name: str) -> Path | None:
 
 def read_merge_info(path: str | os.PathLike[str]) -> str:
     """merged_tensors.csv of the bundle at `path`, as text for `split_tensors`."""
-    place = find(path, MERGE_INFO)
+    return overwire.read_bytes(_beside(path, MERGE_INFO), _LIMIT).decode()
+
+
+def _beside(path: str | os.PathLike[str], name: str) -> Path:
+    place = find(path, name)
     if place is None:
-        raise overwire.NotFoundError(f"overwire: open {path}: {MERGE_INFO} is not beside it", source=os.fspath(path))
-    return overwire.read_bytes(place, _LIMIT).decode()
+        raise overwire.NotFoundError(f"overwire: open {path}: {name} is not beside it", source=os.fspath(path))
+    return place
 
 
 def read_metadata(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[list[int]]]:
     """metadata.pkl of the bundle at `path`: the dicts, {} included, and the bins.
 
     It is plain data: nothing in it is called. NotFoundError, FormatError, UntrustedPickleError."""
-    place = find(path, METADATA)
-    if place is None:
-        raise overwire.NotFoundError(f"overwire: open {path}: {METADATA} is not beside it", source=os.fspath(path))
+    place = _beside(path, METADATA)
     try:
         *rows, bins = load_plain(overwire.read_bytes(place, _LIMIT), str(place))
         bins = [[int(at) for at in part] for part in bins]
