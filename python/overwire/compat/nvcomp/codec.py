@@ -196,15 +196,16 @@ class Codec:
                 raise ValueError(f"the CompressConfig is for {compression_config._sizes} bytes, not {sizes}")
         if not self._algorithm:
             raise ValueError("Codec without an algorithm: it decodes, and cannot encode")
+        made = None
         if device is not None and sources and self._algorithm == "X16" and self._policy not in _COMPUTE:
             there = self._there(sources, device)
-            names = [safetensors_name(self._type or a._kind) for a in sources]
             if there is not None:
+                names = [safetensors_name(self._type or a._kind) for a in sources]
                 chunk = self._chunk or codecs.default_chunk("X16")
                 made = onboard.encode(there, names, self._bitstream, chunk, outs, device, self._on(device))
-                if made is not None:
-                    return BatchArray(made) if many else made[0]
-        return self._run("encode", sources, outs, many, BYTE)
+        if made is None:
+            made = self._run("encode", sources, outs, BYTE)
+        return BatchArray(made) if many else made[0]
 
     def decode(
         self, src: Any, data_type: Any = "", out: Any = None, decompression_config: DecompressConfig | None = None
@@ -233,13 +234,18 @@ class Codec:
         if decompression_config is not None:
             self._mine(decompression_config, DecompressConfig)
             if decompression_config._theirs is not None and self._reader is not None:
-                made = self._reader.run("decode", sources, many, outs=outs, decompression_config=decompression_config._theirs)
-                return placing.typed(made, kind)
+                theirs = self._reader.run("decode", sources, many, outs=outs, decompression_config=decompression_config._theirs)
+                return placing.typed(theirs, kind)
             sizes, shapes = decompression_config._sizes, decompression_config._shapes
             if len(sizes) != len(sources):
                 raise ValueError(f"the config is for {len(sizes)} buffers, not {len(sources)}")
         try:
-            return self._decode(sources, outs, many, kind, sizes, shapes, device)
+            made = None
+            if device is not None and sources and self._verifies is False:
+                made = self._onboard(sources, outs, kind, shapes, device)
+            if made is None:
+                made = self._run("decode", sources, outs, kind, sizes)
+            return BatchArray(made) if many else made[0]
         except _Theirs as found:
             nvcomp, at = self._asked(found), found.at
         if not many:
@@ -252,27 +258,10 @@ class Codec:
             results[i] = array
         return BatchArray(results)
 
-    def _decode(
-        self,
-        sources: list[Array],
-        outs: list[Array | None] | None,
-        many: bool,
-        kind: Kind,
-        sizes: list[int] | None,
-        shapes: list[onboard.Shape] | None,
-        device: int | None,
-    ) -> Any:
-        """Decodes by kernels or on the CPU; raises _Theirs."""
-        if device is not None and sources and self._verifies is False:
-            made = self._onboard(sources, outs, kind, shapes, device)
-            if made is not None:
-                return BatchArray(made) if many else made[0]
-        return self._run("decode", sources, outs, many, kind, sizes)
-
     def _onboard(
         self, sources: list[Array], outs: list[Array | None] | None, kind: Kind, shapes: list[onboard.Shape] | None, device: int
     ) -> list[Array] | None:
-        """Decodes by kernels; None where there is none for it."""
+        """Decodes by kernels; None where there is none for it. Raises _Theirs."""
         if self._algorithm and self._algorithm not in gpu.algorithms():
             return None
         stream = self._on(device)
@@ -314,10 +303,10 @@ class Codec:
         op: str,
         sources: list[Array],
         outs: list[Array | None] | None,
-        many: bool,
         kind: Kind,
         sizes: Sequence[int] | None = None,
-    ) -> Any:
+    ) -> list[Array]:
+        """Encodes or decodes on the CPU. Raises _Theirs."""
         device = self._device(sources)
         hosts = [placing.on_host(a) for a in sources]
         spans = [a._span for a in hosts]
@@ -354,7 +343,7 @@ class Codec:
             given = outs[i] if outs is not None else None
             results.append(placing.result(coded, into[i], given, kind, device, 1 if device is None else self._on(device)))
             results[i]._pending = late
-        return BatchArray(results) if many else results[0]
+        return results
 
     def _dtype(self, hosts: list[Array]) -> str | None:
         """What an encoder knows of the bytes."""

@@ -24,15 +24,12 @@ def _like(array: Array, span: codecs.Span, device: tuple[int, int], stream: int 
 
 def memory(nbytes: int, device: int, stream: int) -> codecs.Span:
     """Memory of a GPU: of the user's device allocator where one is set."""
-    if streams.has_allocator("device"):
-        made = streams.allocate("device", nbytes, streams.CudaStream._made(stream, device))
-        if made is not None:
-            return made
-    return codecs.Span(*gpu.alloc(nbytes, device, stream)[:3])
+    made = streams.allocate("device", nbytes, stream, device)
+    return made if made is not None else codecs.Span(*gpu.alloc(nbytes, device, stream)[:3])
 
 
 def _host(nbytes: int, device: int, stream: int) -> codecs.Span:
-    made = streams.allocate("pinned", nbytes, streams.CudaStream._made(stream, device))
+    made = streams.allocate("pinned", nbytes, stream, device)
     if made is not None:
         return made
     torch = gpu.torch_of()
