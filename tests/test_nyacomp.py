@@ -19,6 +19,7 @@ import torch
 from conftest import ROOT, every_dtype, same
 from overwire import compat
 from overwire.compat import nyacomp
+from overwire.compat.fastsafetensors import cpp
 from overwire.compat.nyacomp import _nyacomp, bundles, hf, manifests, partition, settings
 from torch import nn
 
@@ -66,6 +67,18 @@ def test_small_helpers(caplog) -> None:
     strided = torch.arange(12).reshape(3, 4).t()
     assert nyacomp.tensor_bytes(strided) == strided.contiguous().numpy().tobytes() and nyacomp.tensor_size(strided) == 96
     assert nyacomp.tensor_bytes(torch.empty(0)) == b"" and nyacomp.ints([3, 4]) == "3;4"
+
+
+@pytest.mark.slow
+def test_the_bytes_of_a_large_tensor() -> None:
+    """Of more than 2^32 bytes every one, which takes as much memory twice."""
+    size = (4 << 30) + 5
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    tensor[-5:] = torch.arange(5)
+    data = nyacomp.tensor_bytes(tensor)
+    assert len(data) == size and data[-6:] == bytes([0, 0, 1, 2, 3, 4])
+    data = cpp.read_buffer(tensor.data_ptr(), size)
+    assert len(data) == size and data[-6:] == bytes([0, 0, 1, 2, 3, 4])
 
 
 # -- one tensor, and manifests

@@ -86,7 +86,8 @@ def get_pipeline_params(pipeline: Any) -> list[Any]:
 def tensor_bytes(tensor: Any) -> bytes:
     """A copy of a tensor's elements as bytes, in row-major order."""
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return ctypes.string_at(dense.data_ptr(), tensor_size(dense)) if dense.numel() else b""
+    # Not ctypes.string_at, whose size has 32 bits before Python 3.14.
+    return (ctypes.c_char * tensor_size(dense)).from_address(dense.data_ptr()).raw if dense.numel() else b""
 
 
 def compress_parameter(param: Any, path: PathLike, algo: int = 0) -> tuple[dict[str, Any], int, int]:
