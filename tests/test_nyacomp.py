@@ -372,6 +372,13 @@ def test_files_of_nyacomps_own(tmp_path: Path, caplog) -> None:
             assert one.shape == (3, 50_000) and one.dtype == torch.bfloat16, f"seed {seed}"
         except (ow.FormatError, ow.CorruptError, ow.NotSupportedError) as error:
             assert "0.gz" in str(error), f"seed {seed}"
+    # A file and a manifest that agree on more than the file can have: no memory is taken for that.
+    huge = bytearray(file)
+    struct.pack_into("<Q", huge, 16, 1 << 62)
+    (tmp_path / "nya/0.gz").write_bytes(huge)
+    (tmp_path / "nya/meta.csv").write_text(f"0\n/nya/0.gz {1 << 62} uint8 {1 << 62} {len(file)}")
+    with pytest.raises(ow.CorruptError, match="0.gz"):
+        _nyacomp.decompress_from_meta(tmp_path / "nya/meta.csv")
 
 
 def test_the_callers_model_stays_unless_it_is_asked_to_go(tmp_path: Path) -> None:

@@ -352,10 +352,8 @@ def _foreign(entry: _Entry) -> Any:
 
     size = entry.file.decompressed_size
     # At the most 64 KiB chunks, each with its row in the tables, that are stored.
-    most = 2 * size + (1 << 20)
-    data = overwire.read_bytes(entry.place, most)
-    flat = torch.empty(size, dtype=torch.uint8)
-    hlif.decode(entry.place, data, flat.numpy())
+    plain = hlif.decode(entry.place, overwire.read_bytes(entry.place, 2 * size + (1 << 20)), size)
+    flat = torch.frombuffer(plain, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
     return flat.to(device())
 
 
