@@ -193,6 +193,11 @@ def test_hostile_and_broken_manifests(tmp_path: Path) -> None:
         (tmp_path / "meta.csv").write_text(text)
         with pytest.raises(ow.FormatError):
             manifests.read_csv(tmp_path / "meta.csv")
+    (tmp_path / "0.raw").write_bytes(b"")
+    for shape in ("0;4611686018427387904;4611686018427387904", "9" * 30 + ";0"):
+        (tmp_path / "meta.csv").write_text(f"0\n/0.raw {shape} uint8 0 0")
+        with pytest.raises(ow.FormatError, match="shape"):
+            _nyacomp.decompress_from_meta(tmp_path / "meta.csv")
     path = tmp_path / "x.pkl"
     for data, kind in (
         (pickle.dumps([os.getcwd, []]), ow.UntrustedPickleError),

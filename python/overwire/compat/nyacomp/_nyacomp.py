@@ -280,7 +280,10 @@ def _check(entry: _Entry) -> list[str] | Callable[[_Entry], Any]:
         (source,) = overwire.inspect(place)["sources"]
         order = (source.get("metadata") or {}).get("overwire.blobs", "")
         return order.split("\n") if order else [row["name"] for row in source["tensors"]]
-    size = math.prod(file.shape) * _dtype(file.dtype, place).itemsize
+    item = _dtype(file.dtype, place).itemsize
+    if math.prod(max(d, 1) for d in file.shape) * item >= 1 << 63:
+        raise _misfit(place, f"shape {list(file.shape)} of {file.dtype}: no tensor is that large")
+    size = math.prod(file.shape) * item
     if size != file.decompressed_size:
         raise _misfit(place, f"shape {list(file.shape)} of {file.dtype} has {size} bytes, listed are {file.decompressed_size}")
     if file.raw:
