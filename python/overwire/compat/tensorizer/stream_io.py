@@ -90,15 +90,14 @@ def _certificates(path: str | os.PathLike[str]) -> bool:
     return b"-----BEGIN CERTIFICATE-----" in read_file(os.fspath(path), 64 << 20)
 
 
-class _Stream(io.BufferedIOBase):
+class _Stream(io.BufferedReader):
     """A readable object of a store that can seek, read by the engine: what both
     kinds of streams have in common."""
 
     #: What the engine opens instead, from the first byte on: a URI and storage_options.
     reach: tuple[str, dict[str, Any]] | None = None
-    _file: io.BufferedReader | None = None
 
-    def _open(self, uri: str, begin: int | None, end: int | None, buffer_size: int | None, options: dict[str, Any]) -> None:
+    def _open(self, uri: str, begin: int | None, end: int | None, buffer_size: int | None, options: dict[str, Any]) -> ObjectReader:
         if begin is not None and begin < 0:
             raise ValueError("Invalid begin, must be non-negative")
         if end is not None and end <= (begin or 0):
@@ -108,20 +107,21 @@ class _Stream(io.BufferedIOBase):
         self._buffer_size = buffer_size or 1 << 20
         if not begin and end is None:
             self.reach = uri, options
-        self._raw = ObjectReader(uri, begin or 0, end, storage_options={**_PATIENCE, **options})
-        self._file = io.BufferedReader(self._raw, self._buffer_size)
+        source = ObjectReader(uri, begin or 0, end, storage_options={**_PATIENCE, **options})
+        super().__init__(source, self._buffer_size)
+        return source
 
     def _message(self, error: object) -> str:
         """The text of an OSError."""
         return str(error)
 
-    def _timed(self, read: Any, *args: Any) -> Any:
-        """What a call says; its time is added to `_waits`, its errors are OSErrors."""
+    def _timed(self, call: Any, *args: Any) -> Any:
+        """What a call says; how long it has taken is told to `_waited`, its errors are OSErrors."""
         if self.closed:
             raise OSError(f"{type(self).__name__} closed.")
         start = time.monotonic()
         try:
-            return read(*args)
+            return call(*args)
         except OverwireError as error:
             raise OSError(self._message(error)) from error
         finally:
@@ -133,7 +133,7 @@ class _Stream(io.BufferedIOBase):
     def read(self, size: int | None = -1, /) -> bytes:
         """At most size bytes, all of them unless the object ends before; None or
         less than 0: all that are left. OSError for what the store does not give."""
-        data: bytes = self._timed(lambda: self._in().read(-1 if size is None else size))
+        data: bytes = self._timed(super().read, size)
         self.read_operations += 1
         self.bytes_read += len(data)
         return data
@@ -142,22 +142,18 @@ class _Stream(io.BufferedIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         """Fills a buffer, or as much of it as the stream has left."""
-        n: int = self._timed(lambda: self._in().readinto(buffer))
+        n: int = self._timed(super().readinto, buffer)
         self.read_operations += 1
         self.bytes_read += n
         return n
 
     readinto1 = readinto
 
-    def _in(self) -> io.BufferedReader:
-        assert self._file is not None
-        return self._file
-
     def tell(self) -> int:
         """The offset in the object."""
         if self.closed:
             raise OSError(f"{type(self).__name__} closed.")
-        return self._in().tell()
+        return super().tell()
 
     def seek(self, position: int, whence: int = SEEK_SET, /) -> int:
         """Goes to an offset of the object; ValueError relative to its end, or before
@@ -169,7 +165,7 @@ class _Stream(io.BufferedIOBase):
         after = before + position if whence == SEEK_CUR else position
         if after < 0:
             raise ValueError("Seeking before the beginning")
-        self._timed(lambda: self._in().seek(after))
+        self._timed(super().seek, after)
         self.bytes_skipped += max(0, after - before)
         return after
 
@@ -177,27 +173,9 @@ class _Stream(io.BufferedIOBase):
         """Not for these."""
         raise io.UnsupportedOperation("readline")
 
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def seekable(self) -> bool:
-        """True."""
-        return True
-
-    def writable(self) -> bool:
-        """False."""
-        return False
-
     def fileno(self) -> int:
         """-1: there is no descriptor."""
         return -1
-
-    def close(self) -> None:
-        """Ends the connection."""
-        if self._file is not None:
-            self._file.close()
-        super().close()
 
 
 class CURLStreamFile(_Stream):
@@ -224,7 +202,6 @@ class CURLStreamFile(_Stream):
         buffer_size: int | None = None,
         certificate_handling: CAInfo | None = None,
     ) -> None:
-        super().__init__()
         if certificate_handling is not None and not isinstance(certificate_handling, CAInfo):
             raise TypeError(
                 "certificate_handling must either be None (for default SSL certificate verification), or a CAInfo object,"
@@ -244,11 +221,11 @@ class CURLStreamFile(_Stream):
         self.http_response_latencies: list[float] = []
         start = time.monotonic()
         try:
-            self._open(uri, begin, end, buffer_size, options)
-            self._in().peek(1)
+            source = self._open(uri, begin, end, buffer_size, options)
+            self.peek(1)
         except OverwireError as error:
             raise OSError(f"Failed to open stream for {self._name or shown(uri)}: {error}") from error
-        size, _ = self._raw.found() or (0, "")
+        size, _ = source.found() or (0, "")
         if begin and begin >= size:
             raise OSError(f"Failed to open stream for {self._name or shown(uri)}: it has {size} bytes, and byte {begin} was asked for")
         self.http_response_latencies.append(time.monotonic() - start)
@@ -258,7 +235,7 @@ class CURLStreamFile(_Stream):
         #: Those of the server's first answer, but for what it says of the range that the
         #: engine asked for: Content-Length is that of this stream.
         self.response_headers = Message()
-        for name, values in self._raw.headers().items():
+        for name, values in source.headers().items():
             if name.lower() not in ("content-length", "content-range"):
                 for value in values:
                     self.response_headers[name] = value
@@ -300,7 +277,6 @@ class RedisStreamFile(_Stream):
     """
 
     def __init__(self, uri: str, *, begin: int | None = None, end: int | None = None, buffer_size: int | None = None) -> None:
-        super().__init__()
         _parse_redis_uri(uri)
         start = time.monotonic()
         self.uri = uri
