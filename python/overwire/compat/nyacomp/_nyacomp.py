@@ -337,11 +337,8 @@ def _raw(entry: _Entry) -> Any:
         data = bytearray(overwire.read_bytes(place, size))
     else:
         data = bytearray(size)
-        with open(place, "rb", buffering=0, opener=regular) as file:
-            view, at = memoryview(data), 0
-            while at < size and (count := file.readinto(view[at:])):
-                at += count
-            if at < size or file.read(1):
+        with open(place, "rb", opener=regular) as file:
+            if file.readinto(data) < size or file.read(1):
                 raise overwire.CorruptError(f"overwire: read {place}: its size is not {size} bytes (any more)", source=place)
     if len(data) != size:
         raise overwire.CorruptError(f"overwire: read {place}: {len(data)} bytes, {size} wanted", source=place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pickle
@@ -139,12 +140,11 @@ def start_preload() -> None:
         # The import of this package has started it; get() joins that.
         decompressor = _nyacomp.AsyncDecompressor(path, start=False)
     elif not path and os.path.exists(DEFAULT_META):
-        try:
+        start = False
+        with contextlib.suppress(overwire.OverwireError):  # get(), which is asked for, meets what there is to meet
             refuse_urls(os.path.abspath(DEFAULT_META))
-        except overwire.OverwireError:  # get(), which is asked for, meets what there is to meet
-            decompressor = _nyacomp.AsyncDecompressor(DEFAULT_META, start=False)
-        else:
-            decompressor = _nyacomp.AsyncDecompressor(DEFAULT_META)
+            start = True
+        decompressor = _nyacomp.AsyncDecompressor(DEFAULT_META, start=start)
 
 
 def load_compressed(path: PathLike = DEFAULT) -> Any:

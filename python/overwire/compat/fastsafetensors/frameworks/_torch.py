@@ -166,14 +166,10 @@ class TorchOp(FrameworkOpBase):
 
     def mmap_file_pinned(self, filename: str, length: int, offset: int) -> TorchTensor:
         host = torch.empty(length, dtype=torch.uint8)
-        with open(filename, "rb", buffering=0, opener=regular) as file:
+        with open(filename, "rb", opener=regular) as file:
             file.seek(offset)
-            into, done = memoryview(host.numpy()), 0  # type: ignore[arg-type,unused-ignore]
-            while done < length:
-                got = file.readinto(into[done:])
-                if not got:
-                    raise RuntimeError(f"{filename}: truncated: it ends before byte {offset + length}")
-                done += got
+            if file.readinto(host.numpy()) < length:  # type: ignore[arg-type,unused-ignore]
+                raise RuntimeError(f"{filename}: truncated: it ends before byte {offset + length}")
         return TorchTensor(Device(), DType.U8, host.pin_memory())
 
     def view_of(self, gbuf: cpp.gds_device_buffer, begin: int, frame: TensorFrame, device: Device, owner: Any = None) -> TorchTensor:
