@@ -63,14 +63,17 @@ def compress_state_dict(path: _PathLike, treshold: int = 16000) -> tuple[int, in
     more than `treshold` bytes, into nya/ beside it. Files of an earlier run are
     replaced.
 
-    Returns the bytes of all tensors, and what they take now.
+    Returns the bytes of all tensors, and what they take now. NotSupportedError for a
+    checkpoint with a "meta" of its own.
     """
     import torch
 
     place = Path(path)
+    state: dict[str, Any] = dict(_read(place))
+    if "meta" in state:
+        raise overwire.NotSupportedError(f"overwire: save {place}: nyacomp's layout has its bins where this has 'meta'", source=str(place))
     folder = place.parent / "nya"
     folder.mkdir(exist_ok=True)
-    state: dict[str, Any] = dict(_read(place))
     total = stored = 0
     sizes, keys = [], []
     for key, value in list(state.items()):
