@@ -195,13 +195,16 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         """A DLPack capsule of the same memory, which it keeps alive.
 
         Of a GPU: a stream of the consumer's, which is made to wait for the Array;
-        None is the default one, -1 waits for nothing.
+        None is the default one, -1 waits for nothing. BufferError for strides that are
+        no whole elements.
         """
         self._ready(self._device == HOST)
         if self._device != HOST and cuda_stream != -1:
             gpu.follow(int(getattr(cuda_stream, "ptr", cuda_stream) or 1), self._stream, device=self._device[1])
         item = self.item_size
         strides = _dense(self._shape) if self._strides is None else tuple(s // item for s in self._strides)
+        if self._strides is not None and any(s % item for s in self._strides):
+            raise BufferError(f"the Array's strides, {self._strides}, are no whole elements, and DLPack counts those")
         return codecs.dlpack(self, self._span.address, self._shape, strides, self._kind, self._device)
 
     def __dlpack__(self, stream: Any = None, *, copy: bool | None = None, dl_device: Any = None, max_version: Any = None) -> Any:
