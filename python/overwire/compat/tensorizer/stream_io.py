@@ -173,9 +173,25 @@ class _Stream(io.BufferedReader):
         """Not for these."""
         raise io.UnsupportedOperation("readline")
 
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+    def writable(self) -> bool:
+        """False."""
+        return False
+
     def fileno(self) -> int:
         """-1: there is no descriptor."""
         return -1
+
+    def close(self) -> None:
+        """Ends the connection."""
+        super().close()
 
 
 class CURLStreamFile(_Stream):
