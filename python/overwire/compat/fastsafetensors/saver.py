@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import overwire
@@ -254,7 +255,7 @@ def write_shards(plans: Sequence[ShardPlan], fill: FillFn, *, min_free_bytes: in
     written = [os.path.join(os.path.dirname(path), f".{ident}-{at}.{os.path.basename(path)[-48:]}.tmp") for at, path in enumerate(real)]
     with ExitStack() as stack:
         for name in written:
-            stack.callback(_remove, name)
+            stack.callback(Path(name).unlink, missing_ok=True)
         files = []
         with ExitStack() as maps:
             work: list[tuple[memoryview, WriteEntry]] = []
@@ -281,11 +282,6 @@ def write_shards(plans: Sequence[ShardPlan], fill: FillFn, *, min_free_bytes: in
         for name, path in zip(written, real, strict=True):
             publish(name, path)
     return [plan.path for plan in plans]
-
-
-def _remove(path: str) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(path)
 
 
 def _close(mapped: mmap.mmap) -> None:

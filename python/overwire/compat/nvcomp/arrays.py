@@ -3,6 +3,7 @@ Arrays."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from math import prod
 from typing import Any
@@ -225,9 +226,10 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         nbytes = self._span.nbytes
         if letter is not None and (self._strides is not None or letter == "e" or nbytes == 0):
             # memoryview casts neither to halves nor to nothing: numpy shows them.
-            numpy = _numpy()
-            if numpy is not None:
-                return memoryview(numpy.asarray(_Interface(self)))
+            with contextlib.suppress(ImportError):
+                import numpy
+
+                return memoryview(numpy.asarray(_Interface(self)))  # type: ignore[arg-type,unused-ignore]
             letter = None
         if self._strides is not None:
             raise BufferError("the Array is not dense, and only numpy could show it")
@@ -257,14 +259,6 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         """Itself on a GPU, else a copy there; None where there is none."""
         self._ready(self._device == HOST)
         return self if self._device != HOST else devices.to_device(self, synchronize, int(cuda_stream))
-
-
-def _numpy() -> Any:
-    try:
-        import numpy
-    except ImportError:
-        return None
-    return numpy
 
 
 class _Interface:
