@@ -116,7 +116,7 @@ class _Stream(io.BufferedReader):
         return str(error)
 
     def _timed(self, call: Any, *args: Any) -> Any:
-        """What a call says; how long it has taken is told to `_waited`, its errors are OSErrors."""
+        """What a call says; `_waited` gets the seconds that it took, and its errors are OSErrors."""
         if self.closed:
             raise OSError(f"{type(self).__name__} closed.")
         start = time.monotonic()
