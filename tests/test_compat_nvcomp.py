@@ -193,6 +193,12 @@ def test_strides_are_kept_and_not_encoded() -> None:
     assert numpy.asarray(array).tolist() == numpy.arange(12).reshape(3, 4).T.tolist() == torch.from_dlpack(array).tolist()
     with pytest.raises(ValueError, match="not contiguous"):
         nvcomp.Codec(algorithm="LZ4").encode(array)
+    packed = numpy.zeros(4, dtype=[("a", "<i4"), ("b", "i1")])
+    packed["a"] = range(4)
+    array = nvcomp.as_array(packed["a"])
+    assert array.strides == (5,) and numpy.asarray(array).tolist() == [0, 1, 2, 3]
+    with pytest.raises(BufferError, match="no whole elements"):
+        torch.from_dlpack(array)
 
 
 def test_batches_of_arrays() -> None:

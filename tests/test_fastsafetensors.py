@@ -58,25 +58,26 @@ def rows(columns: int) -> Any:
     return torch.arange(16).repeat_interleave(columns).reshape(16, columns).half()
 
 
-def run(folder: Path, *argv: str) -> str:
+def run(folder: Path, *argv: str, start: Any = warm.run) -> str:
     """A program in `folder`, which finds ours under fastsafetensors' own name."""
     clean = cleaned("FASTSAFETENSORS_")
     paths = [ow.compat.path("fastsafetensors"), *filter(None, [os.environ.get("PYTHONPATH")])]
     clean |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    done = (warm.fresh if argv[0] == "-m" else warm.run)(argv, cwd=folder, env=clean, timeout=120)
+    done = start(argv, cwd=folder, env=clean, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def torchrun(folder: Path, *argv: str) -> str:
     launch = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0"]
-    return run(folder, *launch, *argv)
+    return run(folder, *launch, *argv, start=warm.fresh)
 
 
 def both_ranks(folder: Path, *argv: str) -> None:
-    """The same without the launcher, which would import torch a second time."""
+    """The same without the launcher, which would import torch a third time. What `warm.run`
+    starts is one after the other, and each rank waits for the other."""
     with ThreadPoolExecutor(2) as pool:
-        said = list(pool.map(lambda rank: run(folder, *argv, str(rank)), range(2)))
+        said = list(pool.map(lambda rank: run(folder, *argv, str(rank), start=warm.fresh), range(2)))
     assert said == ["done\n"] * 2
 
 
@@ -112,6 +113,7 @@ def test_the_parallel_example_over_nccl(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.imports_torch
 def test_ranks_share_what_they_loaded(tmp_path: Path) -> None:
     """get_tensor, get_sharded (uneven), push, multi_cols, as_dict, pipelines, a
     subgroup, and damage on one rank: see fastsafetensors_worker.py."""

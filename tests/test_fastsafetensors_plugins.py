@@ -348,16 +348,16 @@ def test_a_header_s_leniency_stays_here(tmp_path: Path) -> None:
 
 
 def test_capsules_of_addresses() -> None:
-    live = len(dlpack._live)
     values = (ctypes.c_float * 6)(*range(6))
     address = ctypes.addressof(values)
+    held = sys.getrefcount(values)
     tensor = torch.utils.dlpack.from_dlpack(dlpack.from_cuda_buffer(address, [2, 3], [3, 1], DType.F32, Device(), values))
     assert tensor.tolist() == [[0, 1, 2], [3, 4, 5]] and tensor.data_ptr() == address
-    dropped = dlpack.from_cuda_buffer(address, [6], [1], DType.F32, Device())
-    assert len(dlpack._live) == live + 2
+    dropped = dlpack.from_cuda_buffer(address, [6], [1], DType.F32, Device(), values)
+    assert sys.getrefcount(values) == held + 2
     del dropped, tensor  # one was taken, one never was
     gc.collect()
-    assert len(dlpack._live) == live
+    assert sys.getrefcount(values) == held
     capsule = dlpack.from_cuda_buffer(address, [24], [1], DType.F8_E4M3, Device())
     wrapped = get_framework_op("pt").from_dlpack(capsule, Device(), DType.F8_E4M3)
     assert wrapped.view(DType.F8_E4M3).get_raw().dtype == torch.float8_e4m3fn

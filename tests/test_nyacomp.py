@@ -19,6 +19,7 @@ import torch
 from conftest import ROOT, every_dtype, same
 from overwire import compat
 from overwire.compat import nyacomp
+from overwire.compat.fastsafetensors import cpp
 from overwire.compat.nyacomp import _nyacomp, bundles, hf, manifests, partition, settings
 from torch import nn
 
@@ -66,6 +67,18 @@ def test_small_helpers(caplog) -> None:
     strided = torch.arange(12).reshape(3, 4).t()
     assert nyacomp.tensor_bytes(strided) == strided.contiguous().numpy().tobytes() and nyacomp.tensor_size(strided) == 96
     assert nyacomp.tensor_bytes(torch.empty(0)) == b"" and nyacomp.ints([3, 4]) == "3;4"
+
+
+@pytest.mark.slow
+def test_the_bytes_of_a_large_tensor() -> None:
+    """Of more than 2^32 bytes every one, which takes as much memory twice."""
+    size = (4 << 30) + 5
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    tensor[-5:] = torch.arange(5)
+    data = nyacomp.tensor_bytes(tensor)
+    assert len(data) == size and data[-6:] == bytes([0, 0, 1, 2, 3, 4])
+    data = cpp.read_buffer(tensor.data_ptr(), size)
+    assert len(data) == size and data[-6:] == bytes([0, 0, 1, 2, 3, 4])
 
 
 # -- one tensor, and manifests
@@ -180,6 +193,11 @@ def test_hostile_and_broken_manifests(tmp_path: Path) -> None:
         (tmp_path / "meta.csv").write_text(text)
         with pytest.raises(ow.FormatError):
             manifests.read_csv(tmp_path / "meta.csv")
+    (tmp_path / "0.raw").write_bytes(b"")
+    for shape in ("0;4611686018427387904;4611686018427387904", "9" * 30 + ";0"):
+        (tmp_path / "meta.csv").write_text(f"0\n/0.raw {shape} uint8 0 0")
+        with pytest.raises(ow.FormatError, match="shape"):
+            _nyacomp.decompress_from_meta(tmp_path / "meta.csv")
     path = tmp_path / "x.pkl"
     for data, kind in (
         (pickle.dumps([os.getcwd, []]), ow.UntrustedPickleError),
@@ -359,6 +377,13 @@ def test_files_of_nyacomps_own(tmp_path: Path, caplog) -> None:
             assert one.shape == (3, 50_000) and one.dtype == torch.bfloat16, f"seed {seed}"
         except (ow.FormatError, ow.CorruptError, ow.NotSupportedError) as error:
             assert "0.gz" in str(error), f"seed {seed}"
+    # A file and a manifest that agree on more than the file can have: no memory is taken for that.
+    huge = bytearray(file)
+    struct.pack_into("<Q", huge, 16, 1 << 62)
+    (tmp_path / "nya/0.gz").write_bytes(huge)
+    (tmp_path / "nya/meta.csv").write_text(f"0\n/nya/0.gz {1 << 62} uint8 {1 << 62} {len(file)}")
+    with pytest.raises(ow.CorruptError, match="0.gz"):
+        _nyacomp.decompress_from_meta(tmp_path / "nya/meta.csv")
 
 
 def test_the_callers_model_stays_unless_it_is_asked_to_go(tmp_path: Path) -> None:
@@ -420,9 +445,7 @@ def test_bad_values_are_warnings(monkeypatch, caplog) -> None:
     monkeypatch.setenv("OVERWIRE_THREADS", "5")
     assert settings.num_threads() == 5
     monkeypatch.setenv("DOWNLOAD", "on")
-    assert settings.host() == "http://localhost:8080" and settings.remote_csv()
-    monkeypatch.setenv("REMOTE_CSV", "0")
-    assert not settings.remote_csv()
+    assert settings.host() == "http://localhost:8080"
 
 
 VARIABLES = (

@@ -54,6 +54,15 @@ def test_a_state_dict_in_files(tmp_path: Path, name: str, monkeypatch) -> None:
         hf.good_load(tmp_path / "other.bin")
 
 
+def test_a_checkpoint_with_a_meta_is_refused(tmp_path: Path) -> None:
+    """The layout has the bins under that name: whatever the checkpoint has there would be lost."""
+    for value in (torch.ones(9999), {"epoch": 3}):
+        torch.save({"meta": value, "w": torch.ones(9999)}, tmp_path / "x.bin")
+        with pytest.raises(ow.NotSupportedError, match="'meta'"):
+            hf.compress_state_dict(tmp_path / "x.bin")
+    assert os.listdir(tmp_path) == ["x.bin"]
+
+
 def test_several_components(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     places = [

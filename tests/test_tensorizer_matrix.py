@@ -233,7 +233,8 @@ def test_every_path() -> None:
         missing |= {f"{name}.{public}"[1:] for public in names if not hasattr(module, public)}
     assert missing == set(WITHOUT) if SODIUM else missing <= set(WITHOUT)
     assert sum(map(len, found.values())) > 120
-    program = "import overwire.compat, importlib, sys; overwire.compat.install('tensorizer')\n" + "".join(
+    program = "import overwire.compat, importlib, sys, types; sys.modules['tensorizer.utils'] = types.ModuleType('an earlier import')\n"
+    program += "overwire.compat.install('tensorizer')\n" + "".join(
         f"assert importlib.import_module({'tensorizer' + name!r}).__name__ == {'overwire.compat.tensorizer' + name!r}\n"
         for name in found
         if name[1:] not in missing

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .model.forked import forked, is_compressed, refuse_compressed
     from .model.joining import written
     from .model.kept import forget, keep
-    from .model.layout import refuse_urls
+    from .model.layout import MetaRow, beside, meta_rows, place_of, refuse_urls
     from .model.loads import many_objects
     from .model.opened import prepare
     from .model.options import parse_size
@@ -31,10 +31,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Blocks",
+    "MetaRow",
     "ObjectReader",
     "ObjectWriter",
     "Together",
     "apart",
+    "beside",
     "forget",
     "forked",
     "honour_nyacomp",
@@ -47,9 +49,11 @@ __all__ = [
     "local",
     "many_objects",
     "meet",
+    "meta_rows",
     "number_of",
     "parse_size",
     "path_of",
+    "place_of",
     "prepare",
     "presign",
     "publish",
@@ -78,7 +82,7 @@ _HOMES = {
     "model.forked": ("forked", "is_compressed", "refuse_compressed"),
     "model.joining": ("written",),
     "model.kept": ("forget", "keep"),
-    "model.layout": ("refuse_urls",),
+    "model.layout": ("MetaRow", "beside", "meta_rows", "place_of", "refuse_urls"),
     "model.loads": ("many_objects",),
     "model.opened": ("prepare",),
     "model.options": ("parse_size",),

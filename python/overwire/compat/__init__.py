@@ -28,33 +28,19 @@ from ..errors import ArgumentError
 
 __all__ = ["install", "names", "path"]
 
-# What each name stands for: original module -> ours. Parents come first.
-_FST = (
-    "allocation auto_loader common config copier copier.base copier.gds copier.nogds copier.registry copier.threefs copier.unified "
-    "cpp dlpack ep_slice file_buffer frameworks loader parallel_loader saver st_types tensor_factory threefs_loader"
-)
-_TENSORIZER = (
-    "_crypt _crypt._cgroup_cpu_count _crypt._exceptions _internal_utils _linear_partition _syscalls _tensor_path _version _wide_pipes "
-    "protobuf serialization stream_io tensors_pb2 torch_compat utils"
-)
+# What each name stands for: original module -> ours. Parents come first; the modules of
+# packages are found by `_Alias` when they are imported.
 _MODULES: dict[str, dict[str, str]] = {
-    # Without frameworks._torch and ._paddle, which import torch and paddle: _Alias finds those.
-    "fastsafetensors": {"fastsafetensors": "fastsafetensors"}
-    | {f"fastsafetensors.{name}": f"fastsafetensors.{name}" for name in _FST.split()},
+    "fastsafetensors": {"fastsafetensors": "fastsafetensors"},
     "nvcomp": {
         "nvidia.nvcomp": "nvcomp",
         "nvidia.nvcomp.nvcomp_impl": "nvcomp",
         "nvidia.nvcomp.external_memory": "nvcomp.external_memory",
     },
-    "nyacomp": {
-        "_nyacomp": "nyacomp._nyacomp",
-        "nyacomp": "nyacomp",
-        "nyacomp.hf": "nyacomp.hf",
-        "nyacomp.partition": "nyacomp.partition",
-    },
+    "nyacomp": {"_nyacomp": "nyacomp._nyacomp", "nyacomp": "nyacomp"},
     "nyacomp_core": {"_nyacomp": "nyacomp._nyacomp"},
     "safetensors": {},  # the package itself, patched; see `_patch`
-    "tensorizer": {"tensorizer": "tensorizer"} | {f"tensorizer.{name}": f"tensorizer.{name}" for name in _TENSORIZER.split()},
+    "tensorizer": {"tensorizer": "tensorizer"},
 }
 
 
@@ -78,6 +64,8 @@ def install(name: str) -> None:
         _patch()
         return
     for original, ours in _table(name).items():
+        for stale in [one for one in sys.modules if one.startswith(f"{original}.")]:
+            del sys.modules[stale]
         module = sys.modules[original] = import_module(f"{__name__}.{ours}")
         parent, _, child = original.rpartition(".")
         if parent == "nvidia":

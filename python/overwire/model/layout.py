@@ -30,7 +30,9 @@ __all__ = [
     "container_of",
     "far_containers_of",
     "meta_of",
+    "meta_rows",
     "not_beside",
+    "place_of",
     "previous_of",
     "preload_uris",
     "read_meta",
@@ -110,10 +112,11 @@ def meta_text(container: str, size: int) -> str:
 def read_meta(path: str) -> list[MetaRow]:
     """The rows of a meta.csv (a path or a URI), ours or nyacomp's. FormatError
     if it is none."""
-    return _rows(path, os.fsdecode(read_bytes(path, 1 << 24)))  # names may be any bytes
+    return meta_rows(path, os.fsdecode(read_bytes(path, 1 << 24)))  # names may be any bytes
 
 
-def _rows(path: str, text: str) -> list[MetaRow]:
+def meta_rows(path: str, text: str) -> list[MetaRow]:
+    """The rows in the text of a meta.csv; the path is for messages. FormatError."""
     rows = []
     for number, line in enumerate(text.split("\n")[1:], start=2):
         line = line.removesuffix("\r")
@@ -123,7 +126,10 @@ def _rows(path: str, text: str) -> list[MetaRow]:
             # From the right: a filename may have spaces.
             filename, shape, dtype, plain, stored = line.rsplit(" ", 4)
             dims = tuple(int(d) for d in shape.split(";") if d)
-            rows.append(MetaRow(filename, dims, dtype, int(plain), int(stored)))
+            row = MetaRow(filename, dims, dtype, int(plain), int(stored))
+            if min((*dims, row.decompressed_size, row.compressed_size)) < 0:
+                raise ValueError
+            rows.append(row)
         except ValueError as error:
             raise FormatError(
                 f"overwire: open {shown(path)} line {number}: expected 'filename shape dtype decompressed_size compressed_size'",
@@ -141,7 +147,7 @@ def containers_in(path: str) -> list[str]:
         path = newer if os.path.exists(newer) else path
     found = []
     for name in _listed(path, read_meta(path)):
-        place = _place_of(path, name)
+        place = place_of(path, name)
         if not name.endswith(".safetensors") and os.path.exists(place) and not is_container(place):
             raise _by_nyacomp(path, name)
         found.append(place)
@@ -175,7 +181,7 @@ def remote_containers_in(uri: str, text: str) -> list[str]:
     """The containers that a meta.csv behind a URI lists: each is beside it, or,
     of a csv in nyacomp's older place, in the folder nya beside it."""
     folder = _verbs.beside({"uri": uri})["path"].rpartition("/")[0] + "/"
-    names = _listed(shown(uri), _rows(uri, text))
+    names = _listed(shown(uri), meta_rows(uri, text))
     for name in names:
         if not name.endswith(".safetensors"):
             raise _by_nyacomp(shown(uri), name)
@@ -203,7 +209,7 @@ def refuse_urls(meta: str) -> None:
             )
 
 
-def _place_of(meta: str, filename: str) -> str:
+def place_of(meta: str, filename: str) -> str:
     """Where a file that a meta.csv lists is now: beside the csv, or as its name
     stands. Names of nyacomp's begin with a slash that is not always meant."""
     folder, name = os.path.split(meta)[0], os.path.basename(filename)

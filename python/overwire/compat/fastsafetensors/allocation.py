@@ -9,22 +9,16 @@ from typing import Any
 __all__ = ["SharedDeviceAllocation", "live_allocation_bytes", "live_allocation_count", "track"]
 
 
-class _Held(weakref.ref[Any]):
-    # A reference to what backs memory; it knows how much.
-    __slots__ = ("nbytes",)
-    nbytes: int
-
-
-# By identity: what they refer to need not be hashable. No lock: memory may be
-# freed by a collection in the middle of anything, and each step here is one.
-_live: dict[int, _Held] = {}
+# References to what backs memory, and how much; by identity: what they refer to need not be
+# hashable. No lock: memory may be freed by a collection in the middle of anything, and each
+# step here is one.
+_live: dict[int, tuple[weakref.ref[Any], int]] = {}
 
 
 def track(owner: Any, nbytes: int) -> None:
     """Counts `nbytes` until `owner`, the object that backs the memory, is freed."""
-    held = _Held(owner, _forget)
-    held.nbytes = nbytes
-    _live[id(held)] = held
+    held = weakref.ref(owner, _forget)
+    _live[id(held)] = held, nbytes
 
 
 def _forget(held: Any) -> None:
@@ -38,7 +32,7 @@ def live_allocation_count() -> int:
 
 def live_allocation_bytes() -> int:
     """Their bytes."""
-    return sum(held.nbytes for held in list(_live.values()))
+    return sum(nbytes for _, nbytes in list(_live.values()))
 
 
 class SharedDeviceAllocation:

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import overwire
@@ -75,6 +76,14 @@ class SingleGroup:
         return 0
 
 
+def dense_strides(shape: list[int]) -> list[int]:
+    """Those of a tensor in C order, in elements."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * shape[dim]
+    return strides
+
+
 @dataclass
 class TensorFrame:
     """A tensor, or a slice of one, by its place in a file.
@@ -94,10 +103,7 @@ class TensorFrame:
     def from_buffer(cls, entry: Any) -> TensorFrame:
         """Of a header's entry."""
         shape = [int(size) for size in entry["shape"]]
-        strides = [1] * len(shape)
-        for dim in range(len(shape) - 1, 0, -1):
-            strides[dim - 1] = strides[dim] * shape[dim]
-        return cls(DType(entry["dtype"]), shape, list(entry["data_offsets"]), strides, [0] * len(shape), False)
+        return cls(DType(entry["dtype"]), shape, list(entry["data_offsets"]), dense_strides(shape), [0] * len(shape), False)
 
     def __getitem__(self, index: Any) -> TensorFrame:
         """The frame of a slice: ints keep their dimension with size 1, and an
@@ -158,7 +164,7 @@ class SafeTensorsMetadata:
             if begin != start or end < begin:
                 raise ValueError(f"validate(tensor {name}): InvalidOffset s={begin}, start={start}, e={end}, src={src}")
             frame = self.tensors[name] = TensorFrame.from_buffer(entry)
-            nbytes = _nbytes(frame)
+            nbytes = prod(frame.shape) * frame.dtype.bits // 8
             if end - begin != nbytes:
                 raise ValueError(f"validate(tensor {name}): TensorInvalidInfo, e-s={end - begin}, nbytes={nbytes}, src={src}")
             start = end
@@ -177,7 +183,7 @@ class SafeTensorsMetadata:
             for name in file.offset_keys():
                 view = file.get_slice(name)
                 shape, dtype = view.get_shape(), DType(view.get_dtype())
-                nbytes = _product(shape) * dtype.bits // 8
+                nbytes = prod(shape) * dtype.bits // 8
                 ser[name] = {"dtype": dtype.value, "shape": shape, "data_offsets": [at, at + nbytes]}
                 at += nbytes
         return ser
@@ -185,21 +191,26 @@ class SafeTensorsMetadata:
     @classmethod
     def from_buffer(cls, buf: int, buffer_len: int, filename: str, framework: FrameworkOpBase) -> SafeTensorsMetadata:
         """Of a file in host memory at the address `buf`."""
-        if buffer_len < 8:
-            raise ValueError(f"{filename}: HeaderTooSmall, buffer_len={buffer_len}")
-        size = int.from_bytes(cpp.read_buffer(buf, 8), "little")
-        _check(filename, size, buffer_len)
-        return cls(cpp.read_buffer(buf + 8, size).decode("utf-8"), size + 8, buffer_len, framework, filename)
+        return cls._read(lambda at, size: cpp.read_buffer(buf + at, size), buffer_len, filename, framework)
 
     @classmethod
     def from_fd(cls, fd: int, filename: str, framework: FrameworkOpBase, keep_orig_dict: bool = False) -> SafeTensorsMetadata:
         """Of an open file, from its present position, which should be 0."""
-        total = os.fstat(fd).st_size
+        return cls._read(lambda at, size: _next(fd, size, filename), os.fstat(fd).st_size, filename, framework, keep_orig_dict)
+
+    @classmethod
+    def _read(
+        cls, read: Callable[[int, int], bytes], total: int, filename: str, framework: FrameworkOpBase, keep_orig_dict: bool = False
+    ) -> SafeTensorsMetadata:
+        # read: bytes of the file, of which there are `total`, by their offset and number, in order.
         if total < 8:
             raise ValueError(f"{filename}: HeaderTooSmall, buffer_len={total}")
-        size = int.from_bytes(_read(fd, 8, filename), "little")
-        _check(filename, size, total)
-        return cls(_read(fd, size, filename).decode("utf-8"), size + 8, total, framework, filename, keep_orig_dict)
+        size = int.from_bytes(read(0, 8), "little")
+        if size > MAX_HEADER:
+            raise ValueError(f"{filename}: HeaderTooLarge, n={size}, buffer_len={total}")
+        if size > total - 8:
+            raise ValueError(f"{filename}: InvalidHeaderLength, n={size}, buffer_len={total}")
+        return cls(read(8, size).decode("utf-8"), size + 8, total, framework, filename, keep_orig_dict)
 
     @classmethod
     def from_file(cls, filename: str, framework: FrameworkOpBase) -> SafeTensorsMetadata:
@@ -256,14 +267,7 @@ class SafeTensorsMetadata:
         return str({"__metadata__": self.metadata, "tensors": self.tensors})
 
 
-def _check(filename: str, size: int, total: int) -> None:
-    if size > MAX_HEADER:
-        raise ValueError(f"{filename}: HeaderTooLarge, n={size}, buffer_len={total}")
-    if size > total - 8:
-        raise ValueError(f"{filename}: InvalidHeaderLength, n={size}, buffer_len={total}")
-
-
-def _read(fd: int, size: int, filename: str) -> bytes:
+def _next(fd: int, size: int, filename: str) -> bytes:
     # os.read may give less than it was asked for.
     parts = []
     while size > 0:
@@ -273,17 +277,6 @@ def _read(fd: int, size: int, filename: str) -> bytes:
         parts.append(part)
         size -= len(part)
     return b"".join(parts)
-
-
-def _product(shape: list[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
-
-
-def _nbytes(frame: TensorFrame) -> int:
-    return _product(frame.shape) * frame.dtype.bits // 8
 
 
 def _numeric(framework: FrameworkOpBase) -> Any:

@@ -140,7 +140,8 @@ def get_device_pci_bus(device: int) -> str:
 
 def read_buffer(address: int, length: int) -> bytes:
     """A copy of host memory."""
-    return ctypes.string_at(address, length)
+    # Not ctypes.string_at, whose size has 32 bits before Python 3.14.
+    return (ctypes.c_char * length).from_address(address).raw if length else b""
 
 
 def cpu_malloc(length: int) -> int:

@@ -80,15 +80,24 @@ class BaseSafeTensorsFileLoader:
     def add_filenames(self, filenames: Mapping[int, list[str]]) -> None:
         """Reads the headers of the files, of all ranks: {rank: paths}. With a
         group of several ranks, all call it with the same files."""
+        self._together(lambda: self._add(filenames))
+
+    def _together(self, work: Callable[[], Any]) -> Any:
+        # What work returns. What fails on one rank raises on all, unless a pipeline agrees with them later.
         if not self._agrees:
-            self._add(filenames)
-            return
-        error = None
+            return work()
+        made, error = None, None
         try:
-            self._add(filenames)
+            made = work()
         except BaseException as caught:
             error = caught
-        self.pg.agree(error)
+        try:
+            self.pg.agree(error)
+        except BaseException:
+            if made is not None:
+                made.close()
+            raise
+        return made
 
     def _add(self, filenames: Mapping[int, list[str]]) -> None:
         longest = max((len(paths) for paths in filenames.values()), default=0)
@@ -124,20 +133,7 @@ class BaseSafeTensorsFileLoader:
         """
         if borrowed_tensors and self.pg.size() != 1:
             raise ValueError("borrowed_tensors is for a group of one rank")
-        if not self._agrees:
-            return self._copy(dtype, use_buf_register, max_copy_block_size, allow_inflight)
-        buffer, error = None, None
-        try:
-            buffer = self._copy(dtype, use_buf_register, max_copy_block_size, allow_inflight)
-        except BaseException as caught:
-            error = caught
-        try:
-            self.pg.agree(error)
-        except BaseException:
-            if buffer is not None:
-                buffer.close()
-            raise
-        assert buffer is not None
+        buffer: FilesBufferOnDevice = self._together(lambda: self._copy(dtype, use_buf_register, max_copy_block_size, allow_inflight))
         return buffer
 
     def _copier(self, metadata: SafeTensorsMetadata, names: list[str] | None, dtype: DType) -> CopierInterface:
@@ -149,13 +145,12 @@ class BaseSafeTensorsFileLoader:
         elif names is not None:
             wanted = set(names)
             ranges = metadata.select_byte_ranges(wanted.__contains__)
-            size = None if self._chunk is None or not ranges else self._chunk[1]
             if self._chunk is None:
                 copier.set_byte_ranges(ranges)
-            elif size is None:
+            elif self._chunk[1] is None or not ranges:
                 copier.set_chunk(ranges, wanted)
             else:
-                copier.set_chunk(ranges, wanted, size)
+                copier.set_chunk(ranges, wanted, self._chunk[1])
         return copier
 
     def _copy(self, dtype: DType, use_buf_register: bool, max_copy_block_size: int, allow_inflight: bool) -> FilesBufferOnDevice:

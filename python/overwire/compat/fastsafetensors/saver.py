@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import overwire
@@ -221,6 +222,12 @@ def _check_plan(plan: ShardPlan) -> None:
         raise ValueError(f"{plan.path}: the plan's header, offsets and entries disagree")
 
 
+def _check_room(folder: str, nbytes: int, min_free_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free - nbytes < min_free_bytes:
+        raise OSError(28, f"{nbytes} bytes to write, {free} free, {min_free_bytes} to stay free", folder)
+
+
 def write_shards(plans: Sequence[ShardPlan], fill: FillFn, *, min_free_bytes: int = 0, fsync: bool = False) -> list[str]:
     """Writes the files of plans, and has `fill` write the tensors' bytes straight
     into them; their paths.
@@ -242,15 +249,13 @@ def write_shards(plans: Sequence[ShardPlan], fill: FillFn, *, min_free_bytes: in
         os.makedirs(folder, exist_ok=True)
         disk = os.stat(folder).st_dev
         wanted[disk] = wanted.get(disk, 0) + plan.total_bytes
-        free = shutil.disk_usage(folder).free
-        if free - wanted[disk] < min_free_bytes:
-            raise OSError(28, f"{wanted[disk]} bytes to write, {free} free, {min_free_bytes} to stay free", folder)
+        _check_room(folder, wanted[disk], min_free_bytes)
     ident = uuid.uuid4().hex
     real = [os.path.realpath(path) for path in paths]  # a symbolic link stays
     written = [os.path.join(os.path.dirname(path), f".{ident}-{at}.{os.path.basename(path)[-48:]}.tmp") for at, path in enumerate(real)]
     with ExitStack() as stack:
         for name in written:
-            stack.callback(_remove, name)
+            stack.callback(Path(name).unlink, missing_ok=True)
         files = []
         with ExitStack() as maps:
             work: list[tuple[memoryview, WriteEntry]] = []
@@ -279,11 +284,6 @@ def write_shards(plans: Sequence[ShardPlan], fill: FillFn, *, min_free_bytes: in
     return [plan.path for plan in plans]
 
 
-def _remove(path: str) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(path)
-
-
 def _close(mapped: mmap.mmap) -> None:
     with suppress(BufferError):  # who failed may hold views of it, which it goes with
         mapped.close()
@@ -305,11 +305,10 @@ def save_sharded(
 ) -> list[str]:
     """Plans and writes base-00001-of-0000N.safetensors and so on; their paths.
     fill: None: sources are tensors of `framework`."""
-    plans = plan_shards(
-        entries, shard_paths(os.fspath(base), num_shards), metadata=metadata, shard0_metadata=shard0_metadata,
-        shard_metadata=shard_metadata, header_align=header_align,
+    saver = ParallelSaver(
+        num_shards=num_shards, framework=framework, fill=fill, min_free_bytes=min_free_bytes, fsync=fsync, shard_metadata=shard_metadata
     )  # fmt: skip
-    return write_shards(plans, tensor_fill(framework=framework) if fill is None else fill, min_free_bytes=min_free_bytes, fsync=fsync)
+    return saver.save_entries(entries, base, metadata=metadata, shard0_metadata=shard0_metadata, header_align=header_align)
 
 
 class ParallelSaver:
@@ -381,9 +380,7 @@ class ParallelSaver:
         total = sum(entry.nbytes for plan in plans for entry in plan.entries)
         folder = os.path.dirname(os.path.abspath(plans[0].path))
         os.makedirs(folder, exist_ok=True)
-        free = shutil.disk_usage(folder).free
-        if free - total < self.min_free_bytes:
-            raise OSError(28, f"{total} bytes to write, {free} free, {self.min_free_bytes} to stay free", folder)
+        _check_room(folder, total, self.min_free_bytes)
         entries = sorted((entry for plan in plans for entry in plan.entries), key=lambda entry: -entry.nbytes)
         values: dict[str, Any] = {}
         filled: list[ctypes.Array[ctypes.c_char]] = []  # what the values point to, until all is written

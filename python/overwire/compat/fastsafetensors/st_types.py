@@ -82,3 +82,10 @@ class DType(Enum):
 
 #: Bytes of one element, halves for F4.
 DTYPE_SIZES = {dtype: dtype.bits // 8 if dtype.bits % 8 == 0 else dtype.bits / 8 for dtype in DType if dtype is not DType.AUTO}
+
+
+def stand_in(dtype: DType) -> DType:
+    """The integers that stand for a type which DLPack came to late; other types for themselves."""
+    if dtype in (DType.F8_E5M2, DType.F8_E4M3):
+        return DType.I8
+    return DType.U8 if dtype.bits <= 8 and dtype.value.startswith("F") else dtype

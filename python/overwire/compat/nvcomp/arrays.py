@@ -3,21 +3,19 @@ Arrays."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Iterable
 from math import prod
 from typing import Any
 
 from ... import codecs, gpu
 from ...errors import ArgumentError
 from . import devices
-from .dtypes import Kind, kind_of, numpy_dtype, typestr
+from .devices import HOST
+from .dtypes import BYTE, Kind, kind_of, numpy_dtype, typestr
 from .enums import ArrayBufferKind
 
 __all__ = ["Array", "BatchArray", "as_array", "as_arrays", "from_dlpack"]
-
-_HOST = (1, 0)
-_BYTE: Kind = (0, 8, 1)  # |i1, as nvCOMP's results are
 
 # Formats of memoryview; what has none is shown as bytes.
 _FORMATS = {
@@ -99,12 +97,12 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         )
 
     @classmethod
-    def _of(cls, span: codecs.Span, nbytes: int, kind: Kind = _BYTE, device: tuple[int, int] = _HOST) -> Array:
-        """The first nbytes of a span, in one dimension."""
+    def _of(cls, span: codecs.Span, nbytes: int, kind: Kind = BYTE, device: tuple[int, int] = HOST, stream: int = 1) -> Array:
+        """The first nbytes of a span, in one dimension, as a stream leaves them."""
         made = cls.__new__(cls)
-        size = kind[1] * kind[2] // 8
-        made._fill(span, (nbytes // size,), None, kind, device)
-        made._span = codecs.Span(span.address, nbytes, span.keep)
+        made._fill(codecs.Span(span.address, nbytes, span.keep), (nbytes // (kind[1] * kind[2] // 8),), None, kind, device)
+        made._capacity = span.nbytes
+        made._stream = made._joined = stream
         return made
 
     def _ready(self, wait: bool = True) -> None:
@@ -128,7 +126,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
     @property
     def buffer_kind(self) -> ArrayBufferKind:
         """Whether the bytes are on a GPU or on the host."""
-        return ArrayBufferKind.STRIDED_HOST if self._device == _HOST else ArrayBufferKind.STRIDED_DEVICE
+        return ArrayBufferKind.STRIDED_HOST if self._device == HOST else ArrayBufferKind.STRIDED_DEVICE
 
     @property
     def buffer_size(self) -> int:
@@ -180,40 +178,34 @@ class Array(codecs.exporter()):  # type: ignore[misc]
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        if self._device != _HOST:
+        if self._device != HOST:
             raise AttributeError("__array_interface__: the Array is on a GPU")
         self._ready()
-        return {
-            "shape": self._shape,
-            "typestr": typestr(self._kind),
-            "data": (self._span.address, False),
-            "strides": self._strides,
-            "version": 3,
-        }
+        return self._interface()
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        self._ready(self._device == _HOST)  # a GPU's bytes are there when its stream is
-        return {
-            "shape": self._shape,
-            "typestr": typestr(self._kind),
-            "data": (self._span.address, False),
-            "strides": self._strides,
-            "version": 3,
-            "stream": self._stream,
-        }
+        self._ready(self._device == HOST)  # a GPU's bytes are there when its stream is
+        return self._interface() | {"stream": self._stream}
+
+    def _interface(self) -> dict[str, Any]:
+        data = (self._span.address, False)
+        return {"shape": self._shape, "typestr": typestr(self._kind), "data": data, "strides": self._strides, "version": 3}
 
     def to_dlpack(self, cuda_stream: Any = None) -> Any:
         """A DLPack capsule of the same memory, which it keeps alive.
 
         Of a GPU: a stream of the consumer's, which is made to wait for the Array;
-        None is the default one, -1 waits for nothing.
+        None is the default one, -1 waits for nothing. BufferError for strides that are
+        no whole elements.
         """
-        self._ready(self._device == _HOST)
-        if self._device != _HOST and cuda_stream != -1:
+        self._ready(self._device == HOST)
+        if self._device != HOST and cuda_stream != -1:
             gpu.follow(int(getattr(cuda_stream, "ptr", cuda_stream) or 1), self._stream, device=self._device[1])
         item = self.item_size
         strides = _dense(self._shape) if self._strides is None else tuple(s // item for s in self._strides)
+        if self._strides is not None and any(s % item for s in self._strides):
+            raise BufferError(f"the Array's strides, {self._strides}, are no whole elements, and DLPack counts those")
         return codecs.dlpack(self, self._span.address, self._shape, strides, self._kind, self._device)
 
     def __dlpack__(self, stream: Any = None, *, copy: bool | None = None, dl_device: Any = None, max_version: Any = None) -> Any:
@@ -227,16 +219,17 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         return self._device
 
     def _buffer(self) -> memoryview:
-        if self._device != _HOST:
+        if self._device != HOST:
             raise BufferError("the Array is on a GPU: use cpu()")
         self._ready()
         letter = _FORMATS.get(self._kind[:2])
         nbytes = self._span.nbytes
         if letter is not None and (self._strides is not None or letter == "e" or nbytes == 0):
             # memoryview casts neither to halves nor to nothing: numpy shows them.
-            numpy = _numpy()
-            if numpy is not None:
-                return memoryview(numpy.asarray(_Interface(self)))
+            with contextlib.suppress(ImportError):
+                import numpy
+
+                return memoryview(numpy.asarray(_Interface(self)))  # type: ignore[arg-type,unused-ignore]
             letter = None
         if self._strides is not None:
             raise BufferError("the Array is not dense, and only numpy could show it")
@@ -260,20 +253,12 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         """Itself if it is on the host, else a copy there; None if that cannot be made.
         Raises errors of decoding on a GPU at the latest."""
         self._ready()
-        return self if self._device == _HOST else devices.to_host(self)
+        return self if self._device == HOST else devices.to_host(self)
 
     def cuda(self, synchronize: bool = True, cuda_stream: int = 0) -> Array | None:
         """Itself on a GPU, else a copy there; None where there is none."""
-        self._ready(self._device == _HOST)
-        return self if self._device != _HOST else devices.to_device(self, synchronize, int(cuda_stream))
-
-
-def _numpy() -> Any:
-    try:
-        import numpy
-    except ImportError:
-        return None
-    return numpy
+        self._ready(self._device == HOST)
+        return self if self._device != HOST else devices.to_device(self, synchronize, int(cuda_stream))
 
 
 class _Interface:
@@ -367,7 +352,7 @@ def _look(source: Any, stream: int) -> Looked:
             if not hasattr(source, "__array_interface__") and not hasattr(source, "__cuda_array_interface__"):
                 raise
     interface = getattr(source, "__array_interface__", None)
-    device = _HOST
+    device = HOST
     if interface is None:
         interface = getattr(source, "__cuda_array_interface__", None)
         if interface is not None:
@@ -384,8 +369,8 @@ def _look(source: Any, stream: int) -> Looked:
     letter = view.format.lstrip("@=<") or "B"
     kind = next(((code, bits, 1) for (code, bits), f in _FORMATS.items() if f == letter), None)
     if kind is None or kind[1] // 8 != view.itemsize:
-        return span, (span.nbytes,), None, (1, 8, 1), _HOST, view.readonly
-    return span, tuple(view.shape or ()), None, kind, _HOST, view.readonly
+        return span, (span.nbytes,), None, (1, 8, 1), HOST, view.readonly
+    return span, tuple(view.shape or ()), None, kind, HOST, view.readonly
 
 
 def _from_view(tensor: codecs.TensorView) -> Looked:
@@ -396,7 +381,7 @@ def _from_view(tensor: codecs.TensorView) -> Looked:
     if strides is not None and (0 in tensor.shape or _same(tensor.shape, strides)):
         strides = None
     nbytes = prod(tensor.shape) * item
-    device = _HOST if tensor.device[0] in (1, 3) else (2, tensor.device[1])
+    device = HOST if tensor.device[0] in (1, 3) else (2, tensor.device[1])
     if tensor.device[0] not in (1, 2, 3, 13):
         raise ValueError(f"a DLPack tensor of device type {tensor.device[0]}: expected the host or CUDA")
     span = codecs.Span(tensor.address, nbytes, tensor.keep)
@@ -414,7 +399,7 @@ def _interface_device(interface: dict[str, Any], stream: int) -> tuple[int, int]
     address = int(interface["data"][0] or 0) if interface.get("data") is not None else 0
     number = gpu.device_of(address) if address else devices.current()
     if number < 0:
-        return _HOST  # as host Arrays of nvCOMP say it
+        return HOST  # as host Arrays of nvCOMP say it
     if interface.get("stream"):
         gpu.follow(stream, int(interface["stream"]), device=number)
     return 2, number
@@ -437,7 +422,3 @@ def _from_interface(source: Any, interface: dict[str, Any], device: tuple[int, i
     span = codecs.Span(int(data[0] or 0), prod(shape) * item, source)
     return span, shape, strides and tuple(strides), kind, device, bool(data[1])
 
-
-def each(sources: Iterable[Any]) -> list[Array]:
-    """Arrays of whatever they are."""
-    return [s if isinstance(s, Array) else Array(s) for s in sources]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ... import codecs, gpu
 from ...errors import ArgumentError, CorruptError, FormatError, NotSupportedError, OverwireError
 from . import devices, onboard, original, placing, streams
 from .arrays import Array, BatchArray
-from .dtypes import Kind, integers_name, kind_of, safetensors_name
+from .dtypes import BYTE, Kind, integers_name, kind_of, safetensors_name
 from .enums import BitshuffleMode, BitstreamKind, ChecksumPolicy, DecompressBackend
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Codec", "CompressConfig", "DecompressConfig", "backends"]
 
@@ -66,35 +69,30 @@ class _Theirs(Exception):
         self.at, self.error = at, error
 
 
-class CompressConfig:
-    """What `Codec.compression_config` returns: the lengths that will be encoded."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise TypeError("nvidia.nvcomp.nvcomp_impl.CompressConfig: No constructor defined!")
-
+class _Config:
     _codec: Any
     _sizes: list[int]
-    _shapes: Any
+    _shapes: Any = None
     _many: bool
-
-
-class DecompressConfig:
-    """What `Codec.decompression_config` returns: the lengths that will be decoded,
-    and of streams for a GPU those of their chunks; of nvCOMP's streams its own."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise TypeError("nvidia.nvcomp.nvcomp_impl.DecompressConfig: No constructor defined!")
-
-    _codec: Any
-    _sizes: list[int]
-    _shapes: Any
-    _many: bool
-
-
     _theirs: Any = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError(f"nvidia.nvcomp.nvcomp_impl.{type(self).__name__}: No constructor defined!")
 
-_Config = TypeVar("_Config", CompressConfig, DecompressConfig)
+    @classmethod
+    def _of(cls, codec: Codec, sizes: list[int], many: bool, shapes: Any = None, theirs: Any = None) -> Self:
+        made = cls.__new__(cls)
+        made._codec, made._sizes, made._many, made._shapes, made._theirs = codec, sizes, many, shapes, theirs
+        return made
+
+
+class CompressConfig(_Config):
+    """What `Codec.compression_config` returns: the lengths that will be encoded."""
+
+
+class DecompressConfig(_Config):
+    """What `Codec.decompression_config` returns: the lengths that will be decoded,
+    and of streams for a GPU those of their chunks; of nvCOMP's streams its own."""
 
 
 class Codec:
@@ -159,7 +157,8 @@ class Codec:
         if self._stream is not None and self._stream > 2 and gpu.count():
             streams.check(self._stream, self._device([]) or 0)
         if self._algorithm in original.ALGORITHMS:
-            self._original = self._ask(self._algorithm)
+            own = {k: v for k, v in kwargs.items() if k not in ("strict", "ask_nvcomp")}
+            self._original = original.Original(self._algorithm, own | {"algorithm": self._algorithm})
             return
         if kwargs.get("bitshuffle_mode", BitshuffleMode.NVCOMP_BITSHUFFLE_NONE) is not BitshuffleMode.NVCOMP_BITSHUFFLE_NONE:
             raise NotSupportedError("overwire: nvcomp: bits are not shuffled here: leave bitshuffle_mode out")
@@ -190,18 +189,23 @@ class Codec:
         outs = placing.outputs(out, many, sources, 1 if device is None else self._on(device))
         if self._original is not None:
             return self._original.run("encode", sources, many, outs=outs, compression_config=compression_config)
-        self._fits(compression_config, CompressConfig, [a.buffer_size for a in sources], many)
+        if compression_config is not None:
+            self._mine(compression_config, CompressConfig)
+            sizes = [a.buffer_size for a in sources]
+            if compression_config._sizes != sizes:
+                raise ValueError(f"the CompressConfig is for {compression_config._sizes} bytes, not {sizes}")
         if not self._algorithm:
             raise ValueError("Codec without an algorithm: it decodes, and cannot encode")
+        made = None
         if device is not None and sources and self._algorithm == "X16" and self._policy not in _COMPUTE:
             there = self._there(sources, device)
-            names = [safetensors_name(self._type or a._kind) for a in sources]
             if there is not None:
+                names = [safetensors_name(self._type or a._kind) for a in sources]
                 chunk = self._chunk or codecs.default_chunk("X16")
                 made = onboard.encode(there, names, self._bitstream, chunk, outs, device, self._on(device))
-                if made is not None:
-                    return BatchArray(made) if many else made[0]
-        return self._run("encode", sources, outs, many, (0, 8, 1))
+        if made is None:
+            made = self._run("encode", sources, outs, BYTE)
+        return BatchArray(made) if many else made[0]
 
     def decode(
         self, src: Any, data_type: Any = "", out: Any = None, decompression_config: DecompressConfig | None = None
@@ -220,7 +224,7 @@ class Codec:
         checksums must be verified and there are none.
         """
         self._open()
-        kind = kind_of(data_type) if data_type else self._type or (0, 8, 1)
+        kind = kind_of(data_type) if data_type else self._type or BYTE
         many, sources = placing.listed(src)
         device = self._device(sources)
         outs = placing.outputs(out, many, sources, 1 if device is None else self._on(device))
@@ -230,13 +234,18 @@ class Codec:
         if decompression_config is not None:
             self._mine(decompression_config, DecompressConfig)
             if decompression_config._theirs is not None and self._reader is not None:
-                made = self._reader.run("decode", sources, many, outs=outs, decompression_config=decompression_config._theirs)
-                return placing.typed(made, kind)
+                theirs = self._reader.run("decode", sources, many, outs=outs, decompression_config=decompression_config._theirs)
+                return placing.typed(theirs, kind)
             sizes, shapes = decompression_config._sizes, decompression_config._shapes
             if len(sizes) != len(sources):
                 raise ValueError(f"the config is for {len(sizes)} buffers, not {len(sources)}")
         try:
-            return self._decode(sources, outs, many, kind, sizes, shapes, device)
+            made = None
+            if device is not None and sources and self._verifies is False:
+                made = self._onboard(sources, outs, kind, shapes, device)
+            if made is None:
+                made = self._run("decode", sources, outs, kind, sizes)
+            return BatchArray(made) if many else made[0]
         except _Theirs as found:
             nvcomp, at = self._asked(found), found.at
         if not many:
@@ -249,27 +258,10 @@ class Codec:
             results[i] = array
         return BatchArray(results)
 
-    def _decode(
-        self,
-        sources: list[Array],
-        outs: list[Array | None] | None,
-        many: bool,
-        kind: Kind,
-        sizes: list[int] | None,
-        shapes: list[onboard.Shape] | None,
-        device: int | None,
-    ) -> Any:
-        """Decodes by kernels or on the CPU; raises _Theirs."""
-        if device is not None and sources and self._verifies is False:
-            made = self._onboard(sources, outs, kind, shapes, device)
-            if made is not None:
-                return BatchArray(made) if many else made[0]
-        return self._run("decode", sources, outs, many, kind, sizes)
-
     def _onboard(
         self, sources: list[Array], outs: list[Array | None] | None, kind: Kind, shapes: list[onboard.Shape] | None, device: int
     ) -> list[Array] | None:
-        """Decodes by kernels; None where there is none for it."""
+        """Decodes by kernels; None where there is none for it. Raises _Theirs."""
         if self._algorithm and self._algorithm not in gpu.algorithms():
             return None
         stream = self._on(device)
@@ -293,8 +285,7 @@ class Codec:
         there = []
         where = (2, device)
         for a in sources:
-            if a._strides is not None:
-                raise ValueError(f"the Array is not contiguous: its strides are {a._strides}")
+            placing.dense(a)
             if a._pending is not None:
                 a._ready(a._device != where)
             moved = a if a._device == where else devices.to_device(a, stream=self._on(device), index=device)
@@ -312,10 +303,10 @@ class Codec:
         op: str,
         sources: list[Array],
         outs: list[Array | None] | None,
-        many: bool,
         kind: Kind,
         sizes: Sequence[int] | None = None,
-    ) -> Any:
+    ) -> list[Array]:
+        """Encodes or decodes on the CPU. Raises _Theirs."""
         device = self._device(sources)
         hosts = [placing.on_host(a) for a in sources]
         spans = [a._span for a in hosts]
@@ -352,7 +343,7 @@ class Codec:
             given = outs[i] if outs is not None else None
             results.append(placing.result(coded, into[i], given, kind, device, 1 if device is None else self._on(device)))
             results[i]._pending = late
-        return BatchArray(results) if many else results[0]
+        return results
 
     def _dtype(self, hosts: list[Array]) -> str | None:
         """What an encoder knows of the bytes."""
@@ -365,8 +356,11 @@ class Codec:
     def _need(self, op: str, hosts: list[Array], spans: list[codecs.Span]) -> list[int]:
         if op == "encode":
             return self._max([a.buffer_size for a in hosts])
-        found = codecs.run("size", spans, algorithm=self._algorithm or None, bitstream=self._bitstream)
-        return [0 if c.error is not None else c.nbytes for c in found]  # the error is decode's to raise
+        return [0 if c.error is not None else c.nbytes for c in self._told(spans)]  # the error is decode's to raise
+
+    def _told(self, spans: list[codecs.Span]) -> list[codecs.Coded]:
+        """What streams say of the length of their contents."""
+        return codecs.run("size", spans, algorithm=self._algorithm or None, bitstream=self._bitstream)
 
     def _look(self, made: Sequence[codecs.Coded], spans: Sequence[codecs.Span]) -> None:
         """Raises _Theirs where streams that were refused may be such as nvCOMP writes."""
@@ -423,7 +417,7 @@ class Codec:
         sizes = [uncompressed_size] if isinstance(uncompressed_size, int) else list(uncompressed_size)
         if not sizes or min(sizes) <= 0:
             raise ValueError("uncompressed sizes: expected some, each greater than zero")
-        return self._config(CompressConfig, sizes, many)
+        return CompressConfig._of(self, sizes, many)
 
     def decompression_config(self, src: Any) -> DecompressConfig:
         """A config for streams like these, or for what a CompressConfig of this
@@ -439,30 +433,25 @@ class Codec:
             chunk = self._chunk or codecs.default_chunk(self._algorithm)
             native = self._bitstream == "native"
             shapes = [(n, chunk if native else max(n, 1), self._algorithm) for n in src._sizes]
-            return self._config(DecompressConfig, list(src._sizes), src._many, shapes)
+            return DecompressConfig._of(self, list(src._sizes), src._many, shapes)
         many, sources = placing.listed(src)
         found = [self._shape(a) for a in sources]
         if None not in found:
-            return self._config(DecompressConfig, [shape[0] for shape in found if shape is not None], many, found)
+            return DecompressConfig._of(self, [shape[0] for shape in found if shape is not None], many, found)
         try:
-            return self._config(DecompressConfig, self._sizes(sources), many)
+            return DecompressConfig._of(self, self._sizes(sources), many)
         except _Theirs as theirs_all:
             nvcomp, at = self._asked(theirs_all), theirs_all.at
         if len(at) < len(sources):
             raise NotSupportedError("overwire: nvcomp: a config is for streams of one writer: some of these are ours, some nvCOMP's")
-        made = self._config(DecompressConfig, [], many)
-        made._theirs = nvcomp.codec.decompression_config(nvcomp.to_theirs(sources, many))
-        return made
+        return DecompressConfig._of(self, [], many, theirs=nvcomp.codec.decompression_config(nvcomp.to_theirs(sources, many)))
 
     def _shape(self, array: Array) -> onboard.Shape | None:
         """What a stream on a GPU says about itself; None: ask the host."""
         if self._device([array]) is None or array._strides is not None or not array._span.nbytes:
             return None
-        if array._device == (1, 0):
-            array = devices.to_device(array) or array
-        if array._device == (1, 0):
-            return None
-        return onboard.shape_of(array, self._algorithm, self._bitstream, array._stream)
+        there = array if array._device != devices.HOST else devices.to_device(array)
+        return None if there is None else onboard.shape_of(there, self._algorithm, self._bitstream, there._stream)
 
     def get_max_comp_buffer_size(self, source: Any) -> int:
         """The most bytes that encoding an Array gives."""
@@ -490,13 +479,11 @@ class Codec:
         """The alignment that suits nvCOMP too; nothing is required here."""
         return 8 if self._algorithm else 16
 
-    def get_required_decompression_alignment(self) -> int:
-        """As `get_required_compression_alignment`."""
-        return 8 if self._algorithm else 16
+    get_required_decompression_alignment = get_required_compression_alignment
 
     def _sizes(self, sources: list[Array]) -> list[int]:
         spans = [placing.on_host(a)._span for a in sources]
-        found = codecs.run("size", spans, algorithm=self._algorithm or None, bitstream=self._bitstream)
+        found = self._told(spans)
         self._look(found, spans)
         for coded in found:
             self._failed(coded)
@@ -512,23 +499,11 @@ class Codec:
         )
         return found
 
-    def _config(self, kind: type[_Config], sizes: list[int], many: bool, shapes: Any = None) -> _Config:
-        made = object.__new__(kind)
-        made._codec, made._sizes, made._many, made._shapes = self, sizes, many, shapes
-        return made
-
     def _mine(self, config: Any, kind: type[Any]) -> None:
         if not isinstance(config, kind):
             raise TypeError(f"expected a {kind.__name__}, got {type(config).__name__}")
         if config._codec is not self:
             raise ValueError(f"the {kind.__name__} is another Codec's")
-
-    def _fits(self, config: Any, kind: type[Any], sizes: list[int], many: bool) -> None:
-        if config is None:
-            return
-        self._mine(config, kind)
-        if config._sizes != sizes:
-            raise ValueError(f"the {kind.__name__} is for {config._sizes} bytes, not {sizes}")
 
     # Where it happens.
 
@@ -538,13 +513,9 @@ class Codec:
         if self._device_id is not None and self._device_id >= 0 and gpu.count():
             return self._device_id
         for a in sources:
-            if a._device != (1, 0):
+            if a._device != devices.HOST:
                 return a._device[1]
         return devices.current() if gpu.count() else None
-
-    def _ask(self, algorithm: str) -> original.Original:
-        own = {k: v for k, v in self._kwargs.items() if k not in ("strict", "ask_nvcomp")}
-        return original.Original(algorithm, own | {"algorithm": algorithm})
 
     def _open(self) -> None:
         if self._closed:

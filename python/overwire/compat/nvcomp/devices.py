@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ... import codecs, gpu
 from . import streams
+from .streams import current
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -15,29 +16,20 @@ __all__ = ["HOST", "current", "memory", "onto", "to_device", "to_host"]
 HOST = (1, 0)
 
 
-def current() -> int:
-    """The index of torch's current device if torch is imported, else 0."""
-    torch = gpu.torch_of()
-    return int(torch.cuda.current_device()) if torch is not None else 0
-
-
-def _like(array: Array, span: codecs.Span, device: tuple[int, int]) -> Array:
-    made = type(array)._of(span, array.buffer_size, array._kind, device)
+def _like(array: Array, span: codecs.Span, device: tuple[int, int], stream: int = 1) -> Array:
+    made = type(array)._of(span, array.buffer_size, array._kind, device, stream)
     made._shape, made._strides = array._shape, array._strides
     return made
 
 
 def memory(nbytes: int, device: int, stream: int) -> codecs.Span:
     """Memory of a GPU: of the user's device allocator where one is set."""
-    if streams.has_allocator("device"):
-        made = streams.allocate("device", nbytes, streams.CudaStream._made(stream, device))
-        if made is not None:
-            return made
-    return codecs.Span(*gpu.alloc(nbytes, device, stream)[:3])
+    made = streams.allocate("device", nbytes, stream, device)
+    return made if made is not None else codecs.Span(*gpu.alloc(nbytes, device, stream)[:3])
 
 
 def _host(nbytes: int, device: int, stream: int) -> codecs.Span:
-    made = streams.allocate("pinned", nbytes, streams.CudaStream._made(stream, device))
+    made = streams.allocate("pinned", nbytes, stream, device)
     if made is not None:
         return made
     torch = gpu.torch_of()
@@ -81,7 +73,4 @@ def to_device(array: Array, synchronize: bool = True, stream: int = 0, index: in
     span = memory(nbytes, index, stream)
     onto(array, span.address, index, stream, synchronize)
     # What has not been read yet stays.
-    made = _like(array, span if synchronize else codecs.Span(span.address, nbytes, (span.keep, array)), (2, index))
-    made._stream = made._joined = stream
-    return made
-
+    return _like(array, span if synchronize else codecs.Span(span.address, nbytes, (span.keep, array)), (2, index), stream)

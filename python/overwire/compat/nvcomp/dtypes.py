@@ -8,9 +8,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["Kind", "integers_name", "kind_of", "numpy_dtype", "safetensors_name", "typestr"]
+__all__ = ["BYTE", "Kind", "elements", "integers_name", "kind_of", "numpy_dtype", "safetensors_name", "typestr"]
 
 Kind = tuple[int, int, int]
+
+#: What results are unless it is said: |i1, as nvCOMP's.
+BYTE: Kind = (0, 8, 1)
 
 _CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
 _LETTERS = {code: letter for letter, code in _CODES.items()}
@@ -61,6 +64,14 @@ def kind_of(data_type: Any) -> Kind:
     if found is None or size not in sizes[found[2]] or (found[1] == "|" and size != 1):
         raise ValueError(f"Unknown output data type: {data_type!r}")
     return _CODES[found[2]], 8 * size, 1
+
+
+def elements(nbytes: int, kind: Kind) -> int:
+    """How many elements bytes are. ValueError where they are no whole number."""
+    size = kind[1] * kind[2] // 8
+    if nbytes % size:
+        raise ValueError(f"{nbytes} bytes are no whole number of elements of {kind[1]} bits")
+    return nbytes // size
 
 
 def typestr(kind: Kind) -> str:

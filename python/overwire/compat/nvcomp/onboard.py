@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from ... import codecs, gpu
 from . import devices
 from .arrays import Array, Later
-from .dtypes import Kind
+from .dtypes import BYTE, Kind
+from .placing import writable
 
 __all__ = ["decode", "encode", "shape_of"]
 
@@ -71,6 +72,8 @@ def decode(
         return None
     item = kind[1] * kind[2] // 8
     x16 = name == "X16"
+    # How streams lie where kernels read them: `lead` bytes before a multiple of `step`.
+    step, lead = (16 if x16 else 8), (8 if x16 and bitstream == "raw" else 0 if x16 or bitstream == "native" else None)
     where = (2, device)
     made: list[Array] = []
     rows = []
@@ -89,7 +92,7 @@ def decode(
             return None
         else:
             result = _target(out, size, kind, device, stream)
-        source = _placed(array, x16, bitstream, device, stream)
+        source = array if lead is None else _aligned(array, step, lead, device, stream)
         src, dst = source._span[0], result._span[0]
         if x16 and dst % 16:
             return None
@@ -134,18 +137,13 @@ def encode(
             return None
         bound = codecs.max_size(size, "X16", bitstream=bitstream, chunk_size=chunk if native else None)
         how = _transform(array, name, device, stream)
-        room = _target(out, bound, _BYTE, device, stream, exact=False)
+        room = _target(out, bound, BYTE, device, stream, exact=False)
         if room._span.address % 16:
             return None
         if room._late(stream):
             after.append(room._stream)
         made.append(room)
-        source = array
-        if array._span.address % 16:
-            placed = devices.memory(size, device, stream)
-            devices.onto(array, placed.address, device, stream, wait=False)
-            source = Array._of(codecs.Span(placed.address, size, (placed.keep, array)), size, device=(2, device))
-            source._stream = source._joined = stream
+        source = _aligned(array, 16, 0, device, stream)
         if source._late(stream):
             after.append(source._stream)
         contents.append((source._span.address, size, room._span.address, room._capacity, step, how))
@@ -161,7 +159,6 @@ def encode(
     return made
 
 
-_BYTE: Kind = (0, 8, 1)
 # What decides on a transform where the type does not.
 _SAMPLE = 256 << 10
 
@@ -185,13 +182,8 @@ def _target(given: Array | None, size: int, kind: Kind, device: int, stream: int
     """The Array that a content becomes: `given`, where it has the room (which is
     known later, if size is a bound and not exact)."""
     if given is None:
-        made = Array._of(devices.memory(size, device, stream), size, kind, (2, device))
-        made._stream = made._joined = stream
-        return made
-    if given._readonly:
-        raise ValueError("out is read-only")
-    if given._strides is not None:
-        raise ValueError("out is not contiguous")
+        return Array._of(devices.memory(size, device, stream), size, kind, (2, device), stream)
+    writable(given)
     ours = given._native
     capacity = given._capacity if ours else given._span.nbytes
     before = given._stream, given._joined
@@ -202,7 +194,6 @@ def _target(given: Array | None, size: int, kind: Kind, device: int, stream: int
     else:
         span = codecs.Span(given._span.address, capacity, given._span.keep if ours else given)
     made = Array._of(span, min(size, capacity), kind, (2, device))
-    made._capacity = capacity
     made._stream, made._joined = before
     if ours:
         given.__dict__.update(made.__dict__)
@@ -211,18 +202,12 @@ def _target(given: Array | None, size: int, kind: Kind, device: int, stream: int
     return made
 
 
-def _placed(array: Array, x16: bool, bitstream: str, device: int, stream: int) -> Array:
-    """The Array, or a copy of it that lies as kernels read it."""
-    if not x16 and bitstream != "native":
-        return array
-    lead = 8 if x16 and bitstream == "raw" else 0
-    step = 16 if x16 else 8
+def _aligned(array: Array, step: int, lead: int, device: int, stream: int) -> Array:
+    """The Array, or a copy of it that begins `lead` bytes before a multiple of `step`."""
     if (array._span[0] + lead) % step == 0:
         return array
     nbytes = array._span.nbytes
     room = devices.memory(nbytes + step, device, stream)
     at = room.address + (-(room.address + lead)) % step
     devices.onto(array, at, device, stream, wait=False)
-    made = Array._of(codecs.Span(at, nbytes, (room.keep, array)), nbytes, device=(2, device))
-    made._stream = made._joined = stream
-    return made
+    return Array._of(codecs.Span(at, nbytes, (room.keep, array)), nbytes, device=(2, device), stream=stream)

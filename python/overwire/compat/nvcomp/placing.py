@@ -8,20 +8,33 @@ from ... import codecs, gpu
 from ...errors import ArgumentError, NotSupportedError
 from ...plumbing import apart
 from . import devices
-from .arrays import Array, BatchArray, each
-from .dtypes import Kind
+from .arrays import Array, BatchArray
+from .dtypes import Kind, elements
 
-__all__ = ["listed", "on_host", "outputs", "result", "room", "typed"]
+__all__ = ["dense", "listed", "on_host", "outputs", "result", "room", "typed", "writable"]
 
 
 def listed(source: Any) -> tuple[bool, list[Array]]:
     many = isinstance(source, (list, tuple))
-    return many, each(source if many else [source])
+    return many, [one if isinstance(one, Array) else Array(one) for one in (source if many else [source])]
+
+
+def dense(array: Array) -> None:
+    """Raises ValueError for an Array with gaps."""
+    if array._strides is not None:
+        raise ValueError(f"the Array is not contiguous: its strides are {array._strides}")
+
+
+def writable(out: Array) -> None:
+    """Raises ValueError for an `out` that cannot be written to from end to end."""
+    if out._readonly:
+        raise ValueError("out is read-only")
+    if out._strides is not None:
+        raise ValueError("out is not contiguous")
 
 
 def on_host(array: Array) -> Array:
-    if array._strides is not None:
-        raise ValueError(f"the Array is not contiguous: its strides are {array._strides}")
+    dense(array)
     host = array.cpu()
     if host is None:
         raise NotSupportedError("overwire: nvcomp: the Array is on a GPU that cannot be copied from")
@@ -45,11 +58,8 @@ def outputs(out: Any, many: bool, sources: list[Array], stream: int) -> list[Arr
 
 def typed(made: Any, kind: Kind) -> Any:
     """Arrays of bytes, or a batch of them, as elements of a kind."""
-    size = kind[1] * kind[2] // 8
     for array in made if isinstance(made, BatchArray) else [made]:
-        if array.buffer_size % size:
-            raise ValueError(f"{array.buffer_size} bytes are no whole number of elements of {kind[1]} bits")
-        array._kind, array._shape, array._strides = kind, (array.buffer_size // size,), None
+        array._kind, array._shape, array._strides = kind, (elements(array.buffer_size, kind),), None
     return made
 
 
@@ -58,11 +68,8 @@ def room(array: Array | None, need: int) -> codecs.Span | None:
     ours that is too small, and where the result is copied to a GPU."""
     if array is None:
         return None
-    if array._readonly:
-        raise ValueError("out is read-only")
-    if array._strides is not None:
-        raise ValueError("out is not contiguous")
-    if array._device != (1, 0):
+    writable(array)
+    if array._device != devices.HOST:
         return None
     if not array._native:
         return codecs.Span(array._span.address, array.buffer_size, array)
@@ -72,13 +79,11 @@ def room(array: Array | None, need: int) -> codecs.Span | None:
 def result(
     coded: codecs.Coded, span: codecs.Span | None, out: Array | None, kind: Kind, device: int | None, stream: int
 ) -> Array:
-    if coded.nbytes % (kind[1] * kind[2] // 8):
-        raise ValueError(f"{coded.nbytes} bytes are no whole number of elements of {kind[1]} bits")
+    elements(coded.nbytes, kind)
     placed = span is not None
     if span is None:
         span = codecs.Span(coded.address, coded.nbytes, coded.memory)
     made = Array._of(span, coded.nbytes, kind)
-    made._capacity = span.nbytes
     if out is not None and not out._native:
         if placed:
             made._native = False
@@ -102,7 +107,6 @@ def _onto(made: Array, out: Array, stream: int) -> Array:
         gpu.follow(stream, out._stream, device=device)
     if nbytes:
         devices.onto(made, out._span.address, device, stream)
-    placed = Array._of(codecs.Span(out._span.address, nbytes, out), nbytes, made._kind, out._device)
-    placed._capacity, placed._native = out.buffer_size, False
-    placed._stream = placed._joined = stream
+    placed = Array._of(codecs.Span(out._span.address, out.buffer_size, out), nbytes, made._kind, out._device, stream)
+    placed._native = False
     return placed

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from ... import codecs, gpu
 
-__all__ = ["CudaStream", "check", "set_device_allocator", "set_host_allocator", "set_pinned_allocator"]
+__all__ = ["CudaStream", "check", "current", "set_device_allocator", "set_host_allocator", "set_pinned_allocator"]
 
 # The default, legacy and per-thread streams.
 _SPECIAL = (0, 1, 2)
@@ -64,13 +63,18 @@ class CudaStream:
         return self._ptr
 
 
+def current() -> int:
+    """The number of torch's current device if torch is imported, else 0."""
+    torch = gpu.torch_of()
+    return int(torch.cuda.current_device()) if torch is not None else 0
+
+
 def _device(what: str, index: int) -> int:
     count = gpu.count()
     if count == 0:
         raise RuntimeError(f"{what}: no CUDA device")
     if index == -1:
-        torch = gpu.torch_of()
-        return int(torch.cuda.current_device()) if torch is not None else 0
+        return current()
     if not 0 <= index < count:
         raise ValueError(f"device {index}: there are {count}")
     return index
@@ -84,18 +88,13 @@ def check(stream: int, device: int) -> None:
 
 Allocator = Callable[[int, CudaStream], Any]
 
-_lock = threading.Lock()
-_allocators: dict[str, Allocator] = {}
+_allocators: dict[str, Allocator | None] = {}
 
 
 def _set(kind: str, allocator: Allocator | None) -> None:
     if allocator is not None and not callable(allocator):
         raise TypeError(f"set_{kind}_allocator: expected a callable or None, got {type(allocator).__name__}")
-    with _lock:
-        if allocator is None:
-            _allocators.pop(kind, None)
-        else:
-            _allocators[kind] = allocator
+    _allocators[kind] = allocator
 
 
 def set_device_allocator(allocator: Allocator | None = None) -> None:
@@ -116,16 +115,15 @@ def set_host_allocator(allocator: Allocator | None = None) -> None:
     _set("host", allocator)
 
 
-def allocate(kind: str, nbytes: int, stream: CudaStream | None = None) -> codecs.Span | None:
+def allocate(kind: str, nbytes: int, stream: int = 0, device: int = -1) -> codecs.Span | None:
     """Memory of the user's allocator; None where none is set or nothing is asked.
 
     What the allocator raises is passed on.
     """
-    with _lock:
-        allocator = _allocators.get(kind)
+    allocator = _allocators.get(kind)
     if allocator is None or nbytes == 0:
         return None
-    made = allocator(nbytes, stream if stream is not None else CudaStream._made(0, -1))
+    made = allocator(nbytes, CudaStream._made(stream, device))
     ptr = getattr(made, "ptr", None)
     if not isinstance(ptr, int):
         raise TypeError(f"the {kind} allocator returned {type(made).__name__}, which has no int ptr")
@@ -136,5 +134,4 @@ def allocate(kind: str, nbytes: int, stream: CudaStream | None = None) -> codecs
 
 def has_allocator(kind: str) -> bool:
     """Whether the user has set an allocator."""
-    with _lock:
-        return kind in _allocators
+    return _allocators.get(kind) is not None

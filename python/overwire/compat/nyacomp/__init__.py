@@ -20,7 +20,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from ...plumbing import honour_nyacomp
@@ -37,6 +37,7 @@ from .bundles import (
     load_compressed_pickle,
     tensor_bytes,
 )
+from .hf import stats
 from .manifests import MERGE_INFO as MERGE_INFO_FNAME
 from .manifests import ints, to_csv
 from .merging import (
@@ -52,18 +53,9 @@ try:
     from nvtx import annotate  # type: ignore[import-not-found]
 except ImportError:
 
-    class annotate(contextlib.ContextDecorator):  # type: ignore[no-redef]
+    class annotate(contextlib.nullcontext, contextlib.ContextDecorator):  # type: ignore[no-redef,type-arg]
         """Marks a range for NVIDIA's profiler: of nvtx where that is installed;
         this one does nothing."""
-
-        def __init__(self, message: str = "") -> None:
-            self.message = message
-
-        def __enter__(self) -> Any:
-            return self
-
-        def __exit__(self, *exc: object) -> None:
-            return None
 
 
 try:
@@ -133,9 +125,8 @@ def empty_cache() -> None:
     import gc
 
     gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    if (cuda := _cuda()) is not None:
+        cuda.empty_cache()
 
 
 @contextlib.contextmanager
@@ -151,9 +142,13 @@ def cleanup() -> Iterator[None]:
         log.debug("GPU memory of torch: %s before, %s used, %s after", *map(natsize, (before, used, _reserved())))
 
 
-def _reserved() -> int:
+def _cuda() -> Any:
     torch = sys.modules.get("torch")
-    return int(torch.cuda.memory_reserved()) if torch is not None and torch.cuda.is_initialized() else 0
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
+
+
+def _reserved() -> int:
+    return 0 if (cuda := _cuda()) is None else int(cuda.memory_reserved())
 
 
 def with_cleanup(path: PathLike) -> None:
@@ -161,7 +156,3 @@ def with_cleanup(path: PathLike) -> None:
     with cleanup():
         load_compressed_pickle(path)
 
-
-def stats(times: Sequence[float]) -> str:
-    """Mean, standard deviation and minimum in one line, rounded to 4 digits."""
-    return hf.stats(times)

@@ -16,21 +16,19 @@ import os
 import sys
 import tempfile
 import threading
-import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import overwire
-from overwire.plumbing import path_of, regular
+from overwire import gpu
+from overwire.plumbing import ObjectReader, beside, path_of, place_of, regular, shown
 
 from . import hlif, manifests, settings
 
 __all__ = ["AsyncDecompressor", "CompressedFile", "batch_decompress", "compress", "decompress", "decompress_from_meta"]
 
 __version__ = overwire.__version__
-
-_SAMPLE = 1 << 16  # bytes of one of 16 samples
 
 
 def compress(data: Any, filename: str | os.PathLike[str], algo: int = 0) -> int:
@@ -41,15 +39,17 @@ def compress(data: Any, filename: str | os.PathLike[str], algo: int = 0) -> int:
 
     Returns the file's size, which may be above that of the data.
     """
-    import torch
-
-    if algo not in (0, 1, 2):
-        raise overwire.ArgumentError(f"overwire: algo: expected 0, 1 or 2, got {algo!r}")
+    settings.check_algo(algo)
     view = memoryview(data).cast("B")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that bytes are not writable: they are only read
-        tensor = torch.frombuffer(view, dtype=torch.uint8) if len(view) else torch.empty(0, dtype=torch.uint8)
-    return write_tensor(tensor.view(_kind(tensor)), filename)
+    kind, size = _KINDS.get(gpu.transform(None, view) or 0, ("U8", 1))
+    if len(view) % size:
+        kind, size = "U8", 1
+    return write_tensor(overwire.TensorSpec.of(kind, [len(view) // size], view), filename)
+
+
+# By the engine's number of the transform that makes bytes smallest (docs/format.md 3.1),
+# which it finds by samples: the dtype, and its bytes.
+_KINDS = {1: ("BF16", 2), 2: ("F16", 2), 3: ("F32", 4), 4: ("F8_E4M3", 1), 5: ("F8_E5M2", 1)}
 
 
 def write_tensor(tensor: Any, filename: str | os.PathLike[str]) -> int:
@@ -57,36 +57,6 @@ def write_tensor(tensor: Any, filename: str | os.PathLike[str]) -> int:
     name = os.path.basename(os.fspath(filename)).rsplit(".", 1)[0]
     overwire.save_file({name or "tensor": tensor}, filename)
     return os.stat(filename).st_size
-
-
-def _kind(data: Any) -> Any:
-    """The float type that makes these bytes (a flat uint8 tensor) smallest, uint8
-    if none does: estimated by the entropy of what would be the exponents."""
-    import torch
-
-    size = data.numel()
-    if size > 16 * _SAMPLE:
-        step = size // 16 // 8 * 8
-        data = torch.cat([data[at * step : at * step + _SAMPLE] for at in range(16)])
-    best, kind = _entropy(data) / 8, torch.uint8
-    # float16 first: read as bfloat16 it looks as good and is not.
-    for dtype, bits, low in ((torch.float16, 16, 10), (torch.bfloat16, 16, 7), (torch.float32, 32, 23), (torch.float64, 64, 52)):
-        if size == 0 or size % (bits // 8):
-            continue
-        words = data.view({16: torch.int16, 32: torch.int32, 64: torch.int64}[bits])
-        exponents = (words >> low) & ((1 << (bits - 1 - low)) - 1)
-        mantissa = 1 + (low if bool(words.bitwise_and((1 << 16) - 1).any()) or bits != 32 else 7)
-        share = (_entropy(exponents) + mantissa) / bits
-        if share < best * 0.99:
-            best, kind = share, dtype
-    return kind
-
-
-def _entropy(values: Any) -> float:
-    # Bits a value.
-    counts = values.flatten().long().bincount().double()
-    shares = counts[counts > 0] / max(values.numel(), 1)
-    return float(-(shares * shares.log2()).sum())
 
 
 class CompressedFile:
@@ -145,26 +115,17 @@ class AsyncDecompressor:
     Loading begins with this call, in the engine's own threads, without the GIL
     and without torch. Nothing is raised before `get`."""
 
-    _preload: overwire.Preload | None
+    _preload: overwire.Preload | None = None
 
-    def __init__(self, csv_path: str | os.PathLike[str]) -> None:
-        self._set(csv_path, None)
-        with contextlib.suppress(overwire.OverwireError):  # get() meets it again
-            self._preload = overwire.preload(self.path)
-
-    def _set(self, csv_path: str | os.PathLike[str], preload: overwire.Preload | None) -> None:
+    def __init__(self, csv_path: str | os.PathLike[str], *, start: bool = True) -> None:
+        """start: False where a preload of it runs already, which `get` then joins."""
         #: The meta.csv, absolute.
         self.path = os.fspath(csv_path) if "://" in os.fspath(csv_path) else os.path.abspath(csv_path)
         self._lock = threading.Lock()
         self._tensors: list[Any] | None = None
-        self._preload = preload
-
-    @classmethod
-    def joining(cls, csv_path: str | os.PathLike[str]) -> AsyncDecompressor:
-        """For a meta.csv whose preload runs already: starts nothing."""
-        made = cls.__new__(cls)
-        made._set(csv_path, None)
-        return made
+        if start:
+            with contextlib.suppress(overwire.OverwireError):  # get() meets it again
+                self._preload = overwire.preload(self.path)
 
     def get(self) -> list[Any]:
         """Waits and returns all tensors; the same ones each time. Raises what
@@ -182,15 +143,11 @@ class AsyncDecompressor:
             return _read(_entries(self.path), self._preload) if tensors is None else tensors
 
 
-class _Entry:
-    """A file and where it lies; whether nvCOMP wrote it is seen in `_check`."""
+class _Entry(NamedTuple):
+    """A file, and where it is now."""
 
-    __slots__ = ("file", "nvcomp", "place")
-
-    def __init__(self, file: CompressedFile, place: str) -> None:
-        self.file = file
-        self.place = place
-        self.nvcomp = False
+    file: CompressedFile
+    place: str
 
 
 def _entries(csv_path: str) -> list[_Entry]:
@@ -208,15 +165,9 @@ def _place(filename: str, csv_path: str) -> str:
         return _sibling(filename, csv_path)
     if "://" in filename and (settings.flag("DOWNLOAD") or not csv_path):
         return filename
-    folder, name = os.path.split(csv_path)[0], os.path.basename(filename)
-    standing = filename if "://" in filename else os.path.join(folder, filename) if csv_path else filename
-    tried = [standing, filename.lstrip("/")]
     if csv_path:
-        tried = [os.path.join(folder, name), os.path.join(folder, manifests.FOLDER, name), *tried]
-    for place in tried:
-        if os.path.exists(place):
-            return place
-    return standing
+        return place_of(csv_path, filename)
+    return next((place for place in (filename, filename.lstrip("/")) if os.path.exists(place)), filename)
 
 
 def _sibling(filename: str, csv_path: str) -> str:
@@ -233,9 +184,7 @@ def _sibling(filename: str, csv_path: str) -> str:
         raise overwire.FormatError(f"overwire: open {csv_path}: {filename!r} is no file name", source=csv_path)
     path, mark, rest = csv_path.partition("?")
     folder = path[: path.rindex("/") + 1]
-    # Of a csv in the README's place: in the folder nya beside it.
-    below = filename.split("/")[-2:-1] == [manifests.FOLDER] and not folder.endswith(f"/{manifests.FOLDER}/")
-    return folder + (f"{manifests.FOLDER}/" if below else "") + name + mark + rest
+    return folder + beside(folder, filename) + mark + rest
 
 
 def device() -> str:
@@ -258,69 +207,63 @@ def _read(entries: list[_Entry], preload: overwire.Preload | None, sizes: bool =
     in one load, which joins the preload if it is of the same files. sizes: those
     that are listed of the files are right."""
     if sizes and preload is None and (settings.text("OVERWIRE_DOWNLOADER") or settings.text("DOWNLOADER_PATH")):
-        with _brought([entry for entry in entries if entry.place.startswith(("http://", "https://"))]):
-            return _tensors(entries, None)
+        with _brought(entries) as there:
+            return _tensors(there, None)
     return _tensors(entries, preload)
 
 
 @contextlib.contextmanager
-def _brought(entries: list[_Entry]) -> Iterator[None]:
-    """Remote entries as files in a folder, for a while. The downloader is one
-    process that gets all URLs, as nyacomp has it; its stream is cut by the sizes
-    that are listed."""
-    if not entries:
-        yield
+def _brought(entries: list[_Entry]) -> Iterator[list[_Entry]]:
+    """The entries, of which remote ones are files in a folder, for a while. The
+    downloader is one process that gets all URLs, as nyacomp has it; its stream is cut
+    by the sizes that are listed."""
+    remote = [entry for entry in entries if entry.place.startswith(("http://", "https://"))]
+    if not remote:
+        yield entries
         return
-    from overwire.plumbing import ObjectReader, shown
-
-    urls = [entry.place for entry in entries]
-    sizes = [entry.file.compressed_size for entry in entries]
+    sizes = [entry.file.compressed_size for entry in remote]
     with tempfile.TemporaryDirectory(prefix="overwire-") as folder:
-        with ObjectReader(urls, sizes=sizes) as reader:
-            for at, (entry, size) in enumerate(zip(entries, sizes, strict=True)):
-                entry.place = os.path.join(folder, f"{at}-{os.path.basename(urlsplit(entry.place).path)}")
-                with open(entry.place, "wb") as file:
+        places = [os.path.join(folder, f"{at}-{os.path.basename(urlsplit(entry.place).path)}") for at, entry in enumerate(remote)]
+        with ObjectReader([entry.place for entry in remote], sizes=sizes) as reader:
+            for place, size in zip(places, sizes, strict=True):
+                with open(place, "wb") as file:
                     while size and (part := reader.read(min(size, 1 << 20))):
                         file.write(part)
                         size -= len(part)
             reader.read(1)  # what went wrong at the end
+        here = {id(entry): entry._replace(place=place) for entry, place in zip(remote, places, strict=True)}
         try:
-            yield
+            yield [here.get(id(entry), entry) for entry in entries]
         except overwire.OverwireError as error:
             text = str(error)
-            for entry, url in zip(entries, urls, strict=True):
-                text = text.replace(entry.place, shown(url))
-                if error.source == entry.place:
-                    error.source = shown(url)
+            for entry, place in zip(remote, places, strict=True):
+                text = text.replace(place, shown(entry.place))
+                if error.source == place:
+                    error.source = shown(entry.place)
             error.args = (text, *error.args[1:])
             raise
 
 
 def _tensors(entries: list[_Entry], preload: overwire.Preload | None) -> list[Any]:
-    import torch
-
-    names: list[list[str] | None] = []  # in each container, None: no container
-    for entry in entries:
-        names.append(_check(entry))
-    places = [entry.place for entry, inside in zip(entries, names, strict=True) if inside is not None]
-    flat = [name for inside in names if inside is not None for name in inside]
+    found = [_check(entry) for entry in entries]
+    containers = [(entry, names) for entry, names in zip(entries, found, strict=True) if isinstance(names, list)]
+    places, flat = [entry.place for entry, _ in containers], [name for _, names in containers for name in names]
     loaded: dict[str, Any] = {}
-    if preload is not None and len(preload.uris) == len(places) and len(set(flat)) == len(flat):
-        places = preload.uris
     if flat and len(set(flat)) == len(flat):
+        if preload is not None and len(preload.uris) == len(places):
+            places = preload.uris
         loaded = overwire.load_file(places, framework="pt", device=device())
     tensors: list[Any] = []
-    for entry, inside in zip(entries, names, strict=True):
-        if inside is None:
-            tensors.append(_shaped(_foreign(entry) if entry.nvcomp else _raw(entry), entry))
+    for entry, names in zip(entries, found, strict=True):
+        if not isinstance(names, list):
+            tensors.append(_shaped(names(entry), entry))
             continue
         # Files that were copied or gathered may hold equal names: one by one.
         mine = loaded or overwire.load_file(entry.place, framework="pt", device=device())
         if _is_bundle(entry):
-            tensors += [mine.pop(name) for name in inside]
+            tensors += [mine.pop(name) for name in names]
         else:
-            tensors.append(_shaped(mine.pop(inside[0]), entry))
-    assert all(isinstance(tensor, torch.Tensor) for tensor in tensors)
+            tensors.append(_shaped(mine.pop(names[0]), entry))
     return tensors
 
 
@@ -329,15 +272,18 @@ def _is_bundle(entry: _Entry) -> bool:
     return entry.place.endswith(".safetensors")
 
 
-def _check(entry: _Entry) -> list[str] | None:
-    """The names in a container; None for raw bytes and for nvCOMP's files. Reads
+def _check(entry: _Entry) -> list[str] | Callable[[_Entry], Any]:
+    """The names in a container, else what gives the bytes of a file that is none. Reads
     headers only."""
     file, place = entry.file, entry.place
     if _is_bundle(entry):
         (source,) = overwire.inspect(place)["sources"]
         order = (source.get("metadata") or {}).get("overwire.blobs", "")
         return order.split("\n") if order else [row["name"] for row in source["tensors"]]
-    size = math.prod(file.shape) * _dtype(file.dtype, place).itemsize
+    item = _dtype(file.dtype, place).itemsize
+    if math.prod(max(d, 1) for d in file.shape) * item >= 1 << 63:
+        raise _misfit(place, f"shape {list(file.shape)} of {file.dtype}: no tensor is that large")
+    size = math.prod(file.shape) * item
     if size != file.decompressed_size:
         raise _misfit(place, f"shape {list(file.shape)} of {file.dtype} has {size} bytes, listed are {file.decompressed_size}")
     if file.raw:
@@ -345,22 +291,20 @@ def _check(entry: _Entry) -> list[str] | None:
             found = _size_of(place)
             if found != size:
                 raise overwire.CorruptError(f"overwire: open {place}: {found} bytes, {size} wanted", source=place)
-        return None
+        return _raw
     if "://" not in place:
         _size_of(place)
         foreign = hlif.sniff(place)
         if foreign is not None:
             if foreign.plain != size:
                 raise _misfit(place, f"{foreign.plain} bytes in it, {size} wanted")
-            entry.nvcomp = True
-            return None
+            return _foreign
     try:
         (source,) = overwire.inspect(place)["sources"]
     except overwire.FormatError:
         if "://" not in place:
             raise
-        entry.nvcomp = True  # or nonsense: seen when it is here
-        return None
+        return _foreign  # or nonsense: seen when it is here
     rows = source["tensors"]
     if len(rows) != 1 or rows[0]["bytes"] != size:
         raise _misfit(place, f"{sum(row['bytes'] for row in rows)} bytes in {len(rows)} tensors, {size} in one wanted")
@@ -393,11 +337,8 @@ def _raw(entry: _Entry) -> Any:
         data = bytearray(overwire.read_bytes(place, size))
     else:
         data = bytearray(size)
-        with open(place, "rb", buffering=0, opener=regular) as file:
-            view, at = memoryview(data), 0
-            while at < size and (count := file.readinto(view[at:])):
-                at += count
-            if at < size or file.read(1):
+        with open(place, "rb", opener=regular) as file:
+            if file.readinto(data) < size or file.read(1):
                 raise overwire.CorruptError(f"overwire: read {place}: its size is not {size} bytes (any more)", source=place)
     if len(data) != size:
         raise overwire.CorruptError(f"overwire: read {place}: {len(data)} bytes, {size} wanted", source=place)
@@ -411,10 +352,8 @@ def _foreign(entry: _Entry) -> Any:
 
     size = entry.file.decompressed_size
     # At the most 64 KiB chunks, each with its row in the tables, that are stored.
-    most = 2 * size + (1 << 20)
-    data = overwire.read_bytes(entry.place, most)
-    flat = torch.empty(size, dtype=torch.uint8)
-    hlif.decode(entry.place, data, flat.numpy())
+    plain = hlif.decode(entry.place, overwire.read_bytes(entry.place, 2 * size + (1 << 20)), size)
+    flat = torch.frombuffer(plain, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
     return flat.to(device())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pickle
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, Union
 
 import overwire
-from overwire.plumbing import refuse_urls, regular
+from overwire.plumbing import MetaRow, refuse_urls, regular
 
 from . import _nyacomp, manifests, partition, settings
 from .merging import split_tensors, tensor_size
@@ -42,8 +43,7 @@ def compress(model: Any, path: PathLike = DEFAULT, *, empty: bool = False) -> fl
 def compress_pickle(obj: Any, path: PathLike = DEFAULT, algo: int = 0) -> float:
     """Saves any object, otherwise as `compress`. `algo` (0, 1 or 2) chose one of
     nvCOMP's settings; all mean the same here."""
-    if algo not in (0, 1, 2):
-        raise overwire.ArgumentError(f"overwire: algo: expected 0, 1 or 2, got {algo!r}")
+    settings.check_algo(algo)
     ratio = overwire.compress_pickle(obj, path, compress=not settings.flag("UNCOMPRESSED"))
     _write_manifests(path)
     return ratio
@@ -55,9 +55,7 @@ def _write_manifests(path: PathLike) -> None:
     (row,) = manifests.read_csv(folder / manifests.FOLDER / manifests.META).rows
     container = folder / manifests.FOLDER / os.path.basename(row.filename)
     count = sum(len(source["tensors"]) for source in overwire.inspect(container)["sources"])
-    name = row.filename
-    if settings.host():
-        name = manifests.host_name(container)
+    name = manifests.host_name(container) if settings.host() else row.filename
     meta = {**row._asdict(), "filename": name, "shape": list(row.shape)}
     manifests.write(folder, [meta], [[0]], ",".join(map(str, range(count))))
 
@@ -89,7 +87,8 @@ def get_pipeline_params(pipeline: Any) -> list[Any]:
 def tensor_bytes(tensor: Any) -> bytes:
     """A copy of a tensor's elements as bytes, in row-major order."""
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return ctypes.string_at(dense.data_ptr(), tensor_size(dense)) if dense.numel() else b""
+    # Not ctypes.string_at, whose size has 32 bits before Python 3.14.
+    return (ctypes.c_char * tensor_size(dense)).from_address(dense.data_ptr()).raw if dense.numel() else b""
 
 
 def compress_parameter(param: Any, path: PathLike, algo: int = 0) -> tuple[dict[str, Any], int, int]:
@@ -99,8 +98,7 @@ def compress_parameter(param: Any, path: PathLike, algo: int = 0) -> tuple[dict[
 
     Returns the dict for `to_csv`, the tensor's bytes, and the file's.
     """
-    if algo not in (0, 1, 2):
-        raise overwire.ArgumentError(f"overwire: algo: expected 0, 1 or 2, got {algo!r}")
+    settings.check_algo(algo)
     target, raw = Path(path), Path(path).with_suffix(".raw")
     tensor = param.detach()
     size = stored = tensor_size(tensor)
@@ -140,14 +138,13 @@ def start_preload() -> None:
     path = settings.text("PRELOAD_PATH")
     if path.endswith(".csv"):
         # The import of this package has started it; get() joins that.
-        decompressor = _nyacomp.AsyncDecompressor.joining(path)
+        decompressor = _nyacomp.AsyncDecompressor(path, start=False)
     elif not path and os.path.exists(DEFAULT_META):
-        try:
+        start = False
+        with contextlib.suppress(overwire.OverwireError):  # get(), which is asked for, meets what there is to meet
             refuse_urls(os.path.abspath(DEFAULT_META))
-        except overwire.OverwireError:  # get(), which is asked for, meets what there is to meet
-            decompressor = _nyacomp.AsyncDecompressor.joining(DEFAULT_META)
-        else:
-            decompressor = _nyacomp.AsyncDecompressor(DEFAULT_META)
+            start = True
+        decompressor = _nyacomp.AsyncDecompressor(DEFAULT_META, start=start)
 
 
 def load_compressed(path: PathLike = DEFAULT) -> Any:
@@ -175,20 +172,23 @@ def _load(path: PathLike, verb: Any) -> Any:
         return _References(file, tensors, os.fspath(path)).load()
 
 
+def _listed(path: PathLike) -> list[MetaRow] | None:
+    """The files that the manifest of a bundle lists, or PRELOAD_PATH's; None without one."""
+    meta = manifests.find(path, manifests.META) or settings.text("PRELOAD_PATH")
+    return manifests.read_csv(meta).rows if meta else None
+
+
 def _remote(path: PathLike) -> str | None:
     """With DOWNLOAD, the URL of a bundle's container; else None: read it from there."""
-    if not settings.flag("DOWNLOAD"):
-        return None
-    meta = manifests.find(path, manifests.META) or settings.text("PRELOAD_PATH")
-    rows = manifests.read_csv(meta).rows if meta else []
+    rows = _listed(path) or [] if settings.flag("DOWNLOAD") else []
     urls = [row.filename for row in rows if "://" in row.filename and row.filename.endswith(".safetensors")]
     return urls[0] if len(urls) == len(rows) == 1 else None
 
 
 def _foreign(path: PathLike) -> bool:
     """Whether the manifest lists nyacomp's files, not an overwire container."""
-    meta = manifests.find(path, manifests.META) or settings.text("PRELOAD_PATH")
-    return bool(meta) and not any(row.filename.endswith(".safetensors") for row in manifests.read_csv(meta).rows)
+    rows = _listed(path)
+    return rows is not None and not any(row.filename.endswith(".safetensors") for row in rows)
 
 
 class _References(pickle.Unpickler):

@@ -63,14 +63,17 @@ def compress_state_dict(path: _PathLike, treshold: int = 16000) -> tuple[int, in
     more than `treshold` bytes, into nya/ beside it. Files of an earlier run are
     replaced.
 
-    Returns the bytes of all tensors, and what they take now.
+    Returns the bytes of all tensors, and what they take now. NotSupportedError for a
+    checkpoint with a "meta" of its own.
     """
     import torch
 
     place = Path(path)
+    state: dict[str, Any] = dict(_read(place))
+    if "meta" in state:
+        raise overwire.NotSupportedError(f"overwire: save {place}: nyacomp's layout has its bins where this has 'meta'", source=str(place))
     folder = place.parent / "nya"
     folder.mkdir(exist_ok=True)
-    state: dict[str, Any] = dict(_read(place))
     total = stored = 0
     sizes, keys = [], []
     for key, value in list(state.items()):
@@ -158,23 +161,28 @@ def toggle_patch(module: Any) -> None:
     `load_state_dict`, and a `safe_open` where it has one, that take what
     `compress_state_dict` made where that is there, and read all else as before;
     called again, takes them away."""
-    for name, ours in (("load_state_dict", _loader), ("safe_open", _opener)):
+    for name, ours in (("load_state_dict", _load_state_dict), ("safe_open", _Opened)):
         current = getattr(module, name, None)
         if current is not None:
-            setattr(module, name, current.__wrapped__ if getattr(current, "_overwire", False) else ours(current))
+            setattr(module, name, current.__wrapped__ if getattr(current, "_overwire", False) else _either(current, ours))
 
 
-def _loader(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def load_state_dict(checkpoint_file: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(checkpoint_file, (str, os.PathLike)) or not _fresh(Path(checkpoint_file)):
-            return original(checkpoint_file, *args, **kwargs)
-        where = kwargs.get("map_location")
-        state = _shapes(checkpoint_file) if where == "meta" else good_load(checkpoint_file)
-        return {key: value.to("cpu" if where is None else where) if hasattr(value, "to") else value for key, value in state.items()}
+def _either(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    # Ours for checkpoints that have been compressed, the original for all else.
+    @wraps(original, updated=())  # it may be a class
+    def either(*args: Any, **kwargs: Any) -> Any:
+        file = args[0] if args else kwargs.get("checkpoint_file", kwargs.get("filename"))
+        compressed = isinstance(file, (str, os.PathLike)) and _fresh(Path(file))
+        return (ours if compressed else original)(*args, **kwargs)
 
-    load_state_dict._overwire = True  # type: ignore[attr-defined]
-    return load_state_dict
+    either._overwire = True  # type: ignore[attr-defined]
+    return either
+
+
+def _load_state_dict(checkpoint_file: _PathLike, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    where = kwargs.get("map_location")
+    state = _shapes(checkpoint_file) if where == "meta" else good_load(checkpoint_file)
+    return {key: value.to("cpu" if where is None else where) if hasattr(value, "to") else value for key, value in state.items()}
 
 
 def _shapes(path: _PathLike) -> dict[str, Any]:
@@ -184,17 +192,6 @@ def _shapes(path: _PathLike) -> dict[str, Any]:
     state, keys, _ = _entries(path)
     state.update({key: torch.empty(state[key]["shape"], dtype=state[key]["dtype"], device="meta") for key in keys})
     return state
-
-
-def _opener(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original, updated=())  # it is a class
-    def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(filename, (str, os.PathLike)) or not _fresh(Path(filename)):
-            return original(filename, *args, **kwargs)
-        return _Opened(filename, *args, **kwargs)
-
-    safe_open._overwire = True  # type: ignore[attr-defined]
-    return safe_open
 
 
 class _Opened:

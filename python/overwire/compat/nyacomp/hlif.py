@@ -16,18 +16,18 @@ from __future__ import annotations
 
 import logging
 import struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import overwire
 from overwire import codecs
 from overwire.plumbing import regular
 
-__all__ = ["FORMATS", "RECOMPRESS", "Header", "decode", "parse", "refuse", "sniff"]
+__all__ = ["FORMATS", "RECOMPRESS", "Header", "decode", "parse", "sniff"]
 
 log = logging.getLogger("overwire")
 
 FORMATS = ("LZ4", "Snappy", "ANS", "GDeflate", "Cascaded", "Bitcomp", "Zstd", "Deflate", "Gzip")
-_HEADER = struct.Struct("<IBBB1xQQQ16xQI4x")
+_HEADER = struct.Struct("<IBBB1xQQ32xI4x")
 _HIDDEN = ("ANS", "Bitcomp")  # the layout of their chunks is not public
 
 #: What turns a bundle of nyacomp's into one of overwire's.
@@ -35,68 +35,50 @@ RECOMPRESS = "python -m overwire.compat.nyacomp recompress MODEL.pkl NEW.pkl"
 
 
 class Header(NamedTuple):
-    """The fixed part of nvCOMP's header."""
+    """What nvCOMP's header says of a file: who wrote it, how, and the bytes in it."""
 
     version: tuple[int, int]
     format: str
-    payload: int
     plain: int
-    chunks: int
-    chunk_bytes: int
-    offset: int
 
 
-def parse(head: bytes, size: int) -> Header | None:
-    """The header in the first 64 bytes of a file of `size` bytes; None if these
-    cannot be one."""
-    if len(head) < _HEADER.size:
-        return None
-    magic, major, minor, kind, payload, plain, chunks, chunk_bytes, offset = _HEADER.unpack_from(head)
-    if magic != 0 or not 2 <= major <= 4 or kind >= len(FORMATS):
-        return None
-    if not _HEADER.size <= offset <= size or payload > size - offset:
-        return None
-    return Header((major, minor), FORMATS[kind], payload, plain, chunks, chunk_bytes, offset)
+def parse(place: str, head: bytes, size: int) -> Header:
+    """The header in the first 64 bytes of a file of `size` bytes. FormatError for what
+    is none, NotSupportedError for formats that only nvCOMP knows."""
+    if len(head) >= _HEADER.size:
+        magic, major, minor, kind, payload, plain, offset = _HEADER.unpack_from(head)
+        if magic == 0 and 2 <= major <= 4 and kind < len(FORMATS) and _HEADER.size <= offset <= size and payload <= size - offset:
+            found = Header((major, minor), FORMATS[kind], plain)
+            if found.format not in _HIDDEN:
+                return found
+            raise overwire.NotSupportedError(
+                f"overwire: open {place}: written by nyacomp itself ({found.format} of nvCOMP {major}.{minor}, "
+                f"{plain} bytes); where nyacomp and its GPU are, run: {RECOMPRESS}",
+                source=place,
+            )
+    raise overwire.FormatError(f"overwire: open {place}: neither a container of overwire's nor a file of nvCOMP's", source=place)
 
 
 def sniff(place: str) -> Header | None:
     """What a local file is: None for one of overwire's containers, the header of
-    nvCOMP's. FormatError for a file that is neither."""
+    nvCOMP's. Raises as `parse`."""
     with open(place, "rb", opener=regular) as file:
         head = file.read(_HEADER.size)
         size = file.seek(0, 2)
-    if head[4:9] == b"\0\0\0\0{":
-        return None
-    found = parse(head, size)
-    if found is None:
-        raise overwire.FormatError(f"overwire: open {place}: neither a container of overwire's nor a file of nvCOMP's", source=place)
-    refuse(place, found)
-    return found
+    return None if head[4:9] == b"\0\0\0\0{" else parse(place, head, size)
 
 
-def refuse(place: str, found: Header) -> None:
-    """Raises NotSupportedError for files of formats that only nvCOMP knows."""
-    if found.format in _HIDDEN:
-        raise overwire.NotSupportedError(
-            f"overwire: open {place}: written by nyacomp itself ({found.format} of nvCOMP {found.version[0]}.{found.version[1]}, "
-            f"{found.plain} bytes); where nyacomp and its GPU are, run: {RECOMPRESS}",
-            source=place,
-        )
-
-
-def decode(place: str, data: bytes | bytearray | memoryview, out: Any) -> None:
-    """Decodes a whole file of nvCOMP's into a writable buffer of just its plain bytes. CorruptError, FormatError, NotSupportedError."""
-    found = parse(bytes(data[: _HEADER.size]), len(data))
-    if found is None:
-        raise overwire.FormatError(f"overwire: open {place}: neither a container of overwire's nor a file of nvCOMP's", source=place)
-    refuse(place, found)
-    size = memoryview(out).nbytes
+def decode(place: str, data: bytes, size: int) -> memoryview:
+    """The `size` bytes in a whole file of nvCOMP's. CorruptError, FormatError,
+    NotSupportedError."""
+    found = parse(place, data[: _HEADER.size], len(data))
     if found.plain != size:
         raise overwire.FormatError(f"overwire: open {place}: {found.plain} bytes in it, {size} wanted", source=place)
     log.warning("%s: its checksums are nvCOMP's own and are not compared; compress the model again: %s", place, RECOMPRESS)
     try:
-        got = codecs.decode(data, found.format, out=out, verify=False)
+        got = codecs.decode(data, found.format, verify=False)  # no memory before the stream can give as much
     except overwire.OverwireError as error:
         raise type(error)(f"overwire: decode {place}: {error}", source=place) from error
     if len(got) != size:
         raise overwire.CorruptError(f"overwire: decode {place}: {len(got)} bytes, {size} wanted", source=place)
+    return got

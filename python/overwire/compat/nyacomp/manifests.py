@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import overwire
-from overwire.plumbing import load_plain, local, write_bytes
+from overwire.plumbing import MetaRow, load_plain, local, meta_rows, write_bytes
 
 from . import settings
 
@@ -24,7 +24,6 @@ __all__ = [
     "MERGE_INFO",
     "META",
     "Manifest",
-    "Row",
     "bins_fit",
     "find",
     "host_name",
@@ -45,49 +44,23 @@ MERGE_INFO = "merged_tensors.csv"
 _LIMIT = 1 << 26  # bytes of a manifest
 
 
-class Row(NamedTuple):
-    """One tensor file."""
-
-    filename: str
-    shape: tuple[int, ...]
-    dtype: str
-    decompressed_size: int
-    compressed_size: int
-
-
 class Manifest(NamedTuple):
     """A meta.csv: where it is, the files' positions by thread, the files."""
 
     path: str
     bins: list[list[int]]
-    rows: list[Row]
+    rows: list[MetaRow]
 
 
 def parse_csv(text: str, path: str) -> Manifest:
     """The manifest in a text; `path` is for messages, and for names beside it.
 
     Any number of bins, empty ones too. Raises FormatError."""
-    lines = text.split("\n")
     try:
-        bins = [[int(at) for at in part.split(";") if at] for part in lines[0].strip().split(",")]
+        bins = [[int(at) for at in part.split(";") if at] for part in text.partition("\n")[0].strip().split(",")]
     except ValueError as error:
         raise overwire.FormatError(f"overwire: open {path} line 1: expected bins such as '0;2,1'", source=path) from error
-    rows = []
-    for number, line in enumerate(lines[1:], start=2):
-        if not line.strip():
-            continue
-        try:
-            # From the right: a name may have blanks.
-            filename, shape, dtype, plain, stored = line.rstrip("\r").rsplit(" ", 4)
-            row = Row(filename, tuple(int(d) for d in shape.split(";") if d), dtype, int(plain), int(stored))
-            if min((*row.shape, row.decompressed_size, row.compressed_size)) < 0:
-                raise ValueError
-        except ValueError as error:
-            raise overwire.FormatError(
-                f"overwire: open {path} line {number}: expected 'filename shape dtype decompressed_size compressed_size'",
-                source=path,
-            ) from error
-        rows.append(row)
+    rows = meta_rows(path, text)
     _check_bins(bins, len(rows), path)
     return Manifest(path, bins, rows)
 
@@ -160,23 +133,25 @@ def find(path: str | os.PathLike[str], name: str) -> Path | None:
 
 def read_merge_info(path: str | os.PathLike[str]) -> str:
     """merged_tensors.csv of the bundle at `path`, as text for `split_tensors`."""
-    place = find(path, MERGE_INFO)
+    return overwire.read_bytes(_beside(path, MERGE_INFO), _LIMIT).decode()
+
+
+def _beside(path: str | os.PathLike[str], name: str) -> Path:
+    place = find(path, name)
     if place is None:
-        raise overwire.NotFoundError(f"overwire: open {path}: {MERGE_INFO} is not beside it", source=os.fspath(path))
-    return overwire.read_bytes(place, _LIMIT).decode()
+        raise overwire.NotFoundError(f"overwire: open {path}: {name} is not beside it", source=os.fspath(path))
+    return place
 
 
 def read_metadata(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[list[int]]]:
     """metadata.pkl of the bundle at `path`: the dicts, {} included, and the bins.
 
     It is plain data: nothing in it is called. NotFoundError, FormatError, UntrustedPickleError."""
-    place = find(path, METADATA)
-    if place is None:
-        raise overwire.NotFoundError(f"overwire: open {path}: {METADATA} is not beside it", source=os.fspath(path))
+    place = _beside(path, METADATA)
     try:
         *rows, bins = load_plain(overwire.read_bytes(place, _LIMIT), str(place))
         bins = [[int(at) for at in part] for part in bins]
-        wanted = {*Row._fields}
+        wanted = {*MetaRow._fields}
         if any(not isinstance(row, dict) or row and not wanted <= row.keys() for row in rows):
             raise ValueError("a row is not of the five fields")
     except overwire.OverwireError:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 import os
 
-__all__ = ["PASSED_OVER", "check", "flag", "host", "number", "num_threads", "text"]
+from overwire import ArgumentError
+
+__all__ = ["PASSED_OVER", "check", "check_algo", "flag", "host", "number", "num_threads", "text"]
 
 log = logging.getLogger("overwire")
 
@@ -43,10 +45,9 @@ PASSED_OVER: dict[str, tuple[int, int]] = {
 }
 
 
-def flag(name: str, default: bool = False) -> bool:
-    """Whether a variable says yes; `default` if it is not set or says neither."""
-    value = text(name).lower()
-    return True if value in _YES else False if value in _NO else default
+def flag(name: str) -> bool:
+    """Whether a variable says yes."""
+    return text(name).lower() in _YES
 
 
 def number(name: str, low: int, high: int) -> int | None:
@@ -72,10 +73,10 @@ def host() -> str:
     return text("HOST", "http://localhost:8080").rstrip("/") if flag("DOWNLOAD") else ""
 
 
-def remote_csv() -> bool:
-    """Whether PRELOAD_PATH may be a URL. One that is, says so itself, so this
-    only tells what was meant."""
-    return flag("REMOTE_CSV", flag("DOWNLOAD"))
+def check_algo(algo: int) -> None:
+    """ArgumentError unless it is one of nvCOMP's settings, which all mean the same here."""
+    if algo not in (0, 1, 2):
+        raise ArgumentError(f"overwire: algo: expected 0, 1 or 2, got {algo!r}")
 
 
 def check() -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import overwire
 
-__all__ = ["SafetensorError", "header_error", "reading", "writing"]
+__all__ = ["SafetensorError", "header_error", "not_contiguous", "reading", "writing"]
 
 _Base: Any = Exception
 with contextlib.suppress(ImportError):
@@ -46,6 +46,16 @@ def header_error(error: overwire.OverwireError, begin: str) -> SafetensorError:
                 words += f" `{error.tensor}`"
             return SafetensorError(f"{begin}: {words} ({text})")
     return SafetensorError(f"{begin}: {text}")
+
+
+def not_contiguous(name: str) -> ValueError:
+    """What saving says of a tensor that is not dense."""
+    return ValueError(
+        f"You are trying to save a non contiguous tensor: `{name}` which is not allowed. It either means you"
+        " are trying to save tensors which are reference of each other in which case it's recommended to save"
+        " only the full tensors, and reslice at load time, or simply call `.contiguous()` on your tensor to"
+        " pack it before saving."
+    )
 
 
 @contextlib.contextmanager

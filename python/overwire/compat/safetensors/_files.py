@@ -95,14 +95,14 @@ class safe_open:
         _check_name(name)
         with reading(self._name, "Error while reading"):
             tensor = file.get_tensor(name)
-        return self._framework.finish(tensor, file, name, self._device)
+        return self._framework.make(tensor, self._device)
 
     def get_tensors(self) -> dict[str, Any]:
         """Every tensor, by name, in the order of `offset_keys`."""
         file = self._live()
         with reading(self._name, "Error while reading"):
             tensors = file.get_tensors()
-        return {name: self._framework.finish(tensor, file, name, self._device) for name, tensor in tensors.items()}
+        return {name: self._framework.make(tensor, self._device) for name, tensor in tensors.items()}
 
     def get_slice(self, name: str) -> PySafeSlice:
         """The tensor as something to index; nothing is read yet."""
@@ -164,7 +164,7 @@ class PySafeSlice:
                     tensor = self._file.get_tensor(self._name)[index]  # torch's own answer, or error
             else:
                 tensor = self._file.get_tensor(self._name)[index]
-        return self._framework.finish(tensor, self._file, self._name, self._device)
+        return self._framework.make(tensor, self._device)
 
 
 def _basic(index: Any) -> bool:

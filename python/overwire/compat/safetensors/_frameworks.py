@@ -6,52 +6,34 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
-import overwire
-
 from ._errors import SafetensorError
 
-__all__ = ["Framework", "framework_of", "from_mlx", "to_mlx", "to_paddle"]
+__all__ = ["Framework", "framework_of", "from_mlx", "to_paddle"]
 
 
 class Framework(NamedTuple):
-    """native: what overwire loads. finish: makes of that (with the file, the
-    name and the device) the framework's own tensor."""
+    """native: what overwire loads. make: that as the framework's own tensor, on a
+    device."""
 
     native: Any
-    finish: Callable[[Any, overwire.safe_open, str, str], Any]
+    make: Callable[[Any, str], Any]
 
 
-def _torch(tensor: Any, file: overwire.safe_open, name: str, device: str) -> Any:
+def _torch(tensor: Any, device: str) -> Any:
     return tensor if device == "cpu" or device.startswith("cuda") else tensor.to(device)
 
 
-def _on_cpu(framework: str, device: str) -> None:
-    if device != "cpu":
-        raise SafetensorError(f"Device {device} is not supported for framework {framework}")
+def _on_cpu(framework: str, make: Callable[[Any], Any]) -> Framework:
+    def checked(array: Any, device: str) -> Any:
+        if device != "cpu":
+            raise SafetensorError(f"Device {device} is not supported for framework {framework}")
+        return make(array)
+
+    return Framework("np", checked)
 
 
-def _numpy(tensor: Any, file: overwire.safe_open, name: str, device: str) -> Any:
-    _on_cpu("numpy", device)
-    return tensor
-
-
-def _tensorflow(tensor: Any, file: overwire.safe_open, name: str, device: str) -> Any:
-    _on_cpu("tensorflow", device)
-    return import_module("tensorflow").convert_to_tensor(tensor)
-
-
-def _flax(tensor: Any, file: overwire.safe_open, name: str, device: str) -> Any:
-    _on_cpu("flax", device)
-    return import_module("jax.numpy").array(tensor)
-
-
-def _mlx(tensor: Any, file: overwire.safe_open, name: str, device: str) -> Any:
-    _on_cpu("mlx", device)
-    return to_mlx(tensor)
-
-
-def to_mlx(array: Any) -> Any:
-    """An mlx array of a numpy one; mlx takes bfloat16 only as bits."""
+def _to_mlx(array: Any) -> Any:
+    # mlx takes bfloat16 only as bits.
     mx = import_module("mlx.core")
     if array.dtype.name == "bfloat16":
         return mx.array(array.view("uint16")).view(mx.bfloat16)
@@ -64,10 +46,6 @@ def from_mlx(array: Any) -> Any:
     if array.dtype == mx.bfloat16:
         return np.asarray(array.view(mx.uint16)).view(import_module("ml_dtypes").bfloat16)
     return np.asarray(array)
-
-
-def _paddle(tensor: Any, file: overwire.safe_open, name: str, device: str) -> Any:
-    return to_paddle(tensor, device)
 
 
 def to_paddle(array: Any, device: str = "cpu") -> Any:
@@ -83,33 +61,20 @@ def to_paddle(array: Any, device: str = "cpu") -> Any:
     return paddle.to_tensor(array.view(bits), place=place).view(kind)
 
 
-_NAMES = {
-    "pt": "torch",
-    "torch": "torch",
-    "pytorch": "torch",
-    "np": "numpy",
-    "numpy": "numpy",
-    "tf": "tensorflow",
-    "tensorflow": "tensorflow",
-    "flax": "flax",
-    "jax": "flax",
-    "mlx": "mlx",
-    "paddle": "paddle",
-}
 _FRAMEWORKS = {
-    "torch": Framework("pt", _torch),
-    "numpy": Framework("np", _numpy),
-    "tensorflow": Framework("np", _tensorflow),
-    "flax": Framework("np", _flax),
-    "mlx": Framework("np", _mlx),
-    "paddle": Framework("np", _paddle),
+    **dict.fromkeys(("pt", "torch", "pytorch"), Framework("pt", _torch)),
+    **dict.fromkeys(("np", "numpy"), _on_cpu("numpy", lambda array: array)),
+    **dict.fromkeys(("tf", "tensorflow"), _on_cpu("tensorflow", lambda array: import_module("tensorflow").convert_to_tensor(array))),
+    **dict.fromkeys(("flax", "jax"), _on_cpu("flax", lambda array: import_module("jax.numpy").array(array))),
+    "mlx": _on_cpu("mlx", _to_mlx),
+    "paddle": Framework("np", to_paddle),
 }
 
 
 def framework_of(name: str) -> Framework:
     """The framework of a `framework=` argument; SafetensorError if it is none."""
-    if name not in _NAMES:
+    if name not in _FRAMEWORKS:
         raise SafetensorError(f"framework {name} is invalid")
     if name == "paddle":
         import_module("paddle")  # the original imports it here
-    return _FRAMEWORKS[_NAMES[name]]
+    return _FRAMEWORKS[name]

@@ -192,7 +192,7 @@ class _Pass:
         self._names: dict[str, dict[str, None]] = {}  # by file, in the order of asking
         self._begun = False
         self._device, self._cast = device, cast
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._arrivals: Iterator[tuple[tuple[str, str], Any]] = iter(())
         self._streams: list[Any] = []
         self._landed: dict[tuple[str, str], Any] = {}
@@ -208,10 +208,8 @@ class _Pass:
 
     def begin(self) -> None:
         with self._lock:
-            self._begin()
-
-    def _begin(self) -> None:
-        if not self._begun:
+            if self._begun:
+                return
             self._begun = True
             try:
                 self._arrivals = self._load()
@@ -220,7 +218,7 @@ class _Pass:
 
     def give(self, path: str, name: str) -> Any:
         with self._lock, reading(path, "Error while reading"):
-            self._begin()
+            self.begin()
             if self._failed is not None:
                 raise self._failed
             try:

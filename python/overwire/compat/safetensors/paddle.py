@@ -7,6 +7,7 @@ from typing import Any
 import paddle
 
 from overwire.compat.safetensors import TensorSpec, deserialize, numpy, safe_open, serialize, serialize_file
+from overwire.compat.safetensors._errors import not_contiguous
 from overwire.compat.safetensors._frameworks import to_paddle
 
 __all__ = ["TensorSpec", "deserialize", "load", "load_file", "safe_open", "save", "save_file", "serialize", "serialize_file"]
@@ -29,7 +30,7 @@ def save_file(tensors: dict[str, Any], filename: Any, metadata: dict[str, str] |
 
 def load(data: bytes, device: str = "cpu") -> dict[str, Any]:
     """The tensors in a file's bytes, plain or compressed, on a device."""
-    return _np2paddle(numpy.load(data), device)
+    return {name: to_paddle(array, device) for name, array in numpy.load(data).items()}
 
 
 def load_file(filename: Any, device: Any = "cpu", *, backend: str = "mmap") -> dict[str, Any]:
@@ -41,10 +42,6 @@ def load_file(filename: Any, device: Any = "cpu", *, backend: str = "mmap") -> d
         return f.get_tensors()
 
 
-def _np2paddle(numpy_dict: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
-    return {name: to_paddle(array, device) for name, array in numpy_dict.items()}
-
-
 def _flatten(tensors: dict[str, Any], keep_alive_buffer: list[Any]) -> dict[str, TensorSpec]:
     if not isinstance(tensors, dict):
         raise ValueError(f"Expected a dict of [str, paddle.Tensor] but received {type(tensors)}")
@@ -54,12 +51,7 @@ def _flatten(tensors: dict[str, Any], keep_alive_buffer: list[Any]) -> dict[str,
     flat = {}
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
-            raise ValueError(
-                f"You are trying to save a non contiguous tensor: `{name}` which is not allowed. It either means you"
-                " are trying to save tensors which are reference of each other in which case it's recommended to save"
-                " only the full tensors, and reslice at load time, or simply call `.contiguous()` on your tensor to"
-                " pack it before saving."
-            )
+            raise not_contiguous(name)
         dense = tensor if tensor.place.is_cpu_place() else tensor.cpu()
         keep_alive_buffer.append(dense)
         size = dense.size * dense.element_size()

@@ -200,15 +200,17 @@ def behind(found: Any) -> Any:
     return next((original for original, ours in _swapped.values() if ours is found), found)
 
 
+def _namespaces() -> list[tuple[str, dict[str, Any]]]:
+    # Of all modules but this one. Some may be added meanwhile, hence the copy.
+    found = [(name, getattr(module, "__dict__", None)) for name, module in list(sys.modules.items())]
+    return [(name, names) for name, names in found if type(names) is dict and names is not globals()]
+
+
 def _rebind(swap: dict[int, tuple[Any, Any]], tops: tuple[str, ...] = ()) -> None:
-    # A module with `from safetensors.torch import load_file` has the name in
-    # its own module. Modules may be added meanwhile, hence the copies.
-    for module_name, module in list(sys.modules.items()):
+    # A module with `from safetensors.torch import load_file` has the name in its own module.
+    for module_name, names in _namespaces():
         top = module_name.partition(".")[0]
         if top not in tops if tops else top in _OTHERS:
-            continue
-        names = getattr(module, "__dict__", None)
-        if type(names) is not dict or names is globals():
             continue
         if not tops:
             _looked[module_name] = (id(names), len(names))
@@ -229,11 +231,8 @@ def _unbind(swap: dict[int, tuple[Any, Any]]) -> None:
     # Where names were put, and in modules that have been imported, or have got names, since.
     for held, name in _bound.copy():
         _put(swap, held, (name,))
-    for module_name, module in list(sys.modules.items()):
-        names = getattr(module, "__dict__", None)
-        if type(names) is not dict or _looked.get(module_name) == (id(names), len(names)):
-            continue
-        if module_name.partition(".")[0] not in _OTHERS and names is not globals():
+    for module_name, names in _namespaces():
+        if _looked.get(module_name) != (id(names), len(names)) and module_name.partition(".")[0] not in _OTHERS:
             _put(swap, names, names.copy())
     _bound.clear()
     _looked.clear()

@@ -12,7 +12,8 @@ import torch
 import overwire
 from overwire.compat.safetensors import TensorSpec, deserialize, safe_open, serialize, serialize_file
 from overwire.compat.safetensors._bytes import bytes_file
-from overwire.compat.safetensors._errors import reading
+from overwire.compat.safetensors._errors import not_contiguous, reading
+from overwire.plumbing import torch_dtype
 
 __all__ = [
     "TensorSpec",
@@ -204,27 +205,8 @@ def _remove_duplicate_names(
 
 # Bytes of tensors.
 
-_NAMES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "C64": "complex64",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-}
-_TYPES: dict[str, torch.dtype] = {name: getattr(torch, attribute) for name, attribute in _NAMES.items() if hasattr(torch, attribute)}
+_NAMES = "F64 F32 F16 BF16 I64 I32 I16 I8 U8 BOOL F8_E4M3 F8_E4M3FNUZ F8_E5M2 F8_E5M2FNUZ C64 U64 U32 U16"
+_TYPES: dict[str, torch.dtype] = {name: kind for name in _NAMES.split() if (kind := torch_dtype(name)) is not None}
 _float8_e4m3fn = getattr(torch, "float8_e4m3fn", None)
 _float8_e4m3fnuz = getattr(torch, "float8_e4m3fnuz", None)
 _float8_e5m2 = getattr(torch, "float8_e5m2", None)
@@ -292,12 +274,7 @@ def _flatten_as_ptr(tensors: dict[str, torch.Tensor], keep_alive_buffer: list[An
     flat = {}
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
-            raise ValueError(
-                f"You are trying to save a non contiguous tensor: `{name}` which is not allowed. It either means you"
-                " are trying to save tensors which are reference of each other in which case it's recommended to save"
-                " only the full tensors, and reslice at load time, or simply call `.contiguous()` on your tensor to"
-                " pack it before saving."
-            )
+            raise not_contiguous(name)
         size = tensor.nelement() * _SIZE[tensor.dtype]
         dense = tensor.detach().to("cpu")
         if dense.is_conj() or dense.is_neg():

@@ -16,13 +16,8 @@ _DEEPEST = 200
 
 
 def parse(name: str) -> Path:
-    """The path that a name in a file stands for."""
-    if not name.startswith(_MARK):
-        return (name,)
-    path = tuple(json.loads(name[1:]))
-    if not path or not all(isinstance(part, (str, int)) and not isinstance(part, bool) for part in path):
-        raise ValueError(f"Invalid tensor path: {name!r}")
-    return path
+    """The path that a name in a file stands for; the engine has checked it."""
+    return tuple(json.loads(name[1:])) if name.startswith(_MARK) else (name,)
 
 
 def text(path: Path) -> str:
@@ -37,45 +32,43 @@ def plain(path: Path) -> Any:
     return path[0] if len(path) == 1 and isinstance(path[0], str) else path
 
 
-class Tree:
-    """Paths as nested dicts whose leaves are the paths themselves. Of one level
-    all keys are texts, or all are numbers, and no path continues another."""
+# A tree: paths as nested dicts whose leaves are the paths themselves. Of one level all keys
+# are texts, or all are numbers, and no path continues another.
+Tree = dict[Any, Any]
 
-    def __init__(self) -> None:
-        self.root: dict[Any, Any] = {}
 
-    def add(self, path: Path) -> None:
-        """Adds a path; ValueError if it is there, in conflict with another, or of
-        more than 200 levels."""
-        if len(path) > _DEEPEST:
-            raise ValueError(f"Tensor paths of more than {_DEEPEST} levels are not supported; got one of {len(path)}")
-        level = self.root
-        for depth, part in enumerate(path):
-            if level and type(next(iter(level))) is not type(part):
-                raise ValueError(
-                    f"Conflicting tensor paths: {plain(path)} has a different key type ({type(part).__name__!r}) than existing keys at the"
-                    f" prefix {path[: depth + 1]} ({type(next(iter(level))).__name__!r})"
-                )
-            if depth == len(path) - 1:
-                if part in level:
-                    how = "is both a leaf and a prefix of another path" if isinstance(level[part], dict) else "is used multiple times"
-                    raise ValueError(f"Conflicting tensor paths: {plain(path)} {how}")
-                level[part] = path
-                return
-            level = level.setdefault(part, {})
-            if not isinstance(level, dict):
-                raise ValueError(f"Conflicting tensor paths: {path}, {level}")
+def add(tree: Tree, path: Path) -> None:
+    """Adds a path; ValueError if it is there, in conflict with another, or of more
+    than 200 levels."""
+    if len(path) > _DEEPEST:
+        raise ValueError(f"Tensor paths of more than {_DEEPEST} levels are not supported; got one of {len(path)}")
+    level = tree
+    for depth, part in enumerate(path):
+        if level and type(next(iter(level))) is not type(part):
+            raise ValueError(
+                f"Conflicting tensor paths: {plain(path)} has a different key type ({type(part).__name__!r}) than existing keys at the"
+                f" prefix {path[: depth + 1]} ({type(next(iter(level))).__name__!r})"
+            )
+        if depth == len(path) - 1:
+            if part in level:
+                how = "is both a leaf and a prefix of another path" if isinstance(level[part], dict) else "is used multiple times"
+                raise ValueError(f"Conflicting tensor paths: {plain(path)} {how}")
+            level[part] = path
+            return
+        level = level.setdefault(part, {})
+        if not isinstance(level, dict):
+            raise ValueError(f"Conflicting tensor paths: {path}, {level}")
 
-    def remove(self, path: Path) -> None:
-        """Takes a leaf away; the levels above it stay."""
-        level = self.root
-        for part in path[:-1]:
-            level = level[part]
-        del level[path[-1]]
+
+def remove(tree: Tree, path: Path) -> None:
+    """Takes a leaf away; the levels above it stay."""
+    for part in path[:-1]:
+        tree = tree[part]
+    del tree[path[-1]]
 
 
 def leaves(level: Any) -> Iterator[Path]:
-    """The paths at or below a level of a Tree."""
+    """The paths at or below a level of a tree."""
     if isinstance(level, tuple):
         yield level
     else:
@@ -84,7 +77,7 @@ def leaves(level: Any) -> Iterator[Path]:
 
 
 def build(level: Any, values: Mapping[Path, Any], proxies: bool) -> Any:
-    """A level of a Tree with values for its leaves; leaves without one, and
+    """A level of a tree with values for its leaves; leaves without one, and
     levels without any, are left out. Levels of numbers are lists, by number;
     with proxies every level is a read-only mapping."""
     if isinstance(level, tuple):

@@ -15,7 +15,7 @@ from ...plumbing import ObjectReader, number_of, shown
 from ...records import Record, RecordFile, derive_key, read_records, sums
 from . import _dtypes, _paths, _s3
 from ._encryption import CryptographyError, DecryptionParams
-from ._types import FileFeatureFlags, HashMismatchError, HashType, TensorEntry, TensorHash, TensorType
+from ._types import FileFeatureFlags, HashMismatchError, HashType, TensorEntry, TensorHash, TensorType, refuse_text
 
 if TYPE_CHECKING:
     import numpy
@@ -77,6 +77,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
 
         self._open: safe_open | None = None
         self._own: Any = None
+        self._memory: Any = None  # of a file that cannot be opened again, all of it
         self._device = utils.get_device() if device is None else torch.device(device)
         if self._device.type == "cuda" and not torch.cuda.is_available():
             raise RuntimeError("Cannot deserialize to CUDA device because CUDA is not available")
@@ -94,32 +95,32 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         self._dtype = dtype
         self._lazy_load = lazy_load
         self._storage: Any = {}
-        self._source = self._resolve(file_obj)
-        if num_readers is not None and num_readers > 1 and not isinstance(self._source, str):
+        source = self._resolve(file_obj)
+        self._source: str | None = source
+        if num_readers is not None and num_readers > 1 and self._memory is not None:
             raise ValueError(
                 "Cannot reopen this type of file to enable parallel reading with num_readers > 1. File paths, URIs, and HTTP(S) or S3"
                 " streams returned from tensorizer.stream_io.open_stream, plus some open files are capable of being reopened."
                 " Other file-like objects and special files (e.g. BytesIO, pipes, sockets) are not supported."
             )
-        self._file_info = self._read()
+        self._file_info = self._read(source)
         if verify_hash == "crc32":
             self._storage["verify_crc32"] = True
         if any(_dtypes.foreign(record.dtype) for record in self._file_info.records):
             self._storage["other_dtypes_as_bytes"] = True
         self._prepare_key(encryption)
         self._records: dict[_paths.Path, Record] = {}
-        tree = _paths.Tree()
+        self._structure: _paths.Tree = {}
         for record in self._file_info.records:
             path = _paths.parse(record.name)
-            tree.add(path)
+            _paths.add(self._structure, path)
             if filter_func is None or filter_func(_paths.plain(path)):
                 self._records[path] = record
         if not self._file_info.records:
             raise ValueError("Tensor index in the file is empty")
-        for path in list(_paths.leaves(tree.root)):
+        for path in list(_paths.leaves(self._structure)):
             if path not in self._records:
-                tree.remove(path)
-        self._structure = tree.root
+                _paths.remove(self._structure, path)
         self._cache: dict[_paths.Path, Any] = {}
         self._order = {path: i for i, path in enumerate(self._records)}
         self._last = -1
@@ -130,11 +131,11 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         if not lazy_load:
             self._load(list(self._records), self._verify_hash)
             if self._device.type == "cuda":
-                self._shut()
+                self.close()
 
     # Opening and closing.
 
-    def _resolve(self, file_obj: Any) -> Any:
+    def _resolve(self, file_obj: Any) -> str:
         """What overwire opens: a path or URI where that is possible."""
         from . import stream_io
 
@@ -151,14 +152,12 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             readable = file_obj.readable()
         except AttributeError:
             readable = True
-        if isinstance(file_obj, io.TextIOBase) or not readable:
-            mode = getattr(file_obj, "mode", "")
-            given = f', current mode="{mode}"' if mode else ""
-            raise ValueError(f'TensorDeserializer\'s file_obj must be readable and in binary mode (mode="rb"{given})')
+        refuse_text(file_obj, readable, 'TensorDeserializer\'s file_obj must be readable and in binary mode (mode="rb"{})')
         self._own = file_obj
         if isinstance(file_obj, (stream_io.CURLStreamFile, stream_io.RedisStreamFile)) and file_obj.reach is not None:
-            self._storage.update(file_obj.reach[1])
-            return file_obj.reach[0]
+            uri, options = file_obj.reach
+            self._storage.update(options)
+            return uri
         number = number_of(file_obj)
         if number is not None:
             with contextlib.suppress(AttributeError, OSError, ValueError):
@@ -167,15 +166,15 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                 if os.path.isfile(f"/proc/self/fd/{number}") or os.fstat(number).st_nlink == 0:
                     return f"/proc/self/fd/{number}"
         # Read whole into memory that has a name.
-        memory = os.fdopen(os.memfd_create("tensors"), "w+b")
+        self._memory = os.fdopen(os.memfd_create("tensors"), "w+b")
         while block := file_obj.read(1 << 20):
-            memory.write(block)
-        memory.flush()
-        return memory
+            self._memory.write(block)
+        self._memory.flush()
+        return f"/proc/self/fd/{self._memory.fileno()}"
 
-    def _read(self) -> RecordFile:
+    def _read(self, source: str) -> RecordFile:
         try:
-            return read_records(self._source, storage_options=self._storage or None)
+            return read_records(source, storage_options=self._storage or None)
         except FormatError as error:
             if "not a .tensors file" in str(error):
                 raise ValueError("Not a tensorizer file") from error
@@ -231,18 +230,14 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             self._open = safe_open(self._source, framework="pt", device="cpu", storage_options=self._storage or None)
         return self._open
 
-    def _shut(self) -> None:
-        if getattr(self, "_open", None) is not None and self._open is not None:
+    def close(self) -> None:
+        """Closes the file. Tensors that were read stay. Does nothing the second time."""
+        if self._open is not None:
             self._open.close()
-        self._open = None
-        self._source = None
+        self._open = self._source = self._memory = None
         self._storage = {}
         if getattr(self._own, "close", None) is not None:
             self._own.close()
-
-    def close(self) -> None:
-        """Closes the file. Tensors that were read stay. Does nothing the second time."""
-        self._shut()
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -315,16 +310,12 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             record = self._records[path]
             found[record.name] = _dtypes.typed(found[record.name], record)
         if verify:
-            self._compare({path: found[self._records[path].name] for path in wanted})
+            records = [self._records[path] for path in wanted]
+            for record, same in zip(records, _same(records, [found[record.name] for record in records]), strict=True):
+                if not same:
+                    raise HashMismatchError(f"Hash mismatch for tensor '{_paths.plain(_paths.parse(record.name))}'")
         for path in wanted:
             self._cache[path] = self._parameter(found.pop(self._records[path].name), device)
-
-    def _compare(self, tensors: Mapping[_paths.Path, torch.Tensor]) -> None:
-        """Compares tensors on the host with the hashes of their records."""
-        records = [self._records[path] for path in tensors]
-        for path, same in zip(tensors, _same(records, list(tensors.values())), strict=True):
-            if not same:
-                raise HashMismatchError(f"Hash mismatch for tensor '{_paths.plain(path)}'")
 
     def _parameter(self, tensor: torch.Tensor, device: Any) -> Any:
         import torch
@@ -462,7 +453,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         records = self._file_info.records
         from urllib.parse import quote
 
-        with io.BufferedReader(ObjectReader(self._path(), storage_options=self._reach()), 1 << 20) as file:
+        with io.BufferedReader(ObjectReader(self._source, storage_options=self._reach()), 1 << 20) as file:
             header = file.read(records[0].record)
             name = f"{key_prefix}:header:0"
             if force:
@@ -482,12 +473,9 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                     file.seek(begin)
                     value = file.read(end - begin)
                     if len(value) != end - begin:
-                        where = f"{shown(self._path())} @{begin}"
+                        where = f"{shown(self._source)} @{begin}"
                         raise CorruptError(f"{where}: truncated: {end - begin} bytes wanted, {len(value)} are there")
                     redis_client.set(key, value)
-
-    def _path(self) -> str:
-        return self._source if isinstance(self._source, str) else f"/proc/self/fd/{self._source.fileno()}"
 
     def _reach(self) -> dict[str, object] | None:
         ours = ("other_dtypes_as_bytes", "decryption_key", "decryption_password", "verify_crc32")
@@ -527,7 +515,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                 module.register_parameter(attribute, tensor)
             else:
                 module.register_buffer(attribute, tensor, persistent=not hidden)
-        self._shut()
+        self.close()
         return len(paths)
 
     def verify_module(self, m: torch.nn.Module) -> tuple[bool, list[tuple[str, bool]]]:

@@ -162,7 +162,9 @@ def options_for(
 
 
 def direct_options(key: str | None, secret: str | None, endpoint: str | None, region: str | None) -> dict[str, Any]:
-    """storage_options of what was found."""
+    """storage_options of what was found. An endpoint without a scheme is one with TLS."""
+    if endpoint and "://" not in endpoint:
+        endpoint = "https://" + endpoint
     options: dict[str, Any] = {"endpoint_url": endpoint or None, "region": region}
     if key == secret == "":
         options["anon"] = True

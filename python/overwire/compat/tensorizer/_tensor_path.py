@@ -29,7 +29,7 @@ def flatten_structure(leaf_type: type, obj: Any, prefix: _paths.Path = ()) -> It
 def restructure(flat: Mapping[_paths.Path, Any], use_dict_proxies: bool = False) -> Any:
     """What `flatten_structure` has made flat; with proxies, every level as a
     read-only mapping. ValueError for paths that contradict each other."""
-    tree = _paths.Tree()
+    tree: _paths.Tree = {}
     for path in flat:
-        tree.add(tuple(path))
-    return _paths.build(tree.root, {tuple(path): value for path, value in flat.items()}, use_dict_proxies)
+        _paths.add(tree, tuple(path))
+    return _paths.build(tree, {tuple(path): value for path, value in flat.items()}, use_dict_proxies)

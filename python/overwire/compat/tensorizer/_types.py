@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import enum
+import io
 from dataclasses import dataclass
 from typing import Any
+
+
+def refuse_text(file: Any, fits: bool, text: str) -> None:
+    """ValueError for a file that is open as text, or does not fit otherwise; `text` says
+    what it must be, with {} for the mode that it has."""
+    if isinstance(file, io.TextIOBase) or not fits:
+        mode = getattr(file, "mode", "")
+        raise ValueError(text.format(f', current mode="{mode}"' if mode else ""))
 
 
 class TensorType(enum.IntEnum):

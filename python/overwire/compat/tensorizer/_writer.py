@@ -5,12 +5,11 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import fcntl
-import io
 import mmap
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +17,7 @@ from ...plumbing import number_of, written
 from ...records import NewRecord, Record, make_front, write_records
 from . import _dtypes, _paths
 from ._encryption import EncryptionParams
-from ._types import TensorType
+from ._types import TensorType, refuse_text
 
 if TYPE_CHECKING:
     import torch
@@ -44,16 +43,15 @@ class _Spec(NamedTuple):
     path: _paths.Path
     type: TensorType
     tensor: Any
-    done: Callable[[], None] | None
+    holder: torch.nn.Module | None = None  # what loses it once it is written
 
 
-class _Bytes(NamedTuple):
-    """A tensor as bytes in host memory; `keep` holds them."""
+class _Ready(NamedTuple):
+    """A tensor that can be written: `keep` holds its bytes in host memory, which are a
+    copy or its own."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    pointer: int
-    nbytes: int
+    spec: _Spec
+    record: NewRecord
     keep: Any
     copied: bool
 
@@ -103,7 +101,7 @@ class TensorSerializer:
         self._encryption = encryption
         self.compress_tensors = compress_tensors
         self.total_compressed_tensor_bytes = 0
-        self._tree = _paths.Tree()
+        self._tree: _paths.Tree = {}
         self._records: list[Record] = []
         self._room = _INDEX_BYTES
         self._index_used = 0
@@ -118,10 +116,7 @@ class TensorSerializer:
             both = file_obj.writable() and file_obj.readable()
         except AttributeError:
             both = True
-        if isinstance(file_obj, io.TextIOBase) or not both:
-            mode = getattr(file_obj, "mode", "")
-            given = f', current mode="{mode}"' if mode else ""
-            raise ValueError(f'TensorSerializer\'s file_obj must be readable, writable, and in binary mode (mode="wb+"{given})')
+        refuse_text(file_obj, both, 'TensorSerializer\'s file_obj must be readable, writable, and in binary mode (mode="wb+"{})')
 
     @property
     def total_tensor_bytes(self) -> int:
@@ -133,7 +128,7 @@ class TensorSerializer:
     def write_tensor(self, idx: int, name: str, tensor_type: TensorType, tensor: Any) -> None:
         """Writes one torch tensor or numpy array; the file is complete when this
         returns. ValueError for a name that is there."""
-        self._write([_Spec(idx, (name,), TensorType(tensor_type), tensor, None)])
+        self._write([_Spec(idx, (name,), TensorType(tensor_type), tensor)])
 
     def write_module(self, m: torch.nn.Module, remove_tensors: bool = False, *, include_non_persistent_buffers: bool = True) -> None:
         """Writes the parameters and buffers of every submodule, under the module's
@@ -150,13 +145,7 @@ class TensorSerializer:
                 hidden = set()
             buffers = [(n, t, TensorType.BUFFER) for n, t in module.named_buffers(recurse=False) if n not in hidden]
             for name, tensor, kind in parameters + buffers:
-                done = None
-                if remove_tensors:
-
-                    def done(module: Any = module, name: str = name) -> None:
-                        setattr(module, name, None)
-
-                specs.append(_Spec(idx, (f"{where}.{name}",), kind, tensor, done))
+                specs.append(_Spec(idx, (f"{where}.{name}",), kind, tensor, module if remove_tensors else None))
         self._write(specs)
 
     def write_state_dict(self, state_dict: Any) -> None:
@@ -165,7 +154,7 @@ class TensorSerializer:
         import torch
 
         specs = [
-            _Spec(0, path, TensorType.STATE_DICT, tensor, None)
+            _Spec(0, path, TensorType.STATE_DICT, tensor)
             for path, tensor in _paths.flatten(state_dict, lambda value: isinstance(value, torch.Tensor))
         ]
         self._write(specs)
@@ -177,24 +166,24 @@ class TensorSerializer:
             raise ValueError("I/O operation on closed file")
         with self._lock:
             for spec in specs:
-                self._tree.add(spec.path)
+                _paths.add(self._tree, spec.path)
             self._make_room(specs)
             specs.reverse()  # taken from the end, so that what is done can be freed
             whole = _TURN if self._descriptor() is not None else _COPIED
             with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="overwire-tensors") as pool:
                 under_way: concurrent.futures.Future[list[_Spec]] | None = None
                 while specs or under_way is not None:
-                    turn, copied, size = [], 0, 0
+                    turn: list[_Ready] = []
+                    copied = size = 0
                     while specs and copied < _COPIED and size < whole:
-                        spec = specs.pop()
-                        data = _bytes_of(spec.tensor)
-                        turn.append((spec, data))
-                        size += data.nbytes
-                        copied += data.nbytes if data.copied else 0
+                        ready = _ready(specs.pop())
+                        turn.append(ready)
+                        size += ready.record.nbytes
+                        copied += ready.record.nbytes if ready.copied else 0
                     if under_way is not None:
                         for spec in under_way.result():
-                            if spec.done is not None:
-                                spec.done()
+                            if spec.holder is not None:
+                                setattr(spec.holder, str(spec.path[0]).rpartition(".")[2], None)
                     under_way = pool.submit(self._put, turn) if turn else None
                     del turn
             self._finish()
@@ -211,12 +200,12 @@ class TensorSerializer:
             self._room = -(-self._index_used // 4096) * 4096
             self._at = _HEAD_BYTES + self._room
 
-    def _put(self, turn: list[tuple[_Spec, _Bytes]]) -> list[_Spec]:
+    def _put(self, turn: list[_Ready]) -> list[_Spec]:
         """Writes records and data. In a thread."""
         key = derivation = None
         if self._encryption is not None:
             key, derivation = self._encryption.key, self._encryption._derivation
-        new = [NewRecord(_paths.text(s.path), int(s.type), s.idx, d.dtype, d.shape, d.pointer, d.nbytes) for s, d in turn]
+        new = [ready.record for ready in turn]
         own = self._descriptor()
         with contextlib.nullcontext(own) if own is not None else _memory_file() as file:
             base = 0 if own is not None else self._at
@@ -228,7 +217,7 @@ class TensorSerializer:
                 self._file.seek(self._at)
                 _all(self._file, mmap.mmap(file, end - base, access=mmap.ACCESS_READ))
         self._at = end
-        return [spec for spec, _ in turn]
+        return [ready.spec for ready in turn]
 
     def _descriptor(self) -> int | None:
         """Of a file that takes bytes at any place past its Python object."""
@@ -302,20 +291,18 @@ def _text_of(tensor: Any) -> str:
     return str(tensor.dtype.str)
 
 
-def _bytes_of(tensor: Any) -> _Bytes:
+def _ready(spec: _Spec) -> _Ready:
     """A torch tensor or a numpy array on the host, in one piece."""
-    text = _text_of(tensor)
-    shape = tuple(int(d) for d in tensor.shape)
+    tensor, keep, copied, pointer, size = spec.tensor, None, False, 0, 0
     if not hasattr(tensor, "is_meta"):
         import numpy
 
-        array = numpy.ascontiguousarray(tensor)
-        return _Bytes(text, shape, array.ctypes.data if array.nbytes else 0, array.nbytes, array, array is not tensor)
-    if tensor.is_meta:
-        return _Bytes(text, shape, 0, 0, None, False)
-    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    size = dense.numel() * dense.element_size()
-    copied = tensor.is_cuda or size > 0 and dense.data_ptr() != tensor.data_ptr()
-    return _Bytes(text, shape, dense.data_ptr() if size else 0, size, dense, copied)
-
-
+        keep = numpy.ascontiguousarray(tensor)
+        copied, pointer, size = keep is not tensor, keep.ctypes.data, keep.nbytes
+    elif not tensor.is_meta:
+        keep = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        pointer, size = keep.data_ptr(), keep.numel() * keep.element_size()
+        copied = tensor.is_cuda or size > 0 and pointer != tensor.data_ptr()
+    shape = tuple(int(d) for d in tensor.shape)
+    record = NewRecord(_paths.text(spec.path), int(spec.type), spec.idx, _text_of(tensor), shape, pointer if size else 0, size)
+    return _Ready(spec, record, keep, copied)

@@ -90,15 +90,14 @@ def _certificates(path: str | os.PathLike[str]) -> bool:
     return b"-----BEGIN CERTIFICATE-----" in read_file(os.fspath(path), 64 << 20)
 
 
-class _Stream(io.BufferedIOBase):
+class _Stream(io.BufferedReader):
     """A readable object of a store that can seek, read by the engine: what both
     kinds of streams have in common."""
 
     #: What the engine opens instead, from the first byte on: a URI and storage_options.
     reach: tuple[str, dict[str, Any]] | None = None
-    _file: io.BufferedReader | None = None
 
-    def _open(self, uri: str, begin: int | None, end: int | None, buffer_size: int | None, options: dict[str, Any]) -> None:
+    def _open(self, uri: str, begin: int | None, end: int | None, buffer_size: int | None, options: dict[str, Any]) -> ObjectReader:
         if begin is not None and begin < 0:
             raise ValueError("Invalid begin, must be non-negative")
         if end is not None and end <= (begin or 0):
@@ -108,20 +107,21 @@ class _Stream(io.BufferedIOBase):
         self._buffer_size = buffer_size or 1 << 20
         if not begin and end is None:
             self.reach = uri, options
-        self._raw = ObjectReader(uri, begin or 0, end, storage_options={**_PATIENCE, **options})
-        self._file = io.BufferedReader(self._raw, self._buffer_size)
+        source = ObjectReader(uri, begin or 0, end, storage_options={**_PATIENCE, **options})
+        super().__init__(source, self._buffer_size)
+        return source
 
     def _message(self, error: object) -> str:
         """The text of an OSError."""
         return str(error)
 
-    def _timed(self, read: Any, *args: Any) -> Any:
-        """What a call says; its time is added to `_waits`, its errors are OSErrors."""
+    def _timed(self, call: Any, *args: Any) -> Any:
+        """What a call says; `_waited` gets the seconds that it took, and its errors are OSErrors."""
         if self.closed:
             raise OSError(f"{type(self).__name__} closed.")
         start = time.monotonic()
         try:
-            return read(*args)
+            return call(*args)
         except OverwireError as error:
             raise OSError(self._message(error)) from error
         finally:
@@ -133,7 +133,7 @@ class _Stream(io.BufferedIOBase):
     def read(self, size: int | None = -1, /) -> bytes:
         """At most size bytes, all of them unless the object ends before; None or
         less than 0: all that are left. OSError for what the store does not give."""
-        data: bytes = self._timed(lambda: self._in().read(-1 if size is None else size))
+        data: bytes = self._timed(super().read, size)
         self.read_operations += 1
         self.bytes_read += len(data)
         return data
@@ -142,22 +142,18 @@ class _Stream(io.BufferedIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         """Fills a buffer, or as much of it as the stream has left."""
-        n: int = self._timed(lambda: self._in().readinto(buffer))
+        n: int = self._timed(super().readinto, buffer)
         self.read_operations += 1
         self.bytes_read += n
         return n
 
     readinto1 = readinto
 
-    def _in(self) -> io.BufferedReader:
-        assert self._file is not None
-        return self._file
-
     def tell(self) -> int:
         """The offset in the object."""
         if self.closed:
             raise OSError(f"{type(self).__name__} closed.")
-        return self._in().tell()
+        return super().tell()
 
     def seek(self, position: int, whence: int = SEEK_SET, /) -> int:
         """Goes to an offset of the object; ValueError relative to its end, or before
@@ -169,7 +165,7 @@ class _Stream(io.BufferedIOBase):
         after = before + position if whence == SEEK_CUR else position
         if after < 0:
             raise ValueError("Seeking before the beginning")
-        self._timed(lambda: self._in().seek(after))
+        self._timed(super().seek, after)
         self.bytes_skipped += max(0, after - before)
         return after
 
@@ -195,8 +191,6 @@ class _Stream(io.BufferedIOBase):
 
     def close(self) -> None:
         """Ends the connection."""
-        if self._file is not None:
-            self._file.close()
         super().close()
 
 
@@ -224,7 +218,6 @@ class CURLStreamFile(_Stream):
         buffer_size: int | None = None,
         certificate_handling: CAInfo | None = None,
     ) -> None:
-        super().__init__()
         if certificate_handling is not None and not isinstance(certificate_handling, CAInfo):
             raise TypeError(
                 "certificate_handling must either be None (for default SSL certificate verification), or a CAInfo object,"
@@ -244,11 +237,11 @@ class CURLStreamFile(_Stream):
         self.http_response_latencies: list[float] = []
         start = time.monotonic()
         try:
-            self._open(uri, begin, end, buffer_size, options)
-            self._in().peek(1)
+            source = self._open(uri, begin, end, buffer_size, options)
+            self.peek(1)
         except OverwireError as error:
             raise OSError(f"Failed to open stream for {self._name or shown(uri)}: {error}") from error
-        size, _ = self._raw.found() or (0, "")
+        size, _ = source.found() or (0, "")
         if begin and begin >= size:
             raise OSError(f"Failed to open stream for {self._name or shown(uri)}: it has {size} bytes, and byte {begin} was asked for")
         self.http_response_latencies.append(time.monotonic() - start)
@@ -258,7 +251,7 @@ class CURLStreamFile(_Stream):
         #: Those of the server's first answer, but for what it says of the range that the
         #: engine asked for: Content-Length is that of this stream.
         self.response_headers = Message()
-        for name, values in self._raw.headers().items():
+        for name, values in source.headers().items():
             if name.lower() not in ("content-length", "content-range"):
                 for value in values:
                     self.response_headers[name] = value
@@ -300,7 +293,6 @@ class RedisStreamFile(_Stream):
     """
 
     def __init__(self, uri: str, *, begin: int | None = None, end: int | None = None, buffer_size: int | None = None) -> None:
-        super().__init__()
         _parse_redis_uri(uri)
         start = time.monotonic()
         self.uri = uri
@@ -340,7 +332,7 @@ def s3_download(
     ValueError for another URI and for a range that is none, OSError for an object
     that does not open.
     """
-    options = _s3.direct_options(s3_access_key_id, s3_secret_access_key, _with_scheme(s3_endpoint), s3_region_name)
+    options = _s3.direct_options(s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name)
     return _S3StreamFile(path_uri, options, begin, end, buffer_size, certificate_handling)
 
 
@@ -353,7 +345,7 @@ def _s3_download_url(
     s3_signature_version: str | None = None,
 ) -> str:
     """The URL that `s3_download` reads."""
-    return _s3.url_of(path_uri, _s3.direct_options(s3_access_key_id, s3_secret_access_key, _with_scheme(s3_endpoint), s3_region_name))
+    return _s3.url_of(path_uri, _s3.direct_options(s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name))
 
 
 class _S3StreamFile(CURLStreamFile):
@@ -373,10 +365,6 @@ class _S3StreamFile(CURLStreamFile):
             self.reach = uri, options | trust
 
 
-def _with_scheme(endpoint: str | None) -> str | None:
-    return endpoint if endpoint is None or "://" in endpoint else "https://" + endpoint
-
-
 def s3_upload(
     path: str,
     target_uri: str,
@@ -389,7 +377,7 @@ def s3_upload(
     """Copies a local file into an s3:// object, which shows when it is whole.
     ValueError for another URI; raises what `overwire.save_file` raises."""
     _s3.parse_uri(target_uri)
-    _s3.upload(path, target_uri, _s3.direct_options(s3_access_key_id, s3_secret_access_key, _with_scheme(s3_endpoint), s3_region_name))
+    _s3.upload(path, target_uri, _s3.direct_options(s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name))
 
 
 def open_stream(
@@ -443,10 +431,7 @@ def open_stream(
         )
         if normal != "br":
             return ObjectWriter(path, storage_options=options)
-        return s3_download(
-            path, options.get("key", "" if options.get("anon") else None), options.get("secret", "" if options.get("anon") else None),
-            options["endpoint_url"], s3_region_name, s3_signature_version, buffer_size, begin, end, certificate_handling,
-        )  # fmt: skip
+        return _S3StreamFile(path, options, begin, end, buffer_size, certificate_handling)
     if scheme and scheme != "file":
         raise ValueError(f"Unsupported scheme: {scheme}://")
     if "b" not in mode:

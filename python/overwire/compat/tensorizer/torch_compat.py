@@ -14,13 +14,13 @@ import io
 import logging
 import os
 import pickle
-import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 from ._reader import TensorDeserializer
+from ._swap import Swap
 from ._writer import TensorSerializer
 
 __all__ = ["tensorizer_loading", "tensorizer_saving"]
@@ -158,11 +158,6 @@ _pickle_module.Unpickler = _TensorizerUnpickler
 
 _LOAD_WRAPPER_DEFAULT_MODULE: Any = None
 
-_lock = threading.Lock()
-_users = {"save": 0, "load": 0}
-_originals: dict[str, Any] = {}
-
-
 def _refuse(pickle_module: Any) -> None:
     if pickle_module is not None and pickle_module is not pickle:
         raise ValueError("Tensorizer-based torch serialization is incompatible with using a pickle_module other than the default")
@@ -207,24 +202,16 @@ def _wrapped_load(original: Any) -> Any:
     return load
 
 
-@contextlib.contextmanager
-def _within(name: str, wrap: Callable[[Any], Any], variable: ContextVar[_Scope | None], scope: _Scope) -> Iterator[None]:
-    import torch
+def _swapped(name: str, wrap: Callable[[Any], Any]) -> Swap:
+    def stand_ins() -> list[tuple[Any, str, Any]]:
+        import torch
 
-    with _lock:
-        _users[name] += 1
-        if _users[name] == 1:
-            _originals[name] = getattr(torch, name)
-            setattr(torch, name, wrap(_originals[name]))
-    token = variable.set(scope)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-        with _lock:
-            _users[name] -= 1
-            if _users[name] == 0:
-                setattr(torch, name, _originals.pop(name))
+        return [(torch, name, wrap(getattr(torch, name)))]
+
+    return Swap(stand_ins)
+
+
+_save, _load = _swapped("save", _wrapped_save), _swapped("load", _wrapped_load)
 
 
 def tensorizer_saving(file_obj: Any = None, *, save_func: Any = None, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
@@ -238,7 +225,7 @@ def tensorizer_saving(file_obj: Any = None, *, save_func: Any = None, **kwargs: 
     An io.BytesIO has no name: it is saved plainly, with a warning. torch.save
     raises ValueError if pickle_module is given.
     """
-    return _within("save", _wrapped_save, _saving, _Scope(file_obj, save_func, kwargs))
+    return _save.on(_saving, _Scope(file_obj, save_func, kwargs))
 
 
 def tensorizer_loading(
@@ -251,4 +238,4 @@ def tensorizer_loading(
     load_func: called with (file, kwargs), returns the tensors.
     suppress_weights_only: weights_only=True, which torch refuses here, is False.
     """
-    return _within("load", _wrapped_load, _loading, _Scope(file_obj, load_func, kwargs, suppress_weights_only))
+    return _load.on(_loading, _Scope(file_obj, load_func, kwargs, suppress_weights_only))

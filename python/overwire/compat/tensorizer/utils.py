@@ -6,9 +6,10 @@ import contextlib
 import contextvars
 import os
 import resource
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ._swap import Swap
 
 if TYPE_CHECKING:
     import torch
@@ -141,10 +142,7 @@ def get_mem_usage() -> str:
     return str(MemoryUsage.now())
 
 
-_without = contextvars.ContextVar("overwire_no_init_or_tensor", default=False)
-_lock = threading.Lock()
-_active = 0
-_undo: list[Callable[[], None]] = []
+_without: contextvars.ContextVar[bool] = contextvars.ContextVar("overwire_no_init_or_tensor", default=False)
 
 
 def no_init_or_tensor(loading_code: Callable[[], Any] | None = None) -> Any:
@@ -156,39 +154,17 @@ def no_init_or_tensor(loading_code: Callable[[], Any] | None = None) -> Any:
     TypeError for what cannot be called.
     """
     if loading_code is None:
-        return _suppressed()
+        return _swap.on(_without, True)
     if not callable(loading_code):
         raise TypeError(
             "no_init_or_tensor() expected a callable to evaluate, or None if being used as a context manager;"
             f' got an object of type "{type(loading_code).__name__}" instead.'
         )
-    with _suppressed():
+    with _swap.on(_without, True):
         return loading_code()
 
 
-@contextlib.contextmanager
-def _suppressed() -> Iterator[None]:
-    global _active
-    if _without.get():
-        yield
-        return
-    with _lock:
-        _active += 1
-        if _active == 1:
-            _patch()
-    token = _without.set(True)
-    try:
-        yield
-    finally:
-        _without.reset(token)
-        with _lock:
-            _active -= 1
-            if _active == 0:
-                while _undo:
-                    _undo.pop()()
-
-
-def _patch() -> None:
+def _stand_ins() -> list[tuple[Any, str, Any]]:
     import torch
 
     empty = torch.empty
@@ -198,14 +174,15 @@ def _patch() -> None:
             kwargs["device"] = "meta"
         return empty(*args, **kwargs)
 
-    torch.empty = meta_empty
-    _undo.append(lambda: setattr(torch, "empty", empty))
-    for module in (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm):
-        reset: Callable[..., None] = module.reset_parameters
-
-        def quiet(*args: Any, _reset: Callable[..., None] = reset, **kwargs: Any) -> None:
+    def quiet(reset: Callable[..., None]) -> Callable[..., None]:
+        def reset_parameters(*args: Any, **kwargs: Any) -> None:
             if not _without.get():
-                _reset(*args, **kwargs)
+                reset(*args, **kwargs)
 
-        module.reset_parameters = quiet  # type: ignore[method-assign]
-        _undo.append(lambda module=module, reset=reset: setattr(module, "reset_parameters", reset))  # type: ignore[misc]
+        return reset_parameters
+
+    kinds = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm)
+    return [(torch, "empty", meta_empty), *((kind, "reset_parameters", quiet(kind.reset_parameters)) for kind in kinds)]
+
+
+_swap = Swap(_stand_ins)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from .. import cpp
-from ..st_types import Device, DType
+from ..st_types import Device, DType, stand_in
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from ..common import TensorFrame
 
 __all__ = ["FrameworkOpBase", "ProcessGroupBase", "TensorBase", "get_framework_op"]
@@ -17,7 +22,7 @@ __all__ = ["FrameworkOpBase", "ProcessGroupBase", "TensorBase", "get_framework_o
 
 @dataclass
 class TensorBase(ABC):
-    """A framework's tensor, wrapped."""
+    """A framework's tensor, wrapped: what is not defined here calls the tensor's own."""
 
     device: Device
     dtype: DType
@@ -26,33 +31,37 @@ class TensorBase(ABC):
     def get_raw(self) -> Any:
         """The framework's own tensor."""
 
-    @abstractmethod
-    def contiguous(self) -> TensorBase: ...
+    def _with(self, raw: Any) -> Self:
+        # Another tensor of the same kind; adapters are made of device, dtype and it.
+        return type(self)(self.device, self.dtype, raw)  # type: ignore[call-arg]
+
+    def contiguous(self) -> Self:
+        return self._with(self.get_raw().contiguous())
 
     @abstractmethod
-    def to(self, device: Device | None = None, dtype: DType = DType.AUTO) -> TensorBase: ...
+    def to(self, device: Device | None = None, dtype: DType = DType.AUTO) -> Self: ...
+
+    def clone(self) -> Self:
+        return self._with(self.get_raw().clone())
+
+    def detach(self) -> Self:
+        return self._with(self.get_raw().detach())
 
     @abstractmethod
-    def clone(self) -> TensorBase: ...
+    def view(self, dtype: DType) -> Self: ...
 
-    @abstractmethod
-    def detach(self) -> TensorBase: ...
+    def reshape(self, shape: list[int]) -> Self:
+        return self._with(self.get_raw().reshape(shape))
 
-    @abstractmethod
-    def view(self, dtype: DType) -> TensorBase: ...
+    def __getitem__(self, index: Any) -> Self:
+        return self._with(self.get_raw()[index])
 
-    @abstractmethod
-    def reshape(self, shape: list[int]) -> TensorBase: ...
-
-    @abstractmethod
-    def __getitem__(self, index: Any) -> TensorBase: ...
-
-    @abstractmethod
-    def data_ptr(self) -> int: ...
+    def data_ptr(self) -> int:
+        return int(self.get_raw().data_ptr())
 
     @property
-    @abstractmethod
-    def shape(self) -> list[int]: ...
+    def shape(self) -> list[int]:
+        return list(self.get_raw().shape)
 
     def get_shape(self) -> list[int]:
         """As a file has it: F4's last dimension counts elements, not pairs."""
@@ -65,10 +74,7 @@ class TensorBase(ABC):
 
     def get_nbytes(self) -> int:
         """Bytes of its elements."""
-        count = 1
-        for size in self.get_shape():
-            count *= size
-        return count * self.dtype.bits // 8
+        return prod(self.get_shape()) * self.dtype.bits // 8
 
     @abstractmethod
     def copy_to_buffer(self, buf: memoryview) -> None:
@@ -201,18 +207,13 @@ class FrameworkOpBase(ABC):
 
     def as_workaround_dtype(self, dtype: DType) -> DType:
         """The type that stands for one which DLPack came to late."""
-        if dtype in (DType.F8_E5M2, DType.F8_E4M3):
-            return DType.I8
-        return DType.U8 if dtype.bits <= 8 and dtype.value.startswith("F") else dtype
+        return stand_in(dtype)
 
     def get_storage_shape(self, dtype: DType, shape: list[int], strides: list[int]) -> tuple[list[int], list[int]]:
         """Shape and strides of the bytes that hold a tensor: flat for F4."""
         if dtype.bits >= 8:
             return shape, strides
-        count = 1
-        for size in shape:
-            count *= size
-        return [count * dtype.bits // 8], [1]
+        return [prod(shape) * dtype.bits // 8], [1]
 
     def get_native_shape(self, dtype: DType, st_shape: list[int]) -> list[int]:
         """The shape a tensor has here: F4's last dimension counts pairs."""
@@ -255,21 +256,18 @@ class FrameworkOpBase(ABC):
     def support_fp8(self) -> bool: ...
 
 
-_ops: dict[str, FrameworkOpBase] = {}
+_OPS = {"pt": "_torch:TorchOp", "pytorch": "_torch:TorchOp", "torch": "_torch:TorchOp", "paddle": "_paddle:PaddleOp"}
+
+
+@cache
+def _op(kind: str) -> FrameworkOpBase:
+    module, _, name = kind.partition(":")
+    made: FrameworkOpBase = getattr(import_module(f"{__name__}.{module}"), name)()
+    return made
 
 
 def get_framework_op(name: str) -> FrameworkOpBase:
     """Of "pt", "pytorch", "torch" or "paddle"; ValueError for other names."""
-    if name in ("pt", "pytorch", "torch"):
-        if "torch" not in _ops:
-            from ._torch import TorchOp
-
-            _ops["torch"] = TorchOp()
-        return _ops["torch"]
-    if name == "paddle":
-        if "paddle" not in _ops:
-            from .paddle_op import PaddleOp
-
-            _ops["paddle"] = PaddleOp()
-        return _ops["paddle"]
-    raise ValueError(f"Unknown framework name: {name}")
+    if name not in _OPS:
+        raise ValueError(f"Unknown framework name: {name}")
+    return _op(_OPS[name])

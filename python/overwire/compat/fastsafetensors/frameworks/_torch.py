@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.dlpack import from_dlpack
 
 import overwire
-from overwire.plumbing import regular
+from overwire.plumbing import regular, torch_dtype
 
 from .. import cpp
 from ..allocation import track
@@ -27,13 +27,9 @@ __all__ = [
     "need_workaround_dtypes",
 ]  # fmt: skip
 
-_NAMES = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F4": "float4_e2m1fn_x2", "I16": "int16", "U16": "uint16",
-    "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32", "C64": "complex64", "F64": "float64",
-    "I64": "int64", "U64": "uint64", "F6_E2M3": "uint8", "F6_E3M2": "uint8",
-}  # fmt: skip
-dtype_convert: dict[DType, torch.dtype] = {DType(k): getattr(torch, v) for k, v in _NAMES.items() if hasattr(torch, v)}
+# "F6" comes as its bytes. What this torch lacks is left out.
+_kinds = {dtype: torch.uint8 if dtype.bits == 6 else torch_dtype(dtype.value) for dtype in DType}
+dtype_convert: dict[DType, torch.dtype] = {dtype: kind for dtype, kind in _kinds.items() if kind is not None}
 
 _dtypes = {kind: dtype for dtype, kind in reversed(dtype_convert.items())}
 
@@ -54,14 +50,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 class TorchTensor(TensorBase):
     real_tensor: torch.Tensor
 
-    def _with(self, tensor: torch.Tensor) -> TorchTensor:
-        return TorchTensor(self.device, self.dtype, tensor)
-
     def get_raw(self) -> torch.Tensor:
         return self.real_tensor
-
-    def contiguous(self) -> TorchTensor:
-        return self._with(self.real_tensor.contiguous())
 
     def to(self, device: Device | None = None, dtype: DType = DType.AUTO) -> TorchTensor:
         where = None if device is None else _name(device)
@@ -71,30 +61,14 @@ class TorchTensor(TensorBase):
         moved = self.real_tensor.to(device=where, dtype=kind)
         return TorchTensor(device or self.device, self.dtype if kind is None else dtype, moved)
 
-    def clone(self) -> TorchTensor:
-        return self._with(self.real_tensor.clone())
-
-    def detach(self) -> TorchTensor:
-        return self._with(self.real_tensor.detach())
-
     def view(self, dtype: DType) -> TorchTensor:
         return TorchTensor(self.device, dtype, self.real_tensor.view(dtype_convert[dtype]))
-
-    def reshape(self, shape: list[int]) -> TorchTensor:
-        return self._with(self.real_tensor.reshape(shape))
 
     def __getitem__(self, index: Any) -> TorchTensor:
         if self.real_tensor.dtype == dtype_convert.get(DType.F4):
             pairs = self.real_tensor.view(torch.uint8)[index]  # torch has no indexing of pairs
             return self._with(pairs.contiguous().view(self.real_tensor.dtype))
-        return self._with(self.real_tensor[index])
-
-    def data_ptr(self) -> int:
-        return self.real_tensor.data_ptr()
-
-    @property
-    def shape(self) -> list[int]:
-        return list(self.real_tensor.shape)
+        return super().__getitem__(index)
 
     def copy_to_buffer(self, buf: memoryview) -> None:
         if len(buf) != self.real_tensor.nbytes:
@@ -192,14 +166,10 @@ class TorchOp(FrameworkOpBase):
 
     def mmap_file_pinned(self, filename: str, length: int, offset: int) -> TorchTensor:
         host = torch.empty(length, dtype=torch.uint8)
-        with open(filename, "rb", buffering=0, opener=regular) as file:
+        with open(filename, "rb", opener=regular) as file:
             file.seek(offset)
-            into, done = memoryview(host.numpy()), 0  # type: ignore[arg-type,unused-ignore]
-            while done < length:
-                got = file.readinto(into[done:])
-                if not got:
-                    raise RuntimeError(f"{filename}: truncated: it ends before byte {offset + length}")
-                done += got
+            if file.readinto(host.numpy()) < length:  # type: ignore[arg-type,unused-ignore]
+                raise RuntimeError(f"{filename}: truncated: it ends before byte {offset + length}")
         return TorchTensor(Device(), DType.U8, host.pin_memory())
 
     def view_of(self, gbuf: cpp.gds_device_buffer, begin: int, frame: TensorFrame, device: Device, owner: Any = None) -> TorchTensor:
@@ -221,7 +191,6 @@ class TorchOp(FrameworkOpBase):
     def wrap(self, tensor: Any, dtype: DType, device: Device) -> TorchTensor:
         storage = tensor.untyped_storage()
         track(storage, storage.nbytes())
-        # "F6" comes as its bytes, which is what dtype_convert says of it too.
         kind = dtype if dtype_convert.get(dtype) == tensor.dtype else _dtypes[tensor.dtype]
         return TorchTensor(device, kind, tensor)
 

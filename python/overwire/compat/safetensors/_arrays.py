@@ -1,0 +1,36 @@
+"""Dicts of another framework's tensors as files and bytes, through numpy's arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from overwire.compat.safetensors import numpy, safe_open
+from overwire.compat.safetensors._frameworks import framework_of
+
+__all__ = ["functions"]
+
+
+def functions(framework: str, to_numpy: Callable[[Any], Any]) -> tuple[Callable[..., Any], ...]:
+    """A framework's `save`, `save_file`, `load` and `load_file`. to_numpy: one of its
+    tensors as an array."""
+    make = framework_of(framework).make
+
+    def save(tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> bytes:
+        """A plain safetensors file as bytes."""
+        return numpy.save({name: to_numpy(tensor) for name, tensor in tensors.items()}, metadata=metadata)
+
+    def save_file(tensors: dict[str, Any], filename: Any, metadata: dict[str, str] | None = None) -> None:
+        """Writes a plain safetensors file, which is complete or absent."""
+        numpy.save_file({name: to_numpy(tensor) for name, tensor in tensors.items()}, filename, metadata=metadata)
+
+    def load(data: bytes) -> dict[str, Any]:
+        """The tensors in a file's bytes, plain or compressed."""
+        return {name: make(array, "cpu") for name, array in numpy.load(data).items()}
+
+    def load_file(filename: Any, *, backend: str = "mmap") -> dict[str, Any]:
+        """The tensors of a file, plain or compressed. backend: "mmap" or "pread"."""
+        with safe_open(filename, framework=framework, backend=backend) as f:
+            return f.get_tensors()
+
+    return save, save_file, load, load_file

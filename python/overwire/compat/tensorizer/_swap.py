@@ -1,0 +1,42 @@
+"""Functions of torch that stand-ins take the place of while any thread is inside a context."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+class Swap:
+    """stand_ins: gives (owner, name, what stands for it) when the first context is
+    entered; the last one that is left puts the originals back."""
+
+    def __init__(self, stand_ins: Callable[[], Sequence[tuple[Any, str, Any]]]) -> None:
+        self._stand_ins = stand_ins
+        self._lock = threading.Lock()
+        self._users = 0
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    @contextlib.contextmanager
+    def on(self, variable: ContextVar[_T], value: _T) -> Iterator[None]:
+        """A context: inside, and in this thread or task alone, the variable has the
+        value, by which stand-ins know whom they serve."""
+        with self._lock:
+            if self._users == 0:
+                for owner, name, ours in self._stand_ins():
+                    self._originals.append((owner, name, getattr(owner, name)))
+                    setattr(owner, name, ours)
+            self._users += 1
+        token = variable.set(value)
+        try:
+            yield
+        finally:
+            variable.reset(token)
+            with self._lock:
+                self._users -= 1
+                while self._originals and self._users == 0:
+                    setattr(*self._originals.pop())
