@@ -112,81 +112,50 @@ int owcu_pad_free(owcu_handle ctx, struct owcu_pad *p, struct owcu_error *e)
 
 int owcu_copy(owcu_handle ctx, uint64_t stream, owcu_ptr dst, owcu_ptr src, uint64_t n, int wait, struct owcu_error *e)
 {
-	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
-
-	if (rc == 0)
-		rc = uncaptured(stream, e) || TRY(copy_any, (dst, src, n, handle(stream))) || (wait && TRY(stream_sync, (handle(stream)))) ? -1 : 0;
-	return leave(&g, rc);
+	return WITHIN(ctx, uncaptured(stream, e) || TRY(copy_any, (dst, src, n, handle(stream))) || (wait && TRY(stream_sync, (handle(stream)))));
 }
 
 int owcu_copy_rows(owcu_handle ctx, uint64_t stream, owcu_ptr dst, uint64_t dst_pitch, owcu_ptr src, uint64_t src_pitch, uint64_t width,
 		   uint64_t rows, struct owcu_error *e)
 {
-	struct owcu_guard g;
 	struct owcu_rows copy = {
 		.src_kind = 2, .src = src, .src_pitch = src_pitch, .dst_kind = 2, .dst = dst, .dst_pitch = dst_pitch, .width = width, .height = rows};
-	int rc = enter(&g, ctx, e);
 
-	if (rc == 0)
-		rc = uncaptured(stream, e) || TRY(copy_rows, (&copy, handle(stream))) ? -1 : 0;
-	return leave(&g, rc);
+	return WITHIN(ctx, uncaptured(stream, e) || TRY(copy_rows, (&copy, handle(stream))));
 }
 
 int owcu_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter, struct owcu_error *e)
 {
-	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
-
-	if (rc == 0 && *event == NULL)
-		rc = TRY(event_create, (event, EVENT_NO_TIMING));
-	if (rc == 0)
-		rc = uncaptured(stream, e) || follow(handle(stream), after, nafter, *event, e) ? -1 : 0;
-	return leave(&g, rc);
+	return WITHIN(ctx, (*event == NULL && TRY(event_create, (event, EVENT_NO_TIMING))) || uncaptured(stream, e) ||
+	                           follow(handle(stream), after, nafter, *event, e));
 }
 
 int owcu_stream_new(owcu_handle ctx, uint64_t *stream, struct owcu_error *e)
 {
-	struct owcu_guard g;
 	owcu_handle made = NULL;
-	int rc = enter(&g, ctx, e);
+	int rc = WITHIN(ctx, TRY(stream_create, (&made, STREAM_NON_BLOCKING)));
 
-	if (rc == 0)
-		rc = TRY(stream_create, (&made, STREAM_NON_BLOCKING));
 	*stream = (uint64_t)(uintptr_t)made;
-	return leave(&g, rc);
+	return rc;
 }
 
 int owcu_stream_free(owcu_handle ctx, uint64_t stream, struct owcu_error *e)
 {
-	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
-
-	if (rc == 0)
-		rc = uncaptured(stream, e) || TRY(stream_destroy, (handle(stream))) ? -1 : 0;
-	return leave(&g, rc);
+	return WITHIN(ctx, uncaptured(stream, e) || TRY(stream_destroy, (handle(stream))));
 }
 
 int owcu_stream_sync(owcu_handle ctx, uint64_t stream, struct owcu_error *e)
 {
-	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
-
-	if (rc == 0)
-		rc = uncaptured(stream, e) || TRY(stream_sync, (handle(stream))) ? -1 : 0;
-	return leave(&g, rc);
+	return WITHIN(ctx, uncaptured(stream, e) || TRY(stream_sync, (handle(stream))));
 }
 
 int owcu_stream_here(owcu_handle ctx, uint64_t stream, int *here, struct owcu_error *e)
 {
-	struct owcu_guard g;
 	owcu_handle of = NULL;
-	int rc = enter(&g, ctx, e);
+	int rc = WITHIN(ctx, TRY(stream_ctx, (handle(stream), &of)));
 
-	if (rc == 0)
-		rc = TRY(stream_ctx, (handle(stream), &of));
 	*here = rc == 0 && of == ctx;
-	return leave(&g, rc);
+	return rc;
 }
 
 int owcu_thread_mode(int mode)
@@ -209,31 +178,10 @@ int owcu_pointer_device(owcu_ptr p)
 
 int owcu_share(owcu_handle ctx, owcu_ptr p, struct owcu_ipc *handle, struct owcu_error *e)
 {
-	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
-
-	if (rc == 0)
-		rc = TRY(ipc_get, (handle, p));
-	return leave(&g, rc);
+	return WITHIN(ctx, TRY(ipc_get, (handle, p)));
 }
 
 int owcu_attach(owcu_handle ctx, const struct owcu_ipc *handle, owcu_ptr *p, struct owcu_error *e)
 {
-	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
-
-	if (rc == 0)
-		rc = TRY(ipc_open, (p, *handle, 1)); // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-	return leave(&g, rc);
-}
-
-int owcu_detach(owcu_handle ctx, owcu_ptr *p, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	int rc = retire(&g, ctx, e), left = 0;
-
-	if (rc)
-		return rc;
-	DROP(*p, ipc_close);
-	return leave(&g, left);
+	return WITHIN(ctx, TRY(ipc_open, (p, *handle, 1))); // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 }

@@ -72,11 +72,9 @@ int owcu_thread_mode(int mode);
 // -1.
 int owcu_pointer_device(owcu_ptr p);
 
-// owcu_share names an allocation for other processes, owcu_attach maps one of another
-// process, and owcu_detach ends that: 0, or 1 if the driver refuses now; *p is then
-// left for another try.
+// owcu_share names an allocation for other processes, and owcu_attach maps one of another
+// process, until owcu_drop.
 int owcu_share(owcu_handle ctx, owcu_ptr p, struct owcu_ipc *handle, struct owcu_error *e);
 int owcu_attach(owcu_handle ctx, const struct owcu_ipc *handle, owcu_ptr *p, struct owcu_error *e);
-int owcu_detach(owcu_handle ctx, owcu_ptr *p, struct owcu_error *e);
 
 #endif

@@ -86,6 +86,25 @@ static inline int enter(struct owcu_guard *g, owcu_handle ctx, struct owcu_error
 	return leave(g, -1);
 }
 
+// WITHIN makes calls, joined by ||, in the context, and is 0 or -1.
+#define WITHIN(ctx, calls)                                                                                             \
+	({                                                                                                             \
+		struct owcu_guard guard;                                                                               \
+		int result = enter(&guard, ctx, e);                                                                    \
+		leave(&guard, result == 0 && (calls) ? -1 : result);                                                   \
+	})
+
+// RELAXED is WITHIN for calls that need no context.
+#define RELAXED(calls)                                                                                                 \
+	({                                                                                                             \
+		int mode, result = relax(&mode, e);                                                                    \
+		if (result == 0) {                                                                                     \
+			result = (calls) ? -1 : 0;                                                                     \
+			harden(&mode);                                                                                 \
+		}                                                                                                      \
+		result;                                                                                                \
+	})
+
 // uncaptured refuses a stream that is being captured: work queued there would
 // become part of a graph, and queries would destroy it.
 static inline int uncaptured(uint64_t stream, struct owcu_error *e)

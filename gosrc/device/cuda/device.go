@@ -178,12 +178,9 @@ func (d *Device) takeSpare() pages {
 
 // Free is how much of the device's memory is free, and how much it has, in bytes.
 func (d *Device) Free() (unused, total int64, err error) {
-	var e C.struct_owcu_error
 	var a, b C.uint64_t
-	if C.owcu_memory(d.ctx, &a, &b, &e) != 0 {
-		return 0, 0, failure(d.index, &e)
-	}
-	return int64(a), int64(b), nil
+	err = d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_memory(d.ctx, &a, &b, e) })
+	return int64(a), int64(b), err
 }
 
 // Read copies device memory to dst, which has the same length, and waits for the
@@ -196,13 +193,11 @@ func (d *Device) Read(dst []byte, m device.Memory) error {
 	if len(dst) == 0 {
 		return nil
 	}
-	var e C.struct_owcu_error
 	d.reading.Lock()
 	defer d.reading.Unlock()
-	if C.owcu_read(d.ctx, &d.stream, unsafe.Pointer(&dst[0]), address(m.Ptr), C.uint64_t(len(dst)), &e) != 0 {
-		return failure(d.index, &e)
-	}
-	return nil
+	return d.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_read(d.ctx, &d.stream, unsafe.Pointer(&dst[0]), address(m.Ptr), C.uint64_t(len(dst)), e)
+	})
 }
 
 // Current runs fn on a thread where the device's context is current and whose calls
@@ -260,14 +255,12 @@ func (d *Device) close() error {
 		}
 	}
 	for _, event := range append(d.pending.events, d.link) {
-		for gone := event == nil; !gone; {
-			var e C.struct_owcu_error
-			gone = C.owcu_event(d.ctx, &event, &e) <= 0
+		for !d.dropped(C.OWCU_EVENT, unsafe.Pointer(event)) {
 		}
 	}
-	var e C.struct_owcu_error
-	for C.owcu_stream_end(d.ctx, &d.stream, &e) > 0 {
+	for !d.dropped(C.OWCU_STREAM, unsafe.Pointer(d.stream)) {
 	}
+	var e C.struct_owcu_error
 	for C.owcu_module_close(d.ctx, &d.module, &e) > 0 {
 	}
 	for C.owcu_module_close(d.ctx, &d.resident.module, &e) > 0 {

@@ -88,12 +88,8 @@ func FakeWaited() int64 { return fakeGet().waited }
 // of another library (0); calls that would destroy it break a rule. blocking: the
 // default stream waits for that stream.
 func FakeCapture(stream uintptr, blocking bool) (end func()) {
-	b := C.int(0)
-	if blocking {
-		b = 1
-	}
-	C.owcu_fake_capture(C.uint64_t(stream), b, 1)
-	return func() { C.owcu_fake_capture(C.uint64_t(stream), b, 0) }
+	C.owcu_fake_capture(C.uint64_t(stream), truth(blocking), 1)
+	return func() { C.owcu_fake_capture(C.uint64_t(stream), truth(blocking), 0) }
 }
 
 type fakeState struct {
@@ -115,11 +111,7 @@ func useFake(memory int64) {
 func fakeLose(code int) { C.owcu_fake_fail(1, C.int(code), 2) }
 
 func fakeFail(nth int64, code int, sticky bool) {
-	s := C.int(0)
-	if sticky {
-		s = 1
-	}
-	C.owcu_fake_fail(C.int64_t(nth), C.int(code), s)
+	C.owcu_fake_fail(C.int64_t(nth), C.int(code), truth(sticky))
 }
 
 func fakeVersion(version, devices int) {

@@ -81,10 +81,6 @@ func (q *Queue) Again(count int) (time.Duration, error) {
 // of its kernels; nil ends this. No piece may be in flight. For a piece of several
 // rounds it reports the last.
 func (q *Queue) Time(trace device.TraceFunc) error {
-	on := C.int(0)
-	if trace != nil {
-		on = 1
-	}
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.broken != nil {
@@ -92,7 +88,7 @@ func (q *Queue) Time(trace device.TraceFunc) error {
 	}
 	q.trace = nil
 	var e C.struct_owcu_error
-	if C.owcu_timing(q.c, on, &e) != 0 {
+	if C.owcu_timing(q.c, truth(trace != nil), &e) != 0 {
 		return q.fail(&e)
 	}
 	q.trace, q.origin = trace, time.Now()

@@ -138,11 +138,13 @@ func (p *Packer) Encode(slot int, all []Packed) error {
 	if len(rows) == 0 {
 		return nil
 	}
-	var e C.struct_owcu_error
-	if C.owcu_pack_encode(p.d.ctx, p.c, C.int(slot), p.kernel, p.c.mapped+C.owcu_ptr(base), C.uint32_t(len(rows)), packThreads, &e) != 0 {
-		return failure(p.d.index, &e)
+	err := p.d.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_pack_encode(p.d.ctx, p.c, C.int(slot), p.kernel, p.c.mapped+C.owcu_ptr(base), C.uint32_t(len(rows)), packThreads, e)
+	})
+	if err == nil {
+		err = p.Wait(slot)
 	}
-	if err := p.Wait(slot); err != nil {
+	if err != nil {
 		return err
 	}
 	for k, i := range rows {
@@ -174,24 +176,14 @@ func (p *Packer) Fetch(slot int, all []Packed) error {
 }
 
 func (p *Packer) fetch(slot int, copies []C.struct_owcu_fetch) error {
-	var first *C.struct_owcu_fetch
-	if len(copies) > 0 {
-		first = &copies[0]
-	}
-	var e C.struct_owcu_error
-	if C.owcu_pack_fetch(p.d.ctx, p.c, C.int(slot), C.uint64_t(len(copies)), first, &e) != 0 {
-		return failure(p.d.index, &e)
-	}
-	return nil
+	return p.d.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_pack_fetch(p.d.ctx, p.c, C.int(slot), C.uint64_t(len(copies)), unsafe.SliceData(copies), e)
+	})
 }
 
 // Wait waits for the copies of a slot.
 func (p *Packer) Wait(slot int) error {
-	var e C.struct_owcu_error
-	if C.owcu_pack_wait(p.d.ctx, p.c, C.int(slot), &e) != 0 {
-		return failure(p.d.index, &e)
-	}
-	return nil
+	return p.d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_pack_wait(p.d.ctx, p.c, C.int(slot), e) })
 }
 
 // Sample copies n bytes from each address to the host and calls got with each, which

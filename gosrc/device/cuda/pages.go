@@ -71,12 +71,13 @@ func newPages(n int64, near *nodes.Place) (pages, error) {
 // Unregister; a forked child does not get the memory.
 func (d *Device) Register(b []byte) error {
 	_ = unix.Madvise(b, unix.MADV_DONTFORK)
-	var e C.struct_owcu_error
-	if C.owcu_register(d.ctx, unsafe.Pointer(&b[0]), C.uint64_t(len(b)), &e) != 0 {
+	err := d.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_register(d.ctx, unsafe.Pointer(&b[0]), C.uint64_t(len(b)), e)
+	})
+	if err != nil {
 		_ = unix.Madvise(b, unix.MADV_DOFORK)
-		return d.sized(failure(d.index, &e), int64(len(b)), "pinned memory")
 	}
-	return nil
+	return d.sized(err, int64(len(b)), "pinned memory")
 }
 
 // Unregister undoes Register, after the last copy, and then calls `then`. That may
@@ -84,12 +85,11 @@ func (d *Device) Register(b []byte) error {
 // must stay allocated until then.
 func (d *Device) Unregister(b []byte, then func()) {
 	d.deferFree(func() bool {
-		var e C.struct_owcu_error
-		if C.owcu_unregister(d.ctx, unsafe.Pointer(&b[0]), &e) > 0 {
-			return false
+		gone := d.dropped(C.OWCU_PINNED, unsafe.Pointer(&b[0]))
+		if gone {
+			then()
 		}
-		then() // a lost device has unregistered it already
-		return true
+		return gone
 	})
 }
 

@@ -25,43 +25,29 @@ void owcu_leave(struct owcu_guard *g) { leave(g, 0); }
 
 int owcu_begin(int *version, int *count, struct owcu_error *e)
 {
-	int mode;
-	int rc = owcu_forked() ? failed(e, "fork", OWCU_FORKED) : TRY(init, (0)); // the driver has not been asked for modes
-
-	if (rc || relax(&mode, e))
+	if (owcu_forked() ? failed(e, "fork", OWCU_FORKED) : TRY(init, (0))) // before that the driver has no modes
 		return -1;
-	rc = TRY(driver_version, (version)) || TRY(device_count, (count)) ? -1 : 0;
-	harden(&mode);
-	return rc;
+	return RELAXED(TRY(driver_version, (version)) || TRY(device_count, (count)));
 }
 
 int owcu_info_get(int ordinal, struct owcu_info *info, struct owcu_error *e)
 {
-	int d, mode;
+	int d;
 	size_t n = 0;
+	int rc = RELAXED(TRY(device_get, (&d, ordinal)) || TRY(device_name, (info->name, sizeof info->name, d)) ||
+	                 TRY(device_bus, (info->bus, sizeof info->bus, d)) || TRY(device_memory, (&n, d)) ||
+	                 TRY(device_attribute, (&info->major, ATTRIBUTE_MAJOR, d)) ||
+	                 TRY(device_attribute, (&info->minor, ATTRIBUTE_MINOR, d)) || TRY(device_attribute, (&info->sms, ATTRIBUTE_SMS, d)) ||
+	                 TRY(device_attribute, (&info->coherent, ATTRIBUTE_COHERENT, d)));
 
-	if (relax(&mode, e))
-		return -1;
-	int rc = TRY(device_get, (&d, ordinal)) || TRY(device_name, (info->name, sizeof info->name, d)) ||
-	         TRY(device_bus, (info->bus, sizeof info->bus, d)) || TRY(device_memory, (&n, d)) ||
-	         TRY(device_attribute, (&info->major, ATTRIBUTE_MAJOR, d)) ||
-	         TRY(device_attribute, (&info->minor, ATTRIBUTE_MINOR, d)) || TRY(device_attribute, (&info->sms, ATTRIBUTE_SMS, d)) ||
-	         TRY(device_attribute, (&info->coherent, ATTRIBUTE_COHERENT, d));
 	info->memory = n;
-	harden(&mode);
-	return rc ? -1 : 0;
+	return rc;
 }
 
 int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, int *coherent, struct owcu_error *e)
 {
-	int mode;
-
-	if (relax(&mode, e))
-		return -1;
-	int rc = TRY(device_get, (device, ordinal)) || TRY(device_attribute, (coherent, ATTRIBUTE_COHERENT, *device)) ||
-	         TRY(ctx_retain, (ctx, *device)) ? -1 : 0;
-	harden(&mode);
-	return rc;
+	return RELAXED(TRY(device_get, (device, ordinal)) || TRY(device_attribute, (coherent, ATTRIBUTE_COHERENT, *device)) ||
+	               TRY(ctx_retain, (ctx, *device)));
 }
 
 int owcu_ctx_close(int device, struct owcu_error *e)
@@ -145,63 +131,48 @@ int owcu_passed(owcu_handle ctx, int n, const owcu_handle *events, struct owcu_e
 
 int owcu_register(owcu_handle ctx, void *p, uint64_t n, struct owcu_error *e)
 {
-	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
-
-	if (rc == 0)
-		rc = TRY(host_register, (p, n, PORTABLE_MAPPED));
-	return leave(&g, rc);
+	return WITHIN(ctx, TRY(host_register, (p, n, PORTABLE_MAPPED)));
 }
 
-int owcu_unregister(owcu_handle ctx, void *p, struct owcu_error *e)
+int owcu_drop(owcu_handle ctx, int what, void *thing, struct owcu_error *e)
 {
 	struct owcu_guard g;
-	int rc = retire(&g, ctx, e);
+	owcu_ptr p = (owcu_ptr)(uintptr_t)thing;
+	int rc = retire(&g, ctx, e), left = 0;
 
 	if (rc)
 		return rc;
-	if (TRY(host_unregister, (p)))
-		rc = lost() ? -1 : 1;
-	return leave(&g, rc);
+	switch (what) {
+	case OWCU_EVENT:
+		DROP(thing, event_destroy);
+		break;
+	case OWCU_STREAM:
+		DROP(thing, stream_destroy);
+		break;
+	case OWCU_PINNED:
+		DROP(thing, host_unregister);
+		break;
+	case OWCU_ATTACHED:
+		DROP(p, ipc_close);
+		break;
+	}
+	return leave(&g, left);
 }
 
 int owcu_memory(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_error *e)
 {
-	struct owcu_guard g;
 	size_t a = 0, b = 0;
-	int rc = enter(&g, ctx, e);
+	int rc = WITHIN(ctx, TRY(mem_info, (&a, &b)));
 
-	if (rc == 0)
-		rc = TRY(mem_info, (&a, &b));
 	*unused = a;
 	*total = b;
-	return leave(&g, rc);
+	return rc;
 }
 
 int owcu_read(owcu_handle ctx, owcu_handle *stream, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e)
 {
-	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
-
-	if (rc == 0 && *stream == NULL)
-		rc = TRY(stream_create, (stream, NON_BLOCKING));
-	if (rc == 0)
-		rc = TRY(copy_out_async, (dst, src, n, *stream)) | TRY(stream_sync, (*stream));
-	return leave(&g, rc);
-}
-
-int owcu_stream_end(owcu_handle ctx, owcu_handle *stream, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	int rc = *stream != NULL ? retire(&g, ctx, e) : 0;
-
-	if (rc || *stream == NULL)
-		return rc;
-	if (TRY(stream_destroy, (*stream)))
-		rc = lost() ? -1 : 1;
-	if (rc <= 0)
-		*stream = NULL;
-	return leave(&g, rc);
+	return WITHIN(ctx, (*stream == NULL && TRY(stream_create, (stream, NON_BLOCKING))) ||
+	                           (TRY(copy_out_async, (dst, src, n, *stream)) | TRY(stream_sync, (*stream))));
 }
 
 int owcu_module_open(owcu_handle ctx, const void *image, uint64_t n, const char *names, int count, struct owcu_module *m,
@@ -346,12 +317,7 @@ int owcu_queue_free(struct owcu_queue *l, struct owcu_error *e)
 
 int owcu_queue_more(struct owcu_queue *l, owcu_ptr *which, uint64_t n, struct owcu_error *e)
 {
-	struct owcu_guard g;
-	int rc = enter(&g, l->ctx, e);
-
-	if (rc == 0)
-		rc = TRY(mem_alloc, (which, n));
-	return leave(&g, rc);
+	return WITHIN(l->ctx, TRY(mem_alloc, (which, n)));
 }
 
 static int launch_all(struct owcu_queue *l, struct owcu_slot *s, owcu_handle stream, struct owcu_error *e)
@@ -452,28 +418,14 @@ int owcu_join(struct owcu_queue *l, uint64_t stream, struct owcu_error *e)
 	return leave(&g, rc);
 }
 
-int owcu_event(owcu_handle ctx, owcu_handle *event, struct owcu_error *e)
+int owcu_event_new(owcu_handle ctx, owcu_handle *event, struct owcu_error *e)
 {
-	struct owcu_guard g;
-	int rc = *event != NULL ? retire(&g, ctx, e) : enter(&g, ctx, e);
-
-	if (rc)
-		return rc;
-	if (*event == NULL)
-		rc = TRY(event_create, (event, NO_TIMING));
-	else if (TRY(event_destroy, (*event)))
-		rc = lost() ? -1 : 1;
-	return leave(&g, rc);
+	return WITHIN(ctx, TRY(event_create, (event, NO_TIMING)));
 }
 
 int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e)
 {
-	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
-
-	if (rc == 0)
-		rc = uncaptured(stream, e) || TRY(stream_wait, ((owcu_handle)(uintptr_t)stream, event, 0)) ? -1 : 0;
-	return leave(&g, rc);
+	return WITHIN(ctx, uncaptured(stream, e) || TRY(stream_wait, ((owcu_handle)(uintptr_t)stream, event, 0)));
 }
 
 int owcu_floor(struct owcu_queue *l, uint64_t stride, uint64_t head, uint64_t n, int count, struct owcu_error *e)

@@ -184,11 +184,7 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 func (d *Device) newQueue(p *pages, most int, fns *[kernels]C.owcu_handle) (*Queue, error) {
 	var e C.struct_owcu_error
 	var left *C.struct_owcu_queue
-	staged := C.int(1)
-	if d.coherent {
-		staged = 0
-	}
-	c := C.owcu_queue_new(d.ctx, p.p, C.uint64_t(p.n), C.int(most), staged, &fns[0], &left, &e)
+	c := C.owcu_queue_new(d.ctx, p.p, C.uint64_t(p.n), C.int(most), truth(!d.coherent), &fns[0], &left, &e)
 	if c == nil {
 		if left != nil {
 			d.deferFree((&Queue{dev: d, c: left, pages: *p}).release)

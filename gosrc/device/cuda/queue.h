@@ -103,17 +103,17 @@ int owcu_mark(owcu_handle ctx, int n, const uint64_t *streams, owcu_handle *even
 int owcu_passed(owcu_handle ctx, int n, const owcu_handle *events, struct owcu_error *e);
 // owcu_register pins [p, p+n) for every context of the process.
 int owcu_register(owcu_handle ctx, void *p, uint64_t n, struct owcu_error *e);
-// owcu_unregister returns 1 if the driver refused and may not the next time.
-int owcu_unregister(owcu_handle ctx, void *p, struct owcu_error *e);
+// owcu_drop frees a thing that nothing uses, unless it is NULL. It returns 1 if the
+// driver refused and may not the next time. On a lost device it is gone.
+enum { OWCU_EVENT, OWCU_STREAM, OWCU_PINNED /* by owcu_register */, OWCU_ATTACHED /* by owcu_attach */ };
+int owcu_drop(owcu_handle ctx, int what, void *thing, struct owcu_error *e);
 int owcu_memory(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_error *e);
 // owcu_read copies on a stream of its own, which it makes at its first call.
 int owcu_read(owcu_handle ctx, owcu_handle *stream, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e);
-int owcu_stream_end(owcu_handle ctx, owcu_handle *stream, struct owcu_error *e);
 
 // owcu_module loads an image, of which it keeps a copy until it is closed, and
 // looks up kernels by names, which are separated by NUL. After an error it may be
-// opened again; m is zero the first time. Closing it returns 1 as owcu_unregister
-// does.
+// opened again; m is zero the first time. Closing it returns 1 as owcu_drop does.
 struct owcu_module {
 	owcu_handle module;
 	void *image;
@@ -145,9 +145,9 @@ int owcu_wait(struct owcu_queue *l, int slot, struct owcu_error *e);
 // owcu_join makes the queue wait for what is queued now on a caller's stream.
 int owcu_join(struct owcu_queue *l, uint64_t stream, struct owcu_error *e);
 
-// owcu_event makes an event without times, or frees one that nothing uses (1: as
-// owcu_unregister); owcu_event_before makes a stream wait for its last record.
-int owcu_event(owcu_handle ctx, owcu_handle *event, struct owcu_error *e);
+// owcu_event_new makes an event without times; owcu_event_before makes a stream wait for
+// its last record.
+int owcu_event_new(owcu_handle ctx, owcu_handle *event, struct owcu_error *e);
 int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e);
 
 // owcu_floor copies the first n bytes of the slots to their staging, count times in

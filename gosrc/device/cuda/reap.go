@@ -231,6 +231,20 @@ func (d *Device) freeUnused(at C.owcu_ptr) {
 	})
 }
 
+// drop frees a thing of the driver's that nothing uses; if the driver refuses, the
+// reaper tries again.
+func (d *Device) drop(what C.int, thing unsafe.Pointer) {
+	if !d.dropped(what, thing) {
+		d.deferFree(func() bool { return d.dropped(what, thing) })
+	}
+}
+
+// dropped frees a thing and reports whether it is gone; with a lost device it is.
+func (d *Device) dropped(what C.int, thing unsafe.Pointer) bool {
+	var e C.struct_owcu_error
+	return C.owcu_drop(d.ctx, what, thing, &e) <= 0
+}
+
 // deferFree has the reaper call free until it reports that the memory is gone.
 func (d *Device) deferFree(free func() bool) {
 	d.mu.Lock()

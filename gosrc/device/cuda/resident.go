@@ -134,9 +134,8 @@ func (d *Device) runResident(on Order, run residentRun) error {
 		c.after, c.nafter = (*C.uint64_t)(C.CBytes(unsafe.Slice((*byte)(unsafe.Pointer(&on.After[0])), 8*len(on.After)))), C.uint64_t(len(on.After))
 		defer C.free(unsafe.Pointer(c.after))
 	}
-	var e C.struct_owcu_error
-	if C.owcu_resident(&c, &e) != 0 {
-		return failure(d.index, &e)
+	if err := d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_resident(&c, e) }); err != nil {
+		return err
 	}
 	if run.take != nil {
 		run.take(unsafe.Add(p.host, run.backAt))
