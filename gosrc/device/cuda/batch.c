@@ -7,7 +7,7 @@
 #include "call.h"
 #include "follow.h"
 
-enum { STREAM_NON_BLOCKING = 1, EVENT_NO_TIMING = 2, REGISTER_PORTABLE_MAPPED = 1 | 2, POINTER_DEVICE = 9 };
+enum { STREAM_NON_BLOCKING = 1, EVENT_NO_TIMING = 2, POINTER_DEVICE = 9 };
 
 static int queue(const struct owcu_batch *b, struct owcu_error *e)
 {
@@ -66,48 +66,6 @@ int owcu_kernels(owcu_handle ctx, owcu_handle module, const char *names, int cou
 	for (int i = 0; rc == 0 && i < count; i++, names += strlen(names) + 1)
 		rc = TRY(module_function, (&kernels[i], module, names));
 	return leave(&g, rc);
-}
-
-// unpad frees what there is of a pad, and returns 1 if the driver refused some.
-static int unpad(struct owcu_pad *p, struct owcu_error *e)
-{
-	int left = 0;
-
-	for (int i = 0; i < p->count; i++)
-		DROP(p->events[i], event_destroy);
-	DROP(p->device, mem_free);
-	DROP(p->host, host_unregister);
-	return left;
-}
-
-int owcu_pad_new(owcu_handle ctx, struct owcu_pad *p, void *host, uint64_t n, uint64_t room, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	struct owcu_error ignored = {0};
-	int rc = enter(&g, ctx, e);
-
-	if (rc)
-		return rc;
-	if (TRY(host_register, (host, n, REGISTER_PORTABLE_MAPPED)))
-		return leave(&g, -1);
-	p->host = host;
-	rc = TRY(host_pointer, (&p->mapped, host, 0)) || TRY(mem_alloc, (&p->device, room)) ? -1 : 0;
-	for (int i = 0; rc == 0 && i < p->count; i++)
-		rc = TRY(event_create, (&p->events[i], EVENT_NO_TIMING));
-	if (rc && unpad(p, &ignored))
-		rc = 1;
-	return leave(&g, rc);
-}
-
-int owcu_pad_free(owcu_handle ctx, struct owcu_pad *p, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	int rc = retire(&g, ctx, e);
-
-	if (rc)
-		return rc;
-	rc = unpad(p, e);
-	return leave(&g, rc ? rc : e->call != NULL ? -1 : 0);
 }
 
 int owcu_copy(owcu_handle ctx, uint64_t stream, owcu_ptr dst, owcu_ptr src, uint64_t n, int wait, struct owcu_error *e)

@@ -49,7 +49,7 @@ const (
 	padBytes  = 16 << 10 // pinned: status words, then the table
 	padRoom   = 64 << 10 // on the device: the table, then rows
 	padCount  = 128      // batches in flight before the next one waits
-	padEvents = 2
+	padEvents = 2        // of a batch: join, done
 	rowBytes  = int(unsafe.Sizeof(C.ow_batch_item{}))
 	headSize  = int(unsafe.Sizeof(C.ow_stream_head{}))
 	entrySize = int(unsafe.Sizeof(C.ow_stream{}))
@@ -67,11 +67,11 @@ type pad struct {
 	batch       *Batch
 }
 
-// A slab is one pinned and one device allocation, cut into pads.
+// A slab is one pinned and one device allocation, with streams and events.
 type slab struct {
 	pages pages
-	c     *C.struct_owcu_pad // with its events, in C memory
-	pads  []*pad
+	c     C.struct_owcu_pad
+	pads  []*pad // into which it is cut for batches
 }
 
 // batches are the pads and kernels of a Device.
@@ -112,64 +112,63 @@ func (d *Device) loadKernels() error {
 	return nil
 }
 
-func (d *Device) newSlab(count, bytes, room int) (*slab, error) {
-	p, err := newPages(int64(count*bytes), d.near)
+// newSlab allocates `bytes` of the host and `room` of the device; see owcu_pad_new.
+func (d *Device) newSlab(bytes, room int64, streams, events, sleepers int, what string) (*slab, error) {
+	p, err := newPages(bytes, d.near)
 	if err != nil {
 		return nil, err
 	}
-	events := padEvents * count
-	c := (*C.struct_owcu_pad)(C.calloc(1, C.size_t(unsafe.Sizeof(C.struct_owcu_pad{})+uintptr(events)*unsafe.Sizeof(C.owcu_handle(nil)))))
-	if c == nil {
-		panic("out of memory for the events of a batch")
-	}
-	c.events, c.count = (*C.owcu_handle)(unsafe.Add(unsafe.Pointer(c), unsafe.Sizeof(*c))), C.int(events)
-	s := &slab{pages: p, c: c}
+	s := &slab{pages: p}
 	var e C.struct_owcu_error
-	if rc := C.owcu_pad_new(d.ctx, c, p.p, C.uint64_t(count*bytes), C.uint64_t(count*room), &e); rc != 0 {
-		if rc > 0 {
-			d.deferFree(func() bool { return d.releaseSlab(s) })
-		} else {
-			s.freeHost()
-		}
-		return nil, d.sized(failure(d.index, &e), int64(count*room), "the tables of a batch")
+	rc := C.owcu_pad_new(d.ctx, &s.c, p.p, C.uint64_t(p.n), C.uint64_t(room), C.int(streams), C.int(events), C.int(sleepers), &e)
+	if rc == 0 {
+		return s, nil
 	}
-	each := unsafe.Slice(c.events, events)
+	if rc > 0 {
+		d.deferFree(func() bool { return d.releaseSlab(s) })
+	} else {
+		p.free()
+	}
+	return nil, d.sized(failure(d.index, &e), room, what)
+}
+
+// newPads makes a slab that is cut into pads.
+func (d *Device) newPads(count, bytes, room int) (*slab, error) {
+	s, err := d.newSlab(int64(count*bytes), int64(count*room), 0, count*padEvents, 0, "the tables of a batch")
+	if err != nil {
+		return nil, err
+	}
+	each := unsafe.Slice(s.c.events, count*padEvents)
 	for i := range count {
 		s.pads = append(s.pads, &pad{
-			host: unsafe.Add(p.p, i*bytes), mapped: c.mapped + C.owcu_ptr(i*bytes), dev: c.device + C.owcu_ptr(i*room), bytes: bytes, room: room,
+			host: unsafe.Add(s.pages.p, i*bytes), mapped: s.c.mapped + C.owcu_ptr(i*bytes), dev: s.c.device + C.owcu_ptr(i*room), bytes: bytes, room: room,
 			join: each[padEvents*i], done: each[padEvents*i+1],
 		})
 	}
 	return s, nil
 }
 
-// freeHost frees a slab's host memory; the driver no longer uses any of it.
-func (s *slab) freeHost() {
-	s.pages.free()
-	C.free(unsafe.Pointer(s.c))
-}
-
-// freeSlab waits for the batches of a slab and frees it.
+// freeSlab waits for the work on a slab and frees it.
 func (d *Device) freeSlab(s *slab) error {
 	for _, p := range s.pads {
 		d.settle(p)
 	}
 	var e C.struct_owcu_error
-	rc := C.owcu_pad_free(d.ctx, s.c, &e)
-	if rc <= 0 {
-		s.freeHost()
-	}
-	return d.given(rc, &e, func() bool { return d.releaseSlab(s) })
+	return d.given(d.tryFree(s, &e), &e, func() bool { return d.releaseSlab(s) })
 }
 
 // releaseSlab frees a slab that no batch uses, and reports whether it is gone.
 func (d *Device) releaseSlab(s *slab) bool {
 	var e C.struct_owcu_error
-	if C.owcu_pad_free(d.ctx, s.c, &e) > 0 {
-		return false
+	return d.tryFree(s, &e) <= 0
+}
+
+func (d *Device) tryFree(s *slab, e *C.struct_owcu_error) C.int {
+	rc := C.owcu_pad_free(d.ctx, &s.c, e)
+	if rc <= 0 {
+		s.pages.free()
 	}
-	s.freeHost()
-	return true
+	return rc
 }
 
 // trimBatches frees the memory of batches that are done, unless a caller waits for
@@ -231,7 +230,7 @@ func (d *Device) pad(n, rows int) (*pad, error) {
 	bytes, room := need(n, rows)
 	if bytes <= padBytes && room <= padRoom {
 		if b.small == nil {
-			s, err := d.newSlab(padCount, padBytes, padRoom)
+			s, err := d.newPads(padCount, padBytes, padRoom)
 			if err != nil {
 				return nil, err
 			}
@@ -256,7 +255,7 @@ func (d *Device) pad(n, rows int) (*pad, error) {
 		d.deferFree(func() bool { return d.retire(first) })
 	}
 	up := func(n int) int { return (n + n/4 + huge - 1) &^ (huge - 1) }
-	s, err := d.newSlab(1, up(bytes), up(room))
+	s, err := d.newPads(1, up(bytes), up(room))
 	if err != nil {
 		return nil, err
 	}

@@ -40,18 +40,6 @@ int owcu_batch_wait(owcu_handle ctx, owcu_handle event, int *ready, struct owcu_
 // owcu_kernels looks up kernels of a module, by names separated by NUL.
 int owcu_kernels(owcu_handle ctx, owcu_handle module, const char *names, int count, owcu_handle *kernels, struct owcu_error *e);
 
-// owcu_pad_new registers [host, host+n), allocates device memory, and makes events:
-// all or nothing. -1: nothing is left; 1: the driver refused to free some of it,
-// for owcu_pad_free. That returns 1 for the same reason, and may be called again.
-struct owcu_pad {
-	void *host; // registered
-	owcu_ptr mapped, device;
-	owcu_handle *events; // count of them, in C memory
-	int count;
-};
-int owcu_pad_new(owcu_handle ctx, struct owcu_pad *p, void *host, uint64_t n, uint64_t room, struct owcu_error *e);
-int owcu_pad_free(owcu_handle ctx, struct owcu_pad *p, struct owcu_error *e);
-
 // owcu_follow makes a stream wait for what is queued on others, by an event that is
 // made at the first call; only one caller may use it at a time.
 int owcu_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter, struct owcu_error *e);

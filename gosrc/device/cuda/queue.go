@@ -210,16 +210,16 @@ func (q *Queue) shape(slots int, room int64) {
 		<-q.free
 	}
 	q.size, q.slots, q.c.nslots = room-headBytes, q.all[:slots], C.int(slots)
-	base := q.c.staging
+	base := q.c.pad.device
 	if q.inPlace {
-		base = q.c.mapped
+		base = q.c.pad.mapped
 	}
 	for i, s := range q.slots {
 		s.at = int64(i)*room + headBytes
 		s.host = unsafe.Add(q.pages.p, s.at)
 		s.Bytes = unsafe.Slice((*byte)(s.host), q.size)
 		s.dev = uint64(base) + uint64(s.at)
-		s.c.status = q.c.mapped + C.owcu_ptr(s.at-headBytes)
+		s.c.status = q.c.pad.mapped + C.owcu_ptr(s.at-headBytes)
 		q.free <- s
 	}
 }
@@ -257,10 +257,10 @@ func (s *Slot) View(b []byte) {
 // caller that asks for it puts the piece's bytes there before Submit, which then copies
 // only its tables; as with ViewDevice.
 func (s *Slot) DeviceMirror() unsafe.Pointer {
-	if s.q.c.staging == 0 {
+	if s.q.c.pad.device == 0 {
 		return nil
 	}
-	at := s.q.c.staging + C.owcu_ptr(s.at)
+	at := s.q.c.pad.device + C.owcu_ptr(s.at)
 	s.ViewDevice(uintptr(at), int64(len(s.Bytes)))
 	return pointer(at)
 }
@@ -270,10 +270,10 @@ func (s *Slot) DeviceMirror() unsafe.Pointer {
 func (q *Queue) Staging() (base unsafe.Pointer, n int64, err error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if err := q.more(&q.c.staging, q.pages.n, "the staging of a load"); err != nil {
+	if err := q.more(&q.c.pad.device, q.pages.n, "the staging of a load"); err != nil {
 		return nil, 0, err
 	}
-	return pointer(q.c.staging), q.pages.n, nil
+	return pointer(q.c.pad.device), q.pages.n, nil
 }
 
 // more allocates the queue's scratch or staging, unless it is there. q.mu is held.

@@ -49,14 +49,21 @@ struct owcu_slot {
 	struct owcu_launch launches[OWCU_LAUNCHES];
 };
 
+// A pad is pinned memory of the host, memory of the device, and streams and events.
+struct owcu_pad {
+	void *host;      // registered
+	owcu_ptr mapped; // its address on the device
+	owcu_ptr device; // 0: none
+	owcu_handle *streams, *events;
+	int nstreams, nevents;
+};
+
 struct owcu_queue {
 	owcu_handle ctx;
-	owcu_handle streams[OWCU_STREAMS]; // 0 copies
+	struct owcu_pad pad; // stream 0 copies; the device's memory is the staging
 	owcu_handle kernels[OWCU_KERNELS];
 	owcu_handle join; // event for WaitFor
-	void *pinned;     // registered
-	owcu_ptr mapped; // its address on the device
-	owcu_ptr staging, scratch;
+	owcu_ptr scratch;
 	struct owcu_slot **slots;
 	int made, nslots; // slots that were made, and those in use
 	owcu_handle origin; // event from which the slots' marks are measured
@@ -121,6 +128,14 @@ struct owcu_module {
 int owcu_module_open(owcu_handle ctx, const void *image, uint64_t n, const char *names, int count, struct owcu_module *m,
                      owcu_handle *kernels, struct owcu_error *e);
 int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error *e);
+
+// owcu_pad_new registers [host, host+n), allocates `room` bytes of the device (0: none),
+// and makes streams and events, for the first of which (sleepers) waiting threads sleep and
+// for the others spin: all or nothing. p is zero. -1: nothing is left; 1: the driver refused to free some of it, for owcu_pad_free.
+// That waits for the streams' work, returns 1 for the same reason, and may be called again.
+int owcu_pad_new(owcu_handle ctx, struct owcu_pad *p, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers,
+                 struct owcu_error *e);
+int owcu_pad_free(owcu_handle ctx, struct owcu_pad *p, struct owcu_error *e);
 
 // owcu_queue_new registers [pinned, pinned+bytes) and makes the streams and events of
 // a queue and, if `staged`, its staging; on an error it returns NULL and leaves nothing

@@ -97,7 +97,7 @@ func (d *Device) residentPad(r *residentLane, bytes int) (*pad, error) {
 		}
 	}
 	n := (bytes + bytes/4 + huge - 1) &^ (huge - 1)
-	s, err := d.newSlab(1, n, n)
+	s, err := d.newPads(1, n, n)
 	if err != nil {
 		return nil, err
 	}
