@@ -2,10 +2,7 @@
 
 #include "batch.h"
 
-#include <string.h>
-
 #include "call.h"
-#include "follow.h"
 
 enum { STREAM_NON_BLOCKING = 1, EVENT_NO_TIMING = 2, POINTER_DEVICE = 9 };
 
@@ -13,7 +10,7 @@ static int queue(const struct owcu_batch *b, struct owcu_error *e)
 {
 	owcu_handle stream = handle(b->stream);
 
-	if (uncaptured(b->stream, e) || follow(stream, b->after, b->nafter, b->join, e) || (b->bytes && TRY(copy_in, (b->to, b->table, b->bytes, stream))))
+	if (uncaptured(b->stream, e) || (b->bytes && TRY(copy_in, (b->to, b->table, b->bytes, stream))))
 		return -1;
 	for (uint32_t i = 0; i < b->nsteps; i++) {
 		const struct owcu_step *s = &b->steps[i];
@@ -58,16 +55,6 @@ int owcu_batch_wait(owcu_handle ctx, owcu_handle event, int *ready, struct owcu_
 	return leave(&g, rc);
 }
 
-int owcu_kernels(owcu_handle ctx, owcu_handle module, const char *names, int count, owcu_handle *kernels, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
-
-	for (int i = 0; rc == 0 && i < count; i++, names += strlen(names) + 1)
-		rc = TRY(module_function, (&kernels[i], module, names));
-	return leave(&g, rc);
-}
-
 int owcu_copy(owcu_handle ctx, uint64_t stream, owcu_ptr dst, owcu_ptr src, uint64_t n, int wait, struct owcu_error *e)
 {
 	return WITHIN(ctx, uncaptured(stream, e) || TRY(copy_any, (dst, src, n, handle(stream))) || (wait && TRY(stream_sync, (handle(stream)))));
@@ -80,6 +67,16 @@ int owcu_copy_rows(owcu_handle ctx, uint64_t stream, owcu_ptr dst, uint64_t dst_
 		.src_kind = 2, .src = src, .src_pitch = src_pitch, .dst_kind = 2, .dst = dst, .dst_pitch = dst_pitch, .width = width, .height = rows};
 
 	return WITHIN(ctx, uncaptured(stream, e) || TRY(copy_rows, (&copy, handle(stream))));
+}
+
+// follow makes a stream wait for what is queued on others now.
+static int follow(owcu_handle stream, const uint64_t *after, uint64_t n, owcu_handle event, struct owcu_error *e)
+{
+	for (uint64_t i = 0; i < n; i++)
+		if (handle(after[i]) != stream &&
+		    (uncaptured(after[i], e) || TRY(event_record, (event, handle(after[i]))) || TRY(stream_wait, (stream, event, 0))))
+			return -1;
+	return 0;
 }
 
 int owcu_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter, struct owcu_error *e)

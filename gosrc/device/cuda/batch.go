@@ -3,7 +3,6 @@
 package cuda
 
 /*
-#include <stdlib.h>
 #include "batch.h"
 #include "../../../cuda/abi.h"
 #include "../../../cuda/abi_stream.h"
@@ -14,6 +13,7 @@ import (
 	"sync"
 	"unsafe"
 
+	"github.com/overwire/overwire/cuda/built"
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
@@ -32,7 +32,6 @@ const (
 	batchEncode
 	batchSum
 	batchJoin
-	batchKernels
 )
 
 // decoders are the kernels that decode rows of items, by nvCOMP's number of the
@@ -49,7 +48,6 @@ const (
 	padBytes  = 16 << 10 // pinned: status words, then the table
 	padRoom   = 64 << 10 // on the device: the table, then rows
 	padCount  = 128      // batches in flight before the next one waits
-	padEvents = 2        // of a batch: join, done
 	rowBytes  = int(unsafe.Sizeof(C.ow_batch_item{}))
 	headSize  = int(unsafe.Sizeof(C.ow_stream_head{}))
 	entrySize = int(unsafe.Sizeof(C.ow_stream{}))
@@ -62,7 +60,7 @@ type pad struct {
 	host        unsafe.Pointer
 	mapped, dev C.owcu_ptr
 	bytes, room int
-	join, done  C.owcu_handle
+	done        C.owcu_handle
 	used        bool // done was recorded
 	batch       *Batch
 }
@@ -77,8 +75,8 @@ type slab struct {
 // batches are the pads and kernels of a Device.
 type batches struct {
 	mu      sync.Mutex
-	kernels *[batchKernels]C.owcu_handle
-	waiting int // callers in Wait: their events must not be destroyed
+	kernels []C.owcu_handle // nil: not yet looked up
+	waiting int             // callers in Wait: their events must not be destroyed
 	small   *slab
 	next    int
 	large   []*slab // of one pad each
@@ -94,22 +92,9 @@ type Batch struct {
 	err   error
 }
 
-// loadKernels looks up the kernels, once. b.mu is held.
-func (d *Device) loadKernels() error {
-	if d.batch.kernels != nil {
-		return nil
-	}
-	if _, err := d.functions(); err != nil {
-		return err
-	}
-	names := []byte(batchNames)
-	var fns [batchKernels]C.owcu_handle
-	var e C.struct_owcu_error
-	if C.owcu_kernels(d.ctx, d.module.module, (*C.char)(unsafe.Pointer(&names[0])), batchKernels, &fns[0], &e) != 0 {
-		return failure(d.index, &e)
-	}
-	d.batch.kernels = &fns
-	return nil
+// batchKernels are the kernels of batches.
+func (d *Device) batchKernels() ([]C.owcu_handle, error) {
+	return d.lookUp(&d.batch.kernels, d.module, built.X16, batchNames)
 }
 
 // newSlab allocates `bytes` of the host and `room` of the device; see owcu_pad_new.
@@ -134,15 +119,13 @@ func (d *Device) newSlab(bytes, room int64, streams, events, sleepers int, what 
 
 // newPads makes a slab that is cut into pads.
 func (d *Device) newPads(count, bytes, room int) (*slab, error) {
-	s, err := d.newSlab(int64(count*bytes), int64(count*room), 0, count*padEvents, 0, "the tables of a batch")
+	s, err := d.newSlab(int64(count*bytes), int64(count*room), 0, count, 0, "the tables of a batch")
 	if err != nil {
 		return nil, err
 	}
-	each := unsafe.Slice(s.c.events, count*padEvents)
-	for i := range count {
+	for i, done := range unsafe.Slice(s.c.events, count) {
 		s.pads = append(s.pads, &pad{
-			host: unsafe.Add(s.pages.p, i*bytes), mapped: s.c.mapped + C.owcu_ptr(i*bytes), dev: s.c.device + C.owcu_ptr(i*room), bytes: bytes, room: room,
-			join: each[padEvents*i], done: each[padEvents*i+1],
+			host: unsafe.Add(s.pages.p, i*bytes), mapped: s.c.mapped + C.owcu_ptr(i*bytes), dev: s.c.device + C.owcu_ptr(i*room), bytes: bytes, room: room, done: done,
 		})
 	}
 	return s, nil
@@ -321,7 +304,7 @@ func (d *Device) Decode(on Order, format uint32, streams []Stream) (*Batch, erro
 	if !items && format != FormatX16 {
 		return nil, errs.New(errs.ErrNotSupported, "format %d on a GPU", format)
 	}
-	return d.start(on, work{format: format, streams: streams, rows: rows}, func(k *[batchKernels]C.owcu_handle, b *C.struct_owcu_batch, split uint32) {
+	return d.start(on, work{format: format, streams: streams, rows: rows}, func(k []C.owcu_handle, b *C.struct_owcu_batch, split uint32) {
 		if !items {
 			x := step(k[batchX16], rows*int(split), 32, 32*C.OW_X16_WARPS)
 			x.shared = C.OW_STREAM_SHARED
@@ -348,7 +331,7 @@ func (d *Device) Peek(on Order, kind Kind, format uint32, streams []Stream) ([]P
 	for i, s := range streams {
 		each[i] = Stream{Src: s.Src, Stored: s.Stored, Kind: kind}
 	}
-	b, err := d.start(on, work{format: format, streams: each, answers: true}, func(k *[batchKernels]C.owcu_handle, b *C.struct_owcu_batch, _ uint32) {
+	b, err := d.start(on, work{format: format, streams: each, answers: true}, func(k []C.owcu_handle, b *C.struct_owcu_batch, _ uint32) {
 		steps(b, step(k[batchPeek], len(each), 1, 32*C.OW_X16_WARPS))
 	})
 	if err != nil {
@@ -397,7 +380,7 @@ func (d *Device) Encode(on Order, streams []Stream, scratch uint64) (*Batch, err
 		return &Batch{d: d}, nil
 	}
 	t := work{format: FormatX16, streams: streams, rows: rows, answers: true, scratch: scratch}
-	return d.start(on, t, func(k *[batchKernels]C.owcu_handle, b *C.struct_owcu_batch, split uint32) {
+	return d.start(on, t, func(k []C.owcu_handle, b *C.struct_owcu_batch, split uint32) {
 		threads := int(C.ow_x16_threads(C.uint64_t(slotOf(streams))))
 		encode := step(k[batchEncode], rows, threads, threads)
 		encode.items = 1
@@ -417,12 +400,16 @@ type work struct {
 }
 
 // start writes a batch to a pad and queues it.
-func (d *Device) start(on Order, t work, plan func(*[batchKernels]C.owcu_handle, *C.struct_owcu_batch, uint32)) (*Batch, error) {
+func (d *Device) start(on Order, t work, plan func([]C.owcu_handle, *C.struct_owcu_batch, uint32)) (*Batch, error) {
 	format, streams, rows := t.format, t.streams, t.rows
+	if err := d.Follow(on.Stream, on.After...); err != nil {
+		return nil, err
+	}
 	g := &d.batch
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if err := d.loadKernels(); err != nil {
+	kernels, err := d.batchKernels()
+	if err != nil {
 		return nil, err
 	}
 	p, err := d.pad(len(streams), rows)
@@ -451,14 +438,10 @@ func (d *Device) start(on Order, t work, plan func(*[batchKernels]C.owcu_handle,
 		scratch: C.uint64_t(t.scratch), slot: C.uint64_t(slotOf(streams)),
 	}
 	b := C.struct_owcu_batch{
-		ctx: d.ctx, stream: C.uint64_t(on.Stream), join: p.join, done: p.done,
+		ctx: d.ctx, stream: C.uint64_t(on.Stream), done: p.done,
 		to: p.dev, table: table, bytes: C.uint64_t(headSize + n*entrySize), status: p.mapped,
 	}
-	if len(on.After) > 0 {
-		b.after, b.nafter = (*C.uint64_t)(C.CBytes(unsafe.Slice((*byte)(unsafe.Pointer(&on.After[0])), 8*len(on.After)))), C.uint64_t(len(on.After))
-		defer C.free(unsafe.Pointer(b.after))
-	}
-	plan(g.kernels, &b, uint32(split))
+	plan(kernels, &b, uint32(split))
 	for i := range b.steps[:b.nsteps] {
 		b.steps[i].a, b.steps[i].b = p.dev, p.dev+C.owcu_ptr(rowsAt(n))
 		if b.bytes == 0 {

@@ -20,10 +20,8 @@ enum { OWCU_STEPS = 4 };
 struct owcu_batch {
 	owcu_handle ctx;
 	uint64_t stream;
-	const uint64_t *after; // streams whose work comes first
-	uint64_t nafter;
-	owcu_handle join, done; // events
-	owcu_ptr to;            // the table, on the device
+	owcu_handle done; // event
+	owcu_ptr to;      // the table, on the device
 	const void *table;      // pinned
 	uint64_t bytes; // 0: nothing is copied
 	owcu_ptr status; // words, of pinned memory
@@ -36,9 +34,6 @@ int owcu_batch(const struct owcu_batch *b, struct owcu_error *e);
 // owcu_batch_wait waits for an event; with ready it only checks, and returns 1 for
 // done and 0 for not yet.
 int owcu_batch_wait(owcu_handle ctx, owcu_handle event, int *ready, struct owcu_error *e);
-
-// owcu_kernels looks up kernels of a module, by names separated by NUL.
-int owcu_kernels(owcu_handle ctx, owcu_handle module, const char *names, int count, owcu_handle *kernels, struct owcu_error *e);
 
 // owcu_follow makes a stream wait for what is queued on others, by an event that is
 // made at the first call; only one caller may use it at a time.

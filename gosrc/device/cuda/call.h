@@ -105,12 +105,14 @@ static inline int enter(struct owcu_guard *g, owcu_handle ctx, struct owcu_error
 		result;                                                                                                \
 	})
 
+static inline owcu_handle handle(uint64_t stream) { return (owcu_handle)(uintptr_t)stream; }
+
 // uncaptured refuses a stream that is being captured: work queued there would
 // become part of a graph, and queries would destroy it.
 static inline int uncaptured(uint64_t stream, struct owcu_error *e)
 {
 	int status = 0;
-	int code = owcu->stream_capturing((owcu_handle)(uintptr_t)stream, &status);
+	int code = owcu->stream_capturing(handle(stream), &status);
 
 	if (code == OWCU_IMPLICIT || (code == 0 && status != 0))
 		code = OWCU_CAPTURED;

@@ -41,13 +41,11 @@ type Packer struct {
 // NewPacker makes a Packer, to be closed. It takes less device memory, down to an
 // eighth, where there is little.
 func (d *Device) NewPacker() (*Packer, error) {
-	d.batch.mu.Lock()
-	err := d.loadKernels()
-	d.batch.mu.Unlock()
+	kernels, err := d.batchKernels()
 	if err != nil {
 		return nil, err
 	}
-	p := &Packer{d: d, slot: packSlot, kernel: d.batch.kernels[batchEncode]}
+	p := &Packer{d: d, slot: packSlot, kernel: kernels[batchEncode]}
 	for n := C.OWCU_PACK_SLOTS; ; n /= 2 {
 		p.slab, err = d.newSlab(int64(n*packRows*itemSize), int64(n)*p.slot, n+C.OWCU_PACK_COPIERS, n, n, "encoding")
 		if !errors.Is(err, errs.ErrMemory) || n/2 < leastSlots {

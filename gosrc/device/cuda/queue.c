@@ -44,10 +44,10 @@ int owcu_info_get(int ordinal, struct owcu_info *info, struct owcu_error *e)
 	return rc;
 }
 
-int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, int *coherent, struct owcu_error *e)
+int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, int *coherent, int *sms, struct owcu_error *e)
 {
 	return RELAXED(TRY(device_get, (device, ordinal)) || TRY(device_attribute, (coherent, ATTRIBUTE_COHERENT, *device)) ||
-	               TRY(ctx_retain, (ctx, *device)));
+	               TRY(device_attribute, (sms, ATTRIBUTE_SMS, *device)) || TRY(ctx_retain, (ctx, *device)));
 }
 
 int owcu_ctx_close(int device, struct owcu_error *e)
@@ -109,7 +109,7 @@ int owcu_mark(owcu_handle ctx, int n, const uint64_t *streams, owcu_handle *even
 				rc = captured ? 0 : failed(e, not_now.call, not_now.code);
 			} else if (!again) {
 				rc = (events[i] == NULL && TRY(event_create, (&events[i], NO_TIMING))) ||
-				     TRY(event_record, (events[i], (owcu_handle)(uintptr_t)streams[i])) ? -1 : 0;
+				     TRY(event_record, (events[i], handle(streams[i]))) ? -1 : 0;
 			}
 		}
 	}
@@ -453,7 +453,7 @@ int owcu_join(struct owcu_queue *l, uint64_t stream, struct owcu_error *e)
 	int rc = enter(&g, l->ctx, e);
 
 	if (rc == 0)
-		rc = uncaptured(stream, e) || TRY(event_record, (l->join, (owcu_handle)(uintptr_t)stream)) ? -1 : 0;
+		rc = uncaptured(stream, e) || TRY(event_record, (l->join, handle(stream))) ? -1 : 0;
 	// A wait takes the event as it is now, so one event serves them all.
 	for (int i = 0; rc == 0 && i < OWCU_STREAMS; i++)
 		rc = TRY(stream_wait, (l->pad.streams[i], l->join, 0));
@@ -467,7 +467,7 @@ int owcu_event_new(owcu_handle ctx, owcu_handle *event, struct owcu_error *e)
 
 int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e)
 {
-	return WITHIN(ctx, uncaptured(stream, e) || TRY(stream_wait, ((owcu_handle)(uintptr_t)stream, event, 0)));
+	return WITHIN(ctx, uncaptured(stream, e) || TRY(stream_wait, (handle(stream), event, 0)));
 }
 
 int owcu_floor(struct owcu_queue *l, uint64_t stride, uint64_t head, uint64_t n, int count, struct owcu_error *e)

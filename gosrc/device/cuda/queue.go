@@ -15,6 +15,7 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/overwire/overwire/cuda/built"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -147,7 +148,7 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 		l.end()
 		d.deferFree(l.release)
 	}
-	fns, err := d.functions()
+	fns, err := d.lookUp(&d.kernels, d.module, built.X16, kernelNames)
 	if err != nil {
 		return nil, err
 	}
@@ -181,7 +182,7 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 
 // newQueue makes a queue on some pages, with space for `most` slots but none yet.
 // After an error the caller still owns the pages, unless they are zero.
-func (d *Device) newQueue(p *pages, most int, fns *[kernels]C.owcu_handle) (*Queue, error) {
+func (d *Device) newQueue(p *pages, most int, fns []C.owcu_handle) (*Queue, error) {
 	var e C.struct_owcu_error
 	var left *C.struct_owcu_queue
 	c := C.owcu_queue_new(d.ctx, p.p, C.uint64_t(p.n), C.int(most), truth(!d.coherent), &fns[0], &left, &e)

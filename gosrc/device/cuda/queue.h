@@ -78,8 +78,8 @@ struct owcu_info {
 
 int owcu_begin(int *version, int *count, struct owcu_error *e);
 int owcu_info_get(int ordinal, struct owcu_info *info, struct owcu_error *e);
-// owcu_ctx_open also says whether the device is coherent, as owcu_info does.
-int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, int *coherent, struct owcu_error *e);
+// owcu_ctx_open also says what owcu_info does of the device.
+int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, int *coherent, int *sms, struct owcu_error *e);
 int owcu_ctx_close(int device, struct owcu_error *e);
 
 // A guard keeps the thread's state that owcu_enter changed.

@@ -3,9 +3,6 @@
 #include "resident.h"
 
 #include "call.h"
-#include "follow.h"
-
-enum { ATTRIBUTE_PROCESSORS = 16 };
 
 static int run(const struct owcu_resident *r, struct owcu_error *e)
 {
@@ -14,7 +11,7 @@ static int run(const struct owcu_resident *r, struct owcu_error *e)
 
 	for (int i = 0; i < OWCU_RESIDENT_ARGS; i++)
 		args[i] = (void *)&r->args[i];
-	if (uncaptured(r->stream, e) || follow(stream, r->after, r->nafter, r->join, e) || TRY(copy_in, (r->to, r->table, r->bytes, stream)) ||
+	if (uncaptured(r->stream, e) || TRY(copy_in, (r->to, r->table, r->bytes, stream)) ||
 	    TRY(launch, (r->kernel, r->grid, 1, 1, r->block, 1, 1, 0, stream, args, NULL)) ||
 	    (r->back && TRY(copy_out_async, ((char *)r->table + r->back_at, r->to + r->back_at, r->back, stream))) ||
 	    TRY(event_record, (r->done, stream)))
@@ -34,11 +31,4 @@ int owcu_resident(const struct owcu_resident *r, struct owcu_error *e)
 			owcu->stream_sync(handle(r->stream));
 	}
 	return leave(&g, rc);
-}
-
-int owcu_processors(int device, int *n, struct owcu_error *e)
-{
-	if (owcu_forked())
-		return failed(e, "fork", OWCU_FORKED);
-	return TRY(device_attribute, (n, ATTRIBUTE_PROCESSORS, device));
 }

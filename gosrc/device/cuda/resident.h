@@ -11,9 +11,7 @@ enum { OWCU_RESIDENT_ARGS = 8 };
 struct owcu_resident {
 	owcu_handle ctx;
 	uint64_t stream;
-	const uint64_t *after; // streams whose work comes first
-	uint64_t nafter;
-	owcu_handle join, done; // events
+	owcu_handle done;       // event
 	owcu_ptr to;            // the table, on the device
 	void *table;            // pinned
 	uint64_t bytes;         // of the table
@@ -25,7 +23,5 @@ struct owcu_resident {
 
 // owcu_resident returns when all is done. If it fails, none of it is still running.
 int owcu_resident(const struct owcu_resident *r, struct owcu_error *e);
-// owcu_processors is the number of a device's multiprocessors.
-int owcu_processors(int device, int *n, struct owcu_error *e);
 
 #endif
