@@ -230,18 +230,6 @@ static int f_copy_out_async(void *dst, owcu_ptr src, size_t n, owcu_handle s)
 		push(s, (struct op){.kind = COPY, .dst = dst, .src = (void *)(uintptr_t)src, .n = n});
 	return end(rc);
 }
-static int f_copy_across(owcu_ptr dst, owcu_ptr src, size_t n, owcu_handle s)
-{
-	int rc = queues(1);
-	rc = rc ? rc : on(s);
-	if (rc == 0 && (covers((void *)(uintptr_t)dst, n) != 1 || covers((void *)(uintptr_t)src, n) != 1)) {
-		broke("a copy outside device memory");
-		rc = INVALID;
-	}
-	if (rc == 0)
-		push(s, (struct op){.kind = COPY, .dst = (void *)(uintptr_t)dst, .src = (void *)(uintptr_t)src, .n = n});
-	return end(rc);
-}
 static int f_copy_any(owcu_ptr dst, owcu_ptr src, size_t n, owcu_handle s)
 {
 	int rc = queues(1);
@@ -273,14 +261,6 @@ static int f_stream_ctx(owcu_handle s, owcu_handle *ctx)
 	int rc = queues(1);
 	struct stream *t = stream_of(s);
 	*ctx = t->ctx != NULL ? t->ctx : current;
-	return end(rc);
-}
-static int f_fill(owcu_ptr dst, unsigned char v, size_t n, owcu_handle s)
-{
-	int rc = queues(1);
-	rc = rc ? rc : on(s);
-	if (rc == 0)
-		push(s, (struct op){.kind = FILL, .dst = (void *)(uintptr_t)dst, .value = v, .n = n});
 	return end(rc);
 }
 static int f_stream_create(owcu_handle *s, unsigned flags)

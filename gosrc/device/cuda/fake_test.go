@@ -160,8 +160,6 @@ func life(p *piece, index int) error {
 			}
 		}
 		first(l.Drain(context.Background()))
-		_, e := l.Across(4096, 1)
-		first(e)
 		first(l.Time(nil))
 	}
 	if l != nil {

@@ -145,9 +145,6 @@ func (q *Queue) Cast(context.Context, device.Memory, device.Memory, tensor.DType
 // StagingBytes is the queue's pinned memory.
 func (q *Queue) StagingBytes() int64 { return 0 }
 
-// Across measures device memory.
-func (q *Queue) Across(int64, int) (time.Duration, error) { return 0, errNone }
-
 // Again measures kernels.
 func (q *Queue) Again(int) (time.Duration, error) { return 0, errNone }
 

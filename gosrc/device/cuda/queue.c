@@ -470,34 +470,6 @@ int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struc
 	return WITHIN(ctx, uncaptured(stream, e) || TRY(stream_wait, (handle(stream), event, 0)));
 }
 
-int owcu_floor(struct owcu_queue *l, uint64_t stride, uint64_t head, uint64_t n, int count, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	int rc = enter(&g, l->ctx, e);
-
-	if (rc)
-		return rc;
-	for (int i = 0; rc == 0 && i < count; i++) {
-		uint64_t at = (uint64_t)(i % l->nslots) * stride + head;
-		rc = TRY(copy_in, (l->pad.device + at, (char *)l->pad.host + at, n, l->pad.streams[0]));
-	}
-	rc |= TRY(stream_sync, (l->pad.streams[0]));
-	return leave(&g, rc);
-}
-
-int owcu_across(struct owcu_queue *l, uint64_t dst, uint64_t n, int count, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	int rc = enter(&g, l->ctx, e);
-
-	if (rc)
-		return rc;
-	for (int i = 0; rc == 0 && i < count; i++)
-		rc = TRY(copy_across, (l->pad.device + dst, l->pad.device, n, l->pad.streams[0]));
-	rc |= TRY(stream_sync, (l->pad.streams[0]));
-	return leave(&g, rc);
-}
-
 int owcu_again(struct owcu_queue *l, int count, struct owcu_error *e)
 {
 	struct owcu_guard g;

@@ -165,14 +165,6 @@ int owcu_join(struct owcu_queue *l, uint64_t stream, struct owcu_error *e);
 int owcu_event_new(owcu_handle ctx, owcu_handle *event, struct owcu_error *e);
 int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e);
 
-// owcu_floor copies the first n bytes of the slots to their staging, count times in
-// turn, and waits: the speed of the link alone. The caller owns the slots.
-int owcu_floor(struct owcu_queue *l, uint64_t stride, uint64_t head, uint64_t n, int count, struct owcu_error *e);
-
-// owcu_across copies n bytes inside the staging, from its start to dst, count
-// times, and waits: the speed of device memory alone.
-int owcu_across(struct owcu_queue *l, uint64_t dst, uint64_t n, int count, struct owcu_error *e);
-
 // owcu_again launches the kernels of every slot's last submit again, count times,
 // and waits; it copies nothing. The caller owns the slots, and their destinations
 // are still allocated.
