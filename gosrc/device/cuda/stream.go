@@ -3,6 +3,7 @@ package cuda
 // This file describes batches of bitstreams: layouts, orders, and status words.
 
 import (
+	"strings"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/errs"
@@ -86,7 +87,7 @@ type Peeked struct {
 	Err         error
 }
 
-// The bits of a stream's status word: cuda/abi.h and abi_stream.h.
+// The bits of a status word, of a chunk or a stream: cuda/abi.h and abi_stream.h.
 var statusTexts = []struct {
 	bit  uint32
 	text string
@@ -121,14 +122,16 @@ func statusError(w uint32) error {
 	if w == crowded {
 		return errs.New(errs.ErrArgument, "the output is too small for the stream")
 	}
-	text := ""
+	return errs.New(errs.ErrCorrupt, "%s", statusText(w))
+}
+
+// statusText says what the bits of a status word mean.
+func statusText(w uint32) string {
+	var all []string
 	for _, m := range statusTexts {
 		if w&m.bit != 0 {
-			if text != "" {
-				text += "; "
-			}
-			text += m.text
+			all = append(all, m.text)
 		}
 	}
-	return errs.New(errs.ErrCorrupt, "%s", text)
+	return strings.Join(all, "; ")
 }
