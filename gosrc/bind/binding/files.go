@@ -349,7 +349,7 @@ func jobVerbs() []Verb {
 				ended := job.CancelAll(time.Duration(n[0]) * time.Millisecond)
 				if ended {
 					load.Prepared()
-					cuda.Shutdown()
+					_ = cuda.Trim() // before the driver's own exit handlers
 				}
 				return truth(ended), nil
 			}).ints("ms"),

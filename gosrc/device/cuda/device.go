@@ -110,12 +110,8 @@ func Open(index int) (*Device, error) {
 	return d, nil
 }
 
-// Shutdown frees what all devices keep between loads. It is for the end of the
-// process, before the driver's own exit handlers; memory of live tensors stays.
-func Shutdown() { _ = Trim() }
-
 // Trim frees what the opened devices keep between loads, as Device.Trim does for
-// one. It continues after an error and returns the first.
+// one; memory of live tensors stays. It continues after an error and returns the first.
 func Trim() (err error) {
 	driver.mu.Lock()
 	defer driver.mu.Unlock()

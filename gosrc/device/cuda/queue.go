@@ -86,10 +86,6 @@ type Slot struct {
 	build    build
 }
 
-// TablesOnly is the slotBytes of a queue whose slots only view device memory: it
-// takes next to no pinned memory. The device keeps one such queue beside the other.
-const TablesOnly = 4096
-
 // rank says in which of the device's two idle queues slots of n bytes fit.
 func rank(n int64) int {
 	if n <= TablesOnly {

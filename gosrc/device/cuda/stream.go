@@ -1,6 +1,6 @@
 package cuda
 
-// This file describes batches of bitstreams: layouts, orders, and status words.
+// This file describes what is done on a caller's stream: layouts, orders, and status words.
 
 import (
 	"strings"
@@ -77,6 +77,16 @@ type Packed struct {
 	Stored int64
 	Tiles  uint16
 	at     uint64
+}
+
+// A DeltaChunk is a chunk of a tensor in device memory: Bytes at Now, and for the
+// encoder at Base, both multiples of the element's Width (at least 4 if that is 8). Stored
+// is its delta in host memory, checked by delta.Check.
+type DeltaChunk struct {
+	Now, Base uint64
+	Bytes     int
+	Width     int
+	Stored    []byte
 }
 
 // Peeked is what a stream says about itself. Only native streams have Chunk and
