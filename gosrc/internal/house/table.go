@@ -52,7 +52,6 @@ var mayImport = map[string][]string{
 	"source/sourcetest": {"source/...", "errs", "internal/..."},
 	"codec":             {"codec/...", "tensor", "errs", "knob", "internal/..."},
 	"codec/digest":      {"errs", "internal/..."},
-	"codec/raw":         {"tensor", "errs", "internal/..."},
 	"codec/delta":       {"errs"},
 	"codec/planes":      {"tensor", "errs", "internal/..."},
 	"codec/x16":         {"tensor", "errs", "knob", "internal/..."},
