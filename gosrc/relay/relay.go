@@ -43,12 +43,12 @@ type Spec struct {
 	Members []int64 `json:"members"`
 	// Needs, with Exchange and without Cuts: the blocks that each rank of this host needs,
 	// as requests with the rank in the place of the address. They may overlap.
-	Needs    [][6]int64 `json:"-"`
-	Ranks    int        `json:"ranks"`  // of this host, or of all hosts whose ranks the caller brings together
-	Here     int        `json:"here"`   // how many of them this host has; 0: all
-	Widest   int        `json:"widest"` // of the host with the most ranks: pieces are alike on all hosts
-	Rank     int        `json:"rank"`
-	Timeline bool       `json:"timeline"` // the report has a Timeline
+	Needs    []plan.Request `json:"-"`
+	Ranks    int            `json:"ranks"`  // of this host, or of all hosts whose ranks the caller brings together
+	Here     int            `json:"here"`   // how many of them this host has; 0: all
+	Widest   int            `json:"widest"` // of the host with the most ranks: pieces are alike on all hosts
+	Rank     int            `json:"rank"`
+	Timeline bool           `json:"timeline"` // the report has a Timeline
 	load.Options
 }
 

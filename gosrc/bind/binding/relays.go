@@ -37,7 +37,7 @@ func relayVerbs() []Verb {
 				if err != nil {
 					return none{}, err
 				}
-				list, err := rowsOf(n[1:])
+				list, err := requests(n[1:])
 				if err != nil {
 					return none{}, err
 				}
@@ -84,7 +84,7 @@ func startRelay(_ *Verb, q relayRequest, n []int64) (*entry, error) {
 	if err != nil {
 		return nil, err
 	}
-	if q.Needs, err = rowsOf(n[1:]); err != nil {
+	if q.Needs, err = requests(n[1:]); err != nil {
 		return nil, err
 	}
 	if len(q.More) > 0 {
@@ -106,18 +106,6 @@ func startRelay(_ *Verb, q relayRequest, n []int64) (*entry, error) {
 		return nil, err
 	}
 	return &entry{job: r.Job(), relay: r}, nil
-}
-
-// rowsOf divides numbers into those of requests.
-func rowsOf(n []int64) ([][requestWords]int64, error) {
-	if len(n)%requestWords != 0 {
-		return nil, errs.New(errs.ErrArgument, "%d numbers are no whole number of requests", len(n))
-	}
-	list := make([][requestWords]int64, len(n)/requestWords)
-	for i := range list {
-		copy(list[i][:], n[requestWords*i:])
-	}
-	return list, nil
 }
 
 func relayOf(h int64) (*relay.Relay, error) {
