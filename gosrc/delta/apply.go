@@ -13,6 +13,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/delta"
 	"github.com/overwire/overwire/gosrc/codec/digest"
+	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -383,7 +384,7 @@ func (h *host) apply() error {
 	}
 	return spawn.Each(context.Background(), "delta apply", max(1, min(h.workers, runtime.GOMAXPROCS(0))), len(tasks), func(n int) error {
 		s, from := tasks[n].s, tasks[n].at
-		dst := bytesAt(s.At, s.bytes)
+		dst := device.Bytes(s.At, s.bytes)
 		for _, l := range s.links {
 			f, t := l.file, l.tensor
 			if len(t.Chunks) == 0 {

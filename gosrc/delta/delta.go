@@ -13,8 +13,6 @@
 package delta
 
 import (
-	"unsafe"
-
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -80,15 +78,6 @@ func (f *File) Find(name string) (int, bool) {
 		}
 	}
 	return lo, lo < len(f.Tensors) && f.Tensors[lo].Name == name
-}
-
-// bytesAt is the caller's memory of n bytes at an address.
-func bytesAt(addr uint64, n int64) []byte {
-	if n == 0 {
-		return nil
-	}
-	p := uintptr(addr)
-	return unsafe.Slice((*byte)(*(*unsafe.Pointer)(unsafe.Pointer(&p))), n)
 }
 
 // Report sums a File up.

@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 
 	"github.com/overwire/overwire/gosrc/codec/delta"
+	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
@@ -45,7 +46,7 @@ func Diff(ctx context.Context, pairs []Pair, workers int, progress func(n int64)
 		task := tasks[n]
 		t := &ts[task.tensor]
 		from, size := int64(task.chunk)*f.ChunkLen, int64(f.length(t, task.chunk))
-		now, base, w := bytesAt(task.pair.New+uint64(from), size), bytesAt(task.pair.Base+uint64(from), size), width(t.DType)
+		now, base, w := device.Bytes(task.pair.New+uint64(from), size), device.Bytes(task.pair.Base+uint64(from), size), width(t.DType)
 		c, err := delta.Changed(now, base, w)
 		if err != nil || c == 0 {
 			progress(size)

@@ -10,6 +10,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/delta"
 	"github.com/overwire/overwire/gosrc/codec/digest"
+	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -143,7 +144,7 @@ func (e *encoder) run(ctx context.Context, workers int) error {
 		task := &e.tasks[n]
 		t := &e.f.Tensors[task.tensor]
 		from, size := int64(task.chunk)*e.f.ChunkLen, int64(e.f.length(t, task.chunk))
-		now, base := bytesAt(task.pair.New+uint64(from), size), bytesAt(task.pair.Base+uint64(from), size)
+		now, base := device.Bytes(task.pair.New+uint64(from), size), device.Bytes(task.pair.Base+uint64(from), size)
 		var err error
 		if t.Chunks[task.chunk], err = delta.Encode(nil, now, base, width(t.DType)); err != nil {
 			return err

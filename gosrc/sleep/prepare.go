@@ -5,7 +5,6 @@ package sleep
 import (
 	"cmp"
 	"context"
-	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
@@ -110,8 +109,7 @@ type reader struct {
 func (r reader) sample(at []uint64, n int64, got func(i int, b []byte)) error {
 	b := make([]byte, n)
 	for i, a := range at {
-		p := uintptr(a)
-		if err := r.gpu.Read(b, device.Memory{Ptr: *(*unsafe.Pointer)(unsafe.Pointer(&p)), Bytes: n}); err != nil {
+		if err := r.gpu.Read(b, device.Memory{Ptr: device.Pointer(uintptr(a)), Bytes: n}); err != nil {
 			return err
 		}
 		got(i, b)

@@ -10,6 +10,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 )
 
@@ -56,15 +57,9 @@ func (h *host) batch() (int64, int)          { return chunkBytes, batchRows }
 func (h *host) staging() int64               { return 0 }
 func (h *host) close()                       {}
 
-// bytesAt are n bytes of host memory.
-func bytesAt(at uint64, n int64) []byte {
-	p := uintptr(at)
-	return unsafe.Slice((*byte)(*(*unsafe.Pointer)(unsafe.Pointer(&p))), n)
-}
-
 func (h *host) sample(at []uint64, n int64, got func(i int, b []byte)) error {
 	for i, a := range at {
-		got(i, bytesAt(a, n))
+		got(i, device.Bytes(a, n))
 	}
 	return nil
 }
@@ -79,7 +74,7 @@ func (h *host) encode(slot int, rows []cuda.Packed) error {
 		if r.Transform == 0 {
 			continue
 		}
-		if made, tiles, ok := e.Encode(out, bytesAt(r.Src, r.N), r.Transform); ok && int64(len(made)-len(out)) < r.N {
+		if made, tiles, ok := e.Encode(out, device.Bytes(r.Src, r.N), r.Transform); ok && int64(len(made)-len(out)) < r.N {
 			r.Stored, r.Tiles = int64(len(made)-len(out)), tiles
 			out = made
 		}
@@ -96,7 +91,7 @@ func (h *host) wait(slot int, rows []cuda.Packed) error {
 		r := &rows[i]
 		to := unsafe.Slice((*byte)(r.To), r.Stored)
 		if r.Tiles == 0 {
-			copy(to, bytesAt(r.Src, r.N))
+			copy(to, device.Bytes(r.Src, r.N))
 			continue
 		}
 		out = out[copy(to, out):]

@@ -49,6 +49,10 @@ func get[T any](h uint64) (T, error) {
 	return v, errs.New(errs.ErrArgument, "handle %d is not that of a %s", h, kind)
 }
 
+func modelOf(h int64) (*load.Model, error) { return get[*load.Model](uint64(h)) }
+
+func jobOf(h int64) (*entry, error) { return get[*entry](uint64(h)) }
+
 // drop removes a handle; ok is false if there was none.
 func drop(h uint64) (v any, ok bool) {
 	handles.mu.Lock()

@@ -279,8 +279,5 @@ func (d *Device) close() error {
 // address converts a pointer to a device address.
 func address(p unsafe.Pointer) C.owcu_ptr { return C.owcu_ptr(uintptr(p)) }
 
-// pointer converts a device address to a pointer; Go's collector ignores it.
-func pointer(a C.owcu_ptr) unsafe.Pointer {
-	p := uintptr(a)
-	return *(*unsafe.Pointer)(unsafe.Pointer(&p))
-}
+// pointer converts a device address to a pointer.
+func pointer(a C.owcu_ptr) unsafe.Pointer { return device.Pointer(uintptr(a)) }

@@ -91,7 +91,7 @@ var mayImport = map[string][]string{
 	"save/folders": {"source", "source/open", "errs", "internal/..."},
 	"save": {"save/folders", "save/original", "save/stored", "companions", "format/...", "tensorizer", "codec/...", "source", "source/open", "job", "knob", "tensor", "errs",
 		"internal/..."},
-	"delta": {"save", "codec", "codec/delta", "codec/digest", "format", "format/overwire", "format/safetensors", "source", "source/memory", "source/open", "device/cuda",
+	"delta": {"save", "codec", "codec/delta", "codec/digest", "format", "format/overwire", "format/safetensors", "source", "source/memory", "source/open", "device", "device/cuda",
 		"job", "tensor", "errs", "internal/..."},
 	"save/original": {"save/stored", "format", "format/...", "source", "source/open", "tensor", "errs", "internal/..."},
 	"sleep":         {"load", "format/overwire", "source/memory", "codec", "codec/x16", "device", "device/cuda", "device/pinned", "job", "tensor", "errs", "internal/..."},
