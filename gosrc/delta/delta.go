@@ -13,6 +13,8 @@
 package delta
 
 import (
+	"sort"
+
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -69,15 +71,8 @@ func (t *Tensor) Stored() (n int64) {
 
 // Find returns the tensor of a name.
 func (f *File) Find(name string) (int, bool) {
-	lo, hi := 0, len(f.Tensors)
-	for lo < hi {
-		if m := (lo + hi) / 2; f.Tensors[m].Name < name {
-			lo = m + 1
-		} else {
-			hi = m
-		}
-	}
-	return lo, lo < len(f.Tensors) && f.Tensors[lo].Name == name
+	i := sort.Search(len(f.Tensors), func(i int) bool { return f.Tensors[i].Name >= name })
+	return i, i < len(f.Tensors) && f.Tensors[i].Name == name
 }
 
 // Report sums a File up.
