@@ -277,7 +277,7 @@ type due struct {
 // served says which requests the model's stocks serve; nil: none.
 func (m *Model) served(reqs []Request, wants []plan.Want, tgt Target, opt Options) []due {
 	m.mu.Lock()
-	stocks := m.stocks
+	stocks := slices.Clone(m.stocks) // others may join meanwhile
 	m.mu.Unlock()
 	if stocks == nil || opt.Cast != "" {
 		return nil
