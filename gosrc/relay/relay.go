@@ -153,7 +153,7 @@ type Report struct {
 }
 
 // Start starts a relay of a model. The first pieces are being read when it returns.
-func Start(m *load.Model, spec *Spec) (*Relay, error) {
+func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	spec.Widest = max(spec.Widest, spec.Ranks)
 	if spec.Ranks < 1 || spec.Widest > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks || len(spec.Ring) == 0 && !spec.Exchange || slices.Contains(spec.Ring, 0) {
 		return nil, errs.New(errs.ErrArgument, "relay: rank %d of %d, with %d buffers", spec.Rank, spec.Ranks, len(spec.Ring))
@@ -173,6 +173,11 @@ func Start(m *load.Model, spec *Spec) (*Relay, error) {
 	if err := spec.checkCuts(); err != nil {
 		return nil, err
 	}
+	defer func() {
+		if err != nil {
+			r.disconnect()
+		}
+	}()
 	if spec.Exchange {
 		r.divideRing()
 		if err := r.connect(); err != nil {
@@ -180,15 +185,12 @@ func Start(m *load.Model, spec *Spec) (*Relay, error) {
 		}
 	}
 	if err := r.layOut(); err != nil {
-		r.disconnect()
 		return nil, err
 	}
 	if err := m.Hold(); err != nil {
-		r.disconnect()
 		return nil, err
 	}
 	if err := r.queues(); err != nil {
-		r.disconnect()
 		m.Drop()
 		return nil, m.Where("stage", err)
 	}
