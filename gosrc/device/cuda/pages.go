@@ -8,15 +8,12 @@ package cuda
 import "C"
 
 import (
-	"runtime"
-	"sync"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/nodes"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
 // pages is host memory on huge pages, all of it touched: registering such memory
@@ -47,22 +44,7 @@ func newPages(n int64, near *nodes.Place) (pages, error) {
 	// A forked child must not copy pages that the GPU reads or writes.
 	_ = unix.Madvise(b, unix.MADV_DONTFORK)
 	_ = near.Bind(b)
-	threads := int64(max(1, min(16, runtime.GOMAXPROCS(0))))
-	part := (n/huge + threads - 1) / threads * huge
-	var wg sync.WaitGroup
-	for lo := int64(0); lo < n; lo += part {
-		wg.Add(1)
-		spawn.Go("cuda touch", func() {
-			defer wg.Done()
-			_ = near.Run(func() error {
-				for i := lo; i < min(n, lo+part); i += 4096 {
-					b[i] = 0
-				}
-				return nil
-			})
-		})
-	}
-	wg.Wait()
+	Touch(b, near, 0)
 	return m, nil
 }
 

@@ -7,7 +7,6 @@ package pinned
 import (
 	"context"
 	"maps"
-	"runtime"
 	"sync"
 	"sync/atomic"
 	"unsafe"
@@ -273,28 +272,11 @@ func (m *Memory) touch(lo, hi int64) error {
 	}
 	near := m.gpu.Place()
 	_ = near.Bind(b) // where it is refused, they lie where the threads run that touch them
-	n := hi - lo
-	threads := int64(max(1, min(16, runtime.GOMAXPROCS(0))))
+	threads := 0
 	if m.isGentle() {
 		threads = 1
 	}
-	part := (n/huge + threads) / threads * huge
-	var wg sync.WaitGroup
-	for from := int64(0); from < n; from += part {
-		wg.Add(1)
-		spawn.Go("pinned touch", func() {
-			defer wg.Done()
-			// Not by MADV_POPULATE_WRITE, in which threads wait for each other: on a machine
-			// with an H200, 16 of them touch 37 GB/s, and populate 6.
-			_ = near.Run(func() error {
-				for i := from; i < min(n, from+part); i += page {
-					b[i] = 0
-				}
-				return nil
-			})
-		})
-	}
-	wg.Wait()
+	cuda.Touch(b, near, threads)
 	return nil
 }
 
