@@ -26,7 +26,7 @@ func Fake(memory int64) (end func() string) {
 	ring.slots, ring.bytes, firstRing, packSlot, seam = 6, 256<<10, 8<<20, 128<<10, 64<<10
 	return func() string {
 		defer func() { ring, firstRing, packSlot, seam = usual, first, pack, whole }()
-		fakeFail(0, 0, false)
+		FakeFail(0, 0, false)
 		driver.mu.Lock()
 		var open []*Device
 		for _, d := range driver.devices {
@@ -48,7 +48,9 @@ func Fake(memory int64) (end func() string) {
 
 // FakeFail makes the nth call of the driver from now fail with a code; with
 // sticky, all later ones too. 0: none.
-func FakeFail(nth int64, code int, sticky bool) { fakeFail(nth, code, sticky) }
+func FakeFail(nth int64, code int, sticky bool) {
+	C.owcu_fake_fail(C.int64_t(nth), C.int(code), truth(sticky))
+}
 
 // FakeHost gives the host other tables of nodes and devices, until restore is called;
 // cuda:N is at ffff:0N:00.0.
@@ -109,10 +111,6 @@ func useFake(memory int64) {
 
 // fakeLose loses the device: every call fails with code.
 func fakeLose(code int) { C.owcu_fake_fail(1, C.int(code), 2) }
-
-func fakeFail(nth int64, code int, sticky bool) {
-	C.owcu_fake_fail(C.int64_t(nth), C.int(code), truth(sticky))
-}
 
 func fakeVersion(version, devices int) {
 	driver.mu.Lock()
