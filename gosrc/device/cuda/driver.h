@@ -1,7 +1,7 @@
 // The CUDA driver API as a table of our own.
 //
 // Nothing here is linked against CUDA: the table is filled by dlopen and dlsym
-// at first use, or by the fake driver of fake.c in tests. Types are declared
+// at first use, or by the fake driver of cudatest in tests. Types are declared
 // here and not taken from cuda.h, so that the engine builds everywhere; they
 // are part of the driver's ABI, which has been stable since CUDA 4.
 #ifndef OWCU_DRIVER_H

@@ -12,7 +12,7 @@ import (
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/device"
-	_ "github.com/overwire/overwire/gosrc/device/cuda/twins" // what kernels do, which fake.c calls
+	_ "github.com/overwire/overwire/gosrc/device/cuda/cudatest" // the driver
 )
 
 // What tests need of the fake driver, since test files cannot use cgo.

@@ -3,7 +3,7 @@
 #ifndef OWCU_FAKE_STATE_H
 #define OWCU_FAKE_STATE_H
 
-#include "fake.h"
+#include "../fake.h"
 
 #include <pthread.h>
 #include <stdio.h>
@@ -11,9 +11,9 @@
 #include <string.h>
 #include <time.h>
 
-#include "../../../cuda/abi.h"
-#include "../../../cuda/abi_move.h"
-#include "../../../cuda/abi_stream.h"
+#include "../../../../cuda/abi.h"
+#include "../../../../cuda/abi_move.h"
+#include "../../../../cuda/abi_stream.h"
 
 int ow_x16_host(int transform, const ow_x16_chunk *chunks, const ow_x16_seg *segs, uint32_t n, uint32_t *status);
 void ow_move_host(const ow_move *moves, const ow_part *parts, uint32_t n);
