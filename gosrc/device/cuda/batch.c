@@ -14,12 +14,18 @@ static int queue(const struct owcu_batch *b, struct owcu_error *e)
 		return -1;
 	for (uint32_t i = 0; i < b->nsteps; i++) {
 		const struct owcu_step *s = &b->steps[i];
-		void *full[] = {(void *)&s->a, (void *)&s->b, (void *)&s->n, (void *)&b->status, (void *)b->table};
-		void *items[] = {(void *)&s->b, (void *)&s->n};
-		if (TRY(launch, (s->kernel, s->grid, 1, 1, s->block, 1, 1, s->shared, stream, s->items ? items : full, NULL)))
+		void *args[OWCU_ARGS];
+		for (int k = 0; k < OWCU_ARGS; k++)
+			args[k] = (void *)&s->args[k];
+		if (s->few)
+			args[OWCU_ARGS - 1] = b->table;
+		if (TRY(launch, (s->kernel, s->grid, 1, 1, s->block, 1, 1, s->shared, stream, args, NULL)))
 			return -1;
 	}
-	return TRY(event_record, (b->done, stream));
+	if ((b->back && TRY(copy_out_async, ((char *)b->table + b->back_at, b->to + b->back_at, b->back, stream))) ||
+	    TRY(event_record, (b->done, stream)))
+		return -1;
+	return b->wait ? TRY(event_sync, (b->done)) : 0;
 }
 
 int owcu_batch(const struct owcu_batch *b, struct owcu_error *e)

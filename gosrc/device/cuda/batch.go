@@ -15,6 +15,7 @@ import (
 
 	"github.com/overwire/overwire/cuda/built"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
 )
 
 // Kernels of batches, in the order of their numbers.
@@ -304,19 +305,13 @@ func (d *Device) Decode(on Order, format uint32, streams []Stream) (*Batch, erro
 	if !items && format != FormatX16 {
 		return nil, errs.New(errs.ErrNotSupported, "format %d on a GPU", format)
 	}
-	return d.start(on, work{format: format, streams: streams, rows: rows}, func(k []C.owcu_handle, b *C.struct_owcu_batch, split uint32) {
+	t := work{format: format, streams: streams, rows: rows, few: !items && len(streams) <= C.OW_STREAM_FEW}
+	return d.start(on, t, func(split int) []step {
 		if !items {
-			x := step(k[batchX16], rows*int(split), 32, 32*C.OW_X16_WARPS)
-			x.shared = C.OW_STREAM_SHARED
-			steps(b, x)
-			if len(streams) <= C.OW_STREAM_FEW {
-				b.bytes = 0
-			}
-			return
+			return []step{{kernel: batchX16, n: rows * split, threads: 32, shared: C.OW_STREAM_SHARED}}
 		}
-		each := step(k[decoder], rows, 32, C.OW_BATCH_THREADS)
-		each.items = 1
-		steps(b, step(k[batchOpen], rows, 1, 32*C.OW_X16_WARPS), each, step(k[batchClose], rows, 1, 32*C.OW_X16_WARPS))
+		return []step{{kernel: batchOpen, n: rows, threads: 1}, {kernel: decoder, n: rows, threads: 32, block: C.OW_BATCH_THREADS, items: true},
+			{kernel: batchClose, n: rows, threads: 1}}
 	})
 }
 
@@ -331,8 +326,8 @@ func (d *Device) Peek(on Order, kind Kind, format uint32, streams []Stream) ([]P
 	for i, s := range streams {
 		each[i] = Stream{Src: s.Src, Stored: s.Stored, Kind: kind}
 	}
-	b, err := d.start(on, work{format: format, streams: each, answers: true}, func(k []C.owcu_handle, b *C.struct_owcu_batch, _ uint32) {
-		steps(b, step(k[batchPeek], len(each), 1, 32*C.OW_X16_WARPS))
+	b, err := d.start(on, work{format: format, streams: each, answers: true}, func(int) []step {
+		return []step{{kernel: batchPeek, n: len(each), threads: 1}}
 	})
 	if err != nil {
 		return nil, err
@@ -347,14 +342,11 @@ func (d *Device) Peek(on Order, kind Kind, format uint32, streams []Stream) ([]P
 	return out, nil
 }
 
-// step is a launch for n items, with the given number of threads each.
-func step(kernel C.owcu_handle, n, threads, block int) C.struct_owcu_step {
-	per := block / threads
-	return C.struct_owcu_step{kernel: kernel, n: C.uint32_t(n), grid: C.uint32_t((n + per - 1) / per), block: C.uint32_t(block)}
-}
-
-func steps(b *C.struct_owcu_batch, all ...C.struct_owcu_step) {
-	b.nsteps = C.uint32_t(copy(b.steps[:], all))
+// A step is a launch of a kernel, by its number, for n items, with `threads` threads each,
+// in blocks of `block` threads (0: eight warps). items: it takes rows alone.
+type step struct {
+	kernel, n, threads, block, shared int
+	items                             bool
 }
 
 // Encode queues the encoding of contents to X16 streams. Src and Size of a Stream
@@ -380,27 +372,43 @@ func (d *Device) Encode(on Order, streams []Stream, scratch uint64) (*Batch, err
 		return &Batch{d: d}, nil
 	}
 	t := work{format: FormatX16, streams: streams, rows: rows, answers: true, scratch: scratch}
-	return d.start(on, t, func(k []C.owcu_handle, b *C.struct_owcu_batch, split uint32) {
+	return d.start(on, t, func(split int) []step {
 		threads := int(C.ow_x16_threads(C.uint64_t(slotOf(streams))))
-		encode := step(k[batchEncode], rows, threads, threads)
-		encode.items = 1
-		steps(b, step(k[batchCut], rows, 1, 32*C.OW_X16_WARPS), encode, step(k[batchSum], len(streams), 32, 32*C.OW_X16_WARPS),
-			step(k[batchJoin], rows*int(split), 32, 32*C.OW_X16_WARPS))
+		return []step{{kernel: batchCut, n: rows, threads: 1}, {kernel: batchEncode, n: rows, threads: threads, block: threads, items: true},
+			{kernel: batchSum, n: len(streams), threads: 32}, {kernel: batchJoin, n: rows * split, threads: 32}}
 	})
 }
 
-// work describes a batch. rows is 0 if streams are inspected only; answers: the
-// kernels write an answer for each stream.
+// work describes a batch. rows is 0 if streams are inspected only; few: the table goes
+// with the launch; answers: the kernels write an answer for each stream.
 type work struct {
 	format  uint32
 	streams []Stream
 	rows    int
+	few     bool
 	answers bool
 	scratch uint64
 }
 
+// launch is a step's, of the kernels of batches, for a table, its rows and status words.
+func (s step) launch(kernels []C.owcu_handle, table, rows, status uint64) C.struct_owcu_step {
+	if s.block == 0 {
+		s.block = 32 * C.OW_X16_WARPS
+	}
+	c := C.struct_owcu_step{kernel: kernels[s.kernel], grid: C.uint32_t(sizes.CeilDiv(s.n, s.block/s.threads)), block: C.uint32_t(s.block),
+		shared: C.uint32_t(s.shared), few: C.uint32_t(truth(s.kernel == batchX16))}
+	args := []uint64{table, rows, uint64(s.n), status}
+	if s.items {
+		args = args[1:3]
+	}
+	for i, v := range args {
+		c.args[i] = C.uint64_t(v)
+	}
+	return c
+}
+
 // start writes a batch to a pad and queues it.
-func (d *Device) start(on Order, t work, plan func([]C.owcu_handle, *C.struct_owcu_batch, uint32)) (*Batch, error) {
+func (d *Device) start(on Order, t work, plan func(split int) []step) (*Batch, error) {
 	format, streams, rows := t.format, t.streams, t.rows
 	if err := d.Follow(on.Stream, on.After...); err != nil {
 		return nil, err
@@ -439,17 +447,18 @@ func (d *Device) start(on Order, t work, plan func([]C.owcu_handle, *C.struct_ow
 	}
 	b := C.struct_owcu_batch{
 		ctx: d.ctx, stream: C.uint64_t(on.Stream), done: p.done,
-		to: p.dev, table: table, bytes: C.uint64_t(headSize + n*entrySize), status: p.mapped,
+		to: p.dev, table: table, bytes: C.uint64_t(headSize + n*entrySize),
 	}
-	plan(kernels, &b, uint32(split))
-	for i := range b.steps[:b.nsteps] {
-		b.steps[i].a, b.steps[i].b = p.dev, p.dev+C.owcu_ptr(rowsAt(n))
-		if b.bytes == 0 {
-			b.steps[i].a = 0
-		}
-		if rows == 0 {
-			b.steps[i].b = p.mapped + C.owcu_ptr(peekAt(n))
-		}
+	at, to := uint64(p.dev), uint64(p.dev)+uint64(rowsAt(n))
+	if t.few {
+		b.bytes, at = 0, 0
+	}
+	if rows == 0 {
+		to = uint64(p.mapped) + uint64(peekAt(n))
+	}
+	for i, s := range plan(split) {
+		b.steps[i] = s.launch(kernels, at, to, uint64(p.mapped))
+		b.nsteps++
 	}
 	made := &Batch{d: d, n: n, pad: p}
 	if t.answers {

@@ -1,30 +1,31 @@
-// Work on a caller's stream: a table is copied or passed with the launch, kernels
-// are launched, and an event is recorded behind them. Only owcu_batch_wait waits. A
-// stream that is being captured is refused: OWCU_CAPTURED.
+// Work on a caller's stream: a table is copied or passed with the launch, kernels are
+// launched, answers are copied back, and an event is recorded behind them. Only
+// owcu_batch_wait waits, and what is asked to. A stream that is being captured is refused:
+// OWCU_CAPTURED.
 #ifndef OWCU_BATCH_H
 #define OWCU_BATCH_H
 
 #include "queue.h"
 
-// One launch: kernel(a, b, n, status, table), or kernel(b, n) of items. A kernel that
-// takes no table by value ignores it.
+enum { OWCU_STEPS = 4, OWCU_ARGS = 5 };
+
+// One launch.
 struct owcu_step {
 	owcu_handle kernel;
-	owcu_ptr a, b;
-	uint32_t n, grid, block, shared;
-	uint32_t items;
+	uint64_t args[OWCU_ARGS]; // one of 32 bits is the low half; a kernel ignores those that it does not take
+	uint32_t grid, block, shared;
+	uint32_t few; // the last argument is the table itself
 };
-
-enum { OWCU_STEPS = 4 };
 
 struct owcu_batch {
 	owcu_handle ctx;
 	uint64_t stream;
-	owcu_handle done; // event
-	owcu_ptr to;      // the table, on the device
-	const void *table;      // pinned
-	uint64_t bytes; // 0: nothing is copied
-	owcu_ptr status; // words, of pinned memory
+	owcu_handle done;       // event
+	owcu_ptr to;            // the table, on the device
+	void *table;            // pinned
+	uint64_t bytes;         // of the table; 0: nothing is copied
+	uint64_t back, back_at; // bytes of the table that are copied back after the kernels, and where they stand
+	uint32_t wait;          // until all is done
 	uint32_t nsteps;
 	struct owcu_step steps[OWCU_STEPS];
 };
