@@ -535,17 +535,16 @@ func (r *Relay) Wait(k int, d time.Duration) (bool, error) {
 	defer timer.Stop()
 	select {
 	case <-p.landed:
-		return r.release(k)
-	case <-r.job.Done():
-		select { // it may have landed, as the last piece
-		case <-p.landed:
-			return r.release(k)
-		default:
-			return false, r.job.Err()
-		}
+	case <-r.job.Done(): // it may have landed, as the last piece
 	case <-timer.C:
-		return false, nil
 	}
+	switch {
+	case job.Within(p.landed, 0):
+		return r.release(k)
+	case job.Within(r.job.Done(), 0):
+		return false, r.job.Err()
+	}
+	return false, nil
 }
 
 // release makes the spec's stream wait for a share that is on its way.
