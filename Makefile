@@ -294,9 +294,9 @@ kernels: $(NVCC) ## compile cuda/built/*.fatbin anew, byte for byte, by the pinn
 $(NVCC):
 	$(PYTHON) -m pip install -q --disable-pip-version-check --target build/nvcc "cuda-toolkit[nvcc,cudart]==13.0.*"
 
-# Go does not notice changes in cuda/: a hash of these files among the flags makes it
-# rebuild.
-TWINS_ARE = -DOW_SOURCES=$(shell cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)
+# Go does not notice changes of files that others include from another folder: a hash of
+# them among the flags makes it rebuild.
+TWINS_ARE = -DOW_SOURCES=$(shell cat cuda/*.h cuda/*.cuh cuda/*.cc gosrc/device/cuda/*.h | sha256sum | cut -c1-16)
 FAKE      = $(LEAN),owfake
 fakegpu: export CGO_CXXFLAGS = -O2 $(TWINS_ARE)
 fakegpu: ## the tests of device/cuda on the fake driver, which runs the kernels' host twins

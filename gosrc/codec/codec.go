@@ -1,13 +1,13 @@
 // Package codec turns stored chunks into logical bytes and back. Each codec is
 // a package below this one with a Decode and an Encode over byte slices, chosen by
-// the switches here: no codec registers itself.
+// the switches here: no codec registers itself. The bytes of codec 0, raw, are the
+// logical bytes.
 package codec
 
 import (
 	"hash/crc32"
 
 	"github.com/overwire/overwire/gosrc/codec/planes"
-	"github.com/overwire/overwire/gosrc/codec/raw"
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -51,7 +51,11 @@ func Decode(dst, src []byte, c tensor.Chunk) error {
 		if c.Transform != 0 {
 			return errs.New(errs.ErrCorrupt, "raw chunk with transform %d", c.Transform)
 		}
-		return raw.Decode(dst, src)
+		if len(dst) != len(src) {
+			return errs.New(errs.ErrCorrupt, "raw chunk stores %d bytes for %d", len(src), len(dst))
+		}
+		copy(dst, src)
+		return nil
 	case tensor.CodecX16:
 		return x16.Decode(dst, src, c.Transform, c.SegTiles)
 	case tensor.CodecPlanes:

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"testing"
 
+	"github.com/overwire/overwire/gosrc/codec/codectest"
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -43,6 +44,20 @@ func TestDecode(t *testing.T) {
 	if err := Decode(nil, nil, tensor.Chunk{}); err != nil {
 		t.Error("an empty chunk:", err)
 	}
+}
+
+// Raw chunks pass the suite of codecs, trivial as they are.
+func TestRaw(t *testing.T) {
+	c := codectest.Codec{
+		Encode: func(dst, src []byte) ([]byte, uint16, bool) { return append(dst, src...), 0, true },
+		Decode: func(dst, src []byte, _ uint16) error {
+			return Decode(dst, src, tensor.Chunk{Stored: uint32(len(src)), Logical: uint32(len(dst))})
+		},
+	}
+	codectest.Run(t, c, []codectest.Sample{
+		{Name: "one byte", Data: []byte{7}},
+		{Name: "text", Data: []byte("some bytes of a tensor")},
+	}, 1)
 }
 
 // Known is the table of docs/format.md 3.1: raw for everything, X16 only for

@@ -4,8 +4,10 @@ package delta
 // the first byte changes, and a failure after that is undone.
 
 import (
+	"cmp"
 	"context"
 	"fmt"
+	"maps"
 	"runtime"
 	"slices"
 	"strings"
@@ -13,6 +15,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/delta"
 	"github.com/overwire/overwire/gosrc/codec/digest"
+	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -88,7 +91,6 @@ type place interface {
 	prepare(ctx context.Context) error
 	// apply XORs. Called again it undoes that. After an error it has undone what it did.
 	apply() error
-	close()
 }
 
 // Apply applies a chain to targets, by several workers. Targets that no file has are
@@ -120,12 +122,7 @@ func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, w
 	}
 	var places []place
 	var of [][]step
-	defer func() {
-		for _, p := range places {
-			p.close()
-		}
-	}()
-	for _, cuda := range slices.Sorted(keys(by)) {
+	for _, cuda := range slices.Sorted(maps.Keys(by)) {
 		var p place = &host{steps: by[cuda], workers: workers}
 		if cuda > 0 {
 			if p, err = onGPU(int(cuda-1), by[cuda]); err != nil {
@@ -141,16 +138,6 @@ func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, w
 	err = change(context.WithoutCancel(ctx), stages, places, of)
 	r.Stages = stages.List()
 	return r, err
-}
-
-func keys[K comparable, V any](m map[K]V) func(yield func(K) bool) {
-	return func(yield func(K) bool) {
-		for k := range m {
-			if !yield(k) {
-				return
-			}
-		}
-	}
 }
 
 // plan pairs targets with the chain. Tied targets become one step.
@@ -217,16 +204,7 @@ func some(names []string) string {
 // untie leaves one step of those with the same memory, and refuses memory that overlaps.
 func untie(steps []step) ([]step, error) {
 	slices.SortStableFunc(steps, func(a, b step) int {
-		switch {
-		case a.CUDA != b.CUDA:
-			return int(a.CUDA - b.CUDA)
-		case a.At != b.At:
-			if a.At < b.At {
-				return -1
-			}
-			return 1
-		}
-		return 0
+		return cmp.Or(cmp.Compare(a.CUDA, b.CUDA), cmp.Compare(a.At, b.At))
 	})
 	var out []step
 	var full *step // the last with bytes
@@ -350,6 +328,15 @@ func undo(ctx context.Context, places []place, again int, of [][]step, err error
 	return fmt.Errorf("%w (%s)", err, strings.Join(said, "; "))
 }
 
+// views are the tensors of steps.
+func views(steps []step) []digest.View {
+	all := make([]digest.View, len(steps))
+	for i := range steps {
+		all[i] = digest.Contiguous(steps[i].At, steps[i].bytes)
+	}
+	return all
+}
+
 // host is the place of tensors in host memory.
 type host struct {
 	steps   []step
@@ -357,16 +344,10 @@ type host struct {
 }
 
 func (h *host) digests(ctx context.Context) ([]digest.Sum, error) {
-	views := make([]digest.View, len(h.steps))
-	for i := range h.steps {
-		views[i] = digest.Contiguous(h.steps[i].At, h.steps[i].bytes)
-	}
-	return digest.All(ctx, views, h.workers)
+	return digest.All(ctx, views(h.steps), h.workers)
 }
 
 func (h *host) prepare(context.Context) error { return nil }
-
-func (h *host) close() {}
 
 // apply goes through the tensors in runs of many chunks.
 func (h *host) apply() error {
@@ -383,7 +364,7 @@ func (h *host) apply() error {
 	}
 	return spawn.Each(context.Background(), "delta apply", max(1, min(h.workers, runtime.GOMAXPROCS(0))), len(tasks), func(n int) error {
 		s, from := tasks[n].s, tasks[n].at
-		dst := bytesAt(s.At, s.bytes)
+		dst := device.Bytes(s.At, s.bytes)
 		for _, l := range s.links {
 			f, t := l.file, l.tensor
 			if len(t.Chunks) == 0 {

@@ -13,7 +13,7 @@
 package delta
 
 import (
-	"unsafe"
+	"sort"
 
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -71,24 +71,8 @@ func (t *Tensor) Stored() (n int64) {
 
 // Find returns the tensor of a name.
 func (f *File) Find(name string) (int, bool) {
-	lo, hi := 0, len(f.Tensors)
-	for lo < hi {
-		if m := (lo + hi) / 2; f.Tensors[m].Name < name {
-			lo = m + 1
-		} else {
-			hi = m
-		}
-	}
-	return lo, lo < len(f.Tensors) && f.Tensors[lo].Name == name
-}
-
-// bytesAt is the caller's memory of n bytes at an address.
-func bytesAt(addr uint64, n int64) []byte {
-	if n == 0 {
-		return nil
-	}
-	p := uintptr(addr)
-	return unsafe.Slice((*byte)(*(*unsafe.Pointer)(unsafe.Pointer(&p))), n)
+	i := sort.Search(len(f.Tensors), func(i int) bool { return f.Tensors[i].Name >= name })
+	return i, i < len(f.Tensors) && f.Tensors[i].Name == name
 }
 
 // Report sums a File up.

@@ -14,6 +14,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/digest"
+	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -264,7 +265,7 @@ func (b *broken) apply() error {
 	if b.times > 0 {
 		b.times--
 		full := slices.IndexFunc(b.steps, func(s step) bool { return s.bytes > 0 })
-		bytesAt(b.steps[full].At, 1)[0] ^= 4
+		device.Bytes(b.steps[full].At, 1)[0] ^= 4
 	}
 	return err
 }
@@ -305,7 +306,7 @@ func TestUndone(t *testing.T) {
 		t.Errorf("a device that refuses: %v", err)
 	}
 	for i := range steps[:3] {
-		if s := &steps[i]; digest.Of(bytesAt(s.At, s.bytes)) != s.first() {
+		if s := &steps[i]; digest.Of(device.Bytes(s.At, s.bytes)) != s.first() {
 			t.Errorf("%s was not undone: %v", s.Name, err)
 		}
 	}

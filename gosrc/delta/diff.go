@@ -7,7 +7,6 @@ import (
 	"sync/atomic"
 
 	"github.com/overwire/overwire/gosrc/codec/delta"
-	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
@@ -33,19 +32,17 @@ func Diff(ctx context.Context, pairs []Pair, workers int, progress func(n int64)
 	f := &File{Tensors: ts, ChunkLen: ChunkBytes}
 	rows := make([]Row, len(ts))
 	changed, stored := make([]atomic.Int64, len(ts)), make([]atomic.Int64, len(ts))
-	var tasks []chunkTask
+	list := make([]int, len(ts))
 	for i := range ts {
 		t := &ts[i]
+		list[i] = i
 		rows[i] = Row{Name: t.Name, DType: t.DType.String(), Shape: t.Shape, Bytes: t.Bytes, Elements: t.Bytes / int64(width(t.DType))}
-		for k := range sizes.CeilDiv(t.Bytes, f.ChunkLen) {
-			tasks = append(tasks, chunkTask{i, int(k), &pairs[at[i]]})
-		}
 	}
+	tasks := f.tasks(list)
 	err = spawn.Each(ctx, "delta diff", workers, len(tasks), func(n int) error {
 		task := tasks[n]
-		t := &ts[task.tensor]
-		from, size := int64(task.chunk)*f.ChunkLen, int64(f.length(t, task.chunk))
-		now, base, w := bytesAt(task.pair.New+uint64(from), size), bytesAt(task.pair.Base+uint64(from), size), width(t.DType)
+		now, base, _ := f.both(task, &pairs[at[task.tensor]])
+		w, size := width(ts[task.tensor].DType), int64(len(now))
 		c, err := delta.Changed(now, base, w)
 		if err != nil || c == 0 {
 			progress(size)

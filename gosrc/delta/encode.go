@@ -10,6 +10,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/delta"
 	"github.com/overwire/overwire/gosrc/codec/digest"
+	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -57,28 +58,18 @@ func Encode(ctx context.Context, pairs []Pair, metadata map[string]string, worke
 		return nil, err
 	}
 	f := &File{Metadata: metadata, Tensors: ts, ChunkLen: ChunkBytes}
-	host := &encoder{f: f, progress: progress, now: make([]digest.State, len(ts)), base: make([]digest.State, len(ts))}
-	gpus := map[int32][]int{}
+	pair := func(i int) *Pair { return &pairs[at[i]] }
+	by := map[int32][]int{}
 	for i := range ts {
 		ts[i].Chunks = make([][]byte, sizes.CeilDiv(ts[i].Bytes, f.ChunkLen))
-		p := &pairs[at[i]]
-		if p.CUDA > 0 {
-			gpus[p.CUDA] = append(gpus[p.CUDA], i)
-			continue
-		}
-		for k := range ts[i].Chunks {
-			host.tasks = append(host.tasks, chunkTask{i, k, p})
-		}
-		if ts[i].Bytes == 0 {
-			ts[i].Base = digest.Of(nil)
-			ts[i].New = ts[i].Base
-		}
+		by[pair(i).CUDA] = append(by[pair(i).CUDA], i)
 	}
-	if err := host.run(ctx, workers); err != nil {
+	if err := encodeHost(ctx, f, by[0], pair, workers, progress); err != nil {
 		return nil, err
 	}
-	for cuda, list := range gpus {
-		if err := encodeGPU(ctx, f, int(cuda-1), list, func(i int) *Pair { return &pairs[at[i]] }, progress); err != nil {
+	delete(by, 0)
+	for cuda, list := range by {
+		if err := encodeGPU(ctx, f, int(cuda-1), list, pair, progress); err != nil {
 			return nil, err
 		}
 	}
@@ -124,27 +115,34 @@ func (f *File) tidy() {
 	}
 }
 
-type chunkTask struct {
-	tensor, chunk int
-	pair          *Pair
+type chunkTask struct{ tensor, chunk int }
+
+// tasks are the chunks of some tensors.
+func (f *File) tasks(list []int) (all []chunkTask) {
+	for _, i := range list {
+		for k := range sizes.CeilDiv(f.Tensors[i].Bytes, f.ChunkLen) {
+			all = append(all, chunkTask{i, int(k)})
+		}
+	}
+	return all
 }
 
-// An encoder encodes pairs in host memory.
-type encoder struct {
-	f         *File
-	tasks     []chunkTask
-	progress  func(n int64)
-	mu        sync.Mutex
-	now, base []digest.State
+// both are the bytes of a task, at byte `from` of its tensor, after and before.
+func (f *File) both(task chunkTask, pair *Pair) (now, base []byte, from int64) {
+	from = int64(task.chunk) * f.ChunkLen
+	size := int64(f.length(&f.Tensors[task.tensor], task.chunk))
+	return device.Bytes(pair.New+uint64(from), size), device.Bytes(pair.Base+uint64(from), size), from
 }
 
-func (e *encoder) run(ctx context.Context, workers int) error {
-	err := spawn.Each(ctx, "delta encode", workers, len(e.tasks), func(n int) error {
-		task := &e.tasks[n]
-		t := &e.f.Tensors[task.tensor]
-		from, size := int64(task.chunk)*e.f.ChunkLen, int64(e.f.length(t, task.chunk))
-		now, base := bytesAt(task.pair.New+uint64(from), size), bytesAt(task.pair.Base+uint64(from), size)
-		var err error
+// encodeHost encodes the tensors in list, all in host memory.
+func encodeHost(ctx context.Context, f *File, list []int, pair func(i int) *Pair, workers int, progress func(n int64)) error {
+	type sums struct{ now, base digest.State }
+	var mu sync.Mutex
+	states, tasks := make([]sums, len(f.Tensors)), f.tasks(list)
+	err := spawn.Each(ctx, "delta encode", workers, len(tasks), func(n int) (err error) {
+		task := tasks[n]
+		t := &f.Tensors[task.tensor]
+		now, base, from := f.both(task, pair(task.tensor))
 		if t.Chunks[task.chunk], err = delta.Encode(nil, now, base, width(t.DType)); err != nil {
 			return err
 		}
@@ -154,20 +152,19 @@ func (e *encoder) run(ctx context.Context, workers int) error {
 			b = digest.State{}
 			b.Add(from, base)
 		}
-		e.mu.Lock()
-		e.now[task.tensor].Merge(a)
-		e.base[task.tensor].Merge(b)
-		e.mu.Unlock()
-		e.progress(size)
+		mu.Lock()
+		states[task.tensor].now.Merge(a)
+		states[task.tensor].base.Merge(b)
+		mu.Unlock()
+		progress(int64(len(now)))
 		return nil
 	})
 	if err != nil {
 		return err
 	}
-	for _, task := range e.tasks {
-		if t := &e.f.Tensors[task.tensor]; task.chunk == 0 {
-			t.New, t.Base = e.now[task.tensor].Sum(t.Bytes), e.base[task.tensor].Sum(t.Bytes)
-		}
+	for _, i := range list {
+		t := &f.Tensors[i]
+		t.New, t.Base = states[i].now.Sum(t.Bytes), states[i].base.Sum(t.Bytes)
 	}
 	return nil
 }
@@ -223,21 +220,19 @@ func Merge(ctx context.Context, chain []*File, workers int) (*File, error) {
 	slices.Sort(names)
 	names = slices.Compact(names)
 	out := &File{Metadata: chain[len(chain)-1].Metadata, ChunkLen: ChunkBytes, Tensors: make([]Tensor, len(names))}
-	all := make([][]link, len(names))
-	var tasks []chunkTask
+	all, list := make([][]link, len(names)), make([]int, len(names))
 	for i, name := range names {
 		var err error
 		if all[i], err = links(chain, name); err != nil {
 			return nil, err
 		}
+		list[i] = i
 		first, last := all[i][0], all[i][len(all[i])-1]
 		t := &out.Tensors[i]
 		*t = *first.tensor
 		t.New, t.Same, t.Chunks = last.tensor.New, -1, make([][]byte, sizes.CeilDiv(t.Bytes, out.ChunkLen))
-		for k := range t.Chunks {
-			tasks = append(tasks, chunkTask{tensor: i, chunk: k})
-		}
 	}
+	tasks := out.tasks(list)
 	err := spawn.Each(ctx, "delta merge", workers, len(tasks), func(n int) (err error) {
 		task := tasks[n]
 		t := &out.Tensors[task.tensor]

@@ -26,11 +26,7 @@ func onGPU(number int, steps []step) (place, error) {
 }
 
 func (g *gpu) digests(context.Context) ([]digest.Sum, error) {
-	views := make([]digest.View, len(g.steps))
-	for i := range g.steps {
-		views[i] = digest.Contiguous(g.steps[i].At, g.steps[i].bytes)
-	}
-	return g.d.Digest(g.on, views)
+	return g.d.Digest(g.on, views(g.steps))
 }
 
 func (g *gpu) prepare(context.Context) error {
@@ -62,8 +58,6 @@ func (g *gpu) prepare(context.Context) error {
 	}
 	return nil
 }
-
-func (g *gpu) close() {}
 
 // apply applies the files one after the other: XOR does not ask for their order.
 func (g *gpu) apply() error {

@@ -85,8 +85,13 @@ type Memory struct {
 	CUDA  int32 // 1 + the CUDA device whose address Ptr is; 0: host memory
 }
 
-// Pointer is the pointer of an address outside Go's heap.
+// Pointer is the pointer of an address outside Go's heap, which its collector ignores.
 func Pointer(at uintptr) unsafe.Pointer { return *(*unsafe.Pointer)(unsafe.Pointer(&at)) }
+
+// Bytes are n bytes of host memory at an address.
+func Bytes(at uint64, n int64) []byte {
+	return unsafe.Slice((*byte)(Pointer(uintptr(at))), n)
+}
 
 // Slice is host memory as bytes. It is valid until Release.
 func (m Memory) Slice() []byte { return unsafe.Slice((*byte)(m.Ptr), m.Bytes) }

@@ -27,10 +27,7 @@ func TestCUDA(t *testing.T) {
 		b := device.NewListed(unsafe.Pointer(&page[128*(i+1)]), 2, base, 512, list)
 		mem := device.Memory{Ptr: base, Bytes: 512, Block: &b.Block, CUDA: 4}
 		typ, dims := Describe(tensor.BF16, []int64{256}, 512, false)
-		m, err := New(mem, typ, dims)
-		if err != nil {
-			t.Fatal(err)
-		}
+		m := exported(t, mem, typ, dims)
 		where := *(*[2]int32)(unsafe.Add(m, unsafe.Sizeof(uintptr(0)))) // DLTensor.device
 		if where != [2]int32{2, 3} {
 			t.Errorf("device %v, want kDLCUDA 3", where)
@@ -50,10 +47,7 @@ func TestCUDA(t *testing.T) {
 	b := device.NewListed(unsafe.Pointer(&page[512]), 2, base, 512, list)
 	mem := device.Memory{Ptr: base, Bytes: 512, Block: &b.Block, CUDA: 1}
 	mem.Release()
-	m, err := New(mem, Type{codeUInt, 8, 1}, []int64{512})
-	if err != nil {
-		t.Fatal(err)
-	}
+	m := exported(t, mem, Type{codeUInt, 8, 1}, []int64{512})
 	Delete(m)
 	if first := *(**device.Listed)(list); first != b || first.Next() != want[1] {
 		t.Error("the deleter did not list the block")

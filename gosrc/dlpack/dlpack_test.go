@@ -101,7 +101,7 @@ func described(m unsafe.Pointer) (d struct {
 	return d
 }
 
-// What a batch makes is what New makes, one by one, and each frees its own hold.
+// What a batch makes of many is what it makes of one, and each frees its own hold.
 func TestBatch(t *testing.T) {
 	const n = 5
 	p, block := mapped(t, 2, n, device.KindMap)
@@ -120,13 +120,10 @@ func TestBatch(t *testing.T) {
 		t.Fatal(err)
 	}
 	for i, shape := range shapes {
-		one, err := New(device.Memory{Ptr: unsafe.Add(p, 64*i), Bytes: 6, CUDA: int32(i % 2)}, Type{codeUInt, 8, 1}, shape)
-		if err != nil {
-			t.Fatal(err)
-		}
+		one := exported(t, device.Memory{Ptr: unsafe.Add(p, 64*i), Bytes: 6, CUDA: int32(i % 2)}, Type{codeUInt, 8, 1}, shape)
 		want, got := described(one), described(made[i])
 		if !reflect.DeepEqual(got, want) {
-			t.Errorf("%v: %+v, New has %+v", shape, got, want)
+			t.Errorf("%v: %+v, alone %+v", shape, got, want)
 		}
 		Delete(one)
 	}
@@ -144,6 +141,17 @@ func TestBatch(t *testing.T) {
 	}
 }
 
+// exported is a tensor as a consumer gets it.
+func exported(t *testing.T, mem device.Memory, typ Type, shape []int64) (m unsafe.Pointer) {
+	t.Helper()
+	b := NewBatch(1)
+	b.Add(mem, typ, shape)
+	if err := b.Make(func(_ int, managed unsafe.Pointer) { m = managed }); err != nil {
+		t.Fatal(err)
+	}
+	return m
+}
+
 // The memory goes when the last of its holders does, whether that is C or Go.
 func TestLastHolderUnmaps(t *testing.T) {
 	for last := range 3 {
@@ -153,10 +161,7 @@ func TestLastHolderUnmaps(t *testing.T) {
 		}
 		var drop [3]func()
 		for i := range 2 {
-			m, err := New(mem(i), Type{codeUInt, 8, 1}, []int64{4096})
-			if err != nil {
-				t.Fatal(err)
-			}
+			m := exported(t, mem(i), Type{codeUInt, 8, 1}, []int64{4096})
 			drop[i] = func() { Delete(m) }
 		}
 		drop[2] = mem(2).Release
@@ -185,10 +190,7 @@ func TestRegionGivesPagesBack(t *testing.T) {
 		all[i] = 7
 	}
 	// From the middle of page 1 to the middle of page 40: pages 2..39 are whole.
-	m, err := New(device.Memory{Ptr: unsafe.Add(base, 4096+100), Bytes: 39 * 4096, Block: block}, Type{codeUInt, 8, 1}, []int64{39 * 4096})
-	if err != nil {
-		t.Fatal(err)
-	}
+	m := exported(t, device.Memory{Ptr: unsafe.Add(base, 4096+100), Bytes: 39 * 4096, Block: block}, Type{codeUInt, 8, 1}, []int64{39 * 4096})
 	Delete(m)
 	for i, b := range all {
 		want := byte(7)
@@ -208,10 +210,7 @@ func TestRegionGivesPagesBack(t *testing.T) {
 // Memory without a Block and tensors without elements are fine.
 func TestNothingToFree(t *testing.T) {
 	for _, shape := range [][]int64{nil, {0}, {1 << 62, 0, 1 << 62}} {
-		m, err := New(device.Memory{}, Type{codeFloat, 32, 1}, shape)
-		if err != nil {
-			t.Fatal(err)
-		}
+		m := exported(t, device.Memory{}, Type{codeFloat, 32, 1}, shape)
 		Delete(m)
 	}
 }

@@ -69,9 +69,9 @@ static void deleter(struct ow_managed *m)
 	free(w);
 }
 
-struct ow_managed *ow_managed_new(void *data, int64_t n, struct ow_block *block, struct ow_type type, int32_t ndim,
-                                  const int64_t *shape, int32_t cuda)
+static struct ow_managed *managed(const struct ow_wanted *of, const int64_t *shape)
 {
+	int32_t ndim = of->ndim, cuda = of->cuda;
 	struct whole *w = malloc(sizeof *w + 2 * sizeof(int64_t) * (size_t)ndim);
 	if (w == NULL)
 		return NULL;
@@ -82,10 +82,11 @@ struct ow_managed *ow_managed_new(void *data, int64_t n, struct ow_block *block,
 		strides[i] = (int64_t)step;
 		step *= shape[i] > 0 ? (uint64_t)shape[i] : 1;
 	}
-	w->bytes = n;
+	w->bytes = of->bytes;
 	w->m = (struct ow_managed){
-		.t = {.data = data, .device = {cuda > 0 ? 2 : 1, cuda > 0 ? cuda - 1 : 0}, .ndim = ndim, .type = type, .shape = w->dims, .strides = strides},
-		.context = block,
+		.t = {.data = (void *)(uintptr_t)of->data, .device = {cuda > 0 ? 2 : 1, cuda > 0 ? cuda - 1 : 0}, .ndim = ndim,
+		      .type = of->type, .shape = w->dims, .strides = strides},
+		.context = (void *)(uintptr_t)of->block,
 		.deleter = deleter,
 	};
 	return &w->m;
@@ -96,13 +97,11 @@ void ow_managed_forget(uint64_t managed) { free((void *)(uintptr_t)managed); }
 int64_t ow_managed_many(struct ow_wanted *all, int64_t n, const int64_t *dims)
 {
 	for (int64_t i = 0; i < n; i++) {
-		struct ow_wanted *w = &all[i];
-		void *m = ow_managed_new((void *)(uintptr_t)w->data, w->bytes, (struct ow_block *)(uintptr_t)w->block, w->type,
-		                         w->ndim, dims, w->cuda);
+		struct ow_managed *m = managed(&all[i], dims);
 		if (m == NULL)
 			return i;
-		w->managed = (uint64_t)(uintptr_t)m;
-		dims += w->ndim;
+		all[i].managed = (uint64_t)(uintptr_t)m;
+		dims += all[i].ndim;
 	}
 	return n;
 }

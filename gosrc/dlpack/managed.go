@@ -15,21 +15,9 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// New returns a DLManagedTensor in C memory that describes mem, and takes over
-// its reference: the deleter releases it. If New fails, the reference is still
-// the caller's.
-func New(mem device.Memory, t Type, shape []int64) (unsafe.Pointer, error) {
-	m := C.ow_managed_new(mem.Ptr, C.int64_t(mem.Bytes), (*C.struct_ow_block)(unsafe.Pointer(mem.Block)),
-		C.struct_ow_type{code: C.uint8_t(t.Code), bits: C.uint8_t(t.Bits), lanes: C.uint16_t(t.Lanes)},
-		C.int32_t(len(shape)), (*C.int64_t)(unsafe.SliceData(shape)), C.int32_t(mem.CUDA))
-	if m == nil {
-		return nil, errs.New(errs.ErrMemory, "the description of a tensor")
-	}
-	return unsafe.Pointer(m), nil
-}
-
-// A Batch makes many tensors by one call of C: a call for each would cost as much
-// as the work.
+// A Batch makes DLManagedTensors in C memory, each of which describes a tensor and takes
+// over its reference: the deleter releases it. One call of C makes them all: a call for
+// each would cost as much as the work.
 type Batch struct {
 	all  []C.struct_ow_wanted
 	dims []int64
@@ -40,7 +28,7 @@ func NewBatch(n int) *Batch {
 	return &Batch{make([]C.struct_ow_wanted, 0, n), make([]int64, 0, 2*n)}
 }
 
-// Add queues what New would do; Make does it.
+// Add adds a tensor of which Make makes one.
 func (b *Batch) Add(mem device.Memory, t Type, shape []int64) {
 	b.all = append(b.all, C.struct_ow_wanted{
 		data: C.uint64_t(uintptr(mem.Ptr)), block: C.uint64_t(uintptr(unsafe.Pointer(mem.Block))), bytes: C.int64_t(mem.Bytes),

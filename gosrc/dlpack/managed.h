@@ -46,23 +46,18 @@ struct ow_listed {
 	struct ow_listed *next, **list;
 };
 
-// ow_managed_new describes n bytes at data, dense in C order, on the CPU or,
-// with cuda > 0, on CUDA device cuda - 1, and takes over one hold of block (NULL: memory that is never freed). NULL: out of memory,
-// and the hold is still the caller's.
-struct ow_managed *ow_managed_new(void *data, int64_t n, struct ow_block *block, struct ow_type type, int32_t ndim,
-                                  const int64_t *shape, int32_t cuda);
-
-struct ow_wanted { // the arguments of ow_managed_new
-	uint64_t data, block; // pointers
+struct ow_wanted { // a tensor that is described
+	uint64_t data;  // a pointer to its bytes, dense in C order
+	uint64_t block; // a pointer to its block; 0: memory that is never freed
 	int64_t bytes;
 	struct ow_type type;
-	int32_t ndim, cuda;
-	uint64_t managed; // the result, a pointer
+	int32_t ndim, cuda; // 0: on the CPU, else 1 + the CUDA device
+	uint64_t managed;   // the result, a pointer
 };
 
-// ow_managed_many does the same for n tensors, whose shapes stand one after the
-// other at dims. It returns how many it has made: fewer than n when there is no
-// more memory.
+// ow_managed_many describes n tensors, whose shapes stand one after the other at dims,
+// and takes over a hold of the block of each. It returns how many it has made: fewer than
+// n when there is no more memory, and all holds are still the caller's.
 int64_t ow_managed_many(struct ow_wanted *all, int64_t n, const int64_t *dims);
 
 // ow_managed_forget frees a description whose hold is still the caller's.

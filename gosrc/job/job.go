@@ -97,22 +97,31 @@ func (j *Job) Cancel() { j.cancel(errCancelled) }
 // Wait waits for the end of the job, at most for d (for ever if d is
 // negative). It reports whether the job has ended, and if so its error.
 func (j *Job) Wait(d time.Duration) (bool, error) {
-	if d < 0 {
-		<-j.done
-		return true, j.err
+	if !Within(j.done, d) {
+		return false, nil
 	}
+	return true, j.err
+}
+
+// Within waits up to d, for ever if that is negative, until done is closed, and reports
+// whether it is.
+func Within(done <-chan struct{}, d time.Duration) bool {
 	select {
-	case <-j.done: // also when d is 0: a timer might win against it
-		return true, j.err
+	case <-done: // also when d is 0: a timer might win against it
+		return true
 	default:
 	}
-	t := time.NewTimer(d)
-	defer t.Stop()
+	var late <-chan time.Time // never sent to
+	if d >= 0 {
+		t := time.NewTimer(d)
+		defer t.Stop()
+		late = t.C
+	}
 	select {
-	case <-j.done:
-		return true, j.err
-	case <-t.C:
-		return false, nil
+	case <-done:
+		return true
+	case <-late:
+		return false
 	}
 }
 
@@ -185,17 +194,8 @@ func CancelAll(d time.Duration) bool {
 		j.Cancel()
 	}
 	end := time.Now().Add(d)
-	late := time.NewTimer(max(0, time.Until(end)))
-	defer late.Stop()
 	for _, j := range jobs {
-		select {
-		case <-j.gone:
-			continue
-		default:
-		}
-		select {
-		case <-j.gone:
-		case <-late.C:
+		if !Within(j.gone, max(0, time.Until(end))) {
 			return false
 		}
 	}

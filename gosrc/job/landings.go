@@ -38,26 +38,24 @@ func (l *Landings) Next(done <-chan struct{}, limit int, d time.Duration) (reqs 
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	for {
+		ended := false
+		select {
+		case <-done: // all have landed that will
+			ended = true
+		default:
+		}
 		l.mu.Lock()
 		n := min(limit, len(l.ready))
 		reqs = append(reqs, l.ready[:n]...)
 		l.ready = l.ready[n:]
-		left, wake := len(l.ready), l.wake
+		wake := l.wake
 		l.asleep = l.asleep || n == 0
 		l.mu.Unlock()
-		select {
-		case <-done:
-			if n > 0 || left > 0 {
-				return reqs, true
-			}
-			l.mu.Lock()
-			left = len(l.ready)
-			l.mu.Unlock()
-			return nil, left > 0
-		default:
-		}
-		if n > 0 {
+		switch {
+		case n > 0:
 			return reqs, true
+		case ended:
+			return nil, false
 		}
 		select {
 		case <-wake:

@@ -118,27 +118,27 @@ func newLoading(m *Model, tgt Target, wants []plan.Want) *Loading {
 }
 
 // start is Start without the requests that a stock serves.
-func (m *Model) start(reqs []Request, wants []plan.Want, tgt Target, opt Options) (*Loading, error) {
+func (m *Model) start(reqs []Request, wants []plan.Want, tgt Target, opt Options) (_ *Loading, err error) {
 	if err := m.Hold(); err != nil {
 		return nil, err
 	}
 	l := newLoading(m, tgt, wants)
-	var err error
+	defer func() {
+		if err != nil {
+			cpu.Release(l.mem)
+			m.Drop()
+		}
+	}()
 	if l.casts, err = castsOf(m.ix, wants, tgt, opt.Cast); err != nil {
-		m.Drop()
 		return nil, err
 	}
 	if l.mapped, err = l.allocate(reqs); err != nil {
-		cpu.Release(l.mem)
-		m.Drop()
 		return nil, err
 	}
 	// Allocate here and not in the job: a caller that is out of memory may be able
 	// to free some and try again.
 	l.machine = m.Machine(tgt.GPU != nil, opt.Threads, true)
 	if l.queue, err = tgt.Queue(0, l.machine); err != nil {
-		cpu.Release(l.mem)
-		m.Drop()
 		return nil, m.Where("stage", err)
 	}
 	l.job.Go(func(ctx context.Context, j *job.Job) error {

@@ -277,7 +277,7 @@ type due struct {
 // served says which requests the model's stocks serve; nil: none.
 func (m *Model) served(reqs []Request, wants []plan.Want, tgt Target, opt Options) []due {
 	m.mu.Lock()
-	stocks := m.stocks
+	stocks := slices.Clone(m.stocks) // others may join meanwhile
 	m.mu.Unlock()
 	if stocks == nil || opt.Cast != "" {
 		return nil
@@ -325,20 +325,17 @@ func (m *Model) fromStocks(reqs []Request, wants []plan.Want, tgt Target, opt Op
 	}
 	l := newLoading(m, tgt, wants)
 	l.mapped = make([]bool, len(reqs))
-	own := make([]bool, len(reqs))
-	for i := range own {
-		own[i] = true
-	}
+	all = slices.DeleteFunc(all, func(d due) bool { return d.reread })
+	given := make([]bool, len(reqs))
 	for _, d := range all {
-		own[d.at] = d.reread
+		given[d.at] = true
 	}
 	var rest []int
-	for i, mine := range own {
-		if mine {
+	for i := range reqs {
+		if !given[i] {
 			rest = append(rest, i)
 		}
 	}
-	all = slices.DeleteFunc(all, func(d due) bool { return d.reread })
 	var beside *Loading
 	if len(rest) > 0 {
 		var err error

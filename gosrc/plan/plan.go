@@ -190,14 +190,7 @@ func (w *Want) Run(ix *tensor.Index) (off int64, ok bool) {
 // Make plans how to read wants into their destinations. It leaves out a want whose
 // destination is nil.
 func Make(ix *tensor.Index, wants []Want, dest []unsafe.Pointer, lim Limits) *Plan {
-	m := maker{ix: ix, lim: lim, wants: wants, p: &Plan{Left: make([]int32, len(wants))}}
-	tasks := 0 // a lower bound, unless slices leave some out
-	for i := range wants {
-		if dest[i] != nil {
-			tasks += max(1, int(ix.Tensors[wants[i].Data].Count))
-		}
-	}
-	m.pos, m.p.Tasks, m.p.Refs = make([]place, 0, tasks), make([]device.DecodeTask, 0, tasks), make([]Ref, 0, tasks)
+	m := newMaker(ix, wants, dest, lim)
 	for i := range wants {
 		if dest[i] == nil || wants[i].Bytes == 0 {
 			continue
@@ -223,6 +216,17 @@ type maker struct {
 	pos   []place // of each task, sorted with it
 }
 
+func newMaker(ix *tensor.Index, wants []Want, dest []unsafe.Pointer, lim Limits) *maker {
+	tasks := 0 // a lower bound, unless slices leave some out
+	for i := range wants {
+		if dest[i] != nil {
+			tasks += max(1, int(ix.Tensors[wants[i].Data].Count))
+		}
+	}
+	p := &Plan{Tasks: make([]device.DecodeTask, 0, tasks), Refs: make([]Ref, 0, tasks), Left: make([]int32, len(wants))}
+	return &maker{ix: ix, lim: lim, wants: wants, p: p, pos: make([]place, 0, tasks)}
+}
+
 // A place is where the stored bytes of a task are.
 type place struct {
 	source   int32
@@ -242,7 +246,11 @@ func (m *maker) add(want, n, source int32, off int64, inPlace bool, j device.Dec
 // contain wanted bytes.
 func (m *maker) chunks(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer) {
 	w.each(m.ix, func(n int32, to int64, v *device.View) {
-		j := taskOf(m.ix, t, n, to, v, dest)
+		if v != nil {
+			own := *v
+			v = &own
+		}
+		j := device.DecodeTask{Chunk: m.ix.Chunks[t.First+n], Dst: unsafe.Add(dest, to), View: v}
 		m.add(want, n, t.Source, j.Chunk.Off, v == nil && j.Chunk.Codec == tensor.CodecRaw && j.Chunk.Logical >= inPlaceMin, j)
 	})
 }
@@ -250,19 +258,11 @@ func (m *maker) chunks(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointe
 // Tasks is a plan without pieces, for bytes that are read by another plan: the decode tasks
 // of wants whose tensors are stored in chunks, in the order of the wants.
 func Tasks(ix *tensor.Index, wants []Want, dest []unsafe.Pointer) *Plan {
-	most := 0
+	m := newMaker(ix, wants, dest, Limits{})
 	for i := range wants {
-		most += int(ix.Tensors[wants[i].Data].Count)
+		m.chunks(int32(i), &wants[i], &ix.Tensors[wants[i].Data], dest[i])
 	}
-	p := &Plan{Tasks: make([]device.DecodeTask, 0, most), Refs: make([]Ref, 0, most), Left: make([]int32, len(wants))}
-	for i := range wants {
-		t := &ix.Tensors[wants[i].Data]
-		wants[i].each(ix, func(n int32, to int64, v *device.View) {
-			p.Tasks, p.Refs = append(p.Tasks, taskOf(ix, t, n, to, v, dest[i])), append(p.Refs, Ref{int32(i), n})
-			p.Left[i]++
-		})
-	}
-	return p
+	return m.p
 }
 
 // EachChunk calls do with the number of each chunk of the want's tensor, which is stored
@@ -302,15 +302,6 @@ func (w *Want) each(ix *tensor.Index, do func(n int32, to int64, v *device.View)
 			}
 		}
 	}
-}
-
-// taskOf is the decode task of a chunk that each has found.
-func taskOf(ix *tensor.Index, t *tensor.Tensor, n int32, to int64, v *device.View, dest unsafe.Pointer) device.DecodeTask {
-	if v != nil {
-		own := *v
-		v = &own
-	}
-	return device.DecodeTask{Chunk: ix.Chunks[t.First+n], Dst: unsafe.Add(dest, to), View: v}
 }
 
 // wants reports whether a view contains any byte of its chunk.

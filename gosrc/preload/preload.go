@@ -23,6 +23,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/source"
@@ -195,7 +196,7 @@ func (p *Preload) forget(why string, routine bool) {
 			p.stock.Drop()
 		}
 	}
-	if _, done, _ := p.Opened(0); done {
+	if job.Within(p.opened, 0) {
 		end() // now, before the load that cannot use it allocates as much again
 	} else {
 		spawn.Go("preload drop", end)
@@ -204,14 +205,7 @@ func (p *Preload) forget(why string, routine bool) {
 
 // prune forgets preloads whose tensors were all given. mu is held.
 func prune() {
-	live = slices.DeleteFunc(live, func(p *Preload) bool {
-		select {
-		case <-p.opened:
-			return p.stock == nil || p.stock.Spent()
-		default:
-			return false
-		}
-	})
+	live = slices.DeleteFunc(live, func(p *Preload) bool { return job.Within(p.opened, 0) && (p.stock == nil || p.stock.Spent()) })
 }
 
 // whole reports whether a load can still get everything of it. mu is held.
@@ -223,9 +217,7 @@ func (p *Preload) whole() bool {
 // replaced names a local file of the preload that was replaced or removed; "" if
 // none was, or while the files are not open. mu is held.
 func (p *Preload) replaced() string {
-	select {
-	case <-p.opened:
-	default:
+	if !job.Within(p.opened, 0) {
 		return ""
 	}
 	for _, f := range p.files {
@@ -291,9 +283,7 @@ func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answe
 	defer mu.Unlock()
 	prune()
 	for _, p := range slices.Clone(live) {
-		select {
-		case <-p.opened:
-		default:
+		if !job.Within(p.opened, 0) {
 			if p.names(srcs) { // it is paused
 				p.forget("its file was being written to", false)
 			}
@@ -391,10 +381,8 @@ func opened(srcs []tensor.Source, d time.Duration) bool {
 		}) {
 			continue
 		}
-		select {
-		case <-p.opened:
+		if job.Within(p.opened, 0) {
 			continue
-		default:
 		}
 		select {
 		case <-p.opened:
@@ -475,21 +463,8 @@ func how(read string) string { return cmp.Or(read, knob.Read.Get()) }
 // Opened waits up to d (for ever if negative) until the files are open and the load
 // runs, and returns its stock. done is false if d has passed first.
 func (p *Preload) Opened(d time.Duration) (s *load.Stock, done bool, err error) {
-	select {
-	case <-p.opened: // also when d is 0: a timer might win against it
-		return p.stock, true, p.err
-	default:
-	}
-	var late <-chan time.Time // never sent to
-	if d >= 0 {
-		t := time.NewTimer(d)
-		defer t.Stop()
-		late = t.C
-	}
-	select {
-	case <-p.opened:
-		return p.stock, true, p.err
-	case <-late:
+	if !job.Within(p.opened, d) {
 		return nil, false, nil
 	}
+	return p.stock, true, p.err
 }

@@ -58,7 +58,6 @@ func (r *Relay) connect() error {
 		}
 		stream, err := gpu.NewStream()
 		if err != nil {
-			r.disconnect()
 			return err
 		}
 		r.carrier.streams = append(r.carrier.streams, stream)

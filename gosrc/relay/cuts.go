@@ -8,7 +8,6 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/plan"
-	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 // Which rank of this host needs a chunk; other numbers are a rank that alone does.
@@ -27,8 +26,8 @@ func (s *Spec) blockOf(size int64, rank int) (lo, hi int64) {
 // checkCuts checks what a spec says of cuts.
 func (s *Spec) checkCuts() error {
 	for _, n := range s.Needs {
-		if rank := n[1]; !s.Exchange || len(s.Cuts) > 0 || rank < 0 || rank >= int64(s.Ranks) {
-			return errs.New(errs.ErrArgument, "relay: rank %d of %d needs a block, beside %d cuts", rank, s.Ranks, len(s.Cuts))
+		if !s.Exchange || len(s.Cuts) > 0 || n.Dest >= uintptr(s.Ranks) {
+			return errs.New(errs.ErrArgument, "relay: rank %d of %d needs a block, beside %d cuts", int64(n.Dest), s.Ranks, len(s.Cuts))
 		}
 	}
 	if len(s.Cuts) == 0 {
@@ -51,8 +50,8 @@ func (s *Spec) divided() bool { return len(s.Cuts)+len(s.Needs) > 0 }
 func (s *Spec) columns() []bool {
 	out, some := make([]bool, len(s.Tensors)), map[int64]bool{}
 	for _, n := range s.Needs {
-		if n[4] != 0 || n[5] != plan.Whole {
-			some[n[0]] = true
+		if n.Lo1 != 0 || n.Hi1 != plan.Whole {
+			some[n.Tensor] = true
 		}
 	}
 	for i, t := range s.Tensors {
@@ -70,7 +69,7 @@ func (r *Relay) needs(wants []plan.Want) ([]int16, error) {
 	}
 	reqs := make([][]plan.Request, s.Ranks)
 	for _, n := range s.Needs {
-		reqs[n[1]] = append(reqs[n[1]], plan.Request{Tensor: n[0], Lo0: n[2], Hi0: n[3], Lo1: n[4], Hi1: n[5]})
+		reqs[n.Dest] = append(reqs[n.Dest], n)
 	}
 	if len(s.Needs) > 0 {
 		wants = nil
@@ -183,14 +182,6 @@ func (r *Relay) stripsLast(a, b chunkOf) int {
 	return -1
 }
 
-// A share is what one rank reads of a piece: the first chunks are common, for all, those
-// of strips behind the others.
-type share struct {
-	chunks []chunkOf
-	common int
-	bytes  int64
-}
-
 // fill moves chunks to a share, until it has that number of bytes; it has `most` at
 // most, or `full` if it is one chunk.
 func (r *Relay) fill(to *share, from *stack, until, most, full int64) error {
@@ -206,40 +197,4 @@ func (r *Relay) fill(to *share, from *stack, until, most, full int64) error {
 		from.chunks, from.bytes = from.chunks[1:], from.bytes-n
 	}
 	return nil
-}
-
-// piece adds a piece of these shares.
-func (r *Relay) piece(shares []share) {
-	number := len(r.pieces)
-	p := relayPiece{landed: make(chan struct{}), begin: len(r.spots), used: make([]int64, len(shares)), beside: make([]bool, len(shares))}
-	var all []chunkOf
-	for rank := range shares {
-		s := &shares[rank]
-		pos := int64(0)
-		var last *tensor.Chunk
-		for i, c := range s.chunks {
-			chunk := r.chunk(c)
-			pos += gapBefore(pos, last, chunk)
-			*r.place(c) = relayed{number, int64(rank)<<32 | pos}
-			pos, last = pos+int64(chunk.Stored), chunk
-			switch {
-			case i >= s.common:
-			case r.isStrip(c):
-				p.beside[rank] = true
-			default:
-				p.used[rank] = pos
-			}
-		}
-		p.share = max(p.share, pos)
-		all = append(all, s.chunks...)
-		if rank == r.spec.Rank {
-			own := slices.Clone(s.chunks)
-			slices.SortFunc(own, r.inFile)
-			for _, c := range own {
-				r.spots = append(r.spots, plan.Spot{Data: c.data, N: c.n, Group: int32(number), Bare: r.bare[c.data]})
-			}
-			p.left = int32(len(own))
-		}
-	}
-	r.addPiece(p, all)
 }

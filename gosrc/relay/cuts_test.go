@@ -121,8 +121,11 @@ func TestNeeds(t *testing.T) {
 	said := cut
 	said.Cuts, said.Members, said.World = nil, nil, 0
 	for rank := range int64(ranks) {
-		said.Needs = append(said.Needs, [6]int64{0, rank, 2048 * rank, 2048 * (rank + 1), 0, -1}, [6]int64{1, rank, 0, -1, 1024 * rank, 1024 * (rank + 1)},
-			[6]int64{2, rank, 0, -1, 0, -1}, [6]int64{3, rank, 3 << 19 * rank, 3 << 19 * (rank + 1), 0, -1})
+		by := uintptr(rank)
+		said.Needs = append(said.Needs, plan.Request{Tensor: 0, Dest: by, Lo0: 2048 * rank, Hi0: 2048 * (rank + 1), Hi1: plan.Whole},
+			plan.Request{Tensor: 1, Dest: by, Hi0: plan.Whole, Lo1: 1024 * rank, Hi1: 1024 * (rank + 1)},
+			plan.Request{Tensor: 2, Dest: by, Hi0: plan.Whole, Hi1: plan.Whole},
+			plan.Request{Tensor: 3, Dest: by, Lo0: 3 << 19 * rank, Hi0: 3 << 19 * (rank + 1), Hi1: plan.Whole})
 	}
 	end := func(r *Relay) {
 		r.Job().Cancel()
@@ -148,8 +151,8 @@ func TestNeeds(t *testing.T) {
 		end(y)
 	}
 	for _, wrong := range []func(s *Spec){
-		func(s *Spec) { s.Cuts = cut.Cuts }, func(s *Spec) { s.Needs[0][1] = ranks }, func(s *Spec) { s.Needs[0][1] = -1 },
-		func(s *Spec) { s.Needs[0][0] = 9 }, func(s *Spec) { s.Needs[0][3] = 5000 }, func(s *Spec) { s.Needs[1][5] = 2049 },
+		func(s *Spec) { s.Cuts = cut.Cuts }, func(s *Spec) { s.Needs[0].Dest = ranks }, func(s *Spec) { s.Needs[0].Dest = ^uintptr(0) },
+		func(s *Spec) { s.Needs[0].Tensor = 9 }, func(s *Spec) { s.Needs[0].Hi0 = 5000 }, func(s *Spec) { s.Needs[1].Hi1 = 2049 },
 	} {
 		s := said
 		s.Needs = slices.Clone(said.Needs)
@@ -210,15 +213,15 @@ func TestAimRefuses(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer cpu.Release(to)
-	whole := func(tensor int64) [6]int64 {
-		return [6]int64{tensor, int64(uintptr(to[0].Ptr)), 0, plan.Whole, 0, plan.Whole}
+	whole := func(tensor int64) plan.Request {
+		return plan.Request{Tensor: tensor, Dest: uintptr(to[0].Ptr), Hi0: plan.Whole, Hi1: plan.Whole}
 	}
 	for _, wrong := range []int64{0, 3, -1} {
-		if err := r.Aim([][6]int64{whole(1), whole(wrong)}); !errors.Is(err, errs.ErrArgument) {
+		if err := r.Aim([]plan.Request{whole(1), whole(wrong)}); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("tensor %d: %v", wrong, err)
 		}
 	}
-	if err := r.Aim([][6]int64{whole(1), whole(2)}); err != nil {
+	if err := r.Aim([]plan.Request{whole(1), whole(2)}); err != nil {
 		t.Error(err)
 	}
 }

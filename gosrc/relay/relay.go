@@ -43,12 +43,12 @@ type Spec struct {
 	Members []int64 `json:"members"`
 	// Needs, with Exchange and without Cuts: the blocks that each rank of this host needs,
 	// as requests with the rank in the place of the address. They may overlap.
-	Needs    [][6]int64 `json:"-"`
-	Ranks    int        `json:"ranks"`  // of this host, or of all hosts whose ranks the caller brings together
-	Here     int        `json:"here"`   // how many of them this host has; 0: all
-	Widest   int        `json:"widest"` // of the host with the most ranks: pieces are alike on all hosts
-	Rank     int        `json:"rank"`
-	Timeline bool       `json:"timeline"` // the report has a Timeline
+	Needs    []plan.Request `json:"-"`
+	Ranks    int            `json:"ranks"`  // of this host, or of all hosts whose ranks the caller brings together
+	Here     int            `json:"here"`   // how many of them this host has; 0: all
+	Widest   int            `json:"widest"` // of the host with the most ranks: pieces are alike on all hosts
+	Rank     int            `json:"rank"`
+	Timeline bool           `json:"timeline"` // the report has a Timeline
 	load.Options
 }
 
@@ -153,7 +153,7 @@ type Report struct {
 }
 
 // Start starts a relay of a model. The first pieces are being read when it returns.
-func Start(m *load.Model, spec *Spec) (*Relay, error) {
+func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	spec.Widest = max(spec.Widest, spec.Ranks)
 	if spec.Ranks < 1 || spec.Widest > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks || len(spec.Ring) == 0 && !spec.Exchange || slices.Contains(spec.Ring, 0) {
 		return nil, errs.New(errs.ErrArgument, "relay: rank %d of %d, with %d buffers", spec.Rank, spec.Ranks, len(spec.Ring))
@@ -173,6 +173,11 @@ func Start(m *load.Model, spec *Spec) (*Relay, error) {
 	if err := spec.checkCuts(); err != nil {
 		return nil, err
 	}
+	defer func() {
+		if err != nil {
+			r.disconnect()
+		}
+	}()
 	if spec.Exchange {
 		r.divideRing()
 		if err := r.connect(); err != nil {
@@ -180,15 +185,12 @@ func Start(m *load.Model, spec *Spec) (*Relay, error) {
 		}
 	}
 	if err := r.layOut(); err != nil {
-		r.disconnect()
 		return nil, err
 	}
 	if err := m.Hold(); err != nil {
-		r.disconnect()
 		return nil, err
 	}
 	if err := r.queues(); err != nil {
-		r.disconnect()
 		m.Drop()
 		return nil, m.Where("stage", err)
 	}
@@ -539,17 +541,16 @@ func (r *Relay) Wait(k int, d time.Duration) (bool, error) {
 	defer timer.Stop()
 	select {
 	case <-p.landed:
-		return r.release(k)
-	case <-r.job.Done():
-		select { // it may have landed, as the last piece
-		case <-p.landed:
-			return r.release(k)
-		default:
-			return false, r.job.Err()
-		}
+	case <-r.job.Done(): // it may have landed, as the last piece
 	case <-timer.C:
-		return false, nil
 	}
+	switch {
+	case job.Within(p.landed, 0):
+		return r.release(k)
+	case job.Within(r.job.Done(), 0):
+		return false, r.job.Err()
+	}
+	return false, nil
 }
 
 // release makes the spec's stream wait for a share that is on its way.

@@ -142,7 +142,7 @@ func (r *Relay) layOut() error {
 		if end == begin+1 && int64(spec.Widest)*(sum+shareAlign) > spec.Size {
 			return errs.New(errs.ErrArgument, "relay: buffers of %d bytes are too small for a chunk of %d and %d ranks", spec.Size, sum, spec.Widest)
 		}
-		r.share(all[begin:end], sum)
+		r.piece(r.evenly(all[begin:end], sum))
 		begin = end
 	}
 	r.fetch, r.shares = plan.Stored(r.ix, r.spots, r.machine.Limits())
@@ -166,32 +166,27 @@ func (r *Relay) place(c chunkOf) *relayed { return &r.at[r.ix.Tensors[c.data].Fi
 // roomOf is the most that a chunk takes of a share.
 func roomOf(c *tensor.Chunk) int64 { return int64(c.Stored) + 2*chunkAlign }
 
-// share divides the chunks of a piece into shares of about equal size, and sets
-// their offsets. What is contiguous in the file stays contiguous in the buffer. All
-// shares have the space of the largest, so that one collective gathers them.
-func (r *Relay) share(chunks []chunkOf, sum int64) {
-	ranks, number := r.spec.Ranks, len(r.pieces)
-	p := relayPiece{landed: make(chan struct{}), begin: len(r.spots), used: make([]int64, ranks), beside: make([]bool, ranks)}
-	rank, passed, pos := 0, int64(0), int64(0)
-	var last *tensor.Chunk
+// A share is what one rank reads of a piece: the first chunks are common, for all, those
+// of strips behind the others.
+type share struct {
+	chunks []chunkOf
+	common int
+	bytes  int64
+}
+
+// evenly divides the chunks of a piece into shares of about equal size.
+func (r *Relay) evenly(chunks []chunkOf, sum int64) []share {
+	shares, ranks := make([]share, r.spec.Ranks), int64(r.spec.Ranks)
+	rank, passed := int64(0), int64(0)
 	for _, c := range chunks {
-		chunk := r.chunk(c)
-		for rank+1 < ranks && passed*int64(ranks) >= sum*int64(rank+1) {
+		for rank+1 < ranks && passed*ranks >= sum*(rank+1) {
 			rank++
-			pos, last = 0, nil
 		}
-		pos += gapBefore(pos, last, chunk)
-		*r.place(c) = relayed{number, int64(rank)<<32 | pos}
-		if rank == r.spec.Rank {
-			r.spots = append(r.spots, plan.Spot{Data: c.data, N: c.n, Group: int32(number), Bare: r.bare[c.data]})
-			p.left++
-		}
-		pos += int64(chunk.Stored)
-		p.share, p.used[rank] = max(p.share, pos), pos
-		passed += roomOf(chunk)
-		last = chunk
+		s := &shares[rank]
+		s.chunks, s.common = append(s.chunks, c), s.common+1
+		passed += roomOf(r.chunk(c))
 	}
-	r.addPiece(p, chunks)
+	return shares
 }
 
 // gapBefore is the space before a chunk in a share, behind the last one, which ends at
@@ -207,15 +202,44 @@ func gapBefore(pos int64, last, chunk *tensor.Chunk) int64 {
 	return gap
 }
 
-// addPiece adds a piece of these chunks, and makes their places in shares ones in the
-// buffer.
-func (r *Relay) addPiece(p relayPiece, chunks []chunkOf) {
+// piece adds a piece of these shares. What is contiguous in the file stays contiguous in
+// the buffer. All shares have the space of the largest, so that one collective gathers them.
+func (r *Relay) piece(shares []share) {
 	number := len(r.pieces)
+	p := relayPiece{landed: make(chan struct{}), begin: len(r.spots), used: make([]int64, len(shares)), beside: make([]bool, len(shares))}
+	for rank := range shares {
+		s := &shares[rank]
+		pos := int64(0)
+		var last *tensor.Chunk
+		for i, c := range s.chunks {
+			chunk := r.chunk(c)
+			pos += gapBefore(pos, last, chunk)
+			*r.place(c) = relayed{number, pos}
+			pos, last = pos+int64(chunk.Stored), chunk
+			switch {
+			case i >= s.common:
+			case r.isStrip(c):
+				p.beside[rank] = true
+			default:
+				p.used[rank] = pos
+			}
+		}
+		p.share = max(p.share, pos)
+		if rank == r.spec.Rank {
+			own := slices.Clone(s.chunks)
+			slices.SortFunc(own, r.inFile)
+			for _, c := range own {
+				r.spots = append(r.spots, plan.Spot{Data: c.data, N: c.n, Group: int32(number), Bare: r.bare[c.data]})
+			}
+			p.left = int32(len(own))
+		}
+	}
 	p.share = (p.share + shareAlign - 1) &^ (shareAlign - 1)
 	base := device.Pointer(uintptr(r.spec.Ring[number%len(r.spec.Ring)]))
-	for _, c := range chunks {
-		at := r.place(c)
-		at.off = at.off>>32*p.share + at.off&(1<<32-1)
+	for rank := range shares {
+		for _, c := range shares[rank].chunks {
+			r.place(c).off += int64(rank) * p.share
+		}
 	}
 	for i := range r.spots[p.begin:] {
 		s := &r.spots[p.begin+i]
@@ -250,12 +274,10 @@ func (r *Relay) byPiece(p *plan.Plan, where []int) {
 // Aim sets what this rank wants: requests as those of a load, of shared tensors,
 // each with a destination. It is called once, before the first Decode; an error
 // leaves the relay as it was.
-func (r *Relay) Aim(requests [][6]int64) error {
-	reqs := make([]plan.Request, len(requests))
+func (r *Relay) Aim(reqs []plan.Request) error {
 	dest := make([]unsafe.Pointer, len(reqs))
-	for i, w := range requests {
-		reqs[i] = plan.Request{Tensor: w[0], Dest: uintptr(w[1]), Lo0: w[2], Hi0: w[3], Lo1: w[4], Hi1: w[5]}
-		dest[i] = device.Pointer(uintptr(w[1]))
+	for i := range reqs {
+		dest[i] = device.Pointer(reqs[i].Dest)
 	}
 	wants, err := plan.Check(r.ix, reqs)
 	if err != nil {

@@ -277,14 +277,10 @@ func (r *run) timeKernel(queue *cuda.Queue, kind string, logical, stored int64, 
 	// A byte of tensors costs reading ratio bytes and writing one; a copied byte is
 	// read and written.
 	n := min(stored, 512<<20) &^ 255
-	c, err := r.MedianOf(func() (float64, error) {
-		took, err := queue.Across(n, times)
-		return took.Seconds() / float64(times), err
-	})
+	across, err := r.across(n, times)
 	if err != nil {
 		return err
 	}
-	across := measure.Rate(n, c)
 	row.Floor, row.FloorName = across*2/(1+float64(stored)/float64(logical)), "device memory"
 	row.Note = fmt.Sprintf("ratio %.4f; copies on the device %.0f GB/s", float64(stored)/float64(logical), across)
 	if kind == "llama-bf16" {
@@ -294,6 +290,26 @@ func (r *run) timeKernel(queue *cuda.Queue, kind string, logical, stored int64, 
 	}
 	r.Add(row)
 	return nil
+}
+
+// across is the rate of copies of n bytes inside the device's memory.
+func (r *run) across(n int64, times int) (float64, error) {
+	mem, err := r.gpu.Alloc([]int64{n, n})
+	if err != nil {
+		return 0, err
+	}
+	defer func() { mem[0].Release(); mem[1].Release() }()
+	from, to := uint64(uintptr(mem[0].Ptr)), uint64(uintptr(mem[1].Ptr))
+	v, err := r.MedianOf(func() (float64, error) {
+		start := time.Now()
+		for i := range times {
+			if err := r.gpu.Copy(cuda.Order{}, to, from, n, i+1 == times); err != nil {
+				return 0, err
+			}
+		}
+		return time.Since(start).Seconds() / float64(times), nil
+	})
+	return measure.Rate(n, v), err
 }
 
 // directRead reads files around the page cache, in pieces of 1 MiB, and

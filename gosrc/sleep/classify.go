@@ -74,7 +74,7 @@ func (s *sleeper) classify(in []Tensor) error {
 			t.transform = tr[0]
 		}
 	}
-	if err := s.sample(); err != nil {
+	if err := s.estimate(); err != nil {
 		return err
 	}
 	for i := range s.items {
@@ -94,9 +94,9 @@ func transforms(d tensor.DType) []uint8 {
 	return all
 }
 
-// sample chooses transforms, and estimates what tensors take: those without a sample
+// estimate chooses transforms, and estimates what tensors take: those without a sample
 // as the others of their dtype.
-func (s *sleeper) sample() error {
+func (s *sleeper) estimate() error {
 	var chosen, rest []*item
 	for i := range s.items {
 		t := &s.items[i]
@@ -123,7 +123,7 @@ func (s *sleeper) sample() error {
 		}
 	}
 	buf := make([]byte, 0, sampleRuns*sampleBytes)
-	err := s.way.sample(at, sampleBytes, func(i int, b []byte) {
+	err := s.samples(at, sampleBytes, func(i int, b []byte) {
 		if buf = append(buf, b...); i%sampleRuns == sampleRuns-1 {
 			chosen[i/sampleRuns].take(buf)
 			buf = buf[:0]

@@ -3,9 +3,7 @@ package sleep
 // This file gets the host memory of a sleep before the tensors sleep.
 
 import (
-	"cmp"
 	"context"
-	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
@@ -29,20 +27,16 @@ type Preparation struct {
 // uses what is there, and needs not wait for the rest. The growth belongs to no caller:
 // the end of the process, Drop and empty_cache end it.
 func Prepare(spec Spec, bytes int64, in []Tensor) (*Preparation, error) {
-	number, err := device.Number(cmp.Or(spec.Device, "cpu"))
+	gpu, err := gpuOf(spec.Device)
 	if err != nil {
 		return nil, err
 	}
-	if number == device.Host {
+	if gpu == nil {
 		return &Preparation{}, nil
-	}
-	gpu, err := cuda.Open(int(max(0, number)))
-	if err != nil {
-		return nil, err
 	}
 	most, need := 2*bytes, bytes
 	if len(in) > 0 {
-		s := &sleeper{Spec: spec, way: reader{newHost(1), gpu}}
+		s := &sleeper{Spec: spec, samples: func(at []uint64, n int64, got func(i int, b []byte)) error { return read(gpu, at, n, got) }}
 		if err := s.classify(in); err != nil {
 			return nil, err
 		}
@@ -90,28 +84,18 @@ func (p *Preparation) Wait(ctx context.Context) (int64, error) {
 
 // Return gives back the host memory that is kept for sleeps of a device.
 func Return(name string) error {
-	number, err := device.Number(cmp.Or(name, "cpu"))
-	if err != nil || number == device.Host {
-		return err
-	}
-	gpu, err := cuda.Open(int(max(0, number)))
-	if err == nil {
+	gpu, err := gpuOf(name)
+	if gpu != nil {
 		pinned.Drop(gpu)
 	}
 	return err
 }
 
-// A reader samples the memory of a GPU, and does nothing else.
-type reader struct {
-	*host
-	gpu *cuda.Device
-}
-
-func (r reader) sample(at []uint64, n int64, got func(i int, b []byte)) error {
+// read gives n bytes at each address of a GPU, of whose memory it takes none.
+func read(gpu *cuda.Device, at []uint64, n int64, got func(i int, b []byte)) error {
 	b := make([]byte, n)
 	for i, a := range at {
-		p := uintptr(a)
-		if err := r.gpu.Read(b, device.Memory{Ptr: *(*unsafe.Pointer)(unsafe.Pointer(&p)), Bytes: n}); err != nil {
+		if err := gpu.Read(b, device.Memory{Ptr: device.Pointer(uintptr(a)), Bytes: n}); err != nil {
 			return err
 		}
 		got(i, b)

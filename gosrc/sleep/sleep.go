@@ -10,12 +10,11 @@
 package sleep
 
 import (
-	"cmp"
 	"context"
+	"sort"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/codec"
-	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/pinned"
 	"github.com/overwire/overwire/gosrc/errs"
@@ -71,6 +70,7 @@ type sleeper struct {
 	Spec
 	job     *job.Job
 	way     way
+	samples sampler
 	items   []item
 	lay     *overwire.Layout
 	mem     *pinned.Memory
@@ -100,23 +100,27 @@ func Sleep(ctx context.Context, j *job.Job, spec Spec, in []Tensor) (*load.Model
 	return m, s.report, nil
 }
 
-func (s *sleeper) run(ctx context.Context, in []Tensor) (*load.Model, error) {
-	number, err := device.Number(cmp.Or(s.Device, "cpu"))
+func (s *sleeper) run(ctx context.Context, in []Tensor) (m *load.Model, err error) {
+	gpu, err := gpuOf(s.Device)
 	if err != nil {
 		return nil, err
 	}
-	var gpu *cuda.Device
-	if number == device.Host {
-		s.way = newHost(s.Threads)
+	if gpu == nil {
+		h := newHost(s.Threads)
+		s.way, s.samples = h, h.sample
 	} else {
-		if gpu, err = cuda.Open(int(max(0, number))); err != nil {
+		p, err := gpu.NewPacker()
+		if err != nil {
 			return nil, err
 		}
-		if s.way, err = newGPU(gpu); err != nil {
-			return nil, err
-		}
+		s.way, s.samples = packer{p}, p.Sample
 	}
-	defer s.way.close()
+	defer func() {
+		s.way.close() // nothing is copied any more
+		if err != nil && s.mem != nil {
+			s.mem.Keep()
+		}
+	}()
 	s.report.Staging = s.way.staging()
 	if err := s.classify(in); err != nil {
 		return nil, err
@@ -124,15 +128,11 @@ func (s *sleeper) run(ctx context.Context, in []Tensor) (*load.Model, error) {
 	if err := s.layOut(); err != nil {
 		return nil, err
 	}
+	s.divide()
 	if err := s.reserve(gpu); err != nil {
 		return nil, err
 	}
-	m, err := s.image(ctx)
-	if err != nil {
-		s.way.close() // nothing is copied any more
-		s.mem.Keep()
-	}
-	return m, err
+	return s.image(ctx)
 }
 
 // image fills the memory and makes it a model.
@@ -158,7 +158,7 @@ func (s *sleeper) image(ctx context.Context) (*load.Model, error) {
 	return load.Of(ix, src), nil
 }
 
-// layOut plans the image and its batches.
+// layOut plans the image.
 func (s *sleeper) layOut() error {
 	items := make([]overwire.Item, len(s.items))
 	for i := range s.items {
@@ -174,20 +174,24 @@ func (s *sleeper) layOut() error {
 		return err
 	}
 	s.lay, s.pos = lay, lay.Start()
+	return nil
+}
+
+// divide divides the chunks into batches.
+func (s *sleeper) divide() {
 	most, rows := s.way.batch()
 	first, used := 0, int64(0)
-	for c := range lay.Chunks {
-		n := sizes.RoundUp(int64(lay.Chunks[c].Logical), 16)
+	for c := range s.lay.Chunks {
+		n := sizes.RoundUp(int64(s.lay.Chunks[c].Logical), 16)
 		if c > first && (used+n > most || c-first == rows) {
 			s.batches = append(s.batches, batch{first: first, end: c})
 			first, used = c, 0
 		}
 		used += n
 	}
-	if len(lay.Chunks) > 0 {
-		s.batches = append(s.batches, batch{first: first, end: len(lay.Chunks)})
+	if len(s.lay.Chunks) > 0 {
+		s.batches = append(s.batches, batch{first: first, end: len(s.lay.Chunks)})
 	}
-	return nil
 }
 
 // room is the most host memory that the image can take, and what the samples say of it.
@@ -291,15 +295,7 @@ func (s *sleeper) encode(k, slot int) error {
 
 // tensorOf is the tensor, in the order of the layout, that has a chunk.
 func (s *sleeper) tensorOf(c int) int {
-	lo, hi := 0, len(s.lay.Tensors)-1
-	for lo < hi {
-		if mid := (lo + hi + 1) / 2; int(s.lay.Tensors[mid].First) <= c {
-			lo = mid
-		} else {
-			hi = mid - 1
-		}
-	}
-	return lo
+	return sort.Search(len(s.lay.Tensors), func(t int) bool { return int(s.lay.Tensors[t].First) > c }) - 1
 }
 
 // place gives the chunks of batch k their places in the image and begins to copy them

@@ -10,6 +10,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 )
 
@@ -24,13 +25,23 @@ type way interface {
 	batch() (bytes int64, rows int)
 	// staging is the device memory that the way takes.
 	staging() int64
-	// sample gives n bytes at each address, in order.
-	sample(at []uint64, n int64, got func(i int, b []byte)) error
 	encode(slot int, rows []cuda.Packed) error
 	fetch(slot int, rows []cuda.Packed) error
 	wait(slot int, rows []cuda.Packed) error
-	// close waits for what is under way. It may be called again.
+	// close waits for what is under way.
 	close()
+}
+
+// A sampler gives n bytes of the tensors' memory at each address, in order.
+type sampler func(at []uint64, n int64, got func(i int, b []byte)) error
+
+// gpuOf opens a GPU by name; nil: it is the host's.
+func gpuOf(name string) (*cuda.Device, error) {
+	number, err := device.Number(cmp.Or(name, "cpu"))
+	if err != nil || number == device.Host {
+		return nil, err
+	}
+	return cuda.Open(int(max(0, number)))
 }
 
 // at is an address of the image.
@@ -56,15 +67,9 @@ func (h *host) batch() (int64, int)          { return chunkBytes, batchRows }
 func (h *host) staging() int64               { return 0 }
 func (h *host) close()                       {}
 
-// bytesAt are n bytes of host memory.
-func bytesAt(at uint64, n int64) []byte {
-	p := uintptr(at)
-	return unsafe.Slice((*byte)(*(*unsafe.Pointer)(unsafe.Pointer(&p))), n)
-}
-
 func (h *host) sample(at []uint64, n int64, got func(i int, b []byte)) error {
 	for i, a := range at {
-		got(i, bytesAt(a, n))
+		got(i, device.Bytes(a, n))
 	}
 	return nil
 }
@@ -79,7 +84,7 @@ func (h *host) encode(slot int, rows []cuda.Packed) error {
 		if r.Transform == 0 {
 			continue
 		}
-		if made, tiles, ok := e.Encode(out, bytesAt(r.Src, r.N), r.Transform); ok && int64(len(made)-len(out)) < r.N {
+		if made, tiles, ok := e.Encode(out, device.Bytes(r.Src, r.N), r.Transform); ok && int64(len(made)-len(out)) < r.N {
 			r.Stored, r.Tiles = int64(len(made)-len(out)), tiles
 			out = made
 		}
@@ -96,7 +101,7 @@ func (h *host) wait(slot int, rows []cuda.Packed) error {
 		r := &rows[i]
 		to := unsafe.Slice((*byte)(r.To), r.Stored)
 		if r.Tiles == 0 {
-			copy(to, bytesAt(r.Src, r.N))
+			copy(to, device.Bytes(r.Src, r.N))
 			continue
 		}
 		out = out[copy(to, out):]
@@ -104,26 +109,13 @@ func (h *host) wait(slot int, rows []cuda.Packed) error {
 	return nil
 }
 
-// gpu lets a GPU encode.
-type gpu struct {
-	*cuda.Packer
-	once sync.Once
-}
+// packer lets a GPU encode.
+type packer struct{ *cuda.Packer }
 
-func newGPU(d *cuda.Device) (*gpu, error) {
-	p, err := d.NewPacker()
-	return &gpu{Packer: p}, err
-}
-
-func (g *gpu) slots() (window, workers int) { return g.Slots(), g.Slots() }
-func (g *gpu) batch() (int64, int)          { return g.Slot(), batchRows }
-func (g *gpu) staging() int64               { return g.Bytes() }
-func (g *gpu) close()                       { g.once.Do(g.Close) }
-
-func (g *gpu) sample(at []uint64, n int64, got func(i int, b []byte)) error {
-	return g.Sample(at, n, got)
-}
-
-func (g *gpu) encode(slot int, rows []cuda.Packed) error { return g.Encode(slot, rows) }
-func (g *gpu) fetch(slot int, rows []cuda.Packed) error  { return g.Fetch(slot, rows) }
-func (g *gpu) wait(slot int, _ []cuda.Packed) error      { return g.Wait(slot) }
+func (p packer) slots() (window, workers int)              { return p.Slots(), p.Slots() }
+func (p packer) batch() (int64, int)                       { return p.Slot(), batchRows }
+func (p packer) staging() int64                            { return p.Bytes() }
+func (p packer) close()                                    { p.Close() }
+func (p packer) encode(slot int, rows []cuda.Packed) error { return p.Encode(slot, rows) }
+func (p packer) fetch(slot int, rows []cuda.Packed) error  { return p.Fetch(slot, rows) }
+func (p packer) wait(slot int, _ []cuda.Packed) error      { return p.Wait(slot) }

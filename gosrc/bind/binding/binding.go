@@ -191,7 +191,7 @@ func Free(handle uint64, how int) {
 	if e, err := get[*entry](handle); err == nil && how != FreeNow {
 		e.rest(how)
 	}
-	switch v, _ := drop(handle); v := v.(type) {
+	switch v := drop(handle).(type) {
 	case *entry:
 		v.close()
 	case interface{ Close() }:

@@ -16,12 +16,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// deltaTensors are tensors, in columns.
-type deltaTensors struct {
-	Names  []string  `json:"names"`
-	DTypes []string  `json:"dtypes"`
-	Shapes [][]int64 `json:"shapes"`
-}
+type deltaTensors struct{ columns }
 
 type deltaSave struct {
 	deltaTensors
@@ -175,25 +170,9 @@ func (q *deltaTarget) write(ctx context.Context, j *job.Job, f *delta.File) (del
 	return r, errs.Ended(ctx, err)
 }
 
-// types are the dtypes of the tensors, which have `each` of the numbers.
-func (q *deltaTensors) types(numbers, each int) ([]tensor.DType, error) {
-	if len(q.DTypes) != len(q.Names) || len(q.Shapes) != len(q.Names) || numbers != each*len(q.Names) {
-		return nil, errs.New(errs.ErrArgument, "%d names, %d dtypes, %d shapes, %d numbers", len(q.Names), len(q.DTypes), len(q.Shapes), numbers)
-	}
-	types := make([]tensor.DType, len(q.Names))
-	for i, name := range q.DTypes {
-		d, ok := tensor.ParseDType(name)
-		if !ok {
-			return nil, errs.Locate("delta", "", q.Names[i], -1, errs.New(errs.ErrArgument, "dtype %q", name))
-		}
-		types[i] = d
-	}
-	return types, nil
-}
-
 // targets reads the columns of tensors that a chain is applied to.
 func (q *deltaApply) targets(chain []*delta.File, n []int64) ([]delta.Target, error) {
-	kinds := deltaTensors{Names: make([]string, len(q.DTypes)), DTypes: q.DTypes, Shapes: q.Shapes}
+	kinds := columns{Names: make([]string, len(q.DTypes)), DTypes: q.DTypes, Shapes: q.Shapes}
 	types, err := kinds.types(0, 0)
 	if err != nil {
 		return nil, err

@@ -6,7 +6,6 @@ import (
 	"context"
 	"os"
 	"slices"
-	"strings"
 	"time"
 	"unsafe"
 
@@ -29,23 +28,16 @@ import (
 	"github.com/overwire/overwire/gosrc/sleep"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
-	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// saveRequest is a save.Spec and the tensors, in columns.
 type saveRequest struct {
 	save.Spec
-	Names  []string  `json:"names"`
-	DTypes []string  `json:"dtypes"`
-	Shapes [][]int64 `json:"shapes"`
+	columns
 }
 
-// sleepRequest is a sleep.Spec and the tensors, in columns.
 type sleepRequest struct {
 	sleep.Spec
-	Names  []string  `json:"names"`
-	DTypes []string  `json:"dtypes"`
-	Shapes [][]int64 `json:"shapes"`
+	columns
 }
 
 type prepareRequest struct {
@@ -198,20 +190,17 @@ func startSave(_ *Verb, q saveRequest, n []int64) (*entry, error) {
 
 // inputs are the tensors of a request. Those on a GPU are copied from there.
 func inputs(q *saveRequest, n []int64) ([]save.Input, error) {
-	if len(q.DTypes) != len(q.Names) || len(q.Shapes) != len(q.Names) || len(n) != 3*len(q.Names) {
-		return nil, errs.New(errs.ErrArgument, "%d names, %d dtypes, %d shapes, %d numbers of tensors", len(q.Names), len(q.DTypes), len(q.Shapes), len(n))
+	types, err := q.types(len(n), 3)
+	if err == nil {
+		err = q.named()
+	}
+	if err != nil {
+		return nil, err
 	}
 	in := make([]save.Input, len(q.Names))
 	for i, name := range q.Names {
-		if strings.ContainsRune(name, 0) {
-			return nil, errs.New(errs.ErrArgument, "tensor %q: the name has a NUL", name)
-		}
-		d, ok := tensor.ParseDType(q.DTypes[i])
-		if !ok {
-			return nil, errs.New(errs.ErrArgument, "tensor %q: no such dtype: %q", name, q.DTypes[i])
-		}
 		address, nbytes, gpu := n[3*i], n[3*i+1], int(n[3*i+2])-1
-		in[i] = save.Input{Name: name, DType: d, Shape: q.Shapes[i]}
+		in[i] = save.Input{Name: name, DType: types[i], Shape: q.Shapes[i]}
 		data, err := dataAt(uint64(address), nbytes)
 		switch {
 		case err != nil:
@@ -236,20 +225,20 @@ func inputs(q *saveRequest, n []int64) ([]save.Input, error) {
 }
 
 func (q *sleepRequest) tensors(n []int64) ([]sleep.Tensor, error) {
-	if len(q.DTypes) != len(q.Names) || len(q.Shapes) != len(q.Names) || len(n) != 2*len(q.Names) {
-		return nil, errs.New(errs.ErrArgument, "%d names, %d dtypes, %d shapes, %d numbers of tensors", len(q.Names), len(q.DTypes), len(q.Shapes), len(n))
+	types, err := q.types(len(n), 2)
+	if err == nil {
+		err = q.named()
+	}
+	if err != nil {
+		return nil, err
 	}
 	in := make([]sleep.Tensor, len(q.Names))
 	for i, name := range q.Names {
-		d, ok := tensor.ParseDType(q.DTypes[i])
-		if !ok || strings.ContainsRune(name, 0) {
-			return nil, errs.New(errs.ErrArgument, "tensor %q: no such dtype, %q, or a NUL in the name", name, q.DTypes[i])
-		}
 		data, err := dataAt(uint64(n[2*i]), n[2*i+1])
 		if err != nil {
 			return nil, &errs.At{Verb: "sleep", Tensor: name, Chunk: -1, Offset: -1, Err: err}
 		}
-		in[i] = sleep.Tensor{Name: name, DType: d, Shape: q.Shapes[i], Data: data}
+		in[i] = sleep.Tensor{Name: name, DType: types[i], Shape: q.Shapes[i], Data: data}
 	}
 	return in, nil
 }
@@ -317,31 +306,15 @@ func startFetch(_ *Verb, q fetchRequest, _ []int64) (*entry, error) {
 // jobVerbs are about jobs, and about the engine itself.
 func jobVerbs() []Verb {
 	return []Verb{
-		answered("progress", "Bytes and tensors done of a job, each with its total.",
-			func(_ none, n []int64) (*Result, error) {
-				e, err := get[*entry](uint64(n[0]))
-				if err != nil {
-					return nil, err
-				}
-				return &Result{Numbers: e.progress()}, nil
-			}).ints("job"),
-		answered("report", "A job's report, null before there is one.",
-			func(_ none, n []int64) (*Result, error) {
-				e, err := get[*entry](uint64(n[0]))
-				if err != nil {
-					return nil, err
-				}
+		about("progress", "Bytes and tensors done of a job, each with its total.", jobOf,
+			func(e *entry, _ none, _ []int64) (*Result, error) { return &Result{Numbers: e.progress()}, nil }).ints("job"),
+		about("report", "A job's report, null before there is one.", jobOf,
+			func(e *entry, _ none, _ []int64) (*Result, error) {
 				text, err := e.report()
 				return &Result{Text: text}, err
 			}).ints("job"),
-		answered("cancel", "Ask a job to stop. It uses its memory until it has ended.",
-			func(_ none, n []int64) (none, error) {
-				e, err := get[*entry](uint64(n[0]))
-				if err == nil {
-					e.cancel()
-				}
-				return none{}, err
-			}).ints("job"),
+		about("cancel", "Ask a job to stop. It uses its memory until it has ended.", jobOf,
+			func(e *entry, _ none, _ []int64) (none, error) { e.cancel(); return none{}, nil }).ints("job"),
 		answered("empty_cache", "Free device and pinned memory that is kept for the next load.",
 			func(none, []int64) (none, error) { pinned.Trim(); return none{}, cuda.Trim() }),
 		answered("shutdown", "Cancel everything that runs and wait up to ms for its end (1; 0: it still runs): for the end of the process.",
@@ -349,7 +322,7 @@ func jobVerbs() []Verb {
 				ended := job.CancelAll(time.Duration(n[0]) * time.Millisecond)
 				if ended {
 					load.Prepared()
-					cuda.Shutdown()
+					_ = cuda.Trim() // before the driver's own exit handlers
 				}
 				return truth(ended), nil
 			}).ints("ms"),

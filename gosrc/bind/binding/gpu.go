@@ -3,8 +3,6 @@ package binding
 // This file has the verbs of GPUs.
 
 import (
-	"unsafe"
-
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/nvcomp"
@@ -24,13 +22,8 @@ const (
 
 // onDevice makes a verb of a GPU, whose index is the first number.
 func onDevice[R any](name, doc string, run func(d *cuda.Device, n []int64) (R, error)) Verb {
-	return answered(name, doc, func(_ none, n []int64) (r R, err error) {
-		d, err := cuda.Open(int(n[0]))
-		if err != nil {
-			return r, err
-		}
-		return run(d, n[1:])
-	})
+	return about(name, doc, func(index int64) (*cuda.Device, error) { return cuda.Open(int(index)) },
+		func(d *cuda.Device, _ none, n []int64) (R, error) { return run(d, n) })
 }
 
 func gpuVerbs() []Verb {
@@ -70,18 +63,14 @@ func gpuVerbs() []Verb {
 				t, err := nvcomp.GPUTransform(string(dtype), sample)
 				return int64(t), err
 			}).ints("sample", "nbytes"),
-		answered("gpu_alloc", "Memory of a GPU: the one tensor of the result, and its address.", gpuAlloc).ints("device", "nbytes"),
-		answered("gpu_copy", "Queue a copy between any two addresses.",
-			func(_ none, n []int64) (none, error) {
-				d, err := cuda.Open(int(n[0]))
+		onDevice("gpu_alloc", "Memory of a GPU: the one tensor of the result, and its address.", gpuAlloc).ints("device", "nbytes"),
+		onDevice("gpu_copy", "Queue a copy between any two addresses.",
+			func(d *cuda.Device, n []int64) (none, error) {
+				on, _, err := queueOf(n[0], n[5], n[6:])
 				if err != nil {
 					return none{}, err
 				}
-				on, _, err := queueOf(n[1], n[6], n[7:])
-				if err != nil {
-					return none{}, err
-				}
-				return none{}, d.Copy(on, uint64(n[2]), uint64(n[3]), n[4], n[5] != 0)
+				return none{}, d.Copy(on, uint64(n[1]), uint64(n[2]), n[3], n[4] != 0)
 			}).ints("device", "stream", "dst", "src", "nbytes", "wait", "afters").tail(afters),
 		answered("gpu_decode", "Queue the decoding of streams: the batch. It does not wait.",
 			func(name Text, n []int64) (int64, error) {
@@ -157,12 +146,8 @@ func gpuEncode(_ none, n []int64) (int64, error) {
 	return keepBatch(b, err)
 }
 
-func gpuAlloc(_ none, n []int64) (*Result, error) {
-	d, err := cuda.Open(int(n[0]))
-	if err != nil {
-		return nil, err
-	}
-	mem, err := d.Alloc([]int64{n[1]})
+func gpuAlloc(d *cuda.Device, n []int64) (*Result, error) {
+	mem, err := d.Alloc(n[:1])
 	if err != nil {
 		return nil, err
 	}
@@ -222,18 +207,4 @@ func gpuWait(_ none, n []int64) (*Result, error) {
 	}
 	r.Text, err = failed.text()
 	return r, err
-}
-
-// memory is the caller's memory of n bytes at an address.
-func memory(addr uint64, n int64) []byte {
-	p := uintptr(addr)
-	return unsafe.Slice((*byte)(*(*unsafe.Pointer)(unsafe.Pointer(&p))), n)
-}
-
-// dataAt is memory whose address and size the caller gave.
-func dataAt(addr uint64, n int64) ([]byte, error) {
-	if n < 0 || n > 0 && addr == 0 {
-		return nil, errs.New(errs.ErrArgument, "%d bytes at %#x", n, addr)
-	}
-	return memory(addr, n), nil
 }

@@ -49,11 +49,15 @@ func get[T any](h uint64) (T, error) {
 	return v, errs.New(errs.ErrArgument, "handle %d is not that of a %s", h, kind)
 }
 
-// drop removes a handle; ok is false if there was none.
-func drop(h uint64) (v any, ok bool) {
+func modelOf(h int64) (*load.Model, error) { return get[*load.Model](uint64(h)) }
+
+func jobOf(h int64) (*entry, error) { return get[*entry](uint64(h)) }
+
+// drop removes a handle and returns what it was of; nil: there was none.
+func drop(h uint64) any {
 	handles.mu.Lock()
 	defer handles.mu.Unlock()
-	v, ok = handles.all[h]
+	v := handles.all[h]
 	delete(handles.all, h)
-	return v, ok
+	return v
 }

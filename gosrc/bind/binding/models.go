@@ -54,33 +54,25 @@ func modelVerbs() []Verb {
 		begun[load.Options, load.Report]("load",
 			"Load tensors of a model; whole: every tensor, whole. Destinations must stay valid until the job has ended.", startLoad).
 			ints("model", "whole").tail("of a request each: tensor, destination (0: allocate, 1: see settle), and the ranges lo0, hi0, lo1, hi1 of the first two dimensions (hi -1: to the end)"),
-		answered("outlook", "What loading tensors of a model would take; OutOfMemoryError for more than max_memory.",
-			func(q load.Prospect, n []int64) (load.Outlook, error) {
-				m, err := get[*load.Model](uint64(n[0]))
-				if err != nil {
-					return load.Outlook{}, err
-				}
-				parts, err := partsOf(n[1:])
+		about("outlook", "What loading tensors of a model would take; OutOfMemoryError for more than max_memory.", modelOf,
+			func(m *load.Model, q load.Prospect, n []int64) (load.Outlook, error) {
+				parts, err := partsOf(n)
 				if err != nil {
 					return load.Outlook{}, err
 				}
 				return m.Outlook(parts, q)
 			}).ints("model").tail("pairs of a tensor and how many of its elements (-1: all); none: all tensors"),
-		answered("settle", "Set destinations of a load's requests whose destination was 1. What is queued on the stream now precedes what lands there.",
-			func(_ none, n []int64) (none, error) {
-				e, err := get[*entry](uint64(n[0]))
-				if err == nil && (e.load == nil || len(n)%2 != 0) {
-					err = errs.New(errs.ErrArgument, "settle: %d numbers for job %d", len(n), n[0])
+		about("settle", "Set destinations of a load's requests whose destination was 1. What is queued on the stream now precedes what lands there.", jobOf,
+			func(e *entry, _ none, n []int64) (none, error) {
+				if e.load == nil {
+					return none{}, errs.New(errs.ErrArgument, "settle: the job is no load")
 				}
-				if err != nil {
-					return none{}, err
-				}
-				return none{}, e.load.Settle(n[2:], uint64(n[1]))
+				return none{}, e.load.Settle(n[1:], uint64(n[0]))
 			}).ints("job", "stream").tail("pairs of request and address"),
 		begun[load.Options, load.PinReport]("pin",
 			"Read a model's files into memory, for later loads; fails while loads of the model run.",
 			func(_ *Verb, q load.Options, n []int64) (*entry, error) {
-				m, err := get[*load.Model](uint64(n[0]))
+				m, err := modelOf(n[0])
 				if err != nil {
 					return nil, err
 				}
@@ -160,7 +152,7 @@ func partsOf(n []int64) ([]load.Part, error) {
 }
 
 func startLoad(_ *Verb, q load.Options, n []int64) (*entry, error) {
-	m, err := get[*load.Model](uint64(n[0]))
+	m, err := modelOf(n[0])
 	if err != nil {
 		return nil, err
 	}
@@ -182,7 +174,7 @@ func startLoad(_ *Verb, q load.Options, n []int64) (*entry, error) {
 const joinSlice = 50 * time.Millisecond
 
 func joinPreload(ctx context.Context, q joinRequest, n []int64) (preload.Answer, error) {
-	m, err := get[*load.Model](uint64(n[0]))
+	m, err := modelOf(n[0])
 	if err != nil {
 		return preload.Answer{}, err
 	}

@@ -23,68 +23,38 @@ type relayRequest struct {
 func relayVerbs() []Verb {
 	return []Verb{
 		begun[relayRequest, relay.Report]("relay", "Load together with other ranks: this rank's share, of one model or of several as one.", startRelay).ints("model").tail("what each rank of the host needs, as requests with the rank for an address; none where spec says it"),
-		answered("relay_shares", "How many bytes each rank's share of each piece has in its buffer.",
-			func(_ none, n []int64) ([]int64, error) {
-				r, err := relayOf(n[0])
-				if err != nil {
-					return nil, err
-				}
-				return r.Shares(), nil
-			}).ints("job"),
-		answered("relay_aim", "Set what this rank wants, before the first decode.",
-			func(_ none, n []int64) (none, error) {
-				r, err := relayOf(n[0])
+		about("relay_shares", "How many bytes each rank's share of each piece has in its buffer.", relayOf,
+			func(r *relay.Relay, _ none, _ []int64) ([]int64, error) { return r.Shares(), nil }).ints("job"),
+		about("relay_aim", "Set what this rank wants, before the first decode.", relayOf,
+			func(r *relay.Relay, _ none, n []int64) (none, error) {
+				reqs, err := requests(n)
 				if err != nil {
 					return none{}, err
 				}
-				list, err := rowsOf(n[1:])
-				if err != nil {
-					return none{}, err
-				}
-				return none{}, r.Aim(list)
+				return none{}, r.Aim(reqs)
 			}).ints("job").tail("requests, as those of a load"),
-		answered("relay_offer", "How the other ranks of the host reach the ring of a relay that exchanges by itself.",
-			func(_ none, n []int64) (peers.Offer, error) {
-				r, err := relayOf(n[0])
-				if err != nil {
-					return peers.Offer{}, err
-				}
-				return r.Offer()
-			}).ints("job"),
-		answered("relay_join", "Connect such a relay with those of the other ranks, by their offers in order.",
-			func(q []peers.Offer, n []int64) (none, error) {
-				r, err := relayOf(n[0])
-				if err != nil {
-					return none{}, err
-				}
-				return none{}, r.Join(q)
-			}).ints("job"),
-		answered("relay_wait", "Wait up to ms until this rank's share of a piece is in its buffer (1; 0: not yet); on a GPU until it is on its way, and what is queued on the relay's stream after that follows it.",
-			func(_ none, n []int64) (int64, error) {
-				r, err := relayOf(n[0])
-				if err != nil {
-					return 0, err
-				}
-				there, err := r.Wait(int(n[1]), time.Duration(n[2])*time.Millisecond)
+		about("relay_offer", "How the other ranks of the host reach the ring of a relay that exchanges by itself.", relayOf,
+			func(r *relay.Relay, _ none, _ []int64) (peers.Offer, error) { return r.Offer() }).ints("job"),
+		about("relay_join", "Connect such a relay with those of the other ranks, by their offers in order.", relayOf,
+			func(r *relay.Relay, q []peers.Offer, _ []int64) (none, error) { return none{}, r.Join(q) }).ints("job"),
+		about("relay_wait", "Wait up to ms until this rank's share of a piece is in its buffer (1; 0: not yet); on a GPU until it is on its way, and what is queued on the relay's stream after that follows it.", relayOf,
+			func(r *relay.Relay, _ none, n []int64) (int64, error) {
+				there, err := r.Wait(int(n[0]), time.Duration(n[1])*time.Millisecond)
 				return truth(there), err
 			}).ints("job", "piece", "ms"),
-		answered("relay_decode", "Decode a piece whose buffer is full, after what is queued on a stream (0: none), and free the buffer.",
-			func(_ none, n []int64) (none, error) {
-				r, err := relayOf(n[0])
-				if err != nil {
-					return none{}, err
-				}
-				return none{}, r.Decode(int(n[1]), uint64(n[2]))
+		about("relay_decode", "Decode a piece whose buffer is full, after what is queued on a stream (0: none), and free the buffer.", relayOf,
+			func(r *relay.Relay, _ none, n []int64) (none, error) {
+				return none{}, r.Decode(int(n[0]), uint64(n[1]))
 			}).ints("job", "piece", "stream"),
 	}
 }
 
 func startRelay(_ *Verb, q relayRequest, n []int64) (*entry, error) {
-	m, err := get[*load.Model](uint64(n[0]))
+	m, err := modelOf(n[0])
 	if err != nil {
 		return nil, err
 	}
-	if q.Needs, err = rowsOf(n[1:]); err != nil {
+	if q.Needs, err = requests(n[1:]); err != nil {
 		return nil, err
 	}
 	if len(q.More) > 0 {
@@ -108,20 +78,8 @@ func startRelay(_ *Verb, q relayRequest, n []int64) (*entry, error) {
 	return &entry{job: r.Job(), relay: r}, nil
 }
 
-// rowsOf divides numbers into those of requests.
-func rowsOf(n []int64) ([][requestWords]int64, error) {
-	if len(n)%requestWords != 0 {
-		return nil, errs.New(errs.ErrArgument, "%d numbers are no whole number of requests", len(n))
-	}
-	list := make([][requestWords]int64, len(n)/requestWords)
-	for i := range list {
-		copy(list[i][:], n[requestWords*i:])
-	}
-	return list, nil
-}
-
 func relayOf(h int64) (*relay.Relay, error) {
-	e, err := get[*entry](uint64(h))
+	e, err := jobOf(h)
 	if err != nil {
 		return nil, err
 	}

@@ -145,6 +145,17 @@ func answered[Q, R any](name, doc string, run func(q Q, n []int64) (R, error)) V
 	return v
 }
 
+// about makes such a verb of the thing that its first number names. run gets the others.
+func about[T, Q, R any](name, doc string, find func(number int64) (T, error), run func(of T, q Q, n []int64) (R, error)) Verb {
+	return answered(name, doc, func(q Q, n []int64) (r R, err error) {
+		of, err := find(n[0])
+		if err != nil {
+			return r, err
+		}
+		return run(of, q, n[1:])
+	})
+}
+
 // awaited makes a verb that may wait: for a server, a disk, a key derivation.
 func awaited[Q, R any](name, doc string, run func(ctx context.Context, q Q, n []int64) (R, error)) Verb {
 	return started(name, doc, func(ctx context.Context, _ *job.Job, q Q, n []int64) (R, error) { return run(ctx, q, n) }).of(Awaited)

@@ -202,16 +202,3 @@ func Apply(dst, src []byte, width int) error {
 	}
 	return c.walk(func(i int, x uint64) { le.PutUint64(dst[8*i:], le.Uint64(dst[8*i:])^x) })
 }
-
-// Elements returns how many elements a stored chunk changes.
-func Elements(src []byte, n, width int) (changed int64, err error) {
-	c, err := parse(src, n, width)
-	if err != nil {
-		return 0, err
-	}
-	if c.raw != nil {
-		each(c.raw, make([]byte, n), 0, c.n, c.lg, func(int, uint64) { changed++ })
-		return changed, nil
-	}
-	return changed, c.walk(func(int, uint64) { changed++ })
-}

@@ -45,7 +45,7 @@ func (c script) bytes() []byte {
 	return append(head, w.p...)
 }
 
-// judge compares Check, Apply and Elements with each other and with the bit-by-bit decoder:
+// judge compares Check and Apply with each other and with the bit-by-bit decoder:
 // they accept the same chunks, and Apply writes nothing outside its destination.
 func judge(t *testing.T, name string, p []byte, n, width int) error {
 	t.Helper()
@@ -58,9 +58,6 @@ func judge(t *testing.T, name string, p []byte, n, width int) error {
 	}
 	if a := Apply(dst, p, width); (a == nil) != (err == nil) || err == nil && !bytes.Equal(dst, want) {
 		t.Errorf("%s: Apply says %v, Check %v, or other bytes", name, a, err)
-	}
-	if _, e := Elements(p, n, width); (e == nil) != (err == nil) {
-		t.Errorf("%s: Elements says %v, Check %v", name, e, err)
 	}
 	if !zero(room[:guard]) || !zero(room[guard+n:]) {
 		t.Errorf("%s: bytes beside the destination have changed", name)
@@ -227,9 +224,6 @@ func TestArguments(t *testing.T) {
 	} {
 		if err := Check(good, c.n, c.width); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("Check of %d bytes, width %d: %v", c.n, c.width, err)
-		}
-		if n, err := Elements(good, c.n, c.width); !errors.Is(err, errs.ErrArgument) || n != 0 {
-			t.Errorf("Elements of %d bytes, width %d: %d, %v", c.n, c.width, n, err)
 		}
 		if c.n < 0 || c.n > MaxBytes+8 {
 			continue

@@ -20,9 +20,6 @@ package digest
 import (
 	"encoding/binary"
 	"fmt"
-	"strconv"
-
-	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // The constants are fractional parts times 2^64: of the golden ratio, and of the
@@ -50,19 +47,6 @@ type Sum struct{ High, Low uint64 }
 
 // String is the digest as 32 hex digits, the high half first.
 func (s Sum) String() string { return fmt.Sprintf("%016x%016x", s.High, s.Low) }
-
-// Parse reads what String writes.
-func Parse(text string) (s Sum, err error) {
-	if len(text) == 32 {
-		if s.High, err = strconv.ParseUint(text[:16], 16, 64); err == nil {
-			s.Low, err = strconv.ParseUint(text[16:], 16, 64)
-		}
-		if err == nil && s.String() == text {
-			return s, nil
-		}
-	}
-	return Sum{}, errs.New(errs.ErrArgument, "%q is no digest: 32 hex digits", text)
-}
 
 // A State is what has been summed of a tensor. The zero State is nothing; States of
 // disjoint parts add up. A State is not safe for concurrent use.

@@ -5,7 +5,6 @@ import (
 	"math/bits"
 	"math/rand/v2"
 	"slices"
-	"strings"
 	"testing"
 	"time"
 )
@@ -196,20 +195,6 @@ func TestAvalanche(t *testing.T) {
 		for j, n := range counts[i] {
 			if n < rounds*40/100 || n > rounds*60/100 {
 				t.Errorf("bit %d changes bit %d %d times in %d", i, j, n, rounds)
-			}
-		}
-	}
-}
-
-func TestParse(t *testing.T) {
-	s := Of(bytesOf(100))
-	if got, err := Parse(s.String()); err != nil || got != s {
-		t.Error(got, err)
-	}
-	for _, bad := range []string{"", s.String()[1:], strings.ToUpper(s.String()), "+" + s.String()[1:], s.String() + "0"} {
-		if bad != s.String() {
-			if _, err := Parse(bad); err == nil {
-				t.Errorf("%q is taken", bad)
 			}
 		}
 	}

@@ -74,21 +74,15 @@ func Name(transform uint8) string {
 
 // TransformFor is the transform of a type's elements.
 func TransformFor(d tensor.DType) uint8 {
-	switch d {
-	case tensor.F16, tensor.BF16:
-		return 5
-	case tensor.F32, tensor.C64:
-		return 6
-	case tensor.F64:
-		return 7
-	case tensor.I16, tensor.U16:
-		return 2
-	case tensor.I32, tensor.U32:
-		return 3
-	case tensor.I64, tensor.U64:
-		return 4
+	if t := transformOf[d]; t != 0 {
+		return t
 	}
 	return Bytes
+}
+
+var transformOf = map[tensor.DType]uint8{
+	tensor.I16: 2, tensor.U16: 2, tensor.I32: 3, tensor.U32: 3, tensor.I64: 4, tensor.U64: 4,
+	tensor.F16: 5, tensor.BF16: 5, tensor.F32: 6, tensor.C64: 6, tensor.F64: 7,
 }
 
 // Integers reports whether a transform is that of integers of several bytes.

@@ -79,42 +79,23 @@ func Name(transform uint8) string {
 // TransformsFor lists the transforms that the format allows for a type, the
 // likeliest first; nil means store raw. The result must not be changed.
 func TransformsFor(d tensor.DType) []uint8 {
-	switch d {
-	case tensor.BF16:
-		return listBF16
-	case tensor.F16:
-		return listFP16
-	case tensor.F32, tensor.C64:
-		return listFP32
-	case tensor.F8E4M3, tensor.F8E4M3FNUZ:
-		return listE4M3
-	case tensor.F8E5M2, tensor.F8E5M2FNUZ:
-		return listE5M2
-	case tensor.I8, tensor.U8:
-		return listInt8
-	case tensor.F4:
-		return listF4
-	case tensor.F8E8M0, tensor.Bool:
-		return listBytes
-	case tensor.I16, tensor.U16, tensor.I32, tensor.U32, tensor.I64, tensor.U64:
-		return listWide
+	if !d.Valid() {
+		return nil
 	}
-	return nil
+	return transforms[d]
 }
 
-var (
-	listBF16  = []uint8{BF16}
-	listFP16  = []uint8{FP16}
-	listFP32  = []uint8{FP32}
-	listE4M3  = []uint8{E4M3}
-	listE5M2  = []uint8{E5M2}
-	listInt8  = []uint8{Int8, Nibbles, Bytes}
-	listF4    = []uint8{Nibbles}
-	listBytes = []uint8{Bytes}
-	// Integers of several bytes, seen as bytes: packed nibbles (GPTQ, AWQ), packed
-	// bytes, and small numbers, whose high bytes are zero.
-	listWide = []uint8{Nibbles, Int8, Bytes}
-)
+var transforms = [tensor.NumDTypes + 1][]uint8{
+	tensor.BF16: {BF16}, tensor.F16: {FP16}, tensor.F32: {FP32}, tensor.C64: {FP32},
+	tensor.F8E4M3: {E4M3}, tensor.F8E4M3FNUZ: {E4M3}, tensor.F8E5M2: {E5M2}, tensor.F8E5M2FNUZ: {E5M2},
+	tensor.I8: {Int8, Nibbles, Bytes}, tensor.U8: {Int8, Nibbles, Bytes},
+	tensor.F4: {Nibbles}, tensor.F8E8M0: {Bytes}, tensor.Bool: {Bytes},
+	tensor.I16: integers, tensor.U16: integers, tensor.I32: integers, tensor.U32: integers, tensor.I64: integers, tensor.U64: integers,
+}
+
+// Integers of several bytes, seen as bytes: packed nibbles (GPTQ, AWQ), packed
+// bytes, and small numbers, whose high bytes are zero.
+var integers = []uint8{Nibbles, Int8, Bytes}
 
 // unit is the first symbol, inside its tile, of the 8 that lane l owns.
 func unit(l int) int {

@@ -16,19 +16,9 @@ import (
 // elements need putting together; false leaves the work to mergeScalar.
 func mergeFast(l Level, transform uint8, dst, vals []byte, p *[maxPlanes][]byte) bool {
 	n := len(vals)
-	f := &forms[transform]
-	if n == 0 || n%tileSyms != 0 || len(dst) != n/8*f.bits {
+	o, v, q, ok := pointers(transform, dst, vals, p)
+	if !ok {
 		return false
-	}
-	for i, bits := range f.planes {
-		if len(p[i]) != n/8*bits {
-			return false
-		}
-	}
-	v, o := unsafe.Pointer(unsafe.SliceData(vals)), unsafe.Pointer(unsafe.SliceData(dst))
-	var q [maxPlanes]unsafe.Pointer
-	for i := range q {
-		q[i] = unsafe.Pointer(unsafe.SliceData(p[i]))
 	}
 	switch transform {
 	case BF16:

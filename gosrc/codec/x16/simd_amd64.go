@@ -114,3 +114,19 @@ func (d *decoder) kernel(run []segment) {
 
 // at is a pointer to byte i of a chunk: the caller has checked slack.
 func at[T any](base unsafe.Pointer, i int) *T { return (*T)(unsafe.Add(base, i)) }
+
+// pointers are those to elements, and to the values and planes that they consist of; ok
+// is false if these are not whole tiles, or have not the same number.
+func pointers(transform uint8, elements, vals []byte, p *[maxPlanes][]byte) (e, v unsafe.Pointer, q [maxPlanes]unsafe.Pointer, ok bool) {
+	n, f := len(vals), &forms[transform]
+	if n == 0 || n%tileSyms != 0 || len(elements) != n/8*f.bits {
+		return e, v, q, false
+	}
+	for i, bits := range f.planes {
+		if len(p[i]) != n/8*bits {
+			return e, v, q, false
+		}
+		q[i] = unsafe.Pointer(unsafe.SliceData(p[i]))
+	}
+	return unsafe.Pointer(unsafe.SliceData(elements)), unsafe.Pointer(unsafe.SliceData(vals)), q, true
+}

@@ -22,18 +22,9 @@ var unzip512 = func() (z [2][64]uint8) {
 // splitFast is splitScalar in vectors, where there is AVX-512.
 func splitFast(l Level, transform uint8, src, vals []byte, p *[maxPlanes][]byte) bool {
 	n := len(vals)
-	if l != AVX512 || n%tileSyms != 0 || len(src) != n/8*forms[transform].bits {
+	s, v, q, ok := pointers(transform, src, vals, p)
+	if l != AVX512 || !ok {
 		return false
-	}
-	for i, bits := range forms[transform].planes {
-		if len(p[i]) != n/8*bits {
-			return false
-		}
-	}
-	s, v := unsafe.Pointer(unsafe.SliceData(src)), unsafe.Pointer(unsafe.SliceData(vals))
-	var q [maxPlanes]unsafe.Pointer
-	for i := range q {
-		q[i] = unsafe.Pointer(unsafe.SliceData(p[i]))
 	}
 	switch transform {
 	case BF16:

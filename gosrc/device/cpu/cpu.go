@@ -31,36 +31,35 @@ const (
 // and with one holder, the caller: all of it or none.
 func Alloc(sizes []int64) ([]device.Memory, error) {
 	mem := make([]device.Memory, len(sizes))
-	var big, little packer
-	big.limit, little.limit = regionBytes, slabBytes
+	if err := pack(mem, sizes); err != nil {
+		Release(mem)
+		return nil, err
+	}
+	return mem, nil
+}
+
+// pack sets the memory of tensors: large ones share regions, small ones slabs.
+func pack(mem []device.Memory, sizes []int64) error {
+	big, little := packer{limit: regionBytes}, packer{limit: slabBytes}
 	for i, n := range sizes {
 		var err error
 		switch {
 		case n < 0:
 			err = errs.New(errs.ErrArgument, "size %d", n)
 		case n == 0:
-			continue
 		case n < small:
 			err = little.add(mem, sizes, i)
 		default:
 			err = big.add(mem, sizes, i)
 		}
 		if err != nil {
-			big.drop(mem)
-			little.drop(mem)
-			Release(mem)
-			return nil, err
+			return err
 		}
 	}
-	for _, p := range []*packer{&big, &little} {
-		if err := p.flush(mem, sizes); err != nil {
-			big.drop(mem)
-			little.drop(mem)
-			Release(mem)
-			return nil, err
-		}
+	if err := big.flush(mem, sizes); err != nil {
+		return err
 	}
-	return mem, nil
+	return little.flush(mem, sizes)
 }
 
 // Release releases every element of mem.
@@ -115,9 +114,6 @@ func (p *packer) flush(mem []device.Memory, sizes []int64) error {
 	p.pending, p.used = p.pending[:0], 0
 	return nil
 }
-
-// drop discards the pending tensors, which have no memory yet.
-func (p *packer) drop([]device.Memory) { p.pending, p.used = nil, 0 }
 
 // Map returns fresh anonymous memory of at least n bytes and its true length, on
 // huge pages where it is large enough. The caller frees it with Unmap, or makes it

@@ -11,6 +11,7 @@ import "C"
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
@@ -146,17 +147,14 @@ func (d *Device) pieces(want []C.uint64_t, sizes []int64) ([]C.owcu_ptr, error) 
 // more after freeing everything that is kept.
 func (d *Device) allocate(want []C.uint64_t, got []C.owcu_ptr, sizes []int64) error {
 	try := func() error {
-		var e C.struct_owcu_error
-		if C.owcu_alloc(d.ctx, C.int64_t(len(want)), &want[0], &got[0], &e) == 0 {
-			return nil
+		err := d.call(func(e *C.struct_owcu_error) C.int {
+			return C.owcu_alloc(d.ctx, C.int64_t(len(want)), &want[0], &got[0], e)
+		})
+		if err != nil {
+			_ = d.freeUnused(slices.Clone(got)) // what the driver refused to free
+			clear(got)
 		}
-		for i, at := range got {
-			if at != 0 { // the driver refused to free it
-				d.freeUnused(at)
-				got[i] = 0
-			}
-		}
-		return failure(d.index, &e)
+		return err
 	}
 	if len(want) == 0 {
 		return nil

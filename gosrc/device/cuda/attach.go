@@ -20,12 +20,9 @@ import (
 // Share names memory, which Alloc returned alone, for Attach in another process. The
 // memory must stay until those have ended that use.
 func (d *Device) Share(m device.Memory) (string, error) {
-	var e C.struct_owcu_error
 	var h C.struct_owcu_ipc
-	if C.owcu_share(d.ctx, address(m.Ptr), &h, &e) != 0 {
-		return "", failure(d.index, &e)
-	}
-	return hex.EncodeToString(unsafe.Slice((*byte)(unsafe.Pointer(&h)), unsafe.Sizeof(h))), nil
+	err := d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_share(d.ctx, address(m.Ptr), &h, e) })
+	return hex.EncodeToString(unsafe.Slice((*byte)(unsafe.Pointer(&h)), unsafe.Sizeof(h))), err
 }
 
 // Attach maps memory that another process shares, on this device or one that it can
@@ -38,22 +35,10 @@ func (d *Device) Attach(name string) (unsafe.Pointer, error) {
 		return nil, errs.New(errs.ErrArgument, "%q names no memory of a device", name)
 	}
 	copy(unsafe.Slice((*byte)(unsafe.Pointer(&h)), len(raw)), raw)
-	var e C.struct_owcu_error
 	var p C.owcu_ptr
-	if C.owcu_attach(d.ctx, &h, &p, &e) != 0 {
-		return nil, failure(d.index, &e)
-	}
-	return pointer(p), nil
+	err = d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_attach(d.ctx, &h, &p, e) })
+	return pointer(p), err
 }
 
 // Detach ends an Attach, after the work that uses the memory.
-func (d *Device) Detach(at unsafe.Pointer) {
-	p := address(at)
-	free := func() bool {
-		var e C.struct_owcu_error
-		return C.owcu_detach(d.ctx, &p, &e) <= 0
-	}
-	if !free() {
-		d.deferFree(free)
-	}
-}
+func (d *Device) Detach(at unsafe.Pointer) { d.drop(C.OWCU_ATTACHED, at) }

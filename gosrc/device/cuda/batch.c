@@ -2,27 +2,30 @@
 
 #include "batch.h"
 
-#include <string.h>
-
 #include "call.h"
-#include "follow.h"
 
-enum { STREAM_NON_BLOCKING = 1, EVENT_NO_TIMING = 2, REGISTER_PORTABLE_MAPPED = 1 | 2, POINTER_DEVICE = 9 };
+enum { STREAM_NON_BLOCKING = 1, EVENT_NO_TIMING = 2, POINTER_DEVICE = 9 };
 
 static int queue(const struct owcu_batch *b, struct owcu_error *e)
 {
 	owcu_handle stream = handle(b->stream);
 
-	if (uncaptured(b->stream, e) || follow(stream, b->after, b->nafter, b->join, e) || (b->bytes && TRY(copy_in, (b->to, b->table, b->bytes, stream))))
+	if (uncaptured(b->stream, e) || (b->bytes && TRY(copy_in, (b->to, b->table, b->bytes, stream))))
 		return -1;
 	for (uint32_t i = 0; i < b->nsteps; i++) {
 		const struct owcu_step *s = &b->steps[i];
-		void *full[] = {(void *)&s->a, (void *)&s->b, (void *)&s->n, (void *)&b->status, (void *)b->table};
-		void *items[] = {(void *)&s->b, (void *)&s->n};
-		if (TRY(launch, (s->kernel, s->grid, 1, 1, s->block, 1, 1, s->shared, stream, s->items ? items : full, NULL)))
+		void *args[OWCU_ARGS];
+		for (int k = 0; k < OWCU_ARGS; k++)
+			args[k] = (void *)&s->args[k];
+		if (s->few)
+			args[OWCU_ARGS - 1] = b->table;
+		if (TRY(launch, (s->kernel, s->grid, 1, 1, s->block, 1, 1, s->shared, stream, args, NULL)))
 			return -1;
 	}
-	return TRY(event_record, (b->done, stream));
+	if ((b->back && TRY(copy_out_async, ((char *)b->table + b->back_at, b->to + b->back_at, b->back, stream))) ||
+	    TRY(event_record, (b->done, stream)))
+		return -1;
+	return b->wait ? TRY(event_sync, (b->done)) : 0;
 }
 
 int owcu_batch(const struct owcu_batch *b, struct owcu_error *e)
@@ -58,135 +61,62 @@ int owcu_batch_wait(owcu_handle ctx, owcu_handle event, int *ready, struct owcu_
 	return leave(&g, rc);
 }
 
-int owcu_kernels(owcu_handle ctx, owcu_handle module, const char *names, int count, owcu_handle *kernels, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
-
-	for (int i = 0; rc == 0 && i < count; i++, names += strlen(names) + 1)
-		rc = TRY(module_function, (&kernels[i], module, names));
-	return leave(&g, rc);
-}
-
-// unpad frees what there is of a pad, and returns 1 if the driver refused some.
-static int unpad(struct owcu_pad *p, struct owcu_error *e)
-{
-	int left = 0;
-
-	for (int i = 0; i < p->count; i++)
-		DROP(p->events[i], event_destroy);
-	DROP(p->device, mem_free);
-	DROP(p->host, host_unregister);
-	return left;
-}
-
-int owcu_pad_new(owcu_handle ctx, struct owcu_pad *p, void *host, uint64_t n, uint64_t room, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	struct owcu_error ignored = {0};
-	int rc = enter(&g, ctx, e);
-
-	if (rc)
-		return rc;
-	if (TRY(host_register, (host, n, REGISTER_PORTABLE_MAPPED)))
-		return leave(&g, -1);
-	p->host = host;
-	rc = TRY(host_pointer, (&p->mapped, host, 0)) || TRY(mem_alloc, (&p->device, room)) ? -1 : 0;
-	for (int i = 0; rc == 0 && i < p->count; i++)
-		rc = TRY(event_create, (&p->events[i], EVENT_NO_TIMING));
-	if (rc && unpad(p, &ignored))
-		rc = 1;
-	return leave(&g, rc);
-}
-
-int owcu_pad_free(owcu_handle ctx, struct owcu_pad *p, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	int rc = retire(&g, ctx, e);
-
-	if (rc)
-		return rc;
-	rc = unpad(p, e);
-	return leave(&g, rc ? rc : e->call != NULL ? -1 : 0);
-}
-
 int owcu_copy(owcu_handle ctx, uint64_t stream, owcu_ptr dst, owcu_ptr src, uint64_t n, int wait, struct owcu_error *e)
 {
-	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
-
-	if (rc == 0)
-		rc = uncaptured(stream, e) || TRY(copy_any, (dst, src, n, handle(stream))) || (wait && TRY(stream_sync, (handle(stream)))) ? -1 : 0;
-	return leave(&g, rc);
+	return WITHIN(ctx, uncaptured(stream, e) || TRY(copy_any, (dst, src, n, handle(stream))) || (wait && TRY(stream_sync, (handle(stream)))));
 }
 
 int owcu_copy_rows(owcu_handle ctx, uint64_t stream, owcu_ptr dst, uint64_t dst_pitch, owcu_ptr src, uint64_t src_pitch, uint64_t width,
 		   uint64_t rows, struct owcu_error *e)
 {
-	struct owcu_guard g;
 	struct owcu_rows copy = {
 		.src_kind = 2, .src = src, .src_pitch = src_pitch, .dst_kind = 2, .dst = dst, .dst_pitch = dst_pitch, .width = width, .height = rows};
-	int rc = enter(&g, ctx, e);
 
-	if (rc == 0)
-		rc = uncaptured(stream, e) || TRY(copy_rows, (&copy, handle(stream))) ? -1 : 0;
-	return leave(&g, rc);
+	return WITHIN(ctx, uncaptured(stream, e) || TRY(copy_rows, (&copy, handle(stream))));
+}
+
+// follow makes a stream wait for what is queued on others now.
+static int follow(owcu_handle stream, const uint64_t *after, uint64_t n, owcu_handle event, struct owcu_error *e)
+{
+	for (uint64_t i = 0; i < n; i++)
+		if (handle(after[i]) != stream &&
+		    (uncaptured(after[i], e) || TRY(event_record, (event, handle(after[i]))) || TRY(stream_wait, (stream, event, 0))))
+			return -1;
+	return 0;
 }
 
 int owcu_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter, struct owcu_error *e)
 {
-	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
-
-	if (rc == 0 && *event == NULL)
-		rc = TRY(event_create, (event, EVENT_NO_TIMING));
-	if (rc == 0)
-		rc = uncaptured(stream, e) || follow(handle(stream), after, nafter, *event, e) ? -1 : 0;
-	return leave(&g, rc);
+	return WITHIN(ctx, (*event == NULL && TRY(event_create, (event, EVENT_NO_TIMING))) || uncaptured(stream, e) ||
+	                           follow(handle(stream), after, nafter, *event, e));
 }
 
 int owcu_stream_new(owcu_handle ctx, uint64_t *stream, struct owcu_error *e)
 {
-	struct owcu_guard g;
 	owcu_handle made = NULL;
-	int rc = enter(&g, ctx, e);
+	int rc = WITHIN(ctx, TRY(stream_create, (&made, STREAM_NON_BLOCKING)));
 
-	if (rc == 0)
-		rc = TRY(stream_create, (&made, STREAM_NON_BLOCKING));
 	*stream = (uint64_t)(uintptr_t)made;
-	return leave(&g, rc);
+	return rc;
 }
 
 int owcu_stream_free(owcu_handle ctx, uint64_t stream, struct owcu_error *e)
 {
-	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
-
-	if (rc == 0)
-		rc = uncaptured(stream, e) || TRY(stream_destroy, (handle(stream))) ? -1 : 0;
-	return leave(&g, rc);
+	return WITHIN(ctx, uncaptured(stream, e) || TRY(stream_destroy, (handle(stream))));
 }
 
 int owcu_stream_sync(owcu_handle ctx, uint64_t stream, struct owcu_error *e)
 {
-	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
-
-	if (rc == 0)
-		rc = uncaptured(stream, e) || TRY(stream_sync, (handle(stream))) ? -1 : 0;
-	return leave(&g, rc);
+	return WITHIN(ctx, uncaptured(stream, e) || TRY(stream_sync, (handle(stream))));
 }
 
 int owcu_stream_here(owcu_handle ctx, uint64_t stream, int *here, struct owcu_error *e)
 {
-	struct owcu_guard g;
 	owcu_handle of = NULL;
-	int rc = enter(&g, ctx, e);
+	int rc = WITHIN(ctx, TRY(stream_ctx, (handle(stream), &of)));
 
-	if (rc == 0)
-		rc = TRY(stream_ctx, (handle(stream), &of));
 	*here = rc == 0 && of == ctx;
-	return leave(&g, rc);
+	return rc;
 }
 
 int owcu_thread_mode(int mode)
@@ -209,31 +139,10 @@ int owcu_pointer_device(owcu_ptr p)
 
 int owcu_share(owcu_handle ctx, owcu_ptr p, struct owcu_ipc *handle, struct owcu_error *e)
 {
-	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
-
-	if (rc == 0)
-		rc = TRY(ipc_get, (handle, p));
-	return leave(&g, rc);
+	return WITHIN(ctx, TRY(ipc_get, (handle, p)));
 }
 
 int owcu_attach(owcu_handle ctx, const struct owcu_ipc *handle, owcu_ptr *p, struct owcu_error *e)
 {
-	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
-
-	if (rc == 0)
-		rc = TRY(ipc_open, (p, *handle, 1)); // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-	return leave(&g, rc);
-}
-
-int owcu_detach(owcu_handle ctx, owcu_ptr *p, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	int rc = retire(&g, ctx, e), left = 0;
-
-	if (rc)
-		return rc;
-	DROP(*p, ipc_close);
-	return leave(&g, left);
+	return WITHIN(ctx, TRY(ipc_open, (p, *handle, 1))); // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 }

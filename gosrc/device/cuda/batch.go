@@ -3,7 +3,6 @@
 package cuda
 
 /*
-#include <stdlib.h>
 #include "batch.h"
 #include "../../../cuda/abi.h"
 #include "../../../cuda/abi_stream.h"
@@ -14,7 +13,9 @@ import (
 	"sync"
 	"unsafe"
 
+	"github.com/overwire/overwire/cuda/built"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
 )
 
 // Kernels of batches, in the order of their numbers.
@@ -32,7 +33,6 @@ const (
 	batchEncode
 	batchSum
 	batchJoin
-	batchKernels
 )
 
 // decoders are the kernels that decode rows of items, by nvCOMP's number of the
@@ -49,7 +49,6 @@ const (
 	padBytes  = 16 << 10 // pinned: status words, then the table
 	padRoom   = 64 << 10 // on the device: the table, then rows
 	padCount  = 128      // batches in flight before the next one waits
-	padEvents = 2
 	rowBytes  = int(unsafe.Sizeof(C.ow_batch_item{}))
 	headSize  = int(unsafe.Sizeof(C.ow_stream_head{}))
 	entrySize = int(unsafe.Sizeof(C.ow_stream{}))
@@ -62,23 +61,23 @@ type pad struct {
 	host        unsafe.Pointer
 	mapped, dev C.owcu_ptr
 	bytes, room int
-	join, done  C.owcu_handle
+	done        C.owcu_handle
 	used        bool // done was recorded
 	batch       *Batch
 }
 
-// A slab is one pinned and one device allocation, cut into pads.
+// A slab is one pinned and one device allocation, with streams and events.
 type slab struct {
 	pages pages
-	c     *C.struct_owcu_pad // with its events, in C memory
-	pads  []*pad
+	c     C.struct_owcu_pad
+	pads  []*pad // into which it is cut for batches
 }
 
 // batches are the pads and kernels of a Device.
 type batches struct {
 	mu      sync.Mutex
-	kernels *[batchKernels]C.owcu_handle
-	waiting int // callers in Wait: their events must not be destroyed
+	kernels []C.owcu_handle // nil: not yet looked up
+	waiting int             // callers in Wait: their events must not be destroyed
 	small   *slab
 	next    int
 	large   []*slab // of one pad each
@@ -94,82 +93,66 @@ type Batch struct {
 	err   error
 }
 
-// loadKernels looks up the kernels, once. b.mu is held.
-func (d *Device) loadKernels() error {
-	if d.batch.kernels != nil {
-		return nil
-	}
-	if _, err := d.functions(); err != nil {
-		return err
-	}
-	names := []byte(batchNames)
-	var fns [batchKernels]C.owcu_handle
-	var e C.struct_owcu_error
-	if C.owcu_kernels(d.ctx, d.module.module, (*C.char)(unsafe.Pointer(&names[0])), batchKernels, &fns[0], &e) != 0 {
-		return failure(d.index, &e)
-	}
-	d.batch.kernels = &fns
-	return nil
+// batchKernels are the kernels of batches.
+func (d *Device) batchKernels() ([]C.owcu_handle, error) {
+	return d.lookUp(&d.batch.kernels, d.module, built.X16, batchNames)
 }
 
-func (d *Device) newSlab(count, bytes, room int) (*slab, error) {
-	p, err := newPages(int64(count*bytes), d.near)
+// newSlab allocates `bytes` of the host and `room` of the device; see owcu_pad_new.
+func (d *Device) newSlab(bytes, room int64, streams, events, sleepers int, what string) (*slab, error) {
+	p, err := newPages(bytes, d.near)
 	if err != nil {
 		return nil, err
 	}
-	events := padEvents * count
-	c := (*C.struct_owcu_pad)(C.calloc(1, C.size_t(unsafe.Sizeof(C.struct_owcu_pad{})+uintptr(events)*unsafe.Sizeof(C.owcu_handle(nil)))))
-	if c == nil {
-		panic("out of memory for the events of a batch")
-	}
-	c.events, c.count = (*C.owcu_handle)(unsafe.Add(unsafe.Pointer(c), unsafe.Sizeof(*c))), C.int(events)
-	s := &slab{pages: p, c: c}
+	s := &slab{pages: p}
 	var e C.struct_owcu_error
-	if rc := C.owcu_pad_new(d.ctx, c, p.p, C.uint64_t(count*bytes), C.uint64_t(count*room), &e); rc != 0 {
-		if rc > 0 {
-			d.deferFree(func() bool { return d.releaseSlab(s) })
-		} else {
-			s.freeHost()
-		}
-		return nil, d.sized(failure(d.index, &e), int64(count*room), "the tables of a batch")
+	rc := C.owcu_pad_new(d.ctx, &s.c, p.p, C.uint64_t(p.n), C.uint64_t(room), C.int(streams), C.int(events), C.int(sleepers), &e)
+	if rc == 0 {
+		return s, nil
 	}
-	each := unsafe.Slice(c.events, events)
-	for i := range count {
+	if rc > 0 {
+		d.deferFree(func() bool { return d.releaseSlab(s) })
+	} else {
+		p.free()
+	}
+	return nil, d.sized(failure(d.index, &e), room, what)
+}
+
+// newPads makes a slab that is cut into pads.
+func (d *Device) newPads(count, bytes, room int) (*slab, error) {
+	s, err := d.newSlab(int64(count*bytes), int64(count*room), 0, count, 0, "the tables of a batch")
+	if err != nil {
+		return nil, err
+	}
+	for i, done := range unsafe.Slice(s.c.events, count) {
 		s.pads = append(s.pads, &pad{
-			host: unsafe.Add(p.p, i*bytes), mapped: c.mapped + C.owcu_ptr(i*bytes), dev: c.device + C.owcu_ptr(i*room), bytes: bytes, room: room,
-			join: each[padEvents*i], done: each[padEvents*i+1],
+			host: unsafe.Add(s.pages.p, i*bytes), mapped: s.c.mapped + C.owcu_ptr(i*bytes), dev: s.c.device + C.owcu_ptr(i*room), bytes: bytes, room: room, done: done,
 		})
 	}
 	return s, nil
 }
 
-// freeHost frees a slab's host memory; the driver no longer uses any of it.
-func (s *slab) freeHost() {
-	s.pages.free()
-	C.free(unsafe.Pointer(s.c))
-}
-
-// freeSlab waits for the batches of a slab and frees it.
+// freeSlab waits for the work on a slab and frees it.
 func (d *Device) freeSlab(s *slab) error {
 	for _, p := range s.pads {
 		d.settle(p)
 	}
 	var e C.struct_owcu_error
-	rc := C.owcu_pad_free(d.ctx, s.c, &e)
-	if rc <= 0 {
-		s.freeHost()
-	}
-	return d.given(rc, &e, func() bool { return d.releaseSlab(s) })
+	return d.given(d.tryFree(s, &e), &e, func() bool { return d.releaseSlab(s) })
 }
 
 // releaseSlab frees a slab that no batch uses, and reports whether it is gone.
 func (d *Device) releaseSlab(s *slab) bool {
 	var e C.struct_owcu_error
-	if C.owcu_pad_free(d.ctx, s.c, &e) > 0 {
-		return false
+	return d.tryFree(s, &e) <= 0
+}
+
+func (d *Device) tryFree(s *slab, e *C.struct_owcu_error) C.int {
+	rc := C.owcu_pad_free(d.ctx, &s.c, e)
+	if rc <= 0 {
+		s.pages.free()
 	}
-	s.freeHost()
-	return true
+	return rc
 }
 
 // trimBatches frees the memory of batches that are done, unless a caller waits for
@@ -231,7 +214,7 @@ func (d *Device) pad(n, rows int) (*pad, error) {
 	bytes, room := need(n, rows)
 	if bytes <= padBytes && room <= padRoom {
 		if b.small == nil {
-			s, err := d.newSlab(padCount, padBytes, padRoom)
+			s, err := d.newPads(padCount, padBytes, padRoom)
 			if err != nil {
 				return nil, err
 			}
@@ -256,7 +239,7 @@ func (d *Device) pad(n, rows int) (*pad, error) {
 		d.deferFree(func() bool { return d.retire(first) })
 	}
 	up := func(n int) int { return (n + n/4 + huge - 1) &^ (huge - 1) }
-	s, err := d.newSlab(1, up(bytes), up(room))
+	s, err := d.newPads(1, up(bytes), up(room))
 	if err != nil {
 		return nil, err
 	}
@@ -322,19 +305,13 @@ func (d *Device) Decode(on Order, format uint32, streams []Stream) (*Batch, erro
 	if !items && format != FormatX16 {
 		return nil, errs.New(errs.ErrNotSupported, "format %d on a GPU", format)
 	}
-	return d.start(on, work{format: format, streams: streams, rows: rows}, func(k *[batchKernels]C.owcu_handle, b *C.struct_owcu_batch, split uint32) {
+	t := work{format: format, streams: streams, rows: rows, few: !items && len(streams) <= C.OW_STREAM_FEW}
+	return d.start(on, t, func(split int) []step {
 		if !items {
-			x := step(k[batchX16], rows*int(split), 32, 32*C.OW_X16_WARPS)
-			x.shared = C.OW_STREAM_SHARED
-			steps(b, x)
-			if len(streams) <= C.OW_STREAM_FEW {
-				b.bytes = 0
-			}
-			return
+			return []step{{kernel: batchX16, n: rows * split, threads: 32, shared: C.OW_STREAM_SHARED}}
 		}
-		each := step(k[decoder], rows, 32, C.OW_BATCH_THREADS)
-		each.items = 1
-		steps(b, step(k[batchOpen], rows, 1, 32*C.OW_X16_WARPS), each, step(k[batchClose], rows, 1, 32*C.OW_X16_WARPS))
+		return []step{{kernel: batchOpen, n: rows, threads: 1}, {kernel: decoder, n: rows, threads: 32, block: C.OW_BATCH_THREADS, items: true},
+			{kernel: batchClose, n: rows, threads: 1}}
 	})
 }
 
@@ -349,8 +326,8 @@ func (d *Device) Peek(on Order, kind Kind, format uint32, streams []Stream) ([]P
 	for i, s := range streams {
 		each[i] = Stream{Src: s.Src, Stored: s.Stored, Kind: kind}
 	}
-	b, err := d.start(on, work{format: format, streams: each, answers: true}, func(k *[batchKernels]C.owcu_handle, b *C.struct_owcu_batch, _ uint32) {
-		steps(b, step(k[batchPeek], len(each), 1, 32*C.OW_X16_WARPS))
+	b, err := d.start(on, work{format: format, streams: each, answers: true}, func(int) []step {
+		return []step{{kernel: batchPeek, n: len(each), threads: 1}}
 	})
 	if err != nil {
 		return nil, err
@@ -365,14 +342,11 @@ func (d *Device) Peek(on Order, kind Kind, format uint32, streams []Stream) ([]P
 	return out, nil
 }
 
-// step is a launch for n items, with the given number of threads each.
-func step(kernel C.owcu_handle, n, threads, block int) C.struct_owcu_step {
-	per := block / threads
-	return C.struct_owcu_step{kernel: kernel, n: C.uint32_t(n), grid: C.uint32_t((n + per - 1) / per), block: C.uint32_t(block)}
-}
-
-func steps(b *C.struct_owcu_batch, all ...C.struct_owcu_step) {
-	b.nsteps = C.uint32_t(copy(b.steps[:], all))
+// A step is a launch of a kernel, by its number, for n items, with `threads` threads each,
+// in blocks of `block` threads (0: eight warps). items: it takes rows alone.
+type step struct {
+	kernel, n, threads, block, shared int
+	items                             bool
 }
 
 // Encode queues the encoding of contents to X16 streams. Src and Size of a Stream
@@ -398,32 +372,52 @@ func (d *Device) Encode(on Order, streams []Stream, scratch uint64) (*Batch, err
 		return &Batch{d: d}, nil
 	}
 	t := work{format: FormatX16, streams: streams, rows: rows, answers: true, scratch: scratch}
-	return d.start(on, t, func(k *[batchKernels]C.owcu_handle, b *C.struct_owcu_batch, split uint32) {
+	return d.start(on, t, func(split int) []step {
 		threads := int(C.ow_x16_threads(C.uint64_t(slotOf(streams))))
-		encode := step(k[batchEncode], rows, threads, threads)
-		encode.items = 1
-		steps(b, step(k[batchCut], rows, 1, 32*C.OW_X16_WARPS), encode, step(k[batchSum], len(streams), 32, 32*C.OW_X16_WARPS),
-			step(k[batchJoin], rows*int(split), 32, 32*C.OW_X16_WARPS))
+		return []step{{kernel: batchCut, n: rows, threads: 1}, {kernel: batchEncode, n: rows, threads: threads, block: threads, items: true},
+			{kernel: batchSum, n: len(streams), threads: 32}, {kernel: batchJoin, n: rows * split, threads: 32}}
 	})
 }
 
-// work describes a batch. rows is 0 if streams are inspected only; answers: the
-// kernels write an answer for each stream.
+// work describes a batch. rows is 0 if streams are inspected only; few: the table goes
+// with the launch; answers: the kernels write an answer for each stream.
 type work struct {
 	format  uint32
 	streams []Stream
 	rows    int
+	few     bool
 	answers bool
 	scratch uint64
 }
 
+// launch is a step's, of the kernels of batches, for a table, its rows and status words.
+func (s step) launch(kernels []C.owcu_handle, table, rows, status uint64) C.struct_owcu_step {
+	if s.block == 0 {
+		s.block = 32 * C.OW_X16_WARPS
+	}
+	c := C.struct_owcu_step{kernel: kernels[s.kernel], grid: C.uint32_t(sizes.CeilDiv(s.n, s.block/s.threads)), block: C.uint32_t(s.block),
+		shared: C.uint32_t(s.shared), few: C.uint32_t(truth(s.kernel == batchX16))}
+	args := []uint64{table, rows, uint64(s.n), status}
+	if s.items {
+		args = args[1:3]
+	}
+	for i, v := range args {
+		c.args[i] = C.uint64_t(v)
+	}
+	return c
+}
+
 // start writes a batch to a pad and queues it.
-func (d *Device) start(on Order, t work, plan func(*[batchKernels]C.owcu_handle, *C.struct_owcu_batch, uint32)) (*Batch, error) {
+func (d *Device) start(on Order, t work, plan func(split int) []step) (*Batch, error) {
 	format, streams, rows := t.format, t.streams, t.rows
+	if err := d.Follow(on.Stream, on.After...); err != nil {
+		return nil, err
+	}
 	g := &d.batch
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if err := d.loadKernels(); err != nil {
+	kernels, err := d.batchKernels()
+	if err != nil {
 		return nil, err
 	}
 	p, err := d.pad(len(streams), rows)
@@ -452,22 +446,19 @@ func (d *Device) start(on Order, t work, plan func(*[batchKernels]C.owcu_handle,
 		scratch: C.uint64_t(t.scratch), slot: C.uint64_t(slotOf(streams)),
 	}
 	b := C.struct_owcu_batch{
-		ctx: d.ctx, stream: C.uint64_t(on.Stream), join: p.join, done: p.done,
-		to: p.dev, table: table, bytes: C.uint64_t(headSize + n*entrySize), status: p.mapped,
+		ctx: d.ctx, stream: C.uint64_t(on.Stream), done: p.done,
+		to: p.dev, table: table, bytes: C.uint64_t(headSize + n*entrySize),
 	}
-	if len(on.After) > 0 {
-		b.after, b.nafter = (*C.uint64_t)(C.CBytes(unsafe.Slice((*byte)(unsafe.Pointer(&on.After[0])), 8*len(on.After)))), C.uint64_t(len(on.After))
-		defer C.free(unsafe.Pointer(b.after))
+	at, to := uint64(p.dev), uint64(p.dev)+uint64(rowsAt(n))
+	if t.few {
+		b.bytes, at = 0, 0
 	}
-	plan(g.kernels, &b, uint32(split))
-	for i := range b.steps[:b.nsteps] {
-		b.steps[i].a, b.steps[i].b = p.dev, p.dev+C.owcu_ptr(rowsAt(n))
-		if b.bytes == 0 {
-			b.steps[i].a = 0
-		}
-		if rows == 0 {
-			b.steps[i].b = p.mapped + C.owcu_ptr(peekAt(n))
-		}
+	if rows == 0 {
+		to = uint64(p.mapped) + uint64(peekAt(n))
+	}
+	for i, s := range plan(split) {
+		b.steps[i] = s.launch(kernels, at, to, uint64(p.mapped))
+		b.nsteps++
 	}
 	made := &Batch{d: d, n: n, pad: p}
 	if t.answers {

@@ -1,32 +1,31 @@
-// Work on a caller's stream: a table is copied or passed with the launch, kernels
-// are launched, and an event is recorded behind them. Only owcu_batch_wait waits. A
-// stream that is being captured is refused: OWCU_CAPTURED.
+// Work on a caller's stream: a table is copied or passed with the launch, kernels are
+// launched, answers are copied back, and an event is recorded behind them. Only
+// owcu_batch_wait waits, and what is asked to. A stream that is being captured is refused:
+// OWCU_CAPTURED.
 #ifndef OWCU_BATCH_H
 #define OWCU_BATCH_H
 
 #include "queue.h"
 
-// One launch: kernel(a, b, n, status, table), or kernel(b, n) of items. A kernel that
-// takes no table by value ignores it.
+enum { OWCU_STEPS = 4, OWCU_ARGS = 5 };
+
+// One launch.
 struct owcu_step {
 	owcu_handle kernel;
-	owcu_ptr a, b;
-	uint32_t n, grid, block, shared;
-	uint32_t items;
+	uint64_t args[OWCU_ARGS]; // one of 32 bits is the low half; a kernel ignores those that it does not take
+	uint32_t grid, block, shared;
+	uint32_t few; // the last argument is the table itself
 };
-
-enum { OWCU_STEPS = 4 };
 
 struct owcu_batch {
 	owcu_handle ctx;
 	uint64_t stream;
-	const uint64_t *after; // streams whose work comes first
-	uint64_t nafter;
-	owcu_handle join, done; // events
+	owcu_handle done;       // event
 	owcu_ptr to;            // the table, on the device
-	const void *table;      // pinned
-	uint64_t bytes; // 0: nothing is copied
-	owcu_ptr status; // words, of pinned memory
+	void *table;            // pinned
+	uint64_t bytes;         // of the table; 0: nothing is copied
+	uint64_t back, back_at; // bytes of the table that are copied back after the kernels, and where they stand
+	uint32_t wait;          // until all is done
 	uint32_t nsteps;
 	struct owcu_step steps[OWCU_STEPS];
 };
@@ -36,21 +35,6 @@ int owcu_batch(const struct owcu_batch *b, struct owcu_error *e);
 // owcu_batch_wait waits for an event; with ready it only checks, and returns 1 for
 // done and 0 for not yet.
 int owcu_batch_wait(owcu_handle ctx, owcu_handle event, int *ready, struct owcu_error *e);
-
-// owcu_kernels looks up kernels of a module, by names separated by NUL.
-int owcu_kernels(owcu_handle ctx, owcu_handle module, const char *names, int count, owcu_handle *kernels, struct owcu_error *e);
-
-// owcu_pad_new registers [host, host+n), allocates device memory, and makes events:
-// all or nothing. -1: nothing is left; 1: the driver refused to free some of it,
-// for owcu_pad_free. That returns 1 for the same reason, and may be called again.
-struct owcu_pad {
-	void *host; // registered
-	owcu_ptr mapped, device;
-	owcu_handle *events; // count of them, in C memory
-	int count;
-};
-int owcu_pad_new(owcu_handle ctx, struct owcu_pad *p, void *host, uint64_t n, uint64_t room, struct owcu_error *e);
-int owcu_pad_free(owcu_handle ctx, struct owcu_pad *p, struct owcu_error *e);
 
 // owcu_follow makes a stream wait for what is queued on others, by an event that is
 // made at the first call; only one caller may use it at a time.
@@ -72,11 +56,9 @@ int owcu_thread_mode(int mode);
 // -1.
 int owcu_pointer_device(owcu_ptr p);
 
-// owcu_share names an allocation for other processes, owcu_attach maps one of another
-// process, and owcu_detach ends that: 0, or 1 if the driver refuses now; *p is then
-// left for another try.
+// owcu_share names an allocation for other processes, and owcu_attach maps one of another
+// process, until owcu_drop.
 int owcu_share(owcu_handle ctx, owcu_ptr p, struct owcu_ipc *handle, struct owcu_error *e);
 int owcu_attach(owcu_handle ctx, const struct owcu_ipc *handle, owcu_ptr *p, struct owcu_error *e);
-int owcu_detach(owcu_handle ctx, owcu_ptr *p, struct owcu_error *e);
 
 #endif

@@ -480,28 +480,7 @@ func (b *build) harvest() {
 	words := unsafe.Slice((*uint32)(unsafe.Add(b.s.host, -headBytes)), len(b.chunks))
 	for i, w := range words {
 		if w != 0 {
-			b.s.failures[b.owner[i]] = errs.New(errs.ErrCorrupt, "X16: %s", meaning(w))
+			b.s.failures[b.owner[i]] = errs.New(errs.ErrCorrupt, "X16: %s", statusText(w))
 		}
 	}
-}
-
-// meaning explains a status word.
-func meaning(w uint32) (text string) {
-	for _, m := range []struct {
-		bit  uint32
-		text string
-	}{
-		{C.OW_X16_LAYOUT, "the parts do not fit the chunk"},
-		{C.OW_X16_STATE, "a lane ends in a wrong state"},
-		{C.OW_X16_WORDS, "words and escapes do not end with their segment"},
-		{C.OW_X16_ESCAPE, "an escape out of order"},
-	} {
-		if w&m.bit != 0 {
-			if text != "" {
-				text += "; "
-			}
-			text += m.text
-		}
-	}
-	return text
 }

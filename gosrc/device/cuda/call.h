@@ -86,12 +86,33 @@ static inline int enter(struct owcu_guard *g, owcu_handle ctx, struct owcu_error
 	return leave(g, -1);
 }
 
+// WITHIN makes calls, joined by ||, in the context, and is 0 or -1.
+#define WITHIN(ctx, calls)                                                                                             \
+	({                                                                                                             \
+		struct owcu_guard guard;                                                                               \
+		int result = enter(&guard, ctx, e);                                                                    \
+		leave(&guard, result == 0 && (calls) ? -1 : result);                                                   \
+	})
+
+// RELAXED is WITHIN for calls that need no context.
+#define RELAXED(calls)                                                                                                 \
+	({                                                                                                             \
+		int mode, result = relax(&mode, e);                                                                    \
+		if (result == 0) {                                                                                     \
+			result = (calls) ? -1 : 0;                                                                     \
+			harden(&mode);                                                                                 \
+		}                                                                                                      \
+		result;                                                                                                \
+	})
+
+static inline owcu_handle handle(uint64_t stream) { return (owcu_handle)(uintptr_t)stream; }
+
 // uncaptured refuses a stream that is being captured: work queued there would
 // become part of a graph, and queries would destroy it.
 static inline int uncaptured(uint64_t stream, struct owcu_error *e)
 {
 	int status = 0;
-	int code = owcu->stream_capturing((owcu_handle)(uintptr_t)stream, &status);
+	int code = owcu->stream_capturing(handle(stream), &status);
 
 	if (code == OWCU_IMPLICIT || (code == 0 && status != 0))
 		code = OWCU_CAPTURED;

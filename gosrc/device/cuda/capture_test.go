@@ -318,10 +318,10 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 	d.alone(t)
 	for nth := int64(1); nth < 60; nth++ {
 		dict(t, d)()
-		fakeFail(nth, 900, false)
+		FakeFail(nth, 900, false)
 		err := d.giveBack()
 		reached := fakeGet()
-		fakeFail(0, 0, false)
+		FakeFail(0, 0, false)
 		if err == nil && reached.blocks != 0 {
 			t.Fatalf("call %d refused: %+v without an error", nth, reached)
 		}
@@ -346,19 +346,19 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 			t.Fatal(err)
 		}
 		l.Close()
-		fakeFail(nth, 900, false)
+		FakeFail(nth, 900, false)
 		_ = d.Trim() // an error or not: it is the reaper's then
-		fakeFail(0, 0, false)
+		FakeFail(0, 0, false)
 		d.freeDeferred()
 		if s := fakeGet(); s.blocks != 0 || s.pins != 0 || s.broken > 0 {
 			t.Fatalf("a queue, call %d: %+v", nth, s)
 		}
 	}
 	for nth := int64(1); nth < 80; nth++ {
-		fakeFail(nth, 999, false)
+		FakeFail(nth, 999, false)
 		l, err := d.Queue(2, 64<<10)
 		mem, err2 := d.Alloc([]int64{1 << 20, 1 << 20, 1 << 20})
-		fakeFail(0, 0, false)
+		FakeFail(0, 0, false)
 		if err == nil {
 			l.Close()
 		}
@@ -405,7 +405,7 @@ func TestLostDeviceTakesAll(t *testing.T) {
 	d.mu.Lock()
 	live, deferred, kept := d.live, len(d.deferred), len(d.kept)
 	d.mu.Unlock()
-	fakeFail(0, 0, false)
+	FakeFail(0, 0, false)
 	if s := fakeGet(); live+deferred+kept != 0 || s.blocks+s.pins != 0 || s.broken > 0 {
 		t.Errorf("%d blocks, %d deferred, %d kept: %+v", live, deferred, kept, s)
 	}

@@ -20,16 +20,6 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A DeltaChunk is a chunk of a tensor in device memory: Bytes at Now, and for the
-// encoder at Base, both multiples of the element's Width (at least 4 if that is 8). Stored
-// is its delta in host memory, checked by delta.Check.
-type DeltaChunk struct {
-	Now, Base uint64
-	Bytes     int
-	Width     int
-	Stored    []byte
-}
-
 const deltaRow = int(unsafe.Sizeof(C.ow_delta_row{}))
 
 // deltaBatch is how many stored bytes are on the way at once in each lane: the host

@@ -10,11 +10,11 @@ import "C"
 
 import (
 	"runtime"
+	"strings"
 	"sync"
 	"time"
 	"unsafe"
 
-	"github.com/overwire/overwire/cuda/built"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/nodes"
@@ -27,7 +27,6 @@ const (
 	kernelNames = "ow_x16_bf16\x00ow_x16_fp16\x00ow_x16_fp32\x00ow_x16_e4m3\x00ow_x16_e5m2\x00ow_x16_int8\x00" +
 		"ow_x16_nibbles\x00ow_x16_bytes\x00ow_move_kernel\x00ow_cast_kernel\x00"
 	kernelMove = 8
-	kernels    = C.OWCU_KERNELS
 )
 
 // A Device is one GPU. There is one for each index in a process.
@@ -35,6 +34,7 @@ type Device struct {
 	index    int
 	near     *nodes.Place // nil: the host has one node, or it is not known which is near
 	coherent bool         // it reads the host's memory by the host's own page tables
+	sms      int          // its multiprocessors
 	number   C.int        // the driver's
 	ctx      C.owcu_handle
 	spare    chan pages // pinned memory for a first queue, made ready by Open
@@ -43,10 +43,9 @@ type Device struct {
 	freeing   sync.Mutex  // of blocks
 	pending   pendingFree // guarded by freeing
 	deferring sync.Mutex  // guards what deferFree frees
-	load      sync.Mutex  // of the module
-	module    C.struct_owcu_module
-	loaded    bool
-	kernels   [kernels]C.owcu_handle
+	loading   sync.Mutex  // of modules, and of kernels in them
+	module    *C.struct_owcu_module
+	kernels   []C.owcu_handle // nil: not yet looked up
 
 	reading sync.Mutex // of stream
 	stream  C.owcu_handle
@@ -90,19 +89,20 @@ func Open(index int) (*Device, error) {
 	if list == nil {
 		return nil, errs.New(errs.ErrMemory, "the state of cuda:%d", index)
 	}
-	d := &Device{index: index, near: nodes.Near(system, func() string { return busOf(index) }), spare: make(chan pages, 1), list: list}
+	d := &Device{index: index, near: nodes.Near(system, func() string { return busOf(index) }), spare: make(chan pages, 1), list: list,
+		module: new(C.struct_owcu_module), resident: resident{module: new(C.struct_owcu_module)}}
 	spawn.Go("cuda ring", func() {
 		p, _ := newPages(firstRing, d.near) // zero if it failed: Queue tries again
 		d.spare <- p
 	})
 	var e C.struct_owcu_error
-	var coherent C.int
-	if C.owcu_ctx_open(C.int(index), &d.number, &d.ctx, &coherent, &e) != 0 {
+	var coherent, sms C.int
+	if C.owcu_ctx_open(C.int(index), &d.number, &d.ctx, &coherent, &sms, &e) != 0 {
 		(<-d.spare).free()
 		C.free(unsafe.Pointer(list))
 		return nil, failure(index, &e)
 	}
-	d.coherent = coherent != 0
+	d.coherent, d.sms = coherent != 0, int(sms)
 	if driver.devices == nil {
 		driver.devices = map[int]*Device{}
 	}
@@ -110,12 +110,8 @@ func Open(index int) (*Device, error) {
 	return d, nil
 }
 
-// Shutdown frees what all devices keep between loads. It is for the end of the
-// process, before the driver's own exit handlers; memory of live tensors stays.
-func Shutdown() { _ = Trim() }
-
 // Trim frees what the opened devices keep between loads, as Device.Trim does for
-// one. It continues after an error and returns the first.
+// one; memory of live tensors stays. It continues after an error and returns the first.
 func Trim() (err error) {
 	driver.mu.Lock()
 	defer driver.mu.Unlock()
@@ -178,12 +174,9 @@ func (d *Device) takeSpare() pages {
 
 // Free is how much of the device's memory is free, and how much it has, in bytes.
 func (d *Device) Free() (unused, total int64, err error) {
-	var e C.struct_owcu_error
 	var a, b C.uint64_t
-	if C.owcu_memory(d.ctx, &a, &b, &e) != 0 {
-		return 0, 0, failure(d.index, &e)
-	}
-	return int64(a), int64(b), nil
+	err = d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_memory(d.ctx, &a, &b, e) })
+	return int64(a), int64(b), err
 }
 
 // Read copies device memory to dst, which has the same length, and waits for the
@@ -196,13 +189,11 @@ func (d *Device) Read(dst []byte, m device.Memory) error {
 	if len(dst) == 0 {
 		return nil
 	}
-	var e C.struct_owcu_error
 	d.reading.Lock()
 	defer d.reading.Unlock()
-	if C.owcu_read(d.ctx, &d.stream, unsafe.Pointer(&dst[0]), address(m.Ptr), C.uint64_t(len(dst)), &e) != 0 {
-		return failure(d.index, &e)
-	}
-	return nil
+	return d.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_read(d.ctx, &d.stream, unsafe.Pointer(&dst[0]), address(m.Ptr), C.uint64_t(len(dst)), e)
+	})
 }
 
 // Current runs fn on a thread where the device's context is current and whose calls
@@ -220,20 +211,24 @@ func (d *Device) Current(fn func() error) error {
 	return fn()
 }
 
-// functions loads the kernels, once.
-func (d *Device) functions() (*[kernels]C.owcu_handle, error) {
-	d.load.Lock()
-	defer d.load.Unlock()
-	if !d.loaded {
-		names := []byte(kernelNames)
-		var e C.struct_owcu_error
-		if C.owcu_module_open(d.ctx, unsafe.Pointer(&built.X16[0]), C.uint64_t(len(built.X16)), (*C.char)(unsafe.Pointer(&names[0])),
-			kernels, &d.module, &d.kernels[0], &e) != 0 {
-			return nil, failure(d.index, &e)
-		}
-		d.loaded = true
+// lookUp finds kernels of a module by names, which end with NUL, unless it has. The first
+// call for a module loads its image. The driver loads a kernel when it is looked up.
+func (d *Device) lookUp(kernels *[]C.owcu_handle, in *C.struct_owcu_module, image []byte, names string) ([]C.owcu_handle, error) {
+	d.loading.Lock()
+	defer d.loading.Unlock()
+	if *kernels != nil {
+		return *kernels, nil
 	}
-	return &d.kernels, nil
+	all, text := make([]C.owcu_handle, strings.Count(names, "\x00")), []byte(names)
+	err := d.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_module_open(d.ctx, unsafe.Pointer(&image[0]), C.uint64_t(len(image)), (*C.char)(unsafe.Pointer(&text[0])),
+			C.int(len(all)), in, &all[0], e)
+	})
+	if err != nil {
+		return nil, err
+	}
+	*kernels = all
+	return all, nil
 }
 
 // close frees a device without live memory; only tests do that.
@@ -260,17 +255,15 @@ func (d *Device) close() error {
 		}
 	}
 	for _, event := range append(d.pending.events, d.link) {
-		for gone := event == nil; !gone; {
-			var e C.struct_owcu_error
-			gone = C.owcu_event(d.ctx, &event, &e) <= 0
+		for !d.dropped(C.OWCU_EVENT, unsafe.Pointer(event)) {
 		}
 	}
+	for !d.dropped(C.OWCU_STREAM, unsafe.Pointer(d.stream)) {
+	}
 	var e C.struct_owcu_error
-	for C.owcu_stream_end(d.ctx, &d.stream, &e) > 0 {
-	}
-	for C.owcu_module_close(d.ctx, &d.module, &e) > 0 {
-	}
-	for C.owcu_module_close(d.ctx, &d.resident.module, &e) > 0 {
+	for _, m := range []*C.struct_owcu_module{d.module, d.resident.module} {
+		for C.owcu_module_close(d.ctx, m, &e) > 0 {
+		}
 	}
 	C.free(unsafe.Pointer(d.list))
 	driver.mu.Lock()
@@ -286,8 +279,5 @@ func (d *Device) close() error {
 // address converts a pointer to a device address.
 func address(p unsafe.Pointer) C.owcu_ptr { return C.owcu_ptr(uintptr(p)) }
 
-// pointer converts a device address to a pointer; Go's collector ignores it.
-func pointer(a C.owcu_ptr) unsafe.Pointer {
-	p := uintptr(a)
-	return *(*unsafe.Pointer)(unsafe.Pointer(&p))
-}
+// pointer converts a device address to a pointer.
+func pointer(a C.owcu_ptr) unsafe.Pointer { return device.Pointer(uintptr(a)) }

@@ -71,9 +71,9 @@ func TestDigestFailures(t *testing.T) {
 		return err == nil
 	}
 	for nth, good := int64(1), false; !good; nth++ {
-		fakeFail(nth, 999, false)
+		FakeFail(nth, 999, false)
 		good = check(1)
-		fakeFail(0, 0, false)
+		FakeFail(0, 0, false)
 		if !check(1) {
 			t.Fatalf("after call %d failed", nth)
 		}

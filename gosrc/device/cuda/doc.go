@@ -77,6 +77,10 @@ func FineRing() (slots int, bytes int64) {
 	return int(int64(ring.slots) * stride(ring.bytes) / stride(bytes)), bytes
 }
 
+// TablesOnly is the slotBytes of a queue whose slots only view device memory: it
+// takes next to no pinned memory. The device keeps one such queue beside the other.
+const TablesOnly = 4096
+
 // machineCode lists, for each GOARCH, the architectures with machine code in cuda/built,
 // in the order of compute capability times ten; PTX for ptx serves the rest.
 var machineCode = map[string][]int{"amd64": {80, 90, 100, 120}, "arm64": {90, 100, 121}}

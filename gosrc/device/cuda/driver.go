@@ -162,3 +162,12 @@ func failure(device int, e *C.struct_owcu_error) error {
 	}
 	return errs.New(errs.ErrDevice, "%s: %s failed: %s (%d)", where, C.GoString(e.call), C.GoString(&e.text[0]), int(e.code))
 }
+
+// call returns the error of a C function of the device.
+func (d *Device) call(run func(e *C.struct_owcu_error) C.int) error {
+	var e C.struct_owcu_error
+	if run(&e) != 0 {
+		return failure(d.index, &e)
+	}
+	return nil
+}

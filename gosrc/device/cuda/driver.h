@@ -1,7 +1,7 @@
 // The CUDA driver API as a table of our own.
 //
 // Nothing here is linked against CUDA: the table is filled by dlopen and dlsym
-// at first use, or by the fake driver of fake.c in tests. Types are declared
+// at first use, or by the fake driver of cudatest in tests. Types are declared
 // here and not taken from cuda.h, so that the engine builds everywhere; they
 // are part of the driver's ABI, which has been stable since CUDA 4.
 #ifndef OWCU_DRIVER_H
@@ -75,12 +75,10 @@ struct owcu_rows {
 	X(host_pointer, "cuMemHostGetDevicePointer_v2", (owcu_ptr *p, void *host, unsigned flags))                     \
 	X(copy_in, "cuMemcpyHtoDAsync_v2", (owcu_ptr dst, const void *src, size_t n, owcu_handle stream))              \
 	X(copy_out_async, "cuMemcpyDtoHAsync_v2", (void *dst, owcu_ptr src, size_t n, owcu_handle stream))             \
-	X(copy_across, "cuMemcpyDtoDAsync_v2", (owcu_ptr dst, owcu_ptr src, size_t n, owcu_handle stream))             \
 	X(copy_any, "cuMemcpyAsync", (owcu_ptr dst, owcu_ptr src, size_t n, owcu_handle stream))                       \
 	X(copy_rows, "cuMemcpy2DAsync_v2", (const struct owcu_rows *copy, owcu_handle stream))                         \
 	X(pointer_attribute, "cuPointerGetAttribute", (void *value, int attribute, owcu_ptr p))                        \
 	X(stream_ctx, "cuStreamGetCtx", (owcu_handle stream, owcu_handle *ctx))                                        \
-	X(fill, "cuMemsetD8Async", (owcu_ptr dst, unsigned char v, size_t n, owcu_handle stream))                      \
 	X(stream_create, "cuStreamCreate", (owcu_handle *stream, unsigned flags))                                      \
 	X(stream_destroy, "cuStreamDestroy_v2", (owcu_handle stream))                                                  \
 	X(stream_sync, "cuStreamSynchronize", (owcu_handle stream))                                                    \

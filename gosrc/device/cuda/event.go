@@ -7,6 +7,8 @@ package cuda
 */
 import "C"
 
+import "unsafe"
+
 // An Event is a point in a device's work, by which queues and streams are ordered.
 // It refers to its last record; before the first record, waiting for it returns at
 // once.
@@ -17,33 +19,18 @@ type Event struct {
 
 // NewEvent makes an event, to be freed with Free.
 func (d *Device) NewEvent() (*Event, error) {
-	var e C.struct_owcu_error
 	v := &Event{dev: d}
-	if C.owcu_event(d.ctx, &v.c, &e) != 0 {
-		return nil, failure(d.index, &e)
-	}
-	return v, nil
+	err := d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_event_new(d.ctx, &v.c, e) })
+	return v, err
 }
 
 // Free frees the event. No slot that it was passed to may be in flight, and no
 // stream may wait for it. On a lost device it is simply dropped.
-func (v *Event) Free() {
-	free := func() bool {
-		var e C.struct_owcu_error
-		return C.owcu_event(v.dev.ctx, &v.c, &e) <= 0
-	}
-	if !free() {
-		v.dev.deferFree(free)
-	}
-}
+func (v *Event) Free() { v.dev.drop(C.OWCU_EVENT, unsafe.Pointer(v.c)) }
 
 // Before makes a stream wait for the event; the stream's number is as for WaitFor.
 func (v *Event) Before(stream uintptr) error {
-	var e C.struct_owcu_error
-	if C.owcu_event_before(v.dev.ctx, v.c, C.uint64_t(stream), &e) != 0 {
-		return failure(v.dev.index, &e)
-	}
-	return nil
+	return v.dev.call(func(e *C.struct_owcu_error) C.int { return C.owcu_event_before(v.dev.ctx, v.c, C.uint64_t(stream), e) })
 }
 
 // Order makes the slot's next Submit wait for `after` before it writes to

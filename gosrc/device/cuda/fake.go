@@ -12,7 +12,7 @@ import (
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/device"
-	_ "github.com/overwire/overwire/gosrc/device/cuda/twins" // what kernels do, which fake.c calls
+	_ "github.com/overwire/overwire/gosrc/device/cuda/cudatest" // the driver
 )
 
 // What tests need of the fake driver, since test files cannot use cgo.
@@ -26,7 +26,7 @@ func Fake(memory int64) (end func() string) {
 	ring.slots, ring.bytes, firstRing, packSlot, seam = 6, 256<<10, 8<<20, 128<<10, 64<<10
 	return func() string {
 		defer func() { ring, firstRing, packSlot, seam = usual, first, pack, whole }()
-		fakeFail(0, 0, false)
+		FakeFail(0, 0, false)
 		driver.mu.Lock()
 		var open []*Device
 		for _, d := range driver.devices {
@@ -48,7 +48,9 @@ func Fake(memory int64) (end func() string) {
 
 // FakeFail makes the nth call of the driver from now fail with a code; with
 // sticky, all later ones too. 0: none.
-func FakeFail(nth int64, code int, sticky bool) { fakeFail(nth, code, sticky) }
+func FakeFail(nth int64, code int, sticky bool) {
+	C.owcu_fake_fail(C.int64_t(nth), C.int(code), truth(sticky))
+}
 
 // FakeHost gives the host other tables of nodes and devices, until restore is called;
 // cuda:N is at ffff:0N:00.0.
@@ -88,12 +90,8 @@ func FakeWaited() int64 { return fakeGet().waited }
 // of another library (0); calls that would destroy it break a rule. blocking: the
 // default stream waits for that stream.
 func FakeCapture(stream uintptr, blocking bool) (end func()) {
-	b := C.int(0)
-	if blocking {
-		b = 1
-	}
-	C.owcu_fake_capture(C.uint64_t(stream), b, 1)
-	return func() { C.owcu_fake_capture(C.uint64_t(stream), b, 0) }
+	C.owcu_fake_capture(C.uint64_t(stream), truth(blocking), 1)
+	return func() { C.owcu_fake_capture(C.uint64_t(stream), truth(blocking), 0) }
 }
 
 type fakeState struct {
@@ -113,14 +111,6 @@ func useFake(memory int64) {
 
 // fakeLose loses the device: every call fails with code.
 func fakeLose(code int) { C.owcu_fake_fail(1, C.int(code), 2) }
-
-func fakeFail(nth int64, code int, sticky bool) {
-	s := C.int(0)
-	if sticky {
-		s = 1
-	}
-	C.owcu_fake_fail(C.int64_t(nth), C.int(code), s)
-}
 
 func fakeVersion(version, devices int) {
 	driver.mu.Lock()

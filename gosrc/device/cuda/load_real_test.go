@@ -15,7 +15,7 @@ func engine(t *testing.T) {
 		t.Skip(err)
 	}
 	t.Cleanup(func() {
-		cuda.Shutdown() // the idle queues, with their goroutines
+		_ = cuda.Trim() // the idle queues, with their goroutines
 		quiet(t)
 	})
 }

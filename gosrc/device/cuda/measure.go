@@ -9,6 +9,7 @@ import "C"
 
 import (
 	"time"
+	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/errs"
@@ -23,10 +24,14 @@ func (q *Queue) Floor(n int64, count int) (time.Duration, error) {
 	if _, _, err := q.Staging(); err != nil {
 		return 0, err
 	}
+	on := Order{Stream: uintptr(unsafe.Pointer(*q.c.pad.streams))}
 	start := time.Now()
-	var e C.struct_owcu_error
-	if C.owcu_floor(q.c, C.uint64_t(q.size+headBytes), headBytes, C.uint64_t(n), C.int(count), &e) != 0 {
-		return 0, failure(q.dev.index, &e)
+	for i := range count {
+		s := q.slots[i%len(q.slots)]
+		if err := q.dev.Copy(on, uint64(q.c.pad.device)+uint64(s.at), uint64(uintptr(s.host)), n, i+1 == count); err != nil {
+			_ = q.dev.SyncStream(on.Stream)
+			return 0, err
+		}
 	}
 	return time.Since(start), nil
 }
@@ -37,24 +42,6 @@ func (q *Queue) StagingBytes() int64 { return q.pages.n }
 
 // Asynchronous is true: a completer reports what has landed.
 func (q *Queue) Asynchronous() bool { return true }
-
-// Across measures device memory: count copies of n bytes from one half of the
-// staging to the other. No slot may be in use.
-func (q *Queue) Across(n int64, count int) (time.Duration, error) {
-	half := q.pages.n / 2 &^ 255
-	if n <= 0 || n > half || count <= 0 {
-		return 0, errs.New(errs.ErrArgument, "%d copies of %d bytes", count, n)
-	}
-	if _, _, err := q.Staging(); err != nil {
-		return 0, err
-	}
-	start := time.Now()
-	var e C.struct_owcu_error
-	if C.owcu_across(q.c, C.uint64_t(half), C.uint64_t(n), C.int(count), &e) != 0 {
-		return 0, failure(q.dev.index, &e)
-	}
-	return time.Since(start), nil
-}
 
 // Again measures kernels alone: it launches those of every slot's last piece again,
 // count times, and copies nothing. Those pieces must have been submitted since the
@@ -81,10 +68,6 @@ func (q *Queue) Again(count int) (time.Duration, error) {
 // of its kernels; nil ends this. No piece may be in flight. For a piece of several
 // rounds it reports the last.
 func (q *Queue) Time(trace device.TraceFunc) error {
-	on := C.int(0)
-	if trace != nil {
-		on = 1
-	}
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.broken != nil {
@@ -92,7 +75,7 @@ func (q *Queue) Time(trace device.TraceFunc) error {
 	}
 	q.trace = nil
 	var e C.struct_owcu_error
-	if C.owcu_timing(q.c, on, &e) != 0 {
+	if C.owcu_timing(q.c, truth(trace != nil), &e) != 0 {
 		return q.fail(&e)
 	}
 	q.trace, q.origin = trace, time.Now()

@@ -16,18 +16,12 @@ func (d *Device) Copy(on Order, dst, src uint64, n int64, wait bool) error {
 	if n <= 0 {
 		return nil
 	}
-	if err := d.follow(on.Stream, on.After...); err != nil {
+	if err := d.Follow(on.Stream, on.After...); err != nil {
 		return err
 	}
-	w := C.int(0)
-	if wait {
-		w = 1
-	}
-	var e C.struct_owcu_error
-	if C.owcu_copy(d.ctx, C.uint64_t(on.Stream), C.owcu_ptr(dst), C.owcu_ptr(src), C.uint64_t(n), w, &e) != 0 {
-		return failure(d.index, &e)
-	}
-	return nil
+	return d.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_copy(d.ctx, C.uint64_t(on.Stream), C.owcu_ptr(dst), C.owcu_ptr(src), C.uint64_t(n), truth(wait), e)
+	})
 }
 
 // CopyRows queues a copy of rows of width bytes, whose beginnings are dstPitch and
@@ -36,21 +30,17 @@ func (d *Device) CopyRows(on Order, dst, dstPitch, src, srcPitch uint64, width, 
 	if width <= 0 || rows <= 0 {
 		return nil
 	}
-	if err := d.follow(on.Stream, on.After...); err != nil {
+	if err := d.Follow(on.Stream, on.After...); err != nil {
 		return err
 	}
-	var e C.struct_owcu_error
-	if C.owcu_copy_rows(d.ctx, C.uint64_t(on.Stream), C.owcu_ptr(dst), C.uint64_t(dstPitch), C.owcu_ptr(src), C.uint64_t(srcPitch),
-		C.uint64_t(width), C.uint64_t(rows), &e) != 0 {
-		return failure(d.index, &e)
-	}
-	return nil
+	return d.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_copy_rows(d.ctx, C.uint64_t(on.Stream), C.owcu_ptr(dst), C.uint64_t(dstPitch), C.owcu_ptr(src), C.uint64_t(srcPitch),
+			C.uint64_t(width), C.uint64_t(rows), e)
+	})
 }
 
-// Follow makes a stream wait for what is queued on another now.
-func (d *Device) Follow(stream, after uintptr) error { return d.follow(stream, after) }
-
-func (d *Device) follow(stream uintptr, after ...uintptr) error {
+// Follow makes a stream wait for what is queued on others now.
+func (d *Device) Follow(stream uintptr, after ...uintptr) error {
 	if len(after) == 0 {
 		return nil
 	}
@@ -58,32 +48,23 @@ func (d *Device) follow(stream uintptr, after ...uintptr) error {
 	for i, s := range after {
 		others[i] = C.uint64_t(s)
 	}
-	var e C.struct_owcu_error
 	d.linking.Lock()
 	defer d.linking.Unlock()
-	if C.owcu_follow(d.ctx, &d.link, C.uint64_t(stream), &others[0], C.uint64_t(len(others)), &e) != 0 {
-		return failure(d.index, &e)
-	}
-	return nil
+	return d.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_follow(d.ctx, &d.link, C.uint64_t(stream), &others[0], C.uint64_t(len(others)), e)
+	})
 }
 
 // NewStream makes a stream, to be freed with FreeStream.
 func (d *Device) NewStream() (uintptr, error) {
-	var e C.struct_owcu_error
 	var s C.uint64_t
-	if C.owcu_stream_new(d.ctx, &s, &e) != 0 {
-		return 0, failure(d.index, &e)
-	}
-	return uintptr(s), nil
+	err := d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_stream_new(d.ctx, &s, e) })
+	return uintptr(s), err
 }
 
 // FreeStream frees a stream once its work is done, without waiting for that.
 func (d *Device) FreeStream(stream uintptr) error {
-	var e C.struct_owcu_error
-	if C.owcu_stream_free(d.ctx, C.uint64_t(stream), &e) != 0 {
-		return failure(d.index, &e)
-	}
-	return nil
+	return d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_stream_free(d.ctx, C.uint64_t(stream), e) })
 }
 
 // EndStream waits for a stream's work and frees it. On a lost device it is simply
@@ -94,23 +75,12 @@ func (d *Device) EndStream(stream uintptr) {
 			break
 		}
 	}
-	h := C.owcu_handle(pointer(C.owcu_ptr(stream)))
-	free := func() bool {
-		var e C.struct_owcu_error
-		return C.owcu_stream_end(d.ctx, &h, &e) <= 0
-	}
-	if !free() {
-		d.deferFree(free)
-	}
+	d.drop(C.OWCU_STREAM, pointer(C.owcu_ptr(stream)))
 }
 
 // SyncStream waits for what is queued on a stream.
 func (d *Device) SyncStream(stream uintptr) error {
-	var e C.struct_owcu_error
-	if C.owcu_stream_sync(d.ctx, C.uint64_t(stream), &e) != 0 {
-		return failure(d.index, &e)
-	}
-	return nil
+	return d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_stream_sync(d.ctx, C.uint64_t(stream), e) })
 }
 
 // OwnsStream refuses a stream of another device. The special ones belong to every
@@ -119,15 +89,12 @@ func (d *Device) OwnsStream(stream uintptr) error {
 	if stream <= 2 {
 		return nil
 	}
-	var e C.struct_owcu_error
 	var here C.int
-	if C.owcu_stream_here(d.ctx, C.uint64_t(stream), &here, &e) != 0 {
-		return failure(d.index, &e)
+	err := d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_stream_here(d.ctx, C.uint64_t(stream), &here, e) })
+	if err == nil && here == 0 {
+		err = errs.New(errs.ErrArgument, "the stream %#x is not one of cuda:%d", stream, d.index)
 	}
-	if here == 0 {
-		return errs.New(errs.ErrArgument, "the stream %#x is not one of cuda:%d", stream, d.index)
-	}
-	return nil
+	return err
 }
 
 // ThreadMode sets the calling thread's mode of stream capture, a number of
@@ -148,4 +115,11 @@ func DeviceOf(address uint64) int {
 		return -1
 	}
 	return int(C.owcu_pointer_device(C.owcu_ptr(address)))
+}
+
+func truth(yes bool) C.int {
+	if yes {
+		return 1
+	}
+	return 0
 }

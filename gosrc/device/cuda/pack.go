@@ -3,7 +3,6 @@
 package cuda
 
 /*
-#include <stdlib.h>
 #include "pack.h"
 #include "../../../cuda/abi_batch.h"
 */
@@ -34,8 +33,7 @@ var packSlot int64 = 16 << 20
 // work: what writes the memory must have ended.
 type Packer struct {
 	d      *Device
-	c      *C.struct_owcu_pack // in C memory
-	pages  pages
+	slab   *slab
 	slot   int64
 	kernel C.owcu_handle
 }
@@ -43,67 +41,24 @@ type Packer struct {
 // NewPacker makes a Packer, to be closed. It takes less device memory, down to an
 // eighth, where there is little.
 func (d *Device) NewPacker() (*Packer, error) {
-	d.batch.mu.Lock()
-	err := d.loadKernels()
-	d.batch.mu.Unlock()
+	kernels, err := d.batchKernels()
 	if err != nil {
 		return nil, err
 	}
-	mem, err := newPages(int64(C.OWCU_PACK_SLOTS*packRows*itemSize), d.near)
-	if err != nil {
-		return nil, err
-	}
-	c := (*C.struct_owcu_pack)(C.calloc(1, C.size_t(unsafe.Sizeof(C.struct_owcu_pack{}))))
-	if c == nil {
-		panic("out of memory for the streams of a packer")
-	}
-	p := &Packer{d: d, c: c, pages: mem, slot: packSlot, kernel: d.batch.kernels[batchEncode]}
+	p := &Packer{d: d, slot: packSlot, kernel: kernels[batchEncode]}
 	for n := C.OWCU_PACK_SLOTS; ; n /= 2 {
-		*c = C.struct_owcu_pack{slots: C.int(n)}
-		var e C.struct_owcu_error
-		rc := C.owcu_pack_new(d.ctx, c, mem.p, C.uint64_t(mem.n), C.uint64_t(int64(n)*p.slot), &e)
-		if rc == 0 {
-			return p, nil
+		p.slab, err = d.newSlab(int64(n*packRows*itemSize), int64(n)*p.slot, n+C.OWCU_PACK_COPIERS, n, n, "encoding")
+		if !errors.Is(err, errs.ErrMemory) || n/2 < leastSlots {
+			return p, err
 		}
-		err := d.sized(failure(d.index, &e), int64(n)*p.slot, "encoding")
-		if rc > 0 {
-			d.deferFree(p.release)
-			return nil, err
-		}
-		if errors.Is(err, errs.ErrMemory) && n/2 >= leastSlots {
-			continue
-		}
-		p.free()
-		return nil, err
 	}
-}
-
-// free frees the host's part; the driver no longer uses it.
-func (p *Packer) free() {
-	p.pages.free()
-	C.free(unsafe.Pointer(p.c))
-}
-
-// release frees what the driver refused to free before, and reports whether all is
-// gone.
-func (p *Packer) release() bool {
-	var e C.struct_owcu_error
-	if C.owcu_pack_free(p.d.ctx, p.c, &e) > 0 {
-		return false
-	}
-	p.free()
-	return true
 }
 
 // Close waits for the packer's own work and frees it.
-func (p *Packer) Close() {
-	if !p.release() {
-		p.d.deferFree(p.release)
-	}
-}
+func (p *Packer) Close() { _ = p.d.freeSlab(p.slab) } // the reaper frees what the driver refuses
 
 // Slots is how many slots there are.
-func (p *Packer) Slots() int { return int(p.c.slots) }
+func (p *Packer) Slots() int { return int(p.slab.c.nevents) }
 
 // Slot is how many bytes a slot encodes at most, each range rounded up to 16.
 func (p *Packer) Slot() int64 { return p.slot }
@@ -116,7 +71,7 @@ func (p *Packer) Bytes() int64 { return int64(p.Slots()) * p.slot }
 // are.
 func (p *Packer) Encode(slot int, all []Packed) error {
 	base := slot * packRows * itemSize
-	items := unsafe.Slice((*C.ow_batch_item)(unsafe.Add(p.pages.p, base)), packRows)[:0:packRows]
+	items := unsafe.Slice((*C.ow_batch_item)(unsafe.Add(p.slab.pages.p, base)), packRows)[:0:packRows]
 	var rows []int
 	used := int64(0)
 	for i := range all {
@@ -129,7 +84,7 @@ func (p *Packer) Encode(slot int, all []Packed) error {
 		if len(rows) == packRows || used+room > p.slot {
 			return errs.New(errs.ErrArgument, "%d ranges in a slot of %d bytes", len(all), p.slot)
 		}
-		at := uint64(p.c.device) + uint64(int64(slot)*p.slot+used)
+		at := uint64(p.slab.c.device) + uint64(int64(slot)*p.slot+used)
 		items = append(items, C.ow_batch_item{src: C.uint64_t(r.Src), src_len: C.uint64_t(r.N), dst: C.uint64_t(at), dst_cap: C.uint64_t(r.N),
 			arg: C.uint32_t(r.Transform)})
 		rows = append(rows, i)
@@ -138,11 +93,13 @@ func (p *Packer) Encode(slot int, all []Packed) error {
 	if len(rows) == 0 {
 		return nil
 	}
-	var e C.struct_owcu_error
-	if C.owcu_pack_encode(p.d.ctx, p.c, C.int(slot), p.kernel, p.c.mapped+C.owcu_ptr(base), C.uint32_t(len(rows)), packThreads, &e) != 0 {
-		return failure(p.d.index, &e)
+	err := p.d.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_pack_encode(p.d.ctx, &p.slab.c, C.int(slot), p.kernel, p.slab.c.mapped+C.owcu_ptr(base), C.uint32_t(len(rows)), packThreads, e)
+	})
+	if err == nil {
+		err = p.Wait(slot)
 	}
-	if err := p.Wait(slot); err != nil {
+	if err != nil {
 		return err
 	}
 	for k, i := range rows {
@@ -174,35 +131,25 @@ func (p *Packer) Fetch(slot int, all []Packed) error {
 }
 
 func (p *Packer) fetch(slot int, copies []C.struct_owcu_fetch) error {
-	var first *C.struct_owcu_fetch
-	if len(copies) > 0 {
-		first = &copies[0]
-	}
-	var e C.struct_owcu_error
-	if C.owcu_pack_fetch(p.d.ctx, p.c, C.int(slot), C.uint64_t(len(copies)), first, &e) != 0 {
-		return failure(p.d.index, &e)
-	}
-	return nil
+	return p.d.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_pack_fetch(p.d.ctx, &p.slab.c, C.int(slot), C.uint64_t(len(copies)), unsafe.SliceData(copies), e)
+	})
 }
 
 // Wait waits for the copies of a slot.
 func (p *Packer) Wait(slot int) error {
-	var e C.struct_owcu_error
-	if C.owcu_pack_wait(p.d.ctx, p.c, C.int(slot), &e) != 0 {
-		return failure(p.d.index, &e)
-	}
-	return nil
+	return p.d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_pack_wait(p.d.ctx, &p.slab.c, C.int(slot), e) })
 }
 
 // Sample copies n bytes from each address to the host and calls got with each, which
 // may keep nothing of them. No slot may be in use.
 func (p *Packer) Sample(at []uint64, n int64, got func(i int, b []byte)) error {
-	most := int(p.pages.n / n)
+	most := int(p.slab.pages.n / n)
 	for first := 0; first < len(at); first += most {
 		part := at[first:min(len(at), first+most)]
 		copies := make([]C.struct_owcu_fetch, len(part))
 		for i, src := range part {
-			copies[i] = C.struct_owcu_fetch{dst: unsafe.Add(p.pages.p, int64(i)*n), src: C.owcu_ptr(src), n: C.uint64_t(n)}
+			copies[i] = C.struct_owcu_fetch{dst: unsafe.Add(p.slab.pages.p, int64(i)*n), src: C.owcu_ptr(src), n: C.uint64_t(n)}
 		}
 		if err := p.fetch(0, copies); err != nil {
 			return err

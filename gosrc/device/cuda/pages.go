@@ -8,15 +8,12 @@ package cuda
 import "C"
 
 import (
-	"runtime"
-	"sync"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/nodes"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
 // pages is host memory on huge pages, all of it touched: registering such memory
@@ -47,22 +44,7 @@ func newPages(n int64, near *nodes.Place) (pages, error) {
 	// A forked child must not copy pages that the GPU reads or writes.
 	_ = unix.Madvise(b, unix.MADV_DONTFORK)
 	_ = near.Bind(b)
-	threads := int64(max(1, min(16, runtime.GOMAXPROCS(0))))
-	part := (n/huge + threads - 1) / threads * huge
-	var wg sync.WaitGroup
-	for lo := int64(0); lo < n; lo += part {
-		wg.Add(1)
-		spawn.Go("cuda touch", func() {
-			defer wg.Done()
-			_ = near.Run(func() error {
-				for i := lo; i < min(n, lo+part); i += 4096 {
-					b[i] = 0
-				}
-				return nil
-			})
-		})
-	}
-	wg.Wait()
+	Touch(b, near, 0)
 	return m, nil
 }
 
@@ -71,12 +53,13 @@ func newPages(n int64, near *nodes.Place) (pages, error) {
 // Unregister; a forked child does not get the memory.
 func (d *Device) Register(b []byte) error {
 	_ = unix.Madvise(b, unix.MADV_DONTFORK)
-	var e C.struct_owcu_error
-	if C.owcu_register(d.ctx, unsafe.Pointer(&b[0]), C.uint64_t(len(b)), &e) != 0 {
+	err := d.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_register(d.ctx, unsafe.Pointer(&b[0]), C.uint64_t(len(b)), e)
+	})
+	if err != nil {
 		_ = unix.Madvise(b, unix.MADV_DOFORK)
-		return d.sized(failure(d.index, &e), int64(len(b)), "pinned memory")
 	}
-	return nil
+	return d.sized(err, int64(len(b)), "pinned memory")
 }
 
 // Unregister undoes Register, after the last copy, and then calls `then`. That may
@@ -84,12 +67,11 @@ func (d *Device) Register(b []byte) error {
 // must stay allocated until then.
 func (d *Device) Unregister(b []byte, then func()) {
 	d.deferFree(func() bool {
-		var e C.struct_owcu_error
-		if C.owcu_unregister(d.ctx, unsafe.Pointer(&b[0]), &e) > 0 {
-			return false
+		gone := d.dropped(C.OWCU_PINNED, unsafe.Pointer(&b[0]))
+		if gone {
+			then()
 		}
-		then() // a lost device has unregistered it already
-		return true
+		return gone
 	})
 }
 

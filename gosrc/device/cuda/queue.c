@@ -26,43 +26,29 @@ void owcu_leave(struct owcu_guard *g) { leave(g, 0); }
 
 int owcu_begin(int *version, int *count, struct owcu_error *e)
 {
-	int mode;
-	int rc = owcu_forked() ? failed(e, "fork", OWCU_FORKED) : TRY(init, (0)); // the driver has not been asked for modes
-
-	if (rc || relax(&mode, e))
+	if (owcu_forked() ? failed(e, "fork", OWCU_FORKED) : TRY(init, (0))) // before that the driver has no modes
 		return -1;
-	rc = TRY(driver_version, (version)) || TRY(device_count, (count)) ? -1 : 0;
-	harden(&mode);
-	return rc;
+	return RELAXED(TRY(driver_version, (version)) || TRY(device_count, (count)));
 }
 
 int owcu_info_get(int ordinal, struct owcu_info *info, struct owcu_error *e)
 {
-	int d, mode;
+	int d;
 	size_t n = 0;
+	int rc = RELAXED(TRY(device_get, (&d, ordinal)) || TRY(device_name, (info->name, sizeof info->name, d)) ||
+	                 TRY(device_bus, (info->bus, sizeof info->bus, d)) || TRY(device_memory, (&n, d)) ||
+	                 TRY(device_attribute, (&info->major, ATTRIBUTE_MAJOR, d)) ||
+	                 TRY(device_attribute, (&info->minor, ATTRIBUTE_MINOR, d)) || TRY(device_attribute, (&info->sms, ATTRIBUTE_SMS, d)) ||
+	                 TRY(device_attribute, (&info->coherent, ATTRIBUTE_COHERENT, d)));
 
-	if (relax(&mode, e))
-		return -1;
-	int rc = TRY(device_get, (&d, ordinal)) || TRY(device_name, (info->name, sizeof info->name, d)) ||
-	         TRY(device_bus, (info->bus, sizeof info->bus, d)) || TRY(device_memory, (&n, d)) ||
-	         TRY(device_attribute, (&info->major, ATTRIBUTE_MAJOR, d)) ||
-	         TRY(device_attribute, (&info->minor, ATTRIBUTE_MINOR, d)) || TRY(device_attribute, (&info->sms, ATTRIBUTE_SMS, d)) ||
-	         TRY(device_attribute, (&info->coherent, ATTRIBUTE_COHERENT, d));
 	info->memory = n;
-	harden(&mode);
-	return rc ? -1 : 0;
+	return rc;
 }
 
-int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, int *coherent, struct owcu_error *e)
+int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, int *coherent, int *sms, struct owcu_error *e)
 {
-	int mode;
-
-	if (relax(&mode, e))
-		return -1;
-	int rc = TRY(device_get, (device, ordinal)) || TRY(device_attribute, (coherent, ATTRIBUTE_COHERENT, *device)) ||
-	         TRY(ctx_retain, (ctx, *device)) ? -1 : 0;
-	harden(&mode);
-	return rc;
+	return RELAXED(TRY(device_get, (device, ordinal)) || TRY(device_attribute, (coherent, ATTRIBUTE_COHERENT, *device)) ||
+	               TRY(device_attribute, (sms, ATTRIBUTE_SMS, *device)) || TRY(ctx_retain, (ctx, *device)));
 }
 
 int owcu_ctx_close(int device, struct owcu_error *e)
@@ -124,7 +110,7 @@ int owcu_mark(owcu_handle ctx, int n, const uint64_t *streams, owcu_handle *even
 				rc = captured ? 0 : failed(e, not_now.call, not_now.code);
 			} else if (!again) {
 				rc = (events[i] == NULL && TRY(event_create, (&events[i], NO_TIMING))) ||
-				     TRY(event_record, (events[i], (owcu_handle)(uintptr_t)streams[i])) ? -1 : 0;
+				     TRY(event_record, (events[i], handle(streams[i]))) ? -1 : 0;
 			}
 		}
 	}
@@ -146,63 +132,48 @@ int owcu_passed(owcu_handle ctx, int n, const owcu_handle *events, struct owcu_e
 
 int owcu_register(owcu_handle ctx, void *p, uint64_t n, struct owcu_error *e)
 {
-	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
-
-	if (rc == 0)
-		rc = TRY(host_register, (p, n, PORTABLE_MAPPED));
-	return leave(&g, rc);
+	return WITHIN(ctx, TRY(host_register, (p, n, PORTABLE_MAPPED)));
 }
 
-int owcu_unregister(owcu_handle ctx, void *p, struct owcu_error *e)
+int owcu_drop(owcu_handle ctx, int what, void *thing, struct owcu_error *e)
 {
 	struct owcu_guard g;
-	int rc = retire(&g, ctx, e);
+	owcu_ptr p = (owcu_ptr)(uintptr_t)thing;
+	int rc = retire(&g, ctx, e), left = 0;
 
 	if (rc)
 		return rc;
-	if (TRY(host_unregister, (p)))
-		rc = lost() ? -1 : 1;
-	return leave(&g, rc);
+	switch (what) {
+	case OWCU_EVENT:
+		DROP(thing, event_destroy);
+		break;
+	case OWCU_STREAM:
+		DROP(thing, stream_destroy);
+		break;
+	case OWCU_PINNED:
+		DROP(thing, host_unregister);
+		break;
+	case OWCU_ATTACHED:
+		DROP(p, ipc_close);
+		break;
+	}
+	return leave(&g, left);
 }
 
 int owcu_memory(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_error *e)
 {
-	struct owcu_guard g;
 	size_t a = 0, b = 0;
-	int rc = enter(&g, ctx, e);
+	int rc = WITHIN(ctx, TRY(mem_info, (&a, &b)));
 
-	if (rc == 0)
-		rc = TRY(mem_info, (&a, &b));
 	*unused = a;
 	*total = b;
-	return leave(&g, rc);
+	return rc;
 }
 
 int owcu_read(owcu_handle ctx, owcu_handle *stream, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e)
 {
-	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
-
-	if (rc == 0 && *stream == NULL)
-		rc = TRY(stream_create, (stream, NON_BLOCKING));
-	if (rc == 0)
-		rc = TRY(copy_out_async, (dst, src, n, *stream)) | TRY(stream_sync, (*stream));
-	return leave(&g, rc);
-}
-
-int owcu_stream_end(owcu_handle ctx, owcu_handle *stream, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	int rc = *stream != NULL ? retire(&g, ctx, e) : 0;
-
-	if (rc || *stream == NULL)
-		return rc;
-	if (TRY(stream_destroy, (*stream)))
-		rc = lost() ? -1 : 1;
-	if (rc <= 0)
-		*stream = NULL;
-	return leave(&g, rc);
+	return WITHIN(ctx, (*stream == NULL && TRY(stream_create, (stream, NON_BLOCKING))) ||
+	                           (TRY(copy_out_async, (dst, src, n, *stream)) | TRY(stream_sync, (*stream))));
 }
 
 int owcu_module_open(owcu_handle ctx, const void *image, uint64_t n, const char *names, int count, struct owcu_module *m,
@@ -245,34 +216,88 @@ int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error 
 	return leave(&g, rc);
 }
 
+// unpad waits for the work on a pad's streams and frees what there is of it. It returns 1 if
+// the driver refused some.
+static int unpad(struct owcu_pad *p, struct owcu_error *e)
+{
+	int left = 0;
+
+	for (int i = 0; i < p->nstreams; i++)
+		if (p->streams[i] && TRY(stream_sync, (p->streams[i])) && !lost())
+			return 1;
+	for (int i = 0; i < p->nevents; i++)
+		DROP(p->events[i], event_destroy);
+	for (int i = 0; i < p->nstreams; i++)
+		DROP(p->streams[i], stream_destroy);
+	DROP(p->device, mem_free);
+	DROP(p->host, host_unregister);
+	if (left)
+		return 1;
+	free(p->streams);
+	*p = (struct owcu_pad){0};
+	return 0;
+}
+
+static int pad(struct owcu_pad *p, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers, struct owcu_error *e)
+{
+	p->streams = calloc((size_t)(nstreams + nevents), sizeof *p->streams);
+	if (p->streams == NULL)
+		return failed(e, "calloc", OWCU_OUT_OF_MEMORY);
+	p->events = p->streams + nstreams;
+	p->nstreams = nstreams;
+	p->nevents = nevents;
+	if (TRY(host_register, (host, n, PORTABLE_MAPPED)))
+		return -1;
+	p->host = host;
+	if (TRY(host_pointer, (&p->mapped, host, 0)) || (room && TRY(mem_alloc, (&p->device, room))))
+		return -1;
+	for (int i = 0; i < nstreams; i++)
+		if (TRY(stream_create, (&p->streams[i], NON_BLOCKING)))
+			return -1;
+	for (int i = 0; i < nevents; i++)
+		if (TRY(event_create, (&p->events[i], NO_TIMING | (i < sleepers ? BLOCKING_SYNC : 0))))
+			return -1;
+	return 0;
+}
+
+int owcu_pad_new(owcu_handle ctx, struct owcu_pad *p, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers,
+                 struct owcu_error *e)
+{
+	struct owcu_guard g;
+	struct owcu_error ignored = {0};
+	int rc = enter(&g, ctx, e);
+
+	if (rc == 0 && (rc = pad(p, host, n, room, nstreams, nevents, sleepers, e)) && unpad(p, &ignored))
+		rc = 1;
+	return leave(&g, rc);
+}
+
+int owcu_pad_free(owcu_handle ctx, struct owcu_pad *p, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = retire(&g, ctx, e);
+
+	if (rc)
+		return rc;
+	rc = unpad(p, e);
+	return leave(&g, rc ? rc : e->call != NULL ? -1 : 0);
+}
+
 // unmake frees the parts of a queue that were made, and returns 1 if the driver
 // refused some of it.
 static int unmake(struct owcu_queue *l, struct owcu_error *e)
 {
-	int left = 0;
+	int left = unpad(&l->pad, e);
 
-	for (int i = 0; i < OWCU_STREAMS; i++)
-		if (l->streams[i] && TRY(stream_sync, (l->streams[i])) && !lost())
-			return 1;
-	for (int i = 0; l->slots && i < l->made; i++) {
-		struct owcu_slot *s = l->slots[i];
-		if (s == NULL)
-			continue;
-		DROP(s->copied, event_destroy);
-		DROP(s->done, event_destroy);
-		for (int k = 0; k < 4; k++)
-			DROP(s->marks[k], event_destroy);
-	}
-	DROP(l->join, event_destroy);
-	DROP(l->origin, event_destroy);
-	for (int i = 0; i < OWCU_STREAMS; i++)
-		DROP(l->streams[i], stream_destroy);
-	DROP(l->scratch, mem_free);
-	DROP(l->staging, mem_free);
-	DROP(l->pinned, host_unregister);
 	if (left)
 		return 1;
-	for (int i = 0; l->slots && i < l->made; i++)
+	for (int i = 0; i < 4 * l->made; i++)
+		DROP(l->slots[i / 4]->marks[i % 4], event_destroy);
+	DROP(l->origin, event_destroy);
+	DROP(l->scratch, mem_free);
+	if (left)
+		return 1;
+	for (int i = 0; i < l->made; i++)
 		free(l->slots[i]);
 	free(l->slots);
 	free(l);
@@ -281,30 +306,18 @@ static int unmake(struct owcu_queue *l, struct owcu_error *e)
 
 static int make(struct owcu_queue *l, void *pinned, uint64_t bytes, int nslots, int staged, struct owcu_error *e)
 {
-	const unsigned quiet = BLOCKING_SYNC | NO_TIMING;
-
-	if (TRY(host_register, (pinned, bytes, PORTABLE_MAPPED)))
+	if (pad(&l->pad, pinned, bytes, staged ? bytes : 0, OWCU_STREAMS, 2 * nslots + 1, nslots, e))
 		return -1;
-	l->pinned = pinned;
-	if (TRY(host_pointer, (&l->mapped, pinned, 0)) || (staged && TRY(mem_alloc, (&l->staging, bytes))))
-		return -1;
-	for (int i = 0; i < OWCU_STREAMS; i++)
-		if (TRY(stream_create, (&l->streams[i], NON_BLOCKING)))
-			return -1;
-	if (TRY(event_create, (&l->join, NO_TIMING)))
-		return -1;
+	l->join = l->pad.events[2 * nslots];
 	l->slots = calloc((size_t)nslots, sizeof *l->slots);
-	if (l->slots == NULL)
-		return failed(e, "calloc", OWCU_OUT_OF_MEMORY);
-	l->made = nslots;
-	for (int i = 0; i < nslots; i++) {
-		struct owcu_slot *s = l->slots[i] = calloc(1, sizeof *s);
+	for (; l->slots && l->made < nslots; l->made++) {
+		struct owcu_slot *s = l->slots[l->made] = calloc(1, sizeof *s);
 		if (s == NULL)
-			return failed(e, "calloc", OWCU_OUT_OF_MEMORY);
-		if (TRY(event_create, (&s->copied, NO_TIMING)) || TRY(event_create, (&s->done, quiet)))
-			return -1;
+			break;
+		s->done = l->pad.events[l->made];
+		s->copied = l->pad.events[nslots + l->made];
 	}
-	return 0;
+	return l->made < nslots ? failed(e, "calloc", OWCU_OUT_OF_MEMORY) : 0;
 }
 
 struct owcu_queue *owcu_queue_new(owcu_handle ctx, void *pinned, uint64_t bytes, int nslots, int staged,
@@ -347,12 +360,7 @@ int owcu_queue_free(struct owcu_queue *l, struct owcu_error *e)
 
 int owcu_queue_more(struct owcu_queue *l, owcu_ptr *which, uint64_t n, struct owcu_error *e)
 {
-	struct owcu_guard g;
-	int rc = enter(&g, l->ctx, e);
-
-	if (rc == 0)
-		rc = TRY(mem_alloc, (which, n));
-	return leave(&g, rc);
+	return WITHIN(l->ctx, TRY(mem_alloc, (which, n)));
 }
 
 static int launch_all(struct owcu_queue *l, struct owcu_slot *s, owcu_handle stream, struct owcu_error *e)
@@ -377,12 +385,12 @@ static int mark(struct owcu_queue *l, struct owcu_slot *s, int k, owcu_handle st
 
 static int queue(struct owcu_queue *l, struct owcu_slot *s, struct owcu_error *e)
 {
-	owcu_handle copy = l->streams[0], last = copy;
+	owcu_handle copy = l->pad.streams[0], last = copy;
 
 	if (s->then && s->nlaunches > 0)
 		l->ordered = 1;
 	if (s->nlaunches > 0 || (s->then && l->ordered))
-		last = l->streams[1 + s->stream];
+		last = l->pad.streams[1 + s->stream];
 	if (s->after && (s->early || last == copy) && TRY(stream_wait, (copy, s->after, 0)))
 		return -1;
 	if (mark(l, s, 0, copy, e))
@@ -414,10 +422,10 @@ int owcu_submit(struct owcu_queue *l, int slot, struct owcu_error *e)
 	rc = queue(l, s, e);
 	if (rc) {
 		// Some of it may run, on memory that the caller is about to reuse.
-		owcu->stream_sync(l->streams[0]);
-		owcu->stream_sync(l->streams[1 + s->stream]);
+		owcu->stream_sync(l->pad.streams[0]);
+		owcu->stream_sync(l->pad.streams[1 + s->stream]);
 	} else if (s->wait && (rc = TRY(event_sync, (s->done)))) {
-		owcu->stream_sync(l->streams[1 + s->stream]);
+		owcu->stream_sync(l->pad.streams[1 + s->stream]);
 	}
 	return leave(&g, rc);
 }
@@ -460,7 +468,7 @@ int owcu_wait(struct owcu_queue *l, int slot, struct owcu_error *e)
 		rc = TRY(event_elapsed, (&l->slots[slot]->at[k], l->origin, l->slots[slot]->marks[k]));
 	// Whatever is wrong with the event, all work on the memory must have ended.
 	for (int i = 0; rc && i < OWCU_STREAMS; i++)
-		owcu->stream_sync(l->streams[i]);
+		owcu->stream_sync(l->pad.streams[i]);
 	return leave(&g, rc);
 }
 
@@ -470,63 +478,21 @@ int owcu_join(struct owcu_queue *l, uint64_t stream, struct owcu_error *e)
 	int rc = enter(&g, l->ctx, e);
 
 	if (rc == 0)
-		rc = uncaptured(stream, e) || TRY(event_record, (l->join, (owcu_handle)(uintptr_t)stream)) ? -1 : 0;
+		rc = uncaptured(stream, e) || TRY(event_record, (l->join, handle(stream))) ? -1 : 0;
 	// A wait takes the event as it is now, so one event serves them all.
 	for (int i = 0; rc == 0 && i < OWCU_STREAMS; i++)
-		rc = TRY(stream_wait, (l->streams[i], l->join, 0));
+		rc = TRY(stream_wait, (l->pad.streams[i], l->join, 0));
 	return leave(&g, rc);
 }
 
-int owcu_event(owcu_handle ctx, owcu_handle *event, struct owcu_error *e)
+int owcu_event_new(owcu_handle ctx, owcu_handle *event, struct owcu_error *e)
 {
-	struct owcu_guard g;
-	int rc = *event != NULL ? retire(&g, ctx, e) : enter(&g, ctx, e);
-
-	if (rc)
-		return rc;
-	if (*event == NULL)
-		rc = TRY(event_create, (event, NO_TIMING));
-	else if (TRY(event_destroy, (*event)))
-		rc = lost() ? -1 : 1;
-	return leave(&g, rc);
+	return WITHIN(ctx, TRY(event_create, (event, NO_TIMING)));
 }
 
 int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e)
 {
-	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
-
-	if (rc == 0)
-		rc = uncaptured(stream, e) || TRY(stream_wait, ((owcu_handle)(uintptr_t)stream, event, 0)) ? -1 : 0;
-	return leave(&g, rc);
-}
-
-int owcu_floor(struct owcu_queue *l, uint64_t stride, uint64_t head, uint64_t n, int count, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	int rc = enter(&g, l->ctx, e);
-
-	if (rc)
-		return rc;
-	for (int i = 0; rc == 0 && i < count; i++) {
-		uint64_t at = (uint64_t)(i % l->nslots) * stride + head;
-		rc = TRY(copy_in, (l->staging + at, (char *)l->pinned + at, n, l->streams[0]));
-	}
-	rc |= TRY(stream_sync, (l->streams[0]));
-	return leave(&g, rc);
-}
-
-int owcu_across(struct owcu_queue *l, uint64_t dst, uint64_t n, int count, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	int rc = enter(&g, l->ctx, e);
-
-	if (rc)
-		return rc;
-	for (int i = 0; rc == 0 && i < count; i++)
-		rc = TRY(copy_across, (l->staging + dst, l->staging, n, l->streams[0]));
-	rc |= TRY(stream_sync, (l->streams[0]));
-	return leave(&g, rc);
+	return WITHIN(ctx, uncaptured(stream, e) || TRY(stream_wait, (handle(stream), event, 0)));
 }
 
 int owcu_again(struct owcu_queue *l, int count, struct owcu_error *e)
@@ -538,8 +504,8 @@ int owcu_again(struct owcu_queue *l, int count, struct owcu_error *e)
 		return rc;
 	for (int i = 0; rc == 0 && i < count; i++)
 		for (int k = 0; rc == 0 && k < l->nslots; k++)
-			rc = launch_all(l, l->slots[k], l->streams[1], e);
-	rc |= TRY(stream_sync, (l->streams[1]));
+			rc = launch_all(l, l->slots[k], l->pad.streams[1], e);
+	rc |= TRY(stream_sync, (l->pad.streams[1]));
 	return leave(&g, rc);
 }
 
@@ -556,7 +522,7 @@ int owcu_timing(struct owcu_queue *l, int on, struct owcu_error *e)
 			if (l->slots[i / 4]->marks[i % 4] == NULL)
 				rc = TRY(event_create, (&l->slots[i / 4]->marks[i % 4], 0));
 		if (rc == 0)
-			rc = TRY(event_record, (l->origin, l->streams[0])) || TRY(stream_sync, (l->streams[0])) ? -1 : 0;
+			rc = TRY(event_record, (l->origin, l->pad.streams[0])) || TRY(stream_sync, (l->pad.streams[0])) ? -1 : 0;
 		l->timed = rc == 0;
 	}
 	return leave(&g, rc);

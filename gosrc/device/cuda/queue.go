@@ -15,6 +15,7 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/overwire/overwire/cuda/built"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -86,10 +87,6 @@ type Slot struct {
 	build    build
 }
 
-// TablesOnly is the slotBytes of a queue whose slots only view device memory: it
-// takes next to no pinned memory. The device keeps one such queue beside the other.
-const TablesOnly = 4096
-
 // rank says in which of the device's two idle queues slots of n bytes fit.
 func rank(n int64) int {
 	if n <= TablesOnly {
@@ -148,7 +145,7 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 		l.end()
 		d.deferFree(l.release)
 	}
-	fns, err := d.functions()
+	fns, err := d.lookUp(&d.kernels, d.module, built.X16, kernelNames)
 	if err != nil {
 		return nil, err
 	}
@@ -182,14 +179,10 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 
 // newQueue makes a queue on some pages, with space for `most` slots but none yet.
 // After an error the caller still owns the pages, unless they are zero.
-func (d *Device) newQueue(p *pages, most int, fns *[kernels]C.owcu_handle) (*Queue, error) {
+func (d *Device) newQueue(p *pages, most int, fns []C.owcu_handle) (*Queue, error) {
 	var e C.struct_owcu_error
 	var left *C.struct_owcu_queue
-	staged := C.int(1)
-	if d.coherent {
-		staged = 0
-	}
-	c := C.owcu_queue_new(d.ctx, p.p, C.uint64_t(p.n), C.int(most), staged, &fns[0], &left, &e)
+	c := C.owcu_queue_new(d.ctx, p.p, C.uint64_t(p.n), C.int(most), truth(!d.coherent), &fns[0], &left, &e)
 	if c == nil {
 		if left != nil {
 			d.deferFree((&Queue{dev: d, c: left, pages: *p}).release)
@@ -216,16 +209,16 @@ func (q *Queue) shape(slots int, room int64) {
 	}
 	q.size, q.slots, q.c.nslots = room-headBytes, q.all[:slots], C.int(slots)
 	q.c.ordered, q.c.prompt = 0, 0
-	base := q.c.staging
+	base := q.c.pad.device
 	if q.inPlace {
-		base = q.c.mapped
+		base = q.c.pad.mapped
 	}
 	for i, s := range q.slots {
 		s.at = int64(i)*room + headBytes
 		s.host = unsafe.Add(q.pages.p, s.at)
 		s.Bytes = unsafe.Slice((*byte)(s.host), q.size)
 		s.dev = uint64(base) + uint64(s.at)
-		s.c.status = q.c.mapped + C.owcu_ptr(s.at-headBytes)
+		s.c.status = q.c.pad.mapped + C.owcu_ptr(s.at-headBytes)
 		q.free <- s
 	}
 }
@@ -268,10 +261,10 @@ func (s *Slot) View(b []byte) {
 // caller that asks for it puts the piece's bytes there before Submit, which then copies
 // only its tables; as with ViewDevice.
 func (s *Slot) DeviceMirror() unsafe.Pointer {
-	if s.q.c.staging == 0 {
+	if s.q.c.pad.device == 0 {
 		return nil
 	}
-	at := s.q.c.staging + C.owcu_ptr(s.at)
+	at := s.q.c.pad.device + C.owcu_ptr(s.at)
 	s.ViewDevice(uintptr(at), int64(len(s.Bytes)))
 	return pointer(at)
 }
@@ -281,10 +274,10 @@ func (s *Slot) DeviceMirror() unsafe.Pointer {
 func (q *Queue) Staging() (base unsafe.Pointer, n int64, err error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if err := q.more(&q.c.staging, q.pages.n, "the staging of a load"); err != nil {
+	if err := q.more(&q.c.pad.device, q.pages.n, "the staging of a load"); err != nil {
 		return nil, 0, err
 	}
-	return pointer(q.c.staging), q.pages.n, nil
+	return pointer(q.c.pad.device), q.pages.n, nil
 }
 
 // more allocates the queue's scratch or staging, unless it is there. q.mu is held.

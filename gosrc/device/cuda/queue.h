@@ -49,14 +49,21 @@ struct owcu_slot {
 	struct owcu_launch launches[OWCU_LAUNCHES];
 };
 
+// A pad is pinned memory of the host, memory of the device, and streams and events.
+struct owcu_pad {
+	void *host;      // registered
+	owcu_ptr mapped; // its address on the device
+	owcu_ptr device; // 0: none
+	owcu_handle *streams, *events;
+	int nstreams, nevents;
+};
+
 struct owcu_queue {
 	owcu_handle ctx;
-	owcu_handle streams[OWCU_STREAMS]; // 0 copies
+	struct owcu_pad pad; // stream 0 copies; the device's memory is the staging
 	owcu_handle kernels[OWCU_KERNELS];
 	owcu_handle join; // event for WaitFor
-	void *pinned;     // registered
-	owcu_ptr mapped; // its address on the device
-	owcu_ptr staging, scratch;
+	owcu_ptr scratch;
 	struct owcu_slot **slots;
 	int made, nslots; // slots that were made, and those in use
 	int ordered; // a submit with `then` has used a kernel: those that follow end behind it
@@ -73,8 +80,8 @@ struct owcu_info {
 
 int owcu_begin(int *version, int *count, struct owcu_error *e);
 int owcu_info_get(int ordinal, struct owcu_info *info, struct owcu_error *e);
-// owcu_ctx_open also says whether the device is coherent, as owcu_info does.
-int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, int *coherent, struct owcu_error *e);
+// owcu_ctx_open also says what owcu_info does of the device.
+int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, int *coherent, int *sms, struct owcu_error *e);
 int owcu_ctx_close(int device, struct owcu_error *e);
 
 // A guard keeps the thread's state that owcu_enter changed.
@@ -105,17 +112,17 @@ int owcu_mark(owcu_handle ctx, int n, const uint64_t *streams, owcu_handle *even
 int owcu_passed(owcu_handle ctx, int n, const owcu_handle *events, struct owcu_error *e);
 // owcu_register pins [p, p+n) for every context of the process.
 int owcu_register(owcu_handle ctx, void *p, uint64_t n, struct owcu_error *e);
-// owcu_unregister returns 1 if the driver refused and may not the next time.
-int owcu_unregister(owcu_handle ctx, void *p, struct owcu_error *e);
+// owcu_drop frees a thing that nothing uses, unless it is NULL. It returns 1 if the
+// driver refused and may not the next time. On a lost device it is gone.
+enum { OWCU_EVENT, OWCU_STREAM, OWCU_PINNED /* by owcu_register */, OWCU_ATTACHED /* by owcu_attach */ };
+int owcu_drop(owcu_handle ctx, int what, void *thing, struct owcu_error *e);
 int owcu_memory(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_error *e);
 // owcu_read copies on a stream of its own, which it makes at its first call.
 int owcu_read(owcu_handle ctx, owcu_handle *stream, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e);
-int owcu_stream_end(owcu_handle ctx, owcu_handle *stream, struct owcu_error *e);
 
 // owcu_module loads an image, of which it keeps a copy until it is closed, and
 // looks up kernels by names, which are separated by NUL. After an error it may be
-// opened again; m is zero the first time. Closing it returns 1 as owcu_unregister
-// does.
+// opened again; m is zero the first time. Closing it returns 1 as owcu_drop does.
 struct owcu_module {
 	owcu_handle module;
 	void *image;
@@ -123,6 +130,14 @@ struct owcu_module {
 int owcu_module_open(owcu_handle ctx, const void *image, uint64_t n, const char *names, int count, struct owcu_module *m,
                      owcu_handle *kernels, struct owcu_error *e);
 int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error *e);
+
+// owcu_pad_new registers [host, host+n), allocates `room` bytes of the device (0: none),
+// and makes streams and events, for the first of which (sleepers) waiting threads sleep and
+// for the others spin: all or nothing. p is zero. -1: nothing is left; 1: the driver refused to free some of it, for owcu_pad_free.
+// That waits for the streams' work, returns 1 for the same reason, and may be called again.
+int owcu_pad_new(owcu_handle ctx, struct owcu_pad *p, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers,
+                 struct owcu_error *e);
+int owcu_pad_free(owcu_handle ctx, struct owcu_pad *p, struct owcu_error *e);
 
 // owcu_queue_new registers [pinned, pinned+bytes) and makes the streams and events of
 // a queue and, if `staged`, its staging; on an error it returns NULL and leaves nothing
@@ -147,18 +162,10 @@ int owcu_wait(struct owcu_queue *l, int slot, struct owcu_error *e);
 // owcu_join makes the queue wait for what is queued now on a caller's stream.
 int owcu_join(struct owcu_queue *l, uint64_t stream, struct owcu_error *e);
 
-// owcu_event makes an event without times, or frees one that nothing uses (1: as
-// owcu_unregister); owcu_event_before makes a stream wait for its last record.
-int owcu_event(owcu_handle ctx, owcu_handle *event, struct owcu_error *e);
+// owcu_event_new makes an event without times; owcu_event_before makes a stream wait for
+// its last record.
+int owcu_event_new(owcu_handle ctx, owcu_handle *event, struct owcu_error *e);
 int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e);
-
-// owcu_floor copies the first n bytes of the slots to their staging, count times in
-// turn, and waits: the speed of the link alone. The caller owns the slots.
-int owcu_floor(struct owcu_queue *l, uint64_t stride, uint64_t head, uint64_t n, int count, struct owcu_error *e);
-
-// owcu_across copies n bytes inside the staging, from its start to dst, count
-// times, and waits: the speed of device memory alone.
-int owcu_across(struct owcu_queue *l, uint64_t dst, uint64_t n, int count, struct owcu_error *e);
 
 // owcu_again launches the kernels of every slot's last submit again, count times,
 // and waits; it copies nothing. The caller owns the slots, and their destinations

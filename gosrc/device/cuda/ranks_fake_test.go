@@ -255,7 +255,8 @@ func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.R
 		if c.Said {
 			for other := range ranks {
 				for _, q := range blocks(m, travel, spec.Cuts, other, ranks) {
-					spec.Needs = append(spec.Needs, [6]int64{q.Tensor, int64(other), q.Lo0, q.Hi0, q.Lo1, q.Hi1})
+					q.Dest = uintptr(other)
+					spec.Needs = append(spec.Needs, q)
 				}
 			}
 			spec.Cuts, spec.World, spec.Members = nil, 0, nil

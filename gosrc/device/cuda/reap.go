@@ -9,6 +9,7 @@ package cuda
 import "C"
 
 import (
+	"slices"
 	"time"
 	"unsafe"
 
@@ -98,22 +99,12 @@ func (d *Device) giveBack() error {
 	kept := d.kept
 	d.kept = nil
 	d.mu.Unlock()
-	if len(kept) == 0 {
-		return err
-	}
 	at := make([]C.owcu_ptr, len(kept))
 	for i := range kept {
 		at[i] = kept[i].at
 	}
-	var e C.struct_owcu_error
-	rc := C.owcu_free(d.ctx, C.int64_t(len(at)), &at[0], &e)
-	for _, left := range at {
-		if left != 0 {
-			d.freeUnused(left)
-		}
-	}
-	if rc != 0 && err == nil {
-		err = failure(d.index, &e)
+	if e := d.freeUnused(at); err == nil {
+		err = e
 	}
 	return err
 }
@@ -210,25 +201,45 @@ func (d *Device) freeSurplus() bool {
 	d.mu.Lock()
 	old, more := d.surplus()
 	d.mu.Unlock()
-	if len(old) > 0 {
-		var e C.struct_owcu_error
-		C.owcu_free(d.ctx, C.int64_t(len(old)), &old[0], &e)
-		for _, at := range old {
-			if at != 0 {
-				d.freeUnused(at)
-			}
-		}
-	}
+	_ = d.freeUnused(old) // the reaper tries again
 	return more
 }
 
-// freeUnused has the reaper free memory that no work has used.
-func (d *Device) freeUnused(at C.owcu_ptr) {
-	d.deferFree(func() bool {
-		var e C.struct_owcu_error
-		C.owcu_free(d.ctx, 1, &at, &e)
-		return at == 0
-	})
+// freeUnused frees memory that no work uses. What the driver refuses to free, the reaper
+// tries again.
+func (d *Device) freeUnused(at []C.owcu_ptr) error {
+	left, err := d.refused(at)
+	if len(left) > 0 {
+		d.deferFree(func() bool {
+			left, _ = d.refused(left)
+			return len(left) == 0
+		})
+	}
+	return err
+}
+
+// refused frees memory and returns what the driver refused to free; zeros are none.
+func (d *Device) refused(at []C.owcu_ptr) (left []C.owcu_ptr, err error) {
+	gone := func(p C.owcu_ptr) bool { return p == 0 }
+	if at = slices.DeleteFunc(at, gone); len(at) == 0 {
+		return nil, nil
+	}
+	err = d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_free(d.ctx, C.int64_t(len(at)), &at[0], e) })
+	return slices.DeleteFunc(at, gone), err
+}
+
+// drop frees a thing of the driver's that nothing uses; if the driver refuses, the
+// reaper tries again.
+func (d *Device) drop(what C.int, thing unsafe.Pointer) {
+	if !d.dropped(what, thing) {
+		d.deferFree(func() bool { return d.dropped(what, thing) })
+	}
+}
+
+// dropped frees a thing and reports whether it is gone; with a lost device it is.
+func (d *Device) dropped(what C.int, thing unsafe.Pointer) bool {
+	var e C.struct_owcu_error
+	return C.owcu_drop(d.ctx, what, thing, &e) <= 0
 }
 
 // deferFree has the reaper call free until it reports that the memory is gone.

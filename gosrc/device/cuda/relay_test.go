@@ -224,7 +224,7 @@ func streamOf(where string) uint64 {
 }
 
 // begun is a relay that has its requests.
-func begun(m *load.Model, spec *relay.Spec, requests [][6]int64) (*relay.Relay, error) {
+func begun(m *load.Model, spec *relay.Spec, requests []load.Request) (*relay.Relay, error) {
 	r, err := relay.Start(m, spec)
 	if err != nil {
 		return nil, err
@@ -237,9 +237,10 @@ func begun(m *load.Model, spec *relay.Spec, requests [][6]int64) (*relay.Relay, 
 	return r, nil
 }
 
-func requests(reqs []load.Request, got memory) (out [][6]int64) {
+func requests(reqs []load.Request, got memory) (out []load.Request) {
 	for i, q := range reqs {
-		out = append(out, [6]int64{q.Tensor, int64(got.at[i]), q.Lo0, q.Hi0, q.Lo1, q.Hi1})
+		q.Dest = uintptr(got.at[i])
+		out = append(out, q)
 	}
 	return out
 }
@@ -263,12 +264,12 @@ func TestRelayEnds(t *testing.T) {
 			sizes[i] = int64(len(b))
 		}
 		got, ring := memoryOn(t, where, sizes), memoryOn(t, where, []int64{alone, alone})
-		for _, wrong := range []func(*relay.Spec, [][6]int64){
-			func(s *relay.Spec, _ [][6]int64) { s.Rank = 1 }, func(s *relay.Spec, _ [][6]int64) { s.Ring = nil },
-			func(s *relay.Spec, _ [][6]int64) { s.Size = 30 << 10 }, func(s *relay.Spec, _ [][6]int64) { s.Widest = 300 },
-			func(s *relay.Spec, _ [][6]int64) { s.Tensors = s.Tensors[1:] },
-			func(s *relay.Spec, _ [][6]int64) { s.Tensors[0] = math.MaxInt32 },
-			func(_ *relay.Spec, q [][6]int64) { q[0][3] = math.MaxInt32 },
+		for _, wrong := range []func(*relay.Spec, []load.Request){
+			func(s *relay.Spec, _ []load.Request) { s.Rank = 1 }, func(s *relay.Spec, _ []load.Request) { s.Ring = nil },
+			func(s *relay.Spec, _ []load.Request) { s.Size = 30 << 10 }, func(s *relay.Spec, _ []load.Request) { s.Widest = 300 },
+			func(s *relay.Spec, _ []load.Request) { s.Tensors = s.Tensors[1:] },
+			func(s *relay.Spec, _ []load.Request) { s.Tensors[0] = math.MaxInt32 },
+			func(_ *relay.Spec, q []load.Request) { q[0].Hi0 = math.MaxInt32 },
 		} {
 			spec, list := specOf(append([]int64(nil), travel...), ring, where, 0, 1, alone), requests(reqs, got)
 			wrong(spec, list)

@@ -6,8 +6,7 @@ package cuda
 // how one of them is run.
 
 /*
-#include <stdlib.h>
-#include "resident.h"
+#include "batch.h"
 #include "../../../cuda/abi_digest.h"
 */
 import "C"
@@ -27,17 +26,13 @@ const (
 	residentDeltaApply
 	residentDeltaMeasure
 	residentDeltaWrite
-	residentKernels
 )
 
 // resident is the second module of a Device, loaded at its first use.
 type resident struct {
-	mu         sync.Mutex // held while it is loaded
-	module     C.struct_owcu_module
-	loaded     bool
-	kernels    [residentKernels]C.owcu_handle
-	processors int
-	lanes      [residentLanes]residentLane
+	module  *C.struct_owcu_module
+	kernels []C.owcu_handle // nil: not yet looked up
+	lanes   [residentLanes]residentLane
 }
 
 // residentLanes is how many kernels may be on the way at once: while one runs, the host
@@ -65,23 +60,9 @@ type residentRun struct {
 	take                func(answers unsafe.Pointer)
 }
 
-// loadResident loads the module, once.
-func (d *Device) loadResident() error {
-	r := &d.resident
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.loaded {
-		return nil
-	}
-	names := []byte(residentNames)
-	var e C.struct_owcu_error
-	var n C.int
-	if C.owcu_module_open(d.ctx, unsafe.Pointer(&built.Resident[0]), C.uint64_t(len(built.Resident)), (*C.char)(unsafe.Pointer(&names[0])),
-		residentKernels, &r.module, &r.kernels[0], &e) != 0 || C.owcu_processors(d.number, &n, &e) != 0 {
-		return failure(d.index, &e)
-	}
-	r.processors, r.loaded = int(n), true
-	return nil
+// residentKernels are the kernels of the second module.
+func (d *Device) residentKernels() ([]C.owcu_handle, error) {
+	return d.lookUp(&d.resident.kernels, d.resident.module, built.Resident, residentNames)
 }
 
 // residentPad returns a lane's memory for a table. The lane's lock is held.
@@ -97,7 +78,7 @@ func (d *Device) residentPad(r *residentLane, bytes int) (*pad, error) {
 		}
 	}
 	n := (bytes + bytes/4 + huge - 1) &^ (huge - 1)
-	s, err := d.newSlab(1, n, n)
+	s, err := d.newPads(1, n, n)
 	if err != nil {
 		return nil, err
 	}
@@ -107,10 +88,14 @@ func (d *Device) residentPad(r *residentLane, bytes int) (*pad, error) {
 
 // runResident runs a kernel of the second module on the caller's stream and waits for it.
 func (d *Device) runResident(on Order, run residentRun) error {
-	if err := d.loadResident(); err != nil {
+	kernels, err := d.residentKernels()
+	if err != nil {
 		return err
 	}
-	r, lane := &d.resident, &d.resident.lanes[run.lane]
+	if err := d.Follow(on.Stream, on.After...); err != nil {
+		return err
+	}
+	lane := &d.resident.lanes[run.lane]
 	lane.mu.Lock()
 	defer lane.mu.Unlock()
 	p, err := d.residentPad(lane, max(run.bytes, run.room))
@@ -120,23 +105,18 @@ func (d *Device) runResident(on Order, run residentRun) error {
 	run.fill(p.host, uint64(p.dev))
 	blocks := math.MaxInt32
 	if run.blocks > 0 {
-		blocks = r.processors * run.blocks
+		blocks = d.sms * run.blocks
 	}
-	c := C.struct_owcu_resident{
-		ctx: d.ctx, stream: C.uint64_t(on.Stream), join: p.join, done: p.done, to: p.dev, table: p.host,
-		bytes: C.uint64_t(run.bytes), back: C.uint64_t(run.back), back_at: C.uint64_t(run.backAt), kernel: r.kernels[run.kernel],
-		grid: C.uint32_t(min(run.grid, blocks)), block: C.uint32_t(run.block),
+	c := C.struct_owcu_batch{
+		ctx: d.ctx, stream: C.uint64_t(on.Stream), done: p.done, to: p.dev, table: p.host,
+		bytes: C.uint64_t(run.bytes), back: C.uint64_t(run.back), back_at: C.uint64_t(run.backAt), wait: 1, nsteps: 1,
 	}
+	c.steps[0] = C.struct_owcu_step{kernel: kernels[run.kernel], grid: C.uint32_t(min(run.grid, blocks)), block: C.uint32_t(run.block)}
 	for i, v := range run.args(uint64(p.dev)) {
-		c.args[i] = C.uint64_t(v)
+		c.steps[0].args[i] = C.uint64_t(v)
 	}
-	if len(on.After) > 0 {
-		c.after, c.nafter = (*C.uint64_t)(C.CBytes(unsafe.Slice((*byte)(unsafe.Pointer(&on.After[0])), 8*len(on.After)))), C.uint64_t(len(on.After))
-		defer C.free(unsafe.Pointer(c.after))
-	}
-	var e C.struct_owcu_error
-	if C.owcu_resident(&c, &e) != 0 {
-		return failure(d.index, &e)
+	if err := d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_batch(&c, e) }); err != nil {
+		return err
 	}
 	if run.take != nil {
 		run.take(unsafe.Add(p.host, run.backAt))
@@ -146,7 +126,7 @@ func (d *Device) runResident(on Order, run residentRun) error {
 
 // reserveResident gets memory for tables of that size in the first lanes.
 func (d *Device) reserveResident(bytes, lanes int) error {
-	if err := d.loadResident(); err != nil || bytes == 0 {
+	if _, err := d.residentKernels(); err != nil || bytes == 0 {
 		return err
 	}
 	for i := range min(lanes, residentLanes) {

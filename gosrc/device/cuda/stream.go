@@ -1,8 +1,9 @@
 package cuda
 
-// This file describes batches of bitstreams: layouts, orders, and status words.
+// This file describes what is done on a caller's stream: layouts, orders, and status words.
 
 import (
+	"strings"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/errs"
@@ -78,6 +79,16 @@ type Packed struct {
 	at     uint64
 }
 
+// A DeltaChunk is a chunk of a tensor in device memory: Bytes at Now, and for the
+// encoder at Base, both multiples of the element's Width (at least 4 if that is 8). Stored
+// is its delta in host memory, checked by delta.Check.
+type DeltaChunk struct {
+	Now, Base uint64
+	Bytes     int
+	Width     int
+	Stored    []byte
+}
+
 // Peeked is what a stream says about itself. Only native streams have Chunk and
 // Format.
 type Peeked struct {
@@ -86,7 +97,7 @@ type Peeked struct {
 	Err         error
 }
 
-// The bits of a stream's status word: cuda/abi.h and abi_stream.h.
+// The bits of a status word, of a chunk or a stream: cuda/abi.h and abi_stream.h.
 var statusTexts = []struct {
 	bit  uint32
 	text string
@@ -121,14 +132,16 @@ func statusError(w uint32) error {
 	if w == crowded {
 		return errs.New(errs.ErrArgument, "the output is too small for the stream")
 	}
-	text := ""
+	return errs.New(errs.ErrCorrupt, "%s", statusText(w))
+}
+
+// statusText says what the bits of a status word mean.
+func statusText(w uint32) string {
+	var all []string
 	for _, m := range statusTexts {
 		if w&m.bit != 0 {
-			if text != "" {
-				text += "; "
-			}
-			text += m.text
+			all = append(all, m.text)
 		}
 	}
-	return errs.New(errs.ErrCorrupt, "%s", text)
+	return strings.Join(all, "; ")
 }

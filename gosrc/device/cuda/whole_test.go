@@ -73,11 +73,11 @@ func exported(t *testing.T, d *cuda.Device, l *load.Loading, i int) []byte {
 		t.Fatal(err)
 	}
 	typ, dims := dlpack.Describe(dtype, shape, mem.Bytes, false)
-	m, err := dlpack.New(mem, typ, dims)
-	if err != nil {
+	one := dlpack.NewBatch(1)
+	one.Add(mem, typ, dims)
+	if err := one.Make(func(_ int, managed unsafe.Pointer) { dlpack.Delete(managed) }); err != nil {
 		t.Fatal(err)
 	}
-	dlpack.Delete(m)
 	return b
 }
 

@@ -27,13 +27,15 @@ static struct {
 	ssize_t (*read)(void *, void *, size_t, off_t, off_t);
 } cufile;
 
+static void *lib; // that ow_cufile opened last
+
 // ow_cufile opens a library and asks for its version: 0 and *version (0 if it is
 // too old to say), or -1 and why. The library stays loaded: such libraries are not
 // reliable when they are unloaded.
 static int ow_cufile(const char *name, int *version, char *why, size_t n)
 {
 	*version = 0;
-	void *lib = dlopen(name, RTLD_LAZY | RTLD_LOCAL);
+	lib = dlopen(name, RTLD_LAZY | RTLD_LOCAL);
 	if (lib == NULL) {
 		const char *e = dlerror();
 		snprintf(why, n, "%s", e != NULL ? e : name);
@@ -49,15 +51,9 @@ static int ow_cufile(const char *name, int *version, char *why, size_t n)
 	return 0;
 }
 
-// ow_cufile_begin fills the table and opens the driver.
-static int ow_cufile_begin(const char *name, char *why, size_t n)
+// ow_cufile_begin fills the table from that library and opens the driver.
+static int ow_cufile_begin(char *why, size_t n)
 {
-	void *lib = dlopen(name, RTLD_LAZY | RTLD_LOCAL);
-	if (lib == NULL) {
-		const char *e = dlerror();
-		snprintf(why, n, "%s", e != NULL ? e : name);
-		return -1;
-	}
 	struct { void **to; const char *symbol; } all[] = {
 		{(void **)&cufile.driver_open, "cuFileDriverOpen"},
 		{(void **)&cufile.handle_register, "cuFileHandleRegister"},
@@ -127,11 +123,10 @@ func library(name string) (int, error) {
 	return int(version), nil
 }
 
-func openDriver(name string) error {
+// openDriver opens the driver of the library that was loaded last.
+func openDriver() error {
 	why := make([]C.char, 512)
-	c := C.CString(name)
-	defer C.free(unsafe.Pointer(c))
-	if C.ow_cufile_begin(c, &why[0], C.size_t(len(why))) != 0 {
+	if C.ow_cufile_begin(&why[0], C.size_t(len(why))) != 0 {
 		return errors.New(C.GoString(&why[0]))
 	}
 	return nil

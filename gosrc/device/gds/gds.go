@@ -98,7 +98,7 @@ func begin() error {
 	}
 	if !found.opened {
 		found.opened = true
-		if err := openDriver(r.Library); err != nil {
+		if err := openDriver(); err != nil {
 			found.refused = errs.New(errs.ErrNotSupported, "no GPUDirect Storage: %s: %v", r.Library, err)
 		}
 	}

@@ -15,7 +15,7 @@ var errNone = errors.New("this build has no cgo")
 
 func library(string) (int, error) { return 0, errNone }
 
-func openDriver(string) error { return errNone }
+func openDriver() error { return errNone }
 
 // A File is read straight into GPU memory.
 type File struct{}

@@ -6,7 +6,7 @@ package pinned
 
 import (
 	"context"
-	"runtime"
+	"maps"
 	"sync"
 	"sync/atomic"
 	"unsafe"
@@ -51,9 +51,18 @@ type Memory struct {
 }
 
 // kept is the memory that no one uses, by GPU.
-var kept struct {
+var kept = struct {
 	mu  sync.Mutex
 	all map[*cuda.Device]*Memory
+}{all: map[*cuda.Device]*Memory{}}
+
+// unkept takes what is kept for a GPU; nil: nothing is.
+func unkept(gpu *cuda.Device) *Memory {
+	kept.mu.Lock()
+	defer kept.mu.Unlock()
+	m := kept.all[gpu]
+	delete(kept.all, gpu)
+	return m
 }
 
 // Take returns memory for up to room bytes, of which no more than limit become ready:
@@ -63,11 +72,7 @@ func Take(room, limit int64, gpu *cuda.Device) (*Memory, error) {
 	if room <= 0 || room > 1<<45 || limit <= 0 {
 		return nil, errs.New(errs.ErrArgument, "%d bytes of host memory, at most %d", room, limit)
 	}
-	kept.mu.Lock()
-	m := kept.all[gpu]
-	delete(kept.all, gpu)
-	kept.mu.Unlock()
-	if m != nil {
+	if m := unkept(gpu); m != nil {
 		if m.take(room, limit) {
 			return m, nil
 		}
@@ -131,9 +136,6 @@ func (m *Memory) Bytes(off, n int64) []byte {
 	return unsafe.Slice((*byte)(unsafe.Add(m.base, off)), n)
 }
 
-// Limit is how many bytes may become ready.
-func (m *Memory) Limit() int64 { return m.limit }
-
 // Want begins to make the first n bytes ready, or as many as the limit allows, and
 // does not wait.
 func (m *Memory) Want(n int64) {
@@ -185,9 +187,9 @@ func (m *Memory) Await(ctx context.Context, n int64) error {
 // while one is registered.
 func (m *Memory) grow() {
 	err := spawn.Guard("pinned", func() error {
-		touched := m.ready
+		lo, touched := m.ready, m.ready
 		for {
-			lo, hi := m.next()
+			hi := m.end(lo)
 			if lo == hi {
 				return nil
 			}
@@ -203,7 +205,7 @@ func (m *Memory) grow() {
 			var ahead chan error
 			if end := m.end(hi); end > hi && m.gpu != nil && !m.isGentle() {
 				ahead = make(chan error, 1)
-				spawn.Go("pinned", func() { ahead <- m.touch(hi, end) })
+				spawn.Go("pinned", func() { ahead <- spawn.Guard("pinned", func() error { return m.touch(hi, end) }) })
 				touched = end
 			}
 			err := m.pin(lo, hi)
@@ -215,6 +217,7 @@ func (m *Memory) grow() {
 			if err != nil {
 				return err
 			}
+			lo = hi
 		}
 	})
 	m.mu.Lock()
@@ -236,15 +239,7 @@ func (m *Memory) tell() {
 	m.moved = make(chan struct{})
 }
 
-// next is the part to make ready; an empty one ends the growth.
-func (m *Memory) next() (lo, hi int64) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	lo = m.ready
-	return lo, m.cut(lo)
-}
-
-// end is where the part that begins at lo would end.
+// end is where the part that begins at lo ends; lo itself: no more is to be made ready.
 func (m *Memory) end(lo int64) int64 {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -277,28 +272,11 @@ func (m *Memory) touch(lo, hi int64) error {
 	}
 	near := m.gpu.Place()
 	_ = near.Bind(b) // where it is refused, they lie where the threads run that touch them
-	n := hi - lo
-	threads := int64(max(1, min(16, runtime.GOMAXPROCS(0))))
+	threads := 0
 	if m.isGentle() {
 		threads = 1
 	}
-	part := (n/huge + threads) / threads * huge
-	var wg sync.WaitGroup
-	for from := int64(0); from < n; from += part {
-		wg.Add(1)
-		spawn.Go("pinned touch", func() {
-			defer wg.Done()
-			// Not by MADV_POPULATE_WRITE, in which threads wait for each other: on a machine
-			// with an H200, 16 of them touch 37 GB/s, and populate 6.
-			_ = near.Run(func() error {
-				for i := from; i < min(n, from+part); i += page {
-					b[i] = 0
-				}
-				return nil
-			})
-		})
-	}
-	wg.Wait()
+	cuda.Touch(b, near, threads)
 	return nil
 }
 
@@ -345,9 +323,6 @@ func (m *Memory) Keep() {
 	kept.mu.Lock()
 	other := kept.all[m.gpu]
 	if other == nil || other.promised() < m.ready {
-		if kept.all == nil {
-			kept.all = map[*cuda.Device]*Memory{}
-		}
 		kept.all[m.gpu], m = m, other
 	}
 	kept.mu.Unlock()
@@ -386,8 +361,8 @@ func (m *Memory) Free() {
 // Trim frees what is kept.
 func Trim() {
 	kept.mu.Lock()
-	all := kept.all
-	kept.all = nil
+	all := maps.Clone(kept.all)
+	clear(kept.all)
 	kept.mu.Unlock()
 	for _, m := range all {
 		m.Free()

@@ -29,9 +29,6 @@ func Prepare(room, n int64, gpu *cuda.Device) (*Memory, error) {
 	var err error
 	if m == nil {
 		if m, err = newMemory(max(room, n), n, gpu); err == nil {
-			if kept.all == nil {
-				kept.all = map[*cuda.Device]*Memory{}
-			}
 			kept.all[gpu], m.gentle = m, true
 		} else {
 			delete(kept.all, gpu)
@@ -95,11 +92,7 @@ func (m *Memory) Prepared(ctx context.Context, n int64) (int64, error) {
 
 // Drop gives back what is kept for a GPU.
 func Drop(gpu *cuda.Device) {
-	kept.mu.Lock()
-	m := kept.all[gpu]
-	delete(kept.all, gpu)
-	kept.mu.Unlock()
-	if m != nil {
+	if m := unkept(gpu); m != nil {
 		m.Free()
 	}
 }

@@ -36,34 +36,33 @@ var mayImport = map[string][]string{
 	"job": {"errs", "internal/spawn", "internal/rawjson"},
 
 	// Leaves: bytes, chunks, devices. They never import each other sideways.
-	"source":            {"errs", "knob", "internal/..."},
-	"source/file":       {"source", "errs", "knob", "internal/..."},
-	"source/retry":      {"source", "errs", "knob", "internal/..."},
-	"source/memory":     {"source", "errs"},
-	"source/spool":      {"source", "errs", "internal/..."},
-	"source/cache":      {"source", "source/file", "errs", "internal/..."},
-	"source/pipe":       {"source", "source/route", "source/spool", "errs", "knob", "internal/..."},
-	"source/route":      {"errs", "internal/..."},
-	"source/http":       {"source", "source/retry", "source/route", "source/spool", "errs", "knob", "internal/..."},
-	"source/parts":      {"source", "errs", "knob", "internal/..."},
-	"source/s3":         {"source", "source/retry", "source/route", "source/parts", "errs", "knob", "internal/..."},
-	"source/redis":      {"source", "source/retry", "source/parts", "errs", "knob", "internal/..."},
-	"source/open":       {"source/...", "errs", "knob", "internal/..."},
-	"source/sourcetest": {"source/...", "errs", "internal/..."},
-	"codec":             {"codec/...", "tensor", "errs", "knob", "internal/..."},
-	"codec/digest":      {"errs", "internal/..."},
-	"codec/raw":         {"tensor", "errs", "internal/..."},
-	"codec/delta":       {"errs"},
-	"codec/planes":      {"tensor", "errs", "internal/..."},
-	"codec/x16":         {"tensor", "errs", "knob", "internal/..."},
-	"codec/codectest":   {"codec/...", "tensor", "errs", "knob", "internal/..."},
-	"device":            {"tensor", "errs", "internal/..."},
-	"device/cpu":        {"device", "codec", "tensor", "errs", "knob", "internal/..."},
-	"device/cuda":       {"device", "device/cuda/twins", "codec/x16", "codec/digest", "tensor", "errs", "knob", "internal/..."},
-	"device/cuda/twins": {},
-	"device/gds":        {"errs", "internal/..."},
-	"device/pinned":     {"device/cuda", "errs", "internal/..."},
-	"format":            {"format/...", "tensorizer", "tensor", "source", "errs", "internal/..."},
+	"source":               {"errs", "knob", "internal/..."},
+	"source/file":          {"source", "errs", "knob", "internal/..."},
+	"source/retry":         {"source", "errs", "knob", "internal/..."},
+	"source/memory":        {"source", "errs"},
+	"source/spool":         {"source", "errs", "internal/..."},
+	"source/cache":         {"source", "source/file", "errs", "internal/..."},
+	"source/pipe":          {"source", "source/route", "source/spool", "errs", "knob", "internal/..."},
+	"source/route":         {"errs", "internal/..."},
+	"source/http":          {"source", "source/retry", "source/route", "source/spool", "errs", "knob", "internal/..."},
+	"source/parts":         {"source", "errs", "knob", "internal/..."},
+	"source/s3":            {"source", "source/retry", "source/route", "source/parts", "errs", "knob", "internal/..."},
+	"source/redis":         {"source", "source/retry", "source/parts", "errs", "knob", "internal/..."},
+	"source/open":          {"source/...", "errs", "knob", "internal/..."},
+	"source/sourcetest":    {"source/...", "errs", "internal/..."},
+	"codec":                {"codec/...", "tensor", "errs", "knob", "internal/..."},
+	"codec/digest":         {"errs", "internal/..."},
+	"codec/delta":          {"errs"},
+	"codec/planes":         {"tensor", "errs", "internal/..."},
+	"codec/x16":            {"tensor", "errs", "knob", "internal/..."},
+	"codec/codectest":      {"codec/...", "tensor", "errs", "knob", "internal/..."},
+	"device":               {"tensor", "errs", "internal/..."},
+	"device/cpu":           {"device", "codec", "tensor", "errs", "knob", "internal/..."},
+	"device/cuda":          {"device", "device/cuda/cudatest", "codec/x16", "codec/digest", "tensor", "errs", "knob", "internal/..."},
+	"device/cuda/cudatest": {},
+	"device/gds":           {"errs", "internal/..."},
+	"device/pinned":        {"device/cuda", "errs", "internal/..."},
+	"format":               {"format/...", "tensorizer", "tensor", "source", "errs", "internal/..."},
 	"format/safetensors": {"tensor", "source", "errs",
 		"internal/..."},
 	// The container is a safetensors file (docs/format.md 1): one parser and one
@@ -92,7 +91,7 @@ var mayImport = map[string][]string{
 	"save/folders": {"source", "source/open", "errs", "internal/..."},
 	"save": {"save/folders", "save/original", "save/stored", "companions", "format/...", "tensorizer", "codec/...", "source", "source/open", "job", "knob", "tensor", "errs",
 		"internal/..."},
-	"delta": {"save", "codec", "codec/delta", "codec/digest", "format", "format/overwire", "format/safetensors", "source", "source/memory", "source/open", "device/cuda",
+	"delta": {"save", "codec", "codec/delta", "codec/digest", "format", "format/overwire", "format/safetensors", "source", "source/memory", "source/open", "device", "device/cuda",
 		"job", "tensor", "errs", "internal/..."},
 	"save/original": {"save/stored", "format", "format/...", "source", "source/open", "tensor", "errs", "internal/..."},
 	"sleep":         {"load", "format/overwire", "source/memory", "codec", "codec/x16", "device", "device/cuda", "device/pinned", "job", "tensor", "errs", "internal/..."},
@@ -148,7 +147,7 @@ var modules = map[string][]string{
 }
 
 // cgoPackages may import "C". Everything else builds and tests with CGO_ENABLED=0.
-var cgoPackages = []string{"bind", "bind/...", "dlpack", "device/cuda", "device/cuda/twins", "device/gds", "internal/sodium"}
+var cgoPackages = []string{"bind", "bind/...", "dlpack", "device/cuda", "device/cuda/cudatest", "device/gds", "internal/sodium"}
 
 // mayWrite lists the packages that write files without internal/atomicfile, and
 // why.
@@ -164,7 +163,7 @@ var mayWrite = map[string]string{
 // needed fails. Files and functions have no such list.
 var longPackages = map[string]string{
 	"rig":         "a group of rows for each thing that is promised; they share models, child processes and the table",
-	"device/cuda": "a thousand of its lines are the fake driver of its tests, which has to lie where cgo compiles it",
+	"device/cuda": "queues, batches, packers and deltas share the state of a device and its table of the driver, which cgo keeps in one package",
 }
 
 const (

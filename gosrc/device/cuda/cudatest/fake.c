@@ -1,11 +1,11 @@
 //go:build cgo && owfake
 
 #define _GNU_SOURCE // memfd_create
-#include "fake.h"
+#include "../fake.h"
 #include "fake_state.h"
 #include "fake_resident.h"
 #include "fake_shared.h"
-#include "queue.h"
+#include "../queue.h"
 
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -208,8 +208,7 @@ static int f_host_pointer(owcu_ptr *p, void *host, unsigned flags)
 }
 static int f_copy_in(owcu_ptr dst, const void *src, size_t n, owcu_handle s)
 {
-	int rc = queues(1);
-	rc = rc ? rc : on(s);
+	int rc = queues_on(s);
 	if (rc == 0 && covers((void *)(uintptr_t)dst, n) != 1) {
 		broke("a copy outside device memory");
 		rc = INVALID;
@@ -224,28 +223,14 @@ static int f_copy_in(owcu_ptr dst, const void *src, size_t n, owcu_handle s)
 }
 static int f_copy_out_async(void *dst, owcu_ptr src, size_t n, owcu_handle s)
 {
-	int rc = queues(1);
-	rc = rc ? rc : on(s);
+	int rc = queues_on(s);
 	if (rc == 0)
 		push(s, (struct op){.kind = COPY, .dst = dst, .src = (void *)(uintptr_t)src, .n = n});
 	return end(rc);
 }
-static int f_copy_across(owcu_ptr dst, owcu_ptr src, size_t n, owcu_handle s)
-{
-	int rc = queues(1);
-	rc = rc ? rc : on(s);
-	if (rc == 0 && (covers((void *)(uintptr_t)dst, n) != 1 || covers((void *)(uintptr_t)src, n) != 1)) {
-		broke("a copy outside device memory");
-		rc = INVALID;
-	}
-	if (rc == 0)
-		push(s, (struct op){.kind = COPY, .dst = (void *)(uintptr_t)dst, .src = (void *)(uintptr_t)src, .n = n});
-	return end(rc);
-}
 static int f_copy_any(owcu_ptr dst, owcu_ptr src, size_t n, owcu_handle s)
 {
-	int rc = queues(1);
-	rc = rc ? rc : on(s);
+	int rc = queues_on(s);
 	// Memory that is not pinned is read before the call returns, as the driver
 	// does.
 	if (rc == 0 && covers((void *)(uintptr_t)src, n) == 0) {
@@ -273,14 +258,6 @@ static int f_stream_ctx(owcu_handle s, owcu_handle *ctx)
 	int rc = queues(1);
 	struct stream *t = stream_of(s);
 	*ctx = t->ctx != NULL ? t->ctx : current;
-	return end(rc);
-}
-static int f_fill(owcu_ptr dst, unsigned char v, size_t n, owcu_handle s)
-{
-	int rc = queues(1);
-	rc = rc ? rc : on(s);
-	if (rc == 0)
-		push(s, (struct op){.kind = FILL, .dst = (void *)(uintptr_t)dst, .value = v, .n = n});
 	return end(rc);
 }
 static int f_stream_create(owcu_handle *s, unsigned flags)
@@ -324,8 +301,7 @@ static int f_stream_sync(owcu_handle s)
 }
 static int f_stream_wait(owcu_handle s, owcu_handle e, unsigned flags)
 {
-	int rc = queues(1);
-	rc = rc ? rc : on(s);
+	int rc = queues_on(s);
 	struct event *ev = e;
 	(void)flags;
 	// Waiting for an event that was never recorded returns at once.
@@ -346,8 +322,7 @@ static int f_event_create(owcu_handle *e, unsigned flags)
 }
 static int f_event_record(owcu_handle e, owcu_handle s)
 {
-	int rc = queues(1);
-	rc = rc ? rc : on(s);
+	int rc = queues_on(s);
 	struct event *ev = e;
 	if (rc == 0) {
 		ev->stream = stream_of(s);
@@ -443,8 +418,7 @@ static int f_module_function(owcu_handle *f, owcu_handle m, const char *name)
 static int f_launch(owcu_handle f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                     unsigned shared, owcu_handle s, void **args, void **extra)
 {
-	int rc = queues(1);
-	rc = rc ? rc : on(s);
+	int rc = queues_on(s);
 	int kernel = (int)(uintptr_t)f - 1;
 	uint32_t n;
 	(void)extra;

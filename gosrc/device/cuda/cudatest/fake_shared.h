@@ -78,8 +78,7 @@ static int f_ipc_close(owcu_ptr p)
 }
 static int f_copy_rows(const struct owcu_rows *c, owcu_handle s)
 {
-	int rc = queues(1);
-	rc = rc ? rc : on(s);
+	int rc = queues_on(s);
 	if (rc == 0 && (c->src_kind != 2 || c->dst_kind != 2 || c->width == 0 || c->height == 0 || c->src_pitch < c->width || c->dst_pitch < c->width ||
 			covers((void *)(uintptr_t)c->dst, (c->height - 1) * c->dst_pitch + c->width) != 1 ||
 			covers((void *)(uintptr_t)c->src, (c->height - 1) * c->src_pitch + c->width) != 1)) {

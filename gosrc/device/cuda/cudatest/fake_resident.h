@@ -5,8 +5,8 @@
 
 #include "fake_state.h"
 
-#include "../../../cuda/abi_delta.h"
-#include "../../../cuda/abi_digest.h"
+#include "../../../../cuda/abi_delta.h"
+#include "../../../../cuda/abi_digest.h"
 
 void ow_digest_host(const ow_digest_job *jobs, uint32_t n, uint64_t tiles, const ow_digest_dim *dims, uint64_t *sums, uint32_t warps);
 

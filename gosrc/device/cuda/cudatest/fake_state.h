@@ -3,7 +3,7 @@
 #ifndef OWCU_FAKE_STATE_H
 #define OWCU_FAKE_STATE_H
 
-#include "fake.h"
+#include "../fake.h"
 
 #include <pthread.h>
 #include <stdio.h>
@@ -11,9 +11,9 @@
 #include <string.h>
 #include <time.h>
 
-#include "../../../cuda/abi.h"
-#include "../../../cuda/abi_move.h"
-#include "../../../cuda/abi_stream.h"
+#include "../../../../cuda/abi.h"
+#include "../../../../cuda/abi_move.h"
+#include "../../../../cuda/abi_stream.h"
 
 int ow_x16_host(int transform, const ow_x16_chunk *chunks, const ow_x16_seg *segs, uint32_t n, uint32_t *status);
 void ow_move_host(const ow_move *moves, const ow_part *parts, uint32_t n);
@@ -236,6 +236,14 @@ static int on(owcu_handle h)
 		broke("work for a stream that is being captured");
 	return rc;
 }
+// queues_on is queues for a call that queues work on a stream.
+static int queues_on_as(const char *name, owcu_handle h)
+{
+	int rc = queues_as(name, 1);
+
+	return rc ? rc : on(h);
+}
+#define queues_on(stream) queues_on_as(__func__, stream)
 
 // What ow_stream_open and its kin do; the memory of a batch's streams is theirs.
 static void stream_now(const struct op *o)
@@ -288,14 +296,8 @@ static void items_now(const struct op *o)
 			broke("an item outside device memory");
 			return;
 		}
-	if (o->kernel == K_LZ4)
-		ow_lz4_decode_host(items, (uint32_t)o->n);
-	else if (o->kernel == K_SNAPPY)
-		ow_snappy_decode_host(items, (uint32_t)o->n);
-	else if (o->kernel == K_CASCADED)
-		ow_cascaded_decode_host(items, (uint32_t)o->n);
-	else
-		ow_x16_encode_host(items, (uint32_t)o->n);
+	static void (*const kernels[])(ow_batch_item *, uint32_t) = {ow_lz4_decode_host, ow_snappy_decode_host, ow_cascaded_decode_host, ow_x16_encode_host};
+	kernels[o->kernel - K_ITEMS](items, (uint32_t)o->n);
 }
 
 static void resident_now(const struct op *o); // fake_resident.h

@@ -1,0 +1,52 @@
+package binding
+
+// This file reads tensors that Python describes in columns.
+
+import (
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// columns are tensors. Their addresses are among the numbers of the verb.
+type columns struct {
+	Names  []string  `json:"names"`
+	DTypes []string  `json:"dtypes"`
+	Shapes [][]int64 `json:"shapes"`
+}
+
+// types are the dtypes of the tensors, which have `each` of the numbers.
+func (c *columns) types(numbers, each int) ([]tensor.DType, error) {
+	if len(c.DTypes) != len(c.Names) || len(c.Shapes) != len(c.Names) || numbers != each*len(c.Names) {
+		return nil, errs.New(errs.ErrArgument, "%d names, %d dtypes, %d shapes, %d numbers of tensors", len(c.Names), len(c.DTypes), len(c.Shapes), numbers)
+	}
+	types := make([]tensor.DType, len(c.Names))
+	for i, name := range c.Names {
+		d, ok := tensor.ParseDType(c.DTypes[i])
+		if !ok {
+			return nil, errs.New(errs.ErrArgument, "tensor %q: no such dtype: %q", name, c.DTypes[i])
+		}
+		types[i] = d
+	}
+	return types, nil
+}
+
+// named refuses names that no header can have.
+func (c *columns) named() error {
+	for _, name := range c.Names {
+		if strings.ContainsRune(name, 0) {
+			return errs.New(errs.ErrArgument, "tensor %q: the name has a NUL", name)
+		}
+	}
+	return nil
+}
+
+// dataAt is memory whose address and size the caller gave.
+func dataAt(addr uint64, n int64) ([]byte, error) {
+	if n < 0 || n > 0 && addr == 0 {
+		return nil, errs.New(errs.ErrArgument, "%d bytes at %#x", n, addr)
+	}
+	return device.Bytes(addr, n), nil
+}

@@ -1,5 +1,0 @@
-//go:build cgo && owfake
-
-package twins
-
-import "C" // compiles twins.cc
