@@ -21,6 +21,7 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
+import importlib
 import io
 import os
 import platform
@@ -32,6 +33,7 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
+import types
 import zipfile
 from pathlib import Path
 
@@ -190,11 +192,7 @@ def lean() -> list[str]:
 
 def third_parties() -> tuple[dict[str, str], str]:
     """Return the files that list the linked modules, and the licence of the whole library."""
-    sys.path.insert(0, str(ROOT / "wheels"))
-    try:
-        import licences
-    finally:
-        sys.path.pop(0)
+    licences = of_wheels("licences")
     p = project()
     modules = licences.linked(ROOT, go_command(), TAGS, go_environment())
     suffix = "_aarch64" if machine() == "aarch64" else ""
@@ -229,17 +227,22 @@ def build_library(out: Path = LIBRARY, asan: bool = False, fake: bool = False) -
             sys.exit(f"overwire: go build failed (exit code {done.returncode}); its messages stand above")
         if not asan and not fake:
             symbol_floor(made)
+            made.write_bytes(of_wheels("elf").pointers_once(made.read_bytes()))
         os.replace(made, out)  # processes that have mapped the old file keep it
+
+
+def of_wheels(module: str) -> types.ModuleType:
+    """Import a module of the folder wheels."""
+    sys.path.insert(0, str(ROOT / "wheels"))
+    try:
+        return importlib.import_module(module)
+    finally:
+        sys.path.pop(0)
 
 
 def symbol_floor(library: Path) -> tuple[int, int]:
     """Return the newest glibc version that a library asks for; exit if that is above FLOOR."""
-    sys.path.insert(0, str(ROOT / "wheels"))
-    try:
-        from elf import Elf
-    finally:
-        sys.path.pop(0)
-    versions = Elf(library.read_bytes()).needed_versions()
+    versions = of_wheels("elf").Elf(library.read_bytes()).needed_versions()
     glibc = [(int(m[1]), int(m[2])) for v in versions if (m := re.fullmatch(r"GLIBC_(\d+)\.(\d+)(?:\.\d+)?", v.version))]
     newest = max(glibc, default=(2, 5))
     if newest > FLOOR:
