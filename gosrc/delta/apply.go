@@ -7,7 +7,6 @@ import (
 	"cmp"
 	"context"
 	"fmt"
-	"maps"
 	"runtime"
 	"slices"
 	"strings"
@@ -106,9 +105,7 @@ func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, w
 	if err != nil {
 		return r, err
 	}
-	by := map[int32][]step{}
 	for _, s := range steps {
-		by[s.CUDA] = append(by[s.CUDA], s)
 		r.Tensors++
 		r.Bytes += s.bytes
 		if s.changes() {
@@ -122,14 +119,18 @@ func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, w
 	}
 	var places []place
 	var of [][]step
-	for _, cuda := range slices.Sorted(maps.Keys(by)) {
-		var p place = &host{steps: by[cuda], workers: workers}
+	for len(steps) > 0 { // those of one device are neighbours
+		cuda, n := steps[0].CUDA, 1
+		for n < len(steps) && steps[n].CUDA == cuda {
+			n++
+		}
+		var p place = &host{steps: steps[:n], workers: workers}
 		if cuda > 0 {
-			if p, err = onGPU(int(cuda-1), by[cuda]); err != nil {
+			if p, err = onGPU(int(cuda-1), steps[:n]); err != nil {
 				return r, err
 			}
 		}
-		places, of = append(places, p), append(of, by[cuda])
+		places, of, steps = append(places, p), append(of, steps[:n]), steps[n:]
 	}
 	stages.End("plan")
 	if err := before(ctx, stages, places, of); err != nil {
@@ -140,7 +141,8 @@ func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, w
 	return r, err
 }
 
-// plan pairs targets with the chain. Tied targets become one step.
+// plan pairs targets with the chain, sorted by device and address. Tied targets become one
+// step.
 func plan(chain []*File, targets []Target, missing bool) ([]step, error) {
 	var steps []step
 	names := map[string]bool{}
@@ -201,15 +203,16 @@ func some(names []string) string {
 	return text
 }
 
-// untie leaves one step of those with the same memory, and refuses memory that overlaps.
+// untie sorts steps, leaves one of those with the same memory, and refuses memory that overlaps.
 func untie(steps []step) ([]step, error) {
-	slices.SortStableFunc(steps, func(a, b step) int {
-		return cmp.Or(cmp.Compare(a.CUDA, b.CUDA), cmp.Compare(a.At, b.At))
-	})
+	sorted := make([]*step, len(steps))
+	for i := range steps {
+		sorted[i] = &steps[i]
+	}
+	slices.SortStableFunc(sorted, func(a, b *step) int { return cmp.Or(cmp.Compare(a.CUDA, b.CUDA), cmp.Compare(a.At, b.At)) })
 	var out []step
 	var full *step // the last with bytes
-	for i := range steps {
-		s := &steps[i]
+	for _, s := range sorted {
 		if s.bytes > 0 && full != nil && full.CUDA == s.CUDA && s.At < full.At+uint64(full.bytes) {
 			if s.At == full.At && s.bytes == full.bytes && s.first() == full.first() && s.last() == full.last() {
 				continue

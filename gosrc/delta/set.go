@@ -12,7 +12,7 @@ package delta
 import (
 	"fmt"
 	"slices"
-	"strings"
+	"sort"
 
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/errs"
@@ -161,7 +161,7 @@ func together(uri string, files []*File) (*File, error) {
 		}
 	}
 	name := func(p place) string { return files[p.file].Tensors[p.tensor].Name }
-	slices.SortFunc(all, func(a, b place) int { return strings.Compare(name(a), name(b)) })
+	sort.Slice(all, func(i, k int) bool { return name(all[i]) < name(all[k]) })
 	for i, p := range all {
 		if i > 0 && name(all[i-1]) == name(p) {
 			return nil, errs.Locate("delta", files[p.file].URI, name(p), -1, bad("another shard has this tensor, too"))

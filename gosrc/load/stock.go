@@ -275,14 +275,14 @@ type due struct {
 }
 
 // served says which requests the model's stocks serve; nil: none.
-func (m *Model) served(reqs []Request, wants []plan.Want, tgt Target, opt Options) []due {
+func (m *Model) served(reqs []Request, wants []plan.Want, tgt Target, opt Options) []*due {
 	m.mu.Lock()
 	stocks := slices.Clone(m.stocks) // others may join meanwhile
 	m.mu.Unlock()
 	if stocks == nil || opt.Cast != "" {
 		return nil
 	}
-	var all []due
+	var all []*due
 	same := make([]int8, len(stocks)) // by file: whether it is unchanged since Join; 0: not checked
 	for i, r := range reqs {
 		if r.Dest == SettleLater {
@@ -307,25 +307,25 @@ func (m *Model) served(reqs []Request, wants []plan.Want, tgt Target, opt Option
 		if !ok {
 			continue
 		}
-		all = append(all, due{at: i, from: from, k: k, reread: r.Dest != 0 && from.stock.l.mapped[k]})
+		all = append(all, &due{at: i, from: from, k: k, reread: r.Dest != 0 && from.stock.l.mapped[k]})
 	}
 	for _, d := range all {
 		d.from.stock.claim(d.from.file)
 	}
 	// In the order in which a stock fills.
-	slices.SortStableFunc(all, func(a, b due) int { return int(a.k) - int(b.k) })
+	slices.SortStableFunc(all, func(a, b *due) int { return int(a.k) - int(b.k) })
 	return all
 }
 
 // fromStocks is Start for requests some of which stocks serve; the others, and
 // those that a stock cannot give, are loads of their own.
-func (m *Model) fromStocks(reqs []Request, wants []plan.Want, tgt Target, opt Options, all []due) (*Loading, error) {
+func (m *Model) fromStocks(reqs []Request, wants []plan.Want, tgt Target, opt Options, all []*due) (*Loading, error) {
 	if err := m.Hold(); err != nil {
 		return nil, err
 	}
 	l := newLoading(m, tgt, wants)
 	l.mapped = make([]bool, len(reqs))
-	all = slices.DeleteFunc(all, func(d due) bool { return d.reread })
+	all = slices.DeleteFunc(all, func(d *due) bool { return d.reread })
 	given := make([]bool, len(reqs))
 	for _, d := range all {
 		given[d.at] = true
@@ -384,7 +384,7 @@ func pick[T any](all []T, at []int) []T {
 }
 
 // draw takes what is due out of the stocks, and returns what was missing.
-func (l *Loading) draw(ctx context.Context, reqs []Request, all []due, rep *Report) (missing []int) {
+func (l *Loading) draw(ctx context.Context, reqs []Request, all []*due, rep *Report) (missing []int) {
 	var mapped int64
 	for _, d := range all {
 		mem, ok := d.from.stock.take(ctx, d.k)

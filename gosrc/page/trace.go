@@ -11,6 +11,7 @@ import (
 	"errors"
 	"math"
 	"slices"
+	"sort"
 
 	"github.com/overwire/overwire/gosrc/errs"
 )
@@ -68,7 +69,7 @@ type Timeline struct {
 // beyond the limits is errs.ErrNotSupported.
 func ReadTrace(title string, text []byte) (*Timeline, error) {
 	t := &Timeline{Title: title, Stages: []string{}, Rows: []*row{}}
-	names, rows := map[line]string{}, map[line][]event{}
+	names, rows := map[line]string{}, map[line][]*event{}
 	count := 0
 	err := events(text, func(e *event) error {
 		at := line{e.PID, e.TID}
@@ -79,7 +80,7 @@ func ReadTrace(title string, text []byte) (*Timeline, error) {
 		case !(e.At >= 0 && e.Took >= 0 && e.At+e.Took <= maxTime) || e.Args.Bytes < 0:
 			return errs.New(errs.ErrFormat, "not a trace of overwire: a span of %q at %g us, %g us long", e.Name, e.At, e.Took)
 		default:
-			rows[at] = append(rows[at], *e)
+			rows[at] = append(rows[at], e)
 			t.Spans++
 		}
 		if count++; count > maxSpans+maxRows || len(rows) > maxRows {
@@ -97,7 +98,9 @@ func ReadTrace(title string, text []byte) (*Timeline, error) {
 	for at := range rows {
 		lines = append(lines, at)
 	}
-	slices.SortFunc(lines, func(a, b line) int { return cmp.Or(cmp.Compare(a.pid, b.pid), cmp.Compare(a.tid, b.tid)) })
+	sort.Slice(lines, func(i, k int) bool {
+		return lines[i].pid < lines[k].pid || lines[i].pid == lines[k].pid && lines[i].tid < lines[k].tid
+	})
 	stages := map[string]int{}
 	for _, at := range lines {
 		r := &row{Name: names[at], Device: at.pid == 2}
@@ -111,7 +114,7 @@ func ReadTrace(title string, text []byte) (*Timeline, error) {
 }
 
 // events calls take with each event of a trace, one after the other, so that their
-// number is known before memory is taken for them.
+// number is known before memory is taken for them. take may keep them.
 func events(text []byte, take func(*event) error) error {
 	bad := func(err error) error { return errs.New(errs.ErrFormat, "not a trace of overwire: %v", err) }
 	d := json.NewDecoder(bytes.NewReader(text))
@@ -153,8 +156,8 @@ func events(text []byte, take func(*event) error) error {
 }
 
 // fill takes the spans of one row.
-func (r *row) fill(t *Timeline, events []event, stages map[string]int) {
-	slices.SortStableFunc(events, func(a, b event) int { return cmp.Compare(a.At, b.At) })
+func (r *row) fill(t *Timeline, events []*event, stages map[string]int) {
+	slices.SortStableFunc(events, func(a, b *event) int { return cmp.Compare(a.At, b.At) })
 	last := int64(0)
 	for _, e := range events {
 		begin, took := int64(math.Round(e.At*1e3)), int64(math.Round(e.Took*1e3))

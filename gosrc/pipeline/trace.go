@@ -7,6 +7,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"slices"
 	"sync"
@@ -123,10 +124,11 @@ func (t *Trace) Summary() Summary {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	var s Summary
-	var copies []span
+	var copies []*span
 	last := t.start
 	sums := map[string]*StageSum{}
-	for _, p := range t.spans {
+	for i := range t.spans {
+		p := &t.spans[i]
 		last = later(last, p.end)
 		if p.at == onStream && p.verb == "copy" {
 			copies = append(copies, p)
@@ -143,22 +145,21 @@ func (t *Trace) Summary() Summary {
 		sum.Bytes += p.bytes
 	}
 	s.Seconds = last.Sub(t.start).Seconds()
-	for _, sum := range sums {
+	for _, sum := range slices.SortedFunc(maps.Values(sums), func(a, b *StageSum) int {
+		return cmp.Compare(slices.Index(order, a.Verb), slices.Index(order, b.Verb))
+	}) {
 		s.Stages = append(s.Stages, *sum)
 	}
-	slices.SortFunc(s.Stages, func(a, b StageSum) int {
-		return cmp.Compare(slices.Index(order, a.Verb), slices.Index(order, b.Verb))
-	})
 	s.Copy = gaps(copies, t.start, last)
 	return s
 }
 
 // gaps finds them among the copies of one stream, which run one after the other.
-func gaps(copies []span, first, last time.Time) *Gaps {
+func gaps(copies []*span, first, last time.Time) *Gaps {
 	if len(copies) == 0 {
 		return nil
 	}
-	slices.SortFunc(copies, func(a, b span) int { return a.begin.Compare(b.begin) })
+	slices.SortFunc(copies, func(a, b *span) int { return a.begin.Compare(b.begin) })
 	g := &Gaps{Lead: copies[0].begin.Sub(first).Seconds()}
 	end := copies[0].begin
 	for _, c := range copies {

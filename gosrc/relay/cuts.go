@@ -4,7 +4,7 @@ package relay
 // needs is read by that rank, and does not travel.
 
 import (
-	"slices"
+	"sort"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/plan"
@@ -159,8 +159,9 @@ func (r *Relay) layOutCuts(all []chunkOf, need []int16) error {
 			if err := r.fill(&shares[rank], &stacks[ranks], now-own, most, full); err != nil {
 				return err
 			}
-			slices.SortStableFunc(shares[rank].chunks, r.stripsLast)
-			shares[rank].common = len(shares[rank].chunks)
+			common := shares[rank].chunks
+			sort.SliceStable(common, func(i, k int) bool { return !r.isStrip(common[i]) && r.isStrip(common[k]) })
+			shares[rank].common = len(common)
 		}
 		for rank := range shares {
 			if err := r.fill(&shares[rank], &stacks[rank], now, most, full); err != nil {
@@ -169,17 +170,6 @@ func (r *Relay) layOutCuts(all []chunkOf, need []int16) error {
 		}
 		r.piece(shares)
 	}
-}
-
-// stripsLast sorts chunks of strips behind others.
-func (r *Relay) stripsLast(a, b chunkOf) int {
-	switch {
-	case r.isStrip(a) == r.isStrip(b):
-		return 0
-	case r.isStrip(a):
-		return 1
-	}
-	return -1
 }
 
 // fill moves chunks to a share, until it has that number of bytes; it has `most` at

@@ -3,10 +3,8 @@ package tensorizer
 // This file compares the CRC32 of tensors while they are read.
 
 import (
-	"cmp"
 	"context"
 	"hash/crc32"
-	"slices"
 	"sort"
 	"sync"
 
@@ -93,7 +91,7 @@ func (t *passing) pass(p []byte, off int64) error {
 	if t.left -= piece.n; t.left > 0 {
 		return nil
 	}
-	slices.SortFunc(t.pieces, func(a, b summed) int { return cmp.Compare(a.off, b.off) })
+	sort.Slice(t.pieces, func(i, k int) bool { return t.pieces[i].off < t.pieces[k].off })
 	sum := t.start
 	for _, have := range t.pieces {
 		sum = crcJoin(sum, have.crc, have.n)

@@ -29,7 +29,16 @@ func (h *Header) check(uri string, size int64, opt Options) error {
 	ts := h.Tensors
 	for i := 1; i < len(ts); i++ {
 		if order(&ts[i-1], &ts[i]) > 0 { // writers sort; the sort is for those that do not
-			slices.SortFunc(ts, func(a, b tensor.Tensor) int { return order(&a, &b) })
+			sorted := make([]*tensor.Tensor, len(ts))
+			for k := range ts {
+				sorted[k] = &ts[k]
+			}
+			slices.SortFunc(sorted, order)
+			ts = make([]tensor.Tensor, len(sorted))
+			for k, t := range sorted {
+				ts[k] = *t
+			}
+			h.Tensors = ts
 			break
 		}
 	}

@@ -7,7 +7,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math/bits"
-	"slices"
+	"sort"
 	"strconv"
 	"unicode/utf16"
 	"unicode/utf8"
@@ -276,11 +276,11 @@ func (s *scanner) distinct(base int) bool {
 	if len(keys) < 2 || s.lenient {
 		return true
 	}
-	text := func(k span) []byte { return s.b[k.lo:k.hi] }
-	slices.SortFunc(keys, func(a, b span) int { return bytes.Compare(text(a), text(b)) })
+	text := func(i int) []byte { return s.b[keys[i].lo:keys[i].hi] }
+	sort.Slice(keys, func(i, k int) bool { return bytes.Compare(text(i), text(k)) < 0 })
 	for i := 1; i < len(keys); i++ {
-		if bytes.Equal(text(keys[i-1]), text(keys[i])) {
-			return s.fail("duplicate key %s", text(keys[i]))
+		if bytes.Equal(text(i-1), text(i)) {
+			return s.fail("duplicate key %s", text(i))
 		}
 	}
 	return true

@@ -3,9 +3,10 @@ package safetensors
 // This file reads model.safetensors.index.json.
 
 import (
-	"cmp"
+	"maps"
 	"path/filepath"
 	"slices"
+	"sort"
 	"strconv"
 	"strings"
 
@@ -264,24 +265,20 @@ func (s *Shards) Only(names []string) Shards {
 // AppendIndexJSON appends an index as transformers writes it: two spaces of
 // indent, names sorted, a newline at the end. Names are UTF-8.
 func AppendIndexJSON(dst []byte, s Shards) []byte {
-	type line struct{ key, value string }
-	var about []line
+	about := map[string]string{}
+	maps.Copy(about, s.Metadata)
 	if s.TotalSize >= 0 {
-		about = append(about, line{"total_size", strconv.FormatInt(s.TotalSize, 10)})
+		about["total_size"] = strconv.FormatInt(s.TotalSize, 10)
 	}
-	for k, v := range s.Metadata {
-		about = append(about, line{k, v})
-	}
-	slices.SortFunc(about, func(a, b line) int { return cmp.Compare(a.key, b.key) })
 	dst = append(dst, "{\n  \"metadata\": {"...)
-	for i, l := range about {
-		dst = appendLine(dst, i, l.key)
-		dst = append(dst, l.value...)
+	for i, key := range slices.Sorted(maps.Keys(about)) {
+		dst = appendLine(dst, i, key)
+		dst = append(dst, about[key]...)
 	}
 	dst = closeLines(dst, len(about))
 	dst = append(dst, ",\n  \"weight_map\": {"...)
 	sorted := slices.Clone(s.Weights)
-	slices.SortFunc(sorted, func(a, b Weight) int { return cmp.Compare(a.Name, b.Name) })
+	sort.Slice(sorted, func(i, k int) bool { return sorted[i].Name < sorted[k].Name })
 	for i, w := range sorted {
 		dst = appendLine(dst, i, w.Name)
 		dst = AppendString(dst, s.Files[w.File])

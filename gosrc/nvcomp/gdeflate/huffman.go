@@ -3,7 +3,6 @@ package gdeflate
 // This file makes Huffman codes.
 
 import (
-	"cmp"
 	"math/bits"
 	"slices"
 
@@ -94,28 +93,24 @@ type code struct {
 // codeFor makes a code of at most limit bits for symbols of these frequencies. At
 // least two symbols get a code, because some readers need that.
 func codeFor(freq []uint32, limit int) code {
-	type leaf struct {
-		freq uint32
-		sym  int
-	}
-	var leaves []leaf
+	var leaves []int // a frequency above the 16 bits of its symbol
 	for s, f := range freq {
 		if f > 0 {
-			leaves = append(leaves, leaf{f, s})
+			leaves = append(leaves, int(f)<<16|s)
 		}
 	}
 	for s := 0; len(leaves) < 2; s++ {
 		if freq[s] == 0 {
-			leaves = append(leaves, leaf{1, s})
+			leaves = append(leaves, 1<<16|s)
 		}
 	}
-	slices.SortFunc(leaves, func(a, b leaf) int { return cmp.Or(cmp.Compare(a.freq, b.freq), cmp.Compare(a.sym, b.sym)) })
+	slices.Sort(leaves)
 
 	// The two-queue method: inner nodes come in rising order.
 	n := len(leaves)
 	weight, parent := make([]uint64, 2*n-1), make([]int, 2*n-1)
 	for i, l := range leaves {
-		weight[i] = uint64(l.freq)
+		weight[i] = uint64(l >> 16)
 	}
 	a, b := 0, n // the next leaf, the next inner node
 	for made := n; made < 2*n-1; made++ {
@@ -160,7 +155,7 @@ func codeFor(freq []uint32, limit int) code {
 	at := 0
 	for l := limit; l > 0; l-- { // the rarest have the longest codes
 		for range count[l] {
-			c.length[leaves[at].sym] = uint8(l)
+			c.length[leaves[at]&0xffff] = uint8(l)
 			at++
 		}
 	}

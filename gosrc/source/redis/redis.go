@@ -17,6 +17,7 @@ import (
 	"io"
 	"regexp"
 	"slices"
+	"sort"
 	"strconv"
 	"strings"
 	"time"
@@ -165,8 +166,8 @@ func layout(ctx context.Context, c *redis.Client, key string, keys []string) ([]
 	for i := range values {
 		values[i].n = lengths[i].(*redis.IntCmd).Val()
 	}
-	slices.SortFunc(values, func(a, b value) int {
-		return cmp.Or(cmp.Compare(a.off, b.off), cmp.Compare(a.n, b.n))
+	sort.Slice(values, func(i, k int) bool {
+		return values[i].off < values[k].off || values[i].off == values[k].off && values[i].n < values[k].n
 	})
 	end := int64(0)
 	for _, v := range values {

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"io"
 	"slices"
+	"sort"
 	"strings"
 	"sync"
 	"time"
@@ -125,7 +126,7 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	if len(u.done) != n {
 		return u.at("save", errs.New(errs.ErrEngine, "%d parts of %d were sent", len(u.done), n))
 	}
-	slices.SortFunc(u.done, func(a, b types.CompletedPart) int { return cmp.Compare(*a.PartNumber, *b.PartNumber) })
+	sort.Slice(u.done, func(i, k int) bool { return *u.done[i].PartNumber < *u.done[k].PartNumber })
 	tries := 0
 	_, err := try(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.CompleteMultipartUploadOutput, error) {
 		tries++
