@@ -108,7 +108,15 @@ func Call(name, request string, numbers []int64) (*Result, error) {
 	if err != nil {
 		return nil, err
 	}
-	return v.call(request, numbers)
+	q, err := v.read(request)
+	if err != nil {
+		return nil, err
+	}
+	r, err := v.call(q, numbers)
+	if err != nil {
+		return nil, err
+	}
+	return given(r)
 }
 
 // Start starts a verb and returns its job. It copies numbers; the memory they point
@@ -124,7 +132,11 @@ func Start(name, request string, numbers []int64) (uint64, error) {
 	if err != nil {
 		return 0, err
 	}
-	e, err := v.start(v, request, numbers)
+	q, err := v.read(request)
+	if err != nil {
+		return 0, err
+	}
+	e, err := v.start(v, q, numbers)
 	if err != nil {
 		return 0, err
 	}

@@ -19,8 +19,8 @@ const bufferWords = 5
 
 const buffers = "of a buffer each: address, bytes, whether it has an output of its own, address and bytes of that"
 
-func codecVerbs() []Verb {
-	return []Verb{
+func codecVerbs() []*Verb {
+	return []*Verb{
 		answered("codec_names", "The algorithms that codec takes.", func(none, []int64) ([]string, error) { return nvcomp.Names(), nil }),
 		begun[codecRequest, *Result]("codec",
 			"Encode, decode or measure buffers, which must not change until the job has ended. The result has for each buffer an address, a length, and whether checksums were compared; memory, where the caller gave no output; and errors by number.",

@@ -78,8 +78,8 @@ const (
 	pairsOf      = "of a tensor each: address after and before, 1 + the GPU that both are of (0: the host), and its stream"
 )
 
-func deltaVerbs() []Verb {
-	return []Verb{
+func deltaVerbs() []*Verb {
+	return []*Verb{
 		started("delta_save", "Write what changed between two models, whose memory must not change until the job has ended.",
 			saveDelta).tail(pairsOf).onCallersMemory(),
 		started("delta_encode", "Keep what changed of some tensors for delta_save; their memory must not change until the job has ended.",

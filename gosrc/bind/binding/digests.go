@@ -20,8 +20,8 @@ import (
 
 const tensorViews = "the addresses of the contiguous tensors, then their bytes; of each other tensor: address, bytes of an element, dimensions; then the size of each dimension; then the stride of each, in bytes"
 
-func digestVerbs() []Verb {
-	return []Verb{
+func digestVerbs() []*Verb {
+	return []*Verb{
 		started("digest", "The digests of tensors, 16 bytes each: of the host's memory (device -1), or of a GPU's after what is queued on a stream.", digestMemory).
 			ints("device", "stream", "contiguous").tail(tensorViews).onCallersMemory(),
 		started("digests", "The digests of the tensors of files: by name, GPUs that decode tensors for it, if they have the memory.", digestsOf),

@@ -114,8 +114,8 @@ func (p program) env() cli.Env {
 	return cli.Env{Python: p.Python, PythonVersion: p.Version, Storage: p.Storage, Secrets: p.Secrets}
 }
 
-func fileVerbs() []Verb {
-	return []Verb{
+func fileVerbs() []*Verb {
+	return []*Verb{
 		begun[saveRequest, save.Report]("save", "Write tensors, whose memory must not change until the job has ended.", startSave).
 			tail("of a tensor each: address, bytes, and 1 + the GPU that the address is of (0: the host)"),
 		begun[prepareRequest, prepared]("sleep_prepare",
@@ -304,8 +304,8 @@ func startFetch(_ *Verb, q fetchRequest, _ []int64) (*entry, error) {
 }
 
 // jobVerbs are about jobs, and about the engine itself.
-func jobVerbs() []Verb {
-	return []Verb{
+func jobVerbs() []*Verb {
+	return []*Verb{
 		about("progress", "Bytes and tensors done of a job, each with its total.", jobOf,
 			func(e *entry, _ none, _ []int64) (*Result, error) { return &Result{Numbers: e.progress()}, nil }).ints("job"),
 		about("report", "A job's report, null before there is one.", jobOf,

@@ -21,13 +21,13 @@ const (
 )
 
 // onDevice makes a verb of a GPU, whose index is the first number.
-func onDevice[R any](name, doc string, run func(d *cuda.Device, n []int64) (R, error)) Verb {
+func onDevice[R any](name, doc string, run func(d *cuda.Device, n []int64) (R, error)) *Verb {
 	return about(name, doc, func(index int64) (*cuda.Device, error) { return cuda.Open(int(index)) },
 		func(d *cuda.Device, _ none, n []int64) (R, error) { return run(d, n) })
 }
 
-func gpuVerbs() []Verb {
-	return []Verb{
+func gpuVerbs() []*Verb {
+	return []*Verb{
 		answered("gpu_count", "How many GPUs there are; 0 without a driver.", func(none, []int64) (int64, error) {
 			if cuda.Available() != nil {
 				return 0, nil

@@ -40,8 +40,8 @@ type joinRequest struct {
 	Alone bool `json:"alone"`
 }
 
-func modelVerbs() []Verb {
-	return []Verb{
+func modelVerbs() []*Verb {
+	return []*Verb{
 		awaited("open", "Open and index files: the model, and its table.", openModel),
 		awaited("names", "The tensors that the index.json files of a model list; null if a file has no index.",
 			func(ctx context.Context, q load.Spec, _ []int64) (*[]string, error) {

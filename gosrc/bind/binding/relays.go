@@ -20,8 +20,8 @@ type relayRequest struct {
 }
 
 // relayVerbs are one rank's part in such a load.
-func relayVerbs() []Verb {
-	return []Verb{
+func relayVerbs() []*Verb {
+	return []*Verb{
 		begun[relayRequest, relay.Report]("relay", "Load together with other ranks: this rank's share, of one model or of several as one.", startRelay).ints("model").tail("what each rank of the host needs, as requests with the rank for an address; none where spec says it"),
 		about("relay_shares", "How many bytes each rank's share of each piece has in its buffer.", relayOf,
 			func(r *relay.Relay, _ none, _ []int64) ([]int64, error) { return r.Shares(), nil }).ints("job"),

@@ -37,8 +37,13 @@ type Verb struct {
 	// usesMemory: the verb uses the caller's memory, which must stay valid until it
 	// has ended.
 	usesMemory bool
-	call       func(request string, numbers []int64) (*Result, error)
-	start      func(v *Verb, request string, numbers []int64) (*entry, error)
+
+	// What to do, with a request that q points to: call of an answered verb, start of the
+	// others. run is the job of a verb that start has no function of its own for.
+	asks  reflect.Type // of the request, none included
+	call  func(q any, numbers []int64) (any, error)
+	start func(v *Verb, q any, numbers []int64) (*entry, error)
+	run   func(ctx context.Context, j *job.Job, q any, numbers []int64) (any, error)
 }
 
 type (
@@ -85,13 +90,13 @@ func (t *Text) read(text string) error { *t = Text(text); return nil }
 
 func (*none) read(string) error { return nil }
 
-// read fills a request, to which q points. It has no parameter of type: each of some forty
-// would be code of its own.
-func read(text string, q any) error {
+// read returns a pointer to a request.
+func (v *Verb) read(text string) (any, error) {
+	q := reflect.New(v.asks).Interface()
 	if r, ok := q.(reader); ok {
-		return r.read(text)
+		return q, r.read(text)
 	}
-	return parse(text, q)
+	return q, parse(text, q)
 }
 
 // given makes a Result of what a verb returned.
@@ -107,13 +112,17 @@ func given(v any) (*Result, error) {
 	return encode(v)
 }
 
-// typed is the type of a row's JSON; nil: none.
-func typed[T any]() reflect.Type {
-	t := reflect.TypeFor[T]()
-	if t == reflect.TypeFor[none]() {
-		return nil
+// row makes a verb of the types that q and r point to. The functions with parameters of type,
+// below, do little else, since they are compiled for each of some seventy verbs.
+func row(name, doc string, kind Kind, q, r any) *Verb {
+	v := &Verb{Name: name, Kind: kind, Doc: doc, asks: reflect.TypeOf(q).Elem()}
+	if _, ok := q.(*none); !ok {
+		v.Request = v.asks
 	}
-	return t
+	if _, ok := r.(*none); !ok {
+		v.Result = reflect.TypeOf(r).Elem()
+	}
+	return v
 }
 
 func (v *Verb) counted(numbers []int64) error {
@@ -124,29 +133,19 @@ func (v *Verb) counted(numbers []int64) error {
 }
 
 // ints names the numbers of a row, and tail those that follow them.
-func (v Verb) ints(names ...string) Verb { v.Ints = names; return v }
+func (v *Verb) ints(names ...string) *Verb { v.Ints = names; return v }
 
-func (v Verb) tail(doc string) Verb { v.Tail = doc; return v }
+func (v *Verb) tail(doc string) *Verb { v.Tail = doc; return v }
 
 // answered makes a verb that does not wait.
-func answered[Q, R any](name, doc string, run func(q Q, n []int64) (R, error)) Verb {
-	v := Verb{Name: name, Doc: doc, Request: typed[Q](), Result: typed[R]()}
-	v.call = func(request string, numbers []int64) (*Result, error) {
-		var q Q
-		if err := read(request, &q); err != nil {
-			return nil, err
-		}
-		r, err := run(q, numbers)
-		if err != nil {
-			return nil, err
-		}
-		return given(r)
-	}
+func answered[Q, R any](name, doc string, run func(q Q, n []int64) (R, error)) *Verb {
+	v := row(name, doc, Answered, (*Q)(nil), (*R)(nil))
+	v.call = func(q any, n []int64) (any, error) { return run(*q.(*Q), n) }
 	return v
 }
 
 // about makes such a verb of the thing that its first number names. run gets the others.
-func about[T, Q, R any](name, doc string, find func(number int64) (T, error), run func(of T, q Q, n []int64) (R, error)) Verb {
+func about[T, Q, R any](name, doc string, find func(number int64) (T, error), run func(of T, q Q, n []int64) (R, error)) *Verb {
 	return answered(name, doc, func(q Q, n []int64) (r R, err error) {
 		of, err := find(n[0])
 		if err != nil {
@@ -157,44 +156,45 @@ func about[T, Q, R any](name, doc string, find func(number int64) (T, error), ru
 }
 
 // awaited makes a verb that may wait: for a server, a disk, a key derivation.
-func awaited[Q, R any](name, doc string, run func(ctx context.Context, q Q, n []int64) (R, error)) Verb {
-	return started(name, doc, func(ctx context.Context, _ *job.Job, q Q, n []int64) (R, error) { return run(ctx, q, n) }).of(Awaited)
-}
-
-// started makes a verb that is watched.
-func started[Q, R any](name, doc string, run func(ctx context.Context, j *job.Job, q Q, n []int64) (R, error)) Verb {
-	return begun[Q, R](name, doc, func(v *Verb, q Q, n []int64) (*entry, error) {
-		n = slices.Clone(n)
-		return background(v.Name, v.usesMemory, func(ctx context.Context, j *job.Job) (any, error) { return run(ctx, j, q, n) }), nil
-	})
-}
-
-// begun makes a verb that a function of the engine starts.
-func begun[Q, R any](name, doc string, start func(v *Verb, q Q, n []int64) (*entry, error)) Verb {
-	v := Verb{Name: name, Kind: Started, Doc: doc, Request: typed[Q](), Result: typed[R]()}
-	v.start = func(v *Verb, request string, numbers []int64) (*entry, error) {
-		var q Q
-		if err := read(request, &q); err != nil {
-			return nil, err
-		}
-		return start(v, q, numbers)
-	}
+func awaited[Q, R any](name, doc string, run func(ctx context.Context, q Q, n []int64) (R, error)) *Verb {
+	v := row(name, doc, Awaited, (*Q)(nil), (*R)(nil))
+	v.start = (*Verb).background
+	v.run = func(ctx context.Context, _ *job.Job, q any, n []int64) (any, error) { return run(ctx, *q.(*Q), n) }
 	return v
 }
 
-func (v Verb) of(k Kind) Verb { v.Kind = k; return v }
+// started makes a verb that is watched.
+func started[Q, R any](name, doc string, run func(ctx context.Context, j *job.Job, q Q, n []int64) (R, error)) *Verb {
+	v := row(name, doc, Started, (*Q)(nil), (*R)(nil))
+	v.start = (*Verb).background
+	v.run = func(ctx context.Context, j *job.Job, q any, n []int64) (any, error) { return run(ctx, j, *q.(*Q), n) }
+	return v
+}
 
-func (v Verb) onCallersMemory() Verb { v.usesMemory = true; return v }
+// background starts the job of a verb.
+func (v *Verb) background(q any, n []int64) (*entry, error) {
+	n = slices.Clone(n)
+	return background(v.Name, v.usesMemory, func(ctx context.Context, j *job.Job) (any, error) { return v.run(ctx, j, q, n) }), nil
+}
+
+// begun makes a verb that a function of the engine starts.
+func begun[Q, R any](name, doc string, start func(v *Verb, q Q, n []int64) (*entry, error)) *Verb {
+	v := row(name, doc, Started, (*Q)(nil), (*R)(nil))
+	v.start = func(v *Verb, q any, n []int64) (*entry, error) { return start(v, *q.(*Q), n) }
+	return v
+}
+
+func (v *Verb) onCallersMemory() *Verb { v.usesMemory = true; return v }
 
 // Table lists the verbs.
-func Table() []Verb {
+func Table() []*Verb {
 	return slices.Concat(modelVerbs(), relayVerbs(), jobVerbs(), fileVerbs(), tensorsVerbs(), deltaVerbs(), codecVerbs(), gpuVerbs(), digestVerbs())
 }
 
 var verbs = func() map[string]*Verb {
 	all := map[string]*Verb{}
 	for _, v := range Table() {
-		all[v.Name] = &v
+		all[v.Name] = v
 	}
 	return all
 }()

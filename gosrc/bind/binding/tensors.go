@@ -48,8 +48,8 @@ type keyRequest struct {
 	Password string `json:"password"` // in hex digits
 }
 
-func tensorsVerbs() []Verb {
-	return []Verb{
+func tensorsVerbs() []*Verb {
+	return []*Verb{
 		awaited("records", "The contents of a .tensors file; records: with the records.",
 			func(ctx context.Context, q recordsRequest, _ []int64) (tensorizer.Description, error) {
 				src, err := open.With(q.Storage.Options)(ctx, q.URI)

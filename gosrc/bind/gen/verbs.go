@@ -178,7 +178,7 @@ def _number(made: Result) -> int:
 }
 
 // function writes the Python function of a verb.
-func function(c *classes, v binding.Verb) string {
+func function(c *classes, v *binding.Verb) string {
 	var params []string
 	text := `""`
 	if q := v.Request; q != nil {
@@ -226,7 +226,7 @@ func function(c *classes, v binding.Verb) string {
 }
 
 // result is what a function returns, and its last line.
-func result(c *classes, v binding.Verb, call string) (kind, line string) {
+func result(c *classes, v *binding.Verb, call string) (kind, line string) {
 	switch r := v.Result; {
 	case v.Kind == binding.Started:
 		return "JobNumber", "return " + call
