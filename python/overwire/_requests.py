@@ -140,10 +140,14 @@ class SaveSpec(TypedDict, total=False):
     storage: FormatAccess
 
 
-class SaveRequest(SaveSpec, total=False):
+class Columns(TypedDict, total=False):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
+
+
+class SaveRequest(SaveSpec, Columns, total=False):
+    pass
 
 
 class SleepSpec(TypedDict, total=False):
@@ -153,10 +157,8 @@ class SleepSpec(TypedDict, total=False):
     threads: int
 
 
-class SleepRequest(SleepSpec, total=False):
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
+class SleepRequest(SleepSpec, Columns, total=False):
+    pass
 
 
 class PrepareRequest(SleepRequest, total=False):
@@ -327,10 +329,8 @@ class KeyRequest(TensorizerDerivation, total=False):
     password: str
 
 
-class DeltaTensors(TypedDict, total=False):
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
+class DeltaTensors(Columns, total=False):
+    pass
 
 
 class DeltaTarget(TypedDict, total=False):
