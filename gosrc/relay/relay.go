@@ -575,27 +575,3 @@ func (r *Relay) release(k int) (bool, error) {
 	}
 	return true, nil
 }
-
-// Decode decodes a piece whose buffer has every rank's share, and then frees the
-// buffer. On a GPU it queues the decoding after the work that is on the streams now,
-// and does not wait; errors end the job. Each piece is decoded once.
-func (r *Relay) Decode(k int, streams ...uint64) error {
-	if k < 0 || k >= len(r.pieces) {
-		return errs.New(errs.ErrArgument, "relay: piece %d of %d", k, len(r.pieces))
-	}
-	p := &r.pieces[k]
-	r.mu.Lock()
-	if r.shut || r.err != nil || p.begun || !r.aimed {
-		defer r.mu.Unlock()
-		return cmp.Or(r.err, errs.New(errs.ErrArgument, "relay: piece %d was decoded, or the job has ended, or has no requests yet", k))
-	}
-	p.begun = true
-	p.seen.Decode = time.Since(r.start).Microseconds()
-	r.busy.Add(1)
-	r.mu.Unlock()
-	defer r.busy.Done()
-	if r.queue == nil {
-		return r.onHost(k)
-	}
-	return r.onDevice(k, streams)
-}
