@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import inspect
 import json
 import math
@@ -206,24 +205,13 @@ def _scope(lazy: Lazy, given: Mapping[str, Any] | None = None) -> Iterator[_Scop
         scope.close()
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    # Modules and tensors by the thousand are no garbage, and would start full collections of
-    # all that the libraries have imported. Where memory gets short, the engine collects.
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
-
-
 def _current() -> _Scope | None:
     return getattr(_thread, "scope", None)
 
 
 def _model(owner: Any, lazy: Lazy) -> Any:
+    from ..plumbing import many_objects
+
     original = inspect.getattr_static(owner, "from_pretrained")
 
     @functools.wraps(original.__func__)
@@ -231,7 +219,7 @@ def _model(owner: Any, lazy: Lazy) -> Any:
         scope = _current()
         if scope is None or scope.given is None:  # no pipeline's
             lazy.prepare(kwargs.get("device_map"))
-            with _scope(lazy), _uncollected():
+            with _scope(lazy), many_objects():
                 return original.__get__(None, cls)(*args, **kwargs)
         try:
             return original.__get__(None, cls)(*args, **kwargs)
@@ -242,12 +230,14 @@ def _model(owner: Any, lazy: Lazy) -> Any:
 
 
 def _pipeline(owner: Any, lazy: Lazy) -> Any:
+    from ..plumbing import many_objects
+
     original = inspect.getattr_static(owner, "from_pretrained")
 
     @functools.wraps(original.__func__)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         lazy.prepare(kwargs.get("device_map"))
-        with _scope(lazy, kwargs.copy()), _uncollected():
+        with _scope(lazy, kwargs.copy()), many_objects():
             return original.__get__(None, cls)(*args, **kwargs)
 
     return classmethod(from_pretrained)
