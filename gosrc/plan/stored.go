@@ -23,7 +23,8 @@ type Spot struct {
 // the order of their sources and offsets, and of groups.
 func Stored(ix *tensor.Index, spots []Spot, lim Limits) (*Plan, []Want) {
 	wants := make([]Want, len(spots))
-	m := maker{ix: ix, lim: lim, wants: wants, p: &Plan{Left: make([]int32, len(spots))}}
+	p := &Plan{Tasks: make([]device.DecodeTask, 0, len(spots)), Refs: make([]Ref, 0, len(spots)), Left: make([]int32, len(spots))}
+	m := maker{ix: ix, lim: lim, wants: wants, p: p, pos: make([]place, 0, len(spots))}
 	begin := 0
 	for i := range spots {
 		s := &spots[i]
@@ -44,5 +45,5 @@ func Stored(ix *tensor.Index, spots []Spot, lim Limits) (*Plan, []Want) {
 	}
 	m.cut(begin, len(spots))
 	m.split()
-	return m.p, wants
+	return p, wants
 }

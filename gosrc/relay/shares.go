@@ -116,6 +116,7 @@ func (r *Relay) layOut() error {
 	if !slices.IsSortedFunc(all, r.inFile) {
 		slices.SortFunc(all, r.inFile)
 	}
+	r.spots = make([]plan.Spot, 0, len(all)/spec.Ranks+len(all)/16)
 	if spec.divided() {
 		need, err := r.needs(wants)
 		if err == nil {

@@ -4,6 +4,7 @@ package relay
 // straight to where they belong.
 
 import (
+	"slices"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
@@ -132,6 +133,7 @@ func (r *Relay) isStrip(c chunkOf) bool { return r.strips[c.data] > 0 }
 // cutBare cuts a plain tensor into raw chunks without checksums, behind chunks.
 func cutBare(chunks []tensor.Chunk, t *tensor.Tensor, size int64) []tensor.Chunk {
 	t.First, t.ChunkBytes, t.Parts = int32(len(chunks)), uint32(size), 1
+	chunks = slices.Grow(chunks, int((t.Bytes+size-1)/size))
 	for at := int64(0); at < t.Bytes; at += size {
 		n := uint32(min(size, t.Bytes-at))
 		chunks = append(chunks, tensor.Chunk{Off: t.Off + at, Stored: n, Logical: n, Codec: tensor.CodecRaw})
