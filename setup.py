@@ -47,21 +47,24 @@ MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}  # Go's name -> that of wheel
 # No HTTP/2, 0.2 MB of a wheel: source/route and serve speak HTTP/1.1 alone.
 GO_TAGS = "netgo,osusergo,nethttpomithttp2"
 TAGS = "pyext," + GO_TAGS
-# Packages whose functions are not inlined, 0.6 MB of a wheel: what speaks with stores, what
+# Packages whose functions are not inlined, 0.7 MB of a wheel: what speaks with stores, what
 # runs once a command or a connection, and none whose small functions ours are built of.
 LEAN = (
-    "compress/flate compress/gzip crypto/dsa crypto/ecdh crypto/ecdsa crypto/ed25519 crypto/elliptic crypto/hkdf crypto/hpke "
-    "crypto/internal/fips140/ecdh crypto/internal/fips140/ecdsa crypto/internal/fips140/ed25519 crypto/internal/fips140/rsa "
-    "crypto/mlkem crypto/rsa crypto/tls crypto/x509/... encoding/asn1 encoding/json encoding/pem encoding/xml fmt io/fs log "
-    "math/big mime/... net net/http/... net/netip net/textproto net/url os/exec os/user regexp/... text/... vendor/... "
-    "github.com/aws/... github.com/dustin/... github.com/klauspost/cpuid/... github.com/redis/... golang.org/x/net/... "
-    "golang.org/x/text/..."
+    "bufio compress/flate compress/gzip context crypto/dsa crypto/ecdh crypto/ecdsa crypto/ed25519 crypto/elliptic "
+    "crypto/hkdf crypto/hpke crypto/internal/fips140/bigmod crypto/internal/fips140/ecdh crypto/internal/fips140/ecdsa "
+    "crypto/internal/fips140/ed25519 crypto/internal/fips140/edwards25519/... crypto/internal/fips140/mlkem "
+    "crypto/internal/fips140/nistec/... crypto/internal/fips140/rsa crypto/mlkem crypto/rsa crypto/tls crypto/x509/... "
+    "encoding/asn1 encoding/json encoding/pem encoding/xml errors flag fmt html internal/poll io/fs log math/big mime/... "
+    "net net/http/... net/netip net/textproto net/url os os/exec os/user path/... reflect regexp/... syscall text/... time "
+    "vendor/... github.com/aws/... github.com/dustin/... github.com/klauspost/cpuid/... github.com/redis/... "
+    "golang.org/x/net/... golang.org/x/text/..."
 )
-# Of ours, likewise: the command line, its pages, stores, what lies beside weights.
+# Of ours, likewise: the command line, its pages, stores, saves, what lies beside weights.
 OUR_LEAN = (
-    "bench cli companions errs fetch internal/atomicfile internal/hostmem internal/near internal/nodes internal/regular "
-    "internal/sodium knob page preload save/folders save/original serve source/cache source/open source/pipe source/redis "
-    "source/route source/s3"
+    "bench cli companions delta errs fetch internal/atomicfile internal/hostmem internal/near internal/nodes "
+    "internal/regular internal/sodium knob measure page preload save save/folders save/original save/stored serve sleep "
+    "source/cache source/http source/open source/parts source/pipe source/redis source/retry source/route source/s3 "
+    "source/spool tensorizer unpack"
 )
 EPOCH = 315532800  # 1980-01-01, the oldest time a zip can hold
 
