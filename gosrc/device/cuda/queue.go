@@ -49,7 +49,7 @@ type Queue struct {
 	size      int64   // of a slot
 	all       []*Slot // all that were made
 	slots     []*Slot // those in use
-	free      chan *Slot
+	free      *freeSlots
 	submitted chan *Slot    // in order, to the completer
 	ended     chan struct{} // closed when the completer has ended
 
@@ -191,7 +191,7 @@ func (d *Device) newQueue(p *pages, most int, fns []C.owcu_handle) (*Queue, erro
 		return nil, failure(d.index, &e)
 	}
 	l := &Queue{
-		dev: d, c: c, inPlace: d.coherent, pages: *p, free: make(chan *Slot, most), submitted: make(chan *Slot, most),
+		dev: d, c: c, inPlace: d.coherent, pages: *p, free: newFreeSlots(most), submitted: make(chan *Slot, most),
 		ended: make(chan struct{}), moved: make(chan struct{}),
 	}
 	for i, s := range unsafe.Slice(c.slots, most) {
@@ -204,9 +204,7 @@ func (d *Device) newQueue(p *pages, most int, fns []C.owcu_handle) (*Queue, erro
 // shape divides the queue's memory into slots of `room` bytes each, tables
 // included. No slot may be in use.
 func (q *Queue) shape(slots int, room int64) {
-	for range q.slots {
-		<-q.free
-	}
+	q.free.takeAll(len(q.slots))
 	q.size, q.slots, q.c.nslots = room-headBytes, q.all[:slots], C.int(slots)
 	q.c.ordered, q.c.prompt = 0, 0
 	base := q.c.pad.device
@@ -219,7 +217,7 @@ func (q *Queue) shape(slots int, room int64) {
 		s.Bytes = unsafe.Slice((*byte)(s.host), q.size)
 		s.dev = uint64(base) + uint64(s.at)
 		s.c.status = q.c.pad.mapped + C.owcu_ptr(s.at-headBytes)
-		q.free <- s
+		q.free.put(s)
 	}
 }
 
@@ -232,20 +230,19 @@ func (q *Queue) InPlace() {
 }
 
 // Prompt has the queue ask the device again and again for the end of a slot's work,
-// for up to 150 microseconds, until Close: other processes wait for it, and a thread
-// that sleeps until the device wakes it is late by about as much. It takes a core.
+// until Close: other processes wait for it, and a thread that sleeps until the device
+// wakes it is late by 150 microseconds.
 func (q *Queue) Prompt() { q.c.prompt = 1 }
 
 // Get waits for a free slot, or for the end of ctx.
 func (q *Queue) Get(ctx context.Context) (device.Slot, error) {
-	select {
-	case s := <-q.free:
-		s.owned, s.loose, s.view, s.onDev = true, false, nil, 0
-		s.c.after, s.c.then = nil, nil
-		return s, nil
-	case <-ctx.Done():
-		return nil, context.Cause(ctx)
+	s, err := q.free.take(ctx)
+	if err != nil {
+		return nil, err
 	}
+	s.owned, s.loose, s.view, s.onDev = true, false, nil, 0
+	s.c.after, s.c.then = nil, nil
+	return s, nil
 }
 
 // View replaces the slot's bytes by b until the slot is back: memory that was
@@ -328,7 +325,7 @@ func (q *Queue) Put(s device.Slot) {
 		panic("cuda: slot given back twice")
 	}
 	own.owned = false
-	q.free <- own
+	q.free.put(own)
 }
 
 // Submit copies the first n bytes of a slot to the device, unless its kernels read them
@@ -370,7 +367,7 @@ func (q *Queue) Submit(slot device.Slot, n int64, tasks []device.DecodeTask, don
 	b.tasks = nil
 	if err != nil {
 		s.done = nil
-		q.free <- s
+		q.free.put(s)
 		return err
 	}
 	q.inflight++
@@ -455,7 +452,7 @@ func (q *Queue) complete() {
 			}
 			return nil
 		})
-		q.free <- s
+		q.free.put(s)
 		q.mu.Lock()
 		if q.inflight--; q.inflight == 0 {
 			close(q.moved)
@@ -504,11 +501,9 @@ func (q *Queue) WaitFor(stream uintptr) error {
 // Close waits for work in flight and until every slot is back, and returns the
 // queue to its device. It may be called once.
 func (q *Queue) Close() {
-	for range q.slots {
-		<-q.free
-	}
+	q.free.takeAll(len(q.slots))
 	for _, s := range q.slots {
-		q.free <- s
+		q.free.put(s)
 	}
 	_ = q.Drain(context.Background()) // the completer's last steps
 	q.mu.Lock()
