@@ -225,7 +225,7 @@ func (r *Relay) queues() (err error) {
 	if err != nil {
 		return err
 	}
-	r.feed = feedQueue{feed, r}
+	r.feed = newFeedQueue(feed, r)
 	if r.queue, err = gpu.Queue(len(r.spec.Ring), cuda.TablesOnly); err != nil {
 		return err
 	}
@@ -259,43 +259,6 @@ func (r *Relay) letGo() {
 	for _, v := range slices.Concat(r.full, r.idle) {
 		v.Free()
 	}
-}
-
-// A feedQueue is the queue that fetches. The device writes what it submits only
-// when the buffer's earlier piece was decoded; the caller waits only until the copy
-// is queued.
-type feedQueue struct {
-	*cuda.Queue
-	r *Relay
-}
-
-func (q feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
-	r := q.r
-	k := r.filling(tasks[0].Dst)
-	b := k % len(r.spec.Ring)
-	slot := s.(*cuda.Slot)
-	slot.Order(r.idle[b], r.full[b])
-	slot.Loose() // a share has its chunks as they lie in the file
-	err := q.Queue.Submit(s, n, tasks, done)
-	if err == nil {
-		r.landed(k, len(tasks))
-	}
-	return err
-}
-
-// filling is the piece that is being copied to the buffer at dst.
-func (r *Relay) filling(dst unsafe.Pointer) int {
-	b := 0
-	for b < len(r.spec.Ring)-1 {
-		if at := uintptr(r.spec.Ring[b]); uintptr(dst) >= at && uintptr(dst) < at+uintptr(r.spec.Size) {
-			break
-		}
-		b++
-	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	n := len(r.spec.Ring)
-	return r.free + (b-r.free%n+n)%n
 }
 
 // run is the job.
