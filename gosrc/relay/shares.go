@@ -30,8 +30,8 @@ const (
 	// it.
 	chunkAlign = 16
 	// bareBytes is the size of the chunks of plain tensors, which have none in the
-	// file.
-	bareBytes = 1 << 20
+	// file: four of them fit in a slot, with what aligns them.
+	bareBytes = 1<<20 - 8<<10
 	// finePiece is the least of a rank's share of a piece. A piece is decoded when all of
 	// it has been read: with shares of 32 MiB ranks waited longer for each other.
 	finePiece = 16 << 20
