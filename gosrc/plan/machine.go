@@ -67,8 +67,8 @@ func (m Machine) Limits() Limits {
 // mostly wait for the disk and for free slots, and 32 of them were slower than 16.
 // depth is how many reads in flight suit the disks. Ranks that share the host have
 // together what one would have, but at least fewFeeders each; if they exchange what they
-// read, a quarter of the cores stays for what moves it: with readers on all 32 cores, those
-// of two ranks waited three times as long for slots and buffers as with 24.
+// read, an eighth of the cores stays for what moves it: with readers on all 32 cores, those
+// of two ranks waited two to three times as long for slots and buffers as with 28.
 func (m Machine) Workers(depth int) int {
 	if m.Threads > 0 {
 		return m.Threads
@@ -80,7 +80,7 @@ func (m Machine) Workers(depth int) int {
 			readers = min(Feeders*ranks, max(Feeders, m.Cores))
 		}
 		if m.Exchange && m.Cores > 0 {
-			readers = min(readers, m.Cores-m.Cores/4)
+			readers = min(readers, m.Cores-m.Cores/8)
 		}
 	}
 	least := 1
