@@ -230,8 +230,8 @@ func (r *Relay) queues() (err error) {
 		return err
 	}
 	if r.carrier != nil { // other ranks wait for what this one has read, and for its buffers
-		feed.Prompt()
-		r.queue.Prompt()
+		feed.Exchange()
+		r.queue.Exchange()
 	}
 	if r.spec.Timeline {
 		if err := r.queue.Time(r.kernels); err != nil {

@@ -6,15 +6,18 @@ package cuda
 
 import (
 	"context"
+	"slices"
 	"sync"
 )
 
-// freeSlots gives the slot that came back last: its memory is the likeliest to be in the
-// processor's cache still, so that filling and copying it take less of the host's memory.
+// freeSlots gives the slot that came back first, or the last: its memory is the likeliest
+// to be in the processor's cache still, so that filling and copying it take less of the
+// host's memory.
 type freeSlots struct {
 	there chan struct{} // one for each slot
 	mu    sync.Mutex
 	slots []*Slot
+	last  bool
 }
 
 func newFreeSlots(most int) *freeSlots { return &freeSlots{there: make(chan struct{}, most)} }
@@ -35,9 +38,12 @@ func (f *freeSlots) take(ctx context.Context) (*Slot, error) {
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	last := len(f.slots) - 1
-	s := f.slots[last]
-	f.slots = f.slots[:last]
+	n := 0
+	if f.last {
+		n = len(f.slots) - 1
+	}
+	s := f.slots[n]
+	f.slots = slices.Delete(f.slots, n, n+1)
 	return s, nil
 }
 

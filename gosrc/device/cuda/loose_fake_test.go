@@ -137,7 +137,7 @@ func TestLooseOrder(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	q.Prompt()
+	q.Exchange()
 	for n, loose := range []bool{true, false, true} {
 		s, err := q.Get(t.Context())
 		if err != nil {

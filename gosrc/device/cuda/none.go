@@ -80,7 +80,7 @@ type gpu interface {
 type queue interface {
 	device.Queue
 	InPlace()
-	Prompt()
+	Exchange()
 	Staging() (base unsafe.Pointer, n int64, err error)
 	WaitFor(stream uintptr) error
 	Cast(ctx context.Context, dst, src device.Memory, from, to tensor.DType) error

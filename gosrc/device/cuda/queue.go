@@ -206,7 +206,7 @@ func (d *Device) newQueue(p *pages, most int, fns []C.owcu_handle) (*Queue, erro
 func (q *Queue) shape(slots int, room int64) {
 	q.free.takeAll(len(q.slots))
 	q.size, q.slots, q.c.nslots = room-headBytes, q.all[:slots], C.int(slots)
-	q.c.ordered, q.c.prompt = 0, 0
+	q.c.ordered, q.c.prompt, q.free.last = 0, 0, false
 	base := q.c.pad.device
 	if q.inPlace {
 		base = q.c.pad.mapped
@@ -229,10 +229,11 @@ func (q *Queue) InPlace() {
 	q.shape(len(q.slots), q.size+headBytes)
 }
 
-// Prompt has the queue ask the device again and again for the end of a slot's work,
-// until Close: other processes wait for it, and a thread that sleeps until the device
-// wakes it is late by 150 microseconds.
-func (q *Queue) Prompt() { q.c.prompt = 1 }
+// Exchange suits the queue, until Close, to ranks of a host that wait for each other and
+// share its memory: it asks the device again and again for the end of a slot's work, since
+// a thread that sleeps until the device wakes it is late by 150 microseconds, and Get gives
+// the slot that came back last. No slot may be in use.
+func (q *Queue) Exchange() { q.c.prompt, q.free.last = 1, true }
 
 // Get waits for a free slot, or for the end of ctx.
 func (q *Queue) Get(ctx context.Context) (device.Slot, error) {
