@@ -27,6 +27,7 @@ type Block[K comparable] struct {
 	key   K
 	ready chan struct{}
 	err   error
+	ended bool // the context of the caller that filled it had ended
 	users int
 	place *list.Element // in lru
 }
@@ -44,13 +45,13 @@ func (c *Cache[K]) Need(n int64) {
 }
 
 // Get returns a block, made by fill if it is missing; the caller returns it with Put.
-// A caller whose ctx ends waits for no other's fill. Where another's fill fails, the
-// caller's own is tried: that other may have been cancelled.
+// A caller whose ctx ends waits for no other's fill. A fill that fails fails all who wait
+// for it, unless it was cancelled: then the next caller's is tried.
 func (c *Cache[K]) Get(ctx context.Context, key K, fill func() ([]byte, error)) (*Block[K], error) {
 	for {
 		e, known := c.take(key)
 		if !known {
-			return e, c.make(e, fill)
+			return e, c.make(ctx, e, fill)
 		}
 		select {
 		case <-e.ready:
@@ -58,6 +59,9 @@ func (c *Cache[K]) Get(ctx context.Context, key K, fill func() ([]byte, error)) 
 				return e, nil
 			}
 			c.Put(e)
+			if !e.ended {
+				return nil, e.err
+			}
 		case <-ctx.Done():
 			c.Put(e)
 			return nil, context.Cause(ctx)
@@ -84,7 +88,7 @@ func (c *Cache[K]) take(key K) (e *Block[K], known bool) {
 
 // make fills a block. One that cannot be filled is forgotten: the next caller tries
 // again.
-func (c *Cache[K]) make(e *Block[K], fill func() ([]byte, error)) error {
+func (c *Cache[K]) make(ctx context.Context, e *Block[K], fill func() ([]byte, error)) error {
 	e.err = errs.New(errs.ErrEngine, "a block was not made") // should fill panic
 	defer func() {
 		c.mu.Lock()
@@ -98,6 +102,7 @@ func (c *Cache[K]) make(e *Block[K], fill func() ([]byte, error)) error {
 		c.trim()
 	}()
 	e.Data, e.err = fill()
+	e.ended = ctx.Err() != nil
 	return e.err
 }
 

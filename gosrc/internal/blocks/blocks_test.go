@@ -47,13 +47,14 @@ func TestCache(t *testing.T) {
 }
 
 func TestOthers(t *testing.T) {
-	// Promise: a caller that fails, or is cancelled, fails no other that waits for the
-	// same block; one whose context ends does not wait.
+	// Promise: a caller that is cancelled fails no other that waits for the same block;
+	// one whose context ends does not wait.
 	c := New[int](100)
 	begun, end := make(chan struct{}), make(chan struct{})
 	failed := make(chan error, 1)
+	ctx, cancel := context.WithCancel(context.Background())
 	go func() {
-		_, err := c.Get(context.Background(), 1, func() ([]byte, error) {
+		_, err := c.Get(ctx, 1, func() ([]byte, error) {
 			close(begun)
 			<-end
 			return nil, context.Canceled
@@ -61,7 +62,6 @@ func TestOthers(t *testing.T) {
 		failed <- err
 	}()
 	<-begun
-	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
 	if _, err := c.Get(ctx, 1, nil); !errors.Is(err, context.Canceled) {
 		t.Fatal(err)
@@ -97,4 +97,47 @@ func TestOthers(t *testing.T) {
 		}
 	}()
 	_, _ = c.Get(context.Background(), 2, func() ([]byte, error) { panic("a fill") })
+}
+
+func TestFailed(t *testing.T) {
+	// Promise: what waits for a fill that fails fails with it, and tries nothing; who comes
+	// later tries.
+	c := New[int](100)
+	begun, end := make(chan struct{}), make(chan struct{})
+	broken := errors.New("broken")
+	var fills atomic.Int32
+	fill := func() ([]byte, error) {
+		if fills.Add(1) == 1 {
+			close(begun)
+		}
+		<-end
+		return nil, broken
+	}
+	var wg sync.WaitGroup
+	get := func() {
+		defer wg.Done()
+		if _, err := c.Get(context.Background(), 1, fill); !errors.Is(err, broken) {
+			t.Error(err)
+		}
+	}
+	wg.Add(1)
+	go get()
+	<-begun
+	for range 4 {
+		wg.Add(1)
+		go get()
+	}
+	for users := 0; users < 5; {
+		c.mu.Lock()
+		users = c.by[1].users
+		c.mu.Unlock()
+	}
+	close(end)
+	wg.Wait()
+	if n := fills.Load(); n != 1 {
+		t.Errorf("%d fills", n)
+	}
+	if e, err := c.Get(context.Background(), 1, func() ([]byte, error) { return []byte{7}, nil }); err != nil || e.Data[0] != 7 {
+		t.Error(err)
+	}
 }
