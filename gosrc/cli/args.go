@@ -156,12 +156,19 @@ func (c *call) parse(argv []string) error {
 		if _, twice := c.opts[o.name]; twice {
 			return usage("--%s is given twice", o.name)
 		}
-		if err := o.check(value); err != nil {
-			return err
-		}
 		c.opts[o.name] = value
 	}
-	return c.checkArgs()
+	if err := c.checkArgs(); err != nil {
+		return err
+	}
+	for i := range known { // only now: --json, which may be the last word, says how errors are printed
+		if value, given := c.opts[known[i].name]; given {
+			if err := known[i].check(value); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 // checkArgs refuses a wrong number of arguments, and arguments that name no file.

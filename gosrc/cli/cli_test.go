@@ -302,6 +302,16 @@ func TestJSONFirst(t *testing.T) {
 	}
 }
 
+// --json and --help count wherever they stand, also behind a value that is refused.
+func TestBehindAWrongValue(t *testing.T) {
+	if status, out, _ := overwire("load", "none", "--repeat", "0", "--json"); status != ExitUsage || !strings.Contains(out, `"ArgumentError"`) {
+		t.Errorf("status %d, %q", status, out)
+	}
+	if out := must(t, "compress", "--threads", "none", "--help"); !strings.HasPrefix(out, "usage: overwire compress") {
+		t.Error(out)
+	}
+}
+
 // A cancelled command ends with 130 and leaves nothing behind.
 func TestInterrupted(t *testing.T) {
 	plain := made(t, "llama-bf16")
