@@ -67,6 +67,18 @@ func TestConvertThereAndBack(t *testing.T) {
 	noTemps(t, dir)
 }
 
+func TestConvertAnIndexOfAnyName(t *testing.T) {
+	// Promise: the name of an index.json may have any bytes: no index lists it.
+	in := some(newRand(t))
+	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
+	write(t, Spec{Path: filepath.Join(src, "model.safetensors"), Shard: 700000}, in)
+	if err := os.Rename(filepath.Join(src, "model.safetensors.index.json"), filepath.Join(src, "caf\xe9.safetensors.index.json")); err != nil {
+		t.Fatal(err)
+	}
+	convert(t, []string{src}, dst, Spec{Compress: true})
+	same(t, in, read(t, dst))
+}
+
 func TestConvertFolder(t *testing.T) {
 	// Promise: a folder stays the folder it was: names, shards, index.json and
 	// the small files beside them; weights in other forms stay behind.

@@ -76,7 +76,7 @@ func listable(parts []part) error {
 	if last := parts[len(parts)-1]; !strings.HasSuffix(last.path, ".index.json") {
 		return nil
 	}
-	for _, p := range parts {
+	for _, p := range parts[:len(parts)-1] {
 		if name := filepath.Base(p.path); !p.copied && !utf8.ValidString(name) {
 			return badArgument(p.path, "", "the name is not UTF-8, and an index.json lists shards as UTF-8: choose another name, or save one file")
 		}
