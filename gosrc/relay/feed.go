@@ -35,7 +35,11 @@ func newFeedQueue(feed *cuda.Queue, r *Relay) *feedQueue {
 	q := &feedQueue{Queue: feed, r: r, todo: make(chan submission, slots)}
 	spawn.Go("relay feed", func() {
 		for s := range q.todo {
-			q.submit(s)
+			if err := spawn.Guard("relay feed", func() error { return q.submit(s) }); err != nil {
+				for i := range s.tasks {
+					s.done(i, err)
+				}
+			}
 			q.left.Done()
 		}
 	})
@@ -49,19 +53,17 @@ func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, do
 	return nil
 }
 
-func (q *feedQueue) submit(s submission) {
+func (q *feedQueue) submit(s submission) error {
 	r := q.r
 	k := r.filling(s.tasks[0].Dst)
 	b := k % len(r.spec.Ring)
 	s.slot.Order(r.idle[b], r.full[b])
 	s.slot.Loose() // a share has its chunks as they lie in the file
 	if err := q.Queue.Submit(s.slot, s.n, s.tasks, s.done); err != nil {
-		for i := range s.tasks {
-			s.done(i, err)
-		}
-		return
+		return err
 	}
 	r.landed(k, len(s.tasks))
+	return nil
 }
 
 // Drain is the queue's, when all is submitted.
