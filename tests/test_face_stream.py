@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from pathlib import Path
 
 import overwire as ow
@@ -248,3 +249,18 @@ assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 assert ow.load_file("m")["a"].sum() == 10
 """
     )
+
+
+def test_a_stream_that_is_dropped_in_a_window_is_freed(tmp_path: Path) -> None:
+    """At once, whatever watches its progress: without the cycle collector."""
+    path = tmp_path / "m.safetensors"
+    ow.save_file({f"t{i}": torch.randn(256, 1024) for i in range(16)}, path)
+    gc.disable()
+    try:
+        stream = ow.stream(path, max_memory="4MB", mmap=False, progress=lambda now: None)
+        next(iter(stream))
+        seen = weakref.ref(stream)
+        del stream
+        assert seen() is None
+    finally:
+        gc.enable()

@@ -50,13 +50,14 @@ class Windows(Iterator[tuple[str, Any]]):
         if not self._left:
             return None
         window, size = self._left.pop()
-        whole, (done, count) = self._watcher, self._passed
+        # Without self: a stream that is dropped must not wait for the cycle collector.
+        whole, (done, count), (size_of_all, all_of_them) = self._watcher, self._passed, self._total
         if whole is None:
             return self._begin(window, None), size
         self._passed = (done + sum(self._model.table[at][3] for at in window), count + len(window))
 
         def update(now: Progress) -> None:  # counts of this window as those of all of them
-            whole.update(Progress(done + now.bytes, self._total[0], count + now.tensors, self._total[1]))
+            whole.update(Progress(done + now.bytes, size_of_all, count + now.tensors, all_of_them))
 
         return self._begin(window, Watcher(update)), size
 
