@@ -188,3 +188,13 @@ def test_loaded_tensors_are_the_callers(tmp_path: Path) -> None:
     got["a"].add_(1)
     got["n"] += 1
     assert got["n"].sum() == 45 and got["a"].isfinite().all()
+
+
+def test_a_bundle_without_tensors_is_a_load(tmp_path: Path) -> None:
+    """Its progress is said once, at the end."""
+    seen: list[ow.Progress] = []
+    ow.compress_pickle({"a": 1}, tmp_path / "b")
+    for _ in range(20):
+        seen.clear()
+        assert ow.load_compressed_pickle(tmp_path / "b", progress=seen.append) == {"a": 1}
+        assert seen == [ow.Progress(0, 0, 0, 0)]

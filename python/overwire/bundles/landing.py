@@ -51,7 +51,8 @@ class Landing:
         self._landed: dict[int, tuple[Any, int]] = {}
         self._made: dict[int, Any] = {}
         # The job that brings each place, and its places by request; None: all in order.
-        self._jobs: dict[int, tuple[Job, list[int] | None]] = {}
+        self._running: list[Job] = []  # also one without tensors
+        self._jobs: dict[int, tuple[Job, list[int] | None]] = {}  # by place
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             self._start(model, stack, watcher)
@@ -88,7 +89,7 @@ class Landing:
 
     def _start(self, model: Model, stack: contextlib.ExitStack, watcher: Any) -> None:
         def begin(job: Job, order: list[int] | None) -> None:
-            stack.enter_context(job)
+            self._running.append(stack.enter_context(job))
             self._jobs.update(dict.fromkeys(range(len(self._rows)) if order is None else order, (job, order)))
 
         groups: dict[str, list[int]] = {}
@@ -114,7 +115,7 @@ class Landing:
 
     def wait(self) -> None:
         """Waits until every blob has landed; raises the error of one that did not."""
-        for job in dict.fromkeys(job for job, _ in self._jobs.values()):
+        for job in self._running:
             job.wait()
 
     def _get(self, blob: int, size: int) -> tuple[Any, int]:
