@@ -478,3 +478,12 @@ def test_models_that_do_not_fit(tmp_path: pathlib.Path) -> None:
     holder.w = torch.nn.Parameter(torch.ones(3, 5).t())
     (_, want), (_, got) = (outcome(lambda m=m: m.save_model(holder, path, force_contiguous=False)) for m in (real_pt, ours_pt))
     assert kind(want) == kind(got) == "ValueError" and str(want) == str(got)
+
+
+def test_functions_of_other_frameworks_can_be_pickled() -> None:
+    """By name, as safetensors' own: a pool of processes takes them."""
+    from overwire.compat.safetensors._arrays import functions
+
+    for function in functions("safetensors.flax", "np", np.asarray):
+        assert (function.__module__, function.__qualname__) == ("safetensors.flax", function.__name__)
+        assert hasattr(importlib.import_module("safetensors.numpy"), function.__name__)

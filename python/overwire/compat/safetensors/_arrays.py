@@ -11,9 +11,9 @@ from overwire.compat.safetensors._frameworks import framework_of
 __all__ = ["functions"]
 
 
-def functions(framework: str, to_numpy: Callable[[Any], Any]) -> tuple[Callable[..., Any], ...]:
-    """A framework's `save`, `save_file`, `load` and `load_file`. to_numpy: one of its
-    tensors as an array."""
+def functions(module: str, framework: str, to_numpy: Callable[[Any], Any]) -> tuple[Callable[..., Any], ...]:
+    """A framework's `save`, `save_file`, `load` and `load_file`, which are found by name in
+    the module. to_numpy: one of its tensors as an array."""
     make = framework_of(framework).make
 
     def save(tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> bytes:
@@ -33,4 +33,7 @@ def functions(framework: str, to_numpy: Callable[[Any], Any]) -> tuple[Callable[
         with safe_open(filename, framework=framework, backend=backend) as f:
             return f.get_tensors()
 
-    return save, save_file, load, load_file
+    made: tuple[Callable[..., Any], ...] = (save, save_file, load, load_file)
+    for function in made:  # as pickle wants them
+        function.__module__, function.__qualname__ = module, function.__name__
+    return made

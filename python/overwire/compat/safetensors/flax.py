@@ -9,4 +9,4 @@ from overwire.compat.safetensors._arrays import functions
 
 __all__ = ["load", "load_file", "save", "save_file"]
 
-save, save_file, load, load_file = functions("flax", np.asarray)
+save, save_file, load, load_file = functions(__name__, "flax", np.asarray)

@@ -9,4 +9,4 @@ from overwire.compat.safetensors._frameworks import from_mlx
 
 __all__ = ["load", "load_file", "save", "save_file"]
 
-save, save_file, load, load_file = functions("mlx", from_mlx)
+save, save_file, load, load_file = functions(__name__, "mlx", from_mlx)

@@ -8,4 +8,4 @@ from overwire.compat.safetensors._arrays import functions
 
 __all__ = ["load", "load_file", "save", "save_file"]
 
-save, save_file, load, load_file = functions("tensorflow", lambda tensor: tensor.numpy())
+save, save_file, load, load_file = functions(__name__, "tensorflow", lambda tensor: tensor.numpy())
