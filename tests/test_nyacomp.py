@@ -503,3 +503,9 @@ def test_preloads_begin_as_nyacomps(tmp_path: Path, monkeypatch) -> None:
     same(tensors[0], torch.arange(99))
     ow.compress_pickle({"w": torch.arange(5)}, tmp_path / "y.pkl")
     same(nyacomp.get_tensors(tmp_path / "y.pkl")[0], torch.arange(5))  # another bundle's path is honoured
+
+
+def test_annotate_is_that_of_nvtx() -> None:
+    """As a context and around a function, by place or by name, with nvtx or without."""
+    with nyacomp.annotate(message="a"), nyacomp.annotate("b"):
+        assert nyacomp.annotate("c")(lambda: 7)() == 7

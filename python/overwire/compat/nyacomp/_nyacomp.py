@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import overwire
-from overwire import gpu
+import overwire.gpu as gpu
 from overwire.plumbing import ObjectReader, beside, path_of, place_of, regular, shown
 
 from . import hlif, manifests, settings
