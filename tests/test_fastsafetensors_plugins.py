@@ -385,6 +385,7 @@ def test_there_is_one_set_of_classes_under_both_names(script: Any) -> None:
     done = script(
         "import sys, overwire.compat; overwire.compat.install('fastsafetensors'); import fastsafetensors\n"
         "print('torch' in sys.modules)\n"
+        "assert fastsafetensors.dlpack.from_cuda_buffer and fastsafetensors.copier.base\n"
         "from fastsafetensors.frameworks._torch import TorchOp, TorchProcessGroup\n"
         "loader = fastsafetensors.SafeTensorsFileLoader(None)\n"
         "print(isinstance(loader.framework, TorchOp), isinstance(loader.pg, TorchProcessGroup))\n"

@@ -64,8 +64,8 @@ def install(name: str) -> None:
         _patch()
         return
     for original, ours in _table(name).items():
-        for stale in [one for one in sys.modules if one.startswith(f"{original}.")]:
-            del sys.modules[stale]
+        for stale in [one for one in tuple(sys.modules) if one.startswith(f"{original}.")]:  # other threads import
+            sys.modules.pop(stale, None)
         module = sys.modules[original] = import_module(f"{__name__}.{ours}")
         parent, _, child = original.rpartition(".")
         if parent == "nvidia":

@@ -15,6 +15,7 @@ The names are those of fastsafetensors 0.5.0. Differences that are meant:
 from __future__ import annotations
 
 from . import cpp
+from . import dlpack as dlpack
 from .allocation import live_allocation_bytes, live_allocation_count
 from .auto_loader import AutoLoader
 from .common import SafeTensorsMetadata, SingleGroup, TensorFrame, get_device_numa_node

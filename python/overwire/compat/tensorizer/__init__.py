@@ -12,6 +12,12 @@ docs/tensorizer.md lists what is the same and what differs.
 
 from __future__ import annotations
 
+from . import _crypt as _crypt
+from . import _internal_utils as _internal_utils
+from . import _linear_partition as _linear_partition
+from . import _syscalls as _syscalls
+from . import _tensor_path as _tensor_path
+from . import _wide_pipes as _wide_pipes
 from . import protobuf, serialization, stream_io, tensors_pb2, torch_compat, utils
 from ._version import __version__
 from .serialization import (

@@ -9,6 +9,8 @@ from __future__ import annotations
 import secrets
 
 from .._encryption import CryptographyError
+from . import _cgroup_cpu_count as _cgroup_cpu_count
+from . import _exceptions as _exceptions
 
 __all__ = ["CryptographyError", "available", "random_bytes"]
 
