@@ -190,7 +190,7 @@ func (w *Want) Run(ix *tensor.Index) (off int64, ok bool) {
 // Make plans how to read wants into their destinations. It leaves out a want whose
 // destination is nil.
 func Make(ix *tensor.Index, wants []Want, dest []unsafe.Pointer, lim Limits) *Plan {
-	m := newMaker(ix, wants, dest, lim)
+	m := newMaker(ix, wants, tasksOf(ix, wants, dest), lim)
 	for i := range wants {
 		if dest[i] == nil || wants[i].Bytes == 0 {
 			continue
@@ -216,13 +216,20 @@ type maker struct {
 	pos   []place // of each task, sorted with it
 }
 
-func newMaker(ix *tensor.Index, wants []Want, dest []unsafe.Pointer, lim Limits) *maker {
-	tasks := 0 // a lower bound, unless slices leave some out
+// tasksOf is how many tasks the wants have that have a destination: a lower bound, unless
+// slices leave some out.
+func tasksOf(ix *tensor.Index, wants []Want, dest []unsafe.Pointer) int {
+	tasks := 0
 	for i := range wants {
 		if dest[i] != nil {
 			tasks += max(1, int(ix.Tensors[wants[i].Data].Count))
 		}
 	}
+	return tasks
+}
+
+// newMaker makes a maker with space for that number of tasks.
+func newMaker(ix *tensor.Index, wants []Want, tasks int, lim Limits) *maker {
 	p := &Plan{Tasks: make([]device.DecodeTask, 0, tasks), Refs: make([]Ref, 0, tasks), Left: make([]int32, len(wants))}
 	return &maker{ix: ix, lim: lim, wants: wants, p: p, pos: make([]place, 0, tasks)}
 }
@@ -258,7 +265,7 @@ func (m *maker) chunks(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointe
 // Tasks is a plan without pieces, for bytes that are read by another plan: the decode tasks
 // of wants whose tensors are stored in chunks, in the order of the wants.
 func Tasks(ix *tensor.Index, wants []Want, dest []unsafe.Pointer) *Plan {
-	m := newMaker(ix, wants, dest, Limits{})
+	m := newMaker(ix, wants, tasksOf(ix, wants, dest), Limits{})
 	for i := range wants {
 		m.chunks(int32(i), &wants[i], &ix.Tensors[wants[i].Data], dest[i])
 	}

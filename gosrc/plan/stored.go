@@ -23,8 +23,7 @@ type Spot struct {
 // the order of their sources and offsets, and of groups.
 func Stored(ix *tensor.Index, spots []Spot, lim Limits) (*Plan, []Want) {
 	wants := make([]Want, len(spots))
-	p := &Plan{Tasks: make([]device.DecodeTask, 0, len(spots)), Refs: make([]Ref, 0, len(spots)), Left: make([]int32, len(spots))}
-	m := maker{ix: ix, lim: lim, wants: wants, p: p, pos: make([]place, 0, len(spots))}
+	m := newMaker(ix, wants, len(spots), lim)
 	begin := 0
 	for i := range spots {
 		s := &spots[i]
@@ -45,5 +44,5 @@ func Stored(ix *tensor.Index, spots []Spot, lim Limits) (*Plan, []Want) {
 	}
 	m.cut(begin, len(spots))
 	m.split()
-	return p, wants
+	return m.p, wants
 }
