@@ -50,9 +50,9 @@ class Landing:
         self._tensors: dict[int, Any] = {}
         self._landed: dict[int, tuple[Any, int]] = {}
         self._made: dict[int, Any] = {}
-        # The job that brings each place, and its places by request; None: all in order.
         self._running: list[Job] = []  # also one without tensors
-        self._jobs: dict[int, tuple[Job, list[int] | None]] = {}  # by place
+        # The job that brings each place, and its places by request; None: all in order.
+        self._jobs: dict[int, tuple[Job, list[int] | None]] = {}
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             self._start(model, stack, watcher)
