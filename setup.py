@@ -48,7 +48,7 @@ MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}  # Go's name -> that of wheel
 GO_TAGS = "netgo,osusergo,nethttpomithttp2"
 TAGS = "pyext," + GO_TAGS
 # Packages whose functions are not inlined, 0.7 MB of a wheel: what speaks with stores, what
-# runs once a command or a connection, and none whose small functions ours are built of.
+# runs once a command, a connection, a read or a save, and none that our loops over bytes call.
 LEAN = (
     "bufio compress/flate compress/gzip context crypto/dsa crypto/ecdh crypto/ecdsa crypto/ed25519 crypto/elliptic "
     "crypto/hkdf crypto/hpke crypto/internal/fips140/bigmod crypto/internal/fips140/ecdh crypto/internal/fips140/ecdsa "
