@@ -10,9 +10,9 @@ import (
 	"sync"
 )
 
-// freeSlots gives the slot that came back first, or the last: its memory is the likeliest
-// to be in the processor's cache still, so that filling and copying it take less of the
-// host's memory.
+// freeSlots gives the slot that came back first, or the one that came back last: its memory
+// is the likeliest to be in the processor's cache still, so that filling and copying it take
+// less of the host's memory.
 type freeSlots struct {
 	there chan struct{} // one for each slot
 	mu    sync.Mutex
