@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 from ... import codecs, gpu
@@ -229,7 +230,10 @@ class Array(codecs.exporter()):  # type: ignore[misc]
             with contextlib.suppress(ImportError):
                 import numpy
 
-                return memoryview(numpy.asarray(_Interface(self)))  # type: ignore[arg-type,unused-ignore]
+                # The interface alone, since the Array's own buffer is what is being made.
+                data = (self._span.address, self._readonly)
+                shown = SimpleNamespace(__array_interface__=self._interface() | {"data": data}, keep=self)
+                return memoryview(numpy.asarray(shown))  # type: ignore[arg-type,unused-ignore]
             letter = None
         if self._strides is not None:
             raise BufferError("the Array is not dense, and only numpy could show it")
@@ -259,14 +263,6 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         """Itself on a GPU, else a copy there; None where there is none."""
         self._ready(self._device == HOST)
         return self if self._device != HOST else devices.to_device(self, synchronize, int(cuda_stream))
-
-
-class _Interface:
-    """The array interface alone, for numpy to read instead of the buffer."""
-
-    def __init__(self, array: Array) -> None:
-        self.__array_interface__ = array.__array_interface__ | {"data": (array._span.address, array._readonly)}
-        self.keep = array
 
 
 class BatchArray(list):  # type: ignore[type-arg]

@@ -28,14 +28,6 @@ def memory(nbytes: int, device: int, stream: int) -> codecs.Span:
     return made if made is not None else codecs.Span(*gpu.alloc(nbytes, device, stream)[:3])
 
 
-def _host(nbytes: int, device: int, stream: int) -> codecs.Span:
-    made = streams.allocate("pinned", nbytes, stream, device)
-    if made is not None:
-        return made
-    torch = gpu.torch_of()
-    return codecs.span(bytearray(nbytes) if torch is None else torch.empty(nbytes, dtype=torch.uint8))
-
-
 def to_host(array: Array) -> Array | None:
     """A copy on the host, in memory of the pinned allocator where one is set."""
     if array._strides is not None:
@@ -44,7 +36,10 @@ def to_host(array: Array) -> Array | None:
     if nbytes == 0:
         return _like(array, codecs.Span(0, 0, None), HOST)
     device = array._device[1]
-    span = _host(nbytes, device, array._stream)
+    span = streams.allocate("pinned", nbytes, array._stream, device)
+    if span is None:
+        torch = gpu.torch_of()
+        span = codecs.span(bytearray(nbytes) if torch is None else torch.empty(nbytes, dtype=torch.uint8))
     gpu.copy(span.address, array._span.address, nbytes, device=device, stream=array._stream)
     return _like(array, span, HOST)
 

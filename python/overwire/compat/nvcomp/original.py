@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module, metadata
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
+from types import SimpleNamespace
 from typing import Any
 
 from ... import gpu
@@ -158,12 +159,5 @@ class Original:
         if device < 0:
             raise DeviceError(f"overwire: nvcomp: the result of nvCOMP at {address:#x} is no memory of a GPU")
         gpu.stream_sync(int(interface.get("stream") or 1), device)
-        return Array(_Kept(made, (made, batch, self.codec)))
-
-
-class _Kept:
-    """Memory described by an interface, and the object that owns it."""
-
-    def __init__(self, made: Any, keep: Any) -> None:
-        self.__cuda_array_interface__ = {**made.__cuda_array_interface__, "stream": None}
-        self.keep = keep
+        memory = {**made.__cuda_array_interface__, "stream": None}
+        return Array(SimpleNamespace(__cuda_array_interface__=memory, keep=(made, batch, self.codec)))
