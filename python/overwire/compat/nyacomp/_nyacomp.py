@@ -176,12 +176,10 @@ def _sibling(filename: str, csv_path: str) -> str:
         host = settings.host()
         if origin == csv_path.split("/")[:3] or host and filename.startswith(host + "/"):
             return filename
-        raise overwire.FormatError(
-            f"overwire: open {csv_path}: it names {filename!r}, which is neither on its own server nor on HOST", source=csv_path
-        )
+        raise _misfit(csv_path, f"it names {filename!r}, which is neither on its own server nor on HOST")
     name = os.path.basename(filename)
     if name in ("", ".", "..") or any(c in name for c in "\\?#%\0"):
-        raise overwire.FormatError(f"overwire: open {csv_path}: {filename!r} is no file name", source=csv_path)
+        raise _misfit(csv_path, f"{filename!r} is no file name")
     path, mark, rest = csv_path.partition("?")
     folder = path[: path.rindex("/") + 1]
     return folder + beside(folder, filename) + mark + rest
@@ -198,7 +196,7 @@ def _dtype(name: str, place: str) -> Any:
 
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise overwire.FormatError(f"overwire: open {place}: {name!r} is no dtype of torch", source=place)
+        raise _misfit(place, f"{name!r} is no dtype of torch")
     return found
 
 
