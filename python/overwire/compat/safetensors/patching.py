@@ -148,6 +148,8 @@ def _writes(original: Any) -> Any:
 # What the originals call the file, or its bytes.
 _SUBJECTS = ("filename", "f", "data", "bytes")
 
+_signature = functools.lru_cache(maxsize=64)(inspect.signature)
+
 
 class _Call:
     # A call of one of the originals: what is read, and where to.
@@ -179,11 +181,6 @@ class _Call:
                 return True
         except (overwire.OverwireError, OSError, TypeError, ValueError):
             return False
-
-
-@functools.lru_cache(maxsize=64)
-def _signature(original: Any) -> inspect.Signature:
-    return inspect.signature(original)
 
 
 def _original(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
