@@ -33,9 +33,7 @@ def linear_partition(weights: Sequence[int], partitions: int) -> Iterable[slice]
     return list(_filled(weights, low))
 
 
-def greedy_linear_partition(weights: Sequence[int], partitions: int) -> Iterable[slice]:
-    """`linear_partition`, which is fast."""
-    return linear_partition(weights, partitions)
+greedy_linear_partition = linear_partition  # which is fast
 
 
 def partition(weights: Sequence[int], partitions: int, performance_threshold: int = 100) -> Iterable[slice]:

@@ -148,11 +148,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             if path.lower().startswith("s3://") and not isinstance(file_obj, os.PathLike):
                 self._storage.update(_s3.options_for(False))
             return path
-        try:
-            readable = file_obj.readable()
-        except AttributeError:
-            readable = True
-        refuse_text(file_obj, readable, 'TensorDeserializer\'s file_obj must be readable and in binary mode (mode="rb"{})')
+        refuse_text(file_obj, "readable", text='TensorDeserializer\'s file_obj must be readable and in binary mode (mode="rb"{})')
         self._own = file_obj
         if isinstance(file_obj, (stream_io.CURLStreamFile, stream_io.RedisStreamFile)) and file_obj.reach is not None:
             uri, options = file_obj.reach
@@ -195,15 +191,12 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         if encryption.key is None and encryption.source is None:
             raise ValueError("Invalid DecryptionParams, no key or source string provided")
         if not self._file_info.encrypted:
+            why = "is not flagged as encrypted"
             if self._file_info.version < 3:
-                raise CryptographyError(
-                    "Tensor decryption was requested, but the file provided comes from a tensorizer version predating encryption,"
-                    " so it must not be encrypted. Either set encryption=None on the TensorDeserializer,"
-                    " or ensure that the correct file was provided."
-                )
+                why = "comes from a tensorizer version predating encryption, so it must not be encrypted"
             raise CryptographyError(
-                "Tensor decryption was requested, but the file provided is not flagged as encrypted. Either set encryption=None on the"
-                " TensorDeserializer, or ensure that the correct file was provided."
+                f"Tensor decryption was requested, but the file provided {why}. Either set encryption=None on the TensorDeserializer,"
+                " or ensure that the correct file was provided."
             )
         key: bytes | str | None = encryption.key
         if key is None and encryption.source is not None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ...errors import AccessError, NotFoundError, OverwireError
-from ...plumbing import ObjectWriter, presign, read_file, regular
+from ...plumbing import presign, read_file
 
 default_s3_read_endpoint = "accel-object.ord1.coreweave.com"
 default_s3_write_endpoint = "object.ord1.coreweave.com"
@@ -196,11 +196,3 @@ def url_of(uri: str, options: dict[str, Any]) -> str:
     if virtual_only(at.netloc):
         return f"{at.scheme}://{bucket}.{at.netloc}/{quote(key)}"
     return f"{at.scheme}://{at.netloc}{at.path.rstrip('/')}/{bucket}/{quote(key)}"
-
-
-def upload(path: Any, uri: str, options: dict[str, Any]) -> None:
-    """Copies a local file into an object."""
-    import shutil
-
-    with open(path, "rb", opener=regular) as source, ObjectWriter(uri, storage_options=options) as target:
-        shutil.copyfileobj(source, target, 16 << 20)

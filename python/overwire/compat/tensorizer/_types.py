@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 
-def refuse_text(file: Any, fits: bool, text: str) -> None:
-    """ValueError for a file that is open as text, or does not fit otherwise; `text` says
-    what it must be, with {} for the mode that it has."""
+def refuse_text(file: Any, *needs: str, text: str) -> None:
+    """ValueError for a file that is open as text, or denies a need ("readable"); `text`
+    says what it must be, with {} for the mode that it has."""
+    try:
+        fits = all(getattr(file, need)() for need in needs)
+    except AttributeError:
+        fits = True
     if isinstance(file, io.TextIOBase) or not fits:
         mode = getattr(file, "mode", "")
         raise ValueError(text.format(f', current mode="{mode}"' if mode else ""))

@@ -9,7 +9,6 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -93,7 +92,8 @@ class TensorSerializer:
         if isinstance(file_obj, (str, bytes, os.PathLike)):
             self._file = stream_io.open_stream(file_obj, "wb+")
         else:
-            self._check(file_obj)
+            must = 'TensorSerializer\'s file_obj must be readable, writable, and in binary mode (mode="wb+"{})'
+            refuse_text(file_obj, "writable", "readable", text=must)
             self._file = file_obj
         seekable = getattr(self._file, "seekable", None)
         if callable(seekable) and not seekable():
@@ -109,14 +109,6 @@ class TensorSerializer:
         self._at = _HEAD_BYTES + self._room
         self._begun = False
         self._finish()
-
-    @staticmethod
-    def _check(file_obj: Any) -> None:
-        try:
-            both = file_obj.writable() and file_obj.readable()
-        except AttributeError:
-            both = True
-        refuse_text(file_obj, both, 'TensorSerializer\'s file_obj must be readable, writable, and in binary mode (mode="wb+"{})')
 
     @property
     def total_tensor_bytes(self) -> int:
@@ -207,7 +199,10 @@ class TensorSerializer:
             key, derivation = self._encryption.key, self._encryption._derivation
         new = [ready.record for ready in turn]
         own = self._descriptor()
-        with contextlib.nullcontext(own) if own is not None else _memory_file() as file:
+        with contextlib.ExitStack() as stack:
+            file = own
+            if file is None:
+                file = stack.enter_context(os.fdopen(os.memfd_create("tensors"), "wb")).fileno()
             base = 0 if own is not None else self._at
             name = str(getattr(self._file, "name", ""))
             records = write_records(file, new, self._at - base, key=key, derivation=derivation, threads=self.cpu_limit, path=name)
@@ -262,15 +257,6 @@ class TensorSerializer:
     def __del__(self) -> None:
         if getattr(self, "_file", None) is not None:
             self.close()
-
-
-@contextlib.contextmanager
-def _memory_file() -> Iterator[int]:
-    number = os.memfd_create("tensors", os.MFD_CLOEXEC)
-    try:
-        yield number
-    finally:
-        os.close(number)
 
 
 def _all(file: Any, data: Any) -> None:

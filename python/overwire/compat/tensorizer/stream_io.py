@@ -376,8 +376,12 @@ def s3_upload(
 ) -> None:
     """Copies a local file into an s3:// object, which shows when it is whole.
     ValueError for another URI; raises what `overwire.save_file` raises."""
+    import shutil
+
     _s3.parse_uri(target_uri)
-    _s3.upload(path, target_uri, _s3.direct_options(s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name))
+    options = _s3.direct_options(s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name)
+    with open(path, "rb", opener=regular) as source, ObjectWriter(target_uri, storage_options=options) as target:
+        shutil.copyfileobj(source, target, 16 << 20)
 
 
 def open_stream(
