@@ -41,7 +41,7 @@ class AutoLoader:
         kind = _resolve_loader_class(config.loader)
         section = config.get_extension_config(config.loader)
         options = kind.process_extension_config(section, hf_weights_files=hf_weights_files)
-        self._log_config_summary(str(device), len(hf_weights_files), options)
+        logger.debug("AutoLoader: loader %s, device %s, %d files, %s", config.loader, device, len(hf_weights_files), options)
         self._loader = kind(
             pg, device=device, set_numa=config.set_numa, disable_cache=config.disable_cache, debug_log=config.debug_log,
             framework=config.framework, **options,
@@ -49,9 +49,6 @@ class AutoLoader:
         self._pipeline: PipelineParallel | None = PipelineParallel(
             pg=pg, loader=self._loader, hf_weights_files=hf_weights_files, **config.create_parallel_kwargs()
         )  # fmt: skip
-
-    def _log_config_summary(self, device: str, num_files: int, ext_kwargs: dict[str, Any]) -> None:
-        logger.debug("AutoLoader: loader %s, device %s, %d files, %s", self._config.loader, device, num_files, ext_kwargs)
 
     @property
     def config(self) -> LoaderConfig:

@@ -178,7 +178,8 @@ class SafeTensorsMetadata:
     def _compressed(self) -> dict[str, Any]:
         ser: dict[str, Any] = {}
         at = 0
-        with overwire.safe_open(self.src, framework=_numeric(self.framework)) as file:
+        kind: Any = "pt" if self.framework.get_name() == "pytorch" else "np"
+        with overwire.safe_open(self.src, framework=kind) as file:
             self.metadata = file.metadata() or ""
             for name in file.offset_keys():
                 view = file.get_slice(name)
@@ -277,10 +278,6 @@ def _next(fd: int, size: int, filename: str) -> bytes:
         parts.append(part)
         size -= len(part)
     return b"".join(parts)
-
-
-def _numeric(framework: FrameworkOpBase) -> Any:
-    return "pt" if framework.get_name() == "pytorch" else "np"
 
 
 def is_cuda(device: Device) -> bool:

@@ -69,17 +69,13 @@ class LoaderConfig:
         return {key: value for key, value in section.items() if key not in self._COMMON_FIELDS_FOR_EXTENSION}
 
     @classmethod
-    def _from_json(cls, path: str) -> LoaderConfig:
+    def from_file(cls, path: str) -> LoaderConfig:
+        """Of a JSON file. FileNotFoundError, json.JSONDecodeError, ValueError."""
         with open(path, encoding="utf-8", opener=regular) as file:
             data = json.load(file)
         if not isinstance(data, dict):
             raise ValueError(f"{path}: expected a JSON object, got {type(data).__name__}")
         return cls.from_dict(data)
-
-    @classmethod
-    def from_file(cls, path: str) -> LoaderConfig:
-        """Of a JSON file. FileNotFoundError, json.JSONDecodeError, ValueError."""
-        return cls._from_json(path)
 
     def create_parallel_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of a pipeline; without one, batches go one by one."""

@@ -108,11 +108,8 @@ class BaseSafeTensorsFileLoader:
                     metadata = SafeTensorsMetadata.from_file(name, self.framework)
                     self.meta[name] = metadata, rank
                     for key, frame in metadata.tensors.items():
-                        if self._keeps(key):
+                        if self.tensor_filter is None or self.tensor_filter(key):
                             self.frames[key] = frame
-
-    def _keeps(self, name: str) -> bool:
-        return self.tensor_filter is None or self.tensor_filter(name)
 
     def copy_files_to_device(
         self,

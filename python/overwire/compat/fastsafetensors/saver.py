@@ -11,7 +11,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -256,37 +256,29 @@ def write_shards(plans: Sequence[ShardPlan], fill: FillFn, *, min_free_bytes: in
     with ExitStack() as stack:
         for name in written:
             stack.callback(Path(name).unlink, missing_ok=True)
-        files = []
-        with ExitStack() as maps:
-            work: list[tuple[memoryview, WriteEntry]] = []
-            mappings: list[tuple[memoryview, mmap.mmap]] = []
-            for name, path, plan in zip(written, real, plans, strict=True):
-                # What replaces a private file is private from the beginning.
-                number = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if os.path.exists(path) else 0o666)
-                files.append(stack.enter_context(os.fdopen(number, "r+b", buffering=0)))
-                os.posix_fallocate(files[-1].fileno(), 0, plan.total_bytes)  # a full disk is an error here, and a signal later
-                mapped = mmap.mmap(files[-1].fileno(), plan.total_bytes)
-                mappings.append((memoryview(mapped), mapped))
-                maps.callback(_close, mapped)
-                mapped[: len(plan.header)] = plan.header
-                overwire.safe_open(name, framework="bytes").close()  # the one validator
-                for entry in plan.entries:
-                    begin, end = plan.offsets[entry.name]
-                    work.append((mappings[-1][0][begin:end], entry))
-            fill(sorted(work, key=lambda one: -one[1].nbytes))
-            for buffer, _ in work:
-                buffer.release()
-            for view, mapped in mappings:
-                view.release()
-                mapped.close()  # BufferError: the fill has kept a view
+        work: list[tuple[memoryview, WriteEntry]] = []
+        mappings: list[tuple[memoryview, mmap.mmap]] = []
+        for name, path, plan in zip(written, real, plans, strict=True):
+            # What replaces a private file is private from the beginning.
+            number = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if os.path.exists(path) else 0o666)
+            stack.enter_context(os.fdopen(number, "r+b", buffering=0))
+            os.posix_fallocate(number, 0, plan.total_bytes)  # a full disk is an error here, and a signal later
+            mapped = mmap.mmap(number, plan.total_bytes)
+            mappings.append((memoryview(mapped), mapped))
+            mapped[: len(plan.header)] = plan.header
+            overwire.safe_open(name, framework="bytes").close()  # the one validator
+            for entry in plan.entries:
+                begin, end = plan.offsets[entry.name]
+                work.append((mappings[-1][0][begin:end], entry))
+        fill(sorted(work, key=lambda one: -one[1].nbytes))
+        for buffer, _ in work:
+            buffer.release()
+        for view, mapped in mappings:
+            view.release()
+            mapped.close()  # BufferError: the fill has kept a view
         for name, path in zip(written, real, strict=True):
             publish(name, path)
     return [plan.path for plan in plans]
-
-
-def _close(mapped: mmap.mmap) -> None:
-    with suppress(BufferError):  # who failed may hold views of it, which it goes with
-        mapped.close()
 
 
 def save_sharded(

@@ -31,8 +31,4 @@ def new_gds_file_copier(
 ) -> CopierConstructFunc:
     """Makes GdsFileCopiers. Sizes and threads are the engine's choice, which takes
     no memory of the device but the tensors'."""
-
-    def construct(metadata: SafeTensorsMetadata, device: Device, framework: FrameworkOpBase) -> GdsFileCopier:
-        return GdsFileCopier(metadata, device, None, framework)
-
-    return construct
+    return lambda metadata, device, framework: GdsFileCopier(metadata, device, None, framework)

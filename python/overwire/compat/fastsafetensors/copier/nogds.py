@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..common import SafeTensorsMetadata
-from ..frameworks import FrameworkOpBase
 from ..st_types import Device
 from .base import CopierConstructFunc, EngineCopier
 from .registry import register_copier_constructor
@@ -20,8 +18,4 @@ class NoGdsFileCopier(EngineCopier):
 @register_copier_constructor("nogds", NoGdsFileCopier)
 def new_nogds_file_copier(device: Device, bbuf_size_kb: int = 16 * 1024, max_threads: int = 16, **kwargs: Any) -> CopierConstructFunc:
     """Makes NoGdsFileCopiers. Sizes and threads are the engine's choice."""
-
-    def construct(metadata: SafeTensorsMetadata, device: Device, framework: FrameworkOpBase) -> NoGdsFileCopier:
-        return NoGdsFileCopier(metadata, device, None, framework)
-
-    return construct
+    return lambda metadata, device, framework: NoGdsFileCopier(metadata, device, None, framework)

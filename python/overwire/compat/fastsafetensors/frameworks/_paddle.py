@@ -20,6 +20,7 @@ from ..common import SingleGroup, dense_strides, is_cuda
 from ..dlpack import from_cuda_buffer
 from ..st_types import Device, DeviceType, DType
 from . import FrameworkOpBase, ProcessGroupBase, TensorBase
+from . import get_framework_op as by_name
 
 if TYPE_CHECKING:
     from ..common import TensorFrame
@@ -195,6 +196,4 @@ class PaddleOp(FrameworkOpBase):
 
 
 def get_framework_op() -> FrameworkOpBase:
-    from . import get_framework_op as by_name
-
     return by_name("paddle")

@@ -18,6 +18,7 @@ from ..common import SingleGroup, is_cuda
 from ..dlpack import from_cuda_buffer
 from ..st_types import DTYPE_SIZES, Device, DType
 from . import FrameworkOpBase, ProcessGroupBase, TensorBase
+from . import get_framework_op as by_name
 
 if TYPE_CHECKING:
     from ..common import TensorFrame
@@ -260,6 +261,4 @@ class TorchOp(FrameworkOpBase):
 
 
 def get_framework_op() -> FrameworkOpBase:
-    from . import get_framework_op as by_name
-
     return by_name("pytorch")
