@@ -10,7 +10,7 @@ from typing import Any
 
 import overwire
 
-from ._errors import SafetensorError, reading, writing
+from ._errors import SafetensorError, check, reading, writing
 
 __all__ = ["TensorSpec", "deserialize", "serialize", "serialize_file"]
 
@@ -32,18 +32,14 @@ class TensorSpec(overwire.TensorSpec):
 
 
 def _check(tensor_dict: Any, metadata: Any) -> None:
-    if not isinstance(tensor_dict, dict):
-        raise TypeError(f"argument 'tensor_dict': {type(tensor_dict).__name__!r} object is not an instance of 'dict'")
+    check("tensor_dict", tensor_dict, dict)
     for name, spec in tensor_dict.items():
-        if not isinstance(name, str):
-            raise TypeError(f"argument 'tensor_dict': {type(name).__name__!r} object is not an instance of 'str'")
-        if not isinstance(spec, overwire.TensorSpec):
-            raise TypeError(f"argument 'tensor_dict': {type(spec).__name__!r} object is not an instance of 'TensorSpec'")
-    if metadata is not None and not isinstance(metadata, dict):
-        raise TypeError(f"argument 'metadata': {type(metadata).__name__!r} object is not an instance of 'dict'")
-    for text in (*(metadata or {}), *(metadata or {}).values()):
-        if not isinstance(text, str):
-            raise TypeError(f"argument 'metadata': {type(text).__name__!r} object is not an instance of 'str'")
+        check("tensor_dict", name, str)
+        check("tensor_dict", spec, overwire.TensorSpec)
+    if metadata is not None:
+        check("metadata", metadata, dict)
+        for text in (*metadata, *metadata.values()):
+            check("metadata", text, str)
 
 
 def serialize_file(tensor_dict: dict[str, TensorSpec], filename: Any, metadata: dict[str, str] | None = None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import overwire
 
-__all__ = ["SafetensorError", "header_error", "not_contiguous", "reading", "writing"]
+__all__ = ["SafetensorError", "check", "header_error", "not_contiguous", "reading", "writing"]
 
 _Base: Any = Exception
 with contextlib.suppress(ImportError):
@@ -56,6 +56,12 @@ def not_contiguous(name: str) -> ValueError:
         " only the full tensors, and reslice at load time, or simply call `.contiguous()` on your tensor to"
         " pack it before saving."
     )
+
+
+def check(what: str, value: Any, kind: type) -> None:
+    """What the original says of an argument, or of a part of one, that is not of a kind."""
+    if not isinstance(value, kind):
+        raise TypeError(f"argument '{what}': {type(value).__name__!r} object is not an instance of '{kind.__name__}'")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 import overwire
 
-from ._errors import SafetensorError, reading
+from ._errors import SafetensorError, check, reading
 from ._frameworks import Framework, framework_of
 
 __all__ = ["PySafeSlice", "_safe_open_handle", "safe_open"]
@@ -92,7 +92,7 @@ class safe_open:
     def get_tensor(self, name: str) -> Any:
         """One tensor, whole."""
         file = self._live()
-        _check_name(name)
+        check("name", name, str)
         with reading(self._name, "Error while reading"):
             tensor = file.get_tensor(name)
         return self._framework.make(tensor, self._device)
@@ -107,7 +107,7 @@ class safe_open:
     def get_slice(self, name: str) -> PySafeSlice:
         """The tensor as something to index; nothing is read yet."""
         file = self._live()
-        _check_name(name)
+        check("name", name, str)
         with reading(self._name):
             inner = file.get_slice(name)
         return PySafeSlice(file, inner, name, self._framework, self._device)
@@ -120,11 +120,6 @@ class _safe_open_handle(safe_open):
 
     def __init__(self, f: Any, framework: str, device: Any = "cpu", *, backend: str = "mmap") -> None:
         self._open(f, f.name, framework, device, backend)
-
-
-def _check_name(name: Any) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"argument 'name': {type(name).__name__!r} object is not an instance of 'str'")
 
 
 class PySafeSlice:
