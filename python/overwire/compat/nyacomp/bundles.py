@@ -102,13 +102,10 @@ def compress_parameter(param: Any, path: PathLike, algo: int = 0) -> tuple[dict[
     target, raw = Path(path), Path(path).with_suffix(".raw")
     tensor = param.detach()
     size = stored = tensor_size(tensor)
-    compressed = size > 1 and not settings.flag("UNCOMPRESSED")
-    if compressed:
-        try:
+    if size > 1 and not settings.flag("UNCOMPRESSED"):
+        with contextlib.suppress(overwire.NotSupportedError):
             stored = _nyacomp.write_tensor(tensor, target)
-        except overwire.NotSupportedError:
-            stored = size
-        compressed = stored < size
+    compressed = stored < size
     if not compressed:
         stored = size
         manifests.write_file(raw, tensor_bytes(tensor))

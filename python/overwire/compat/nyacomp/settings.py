@@ -33,15 +33,9 @@ PASSED_OVER: dict[str, tuple[int, int]] = {
     "UNPINNED_JOBS": (0, 1 << 16),
     "UNPINNED_THREADS": (0, 1 << 16),
     "SLEEP": (0, 1 << 16),
-    "TENSOR_EARLY": (0, 1),
-    "SYNC_DECOMPRESS": (0, 1),
-    "SYNC_FREE": (0, 1),
-    "REUSE_COMP_BUFFER": (0, 1),
-    "WILLNEED": (0, 1),
-    "SEQUENTIAL": (0, 1),
-    "DEBUG_MALLOC": (0, 1),
-    "DEBUG_SYNC": (0, 1),
-    "NOTIME": (0, 1),
+    **dict.fromkeys(
+        "TENSOR_EARLY SYNC_DECOMPRESS SYNC_FREE REUSE_COMP_BUFFER WILLNEED SEQUENTIAL DEBUG_MALLOC DEBUG_SYNC NOTIME".split(), (0, 1)
+    ),
 }
 
 
