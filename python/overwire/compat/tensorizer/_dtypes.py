@@ -4,23 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-_NUMPY = {
-    "bool": "|b1",
-    "uint8": "|u1",
-    "int8": "|i1",
-    "int16": "<i2",
-    "uint16": "<u2",
-    "float16": "<f2",
-    "int32": "<i4",
-    "uint32": "<u4",
-    "float32": "<f4",
-    "int64": "<i8",
-    "uint64": "<u8",
-    "float64": "<f8",
-    "complex64": "<c8",
-    "complex128": "<c16",
-}
-
+_NUMPY = {"bool": "|b1", "uint8": "|u1", "int8": "|i1", "complex64": "<c8", "complex128": "<c16"}
+_NUMPY |= {f"{word}{bits}": f"<{word[0]}{bits // 8}" for word in ("int", "uint", "float") for bits in (16, 32, 64)}
 
 _SHARED = frozenset(_NUMPY.values()) - {"<c16"}
 _SHARED_OPAQUE = frozenset(
