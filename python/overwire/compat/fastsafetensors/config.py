@@ -79,19 +79,11 @@ class LoaderConfig:
 
     def create_parallel_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of a pipeline; without one, batches go one by one."""
-        limits = {
-            "max_batch_bytes": self.max_batch_bytes,
-            "use_chunk_budget_as_allocation_size": self.use_chunk_budget_as_allocation_size,
-            "device_memory_budget": self.device_memory_budget,
-        }
-        if not self.use_pipeline:
-            return {"queue_size": -1, **limits}
-        return {
-            "max_concurrent_producers": self.max_concurrent_producers,
-            "queue_size": self.queue_size,
-            "use_tqdm_on_load": self.use_tqdm_on_load,
-            **limits,
-        }
+        names = ["max_batch_bytes", "use_chunk_budget_as_allocation_size", "device_memory_budget"]
+        if self.use_pipeline:
+            names += ["max_concurrent_producers", "queue_size", "use_tqdm_on_load"]
+        given = {name: getattr(self, name) for name in names}
+        return given if self.use_pipeline else given | {"queue_size": -1}
 
 
 def check_producers(count: int) -> None:
