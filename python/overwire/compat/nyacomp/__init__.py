@@ -164,4 +164,3 @@ def with_cleanup(path: PathLike) -> None:
     """Loads a bundle and frees it again: for timing."""
     with cleanup():
         load_compressed_pickle(path)
-

@@ -28,7 +28,6 @@ __all__ = [
     "find",
     "host_name",
     "ints",
-    "parse_csv",
     "read_csv",
     "read_merge_info",
     "read_metadata",
@@ -52,19 +51,6 @@ class Manifest(NamedTuple):
     rows: list[MetaRow]
 
 
-def parse_csv(text: str, path: str) -> Manifest:
-    """The manifest in a text; `path` is for messages, and for names beside it.
-
-    Any number of bins, empty ones too. Raises FormatError."""
-    try:
-        bins = [[int(at) for at in part.split(";") if at] for part in text.partition("\n")[0].strip().split(",")]
-    except ValueError as error:
-        raise overwire.FormatError(f"overwire: open {path} line 1: expected bins such as '0;2,1'", source=path) from error
-    rows = meta_rows(path, text)
-    _check_bins(bins, len(rows), path)
-    return Manifest(path, bins, rows)
-
-
 def bins_fit(bins: Sequence[Sequence[int]], count: int) -> bool:
     """Whether bins name files that are there, none twice."""
     listed = [at for part in bins for at in part]
@@ -77,9 +63,17 @@ def _check_bins(bins: Sequence[Sequence[int]], count: int, path: str) -> None:
 
 
 def read_csv(path: str | os.PathLike[str]) -> Manifest:
-    """The meta.csv at a path or URI. NotFoundError, FormatError."""
+    """The meta.csv at a path or URI, with any number of bins, empty ones too.
+    NotFoundError, FormatError."""
     place = os.fspath(path)
-    return parse_csv(os.fsdecode(overwire.read_bytes(place, _LIMIT)), place)  # names may be any bytes
+    text = os.fsdecode(overwire.read_bytes(place, _LIMIT))  # names may be any bytes
+    try:
+        bins = [[int(at) for at in part.split(";") if at] for part in text.partition("\n")[0].strip().split(",")]
+    except ValueError as error:
+        raise overwire.FormatError(f"overwire: open {place} line 1: expected bins such as '0;2,1'", source=place) from error
+    rows = meta_rows(place, text)
+    _check_bins(bins, len(rows), place)
+    return Manifest(place, bins, rows)
 
 
 def to_csv(meta: Sequence[Mapping[str, Any]], bins: Sequence[Sequence[int]], f: str | os.PathLike[str]) -> None:
