@@ -417,4 +417,3 @@ def _from_interface(source: Any, interface: dict[str, Any], device: tuple[int, i
         strides = None
     span = codecs.Span(int(data[0] or 0), prod(shape) * item, source)
     return span, shape, strides and tuple(strides), kind, device, bool(data[1])
-

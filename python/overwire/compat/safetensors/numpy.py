@@ -51,21 +51,8 @@ def _flatten(tensor_dict: dict[str, Any], keep_alive_buffer: list[Any]) -> dict[
     return flat
 
 
-_TYPES: dict[str, Any] = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "I64": np.int64,
-    "U64": np.uint64,
-    "I32": np.int32,
-    "U32": np.uint32,
-    "I16": np.int16,
-    "U16": np.uint16,
-    "I8": np.int8,
-    "U8": np.uint8,
-    "BOOL": bool,
-    "C64": np.complex64,
-}
+_TYPES: dict[str, Any] = {"BOOL": bool, "U8": np.uint8, "I8": np.int8, "C64": np.complex64}
+_TYPES |= {f"{word[0].upper()}{bits}": getattr(np, f"{word}{bits}") for word in ("float", "int", "uint") for bits in (16, 32, 64)}
 
 
 def _getdtype(dtype_str: str) -> Any:
@@ -81,5 +68,3 @@ def _is_little_endian(tensor: Any) -> bool:
     if order not in "=|<>":
         raise ValueError(f"Unexpected byte order {order}")
     return order != ">" and (order != "=" or sys.byteorder == "little")
-
-
