@@ -46,7 +46,7 @@ class AutoLoader:
             pg, device=device, set_numa=config.set_numa, disable_cache=config.disable_cache, debug_log=config.debug_log,
             framework=config.framework, **options,
         )  # fmt: skip
-        self._pipeline: PipelineParallel | None = PipelineParallel(
+        self._pipeline = PipelineParallel(
             pg=pg, loader=self._loader, hf_weights_files=hf_weights_files, **config.create_parallel_kwargs()
         )  # fmt: skip
 
@@ -57,10 +57,8 @@ class AutoLoader:
 
     def iterate_weights(self) -> Iterator[tuple[str, Any]]:
         """(name, tensor) of every tensor, as ParallelLoader's."""
-        if self._pipeline is not None:
-            yield from self._pipeline.iterate_weights()
+        yield from self._pipeline.iterate_weights()
 
     def close(self) -> None:
         """Ends loading."""
-        if self._pipeline is not None:
-            self._pipeline.close()
+        self._pipeline.close()

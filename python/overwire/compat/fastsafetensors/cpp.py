@@ -236,8 +236,8 @@ class gds_device_buffer:
 class _Reader:
     # Reads by a pool of threads, started with the first one.
 
-    def __init__(self, threads: int, cuda: bool, device: int) -> None:
-        self._threads, self._cuda, self._device = max(1, int(threads)), bool(cuda), int(device)
+    def __init__(self, max_threads: int, use_cuda: bool, device_id: int) -> None:
+        self._threads, self._cuda, self._device = max(1, int(max_threads)), bool(use_cuda), int(device_id)
         self._pool: ThreadPoolExecutor | None = None
         self._pending: dict[int, tuple[Future[int], int]] = {}
         self._done: dict[int, int] = {}  # bytes of reads whose progress is wanted
@@ -365,9 +365,6 @@ class gds_file_handle:
 
 class gds_file_reader(_Reader):
     """As `nogds_file_reader`, of `gds_file_handle`s."""
-
-    def __init__(self, max_threads: int, use_cuda: bool, device_id: int) -> None:
-        super().__init__(max_threads, use_cuda, device_id)
 
     def submit_read(
         self, fh: gds_file_handle, dst: gds_device_buffer, offset: int, length: int, ptr_off: int, file_length: int = 0,
