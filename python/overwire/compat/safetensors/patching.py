@@ -324,10 +324,8 @@ def _module(name: str) -> Any:
     # Libraries import those of torch and numpy later; the others only matter if
     # their framework is loaded already.
     if name in sys.modules or name.rpartition(".")[2] in sys.modules:
-        try:
+        with contextlib.suppress(ImportError):
             return import_module(name)
-        except ImportError:
-            return None
     return None
 
 

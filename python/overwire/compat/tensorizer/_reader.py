@@ -281,7 +281,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             return
         if self._source is None:
             raise ValueError("I/O operation on closed file")
-        names = [self._records[path].name for path in wanted]
+        records = [self._records[path] for path in wanted]
+        names = [record.name for record in records]
         device = self._target()
         through_host = verify or device.type not in ("cpu", "cuda")
         try:
@@ -299,16 +300,14 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             if "checksum mismatch" in str(error):
                 raise HashMismatchError(str(error)) from error
             raise
-        for path in wanted:
-            record = self._records[path]
+        for record in records:
             found[record.name] = _dtypes.typed(found[record.name], record)
         if verify:
-            records = [self._records[path] for path in wanted]
-            for record, same in zip(records, _same(records, [found[record.name] for record in records]), strict=True):
+            for record, same in zip(records, _same(records, [found[name] for name in names]), strict=True):
                 if not same:
                     raise HashMismatchError(f"Hash mismatch for tensor '{_paths.plain(_paths.parse(record.name))}'")
-        for path in wanted:
-            self._cache[path] = self._parameter(found.pop(self._records[path].name), device)
+        for path, name in zip(wanted, names, strict=True):
+            self._cache[path] = self._parameter(found.pop(name), device)
 
     def _parameter(self, tensor: torch.Tensor, device: Any) -> Any:
         import torch
