@@ -191,8 +191,7 @@ def _save(
         write_bytes(target, data, None)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(layout.previous_of(container))
-    stored = size if report.bytes_in else 0
-    return stored / report.bytes_in if report.bytes_in else 1.0
+    return size / report.bytes_in if report.bytes_in else 1.0
 
 
 # The most bytes of a remote object without its tensors.
