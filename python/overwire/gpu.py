@@ -210,13 +210,10 @@ class Batch:
     it is done; dropping the Batch does not stop it. Threads may share it."""
 
     __slots__ = ("_errors", "_keep", "_number")
-    _number: int
-    _errors: list[BaseException | int | None] | None
-    _keep: Any
 
     def __init__(self, number: int, keep: Any = None) -> None:
         self._number = number
-        self._errors = None
+        self._errors: list[BaseException | int | None] | None = None
         self._keep = keep
 
     def poll(self) -> list[BaseException | int | None] | None:
