@@ -189,10 +189,8 @@ def stream_new(device: int) -> int:
 def stream_free(stream: int, device: int) -> None:
     """Ends a stream when its work is done, without waiting for that. In a forked
     child it does nothing: the stream is the parent's."""
-    try:
+    with contextlib.suppress(ForkedError):
         _verbs.gpu_stream_free(device, stream)
-    except ForkedError:
-        pass
 
 
 def stream_sync(stream: int, device: int) -> None:

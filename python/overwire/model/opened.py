@@ -386,12 +386,11 @@ def prepare(device: str) -> None:
         _verbs.prepare(device)
 
 
-def wholes(numbers: Sequence[int], pointers: Sequence[int] | None = None) -> bytes:
+def wholes(numbers: Sequence[int], pointers: Sequence[int]) -> bytes:
     """The requests for many whole tensors, packed, in the engine's memory or at pointers
     that are not 0: a few C calls in all."""
     flat = array("q", bytes(6 * 8 * len(numbers)))
     flat[0::6] = array("q", numbers)
-    if pointers is not None:
-        flat[1::6] = array("q", pointers)
+    flat[1::6] = array("q", pointers)
     flat[3::6] = flat[5::6] = array("q", [WHOLE]) * len(numbers)
     return flat.tobytes()
