@@ -77,34 +77,36 @@ LEFT_OUT = re.compile(r"(^|/)(__pycache__|\.[^/]*)(/|$)|\.(so|pyc|whl)$|(^|/)tes
 # reader.
 
 
-def project() -> dict[str, str]:
-    """Return the plain `key = "value"` lines of [project] in pyproject.toml, and the version,
-    which stands in gosrc/cli alone."""
+def sections() -> dict[str, str]:
+    """Return the lines of each section of pyproject.toml."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    section = re.search(r"^\[project\]\n(.*?)(?=^\[)", text, re.M | re.S)
-    version = re.search(r'^const Version = "(.*)"$', (ROOT / "gosrc/cli/cli.go").read_text(encoding="utf-8"), re.M)
-    assert section is not None and version is not None
-    return dict(re.findall(r'^([\w-]+) = "(.*)"$', section[1], re.M)) | {"version": version[1]}
+    return dict(re.findall(r"^\[([^\n]+)\]\n(.*?)(?=^\[|\Z)", text, re.M | re.S))
+
+
+def texts(section: str) -> dict[str, str]:
+    """Return the plain `key = "value"` lines of a section."""
+    return dict(re.findall(r'^([\w-]+) = "(.*)"$', sections()[section], re.M))
 
 
 def items(section: str, key: str) -> list[str]:
-    """Return the strings of one list, or the `name = "value"` lines of a table."""
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    found = re.search(rf"^\[{re.escape(section)}\]\n(.*?)(?=^\[|\Z)", text, re.M | re.S)
-    if not found:
-        return []
-    if not key:
-        return [f"{k} = {v}" for k, v in re.findall(r'^([\w-]+) = "(.*)"$', found[1], re.M)]
-    listed = re.search(rf"^{re.escape(key)} = \[(.*?)\]$", found[1], re.M | re.S)
+    """Return the strings of one list of a section."""
+    listed = re.search(rf"^{key} = \[(.*?)\]$", sections()[section], re.M | re.S)
     return re.findall(r'"([^"]*)"', listed[1]) if listed else []
+
+
+def project() -> dict[str, str]:
+    """Return the texts of [project], and the version, which stands in gosrc/cli alone."""
+    version = re.search(r'^const Version = "(.*)"$', (ROOT / "gosrc/cli/cli.go").read_text(encoding="utf-8"), re.M)
+    assert version is not None
+    return texts("project") | {"version": version[1]}
 
 
 def entry_points() -> str:
     """Return the wheel's entry_points.txt: the commands, then each group of plug-ins."""
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    groups = [("console_scripts", "project.scripts")]
-    groups += [(name, f'project.entry-points."{name}"') for name in re.findall(r'^\[project\.entry-points\."([^"]+)"\]$', text, re.M)]
-    return "\n".join("\n".join([f"[{name}]", *items(section, "")]) + "\n" for name, section in groups)
+    groups = {"console_scripts": "project.scripts"}
+    groups |= {name.split('"')[1]: name for name in sections() if name.startswith("project.entry-points.")}
+    parts = ([f"[{name}]", *(f"{k} = {v}" for k, v in texts(section).items()), ""] for name, section in groups.items())
+    return "\n".join("\n".join(part) for part in parts)
 
 
 def metadata(licence: str = "", files: list[str] | None = None) -> str:
@@ -262,42 +264,33 @@ def tag(library: Path) -> str:
 # Archives.
 
 
-class Wheel:
-    """A deterministic wheel: files in order, one time, modes of two kinds, RECORD last."""
-
-    def __init__(self, directory: str, label: str) -> None:
-        self.info = f"{name_version()}.dist-info"
-        self.name = f"{name_version()}-{label}.whl"
-        self.path = Path(directory) / self.name
-        self.label = label
-        self.files: dict[str, bytes] = {}
-
-    def write(self, parties: dict[str, str] | None = None, licence: str = "") -> str:
-        """Write it, with what `third_parties` returns."""
-        self.files[f"{self.info}/licenses/LICENSE"] = (ROOT / "LICENSE").read_bytes()
-        for name, text in (parties or {}).items():
-            folder = "sboms" if name.endswith(".json") else "licenses"
-            self.files[f"{self.info}/{folder}/{name}"] = text.encode()
-        listed = sorted(name.partition("/licenses/")[2] for name in self.files if "/licenses/" in name)
-        self.files[f"{self.info}/METADATA"] = metadata(licence, listed).encode()
-        self.files[f"{self.info}/WHEEL"] = (
-            f"Wheel-Version: 1.0\nGenerator: overwire-setup\nRoot-Is-Purelib: false\nTag: {self.label}\n".encode()
-        )
-        self.files[f"{self.info}/entry_points.txt"] = entry_points().encode()
-        record = []
-        for name, data in sorted(self.files.items()):
-            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-            record.append(f"{name},sha256={digest},{len(data)}\n")
-        record.append(f"{self.info}/RECORD,,\n")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with zipfile.ZipFile(self.path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as z:
-            for name, data in [*sorted(self.files.items()), (f"{self.info}/RECORD", "".join(record).encode())]:
-                entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
-                entry.create_system = 3
-                entry.external_attr = (0o100755 if name.endswith(".so") else 0o100644) << 16
-                entry.compress_type = zipfile.ZIP_DEFLATED
-                z.writestr(entry, data)
-        return self.name
+def write_wheel(directory: str, label: str, files: dict[str, bytes], parties: dict[str, str] | None = None, licence: str = "") -> str:
+    """Write a deterministic wheel (files in order, one time, modes of two kinds, RECORD last),
+    with what `third_parties` returns; return its name."""
+    info = f"{name_version()}.dist-info"
+    files = {**files, f"{info}/licenses/LICENSE": (ROOT / "LICENSE").read_bytes()}
+    for name, text in (parties or {}).items():
+        folder = "sboms" if name.endswith(".json") else "licenses"
+        files[f"{info}/{folder}/{name}"] = text.encode()
+    listed = sorted(name.partition("/licenses/")[2] for name in files if "/licenses/" in name)
+    files[f"{info}/METADATA"] = metadata(licence, listed).encode()
+    files[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: overwire-setup\nRoot-Is-Purelib: false\nTag: {label}\n".encode()
+    files[f"{info}/entry_points.txt"] = entry_points().encode()
+    record = []
+    for name, data in sorted(files.items()):
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        record.append(f"{name},sha256={digest},{len(data)}\n")
+    record.append(f"{info}/RECORD,,\n")
+    path = Path(directory) / f"{name_version()}-{label}.whl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as z:
+        for name, data in [*sorted(files.items()), (f"{info}/RECORD", "".join(record).encode())]:
+            entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
+            entry.create_system = 3
+            entry.external_attr = (0o100755 if name.endswith(".so") else 0o100644) << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            z.writestr(entry, data)
+    return path.name
 
 
 def tree(folder: Path) -> list[Path]:
@@ -306,37 +299,22 @@ def tree(folder: Path) -> list[Path]:
     return sorted(p for p in files if not LEFT_OUT.search(p.relative_to(ROOT).as_posix()))
 
 
-# The hooks of PEP 517 and 660. None of them needs a package.
-
-
-def get_requires_for_build_wheel(config_settings: object = None) -> list[str]:
-    return []
-
-
-def get_requires_for_build_editable(config_settings: object = None) -> list[str]:
-    return []
-
-
-def get_requires_for_build_sdist(config_settings: object = None) -> list[str]:
-    return []
+# The hooks of PEP 517 and 660. None of them needs a package, as those that are left out would say.
 
 
 def build_wheel(wheel_directory: str, config_settings: object = None, metadata_directory: str | None = None) -> str:
     with tempfile.TemporaryDirectory() as t:  # leave the tree unchanged
         library = Path(t) / LIBRARY.name
         build_library(library)
-        wheel = Wheel(wheel_directory, tag(library))
-        wheel.files[f"overwire/{LIBRARY.name}"] = library.read_bytes()
-    for path in tree(PACKAGE):
-        wheel.files[path.relative_to(PACKAGE.parent).as_posix()] = path.read_bytes()
-    return wheel.write(*third_parties())
+        label = tag(library)
+        files = {f"overwire/{LIBRARY.name}": library.read_bytes()}
+    files |= {path.relative_to(PACKAGE.parent).as_posix(): path.read_bytes() for path in tree(PACKAGE)}
+    return write_wheel(wheel_directory, label, files, *third_parties())
 
 
 def build_editable(wheel_directory: str, config_settings: object = None, metadata_directory: str | None = None) -> str:
     build_library()
-    wheel = Wheel(wheel_directory, tag(LIBRARY))
-    wheel.files["_overwire_editable.pth"] = f"{PACKAGE.parent}\n".encode()
-    return wheel.write()
+    return write_wheel(wheel_directory, tag(LIBRARY), {"_overwire_editable.pth": f"{PACKAGE.parent}\n".encode()})
 
 
 def build_sdist(sdist_directory: str, config_settings: object = None) -> str:

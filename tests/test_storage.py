@@ -58,9 +58,9 @@ def test_local_paths_take_none(tmp_path: Path) -> None:
         assert list(ow.load_file(path, framework="np", storage_options=none)) == ["x"]
 
 
-def test_insecure_warns_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_insecure_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     """Turning certificates off is said, once a process."""
-    monkeypatch.setattr(storage, "_warned", False)
+    storage._warn_once.cache_clear()
     for _ in range(3):
         storage.storage({"insecure": True}, ["https://h/x"])
     assert len([r for r in caplog.records if "insecure" in r.message]) == 1

@@ -25,7 +25,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from elf import Elf
+from elf import DT_RPATH, DT_RUNPATH, Elf
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14", "3.15")
@@ -93,7 +93,7 @@ def audit(wheel: Path) -> list[str]:
         wrong.append(f"exports {elf.exports()}")
     if set(elf.needed()) - {"libc.so.6", "libpthread.so.0", "libdl.so.2", "ld-linux-aarch64.so.1"}:
         wrong.append(f"needs {elf.needed()}")
-    if elf.dynamic(15) or elf.dynamic(29):
+    if elf.dynamic(DT_RPATH) or elf.dynamic(DT_RUNPATH):
         wrong.append("has a run path")
     for v in elf.needed_versions():
         found = re.fullmatch(r"GLIBC_(\d+)\.(\d+)(\.\d+)?", v.version)

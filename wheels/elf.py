@@ -9,8 +9,8 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-SHT_STRTAB, SHT_RELA, SHT_DYNAMIC, SHT_DYNSYM, SHT_GNU_VERNEED, SHT_GNU_VERSYM = 3, 4, 6, 11, 0x6FFFFFFE, 0x6FFFFFFF
-DT_NEEDED, DT_SONAME, DT_RPATH, DT_RUNPATH = 1, 14, 15, 29
+SHT_RELA, SHT_DYNAMIC, SHT_DYNSYM, SHT_GNU_VERNEED = 4, 6, 11, 0x6FFFFFFE
+DT_NEEDED, DT_RPATH, DT_RUNPATH = 1, 15, 29
 STB_LOCAL = 0
 RELATIVE = {62: 8, 183: 1027}  # by machine, x86-64 and aarch64: the relocation that adds where a library is loaded
 
@@ -25,7 +25,6 @@ class Version(NamedTuple):
 class Symbol(NamedTuple):
     name: str
     defined: bool
-    version: str  # "" when unversioned
 
 
 class Section(NamedTuple):
@@ -34,7 +33,6 @@ class Section(NamedTuple):
     offset: int  # in the file
     data: bytes
     link: int
-    entry: int
 
 
 class Elf:
@@ -45,8 +43,8 @@ class Elf:
         offset, size, count = struct.unpack_from("<40xQ10xHH", data)
         self.sections: list[Section] = []
         for i in range(count):
-            kind, address, at, length, link, entry = struct.unpack_from("<4xI8xQQQI12xQ", data, offset + i * size)
-            self.sections.append(Section(kind, address, at, data[at : at + length] if kind != 8 else b"", link, entry))
+            kind, address, at, length, link = struct.unpack_from("<4xI8xQQQI", data, offset + i * size)
+            self.sections.append(Section(kind, address, at, data[at : at + length] if kind != 8 else b"", link))
 
     def _section(self, kind: int) -> Section | None:
         return next((s for s in self.sections if s.type == kind), None)
@@ -66,38 +64,29 @@ class Elf:
         """The libraries that the loader must find."""
         return self.dynamic(DT_NEEDED)
 
-    def _versions(self) -> dict[int, Version]:
+    def needed_versions(self) -> list[Version]:
         section = self._section(SHT_GNU_VERNEED)
-        found: dict[int, Version] = {}
+        found: set[Version] = set()
         at = 0
         while section is not None:
             count, file, aux, following = struct.unpack_from("<2xHIII", section.data, at)
             here = at + aux
             for _ in range(count):
-                other, name, step = struct.unpack_from("<6xHII", section.data, here)
-                found[other & 0x7FFF] = Version(self._text(section, file), self._text(section, name))
+                name, step = struct.unpack_from("<8xII", section.data, here)
+                found.add(Version(self._text(section, file), self._text(section, name)))
                 here += step
             if following == 0:
                 break
             at += following
-        return found
-
-    def needed_versions(self) -> list[Version]:
-        return sorted(set(self._versions().values()))
+        return sorted(found)
 
     def symbols(self) -> list[Symbol]:
         """The global dynamic symbols."""
-        section, versym = self._section(SHT_DYNSYM), self._section(SHT_GNU_VERSYM)
+        section = self._section(SHT_DYNSYM)
         if section is None:
             return []
-        versions = self._versions()
-        numbers = struct.unpack(f"<{len(versym.data) // 2}H", versym.data) if versym else ()
-        out = []
-        for i, (name, info, where) in enumerate(struct.iter_unpack("<IBxH16x", section.data)):
-            if i and info >> 4 != STB_LOCAL:
-                version = versions.get(numbers[i] & 0x7FFF) if numbers else None
-                out.append(Symbol(self._text(section, name), where != 0, version.version if version else ""))
-        return out
+        rows = struct.iter_unpack("<IBxH16x", section.data)
+        return [Symbol(self._text(section, name), where != 0) for name, info, where in rows if info >> 4 != STB_LOCAL]
 
     def exports(self) -> list[str]:
         return sorted(s.name for s in self.symbols() if s.defined)

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,10 +192,7 @@ class _Rank:
         for name in ("packed", "plain"):
             path = self.folder / f"{name}.safetensors"
             for mode, shard in (("whole", None), ("tensor-parallel", _cut)):
-
-                def load(path: Path = path, shard: Any = shard) -> dict[str, Any]:
-                    return ow.load_file(path, self.device, group=dist.group.WORLD, shard=shard, mmap=False)
-
+                load = partial(ow.load_file, path, self.device, group=dist.group.WORLD, shard=shard, mmap=False)
                 self.row(f"{_title(name)}, {mode}, {self.way}", load, shard, self.floors.get(name, 0.0))
 
     def others(self) -> None:
@@ -206,19 +204,14 @@ class _Rank:
             if importlib.util.find_spec(name) is None:
                 self.say(row=title, left_out="it is not installed")
                 continue
-            why = ""
+            why, load = "", partial(peer, str(self.folder / "plain.safetensors"), self.device)
             try:
-                got = peer(str(self.folder / "plain.safetensors"), self.device)
-                del got
+                load()
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
             if self.most(bool(why)):
                 self.say(row=title, left_out=why or "it failed on another rank")
                 continue
-
-            def load(peer: Callable[[str, str], dict[str, Any]] = peer) -> dict[str, Any]:
-                return peer(str(self.folder / "plain.safetensors"), self.device)
-
             self.row(title, load, None, self.floors.get("plain", 0.0))
 
 

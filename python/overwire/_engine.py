@@ -149,23 +149,29 @@ def _at_exit() -> None:
         raw.call("shutdown", "", _EXIT_MS.to_bytes(8, "little"))
 
 
-class JobNumber(int):
+class _Number(int):
+    """What the engine frees when the last reference goes."""
+
+    over = False  # the engine has forgotten it
+    how = FREE_NOW
+
+    def __del__(self) -> None:
+        if not self.over and _loaded is not None and not forked():
+            try:
+                _loaded.free(self, self.how)
+            except RuntimeError:
+                pass  # an engine that has failed
+
+
+class JobNumber(_Number):
     """The number of a job. When its last reference goes, the job is cancelled and no
     longer uses the caller's memory."""
 
-    over = False  # the engine has forgotten it
-
-    def __del__(self) -> None:
-        _finish(self, FREE_ENDED)
+    how = FREE_ENDED
 
 
-class ModelNumber(int):
+class ModelNumber(_Number):
     """The number of an open model, which is closed when its last reference goes."""
-
-    over = False
-
-    def __del__(self) -> None:
-        _finish(self, FREE_NOW)
 
 
 def handle(number: int) -> int:
@@ -177,20 +183,12 @@ def handle(number: int) -> int:
     raise errors.not_a_handle(number)
 
 
-def _finish(number: JobNumber | ModelNumber, how: int) -> None:
-    if not number.over and _loaded is not None and not forked():
-        try:
-            _loaded.free(number, how)
-        except RuntimeError:
-            pass  # an engine that has failed
-
-
 def release(number: int) -> None:
     """Frees what a number names now: a job that runs is cancelled. In a forked child it
     does nothing: all is the parent's."""
     if not forked():
         core().free(number, FREE_NOW)
-    if isinstance(number, (JobNumber, ModelNumber)):
+    if isinstance(number, _Number):
         number.over = True
 
 

@@ -7,6 +7,7 @@ can neither become mark-up nor turn the direction of the text around them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import TypeVar
 
 __all__ = ["block", "largest", "size", "table", "tensors"]
@@ -56,15 +57,12 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]], c
     count: how many rows there are, where not all are shown.
     folded: a click opens it.
     """
-    body, shown = [], 0
-    for row in rows:
-        if shown == MOST:
-            break
-        shown += 1
+    body = []
+    for row in islice(rows, MOST):
         first, *others = (_text(cell) for cell in row)
         body.append(f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in others)}</tr>')
-    if count is not None and count > shown:
-        body.append(f'<tr><th scope="row" colspan="{len(head)}">and {count - shown:,} more</th></tr>')
+    if count is not None and count > len(body):
+        body.append(f'<tr><th scope="row" colspan="{len(head)}">and {count - len(body):,} more</th></tr>')
     names = "".join(f'<th scope="col">{_text(name)}</th>' for name in head)
     rest = f"<thead><tr>{names}</tr></thead><tbody>{''.join(body)}</tbody></table>"
     if folded:

@@ -261,13 +261,9 @@ def _coded(made: Result) -> list[Coded]:
     return rows
 
 
-def _view(coded: Coded) -> memoryview:
-    if coded.memory is None:
-        return memoryview(bytearray())
-    return _bytes_at(coded.address, coded.nbytes, coded.memory)
-
-
 def _bytes_at(address: int, nbytes: int, keep: Any) -> memoryview:
+    if not nbytes:
+        return memoryview(bytearray())
     block = (ctypes.c_ubyte * nbytes).from_address(address)
     vars(block)["memory"] = keep  # lives as long as a view of it
     return memoryview(block).cast("B")
@@ -278,17 +274,16 @@ def _written(out: Any, place: Span, nbytes: int) -> memoryview:
     try:
         return memoryview(out).cast("B")[:nbytes]
     except TypeError:
-        return _bytes_at(place.address, nbytes, place.keep) if nbytes else memoryview(bytearray())
+        return _bytes_at(place.address, nbytes, place.keep)
 
 
 def _results(sources: Any, out: Any, op: str, **spec: Any) -> Any:
     many = isinstance(sources, (list, tuple)) and not isinstance(sources, Span)
     spans = [span(s) for s in (sources if many else [sources])]
-    outs: list[Span | None] | None = None
-    if out is not None:
-        if many and (not isinstance(out, (list, tuple)) or len(out) != len(spans)):
-            raise ArgumentError(f"overwire: out: expected a list of {len(spans)} buffers")
-        outs = [None if o is None else span(o, writable=True) for o in (out if many else [out])]
+    given = out if many and out is not None else [out] * len(spans)
+    if not isinstance(given, (list, tuple)) or len(given) != len(spans):
+        raise ArgumentError(f"overwire: out: expected a list of {len(spans)} buffers")
+    outs = [None if o is None else span(o, writable=True) for o in given]
     made = run(op, spans, out=outs, **spec)
     for coded in made:
         if coded.error is not None:
@@ -296,11 +291,9 @@ def _results(sources: Any, out: Any, op: str, **spec: Any) -> Any:
     values: list[Any]
     if op == "size":
         values = [coded.nbytes for coded in made]
-    elif outs is None:
-        values = [_view(coded) for coded in made]
     else:
-        given = out if many else [out]
-        values = [_view(c) if p is None else _written(o, p, c.nbytes) for c, o, p in zip(made, given, outs, strict=True)]
+        rows = zip(made, given, outs, strict=True)
+        values = [_bytes_at(c.address, c.nbytes, c.memory) if p is None else _written(o, p, c.nbytes) for c, o, p in rows]
     return values if many else values[0]
 
 

@@ -5,6 +5,7 @@ The tables are the engine's.
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -73,10 +74,7 @@ def named(dtype: Any) -> Any:
 
 def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     """The bytes of a tensor; a packed one must fill its last byte."""
-    bits = BITS[dtype]
-    for d in shape:
-        bits *= d
-    return bits // 8
+    return BITS[dtype] * math.prod(shape) // 8
 
 
 def packed_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -189,10 +189,8 @@ def stream_new(device: int) -> int:
 def stream_free(stream: int, device: int) -> None:
     """Ends a stream when its work is done, without waiting for that. In a forked
     child it does nothing: the stream is the parent's."""
-    try:
+    with contextlib.suppress(ForkedError):
         _verbs.gpu_stream_free(device, stream)
-    except ForkedError:
-        pass
 
 
 def stream_sync(stream: int, device: int) -> None:
@@ -210,13 +208,10 @@ class Batch:
     it is done; dropping the Batch does not stop it. Threads may share it."""
 
     __slots__ = ("_errors", "_keep", "_number")
-    _number: int
-    _errors: list[BaseException | int | None] | None
-    _keep: Any
 
     def __init__(self, number: int, keep: Any = None) -> None:
         self._number = number
-        self._errors = None
+        self._errors: list[BaseException | int | None] | None = None
         self._keep = keep
 
     def poll(self) -> list[BaseException | int | None] | None:

@@ -207,22 +207,14 @@ class Job:
     def wait(self) -> None:
         """Waits for the end and raises the job's error. Ctrl-C ends the wait; a time limit
         cancels the job, DeadlineError, unless it succeeds in spite of that."""
-        watcher = self._watcher
         while True:
             left = None if self._end is None else max(0.0, self._end - time.monotonic())
-            tick = left if watcher is None else _TICK if left is None else min(left, _TICK)
-            over = core().wait(self.number, tick)
-            if watcher is not None:
-                watcher.update(self.progress())
-            if over:
+            tick = left if self._watcher is None else _TICK if left is None else min(left, _TICK)
+            if self.ended(tick):
                 return
             if left is not None and time.monotonic() >= (self._end or 0.0):
                 self._late()
                 return
-
-    def limit(self, end: float | None) -> None:
-        """Sets the time limit, which counts in the next wait; None: none."""
-        self._end = end
 
     def _late(self) -> None:
         _verbs.cancel(self.number)
@@ -253,19 +245,16 @@ class Job:
     def take(self, raw: bool = False) -> Landed:
         """Waits for the end: what each request landed in, ownership included, by
         request. The engine has forgotten the job then."""
-        made = self._last(TAKE_RAW if raw else 0)
+        made = self.result(TAKE_RAW if raw else 0)
         return Landed(made[1], made[2], False)
 
     def finish(self) -> Any:
         """Waits for the end and returns the job's report. The engine has then freed the job."""
-        return json.loads(self._last(0)[0])
+        return json.loads(self.result()[0])
 
-    def result(self) -> Result:
-        """Waits for the end: what the job gives beside its report. The engine has
-        forgotten it then."""
-        return self._last(0)
-
-    def _last(self, how: int) -> Result:
+    def result(self, how: int = 0) -> Result:
+        """Waits for the end: what the job gives beside its report; how: TAKE_RAW or 0. The
+        engine has forgotten it then."""
         if self._watcher is not None or self._end is not None:
             self.wait()
         made: Result = core().take(self.number, None, TAKE_LAST | how)

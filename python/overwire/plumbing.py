@@ -10,13 +10,14 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from ._apart import apart
+    from ._engine import forked
     from ._verbs import read_floor
     from .bundles.unpickling import load_plain
     from .distributed.blocks import Blocks, Together, meet, shares
     from .files import number_of, read_file, regular
     from .frameworks.torch import torch_dtype
     from .jobs import shown
-    from .model.forked import forked, is_compressed, refuse_compressed
+    from .model.forked import is_compressed, refuse_compressed
     from .model.joining import written
     from .model.kept import forget, keep
     from .model.layout import MetaRow, beside, meta_rows, place_of, refuse_urls
@@ -74,12 +75,13 @@ __all__ = [
 # Module -> its names above; a test compares them.
 _HOMES = {
     "_apart": ("apart",),
+    "_engine": ("forked",),
     "_verbs": ("read_floor",),
     "bundles.unpickling": ("load_plain",),
     "distributed.blocks": ("Blocks", "Together", "meet", "shares"),
     "files": ("number_of", "read_file", "regular"),
     "frameworks.torch": ("torch_dtype",),
-    "model.forked": ("forked", "is_compressed", "refuse_compressed"),
+    "model.forked": ("is_compressed", "refuse_compressed"),
     "model.joining": ("written",),
     "model.kept": ("forget", "keep"),
     "model.layout": ("MetaRow", "beside", "meta_rows", "place_of", "refuse_urls"),

@@ -119,8 +119,7 @@ def array(spec: Spec, shape: tuple[int, ...], fortran: bool, items: list[Any], *
     kind = np_dtype(spec, budget=budget)
     if not kind.hasobject or not _is_shape(shape) or type(items) is not list or type(fortran) is not bool:
         raise FormatError("overwire: unpickle: an array is malformed")
-    count = math.prod(shape)
-    if count != len(items):
+    if (count := math.prod(shape)) != len(items):
         raise FormatError("overwire: unpickle: an array is malformed")
     if budget is not None:
         # numpy takes an element's size for none.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import io
 import mmap
 import os
@@ -31,19 +30,19 @@ __all__ = ["ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"]
 _SLICE_MS = 50
 
 
-def write_bytes(uri: str, data: bytes, options: Mapping[str, object] | None, stale: Sequence[str] = ()) -> None:
+def write_bytes(uri: str, data: bytes | mmap.mmap, options: Mapping[str, object] | None, stale: Sequence[str] = ()) -> None:
     """Replaces one file or object in one step, and then removes what it makes
     stale. A local file keeps its mode, owner and ACL; a symbolic link is followed.
 
     Raises NotFoundError without the folder, AccessError, ArgumentError for what is
     no regular file, IOFailure."""
-    pointer = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
-    _put(uri, pointer, len(data), options, stale)
-
-
-def _put(uri: str, pointer: int, size: int, options: Mapping[str, object] | None, stale: Sequence[str] = ()) -> None:
-    with Job(_verbs.put({"path": uri, "stale": list(stale), "storage": storage(options, [uri])}, pointer, size), "save") as job:
-        job.wait()
+    reach = storage(options, [uri])
+    pointer, size, holder = buffer_of(data)
+    try:
+        with Job(_verbs.put({"path": uri, "stale": list(stale), "storage": reach}, pointer, size), "save") as job:
+            job.wait()
+    finally:
+        del holder  # a map of a file cannot be closed before
 
 
 def publish(made: str, path: str) -> None:
@@ -240,11 +239,7 @@ class ObjectWriter(io.BufferedRandom):
                 write_bytes(self._uri, b"", self._options)
                 return
             with mmap.mmap(self.fileno(), size, access=mmap.ACCESS_READ) as view:
-                pointer, size, holder = buffer_of(view)
-                try:
-                    _put(self._uri, pointer, size, self._options)
-                finally:
-                    del holder  # the map cannot be closed before
+                write_bytes(self._uri, view, self._options)
         finally:
             super().close()
 

@@ -22,6 +22,7 @@ import datetime
 import decimal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -57,15 +58,13 @@ _PARTS = ("_parameters", "_buffers", "_modules")
 _MODULE = 4096
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class Guard:
     """Replaces a function that a pickle may call: `call` charges the budget and
     checks the arguments. tensor: whether it makes a tensor."""
 
-    __slots__ = ("call", "tensor")
-
-    def __init__(self, call: Callable[..., Any], tensor: bool = False) -> None:
-        self.call = call
-        self.tensor = tensor
+    call: Callable[..., Any]
+    tensor: bool = False
 
 
 class AllowList:
@@ -92,7 +91,8 @@ class AllowList:
         if type(function) is Guard:
             return function.call(self.budget, *args)
         if isinstance(function, type):
-            make = _CALLS.get(function) or (_torch_calls().get(function) if "torch" in sys.modules else None)
+            torch = sys.modules.get("torch")
+            make: Any = _CALLS.get(function) or (torch and {torch.Size: _size, torch.device: _device}.get(function))
             if make is not None:
                 return make(self.budget, *args)
         raise self.wrong("calls", function)
@@ -308,11 +308,6 @@ def _device(budget: Budget, kind: Any, *index: Any) -> Any:
     if type(kind) is not str or len(index) > 1 or not all(_is_int(n, 7) and n >= 0 for n in index):
         raise _wrong_args("device")
     return torch.device(kind, *index)
-
-
-def _torch_calls() -> dict[Any, Callable[..., Any]]:
-    torch = sys.modules["torch"]
-    return {torch.Size: _size, torch.device: _device}
 
 
 def _layout(budget: Budget, name: Any) -> Any:

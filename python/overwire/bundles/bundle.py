@@ -180,7 +180,7 @@ def _save(
         raise ArgumentError(f"overwire: compress {target!r}: the name has a line break, and meta.csv lists files by lines")
     if len(os.fsencode(os.path.basename(container))) > 255:
         raise ArgumentError(f"overwire: compress {target!r}: the name is too long for that of its container")
-    with _os_errors("save", target):
+    with _os_errors(target):
         os.makedirs(os.path.dirname(container), exist_ok=True)
         if any(_fits(container, _digest(rival)) for rival in layout.rivals_of(target)):
             container = layout.second_container_of(target)
@@ -191,8 +191,7 @@ def _save(
         write_bytes(target, data, None)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(layout.previous_of(container))
-    stored = size if report.bytes_in else 0
-    return stored / report.bytes_in if report.bytes_in else 1.0
+    return size / report.bytes_in if report.bytes_in else 1.0
 
 
 # The most bytes of a remote object without its tensors.
@@ -262,8 +261,8 @@ def _target(path: str | os.PathLike[str]) -> str:
 
 
 @contextlib.contextmanager
-def _os_errors(verb: str, path: str) -> Iterator[None]:
-    """Our classes for what the operating system says."""
+def _os_errors(path: str) -> Iterator[None]:
+    """Our classes for what the operating system says of a save."""
     try:
         yield
     except OverwireError:
@@ -272,7 +271,7 @@ def _os_errors(verb: str, path: str) -> Iterator[None]:
         kinds = {FileNotFoundError: NotFoundError, PermissionError: AccessError}
         kind = ArgumentError if error.errno == errno.ENAMETOOLONG else kinds.get(type(error), IOFailure)
         place = error.filename or path
-        raise kind(f"overwire: {verb} {place}: {error.strerror}", source=path) from error
+        raise kind(f"overwire: save {place}: {error.strerror}", source=path) from error
 
 
 def _names(model: Any) -> dict[int, str]:

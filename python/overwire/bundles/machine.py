@@ -226,16 +226,16 @@ class Machine:
 
     def op_append(self) -> None:
         item = self._stack.pop()
-        self._growing("appends").append(item)
+        self._growing().append(item)
 
     def op_appends(self) -> None:
         items = self._items()
-        self._growing("appends").extend(items)
+        self._growing().extend(items)
 
-    def _growing(self, what: str) -> Any:
+    def _growing(self) -> Any:
         target = self._stack[-1]
         if type(target) is not list and type(target) is not deque:
-            raise self._allow.wrong(what + " to", target)
+            raise self._allow.wrong("appends to", target)
         return target
 
     def op_empty_dict(self) -> None:

@@ -22,7 +22,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .. import rebuild
+from ..dtypes import nbytes
 from ..errors import NotSupportedError
+from ..frameworks.choose import frame_for
 from ..frameworks.frame import Bytes
 
 __all__ = ["Blob", "TensorPickler", "dump"]
@@ -122,7 +124,7 @@ class TensorPickler(pickle.Pickler):
         number = storage._cdata
         if number in self._hints or number in self._storages:
             return
-        saved = _torch_names().get(tensor.dtype, "")
+        saved = frame_for("torch").name_of(tensor.dtype)
         shape = tuple(tensor.shape)
         size = tensor.numel() * tensor.element_size()
         if size != storage.nbytes() or not tensor.is_contiguous():
@@ -141,7 +143,7 @@ class TensorPickler(pickle.Pickler):
             _, name, saved, shape = self._hints.get(number, (None, "", "", ()))
             if not saved and dtype:
                 torch: Any = self._torch
-                saved = _torch_names().get(getattr(torch, dtype), "")
+                saved = frame_for("torch").name_of(getattr(torch, dtype))
                 shape = (size // getattr(torch, dtype).itemsize,)
             saved, shape = _fitting(saved, shape, size)
             blob = self._storages[number] = len(self.blobs)
@@ -181,7 +183,9 @@ class TensorPickler(pickle.Pickler):
         blob = self._bases.get(start)
         if blob is None or self.blobs[blob].data.nbytes != size:
             blob = self._bases[start] = len(self.blobs)
-            saved = _numpy_names().get(base.dtype.name, "")
+            saved = frame_for("np").name_of(base.dtype)
+            if saved == "F4":
+                saved = ""  # unpacked, it has a byte an element, which is U8 in a container
             shape = base.shape if base.flags.c_contiguous else (base.size,)
             saved, shape = _fitting(saved, shape, size)
             name = self._names.get(id(base)) or self._names.get(id(array)) or ""
@@ -209,26 +213,11 @@ def _base(array: Any) -> Any:
 
 def _fitting(saved: str, shape: tuple[int, ...], size: int) -> tuple[str, tuple[int, ...]]:
     """The dtype and shape to store bytes under: U8 unless both fit exactly."""
-    from ..dtypes import nbytes
-
     if saved == "F4" and shape:
         shape = (*shape[:-1], shape[-1] * 2)
     if saved and nbytes(saved, shape) == size:
         return saved, shape
     return "U8", (size,)
-
-
-def _torch_names() -> Mapping[Any, str]:
-    from ..frameworks.torch import SAVED
-
-    return SAVED
-
-
-def _numpy_names() -> Mapping[str, str]:
-    from ..frameworks.numpy import SAVED
-
-    # Unpacked F4 has a byte an element, which is U8 in a container.
-    return {name: saved for name, saved in SAVED.items() if saved != "F4"}
 
 
 def dump(obj: Any, names: Mapping[int, str]) -> tuple[bytes, list[Blob]]:

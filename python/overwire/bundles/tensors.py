@@ -11,6 +11,7 @@ they are checked, so that no other tensor of the pickle can change them afterwar
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -109,10 +110,6 @@ def tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hook
         typed(wrap_storage=storage, dtype=torch.uint8, _internal=True), offset, size, stride, _flag(grad),
         collections.OrderedDict(), dtype, _metadata(metadata, dtype),
     )  # fmt: skip
-
-
-def _tensor_v3(budget: Budget, *args: Any) -> Any:
-    return tensor_v3(*args)
 
 
 def _dense(tensor: Any) -> Any:
@@ -227,10 +224,7 @@ def _ascends(rows: Any, count: int) -> bool:
 def _shape(size: Any) -> tuple[int, ...]:
     """The size of a tensor without strides; FormatError where it overflows."""
     taken = _dims(size)
-    count = 1
-    for d in taken:
-        count *= max(d, 1)
-    if count >= _LIMIT:
+    if math.prod(max(d, 1) for d in taken) >= _LIMIT:
         raise _malformed("a tensor's size")
     return taken
 
@@ -296,7 +290,7 @@ def _set_attributes(budget: Budget, made: Any, state: Any) -> None:
 
 REBUILDERS: dict[str, Callable[..., Any]] = {
     "_rebuild_tensor_v2": _tensor_v2,
-    "_rebuild_tensor_v3": _tensor_v3,
+    "_rebuild_tensor_v3": lambda budget, *args: tensor_v3(*args),
     "_rebuild_qtensor": _qtensor,
     "_rebuild_sparse_tensor": _sparse,
     "_rebuild_meta_tensor_no_storage": _meta,

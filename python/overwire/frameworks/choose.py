@@ -10,8 +10,7 @@ from typing import Any
 
 from .. import _verbs
 from ..errors import ArgumentError, MissingPackageError, NotSupportedError
-from .columns import ODD, Columns
-from .frame import Frame
+from .frame import ODD, Columns, Frame
 
 __all__ = ["check_device", "check_dtype", "columns_of", "device_number", "frame_for", "frame_of"]
 

@@ -19,8 +19,7 @@ from .. import _verbs
 from ..dtypes import CALLED, FLOATS, PACKED, named, packed_shape
 from ..errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryError, OverwireError
 from ..gpu import beside_captures, refuse_capture
-from .columns import ODD, Columns
-from .frame import Bytes, Frame, View, check_empty
+from .frame import ODD, Bytes, Columns, Frame, View, check_empty
 
 __all__ = ["SAVED", "TorchFrame", "describe_all", "settle", "settled", "torch_dtype"]
 
@@ -209,7 +208,10 @@ class TorchFrame(Frame):
         tensor = from_dlpack(capsule)
         if tensor.dtype is _TYPES.get(dtype) and dtype not in PACKED:
             return tensor
-        return self._packed(tensor, dtype, shape) if dtype in PACKED else tensor.view(self._type(dtype))
+        if dtype not in PACKED:
+            return tensor.view(self._type(dtype))
+        # F4 becomes torch's pairs, its last dimension halved; what torch has no type for stays bytes.
+        return tensor.view(torch.uint8).reshape(-1).view(self._type(dtype)).view(packed_shape(dtype, shape))
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         check_empty(dtype, shape)
@@ -255,13 +257,6 @@ class TorchFrame(Frame):
             raise NotSupportedError(
                 f"overwire: torch {torch.__version__} has no dtype for {name}; a newer torch has, or load with framework='np'"
             ) from None
-
-    def _packed(self, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> Any:
-        # F4 becomes torch's pairs, its last dimension halved; what torch has no
-        # type for stays bytes.
-        flat = tensor.view(torch.uint8).reshape(-1)
-        target = packed_shape(dtype, shape)
-        return flat.view(self._type(dtype)).view(target)
 
     def dtype(self, wanted: Any) -> Any:
         if isinstance(wanted, torch.dtype):

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .. import _engine, errors
+from .. import errors
 from ..dtypes import nbytes
 from ..errors import FormatError, NotFoundError, NotSupportedError
 from ..frameworks.frame import Frame
@@ -24,15 +24,10 @@ from .opened import Model
 from .sources import resolve
 from .storage import storage
 
-__all__ = ["ForkedModel", "forked", "is_compressed", "original", "refuse_compressed"]
+__all__ = ["ForkedModel", "is_compressed", "original", "refuse_compressed"]
 
 # The longest header that the format allows.
 _HEADER = 100_000_000
-
-
-def forked() -> bool:
-    """Whether this is a child of a process that had started the engine."""
-    return _engine.forked()
 
 
 def original(name: str) -> Any:

@@ -100,14 +100,10 @@ def plan(index: Any, shape: tuple[int, ...], dims: int = 2) -> Plan:
                 lo, hi = min(wanted[0], wanted[-1]), max(wanted[0], wanted[-1]) + 1
                 block[dim] = (lo, hi)
             relative = range(wanted.start - lo, wanted.stop - lo, wanted.step)
-            cut.append(_slice(relative))
+            # A falling range may end at -1, which a slice would read from the end.
+            cut.append(slice(relative.start, None if relative.stop < 0 else relative.stop, relative.step))
             cuts = cuts or relative != range(hi - lo)
         dim += 1
     empty = empty or 0 in shape
     sizes = tuple(hi - lo for lo, hi in block[: len(shape)]) + shape[2:]
     return Plan((block[0], block[1]), sizes, tuple(cut) if cuts or empty else (), empty)
-
-
-def _slice(r: range) -> slice:
-    # A falling range may end at -1, which a slice would read from the end.
-    return slice(r.start, None if r.stop < 0 else r.stop, r.step)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .._engine import ModelNumber
     from .._requests import LoadOptions, LoadSpec
 
-__all__ = ["Model", "opening", "Request", "Row", "WHOLE", "prepare", "whole", "wholes"]
+__all__ = ["Model", "opening", "Request", "Row", "WHOLE", "prepare", "wholes"]
 
 #: What is wanted: (tensor, destination, lo0, hi0, lo1, hi1); a destination of 0
 #: lets the engine allocate.
@@ -79,7 +79,7 @@ class Model:
     lands: str | None = None
     #: Whether loads take tensors that were preloaded.
     joined = False
-    _handle: ModelNumber
+    handle: ModelNumber  # the engine's number of it
     _open = False  # it has to free the handle
     _places: dict[str, int] | None = None
 
@@ -127,7 +127,7 @@ class Model:
             spec["keys"] = [key for key in keys if isinstance(key, str)]
         try:
             with many_objects():
-                text, _, _, table, self._handle = _verbs.open(spec)
+                text, _, _, table, self.handle = _verbs.open(spec)
         except (CorruptError, FormatError, NotFoundError):
             written(uris[0])  # what was preloaded of them is of no use either
             raise
@@ -150,7 +150,7 @@ class Model:
         model = object.__new__(cls)
         model.device = model.lands = device
         model.uris, model.table, model._sources = [name], table, '{"sources": []}'
-        model._handle, model._open = number, True
+        model.handle, model._open = number, True
         return model
 
     def close(self) -> None:
@@ -158,13 +158,13 @@ class Model:
         freed, if some of it was taken."""
         if self._open:
             self._open = False
-            release(self._handle)
+            release(self.handle)
 
     def join(self) -> str:
         """Joins what was preloaded of the files, if it is what loads of this model
         to its device give. Returns where `start` lands tensors."""
         if self.lands is None:
-            found = join(self._handle, self.device, self.read, False)
+            found = join(self.handle, self.device, self.read, False)
             self.joined = found is not None
             self.lands = self.device if found is None else found
             if self.joined:
@@ -174,7 +174,7 @@ class Model:
     def alone(self) -> None:
         """For loads that cannot take what was preloaded of the files: it is dropped."""
         if self.lands is None:
-            join(self._handle, self.device, self.read, True)
+            join(self.handle, self.device, self.read, True)
             self.lands = self.device
 
     def on(self, device: str) -> Model:
@@ -182,11 +182,6 @@ class Model:
         view = object.__new__(type(self))
         view.__dict__.update(self.__dict__, device=device, lands=None, joined=False, _open=False)
         return view
-
-    @property
-    def handle(self) -> ModelNumber:
-        """The engine's number of it."""
-        return self._handle
 
     def __enter__(self) -> Model:
         return self
@@ -217,18 +212,15 @@ class Model:
         """The position of a tensor; TensorNotFoundError if it is not there."""
         at = self.places.get(name) if isinstance(name, str) else None
         if at is None:
+            near = ""
+            if isinstance(name, str):  # few are compared: programs may ask for many names that are not there
+                near = did_you_mean(name, [other for other in self.places if abs(len(other) - len(name)) <= 3][:_NEAR])
             raise TensorNotFoundError(
-                f"overwire: no tensor {name!r} in {', '.join(self.uris)}{self._near(name)}",
+                f"overwire: no tensor {name!r} in {', '.join(self.uris)}{near}",
                 source=self.uris[0],
                 tensor=str(name),
             )
         return at
-
-    def _near(self, name: object) -> str:
-        # Few are compared: programs may ask for many names that are not there.
-        if not isinstance(name, str):
-            return ""
-        return did_you_mean(name, [other for other in self.places if abs(len(other) - len(name)) <= 3][:_NEAR])
 
     def row(self, at: int) -> Row:
         """One row of the table, with names."""
@@ -254,10 +246,13 @@ class Model:
             chosen = [at for at in chosen if filter(self.table[at][0])]
         return chosen
 
-    def start(self, requests: bytes | Sequence[Request] | None, watcher: Watcher | None = None, cast: str = "") -> Job:
+    def start(
+        self, requests: bytes | Sequence[Request] | None, watcher: Watcher | None = None, cast: str = "", end: float | None = None
+    ) -> Job:
         """Starts a load of requests, as they are or packed by `wholes`; None for
-        every tensor, whole. cast: as `_casting` has it. Tensors land on what `join`
-        returns; whole ones without a destination may come out of a preload."""
+        every tensor, whole. cast: as `_casting` has it. end: of `jobs.time_limit`. Tensors
+        land on what `join` returns; whole ones without a destination may come out of a
+        preload."""
         lands = self.join()
         packed = b""
         if requests is not None:
@@ -270,7 +265,7 @@ class Model:
             if requests is not None:
                 options["stream"] = stream_of(lands)
         try:
-            number = _verbs.load(options, self._handle, requests is None, packed)
+            number = _verbs.load(options, self.handle, requests is None, packed)
         except OutOfMemoryError:
             if lands == "cpu" or "torch" not in sys.modules:
                 raise
@@ -278,8 +273,8 @@ class Model:
 
             # Memory that torch only keeps is no reason to fail.
             give_back(lands)
-            number = _verbs.load(options, self._handle, requests is None, packed)
-        return Job(number, "load", watcher)
+            number = _verbs.load(options, self.handle, requests is None, packed)
+        return Job(number, "load", watcher, end)
 
     def begin(self, chosen: list[int] | None, frame: Frame, wanted: Any = None, watcher: Watcher | None = None) -> Load:
         """Starts a load of whole tensors; chosen: by position, None for all. wanted: the
@@ -391,17 +386,11 @@ def prepare(device: str) -> None:
         _verbs.prepare(device)
 
 
-def whole(at: int) -> Request:
-    """The request for a whole tensor in the engine's memory."""
-    return (at, 0, 0, WHOLE, 0, WHOLE)
-
-
-def wholes(numbers: Sequence[int], pointers: Sequence[int] | None = None) -> bytes:
+def wholes(numbers: Sequence[int], pointers: Sequence[int]) -> bytes:
     """The requests for many whole tensors, packed, in the engine's memory or at pointers
     that are not 0: a few C calls in all."""
     flat = array("q", bytes(6 * 8 * len(numbers)))
     flat[0::6] = array("q", numbers)
-    if pointers is not None:
-        flat[1::6] = array("q", pointers)
+    flat[1::6] = array("q", pointers)
     flat[3::6] = flat[5::6] = array("q", [WHOLE]) * len(numbers)
     return flat.tobytes()

@@ -99,10 +99,7 @@ class LoadPlan:
         rows = ((t.name, t.dtype, t.shape, t.nbytes, t.stored) for t in html.largest(self.tensors, lambda t: t.nbytes))
         tensors = html.tensors("the largest first", rows, len(self.tensors), folded=True)
         facts = [("in memory", html.size(self.nbytes)), ("peak", html.size(self.peak)), ("read or mapped", html.size(self.stored))]
-        if self.staging:
-            facts.append(("slots", html.size(self.staging)))
-        if self.pinned:
-            facts.append(("pinned", html.size(self.pinned)))
+        facts += [(name, html.size(count)) for name, count in (("slots", self.staging), ("pinned", self.pinned)) if count]
         return html.block("LoadPlan", facts, files, tensors)
 
 

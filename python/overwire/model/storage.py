@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING
 
 from .._environment import environment
@@ -17,23 +18,22 @@ if TYPE_CHECKING:
 __all__ = ["storage"]
 
 def storage(options: Mapping[str, object] | None, uris: Iterable[str], *, writes: bool = False) -> FormatAccess:
-    """What a request says about reaching its URIs: {} for local paths.
+    """What a request says about reaching its URIs: {} for local paths. options: see
+    `StorageOptions`; those that encrypt are refused unless `writes`.
 
-    `decryption_key` (32 bytes, or their hex digits) and `decryption_password`
-    (a text or bytes) are for encrypted .tensors files, wherever they lie;
-    `other_dtypes_as_bytes` takes tensors of theirs whose dtype safetensors lacks
-    as "U8" with one dimension more, and `verify_crc32` holds plain tensors of
-    theirs to their CRC32 while they are read. `encryption_key` and `encryption_password`
-    encrypt a .tensors file that is written, and are refused unless `writes`.
-    Values become text; None is as if not given; `headers`, a mapping, becomes one entry
-    a header. Which names a scheme has the engine says. ArgumentError for
-    options of another kind, or beside local paths alone.
+    Values become text; `headers`, a mapping, becomes one entry a header. Which names a
+    scheme has the engine says. ArgumentError for options of another kind, or beside local
+    paths alone.
     """
     if options is not None and not isinstance(options, Mapping):
         raise ArgumentError(f"overwire: storage_options: expected a mapping, got {type(options).__name__}")
     left = {name: value for name, value in (options or {}).items() if value is not None}
     made: FormatAccess = {}
-    if decrypt := _key(left, "decryption") | _flags(left, bytes="other_dtypes_as_bytes", crc32="verify_crc32"):
+    decrypt = _key(left, "decryption")
+    for flag, name in (("bytes", "other_dtypes_as_bytes"), ("crc32", "verify_crc32")):
+        if left.pop(name, False):
+            decrypt[flag] = "true"
+    if decrypt:
         made["decrypt"] = decrypt
     if encrypt := _key(left, "encryption"):
         if not writes:
@@ -62,14 +62,9 @@ def _texts(options: Mapping[str, object]) -> dict[str, str]:
     return texts
 
 
-_warned = False
-
-
+@cache
 def _warn_once() -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        log.warning("storage_options: insecure: certificates are not checked, so anyone on the network path can change the weights")
+    log.warning("storage_options: insecure: certificates are not checked, so anyone on the network path can change the weights")
 
 
 def _key(options: dict[str, object], prefix: str) -> dict[str, str]:
@@ -90,11 +85,6 @@ def _key(options: dict[str, object], prefix: str) -> dict[str, str]:
             raise ArgumentError(f"overwire: storage_options: {prefix}_password: expected a text or bytes, not empty")
         return {"password": bytes(password).hex()}
     return {}
-
-
-def _flags(options: dict[str, object], **names: str) -> dict[str, str]:
-    """Takes options that are true or false out of others: the true ones, by the engine's names."""
-    return {flag: "true" for flag, name in names.items() if options.pop(name, False)}
 
 
 def _text(name: str, value: object) -> str:

@@ -7,14 +7,13 @@ import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, Union
 
 from .. import _verbs, gpu
 from .._engine import buffer_of, release
 from ..errors import ArgumentError, NotSupportedError
 from ..frameworks.choose import check_device, columns_of, frame_of
-from ..frameworks.columns import ODD
-from ..frameworks.frame import Bytes
+from ..frameworks.frame import ODD, Bytes
 from ..jobs import Job, time_limit
 from ..model.options import StorageOptions, parse_size
 from ..model.storage import storage
@@ -373,11 +372,14 @@ def apply_delta(
                 rows.append(row)
                 break
     wanted = [named[name] for name in names]
-    said, odd = columns_of(wanted), []
+    said = columns_of(wanted)
+    copies: list[tuple[Any, Any]] = []  # tensors that are changed by way of a copy, and that
     for at, kind in enumerate(said.kinds):
         if kind == ODD:
-            odd.append(_place(names[at], wanted[at]))
-            said.set(at, odd[-1].at)
+            place, copied = _place(names[at], wanted[at])
+            said.set(at, place)
+            if copied:
+                copies.append((wanted[at], place.keep))
     _settle(said.cuda)
     streams = _streams(said.cuda)
     job = _verbs.delta_apply(
@@ -392,9 +394,8 @@ def apply_delta(
     )
     with Job(job, "apply", None, end) as running:
         report = _report(running.finish())
-    for place in odd:
-        if place.copied:
-            _write_back(place)
+    for tensor, copy in copies:
+        _write_back(tensor, copy)
     del chain
     return report
 
@@ -470,15 +471,6 @@ def _beside(model: Any) -> str:
     return local(model) if isinstance(model, (str, os.PathLike)) else ""
 
 
-class _Place(NamedTuple):
-    """A tensor that is changed: at `at`, its own memory or, if it was copied, another."""
-
-    name: str
-    tensor: Any
-    at: Bytes
-    copied: bool
-
-
 def _streams(devices: Iterable[int]) -> dict[int, int]:
     """The current stream of each device, 0 for the host."""
     return {cuda: gpu.current_stream(cuda - 1) if cuda else 0 for cuda in set(devices)}
@@ -492,8 +484,9 @@ def _settle(devices: Iterable[int]) -> None:
         settle(f"cuda:{cuda - 1}")
 
 
-def _place(name: str, tensor: Any) -> _Place:
-    """Where a tensor is changed. Raises for one that cannot be written."""
+def _place(name: str, tensor: Any) -> tuple[Bytes, bool]:
+    """Where a tensor is changed, and whether that is a copy. Raises for one that cannot be
+    written."""
     at = described(name, tensor)
     frame = frame_of(tensor).name
     if frame == "numpy":
@@ -508,19 +501,19 @@ def _place(name: str, tensor: Any) -> _Place:
             here = -1
     else:
         raise NotSupportedError(f"overwire: apply_delta: {name!r}: a {type(tensor).__name__} cannot be changed in place", tensor=name)
-    return _Place(name, tensor, at, at.nbytes > 0 and at.pointer != here)
+    return at, at.nbytes > 0 and at.pointer != here
 
 
-def _write_back(place: _Place) -> None:
-    if hasattr(place.tensor, "copy_"):
+def _write_back(tensor: Any, copy: Any) -> None:
+    if hasattr(tensor, "copy_"):
         import torch
 
         with torch.no_grad():
-            place.tensor.copy_(place.at.keep)
-        if place.tensor.device.type == "cuda":
-            torch.cuda.current_stream(place.tensor.device).synchronize()
+            tensor.copy_(copy)
+        if tensor.device.type == "cuda":
+            torch.cuda.current_stream(tensor.device).synchronize()
     else:
-        place.tensor[...] = place.at.keep
+        tensor[...] = copy
 
 
 def load_on(

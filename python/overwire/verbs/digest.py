@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, overload
 from .. import _verbs
 from ..errors import ArgumentError, NotSupportedError, name_tensor
 from ..frameworks.choose import columns_of, frame_of
-from ..frameworks.columns import ODD
-from ..frameworks.frame import View
+from ..frameworks.frame import ODD, View
 from ..frameworks.spec import TensorSpec
+from ..gpu import current_stream
 from ..jobs import Job, time_limit
 from ..progress import ProgressLike, watch
 from .results import Comparison
@@ -155,7 +155,8 @@ def _digests(tensors: Sequence[Any], names: Iterable[str] | None = None, end: fl
         numbers.extend(group.sizes)
         for item, dims, strides, pointer, _ in group.others:
             numbers.extend((pointer, item, len(dims), *dims, *strides))
-        job = _verbs.digest(cuda - 1, _stream(cuda - 1), len(group.dense), numbers.tobytes())
+        stream = current_stream(cuda - 1) if cuda else 0
+        job = _verbs.digest(cuda - 1, stream, len(group.dense), numbers.tobytes())
         with Job(job, "digest", None, end) as running:
             digits = running.result()[1].hex()
         for row, at in enumerate(group.dense):
@@ -164,9 +165,3 @@ def _digests(tensors: Sequence[Any], names: Iterable[str] | None = None, end: fl
             for at in ats:
                 found[at] = digits[32 * row : 32 * row + 32]
     return found
-
-
-def _stream(device: int) -> int:
-    from ..gpu import current_stream
-
-    return current_stream(device) if device >= 0 else 0

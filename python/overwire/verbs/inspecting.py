@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["convert", "doctor", "inspect", "verify"]
 
 
-
 def _uris(source: SourceLike, options: Mapping[str, object] | None) -> tuple[list[str], Any]:
     uris, keep = resolve(source)
     if keep is None:
@@ -106,8 +105,7 @@ def verify(
         if original:
             raise ArgumentError("overwire: verify: original is of a file alone, without tensors")
         return compare(tensors, {"uris": request["uris"], "storage": request["storage"]}, progress)
-    number = _verbs.verify(request)
-    with Job(number, "verify", watch(progress, "verify")) as job:
+    with Job(_verbs.verify(request), "verify", watch(progress, "verify")) as job:
         found: Verification = job.finish()
     del keep
     return found

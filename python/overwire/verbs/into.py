@@ -228,7 +228,8 @@ def target_of(model: Model, name: str, block: Any, tensor: Any) -> Target:
     row = model.row(at)
     where = f"overwire: load_into {model.uris[0]} tensor {name!r}"
     if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
-        raise ArgumentError(f"{where}: expected a torch.Tensor with memory to load into, got {_kind(tensor)}", tensor=name)
+        kind = "one of the meta device" if hasattr(tensor, "device") else type(tensor).__name__
+        raise ArgumentError(f"{where}: expected a torch.Tensor with memory to load into, got {kind}", tensor=name)
     shape = row.shape
     if row.dtype == "F4" and shape:
         shape = (*shape[:-1], shape[-1] // 2)
@@ -253,7 +254,3 @@ def target_of(model: Model, name: str, block: Any, tensor: Any) -> Target:
     if tuple(tensor.shape) != shape:
         raise ArgumentError(f"{where}: a tensor of shape {tuple(tensor.shape)} for {shape} of the file", tensor=name)
     return Target(at, asked, shape, tensor)
-
-
-def _kind(tensor: Any) -> str:
-    return "one of the meta device" if hasattr(tensor, "device") else type(tensor).__name__

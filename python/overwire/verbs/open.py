@@ -310,29 +310,23 @@ class TensorSlice(Generic[T]):
         file, row = self._file, self._row
         model, frame = file._live(), file._frame
         if _engine.forked():
-            return self._alone(index)
-        if row.dtype in PACKED:
+            tensor = cast("ForkedModel", model).read_alone(self._at, frame, index)
+        elif row.dtype in PACKED:
             return self._packed(index)
-        planned = plan(index, row.shape)
-        if planned.empty:
-            tensor = frame.empty(row.dtype, planned.shape, model.device)
-        elif planned.shape == row.shape:
-            tensor = model.load([self._at], frame, None, None)[row.name]
         else:
-            (lo0, hi0), (lo1, hi1) = planned.block
-            block = (lo0, hi0, 0, WHOLE) if len(row.shape) == 1 else (lo0, hi0, lo1, hi1)
-            lands = (row.name, row.dtype, planned.shape, nbytes(row.dtype, planned.shape))
-            (tensor,) = model.begin_blocks([(self._at, block)], [lands], frame).tensors()
-        if planned.cut:
-            tensor = frame.index(tensor, planned.cut, row.dtype)
-        if file._dtype is not None:
-            tensor = frame.cast(tensor, row.dtype, file._dtype)
-        return tensor
-
-    def _alone(self, index: Any) -> Any:
-        file, row = self._file, self._row
-        tensor = cast("ForkedModel", file._live()).read_alone(self._at, file._frame, index)
-        return tensor if file._dtype is None else file._frame.cast(tensor, row.dtype, file._dtype)
+            planned = plan(index, row.shape)
+            if planned.empty:
+                tensor = frame.empty(row.dtype, planned.shape, model.device)
+            elif planned.shape == row.shape:
+                tensor = model.load([self._at], frame, None, None)[row.name]
+            else:
+                (lo0, hi0), (lo1, hi1) = planned.block
+                block = (lo0, hi0, 0, WHOLE) if len(row.shape) == 1 else (lo0, hi0, lo1, hi1)
+                lands = (row.name, row.dtype, planned.shape, nbytes(row.dtype, planned.shape))
+                (tensor,) = model.begin_blocks([(self._at, block)], [lands], frame).tensors()
+            if planned.cut:
+                tensor = frame.index(tensor, planned.cut, row.dtype)
+        return tensor if file._dtype is None else frame.cast(tensor, row.dtype, file._dtype)
 
     def _packed(self, index: Any) -> Any:
         # Elements share bytes, so the tensor is read whole. Where the framework

@@ -52,8 +52,7 @@ class Pinned:
         model = Model(source, False)
         try:
             model.alone()
-            job = Job(_verbs.pin({"device": device}, model.handle), "pin", watch(progress, "pin"))
-            with job:
+            with Job(_verbs.pin({"device": device}, model.handle), "pin", watch(progress, "pin")) as job:
                 job.wait()
             #: Bytes of host memory: what the files have.
             self.nbytes: int = sum(part["size"] for part in model.info())

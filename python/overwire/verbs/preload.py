@@ -189,12 +189,6 @@ def _is_child() -> bool:
     return process is not None and (process.parent_process() is not None or hasattr(process.current_process(), "_inheriting"))
 
 
-def _vllm_loads_elsewhere() -> bool:
-    """Whether this is vLLM's first process, which asks for plug-ins and leaves the
-    model to a child; a fork that the engine does not survive."""
-    return "vllm.plugins" in sys.modules and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0"
-
-
 def honour_nyacomp() -> None:
     """Called when nyacomp's drop-in is imported: nyacomp's variables become settings, and
     PRELOAD_PATH starts a preload unless OVERWIRE_PRELOAD is set. An engine that has
@@ -212,13 +206,13 @@ def start_from_environment(name: str = "OVERWIRE_PRELOAD") -> None:
     """What the import of overwire does when the variable `name` is set.
 
     Never raises: a wrong path is a warning here, and the load's to find out.
-    Processes that multiprocessing starts do not preload; ranks of torchrun do. Nor
-    does vLLM's first process, unless VLLM_ENABLE_V1_MULTIPROCESSING=0 has it load.
+    Processes that multiprocessing starts do not preload; ranks of torchrun do. Nor does
+    vLLM's first process, which asks for plug-ins and leaves the model to a child, by a fork
+    that the engine does not survive, unless VLLM_ENABLE_V1_MULTIPROCESSING=0 has it load.
     OVERWIRE_NO_PRELOAD stops it.
     """
-    if truth("OVERWIRE_NO_PRELOAD"):
-        return
-    if _is_child() or _vllm_loads_elsewhere():
+    elsewhere = "vllm.plugins" in sys.modules and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0"
+    if truth("OVERWIRE_NO_PRELOAD") or _is_child() or elsewhere:
         return
     path = os.environ[name]
     if "://" not in path:

@@ -21,7 +21,7 @@ from ..model.opened import Model
 from ..model.options import StorageOptions, parse_size
 from ..paths import is_remote, local
 from ..progress import ProgressLike, watch
-from .into import place_of
+from .into import ALL, place_of
 from .save import save_bytes
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from ..model.options import DeviceLike
 
 __all__ = ["Asleep", "SleepMemory", "prepare_sleep", "sleep"]
-
-_WHOLE = (0, -1, 0, -1)
 
 
 class _Sleeper(NamedTuple):
@@ -98,10 +96,8 @@ class Asleep:
                     if one.dense is not one.tensor:
                         into = torch.empty(one.tensor.shape, dtype=one.tensor.dtype, device=device)
                         copies.append((one.tensor, into))
-                    requests.append((model.places[one.name], into.data_ptr(), *_WHOLE))
-                job = stack.enter_context(model.start(requests, watcher))
-                job.limit(end)
-                jobs.append(job)
+                    requests.append((model.places[one.name], into.data_ptr(), *ALL))
+                jobs.append(stack.enter_context(model.start(requests, watcher, end=end)))
                 watcher = None
             for job in jobs:
                 job.take()

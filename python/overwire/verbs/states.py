@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import ArgumentError, NotSupportedError, name_tensor
 from ..frameworks.choose import frame_for, frame_of
 from ..frameworks.frame import Bytes
-from ..model.opened import Model, opening
+from ..model.opened import Model
 from ..model.options import StorageOptions
 
 __all__ = ["State", "batches", "described", "hosted", "pair", "same_names", "tensors_of"]
@@ -26,12 +26,10 @@ class State:
         self._opened: Model | None = None
         self._tensors: dict[str, Any] = {}
         #: Bytes of each tensor that is loaded when it is asked for; 0 of one in memory.
-        self.sizes: dict[str, int] = {}
-        self._at: dict[str, int] = {}
+        self.sizes: dict[str, int]
         if isinstance(model, (str, os.PathLike)):
-            self._opened = Model(model, device="cpu", **opening({"storage_options": options}))
-            for at, row in enumerate(self._opened.table):
-                self.sizes[row[0]], self._at[row[0]] = row[3], at
+            self._opened = Model(model, storage_options=options)
+            self.sizes = {row[0]: row[3] for row in self._opened.table}
         else:
             self._tensors = tensors_of(model, what)
             self.sizes = dict.fromkeys(self._tensors, 0)
@@ -47,7 +45,7 @@ class State:
         """Tensors of these names."""
         if self._opened is None:
             return {name: self._tensors[name] for name in names}
-        return self._opened.load([self._at[name] for name in names], frame_for(None), None, None)
+        return self._opened.load([self._opened.places[name] for name in names], frame_for(None), None, None)
 
 
 def batches(a: State, b: State) -> Iterator[list[str]]:
