@@ -9,11 +9,13 @@
 package house
 
 import (
+	"bytes"
 	"fmt"
 	"go/ast"
 	"go/build"
 	"go/parser"
 	"go/token"
+	"io"
 	"io/fs"
 	"os"
 	"path"
@@ -116,7 +118,7 @@ func ignored(rel string, src []byte) bool {
 			ctx := build.Default
 			ctx.GOOS, ctx.GOARCH, ctx.CgoEnabled = "linux", "amd64", cgo
 			ctx.BuildTags, ctx.ToolTags = tags, nil
-			ctx.OpenFile = func(string) (r readCloser, err error) { return newReader(src), nil }
+			ctx.OpenFile = func(string) (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(src)), nil }
 			if ok, err := ctx.MatchFile(path.Dir(rel), path.Base(rel)); err == nil && ok {
 				return false
 			}
