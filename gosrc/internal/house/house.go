@@ -17,6 +17,7 @@ import (
 	"go/token"
 	"io"
 	"io/fs"
+	"maps"
 	"os"
 	"path"
 	"path/filepath"
@@ -139,14 +140,7 @@ func (t *Tree) each(fn func(*Package, *File)) {
 	}
 }
 
-func (t *Tree) names() []string {
-	var all []string
-	for name := range t.Packages {
-		all = append(all, name)
-	}
-	slices.Sort(all)
-	return all
-}
+func (t *Tree) names() []string { return slices.Sorted(maps.Keys(t.Packages)) }
 
 // at returns the place of a node as path:line.
 func (t *Tree) at(n ast.Node) string {
