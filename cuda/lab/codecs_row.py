@@ -21,26 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from nvcomp_row import nvcomp_module, weights
-
-TIMES, RUNS = 8, 5
-
-
-def rate(nbytes: int, work: Callable[[], Any], times: int = TIMES) -> tuple[float, float, float]:
-    """GB/s: median, lowest, highest of RUNS runs."""
-    import torch
-
-    rates = []
-    for _ in range(RUNS + 1):  # the first warms up
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(times):
-            work()
-        end.record()
-        end.synchronize()
-        rates.append(nbytes * times / begin.elapsed_time(end) / 1e6)
-    del rates[0]
-    return statistics.median(rates), min(rates), max(rates)
+from nvcomp_row import RUNS, nvcomp_module, rate, same, weights
 
 
 def each_call(work: Callable[[], Any], calls: int = 2000) -> tuple[float, float]:
@@ -62,14 +43,6 @@ def each_call(work: Callable[[], Any], calls: int = 2000) -> tuple[float, float]
         work()
         torch.cuda.synchronize()
     return statistics.median(queued), (time.perf_counter() - begin) / (calls // 10) * 1e6
-
-
-def same(a: Any, b: Any) -> None:
-    import torch
-
-    torch.cuda.synchronize()
-    if not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
-        raise ValueError("other bytes came back")
 
 
 def text(nbytes: int) -> Any:

@@ -1,4 +1,4 @@
-"""nvCOMP's ANS beside the ladder: the same weights, its ratio and its decode rate.
+"""nvCOMP's ANS beside the X16 lab: the same weights, its ratio and its decode rate.
 
     python cuda/lab/nvcomp_row.py [--size 3GiB] [--wheels FOLDER] [--json]
 
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,38 @@ def weights(size: str, folder: str) -> Any:
     return torch.cat([tensor.reshape(-1).view(torch.float16) for tensor in tensors.values() if tensor.dtype == torch.bfloat16])
 
 
+def rate(nbytes: int, work: Callable[[], Any], times: int = TIMES) -> tuple[float, float, float]:
+    """GB/s: median, lowest, highest of RUNS runs."""
+    import torch
+
+    rates = []
+    for _ in range(RUNS + 1):  # the first warms up
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(times):
+            work()
+        end.record()
+        end.synchronize()
+        rates.append(nbytes * times / begin.elapsed_time(end) / 1e6)
+    del rates[0]
+    return statistics.median(rates), min(rates), max(rates)
+
+
+def same(a: Any, b: Any) -> None:
+    import torch
+
+    torch.cuda.synchronize()
+    if not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
+        raise ValueError("other bytes came back")
+
+
 def measure(nvcomp: Any, data: Any, chunk: int) -> dict[str, Any]:
     import torch
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         codec = nvcomp.Codec(algorithm="ANS", data_type="<f2", uncomp_chunk_size=chunk, device_id=0, cuda_stream=stream.cuda_stream)
-        source = nvcomp.as_array(data, cuda_stream=stream.cuda_stream)
-        packed = codec.encode(source)
+        packed = codec.encode(nvcomp.as_array(data, cuda_stream=stream.cuda_stream))
         out = torch.empty_like(data)
         config = codec.decompression_config(packed)
 
@@ -77,28 +102,17 @@ def measure(nvcomp: Any, data: Any, chunk: int) -> dict[str, Any]:
         except (TypeError, ValueError, RuntimeError) as error:
             print(f"nvCOMP {nvcomp.__version__}: decodes into memory of its own: {error}", file=sys.stderr)
             own = False
-            out = torch.as_tensor(decode(), device="cuda").reshape(-1)
-        stream.synchronize()
-        if not torch.equal(out.view(torch.int16), data.view(torch.int16)):
-            raise ValueError("nvCOMP did not give the same bits back")
-        rates = []
-        for _ in range(RUNS + 1):  # the first warms up
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record(stream)
-            for _ in range(TIMES):
-                decode()
-            end.record(stream)
-            end.synchronize()
-            rates.append(data.nbytes * TIMES / begin.elapsed_time(end) / 1e6)
-    del rates[0]
+            out = torch.as_tensor(decode(), device="cuda")
+        same(out, data)
+        median, low, high = rate(data.nbytes, decode)
     return {
         "chunk": chunk,
         "bytes": data.nbytes,
         "own_memory": own,
         "ratio": packed.buffer_size / data.nbytes,
-        "gb_s": statistics.median(rates),
-        "low": min(rates),
-        "high": max(rates),
+        "gb_s": median,
+        "low": low,
+        "high": high,
     }
 
 

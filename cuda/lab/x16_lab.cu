@@ -1,14 +1,11 @@
-// The X16 kernel ladder (README.md). One text, two programs:
+// The X16 decoder that ships, and other ways to build it (README.md). One text, two programs:
 //   nvcc: every kernel verified against the reference decoder, then timed.
 //   g++:  every kernel run by the host warp on small data, then on corrupt data.
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
-#include <thread>
 
-#include "ladder.cuh"
-#include "variants.h"
+#include "../x16_decode.cuh"
 #include "x16_encode.h"
 #include "x16_reference.h"
 
@@ -23,31 +20,18 @@ struct Permute : X16Best { static constexpr bool kMulRefill = false; };
 struct MulShift : X16Best { static constexpr bool kMulShift = true; };
 struct Unroll2 : X16Best { static constexpr int kUnroll = 2; };
 
-constexpr bool kAll = true, kBf16Only = false;
+// VARIANT(number, how it is built, whether the host warp runs all transforms or bf16 alone, text)
+#define OW_LAB_VARIANTS(VARIANT)                                                    \
+    VARIANT(1, X16Best, true, "words by cp.async, checked once a tile")             \
+    VARIANT(2, Bulk512, true, "as 1, words by bulk copies of 512 bytes")            \
+    VARIANT(3, Bulk1024, true, "as 2, 1 KiB")                                       \
+    VARIANT(4, Ring1024, false, "as 1, ring of 2 x 1 KiB")                          \
+    VARIANT(5, Permute, false, "as 1, refill by byte permute")                      \
+    VARIANT(6, MulShift, false, "as 1, x >> 8 by the multiplier")                   \
+    VARIANT(7, Unroll2, false, "as 1, two tiles a turn")
 
-// What a variant runs for one segment job.
-template <class C> struct Body {
-    typedef C Cfg;
-    static constexpr bool kPersistent = false;
-    template <int TR>
-    OW_DEV void run(const ow_x16_chunk* c, const ow_x16_seg* s, u32 job, u32* status, X16Place place, u32& phase) {
-        x16_job<TR, C>(c, s, job, status, place, phase);
-    }
-};
-template <class C> struct Persistent : Body<C> {
-    static constexpr bool kPersistent = true;
-};
-template <int N> struct Rung {
-    typedef X16Best Cfg;
-    static constexpr bool kPersistent = false;
-    template <int TR>
-    OW_DEV void run(const ow_x16_chunk* c, const ow_x16_seg* s, u32 job, u32* status, X16Place place, u32&) {
-        rung_job<N>(c, s, job, status, place);
-    }
-};
-
-struct Variant { int id; bool all; int warps; const char* text; };
-#define AS_ROW(id, body, all, warps, blocks, text) {id, all, warps, text},
+struct Variant { int id; bool all; const char* text; };
+#define AS_ROW(id, cfg, all, text) {id, all, text},
 const Variant kVariants[] = {OW_LAB_VARIANTS(AS_ROW)};
 
 // One chunk to decode: its logical bytes are known, or it is corrupt.
@@ -62,11 +46,6 @@ struct Case {
 inline uint32_t jobs_of(int tr, size_t logical, uint32_t seg_tiles) {
     uint32_t T = logical / tile_bytes(tr);
     return std::max(1u, (T + seg_tiles - 1) / seg_tiles);
-}
-
-// Rungs 1 to 3 take bf16 chunks of whole tiles in mode 0 only.
-inline bool takes(const Variant& v, const Case& c) {
-    return v.all || (c.tr == OW_BF16 && c.stored[0] == 0 && c.stored[2] == 0 && c.plain.size() % 512 == 0);
 }
 
 // Every shape of chunk the format has, for every transform.

@@ -5,6 +5,7 @@ package cli
 import (
 	"fmt"
 	"io"
+	"maps"
 	"slices"
 	"strings"
 	"unsafe"
@@ -97,9 +98,7 @@ func (r *diffReport) match(a, b *tensor.Index) (both [][2]int) {
 			both = append(both, [2]int{i, k})
 		}
 	}
-	for name := range at {
-		r.OnlyB = append(r.OnlyB, name)
-	}
+	r.OnlyB = slices.AppendSeq(r.OnlyB, maps.Keys(at))
 	slices.Sort(r.OnlyA)
 	slices.Sort(r.OnlyB)
 	slices.Sort(r.Other)

@@ -27,33 +27,27 @@ var (
 // keys returns the key or password that the options with a prefix name, in the
 // form that the engine takes.
 func (c *call) keys(prefix string) (map[string]string, error) {
-	key, isKey := c.opts[prefix+"-key"]
-	password, isPassword := c.opts[prefix+"-password"]
-	switch {
-	case isKey && isPassword:
-		return nil, usage("--%s-key and --%s-password exclude each other", prefix, prefix)
-	case isKey:
-		b, err := c.secret(prefix+"-key", key)
-		if err != nil {
-			return nil, err
+	name, wrong, read := prefix+"-key", "must hold 32 bytes or 64 hex digits", tensorizer.KeySettings
+	from, given := c.opts[name]
+	if password, also := c.opts[prefix+"-password"]; also {
+		if given {
+			return nil, usage("--%s-key and --%s-password exclude each other", prefix, prefix)
 		}
-		settings, ok := tensorizer.KeySettings(b)
-		if !ok {
-			return nil, usage("--%s-key: %s must hold 32 bytes or 64 hex digits", prefix, key)
-		}
-		return settings, nil
-	case isPassword:
-		b, err := c.secret(prefix+"-password", password)
-		if err != nil {
-			return nil, err
-		}
-		settings, ok := tensorizer.PasswordSettings(b)
-		if !ok {
-			return nil, usage("--%s-password: %s is empty", prefix, password)
-		}
-		return settings, nil
+		name, wrong, read = prefix+"-password", "is empty", tensorizer.PasswordSettings
+		from, given = password, true
 	}
-	return nil, nil
+	if !given {
+		return nil, nil
+	}
+	b, err := c.secret(name, from)
+	if err != nil {
+		return nil, err
+	}
+	settings, ok := read(b)
+	if !ok {
+		return nil, usage("--%s: %s %s", name, from, wrong)
+	}
+	return settings, nil
 }
 
 // secret reads the content of file:PATH or env:NAME.

@@ -13,6 +13,7 @@ package delta
 // writes it.
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"math"
@@ -225,10 +226,8 @@ func (p *parser) table() error {
 	if sum := codec.Sum(b[:end]); sum != le.Uint32(b[end:]) {
 		return errs.New(errs.ErrCorrupt, "checksum mismatch of the table: %08x, not %08x", le.Uint32(b[end:]), sum)
 	}
-	for _, c := range b[end+4:] {
-		if c != 0 {
-			return errs.New(errs.ErrCorrupt, "the padding of the table is not zero")
-		}
+	if len(bytes.Trim(b[end+4:], "\x00")) > 0 {
+		return errs.New(errs.ErrCorrupt, "the padding of the table is not zero")
 	}
 	if v := le.Uint32(b[4:]); v != version {
 		return errs.New(errs.ErrNotSupported, "deltas of version %d: upgrade overwire", v)

@@ -15,6 +15,7 @@ package nvcomp
 
 import (
 	"encoding/binary"
+	"slices"
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
@@ -137,33 +138,29 @@ func Names() []string {
 	return names
 }
 
-func closed(a *algorithm) error {
-	return errs.New(errs.ErrNotSupported, "%s streams are not decoded or made here", a.name)
-}
-
 // byName finds an algorithm, whatever the case of its letters.
 func byName(name string) (*algorithm, error) {
-	for i := range algorithms {
-		if a := &algorithms[i]; strings.EqualFold(a.name, name) {
-			if a.decode == nil {
-				return nil, closed(a)
-			}
-			return a, nil
-		}
+	i := slices.IndexFunc(algorithms, func(a algorithm) bool { return strings.EqualFold(a.name, name) })
+	if i < 0 {
+		return nil, errs.New(errs.ErrArgument, "no such algorithm: %q", name)
 	}
-	return nil, errs.New(errs.ErrArgument, "no such algorithm: %q", name)
+	return open(&algorithms[i])
 }
 
 func byID(id Algorithm) (*algorithm, error) {
-	for i := range algorithms {
-		if a := &algorithms[i]; a.id == id {
-			if a.decode == nil {
-				return nil, closed(a)
-			}
-			return a, nil
-		}
+	i := slices.IndexFunc(algorithms, func(a algorithm) bool { return a.id == id })
+	if i < 0 {
+		return nil, errs.New(errs.ErrFormat, "a native stream of format %d", id)
 	}
-	return nil, errs.New(errs.ErrFormat, "a native stream of format %d", id)
+	return open(&algorithms[i])
+}
+
+// open refuses an algorithm of which only the name is known here.
+func open(a *algorithm) (*algorithm, error) {
+	if a.decode == nil {
+		return nil, errs.New(errs.ErrNotSupported, "%s streams are not decoded or made here", a.name)
+	}
+	return a, nil
 }
 
 // prefix is how many bytes WithSize adds before a block.

@@ -9,9 +9,9 @@ import (
 	_ "embed"
 	"encoding/json"
 	"errors"
+	"maps"
 	"math"
 	"slices"
-	"sort"
 
 	"github.com/overwire/overwire/gosrc/errs"
 )
@@ -94,13 +94,7 @@ func ReadTrace(title string, text []byte) (*Timeline, error) {
 	if t.Spans == 0 {
 		return nil, errs.New(errs.ErrFormat, "not a trace of overwire: it has no spans")
 	}
-	lines := make([]line, 0, len(rows))
-	for at := range rows {
-		lines = append(lines, at)
-	}
-	sort.Slice(lines, func(i, k int) bool {
-		return lines[i].pid < lines[k].pid || lines[i].pid == lines[k].pid && lines[i].tid < lines[k].tid
-	})
+	lines := slices.SortedFunc(maps.Keys(rows), func(a, b line) int { return cmp.Or(cmp.Compare(a.pid, b.pid), cmp.Compare(a.tid, b.tid)) })
 	stages := map[string]int{}
 	for _, at := range lines {
 		r := &row{Name: names[at], Device: at.pid == 2}

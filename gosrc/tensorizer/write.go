@@ -103,7 +103,11 @@ func (it *Item) PadTo(align int64) {
 	it.Pad = (align - it.Data()%align) % align
 }
 
-func (it *Item) appendDims(dst []byte) []byte {
+// appendShape appends what records and entries of the index have in common.
+func (it *Item) appendShape(dst []byte) []byte {
+	dst = append(dst, byte(len(it.Text)))
+	dst = append(dst, it.Text...)
+	dst = append(dst, byte(len(it.Dims)))
 	for _, d := range it.Dims {
 		if it.wide() {
 			dst = le.AppendUint64(dst, uint64(d))
@@ -117,10 +121,7 @@ func (it *Item) appendDims(dst []byte) []byte {
 func (it *Item) appendWords(dst []byte) []byte {
 	dst = le.AppendUint16(dst, uint16(len(it.Name)))
 	dst = append(dst, it.Name...)
-	dst = append(dst, it.Type, byte(len(it.Text)))
-	dst = append(dst, it.Text...)
-	dst = append(dst, byte(len(it.Dims)))
-	return it.appendDims(dst)
+	return it.appendShape(append(dst, it.Type))
 }
 
 // front is the record without its padding, with zero hashes, and their offsets; that
@@ -131,10 +132,7 @@ func (it *Item) front() (dst []byte, crc, sha int) {
 	dst = append(dst, it.Type)
 	dst = le.AppendUint16(dst, uint16(len(it.Name)))
 	dst = append(dst, it.Name...)
-	dst = append(dst, byte(len(it.Text)))
-	dst = append(dst, it.Text...)
-	dst = append(dst, byte(len(it.Dims)))
-	dst = it.appendDims(dst)
+	dst = it.appendShape(dst)
 	if it.Crypt == nil {
 		dst = le.AppendUint16(dst, 1+2+4+2+32)
 		dst = append(dst, 2, 0, 4)

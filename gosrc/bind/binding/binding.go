@@ -98,17 +98,7 @@ func Setup(env string) (*Result, error) {
 
 // Call runs a verb on the caller's thread. numbers are the caller's memory.
 func Call(name, request string, numbers []int64) (*Result, error) {
-	v, err := verbOf(name)
-	if err == nil && v.call == nil {
-		err = errs.New(errs.ErrArgument, "the verb %q is a job", name)
-	}
-	if err == nil {
-		err = v.counted(numbers)
-	}
-	if err != nil {
-		return nil, err
-	}
-	q, err := v.read(request)
+	v, q, err := asked(name, request, numbers, false)
 	if err != nil {
 		return nil, err
 	}
@@ -122,17 +112,7 @@ func Call(name, request string, numbers []int64) (*Result, error) {
 // Start starts a verb and returns its job. It copies numbers; the memory they point
 // to must stay unchanged until the job has ended.
 func Start(name, request string, numbers []int64) (uint64, error) {
-	v, err := verbOf(name)
-	if err == nil && v.start == nil {
-		err = errs.New(errs.ErrArgument, "the verb %q is no job", name)
-	}
-	if err == nil {
-		err = v.counted(numbers)
-	}
-	if err != nil {
-		return 0, err
-	}
-	q, err := v.read(request)
+	v, q, err := asked(name, request, numbers, true)
 	if err != nil {
 		return 0, err
 	}

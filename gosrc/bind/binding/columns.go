@@ -3,6 +3,7 @@ package binding
 // This file reads tensors that Python describes in columns.
 
 import (
+	"slices"
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/device"
@@ -33,14 +34,13 @@ func (c *columns) types(numbers, each int) ([]tensor.DType, error) {
 	return types, nil
 }
 
-// named refuses names that no header can have.
-func (c *columns) named() error {
-	for _, name := range c.Names {
-		if strings.ContainsRune(name, 0) {
-			return errs.New(errs.ErrArgument, "tensor %q: the name has a NUL", name)
-		}
+// named is types, and refuses names that no header can have.
+func (c *columns) named(numbers, each int) ([]tensor.DType, error) {
+	types, err := c.types(numbers, each)
+	if i := slices.IndexFunc(c.Names, func(name string) bool { return strings.ContainsRune(name, 0) }); err == nil && i >= 0 {
+		err = errs.New(errs.ErrArgument, "tensor %q: the name has a NUL", c.Names[i])
 	}
-	return nil
+	return types, err
 }
 
 // dataAt is memory whose address and size the caller gave.

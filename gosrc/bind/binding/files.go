@@ -190,10 +190,7 @@ func startSave(_ *Verb, q saveRequest, n []int64) (*entry, error) {
 
 // inputs are the tensors of a request. Those on a GPU are copied from there.
 func inputs(q *saveRequest, n []int64) ([]save.Input, error) {
-	types, err := q.types(len(n), 3)
-	if err == nil {
-		err = q.named()
-	}
+	types, err := q.named(len(n), 3)
 	if err != nil {
 		return nil, err
 	}
@@ -225,10 +222,7 @@ func inputs(q *saveRequest, n []int64) ([]save.Input, error) {
 }
 
 func (q *sleepRequest) tensors(n []int64) ([]sleep.Tensor, error) {
-	types, err := q.types(len(n), 2)
-	if err == nil {
-		err = q.named()
-	}
+	types, err := q.named(len(n), 2)
 	if err != nil {
 		return nil, err
 	}

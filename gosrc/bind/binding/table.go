@@ -199,10 +199,20 @@ var verbs = func() map[string]*Verb {
 	return all
 }()
 
-func verbOf(name string) (*Verb, error) {
-	v := verbs[name]
-	if v == nil {
-		return nil, errs.New(errs.ErrArgument, "there is no verb %q", name)
+// asked is a verb of that name and kind, with a request that it can take.
+func asked(name, request string, numbers []int64, job bool) (v *Verb, q any, err error) {
+	switch v = verbs[name]; {
+	case v == nil:
+		err = errs.New(errs.ErrArgument, "there is no verb %q", name)
+	case !job && v.call == nil:
+		err = errs.New(errs.ErrArgument, "the verb %q is a job", name)
+	case job && v.start == nil:
+		err = errs.New(errs.ErrArgument, "the verb %q is no job", name)
+	default:
+		err = v.counted(numbers)
 	}
-	return v, nil
+	if err == nil {
+		q, err = v.read(request)
+	}
+	return v, q, err
 }

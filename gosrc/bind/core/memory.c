@@ -97,17 +97,20 @@ int ow_add_exporter(PyObject *module)
 
 static const char fresh[] = "dltensor", used[] = "used_dltensor";
 
-static PyObject *tuple_of(const int64_t *v, int32_t n)
+// A consumer renames the capsule when it takes the tensor; only one that was not
+// taken still has the first name and frees its tensor.
+static void destroy(PyObject *capsule)
 {
-	PyObject *t = PyTuple_New(n);
-	for (int32_t i = 0; t != NULL && i < n; i++) {
-		PyObject *d = PyLong_FromLongLong(v[i]);
-		if (d == NULL)
-			Py_CLEAR(t);
-		else
-			PyTuple_SetItem(t, i, d);
-	}
-	return t;
+	if (PyCapsule_IsValid(capsule, fresh))
+		ow_managed_delete(PyCapsule_GetPointer(capsule, fresh));
+}
+
+PyObject *ow_capsule(void *managed)
+{
+	PyObject *c = PyCapsule_New(managed, fresh, destroy);
+	if (c == NULL)
+		ow_managed_delete(managed);
+	return c;
 }
 
 static void release_managed(PyObject *capsule)
@@ -132,11 +135,8 @@ PyObject *ow_dlpack_take(PyObject *self, PyObject *capsule)
 		PyErr_SetString(PyExc_ValueError, "a DLPack tensor of a negative rank");
 		return NULL;
 	}
-	PyObject *shape = tuple_of(m->t.shape, m->t.ndim), *strides = Py_None;
-	if (m->t.strides != NULL)
-		strides = tuple_of(m->t.strides, m->t.ndim);
-	else
-		Py_INCREF(Py_None);
+	PyObject *shape = ow_tuple(m->t.shape, m->t.ndim);
+	PyObject *strides = m->t.strides != NULL ? ow_tuple(m->t.strides, m->t.ndim) : Py_NewRef(Py_None);
 	PyObject *holder = shape && strides ? PyCapsule_New(m, held, release_managed) : NULL;
 	if (holder == NULL || PyCapsule_SetName(capsule, used)) {
 		if (holder != NULL)

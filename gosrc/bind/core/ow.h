@@ -38,10 +38,11 @@ PyObject *ow_handle_of(int kind, uint64_t handle);
 // result.c. ow_result makes a Result out of a struct ow_result at an address.
 PyObject *ow_result(uint64_t address);
 
-// table.c: the rows of a model's table.
+// table.c: the rows of a model's table, and a tuple of n int64, aligned or not.
 PyObject *ow_rows(const char *buffer);
+PyObject *ow_tuple(const void *numbers, int64_t n);
 
-// capsule.c. A new "dltensor" capsule that owns managed, or NULL (managed is
+// memory.c. A new "dltensor" capsule that owns managed, or NULL (managed is
 // then freed).
 PyObject *ow_capsule(void *managed);
 

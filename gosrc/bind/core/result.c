@@ -10,28 +10,18 @@ static PyObject *capsules_of(struct ow_result *r)
 {
 	PyObject *list = PyList_New((Py_ssize_t)r->tensors);
 	for (int64_t i = 0; i < r->tensors; i++) {
-		PyObject *capsule = Py_None;
 		if (list == NULL) { // out of memory: free the rest here
 			if (r->managed[i] != NULL)
 				ow_managed_delete(r->managed[i]);
 			continue;
 		}
-		if (r->managed[i] != NULL)
-			capsule = ow_capsule(r->managed[i]);
-		else
-			Py_INCREF(Py_None);
+		PyObject *capsule = r->managed[i] != NULL ? ow_capsule(r->managed[i]) : Py_NewRef(Py_None);
 		if (capsule == NULL)
 			Py_CLEAR(list);
 		else
 			PyList_SetItem(list, (Py_ssize_t)i, capsule);
 	}
 	return list;
-}
-
-static PyObject *none(void)
-{
-	Py_INCREF(Py_None);
-	return Py_None;
 }
 
 PyObject *ow_result(uint64_t address)
@@ -41,8 +31,8 @@ PyObject *ow_result(uint64_t address)
 		PyUnicode_DecodeUTF8(r->text != NULL ? r->text : "", (Py_ssize_t)r->text_len, NULL),
 		PyBytes_FromStringAndSize((char *)r->numbers, (Py_ssize_t)(8 * r->count)),
 		capsules_of(r),
-		r->table != NULL ? ow_rows(r->table) : none(),
-		r->model != 0 ? ow_handle_of(kind_model, r->model) : none(),
+		r->table != NULL ? ow_rows(r->table) : Py_NewRef(Py_None),
+		r->model != 0 ? ow_handle_of(kind_model, r->model) : Py_NewRef(Py_None),
 	};
 	free(r->text);
 	free(r->numbers);

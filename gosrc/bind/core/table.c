@@ -22,17 +22,18 @@ struct common {
 
 enum { commons = 16 };
 
-static PyObject *shape_of(const char *dims, int64_t rank)
+PyObject *ow_tuple(const void *numbers, int64_t n)
 {
-	PyObject *shape = PyTuple_New((Py_ssize_t)rank);
-	for (int64_t i = 0; shape != NULL && i < rank; i++) {
-		PyObject *d = PyLong_FromLongLong(next(&dims));
+	const char *p = numbers;
+	PyObject *t = PyTuple_New((Py_ssize_t)n);
+	for (int64_t i = 0; t != NULL && i < n; i++) {
+		PyObject *d = PyLong_FromLongLong(next(&p));
 		if (d == NULL)
-			Py_CLEAR(shape);
+			Py_CLEAR(t);
 		else
-			PyTuple_SetItem(shape, (Py_ssize_t)i, d);
+			PyTuple_SetItem(t, (Py_ssize_t)i, d);
 	}
-	return shape;
+	return t;
 }
 
 static struct common *common_of(struct common *known, const char *dims, int64_t rank, int64_t bytes)
@@ -48,14 +49,8 @@ static struct common *common_of(struct common *known, const char *dims, int64_t 
 	Py_CLEAR(c->count);
 	c->dims = dims, c->rank = rank, c->bytes = bytes;
 	c->count = PyLong_FromLongLong(bytes);
-	c->shape = c->count == NULL ? NULL : shape_of(dims, rank);
+	c->shape = c->count == NULL ? NULL : ow_tuple(dims, rank);
 	return c->shape == NULL ? NULL : c;
-}
-
-static PyObject *shared(PyObject *o)
-{
-	Py_INCREF(o);
-	return o;
 }
 
 static PyObject *row(const char **p, PyObject *const *dtypes, struct common *known)
@@ -71,10 +66,10 @@ static PyObject *row(const char **p, PyObject *const *dtypes, struct common *kno
 	if (t == NULL)
 		return NULL;
 	PyTuple_SetItem(t, 0, PyUnicode_FromStringAndSize(name, (Py_ssize_t)name_len));
-	PyTuple_SetItem(t, 1, shared(dtypes[dtype]));
-	PyTuple_SetItem(t, 2, shared(c->shape));
-	PyTuple_SetItem(t, 3, shared(c->count));
-	PyTuple_SetItem(t, 4, stored == bytes ? shared(c->count) : PyLong_FromLongLong(stored));
+	PyTuple_SetItem(t, 1, Py_NewRef(dtypes[dtype]));
+	PyTuple_SetItem(t, 2, Py_NewRef(c->shape));
+	PyTuple_SetItem(t, 3, Py_NewRef(c->count));
+	PyTuple_SetItem(t, 4, stored == bytes ? Py_NewRef(c->count) : PyLong_FromLongLong(stored));
 	PyTuple_SetItem(t, 5, PyLong_FromLongLong(source));
 	PyTuple_SetItem(t, 6, PyLong_FromLongLong(alias));
 	if (PyErr_Occurred()) // no memory, or a name that is not UTF-8: a field is NULL

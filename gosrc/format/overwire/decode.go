@@ -4,6 +4,7 @@ package overwire
 
 import (
 	"hash/crc32"
+	"maps"
 	"math"
 	"slices"
 
@@ -27,12 +28,8 @@ func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known te
 	if err := d.frame(); err != nil {
 		return bad(IndexName, -1, err)
 	}
-	metadata := make(map[string]string, len(h.Metadata))
-	for k, v := range h.Metadata {
-		if k != MetadataKey {
-			metadata[k] = v
-		}
-	}
+	metadata := maps.Clone(h.Metadata)
+	delete(metadata, MetadataKey)
 	ix := &tensor.Index{
 		Sources: []tensor.Source{{URI: uri, Size: size, Data: h.Data, Metadata: metadata, Format: tensor.FormatOverwire,
 			Mark: h.Metadata[MetadataKey]}},

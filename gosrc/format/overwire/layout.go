@@ -5,6 +5,7 @@ package overwire
 import (
 	"cmp"
 	"encoding/base64"
+	"maps"
 	"math"
 	"slices"
 	"strings"
@@ -78,12 +79,10 @@ type Layout struct {
 // cannot be stored, and metadata with our own key, are errs.ErrArgument.
 func NewLayout(metadata map[string]string, items []Item, origin *Origin, digests bool) (*Layout, error) {
 	l := &Layout{metadata: make(map[string]string, len(metadata)+1), Origin: origin}
-	for k, v := range metadata {
-		if k == MetadataKey {
-			return nil, errs.New(errs.ErrArgument, "metadata entry %q is reserved", k)
-		}
-		l.metadata[k] = v
+	if _, ours := metadata[MetadataKey]; ours {
+		return nil, errs.New(errs.ErrArgument, "metadata entry %q is reserved", MetadataKey)
 	}
+	maps.Copy(l.metadata, metadata)
 	if digests {
 		l.Digests = strings.Repeat("A", base64.StdEncoding.EncodedLen(digestSize*len(items)))
 	}

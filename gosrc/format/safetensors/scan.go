@@ -238,7 +238,7 @@ func (s *scanner) skip(depth int) bool {
 		}
 		base := len(s.keys)
 		for more := s.open('{', '}'); more; more = s.more('}') {
-			if !s.key() || !s.take(':') || !s.skip(depth+1) {
+			if _, ok := s.key(); !ok || !s.take(':') || !s.skip(depth+1) {
 				return false
 			}
 		}
@@ -258,15 +258,15 @@ func (s *scanner) skip(depth int) bool {
 	return s.fail("expected a value")
 }
 
-// key reads the key of an ignored member and remembers it.
-func (s *scanner) key() bool {
+// key reads a key, as string does, and remembers it for distinct.
+func (s *scanner) key() ([]byte, bool) {
 	s.space()
 	lo := s.p
-	if _, ok := s.string(); !ok {
-		return false
+	key, ok := s.string()
+	if ok {
+		s.keys = append(s.keys, span{uint32(lo), uint32(s.p)})
 	}
-	s.keys = append(s.keys, span{uint32(lo), uint32(s.p)})
-	return true
+	return key, ok
 }
 
 // distinct closes an ignored object, whose keys are those from base on.

@@ -70,13 +70,10 @@ func (r *shardReader) index() bool {
 	weights := false
 	base := len(r.keys)
 	for more := r.open('{', '}'); more; more = r.more('}') {
-		r.space()
-		lo := r.p
-		key, ok := r.string()
+		key, ok := r.key()
 		if !ok {
 			return false
 		}
-		r.keys = append(r.keys, span{uint32(lo), uint32(r.p)})
 		name := string(key)
 		if !r.take(':') {
 			return false

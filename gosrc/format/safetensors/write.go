@@ -3,7 +3,6 @@ package safetensors
 // This file writes headers.
 
 import (
-	"cmp"
 	"encoding/binary"
 	"maps"
 	"slices"
@@ -22,18 +21,6 @@ type Entry struct {
 	DType      tensor.DType
 	Shape      []int64
 	Begin, End int64
-}
-
-// Order sorts entries as safetensors writes them: larger dtypes first, in each
-// dtype by name. A dtype's code is its position in that order. So every
-// tensor is aligned to its element if the data section is.
-func Order(entries []Entry) {
-	slices.SortFunc(entries, func(a, b Entry) int {
-		if a.DType != b.DType {
-			return cmp.Compare(b.DType, a.DType)
-		}
-		return strings.Compare(a.Name, b.Name)
-	})
 }
 
 // Place sets Begin and End of the entries back to back and returns the size of

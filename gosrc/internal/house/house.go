@@ -9,12 +9,15 @@
 package house
 
 import (
+	"bytes"
 	"fmt"
 	"go/ast"
 	"go/build"
 	"go/parser"
 	"go/token"
+	"io"
 	"io/fs"
+	"maps"
 	"os"
 	"path"
 	"path/filepath"
@@ -116,7 +119,7 @@ func ignored(rel string, src []byte) bool {
 			ctx := build.Default
 			ctx.GOOS, ctx.GOARCH, ctx.CgoEnabled = "linux", "amd64", cgo
 			ctx.BuildTags, ctx.ToolTags = tags, nil
-			ctx.OpenFile = func(string) (r readCloser, err error) { return newReader(src), nil }
+			ctx.OpenFile = func(string) (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(src)), nil }
 			if ok, err := ctx.MatchFile(path.Dir(rel), path.Base(rel)); err == nil && ok {
 				return false
 			}
@@ -137,14 +140,7 @@ func (t *Tree) each(fn func(*Package, *File)) {
 	}
 }
 
-func (t *Tree) names() []string {
-	var all []string
-	for name := range t.Packages {
-		all = append(all, name)
-	}
-	slices.Sort(all)
-	return all
-}
+func (t *Tree) names() []string { return slices.Sorted(maps.Keys(t.Packages)) }
 
 // at returns the place of a node as path:line.
 func (t *Tree) at(n ast.Node) string {

@@ -4,15 +4,10 @@ package house
 
 import (
 	"bytes"
-	"io"
 	"path"
 	"slices"
 	"strings"
 )
-
-type readCloser = io.ReadCloser
-
-func newReader(b []byte) io.ReadCloser { return io.NopCloser(bytes.NewReader(b)) }
 
 // lines counts lines as an editor does: a last line without its newline is one.
 func lines(b []byte) int {

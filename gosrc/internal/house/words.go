@@ -135,12 +135,7 @@ func opens(f *ast.File) bool {
 		}
 		break
 	}
-	for _, c := range f.Comments {
-		if c.Pos() > f.Name.Pos() && c.End() < first && c != doc {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(f.Comments, func(c *ast.CommentGroup) bool { return c.Pos() > f.Name.Pos() && c.End() < first && c != doc })
 }
 
 // oneMeaning are words of docs/glossary.md that are exported types: each is the

@@ -116,20 +116,12 @@ func (s *scratch) decode(dst, src []byte, o Options) (used, made int, err error)
 			in, out = out[:n], in[:cap(in)]
 		}
 	}
-	if made, err = put(dst, in, size); err != nil {
-		return 0, 0, err
-	}
-	return used, made, nil
-}
-
-// put stores the values of a chunk, and returns how many bytes they are.
-func put(dst []byte, values []uint64, size int) (int, error) {
-	made := len(values) * size
+	made = len(in) * size
 	if made == 0 || made > len(dst) {
-		return 0, corrupt("a chunk of %d bytes, %d are wanted", made, len(dst))
+		return 0, 0, corrupt("a chunk of %d bytes, %d are wanted", made, len(dst))
 	}
-	store(dst, size, values...)
-	return made, nil
+	store(dst, size, in...)
+	return used, made, nil
 }
 
 // values reads an array of at most `most` elements.

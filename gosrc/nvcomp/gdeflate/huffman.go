@@ -5,8 +5,6 @@ package gdeflate
 import (
 	"math/bits"
 	"slices"
-
-	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // fastBits of a code are looked up in a table; longer codes are walked.
@@ -32,13 +30,13 @@ func (t *table) build(lengths []uint8) error {
 	for n := 1; n <= maxBits; n++ {
 		left = left<<1 - int(t.count[n])
 		if left < 0 {
-			return errs.New(errs.ErrCorrupt, "GDeflate: a Huffman code with too many symbols")
+			return corrupt("a Huffman code with too many symbols")
 		}
 		used += int(t.count[n])
 		next[n+1] = next[n] + t.count[n]
 	}
 	if left > 0 && (used > 1 || used == 1 && t.count[1] != 1) {
-		return errs.New(errs.ErrCorrupt, "GDeflate: a Huffman code that is not full")
+		return corrupt("a Huffman code that is not full")
 	}
 	clear(t.fast[:])
 	code, codes := 0, [maxBits + 1]int{}

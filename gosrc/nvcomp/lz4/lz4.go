@@ -41,12 +41,6 @@ func Size(src []byte) (int64, error) {
 	return n, err
 }
 
-// last is the offset of the last token of a block.
-func last(src []byte) (int, bool) {
-	_, at, err := walk(src)
-	return at, err == nil
-}
-
 // walk goes through a block: the length of its content, and its last token.
 func walk(src []byte) (out int64, last int, err error) {
 	for at := 0; ; {
@@ -108,7 +102,7 @@ func Decode(dst, src []byte) error {
 	if err != nil {
 		// The last sequence has no match, so that its token's match length is
 		// meaningless (lz4_Block_format.md); but the library refuses bits there.
-		if at, ok := last(src); ok && src[at]&15 != 0 {
+		if _, at, bad := walk(src); bad == nil && src[at]&15 != 0 {
 			own := slices.Clone(src)
 			own[at] &^= 15
 			n, err = lz4.UncompressBlock(own, dst)

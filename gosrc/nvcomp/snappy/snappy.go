@@ -53,9 +53,9 @@ func Size(src []byte) (int64, error) {
 			v = v<<8 | int64(src[at+i])
 		}
 		at += extra
+		n := int64(tag>>2) + 1
 		switch tag & 3 {
 		case 0:
-			n := int64(tag>>2) + 1
 			if extra > 0 {
 				n = v + 1
 			}
@@ -67,16 +67,12 @@ func Size(src []byte) (int64, error) {
 			continue
 		case 1:
 			v |= int64(tag>>5) << 8
-			if v == 0 || v > out {
-				return 0, errs.New(errs.ErrCorrupt, "Snappy offset %d at %d of %d bytes", v, at, out)
-			}
-			out += int64(tag>>2&7) + 4
-		default:
-			if v == 0 || v > out {
-				return 0, errs.New(errs.ErrCorrupt, "Snappy offset %d at %d of %d bytes", v, at, out)
-			}
-			out += int64(tag>>2) + 1
+			n = int64(tag>>2&7) + 4
 		}
+		if v == 0 || v > out {
+			return 0, errs.New(errs.ErrCorrupt, "Snappy offset %d at %d of %d bytes", v, at, out)
+		}
+		out += n
 	}
 	if out != int64(said) {
 		return 0, errs.New(errs.ErrCorrupt, "Snappy block says %d bytes and has %d", said, out)

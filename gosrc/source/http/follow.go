@@ -5,6 +5,7 @@ package http
 import (
 	"context"
 	"io"
+	"maps"
 	"net"
 	"net/http"
 
@@ -68,9 +69,7 @@ func (o *object) follow(ctx context.Context, h route.Hop, extra http.Header) (*h
 func (o *object) send(ctx context.Context, h route.Hop, extra http.Header) (*http.Response, error) {
 	req := (&http.Request{Method: http.MethodGet, URL: h.URL, Host: h.URL.Host, Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1, Header: http.Header{}})
 	if h.Home {
-		for k, v := range o.headers {
-			req.Header[k] = v
-		}
+		maps.Copy(req.Header, o.headers)
 		if host := req.Header.Get("Host"); host != "" {
 			req.Host = host
 			req.Header.Del("Host")
@@ -80,9 +79,7 @@ func (o *object) send(ctx context.Context, h route.Hop, extra http.Header) (*htt
 			req.SetBasicAuth(p.Username(), word)
 		}
 	}
-	for k, v := range extra {
-		req.Header[k] = v
-	}
+	maps.Copy(req.Header, extra)
 	req.Header.Set("Accept-Encoding", "identity")
 	if req.Header.Get("User-Agent") == "" {
 		req.Header.Set("User-Agent", "overwire")

@@ -5,6 +5,7 @@ package http
 import (
 	"cmp"
 	"context"
+	"maps"
 	"net/http"
 	"net/url"
 	"path/filepath"
@@ -146,12 +147,9 @@ func hub(uri string, opt source.Options) (func(rev string) string, source.Option
 	}
 	if opt.Storage["token"] == "" {
 		if t := login(opt.Env); t != "" {
-			storage := map[string]string{"token": t}
-			for k, v := range opt.Storage {
-				if k != "token" {
-					storage[k] = v
-				}
-			}
+			storage := map[string]string{}
+			maps.Copy(storage, opt.Storage)
+			storage["token"] = t
 			opt.Storage = storage
 		}
 	}

@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/internal/regular"
@@ -14,11 +15,7 @@ import (
 
 // Offline reports whether huggingface_hub's setting forbids to ask the hub.
 func Offline(env map[string]string) bool {
-	switch strings.ToUpper(env["HF_HUB_OFFLINE"]) {
-	case "1", "ON", "YES", "TRUE":
-		return true
-	}
-	return false
+	return slices.Contains([]string{"1", "ON", "YES", "TRUE"}, strings.ToUpper(env["HF_HUB_OFFLINE"]))
 }
 
 // Cached is the path of a file of hf:// in huggingface_hub's cache, "" if it is not

@@ -11,6 +11,7 @@ import (
 	"net"
 	"net/url"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/aws/aws-sdk-go-v2/config"
@@ -161,12 +162,8 @@ func virtualOnly(endpoint string) bool {
 		return false
 	}
 	host := "." + strings.ToLower(u.Hostname())
-	for _, domain := range []string{".amazonaws.com", ".amazonaws.com.cn", ".cwobject.com", ".cwlota.com", ".aliyuncs.com", ".myqcloud.com"} {
-		if strings.HasSuffix(host, domain) {
-			return true
-		}
-	}
-	return false
+	domains := []string{".amazonaws.com", ".amazonaws.com.cn", ".cwobject.com", ".cwlota.com", ".aliyuncs.com", ".myqcloud.com"}
+	return slices.ContainsFunc(domains, func(domain string) bool { return strings.HasSuffix(host, domain) })
 }
 
 // customerKey takes an SSE-C key: 32 bytes, raw or in base64.
@@ -193,12 +190,7 @@ func (s *settings) customerKey() error {
 // validRegion allows only a single label, since a region becomes part of a host's
 // name.
 func validRegion(name string) bool {
-	for _, c := range name {
-		if (c < 'a' || c > 'z') && (c < '0' || c > '9') && c != '-' {
-			return false
-		}
-	}
-	return name != "" && len(name) <= 63
+	return name != "" && len(name) <= 63 && strings.Trim(name, "abcdefghijklmnopqrstuvwxyz0123456789-") == ""
 }
 
 // readToken reads a small file that the environment names.
