@@ -37,7 +37,7 @@ LAYERS: list[tuple[str, str]] = [
 PUBLIC = {"codecs", "distributed", "errors", "gpu", "plumbing", "records"}
 
 # What plug-ins for engines share.
-SHARED = {f"integrations.{name}" for name in ("copies", "keeping", "plans", "pushes", "recording", "sheets", "slices", "updates")}
+SHARED = {f"integrations.{name}" for name in ("copies", "keeping", "plans", "pushes", "recording", "sheets", "slices", "state", "updates")}
 
 # (importer, imported) -> why.
 ALLOWED = {

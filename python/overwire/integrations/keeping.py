@@ -10,16 +10,14 @@ it was, the integers are the same, and every block is inside its tensor and its 
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import json
 import sys
 from array import array
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from types import CodeType, FunctionType, MethodType
+from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
@@ -33,9 +31,7 @@ from .sheets import Sheet, code_of
 if TYPE_CHECKING:
     from ..plumbing import Blocks, Together
 
-__all__ = ["Ready", "Unfit", "carry_out", "key_of", "plan_of", "ready", "state_of"]
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
+__all__ = ["Ready", "Unfit", "carry_out", "key_of", "plan_of", "ready"]
 
 
 class Unfit(Exception):
@@ -57,17 +53,18 @@ def key_of(model: torch.nn.Module, files: Sequence[tuple[str, Sheet, list[int] |
         text = json.dumps(what, default=str, sort_keys=True).encode()
         said.update(len(text).to_bytes(8, "little") + text)
 
-    say(2, overwire.__version__, torch.__version__, sys.version, facts)
+    say(3, overwire.__version__, torch.__version__, sys.version, facts)
     for prefix, sheet, at in files:
         say(prefix, sheet.digest, at)
     classes: set[type] = set()
     modules = {__name__, block_of.__module__, "overwire.integrations.plans", "overwire.integrations.recording", Sheet.__module__}
-    for path, module in model.named_modules():
-        say(path, type(module).__module__, type(module).__qualname__)
-        classes.update(type(module).__mro__)
-    for name, tensor in _named(model):
-        say(name, str(tensor.dtype), tensor.shape, tensor.stride(), str(tensor.device), type(tensor).__qualname__)
-        classes.update(type(tensor).__mro__)
+    of = [(path, type(module)) for path, module in model.named_modules()]
+    say([(path, kind.__module__, kind.__qualname__) for path, kind in of])
+    held = _named(model)
+    say([(name, str(one.dtype), one.shape, one.stride(), str(one.device), type(one).__qualname__) for name, one in held])
+    for kind in {*(kind for _, kind in of), *(type(one) for _, one in held)}:
+        classes.update(kind.__mro__)
+    for _, tensor in held:
         loader = getattr(tensor, "weight_loader", None)
         while isinstance(loader, partial):
             loader = loader.func
@@ -120,57 +117,6 @@ def _source(name: str) -> str | None:
 
 def _named(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
-
-
-def state_of(model: torch.nn.Module) -> tuple[list[Any], list[Any]]:
-    """Everything that hangs on a model, but the tensors' data: attributes of its modules,
-    parameters and of objects of the same packages, and what containers hold. To be compared
-    is the first; the second keeps objects, so that none gets another one's number."""
-    roots = {type(module).__module__.partition(".")[0] for module in model.modules()} - {"torch", "transformers", "builtins"}
-    roots |= {"vllm", "sglang"}
-    facts: list[Any] = []
-    alive: list[Any] = []
-    seen: set[int] = set()
-    left: list[Any] = [model]
-    while left:
-        value = left.pop()
-        if isinstance(value, _PLAIN):
-            facts.append(value)
-            continue
-        facts.append(id(value))
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        alive.append(value)
-        if isinstance(value, torch.Tensor):
-            facts += [value.shape, value.stride(), value.dtype, value.device, value.storage_offset()]
-            facts.append(value.untyped_storage().data_ptr() if value.device.type != "meta" else 0)
-            left.append(vars(value))
-        elif isinstance(value, dict):
-            facts.append(len(value))
-            left += value.keys()
-            left += value.values()
-        elif isinstance(value, (list, tuple, deque)):
-            facts.append(len(value))
-            left += value
-        elif isinstance(value, (set, frozenset)):
-            facts.append(len(value))
-            left += sorted(value, key=lambda one: (hash(one), id(one)))
-        elif isinstance(value, partial):
-            left += [value.func, value.args, value.keywords]
-        elif isinstance(value, MethodType):
-            left += [value.__self__, value.__func__]
-        elif isinstance(value, FunctionType):
-            for cell in value.__closure__ or ():
-                try:
-                    left.append(cell.cell_contents)
-                except ValueError:
-                    facts.append("empty")
-        elif isinstance(value, torch.nn.Module) or (not isinstance(value, type) and type(value).__module__.partition(".")[0] in roots):
-            for slot in getattr(type(value), "__slots__", ()):
-                left.append(getattr(value, slot, None) if isinstance(slot, str) and slot != "__dict__" else None)
-            left.append(getattr(value, "__dict__", None))
-    return facts, alive
 
 
 class _Where:

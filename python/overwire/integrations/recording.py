@@ -144,7 +144,8 @@ class Recorder(TorchDispatchMode):
         """For work that is not the loader's."""
         off, self._off = self._off, True
         try:
-            yield
+            with torch._C.DisableTorchFunctionSubclass():  # parameters of vLLM's have one, in Python
+                yield
         finally:
             self._off = off
 

@@ -13,6 +13,7 @@ import torch
 from . import copies, keeping, plans, recording
 from .copies import Copy
 from .recording import Opened, Recorder, Unplannable
+from .state import State
 
 __all__ = ["Attempt", "by_slices"]
 
@@ -66,18 +67,17 @@ class Attempt:
         look: Callable[[], Iterable[Any]],
         facts: Callable[[], Mapping[str, Any] | None],
         group: Any = None,
-        stored: bool = False,
+        pays: bool = False,
     ) -> Iterator[None]:
         """While it lasts, `model.load_weights` loads by slices.
 
         look: yields what the engine's loader would give the model. facts: for the key of
         the plan, when all is open; None where no plan is kept. group: a process group of ranks
-        that all do this, and can share the reading. stored: for all of them the files lie in
-        a store.
+        that all do this, and can share the reading. pays: see `shares`.
         """
         mine = vars(model).get("load_weights")
         own = model.load_weights
-        model.load_weights = functools.partial(self._load, model, own, look, facts, group, stored)
+        model.load_weights = functools.partial(self._load, model, own, look, facts, group, pays)
         try:
             yield
         finally:
@@ -86,20 +86,20 @@ class Attempt:
             else:
                 model.load_weights = mine
 
-    def _load(self, model: Any, own: Any, look: Any, facts: Any, group: Any, stored: bool, weights: Any) -> Any:
+    def _load(self, model: Any, own: Any, look: Any, facts: Any, group: Any, pays: bool, weights: Any) -> Any:
         from ..plumbing import many_objects
 
         # Stand-ins by the ten thousand are no garbage, and would start full collections of
         # all that an engine has imported.
         with self._recorder.paused(), many_objects():
-            together, why = self._prepared(functools.partial(self._prepare, model, look, facts), group, stored)
+            together, why = self._prepared(functools.partial(self._prepare, model, look, facts), group, pays)
             if self._ready is not None:
                 if why:
                     self._log.info("overwire: each rank reads by itself: %s", why)
                 self._by(self._ready, together)
                 return self._loaded
             path, key = plans.folder(), self._key
-            before = keeping.state_of(model) if key is not None else None
+            before = State(model) if key is not None else None
         with self._quiet:
             self._quiet.enter_context(many_objects())
             loaded = own(weights)
@@ -107,7 +107,7 @@ class Attempt:
             return loaded
         with self._recorder.paused():
             reason = self._recorder.impure
-            if reason is None and before[0] != keeping.state_of(model)[0]:
+            if reason is None and not before.unchanged():
                 reason = "it changes the model beside the weights"
             if reason is not None:
                 self._log.debug("overwire: keeps no plan of this model's loader: %s", reason)
@@ -116,12 +116,12 @@ class Attempt:
                 self._keeps = functools.partial(self._keep, path, key, model, names)
         return loaded
 
-    def _prepared(self, prepare: Callable[[], None], group: Any, stored: bool) -> tuple[Any, str]:
+    def _prepared(self, prepare: Callable[[], None], group: Any, pays: bool) -> tuple[Any, str]:
         # With the other ranks, where they share the reading: what `meet` returns.
         if group is not None:  # one rank alone needs no code of groups, whose import takes 20 ms
             from ..plumbing import meet, shares
 
-            if shares(group, stored):
+            if shares(group, pays):
 
                 def offer() -> Any:
                     prepare()
