@@ -68,8 +68,6 @@ type Share struct {
 	Piece        int32
 	First, Count int32
 	From, To     int64
-	// Whole: the source stores it in blocks and reads each block as a whole.
-	Whole bool
 }
 
 // A Ref says which want a decode task serves. N is the chunk's number in its
@@ -463,11 +461,9 @@ func (m *maker) split() {
 			t := &m.ix.Tensors[m.wants[p.Refs[i].Want].Data]
 			switch b := m.block(t); {
 			case b > 0:
-				cur.Whole = true
 				for cut := at + b - (m.pos[i].off-t.Off)%b; cut < end; cut += b {
 					if at >= have && cut-cur.From >= m.lim.Share {
 						next(cut, i+1)
-						cur.Whole = true
 					}
 				}
 			case p.Refs[i].N < 0 && at >= have:
