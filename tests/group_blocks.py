@@ -116,7 +116,7 @@ def blocks(folder: Path) -> None:
     """Ranks that say which blocks they need read each stored byte once; what fails on one
     ends all, and where one cannot take part, all hear of it."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    relays.SHARE = (1 << 20) + 4096
+    block_loads.SHARE = (1 << 20) + 4096
     assert plumbing.shares(world, False) and plumbing.shares(world, True)
     for file in ("plain.safetensors", "compressed.safetensors"):
         made = together(folder / file)
@@ -158,7 +158,7 @@ def block_stores(folder: Path) -> None:
     """By default ranks share what lies in a store: its server sends each byte once, to all of
     them together."""
     size, world = dist.get_world_size(), dist.group.WORLD
-    relays.SHARE = (1 << 20) + 4096
+    block_loads.SHARE = (1 << 20) + 4096
     assert plumbing.shares(world, True) and not plumbing.shares(world, False)
     with ExitStack() as stack:
         url = [stack.enter_context(overwire_serve(folder)) if dist.get_rank() == 0 else ""]
@@ -195,7 +195,7 @@ def block_shards(folder: Path) -> None:
     """Blocks of several files land by one relay, whatever their tensors are called; an error
     says of which file it is; bytes are those of the files that were open."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    relays.SHARE = (1 << 20) + 4096
+    block_loads.SHARE = (1 << 20) + 4096
     files = shards(folder, folder / f"shards-{size}")
     plain = [expected_of(file) for file in files]
     begun: list[int] = []
@@ -258,7 +258,7 @@ def block_shards(folder: Path) -> None:
 def block_hosts(folder: Path) -> None:
     """A host of one rank beside one of two: where a host needs nothing, it reads nothing."""
     rank, name = dist.get_rank(), grouping.host_name
-    relays.SHARE = (1 << 20) + 4096
+    block_loads.SHARE = (1 << 20) + 4096
     grouping.host_name = lambda: "alone" if rank == 0 else "together"
     world = dist.new_group()
     for idle in ((), (0,), (1, 2)):
@@ -274,7 +274,7 @@ def block_hosts(folder: Path) -> None:
 
 def block_gone(folder: Path) -> None:
     """A rank that dies meanwhile: the others say so by themselves."""
-    relays.SHARE = (1 << 20) + 4096
+    block_loads.SHARE = (1 << 20) + 4096
     block_loads.Job.wait = leaving("block_gone", folder, block_loads.Job.wait)
     if dist.get_rank() == 1:
         block_loads.relay_aim = lambda *_: None

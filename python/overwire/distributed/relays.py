@@ -81,7 +81,7 @@ def connect(members: Members, job: Job | None, error: BaseException | None) -> s
     return ""
 
 
-def spec_of(members: Members, device: str, buffers: int = BUFFERS) -> RelayRequest:
+def spec_of(members: Members, device: str, buffers: int, share: int) -> RelayRequest:
     """What a request says of this rank and its ring. All runs on torch's current stream,
     after what is queued there now."""
     stream = 0
@@ -91,7 +91,7 @@ def spec_of(members: Members, device: str, buffers: int = BUFFERS) -> RelayReque
         stream = stream_of(device)
     return {
         "buffers": buffers,
-        "size": SHARE * members.most_local,
+        "size": share * members.most_local,
         "ranks": len(members.local),
         "widest": members.most_local,
         "rank": members.local.index(members.rank),
@@ -123,7 +123,7 @@ class Relay:
 
     def _begin(self) -> None:
         members, model = self._context.members, self._model
-        self._spec = spec = spec_of(members, model.device, self._buffers)
+        self._spec = spec = spec_of(members, model.device, self._buffers, SHARE)
         spec["tensors"] = [task.at for task in self._tasks]
         spec["exchange"] = self._engine
         if self._engine:

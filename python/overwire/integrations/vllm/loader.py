@@ -102,7 +102,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         reader.attempt = attempt
         try:
             said = functools.partial(self._facts, model_config)
-            with attempt.around(model, look, said, ranks(), reader.stored):
+            with attempt.around(model, look, said, ranks(), reader.pays):
                 self._checked(model, model_config, quantised)
         finally:
             reader.attempt = None
@@ -140,11 +140,11 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         self._opening: Opening | None = None
 
     @property
-    def stored(self) -> bool:
-        """Whether the weights that `begin` has found lie in a store, for all ranks."""
+    def pays(self) -> bool:
+        """For `shares`: the weights that `begin` has found go to GPUs, or lie in a store."""
         from ...plumbing import is_remote
 
-        return self._remote is not None and is_remote(str(self._options["source"]))
+        return self._device != "cpu" or (self._remote is not None and is_remote(str(self._options["source"])))
 
     def open(self, vllm_config: Any, model_config: Any) -> None:
         """Begins to open what the model, which is still to be made, most likely reads."""
