@@ -33,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -336,11 +337,30 @@ def counted() -> dict[str, int]:
     return out
 
 
+def spans() -> dict[str, float]:
+    """When overwire's loader, from now on, begins and ends to load weights, by the clock of the host."""
+    import torch
+    from overwire.integrations.vllm.loader import OverwireModelLoader
+
+    load, out = OverwireModelLoader.load_weights, {}
+
+    def noted(*args: Any) -> None:
+        out["began"] = time.monotonic()
+        load(*args)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        out["ended"] = time.monotonic()
+
+    OverwireModelLoader.load_weights = noted  # type: ignore[method-assign]
+    return out
+
+
 def timed(args: argparse.Namespace, kind: str) -> None:
     """One fresh process: one load, its times, reads and memory as JSON."""
     import torch
 
     engines.without_kernels()
+    span = spans() if kind.startswith("overwire") else {}
     reads = counted() if kind.startswith("overwire") else {}
     gpu = args.device != "cpu"
     if gpu:
@@ -352,7 +372,7 @@ def timed(args: argparse.Namespace, kind: str) -> None:
     if gpu:
         torch.cuda.synchronize()
     out = {"kind": kind, "get_model": time.perf_counter() - began, "host MB": anonymous() - host}
-    out.update(reads)
+    out.update(reads, **span)
     size = sum(t.numel() * t.element_size() for t in model.parameters())
     if gpu:
         out["peak over model MB"] = (torch.cuda.max_memory_allocated() - size) / 1e6
@@ -383,6 +403,21 @@ def generate(args: argparse.Namespace) -> None:
         del llm
     if len({tuple(each) for each in tokens.values()}) > 1:
         raise SystemExit("the tokens differ")
+
+
+def forget(folder: Path) -> None:
+    """Has the page cache forget a folder's files, and says how fast the disk reads the first."""
+    files = sorted(folder.glob("*.safetensors"))
+    for file in files:
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with open(files[0], "rb", buffering=0) as opened, ThreadPoolExecutor(16) as pool:
+        size, step = os.fstat(opened.fileno()).st_size, 4 << 20
+        began = time.perf_counter()
+        list(pool.map(lambda at: os.pread(opened.fileno(), step, at), range(0, size, step)))
+        print(f"  the disk reads {size / (time.perf_counter() - began) / 1e9:.2f} GB/s", flush=True)
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def anonymous() -> float:
@@ -431,6 +466,7 @@ def main() -> None:
     parser.add_argument("--extra", default="{}", help="model_loader_extra_config of overwire")
     parser.add_argument("--no-check", dest="check", action="store_false", help="compares no parameters")
     parser.add_argument("--generate", action="store_true", help="runs vLLM's engine too; needs its kernels")
+    parser.add_argument("--cold", action="store_true", help="the page cache forgets the files before each start; with --dir on a disk")
     parser.add_argument("--limit", type=float, default=150, help="seconds a process may take")
     parser.add_argument("--dir", default="")
     parser.add_argument("--job", default="", help=argparse.SUPPRESS)
@@ -458,10 +494,13 @@ def main() -> None:
             took = [line for line in processes(alone, "generate")[0].splitlines() if line.startswith("  ") or TOOK.search(line)]
             print(*took, sep="\n", flush=True)
         times: dict[str, list[float]] = {}
+        ended: dict[str, list[float]] = {}
         for _ in range(args.repeat):
             starts = [kind for kind in args.kinds.split(",") for _ in range(2 if kind.startswith("overwire") else 1)]
             for number, kind in enumerate(starts):
                 again = number > 0 and starts[number - 1] == kind
+                if args.cold:
+                    forget(base / parts(kind)[1])
                 if not again:  # another kind of the same folder has the same plan
                     shutil.rmtree(plans, ignore_errors=True)
                 texts = processes(args, kind)
@@ -476,8 +515,14 @@ def main() -> None:
                     stored = sum(file.stat().st_size for file in (base / parts(kind)[1]).glob("*.safetensors"))
                     read, copied = together["read"] / stored, together["copied"] / stored
                     print(f"  all ranks read {read:.3f} of {stored} stored bytes, copied {copied:.3f}", flush=True)
+                    each = [json.loads(row) for row in rows]
+                    done = max(row["ended"] for row in each) - max(row["began"] for row in each)
+                    ended.setdefault(name, []).append(done)
+                    print(f"  all ranks done {done:.3f} s after the last began", flush=True)
         for kind, each in times.items():
             print(f"{kind:24} Loading weights took {statistics.median(each):.2f} s (median of {len(each)})", flush=True)
+        for kind, each in ended.items():
+            print(f"{kind:24} all ranks done {statistics.median(each):.3f} s after the last began (median of {len(each)})", flush=True)
     finally:
         shutil.rmtree(base)
 
