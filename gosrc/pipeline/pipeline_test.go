@@ -455,3 +455,39 @@ func TestRunCancel(t *testing.T) {
 		t.Fatal(err)
 	}
 }
+
+// A read that fails names the tensor at the byte that could not be read, whichever
+// others are read with it.
+func TestRunNamesWhatCannotBeRead(t *testing.T) {
+	const each, tensors = 1000, 20
+	for bad := range tensors {
+		src := &sourcetest.Mem{Name: "m", Data: make([]byte, each*tensors)}
+		m := &model{ix: &tensor.Index{Sources: []tensor.Source{{URI: "m", Size: each * tensors}}}, slots: 2}
+		m.srcs = []source.Source{&failing{src, int64(each*bad + 500)}}
+		var reqs []plan.Request
+		for i := range tensors {
+			m.ix.Tensors = append(m.ix.Tensors, tensor.Tensor{Name: fmt.Sprint("t", i), Alias: -1, DType: tensor.U8, Parts: 1, Shape: []int64{each}, Off: int64(i * each), Bytes: each})
+			reqs = append(reqs, plan.Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole})
+		}
+		for _, share := range []int64{each * 7, 2500, 300} {
+			_, _, err := m.run(t.Context(), reqs, plan.Limits{Piece: 10 * each, Share: share}, 1)
+			var at *errs.At
+			if !errors.As(err, &at) || at.Tensor != fmt.Sprint("t", bad) || at.Offset != int64(each*bad+500) {
+				t.Errorf("tensor %d, shares of %d: %v", bad, share, err)
+			}
+		}
+	}
+}
+
+// failing is a source that cannot read one byte.
+type failing struct {
+	*sourcetest.Mem
+	bad int64
+}
+
+func (s *failing) ReadAt(ctx context.Context, b []byte, off int64) error {
+	if off <= s.bad && s.bad < off+int64(len(b)) {
+		return &errs.At{Verb: "read", Source: "m", Chunk: -1, Offset: s.bad, Err: errs.New(errs.ErrIO, "no")}
+	}
+	return s.Mem.ReadAt(ctx, b, off)
+}
