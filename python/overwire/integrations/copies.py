@@ -49,7 +49,8 @@ def reach(tensor: torch.Tensor) -> tuple[int, int, int]:
     """The memory that a tensor lies in, and its first byte and its end there."""
     size = tensor.element_size()
     low = int(tensor.storage_offset()) * size
-    return tensor.untyped_storage().data_ptr(), low, low + int(extent(tensor.shape, tensor.stride())) * size
+    count = tensor.numel() if tensor.is_contiguous() else extent(tensor.shape, tensor.stride())
+    return tensor.untyped_storage().data_ptr(), low, low + count * size
 
 
 def block_of(copy: Copy) -> list[tuple[int, int]] | None:

@@ -281,11 +281,11 @@ def _dispatch(self: Recorder, func: Any, types: Any, args: Any = (), kwargs: Any
     if args and not kwargs:  # the most: views have one tensor, and come first
         one = args[0]
         if type(one) is _StandIn:
-            if _VIEWS.get(func):
+            if _VIEWS.get(id(func)):
                 return self._viewed(one, func(one.seen, *args[1:]))
         elif func is _COPY and type(args[1]) is _StandIn:
             return self._note(one, args[1])
-        elif _VIEWS.get(func) and isinstance(one, torch.Tensor):
+        elif _VIEWS.get(id(func)) and isinstance(one, torch.Tensor):
             return func(*args)
     kwargs = kwargs or {}
     stands = [found for found in _tensors((args, kwargs)) if isinstance(found, _StandIn)]
@@ -312,19 +312,23 @@ def _tensors(tree: Any) -> Iterator[Any]:
             yield from _tensors(value)
 
 
+# By the identity of an operation, whose hash is a call of Python's. They are kept, so that
+# no other one gets the identity.
 # Those that give other numbers of the same bytes are none here.
-_VIEWS: dict[Any, bool] = {_aten._conj.default: False, _aten._neg_view.default: False}
+_VIEWS: dict[int, bool] = {id(_aten._conj.default): False, id(_aten._neg_view.default): False}
+_OPERATIONS: list[Any] = []
 
 
 def _is_view(func: Any) -> bool:
     # Whether all that it returns are views, and it writes nothing.
-    known = _VIEWS.get(func)
+    known = _VIEWS.get(id(func))
     if known is None:
         schema = func._schema
         aliases = [found.alias_info for found in (*schema.returns, *schema.arguments)]
         returns = [found.alias_info for found in schema.returns]
         known = bool(returns) and all(returns) and not any(alias is not None and alias.is_write for alias in aliases)
-        _VIEWS[func] = known
+        _VIEWS[id(func)] = known
+        _OPERATIONS.append(func)
     return known
 
 
