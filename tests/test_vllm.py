@@ -520,20 +520,6 @@ assert "model-10.safetensors" in said and "tensor" in said and "chunk" in said, 
     run(engines, REGISTER + PRELUDE + code, model, tmp_path, *documented)
 
 
-def test_ranks_share_what_pays(engines: Path, model: Path) -> None:
-    """They share the reading onto GPUs, and from a store also onto CPUs."""
-    code = """
-def pays(device, source=None):
-    reader = loader({"source": source} if source else {})._reader
-    reader.begin(config(base + "/plain"), torch.nn.Linear(1, 1))
-    reader._device = device
-    return reader.pays
-assert pays("cuda:1") and pays("cuda:1", base) and pays("cpu", "https://host/model/")
-assert not pays("cpu") and not pays("cpu", base)
-"""
-    run(engines, REGISTER + PRELUDE + code, model)
-
-
 def test_joins_a_preload(engines: Path, model: Path) -> None:
     """OVERWIRE_PRELOAD in the environment: the load takes over what was read."""
     code = """

@@ -293,3 +293,17 @@ open(sys.argv[3] + "/model-1.safetensors", "r+b").truncate(100)
 raised(overwire.OverwireError, lambda: load(sys.argv[3], []))
 """
     base.run(engines, base.REGISTER + base.PRELUDE + code, model, tmp_path / "plans", tmp_path / "changed")
+
+
+def test_ranks_share_what_pays(engines: Path, model: Path) -> None:
+    """They share the reading onto GPUs, and from a store also onto CPUs."""
+    code = """
+def pays(device, source=None):
+    reader = loader({"source": source} if source else {})._reader
+    reader.begin(config(base + "/plain"), torch.nn.Linear(1, 1))
+    reader._device = device
+    return reader.pays
+assert pays("cuda:1") and pays("cuda:1", base) and pays("cpu", "https://host/model/")
+assert not pays("cpu") and not pays("cpu", base)
+"""
+    base.run(engines, base.REGISTER + base.PRELUDE + code, model)

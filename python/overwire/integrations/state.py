@@ -19,7 +19,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dt
 # Most of what is plain, to be passed over at once.
 _USUAL = frozenset((type(None), bool, int, float, str))
 
-# What an object holds; None for one that is told by its identity alone.
+# What an object holds; None for one of which only the identity counts.
 _Look = Callable[[Any], list[Any]] | None
 
 
