@@ -24,6 +24,7 @@ type Spot struct {
 func Stored(ix *tensor.Index, spots []Spot, lim Limits) (*Plan, []Want) {
 	wants := make([]Want, len(spots))
 	m := newMaker(ix, wants, len(spots), lim)
+	m.p.Pieces = make([]Piece, 0, len(spots))
 	begin := 0
 	for i := range spots {
 		s := &spots[i]

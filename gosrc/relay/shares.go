@@ -46,13 +46,20 @@ const (
 func (r *Relay) chunked(wants []plan.Want) *tensor.Index {
 	ix := r.model.Seen()
 	out := &tensor.Index{Sources: ix.Sources, Tensors: ix.Tensors, Chunks: ix.Chunks}
+	plain := 0 // how many chunks, about
+	for i := range wants {
+		if t := &ix.Tensors[wants[i].Data]; t.Count == 0 {
+			plain += int(t.Bytes/bareBytes) + 1
+		}
+	}
 	for i := range wants {
 		t := &out.Tensors[wants[i].Data]
 		if t.Count > 0 || t.Bytes == 0 {
 			continue
 		}
 		if r.bare == nil {
-			out.Tensors, out.Chunks, r.bare = slices.Clone(ix.Tensors), slices.Clip(ix.Chunks), map[int32]bool{}
+			out.Tensors, r.bare = slices.Clone(ix.Tensors), map[int32]bool{}
+			out.Chunks = append(make([]tensor.Chunk, 0, len(ix.Chunks)+plain), ix.Chunks...)
 			t = &out.Tensors[wants[i].Data]
 		}
 		r.bare[wants[i].Data] = true
@@ -178,6 +185,9 @@ type share struct {
 // evenly divides the chunks of a piece into shares of about equal size.
 func (r *Relay) evenly(chunks []chunkOf, sum int64) []share {
 	shares, ranks := make([]share, r.spec.Ranks), int64(r.spec.Ranks)
+	for i := range shares {
+		shares[i].chunks = make([]chunkOf, 0, len(chunks)/r.spec.Ranks+1)
+	}
 	rank, passed := int64(0), int64(0)
 	for _, c := range chunks {
 		for rank+1 < ranks && passed*ranks >= sum*(rank+1) {
