@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
 from operator import is_
@@ -19,6 +19,9 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dt
 # Most of what is plain, to be passed over at once.
 _USUAL = frozenset((type(None), bool, int, float, str))
 
+# Those that are as empty as they say.
+_BUILT_IN = frozenset((dict, OrderedDict, list, set, deque))
+
 # What an object holds; None for one of which only the identity counts.
 _Look = Callable[[Any], list[Any]] | None
 
@@ -33,6 +36,7 @@ class State:
         # Each object with its look and what it held. They keep all objects, so that none
         # gets another one's number.
         self._rows: list[tuple[Any, Callable[[Any], list[Any]], list[Any]]] = []
+        self._empty: list[Any] = []  # containers, half of all objects
         looks: dict[type, _Look] = {}
         seen: set[int] = set()
         left: list[Any] = [model]
@@ -45,17 +49,16 @@ class State:
             if look is None or id(value) in seen:
                 continue
             seen.add(id(value))
+            if kind in _BUILT_IN and not value:
+                self._empty.append(value)
+                continue
             held = look(value)
             self._rows.append((value, look, held))
             left += [one for one in held if type(one) not in _USUAL]
 
     def unchanged(self) -> bool:
         """Whether every object that was found holds what it held."""
-        for value, look, held in self._rows:
-            now = look(value)
-            if now is not held and not _same(held, now):  # most are empty dicts
-                return False
-        return True
+        return not any(self._empty) and all(_same(held, look(value)) for value, look, held in self._rows)
 
     def _look_of(self, kind: type) -> _Look:
         if issubclass(kind, _PLAIN):
@@ -65,9 +68,6 @@ class State:
                 return look
         ours = kind.__module__.partition(".")[0] in self._roots and not issubclass(kind, type)
         return _attributes if ours else None
-
-
-_NOTHING: list[Any] = []
 
 
 def _same(before: list[Any], after: list[Any]) -> bool:
@@ -102,7 +102,7 @@ def _attributes(value: Any) -> list[Any]:
 
 _LOOKS: dict[type, Callable[[Any], list[Any]]] = {
     torch.Tensor: _tensor,
-    dict: lambda value: [*value.keys(), *value.values()] if value else _NOTHING,
+    dict: lambda value: [*value.keys(), *value.values()],
     list: list,
     tuple: list,
     deque: list,
