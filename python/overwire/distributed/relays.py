@@ -53,6 +53,9 @@ _AGREE = 32
 # Seconds between two reports of progress, where the engine exchanges.
 _TICK = 0.1
 
+# Seconds in which a relay that has lost its memory ends.
+_SETTLED = 0.2
+
 # Waits for the engine are in slices of this many milliseconds, for Ctrl-C.
 _SLICE_MS = 50
 
@@ -77,8 +80,19 @@ def connect(members: Members, job: Job | None, error: BaseException | None) -> s
         # Of several, an error of another kind is raised.
         members.agree(error, ours=not isinstance(error, NotSupportedError))
     except NotSupportedError as reason:
+        # A rank that fails while it reads takes its memory away, perhaps before others have
+        # mapped it: then its error is the reason.
+        members.agree(_failed(job))
         return str(reason).removeprefix("overwire: ")
     return ""
+
+
+def _failed(job: Job) -> BaseException | None:
+    try:
+        job.ended(_SETTLED)
+    except BaseException as error:
+        return error
+    return None
 
 
 def spec_of(members: Members, device: str, buffers: int, share: int) -> RelayRequest:
