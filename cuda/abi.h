@@ -4,8 +4,8 @@
  * in any language. Everything in them comes from the file's index
  * (docs/format.md 2); no stored byte is read to fill them.
  *
- * A launch decodes `n` segment jobs of one transform. Before it, the host has
- * compared the checksum of every chunk; the kernels are nevertheless safe for
+ * A launch decodes `n` segment jobs of one transform. The checksum of every chunk
+ * was compared, or is compared beside it (abi_crc.h); the kernels are safe for
  * any stored bytes: they read only [src, src + stored), write only
  * [dst, dst + logical), and set bits of errors in status[chunk.status].
  */

@@ -29,6 +29,7 @@ struct alignas(16) u32x4 { u32 x, y, z, w; };
 #ifdef __CUDACC__
 
 #define OW_DEV static __device__ __forceinline__
+#define OW_TABLE static __device__ const
 #define OW_COLD static __device__ __noinline__  // called, not inlined: once a chunk
 #define OW_PRAGMA(x) _Pragma(#x)
 #define OW_UNROLL(n) OW_PRAGMA(unroll n)  // for nvcc only

@@ -16,6 +16,7 @@
 #endif
 
 #define OW_DEV static inline
+#define OW_TABLE static const
 #define OW_COLD static inline
 #define OW_UNROLL(n)
 

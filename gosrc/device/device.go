@@ -8,6 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -166,13 +167,26 @@ func (v *View) Runs(logical int64, fn func(dst, src, n int64)) {
 // bytes.
 type DecodeTask struct {
 	Chunk tensor.Chunk
-	Src   uint32         // offset in the piece
-	Dst   unsafe.Pointer // destination of the chunk's first byte, or of the View's
-	View  *View          // nil: the whole chunk, contiguous
+	Src   uint32 // offset in the piece
+	// Summed: the chunk's Sum is that of its stored bytes. Bytes of plain files have none.
+	Summed bool
+	Dst    unsafe.Pointer // destination of the chunk's first byte, or of the View's
+	View   *View          // nil: the whole chunk, contiguous
 	// Cast converts the chunk's elements to another dtype on their way to Dst, if
 	// the device supports it; the zero value converts nothing.
 	Cast Cast
 }
+
+// A Mismatch is the error of stored bytes that have another checksum.
+type Mismatch struct{ error }
+
+// NewMismatch says which checksum was stored, and which the bytes have.
+func NewMismatch(stored, computed uint32) *Mismatch {
+	return &Mismatch{errs.New(errs.ErrCorrupt, "checksum mismatch: %08x stored, %08x computed", stored, computed)}
+}
+
+// Unwrap returns the class.
+func (m *Mismatch) Unwrap() error { return m.error }
 
 // A Cast names the element types of a chunk and of its destination.
 type Cast struct{ From, To tensor.DType }

@@ -22,6 +22,9 @@ type Slot interface {
 	// there itself before Submit, which then copies nothing and takes raw chunks
 	// only.
 	DeviceMirror() unsafe.Pointer
+	// Check makes Submit compare the checksums of tasks that have one, if Checks says
+	// that the queue does that.
+	Check()
 }
 
 // A Reader reads bytes of a source straight into device memory.
@@ -53,6 +56,10 @@ type Queue interface {
 	// Drain waits until every done call has returned, or for the end of ctx. It
 	// returns the error that broke the device, if one did.
 	Drain(ctx context.Context) error
+	// Checks reports whether Submit compares checksums where a slot's Check asks for it; a
+	// wrong one is a Mismatch, and the tensor may have got wrong bytes. Otherwise the caller
+	// compares them before.
+	Checks() bool
 	// Asynchronous reports whether Submit returns before its tasks are done; the
 	// device then has times of its own.
 	Asynchronous() bool

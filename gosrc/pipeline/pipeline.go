@@ -13,7 +13,6 @@ import (
 	"time"
 	"unsafe"
 
-	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/errs"
@@ -156,9 +155,9 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 }
 
 func newRun(t *Task, queue device.Queue) *run {
-	r := &run{feed: feed{Task: t, facts: make([]source.Facts, len(t.Sources))}, queue: queue, staged: make([]staged, len(t.Plan.Pieces)), submit: "decode"}
+	r := &run{feed: feed{Task: t, facts: make([]source.Facts, len(t.Sources))}, queue: queue, staged: make([]staged, len(t.Plan.Pieces)), last: "decode", checks: !t.NoCheck && !queue.Checks()}
 	if queue.Asynchronous() {
-		r.submit = "submit"
+		r.last = "submit"
 	}
 	for i, s := range t.Sources {
 		r.facts[i] = s.Facts()
@@ -188,7 +187,8 @@ type run struct {
 	queue  device.Queue
 	staged []staged     // by piece
 	landed atomic.Int64 // bytes
-	submit string       // the name in traces of a worker's share in decoding
+	last   string       // the name in traces of a worker's share in decoding
+	checks bool         // workers compare checksums
 
 	prefetches bool // some source has Prefetch
 	prefetch   sync.Mutex
@@ -387,18 +387,26 @@ func (w *worker) share(share *plan.Share, p *plan.Piece) error {
 		}
 		slot.View(b)
 	}
-	if err := w.settle(p, &t0); err != nil {
+	if !w.checks && !w.NoCheck && (view == nil || w.facts[p.Source].Compare) {
+		slot.Check()
+	}
+	return w.submit(slot, p, &t0)
+}
+
+// submit gives a filled slot to the device.
+func (w *worker) submit(slot device.Slot, p *plan.Piece, t0 *time.Time) error {
+	if err := w.settle(p, t0); err != nil {
 		w.queue.Put(slot)
 		return err
 	}
-	err = w.queue.Submit(slot, p.Len, w.Plan.Tasks[p.First:p.First+p.Count], func(i int, err error) {
+	err := w.queue.Submit(slot, p.Len, w.Plan.Tasks[p.First:p.First+p.Count], func(i int, err error) {
 		if err != nil {
-			w.cancel(w.where("decode", p.First+int32(i), err)) // only the first cause stays
+			w.cancel(w.where(stageOf(err), p.First+int32(i), err)) // only the first cause stays
 			return
 		}
 		w.land(p.First + int32(i))
 	})
-	w.st.DecodeNS += w.lap(w.submit, &t0, p.Len)
+	w.st.DecodeNS += w.lap(w.last, t0, p.Len)
 	if err != nil { // an error of the device: none of the piece's tasks began
 		return w.where("copy", p.First, err)
 	}
@@ -428,7 +436,7 @@ func (w *worker) byGDS(p *plan.Piece) bool {
 		return false
 	}
 	for i := p.First; i < p.First+p.Count; i++ {
-		if w.Plan.Refs[i].N >= 0 {
+		if w.Plan.Tasks[i].Summed {
 			return false
 		}
 	}
@@ -486,50 +494,6 @@ func (w *worker) taskAt(p *plan.Piece, share *plan.Share, err error) int32 {
 		i++
 	}
 	return i
-}
-
-// compare compares the checksums of a share where it lies in memory.
-func (w *worker) compare(view func(off, n int64) ([]byte, error), p *plan.Piece, share *plan.Share, t0 *time.Time) error {
-	b, err := view(p.Off, p.Len)
-	if err != nil {
-		return w.where("read", p.First, err)
-	}
-	return w.checkShare(share, b, t0)
-}
-
-// checkShare compares the checksums of a share of the piece in b.
-func (w *worker) checkShare(share *plan.Share, b []byte, t0 *time.Time) error {
-	n := int64(0)
-	for i := share.First; i < share.First+share.Count; i++ {
-		if !w.checked(i) {
-			continue
-		}
-		j := &w.Plan.Tasks[i]
-		if err := w.check(i, b[j.Src:int64(j.Src)+int64(j.Chunk.Stored)]); err != nil {
-			return err
-		}
-		n += int64(j.Chunk.Stored)
-	}
-	if n > 0 { // bytes without checksums cost no time here
-		w.st.CheckNS += w.lap("check", t0, n)
-	}
-	return nil
-}
-
-// checked reports whether a task has a checksum to compare. Bytes of a plain
-// safetensors file have none.
-func (w *worker) checked(task int32) bool { return !w.NoCheck && w.Plan.Refs[task].N >= 0 }
-
-// check compares the checksum of a chunk's stored bytes, if it has one.
-func (w *worker) check(task int32, stored []byte) error {
-	if !w.checked(task) {
-		return nil
-	}
-	j := &w.Plan.Tasks[task]
-	if sum := codec.Sum(stored); sum != j.Chunk.Sum {
-		return w.where("check", task, errs.New(errs.ErrCorrupt, "checksum mismatch: %08x stored, %08x computed", j.Chunk.Sum, sum))
-	}
-	return nil
 }
 
 // land counts a task as done. Any goroutine may call it.

@@ -241,6 +241,7 @@ type place struct {
 }
 
 func (m *maker) add(want, n, source int32, off int64, inPlace bool, j device.DecodeTask) {
+	j.Summed = n >= 0
 	m.pos = append(m.pos, place{source, int32(len(m.p.Tasks)), off, int64(j.Chunk.Stored), inPlace})
 	m.p.Tasks = append(m.p.Tasks, j)
 	m.p.Refs = append(m.p.Refs, Ref{want, n})

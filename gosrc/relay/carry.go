@@ -17,7 +17,8 @@ import (
 	"github.com/overwire/overwire/gosrc/peers"
 )
 
-// A carrier brings the pieces of a relay from rank to rank.
+// A carrier brings the pieces of a relay from rank to rank. No rank decodes what was not
+// compared with its checksum where it was read.
 //
 // The ring lies in memory that the other ranks map. A rank publishes a piece when its
 // share was checked and has arrived there. The others wait for that, copy the share
@@ -157,7 +158,7 @@ func (r *Relay) bring(ctx context.Context) error {
 	}
 	for k := range r.pieces {
 		p := &r.pieces[k]
-		if err := until(ctx, p.landed); err != nil {
+		if err := until(ctx, p.checked); err != nil {
 			return err
 		}
 		streams := []uint64{}
@@ -235,7 +236,9 @@ func (r *Relay) arrived(k int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	c := r.carrier
-	r.pieces[k].unread--
+	if r.pieces[k].unread--; r.pieces[k].unread == 0 {
+		close(r.pieces[k].checked)
+	}
 	for c.published < len(r.pieces) && r.pieces[c.published].unread == 0 {
 		c.published++
 	}

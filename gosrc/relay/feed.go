@@ -66,6 +66,10 @@ func (q *feedQueue) submit(s submission) error {
 	return nil
 }
 
+// Checks is the queue's where the engine exchanges the shares: it publishes one when all
+// of it was found right. Another exchange begins before.
+func (q *feedQueue) Checks() bool { return q.r.carrier != nil && q.Queue.Checks() }
+
 // Drain is the queue's, when all is submitted.
 func (q *feedQueue) Drain(ctx context.Context) error {
 	q.left.Wait()

@@ -115,7 +115,8 @@ type relayPiece struct {
 	share       int64 // the space of each rank in the buffer
 	begin       int   // this rank's first spot
 	first, last int   // its jobs
-	landed      chan struct{}
+	landed      chan struct{} // closed when this rank's share is there, or on its way
+	checked     chan struct{} // closed when it is there, and right: the others may read it
 	left        int32     // chunks of this rank's share still to come
 	unread      int32     // those that the other ranks may not read yet
 	used        []int64   // bytes of each rank's share that the others copy whole

@@ -217,7 +217,7 @@ func gapBefore(pos int64, last, chunk *tensor.Chunk) int64 {
 // the buffer. All shares have the space of the largest, so that one collective gathers them.
 func (r *Relay) piece(shares []share) {
 	number := len(r.pieces)
-	p := relayPiece{landed: make(chan struct{}), begin: len(r.spots), used: make([]int64, len(shares)), beside: make([]bool, len(shares))}
+	p := relayPiece{landed: make(chan struct{}), checked: make(chan struct{}), begin: len(r.spots), used: make([]int64, len(shares)), beside: make([]bool, len(shares))}
 	for rank := range shares {
 		s := &shares[rank]
 		pos := int64(0)
@@ -258,6 +258,7 @@ func (r *Relay) piece(shares []share) {
 	}
 	if p.unread = p.left; p.left == 0 {
 		close(p.landed)
+		close(p.checked)
 	}
 	r.pieces = append(r.pieces, p)
 }

@@ -37,6 +37,8 @@ func (s *slot) View(b []byte) { s.view = b }
 
 func (s *slot) DeviceMirror() unsafe.Pointer { return nil }
 
+func (s *slot) Check() {}
+
 // decoders serve all queues: a pool per queue would keep its decoders until the
 // second garbage collection.
 var decoders = sync.Pool{New: func() any { return new(Decoder) }}
@@ -114,6 +116,9 @@ func (q *Queue) Drain(context.Context) error { return nil }
 
 // Asynchronous is false: workers do the decoding.
 func (q *Queue) Asynchronous() bool { return false }
+
+// Checks returns false: the worker that read a chunk compares its checksum.
+func (q *Queue) Checks() bool { return false }
 
 // Time has nothing to report.
 func (q *Queue) Time(device.TraceFunc) error { return nil }

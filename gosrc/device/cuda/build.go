@@ -5,6 +5,7 @@ package cuda
 /*
 #include "queue.h"
 #include "../../../cuda/abi.h"
+#include "../../../cuda/abi_crc.h"
 #include "../../../cuda/abi_move.h"
 */
 import "C"
@@ -52,6 +53,8 @@ type build struct {
 	casts    []C.ow_cast
 	segs     []C.ow_x16_seg
 	parts    []C.ow_part
+	crcs     []C.ow_crc_part
+	sums     []summed
 	copies   []C.struct_owcu_copy
 	launches []launch
 
@@ -68,7 +71,7 @@ type run struct {
 	dst    unsafe.Pointer
 }
 
-// A launch is a kernel and its items, in segs or, for moves and casts, in parts.
+// A launch is a kernel and its items: in segs, for moves and casts in parts, for checksums in crcs.
 type launch struct{ kernel, first, n int }
 
 // begin checks a piece's tasks and decides which bytes a kernel reads, and are copied
@@ -87,7 +90,7 @@ func (b *build) begin(s *Slot, n int64, tasks []device.DecodeTask) {
 	for i := range tasks {
 		j := &tasks[i]
 		if err := b.check(n, j); err != nil {
-			s.failures[i] = err
+			s.failures[i] = b.blame(j, err)
 			continue
 		}
 		b.around = b.around || b.through(j)
@@ -115,6 +118,7 @@ func (b *build) begin(s *Slot, n int64, tasks []device.DecodeTask) {
 // joined finds the runs of a loose piece. It reports whether they are few, and all that
 // the piece has.
 func (b *build) joined() bool {
+	sums := 0
 	for i := range b.tasks {
 		j := &b.tasks[i]
 		lo, hi := int64(j.Src), int64(j.Src)+int64(j.Chunk.Stored)
@@ -129,8 +133,14 @@ func (b *build) joined() bool {
 		} else {
 			b.runs[k].hi = hi
 		}
+		if b.summed(j) {
+			sums += crcParts(j)
+		}
 	}
-	return true
+	if sums >= maxWords {
+		b.runs = b.runs[:0]
+	}
+	return len(b.runs) > 0
 }
 
 // check checks that a task can run. The kernel checks words in a chunk that only
@@ -173,30 +183,42 @@ func (b *build) finished() bool { return b.begun && b.at == len(b.tasks) }
 func (b *build) fill(scratch uint64) {
 	b.scratch, b.used, b.inScr = false, 0, 0
 	b.chunks, b.owner, b.moves, b.segs, b.parts = b.chunks[:0], b.owner[:0], b.moves[:0], b.segs[:0], b.parts[:0]
-	b.casts = b.casts[:0]
+	b.casts, b.crcs, b.sums = b.casts[:0], b.crcs[:0], b.sums[:0]
 	b.copies, b.launches = b.copies[:0], b.launches[:0]
 	for i := range b.runs {
 		r := &b.runs[i]
 		b.copies = pieced(b.copies, address(r.dst), unsafe.Pointer(&b.s.Memory()[r.lo]), r.hi-r.lo)
-		b.at = len(b.tasks)
 	}
 	for ; b.at < len(b.tasks); b.at++ {
 		j := &b.tasks[b.at]
-		if b.s.failures[b.at] != nil || j.Chunk.Logical == 0 {
-			continue
-		}
-		var fits bool
-		if j.Chunk.Codec == tensor.CodecX16 {
-			fits = b.coded(j, scratch)
-		} else {
-			fits = b.raw(j, scratch)
-		}
-		if !fits {
+		if b.s.failures[b.at] == nil && j.Chunk.Logical > 0 && !b.add(j, scratch) {
 			break
 		}
 	}
 	b.begun = true
 	b.flushBatch()
+	if n := len(b.crcs); n > 0 {
+		b.launches = append(b.launches, launch{kernelCRC, 0, n})
+	}
+}
+
+// add adds a task to the round, and reports whether it fits.
+func (b *build) add(j *device.DecodeTask, scratch uint64) bool {
+	used, summed := b.used, b.summed(j)
+	fits := !summed || b.roomForSum(j)
+	switch {
+	case !fits || len(b.runs) > 0:
+	case j.Chunk.Codec == tensor.CodecX16:
+		fits = b.coded(j, scratch)
+	default:
+		fits = b.raw(j, scratch)
+	}
+	if !fits {
+		b.used = used
+	} else if summed {
+		b.sum(j)
+	}
+	return fits
 }
 
 // checkCast checks that the elements of a task's chunk can be cast.
@@ -240,7 +262,7 @@ func (b *build) coded(j *device.DecodeTask, scratch uint64) bool {
 		dst = at
 		need += tablesOf(moves)
 	}
-	if !b.room(need) || len(b.chunks) == maxChunks {
+	if !b.room(need) || len(b.chunks)+len(b.crcs)+crcParts(j) >= maxWords {
 		return false
 	}
 	if through {
@@ -372,8 +394,8 @@ func tablesOf(moves []C.ow_move) (n int) {
 
 // room reports whether n more bytes of tables fit.
 func (b *build) room(n int) bool {
-	// The launches of this batch and the next, and the tables' rounding.
-	return b.used+n+64 <= tableBytes && len(b.launches)+2*(len(b.batch)+2) <= C.OWCU_LAUNCHES
+	// The launches of this batch and the next, that of the checksums, and the tables' rounding.
+	return b.used+n+64 <= tableBytes && len(b.launches)+2*(len(b.batch)+2)+1 <= C.OWCU_LAUNCHES
 }
 
 func (b *build) move(moves []C.ow_move) {
@@ -411,26 +433,28 @@ func (b *build) flushBatch() {
 func (b *build) write() {
 	s := b.s
 	head := unsafe.Add(s.host, -headBytes)
-	size := len(b.chunks)*chunkSize + len(b.moves)*moveSize + len(b.casts)*castSize + len(b.segs)*segSize + len(b.parts)*partSize
+	size := len(b.chunks)*chunkSize + len(b.moves)*moveSize + len(b.casts)*castSize + len(b.segs)*segSize + len(b.parts)*partSize + len(b.crcs)*crcSize
 	size = (size + 15) &^ 15
 	table := unsafe.Add(s.host, -size)
 	device := s.dev - uint64(size)
-	if s.read() {
-		// The kernels read the tables in host memory, too: a copy would wait for copies
-		// of other queues, which occupy the link for milliseconds.
+	near := !s.read() && len(b.runs) == 0
+	if !near {
+		// The kernels read the tables in host memory: a copy would wait for copies of other
+		// queues, which occupy the link for milliseconds, or interrupt those of runs.
 		device = uint64(s.c.status) + headBytes - uint64(size)
 	}
-	var at [5]int
+	var at [6]int
 	n := 0
 	at[0], n = n, n+put(table, n, b.chunks)
 	at[1], n = n, n+put(table, n, b.moves)
 	at[2], n = n, n+put(table, n, b.segs)
 	at[3], n = n, n+put(table, n, b.parts)
-	at[4], _ = n, n+put(table, n, b.casts)
+	at[4], n = n, n+put(table, n, b.casts)
+	at[5], _ = n, n+put(table, n, b.crcs)
 	clear(unsafe.Slice((*uint32)(head), len(b.chunks)))
 
 	copies := s.c.copies[:0]
-	if size > 0 && !s.read() {
+	if size > 0 && near {
 		upto := int64(0)
 		if !b.staged && b.lo <= nearby && b.hi > b.lo && s.view == nil {
 			upto, b.staged = b.hi, true
@@ -452,6 +476,8 @@ func (b *build) write() {
 			c.a, c.b = C.owcu_ptr(device+uint64(at[1])), C.owcu_ptr(device+uint64(at[3]+l.first*partSize))
 		case kernelCast:
 			c.a, c.b = C.owcu_ptr(device+uint64(at[4])), C.owcu_ptr(device+uint64(at[3]+l.first*partSize))
+		case kernelCRC:
+			c.a, c.b = C.owcu_ptr(device+uint64(at[5])), s.c.status+C.owcu_ptr(4*len(b.chunks))
 		default:
 			c.a, c.b = C.owcu_ptr(device+uint64(at[0])), C.owcu_ptr(device+uint64(at[2]+l.first*segSize))
 		}
@@ -477,10 +503,11 @@ func put[T any](p unsafe.Pointer, off int, table []T) int {
 
 // harvest turns the status words of a finished round into errors.
 func (b *build) harvest() {
-	words := unsafe.Slice((*uint32)(unsafe.Add(b.s.host, -headBytes)), len(b.chunks))
-	for i, w := range words {
+	words := unsafe.Slice((*uint32)(unsafe.Add(b.s.host, -headBytes)), len(b.chunks)+len(b.crcs))
+	for i, w := range words[:len(b.chunks)] {
 		if w != 0 {
 			b.s.failures[b.owner[i]] = errs.New(errs.ErrCorrupt, "X16: %s", statusText(w))
 		}
 	}
+	b.compare(words[len(b.chunks):])
 }

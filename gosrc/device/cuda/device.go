@@ -21,12 +21,13 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// The kernels in the order of their numbers: transforms 1 to 8 of X16, then moves
-// and casts.
+// The kernels in the order of their numbers: transforms 1 to 8 of X16, then moves,
+// casts and checksums.
 const (
 	kernelNames = "ow_x16_bf16\x00ow_x16_fp16\x00ow_x16_fp32\x00ow_x16_e4m3\x00ow_x16_e5m2\x00ow_x16_int8\x00" +
-		"ow_x16_nibbles\x00ow_x16_bytes\x00ow_move_kernel\x00ow_cast_kernel\x00"
+		"ow_x16_nibbles\x00ow_x16_bytes\x00ow_move_kernel\x00ow_cast_kernel\x00ow_crc\x00"
 	kernelMove = 8
+	kernelCRC  = 10
 )
 
 // A Device is one GPU. There is one for each index in a process.

@@ -33,7 +33,7 @@ import (
 // context, and one that is written would change after its checksum was compared.
 const (
 	statusBytes = 16 << 10
-	maxChunks   = statusBytes / 4 // of one round
+	maxWords    = statusBytes / 4 // of one round: chunks, and parts of those whose checksums are compared
 	tableBytes  = headBytes - statusBytes
 	// Chunks that do not land contiguously or aligned are decoded into scratch
 	// first; any chunk fits.
@@ -79,6 +79,7 @@ type Slot struct {
 	dev      uint64 // of Bytes, where the kernels read them: in the staging, or in place
 	owned    bool
 	loose    bool     // see Loose
+	checks   bool     // see Check
 	count    int      // tasks of the piece
 	rounds   int      // of the last piece
 	taken    [2]int64 // bytes copied and decoded, while the queue is timed
@@ -241,7 +242,7 @@ func (q *Queue) Get(ctx context.Context) (device.Slot, error) {
 	if err != nil {
 		return nil, err
 	}
-	s.owned, s.loose, s.view, s.onDev = true, false, nil, 0
+	s.owned, s.loose, s.checks, s.view, s.onDev = true, false, false, nil, 0
 	s.c.after, s.c.then = nil, nil
 	return s, nil
 }
@@ -330,9 +331,10 @@ func (q *Queue) Put(s device.Slot) {
 }
 
 // Submit copies the first n bytes of a slot to the device, unless its kernels read them
-// in place, and decodes each task's chunk to its Dst, in device memory. It takes the slot back, whatever it returns.
-// The caller has compared the checksums of the chunks; everything else about them
-// is checked here.
+// in place, and decodes each task's chunk to its Dst, in device memory. It takes the slot
+// back, whatever it returns. Checksums are compared here after Check, beside the decoding,
+// which is safe for any bytes; else the caller has compared them. Everything else about
+// the chunks is checked here in any case.
 //
 // done is called once for each task, by another goroutine, when the task's bytes
 // are in place or its error is known; it must not wait for this queue. If Submit

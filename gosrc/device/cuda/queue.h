@@ -33,7 +33,7 @@ struct owcu_launch {
 	owcu_ptr a, b;
 };
 
-enum { OWCU_COPIES = 4096, OWCU_LAUNCHES = 128, OWCU_KERNELS = 10 };
+enum { OWCU_COPIES = 4096, OWCU_LAUNCHES = 128, OWCU_KERNELS = 11 };
 
 // What a slot does next. Go fills it while it owns the slot.
 struct owcu_slot {

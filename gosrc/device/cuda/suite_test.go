@@ -113,11 +113,15 @@ func size(j *device.DecodeTask) int64 {
 	return int64(j.Chunk.Logical)
 }
 
-// run sends a piece through a queue into fresh memory and compares what landed;
+// run sends a piece through a queue into fresh memory, compares checksums and what landed;
 // shift moves every destination off its alignment. It returns the errors.
 func (p *piece) run(t testing.TB, d *Device, l *Queue, shift int64) []error {
 	t.Helper()
-	return p.send(t, d, l, shift, func(s device.Slot) { copy(s.Memory(), p.bytes) })
+	p.sum()
+	return p.send(t, d, l, shift, func(s device.Slot) {
+		copy(s.Memory(), p.bytes)
+		s.Check()
+	})
 }
 
 // send is run with a slot that fill gives the piece's bytes.
@@ -318,7 +322,7 @@ func TestRounds(t *testing.T) {
 	// Thousands of chunks.
 	var small piece
 	small.coded(weights(r, x16.BF16, 4096), x16.BF16)
-	for range maxChunks + 5 {
+	for range maxWords + 5 {
 		p.add(small.bytes, small.jobs[0].Chunk, nil, small.want[0])
 		if len(p.bytes) > 1<<20-8192 {
 			break

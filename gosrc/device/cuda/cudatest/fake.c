@@ -374,7 +374,7 @@ static int f_event_destroy(owcu_handle e)
 }
 
 static const char *const kernel_names[] = {"ow_x16_bf16", "ow_x16_fp16",    "ow_x16_fp32",  "ow_x16_e4m3",    "ow_x16_e5m2",
-                                           "ow_x16_int8", "ow_x16_nibbles", "ow_x16_bytes", "ow_move_kernel", "ow_cast_kernel",
+                                           "ow_x16_int8", "ow_x16_nibbles", "ow_x16_bytes", "ow_move_kernel", "ow_cast_kernel", "ow_crc",
                                            "ow_stream_open", "ow_stream_close", "ow_stream_peek", "ow_stream_x16",
                                            "ow_stream_cut",  "ow_stream_sum", "ow_stream_join",
                                            "ow_lz4_decode",  "ow_snappy_decode", "ow_cascaded_decode", "ow_x16_encode",

@@ -12,12 +12,14 @@
 #include <time.h>
 
 #include "../../../../cuda/abi.h"
+#include "../../../../cuda/abi_crc.h"
 #include "../../../../cuda/abi_move.h"
 #include "../../../../cuda/abi_stream.h"
 
 int ow_x16_host(int transform, const ow_x16_chunk *chunks, const ow_x16_seg *segs, uint32_t n, uint32_t *status);
 void ow_move_host(const ow_move *moves, const ow_part *parts, uint32_t n);
 void ow_cast_host(const ow_cast *casts, const ow_part *parts, uint32_t n);
+void ow_crc_host(const ow_crc_part *parts, uint32_t *sums, uint32_t n);
 
 void ow_stream_open_host(const ow_stream_head *head, ow_batch_item *rows, uint32_t n, uint32_t *status);
 void ow_stream_close_host(const ow_stream_head *head, const ow_batch_item *rows, uint32_t n, uint32_t *status);
@@ -33,7 +35,7 @@ void ow_lz4_decode_host(ow_batch_item *items, uint32_t n);
 void ow_snappy_decode_host(ow_batch_item *items, uint32_t n);
 
 // Places in kernel_names.
-enum { K_OPEN = 10, K_CLOSE, K_PEEK, K_X16, K_CUT, K_SUM, K_JOIN, K_LZ4, K_SNAPPY, K_CASCADED, K_ENCODE, K_DIGEST, K_DELTA_APPLY, K_DELTA_MEASURE, K_DELTA_WRITE, K_ITEMS = K_LZ4, K_RESIDENT = K_DIGEST };
+enum { K_CRC = 10, K_OPEN, K_CLOSE, K_PEEK, K_X16, K_CUT, K_SUM, K_JOIN, K_LZ4, K_SNAPPY, K_CASCADED, K_ENCODE, K_DIGEST, K_DELTA_APPLY, K_DELTA_MEASURE, K_DELTA_WRITE, K_ITEMS = K_LZ4, K_RESIDENT = K_DIGEST };
 
 enum { UNSUPPORTED = 900, IMPLICIT = 906, RELAXED = 2 }; // of stream capture
 enum { GUARD = 4096, ALIGN = 512, OOM = 2, INVALID = 1, NOT_INITIALIZED = 3, INVALID_CONTEXT = 201, INVALID_HANDLE = 400 };
@@ -306,7 +308,7 @@ static size_t cast_size(uint32_t t) { return t == OW_CAST_F32 ? 4 : t == OW_CAST
 
 static void launch_now(const struct op *o)
 {
-	if (o->kernel < K_OPEN && !readable((void *)(uintptr_t)o->b, o->n * 8, 0)) { // segments and parts alike
+	if (o->kernel < K_CRC && !readable((void *)(uintptr_t)o->b, o->n * 8, 0)) { // segments and parts alike
 		broke("a table outside device memory");
 		return;
 	}
@@ -341,6 +343,18 @@ static void launch_now(const struct op *o)
 		items_now(o);
 	} else if (o->kernel >= K_OPEN) {
 		stream_now(o);
+	} else if (o->kernel == K_CRC) {
+		const ow_crc_part *parts = (const void *)(uintptr_t)o->a;
+		if (!readable(parts, o->n * sizeof *parts, 0) || !readable((void *)(uintptr_t)o->b, o->n * 4, 0)) {
+			broke("parts outside device memory");
+			return;
+		}
+		for (size_t i = 0; i < o->n; i++)
+			if (!readable((void *)(uintptr_t)parts[i].src, parts[i].bytes, 0)) {
+				broke("a part outside device memory");
+				return;
+			}
+		ow_crc_host(parts, (uint32_t *)(uintptr_t)o->b, (uint32_t)o->n);
 	} else {
 		const ow_cast *casts = (const void *)(uintptr_t)o->a;
 		const ow_part *parts = (const void *)(uintptr_t)o->b;

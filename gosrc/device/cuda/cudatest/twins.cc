@@ -1,6 +1,7 @@
 //go:build cgo && owfake
 
 // The host twins of the kernels, for the fake driver.
+#include "../../../../cuda/crc_host.cc"
 #include "../../../../cuda/move_host.cc"
 #include "../../../../cuda/x16_host.cc"
 #include "../../../../cuda/batch_host.cc"

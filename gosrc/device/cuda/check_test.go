@@ -1,0 +1,129 @@
+//go:build cgo
+
+package cuda
+
+import (
+	"errors"
+	"hash/crc32"
+	"strings"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// sum gives each task the checksum of its stored bytes.
+func (p *piece) sum() {
+	for i := range p.jobs {
+		j := &p.jobs[i]
+		if int(j.Src)+int(j.Chunk.Stored) > len(p.bytes) {
+			continue // to be refused
+		}
+		j.Summed, j.Chunk.Sum = true, crc32.Checksum(p.bytes[j.Src:][:j.Chunk.Stored], castagnoli)
+	}
+}
+
+// The device finds one changed bit in any chunk, of any size, wherever it lies in the slot
+// and at its destination, and says which checksum the bytes have; the other chunks
+// land. It finds none where nothing has changed.
+func TestChecksums(t *testing.T) {
+	r := random(t)
+	d, l := open(t, 2, 12<<20)
+	sizes := []int{1, 2, 3, 4, 5, 127, 128, 129, 4093, 8191, 8192, 8193, 8320, 70_001, 1<<20 - 8}
+	pieces := map[string]func(p *piece){
+		"raw, through a kernel": func(p *piece) {
+			for _, n := range sizes {
+				p.raw(weights(r, x16.Bytes, n))
+			}
+		},
+		"raw, copied one by one": func(p *piece) {
+			p.bytes = make([]byte, r.IntN(8))
+			p.raw(weights(r, x16.Bytes, smallRaw+r.IntN(100)))
+			p.raw(weights(r, x16.Bytes, 12_345))
+		},
+		"coded": func(p *piece) {
+			for _, n := range []int{3000, 4096, 100_001, 2 << 20} {
+				if !p.coded(weights(r, x16.BF16, n&^1), x16.BF16) {
+					t.Fatalf("%d bytes do not compress", n)
+				}
+				p.raw(weights(r, x16.Bytes, 1+r.IntN(3000)))
+			}
+		},
+		"columns, and a cast": func(p *piece) {
+			b := weights(r, x16.BF16, 64*1000)
+			p.raw(b)
+			p.jobs[0].View = &device.View{Row: 64, Row1: 1000, Col0: 6, Col1: 40}
+			p.want[0] = nil
+			p.raw(b)
+			p.jobs[1].Cast, p.want[1] = device.Cast{From: tensor.BF16, To: tensor.F32}, nil
+		},
+	}
+	for name, make := range pieces {
+		for _, loose := range []bool{false, true} {
+			var p piece
+			make(&p)
+			p.sum()
+			bad := r.IntN(len(p.jobs))
+			for _, damaged := range []bool{false, true} {
+				if c := &p.jobs[bad]; damaged {
+					p.bytes[int(c.Src)+r.IntN(int(c.Chunk.Stored))] ^= byte(1 << r.IntN(8))
+					p.want[bad] = nil
+				}
+				failures := p.send(t, d, l, int64(4*r.IntN(5)), func(s device.Slot) {
+					copy(s.Memory(), p.bytes)
+					s.Check()
+					if loose {
+						s.(*Slot).Loose()
+					}
+				})
+				for i, err := range failures {
+					var wrong *device.Mismatch
+					switch {
+					case !damaged || i != bad:
+						if err != nil {
+							t.Errorf("%s: task %d of good bytes: %v", name, i, err)
+						}
+					case !errors.As(err, &wrong) || !errors.Is(err, errs.ErrCorrupt):
+						t.Errorf("%s: task %d of %d bytes: %v", name, i, p.jobs[i].Chunk.Stored, err)
+					default:
+						j := &p.jobs[i]
+						want := device.NewMismatch(j.Chunk.Sum, crc32.Checksum(p.bytes[j.Src:][:j.Chunk.Stored], castagnoli))
+						if err.Error() != want.Error() {
+							t.Errorf("%s: task %d: %v, not %v", name, i, err, want)
+						}
+					}
+				}
+			}
+		}
+	}
+}
+
+// Without Check nothing is compared, nor are bytes that have no checksum.
+func TestUnchecked(t *testing.T) {
+	r := random(t)
+	d, l := open(t, 2, 1<<20)
+	var p piece
+	p.raw(weights(r, x16.Bytes, 5000))
+	p.sum()
+	p.jobs[0].Chunk.Sum ^= 1
+	for _, err := range p.send(t, d, l, 0, func(s device.Slot) { copy(s.Memory(), p.bytes) }) {
+		if err != nil {
+			t.Error(err)
+		}
+	}
+	p.jobs[0].Summed = false
+	check := func(s device.Slot) { copy(s.Memory(), p.bytes); s.Check() }
+	for _, err := range p.send(t, d, l, 0, check) {
+		if err != nil {
+			t.Error(err)
+		}
+	}
+	p.jobs[0].Summed, p.want[0] = true, nil
+	for _, err := range p.send(t, d, l, 0, check) {
+		if err == nil || !strings.Contains(err.Error(), "checksum mismatch") {
+			t.Error(err)
+		}
+	}
+}

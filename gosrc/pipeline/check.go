@@ -1,0 +1,60 @@
+package pipeline
+
+// This file compares checksums, unless the device does.
+
+import (
+	"errors"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/plan"
+)
+
+// compare compares the checksums of a share where it lies in memory.
+func (w *worker) compare(view func(off, n int64) ([]byte, error), p *plan.Piece, share *plan.Share, t0 *time.Time) error {
+	b, err := view(p.Off, p.Len)
+	if err != nil {
+		return w.where("read", p.First, err)
+	}
+	return w.checkShare(share, b, t0)
+}
+
+// checkShare compares the checksums of a share of the piece in b.
+func (w *worker) checkShare(share *plan.Share, b []byte, t0 *time.Time) error {
+	n := int64(0)
+	for i := share.First; w.checks && i < share.First+share.Count; i++ {
+		j := &w.Plan.Tasks[i]
+		if !j.Summed { // bytes of a plain file
+			continue
+		}
+		if err := w.check(i, b[j.Src:int64(j.Src)+int64(j.Chunk.Stored)]); err != nil {
+			return err
+		}
+		n += int64(j.Chunk.Stored)
+	}
+	if n > 0 { // bytes without checksums cost no time here
+		w.st.CheckNS += w.lap("check", t0, n)
+	}
+	return nil
+}
+
+// check compares the checksum of a chunk's stored bytes, if it has one.
+func (w *worker) check(task int32, stored []byte) error {
+	j := &w.Plan.Tasks[task]
+	if !w.checks || !j.Summed {
+		return nil
+	}
+	if sum := codec.Sum(stored); sum != j.Chunk.Sum {
+		return w.where("check", task, device.NewMismatch(j.Chunk.Sum, sum))
+	}
+	return nil
+}
+
+// stageOf is the verb in which a task failed on the device.
+func stageOf(err error) string {
+	if errors.As(err, new(*device.Mismatch)) {
+		return "check"
+	}
+	return "decode"
+}
