@@ -67,8 +67,10 @@ func (m Machine) Limits() Limits {
 // mostly wait for the disk and for free slots, and 32 of them were slower than 16.
 // depth is how many reads in flight suit the disks. Ranks that share the host have
 // together what one would have, but at least fewFeeders each; if they exchange what they
-// read, an eighth of the cores stays for what moves it: with readers on all 32 cores, those
-// of two ranks waited two to three times as long for slots and buffers as with 28.
+// read, five of sixteen cores stay for what moves it: a piece is as late as its last
+// reader, and one that shares its core with another thread is late by milliseconds. On 32
+// cores, 16 readers of each of two ranks waited two to three times as long for slots and
+// buffers as 14, and these five times as long as 11, which read as much.
 func (m Machine) Workers(depth int) int {
 	if m.Threads > 0 {
 		return m.Threads
@@ -80,7 +82,7 @@ func (m Machine) Workers(depth int) int {
 			readers = min(Feeders*ranks, max(Feeders, m.Cores))
 		}
 		if m.Exchange && m.Cores > 0 {
-			readers = min(readers, m.Cores-m.Cores/8)
+			readers = min(readers, m.Cores-m.Cores*5/16)
 		}
 	}
 	least := 1
