@@ -59,10 +59,11 @@ LEAN = (
     "vendor/... github.com/aws/... github.com/dustin/... github.com/klauspost/cpuid/... github.com/redis/... "
     "golang.org/x/net/... golang.org/x/text/..."
 )
-# Of ours, likewise: the command line, its pages, stores, saves, what lies beside weights.
+# Of ours, likewise: the command line, its pages, stores, saves, what runs once a load, what lies
+# beside weights.
 OUR_LEAN = (
-    "bench cli companions delta errs fetch internal/atomicfile internal/hostmem internal/near internal/nodes "
-    "internal/regular internal/sodium knob measure page preload save save/folders save/original save/stored serve sleep "
+    "bench bind/binding cli companions delta errs fetch internal/atomicfile internal/hostmem internal/near internal/nodes "
+    "internal/regular internal/sodium job knob load measure page peers preload save save/folders save/original save/stored serve sleep "
     "source/cache source/http source/open source/parts source/pipe source/redis source/retry source/route source/s3 "
     "source/spool tensorizer unpack"
 )
