@@ -142,11 +142,30 @@ type View struct {
 	Row0, Row1, Col0, Col1 int64
 }
 
+// within is which bytes of the matrix a chunk of the given logical size has of the wanted
+// rows, and which columns of its rows are wanted.
+func (v *View) within(logical int64) (lo, hi, c0, c1 int64) {
+	return max(v.At, v.Row0*v.Row), min(v.At+logical, v.Row1*v.Row), max(v.Col0, v.Col) - v.Col, min(v.Col1, v.Col+v.Row) - v.Col
+}
+
+// Any reports whether a chunk of the given logical size has wanted bytes.
+func (v *View) Any(logical int64) bool {
+	lo, hi, c0, c1 := v.within(logical)
+	if lo >= hi || c0 >= c1 {
+		return false
+	}
+	for r := lo / v.Row; r*v.Row < hi; r++ {
+		if max(lo, r*v.Row+c0) < min(hi, r*v.Row+c1) {
+			return true
+		}
+	}
+	return false
+}
+
 // Runs calls fn for each run of wanted bytes in a chunk of the given logical size:
 // n bytes at offset src of the chunk belong at offset dst of the destination.
 func (v *View) Runs(logical int64, fn func(dst, src, n int64)) {
-	lo, hi := max(v.At, v.Row0*v.Row), min(v.At+logical, v.Row1*v.Row)
-	c0, c1 := max(v.Col0, v.Col)-v.Col, min(v.Col1, v.Col+v.Row)-v.Col
+	lo, hi, c0, c1 := v.within(logical)
 	if lo >= hi || c0 >= c1 {
 		return
 	}

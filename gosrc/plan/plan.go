@@ -303,17 +303,11 @@ func (w *Want) each(ix *tensor.Index, do func(n int32, to int64, v *device.View)
 			switch {
 			case w.col0 == v.Col && w.col1 == v.Col+partRow && v.At >= w.row0*partRow && v.At+n <= w.row1*partRow:
 				do(int32(part*perPart+k), v.At-w.row0*partRow, nil)
-			case wants(&v, n):
+			case v.Any(n):
 				do(int32(part*perPart+k), 0, &v)
 			}
 		}
 	}
-}
-
-// wants reports whether a view contains any byte of its chunk.
-func wants(v *device.View, n int64) (any bool) {
-	v.Runs(n, func(_, _, _ int64) { any = true })
-	return any
 }
 
 // inPlaceMin is the size from which a raw run is read straight to its destination

@@ -129,6 +129,9 @@ type stack struct {
 func (r *Relay) layOutCuts(all []chunkOf, need []int16) error {
 	ranks := r.spec.Ranks
 	stacks := make([]stack, ranks+1) // the last is of all
+	for i := range stacks {
+		stacks[i].chunks = make([]chunkOf, 0, len(all))
+	}
 	for _, c := range all {
 		k := need[r.ix.Tensors[c.data].First+c.n]
 		if k == noRank { // another host's
@@ -143,6 +146,7 @@ func (r *Relay) layOutCuts(all []chunkOf, need []int16) error {
 	}
 	full := r.spec.Size/int64(ranks) - shareAlign
 	most := full - full/16 // as in layOut
+	striped := r.striped()
 	for {
 		left := int64(0)
 		for i := range stacks {
@@ -155,12 +159,15 @@ func (r *Relay) layOutCuts(all []chunkOf, need []int16) error {
 		now := min(level, most)
 		shares := make([]share, ranks)
 		for rank := range shares {
+			shares[rank].chunks = make([]chunkOf, 0, fewChunks)
 			own := int64(float64(stacks[rank].bytes) * float64(now) / float64(level))
 			if err := r.fill(&shares[rank], &stacks[ranks], now-own, most, full); err != nil {
 				return err
 			}
 			common := shares[rank].chunks
-			sort.SliceStable(common, func(i, k int) bool { return !r.isStrip(common[i]) && r.isStrip(common[k]) })
+			if striped {
+				sort.SliceStable(common, func(i, k int) bool { return !r.isStrip(common[i]) && r.isStrip(common[k]) })
+			}
 			shares[rank].common = len(common)
 		}
 		for rank := range shares {

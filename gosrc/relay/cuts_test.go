@@ -3,7 +3,6 @@ package relay
 import (
 	"errors"
 	"fmt"
-	"maps"
 	"slices"
 	"testing"
 
@@ -144,7 +143,7 @@ func TestNeeds(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if !slices.Equal(x.at, y.at) || len(x.pieces) != len(y.pieces) || !maps.Equal(x.strips, y.strips) || len(x.spots) != len(y.spots) {
+		if !slices.Equal(x.at, y.at) || len(x.pieces) != len(y.pieces) || !slices.Equal(x.strips, y.strips) || len(x.spots) != len(y.spots) {
 			t.Errorf("rank %d: other pieces", rank)
 		}
 		end(x)

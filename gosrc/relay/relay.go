@@ -73,11 +73,11 @@ type Relay struct {
 	model   *load.Model
 	target  load.Target
 	spec    *Spec
-	ix      *tensor.Index   // an index in which all shared tensors have chunks
-	bare    map[int32]bool  // tensors that have chunks there only, without checksums
-	strips  map[int32]int64 // tensors of these of which ranks copy columns: bytes of a row
-	pulled  atomic.Int64    // bytes copied from other ranks
-	at      []relayed       // by number of a chunk in ix
+	ix      *tensor.Index // an index in which all shared tensors have chunks
+	bare    []bool        // by tensor: it has chunks there only, without checksums
+	strips  []int64       // by tensor of these: bytes of a row, if ranks copy columns; else 0
+	pulled  atomic.Int64  // bytes copied from other ranks
+	at      []relayed     // by number of a chunk in ix
 	pieces  []relayPiece
 	jobs    []device.DecodeTask // of this rank's requests, by piece
 	refs    []plan.Ref          // of each job
@@ -112,16 +112,16 @@ type Relay struct {
 }
 
 type relayPiece struct {
-	share       int64 // the space of each rank in the buffer
-	begin       int   // this rank's first spot
-	first, last int   // its jobs
+	share       int64         // the space of each rank in the buffer
+	begin       int           // this rank's first spot
+	first, last int           // its jobs
 	landed      chan struct{} // closed when this rank's share is there, or on its way
 	checked     chan struct{} // closed when it is there, and right: the others may read it
-	left        int32     // chunks of this rank's share still to come
-	unread      int32     // those that the other ranks may not read yet
-	used        []int64   // bytes of each rank's share that the others copy whole
-	beside      []bool    // by rank: behind that, its share has chunks of strips
-	strips      [][]strip // by rank: what this one copies of its share beside; nil: nothing
+	left        int32         // chunks of this rank's share still to come
+	unread      int32         // those that the other ranks may not read yet
+	used        []int64       // bytes of each rank's share that the others copy whole
+	beside      []bool        // by rank: behind that, its share has chunks of strips
+	strips      [][]strip     // by rank: what this one copies of its share beside; nil: nothing
 	begun, free bool
 	done        bool
 	seen        PieceTimes

@@ -35,6 +35,8 @@ const (
 	// finePiece is the least of a rank's share of a piece. A piece is decoded when all of
 	// it has been read: with shares of 32 MiB ranks waited longer for each other.
 	finePiece = 16 << 20
+	// fewChunks is as many as a rank's share of a piece has, about.
+	fewChunks = 24
 	// maxRanks is more GPUs than any host has.
 	maxRanks = 256
 	// maxBuffers is more than any ring has.
@@ -46,6 +48,7 @@ const (
 func (r *Relay) chunked(wants []plan.Want) *tensor.Index {
 	ix := r.model.Seen()
 	out := &tensor.Index{Sources: ix.Sources, Tensors: ix.Tensors, Chunks: ix.Chunks}
+	r.bare = make([]bool, len(ix.Tensors))
 	plain := 0 // how many chunks, about
 	for i := range wants {
 		if t := &ix.Tensors[wants[i].Data]; t.Count == 0 {
@@ -57,8 +60,8 @@ func (r *Relay) chunked(wants []plan.Want) *tensor.Index {
 		if t.Count > 0 || t.Bytes == 0 {
 			continue
 		}
-		if r.bare == nil {
-			out.Tensors, r.bare = slices.Clone(ix.Tensors), map[int32]bool{}
+		if &out.Tensors[0] == &ix.Tensors[0] {
+			out.Tensors = slices.Clone(ix.Tensors)
 			out.Chunks = append(make([]tensor.Chunk, 0, len(ix.Chunks)+plain), ix.Chunks...)
 			t = &out.Tensors[wants[i].Data]
 		}
@@ -237,8 +240,11 @@ func (r *Relay) piece(shares []share) {
 		}
 		p.share = max(p.share, pos)
 		if rank == r.spec.Rank {
-			own := slices.Clone(s.chunks)
-			slices.SortFunc(own, r.inFile)
+			own := s.chunks
+			if !slices.IsSortedFunc(own, r.inFile) {
+				own = slices.Clone(own)
+				slices.SortFunc(own, r.inFile)
+			}
 			for _, c := range own {
 				r.spots = append(r.spots, plan.Spot{Data: c.data, N: c.n, Group: int32(number), Bare: r.bare[c.data]})
 			}

@@ -27,9 +27,10 @@ type strip struct {
 
 // stripes finds the tensors whose columns are copied so: plain ones of which some
 // rank needs columns, and no other name of them needs whole. It returns the bytes of
-// their rows.
-func (r *Relay) stripes(wants []plan.Want) map[int32]int64 {
-	rows, users := map[int32]int64{}, map[int32]int{}
+// their rows, and 0 for others.
+func (r *Relay) stripes(wants []plan.Want) []int64 {
+	rows := make([]int64, len(r.model.Seen().Tensors))
+	users := make([]int, len(rows))
 	columns := r.spec.columns()
 	for i := range wants {
 		users[wants[i].Data]++
@@ -42,7 +43,7 @@ func (r *Relay) stripes(wants []plan.Want) map[int32]int64 {
 	}
 	for data, n := range users {
 		if n > 1 {
-			delete(rows, data)
+			rows[data] = 0
 		}
 	}
 	return rows
@@ -84,7 +85,7 @@ func (p *relayPiece) strip(rank int, j *device.DecodeTask, off int64, want int32
 // divert takes the tasks of chunks that come as strips out of a plan, whose pieces are
 // `where`.
 func (r *Relay) divert(p *plan.Plan, where []int, wants []plan.Want) []int {
-	if r.target.GPU == nil || len(r.strips) == 0 {
+	if r.target.GPU == nil || !r.striped() {
 		return where
 	}
 	n := 0
@@ -129,6 +130,11 @@ func (r *Relay) stripped(k int) {
 
 // isStrip reports whether columns of a chunk are copied.
 func (r *Relay) isStrip(c chunkOf) bool { return r.strips[c.data] > 0 }
+
+// striped reports whether columns of any tensor are copied.
+func (r *Relay) striped() bool {
+	return slices.ContainsFunc(r.strips, func(row int64) bool { return row > 0 })
+}
 
 // cutBare cuts a plain tensor into raw chunks without checksums, behind chunks.
 func cutBare(chunks []tensor.Chunk, t *tensor.Tensor, size int64) []tensor.Chunk {
