@@ -191,21 +191,26 @@ def planned() -> list[int]:
     return out
 
 
-def replayed() -> list[tuple[int, int | None]]:
-    """A list that gets of each load by a kept plan the number of slices, and what this rank
-    has read of what the ranks share; None if they share nothing."""
+def replayed() -> tuple[list[int], list[int]]:
+    """A list that gets the number of slices of each load by a kept plan, and one that gets what
+    this rank has read of each load whose reading the ranks share."""
     from overwire.integrations import keeping
 
-    out: list[tuple[int, int | None]] = []
-    carry_out = keeping.carry_out
+    kept: list[int] = []
+    read: list[int] = []
+    carry_out, share = keeping.carry_out, keeping.shared
 
-    def noted(made: Any, most: int, together: Any, log: Any) -> int:
-        count: int = carry_out(made, most, together, log)
-        out.append((count, None if together is None else together.read))
-        return count
+    def noted(*arguments: Any) -> int:
+        kept.append(carry_out(*arguments))
+        return kept[-1]
 
-    keeping.carry_out = noted
-    return out
+    def shared(together: Any, *arguments: Any) -> bool:
+        if landed := share(together, *arguments):
+            read.append(together.read)
+        return landed
+
+    keeping.carry_out, keeping.shared = noted, shared
+    return kept, read
 
 
 def rank_main(base: Path, world: int, rank: int, port: int) -> None:
@@ -214,7 +219,7 @@ def rank_main(base: Path, world: int, rank: int, port: int) -> None:
     without_kernels()
     print(f"vLLM {vllm.__version__}, rank {rank} of {world}", flush=True)
     plans = planned()
-    kept = replayed()
+    kept, read = replayed()
     for name in MODELS:
         at = base / name
         theirs = state(load(at / "plain", world, rank, port, "safetensors")[0])
@@ -223,13 +228,14 @@ def rank_main(base: Path, world: int, rank: int, port: int) -> None:
             for plan, again in ((True, False), (True, True), (False, False)):
                 plans.clear()
                 kept.clear()
+                read.clear()
                 model, config = load(at / kind, world, rank, port, "overwire", {"max_memory": "64KiB", "plan": plan})
                 wrong = differences(state(model), theirs)
                 if wrong or bool(kept) != again or (bool(plans) != plan and not again):
                     raise SystemExit(f"{name}, {kind}, rank {rank} of {world}: not as vLLM's own: {wrong}, or not planned: {plans}, {kept}")
                 print(f"  {name}, {kind}: {len(theirs)} tensors as vLLM's own, {sum(plans)} slices planned, kept: {kept}", flush=True)
-                if again and world > 1:
-                    shared(at / kind, kept[0][1])
+                if plan and world > 1:
+                    shared(at / kind, read)
             reload(model, config, theirs)
     if world == 1:
         bad(base, port)
@@ -239,26 +245,27 @@ def rank_main(base: Path, world: int, rank: int, port: int) -> None:
 def from_store(base: Path, rank: int, port: int, url: str) -> None:
     """Two ranks share the reading of what lies in a store, without being asked to."""
     without_kernels()
-    kept = replayed()
+    kept, read = replayed()
     at = base / "llama"
     theirs = state(load(at / "plain", 2, rank, port, "safetensors")[0])
     os.environ["OVERWIRE_PLANS"] = str(base / "plans" / "store")
     for again in (False, True):
         kept.clear()
+        read.clear()
         extra = {"source": f"{url}llama/compressed/model.safetensors.index.json"}
         wrong = differences(state(load(at / "plain", 2, rank, port, "overwire", extra)[0]), theirs)
         if wrong or bool(kept) != again:
             raise SystemExit(f"{url}, rank {rank}: not as vLLM's own: {wrong}, or not by a plan: {kept}")
-    print(f"  {url}: {len(theirs)} tensors as vLLM's own, kept: {kept}", flush=True)
-    shared(at / "compressed", kept[0][1])
+        print(f"  {url}: {len(theirs)} tensors as vLLM's own, kept: {kept}", flush=True)
+        shared(at / "compressed", read)
 
 
-def shared(path: Path, read: int | None) -> None:
-    """What both ranks together have read of the files."""
+def shared(path: Path, read: list[int]) -> None:
+    """What both ranks together have read of the files, which is what each has said once."""
     import torch
 
     every: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, read)
+    torch.distributed.all_gather_object(every, read[0] if len(read) == 1 else None)
     stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     most = 1.5 if path.parent.name == "experts" else 1.05  # between a rank's experts lie gaps, which it reads if they are small
     if None in every or sum(every) > most * stored:
@@ -359,7 +366,7 @@ def main() -> None:
             folder(base / name / "compressed", config, tensors, True)
         env = environment(base, site)
         with overwire_serve(base) as url:
-            # With ipc and a kept plan two ranks share the reading.
+            # With ipc two ranks share the reading, by a kept plan or without.
             for world, how, more in ((1, "ipc", []), (2, "ipc", []), (2, "auto", [url])):
                 with socket.socket() as s:
                     s.bind(("127.0.0.1", 0))

@@ -14,12 +14,14 @@ import overwire as ow
 import torch
 import torch.distributed as dist
 from group_blocks import block_gone, block_hosts, block_shards, block_stores, blocks, leaving
+from group_recorded import recorded
 from overwire import _verbs, distributed
 from overwire.distributed import group as grouping
 from overwire.distributed import loading, relays
 from overwire.model.opened import Model
 
-__all__ = ["block_gone", "block_hosts", "block_shards", "block_stores", "blocks"]  # steps, named on the command line like those below
+# Steps, named on the command line like those below.
+__all__ = ["block_gone", "block_hosts", "block_shards", "block_stores", "blocks", "recorded"]
 
 BACKEND = os.environ.get("GROUP_BACKEND", "gloo")
 # Where a rank's tensors are loaded to.

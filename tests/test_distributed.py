@@ -16,7 +16,7 @@ import overwire as ow  # noqa: E402
 from overwire import distributed  # noqa: E402
 from overwire.distributed import group as grouping  # noqa: E402
 
-BLOCKS = ("blocks", "block_shards")
+BLOCKS = ("blocks", "block_shards", "recorded")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ._engine import forked
     from ._verbs import read_floor
     from .bundles.unpickling import load_plain
-    from .distributed.blocks import Blocks, Together, meet, shares
+    from .distributed.blocks import Blocks, Together, meet, shares, unplanned
     from .files import number_of, read_file, regular
     from .frameworks.torch import torch_dtype
     from .jobs import shown
@@ -68,6 +68,7 @@ __all__ = [
     "shown",
     "table_of",
     "torch_dtype",
+    "unplanned",
     "write_bytes",
     "written",
 ]
@@ -78,7 +79,7 @@ _HOMES = {
     "_engine": ("forked",),
     "_verbs": ("read_floor",),
     "bundles.unpickling": ("load_plain",),
-    "distributed.blocks": ("Blocks", "Together", "meet", "shares"),
+    "distributed.blocks": ("Blocks", "Together", "meet", "shares", "unplanned"),
     "files": ("number_of", "read_file", "regular"),
     "frameworks.torch": ("torch_dtype",),
     "model.forked": ("is_compressed", "refuse_compressed"),

@@ -19,7 +19,9 @@ from . import group as ranks
 from .group import Members, members_of
 from .relays import connect, spec_of
 
-__all__ = ["SHARE", "Blocks", "Together", "meet", "shares"]
+__all__ = ["SHARE", "Blocks", "Together", "meet", "shares", "unplanned"]
+
+_UNPLANNED = "no rank has a plan"
 
 _WORDS = 6  # of a request
 
@@ -65,16 +67,23 @@ def meet(group: Any, prepare: Callable[[], Blocks | None]) -> tuple[Together | N
 
     reports = members.exchange(report)
     members.settle([one["host"] for one in reports])
+    if members.most_local == 1 or members.unreachable:
+        return None, members.unreachable
+    if all(one["blocks"] is None for one in reports):
+        return None, _UNPLANNED
     for rank, one in enumerate(reports):
         if one["blocks"] is None:
             return None, f"rank {rank} has no plan"
         for what in ("device", "tables"):
             if one[what] != reports[0][what]:
                 return None, f"{what} differ between ranks 0 and {rank}"
-    if members.most_local == 1 or members.unreachable:
-        return None, members.unreachable
     assert mine[0] is not None
     return Together(members, mine[0], [one["blocks"] for one in reports]), ""
+
+
+def unplanned(why: str) -> bool:
+    """Whether `meet` has found that no rank knows what it wants: they may meet again."""
+    return why == _UNPLANNED
 
 
 def _report(mine: Blocks | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import json
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -267,20 +267,24 @@ def carry_out(made: Ready, most: int, together: Together | None, log: Any) -> in
                 zero.zero_()
         fill(made.copies, most)
 
-    reason = ""
-    if together is not None:
-        reason = together.land(beside)
-        if reason:
-            log.info("overwire: each rank reads by itself: %s", reason)
-        else:
-            log.info("overwire: the ranks share the reading: %d bytes read here, %d copied from others", together.read, together.copied)
-    if together is None or reason:
+    if together is None or not shared(together, beside, log):
         for sheet, block in zip(made.files, made.blocks, strict=True):
             if len(block.requests) and not land(sheet.file, made.device, block.requests.tobytes()):
                 fill(block.copies(sheet, made.tensors), most)
         if together is None:
             beside()
     return sum(len(block.requests) for block in made.blocks) + len(made.copies)
+
+
+def shared(together: Together, beside: Callable[[], None], log: Any) -> bool:
+    """Collective: whether the ranks have landed their blocks together. beside: as for `land`
+    of Together. One line of the log says what was read, or why each rank has to by itself."""
+    reason = together.land(beside)
+    if reason:
+        log.info("overwire: each rank reads by itself: %s", reason)
+        return False
+    log.info("overwire: the ranks share the reading: %d bytes read here, %d copied from others", together.read, together.copied)
+    return True
 
 
 def _places(plan: Plan, model: torch.nn.Module, device: str) -> list[torch.Tensor]:

@@ -1,10 +1,15 @@
-"""One load of a model by slices: by a plan that an earlier start kept, or by recording."""
+"""One load of a model by slices: by a plan that an earlier start kept, or by recording.
+
+Ranks of a group that share the reading meet before it, each with its plan; where none has
+one, they record what they want, and meet then.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -35,6 +40,7 @@ class Attempt:
         self._keeps: Callable[[], None] | None = None
         self._key: str | None = None  # of the plan
         self._ready: keeping.Ready | None = None  # a kept plan that fits
+        self._group: Any = None  # of ranks that have not met again yet, and will once
         self._loaded: set[str] | None = None  # what the model then says it has loaded
         self.copies: list[Copy] = []
         #: Whether a kept plan was used.
@@ -98,11 +104,16 @@ class Attempt:
                     self._log.info("overwire: each rank reads by itself: %s", why)
                 self._by(self._ready, together)
                 return self._loaded
-            path, key = plans.folder(), self._key
-            before = State(model) if key is not None else None
-        with self._quiet:
-            self._quiet.enter_context(many_objects())
-            loaded = own(weights)
+        try:
+            with self._recorder.paused(), many_objects():
+                path, key = plans.folder(), self._key
+                before = State(model) if key is not None else None
+            with self._quiet:
+                self._quiet.enter_context(many_objects())
+                loaded = own(weights)
+        finally:
+            with self._recorder.paused():
+                self._meet(None)  # the other ranks wait for one that has failed, or has nothing to load
         if path is None or key is None or before is None:
             return loaded
         with self._recorder.paused():
@@ -119,7 +130,7 @@ class Attempt:
     def _prepared(self, prepare: Callable[[], None], group: Any, pays: bool) -> tuple[Any, str]:
         # With the other ranks, where they share the reading: what `meet` returns.
         if group is not None:  # one rank alone needs no code of groups, whose import takes 20 ms
-            from ..plumbing import meet, shares
+            from ..plumbing import meet, shares, unplanned
 
             if shares(group, pays):
 
@@ -127,9 +138,53 @@ class Attempt:
                     prepare()
                     return None if self._ready is None else self._ready.offer()
 
-                return meet(group, offer)
+                together, why = meet(group, offer)
+                if unplanned(why):
+                    self._group = group
+                return together, why
         prepare()
         return None, ""
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing is read yet, since the ranks are to share the reading of all that
+        they record."""
+        return self._group is not None
+
+    def _meet(self, blocks: Callable[[], Any] | None) -> Any:
+        # Collective, but where the ranks do not wait: see `meet`. None: it wants nothing.
+        group, self._group = self._group, None
+        if group is None:
+            return None
+        from ..plumbing import meet
+
+        together, why = meet(group, lambda: None if blocks is None else blocks())
+        if together is None:
+            self._log.info("overwire: each rank reads by itself: %s", why)
+        return together
+
+    def share(self, noted: list[Copy], most: int) -> list[Copy]:
+        """Collective, where the ranks wait: loads the copies that were recorded together with
+        theirs; returns those that this rank has to load by itself."""
+        rows = {id(source.file): array("q") for _, source in self._sources}
+        blocks: list[Copy] = []
+        beside: list[Copy] = []
+
+        def wanted() -> Any:
+            from ..plumbing import Blocks
+
+            for copy in noted:
+                request = copies.request_of(copy, self.device)
+                (beside if request is None else blocks).append(copy)
+                rows[id(copy.of.file)].extend(request or ())
+            sheets = [source.sheet for _, source in self._sources]
+            requests = [row.tobytes() for row in rows.values()]
+            return Blocks(str(self.device), [sheet.file for sheet in sheets], requests, [sheet.digest for sheet in sheets])
+
+        together = self._meet(wanted)
+        if together is None:
+            return noted
+        return [] if keeping.shared(together, lambda: copies.fill(beside, most), self._log) else blocks
 
     def _prepare(self, model: Any, look: Any, facts: Any) -> None:
         # Opens what is to be read, and finds the plan of it.
@@ -192,14 +247,14 @@ def by_slices(load: Callable[[Attempt], None], most: int, log: Any) -> bool:
         attempt.copies += early.copies
         attempt.copies += noted
         early.end()
-        copies.fill(noted, most)
+        copies.fill(attempt.share(noted, most) if attempt.waits else noted, most)
         now = time.perf_counter()
         size = sum(copy.target.numel() * copy.target.element_size() for copy in attempt.copies)
         words = "overwire: %d slices, %.2f GB, %d of them while the loader ran, loaded into their places in %.2f s and %.2f s after it"
         log.info(words, len(attempt.copies), size / 1e9, len(early.copies), first - began, now - first)
 
     early = copies.Early(lambda: attempt.device)
-    recorder = Recorder(carry_out, early.begin)
+    recorder = Recorder(carry_out, lambda noted: noted if attempt.waits else early.begin(noted))
     with contextlib.ExitStack() as files:
         attempt = Attempt(recorder, files, most, log)
         try:

@@ -1,0 +1,125 @@
+"""A step of group_worker.py: ranks whose model's own loader is recorded share the reading."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import group_blocks
+import overwire as ow
+import torch
+import torch.distributed as dist
+from group_blocks import block_loads, expected_of
+from overwire.distributed import shard_range
+from overwire.integrations import keeping
+from overwire.integrations.slices import Attempt, by_slices
+
+# Bytes of rows that are loaded beside.
+MOST = 1 << 20
+
+
+class Model(torch.nn.Module):
+    """Of each tensor its rank's part of the rows, of every third the columns, transposed of
+    every fifth, which is no block."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.want: dict[str, torch.Tensor] = {}
+        self.held: dict[str, torch.Tensor] = {}
+        for at, (name, tensor) in enumerate(sorted(ow.load_file(expected_of(path), mmap=False).items())):
+            if tensor.dtype == torch.float4_e2m1fn_x2:
+                continue
+            want = self.part(at, tensor)
+            self.want[name], self.held[name] = want.clone(), torch.empty(want.shape, dtype=want.dtype, device=group_blocks.DEVICE)
+        self.places = {name: at for at, name in enumerate(sorted(ow.load_file(expected_of(path), mmap=False)))}
+        self.halfway: Callable[[torch.Tensor], Any] = lambda _: None
+
+    @staticmethod
+    def part(at: int, tensor: torch.Tensor) -> torch.Tensor:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if not tensor.dim():
+            return tensor
+        dim = 1 if at % 3 == 0 and tensor.dim() > 1 else 0
+        low, high = shard_range(tensor.shape[dim], size, rank)
+        mine = tensor.narrow(dim, low, high - low)
+        return mine.t() if at % 5 == 0 and tensor.dim() == 2 else mine
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        for name, tensor in weights:
+            if name in self.held:
+                self.held[name].copy_(self.part(self.places[name], tensor))
+                if self.places[name] == len(self.places) // 2:
+                    self.halfway(tensor)
+        return set(self.held)
+
+    def compare(self) -> None:
+        for name, want in self.want.items():
+            mine = self.held[name].cpu().contiguous().view(-1).view(torch.uint8)
+            assert torch.equal(mine, want.contiguous().view(-1).view(torch.uint8)), name
+
+
+def load(path: Path, halfway: Callable[[torch.Tensor], Any] | None = None) -> tuple[bool, int | None, list[str]]:
+    """Whether it was by slices, what this rank read of what they share, and the log."""
+    model, said, read = Model(path), [], []
+    model.halfway = halfway or model.halfway
+    shared = keeping.shared
+
+    def noted(together: Any, *more: Any) -> bool:
+        done = shared(together, *more)
+        read.append(together.read)
+        return done
+
+    def run(attempt: Attempt) -> None:
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from attempt.next() or attempt.source("", str(path), group_blocks.DEVICE, {})
+            attempt.ended()
+
+        with attempt.around(model, weights, lambda: None, dist.group.WORLD, True):
+            model.load_weights(weights())
+
+    log = logging.getLogger("recorded")
+    log.setLevel(logging.INFO)
+    log.handlers = [handler := logging.Handler()]
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    keeping.shared = noted
+    try:
+        sliced = by_slices(run, MOST, log)
+    finally:
+        keeping.shared = shared
+    if sliced:
+        model.compare()
+    return sliced, read[0] if read else None, said
+
+
+def recorded(folder: Path) -> None:
+    """The first start reads each stored byte once, too. A rank that cannot go on keeps no other
+    one waiting, and damage ends the load of all."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    block_loads.SHARE = (1 << 20) + 4096
+    for file in ("plain.safetensors", "compressed.safetensors"):
+        sliced, mine, said = load(folder / file)
+        read: list[Any] = [None] * size
+        dist.all_gather_object(read, mine)
+        stored = (folder / file).stat().st_size
+        assert sliced and None not in read, said
+        assert sum(read) <= 1.05 * stored, (file, read, stored)
+    sliced, mine, said = load(folder / file, (lambda tensor: tensor.sum()) if rank == 1 else None)
+    assert (sliced, mine) == (rank != 1, None), said
+    assert any(("rank 1 has no plan" if rank != 1 else "slices cannot be planned") in line for line in said), said
+
+    def fails(_: torch.Tensor) -> None:
+        raise KeyError("the model's own")
+
+    try:
+        sliced, _, said = load(folder / file, fails if rank == 1 else None)
+    except KeyError:
+        raise AssertionError("an error before anything was loaded is the other loader's to raise") from None
+    assert sliced == (rank != 1), said
+    try:
+        load(folder / "damaged.safetensors")
+    except ow.CorruptError as error:
+        assert "checksum" in str(error), error
+    else:
+        raise AssertionError("the damage is lost")
