@@ -44,6 +44,9 @@ type TraceFunc = func(verb string, stream int, begin, end time.Time, bytes int64
 type Queue interface {
 	// Get waits for a free slot, or for the end of ctx.
 	Get(ctx context.Context) (Slot, error)
+	// GetFor is Get for one of several readers, 0 and up, that each fill slots alone: it
+	// prefers a slot that the same reader has filled, whose memory is near its core.
+	GetFor(ctx context.Context, reader int) (Slot, error)
 	// Put returns a slot that was not submitted. Returning one twice is a bug, and
 	// panics.
 	Put(s Slot)

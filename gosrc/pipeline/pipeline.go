@@ -445,17 +445,19 @@ func (w *worker) byGDS(p *plan.Piece) bool {
 
 // stage returns the slot of a piece; the first worker that asks waits for a free
 // one, and the others for that worker.
-func (r *run) stage(s *staged) (device.Slot, error) {
+func (w *worker) stage(s *staged) (slot device.Slot, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.slot == nil {
-		slot, err := r.queue.Get(r.ctx)
-		if err != nil {
-			return nil, err
-		}
-		s.slot = slot
+	if s.slot != nil {
+		return s.slot, nil
 	}
-	return s.slot, nil
+	if len(w.Plan.Shares) > len(w.Plan.Pieces) {
+		slot, err = w.queue.Get(w.ctx)
+	} else {
+		slot, err = w.queue.GetFor(w.ctx, w.n)
+	}
+	s.slot = slot
+	return slot, err
 }
 
 // last counts a share as filled. The worker that fills the last one owns the slot.

@@ -14,6 +14,9 @@ type Machine struct {
 	// Exchange: what is read goes on to other ranks, piece by piece, each of which waits
 	// for its slots.
 	Exchange bool
+	// Plain: all of it is plain bytes, which a GPU gets where they belong; else most slots
+	// need kernels, too.
+	Plain bool
 	// Concurrency is the most reads in flight that any of the sources can use.
 	// RangeBytes is the best size of their ranges that are read in steps, 0 unless
 	// all have such ranges; see source.Facts.
@@ -53,6 +56,9 @@ func (m Machine) Limits() Limits {
 		lim = Limits{Piece: m.SlotBytes, Gap: 512 << 10, Share: remotePiece}
 	case m.SlotBytes > 0:
 		lim = Limits{Piece: m.SlotBytes, Gap: 256 << 10, Share: stepPiece}
+		if m.Exchange && m.Plain && m.RangeBytes == 0 {
+			lim.Share = 0 // each reader fills slots alone, which its core's cache still has
+		}
 	case roundTrips:
 		lim = Limits{Piece: remotePiece, Gap: 512 << 10, InPlace: true}
 	}

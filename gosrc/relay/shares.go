@@ -43,6 +43,23 @@ const (
 	maxBuffers = 64
 )
 
+// plain reports whether none of the tensors has chunks in the files.
+func (s *Spec) plain(ix *tensor.Index) bool {
+	for _, n := range s.Tensors {
+		if n < 0 || n >= int64(len(ix.Tensors)) {
+			return false // layOut refuses it
+		}
+		t := &ix.Tensors[n]
+		if t.Alias >= 0 {
+			t = &ix.Tensors[t.Alias]
+		}
+		if t.Count > 0 {
+			return false
+		}
+	}
+	return true
+}
+
 // chunked is the model's index with chunks for plain tensors, too: raw ones without
 // a checksum.
 func (r *Relay) chunked(wants []plan.Want) *tensor.Index {

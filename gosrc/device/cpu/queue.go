@@ -76,6 +76,9 @@ func (q *Queue) Get(ctx context.Context) (device.Slot, error) {
 	}
 }
 
+// GetFor is Get.
+func (q *Queue) GetFor(ctx context.Context, _ int) (device.Slot, error) { return q.Get(ctx) }
+
 // Put returns a slot.
 func (q *Queue) Put(s device.Slot) {
 	own := s.(*slot)

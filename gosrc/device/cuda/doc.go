@@ -72,8 +72,14 @@ func Ring() (slots int, bytes int64) { return ring.slots, ring.bytes }
 
 // FineRing divides the same memory into more and smaller slots: for remote sources, each
 // of whose connections fills a slot alone, and for ranks that exchange small pieces.
-func FineRing() (slots int, bytes int64) {
-	bytes = ring.bytes / 2
+func FineRing() (slots int, bytes int64) { return divided(2) }
+
+// FinestRing divides it so that a slot fits the second-level cache of a core, whose reader
+// fills it alone.
+func FinestRing() (slots int, bytes int64) { return divided(4) }
+
+func divided(by int64) (slots int, bytes int64) {
+	bytes = ring.bytes / by
 	return int(int64(ring.slots) * stride(ring.bytes) / stride(bytes)), bytes
 }
 

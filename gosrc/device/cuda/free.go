@@ -10,15 +10,17 @@ import (
 	"sync"
 )
 
-// freeSlots gives the slot that came back first, or the one that came back last: its memory
-// is the likeliest to be in the processor's cache still, so that filling and copying it take
-// less of the host's memory.
+// freeSlots gives slots whose memory is likely to be in the processor's cache still, so that
+// filling and copying them takes less of the host's memory: to a reader that fills slots
+// alone the one that it filled last, to others the one that came back last.
 type freeSlots struct {
 	there chan struct{} // one for each slot
 	mu    sync.Mutex
-	slots []*Slot
-	last  bool
+	slots []*Slot // in the order in which they came back
 }
+
+// anyone is the reader of slots that several fill.
+const anyone = -1
 
 func newFreeSlots(most int) *freeSlots { return &freeSlots{there: make(chan struct{}, most)} }
 
@@ -29,8 +31,8 @@ func (f *freeSlots) put(s *Slot) {
 	f.there <- struct{}{}
 }
 
-// take waits for a slot, or for the end of ctx.
-func (f *freeSlots) take(ctx context.Context) (*Slot, error) {
+// take waits for a slot for a reader, or for the end of ctx.
+func (f *freeSlots) take(ctx context.Context, reader int) (*Slot, error) {
 	select {
 	case <-f.there:
 	case <-ctx.Done():
@@ -38,11 +40,14 @@ func (f *freeSlots) take(ctx context.Context) (*Slot, error) {
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	n := 0
-	if f.last {
-		n = len(f.slots) - 1
+	n := len(f.slots) - 1
+	if reader != anyone {
+		for n > 0 && f.slots[n].reader != reader {
+			n-- // at last the one that is the longest back: other readers have newer ones
+		}
 	}
 	s := f.slots[n]
+	s.reader = reader
 	f.slots = slices.Delete(f.slots, n, n+1)
 	return s, nil
 }
@@ -50,6 +55,6 @@ func (f *freeSlots) take(ctx context.Context) (*Slot, error) {
 // takeAll waits until n slots are back, and takes them.
 func (f *freeSlots) takeAll(n int) {
 	for range n {
-		_, _ = f.take(context.Background()) // it does not end
+		_, _ = f.take(context.Background(), anyone) // it does not end
 	}
 }

@@ -7,21 +7,29 @@ import (
 	"testing"
 )
 
-// A free slot is the one that came back first or last, and takeAll waits for all of them.
+// A free slot is one that the reader filled, else for a reader the one that is the longest
+// back, and for others the last one; takeAll waits for all of them.
 func TestFreeSlots(t *testing.T) {
 	f := newFreeSlots(3)
 	slots := []*Slot{{index: 0}, {index: 1}, {index: 2}}
 	for _, s := range slots {
 		f.put(s)
 	}
-	for _, want := range []int{0, 2} {
-		f.last = want == 2
-		if s, err := f.take(t.Context()); err != nil || s.index != want {
-			t.Fatalf("slot %v, %v, not %d", s, err, want)
+	for _, c := range []struct{ reader, want int }{{anyone, 2}, {5, 0}, {6, 1}} {
+		if s, err := f.take(t.Context(), c.reader); err != nil || s.index != c.want {
+			t.Fatalf("slot %v, %v, not %d", s, err, c.want)
+		}
+	}
+	for _, n := range []int{1, 0, 2} {
+		f.put(slots[n])
+	}
+	for _, c := range []struct{ reader, want int }{{5, 0}, {6, 1}, {5, 2}} {
+		if s, err := f.take(t.Context(), c.reader); err != nil || s.index != c.want {
+			t.Fatalf("reader %d: slot %v, %v, not %d", c.reader, s, err, c.want)
 		}
 	}
 	f.put(slots[0])
-	if s, err := f.take(t.Context()); err != nil || s != slots[0] {
+	if s, err := f.take(t.Context(), anyone); err != nil || s != slots[0] {
 		t.Fatalf("slot %v, %v, not the one that came back", s, err)
 	}
 	all := make(chan struct{})
@@ -30,6 +38,7 @@ func TestFreeSlots(t *testing.T) {
 		close(all)
 	}()
 	f.put(slots[0])
+	f.put(slots[1])
 	select {
 	case <-all:
 		t.Fatal("it has not all slots")
@@ -39,7 +48,7 @@ func TestFreeSlots(t *testing.T) {
 	<-all
 	ended, end := context.WithCancel(t.Context())
 	end()
-	if s, err := f.take(ended); err == nil {
+	if s, err := f.take(ended, anyone); err == nil {
 		t.Fatalf("slot %v of none", s)
 	}
 }

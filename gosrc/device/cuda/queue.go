@@ -78,6 +78,7 @@ type Slot struct {
 	devLen   int64
 	dev      uint64 // of Bytes, where the kernels read them: in the staging, or in place
 	owned    bool
+	reader   int      // who filled it last, alone; or anyone
 	loose    bool     // see Loose
 	checks   bool     // see Check
 	count    int      // tasks of the piece
@@ -152,7 +153,7 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 	}
 	most, n := slots, int64(slots)*stride(slotBytes)
 	if rank(slotBytes) == 0 { // the next source may need another division
-		fine, _ := FineRing()
+		fine, _ := FinestRing()
 		most = max(most, fine)
 	}
 	p := d.takeSpare()
@@ -207,7 +208,7 @@ func (d *Device) newQueue(p *pages, most int, fns []C.owcu_handle) (*Queue, erro
 func (q *Queue) shape(slots int, room int64) {
 	q.free.takeAll(len(q.slots))
 	q.size, q.slots, q.c.nslots = room-headBytes, q.all[:slots], C.int(slots)
-	q.c.ordered, q.c.prompt, q.free.last = 0, 0, false
+	q.c.ordered, q.c.prompt = 0, 0
 	base := q.c.pad.device
 	if q.inPlace {
 		base = q.c.pad.mapped
@@ -232,13 +233,17 @@ func (q *Queue) InPlace() {
 
 // Exchange suits the queue, until Close, to ranks of a host that wait for each other and
 // share its memory: it asks the device again and again for the end of a slot's work, since
-// a thread that sleeps until the device wakes it is late by 150 microseconds, and Get gives
-// the slot that came back last. No slot may be in use.
-func (q *Queue) Exchange() { q.c.prompt, q.free.last = 1, true }
+// a thread that sleeps until the device wakes it is late by 150 microseconds. No slot may be
+// in use.
+func (q *Queue) Exchange() { q.c.prompt = 1 }
 
 // Get waits for a free slot, or for the end of ctx.
-func (q *Queue) Get(ctx context.Context) (device.Slot, error) {
-	s, err := q.free.take(ctx)
+func (q *Queue) Get(ctx context.Context) (device.Slot, error) { return q.GetFor(ctx, anyone) }
+
+// GetFor is Get for one of several readers that each fill slots alone: if it can, it gives
+// one that this reader has filled.
+func (q *Queue) GetFor(ctx context.Context, reader int) (device.Slot, error) {
+	s, err := q.free.take(ctx, reader)
 	if err != nil {
 		return nil, err
 	}

@@ -80,14 +80,17 @@ func TestQueueIsReshaped(t *testing.T) {
 	p.raw(weights(r, x16.Bytes, 20_000))
 	slots, size := Ring()
 	fine, fineSize := FineRing()
-	if fine <= slots || fineSize >= size || int64(fine)*stride(fineSize) > int64(slots)*stride(size) {
-		t.Errorf("%d slots of %d of the fine ring, %d of %d for files", fine, fineSize, slots, size)
+	finest, finestSize := FinestRing()
+	for _, cut := range [][2]int64{{int64(fine), fineSize}, {int64(finest), finestSize}} {
+		if cut[0] <= int64(slots) || cut[1] >= size || cut[0]*stride(cut[1]) > int64(slots)*stride(size) {
+			t.Errorf("%d slots of %d of a finer ring, %d of %d for files", cut[0], cut[1], slots, size)
+		}
 	}
 	var first *Queue
 	for i, cut := range []struct {
 		slots int
 		size  int64
-	}{{slots, size}, {fine, fineSize}, {slots / 2, 2 * size}, {fine, fineSize}, {slots, size}} {
+	}{{slots, size}, {fine, fineSize}, {slots / 2, 2 * size}, {finest, finestSize}, {fine, fineSize}, {slots, size}} {
 		l, err := d.Queue(cut.slots, cut.size)
 		if err != nil {
 			t.Fatal(err)
