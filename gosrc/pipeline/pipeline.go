@@ -39,8 +39,7 @@ type Task struct {
 	// Queue is the device's; nil: the host. The pipeline does not close it.
 	Queue device.Queue
 	// GDS, by source, reads plain tensors' bytes straight into device memory; nil:
-	// not from that source. Bytes with a checksum go through the host, which
-	// compares it.
+	// not from that source. Bytes with a checksum go through slots.
 	GDS     []device.Reader
 	Workers int          // 0: one per core
 	Near    *nodes.Place // where the workers run; nil: anywhere
