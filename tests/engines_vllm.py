@@ -215,7 +215,9 @@ def replayed() -> tuple[list[int], list[int]]:
 
 def rank_main(base: Path, world: int, rank: int, port: int) -> None:
     import vllm
+    from overwire.integrations import recording, slices
 
+    normal = slices.APART, recording.EARLY
     without_kernels()
     print(f"vLLM {vllm.__version__}, rank {rank} of {world}", flush=True)
     plans = planned()
@@ -225,6 +227,8 @@ def rank_main(base: Path, world: int, rank: int, port: int) -> None:
         theirs = state(load(at / "plain", world, rank, port, "safetensors")[0])
         for kind in ("plain", "compressed"):
             os.environ["OVERWIRE_PLANS"] = str(base / "plans" / name / kind)
+            if kind == "compressed":  # also what is read while the loader runs
+                slices.APART = recording.EARLY = 1
             for plan, again in ((True, False), (True, True), (False, False)):
                 plans.clear()
                 kept.clear()
@@ -234,8 +238,9 @@ def rank_main(base: Path, world: int, rank: int, port: int) -> None:
                 if wrong or bool(kept) != again or (bool(plans) != plan and not again):
                     raise SystemExit(f"{name}, {kind}, rank {rank} of {world}: not as vLLM's own: {wrong}, or not planned: {plans}, {kept}")
                 print(f"  {name}, {kind}: {len(theirs)} tensors as vLLM's own, {sum(plans)} slices planned, kept: {kept}", flush=True)
-                if plan and world > 1:
+                if plan and world > 1 and (again or kind == "plain"):  # parts of small tensors share chunks
                     shared(at / kind, read)
+            slices.APART, recording.EARLY = normal
             reload(model, config, theirs)
     if world == 1:
         bad(base, port)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from group_blocks import block_loads, expected_of
 from overwire.distributed import shard_range
-from overwire.integrations import keeping
+from overwire.integrations import keeping, recording, slices
 from overwire.integrations.slices import Attempt, by_slices
 
 # Bytes of rows that are loaded beside.
@@ -105,6 +105,10 @@ def recorded(folder: Path) -> None:
         stored = (folder / file).stat().st_size
         assert sliced and None not in read, said
         assert sum(read) <= 1.05 * stored, (file, read, stored)
+    slices.APART, recording.EARLY, apart = 1, 1, (slices.APART, recording.EARLY)
+    sliced, mine, said = load(folder / file)  # parts of rows are read while the loader runs
+    assert sliced and mine is not None and not any(" 0 of them while the loader ran" in line for line in said), said
+    slices.APART, recording.EARLY = apart
     sliced, mine, said = load(folder / file, (lambda tensor: tensor.sum()) if rank == 1 else None)
     assert (sliced, mine) == (rank != 1, None), said
     assert any(("rank 1 has no plan" if rank != 1 else "slices cannot be planned") in line for line in said), said

@@ -22,6 +22,10 @@ from .state import State
 
 __all__ = ["Attempt", "by_slices"]
 
+#: The bytes of a part of a tensor's rows from which ranks that share the reading read it
+#: apart: a chunk at either end, which others may read too, counts for little then.
+APART = 32 << 20
+
 
 class Attempt:
     """What an engine's loader asks while a load by slices runs.
@@ -41,6 +45,7 @@ class Attempt:
         self._key: str | None = None  # of the plan
         self._ready: keeping.Ready | None = None  # a kept plan that fits
         self._group: Any = None  # of ranks that have not met again yet, and will once
+        self._later: list[Copy] = []  # until then
         self._loaded: set[str] | None = None  # what the model then says it has loaded
         self.copies: list[Copy] = []
         #: Whether a kept plan was used.
@@ -147,9 +152,26 @@ class Attempt:
 
     @property
     def waits(self) -> bool:
-        """Whether nothing is read yet, since the ranks are to share the reading of all that
-        they record."""
+        """Whether the ranks are to share the reading of what they record."""
         return self._group is not None
+
+    def apart(self, noted: list[Copy]) -> list[Copy]:
+        """The copies that can be read at once: where the ranks are to meet, parts of a tensor's
+        rows, which most likely no other rank needs. The others are kept for `share`."""
+        if not self.waits:
+            return noted
+        mine: list[Copy] = []
+        for copy in noted:
+            request = copies.request_of(copy, self.device)
+            rows = request is not None and request[3] >= 0 and request[5] < 0
+            large = copy.target.numel() * copy.target.element_size() >= APART
+            (mine if rows and large else self._later).append(copy)
+        return mine
+
+    def later(self) -> list[Copy]:
+        """What `apart` has kept."""
+        kept, self._later = self._later, []
+        return kept
 
     def _meet(self, blocks: Callable[[], Any] | None) -> Any:
         # Collective, but where the ranks do not wait: see `meet`. None: it wants nothing.
@@ -164,8 +186,10 @@ class Attempt:
         return together
 
     def share(self, noted: list[Copy], most: int) -> list[Copy]:
-        """Collective, where the ranks wait: loads the copies that were recorded together with
-        theirs; returns those that this rank has to load by itself."""
+        """Collective, where the ranks wait: loads the copies together with theirs; returns those
+        that this rank has to load by itself."""
+        if not self.waits:
+            return noted
         rows = {id(source.file): array("q") for _, source in self._sources}
         blocks: list[Copy] = []
         beside: list[Copy] = []
@@ -244,17 +268,22 @@ def by_slices(load: Callable[[Attempt], None], most: int, log: Any) -> bool:
 
     def carry_out(noted: list[Copy]) -> None:
         first = time.perf_counter()
+        noted = attempt.later() + noted
         attempt.copies += early.copies
         attempt.copies += noted
         early.end()
-        copies.fill(attempt.share(noted, most) if attempt.waits else noted, most)
+        copies.fill(attempt.share(noted, most), most)
         now = time.perf_counter()
         size = sum(copy.target.numel() * copy.target.element_size() for copy in attempt.copies)
         words = "overwire: %d slices, %.2f GB, %d of them while the loader ran, loaded into their places in %.2f s and %.2f s after it"
         log.info(words, len(attempt.copies), size / 1e9, len(early.copies), first - began, now - first)
 
+    def begin(noted: list[Copy]) -> list[Copy]:
+        mine = attempt.apart(noted)
+        return early.begin(mine) if mine else []
+
     early = copies.Early(lambda: attempt.device)
-    recorder = Recorder(carry_out, lambda noted: noted if attempt.waits else early.begin(noted))
+    recorder = Recorder(carry_out, begin)
     with contextlib.ExitStack() as files:
         attempt = Attempt(recorder, files, most, log)
         try:
