@@ -8,7 +8,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -195,17 +194,6 @@ type DecodeTask struct {
 	// the device supports it; the zero value converts nothing.
 	Cast Cast
 }
-
-// A Mismatch is the error of stored bytes that have another checksum.
-type Mismatch struct{ error }
-
-// NewMismatch says which checksum was stored, and which the bytes have.
-func NewMismatch(stored, computed uint32) *Mismatch {
-	return &Mismatch{errs.New(errs.ErrCorrupt, "checksum mismatch: %08x stored, %08x computed", stored, computed)}
-}
-
-// Unwrap returns the class.
-func (m *Mismatch) Unwrap() error { return m.error }
 
 // A Cast names the element types of a chunk and of its destination.
 type Cast struct{ From, To tensor.DType }

@@ -114,6 +114,17 @@ func (a *At) Error() string {
 // Unwrap returns the cause.
 func (a *At) Unwrap() error { return a.Err }
 
+// A Mismatch is the error of stored bytes that have another checksum.
+type Mismatch struct{ error }
+
+// NewMismatch says which checksum was stored, and which the bytes have.
+func NewMismatch(stored, computed uint32) *Mismatch {
+	return &Mismatch{New(ErrCorrupt, "checksum mismatch: %08x stored, %08x computed", stored, computed)}
+}
+
+// Unwrap returns the class.
+func (m *Mismatch) Unwrap() error { return m.error }
+
 // New returns an error of a class with a formatted reason:
 // New(ErrCorrupt, "final state %d", x) reads "corrupt data: final state 7".
 func New(class error, format string, args ...any) error {

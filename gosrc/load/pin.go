@@ -10,7 +10,6 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec"
-	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
@@ -137,7 +136,7 @@ func (m *Model) compare(p *pinned, i int) error {
 	for k, c := range m.held.Chunks[t.First : t.First+t.Count] {
 		if sum := codec.Sum(p.bytes[t.Source][c.Off : c.Off+int64(c.Stored)]); sum != c.Sum {
 			return &errs.At{Verb: "check", Source: m.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: int64(k), Offset: c.Off,
-				Err: device.NewMismatch(c.Sum, sum)}
+				Err: errs.NewMismatch(c.Sum, sum)}
 		}
 	}
 	return nil

@@ -7,9 +7,16 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/codec"
-	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/plan"
 )
+
+// compares reports whether checksums of a piece are compared: of what was read, and of bytes
+// in memory that may have changed.
+func (w *worker) compares(p *plan.Piece) bool {
+	f := &w.facts[p.Source]
+	return f.View == nil || f.Compare
+}
 
 // compare compares the checksums of a share where it lies in memory.
 func (w *worker) compare(view func(off, n int64) ([]byte, error), p *plan.Piece, share *plan.Share, t0 *time.Time) error {
@@ -46,14 +53,14 @@ func (w *worker) check(task int32, stored []byte) error {
 		return nil
 	}
 	if sum := codec.Sum(stored); sum != j.Chunk.Sum {
-		return w.where("check", task, device.NewMismatch(j.Chunk.Sum, sum))
+		return w.where("check", task, errs.NewMismatch(j.Chunk.Sum, sum))
 	}
 	return nil
 }
 
 // stageOf is the verb in which a task failed on the device.
 func stageOf(err error) string {
-	if errors.As(err, new(*device.Mismatch)) {
+	if errors.As(err, new(*errs.Mismatch)) {
 		return "check"
 	}
 	return "decode"

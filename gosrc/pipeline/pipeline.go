@@ -341,7 +341,7 @@ func (w *worker) share(share *plan.Share, p *plan.Piece) error {
 		}
 		w.waited(&t0)
 		w.st.ReadNS += w.lap("read", &t0, p.Len)
-		if view == nil || w.facts[p.Source].Compare {
+		if w.compares(p) {
 			if err := w.check(p.First, b); err != nil {
 				return err
 			}
@@ -370,7 +370,7 @@ func (w *worker) share(share *plan.Share, p *plan.Piece) error {
 		if err := w.fill(src, p, share, slot.Memory()[:p.Len], &t0); err != nil {
 			return err
 		}
-	case w.facts[p.Source].Compare:
+	case w.checks && w.compares(p):
 		if err := w.compare(view, p, share, &t0); err != nil {
 			return err
 		}
@@ -386,7 +386,7 @@ func (w *worker) share(share *plan.Share, p *plan.Piece) error {
 		}
 		slot.View(b)
 	}
-	if !w.checks && !w.NoCheck && (view == nil || w.facts[p.Source].Compare) {
+	if !w.checks && !w.NoCheck && w.compares(p) {
 		slot.Check()
 	}
 	return w.submit(slot, p, &t0)

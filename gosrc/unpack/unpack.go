@@ -168,7 +168,7 @@ func (s *unpacker) chunk(ctx context.Context, p, stored []byte, t *tensor.Tensor
 			return &errs.At{Verb: verb, Source: s.URI(), Tensor: t.Name, Chunk: int64(k), Offset: c.Off, Err: err}
 		}
 		if sum := codec.Sum(stored); sum != c.Sum {
-			return fail("check", errs.New(errs.ErrCorrupt, "checksum mismatch: %08x stored, %08x computed", c.Sum, sum))
+			return fail("check", errs.NewMismatch(c.Sum, sum))
 		}
 		if err := codec.Decode(dst, stored, c); err != nil {
 			return fail("decode", err)

@@ -109,8 +109,8 @@ func (b *build) sum(j *device.DecodeTask) {
 	}
 }
 
-// roomForSum reports whether the parts of a task's chunk fit, and reserves their space in
-// the tables.
+// roomForSum reports whether the parts of a task's chunk fit, beside a word of its own, and
+// reserves their space in the tables.
 func (b *build) roomForSum(j *device.DecodeTask) bool {
 	n := crcParts(j)
 	if !b.room(n*crcSize) || len(b.chunks)+len(b.crcs)+n >= maxWords {
@@ -134,7 +134,7 @@ func (b *build) compare(words []uint32) {
 			sum ^= w
 		}
 		if sum != c.want {
-			b.s.failures[c.task] = device.NewMismatch(c.want, sum)
+			b.s.failures[c.task] = errs.NewMismatch(c.want, sum)
 		}
 	}
 }
@@ -147,7 +147,7 @@ func (b *build) blame(j *device.DecodeTask, err error) error {
 	}
 	stored := b.s.Memory()[j.Src:][:j.Chunk.Stored]
 	if sum := crc32.Checksum(stored, castagnoli); sum != j.Chunk.Sum {
-		return device.NewMismatch(j.Chunk.Sum, sum)
+		return errs.NewMismatch(j.Chunk.Sum, sum)
 	}
 	return err
 }

@@ -79,7 +79,7 @@ func TestChecksums(t *testing.T) {
 					}
 				})
 				for i, err := range failures {
-					var wrong *device.Mismatch
+					var wrong *errs.Mismatch
 					switch {
 					case !damaged || i != bad:
 						if err != nil {
@@ -89,7 +89,7 @@ func TestChecksums(t *testing.T) {
 						t.Errorf("%s: task %d of %d bytes: %v", name, i, p.jobs[i].Chunk.Stored, err)
 					default:
 						j := &p.jobs[i]
-						want := device.NewMismatch(j.Chunk.Sum, crc32.Checksum(p.bytes[j.Src:][:j.Chunk.Stored], castagnoli))
+						want := errs.NewMismatch(j.Chunk.Sum, crc32.Checksum(p.bytes[j.Src:][:j.Chunk.Stored], castagnoli))
 						if err.Error() != want.Error() {
 							t.Errorf("%s: task %d: %v, not %v", name, i, err, want)
 						}
