@@ -62,10 +62,10 @@ func (t Target) alloc(sizes []int64) ([]device.Memory, error) {
 }
 
 // Ring is the number of a GPU queue's slots and their bytes: finer ones for ranges that
-// are read in steps and where ranks exchange what they read, the finest where that is plain.
+// are read in steps and where ranks exchange what they read, the finest for OwnSlots.
 func Ring(m plan.Machine) (slots int, bytes int64) {
 	switch {
-	case m.RangeBytes == 0 && m.Exchange && m.Plain:
+	case m.OwnSlots():
 		return cuda.FinestRing()
 	case m.RangeBytes > 0 || m.Exchange:
 		return cuda.FineRing()

@@ -43,6 +43,10 @@ const (
 	fewFeeders = 2
 )
 
+// OwnSlots reports whether each reader fills slots of its own, so small that its core's cache
+// still has them. Slots that need kernels would be too many then.
+func (m Machine) OwnSlots() bool { return m.Exchange && m.Plain && m.RangeBytes == 0 }
+
 // Limits chooses the size of reads. On the host it is about one compressed chunk,
 // which is then still in the second-level cache when it is decoded. For a device
 // several workers fill a slot, so that few slots are being filled and most are on
@@ -56,8 +60,8 @@ func (m Machine) Limits() Limits {
 		lim = Limits{Piece: m.SlotBytes, Gap: 512 << 10, Share: remotePiece}
 	case m.SlotBytes > 0:
 		lim = Limits{Piece: m.SlotBytes, Gap: 256 << 10, Share: stepPiece}
-		if m.Exchange && m.Plain && m.RangeBytes == 0 {
-			lim.Share = 0 // each reader fills slots alone, which its core's cache still has
+		if m.OwnSlots() {
+			lim.Share = 0
 		}
 	case roundTrips:
 		lim = Limits{Piece: remotePiece, Gap: 512 << 10, InPlace: true}

@@ -43,21 +43,22 @@ const (
 	maxBuffers = 64
 )
 
-// plain reports whether none of the tensors has chunks in the files.
-func (s *Spec) plain(ix *tensor.Index) bool {
+// largest is the stored bytes of the largest chunk that a tensor has in the files, 0 where
+// all are plain. A number that is none of a tensor is false; layOut refuses it.
+func (s *Spec) largest(ix *tensor.Index) (most int64, ok bool) {
 	for _, n := range s.Tensors {
 		if n < 0 || n >= int64(len(ix.Tensors)) {
-			return false // layOut refuses it
+			return 0, false
 		}
 		t := &ix.Tensors[n]
 		if t.Alias >= 0 {
 			t = &ix.Tensors[t.Alias]
 		}
-		if t.Count > 0 {
-			return false
+		for _, c := range ix.Chunks[t.First : t.First+t.Count] {
+			most = max(most, int64(c.Stored))
 		}
 	}
-	return true
+	return most, true
 }
 
 // chunked is the model's index with chunks for plain tensors, too: raw ones without
@@ -68,19 +69,18 @@ func (r *Relay) chunked(wants []plan.Want) *tensor.Index {
 	r.bare = make([]bool, len(ix.Tensors))
 	plain := 0 // how many chunks, about
 	for i := range wants {
-		if t := &ix.Tensors[wants[i].Data]; t.Count == 0 {
+		if t := &ix.Tensors[wants[i].Data]; t.Count == 0 && t.Bytes > 0 {
 			plain += int(t.Bytes/bareBytes) + 1
 		}
+	}
+	if plain > 0 {
+		out.Tensors = slices.Clone(ix.Tensors)
+		out.Chunks = append(make([]tensor.Chunk, 0, len(ix.Chunks)+plain), ix.Chunks...)
 	}
 	for i := range wants {
 		t := &out.Tensors[wants[i].Data]
 		if t.Count > 0 || t.Bytes == 0 {
 			continue
-		}
-		if &out.Tensors[0] == &ix.Tensors[0] {
-			out.Tensors = slices.Clone(ix.Tensors)
-			out.Chunks = append(make([]tensor.Chunk, 0, len(ix.Chunks)+plain), ix.Chunks...)
-			t = &out.Tensors[wants[i].Data]
 		}
 		r.bare[wants[i].Data] = true
 		out.Chunks = cutBare(out.Chunks, t, r.bareChunk(wants[i].Data))
@@ -91,21 +91,12 @@ func (r *Relay) chunked(wants []plan.Want) *tensor.Index {
 // divideRing divides the memory of the ring into more and smaller buffers, as long as many
 // chunks fit in each rank's share.
 func (r *Relay) divideRing() {
-	s, ix := r.spec, r.model.Seen()
-	most := int64(bareBytes)
-	for _, n := range s.Tensors {
-		if n < 0 || n >= int64(len(ix.Tensors)) {
-			return // layOut refuses it
-		}
-		t := &ix.Tensors[n]
-		if t.Alias >= 0 {
-			t = &ix.Tensors[t.Alias]
-		}
-		for _, c := range ix.Chunks[t.First : t.First+t.Count] {
-			most = max(most, int64(c.Stored))
-		}
+	s := r.spec
+	most, ok := s.largest(r.model.Seen())
+	if !ok {
+		return
 	}
-	least := max(finePiece, 8*most) * int64(s.Widest)
+	least := max(finePiece, 8*max(bareBytes, most)) * int64(s.Widest)
 	for s.Size/2 >= least && s.Size/2%shareAlign == 0 && s.Buffers <= maxBuffers/2 {
 		s.Size, s.Buffers = s.Size/2, s.Buffers*2
 	}
