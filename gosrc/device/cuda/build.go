@@ -262,7 +262,7 @@ func (b *build) coded(j *device.DecodeTask, scratch uint64) bool {
 		dst = at
 		need += tablesOf(moves)
 	}
-	if !b.room(need) || len(b.chunks)+len(b.crcs)+crcParts(j) >= maxWords {
+	if !b.room(need) || len(b.chunks)+len(b.crcs) == maxWords {
 		return false
 	}
 	if through {

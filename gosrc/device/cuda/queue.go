@@ -197,7 +197,7 @@ func (d *Device) newQueue(p *pages, most int, fns []C.owcu_handle) (*Queue, erro
 		ended: make(chan struct{}), moved: make(chan struct{}),
 	}
 	for i, s := range unsafe.Slice(c.slots, most) {
-		l.all = append(l.all, &Slot{q: l, c: s, index: i, failures: map[int]error{}})
+		l.all = append(l.all, &Slot{q: l, c: s, index: i, reader: anyone, failures: map[int]error{}})
 	}
 	spawn.Go("cuda completer", l.complete)
 	return l, nil
