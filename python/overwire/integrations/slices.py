@@ -118,7 +118,7 @@ class Attempt:
                 loaded = own(weights)
         finally:
             with self._recorder.paused():
-                self._meet(None)  # the other ranks wait for one that has failed, or has nothing to load
+                self._meet()  # the other ranks wait for one that has failed, or has nothing to load
         if path is None or key is None or before is None:
             return loaded
         with self._recorder.paused():
@@ -162,10 +162,10 @@ class Attempt:
             return noted
         mine: list[Copy] = []
         for copy in noted:
-            request = copies.request_of(copy, self.device)
-            rows = request is not None and request[3] >= 0 and request[5] < 0
             large = copy.target.numel() * copy.target.element_size() >= APART
-            (mine if rows and large else self._later).append(copy)
+            request = copies.request_of(copy, self.device) if large else None
+            rows = request is not None and request[3] >= 0 and request[5] < 0
+            (mine if rows else self._later).append(copy)
         return mine
 
     def later(self) -> list[Copy]:
@@ -173,14 +173,14 @@ class Attempt:
         kept, self._later = self._later, []
         return kept
 
-    def _meet(self, blocks: Callable[[], Any] | None) -> Any:
-        # Collective, but where the ranks do not wait: see `meet`. None: it wants nothing.
+    def _meet(self, wanted: Callable[[], Any] = lambda: None) -> Any:
+        # Collective, but where the ranks do not wait: see `meet`.
         group, self._group = self._group, None
         if group is None:
             return None
         from ..plumbing import meet
 
-        together, why = meet(group, lambda: None if blocks is None else blocks())
+        together, why = meet(group, wanted)
         if together is None:
             self._log.info("overwire: each rank reads by itself: %s", why)
         return together
