@@ -5,9 +5,13 @@ package peers
 import (
 	"context"
 	"fmt"
+	"math"
 	"slices"
 	"sync/atomic"
 	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -16,8 +20,10 @@ import (
 // lineBytes is the space of a process's flags: no two share a line of a cache.
 const lineBytes = 128
 
-// A line is a process's flags. It alone writes them, and its numbers only rise.
+// A line is a process's flags. It alone writes them, and its numbers only rise. It rings
+// the bell after each change that others wait for.
 type line struct {
+	bell      atomic.Uint32
 	joined    atomic.Uint64
 	published atomic.Uint64 // how many pieces of its memory are complete
 	taken     atomic.Uint64 // how many pieces it needs no more, in any memory
@@ -26,14 +32,29 @@ type line struct {
 	alive     atomic.Uint64 // a sign of life
 }
 
-// Pauses between two looks at a flag, and how often a process's life is asked for. A
-// piece is on its way for some milliseconds: with a last pause of 500 microseconds ranks
-// loaded a fifth slower than with 100 or less.
+// lifeEvery is how often those that wait ask for a process's life, and look for what rings
+// no bell of theirs.
+const lifeEvery = 20 * time.Millisecond
+
+// The operations of futex(2). The memory is that of several processes.
 const (
-	firstPause = 20 * time.Microsecond
-	lastPause  = 50 * time.Microsecond
-	lifeEvery  = 20 * time.Millisecond
+	futexWait = 0 // FUTEX_WAIT
+	futexWake = 1 // FUTEX_WAKE
 )
+
+// ring wakes those that wait for this line.
+func (l *line) ring() {
+	l.bell.Add(1)
+	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(&l.bell)), futexWake, math.MaxInt32, 0, 0, 0)
+}
+
+// listen waits until the line's bell is not `heard`, or for lifeEvery. time.Sleep would be
+// late by up to a millisecond: in a process whose goroutines all wait, Go's timers are as
+// coarse as epoll_wait's.
+func (l *line) listen(heard uint32) {
+	most := unix.NsecToTimespec(lifeEvery.Nanoseconds())
+	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(&l.bell)), futexWait, uintptr(heard), uintptr(unsafe.Pointer(&most)), 0, 0)
+}
 
 // show gives signs of life until Close.
 func (p *Peers) show(own *line) {
@@ -54,41 +75,69 @@ func (p *Peers) show(own *line) {
 }
 
 // Publish says that the first pieces of this process's memory are complete.
-func (p *Peers) Publish(pieces int) { p.lines[p.mine.Rank].published.Store(uint64(pieces)) }
+func (p *Peers) Publish(pieces int) {
+	own := p.lines[p.mine.Rank]
+	own.published.Store(uint64(pieces))
+	own.ring()
+}
 
 // Taken says that this process needs the first pieces no more, in any memory.
-func (p *Peers) Taken(pieces int) { p.lines[p.mine.Rank].taken.Store(uint64(pieces)) }
+func (p *Peers) Taken(pieces int) {
+	own := p.lines[p.mine.Rank]
+	own.taken.Store(uint64(pieces))
+	own.ring()
+}
 
 // Trouble says that this process has failed: those that wait for it stop.
 func (p *Peers) Trouble() {
 	if p.lines != nil {
-		p.lines[p.mine.Rank].trouble.Store(1)
+		own := p.lines[p.mine.Rank]
+		own.trouble.Store(1)
+		own.ring()
 	}
 }
 
 // AwaitJoined waits until every process has begun to map the others: from then on End of
 // one waits for it.
 func (p *Peers) AwaitJoined(ctx context.Context) error {
-	return p.poll(ctx, func() bool { return !slices.ContainsFunc(p.lines, func(l *line) bool { return l.joined.Load() == 0 }) }, nil, true)
+	return p.awaitAll(ctx, func(l *line) bool { return l.joined.Load() != 0 })
 }
 
 // AwaitPiece waits until the first pieces of a process's memory are complete.
 func (p *Peers) AwaitPiece(ctx context.Context, rank, pieces int) error {
-	return p.poll(ctx, func() bool { return p.lines[rank].published.Load() >= uint64(pieces) }, nil, true)
+	return p.await(ctx, rank, func(l *line) bool { return l.published.Load() >= uint64(pieces) }, true)
 }
 
 // AwaitTaken waits until no other process needs the first pieces.
 func (p *Peers) AwaitTaken(ctx context.Context, pieces int) error {
-	return p.poll(ctx, func() bool {
-		return !slices.ContainsFunc(p.lines, func(l *line) bool { return l != p.lines[p.mine.Rank] && l.taken.Load() < uint64(pieces) })
-	}, nil, true)
+	return p.awaitAll(ctx, func(l *line) bool { return l.taken.Load() >= uint64(pieces) })
 }
 
-// poll waits until ready, for the end of ctx, or for the loss of one of these
-// processes; nil is all of them. careful: also for trouble of one.
-func (p *Peers) poll(ctx context.Context, ready func() bool, whose []int, careful bool) error {
-	pause, asked := firstPause, time.Now()
-	for !ready() {
+// awaitAll is await for all other processes.
+func (p *Peers) awaitAll(ctx context.Context, ready func(l *line) bool) error {
+	for rank := range p.lines {
+		if rank == p.mine.Rank {
+			continue
+		}
+		if err := p.await(ctx, rank, ready, true); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// await waits until a process's line is ready, for the end of ctx, or for the loss of that
+// process. careful: also for the loss, or trouble, of any.
+func (p *Peers) await(ctx context.Context, rank int, ready func(l *line) bool, careful bool) error {
+	whose, l, asked := []int{rank}, p.lines[rank], time.Now()
+	if careful {
+		whose = nil
+	}
+	for {
+		heard := l.bell.Load()
+		if ready(l) {
+			return nil
+		}
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
@@ -102,16 +151,14 @@ func (p *Peers) poll(ctx context.Context, ready func() bool, whose []int, carefu
 		if now := time.Now(); now.Sub(asked) >= lifeEvery {
 			asked = now
 			if err := p.living(whose, now); err != nil {
-				if ready() { // as its last act
+				if ready(l) { // as its last act
 					return nil
 				}
 				return err
 			}
 		}
-		time.Sleep(pause)
-		pause = min(2*pause, lastPause)
+		l.listen(heard)
 	}
-	return nil
 }
 
 // living returns an error if one of these processes is gone, or has shown no sign of

@@ -146,6 +146,7 @@ func (p *Peers) Join(offers []Offer) error {
 	}
 	own := p.lines[p.mine.Rank]
 	own.joined.Store(1)
+	own.ring()
 	p.show(own)
 	for rank := range offers {
 		if rank == p.mine.Rank {
@@ -187,9 +188,10 @@ func (p *Peers) End(good bool) error {
 	}
 	p.letGo()
 	own.ended.Store(1)
+	own.ring()
 	var first error
-	for rank, l := range p.lines {
-		err := p.poll(context.Background(), func() bool { return l.joined.Load() == 0 || l.ended.Load() != 0 }, []int{rank}, false)
+	for rank := range p.lines {
+		err := p.await(context.Background(), rank, func(l *line) bool { return l.joined.Load() == 0 || l.ended.Load() != 0 }, false)
 		if first == nil {
 			first = err
 		}
