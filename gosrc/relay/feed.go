@@ -3,7 +3,9 @@ package relay
 // This file has the queue through which this rank's shares go to its GPU.
 
 import (
+	"cmp"
 	"context"
+	"slices"
 	"sync"
 	"unsafe"
 
@@ -15,32 +17,39 @@ import (
 
 // A feedQueue is the queue that fetches. The device writes what it submits only
 // when the buffer's earlier piece was decoded. The readers do not wait for the driver,
-// whose calls take turns: a goroutine submits their slots.
+// whose calls take turns: a goroutine submits their slots, those that wait at the same time
+// together.
 type feedQueue struct {
 	*cuda.Queue
 	r    *Relay
 	todo chan submission
 	left sync.WaitGroup // submissions
+
+	pieces []cuda.Piece // of submit
 }
 
 type submission struct {
-	slot  *cuda.Slot
-	n     int64
-	tasks []device.DecodeTask
-	done  func(task int, err error)
+	cuda.Piece
+	to int // the piece of the relay
 }
 
 func newFeedQueue(feed *cuda.Queue, r *Relay) *feedQueue {
 	slots, _ := load.Ring(r.machine)
 	q := &feedQueue{Queue: feed, r: r, todo: make(chan submission, slots)}
 	spawn.Go("relay feed", func() {
+		var all []submission
 		for s := range q.todo {
-			if err := spawn.Guard("relay feed", func() error { return q.submit(s) }); err != nil {
-				for i := range s.tasks {
-					s.done(i, err)
+			all = append(all[:0], s)
+			for range len(q.todo) { // this goroutine alone takes them
+				all = append(all, <-q.todo)
+			}
+			err := spawn.Guard("relay feed", func() error { q.submit(all); return nil })
+			for i := range all {
+				for task := 0; err != nil && task < len(all[i].Tasks); task++ {
+					all[i].Done(task, err)
 				}
 			}
-			q.left.Done()
+			q.left.Add(-len(all))
 		}
 	})
 	return q
@@ -49,21 +58,33 @@ func newFeedQueue(feed *cuda.Queue, r *Relay) *feedQueue {
 // Submit returns at once; what goes wrong later is an error of each task.
 func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
 	q.left.Add(1)
-	q.todo <- submission{s.(*cuda.Slot), n, tasks, done}
+	q.todo <- submission{cuda.Piece{Slot: s.(*cuda.Slot), N: n, Tasks: tasks, Done: done}, 0}
 	return nil
 }
 
-func (q *feedQueue) submit(s submission) error {
+// submit submits what is of a piece of the relay together, the first pieces first: others
+// wait for them.
+func (q *feedQueue) submit(all []submission) {
 	r := q.r
-	k := r.filling(s.tasks[0].Dst)
-	b := k % len(r.spec.Ring)
-	s.slot.Order(r.idle[b], r.full[b])
-	s.slot.Loose() // a share has its chunks as they lie in the file
-	if err := q.Queue.Submit(s.slot, s.n, s.tasks, s.done); err != nil {
-		return err
+	for i := range all {
+		s := &all[i]
+		s.to = r.filling(s.Tasks[0].Dst)
+		b := s.to % len(r.spec.Ring)
+		s.Slot.Order(r.idle[b], r.full[b])
+		s.Slot.Loose() // a share has its chunks as they lie in the file
 	}
-	r.landed(k, len(s.tasks))
-	return nil
+	slices.SortStableFunc(all, func(a, b submission) int { return cmp.Compare(a.to, b.to) })
+	for len(all) > 0 {
+		n, chunks := 0, 0
+		q.pieces = q.pieces[:0]
+		for ; n < len(all) && all[n].to == all[0].to; n++ {
+			q.pieces, chunks = append(q.pieces, all[n].Piece), chunks+len(all[n].Tasks)
+		}
+		if q.SubmitAll(q.pieces) == nil { // else done has said it
+			r.landed(all[0].to, chunks)
+		}
+		all = all[n:]
+	}
 }
 
 // Checks is the queue's where the engine exchanges the shares: it publishes one when all

@@ -47,6 +47,7 @@ type build struct {
 	used     int  // bytes of tables
 	inScr    int64
 	runs     []run // the whole piece, where its tasks are few copies; see Slot.Loose
+	summing  int   // parts of checksums in these
 	chunks   []C.ow_x16_chunk
 	owner    []int // task of each chunk
 	moves    []C.ow_move
@@ -118,7 +119,7 @@ func (b *build) begin(s *Slot, n int64, tasks []device.DecodeTask) {
 // joined finds the runs of a loose piece. It reports whether they are few, and all that
 // the piece has.
 func (b *build) joined() bool {
-	sums := 0
+	b.summing = 0
 	for i := range b.tasks {
 		j := &b.tasks[i]
 		lo, hi := int64(j.Src), int64(j.Src)+int64(j.Chunk.Stored)
@@ -134,10 +135,10 @@ func (b *build) joined() bool {
 			b.runs[k].hi = hi
 		}
 		if b.summed(j) {
-			sums += crcParts(j)
+			b.summing += crcParts(j)
 		}
 	}
-	if sums >= maxWords {
+	if b.summing >= maxWords {
 		b.runs = b.runs[:0]
 	}
 	return len(b.runs) > 0
@@ -197,9 +198,6 @@ func (b *build) fill(scratch uint64) {
 	}
 	b.begun = true
 	b.flushBatch()
-	if n := len(b.crcs); n > 0 {
-		b.launches = append(b.launches, launch{kernelCRC, 0, n})
-	}
 }
 
 // add adds a task to the round, and reports whether it fits.
@@ -442,6 +440,9 @@ func (b *build) write() {
 		// The kernels read the tables in host memory: a copy would wait for copies of other
 		// queues, which occupy the link for milliseconds, or interrupt those of runs.
 		device = uint64(s.c.status) + headBytes - uint64(size)
+	}
+	if n := len(b.crcs); n > 0 {
+		b.launches = append(b.launches, launch{kernelCRC, 0, n})
 	}
 	var at [6]int
 	n := 0

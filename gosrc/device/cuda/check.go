@@ -32,6 +32,7 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 // A summed chunk is one of a round whose checksum is compared. Its parts end where those
 // of the next one begin.
 type summed struct {
+	slot         *Slot
 	task, first  int
 	stored, want uint32
 }
@@ -100,7 +101,7 @@ func (b *build) sum(j *device.DecodeTask) {
 	if lo >= b.lo && lo+int64(n) <= b.hi {
 		at = b.base + uint64(lo)
 	}
-	b.sums = append(b.sums, summed{b.at, len(b.crcs), j.Chunk.Stored, j.Chunk.Sum})
+	b.sums = append(b.sums, summed{b.s, b.at, len(b.crcs), j.Chunk.Stored, j.Chunk.Sum})
 	behind := &powers().parts[-(at+n)&3]
 	for k, end := 0, n; end > 0; k++ {
 		size := min(end, C.OW_CRC_PART)
@@ -134,7 +135,7 @@ func (b *build) compare(words []uint32) {
 			sum ^= w
 		}
 		if sum != c.want {
-			b.s.failures[c.task] = errs.NewMismatch(c.want, sum)
+			c.slot.failures[c.task] = errs.NewMismatch(c.want, sum)
 		}
 	}
 }

@@ -16,6 +16,8 @@ package cuda
 import (
 	"fmt"
 	"runtime"
+
+	"github.com/overwire/overwire/gosrc/device"
 )
 
 // A DeviceInfo describes one GPU.
@@ -116,4 +118,12 @@ func codeFor(architectures []int, compute string) string {
 		return "PTX"
 	}
 	return ""
+}
+
+// A Piece is a filled slot: what Submit takes.
+type Piece struct {
+	Slot  *Slot
+	N     int64
+	Tasks []device.DecodeTask
+	Done  func(task int, err error)
 }

@@ -83,6 +83,7 @@ type Slot struct {
 	checks   bool     // see Check
 	count    int      // tasks of the piece
 	rounds   int      // of the last piece
+	with     []*Slot  // whose work this one's includes; see SubmitAll
 	taken    [2]int64 // bytes copied and decoded, while the queue is timed
 	done     func(task int, err error)
 	failures map[int]error // by task
@@ -346,41 +347,55 @@ func (q *Queue) Put(s device.Slot) {
 // returns an error, done is not called, and nothing writes any more.
 func (q *Queue) Submit(slot device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
 	s := slot.(*Slot)
+	s.begin(n, tasks, done)
+	return q.submit(s)
+}
+
+// begin takes the slot, and what is to be done with its first n bytes.
+func (s *Slot) begin(n int64, tasks []device.DecodeTask, done func(task int, err error)) {
 	if !s.owned || n < 0 || n > s.held() {
 		panic("cuda: a slot that is not the caller's, or a piece larger than it")
 	}
 	s.owned = false
 	s.count, s.done = len(tasks), done
 	clear(s.failures)
-	b := &s.build
-	b.begin(s, n, tasks)
+	s.taken = [2]int64{n, 0}
+	if s.read() {
+		s.taken[0] = 0 // but for what round copies
+	}
+	for i := range tasks {
+		s.taken[1] += int64(tasks[i].Chunk.Logical)
+	}
+	s.build.begin(s, n, tasks)
+}
 
+// submit queues the work of a slot that has begun, and of those with it.
+func (q *Queue) submit(s *Slot) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if q.trace != nil {
-		s.taken = [2]int64{n, 0}
-		if s.read() {
-			s.taken[0] = 0 // but for what round copies
-		}
-		for i := range tasks {
-			s.taken[1] += int64(tasks[i].Chunk.Logical)
-		}
-	}
+	b := &s.build
 	err := q.broken
 	s.rounds = 0
 	for err == nil && !b.finished() {
 		err = q.round(s, b)
 		s.rounds++
 	}
-	b.tasks = nil
 	if err != nil {
-		s.done = nil
-		q.free.put(s)
+		q.back(s)
 		return err
 	}
 	q.inflight++
 	q.submitted <- s
 	return nil
+}
+
+// back makes a slot free, and those with it before: then it may get others.
+func (q *Queue) back(s *Slot) {
+	for _, m := range s.with {
+		q.back(m)
+	}
+	s.with, s.done, s.build.tasks = s.with[:0], nil, nil
+	q.free.put(s)
 }
 
 // round queues as many of a piece's tasks as the tables hold. It waits for every
@@ -393,6 +408,10 @@ func (q *Queue) round(s *Slot, b *build) error {
 		}
 	}
 	b.fill(uint64(q.c.scratch))
+	for _, m := range s.with {
+		m.build.fill(0)
+		b.absorb(&m.build)
+	}
 	c := s.c
 	c.wait = 0
 	if !b.finished() {
@@ -448,19 +467,11 @@ func (q *Queue) complete() {
 			s.build.harvest()
 			q.reportTimes(s)
 		}
-		done, n := s.done, s.count
-		s.done = nil
-		_ = spawn.Guard("cuda completer", func() error {
-			for i := range n {
-				each := s.failures[i]
-				if err != nil {
-					each = err
-				}
-				done(i, each)
-			}
-			return nil
-		})
-		q.free.put(s)
+		for _, m := range s.with {
+			m.tell(err)
+		}
+		s.tell(err)
+		q.back(s)
 		q.mu.Lock()
 		if q.inflight--; q.inflight == 0 {
 			close(q.moved)
@@ -468,6 +479,20 @@ func (q *Queue) complete() {
 		}
 		q.mu.Unlock()
 	}
+}
+
+// tell calls done for each task of a slot.
+func (s *Slot) tell(err error) {
+	_ = spawn.Guard("cuda completer", func() error {
+		for i := range s.count {
+			each := s.failures[i]
+			if err != nil {
+				each = err
+			}
+			s.done(i, each)
+		}
+		return nil
+	})
 }
 
 // Drain waits until everything submitted has landed and its done calls have

@@ -1,0 +1,60 @@
+//go:build cgo
+
+package cuda
+
+// This file submits several slots as one: each call of the driver takes microseconds, and
+// slots that fit a core's cache are thousands a load.
+
+// groupSlots is more slots than are worth waiting for each other.
+const groupSlots = 16
+
+// SubmitAll is Submit for each piece, in their order. Neighbours of one Order that are
+// loose, and lie as at their destinations, go up as one: each by its copies, the checksums
+// of all by one kernel, and they end together. An error is one of each task of the
+// pieces that did not go up: then done is called here.
+func (q *Queue) SubmitAll(pieces []Piece) (err error) {
+	for i := range pieces {
+		p := &pieces[i]
+		p.Slot.begin(p.N, p.Tasks, p.Done)
+	}
+	for len(pieces) > 0 {
+		s, n := pieces[0].Slot, 1
+		for n < len(pieces) && s.join(pieces[n].Slot) {
+			n++
+		}
+		if e := q.submit(s); e != nil {
+			err = e
+			for _, p := range pieces[:n] {
+				for i := range p.Tasks {
+					p.Done(i, e)
+				}
+			}
+		}
+		pieces = pieces[n:]
+	}
+	return err
+}
+
+// join takes another slot's work into this one's, and reports whether it did.
+func (s *Slot) join(other *Slot) bool {
+	b, o := &s.build, &other.build
+	if len(b.runs) == 0 || len(o.runs) == 0 || s.c.after != other.c.after || s.c.then != other.c.then ||
+		len(s.with)+1 == groupSlots || b.summing+o.summing >= maxWords {
+		return false
+	}
+	b.summing += o.summing
+	s.taken[0] += other.taken[0]
+	s.taken[1] += other.taken[1]
+	s.with = append(s.with, other)
+	return true
+}
+
+// absorb adds the round of another build, of runs, to this one of runs.
+func (b *build) absorb(o *build) {
+	b.copies = append(b.copies, o.copies...)
+	for _, c := range o.sums {
+		c.first += len(b.crcs)
+		b.sums = append(b.sums, c)
+	}
+	b.crcs = append(b.crcs, o.crcs...)
+}
