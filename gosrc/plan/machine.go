@@ -14,9 +14,6 @@ type Machine struct {
 	// Exchange: what is read goes on to other ranks, piece by piece, each of which waits
 	// for its slots.
 	Exchange bool
-	// Plain: all of it is plain bytes, which a GPU gets where they belong; else most slots
-	// need kernels, too.
-	Plain bool
 	// Concurrency is the most reads in flight that any of the sources can use.
 	// RangeBytes is the best size of their ranges that are read in steps, 0 unless
 	// all have such ranges; see source.Facts.
@@ -44,8 +41,9 @@ const (
 )
 
 // OwnSlots reports whether each reader fills slots of its own, so small that its core's cache
-// still has them. Slots that need kernels would be too many then.
-func (m Machine) OwnSlots() bool { return m.Exchange && m.Plain && m.RangeBytes == 0 }
+// still has them. They pay where the driver takes many at once, which need no kernels of
+// their own.
+func (m Machine) OwnSlots() bool { return m.Exchange && m.RangeBytes == 0 }
 
 // Limits chooses the size of reads. On the host it is about one compressed chunk,
 // which is then still in the second-level cache when it is decoded. For a device

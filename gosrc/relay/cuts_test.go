@@ -57,9 +57,6 @@ func TestCuts(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if !r.machine.Plain {
-			t.Error("plain tensors are not taken for plain")
-		}
 		for _, spot := range r.spots {
 			c := chunkOf{spot.Data, spot.N}
 			if by, twice := readers[c]; twice {

@@ -25,11 +25,11 @@ type feedQueue struct {
 	todo chan submission
 	left sync.WaitGroup // submissions
 
-	pieces []cuda.Piece // of submit
+	pieces []cuda.Filled // of submit
 }
 
 type submission struct {
-	cuda.Piece
+	cuda.Filled
 	to int // the piece of the relay
 }
 
@@ -58,7 +58,7 @@ func newFeedQueue(feed *cuda.Queue, r *Relay) *feedQueue {
 // Submit returns at once; what goes wrong later is an error of each task.
 func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
 	q.left.Add(1)
-	q.todo <- submission{cuda.Piece{Slot: s.(*cuda.Slot), N: n, Tasks: tasks, Done: done}, 0}
+	q.todo <- submission{cuda.Filled{Slot: s.(*cuda.Slot), N: n, Tasks: tasks, Done: done}, 0}
 	return nil
 }
 
@@ -78,7 +78,7 @@ func (q *feedQueue) submit(all []submission) {
 		n, chunks := 0, 0
 		q.pieces = q.pieces[:0]
 		for ; n < len(all) && all[n].to == all[0].to; n++ {
-			q.pieces, chunks = append(q.pieces, all[n].Piece), chunks+len(all[n].Tasks)
+			q.pieces, chunks = append(q.pieces, all[n].Filled), chunks+len(all[n].Tasks)
 		}
 		if q.SubmitAll(q.pieces) == nil { // else done has said it
 			r.landed(all[0].to, chunks)

@@ -165,8 +165,7 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	}
 	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, wake: make(chan struct{}), start: time.Now(), here: job.NewLandings(0)}
 	r.machine = m.Machine(tgt.GPU != nil, spec.Threads, false)
-	most, _ := spec.largest(m.Seen())
-	r.machine.Exchange, r.machine.Plain = spec.Exchange, most == 0
+	r.machine.Exchange = spec.Exchange
 	if tgt.GPU != nil {
 		_, r.machine.SlotBytes = load.Ring(r.machine)
 	}

@@ -73,11 +73,11 @@ func Staging(slots int, slotBytes int64) int64 {
 func Ring() (slots int, bytes int64) { return ring.slots, ring.bytes }
 
 // FineRing divides the same memory into more and smaller slots: for remote sources, each
-// of whose connections fills a slot alone, and for ranks that exchange small pieces.
+// of whose connections fills a slot alone.
 func FineRing() (slots int, bytes int64) { return divided(2) }
 
 // FinestRing divides it so that a slot fits the second-level cache of a core, whose reader
-// fills it alone.
+// fills it alone: for ranks that exchange small pieces; see SubmitAll.
 func FinestRing() (slots int, bytes int64) { return divided(4) }
 
 func divided(by int64) (slots int, bytes int64) {
@@ -120,8 +120,8 @@ func codeFor(architectures []int, compute string) string {
 	return ""
 }
 
-// A Piece is a filled slot: what Submit takes.
-type Piece struct {
+// A Filled is a filled slot: what Submit takes.
+type Filled struct {
 	Slot  *Slot
 	N     int64
 	Tasks []device.DecodeTask

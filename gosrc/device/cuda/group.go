@@ -12,7 +12,7 @@ const groupSlots = 16
 // loose, and lie as at their destinations, go up as one: each by its copies, the checksums
 // of all by one kernel, and they end together. An error is one of each task of the
 // pieces that did not go up: then done is called here.
-func (q *Queue) SubmitAll(pieces []Piece) (err error) {
+func (q *Queue) SubmitAll(pieces []Filled) (err error) {
 	for i := range pieces {
 		p := &pieces[i]
 		p.Slot.begin(p.N, p.Tasks, p.Done)

@@ -79,7 +79,7 @@ type gpu interface {
 
 type queue interface {
 	device.Queue
-	SubmitAll(pieces []Piece) error
+	SubmitAll(pieces []Filled) error
 	InPlace()
 	Exchange()
 	Staging() (base unsafe.Pointer, n int64, err error)

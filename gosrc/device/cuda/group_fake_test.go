@@ -1,0 +1,100 @@
+//go:build cgo && owfake
+
+package cuda
+
+import "testing"
+
+// Loose slots of one Order share what a submission costs: one kernel, and the events. Those
+// of another Order do not.
+func TestSubmitAllShares(t *testing.T) {
+	r := random(t)
+	d, q := open(t, groupSlots+6, 192<<10)
+	var events [4]*Event
+	for i := range events {
+		v, err := d.NewEvent()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer v.Free()
+		events[i] = v
+	}
+	for _, c := range []struct{ slots, others, kernels int }{{1, 0, 1}, {groupSlots, 0, 1}, {groupSlots + 1, 0, 2}, {3, 3, 2}} {
+		var pieces []Filled
+		for i := range c.slots + c.others {
+			k := 0
+			if i >= c.slots {
+				k = 2
+			}
+			var p *parcel
+			var piece Filled
+			for len(pieces) == i { // one without a coded chunk
+				if p, piece = sending(t, d, q, r, false, events[k], events[k+1]); p.jobs[len(p.jobs)-1].Chunk.Transform == 0 {
+					pieces = append(pieces, piece)
+				} else {
+					q.Put(piece.Slot)
+				}
+				defer p.mem.Release()
+			}
+		}
+		FakeHistory()
+		if err := q.SubmitAll(pieces); err != nil {
+			t.Fatal(err)
+		}
+		if err := q.Drain(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		calls := map[string]int{}
+		for _, call := range FakeHistory() {
+			calls[call]++
+		}
+		if calls["copy_in"] != len(pieces) || calls["launch"] != c.kernels || calls["event_record"] != 3*c.kernels {
+			t.Errorf("%+v: %v", c, calls)
+		}
+	}
+}
+
+// Whichever call of the driver fails, every task hears of it once, or has landed, and all
+// slots come back.
+func TestSubmitAllFails(t *testing.T) {
+	r := random(t)
+	for nth, reached := int64(1), true; reached; nth++ {
+		end := Fake(64 << 20)
+		d, err := Open(0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		q, err := d.Queue(4, 192<<10)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var all []*parcel
+		var pieces []Filled
+		for i := range 4 {
+			p, piece := sending(t, d, q, r, i == 2, &Event{}, &Event{})
+			all, pieces = append(all, p), append(pieces, piece)
+		}
+		before := FakeCalls()
+		FakeFail(nth, 700, false)
+		failed := q.SubmitAll(pieces) != nil
+		_ = q.Drain(t.Context()) // the same error
+		reached = FakeCalls()-before >= nth
+		FakeFail(0, 0, false)
+		some := false
+		for n, p := range all {
+			for i, err := range p.failures {
+				if p.calls[i] != 1 {
+					t.Errorf("call %d: piece %d, task %d: %d calls of done", nth, n, i, p.calls[i])
+				}
+				some = some || err != nil && i != p.bad
+			}
+			p.mem.Release()
+		}
+		if failed && !some {
+			t.Errorf("call %d failed, and no task heard of it", nth)
+		}
+		q.Close()
+		if left := end(); left != "" {
+			t.Errorf("call %d: left: %s", nth, left)
+		}
+	}
+}

@@ -1,0 +1,113 @@
+//go:build cgo
+
+package cuda
+
+import (
+	"bytes"
+	"errors"
+	"math/rand/v2"
+	"testing"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/errs"
+)
+
+// A parcel is a piece for SubmitAll, with its destination and what done was called with.
+type parcel struct {
+	piece
+	mem      device.Memory
+	failures []error
+	calls    []int
+	bad      int // the task whose bytes were changed; -1: none
+}
+
+// sending fills a slot with some raw tasks that lie at their destination as in the slot or,
+// scattered, the other way round, and sums them.
+func sending(t *testing.T, d *Device, q *Queue, r *rand.Rand, scattered bool, after, then *Event) (*parcel, Filled) {
+	t.Helper()
+	p := &parcel{bad: -1}
+	for range 2 + r.IntN(4) {
+		p.bytes = append(p.bytes, make([]byte, r.IntN(looseGap))...)
+		p.raw(weights(r, x16.Bytes, 1+r.IntN(20_000)))
+	}
+	if !scattered && r.IntN(4) == 0 {
+		p.coded(weights(r, x16.BF16, 4096), x16.BF16) // goes up alone
+	}
+	p.sum()
+	mem, err := d.Alloc([]int64{int64(len(p.bytes)) + 8192})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.mem, p.failures, p.calls = mem[0], make([]error, len(p.jobs)), make([]int, len(p.jobs))
+	for i := range p.jobs {
+		at := int(p.jobs[i].Src)
+		if scattered {
+			at = len(p.bytes) - at - int(p.jobs[i].Chunk.Stored)
+		}
+		p.jobs[i].Dst = unsafe.Add(mem[0].Ptr, at)
+	}
+	s, err := q.Get(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if r.IntN(5) == 0 {
+		p.bad = r.IntN(len(p.jobs))
+		c := &p.jobs[p.bad]
+		p.bytes[int(c.Src)+r.IntN(int(c.Chunk.Stored))] ^= byte(1 << r.IntN(8))
+	}
+	copy(s.Memory(), p.bytes)
+	s.Check()
+	own := s.(*Slot)
+	own.Loose()
+	own.Order(after, then)
+	return p, Filled{own, int64(len(p.bytes)), p.jobs, func(i int, err error) { p.failures[i] = err; p.calls[i]++ }}
+}
+
+// Pieces that go up together land as each would alone: every byte, and the error of one
+// changed bit at the task that has it; the other tasks of all pieces land. All slots come back.
+func TestSubmitAll(t *testing.T) {
+	r := random(t)
+	d, q := open(t, groupSlots+6, 192<<10)
+	var events [4]*Event
+	for i := range events {
+		v, err := d.NewEvent()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer v.Free()
+		events[i] = v
+	}
+	for range 8 {
+		var all []*parcel
+		var pieces []Filled
+		for range 1 + r.IntN(groupSlots+6) {
+			k := 2 * (r.IntN(8) / 7) // now and then the other order
+			p, piece := sending(t, d, q, r, r.IntN(6) == 0, events[k], events[k+1])
+			all, pieces = append(all, p), append(pieces, piece)
+		}
+		if err := q.SubmitAll(pieces); err != nil {
+			t.Fatal(err)
+		}
+		if err := q.Drain(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		for n, p := range all {
+			for i, err := range p.failures {
+				var wrong *errs.Mismatch
+				if p.calls[i] != 1 || errors.As(err, &wrong) != (i == p.bad) || err != nil && i != p.bad {
+					t.Errorf("piece %d, task %d: %d calls, %v", n, i, p.calls[i], err)
+				}
+				got := make([]byte, len(p.want[i]))
+				if err := d.Read(got, device.Memory{Ptr: p.jobs[i].Dst, Bytes: int64(len(got))}); err != nil {
+					t.Fatal(err)
+				}
+				if i != p.bad && !bytes.Equal(got, p.want[i]) {
+					t.Errorf("piece %d, task %d: other bytes", n, i)
+				}
+			}
+			p.mem.Release()
+		}
+	}
+}
