@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..dtypes import PACKED, nbytes, packed_shape
@@ -34,6 +35,13 @@ def shard_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
     shorter or empty."""
     block = -(-size // ranks)
     return min(rank * block, size), min((rank + 1) * block, size)
+
+
+@lru_cache
+def _part(shape: tuple[int, ...], dim: int, ranks: int, rank: int) -> tuple[int, ...]:
+    # The shape of a rank's block. A model has few.
+    lo, hi = shard_range(shape[dim], ranks, rank)
+    return (*shape[:dim], hi - lo, *shape[dim + 1 :])
 
 
 def torch_shape(row: Any) -> tuple[int, ...]:
@@ -80,10 +88,7 @@ class ExchangeContext:
 
     def part_shape(self, task: Task, rank: int) -> tuple[int, ...]:
         """The shape of what a rank gets of a task."""
-        if task.dim is None:
-            return task.shape
-        lo, hi = self.block(task, rank)
-        return (*task.shape[: task.dim], hi - lo, *task.shape[task.dim + 1 :])
+        return task.shape if task.dim is None else _part(task.shape, task.dim, self.members.size, rank)
 
     def block_read(self, task: Task, rank: int) -> tuple[int, int, int, int] | None:
         """The ranges of dims 0 and 1 that the engine reads of a task for a rank;

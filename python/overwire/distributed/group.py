@@ -8,6 +8,7 @@ gave a group.
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 import pickle
 import socket
@@ -109,11 +110,13 @@ class Members:
 
         return self.link_device("cpu") or f"cuda:{torch.cuda.current_device()}"
 
-    def exchange(self, work: Callable[[], _T]) -> list[_T]:
+    def exchange(self, work: Callable[[], _T], alike: bool = False) -> list[_T]:
         """Collective: does `work` here and returns what it gave on each rank.
 
         If it raised on any rank, all raise: that rank its own error, the others
-        one of the same class that names the rank.
+        one of the same class that names the rank. alike: all ranks of a host are
+        expected to give the same, which their digests then show in a quarter of the time;
+        its repr says all of it.
         """
         result: Any = None
         error: BaseException | None = None
@@ -121,6 +124,12 @@ class Members:
             result = work()
         except BaseException as caught:
             error = caught
+        if alike and self.hosts == 1:
+            digest = hashlib.sha256(repr(result).encode()).digest()
+            words = [int.from_bytes(digest[at : at + 7], "little") for at in range(0, 28, 7)]  # 56 bits: it has no sign
+            failed, *most = self._most([int(error is not None), *words, *(-word for word in words)], "int64")
+            if not failed and most == [*words, *(-word for word in words)]:
+                return [result] * self.size
         found: list[Any] = [None] * self.size
         with _reaching():
             self._dist.all_gather_object(found, (_portable(error), result), group=self.group)
@@ -131,12 +140,7 @@ class Members:
         """Collective: raises on all ranks if there is an error on one; else
         returns the most seconds of any rank. ours: an error that may come of
         another rank's (False) is not raised where there is one that does not."""
-        import torch
-
-        flags = torch.tensor([0.0 if error is None else 1.0, seconds], dtype=torch.float64, device=self._flags_device())
-        with _reaching():
-            self._dist.all_reduce(flags, self._dist.ReduceOp.MAX, group=self.group)
-            failed, most = flags.tolist()
+        failed, most = self._most([0.0 if error is None else 1.0, seconds], "float64")
         if failed:
             faults: list[Any] = [None] * self.size
             with _reaching():
@@ -144,6 +148,16 @@ class Members:
             sure = any(fault is not None and known for fault, known in faults)
             self._raise_first([fault if known or not sure else None for fault, known in faults], error if ours or not sure else None)
         return float(most)
+
+    def _most(self, mine: list[Any], dtype: str) -> list[Any]:
+        # Collective: the most of any rank, of each number.
+        import torch
+
+        flags = torch.tensor(mine, dtype=getattr(torch, dtype), device=self._flags_device())
+        with _reaching():
+            self._dist.all_reduce(flags, self._dist.ReduceOp.MAX, group=self.group)
+            found: list[Any] = flags.tolist()
+        return found
 
     def _raise_first(self, faults: list[bytes | None], mine: BaseException | None) -> None:
         if mine is not None:

@@ -135,7 +135,7 @@ def begun(
 
     with current(device):
         try:
-            reports = members.exchange(begin)
+            reports = members.exchange(begin, alike=True)
             opened[0].meet(reports)
             yield opened[0]
         finally:
