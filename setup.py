@@ -50,22 +50,27 @@ TAGS = "pyext," + GO_TAGS
 # Packages whose functions are not inlined, 0.7 MB of a wheel: what speaks with stores, what
 # runs once a command, a connection, a read or a save, and none that our loops over bytes call.
 LEAN = (
-    "bufio compress/flate compress/gzip context crypto/dsa crypto/ecdh crypto/ecdsa crypto/ed25519 crypto/elliptic "
-    "crypto/hkdf crypto/hpke crypto/internal/fips140/bigmod crypto/internal/fips140/ecdh crypto/internal/fips140/ecdsa "
-    "crypto/internal/fips140/ed25519 crypto/internal/fips140/edwards25519/... crypto/internal/fips140/mlkem "
-    "crypto/internal/fips140/nistec/... crypto/internal/fips140/rsa crypto/mlkem crypto/rsa crypto/tls crypto/x509/... "
-    "encoding/asn1 encoding/json encoding/pem encoding/xml errors flag fmt html internal/poll io/fs log math/big mime/... "
-    "net net/http/... net/netip net/textproto net/url os os/exec os/user path/... reflect regexp/... syscall text/... time "
-    "vendor/... github.com/aws/... github.com/dustin/... github.com/klauspost/cpuid/... github.com/redis/... "
-    "golang.org/x/net/... golang.org/x/text/..."
+    "bufio compress/flate compress/gzip container/list context crypto/dsa crypto/ecdh crypto/ecdsa crypto/ed25519 "
+    "crypto/elliptic crypto/hkdf crypto/hmac crypto/hpke crypto/internal/fips140/bigmod "
+    "crypto/internal/fips140/drbg crypto/internal/fips140/ecdh crypto/internal/fips140/ecdsa "
+    "crypto/internal/fips140/ed25519 crypto/internal/fips140/edwards25519/... crypto/internal/fips140/hkdf "
+    "crypto/internal/fips140/mlkem crypto/internal/fips140/nistec/... crypto/internal/fips140/rsa "
+    "crypto/internal/fips140/tls12 crypto/internal/fips140/tls13 crypto/mlkem crypto/rsa crypto/tls "
+    "crypto/x509/... encoding/asn1 encoding/base64 encoding/hex encoding/json encoding/pem encoding/xml errors "
+    "flag fmt github.com/aws/... github.com/dustin/... github.com/klauspost/cpuid/... github.com/redis/... "
+    "go.uber.org/atomic golang.org/x/net/... golang.org/x/sys/unix golang.org/x/text/... hash/crc64 html "
+    "internal/fmtsort internal/poll internal/saferio internal/singleflight internal/syscall/unix io/fs log "
+    "math/big mime/... net net/http/... net/netip net/textproto net/url os os/exec os/user path/... reflect "
+    "regexp/... syscall text/... time vendor/..."
 )
 # Of ours, likewise: the command line, its pages, stores, saves, what runs once a load, what lies
 # beside weights.
 OUR_LEAN = (
-    "bench bind/binding cli companions delta errs fetch internal/atomicfile internal/hostmem internal/near internal/nodes "
-    "internal/regular internal/sodium job knob load measure page peers preload save save/folders save/original save/stored serve sleep "
-    "source/cache source/http source/open source/parts source/pipe source/redis source/retry source/route source/s3 "
-    "source/spool tensorizer unpack"
+    "bench bind/api bind/binding cli companions delta device/pinned errs fetch format internal/atomicfile "
+    "internal/hostmem internal/near internal/nodes internal/regular internal/sodium job knob load measure page "
+    "peers preload save save/folders save/original save/stored serve sleep source/cache source/http source/memory "
+    "source/open source/parts source/pipe source/redis source/retry source/route source/s3 source/spool tensorizer "
+    "unpack"
 )
 EPOCH = 315532800  # 1980-01-01, the oldest time a zip can hold
 
