@@ -27,8 +27,9 @@ _WAYS = ("ipc", "nccl", "none")
 _DOC = """Loads a model by several processes of a torch.distributed group together: whole on each, and
 in tensor-parallel slices, compressed and plain, by each way of OVERWIRE_EXCHANGE (or by the one
 that it names). Beside them stand the floors of the machine, and other libraries that are installed. A
-row's time is the slowest rank's, of the best of --repeat loads behind the first; every tensor of
-every rank is compared before. It needs torch, and twice --size in the folder."""
+row's time is the slowest rank's, of the best of --repeat loads behind the first, and its processor
+time that of all ranks together; every tensor of every rank is compared before. It needs torch, and
+twice --size in the folder."""
 
 
 def _arguments(words: list[str]) -> argparse.Namespace:
@@ -61,7 +62,8 @@ def _say(line: str) -> None:
 
 
 def _show(row: dict[str, Any]) -> str:
-    rates = [f"{row[key]:8.2f} {unit}" for key, unit in (("rank", "GB/s a rank"), ("all", "in all"), ("first", "first")) if key in row]
+    units = {"rank": "GB/s a rank", "all": "in all", "first": "first", "cpu": "s of processors"}
+    rates = [f"{row[key]:8.2f} {unit}" for key, unit in units.items() if key in row]
     text = f"{row['row']:<58}" + " ".join(rates)
     if "floor" in row:
         text += f"   {row['floor']:.2f} of the floor"

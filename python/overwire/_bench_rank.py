@@ -89,14 +89,16 @@ class _Rank:
         dist.all_gather_object(found, value)
         return max(found)
 
-    def timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
-        """Collective: the slowest rank's seconds."""
+    def timed(self, work: Callable[[], Any]) -> tuple[float, float, Any]:
+        """Collective: the slowest rank's seconds, and all ranks' seconds of processor time."""
         dist.barrier()
         self.wait()
-        began = time.perf_counter()
+        began, spent = time.perf_counter(), time.process_time()
         got = work()
         self.wait()
-        return self.most(time.perf_counter() - began), got
+        every: list[Any] = [None] * self.ranks
+        dist.all_gather_object(every, (time.perf_counter() - began, time.process_time() - spent))
+        return max(seconds for seconds, _ in every), sum(spent for _, spent in every), got
 
     def say(self, **row: Any) -> None:
         if self.rank == 0:
@@ -141,10 +143,11 @@ class _Rank:
             raise SystemExit(f"{title}: rank {self.rank}: {wrong or 'another rank'} is wrong")
         return sum(tensor.nbytes for tensor in got.values())
 
-    def reading(self, path: Path, mine: bool) -> tuple[float, int]:
+    def reading(self, path: Path, mine: bool) -> tuple[float, float, int]:
         """Collective: every rank reads its part of a file, or rank 0 all of it, by threads
         that know nothing of tensors, into pinned memory, from which it is copied to the GPU
-        meanwhile; on the host, into memory that was written before. Seconds and bytes in all."""
+        meanwhile; on the host, into memory that was written before. Seconds, those of processor
+        time, and bytes in all."""
         size = path.stat().st_size
         low, high = (size * self.rank // self.ranks, size * (self.rank + 1) // self.ranks) if mine else (0, size if self.rank == 0 else 0)
         threads = max(2, _THREADS // self.ranks, min(_THREADS, (os.cpu_count() or 1) // self.ranks))
@@ -155,34 +158,34 @@ class _Rank:
         def read() -> None:
             read_floor(str(path), low, high, number, here.data_ptr(), slots.data_ptr(), threads)
 
-        return min(self.timed(read)[0] for _ in range(self.repeat + 1)), size
+        return (*min(self.timed(read)[:2] for _ in range(self.repeat + 1)), size)
 
     def measure_floors(self) -> None:
         """What the machine allows: each rank its part, and one rank all."""
         for name in ("packed", "plain"):
-            seconds, size = self.reading(self.folder / f"{name}.safetensors", True)
+            seconds, spent, size = self.reading(self.folder / f"{name}.safetensors", True)
             # All ranks together get the file once; its tensors are more than its bytes.
             rate = self.bytes / seconds / 1e9
             self.floors[name] = rate
-            self.say(row=f"floor: {_title(name)}, each rank reads its part", all=rate, stored=size / seconds / 1e9)
-            seconds, size = self.reading(self.folder / f"{name}.safetensors", False)
-            self.say(row=f"floor: {_title(name)}, rank 0 reads all", all=self.bytes / seconds / 1e9, stored=size / seconds / 1e9)
+            self.say(row=f"floor: {_title(name)}, each rank reads its part", all=rate, stored=size / seconds / 1e9, cpu=spent)
+            seconds, spent, size = self.reading(self.folder / f"{name}.safetensors", False)
+            self.say(row=f"floor: {_title(name)}, rank 0 reads all", all=self.bytes / seconds / 1e9, stored=size / seconds / 1e9, cpu=spent)
 
     def row(self, title: str, load: Callable[[], dict[str, Any]], shard: Any, floor: float) -> None:
         """Collective: compares a load, then times it."""
-        first, got = self.timed(load)
+        first, _, got = self.timed(load)
         held = self.check(title, got, shard)
         times = []
         for _ in range(self.repeat):
             del got
-            seconds, got = self.timed(load)
-            times.append(seconds)
+            seconds, spent, got = self.timed(load)
+            times.append((seconds, spent))
         self.check(title, got, shard)
         everywhere: list[Any] = [None] * self.ranks
         dist.all_gather_object(everywhere, held)
-        seconds = min(times)
+        seconds, spent = min(times)
         row: dict[str, Any] = {"row": title, "rank": max(everywhere) / seconds / 1e9, "all": sum(everywhere) / seconds / 1e9}
-        row["first"] = max(everywhere) / first / 1e9
+        row["first"], row["cpu"] = max(everywhere) / first / 1e9, spent
         if floor:  # of reading: every byte is read once, on however many ranks it ends
             row["floor"] = self.bytes / seconds / 1e9 / floor
         self.say(**row, verified=True)
