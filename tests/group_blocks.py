@@ -187,7 +187,7 @@ def shards(folder: Path, at: Path) -> list[Path]:
     """Files that have tensors of one name, tied ones, every codec, and nothing to want."""
     sizes = {"a": (1021, 512), "b": (700, 1030), "c": (512, 600), "unwanted": (300, 300)}
     if dist.get_rank() == 0:
-        at.mkdir()
+        at.mkdir(exist_ok=True)  # another test may have made them
         for seed, (name, shape) in enumerate(sizes.items()):
             torch.manual_seed(seed)
             same = torch.randn(shape).bfloat16()
