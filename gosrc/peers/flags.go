@@ -33,8 +33,8 @@ type line struct {
 }
 
 // lifeEvery is how often those that wait ask for a process's life, and look for what rings
-// no bell of theirs.
-const lifeEvery = 20 * time.Millisecond
+// no bell of theirs. A test makes it longer.
+var lifeEvery = 20 * time.Millisecond
 
 // The operations of futex(2). The memory is that of several processes.
 const (

@@ -79,6 +79,36 @@ func TestTogether(t *testing.T) {
 	over(t, all)
 }
 
+// A process that waits is woken by what it waits for, not only when it next looks for itself.
+func TestBell(t *testing.T) {
+	usual := lifeEvery
+	lifeEvery = time.Hour
+	defer func() { lifeEvery = usual }()
+	all := together(t, 2)
+	woken := make(chan error)
+	for name, step := range map[string]struct {
+		wait func() error
+		then func()
+	}{
+		"piece": {func() error { return all[0].AwaitPiece(t.Context(), 1, 1) }, func() { all[1].Publish(1) }},
+		"taken": {func() error { return all[1].AwaitTaken(t.Context(), 1) }, func() { all[0].Taken(1) }},
+	} {
+		go func() { woken <- step.wait() }()
+		time.Sleep(20 * time.Millisecond) // it waits, most likely
+		step.then()
+		if err := <-woken; err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	go func() { woken <- all[0].AwaitPiece(t.Context(), 1, 2) }()
+	time.Sleep(20 * time.Millisecond)
+	all[1].Trouble()
+	if err := <-woken; !errors.Is(err, ErrOther) {
+		t.Error(err)
+	}
+	over(t, all)
+}
+
 // Trouble of one ends the waiting of all, by an error of its own class.
 func TestTrouble(t *testing.T) {
 	all := together(t, 3)
