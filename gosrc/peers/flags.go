@@ -48,6 +48,13 @@ func (l *line) ring() {
 	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(&l.bell)), futexWake, math.MaxInt32, 0, 0, 0)
 }
 
+// set sets one of the line's numbers.
+func (l *line) set(number *atomic.Uint64, to int) {
+	if number.Swap(uint64(to)) != uint64(to) {
+		l.ring()
+	}
+}
+
 // listen waits until the line's bell is not `heard`, or for lifeEvery. time.Sleep would be
 // late by up to a millisecond: in a process whose goroutines all wait, Go's timers are as
 // coarse as epoll_wait's.
@@ -77,15 +84,13 @@ func (p *Peers) show(own *line) {
 // Publish says that the first pieces of this process's memory are complete.
 func (p *Peers) Publish(pieces int) {
 	own := p.lines[p.mine.Rank]
-	own.published.Store(uint64(pieces))
-	own.ring()
+	own.set(&own.published, pieces)
 }
 
 // Taken says that this process needs the first pieces no more, in any memory.
 func (p *Peers) Taken(pieces int) {
 	own := p.lines[p.mine.Rank]
-	own.taken.Store(uint64(pieces))
-	own.ring()
+	own.set(&own.taken, pieces)
 }
 
 // Trouble says that this process has failed: those that wait for it stop.

@@ -184,7 +184,7 @@ func (p *Peers) End(good bool) error {
 	p.ended = true
 	own := p.lines[p.mine.Rank]
 	if !good {
-		own.trouble.Store(1)
+		p.Trouble()
 	}
 	p.letGo()
 	own.ended.Store(1)
