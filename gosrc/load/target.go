@@ -67,7 +67,7 @@ func Ring(m plan.Machine) (slots int, bytes int64) {
 	switch {
 	case m.OwnSlots():
 		return cuda.FinestRing()
-	case m.RangeBytes > 0:
+	case m.RangeBytes > 0 || m.Exchange:
 		return cuda.FineRing()
 	}
 	return cuda.Ring()

@@ -40,10 +40,10 @@ const (
 	fewFeeders = 2
 )
 
-// OwnSlots reports whether each reader fills slots of its own, so small that its core's cache
-// still has them. They pay where the driver takes many at once, which need no kernels of
-// their own.
-func (m Machine) OwnSlots() bool { return m.Exchange && m.RangeBytes == 0 }
+// OwnSlots reports whether each reader of local files fills slots of its own, so small that
+// its core's cache still has them. They pay where the driver takes many at once, which need
+// no kernels of their own.
+func (m Machine) OwnSlots() bool { return m.Exchange && m.Concurrency == 0 }
 
 // Limits chooses the size of reads. On the host it is about one compressed chunk,
 // which is then still in the second-level cache when it is decoded. For a device

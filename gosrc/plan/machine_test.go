@@ -23,7 +23,7 @@ func TestMachine(t *testing.T) {
 		{"one of four ranks, many cores", Machine{Cores: 64, SlotBytes: slot, Ranks: 4}, Limits{Piece: slot, Gap: 256 << 10, Share: 1 << 20}, 16},
 		{"one of two ranks, more cores", Machine{Cores: 256, SlotBytes: slot, Ranks: 2}, Limits{Piece: slot, Gap: 256 << 10, Share: 1 << 20}, 16},
 		{"one of two ranks that exchange", Machine{Cores: 32, SlotBytes: slot, Ranks: 2, Exchange: true}, Limits{Piece: slot, Gap: 256 << 10}, 11},
-		{"one of two ranks that exchange, in steps", Machine{Cores: 32, SlotBytes: slot, Ranks: 2, Exchange: true, RangeBytes: rng}, Limits{Piece: slot, Gap: 256 << 10, Share: 1 << 20}, 11},
+		{"one of two ranks that exchange, remote", Machine{Cores: 32, SlotBytes: slot, Ranks: 2, Exchange: true, Concurrency: 64}, Limits{Piece: slot, Gap: 512 << 10, Share: 4 << 20}, 64},
 		{"one of two ranks that exchange, more cores", Machine{Cores: 256, SlotBytes: slot, Ranks: 2, Exchange: true}, Limits{Piece: slot, Gap: 256 << 10}, 16},
 		{"one of eight ranks that exchange, few cores", Machine{Cores: 8, SlotBytes: slot, Ranks: 8, Exchange: true}, Limits{Piece: slot, Gap: 256 << 10}, 3},
 		{"one of four ranks, the host", Machine{Cores: 16, Ranks: 4}, Limits{Piece: 1 << 20, Gap: 64 << 10, InPlace: true}, 5},

@@ -77,7 +77,7 @@ func Ring() (slots int, bytes int64) { return ring.slots, ring.bytes }
 func FineRing() (slots int, bytes int64) { return divided(2) }
 
 // FinestRing divides it so that a slot fits the second-level cache of a core, whose reader
-// fills it alone: for ranks that exchange small pieces; see SubmitAll.
+// fills it alone: for ranks that exchange what they read of local files; see SubmitAll.
 func FinestRing() (slots int, bytes int64) { return divided(4) }
 
 func divided(by int64) (slots int, bytes int64) {
