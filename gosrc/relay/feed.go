@@ -44,7 +44,7 @@ func newFeedQueue(feed *cuda.Queue, r *Relay) *feedQueue {
 				all = append(all, <-q.todo)
 			}
 			err := spawn.Guard("relay feed", func() error { q.submit(all); return nil })
-			for i := range all {
+			for i := range all { // after a panic, also tasks that have ended: an error ends the load once
 				for task := 0; err != nil && task < len(all[i].Tasks); task++ {
 					all[i].Done(task, err)
 				}

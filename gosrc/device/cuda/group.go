@@ -5,7 +5,7 @@ package cuda
 // This file submits several slots as one: each call of the driver takes microseconds, and
 // slots that fit a core's cache are thousands a load.
 
-// groupSlots is more slots than are worth waiting for each other.
+// groupSlots is the most slots that are worth waiting for each other.
 const groupSlots = 16
 
 // SubmitAll is Submit for each piece, in their order. Neighbours of one Order that are

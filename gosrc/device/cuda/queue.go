@@ -84,7 +84,7 @@ type Slot struct {
 	count    int      // tasks of the piece
 	rounds   int      // of the last piece
 	with     []*Slot  // whose work this one's includes; see SubmitAll
-	taken    [2]int64 // bytes copied and decoded, while the queue is timed
+	taken    [2]int64 // bytes copied and decoded, for the trace
 	done     func(task int, err error)
 	failures map[int]error // by task
 	build    build
@@ -467,10 +467,10 @@ func (q *Queue) complete() {
 			s.build.harvest()
 			q.reportTimes(s)
 		}
+		s.tell(err)
 		for _, m := range s.with {
 			m.tell(err)
 		}
-		s.tell(err)
 		q.back(s)
 		q.mu.Lock()
 		if q.inflight--; q.inflight == 0 {
