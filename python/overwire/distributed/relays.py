@@ -88,10 +88,13 @@ def connect(members: Members, job: Job | None, error: BaseException | None) -> s
 
 
 def _failed(job: Job) -> BaseException | None:
+    # Why this rank's reading has failed; not why it cannot map the others, or they have ended.
     try:
         job.ended(_SETTLED)
+    except NotSupportedError:
+        return None
     except BaseException as error:
-        return error
+        return error if (job.report() or {}).get("ours", True) else None
     return None
 
 
