@@ -174,6 +174,10 @@ def blocks(folder: Path) -> None:
     assert together(good, prepared=(lambda: None) if rank == 1 else None) == "rank 1 has no plan"
     other = plumbing.Blocks(DEVICE, [], [], ["another table"])
     assert together(good, prepared=(lambda: other) if rank == 1 else None) == "tables differ between ranks 0 and 1"
+    if rank == 1:
+        relays.relay_join = lambda *_: (_ for _ in ()).throw(ow.NotSupportedError("overwire: no peer access"))
+    assert together(good) == ("" if rank == 1 else "on rank 1: ") + "no peer access"
+    relays.relay_join = _verbs.relay_join
     for lost in blinded():
         why = together(good)
         assert why and (rank != lost or "cannot be reached" in why), why

@@ -381,8 +381,15 @@ def mapped(folder: Path) -> None:
         raise AssertionError("rank 1's error is lost")
     relays.relay_aim = aim
 
+    if rank == 1:  # one that cannot, or may not, map the others
+        relays.relay_join = lambda *_: (_ for _ in ()).throw(ow.NotSupportedError("overwire: no peer access"))
     want = expected(good, {}, rank, size)
-    for lost in blinded():  # one that cannot, or may not, map the others
+    for _ in range(2):
+        same(ow.load_file(good, group=world, device=DEVICE), want)
+        assert members.unreachable == ("" if rank == 1 else "on rank 1: ") + "no peer access"
+    relays.relay_join = _verbs.relay_join
+    members.unreachable = ""
+    for lost in blinded():
         for _ in range(2):
             same(ow.load_file(good, group=world, device=DEVICE), want)
             assert members.unreachable and (rank != lost or "cannot be reached" in members.unreachable), members.unreachable
