@@ -24,8 +24,6 @@ type feedQueue struct {
 	r    *Relay
 	todo chan submission
 	left sync.WaitGroup // submissions
-
-	pieces []cuda.Filled // of submit
 }
 
 type submission struct {
@@ -62,8 +60,7 @@ func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, do
 	return nil
 }
 
-// submit submits what is of a piece of the relay together, the first pieces first: others
-// wait for them.
+// submit submits slots together, those of the first pieces first: others wait for them.
 func (q *feedQueue) submit(all []submission) {
 	r := q.r
 	for i := range all {
@@ -74,16 +71,15 @@ func (q *feedQueue) submit(all []submission) {
 		s.Slot.Loose() // a share has its chunks as they lie in the file
 	}
 	slices.SortStableFunc(all, func(a, b submission) int { return cmp.Compare(a.to, b.to) })
-	for len(all) > 0 {
-		n, chunks := 0, 0
-		q.pieces = q.pieces[:0]
-		for ; n < len(all) && all[n].to == all[0].to; n++ {
-			q.pieces, chunks = append(q.pieces, all[n].Filled), chunks+len(all[n].Tasks)
-		}
-		if q.SubmitAll(q.pieces) == nil { // else done has said it
-			r.landed(all[0].to, chunks)
-		}
-		all = all[n:]
+	pieces := make([]cuda.Filled, len(all))
+	for i := range all {
+		pieces[i] = all[i].Filled
+	}
+	if q.SubmitAll(pieces) != nil {
+		return // done has said it
+	}
+	for i := range all {
+		r.landed(all[i].to, len(all[i].Tasks))
 	}
 }
 
