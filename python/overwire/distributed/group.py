@@ -127,8 +127,9 @@ class Members:
         if alike and self.hosts == 1:
             digest = hashlib.sha256(repr(result).encode()).digest()
             words = [int.from_bytes(digest[at : at + 7], "little") for at in range(0, 28, 7)]  # 56 bits: it has no sign
-            failed, *most = self._most([int(error is not None), *words, *(-word for word in words)], "int64")
-            if not failed and most == [*words, *(-word for word in words)]:
+            mine = [*words, *(-word for word in words)]  # the most of these: the greatest and the least of each word
+            failed, *most = self._most([int(error is not None), *mine], "int64")
+            if not failed and most == mine:
                 return [result] * self.size
         found: list[Any] = [None] * self.size
         with _reaching():
