@@ -50,6 +50,23 @@ func begun(t testing.TB) *Device {
 	return d
 }
 
+// faked gives a queue on a fake device of its own. end closes both and says what is left.
+func faked(t *testing.T, slots int, slotBytes int64) (d *Device, q *Queue, end func() string) {
+	t.Helper()
+	ended := Fake(64 << 20)
+	d, err := Open(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if q, err = d.Queue(slots, slotBytes); err != nil {
+		t.Fatal(err)
+	}
+	return d, q, func() string {
+		q.Close()
+		return ended()
+	}
+}
+
 func TestAvailable(t *testing.T) {
 	useFake(1 << 20)
 	if err := Available(); err != nil {

@@ -43,8 +43,7 @@ func (s *Slot) join(other *Slot) bool {
 		return false
 	}
 	b.summing += o.summing
-	s.taken[0] += other.taken[0]
-	s.taken[1] += other.taken[1]
+	s.copied += other.copied
 	s.with = append(s.with, other)
 	return true
 }

@@ -9,15 +9,7 @@ import "testing"
 func TestSubmitAllShares(t *testing.T) {
 	r := random(t)
 	d, q := open(t, groupSlots+6, 192<<10)
-	var events [4]*Event
-	for i := range events {
-		v, err := d.NewEvent()
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer v.Free()
-		events[i] = v
-	}
+	events := orders(t, d)
 	for _, c := range []struct{ slots, others, kernels int }{{1, 0, 1}, {groupSlots, 0, 1}, {groupSlots + 1, 0, 2}, {3, 3, 2}} {
 		var pieces []Filled
 		for i := range c.slots + c.others {
@@ -25,16 +17,9 @@ func TestSubmitAllShares(t *testing.T) {
 			if i >= c.slots {
 				k = 2
 			}
-			var p *parcel
-			var piece Filled
-			for len(pieces) == i { // one without a coded chunk
-				if p, piece = sending(t, d, q, r, false, events[k], events[k+1]); p.jobs[len(p.jobs)-1].Chunk.Transform == 0 {
-					pieces = append(pieces, piece)
-				} else {
-					q.Put(piece.Slot)
-				}
-				defer p.mem.Release()
-			}
+			p, piece := sending(t, d, q, r, alike, events[k], events[k+1])
+			defer p.mem.Release()
+			pieces = append(pieces, piece)
 		}
 		FakeHistory()
 		if err := q.SubmitAll(pieces); err != nil {
@@ -58,19 +43,11 @@ func TestSubmitAllShares(t *testing.T) {
 func TestSubmitAllFails(t *testing.T) {
 	r := random(t)
 	for nth, reached := int64(1), true; reached; nth++ {
-		end := Fake(64 << 20)
-		d, err := Open(0)
-		if err != nil {
-			t.Fatal(err)
-		}
-		q, err := d.Queue(4, 192<<10)
-		if err != nil {
-			t.Fatal(err)
-		}
+		d, q, end := faked(t, 4, 192<<10)
 		var all []*parcel
 		var pieces []Filled
 		for i := range 4 {
-			p, piece := sending(t, d, q, r, i == 2, &Event{}, &Event{})
+			p, piece := sending(t, d, q, r, []int{alike, alike, scattered, encoded}[i], &Event{}, &Event{})
 			all, pieces = append(all, p), append(pieces, piece)
 		}
 		before := FakeCalls()
@@ -92,7 +69,6 @@ func TestSubmitAllFails(t *testing.T) {
 		if failed && !some {
 			t.Errorf("call %d failed, and no task heard of it", nth)
 		}
-		q.Close()
 		if left := end(); left != "" {
 			t.Errorf("call %d: left: %s", nth, left)
 		}

@@ -23,17 +23,38 @@ type parcel struct {
 	bad      int // the task whose bytes were changed; -1: none
 }
 
-// sending fills a slot with some raw tasks that lie at their destination as in the slot or,
-// scattered, the other way round, and sums them.
-func sending(t *testing.T, d *Device, q *Queue, r *rand.Rand, scattered bool, after, then *Event) (*parcel, Filled) {
+// Kinds of parcels: raw tasks that lie at their destination as in the slot, or the other way
+// round, or with a coded one, which goes up alone.
+const (
+	alike = iota
+	scattered
+	encoded
+)
+
+// orders makes the events of two Orders, freed with the test.
+func orders(t *testing.T, d *Device) (all [4]*Event) {
+	t.Helper()
+	for i := range all {
+		v, err := d.NewEvent()
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(v.Free)
+		all[i] = v
+	}
+	return all
+}
+
+// sending fills a slot with a parcel of a kind, and sums its tasks.
+func sending(t *testing.T, d *Device, q *Queue, r *rand.Rand, kind int, after, then *Event) (*parcel, Filled) {
 	t.Helper()
 	p := &parcel{bad: -1}
 	for range 2 + r.IntN(4) {
 		p.bytes = append(p.bytes, make([]byte, r.IntN(looseGap))...)
 		p.raw(weights(r, x16.Bytes, 1+r.IntN(20_000)))
 	}
-	if !scattered && r.IntN(4) == 0 {
-		p.coded(weights(r, x16.BF16, 4096), x16.BF16) // goes up alone
+	if kind == encoded && !p.coded(weights(r, x16.BF16, 4096), x16.BF16) {
+		t.Fatal("4096 bytes do not compress")
 	}
 	p.sum()
 	mem, err := d.Alloc([]int64{int64(len(p.bytes)) + 8192})
@@ -43,7 +64,7 @@ func sending(t *testing.T, d *Device, q *Queue, r *rand.Rand, scattered bool, af
 	p.mem, p.failures, p.calls = mem[0], make([]error, len(p.jobs)), make([]int, len(p.jobs))
 	for i := range p.jobs {
 		at := int(p.jobs[i].Src)
-		if scattered {
+		if kind == scattered {
 			at = len(p.bytes) - at - int(p.jobs[i].Chunk.Stored)
 		}
 		p.jobs[i].Dst = unsafe.Add(mem[0].Ptr, at)
@@ -70,21 +91,13 @@ func sending(t *testing.T, d *Device, q *Queue, r *rand.Rand, scattered bool, af
 func TestSubmitAll(t *testing.T) {
 	r := random(t)
 	d, q := open(t, groupSlots+6, 192<<10)
-	var events [4]*Event
-	for i := range events {
-		v, err := d.NewEvent()
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer v.Free()
-		events[i] = v
-	}
+	events := orders(t, d)
 	for range 8 {
 		var all []*parcel
 		var pieces []Filled
 		for range 1 + r.IntN(groupSlots+6) {
 			k := 2 * (r.IntN(8) / 7) // now and then the other order
-			p, piece := sending(t, d, q, r, r.IntN(6) == 0, events[k], events[k+1])
+			p, piece := sending(t, d, q, r, []int{alike, alike, alike, alike, scattered, encoded}[r.IntN(6)], events[k], events[k+1])
 			all, pieces = append(all, p), append(pieces, piece)
 		}
 		if err := q.SubmitAll(pieces); err != nil {

@@ -36,15 +36,7 @@ var looseCases = []looseCase{
 func TestLoose(t *testing.T) {
 	r := random(t)
 	for _, c := range looseCases {
-		end := Fake(64 << 20)
-		d, err := Open(0)
-		if err != nil {
-			t.Fatal(err)
-		}
-		q, err := d.Queue(2, 1<<20)
-		if err != nil {
-			t.Fatal(err)
-		}
+		d, q, end := faked(t, 2, 1<<20)
 		var bytesOf, want []byte
 		var tasks []device.DecodeTask
 		var at []int
@@ -106,7 +98,6 @@ func TestLoose(t *testing.T) {
 			t.Errorf("%s: other bytes", c.name)
 		}
 		mem[0].Release()
-		q.Close()
 		if left := end(); left != "" {
 			t.Errorf("%s: left: %s", c.name, left)
 		}
@@ -116,15 +107,7 @@ func TestLoose(t *testing.T) {
 // What a slot with an Order writes waits for its event, also where no kernel runs; the other
 // event is that of its end, and of the ends of all before it, whether they used kernels or not.
 func TestLooseOrder(t *testing.T) {
-	end := Fake(64 << 20)
-	d, err := Open(0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	q, err := d.Queue(4, 1<<20)
-	if err != nil {
-		t.Fatal(err)
-	}
+	d, q, end := faked(t, 4, 1<<20)
 	mem, err := d.Alloc([]int64{4096})
 	if err != nil {
 		t.Fatal(err)
@@ -190,7 +173,6 @@ func TestLooseOrder(t *testing.T) {
 	after.Free()
 	then.Free()
 	mem[0].Release()
-	q.Close()
 	if left := end(); left != "" {
 		t.Error(left)
 	}

@@ -91,10 +91,22 @@ func (q *Queue) reportTimes(s *Slot) {
 		return
 	}
 	at := func(k int) time.Time { return origin.Add(time.Duration(float64(s.c.at[k]) * 1e6)) }
-	if s.taken[0] > 0 {
-		trace("copy", 0, at(0), at(1), s.taken[0])
+	if s.copied > 0 {
+		trace("copy", 0, at(0), at(1), s.copied)
 	}
 	if s.c.nlaunches > 0 {
-		trace("decode", 1+int(s.c.stream), at(2), at(3), s.taken[1])
+		decoded := s.logical()
+		for _, m := range s.with {
+			decoded += m.logical()
+		}
+		trace("decode", 1+int(s.c.stream), at(2), at(3), decoded)
 	}
+}
+
+// logical is the tensor bytes of a slot's tasks.
+func (s *Slot) logical() (n int64) {
+	for i := range s.build.tasks {
+		n += int64(s.build.tasks[i].Chunk.Logical)
+	}
+	return n
 }

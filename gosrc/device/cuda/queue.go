@@ -78,13 +78,13 @@ type Slot struct {
 	devLen   int64
 	dev      uint64 // of Bytes, where the kernels read them: in the staging, or in place
 	owned    bool
-	reader   int      // who filled it last, alone; or anyone
-	loose    bool     // see Loose
-	checks   bool     // see Check
-	count    int      // tasks of the piece
-	rounds   int      // of the last piece
-	with     []*Slot  // whose work this one's includes; see SubmitAll
-	taken    [2]int64 // bytes copied and decoded, for the trace
+	reader   int     // who filled it last, alone; or anyone
+	loose    bool    // see Loose
+	checks   bool    // see Check
+	count    int     // tasks of the piece
+	rounds   int     // of the last piece
+	with     []*Slot // whose work this one's includes; see SubmitAll
+	copied   int64   // bytes, for the trace
 	done     func(task int, err error)
 	failures map[int]error // by task
 	build    build
@@ -359,12 +359,9 @@ func (s *Slot) begin(n int64, tasks []device.DecodeTask, done func(task int, err
 	s.owned = false
 	s.count, s.done = len(tasks), done
 	clear(s.failures)
-	s.taken = [2]int64{n, 0}
+	s.copied = n
 	if s.read() {
-		s.taken[0] = 0 // but for what round copies
-	}
-	for i := range tasks {
-		s.taken[1] += int64(tasks[i].Chunk.Logical)
+		s.copied = 0 // but for what round copies
 	}
 	s.build.begin(s, n, tasks)
 }
@@ -427,7 +424,7 @@ func (q *Queue) round(s *Slot, b *build) error {
 	b.write()
 	for i := range b.copies {
 		if s.read() {
-			s.taken[0] += int64(b.copies[i].n)
+			s.copied += int64(b.copies[i].n)
 		}
 	}
 	var e C.struct_owcu_error
