@@ -31,7 +31,7 @@ def prepare(folder: Path) -> None:
     overwire.save_file(weights, folder / "model/model.safetensors", max_shard_size="64KiB")
 
 
-GUIDES = ("../README", "start", "gpu", "several-gpus", "preload", "parts", "sleep", "coming-from", "troubleshooting")
+GUIDES = ("../README", "start", "gpu", "several-gpus", "preload", "parts", "sleep", "offload", "coming-from", "troubleshooting")
 
 
 @pytest.mark.parametrize("page", GUIDES)

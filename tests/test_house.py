@@ -28,6 +28,7 @@ LAYERS: list[tuple[str, str]] = [
     ("model", "model model.* stores records"),
     ("distributed", "distributed distributed.*"),  # below the verbs: load_file(group=) is one of them
     ("verbs", "verbs verbs.*"),
+    ("offloading", "offloading offloading.*"),
     ("bundles", "bundles bundles.* rebuild"),  # rebuild: pickles name it, so it stays where it is
     ("plumbing", "plumbing"),
     ("outside", "compat compat.* integrations integrations.* __main__ _bench _bench_*"),

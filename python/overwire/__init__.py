@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from .model.plan import LoadPlan, PlannedFile, PlannedTensor, plan
     from .model.reading import read_bytes
     from .model.selection import experts
+    from .offloading.offload import Offloaded, offload
     from .progress import Progress
     from .verbs.deltas import Delta, DeltaReport, DeltaRow, Diff, apply_delta, diff, merge_deltas, open_delta, save_delta
     from .verbs.digest import digest
@@ -91,6 +92,7 @@ __all__ = [
     "ModelMismatchError",
     "NotFoundError",
     "NotSupportedError",
+    "Offloaded",
     "OutOfMemoryError",
     "OverwireError",
     "Pinned",
@@ -129,6 +131,7 @@ __all__ = [
     "load_file",
     "load_model",
     "merge_deltas",
+    "offload",
     "open_delta",
     "patch_safetensors",
     "pin",
@@ -157,6 +160,7 @@ _HOMES = {
     "model.plan": ("LoadPlan", "PlannedFile", "PlannedTensor", "plan"),
     "model.reading": ("read_bytes",),
     "model.selection": ("experts",),
+    "offloading.offload": ("Offloaded", "offload"),
     "progress": ("Progress",),
     "verbs.deltas": ("Delta", "DeltaReport", "DeltaRow", "Diff", "apply_delta", "diff", "merge_deltas", "open_delta", "save_delta"),
     "verbs.digest": ("digest",),

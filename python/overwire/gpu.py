@@ -46,6 +46,7 @@ __all__ = [
     "encode",
     "follow",
     "glance",
+    "pack_streams",
     "refuse_capture",
     "stream_check",
     "stream_free",
@@ -260,7 +261,7 @@ def _became(made: Result) -> list[BaseException | int | None] | None:
 def decode(
     device: int,
     stream: int,
-    streams: Iterable[tuple[int, int, int, int, int]],
+    streams: Iterable[tuple[int, int, int, int, int]] | bytes,
     algorithm: str,
     *,
     bitstream: str = "native",
@@ -272,7 +273,8 @@ def decode(
     streams: of each its address and bytes, the address and exact bytes of its
         content, and the content bytes of a chunk (native; else those of all).
         Stored bytes are aligned to 8, for X16 to 16 (raw: 8 before a multiple of 16), the
-        content of X16 to 16.
+        content of X16 to 16. What is decoded again and again can be packed once, by
+        `pack_streams`.
     algorithm: one of `algorithms()`. bitstream: as in `codecs.encode`.
 
     Bytes need not be trusted: a stream that differs from its description becomes an
@@ -282,10 +284,15 @@ def decode(
     Raises ArgumentError, also where a content overlaps another or a stream,
     NotSupportedError, DeviceError, OutOfMemoryError.
     """
+    packed = streams if isinstance(streams, bytes) else pack_streams(streams)
+    return Batch(_verbs.gpu_decode(algorithm, device, stream, _KINDS[bitstream], len(after), _packed(after) + packed))
+
+
+def pack_streams(streams: Iterable[tuple[int, int, int, int, int]]) -> bytes:
+    """The streams of `decode`, checked and packed."""
     streams = list(streams)
     apart(streams, [one[2:4] for one in streams])
-    packed = b"".join([_five(*one) for one in streams])
-    return Batch(_verbs.gpu_decode(algorithm, device, stream, _KINDS[bitstream], len(after), _packed(after) + packed))
+    return b"".join([_five(*one) for one in streams])
 
 
 def glance(

@@ -1,0 +1,172 @@
+"""Which modules of a model are its blocks, and which of their parameters can go away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import ArgumentError, NotSupportedError
+from ..frameworks.torch import SAVED
+from ..verbs.sleeping import _dense
+
+__all__ = ["Block", "Weight", "choose_kept", "find_blocks", "weights_of"]
+
+# A module with more of a model's bytes than this share is cut where it has lists of modules.
+_LARGEST_SHARE = 1 / 16
+# It is cut only if its lists have this share of it: what is in none stays on the device.
+_LISTED_SHARE = 0.8
+
+
+class Weight(NamedTuple):
+    """A parameter that goes and comes with its block."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    device: torch.device  # where it was
+
+
+class Block(NamedTuple):
+    """A module whose weights come while it runs."""
+
+    name: str
+    module: torch.nn.Module
+    weights: list[Weight]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights."""
+        return sum(weight.parameter.nbytes for weight in self.weights)
+
+
+def find_blocks(model: torch.nn.Module, blocks: Iterable[Any] | None, prefix: str = "") -> list[Block]:
+    """The blocks of a model, in the order of its modules. Blocks that the caller names are
+    modules, names of modules, or a ModuleList; else they are the children of its lists of
+    modules, where a child with more than a sixteenth of the model is cut further.
+
+    Raises ArgumentError for what is no module of the model, for blocks that contain one
+    another, and where there is no list; NotSupportedError for a compiled model and for
+    parameters that are made of other tensors.
+    """
+    if hasattr(model, "_orig_mod"):
+        raise NotSupportedError(
+            "overwire: offload: a model compiled as a whole: compile its blocks, or offload before and compile these"
+        )
+    names = {module: name for name, module in model.named_modules()}
+    chosen = (
+        _named(model, names, blocks) if blocks is not None else list(_cut(model, _LARGEST_SHARE * _bytes_of(model)))
+    )
+    if not chosen:
+        kind = type(model).__name__
+        raise ArgumentError(
+            f"overwire: offload: {kind} has no ModuleList with parameters: say what its blocks are, blocks=[...]"
+        )
+    seen: set[torch.nn.Module] = set()
+    for module in chosen:
+        inside = set(module.modules())
+        if inside & seen:
+            raise ArgumentError(f"overwire: offload: block {names[module]!r} shares modules with another block")
+        seen |= inside
+    owners = _owners(model, chosen)
+    return [
+        Block(prefix + names[module], module, list(weights_of(module, prefix + names[module], owners)))
+        for module in chosen
+    ]
+
+
+def weights_of(module: torch.nn.Module, prefix: str, owners: dict[int, int]) -> Iterator[Weight]:
+    """The parameters of a block that no other module uses and whose memory is theirs alone."""
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "__tensor_flatten__"):
+            kind = type(parameter).__name__
+            raise NotSupportedError(
+                f"overwire: offload: {prefix}.{name} is a {kind}, which is made of other tensors", tensor=name
+            )
+        if (
+            owners.get(id(parameter)) == 1
+            and parameter.numel()
+            and parameter.dtype in SAVED
+            and _has_own_bytes(parameter)
+        ):
+            yield Weight(f"{prefix}.{name}", parameter, parameter.device)
+
+
+def choose_kept(blocks: Sequence[Block], keep: int) -> set[int]:
+    """The blocks that stay on the device, at most `keep` bytes of them: spread evenly, so
+    that others are fetched while they run."""
+    for count in range(len(blocks), 0, -1):
+        kept = {at * len(blocks) // count for at in range(count)}
+        if sum(blocks[at].nbytes for at in kept) <= keep:
+            return kept
+    return set()
+
+
+def _named(model: torch.nn.Module, names: dict[torch.nn.Module, str], blocks: Iterable[Any]) -> list[torch.nn.Module]:
+    modules = []
+    for block in blocks:
+        module = block
+        if isinstance(block, str):
+            try:
+                module = model.get_submodule(block)
+            except AttributeError as error:
+                raise ArgumentError(f"overwire: offload: blocks: {error}") from None
+        if not isinstance(module, torch.nn.Module) or module not in names or module is model:
+            raise ArgumentError(
+                f"overwire: offload: blocks: {block if isinstance(block, str) else type(block).__name__!r} is no part of the model"
+            )
+        modules.append(module)
+    return modules
+
+
+def _cut(module: torch.nn.Module, limit: float) -> Iterator[torch.nn.Module]:
+    for child in module.children():
+        if not isinstance(child, torch.nn.ModuleList):
+            yield from _cut(child, limit)
+            continue
+        for block in child:
+            inner = list(_cut(block, limit)) if _bytes_of(block) > limit else []
+            if sum(map(_bytes_of, inner)) >= _LISTED_SHARE * _bytes_of(block) > 0:
+                yield from inner
+            elif _bytes_of(block):
+                yield block
+
+
+def _bytes_of(module: torch.nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _owners(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> dict[int, int]:
+    # By id, in how many places a parameter or a part of its memory is used: blocks, and all
+    # that is in none. One that two use, tied weights, cannot go with one of them.
+    inside = {module: at for at, block in enumerate(blocks) for module in block.modules()}
+    places: dict[int, set[int]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for tensor in [*module._parameters.values(), *module._buffers.values()]:
+            if tensor is not None:
+                places.setdefault(id(tensor), set()).add(inside.get(module, -1))
+                tensors[id(tensor)] = tensor
+    spans = sorted(
+        (str(t.device), t.data_ptr(), t.data_ptr() + _extent(t), key)
+        for key, t in tensors.items()
+        if t.numel() and t.device.type != "meta"
+    )
+    counts = {key: len(where) for key, where in places.items()}
+    reach: tuple[str, int, int] = ("", 0, 0)  # device, end, id of what reaches furthest so far
+    for device, low, high, key in spans:
+        if reach[0] == device and low < reach[1]:
+            counts[key] += 1
+            counts[reach[2]] += 1
+        if reach[0] != device or high > reach[1]:
+            reach = (device, high, key)
+    return counts
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _has_own_bytes(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg() and _dense(tensor)

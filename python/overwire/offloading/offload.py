@@ -1,0 +1,393 @@
+"""offload: a model larger than its device runs there, its blocks streamed compressed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..errors import ArgumentError, ModelMismatchError, NotSupportedError, OutOfMemoryError
+from ..frameworks.choose import check_device, frame_for
+from ..model.options import parse_size
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..model.options import DeviceLike
+    from ..model.sources import SourceLike
+    from .away import Record
+    from .blocks import Block, Weight
+    from .ring import Ring
+    from .stored import StoredBlock
+
+__all__ = ["Offloaded", "offload"]
+
+
+class _Away(NamedTuple):
+    # A block that is streamed: what is stored of it, what its weights answer while they
+    # are away, and their views of each slot, by its address.
+    block: Block
+    stored: StoredBlock
+    records: list[Record]
+    views: dict[int, list[torch.Tensor]]
+
+
+class Offloaded:
+    """A model whose weights are streamed: see `offload`. A context manager that ends with
+    `close`. Threads may run the model at the same time."""
+
+    __module__ = "overwire"
+
+    def __init__(self, device: torch.device) -> None:
+        #: Bytes of the weights that are streamed, and of host memory that they take.
+        self.nbytes: int = 0
+        self.stored: int = 0
+        #: Bytes of the device that the ring takes, beside what stays there.
+        self.ring: int = 0
+        #: Bytes of the blocks that stay on the device.
+        self.kept: int = 0
+        #: Names of the blocks that are streamed, in the order of the model.
+        self.blocks: list[str] = []
+        self._device = device
+        self._away: list[_Away] = []
+        self._moved: list[tuple[torch.Tensor, torch.device]] = []
+        self._hooks: list[Any] = []
+        self._ring: Ring | None = None
+
+    def close(self) -> None:
+        """Puts the weights back where they were, bit for bit, and frees what the offload has
+        taken of host and device. A second call does nothing.
+
+        Raises NotSupportedError while a block runs, OutOfMemoryError where the weights have
+        no memory, CorruptError for stored bytes that have changed; what is not back yet
+        stays away, and `close` can be called again.
+        """
+        from .away import bring, is_away
+        from .ring import Ring
+
+        if self._ring is not None:
+            self._ring.close()
+        self._ring = None
+        while self._away:
+            one = self._away[-1]
+            ring = Ring([one.stored], self._device, 1)
+            memory = ring.acquire(0, sys._getframe())
+            for weight, place in zip(one.block.weights, one.stored.places, strict=True):
+                restored = _copy_to(place.view(memory), weight.device)
+                if is_away(weight.parameter):
+                    bring(weight.parameter, restored)
+                else:
+                    weight.parameter.data = restored
+            ring.release(0)
+            ring.close()
+            self._away.pop()
+        while self._moved:
+            tensor, device = self._moved[-1]
+            tensor.data = _copy_to(tensor.data, device)
+            self._moved.pop()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.nbytes = self.stored = self.ring = self.kept = 0
+
+    def _take(
+        self, blocks: list[Block], kept: set[int], limit: int, fill: Callable[[list[Weight]], list[torch.Tensor]]
+    ) -> None:
+        # Encodes the blocks that are streamed, one after the other, and frees their memory.
+        from .away import record_of
+        from .stored import encode_block
+
+        for at, block in enumerate(blocks):
+            if at in kept or not block.weights:
+                self.kept += block.nbytes
+                continue
+            stored = encode_block(fill(block.weights), self._device)
+            self.stored += stored.memory.nbytes
+            if limit and self.stored > limit:
+                raise OutOfMemoryError(
+                    f"overwire: offload: max_memory is {limit} bytes of host memory, and the weights take more",
+                    asked=self.stored,
+                )
+            self.nbytes += block.nbytes
+            records = [record_of(weight.parameter, weight.name, self._device) for weight in block.weights]
+            self._away.append(_Away(block, stored, records, {}))
+            self.blocks.append(block.name)
+            self._send_away(len(self._away) - 1)
+
+    def _move(self, tensors: Iterable[torch.Tensor]) -> None:
+        # Tensors of the same memory share it on the device, too.
+        copies: dict[tuple[Any, ...], torch.Tensor] = {}
+        for tensor in tensors:
+            if tensor.device == self._device:
+                continue
+            before = tensor.data
+            key = (before.device, before.data_ptr(), before.dtype, before.shape, before.stride())
+            if key not in copies:
+                copies[key] = _copy_to(before, self._device)
+            tensor.data = copies[key]
+            self._moved.append((tensor, before.device))
+
+    def _run_by(self, slots: int) -> None:
+        # Lets the blocks fetch their weights.
+        from .ring import Ring
+
+        if not self._away:
+            return
+        self._ring = Ring([one.stored for one in self._away], self._device, slots, self._send_away)
+        self.ring = self._ring.nbytes
+        for at, one in enumerate(self._away):
+            before, after = self._hooks_of(at)
+            self._hooks.append(one.block.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._hooks.append(one.block.module.register_forward_hook(after, always_call=True))
+
+    def _hooks_of(self, at: int) -> tuple[Callable[..., None], Callable[..., None]]:
+        def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._before(at, module, args, kwargs)
+
+        def after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self._after(at, output)
+
+        import torch
+
+        # Of a block that is compiled, hooks included, they run as they are.
+        return torch.compiler.disable(before), torch.compiler.disable(after)  # type: ignore[no-untyped-call]
+
+    def _before(self, at: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        import torch
+
+        from .away import bring, is_away
+
+        ring = self._ring
+        if ring is None:
+            return
+        block, stored, _, views_of = self._away[at]
+        if torch.is_grad_enabled() and _needs_grad(module, args, kwargs):
+            raise NotSupportedError(
+                f"overwire: offload: {block.name}: a forward with gradients, whose weights are away when they are needed again: "
+                "use torch.inference_mode() or torch.no_grad()"
+            )
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise NotSupportedError(
+                f"overwire: offload: {block.name}: a CUDA graph cannot hold weights that come and go"
+            )
+        with ring.lock:
+            memory = ring.acquire(at, _frame_of_run(sys._getframe(1)))
+            views = views_of.get(memory.data_ptr())
+            if views is None:
+                views = views_of[memory.data_ptr()] = [place.view(memory) for place in stored.places]
+            for weight, view in zip(block.weights, views, strict=True):
+                if is_away(weight.parameter):
+                    bring(weight.parameter, view)
+
+    def _after(self, at: int, output: Any) -> None:
+        import torch
+
+        ring = self._ring
+        if ring is None:
+            return
+        with ring.lock:
+            if ring.release(at):
+                self._send_away(at)
+        for value in output if isinstance(output, (tuple, list)) else [output]:
+            if isinstance(value, torch.Tensor) and ring.owns(value):
+                name = self._away[at].block.name
+                raise NotSupportedError(
+                    f"overwire: offload: {name} returns a part of its weights, which go away: give it to keep="
+                )
+
+    def _send_away(self, at: int) -> None:
+        from .away import is_away, send_away
+
+        one = self._away[at]
+        for weight, record in zip(one.block.weights, one.records, strict=True):
+            if not is_away(weight.parameter):
+                send_away(weight.parameter, record)
+
+    def __repr__(self) -> str:
+        state = (
+            f"{len(self.blocks)} blocks, {self.nbytes} bytes in {self.stored} of host memory"
+            if self._away
+            else "closed"
+        )
+        return f"Offloaded({state})"
+
+    def __enter__(self) -> Offloaded:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def offload(
+    model: Any,
+    device: DeviceLike = "cuda",
+    *,
+    keep: int | str | None = None,
+    source: SourceLike | None = None,
+    blocks: Iterable[torch.nn.Module | str] | None = None,
+    max_memory: int | str | None = None,
+    slots: int = 2,
+) -> Offloaded:
+    """Lets a model run on a device that its weights do not fit on: they lie compressed in
+    pinned host memory, and the weights of each block come while the block before it runs.
+
+        with ow.offload(model, "cuda", keep="8GB"), torch.inference_mode():
+            model.generate(...)
+
+    model: a `torch.nn.Module`, or a diffusers pipeline, for all its models. All that is
+        in no block is moved to the device, buffers too.
+    device: "cuda", "cuda:1"; or "cpu", where weights take two thirds of the memory.
+    keep: bytes of the device ("8GB", int) for blocks that stay there, spread evenly; None: none stays.
+    source: a file or folder, as for `load_file`, whose names are the model's: the weights
+        are read from it and not from the model, which may be on the meta device.
+    blocks: modules, or their names, whose weights come and go as one. None: the children of
+        the model's ModuleLists; one with more than a sixteenth of the model is cut further.
+    max_memory: the most host memory that the stored weights may take ("12GB", int).
+    slots: blocks that have memory on the device at a time, at least 2 for copies to be
+        hidden. The ring has `slots` times the largest block, and twice its stored bytes.
+
+    Inference only. Outputs are bit for bit those of the resident model. Parameters keep their objects, names, dtypes,
+    shapes and ties; while a block does not run, to read or write its parameters is a
+    NotSupportedError that names the parameter. Weights that several modules share, those of
+    dtypes that files lack, and views of others' memory stay on the device.
+
+    Returns an `Offloaded`. Raises, with the model as it was, ArgumentError; NotSupportedError
+    for parameters that are made of other tensors and for a model that is compiled as a
+    whole; ModelMismatchError for a source that lacks weights; OutOfMemoryError for
+    max_memory, host and device; and what `load_file` raises. A forward with gradients, or in
+    the capture of a CUDA graph, is a NotSupportedError.
+    """
+    import torch
+
+    from .blocks import choose_kept
+
+    frame = frame_for("torch")
+    budget, limit = parse_size(keep, "keep"), parse_size(max_memory, "max_memory")
+    if not isinstance(slots, int) or slots < 1:
+        raise ArgumentError(f"overwire: offload: slots {slots!r}: expected 1 or more")
+    models = _models_of(model)
+    if len(models) != 1 and (source is not None or blocks is not None):
+        raise ArgumentError("overwire: offload: source= and blocks= go with one model, not with a pipeline")
+    weights = _Source(models[""], source) if source is not None else None
+    found = [block for name, part in models.items() for block in _blocks_of(part, blocks, name, len(models) > 1)]
+    offloaded = Offloaded(torch.device(check_device(device, frame)))
+    streamed = {id(weight.parameter) for block in found for weight in block.weights}
+    kept = choose_kept(found, budget)
+    staying = {id(weight.parameter) for at in kept for weight in found[at].weights}
+    rest = [
+        t
+        for part in models.values()
+        for t in [*part.parameters(), *part.buffers()]
+        if id(t) not in streamed - staying
+    ]
+    try:
+        with torch.no_grad():
+            offloaded._move(rest)
+            if weights is not None:
+                weights.load(rest)
+            offloaded._take(found, kept, limit, _values if weights is None else weights.values)
+            offloaded._run_by(slots)
+    except BaseException:
+        offloaded.close()
+        raise
+    return offloaded
+
+
+class _Source:
+    # A file that has a model's weights by name.
+
+    def __init__(self, model: torch.nn.Module, source: SourceLike) -> None:
+        from ..verbs.open import safe_open
+
+        if any(parameter.device.type == "meta" for parameter in model.parameters()):
+            model.to_empty(device="cpu")  # memory that is not touched takes none
+            if callable(tie := getattr(model, "tie_weights", None)):
+                tie()
+        self._file = safe_open(source, framework="pt")
+        stored = set(self._file.keys())
+        self._names: dict[int, str] = {}
+        wanted: dict[int, str] = {}
+        for name, tensor in [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]:
+            if name in stored:
+                self._names[id(tensor)] = name
+            elif name in model.state_dict(keep_vars=True):
+                wanted.setdefault(id(tensor), name)
+        if missing := [name for key, name in wanted.items() if key not in self._names]:
+            raise ModelMismatchError(
+                f"overwire: offload: {source} lacks {len(missing)} weights of the model: {', '.join(sorted(missing)[:5])}"
+            )
+
+    def load(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._file.load_into([(self._names[id(t)], None, t.data) for t in tensors if id(t) in self._names])
+
+    def values(self, weights: list[Weight]) -> list[torch.Tensor]:
+        import torch
+
+        tensors = [torch.empty_like(weight.parameter.detach()) for weight in weights]
+        self._file.load_into(
+            [(self._names[id(w.parameter)], None, tensor) for w, tensor in zip(weights, tensors, strict=True)]
+        )
+        return tensors
+
+
+def _values(weights: list[Weight]) -> list[torch.Tensor]:
+    return [weight.parameter.detach() for weight in weights]
+
+
+def _models_of(model: Any) -> dict[str, torch.nn.Module]:
+    import torch
+
+    if isinstance(model, torch.nn.Module):
+        return {"": model}
+    components = getattr(model, "components", None)
+    models = (
+        {name: part for name, part in components.items() if isinstance(part, torch.nn.Module)}
+        if isinstance(components, Mapping)
+        else {}
+    )
+    if not models:
+        raise ArgumentError(
+            f"overwire: offload: expected a torch.nn.Module or a diffusers pipeline, got {type(model).__name__}"
+        )
+    return models
+
+
+def _blocks_of(model: torch.nn.Module, blocks: Iterable[Any] | None, name: str, optional: bool) -> list[Block]:
+    from .blocks import find_blocks
+
+    try:
+        return find_blocks(model, blocks, f"{name}." if name else "")
+    except ArgumentError:
+        if optional:  # a model of a pipeline without lists of modules stays on the device
+            return []
+        raise
+
+
+def _copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # A copy of a tensor with its strides.
+    import torch
+
+    from ..frameworks.torch import _errors_of
+
+    with _errors_of(str(device), tensor.nbytes):
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
+
+
+def _needs_grad(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        return True
+    return any(getattr(value, "requires_grad", False) for value in [*args, *kwargs.values()])
+
+
+def _frame_of_run(frame: FrameType) -> FrameType:
+    # The frame that lasts as long as the module's call.
+    one: FrameType | None = frame
+    for _ in range(8):
+        if one is None or one.f_code.co_name == "_wrapped_call_impl":
+            break
+        one = one.f_back
+    return one or frame

@@ -1,0 +1,163 @@
+"""The weights of one block, compressed in host memory, and where each lies in a slot.
+
+A tensor becomes one native X16 stream (overwire.codecs), encoded where it is: by the
+GPU for a GPU, whose link then carries stored bytes only, else by the host's cores.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import NamedTuple
+
+import torch
+
+from .. import codecs, gpu
+from ..errors import DeviceError, OutOfMemoryError
+from ..frameworks.torch import SAVED, _errors_of
+
+__all__ = ["CHUNK", "HostMemory", "Place", "StoredBlock", "encode_block", "place_tensors"]
+
+_ALIGN = 256
+#: Content bytes of a chunk of a stream.
+CHUNK = 1 << 20
+
+
+class Place(NamedTuple):
+    """A tensor of a block: its bytes in a slot, and how they are seen there."""
+
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor in a slot's memory, of uint8."""
+        return (
+            memory[self.offset : self.offset + self.nbytes]
+            .view(self.dtype)
+            .as_strided(self.shape, self.stride, self.offset // self.dtype.itemsize)
+        )
+
+
+class StoredBlock(NamedTuple):
+    """A block as it is stored: `streams` has of each tensor the offset in `memory` and the
+    length of its stream. `nbytes` are those of the block in a slot, gaps included."""
+
+    places: list[Place]
+    streams: list[tuple[int, int]]
+    memory: HostMemory
+    nbytes: int
+
+
+class HostMemory:
+    """Host memory that a GPU copies from, page-locked for `device` unless that is the host.
+    Freed with its last reference."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self._pinned_by = 0  # the process in which it is page-locked
+        try:
+            self._map = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise OutOfMemoryError(
+                f"overwire: offload: {nbytes} bytes of host memory: {error}", asked=nbytes
+            ) from error
+        self.tensor: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.address: int = self.tensor.data_ptr()
+        if device.type == "cuda" and nbytes:
+            with torch.cuda.device(device):
+                status = int(torch.cuda.cudart().cudaHostRegister(self.address, nbytes, 0))  # type: ignore[no-untyped-call]
+            if status:
+                raise DeviceError(
+                    f"overwire: offload: {nbytes} bytes of host memory cannot be page-locked: CUDA error {status}"
+                )
+            self._pinned_by = os.getpid()
+
+    def __del__(self) -> None:
+        if getattr(self, "_pinned_by", 0) == os.getpid():
+            torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
+
+
+def place_tensors(tensors: list[torch.Tensor]) -> tuple[list[Place], int]:
+    """Where the tensors of a block lie in a slot, one behind the other, and the bytes of all."""
+    places, end = [], 0
+    for tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        places.append(Place(end, nbytes, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())))
+        end += -(-nbytes // _ALIGN) * _ALIGN
+    return places, end
+
+
+def encode_block(tensors: list[torch.Tensor], device: torch.device) -> StoredBlock:
+    """Compresses the tensors of a block into host memory. Each is dense, in any order of
+    its dimensions; they are only read.
+
+    Raises OutOfMemoryError and DeviceError.
+    """
+    places, nbytes = place_tensors(tensors)
+    rows = [t.detach().as_strided((t.numel(),), (1,)).view(torch.uint8) for t in tensors]
+    if device.type != "cuda":
+        return StoredBlock(places, *_encode_on_host(tensors, rows, device), nbytes)
+    with torch.cuda.device(device):
+        return StoredBlock(places, *_encode_on_gpu(tensors, [row.to(device) for row in rows], device), nbytes)
+
+
+def _encode_on_host(
+    tensors: list[torch.Tensor], rows: list[torch.Tensor], device: torch.device
+) -> tuple[list[tuple[int, int]], HostMemory]:
+    texts = [
+        codecs.encode(
+            codecs.Span(row.data_ptr(), row.numel(), row), "X16", chunk_size=CHUNK, dtype=SAVED.get(tensor.dtype)
+        )
+        for tensor, row in zip(tensors, rows, strict=True)
+    ]
+    streams, end = _place_streams([text.nbytes for text in texts])
+    memory = HostMemory(end, device)
+    for (offset, length), text in zip(streams, texts, strict=True):
+        memory.tensor[offset : offset + length] = torch.frombuffer(text, dtype=torch.uint8)
+    return streams, memory
+
+
+def _encode_on_gpu(
+    tensors: list[torch.Tensor], rows: list[torch.Tensor], device: torch.device
+) -> tuple[list[tuple[int, int]], HostMemory]:
+    number, stream = device.index, gpu.current_stream(device.index)
+    spaces, end = _place_streams(codecs.max_size([row.numel() for row in rows], "X16", chunk_size=CHUNK))
+    with _errors_of(str(device), end):
+        space = torch.empty(end, dtype=torch.uint8, device=device)
+    contents = [
+        (row.data_ptr(), row.numel(), space.data_ptr() + offset, length, CHUNK, _transform_of(tensor, row))
+        for tensor, row, (offset, length) in zip(tensors, rows, spaces, strict=True)
+    ]
+    lengths: list[int] = []
+    for length in gpu.encode(number, stream, contents).wait():
+        if isinstance(length, BaseException):
+            raise length
+        lengths.append(int(length or 0))
+    streams, end = _place_streams(lengths)
+    memory = HostMemory(end, device)
+    for (offset, length), (at, _) in zip(streams, spaces, strict=True):
+        if length:
+            gpu.copy(memory.address + offset, space.data_ptr() + at, length, device=number, stream=stream, wait=False)
+    gpu.stream_sync(stream, number)
+    return streams, memory
+
+
+def _place_streams(lengths: list[int]) -> tuple[list[tuple[int, int]], int]:
+    streams, end = [], 0
+    for length in lengths:
+        streams.append((end, length))
+        end += -(-length // _ALIGN) * _ALIGN
+    return streams, end
+
+
+def _transform_of(tensor: torch.Tensor, row: torch.Tensor) -> int:
+    dtype = SAVED.get(tensor.dtype)
+    number = gpu.transform(dtype)
+    if number is None:  # several may do: the middle says which
+        middle = max(0, row.numel() // 2 - (128 << 10)) & ~15
+        sample = row[middle : middle + (256 << 10)].cpu()
+        number = gpu.transform(dtype, codecs.Span(sample.data_ptr(), sample.numel(), sample))
+    return number or 0

@@ -1,0 +1,128 @@
+"""offload on a GPU: outputs of the resident model, with slots poisoned, on streams and in threads."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import overwire as ow
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU that torch sees", allow_module_level=True)
+
+from overwire.offloading import ring as rings  # noqa: E402
+from test_offload import Model  # noqa: E402
+
+IDS = torch.arange(14, device="cuda").reshape(2, 7)
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reads a slot outside of its block's turn reads 0xff."""
+    release = rings.Ring.release
+
+    def poison(self: Any, at: int) -> bool:
+        slot = self._slot_of(at)
+        last = release(self, at)
+        if last:
+            slot.memory.fill_(255)
+            slot.readers.append(torch.cuda.current_stream().record_event())
+            slot.block = None
+        return last
+
+    monkeypatch.setattr(rings.Ring, "release", poison)
+
+
+@torch.inference_mode()
+def outputs(model: Any) -> Any:
+    return model(IDS).clone()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("home", ["cpu", "cuda"])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_outputs_are_those_of_the_resident_model(poisoned: None, dtype: Any, home: str, slots: int) -> None:
+    """In every order of the blocks, wherever the model was; close puts every byte back there."""
+    reference = Model(7, 512, dtype).cuda()
+    model = copy.deepcopy(reference).to(home)
+    with ow.offload(model, "cuda", slots=slots, keep=1 << 20):
+        for order in (range(7), range(7), [6, 3, 0], [1, 1, 5, 1], range(7)):
+            model.order = reference.order = list(order)
+            assert torch.equal(outputs(model), outputs(reference))
+    assert next(model.parameters()).device.type == home
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours.cuda(), theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
+def test_weights_of_a_byte(poisoned: None, dtype: Any) -> None:
+    """fp8 and int8 weights come as they were."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(300, 257, device="cuda").mul(9).to(dtype), requires_grad=False)
+
+        def forward(self, x: Any) -> Any:
+            return x @ self.weight.float()
+
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(Block() for _ in range(4))
+    x = torch.randn(3, 300, device="cuda")
+    expected = [layer(x) for layer in model.layers]
+    with ow.offload(model, "cuda"), torch.no_grad():
+        for _ in range(2):
+            assert all(torch.equal(layer(x), y) for layer, y in zip(model.layers, expected, strict=True))
+
+
+def test_threads_on_streams_of_their_own() -> None:
+    """Four threads run one model at the same time, each on its own stream."""
+    model = Model(6, 256).cuda()
+    reference = outputs(model)
+    with ow.offload(model, "cuda", slots=2):
+        right: list[bool] = []
+
+        def run() -> None:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.default_stream())
+            with torch.cuda.stream(stream):
+                right.extend(torch.equal(outputs(model), reference) for _ in range(25))
+
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert right == [True] * 100
+
+
+def test_captures_are_refused_and_compiled_blocks_work() -> None:
+    """A CUDA graph cannot hold what comes and goes; compiled blocks can."""
+    model = Model(4, 256).cuda()
+    reference = outputs(model)
+    with ow.offload(model, "cuda"):
+        outputs(model)
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(ow.NotSupportedError, match="CUDA graph"), torch.cuda.graph(graph):
+            outputs(model)
+        assert torch.equal(outputs(model), reference)
+        for layer in model.layers:
+            layer.compile()
+        for _ in range(3):
+            assert (outputs(model).float() - reference.float()).abs().max() <= 0.05 * reference.float().abs().max()
+
+
+def test_a_changed_byte_of_stored_weights_is_noticed() -> None:
+    """At the latest when the offload ends."""
+    model = Model(3, 256).cuda()
+    offloaded = ow.offload(model, "cuda")
+    memory = offloaded._away[1].stored.memory
+    memory.tensor[64:4096] = 255
+    with pytest.raises(ow.CorruptError):
+        for _ in range(3):
+            outputs(model)
+            torch.cuda.synchronize()
