@@ -2,8 +2,8 @@
 
     PYTHONPATH=python python tests/device_offload.py [--model llama|unet|compute] [--repeat 5] [--ways overwire,keep,...]
 
-llama: 6.98 GB of bf16 in 16 layers, a forward of 8 tokens: bound by the link. compute: the
-same with a forward of 8 x 2048 tokens, whose work hides the copies. unet: Stable Diffusion XL's, of random
+llama: 7.78 GB of bf16 in 16 layers, a forward of 8 tokens: bound by the link. compute: the
+same with a forward of 16 x 4096 tokens, whose work hides the copies. unet: Stable Diffusion XL's, of random
 weights, one step at 64 x 64 of latents. Ways: resident, overwire, keep (half of the blocks
 stay), accelerate, diffusers (group offload by blocks, with streams), flextensor. Each is a
 process of its own, which prints a line of JSON; the link's own rate stands beside. Exits
@@ -85,7 +85,7 @@ def build(kind: str) -> tuple[torch.nn.Module, dict[str, Any]]:
             }
         else:
             model = Llama()
-            arguments = {"x": torch.randn(8 if kind == "compute" else 1, 2048 if kind == "compute" else 8, 4096)}
+            arguments = {"x": torch.randn(16 if kind == "compute" else 1, 4096 if kind == "compute" else 8, 4096)}
     torch.set_default_dtype(torch.float32)
     model.requires_grad_(False)
     if kind != "unet":
