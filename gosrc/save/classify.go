@@ -46,6 +46,7 @@ func (w *writer) classify(ctx context.Context, items []*item) error {
 	if err := w.findAliases(ctx, items); err != nil {
 		return err
 	}
+	joinColumns(items)
 	encoders := sync.Pool{New: func() any { return new(codec.Encoder) }}
 	return spawn.Each(ctx, "save.classify", w.threads, len(items), func(k int) error {
 		t := items[k]
@@ -58,10 +59,20 @@ func (w *writer) classify(ctx context.Context, items []*item) error {
 			return errs.Locate("save", w.spec.Path, t.name, -1, err)
 		}
 		if t.form != compressed {
-			t.parts = 1
+			t.joinParts()
 		}
 		return nil
 	})
+}
+
+// joinColumns stores tensors in one part whose aliases have rows of another size: column
+// parts of the one are none of the other.
+func joinColumns(items []*item) {
+	for _, t := range items {
+		if t.form == alias && t.rowBits() != t.of.rowBits() {
+			t.of.joinParts()
+		}
+	}
 }
 
 // choose takes the best transform for a tensor and decides whether to use it. It

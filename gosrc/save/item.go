@@ -146,6 +146,21 @@ func (t *item) chooseParts(asked int) int64 {
 	return 1
 }
 
+// joinParts stores the tensor in one part. The hash that it has from its source is then
+// compared as it is written.
+func (t *item) joinParts() {
+	if t.parts > 1 && t.known != nil {
+		t.hashed = false
+	}
+	t.parts = 1
+}
+
+// rowBits is that of a tensor.
+func (t *item) rowBits() int64 {
+	as := tensor.Tensor{DType: t.dtype, Shape: t.shape, Bytes: t.bytes}
+	return as.RowBits()
+}
+
 // fill copies bytes [off, off+len(dst)) to dst.
 func (t *item) fill(ctx context.Context, dst []byte, off int64) error {
 	got, err := t.body.bytes(ctx, dst, off)

@@ -71,7 +71,8 @@ type Spec struct {
 	Digests bool `json:"digests,omitempty"`
 	// Parts divides compressed tensors into 1, 2, 4 or 8 column parts, so that a
 	// slice of dimension 1 is read alone. Tensors whose rows do not divide get the
-	// most parts that do. 0 means 1.
+	// most parts that do, and one that has an alias with rows of another size gets 1.
+	// 0 means 1.
 	Parts int `json:"parts,omitempty"`
 	// Threads is how many cores to use at once; 0: all.
 	Threads int `json:"threads,omitempty"`

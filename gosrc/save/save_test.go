@@ -284,6 +284,65 @@ func TestAliases(t *testing.T) {
 	same(t, in, read(t, p))
 }
 
+// A tensor keeps its column parts where all its aliases have rows of its size, and is stored
+// in one part where one has others; both verify and come back, also when the file is
+// compressed again.
+func TestPartsOfAliases(t *testing.T) {
+	r := newRand(t)
+	a, b := bf16("a", r, 64, 256), bf16("b", r, 64, 256)
+	in := []Input{a, b, {"a_same", tensor.BF16, []int64{64, 16, 16}, a.Data}, {"b.other", tensor.BF16, []int64{128, 128}, b.Data}}
+	first := filepath.Join(t.TempDir(), "m.safetensors")
+	write(t, Spec{Path: first, Compress: true, Parts: 4, ChunkBytes: 4096}, in)
+	again := filepath.Join(t.TempDir(), "m.safetensors")
+	convert(t, []string{filepath.Join(goldens, "other-rows-1.0", "parts.safetensors")}, again, Spec{Compress: true, Parts: 4, ChunkBytes: 4096})
+	for p, want := range map[string]map[string]uint8{first: {"a": 4, "b": 1}, again: {"a": 1, "n": 1, "p": 4}} {
+		if _, err := Verify(bg, nil, []string{p}, format.Access{}, false); err != nil {
+			t.Error(err)
+		}
+		m, err := openModel(bg, []string{p}, format.Access{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i := range m.ix.Tensors {
+			x := &m.ix.Tensors[i]
+			if parts, ok := want[x.Name]; ok != (x.Alias < 0) || x.Parts != parts {
+				t.Errorf("%s: %s has %d column parts, not %d", p, x.Name, x.Parts, parts)
+			}
+		}
+		m.close()
+	}
+	same(t, in, read(t, first))
+	same(t, otherRows(), read(t, again))
+}
+
+// otherRows are the tensors of the golden file of column parts that have aliases of other
+// rows.
+func otherRows() []Input {
+	r := fixedRand()
+	a := gaussian(r, 64, 256)
+	n := make([]byte, 256*128)
+	for i := range n {
+		n[i] = byte(8 * r.NormFloat64())
+	}
+	p := gaussian(r, 32, 512)
+	return []Input{
+		{"a", tensor.BF16, []int64{64, 256}, a}, {"a_flat", tensor.BF16, []int64{1 << 14}, a}, {"a_tall", tensor.BF16, []int64{1024, 16}, a},
+		{"a_wide", tensor.BF16, []int64{16, 4, 256}, a}, {"a_same", tensor.BF16, []int64{64, 16, 16}, a},
+		{"n", tensor.I8, []int64{256, 128}, n}, {"n_flat", tensor.I8, []int64{1 << 15}, n},
+		{"p", tensor.BF16, []int64{32, 512}, p}, {"p_same", tensor.BF16, []int64{32, 2, 256}, p},
+	}
+}
+
+// The golden file that a writer without that rule has made loads and verifies; no writer
+// makes it any more.
+func TestGoldenOtherRows(t *testing.T) {
+	golden := filepath.Join(goldens, "other-rows-1.0", "parts.safetensors")
+	same(t, otherRows(), read(t, golden))
+	if _, err := Verify(bg, nil, []string{golden}, format.Access{}, false); err != nil {
+		t.Error(err)
+	}
+}
+
 // exponentEntropy is the order-0 entropy of the exponents of bf16, in bits.
 func exponentEntropy(p []byte) (h float64) {
 	var n [256]float64
