@@ -105,6 +105,9 @@ func (w *Want) set(ix *tensor.Index, n int32, r Request) error {
 	w.Tensor, w.Data = n, n
 	if t.Alias >= 0 {
 		w.Data = t.Alias
+		if to := &ix.Tensors[w.Data]; to.Parts > 1 && to.RowBits() != t.RowBits() { // package unpack presents it as plain
+			return errs.New(errs.ErrEngine, "an alias of shape %v of %q, which is stored in column parts of shape %v", t.Shape, to.Name, to.Shape)
+		}
 	}
 	d0, d1 := int64(1), int64(1)
 	if len(t.Shape) > 0 {

@@ -1,6 +1,7 @@
-// Package unpack presents tensors whose chunks only the host decodes (codec 6) as
-// plain ones, so that all ways of loading, to a GPU too, have them without knowing
-// their codec.
+// Package unpack presents tensors that only the host can bring into the order of their
+// bytes as plain ones, so that all ways of loading, to a GPU too, have them without
+// knowing how they are stored: those with chunks of codec 6, and those in column parts
+// that have an alias with rows of another size.
 package unpack
 
 import (
@@ -13,6 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/blocks"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
+	"github.com/overwire/overwire/gosrc/save/stored"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -27,34 +29,59 @@ const (
 	cutChunks = 64 << 20
 )
 
-// Model returns the index of a model as its loads see it: tensors with chunks of
-// codec 6 are plain, and their bytes lie beyond the end of their source. If there
-// are none, it returns ix itself, and the sources as they are.
+// Model returns the index of a model as its loads see it: tensors that only the host
+// can bring into order are plain, and their bytes lie beyond the end of their source. If
+// there are none, it returns ix itself, and the sources as they are.
 func Model(ix *tensor.Index, srcs []source.Source) (*tensor.Index, []source.Source) {
 	out := ix
 	var cache *blocks.Cache[cut]
+	var parts *stored.Cache
+	other := otherRows(ix)
 	for i := range ix.Tensors {
 		t := &ix.Tensors[i]
-		if !slices.ContainsFunc(ix.Chunks[t.First:t.First+t.Count], func(c tensor.Chunk) bool { return c.Codec == tensor.CodecPlanes }) {
+		if !other[int32(i)] && !slices.ContainsFunc(ix.Chunks[t.First:t.First+t.Count], func(c tensor.Chunk) bool { return c.Codec == tensor.CodecPlanes }) {
 			continue
 		}
 		if out == ix {
 			out = &tensor.Index{Sources: ix.Sources, Tensors: slices.Clone(ix.Tensors), Chunks: ix.Chunks}
-			srcs, cache = slices.Clone(srcs), blocks.New[cut](cutChunks)
+			srcs, cache, parts = slices.Clone(srcs), blocks.New[cut](cutChunks), stored.CacheOf(cutChunks)
 		}
 		s, ok := srcs[t.Source].(*unpacker)
 		if !ok {
-			s = &unpacker{Source: srcs[t.Source], ix: ix, cache: cache, end: beyond}
+			s = &unpacker{Source: srcs[t.Source], ix: ix, cache: cache, parts: parts, end: beyond}
 			srcs[t.Source] = s
 		}
 		s.tensors, s.at = append(s.tensors, int32(i)), append(s.at, s.end)
-		// A block is a chunk: reads end with one where they can.
 		u := &out.Tensors[i]
-		u.Off, u.Stored, u.Plain, u.Block = s.end, t.Bytes, true, int64(t.ChunkBytes)
+		u.Off, u.Stored, u.Plain = s.end, t.Bytes, true
+		if t.Parts == 1 { // a block is a chunk: reads end with one where they can
+			u.Block = int64(t.ChunkBytes)
+		}
 		u.First, u.Count, u.ChunkBytes, u.Parts = 0, 0, 0, 0
 		s.end = sizes.RoundUp(s.end+t.Bytes, tensor.ChunkAlign)
 	}
+	for _, src := range srcs {
+		if s, ok := src.(*unpacker); ok {
+			s.openParts()
+		}
+	}
 	return out, srcs
+}
+
+// otherRows are the tensors in column parts that have an alias with rows of another size:
+// the parts are no columns of the alias. nil: none.
+func otherRows(ix *tensor.Index) (holders map[int32]bool) {
+	for i := range ix.Tensors {
+		t := &ix.Tensors[i]
+		if t.Alias < 0 || ix.Tensors[t.Alias].Parts <= 1 || ix.Tensors[t.Alias].RowBits() == t.RowBits() {
+			continue
+		}
+		if holders == nil {
+			holders = map[int32]bool{}
+		}
+		holders[t.Alias] = true
+	}
+	return holders
 }
 
 // Over puts a decoding source over other bytes of the same file; if src decodes
@@ -66,6 +93,7 @@ func Over(src, bytes source.Source) source.Source {
 	}
 	over := *s
 	over.Source = bytes
+	over.openParts()
 	return &over
 }
 
@@ -78,6 +106,18 @@ type unpacker struct {
 	at      []int64       // the offset of each, a multiple of tensor.ChunkAlign
 	end     int64
 	cache   *blocks.Cache[cut]
+	parts   *stored.Cache
+	parted  map[int32]*stored.Tensor // of tensors: those in column parts, over Source
+}
+
+// openParts makes the tensors in column parts readable.
+func (s *unpacker) openParts() {
+	s.parted = map[int32]*stored.Tensor{}
+	for _, i := range s.tensors {
+		if t := &s.ix.Tensors[i]; t.Parts > 1 {
+			s.parted[i] = stored.New(s.Source, s.ix, t, s.parts)
+		}
+	}
 }
 
 // cut is a chunk of which a part was asked for, by its number in the index.
@@ -110,7 +150,13 @@ func (s *unpacker) ReadAt(ctx context.Context, p []byte, off int64) error {
 		from := off - s.at[k]
 		n := min(int64(len(p)), t.Bytes-from)
 		if n > 0 {
-			if err := s.tensor(ctx, p[:n], t, from); err != nil {
+			err := error(nil)
+			if parts := s.parted[s.tensors[k]]; parts != nil {
+				err = parts.Fill(ctx, p[:n], from)
+			} else {
+				err = s.tensor(ctx, p[:n], t, from)
+			}
+			if err != nil {
 				return err
 			}
 		} else {

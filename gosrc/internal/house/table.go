@@ -82,7 +82,7 @@ var mayImport = map[string][]string{
 	"peers": {"device", "device/cuda", "errs", "internal/..."},
 
 	// The verbs.
-	"unpack": {"codec", "source", "tensor", "errs", "internal/..."},
+	"unpack": {"save/stored", "codec", "source", "tensor", "errs", "internal/..."},
 	"load": {"format/...", "plan", "pipeline", "unpack", "codec", "codec/digest", "source", "source/open", "source/memory", "device/...", "job",
 		"knob", "tensor", "errs", "internal/..."},
 	"relay":        {"load", "plan", "pipeline", "source", "device/...", "peers", "job", "knob", "tensor", "errs", "internal/..."},
