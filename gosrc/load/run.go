@@ -11,11 +11,13 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/pipeline"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 // Machine describes, for the planner, what a load of the model to the host, or to a GPU,
@@ -93,7 +95,9 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, opt Optio
 		return err
 	}
 	defer late.free()
-	l.landMapped(j, s)
+	if err := l.landMapped(j, s); err != nil {
+		return err
+	}
 	queue, err := l.prepare(s.plan, opt.Stream)
 	if err != nil {
 		return err
@@ -134,10 +138,16 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, opt Optio
 
 func traceFile(opt Options) string { return cmp.Or(opt.Trace, knob.Trace.Get()) }
 
-// landMapped lands the requests that need no read.
-func (l *Loading) landMapped(j *job.Job, s *shape) {
+// landMapped lands the requests that need no read: those without bytes, and those that
+// are mapped. That another one has no decode task is a mistake of the plan.
+func (l *Loading) landMapped(j *job.Job, s *shape) error {
 	for i, n := range s.plan.Left {
-		if n == 0 && !l.mapped[i] {
+		if n == 0 && !l.mapped[i] && l.wants[i].Bytes > 0 {
+			return unplanned(l.model.ix, &l.wants[i])
+		}
+	}
+	for i := range l.wants {
+		if l.wants[i].Bytes == 0 {
 			l.land(int32(i))
 		}
 	}
@@ -148,6 +158,14 @@ func (l *Loading) landMapped(j *job.Job, s *shape) {
 		j.Bytes.Add(l.mem[i].Bytes)
 		l.land(int32(i))
 	}
+	return nil
+}
+
+// unplanned is the error of a want whose bytes nothing brings.
+func unplanned(ix *tensor.Index, w *plan.Want) error {
+	t := &ix.Tensors[w.Tensor]
+	return &errs.At{Verb: "plan", Source: ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: -1, Offset: t.Off,
+		Err: errs.New(errs.ErrEngine, "nothing reads its %d bytes", w.Bytes)}
 }
 
 // prepare makes the GPU's queue fit the plan, after the work of the caller's
