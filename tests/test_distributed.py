@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 import overwire as ow  # noqa: E402
 from overwire import distributed  # noqa: E402
 from overwire.distributed import group as grouping  # noqa: E402
+from overwire.distributed import relays  # noqa: E402
 
 BLOCKS = ("blocks", "block_shards", "recorded")
 
@@ -157,6 +158,19 @@ def test_blocks_cover_a_dimension_once() -> None:
             assert [at for lo, hi in blocks for at in range(lo, hi)] == list(range(size))
             want = [len(part) for part in torch.arange(size).chunk(count)] if size else []
             assert [hi - lo for lo, hi in blocks if hi > lo] == want
+
+
+def test_a_buffer_ends_below_2_gib_however_many_ranks_exchange(tmp_path: Path) -> None:
+    """Shares are multiples of 256 bytes, and 32 MiB up to 63 ranks; a chunk of the default size fits up to 2,047 ranks."""
+    for count in [*range(1, 5000), 1 << 20]:
+        share = relays.share_of(count, relays.SHARE)
+        assert share * count < 2 << 30 and share % 256 == 0 and (share == relays.SHARE) == (count < 64), count
+    ow.save_file({"a": torch.randn(2048, 1024)}, tmp_path / "compressed")
+    ow.save_file({"a": torch.randn(2048, 1024)}, tmp_path / "plain", compress=False)
+    for path, chunk in (("compressed", 1 << 20), ("plain", (1 << 20) - 8192)):
+        with ow.safe_open(tmp_path / path) as file:
+            room = file._live().room()
+        assert room == chunk + 288 and relays.fits(2047, room) and not relays.fits(2100, room)
 
 
 def test_the_rule_tries_each_way_twice_and_keeps_the_fastest() -> None:

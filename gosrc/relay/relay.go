@@ -156,7 +156,7 @@ type Report struct {
 // Start starts a relay of a model. The first pieces are being read when it returns.
 func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	spec.Widest = max(spec.Widest, spec.Ranks)
-	if spec.Ranks < 1 || spec.Widest > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks || len(spec.Ring) == 0 && !spec.Exchange || slices.Contains(spec.Ring, 0) {
+	if spec.Ranks < 1 || spec.Exchange && spec.Widest > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks || len(spec.Ring) == 0 && !spec.Exchange || slices.Contains(spec.Ring, 0) {
 		return nil, errs.New(errs.ErrArgument, "relay: rank %d of %d, with %d buffers", spec.Rank, spec.Ranks, len(spec.Ring))
 	}
 	tgt, err := load.TargetOf(spec.Device)
@@ -181,6 +181,11 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	}()
 	if spec.Exchange {
 		r.divideRing()
+	}
+	if err := spec.checkSize(); err != nil {
+		return nil, err
+	}
+	if spec.Exchange {
 		if err := r.connect(); err != nil {
 			return nil, m.Where("stage", err)
 		}

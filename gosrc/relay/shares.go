@@ -4,11 +4,13 @@ package relay
 
 import (
 	"cmp"
+	"math"
 	"slices"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -37,8 +39,11 @@ const (
 	finePiece = 16 << 20
 	// fewChunks is as many as a rank's share of a piece has, about.
 	fewChunks = 24
-	// maxRanks is more GPUs than any host has.
+	// maxRanks is more GPUs than any host has: of several hosts, as many ranks exchange as
+	// have a share.
 	maxRanks = 256
+	// maxSize is the largest buffer: a decode task has 32 bits for where its chunk lies.
+	maxSize = math.MaxUint32
 	// maxBuffers is more than any ring has.
 	maxBuffers = 64
 )
@@ -59,6 +64,27 @@ func (s *Spec) largest(ix *tensor.Index) (most int64, ok bool) {
 		}
 	}
 	return most, true
+}
+
+// checkSize checks the size of the buffers, in which each rank has a share, before there is
+// memory for them.
+func (s *Spec) checkSize() error {
+	if s.Size > maxSize || s.Size/shareAlign < int64(s.Widest) {
+		return errs.New(errs.ErrArgument, "relay: buffers of %d bytes for %d ranks: at least %d for each, and at most %d", s.Size, s.Widest, shareAlign, int64(maxSize))
+	}
+	return nil
+}
+
+// Room is the most that one chunk of a model takes of a buffer for each rank: a smaller
+// share holds not every chunk.
+func Room(m *load.Model) int64 {
+	most := int64(bareBytes)
+	for i := range m.Seen().Tensors {
+		if t := &m.Seen().Tensors[i]; t.Count > 0 {
+			most = max(most, min(int64(t.ChunkBytes), t.Bytes/int64(t.Parts)))
+		}
+	}
+	return most + 2*chunkAlign + shareAlign
 }
 
 // chunked is the model's index with chunks for plain tensors, too: raw ones without
@@ -315,6 +341,9 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 		at := r.place(chunkOf{wants[p.Refs[i].Want].Data, p.Refs[i].N})
 		if at.piece < 0 {
 			return doesNotTravel(int(p.Refs[i].Want))
+		}
+		if at.off > maxSize-int64(p.Tasks[i].Chunk.Stored) {
+			return errs.New(errs.ErrEngine, "relay: request %d has a chunk at %d of a buffer", p.Refs[i].Want, at.off)
 		}
 		p.Tasks[i].Src = uint32(at.off)
 		where[i] = at.piece

@@ -11,12 +11,14 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/preload"
+	"github.com/overwire/overwire/gosrc/relay"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 // opened is the result of opening a model, beside its handle and its table.
 type opened struct {
 	Sources []openedSource `json:"sources"`
+	Room    int64          `json:"room"` // see relay.Room
 }
 
 type openedSource struct {
@@ -109,7 +111,7 @@ func openModel(ctx context.Context, q load.Spec, _ []int64) (*Result, error) {
 		return nil, err
 	}
 	ix := m.Index()
-	o := opened{make([]openedSource, len(ix.Sources))}
+	o := opened{make([]openedSource, len(ix.Sources)), relay.Room(m)}
 	for i, s := range ix.Sources {
 		o.Sources[i] = openedSource{errs.Redact(s.URI), s.Size, s.Metadata, s.Overwire(), m.Sources()[i].Facts().Remote}
 	}

@@ -53,7 +53,7 @@ from ..progress import Progress, watch
 from . import group as ranks
 from .exchange import Batch, ExchangeContext, Task, shard_range, torch_shape
 from .group import Members, members_of
-from .relays import BUFFERS, FEW, Relay
+from .relays import BUFFERS, FEW, Relay, fits
 
 if TYPE_CHECKING:
     import torch
@@ -262,6 +262,7 @@ class GroupLoad:
             "exchange": self._exchange,
             "place": ranks.place_of(self.model.uris[0]),
             "remote": any(source["remote"] for source in self.model.info()),
+            "room": self.model.room(),
             "budgets": (self.budget, self.beside),
         }
 
@@ -275,7 +276,11 @@ class GroupLoad:
         members.settle([one["host"] for one in reports])
         if members.hosts > 1 and self._may_send:
             # From a store, or a file system of several hosts, they may read each byte once.
-            self._spreads = self._exchange == "nccl" or any(one["remote"] for one in reports)
+            wanted = self._exchange == "nccl" or any(one["remote"] for one in reports)
+            room = max(one["room"] for one in reports)
+            self._spreads = wanted and fits(members.size, room)
+            if wanted and not self._spreads:
+                log.info("group: each host reads by itself: chunks of %d bytes are too large for %d ranks together", room, members.size)
             self._mapping = self._mapping and (self._exchange == "ipc" or not self._spreads)
         shared = reports[0]["wanted"]
         for one in reports[1:]:

@@ -38,14 +38,18 @@ from .group import Members
 if TYPE_CHECKING:
     from .._requests import RelayRequest
 
-__all__ = ["BUFFERS", "FEW", "SHARE", "Relay", "connect", "spec_of"]
+__all__ = ["BUFFERS", "FEW", "SHARE", "Relay", "connect", "fits", "share_of", "spec_of"]
 
 #: Buffers of the ring, and bytes in each for each rank of a host: it is all that a
-#: relay takes beside the tensors. A chunk always fits, and what lies between it
+#: relay takes beside the tensors. A chunk fits, and what lies between it
 #: and the next. Where several hosts exchange there are FEW buffers.
 BUFFERS = 4
 FEW = 2
 SHARE = 32 << 20
+
+# A buffer is below 2 GiB, however many ranks exchange; shares are multiples of _ALIGN.
+_MOST = (2 << 30) - 1
+_ALIGN = 256
 
 # Pieces after which the ranks agree that all is well.
 _AGREE = 32
@@ -58,6 +62,16 @@ _SETTLED = 0.2
 
 # Waits for the engine are in slices of this many milliseconds, for Ctrl-C.
 _SLICE_MS = 50
+
+
+def share_of(ranks: int, share: int) -> int:
+    """The bytes of a buffer that each of the ranks has: `share`, or less where the buffer would be too large."""
+    return min(share, _MOST // ranks // _ALIGN * _ALIGN)
+
+
+def fits(ranks: int, room: int) -> bool:
+    """Whether every chunk of a model fits where that number of ranks exchange. room: see `Model.room`."""
+    return room <= share_of(ranks, SHARE)
 
 
 def connect(members: Members, job: Job | None, error: BaseException | None) -> str:
@@ -108,7 +122,7 @@ def spec_of(members: Members, device: str, buffers: int, share: int) -> RelayReq
         stream = stream_of(device)
     return {
         "buffers": buffers,
-        "size": share * members.most_local,
+        "size": share_of(members.most_local, share) * members.most_local,
         "ranks": len(members.local),
         "widest": members.most_local,
         "rank": members.local.index(members.rank),

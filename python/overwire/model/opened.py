@@ -231,6 +231,11 @@ class Model:
         sources: list[dict[str, Any]] = json.loads(self._sources)["sources"]
         return sources
 
+    def room(self) -> int:
+        """The most that one chunk takes of a relay's buffer for each rank."""
+        room: int = json.loads(self._sources).get("room", 0)
+        return room
+
     def metadata(self) -> dict[str, str]:
         """Of the first source."""
         return self.info()[0].get("metadata") or {}
