@@ -1,16 +1,19 @@
 package relay
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"slices"
 	"testing"
+	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/peers"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -162,6 +165,75 @@ func TestNeeds(t *testing.T) {
 	}
 	if left := spawn.Left(); len(left) != 0 {
 		t.Errorf("still running: %v", left)
+	}
+}
+
+// Aliases of other rows travel with the column parts of their tensor, whole and cut along
+// either dimension; a request for a name that the spec does not share is refused, though its
+// bytes travel.
+func TestAliasesTravel(t *testing.T) {
+	const golden = "../../tests/goldens/save/other-rows-1.0/parts.safetensors"
+	m, err := load.Open(t.Context(), load.Spec{URIs: []string{golden}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	find := m.Index().Finder()
+	at := func(name string) int64 { return int64(find(0, name)) }
+	whole := func(name string) plan.Request {
+		return plan.Request{Tensor: at(name), Hi0: plan.Whole, Hi1: plan.Whole}
+	}
+	reqs := []plan.Request{whole("a"), whole("a_flat"), whole("a_tall"), whole("a_wide"), whole("n"), whole("n_flat"),
+		{Tensor: at("a_flat"), Lo0: 1001, Hi0: 9999, Hi1: plan.Whole}, {Tensor: at("a_tall"), Lo0: 3, Hi0: 1001, Lo1: 5, Hi1: 16},
+		{Tensor: at("a_wide"), Lo0: 5, Hi0: 16, Lo1: 1, Hi1: 3}, {Tensor: at("a"), Hi0: plan.Whole, Lo1: 128, Hi1: 192}, {Tensor: at("p_same"), Hi0: plan.Whole, Lo1: 1, Hi1: 2}}
+	l, err := m.Start(reqs, load.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	if _, err := l.Job().Wait(-1); err != nil {
+		t.Fatal(err)
+	}
+	spec := &Spec{Size: 1<<21 + 8192, Ranks: 1, Exchange: true, Buffers: 2}
+	for i := range reqs {
+		if n := reqs[i].Tensor; !slices.Contains(spec.Tensors, n) {
+			spec.Tensors = append(spec.Tensors, n)
+		}
+		spec.Needs = append(spec.Needs, reqs[i])
+	}
+	r, err := Start(m, spec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want, got := make([][]byte, len(reqs)), make([][]byte, len(reqs))
+	for i := range reqs {
+		mem, _, _, _ := l.Take(i)
+		want[i], got[i] = slices.Clone(mem.Slice()), make([]byte, mem.Bytes)
+		mem.Release()
+		reqs[i].Dest = uintptr(unsafe.Pointer(&got[i][0]))
+	}
+	unshared := whole("a_same")
+	unshared.Dest = reqs[0].Dest
+	if err := r.Aim([]plan.Request{unshared}); !errors.Is(err, errs.ErrArgument) {
+		t.Errorf("a name that is not shared: %v", err)
+	}
+	if err := r.Aim(reqs); err != nil {
+		t.Fatal(err)
+	}
+	offer, err := r.Offer()
+	if err == nil {
+		err = r.Join([]peers.Offer{offer})
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.Job().Wait(-1); err != nil {
+		t.Fatal(err)
+	}
+	for i := range reqs {
+		if !bytes.Equal(got[i], want[i]) {
+			t.Errorf("%+v has wrong bytes", reqs[i])
+		}
 	}
 }
 

@@ -335,6 +335,15 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 	if err != nil {
 		return err
 	}
+	shared := make([]bool, len(r.ix.Tensors))
+	for _, t := range r.spec.Tensors {
+		shared[t] = true
+	}
+	for i := range wants { // the chunks of an alias travel as the rows of its tensor want it
+		if !shared[wants[i].Tensor] {
+			return doesNotTravel(i)
+		}
+	}
 	p := plan.Tasks(r.ix, wants, dest)
 	where := make([]int, len(p.Tasks))
 	for i := range p.Tasks {
