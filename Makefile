@@ -130,6 +130,7 @@ more: build packages lint $(BIN)/gopy $(BIN)/versitygw ## what `make test` leave
 	go test ./gosrc/source/... ./gosrc/save ./gosrc/cli
 	go test -buildmode=default -race -short $(LONG_RACE)
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m slow
+	OVERWIRE_TEST_CASES=100 $(PY) -m pytest -n $(JOBS) tests/test_readers.py
 	@$(MAKE) --no-print-directory docs
 	@$(MAKE) --no-print-directory fakegpu fakepy aarch64
 	wheels/pythons.sh $$(uname -m) 3.14 3.15 || true
