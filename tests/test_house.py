@@ -31,6 +31,7 @@ LAYERS: list[tuple[str, str]] = [
     ("offloading", "offloading offloading.*"),
     ("bundles", "bundles bundles.* rebuild"),  # rebuild: pickles name it, so it stays where it is
     ("plumbing", "plumbing"),
+    ("portable", "portable portable.*"),
     ("outside", "compat compat.* integrations integrations.* __main__ _bench _bench_*"),
 ]
 

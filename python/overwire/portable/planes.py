@@ -1,0 +1,140 @@
+"""Chunks of codec 6, decoded by numpy: docs/format.md, section 3.6."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import CorruptError, MissingPackageError
+
+__all__ = ["decode"]
+
+Bytes = NDArray[np.uint8]
+
+_ELEMENTS = {1: (1, False), 2: (2, False), 3: (4, False), 4: (8, False), 5: (2, True), 6: (4, True), 7: (8, True)}
+_BLOCK = 65536
+
+
+class _Reader:
+    # The bytes of a chunk, taken from the front.
+
+    def __init__(self, data: Bytes) -> None:
+        self.data, self.at = data, 0
+
+    def take(self, count: int) -> Bytes:
+        _expect(self.at + count <= len(self.data), "its length")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def number(self, kind: str) -> int:
+        return int(self.take(np.dtype(kind).itemsize).view(kind)[0])
+
+
+def decode(stored: Bytes, logical: int, transform: int) -> Bytes:
+    """The logical bytes of a chunk. Raises CorruptError, and MissingPackageError where it has
+    Zstandard frames and Python has no decoder of them."""
+    size, rotated = _ELEMENTS[transform]
+    reader = _Reader(np.ascontiguousarray(stored))
+    _expect(logical % size == 0 and reader.number("<u4") == logical, "its logical bytes")
+    count = logical // size
+    planes = np.stack([_plane_of(reader, count) for _ in range(size)], axis=1)
+    _expect(reader.at == len(stored), "bytes behind its planes")
+    out = np.ascontiguousarray(planes).reshape(-1)
+    if rotated:
+        kind = np.dtype(f"<u{size}")
+        elements = out.view(kind)
+        out = (elements >> kind.type(1) | elements << kind.type(8 * size - 1)).view(np.uint8)
+    return out
+
+
+def _expect(ok: bool, what: str) -> None:
+    if not ok:
+        raise CorruptError(f"overwire: corrupt data: planes: {what}")
+
+
+def _plane_of(reader: _Reader, count: int) -> Bytes:
+    form = reader.number("u1")
+    if form == 2:
+        return reader.take(count)
+    if form == 1:
+        return _unpack(bytes(reader.take(reader.number("<u4"))), count)
+    _expect(form == 0, f"form {form}")
+    sizes = [min(_BLOCK, count - at) for at in range(0, count, _BLOCK)]
+    kinds = reader.take(len(sizes)).tolist()
+    _expect(max(kinds) <= 3 and kinds.count(3) != 1, "a kind of block")
+    shared = _table_of(reader) if 3 in kinds else None
+    blocks: list[Bytes] = []
+    for kind, size in zip(kinds, sizes, strict=True):
+        if kind == 0:
+            blocks.append(reader.take(size))
+        elif kind == 1:
+            blocks.append(np.full(size, reader.number("u1"), np.uint8))
+        else:
+            table = shared if kind == 3 else _table_of(reader)
+            assert table is not None
+            blocks.append(_coded(reader, table, size))
+    return np.concatenate(blocks)
+
+
+def _table_of(reader: _Reader) -> tuple[list[int], list[int], list[int]]:
+    # By slot: value, frequency of the value, and the slot's place among the value's.
+    values = np.flatnonzero(np.unpackbits(reader.take(32), bitorder="little")).tolist()
+    value: list[int] = []
+    freq: list[int] = []
+    rank: list[int] = []
+    for one in values:
+        count = reader.number("u1")
+        if count >= 128:
+            count = (count & 127) << 8 | reader.number("u1")
+            _expect(count >= 128, "a frequency")
+        _expect(count >= 1, "a frequency")
+        value += [one] * count
+        freq += [count] * count
+        rank += range(count)
+        _expect(len(value) <= 4096, "its frequencies")
+    _expect(len(value) == 4096, "its frequencies")
+    return value, freq, rank
+
+
+def _coded(reader: _Reader, table: tuple[list[int], list[int], list[int]], size: int) -> Bytes:
+    value, freq, rank = table
+    states = reader.take(16).view("<u4").tolist()
+    words = reader.take(2 * reader.number("<u2")).view("<u2").tolist()
+    _expect(min(states) >= 1 << 16, "a state")
+    out, at, end = bytearray(size), 0, len(words)
+    for i in range(size):
+        x = states[i & 3]
+        slot = x & 4095
+        out[i] = value[slot]
+        x = freq[slot] * (x >> 12) + rank[slot]
+        if x < 1 << 16:
+            _expect(at < end, "a word past its block")
+            x = x << 16 | words[at]
+            at += 1
+        states[i & 3] = x
+    _expect(at == end and states == [1 << 16] * 4, "the end of a block")
+    return np.frombuffer(bytes(out), np.uint8)
+
+
+def _unpack(frame: bytes, count: int) -> Bytes:
+    decompressor: Any
+    try:
+        from compression import zstd as standard  # type: ignore[import-not-found]
+
+        decompressor = standard.ZstdDecompressor()
+    except ImportError:
+        try:
+            import zstandard
+        except ImportError:
+            raise MissingPackageError(
+                "overwire: this file has Zstandard frames: pip install zstandard, or use Python 3.14"
+            ) from None
+        decompressor = zstandard.ZstdDecompressor().decompressobj()
+    try:
+        content = decompressor.decompress(frame)
+    except Exception as error:  # each package has a class of its own
+        raise CorruptError(f"overwire: corrupt data: planes: {error}") from None
+    _expect(len(content) == count and decompressor.eof and not decompressor.unused_data, "a frame")
+    return np.frombuffer(content, np.uint8)

@@ -1,0 +1,151 @@
+"""What reads files without the engine: `load_file`, `safe_open`, `decompress`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ArgumentError, CorruptError, MissingPackageError, TensorNotFoundError
+from . import planes, x16
+from .container import Container, StoredChunk, Tensor, parse
+from .sums import crc32c
+
+__all__ = ["load_file", "safe_open"]
+
+Bytes = NDArray[np.uint8]
+
+# Chunks of about so many bytes are decoded together: enough lanes for numpy, little memory.
+_TOGETHER = 24 << 20
+
+_NUMPY = {
+    "BOOL": "bool", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "F16": "<f2", "I32": "<i4", "U32": "<u4",
+    "F32": "<f4", "C64": "<c8", "F64": "<f8", "I64": "<i8", "U64": "<u8",
+}  # fmt: skip
+_ML_DTYPES = {
+    "BF16": "bfloat16", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}  # fmt: skip
+
+
+class safe_open:
+    """A file whose tensors are read by name, plain or compressed. A context manager.
+
+    framework: "np" for numpy arrays, which need ml_dtypes for bf16 and fp8; "bytes".
+
+    Raises FormatError, CorruptError and NotSupportedError, before any tensor is read.
+    """
+
+    def __init__(self, filename: str | os.PathLike[str], framework: str = "np", device: str = "cpu") -> None:
+        if framework not in ("np", "numpy", "bytes") or device != "cpu":
+            raise ArgumentError(
+                f"overwire: {framework!r} on {device!r}: this machine has no engine, which other frameworks and devices need"
+            )
+        self._path = os.fspath(filename)
+        self._bytes = framework == "bytes"
+        self._data: Bytes = (
+            np.memmap(self._path, np.uint8, "r") if os.path.getsize(self._path) else np.zeros(0, np.uint8)
+        )
+        self._file: Container = parse(self._data, self._path)
+
+    def keys(self) -> list[str]:
+        """The names, in the order of the file."""
+        return list(self._file.tensors)
+
+    def metadata(self) -> dict[str, str] | None:
+        """The metadata, without what overwire keeps there."""
+        return self._file.metadata
+
+    def get_tensor(self, name: str) -> Any:
+        """A tensor, every checksum compared. Raises TensorNotFoundError and CorruptError, with
+        tensor, chunk and offset."""
+        tensor = self._file.tensors.get(name)
+        if tensor is None:
+            raise TensorNotFoundError(
+                f"overwire: {self._path} has no tensor {name!r}", source=self._path, tensor=name
+            )
+        holder = tensor if tensor.alias is None else self._file.tensors[tensor.alias]
+        return self._as_array(tensor, self._read(tensor.alias or name, holder))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file.tensors)
+
+    def __enter__(self) -> safe_open:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def _read(self, name: str, tensor: Tensor) -> Bytes:
+        if not self._file.compressed or not tensor.nbytes:
+            return np.array(self._data[tensor.offset : tensor.offset + tensor.nbytes])
+        parts, batch, size = [], [], 0
+        for number, chunk in enumerate(tensor.chunks):
+            batch.append(number)
+            size += chunk.logical
+            if size >= _TOGETHER or number + 1 == len(tensor.chunks):
+                parts += self._decode(name, tensor.chunks, batch)
+                batch, size = [], 0
+        whole = np.concatenate(parts)
+        if tensor.parts > 1:
+            rows = tensor.shape[0]
+            whole = np.ascontiguousarray(whole.reshape(tensor.parts, rows, -1).transpose(1, 0, 2)).reshape(-1)
+        return whole
+
+    def _decode(self, name: str, chunks: list[StoredChunk], numbers: list[int]) -> list[Bytes]:
+        results: dict[int, Bytes] = {}
+        coded: list[int] = []
+        number = numbers[0]
+        try:
+            for number in numbers:
+                chunk = chunks[number]
+                stored = np.asarray(self._data[chunk.offset : chunk.offset + chunk.stored])
+                if crc32c(stored) != chunk.sum:
+                    raise CorruptError("overwire: corrupt data: checksum mismatch")
+                if chunk.codec == 0:
+                    results[number] = stored
+                elif chunk.codec == 6:
+                    results[number] = planes.decode(stored, chunk.logical, chunk.transform)
+                else:
+                    coded.append(number)
+            inputs = [
+                x16.Chunk(np.asarray(self._data[c.offset : c.offset + c.stored]), c.logical, c.transform, c.tiles)
+                for c in (chunks[number] for number in coded)
+            ]
+            results |= zip(coded, x16.decode(inputs), strict=True)
+        except CorruptError as error:
+            number = coded[error.chunk] if error.chunk is not None else number
+            offset = chunks[number].offset
+            text = str(error).removeprefix("overwire: ")
+            raise CorruptError(
+                f"overwire: {self._path} tensor {name!r} chunk {number} @{offset}: {text}",
+                source=self._path,
+                tensor=name,
+                chunk=number,
+                offset=offset,
+            ) from None
+        return [results[number] for number in numbers]
+
+    def _as_array(self, tensor: Tensor, data: Bytes) -> Any:
+        if self._bytes:
+            return data.data
+        if tensor.dtype in _NUMPY:
+            return data.view(_NUMPY[tensor.dtype]).reshape(tensor.shape)
+        if tensor.dtype not in _ML_DTYPES:
+            raise ArgumentError(f"overwire: numpy has no {tensor.dtype}: use framework='bytes'")
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise MissingPackageError(
+                f"overwire: {tensor.dtype} in numpy needs the package ml_dtypes, or framework='bytes'"
+            ) from None
+        return data.view(getattr(ml_dtypes, _ML_DTYPES[tensor.dtype])).reshape(tensor.shape)
+
+
+def load_file(filename: str | os.PathLike[str], framework: str = "np") -> dict[str, Any]:
+    """All tensors of a file, as `safe_open` gives them."""
+    with safe_open(filename, framework) as file:
+        return {name: file.get_tensor(name) for name in file}

@@ -1,0 +1,328 @@
+"""Chunks of X16, decoded by numpy: docs/format.md, section 3.
+
+The lanes of all segments of some chunks are decoded side by side: a step is a few
+operations on arrays of them. What a chunk says of itself is checked as the page asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import CorruptError
+
+__all__ = ["Chunk", "decode"]
+
+Bytes = NDArray[np.uint8]
+
+# By transform: bits of an element, whether there is a palette, bits of a symbol value, and
+# the planes' bits, in order.
+_TRANSFORMS: dict[int, tuple[int, bool, int, tuple[int, ...]]] = {
+    1: (16, True, 8, (8,)),
+    2: (16, True, 5, (8, 1, 1, 1)),
+    3: (32, True, 8, (8, 8, 8)),
+    4: (8, False, 4, (4,)),
+    5: (8, True, 5, (1, 1, 1)),
+    6: (8, False, 4, (4,)),
+    7: (4, False, 4, ()),
+    8: (8, True, 8, ()),
+}
+_TILE = 256
+_HEAD = 96
+
+
+class Chunk(NamedTuple):
+    """A stored chunk: its bytes, how many it decodes to, transform and tiles per segment."""
+
+    stored: Bytes
+    logical: int
+    transform: int
+    tiles: int
+
+
+class _Head(NamedTuple):
+    # What a chunk says: the escape symbol (-1: none), tables by slot, and the directory,
+    # which is empty where all symbols are the one of `constant`.
+    constant: int
+    escape: int
+    symbol: Bytes
+    freq: NDArray[np.int64]
+    rank: NDArray[np.int64]
+    palette: Bytes
+    offsets: NDArray[np.int64]
+    escapes: NDArray[np.int64]
+    planes_at: int
+
+
+def decode(chunks: Sequence[Chunk]) -> list[Bytes]:
+    """The logical bytes of some chunks, which together should be a few MiB. Raises
+    CorruptError with the number of the chunk."""
+    heads = []
+    for at, chunk in enumerate(chunks):
+        with _number(at):
+            heads.append(_read_head(chunk))
+    coded = [at for at, head in enumerate(heads) if head.constant < 0]
+    symbols = dict(
+        zip(coded, _symbols_of([chunks[at] for at in coded], [heads[at] for at in coded], coded), strict=True)
+    )
+    out = []
+    for at, (chunk, head) in enumerate(zip(chunks, heads, strict=True)):
+        with _number(at):
+            out.append(_finish(chunk, head, symbols.get(at)))
+    return out
+
+
+def _tiles_of(chunk: Chunk) -> int:
+    return chunk.logical // (_TILE * _TRANSFORMS[chunk.transform][0] // 8)
+
+
+def _read_head(chunk: Chunk) -> _Head:
+    _expect(chunk.transform in _TRANSFORMS, f"transform {chunk.transform}")
+    stored, tiles = chunk.stored, _tiles_of(chunk)
+    _expect(len(stored) >= _HEAD and tiles >= 1, "too short")
+    _expect(int(stored[4:8].view("<u4")[0]) == tiles, "its number of tiles")
+    _expect(stored[0] <= 1 and not stored[80:96].any(), "its reserved bytes")
+    return _constant_head(chunk) if stored[0] == 1 else _coded_head(chunk, tiles)
+
+
+def _finish(chunk: Chunk, head: _Head, symbols: Bytes | None) -> Bytes:
+    stored, tiles = chunk.stored, _tiles_of(chunk)
+    if symbols is None:
+        symbols = np.full(tiles * _TILE, head.constant, np.uint8)
+    values: Bytes = head.palette[symbols]
+    if head.escape >= 0:
+        _put_escapes(chunk, head, symbols, values)
+    planes, end = _planes_of(stored, head.planes_at, tiles, _TRANSFORMS[chunk.transform][3])
+    body: Bytes = _assemble(chunk.transform, values, planes)
+    tail = chunk.logical - len(body)
+    end = _up(end) if tail else end
+    _expect(len(stored) == end + tail, "its length")
+    return np.concatenate([body, stored[end:]]) if tail else body
+
+
+@contextlib.contextmanager
+def _number(at: int) -> Iterator[None]:
+    try:
+        yield
+    except CorruptError as error:
+        error.chunk = at
+        raise
+
+
+def _expect(ok: bool, what: str) -> None:
+    if not ok:
+        raise CorruptError(f"overwire: corrupt data: X16: {what}")
+
+
+def _up(offset: int) -> int:
+    return -(-offset // 16) * 16
+
+
+def _constant_head(chunk: Chunk) -> _Head:
+    stored, symbol = chunk.stored, int(chunk.stored[1])
+    _expect(symbol < 16 and not stored[3] and not stored[32:80].any(), "a chunk of one symbol")
+    none = np.zeros(0, np.int64)
+    return _Head(
+        symbol, -1, none.astype(np.uint8), none, none, _palette_of(chunk, 1 << symbol, -1), none, none, _HEAD
+    )
+
+
+def _palette_of(chunk: Chunk, present: int, escape: int) -> Bytes:
+    _, has_palette, width, _ = _TRANSFORMS[chunk.transform]
+    palette: Bytes = chunk.stored[16:32].copy()
+    if not has_palette:
+        _expect(bool((palette == np.arange(16)).all()) and escape < 0, "its palette")
+        return palette
+    _expect(bool((palette < 1 << width).all()), "a palette entry")
+    for symbol in range(16):
+        if not present >> symbol & 1 or symbol == escape:
+            _expect(palette[symbol] == 0, "a palette entry of no symbol")
+    return palette
+
+
+def _coded_head(chunk: Chunk, tiles: int) -> _Head:
+    stored = chunk.stored
+    freq, divider, alias = (stored[at : at + 16].astype(np.int64) for at in (32, 48, 64))
+    escape = int(stored[3]) - 1
+    _expect(stored[1] == 0 and int(freq.sum()) == 256 and escape < 16, "its frequencies")
+    _expect(bool((divider <= 16).all() and (alias < 16).all()), "its tables")
+    _expect(bool(((divider == 16) == (alias == np.arange(16))).all()), "its tables")
+    _expect(escape < 0 or bool(freq[escape] > 0), "its escape symbol")
+    symbol, rank, given = np.zeros(256, np.uint8), np.zeros(256, np.int64), divider.copy()
+    for bucket in range(16):
+        own = int(divider[bucket])
+        slots = slice(16 * bucket, 16 * bucket + own)
+        symbol[slots], rank[slots] = bucket, np.arange(own)
+        if own < 16:
+            other = int(alias[bucket])
+            slots = slice(16 * bucket + own, 16 * bucket + 16)
+            symbol[slots], rank[slots] = other, np.arange(given[other], given[other] + 16 - own)
+            given[other] += 16 - own
+    _expect(bool((given == freq).all()), "its tables")
+    palette = _palette_of(chunk, sum(1 << k for k in range(16) if freq[k]), escape)
+    _expect(1 <= chunk.tiles <= 256, "its tiles per segment")
+    segments = -(-tiles // chunk.tiles)
+    _expect(len(stored) >= _HEAD + 8 * (segments + 1), "its directory")
+    directory = stored[_HEAD : _HEAD + 8 * (segments + 1)].view("<u4").astype(np.int64).reshape(-1, 2)
+    offsets, escapes = directory[:, 0], directory[:, 1]
+    _expect(int(offsets[0]) == _up(_HEAD + 8 * (segments + 1)) and not (offsets % 16).any(), "its directory")
+    _expect(
+        bool((np.diff(offsets) >= 128).all()) and int(offsets[-1]) <= len(stored) and escapes[-1] == 0,
+        "its directory",
+    )
+    _expect(escape >= 0 or not escapes.any(), "its escapes")
+    return _Head(-1, escape, symbol, freq[symbol], rank, palette, offsets, escapes, int(offsets[-1]))
+
+
+def _symbols_of(chunks: Sequence[Chunk], heads: Sequence[_Head], numbers: Sequence[int]) -> list[Bytes]:
+    # Segments with more tiles come first, so that those under way are the first ones.
+    if not chunks:
+        return []
+    lengths = [len(chunk.stored) + -len(chunk.stored) % 2 for chunk in chunks]
+    base = np.cumsum([0, *lengths])
+    stored = np.zeros(int(base[-1]), np.uint8)
+    for start, chunk in zip(base, chunks, strict=False):
+        stored[start : start + len(chunk.stored)] = chunk.stored
+    words: NDArray[np.int64] = stored.view("<u2").astype(np.int64)
+    owner = np.repeat(np.arange(len(chunks)), [len(head.offsets) - 1 for head in heads])
+    tiles = np.concatenate([_tiles_of_segments(chunk, head) for chunk, head in zip(chunks, heads, strict=True)])
+    order = np.argsort(-tiles, kind="stable")
+    owner, tiles = owner[order], tiles[order]
+    starts = np.concatenate([head.offsets[:-1] + at for head, at in zip(heads, base, strict=False)])[order] // 2
+    ends = np.concatenate([head.offsets[1:] + at for head, at in zip(heads, base, strict=False)])[order] // 2
+    symbol = np.concatenate([head.symbol for head in heads])
+    freq = np.concatenate([head.freq for head in heads])
+    rank = np.concatenate([head.rank for head in heads])
+    x = words[starts[:, None] + np.arange(64)]
+    x = (x[:, 0::2] | x[:, 1::2] << 16).reshape(-1)
+    slots = np.repeat(owner << 8, 32)
+    at = starts + 64
+    _expect_all(x.reshape(-1, 32) >= 1 << 16, owner, numbers, "a state")
+    out = np.zeros((len(tiles), int(tiles[0]), 8, 32), np.uint8)
+    for tile in range(int(tiles[0])):
+        live = int(np.searchsorted(-tiles, -tile, "left"))
+        lanes = x[: 32 * live]
+        for pair in range(0, 8, 2):
+            for step in (pair, pair + 1):
+                slot = lanes & 255
+                slot += slots[: 32 * live]
+                out[:live, tile, step] = symbol[slot].reshape(live, 32)
+                lanes >>= 8
+                lanes *= freq[slot]
+                lanes += rank[slot]
+            short = np.flatnonzero(lanes < 1 << 16)  # in the order of segments and lanes
+            segment = short >> 5
+            counts = np.bincount(segment, minlength=live)
+            first = at[:live] + counts - np.cumsum(counts)
+            at[:live] += counts
+            _expect_all(at[:live] <= ends[:live], owner, numbers, "a word past its segment")
+            lanes[short] = lanes[short] << 16 | words[first[segment] + np.arange(len(short))]
+    _expect_all(x.reshape(-1, 32) == 1 << 16, owner, numbers, "a final state")
+    back = np.argsort(order, kind="stable")
+    at, out = at[back], out[back]
+    # Symbol 128 h + 8 (4 q + g) + t is step t of lane 16 h + 4 g + q.
+    natural = out.reshape(*out.shape[:3], 2, 4, 4).transpose(0, 1, 3, 5, 4, 2)
+    results, done = [], 0
+    for number, chunk, head, start in zip(numbers, chunks, heads, base, strict=False):
+        count = len(head.offsets) - 1
+        with _number(number):
+            _check_ends(chunk, head, 2 * at[done : done + count] - start)
+        own = natural[done : done + count, : min(chunk.tiles, _tiles_of(chunk))]
+        results.append(np.ascontiguousarray(own).reshape(-1)[: _tiles_of(chunk) * _TILE])
+        done += count
+    return results
+
+
+def _tiles_of_segments(chunk: Chunk, head: _Head) -> NDArray[np.int64]:
+    segments = len(head.offsets) - 1
+    tiles = np.full(segments, chunk.tiles, np.int64)
+    tiles[-1] = _tiles_of(chunk) - (segments - 1) * chunk.tiles
+    return tiles
+
+
+def _expect_all(ok: NDArray[np.bool_], owner: NDArray[np.int64], numbers: Sequence[int], what: str) -> None:
+    if not ok.all():
+        row = int(np.argwhere(~ok)[0][0])
+        raise CorruptError(f"overwire: corrupt data: X16: {what}", chunk=numbers[int(owner[row])])
+
+
+def _check_ends(chunk: Chunk, head: _Head, at: NDArray[np.int64]) -> None:
+    # Escapes follow the last word; zeros follow them, less than 16.
+    ends = at + 3 * head.escapes[:-1]
+    _expect(bool(((ends <= head.offsets[1:]) & (head.offsets[1:] - ends < 16)).all()), "the end of a segment")
+    for k, end in enumerate(ends.tolist()):
+        _expect(not chunk.stored[end : head.offsets[k + 1]].any(), "the padding of a segment")
+
+
+def _put_escapes(chunk: Chunk, head: _Head, symbols: NDArray[np.uint8], values: Bytes) -> None:
+    _, _, width, _ = _TRANSFORMS[chunk.transform]
+    per_segment = chunk.tiles * _TILE
+    for k, count in enumerate(head.escapes[:-1].tolist()):
+        own = slice(k * per_segment, (k + 1) * per_segment)
+        found = np.flatnonzero(symbols[own] == head.escape)
+        _expect(len(found) == count, "the number of escapes")
+        if not count:
+            continue
+        end = int(head.offsets[k + 1])
+        low, high = end - 15 - 3 * count, end - 3 * count  # where the list may begin: `_check_ends` bounds it
+        for start in range(high - high % 2, low - 1, -2):
+            positions = chunk.stored[start : start + 2 * count].view("<u2")
+            if start >= 0 and (positions == found).all() and not chunk.stored[start + 3 * count : end].any():
+                escaped = chunk.stored[start + 2 * count : start + 3 * count]
+                break
+        else:
+            raise CorruptError("overwire: corrupt data: X16: the positions of escapes")
+        _expect(bool((escaped.astype(int) < 1 << width).all()), "an escape value")
+        values[own][found] = escaped
+
+
+def _planes_of(stored: Bytes, at: int, tiles: int, widths: tuple[int, ...]) -> tuple[list[Bytes], int]:
+    # Each plane as a byte for each symbol, and the end of the last that is stored.
+    constant, end, planes = int(stored[2]), at, []
+    _expect(constant >> len(widths) == 0, "its planes")
+    count = tiles * _TILE
+    for k, width in enumerate(widths):
+        value = int(stored[8 + k])
+        if constant >> k & 1:
+            _expect(value < 1 << width, "the value of a plane")
+            planes.append(np.full(count, value, np.uint8))
+            continue
+        _expect(value == 0, "the value of a plane")
+        start = _up(end)
+        end = start + count * width // 8
+        _expect(end <= len(stored), "a plane")
+        plane = stored[start:end]
+        if width == 4:
+            plane = np.stack([plane & 15, plane >> 4], axis=1).reshape(-1)
+        elif width == 1:
+            plane = np.unpackbits(plane, bitorder="little")
+        planes.append(plane)
+    _expect(not stored[8 + len(widths) : 16].any(), "the values of its planes")
+    return planes, end
+
+
+def _assemble(transform: int, values: Bytes, planes: list[Bytes]) -> Bytes:
+    wide = values.astype(np.uint32)
+    p = [plane.astype(np.uint32) for plane in planes]
+    if transform == 1:
+        elements = (p[0] & 1) << 15 | wide << 7 | p[0] >> 1
+        return elements.astype("<u2").view(np.uint8)
+    if transform == 2:
+        elements = p[3] << 15 | wide << 10 | p[2] << 9 | p[1] << 8 | p[0]
+        return elements.astype("<u2").view(np.uint8)
+    if transform == 3:
+        elements = (p[0] & 1) << 31 | wide << 23 | (p[0] >> 1) << 16 | p[1] << 8 | p[2]
+        return elements.astype("<u4").view(np.uint8)
+    if transform == 4:
+        return (p[0] >> 3 << 7 | wide << 3 | p[0] & 7).astype(np.uint8)
+    if transform == 5:
+        return (p[2] << 7 | wide << 2 | p[1] << 1 | p[0]).astype(np.uint8)
+    if transform == 6:
+        return (wide << 4 | p[0]).astype(np.uint8)
+    if transform == 7:
+        return (wide[1::2] << 4 | wide[0::2]).astype(np.uint8)
+    return values

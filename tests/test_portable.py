@@ -1,0 +1,115 @@
+"""The reader without the engine, written from docs/format.md alone, and the engine: each other's twin."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import overwire as ow
+import pytest
+from conftest import ROOT
+from overwire.portable import read
+from overwire.portable.sums import crc32c
+
+GOLDENS = sorted(path.relative_to(ROOT) for path in (ROOT / "tests/goldens").rglob("*.safetensors"))
+REFUSALS = (ow.CorruptError, ow.FormatError, ow.NotSupportedError, ow.ArgumentError)
+
+
+def alike(path: Path) -> None:
+    """Both readers give the same names, metadata, dtypes, shapes and bytes."""
+    with read.safe_open(path, "bytes") as ours, ow.safe_open(path, framework="bytes") as engine:
+        assert sorted(ours.keys()) == sorted(engine.keys()) and (ours.metadata() or None) == (
+            engine.metadata() or None
+        )
+        for name in engine:
+            tensor = ours._file.tensors[name]
+            assert (tensor.dtype, list(tensor.shape)) == (
+                engine.get_slice(name).get_dtype(),
+                list(engine.get_slice(name).get_shape()),
+            )
+            assert bytes(ours.get_tensor(name)) == bytes(engine.get_tensor(name)), name
+
+
+@pytest.mark.parametrize("path", GOLDENS, ids=str)
+def test_goldens(path: Path) -> None:
+    """Every golden file of every version, whatever wrote it."""
+    pytest.importorskip("zstandard" if "level" in str(path) else "numpy")
+    alike(ROOT / path)
+
+
+def test_checksums() -> None:
+    """CRC32C of RFC 3720's vectors, and of lengths around the columns that are summed side by side."""
+    assert crc32c(np.zeros(32, np.uint8)) == 0x8A9136AA and crc32c(np.full(32, 255, np.uint8)) == 0x62A8AB43
+    assert crc32c(np.arange(32, dtype=np.uint8)) == 0x46DD794E and crc32c(np.zeros(0, np.uint8)) == 0
+    data = np.random.default_rng(5).integers(0, 256, 3 * 8192 + 77, dtype=np.uint8)
+    for length in (1, 8191, 8192, 8193, len(data)):
+        register = 0xFFFFFFFF
+        for byte in data[:length].tolist():
+            register ^= byte
+            for _ in range(8):
+                register = register >> 1 ^ (0x82F63B78 if register & 1 else 0)
+        assert crc32c(data[:length]) == register ^ 0xFFFFFFFF
+
+
+def test_random_files(tmp_path: Path, seed: int) -> None:
+    """Files of every dtype and kind of values, in parts, with aliases, at every level but the one that needs Zstandard."""
+    torch = pytest.importorskip("torch")
+    r = random.Random(seed)
+    torch.manual_seed(seed)
+    for case in range(12):
+        tensors = {}
+        for number in range(r.randint(1, 6)):
+            shape = [r.choice([0, 1, 2, 7, 64, 300, 1000]) for _ in range(r.randint(0, 2))]
+            values = (
+                torch.randn(shape) * 10.0 ** r.randint(-20, 20) if r.random() < 0.3 else torch.randn(shape) * 0.02
+            )
+            kind = r.choice(
+                [
+                    torch.bfloat16,
+                    torch.float16,
+                    torch.float32,
+                    torch.float8_e4m3fn,
+                    torch.float8_e5m2,
+                    torch.int8,
+                    torch.int32,
+                    torch.bool,
+                ]
+            )
+            tensors[f"t{number}"] = (values * 20).to(kind) if kind in (torch.int8, torch.int32) else values.to(kind)
+        if len(tensors) > 2:
+            tensors["alias"] = tensors["t0"].reshape(-1)
+        path = tmp_path / f"{case}.safetensors"
+        ow.save_file(tensors, path, metadata={"k": "v"} if case % 2 else None, compress=case % 4 != 3)
+        if case % 3 == 0:
+            plain, path = path, tmp_path / f"{case}.parts.safetensors"
+            command = [sys.executable, "-m", "overwire", "convert", str(plain), "-o", str(path)]
+            subprocess.run([*command, "--parts", str(r.choice([2, 4, 8]))], check=True, capture_output=True)
+        alike(path)
+
+
+def test_changed_bytes_are_refused(tmp_path: Path, seed: int) -> None:
+    """Of a container, every changed byte but those of padding; with tensor and chunk where they are."""
+    r = random.Random(seed)
+    for path in GOLDENS:
+        golden = bytearray((ROOT / path).read_bytes())
+        if "save/v1.0/" not in str(path) or path.name == "plain.safetensors":
+            continue
+        expected = {name: bytes(data) for name, data in read.load_file(ROOT / path, "bytes").items()}
+        for _ in range(40):
+            at, bit = r.randrange(len(golden)), 1 << r.randrange(8)
+            golden[at] ^= bit
+            (tmp_path / "m.safetensors").write_bytes(golden)
+            golden[at] ^= bit
+            try:
+                got = read.load_file(tmp_path / "m.safetensors", "bytes")
+            except REFUSALS as error:
+                assert "m.safetensors" in str(error)
+            else:
+                assert {name: bytes(data) for name, data in got.items()} == expected, at
+        for length in (0, 7, 8, 100, 4096, len(golden) - 1):
+            (tmp_path / "m.safetensors").write_bytes(golden[:length])
+            with pytest.raises(REFUSALS):
+                read.safe_open(tmp_path / "m.safetensors")
