@@ -139,7 +139,7 @@ func (c *client) api(bucket string, signed bool) *s3.Client {
 	o := s3.Options{
 		Region:       at.region,
 		Credentials:  c.creds,
-		HTTPClient:   c.transport,
+		HTTPClient:   wary{c.transport},
 		UsePathStyle: c.pathStyle,
 		UseARNRegion: true,
 		// Package retry does the retries; callers see the first response.

@@ -240,6 +240,8 @@ func judge(err error) (retry.Verdict, time.Duration) {
 	case r.code == "RequestTimeout", r.code == "InternalError", r.status == http.StatusRequestTimeout,
 		r.status >= 500 && r.status != http.StatusNotImplemented:
 		return retry.Busy, r.after
+	case r.status/100 == 2: // it could not be understood
+		return retry.Again, 0
 	}
 	return retry.Never, 0
 }

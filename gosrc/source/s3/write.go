@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/aws/aws-sdk-go-v2/aws"
+	awsmiddleware "github.com/aws/aws-sdk-go-v2/aws/middleware"
 	v4 "github.com/aws/aws-sdk-go-v2/aws/signer/v4"
 	"github.com/aws/aws-sdk-go-v2/service/s3"
 	"github.com/aws/aws-sdk-go-v2/service/s3/types"
@@ -38,9 +39,11 @@ type upload struct {
 	name
 	client *client
 
-	mu   sync.Mutex
-	id   *string // of the multipart upload; "" until it has begun
-	done []types.CompletedPart
+	mu    sync.Mutex
+	id    *string   // of the multipart upload; nil until it has begun
+	begun time.Time // by the store's clock; zero if it has none
+	done  []types.CompletedPart
+	size  int64 // of the parts in done
 }
 
 // Create starts to write an object of at most limit bytes. What the name had
@@ -77,9 +80,13 @@ func (u *upload) Part(ctx context.Context, k int, p []byte) error {
 	}
 	number, size := int32(k+1), int64(len(p))
 	out, err := try(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.UploadPartOutput, error) {
-		return api.UploadPart(ctx, &s3.UploadPartInput{Bucket: &u.bucket, Key: &u.key, UploadId: id, PartNumber: &number,
+		out, err := api.UploadPart(ctx, &s3.UploadPartInput{Bucket: &u.bucket, Key: &u.key, UploadId: id, PartNumber: &number,
 			Body: body(ctx, p), ContentLength: &size,
 			SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum}, u.client.signing)
+		if err == nil && !named(out.ETag) {
+			err = errs.New(errs.ErrIO, "the store's answer to part %d has no ETag", number)
+		}
+		return out, err
 	})
 	if err != nil {
 		return u.at("save", err)
@@ -87,6 +94,7 @@ func (u *upload) Part(ctx context.Context, k int, p []byte) error {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	u.done = append(u.done, types.CompletedPart{PartNumber: &number, ETag: out.ETag})
+	u.size += size
 	return nil
 }
 
@@ -103,25 +111,19 @@ func (u *upload) begin(ctx context.Context) (*string, error) {
 	if err != nil {
 		return nil, err
 	}
-	if out.UploadId == nil || *out.UploadId == "" {
+	if !named(out.UploadId) {
 		return nil, errs.New(errs.ErrIO, "the store gave no id for an upload")
 	}
 	u.id = out.UploadId
+	u.begun, _ = awsmiddleware.GetServerTime(out.ResultMetadata)
 	return u.id, nil
 }
 
-// Publish completes the upload, or puts a small object as a whole.
+// Publish completes the upload, or puts a small object as a whole. It succeeds only if
+// the store says so by an ETag, or shows the object when it is asked.
 func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	if n == 0 {
-		size := int64(len(whole))
-		_, err := try(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.PutObjectOutput, error) {
-			return api.PutObject(ctx, &s3.PutObjectInput{Bucket: &u.bucket, Key: &u.key, Body: body(ctx, whole), ContentLength: &size,
-				SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum}, u.client.signing)
-		})
-		if err == nil {
-			u.client.release()
-		}
-		return u.at("save", err)
+		return u.published(u.put(ctx, whole))
 	}
 	if len(u.done) != n {
 		return u.at("save", errs.New(errs.ErrEngine, "%d parts of %d were sent", len(u.done), n))
@@ -130,14 +132,32 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	tries := 0
 	_, err := try(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.CompleteMultipartUploadOutput, error) {
 		tries++
-		return api.CompleteMultipartUpload(ctx, &s3.CompleteMultipartUploadInput{Bucket: &u.bucket, Key: &u.key, UploadId: u.id,
+		out, err := api.CompleteMultipartUpload(ctx, &s3.CompleteMultipartUploadInput{Bucket: &u.bucket, Key: &u.key, UploadId: u.id,
 			MultipartUpload: &types.CompletedMultipartUpload{Parts: u.done}, SSECustomerAlgorithm: u.client.sse.algorithm,
 			SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum})
+		if err == nil && named(out.ETag) || !unclear(err, tries) {
+			return out, err
+		}
+		return nil, u.confirm(ctx, api)
 	})
-	var r *refusal
-	if tries > 1 && errors.As(err, &r) && r.code == "NoSuchUpload" {
-		err = nil // an earlier try arrived, its response was lost
-	}
+	return u.published(err)
+}
+
+func (u *upload) put(ctx context.Context, whole []byte) error {
+	size := int64(len(whole))
+	_, err := try(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.PutObjectOutput, error) {
+		out, err := api.PutObject(ctx, &s3.PutObjectInput{Bucket: &u.bucket, Key: &u.key, Body: body(ctx, whole), ContentLength: &size,
+			SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum}, u.client.signing)
+		if err == nil && !named(out.ETag) {
+			err = u.compare(ctx, api, whole)
+		}
+		return out, err
+	})
+	return err
+}
+
+// published ends an upload that has become an object.
+func (u *upload) published(err error) error {
 	if err == nil {
 		u.client.release()
 	}
@@ -220,6 +240,9 @@ func List(ctx context.Context, uri string, opt source.Options) ([]string, error)
 		})
 		if err != nil {
 			return nil, n.at("open", err)
+		}
+		if out.Name == nil && out.KeyCount == nil && out.IsTruncated == nil && out.Contents == nil {
+			return nil, n.at("open", errs.New(errs.ErrIO, "the store's answer is no list"))
 		}
 		for _, o := range out.Contents {
 			if o.Key != nil && strings.HasPrefix(*o.Key, prefix) && !strings.HasSuffix(*o.Key, "/") {

@@ -1,0 +1,124 @@
+package s3
+
+// This file decides which answers to a write say that the store has the bytes. A status
+// is not enough: some stores, and proxies before them, send 200 with nothing in it, or
+// with an error.
+
+import (
+	"bytes"
+	"context"
+	"crypto/md5"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+
+	awshttp "github.com/aws/aws-sdk-go-v2/aws/transport/http"
+	"github.com/aws/aws-sdk-go-v2/service/s3"
+	"github.com/aws/aws-sdk-go-v2/service/s3/types"
+	"github.com/aws/smithy-go"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/source/route"
+)
+
+// named reports whether an answer has this text: an ETag, an id.
+func named(s *string) bool { return s != nil && *s != "" }
+
+// unclear reports whether an upload may be complete though the answer to its completion
+// does not say so: it had no result, it could not be read, or an earlier try may have
+// arrived whose answer was lost.
+func unclear(err error, tries int) bool {
+	var resp *awshttp.ResponseError
+	var api smithy.APIError
+	switch {
+	case err == nil:
+		return true
+	case errors.As(err, &api):
+		return tries > 1 && api.ErrorCode() == "NoSuchUpload"
+	}
+	return errors.As(err, &resp) && resp.HTTPStatusCode()/100 == 2
+}
+
+// confirm asks the store for the object of a complete upload: one of its size and with
+// the ETag that its parts give. Of a store whose ETags are no MD5s, it must be no older
+// than the upload, by the store's clock.
+func (u *upload) confirm(ctx context.Context, api *s3.Client) error {
+	out, err := api.HeadObject(ctx, &s3.HeadObjectInput{Bucket: &u.bucket, Key: &u.key,
+		SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum})
+	if err != nil {
+		return u.absent(ctx, err)
+	}
+	sum := combined(u.done)
+	switch {
+	case out.ContentLength == nil || *out.ContentLength != u.size:
+	case sum != "" && out.ETag != nil && strings.Trim(*out.ETag, `"`) == sum:
+		return nil
+	case sum == "" && out.LastModified != nil && !u.begun.IsZero() && !out.LastModified.Before(u.begun):
+		return nil
+	}
+	return errs.New(errs.ErrIO, "the store's answer does not say that the upload is complete, and what it has under this name is another object")
+}
+
+// compare reads a small object back: the answer to its upload had no ETag.
+func (u *upload) compare(ctx context.Context, api *s3.Client, whole []byte) error {
+	out, err := api.GetObject(ctx, &s3.GetObjectInput{Bucket: &u.bucket, Key: &u.key,
+		SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum})
+	if err != nil {
+		return u.absent(ctx, err)
+	}
+	defer out.Body.Close()
+	back, err := io.ReadAll(io.LimitReader(out.Body, int64(len(whole))+1))
+	if err != nil {
+		return err
+	}
+	if !bytes.Equal(back, whole) {
+		return errs.New(errs.ErrIO, "the store's answer has no ETag, and what it has under this name is another object")
+	}
+	return nil
+}
+
+// absent is the error of a question about an object that should be there.
+func (u *upload) absent(ctx context.Context, err error) error {
+	if errors.Is(classify(ctx, err), errs.ErrNotFound) {
+		return errs.New(errs.ErrIO, "the store's answer does not say that the object is stored, and there is none")
+	}
+	return err
+}
+
+// combined is the ETag of an object of these parts, sorted, where the ETag of a part is
+// its MD5; "" where it is none.
+func combined(done []types.CompletedPart) string {
+	sums := md5.New()
+	for _, p := range done {
+		sum, err := hex.DecodeString(strings.Trim(*p.ETag, `"`))
+		if err != nil || len(sum) != md5.Size {
+			return ""
+		}
+		_, _ = sums.Write(sum)
+	}
+	return fmt.Sprintf("%x-%d", sums.Sum(nil), len(done))
+}
+
+// A wary client takes a deletion that was answered with 200 and an error for refused, as
+// the SDK does with the completion of an upload.
+type wary struct{ *route.Client }
+
+// Do sends one request.
+func (w wary) Do(r *http.Request) (*http.Response, error) {
+	resp, err := w.Client.Do(r)
+	if err != nil || r.Method != http.MethodDelete || resp.StatusCode != http.StatusOK {
+		return resp, err
+	}
+	text, err := io.ReadAll(io.LimitReader(resp.Body, 64<<10))
+	_ = resp.Body.Close()
+	if err != nil {
+		return nil, err
+	}
+	if resp.Body = io.NopCloser(bytes.NewReader(text)); bytes.Contains(text, []byte("<Error")) {
+		resp.StatusCode = http.StatusInternalServerError
+	}
+	return resp, nil
+}
