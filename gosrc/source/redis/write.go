@@ -95,8 +95,16 @@ func (u *upload) Part(ctx context.Context, k int, p []byte) error {
 	u.sent = append(u.sent, off)
 	u.mu.Unlock()
 	return u.at("save", off, do(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
-		return c.Set(ctx, u.hidden(off), p, unpublished).Err()
+		return stored(c.Set(ctx, u.hidden(off), p, unpublished))
 	}))
+}
+
+// stored is the error of a command that changes a key, which only the word OK confirms.
+func stored(c *redis.StatusCmd) error {
+	if text, err := c.Result(); err != nil || text == "OK" {
+		return err
+	}
+	return errs.New(errs.ErrIO, "the server's answer does not say that a value is stored")
 }
 
 // Publish renames the values and removes those of the earlier file, in one
@@ -127,16 +135,22 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 		} else if lost := int64(len(keys)) - k; lost != 0 {
 			return errs.New(errs.ErrIO, "the server has lost %d of %d values that were sent: its memory is full", lost, len(keys))
 		}
+		var renamed []*redis.StatusCmd
 		_, err = c.TxPipelined(ctx, func(p redis.Pipeliner) error {
 			for _, v := range old {
 				p.Unlink(ctx, v.key)
 			}
 			for _, off := range u.sent {
-				p.Rename(ctx, u.hidden(off), u.shown(off))
+				renamed = append(renamed, p.Rename(ctx, u.hidden(off), u.shown(off)))
 				p.Persist(ctx, u.shown(off))
 			}
 			return nil
 		})
+		for _, r := range renamed {
+			if err == nil {
+				err = stored(r)
+			}
+		}
 		return err
 	})
 	if err == nil {

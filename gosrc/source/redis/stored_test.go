@@ -1,0 +1,87 @@
+package redis
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/source"
+)
+
+// impostor answers SET and RENAME with one word, and all else as a server does that keeps
+// nothing but says that every key exists.
+func impostor(t *testing.T, word string) (addr string) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = l.Close() })
+	serve := func(c net.Conn) {
+		defer c.Close()
+		r := bufio.NewReader(c)
+		queued := []string(nil)
+		for {
+			head, err := r.ReadString('\n')
+			if err != nil {
+				return
+			}
+			n, _ := strconv.Atoi(strings.Trim(head, "*\r\n"))
+			var name string
+			for i := range n {
+				size, _ := r.ReadString('\n')
+				k, _ := strconv.Atoi(strings.Trim(size, "$\r\n"))
+				b := make([]byte, k+2)
+				if _, err := io.ReadFull(r, b); err != nil {
+					return
+				}
+				if i == 0 {
+					name = strings.ToUpper(string(b[:k]))
+				}
+			}
+			answer := map[string]string{"SET": "+" + word, "RENAME": "+" + word, "EXISTS": ":1", "STRLEN": ":0", "PERSIST": ":1", "UNLINK": ":1",
+				"INFO": "$0\r\n", "SCAN": "*2\r\n$1\r\n0\r\n*0"}[name]
+			switch {
+			case name == "MULTI":
+				queued, answer = []string{}, "+OK"
+			case name == "EXEC":
+				answer, queued = fmt.Sprintf("*%d\r\n%s", len(queued), strings.Join(queued, "\r\n")), nil
+			case queued != nil:
+				queued, answer = append(queued, answer), "+QUEUED"
+			case answer == "":
+				answer = "-ERR unknown command"
+			}
+			_, _ = io.WriteString(c, answer+"\r\n")
+		}
+	}
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			go serve(c)
+		}
+	}()
+	return l.Addr().String()
+}
+
+// A value counts as stored, and a file as published, only if the server says OK.
+func TestStoredAnswers(t *testing.T) {
+	for word, ok := range map[string]bool{"OK": true, "QUEUED": false, "": false} {
+		d, err := Create(bg, "redis://"+impostor(t, word)+"/m", source.Options{Storage: map[string]string{"retries": "0"}}, 1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		err = errors.Join(d.Write([]byte("x"), 0), d.Finish(1), d.Publish())
+		d.Drop()
+		if (err == nil) != ok || err != nil && !errors.Is(err, errs.ErrIO) {
+			t.Errorf("%q: %v", word, err)
+		}
+	}
+}
