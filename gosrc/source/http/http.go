@@ -19,7 +19,6 @@ import (
 	"context"
 	"crypto/sha256"
 	"crypto/tls"
-	"crypto/x509"
 	"errors"
 	"fmt"
 	"io"
@@ -361,15 +360,11 @@ func (o *object) Judge(err error) (retry.Verdict, time.Duration) {
 	return retry.Again, 0
 }
 
-// badTLS tells a server that is not trusted, or does not speak our TLS, from a
-// connection that broke.
+// badTLS tells a server that does not speak our TLS from a connection that broke.
 func badTLS(err error) bool {
 	var (
-		verify *tls.CertificateVerificationError
 		header tls.RecordHeaderError
 		alert  tls.AlertError
-		name   x509.HostnameError
-		who    x509.UnknownAuthorityError
 	)
-	return errors.As(err, &verify) || errors.As(err, &header) || errors.As(err, &alert) || errors.As(err, &name) || errors.As(err, &who)
+	return errors.As(err, &header) || errors.As(err, &alert)
 }

@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"crypto/tls"
 	"crypto/x509"
+	"errors"
 	"net"
 	"net/http"
 	"net/url"
@@ -56,12 +57,18 @@ func New(s Settings) *Client {
 	}}
 }
 
-// RoundTrip sends one request and follows no redirect.
+// RoundTrip sends one request and follows no redirect. A certificate that is not
+// trusted, of the server or of a proxy, is errs.ErrPermission.
 func (c *Client) RoundTrip(r *http.Request) (*http.Response, error) {
 	if c.untrusted != nil && r.URL.Scheme == "https" {
 		return nil, c.untrusted
 	}
-	return c.Transport.RoundTrip(r)
+	resp, err := c.Transport.RoundTrip(r)
+	var cert *tls.CertificateVerificationError
+	if errors.As(err, &cert) {
+		return nil, errs.New(errs.ErrPermission, "the server's certificate is not trusted: %v", cert.Err)
+	}
+	return resp, err
 }
 
 // Do is RoundTrip for libraries that sign requests for one host: it returns a

@@ -4,7 +4,6 @@ package s3
 
 import (
 	"context"
-	"crypto/tls"
 	"errors"
 	"fmt"
 	"io"
@@ -197,12 +196,9 @@ func transportError(err error) error {
 		return errs.New(errs.ErrPermission, "%s", noCredentials)
 	}
 	var ne net.Error
-	var cert *tls.CertificateVerificationError
 	var op *net.OpError
 	var dns *net.DNSError
 	switch {
-	case errors.As(err, &cert):
-		return errs.New(errs.ErrPermission, "the store's certificate is not trusted: %v", cert.Err)
 	case errors.As(err, &ne) && ne.Timeout():
 		return errs.New(errs.ErrTimeout, "the store did not answer in time")
 	case errors.As(err, &dns):
