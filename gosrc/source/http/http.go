@@ -285,8 +285,8 @@ func (o *object) same(resp *http.Response) error {
 
 // plain refuses encoded bodies and ranges in parts.
 func plain(resp *http.Response) error {
-	if e := resp.Header.Get("Content-Encoding"); e != "" && !strings.EqualFold(e, "identity") {
-		return fmt.Errorf("the server sends it encoded as %.20q, which was not asked for", e)
+	if e := route.Encoding(resp.Header); e != "" {
+		return errs.New(errs.ErrNotSupported, "the object has the content encoding %q", e)
 	}
 	if resp.StatusCode == http.StatusPartialContent && strings.HasPrefix(resp.Header.Get("Content-Type"), "multipart/byteranges") {
 		return errors.New("the server answers one range in several parts")

@@ -120,6 +120,29 @@ func ContentRange(text string) (from, to, total int64, ok bool) {
 	return from, to, total, ok && from <= to && (total < 0 || to < total)
 }
 
+// Encoding is the first content encoding of a response that changes its bytes, "" if
+// none does. identity does not, nor does aws-chunked, which says how the bytes were
+// uploaded, and which some stores keep as a label.
+func Encoding(h http.Header) string {
+	for _, name := range strings.Split(strings.Join(h.Values("Content-Encoding"), ","), ",") {
+		name = strings.TrimSpace(name)
+		if name != "" && !strings.EqualFold(name, "identity") && !strings.EqualFold(name, "aws-chunked") {
+			return printable(name)
+		}
+	}
+	return ""
+}
+
+// printable is the beginning of a text without what could break a line or a terminal.
+func printable(s string) string {
+	return strings.Map(func(r rune) rune {
+		if r < ' ' || r > '~' {
+			return -1
+		}
+		return r
+	}, s[:min(len(s), 40)])
+}
+
 // Origin is a URL's scheme, host and port.
 func Origin(u *url.URL) string {
 	port := u.Port()

@@ -156,3 +156,21 @@ func TestProxies(t *testing.T) {
 		}
 	}
 }
+
+// A content encoding is found in any line and place of its header, in any case; labels
+// that change no byte are none.
+func TestEncoding(t *testing.T) {
+	for _, c := range []struct {
+		lines []string
+		want  string
+	}{
+		{nil, ""}, {[]string{""}, ""}, {[]string{"identity"}, ""}, {[]string{"aws-chunked"}, ""}, {[]string{"AWS-Chunked,"}, ""},
+		{[]string{" Identity , aws-chunked"}, ""}, {[]string{"aws-chunked", "identity"}, ""},
+		{[]string{"gzip"}, "gzip"}, {[]string{"aws-chunked,GZIP"}, "GZIP"}, {[]string{"aws-chunked", "zstd"}, "zstd"},
+		{[]string{"x\x1b[31m" + strings.Repeat("y", 99)}, "x[31m" + strings.Repeat("y", 34)},
+	} {
+		if got := Encoding(http.Header{"Content-Encoding": c.lines}); got != c.want {
+			t.Errorf("%q: %q", c.lines, got)
+		}
+	}
+}
