@@ -304,6 +304,26 @@ def test_secrets_are_shown_nowhere(tmp_path: Path, echo: str, monkeypatch: pytes
     print(f"{len(SECRETS)} secrets, {counts['good']} calls succeed, {counts['bad']} fail, {len(shown)} places")
 
 
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "http://127.0.0.1:1/m?user=a@b&token=planted",
+        "http://user:pass/planted@127.0.0.1/m",
+        "redis://:pass planted@127.0.0.1:1/m",
+        "redis://u:pass/planted@127.0.0.1:1/m",
+        "redis://u:planted@127.0.0.1:1/\udcff",
+        "s3://key:pass/planted word@bucket/m",
+        "hf://user:planted@org/name/m",
+    ],
+)
+def test_no_part_of_a_password_in_a_uri_is_shown(uri: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever a user, a password or a query has in it, errors and logs name neither."""
+    for verb in (ow.load_file, ow.inspect, ow.read_bytes):
+        with pytest.raises(ow.OverwireError) as caught:
+            verb(uri, storage_options={"retries": 0})
+        assert "planted" not in f"{caught.value} {caught.value!r} {vars(caught.value)} {caplog.text}"
+
+
 def _environment() -> dict[str, str]:
     import os
 

@@ -156,7 +156,7 @@ func failed(stderr, stdout io.Writer, asJSON bool, err error) int {
 	if err == nil {
 		return ExitOK
 	}
-	text := errs.Redact(err.Error())
+	text := errs.Message(err)
 	fmt.Fprintf(stderr, "overwire: %s\n", text)
 	var shown *shownError
 	if asJSON && !errors.As(err, &shown) {
@@ -170,7 +170,7 @@ func failure(err error, text string) map[string]any {
 	f := map[string]any{"class": errs.Class(err), "message": text, "status": status(err)}
 	var at *errs.At
 	if errors.As(err, &at) {
-		f["source"] = errs.Redact(at.Source)
+		f["source"] = errs.RedactURI(at.Source)
 		if at.Tensor != "" {
 			f["tensor"] = at.Tensor
 		}

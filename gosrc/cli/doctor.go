@@ -112,7 +112,7 @@ func Diagnose(env Env, wire bool) Diagnosis {
 		if r.Name == knob.Preload.Name() {
 			d.Preload.From = r.From
 		}
-		d.Settings[i].Value = errs.Redact(r.Value) // people paste all this into issues
+		d.Settings[i].Value = errs.Redact(errs.RedactURI(r.Value)) // people paste all this into issues
 	}
 	if d.Preload.Path != "" {
 		d.Preload.look()
@@ -125,7 +125,7 @@ func Diagnose(env Env, wire bool) Diagnosis {
 // its name.
 func (p *Preload) look() {
 	path := p.Path
-	p.Path = errs.Redact(path)
+	p.Path = errs.RedactURI(path)
 	if p.Found = source.Remote(path); p.Found {
 		return
 	}
@@ -153,7 +153,7 @@ func (d *Diagnosis) advise() {
 	if p := d.Preload; p.Path != "" && !p.Off && !p.Found {
 		add("%s names %s, which does not exist", p.From, p.Path)
 	} else if p.wrong != nil && !p.Off {
-		add("%s names what cannot be loaded: %s", p.From, errs.Redact(p.wrong.Error()))
+		add("%s names what cannot be loaded: %s", p.From, errs.Message(p.wrong))
 	}
 	d.adviseGPU(add)
 	if d.Machine.Cores == 1 {

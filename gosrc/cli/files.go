@@ -225,7 +225,7 @@ writes a page, in one file that asks no server, in which the tensors lie as a ma
 // inspected prints a table of tensors for each file, and totals.
 func inspected(w io.Writer, in *save.Inspection) {
 	for _, f := range in.Sources {
-		fmt.Fprintf(w, "%s: %s, %s\n", errs.Redact(f.URI), f.Format, bytesText(f.Size))
+		fmt.Fprintf(w, "%s: %s, %s\n", errs.RedactURI(f.URI), f.Format, bytesText(f.Size))
 		for _, k := range slices.Sorted(maps.Keys(f.Metadata)) {
 			fmt.Fprintf(w, "  %s = %s\n", safe(k), safe(f.Metadata[k]))
 		}
@@ -275,7 +275,7 @@ and names file, tensor, chunk and offset.`,
 		}
 		return c.show(rep, func(w io.Writer) {
 			for _, f := range rep.Files {
-				fmt.Fprintf(w, "%s: %s, %s verified, %s tensors, %s\n", errs.Redact(f.URI), f.Format, f.Checked,
+				fmt.Fprintf(w, "%s: %s, %s verified, %s tensors, %s\n", errs.RedactURI(f.URI), f.Format, f.Checked,
 					humanize.Comma(int64(f.Tensors)), bytesText(f.Bytes))
 				switch o := f.Original; {
 				case !c.is("original"):

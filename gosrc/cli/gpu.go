@@ -68,7 +68,7 @@ func diagnoseGPU(measure bool) GPU {
 
 // words returns an error's text without its class, which its place implies.
 func words(err error) string {
-	return strings.TrimPrefix(errs.Redact(err.Error()), errs.ErrDevice.Error()+": ")
+	return strings.TrimPrefix(errs.Message(err), errs.ErrDevice.Error()+": ")
 }
 
 // wire measures pinned copies of one slot each, in GB/s.

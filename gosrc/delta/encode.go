@@ -202,7 +202,7 @@ func (f *File) name() string {
 	if f.URI == "" {
 		return "the delta before it"
 	}
-	return errs.Redact(f.URI)
+	return errs.RedactURI(f.URI)
 }
 
 // Merge makes one delta of a chain: that which Encode makes of the chain's first base

@@ -88,11 +88,13 @@ type At struct {
 
 // Error returns: decode model.safetensors tensor "x" chunk 17 @4096: checksum mismatch.
 // A system error names the path only if it is not Source.
-func (a *At) Error() string {
+func (a *At) Error() string { return a.place() + ": " + a.reason() }
+
+func (a *At) place() string {
 	var b strings.Builder
 	b.WriteString(a.Verb)
 	if a.Source != "" {
-		b.WriteString(" " + Redact(a.Source))
+		b.WriteString(" " + RedactURI(a.Source))
 	}
 	if a.Tensor != "" {
 		fmt.Fprintf(&b, " tensor %q", a.Tensor)
@@ -103,12 +105,16 @@ func (a *At) Error() string {
 	if a.Offset >= 0 {
 		fmt.Fprintf(&b, " @%d", a.Offset)
 	}
+	return b.String()
+}
+
+func (a *At) reason() string {
 	reason := a.Err.Error()
 	var sys *fs.PathError
 	if errors.As(a.Err, &sys) && sys.Path == a.Source {
 		reason = strings.Replace(reason, sys.Error(), sys.Err.Error(), 1)
 	}
-	return b.String() + ": " + reason
+	return reason
 }
 
 // Unwrap returns the cause.

@@ -3,6 +3,7 @@ package errs
 // This file removes credentials from texts.
 
 import (
+	"errors"
 	"regexp"
 	"strings"
 	"sync"
@@ -16,24 +17,22 @@ type secret struct {
 	with string
 }
 
-// secrets returns the patterns, compiled at first use so that importing costs
-// nothing. A pattern rather hides too much: losing a path element of an error
-// is better than showing a key in a log.
-var secrets = sync.OnceValue(func() []secret {
+// named are the names of secrets in key=value and "key": "value".
+const named = `[\w-]*(?i:x-amz-signature|x-amz-credential|x-amz-security-token|x-goog-signature|signature|` +
+	`secret_?(?:access_?)?key|access_?key(?:_?id)?|session_?token|access_?token|auth_?token|hf_?token|` +
+	`api_?key|password|passwd|sas_?token)`
+
+// patterns returns where a URI may be in a text, and the other secrets. They are compiled
+// at first use, so that importing costs nothing.
+var patterns = sync.OnceValues(func() (uri *regexp.Regexp, others []secret) {
 	mk := func(re, with string) secret { return secret{regexp.MustCompile(re), with} }
-	return []secret{
-		// scheme://user:password@host, where the password may hold anything, and token@host
-		mk(`([a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s"'@]*:[^\s"']*@`, "${1}"+hidden+"@"),
-		mk(`([a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s"'@]+@`, "${1}"+hidden+"@"),
-		// every query and fragment of a URL: signed ones are secrets, and the names
-		// of parameters do not show which are
-		mk(`([a-zA-Z][a-zA-Z0-9+.-]*://[^\s"'?#]*)[?#][^\s"']*`, "${1}?"+hidden),
+	// What follows a colon and is no port is a password, also one with spaces.
+	return regexp.MustCompile(`[a-zA-Z][a-zA-Z0-9+.-]*://(?:[^/\s"'@:]*:[^/\s"'@:\[0-9][^\r\n"'@]*@)?[^\s"']*`), []secret{
 		mk(`(?i)\b(proxy-authorization|authorization|cookie)("?\s*[:=]\s*"?)[^\r\n"]+`, "${1}${2}"+hidden),
 		mk(`(?i)\b(bearer)\s+[^\s"',]+`, "${1} "+hidden),
-		// key=value and "key": "value"
-		mk(`(?i)\b([\w-]*(?:x-amz-signature|x-amz-credential|x-amz-security-token|x-goog-signature|signature|`+
-			`secret_?(?:access_?)?key|access_?key(?:_?id)?|session_?token|access_?token|auth_?token|hf_?token|`+
-			`api_?key|password|passwd|sas_?token))("?\s*[:=]\s*"?)[^\s"'&,;]+`, "${1}${2}"+hidden),
+		// After "key: " a small word is one of a sentence, not a secret.
+		mk(`\b(`+named+`)("\s*:\s*"?|\s*=\s*"?|\s*:\s*")[^\s"'&,;]+`, "${1}${2}"+hidden),
+		mk(`\b(`+named+`)(\s*:\s*)[a-z-]*[^a-z\s"'&,;-][^\s"'&,;]*`, "${1}${2}"+hidden),
 		// keys known by their form: AWS ids, Hugging Face, GitHub, GitLab, Slack, Google, OpenAI; JSON web tokens
 		mk(`\b(?:AKIA|ASIA|AGPA|AIDA|AROA|ANPA|ANVA)[A-Z0-9]{12,}\b`, hidden),
 		mk(`\b(?:hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|sk-|AIza)[A-Za-z0-9_-]{12,}`, hidden),
@@ -41,18 +40,64 @@ var secrets = sync.OnceValue(func() []secret {
 	}
 })
 
-// Redact replaces the credentials in a text: user, password and query of URLs,
+// Redact replaces the credentials in a text: user, password and query of URIs,
 // bearer tokens and authorization headers, and keys that are named as such or
-// have the form of a known service's. Every text that people or logs see passes
-// through it.
+// have the form of a known service's. It cannot always tell where a URI with spaces
+// ends: RedactURI takes it alone, before it becomes a part of a text.
 func Redact(text string) string {
 	if !suspicious(text) {
 		return text
 	}
-	for _, s := range secrets() {
+	uri, others := patterns()
+	text = uri.ReplaceAllStringFunc(text, func(s string) string {
+		end := len(strings.TrimRight(s, ":,;.)")) // of the sentence
+		return bare(s[:end]) + s[end:]
+	})
+	for _, s := range others {
 		text = s.re.ReplaceAllString(text, s.with)
 	}
 	return text
+}
+
+// RedactURI is Redact for the URI or path of a file, as it was given. A path of a local
+// file stays as it is.
+func RedactURI(uri string) string {
+	if scheme, _, ok := strings.Cut(uri, "://"); !ok || scheme == "" || strings.EqualFold(scheme, "file") || strings.ContainsAny(scheme, `/\.`) {
+		return uri
+	}
+	return Redact(bare(uri))
+}
+
+// bare is a URI without user and password, query and fragment: signed queries are
+// secrets, and the names of parameters do not show which are. A password may contain
+// anything, also what a URL would have to escape: what follows a colon in the place of the
+// host may be one, up to the last @. This rather hides too much: losing a part of a name
+// in a message is better than showing a password.
+func bare(uri string) string {
+	scheme, rest, _ := strings.Cut(uri, "://")
+	scheme += "://"
+	authority := rest
+	if end := strings.IndexAny(rest, "/?#"); end >= 0 {
+		authority = rest[:end]
+	}
+	user, _, found := strings.Cut(authority, "@")
+	at := -1
+	switch {
+	case strings.Contains(user, ":"):
+		at = strings.LastIndexByte(rest, '@')
+	case found:
+		at = strings.LastIndexByte(authority, '@')
+	}
+	if at >= 0 {
+		if strings.ContainsAny(rest[:at], "?#") {
+			return scheme + hidden // of a password, or of a query: what follows may belong to it
+		}
+		scheme, rest = scheme+hidden+"@", rest[at+1:]
+	}
+	if end := strings.IndexAny(rest, "?#"); end >= 0 {
+		rest = rest[:end] + "?" + hidden
+	}
+	return scheme + rest
 }
 
 // suspicious reports whether a text may hold a secret. It is cheap: most texts
@@ -69,4 +114,26 @@ func suspicious(text string) bool {
 		}
 	}
 	return false
+}
+
+// Message is the text of an error as people may see it: without the credentials in the
+// URIs of its places, whatever these contain, and in its other words. Paths of local files
+// stay as they are.
+func Message(err error) string { return redacted(err.Error(), err) }
+
+// redacted is Message where text is that of err, or contains it.
+func redacted(text string, err error) string {
+	var at *At
+	if !errors.As(err, &at) {
+		return Redact(text)
+	}
+	before, after, found := strings.Cut(text, at.Error())
+	if !found { // an error that does not repeat what it wraps
+		return Redact(text)
+	}
+	reason := at.reason()
+	if shown := RedactURI(at.Source); shown != at.Source {
+		reason = strings.ReplaceAll(reason, at.Source, shown)
+	}
+	return Redact(before) + at.place() + ": " + redacted(reason, at.Err) + Redact(after)
 }

@@ -26,7 +26,7 @@ type Description struct {
 // Describe returns the Description of an error.
 func Describe(err error) Description {
 	at := where(err)
-	t := Description{Class: Class(err), Message: "overwire: " + Redact(err.Error()), Source: Redact(at.Source), Tensor: at.Tensor,
+	t := Description{Class: Class(err), Message: "overwire: " + Message(err), Source: RedactURI(at.Source), Tensor: at.Tensor,
 		Chunk: known(at.Chunk), Offset: known(at.Offset)}
 	var mem *Memory
 	if errors.As(err, &mem) {

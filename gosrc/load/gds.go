@@ -40,10 +40,10 @@ func (l *Loading) byGDS(queue *cuda.Queue) (*gdsReads, error) {
 			case facts.View != nil:
 				continue
 			case facts.File == nil:
-				d.why = errs.Redact(s.URI()) + " is no local file"
+				d.why = errs.RedactURI(s.URI()) + " is no local file"
 				continue
 			case l.model.ix.Sources[i].Overwire():
-				d.why = errs.Redact(s.URI()) + " has checksums, which are compared on the host"
+				d.why = errs.RedactURI(s.URI()) + " has checksums, which are compared on the host"
 				continue
 			}
 			var f *gds.File

@@ -187,7 +187,7 @@ func (p *Preload) forget(why string, routine bool) {
 	}
 	live = slices.DeleteFunc(live, func(q *Preload) bool { return q == p })
 	if why != "" {
-		notes = append(notes, Note{fmt.Sprintf("the preload of %s is dropped: %s", errs.Redact(p.uris[0]), why), routine})
+		notes = append(notes, Note{fmt.Sprintf("the preload of %s is dropped: %s", errs.RedactURI(p.uris[0]), why), routine})
 	}
 	p.cancel()
 	end := func() {
@@ -244,7 +244,7 @@ func Sweep(uri string) {
 			}
 		}
 		if gone != "" {
-			p.forget(errs.Redact(gone)+" was replaced", true)
+			p.forget(errs.RedactURI(gone)+" was replaced", true)
 		}
 	}
 }
@@ -315,7 +315,7 @@ func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answe
 			if m.Join(at[0], p.stock, at[1], p.files[at[1]].id) {
 				a.Device = &p.device
 			} else {
-				p.forget(errs.Redact(srcs[at[0]].URI)+" was written to since", false)
+				p.forget(errs.RedactURI(srcs[at[0]].URI)+" was written to since", false)
 			}
 		}
 	}
@@ -340,7 +340,7 @@ func (p *Preload) match(srcs []tensor.Source, ids []source.Identity) (pairs [][2
 		mine := names(srcs[i].URI)
 		for _, f := range p.files {
 			if slices.ContainsFunc(f.names, func(n string) bool { return slices.Contains(mine, n) }) {
-				other = errs.Redact(f.uri)
+				other = errs.RedactURI(f.uri)
 			}
 		}
 	}

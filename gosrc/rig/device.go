@@ -99,7 +99,7 @@ func (r *run) step(group, name string, fn func() error) {
 		r.Missing(group, name, lacking.why)
 	default:
 		r.Report.Failures = append(r.Report.Failures, fmt.Sprintf("%s, %s: %v", group, name, err))
-		r.Missing(group, name, "FAILED: "+errs.Redact(err.Error()))
+		r.Missing(group, name, "FAILED: "+errs.Message(err))
 	}
 }
 

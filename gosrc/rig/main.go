@@ -49,7 +49,7 @@ func main() {
 		fmt.Fprintln(os.Stderr, "overwire-rig: interrupted")
 		os.Exit(130)
 	}
-	fmt.Fprintf(os.Stderr, "overwire-rig: %s\n", errs.Redact(err.Error()))
+	fmt.Fprintf(os.Stderr, "overwire-rig: %s\n", errs.Message(err))
 	if errors.Is(err, errs.ErrArgument) {
 		os.Exit(2)
 	}

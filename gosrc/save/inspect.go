@@ -62,7 +62,7 @@ func Inspect(ctx context.Context, uris []string, storage format.Access) (*Inspec
 	out := &Inspection{Totals: map[string]*Total{"": {}}}
 	for k := range m.ix.Sources {
 		s := &m.ix.Sources[k]
-		out.Sources = append(out.Sources, InspectedFile{URI: errs.Redact(s.URI), Format: s.Format, Size: s.Size,
+		out.Sources = append(out.Sources, InspectedFile{URI: errs.RedactURI(s.URI), Format: s.Format, Size: s.Size,
 			Header: s.Data, Metadata: m.metadata(k), Tensors: []InspectedTensor{}})
 	}
 	for i := range m.ix.Tensors {

@@ -71,7 +71,7 @@ func Verify(ctx context.Context, j *job.Job, uris []string, storage format.Acces
 func (m *model) verify(ctx context.Context, j *job.Job, rep *VerifyReport) error {
 	for k := range m.ix.Sources {
 		s := &m.ix.Sources[k]
-		f := VerifiedFile{URI: errs.Redact(s.URI), Format: s.Format, Checked: "contents", Stored: s.Size}
+		f := VerifiedFile{URI: errs.RedactURI(s.URI), Format: s.Format, Checked: "contents", Stored: s.Size}
 		if formatNamed(s).verify == nil {
 			f.Checked = "structure"
 			rep.Note = "plain safetensors files hold no checksums: only their structure was verified"

@@ -11,7 +11,7 @@ import (
 //
 // It is safe for concurrent use: ReadAt calls run in parallel.
 type Source interface {
-	// URI names the source as the user wrote it. It may hold secrets: errs.Redact
+	// URI names the source as the user wrote it. It may hold secrets: errs.RedactURI
 	// it before it is shown.
 	URI() string
 	// Size is the number of bytes, fixed when the source was opened.

@@ -104,7 +104,7 @@ type EntryDescription struct {
 
 // Describe describes head, index and the records that were read; it reads no data.
 func (f *File) Describe() *Description {
-	out := &Description{URI: errs.Redact(f.URI), Version: f.Version, Encrypted: f.Encrypted, Total: f.Total, Size: f.Size,
+	out := &Description{URI: errs.RedactURI(f.URI), Version: f.Version, Encrypted: f.Encrypted, Total: f.Total, Size: f.Size,
 		Entries: make([]EntryDescription, len(f.Entries))}
 	for i := range f.Entries {
 		e := &f.Entries[i]

@@ -210,7 +210,7 @@ def inspect(request: _requests.FilesRequest) -> Any:
 
 
 def shown(request: str) -> str:
-    """A text as people may see it: without credentials."""
+    """A URI as people may see it: without credentials."""
     return loads(core().call("shown", dumps(request), b"")[0])
 
 

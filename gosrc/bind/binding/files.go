@@ -146,8 +146,8 @@ func fileVerbs() []*Verb {
 			func(ctx context.Context, q filesRequest, _ []int64) (any, error) {
 				return save.Inspect(ctx, q.URIs, q.Storage)
 			}),
-		answered("shown", "A text as people may see it: without credentials.",
-			func(text string, _ []int64) (string, error) { return errs.Redact(text), nil }),
+		answered("shown", "A URI as people may see it: without credentials.",
+			func(uri string, _ []int64) (string, error) { return errs.RedactURI(uri), nil }),
 		answered("beside", "The last name of a URI, and the URIs of other names in its folder.",
 			func(q besideRequest, _ []int64) (besides, error) {
 				b := besides{Name: source.Name(q.URI), Path: source.Path(q.URI), URIs: []string{}}

@@ -113,7 +113,7 @@ func openModel(ctx context.Context, q load.Spec, _ []int64) (*Result, error) {
 	ix := m.Index()
 	o := opened{make([]openedSource, len(ix.Sources)), relay.Room(m)}
 	for i, s := range ix.Sources {
-		o.Sources[i] = openedSource{errs.Redact(s.URI), s.Size, s.Metadata, s.Overwire(), m.Sources()[i].Facts().Remote}
+		o.Sources[i] = openedSource{errs.RedactURI(s.URI), s.Size, s.Metadata, s.Overwire(), m.Sources()[i].Facts().Remote}
 	}
 	r, err := encode(o)
 	if err != nil {

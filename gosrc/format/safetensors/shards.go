@@ -179,7 +179,7 @@ func (r *shardReader) weights() bool {
 		n, known := r.files[string(file)]
 		if !known {
 			if why := notSibling(string(file)); why != "" {
-				return r.fail("file name %q %s", file, why)
+				return r.fail("file name %q %s", errs.RedactURI(string(file)), why)
 			}
 			n = len(r.out.Files)
 			r.files[string(file)] = n

@@ -137,7 +137,7 @@ func (o *object) home() *url.URL {
 // where huggingface_hub keeps it: the options, HF_TOKEN, the file of a login.
 func hub(uri string, opt source.Options) (func(rev string) string, source.Options, error) {
 	r, ok := source.ParseHF(uri)
-	if !ok || r.Repo == "" || r.File == "" || strings.HasSuffix(r.File, "/") {
+	if !ok || r.Repo == "" || strings.ContainsAny(r.Repo, ":?#%\\ ") || r.File == "" || strings.HasSuffix(r.File, "/") {
 		return nil, opt, errs.New(errs.ErrArgument, "expected hf://organisation/name/file@revision")
 	}
 	for _, part := range strings.Split(r.Repo+"/"+r.File, "/") {

@@ -432,7 +432,7 @@ func TestClasses(t *testing.T) {
 		}
 	}
 	for uri, class := range map[string]error{
-		"http://": errs.ErrArgument, "http://[::1": errs.ErrArgument, "hf://x": errs.ErrArgument, "hf://a/b/../c": errs.ErrArgument,
+		"http://": errs.ErrArgument, "http://[::1": errs.ErrArgument, "hf://x": errs.ErrArgument, "hf://user:word/name/file": errs.ErrArgument, "hf://a/b/../c": errs.ErrArgument,
 		"http://127.0.0.1:1/x": errs.ErrIO, "http://no.such.host.invalid/": errs.ErrIO,
 	} {
 		if _, err := new(Hub).Open(context.Background(), uri, source.Options{}); !errors.Is(err, class) {

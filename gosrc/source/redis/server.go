@@ -40,8 +40,10 @@ func parse(uri string) (name, error) {
 	if strings.Contains(n.host, "@") || strings.ContainsAny(n.host, "?# \\") {
 		return n, n.at("open", -1, errs.New(errs.ErrArgument, "expected redis://host:port/key; credentials go into storage_options"))
 	}
-	if _, _, err := net.SplitHostPort(n.host); err != nil {
+	if _, port, err := net.SplitHostPort(n.host); err != nil {
 		n.host = net.JoinHostPort(strings.Trim(n.host, "[]"), "6379")
+	} else if strings.Trim(port, "0123456789") != "" { // of a password that has a slash: no server is asked for it
+		ok = false
 	}
 	if host, _, _ := net.SplitHostPort(n.host); !ok || n.key == "" || host == "" || (n.scheme != "redis" && n.scheme != "rediss") {
 		return n, n.at("open", -1, errs.New(errs.ErrArgument, "expected redis://host:port/key"))

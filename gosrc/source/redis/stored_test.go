@@ -85,3 +85,14 @@ func TestStoredAnswers(t *testing.T) {
 		}
 	}
 }
+
+// A URI whose password has a mark that ends it is refused before any server, of which its
+// parts might be the name, is asked for.
+func TestPasswordInURI(t *testing.T) {
+	for _, uri := range []string{"redis://:word@h/k", "redis://u:wo/rd@h/k", "redis://:wo/rd@h/k", "redis://:wo rd@h/k", "redis://u:wo?rd@h/k", "redis://u:wo#/rd@h/k"} {
+		_, err := Open(bg, uri, source.Options{})
+		if !errors.Is(err, errs.ErrArgument) || strings.Contains(err.Error(), "rd") {
+			t.Errorf("%s: %v", uri, err)
+		}
+	}
+}

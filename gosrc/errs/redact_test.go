@@ -1,0 +1,125 @@
+package errs
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+)
+
+// RedactURI hides the whole user part and query of a URI, whatever is in them, and nothing
+// else.
+func TestRedactURI(t *testing.T) {
+	for uri, want := range map[string]string{
+		"http://host:9/m?user=a@b&token=S":            "http://***",
+		"http://host/m?user=a@b&token=S":              "http://host/m?***",
+		"http://user:p@ss/w:rd@host/a/m":              "http://***@host/a/m",
+		"http://user:p@host:80/m@v1?x":                "http://***@v1?***",
+		"http://token@host:80/m@v1":                   "http://***@host:80/m@v1",
+		"redis://:my pass@host/k":                     "redis://***@host/k",
+		"redis://:pa/ss@host:6379/k":                  "redis://***@host:6379/k",
+		"redis://u:12/3@host/k":                       "redis://***@host/k",
+		"rediss://u:pa%2Fss%40x@host/k":               "rediss://***@host/k",
+		"redis://u:p?w@host/k":                        "redis://***",
+		"redis://u:p#w@host/k":                        "redis://***",
+		`redis://:"quoted'pass"@host/k`:               "redis://***@host/k",
+		"redis://:pass\nword@host/k":                  "redis://***@host/k",
+		"s3://AKIAOVERWIRETESTKEY1:a/b c@bucket/k":    "s3://***@bucket/k",
+		"s3://bucket/a b/model@v1":                    "s3://bucket/a b/model@v1",
+		"s3://bucket/k?versionId=x":                   "s3://bucket/k?***",
+		"hf://org/name/m.safetensors@refs/pr/1":       "hf://org/name/m.safetensors@refs/pr/1",
+		"hf://org/hf_abcdefghijklmnop/m":              "hf://org/***/m",
+		"HTTPS://U:P@h/":                              "HTTPS://***@h/",
+		"https://h/m#part":                            "https://h/m?***",
+		"http://[::1]:8080/m":                         "http://[::1]:8080/m",
+		"weights, see http://u:p@h/m":                 "weights, see http://***@h/m",
+		"/data/monkey/token=abc/signature: x":         "/data/monkey/token=abc/signature: x",
+		"/data/a@b?c#d":                               "/data/a@b?c#d",
+		"./http://u:p@h":                              "./http://u:p@h",
+		"file:///tmp/password=x":                      "file:///tmp/password=x",
+		"":                                            "",
+		"http://host:9/with=equals/api_key=S3cretKey": "http://host:9/with=equals/api_key=***",
+	} {
+		got := RedactURI(uri)
+		if got != want {
+			t.Errorf("%q: %q, want %q", uri, got, want)
+		}
+		if again := RedactURI(got); again != got {
+			t.Errorf("%q: %q, and then %q", uri, got, again)
+		}
+	}
+}
+
+// Words of sentences are no secrets.
+func TestRedactWords(t *testing.T) {
+	for _, text := range []string{
+		"--decrypt-password: environment variable WORDS is not set", "invalid signature: self-signed certificate", "a file called signature: x",
+		"open http://host/m: not found", "see https://host/a, or https://host/b.", "the session token: missing", "monkey=1", "keyboard: qwerty",
+	} {
+		if got := Redact(text); got != text {
+			t.Errorf("%q: %q", text, got)
+		}
+	}
+	for text, want := range map[string]string{
+		"signature: 5f3a": "signature: ***", "password: Hunter": "password: ***", "password: hunter2": "password: ***", "password=hunter": "password=***",
+		`"password": "hunter"`: `"password": "***"`, "Get http://u:p@h/m?sig=x: EOF": "Get http://***@h/m?***: EOF",
+	} {
+		if got := Redact(text); got != want {
+			t.Errorf("%q: %q, want %q", text, got, want)
+		}
+	}
+}
+
+// A message shows no credential of the URIs that an error names, at any depth, also where
+// its reason repeats one, and the paths of local files as they are.
+func TestMessage(t *testing.T) {
+	const uri = "redis://:my secret/word@host/k"
+	inner := &At{Verb: "read", Source: uri, Chunk: -1, Offset: 7, Err: New(ErrIO, "no answer of %s for password=hunter", uri)}
+	for _, err := range []error{inner, fmt.Errorf("once: %w", inner),
+		&At{Verb: "load", Source: "/a/signature: 1", Chunk: -1, Offset: -1, Err: fmt.Errorf("twice: %w", inner)},
+		New(ErrIO, "%v", inner),
+	} {
+		for _, text := range []string{Message(err), Text(err)} {
+			for _, secret := range []string{"secret", "word@", "hunter"} {
+				if strings.Contains(text, secret) {
+					t.Errorf("%q is in %s", secret, text)
+				}
+			}
+		}
+	}
+	if got := Message(inner); got != "read redis://***@host/k @7: i/o error: no answer of redis://***@host/k for password=***" {
+		t.Error(got)
+	}
+	if got := Message(&At{Verb: "open", Source: "/a/signature: 1", Chunk: -1, Offset: -1, Err: ErrNotFound}); got != "open /a/signature: 1: not found" {
+		t.Error(got)
+	}
+	if got := Message(errors.New("token is http://u:p@h")); got != "token is http://***@h" {
+		t.Error(got)
+	}
+}
+
+// No password is in what RedactURI leaves of a URI, in whatever part it stands.
+func FuzzRedactURI(f *testing.F) {
+	for _, word := range []string{"p@ss", "pa/ss", "pa ss", "pa%2Fss", "pa?ss", "pa#ss", `pa"ss'`, "12/34", "://x", "a@b&token=c", "pass\n", "[::1]", "?@"} {
+		f.Add(word)
+	}
+	f.Fuzz(func(t *testing.T, word string) {
+		if len(word) < 2 {
+			t.Skip()
+		}
+		for _, parts := range [][2]string{
+			{"redis://:", "@host:6379/key"}, {"http://user:", "@host/key"}, {"s3://name:", "@bucket/key"}, {"http://host/key?a=b&token=", ""},
+			{"http://host:80/key?a@b&token=", "&c"}, {"https://host/key#", ""},
+		} {
+			uri := parts[0] + word + parts[1]
+			got := RedactURI(uri)
+			// What it may leave: that which the words around the password have.
+			if frame := "://***@host:6379/key ://***@bucket/key ?***"; strings.Contains(got, word) && !strings.Contains(parts[0]+parts[1]+frame, word) {
+				t.Errorf("%q: %q", uri, got)
+			}
+			if again := RedactURI(got); again != got {
+				t.Errorf("%q: %q, and then %q", uri, got, again)
+			}
+		}
+	})
+}
