@@ -115,6 +115,9 @@ func Main(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.Writ
 		c.clear = c.progress()
 		err = v.run(c)
 		c.clear()
+		for _, text := range source.Notices() {
+			fmt.Fprintf(stderr, "overwire: %s\n", text)
+		}
 	}
 	return failed(stderr, stdout, c.is("json"), err)
 }

@@ -75,6 +75,7 @@ func remote(ctx context.Context, uri string, open Opener, opt Options) ([]string
 			return nil, nil, err
 		}
 	}
+	var unsure error // a name may be there, but only a cache was asked
 	for _, name := range usual {
 		file := source.Beside(uri, name)
 		if strings.HasSuffix(name, indexSuffix) {
@@ -92,6 +93,12 @@ func remote(ctx context.Context, uri string, open Opener, opt Options) ([]string
 		if !errors.Is(err, errs.ErrNotFound) {
 			return nil, nil, err
 		}
+		if unsure == nil && (errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout)) {
+			unsure = err
+		}
+	}
+	if unsure != nil {
+		return nil, nil, unsure
 	}
 	return nil, nil, at(uri, errs.New(errs.ErrNotFound, "none of %s in this folder", strings.Join(usual, ", ")))
 }

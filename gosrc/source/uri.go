@@ -132,7 +132,8 @@ type HF struct {
 
 // ParseHF reads hf://org/name/file@rev, hf://org/name@rev/file and
 // hf://org/name@rev. A repository without an organisation is written
-// hf://name@rev, or with a file that ends in .safetensors or .json.
+// hf://name@rev, or with a file that ends in .safetensors or .json. Escapes %XX of the
+// revision are replaced by their bytes, once: feature%2Fx is the branch feature/x.
 func ParseHF(uri string) (HF, bool) {
 	scheme, rest, ok := strings.Cut(uri, "://")
 	if !ok || !strings.EqualFold(scheme, "hf") {
@@ -169,20 +170,24 @@ func ParseHF(uri string) (HF, bool) {
 			r.Rev = strings.Join(p[:words], "/")
 		}
 	}
+	if plain, err := url.PathUnescape(r.Rev); err == nil {
+		r.Rev = plain
+	}
 	return r, true
 }
 
 // String is the URI, with the revision at its end.
 func (r HF) String() string {
 	s := "hf://" + r.Repo
-	if r.Rev != "" && r.File == "" {
-		return s + "@" + r.Rev
-	}
 	if r.File != "" {
 		s += "/" + r.File
 	}
-	if r.Rev != "" {
-		s += "@" + r.Rev
+	if r.Rev == "" {
+		return s
 	}
-	return s
+	rev := strings.ReplaceAll(r.Rev, "%", "%25")
+	if r.File == "" && !strings.HasPrefix(rev, "refs/") {
+		rev = strings.ReplaceAll(rev, "/", "%2F") // else what follows would be the file
+	}
+	return s + "@" + rev
 }

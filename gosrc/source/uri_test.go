@@ -73,6 +73,29 @@ func TestFilePath(t *testing.T) {
 	}
 }
 
+// The escapes of a revision are replaced once, and a URI that is made of its parts means
+// the same.
+func TestRevisions(t *testing.T) {
+	for uri, want := range map[string]HF{
+		"hf://o/n@feature%2Fx/file":       {"o/n", "feature/x", "file"},
+		"hf://o/n@feature%2Fx":            {"o/n", "feature/x", ""},
+		"hf://o/n/d/file@feature/x":       {"o/n", "feature/x", "d/file"},
+		"hf://o/n/file@refs%2Fpr%2F1":     {"o/n", "refs/pr/1", "file"},
+		"hf://o/n@refs%2Fpr%2F1/file":     {"o/n", "refs/pr/1", "file"},
+		"hf://o/n@a%252Fb/file":           {"o/n", "a%2Fb", "file"},
+		"hf://o/n@100%/file":              {"o/n", "100%", "file"},
+		"hf://o/n@refs/convert/parquet/f": {"o/n", "refs/convert/parquet", "f"},
+	} {
+		got, _ := ParseHF(uri)
+		if again, _ := ParseHF(got.String()); got != want || again != want {
+			t.Errorf("%s: %+v, %s, %+v", uri, got, got, again)
+		}
+		if beside, _ := ParseHF(Beside(uri, "g")); beside.Rev != want.Rev {
+			t.Errorf("beside %s: %+v", uri, beside)
+		}
+	}
+}
+
 // A path that is escaped stands for itself alone.
 func TestEscapeGlob(t *testing.T) {
 	for _, name := range []string{"a", "*", "?", "[a]", `\`, `\*`, "a[b", "[^a]"} {

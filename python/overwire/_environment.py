@@ -13,6 +13,8 @@ _adopted = False
 # Variables that a store may need, by their names and by the beginnings of names.
 _NAMES = {name for name in STORES if not name.endswith("*")}
 _NAMES |= {name.lower() for name in _NAMES if name.endswith("_PROXY")}
+# Those of huggingface_hub in which it replaces ~ and $NAME.
+_PATHS = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN_PATH", "XDG_CACHE_HOME")
 _PREFIXES = tuple(name[:-1] for name in STORES if name.endswith("*"))
 
 
@@ -46,4 +48,8 @@ def settings() -> dict[str, str]:
 
 def environment() -> dict[str, str]:
     """The variables of `os.environ` that stores read, as they are now."""
-    return {name: engine_text(value) for name, value in os.environ.items() if name in _NAMES or name.startswith(_PREFIXES)}
+    found = {name: value for name, value in os.environ.items() if name in _NAMES or name.startswith(_PREFIXES)}
+    for name in _PATHS:
+        if name in found:
+            found[name] = os.path.expandvars(os.path.expanduser(found[name]))
+    return {name: engine_text(value) for name, value in found.items()}

@@ -214,6 +214,11 @@ def shown(request: str) -> str:
     return loads(core().call("shown", dumps(request), b"")[0])
 
 
+def notices() -> list[str]:
+    """What people should know of how files of stores were opened, once."""
+    return loads(core().call("notices", "", b"")[0])
+
+
 def beside(request: _requests.BesideRequest) -> _requests.Besides:
     """The last name of a URI, and the URIs of other names in its folder."""
     return loads(core().call("beside", dumps(request), b"")[0])

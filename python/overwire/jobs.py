@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from . import _verbs
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ._core import Result
     from ._requests import PipelineStages
 
-__all__ = ["Job", "Landed", "LastReport", "last_report", "log", "progress_of", "sentence", "shown", "time_limit"]
+__all__ = ["Job", "Landed", "LastReport", "heed", "last_report", "log", "progress_of", "sentence", "shown", "time_limit"]
 
 log = logging.getLogger("overwire")
 
@@ -180,6 +180,14 @@ class Landed:
             return zip(self.positions, self.capsules, strict=True)
         found = zip(self.positions, self.capsules, self.addresses, strict=True)
         return ((at, capsule) for at, capsule, address in found if address)
+
+
+def heed(uris: Iterable[str]) -> None:
+    """Logs what people should know of how these were opened, such as a model of the Hub
+    that was taken from the cache since the Hub cannot be reached."""
+    if any(uri[:5].lower() == "hf://" for uri in uris):
+        for text in _verbs.notices():
+            log.warning("%s", text)
 
 
 def shown(uri: str) -> str:

@@ -148,6 +148,8 @@ func fileVerbs() []*Verb {
 			}),
 		answered("shown", "A URI as people may see it: without credentials.",
 			func(uri string, _ []int64) (string, error) { return errs.RedactURI(uri), nil }),
+		answered("notices", "What people should know of how files of stores were opened, once.",
+			func(none, []int64) ([]string, error) { return append([]string{}, source.Notices()...), nil }),
 		answered("beside", "The last name of a URI, and the URIs of other names in its folder.",
 			func(q besideRequest, _ []int64) (besides, error) {
 				b := besides{Name: source.Name(q.URI), Path: source.Path(q.URI), URIs: []string{}}

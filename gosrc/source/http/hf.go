@@ -78,6 +78,7 @@ type revision struct {
 	mu     sync.Mutex
 	commit string // "" until a response names it
 	done   bool   // an object was opened: the commit is known, or the hub names none
+	away   error  // why the hub is not asked any more: it could not be reached
 }
 
 func (r *revision) settled() bool {
@@ -134,7 +135,7 @@ func (o *object) home() *url.URL {
 }
 
 // hub turns hf:// into the hub's URL for any revision, and finds the user's token
-// where huggingface_hub keeps it: the options, HF_TOKEN, the file of a login.
+// where huggingface_hub keeps it: the options, the environment, the file of a login.
 func hub(uri string, opt source.Options) (func(rev string) string, source.Options, error) {
 	r, ok := source.ParseHF(uri)
 	if !ok || r.Repo == "" || strings.ContainsAny(r.Repo, ":?#%\\ ") || r.File == "" || strings.HasSuffix(r.File, "/") {
@@ -160,14 +161,20 @@ func hub(uri string, opt source.Options) (func(rev string) string, source.Option
 }
 
 func login(env map[string]string) string {
-	if t := strings.TrimSpace(env["HF_TOKEN"]); t != "" {
-		return t
-	}
-	home := hubHome(env)
-	if home == "" {
+	if yes(env["HF_HUB_DISABLE_IMPLICIT_TOKEN"]) {
 		return ""
 	}
-	b, err := regular.Read(filepath.Join(home, "token"), regular.MaxSetting)
+	if t := strings.TrimSpace(cmp.Or(env["HF_TOKEN"], env["HUGGING_FACE_HUB_TOKEN"])); t != "" {
+		return t
+	}
+	path := env["HF_TOKEN_PATH"]
+	if home := hubHome(env); path == "" && home != "" {
+		path = filepath.Join(home, "token")
+	}
+	if path == "" {
+		return ""
+	}
+	b, err := regular.Read(path, regular.MaxSetting)
 	if err != nil {
 		return "" // not logged in
 	}

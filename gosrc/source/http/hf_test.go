@@ -33,6 +33,10 @@ func TestHub(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(home, "token"), []byte("from-file\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
+	other := filepath.Join(t.TempDir(), "other")
+	if err := os.WriteFile(other, []byte(" from-path\r\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
 	for uri, c := range map[string]struct {
 		path, auth string
 		env        map[string]string
@@ -41,6 +45,11 @@ func TestHub(t *testing.T) {
 		"hf://org/name/a b.safetensors":      {"/org/name/resolve/main/a%20b.safetensors", "", nil, ""},
 		"hf://org/name/d/x.json@refs/pr/1":   {"/org/name/resolve/refs%2Fpr%2F1/d/x.json", "Bearer from-env", map[string]string{"HF_TOKEN": "from-env"}, ""},
 		"hf://gpt2/model.safetensors@abc":    {"/gpt2/resolve/abc/model.safetensors", "Bearer from-file", map[string]string{"HF_HOME": home}, ""},
+		"hf://org/name/1@feature%2Fx":        {"/org/name/resolve/feature%2Fx/1", "Bearer old", map[string]string{"HUGGING_FACE_HUB_TOKEN": "old"}, ""},
+		"hf://org/name/2":                    {"/org/name/resolve/main/2", "Bearer from-path", map[string]string{"HF_TOKEN_PATH": other, "HF_HOME": home}, ""},
+		"hf://org/name/3":                    {"/org/name/resolve/main/3", "", map[string]string{"HF_HUB_DISABLE_IMPLICIT_TOKEN": "on", "HF_TOKEN": "x", "HF_HOME": home}, ""},
+		"hf://org/name/4":                    {"/org/name/resolve/main/4", "Bearer given", map[string]string{"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}, "given"},
+		"hf://org/name/5":                    {"/org/name/resolve/main/5", "Bearer new", map[string]string{"HF_TOKEN": "new", "HUGGING_FACE_HUB_TOKEN": "old", "HF_TOKEN_PATH": other}, ""},
 		"hf://datasets/org/name/x.json@main": {"/datasets/org/name/resolve/main/x.json", "Bearer given", map[string]string{"HF_TOKEN": "from-env"}, "given"},
 	} {
 		env := map[string]string{"HF_ENDPOINT": s.URL + "/"}

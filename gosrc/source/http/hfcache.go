@@ -4,31 +4,52 @@ package http
 
 import (
 	"cmp"
+	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Offline reports whether huggingface_hub's setting forbids to ask the hub.
-func Offline(env map[string]string) bool {
-	return slices.Contains([]string{"1", "ON", "YES", "TRUE"}, strings.ToUpper(env["HF_HUB_OFFLINE"]))
+// yes reads a switch as huggingface_hub does.
+func yes(text string) bool {
+	return slices.Contains([]string{"1", "ON", "YES", "TRUE"}, strings.ToUpper(text))
 }
 
-// Cached is the path of a file of hf:// in huggingface_hub's cache, "" if it is not
-// there, or if the commit is not known: that of a branch is what the hub said to
-// this load, or offline what the cache noted last.
+// offline is the setting that forbids to ask the hub, "" if none does.
+func offline(env map[string]string) string {
+	for _, name := range []string{"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"} { // the first that is set decides
+		if env[name] != "" {
+			if yes(env[name]) {
+				return name
+			}
+			return ""
+		}
+	}
+	return ""
+}
+
+// A shelf is where huggingface_hub's cache keeps a file of hf://.
 //
 // Source: huggingface_hub's guide "Understand caching": models--org--name holds
-// refs/REVISION, a file with a commit, and snapshots/COMMIT/FILE.
-func (h *Hub) Cached(uri string, env map[string]string) string {
+// refs/REVISION, a file with a commit, snapshots/COMMIT/FILE, and .no_exist/COMMIT/FILE
+// for what a commit does not have.
+type shelf struct {
+	*revision
+	ref    source.HF
+	folder string // of the repository
+}
+
+func (h *Hub) shelf(uri string, env map[string]string) (shelf, bool) {
 	ref, ok := source.ParseHF(uri)
 	folder := hubCache(env)
 	if !ok || ref.File == "" || folder == "" || !filepath.IsLocal(ref.File) || !filepath.IsLocal(cmp.Or(ref.Rev, "main")) {
-		return ""
+		return shelf{}, false
 	}
 	kind, name := "models", ref.Repo
 	for _, other := range []string{"datasets", "spaces"} {
@@ -38,29 +59,107 @@ func (h *Hub) Cached(uri string, env map[string]string) string {
 	}
 	name = kind + "--" + strings.ReplaceAll(name, "/", "--")
 	if name != filepath.Base(name) {
-		return ""
+		return shelf{}, false
 	}
-	folder = filepath.Join(folder, name)
+	return shelf{h.revision(ref), ref, filepath.Join(folder, name)}, true
+}
 
-	r := h.revision(ref)
-	r.mu.Lock()
-	commit := r.commit
-	r.mu.Unlock()
-	if commit == "" && Offline(env) {
-		noted, err := regular.Read(filepath.Join(folder, "refs", filepath.FromSlash(r.name)), regular.MaxSetting)
-		if err != nil {
-			return ""
-		}
-		commit = strings.TrimSpace(string(noted))
+// noted is the commit that the cache noted last for the revision, "" if it has none.
+func (s shelf) noted() string {
+	text, err := regular.Read(filepath.Join(s.folder, "refs", filepath.FromSlash(s.name)), regular.MaxSetting)
+	if commit := strings.TrimSpace(string(text)); err == nil && isCommit(commit) {
+		return commit
 	}
-	if !isCommit(commit) {
+	return ""
+}
+
+// state is the commit of this load, "" if it is not known yet, and why the hub is not
+// asked for it.
+func (s shelf) state() (commit string, away error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.commit, s.away
+}
+
+func (s shelf) at(kind, commit string) string {
+	return filepath.Join(s.folder, kind, commit, filepath.FromSlash(s.ref.File))
+}
+
+// Cached is the path of a file of hf:// in huggingface_hub's cache, "" if it is not
+// there, or if the commit is not known: that of a branch is what the hub said to
+// this load, or without the hub what the cache noted last.
+func (h *Hub) Cached(uri string, env map[string]string) string {
+	s, ok := h.shelf(uri, env)
+	if !ok {
 		return ""
 	}
-	path := filepath.Join(folder, "snapshots", commit, filepath.FromSlash(ref.File))
-	if info, err := os.Stat(path); err != nil || !info.Mode().IsRegular() {
+	commit, _ := s.state()
+	if commit == "" && offline(env) != "" {
+		commit = s.noted()
+	}
+	if commit == "" {
 		return ""
 	}
-	return path
+	if path := s.at("snapshots", commit); isFile(path) {
+		return path
+	}
+	return ""
+}
+
+// Missing is the error of a file that is not cached and that the hub is not asked for:
+// its commit is known not to have it, or the hub may not or cannot be asked. nil: ask.
+func (h *Hub) Missing(uri string, env map[string]string) error {
+	if name := offline(env); name != "" {
+		return errs.New(errs.ErrNotFound, "it is not in the cache of huggingface_hub, and %s is set", name)
+	}
+	s, ok := h.shelf(uri, env)
+	if !ok {
+		return nil
+	}
+	commit, away := s.state()
+	switch {
+	case commit != "" && isFile(s.at(".no_exist", commit)):
+		return errs.New(errs.ErrNotFound, "commit %s has no such file, as the cache of huggingface_hub has noted", commit)
+	case away != nil:
+		return fmt.Errorf("%w: it is not in the cache of huggingface_hub, and the Hub cannot be reached: %w", errs.ErrNotFound, away)
+	}
+	return nil
+}
+
+// Away goes on without the hub, which err says cannot be reached, where the cache has the
+// commit of the load: for a branch, and with a notice, the one that it noted last. All
+// later files of the load are then of this commit.
+func (h *Hub) Away(uri string, env map[string]string, err error) bool {
+	s, ok := h.shelf(uri, env)
+	if !ok || !errors.Is(err, errs.ErrIO) && !errors.Is(err, errs.ErrTimeout) {
+		return false
+	}
+	var at *errs.At
+	if errors.As(err, &at) {
+		err = at.Err
+	}
+	commit, _ := s.state()
+	branch := commit == ""
+	if branch {
+		commit = s.noted()
+	}
+	info, statErr := os.Stat(filepath.Join(s.folder, "snapshots", commit))
+	if commit == "" || statErr != nil || !info.IsDir() {
+		return false
+	}
+	s.mu.Lock()
+	s.commit, s.away, s.done = commit, err, true
+	s.mu.Unlock()
+	if branch {
+		source.Notice("hf://" + s.ref.Repo + ": the Hub cannot be reached (" + errs.Message(err) + "): " + s.name + " means commit " + commit +
+			", which the cache of huggingface_hub noted last")
+	}
+	return true
+}
+
+func isFile(path string) bool {
+	info, err := os.Stat(path)
+	return err == nil && info.Mode().IsRegular()
 }
 
 // hubHome is huggingface_hub's folder, "" if the user has none.

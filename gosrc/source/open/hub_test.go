@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"log"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -58,6 +59,10 @@ func content(uri string, env map[string]string) (string, error) {
 // it is not found, and no server is asked.
 func TestHubOffline(t *testing.T) {
 	env := map[string]string{"HF_HUB_CACHE": downloaded(t, "local"), "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:1"}
+	other := map[string]string{"HF_HUB_CACHE": env["HF_HUB_CACHE"], "TRANSFORMERS_OFFLINE": "yes", "HF_ENDPOINT": "http://127.0.0.1:1"}
+	if got, err := content("hf://org/name/a.safetensors", other); err != nil || got != "local" {
+		t.Errorf("TRANSFORMERS_OFFLINE: %q, %v", got, err)
+	}
 	for uri, found := range map[string]bool{
 		"hf://org/name/a.safetensors":                  true,
 		"hf://org/name/a.safetensors@main":             true,
@@ -111,5 +116,94 @@ func TestHubCacheFirst(t *testing.T) {
 				t.Errorf("%q, %v after %d requests", got, err, requests.Load())
 			}
 		})
+	}
+}
+
+// If the hub cannot be reached, what a load needs comes from the cache at one commit: that
+// of the URI, or, with a notice, the one that the cache noted last; and the hub is not
+// asked again. What the cache does not have is not found, by the name of both.
+func TestHubAway(t *testing.T) {
+	source.Notices()
+	for _, c := range []struct {
+		rev    string
+		notice bool
+	}{{"", true}, {"@refs/pr/1", true}, {"@" + commit, false}} {
+		var asked atomic.Int64
+		s := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
+			asked.Add(1)
+			panic(http.ErrAbortHandler)
+		}))
+		s.Config.ErrorLog = log.New(io.Discard, "", 0)
+		opener := With(source.Options{Env: map[string]string{"HF_HUB_CACHE": downloaded(t, "local"), "HF_ENDPOINT": s.URL}, Storage: map[string]string{"retries": "0"}})
+		for _, file := range []string{"model.safetensors.index.json", "model.safetensors", "a.safetensors"} {
+			src, err := opener(t.Context(), "hf://org/name/"+file+c.rev)
+			if file == "a.safetensors" {
+				if err != nil || src.Size() != 5 {
+					t.Errorf("%s: %v", c.rev, err)
+				} else {
+					_ = src.Close()
+				}
+				continue
+			}
+			if !errors.Is(err, errs.ErrNotFound) || !strings.Contains(err.Error(), "cache") || !strings.Contains(err.Error(), "cannot be reached") {
+				t.Errorf("%s%s: %v", file, c.rev, err)
+			}
+		}
+		s.Close()
+		if n := asked.Load(); n != 1 {
+			t.Errorf("%q: asked %d times", c.rev, n)
+		}
+		if notices := source.Notices(); (len(notices) == 1 && strings.Contains(notices[0], commit)) != c.notice {
+			t.Errorf("%q: %q", c.rev, notices)
+		}
+	}
+}
+
+// Without the hub, what the cache knows nothing of is the hub's own error; so is what the
+// hub itself says: a file that it does not have, or that the user may not read.
+func TestHubErrors(t *testing.T) {
+	for _, c := range []struct {
+		uri    string
+		status int
+		class  error
+	}{
+		{"hf://org/other/a.safetensors", 0, errs.ErrIO},
+		{"hf://org/name/a.safetensors@unknown", 0, errs.ErrIO},
+		{"hf://org/name/a.safetensors@" + strings.Repeat("f", 40), 0, errs.ErrIO},
+		{"hf://org/name/a.safetensors", 404, errs.ErrNotFound},
+		{"hf://org/name/a.safetensors", 403, errs.ErrPermission},
+	} {
+		s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if c.status == 0 {
+				panic(http.ErrAbortHandler)
+			}
+			w.WriteHeader(c.status)
+		}))
+		s.Config.ErrorLog = log.New(io.Discard, "", 0)
+		env := map[string]string{"HF_HUB_CACHE": downloaded(t, "local"), "HF_ENDPOINT": s.URL}
+		_, err := With(source.Options{Env: env, Storage: map[string]string{"retries": "0"}})(t.Context(), c.uri)
+		if !errors.Is(err, c.class) || errs.Class(err) != errs.Class(c.class) {
+			t.Errorf("%s: %v", c.uri, err)
+		}
+		s.Close()
+	}
+	if texts := source.Notices(); len(texts) != 0 {
+		t.Error(texts)
+	}
+}
+
+// A file that a commit does not have, as the cache has noted, is not asked for.
+func TestHubNoExist(t *testing.T) {
+	folder := downloaded(t, "local")
+	if err := os.MkdirAll(filepath.Join(folder, "models--org--name", ".no_exist", commit), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(folder, "models--org--name", ".no_exist", commit, "b.json"), nil, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	env := map[string]string{"HF_HUB_CACHE": folder, "HF_ENDPOINT": "http://127.0.0.1:1"}
+	_, err := With(source.Options{Env: env})(t.Context(), "hf://org/name/b.json@"+commit)
+	if !errors.Is(err, errs.ErrNotFound) || errors.Is(err, errs.ErrIO) {
+		t.Error(err)
 	}
 }

@@ -40,15 +40,18 @@ func overHTTP(ctx context.Context, hub *http.Hub, uri string, opt source.Options
 }
 
 // ofHub opens a file of the hub: what huggingface_hub has downloaded already, at the
-// same commit, from its cache.
+// same commit, from its cache; if the hub cannot be reached, what the cache has.
 func ofHub(ctx context.Context, hub *http.Hub, uri string, opt source.Options) (source.Source, error) {
 	if path := hub.Cached(uri, opt.Env); path != "" {
 		return wrap(file.Open(path))
 	}
-	if http.Offline(opt.Env) {
-		return nil, errs.In("open", uri, errs.New(errs.ErrNotFound, "it is not in the cache of huggingface_hub, and HF_HUB_OFFLINE is set"))
+	if err := hub.Missing(uri, opt.Env); err != nil {
+		return nil, errs.In("open", uri, err)
 	}
 	far, err := hub.Open(ctx, uri, opt)
+	if err != nil && ctx.Err() == nil && hub.Away(uri, opt.Env, err) {
+		return ofHub(ctx, hub, uri, opt) // which does not ask the hub again
+	}
 	if err != nil {
 		return nil, err
 	}

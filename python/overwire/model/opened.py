@@ -14,7 +14,7 @@ from .._engine import release
 from ..dtypes import CAST_FROM, CAST_TO, nbytes
 from ..errors import ArgumentError, CorruptError, FormatError, NotFoundError, OutOfMemoryError, TensorNotFoundError, did_you_mean
 from ..frameworks.frame import Frame, check_empty
-from ..jobs import Job, log, shown
+from ..jobs import Job, heed, log, shown
 from ..model.joining import join, written
 from ..progress import Watcher
 from .loads import Load, many_objects
@@ -131,6 +131,8 @@ class Model:
         except (CorruptError, FormatError, NotFoundError):
             written(uris[0])  # what was preloaded of them is of no use either
             raise
+        finally:
+            heed(uris)
         del keep  # the engine has its own descriptors now
         self._open = True
         assert table is not None

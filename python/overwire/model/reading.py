@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import _verbs
 from ..files import read_file
-from ..jobs import Job
+from ..jobs import Job, heed
 from ..paths import is_file, is_remote, local, path_of
 from .storage import storage
 
@@ -38,5 +38,6 @@ def read(uri: str, options: Mapping[str, object] | None, most: int) -> bytes:
     with os.fdopen(os.memfd_create("overwire"), "w+b") as memory:
         with Job(_verbs.fetch({"uris": [uri], "fd": memory.fileno(), "most": most, "storage": storage(options, [uri])}), "fetch") as job:
             job.wait()
+        heed([uri])
         memory.seek(0)
         return memory.read()

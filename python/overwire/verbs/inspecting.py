@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast, overload
 from .. import _verbs
 from .._engine import program
 from ..errors import ArgumentError
-from ..jobs import Job, shown
+from ..jobs import Job, heed, shown
 from ..model.locate import uris_of
 from ..model.options import StorageOptions, parse_size
 from ..model.sources import SourceLike, resolve
@@ -49,7 +49,9 @@ def inspect(source: str | os.PathLike[str], *, storage_options: StorageOptions |
     uris, _ = _uris(local(source), storage_options)
     if len(uris) != 1:
         raise ArgumentError(f"overwire: inspect {shown(str(source))}: it lists {len(uris)} files; inspect each")
-    return cast("Inspection", InspectionDict(_verbs.inspect({"uris": uris, "storage": storage(storage_options, uris)})))
+    found = InspectionDict(_verbs.inspect({"uris": uris, "storage": storage(storage_options, uris)}))
+    heed(uris)
+    return cast("Inspection", found)
 
 
 @overload
@@ -107,6 +109,7 @@ def verify(
         return compare(tensors, {"uris": request["uris"], "storage": request["storage"]}, progress)
     with Job(_verbs.verify(request), "verify", watch(progress, "verify")) as job:
         found: Verification = job.finish()
+    heed(uris)
     del keep
     return found
 
@@ -153,6 +156,7 @@ def convert(
         spec["metadata"] = notes_of(metadata)
     with Job(_verbs.convert(spec), "convert", watch(progress, "convert")) as job:
         report = job.finish()
+    heed(uris)
     del keep
     return Report.of(report)
 

@@ -1,0 +1,53 @@
+"""hf:// without the Hub: what huggingface_hub has downloaded."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import overwire as ow
+import pytest
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray]:
+    """A model of one file in the cache, which ~ and a variable name, and a Hub that is not there."""
+    tensors = {"a": np.arange(10, dtype=np.float32)}
+    repository = tmp_path / "home" / "hf" / "hub" / "models--org--name"
+    for folder in (repository / "snapshots" / COMMIT, repository / "refs"):
+        folder.mkdir(parents=True)
+    ow.save_file(tensors, repository / "snapshots" / COMMIT / "model.safetensors")
+    (repository / "refs" / "main").write_text(COMMIT)
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("NAME_OF_FOLDER", "hf")
+    monkeypatch.setenv("HF_HOME", "~/$NAME_OF_FOLDER")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    return tensors
+
+
+def test_a_branch_is_what_the_cache_noted_last(model: dict[str, np.ndarray], caplog: pytest.LogCaptureFixture) -> None:
+    """A repository loads from the cache where the Hub cannot be reached, and a warning says which commit it is."""
+    with caplog.at_level(logging.WARNING, "overwire"):
+        loaded = ow.load_file("hf://org/name", framework="np", storage_options={"retries": 0})
+    assert np.array_equal(loaded["a"], model["a"])
+    assert [COMMIT in record.message for record in caplog.records] == [True]
+
+
+def test_a_commit_needs_no_server(model: dict[str, np.ndarray], caplog: pytest.LogCaptureFixture) -> None:
+    """A repository at a commit loads from the cache, without a warning."""
+    loaded = ow.load_file(f"hf://org/name@{COMMIT}", framework="np", storage_options={"retries": 0})
+    assert np.array_equal(loaded["a"], model["a"])
+    assert not caplog.records
+
+
+def test_what_the_cache_has_not(model: dict[str, np.ndarray]) -> None:
+    """The error of a file that is not there names the cache and the Hub."""
+    with pytest.raises(ow.NotFoundError, match="not in the cache of huggingface_hub, and the Hub cannot be reached"):
+        ow.load_file(f"hf://org/name/other.safetensors@{COMMIT}", framework="np", storage_options={"retries": 0})
+    with pytest.raises(ow.IOFailure):
+        ow.load_file("hf://org/other", framework="np", storage_options={"retries": 0})
