@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from .model.opened import prepare
     from .model.options import parse_size
     from .paths import is_remote, local, path_of
-    from .stores import ObjectReader, ObjectWriter, presign, publish, write_bytes
+    from .stores import FileWriter, ObjectReader, ObjectWriter, presign, publish, write_bytes
     from .verbs.into import land, landing, table_of
     from .verbs.preload import honour_nyacomp
     from .verbs.save import save_bytes
 
 __all__ = [
     "Blocks",
+    "FileWriter",
     "MetaRow",
     "ObjectReader",
     "ObjectWriter",
@@ -91,7 +92,7 @@ _HOMES = {
     "model.options": ("parse_size",),
     "jobs": ("shown",),
     "paths": ("is_remote", "local", "path_of"),
-    "stores": ("ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"),
+    "stores": ("FileWriter", "ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"),
     "verbs.into": ("land", "landing", "table_of"),
     "verbs.preload": ("honour_nyacomp",),
     "verbs.save": ("save_bytes",),

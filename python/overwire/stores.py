@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
+import fcntl
 import io
 import mmap
 import os
+import secrets
 import select
+import sys
 import tempfile
 import weakref
 from base64 import b64decode
@@ -24,7 +28,7 @@ from .paths import local
 if TYPE_CHECKING:
     from ._requests import FetchPin, FetchRequest
 
-__all__ = ["ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"]
+__all__ = ["FileWriter", "ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"]
 
 # How long a read may keep Ctrl-C waiting, in milliseconds.
 _SLICE_MS = 50
@@ -106,8 +110,6 @@ class ObjectReader(io.RawIOBase):
             return
         self._pipe, sink = os.pipe()
         with contextlib.suppress(OSError):
-            import fcntl
-
             fcntl.fcntl(sink, 1031, 1 << 20)  # F_SETPIPE_SZ
         try:
             spec: FetchRequest = {"uris": self._uris, "fd": sink, "from": self._at, "to": self._end or 0, "pin": self._pin}
@@ -211,17 +213,22 @@ class ObjectWriter(io.BufferedRandom):
     object.
 
     A `with` block that ends by an exception, or `drop`, leaves the store unchanged.
-    What is still open when the process ends is written then.
+    What is still open when the process ends is written then, unless an exception ends it.
     """
 
     def __init__(self, uri: str, *, storage_options: Mapping[str, object] | None = None) -> None:
         self._uri, self._options = uri, storage_options
         storage(storage_options, [uri])  # refuses wrong ones now
+        self._process = os.getpid()
         _verbs.knobs()  # the engine runs, and ends after what is registered now
         _finish_at_exit()
-        with tempfile.NamedTemporaryFile(prefix="overwire-") as temporary:
-            super().__init__(io.FileIO(os.dup(temporary.fileno()), "r+"))
+        super().__init__(io.FileIO(self._temporary(), "r+"))
         _unfinished.add(self)
+
+    def _temporary(self) -> int:
+        """A descriptor of the file for the bytes."""
+        with tempfile.NamedTemporaryFile(prefix="overwire-") as temporary:
+            return os.dup(temporary.fileno())
 
     def drop(self) -> None:
         """Closes it, and writes nothing."""
@@ -229,25 +236,92 @@ class ObjectWriter(io.BufferedRandom):
             super().close()
 
     def close(self) -> None:
-        """Writes the object, and returns when it stands."""
+        """Writes the object, and returns when it stands. A forked child's copy writes nothing."""
         if self.closed:
             return
         try:
-            self.flush()
-            size = os.fstat(self.fileno()).st_size
-            if size == 0:
-                write_bytes(self._uri, b"", self._options)
-                return
-            with mmap.mmap(self.fileno(), size, access=mmap.ACCESS_READ) as view:
-                write_bytes(self._uri, view, self._options)
+            if self._process == os.getpid():
+                self.flush()
+                self._write()
         finally:
             super().close()
+
+    def _write(self) -> None:
+        size = os.fstat(self.fileno()).st_size
+        if size == 0:
+            write_bytes(self._uri, b"", self._options)
+            return
+        with mmap.mmap(self.fileno(), size, access=mmap.ACCESS_READ) as view:
+            write_bytes(self._uri, view, self._options)
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
         if kind is None:
             self.close()
         else:
             self.drop()
+
+
+class FileWriter(ObjectWriter):
+    """A local file that appears, whole, when it is closed, in place of an older one; see
+    `ObjectWriter`. Its bytes are in its own folder, without a name where the file system
+    has such files, so that a process that is killed leaves nothing."""
+
+    def __init__(self, path: str) -> None:
+        self._real = os.path.realpath(path)  # a symbolic link stays
+        self._made = ""  # the temporary name, if it has one
+        super().__init__(path)
+
+    @property
+    def name(self) -> str:
+        """The path."""
+        return self._uri
+
+    def _temporary(self) -> int:
+        # What replaces a private file is private from the beginning.
+        mode = 0o600 if os.path.lexists(self._real) else 0o666
+        flags = os.O_RDWR | os.O_CLOEXEC
+        try:
+            number = os.open(os.path.dirname(self._real), flags | os.O_TMPFILE, mode)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                raise
+            self._made = self._hidden()
+            number = os.open(self._made, flags | os.O_CREAT | os.O_EXCL, mode)
+        with contextlib.suppress(OSError):  # shows later saves, which remove what killed ones have left, that this one lives
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return number
+
+    def _hidden(self) -> str:
+        """A name of the kind that the engine takes for an unfinished file of this path."""
+        folder, base = os.path.split(self._real)
+        return os.path.join(folder, f".{os.fsdecode(os.fsencode(base)[:224])}.overwire-{secrets.token_hex(8)}")
+
+    def drop(self) -> None:
+        """Closes it; no file appears, and an older one stays."""
+        super().drop()
+        self._remove()
+
+    def close(self) -> None:
+        """Gives the file its name, and returns when it is on the disk."""
+        try:
+            super().close()
+        finally:
+            if self._process == os.getpid():
+                self._remove()
+
+    def _write(self) -> None:
+        if not self._made:
+            made = self._hidden()
+            # Without src_dir_fd, which counts for relative paths only, the link of /proc would be linked.
+            os.link(f"/proc/self/fd/{self.fileno()}", made, src_dir_fd=self.fileno())
+            self._made = made
+        publish(self._made, self._real)
+
+    def _remove(self) -> None:
+        made, self._made = self._made, ""
+        if made:
+            with contextlib.suppress(OSError):
+                os.unlink(made)
 
 
 _unfinished: weakref.WeakSet[ObjectWriter] = weakref.WeakSet()
@@ -259,6 +333,7 @@ def _finish_at_exit() -> None:
 
 
 def _finish() -> None:
+    failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")  # of the program, not of a line of a console
     with contextlib.ExitStack() as stack:  # each has its turn, whatever became of others
         for writer in list(_unfinished):
-            stack.callback(writer.close)
+            stack.callback(writer.drop if failed else writer.close)

@@ -7,6 +7,7 @@ from typing import Any
 _NUMPY = {"bool": "|b1", "uint8": "|u1", "int8": "|i1", "complex64": "<c8", "complex128": "<c16"}
 _NUMPY |= {f"{word}{bits}": f"<{word[0]}{bits // 8}" for word in ("int", "uint", "float") for bits in (16, 32, 64)}
 
+_WRITTEN = frozenset(_NUMPY.values())
 _SHARED = frozenset(_NUMPY.values()) - {"<c16"}
 _SHARED_OPAQUE = frozenset(
     "torch." + name
@@ -29,6 +30,17 @@ def written(dtype: Any) -> str:
         raise NotImplementedError(f"Serialization for {dtype} is not implemented.")
     size = int(dtype.itemsize)
     return f"{'|' if size == 1 else '<'}V{size}\0{dtype}"
+
+
+def of_numpy(dtype: Any) -> str:
+    """A numpy dtype as it is written; TypeError for those that readers lack, ValueError
+    for another byte order."""
+    form = str(dtype.str)
+    if form in _WRITTEN:
+        return form
+    if not dtype.isnative and str(dtype.newbyteorder().str) in _WRITTEN:
+        raise ValueError(f"an array of {dtype} has another byte order than this machine: astype(dtype.newbyteorder()) has its own")
+    raise TypeError(f"Cannot serialize an array with dtype {dtype}")
 
 
 def typed(tensor: Any, record: Any) -> Any:

@@ -59,7 +59,9 @@ class TensorSerializer:
     """Writes tensors into a .tensors file, one after the other.
 
     file_obj: a path (its folders are made), a descriptor, or a binary file open
-        for reading and writing, which can seek. It is closed by `close`.
+        for reading and writing, which can seek. It is closed by `close`. At a path
+        the file appears then, whole, in place of an older one; a `with` block that
+        ends by an exception, and a write that fails, leave the older one.
     compress_tensors: has no effect, as in tensorizer.
     encryption: how to encrypt; the caller's tensors are not touched.
     limit_cpu_concurrency: the most cores to hash and encrypt with; None: all.
@@ -79,6 +81,7 @@ class TensorSerializer:
         from . import stream_io
 
         self._file: Any = None
+        self._failed = False  # and there will be no file
         if limit_cpu_concurrency is not None:
             if not isinstance(limit_cpu_concurrency, int):
                 raise TypeError(f"limit_cpu_concurrency parameter: expected int or None, {limit_cpu_concurrency.__class__.__name__} found")
@@ -90,7 +93,7 @@ class TensorSerializer:
         if isinstance(file_obj, int):
             file_obj = os.fdopen(file_obj, "wb+")
         if isinstance(file_obj, (str, bytes, os.PathLike)):
-            self._file = stream_io.open_stream(file_obj, "wb+")
+            self._file = stream_io.open_writer(file_obj)
         else:
             must = 'TensorSerializer\'s file_obj must be readable, writable, and in binary mode (mode="wb+"{})'
             refuse_text(file_obj, "writable", "readable", text=must)
@@ -108,7 +111,11 @@ class TensorSerializer:
         self._lock = threading.RLock()
         self._at = _HEAD_BYTES + self._room
         self._begun = False
-        self._finish()
+        try:
+            self._finish()
+        except BaseException:
+            self._drop()
+            raise
 
     @property
     def total_tensor_bytes(self) -> int:
@@ -118,8 +125,9 @@ class TensorSerializer:
     # Writing.
 
     def write_tensor(self, idx: int, name: str, tensor_type: TensorType, tensor: Any) -> None:
-        """Writes one torch tensor or numpy array; the file is complete when this
-        returns. ValueError for a name that is there."""
+        """Writes one torch tensor or numpy array; an open file is complete when this
+        returns. ValueError for a name that is there and for an array of another byte
+        order, TypeError for one of a dtype that no reader has."""
         self._write([_Spec(idx, (name,), TensorType(tensor_type), tensor)])
 
     def write_module(self, m: torch.nn.Module, remove_tensors: bool = False, *, include_non_persistent_buffers: bool = True) -> None:
@@ -157,28 +165,46 @@ class TensorSerializer:
         if self._file is None:
             raise ValueError("I/O operation on closed file")
         with self._lock:
+            if self._failed:
+                raise ValueError("an earlier write has failed: there will be no file")
+            for spec in specs:
+                _text_of(spec.tensor)  # what cannot be written is refused before anything is
             for spec in specs:
                 _paths.add(self._tree, spec.path)
             self._make_room(specs)
-            specs.reverse()  # taken from the end, so that what is done can be freed
-            whole = _TURN if self._descriptor() is not None else _COPIED
-            with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="overwire-tensors") as pool:
-                under_way: concurrent.futures.Future[list[_Spec]] | None = None
-                while specs or under_way is not None:
-                    turn: list[_Ready] = []
-                    copied = size = 0
-                    while specs and copied < _COPIED and size < whole:
-                        ready = _ready(specs.pop())
-                        turn.append(ready)
-                        size += ready.record.nbytes
-                        copied += ready.record.nbytes if ready.copied else 0
-                    if under_way is not None:
-                        for spec in under_way.result():
-                            if spec.holder is not None:
-                                setattr(spec.holder, str(spec.path[0]).rpartition(".")[2], None)
-                    under_way = pool.submit(self._put, turn) if turn else None
-                    del turn
-            self._finish()
+            try:
+                self._write_turns(specs)
+                self._finish()
+            except BaseException:
+                self._drop()
+                raise
+
+    def _write_turns(self, specs: list[_Spec]) -> None:
+        specs.reverse()  # taken from the end, so that what is done can be freed
+        whole = _TURN if self._descriptor() is not None else _COPIED
+        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="overwire-tensors") as pool:
+            under_way: concurrent.futures.Future[list[_Spec]] | None = None
+            while specs or under_way is not None:
+                turn: list[_Ready] = []
+                copied = size = 0
+                while specs and copied < _COPIED and size < whole:
+                    ready = _ready(specs.pop())
+                    turn.append(ready)
+                    size += ready.record.nbytes
+                    copied += ready.record.nbytes if ready.copied else 0
+                if under_way is not None:
+                    for spec in under_way.result():
+                        if spec.holder is not None:
+                            setattr(spec.holder, str(spec.path[0]).rpartition(".")[2], None)
+                under_way = pool.submit(self._put, turn) if turn else None
+                del turn
+
+    def _drop(self) -> None:
+        """Leaves what was there before, where the file is one that appears when it is closed."""
+        drop = getattr(self._file, "drop", None)
+        if callable(drop):
+            self._failed = True
+            drop()
 
     def _make_room(self, specs: list[_Spec]) -> None:
         for spec in specs:
@@ -251,7 +277,9 @@ class TensorSerializer:
     def __enter__(self) -> TensorSerializer:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object = None, *rest: object) -> None:
+        if kind is not None:
+            self._drop()
         self.close()
 
     def __del__(self) -> None:
@@ -272,9 +300,7 @@ def _all(file: Any, data: Any) -> None:
 
 
 def _text_of(tensor: Any) -> str:
-    if hasattr(tensor, "is_meta"):
-        return _dtypes.written(tensor.dtype)
-    return str(tensor.dtype.str)
+    return _dtypes.written(tensor.dtype) if hasattr(tensor, "is_meta") else _dtypes.of_numpy(tensor.dtype)
 
 
 def _ready(spec: _Spec) -> _Ready:

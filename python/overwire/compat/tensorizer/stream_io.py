@@ -15,7 +15,7 @@ from io import SEEK_CUR, SEEK_END, SEEK_SET
 from typing import Any
 
 from ...errors import OverwireError
-from ...plumbing import ObjectReader, ObjectWriter, read_file, regular, shown
+from ...plumbing import FileWriter, ObjectReader, ObjectWriter, read_file, regular, shown
 from . import _s3
 from ._s3 import default_s3_read_endpoint, default_s3_write_endpoint
 
@@ -447,3 +447,18 @@ def open_stream(
     stream = open(path, mode, -1 if buffer_size is None else buffer_size, opener=regular if normal == "br" else None)  # noqa: SIM115
     stream.seek(begin or 0)
     return stream
+
+
+def open_writer(path_uri: str | bytes | os.PathLike[str]) -> Any:
+    """`open_stream` in the mode "wb+", but what is at a path stays until the stream is
+    closed, and its `drop` writes nothing. Devices and pipes are opened as they are."""
+    path = os.fsdecode(path_uri)
+    if not isinstance(path_uri, os.PathLike) and path[:7].lower() == "file://":
+        path = path[7:]
+    elif not isinstance(path_uri, os.PathLike) and "://" in path:
+        return open_stream(path_uri, "wb+")
+    if os.path.exists(path) and not os.path.isfile(path):
+        return open_stream(path_uri, "wb+")
+    path = os.path.abspath(path)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    return FileWriter(path)
