@@ -291,7 +291,7 @@ def test_small_modules(tmp_path: Path) -> None:
 
 
 def test_what_clients_look_at(tmp_path: Path) -> None:
-    """_device, _file_flags and _metadata, before and after the load."""
+    """_device, _file_flags, _file_header and _metadata, before and after the load."""
     s = theirs.TensorSerializer(tmp_path / "x")
     s.write_state_dict({"a": torch.ones(3).bfloat16(), "m": [META]})
     s.close()
@@ -303,9 +303,42 @@ def test_what_clients_look_at(tmp_path: Path) -> None:
         seen.append(
             (str(de._device), int(de._file_flags), len(de._metadata), entry.shape, entry.offset, entry.data_offset, entry.data_length)
             + (int(entry.type), entry.deserialized_length, entry.is_long_tensor)
+            + tuple(
+                map(int, (getattr(de._file_header, name) for name in ("version_number", "feature_flags", "tensor_size", "tensor_count")))
+            )
         )
         assert module is theirs or [kind for kind, _ in sums] == [0, 1]
     assert seen[0] == seen[1]
+    assert ours.torch_compat._FileLike == theirs.torch_compat._FileLike
+
+
+def test_names_that_programs_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums that a replaced TensorHash makes others do not match; endpoints that a replaced _enforce_scheme lets pass do."""
+    for writer in (ours, theirs):
+        s = writer.TensorSerializer(tmp_path / "x")
+        s.write_state_dict({"a": torch.ones(3)})
+        s.close()
+        for module in (ours, theirs):
+            plain = module.serialization.TensorHash
+
+            def other(*args: Any, plain: Any = plain, **kwargs: Any) -> Any:
+                made = plain(*args, **kwargs)
+                made.hash = bytes(len(made.hash))
+                return made
+
+            module.TensorDeserializer(tmp_path / "x", device="cpu", verify_hash=True).close()
+            with monkeypatch.context() as patch:
+                patch.setattr(module.serialization, "TensorHash", other)
+                with pytest.raises(module.serialization.HashMismatchError):
+                    module.TensorDeserializer(tmp_path / "x", device="cpu", verify_hash=True)
+    for kwargs in ({}, {"force_http": False}):
+        with pytest.raises(ValueError, match="Non-HTTPS"):
+            ours.stream_io.open_stream(
+                "s3://bucket/x", s3_endpoint="http://127.0.0.1:1", s3_access_key_id="", s3_secret_access_key="", **kwargs
+            )
+    monkeypatch.setattr(ours.stream_io, "_enforce_scheme", lambda endpoint, *_: endpoint)
+    with pytest.raises(OSError, match="127.0.0.1:1"):
+        ours.stream_io.open_stream("s3://bucket/x", s3_endpoint="http://127.0.0.1:1", s3_access_key_id="", s3_secret_access_key="")
 
 
 # What users of the reference hit.

@@ -15,7 +15,7 @@ from ...plumbing import ObjectReader, number_of, shown
 from ...records import Record, RecordFile, derive_key, read_records, sums
 from . import _dtypes, _paths, _s3
 from ._encryption import CryptographyError, DecryptionParams
-from ._types import FileFeatureFlags, HashMismatchError, HashType, TensorEntry, TensorHash, TensorType, refuse_text
+from ._types import FileFeatureFlags, FileHeader, HashMismatchError, HashType, TensorEntry, TensorHash, TensorType, refuse_text
 
 if TYPE_CHECKING:
     import numpy
@@ -258,11 +258,15 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         return encrypted | (FileFeatureFlags.versioned_headers if self._file_info.version >= 5 else FileFeatureFlags(0))
 
     @property
+    def _file_header(self) -> FileHeader:
+        info = self._file_info
+        return FileHeader(info.version, self._file_flags, info.total, len(info.records))
+
+    @property
     def _metadata(self) -> dict[Any, TensorEntry]:
         entries = {}
         for path, r in self._records.items():
-            sums = ((HashType.CRC32, r.crc32), (HashType.SHA256, r.sha256))
-            hashes = [TensorHash(kind, found) for kind, found in sums if found is not None]
+            hashes = _hashes(r)
             name, version = _paths.plain(path), 5 if any(d >= 1 << 32 for d in r.shape) else 1
             entries[name] = TensorEntry(
                 version, name, TensorType(r.type), r.dtype.partition("\0")[0], r.shape, r.record, r.data, r.nbytes, hashes
@@ -535,8 +539,18 @@ def _same(records: Sequence[Record], tensors: Sequence[torch.Tensor]) -> list[bo
     same = []
     for record, fit in zip(records, fits, strict=True):
         crc, sha = next(found) if fit else (b"", b"")
-        same.append(fit and record.crc32 in (None, crc) and record.sha256 in (None, sha))
+        own = {HashType.CRC32: crc, HashType.SHA256: sha}
+        same.append(fit and all(stored.hash == own[stored.type] for stored in _hashes(record)))
     return same
+
+
+def _hashes(record: Record) -> list[TensorHash]:
+    """The sums of a record, by the name that programs replace to have others compared."""
+    from . import serialization
+
+    made: type[TensorHash] = vars(serialization)["TensorHash"]
+    stored = ((HashType.CRC32, record.crc32), (HashType.SHA256, record.sha256))
+    return [made(type=kind, hash=one) for kind, one in stored if one is not None]
 
 
 def _alike(a: Any, b: Any) -> bool:

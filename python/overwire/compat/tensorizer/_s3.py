@@ -145,6 +145,8 @@ def options_for(
     configuration, else CoreWeave's. ValueError for an endpoint without TLS that
     neither environment nor force_http allows.
     """
+    from . import stream_io
+
     allow_http = False
     try:
         found = infer_credentials(key, secret, config_path)
@@ -158,7 +160,8 @@ def options_for(
         allow_http = True
     if not endpoint:
         endpoint = default_s3_write_endpoint if write else default_s3_read_endpoint
-    return direct_options(key, secret, enforce_scheme(endpoint, allow_http, bool(force_http)), region)
+    # By the name that programs replace to allow others.
+    return direct_options(key, secret, stream_io._enforce_scheme(endpoint, allow_http, bool(force_http)), region)
 
 
 def direct_options(key: str | None, secret: str | None, endpoint: str | None, region: str | None) -> dict[str, Any]:

@@ -83,3 +83,13 @@ class FileFeatureFlags(enum.IntFlag):
 
     encrypted = enum.auto()
     versioned_headers = enum.auto()
+
+
+@dataclass
+class FileHeader:
+    """The head of a file. tensor_size: the file's bytes, as its writer has counted them."""
+
+    version_number: int
+    feature_flags: FileFeatureFlags
+    tensor_size: int
+    tensor_count: int

@@ -11,6 +11,7 @@ from . import _crypt, stream_io, utils
 from ._encryption import CryptographyError, DecryptionParams, EncryptionParams
 from ._reader import TensorDeserializer
 from ._types import FileFeatureFlags as _FileFeatureFlags
+from ._types import FileHeader as _FileHeader
 from ._types import HashMismatchError, HashType, TensorEntry, TensorHash, TensorType
 from ._writer import TensorSerializer
 
@@ -42,4 +43,4 @@ TENSORIZER_VERSION = 5
 
 cpu_count: int = len(os.sched_getaffinity(0))
 
-_MORE = (HashMismatchError, HashType, TensorEntry, TensorHash, _FileFeatureFlags, _crypt, stream_io, utils)
+_MORE = (HashMismatchError, HashType, TensorEntry, TensorHash, _FileFeatureFlags, _FileHeader, _crypt, stream_io, utils)

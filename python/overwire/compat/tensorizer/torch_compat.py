@@ -17,7 +17,7 @@ import pickle
 import types
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import IO, Any
 
 from ._reader import TensorDeserializer
 from ._swap import Swap
@@ -28,6 +28,9 @@ __all__ = ["tensorizer_loading", "tensorizer_saving"]
 logger = logging.getLogger(__name__)
 
 _MARK = "TensorizerPickler"
+
+#: What torch.save and torch.load take.
+_FileLike = str | os.PathLike[str] | IO[bytes]
 
 
 class _Scope:
