@@ -85,7 +85,7 @@ func remote(ctx context.Context, uri string, open Opener, opt Options) ([]string
 			}
 			continue
 		}
-		s, err := open(ctx, file)
+		s, err := open(outline(opt).In(ctx), file)
 		if err == nil {
 			_ = s.Close()
 			return []string{file}, nil, nil
@@ -126,7 +126,7 @@ func content(ctx context.Context, uri string, open Opener) ([]byte, error) {
 		b, err := regular.Read(uri, tensor.MaxHeader)
 		return b, errs.In("open", uri, err)
 	}
-	s, err := open(ctx, uri)
+	s, err := open(source.Outline{Most: tensor.MaxHeader}.In(ctx), uri)
 	if err != nil {
 		return nil, err
 	}
@@ -226,7 +226,7 @@ func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *
 			}
 			files, shards = kept, &few
 		}
-		opened, err := sources(ctx, files, open)
+		opened, err := sources(outline(opt).In(ctx), files, open)
 		srcs = append(srcs, opened...)
 		if err != nil {
 			return nil, srcs, err

@@ -15,6 +15,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/retry"
 	"github.com/overwire/overwire/gosrc/source/spool"
 )
@@ -45,7 +46,7 @@ type stream struct {
 
 // spooled opens an object without ranges; it returns when the size is known.
 func (o *object) spooled(ctx context.Context, tries retry.Options) (*Source, error) {
-	f, err := spool.New(o.uri)
+	f, err := spool.New(o.uri, source.OutlineOf(ctx))
 	if err != nil {
 		return nil, err
 	}
@@ -175,7 +176,10 @@ func (s *stream) get(ctx context.Context) error {
 		}
 		seen += int64(n)
 		if len(b) > 0 {
-			if err := s.Append(b); err != nil {
+			switch err := s.Append(b); {
+			case err == spool.ErrEnough:
+				return nil
+			case err != nil:
 				return err
 			}
 			_, _ = s.hash.Write(b)

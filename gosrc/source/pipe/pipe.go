@@ -92,7 +92,7 @@ func Start(ctx context.Context, program string, urls []string, sizes []int64, op
 		}
 	}
 	for i, u := range urls {
-		f, err := spool.New(u)
+		f, err := spool.New(u, source.Outline{})
 		if err != nil {
 			closeAll()
 			return fail(u, err)

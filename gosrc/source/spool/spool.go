@@ -2,12 +2,20 @@
 // an unlinked file in the temporary folder, and a read waits until its bytes have
 // arrived. They are kept in a file because the tensors need the memory, and whole
 // because a tensor's bytes may be read in any order, and twice.
+//
+// Of an object whose size is not stated, at most half of what is free in the temporary
+// folder is kept. If its first bytes say how long it is (source.Outline), its last byte
+// can be read only when the object has ended there.
 package spool
 
 import (
 	"context"
+	"errors"
+	"math"
 	"os"
 	"sync"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
@@ -16,36 +24,114 @@ import (
 // A File is filled by one goroutine and read by any. It implements
 // source.Source once its size is known; see Sized.
 type File struct {
-	uri  string
-	file *os.File
+	uri     string
+	file    *os.File
+	outline source.Outline
+	room    int64 // for an object whose size is not stated
 
-	mu   sync.Mutex
-	size int64 // -1 until it is known
-	have int64
-	err  error
-	more chan struct{} // closed and renewed when one of the others changes
-	shut bool
+	// Of the goroutine that fills it.
+	need   int64 // the outline tells the size from this number of bytes on; -1: it has
+	stated bool  // Expect was called
+
+	mu    sync.Mutex
+	size  int64 // -1 until it is known
+	have  int64
+	ended bool
+	ends  int64 // where the object ends by its outline, -1 if that is not known
+	err   error
+	more  chan struct{} // closed and renewed when one of the others changes
+	shut  bool
 }
+
+// ErrEnough is the error of Append for bytes that an outline does not want: there is no
+// more to do.
+var ErrEnough = errors.New("the rest is not wanted")
 
 var errClosed = errs.New(errs.ErrArgument, "the source is closed")
 
 // New makes an empty file; uri names it in errors.
-func New(uri string) (*File, error) {
+func New(uri string, outline source.Outline) (*File, error) {
 	f, err := os.CreateTemp("", "overwire-*")
 	if err != nil {
 		return nil, errs.FromOS(err)
 	}
 	_ = os.Remove(f.Name())
-	return &File{uri: uri, file: f, size: -1, more: make(chan struct{})}, nil
+	room := int64(math.MaxInt64)
+	var st unix.Statfs_t
+	if unix.Fstatfs(int(f.Fd()), &st) == nil && st.Blocks > 0 {
+		room = int64(min(st.Bavail, math.MaxInt64/2/uint64(st.Bsize)) * uint64(st.Bsize) / 2)
+	}
+	return &File{uri: uri, file: f, outline: outline, room: room, size: -1, ends: -1, more: make(chan struct{})}, nil
 }
 
-// Append adds bytes.
+// Append adds bytes. It refuses those that the object cannot have, and all as soon as the
+// first ones show that it is not what its outline says.
 func (f *File) Append(p []byte) error {
+	had := f.Have()
+	have := had + int64(len(p))
+	switch most := f.outline.Most; {
+	case most > 0 && have > most:
+		return errs.New(errs.ErrFormat, "it has more than %d bytes", most)
+	case !f.stated && have > f.room:
+		return errs.New(errs.ErrIO, "its size is not stated, and it has more than %d bytes, half of what was free in %s", f.room, os.TempDir())
+	case f.ends >= 0 && have > f.ends:
+		return f.beyond(p[:f.ends-had])
+	}
+	if _, err := f.file.WriteAt(p, had); err != nil {
+		return errs.FromOS(err)
+	}
+	f.change(func() { f.have = have })
+	return f.measure()
+}
+
+// beyond is Append for bytes of which only p is before the end.
+func (f *File) beyond(p []byte) error {
+	if !f.outline.Longer {
+		return errs.New(errs.ErrFormat, "it goes on after the %d bytes that it says it has", f.ends)
+	}
 	if _, err := f.file.WriteAt(p, f.Have()); err != nil {
 		return errs.FromOS(err)
 	}
 	f.change(func() { f.have += int64(len(p)) })
-	return nil
+	return ErrEnough
+}
+
+// measure asks the outline for the size once there is enough for an answer.
+func (f *File) measure() error {
+	have := f.Have()
+	if f.outline.Size == nil || f.need < 0 || have < f.need {
+		return nil
+	}
+	head := make([]byte, have)
+	if _, err := f.file.ReadAt(head, 0); err != nil {
+		return errs.FromOS(err)
+	}
+	size, need, err := f.outline.Size(f.uri, head)
+	if err != nil {
+		return err
+	}
+	if f.need = need; need > have {
+		return nil
+	}
+	f.need = -1
+	switch {
+	case size < 0:
+		return nil
+	case have > size:
+		f.change(func() { f.have = size })
+		f.ends = size
+		err = f.beyond(nil)
+		if err != ErrEnough {
+			return err
+		}
+	}
+	f.change(func() {
+		f.ends = size
+		if f.size < 0 {
+			f.size = size
+		}
+	})
+	return err
 }
 
 // Have is how many bytes have arrived.
@@ -56,12 +142,16 @@ func (f *File) Have() int64 {
 }
 
 // Expect sets how many bytes will arrive.
-func (f *File) Expect(size int64) { f.change(func() { f.size = size }) }
+func (f *File) Expect(size int64) {
+	f.stated = true
+	f.change(func() { f.size = size })
+}
 
 // End says that no more bytes will arrive. Reads of missing bytes get err; if it is
 // nil, the file has the size that it has reached.
 func (f *File) End(err error) {
 	f.change(func() {
+		f.ended = err == nil
 		switch {
 		case f.err != nil:
 		case err != nil:
@@ -103,7 +193,7 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
-	if err := f.until(ctx, func() bool { return f.have >= off+int64(len(p)) }); err != nil {
+	if err := f.until(ctx, func() bool { return f.ready() >= off+int64(len(p)) }); err != nil {
 		if ctx.Err() != nil {
 			return err
 		}
@@ -113,6 +203,14 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 		return at(errs.FromOS(err))
 	}
 	return nil
+}
+
+// ready is how many bytes may be read. f.mu is held.
+func (f *File) ready() int64 {
+	if f.ends < 0 || f.ended {
+		return f.have
+	}
+	return min(f.have, f.ends-1)
 }
 
 // Close frees the file. Stop filling it first.

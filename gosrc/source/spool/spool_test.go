@@ -15,7 +15,7 @@ import (
 
 func made(t *testing.T) *File {
 	t.Helper()
-	f, err := New("x")
+	f, err := New("x", source.Outline{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -74,5 +74,37 @@ func TestEnds(t *testing.T) {
 	time.AfterFunc(20*time.Millisecond, func() { f.Close() })
 	if err := f.Sized(ctx); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("%v", err)
+	}
+}
+
+// Of an object whose size is not stated, only what has room is kept, and what its
+// reader takes.
+func TestBounds(t *testing.T) {
+	block := make([]byte, 1000)
+	f := made(t)
+	if f.room <= 0 {
+		t.Error("no room in the temporary folder:", f.room)
+	}
+	f.room = 1500
+	if err := f.Append(block); err != nil {
+		t.Fatal(err)
+	}
+	if err := f.Append(block); !errors.Is(err, errs.ErrIO) || f.Have() != 1000 {
+		t.Error(err, f.Have())
+	}
+	f.Expect(2000) // it is stated after all
+	if err := f.Append(block); err != nil {
+		t.Error(err)
+	}
+	g, err := New("x", source.Outline{Most: 1500})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer g.Close()
+	if err := g.Append(block); err != nil {
+		t.Fatal(err)
+	}
+	if err := g.Append(block); !errors.Is(err, errs.ErrFormat) || g.Have() != 1000 {
+		t.Error(err, g.Have())
 	}
 }

@@ -1,0 +1,94 @@
+package load
+
+import (
+	"bytes"
+	"errors"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"sync/atomic"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/errs"
+)
+
+// From a server without ranges, which states no length, no more comes than the header says
+// there is, and nothing of what has none; a body without an end ends in an error with a
+// class.
+func TestServerThatNeverStops(t *testing.T) {
+	path, want := write(t, "a", []int64{300_000}, []int64{700})
+	file, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const endless = 256 << 20 // more than is ever taken
+	var sent atomic.Int64
+	h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		begin, more := file, []byte(nil)
+		switch r.URL.Path {
+		case "/more.safetensors":
+			more = []byte{0}
+		case "/endless.safetensors":
+			more = bytes.Repeat([]byte{0}, 1<<20)
+		case "/junk.safetensors":
+			begin, more = nil, bytes.Repeat([]byte{0xff}, 1<<20)
+		case "/model.safetensors.index.json":
+			begin, more = []byte("{"), bytes.Repeat([]byte(" "), 1<<20)
+		case "/cut.safetensors":
+			begin = file[:len(file)-1]
+		}
+		sent.Store(0)
+		for b := begin; len(b) > 0; b = b[min(len(b), 100_000):] {
+			_, _ = w.Write(b[:min(len(b), 100_000)])
+			w.(http.Flusher).Flush()
+		}
+		for len(more) > 0 && sent.Load() < endless {
+			n, err := w.Write(more)
+			if sent.Add(int64(n)); err != nil || len(more) == 1 {
+				return
+			}
+		}
+	}))
+	defer h.Close()
+	for _, c := range []struct {
+		name    string
+		lenient bool
+		class   error // nil: the tensors come
+		most    int64 // bytes that the server could send after the file's
+	}{
+		{"whole.safetensors", false, nil, 0},
+		{"more.safetensors", true, nil, 1},
+		{"endless.safetensors", true, nil, 32 << 20},
+		{"more.safetensors", false, errs.ErrFormat, 1},
+		{"endless.safetensors", false, errs.ErrFormat, 32 << 20},
+		{"cut.safetensors", false, errs.ErrCorrupt, 0},
+		{"junk.safetensors", false, errs.ErrFormat, 32 << 20},
+		{"model.safetensors.index.json", false, errs.ErrFormat, 160 << 20},
+	} {
+		spec := Spec{URIs: []string{h.URL + "/" + c.name}, Lenient: c.lenient}
+		m, err := Open(t.Context(), spec)
+		if err == nil {
+			l, started := m.Start(nil, Options{})
+			if started != nil {
+				t.Fatal(started)
+			}
+			_, err = l.Job().Wait(-1)
+			for i := range want {
+				if mem, _, _, ok := l.Take(i); ok && err == nil && !bytes.Equal(mem.Slice(), want[i]) {
+					t.Errorf("%+v: tensor %d differs", c, i)
+				} else if ok {
+					mem.Release()
+				}
+			}
+			l.Close()
+			m.Close()
+		}
+		if (c.class == nil) != (err == nil) || err != nil && !errors.Is(err, c.class) {
+			t.Errorf("%+v: %v", c, err)
+		}
+		if n := sent.Load(); n > c.most {
+			t.Errorf("%+v: %d bytes were sent", c, n)
+		}
+	}
+	settled(t)
+}
