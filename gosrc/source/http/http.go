@@ -41,7 +41,7 @@ var options = append([]string{"headers", "token", "cacert", "capath", "insecure"
 
 // A Source is an open object. It implements source.Source.
 type Source struct {
-	source.Source // *retry.Source or *stream
+	source.Source // *retry.Source or *spool.Stream
 	o             *object
 }
 

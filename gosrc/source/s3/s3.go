@@ -2,7 +2,8 @@
 // protocol: s3://bucket/key, and s3://bucket/key?versionId=ID.
 //
 // An object is pinned when it is opened: every later request asks for the same
-// ETag, and an object that was replaced meanwhile is errs.ErrCorrupt. Credentials,
+// ETag, and an object that was replaced meanwhile is errs.ErrCorrupt. Of a store that
+// gives neither an ETag nor a date, or no ranges, it is read by one request. Credentials,
 // region and endpoint come from the storage options, then from the environment as
 // Python sees it, then from the shared files of AWS's own tools. Errors name
 // bucket, key, status and request id, and no secret. Drafts are objects being
@@ -27,6 +28,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/retry"
 	"github.com/overwire/overwire/gosrc/source/route"
+	"github.com/overwire/overwire/gosrc/source/spool"
 )
 
 // A name says where an object is.
@@ -64,7 +66,7 @@ func object(verb, uri string) (name, error) {
 func (n name) at(verb string, err error) error { return errs.Place(verb, n.uri, "", -1, err) }
 
 // Open opens an object with one request, which also brings its beginning.
-func Open(ctx context.Context, uri string, opt source.Options) (*retry.Source, error) {
+func Open(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
 	n, err := object("open", uri)
 	if err != nil {
 		return nil, err
@@ -79,6 +81,12 @@ func Open(ctx context.Context, uri string, opt source.Options) (*retry.Source, e
 		o.Head, err = f.first(ctx)
 		return err
 	})
+	if err == nil && f.inOrder {
+		var s source.Source
+		if s, err = spool.Open(ctx, &whole{f}, c.retry); err == nil {
+			return s, nil
+		}
+	}
 	if err != nil {
 		c.release()
 		return nil, n.at("open", err)
@@ -97,11 +105,14 @@ type fetcher struct {
 	size   int64
 	etag   *string    // pins the object; nil if the store has none
 	since  *time.Time // pins it in place of an ETag: the time of its last change
+
+	inOrder bool // the store pins nothing, or gives no ranges
 }
 
-// first reads the beginning of the object and, with it, size and ETag.
+// first reads the beginning of the object and, with it, size and ETag; or it finds that
+// it can be read in order only.
 func (o *fetcher) first(ctx context.Context) ([]byte, error) {
-	out, err := o.get(ctx, 0, source.HeadBytes)
+	out, err := o.get(ctx, bytesOf(0, source.HeadBytes))
 	var r *refusal
 	if errors.As(err, &r) && r.status == http.StatusRequestedRangeNotSatisfiable {
 		return nil, o.empty(ctx)
@@ -110,9 +121,13 @@ func (o *fetcher) first(ctx context.Context) ([]byte, error) {
 		return nil, err
 	}
 	defer out.Body.Close()
+	if e := encoding(out); e != "" {
+		return nil, encoded(e)
+	}
 	o.pin(out.ETag, out.LastModified)
-	if o.etag == nil && o.since == nil {
-		return nil, errs.New(errs.ErrNotSupported, "the store gives neither an ETag nor a time: the object could change unseen while it is read")
+	if o.etag == nil && o.since == nil || out.ContentRange == nil && (out.ContentLength == nil || *out.ContentLength > source.HeadBytes) {
+		o.inOrder = true
+		return nil, nil
 	}
 	lo, n, size, err := contentRange(out)
 	if err != nil {
@@ -156,11 +171,13 @@ func (o *fetcher) pin(etag *string, changed *time.Time) {
 	}
 }
 
-// get asks for n bytes from off, of the pinned object if there is one.
-func (o *fetcher) get(ctx context.Context, off, n int64) (*s3.GetObjectOutput, error) {
-	want := fmt.Sprintf("bytes=%d-%d", off, off+n-1)
+// bytesOf is the range of n bytes from off.
+func bytesOf(off, n int64) *string { return aws.String(fmt.Sprintf("bytes=%d-%d", off, off+n-1)) }
+
+// get asks for a range, nil: for all, of the pinned object if there is one.
+func (o *fetcher) get(ctx context.Context, want *string) (*s3.GetObjectOutput, error) {
 	out, err := call(ctx, o.client, o.bucket, func(api *s3.Client) (*s3.GetObjectOutput, error) {
-		return api.GetObject(ctx, &s3.GetObjectInput{Bucket: &o.bucket, Key: &o.key, VersionId: o.version, Range: &want, IfMatch: o.etag, IfUnmodifiedSince: o.since,
+		return api.GetObject(ctx, &s3.GetObjectInput{Bucket: &o.bucket, Key: &o.key, VersionId: o.version, Range: want, IfMatch: o.etag, IfUnmodifiedSince: o.since,
 			SSECustomerAlgorithm: o.client.sse.algorithm, SSECustomerKey: o.client.sse.key, SSECustomerKeyMD5: o.client.sse.sum})
 	})
 	if err != nil {
@@ -177,7 +194,7 @@ func (o *fetcher) get(ctx context.Context, off, n int64) (*s3.GetObjectOutput, e
 func contentRange(out *s3.GetObjectOutput) (lo, n, size int64, err error) {
 	bad := errs.New(errs.ErrIO, "the store's answer does not say which range it is")
 	if e := encoding(out); e != "" {
-		return 0, 0, 0, errs.New(errs.ErrNotSupported, "the object has the content encoding %q", e)
+		return 0, 0, 0, encoded(e)
 	}
 	if out.ContentLength == nil {
 		return 0, 0, 0, bad
@@ -201,6 +218,45 @@ func encoding(out *s3.GetObjectOutput) string {
 	return route.Encoding(http.Header{"Content-Encoding": {aws.ToString(out.ContentEncoding)}})
 }
 
+func encoded(name string) error {
+	return errs.New(errs.ErrNotSupported, "the object has the content encoding %q", name)
+}
+
+// A whole is an object that is read by one request. It implements spool.Whole.
+type whole struct{ *fetcher }
+
+// Whole asks for all of the object; see spool.Whole.
+func (w *whole) Whole(ctx context.Context) (io.ReadCloser, int64, error) {
+	out, err := w.get(ctx, nil)
+	if err != nil {
+		return nil, 0, err
+	}
+	switch e := encoding(out); {
+	case e != "":
+		err = encoded(e)
+	case out.ContentRange != nil:
+		err = errs.New(errs.ErrIO, "the store gives a range of an object that was asked for as a whole")
+	case w.etag != nil && (out.ETag == nil || *out.ETag != *w.etag):
+		err = errs.New(errs.ErrCorrupt, "the object was changed while it was read")
+	}
+	if err != nil {
+		_ = out.Body.Close()
+		return nil, 0, err
+	}
+	if out.ContentLength == nil {
+		return out.Body, -1, nil
+	}
+	return out.Body, *out.ContentLength, nil
+}
+
+// Judge takes a body that breaks for one that another request may bring.
+func (w *whole) Judge(err error) (retry.Verdict, time.Duration) {
+	if !errs.Classed(err) {
+		return retry.Again, 0
+	}
+	return w.fetcher.Judge(err)
+}
+
 // URI is the name as it was given.
 func (o *fetcher) URI() string { return o.uri }
 
@@ -209,7 +265,7 @@ func (o *fetcher) Size() int64 { return o.size }
 
 // Fetch asks for n bytes from off in one request.
 func (o *fetcher) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error) {
-	out, err := o.get(ctx, off, n)
+	out, err := o.get(ctx, bytesOf(off, n))
 	if err != nil {
 		return nil, err
 	}

@@ -75,7 +75,7 @@ class StorageOptions(TypedDict, total=False):
     base64), cacert, timeout, connections, retries. Without them credentials, region and
     endpoint are found as AWS's own tools find them: AWS_* of os.environ, shared files,
     web identity, SSO, processes, containers, machines; where there are none, requests are
-    unsigned.
+    unsigned. A store with neither ETags nor dates is read as such a server is.
 
     redis, rediss (redis://host:port/key): username, password (else REDISCLI_AUTH), db,
     cacert, timeout, connections, retries; one value, or tensorizer's keys

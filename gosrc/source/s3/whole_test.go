@@ -1,0 +1,74 @@
+package s3
+
+import (
+	"bytes"
+	"errors"
+	"net/http"
+	"net/http/httptest"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/source"
+)
+
+// An object of a store that gives neither an ETag nor a date, or no ranges, is read by one
+// request, also where that breaks and is sent again: as a whole, or not at all.
+func TestOneRequest(t *testing.T) {
+	t.Parallel()
+	data := random(3*source.HeadBytes + 17)
+	other := bytes.Clone(data)
+	other[5]++
+	for what, c := range map[string]struct {
+		data         []byte
+		ranges, etag bool
+		breaks       int64  // how many whole answers end early
+		then         []byte // what comes after these
+		class        error
+	}{
+		"ranges":               {data, true, false, 0, data, nil},
+		"no ranges":            {data, false, false, 0, data, nil},
+		"no ranges, an ETag":   {data, false, true, 0, data, nil},
+		"small":                {data[:100], true, false, 0, data[:100], nil},
+		"empty":                {nil, true, false, 0, nil, nil},
+		"breaks":               {data, true, false, 2, data, nil},
+		"changes after breaks": {data, true, false, 1, other, errs.ErrCorrupt},
+		"breaks too often":     {data, true, false, 99, data, errs.ErrIO},
+	} {
+		t.Run(what, func(t *testing.T) {
+			t.Parallel()
+			var wholes atomic.Int64
+			h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				now := c.data
+				if c.etag {
+					w.Header().Set("ETag", `"x"`)
+				}
+				if c.ranges && r.Header.Get("Range") != "" {
+					http.ServeContent(w, r, "", time.Time{}, bytes.NewReader(now))
+					return
+				}
+				if r.Header.Get("Range") == "" && r.Method == http.MethodGet {
+					if n := wholes.Add(1); n <= c.breaks {
+						w.Header().Set("Content-Length", strconv.Itoa(len(now)))
+						_, _ = w.Write(now[:len(now)/2])
+						panic(http.ErrAbortHandler)
+					}
+					now = c.then
+				}
+				w.Header().Set("Content-Length", strconv.Itoa(len(now)))
+				_, _ = w.Write(now)
+			}))
+			defer h.Close()
+			back, err := get("s3://models/m", source.Options{Storage: map[string]string{"endpoint_url": h.URL, "anon": "true", "retries": "3"}})
+			switch {
+			case c.class == nil && (err != nil || !bytes.Equal(back, c.data)):
+				t.Errorf("%d bytes, %v", len(back), err)
+			case c.class != nil && (!errors.Is(err, c.class) || !strings.Contains(err.Error(), "s3://models/m")):
+				t.Error(err)
+			}
+		})
+	}
+}

@@ -1,0 +1,210 @@
+package spool
+
+// This file fills a spool from a store that gives an object only as a whole.
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"hash/maphash"
+	"io"
+	"sync"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/retry"
+)
+
+// A Whole opens an object as a whole. It is used by one goroutine.
+type Whole interface {
+	// URI names the object as the user wrote it.
+	URI() string
+	// Whole opens the object's body from its beginning; length is -1 if the store does
+	// not say it. Later calls are about the state of the first that succeeded: an
+	// object of another state is an error that Judge calls retry.Changed.
+	Whole(ctx context.Context) (body io.ReadCloser, length int64, err error)
+	// Judge is that of retry.Fetcher.
+	Judge(err error) (retry.Verdict, time.Duration)
+	// Close releases what the object holds.
+	Close() error
+}
+
+var errStalled = errors.New("no progress")
+
+// changed says that the bytes are not those that came before.
+type changed struct{ what string }
+
+func (c *changed) Error() string { return c.what }
+
+// A Stream is an object that one request brings in order into a spool: of a server
+// without ranges (HTTP/1.0, or responses made on the fly), or of one that gives nothing
+// that identifies the object's state, so that two requests could bring bytes of two.
+//
+// A request that breaks cannot be resumed: the next starts at 0, and what it brings
+// again is compared by hash with what is there before a new byte counts. A server
+// that names no length, and ends the object by closing the connection, gives no way
+// to notice a truncated one; formats do.
+type Stream struct {
+	*File
+	o     Whole
+	tries retry.Options
+
+	cancel context.CancelCauseFunc
+	ended  chan struct{} // fill has ended
+	once   sync.Once
+	shut   error
+
+	// fill's own.
+	hash maphash.Hash // of what is there
+	met  bool         // the store has given the object once
+}
+
+// Open opens an object; it returns when the size is known. Closing the stream closes the
+// object; if Open fails, that is left to the caller.
+func Open(ctx context.Context, o Whole, tries retry.Options) (*Stream, error) {
+	f, err := New(o.URI(), source.OutlineOf(ctx))
+	if err != nil {
+		return nil, err
+	}
+	s := &Stream{File: f, o: o, tries: tries, ended: make(chan struct{})}
+	run, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
+	s.cancel = cancel
+	spawn.Go("spool", func() {
+		defer close(s.ended)
+		f.End(spawn.Guard("spool", func() error { return s.fill(run) }))
+	})
+	if err := f.Sized(ctx); err != nil {
+		cancel(err)
+		<-s.ended
+		_ = f.Close()
+		return nil, err
+	}
+	return s, nil
+}
+
+// Close ends the request.
+func (s *Stream) Close() error {
+	s.once.Do(func() {
+		s.cancel(errs.New(errs.ErrArgument, "the source is closed"))
+		<-s.ended
+		s.shut = errors.Join(s.o.Close(), s.File.Close())
+	})
+	return s.shut
+}
+
+// fill brings the object, starting again when a request breaks.
+func (s *Stream) fill(ctx context.Context) error {
+	s.hash.SetSeed(maphash.MakeSeed())
+	most := s.tries.Retries + 1
+	for failed, silent := 0, 0; ; {
+		before := s.Have()
+		err := s.get(ctx)
+		if err == nil {
+			return nil
+		}
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if s.Have()-before >= retry.Progress {
+			failed = 0
+		}
+		verdict, after := s.judge(err)
+		failed++
+		if verdict == retry.Again && !s.met {
+			silent++
+		}
+		switch {
+		case verdict == retry.Changed:
+			return errs.New(errs.ErrCorrupt, "changed while it was read: %v", err)
+		case verdict == retry.Never || failed >= most || silent >= retry.OpenTries:
+			if errs.Classed(err) {
+				return err
+			}
+			if err == errStalled {
+				return errs.New(errs.ErrTimeout, "less than %d bytes in %v (after %d attempts)", retry.Progress, s.tries.Timeout, failed)
+			}
+			return errs.New(errs.ErrIO, "%v (after %d attempts)", err, failed)
+		}
+		if err := retry.Pause(ctx, failed, after); err != nil {
+			return err
+		}
+	}
+}
+
+func (s *Stream) judge(err error) (retry.Verdict, time.Duration) {
+	var other *changed
+	switch {
+	case errors.As(err, &other):
+		return retry.Changed, 0
+	case err == errStalled:
+		return retry.Again, 0
+	}
+	return s.o.Judge(err)
+}
+
+// get is one request.
+func (s *Stream) get(ctx context.Context) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	watchdog := time.AfterFunc(s.tries.Timeout, func() { cancel(errStalled) })
+	defer watchdog.Stop()
+	named := func(err error) error {
+		if context.Cause(ctx) == errStalled {
+			return errStalled
+		}
+		return err
+	}
+	body, length, err := s.o.Whole(ctx)
+	if err != nil {
+		return named(err)
+	}
+	defer body.Close()
+	if !s.met {
+		if s.met = true; length >= 0 {
+			s.Expect(length)
+		}
+	} else if size := s.Size(); size >= 0 && length >= 0 && length != size {
+		return &changed{fmt.Sprintf("it had %d bytes and has %d", size, length)}
+	}
+	var again maphash.Hash
+	again.SetSeed(s.hash.Seed())
+	buf := make([]byte, 256<<10)
+	seen, old, mark := int64(0), s.Have(), int64(0)
+	for {
+		n, err := body.Read(buf)
+		b := buf[:n]
+		if seen+int64(n)-mark >= retry.Progress {
+			mark = seen + int64(n)
+			watchdog.Reset(s.tries.Timeout)
+		}
+		if k := min(int64(n), old-seen); k > 0 {
+			_, _ = again.Write(b[:k])
+			b = b[k:]
+			if seen+k == old && again.Sum64() != s.hash.Sum64() {
+				return &changed{"its bytes are others"}
+			}
+		}
+		seen += int64(n)
+		if len(b) > 0 {
+			switch err := s.Append(b); {
+			case err == ErrEnough:
+				return nil
+			case err != nil:
+				return err
+			}
+			_, _ = s.hash.Write(b)
+		}
+		switch {
+		case err == io.EOF && seen < old:
+			return &changed{"it is shorter now"}
+		case err == io.EOF && length >= 0 && seen != length:
+			return io.ErrUnexpectedEOF
+		case err == io.EOF:
+			return nil
+		case err != nil:
+			return named(err)
+		}
+	}
+}
