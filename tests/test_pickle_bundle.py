@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 import torch
 from conftest import same
 from overwire.bundles import bundle as bundles
+from overwire.bundles import turns
 from overwire.compat import nyacomp
 from overwire.model import layout
 from torch import nn
@@ -100,7 +103,15 @@ def test_names_that_differ_in_their_ending_only(tmp_path: Path) -> None:
     assert (tmp_path / "nya/x.safetensors").exists()
 
 
-def test_readers_see_old_or_new_wherever_a_save_stops(tmp_path: Path, monkeypatch) -> None:
+def refuse_link(*args: object, **kwargs: object) -> None:
+    raise PermissionError(errno.EPERM, "a file system without links")
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_readers_see_old_or_new_wherever_a_save_stops(tmp_path: Path, monkeypatch, links: bool) -> None:
+    """A save that ends anywhere leaves the old object or the new one, also where files cannot have two names."""
+    if not links:
+        monkeypatch.setattr(os, "link", refuse_link)
     old, new = {"v": "old", "w": torch.zeros(999)}, {"v": "new", "w": torch.ones(999)}
     path = tmp_path / "x.pkl"
 
@@ -136,6 +147,71 @@ def test_readers_see_old_or_new_wherever_a_save_stops(tmp_path: Path, monkeypatc
         ow.compress_pickle(new, path)
         assert ow.load_compressed_pickle(path)["v"] == "new"
         assert not (tmp_path / "nya/x.safetensors.old").exists()
+
+
+def test_two_writers_of_one_bundle_take_turns(tmp_path: Path, monkeypatch) -> None:
+    """Of two saves of one path at the same time, one object stays, and nothing else in the folder."""
+    path = tmp_path / "x.pkl"
+    real, waiting = bundles.write_bytes, []
+
+    def write_bytes(target: str, data: bytes, options: object) -> None:
+        if target == str(path) and not waiting:  # between the container and the pickle of the first
+            waiting.append(threading.Thread(target=ow.compress_pickle, args=({"second": torch.ones(999)}, path)))
+            waiting[0].start()
+            waiting[0].join(0.3)  # it would be done by then if it did not wait
+            assert waiting[0].is_alive()
+        real(target, data, options)
+
+    monkeypatch.setattr(bundles, "write_bytes", write_bytes)
+    ow.compress_pickle({"first": torch.zeros(999)}, path)
+    waiting[0].join()
+    same(ow.load_compressed_pickle(path)["second"], torch.ones(999))
+    assert sorted(os.listdir(tmp_path / "nya")) == ["meta.csv", "x.safetensors"]
+
+
+def test_a_lock_of_a_killed_writer_is_in_nobodys_way(tmp_path: Path, monkeypatch) -> None:
+    """A save goes on over a file that a killed writer has left, and where there are no locks, which it says."""
+    path = tmp_path / "x.pkl"
+    (tmp_path / "nya").mkdir()
+    (tmp_path / "nya/.x.lock").touch()
+    ow.compress_pickle({"a": torch.ones(9)}, path)
+    assert not (tmp_path / "nya/.x.lock").exists()
+
+    def no_locks(number: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(turns.fcntl, "flock", no_locks)
+    warned: list[tuple[object, ...]] = []
+    monkeypatch.setattr(turns.log, "warning", lambda *args: warned.append(args))
+    ow.compress_pickle({"b": torch.ones(9)}, path)
+    assert list(ow.load_compressed_pickle(path)) == ["b"] and len(warned) == 1
+
+
+def test_a_reader_beside_a_writer_gets_the_old_object_or_the_new_one(tmp_path: Path, monkeypatch) -> None:
+    """A load whose pickle is replaced before its container is opened, twice, loads the newest."""
+    path = tmp_path / "x.pkl"
+    ow.compress_pickle({"v": torch.zeros(999)}, path)
+    real, news = bundles.read_file, [{"w": torch.ones(999)}, {"v": torch.zeros(999), "x": 3}]
+
+    def read_file(target: str) -> bytes:
+        data = real(target)
+        if news:
+            ow.compress_pickle(news.pop(0), path)
+        return data
+
+    monkeypatch.setattr(bundles, "read_file", read_file)
+    assert ow.load_compressed_pickle(path)["x"] == 3
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\0b", "\ud800", "__metadata__", "overwire.index", ""])
+def test_keys_that_are_no_names_of_tensors(tmp_path: Path, name: str) -> None:
+    """A state dict comes back whatever its keys are, also what a container has no name for."""
+    state = {name: torch.arange(999), "blob.0": torch.ones(3), "plain": torch.zeros(3)}
+    ow.compress(state, tmp_path / "x.pkl")
+    loaded = ow.load_compressed(tmp_path / "x.pkl")
+    assert list(loaded) == list(state)
+    for key in state:
+        same(loaded[key], state[key])
 
 
 def test_pieces_that_do_not_belong_together(tmp_path: Path) -> None:

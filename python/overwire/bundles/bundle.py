@@ -5,7 +5,8 @@ A bundle at `D/x.pkl` is the pickle, `D/nya/x.safetensors` and `D/nya/meta.csv`
 (see `layout`). The container is written first and the pickle last. Each knows
 the other by the pickle's digest, and the container before it is kept until the
 pickle is in place: a reader gets the old object or the new one, also while a
-bundle is replaced, or after a save was killed.
+bundle is replaced, or after a save was killed. Writers of one bundle take turns
+(see `turns`), and the last one's object stays.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from ..progress import ProgressLike, watch
 from ..stores import write_bytes
 from ..verbs.save import save_bytes
 from .landing import DEVICES, ORDER, Landing, devices_of
+from .turns import turn_of
 
 __all__ = ["compress", "compress_pickle", "load_compressed", "load_compressed_pickle"]
 
@@ -59,9 +61,11 @@ def compress_pickle(
     down chunk by chunk, and remember their device.
 
     Writes `path`, `nya/<stem>.safetensors` and `nya/meta.csv` in its folder,
-    each atomically, the pickle last. In a store (s3://, redis://) the container
-    is `nya/<name>.safetensors` or `nya/<name>.b.safetensors` in turn, so that
-    the old object stays whole until the new one takes its place.
+    each atomically, the pickle last. Several writers of one path wait for one
+    another, and the last one's object stays. In a store (s3://, redis://) the
+    container is `nya/<name>.safetensors` or `nya/<name>.b.safetensors` in turn, so
+    that the old object stays whole until the new one takes its place; a store has
+    no locks: only one may write a path there at a time.
 
     compress: False stores the tensors' bytes as they are, in a container that
         every safetensors reader reads.
@@ -124,13 +128,8 @@ def load_compressed_pickle(
     where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
     target = _target(path)
     storage(storage_options, [target])  # refused for a local path
-    data = read(target, storage_options, _MOST) if is_remote(target) else read_file(target)
-    digest = hashlib.sha256(data).hexdigest()
-    beside = is_remote(target) and tensors is None
-    with (
-        _open_remote(target, digest, storage_options) if beside else _open(target, digest, tensors, storage_options) as model,
-        Landing(model, shown(target), where, watch(progress, "load")) as blobs,
-    ):
+    data, model = _open_pair(target, tensors, storage_options)
+    with model, Landing(model, shown(target), where, watch(progress, "load")) as blobs:
         made = unpickling.load(data, blobs, shown(target), trust)
         blobs.wait()  # an error in a blob that nothing asked for
     return made
@@ -182,15 +181,17 @@ def _save(
         raise ArgumentError(f"overwire: compress {target!r}: the name is too long for that of its container")
     with _os_errors(target):
         os.makedirs(os.path.dirname(container), exist_ok=True)
-        if any(_fits(container, _digest(rival)) for rival in layout.rivals_of(target)):
-            container = layout.second_container_of(target)
-        _keep_previous(target, container)
-        report = save_bytes(tensors, container, metadata, compress=compress, progress=progress, like=target)
-        size = os.stat(container).st_size
-        write_bytes(layout.meta_of(target), os.fsencode(layout.meta_text(container, size)), None)
-        write_bytes(target, data, None)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(layout.previous_of(container))
+        with turn_of(layout.lock_of(target)):
+            container = layout.container_of(target)  # another writer may have chosen one meanwhile
+            if any(_fits(container, _digest(rival)) for rival in layout.rivals_of(target)):
+                container = layout.second_container_of(target)
+            _keep_previous(target, container)
+            report = save_bytes(tensors, container, metadata, compress=compress, progress=progress, like=target)
+            size = os.stat(container).st_size
+            write_bytes(layout.meta_of(target), os.fsencode(layout.meta_text(container, size)), None)
+            write_bytes(target, data, None)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(layout.previous_of(container))
     return size / report.bytes_in if report.bytes_in else 1.0
 
 
@@ -224,14 +225,17 @@ def _keep_previous(target: str, container: str) -> None:
     # A second name for the old container, as long as the old pickle stands. If
     # an earlier save was killed, the older copy may be the one that fits.
     previous = layout.previous_of(container)
-    try:
-        if os.path.exists(previous) and not _fits(container, _digest(target)):
-            return
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(previous)
-        os.link(container, previous)
-    except OSError:
-        return  # no old bundle, or a file system without links
+    if os.path.exists(previous) and not _fits(container, _digest(target)):
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(previous)
+    with contextlib.suppress(FileNotFoundError):  # no old bundle
+        try:
+            os.link(os.path.realpath(container), previous)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            os.rename(container, previous)  # a file system without links
 
 
 def _digest(path: str) -> str:
@@ -309,25 +313,56 @@ def _names(model: Any) -> dict[int, str]:
 # -- loading
 
 
+# How often a pickle is read again that another save has replaced meanwhile.
+_TRIES = 100
+
+
+def _open_pair(target: str, tensors: SourceLike | None, options: StorageOptions | None) -> tuple[bytes, Model]:
+    """A pickle, and the container of the same save, opened.
+
+    A save may end after the pickle has been read: the new one is read then."""
+    far = is_remote(target)
+    for left in reversed(range(_TRIES)):
+        state = None if far else _state(target)
+        data = read(target, options, _MOST) if far else read_file(target)
+        digest = hashlib.sha256(data).hexdigest()
+        try:
+            if far and tensors is None:
+                return data, _open_remote(target, digest, options)
+            return data, _open(target, digest, tensors, options)
+        except (CorruptError, NotFoundError):
+            if not left or (data == read(target, options, _MOST) if far else state == _state(target)):
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def _state(path: str) -> tuple[int, ...] | None:
+    # What differs between a file and the one that takes its place.
+    try:
+        state = os.stat(path)
+    except OSError:
+        return None
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
+
+
 def _open(target: str, digest: str, tensors: SourceLike | None, options: StorageOptions | None) -> Model:
     """The container that belongs to this very pickle."""
     container = layout.container_of(target)
     candidates: list[SourceLike] = [container, layout.previous_of(container)]
     if tensors is not None:
         container, candidates = str(tensors), [tensors]
+    missing = False
     for candidate in candidates:
         try:
             model = Model(candidate, storage_options=None if tensors is None else options)
         except NotFoundError:
-            if candidate is candidates[0]:
-                raise layout.not_beside(target, container) from None
-            break
-        own = model.metadata().get(_DIGEST)
-        if own == digest:
+            missing = missing or candidate is candidates[0]
+            continue
+        if model.metadata().get(_DIGEST) == digest:
             return model
         model.close()
-        if own is None:
-            break
+    if missing:
+        raise layout.not_beside(target, container)
     raise CorruptError(
         f"overwire: open {target}: the pickle and {container} are not of one save",
         source=target,

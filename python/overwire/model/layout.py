@@ -29,6 +29,7 @@ __all__ = [
     "MetaRow",
     "container_of",
     "far_containers_of",
+    "lock_of",
     "meta_of",
     "meta_rows",
     "not_beside",
@@ -88,6 +89,16 @@ def previous_of(container: str) -> str:
     if len(os.fsencode(name)) > 251:  # of the 255 bytes that names have
         name = hashlib.sha256(os.fsencode(name)).hexdigest()
     return os.path.join(folder, name + ".old")
+
+
+def lock_of(pickle_path: str) -> str:
+    """The file that says whose turn it is to write a bundle: the same for pickles that
+    differ in their ending only, which may have the same container."""
+    folder, name = os.path.split(pickle_path)
+    stem = os.path.splitext(name)[0]
+    if len(os.fsencode(stem)) > 240:  # of the 255 bytes that names have
+        stem = hashlib.sha256(os.fsencode(stem)).hexdigest()
+    return os.path.join(folder, FOLDER, f".{stem}.lock")
 
 
 def far_containers_of(uri: str) -> tuple[str, str]:

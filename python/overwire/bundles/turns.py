@@ -1,0 +1,63 @@
+"""Writers of one bundle take turns, in all processes that reach its folder.
+
+A writer locks a hidden file in the folder and removes it when it is done. A lock ends
+with its process, so that a file which a killed writer has left is in nobody's way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+
+from ..jobs import log
+
+__all__ = ["turn_of"]
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+@contextlib.contextmanager
+def turn_of(path: str) -> Iterator[None]:
+    """Waits until nobody else is in a `turn_of` the same path. Raises OSError.
+
+    A file system without locks gets one line in the log: there the caller alone must write.
+    """
+    number = _lock(path)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # removed by hand
+            os.unlink(path)
+        with contextlib.suppress(OSError):
+            fcntl.flock(number, fcntl.LOCK_UN)  # a child of fork may have the file open, too
+        os.close(number)
+
+
+def _lock(path: str) -> int:
+    while True:
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX)
+            if _is_there(number, path):
+                return number
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                log.warning("%s: the file system has no locks (%s): let one process write this bundle", path, error.strerror)
+                return number
+            os.close(number)
+            raise
+        except BaseException:
+            os.close(number)
+            raise
+        os.close(number)  # the writer before has removed it
+
+
+def _is_there(number: int, path: str) -> bool:
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(os.fstat(number), there)
