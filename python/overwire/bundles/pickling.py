@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -42,6 +43,11 @@ class Blob(NamedTuple):
 
 # Types that hold no tensor and are met most often.
 _PLAIN = frozenset({str, int, float, bool, bytes, complex, type(None), dict, list, tuple, set, type})
+
+
+# Names that no tensor of a container can have; the note of the blobs' order has one in each line.
+_RESERVED = ("overwire.index", "__metadata__")
+_UNFIT = re.compile("[\n\0\ud800-\udfff]")
 
 
 class TensorPickler(pickle.Pickler):
@@ -105,7 +111,7 @@ class TensorPickler(pickle.Pickler):
     # -- blobs
 
     def _name(self, wanted: str) -> str:
-        name = wanted if wanted and wanted != "overwire.index" else f"blob.{len(self.blobs)}"
+        name = wanted if wanted and wanted not in _RESERVED and not _UNFIT.search(wanted) else f"blob.{len(self.blobs)}"
         while name in self._taken:
             name = f"{name}.{len(self.blobs)}"
         self._taken.add(name)
