@@ -39,7 +39,7 @@ def test_a_state_dict_in_files(tmp_path: Path, name: str, monkeypatch) -> None:
     assert names == sorted(["big.weight.gz", "mask.gz", "other%2F..%2Fbig.weight.gz", f"boneless_{name}"])
     assert [p.name for p in tmp_path.iterdir() if p.name != name] == ["nya"]
     boneless = torch.load(tmp_path / "nya" / f"boneless_{name}", weights_only=False)
-    assert boneless["big.weight"].keys() == {"shape", "dtype", "len", "len_compressed"} and boneless["big.weight"]["len"] == 72000
+    assert boneless["big.weight"].keys() == {"shape", "dtype", "len", "len_compressed", "digest"} and boneless["big.weight"]["len"] == 72000
     assert sorted(key for part in boneless["meta"] for key in part) == ["big.weight", "mask", "other/../big.weight"]
     files, shapes, dtypes = hf.dry_load(path)
     assert dtypes == ["bfloat16", "float16", "bool"] and [900, 40] in shapes and all(Path(file).exists() for file in files)
@@ -61,6 +61,36 @@ def test_a_checkpoint_with_a_meta_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ow.NotSupportedError, match="'meta'"):
             hf.compress_state_dict(tmp_path / "x.bin")
     assert os.listdir(tmp_path) == ["x.bin"]
+
+
+def test_two_checkpoints_of_one_folder_never_share_a_tensor(tmp_path: Path) -> None:
+    """A checkpoint whose file of a key another one has replaced is a CorruptError; equal tensors are shared."""
+    state = _state()
+    first, second = tmp_path / "pytorch_model.bin", tmp_path / "pytorch_model.fp16.bin"
+    torch.save(state, first)
+    torch.save(state, second)
+    hf.compress_components([first, second])
+    for path in (first, second):
+        same(hf.good_load(path)["big.weight"], state["big.weight"])
+    torch.save({**state, "big.weight": state["big.weight"].roll(1)}, second)
+    hf.compress_state_dict(second)
+    same(hf.good_load(second)["big.weight"], state["big.weight"].roll(1))
+    with pytest.raises(ow.CorruptError, match=r"big\.weight\.gz.*another tensor"):
+        hf.good_load(first)
+
+
+def test_files_without_digests_are_read_as_before(tmp_path: Path) -> None:
+    """What an earlier version has written has no digests, and loads."""
+    state, path = _state(), tmp_path / "x.bin"
+    torch.save(state, path)
+    hf.compress_state_dict(path)
+    boneless = tmp_path / "nya/boneless_x.bin"
+    old = torch.load(boneless, weights_only=False)
+    for row in old.values():
+        if isinstance(row, dict):
+            del row["digest"]
+    torch.save(old, boneless)
+    same(hf.good_load(path)["big.weight"], state["big.weight"])
 
 
 def test_several_components(tmp_path: Path, monkeypatch) -> None:

@@ -52,26 +52,42 @@ def compress(data: Any, filename: str | os.PathLike[str], algo: int = 0) -> int:
 _KINDS = {1: ("BF16", 2), 2: ("F16", 2), 3: ("F32", 4), 4: ("F8_E4M3", 1), 5: ("F8_E5M2", 1)}
 
 
-def write_tensor(tensor: Any, filename: str | os.PathLike[str]) -> int:
-    """Compresses a tensor into a file; returns the file's size."""
+# In a file's metadata: the digest of its tensor, by which what refers to the file knows it.
+_DIGEST = "overwire.digest"
+
+
+def write_tensor(tensor: Any, filename: str | os.PathLike[str], digest: str | None = None) -> int:
+    """Compresses a tensor into a file, with its digest if that is given; returns the
+    file's size."""
     name = os.path.basename(os.fspath(filename)).rsplit(".", 1)[0]
-    overwire.save_file({name or "tensor": tensor}, filename)
+    overwire.save_file({name or "tensor": tensor}, filename, None if digest is None else {_DIGEST: digest})
     return os.stat(filename).st_size
 
 
 class CompressedFile:
     """A tensor file and what is in it; the five arguments go by position.
 
-    Nothing is opened before it is decompressed."""
+    Nothing is opened before it is decompressed. digest: that of the tensor, if the file
+    must say it; CorruptError when it is decompressed if it says another one, or none."""
 
-    __slots__ = ("compressed_size", "decompressed_size", "dtype", "filename", "shape")
+    __slots__ = ("compressed_size", "decompressed_size", "digest", "dtype", "filename", "shape")
 
-    def __init__(self, filename: str, shape: Sequence[int], dtype: str, decompressed_size: int, compressed_size: int) -> None:
+    def __init__(
+        self,
+        filename: str,
+        shape: Sequence[int],
+        dtype: str,
+        decompressed_size: int,
+        compressed_size: int,
+        *,
+        digest: str | None = None,
+    ) -> None:
         self.filename = os.fspath(filename)
         self.shape = tuple(shape)
         self.dtype = dtype
         self.decompressed_size = decompressed_size
         self.compressed_size = compressed_size
+        self.digest = digest
 
     def __repr__(self) -> str:
         return f"CompressedFile({self.filename!r}, {list(self.shape)}, {self.dtype!r}, {self.decompressed_size}, {self.compressed_size})"
@@ -293,17 +309,23 @@ def _check(entry: _Entry) -> list[str] | Callable[[_Entry], Any]:
     if "://" not in place:
         _size_of(place)
         foreign = hlif.sniff(place)
-        if foreign is not None:
+        if foreign is not None and file.digest is None:
             if foreign.plain != size:
                 raise _misfit(place, f"{foreign.plain} bytes in it, {size} wanted")
             return _foreign
     try:
         (source,) = overwire.inspect(place)["sources"]
     except overwire.FormatError:
-        if "://" not in place:
+        if "://" not in place or file.digest is not None:
             raise
         return _foreign  # or nonsense: seen when it is here
     rows = source["tensors"]
+    if file.digest is not None and (source.get("metadata") or {}).get(_DIGEST) != file.digest:
+        raise overwire.CorruptError(
+            f"overwire: open {place}: it holds another tensor than the checkpoint had: a checkpoint of the same folder "
+            "and with equal keys was compressed after it; compress each in a folder of its own",
+            source=place,
+        )
     if len(rows) != 1 or rows[0]["bytes"] != size:
         raise _misfit(place, f"{sum(row['bytes'] for row in rows)} bytes in {len(rows)} tensors, {size} in one wanted")
     return [rows[0]["name"]]

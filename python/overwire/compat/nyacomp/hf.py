@@ -1,8 +1,10 @@
 """Checkpoints of Hugging Face's libraries, each tensor in its own file.
 
 For D/x.bin: D/nya/boneless_x.bin, a torch file with the state dict, in which a
-large tensor is {"shape", "dtype", "len", "len_compressed"} and "meta" holds the
-bins; and D/nya/KEY.gz for each of these. The checkpoint itself stays.
+large tensor is {"shape", "dtype", "len", "len_compressed", "digest"} and "meta" holds
+the bins; and D/nya/KEY.gz for each of these. The checkpoint itself stays. Another
+checkpoint of the folder writes the same file for an equal key: its digest says whose
+it is.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ def compress_components(components: Iterable[_PathLike]) -> float:
 def compress_state_dict(path: _PathLike, treshold: int = 16000) -> tuple[int, int]:
     """Compresses the tensors of a checkpoint (torch's, or safetensors) that have
     more than `treshold` bytes, into nya/ beside it. Files of an earlier run are
-    replaced.
+    replaced, and so are those of another checkpoint in the folder for equal keys: that
+    one's `good_load` is a CorruptError then, unless their tensors are equal.
 
     Returns the bytes of all tensors, and what they take now. NotSupportedError for a
     checkpoint with a "meta" of its own.
@@ -82,11 +85,12 @@ def compress_state_dict(path: _PathLike, treshold: int = 16000) -> tuple[int, in
         size = small = tensor_size(value)
         if size > treshold:
             file = _file(folder, key)
-            small = _nyacomp.write_tensor(value, file)
+            digest = overwire.digest(value)
+            small = _nyacomp.write_tensor(value, file, digest)
             if small < size:
                 keys.append(key)
                 sizes.append(small)
-                state[key] = {"shape": value.shape, "dtype": value.dtype, "len": size, "len_compressed": small}
+                state[key] = {"shape": value.shape, "dtype": value.dtype, "len": size, "len_compressed": small, "digest": digest}
             else:
                 small = size
                 file.unlink()
@@ -137,7 +141,10 @@ def _entries(path: _PathLike) -> tuple[dict[str, Any], list[str], list[_nyacomp.
         shape, dtype = list(row["shape"]), str(row["dtype"]).removeprefix("torch.")
         if math.prod(shape) * row["dtype"].itemsize != row["len"]:
             raise overwire.FormatError(f"overwire: open {boneless}: sizes of {key!r} do not fit", source=str(boneless), tensor=key)
-        files.append(_nyacomp.CompressedFile(str(_file(boneless.parent, key)), shape, dtype, row["len"], row["len_compressed"]))
+        place = str(_file(boneless.parent, key))
+        files.append(
+            _nyacomp.CompressedFile(place, shape, dtype, row["len"], row["len_compressed"], digest=row.get("digest"))
+        )  # fmt: skip
     return state, keys, files
 
 
@@ -149,7 +156,10 @@ def dry_load(path: _PathLike) -> list[list[Any]]:
 
 def good_load(path: _PathLike) -> dict[str, Any]:
     """The state dict of a checkpoint that `compress_state_dict` has been given:
-    the same keys in the same order, whether `path` itself is still there or not."""
+    the same keys in the same order, whether `path` itself is still there or not.
+
+    Raises CorruptError for a tensor whose file another checkpoint of the folder has
+    replaced."""
     state, keys, files = _entries(path)
     assignments = partition.massage([file.compressed_size for file in files], settings.num_threads())
     state.update(zip(keys, _nyacomp.batch_decompress(files, assignments), strict=True))
