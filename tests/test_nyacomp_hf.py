@@ -3,6 +3,7 @@ and transformers: the real libraries, with tiny random weights."""
 
 from __future__ import annotations
 
+import functools
 import os
 import types
 from pathlib import Path
@@ -91,6 +92,25 @@ def test_files_without_digests_are_read_as_before(tmp_path: Path) -> None:
             del row["digest"]
     torch.save(old, boneless)
     same(hf.good_load(path)["big.weight"], state["big.weight"])
+
+
+def test_a_toggle_leaves_what_another_tool_has_put_around_it(tmp_path: Path) -> None:
+    """Taken away, the toggle is out of force below a wrapper, which stays."""
+    path = tmp_path / "x.bin"
+    torch.save(_state(), path)
+    hf.compress_state_dict(path)
+    module = types.SimpleNamespace(load_state_dict=lambda file: "the original's")
+    original = module.load_state_dict
+    hf.toggle_patch(module)
+    inner = module.load_state_dict
+    module.load_state_dict = wrapper = functools.wraps(inner)(lambda file: inner(file))
+    assert set(module.load_state_dict(path)) == set(_state())
+    hf.toggle_patch(module)
+    assert module.load_state_dict is wrapper and wrapper(path) == "the original's"
+    module.load_state_dict = original
+    hf.toggle_patch(module)
+    hf.toggle_patch(module)
+    assert module.load_state_dict is original
 
 
 def test_several_components(tmp_path: Path, monkeypatch) -> None:

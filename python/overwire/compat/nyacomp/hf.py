@@ -166,27 +166,41 @@ def good_load(path: _PathLike) -> dict[str, Any]:
     return state
 
 
+# By module: what `toggle_patch` has put there.
+_toggled: dict[int, tuple[Any, list[_Toggle]]] = {}
+
+
 def toggle_patch(module: Any) -> None:
     """Gives a module (diffusers' or transformers' modeling_utils) a
     `load_state_dict`, and a `safe_open` where it has one, that take what
     `compress_state_dict` made where that is there, and read all else as before;
-    called again, takes them away."""
-    for name, ours in (("load_state_dict", _load_state_dict), ("safe_open", _Opened)):
-        current = getattr(module, name, None)
-        if current is not None:
-            setattr(module, name, current.__wrapped__ if getattr(current, "_overwire", False) else _either(current, ours))
+    called again, takes them away, but not what another tool has put around them."""
+    if id(module) in _toggled:
+        for toggle in _toggled.pop(id(module))[1]:
+            toggle.on = False
+            if getattr(module, toggle.name, None) is toggle.either:
+                setattr(module, toggle.name, toggle.original)
+        return
+    names: dict[str, Callable[..., Any]] = {"load_state_dict": _load_state_dict, "safe_open": _Opened}
+    toggles = [_Toggle(name, getattr(module, name), ours) for name, ours in names.items() if getattr(module, name, None) is not None]
+    for toggle in toggles:
+        setattr(module, toggle.name, toggle.either)
+    _toggled[id(module)] = (module, toggles)
 
 
-def _either(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+class _Toggle:
     # Ours for checkpoints that have been compressed, the original for all else.
-    @wraps(original, updated=())  # it may be a class
-    def either(*args: Any, **kwargs: Any) -> Any:
-        file = args[0] if args else kwargs.get("checkpoint_file", kwargs.get("filename"))
-        compressed = isinstance(file, (str, os.PathLike)) and _fresh(Path(file))
-        return (ours if compressed else original)(*args, **kwargs)
 
-    either._overwire = True  # type: ignore[attr-defined]
-    return either
+    def __init__(self, name: str, original: Callable[..., Any], ours: Callable[..., Any]) -> None:
+        self.name, self.original, self.on = name, original, True
+
+        @wraps(original, updated=())  # it may be a class
+        def either(*args: Any, **kwargs: Any) -> Any:
+            file = args[0] if args else kwargs.get("checkpoint_file", kwargs.get("filename"))
+            compressed = self.on and isinstance(file, (str, os.PathLike)) and _fresh(Path(file))
+            return (ours if compressed else original)(*args, **kwargs)
+
+        self.either = either
 
 
 def _load_state_dict(checkpoint_file: _PathLike, *args: Any, **kwargs: Any) -> dict[str, Any]:
