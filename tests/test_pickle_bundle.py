@@ -169,7 +169,7 @@ def test_two_writers_of_one_bundle_take_turns(tmp_path: Path, monkeypatch) -> No
     assert sorted(os.listdir(tmp_path / "nya")) == ["meta.csv", "x.safetensors"]
 
 
-def test_a_lock_of_a_killed_writer_is_in_nobodys_way(tmp_path: Path, monkeypatch) -> None:
+def test_a_lock_of_a_killed_writer_stops_no_one(tmp_path: Path, monkeypatch) -> None:
     """A save goes on over a file that a killed writer has left, and where there are no locks, which it says."""
     path = tmp_path / "x.pkl"
     (tmp_path / "nya").mkdir()

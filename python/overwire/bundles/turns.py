@@ -1,7 +1,7 @@
 """Writers of one bundle take turns, in all processes that reach its folder.
 
 A writer locks a hidden file in the folder and removes it when it is done. A lock ends
-with its process, so that a file which a killed writer has left is in nobody's way.
+with its process, so that a file which a killed writer has left is in no one's way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 @contextlib.contextmanager
 def turn_of(path: str) -> Iterator[None]:
-    """Waits until nobody else is in a `turn_of` the same path. Raises OSError.
+    """Waits until no one else is in a `turn_of` the same path. Raises OSError.
 
     A file system without locks gets one line in the log: there the caller alone must write.
     """
