@@ -487,3 +487,19 @@ def test_functions_of_other_frameworks_can_be_pickled() -> None:
     for function in functions("safetensors.flax", "np", np.asarray):
         assert (function.__module__, function.__qualname__) == ("safetensors.flax", function.__name__)
         assert hasattr(importlib.import_module("safetensors.numpy"), function.__name__)
+
+
+def test_bytes_are_those_of_a_file_and_no_file_is_written(torch_script) -> None:
+    """`save` and `serialize` make the bytes that `save_file` writes, in memory alone."""
+    torch_script("""
+import resource, torch
+import overwire.compat.safetensors.torch as st
+tensors = {"b": torch.randn(3, 5), "a": torch.arange(7, dtype=torch.int8), 'e"\\n\\x01': torch.randn(4).bfloat16(), "": torch.zeros(0)}
+for at, metadata in enumerate((None, {}, {"k": "v", "a": "b"})):
+    st.save_file(tensors, f"{at}.safetensors", metadata)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    data = st.save(tensors, metadata)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert data == open(f"{at}.safetensors", "rb").read()
+""")

@@ -69,23 +69,65 @@ func (f *fileWriter) planContainer() error {
 	return nil
 }
 
-// planPlain orders tensors as safetensors' own writer does.
-func (f *fileWriter) planPlain() error {
-	f.order = slices.Clone(f.part.items)
-	slices.SortFunc(f.order, func(a, b *item) int {
-		return cmp.Or(cmp.Compare(b.dtype, a.dtype), strings.Compare(a.name, b.name))
-	})
-	entries := make([]safetensors.Entry, len(f.order))
-	for i, t := range f.order {
-		entries[i] = safetensors.Entry{Name: t.name, DType: t.dtype, Shape: t.shape}
-		f.cutPlain(t)
-	}
-	if _, err := safetensors.Place(entries); err != nil {
+func (f *fileWriter) planPlain() (err error) {
+	if f.order, f.front, err = layPlain(f.part.items, f.part.metadata); err != nil {
 		return err
 	}
-	front, err := safetensors.AppendHeader(nil, f.part.metadata, entries, plainAlign)
-	f.front, f.start = front, int64(len(front))
-	return err
+	for _, t := range f.order {
+		f.cutPlain(t)
+	}
+	f.start = int64(len(f.front))
+	return nil
+}
+
+// A Front is the header of a plain file, without its length, and the order in which
+// tensors follow it, by their positions.
+type Front struct {
+	Header string `json:"header"`
+	Order  []int  `json:"order"`
+}
+
+// FrontOf orders tensors as a plain file has them. path is for messages; nothing is written.
+func FrontOf(path string, metadata map[string]string, in []Input) (Front, error) {
+	items := make([]*item, len(in))
+	number := make(map[*item]int, len(in))
+	for i := range in {
+		t := &in[i]
+		items[i] = &item{name: t.Name, dtype: t.DType, shape: t.Shape, bytes: int64(len(t.Data))}
+		number[items[i]] = i
+	}
+	if err := checkMetadata(path, metadata); err != nil {
+		return Front{}, err
+	}
+	if err := checkItems(path, items); err != nil {
+		return Front{}, err
+	}
+	order, header, err := layPlain(items, metadata)
+	if err != nil {
+		return Front{}, err
+	}
+	front := Front{Header: string(header[8:]), Order: make([]int, len(order))}
+	for i, t := range order {
+		front.Order[i] = number[t]
+	}
+	return front, nil
+}
+
+// layPlain orders tensors as safetensors' own writer does; with the header of the file.
+func layPlain(items []*item, metadata map[string]string) (order []*item, header []byte, err error) {
+	order = slices.Clone(items)
+	slices.SortFunc(order, func(a, b *item) int {
+		return cmp.Or(cmp.Compare(b.dtype, a.dtype), strings.Compare(a.name, b.name))
+	})
+	entries := make([]safetensors.Entry, len(order))
+	for i, t := range order {
+		entries[i] = safetensors.Entry{Name: t.name, DType: t.dtype, Shape: t.shape}
+	}
+	if _, err := safetensors.Place(entries); err != nil {
+		return nil, nil, err
+	}
+	header, err = safetensors.AppendHeader(nil, metadata, entries, plainAlign)
+	return order, header, err
 }
 
 // planOriginal uses the header and the order of the file that was compressed.

@@ -150,6 +150,11 @@ class SaveRequest(SaveSpec, Columns, total=False):
     pass
 
 
+class SaveFront(TypedDict):
+    header: str
+    order: list[int]
+
+
 class SleepSpec(TypedDict, total=False):
     device: str
     max_memory: int

@@ -162,6 +162,12 @@ def save(request: _requests.SaveRequest, numbers: bytes) -> JobNumber:
     return core().start("save", dumps(request), numbers)
 
 
+def plain_front(request: _requests.SaveRequest, numbers: bytes) -> _requests.SaveFront:
+    """The header of a plain file, without its length, and the order of the tensors after it. Only host
+    memory. Numbers: of a tensor each: address, bytes, and 0."""
+    return loads(core().call("plain_front", dumps(request), numbers)[0])
+
+
 def sleep_prepare(request: _requests.PrepareRequest, numbers: bytes) -> JobNumber:
     """Get the host memory that a sleep of tensors of one device will take, in the background. Their
     memory is read before this returns. Numbers: of a tensor each: address and bytes."""

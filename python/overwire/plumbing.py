@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .stores import FileWriter, ObjectReader, ObjectWriter, presign, publish, write_bytes
     from .verbs.into import land, landing, table_of
     from .verbs.preload import honour_nyacomp
-    from .verbs.save import save_bytes
+    from .verbs.save import bytes_of_plain, save_bytes
 
 __all__ = [
     "Blocks",
@@ -39,6 +39,7 @@ __all__ = [
     "Together",
     "apart",
     "beside",
+    "bytes_of_plain",
     "forget",
     "forked",
     "honour_nyacomp",
@@ -95,7 +96,7 @@ _HOMES = {
     "stores": ("FileWriter", "ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"),
     "verbs.into": ("land", "landing", "table_of"),
     "verbs.preload": ("honour_nyacomp",),
-    "verbs.save": ("save_bytes",),
+    "verbs.save": ("bytes_of_plain", "save_bytes"),
 }
 
 if not TYPE_CHECKING:

@@ -118,6 +118,14 @@ func fileVerbs() []*Verb {
 	return []*Verb{
 		begun[saveRequest, save.Report]("save", "Write tensors, whose memory must not change until the job has ended.", startSave).
 			tail("of a tensor each: address, bytes, and 1 + the GPU that the address is of (0: the host)"),
+		answered("plain_front", "The header of a plain file, without its length, and the order of the tensors after it. Only host memory.",
+			func(q saveRequest, n []int64) (save.Front, error) {
+				in, err := inputs(&q, n)
+				if err != nil {
+					return save.Front{}, err
+				}
+				return save.FrontOf(q.Path, q.Metadata, in)
+			}).tail("of a tensor each: address, bytes, and 0"),
 		begun[prepareRequest, prepared]("sleep_prepare",
 			"Get the host memory that a sleep of tensors of one device will take, in the background. Their memory is read before this returns.", startPrepare).
 			tail("of a tensor each: address and bytes"),

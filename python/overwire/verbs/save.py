@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from array import array
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from ..progress import ProgressLike, watch
 if TYPE_CHECKING:
     from .._requests import SaveRequest
 
-__all__ = ["Report", "notes_of", "save_bytes", "save_file"]
+__all__ = ["Report", "bytes_of_plain", "notes_of", "save_bytes", "save_file"]
 
 
 @dataclass(frozen=True)
@@ -210,9 +211,29 @@ def save_bytes(
         spec["digests"] = True
     if metadata is not None:
         spec["metadata"] = notes_of(metadata)
+    numbers = _columns(spec, described)
+    with Job(_verbs.save(spec, numbers), "save", watch(progress, "save"), end) as job:
+        return Report.of(job.finish())
+
+
+def bytes_of_plain(described: list[tuple[str, Bytes]], metadata: Mapping[str, str] | None) -> bytes:
+    """A plain safetensors file as bytes, of tensors in host memory: one copy of them.
+
+    Raises ArgumentError, as `save_file` does; MemoryError.
+    """
+    spec: SaveRequest = {"path": "<bytes>"}
+    if metadata is not None:
+        spec["metadata"] = notes_of(metadata)
+    front = _verbs.plain_front(spec, _columns(spec, described))
+    header = front["header"].encode()
+    parts = [described[at][1] for at in front["order"]]
+    tensors = ((ctypes.c_char * part.nbytes).from_address(part.pointer) for part in parts if part.nbytes)
+    return b"".join([len(header).to_bytes(8, "little"), header, *tensors])
+
+
+def _columns(spec: SaveRequest, described: list[tuple[str, Bytes]]) -> bytes:
+    # What a request says of tensors, but for their numbers, which it returns.
     spec["names"] = [name for name, _ in described]
     spec["dtypes"] = [b.dtype for _, b in described]
     spec["shapes"] = [list(b.shape) for _, b in described]
-    numbers = array("q", [n for _, b in described for n in (b.pointer, b.nbytes, b.cuda)]).tobytes()
-    with Job(_verbs.save(spec, numbers), "save", watch(progress, "save"), end) as job:
-        return Report.of(job.finish())
+    return array("q", [n for _, b in described for n in (b.pointer, b.nbytes, b.cuda)]).tobytes()
