@@ -20,6 +20,8 @@ import safetensors
 import safetensors.torch
 import torch
 from conftest import same, soon
+from overwire.compat.safetensors import patching
+from overwire.integrations import accelerate
 from overwire.model import opened as opened_models
 
 
@@ -265,6 +267,115 @@ def test_nested_and_overlapping() -> None:
         assert not bound(m)
     finally:
         sys.modules.pop("bound_nested")
+
+
+class Library:
+    """What a library's class looks like to hooks."""
+
+    @classmethod
+    def make(cls) -> str:
+        return f"{cls.__name__} by itself"
+
+
+def hooked(cls: type[Library]) -> str:
+    return f"{cls.__name__} by overwire"
+
+
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets what the hooks of one library are; its modules count as imported."""
+    monkeypatch.setitem(sys.modules, accelerate.MODULES[0], types.ModuleType("offload"))
+    return lambda make: monkeypatch.setattr(accelerate, "hooks", lambda found, lazy: make())
+
+
+def test_a_library_that_cannot_be_hooked_is_served_without(hooks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Hooks that fail are taken back with a warning; everything else is patched, and undone."""
+    ow.save_file({"a": torch.arange(999)}, tmp_path / "a.safetensors")
+    before = (safetensors.torch.load_file, vars(Library)["make"], list(sys.meta_path))
+
+    def fail() -> Any:
+        yield (Library, "make"), classmethod(hooked)
+        raise AttributeError("'function' object has no attribute '__func__'")
+
+    hooks(fail)
+    for _ in range(2):
+        caplog.clear()
+        with ow.patch_safetensors():
+            assert Library.make() == "Library by itself"
+            same(safetensors.torch.load_file(tmp_path / "a.safetensors")["a"], torch.arange(999))
+        assert "accelerate" in caplog.text and "__func__" in caplog.text
+        assert (safetensors.torch.load_file, vars(Library)["make"], list(sys.meta_path)) == before
+
+
+def test_a_patch_that_fails_leaves_nothing(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error in its middle a patch is not there at all, and the next one is whole."""
+    hooks(lambda: [((Library, "make"), classmethod(hooked))])
+    before = (safetensors.torch.load_file, safetensors.safe_open, vars(Library)["make"], list(sys.meta_path))
+    put = patching._put
+
+    def fail(swap: Any, names: Any, chosen: Any) -> None:
+        put(swap, names, chosen)
+        if names is vars(safetensors):
+            broken.undo()  # once
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(patching, "_put", fail)
+        with pytest.raises(KeyboardInterrupt):
+            ow.patch_safetensors()
+    assert (safetensors.torch.load_file, safetensors.safe_open, vars(Library)["make"], list(sys.meta_path)) == before
+    hooks(lambda: [((Library, "make"), classmethod(hooked))])
+    with ow.patch_safetensors():
+        assert Library.make() == "Library by overwire" and safetensors.safe_open is not before[1]
+    assert Library.make() == "Library by itself" and safetensors.safe_open is before[1]
+
+
+def test_a_wrapper_that_another_tool_has_put_on_stays(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a patch leaves wrappers alone; what they wrap is the library's own then."""
+    hooks(lambda: [((Library, "make"), classmethod(hooked))])
+    monkeypatch.setattr(Library, "make", vars(Library)["make"])  # as it was, at the end
+    with ow.patch_safetensors():
+        inner = vars(Library)["make"]
+        wrapper = classmethod(lambda cls: f"<{inner.__get__(None, cls)()}>")
+        Library.make = wrapper  # type: ignore[method-assign]
+        assert Library.make() == "<Library by overwire>"
+    assert vars(Library)["make"] is wrapper and Library.make() == "<Library by itself>"
+    with ow.patch_safetensors():
+        assert Library.make() == "Library by overwire"
+    assert vars(Library)["make"] is wrapper and Library.make() == "<Library by itself>"
+
+
+def test_conjugate_and_negative_views_are_saved_as_they_are(tmp_path: Path) -> None:
+    """Compressed under the patch, a lazy view has its own values, not those at its address."""
+    number = torch.randn(999, dtype=torch.complex64)
+    tensors = {"conj": number.conj(), "neg": torch._neg_view(torch.randn(999)), "plain": torch.randn(999)}
+    assert tensors["conj"].is_conj() and tensors["neg"].is_neg()
+    with ow.patch_safetensors(compress=True):
+        safetensors.torch.save_file(tensors, tmp_path / "a.safetensors")
+        with pytest.raises(ValueError, match="non contiguous"):
+            safetensors.torch.save_file({"a": number.conj()[::2]}, tmp_path / "b.safetensors")
+        plain = safetensors.torch.save({"plain": tensors["plain"]})  # bytes stay plain: docs/transformers.md
+    for name, tensor in ow.load_file(tmp_path / "a.safetensors").items():
+        same(tensor, tensors[name])
+    same(safetensors.torch.load(plain)["plain"], tensors["plain"])
+    assert ow.inspect(tmp_path / "a.safetensors")["sources"][0]["format"] == "overwire"
+
+
+def test_safetensors_own_modules_may_come_after_the_patch(script: Any) -> None:
+    """A module of safetensors that is imported under the patch has its functions replaced, and has its own again."""
+    script("""
+import sys
+import overwire as ow
+with ow.patch_safetensors():
+    assert "safetensors.numpy" not in sys.modules
+    from safetensors.numpy import load_file
+    import safetensors.numpy as module
+    import numpy
+    assert load_file is module.load_file and hasattr(load_file, "__wrapped__")
+    ow.save_file({"a": numpy.arange(999)}, "a.safetensors")
+    assert load_file("a.safetensors")["a"][5] == 5
+assert not hasattr(module.load_file, "__wrapped__")
+""")
 
 
 def test_threads(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ _READERS = {
     "safetensors.tensorflow": ("load_file", "load"),
     "safetensors.paddle": ("load_file", "load"),
 }
-# The one function by which safetensors' modules write files.
-_WRITER = "serialize_file"
+# What writes files: the one function of safetensors that does, and torch's, which tells it addresses.
+_WRITERS = {"safetensors": ("serialize_file",), "safetensors.torch": ("save_file",)}
 # Libraries whose own loaders are patched, too: modules of overwire.integrations.
 _LIBRARIES = ("transformers", "accelerate", "diffusers")
 
@@ -47,10 +47,12 @@ _WATCHED = {library: import_module(f"overwire.integrations.{library}").MODULES f
 # through them would take longer than to load a model.
 _OTHERS = frozenset(sys.stdlib_module_names - {"__main__"}) | {"mpmath", "numpy", "sympy", "torch", "triton"}
 
+log = logging.getLogger("overwire")
+
 _lock = threading.RLock()
 _patches: list[SafetensorsPatch] = []  # in force, in the order of their beginning
 _swapped: dict[int, tuple[Any, Any]] = {}  # by id: what to replace, and by what
-_members: dict[tuple[int, str], tuple[Any, str, Any]] = {}  # by class and name: what a class had there
+_members: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}  # by class and name: what a class had there, and what it has now
 _seen: dict[str, int] = {}  # how many modules of a library were there when `_hook` last looked
 _looked: dict[str, tuple[int, int]] = {}  # by module: its dict, and how many names it had when `_rebind` looked through it
 _bound: list[tuple[dict[str, Any], str]] = []  # where `_rebind` has put what stands in
@@ -64,8 +66,8 @@ def _device() -> str | None:
 def _stand_in(module: str, name: str, original: Any) -> Any:
     """What stands for one of the original's names while patched: an object of
     its own, so that undoing finds it and nothing else."""
-    if name == _WRITER:
-        return _writes(original)
+    if name in _WRITERS.get(module, ()):
+        return _writes(original) if module == "safetensors" else _resolves(original)
     if module != "safetensors":
         return _calls(lambda: getattr(import_module(f"overwire.compat.{module}"), name), original)
     if name == "deserialize":
@@ -143,6 +145,23 @@ def _writes(original: Any) -> Any:
         _bytes.write(ours, filename, metadata, compress=True)
 
     return serialize_file
+
+
+def _resolves(original: Any) -> Any:
+    @functools.wraps(original)
+    def save_file(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        # What lies at the address of a conjugate or negative view are other values than its own.
+        if isinstance(tensors, dict) and not forked() and any(patch.compress for patch in _patches):
+            tensors = {name: _resolved(tensor) for name, tensor in tensors.items()}
+        original(tensors, *args, **kwargs)
+
+    save_file.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    return save_file
+
+
+def _resolved(tensor: Any) -> Any:
+    lazy = hasattr(tensor, "is_conj") and (tensor.is_conj() or tensor.is_neg()) and tensor.is_contiguous()
+    return tensor.resolve_conj().resolve_neg() if lazy else tensor
 
 
 # What the originals call the file, or its bytes.
@@ -242,14 +261,19 @@ def _readers() -> dict[int, tuple[Any, Any]]:
     except ImportError as error:
         raise overwire.MissingPackageError("overwire: patch_safetensors: the package safetensors is not installed") from error
     swap = {}
-    for module, names in _READERS.items():
+    for module in _READERS:
         held = safetensors if module == "safetensors" else _module(module)
-        if held is None:
-            continue
-        for name in (*names, _WRITER) if held is safetensors else names:
-            original = getattr(held, name, None)
-            if original is not None:  # an older version lacks some
-                swap[id(original)] = (original, _stand_in(module, name, original))
+        if held is not None:
+            swap.update(_readers_of(module, held))
+    return swap
+
+
+def _readers_of(module: str, held: Any) -> dict[int, tuple[Any, Any]]:
+    swap = {}
+    for name in (*_READERS[module], *_WRITERS.get(module, ())):
+        original = getattr(held, name, None)
+        if original is not None and behind(original) is original:  # an older version lacks some, others it has from safetensors
+            swap[id(original)] = (original, _stand_in(module, name, original))
     return swap
 
 
@@ -266,32 +290,75 @@ def _hook(readers: dict[int, tuple[Any, Any]] | None = None) -> None:
             if there == _seen.get(library, 0) or not _patches:
                 continue
             _seen[library] = there
-            for original, ours in import_module(f"overwire.integrations.{library}").hooks(_found, _LAZY):
-                if isinstance(original, tuple):
-                    owner, name = original
-                    _replace(owner, name, ours)
-                elif id(original) not in _swapped:
-                    swap[id(original)] = (original, ours)
+            try:
+                swap.update(_hooked(import_module(f"overwire.integrations.{library}")))
+            except Exception as error:  # a version, or another tool's change of it, that the hooks do not know
+                log.warning("patch_safetensors: %s is read tensor by tensor, since it cannot be hooked: %r", library, error)
         if swap:
             _swapped.update(swap)
             _rebind(swap, () if readers else _LIBRARIES)
+
+
+def _replace_readers(name: str, module: Any) -> None:
+    # Of a module of safetensors that has been imported after the patch.
+    with _lock:
+        if _patches:
+            swap = _readers_of(name, module)
+            _swapped.update(swap)
+            _put(swap, module.__dict__, list(module.__dict__))
+
+
+def _hooked(library: Any) -> dict[int, tuple[Any, Any]]:
+    # Puts a library's hooks in its classes, all or none; those for names of modules, by id.
+    swap: dict[int, tuple[Any, Any]] = {}
+    put: list[tuple[int, str]] = []
+    try:
+        for original, ours in library.hooks(_found, _LAZY):
+            if not isinstance(original, tuple):
+                if id(original) not in _swapped:
+                    swap[id(original)] = (original, ours)
+            elif (id(original[0]), original[1]) not in _members:
+                owner, name = original
+                _replace(owner, name, ours)
+                put.append((id(original[0]), original[1]))
+    except BaseException:
+        for key in reversed(put):
+            _restore(key)
+        raise
+    return swap
 
 
 def _present(library: str) -> int:
     return sum(module in sys.modules for module in _WATCHED[library])
 
 
-def _replace(owner: Any, name: str, ours: Any) -> None:
-    if (id(owner), name) not in _members:
-        _members[id(owner), name] = (owner, name, inspect.getattr_static(owner, name))
-        setattr(owner, name, ours)
+def _replace(owner: Any, name: str, ours: classmethod[Any, Any, Any]) -> None:
+    key = (id(owner), name)
+    original = inspect.getattr_static(owner, name)
+
+    @functools.wraps(ours.__func__)
+    def member(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # Another tool may have wrapped it, and keeps it when the patch has ended.
+        held = _members.get(key)
+        return (ours if held is not None and held[3] is put else original).__get__(None, cls)(*args, **kwargs)
+
+    put = classmethod(member)
+    setattr(owner, name, put)
+    _members[key] = (owner, name, original, put)
+
+
+def _restore(key: tuple[int, str]) -> None:
+    owner, name, original, put = _members.pop(key)
+    if inspect.getattr_static(owner, name, None) is put:  # else another tool's wrapper, which stays
+        setattr(owner, name, original)
 
 
 class _Imports(MetaPathFinder):
-    # Calls `_hook` when a module that hooks look into has been imported.
+    # Calls `_hook` when a module that hooks look into has been imported, and replaces the
+    # readers of one of safetensors' own.
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if not any(name in modules for modules in _WATCHED.values()):
+        if name not in _READERS and not any(name in modules for modules in _WATCHED.values()):
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is None or spec.loader is None:
@@ -300,6 +367,9 @@ class _Imports(MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             run(module)
+            if name in _READERS:
+                _replace_readers(name, module)
+                return
             for library, modules in _WATCHED.items():
                 if name in modules:
                     _seen.pop(library, None)  # it may have been looked at half made
@@ -334,10 +404,9 @@ def _undo() -> None:
     with contextlib.suppress(ValueError):  # a program may have put its own list there
         sys.meta_path.remove(_imports)
     _unbind(swap)
-    for owner, name, original in _members.values():
-        setattr(owner, name, original)
+    for key in list(_members):
+        _restore(key)
     _swapped.clear()
-    _members.clear()
     _seen.clear()
     forget()
 
@@ -358,7 +427,11 @@ class SafetensorsPatch:
                 sys.meta_path.insert(0, _imports)
             _patches.append(self)
             self._on = True
-            _hook(readers)
+            try:
+                _hook(readers)
+            except BaseException:
+                self.undo()
+                raise
 
     def __repr__(self) -> str:
         state = "in force" if self._on else "ended"
@@ -401,8 +474,10 @@ def patch_safetensors(*, device: Any = None, compress: bool = False) -> Safetens
         accelerate load is where their `device_map` says, whatever this is. None: where the
         library asks; plain files that it asks for on the CPU are then left to
         safetensors, which maps them. "cpu": those go through overwire as well.
-    compress: whether what is written with safetensors (`save_file`,
-        `save_pretrained`) is written compressed. Such files need overwire to be read.
+    compress: whether files that are written with safetensors (`save_file`,
+        `save_pretrained`) are written compressed. Such files need overwire to be read.
+        The bytes of `save` and `serialize` stay plain: what stores them reads their
+        header itself.
 
     Children of fork, such as workers of a DataLoader, cannot use the engine: in
     them safetensors' own functions read plain files, what was opened before the
@@ -410,7 +485,9 @@ def patch_safetensors(*, device: Any = None, compress: bool = False) -> Safetens
 
     Returns a context manager with `undo`. Patches may be nested and may
     overlap: the latest `device` counts, any `compress` does, and what was bound is
-    restored when the last one ends.
+    restored when the last one ends; what another tool has put around it since stays.
+    A library whose classes are not as expected is served without its hooks, which a
+    warning says: its files are read as before, tensor by tensor.
 
     Raises MissingPackageError where safetensors is not installed; SafetensorError
     for a device that is none.
@@ -426,4 +503,4 @@ def patch_from_environment() -> None:
     try:
         patch_safetensors()
     except Exception as error:  # an import must not fail for this
-        logging.getLogger("overwire").warning("OVERWIRE_PATCH: safetensors is not patched: %s", error)
+        log.warning("OVERWIRE_PATCH: safetensors is not patched: %s", error)
