@@ -189,9 +189,11 @@ def _parts(budget: Budget, parts: Any, kind: Any) -> Any:
 
 
 def _check_rnn(budget: Budget, kind: type, own: dict[str, Any]) -> None:
-    """torch collects the attributes of these names: none may be a method."""
+    """torch collects the attributes of these names: none may be a method. It prefers
+    the older key of the two, and makes rows for `num_layers` where they are no names."""
+    layers = own.get("num_layers", 0)
     rows = own.get("_all_weights", own.get("all_weights"))
-    if type(rows) is not list:
+    if type(rows) is not list or "_all_weights" in own and "all_weights" in own or type(layers) is not int or layers > len(rows):
         raise FormatError("the weights of an RNN are malformed")
     for row in [own.get("_flat_weights_names"), *rows]:
         if type(row) is not list:
