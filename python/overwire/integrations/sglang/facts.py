@@ -51,9 +51,10 @@ def _settings() -> dict[str, str] | None:
     # Those of the server.
     try:
         from sglang.srt.runtime_context import get_server_args
-    except ImportError:
+
+        held = getattr(get_server_args(), "__dict__", None)
+    except (ImportError, ValueError):  # it has none yet
         return None
-    held = getattr(get_server_args(), "__dict__", None)
     return {name: str(value) for name, value in sorted(held.items()) if name not in _PASSING} if held else None
 
 

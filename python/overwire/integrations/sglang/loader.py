@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -44,42 +44,47 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
         self._options = options(load_config.model_loader_extra_config or {}, _KEYS)
         super().__init__(replace(load_config, load_format=LoadFormat.SAFETENSORS, model_loader_extra_config={}))
         self._attempt: Attempt | None = None  # gives stand-ins instead of tensors
-        self._asked: tuple[Any, ...] = ()
 
-    def _get_all_weights(self, *asked: Any, **more: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        self._asked = (asked, more)
-        return self._every(*asked, **more)
+    def _get_all_weights(self, model_config: Any, model: torch.nn.Module) -> _Weights:
+        return _Weights(model_config, functools.partial(self._every, model_config, model))
 
-    def _every(self, *asked: Any, **more: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from super()._get_all_weights(*asked, **more)
+    def _every(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super()._get_all_weights(model_config, model)
         if self._attempt is not None:
             self._attempt.ended()
 
     def load_weights_and_postprocess(self, model: torch.nn.Module, weights: Any, target_device: Any) -> None:
-        """SGLang's own, but that the weights are planned where that can be done."""
-        asked, more = self._asked
-        config = asked[0] if asked else more.get("model_config")
+        """SGLang's own, but that all weights of a model are planned where that can be done.
 
-        def load(attempt: Attempt) -> None:
-            self._attempt = attempt
-            try:
-                look = functools.partial(self._every, *asked, **more)
-                with attempt.around(model, look, lambda: facts(config, self.load_config, self._options)):
-                    self.load_weights_only(model, weights, target_device)
-            finally:
-                self._attempt = None
-
-        plan = self._options.get("plan", getattr(model, "quant_config", None) is None)
-        if plan and not by_slices(load, self._options["max_memory"], log):
-            weights, plan = self._every(*asked, **more), False
+        Other weights are loaded as they come: an updater asks for the iterator of one source,
+        and may leave names out."""
+        plan = isinstance(weights, _Weights) and self._options.get("plan", getattr(model, "quant_config", None) is None)
+        if plan and not by_slices(functools.partial(self._by_slices, model, weights, target_device), self._options["max_memory"], log):
+            weights, plan = weights.again(), False
         if not plan:
             self.load_weights_only(model, weights, target_device)
         self.postprocess_weights(model, target_device)
 
+    def _by_slices(self, model: torch.nn.Module, weights: _Weights, target_device: Any, attempt: Attempt) -> None:
+        self._attempt = attempt
+        try:
+            said = functools.partial(facts, weights.model_config, self.load_config, self._options)
+            with attempt.around(model, weights.again, said):
+                self.load_weights_only(model, weights, target_device)
+        finally:
+            self._attempt = None
+
     def download_model(self, model_config: Any) -> None:
-        """Brings the files that the model needs to this machine; with `source` nothing."""
-        if "source" not in self._options:
+        """Brings the files that the model needs to this machine; nothing for one at `source`."""
+        if not self._at_source(model_config, getattr(model_config, "model_path", None)):
             super().download_model(model_config)
+
+    def _at_source(self, model_config: Any, path: Any) -> bool:
+        """Whether weights are at `source`: those of the model that is served, not of a draft
+        with files of its own, which SGLang loads by the same options."""
+        if "source" not in self._options or model_config is None:
+            return False
+        return not getattr(model_config, "is_draft_model", False) or (path is not None and path == _served())
 
     def _get_weights_iterator(self, source: Any, *, resolved_source: Any = None, **startup: Any) -> Iterator[tuple[str, torch.Tensor]]:
         where: Any
@@ -88,7 +93,7 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
         if tensors is not None:
             return self._renamed(source, tensors)
         # Only a model's first source, and not its secondary ones, knows the configuration.
-        if "source" in self._options and source.model_config is not None and source.allow_patterns_overrides is None:
+        if source.allow_patterns_overrides is None and self._at_source(source.model_config, source.model_or_path):
             where = self._options["source"]
         else:
             where, index = self._files(source, resolved_source)
@@ -118,6 +123,30 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
             names = ", ".join(map(os.path.basename, files[:3]))
             raise ValueError(f"overwire: {folder}: no safetensors files but {names}: use --load-format auto")
         return files, os.path.join(folder, _INDEX) if source.allow_patterns_overrides is None else None
+
+
+class _Weights:
+    # All weights of a model, once; and again.
+
+    def __init__(self, model_config: Any, again: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
+        self.model_config, self.again = model_config, again
+        self._rest = again()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._rest
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        return next(self._rest)
+
+
+def _served() -> Any:
+    # The path of the model that the server serves; None where SGLang does not say.
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        return getattr(get_server_args(), "model_path", None)
+    except (ImportError, ValueError):
+        return None
 
 
 def _device() -> str:

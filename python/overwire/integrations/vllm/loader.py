@@ -62,8 +62,8 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         self._reader = _Reader(load_config, self._options)
 
     def download_model(self, model_config: Any) -> None:
-        """Brings the files that the model needs to this machine; with `source` nothing."""
-        if "source" not in self._options:
+        """Brings the files that the model needs to this machine; nothing for one at `source`."""
+        if not self._reader.at_source(model_config):
             self._reader.download_model(model_config)
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -75,6 +75,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
     def load_model(self, vllm_config: Any, model_config: Any, *more: Any, **named: Any) -> torch.nn.Module:
         """vLLM's own. While it makes the model, the files are opened and the device is made
         ready."""
+        self._reader.config = vllm_config
         if self._slices(model_config):
             self._reader.open(vllm_config, model_config)
         try:
@@ -82,6 +83,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             return made
         finally:
             self._reader.close()
+            self._reader.config = None
 
     def _slices(self, model_config: Any) -> bool:
         return bool(self._options.get("plan", model_config.quantization is None))
@@ -125,6 +127,17 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             )
 
 
+# By source: the model that this process has loaded from there first, where vLLM has no configuration.
+_first: dict[str, str] = {}
+
+
+def _target(config: Any) -> str | None:
+    """The path of the model that a configuration serves; those of its drafts may differ."""
+    target = getattr(getattr(config, "speculative_config", None), "target_model_config", None)
+    path: str | None = getattr(target or getattr(config, "model_config", None), "model", None)
+    return path
+
+
 class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
     """vLLM's own loader with overwire in the place where it reads files."""
 
@@ -137,6 +150,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         self.loaded: set[str] | None = None  # what the model says it has loaded
         self.attempt: Attempt | None = None  # gives stand-ins instead of tensors
         self._remote: str | None = None  # the model whose weights are at options["source"]
+        self.config: Any = None  # vLLM's, while `load_model` runs
         self._opening: Opening | None = None
 
     @property
@@ -149,10 +163,22 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
     def open(self, vllm_config: Any, model_config: Any) -> None:
         """Begins to open what the model, which is still to be made, most likely reads."""
         device = likely(vllm_config, self.load_config)
-        self._opening = Opening(functools.partial(self._first, model_config), device, self._options)
+        self._opening = Opening(functools.partial(self._likely, model_config), device, self._options)
 
-    def _first(self, model_config: Any) -> tuple[Any, str | None] | None:
-        if "source" in self._options:
+    def at_source(self, model_config: Any) -> bool:
+        """Whether the weights are at options["source"]: those of the model that is served, not
+        of a draft, which vLLM loads by the same options."""
+        from vllm.config import get_current_vllm_config_or_none
+
+        if "source" not in self._options:
+            return False
+        target = _target(self.config or get_current_vllm_config_or_none())
+        if target is None:
+            target = _first.setdefault(str(self._options["source"]), model_config.model)
+        return bool(model_config.model == target)
+
+    def _likely(self, model_config: Any) -> tuple[Any, str | None] | None:
+        if self.at_source(model_config):
             return self._options["source"], None
         if not os.path.isdir(model_config.model):  # vLLM downloads it when it is due
             return None
@@ -169,7 +195,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         self._device = device_of(model, self.load_config)
         # A reload from another path must not read the first model's source.
         first = model.__dict__.setdefault("_overwire_model", model_config.model)
-        self._remote = model_config.model if "source" in self._options and first == model_config.model else None
+        self._remote = model_config.model if first == model_config.model and self.at_source(model_config) else None
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields name and tensor of all that the model reads; after the last stand-in,
