@@ -17,6 +17,7 @@ from typing import Any
 
 import overwire
 import pytest
+import test_sglang
 import test_vllm
 import torch
 import warm
@@ -498,7 +499,7 @@ assert "group" in raised(ValueError, lambda: updates.message({"path": None}))
 
 def test_sglang_takes_pushes(tmp_path: Path) -> None:
     """Its door for custom loaders takes whole pushes and deltas, by slices or by tensors."""
-    stand_ins(tmp_path / "sglang", test_vllm.SGLANG)
+    stand_ins(tmp_path / "sglang", test_sglang.SGLANG)
     test_vllm.run(tmp_path, test_vllm.PRELUDE + SGLANG, tmp_path, tmp_path / "pushes")
 
 

@@ -16,6 +16,7 @@ import overwire as ow
 import pytest
 import stores
 import test_live
+import test_sglang
 import test_vllm
 
 Store = tuple[dict[str, Any], str]
@@ -171,5 +172,5 @@ for n in (1, 2, 3):
 
 def test_sglang_takes_pushes_from_a_store(store: Store, tmp_path: Path) -> None:
     options, base = store
-    test_live.stand_ins(tmp_path / "sglang", test_vllm.SGLANG)
+    test_live.stand_ins(tmp_path / "sglang", test_sglang.SGLANG)
     test_vllm.run(tmp_path, test_vllm.PRELUDE + SGLANG, tmp_path, base + "sglang", json.dumps(options))
