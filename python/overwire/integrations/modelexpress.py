@@ -5,7 +5,15 @@ Of a model with compressed files no strategy but the first can read anything, so
 joins the chain for such models, before those that read files. It loads as the load format
 `overwire` does.
 
-Written after ModelExpress's sources of version 0.7, and not run with them.
+    python -m overwire.integrations.modelexpress > $MX_PLUGIN_DIR/mx_plugin_overwire.py
+
+writes the plug-in for a ModelExpress that takes files (from 0.8), where `MX_LOAD_PLUGIN=overwire`
+and `MX_LOAD_PLUGIN_BEFORE` choose its place.
+
+Up to ModelExpress 0.7 a strategy's `load` also processes the weights and registers the
+tensors. From 0.8 the chain does, by `prepare`, `finalize` and `abort` of the strategy's own
+base class, and a reload has `load` fill a model whose layers are processed as they come.
+Written after the wheels of 0.7.0 and 0.8.0.dev20261026, and not run with an engine.
 """
 
 from __future__ import annotations
@@ -13,16 +21,27 @@ from __future__ import annotations
 import functools
 import glob
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..plumbing import is_compressed
 
-__all__ = ["MODULE", "join"]
+__all__ = ["MODULE", "PLUGIN", "join", "strategy"]
 
 #: The module whose `execute_load_strategies` runs a chain.
 MODULE = "modelexpress.load_strategy"
+
+#: The plug-in as a file of the folder MX_PLUGIN_DIR, mx_plugin_overwire.py.
+PLUGIN = '''"""Loads compressed models by overwire: see overwire.integrations.modelexpress."""
+
+from overwire.integrations.modelexpress import strategy
+
+
+def register_plugin():
+    return strategy()
+'''
 
 # Those before which it stands: they read the model's own files.
 _READERS = ("instant_tensor", "model_streamer", "gds", "default")
@@ -40,18 +59,25 @@ def _with_ours(execute: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(execute)
     def execute_load_strategies(model: Any, ctx: Any, chain: Sequence[Any], *rest: Any, **more: Any) -> Any:
         chain = list(chain)
-        at = next((n for n, one in enumerate(chain) if one.name in _READERS), len(chain))
-        return execute(model, ctx, [*chain[:at], _strategy(), *chain[at:]], *rest, **more)
+        if all(one.name != "overwire" for one in chain):  # the plug-in's file may have added it
+            at = next((n for n, one in enumerate(chain) if one.name in _READERS), len(chain))
+            chain.insert(at, strategy()())
+        return execute(model, ctx, chain, *rest, **more)
 
     return execute_load_strategies
 
 
-def _strategy() -> Any:
+@functools.cache
+def strategy() -> type[Any]:
+    """The class of the strategy, for the ModelExpress that is installed."""
     from modelexpress.adapter import StrategyFailed
-    from modelexpress.load_strategy.base import LoadStrategy, register_tensors
+    from modelexpress.load_strategy import base
     from modelexpress.load_strategy.context import LoadResult
 
-    class OverwireStrategy(LoadStrategy):  # type: ignore[misc, unused-ignore]
+    # From 0.8 its base class processes and registers what `load` has loaded.
+    phased = hasattr(base.LoadStrategy, "finalize")
+
+    class OverwireStrategy(base.NativeLoadStrategy if phased else base.LoadStrategy):  # type: ignore[misc, unused-ignore]
         name = "overwire"
 
         def is_available(self, ctx: Any) -> bool:
@@ -62,23 +88,39 @@ def _strategy() -> Any:
             if not isinstance(result, LoadResult):
                 result = LoadResult(value=result, model=result)
             try:
-                from vllm.model_executor.model_loader import get_model_loader
-
-                # The extra configuration is that of ModelExpress.
-                loader = get_model_loader(replace(ctx.load_config, load_format="overwire", model_loader_extra_config={}))
+                loader = _loader(ctx)
             except Exception as error:
                 raise StrategyFailed(str(error), mutated=False) from error
             try:
                 loader.load_weights(result.model, ctx.model_config)
-                result = ctx.adapter.after_native_load(result)
+                if not phased:
+                    result = ctx.adapter.after_native_load(result)
             except Exception as error:
                 raise StrategyFailed(str(error), mutated=True) from error
-            register_tensors(result, ctx)
+            if not phased:
+                base.register_tensors(result, ctx)
             return result
 
-    return OverwireStrategy()
+    return OverwireStrategy
+
+
+def _loader(ctx: Any) -> Any:
+    from vllm.model_executor.model_loader import get_model_loader
+
+    # The extra configuration is that of ModelExpress.
+    changed: dict[str, Any] = {"load_format": "overwire", "model_loader_extra_config": {}}
+    if getattr(ctx, "is_reload", False):
+        # The parameters are on the meta device, and each layer is made and processed when
+        # its last tensor has come.
+        changed["model_loader_extra_config"] = {"plan": False, "strict": False}
+        changed["device"] = ctx.load_config.device or str(ctx.target_device)
+    return get_model_loader(replace(ctx.load_config, **changed))
 
 
 def _compressed(model: Any) -> bool:
     files = glob.glob(os.path.join(glob.escape(str(model)), "*.safetensors"))
     return any(is_compressed(file) for file in files)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(PLUGIN)
