@@ -336,21 +336,18 @@ def test_an_rnn_collects_no_methods(fenced: Fenced) -> None:
             load(rnn(names, rows), fenced)
 
 
+NAMED, MADE = {"_all_weights": [["w"]]}, {"all_weights": [[0]]}
+
 @pytest.mark.parametrize(
     "state",
-    [
-        {"_all_weights": [["w"]], "all_weights": [[0]], "num_layers": 10**12},
-        {"_all_weights": [["w"]], "all_weights": [["w"]], "num_layers": 1},
-        {"all_weights": [[0]], "num_layers": 10**12},
-        {"_all_weights": [["w"]], "num_layers": 10**12},
-        {"_all_weights": [["w"]], "num_layers": 1.0},
-    ],
-)
+    [{**NAMED, **MADE, "num_layers": 10**12}, {**NAMED, "all_weights": [["w"]], "num_layers": 1}, {**MADE, "num_layers": 10**12},
+     {**NAMED, "num_layers": 10**12}, {**NAMED, "num_layers": 1.0}],
+)  # fmt: skip
 def test_an_rnn_has_the_layers_that_its_pickle_names(fenced: Fenced, state: dict[str, Any]) -> None:
     """A number in the pickle never says how many rows of names torch makes of an RNN."""
-    whole = {"_flat_weights_names": ["w"], "_flat_weights": [None], "bidirectional": False, "bias": True, "proj_size": 0, **state}
-    parts: dict[str, Any] = {"_parameters": {"w": None}, "_buffers": {}, "_modules": {}}
-    data = named("torch.nn.modules.rnn", "LSTM") + b")\x81" + push({**whole, **parts}) + b"b"
+    parts: dict[str, Any] = {"_parameters": {"w": None}, "_buffers": {}, "_modules": {}, "bias": True, "proj_size": 0}
+    data = push({"bidirectional": False, "_flat_weights_names": ["w"], "_flat_weights": [None], **parts, **state})
+    data = named("torch.nn.modules.rnn", "LSTM") + b")\x81" + data + b"b"
     with pytest.raises(ow.FormatError, match="weights of an RNN"):
         load(data, fenced)
 
