@@ -288,6 +288,31 @@ print("alive")
     assert done.stderr.count("overwire: panic in panic: asked for") == 1 and "goroutine" in done.stderr
 
 
+def test_panic_stops_writers(big: str) -> None:
+    """After a panic anywhere, the wait for a load ends when nothing writes to the caller's memory any more."""
+    run("""
+from overwire import _verbs
+busy = LongJob(sys.argv[1])
+while e.job_progress(busy.job)[0] == 0:
+    time.sleep(0.001)
+try:
+    _verbs.panic()
+except errors.EngineError:
+    pass
+try:
+    e.job_wait(busy.job, None)
+except errors.EngineError as error:
+    assert "panic in panic: asked for" in str(error)
+else:
+    sys.exit("no error")
+busy.memory[:] = b"\\xff" * len(busy.memory)  # the file has zeros
+time.sleep(0.2)
+assert busy.memory.count(0xFF) == len(busy.memory)
+e.job_free(busy.job)
+e.close_model(busy.model)
+""", big)
+
+
 def test_settings_come_from_os_environ() -> None:
     """Changes of os.environ before the first call count, and bad values warn through logging."""
     done = run("""

@@ -39,10 +39,11 @@ type Job struct {
 // errCancelled is the cause that Cancel gives to the job's context.
 var errCancelled = errs.New(errs.ErrCancelled, "by the caller")
 
-// New returns a job that has not begun; Go begins it.
+// New returns a job that has not begun; Go begins it. A panic anywhere in the engine
+// cancels it.
 func New(name string) *Job {
 	j := &Job{Name: name, done: make(chan struct{}), gone: make(chan struct{})}
-	j.ctx, j.cancel = context.WithCancelCause(context.Background())
+	j.ctx, j.cancel = context.WithCancelCause(spawn.Context())
 	return j
 }
 
@@ -66,7 +67,9 @@ func (j *Job) finish(err error) {
 	j.end.Do(func() {
 		// A cancelled job reports that, whichever worker noticed first.
 		if err != nil && errors.Is(err, context.Canceled) {
-			err = errCancelled
+			if err = spawn.Poisoned(); err == nil {
+				err = errCancelled
+			}
 		}
 		j.err = err
 		close(j.done)

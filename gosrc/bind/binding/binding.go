@@ -7,6 +7,7 @@
 package binding
 
 import (
+	"cmp"
 	"errors"
 	"time"
 
@@ -27,19 +28,17 @@ import (
 //lint:ignore U1000 its size is all that counts
 var ballast = make([]byte, 8<<20)
 
-// Guard runs fn for Python. A panic in it, or an earlier one anywhere in the
-// engine, becomes an error, and every error becomes the text of errs.Text. What Python
-// does next finds the vector registers as C leaves them.
+// Guard runs fn for Python. A panic in it becomes an error, and every error becomes the
+// text of errs.Text. What Python does next finds the vector registers as C leaves them.
+// fn asks spawn.Poisoned itself: an engine in which something has panicked begins
+// nothing, but what runs in it is waited for, cancelled and freed as in any other.
 func Guard[T any](name string, fn func() (T, error)) (T, error) {
 	defer avx.Clear()
 	var out, zero T
-	err := spawn.Poisoned()
-	if err == nil {
-		err = spawn.Guard(name, func() (err error) {
-			out, err = fn()
-			return err
-		})
-	}
+	err := spawn.Guard(name, func() (err error) {
+		out, err = fn()
+		return err
+	})
 	if err != nil {
 		return zero, errors.New(errs.Text(err))
 	}
@@ -89,6 +88,9 @@ type setup struct {
 
 // Setup takes the environment as Python sees it, a JSON object.
 func Setup(env string) (*Result, error) {
+	if err := spawn.Poisoned(); err != nil {
+		return nil, err
+	}
 	var vars map[string]string
 	if err := parse(env, &vars); err != nil {
 		return nil, err
@@ -131,13 +133,16 @@ func Start(name, request string, numbers []int64) (uint64, error) {
 }
 
 // Wait waits up to d for the end of a job, and returns the job's error once it has
-// ended.
+// ended. After a panic that is the panic's, whatever became of the job.
 func Wait(job uint64, d time.Duration) (done bool, err error) {
 	e, err := get[*entry](job)
-	if err != nil {
-		return false, err
+	if err == nil {
+		done, err = e.wait(d)
 	}
-	return e.wait(d)
+	if done || err != nil {
+		err = cmp.Or(spawn.Poisoned(), err)
+	}
+	return done && err == nil, err
 }
 
 // What Take takes.
@@ -151,8 +156,12 @@ const (
 // Take waits up to d for what a job gives; nil: nothing yet. The numbers of a load
 // are how many of the tensors have no memory or no bytes, and the address of each
 // (0); with TakeNext each address follows the tensor's position. A result without
-// tensors is the last.
+// tensors is the last. After a panic it waits for the job's end, and gives nothing.
 func Take(job uint64, d time.Duration, how int) (*Result, error) {
+	if spawn.Poisoned() != nil {
+		_, err := Wait(job, d)
+		return nil, err
+	}
 	e, err := get[*entry](job)
 	if err != nil {
 		return nil, err

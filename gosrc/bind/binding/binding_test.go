@@ -1,6 +1,7 @@
 package binding
 
 import (
+	"context"
 	"encoding/binary"
 	"encoding/json"
 	"errors"
@@ -15,6 +16,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/avx/avxtest"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -26,7 +28,7 @@ func TestGuardClears(t *testing.T) {
 	})
 }
 
-// A panic is an error, and so is everything after it.
+// A panic is an error, however many there are.
 func TestGuard(t *testing.T) {
 	defer spawn.Heal()
 	stderr := os.Stderr
@@ -44,8 +46,55 @@ func TestGuard(t *testing.T) {
 			t.Fatal(v, err)
 		}
 	}
-	if _, err := Guard("fine", func() (int, error) { return 3, nil }); err == nil {
-		t.Error("a poisoned engine went on")
+}
+
+// A panic anywhere cancels every job; a job is waited for until it has stopped, and is
+// freed, as before, but nothing begins.
+func TestPanicEndsJobs(t *testing.T) {
+	defer spawn.Heal()
+	stderr := os.Stderr
+	os.Stderr, _ = os.Open(os.DevNull)
+	defer func() { os.Stderr = stderr }()
+	stopping, stop := make(chan struct{}), make(chan struct{})
+	writes := keep(background("writes", true, func(ctx context.Context, _ *job.Job) (any, error) {
+		<-ctx.Done()
+		close(stopping)
+		<-stop
+		return none{}, context.Cause(ctx)
+	}))
+	_, _ = Guard("broken", func() (int, error) { panic("ouch") })
+	<-stopping
+	engine := func(err error) bool { return errors.Is(err, errs.ErrEngine) && strings.Contains(err.Error(), "ouch") }
+	if done, err := Wait(writes, 0); done || err != nil {
+		t.Error("it still writes:", done, err)
+	}
+	if r, err := Take(writes, 0, TakeNext); r != nil || err != nil {
+		t.Error("it still writes:", r, err)
+	}
+	for _, verb := range []string{"cancel", "progress", "report"} {
+		if _, err := Call(verb, "", []int64{int64(writes)}); err != nil {
+			t.Error(verb, err)
+		}
+	}
+	close(stop)
+	if done, err := Wait(writes, -1); done || !engine(err) {
+		t.Error(done, err)
+	}
+	if r, err := Take(writes, -1, TakeAll); r != nil || !engine(err) {
+		t.Error(r, err)
+	}
+	Free(writes, FreeEnded)
+	if _, err := get[*entry](writes); err == nil {
+		t.Error("its handle is still there")
+	}
+	if _, err := Wait(writes, 0); !engine(err) {
+		t.Error(err)
+	}
+	if _, err := Call("knobs", "", nil); !engine(err) {
+		t.Error(err)
+	}
+	if _, err := Start("open", `{"uris":["x"]}`, nil); !engine(err) {
+		t.Error(err)
 	}
 }
 

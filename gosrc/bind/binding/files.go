@@ -19,6 +19,7 @@ import (
 	"github.com/overwire/overwire/gosrc/fetch"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/load"
@@ -311,25 +312,25 @@ func startFetch(_ *Verb, q fetchRequest, _ []int64) (*entry, error) {
 func jobVerbs() []*Verb {
 	return []*Verb{
 		about("progress", "Bytes and tensors done of a job, each with its total.", jobOf,
-			func(e *entry, _ none, _ []int64) (*Result, error) { return &Result{Numbers: e.progress()}, nil }).ints("job"),
+			func(e *entry, _ none, _ []int64) (*Result, error) { return &Result{Numbers: e.progress()}, nil }).ints("job").afterPanics(),
 		about("report", "A job's report, null before there is one.", jobOf,
 			func(e *entry, _ none, _ []int64) (*Result, error) {
 				text, err := e.report()
 				return &Result{Text: text}, err
-			}).ints("job"),
+			}).ints("job").afterPanics(),
 		about("cancel", "Ask a job to stop. It uses its memory until it has ended.", jobOf,
-			func(e *entry, _ none, _ []int64) (none, error) { e.cancel(); return none{}, nil }).ints("job"),
+			func(e *entry, _ none, _ []int64) (none, error) { e.cancel(); return none{}, nil }).ints("job").afterPanics(),
 		answered("empty_cache", "Free device and pinned memory that is kept for the next load.",
 			func(none, []int64) (none, error) { pinned.Trim(); return none{}, cuda.Trim() }),
 		answered("shutdown", "Cancel everything that runs and wait up to ms for its end (1; 0: it still runs): for the end of the process.",
 			func(_ none, n []int64) (int64, error) {
 				ended := job.CancelAll(time.Duration(n[0]) * time.Millisecond)
-				if ended {
+				if ended && spawn.Poisoned() == nil {
 					load.Prepared()
 					_ = cuda.Trim() // before the driver's own exit handlers
 				}
 				return truth(ended), nil
-			}).ints("ms"),
+			}).ints("ms").afterPanics(),
 		answered("panic", "Panic, for tests of the guard.", func(none, []int64) (none, error) { panic("asked for") }),
 	}
 }

@@ -49,9 +49,9 @@ func gpuVerbs() []*Verb {
 			return int64(s), err
 		}).ints("device"),
 		onDevice("gpu_stream_free", "Free a stream when its work is done, without waiting for it.",
-			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.FreeStream(uintptr(n[0])) }).ints("device", "stream"),
+			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.FreeStream(uintptr(n[0])) }).ints("device", "stream").afterPanics(),
 		onDevice("gpu_stream_sync", "Wait for what is queued on a stream.",
-			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.SyncStream(uintptr(n[0])) }).ints("device", "stream"),
+			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.SyncStream(uintptr(n[0])) }).ints("device", "stream").afterPanics(),
 		onDevice("gpu_stream_check", "Refuse a stream of another GPU.",
 			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.OwnsStream(uintptr(n[0])) }).ints("device", "stream"),
 		answered("gpu_transform", "The transform of X16 for a dtype, or for a sample in host memory; -1: the dtype needs a sample.",
@@ -87,7 +87,7 @@ func gpuVerbs() []*Verb {
 			ints("device", "stream", "kind", "scratch", "room", "afters").
 			tail(afters + "; then of a stream each: address and bytes of the content, of the space for the stream, bytes of a chunk, transform"),
 		answered("gpu_wait", "The results of a batch's streams, once: 1, and the length of each that was encoded; errors by number. Empty: it is not done, and the call does not wait.",
-			gpuWait).ints("batch", "wait"),
+			gpuWait).ints("batch", "wait").afterPanics(),
 	}
 }
 

@@ -9,6 +9,7 @@ import (
 	"sync"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 )
 
@@ -35,8 +36,8 @@ type Verb struct {
 	Request, Result reflect.Type
 
 	// usesMemory: the verb uses the caller's memory, which must stay valid until it
-	// has ended.
-	usesMemory bool
+	// has ended. ends: it begins nothing, and is answered after a panic, too.
+	usesMemory, ends bool
 
 	// What to do, with a request that q points to: call of an answered verb, start of the
 	// others. run is the job of a verb that start has no function of its own for.
@@ -186,6 +187,8 @@ func begun[Q, R any](name, doc string, start func(v *Verb, q Q, n []int64) (*ent
 
 func (v *Verb) onCallersMemory() *Verb { v.usesMemory = true; return v }
 
+func (v *Verb) afterPanics() *Verb { v.ends = true; return v }
+
 // Table lists the verbs.
 func Table() []*Verb {
 	return slices.Concat(modelVerbs(), relayVerbs(), jobVerbs(), fileVerbs(), tensorsVerbs(), deltaVerbs(), codecVerbs(), gpuVerbs(), digestVerbs())
@@ -210,6 +213,9 @@ func asked(name, request string, numbers []int64, job bool) (v *Verb, q any, err
 		err = errs.New(errs.ErrArgument, "the verb %q is no job", name)
 	default:
 		err = v.counted(numbers)
+	}
+	if p := spawn.Poisoned(); p != nil && (v == nil || !v.ends) {
+		err = p
 	}
 	if err == nil {
 		q, err = v.read(request)

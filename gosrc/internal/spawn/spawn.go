@@ -2,12 +2,14 @@
 // into it: an unrecovered Go panic would end the Python process.
 //
 // A recovered panic prints its stack once to standard error and poisons the engine:
-// a panic may leave state half changed, so the binding asks Poisoned before each
-// call and refuses. Panics that Go cannot recover (concurrent map writes, a crash
-// inside C) still end the process.
+// a panic may leave state half changed, so Context ends, which stops all that runs,
+// and the binding asks Poisoned before each call and refuses what would begin
+// something. Panics that Go cannot recover (concurrent map writes, a crash inside C)
+// still end the process.
 package spawn
 
 import (
+	"context"
 	"fmt"
 	"io"
 	"os"
@@ -22,6 +24,7 @@ import (
 
 var (
 	poison atomic.Pointer[poisoned]
+	engine atomic.Pointer[life]
 
 	mu    sync.Mutex
 	names = map[string]int{} // goroutines now running, by name
@@ -30,6 +33,12 @@ var (
 )
 
 type poisoned struct{ err error }
+
+// life is what Context gives, and its end.
+type life struct {
+	ctx context.Context
+	end context.CancelCauseFunc
+}
 
 // Go runs fn in a new goroutine. A panic in fn poisons the engine and ends only
 // that goroutine: fn must defer what releases those that wait for its result.
@@ -59,6 +68,23 @@ func Poisoned() error {
 		return p.err
 	}
 	return nil
+}
+
+// Context ends with the first panic, which is its cause. What runs in the background
+// has a context made of this one: after a panic nothing goes on to write.
+func Context() context.Context {
+	if l := engine.Load(); l != nil {
+		return l.ctx
+	}
+	l := new(life)
+	l.ctx, l.end = context.WithCancelCause(context.Background())
+	if !engine.CompareAndSwap(nil, l) {
+		return engine.Load().ctx
+	}
+	if err := Poisoned(); err != nil { // the panic may have come before the context
+		l.end(err)
+	}
+	return l.ctx
 }
 
 // Running returns the number of goroutines that Go has started and that have not
@@ -101,12 +127,18 @@ func Left(but ...string) []string {
 
 // Heal forgets a panic. Only tests that provoke one may call it, which the house
 // tests check.
-func Heal() { poison.Store(nil) }
+func Heal() {
+	poison.Store(nil)
+	engine.Store(nil)
+}
 
 func caught(name string, v any) error {
 	err := errs.New(errs.ErrEngine,
 		"panic in %s: %v (a bug in overwire: please report the stack on stderr; this process must be restarted)", name, v)
 	if poison.CompareAndSwap(nil, &poisoned{err}) {
+		if l := engine.Load(); l != nil {
+			l.end(err)
+		}
 		fmt.Fprintf(out, "overwire: panic in %s: %v\n\n%s\n", name, v, debug.Stack())
 	}
 	return err

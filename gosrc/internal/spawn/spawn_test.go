@@ -2,6 +2,7 @@ package spawn
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"os"
 	"runtime"
@@ -43,6 +44,28 @@ func TestPanicPoisonsOnce(t *testing.T) {
 	}
 	if !strings.Contains(b.String(), "TestPanicPoisonsOnce") {
 		t.Errorf("the stack does not show where:\n%s", b)
+	}
+}
+
+// The first panic ends Context, with that panic as the cause; a context that is asked for
+// later has ended, too.
+func TestPanicEndsContext(t *testing.T) {
+	quiet(t)
+	before := Context()
+	if before.Err() != nil {
+		t.Fatal(before.Err())
+	}
+	first := Guard("load", func() error { panic("first") })
+	_ = Guard("load", func() error { panic("second") })
+	for _, ctx := range []context.Context{before, Context()} {
+		if context.Cause(ctx) != first {
+			t.Error(context.Cause(ctx))
+		}
+	}
+	Heal()
+	_ = Guard("load", func() error { panic("third") })
+	if ctx := Context(); ctx.Err() == nil {
+		t.Error("a context that begins after the panic goes on")
 	}
 }
 
