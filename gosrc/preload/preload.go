@@ -41,6 +41,7 @@ type Preload struct {
 	cancel  context.CancelFunc
 
 	paused chan struct{} // closed when it waits for a file that is being written
+	pauses sync.Once     // of paused
 	opened chan struct{} // closed when the fields below are set
 	stock  *load.Stock
 	files  []preloaded
@@ -87,7 +88,7 @@ func Start(spec load.Spec, opt load.Options) *Preload {
 		old.forget("", true)
 	}
 	live = append(live, p)
-	ctx, cancel := context.WithCancel(context.Background())
+	ctx, cancel := context.WithCancel(spawn.Context())
 	p.cancel = cancel
 	spawn.Go("preload", func() {
 		defer cancel()
@@ -156,21 +157,30 @@ func (p *Preload) whenSettled(ctx context.Context, spec load.Spec) (*load.Model,
 		if !known {
 			return nil, nil, unknown(where, "its server gives")
 		}
-		pause := tick
-		if slices.ContainsFunc(ids, func(id source.Identity) bool { return id.Object == "" && id.Changed%int64(time.Second) == 0 }) {
-			pause = coarse
-		}
 		before = ids
-		if look == 1 || look == 0 && pause > tick {
-			close(p.paused) // a later load need not wait, too
-		}
-		select {
-		case <-time.After(pause):
-		case <-ctx.Done():
-			return nil, nil, ctx.Err()
+		if err := p.pause(ctx, look, ids); err != nil {
+			return nil, nil, err
 		}
 	}
 	return nil, nil, &errs.At{Verb: "preload", Source: spec.URIs[0], Chunk: -1, Offset: -1, Err: errs.New(errs.ErrIO, "it is being written to")}
+}
+
+// pause waits until a change of files would show in their times. A later load does not
+// wait for one that pauses long, or again.
+func (p *Preload) pause(ctx context.Context, look int, ids []source.Identity) error {
+	pause := tick
+	if slices.ContainsFunc(ids, func(id source.Identity) bool { return id.Object == "" && id.Changed%int64(time.Second) == 0 }) {
+		pause = coarse
+	}
+	if look > 0 || pause > tick {
+		p.pauses.Do(func() { close(p.paused) })
+	}
+	select {
+	case <-time.After(pause):
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
 }
 
 // Drop forgets the preload and cancels it. Loads keep what they have joined.

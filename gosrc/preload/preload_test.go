@@ -7,10 +7,12 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/source"
 )
 
 // plainFile writes a small safetensors file with one tensor of four bytes.
@@ -205,6 +207,22 @@ func TestWrittenInTheSameMoment(t *testing.T) {
 		}
 		m.Close()
 		p.Drop()
+	}
+}
+
+// However often a preload pauses for a file that is being written to, and however coarse
+// the file's times, it says so once, and a load waits for it no longer.
+func TestPausesOnce(t *testing.T) {
+	for _, changed := range []int64{5, int64(3 * time.Second)} {
+		synctest.Test(t, func(t *testing.T) {
+			p := &Preload{paused: make(chan struct{})}
+			for look := range looks {
+				if err := p.pause(t.Context(), look, []source.Identity{{Changed: changed}}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			<-p.paused
+		})
 	}
 }
 
