@@ -34,6 +34,7 @@ type carrier struct {
 	work    sync.WaitGroup
 
 	// Guarded by the relay's mu.
+	asked     bool // Join was called
 	live      bool // joined
 	published int  // pieces whose shares of this rank have arrived: [0, published)
 	taken     int  // pieces that no other rank needs: [0, taken)
@@ -99,13 +100,14 @@ func (r *Relay) Offer() (peers.Offer, error) {
 func (r *Relay) Join(offers []peers.Offer) error {
 	c := r.carrier
 	r.mu.Lock()
-	if c == nil || c.live || r.shut || r.err != nil {
+	if c == nil || c.asked || r.shut || r.err != nil {
 		defer r.mu.Unlock()
 		if r.err != nil {
 			return r.err
 		}
 		return errs.New(errs.ErrArgument, "relay: it exchanges not by itself, or has joined, or has ended")
 	}
+	c.asked = true
 	r.busy.Add(1)
 	r.mu.Unlock()
 	defer r.busy.Done()
