@@ -378,10 +378,21 @@ func (w *worker) share(share *plan.Share, p *plan.Piece) error {
 	if !s.last() {
 		return nil
 	}
+	return w.submit(slot, view, p, &t0)
+}
+
+// submit gives a filled slot to the device, and after an error or a panic back to the
+// queue, whose Close waits for every slot.
+func (w *worker) submit(slot device.Slot, view func(off, n int64) ([]byte, error), p *plan.Piece, t0 *time.Time) error {
+	mine := true
+	defer func() {
+		if mine {
+			w.queue.Put(slot)
+		}
+	}()
 	if view != nil {
 		b, err := view(p.Off, p.Len)
 		if err != nil {
-			w.queue.Put(slot)
 			return w.where("read", p.First, err)
 		}
 		slot.View(b)
@@ -389,15 +400,10 @@ func (w *worker) share(share *plan.Share, p *plan.Piece) error {
 	if !w.checks && !w.NoCheck && w.compares(p) {
 		slot.Check()
 	}
-	return w.submit(slot, p, &t0)
-}
-
-// submit gives a filled slot to the device.
-func (w *worker) submit(slot device.Slot, p *plan.Piece, t0 *time.Time) error {
 	if err := w.settle(p, t0); err != nil {
-		w.queue.Put(slot)
 		return err
 	}
+	mine = false
 	err := w.queue.Submit(slot, p.Len, w.Plan.Tasks[p.First:p.First+p.Count], func(i int, err error) {
 		if err != nil {
 			w.cancel(w.where(stageOf(err), p.First+int32(i), err)) // only the first cause stays

@@ -452,29 +452,37 @@ func (q *Queue) fail(e *C.struct_owcu_error) error {
 func (q *Queue) complete() {
 	defer close(q.ended)
 	for s := range q.submitted {
-		var e C.struct_owcu_error
-		rc := C.owcu_wait(q.c, C.int(s.index), &e)
-		q.mu.Lock()
-		var err error
-		if rc != 0 {
-			err = q.fail(&e)
-		}
-		q.mu.Unlock()
-		if err == nil {
-			s.build.harvest()
-			q.reportTimes(s)
-		}
-		s.tell(err)
-		for _, m := range s.with {
-			m.tell(err)
-		}
+		_ = spawn.Guard("cuda completer", func() error { q.landed(s); return nil })
+	}
+}
+
+// landed waits for a slot's work, says that it has landed, and takes the slot back, also
+// after a panic: Drain and Close wait for it.
+func (q *Queue) landed(s *Slot) {
+	var e C.struct_owcu_error
+	rc := C.owcu_wait(q.c, C.int(s.index), &e)
+	q.mu.Lock()
+	var err error
+	if rc != 0 {
+		err = q.fail(&e)
+	}
+	q.mu.Unlock()
+	defer func() {
 		q.back(s)
 		q.mu.Lock()
+		defer q.mu.Unlock()
 		if q.inflight--; q.inflight == 0 {
 			close(q.moved)
 			q.moved = make(chan struct{})
 		}
-		q.mu.Unlock()
+	}()
+	if err == nil {
+		s.build.harvest()
+		q.reportTimes(s)
+	}
+	s.tell(err)
+	for _, m := range s.with {
+		m.tell(err)
 	}
 }
 
