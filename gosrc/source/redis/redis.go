@@ -88,6 +88,9 @@ func find(ctx context.Context, c *redis.Client, key string) ([]value, error) {
 	if err != nil {
 		return nil, err
 	}
+	if n < 0 {
+		return nil, foreign("a value of %d bytes", n)
+	}
 	if n > 0 {
 		return []value{{key, 0, n}}, nil
 	}
@@ -114,27 +117,39 @@ func together(ctx context.Context, c *redis.Client, key string) error {
 	return nil
 }
 
-// most is how many values one file may have.
-const most = 1 << 20
+// Bounds of a listing: how many values one file may have, the bytes of their keys, and
+// how many answers may come, most of which are empty where a server has much else.
+const (
+	most      = 1 << 20
+	mostNames = 256 << 20
+	mostPages = 1 << 20
+)
 
 // scan lists the keys that begin with key and a colon.
 func scan(ctx context.Context, c *redis.Client, key string) ([]string, error) {
 	pattern := strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`, `]`, `\]`).Replace(key) + ":*"
 	var all []string
 	var cursor uint64
-	for {
+	size := 0
+	for range mostPages {
 		some, next, err := c.Scan(ctx, cursor, pattern, 5000).Result()
 		if err != nil {
 			return nil, err
 		}
-		if all = append(all, some...); len(all) > most {
-			return nil, errs.New(errs.ErrNotSupported, "more than %d keys begin with this one", most)
+		for _, k := range some {
+			if size += len(k); !strings.HasPrefix(k, key+":") {
+				return nil, foreign("it lists a key that does not begin with this one")
+			}
+		}
+		if all = append(all, some...); len(all) > most || size > mostNames {
+			return nil, errs.New(errs.ErrNotSupported, "more than %d keys begin with this one, or they have more than %d bytes", most, mostNames)
 		}
 		if cursor = next; cursor == 0 {
 			slices.Sort(all)
 			return slices.Compact(all), nil // a scan may repeat a key
 		}
 	}
+	return nil, foreign("it lists keys without an end")
 }
 
 var ours = regexp.MustCompile(`^ow-[0-9a-f]{16}:\d+$`)
@@ -164,7 +179,9 @@ func layout(ctx context.Context, c *redis.Client, key string, keys []string) ([]
 		return nil, err
 	}
 	for i := range values {
-		values[i].n = lengths[i].(*redis.IntCmd).Val()
+		if values[i].n = lengths[i].(*redis.IntCmd).Val(); values[i].n < 0 {
+			return nil, foreign("a value of %d bytes", values[i].n)
+		}
 	}
 	sort.Slice(values, func(i, k int) bool {
 		return values[i].off < values[k].off || values[i].off == values[k].off && values[i].n < values[k].n

@@ -169,12 +169,13 @@ func (s *server) take() (*connection, error) {
 	dial := redis.NewDialer(&opt)
 	opt.Dialer = func(ctx context.Context, network, addr string) (net.Conn, error) {
 		c, err := dial(ctx, network, addr)
-		if err == nil {
-			l.mu.Lock()
-			l.conn = c
-			l.mu.Unlock()
+		if err != nil {
+			return nil, err
 		}
-		return c, err
+		l.mu.Lock()
+		l.conn = c
+		l.mu.Unlock()
+		return checked(c), nil
 	}
 	l.client = redis.NewClient(&opt)
 	return l, nil

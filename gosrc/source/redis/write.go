@@ -8,6 +8,7 @@ import (
 	"crypto/rand"
 	"encoding/hex"
 	"errors"
+	"slices"
 	"strconv"
 	"sync"
 	"time"
@@ -137,9 +138,7 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 		}
 		var renamed []*redis.StatusCmd
 		_, err = c.TxPipelined(ctx, func(p redis.Pipeliner) error {
-			for _, v := range old {
-				p.Unlink(ctx, v.key)
-			}
+			unlink(ctx, p, old)
 			for _, off := range u.sent {
 				renamed = append(renamed, p.Rename(ctx, u.hidden(off), u.shown(off)))
 				p.Persist(ctx, u.shown(off))
@@ -195,11 +194,21 @@ func Remove(ctx context.Context, uri string, opt source.Options) error {
 			return err
 		}
 		_, err = c.TxPipelined(ctx, func(p redis.Pipeliner) error {
-			for _, v := range old {
-				p.Unlink(ctx, v.key)
-			}
+			unlink(ctx, p, old)
 			return nil
 		})
 		return err
 	}))
+}
+
+// unlink removes values. An answer has an element for each command of a transaction, and
+// must not have more than mostElements.
+func unlink(ctx context.Context, p redis.Pipeliner, values []value) {
+	for some := range slices.Chunk(values, 1000) {
+		keys := make([]string, len(some))
+		for i, v := range some {
+			keys[i] = v.key
+		}
+		p.Unlink(ctx, keys...)
+	}
 }
