@@ -5,7 +5,9 @@ package s3
 import (
 	"context"
 	"errors"
+	"io"
 	"net/http"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -103,7 +105,7 @@ func newClient(ctx context.Context, opt source.Options) (*client, error) {
 		return nil, err
 	}
 	c := &client{settings: s, transport: s.transport(), apis: map[clientKey]*s3.Client{}, regions: map[string]string{}}
-	ch := &chain{settings: s, http: c.transport}
+	ch := &chain{settings: s, http: bounded{c.transport}}
 	c.creds, err = ch.provider(ctx)
 	c.guessed = ch.guessed
 	return c, err
@@ -125,6 +127,35 @@ func (s *settings) transport() *route.Client {
 	return c
 }
 
+// maxAnswer is the most bytes of an answer that is no object's content: 1,000 names of a
+// listing, escaped, are 4 MB. The library reads them all before it parses them.
+const maxAnswer = 16 << 20
+
+// bounded sends requests; a longer answer ends in an error.
+type bounded struct{ *route.Client }
+
+func (b bounded) Do(req *http.Request) (*http.Response, error) {
+	resp, err := b.Client.Do(req)
+	if err == nil && (resp.StatusCode >= 300 || !strings.Contains(req.URL.RawQuery, "x-id=GetObject")) {
+		resp.Body = &short{resp.Body, maxAnswer}
+	}
+	return resp, err
+}
+
+// short is a body of at most left bytes.
+type short struct {
+	io.ReadCloser
+	left int64
+}
+
+func (s *short) Read(p []byte) (int, error) {
+	n, err := s.ReadCloser.Read(p)
+	if s.left -= int64(n); s.left < 0 {
+		return 0, errs.New(errs.ErrFormat, "the store's answer has more than %d bytes", maxAnswer)
+	}
+	return n, err
+}
+
 // api is the client for a bucket, in the region where it is known to be.
 func (c *client) api(bucket string, signed bool) *s3.Client {
 	c.mu.Lock()
@@ -139,7 +170,7 @@ func (c *client) api(bucket string, signed bool) *s3.Client {
 	o := s3.Options{
 		Region:       at.region,
 		Credentials:  c.creds,
-		HTTPClient:   wary{c.transport},
+		HTTPClient:   wary{bounded{c.transport}},
 		UsePathStyle: c.pathStyle,
 		UseARNRegion: true,
 		// Package retry does the retries; callers see the first response.

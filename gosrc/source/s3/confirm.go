@@ -21,7 +21,6 @@ import (
 	"github.com/aws/smithy-go"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/source/route"
 )
 
 // named reports whether an answer has this text: an ETag, an id.
@@ -104,11 +103,11 @@ func combined(done []types.CompletedPart) string {
 
 // A wary client takes a deletion that was answered with 200 and an error for refused, as
 // the SDK does with the completion of an upload.
-type wary struct{ *route.Client }
+type wary struct{ bounded }
 
 // Do sends one request.
 func (w wary) Do(r *http.Request) (*http.Response, error) {
-	resp, err := w.Client.Do(r)
+	resp, err := w.bounded.Do(r)
 	if err != nil || r.Method != http.MethodDelete || resp.StatusCode != http.StatusOK {
 		return resp, err
 	}

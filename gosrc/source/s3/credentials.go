@@ -39,7 +39,7 @@ import (
 // (version 2 only).
 type chain struct {
 	*settings
-	http    *route.Client
+	http    bounded
 	guessed bool // provider uses the instance's metadata
 }
 

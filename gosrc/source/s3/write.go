@@ -234,7 +234,7 @@ func List(ctx context.Context, uri string, opt source.Options) ([]string, error)
 	defer c.release()
 	var found []string
 	var next *string
-	for {
+	for page := 1; ; page++ {
 		out, err := try(ctx, c, n.bucket, func(ctx context.Context, api *s3.Client) (*s3.ListObjectsV2Output, error) {
 			return api.ListObjectsV2(ctx, &s3.ListObjectsV2Input{Bucket: &n.bucket, Prefix: &prefix, Delimiter: aws.String("/"), ContinuationToken: next})
 		})
@@ -249,8 +249,8 @@ func List(ctx context.Context, uri string, opt source.Options) ([]string, error)
 				found = append(found, "s3://"+n.bucket+"/"+*o.Key)
 			}
 		}
-		if len(found) > maxListed {
-			return nil, n.at("open", errs.New(errs.ErrNotSupported, "more than %d objects in one folder", maxListed))
+		if len(found) > maxListed || page > maxPages {
+			return nil, n.at("open", errs.New(errs.ErrNotSupported, "more than %d objects, or %d answers, for one folder", maxListed, maxPages))
 		}
 		next = out.NextContinuationToken
 		if out.IsTruncated == nil || !*out.IsTruncated || next == nil {
@@ -264,7 +264,9 @@ func List(ctx context.Context, uri string, opt source.Options) ([]string, error)
 	return found, nil
 }
 
-const maxListed = 100_000
+// An answer has up to 1,000 objects and folders, of which only the objects count for
+// maxListed.
+const maxListed, maxPages = 100_000, 10_000
 
 // Presign makes an https URL that reads the object without credentials until it
 // expires (signature version 4, at most seven days). It is a secret: whatever
