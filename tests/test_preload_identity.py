@@ -17,8 +17,8 @@ import pytest
 import torch
 from conftest import same
 
-NEW = {"a": torch.ones(300, 40), "b": torch.arange(500)}
-OLD = {"a": torch.zeros(300, 40), "b": torch.arange(500) + 7}
+NEW = {"a": torch.ones(600, 40), "b": torch.arange(500)}
+OLD = {"a": torch.zeros(600, 40), "b": torch.arange(500) + 7}
 
 Log = pytest.LogCaptureFixture
 

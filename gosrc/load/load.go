@@ -6,7 +6,6 @@ import (
 	"context"
 	"sync"
 	"time"
-	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
@@ -63,6 +62,7 @@ type Loading struct {
 	machine plan.Machine
 	queue   *cuda.Queue // nil: the host; mu guards it while the job runs
 	mapped  []bool      // by request: it lies in a mapped file
+	copies  []run       // requests that the job copies out of their files, before all else
 
 	// Of requests whose destination becomes known during the load; nil: none.
 	dests   *destinations
@@ -132,7 +132,7 @@ func (m *Model) start(reqs []Request, wants []plan.Want, tgt Target, opt Options
 	if l.casts, err = castsOf(m.ix, wants, tgt, opt.Cast); err != nil {
 		return nil, err
 	}
-	if l.mapped, err = l.allocate(reqs); err != nil {
+	if err = l.allocate(reqs); err != nil {
 		return nil, err
 	}
 	// Allocate here and not in the job: a caller that is out of memory may be able
@@ -149,71 +149,60 @@ func (m *Model) start(reqs []Request, wants []plan.Want, tgt Target, opt Options
 }
 
 // allocate gives every request without a destination its memory: a view of a mapped
-// file where that is possible, fresh memory otherwise. It returns which requests
-// are mapped.
-func (l *Loading) allocate(reqs []Request) ([]bool, error) {
+// file where that is possible, fresh memory otherwise.
+func (l *Loading) allocate(reqs []Request) error {
 	ix := l.model.ix
-	isMapped := make([]bool, len(reqs))
+	l.mapped = make([]bool, len(reqs))
 	sizes := make([]int64, len(reqs))
 	maps := l.model.mapped()
-	// By source, how many requests use the mapping that all loads share, and how
-	// many use one of this load's own.
-	holders := make([][2]int64, len(ix.Sources))
-	own := make([]int8, len(reqs))
+	inFile := make([][]run, len(ix.Sources))
 	for i := range reqs {
 		if reqs[i].Dest != 0 || l.wants[i].Bytes == 0 {
 			continue
 		}
-		t := &ix.Tensors[l.wants[i].Data]
 		if l.target.GPU == nil && l.model.inFile(&l.wants[i], maps) {
-			isMapped[i] = true
-			if !l.model.claim(int32(l.wants[i].Data)) {
-				own[i] = 1
-			}
-			holders[t.Source][own[i]]++
+			s := ix.Tensors[l.wants[i].Data].Source
+			off, _ := l.wants[i].Run(ix)
+			inFile[s] = append(inFile[s], run{i, off, l.wants[i].Bytes})
 			continue
 		}
 		sizes[i] = l.landing(i)
 	}
 	if err := l.waiting(reqs); err != nil {
-		return nil, err
+		return err
+	}
+	for s, runs := range inFile {
+		if len(runs) == 0 {
+			continue
+		}
+		copies, err := l.mapFile(s, runs)
+		if err != nil {
+			return err
+		}
+		for _, r := range copies {
+			sizes[r.request] = r.n
+		}
+		if total(copies) < little { // else as what is not mapped
+			l.copies = append(l.copies, copies...)
+		}
 	}
 	if postpone(l.target.GPU, sizes) {
 		l.later = sizes
 		if l.dests == nil {
 			l.dests = newDestinations(len(reqs))
 		}
-	} else {
-		mem, err := l.target.alloc(sizes)
-		if err != nil {
-			return nil, l.model.Where("land", err)
-		}
-		copy(l.mem, mem)
+		return nil
 	}
-	for s := range holders {
-		for k, n := range holders[s] {
-			if n == 0 {
-				continue
-			}
-			var mp mapped
-			var err error
-			if k == 0 {
-				mp, err = l.model.shared(s, n)
-			} else {
-				mp, err = mapSource(l.model.srcs[s], n, false)
-			}
-			if err != nil {
-				return nil, err
-			}
-			for i := range reqs {
-				if t := &ix.Tensors[l.wants[i].Data]; isMapped[i] && int(t.Source) == s && int(own[i]) == k {
-					off, _ := l.wants[i].Run(ix)
-					l.mem[i] = device.Memory{Ptr: unsafe.Add(mp.base, off), Bytes: l.wants[i].Bytes, Block: mp.block}
-				}
-			}
+	mem, err := l.target.alloc(sizes)
+	if err != nil {
+		return l.model.Where("land", err)
+	}
+	for i := range mem {
+		if sizes[i] > 0 {
+			l.mem[i] = mem[i]
 		}
 	}
-	return isMapped, nil
+	return nil
 }
 
 // waiting notes the requests whose destination the caller settles later.

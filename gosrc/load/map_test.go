@@ -80,3 +80,101 @@ func TestOneMapping(t *testing.T) {
 		t.Errorf("%d mappings when everything is gone", n)
 	}
 }
+
+// However often tensors and their rows are loaded and kept, a file has few mappings, and
+// each owner has bytes of its own: rows that are apart share one, and what is asked for
+// again is copied once many have been made.
+func TestFewMappings(t *testing.T) {
+	path, want := write(t, "a", []int64{3000, 64}, []int64{100_000})
+	m := opened(t, Spec{URIs: []string{path}})
+	var all [][]byte
+	take := func(r Request) []byte {
+		l, err := m.Start([]Request{r}, Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := l.Job().Wait(-1); err != nil {
+			t.Fatal(err)
+		}
+		mem, _, _, ok := l.Take(0)
+		if !ok {
+			t.Fatal("nothing landed")
+		}
+		t.Cleanup(mem.Release)
+		all = append(all, mem.Slice())
+		return mem.Slice()
+	}
+	row := func(i int64) Request { return Request{Tensor: 0, Lo0: i, Hi0: i + 1, Hi1: plan.Whole} }
+	for i := range int64(3000) {
+		i = i * 1009 % 3000
+		if b := take(row(i)); !bytes.Equal(b, want[0][i*64:][:64]) {
+			t.Fatalf("row %d is %v", i, b)
+		}
+	}
+	if n := mappings(t, path); n != 1 {
+		t.Errorf("%d mappings for rows", n)
+	}
+	for i := range int64(100) {
+		clear(take(row(i)))
+	}
+	for range ownMappings + 20 {
+		take(Request{Tensor: 1, Hi0: plan.Whole, Hi1: plan.Whole})
+	}
+	if n := mappings(t, path); n > ownMappings+1 {
+		t.Errorf("%d mappings for one tensor", n)
+	}
+	for _, b := range all[len(all)-30:] {
+		if !bytes.Equal(b, want[1]) {
+			t.Fatal("a tensor differs")
+		}
+		clear(b)
+	}
+	if b := take(row(7)); !bytes.Equal(b, want[0][7*64:][:64]) {
+		t.Error("a row has another owner's changes")
+	}
+}
+
+// A file is not mapped for little, of which none may be kept by a mapping of its own.
+func TestLittleIsCopied(t *testing.T) {
+	path, want := write(t, "a", []int64{300}, []int64{500})
+	for range 3 {
+		m := opened(t, Spec{URIs: []string{path}})
+		l, err := m.Start(nil, Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := l.Job().Wait(-1); err != nil {
+			t.Fatal(err)
+		}
+		if n := mappings(t, path); n != 0 {
+			t.Errorf("%d mappings", n)
+		}
+		for i := range want {
+			if mem, _, _, ok := l.Take(i); !ok || !bytes.Equal(mem.Slice(), want[i]) {
+				t.Errorf("tensor %d differs", i)
+			} else {
+				mem.Release()
+			}
+		}
+		if b, _, _, _ := l.job.Progress(); b != 800 {
+			t.Errorf("%d bytes done", b)
+		}
+	}
+}
+
+// Ranges are added once; their neighbours become one with them.
+func TestSpans(t *testing.T) {
+	var s spans
+	for i, c := range []struct {
+		from, to int64
+		added    bool
+		left     int
+	}{
+		{10, 20, true, 1}, {10, 20, false, 1}, {19, 30, false, 1}, {5, 11, false, 1}, {0, 40, false, 1}, {12, 13, false, 1},
+		{30, 40, true, 2}, {20, 30, true, 1}, {0, 5, true, 2}, {5, 10, true, 1}, {50, 51, true, 2}, {40, 49, true, 2}, {49, 50, true, 1},
+	} {
+		if s.add(c.from, c.to) != c.added || len(s) != c.left {
+			t.Fatalf("%d: %v", i, s)
+		}
+	}
+}

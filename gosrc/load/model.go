@@ -4,10 +4,8 @@ package load
 
 import (
 	"context"
-	"errors"
 	"sync"
 	"time"
-	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/device"
@@ -53,23 +51,13 @@ type Model struct {
 	mu   sync.Mutex
 	refs int // 1 for the handle, 1 for each running load
 	shut bool
-	// One mapping of each source serves all loads: a process may have only some
-	// 65,000 mappings, and a model may have more tensors. Each byte of it has one
-	// owner at a time; a load that asks for a tensor again gets a mapping of its
-	// own.
-	mappings []mapped
-	given    []bool // by tensor: its bytes in the mapping have, or had, an owner
+
+	mappings []fileMapping // by source; nil: none yet
 
 	stocks []joined // by file: a stock that has its tensors already; nil: none
 
 	pinning bool    // Pin runs: no load may start
 	pin     *pinned // nil: not pinned
-}
-
-// mapped is the mapping of a source, held by the model.
-type mapped struct {
-	base  unsafe.Pointer
-	block *device.Block
 }
 
 // headers caches those of the files that were opened last.
@@ -162,46 +150,10 @@ func (m *Model) Drop() {
 				_ = s.Close()
 			}
 		}
-		for _, mp := range m.mappings {
-			device.Memory{Block: mp.block}.Release()
+		for i := range m.mappings {
+			device.Memory{Block: m.mappings[i].block}.Release()
 		}
 	}
-}
-
-// claim makes the caller the owner of a tensor's bytes in the mapping that all
-// loads share; false if another load has claimed them. The caller holds the model.
-func (m *Model) claim(tensor int32) bool {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.given == nil {
-		m.given = make([]bool, len(m.ix.Tensors))
-	}
-	had := m.given[tensor]
-	m.given[tensor] = true
-	return !had
-}
-
-// shared returns the mapping of a source, with n more holders.
-func (m *Model) shared(source int, n int64) (mapped, error) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.mappings == nil {
-		m.mappings = make([]mapped, len(m.srcs))
-	}
-	mp := &m.mappings[source]
-	if mp.block == nil {
-		got, err := mapSource(m.srcs[source], 1, true)
-		if err != nil {
-			return mapped{}, err
-		}
-		*mp = got
-	} else if err := withFD(m.srcs[source], func(fd int) error { return cpu.StillHas(fd, m.srcs[source].Size()) }); err != nil {
-		return mapped{}, err
-	}
-	for range n {
-		mp.block.Hold()
-	}
-	return *mp, nil
 }
 
 // Uncut refuses files that have been truncated since they were opened: reading a
@@ -214,28 +166,6 @@ func (m *Model) Uncut() error {
 		if err := withFD(s, func(fd int) error { return cpu.StillHas(fd, s.Size()) }); err != nil {
 			return err
 		}
-	}
-	return nil
-}
-
-func mapSource(src source.Source, holders int64, alone bool) (mp mapped, err error) {
-	err = withFD(src, func(fd int) (err error) {
-		mp.base, mp.block, err = cpu.MapFile(fd, src.Size(), holders, alone)
-		return err
-	})
-	return mp, err
-}
-
-// withFD calls fn with the descriptor of a source that is a file.
-func withFD(src source.Source, fn func(fd int) error) error {
-	err := src.Facts().File.WithFD(fn)
-	var at *errs.At
-	switch {
-	case errors.As(err, &at) && at.Source == "":
-		at.Source = src.URI()
-		return at
-	case err != nil:
-		return &errs.At{Verb: "map", Source: src.URI(), Chunk: -1, Offset: -1, Err: err}
 	}
 	return nil
 }

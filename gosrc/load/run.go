@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"context"
 	"runtime"
+	"slices"
 	"time"
 	"unsafe"
 
@@ -68,6 +69,9 @@ func (l *Loading) shape(reqs []Request) *shape {
 			s.dest[i] = l.mem[i].Ptr
 		}
 	}
+	for _, r := range l.copies {
+		s.dest[r.request] = nil
+	}
 	s.begun = time.Now()
 	s.plan = plan.Make(l.model.ix, l.wants, s.dest, l.machine.Limits())
 	s.planned = time.Now()
@@ -95,6 +99,9 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, opt Optio
 		return err
 	}
 	defer late.free()
+	if err := l.copyLittle(ctx); err != nil {
+		return err
+	}
 	if err := l.landMapped(j, s); err != nil {
 		return err
 	}
@@ -138,11 +145,16 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, opt Optio
 
 func traceFile(opt Options) string { return cmp.Or(opt.Trace, knob.Trace.Get()) }
 
-// landMapped lands the requests that need no read: those without bytes, and those that
-// are mapped. That another one has no decode task is a mistake of the plan.
+// landMapped lands the requests that the pipeline does not read: those without bytes, and
+// those that are mapped or were copied. That another one has no decode task is a mistake of
+// the plan.
 func (l *Loading) landMapped(j *job.Job, s *shape) error {
+	apart := slices.Clone(l.mapped)
+	for _, r := range l.copies {
+		apart[r.request] = true
+	}
 	for i, n := range s.plan.Left {
-		if n == 0 && !l.mapped[i] && l.wants[i].Bytes > 0 {
+		if n == 0 && !apart[i] && l.wants[i].Bytes > 0 {
 			return unplanned(l.model.ix, &l.wants[i])
 		}
 	}
@@ -150,6 +162,9 @@ func (l *Loading) landMapped(j *job.Job, s *shape) error {
 		if l.wants[i].Bytes == 0 {
 			l.land(int32(i))
 		}
+	}
+	for _, r := range l.copies {
+		l.land(int32(r.request))
 	}
 	if len(s.maps) > 0 {
 		l.prefault(s.maps)

@@ -181,8 +181,9 @@ class LoadOptions(StreamOptions, total=False):
         some of them are opened, and filter chooses among the names of the index.
     progress: True for a bar, or a callable that gets a `Progress`.
     mmap: whether plain tensors of local files are mapped copy-on-write instead
-        of read; None: yes. Compressed tensors are never mapped. A file that is
-        mapped must not be truncated while its tensors live.
+        of read; None: yes. Compressed tensors are never mapped, nor is a file for
+        less than 64 KiB. One mapping serves all loads of an opened file. A file that
+        is mapped must not be truncated while its tensors live.
     read: how local files are read, as OVERWIRE_READ says it, which None means:
         "auto", "buffered" (through the page cache), "direct" (past it), "gds":
         plain tensors to a GPU by GPUDirect Storage. Where that is not real

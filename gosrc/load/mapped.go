@@ -1,0 +1,208 @@
+package load
+
+// This file maps plain files, and decides which loads share a mapping.
+//
+// A process may have only some 65,000 mappings, and a model may have more tensors, and
+// rows that are taken one by one. So one mapping of a file serves all loads of a model:
+// each byte of it has one owner at a time. What a load cannot have there it copies, or, if
+// that is much, it maps the file for itself, which a model's loads do a limited number of
+// times.
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sort"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cpu"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/source"
+)
+
+const (
+	// little is what a load rather copies than maps a file for, which takes longer. A
+	// model whose loads do so again and again is mapped after all: from then on nothing
+	// is to be done for a tensor.
+	little, littleLoads = 64 << 10, 16
+	// ownMappings is how many mappings loads of a model may have for themselves.
+	ownMappings = 1000
+	mostSpans   = 1 << 18
+)
+
+// mapped is the mapping of a source.
+type mapped struct {
+	base  unsafe.Pointer
+	block *device.Block
+}
+
+// A fileMapping is what the loads of a model share of one source. The model's mu guards
+// it.
+type fileMapping struct {
+	mapped              // held by the model; no block: not yet
+	owned         spans // bytes that have, or had, an owner
+	littles, owns int   // loads that copied instead, and that have a mapping of their own
+}
+
+// spans are ranges of bytes [from, to), in order, with something between any two.
+type spans [][2]int64
+
+// add adds a range and returns true, unless some of it is there, or there are too many.
+func (s *spans) add(from, to int64) bool {
+	all := *s
+	i := sort.Search(len(all), func(i int) bool { return all[i][1] > from })
+	if i < len(all) && all[i][0] < to {
+		return false
+	}
+	left, right := i > 0 && all[i-1][1] == from, i < len(all) && all[i][0] == to
+	switch {
+	case left && right:
+		all[i-1][1] = all[i][1]
+		*s = slices.Delete(all, i, i+1)
+	case left:
+		all[i-1][1] = to
+	case right:
+		all[i][0] = from
+	case len(all) >= mostSpans:
+		return false
+	default:
+		*s = slices.Insert(all, i, [2]int64{from, to})
+	}
+	return true
+}
+
+// A run is the bytes of a request in its file.
+type run struct {
+	request int
+	off, n  int64
+}
+
+func total(runs []run) (n int64) {
+	for _, r := range runs {
+		n += r.n
+	}
+	return n
+}
+
+// divide says of the requests of one source which are views of the mapping that all loads
+// share, which of one of the load's own, and which are copied. The caller holds the model.
+func (m *Model) divide(source int, runs []run) (shared, own, copies []run) {
+	slices.SortFunc(runs, func(a, b run) int { return int(min(1, max(-1, a.off-b.off))) })
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.mappings == nil {
+		m.mappings = make([]fileMapping, len(m.srcs))
+	}
+	f := &m.mappings[source]
+	if f.block == nil && f.littles < littleLoads && total(runs) < little {
+		f.littles++
+		return nil, nil, runs
+	}
+	var rest []run
+	for _, r := range runs {
+		if f.owned.add(r.off, r.off+r.n) {
+			shared = append(shared, r)
+		} else {
+			rest = append(rest, r)
+		}
+	}
+	if f.owns >= ownMappings || total(rest) < little {
+		return shared, nil, rest
+	}
+	var mine spans
+	for _, r := range rest {
+		if mine.add(r.off, r.off+r.n) {
+			own = append(own, r)
+		} else {
+			copies = append(copies, r)
+		}
+	}
+	f.owns++
+	return shared, own, copies
+}
+
+// mapFile gives requests of one source their memory in mappings, and returns those that
+// are copied.
+func (l *Loading) mapFile(source int, runs []run) (copies []run, err error) {
+	m := l.model
+	shared, own, copies := m.divide(source, runs)
+	if err := l.view(shared, func(holders int64) (mapped, error) { return m.shared(source, holders) }); err != nil {
+		return nil, err
+	}
+	return copies, l.view(own, func(holders int64) (mapped, error) { return mapSource(m.srcs[source], holders, false) })
+}
+
+// view gives requests their memory in one mapping.
+func (l *Loading) view(runs []run, mapping func(holders int64) (mapped, error)) error {
+	if len(runs) == 0 {
+		return nil
+	}
+	mp, err := mapping(int64(len(runs)))
+	if err != nil {
+		return err
+	}
+	for _, r := range runs {
+		l.mapped[r.request] = true
+		l.mem[r.request] = device.Memory{Ptr: unsafe.Add(mp.base, r.off), Bytes: r.n, Block: mp.block}
+	}
+	return nil
+}
+
+// copyLittle reads the requests that are copied by the job itself.
+func (l *Loading) copyLittle(ctx context.Context) error {
+	for _, r := range l.copies {
+		t := &l.model.ix.Tensors[l.wants[r.request].Data]
+		if err := l.model.srcs[t.Source].ReadAt(ctx, l.mem[r.request].Slice(), r.off); err != nil {
+			var at *errs.At
+			if errors.As(err, &at) && at.Tensor == "" {
+				at.Tensor = t.Name
+			}
+			return err
+		}
+		l.job.Bytes.Add(r.n)
+	}
+	return nil
+}
+
+// shared returns the mapping of a source, with n more holders.
+func (m *Model) shared(source int, n int64) (mapped, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	f := &m.mappings[source]
+	if f.block == nil {
+		got, err := mapSource(m.srcs[source], 1, true)
+		if err != nil {
+			return mapped{}, err
+		}
+		f.mapped = got
+	} else if err := withFD(m.srcs[source], func(fd int) error { return cpu.StillHas(fd, m.srcs[source].Size()) }); err != nil {
+		return mapped{}, err
+	}
+	for range n {
+		f.block.Hold()
+	}
+	return f.mapped, nil
+}
+
+func mapSource(src source.Source, holders int64, alone bool) (mp mapped, err error) {
+	err = withFD(src, func(fd int) (err error) {
+		mp.base, mp.block, err = cpu.MapFile(fd, src.Size(), holders, alone)
+		return err
+	})
+	return mp, err
+}
+
+// withFD calls fn with the descriptor of a source that is a file.
+func withFD(src source.Source, fn func(fd int) error) error {
+	err := src.Facts().File.WithFD(fn)
+	var at *errs.At
+	switch {
+	case errors.As(err, &at) && at.Source == "":
+		at.Source = src.URI()
+		return at
+	case err != nil:
+		return &errs.At{Verb: "map", Source: src.URI(), Chunk: -1, Offset: -1, Err: err}
+	}
+	return nil
+}
