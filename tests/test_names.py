@@ -377,3 +377,16 @@ def test_compat_modules(tmp_path: Path) -> None:
         assert hf.good_load(folder / "c.bin")["k"][0] == number
         made |= {os.path.join(stem, name): b"" for name in files(folder)} | {stem + end: b"" for end in (b".safetensors", b".tensors")}
     assert set(files(tmp_path)) == set(made)
+
+
+def test_names_cannot_steer_a_terminal(tmp_path: Path) -> None:
+    """Control and bidirectional characters of a name are shown as their numbers in messages of errors, the engine's
+    and Python's; `source` has the name itself."""
+    path = tmp_path / "m\x1b]0;OWNED\x07\u202e\x9b\x7f"
+    for verb in (ow.load_file, ow.inspect, ow.load_compressed_pickle):
+        with pytest.raises(ow.NotFoundError) as raised:
+            verb(path)
+        assert raised.value.source == str(path)
+        assert r"m\u001b]0;OWNED\u0007\u202e\u009b\u007f" in str(raised.value)
+        assert str(raised.value).isprintable()
+    assert str(ow.ArgumentError("a\x1b\u2066\n\tb")) == "a\\u001b\\u2066\n\tb"

@@ -84,6 +84,7 @@ func Main(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.Writ
 	if j == nil {
 		j = job.New("cli")
 	}
+	stdout, stderr = screen{stdout}, screen{stderr}
 	first := slices.IndexFunc(argv, func(word string) bool { return word != "--json" })
 	if first < 0 {
 		fmt.Fprint(stderr, Help())
@@ -120,6 +121,26 @@ func Main(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.Writ
 		}
 	}
 	return failed(stderr, stdout, c.is("json"), err)
+}
+
+// A screen is standard output or standard error for texts, in which names of files and
+// objects, and what files contain, may not control a terminal. Each Write is whole
+// characters. What is no text goes to the Writer itself.
+type screen struct{ io.Writer }
+
+func (s screen) Write(p []byte) (int, error) {
+	if _, err := io.WriteString(s.Writer, errs.Visible(string(p))); err != nil {
+		return 0, err
+	}
+	return len(p), nil
+}
+
+// bare is what a screen writes to.
+func bare(w io.Writer) io.Writer {
+	if s, ok := w.(screen); ok {
+		return s.Writer
+	}
+	return w
 }
 
 func help(about []string, stdout, stderr io.Writer) int {

@@ -174,7 +174,7 @@ func (r diffReport) print(w io.Writer) {
 		if i == 0 {
 			fmt.Fprintf(t, "tensor\tdtype\tshape\telements changed\tshare\tdelta\n")
 		}
-		fmt.Fprintf(t, "%s\t%s\t%v\t%s\t%s\t%s\n", row.Name, row.DType, row.Shape, humanize.Comma(row.Changed), share(row.Changed, row.Elements), bytesText(row.Stored))
+		fmt.Fprintf(t, "%s\t%s\t%v\t%s\t%s\t%s\n", safe(row.Name), row.DType, row.Shape, humanize.Comma(row.Changed), share(row.Changed, row.Elements), bytesText(row.Stored))
 	}
 	t.Flush()
 	for _, list := range []struct {
@@ -182,7 +182,7 @@ func (r diffReport) print(w io.Writer) {
 		names []string
 	}{{"only in A", r.OnlyA}, {"only in B", r.OnlyB}, {"another type or shape", r.Other}} {
 		if len(list.names) > 0 {
-			fmt.Fprintf(w, "%s: %s\n", list.what, strings.Join(list.names, ", "))
+			fmt.Fprintf(w, "%s: %s\n", list.what, errs.OneLine(strings.Join(list.names, ", ")))
 		}
 	}
 	fmt.Fprintf(w, "%s of %s elements changed (%s), in %d tensors; %d are equal; a delta takes %s, %s of %s\n", humanize.Comma(r.Changed),

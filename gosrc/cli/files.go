@@ -111,23 +111,23 @@ func (c *call) convert(compress bool) error {
 			copied[f] = "copied: "
 		}
 		for _, f := range rep.Files {
-			fmt.Fprintf(w, "%s%s\n", copied[f], f)
+			fmt.Fprintf(w, "%s%s\n", copied[f], errs.OneLine(f))
 		}
 		for _, f := range rep.Left {
-			fmt.Fprintf(w, "not copied: %s\n", f)
+			fmt.Fprintf(w, "not copied: %s\n", errs.OneLine(f))
 		}
 		for _, o := range rep.Originals {
 			switch {
 			case compress && o.SHA256 != "":
-				fmt.Fprintf(w, "sha256 %s  of the original that %s keeps\n", o.SHA256, o.File)
+				fmt.Fprintf(w, "sha256 %s  of the original that %s keeps\n", o.SHA256, errs.OneLine(o.File))
 			case !compress && !o.Compared:
-				fmt.Fprintf(w, "sha256 %s  %s (compressed over a network, which kept none to compare with)\n", o.SHA256, o.File)
+				fmt.Fprintf(w, "sha256 %s  %s (compressed over a network, which kept none to compare with)\n", o.SHA256, errs.OneLine(o.File))
 			case !compress:
-				fmt.Fprintf(w, "sha256 equal: %s  %s\n", o.SHA256, o.File)
+				fmt.Fprintf(w, "sha256 equal: %s  %s\n", o.SHA256, errs.OneLine(o.File))
 			}
 		}
 		for _, f := range rep.Anew {
-			fmt.Fprintf(w, "new header, since no original is kept of it: %s\n", f)
+			fmt.Fprintf(w, "new header, since no original is kept of it: %s\n", errs.OneLine(f))
 		}
 		counts := humanize.Comma(int64(rep.Tensors)) + " tensors"
 		if rep.Compressed > 0 {
@@ -225,7 +225,7 @@ writes a page, in one file that asks no server, in which the tensors lie as a ma
 // inspected prints a table of tensors for each file, and totals.
 func inspected(w io.Writer, in *save.Inspection) {
 	for _, f := range in.Sources {
-		fmt.Fprintf(w, "%s: %s, %s\n", errs.RedactURI(f.URI), f.Format, bytesText(f.Size))
+		fmt.Fprintf(w, "%s: %s, %s\n", place(f.URI), f.Format, bytesText(f.Size))
 		for _, k := range slices.Sorted(maps.Keys(f.Metadata)) {
 			fmt.Fprintf(w, "  %s = %s\n", safe(k), safe(f.Metadata[k]))
 		}
@@ -275,7 +275,7 @@ and names file, tensor, chunk and offset.`,
 		}
 		return c.show(rep, func(w io.Writer) {
 			for _, f := range rep.Files {
-				fmt.Fprintf(w, "%s: %s, %s verified, %s tensors, %s\n", errs.RedactURI(f.URI), f.Format, f.Checked,
+				fmt.Fprintf(w, "%s: %s, %s verified, %s tensors, %s\n", place(f.URI), f.Format, f.Checked,
 					humanize.Comma(int64(f.Tensors)), bytesText(f.Bytes))
 				switch o := f.Original; {
 				case !c.is("original"):
@@ -335,18 +335,15 @@ func rateText(n int64, seconds float64) string {
 
 func shapeText(shape []int64) string { return strings.ReplaceAll(fmt.Sprint(shape), " ", ",") }
 
-// safe makes text from a file safe to print: it can neither control the
-// terminal nor break the table.
+// safe makes text from a file fit for a table: one line, not too long.
 func safe(s string) string {
 	const most = 200
-	clean := strings.Map(func(r rune) rune {
-		if r < ' ' || r == 0x7f || r >= 0x80 && r < 0xa0 {
-			return '?'
-		}
-		return r
-	}, s)
+	clean := errs.OneLine(s)
 	if r := []rune(clean); len(r) > most {
 		return string(r[:most]) + "..."
 	}
 	return clean
 }
+
+// place is where a file is, as people may see it.
+func place(uri string) string { return errs.OneLine(errs.RedactURI(uri)) }

@@ -42,7 +42,7 @@ is followed. -o - writes to standard output even if that is a terminal.`,
 		}
 		spec := fetch.Spec{URIs: c.args, Storage: c.storage.Options, Own: true}
 		if out == "" || out == "-" {
-			rep, err := fetch.Fetch(c.ctx, c.job, spec, c.stdout)
+			rep, err := fetch.Fetch(c.ctx, c.job, spec, bare(c.stdout))
 			if err == nil && c.is("verbose") {
 				fmt.Fprintf(c.stderr, "%s in %.2f s, %s\n", bytesText(rep.Bytes), rep.Seconds, rateText(rep.Bytes, rep.Seconds))
 			}

@@ -22,6 +22,7 @@ func (c *call) progress() (clear func()) {
 	if !terminal(c.stderr) {
 		return func() {}
 	}
+	stderr := bare(c.stderr) // the line is ours, and so is what moves the cursor
 	end, gone := make(chan struct{}), make(chan struct{})
 	spawn.Go("progress", func() {
 		defer close(gone)
@@ -29,7 +30,7 @@ func (c *call) progress() (clear func()) {
 		tick := time.NewTicker(200 * time.Millisecond)
 		defer tick.Stop()
 		shown := 0
-		defer func() { fmt.Fprintf(c.stderr, "\r%s\r", strings.Repeat(" ", shown)) }()
+		defer func() { fmt.Fprintf(stderr, "\r%s\r", strings.Repeat(" ", shown)) }()
 		for {
 			select {
 			case <-end:
@@ -39,7 +40,7 @@ func (c *call) progress() (clear func()) {
 				if line == "" {
 					continue
 				}
-				fmt.Fprintf(c.stderr, "\r%-*s", shown, line)
+				fmt.Fprintf(stderr, "\r%-*s", shown, line)
 				shown = max(shown, len(line))
 			}
 		}
@@ -62,7 +63,7 @@ func progressLine(verb string, done, total int64, d time.Duration) string {
 
 // terminal reports whether w is a terminal.
 func terminal(w io.Writer) bool {
-	f, ok := w.(*os.File)
+	f, ok := bare(w).(*os.File)
 	if !ok {
 		return false
 	}

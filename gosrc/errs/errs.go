@@ -94,7 +94,7 @@ func (a *At) place() string {
 	var b strings.Builder
 	b.WriteString(a.Verb)
 	if a.Source != "" {
-		b.WriteString(" " + RedactURI(a.Source))
+		b.WriteString(" " + OneLine(RedactURI(a.Source)))
 	}
 	if a.Tensor != "" {
 		fmt.Fprintf(&b, " tensor %q", a.Tensor)

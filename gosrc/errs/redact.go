@@ -118,8 +118,8 @@ func suspicious(text string) bool {
 
 // Message is the text of an error as people may see it: without the credentials in the
 // URIs of its places, whatever these contain, and in its other words. Paths of local files
-// stay as they are.
-func Message(err error) string { return redacted(err.Error(), err) }
+// stay as they are. It steers no terminal: see Visible.
+func Message(err error) string { return Visible(redacted(err.Error(), err)) }
 
 // redacted is Message where text is that of err, or contains it.
 func redacted(text string, err error) string {

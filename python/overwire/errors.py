@@ -44,6 +44,16 @@ __all__ = [
 _PREFIX = "overwire-fault:"
 
 
+# Characters that control a terminal, but for line ends and tabs, and those that change the
+# order in which a text is read, and how they are shown: as in gosrc/errs.
+_CONTROLS = {
+    code: f"\\u{code:04x}"
+    for codes in (range(0x20), range(0x7F, 0xA0), (0x61C, 0x200E, 0x200F), range(0x202A, 0x202F), range(0x2066, 0x206A))
+    for code in codes
+    if chr(code) not in "\n\t"
+}
+
+
 class OverwireError(Exception):
     """The base of every error that overwire raises on purpose.
 
@@ -65,9 +75,9 @@ class OverwireError(Exception):
         chunk: int | None = None,
         offset: int | None = None,
     ) -> None:
-        # A name of a file may hold bytes that are no text (`source` has it whole);
-        # a message can always be printed.
-        super().__init__(message.encode("utf-8", "backslashreplace").decode())
+        # A name of a file may hold bytes that are no text, and characters that a terminal
+        # obeys (`source` has it whole); a message can always be printed.
+        super().__init__(message.encode("utf-8", "backslashreplace").decode().translate(_CONTROLS))
         self.source = source
         self.tensor = tensor
         self.chunk = chunk
