@@ -98,7 +98,7 @@ func (c *call) measure() error {
 	}
 	out := c.opts["html"]
 	if out != "" {
-		if err := atomicfile.Write(out, bench.Page(&rep, before)); err != nil {
+		if err := atomicfile.Write(c.ctx, out, bench.Page(&rep, before)); err != nil {
 			return err
 		}
 	}

@@ -188,7 +188,7 @@ writes a page, in one file that asks no server, in which the tensors lie as a ma
 		if path := c.opts["html"]; path != "" {
 			text, err := page.Model(in)
 			if err == nil {
-				err = atomicfile.Write(path, text)
+				err = atomicfile.Write(c.ctx, path, text)
 			}
 			if err != nil {
 				return err

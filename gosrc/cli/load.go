@@ -162,7 +162,7 @@ func (c *call) trace() error {
 	if text, err = t.HTML(); err != nil {
 		return err
 	}
-	if err := atomicfile.Write(out, text); err != nil {
+	if err := atomicfile.Write(c.ctx, out, text); err != nil {
 		return err
 	}
 	return c.show(map[string]any{"html": out, "spans": t.Spans, "rows": len(t.Rows), "seconds": float64(t.End) / 1e9}, func(w io.Writer) {

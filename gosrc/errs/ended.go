@@ -21,7 +21,7 @@ func Ended(ctx context.Context, err error) error {
 func Cause(ctx context.Context) error {
 	err := context.Cause(ctx)
 	switch {
-	case err == nil || errors.Is(err, ErrCancelled):
+	case err == nil || errors.Is(err, ErrCancelled) || errors.Is(err, ErrEngine):
 		return err
 	case errors.Is(err, context.DeadlineExceeded):
 		return fmt.Errorf("%w: %w", ErrTimeout, err)

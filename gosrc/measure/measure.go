@@ -150,7 +150,7 @@ func (r *Run) Add(row Row) {
 func (r *Run) writeOut() error {
 	b, err := json.MarshalIndent(r.Report, "", "  ")
 	if err == nil {
-		err = atomicfile.Write(r.Out, append(b, '\n'))
+		err = atomicfile.Write(r.Ctx, r.Out, append(b, '\n'))
 	}
 	if err != nil {
 		return errs.New(errs.ErrIO, "%v", err)

@@ -9,7 +9,6 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
 // files is the destination of a save to local files.
@@ -54,20 +53,7 @@ func (f *file) URI() string { return f.Path }
 // Finish waits for the disk, which may take seconds, but not after a cancel: the
 // sync then continues by itself, on a file whose name is gone.
 func (f *file) Finish(size int64) error {
-	done := make(chan error, 1)
-	t := f.Detach() // closes the file; f keeps only the name
-	spawn.Go("save.sync", func() {
-		err := errs.New(errs.ErrEngine, "sync did not end")
-		defer func() { done <- err }()
-		err = t.Finish(size)
-		t.Drop()
-	})
-	select {
-	case err := <-done:
-		return err
-	case <-f.ctx.Done():
-		return errs.In("save", f.Path, errs.Cause(f.ctx))
-	}
+	return f.FinishUnless(f.ctx, size)
 }
 
 // like is the file whose mode new files get: one of the model that is replaced. A

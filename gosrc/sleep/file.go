@@ -51,5 +51,5 @@ func (s *sleeper) write(ctx context.Context) error {
 		return errs.New(errs.ErrEngine, "an image of %d bytes, %d were expected", s.size, size)
 	}
 	copy(s.mem.Bytes(0, int64(len(front))), front)
-	return atomicfile.Write(s.Path, s.mem.Bytes(0, size))
+	return atomicfile.Write(ctx, s.Path, s.mem.Bytes(0, size))
 }

@@ -5,6 +5,7 @@ package tensorizer
 import (
 	"context"
 	"hash/crc32"
+	"slices"
 	"sort"
 	"sync"
 
@@ -31,7 +32,7 @@ type passing struct {
 
 	mu     sync.Mutex
 	left   int64
-	pieces []summed
+	pieces []summed // by offset; neighbours are one
 }
 
 type summed struct {
@@ -81,24 +82,41 @@ func (t *passing) pass(p []byte, off int64) error {
 	piece := summed{off, int64(len(p)), crc32.ChecksumIEEE(p)}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	for _, have := range t.pieces {
-		if have.off < piece.off+piece.n && piece.off < have.off+have.n {
-			t.left, t.pieces = t.end-t.off, nil // the tensor is read again from the start
-			break
-		}
+	if !t.add(piece) {
+		t.left, t.pieces = t.end-t.off, append(t.pieces[:0], piece) // it is read again from the start
 	}
-	t.pieces = append(t.pieces, piece)
 	if t.left -= piece.n; t.left > 0 {
 		return nil
 	}
-	sort.Slice(t.pieces, func(i, k int) bool { return t.pieces[i].off < t.pieces[k].off })
-	sum := t.start
-	for _, have := range t.pieces {
-		sum = crcJoin(sum, have.crc, have.n)
-	}
+	sum := crcJoin(t.start, t.pieces[0].crc, t.pieces[0].n)
 	t.left, t.pieces = t.end-t.off, nil
 	if sum != t.want {
 		return errs.New(errs.ErrCorrupt, "checksum mismatch: CRC32 %08x, not %08x", sum, t.want)
 	}
 	return nil
+}
+
+// add adds a piece and joins it with its neighbours; false: some of it is there.
+func (t *passing) add(p summed) bool {
+	all := t.pieces
+	i := sort.Search(len(all), func(i int) bool { return all[i].off >= p.off })
+	before, after := i > 0 && all[i-1].off+all[i-1].n >= p.off, i < len(all) && all[i].off <= p.off+p.n
+	if before && all[i-1].off+all[i-1].n > p.off || after && all[i].off < p.off+p.n {
+		return false
+	}
+	join := func(a *summed, b summed) { a.crc, a.n = crcJoin(a.crc, b.crc, b.n), a.n+b.n }
+	switch {
+	case before && after:
+		join(&all[i-1], p)
+		join(&all[i-1], all[i])
+		t.pieces = slices.Delete(all, i, i+1)
+	case before:
+		join(&all[i-1], p)
+	case after:
+		join(&p, all[i])
+		all[i] = p
+	default:
+		t.pieces = slices.Insert(all, i, p)
+	}
+	return true
 }

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"hash/crc32"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -69,6 +70,63 @@ func TestChecked(t *testing.T) {
 	}
 	f.Records[1].CRC32 = nil
 	if _, err := f.check(bytesSource(data)); !errors.Is(err, errs.ErrNotSupported) {
+		t.Error(err)
+	}
+}
+
+// Pieces that follow each other are kept as one, in whatever order they come; what is read
+// again begins the tensor anew.
+func TestPiecesAreJoined(t *testing.T) {
+	data := make([]byte, 997)
+	_, _ = rand.NewChaCha8([32]byte{5}).Read(data)
+	sum := crc32.ChecksumIEEE(data)
+	rng := rand.New(rand.NewPCG(3, 4))
+	for round := range 60 {
+		p := &passing{end: int64(len(data)), want: sum, left: int64(len(data))}
+		var cuts []int
+		for at := 0; at < len(data); at += 1 + rng.IntN(9) {
+			cuts = append(cuts, at)
+		}
+		order := rng.Perm(len(cuts))
+		if round == 0 {
+			slices.Sort(order)
+		}
+		for n, i := range order {
+			end := len(data)
+			if i+1 < len(cuts) {
+				end = cuts[i+1]
+			}
+			if err := p.pass(data[cuts[i]:end], int64(cuts[i])); err != nil {
+				t.Fatal(err)
+			}
+			if round == 0 && len(p.pieces) > 1 {
+				t.Fatalf("%d pieces", len(p.pieces))
+			}
+			if n == len(order)/2 && round%2 == 1 { // read again
+				_ = p.pass(data[cuts[i]:end], int64(cuts[i]))
+				if len(p.pieces) != 1 {
+					t.Fatalf("%d pieces", len(p.pieces))
+				}
+				for _, k := range order {
+					if k != i {
+						stop := len(data)
+						if k+1 < len(cuts) {
+							stop = cuts[k+1]
+						}
+						if err := p.pass(data[cuts[k]:stop], int64(cuts[k])); err != nil {
+							t.Fatal(err)
+						}
+					}
+				}
+				break
+			}
+		}
+		if p.pieces != nil || p.left != int64(len(data)) {
+			t.Fatal("it is not complete:", p.left, p.pieces)
+		}
+	}
+	p := &passing{end: 997, want: sum + 1, left: 997}
+	if err := p.pass(data, 0); !errors.Is(err, errs.ErrCorrupt) {
 		t.Error(err)
 	}
 }

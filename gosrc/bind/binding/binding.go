@@ -54,6 +54,7 @@ type Result struct {
 	Raw     bool          // export Tensors as unsigned integers of their width
 	Table   *tensor.Index // of a model that was opened
 	Model   uint64        // its handle
+	owned   uint64        // the handle that Text has, 0 for none: the receiver's
 }
 
 // An Exported is a tensor for Python. OK is false if there is none: it landed in
@@ -72,8 +73,10 @@ func (r *Result) Drop() {
 			t.Mem.Release()
 		}
 	}
-	if r.Model != 0 {
-		Free(r.Model, FreeNow)
+	for _, handle := range []uint64{r.Model, r.owned} {
+		if handle != 0 {
+			Free(handle, FreeNow)
+		}
 	}
 	*r = Result{}
 }

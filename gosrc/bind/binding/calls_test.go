@@ -4,9 +4,11 @@ import (
 	"encoding/json"
 	"errors"
 	"net"
+	"runtime"
 	"slices"
 	"testing"
 	"time"
+	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/delta"
 	"github.com/overwire/overwire/gosrc/errs"
@@ -82,6 +84,58 @@ func TestResultIsTakenOnce(t *testing.T) {
 	if n := openModels(); n != before {
 		t.Errorf("%d models are open that were %d", n, before)
 	}
+}
+
+// A delta that no one takes is freed; one that was taken stays until it is freed.
+func TestDeltasHaveOneReceiver(t *testing.T) {
+	deltas := func() (n int) {
+		handles.mu.Lock()
+		defer handles.mu.Unlock()
+		for _, v := range handles.all {
+			if _, ok := v.(*delta.File); ok {
+				n++
+			}
+		}
+		return n
+	}
+	before := deltas()
+	now, base := make([]byte, 64), make([]byte, 64)
+	now[5] = 1
+	at := func(b []byte) int64 { return int64(uintptr(unsafe.Pointer(&b[0]))) }
+	encode := func() uint64 {
+		h, err := Start("delta_encode", `{"names":["x"],"dtypes":["U8"],"shapes":[[64]]}`, []int64{at(now), at(base), 0, 0})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return h
+	}
+	for _, how := range []int{FreeNow, FreeEnded} {
+		h := encode()
+		if done, err := Wait(h, time.Minute); !done || err != nil {
+			t.Fatal(done, err)
+		}
+		Free(h, how)
+		if n := deltas(); n != before {
+			t.Errorf("%d deltas are kept", n-before)
+		}
+	}
+	r, err := Take(encode(), time.Minute, TakeLast)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var part deltaPart
+	if err := json.Unmarshal([]byte(r.Text), &part); err != nil || part.Handle == 0 {
+		t.Fatal(r.Text, err)
+	}
+	if _, err := get[*delta.File](part.Handle); err != nil {
+		t.Error(err)
+	}
+	Free(part.Handle, FreeNow)
+	if n := deltas(); n != before {
+		t.Errorf("%d deltas are kept", n-before)
+	}
+	runtime.KeepAlive(now)
+	runtime.KeepAlive(base)
 }
 
 // A verb that waits for a server that never answers ends when it is given up, and

@@ -31,6 +31,8 @@ type deltaPart struct {
 	Seconds float64 `json:"seconds"`
 }
 
+func (p deltaPart) owns() uint64 { return p.Handle }
+
 // deltaTarget says where a delta is written.
 type deltaTarget struct {
 	Path    string        `json:"path"`
@@ -56,6 +58,8 @@ type deltaFile struct {
 	Bytes    int64             `json:"bytes"` // of the tensors
 	Size     int64             `json:"size"`  // of the file
 }
+
+func (f deltaFile) owns() uint64 { return f.Handle }
 
 // deltaApply has the tensors in columns of its numbers. DTypes and Shapes are the kinds
 // of tensors, of which a model has few, and Streams those of the GPUs.

@@ -291,7 +291,7 @@ func put(ctx context.Context, j *job.Job, q putRequest, n []int64) (save.Report,
 	}
 	defer preload.Sweep(q.Path)
 	if !source.Remote(q.Path) {
-		return save.Report{}, atomicfile.Write(q.Path, data)
+		return save.Report{}, atomicfile.Write(ctx, q.Path, data)
 	}
 	return save.Report{}, open.Put(ctx, q.Path, q.Storage.Options, data, q.Stale, j.Failed)
 }

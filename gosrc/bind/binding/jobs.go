@@ -8,11 +8,15 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/rawjson"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/preload"
 	"github.com/overwire/overwire/gosrc/relay"
 )
+
+// An owner is a result whose JSON has a handle, which is freed if no one takes it.
+type owner interface{ owns() uint64 }
 
 // An entry is a job that Python has a handle to: one of any verb, or a preload,
 // whose tensors no handle owns.
@@ -42,6 +46,10 @@ func background(name string, usesMemory bool, run func(ctx context.Context, j *j
 				e.give(r)
 			}
 		case none:
+		case owner:
+			if text, err := rawjson.Marshal(r); err == nil {
+				e.give(&Result{Text: string(text), owned: r.owns()})
+			}
 		default:
 			j.SetReport(r)
 		}

@@ -14,6 +14,7 @@
 package atomicfile
 
 import (
+	"context"
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/hex"
@@ -32,6 +33,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/regular"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
 // A Target is one file that is being written. It has a temporary name in the
@@ -224,12 +226,24 @@ func (t *Target) Finish(size int64) error {
 	return Failed(t.Path, -1, f.Close())
 }
 
-// Detach moves t's open file to a new target, which can only Finish it; t keeps
-// the name. It is for a Finish that t's owner may not wait for.
-func (t *Target) Detach() *Target {
-	h := &Target{Path: t.Path, fs: t.fs, old: t.old, like: t.like, file: t.file}
+// FinishUnless is Finish, which may take long, but does not wait for it after the end of
+// ctx: the sync then continues by itself, on a file whose name Drop removes.
+func (t *Target) FinishUnless(ctx context.Context, size int64) error {
+	done := make(chan error, 1)
+	rest := &Target{Path: t.Path, fs: t.fs, old: t.old, like: t.like, file: t.file}
 	t.file = nil
-	return h
+	spawn.Go("save.sync", func() {
+		err := errs.New(errs.ErrEngine, "sync did not end")
+		defer func() { done <- err }()
+		err = rest.Finish(size)
+		rest.Drop()
+	})
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		return errs.In("save", t.Path, errs.Cause(ctx))
+	}
 }
 
 // Drop ends a target: it removes the file if it was not published.
@@ -269,11 +283,12 @@ func Follow(path string) (string, error) {
 const (
 	tempMark = ".overwire-" // a file that is being written
 	oldMark  = ".old-"      // an old file, moved away while a set of files is published
-	bootHex  = 4            // hex digits after the mark: which start of which machine
+	bootHex  = 8            // hex digits after the mark: which start of which machine
 	hidden   = 16           // hex digits after the mark, the others random
 )
 
-// bootTag differs, nearly always, between machines, and between their starts.
+// bootTag differs between machines, and between their starts: of a pair, but for one in
+// 4,000,000,000. A file of another machine may be taken for an orphan only after foreignAge.
 var bootTag = sync.OnceValue(func() string {
 	id, _ := regular.Read("/proc/sys/kernel/random/boot_id", 1<<10) // without it, all are the same
 	sum := sha256.Sum256(id)

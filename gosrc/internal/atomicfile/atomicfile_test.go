@@ -2,6 +2,7 @@ package atomicfile
 
 import (
 	"bytes"
+	"context"
 	"encoding/binary"
 	"errors"
 	"io/fs"
@@ -16,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
 // A watch looks at the temporary file after every call, as another process might.
@@ -192,7 +194,7 @@ func TestHardLink(t *testing.T) {
 	// Promise: another name of the old file keeps the old bytes and mode.
 	dir := t.TempDir()
 	put(t, dir+"/f", 0o600)
-	if err := errors.Join(os.Link(dir+"/f", dir+"/other"), Write(dir+"/f", []byte("new"))); err != nil {
+	if err := errors.Join(os.Link(dir+"/f", dir+"/other"), Write(t.Context(), dir+"/f", []byte("new"))); err != nil {
 		t.Fatal(err)
 	}
 	b, _ := os.ReadFile(dir + "/other")
@@ -244,7 +246,7 @@ func TestACL(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, path := range []string{dir + "/f", dir + "/plain"} {
-		if err := Write(path, []byte("new")); err != nil {
+		if err := Write(t.Context(), path, []byte("new")); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -265,7 +267,7 @@ func TestGroup(t *testing.T) {
 		t.Skip("only root may give files away")
 	}
 	path := put(t, t.TempDir()+"/f", 0o640)
-	if err := errors.Join(os.Chown(path, 1234, 4321), Write(path, nil)); err != nil {
+	if err := errors.Join(os.Chown(path, 1234, 4321), Write(t.Context(), path, nil)); err != nil {
 		t.Fatal(err)
 	}
 	st, _ := os.Stat(path)
@@ -315,7 +317,7 @@ func TestRefused(t *testing.T) {
 		dir + "/fifo": errs.ErrArgument, dir + "/loop": errs.ErrArgument, dir + "/null": errs.ErrArgument, "/dev/null": errs.ErrArgument,
 		dir + "/sub": errs.ErrArgument, dir + "/no/such": errs.ErrNotFound, dir + "/" + strings.Repeat("x", 256): errs.ErrArgument, dir + "/a\x00b": errs.ErrArgument,
 	} {
-		if err := Write(path, nil); !errors.Is(err, class) {
+		if err := Write(t.Context(), path, nil); !errors.Is(err, class) {
 			t.Errorf("%q: %v", path, err)
 		}
 	}
@@ -330,7 +332,7 @@ func TestRefused(t *testing.T) {
 	if os.Geteuid() != 0 {
 		_ = os.Chmod(dir, 0o500)
 		defer func() { _ = os.Chmod(dir, 0o700) }()
-		if err := Write(dir+"/f", nil); !errors.Is(err, errs.ErrPermission) {
+		if err := Write(t.Context(), dir+"/f", nil); !errors.Is(err, errs.ErrPermission) {
 			t.Error(err)
 		}
 	}
@@ -361,7 +363,7 @@ func TestNames(t *testing.T) {
 	dir := t.TempDir()
 	names := []string{"caf\xe9", "caf\ufffd", "caf\xe8", " ", "a\nb", "%E9", "-f", "f.", "\xed\xa0\x80", strings.Repeat("\xff", 255), strings.Repeat("ü", 127), strings.Repeat("x", 254) + "\xc3"}
 	for _, name := range names {
-		if err := Write(dir+"/"+name, []byte(name)); err != nil {
+		if err := Write(t.Context(), dir+"/"+name, []byte(name)); err != nil {
 			t.Errorf("%q: %v", name, err)
 		}
 	}
@@ -398,21 +400,21 @@ func TestOrphans(t *testing.T) {
 		held bool
 		goes bool
 	}{
-		{name: here(".m", "456789abcdef"), age: hour, goes: true},
-		{name: here(".m", "ba9876543210")}, // brand new
-		{name: here(".m", "000000000000"), age: hour, held: true},
-		{name: here(".other", "456789abcdef"), age: hour, goes: true},
-		{name: here("."+strings.Repeat("x", 200), "456789abcdef"), age: hour, goes: true},
-		{name: here(".other", "aaaaaaaaaaaa"), age: 2 * lockTime, goes: true},
-		{name: here(".other", "ba9876543210")},
-		{name: here(".other", "000000000000"), age: days, held: true},
-		{name: foreign(".m", "111111111111"), age: hour, goes: true},
-		{name: foreign(".other", "456789abcdef"), age: hour},
-		{name: foreign(".other", "ba9876543210"), age: days, goes: true},
-		{name: foreign(".other", "000000000000"), age: days, held: true},
+		{name: here(".m", "89abcdef"), age: hour, goes: true},
+		{name: here(".m", "76543210")}, // brand new
+		{name: here(".m", "00000000"), age: hour, held: true},
+		{name: here(".other", "89abcdef"), age: hour, goes: true},
+		{name: here("."+strings.Repeat("x", 200), "89abcdef"), age: hour, goes: true},
+		{name: here(".other", "aaaaaaaa"), age: 2 * lockTime, goes: true},
+		{name: here(".other", "76543210")},
+		{name: here(".other", "00000000"), age: days, held: true},
+		{name: foreign(".m", "11111111"), age: hour, goes: true},
+		{name: foreign(".other", "89abcdef"), age: hour},
+		{name: foreign(".other", "76543210"), age: days, goes: true},
+		{name: foreign(".other", "00000000"), age: days, held: true},
 		{name: ".m" + tempMark + "notes", age: days},
 		{name: ".m" + tempMark + "0123456789abcdeF", age: days},
-		{name: here("m", "456789abcdef"), age: days},
+		{name: here("m", "89abcdef"), age: days},
 		{name: ".m.tmp-0123456789abcdef", age: days},
 		{name: "0123456789abcdef", age: days},
 		{name: "a", age: days},
@@ -439,11 +441,11 @@ func TestOrphans(t *testing.T) {
 		}()
 	}
 	// Folders and links of such names are not ours.
-	folder, link := filepath.Join(dir, here(".f", "456789abcdef")), filepath.Join(dir, here(".l", "456789abcdef"))
+	folder, link := filepath.Join(dir, here(".f", "89abcdef")), filepath.Join(dir, here(".l", "89abcdef"))
 	if err := errors.Join(os.Mkdir(folder, 0o700), os.Symlink("a", link)); err != nil {
 		t.Fatal(err)
 	}
-	if err := Write(p, nil); err != nil {
+	if err := Write(t.Context(), p, nil); err != nil {
 		t.Fatal(err)
 	}
 	for _, q := range []string{folder, link} {
@@ -485,7 +487,7 @@ func TestBlobsOfACache(t *testing.T) {
 	for _, path := range []string{
 		filepath.Join(snapshot, "m"), filepath.Join(snapshot, "new"), filepath.Join(top, "twice"), filepath.Join(top, "folder", "aa"), filepath.Join(blobs, "bb"),
 	} {
-		if err := Write(path, []byte("x")); !errors.Is(err, errs.ErrArgument) || !strings.Contains(err.Error(), "Hugging Face") {
+		if err := Write(t.Context(), path, []byte("x")); !errors.Is(err, errs.ErrArgument) || !strings.Contains(err.Error(), "Hugging Face") {
 			t.Errorf("%s: %v", path, err)
 		}
 	}
@@ -496,12 +498,53 @@ func TestBlobsOfACache(t *testing.T) {
 		t.Error(names)
 	}
 	for _, path := range []string{filepath.Join(snapshot, "plain"), filepath.Join(lone, "bb"), filepath.Join(snapshot, "lone")} {
-		if err := Write(path, []byte("x")); err != nil {
+		if err := Write(t.Context(), path, []byte("x")); err != nil {
 			t.Error(err)
 		}
 	}
 	t.Chdir(blobs)
-	if err := Write("cc", []byte("x")); !errors.Is(err, errs.ErrArgument) {
+	if err := Write(t.Context(), "cc", []byte("x")); !errors.Is(err, errs.ErrArgument) {
 		t.Error(err)
 	}
 }
+
+// A write whose context ends keeps the old file, and leaves no other.
+func TestWriteEnds(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "a")
+	if err := Write(t.Context(), path, []byte("old")); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := Write(ctx, path, bytes.Repeat([]byte("new"), 100)); !errors.Is(err, errs.ErrCancelled) {
+		t.Error(err)
+	}
+	// While the disk takes it, too.
+	target, err := New(Disk{}, path, "", 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	slow := &slowFile{File: target.file, sync: make(chan struct{})}
+	target.file = slow
+	if err := target.FinishUnless(ctx, 3); !errors.Is(err, errs.ErrCancelled) {
+		t.Error(err)
+	}
+	target.Drop()
+	close(slow.sync)
+	if left := spawn.Left(); len(left) != 0 {
+		t.Error(left)
+	}
+	entries, _ := os.ReadDir(dir)
+	if b, err := os.ReadFile(path); err != nil || string(b) != "old" || len(entries) != 1 {
+		t.Error(string(b), err, entries)
+	}
+}
+
+// slowFile is on the disk only when sync is closed.
+type slowFile struct {
+	File
+	sync chan struct{}
+}
+
+func (f *slowFile) Sync() error { <-f.sync; return f.File.Sync() }

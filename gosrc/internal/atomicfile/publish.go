@@ -3,6 +3,7 @@ package atomicfile
 // This file gives written files their names.
 
 import (
+	"context"
 	"io/fs"
 	"os"
 	"slices"
@@ -128,12 +129,25 @@ func Folder(path string) string {
 	}
 }
 
-// Write replaces a file with data.
-func Write(path string, data []byte) error {
-	return With(path, func(f *os.File) error {
-		_, err := f.Write(data)
+// Write replaces a file with data. If ctx ends first, the old file stays.
+func Write(ctx context.Context, path string, data []byte) error {
+	t, err := New(Disk{}, path, "", 0)
+	if err != nil {
 		return err
-	})
+	}
+	defer t.Drop()
+	for off := 0; off < len(data); off += kickEvery {
+		if ctx.Err() != nil {
+			return errs.In("save", path, errs.Cause(ctx))
+		}
+		if err := t.Write(data[off:min(len(data), off+kickEvery)], int64(off)); err != nil {
+			return err
+		}
+	}
+	if err := t.FinishUnless(ctx, int64(len(data))); err != nil {
+		return err
+	}
+	return Publish(Disk{}, []*Target{t})
 }
 
 // With replaces a file with what fill writes. If fill fails, the old file stays.

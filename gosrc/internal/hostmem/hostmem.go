@@ -15,12 +15,22 @@ func Available() int64 {
 	if v, ok := Field("/proc/meminfo", "MemAvailable:"); ok {
 		n = v << 10
 	}
-	const group = "/sys/fs/cgroup/"
-	if limit, ok := Field(group+"memory.max", ""); ok {
-		used, _ := Field(group+"memory.stat", "anon ")
-		n = min(n, max(0, limit-used))
+	return min(n, left("/sys/fs/cgroup/"))
+}
+
+// left is what the limit of a control group leaves, of version 2 or of version 1, where a
+// limit of some 2^63 is none. The page cache is not counted as used: it makes room.
+func left(group string) int64 {
+	for _, v := range []struct{ limit, stat, used string }{
+		{"memory.max", "memory.stat", "anon "},
+		{"memory/memory.limit_in_bytes", "memory/memory.stat", "total_rss "},
+	} {
+		if limit, ok := Field(group+v.limit, ""); ok {
+			used, _ := Field(group+v.stat, v.used)
+			return max(0, limit-used)
+		}
 	}
-	return n
+	return math.MaxInt64
 }
 
 // Field returns the number after a word at the beginning of a line of a file.

@@ -27,7 +27,7 @@ var mayImport = map[string][]string{
 	"internal/hostmem":     {},
 	"internal/near":        {},
 	"internal/nodes":       {},
-	"internal/atomicfile":  {"errs", "internal/regular"},
+	"internal/atomicfile":  {"errs", "internal/regular", "internal/spawn"},
 	"internal/sizes":       {},
 	"internal/sodium":      {},
 	"internal/rawjson":     {},

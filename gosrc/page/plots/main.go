@@ -5,6 +5,7 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"fmt"
 	"os"
@@ -65,7 +66,7 @@ func run(folder string) error {
 		return err
 	}
 	for _, p := range all {
-		if err := atomicfile.Write(filepath.Join(folder, p.File), []byte(p.draw())); err != nil {
+		if err := atomicfile.Write(context.Background(), filepath.Join(folder, p.File), []byte(p.draw())); err != nil {
 			return err
 		}
 	}
