@@ -322,9 +322,9 @@ def test_names_that_programs_replace(tmp_path: Path, monkeypatch: pytest.MonkeyP
             plain = module.serialization.TensorHash
 
             def other(*args: Any, plain: Any = plain, **kwargs: Any) -> Any:
-                made = plain(*args, **kwargs)
-                made.hash = bytes(len(made.hash))
-                return made
+                wrong = plain(*args, **kwargs)
+                wrong.hash = bytes(len(wrong.hash))
+                return wrong
 
             module.TensorDeserializer(tmp_path / "x", device="cpu", verify_hash=True).close()
             with monkeypatch.context() as patch:

@@ -59,10 +59,11 @@ func Redact(text string) string {
 	return text
 }
 
-// RedactURI is Redact for the URI or path of a file, as it was given. A path of a local
+// RedactURI is Redact for the URI or path of a file, as the user wrote it. A path of a local
 // file stays as it is.
 func RedactURI(uri string) string {
-	if scheme, _, ok := strings.Cut(uri, "://"); !ok || scheme == "" || strings.EqualFold(scheme, "file") || strings.ContainsAny(scheme, `/\.`) {
+	scheme, _, ok := strings.Cut(uri, "://")
+	if !ok || scheme == "" || strings.EqualFold(scheme, "file") || strings.ContainsAny(scheme, `/\.`) {
 		return uri
 	}
 	return Redact(bare(uri))
@@ -80,12 +81,12 @@ func bare(uri string) string {
 	if end := strings.IndexAny(rest, "/?#"); end >= 0 {
 		authority = rest[:end]
 	}
-	user, _, found := strings.Cut(authority, "@")
+	user, _, hasUser := strings.Cut(authority, "@")
 	at := -1
 	switch {
 	case strings.Contains(user, ":"):
 		at = strings.LastIndexByte(rest, '@')
-	case found:
+	case hasUser:
 		at = strings.LastIndexByte(authority, '@')
 	}
 	if at >= 0 {
@@ -127,8 +128,8 @@ func redacted(text string, err error) string {
 	if !errors.As(err, &at) {
 		return Redact(text)
 	}
-	before, after, found := strings.Cut(text, at.Error())
-	if !found { // an error that does not repeat what it wraps
+	before, after, whole := strings.Cut(text, at.Error())
+	if !whole { // an error that does not repeat what it wraps
 		return Redact(text)
 	}
 	reason := at.reason()

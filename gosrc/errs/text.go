@@ -26,8 +26,8 @@ type Description struct {
 // Describe returns the Description of an error.
 func Describe(err error) Description {
 	at := where(err)
-	t := Description{Class: Class(err), Message: "overwire: " + Message(err), Source: RedactURI(at.Source), Tensor: at.Tensor,
-		Chunk: known(at.Chunk), Offset: known(at.Offset)}
+	t := Description{Class: Class(err), Message: "overwire: " + Message(err), Source: RedactURI(at.Source),
+		Tensor: at.Tensor, Chunk: known(at.Chunk), Offset: known(at.Offset)}
 	var mem *Memory
 	if errors.As(err, &mem) {
 		t.Asked, t.Free, t.Total = known(mem.Asked), known(mem.Free), known(mem.Total)

@@ -48,8 +48,8 @@ def settings() -> dict[str, str]:
 
 def environment() -> dict[str, str]:
     """The variables of `os.environ` that stores read, as they are now."""
-    found = {name: value for name, value in os.environ.items() if name in _NAMES or name.startswith(_PREFIXES)}
+    variables = {name: value for name, value in os.environ.items() if name in _NAMES or name.startswith(_PREFIXES)}
     for name in _PATHS:
-        if name in found:
-            found[name] = os.path.expandvars(os.path.expanduser(found[name]))
-    return {name: engine_text(value) for name, value in found.items()}
+        if name in variables:
+            variables[name] = os.path.expandvars(os.path.expanduser(variables[name]))
+    return {name: engine_text(value) for name, value in variables.items()}

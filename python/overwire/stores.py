@@ -268,7 +268,7 @@ class FileWriter(ObjectWriter):
 
     def __init__(self, path: str) -> None:
         self._real = os.path.realpath(path)  # a symbolic link stays
-        self._made = ""  # the temporary name, if it has one
+        self._hidden_name = ""  # the temporary name, if it has one
         super().__init__(path)
 
     @property
@@ -285,8 +285,8 @@ class FileWriter(ObjectWriter):
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
                 raise
-            self._made = self._hidden()
-            number = os.open(self._made, flags | os.O_CREAT | os.O_EXCL, mode)
+            self._hidden_name = self._hidden()
+            number = os.open(self._hidden_name, flags | os.O_CREAT | os.O_EXCL, mode)
         with contextlib.suppress(OSError):  # shows later saves, which remove what killed ones have left, that this one lives
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return number
@@ -310,18 +310,18 @@ class FileWriter(ObjectWriter):
                 self._remove()
 
     def _write(self) -> None:
-        if not self._made:
-            made = self._hidden()
+        if not self._hidden_name:
+            name = self._hidden()
             # Without src_dir_fd, which counts for relative paths only, the link of /proc would be linked.
-            os.link(f"/proc/self/fd/{self.fileno()}", made, src_dir_fd=self.fileno())
-            self._made = made
-        publish(self._made, self._real)
+            os.link(f"/proc/self/fd/{self.fileno()}", name, src_dir_fd=self.fileno())
+            self._hidden_name = name
+        publish(self._hidden_name, self._real)
 
     def _remove(self) -> None:
-        made, self._made = self._made, ""
-        if made:
+        name, self._hidden_name = self._hidden_name, ""
+        if name:
             with contextlib.suppress(OSError):
-                os.unlink(made)
+                os.unlink(name)
 
 
 _unfinished: weakref.WeakSet[ObjectWriter] = weakref.WeakSet()

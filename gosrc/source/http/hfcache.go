@@ -121,7 +121,8 @@ func (h *Hub) Missing(uri string, env map[string]string) error {
 	case commit != "" && isFile(s.at(".no_exist", commit)):
 		return errs.New(errs.ErrNotFound, "commit %s has no such file, as the cache of huggingface_hub has noted", commit)
 	case away != nil:
-		return fmt.Errorf("%w: it is not in the cache of huggingface_hub, and the Hub cannot be reached: %w", errs.ErrNotFound, away)
+		return fmt.Errorf("%w: it is not in the cache of huggingface_hub, and the Hub cannot be reached: %w",
+			errs.ErrNotFound, away)
 	}
 	return nil
 }
@@ -151,8 +152,8 @@ func (h *Hub) Away(uri string, env map[string]string, err error) bool {
 	s.commit, s.away, s.done = commit, err, true
 	s.mu.Unlock()
 	if branch {
-		source.Notice("hf://" + s.ref.Repo + ": the Hub cannot be reached (" + errs.Message(err) + "): " + s.name + " means commit " + commit +
-			", which the cache of huggingface_hub noted last")
+		source.Notice(fmt.Sprintf("hf://%s: the Hub cannot be reached (%s): %s means commit %s, which the cache of huggingface_hub noted last",
+			s.ref.Repo, errs.Message(err), s.name, commit))
 	}
 	return true
 }

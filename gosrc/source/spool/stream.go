@@ -58,7 +58,7 @@ type Stream struct {
 
 	// fill's own.
 	hash maphash.Hash // of what is there
-	met  bool         // the store has given the object once
+	met  bool         // the store has answered once
 }
 
 // Open opens an object; it returns when the size is known. Closing the stream closes the

@@ -49,9 +49,9 @@ def inspect(source: str | os.PathLike[str], *, storage_options: StorageOptions |
     uris, _ = _uris(local(source), storage_options)
     if len(uris) != 1:
         raise ArgumentError(f"overwire: inspect {shown(str(source))}: it lists {len(uris)} files; inspect each")
-    found = InspectionDict(_verbs.inspect({"uris": uris, "storage": storage(storage_options, uris)}))
+    inspection = InspectionDict(_verbs.inspect({"uris": uris, "storage": storage(storage_options, uris)}))
     heed(uris)
-    return cast("Inspection", found)
+    return cast("Inspection", inspection)
 
 
 @overload

@@ -548,9 +548,9 @@ def _hashes(record: Record) -> list[TensorHash]:
     """The sums of a record, by the name that programs replace to have others compared."""
     from . import serialization
 
-    made: type[TensorHash] = vars(serialization)["TensorHash"]
+    hash_type: type[TensorHash] = vars(serialization)["TensorHash"]
     stored = ((HashType.CRC32, record.crc32), (HashType.SHA256, record.sha256))
-    return [made(type=kind, hash=one) for kind, one in stored if one is not None]
+    return [hash_type(type=kind, hash=one) for kind, one in stored if one is not None]
 
 
 def _alike(a: Any, b: Any) -> bool:
