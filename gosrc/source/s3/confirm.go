@@ -103,11 +103,11 @@ func combined(done []types.CompletedPart) string {
 
 // A wary client takes a deletion that was answered with 200 and an error for refused, as
 // the SDK does with the completion of an upload.
-type wary struct{ bounded }
+type wary struct{ s3.HTTPClient }
 
 // Do sends one request.
 func (w wary) Do(r *http.Request) (*http.Response, error) {
-	resp, err := w.bounded.Do(r)
+	resp, err := w.HTTPClient.Do(r)
 	if err != nil || r.Method != http.MethodDelete || resp.StatusCode != http.StatusOK {
 		return resp, err
 	}
