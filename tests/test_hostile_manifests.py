@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -143,3 +144,19 @@ def test_an_import_asks_no_url(tmp_path: Path, script) -> None:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_no_redis_server_of_a_file_is_asked(tmp_path: Path) -> None:
+    """A meta.csv that names a Redis server is refused before a connection is made: the environment's password would go there."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        server.settimeout(0)
+        for scheme in ("redis", "rediss", "REDIS"):
+            url = f"{scheme}://127.0.0.1:{server.getsockname()[1]}/m.safetensors"
+            (tmp_path / "meta.csv").write_text(f"0\n{url} 4 uint8 4 4")
+            for verb in (_nyacomp.decompress_from_meta, lambda path: ow.preload(path).wait(60)):
+                with pytest.raises(ow.AccessError, match="REDISCLI_AUTH"):
+                    verb(str(tmp_path / "meta.csv"))
+        with pytest.raises(BlockingIOError):
+            server.accept()

@@ -127,7 +127,8 @@ def read_meta(path: str) -> list[MetaRow]:
 
 
 def meta_rows(path: str, text: str) -> list[MetaRow]:
-    """The rows in the text of a meta.csv; the path is for messages. FormatError."""
+    """The rows in the text of a meta.csv; the path is for messages. FormatError; AccessError
+    for a file of this machine, which may come from anywhere, that names a Redis server."""
     rows = []
     for number, line in enumerate(text.split("\n")[1:], start=2):
         line = line.removesuffix("\r")
@@ -146,6 +147,13 @@ def meta_rows(path: str, text: str) -> list[MetaRow]:
                 f"overwire: open {shown(path)} line {number}: expected 'filename shape dtype decompressed_size compressed_size'",
                 source=path,
             ) from error
+        scheme = filename.partition("://")[0].lower()
+        if scheme in ("redis", "rediss") and not is_remote(path):
+            raise AccessError(
+                f"overwire: open {path} line {number}: it names {shown(filename)}; REDISCLI_AUTH goes to servers that a program names, "
+                "not to one that a file names: name it yourself",
+                source=path,
+            )
     return rows
 
 
