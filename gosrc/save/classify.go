@@ -12,6 +12,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/codec/planes"
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/errs"
@@ -292,6 +293,24 @@ func (t *item) hashAll(ctx context.Context) ([16]byte, error) {
 	err := t.walk(ctx, func(p []byte) error { _, _ = h.Write(p); return nil })
 	t.hash, t.hashed = sum128(&h), err == nil
 	return t.hash, err
+}
+
+// digestAll adds all bytes of a tensor, and compares them with the hash of their source.
+func (t *item) digestAll(ctx context.Context, sum *digest.State) error {
+	var h xxh3.Hasher
+	at := int64(0)
+	err := t.walk(ctx, func(p []byte) error {
+		sum.Add(at, p)
+		at += int64(len(p))
+		if t.known != nil {
+			_, _ = h.Write(p)
+		}
+		return nil
+	})
+	if err == nil && t.known != nil && t.bytes > 0 && sum128(&h) != t.known.Hash {
+		return errOtherBytes()
+	}
+	return err
 }
 
 // pieces are the buffers of walk and equal.

@@ -1,10 +1,12 @@
 package save
 
 import (
+	"bytes"
 	"context"
+	"encoding/binary"
 	"encoding/json"
 	"errors"
-	"github.com/overwire/overwire/gosrc/format"
+	"hash/crc32"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -14,6 +16,8 @@ import (
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/format/overwire"
 )
 
 func convert(t testing.TB, src []string, dst string, spec Spec) Report {
@@ -272,5 +276,44 @@ func TestConvertTree(t *testing.T) {
 	_, err := Inspect(bg, []string{filepath.Join(src, "none")}, format.Access{})
 	if !errors.Is(err, errs.ErrNotFound) {
 		t.Error(err)
+	}
+}
+
+func TestConvertComparesHashes(t *testing.T) {
+	// Promise: a container whose hash of a tensor is false is not converted, also
+	// into column parts where digests are kept: no false hash is passed on.
+	r := newRand(t)
+	path, dst := filepath.Join(t.TempDir(), "m"), filepath.Join(t.TempDir(), "out")
+	write(t, Spec{Path: path, Compress: true}, []Input{bf16("big", r, 700, 1024)})
+	m, err := openModel(bg, []string{path}, format.Access{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	hash := m.ix.Tensors[0].Hash
+	m.close()
+	b, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var header map[string]struct {
+		Offsets [2]int64 `json:"data_offsets"`
+	}
+	data := 8 + int64(binary.LittleEndian.Uint64(b))
+	if err := json.Unmarshal(bytes.Replace(b[8:data], []byte(`"__metadata__"`), []byte(`"x"`), 1), &header); err != nil {
+		t.Fatal(err)
+	}
+	index := b[data:][header[overwire.IndexName].Offsets[0]:header[overwire.IndexName].Offsets[1]]
+	at := bytes.Index(index, hash[:])
+	index[at] ^= 1
+	number := func(at int) int { return int(binary.LittleEndian.Uint32(index[at:])) }
+	sum := index[:64+64*number(16)+32*number(20)+8*number(24)] // docs/format.md 4
+	binary.LittleEndian.PutUint32(index[len(sum):], crc32.Checksum(sum, crc32.MakeTable(crc32.Castagnoli)))
+	if err := os.WriteFile(path, b, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, spec := range []Spec{{Compress: true}, {}, {Compress: true, Parts: 4, Digests: true}} {
+		if _, err := Convert(bg, nil, []string{path}, dst, spec); !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "XXH3") {
+			t.Errorf("%+v: %v", spec, err)
+		}
 	}
 }

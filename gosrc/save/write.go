@@ -276,8 +276,7 @@ func (f *fileWriter) encode(ctx context.Context, worker, k int) error {
 	if c.n == 0 {
 		_, err := t.hashAll(ctx)
 		if err == nil && f.lay.Digests != "" {
-			at := int64(0)
-			err = t.walk(ctx, func(p []byte) error { s.sum.Add(at, p); at += int64(len(p)); return nil })
+			err = t.digestAll(ctx, &s.sum)
 		}
 		return err
 	}
@@ -326,7 +325,8 @@ func (f *fileWriter) place(k int) error {
 	}
 	// Compare the source's hash even if the new file stores none. (A tensor in
 	// several parts is hashed by a task of its own, or keeps its source's hash: its
-	// chunks do not come in the order of its bytes.)
+	// chunks do not come in the order of its bytes. That hash is compared where its
+	// bytes are passed in order anyway, for its digest.)
 	if !t.hashed && (f.lay != nil || t.known != nil) && t.parts == 1 {
 		_, _ = f.hasher.Write(s.data)
 		if c.ends {
