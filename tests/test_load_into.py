@@ -97,6 +97,56 @@ def test_what_cannot_be_written_in_place_is_copied(tmp_path: Path, compress: boo
         file.load_into([("a", [(0, 32)], cast[:32])], max_memory=32 * 48 * 2)
 
 
+def test_the_last_of_overlapping_targets_wins(tmp_path: Path, seed: int) -> None:
+    """Random targets in one memory, dense, strided and cast, alone and out of a preload, leave what copies one after the
+    other leave."""
+    rng, side = random.Random(seed), 12
+    tensors = {f"t{n}": torch.full((side, side), n + 1.0, dtype=torch.float16 if n % 4 == 3 else torch.float32) for n in range(8)}
+    path = make(tmp_path / "m.safetensors", True, tensors)
+    for turn in range(60):
+        memory, want = torch.zeros(2 * side, side), torch.zeros(2 * side, side)
+        targets: list[Any] = []
+        for _ in range(rng.randint(2, 6)):
+            name, low, rows = rng.choice(list(tensors)), rng.randint(0, side), rng.randint(1, side)
+            flip = rng.random() < 0.3
+            here, there = ((one[low : low + side].t() if flip else one[low : low + rows]) for one in (memory, want))
+            targets.append((name, None if flip or rows == side else [(0, rows)], here))
+            there.copy_(tensors[name] if flip else tensors[name][:rows])
+        if turn % 3 == 2:
+            overwire.preload(path).result(60)
+        with overwire.safe_open(path, "pt") as file:
+            file.load_into(targets)
+        assert torch.equal(memory, want), [(name, block, tensor.shape, tensor.stride()) for name, block, tensor in targets]
+
+
+def test_tied_transposes_get_what_torch_gives_them(tmp_path: Path) -> None:
+    """Of two views of one parameter the later one in the state dict wins, as with load_state_dict."""
+    path = make(tmp_path / "m.safetensors", True, {"v": torch.full((50, 50), 1.0), "w": torch.full((50, 50), 2.0)})
+    for first, second in (("w", "v"), ("v", "w")):
+        module = torch.nn.Module()
+        memory = torch.nn.Parameter(torch.zeros(50, 50))
+        for name, strided in ((first, second == "w"), (second, first == "w")):
+            module.register_parameter(name, torch.nn.Parameter(memory.detach().t() if strided else memory.detach()))
+        overwire.load_model(module, path)
+        got = memory.detach().clone()
+        module.load_state_dict(overwire.load_file(path))
+        assert torch.equal(got, memory.detach()), (first, second)
+
+
+def test_elements_that_share_memory_are_refused(tmp_path: Path) -> None:
+    """An expanded destination is refused before anything is written; one that was made in inference mode is filled."""
+    path = make(tmp_path / "m.safetensors", True, {"a": torch.ones(8, 4), "b": torch.ones(8, 4)})
+    good = torch.zeros(8, 4)
+    with torch.inference_mode():
+        frozen = [torch.zeros(8, 4), torch.zeros(4, 8).t(), torch.zeros(8, 4, dtype=torch.float64)]
+    with overwire.safe_open(path, "pt") as file:
+        with pytest.raises(ArgumentError, match="'b'.*share memory"):
+            file.load_into([("a", None, good), ("b", None, torch.zeros(8, 1).expand(8, 4))])
+        assert not good.any()
+        file.load_into([("a", None, one) for one in frozen])
+    assert all(bool((one == 1).all()) for one in frozen)
+
+
 def test_a_preload_is_taken_over(tmp_path: Path, compress: bool) -> None:
     """Whole tensors and blocks come out of a preload of the same file."""
     tensors = {f"t{n}": torch.randn(64, 32).bfloat16() for n in range(6)}

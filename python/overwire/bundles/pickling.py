@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from .. import rebuild
 from ..dtypes import nbytes
-from ..errors import NotSupportedError
+from ..errors import ArgumentError, NotSupportedError
 from ..frameworks.choose import frame_for
 from ..frameworks.frame import Bytes
 
@@ -121,12 +121,18 @@ class TensorPickler(pickle.Pickler):
         # A storage has neither dtype nor shape; a dense tensor that covers it
         # tells both. Kept with the storage, so that its number is not reused.
         torch: Any = self._torch
-        if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
+        if tensor.layout is torch._mkldnn:
+            raise NotSupportedError("overwire: compress: a torch._mkldnn tensor has no bytes of its own: take its to_dense()")
+        if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized or tensor.is_nested:
             return
         try:
             storage = tensor.untyped_storage()
-        except (RuntimeError, NotImplementedError):
-            return  # a wrapper without a storage
+        except (RuntimeError, NotImplementedError, ValueError):
+            return  # a wrapper without a storage, or a lazy module's parameter
+        if tensor.numel() and not storage.nbytes():
+            named = self._names.get(id(tensor), "")
+            text = f"overwire: compress: a tensor of shape {list(tensor.shape)}"
+            raise ArgumentError(f"{text}: its memory was freed: it sleeps, or its storage was resized to 0", tensor=named)
         number = storage._cdata
         if number in self._hints or number in self._storages:
             return

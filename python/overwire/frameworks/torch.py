@@ -20,6 +20,7 @@ from ..dtypes import CALLED, FLOATS, PACKED, named, packed_shape
 from ..errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryError, OverwireError
 from ..gpu import beside_captures, refuse_capture
 from .frame import ODD, Bytes, Columns, Frame, View, check_empty
+from .memory import check_memory, check_shape
 
 __all__ = ["SAVED", "TorchFrame", "describe_all", "settle", "settled", "torch_dtype"]
 
@@ -167,26 +168,29 @@ def describe_all(tensors: Iterable[Any], made: Columns) -> None:
     add_size, add_cuda = made.sizes.append, made.cuda.append
     for tensor in tensors:
         kind, pointer, size, cuda = ODD, 0, 0, 0
-        if (
-            isinstance(tensor, kin)
-            and (dtype := tensor.dtype) in saved
-            and tensor.layout is strided
-            and tensor.is_contiguous()
-            and not tensor.is_neg()
-            and (dtype in real or not tensor.is_conj())
-            and (tensor.is_cpu or (nvidia and tensor.is_cuda))
-        ):
-            key = (dtype, tensor.shape)
-            kind = kinds.get(key, ODD)
-            if kind == ODD and (dtype is not pairs or key[1]):
-                name = saved[dtype]
-                shape = (*key[1][:-1], key[1][-1] * 2) if dtype is pairs else tuple(key[1])
-                kind = kinds[key] = made.types.setdefault((name, shape), len(made.types))
-            if kind != ODD and (size := tensor.nbytes):
-                pointer = tensor.data_ptr()
-                if not pointer:
-                    kind = ODD  # a subclass without memory of its own
-            cuda = tensor.get_device() + 1
+        try:
+            if (
+                isinstance(tensor, kin)
+                and (dtype := tensor.dtype) in saved
+                and tensor.layout is strided
+                and tensor.is_contiguous()
+                and not tensor.is_neg()
+                and (dtype in real or not tensor.is_conj())
+                and (tensor.is_cpu or (nvidia and tensor.is_cuda))
+            ):
+                key = (dtype, tensor.shape)
+                kind = kinds.get(key, ODD)
+                if kind == ODD and (dtype is not pairs or key[1]):
+                    name = saved[dtype]
+                    shape = (*key[1][:-1], key[1][-1] * 2) if dtype is pairs else tuple(key[1])
+                    kind = kinds[key] = made.types.setdefault((name, shape), len(made.types))
+                if kind != ODD and (size := tensor.nbytes):
+                    pointer = tensor.data_ptr()
+                    if not pointer:
+                        kind = ODD  # a subclass without memory of its own
+                cuda = tensor.get_device() + 1
+        except (RuntimeError, ValueError):  # nested, or not initialized: without a shape
+            kind = ODD
         add_kind(kind)
         add_pointer(pointer)
         add_size(size)
@@ -299,8 +303,10 @@ class TorchFrame(Frame):
         return result
 
     def view(self, tensor: Any) -> View:
+        check_shape(tensor, "overwire")
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise NotSupportedError(f"overwire: a {tensor.layout} tensor, or a quantized one, has no bytes of its own; take its parts")
+        check_memory(tensor, "overwire")
         here = self._plain(tensor) if tensor.is_conj() or tensor.is_neg() else tensor
         cuda = _place(here.device)
         name, dims = SAVED.get(here.dtype, ""), tuple(here.shape)
@@ -313,8 +319,6 @@ class TorchFrame(Frame):
         return View(name, shape, here.data_ptr(), item, dims, strides, here, cuda)
 
     def _plain(self, tensor: Any) -> Any:
-        if tensor.device.type == "meta":
-            raise ArgumentError("overwire: a tensor on the meta device has no bytes")
         plain = tensor.detach()
         if plain.is_conj():
             plain = plain.resolve_conj()
@@ -323,10 +327,12 @@ class TorchFrame(Frame):
     def describe(self, tensor: Any) -> Bytes:
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(f"overwire: expected a torch tensor, got {type(tensor).__name__}")
+        check_shape(tensor, "overwire")
         name = SAVED.get(tensor.dtype)
         if name is None or tensor.layout != torch.strided or tensor.is_quantized:
             kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
             raise NotSupportedError(f"overwire: safetensors cannot hold {kind} tensors; compress_pickle keeps them")
+        check_memory(tensor, "overwire")
         dense = self._plain(tensor)
         if not on_gpu(dense) or not dense.is_contiguous():
             dense = dense.to("cpu").contiguous()

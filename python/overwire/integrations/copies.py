@@ -101,7 +101,7 @@ def request_of(copy: Copy, device: torch.device) -> tuple[int, int, int, int, in
     target = copy.target
     if copy.dtype != target.dtype or target.device != device or not target.is_contiguous() or copy.of.dtype in PACKED:
         return None
-    if target.is_conj() or target.is_neg():
+    if target.is_conj() or target.is_neg() or not target.data_ptr():
         return None
     block = block_of(copy)
     if not block:

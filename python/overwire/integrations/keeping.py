@@ -339,7 +339,7 @@ def _landings(plan: Plan, tensors: list[torch.Tensor], files: Sequence[Sheet]) -
     fits = (kind == wanted) & (lo0 >= 0) & (lo0 < hi0) & (hi0 <= rows) & (begin >= 0) & (begin < elements_of)
     fits &= full | ((dims > 1) & (lo1 >= 0) & (lo1 < hi1) & (hi1 <= cols))
     count = (hi0 - lo0) * numpy.where(full, cols, hi1 - lo1) * cells
-    fits &= (count > 0) & (count <= elements_of)
+    fits &= (count > 0) & (count <= elements_of) & (base != 0)
     if not fits.all():
         bad = int((~fits).argmax())
         raise Unfit(f"{files[number[bad]].rows[at[bad]][0]} does not fit")

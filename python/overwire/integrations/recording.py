@@ -212,6 +212,8 @@ class Recorder(TorchDispatchMode):
             raise Unplannable(one.called, f"copy_ of {what}")
         if target.numel():
             memory, low, high = reach(target)
+            if not memory:
+                raise Unplannable(one.called, f"copy_ to a {type(target).__name__} without memory of its own")
             other = self._held(memory, low, high)
             if other is not None:
                 raise Unplannable(one.called, f"copy_ to where {other} goes")

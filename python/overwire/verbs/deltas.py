@@ -444,7 +444,7 @@ def diff(a: Any, b: Any, *, progress: ProgressLike = None, storage_options: Stor
     with State(a, "a", storage_options) as one, State(b, "b", storage_options) as two:
         for names in batches(one, two):
             lefts, rights = one.take(names), two.take(names)
-            both = [(name, hosted(lefts[name]), hosted(rights[name])) for name in names]
+            both = [(name, hosted(name, lefts[name]), hosted(name, rights[name])) for name in names]
             other += [name for name, left, right in both if (left.dtype, left.shape) != (right.dtype, right.shape)]
             both = [(name, left, right) for name, left, right in both if (left.dtype, left.shape) == (right.dtype, right.shape)]
             numbers = array("q")
@@ -545,9 +545,13 @@ def _copied(base: Any, device: Any, options: Mapping[str, Any]) -> dict[str, Any
         if (wanted is not None and name not in wanted) or (chosen is not None and not chosen(name)):
             continue
         if frame_of(tensor).name == "torch":
-            where = check_device(device, frame_of(tensor))
-            key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device))
-            if not tensor.numel() or key not in copies:
+            from ..frameworks.memory import check_memory, identity_of
+
+            check_memory(tensor, f"overwire: load_file: base: {name!r}", name)
+            if tensor.is_quantized:
+                raise NotSupportedError(f"overwire: load_file: base: {name!r} is quantized, and no delta is of such a one", tensor=name)
+            where, key = check_device(device, frame_of(tensor)), identity_of(tensor)
+            if key not in copies:
                 copies[key] = tensor.detach().to(where, copy=True).contiguous()
             made[name] = copies[key]
         else:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .. import _engine
 from ..dtypes import PACKED
-from ..errors import ArgumentError, ForkedError
+from ..errors import ArgumentError, ForkedError, NotSupportedError
 from ..frameworks.frame import Frame
 from ..jobs import Job
 from ..model.opened import WHOLE, Model, Request, Row
 from ..model.plan import fit
 from ..progress import Watcher
 
-__all__ = ["Target", "fill", "in_place", "land", "landing", "place_of", "single", "table_of"]
+__all__ = ["Target", "fill", "in_place", "land", "landing", "place_of", "place_target", "put", "single", "table_of"]
 
 #: Rows and columns of a tensor: [lo, hi) of dimension 0 and of dimension 1.
 Block = tuple[int, int, int, int]
@@ -28,8 +30,9 @@ class Target(NamedTuple):
     """One tensor of the model, or a block of it, and what gets it.
 
     at: its place in the model's table. block: of the tensor. shape: what the block has.
-    tensor: of that shape. put: stores a loaded tensor where `tensor` cannot be written
-    to; None: by a copy, which casts.
+    tensor: of that shape, but for `cut`: the ranges of dimensions 2 and on of the block that
+    it gets. put: stores a loaded tensor where `tensor` cannot be written to; None: by a copy,
+    which casts.
     """
 
     at: int
@@ -37,6 +40,7 @@ class Target(NamedTuple):
     shape: tuple[int, ...]
     tensor: Any
     put: Callable[[Any], None] | None = None
+    cut: tuple[slice, ...] = ()
 
 
 def fill(
@@ -51,7 +55,7 @@ def fill(
 
     A tensor that is dense, on its device and of the file's dtype is written to by the
     engine, without a second copy. Others are loaded beside and copied, in the order of
-    targets, as is one whose memory an earlier target has.
+    targets, as is one that overlaps an earlier target: the last one wins.
 
     fixed: the device to load to; None: each tensor's own. max_memory: of what is loaded
     beside.
@@ -61,26 +65,30 @@ def fill(
     """
     where = [fixed or place_of(target.tensor) for target in targets]
     views = {device: model.on(device) for device in where}
-    lands = [_lands(target, model.row(target.at), device) for target, device in zip(targets, where, strict=True)]
-    _alone(targets, lands)
+    for view in views.values():
+        view.join()
+    lands = []
+    for target, device in zip(targets, where, strict=True):
+        # What was preloaded is whole, and is copied from where it is: on a GPU always,
+        # on the host if a block is wanted of it.
+        taken = views[device].joined and (device != "cpu" or target.block != ALL)
+        lands.append(not taken and _lands(target, model.row(target.at), device))
+    _take_turns(targets, lands)
     groups: dict[str, list[_Landing]] = {device: [] for device in views}
     shared: dict[tuple[str, int], _Landing] = {}  # of preloaded tensors
     beside: list[tuple[int, int]] = []
-    for target, device, here in zip(targets, where, lands, strict=True):
-        views[device].join()
-        if views[device].joined and (device != "cpu" or target.block != ALL):
-            # What was preloaded is whole, and is copied from where it is: on a GPU always,
-            # on the host if a block is wanted of it.
+    for number, (target, device, here) in enumerate(zip(targets, where, lands, strict=True)):
+        if here:
+            groups[device].append(_Landing(target.at, target.tensor.data_ptr(), target.block, []))
+        elif views[device].joined and (device != "cpu" or target.block != ALL):
             one = shared.get((device, target.at))
             if one is None:
                 one = shared[device, target.at] = _Landing(target.at, 0, ALL, [])
                 groups[device].append(one)
                 beside.append((target.at, WHOLE))
-            one.users.append(target)
-        elif here:
-            groups[device].append(_Landing(target.at, target.tensor.data_ptr(), target.block, []))
+            one.users.append((number, target))
         else:
-            groups[device].append(_Landing(target.at, 0, target.block, [target]))
+            groups[device].append(_Landing(target.at, 0, target.block, [(number, target)]))
             beside.append((target.at, WHOLE if target.block == ALL else _elements(target, model)))
     fit(model, frame, None, max_memory, beside)
     with contextlib.ExitStack() as stack:
@@ -90,31 +98,38 @@ def fill(
             watcher = None
         for job, (device, group) in zip(jobs, groups.items(), strict=True):
             landed = job.take(frame.raw({model.table[one.at][1] for one in group})).pairs()
-            for order, one in enumerate(group):
-                capsule, pointer = landed[order]
-                landed[order] = (None, 0)
-                if not one.users:
-                    continue
-                row = model.row(one.at)
-                shape = row.shape if one.block == ALL else one.users[0].shape
-                loaded = frame.adopt(capsule, pointer, row.dtype, shape, views[device].join())
-                for target in one.users:
-                    _put(target, loaded if target.block == one.block else _cut(loaded, target))
+            steps = sorted((number, order, target) for order, one in enumerate(group) for number, target in one.users)
+            last = {order: number for number, order, _ in steps}
+            loaded: dict[int, Any] = {}
+            for number, order, target in steps:
+                one = group[order]
+                if order not in loaded:
+                    row = model.row(one.at)
+                    shape = row.shape if one.block == ALL else target.shape
+                    loaded[order] = frame.adopt(*landed[order], row.dtype, shape, views[device].join())
+                    landed[order] = (None, 0)
+                _store(target, loaded[order] if target.block == one.block else _cut(loaded[order], target))
+                if last[order] == number:
+                    del loaded[order]
 
 
 class _Landing(NamedTuple):
-    # A tensor, or a block of it, that lands in place, or beside those who get it then.
+    # A tensor, or a block of it, that lands in place, or beside those who get it then: the
+    # numbers of targets, and these.
     at: int
     pointer: int
     block: Block
-    users: list[Target]
+    users: list[tuple[int, Target]]
 
 
-def in_place(model: Model, targets: Sequence[Target], device: str) -> dict[int, Any]:
-    """By position, the tensors that the engine can write to, of which no two overlap."""
-    lands = [_lands(target, model.row(target.at), device) for target in targets]
-    _alone(targets, lands)
-    return {target.at: target.tensor for target, here in zip(targets, lands, strict=True) if here}
+def in_place(model: Model, targets: Sequence[Target], device: str) -> tuple[dict[int, Any], list[int]]:
+    """By position, the tensors that the engine can write to whole, of which none overlaps an
+    earlier target; and the positions of targets that do overlap one, to be `put` in this
+    order after all others."""
+    lands = [target.block == ALL and _lands(target, model.row(target.at), device) for target in targets]
+    late = _take_turns(targets, lands)
+    places = {target.at: target.tensor for target, here in zip(targets, lands, strict=True) if here}
+    return places, [targets[number].at for number in late]
 
 
 def table_of(file: Any) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -162,26 +177,35 @@ def single(tensors: Sequence[Any]) -> str:
     return places.pop() if len(places) == 1 else "cpu"
 
 
-def _alone(targets: Sequence[Target], lands: list[bool]) -> None:
-    # Of targets whose memory overlaps all but the first are copied: two landings in one
-    # place would race.
+def _take_turns(targets: Sequence[Target], lands: list[bool]) -> list[int]:
+    """The numbers of targets whose memory overlaps that of an earlier one: these land beside,
+    whatever `lands` said. All that land in place do so at once, and before any is copied."""
     reach: list[tuple[int, int, int]] = []
     for number, target in enumerate(targets):
-        if lands[number] and target.tensor.numel():
-            at = target.tensor.data_ptr()
-            reach.append((at, at + target.tensor.numel() * target.tensor.element_size(), number))
+        tensor = target.tensor
+        if tensor.device.type == "meta" or not (count := tensor.numel()):
+            continue
+        size = tensor.element_size()
+        if not lands[number] and not tensor.is_contiguous():
+            count = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        reach.append((tensor.data_ptr(), tensor.data_ptr() + count * size, number))
     taken = sorted(reach)
     if all(one[1] <= two[0] for one, two in zip(taken, taken[1:], strict=False)):
-        return
-    from bisect import bisect_left, insort
-
-    kept: list[tuple[int, int]] = []
+        return []
+    late: list[int] = []
+    kept: list[tuple[int, int]] = []  # the memory of the earlier ones, in order, without overlaps
     for low, high, number in reach:
-        at = bisect_left(kept, (low, high))
-        if (at and kept[at - 1][1] > low) or (at < len(kept) and kept[at][0] < high):
+        first = bisect_left(kept, (low, low))
+        first -= first > 0 and kept[first - 1][1] > low
+        end = first
+        while end < len(kept) and kept[end][0] < high:
+            end += 1
+        if end > first:
+            late.append(number)
             lands[number] = False
-        else:
-            insort(kept, (low, high))
+            low, high = min(low, kept[first][0]), max(high, kept[end - 1][1])
+        kept[first:end] = [(low, high)]
+    return late
 
 
 def _lands(target: Target, row: Row, where: str) -> bool:
@@ -191,9 +215,9 @@ def _lands(target: Target, row: Row, where: str) -> bool:
     tensor = target.tensor
     return (
         str(tensor.device) == where
-        and not tensor.is_sparse
         and SAVED.get(tensor.dtype) == row.dtype
         and tensor.is_contiguous()
+        and not target.cut
         and not (tensor.is_conj() or tensor.is_neg())
     )
 
@@ -209,20 +233,52 @@ def _cut(loaded: Any, target: Target) -> Any:
     return rows if rows.dim() < 2 else rows[:, lo1 : loaded.shape[1] if hi1 == WHOLE else hi1]
 
 
-def _put(target: Target, loaded: Any) -> None:
+def put(target: Target, whole: Any) -> None:
+    """Stores of a tensor that was loaded beside what is the target's."""
+    _store(target, whole if target.block == ALL else _cut(whole, target))
+
+
+def _store(target: Target, loaded: Any) -> None:
     if target.put is not None:
         target.put(loaded)
-        return
+    else:
+        from ..frameworks.memory import write
+
+        cut = (slice(None), slice(None), *target.cut)
+        write(target.tensor, loaded[cut] if target.cut else loaded)
+
+
+def place_target(target: Target, row: Row, where: str) -> Target | None:
+    """The target as this process has it: of a DTensor only its own part is loaded, if there
+    is one. Raises, with `where` in front, ArgumentError and NotSupportedError for a tensor
+    that cannot be written to."""
+    from ..frameworks.memory import check_writable, local_part
+
+    part = local_part(target.tensor, where, row.name)
+    check_writable(target.tensor if part is None else part.tensor, where, row.name)
+    if part is None:
+        return target
+    if part.ranges == tuple((0, size) for size in target.tensor.shape):
+        return target._replace(tensor=part.tensor, put=None)
+    if not part.tensor.numel():
+        return None
+    if row.dtype in PACKED:
+        raise NotSupportedError(f"{where}: a DTensor of {row.dtype}, whose elements share bytes, that is cut", tensor=row.name)
+    lo0, _, lo1, _ = target.block
+    rows, columns = (*part.ranges, (0, 0))[:2]
+    block = (lo0 + rows[0], lo0 + rows[1], lo1 + columns[0], lo1 + columns[1] if len(part.ranges) > 1 else WHOLE)
+    shape = tuple(high - low for low, high in part.ranges[:2]) + target.shape[2:]
+    cut = tuple(slice(*one) for one in part.ranges[2:]) if shape != tuple(part.tensor.shape) else ()
+    return Target(target.at, block, shape, part.tensor, None, cut)
+
+
+def target_of(model: Model, name: str, block: Any, tensor: Any) -> Target | None:
+    """A checked target; None if this rank has nothing of the tensor. Raises
+    TensorNotFoundError, ArgumentError for a block that is not in the tensor, or a tensor of
+    another shape, and what `place_target` raises."""
     import torch
 
-    with torch.no_grad():
-        target.tensor.copy_(loaded)
-
-
-def target_of(model: Model, name: str, block: Any, tensor: Any) -> Target:
-    """A checked target. Raises TensorNotFoundError, ArgumentError for a block that is
-    not in the tensor, or a tensor of another shape."""
-    import torch
+    from ..frameworks.memory import check_shape
 
     at = model.place(name)
     row = model.row(at)
@@ -230,13 +286,14 @@ def target_of(model: Model, name: str, block: Any, tensor: Any) -> Target:
     if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
         kind = "one of the meta device" if hasattr(tensor, "device") else type(tensor).__name__
         raise ArgumentError(f"{where}: expected a torch.Tensor with memory to load into, got {kind}", tensor=name)
+    check_shape(tensor, where, name)
     shape = row.shape
     if row.dtype == "F4" and shape:
         shape = (*shape[:-1], shape[-1] // 2)
     asked = ALL
     if block is not None:
         try:
-            ranges = [(int(lo), int(hi)) for lo, hi in block]
+            ranges = [(operator.index(lo), operator.index(hi)) for lo, hi in block]
         except (TypeError, ValueError):
             raise ArgumentError(f"{where}: block: expected pairs (lo, hi), or None, got {block!r}", tensor=name) from None
         inside = all(0 <= lo <= hi <= size for (lo, hi), size in zip(ranges, row.shape, strict=False))
@@ -253,4 +310,4 @@ def target_of(model: Model, name: str, block: Any, tensor: Any) -> Target:
             shape = (hi0 - lo0, *shape[1:]) if len(ranges) == 1 else (hi0 - lo0, hi1 - lo1, *shape[2:])
     if tuple(tensor.shape) != shape:
         raise ArgumentError(f"{where}: a tensor of shape {tuple(tensor.shape)} for {shape} of the file", tensor=name)
-    return Target(at, asked, shape, tensor)
+    return place_target(Target(at, asked, shape, tensor), row, where)

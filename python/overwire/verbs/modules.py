@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentError, ModelMismatchError
+from ..errors import ArgumentError, ModelMismatchError, NotSupportedError
 from ..frameworks.choose import check_device, frame_for
 from ..model.opened import Model, opening
 from ..model.options import DeviceLike, ModuleOptions, StorageOptions, check_options, parse_size
 from ..model.plan import fit
 from ..model.sources import SourceLike, named
 from ..progress import ProgressLike, watch
-from .into import ALL, Target, fill, in_place, single
+from .into import ALL, Target, fill, in_place, place_target, put, single
 from .save import Report, save_file
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["load_model", "save_model"]
+
+# The last part of the name under which a state dict has what `get_extra_state` returns.
+EXTRA = "_extra_state"
 
 
 def load_model(
@@ -39,7 +43,10 @@ def load_model(
     A tensor of the module that is dense and has the file's dtype is filled in place,
     on the host or on a GPU: there is no second copy of the model. Other tensors are
     loaded separately and copied (cast) one by one; tensors on the meta device are
-    replaced. Tied tensors are loaded once.
+    replaced. Tied tensors are loaded once; of others that overlap, the last one of the
+    state dict wins. Of a DTensor (FSDP2, tensor parallelism) each rank loads its own part.
+    What a module has for `_extra_state` is given to its `set_extra_state` if it is a tensor,
+    and is left as it is if not: such a one is in no file.
 
     device: the device to load to; None: the device of each tensor, and the host for
         tensors of the meta device. Tensors on another device are copied to it.
@@ -56,9 +63,11 @@ def load_model(
     Returns (missing, unexpected) names, as safetensors.torch.load_model. Names
     tied to a loaded one are neither.
 
-    Raises ModelMismatchError, also for other shapes, and OutOfMemoryError for
-    max_memory, both before it changes or allocates anything; and what `load_file`
-    raises. If the load itself fails, the module has old values and new ones.
+    Raises ModelMismatchError, also for other shapes, NotSupportedError for tensors that
+    have no memory of their own (sparse, nested, FakeTensors, wrappers of other tensors) and
+    where the state dict has copies instead of the module's own tensors, ArgumentError for
+    memory that was freed (`sleep`), and OutOfMemoryError for max_memory, all before it
+    changes or allocates anything; and what `load_file` raises. If the load itself fails, the module has old values and new ones.
 
     `load_state_dict` hooks of the module do not run.
     """
@@ -75,11 +84,8 @@ def load_model(
         return _together(module, source, strict, fixed or single(list(targets.values())), targets, dict(options))
     with Model(source, device=fixed or single(list(targets.values())), **opening(options)) as model:
         missing, unexpected, wanted = _match(module, targets, model, strict)
-        into = []
-        for name, at in wanted.items():
-            target = targets[name]
-            into.append(Target(at, ALL, model.table[at][2], target, functools.partial(_put, module, target)))
-        fill(model, frame, into, fixed, options.get("max_memory"), watch(options.get("progress"), "load"))
+        into = _targets(module, targets, model, wanted, lambda at: model.table[at][2])
+        fill(model, frame, list(into.values()), fixed, options.get("max_memory"), watch(options.get("progress"), "load"))
     return missing, unexpected
 
 
@@ -92,27 +98,76 @@ def _together(
     frame = frame_for("torch")
     into: dict[int, Target] = {}
     places: dict[int, Any] = {}
+    late: list[int] = []
     names: list[list[str]] = []
     group, max_memory = options.pop("group", None), options.pop("max_memory", None)
 
     def choose(loading: GroupLoad) -> list[int]:
         missing, unexpected, wanted = _match(module, targets, loading.model, strict, loading.part_shape)
         names.extend((missing, unexpected))
-        for name, at in wanted.items():
-            into[at] = Target(at, ALL, loading.part_shape(at), targets[name], functools.partial(_put, module, targets[name]))
-        places.update(in_place(loading.model, list(into.values()), device))
-        fit(loading.model, frame, None, max_memory, [loading.part(at) for at in into if at not in places])
-        return list(into)
+        into.update(_targets(module, targets, loading.model, wanted, loading.part_shape))
+        here, overlapping = in_place(loading.model, list(into.values()), device)
+        places.update(here)
+        late.extend(overlapping)
+        fit(loading.model, frame, None, max_memory, [loading.part(at) for at in wanted.values() if at not in places])
+        return list(wanted.values())
 
     beside = parse_size(max_memory, "max_memory")
+    kept: dict[int, Any] = {}
     with (
         begun(source, group, options.pop("shard", None), device=device, budget=0, beside=beside, choose=choose, **options) as loading,
         contextlib.closing(loading.arrive(places)) as arriving,
     ):
         for at, tensor in arriving:
-            if tensor is not places.get(at):
-                _put(module, into[at].tensor, tensor)
+            if at in late:
+                kept[at] = tensor
+            elif at in into and tensor is not places.get(at):
+                put(into[at], tensor)
+    for at in late:
+        put(into[at], kept.pop(at))
     return names[0], names[1]
+
+
+def _targets(
+    module: Any, tensors: Mapping[str, Any], model: Model, wanted: Mapping[str, int], shape_of: Callable[[int], tuple[int, ...]]
+) -> dict[int, Target]:
+    """By position, where each tensor goes. Those of which this rank has nothing are left out."""
+    import torch
+
+    from ..frameworks.memory import is_distributed, storage_of
+
+    own = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
+    memory: set[int] = set()
+    into: dict[int, Target] = {}
+    setters = _extra_states(module)
+    for name, at in wanted.items():
+        tensor, shape = tensors[name], shape_of(at)
+        where = f"overwire: load {model.uris[0]} into {type(module).__name__}: {name!r}"
+        if name in setters:
+            into[at] = Target(at, ALL, shape, torch.empty(0, device="meta"), setters[name])
+            continue
+        if id(tensor) not in own:
+            memory = memory or {storage_of(one) for one in chain(module.parameters(), module.buffers())}
+            if storage_of(tensor) not in memory - {0}:
+                text = f"{where}: the state dict has a copy of it and not the module's own tensor: load_state_dict puts it there"
+                raise NotSupportedError(text, tensor=name)
+        if tensor.device.type == "meta" and not is_distributed(tensor):
+            into[at] = Target(at, ALL, shape, tensor, partial(_replace, module, tensor))
+        elif target := place_target(Target(at, ALL, shape, tensor), model.row(at), where):
+            into[at] = target
+    return into
+
+
+def _extra_states(module: Any) -> dict[str, Callable[[Any], None]]:
+    """What takes the extra state of each part of a module that has one, by its name in the state dict."""
+    import torch
+
+    base = torch.nn.Module.set_extra_state
+    return {
+        f"{name}.{EXTRA}" if name else EXTRA: part.set_extra_state
+        for name, part in module.named_modules()
+        if type(part).set_extra_state is not base
+    }
 
 
 def _match(
@@ -124,20 +179,29 @@ def _match(
 ) -> tuple[list[str], list[str], dict[str, int]]:
     """Missing and unexpected names, and the place of each tensor to load. shape_of: what
     is loaded of it, as torch has it; None: all."""
+    import torch
+
+    from ..frameworks.memory import check_shape, identity_of
+
     wanted = {name: model.places[name] for name in targets if name in model.places}
-    loaded = {_identity(targets[name]) for name in wanted}
-    missing = [name for name, target in targets.items() if name not in wanted and _identity(target) not in loaded]
+    tensors = {name: target for name, target in targets.items() if isinstance(target, torch.Tensor)}
+    loaded = {identity_of(tensors[name]) for name in wanted if name in tensors}
+    missing = [name for name, tensor in tensors.items() if name not in wanted and identity_of(tensor) not in loaded]
     unexpected = [row[0] for row in model.table if row[0] not in targets]
     problems = []
     if strict and missing:
         problems.append("missing in the file: " + ", ".join(map(repr, sorted(missing))))
     if strict and unexpected:
         problems.append("unexpected in the file: " + ", ".join(map(repr, sorted(unexpected))))
+    extra = _extra_states(module)
     for name, at in wanted.items():
         target, (_, dtype, shape, *_rest) = targets[name], model.table[at]
-        if not hasattr(target, "shape"):
+        if name in extra:
+            continue  # of any shape
+        if name not in tensors:
             problems.append(f"{name!r} is not a tensor in the module")
             continue
+        check_shape(target, f"overwire: load {model.uris[0]} into {type(module).__name__}: {name!r}", name)
         here = tuple(target.shape)
         if shape_of is not None:
             shape = shape_of(at)
@@ -153,21 +217,11 @@ def _match(
     return missing, unexpected, wanted
 
 
-def _identity(target: Any) -> Any:
-    if not hasattr(target, "data_ptr") or target.device.type == "meta" or not target.numel():
-        return id(target)
-    return (target.data_ptr(), tuple(target.shape), target.stride(), target.dtype)
-
-
-def _put(module: Any, target: Any, loaded: Any) -> None:
+def _replace(module: Any, target: Any, loaded: Any) -> None:
+    # A module made on the meta device: the loaded tensor takes the place, under every name
+    # that the placeholder has.
     import torch
 
-    if target.device.type != "meta":
-        with torch.no_grad():
-            target.copy_(loaded)
-        return
-    # A module made on the meta device: the loaded tensor takes the place,
-    # under every name that the placeholder has.
     if isinstance(target, torch.nn.Parameter):
         loaded = torch.nn.Parameter(loaded.to(target.dtype), requires_grad=target.requires_grad)
     else:
@@ -191,7 +245,8 @@ def save_model(
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> Report:
-    """Saves a torch module's parameters and persistent buffers by name.
+    """Saves a torch module's parameters and persistent buffers by name. What else its state
+    dict has (`_extra_state`) is saved if it is a tensor, and left out if not.
 
     Tied tensors are stored once. A compressed file has all their names. A plain file
     (compress=False) has the first name only, and {dropped name: kept name} in its
@@ -204,13 +259,15 @@ def save_model(
 
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(f"overwire: module: expected a torch.nn.Module, got {type(module).__name__}")
-    tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
     notes = dict(metadata or {})
     notes.setdefault("format", "pt")
     if not compress:
+        from ..frameworks.memory import identity_of
+
         kept: dict[Any, str] = {}
         for name in sorted(tensors):
-            first = kept.setdefault(_identity(tensors[name]), name)
+            first = kept.setdefault(identity_of(tensors[name]), name)
             if first != name:
                 notes.setdefault(name, first)
                 del tensors[name]

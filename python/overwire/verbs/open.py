@@ -236,7 +236,7 @@ class safe_open(Generic[T]):
             the block's shape. It is written to in place if it is contiguous and of the
             file's dtype, on the host or on a GPU; else the block is loaded beside it
             and copied, which casts. Destinations may be on several devices, and
-            overlap: the last one then wins.
+            overlap: the last one then wins. Of a DTensor this rank's part is loaded.
         max_memory: the most bytes of what is loaded beside.
         progress: as for `load_file`.
 
@@ -244,9 +244,11 @@ class safe_open(Generic[T]):
         not use them before this returns; afterwards work on torch's current stream may.
 
         Raises, before anything is read or changed, TensorNotFoundError, ArgumentError
-        for blocks and shapes that do not fit, and OutOfMemoryError for max_memory; and
-        what `load_file` raises. If the load itself fails, the destinations have old
-        values and new ones.
+        for blocks and shapes that do not fit, for memory that was freed (`sleep`) and for
+        elements that share memory, NotSupportedError for tensors without one memory of
+        their own (sparse, nested, FakeTensors, wrappers of other tensors), and
+        OutOfMemoryError for max_memory; and what `load_file` raises. If the load itself
+        fails, the destinations have old values and new ones.
         """
         from .into import fill, target_of
 
@@ -256,7 +258,7 @@ class safe_open(Generic[T]):
         if _engine.forked():
             raise ForkedError("overwire: load_into: the engine cannot run in a forked child", source=model.uris[0])
         into = [target_of(model, name, block, tensor) for name, block, tensor in targets]
-        fill(model, self._frame, into, None, max_memory, watch(progress, "load"))
+        fill(model, self._frame, [target for target in into if target is not None], None, max_memory, watch(progress, "load"))
 
     def get_slice(self, name: str) -> TensorSlice[T]:
         """Returns a `TensorSlice`; nothing is read before it is indexed."""

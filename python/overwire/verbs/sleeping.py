@@ -404,6 +404,8 @@ def _start(device: str, stored: list[_Sleeper], limit: int, path: str, end: floa
 def _collect(tensors: Any) -> dict[str, Any]:
     import torch
 
+    from ..frameworks.memory import check_shape
+
     if isinstance(tensors, torch.nn.Module):
         named: dict[str, Any] = dict(tensors.named_parameters(remove_duplicate=False))
         named.update(tensors.named_buffers(remove_duplicate=False))
@@ -414,6 +416,7 @@ def _collect(tensors: Any) -> dict[str, Any]:
     for name, tensor in named.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise ArgumentError(f"overwire: sleep: expected tensors by name, got {name!r}: {type(tensor).__name__}")
+        check_shape(tensor, f"overwire: sleep: {name!r}", name)
         if hasattr(tensor, "__tensor_flatten__"):
             kind = type(tensor).__name__
             raise NotSupportedError(f"overwire: sleep: {name!r} is a {kind}, which is made of other tensors: give these", tensor=name)
@@ -424,6 +427,7 @@ def _describe(name: str, tensor: Any, whole: bool) -> _Sleeper:
     """whole: in its own shape and order, as a file has it; else as it lies in memory."""
     import torch
 
+    from ..frameworks.memory import check_memory, shares_elements
     from ..frameworks.torch import SAVED
 
     view = tensor.detach()
@@ -432,9 +436,10 @@ def _describe(name: str, tensor: Any, whole: bool) -> _Sleeper:
         raise NotSupportedError(f"overwire: sleep: {name!r}: {view.dtype}, {view.layout}, lazily conjugated or negated", tensor=name)
     if view.device.type not in ("cpu", "cuda"):
         raise ArgumentError(f"overwire: sleep: {name!r} is on {view.device}", tensor=name)
+    check_memory(view, f"overwire: sleep: {name!r}", name)
     dense = view
     if not view.is_contiguous():
-        if _overlaps(view):
+        if shares_elements(_once(view)):
             raise NotSupportedError(f"overwire: sleep: {name!r}: its elements share memory in an irregular way", tensor=name)
         if not whole and _dense(view):
             view = dense = view.as_strided((view.numel(),), (1,))
@@ -490,18 +495,6 @@ def _dense(tensor: Any) -> bool:
             return False
         size *= count
     return True
-
-
-def _overlaps(tensor: Any) -> bool:
-    """Whether elements share memory otherwise than by `expand`."""
-    end = 0
-    for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if count == 1 or not stride:
-            continue
-        if stride <= end:
-            return True
-        end += stride * (count - 1)
-    return False
 
 
 def _once(tensor: Any, like: Any = None) -> Any:

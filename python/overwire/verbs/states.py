@@ -83,11 +83,14 @@ def described(name: str, tensor: Any) -> Bytes:
         raise
 
 
-def hosted(tensor: Any) -> Bytes:
-    """A tensor's bytes on the host."""
+def hosted(name: str, tensor: Any) -> Bytes:
+    """A tensor's bytes on the host; an error names it."""
     if frame_of(tensor).name == "torch" and tensor.device.type != "cpu":
+        from ..frameworks.memory import check_memory
+
+        check_memory(tensor, f"overwire: {name!r}", name)
         tensor = tensor.detach().cpu()
-    return frame_of(tensor).describe(tensor)
+    return described(name, tensor)
 
 
 def same_names(now: State, base: State) -> None:
@@ -109,5 +112,5 @@ def pair(name: str, new: Any, base: Any) -> tuple[Bytes, Bytes]:
     if now.cuda != before.cuda:  # the base goes where the new tensor is
         before = described(name, base.detach().to(new.device) if now.cuda and hasattr(base, "detach") else base)
         if now.cuda != before.cuda:
-            now, before = hosted(new), hosted(base)
+            now, before = hosted(name, new), hosted(name, base)
     return now, before

@@ -1,0 +1,188 @@
+"""What of a torch tensor lies in the memory of this process.
+
+A DTensor has a block of it here, in a tensor of its own. Other subclasses that are made of
+tensors, FakeTensors, nested and sparse tensors have no one memory, and a storage that was
+resized to 0 (by `sleep`, by FSDP) has none: `data_ptr()` is 0 then, and nothing can be read
+or written there.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from ..errors import ArgumentError, NotSupportedError
+
+__all__ = [
+    "Part",
+    "address_of",
+    "check_memory",
+    "check_shape",
+    "check_writable",
+    "identity_of",
+    "is_distributed",
+    "local_part",
+    "shares_elements",
+    "storage_of",
+    "write",
+]
+
+# What has memory if its address says so.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+_LAZY = (UninitializedParameter, UninitializedBuffer)
+_UNWRITTEN = (torch.quint4x2, torch.quint2x4)
+
+
+class Part(NamedTuple):
+    """What this process has of a tensor: `tensor`, which is [low, high) of each dimension."""
+
+    tensor: Any
+    ranges: tuple[tuple[int, int], ...]
+
+
+def address_of(tensor: Any) -> int:
+    """Where a tensor's first element lies; 0 without memory of its own, and without a shape."""
+    if type(tensor) not in _PLAIN and (_is_fake(tensor) or isinstance(tensor, _LAZY)):
+        return 0
+    try:
+        return 0 if tensor.is_nested else int(tensor.data_ptr())
+    except RuntimeError:  # "doesn't have storage"
+        return 0
+
+
+def storage_of(tensor: Any) -> int:
+    """Where the storage of a tensor begins, of a DTensor that of its part; 0 without memory."""
+    if is_distributed(tensor):
+        with torch.no_grad():
+            tensor = tensor.to_local()
+    return int(tensor.untyped_storage().data_ptr()) if address_of(tensor) else 0
+
+
+def identity_of(tensor: Any) -> Any:
+    """Equal for tensors that are the same elements of the same memory. Without memory, or
+    without elements, only for one and the same object."""
+    if tensor.device.type == "meta" or not (address := address_of(tensor)) or not tensor.numel():
+        return id(tensor)
+    return address, tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def check_memory(tensor: Any, where: str, name: str | None = None) -> None:
+    """Raises, with `where` in front, ArgumentError for a tensor whose memory was freed or is
+    not there yet, NotSupportedError for one that has no single memory, and what `check_shape`
+    raises. Tensors without elements pass."""
+    if tensor.layout is torch.strided and address_of(tensor):
+        return
+    check_shape(tensor, where, name)
+    kind = type(tensor).__name__
+    if tensor.layout is not torch.strided:
+        raise NotSupportedError(f"{where}: a {tensor.layout} tensor has no bytes of its own: take its parts", tensor=name)
+    if tensor.device.type == "meta":
+        raise ArgumentError(f"{where}: it is on the meta device: give it memory first, as module.to_empty(device=) does", tensor=name)
+    if not tensor.numel():
+        return
+    if is_distributed(tensor):
+        raise NotSupportedError(f"{where}: a DTensor lies on several ranks: take its to_local() or full_tensor()", tensor=name)
+    if _is_fake(tensor):
+        raise NotSupportedError(f"{where}: a FakeTensor has no memory", tensor=name)
+    if not tensor.untyped_storage().nbytes():
+        text = f"{where}: its memory was freed: it sleeps, or its storage was resized to 0"
+        raise ArgumentError(text, tensor=name)
+    raise NotSupportedError(f"{where}: a {kind} has no memory of its own: take the tensors that it is made of", tensor=name)
+
+
+def check_shape(tensor: Any, where: str, name: str | None = None) -> None:
+    """Raises, with `where` in front, ArgumentError for a lazy module's parameter that is not
+    initialized, and NotSupportedError for a nested tensor."""
+    if isinstance(tensor, _LAZY):
+        raise ArgumentError(f"{where}: it is not initialized: run its module once, or materialize it", tensor=name)
+    if tensor.is_nested:
+        raise NotSupportedError(f"{where}: a nested tensor has no single shape: take its parts", tensor=name)
+
+
+def check_writable(tensor: Any, where: str, name: str | None = None) -> None:
+    """What `check_memory` checks; and ArgumentError for a tensor whose elements share memory,
+    which cannot have values of their own."""
+    check_memory(tensor, where, name)
+    if tensor.dtype in _UNWRITTEN:
+        raise NotSupportedError(f"{where}: torch cannot copy into a {tensor.dtype} tensor", tensor=name)
+    if not tensor.is_contiguous() and shares_elements(tensor):
+        raise ArgumentError(f"{where}: its elements share memory with one another, as those of `expand` do", tensor=name)
+
+
+def shares_elements(tensor: Any) -> bool:
+    """Whether elements share memory, or lie in one another's reach in an irregular way."""
+    end = 0
+    for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if count > 1:
+            if stride <= end:
+                return True
+            end += stride * (count - 1)
+    return False
+
+
+def write(tensor: Any, values: Any) -> None:
+    """Copies values, cast, into a tensor, also into one that was made in inference mode."""
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+        tensor.copy_(values)
+
+
+def local_part(tensor: Any, where: str, name: str | None = None) -> Part | None:
+    """The part of a DTensor that this rank has; None for other tensors.
+
+    Raises what `check_memory` raises, and NotSupportedError for one whose part is no block of
+    it: a partial sum, shards in an order that is not known, a rank outside of its mesh.
+    """
+    if type(tensor) in _PLAIN or not is_distributed(tensor):
+        return None
+    coordinate = tensor.device_mesh.get_coordinate()
+    ranges = None if coordinate is None else _ranges(tuple(tensor.shape), tensor.device_mesh.shape, coordinate, tensor.placements)
+    with torch.no_grad():
+        local = tensor.to_local()
+    if ranges is None or tuple(high - low for low, high in ranges) != tuple(local.shape):
+        placed = ", ".join(map(str, tensor.placements))
+        text = f"{where}: a DTensor placed as ({placed}) on a mesh of {list(tensor.device_mesh.shape)} has no block on this rank"
+        raise NotSupportedError(text, tensor=name)
+    check_memory(local, where, name)
+    return Part(local, ranges)
+
+
+def _ranges(
+    shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: list[int], placements: tuple[Any, ...]
+) -> tuple[tuple[int, int], ...] | None:
+    # As torch cuts: blocks of ceil(size / ranks), of which the last may be shorter, or empty.
+    # A strided shard (FSDP's of a dimension that tensor parallelism has cut) cuts what the
+    # later axes have left.
+    kinds = [type(placement).__name__ for placement in placements]
+    ranges = [(0, size) for size in shape]
+    strided = [axis for axis, kind in enumerate(kinds) if kind == "_StridedShard"]
+    for axis in [axis for axis in range(len(kinds)) if axis not in strided] + strided[::-1]:
+        placement = placements[axis]
+        if kinds[axis] == "Replicate":
+            continue
+        if kinds[axis] not in ("Shard", "_StridedShard"):
+            return None
+        later = [mesh[at] for at in range(axis + 1, len(kinds)) if getattr(placements[at], "dim", None) == placement.dim]
+        if axis in strided and placement.split_factor != math.prod(later):
+            return None
+        low, high = ranges[placement.dim]
+        step = -(-(high - low) // mesh[axis])
+        first = min(low + step * coordinate[axis], high)
+        ranges[placement.dim] = first, min(first + step, high)
+    return tuple(ranges)
+
+
+def is_distributed(tensor: Any) -> bool:
+    """Whether it is a DTensor."""
+    # Asked of sys.modules: without that import there is none, and it takes a second.
+    module = sys.modules.get("torch.distributed.tensor") or sys.modules.get("torch.distributed._tensor")
+    return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
+
+
+def _is_fake(tensor: Any) -> bool:
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, getattr(module, "FakeTensor", ()))
