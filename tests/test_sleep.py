@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import overwire as ow
 import pytest
 import torch
 from conftest import every_dtype, raw, soon, ugly
+from overwire.model.opened import Model
 
 
 def kept(tensors: dict[str, Any]) -> dict[str, bytes]:
@@ -260,6 +262,41 @@ def test_sleeps_at_once() -> None:
     for thread in threads:
         thread.join()
     assert not failures, failures
+
+
+@pytest.mark.parametrize("other", ["wake", "close"])
+def test_one_thread_wakes_and_others_wait(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
+    """Beside a thread that wakes the tensors, `wake` and `close` wait: nothing is loaded twice or lost, and what interrupts
+    the wake in its own thread is refused in words."""
+    tensors = {"a": torch.randn(300, 300), "b": torch.randn(50).bfloat16()}
+    want = kept(tensors)
+    asleep = ow.sleep(tensors)
+    started: list[str] = []
+    inside, again, go = threading.Event(), threading.Event(), threading.Event()
+    start = Model.start
+
+    def slowly(self: Model, *rest: Any, **named: Any) -> Any:
+        started.append(threading.current_thread().name)
+        (again if inside.is_set() else inside).set()
+        with pytest.raises(ow.ArgumentError, match="signal handler"):
+            getattr(asleep, other)()
+        assert go.wait(60)
+        return start(self, *rest, **named)
+
+    monkeypatch.setattr(Model, "start", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(asleep.wake)
+        assert inside.wait(60)
+        with pytest.raises(ow.DeadlineError, match="another thread"):
+            asleep.wake(timeout=1e-6)
+        second = pool.submit(getattr(asleep, other))
+        again.wait(0.1)
+        go.set()
+        first.result(60)
+        tensors["b"].fill_(7)  # the program goes on
+        second.result(60)
+    assert len(started) == 1 and "awake" in repr(asleep) and bool((tensors["b"] == 7).all())
+    hold({"a": tensors["a"]}, {"a": want["a"]})
 
 
 def test_a_forked_child_is_refused(torch_script: Any) -> None:

@@ -7,14 +7,14 @@ import threading
 import time
 import warnings
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _verbs
 from .._engine import forked
-from ..errors import ArgumentError, ForkedError, NotSupportedError, OutOfMemoryError
+from ..errors import ArgumentError, DeadlineError, ForkedError, NotSupportedError, OutOfMemoryError
 from ..frameworks.choose import check_device, frame_for, frame_of
 from ..jobs import Job, log, time_limit
 from ..model.opened import Model
@@ -46,7 +46,7 @@ class _Sleeper(NamedTuple):
 class Asleep:
     """Tensors that sleep: see `sleep`. A context manager that ends with `wake` and `close`.
 
-    Threads may share it; one of them wakes the tensors.
+    Threads may share it: one of them wakes the tensors, and calls of the others wait for it.
     """
 
     __module__ = "overwire"
@@ -61,29 +61,36 @@ class Asleep:
         self._models: dict[str, Model] = {}
         self._wakes: dict[str, list[_Sleeper]] = {}
         self._storages: list[tuple[Any, int]] = []  # what was freed, with its size
+        self._lock = threading.RLock()
+        self._busy = False
 
     def wake(self, *, progress: ProgressLike = None, timeout: float | None = None) -> None:
         """Puts every tensor back into its own memory, bit for bit, and gives the host
         memory back. Every checksum is compared. On a GPU the tensors may be used at once
         by what is queued on torch's current stream from now on.
 
-        A second call does nothing. progress: as for `load_file`. timeout: seconds after
-        which DeadlineError is raised.
+        A second call does nothing; one beside another waits for it. progress: as for
+        `load_file`. timeout: seconds after which DeadlineError is raised.
 
         Raises OutOfMemoryError where the tensors' memory is not to be had, CorruptError
-        for stored bytes that have changed, ArgumentError after `close`, and what
-        `load_file` raises. After an error, or Ctrl-C, the tensors' values are undefined,
+        for stored bytes that have changed, ArgumentError after `close` and where a signal
+        handler interrupts another call, and what `load_file` raises. After an error, or Ctrl-C, the tensors' values are undefined,
         the stored bytes stay, and `wake` can be called again.
         """
         if not self._wakes:
             return
         if forked():
             raise ForkedError("overwire: wake: the engine cannot run in a forked child")
+        end = time_limit(timeout)
+        with self._alone("wake", end):
+            if self._wakes:
+                self._wake(progress, end)
+
+    def _wake(self, progress: ProgressLike, end: float | None) -> None:
         if not self._models:
             raise ArgumentError("overwire: wake: the stored bytes were given up by close()")
         import torch
 
-        end = time_limit(timeout)
         self._take_memory()
         watcher = watch(progress, "load")
         copies: list[tuple[Any, Any]] = []
@@ -105,14 +112,38 @@ class Asleep:
             for tensor, dense in copies:
                 _once(tensor).copy_(_once(dense, tensor))
         self._storages, self._wakes = [], {}
-        self.close()
+        self._give_up()
 
     def close(self) -> None:
         """Gives the host memory back. Tensors that still sleep are lost: what was freed of
-        them stays empty, and the rest keeps its values. A second call does nothing."""
+        them stays empty, and the rest keeps its values. A second call does nothing; one beside
+        `wake` waits for it. ArgumentError where a signal handler interrupts `wake`."""
+        if forked():  # perhaps while another thread of the parent had the lock
+            self._give_up()
+            return
+        with self._alone("close", None):
+            self._give_up()
+
+    def _give_up(self) -> None:
         models, self._models, self.stored = self._models, {}, 0
         for model in models.values():
             model.close()
+
+    @contextlib.contextmanager
+    def _alone(self, verb: str, end: float | None) -> Iterator[None]:
+        # One call at a time. The lock lets a signal handler of the same thread in.
+        if not self._lock.acquire(timeout=-1 if end is None else max(0.0, end - time.monotonic())):
+            raise DeadlineError(f"overwire: {verb}: another thread was not done with the tensors within the timeout")
+        try:
+            if self._busy:
+                raise ArgumentError(f"overwire: {verb}: a signal handler interrupts another call of the same object")
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
+        finally:
+            self._lock.release()
 
     def _add(self, device: str, stored: list[_Sleeper], job: Job, again: Callable[[], Job]) -> None:
         try:
