@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import overwire as ow
 import pytest
 import torch
 from conftest import every_dtype, same, ugly
 from overwire.jobs import Job
+from overwire.model.loads import Load
 from overwire.model.opened import Model
 
 
@@ -75,6 +78,53 @@ def test_stream_closed_early_ends_its_load(tmp_path: Path) -> None:
     gc.collect()
     for _name, _tensor in ow.stream(tmp_path / "m"):
         break
+
+
+@pytest.mark.parametrize("options", [{}, {"in_order": True}, {"max_memory": 20_000}])
+def test_threads_share_a_stream(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Threads that take from one stream get each tensor once."""
+    tensors = {f"t{n}": torch.full((n + 1, 7), float(n)) for n in range(150)}
+    ow.save_file(tensors, tmp_path / "m")
+    stream = ow.stream(tmp_path / "m", **options)
+    begin = threading.Barrier(4)
+
+    def take() -> list[tuple[str, torch.Tensor]]:
+        begin.wait(60)
+        return list(stream)
+
+    with ThreadPoolExecutor(4) as pool:
+        got = [pair for part in [pool.submit(take) for _ in range(4)] for pair in part.result(60)]
+    assert sorted(name for name, _ in got) == sorted(tensors)
+    for name, tensor in got:
+        same(tensor, tensors[name])
+
+
+@pytest.mark.parametrize("options", [{}, {"max_memory": 20_000}])
+def test_a_stream_is_closed_beside_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    """A thread that waits for a tensor gets CancelledError when another closes the stream; a signal handler that takes from
+    the stream that it interrupts is refused in words."""
+    ow.save_file({f"t{n}": torch.zeros(100, 7) for n in range(20)}, tmp_path / "m")
+    stream = ow.stream(tmp_path / "m", **options)
+    waits, cancelled = threading.Event(), threading.Event()
+    cancel = Job.cancel
+
+    def slowly(self: Load) -> list[Any]:
+        with pytest.raises(ow.ArgumentError, match="signal handler"):
+            next(inner)
+        waits.set()
+        assert cancelled.wait(60)
+        raise ow.CancelledError("overwire: cancelled: by the caller")
+
+    inner = getattr(stream, "_now", [stream])[0]
+    monkeypatch.setattr(Load, "next", slowly)
+    monkeypatch.setattr(Job, "cancel", lambda self: (cancelled.set(), cancel(self))[1])
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(next, stream)
+        assert waits.wait(60)
+        stream.close()
+        with pytest.raises(ow.CancelledError):
+            taken.result(60)
+    assert list(stream) == []
 
 
 def test_stream_holds_no_more_than_max_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ func get[T any](h uint64) (T, error) {
 	case *delta.File:
 		kind = "delta"
 	}
-	return v, errs.New(errs.ErrArgument, "handle %d is not that of a %s", h, kind)
+	return v, errs.New(errs.ErrArgument, "handle %d is that of no %s: it was closed, or never opened", h, kind)
 }
 
 func modelOf(h int64) (*load.Model, error) { return get[*load.Model](uint64(h)) }

@@ -144,20 +144,19 @@ class safe_open(Generic[T]):
             self.close()
 
     def __repr__(self) -> str:
-        if self._model is None:
+        if (model := self._model) is None:
             return "safe_open(closed)"
-        uris, count = self._model.uris, len(self._model.table)
-        more = f" and {len(uris) - 1} more" if len(uris) > 1 else ""
-        return f"safe_open({uris[0]!r}{more}, {self._frame.name!r}, {self._model.device!r}): {count} tensors"
+        more = f" and {len(model.uris) - 1} more" if len(model.uris) > 1 else ""
+        return f"safe_open({model.uris[0]!r}{more}, {self._frame.name!r}, {model.device!r}): {len(model.table)} tensors"
 
     def _repr_html_(self) -> str:
         from .. import _notebook as html
 
-        if self._model is None:
+        if (model := self._model) is None:
             return html.block("safe_open", [("closed", "")])
-        uris, rows = self._model.uris, self._model.table
+        uris, rows = model.uris, model.table
         tensors = html.tensors("in the order of their bytes", (row[:5] for row in rows), len(rows), folded=len(rows) > 12)
-        facts = [("framework", self._frame.name), ("device", self._model.device), ("in memory", html.size(sum(row[3] for row in rows)))]
+        facts = [("framework", self._frame.name), ("device", model.device), ("in memory", html.size(sum(row[3] for row in rows)))]
         return html.block("safe_open", facts, html.table("Files", ("file",), ((uri,) for uri in uris), len(uris)), tensors)
 
     def close(self) -> None:
@@ -167,17 +166,16 @@ class safe_open(Generic[T]):
             model.close()
 
     def _live(self) -> Model:
-        if self._model is None:
+        model = self._model
+        if model is None:
             raise ArgumentError("overwire: the file is closed")
-        if _engine.forked() and not hasattr(self._model, "read_alone"):
+        if _engine.forked() and not hasattr(model, "read_alone"):
             from ..model.forked import ForkedModel
 
-            if self._seen != _states(self._model.uris):
-                raise CorruptError(
-                    f"overwire: open {self._model.uris[0]}: the file was replaced since it was opened", source=self._model.uris[0]
-                )
-            self._model = ForkedModel(self._model.uris, self._model.device)
-        return self._model
+            if self._seen != _states(model.uris):
+                raise CorruptError(f"overwire: open {model.uris[0]}: the file was replaced since it was opened", source=model.uris[0])
+            model = self._model = ForkedModel(model.uris, model.device)
+        return model
 
     def keys(self) -> list[str]:
         """The names of all tensors, sorted."""

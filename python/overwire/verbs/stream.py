@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from threading import RLock
 from typing import TYPE_CHECKING, Any, overload
 
-from ..errors import OverwireError
+from ..errors import ArgumentError, OverwireError
 from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.loads import Load
 from ..model.opened import Model, opening, prepare
@@ -81,8 +82,8 @@ def stream(
         half of that. A single larger tensor is refused.
 
     This call opens the file and starts the load; each tensor is complete when it is
-    yielded. Closing the iterator early (`break`, `close`, an exception in the loop)
-    cancels the rest and frees it. An error of the load is raised after the tensors
+    yielded. Threads may share the iterator: each gets what comes next. Closing it early
+    (`break`, `close`, an exception in the loop) cancels the rest and frees it. An error of the load is raised after the tensors
     that arrived before it.
 
     group, shard: as for `load_file`. All ranks iterate, to the end or up to one that
@@ -124,6 +125,9 @@ class _Stream(Iterator[tuple[str, Any]]):
     # A class and not a generator: a generator that was never started would not
     # run its `finally`, and the load has begun.
 
+    # Threads may share it: each takes what comes next. The lock lets a signal handler of the
+    # same thread in, which `_taking` refuses.
+
     def __init__(self, load: Load, device: str, in_order: bool) -> None:
         self._load: Load | None = load
         self._names = [row[0] for row in load.rows]
@@ -131,57 +135,76 @@ class _Stream(Iterator[tuple[str, Any]]):
         self._landed: list[tuple[int, Any, int]] = []
         self._due = 0 if in_order else None  # the request whose turn it is
         self._early: dict[int, tuple[int, Any, int]] = {}  # landed before their turn
+        self._lock = RLock()
+        self._taking = False
 
     def __next__(self) -> tuple[str, Any]:
-        if self._due is None:
-            return self._given(self._take())
+        with self._lock:
+            if self._taking:
+                raise ArgumentError("overwire: stream: next() within next(): a signal handler takes from the stream that it interrupts")
+            load = self._load
+            if load is None:
+                raise StopIteration
+            self._taking = True
+            try:
+                landed = self._take(load) if self._due is None else self._take_due(load)
+            finally:
+                self._taking = False
+            return self._names[landed[0]], load.tensor(*landed)
+
+    def _take_due(self, load: Load) -> tuple[int, Any, int]:
+        assert self._due is not None
         while self._due not in self._early:
-            landed = self._take()
+            landed = self._take(load)
             self._early[landed[0]] = landed
         self._due += 1
-        return self._given(self._early.pop(self._due - 1))
+        return self._early.pop(self._due - 1)
 
-    def _take(self) -> tuple[int, Any, int]:
+    def _take(self, load: Load) -> tuple[int, Any, int]:
         """The next that has landed; StopIteration after the last."""
         if not self._landed:
-            if self._load is None:
-                raise StopIteration
             try:
-                self._landed = self._load.next()
+                self._landed = load.next()
             except BaseException:
                 self.close()
                 raise
             if not self._landed:
-                load, self._load = self._load, None
+                self._load = None
                 load.job.done()
                 raise StopIteration
             self._landed.reverse()
         return self._landed.pop()
-
-    def _given(self, landed: tuple[int, Any, int]) -> tuple[str, Any]:
-        assert self._load is not None
-        return self._names[landed[0]], self._load.tensor(*landed)
 
     def __repr__(self) -> str:
         return f"<stream of {len(self._names)} tensors to {self._device}{'' if self._load is not None else ', ended'}>"
 
     def landed(self) -> bool:
         """Whether all of it has; an error is raised where it comes in turn."""
-        if self._load is None:
-            return True
+        load = self._load
         try:
-            return self._load.job.ended(0.0)
+            return load is None or load.job.ended(0.0)
         except OverwireError:
             return False
 
+    def cancel(self) -> None:
+        """Ends the load; a thread that waits for a tensor of it raises CancelledError."""
+        if (load := self._load) is not None:
+            load.job.cancel()
+
     def close(self) -> None:
         """Ends the stream: cancels and frees the rest."""
-        load, self._load = self._load, None
-        self._landed, self._early = [], {}
-        if load is not None:
-            if load.places:
-                load.job.cancel()  # the engine writes to them until it has stopped
-            load.job.free()
+        if not self._lock.acquire(blocking=False):
+            self.cancel()  # another thread waits for what comes next
+            self._lock.acquire()
+        try:
+            load, self._load = self._load, None
+            self._landed, self._early = [], {}
+            if load is not None:
+                if load.places:
+                    load.job.cancel()  # the engine writes to them until it has stopped
+                load.job.free()
+        finally:
+            self._lock.release()
 
     def __del__(self) -> None:
         self.close()

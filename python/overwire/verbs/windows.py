@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from ..model.opened import Model
@@ -23,7 +24,7 @@ def windows_of(chosen: Sequence[int], windows: Iterable[PlanWindow]) -> list[tup
 
 class Windows(Iterator[tuple[str, Any]]):
     """The tensors of all windows. `begin` starts the stream of one, which has
-    `landed()` and `close()`. It owns the model."""
+    `landed()`, `cancel()` and `close()`. It owns the model."""
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class Windows(Iterator[tuple[str, Any]]):
         self._watcher = watcher
         self._total = (sum(model.table[at][3] for at in (p for w, _ in windows for p in w)), sum(len(w) for w, _ in windows))
         self._passed = (0, 0)
+        self._lock = RLock()  # each thread takes what comes next
         self._now: tuple[Any, int] | None = None  # a stream, and the bytes of its window
         self._next: tuple[Any, int] | None = None
         try:
@@ -62,6 +64,10 @@ class Windows(Iterator[tuple[str, Any]]):
         return self._begin(window, Watcher(update)), size
 
     def __next__(self) -> tuple[str, Any]:
+        with self._lock:
+            return self._take()
+
+    def _take(self) -> tuple[str, Any]:
         try:
             while self._now is not None:
                 stream, size = self._now
@@ -86,15 +92,23 @@ class Windows(Iterator[tuple[str, Any]]):
 
     def close(self) -> None:
         """Ends the stream; the rest is cancelled and freed."""
-        for running in (self._now, self._next):
-            if running is not None:
-                running[0].close()
-        self._now = self._next = None
-        self._left = []
-        self._model.close()
-        watcher, self._watcher = self._watcher, None
-        if watcher is not None:
-            watcher.close()
+        if not self._lock.acquire(blocking=False):  # another thread waits for what comes next
+            for running in (self._now, self._next):
+                if running is not None:
+                    running[0].cancel()
+            self._lock.acquire()
+        try:
+            for running in (self._now, self._next):
+                if running is not None:
+                    running[0].close()
+            self._now = self._next = None
+            self._left = []
+            self._model.close()
+            watcher, self._watcher = self._watcher, None
+            if watcher is not None:
+                watcher.close()
+        finally:
+            self._lock.release()
 
     def __del__(self) -> None:
         if hasattr(self, "_next"):
