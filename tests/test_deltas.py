@@ -17,6 +17,7 @@ import numpy as np
 import overwire as ow
 import pytest
 import torch
+from overwire.verbs import deltas
 
 SEED = random.randrange(1 << 32)
 
@@ -179,6 +180,41 @@ def test_tied_and_strided_tensors(tmp_path: Path, rng: random.Random) -> None:
         both = torch.zeros(10)
         ow.save_delta({"a": torch.ones(8), "b": torch.ones(8)}, {"a": both[:8], "b": both[2:]}, path)
         ow.apply_delta({"a": both[:8], "b": both[2:]}, path)
+
+
+def test_what_cannot_be_written_back_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that is changed by way of a copy and cannot take it back is refused before any other changes; those of
+    inference mode, views of leaves, scalars and F4 pairs take it; Ctrl-C comes after the last."""
+    path, wide = tmp_path / "d", torch.arange(40.0).reshape(8, 5)
+    shared = np.lib.stride_tricks.as_strided(np.ones(8, np.float32), (8, 5), (4, 0), writeable=True)
+    for odd in (torch.ones(8, 1).expand(8, 5), torch.ones(20).as_strided((8, 5), (2, 1)), shared):
+        base = {"a": torch.zeros(100), "b": odd}
+        ow.save_delta({name: tensor + 1 for name, tensor in base.items()}, base, path)
+        with pytest.raises(ow.ArgumentError, match="'b'.*share memory"):
+            ow.apply_delta(base, path)
+        assert not base["a"].any() and (odd == 1).all()
+    with torch.inference_mode():
+        frozen = wide.clone().t()
+    leaf = torch.nn.Parameter(wide.clone())
+    pairs = torch.arange(32, dtype=torch.uint8).reshape(8, 4).view(torch.float4_e2m1fn_x2)
+    base = {"frozen": frozen, "leaf": leaf.t(), "parts": torch.zeros(6, 6)[::2, 1::2], "pairs": pairs.t()}
+    base["scalar"] = torch.tensor(2j).conj()
+    new = {name: bits(tensor).clone() for name, tensor in base.items() if name == "pairs"}
+    new["pairs"] = (new["pairs"] ^ 1).view(4, 8).view(torch.float4_e2m1fn_x2)
+    new |= {name: tensor.detach().clone() + 1 for name, tensor in base.items() if name != "pairs"}
+    ow.save_delta(new, base, path)
+    write, written = deltas._write, []
+
+    def interrupted(tensor: Any, copy: Any) -> None:
+        written.append(tensor)
+        if len(written) == len(base) + 2:  # of the second copy, after those that are tried
+            raise KeyboardInterrupt
+        write(tensor, copy)
+
+    monkeypatch.setattr(deltas, "_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ow.apply_delta(base, path)
+    assert same({name: tensor.resolve_conj() for name, tensor in base.items()}, new)
 
 
 def test_a_module_is_changed_in_place(tmp_path: Path) -> None:

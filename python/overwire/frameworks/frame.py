@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ..dtypes import FLOATS, nbytes
 from ..errors import NotSupportedError
 
-__all__ = ["ODD", "Bytes", "Columns", "Frame", "View", "check_empty"]
+__all__ = ["ODD", "Bytes", "Columns", "Frame", "View", "check_empty", "overlaps_itself"]
 
 
 class Bytes(NamedTuple):
@@ -154,3 +154,15 @@ def check_empty(dtype: str, shape: tuple[int, ...], name: str | None = None) -> 
             f"overwire: {what}shape {list(shape)} of {dtype}: beside the zero its dimensions overflow; only framework='bytes' takes it",
             tensor=name,
         )
+
+
+def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements of such a tensor share memory, or lie in one another's reach in an
+    irregular way. Strides count elements."""
+    end = 0
+    for stride, count in sorted(zip(map(abs, strides), shape, strict=True)):
+        if count > 1:
+            if stride <= end:
+                return True
+            end += stride * (count - 1)
+    return False

@@ -16,6 +16,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ..errors import ArgumentError, NotSupportedError
+from .frame import overlaps_itself
 
 __all__ = [
     "Part",
@@ -26,7 +27,6 @@ __all__ = [
     "identity_of",
     "is_distributed",
     "local_part",
-    "shares_elements",
     "storage_of",
     "write",
 ]
@@ -110,19 +110,8 @@ def check_writable(tensor: Any, where: str, name: str | None = None) -> None:
     check_memory(tensor, where, name)
     if tensor.dtype in _UNWRITTEN:
         raise NotSupportedError(f"{where}: torch cannot copy into a {tensor.dtype} tensor", tensor=name)
-    if not tensor.is_contiguous() and shares_elements(tensor):
+    if not tensor.is_contiguous() and overlaps_itself(tensor.shape, tensor.stride()):
         raise ArgumentError(f"{where}: its elements share memory with one another, as those of `expand` do", tensor=name)
-
-
-def shares_elements(tensor: Any) -> bool:
-    """Whether elements share memory, or lie in one another's reach in an irregular way."""
-    end = 0
-    for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if count > 1:
-            if stride <= end:
-                return True
-            end += stride * (count - 1)
-    return False
 
 
 def write(tensor: Any, values: Any) -> None:

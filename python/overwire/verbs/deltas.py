@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Union
 
 from .. import _verbs, gpu
 from .._engine import buffer_of, release
-from ..errors import ArgumentError, NotSupportedError
+from ..errors import ArgumentError, DeviceError, NotSupportedError
 from ..frameworks.choose import check_device, columns_of, frame_of
-from ..frameworks.frame import ODD, Bytes
+from ..frameworks.frame import ODD, Bytes, overlaps_itself
 from ..jobs import Job, time_limit
 from ..model.options import StorageOptions, parse_size
 from ..model.storage import storage
@@ -341,7 +341,8 @@ def apply_delta(
 
     tensors: a dict of torch tensors or numpy arrays, or a torch module; the very base of
         the delta. Tied tensors are changed once. Tensors that the delta does not name are
-        left alone. A tensor that is not dense is changed by way of a copy.
+        left alone. A tensor that is not dense is changed by way of a copy; one whose elements
+        share memory (`expand`) is refused.
     delta: a path or URI, the bytes of a delta's file, or one from `open_delta`, which has
         read and checked it; a list of these is a chain, of which each begins where the one
         before it ends. A chain takes as long as its changes, not as its number.
@@ -373,13 +374,13 @@ def apply_delta(
                 break
     wanted = [named[name] for name in names]
     said = columns_of(wanted)
-    copies: list[tuple[Any, Any]] = []  # tensors that are changed by way of a copy, and that
+    copies: list[tuple[str, Any, Any]] = []  # tensors that are changed by way of a copy, and that
     for at, kind in enumerate(said.kinds):
         if kind == ODD:
             place, copied = _place(names[at], wanted[at])
             said.set(at, place)
             if copied:
-                copies.append((wanted[at], place.keep))
+                copies.append((names[at], wanted[at], place.keep))
     _settle(said.cuda)
     streams = _streams(said.cuda)
     job = _verbs.delta_apply(
@@ -394,8 +395,7 @@ def apply_delta(
     )
     with Job(job, "apply", None, end) as running:
         report = _report(running.finish())
-    for tensor, copy in copies:
-        _write_back(tensor, copy)
+    _write_back(copies)
     del chain
     return report
 
@@ -501,19 +501,54 @@ def _place(name: str, tensor: Any) -> tuple[Bytes, bool]:
             here = -1
     else:
         raise NotSupportedError(f"overwire: apply_delta: {name!r}: a {type(tensor).__name__} cannot be changed in place", tensor=name)
-    return at, at.nbytes > 0 and at.pointer != here
+    copied = at.nbytes > 0 and at.pointer != here
+    if copied:
+        _try_write(name, tensor, at.keep)
+    return at, copied
 
 
-def _write_back(tensor: Any, copy: Any) -> None:
+def _try_write(name: str, tensor: Any, copy: Any) -> None:
+    """Raises ArgumentError where a changed copy could not be written back."""
+    strides = tensor.stride() if hasattr(tensor, "stride") else [step // tensor.itemsize for step in tensor.strides]
+    if overlaps_itself(tensor.shape, strides):
+        text = f"overwire: apply_delta: {name!r}: its elements share memory with one another, as those of `expand` do"
+        raise ArgumentError(text, tensor=name)
+    first = (..., *(slice(0, 1) for _ in tensor.shape))
+    try:
+        _write(tensor[first], copy[first])
+    except (RuntimeError, ValueError) as error:
+        raise ArgumentError(f"overwire: apply_delta: {name!r} cannot be written to: {error}", tensor=name) from error
+
+
+def _write(tensor: Any, copy: Any) -> None:
     if hasattr(tensor, "copy_"):
-        import torch
+        from ..frameworks.memory import write
 
-        with torch.no_grad():
-            tensor.copy_(copy)
-        if tensor.device.type == "cuda":
-            torch.cuda.current_stream(tensor.device).synchronize()
+        write(tensor, copy)
     else:
         tensor[...] = copy
+
+
+def _write_back(copies: list[tuple[str, Any, Any]]) -> None:
+    """Gives all tensors what their copies have become; Ctrl-C is raised when that is done."""
+    interrupt: KeyboardInterrupt | None = None
+    written: set[int] = set()  # GPUs
+    for at, (name, tensor, copy) in enumerate(copies):
+        while True:
+            try:
+                _write(tensor, copy)
+                if getattr(tensor, "is_cuda", False):
+                    written.add(tensor.get_device() + 1)
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+            except Exception as error:
+                old = ", ".join(repr(other) for other, _, _ in copies[at:])
+                text = f"overwire: apply_delta: {name!r}: {error}; old values, or parts of both: {old}; the new ones: all others"
+                raise DeviceError(text) from error
+    _settle(written)
+    if interrupt is not None:
+        raise interrupt
 
 
 def load_on(

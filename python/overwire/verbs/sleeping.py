@@ -16,6 +16,7 @@ from .. import _verbs
 from .._engine import forked
 from ..errors import ArgumentError, DeadlineError, ForkedError, NotSupportedError, OutOfMemoryError
 from ..frameworks.choose import check_device, frame_for, frame_of
+from ..frameworks.frame import overlaps_itself
 from ..jobs import Job, log, time_limit
 from ..model.opened import Model
 from ..model.options import StorageOptions, parse_size
@@ -458,7 +459,7 @@ def _describe(name: str, tensor: Any, whole: bool) -> _Sleeper:
     """whole: in its own shape and order, as a file has it; else as it lies in memory."""
     import torch
 
-    from ..frameworks.memory import check_memory, shares_elements
+    from ..frameworks.memory import check_memory
     from ..frameworks.torch import SAVED
 
     view = tensor.detach()
@@ -470,7 +471,8 @@ def _describe(name: str, tensor: Any, whole: bool) -> _Sleeper:
     check_memory(view, f"overwire: sleep: {name!r}", name)
     dense = view
     if not view.is_contiguous():
-        if shares_elements(_once(view)):
+        once = _once(view)
+        if overlaps_itself(once.shape, once.stride()):
             raise NotSupportedError(f"overwire: sleep: {name!r}: its elements share memory in an irregular way", tensor=name)
         if not whole and _dense(view):
             view = dense = view.as_strided((view.numel(),), (1,))
