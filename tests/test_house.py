@@ -22,7 +22,7 @@ PACKAGE = Path(overwire.__file__).parent
 # From the bottom up; patterns of module names without "overwire.". A module may import
 # its own layer and those below.
 LAYERS: list[tuple[str, str]] = [
-    ("words", "errors dtypes paths files _apart _environment _notebook _run _tables"),
+    ("words", "errors dtypes paths files _apart _environment _imports _notebook _run _tables"),
     ("engine", "_core _engine _requests _verbs progress jobs codecs gpu"),
     ("frameworks", "frameworks frameworks.*"),
     ("model", "model model.* stores records"),

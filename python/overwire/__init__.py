@@ -9,6 +9,8 @@ the engine's own threads; and `patch_safetensors` (`OVERWIRE_PATCH`).
 import os as _os
 import sys as _sys
 
+from ._imports import Undisturbed as _Undisturbed
+
 if "t" in _sys.abiflags:  # there the engine's file, of the stable ABI, is not even looked for
     raise ImportError("overwire does not run in a free-threaded CPython, which has no stable ABI: use the usual build of CPython")
 
@@ -183,11 +185,12 @@ if not TYPE_CHECKING:
             raise AttributeError(f"module 'overwire' has no attribute {name!r}{_near(name)}")
         from importlib import import_module
 
-        if name in ("codecs", "compat", "distributed", "errors"):
-            return import_module(f"overwire.{name}")
-        home = next((module for module, names in _HOMES.items() if name in names), "errors")
-        value = globals()[name] = getattr(import_module("overwire." + home), name)
-        return value
+        with _Undisturbed():
+            if name in ("codecs", "compat", "distributed", "errors"):
+                return import_module(f"overwire.{name}")
+            home = next((module for module, names in _HOMES.items() if name in names), "errors")
+            value = globals()[name] = getattr(import_module("overwire." + home), name)
+            return value
 
     def _near(name):
         if name.startswith("_"):  # also a module that is being imported

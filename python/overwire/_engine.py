@@ -17,6 +17,7 @@ import os
 import sys
 
 from ._environment import engine_text, environment, settings
+from ._imports import Undisturbed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ _EXIT_MS = 2000
 # OVERWIRE_LOG, as levels of logging.
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "silent": 100}
 
-_lock = _thread.allocate_lock()
+_lock = _thread.RLock()
 _loaded: Any = None  # the raw module, or what stands in for it
 
 
@@ -93,7 +94,7 @@ def core() -> Any:
 
 def _load() -> Any:
     global _loaded
-    with _lock:
+    with Undisturbed(), _lock:
         if _loaded is not None:
             return _loaded
         import atexit
@@ -138,7 +139,7 @@ def _spoken(log: Any) -> Any:
 
 def _in_child() -> None:
     global _lock
-    _lock = _thread.allocate_lock()  # another thread may have held it
+    _lock = _thread.RLock()  # another thread may have held it
 
 
 def _at_exit() -> None:

@@ -6,9 +6,9 @@ The tables are the engine's.
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
+from ._imports import imported
 from ._tables import BITS, CAST_FROM, CAST_TO, FLOATS
 
 __all__ = ["BITS", "CALLED", "CAST_FROM", "CAST_TO", "FLOATS", "PACKED", "named", "nbytes", "packed_shape"]
@@ -58,7 +58,7 @@ _NAMED = {text: name for name, texts in _NAMES.items() for text in texts.split()
 def named(dtype: Any) -> Any:
     """The safetensors name of a floating dtype that is given by a name ("bf16",
     "torch.float16", "BF16") or by another framework's type. Others stay as they are."""
-    numpy = sys.modules.get("numpy")
+    numpy = imported("numpy")
     if numpy is not None and isinstance(dtype, (numpy.dtype, type)):
         try:
             dtype = numpy.dtype(dtype).name

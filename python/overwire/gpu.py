@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from . import _verbs
 from ._apart import apart
 from ._engine import release
+from ._imports import imported
 from .errors import ArgumentError, ForkedError, NotSupportedError, OutOfMemoryError, error_of
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def algorithms() -> tuple[str, ...]:
 
 def torch_of() -> Any:
     """torch, where the program has imported it and it finds a GPU; else None."""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     return torch if torch is not None and getattr(torch, "cuda", None) is not None and torch.cuda.is_available() else None
 
 

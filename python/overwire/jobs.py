@@ -47,7 +47,7 @@ _DONE = {
     "fetch": "fetched",
 }
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may come while this thread has it
 _last = "null"
 _said = False
 

@@ -27,6 +27,7 @@ from types import FunctionType
 from typing import Any
 
 from .. import rebuild
+from .._imports import imported
 from ..errors import FormatError, UntrustedPickleError
 from .budget import ATTRIBUTE, LONGEST, Budget, attributes
 from .tensors import REBUILDERS, subclassed
@@ -91,7 +92,7 @@ class AllowList:
         if type(function) is Guard:
             return function.call(self.budget, *args)
         if isinstance(function, type):
-            torch = sys.modules.get("torch")
+            torch = imported("torch")
             make: Any = _CALLS.get(function) or (torch and {torch.Size: _size, torch.device: _device}.get(function))
             if make is not None:
                 return make(self.budget, *args)
@@ -99,7 +100,7 @@ class AllowList:
 
     def new(self, kind: Any, args: tuple[Any, ...]) -> Any:
         """An empty object of a class."""
-        torch = sys.modules.get("torch")
+        torch = imported("torch")
         if kind is not object and not (torch is not None and isinstance(kind, type) and issubclass(kind, torch.nn.Module)):
             raise self.wrong("makes an empty", kind)
         if args:
@@ -113,7 +114,7 @@ class AllowList:
         if type(made) is collections.OrderedDict:
             made.__dict__.update(attributes(self.budget, made, state))
             return
-        torch = sys.modules.get("torch")
+        torch = imported("torch")
         if torch is None or not isinstance(made, torch.nn.Module):
             raise self.wrong("sets the state of", made)
         own = attributes(self.budget, made, state)

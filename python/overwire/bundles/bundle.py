@@ -15,10 +15,10 @@ import contextlib
 import errno
 import hashlib
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from .._imports import Undisturbed, imported
 from ..errors import AccessError, ArgumentError, CorruptError, FormatError, IOFailure, NotFoundError, OverwireError
 from ..files import read_file, regular
 from ..frameworks.choose import check_device, frame_for
@@ -123,7 +123,8 @@ def load_compressed_pickle(
     Returns the object; its tensors own their memory. Raises UntrustedPickleError,
     NotFoundError if one of the files is missing, CorruptError, FormatError.
     """
-    from . import unpickling
+    with Undisturbed():
+        from . import unpickling
 
     where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
     target = _target(path)
@@ -159,7 +160,8 @@ def _save(
     progress: ProgressLike,
     options: StorageOptions | None,
 ) -> float:
-    from .pickling import described, dump
+    with Undisturbed():
+        from .pickling import described, dump
 
     target = _target(path)
     storage(options, [target])  # wrong ones are refused before anything is done
@@ -281,8 +283,8 @@ def _os_errors(path: str) -> Iterator[None]:
 def _names(model: Any) -> dict[int, str]:
     """What tensors are called in a model: id -> name. The first name counts."""
     names: dict[int, str] = {}
-    torch = sys.modules.get("torch")
-    numpy = sys.modules.get("numpy")
+    torch = imported("torch")
+    numpy = imported("numpy")
 
     def walk(value: Any, prefix: str, depth: int) -> None:
         if torch is not None and isinstance(value, torch.nn.Module):

@@ -18,11 +18,11 @@ from __future__ import annotations
 import io
 import pickle
 import re
-import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .. import rebuild
+from .._imports import imported
 from ..dtypes import nbytes
 from ..errors import ArgumentError, NotSupportedError
 from ..frameworks.choose import frame_for
@@ -60,8 +60,8 @@ class TensorPickler(pickle.Pickler):
     def __init__(self, file: Any, names: Mapping[int, str]) -> None:
         super().__init__(file, protocol=5)
         self.blobs: list[Blob] = []
-        self._torch = sys.modules.get("torch")
-        self._numpy = sys.modules.get("numpy")
+        self._torch = imported("torch")
+        self._numpy = imported("numpy")
         self._names = names  # id of a tensor -> what its blob shall be called
         self._taken: set[str] = set()
         self._storages: dict[int, int] = {}

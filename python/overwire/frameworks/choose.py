@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from .. import _verbs
+from .._imports import Undisturbed, imported
 from ..errors import ArgumentError, MissingPackageError, NotSupportedError
 from .frame import ODD, Columns, Frame
 
@@ -29,7 +30,7 @@ def frame_for(framework: str | None) -> Frame:
     """The frame of a `framework=` argument; None: torch if it is installed,
     else numpy."""
     if framework is None:
-        name = "torch" if "torch" in sys.modules or find_spec("torch") else "numpy"
+        name = "torch" if imported("torch") is not None or find_spec("torch") else "numpy"
     else:
         name = _NAMES.get(framework, "") if isinstance(framework, str) else ""
         if not name:
@@ -40,17 +41,22 @@ def frame_for(framework: str | None) -> Frame:
 @cache
 def _frame(name: str) -> Frame:
     try:
-        if name == "torch":
-            from .torch import TorchFrame
+        if name != "bytes":
+            import_module(name)
+            if imported(name) is None:  # under a signal handler
+                raise MissingPackageError(f"overwire: framework {name!r}: this thread is still importing {name}: call overwire after that")
+        with Undisturbed():
+            if name == "torch":
+                from .torch import TorchFrame
 
-            return TorchFrame()
-        if name == "bytes":
-            from .bytes import BytesFrame
+                return TorchFrame()
+            if name == "bytes":
+                from .bytes import BytesFrame
 
-            return BytesFrame()
-        from .numpy import NumpyFrame
+                return BytesFrame()
+            from .numpy import NumpyFrame
 
-        return NumpyFrame()
+            return NumpyFrame()
     except ImportError as error:
         raise MissingPackageError(
             f"overwire: framework {name!r} needs the package {name}: pip install {name}, or load with framework='bytes'"
@@ -59,10 +65,10 @@ def _frame(name: str) -> Frame:
 
 def frame_of(tensor: Any) -> Frame:
     """The frame that a tensor belongs to."""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         return frame_for("torch")
-    numpy = sys.modules.get("numpy")
+    numpy = imported("numpy")
     if numpy is not None and isinstance(tensor, (numpy.ndarray, numpy.generic)):
         return frame_for("numpy")
     bare = isinstance(tensor, (bytes, bytearray, memoryview))
@@ -74,7 +80,7 @@ def columns_of(tensors: Sequence[Any]) -> Columns:
     """Describes tensors of any kind, those of torch at once. Raises nothing for those
     that it cannot describe: they are ODD."""
     made = Columns()
-    if "torch" in sys.modules:
+    if imported("torch") is not None:
         from .torch import describe_all
 
         describe_all(tensors, made)
@@ -124,6 +130,6 @@ def check_device(device: Any, frame: Frame | None = None) -> str:
     if frame.name != "torch":
         raise NotSupportedError(f"overwire: device {device!r}: {frame.name} has no arrays on a GPU; load with framework='pt'")
     if number < 0:
-        torch = sys.modules.get("torch")
+        torch = imported("torch")
         number = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else 0
     return f"cuda:{number}"

@@ -35,7 +35,7 @@ class Kept:
 
 
 _State = tuple[int, int, int, int, int]
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may come while this thread has it
 _open: weakref.WeakValueDictionary[tuple[str, _State], Kept] = weakref.WeakValueDictionary()
 _last: Kept | None = None  # stays open between one reader and the next
 

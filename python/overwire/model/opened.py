@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _verbs
 from .._engine import release
+from .._imports import imported
 from ..dtypes import CAST_FROM, CAST_TO, nbytes
 from ..errors import ArgumentError, CorruptError, FormatError, NotFoundError, OutOfMemoryError, TensorNotFoundError, did_you_mean
 from ..frameworks.frame import Frame, check_empty
@@ -274,7 +274,7 @@ class Model:
         try:
             number = _verbs.load(options, self.handle, requests is None, packed)
         except OutOfMemoryError:
-            if lands == "cpu" or "torch" not in sys.modules:
+            if lands == "cpu" or imported("torch") is None:
                 raise
             from ..frameworks.torch import give_back
 

@@ -3,13 +3,13 @@ model with a file by them."""
 
 from __future__ import annotations
 
-import sys
 import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from .. import _verbs
+from .._imports import imported
 from ..errors import ArgumentError, NotSupportedError, name_tensor
 from ..frameworks.choose import columns_of, frame_of
 from ..frameworks.frame import ODD, View
@@ -98,7 +98,7 @@ def _same(view: View, digest: str, row: Mapping[str, Any]) -> bool:
 
 def _named(tensors: Any) -> dict[str, Any] | None:
     """Tensors by name; None where a single tensor is meant."""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if isinstance(tensors, Mapping) or (torch is not None and isinstance(tensors, torch.nn.Module)):
         return tensors_of(tensors, "tensors")
     return None

@@ -15,6 +15,7 @@ from ..model.opened import WHOLE, Model, opening, prepare
 from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, OpenOptions, TorchName, check_options
 from ..model.sources import SourceLike, named
 from ..progress import ProgressLike, watch
+from .into import fill, target_of
 
 if TYPE_CHECKING:
     import numpy
@@ -248,8 +249,6 @@ class safe_open(Generic[T]):
         OutOfMemoryError for max_memory; and what `load_file` raises. If the load itself
         fails, the destinations have old values and new ones.
         """
-        from .into import fill, target_of
-
         model = self._live()
         if self._frame.name != "torch":
             raise ArgumentError(f"overwire: load_into: needs framework='pt', got {self._frame.name!r}")

@@ -305,7 +305,7 @@ class SleepMemory:
         #: Bytes that sleeps of the tensors are expected to take, on all GPUs.
         self.nbytes: int = 0
         self._jobs: dict[str, Job] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may come while this thread has it
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits at most `timeout` seconds until the memory is ready, or a sleep has taken

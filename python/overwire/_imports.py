@@ -1,0 +1,80 @@
+"""Modules that are imported meanwhile: by another thread, or under a signal handler.
+
+Imported with the package itself, so it imports nothing that is not there already.
+"""
+
+import _signal  # type: ignore[import-not-found]
+import sys
+
+__all__ = ["Undisturbed", "imported"]
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_whole: "dict[str, Any]" = {}
+
+
+def imported(name: str) -> "Any":
+    """A module that the program has imported, whole: while another thread imports it, this
+    waits. None where nobody has imported it, and in the thread that is about to, as in a
+    signal handler: no object of the module can be there yet."""
+    module = sys.modules.get(name)
+    if module is None or _whole.get(name) is module:
+        return module
+    if _initializing(module):
+        try:
+            __import__(name)
+        except ImportError:  # the other thread's failed
+            return None
+        module = sys.modules.get(name)
+        if module is None or _initializing(module):
+            return None
+    _whole[name] = module
+    return module
+
+
+def _initializing(module: "Any") -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+class Undisturbed:
+    """A context manager: while it lasts, handlers that the program has for signals wait.
+
+    They run in the main thread, between any two steps of it. One that came in the middle of
+    an import, or while the engine is being loaded, and called overwire would meet half a
+    module. Only for what takes milliseconds. Ctrl-C's own handler, which only raises
+    KeyboardInterrupt, does not wait. In other threads it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}
+        self._came: list[int] = []
+        self._note = lambda number, frame: self._came.append(number)
+
+    def __enter__(self) -> None:
+        try:
+            for number in range(1, _signal.NSIG):
+                handler = _signal.getsignal(number)
+                if callable(handler) and handler is not _signal.default_int_handler:
+                    self._handlers[number] = handler
+                    _signal.signal(number, self._note)
+        except ValueError:  # not the main thread
+            self._handlers.clear()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            while self._handlers:
+                number = next(iter(self._handlers))
+                if _signal.getsignal(number) is self._note:
+                    _signal.signal(number, self._handlers[number])
+                del self._handlers[number]
+        finally:
+            if self._handlers:
+                self.__exit__()  # Ctrl-C came
+        came, self._came = self._came, []
+        for number in came:
+            _signal.raise_signal(number)

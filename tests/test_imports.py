@@ -1,0 +1,129 @@
+"""Imports that others are in the middle of: by another thread, or under a signal handler."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from overwire._imports import Undisturbed, imported
+
+HALF = """
+import builtins
+begun, go = builtins.half_imported
+begun.set()
+assert go.wait(60)
+if builtins.half_fails:
+    raise ImportError("no")
+from overwire._imports import imported
+inside = imported(__name__)
+whole = True
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_module_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """What another thread imports is waited for, and is nothing if that fails, as it is for the module's own code."""
+    name = f"half_module_{fails}"
+    (tmp_path / f"{name}.py").write_text(HALF)
+    monkeypatch.syspath_prepend(tmp_path)
+    begun, go = threading.Event(), threading.Event()
+    monkeypatch.setattr("builtins.half_imported", (begun, go), raising=False)
+    monkeypatch.setattr("builtins.half_fails", fails, raising=False)
+    assert imported(name) is None
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(__import__, name)
+        assert begun.wait(60)
+        second = pool.submit(imported, name)
+        go.set()
+        module = second.result(60)
+        assert isinstance(first.exception(60), ImportError) == fails
+    assert module is None if fails else module.whole and module.inside is None and imported(name) is module
+
+
+def test_numpy_is_saved_while_torch_is_imported(tmp_path: Path, script: Callable[..., Any]) -> None:
+    """Arrays are saved by a thread while another is in the middle of the import of torch."""
+    (tmp_path / "torch.py").write_text(HALF + "class Tensor: ...\n")
+    program = """
+import builtins, sys, threading
+import numpy as np, overwire as ow
+sys.path.insert(0, ".")
+begun, go = builtins.half_imported = threading.Event(), threading.Event()
+builtins.half_fails = False
+thread = threading.Thread(target=__import__, args=("torch",))
+thread.start()
+assert begun.wait(60) and not hasattr(sys.modules["torch"], "Tensor")
+saves = threading.Thread(target=lambda: print(ow.save_file({"a": np.ones(3)}, "a").tensors))
+saves.start()
+saves.join(0.2)
+go.set()
+thread.join()
+saves.join()
+"""
+    assert script(program).stdout.split() == ["1"]
+
+
+def test_signal_handlers_wait(capsys: pytest.CaptureFixture[str]) -> None:
+    """Handlers run after what must not be disturbed, in their order, and are the program's own again, as is one that was
+    set meanwhile; Ctrl-C does not wait, and another thread is not concerned."""
+    ran: list[str] = []
+    handlers = {number: (lambda n, _: ran.append(signal.Signals(n).name)) for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        with Undisturbed(), Undisturbed():
+            signal.raise_signal(signal.SIGUSR2)
+            signal.raise_signal(signal.SIGUSR1)
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+            assert not ran
+        assert ran == ["SIGUSR2", "SIGUSR1"] and signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
+        with pytest.raises(KeyboardInterrupt), Undisturbed():
+            signal.raise_signal(signal.SIGINT)
+        assert all(signal.getsignal(n) is handlers[n] for n in (signal.SIGUSR1, signal.SIGUSR2))
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: Undisturbed().__enter__()).result(60)
+        assert signal.getsignal(signal.SIGUSR1) is handlers[signal.SIGUSR1]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_handlers_call_overwire_in_the_middle_of_its_imports(script: Callable[..., Any]) -> None:
+    """A handler that saves and loads works at whatever import of overwire, and while the engine is loaded."""
+    program = """
+import signal, sys
+import numpy as np, overwire as ow
+
+ran = []
+def handler(number, frame):
+    ow.save_file({"a": np.ones(3)}, "handled")
+    ow.compress_pickle([np.ones(3)], "handled.pkl")
+    ran.append(ow.load_file("handled", framework="np")["a"].sum() + ow.load_compressed_pickle("handled.pkl")[0].sum())
+    with ow.safe_open("handled", "np") as file:
+        assert file["a"].sum() == 3
+
+class Poke:
+    seen = set()
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("overwire.") and name not in self.seen:
+            self.seen.add(name)
+            signal.raise_signal(signal.SIGUSR1)
+
+signal.signal(signal.SIGUSR1, handler)
+sys.meta_path.insert(0, Poke())
+ow.save_file({"a": np.zeros(5)}, "own")
+assert ow.load_file("own", framework="np")["a"].shape == (5,)
+ow.compress_pickle([np.zeros(5)], "own.pkl")
+assert ow.load_compressed_pickle("own.pkl")[0].shape == (5,)
+with ow.safe_open("own", "np") as file:
+    assert file.get_slice("a")[1:3].shape == (2,)
+assert ow.verify("own") and ow.digest(np.zeros(3))
+assert {"overwire._core", "overwire.verbs.save", "overwire.bundles.pickling"} <= Poke.seen
+assert signal.getsignal(signal.SIGUSR1) is handler
+print(len(ran) == len(Poke.seen), set(ran) == {6.0})
+"""
+    done = script(program, check=False)
+    assert done.stdout.split() == ["True", "True"], done.stderr + done.stdout
