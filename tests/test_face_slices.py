@@ -84,12 +84,22 @@ def test_a_slice_reads_its_block_only() -> None:
     assert plan(..., (4, 5)).cut == ()
 
 
-@pytest.mark.parametrize("index", [9, -10, (0, 0, 0), (..., ...), [0, 1], True, "a", 1.5, slice(0, 9, 0), slice("a")])
+MASKS = [np.array([2]), np.array(True), torch.tensor([2]), torch.tensor([True]), torch.tensor(True), np.True_]
+
+
+@pytest.mark.parametrize("index", [9, -10, (0, 0, 0), (..., ...), [0, 1], True, "a", 1.5, slice(0, 9, 0), slice("a"), *MASKS])
 def test_wrong_indices(tmp_path: Path, index: Any) -> None:
     ow.save_file({"a": np.ones((9, 3))}, tmp_path / "m")
     with ow.safe_open(tmp_path / "m", "np") as file, pytest.raises(ow.SliceError) as caught:
         file.get_slice("a")[index]
     assert isinstance(caught.value, IndexError) and isinstance(caught.value, ValueError)
+
+
+def test_numbers_of_arrays_are_indices(tmp_path: Path) -> None:
+    """Integers of numpy, and tensors and arrays without dimensions, count as ints, as in torch and numpy."""
+    ow.save_file({"a": np.arange(27).reshape(9, 3)}, tmp_path / "m")
+    with ow.safe_open(tmp_path / "m", "np") as file:
+        assert all(file.get_slice("a")[index].tolist() == [6, 7, 8] for index in (np.int64(2), np.array(2), torch.tensor(2)))
 
 
 def test_safe_open_is_safetensors(tmp_path: Path) -> None:

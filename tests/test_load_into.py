@@ -170,6 +170,8 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         ("a", [(4, 2)], torch.zeros(0, 4), ArgumentError),
         ("a", [(0, 1), (0, 1), (0, 1)], torch.zeros(1, 1), ArgumentError),
         ("a", 7, good, ArgumentError),
+        ("a", [(0.5, 5)], torch.zeros(5, 4), ArgumentError),
+        ("a", [("0", 5)], torch.zeros(5, 4), ArgumentError),
         ("a", None, [1.0], ArgumentError),
         ("a", None, torch.zeros(8, 4, device="meta"), ArgumentError),
         ("s", [(0, 1)], torch.zeros(1), ArgumentError),

@@ -133,6 +133,24 @@ def test_several_components(tmp_path: Path, monkeypatch) -> None:
     assert hf.compress_components([places[0].parent / "nya/boneless_x.bin"]) == 1.0
 
 
+def _older(path: Path) -> None:
+    """Makes a checkpoint older than what was compressed of it."""
+    os.utime(path, (0, 0))
+    os.utime(hf._boneless(path))
+
+
+def test_a_checkpoint_that_comes_with_an_older_time_counts(tmp_path: Path) -> None:
+    """What replaces a checkpoint and keeps its own, older time, as cp -p does, is loaded itself."""
+    path, other = tmp_path / "x.pth", tmp_path / "other"
+    torch.save(_state(), path)
+    hf.compress_state_dict(path)
+    assert hf._fresh(path)
+    torch.save(_state(), other)
+    os.utime(other, (0, 0))
+    other.replace(path)
+    assert not hf._fresh(path)
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "x.pth", "model.safetensors"])
 def test_a_toggle_takes_every_kind_of_checkpoint(tmp_path: Path, name: str) -> None:
     """`toggle_patch` gives a module's own `load_state_dict` what compress_state_dict made, of .bin, .pth and safetensors,
@@ -142,7 +160,7 @@ def test_a_toggle_takes_every_kind_of_checkpoint(tmp_path: Path, name: str) -> N
     save(state, path)
     hf.compress_state_dict(path)
     save({key: torch.zeros_like(value) for key, value in state.items()}, path)
-    os.utime(path, (0, 0))
+    _older(path)
     other = tmp_path / "other.bin"
     torch.save({"x": torch.ones(3)}, other)
     module = types.ModuleType("modeling_utils")
@@ -213,7 +231,7 @@ def test_toggles(tmp_path: Path, safe: bool) -> None:
         held = ow.load_file(folder / file) if safe else torch.load(folder / file)
         zeros = {key: torch.zeros_like(value) for key, value in held.items()}
         ow.save_file(zeros, folder / file, {"format": "pt"}, compress=False) if safe else torch.save(zeros, folder / file)
-        os.utime(folder / file, (0, 0))
+        _older(folder / file)
 
         def load(kind=kind, folder=folder):
             return kind.from_pretrained(folder, use_safetensors=safe).state_dict()
@@ -225,7 +243,7 @@ def test_toggles(tmp_path: Path, safe: bool) -> None:
                 same(got[key], tensor)
             os.utime(folder / file)  # a checkpoint that is newer counts
             assert not any(value.any() for key, value in load().items() if key in zeros)
-            os.utime(folder / file, (0, 0))
+            _older(folder / file)
         finally:
             toggle()
         assert not any(value.any() for key, value in load().items() if key in zeros)

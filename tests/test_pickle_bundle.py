@@ -352,8 +352,23 @@ def test_tensors_of_a_device_that_is_not_here(tmp_path: Path, monkeypatch) -> No
         monkeypatch.setattr("overwire.bundles.bundle.devices_of", lambda blobs, note=note: note)
         ow.compress_pickle(obj, path)
         same(ow.load_compressed_pickle(path)["w"], obj["w"])
-    for note in ("cpu\ncpu\ncpu", "nonsense"):
+    for note in ("cpu\ncpu\ncpu", "nonsense", "hpu\nnumpy", "privateuseone", "meta", "meta:0\nnumpy"):
         monkeypatch.setattr("overwire.bundles.bundle.devices_of", lambda blobs, note=note: note)
         ow.compress_pickle(obj, path)
         with pytest.raises((ow.FormatError, ow.DeviceError)):
-            ow.load_compressed_pickle(path)
+            print(ow.load_compressed_pickle(path))
+
+
+def test_elements_of_less_than_a_byte_and_records_come_back(tmp_path: Path) -> None:
+    """quint4x2 tensors, of which two elements share a byte, need no trust; a dtype of np.record keeps its scalar type."""
+    path = tmp_path / "x.pkl"
+    for size in (4, 5):
+        scales, zeros = torch.ones(size), torch.zeros(size)
+        tensor = torch.quantize_per_channel(torch.arange(3.0 * size).reshape(3, size).t(), scales, zeros, 0, torch.quint4x2)
+        ow.compress_pickle(tensor, path)
+        got = ow.load_compressed_pickle(path)
+        assert got.dtype is torch.quint4x2 and torch.equal(got.dequantize(), tensor.dequantize())
+    array = np.zeros(3, dtype=(np.record, [("a", "i4")]))
+    ow.compress_pickle(array, path)
+    got = ow.load_compressed_pickle(path, trust=True)
+    assert got.dtype.type is np.record and got[0].a == 0

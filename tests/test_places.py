@@ -158,6 +158,30 @@ def test_copies_of_a_state_dict_are_refused(files: Path) -> None:
     assert bool((views.a == 1).all()) and bool((views.x == 1).all())
 
 
+def test_extra_state_is_kept(tmp_path: Path) -> None:
+    """What a module has beside its tensors does not stop strict=True; a tensor among it goes to `set_extra_state`."""
+
+    class Counted(torch.nn.Linear):
+        extra: Any = None
+
+        def get_extra_state(self) -> Any:
+            return self.extra
+
+        def set_extra_state(self, state: Any) -> None:
+            self.extra = state
+
+    for extra in ({"steps": 7}, torch.arange(5)):
+        model, other = (torch.nn.Sequential(Counted(3, 2)) for _ in range(2))
+        model[0].extra, other[0].extra = extra, torch.zeros(2)
+        if isinstance(extra, dict):
+            other[0].extra = {"steps": 1}
+        for compress in (True, False):
+            ow.save_model(model, tmp_path / "m", compress=compress)
+            assert ow.load_model(other, tmp_path / "m") == ([], [])
+        assert torch.equal(other[0].weight, model[0].weight)
+        assert other[0].extra == {"steps": 1} if isinstance(extra, dict) else torch.equal(other[0].extra, extra)
+
+
 BLOCKS = """
 import itertools
 import overwire as ow, torch, torch.distributed as dist

@@ -37,7 +37,7 @@ _LARGEST = 1 << 62
 
 def spec_of(dtype: Any) -> Spec | None:
     """The spec of a numpy dtype; None if it has none (aligned or overlapping
-    fields, metadata)."""
+    fields, metadata, a scalar type of its own as np.record)."""
     if dtype.names is not None:
         fields = []
         for name in dtype.names:
@@ -54,7 +54,8 @@ def spec_of(dtype: Any) -> Spec | None:
     else:
         made = dtype.str
     try:
-        return made if np_dtype(made) == dtype and not dtype.metadata else None
+        again = np_dtype(made)
+        return made if again == dtype and again.type is dtype.type and not dtype.metadata else None
     except (FormatError, TypeError, ValueError):
         return None
 

@@ -68,18 +68,20 @@ class Landing:
         if len(were) != count:
             raise FormatError(f"overwire: open {self._source}: its container does not say where its tensors were", source=self._source)
         if device is None:
-            for name in set(were) - {"cpu", _ARRAY}:
+            for name in sorted(set(were) - {"cpu", _ARRAY}):
                 self._present(name)
         return ["cpu" if name == _ARRAY else device or name for name in were]
 
     def _present(self, name: str) -> None:
         import torch
 
+        if name.partition(":")[0] == "meta":
+            raise FormatError(f"overwire: open {self._source}: its container says that its tensors were on {name!r}", source=self._source)
         try:
             if name.startswith("cuda:") and int(name[5:]) >= torch.cuda.device_count():
                 raise RuntimeError(f"there are {torch.cuda.device_count()} CUDA devices")
             torch.empty(0, device=name)
-        except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
+        except (RuntimeError, AssertionError, ValueError, ImportError, AttributeError) as error:
             reason = str(error).partition("\n")[0]
             raise DeviceError(
                 f"overwire: load {self._source}: its tensors were on {name!r}, which is not here ({reason}): "

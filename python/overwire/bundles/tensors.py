@@ -43,10 +43,10 @@ def _dims(dims: Any) -> tuple[int, ...]:
 
 
 def check_extent(
-    nbytes: int | None, item: int, offset: Any, size: Any, stride: Any
+    nbytes: int | None, item: int, offset: Any, size: Any, stride: Any, per: int = 1
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:  # fmt: skip
     """The size and stride of a view that lies inside a storage of `nbytes`; None:
-    it has no storage. FormatError if it does not."""
+    it has no storage. per: elements that an item has. FormatError if it does not."""
     size, stride = _dims(size), _dims(stride)
     if type(offset) is not int or not 0 <= offset < _LIMIT or len(size) != len(stride):
         raise _malformed("a tensor")
@@ -57,7 +57,7 @@ def check_extent(
             count *= d
     if last * item >= _LIMIT or count * item >= _LIMIT:
         raise _malformed("a tensor's size")
-    if nbytes is not None and 0 not in size and (last + 1) * item > nbytes:
+    if nbytes is not None and 0 not in size and (last // per + 1) * item > nbytes:
         raise _malformed("a tensor that reaches beyond its storage")
     return size, stride
 
@@ -146,7 +146,8 @@ def _qtensor(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any, 
     if type(storage) is not torch.storage.TypedStorage or type(params) is not tuple:
         raise _malformed("a quantised tensor")
     raw, dtype = storage._untyped_storage, storage.dtype
-    size, stride = check_extent(raw.nbytes(), dtype.itemsize, offset, size, stride)
+    per = 2 if dtype is torch.quint4x2 else 4 if dtype is torch.quint2x4 else 1
+    size, stride = check_extent(raw.nbytes(), dtype.itemsize, offset, size, stride, per)
     scheme = params[0] if params else None
     make: Any
     # Made empty, and laid over the storage then: no size is worth any memory.

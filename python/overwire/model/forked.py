@@ -72,7 +72,7 @@ def is_compressed(source: Any) -> bool | None:
         if not header.startswith(b"{"):
             return None
         return b'"overwire"' in header and "overwire" in json.loads(header).get("__metadata__", ())
-    except (OSError, TypeError, ValueError, KeyError, AttributeError):
+    except (OSError, TypeError, ValueError, KeyError, AttributeError, RecursionError):
         return None
 
 

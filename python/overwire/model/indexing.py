@@ -53,9 +53,11 @@ def _entry(entry: Any, size: int, dim: int) -> int | range:
             return range(size)[entry]
         except (TypeError, ValueError) as error:
             raise SliceError(f"overwire: slice of dimension {dim}: {error}") from error
-    if isinstance(entry, bool):
+    if isinstance(entry, bool) or str(getattr(entry, "dtype", "")).endswith("bool"):
         raise SliceError("overwire: slice: masks are not supported; index the loaded tensor")
     try:
+        if getattr(entry, "shape", ()) != ():  # a list of one index, which keeps the dimension
+            raise TypeError
         number = operator.index(entry)
     except TypeError:
         raise SliceError(

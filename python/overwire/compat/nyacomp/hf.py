@@ -270,10 +270,12 @@ class _Slice:
 
 
 def _fresh(path: Path) -> bool:
-    # A checkpoint that was written anew has other tensors than nya/ has.
+    # A checkpoint that was written anew has other tensors than nya/ has; and so may one that
+    # was put there with an older time (cp -p, rsync), which its status change tells.
     boneless = _boneless(path)
     try:
-        return boneless.stat().st_mtime_ns >= path.stat().st_mtime_ns
+        ours, now = boneless.stat(), path.stat()
+        return ours.st_mtime_ns >= now.st_mtime_ns and ours.st_ctime_ns >= now.st_ctime_ns
     except FileNotFoundError:
         return boneless.exists()
 
