@@ -17,7 +17,7 @@ _whole: "dict[str, Any]" = {}
 
 def imported(name: str) -> "Any":
     """A module that the program has imported, whole: while another thread imports it, this
-    waits. None where nobody has imported it, and in the thread that is about to, as in a
+    waits. None where it was not imported, and in the thread that is about to, as in a
     signal handler: no object of the module can be there yet."""
     module = sys.modules.get(name)
     if module is None or _whole.get(name) is module:

@@ -11,6 +11,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ._apart import apart
     from ._engine import forked
+    from ._imports import imported
     from ._verbs import read_floor
     from .bundles.unpickling import load_plain
     from .distributed.blocks import Blocks, Together, meet, shares, unplanned
@@ -43,6 +44,7 @@ __all__ = [
     "forget",
     "forked",
     "honour_nyacomp",
+    "imported",
     "is_compressed",
     "is_remote",
     "keep",
@@ -79,6 +81,7 @@ __all__ = [
 _HOMES = {
     "_apart": ("apart",),
     "_engine": ("forked",),
+    "_imports": ("imported",),
     "_verbs": ("read_floor",),
     "bundles.unpickling": ("load_plain",),
     "distributed.blocks": ("Blocks", "Together", "meet", "shares", "unplanned"),
@@ -104,8 +107,12 @@ if not TYPE_CHECKING:
     def __getattr__(name):
         from importlib import import_module
 
+        from ._imports import Undisturbed
+
         for home, names in _HOMES.items():
-            if name in names:
+            if name not in names:
+                continue
+            with Undisturbed():
                 value = globals()[name] = getattr(import_module("overwire." + home), name)
                 return value
         raise AttributeError(f"module 'overwire.plumbing' has no attribute {name!r}")

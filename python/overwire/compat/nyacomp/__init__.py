@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from ...plumbing import honour_nyacomp
+from ...plumbing import honour_nyacomp, imported
 from . import _nyacomp, bundles, hf, partition, settings
 from .bundles import (
     PathLike,
@@ -152,7 +151,7 @@ def cleanup() -> Iterator[None]:
 
 
 def _cuda() -> Any:
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
 
 

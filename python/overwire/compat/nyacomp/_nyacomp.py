@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from urllib.parse import urlsplit
 
 import overwire
 import overwire.gpu as gpu
-from overwire.plumbing import ObjectReader, beside, path_of, place_of, regular, shown
+from overwire.plumbing import ObjectReader, beside, imported, path_of, place_of, regular, shown
 
 from . import hlif, manifests, settings
 
@@ -203,7 +202,7 @@ def _sibling(filename: str, csv_path: str) -> str:
 
 def device() -> str:
     """Where tensors go: the first GPU if torch sees one, else the host."""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     return "cuda:0" if torch is not None and torch.cuda.is_available() else "cpu"
 
 
