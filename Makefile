@@ -264,6 +264,7 @@ $(ENGINES33)/.ready: $(ENGINES)/.ready
 	PYTHONPATH="$(CURDIR)/$(ENGINES33)/tools" VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 \
 		$(PY) -m pip download -q --disable-pip-version-check --no-deps --no-build-isolation --no-binary vllm -d $(ENGINES33) vllm==0.33.0
 	tar -xzf $(ENGINES33)/vllm-0.33.0.tar.gz -C $(ENGINES33)
+	mkdir $(ENGINES33)/vllm-0.33.0/vllm-0.33.0.dist-info  # as pip would, for plans are kept of installed code only
 	@touch $@
 
 # Quantisers of transformers on the CPU, installed once for all runs: what both releases of it

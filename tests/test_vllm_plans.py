@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import pytest
 import test_vllm as base
 
 engines, model = base.engines, base.model
 
-
-def test_keeps_a_plan(engines: Path, model: Path, tmp_path: Path) -> None:
-    """A second load needs no loader where the first one only copied; whatever changed, or is
-    wrong with the file, the loader runs again, and the weights are right."""
-    code = """
-import hashlib, os, struct, subprocess, vllm.model_executor.model_loader
-import overwire.integrations.keeping as keeping, overwire.integrations.plans as plans
-folder = sys.argv[2]
-os.environ["OVERWIRE_PLANS"] = folder
-stored = [torch.arange(n, n + 4096, dtype=torch.bfloat16).view(64, 64) for n in range(6)]
+# A module of the engine's.
+SMALL = (
+    "import types\nimport torch\n"
+    + base.PRELUDE[base.PRELUDE.index("class Model") : base.PRELUDE.index("def config")]
+    + """
 ran = []
 class Copies(Model):
     def __init__(self, wide=64):
@@ -47,6 +44,74 @@ class Copies(Model):
             self.more(name)
         return done
     def more(self, name): pass
+class Counts(Copies):
+    def more(self, name): self.seen = name
+class Adds(Copies):
+    def __init__(self):
+        super().__init__()
+        self.names = {"a": [set()]}
+    def more(self, name): self.names["a"][0].add(name)
+class Marks(Copies):
+    def more(self, name): self.middle.marked = True
+class Swaps(Copies):
+    def more(self, name): self.qkv.other = torch.nn.Parameter(self.middle.data[:0], requires_grad=False)
+class Late(Copies):
+    def load_weights(self, weights):
+        done = super().load_weights(weights)
+        self.padded[72:].data.zero_()
+        return done
+class Floats(Copies):
+    def more(self, name): self.padded[0, 0].item() if name == "k.weight" else None
+class Loads(Copies):
+    def __init__(self):
+        super().__init__()
+        self.number = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.int16), requires_grad=False)
+    def load_weights(self, weights):
+        def each():
+            for name, tensor in weights:
+                if name == "q.weight":
+                    assert self.number[0, 0].item() == 0
+                    self.number.data.copy_(tensor)
+                yield name, tensor
+        return super().load_weights(each()) | {"number"}
+class Works(Copies):
+    def more(self, name): torch.zeros(1).add_(1)
+class Elsewhere(Copies):
+    def __init__(self):
+        super().__init__()
+        self.tensor = torch.zeros(64, 64, dtype=torch.bfloat16)
+    def load_weights(self, weights):
+        def each():
+            for name, tensor in weights:
+                if name == "q.weight":
+                    self.tensor.copy_(tensor)
+                yield name, tensor
+        return super().load_weights(each())
+"""
+)
+
+
+def installed(engines: Path, folder: Path, wheel: bool = True) -> Path:
+    """vLLM's stand-in as pip installs it, with the models of SMALL."""
+    shutil.copytree(engines / "vllm", folder / "vllm")
+    (folder / "vllm/models").mkdir()
+    (folder / "vllm/models/__init__.py").touch()
+    (folder / "vllm/models/small.py").write_text(SMALL)
+    if wheel:
+        (folder / "vllm-0.33.0.dist-info").mkdir()
+    return folder
+
+
+def test_keeps_a_plan(engines: Path, model: Path, tmp_path: Path) -> None:
+    """A second load needs no loader where the first one only copied; whatever changed, or is
+    wrong with the file, the loader runs again, and the weights are right."""
+    code = """
+import hashlib, os, struct, subprocess, vllm.model_executor.model_loader
+import overwire.integrations.keeping as keeping, overwire.integrations.plans as plans
+folder = sys.argv[2]
+os.environ["OVERWIRE_PLANS"] = folder
+stored = [torch.arange(n, n + 4096, dtype=torch.bfloat16).view(64, 64) for n in range(6)]
+from vllm.models.small import *
 def load(runs, kind="plain", cls=Copies, extra={}, place=0, **made):
     ran.clear()
     one = cls(**made)
@@ -156,49 +221,6 @@ if not os.geteuid():
     load(True)
 load(False)
 # What a loader does beside copying.
-class Counts(Copies):
-    def more(self, name): self.seen = name
-class Adds(Copies):
-    def __init__(self):
-        super().__init__()
-        self.names = {"a": [set()]}
-    def more(self, name): self.names["a"][0].add(name)
-class Marks(Copies):
-    def more(self, name): self.middle.marked = True
-class Swaps(Copies):
-    def more(self, name): self.qkv.other = torch.nn.Parameter(self.middle.data[:0], requires_grad=False)
-class Late(Copies):
-    def load_weights(self, weights):
-        done = super().load_weights(weights)
-        self.padded[72:].data.zero_()
-        return done
-class Floats(Copies):
-    def more(self, name): self.padded[0, 0].item() if name == "k.weight" else None
-class Loads(Copies):
-    def __init__(self):
-        super().__init__()
-        self.number = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.int16), requires_grad=False)
-    def load_weights(self, weights):
-        def each():
-            for name, tensor in weights:
-                if name == "q.weight":
-                    assert self.number[0, 0].item() == 0
-                    self.number.data.copy_(tensor)
-                yield name, tensor
-        return super().load_weights(each()) | {"number"}
-class Works(Copies):
-    def more(self, name): torch.zeros(1).add_(1)
-class Elsewhere(Copies):
-    def __init__(self):
-        super().__init__()
-        self.tensor = torch.zeros(64, 64, dtype=torch.bfloat16)
-    def load_weights(self, weights):
-        def each():
-            for name, tensor in weights:
-                if name == "q.weight":
-                    self.tensor.copy_(tensor)
-                yield name, tensor
-        return super().load_weights(each())
 before = files()
 for cls in (Counts, Adds, Marks, Swaps, Late, Floats, Loads, Works, Elsewhere):
     load(True, cls=cls)
@@ -225,7 +247,66 @@ for n in range(70):
     plans.keep(folder, f"{n:064}", plan)
 assert len(files()) == 64 and not [name for name in files() if name.endswith("tmp")], files()
 """
-    base.run(engines, base.REGISTER + base.PRELUDE + code, model, tmp_path / "plans")
+    base.run(installed(engines, tmp_path / "site"), base.REGISTER + base.PRELUDE + code, model, tmp_path / "plans")
+
+
+CHANGES = {
+    "as it is": "",
+    "a function of the module that the loader calls": "small.turn = lambda tensor: tensor.t()",
+    "a method": "small.Copies.more = lambda self, name: None",
+    "a method that closes over a setting": """
+def patched(swap):
+    def more(self, name): return swap
+    return more
+small.Copies.more = patched(False)
+""",
+    "a partial method": "import functools\nsmall.Copies.more = functools.partialmethod(lambda self, swap, name: swap, False)",
+    "an object that is called": "class Calls:\n    def __call__(self, name): pass\nsmall.Copies.more = Calls()",
+    "a model's own attribute": "made.more = lambda name: None",
+    "a parameter's loader": "import functools\nold = made.linear.weight.weight_loader\n"
+    "made.linear.weight.weight_loader = functools.partial(lambda swap, param, loaded: old(param, loaded), False)",
+    "a class of its own": "class Mine(small.Copies): pass\nmade = Mine()",
+    "a default": "def more(self, name, swap=False): pass\nsmall.Copies.more = more",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_plan_is_for_the_engines_own_code(engines: Path, model: Path, tmp_path: Path, change: str) -> None:
+    """No plan is kept, nor used, for a loader with code from anywhere else."""
+    code = f"""
+os.environ["OVERWIRE_PLANS"] = sys.argv[2]
+import vllm.model_executor.model_loader, vllm.models.small as small
+def load():
+    small.ran.clear()
+    loader().load_weights(made, config(base + "/plain"))
+    return bool(small.ran)
+made = small.Copies()
+assert load() and not load() and len(os.listdir(sys.argv[2])) == 1
+made = small.Copies()
+{CHANGES[change]}
+ran = load()
+assert ran == {change != "as it is"}, ran
+assert len(os.listdir(sys.argv[2])) == 1
+"""
+    base.run(installed(engines, tmp_path / "site"), base.REGISTER + base.PRELUDE + code, model, tmp_path / "plans")
+
+
+def test_a_plan_goes_by_the_engines_files(engines: Path, model: Path, tmp_path: Path) -> None:
+    """A file of the engine's that has changed makes another plan; an engine that is no installed wheel has none."""
+    code = """
+os.environ["OVERWIRE_PLANS"] = sys.argv[2]
+import vllm.model_executor.model_loader, vllm.models.small as small
+loader().load_weights(small.Copies(), config(base + "/plain"))
+print(bool(small.ran), len(os.listdir(sys.argv[2])) if os.path.exists(sys.argv[2]) else 0)
+"""
+    code = base.REGISTER + base.PRELUDE + code
+    site = installed(engines, tmp_path / "site")
+    assert [base.run(site, code, model, tmp_path / "plans") for _ in range(2)] == ["True 1\n", "False 1\n"]
+    helper = site / "vllm/model_executor/model_loader/ep_weight_filter.py"  # no class and no parameter names it
+    helper.write_text(helper.read_text() + "# changed\n")
+    assert base.run(site, code, model, tmp_path / "plans") == "True 2\n"
+    edited = installed(engines, tmp_path / "edited", wheel=False)
+    assert base.run(edited, code, model, tmp_path / "none") == "True 0\n"
 
 
 def test_opens_while_the_model_is_made(engines: Path, model: Path, tmp_path: Path) -> None:

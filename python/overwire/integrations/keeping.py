@@ -2,8 +2,8 @@
 
 A plan is kept if the loader did nothing but copy, set to zero and look up integers of the
 model: no other operation on tensors, no tensor whose data it was given, and a model that
-is afterwards as it was before, down to its lists, sets and attributes. What a loader
-changes outside the model is not seen.
+is afterwards as it was before, down to its lists, sets and attributes; and if all of its
+code is the engine's own (see `origins`). What a loader changes outside the model is not seen.
 It is used again for the same key, and only if every place that it loads into is there, as
 it was, the integers are the same, and every block is inside its tensor and its place.
 """
@@ -16,14 +16,13 @@ import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 import torch
 
 from .copies import PACKED, Copy, Stored, block_of, elements, extent, fill, reach
+from .origins import Foreign, origins_of
 from .plans import WIDTH, Place, Plan, Read, View, Zero
 from .recording import Recorder, digest_of
 from .sheets import Sheet, code_of
@@ -43,7 +42,8 @@ def key_of(model: torch.nn.Module, files: Sequence[tuple[str, Sheet, list[int] |
 
     files: of each source the prefix of its names, the open file, and the positions of the
     tensors that the model is given, None for all. facts: what the engine adds, as JSON has
-    it or as text.
+    it or as text; `engine` is the name of its package, `modules` those of its modules that move
+    weights. Raises Unfit where any code of the loader is not the engine's own.
     """
     import overwire
 
@@ -53,66 +53,16 @@ def key_of(model: torch.nn.Module, files: Sequence[tuple[str, Sheet, list[int] |
         text = json.dumps(what, default=str, sort_keys=True).encode()
         said.update(len(text).to_bytes(8, "little") + text)
 
-    say(3, overwire.__version__, torch.__version__, sys.version, facts)
+    say(4, overwire.__version__, torch.__version__, sys.version, facts)
     for prefix, sheet, at in files:
         say(prefix, sheet.digest, at)
-    classes: set[type] = set()
-    modules = {__name__, block_of.__module__, "overwire.integrations.plans", "overwire.integrations.recording", Sheet.__module__}
-    of = [(path, type(module)) for path, module in model.named_modules()]
-    say([(path, kind.__module__, kind.__qualname__) for path, kind in of])
-    held = _named(model)
-    say([(name, str(one.dtype), one.shape, one.stride(), str(one.device), type(one).__qualname__) for name, one in held])
-    for kind in {*(kind for _, kind in of), *(type(one) for _, one in held)}:
-        classes.update(kind.__mro__)
-    for _, tensor in held:
-        loader = getattr(tensor, "weight_loader", None)
-        while isinstance(loader, partial):
-            loader = loader.func
-        modules.add(getattr(loader, "__module__", None) or "")
-    modules.update(one.__module__ for one in classes)
-    for one in sorted(modules | set(facts.get("modules", ()))):
-        if one.partition(".")[0] not in ("", "torch", "builtins", "typing"):  # torch has its version
-            say(one, _source(one))
-    # What another module has put in a class, as plug-ins do.
-    for kind in sorted(classes, key=lambda one: (one.__module__, one.__qualname__)):
-        if kind.__module__.partition(".")[0] in ("torch", "builtins", "typing"):
-            continue
-        path = getattr(sys.modules.get(kind.__module__), "__file__", None)
-        for name, held in sorted(vars(kind).items()):
-            code = getattr(getattr(held, "__func__", held), "__code__", None)
-            if code is not None and code.co_filename != path:
-                say(kind.__qualname__, name, _code(getattr(held, "__func__", held)))
-    return said.hexdigest()
-
-
-def _code(function: Any) -> str:
-    """The digest of a function's code, and of functions that it closes over."""
-    said = hashlib.sha256()
-    left: list[Any] = [function]
-    seen: set[int] = set()
-    while left:
-        one = left.pop()
-        code = one if isinstance(one, CodeType) else getattr(one, "__code__", None)
-        if code is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        said.update(code.co_code + repr((code.co_names, [const for const in code.co_consts if not isinstance(const, CodeType)])).encode())
-        left += [const for const in code.co_consts if isinstance(const, CodeType)]
-        for cell in getattr(one, "__closure__", None) or ():
-            try:
-                left.append(cell.cell_contents)
-            except ValueError:
-                continue
-    return said.hexdigest()
-
-
-def _source(name: str) -> str | None:
-    path = getattr(sys.modules.get(name), "__file__", None)
+    say([(path, type(module).__module__, type(module).__qualname__) for path, module in model.named_modules()])
+    say([(name, str(one.dtype), one.shape, one.stride(), str(one.device), type(one).__qualname__) for name, one in _named(model)])
     try:
-        with open(path or "", "rb") as file:
-            return hashlib.sha256(file.read()).hexdigest()
-    except OSError:
-        return path
+        say(origins_of(model, facts["engine"], facts["modules"]))
+    except Foreign as error:
+        raise Unfit(f"its loader has code that is not {facts['engine']}'s own: {error}") from None
+    return said.hexdigest()
 
 
 def _named(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

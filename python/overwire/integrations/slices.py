@@ -221,7 +221,11 @@ class Attempt:
         said = facts() if path is not None and self._left else None
         if path is None or said is None:
             return
-        self._key = keeping.key_of(model, [(prefix, source.sheet, source.at) for prefix, source in self._sources], said)
+        try:
+            self._key = keeping.key_of(model, [(prefix, source.sheet, source.at) for prefix, source in self._sources], said)
+        except keeping.Unfit as error:
+            self._log.debug("overwire: keeps no plan of this model's loader: %s", error)
+            return
         kept = plans.read(path, self._key, self._log)
         if kept is None:
             return

@@ -35,7 +35,8 @@ def facts(model_config: Any, load_config: Any, options: dict[str, Any]) -> dict[
     hf: Any = getattr(model_config, "hf_config", None)
     config = hf.to_dict() if hasattr(hf, "to_dict") else {"": str(hf)}
     return {
-        "sglang": sglang.__version__,
+        "engine": "sglang",
+        "version": sglang.__version__,
         "config": {name: value for name, value in config.items() if name != "_name_or_path"},
         "model": [str(getattr(model_config, name, None)) for name in ("dtype", "quantization", "is_draft_model")],
         "settings": settings,

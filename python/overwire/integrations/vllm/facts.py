@@ -58,7 +58,8 @@ def facts(model_config: Any, load_config: Any, options: dict[str, Any], experts:
     parallel = getattr(config, "parallel_config", None)
     hf: Any = getattr(model_config, "hf_config", None)
     return {
-        "vllm": vllm.__version__,
+        "engine": "vllm",
+        "version": vllm.__version__,
         "config": _config(hf),
         "model": [
             str(getattr(model_config, name, None)) for name in ("dtype", "quantization", "is_moe", "multimodal_config", "architectures")

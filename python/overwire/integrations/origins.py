@@ -1,0 +1,174 @@
+"""Whose code a model's loader is: a plan is kept only where all of it is the engine's own, as it was
+installed. Out-of-tree models, plug-ins, editable installs and what a program has put in the place
+of the engine's functions have none: nothing says when their code, or what they go by, changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+__all__ = ["Foreign", "origins_of"]
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_GROUPS = (tuple, list, set, frozenset)
+
+# What holds a function.
+_WRAPPERS = (staticmethod, classmethod, property, MethodType, functools.partial, functools.partialmethod, functools.cached_property)
+
+# What a class says about itself, and no code goes by.
+_ABOUT = frozenset("__annotations__ __doc__ __orig_bases__ __parameters__ __abstractmethods__ _abc_impl __dict__ __weakref__".split())
+
+
+class Foreign(Exception):
+    """What of a loader's code is not the engine's own."""
+
+
+def origins_of(model: torch.nn.Module, engine: str, loaders: Iterable[str]) -> list[Any]:
+    """What the code of a model's loader goes by beside its arguments, as text and numbers: what
+    functions close over, their defaults, and the state of the engine's files.
+
+    engine: the name of its package. loaders: its modules that move weights. Raises Foreign.
+    """
+    look = _Look(engine)
+    modules = set(loaders)
+    for one in (*model.modules(), *model.parameters(), *model.buffers()):
+        modules |= look.kind(type(one))
+        for value in vars(one).values():
+            if callable(value) and not isinstance(value, torch.nn.Module | torch.Tensor):
+                look.value(value)
+    for name in sorted(modules):
+        look.names(name)
+    return [look.facts, look.files()]
+
+
+class _Look:
+    def __init__(self, engine: str) -> None:
+        folder = os.path.dirname(str(sys.modules[engine].__file__))
+        self._beside = os.path.dirname(folder) + os.sep  # where the packages are that are installed with it
+        if not glob.glob(f"{glob.escape(self._beside)}{engine}*.dist-info"):
+            raise Foreign(f"{engine} is not installed from a wheel, but in {folder}")
+        self._engine = engine
+        own = [folder, os.path.dirname(str(torch.__file__)), os.path.dirname(os.path.dirname(__file__))]
+        self._own = tuple(one + os.sep for one in own)
+        self._python = sysconfig.get_path("stdlib") + os.sep
+        self._tops = {engine, "torch", "overwire", "builtins"} | sys.stdlib_module_names - {"__main__"}
+        self._seen: dict[int, Any] = {}  # by id, with the object, so that no other gets its id
+        self.facts: list[Any] = []
+
+    def kind(self, kind: type) -> set[str]:
+        """Looks at a class and those that it inherits from; returns the engine's modules that they are of."""
+        modules: set[str] = set()
+        for one in kind.__mro__:
+            top = one.__module__.partition(".")[0]
+            if top not in self._tops:
+                raise Foreign(f"the class {one.__module__}.{one.__qualname__}")
+            if top == self._engine:
+                modules.add(one.__module__)
+                if self._new(one):
+                    for name, value in sorted(vars(one).items()):
+                        if name not in _ABOUT:
+                            self.facts.append(name)
+                            self.value(value)
+        return modules
+
+    def names(self, module: str) -> None:
+        """Looks at the functions that a module of the engine has bound."""
+        for name, value in sorted(vars(sys.modules.get(module, object)).items()):
+            if not isinstance(value, FunctionType | functools.partial | MethodType):
+                continue
+            self.facts.append(name)
+            if not isinstance(value, FunctionType) or value.__closure__ or not self._imported(value, value.__code__.co_filename):
+                self.value(value)
+
+    def _imported(self, value: Any, file: str) -> bool:
+        # Whether it is of a package that the engine imports, installed beside it; its file is noted.
+        home = sys.modules.get(value.__module__ or "")
+        name = value.__name__
+        if getattr(home, name, None) is not value or not file.startswith(self._beside) or file.startswith(self._own):
+            return False
+        self.facts.append((value.__module__, name, _state(file)))
+        return True
+
+    def value(self, value: Any) -> None:
+        """Looks at what may be called, and at what it goes by."""
+        if isinstance(value, _PLAIN):
+            self.facts.append(repr(value))
+        elif isinstance(value, FunctionType):
+            self._function(value)
+        elif isinstance(value, torch.nn.Module | torch.Tensor | ModuleType | BuiltinFunctionType) or not self._new(value):
+            return
+        elif isinstance(value, _GROUPS):
+            for part in sorted(value, key=repr) if isinstance(value, set | frozenset) else value:
+                self.value(part)
+        elif isinstance(value, dict):
+            for key, part in value.items():
+                self.value(key)
+                self.value(part)
+        elif isinstance(value, type):
+            self.facts.append((value.__module__, value.__qualname__))
+            file = getattr(sys.modules.get(value.__module__), "__file__", None) or ""
+            if value.__module__.partition(".")[0] not in self._tops and not self._imported(value, file):
+                raise Foreign(f"the class {value.__module__}.{value.__qualname__}")
+        else:
+            self._object(value)
+
+    def _object(self, value: Any) -> None:
+        kind = type(value)
+        if isinstance(value, MethodType):
+            self.kind(type(value.__self__) if not isinstance(value.__self__, type) else value.__self__)
+        if isinstance(value, _WRAPPERS) or kind.__name__ == "_lru_cache_wrapper":
+            for name in ("__func__", "__wrapped__", "func", "args", "keywords", "fget", "fset"):
+                self.value(getattr(value, name, None))
+        elif kind.__module__.partition(".")[0] not in self._tops and (callable(value) or hasattr(kind, "__get__")):
+            raise Foreign(f"an object of {kind.__module__}.{kind.__qualname__}")
+        else:
+            self.facts.append(f"{kind.__module__}.{kind.__qualname__}")
+
+    def _function(self, function: FunctionType) -> None:
+        if not self._new(function):
+            return
+        file = function.__code__.co_filename
+        generated = file.startswith("<") and (function.__module__ or "").partition(".")[0] in self._tops
+        if not generated and not file.startswith(self._own) and not self._is_pythons(file):
+            raise Foreign(f"the function {function.__module__}.{function.__qualname__} of {file}")
+        self.facts.append((function.__module__, function.__qualname__, function.__code__.co_firstlineno))
+        self.value(function.__defaults__)
+        self.value(function.__kwdefaults__)
+        for cell in function.__closure__ or ():
+            try:
+                self.value(cell.cell_contents)
+            except ValueError:
+                self.facts.append("empty")
+
+    def _is_pythons(self, file: str) -> bool:
+        return file.startswith(self._python) and "-packages" not in file[len(self._python) :].partition(os.sep)[0]
+
+    def _new(self, value: Any) -> bool:
+        # Whether it has not been looked at.
+        if id(value) in self._seen:
+            return False
+        self._seen[id(value)] = value
+        return True
+
+    def files(self) -> list[Any]:
+        """The state of each file of the engine's whose module is imported."""
+        prefix = self._engine + "."
+        every = [(name, getattr(module, "__file__", None) or "") for name, module in list(sys.modules.items())]
+        return [(name, _state(file)) for name, file in sorted(every) if file and f"{name}.".startswith(prefix)]
+
+
+def _state(file: str) -> tuple[int, int] | None:
+    try:
+        state = os.stat(file)
+    except OSError:
+        return None
+    return state.st_size, state.st_mtime_ns
