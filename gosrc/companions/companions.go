@@ -17,11 +17,9 @@ import (
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 )
-
-// extension ends the names of weights.
-const extension = ".safetensors"
 
 // maxOther is the size up to which weights in other formats are copied along: the
 // small ones are often no weights (training_args.bin).
@@ -94,8 +92,9 @@ func Find(in Folder, taken map[string]bool) (found []File, left []string, err er
 // is to be left.
 func companion(root, path string) (f File, ok bool) {
 	f = File{Name: filepath.Base(path), Path: path}
-	weights := func(name string) bool {
-		return strings.HasSuffix(name, extension) || strings.HasSuffix(name, extension+".index.json")
+	weights := func(path string) bool {
+		_, ok := modelfiles.Parse(strings.TrimLeft(filepath.Base(path), "."))
+		return ok
 	}
 	st, err := os.Lstat(path)
 	if err != nil || strings.HasPrefix(f.Name, ".") || weights(f.Name) {

@@ -25,10 +25,11 @@ const stem = "delta"
 // host has not that much memory left, and no decoded ones.
 func Read(ctx context.Context, uri string, opt source.Options) (*File, error) {
 	opener := open.With(opt)
-	names, index, err := format.Resolve(ctx, uri, opener, format.Options{List: open.Lister(opt)})
+	set, err := format.Resolve(ctx, uri, opener, format.Options{List: open.Lister(opt)})
 	if err != nil {
 		return nil, err
 	}
+	names := set.URIs
 	srcs := make([]source.Source, len(names))
 	defer func() {
 		for _, s := range srcs {
@@ -57,7 +58,7 @@ func Read(ctx context.Context, uri string, opt source.Options) (*File, error) {
 			return nil, err
 		}
 	}
-	return join(uri, files, index)
+	return join(uri, files, set.Shards)
 }
 
 func readOne(ctx context.Context, uri string, src source.Source) (*File, error) {

@@ -118,7 +118,7 @@ func TestShardsThatDoNotBelongTogether(t *testing.T) {
 		{"missing without an index", func(dir, _ string) {
 			_ = os.Remove(shard(dir, 1))
 			_ = os.Remove(filepath.Join(dir, "delta.safetensors.index.json"))
-		}, errs.ErrNotFound, "shards are there"},
+		}, errs.ErrFormat, "shards are there, and shard 2 is missing"},
 		{"foreign", func(dir, other string) { move(shard(other, 1), shard(dir, 1)) }, errs.ErrFormat, "another delta"},
 		{"twice", func(dir, _ string) { move(shard(dir, 0), shard(dir, 1)) }, errs.ErrFormat, "this file does not have"},
 		{"twice without an index", func(dir, _ string) {

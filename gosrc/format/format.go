@@ -33,6 +33,9 @@ type Options struct {
 	// List returns the files in a remote folder, sorted; errs.ErrNotSupported
 	// if the store cannot list them. nil: no store can.
 	List func(ctx context.Context, uri string) ([]string, error)
+	// Unlisted has OpenAll return the tensors, too, that lie in the files of an index.json
+	// and that it does not list: for verbs of files, not of models.
+	Unlisted bool
 	// Settings are Access.Decrypt.
 	Settings map[string]string
 }

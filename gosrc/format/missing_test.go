@@ -42,7 +42,7 @@ func TestMissing(t *testing.T) {
 		"model.safetensors.index.json": "",
 		"":                             "",
 	} {
-		_, _, err := OpenAll(t.Context(), []string{path}, opener, Options{})
+		_, _, _, err := OpenAll(t.Context(), []string{path}, opener, Options{})
 		if text := fmt.Sprint(err); !errors.Is(err, errs.ErrNotFound) || !strings.Contains(text, want) || want == "" && !strings.HasSuffix(text, "directory") {
 			t.Errorf("%s: %v", path, err)
 		}

@@ -102,6 +102,7 @@ func TestResolveRemote(t *testing.T) {
 		{"no listing, an index", dir, []string{"model.safetensors", "model.safetensors.index.json"}, errs.ErrNotSupported, []string{"1.safetensors", "2.safetensors"}, nil},
 		{"no listing, a part of a pipeline", dir, []string{"diffusion_pytorch_model.safetensors"}, errs.ErrNotSupported, []string{"diffusion_pytorch_model.safetensors"}, nil},
 		{"no listing, a delta", dir, []string{"delta.safetensors.index.json"}, errs.ErrNotSupported, []string{"1.safetensors", "2.safetensors"}, nil},
+		{"no listing, Mistral's own", dir, []string{"consolidated.safetensors"}, errs.ErrNotSupported, []string{"consolidated.safetensors"}, nil},
 		{"no listing, another name", dir, []string{"other.safetensors"}, errs.ErrNotSupported, nil, errs.ErrNotFound},
 	} {
 		s := store{files: map[string][]byte{}}
@@ -111,7 +112,8 @@ func TestResolveRemote(t *testing.T) {
 		opt := Options{List: func(context.Context, string) ([]string, error) {
 			return slices.Sorted(maps.Keys(s.files)), c.listed
 		}}
-		files, shards, err := Resolve(t.Context(), c.uri, s.Open, opt)
+		set, err := Resolve(t.Context(), c.uri, s.Open, opt)
+		files, shards := set.URIs, set.Shards
 		var want []string
 		for _, name := range c.want {
 			want = append(want, dir+name)
@@ -122,9 +124,17 @@ func TestResolveRemote(t *testing.T) {
 	}
 	s := store{files: map[string][]byte{dir + "model.safetensors": nil}}
 	s.files[dir+"model.safetensors.index.json"] = []byte("{")
-	if _, _, err := Resolve(t.Context(), dir, s.Open, Options{}); !errors.Is(err, errs.ErrFormat) || s.open != 0 {
+	if _, err := Resolve(t.Context(), dir, s.Open, Options{}); !errors.Is(err, errs.ErrFormat) || s.open != 0 {
 		t.Errorf("a bad index before a good file: %v, %d open", err, s.open)
 	}
+}
+
+// shards are the names of a family.
+func shards(stem string, n int) (names []string) {
+	for k := range n {
+		names = append(names, fmt.Sprintf("%s-%05d-of-%05d.safetensors", stem, k+1, n))
+	}
+	return names
 }
 
 // A local folder has one model, or says which there are, one level further down too.
@@ -140,6 +150,29 @@ func TestResolveFolders(t *testing.T) {
 		{"by name", []string{"b.safetensors", "a.safetensors", ".c.safetensors", "d.bin"}, []string{"a.safetensors", "b.safetensors"}, nil, ""},
 		{"by its index", []string{"m.safetensors.index.json", "z.safetensors"}, []string{"1.safetensors", "2.safetensors"}, nil, ""},
 		{"several indexes", []string{"m.safetensors.index.json", "n.safetensors.index.json"}, nil, errs.ErrArgument, "several models in one folder"},
+		{"a whole family", shards("model", 3), shards("model", 3), nil, ""},
+		{"a family that counts from 0", []string{"m-0-of-2.safetensors", "m-1-of-2.safetensors"}, []string{"m-0-of-2.safetensors", "m-1-of-2.safetensors"}, nil, ""},
+		{"one shard of three", shards("model", 3)[2:], nil, errs.ErrFormat, "1 of 3 shards are there, and shard 1, 2 is missing"},
+		{"a shard twice", append(shards("m", 2), "m-1-of-2.safetensors"), nil, errs.ErrFormat, "3 shards are there under numbers of 2"},
+		{"two families", append(shards("a", 2), shards("b", 2)...), nil, errs.ErrArgument, "a-00001-of-00002.safetensors"},
+		{"families of two counts", append(shards("m", 1), shards("m", 2)...), nil, errs.ErrArgument, "several models"},
+		{"one file and shards, without an index", append(shards("model", 3)[1:], "model.safetensors"), []string{"model.safetensors"}, nil, ""},
+		{"a family and an adapter", append(shards("model", 2), "adapter_model.safetensors"), append([]string{"adapter_model.safetensors"}, shards("model", 2)...), nil, ""},
+		{"a variant beside the default", []string{"model.safetensors", "model.fp16.safetensors"}, []string{"model.safetensors"}, nil, ""},
+		{"a variant in shards beside the default", append(shards("model.fp16", 2), "model.safetensors"), []string{"model.safetensors"}, nil, ""},
+		{"the only variant", []string{"model.fp16.safetensors"}, []string{"model.fp16.safetensors"}, nil, ""},
+		{"two variants", []string{"model.fp16.safetensors", "model.bf16.safetensors"}, nil, errs.ErrArgument, "model.bf16.safetensors, "},
+		{"names with dots", []string{"a.safetensors", "a.b.safetensors"}, []string{"a.b.safetensors", "a.safetensors"}, nil, ""},
+		{"indexes of the default and a variant", []string{"m.safetensors.index.json", "m.safetensors.index.fp16.json"}, []string{"1.safetensors", "2.safetensors"}, nil, ""},
+		{"the index of a variant", []string{"model.safetensors", "model.safetensors.index.fp16.json"}, []string{"model.safetensors"}, nil, ""},
+		{"the index of the only variant", []string{"model.safetensors.index.fp16.json"}, []string{"1.safetensors", "2.safetensors"}, nil, ""},
+		{"an index beside one file", []string{"model.safetensors", "model.safetensors.index.json"}, []string{"1.safetensors", "2.safetensors"}, nil, ""},
+		{"consolidated, too", []string{"model.safetensors.index.json", "consolidated.safetensors.index.json"}, []string{"1.safetensors", "2.safetensors"}, nil, ""},
+		{"consolidated beside one file", []string{"model.safetensors", "consolidated.safetensors.index.json"}, []string{"model.safetensors"}, nil, ""},
+		{"consolidated without an index", append(shards("consolidated", 2), "model.safetensors"), []string{"model.safetensors"}, nil, ""},
+		{"consolidated alone", []string{"consolidated.safetensors"}, []string{"consolidated.safetensors"}, nil, ""},
+		{"what a killed save left beside", append(shards("model-ow0123abcd", 2), "model.safetensors"), []string{"model.safetensors"}, nil, ""},
+		{"what a killed save left", shards("model-ow0123abcd", 2), nil, errs.ErrFormat, "a save that did not end"},
 		{"empty", nil, nil, errs.ErrNotFound, "no .safetensors file in this folder"},
 		{"a pipeline", []string{"vae/x.safetensors", "unet/x.safetensors", "unet/y.safetensors", "text/notes"}, nil, errs.ErrNotFound, "open a folder below it (unet, vae)"},
 		{"a cache", []string{"blobs/x", "snapshots/abc/x.safetensors"}, nil, errs.ErrNotFound, "name one of its snapshots"},
@@ -156,7 +189,8 @@ func TestResolveFolders(t *testing.T) {
 				}
 			}
 			for _, uri := range []string{dir, dir + "/"} {
-				files, _, err := Resolve(t.Context(), uri, nil, Options{})
+				set, err := Resolve(t.Context(), uri, nil, Options{})
+				files := set.URIs
 				var want []string
 				for _, name := range c.want {
 					want = append(want, filepath.Join(dir, name))
@@ -188,7 +222,7 @@ func TestOpenAllLeavesNothingOpen(t *testing.T) {
 	} {
 		s := store{files: files()}
 		change(s.files)
-		ix, srcs, err := OpenAll(t.Context(), []string{dir + "1.safetensors", index}, s.Open, Options{})
+		ix, srcs, _, err := OpenAll(t.Context(), []string{dir + "1.safetensors", index}, s.Open, Options{})
 		if err == nil || !errs.Classed(err) || ix != nil || srcs != nil || s.open != 0 {
 			t.Errorf("%s: %d left open, %v", name, s.open, err)
 		}
@@ -198,7 +232,7 @@ func TestOpenAllLeavesNothingOpen(t *testing.T) {
 		want []string
 	}{{nil, []string{"a", "b", "c"}}, {[]string{"b"}, []string{"b"}}, {[]string{"c", "a"}, []string{"a", "c"}}} {
 		s := store{files: files()}
-		ix, srcs, err := OpenAll(t.Context(), []string{index}, s.Open, Options{Keys: c.keys})
+		ix, srcs, _, err := OpenAll(t.Context(), []string{index}, s.Open, Options{Keys: c.keys})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -206,7 +240,7 @@ func TestOpenAllLeavesNothingOpen(t *testing.T) {
 		for i := range ix.Tensors {
 			got = append(got, ix.Tensors[i].Name)
 		}
-		if !slices.Equal(got, c.want) || len(srcs) != len(c.want) || s.open != len(c.want) || len(s.opened) != 1+len(c.want) {
+		if !slices.Equal(got, c.want) || len(srcs) != len(c.want) || s.open != len(c.want) || len(s.opened) != 2+len(c.want) {
 			t.Errorf("%v: tensors %v of %d sources, %d open, %v were opened", c.keys, got, len(srcs), s.open, s.opened)
 		}
 	}
@@ -218,7 +252,7 @@ func TestOpenAllLeavesNothingOpen(t *testing.T) {
 	if names, ok, err := Names(t.Context(), []string{index, dir + "1.safetensors"}, s.Open, Options{}); names != nil || ok || err != nil {
 		t.Errorf("names of a file without an index: %v, %v, %v", names, ok, err)
 	}
-	if _, _, err := OpenAll(t.Context(), nil, s.Open, Options{}); !errors.Is(err, errs.ErrArgument) {
+	if _, _, _, err := OpenAll(t.Context(), nil, s.Open, Options{}); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("nothing is opened: %v", err)
 	}
 }
@@ -293,5 +327,106 @@ func TestTree(t *testing.T) {
 	put("blobs/x", "snapshots/abc/x")
 	if _, err := Tree(dir, ""); !errors.Is(err, errs.ErrArgument) || !strings.Contains(err.Error(), "snapshots/abc") {
 		t.Errorf("a cache: %v", err)
+	}
+}
+
+// Where an index.json decides, its tensors are the model, with names that are asked for and
+// without: what else lies in its files, and a stale duplicate of a name, is not.
+func TestTheIndexDecides(t *testing.T) {
+	dir := t.TempDir() + "/"
+	put := func(name string, b []byte) {
+		if err := os.WriteFile(dir+name, b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	put("1.safetensors", of(t, "a", "b", "more"))
+	put("2.safetensors", of(t, "a", "c"))
+	put("m.safetensors.index.json", listing("a", "./2.safetensors", "b", "1.safetensors", "c", "2.safetensors"))
+	open := func(_ context.Context, uri string) (source.Source, error) {
+		b, err := os.ReadFile(uri)
+		if err != nil {
+			return nil, errs.In("open", uri, errs.FromOS(err))
+		}
+		return &memory{name: uri, b: b}, nil
+	}
+	for _, uri := range []string{dir, dir + "m.safetensors.index.json"} {
+		for _, c := range []struct {
+			opt  Options
+			want string
+		}{
+			{Options{}, "b0 a1 c1"}, {Options{Keys: []string{"b"}}, "b0"}, {Options{Keys: []string{"a"}}, "a0 c0"},
+			{Options{Keys: []string{"more"}}, "b0 a1 c1"}, {Options{Unlisted: true}, "a0 b0 more0 a1 c1"},
+		} {
+			ix, _, sets, err := OpenAll(t.Context(), []string{uri}, open, c.opt)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var got []string
+			for _, t := range ix.Tensors {
+				got = append(got, fmt.Sprint(t.Name, t.Source))
+			}
+			if strings.Join(got, " ") != c.want || len(sets) != 1 || sets[0].Index != dir+"m.safetensors.index.json" {
+				t.Errorf("%s, %+v: %q, %v", uri, c.opt, got, sets)
+			}
+		}
+	}
+	put("m.safetensors", of(t, "a"))
+	if err := os.Remove(dir + "2.safetensors"); err != nil {
+		t.Fatal(err)
+	}
+	_, _, _, err := OpenAll(t.Context(), []string{dir}, open, Options{})
+	for _, name := range []string{"2.safetensors", "m.safetensors.index.json", "m.safetensors, a model by itself"} {
+		if !errors.Is(err, errs.ErrNotFound) || !strings.Contains(err.Error(), dir+name) {
+			t.Errorf("a stale index beside one file: %v", err)
+		}
+	}
+}
+
+// If the index is replaced while the shards are opened, they are opened again, once: a load
+// has the files of one save, or fails.
+func TestAnIndexThatIsReplaced(t *testing.T) {
+	for _, where := range []string{"far", "near"} {
+		dir := "https://host/m/"
+		if where == "near" {
+			dir = t.TempDir() + "/"
+		}
+		index := dir + "m.safetensors.index.json"
+		for _, c := range []struct {
+			saves int // while the shards are opened
+			class error
+			want  string
+		}{{0, nil, "1.safetensors"}, {1, nil, "2.safetensors"}, {9, errs.ErrCorrupt, ""}} {
+			s := store{files: map[string][]byte{}}
+			version, saves := 0, c.saves
+			save := func() {
+				version++
+				name := fmt.Sprint(version, ".safetensors")
+				delete(s.files, dir+fmt.Sprint(version-1, ".safetensors"))
+				s.files[dir+name] = of(t, "a")
+				s.files[index] = listing("a", name)
+				if where == "near" {
+					if err := errors.Join(os.WriteFile(index+".new", s.files[index], 0o600), os.Rename(index+".new", index)); err != nil {
+						t.Fatal(err)
+					}
+				}
+			}
+			save()
+			open := func(ctx context.Context, uri string) (source.Source, error) {
+				src, err := s.Open(ctx, uri)
+				if uri != index && saves > 0 {
+					saves--
+					save()
+				}
+				return src, err
+			}
+			_, srcs, _, err := OpenAll(t.Context(), []string{index}, open, Options{})
+			got := ""
+			if len(srcs) == 1 {
+				got = strings.TrimPrefix(srcs[0].URI(), dir)
+			}
+			if !errors.Is(err, c.class) || got != c.want || s.open != len(srcs) {
+				t.Errorf("%s, %d saves: %q, %d open, %v", where, c.saves, got, s.open, err)
+			}
+		}
 	}
 }

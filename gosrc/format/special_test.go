@@ -49,7 +49,7 @@ func TestIndexIsAFile(t *testing.T) {
 				}
 				ended := make(chan error, 2)
 				spawn.Go("test", func() {
-					_, _, err := OpenAll(t.Context(), []string{uri}, opener, Options{})
+					_, _, _, err := OpenAll(t.Context(), []string{uri}, opener, Options{})
 					ended <- err
 					_, _, err = Names(t.Context(), []string{uri}, opener, Options{})
 					ended <- err

@@ -8,6 +8,7 @@ import (
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -55,7 +56,8 @@ func Tree(dir, avoid string) ([]Branch, error) {
 				}
 			case !e.IsDir() && !hidden:
 				files = true
-				b.Weights = b.Weights || strings.HasSuffix(e.Name(), suffix) || strings.HasSuffix(e.Name(), suffix+indexSuffix)
+				_, weights := modelfiles.Parse(e.Name())
+				b.Weights = b.Weights || weights
 			}
 		}
 		if files || rel == "" {

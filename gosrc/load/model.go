@@ -67,7 +67,7 @@ var headers format.Cache
 // validated when it returns.
 func Open(ctx context.Context, spec Spec) (*Model, error) {
 	began := time.Now()
-	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.With(spec.Storage.Options), format.Options{
+	ix, srcs, _, err := format.OpenAll(ctx, spec.URIs, open.With(spec.Storage.Options), format.Options{
 		Lenient: spec.Lenient, Keys: spec.Keys, Known: codec.Known, Cache: &headers, List: open.Lister(spec.Storage.Options),
 		Settings: spec.Storage.Decrypt,
 	})

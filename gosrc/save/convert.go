@@ -15,9 +15,10 @@ import (
 	"github.com/overwire/overwire/gosrc/companions"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/save/folders"
-	"github.com/overwire/overwire/gosrc/save/original"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -29,9 +30,11 @@ import (
 // again, byte for byte, if that file becomes one container with the same metadata;
 // when such a container becomes one plain file, it is that file.
 //
-// If dst is a folder, every file keeps its name, its tensors and its metadata; an
+// If dst is a folder, every file keeps its name (if dst has a set of these names already,
+// see modelfiles.Mark), its tensors and its metadata; the
 // index.json and the other files of a source folder are copied (see package
-// companions); dst must not have other weights. Otherwise all tensors go into the
+// companions); dst must not have other weights. Every model of a folder is converted: its
+// variants, too. Otherwise all tensors go into the
 // file dst (or its shards, if spec says so), with the metadata of all sources, the
 // first one's where they differ. dst is a folder if it is one, if it ends in a
 // slash, or if the source is a folder or has several files and dst does not end in
@@ -62,14 +65,17 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 		return Report{}, err
 	}
 	dst = spec.Path // without its scheme
-	if len(src) == 1 && !source.Remote(dst) && isFolder(dst, src, 1) {
+	if len(src) == 1 && isFolder(dst, src, 1) {
 		dir := folders.Local(src[0])
 		branches, err := format.Tree(dir, dst)
 		if err != nil {
 			return Report{}, err
 		}
-		if len(branches) > 1 && slices.ContainsFunc(branches, func(b format.Branch) bool { return b.Weights }) {
+		if len(branches) > 1 && !source.Remote(dst) && slices.ContainsFunc(branches, func(b format.Branch) bool { return b.Weights }) {
 			return convertTree(ctx, j, dir, dst, branches, spec)
+		}
+		if len(branches) > 0 {
+			return convertFolder(ctx, j, dir, dst, spec, beside{})
 		}
 	}
 	return convertOne(ctx, j, src, dst, spec, beside{})
@@ -84,14 +90,21 @@ func convertOne(ctx context.Context, j *job.Job, src []string, dst string, spec 
 		maps.Copy(more, from.Decrypt)
 		from.Decrypt = more
 	}
-	m, err := openModel(ctx, src, from)
+	files := spec.Shard == 0 && isFolder(dst, src, 2) // each as it is, with tensors that an index.json does not list
+	m, err := openModel(ctx, src, from, files)
 	if err != nil {
 		return Report{}, err
+	}
+	folder := isFolder(dst, src, len(m.srcs))
+	if files && !folder {
+		m.close()
+		if m, err = openModel(ctx, src, from, false); err != nil {
+			return Report{}, err
+		}
 	}
 	defer m.close()
 	w := newWriter(spec, j)
 	items := m.items(w.threads)
-	folder := isFolder(dst, src, len(m.srcs))
 	if folder && len(spec.Storage.Encrypt) > 0 {
 		return Report{}, badArgument(dst, "", "only single .tensors files are encrypted, not folders")
 	}
@@ -118,7 +131,12 @@ func convertOne(ctx context.Context, j *job.Job, src []string, dst string, spec 
 	}
 	var rep Report
 	if folder {
-		rep, err = w.intoFolder(ctx, src, src, dst, parts, how)
+		own := how.sources(src)
+		from := own
+		if how.dir != "" && !how.last {
+			from = nil
+		}
+		rep, err = w.intoFolder(ctx, own, from, dst, parts, how)
 	} else {
 		rep, err = w.save(ctx, parts)
 	}
@@ -137,6 +155,7 @@ func (w *writer) intoFolder(ctx context.Context, src, from []string, dst string,
 	for _, p := range parts {
 		ours[filepath.Base(p.path)] = true
 	}
+	maps.Copy(ours, how.ours)
 	var left []string
 	if err = folders.Alone(ctx, dst, src, w.spec.Shard > 0, ours, w.spec.Storage.Options); err == nil {
 		parts, left, err = withCompanions(from, dst, parts, how)
@@ -216,18 +235,73 @@ func (m *model) parts(
 			parts = append(parts, part{path: join(dst, name), metadata: meta, items: m.of(k, items), mode: modeOf(s.URI()), original: o})
 		}
 		if len(src) == 1 {
-			if name, b := original.IndexJSON(ctx, folders.Local(src[0]), spec.Storage.Options); name != "" {
-				parts = append(parts, part{path: join(dst, name), laid: whole(b), mode: m.mode()})
-			}
+			parts = m.indexed(dst, parts)
 		}
 	}
 	return parts, nil
 }
 
+// indexed adds the index.json of the source to its files. Shards without one get one where
+// files of their names are: together with it they replace those in one step.
+func (m *model) indexed(dst string, parts []part) []part {
+	set := m.sets[0]
+	if set.Index != "" {
+		for k := range parts {
+			parts[k].shard = true
+		}
+		name := filepath.Base(source.Path(folders.Local(set.Index)))
+		return append(parts, part{path: join(dst, name), laid: whole(set.Text), listing: &listing{Shards: set.Shards}, mode: m.mode()})
+	}
+	family := ""
+	there := false
+	for _, p := range parts {
+		name := filepath.Base(p.path)
+		n, ok := modelfiles.Parse(name)
+		if family == "" {
+			family = modelfiles.Family(name)
+		}
+		if !ok || n.Of == 0 || modelfiles.Family(name) != family {
+			return parts
+		}
+		_, err := os.Lstat(p.path)
+		there = there || err == nil && !source.Remote(dst)
+	}
+	if !there || len(parts) < 2 {
+		return parts
+	}
+	index := indexOf(join(dst, family+extension+modelfiles.IndexSuffix), shardIndex(parts), parts)
+	index.mode = m.mode()
+	return append(parts, index)
+}
+
 // beside says how the other files of a source folder are copied.
 type beside struct {
-	root    string // see companions.Folder
-	folders bool   // the folders below are converted, too
+	root    string          // see companions.Folder
+	folders bool            // the folders below are converted, too
+	dir     string          // the folder of several models that are converted; "": one is
+	ours    map[string]bool // the files of all of them
+	last    bool            // this is the last one, with which the other files are copied
+}
+
+// sources are the folders that models are converted from.
+func (b beside) sources(src []string) []string {
+	if b.dir != "" {
+		return []string{b.dir}
+	}
+	var out []string
+	for _, s := range src {
+		if path := folders.Local(s); !source.Remote(s) && namesIndex(path) {
+			s = atomicfile.Folder(path)
+		}
+		out = append(out, s)
+	}
+	return out
+}
+
+// namesIndex reports whether a path is that of an index.json.
+func namesIndex(path string) bool {
+	n, ok := modelfiles.Parse(filepath.Base(path))
+	return ok && n.Index
 }
 
 // withCompanions puts the other files of source folders before the parts of the
@@ -238,7 +312,13 @@ func withCompanions(src []string, dst string, parts []part, how beside) (all []p
 	taken := map[string]bool{}
 	for _, p := range parts {
 		taken[filepath.Base(p.path)] = true
+		if p.listing != nil {
+			for _, name := range p.listing.Files {
+				taken[name] = true
+			}
+		}
 	}
+	maps.Copy(taken, how.ours)
 	for _, s := range src {
 		found, skipped, err := companions.Find(companions.Folder{Path: folders.Local(s), Root: how.root, Avoid: dst, Below: how.folders}, taken)
 		if err != nil {
@@ -308,6 +388,9 @@ func isFolder(dst string, src []string, files int) bool {
 	if st, err := os.Stat(dst); err == nil && !source.Remote(dst) {
 		return st.IsDir()
 	}
+	if len(src) == 0 {
+		return false
+	}
 	st, err := os.Stat(folders.Local(src[0]))
-	return (files > 1 || len(src) == 1 && err == nil && st.IsDir()) && !namesFile(dst)
+	return (files > 1 || len(src) == 1 && (err == nil && st.IsDir() || namesIndex(src[0]))) && !namesFile(dst)
 }

@@ -285,7 +285,7 @@ func TestConvertComparesHashes(t *testing.T) {
 	r := newRand(t)
 	path, dst := filepath.Join(t.TempDir(), "m"), filepath.Join(t.TempDir(), "out")
 	write(t, Spec{Path: path, Compress: true}, []Input{bf16("big", r, 700, 1024)})
-	m, err := openModel(bg, []string{path}, format.Access{})
+	m, err := openModel(bg, []string{path}, format.Access{}, false)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -40,7 +40,7 @@ type TensorDigest struct {
 // computes none of the tensors that are elsewhere by name; nil: all.
 func Digests(ctx context.Context, j *job.Job, uris []string, storage format.Access, elsewhere func(name string) bool) (DigestReport, error) {
 	start := time.Now()
-	m, err := openModel(ctx, Spread(uris), storage)
+	m, err := openModel(ctx, Spread(uris), storage, false)
 	if err != nil {
 		return DigestReport{}, errs.Ended(ctx, err)
 	}
@@ -130,7 +130,7 @@ func (m *model) kept() ([]*digest.Sum, error) {
 	}
 	for k := range m.ix.Sources {
 		s := &m.ix.Sources[k]
-		if !s.Overwire() {
+		if !s.Overwire() || s.Unlisted > 0 { // a file keeps the digests of all its tensors, by their order
 			continue
 		}
 		sums, err := overwire.ReadDigests(s.Mark, len(own[k]))

@@ -43,7 +43,7 @@ func TestGoldenLevel(t *testing.T) {
 
 func storedIn(t *testing.T, path string) (*model, map[tensor.Codec]int) {
 	t.Helper()
-	m, err := openModel(bg, []string{path}, format.Access{})
+	m, err := openModel(bg, []string{path}, format.Access{}, false)
 	if err != nil {
 		t.Fatal(err)
 	}

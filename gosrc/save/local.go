@@ -4,10 +4,13 @@ package save
 
 import (
 	"context"
+	"errors"
+	"io/fs"
 	"os"
 	"slices"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 )
 
@@ -19,16 +22,21 @@ type files struct {
 }
 
 func (f *files) create(ctx context.Context, p *part) (draft, error) {
-	t, err := atomicfile.New(f.spec.fs, p.path, f.like, p.mode)
+	like := f.like
+	if st, err := os.Lstat(p.like); err == nil && st.Mode().IsRegular() {
+		like = p.like
+	}
+	t, err := atomicfile.New(f.spec.fs, p.path, like, p.mode)
 	if err != nil {
 		return nil, err
 	}
+	t.New = p.shard
 	f.targets = append(f.targets, t)
 	return &file{t, ctx}, nil
 }
 
-func (f *files) publish(_ context.Context, _ []part) error {
-	old := f.replaced(f.targets)
+func (f *files) publish(ctx context.Context, parts []part) error {
+	old := f.replaced(ctx, parts)
 	if err := atomicfile.Publish(f.spec.fs, f.targets); err != nil {
 		return err
 	}
@@ -96,32 +104,55 @@ func (w *writer) room(parts []part) error {
 	return nil
 }
 
-// replaced lists the files that a save in shards makes stale beside those that it
-// replaces, so that the old model cannot be opened by another name: the file at the
-// path itself (if there are several now), the index (if there is one file now), and
-// shards of the old index that have our names.
-func (w *writer) replaced(targets []*atomicfile.Target) []string {
+// replaced lists the files that a save of a set makes stale, so that the old model cannot
+// be opened by another name: the file at the path itself (if there are several now), the
+// index (if there is one file now), the shards of the old index, and what killed saves of
+// the same files have left.
+func (w *writer) replaced(ctx context.Context, parts []part) (old []string) {
+	last := &parts[len(parts)-1]
 	path, err := atomicfile.Follow(w.spec.Path)
-	if err != nil || w.spec.Shard == 0 {
+	if err != nil || w.spec.Shard == 0 && last.listing == nil {
 		return nil
 	}
-	kept := map[string]bool{}
-	for _, t := range targets {
-		kept[t.Path] = true
+	if w.spec.Shard > 0 {
+		old = append(old, path)
 	}
-	shards, _ := w.oldShards(context.Background(), indexPath(path)) // an unreadable one names nothing
-	old := append([]string{path, indexPath(path)}, shards...)
+	if last.listing != nil {
+		dir := atomicfile.Folder(last.path)
+		for _, name := range last.stale(w.oldSet(ctx, last.path)) {
+			old = append(old, join(dir, name))
+		}
+		old = append(old, abandoned(dir, last.families(), w.spec.Shard > 0)...)
+	} else {
+		_, stem := stemOf(path)
+		old = append(append(old, indexPath(path)), shardsOf(path, w.oldSet(ctx, indexPath(path)))...)
+		old = append(old, abandoned(atomicfile.Folder(path), map[string]bool{stem: true}, true)...)
+	}
+	kept := map[string]bool{}
+	for _, p := range parts {
+		kept[p.path] = true
+		if real, err := atomicfile.Follow(p.path); err == nil {
+			kept[real] = true
+		}
+	}
 	return slices.DeleteFunc(old, func(p string) bool {
 		st, err := os.Lstat(p)
 		return kept[p] || err != nil || !st.Mode().IsRegular()
 	})
 }
 
-// retire removes what replaced has listed, once the new model is complete.
+// oldSet is what a local index says; nil if there is none that can be read.
+func (w *writer) oldSet(ctx context.Context, index string) *safetensors.Shards {
+	shards, _ := w.readIndex(ctx, index) // an unreadable one names nothing
+	return shards
+}
+
+// retire removes what replaced has listed, once the new model is complete. Another save of
+// the same path may have removed it already.
 func (w *writer) retire(old []string) error {
 	var first error
 	for _, p := range old {
-		if err := w.spec.fs.Remove(p); err != nil && first == nil {
+		if err := w.spec.fs.Remove(p); err != nil && !errors.Is(err, fs.ErrNotExist) && first == nil {
 			first = atomicfile.Failed(p, -1, err)
 		}
 	}

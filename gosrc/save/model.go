@@ -20,16 +20,19 @@ import (
 type model struct {
 	ix   *tensor.Index
 	srcs []source.Source
+	sets []format.Files // of each name that was opened
 }
 
-func openModel(ctx context.Context, uris []string, storage format.Access) (*model, error) {
-	ix, srcs, err := format.OpenAll(ctx, uris, open.With(storage.Options), format.Options{
-		Known: codec.Known, List: open.Lister(storage.Options), Settings: storage.Decrypt,
+// openModel opens a model; with unlisted, also those tensors in the files of an index.json
+// that it does not list.
+func openModel(ctx context.Context, uris []string, storage format.Access, unlisted bool) (*model, error) {
+	ix, srcs, sets, err := format.OpenAll(ctx, uris, open.With(storage.Options), format.Options{
+		Known: codec.Known, List: open.Lister(storage.Options), Settings: storage.Decrypt, Unlisted: unlisted,
 	})
 	if err != nil {
 		return nil, err
 	}
-	return &model{ix, srcs}, nil
+	return &model{ix, srcs, sets}, nil
 }
 
 func (m *model) close() {
@@ -49,7 +52,7 @@ func (m *model) metadata(k int) map[string]string {
 // it alone, should keep it or become it; else nil.
 func (m *model) original(ctx context.Context, spec Spec, k int) (*original.File, error) {
 	s := &m.ix.Sources[k]
-	if len(spec.Metadata) > 0 || !formatOf(spec.Path).coded || !spec.Compress && !s.Overwire() {
+	if len(spec.Metadata) > 0 || s.Unlisted > 0 || !formatOf(spec.Path).coded || !spec.Compress && !s.Overwire() {
 		return nil, nil
 	}
 	return original.Of(ctx, m.srcs[k], s)

@@ -6,13 +6,13 @@ import (
 	"context"
 	"errors"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -75,46 +75,26 @@ func (o *objects) drop(err error) {
 	}
 }
 
-// publish publishes the objects, last the one that readers look for. A store cannot
-// publish several in one step: if the old index would name new shards, it is
-// removed first.
+// publish publishes the objects, last the one that readers look for, and removes what that
+// makes stale. If it fails, the old model stays, and the shards that were published go.
 func (o *objects) publish(ctx context.Context, parts []part) error {
-	kept := map[string]bool{}
-	for _, p := range parts {
-		kept[p.path] = true
+	stale, err := o.stale(ctx, parts)
+	if err != nil {
+		return err
 	}
-	last := parts[len(parts)-1].path
-	index := last
-	if len(parts) == 1 {
-		index = indexPath(o.spec.Path)
-	}
-	var old []string
-	if len(parts) > 1 || o.spec.Shard != 0 {
-		var err error
-		if old, err = o.oldShards(ctx, index); err != nil {
-			return err
-		}
-	}
-	again := slices.ContainsFunc(old, func(p string) bool { return kept[p] })
-	if again && len(parts) > 1 {
-		if err := open.Remove(ctx, last, o.spec.Storage.Options); err != nil {
-			return err
-		}
-	}
-	for _, d := range o.drafts {
+	for i, d := range o.drafts {
 		if err := d.Publish(); err != nil {
+			for _, p := range parts[:i] {
+				if p.shard {
+					_ = open.Remove(context.WithoutCancel(ctx), p.path, o.spec.Storage.Options)
+				}
+			}
 			return err
 		}
-	}
-	if o.spec.Shard == 0 {
-		return nil
 	}
 	// The model is complete; but report what cannot be removed.
 	var first error
-	for _, p := range append(old, o.spec.Path, indexPath(o.spec.Path)) {
-		if kept[p] {
-			continue
-		}
+	for _, p := range stale {
 		if err := open.Remove(ctx, p, o.spec.Storage.Options); err != nil && first == nil {
 			first = err
 		}
@@ -122,23 +102,46 @@ func (o *objects) publish(ctx context.Context, parts []part) error {
 	return first
 }
 
-// oldShards lists the shards named after the model in an index, if there is one.
-func (w *writer) oldShards(ctx context.Context, index string) (out []string, err error) {
-	if !strings.HasSuffix(index, ".index.json") {
-		return nil, nil
+// stale lists the objects that a save of a set makes stale; see replaced.
+func (o *objects) stale(ctx context.Context, parts []part) (old []string, err error) {
+	last := &parts[len(parts)-1]
+	if o.spec.Shard > 0 {
+		old = append(old, o.spec.Path)
 	}
-	shards, err := w.readIndex(ctx, index)
-	if shards == nil {
-		return nil, err
+	switch {
+	case last.listing != nil:
+		shards, err := o.readIndex(ctx, last.path)
+		if err != nil {
+			return nil, err
+		}
+		for _, name := range last.stale(shards) {
+			old = append(old, last.path[:len(last.path)-len(filepath.Base(last.path))]+name)
+		}
+	case o.spec.Shard > 0:
+		index := indexPath(o.spec.Path)
+		shards, err := o.readIndex(ctx, index)
+		if err != nil {
+			return nil, err
+		}
+		old = append(append(old, index), shardsOf(o.spec.Path, shards)...)
 	}
-	dir, stem := stemOf(strings.TrimSuffix(index, ".index.json"))
-	name := regexp.MustCompile("^" + regexp.QuoteMeta(stem) + `-\d{5}-of-\d{5}` + regexp.QuoteMeta(extension) + "$")
-	for _, f := range shards.Files {
-		if name.MatchString(f) {
-			out = append(out, join(dir, f))
+	return slices.DeleteFunc(old, func(p string) bool {
+		return slices.ContainsFunc(parts, func(q part) bool { return q.path == p })
+	}), nil
+}
+
+// shardsOf are the files of a path's old index that are named after it.
+func shardsOf(path string, old *safetensors.Shards) (paths []string) {
+	dir, stem := stemOf(path)
+	if old == nil {
+		return nil
+	}
+	for _, name := range old.Files {
+		if modelfiles.Family(name) == stem {
+			paths = append(paths, join(dir, name))
 		}
 	}
-	return out, nil
+	return paths
 }
 
 // readIndex reads an index; nil if there is none. A damaged one names nothing.

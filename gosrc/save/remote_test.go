@@ -20,6 +20,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
@@ -117,7 +118,7 @@ func TestFarShards(t *testing.T) {
 			t.Fatal(err)
 		}
 		for i := range found {
-			found[i] = strings.TrimPrefix(found[i], "s3://models/m/")
+			found[i] = modelfiles.WithMark(strings.TrimPrefix(found[i], "s3://models/m/"), "")
 		}
 		return strings.Join(found, " ")
 	}

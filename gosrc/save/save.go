@@ -51,8 +51,7 @@ type Spec struct {
 	// Path is the file to write: "model.safetensors". A symbolic link is followed.
 	// s3:// and redis:// are written without a local file: the object streams in
 	// parts and becomes visible in one step. Of several files the index is
-	// published last; if shards of the old model have the names of new ones, its
-	// index is removed first, and there is no model until the new one is complete.
+	// published last, and files of the old model are removed after that.
 	// A path that ends in .tensors becomes a file of tensorizer's, without
 	// compression or metadata; Storage.Encrypt is for such files only.
 	Path string `json:"path"`
@@ -79,9 +78,10 @@ type Spec struct {
 	// Shard is the most tensor bytes in one file; 0: no limit. If the tensors do
 	// not fit in one file, the files are named as huggingface names them, with an
 	// index: model-00001-of-00002.safetensors and model.safetensors.index.json. A
-	// larger tensor gets a file of its own. Files of an earlier save of the path
-	// that this one does not replace (shards of a longer set, the single file, the
-	// index) are removed at the end.
+	// larger tensor gets a file of its own. Over an earlier set the shards get names
+	// of their own (modelfiles.Mark), and the index replaces the old one in one step.
+	// Files of an earlier save of the path (its shards, the single file, the index)
+	// are removed after that.
 	Shard int64 `json:"shard,omitempty"`
 	// ChunkBytes is the size of a chunk: a multiple of 4096, at most 16 MiB.
 	// 0 means 1 MiB, which fits in a core's second-level cache with its

@@ -61,7 +61,7 @@ func bf16(name string, r *rand.Rand, rows, cols int) Input {
 // read gives every tensor of some files, through the engine's own way.
 func read(t testing.TB, uris ...string) map[string]Input {
 	t.Helper()
-	m, err := openModel(bg, uris, format.Access{})
+	m, err := openModel(bg, uris, format.Access{}, false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -191,7 +191,7 @@ func TestRoundTrip(t *testing.T) {
 			if rep.BytesOut != st.Size() || rep.Tensors != len(in) {
 				t.Fatalf("report %+v, size %d", rep, st.Size())
 			}
-			m, err := openModel(bg, []string{spec.Path}, format.Access{})
+			m, err := openModel(bg, []string{spec.Path}, format.Access{}, false)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -299,7 +299,7 @@ func TestPartsOfAliases(t *testing.T) {
 		if _, err := Verify(bg, nil, []string{p}, format.Access{}, false); err != nil {
 			t.Error(err)
 		}
-		m, err := openModel(bg, []string{p}, format.Access{})
+		m, err := openModel(bg, []string{p}, format.Access{}, false)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -57,7 +57,7 @@ func named(path string, parts []part) []part {
 	for k := range parts {
 		parts[k].path = join(dir, fmt.Sprintf("%s-%05d-of-%05d%s", stem, k+1, len(parts), extension))
 	}
-	return append(parts, part{path: indexPath(path), laid: whole(shardIndex(parts))})
+	return append(parts, indexOf(indexPath(path), shardIndex(parts), parts))
 }
 
 func stemOf(path string) (dir, stem string) {
@@ -84,9 +84,9 @@ func listable(parts []part) error {
 	return nil
 }
 
-// shardIndex is the index.json of some files.
-func shardIndex(parts []part) []byte {
-	var s safetensors.Shards
+// shardIndex lists some files.
+func shardIndex(parts []part) *safetensors.Shards {
+	s := &safetensors.Shards{}
 	for k, p := range parts {
 		s.Files = append(s.Files, filepath.Base(p.path))
 		for _, t := range p.items {
@@ -100,5 +100,5 @@ func shardIndex(parts []part) []byte {
 			}
 		}
 	}
-	return safetensors.AppendIndexJSON(nil, s)
+	return s
 }

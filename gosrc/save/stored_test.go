@@ -23,7 +23,7 @@ func TestStoredRanges(t *testing.T) {
 	for _, parts := range []int{1, 2, 8} {
 		p := filepath.Join(t.TempDir(), "m")
 		write(t, Spec{Path: p, Compress: true, Parts: parts, ChunkBytes: 4096 << r.IntN(6)}, in)
-		m, err := openModel(bg, []string{p}, format.Access{})
+		m, err := openModel(bg, []string{p}, format.Access{}, false)
 		if err != nil {
 			t.Fatal(err)
 		}

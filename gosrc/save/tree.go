@@ -6,11 +6,13 @@ import (
 	"context"
 	"os"
 	"path/filepath"
+	"strings"
 
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/save/folders"
+	"github.com/overwire/overwire/gosrc/source/open"
 )
 
 // Spread replaces each folder without weights of its own by the folders below it
@@ -60,10 +62,55 @@ func convertTree(ctx context.Context, j *job.Job, dir, dst string, branches []fo
 		}
 		var one Report
 		if b.Weights {
-			one, err = convertOne(ctx, j, []string{from}, to, spec, how)
+			one, err = convertFolder(ctx, j, from, to, spec, how)
 		} else {
 			one, err = copyBeside(ctx, j, from, to, spec, how)
 		}
+		if err != nil {
+			return rep, err
+		}
+		rep.add(one)
+	}
+	return rep, nil
+}
+
+// convertFolder converts the models that lie in a folder itself, last the one that the folder
+// stands for, with the companions of all.
+func convertFolder(ctx context.Context, j *job.Job, dir, dst string, spec Spec, how beside) (rep Report, err error) {
+	models, err := format.Models(ctx, dir, open.With(spec.Storage.Options))
+	if err != nil {
+		return rep, err
+	}
+	if len(models) == 1 {
+		return convertOne(ctx, j, []string{dir}, dst, spec, how)
+	}
+	if spec.Shard > 0 {
+		var names []string
+		for _, m := range models {
+			names = append(names, m.Names[0])
+		}
+		return rep, badArgument(dst, "", "%s has several models (%s), and only one can be divided into shards: name its file or index.json", dir, strings.Join(names, ", "))
+	}
+	made, err := folders.Make(dst)
+	if err != nil {
+		return rep, err
+	}
+	if made != "" {
+		defer func() {
+			if err != nil {
+				_ = os.RemoveAll(made)
+			}
+		}()
+	}
+	how.dir, how.ours, spec.Beside = dir, map[string]bool{}, true // as in dir
+	for _, m := range models {
+		for _, path := range m.Paths {
+			how.ours[filepath.Base(path)] = true
+		}
+	}
+	for i, m := range models {
+		how.last = i == len(models)-1
+		one, err := convertOne(ctx, j, m.Names, join(dst, ""), spec, how)
 		if err != nil {
 			return rep, err
 		}

@@ -103,7 +103,7 @@ func refused(b []byte) error {
 	srcs := []source.Source{bytesSource(b)}
 	ix, err := format.Open(bg, srcs, format.Options{Known: codec.Known})
 	if err == nil {
-		err = (&model{ix, srcs}).verify(bg, job.New("verify"), &VerifyReport{})
+		err = (&model{ix: ix, srcs: srcs}).verify(bg, job.New("verify"), &VerifyReport{})
 	}
 	var at *errs.At
 	switch {
@@ -184,7 +184,7 @@ func TestVerifyPlace(t *testing.T) {
 	p := filepath.Join(t.TempDir(), "m")
 	r := fixedRand()
 	write(t, Spec{Path: p, Compress: true, ChunkBytes: 4096}, []Input{bf16("a", r, 64, 64), bf16("b", r, 64, 64)})
-	m, err := openModel(bg, []string{p}, format.Access{})
+	m, err := openModel(bg, []string{p}, format.Access{}, false)
 	if err != nil {
 		t.Fatal(err)
 	}

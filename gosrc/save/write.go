@@ -44,6 +44,9 @@ type part struct {
 	items    []*item
 	laid     *Laid          // what the file is instead of items: an index.json, a copy, or one that was laid out elsewhere
 	copied   bool           // laid is a copy of another file
+	shard    bool           // the index lists it
+	listing  *listing       // of an index.json; nil: it is none
+	like     string         // a file whose mode it gets; "": see files.like
 	mode     fs.FileMode    // the most rights of a new file; 0: no limit
 	original *original.File // the file with exactly these tensors and metadata, if known
 }
@@ -87,6 +90,9 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 		return Report{}, err
 	}
 	if err := w.beside(ctx, parts); err != nil {
+		return Report{}, err
+	}
+	if err := w.chooseNames(ctx, parts); err != nil {
 		return Report{}, err
 	}
 	to, err := w.destination(parts)

@@ -5,6 +5,8 @@ package source
 import (
 	"context"
 	"time"
+
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // A Source is one file or object of a fixed size, read by offset.
@@ -136,6 +138,27 @@ func (f Facts) Unchanged(id Identity) bool {
 		}
 	}
 	return now.Known() && now == id
+}
+
+// Changed is the error of bytes that are no longer those that were opened.
+func Changed() error {
+	return errs.New(errs.ErrCorrupt, "changed while it was read: it was replaced or written to; load it again")
+}
+
+// Unwritten refuses a source that was written to since it was opened: what was read of it
+// may be of both states. It costs a call of fstat. The time of a file's other changes, as
+// of its name or mode, does not count: a file that a save replaces is still whole. Writes
+// within one tick of the file system's clock leave no trace.
+func Unwritten(s Source) error {
+	f := s.Facts()
+	if f.Now == nil {
+		return nil
+	}
+	now, err := f.Now()
+	if err == nil && (now.Size != f.Identity.Size || now.Modified != f.Identity.Modified) {
+		err = errs.In("read", s.URI(), Changed())
+	}
+	return err
 }
 
 // Ranges are read in steps, in order: while a caller works on one step, the next is

@@ -83,6 +83,7 @@ type Source struct {
 	Format   string // the name of its format: see FormatOverwire
 	Mark     string // of a container: the metadata entry that says that it is one
 	Gaps     bool   // other bytes may lie between those of tensors
+	Unlisted int    // how many of its tensors are left out, since an index.json does not list them
 }
 
 // The formats that the engine has rules for. Files of other formats have plain

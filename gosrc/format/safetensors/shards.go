@@ -3,6 +3,7 @@ package safetensors
 // This file reads model.safetensors.index.json.
 
 import (
+	"bytes"
 	"maps"
 	"path/filepath"
 	"slices"
@@ -31,8 +32,8 @@ type Weight struct {
 }
 
 // ReadIndexJSON parses and checks an index. A file name must be that of a sibling of
-// the index, without folders, "..", drive, scheme or NUL, and no name may occur
-// twice. Bad input is errs.ErrFormat.
+// the index, without folders, "..", drive, scheme or NUL ("./" before it is dropped), and
+// no name may occur twice. Bad input is errs.ErrFormat.
 func ReadIndexJSON(uri string, b []byte) (Shards, error) {
 	if len(b) > tensor.MaxHeader {
 		return Shards{}, located(uri, "", 0, errs.New(errs.ErrFormat, "an index of %d bytes", len(b)))
@@ -176,6 +177,9 @@ func (r *shardReader) weights() bool {
 		if !ok {
 			return false
 		}
+		for bytes.HasPrefix(file, here) {
+			file = file[len(here):]
+		}
 		n, known := r.files[string(file)]
 		if !known {
 			if why := notSibling(string(file)); why != "" {
@@ -190,6 +194,9 @@ func (r *shardReader) weights() bool {
 	r.tensor, r.seen = "", nil
 	return r.err == nil
 }
+
+// here may precede the name of a file beside the index.
+var here = []byte("./")
 
 // notSibling returns why a name is not that of a file beside the index, or "".
 func notSibling(name string) string {
@@ -206,20 +213,26 @@ func notSibling(name string) string {
 	return ""
 }
 
-// Check compares an index with its files: Files[i] is source i of ix. Every tensor
-// must be in the file that the index names; the files may have more tensors.
-func (s *Shards) Check(ix *tensor.Index) error {
+// Select returns the tensors that an index lists, each of the file that it names there:
+// Files[i] is source i of ix. A file's other tensors are not the model's. A tensor that is
+// not in its file is errs.ErrFormat.
+func (s *Shards) Select(ix *tensor.Index) (*tensor.Index, error) {
 	if len(ix.Sources) != len(s.Files) {
-		return errs.New(errs.ErrArgument, "%d files for an index that names %d", len(ix.Sources), len(s.Files))
+		return nil, errs.New(errs.ErrArgument, "%d files for an index that names %d", len(ix.Sources), len(s.Files))
 	}
-	find := ix.Finder()
+	find, listed := ix.Finder(), make([]bool, len(ix.Tensors))
 	for _, w := range s.Weights {
-		if find(w.File, w.Name) < 0 {
-			return located(ix.Sources[w.File].URI, w.Name, -1,
+		i := find(w.File, w.Name)
+		if i < 0 {
+			return nil, located(ix.Sources[w.File].URI, w.Name, -1,
 				errs.New(errs.ErrFormat, "the shards' index names a tensor that this file does not have"))
 		}
+		listed[i] = true
 	}
-	return nil
+	if len(s.Weights) == len(ix.Tensors) {
+		return ix, nil
+	}
+	return ix.Select(listed)
 }
 
 // Only returns the index of the files that have one of the named tensors, with all

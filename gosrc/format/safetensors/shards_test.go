@@ -2,6 +2,7 @@ package safetensors
 
 import (
 	"errors"
+	"fmt"
 	"maps"
 	"reflect"
 	"slices"
@@ -65,6 +66,19 @@ func TestIndexJSONOrder(t *testing.T) {
 	}
 }
 
+// "./" before the name of a file beside the index changes nothing.
+func TestIndexJSONOfHere(t *testing.T) {
+	s, err := ReadIndexJSON("x", []byte(`{"weight_map":{"x":"./a","y":"a","z":"././b"}}`))
+	if err != nil || !slices.Equal(s.Files, []string{"a", "b"}) || !slices.Equal(s.Weights, []Weight{{"x", 0}, {"y", 0}, {"z", 1}}) {
+		t.Errorf("%+v, %v", s, err)
+	}
+	for _, file := range []string{"./", "./.", "./..", ".//a", "./sub/x"} {
+		if _, err := ReadIndexJSON("x", []byte(`{"weight_map":{"w":"`+file+`"}}`)); !errors.Is(err, errs.ErrFormat) {
+			t.Errorf("%q: %v", file, err)
+		}
+	}
+}
+
 // A hostile index is refused before anything that it names is opened.
 func TestIndexJSONRefuses(t *testing.T) {
 	for _, file := range []string{
@@ -89,22 +103,46 @@ func TestIndexJSONRefuses(t *testing.T) {
 	}
 }
 
-// Every named tensor has to be in its file; what else is there stays.
-func TestShardsCheck(t *testing.T) {
+// The index decides: every named tensor has to be in its file, and what else is there, a
+// stale duplicate too, is not the model's; an alias of it keeps the bytes.
+func TestShardsSelect(t *testing.T) {
 	ix := &tensor.Index{
 		Sources: []tensor.Source{{URI: "a"}, {URI: "b"}},
-		Tensors: []tensor.Tensor{{Name: "x"}, {Name: "more"}, {Name: "y", Source: 1}, {Name: "more", Source: 1}},
+		Tensors: []tensor.Tensor{
+			{Name: "x", Alias: -1}, {Name: "more", Alias: -1},
+			{Name: "old", Source: 1, Alias: -1, Shape: []int64{2, 3}, Off: 7, Stored: 5, First: 3, Count: 2, Parts: 1, ChunkBytes: 4096},
+			{Name: "y", Source: 1, Alias: 2, Shape: []int64{6}}, {Name: "more", Source: 1, Alias: -1}, {Name: "z", Source: 1, Alias: 2},
+		},
 	}
-	s := Shards{Files: []string{"a", "b"}, Weights: []Weight{{"x", 0}, {"y", 1}, {"more", 1}}}
-	if err := s.Check(ix); err != nil {
-		t.Error(err)
+	s := Shards{Files: []string{"a", "b"}, Weights: []Weight{{"x", 0}, {"y", 1}, {"more", 1}, {"z", 1}}}
+	got, err := s.Select(ix)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var names []string
+	for _, t := range got.Tensors {
+		names = append(names, fmt.Sprint(got.Sources[t.Source].URI, t.Name, t.Alias, t.Off, t.First, t.Count))
+	}
+	if want := "ax-1 0 0 0 by-1 7 3 2 bmore-1 0 0 0 bz1 0 0 0"; strings.Join(names, " ") != want {
+		t.Errorf("%q, want %q", names, want)
+	}
+	if got.Sources[0].Unlisted != 1 || got.Sources[1].Unlisted != 1 || !got.Sources[0].Gaps || ix.Sources[0].Unlisted != 0 || ix.Tensors[3].Alias != 2 {
+		t.Errorf("%+v of %+v", got.Sources, ix.Sources)
+	}
+	ix.Tensors[2].Parts = 2
+	if _, err := s.Select(ix); !errors.Is(err, errs.ErrNotSupported) || !strings.Contains(err.Error(), `tensor "y"`) {
+		t.Errorf("an alias of parts of another shape: %v", err)
+	}
+	s.Weights = append(s.Weights, Weight{"more", 0}, Weight{"old", 1})
+	if all, err := s.Select(ix); err != nil || all != ix {
+		t.Errorf("all are listed: %v", err)
 	}
 	s.Weights[0].File = 1
-	if err := s.Check(ix); !errors.Is(err, errs.ErrFormat) || !strings.Contains(err.Error(), `b tensor "x"`) {
+	if _, err := s.Select(ix); !errors.Is(err, errs.ErrFormat) || !strings.Contains(err.Error(), `b tensor "x"`) {
 		t.Errorf("a tensor in the wrong file: %v", err)
 	}
 	s.Files = s.Files[:1]
-	if err := s.Check(ix); !errors.Is(err, errs.ErrArgument) {
+	if _, err := s.Select(ix); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("a file too few: %v", err)
 	}
 }

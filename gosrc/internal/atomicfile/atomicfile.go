@@ -41,10 +41,10 @@ import (
 // then an older file of that name stays.
 type Target struct {
 	Path string // the file's path, symbolic links followed
+	New  bool   // no file may have the name when this one gets it; see Publish
 	fs   FS
 	temp string      // the temporary path; "" once renamed or removed
 	file File        // nil once closed
-	old  fs.FileInfo // the file that had the name when the writing began, or nil
 	like string      // see New
 	most fs.FileMode // see New
 	lock *os.File    // a second descriptor, which holds the lock; may be nil
@@ -63,10 +63,10 @@ const kickEvery = 32 << 20
 func New(sys FS, path, like string, most fs.FileMode) (*Target, error) {
 	t := &Target{fs: sys, like: like, most: most}
 	var err error
-	if t.Path, t.old, err = look(path); err != nil {
+	if t.Path, err = look(path); err != nil {
 		return nil, err
 	}
-	t.temp = hiddenName(t.Path, tempMark)
+	t.temp = hiddenName(t.Path)
 	if t.file, err = sys.Create(t.temp, t.mode()); err != nil {
 		if _, none := os.Stat(Folder(t.Path)); errors.Is(err, fs.ErrNotExist) && none != nil {
 			err = errs.New(errs.ErrNotFound, "there is no folder %s: make it first", Folder(t.Path))
@@ -83,7 +83,7 @@ func New(sys FS, path, like string, most fs.FileMode) (*Target, error) {
 			}
 		}
 	}
-	o := orphans{path: t.Path, mark: tempMark, age: time.Minute}
+	o := orphans{path: t.Path, age: time.Minute}
 	if t.lock != nil { // locks work here: a file without one has no writer
 		o.age, o.folder = lockTime, true
 	}
@@ -94,27 +94,32 @@ func New(sys FS, path, like string, most fs.FileMode) (*Target, error) {
 // lockTime is more than a writer needs from creating its file to locking it.
 const lockTime = 5 * time.Second
 
-// look follows the symbolic links of a path, and returns the regular file there,
-// nil if there is none.
-func look(path string) (real string, old fs.FileInfo, err error) {
+// Check refuses a path that cannot be written to, as New does.
+func Check(path string) error {
+	_, err := look(path)
+	return err
+}
+
+// look follows the symbolic links of a path to a regular file, or to none.
+func look(path string) (real string, err error) {
 	if real, err = Follow(path); err != nil {
-		return "", nil, Failed(path, -1, err)
+		return "", Failed(path, -1, err)
 	}
 	if isBlob(real) {
-		return "", nil, errs.In("save", path, errs.New(errs.ErrArgument, "leads to %s in a Hugging Face cache, where each file is named by its content and serves every snapshot: "+
+		return "", errs.In("save", path, errs.New(errs.ErrArgument, "leads to %s in a Hugging Face cache, where each file is named by its content and serves every snapshot: "+
 			"write to another folder", real))
 	}
-	switch old, err = os.Lstat(real); {
+	switch st, err := os.Lstat(real); {
 	case errors.Is(err, fs.ErrNotExist):
-		return real, nil, nil
+		return real, nil
 	case err != nil:
-		return "", nil, Failed(path, -1, err)
-	case old.IsDir():
-		return "", nil, errs.In("save", path, errs.New(errs.ErrArgument, "it is a folder: name the file to write in it"))
-	case !old.Mode().IsRegular():
-		return "", nil, errs.In("save", path, errs.New(errs.ErrArgument, "is not a regular file (%v)", old.Mode().Type()))
+		return "", Failed(path, -1, err)
+	case st.IsDir():
+		return "", errs.In("save", path, errs.New(errs.ErrArgument, "it is a folder: name the file to write in it"))
+	case !st.Mode().IsRegular():
+		return "", errs.In("save", path, errs.New(errs.ErrArgument, "is not a regular file (%v)", st.Mode().Type()))
 	}
-	return real, old, nil
+	return real, nil
 }
 
 // isBlob reports whether a path is in the folder of blobs of a Hugging Face cache,
@@ -230,7 +235,7 @@ func (t *Target) Finish(size int64) error {
 // ctx: the sync then continues by itself, on a file whose name Drop removes.
 func (t *Target) FinishUnless(ctx context.Context, size int64) error {
 	done := make(chan error, 1)
-	rest := &Target{Path: t.Path, fs: t.fs, old: t.old, like: t.like, file: t.file}
+	rest := &Target{Path: t.Path, fs: t.fs, like: t.like, file: t.file}
 	t.file = nil
 	spawn.Go("save.sync", func() {
 		err := errs.New(errs.ErrEngine, "sync did not end")
@@ -282,7 +287,6 @@ func Follow(path string) (string, error) {
 
 const (
 	tempMark = ".overwire-" // a file that is being written
-	oldMark  = ".old-"      // an old file, moved away while a set of files is published
 	bootHex  = 8            // hex digits after the mark: which start of which machine
 	hidden   = 16           // hex digits after the mark, the others random
 )
@@ -296,31 +300,30 @@ var bootTag = sync.OnceValue(func() string {
 })
 
 // hiddenName returns a new name beside path: ".name.overwire-<digits>".
-func hiddenName(path, mark string) string {
+func hiddenName(path string) string {
 	dir, name := filepath.Split(path)
 	var r [(hidden - bootHex) / 2]byte
 	_, _ = rand.Read(r[:]) // cannot fail
-	return dir + hiddenStem(name, mark) + bootTag() + hex.EncodeToString(r[:])
+	return dir + hiddenStem(name) + bootTag() + hex.EncodeToString(r[:])
 }
 
 // hiddenStem returns the name without its digits. It cuts names near the limit of file
 // systems, 255 bytes.
-func hiddenStem(name, mark string) string {
-	most := 255 - 1 - len(mark) - hidden
+func hiddenStem(name string) string {
+	most := 255 - 1 - len(tempMark) - hidden
 	if len(name) > most {
 		name = name[:most]
 		for !utf8.ValidString(name) && len(name) > most-4 {
 			name = name[:len(name)-1]
 		}
 	}
-	return "." + name + mark
+	return "." + name + tempMark
 }
 
 // orphans are the hidden files that killed saves left in the folder of a path: those
 // that no process has locked and that have not changed for age.
 type orphans struct {
 	path string
-	mark string
 	age  time.Duration
 	// folder means those of every path in the folder. Of another machine, or from
 	// before its last start, they go after foreignAge: its locks may not be seen here.
@@ -341,7 +344,7 @@ func (o orphans) remove(sys FS) {
 		return
 	}
 	defer d.Close()
-	stem := hiddenStem(name, o.mark)
+	stem := hiddenStem(name)
 	for {
 		names, err := d.Readdirnames(1024)
 		for _, n := range names {
@@ -354,11 +357,7 @@ func (o orphans) remove(sys FS) {
 			if err != nil || !st.Mode().IsRegular() {
 				continue
 			}
-			touched := st.ModTime()
-			if own, ok := st.Sys().(*syscall.Stat_t); ok && o.mark == oldMark {
-				touched = time.Unix(own.Ctim.Unix()) // the time of its renaming
-			}
-			if time.Since(touched) >= age && !alive(p) {
+			if time.Since(st.ModTime()) >= age && !Alive(p) {
 				_ = sys.Remove(p)
 			}
 		}
@@ -372,7 +371,7 @@ func (o orphans) remove(sys FS) {
 // false for names that are none of ours, or of another path that is not asked for.
 func (o orphans) lasting(name, stem string) (age time.Duration, ok bool) {
 	digits := name[max(0, len(name)-hidden):]
-	if bare := strings.TrimSuffix(name, digits); bare != stem && !(o.folder && name[0] == '.' && strings.HasSuffix(bare, o.mark)) {
+	if bare := strings.TrimSuffix(name, digits); bare != stem && !(o.folder && name[0] == '.' && strings.HasSuffix(bare, tempMark)) {
 		return 0, false
 	} else if strings.Trim(digits, "0123456789abcdef") != "" {
 		return 0, false
@@ -382,8 +381,9 @@ func (o orphans) lasting(name, stem string) (age time.Duration, ok bool) {
 	return foreignAge, true
 }
 
-// alive reports whether a process holds the lock of a temporary file, or may.
-func alive(path string) bool {
+// Alive reports whether the save that writes or has just published a file still runs, or
+// may.
+func Alive(path string) bool {
 	fd, _, err := regular.Open(path)
 	if err != nil {
 		return true

@@ -8,6 +8,8 @@ import (
 	"os"
 	"syscall"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
@@ -17,6 +19,8 @@ type FS interface {
 	// never opens an existing file.
 	Create(path string, mode fs.FileMode) (File, error)
 	Rename(from, to string) error
+	// RenameNew is Rename, but fails with fs.ErrExist if there is a file called to.
+	RenameNew(from, to string) error
 	Remove(path string) error
 	// SyncDir makes the names in a folder durable.
 	SyncDir(dir string) error
@@ -49,6 +53,22 @@ func (Disk) Create(path string, mode fs.FileMode) (File, error) {
 
 // Rename is os.Rename.
 func (Disk) Rename(from, to string) error { return os.Rename(from, to) }
+
+// RenameNew looks before it renames where the file system has no call for both.
+func (Disk) RenameNew(from, to string) error {
+	err := unix.Renameat2(unix.AT_FDCWD, from, unix.AT_FDCWD, to, unix.RENAME_NOREPLACE)
+	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOSYS) || errors.Is(err, unix.ENOTSUP) {
+		if _, err = os.Lstat(to); err == nil {
+			err = fs.ErrExist
+		} else if errors.Is(err, fs.ErrNotExist) {
+			return os.Rename(from, to)
+		}
+	}
+	if err != nil {
+		return &os.LinkError{Op: "rename", Old: from, New: to, Err: err}
+	}
+	return nil
+}
 
 // Remove is os.Remove.
 func (Disk) Remove(path string) error { return os.Remove(path) }

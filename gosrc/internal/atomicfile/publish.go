@@ -4,117 +4,75 @@ package atomicfile
 
 import (
 	"context"
+	"errors"
 	"io/fs"
 	"os"
-	"slices"
 	"strings"
-	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // Publish gives finished targets their names. The last target is the file that
-// readers open: the only file, or the index of the shards.
+// readers open: the only file, or the index of shards, which are New.
 //
-// One file replaces another in one step. If several files replace a set that
-// shares names with them, no order of renames is safe for a reader in between;
-// so the old last file is moved away first: such a reader finds no model, never
-// half of each. If a step fails, the steps before it are undone.
+// New files come first: no reader looks for them before the index that lists them, whose
+// rename replaces the old set by the new one in one step. Each other file replaces its own
+// predecessor in one step. If a step fails, the old last file stays, and the new files go.
 func Publish(sys FS, ts []*Target) error {
-	r := &renames{sys: sys}
-	if err := r.all(ts); err != nil {
-		r.undo()
-		return err
-	}
-	for _, t := range ts {
-		t.temp = ""
-	}
-	for _, b := range r.backups {
-		_ = sys.Remove(b)
-	}
-	if len(r.backups) > 0 {
-		// A set that a killed save has half replaced is no longer needed.
-		for _, t := range ts {
-			orphans{path: t.Path, mark: oldMark, age: time.Minute}.remove(sys)
-		}
-	}
-	return nil
-}
-
-// renames are the steps of one Publish.
-type renames struct {
-	sys     FS
-	done    []struct{ from, to string } // what undo takes back
-	backups []string                    // where files of the old set lie
-}
-
-// all takes every step.
-func (r *renames) all(ts []*Target) error {
 	last := ts[len(ts)-1]
-	shared := slices.ContainsFunc(ts[:len(ts)-1], func(t *Target) bool { return t.old != nil })
-	if shared {
-		if err := r.moveAway(ts); err != nil {
-			return err
+	var done []*Target
+	err := func() error {
+		for _, t := range ts {
+			if t.New {
+				if err := sys.RenameNew(t.temp, t.Path); err != nil {
+					return taken(t.Path, err)
+				}
+				done = append(done, t)
+			}
 		}
-	}
-	for _, t := range ts {
-		if t == last && len(ts) > 1 {
+		if len(ts) > 1 {
 			// The shards' names are durable before the index that lists them.
-			if err := r.sync(t.Path); err != nil {
+			if err := syncFolder(sys, last.Path); err != nil {
 				return err
 			}
 		}
-		if err := r.move(t.temp, t.Path); err != nil {
-			return err
+		for _, t := range ts {
+			if t.New {
+				continue
+			}
+			if err := sys.Rename(t.temp, t.Path); err != nil {
+				return Failed(t.Path, -1, err)
+			}
+			t.temp = ""
+		}
+		return nil
+	}()
+	for _, t := range done {
+		if err == nil {
+			t.temp = ""
+		} else {
+			_ = sys.Rename(t.Path, t.temp)
 		}
 	}
-	if !shared {
-		// The last rename cannot be undone: it has replaced the old file.
-		last.temp, r.done = "", nil
+	if err != nil {
+		return err
 	}
 	// If the folder was not synced, a power loss leaves the old file or the new
 	// one, each of them whole; the caller must know.
-	return r.sync(last.Path)
+	return syncFolder(sys, last.Path)
 }
 
-// moveAway gives the files of the old set hidden names, the last file first: no
-// reader opens the set from then on, even after a power loss.
-func (r *renames) moveAway(ts []*Target) error {
-	for i, t := range slices.Backward(ts) {
-		if t.old == nil {
-			continue
-		}
-		b := hiddenName(t.Path, oldMark)
-		if err := r.move(t.Path, b); err != nil {
-			return err
-		}
-		r.backups = append(r.backups, b)
-		if i == len(ts)-1 {
-			if err := r.sync(t.Path); err != nil {
-				return err
-			}
-		}
+// taken is the error of a new file whose name another save has taken meanwhile.
+func taken(path string, err error) error {
+	if errors.Is(err, fs.ErrExist) {
+		return errs.In("save", path, errs.New(errs.ErrIO, "another save has written this file meanwhile: save again"))
 	}
-	return nil
+	return Failed(path, -1, err)
 }
 
-func (r *renames) move(from, to string) error {
-	if err := r.sys.Rename(from, to); err != nil {
-		return Failed(to, -1, err)
-	}
-	r.done = append(r.done, struct{ from, to string }{from, to})
-	return nil
-}
-
-// sync makes the names in the folder of a path durable.
-func (r *renames) sync(path string) error {
-	return Failed(path, -1, r.sys.SyncDir(Folder(path)))
-}
-
-func (r *renames) undo() {
-	for _, step := range slices.Backward(r.done) {
-		_ = r.sys.Rename(step.to, step.from)
-	}
+// syncFolder makes the names in the folder of a path durable.
+func syncFolder(sys FS, path string) error {
+	return Failed(path, -1, sys.SyncDir(Folder(path)))
 }
 
 // Folder returns the folder of a path as the system finds it: ".." stays in it.
@@ -177,7 +135,7 @@ func With(path string, fill func(f *os.File) error) error {
 // Rename gives a finished file of the same folder the name path, as if it had been
 // written here.
 func Rename(from, path string) error {
-	real, old, err := look(path)
+	real, err := look(path)
 	if err != nil {
 		return err
 	}
@@ -193,7 +151,7 @@ func Rename(from, path string) error {
 		_ = f.Close()
 		return Failed(from, -1, err)
 	}
-	t := &Target{Path: real, fs: Disk{}, temp: from, file: f, old: old}
+	t := &Target{Path: real, fs: Disk{}, temp: from, file: f}
 	if err := t.Finish(st.Size()); err != nil {
 		_ = f.Close()
 		return err

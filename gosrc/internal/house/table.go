@@ -26,6 +26,7 @@ var mayImport = map[string][]string{
 	"internal/house":       {},
 	"internal/hostmem":     {},
 	"internal/near":        {},
+	"internal/modelfiles":  {},
 	"internal/nodes":       {},
 	"internal/atomicfile":  {"errs", "internal/regular", "internal/spawn"},
 	"internal/sizes":       {},
@@ -163,6 +164,7 @@ var mayWrite = map[string]string{
 // needed fails. Files and functions have no such list.
 var longPackages = map[string]string{
 	"rig":         "a group of rows for each thing that is promised; they share models, child processes and the table",
+	"save":        "its verbs share the list of tensors that is written, converted, verified and digested, and one way to publish what they write",
 	"device/cuda": "queues, batches, packers and deltas share the state of a device and its table of the driver, which cgo keeps in one package",
 }
 

@@ -8,16 +8,13 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 )
-
-// extension ends the names of weights.
-const extension = ".safetensors"
 
 // Local is the path of a file:// URI; all else stays.
 func Local(uri string) string {
@@ -51,8 +48,7 @@ func Make(dst string) (made string, err error) {
 // allowed, of a local one if its files keep their names.
 func Alone(ctx context.Context, dst string, src []string, renamed bool, ours map[string]bool, opt source.Options) error {
 	others := func(name string) error {
-		if !ours[name] && !strings.HasPrefix(name, ".") &&
-			(strings.HasSuffix(name, extension) || strings.HasSuffix(name, extension+".index.json")) {
+		if _, weights := modelfiles.Parse(name); weights && !ours[name] && !ours[modelfiles.WithMark(name, "")] {
 			return errs.In("save", dst, errs.New(errs.ErrArgument, "the folder holds other weights (%s): choose an empty one", name))
 		}
 		return nil

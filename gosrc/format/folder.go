@@ -1,0 +1,228 @@
+package format
+
+// This file chooses the model among the files of a folder: docs/folders.md has the rules.
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/modelfiles"
+	"github.com/overwire/overwire/gosrc/source"
+)
+
+func folder(ctx context.Context, dir string, open Opener) (Files, error) {
+	names, err := namesOf(dir)
+	if err != nil {
+		return Files{}, err
+	}
+	return listed(ctx, dir, names, open)
+}
+
+// namesOf are the paths of a folder's entries, sorted.
+func namesOf(dir string) (paths []string, err error) {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, at(dir, errs.FromOS(err))
+	}
+	for _, e := range entries {
+		paths = append(paths, strings.TrimSuffix(dir, "/")+"/"+e.Name()) // ".." in dir stays, as the system takes it
+	}
+	return paths, nil
+}
+
+// A family is a model in a folder: an index, a single file, or shards without an index.
+type family struct {
+	modelfiles.Name // of the first file
+	paths           []string
+	numbers         []int // of the shards
+}
+
+// families divides the files of a folder. What a save has marked and no index lists is no
+// model: unlisted are those.
+func families(paths []string) (all []*family, unlisted []string) {
+	by := map[modelfiles.Name]*family{}
+	for _, path := range paths {
+		n, ok := modelfiles.Parse(filepath.Base(path))
+		switch {
+		case !ok:
+			continue
+		case n.Marked && !n.Index:
+			unlisted = append(unlisted, path)
+			continue
+		}
+		key := n
+		key.Number = 0
+		f := by[key]
+		if f == nil {
+			f = &family{Name: n}
+			by[key] = f
+			all = append(all, f)
+		}
+		f.paths, f.numbers = append(f.paths, path), append(f.numbers, n.Number)
+	}
+	return all, unlisted
+}
+
+// lacking names the shards that a family without an index does not have; "" if it is whole.
+func (f *family) lacking() string {
+	if f.Index || f.Of == 0 {
+		return ""
+	}
+	from := 1
+	if slices.Contains(f.numbers, 0) {
+		from = 0 // some count from 0
+	}
+	var numbers []string
+	for n := from; n < from+f.Of && len(numbers) < 5; n++ {
+		if !slices.Contains(f.numbers, n) {
+			numbers = append(numbers, fmt.Sprint(n))
+		}
+	}
+	if len(numbers) == 0 && len(f.numbers) == f.Of {
+		return ""
+	}
+	if len(numbers) == 0 {
+		return fmt.Sprintf("%d shards are there under numbers of %d", len(f.numbers), f.Of)
+	}
+	return fmt.Sprintf("%d of %d shards are there, and shard %s is missing", len(f.numbers), f.Of, strings.Join(numbers, ", "))
+}
+
+// preferred leaves out variants that have a default beside them, shards without an index
+// beside one file, and consolidated weights beside a model's.
+func preferred(all []*family) []*family {
+	has := func(of func(f *family) bool) bool { return slices.ContainsFunc(all, of) }
+	return slices.DeleteFunc(slices.Clone(all), func(f *family) bool {
+		return f.Variant != "" && has(func(o *family) bool { return o.Stem == f.Stem && o.Variant == "" }) ||
+			f.Of > 0 && has(func(o *family) bool { return o.Stem == f.Stem && o.Variant == f.Variant && o.Of == 0 && !o.Index }) ||
+			f.Stem == "consolidated" && has(func(o *family) bool { return o.Stem == "model" })
+	})
+}
+
+// listed chooses the model among the files of a folder.
+func listed(ctx context.Context, dir string, names []string, open Opener) (Files, error) {
+	all, unlisted := families(names)
+	some := preferred(all)
+	var indexes, sharded []*family
+	var files []string
+	variants := map[string]bool{}
+	for _, f := range some {
+		switch {
+		case f.Index:
+			indexes = append(indexes, f)
+		case f.Of > 0:
+			sharded = append(sharded, f)
+		}
+		if f.Variant != "" {
+			variants[f.Variant] = true
+		}
+		if !f.Index {
+			files = append(files, f.paths...)
+		}
+	}
+	switch {
+	case len(indexes) > 1, len(indexes) == 0 && len(variants) > 1:
+		return Files{}, several(dir, some)
+	case len(indexes) == 1:
+		return fromIndex(ctx, indexes[0].paths[0], open)
+	case len(files) == 0 && len(unlisted) > 0:
+		return Files{}, at(dir, errs.New(errs.ErrFormat, "%s is a shard of a save that did not end, or the index.json that lists it is missing: save or fetch the model again",
+			filepath.Base(unlisted[0])))
+	case len(files) == 0:
+		return Files{}, at(dir, errs.New(errs.ErrNotFound, "no %s file in this folder%s", suffix, below(dir)))
+	}
+	for _, f := range sharded {
+		if slices.ContainsFunc(some, func(o *family) bool { return o != f && o.Of > 0 }) {
+			return Files{}, several(dir, some)
+		}
+		if why := f.lacking(); why != "" {
+			return Files{}, at(dir, errs.New(errs.ErrFormat, "%s has no index.json, and %s: fetch the model again", filepath.Base(f.paths[0]), why))
+		}
+	}
+	slices.Sort(files)
+	return Files{URIs: files, listed: true}, nil
+}
+
+// A Model is one of a local folder's: Names open it, and Paths are its files and index.
+type Model struct{ Names, Paths []string }
+
+// ofLibraries are the stems that libraries look for by name, whatever else lies in a folder.
+var ofLibraries = []string{"model", "diffusion_pytorch_model", "consolidated"}
+
+// Models returns the models of a local folder, last the one that the folder stands for:
+// those of other indexes, variants, and those that another library would take instead.
+func Models(ctx context.Context, dir string, open Opener) ([]Model, error) {
+	names, err := namesOf(dir)
+	if err != nil {
+		return nil, err
+	}
+	main, err := listed(ctx, dir, names, open)
+	if err != nil {
+		return nil, err
+	}
+	sets := []Files{main}
+	all, _ := families(names)
+	for _, f := range all {
+		if f.Index && f.paths[0] != main.Index {
+			set, err := fromIndex(ctx, f.paths[0], open)
+			if err != nil {
+				return nil, err
+			}
+			sets = append(sets, set)
+		}
+	}
+	for _, f := range all {
+		known := slices.Contains(ofLibraries, f.Stem) || main.Index == "" && f.Variant != ""
+		known = known && !f.Index && f.lacking() == ""
+		for _, set := range sets {
+			known = known && !slices.ContainsFunc(f.paths, func(path string) bool { return slices.Contains(set.URIs, path) })
+		}
+		if known {
+			sets = append(sets, Files{URIs: f.paths})
+		}
+	}
+	var models []Model
+	for _, set := range append(sets[1:], main) {
+		m := Model{Names: set.URIs, Paths: slices.Clone(set.URIs)}
+		if set.Index != "" {
+			m.Names, m.Paths = []string{set.Index}, append(m.Paths, set.Index)
+		}
+		models = append(models, m)
+	}
+	return models, nil
+}
+
+// several is the error of a folder with more than one model.
+func several(dir string, all []*family) error {
+	var names []string
+	for _, f := range all {
+		names = append(names, f.paths[0])
+	}
+	return at(dir, errs.New(errs.ErrArgument, "several models in one folder, name one of them: %s", strings.Join(names, ", ")))
+}
+
+// below names the folders one level down that hold weights, as those of a
+// diffusers pipeline do.
+func below(dir string) string {
+	if source.Remote(dir) {
+		return ""
+	}
+	if hint := snapshots(dir); hint != "" {
+		return ": it is " + hint
+	}
+	found, _ := filepath.Glob(source.EscapeGlob(strings.TrimSuffix(dir, "/")) + "/*/*" + suffix)
+	var names []string
+	for _, path := range found { // sorted by name
+		if name := filepath.Base(filepath.Dir(path)); len(names) == 0 || names[len(names)-1] != name {
+			names = append(names, name)
+		}
+	}
+	if len(names) == 0 {
+		return ""
+	}
+	return ": open a folder below it (" + strings.Join(names[:min(len(names), 8)], ", ") + ")"
+}

@@ -1,0 +1,205 @@
+package format
+
+// This file opens the models that users name.
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"os"
+	"slices"
+	"syscall"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// OpenAll resolves names, opens every file with open, and indexes them. Where an
+// index.json decides, the model's tensors are those that it lists, each of the file that it
+// names. The files of a name are those of one moment: if its index.json was replaced
+// meanwhile, they are opened again, once. sets are the files of each name. The caller
+// closes the sources; if OpenAll fails, it has closed them.
+func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source, sets []Files, err error) {
+	if len(uris) == 0 {
+		return nil, nil, nil, errs.New(errs.ErrArgument, "nothing to open")
+	}
+	var parts []*tensor.Index
+	for _, uri := range uris {
+		part, opened, set, changed, err := openSet(ctx, uri, open, opt)
+		if changed {
+			closeAll(opened)
+			part, opened, set, changed, err = openSet(ctx, uri, open, opt)
+			if changed && err == nil {
+				err = at(set.Index, source.Changed())
+			}
+		}
+		srcs = append(srcs, opened...)
+		if err != nil {
+			closeAll(srcs)
+			return nil, nil, nil, err
+		}
+		parts, sets = append(parts, part), append(sets, set)
+	}
+	ix, err = Join(parts)
+	if err != nil {
+		closeAll(srcs)
+		return nil, nil, nil, err
+	}
+	return ix, srcs, sets, nil
+}
+
+func closeAll(srcs []source.Source) {
+	for _, s := range srcs {
+		_ = s.Close()
+	}
+}
+
+// openSet opens the files of one name. changed says that what decided about the files was
+// replaced meanwhile. The caller closes the sources, after an error, too.
+func openSet(ctx context.Context, uri string, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source, set Files, changed bool, err error) {
+	set, err = Resolve(ctx, uri, open, opt)
+	if err != nil {
+		return nil, nil, set, false, err
+	}
+	if set.Shards != nil && opt.Keys != nil {
+		set.only(opt.Keys)
+	}
+	srcs, err = sources(outline(opt).In(ctx), set.URIs, open)
+	if err != nil {
+		return nil, srcs, set, set.replaced(ctx, open, err), set.lacks(err)
+	}
+	// A store is asked about the index while the headers are read.
+	seen := make(chan bool, 1)
+	if set.Index == "" {
+		seen <- false
+	} else {
+		spawn.Go("open.index", func() {
+			is := false
+			defer func() { seen <- is }()
+			is = set.replaced(ctx, open, nil)
+		})
+	}
+	ix, err = Open(ctx, srcs, opt)
+	changed = <-seen
+	if err == nil && set.Shards != nil && !opt.Unlisted {
+		if ix, err = set.Shards.Select(ix); err != nil {
+			err = at(uri, err)
+		}
+	}
+	return ix, srcs, set, changed, err
+}
+
+// only leaves those files that have one of the named tensors; see safetensors.Shards.Only.
+func (f *Files) only(names []string) {
+	few := f.Shards.Only(names)
+	kept := make([]string, 0, len(few.Files))
+	for i, name := range f.Shards.Files { // f.URIs[i] is where name lies
+		if len(kept) < len(few.Files) && few.Files[len(kept)] == name {
+			kept = append(kept, f.URIs[i])
+		}
+	}
+	f.URIs, f.Shards = kept, &few
+}
+
+// replaced reports whether what decided about the files is no longer what it was, after
+// they were opened or after err: a saver may have published others. What the store cannot
+// tell has not changed.
+func (f *Files) replaced(ctx context.Context, open Opener, err error) bool {
+	_, commit := source.ParseHF(f.Index) // all files are of one commit
+	switch {
+	case f.Index == "":
+		return f.listed && errors.Is(err, errs.ErrNotFound)
+	case commit:
+		return false
+	case !source.Remote(f.Index):
+		now, serr := stamp(f.Index)
+		return errors.Is(serr, os.ErrNotExist) || serr == nil && now != f.identity
+	}
+	text, id, err := content(ctx, f.Index, open)
+	return errors.Is(err, errs.ErrNotFound) || err == nil && (id != f.identity || !bytes.Equal(text, f.Text))
+}
+
+// lacks adds to the error of a missing shard which index lists it, and the file that may
+// be the model instead.
+func (f *Files) lacks(err error) error {
+	var where *errs.At
+	if f.Index == "" || !errors.Is(err, errs.ErrNotFound) || !errors.As(err, &where) {
+		return err
+	}
+	missing := *where
+	missing.Err = errs.New(errs.ErrNotFound, "it is missing, and %s lists it%s", errs.Redact(f.Index), f.alone())
+	return &missing
+}
+
+// alone names the single file that lies beside an index, if there is one.
+func (f *Files) alone() string {
+	single := indexed(f.Index)
+	if _, err := os.Stat(single); source.Remote(f.Index) || err != nil || slices.Contains(f.URIs, single) {
+		return ": fetch the model again"
+	}
+	return "; beside it is " + single + ", a model by itself: remove the one that is old"
+}
+
+// stamp is the present state of a local file.
+func stamp(path string) (id source.Identity, err error) {
+	if local, ok := source.Local(path); ok {
+		path = local
+	}
+	st, err := os.Stat(path)
+	if err != nil {
+		return id, err
+	}
+	own, ok := st.Sys().(*syscall.Stat_t)
+	if !ok {
+		return id, errs.New(errs.ErrNotSupported, "no inode")
+	}
+	return source.Identity{Device: uint64(own.Dev), Inode: own.Ino, Size: own.Size, Modified: own.Mtim.Nano(), Changed: own.Ctim.Nano()}, nil
+}
+
+// Names returns the tensors that the index.json of each URI lists, without opening a
+// shard. ok is false if one has no index.json.
+func Names(ctx context.Context, uris []string, open Opener, opt Options) (names []string, ok bool, err error) {
+	names = []string{}
+	for _, uri := range uris {
+		set, err := Resolve(ctx, uri, open, opt)
+		if err != nil || set.Shards == nil {
+			return nil, false, err
+		}
+		for _, w := range set.Shards.Weights {
+			names = append(names, w.Name)
+		}
+	}
+	return names, true, nil
+}
+
+// together is how many files are opened, or indexed, at once. A remote file
+// costs round trips, a local one a core.
+const together = 16
+
+// sources opens files. The caller closes them, even after an error, which is that of the
+// first file that cannot be opened; those behind it are not waited for.
+func sources(ctx context.Context, files []string, open Opener) ([]source.Source, error) {
+	srcs := make([]source.Source, len(files))
+	each, stop := make([]context.Context, len(files)), make([]context.CancelFunc, len(files))
+	for i := range files {
+		each[i], stop[i] = context.WithCancel(ctx)
+		defer stop[i]()
+	}
+	err := spawn.Each(ctx, "open", together, len(files), func(i int) error {
+		s, err := open(each[i], files[i])
+		if err != nil {
+			for _, stop := range stop[i+1:] {
+				stop()
+			}
+			return err
+		}
+		srcs[i] = s
+		return nil
+	})
+	if err != nil {
+		return slices.DeleteFunc(srcs, func(s source.Source) bool { return s == nil }), err
+	}
+	return srcs, nil
+}

@@ -1,0 +1,119 @@
+// Package modelfiles takes the names of weights apart: a single file, the shards of a
+// family, variants, and the index.json of shards.
+//
+//	model.safetensors                          a single file
+//	model-00001-of-00004.safetensors           a shard
+//	model.safetensors.index.json               the index of shards
+//	model.fp16.safetensors                     a variant, for stems that libraries have them of,
+//	model.fp16-00001-of-00004.safetensors      its shards,
+//	model-00001-of-00004.fp16.safetensors      the same in another writing,
+//	model.safetensors.index.fp16.json          and their index
+//	model-ow0123abcd-00001-of-00004.safetensors  a shard of a save over an earlier set
+package modelfiles
+
+import (
+	"crypto/rand"
+	"encoding/hex"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+const (
+	// Extension ends the names of weights.
+	Extension = ".safetensors"
+	// IndexSuffix ends the names of indexes, after the name of the file that they divide.
+	IndexSuffix = ".index.json"
+)
+
+// withVariants are the stems of files that libraries write in variants (fp16), which are
+// models by themselves. Of other stems, a dot is a part of the stem.
+var withVariants = []string{"model", "diffusion_pytorch_model"}
+
+// A Name is the name of a file of weights, or of an index.
+type Name struct {
+	Stem       string
+	Variant    string // "": the default one
+	Number, Of int    // of a shard; Of is 0 for a single file
+	Marked     bool   // see Mark
+	Index      bool
+}
+
+var (
+	indexName = regexp.MustCompile(`^(.+)\.safetensors(?:\.([^.]+))?\.index(?:\.([^.]+))?\.json$`)
+	shardName = regexp.MustCompile(`^(.*)-(\d{1,9})-of-(\d{1,9})(?:\.([^.]+))?$`)
+	markedEnd = regexp.MustCompile(`-ow[0-9a-f]{8}$`)
+	nameParts = regexp.MustCompile(`^(.*?)(-ow[0-9a-f]{8})?((?:-\d{1,9}-of-\d{1,9}(?:\.[^.]+)?)?\.safetensors)$`)
+)
+
+// Parse takes a name apart; ok is false for names of other files, and hidden ones.
+func Parse(name string) (n Name, ok bool) {
+	if strings.HasPrefix(name, ".") {
+		return n, false
+	}
+	if m := indexName.FindStringSubmatch(name); m != nil {
+		n = stemOf(m[1])
+		n.Index = true
+		if n.Variant == "" {
+			n.Variant = m[2] + m[3]
+		}
+		return n, true
+	}
+	base, ok := strings.CutSuffix(name, Extension)
+	if !ok {
+		return n, false
+	}
+	if m := shardName.FindStringSubmatch(base); m != nil {
+		shard := stemOf(m[1])
+		shard.Number, _ = strconv.Atoi(m[2])
+		shard.Of, _ = strconv.Atoi(m[3])
+		if m[4] != "" && shard.Variant == "" {
+			shard.Variant = m[4]
+		}
+		if shard.Of > 0 && (m[4] == "" || slices.Contains(withVariants, shard.Stem)) {
+			return shard, true
+		}
+	}
+	return stemOf(base), true
+}
+
+// stemOf takes the mark and the variant off a stem.
+func stemOf(base string) (n Name) {
+	n.Marked = markedEnd.MatchString(base)
+	n.Stem = markedEnd.ReplaceAllString(base, "")
+	for _, stem := range withVariants {
+		if variant, ok := strings.CutPrefix(n.Stem, stem+"."); ok && variant != "" {
+			n.Stem, n.Variant = stem, variant
+		}
+	}
+	return n
+}
+
+// Mark returns a new mark. A save over an earlier set marks the names of its files, so that
+// none has the name of an old one: both sets are whole until the index is replaced. Without
+// an index that lists it, a marked file belongs to no model.
+func Mark() string {
+	var r [4]byte
+	_, _ = rand.Read(r[:]) // cannot fail
+	return "-ow" + hex.EncodeToString(r[:])
+}
+
+// WithMark returns the name with another mark, or without one.
+func WithMark(name, mark string) string {
+	m := nameParts.FindStringSubmatch(name)
+	if m == nil {
+		return name
+	}
+	return m[1] + mark + m[3]
+}
+
+// Family is what the names of all files of one model begin with: without mark, number and
+// extension.
+func Family(name string) string {
+	m := nameParts.FindStringSubmatch(name)
+	if m == nil {
+		return name
+	}
+	return m[1]
+}

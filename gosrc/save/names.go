@@ -1,0 +1,156 @@
+package save
+
+// This file gives the files of a set names that no file of the set before it has: both are
+// whole until the new index.json replaces the old one, in one step.
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/internal/modelfiles"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/open"
+)
+
+// A listing is what an index.json that is written says.
+type listing struct {
+	*safetensors.Shards
+	usual []string        // the names of its files before they were chosen
+	there map[string]bool // the names that the folder had then, as far as the store tells
+}
+
+// indexOf is the part of an index.json that lists parts, its shards.
+func indexOf(path string, shards *safetensors.Shards, parts []part) part {
+	for k := range parts {
+		parts[k].shard = true
+	}
+	return part{path: path, laid: whole(safetensors.AppendIndexJSON(nil, *shards)), listing: &listing{Shards: shards}}
+}
+
+// chooseNames keeps the names of shards, or marks them (modelfiles.Mark) if the folder has
+// an earlier set: an index, files of these names, or weights that no index lists (but one
+// file of the index's name, beside which shards without an index are no model). Names that
+// come back after two saves would be those of two sets to a slow reader.
+func (w *writer) chooseNames(ctx context.Context, parts []part) error {
+	last := &parts[len(parts)-1]
+	if last.listing == nil {
+		return nil
+	}
+	if !source.Remote(last.path) {
+		if err := atomicfile.Check(last.path); err != nil {
+			return err
+		}
+	}
+	last.listing.usual = baseNames(parts)
+	earlier, err := w.earlier(ctx, last)
+	if err != nil || !earlier {
+		return err
+	}
+	mark := modelfiles.Mark()
+	last.rename(parts, func(name string) string { return modelfiles.WithMark(name, mark) })
+	return nil
+}
+
+// earlier reports whether an earlier set lies beside an index. It notes the names that are
+// there.
+func (w *writer) earlier(ctx context.Context, index *part) (bool, error) {
+	old, err := w.readIndex(ctx, index.path)
+	if err != nil && source.Remote(index.path) {
+		return false, err
+	}
+	base := filepath.Base(index.path)
+	dir, single := index.path[:len(index.path)-len(base)], strings.TrimSuffix(base, modelfiles.IndexSuffix)
+	var paths []string
+	if source.Remote(index.path) {
+		paths, _ = open.List(ctx, dir, w.spec.Storage.Options) // a store that does not list the folder lists it to no reader
+	} else {
+		entries, _ := os.ReadDir(atomicfile.Folder(index.path)) // the save reports errors
+		for _, e := range entries {
+			paths = append(paths, e.Name())
+		}
+	}
+	there, weights := map[string]bool{}, old != nil
+	for _, path := range paths {
+		name := filepath.Base(path)
+		there[name] = true
+		n, ok := modelfiles.Parse(name)
+		weights = weights || name == base || slices.Contains(index.listing.usual, name) || ok && !n.Index && !n.Marked && (n.Of > 0 || name != single)
+	}
+	index.listing.there = there
+	return weights, nil
+}
+
+// rename gives the shards of an index other names.
+func (index *part) rename(parts []part, name func(string) string) {
+	for k := range parts {
+		if p := &parts[k]; p.shard {
+			old := filepath.Base(p.path)
+			p.path, p.like = p.path[:len(p.path)-len(old)]+name(old), p.path
+		}
+	}
+	files := make([]string, len(index.listing.Files))
+	for i, old := range index.listing.Files {
+		files[i] = name(old)
+	}
+	index.listing.Files = files
+	index.laid = whole(safetensors.AppendIndexJSON(nil, *index.listing.Shards))
+}
+
+// stale lists, by name, the files beside an index that the set makes stale: those of the
+// old index, and of the names that its own files usually have. What belongs to other
+// models stays.
+func (index *part) stale(old *safetensors.Shards) (names []string) {
+	ours := index.families()
+	for _, name := range index.listing.usual {
+		if index.listing.there[name] {
+			names = append(names, name)
+		}
+	}
+	if old != nil {
+		for _, name := range old.Files {
+			if ours[modelfiles.Family(name)] && !slices.Contains(names, name) {
+				names = append(names, name)
+			}
+		}
+	}
+	return slices.DeleteFunc(names, func(name string) bool { return slices.Contains(index.listing.Files, name) })
+}
+
+// families are those of an index's files.
+func (index *part) families() map[string]bool {
+	out := map[string]bool{}
+	for _, name := range index.listing.usual {
+		out[modelfiles.Family(name)] = true
+	}
+	return out
+}
+
+// abandoned lists what killed saves of some families have left in a local folder: marked
+// files and, if numbered, other shards, without those that a save still holds.
+func abandoned(dir string, families map[string]bool, numbered bool) (paths []string) {
+	entries, _ := os.ReadDir(dir)
+	for _, e := range entries {
+		n, ok := modelfiles.Parse(e.Name())
+		if ok && !n.Index && (n.Marked || numbered && n.Of > 0) && families[modelfiles.Family(e.Name())] {
+			if path := join(dir, e.Name()); !atomicfile.Alive(path) {
+				paths = append(paths, path)
+			}
+		}
+	}
+	return paths
+}
+
+// baseNames are the names of shards.
+func baseNames(parts []part) (names []string) {
+	for _, p := range parts {
+		if p.shard {
+			names = append(names, filepath.Base(p.path))
+		}
+	}
+	return names
+}

@@ -1,0 +1,329 @@
+package save
+
+// This file tests that a set of files is replaced in one step, whatever stops it, and that
+// every model of a folder is converted.
+
+import (
+	"bytes"
+	"errors"
+	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/sourcetest"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// of is a model of n tensors whose bytes are all k.
+func of(k byte, n int) (in []Input) {
+	for i := range n {
+		in = append(in, Input{string(rune('a' + i)), tensor.U8, []int64{1000 + int64(i)}, bytes.Repeat([]byte{k}, 1000+i)})
+	}
+	return in
+}
+
+// A watchedFS calls look before each change of a name, and after it.
+type watchedFS struct {
+	atomicfile.Disk
+	look func()
+}
+
+func (w watchedFS) Rename(from, to string) error {
+	w.look()
+	defer w.look()
+	return w.Disk.Rename(from, to)
+}
+
+func (w watchedFS) RenameNew(from, to string) error {
+	w.look()
+	defer w.look()
+	return w.Disk.RenameNew(from, to)
+}
+
+func (w watchedFS) Remove(path string) error {
+	w.look()
+	defer w.look()
+	return w.Disk.Remove(path)
+}
+
+// Promise: at every step of a save over an earlier model, in a file or in shards, a folder is
+// the old model or the new one, and once it is the new one it stays that; in the end nothing
+// else is there.
+func TestEveryStepOfAReplacement(t *testing.T) {
+	for name, c := range map[string]struct{ old, now int64 }{
+		"shards over as many": {1500, 1500}, "over more": {1500, 2500}, "over fewer": {2500, 1500}, "over one file": {0, 1500}, "one file over shards": {1500, 1 << 20},
+	} {
+		for _, indexed := range []bool{true, false} {
+			dir := t.TempDir()
+			path := filepath.Join(dir, "model.safetensors")
+			write(t, Spec{Path: path, Shard: c.old}, of(1, 4))
+			if !indexed {
+				if err := os.Remove(path + ".index.json"); c.old == 0 || c.now > 1<<16 || err != nil {
+					continue // shards without an index cannot be replaced by one file in one step
+				}
+			}
+			steps, replaced := 0, false
+			look := func() {
+				got := read(t, dir)
+				k := got["a"].Data[0]
+				same(t, of(k, 4), got)
+				steps++
+				if replaced = replaced || k == 2; replaced != (k == 2) {
+					t.Errorf("%s: the old model is back", name)
+				}
+			}
+			rep, err := Write(bg, nil, Spec{Path: path, Shard: c.now, fs: watchedFS{look: look}}, of(2, 4))
+			if look(); err != nil || !replaced || steps < 4 {
+				t.Errorf("%s: %d steps, %v", name, steps, err)
+			}
+			if all, _ := os.ReadDir(dir); len(all) != len(rep.Files) {
+				t.Errorf("%s: %v are there, %v were written", name, all, rep.Files)
+			}
+		}
+	}
+}
+
+// Promise: a folder that is converted onto itself, or over an earlier conversion, is a whole
+// model at every step; with and without an index.json.
+func TestEveryStepOfAConversion(t *testing.T) {
+	for _, indexed := range []bool{true, false} {
+		src, dst := t.TempDir(), t.TempDir()
+		for dir, k := range map[string]byte{src: 2, dst: 1} {
+			write(t, Spec{Path: filepath.Join(dir, "m.safetensors"), Shard: 2500}, of(k, 4))
+			if !indexed {
+				_ = os.Remove(filepath.Join(dir, "m.safetensors.index.json"))
+			}
+		}
+		for _, to := range []string{dst, src} {
+			look := func() {
+				got := read(t, to)
+				same(t, of(got["a"].Data[0], 4), got)
+			}
+			rep, err := Convert(bg, nil, []string{src}, to, Spec{Compress: true, fs: watchedFS{look: look}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			same(t, of(2, 4), read(t, to))
+			if all, _ := os.ReadDir(to); len(all) != 3 || len(rep.Files) != 3 {
+				t.Errorf("%v are there, %v were written", all, rep.Files)
+			}
+		}
+	}
+}
+
+// Promise: of two saves that begin in an empty folder, one is whole there, and the other one
+// fails or replaces it.
+func TestTwoSavesAtOnce(t *testing.T) {
+	dir := t.TempDir()
+	spec := Spec{Path: filepath.Join(dir, "model.safetensors"), Shard: 1500}
+	between := spec
+	once := false
+	between.fs = watchedFS{look: func() {
+		if !once {
+			once = true
+			write(t, spec, of(1, 4))
+		}
+	}}
+	if _, err := Write(bg, nil, between, of(2, 4)); !errors.Is(err, errs.ErrIO) || !strings.Contains(err.Error(), "another save") {
+		t.Error(err)
+	}
+	same(t, of(1, 4), read(t, dir))
+	once = false
+	if _, err := Write(bg, nil, between, of(2, 4)); err != nil {
+		t.Error(err)
+	}
+	same(t, of(2, 4), read(t, dir))
+	noTemps(t, dir)
+}
+
+// Promise: whichever request of a save of shards over shards fails, the store has the old
+// model or the new one, whole, and nothing of another.
+func TestFarSetsAreReplaced(t *testing.T) {
+	s := sourcetest.StartS3(t, false)
+	direct := format.Access{Options: source.Options{Storage: s.Options()}}
+	var fail, seen atomic.Int64
+	u, _ := url.Parse(s.URL)
+	p := &httputil.ReverseProxy{Rewrite: func(r *httputil.ProxyRequest) { r.SetURL(u); r.Out.Host = r.In.Host }}
+	h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Method != http.MethodDelete && seen.Add(1) == fail.Load() {
+			w.WriteHeader(http.StatusForbidden) // it is not tried again
+			return
+		}
+		p.ServeHTTP(w, r)
+	}))
+	t.Cleanup(h.Close)
+	storage := s.Options()
+	storage["endpoint_url"] = h.URL
+	path := "s3://models/m/w.safetensors"
+	load := func() map[string]Input {
+		m, err := openModel(bg, []string{"s3://models/m/"}, direct, false)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer m.close()
+		out := map[string]Input{}
+		for _, it := range m.items(2) {
+			data := make([]byte, it.bytes)
+			if _, err := it.body.bytes(bg, data, 0); err != nil {
+				t.Fatal(err)
+			}
+			out[it.name] = Input{it.name, it.dtype, it.shape, data}
+		}
+		return out
+	}
+	write(t, Spec{Path: path, Shard: 2500, Storage: direct}, of(1, 4))
+	for request := int64(1); ; request++ {
+		seen.Store(0)
+		fail.Store(request)
+		rep, err := Write(bg, nil, Spec{Path: path, Shard: 2500, Storage: format.Access{Options: source.Options{Storage: storage}}}, of(2, 4))
+		got := load()
+		if seen.Load() < request {
+			if same(t, of(2, 4), got); err != nil || len(rep.Files) != 3 || request < 5 {
+				t.Error(request, rep.Files, err)
+			}
+			break
+		}
+		if err != nil {
+			same(t, of(1, 4), got)
+		}
+		if found, _ := filepath.Glob(filepath.Join(s.Data, "m", "w*")); len(found) != 3 {
+			t.Errorf("request %d failed: %v are there", request, found)
+		}
+		if err == nil {
+			write(t, Spec{Path: path, Shard: 2500, Storage: direct}, of(1, 4))
+		}
+	}
+}
+
+// Promise: every model of a folder is converted, each with its index.json, so that every
+// library finds the model in the new folder that it found in the old one; the rest is
+// copied once.
+func TestConvertEveryModelOfAFolder(t *testing.T) {
+	sets := map[string]int64{"model.safetensors": 1500, "model.fp16.safetensors": 1500, "consolidated.safetensors": 1500}
+	indexes := map[string]string{"model.fp16.safetensors.index.json": "model.safetensors.index.fp16.json"}
+	for name, c := range map[string]struct {
+		sets []string
+		more string // one file
+	}{
+		"variants in shards":          {sets: []string{"model.safetensors", "model.fp16.safetensors"}},
+		"a variant in one file":       {sets: []string{"model.safetensors"}, more: "model.fp16.safetensors"},
+		"Mistral's":                   {sets: []string{"model.safetensors", "consolidated.safetensors"}},
+		"Mistral's, in one file":      {sets: []string{"model.safetensors"}, more: "consolidated.safetensors"},
+		"one file beside shards":      {sets: []string{"model.safetensors"}, more: "model.safetensors"},
+		"one file, variant in shards": {sets: []string{"model.fp16.safetensors"}, more: "model.safetensors"},
+	} {
+		src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
+		want := map[string]byte{}
+		k := byte(1)
+		for _, set := range c.sets {
+			write(t, Spec{Path: filepath.Join(src, set), Shard: sets[set]}, of(k, 3))
+			index := set + ".index.json"
+			if other := indexes[index]; other != "" {
+				if err := os.Rename(filepath.Join(src, index), filepath.Join(src, other)); err != nil {
+					t.Fatal(err)
+				}
+				index = other
+			}
+			want[index] = k
+			k++
+		}
+		if c.more != "" {
+			write(t, Spec{Path: filepath.Join(src, c.more), Beside: true}, of(k, 3))
+			want[c.more] = k
+		}
+		put(t, src, map[string]string{"config.json": "{}"})
+		var stray []string
+		if c.sets[0] == "model.safetensors" { // whose index decides
+			stray = []string{"old-00001-of-00002.safetensors"}
+			put(t, src, map[string]string{stray[0]: "no model"})
+		}
+		before := read(t, src)["a"].Data[0]
+		rep := convert(t, []string{src}, dst, Spec{Compress: true})
+		if got := read(t, dst)["a"].Data[0]; got != before {
+			t.Errorf("%s: the folder is model %d, and was %d", name, got, before)
+		}
+		for file, k := range want {
+			same(t, of(k, 3), read(t, filepath.Join(dst, file)))
+		}
+		if got := names(dst, rep.Copied); !slices.Equal(got, []string{"config.json"}) {
+			t.Errorf("%s: copied %q", name, got)
+		}
+		if got := names(src, rep.Left); !slices.Equal(got, stray) {
+			t.Errorf("%s: left %q", name, got)
+		}
+		if all, _ := os.ReadDir(src); len(all) != len(stray)+len(rep.Files) {
+			t.Errorf("%s: %v of %v", name, rep.Files, all)
+		}
+		if _, err := Convert(bg, nil, []string{src}, filepath.Join(t.TempDir(), "out")+"/", Spec{Shard: 1 << 20}); !errors.Is(err, errs.ErrArgument) {
+			t.Errorf("%s: divided anew: %v", name, err)
+		}
+		convert(t, []string{src}, src, Spec{Compress: true})
+		if got := read(t, src)["a"].Data[0]; got != before {
+			t.Errorf("%s: onto itself it became model %d, and was %d", name, got, before)
+		}
+		index := c.sets[0] + ".index.json"
+		if other := indexes[index]; other != "" {
+			index = other
+		}
+		dst = filepath.Join(t.TempDir(), "named")
+		rep = convert(t, []string{filepath.Join(src, index)}, dst, Spec{})
+		if len(rep.Files) != 5 || !slices.Equal(names(dst, rep.Copied), []string{"config.json"}) {
+			t.Errorf("%s: %v of a named index", name, rep.Files)
+		}
+		same(t, of(want[index], 3), read(t, filepath.Join(dst, index)))
+	}
+}
+
+// Promise: an index of which a shard is missing is not converted: nothing is written, and
+// both are named.
+func TestConvertNoIndexWithoutItsShards(t *testing.T) {
+	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
+	write(t, Spec{Path: filepath.Join(src, "model.safetensors")}, of(1, 3))
+	put(t, src, map[string]string{"model.safetensors.index.fp16.json": `{"weight_map":{"a":"gone.safetensors"}}`})
+	_, err := Convert(bg, nil, []string{src}, dst, Spec{Compress: true})
+	if !errors.Is(err, errs.ErrNotFound) || !strings.Contains(err.Error(), "gone.safetensors") || !strings.Contains(err.Error(), "index.fp16.json") {
+		t.Error(err)
+	}
+	if _, err := os.Stat(dst); err == nil {
+		t.Error("something was made")
+	}
+}
+
+// Promise: a file's tensors that the index does not list go with it where files stay files,
+// and do not where the model's tensors are put together.
+func TestUnlistedTensors(t *testing.T) {
+	src := t.TempDir()
+	write(t, Spec{Path: filepath.Join(src, "m-00001-of-00002.safetensors")}, of(1, 2))
+	write(t, Spec{Path: filepath.Join(src, "m-00002-of-00002.safetensors"), Digests: true, Compress: true}, of(2, 3))
+	put(t, src, map[string]string{"m.safetensors.index.json": `{"weight_map":{"a":"m-00001-of-00002.safetensors","b":"./m-00002-of-00002.safetensors"}}`})
+	want := []Input{of(1, 2)[0], of(2, 3)[1]}
+	same(t, want, read(t, src))
+	for _, spec := range []Spec{{}, {Compress: true}} {
+		one := filepath.Join(t.TempDir(), "one.safetensors")
+		convert(t, []string{src}, one, spec)
+		same(t, want, read(t, one))
+		dst := filepath.Join(t.TempDir(), "out")
+		convert(t, []string{src}, dst, spec)
+		same(t, want, read(t, dst))
+		same(t, of(2, 3), read(t, filepath.Join(dst, "m-00002-of-00002.safetensors")))
+		digests, err := Digests(bg, nil, []string{src}, format.Access{}, nil)
+		again, aerr := Digests(bg, nil, []string{dst}, format.Access{}, nil)
+		if err != nil || aerr != nil || len(digests.Tensors) != 2 || digests.Tensors[1].Digest != again.Tensors[1].Digest || digests.Tensors[1].Digest == "" {
+			t.Errorf("%+v, %+v, %v", digests, again, err)
+		}
+		if _, err := Verify(bg, nil, []string{dst}, format.Access{}, false); err != nil {
+			t.Error(err)
+		}
+	}
+}
