@@ -144,7 +144,7 @@ const step = 1 << 20
 // f was found.
 func Copy(ctx context.Context, f File, write func(p []byte, off int64) error) error {
 	changed := errs.In("read", f.Path, errs.New(errs.ErrCorrupt, "the file changed while it was copied"))
-	fd, _, err := regular.Open(f.Path)
+	fd, was, err := regular.Open(f.Path)
 	if err != nil {
 		return errs.In("read", f.Path, err)
 	}
@@ -166,6 +166,9 @@ func Copy(ctx context.Context, f File, write func(p []byte, off int64) error) er
 			size += int64(n)
 		}
 		if err == io.EOF {
+			if now, err := file.Stat(); err != nil || now.ModTime().UnixNano() != was.Mtim.Nano() {
+				return changed
+			}
 			return nil
 		}
 		if err != nil {

@@ -133,6 +133,9 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 				p.err = errs.New(errs.ErrIO, "write: %v", err)
 			}
 		}
+		if p.err == nil && p.last != nil {
+			p.err = source.Unwritten(p.last)
+		}
 		if p.err != nil {
 			cancel(p.err)
 		}

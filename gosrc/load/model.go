@@ -156,14 +156,18 @@ func (m *Model) Drop() {
 	}
 }
 
-// Uncut refuses files that have been truncated since they were opened: reading a
-// mapping there may give zeros and no error.
+// Uncut refuses files that were cut or written to since they were opened: what was read of
+// them, or will be of a mapping, may be of both states. Reading a mapping of a file that
+// was truncated may give zeros and no error.
 func (m *Model) Uncut() error {
 	for _, s := range m.srcs {
-		if s.Facts().File == nil {
-			continue
+		err := source.Unwritten(s)
+		if err != nil && s.Facts().File != nil {
+			if cut := withFD(s, func(fd int) error { return cpu.StillHas(fd, s.Size()) }); cut != nil {
+				return cut
+			}
 		}
-		if err := withFD(s, func(fd int) error { return cpu.StillHas(fd, s.Size()) }); err != nil {
+		if err != nil {
 			return err
 		}
 	}

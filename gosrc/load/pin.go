@@ -121,6 +121,9 @@ func (m *Model) readAll(ctx context.Context, j *job.Job, p *pinned, threads int)
 		j.Bytes.Add(x.n)
 		return nil
 	})
+	if err == nil {
+		err = m.Uncut()
+	}
 	if err != nil {
 		return err
 	}

@@ -218,3 +218,44 @@ func TestExpectOnce(t *testing.T) {
 		}
 	}
 }
+
+// A file that is written to in place after it was opened is refused, whichever way it is
+// read, and so is its pin; one that is replaced by a rename, linked or given another mode is
+// read on.
+func TestWrittenInPlace(t *testing.T) {
+	for _, mapped := range []bool{true, false} {
+		path, want := write(t, "a", []int64{300_000}, []int64{10})
+		m, pinned := opened(t, Spec{URIs: []string{path}, Map: &mapped}), opened(t, Spec{URIs: []string{path}})
+		loaded := func() error {
+			l, err := m.Start(nil, Options{})
+			if err != nil {
+				return err
+			}
+			defer l.Close()
+			_, err = l.Job().Wait(-1)
+			return err
+		}
+		if err := errors.Join(os.Chmod(path, 0o640), os.Link(path, path+"2"), loaded(), os.Remove(path), loaded()); err != nil {
+			t.Errorf("mapped %v: a file that was not written to: %v", mapped, err)
+		}
+		f, err := os.OpenFile(path+"2", os.O_RDWR, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		st, _ := f.Stat()
+		_, err = f.WriteAt(want[1], st.Size()-10)
+		if err := errors.Join(err, f.Close(), os.Chtimes(path+"2", time.Now(), time.Now().Add(time.Second))); err != nil { // its clock may not have ticked
+			t.Fatal(err)
+		}
+		j, err := pinned.Pin(Options{})
+		if err == nil {
+			_, err = j.Wait(-1)
+		}
+		for what, err := range map[string]error{"load": loaded(), "pin": err} {
+			var where *errs.At
+			if !errors.Is(err, errs.ErrCorrupt) || !errors.As(err, &where) || where.Source != path {
+				t.Errorf("mapped %v: %s: %v", mapped, what, err)
+			}
+		}
+	}
+}

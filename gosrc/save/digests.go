@@ -49,6 +49,9 @@ func Digests(ctx context.Context, j *job.Job, uris []string, storage format.Acce
 		j = job.New("digests")
 	}
 	rep, err := m.digests(ctx, j, elsewhere)
+	if err == nil {
+		err = m.unwritten()
+	}
 	rep.Seconds = time.Since(start).Seconds()
 	return rep, errs.Ended(ctx, err)
 }

@@ -35,6 +35,16 @@ func openModel(ctx context.Context, uris []string, storage format.Access, unlist
 	return &model{ix, srcs, sets}, nil
 }
 
+// unwritten refuses a model whose files were written to since they were opened.
+func (m *model) unwritten() error {
+	for _, s := range m.srcs {
+		if err := source.Unwritten(s); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 func (m *model) close() {
 	for _, s := range m.srcs {
 		_ = s.Close()

@@ -6,6 +6,7 @@ package save
 import (
 	"bytes"
 	"errors"
+	"io/fs"
 	"net/http"
 	"net/http/httptest"
 	"net/http/httputil"
@@ -16,6 +17,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
@@ -326,4 +328,48 @@ func TestUnlistedTensors(t *testing.T) {
 			t.Error(err)
 		}
 	}
+}
+
+// Promise: a file that is written to while it is converted, verified or digested is refused,
+// and what was made of it is not published.
+func TestSourcesThatAreWrittenTo(t *testing.T) {
+	src, dst := filepath.Join(t.TempDir(), "m.safetensors"), filepath.Join(t.TempDir(), "out.safetensors")
+	write(t, Spec{Path: src}, of(1, 3))
+	age := 0
+	touch := func() {
+		age++
+		if err := os.Chtimes(src, time.Now(), time.Now().Add(time.Duration(age)*time.Second)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	_, err := Convert(bg, nil, []string{src}, dst, Spec{Parts: 2, Compress: true, fs: createFS{create: touch}})
+	if !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), src) {
+		t.Error(err)
+	}
+	if _, err := os.Stat(dst); err == nil {
+		t.Error("it was published")
+	}
+	m, err := openModel(bg, []string{src}, format.Access{}, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.close()
+	if err := m.unwritten(); err != nil {
+		t.Error(err)
+	}
+	touch()
+	if err := m.unwritten(); !errors.Is(err, errs.ErrCorrupt) {
+		t.Error(err)
+	}
+}
+
+// A createFS calls create before it makes a file.
+type createFS struct {
+	atomicfile.Disk
+	create func()
+}
+
+func (c createFS) Create(path string, mode fs.FileMode) (atomicfile.File, error) {
+	c.create()
+	return c.Disk.Create(path, mode)
 }

@@ -63,6 +63,9 @@ func Verify(ctx context.Context, j *job.Job, uris []string, storage format.Acces
 	if err = m.verify(ctx, j, &rep); err == nil && originals {
 		err = m.originals(ctx, j, &rep)
 	}
+	if err == nil {
+		err = m.unwritten()
+	}
 	rep.OK = err == nil
 	rep.Seconds = time.Since(start).Seconds()
 	return rep, errs.Ended(ctx, err)

@@ -27,7 +27,8 @@ type writer struct {
 	job     *job.Job
 	threads int
 
-	originals []Original // of the files written so far
+	originals []Original   // of the files written so far
+	complete  func() error // if not nil, called before publishing: whether what was read is one state
 }
 
 func newWriter(spec Spec, j *job.Job) *writer {
@@ -127,6 +128,11 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 	rep.Originals = w.originals
 	if err := errs.Cause(ctx); err != nil {
 		return rep, err
+	}
+	if w.complete != nil {
+		if err := w.complete(); err != nil {
+			return rep, err
+		}
 	}
 	if err := to.publish(ctx, parts); err != nil {
 		return rep, err
