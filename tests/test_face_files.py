@@ -15,6 +15,8 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 from conftest import every_dtype, raw, same, ugly
+from overwire.compat import safetensors as drop_in
+from overwire.compat.safetensors import torch as drop_in_torch
 
 MODES = pytest.mark.parametrize("compress", [True, False], ids=["compressed", "plain"])
 
@@ -99,6 +101,31 @@ def test_plain_files_are_safetensors_own(tmp_path: Path) -> None:
     with safetensors.safe_open(ours, "pt") as them, ow.safe_open(theirs, "pt") as us:
         assert them.metadata() == us.metadata() == {"a": "b"}
         assert list(them.keys()) == us.keys()
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"a": "b"}])
+def test_no_metadata_and_empty_ones_are_kept_apart(tmp_path: Path, metadata) -> None:
+    """Plain files have the header that safetensors writes, but for its padding, and every
+    reader says of plain and compressed ones, written again too, what was saved."""
+
+    def header(data: bytes) -> bytes:
+        return data[8 : 8 + int.from_bytes(data[:8], "little")].rstrip()
+
+    tensors = {"t": torch.arange(500.0)}
+    safetensors.torch.save_file(tensors, tmp_path / "theirs", metadata)
+    ow.save_file(tensors, tmp_path / "ours", metadata, compress=False)
+    assert header((tmp_path / "ours").read_bytes()) == header((tmp_path / "theirs").read_bytes())
+    assert header(drop_in_torch.save(tensors, metadata)) == header((tmp_path / "theirs").read_bytes())
+    ow.save_file(tensors, tmp_path / "packed", metadata)
+    ow.convert(tmp_path / "theirs", tmp_path / "made")
+    ow.convert(tmp_path / "packed", tmp_path / "back", compress=False)
+    for name in ("theirs", "ours", "packed", "made", "back"):
+        with ow.safe_open(tmp_path / name) as file:
+            assert file.metadata() == metadata, name
+        with drop_in.safe_open(tmp_path / name, "pt") as file:
+            assert file.metadata() == metadata, name
+    with safetensors.safe_open(tmp_path / "back", "pt") as file:
+        assert file.metadata() == metadata
 
 
 def test_numpy_files_are_safetensors_own(tmp_path: Path) -> None:

@@ -194,19 +194,17 @@ func (m *model) of(k int, items []*item) []*item {
 func (m *model) parts(
 	ctx context.Context, spec Spec, dst string, src []string, folder bool, items []*item,
 ) (parts []part, err error) {
-	all := map[string]string{}
+	var all map[string]string
 	for k := range m.srcs {
-		for key, v := range m.metadata(k) {
-			if _, ok := all[key]; !ok {
-				all[key] = v
-			}
+		if own := m.metadata(k); own != nil {
+			maps.Copy(own, all)
+			all = own
 		}
 	}
 	switch {
 	case !folder || spec.Shard > 0:
 		merged := spec
-		maps.Copy(all, spec.Metadata)
-		merged.Metadata = all
+		merged.Metadata = over(all, spec.Metadata)
 		parts = shards(merged, items)
 		for i := range parts {
 			parts[i].mode = m.mode()
@@ -224,22 +222,26 @@ func (m *model) parts(
 				return nil, badArgument(dst, "", "two sources are called %q", name)
 			}
 			seen[name] = true
-			meta := m.metadata(k)
-			if meta == nil {
-				meta = map[string]string{}
-			}
-			maps.Copy(meta, spec.Metadata)
 			o, err := m.original(ctx, spec, k)
 			if err != nil {
 				return nil, err
 			}
-			parts = append(parts, part{path: join(dst, name), metadata: meta, items: m.of(k, items), mode: modeOf(s.URI()), original: o})
+			parts = append(parts, part{path: join(dst, name), metadata: over(m.metadata(k), spec.Metadata), items: m.of(k, items), mode: modeOf(s.URI()), original: o})
 		}
 		if len(src) == 1 {
 			parts = m.indexed(dst, parts)
 		}
 	}
 	return parts, nil
+}
+
+// over are metadata with more entries; nil without both.
+func over(metadata, more map[string]string) map[string]string {
+	if metadata == nil {
+		return more
+	}
+	maps.Copy(metadata, more)
+	return metadata
 }
 
 // indexed adds the index.json of the source to its files. Shards without one get one where

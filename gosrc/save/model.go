@@ -51,7 +51,8 @@ func (m *model) close() {
 	}
 }
 
-// metadata is the user's metadata in source k.
+// metadata is the metadata of source k, nil if it has none, without an entry of another
+// program that has our key.
 func (m *model) metadata(k int) map[string]string {
 	out := maps.Clone(m.ix.Sources[k].Metadata)
 	delete(out, overwire.MetadataKey)

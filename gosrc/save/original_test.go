@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -99,6 +100,35 @@ func TestSameFile(t *testing.T) {
 			}
 		}
 		noTemps(t, dir)
+	}
+}
+
+func TestEmptyMetadata(t *testing.T) {
+	// Promise: no metadata, and metadata without entries, stay what they are in plain and
+	// compressed files, whatever is made of them.
+	in := some(fixedRand())
+	dir := t.TempDir()
+	at := func(n string) string { return filepath.Join(dir, n+".safetensors") }
+	for name, metadata := range map[string]map[string]string{"none": nil, "empty": {}, "one": {"k": "v"}} {
+		for _, compress := range []bool{false, true} {
+			write(t, Spec{Path: at("a"), Metadata: metadata, Compress: compress, Digests: compress}, in)
+			convert(t, []string{at("a")}, at("b"), Spec{Compress: !compress})
+			convert(t, []string{at("b")}, at("c"), Spec{Compress: compress})
+			convert(t, []string{at("b")}, at("d"), Spec{Compress: compress, Shard: 1 << 30})
+			for _, file := range []string{"a", "b", "c", "d"} {
+				m, err := openModel(bg, []string{at(file)}, format.Access{}, false)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if got := m.ix.Sources[0].Metadata; (got == nil) != (metadata == nil) || !maps.Equal(got, metadata) {
+					t.Errorf("%s, compressed %v, %s: %v", name, compress, file, got)
+				}
+				m.close()
+			}
+			if _, err := Verify(bg, nil, []string{at("c")}, format.Access{}, false); err != nil {
+				t.Error(err)
+			}
+		}
 	}
 }
 

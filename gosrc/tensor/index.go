@@ -78,12 +78,12 @@ type Tensor struct {
 type Source struct {
 	URI      string
 	Size     int64
-	Data     int64 // offset of the data section
-	Metadata map[string]string
-	Format   string // the name of its format: see FormatOverwire
-	Mark     string // of a container: the metadata entry that says that it is one
-	Gaps     bool   // other bytes may lie between those of tensors
-	Unlisted int    // how many of its tensors are left out, since an index.json does not list them
+	Data     int64             // offset of the data section
+	Metadata map[string]string // of the user; nil: none
+	Format   string            // the name of its format: see FormatOverwire
+	Mark     string            // of a container: the metadata entry that says that it is one
+	Gaps     bool              // other bytes may lie between those of tensors
+	Unlisted int               // how many of its tensors are left out, since an index.json does not list them
 }
 
 // The formats that the engine has rules for. Files of other formats have plain

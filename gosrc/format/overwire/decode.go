@@ -4,7 +4,6 @@ package overwire
 
 import (
 	"hash/crc32"
-	"maps"
 	"math"
 	"slices"
 
@@ -28,10 +27,8 @@ func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known te
 	if err := d.frame(); err != nil {
 		return bad(IndexName, -1, err)
 	}
-	metadata := maps.Clone(h.Metadata)
-	delete(metadata, MetadataKey)
 	ix := &tensor.Index{
-		Sources: []tensor.Source{{URI: uri, Size: size, Data: h.Data, Metadata: metadata, Format: tensor.FormatOverwire,
+		Sources: []tensor.Source{{URI: uri, Size: size, Data: h.Data, Metadata: userMetadata(h.Metadata), Format: tensor.FormatOverwire,
 			Mark: h.Metadata[MetadataKey]}},
 		Tensors: make([]tensor.Tensor, d.tensors),
 		Chunks:  make([]tensor.Chunk, d.chunks),

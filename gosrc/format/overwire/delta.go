@@ -16,7 +16,7 @@ const (
 )
 
 // DeltaMark is the metadata entry of a file of deltas.
-func DeltaMark() string { return marked(0, deltaNote, nil, "") }
+func DeltaMark() string { return marked(0, deltaNote, nil, "", false) }
 
 // DeltaIndexSize is the size of the index of a file of deltas.
 func DeltaIndexSize() int { return int(blobSize(0, 0, 0)) }

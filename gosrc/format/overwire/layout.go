@@ -67,6 +67,7 @@ type Layout struct {
 	Digests string
 
 	metadata map[string]string
+	empty    bool  // the user's metadata are there, without entries
 	header   int64 // bytes left for the header
 	index    int64
 	pos      int64 // offset of the next byte
@@ -74,11 +75,11 @@ type Layout struct {
 	at       int   // the tensor that the next chunk belongs to, or one before it
 }
 
-// NewLayout plans a container, which keeps origin if that is not nil, and the digest of
+// NewLayout plans a container with the user's metadata (nil: none), which keeps origin if that is not nil, and the digest of
 // each tensor if that is asked for and the header has space for them. Items that
 // cannot be stored, and metadata with our own key, are errs.ErrArgument.
 func NewLayout(metadata map[string]string, items []Item, origin *Origin, digests bool) (*Layout, error) {
-	l := &Layout{metadata: make(map[string]string, len(metadata)+1), Origin: origin}
+	l := &Layout{metadata: make(map[string]string, len(metadata)+1), Origin: origin, empty: metadata != nil && len(metadata) == 0}
 	if _, ours := metadata[MetadataKey]; ours {
 		return nil, errs.New(errs.ErrArgument, "metadata entry %q is reserved", MetadataKey)
 	}
@@ -86,7 +87,7 @@ func NewLayout(metadata map[string]string, items []Item, origin *Origin, digests
 	if digests {
 		l.Digests = strings.Repeat("A", base64.StdEncoding.EncodedLen(digestSize*len(items)))
 	}
-	l.metadata[MetadataKey] = mark(origin, 0, l.Digests)
+	l.metadata[MetadataKey] = mark(origin, 0, l.Digests, l.empty)
 	each, err := itemSizes(items)
 	if err != nil {
 		return nil, err
@@ -111,7 +112,7 @@ func NewLayout(metadata map[string]string, items []Item, origin *Origin, digests
 		return sizes.RoundUp(safetensors.HeaderBound(l.metadata, l.entries(), end), DataAlign)
 	}
 	if l.header = bound(); l.header-8 > tensor.MaxHeader && (l.Origin != nil || l.Digests != "") {
-		l.Origin, l.Digests, l.metadata[MetadataKey] = nil, "", mark(nil, 0, "")
+		l.Origin, l.Digests, l.metadata[MetadataKey] = nil, "", mark(nil, 0, "", l.empty)
 		l.header = bound()
 	}
 	if l.header-8 > tensor.MaxHeader {
@@ -326,7 +327,7 @@ func (l *Layout) Seal(known tensor.Known) (front []byte, size int64, err error) 
 			l.Tensors[i].Hash = l.Tensors[a].Hash
 		}
 	}
-	l.metadata[MetadataKey] = mark(l.Origin, features(l.Tensors, l.Chunks), l.Digests)
+	l.metadata[MetadataKey] = mark(l.Origin, features(l.Tensors, l.Chunks), l.Digests, l.empty)
 	front, err = safetensors.AppendHeader(make([]byte, 0, l.Start()), l.metadata, l.entries(), int(l.header))
 	if err != nil {
 		return nil, 0, err

@@ -154,7 +154,7 @@ func TestDigests(t *testing.T) {
 		for i := range sums {
 			sums[i] = digest.Sum{High: r.Uint64(), Low: r.Uint64()}
 		}
-		text := mark(&Origin{Size: 8, Header: "x"}, 0, Digests(sums))
+		text := mark(&Origin{Size: 8, Header: "x"}, 0, Digests(sums), false)
 		for other := range n + 3 {
 			got, err := ReadDigests(text, other)
 			switch {

@@ -16,6 +16,7 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"hash/crc32"
+	"maps"
 	"math"
 	"strconv"
 	"strings"
@@ -101,20 +102,38 @@ func minor(o *Origin, features uint64, digests string) int {
 // tensors of bytes in it. Readers ignore it.
 const note = "compressed by overwire; to read it: pip install overwire; to have plain safetensors: overwire decompress"
 
-// mark is the value of the metadata entry.
-func mark(o *Origin, features uint64, digests string) string {
-	return marked(minor(o, features, digests), note, o, digests)
+// mark is the value of the metadata entry. empty says that the user's metadata are there and
+// empty, not absent.
+func mark(o *Origin, features uint64, digests string, empty bool) string {
+	return marked(minor(o, features, digests), note, o, digests, empty)
 }
 
-func marked(minor int, note string, o *Origin, digests string) string {
+func marked(minor int, note string, o *Origin, digests string, empty bool) string {
+	var metadata *struct{}
+	if empty {
+		metadata = &struct{}{}
+	}
 	text, _ := json.Marshal(struct { // cannot fail
-		Format  string  `json:"format"`
-		Index   string  `json:"index"`
-		Note    string  `json:"note"`
-		Digests string  `json:"digests,omitempty"`
-		Origin  *Origin `json:"origin,omitempty"`
-	}{strconv.Itoa(Major) + "." + strconv.Itoa(minor), IndexName, note, digests, o})
+		Format   string    `json:"format"`
+		Index    string    `json:"index"`
+		Note     string    `json:"note"`
+		Metadata *struct{} `json:"metadata,omitempty"`
+		Digests  string    `json:"digests,omitempty"`
+		Origin   *Origin   `json:"origin,omitempty"`
+	}{strconv.Itoa(Major) + "." + strconv.Itoa(minor), IndexName, note, metadata, digests, o})
 	return string(text)
+}
+
+// userMetadata are the entries of a container's metadata without ours; nil if there are
+// none, unless the mark says that they are empty.
+func userMetadata(all map[string]string) map[string]string {
+	value := all[MetadataKey]
+	if len(all) == 1 && !strings.Contains(value, `,"metadata":{}`) {
+		return nil
+	}
+	users := maps.Clone(all)
+	delete(users, MetadataKey)
+	return users
 }
 
 // Is reports whether a file is an overwire container. It refuses a file that has the

@@ -127,7 +127,7 @@ func refuse(name, format string, args ...any) error {
 }
 
 func appendMetadata(dst []byte, metadata map[string]string) []byte {
-	if len(metadata) == 0 {
+	if metadata == nil {
 		return dst
 	}
 	dst = append(dst, `"`+MetadataKey+`":{`...)

@@ -201,14 +201,15 @@ class safe_open(Generic[T]):
 
     def metadata(self) -> dict[str, str] | None:
         """The `__metadata__` of the file, without overwire's own entry; None if there is
-        none. Of several files, the entries of all; the first file wins.
+        none, and empty if it has no entries. Of several files, the entries of all; the first
+        file wins.
         """
-        merged: dict[str, str] = {}
+        merged: dict[str, str] | None = None
         for source in self._live().info():
-            for key, value in (source.get("metadata") or {}).items():
-                if key != "overwire":
-                    merged.setdefault(key, value)
-        return merged or None
+            found = source.get("metadata")
+            if found is not None:
+                merged = {**{key: value for key, value in found.items() if key != "overwire"}, **(merged or {})}
+        return merged
 
     def get_tensor(self, name: str) -> T:
         """Loads one tensor. Raises TensorNotFoundError if the files do not have it."""

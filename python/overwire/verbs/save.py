@@ -113,14 +113,13 @@ def save_file(
     path: the file to write; .tensors makes a tensorizer file. It is replaced
         atomically: whatever stops a save, readers find the old file or the new one.
         s3://bucket/key and redis://host:port/key (rediss:// with TLS) are streamed
-        in bounded memory, without a local file, and appear when they are complete.
-        New shards with the names of old ones in a store remove the old index first:
-        until the new one is written there is no model, never a mixture. A replaced
-        file keeps its mode, owner and POSIX ACL, and a symbolic link is followed. A
+        in bounded memory, without a local file, and appear when they are complete. A
+        set of shards is replaced in one step, by its index. A replaced file keeps its
+        mode, owner and POSIX ACL, and a symbolic link is followed. A
         new file has the mode that the umask leaves, or that of the model that it
         replaces. If the folder has an index of shards of the same name
         (model.safetensors.index.json), a single file is refused, because the folder
-        would still load the old model; with max_shard_size the shards are replaced.
+        would still load the old model; with max_shard_size they are replaced.
     filename: path, by the name that safetensors gives it.
     metadata: texts for `__metadata__`; some loaders require {"format": "pt"}.
     compress: write overwire's container, whose tensors are compressed without loss
@@ -134,7 +133,9 @@ def save_file(
         `verify(path, tensors=)` need not read the file's tensors.
     max_shard_size: the most tensor bytes in one file ("5GB", "512MiB", int). A
         larger model becomes model-00001-of-00002.safetensors and so on, with
-        model.safetensors.index.json.
+        model.safetensors.index.json. Where an earlier set is, the names get a mark
+        (model-ow1f2e3d4c-00001-of-00002.safetensors), so that both sets are whole until
+        the index is replaced; then the old one is removed.
     storage_options: as for `load_file`, if path is a URI. If several processes write
         one key at once, one of their files stays.
         `encryption_key` (32 bytes or 64 hex digits) or `encryption_password`
