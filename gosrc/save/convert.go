@@ -104,7 +104,7 @@ func convertOne(ctx context.Context, j *job.Job, src []string, dst string, spec 
 	}
 	defer m.close()
 	w := newWriter(spec, j)
-	w.complete = m.unwritten
+	w.complete, w.ours = m.unwritten, how.ours
 	items := m.items(w.threads)
 	if folder && len(spec.Storage.Encrypt) > 0 {
 		return Report{}, badArgument(dst, "", "only single .tensors files are encrypted, not folders")

@@ -79,7 +79,8 @@ func (w *writer) earlier(ctx context.Context, index *part) (bool, error) {
 		name := filepath.Base(path)
 		there[name] = true
 		n, ok := modelfiles.Parse(name)
-		weights = weights || name == base || slices.Contains(index.listing.usual, name) || ok && !n.Index && !n.Marked && (n.Of > 0 || name != single)
+		weights = weights || name == base || slices.Contains(index.listing.usual, name) ||
+			ok && !n.Index && !n.Marked && (n.Of > 0 || name != single) && !w.ours[name]
 	}
 	index.listing.there = there
 	return weights, nil

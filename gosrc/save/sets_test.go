@@ -261,6 +261,10 @@ func TestConvertEveryModelOfAFolder(t *testing.T) {
 		if got := names(dst, rep.Copied); !slices.Equal(got, []string{"config.json"}) {
 			t.Errorf("%s: copied %q", name, got)
 		}
+		was, _ := filepath.Glob(filepath.Join(src, "[cm]*"))
+		if now, _ := filepath.Glob(filepath.Join(dst, "*")); !slices.Equal(names(src, was), names(dst, now)) {
+			t.Errorf("%s: %q became %q", name, was, now)
+		}
 		if got := names(src, rep.Left); !slices.Equal(got, stray) {
 			t.Errorf("%s: left %q", name, got)
 		}

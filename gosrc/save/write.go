@@ -27,8 +27,9 @@ type writer struct {
 	job     *job.Job
 	threads int
 
-	originals []Original   // of the files written so far
-	complete  func() error // if not nil, called before publishing: whether what was read is one state
+	originals []Original      // of the files written so far
+	ours      map[string]bool // files of other models, by name, that are converted with this one
+	complete  func() error    // if not nil, called before publishing: whether what was read is one state
 }
 
 func newWriter(spec Spec, j *job.Job) *writer {

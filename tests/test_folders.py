@@ -1,0 +1,196 @@
+"""Which files of a folder are the model: docs/folders.md, in every verb, beside the choice that transformers makes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import overwire as ow
+import pytest
+import safetensors.numpy
+
+_INDEX = "model.safetensors.index.json"
+
+
+def _files(folder: Path, stem: str = "model", value: float = 1, count: int = 0) -> None:
+    """One file, or that many shards, of the tensors a, b and c, each of one value."""
+    names = [f"{stem}-{k + 1:05}-of-{count:05}.safetensors" for k in range(count)] or [f"{stem}.safetensors"]
+    for k, name in enumerate(names):
+        safetensors.numpy.save_file({t: np.full(3, value) for t in "abc"[k :: len(names)]}, folder / name)
+
+
+def _index(folder: Path, stem: str = "model", name: str = _INDEX, count: int = 2) -> None:
+    files = [f"{stem}-{k + 1:05}-of-{count:05}.safetensors" for k in range(count)]
+    (folder / name).write_text(json.dumps({"metadata": {}, "weight_map": {t: files[k % count] for k, t in enumerate("abc")}}))
+
+
+def _shards(folder: Path) -> None:
+    _files(folder, count=2)
+    _index(folder)
+
+
+def _single(folder: Path) -> None:
+    _files(folder)
+
+
+def _stale_duplicate(folder: Path) -> None:
+    _shards(folder)
+    tensors = {"b": np.full(3, 1.0), "a": np.full(3, 2.0), "d": np.full(3, 2.0)}
+    safetensors.numpy.save_file(tensors, folder / "model-00002-of-00002.safetensors")
+
+
+def _here(folder: Path) -> None:
+    _shards(folder)
+    (folder / _INDEX).write_text((folder / _INDEX).read_text().replace('"model-', '"./model-'))
+
+
+def _single_and_shards(folder: Path) -> None:
+    _shards(folder)
+    _files(folder, value=2)
+
+
+def _single_and_stale_index(folder: Path) -> None:
+    _single(folder)
+    _index(folder)
+
+
+def _variant_shards(folder: Path) -> None:
+    _shards(folder)
+    _files(folder, "model.fp16", 2, 2)
+    _index(folder, "model.fp16", "model.safetensors.index.fp16.json")
+
+
+def _mistral(folder: Path) -> None:
+    _shards(folder)
+    _files(folder, "consolidated", 2, 2)
+    _index(folder, "consolidated", "consolidated.safetensors.index.json")
+
+
+def _lacking(folder: Path) -> None:
+    _files(folder, count=2)
+    (folder / "model-00001-of-00002.safetensors").unlink()
+
+
+def _lacking_with_index(folder: Path) -> None:
+    _shards(folder)
+    (folder / "model-00001-of-00002.safetensors").unlink()
+
+
+def _pipeline(folder: Path) -> None:
+    (folder / "unet").mkdir()
+    _files(folder / "unet", "diffusion_pytorch_model", 1)
+    _files(folder / "unet", "diffusion_pytorch_model.fp16", 2)
+
+
+# folder, the model that it is (or the error), the one that transformers takes (None: it finds none).
+CASES: dict[str, tuple[Callable[[Path], object], Any, float | None]] = {
+    "one file": (_single, 1, 1),
+    "shards": (_shards, 1, 1),
+    "a stale duplicate": (_stale_duplicate, 1, 1),
+    "names that begin with ./": (_here, 1, 1),
+    "one file beside shards": (_single_and_shards, 1, 2),
+    "one file beside a stale index": (_single_and_stale_index, (ow.NotFoundError, _INDEX, "model.safetensors, a model by itself"), 1),
+    "a listed shard is missing": (_lacking_with_index, (ow.NotFoundError, _INDEX, "model-00001-of-00002.safetensors"), 1),
+    "shards without an index": (lambda folder: _files(folder, count=2), 1, None),
+    "shards that are not complete": (_lacking, (ow.FormatError, "shard 1 is missing"), None),
+    "one file beside shards without an index": (lambda folder: (_files(folder), _files(folder, value=2, count=2)), 1, 1),
+    "a variant": (lambda folder: (_files(folder), _files(folder, "model.fp16", 2)), 1, 1),
+    "variants in shards": (_variant_shards, 1, 1),
+    "a variant alone": (lambda folder: _files(folder, "model.fp16"), 1, None),
+    "two variants": (
+        lambda folder: (_files(folder, "model.fp16"), _files(folder, "model.bf16", 2)),
+        (ow.ArgumentError, "model.bf16.safetensors"),
+        None,
+    ),
+    "Mistral's": (_mistral, 1, 1),
+    "Mistral's in one file": (lambda folder: (_files(folder), _files(folder, "consolidated", 2)), 1, 1),
+    "consolidated alone": (lambda folder: _files(folder, "consolidated"), 1, None),
+    "other names": (lambda folder: _files(folder, "weights"), 1, None),
+    "a pipeline": (_pipeline, (ow.NotFoundError, "unet"), None),
+}
+
+
+def _of_transformers(folder: Path) -> float | None:
+    """The value in the first file that transformers chooses."""
+    from transformers.modeling_utils import _get_resolved_checkpoint_files
+
+    try:
+        files, _ = _get_resolved_checkpoint_files(
+            pretrained_model_name_or_path=str(folder), subfolder="", variant=None, gguf_file=None, from_tf=False, from_flax=False,
+            use_safetensors=True, cache_dir=None, force_download=False, proxies=None, local_files_only=True, token=None,
+            user_agent={}, revision="main", commit_hash=None, is_remote_code=False,
+        )  # fmt: skip
+    except OSError:
+        return None
+    first = next(file for file in files or [] if Path(file).exists())
+    tensors = safetensors.numpy.load_file(first)
+    return float(tensors.get("a", tensors.get("b"))[0])
+
+
+def _streamed(folder: Path) -> dict[str, Any]:
+    return dict(ow.stream(folder, framework="np"))
+
+
+def _opened(folder: Path) -> dict[str, Any]:
+    with ow.safe_open(folder, "np") as file:
+        return {name: file.get_tensor(name) for name in file}
+
+
+def _converted(folder: Path, out: Path) -> dict[str, Any]:
+    ow.convert(folder, out)
+    return ow.load_file(out, framework="np")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_verb_takes_the_same_files(tmp_path: Path, case: str) -> None:
+    """Each verb takes the files that the page names or raises its error, a conversion does not change which model the
+    folder is, for transformers neither, and transformers chooses what the page says."""
+    pytest.importorskip("transformers")
+    make, want, theirs = CASES[case]
+    folder, out = tmp_path / "model", tmp_path / "out"
+    folder.mkdir()
+    make(folder)
+    assert _of_transformers(folder) == theirs
+    verbs: list[Callable[[], Any]] = [
+        lambda: ow.load_file(folder, framework="np"),
+        lambda: ow.load_file(folder, framework="np", filter=lambda name: True),
+        lambda: ow.load_file(folder, framework="np", keys=["a", "b", "c"]),
+        lambda: _streamed(folder),
+        lambda: _opened(folder),
+        lambda: _converted(folder, out),
+    ]
+    if isinstance(want, tuple):
+        error, *words = want
+        if case != "a pipeline":  # of which these take all models
+            verbs += [lambda: ow.verify(folder), lambda: ow.inspect(folder)]
+        for verb in verbs:
+            with pytest.raises(error) as raised:
+                verb()
+            assert all(word in str(raised.value) for word in words), raised.value
+        assert case == "a pipeline" or not out.exists()
+        return
+    for verb in verbs:
+        tensors = verb()
+        assert {name: float(tensor[0]) for name, tensor in tensors.items()} == dict.fromkeys("abc", float(want))
+    assert {tensor["name"] for file in ow.inspect(folder)["sources"] for tensor in file["tensors"]} == set("abc")
+    ow.verify(folder)
+    ow.convert(out, tmp_path / "back", compress=False)
+    assert _of_transformers(tmp_path / "back") == theirs
+    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in folder.iterdir())
+
+
+def test_a_save_replaces_a_set_by_its_index(tmp_path: Path) -> None:
+    """Over an earlier set the shards have names of their own, which transformers finds; in an empty folder the usual
+    ones; in the end nothing else is there."""
+    pytest.importorskip("transformers")
+    names = []
+    for value in (1.0, 2.0, 3.0):
+        report = ow.save_file({t: np.full(300, value) for t in "abc"}, tmp_path / "model.safetensors", compress=False, max_shard_size=5000)
+        names.append(sorted(Path(file).name for file in report.files))
+        assert names[-1] == sorted(path.name for path in tmp_path.iterdir())
+        assert {float(t[0]) for t in ow.load_file(tmp_path, framework="np").values()} == {value} == {_of_transformers(tmp_path)}
+    assert names[0] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", _INDEX]
+    assert len({name for found in names for name in found}) == 7
