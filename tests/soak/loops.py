@@ -1,0 +1,110 @@
+"""The table of loops, and the program of one round: `python tests/soak/loops.py NAME SEED DEVICE SECONDS`, in an empty folder."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import processes
+
+from soak.outcomes import PATIENCE, STACKS, Failure, Round, report
+
+
+class Loop(NamedTuple):
+    """A loop: what it runs, by module and name; how often it is chosen, whether it can use a GPU, whether `make test` tries it."""
+
+    place: str
+    weight: int = 2
+    gpu: bool = False
+    cheap: bool = True
+
+    def body(self) -> Callable[[Round], None]:
+        """The function, whose module imports torch."""
+        module, name = self.place.split(".")
+        found: Callable[[Round], None] = getattr(importlib.import_module(f"soak.{module}"), name)
+        return found
+
+
+#: By name. Each body has a docstring that says what it promises.
+LOOPS: dict[str, Loop] = {
+    "threads": Loop("reading.threads", 4, gpu=True),
+    "preloads": Loop("reading.preloads"),
+    "ranks": Loop("ranks.loads", 3, cheap=False),
+    "lost-ranks": Loop("ranks.losses", 2, cheap=False),
+    "killed-writers": Loop("writing.kills", 4, cheap=False),
+    "full-disks": Loop("writing.full_disks"),
+    "damage": Loop("damaging.damage", 3),
+    "servers": Loop("serving.servers", 3),
+    "stores": Loop("serving.stores", 2, cheap=False),
+    "cancels": Loop("interrupting.cancels", 3, gpu=True),
+    "signals": Loop("interrupting.signals"),
+    "forks": Loop("interrupting.forks"),
+    "rewrites": Loop("changing.rewrites"),
+    "sleeps": Loop("changing.sleeps", gpu=True),
+    "deltas": Loop("changing.deltas", gpu=True),
+    "leaks": Loop("leaking.leaks", gpu=True, cheap=False),
+}
+
+_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18  # linux/sched.h, linux/mount.h
+
+
+def _take_shared_memory() -> Path | None:
+    """Gives this process and its children a /dev/shm of their own where it may mount, so that what stays in it is theirs."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
+        return None
+    return None if libc.mount(b"soak", b"/dev/shm", b"tmpfs", 0, b"size=2g") else Path("/dev/shm")
+
+
+def _watch(seconds: float) -> int:
+    """A process that has this one print its stacks when it takes too long; the caller ends it."""
+    if watching := os.fork():
+        return watching
+    time.sleep(seconds)
+    os.kill(os.getppid(), STACKS)
+    os._exit(0)
+
+
+def run(name: str, seed: str, device: str, seconds: float, watching: int) -> Round:
+    """One round of a loop in the working folder, with a look at what it has left behind."""
+    import torch
+
+    torch.set_num_threads(1)  # its threads would not be there in a forked child
+    shared, temporary = _take_shared_memory(), Path("temporary").absolute()
+    temporary.mkdir()
+    os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+    folder = Path("files").absolute()
+    folder.mkdir()
+    round_ = Round(seed, folder, device, seconds)
+    try:
+        LOOPS[name].body()(round_)
+    except BaseException as error:
+        round_.fail(error)
+    os.kill(watching, signal.SIGKILL)
+    stayed = processes.left(5)
+    until = time.monotonic() + 5  # what ends in the background may still be at it
+    while (rest := [str(path) for place in (shared, temporary) if place for path in place.iterdir()]) and time.monotonic() < until:
+        time.sleep(0.05)
+    if not round_.failures and (stayed or rest):
+        round_.fail(Failure("leak", f"processes that stayed: {stayed}; files that stayed: {rest}"))
+    return round_
+
+
+if __name__ == "__main__":
+    faulthandler.register(STACKS)
+    watching = _watch(float(sys.argv[4]) + 3 * PATIENCE)
+    processes.adopt()
+    done = run(sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4]), watching)
+    print(f"\n{report(done)}", flush=True)

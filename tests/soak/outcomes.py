@@ -1,0 +1,211 @@
+"""What one round of a loop may do and has done: its counts, its failures, its threads and its child processes.
+
+A round runs in a process of its own that has imported torch and has not started the
+engine; it may fork children until it does. Every load is compared with what was saved;
+an error counts as right only where the loop says which classes may come. All else is a
+failure of one of KINDS, which never ends the round by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import overwire as ow
+
+#: What may go wrong, as the table at the end names it.
+KINDS = ("wrong bytes", "hang", "leak", "untyped error", "unexpected error", "crash")
+
+#: Seconds that a child process, or a thread, may take beyond its time before it counts as hanging.
+PATIENCE = float(os.environ.get("OVERWIRE_SOAK_PATIENCE") or 60)
+
+#: A signal at which a process of a round prints the stacks of its threads.
+STACKS = signal.SIGUSR2
+
+
+class Failure(Exception):
+    """What a loop finds wrong: kind is one of KINDS."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        assert kind in KINDS, kind
+        super().__init__(text)
+        self.kind = kind
+
+
+def kind_of(error: BaseException) -> str:
+    """Which of KINDS an exception is that a loop does not expect."""
+    if isinstance(error, Failure):
+        return error.kind
+    if isinstance(error, ow.EngineError):
+        return "crash"
+    return "unexpected error" if isinstance(error, ow.OverwireError) else "untyped error"
+
+
+class Round:
+    """One round of a loop: its random numbers, its folder, its device, and what it has counted."""
+
+    def __init__(self, seed: str, folder: Path, device: str, seconds: float) -> None:
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.folder = folder
+        self.device = device
+        self.until = time.monotonic() + seconds
+        self.seconds = seconds
+        self.counts: Counter[str] = Counter()
+        self.failures: list[tuple[str, str]] = []
+        self.doing = ""  # what a failure names, too
+        self._lock = threading.Lock()
+        self._children = 0
+
+    def lasts(self) -> bool:
+        """Whether the round has time left, and nothing has failed."""
+        return time.monotonic() < self.until and not self.failures
+
+    def count(self, name: str, n: int = 1) -> None:
+        with self._lock:
+            self.counts[name] += n
+
+    def fail(self, error: BaseException, where: str = "") -> None:
+        """Records an exception that should not have come."""
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-4000:]
+        where += f"{self.doing}: " if self.doing else ""
+        with self._lock:
+            self.failures.append((kind_of(error), f"{where}{text}"))
+
+    @contextlib.contextmanager
+    def may_raise(self, *classes: type[BaseException]) -> Iterator[None]:
+        """A block that may also end by one of these exceptions, which counts as a refusal."""
+        try:
+            yield
+        except classes as error:
+            if kind_of(error) == "crash":
+                raise
+            self.count("refusals")
+            self.count(f"refused: {type(error).__name__}")
+
+    def beside(self, *bodies: Callable[[Round, random.Random], None]) -> None:
+        """Runs each body again and again, all at once in threads of their own, until the time is over or one fails."""
+        threads = []
+        for number, body in enumerate(bodies):
+            rng = random.Random(f"{self.seed} thread {number}")
+            threads.append(threading.Thread(target=self._repeat, args=(body, rng), daemon=True))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, self.until - time.monotonic()) + PATIENCE)
+        if any(thread.is_alive() for thread in threads):
+            faulthandler.dump_traceback(all_threads=True)
+            raise Failure("hang", "a thread does not end; its stack is in the output")
+
+    def _repeat(self, body: Callable[[Round, random.Random], None], rng: random.Random) -> None:
+        try:
+            while self.lasts():
+                body(self, rng)
+        except BaseException as error:
+            self.fail(error)
+
+    def child(self, body: Callable[[Round], Any], ends: str = "at once") -> Child:
+        """Forks a process that runs body with a round of its own. ends: "at once", or "as a program", by the
+        interpreter's end, which is then a part of what is tried."""
+        self._children += 1
+        return Child(self, body, f"{self.seed} child {self._children}", self._children, ends)
+
+    def in_child(self, body: Callable[[Round], Any], limit: float = PATIENCE) -> Any:
+        """What body returns in a child process, which does nothing else."""
+        return self.child(body).result(limit)
+
+    def merge(self, counts: dict[str, int], failures: list[tuple[str, str]]) -> None:
+        with self._lock:
+            self.counts.update(counts)
+            self.failures += [(kind, text) for kind, text in failures]
+
+
+class Child:
+    """A forked process that runs a part of a round."""
+
+    def __init__(self, parent: Round, body: Callable[[Round], Any], seed: str, number: int, ends: str) -> None:
+        self._round = parent
+        self._file = parent.folder / f"child-{number}"
+        self.status: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._run(parent, body, seed, ends)
+
+    def _run(self, parent: Round, body: Callable[[Round], Any], seed: str, ends: str) -> None:
+        own = Round(seed, parent.folder, parent.device, 0)
+        own.until, own.seconds, value = parent.until, parent.seconds, None
+        try:
+            value = body(own)
+        except BaseException as error:
+            own.fail(error, "in a child process: ")
+        with open(f"{self._file}.part", "wb") as file:
+            pickle.dump((value, dict(own.counts), own.failures), file)
+        os.rename(f"{self._file}.part", self._file)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if ends == "at once":
+            os._exit(0)
+        del value
+        ctypes.pythonapi.Py_Exit(0)  # as at the end of a program, without unwinding the parent's frames
+
+    def kill(self, with_signal: int = signal.SIGKILL) -> None:
+        """Sends a signal; one that kills is no failure. Waits for its end."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, with_signal)
+        self._wait(PATIENCE)
+        if self.status == -with_signal:
+            self._round.count("kills")
+            self.status = 0
+
+    def wait(self, limit: float = PATIENCE) -> None:
+        """Waits for the end of its time and of limit, and takes over what it has counted."""
+        self._wait(max(0.0, self._round.until - time.monotonic()) + limit)
+
+    def result(self, limit: float = PATIENCE) -> Any:
+        """What body has returned; its failures are the round's."""
+        self.wait(limit)
+        if self.status:
+            raise Failure("crash", f"a child process has ended with {self.status}")
+        value, counts, failures = pickle.loads(self._file.read_bytes())
+        self._file.unlink()
+        self._round.merge(counts, failures)
+        if failures:
+            raise Failure(failures[0][0], "a child process has failed: see above")
+        return value
+
+    def _wait(self, limit: float) -> None:
+        until = time.monotonic() + limit
+        while self.status is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self.status = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > until:
+                os.kill(self.pid, STACKS)
+                time.sleep(1)
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                self.status = -int(signal.SIGKILL)
+                raise Failure("hang", f"a child process does not end within {limit:.0f} s; its stacks are in the output")
+            else:
+                time.sleep(0.002)
+
+
+def report(round_: Round) -> str:
+    """The round as one line of JSON, for the program that has started it."""
+    return json.dumps({"counts": dict(round_.counts), "failures": round_.failures})

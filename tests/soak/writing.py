@@ -1,0 +1,244 @@
+"""Loops that write: writers that are killed, beside readers, and disks that are full."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import overwire as ow
+
+from .models import Tensors, bytes_of, clones, random_tensors, version, which
+from .outcomes import Failure, Round
+
+Versions = dict[int, Tensors]
+
+
+class Target(NamedTuple):
+    """A kind of file or set of files: how it is written and read, and what a reader beside a writer may meet."""
+
+    write: Callable[[random.Random, Path, Versions, int], None]
+    read: Callable[[Path, Versions], Mapping[str, Any]]
+    beside: tuple[type[BaseException], ...] = ()
+
+
+def _write_file(rng: random.Random, folder: Path, versions: Versions, number: int) -> None:
+    ow.save_file(versions[number], folder / "model.safetensors", compress=rng.random() < 0.5)
+
+
+def _write_shards(rng: random.Random, folder: Path, versions: Versions, number: int) -> None:
+    shard = max(1, bytes_of(versions[0]) // 4)
+    ow.save_file(versions[number], folder / "model.safetensors", compress=rng.random() < 0.5, max_shard_size=shard)
+
+
+def _write_bundle(rng: random.Random, folder: Path, versions: Versions, number: int) -> None:
+    ow.compress_pickle({"tensors": versions[number], "number": number}, folder / "x.pkl", compress=rng.random() < 0.5)
+
+
+def _write_copy(rng: random.Random, folder: Path, versions: Versions, number: int) -> None:
+    ow.convert(folder.parent / f"source{number}", folder / "copy")
+
+
+def _write_delta(rng: random.Random, folder: Path, versions: Versions, number: int) -> None:
+    ow.save_delta(versions[number], versions[0], folder / "d.safetensors")
+
+
+def _write_asleep(rng: random.Random, folder: Path, versions: Versions, number: int) -> None:
+    sleepers = clones(versions[number])
+    with ow.sleep(sleepers, to_file=folder / "model.safetensors", release=rng.random() < 0.5):
+        pass
+    which(sleepers, {number: versions[number]})
+
+
+def _read_file(folder: Path, versions: Versions) -> Mapping[str, Any]:
+    return ow.load_file(folder / "model.safetensors", framework="pt")
+
+
+def _read_shards(folder: Path, versions: Versions) -> Mapping[str, Any]:
+    return ow.load_file(folder, framework="pt")
+
+
+def _read_bundle(folder: Path, versions: Versions) -> Mapping[str, Any]:
+    loaded = ow.load_compressed_pickle(folder / "x.pkl")
+    which(loaded["tensors"], {loaded["number"]: versions[loaded["number"]]})
+    tensors: Mapping[str, Any] = loaded["tensors"]
+    return tensors
+
+
+def _read_copy(folder: Path, versions: Versions) -> Mapping[str, Any]:
+    return ow.load_file(folder / "copy", framework="pt")
+
+
+def _read_delta(folder: Path, versions: Versions) -> Mapping[str, Any]:
+    tensors = clones(versions[0])
+    ow.apply_delta(tensors, folder / "d.safetensors")
+    return tensors
+
+
+# Where a set of files is replaced, a reader may find no model for a moment, or that it was replaced; never another model.
+_SETS = (ow.NotFoundError, ow.CorruptError)
+
+TARGETS: dict[str, Target] = {
+    "file": Target(_write_file, _read_file),
+    "shards": Target(_write_shards, _read_shards, _SETS),
+    "bundle": Target(_write_bundle, _read_bundle),
+    "copy": Target(_write_copy, _read_copy, _SETS),
+    "delta": Target(_write_delta, _read_delta),
+    "asleep": Target(_write_asleep, _read_file),
+}
+
+
+def kills(round_: Round) -> None:
+    """A writer (of a file, shards, a bundle, a converted folder, a delta, or a sleep's file) is killed at a random instant:
+    readers beside it and after it get the old model or the new one, whole; the next save leaves no file of the killed one."""
+    rng = round_.rng
+    name = rng.choice(list(TARGETS))
+    target, folder = TARGETS[name], round_.folder / "out"
+    base = random_tensors(rng, rng.choice((1 << 14, 1 << 20, 1 << 22)))
+    versions = {number: version(base, number) for number in range(4)}
+    folder.mkdir()
+    round_.in_child(lambda child: _prepare(child, versions, target, folder, name))
+    files = _names(folder)
+    last, log = 0, round_.folder / "log"
+    while round_.lasts():
+        log.write_text(f"{last}\n")
+        writer = round_.child(lambda child: _write_on(child, target, folder, versions, log))
+        readers = [round_.child(lambda child: _read_on(child, target, folder, versions)) for _ in range(rng.randint(0, 2))]
+        time.sleep(rng.choice((0.03, 0.1, 0.4)) * rng.random())
+        writer.kill()
+        for reader in readers:
+            reader.result()
+        begun = [int(line) for line in log.read_text().split()]
+        found = round_.in_child(lambda child: _check(child, target, folder, versions))
+        if found not in begun[-2:]:
+            raise Failure("wrong bytes", f"{name}: version {found} is there; the last saves begun were {begun[-3:]}")
+        last = rng.randrange(4)
+        _age(folder)
+        round_.in_child(partial(_save_again, target, folder, versions, last))
+        if _names(folder) != files:
+            raise Failure("leak", f"{name}: after the next save these files are there: {sorted(_names(folder) ^ files)}")
+        round_.count(f"killed while writing a {name}")
+
+
+def _prepare(round_: Round, versions: Versions, target: Target, folder: Path, name: str) -> None:
+    if name == "copy":
+        for number, tensors in versions.items():
+            source = folder.parent / f"source{number}"
+            source.mkdir()
+            ow.save_file(tensors, source / "model.safetensors", compress=False, max_shard_size=max(1, bytes_of(tensors) // 3))
+            (source / "config.json").write_text(f'{{"number": {number}}}')
+    target.write(round_.rng, folder, versions, 0)
+
+
+def _names(folder: Path) -> set[str]:
+    """The files of a folder, without old shards that a later save removes when they are a minute old."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if ".old-" not in path.name}
+
+
+def _age(folder: Path) -> None:
+    """Makes hidden files an hour old: a save removes those of killed writers only when they have not changed for seconds."""
+    for path in folder.rglob(".*"):
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(path, (time.time() - 3600,) * 2)
+
+
+def _write_on(round_: Round, target: Target, folder: Path, versions: Versions, log: Path) -> None:
+    """Saves one version after the other until it is killed; log has what was begun, in order."""
+    with open(log, "ab", buffering=0) as file:
+        while True:
+            number = round_.rng.randrange(4)
+            file.write(b"%d\n" % number)
+            target.write(round_.rng, folder, versions, number)
+
+
+def _read_on(round_: Round, target: Target, folder: Path, versions: Versions) -> None:
+    until = time.monotonic() + 0.3
+    while time.monotonic() < until:
+        with round_.may_raise(*target.beside):
+            which(target.read(folder, versions), versions)
+            round_.count("loads")
+
+
+def _check(round_: Round, target: Target, folder: Path, versions: Versions) -> int:
+    number: int = which(target.read(folder, versions), versions)
+    round_.count("loads")
+    return number
+
+
+def _save_again(target: Target, folder: Path, versions: Versions, number: int, round_: Round) -> None:
+    target.write(round_.rng, folder, versions, number)
+    which(target.read(folder, versions), {number: versions[number]})
+    round_.count("saves")
+
+
+def full_disks(round_: Round) -> None:
+    """A save that finds the disk full, or reaches the limit of a file's size, raises IOFailure, leaves the old model, whole,
+    and no other file; when there is space again, the same save succeeds."""
+    rng = round_.rng
+    target_name = rng.choice([name for name in TARGETS if name != "copy"])
+    base = random_tensors(rng, rng.choice((1 << 16, 1 << 20)))
+    versions = {number: version(base, number) for number in range(3)}
+    size = 8 * bytes_of(base) + (1 << 20)
+    disk = round_.folder / "disk"
+    disk.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    mounted = libc.mount(b"soak", os.fsencode(disk), b"tmpfs", 0, b"size=%d" % size) == 0
+    try:
+        body = _fill if mounted and rng.random() < 0.6 else _limit
+        round_.in_child(lambda child: body(child, TARGETS[target_name], disk, versions))
+    finally:
+        if mounted:
+            libc.umount2(os.fsencode(disk), 2)  # MNT_DETACH
+
+
+def _fill(round_: Round, target: Target, disk: Path, versions: Versions) -> None:
+    folder, ballast = disk / "out", disk / "ballast"
+    folder.mkdir()
+    target.write(round_.rng, folder, versions, 0)
+    files = _names(folder)
+    while round_.lasts():
+        state = os.statvfs(disk)
+        with open(ballast, "wb") as file:
+            space = state.f_bavail * state.f_frsize
+            os.posix_fallocate(file.fileno(), 0, max(1, space - round_.rng.randrange(1, bytes_of(versions[0]) + 4096)))
+        _try_to_save(round_, target, folder, versions, files)
+        ballast.unlink()
+
+
+def _limit(round_: Round, target: Target, disk: Path, versions: Versions) -> None:
+    folder = disk / "out"
+    folder.mkdir()
+    target.write(round_.rng, folder, versions, 0)
+    files = _names(folder)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    while round_.lasts():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (round_.rng.randrange(1, bytes_of(versions[0]) + 4096), hard))
+        try:
+            _try_to_save(round_, target, folder, versions, files)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def _try_to_save(round_: Round, target: Target, folder: Path, versions: Versions, files: set[str]) -> None:
+    before = which(target.read(folder, versions), versions)
+    number = round_.rng.choice([other for other in versions if other != before])
+    try:
+        target.write(round_.rng, folder, versions, number)
+    except ow.IOFailure:
+        round_.count("full disks")
+        number = before
+    found = which(target.read(folder, versions), versions)
+    if found != number:
+        raise Failure("wrong bytes", f"version {found} is there instead of {number}")
+    if {str(path.relative_to(folder)) for path in folder.rglob("*")} != files:
+        raise Failure("leak", f"these files are there: {sorted(_names(folder) ^ files)}")
+    round_.count("saves")
