@@ -131,6 +131,7 @@ more: build packages lint $(BIN)/gopy $(BIN)/versitygw ## what `make test` leave
 	go test -buildmode=default -race -short $(LONG_RACE)
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m slow
 	OVERWIRE_TEST_CASES=100 $(PY) -m pytest -n $(JOBS) tests/test_readers.py
+	@$(MAKE) --no-print-directory soak SECONDS=120
 	@$(MAKE) --no-print-directory docs
 	@$(MAKE) --no-print-directory fakegpu fakepy aarch64
 	wheels/pythons.sh $$(uname -m) 3.14 3.15 || true
@@ -183,6 +184,12 @@ asan: $(BUILT) ## Python tests of the engine under AddressSanitizer
 	$(PY) setup.py asan build/asan/overwire/_core.abi3.so
 	LD_PRELOAD=$(ASAN_LIBS) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=build/asan OVERWIRE_TEST_SLOW=1 \
 		$(PY) -m pytest -p no:cacheprovider -n $(JOBS) -m "not slow" $(ASAN_TESTS)
+
+# Loops with concurrency and faults, chosen by a seed; `.venv/bin/python tests/soak --help` has more.
+.PHONY: soak
+SECONDS = 600
+soak: build ## loops with concurrency and faults over the public interface: SECONDS=600 SEED=... ONLY=NAME
+	$(PY) tests/soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
 
 demo: build ## the main job on real weights, with figures and proof
 	$(PY) examples/demo.py

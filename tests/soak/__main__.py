@@ -32,7 +32,7 @@ sys.dont_write_bytecode = True
 
 import warm  # noqa: E402
 
-from soak.loops import LOOPS  # noqa: E402
+from soak.loops import LOOPS, PLANTED  # noqa: E402
 from soak.outcomes import KINDS, PATIENCE  # noqa: E402
 
 
@@ -109,7 +109,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the loops and end")
     chosen = parser.parse_args(argv)
     names = chosen.only.split(",") if chosen.only else list(LOOPS)
-    if unknown := [name for name in names if name not in LOOPS]:
+    if unknown := [name for name in names if name not in LOOPS | PLANTED]:
         parser.error(f"no loop is called {unknown[0]!r}: {', '.join(LOOPS)}")
     if chosen.round is not None and len(names) != 1:
         parser.error("--round is that of one loop: name it by --only")
@@ -123,11 +123,11 @@ def soak(chosen: argparse.Namespace) -> int:
     places = devices(chosen.device)
     table, choice, until, number = Table(), random.Random(chosen.seed), time.monotonic() + chosen.seconds, 0
     scratch = Path(tempfile.mkdtemp(prefix="overwire-soak-"))
-    weights = [LOOPS[name].weight for name in chosen.names]
+    loops = [(LOOPS | PLANTED)[name] for name in chosen.names]
     try:
         while number == 0 or (time.monotonic() < until and not (chosen.round is not None and table.failures.total())):
-            name = choice.choices(chosen.names, weights)[0]
-            device = choice.choice(places) if LOOPS[name].gpu else places[0]
+            name, loop = choice.choices(list(zip(chosen.names, loops, strict=True)), [loop.weight for loop in loops])[0]
+            device = choice.choice(places) if loop.gpu else places[0]
             played = number if chosen.round is None else chosen.round
             began = time.monotonic()
             counts, failures, output = play(name, played, chosen.seed, device, chosen.each, scratch / "round")
@@ -143,7 +143,6 @@ def soak(chosen: argparse.Namespace) -> int:
         print("interrupted")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        warm.end()
     print(table.text(), flush=True)
     return 1 if table.failures.total() else 0
 
@@ -154,4 +153,6 @@ if __name__ == "__main__":
         for title, loop in LOOPS.items():
             print(f"{title}\n    {' '.join((inspect.getdoc(loop.body()) or '').split())}")
         sys.exit(0)
-    sys.exit(soak(options))
+    status = soak(options)
+    warm.end()
+    sys.exit(status)

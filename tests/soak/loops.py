@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
 import processes
 
-from soak.outcomes import PATIENCE, STACKS, Failure, Round, report
+from soak.outcomes import KINDS, PATIENCE, STACKS, Failure, Round, end_with_parent, report
 
 
 class Loop(NamedTuple):
@@ -49,13 +49,16 @@ LOOPS: dict[str, Loop] = {
     "servers": Loop("serving.servers", 3),
     "stores": Loop("serving.stores", 2, cheap=False),
     "cancels": Loop("interrupting.cancels", 3, gpu=True),
-    "signals": Loop("interrupting.signals"),
+    "signals": Loop("interrupting.signals", cheap=False),
     "forks": Loop("interrupting.forks"),
     "rewrites": Loop("changing.rewrites"),
-    "sleeps": Loop("changing.sleeps", gpu=True),
+    "sleeps": Loop("changing.sleeps", gpu=True, cheap=False),
     "deltas": Loop("changing.deltas", gpu=True),
     "leaks": Loop("leaking.leaks", gpu=True, cheap=False),
 }
+
+#: Those that fail: see `planted`.
+PLANTED = {f"planted-{kind.replace(' ', '-')}": Loop(f"planted.{kind.replace(' ', '_')}") for kind in KINDS}
 
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18  # linux/sched.h, linux/mount.h
 
@@ -72,6 +75,7 @@ def _watch(seconds: float) -> int:
     """A process that has this one print its stacks when it takes too long; the caller ends it."""
     if watching := os.fork():
         return watching
+    end_with_parent()
     time.sleep(seconds)
     os.kill(os.getppid(), STACKS)
     os._exit(0)
@@ -89,12 +93,13 @@ def run(name: str, seed: str, device: str, seconds: float, watching: int) -> Rou
     folder.mkdir()
     round_ = Round(seed, folder, device, seconds)
     try:
-        LOOPS[name].body()(round_)
+        (LOOPS | PLANTED)[name].body()(round_)
     except BaseException as error:
         round_.fail(error)
     os.kill(watching, signal.SIGKILL)
-    stayed = processes.left(5)
-    until = time.monotonic() + 5  # what ends in the background may still be at it
+    grace = min(5.0, PATIENCE)
+    stayed = processes.left(grace)
+    until = time.monotonic() + grace  # what ends in the background may still be at it
     while (rest := [str(path) for place in (shared, temporary) if place for path in place.iterdir()]) and time.monotonic() < until:
         time.sleep(0.05)
     if not round_.failures and (stayed or rest):

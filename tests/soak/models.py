@@ -61,10 +61,14 @@ def _random_tensor(rng: random.Random, source: torch.Generator, dtype: torch.dty
 
 
 def version(tensors: Tensors, number: int) -> Tensors:
-    """The same names, dtypes and shapes with other values in every tensor that has any."""
+    """The same names, dtypes, shapes and ties with other values in every tensor that has any."""
     source = torch.Generator().manual_seed(number)
     changed: Tensors = {}
+    ties: dict[int, torch.Tensor] = {}
     for name, tensor in tensors.items():
+        if id(tensor) in ties:
+            changed[name] = ties[id(tensor)]
+            continue
         whole = tensor.clone()
         flat = as_bytes(whole)
         if tensor.dtype == torch.bool:
@@ -73,7 +77,7 @@ def version(tensors: Tensors, number: int) -> Tensors:
             where = torch.randint(0, flat.numel(), (max(1, flat.numel() // 50),), generator=source)
             flat[where] = torch.randint(1, 100, (len(where),), generator=source).to(torch.uint8)
             flat[:1] = number  # differs for certain
-        changed[name] = whole
+        changed[name] = ties[id(tensor)] = whole
     return changed
 
 

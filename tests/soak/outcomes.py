@@ -33,6 +33,8 @@ KINDS = ("wrong bytes", "hang", "leak", "untyped error", "unexpected error", "cr
 #: Seconds that a child process, or a thread, may take beyond its time before it counts as hanging.
 PATIENCE = float(os.environ.get("OVERWIRE_SOAK_PATIENCE") or 60)
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
 #: A signal at which a process of a round prints the stacks of its threads.
 STACKS = signal.SIGUSR2
 
@@ -44,6 +46,15 @@ class Failure(Exception):
         assert kind in KINDS, kind
         super().__init__(text)
         self.kind = kind
+
+
+class Reported(Exception):
+    """A child process has failed, and its failures are the round's already."""
+
+
+def end_with_parent() -> None:
+    """This process, a fork, is killed when its parent ends, however that comes about."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def kind_of(error: BaseException) -> str:
@@ -63,8 +74,8 @@ class Round:
         self.rng = random.Random(seed)
         self.folder = folder
         self.device = device
-        self.until = time.monotonic() + seconds
         self.seconds = seconds
+        self._until: float | None = None
         self.counts: Counter[str] = Counter()
         self.failures: list[tuple[str, str]] = []
         self.doing = ""  # what a failure names, too
@@ -72,8 +83,15 @@ class Round:
         self._children = 0
 
     def lasts(self) -> bool:
-        """Whether the round has time left, and nothing has failed."""
-        return time.monotonic() < self.until and not self.failures
+        """Whether the round has time left, which counts from the first question, and nothing has failed."""
+        return self.left() > 0 and not self.failures
+
+    def left(self) -> float:
+        """Seconds that are left."""
+        now = time.monotonic()
+        if self._until is None:
+            self._until = now + self.seconds
+        return max(0.0, self._until - now)
 
     def count(self, name: str, n: int = 1) -> None:
         with self._lock:
@@ -81,6 +99,8 @@ class Round:
 
     def fail(self, error: BaseException, where: str = "") -> None:
         """Records an exception that should not have come."""
+        if isinstance(error, Reported):
+            return
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-4000:]
         where += f"{self.doing}: " if self.doing else ""
         with self._lock:
@@ -106,7 +126,7 @@ class Round:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(max(0.0, self.until - time.monotonic()) + PATIENCE)
+            thread.join(self.left() + PATIENCE)
         if any(thread.is_alive() for thread in threads):
             faulthandler.dump_traceback(all_threads=True)
             raise Failure("hang", "a thread does not end; its stack is in the output")
@@ -122,6 +142,8 @@ class Round:
         """Forks a process that runs body with a round of its own. ends: "at once", or "as a program", by the
         interpreter's end, which is then a part of what is tried."""
         self._children += 1
+        for name in ow.__all__ if self._children == 1 else ():
+            getattr(ow, name)  # imported once, here; that does not start the engine
         return Child(self, body, f"{self.seed} child {self._children}", self._children, ends)
 
     def in_child(self, body: Callable[[Round], Any], limit: float = PATIENCE) -> Any:
@@ -148,8 +170,8 @@ class Child:
             self._run(parent, body, seed, ends)
 
     def _run(self, parent: Round, body: Callable[[Round], Any], seed: str, ends: str) -> None:
-        own = Round(seed, parent.folder, parent.device, 0)
-        own.until, own.seconds, value = parent.until, parent.seconds, None
+        end_with_parent()
+        own, value = Round(seed, parent.folder, parent.device, parent.seconds), None
         try:
             value = body(own)
         except BaseException as error:
@@ -174,8 +196,8 @@ class Child:
             self.status = 0
 
     def wait(self, limit: float = PATIENCE) -> None:
-        """Waits for the end of its time and of limit, and takes over what it has counted."""
-        self._wait(max(0.0, self._round.until - time.monotonic()) + limit)
+        """Waits for its end, which comes within limit and the seconds of a round."""
+        self._wait(self._round.seconds + limit)
 
     def result(self, limit: float = PATIENCE) -> Any:
         """What body has returned; its failures are the round's."""
@@ -186,7 +208,7 @@ class Child:
         self._file.unlink()
         self._round.merge(counts, failures)
         if failures:
-            raise Failure(failures[0][0], "a child process has failed: see above")
+            raise Reported
         return value
 
     def _wait(self, limit: float) -> None:

@@ -7,10 +7,10 @@ import ctypes
 import os
 import random
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,27 +105,39 @@ def kills(round_: Round) -> None:
     base = random_tensors(rng, rng.choice((1 << 14, 1 << 20, 1 << 22)))
     versions = {number: version(base, number) for number in range(4)}
     folder.mkdir()
+    round_.doing = name
     round_.in_child(lambda child: _prepare(child, versions, target, folder, name))
-    files = _names(folder)
     last, log = 0, round_.folder / "log"
     while round_.lasts():
         log.write_text(f"{last}\n")
         writer = round_.child(lambda child: _write_on(child, target, folder, versions, log))
         readers = [round_.child(lambda child: _read_on(child, target, folder, versions)) for _ in range(rng.randint(0, 2))]
-        time.sleep(rng.choice((0.03, 0.1, 0.4)) * rng.random())
+        _wait_for_an_instant(rng, folder)
         writer.kill()
         for reader in readers:
             reader.result()
         begun = [int(line) for line in log.read_text().split()]
-        found = round_.in_child(lambda child: _check(child, target, folder, versions))
+        found, last = round_.in_child(lambda child: _look_and_save(child, target, folder, versions))
         if found not in begun[-2:]:
-            raise Failure("wrong bytes", f"{name}: version {found} is there; the last saves begun were {begun[-3:]}")
-        last = rng.randrange(4)
-        _age(folder)
-        round_.in_child(partial(_save_again, target, folder, versions, last))
-        if _names(folder) != files:
-            raise Failure("leak", f"{name}: after the next save these files are there: {sorted(_names(folder) ^ files)}")
-        round_.count(f"killed while writing a {name}")
+            raise Failure("wrong bytes", f"version {found} is there; the last saves begun were {begun[-3:]}")
+        round_.count(f"kills: {name}")
+
+
+def _wait_for_an_instant(rng: random.Random, folder: Path) -> None:
+    """Any instant, or one soon after a file of the folder has got its name, when others may still wait for theirs."""
+    time.sleep(rng.choice((0.2, 0.4, 0.8)) * rng.random())
+    before, until = _places(folder), time.monotonic() + rng.choice((0, 1))
+    while time.monotonic() < until and _places(folder) == before:
+        pass
+    time.sleep(rng.choice((0, 0, 0.0005)) * rng.random())
+
+
+def _places(folder: Path) -> set[tuple[str, int]]:
+    places = set()
+    for path in folder.rglob("[!.]*.*"):
+        with contextlib.suppress(FileNotFoundError):
+            places.add((path.name, path.stat().st_ino))
+    return places
 
 
 def _prepare(round_: Round, versions: Versions, target: Target, folder: Path, name: str) -> None:
@@ -167,16 +179,22 @@ def _read_on(round_: Round, target: Target, folder: Path, versions: Versions) ->
             round_.count("loads")
 
 
-def _check(round_: Round, target: Target, folder: Path, versions: Versions) -> int:
-    number: int = which(target.read(folder, versions), versions)
-    round_.count("loads")
-    return number
-
-
-def _save_again(target: Target, folder: Path, versions: Versions, number: int, round_: Round) -> None:
-    target.write(round_.rng, folder, versions, number)
-    which(target.read(folder, versions), {number: versions[number]})
-    round_.count("saves")
+def _look_and_save(round_: Round, target: Target, folder: Path, versions: Versions) -> tuple[int, int]:
+    """The version that a killed writer has left, and another that is saved over it, as it would be into an empty folder."""
+    found = which(target.read(folder, versions), versions)
+    _age(folder)
+    number, seed, fresh = round_.rng.randrange(4), round_.rng.random(), folder.parent / "fresh"
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir()
+    for place in (folder, fresh):
+        target.write(random.Random(seed), place, versions, number)
+        which(target.read(place, versions), {number: versions[number]})
+    if _names(folder) != _names(fresh):
+        there, due = sorted(_names(folder)), sorted(_names(fresh))
+        raise Failure("leak", f"after the next save these files are there: {there}; into an empty folder: {due}")
+    round_.count("loads", 3)
+    round_.count("saves", 2)
+    return found, number
 
 
 def full_disks(round_: Round) -> None:

@@ -1,0 +1,47 @@
+"""Loops that fail, each by one kind of failure: they show that the soak finds it. Only `--only` chooses them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+
+import overwire as ow
+
+from .models import as_bytes, clones, compare_all, random_tensors, store
+from .outcomes import Round
+
+
+def wrong_bytes(round_: Round) -> None:
+    """One bit of what is loaded differs."""
+    stored = store(round_.rng, round_.folder / "model", random_tensors(round_.rng, 1000))
+    loaded = clones(ow.load_file(stored.path, framework="pt"))
+    as_bytes(loaded["t0"])[0] ^= 1
+    compare_all(loaded, stored.tensors)
+
+
+def hang(round_: Round) -> None:
+    """A child process does not end."""
+    round_.in_child(lambda child: time.sleep(3600))
+
+
+def leak(round_: Round) -> None:
+    """A temporary file stays."""
+    os.close(tempfile.mkstemp()[0])
+
+
+def untyped_error(round_: Round) -> None:
+    """An exception that is not overwire's, in a thread."""
+    with round_.may_raise(ow.OverwireError):
+        round_.beside(lambda thread, rng: {}["missing"])
+
+
+def unexpected_error(round_: Round) -> None:
+    """An exception of overwire's that the loop does not expect, in a child process."""
+    round_.in_child(lambda child: ow.load_file(round_.folder / "none.safetensors"))
+
+
+def crash(round_: Round) -> None:
+    """The process ends by a signal."""
+    os.kill(os.getpid(), signal.SIGSEGV)
