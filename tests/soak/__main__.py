@@ -28,7 +28,6 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
 sys.path[0] = str(TESTS)
-sys.dont_write_bytecode = True
 
 import warm  # noqa: E402
 
