@@ -97,12 +97,26 @@ func find(ctx context.Context, c *redis.Client, key string) ([]value, error) {
 	if err := together(ctx, c, key); err != nil {
 		return nil, err
 	}
-	keys, err := scan(ctx, c, key)
-	if err != nil {
-		return nil, err
+	for range looks {
+		keys, err := scan(ctx, c, key)
+		if err != nil {
+			return nil, err
+		}
+		values, err := layout(ctx, c, key, keys)
+		if err == nil && !slices.ContainsFunc(values, func(v value) bool { return v.n == 0 }) {
+			return values, nil
+		}
+		// An empty value, or a hole, may be one that was replaced after it was listed.
+		there, lost := c.Exists(ctx, keys...).Result()
+		if lost != nil || there == int64(len(keys)) {
+			return values, cmp.Or(lost, err)
+		}
 	}
-	return layout(ctx, c, key, keys)
+	return nil, errs.New(errs.ErrCorrupt, "its values were replaced while they were listed, %d times one after the other", looks)
 }
+
+// looks is how often a file is listed that is replaced meanwhile.
+const looks = 10
 
 // together refuses a cluster, whose servers each hold and list only some of a
 // file's values, unless a {tag} in the key keeps them together.

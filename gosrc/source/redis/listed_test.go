@@ -1,0 +1,66 @@
+package redis
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"testing"
+
+	"github.com/redis/go-redis/v9"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/source/sourcetest"
+)
+
+// between calls do after the values of a file are listed, and before their lengths are asked for.
+type between struct {
+	redis.Hook
+	do func()
+}
+
+func (b between) DialHook(next redis.DialHook) redis.DialHook { return next }
+
+func (b between) ProcessHook(next redis.ProcessHook) redis.ProcessHook { return next }
+
+func (b between) ProcessPipelineHook(next redis.ProcessPipelineHook) redis.ProcessPipelineHook {
+	return func(ctx context.Context, cmds []redis.Cmder) error {
+		if cmds[0].Name() == "strlen" { // not the client's own greeting
+			b.do()
+		}
+		return next(ctx, cmds)
+	}
+}
+
+// A file that is replaced while its values are listed is the new one, not an empty one or one
+// with a hole; a file that always is ends in an error that says so.
+func TestReplacedWhileListed(t *testing.T) {
+	t.Parallel()
+	s := sourcetest.StartRedis(t, false)
+	uri := "redis://" + s.Addr + "/model"
+	for _, size := range []int{100, part + 100} {
+		for _, c := range []struct {
+			times int
+			want  error
+		}{{0, nil}, {1, nil}, {looks - 1, nil}, {looks, errs.ErrCorrupt}} {
+			put(t, with(s), uri, bytes.Repeat([]byte{255}, size))
+			client, times := plainClient(t, s), 0
+			client.AddHook(between{do: func() {
+				if times < c.times {
+					times++
+					put(t, with(s), uri, bytes.Repeat([]byte{byte(times)}, size))
+				}
+			}})
+			values, err := find(bg, client, "model")
+			if !errors.Is(err, c.want) || times != c.times {
+				t.Fatalf("%d bytes, replaced %d times of %d: %v", size, times, c.times, err)
+			}
+			var n int64
+			for _, v := range values {
+				n += v.n
+			}
+			if err == nil && n != int64(size) {
+				t.Errorf("%d bytes, replaced %d times: the values have %d bytes", size, c.times, n)
+			}
+		}
+	}
+}
