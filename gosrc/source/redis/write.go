@@ -109,7 +109,7 @@ func stored(c *redis.StatusCmd) error {
 }
 
 // Publish renames the values and removes those of the earlier file, in one
-// transaction.
+// transaction. Of several writers at once, the last one's file stays.
 func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	if n == 0 {
 		if err := u.Part(ctx, 0, whole); err != nil {
@@ -117,14 +117,17 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 		}
 	}
 	tries := 0
-	err := do(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
+	err := u.inTurn(ctx, func(ctx context.Context, c *redis.Client) error {
 		if tries++; tries > 1 { // an earlier transaction may have arrived
 			if k, err := c.Exists(ctx, u.shown(0)).Result(); err != nil || k == 1 {
 				return err
 			}
 		}
 		old, err := find(ctx, c, u.key)
-		if err != nil && !errors.Is(err, errs.ErrFormat) {
+		if errors.Is(err, errs.ErrFormat) { // the values are no file: those written here go
+			old, err = written(ctx, c, u.key)
+		}
+		if err != nil {
 			return err
 		}
 		keys := make([]string, len(u.sent))
@@ -143,6 +146,8 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 				renamed = append(renamed, p.Rename(ctx, u.hidden(off), u.shown(off)))
 				p.Persist(ctx, u.shown(off))
 			}
+			p.Set(ctx, u.turn(), u.id, unpublished) // others that watch it list the values anew
+			p.Del(ctx, u.turn())
 			return nil
 		})
 		for _, r := range renamed {
@@ -156,6 +161,39 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 		u.server.close()
 	}
 	return u.at("save", -1, err)
+}
+
+// written lists the values under a key that were written here, whatever they make up.
+func written(ctx context.Context, c *redis.Client, key string) (values []value, err error) {
+	keys, err := scan(ctx, c, key)
+	for _, k := range keys {
+		if ours.MatchString(k[len(key)+1:]) {
+			values = append(values, value{key: k})
+		}
+	}
+	return values, err
+}
+
+// turn is the key that every writer of a file touches when it publishes.
+func (u *upload) turn() string { return u.key + ".draft-turn" }
+
+// inTurn does what ends in a transaction, and does it again where another writer has
+// published since it began: the values that it has listed are no longer those there.
+func (u *upload) inTurn(ctx context.Context, fn func(context.Context, *redis.Client) error) error {
+	for {
+		overtaken := false
+		err := do(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
+			err := c.Do(ctx, "WATCH", u.turn()).Err()
+			if err == nil {
+				err = fn(ctx, c)
+			}
+			overtaken = errors.Is(err, redis.TxFailedErr)
+			return err
+		})
+		if !overtaken || ctx.Err() != nil {
+			return err
+		}
+	}
 }
 
 // Abort removes what was sent. It has its own deadline, since the draft's context
