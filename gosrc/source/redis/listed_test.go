@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"strings"
 	"testing"
 
 	"github.com/redis/go-redis/v9"
@@ -62,5 +63,23 @@ func TestReplacedWhileListed(t *testing.T) {
 				t.Errorf("%d bytes, replaced %d times: the values have %d bytes", size, c.times, n)
 			}
 		}
+	}
+}
+
+// A read of a file that was replaced is refused at once: no further request can bring it back.
+func TestReplacedIsFinal(t *testing.T) {
+	t.Parallel()
+	s := sourcetest.StartRedis(t, false)
+	uri := "redis://" + s.Addr + "/model"
+	put(t, with(s), uri, random(1000))
+	o, err := Open(bg, uri, with(s, "retries", "8"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer o.Close()
+	put(t, with(s), uri, random(1000))
+	err = o.ReadAt(bg, make([]byte, 1000), 0)
+	if !errors.Is(err, errs.ErrCorrupt) || strings.Contains(err.Error(), "attempts") {
+		t.Error(err)
 	}
 }

@@ -288,7 +288,7 @@ func (b *body) Read(p []byte) (int, error) {
 		}
 		for _, a := range asks {
 			if a.cmd.Val() != a.want {
-				return errs.New(errs.ErrCorrupt, "a value was changed or removed while it was read")
+				return errs.New(errs.ErrCorrupt, "a value was removed, or has another length")
 			}
 		}
 		return nil

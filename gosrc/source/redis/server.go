@@ -299,8 +299,11 @@ func judge(err error) (retry.Verdict, time.Duration) {
 		}
 		return retry.Never, 0
 	}
-	if errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout) {
+	switch {
+	case errors.Is(err, errs.ErrIO), errors.Is(err, errs.ErrTimeout):
 		return retry.Again, 0
+	case errors.Is(err, errs.ErrCorrupt):
+		return retry.Changed, 0
 	}
 	return retry.Never, 0
 }
