@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import random
 import resource
@@ -151,8 +152,13 @@ def _prepare(round_: Round, versions: Versions, target: Target, folder: Path, na
 
 
 def _names(folder: Path) -> set[str]:
-    """The files of a folder, without old shards that a later save removes when they are a minute old."""
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if ".old-" not in path.name}
+    """The files of a folder. Of shards only how many there are counts, if the index lists them; not old ones that were moved
+    away, which a later save removes when they are a minute old."""
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if ".old-" not in path.name}
+    for index in folder.rglob("*.index.json"):
+        listed = {str((index.parent / shard).relative_to(folder)) for shard in json.loads(index.read_text())["weight_map"].values()}
+        names = {f"shard {sorted(listed).index(name)}" if name in listed else name for name in names}
+    return names
 
 
 def _age(folder: Path) -> None:
@@ -257,6 +263,6 @@ def _try_to_save(round_: Round, target: Target, folder: Path, versions: Versions
     found = which(target.read(folder, versions), versions)
     if found != number:
         raise Failure("wrong bytes", f"version {found} is there instead of {number}")
-    if {str(path.relative_to(folder)) for path in folder.rglob("*")} != files:
+    if {name for name in _names(folder) if not name.startswith("shard ")} != {name for name in files if not name.startswith("shard ")}:
         raise Failure("leak", f"these files are there: {sorted(_names(folder) ^ files)}")
     round_.count("saves")
