@@ -378,3 +378,30 @@ try:
 except FileNotFoundError as error:
     assert isinstance(error, errors.NotFoundError)
 """, bad)
+
+
+def test_what_is_freed_runs_no_code_of_ours(every: str) -> None:
+    """The number of a job or a model that was freed ends without `__del__`, in which Python would drop a Ctrl-C."""
+    run(
+        """
+import overwire as ow
+ended = []
+def watch(frame, event, _):
+    if event == "call" and frame.f_code.co_name == "__del__":
+        ended.append(type(frame.f_locals["self"]).__name__)
+def verbs():
+    ow.load_file(sys.argv[1], framework="bytes")
+    ow.inspect(sys.argv[1])
+    ow.verify(sys.argv[1])
+    with ow.safe_open(sys.argv[1], "bytes") as file:
+        file.get_tensor("pairs")
+    with ow.pin(sys.argv[1]) as pinned:
+        dict(pinned.stream(framework="bytes"))
+verbs()
+sys.setprofile(watch)
+verbs()
+sys.setprofile(None)
+assert ended and not {"JobNumber", "ModelNumber"} & set(ended), ended
+""",
+        every,
+    )

@@ -150,14 +150,18 @@ def _at_exit() -> None:
         raw.call("shutdown", "", _EXIT_MS.to_bytes(8, "little"))
 
 
-class _Number(int):
+class Freed(int):
+    """The number of what the engine has freed. It has no `__del__`: Python drops a Ctrl-C
+    that comes when one begins."""
+
+
+class _Number(Freed):
     """What the engine frees when the last reference goes."""
 
-    over = False  # the engine has forgotten it
     how = FREE_NOW
 
     def __del__(self) -> None:
-        if not self.over and _loaded is not None and not forked():
+        if _loaded is not None and not forked():
             try:
                 _loaded.free(self, self.how)
             except RuntimeError:
@@ -177,11 +181,17 @@ class ModelNumber(_Number):
 
 def handle(number: int) -> int:
     """A handle, checked: Go would take True for 1."""
-    if type(number) in (int, JobNumber, ModelNumber) and 0 < number < 1 << 63:
+    if type(number) in (int, JobNumber, ModelNumber, Freed) and 0 < number < 1 << 63:
         return number
     from . import errors
 
     raise errors.not_a_handle(number)
+
+
+def forget(number: int) -> None:
+    """Called when the engine has freed what a number names."""
+    if isinstance(number, _Number):
+        number.__class__ = Freed  # type: ignore[assignment]
 
 
 def release(number: int) -> None:
@@ -189,8 +199,7 @@ def release(number: int) -> None:
     does nothing: all is the parent's."""
     if not forked():
         core().free(number, FREE_NOW)
-    if isinstance(number, _Number):
-        number.over = True
+    forget(number)
 
 
 # Memory of other objects.

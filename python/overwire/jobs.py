@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from . import _verbs
-from ._engine import TAKE_LAST, TAKE_NEXT, TAKE_RAW, JobNumber, core, forked, release
+from ._engine import TAKE_LAST, TAKE_NEXT, TAKE_RAW, JobNumber, core, forget, forked, release
 from .errors import ArgumentError, CancelledError, DeadlineError
 from .paths import is_remote
 from .progress import Progress, Watcher
@@ -266,7 +266,8 @@ class Job:
         if self._watcher is not None or self._end is not None:
             self.wait()
         made: Result = core().take(self.number, None, TAKE_LAST | how)
-        self.number.over = self._freed = True
+        forget(self.number)
+        self._freed = True
         self._report = made[0]
         if self._watcher is not None:
             self._watcher.close()

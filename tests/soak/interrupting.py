@@ -121,7 +121,7 @@ def _interrupted(round_: Round, rng: random.Random, work: Work) -> None:
     delay = rng.choice((0.0005, 0.005, 0.05)) * rng.random()
     timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
     lost: list[str] = []
-    sys.unraisablehook = lambda what: lost.append(str(what.object))
+    sys.unraisablehook = lambda what: lost.append(getattr(what.object, "__qualname__", str(what.object)))
     try:
         timer.start()
         work(rng)
@@ -135,7 +135,7 @@ def _interrupted(round_: Round, rng: random.Random, work: Work) -> None:
         return
     if not lost:
         raise Failure("hang", "Ctrl-C was lost")
-    round_.count("Ctrl-C lost in a finalizer, by Python")
+    round_.count(f"Ctrl-C lost by Python in {lost[0]}")
 
 
 def signals(round_: Round) -> None:
