@@ -18,7 +18,7 @@ __all__ = ["load_file", "safe_open"]
 
 Bytes = NDArray[np.uint8]
 
-# Chunks of about so many bytes are decoded together: enough lanes for numpy, little memory.
+# Chunks of about this size together are decoded at once: enough lanes for numpy, little memory.
 _TOGETHER = 24 << 20
 
 _NUMPY = {

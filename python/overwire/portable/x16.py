@@ -1,7 +1,7 @@
 """Chunks of X16, decoded by numpy: docs/format.md, section 3.
 
 The lanes of all segments of some chunks are decoded side by side: a step is a few
-operations on arrays of them. What a chunk says of itself is checked as the page asks.
+operations on arrays of them. Every field of a chunk is checked as the page asks.
 """
 
 from __future__ import annotations
