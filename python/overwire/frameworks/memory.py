@@ -26,6 +26,7 @@ __all__ = [
     "check_writable",
     "identity_of",
     "is_distributed",
+    "is_ready",
     "local_part",
     "storage_of",
     "write",
@@ -53,6 +54,18 @@ def address_of(tensor: Any) -> int:
         return 0 if tensor.is_nested else int(tensor.data_ptr())
     except RuntimeError:  # "doesn't have storage"
         return 0
+
+
+def is_ready(tensor: Any) -> bool:
+    """Whether it is dense and has memory of its own, as most have: nothing else has to be
+    asked of it then before it is written to."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized)
+        and tensor.data_ptr() != 0
+        and tensor.is_contiguous()
+    )
 
 
 def storage_of(tensor: Any) -> int:

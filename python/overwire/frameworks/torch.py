@@ -20,7 +20,7 @@ from ..dtypes import CALLED, FLOATS, PACKED, named, packed_shape
 from ..errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryError, OverwireError
 from ..gpu import beside_captures, refuse_capture
 from .frame import ODD, Bytes, Columns, Frame, View, check_empty
-from .memory import check_memory, check_shape
+from .memory import check_memory, check_shape, is_ready
 
 __all__ = ["SAVED", "TorchFrame", "describe_all", "settle", "settled", "torch_dtype"]
 
@@ -327,12 +327,14 @@ class TorchFrame(Frame):
     def describe(self, tensor: Any) -> Bytes:
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(f"overwire: expected a torch tensor, got {type(tensor).__name__}")
-        check_shape(tensor, "overwire")
+        if not (ready := is_ready(tensor)):
+            check_shape(tensor, "overwire")
         name = SAVED.get(tensor.dtype)
         if name is None or tensor.layout != torch.strided or tensor.is_quantized:
             kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
             raise NotSupportedError(f"overwire: safetensors cannot hold {kind} tensors; compress_pickle keeps them")
-        check_memory(tensor, "overwire")
+        if not ready:
+            check_memory(tensor, "overwire")
         dense = self._plain(tensor)
         if not on_gpu(dense) or not dense.is_contiguous():
             dense = dense.to("cpu").contiguous()

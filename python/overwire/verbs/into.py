@@ -67,12 +67,12 @@ def fill(
     views = {device: model.on(device) for device in where}
     for view in views.values():
         view.join()
-    lands = []
-    for target, device in zip(targets, where, strict=True):
+    lands = _lands(targets, model, where)
+    for number, (target, device) in enumerate(zip(targets, where, strict=True)):
         # What was preloaded is whole, and is copied from where it is: on a GPU always,
         # on the host if a block is wanted of it.
-        taken = views[device].joined and (device != "cpu" or target.block != ALL)
-        lands.append(not taken and _lands(target, model.row(target.at), device))
+        if views[device].joined and (device != "cpu" or target.block != ALL):
+            lands[number] = False
     _take_turns(targets, lands)
     groups: dict[str, list[_Landing]] = {device: [] for device in views}
     shared: dict[tuple[str, int], _Landing] = {}  # of preloaded tensors
@@ -126,7 +126,8 @@ def in_place(model: Model, targets: Sequence[Target], device: str) -> tuple[dict
     """By position, the tensors that the engine can write to whole, of which none overlaps an
     earlier target; and the positions of targets that do overlap one, to be `put` in this
     order after all others."""
-    lands = [target.block == ALL and _lands(target, model.row(target.at), device) for target in targets]
+    lands = _lands(targets, model, [device] * len(targets))
+    lands = [here and target.block == ALL for target, here in zip(targets, lands, strict=True)]
     late = _take_turns(targets, lands)
     places = {target.at: target.tensor for target, here in zip(targets, lands, strict=True) if here}
     return places, [targets[number].at for number in late]
@@ -183,12 +184,13 @@ def _take_turns(targets: Sequence[Target], lands: list[bool]) -> list[int]:
     reach: list[tuple[int, int, int]] = []
     for number, target in enumerate(targets):
         tensor = target.tensor
-        if tensor.device.type == "meta" or not (count := tensor.numel()):
+        if not lands[number] and tensor.is_meta or not (size := tensor.nbytes):
             continue
-        size = tensor.element_size()
         if not lands[number] and not tensor.is_contiguous():
             count = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        reach.append((tensor.data_ptr(), tensor.data_ptr() + count * size, number))
+            size = count * tensor.element_size()
+        address = tensor.data_ptr()
+        reach.append((address, address + size, number))
     taken = sorted(reach)
     if all(one[1] <= two[0] for one, two in zip(taken, taken[1:], strict=False)):
         return []
@@ -208,18 +210,22 @@ def _take_turns(targets: Sequence[Target], lands: list[bool]) -> list[int]:
     return late
 
 
-def _lands(target: Target, row: Row, where: str) -> bool:
-    # Whether the engine can write the tensor's own bytes.
+def _lands(targets: Sequence[Target], model: Model, where: Sequence[str]) -> list[bool]:
+    # Whether the engine can write the tensors' own bytes.
+    import torch
+
     from ..frameworks.torch import SAVED
 
-    tensor = target.tensor
-    return (
-        str(tensor.device) == where
-        and SAVED.get(tensor.dtype) == row.dtype
+    devices = {name: torch.device(name) for name in set(where)}
+    table = model.table
+    return [
+        (tensor := target.tensor).device == devices[name]
+        and SAVED.get(tensor.dtype) == table[target.at][1]
         and tensor.is_contiguous()
         and not target.cut
         and not (tensor.is_conj() or tensor.is_neg())
-    )
+        for target, name in zip(targets, where, strict=True)
+    ]
 
 
 def _elements(target: Target, model: Model) -> int:
@@ -278,7 +284,7 @@ def target_of(model: Model, name: str, block: Any, tensor: Any) -> Target | None
     another shape, and what `place_target` raises."""
     import torch
 
-    from ..frameworks.memory import check_shape
+    from ..frameworks.memory import check_shape, is_ready
 
     at = model.place(name)
     row = model.row(at)
@@ -286,7 +292,8 @@ def target_of(model: Model, name: str, block: Any, tensor: Any) -> Target | None
     if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
         kind = "one of the meta device" if hasattr(tensor, "device") else type(tensor).__name__
         raise ArgumentError(f"{where}: expected a torch.Tensor with memory to load into, got {kind}", tensor=name)
-    check_shape(tensor, where, name)
+    if not (ready := is_ready(tensor)):
+        check_shape(tensor, where, name)
     shape = row.shape
     if row.dtype == "F4" and shape:
         shape = (*shape[:-1], shape[-1] // 2)
@@ -310,4 +317,5 @@ def target_of(model: Model, name: str, block: Any, tensor: Any) -> Target | None
             shape = (hi0 - lo0, *shape[1:]) if len(ranges) == 1 else (hi0 - lo0, hi1 - lo1, *shape[2:])
     if tuple(tensor.shape) != shape:
         raise ArgumentError(f"{where}: a tensor of shape {tuple(tensor.shape)} for {shape} of the file", tensor=name)
-    return place_target(Target(at, asked, shape, tensor), row, where)
+    target = Target(at, asked, shape, tensor)
+    return target if ready else place_target(target, row, where)

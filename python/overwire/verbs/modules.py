@@ -83,8 +83,9 @@ def load_model(
     if options.get("group") is not None or options.get("shard") is not None:
         return _together(module, source, strict, fixed or single(list(targets.values())), targets, dict(options))
     with Model(source, device=fixed or single(list(targets.values())), **opening(options)) as model:
-        missing, unexpected, wanted = _match(module, targets, model, strict)
-        into = _targets(module, targets, model, wanted, lambda at: model.table[at][2])
+        setters = _extra_states(module)
+        missing, unexpected, wanted = _match(module, targets, setters, model, strict)
+        into = _targets(module, targets, setters, model, wanted, lambda at: model.table[at][2])
         fill(model, frame, list(into.values()), fixed, options.get("max_memory"), watch(options.get("progress"), "load"))
     return missing, unexpected
 
@@ -103,9 +104,10 @@ def _together(
     group, max_memory = options.pop("group", None), options.pop("max_memory", None)
 
     def choose(loading: GroupLoad) -> list[int]:
-        missing, unexpected, wanted = _match(module, targets, loading.model, strict, loading.part_shape)
+        setters = _extra_states(module)
+        missing, unexpected, wanted = _match(module, targets, setters, loading.model, strict, loading.part_shape)
         names.extend((missing, unexpected))
-        into.update(_targets(module, targets, loading.model, wanted, loading.part_shape))
+        into.update(_targets(module, targets, setters, loading.model, wanted, loading.part_shape))
         here, overlapping = in_place(loading.model, list(into.values()), device)
         places.update(here)
         late.extend(overlapping)
@@ -129,19 +131,26 @@ def _together(
 
 
 def _targets(
-    module: Any, tensors: Mapping[str, Any], model: Model, wanted: Mapping[str, int], shape_of: Callable[[int], tuple[int, ...]]
+    module: Any,
+    tensors: Mapping[str, Any],
+    setters: Mapping[str, Callable[[Any], None]],
+    model: Model,
+    wanted: Mapping[str, int],
+    shape_of: Callable[[int], tuple[int, ...]],
 ) -> dict[int, Target]:
     """By position, where each tensor goes. Those of which this rank has nothing are left out."""
     import torch
 
-    from ..frameworks.memory import is_distributed, storage_of
+    from ..frameworks.memory import is_distributed, is_ready, storage_of
 
-    own = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
+    own = {id(tensor) for part in module.modules() for table in (part._parameters, part._buffers) for tensor in table.values()}
     memory: set[int] = set()
     into: dict[int, Target] = {}
-    setters = _extra_states(module)
     for name, at in wanted.items():
         tensor, shape = tensors[name], shape_of(at)
+        if name not in setters and id(tensor) in own and is_ready(tensor):
+            into[at] = Target(at, ALL, shape, tensor)
+            continue
         where = f"overwire: load {model.uris[0]} into {type(module).__name__}: {name!r}"
         if name in setters:
             into[at] = Target(at, ALL, shape, torch.empty(0, device="meta"), setters[name])
@@ -173,6 +182,7 @@ def _extra_states(module: Any) -> dict[str, Callable[[Any], None]]:
 def _match(
     module: Any,
     targets: Mapping[str, Any],
+    setters: Mapping[str, Any],
     model: Model,
     strict: bool,
     shape_of: Callable[[int], tuple[int, ...]] | None = None,
@@ -181,27 +191,29 @@ def _match(
     is loaded of it, as torch has it; None: all."""
     import torch
 
-    from ..frameworks.memory import check_shape, identity_of
+    from ..frameworks.memory import check_shape, identity_of, is_ready
 
     wanted = {name: model.places[name] for name in targets if name in model.places}
     tensors = {name: target for name, target in targets.items() if isinstance(target, torch.Tensor)}
-    loaded = {identity_of(tensors[name]) for name in wanted if name in tensors}
-    missing = [name for name, tensor in tensors.items() if name not in wanted and identity_of(tensor) not in loaded]
+    missing = [name for name in tensors if name not in wanted]
+    if missing:
+        loaded = {identity_of(tensors[name]) for name in wanted if name in tensors}
+        missing = [name for name in missing if identity_of(tensors[name]) not in loaded]
     unexpected = [row[0] for row in model.table if row[0] not in targets]
     problems = []
     if strict and missing:
         problems.append("missing in the file: " + ", ".join(map(repr, sorted(missing))))
     if strict and unexpected:
         problems.append("unexpected in the file: " + ", ".join(map(repr, sorted(unexpected))))
-    extra = _extra_states(module)
     for name, at in wanted.items():
         target, (_, dtype, shape, *_rest) = targets[name], model.table[at]
-        if name in extra:
+        if name in setters:
             continue  # of any shape
         if name not in tensors:
             problems.append(f"{name!r} is not a tensor in the module")
             continue
-        check_shape(target, f"overwire: load {model.uris[0]} into {type(module).__name__}: {name!r}", name)
+        if not is_ready(target):
+            check_shape(target, f"overwire: load {model.uris[0]} into {type(module).__name__}: {name!r}", name)
         here = tuple(target.shape)
         if shape_of is not None:
             shape = shape_of(at)

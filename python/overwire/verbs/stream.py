@@ -145,6 +145,9 @@ class _Stream(Iterator[tuple[str, Any]]):
             load = self._load
             if load is None:
                 raise StopIteration
+            if self._landed and self._due is None:
+                landed = self._landed.pop()
+                return self._names[landed[0]], load.tensor(*landed)
             self._taking = True
             try:
                 landed = self._take(load) if self._due is None else self._take_due(load)
