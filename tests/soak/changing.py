@@ -153,11 +153,11 @@ def _change(versions: dict[int, Tensors], files: dict[int, Path], damaged: Path,
     with round_.may_raise(*refusals):
         ow.apply_delta(state, chain if len(chain) > 1 else chain[0], timeout=rng.choice((None, None, 0.001)))
         applied = True
-    found = which(state, {number: versions[number] for number in (at, expected) if number is not None})
-    if applied and expected is not None and found != expected and bytes_of(versions[0]):
-        raise Failure("wrong bytes", f"version {found} is there after a delta to {expected}")
-    if not applied and found != at:
-        raise Failure("wrong bytes", f"a delta was refused, and the tensors are version {found} instead of {at}")
+    present = which(state, {number: versions[number] for number in (at, expected) if number is not None})
+    if applied and expected is not None and present != expected and bytes_of(versions[0]):
+        raise Failure("wrong bytes", f"version {present} is there after a delta to {expected}")
+    if not applied and present != at:
+        raise Failure("wrong bytes", f"a delta was refused, and the tensors are version {present} instead of {at}")
     round_.count("deltas")
 
 

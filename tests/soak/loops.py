@@ -33,8 +33,8 @@ class Loop(NamedTuple):
     def body(self) -> Callable[[Round], None]:
         """The function, whose module imports torch."""
         module, name = self.place.split(".")
-        found: Callable[[Round], None] = getattr(importlib.import_module(f"soak.{module}"), name)
-        return found
+        function: Callable[[Round], None] = getattr(importlib.import_module(f"soak.{module}"), name)
+        return function
 
 
 #: By name. Each body has a docstring that says what it promises.
@@ -44,7 +44,7 @@ LOOPS: dict[str, Loop] = {
     "ranks": Loop("ranks.loads", 3, cheap=False),
     "lost-ranks": Loop("ranks.losses", 2, cheap=False),
     "killed-writers": Loop("writing.kills", 4, cheap=False),
-    "full-disks": Loop("writing.full_disks"),
+    "full-disks": Loop("writing.full_disks", cheap=False),
     "damage": Loop("damaging.damage", 3),
     "servers": Loop("serving.servers", 3),
     "stores": Loop("serving.stores", 2, cheap=False),

@@ -118,9 +118,9 @@ def kills(round_: Round) -> None:
         for reader in readers:
             reader.result()
         begun = [int(line) for line in log.read_text().split()]
-        found, last = round_.in_child(lambda child: _look_and_save(child, target, folder, versions))
-        if found not in begun[-2:]:
-            raise Failure("wrong bytes", f"version {found} is there; the last saves begun were {begun[-3:]}")
+        present, last = round_.in_child(lambda child: _look_and_save(child, target, folder, versions))
+        if present not in begun[-2:]:
+            raise Failure("wrong bytes", f"version {present} is there; the last saves begun were {begun[-3:]}")
         round_.count(f"kills: {name}")
 
 
@@ -187,7 +187,7 @@ def _read_on(round_: Round, target: Target, folder: Path, versions: Versions) ->
 
 def _look_and_save(round_: Round, target: Target, folder: Path, versions: Versions) -> tuple[int, int]:
     """The version that a killed writer has left, and another that is saved over it, as it would be into an empty folder."""
-    found = which(target.read(folder, versions), versions)
+    present = which(target.read(folder, versions), versions)
     _age(folder)
     number, seed, fresh = round_.rng.randrange(4), round_.rng.random(), folder.parent / "fresh"
     shutil.rmtree(fresh, ignore_errors=True)
@@ -200,7 +200,7 @@ def _look_and_save(round_: Round, target: Target, folder: Path, versions: Versio
         raise Failure("leak", f"after the next save these files are there: {there}; into an empty folder: {due}")
     round_.count("loads", 3)
     round_.count("saves", 2)
-    return found, number
+    return present, number
 
 
 def full_disks(round_: Round) -> None:
@@ -260,9 +260,9 @@ def _try_to_save(round_: Round, target: Target, folder: Path, versions: Versions
     except ow.IOFailure:
         round_.count("full disks")
         number = before
-    found = which(target.read(folder, versions), versions)
-    if found != number:
-        raise Failure("wrong bytes", f"version {found} is there instead of {number}")
+    present = which(target.read(folder, versions), versions)
+    if present != number:
+        raise Failure("wrong bytes", f"version {present} is there instead of {number}")
     if {name for name in _names(folder) if not name.startswith("shard ")} != {name for name in files if not name.startswith("shard ")}:
         raise Failure("leak", f"these files are there: {sorted(_names(folder) ^ files)}")
     round_.count("saves")
