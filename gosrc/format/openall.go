@@ -129,7 +129,7 @@ func (f *Files) lacks(err error) error {
 		return err
 	}
 	missing := *where
-	missing.Err = errs.New(errs.ErrNotFound, "it is missing, and %s lists it%s", errs.Redact(f.Index), f.alone())
+	missing.Err = errs.New(errs.ErrNotFound, "it is missing, and %s lists it%s", errs.RedactURI(f.Index), f.alone())
 	return &missing
 }
 
