@@ -180,7 +180,7 @@ func (p *Peers) living(whose []int, now time.Time) error {
 		}
 		why := ""
 		switch {
-		case !p.flags.locked(rank):
+		case !p.processes[rank].lives():
 			why = "its process has ended"
 		case now.Sub(p.since[rank]) > silence:
 			why = fmt.Sprintf("it gave no sign of life for %v", silence)

@@ -5,7 +5,8 @@
 // New makes one process's part, and its Offer says how to reach it. The caller brings
 // every process's offer to every other, and Join maps them. A process that ends early,
 // dies or hangs is noticed by all that wait for it. End is the last step of all: it
-// returns when none uses another's memory any more. Nothing of it has a name in a
+// returns when none uses another's memory any more, or, where this process has failed or is
+// cancelled, soon; the rest then goes on in the background. Nothing of it has a name in a
 // file system, so a process that dies leaves nothing behind.
 //
 // The methods are safe for concurrent use, except New, Join, End and Close.
@@ -23,6 +24,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
 // An Offer says how the others reach a process's part.
@@ -44,6 +46,9 @@ var ErrOther = errors.New("another process of the group has failed")
 // give it up, and beat how often it shows one. Tests make them shorter.
 var silence, beat = 30 * time.Second, 200 * time.Millisecond
 
+// grace is how long a process that has failed, or is cancelled, waits for the others.
+const grace = 500 * time.Millisecond
+
 // A Peers is one process's part.
 type Peers struct {
 	gpu   *cuda.Device // nil: the host
@@ -57,6 +62,9 @@ type Peers struct {
 	at     []unsafe.Pointer // by rank: its memory, mapped here
 	files  []*shared
 	ended  bool
+
+	processes []*process // by rank; nil: this one, or not joined
+	late      bool       // End has returned before the others have ended
 
 	stop chan struct{} // ends the signs of life
 	beat sync.WaitGroup
@@ -74,7 +82,7 @@ func New(gpu *cuda.Device, n int64, rank, ranks int) (*Peers, error) {
 		return nil, errs.New(errs.ErrArgument, "peer %d of %d, with %d bytes", rank, ranks, n)
 	}
 	p := &Peers{gpu: gpu, ranks: ranks, mine: Offer{Rank: rank, Process: pid(), Flags: -1, File: -1, Bytes: n}, stop: make(chan struct{}),
-		at: make([]unsafe.Pointer, ranks), files: make([]*shared, ranks), seen: make([]uint64, ranks), since: make([]time.Time, ranks)}
+		at: make([]unsafe.Pointer, ranks), files: make([]*shared, ranks), processes: make([]*process, ranks), seen: make([]uint64, ranks), since: make([]time.Time, ranks)}
 	if err := p.make(n); err != nil {
 		p.Close()
 		return nil, err
@@ -141,8 +149,15 @@ func (p *Peers) Join(offers []Offer) error {
 		p.lines = append(p.lines, (*line)(unsafe.Add(p.flags.base, rank*lineBytes)))
 		p.since[rank] = time.Now()
 	}
-	if err := p.flags.lock(p.mine.Rank); err != nil {
-		return err
+	for rank := range offers {
+		if rank == p.mine.Rank {
+			continue
+		}
+		var err error
+		if p.processes[rank], err = watch(offers[rank].Process); err != nil {
+			p.lines = nil // it says nothing to anyone
+			return err
+		}
 	}
 	own := p.lines[p.mine.Rank]
 	own.joined.Store(1)
@@ -177,7 +192,8 @@ func (p *Peers) reach(rank int, o *Offer) (err error) {
 // End says that this process uses no memory of the others any more, after all work
 // that did has ended, and waits until they have said so, or are gone. It returns the
 // error of one that is gone without having said so. good: it has got what it wanted.
-func (p *Peers) End(good bool) error {
+// If not, or if ctx ends, it waits no longer than grace: others may be stopped, or hang.
+func (p *Peers) End(ctx context.Context, good bool) error {
 	if p.lines == nil || p.ended {
 		return nil
 	}
@@ -189,9 +205,39 @@ func (p *Peers) End(good bool) error {
 	p.letGo()
 	own.ended.Store(1)
 	own.ring()
-	var first error
+	soon, cancel := context.WithCancelCause(context.Background())
+	defer cancel(nil)
+	over := make(chan struct{})
+	defer close(over)
+	spawn.Go("peers grace", func() {
+		if good {
+			select {
+			case <-ctx.Done():
+			case <-over:
+				return
+			}
+		}
+		timer := time.NewTimer(grace)
+		defer timer.Stop()
+		select {
+		case <-timer.C:
+			cancel(errs.New(errs.ErrIO, "the other ranks of this host do not end"))
+		case <-over:
+		}
+	})
+	err := p.awaitEnded(soon)
+	p.late = soon.Err() != nil
+	if p.late && ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	return err
+}
+
+// awaitEnded waits until all others have ended; it returns the error of the first that is
+// gone.
+func (p *Peers) awaitEnded(ctx context.Context) (first error) {
 	for rank := range p.lines {
-		err := p.await(context.Background(), rank, func(l *line) bool { return l.joined.Load() == 0 || l.ended.Load() != 0 }, false)
+		err := p.await(ctx, rank, func(l *line) bool { return l.joined.Load() == 0 || l.ended.Load() != 0 }, false)
 		if first == nil {
 			first = err
 		}
@@ -214,15 +260,30 @@ func (p *Peers) letGo() {
 	}
 }
 
-// Close frees everything. Unless all went well, it is End(false) first.
+// Close frees everything, or, where End could not wait for the others, lets it be freed
+// when they have ended. Unless all went well, it is End(false) first.
 func (p *Peers) Close() {
-	_ = p.End(false)
+	_ = p.End(context.Background(), false)
 	p.letGo()
+	if !p.late {
+		p.free()
+		return
+	}
+	spawn.Go("peers late", func() {
+		_ = p.awaitEnded(context.Background())
+		p.free()
+	})
+}
+
+func (p *Peers) free() {
 	close(p.stop)
 	p.beat.Wait()
 	p.memory.Release()
 	p.file.close()
 	p.flags.close()
+	for _, other := range p.processes {
+		other.close()
+	}
 }
 
 // Lost lists those that are gone without having ended.

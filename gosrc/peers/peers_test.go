@@ -3,11 +3,13 @@ package peers
 import (
 	"context"
 	"errors"
+	"os/exec"
 	"testing"
 	"time"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
 // together are the parts of some ranks, all in this process; they are joined.
@@ -36,7 +38,7 @@ func over(t *testing.T, all []*Peers) {
 	ended := make(chan error)
 	for _, p := range all {
 		go func() {
-			err := p.End(true)
+			err := p.End(t.Context(), true)
 			p.Close()
 			ended <- err
 		}()
@@ -132,12 +134,69 @@ func TestSilence(t *testing.T) {
 	if err := all[0].AwaitPiece(t.Context(), 1, 1); !errors.Is(err, errs.ErrIO) || errors.Is(err, ErrOther) || len(all[0].Lost()) != 1 {
 		t.Errorf("%v, lost %v", err, all[0].Lost())
 	}
-	if err := all[0].End(true); err == nil {
+	if err := all[0].End(t.Context(), true); err == nil {
 		t.Error("it ended as if all were well")
 	}
 	all[0].Close()
 	all[1].stop = make(chan struct{})
 	all[1].Close()
+}
+
+// One that is cancelled does not wait for another that does nothing, and lets its memory go
+// when that has ended.
+func TestStoppedEndsSoon(t *testing.T) {
+	all := together(t, 2)
+	cause := errors.New("cancelled")
+	ctx, stop := context.WithCancelCause(t.Context())
+	ended := make(chan error)
+	go func() {
+		err := all[0].End(ctx, true)
+		all[0].Close()
+		ended <- err
+	}()
+	stop(cause)
+	if err := <-ended; !errors.Is(err, cause) {
+		t.Error(err)
+	}
+	if all[0].file.raw == nil {
+		t.Error("the memory that another may read is gone")
+	}
+	if err := all[1].End(t.Context(), false); err != nil {
+		t.Error(err)
+	}
+	all[1].Close()
+	if left := spawn.Left(); len(left) > 0 {
+		t.Error(left)
+	}
+	if all[0].file.raw != nil {
+		t.Error("the memory stays")
+	}
+}
+
+// A process that was killed is missed at once, before its parent has waited for it.
+func TestKilled(t *testing.T) {
+	child := exec.Command("sleep", "60")
+	if err := child.Start(); err != nil {
+		t.Fatal(err)
+	}
+	p, err := watch(child.Process.Pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.close()
+	if !p.lives() {
+		t.Error("a process that runs is missed")
+	}
+	_ = child.Process.Kill()
+	for deadline := time.Now().Add(time.Minute); p.lives(); time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatal("a process that was killed lives on")
+		}
+	}
+	_ = child.Wait()
+	if p.lives() {
+		t.Error("a process that is gone lives on")
+	}
 }
 
 // What leads to something else than was offered is refused.

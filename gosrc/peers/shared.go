@@ -100,20 +100,3 @@ func (s *shared) close() {
 	_ = unix.Close(s.fd)
 	s.raw = nil
 }
-
-// lock marks one byte of the file as this process's; the mark ends with the process,
-// however that ends.
-func (s *shared) lock(rank int) error {
-	l := unix.Flock_t{Type: unix.F_WRLCK, Whence: io.SeekStart, Start: int64(rank), Len: 1}
-	if err := unix.FcntlFlock(uintptr(s.fd), unix.F_OFD_SETLK, &l); err != nil {
-		return errs.New(errs.ErrIO, "the flags of rank %d: %v", rank, err)
-	}
-	return nil
-}
-
-// locked reports whether another process, or another part of this one, has marked
-// that byte.
-func (s *shared) locked(rank int) bool {
-	l := unix.Flock_t{Type: unix.F_WRLCK, Whence: io.SeekStart, Start: int64(rank), Len: 1}
-	return unix.FcntlFlock(uintptr(s.fd), unix.F_OFD_GETLK, &l) != nil || l.Type != unix.F_UNLCK
-}

@@ -31,6 +31,7 @@ type carrier struct {
 	streams []uintptr // on a GPU, by rank
 	joined  chan struct{}
 	aimed   chan struct{}
+	gone    bool // disconnected
 	work    sync.WaitGroup
 
 	// Guarded by the relay's mu.
@@ -67,12 +68,14 @@ func (r *Relay) connect() error {
 	return nil
 }
 
-// disconnect waits for the pulls in flight, and for the other ranks to end theirs.
-func (r *Relay) disconnect() {
+// disconnect waits for the pulls in flight, and for the other ranks to end theirs; when ctx
+// has ended, not long. Once is enough.
+func (r *Relay) disconnect(ctx context.Context) {
 	c := r.carrier
-	if c == nil {
+	if c == nil || c.gone {
 		return
 	}
+	c.gone = true
 	for _, s := range c.streams {
 		r.target.GPU.EndStream(s)
 	}
@@ -80,7 +83,7 @@ func (r *Relay) disconnect() {
 	r.mu.Lock()
 	good := r.err == nil
 	r.mu.Unlock()
-	if err := c.End(good); err != nil {
+	if err := c.End(ctx, good); err != nil {
 		r.fail(r.model.Where("stage", err), true)
 	}
 	c.Close()

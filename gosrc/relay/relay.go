@@ -176,7 +176,7 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	}
 	defer func() {
 		if err != nil {
-			r.disconnect()
+			r.disconnect(context.Background())
 		}
 	}()
 	if spec.Exchange {
@@ -271,6 +271,12 @@ func (r *Relay) letGo() {
 func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	defer r.model.Drop()
 	defer r.close()
+	defer func() {
+		if r.carrier != nil && !r.carrier.gone { // a panic: the other ranks wait
+			r.fail(errs.New(errs.ErrEngine, "relay: it has ended without a result"), true)
+			r.part(ctx)
+		}
+	}()
 	files, depth := load.Expect(r.model.Sources(), r.fetch, false, cmp.Or(r.spec.Read, knob.Read.Get()))
 	ahead := r.ahead()
 	task := &pipeline.Task{
@@ -313,11 +319,7 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	if err != nil {
 		r.fail(err, true)
 	}
-	if r.carrier != nil {
-		r.carrier.work.Wait()
-		r.close()
-		r.disconnect()
-	}
+	r.part(ctx)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	rep := Report{Lost: r.lost(), Pulled: r.pulled.Load(), Report: load.Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)), Seconds: time.Since(r.start).Seconds(), Stages: st}, Ours: r.ours}
@@ -335,6 +337,16 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	}
 	j.SetReport(rep)
 	return r.err
+}
+
+// part ends what the ranks exchange.
+func (r *Relay) part(ctx context.Context) {
+	if r.carrier == nil {
+		return
+	}
+	r.carrier.work.Wait()
+	r.close()
+	r.disconnect(ctx)
 }
 
 // note records the time of a step, the first or the last one.
