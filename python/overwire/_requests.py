@@ -77,6 +77,18 @@ class LoadOutlook(TypedDict):
     windows: list[PlanWindow]
 
 
+class LoadState(TypedDict):
+    device: int
+    inode: int
+    size: int
+    modified: int
+    changed: int
+    pin: str
+    network: bool
+    layout: str
+    sealed: bool
+
+
 class PreloadRequest(LoadSpec, LoadOptions, total=False):
     pass
 

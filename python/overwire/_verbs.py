@@ -51,6 +51,11 @@ def outlook(request: _requests.LoadProspect, model: int, numbers: bytes) -> _req
     return loads(core().call("outlook", dumps(request), pack("=1q", handle(model)) + numbers)[0])
 
 
+def states(model: int) -> list[_requests.LoadState]:
+    """What tells the files of a model from others, and one state of them from the next."""
+    return loads(core().call("states", "", pack("=1q", handle(model)))[0])
+
+
 def settle(job: int, stream: int, numbers: bytes) -> None:
     """Set destinations of a load's requests whose destination was 1. What is queued on the stream now
     precedes what lands there. Numbers: pairs of request and address."""

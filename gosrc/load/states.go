@@ -1,0 +1,82 @@
+package load
+
+// This file has what tells the files of a model from others, for ranks that open them
+// at different times.
+
+import (
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/hex"
+	"hash"
+
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// A State tells a file of a model from others. Of a local file the first five are those of
+// fstat when it was opened; Pin is of remote objects. All are zero where nothing is known.
+type State struct {
+	Device   uint64 `json:"device"`
+	Inode    uint64 `json:"inode"`
+	Size     int64  `json:"size"`
+	Modified int64  `json:"modified"`
+	Changed  int64  `json:"changed"`
+	Pin      string `json:"pin"`
+	// Network: it lies on a file system of several hosts, whose inodes may be made up.
+	Network bool `json:"network"`
+	// Layout is a digest of where the file has which bytes, and of their checksums.
+	Layout string `json:"layout"`
+	// Sealed: all bytes of its tensors have checksums, which Layout covers.
+	Sealed bool `json:"sealed"`
+}
+
+// FileStates returns a State for each file of the model. It reads nothing.
+func (m *Model) FileStates() []State {
+	layouts := m.layouts()
+	states := make([]State, len(m.srcs))
+	for i, s := range m.srcs {
+		f := s.Facts()
+		id := f.Identity
+		states[i] = State{
+			Device: id.Device, Inode: id.Inode, Size: m.held.Sources[i].Size, Modified: id.Modified, Changed: id.Changed,
+			Pin: id.Pin, Network: f.Remote && f.File != nil, Layout: layouts[i], Sealed: m.held.Sources[i].Overwire(),
+		}
+	}
+	return states
+}
+
+// layouts returns, for each source, the digest of its layout.
+func (m *Model) layouts() []string {
+	sums := make([]hash.Hash, len(m.held.Sources))
+	b := []byte{}
+	put := func(v ...int64) {
+		for _, n := range v {
+			b = binary.LittleEndian.AppendUint64(b, uint64(n))
+		}
+	}
+	for i := range sums {
+		s := &m.held.Sources[i]
+		sums[i], b = sha256.New(), b[:0]
+		put(s.Size, s.Data)
+		sums[i].Write(append(b, s.Format...))
+	}
+	for i := range m.held.Tensors {
+		t := &m.held.Tensors[i]
+		b = b[:0]
+		put(int64(len(t.Name)), t.Off, t.Bytes, int64(t.Alias), int64(t.DType), int64(t.Parts), int64(t.ChunkBytes), int64(len(t.Shape)))
+		put(t.Shape...)
+		b = append(append(b, t.Hash[:]...), t.Name...)
+		if t.Alias >= 0 {
+			t = &tensor.Tensor{Source: t.Source}
+		}
+		for k := range t.Count {
+			c := &m.held.Chunks[t.First+k]
+			put(c.Off, int64(c.Stored), int64(c.Logical), int64(c.Sum), int64(c.Codec), int64(c.Transform), int64(c.SegTiles))
+		}
+		sums[t.Source].Write(b)
+	}
+	out := make([]string, len(sums))
+	for i, s := range sums {
+		out[i] = hex.EncodeToString(s.Sum(nil))
+	}
+	return out
+}
