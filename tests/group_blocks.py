@@ -305,7 +305,7 @@ def block_hosts(folder: Path) -> None:
 def block_gone(folder: Path) -> None:
     """A rank that dies meanwhile: the others say so by themselves."""
     block_loads.SHARE = (1 << 20) + 4096
-    block_loads.Job.wait = leaving("block_gone", folder, block_loads.Job.wait)
+    block_loads.Job.ended = leaving("block_gone", folder, block_loads.Job.ended)
     if dist.get_rank() == 1:
         block_loads.relay_aim = lambda *_: None
     try:

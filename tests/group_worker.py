@@ -13,7 +13,9 @@ import group_blocks
 import overwire as ow
 import torch
 import torch.distributed as dist
+from group_apart import closed, freed, refused, replaced
 from group_blocks import blinded, block_gone, block_hosts, block_shards, block_stores, blocks, leaving
+from group_faults import faults
 from group_recorded import recorded
 from overwire import _verbs, distributed
 from overwire.distributed import group as grouping
@@ -21,7 +23,7 @@ from overwire.distributed import loading, relays
 from overwire.model.opened import Model
 
 # Steps, named on the command line like those below.
-__all__ = ["block_gone", "block_hosts", "block_shards", "block_stores", "blocks", "recorded"]
+__all__ = ["block_gone", "block_hosts", "block_shards", "block_stores", "blocks", "closed", "faults", "freed", "recorded", "refused", "replaced"]
 
 BACKEND = os.environ.get("GROUP_BACKEND", "gloo")
 # Where a rank's tensors are loaded to.
@@ -282,9 +284,9 @@ def hurt(folder: Path) -> None:
 
         Model.start, relays.relay = before(starts[0]), before(starts[1])  # type: ignore[method-assign]
 
-    def raises(kind: type[Exception], text: str, path: Any, **named: Any) -> Exception:
+    def raises(kind: type[Exception], text: str, path: Any, other: Path = good, **named: Any) -> Exception:
         try:
-            ow.load_file(path if rank == 1 else good, group=world, mmap=False, **named)
+            ow.load_file(path if rank == 1 else other, group=world, mmap=False, **named)
         except kind as error:
             assert text in str(error), error
             assert rank == 1 or "on rank 1" in str(error), error
@@ -304,15 +306,16 @@ def hurt(folder: Path) -> None:
         own.write_bytes(data[:8] + header.replace(old, new, 1).ljust(len(header))[: len(header)] + data[8 + len(header) :])
         found = raises(ow.FormatError, text, own)
         assert rank == 0 or str(own) in str(found), found
+    packed = folder / "compressed.safetensors"  # a copy of it is the same file, by its checksums
     for shape in ({}, {"rows": 0}):
-        own.write_bytes(good.read_bytes())
+        own.write_bytes(packed.read_bytes())
         meanwhile(lambda: os.truncate(own, own.stat().st_size - 100_000))
-        error = raises(ow.CorruptError, "truncated" if not shape else "", own, shard=shape)
+        error = raises(ow.CorruptError, "truncated" if not shape else "", own, packed, shard=shape)
         assert str(own) in str(error) or rank == 0, error
     raises(ow.OverwireError, "", "http://127.0.0.1:1/x.safetensors", storage_options={"retries": 0} if rank == 1 else None)
 
     # Replaced by a rename: it stays the file that was opened.
-    own.write_bytes(good.read_bytes())
+    own.write_bytes(packed.read_bytes())
 
     def replace() -> None:
         (folder / "new").write_bytes((folder / "other.safetensors").read_bytes())
@@ -320,7 +323,7 @@ def hurt(folder: Path) -> None:
 
     meanwhile(replace)
     try:
-        same(ow.load_file(own, group=world, mmap=False), expected(good, {}, rank, 2))
+        same(ow.load_file(own if rank == 1 else packed, group=world, mmap=False), expected(packed, {}, rank, 2))
     finally:
         restore()
     same(ow.load_file(good, group=world), expected(good, {}, rank, 2))

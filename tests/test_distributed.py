@@ -81,6 +81,14 @@ def test_ranks_that_say_their_blocks_read_each_byte_once(folder: Path, count: in
     ranks(folder, count, *BLOCKS, *["block_hosts"] * (count == 3), "block_gone", exchange="ipc")
 
 
+def test_what_fails_on_one_rank_ends_all(folder: Path) -> None:
+    ranks(folder, 2, "refused", "closed", "faults", exchange="ipc")
+
+
+def test_ranks_have_the_same_file_open_and_keep_no_group(folder: Path) -> None:
+    ranks(folder, 2, "replaced", "freed", exchange="ipc")
+
+
 def test_ranks_share_what_lies_in_a_store(folder: Path) -> None:
     ranks(folder, 2, "block_stores", exchange="")
 

@@ -7,16 +7,18 @@ them and copied by the others, what one alone needs is read by that one (`gosrc/
 from __future__ import annotations
 
 import hashlib
+import sys
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .. import _engine
 from .._verbs import relay, relay_aim
-from ..errors import ForkedError, IOFailure
+from ..errors import ArgumentError, CancelledError, CorruptError, ForkedError, IOFailure
 from ..jobs import Job
 from . import group as ranks
-from .group import Members, members_of
+from .group import Members, members_of, verb
+from .identity import opened, replaced
 from .relays import connect, spec_of
 
 __all__ = ["SHARE", "Blocks", "Together", "meet", "shares", "unplanned"]
@@ -24,6 +26,9 @@ __all__ = ["SHARE", "Blocks", "Together", "meet", "shares", "unplanned"]
 _UNPLANNED = "no rank has a plan"
 
 _WORDS = 6  # of a request
+
+# Seconds between two looks at what the other ranks say.
+_TICK = 0.25
 
 # Of the ring; half as much memory as a group's load takes, since an engine counts on its
 # GPU's: with two ranks 120 MiB of it, at 4 % of the speed. The largest chunk fits.
@@ -43,30 +48,44 @@ class Blocks(NamedTuple):
 
 
 def shares(group: Any, pays: bool) -> bool:
-    """Whether the ranks of a group are to meet: there are several, and OVERWIRE_EXCHANGE is
-    ipc, or auto and it pays.
+    """Whether the ranks of a group are to share the reading: there are several, and
+    OVERWIRE_EXCHANGE is ipc, or auto and it pays.
 
     pays: the ranks load onto GPUs, or from a store; the same on all of them, as the setting is.
     """
     return group is not None and ranks.exchange_setting() in ("ipc", "auto" if pays else "ipc") and members_of(group).size > 1
 
 
-def meet(group: Any, prepare: Callable[[], Blocks | None]) -> tuple[Together | None, str]:
+def meet(group: Any, prepare: Callable[[], Blocks | None], pays: bool = True) -> tuple[Together | None, str]:
     """Collective: what loads the blocks of all ranks, or None and why each rank loads by
-    itself ("": no two ranks share a host).
+    itself ("": they are not to share the reading, or no two of them share a host).
 
     prepare: what this rank wants; None: nothing that can be shared. What it raises is raised
-    on all ranks.
+    on all ranks. pays: as for `shares`.
+
+    Raises on all ranks ArgumentError where OVERWIRE_EXCHANGE differs, CorruptError where they
+    have not the same files open.
     """
-    members = members_of(group)
+    with verb(group, alike=False) as members:
+        return _meet(members, prepare, pays)
+
+
+def _meet(members: Members, prepare: Callable[[], Blocks | None], pays: bool) -> tuple[Together | None, str]:
     mine: list[Blocks | None] = []
 
     def report() -> dict[str, Any]:
         mine.append(prepare())
-        return _report(mine[0])
+        return _report(mine[0], shares(members.group, pays))
 
     reports = members.exchange(report)
+    for rank, one in enumerate(reports):
+        if one["exchange"] != reports[0]["exchange"]:
+            members.raise_alike(ArgumentError(f"overwire: group: OVERWIRE_EXCHANGE differs between ranks 0 and {rank}"))
+    if error := _replaced(reports):
+        members.raise_alike(error)
     members.settle([one["host"] for one in reports])
+    if not all(one["shares"] for one in reports):
+        return None, ""
     if members.most_local == 1 or members.unreachable:
         return None, members.unreachable
     if all(one["blocks"] is None for one in reports):
@@ -81,14 +100,26 @@ def meet(group: Any, prepare: Callable[[], Blocks | None]) -> tuple[Together | N
     return Together(members, mine[0], [one["blocks"] for one in reports]), ""
 
 
+def _replaced(reports: list[dict[str, Any]]) -> CorruptError | None:
+    # Of ranks that name the same files, or have the same tables of them.
+    having = {rank: one for rank, one in enumerate(reports) if one["opened"] is not None}
+    if not having:
+        return None
+    first = next(iter(having.values()))
+    if any(one["tables"] != first["tables"] and one["uris"] != first["uris"] for one in having.values()):
+        return None  # they load by themselves
+    return replaced({rank: one["opened"] for rank, one in having.items()}, first["uris"])
+
+
 def unplanned(why: str) -> bool:
     """Whether `meet` has found that no rank knows what it wants: they may meet again."""
     return why == _UNPLANNED
 
 
-def _report(mine: Blocks | None) -> dict[str, Any]:
+def _report(mine: Blocks | None, sharing: bool) -> dict[str, Any]:
+    known = {"host": ranks.host_name(), "exchange": ranks.exchange_setting(), "shares": sharing}
     if mine is None:
-        return {"host": ranks.host_name(), "blocks": None}
+        return {**known, "blocks": None, "opened": None}
     models = [file._live() for file in mine.files]
     if _engine.forked():
         raise ForkedError("overwire: the engine cannot run in a forked child", source=models[0].uris[0])
@@ -98,11 +129,13 @@ def _report(mine: Blocks | None) -> dict[str, Any]:
         flat = array("q", requests)
         flat[1::_WORDS] = array("q", bytes(8 * (len(flat) // _WORDS)))  # an address is no one else's business
         blocks.append(flat.tobytes())
-    return {"host": ranks.host_name(), "blocks": blocks, "device": mine.device.partition(":")[0], "tables": [*mine.tables, *stored]}
+    files = {"opened": opened(models, ranks.host_name()), "uris": [uri for model in models for uri in model.uris]}
+    return {**known, **files, "blocks": blocks, "device": mine.device.partition(":")[0], "tables": [*mine.tables, *stored]}
 
 
 class Together:
-    """The blocks of all ranks. `land` once."""
+    """The blocks of all ranks. `land` once: the others do; if it goes without that, they
+    hear of it."""
 
     def __init__(self, members: Members, mine: Blocks, every: Sequence[Sequence[bytes]]) -> None:
         self._members, self._mine, self._every = members, mine, every
@@ -113,6 +146,7 @@ class Together:
             if any(blocks[number] for blocks in every):
                 self._files[number] = before
                 before += len(file._live().table)
+        self._lands = False
         #: Stored bytes that this rank has read, and that it has copied from others.
         self.read, self.copied = 0, 0
 
@@ -124,6 +158,15 @@ class Together:
         read, and what it raises is raised on all ranks. If a rank fails or is gone, the
         others raise it.
         """
+        with verb(self._members.group, self._mine.device, None):
+            self._lands = True
+            return self._land(first)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_lands", True) and not sys.is_finalizing():
+            self._members.part(CancelledError("overwire: group: it did not load its blocks"), -1, None)
+
+    def _land(self, first: Callable[[], None]) -> str:
         members = self._members
         job: Job | None = None
         error: BaseException | None = None
@@ -141,7 +184,8 @@ class Together:
                     return reason
                 assert job is not None
                 try:
-                    job.wait()
+                    while not job.ended(_TICK):
+                        members.look()
                 except BaseException as caught:
                     error = caught
                     job.cancel()

@@ -9,11 +9,12 @@ of one host, from rank to rank. The ways are named in `distributed`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..dtypes import PACKED, nbytes, packed_shape
+from ..errors import OverwireError
 from ..frameworks.frame import Frame
 from ..model.loads import Load
 from ..model.opened import WHOLE, Model, Row
@@ -24,6 +25,9 @@ __all__ = ["Batch", "ExchangeContext", "Task", "shard_range", "torch_shape"]
 # Tensors below _LARGE are sent in runs of at most _RUN bytes.
 _LARGE = 1 << 20
 _RUN = 16 << 20
+
+# Seconds between two looks at what the other ranks say, while this one reads.
+_TICK = 0.25
 
 # Sends that are started together.
 _TOGETHER = 32
@@ -147,6 +151,19 @@ class _Reading:
             rows = [(w.row.name, w.row.dtype, w.shape, nbytes(w.row.dtype, w.shape)) for w in self._busy]
             self._load = model.begin_blocks([(w.at, w.block) for w in self._busy], rows, frame)
 
+    def wait(self, look: Callable[[], None]) -> None:
+        """Waits for the end of the reading, whose error `finish` raises. look: called
+        meanwhile; what it raises ends the reading."""
+        load = self._load
+        if load is None or load.crowded:
+            return
+        try:
+            while not _over(load):
+                look()
+        except BaseException:
+            self.abandon()
+            raise
+
     def finish(self) -> Iterator[tuple[int, Any]]:
         """(slot, tensor) of each want, in any order."""
         load, self._load = self._load, None
@@ -161,6 +178,13 @@ class _Reading:
         load, self._load = self._load, None
         if load is not None:
             load.job.abandon()
+
+
+def _over(load: Load) -> bool:
+    try:
+        return load.job.ended(_TICK)
+    except OverwireError:
+        return True
 
 
 class Batch:
@@ -215,6 +239,7 @@ class Batch:
         if reading is None:
             return
         try:
+            reading.wait(self._context.members.look)
             for slot, tensor in reading.finish():
                 self._tensors[slot] = tensor
         except BaseException as error:

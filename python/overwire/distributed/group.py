@@ -3,25 +3,40 @@
 Nothing here reads a file. Every method that says *collective* must be called
 by all ranks of the group, in the same order; none is called unless the user
 gave a group.
+
+A verb of a group runs within `verb`, from its first look at its arguments. What fails on
+a rank reaches the others where the ranks next agree (`exchange`, `agree`), and is
+raised on all; a rank that reads meanwhile asks from time to time whether it may stop
+(`look`). An interrupt that comes while a rank waits for the others reaches them in the same
+way. What leaves a verb in between puts the ranks out of step: it goes to the others by the
+group's store, which those that wait look into, and the group serves no more loads.
+Sends from rank to rank alone (`send_receive`) are waited for up to the group's time-out.
+
+Nothing here keeps a group alive.
 """
 
 from __future__ import annotations
 
 import copy
+import ctypes
 import hashlib
 import os
 import pickle
+import secrets
 import socket
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from .._verbs import knobs
 from ..errors import ArgumentError, CancelledError, IOFailure, MissingPackageError, OverwireError
+from ..frameworks.choose import device_number
 
-__all__ = ["Rates", "Members", "agree", "members_of", "rates"]
+__all__ = ["Rates", "Members", "agree", "current", "members_of", "rates", "verb"]
 
 _T = TypeVar("_T")
 
@@ -31,6 +46,45 @@ _TRIES = 2
 
 #: A batch of fewer bytes says more of latency than of rates.
 TELLING = 4 << 20
+
+# Seconds between two looks of a rank that waits, or reads, at what the others say.
+_LOOK = 0.25
+
+# Seconds that an interrupted rank waits for the others, to tell them in step.
+_GRACE = 1.0
+
+# Seconds by which the clocks of hosts may differ.
+_SKEW = 2.0
+
+# What torch raises where a group's store cannot be reached, or has gone.
+_UNREACHABLE = (RuntimeError, ValueError, AttributeError, KeyError)
+
+# Seconds in which a rank that waits on a GPU only lets other threads run between two looks.
+_SPIN = 0.002
+
+
+class _Step:
+    """Where a rank is in its verbs.
+
+    token: begins the keys of the group's store; "" before the ranks have met. born: when this
+    was made, by the clock on the wall. number: of
+    collectives that have begun. agreed: how often the ranks have agreed. known: an error that
+    all ranks have. halt: what `look` has raised because of another rank's error. interrupt:
+    came while this rank waited, at `since`; the others are to hear of it. broken: why the ranks are out
+    of step.
+    """
+
+    def __init__(self) -> None:
+        self.token = ""
+        self.born = time.time()
+        self.number = 0
+        self.agreed = 0
+        self.known: BaseException | None = None
+        self.halt: BaseException | None = None
+        self.interrupt: BaseException | None = None
+        self.since = 0.0
+        self.looked = 0.0
+        self.broken = ""
 
 
 class Rates:
@@ -81,7 +135,8 @@ class Members:
         import torch.distributed as dist
 
         self._dist = dist
-        self.group = group
+        self._group = weakref.ref(group)
+        self._backends = str(dist.get_backend_config(group))
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.local: list[int] = []
@@ -89,21 +144,27 @@ class Members:
         self.hosts = 0
         self.here = 0
         self.rates = Rates()
+        self._step = _Step()  # that of `everyone`, too
         self._warm: set[str] = set()
         self.unreachable = ""  # why the ranks of a host cannot map each other's memory
         self.reached = False  # they have done so
         self.said: set[tuple[Any, ...]] = set()  # kinds whose way the log has
 
-    def _config(self) -> str:
-        return str(self._dist.get_backend_config(self.group))
+    @property
+    def group(self) -> Any:
+        """The process group. IOFailure if it has been destroyed."""
+        group = self._group()
+        if group is None:
+            raise IOFailure("overwire: group: the process group has been destroyed")
+        return group
 
     def link_device(self, device: str) -> str:
         """Where tensors must be to be sent: `device`, or "cpu" when the group
         has no backend for it."""
         if device == "cpu":
             # NCCL alone sends no host memory.
-            return "cpu" if "cpu:" in self._config() and "cpu:nccl" not in self._config() else ""
-        return device if "cuda:nccl" in self._config() else "cpu"
+            return "cpu" if "cpu:" in self._backends and "cpu:nccl" not in self._backends else ""
+        return device if "cuda:nccl" in self._backends else "cpu"
 
     def _flags_device(self) -> str:
         import torch
@@ -118,54 +179,196 @@ class Members:
         expected to give the same, which their digests then show in a quarter of the time;
         its repr says all of it.
         """
+        step = self._step
         result: Any = None
-        error: BaseException | None = None
+        error: BaseException | None = step.interrupt
         try:
-            result = work()
+            if error is None:
+                result = work()
         except BaseException as caught:
             error = caught
         if alike and self.hosts == 1:
             digest = hashlib.sha256(repr(result).encode()).digest()
             words = [int.from_bytes(digest[at : at + 7], "little") for at in range(0, 28, 7)]  # 56 bits: it has no sign
             mine = [*words, *(-word for word in words)]  # the most of these: the greatest and the least of each word
+            self._hint(error)
             failed, *most = self._most([int(error is not None), *mine], "int64")
             if not failed and most == mine:
+                step.agreed += 1
                 return [result] * self.size
-        found: list[Any] = [None] * self.size
-        with _reaching():
-            self._dist.all_gather_object(found, (_portable(error), result), group=self.group)
-        self._raise_first([fault for fault, _ in found], error)
-        return [result for _, result in found]
+        self._hint(error)
+        found = self._gathered(((_portable(error), error is not step.halt), result, secrets.token_hex(8)))
+        step.agreed += 1
+        step.token = step.token or found[0][2]
+        self._raise_first([fault for fault, _, _ in found], error)
+        return [result for _, result, _ in found]
 
     def agree(self, error: BaseException | None, seconds: float = 0.0, ours: bool = True) -> float:
         """Collective: raises on all ranks if there is an error on one; else
         returns the most seconds of any rank. ours: an error that may come of
         another rank's (False) is not raised where there is one that does not."""
+        step = self._step
+        if step.interrupt is not None:
+            error, ours = step.interrupt, True
+        ours = ours and (error is None or error is not step.halt)
+        self._hint(error if ours else None)
         failed, most = self._most([0.0 if error is None else 1.0, seconds], "float64")
+        step.agreed += 1
         if failed:
-            faults: list[Any] = [None] * self.size
-            with _reaching():
-                self._dist.all_gather_object(faults, (_portable(error), ours), group=self.group)
-            sure = any(fault is not None and known for fault, known in faults)
-            self._raise_first([fault if known or not sure else None for fault, known in faults], error if ours or not sure else None)
+            self._raise_first(self._gathered((_portable(error), ours)), error)
         return float(most)
+
+    def raise_alike(self, error: BaseException) -> None:
+        """Raises what every rank raises here."""
+        self._step.known = error
+        raise error
+
+    def _raise_first(self, faults: list[tuple[bytes | None, bool]], mine: BaseException | None) -> None:
+        # Of each rank its error, and whether that is its own: others count where there is none.
+        sure = any(fault is not None and own for fault, own in faults)
+        if mine is not None and (faults[self.rank][1] or not sure):
+            self.raise_alike(mine)
+        for rank, (fault, own) in enumerate(faults):
+            if fault is not None and (own or not sure):
+                self.raise_alike(_from_rank(rank, pickle.loads(fault)))
+
+    def look(self) -> None:
+        """Local: raises what another rank has left a verb with, or a CancelledError if one
+        waits to tell its error. For those that wait for something else than the others; it
+        looks a few times a second."""
+        now = time.monotonic()
+        if now - self._step.looked >= _LOOK:
+            self._step.looked = now
+            self._hear()
+            if self._step.token and self._stored(f"{self._step.token}/failed/{self._step.agreed}") is not None:
+                self._step.halt = CancelledError("overwire: group: another rank has failed")
+                raise self._step.halt
+
+    def _hear(self) -> None:
+        step = self._step
+        said = self._stored(f"{step.token}/left") if step.token else None
+        if said is None and step.agreed <= 1:
+            said = self._stored("left")
+            if said is not None and pickle.loads(said)[2] < step.born - _SKEW:
+                return  # of an earlier group of that name
+        if said is not None:
+            rank, fault, _ = pickle.loads(said)
+            error = _from_rank(rank, pickle.loads(fault))
+            self._step.broken = str(error)
+            self.raise_alike(error)
+
+    def _hint(self, error: BaseException | None) -> None:
+        # For `look`: ranks that read need not end that first.
+        if error is not None and self._step.token:
+            self._store(f"{self._step.token}/failed/{self._step.agreed}", b"1")
+
+    def _stored(self, key: str) -> bytes | None:
+        # What the group's store has; None also if it cannot be reached.
+        group = self._group()
+        if group is not None:
+            with suppress(*_UNREACHABLE):
+                store = self._dist.distributed_c10d._get_process_group_store(group)
+                if store.check([f"overwire/{key}"]):
+                    value: bytes = store.get(f"overwire/{key}")
+                    return value
+        return None
+
+    def _store(self, key: str, value: bytes) -> None:
+        group = self._group()
+        if group is not None:
+            with suppress(*_UNREACHABLE):
+                store: Any = self._dist.distributed_c10d._get_process_group_store(group)
+                store.set(f"overwire/{key}", value)
+
+    def begin(self) -> int:
+        """Begins a verb; returns what `part` takes. IOFailure if the ranks are out of step."""
+        step = self._step
+        if step.broken:
+            raise IOFailure(f"overwire: group: it serves no more loads, since its ranks are out of step: {step.broken}")
+        step.known = step.halt = step.interrupt = None
+        return step.number
+
+    def part(self, error: BaseException, first: int, alike: bool | None) -> None:
+        """Tells the other ranks of an error that ends a verb here, unless they have it: in
+        step if the ranks have not met yet. first: what `begin` returned. alike: as for
+        `verb`."""
+        step = self._step
+        if error is step.known:
+            return
+        if step.number == first and alike is not None and not step.broken:
+
+            def failed() -> None:
+                raise error
+
+            with suppress(BaseException):
+                self.exchange(failed, alike)
+            if step.known is error:
+                return
+        step.broken = step.broken or f"{type(error).__name__} on rank {self.rank}"
+        self._store(f"{step.token}/left" if step.token else "left", pickle.dumps((self.rank, _portable(error), time.time())))
+
+    def end(self) -> None:
+        """Raises an interrupt that came when the ranks had nothing more to tell each other."""
+        interrupt, self._step.interrupt = self._step.interrupt, None
+        if interrupt is not None:
+            raise interrupt
 
     def _most(self, mine: list[Any], dtype: str) -> list[Any]:
         # Collective: the most of any rank, of each number.
         import torch
 
         flags = torch.tensor(mine, dtype=getattr(torch, dtype), device=self._flags_device())
+        self._step.number += 1  # before it begins: a second one in its place would end the process
         with _reaching():
-            self._dist.all_reduce(flags, self._dist.ReduceOp.MAX, group=self.group)
+            self._wait(self._dist.all_reduce(flags, self._dist.ReduceOp.MAX, group=self.group, async_op=True), flags)
             found: list[Any] = flags.tolist()
         return found
 
-    def _raise_first(self, faults: list[bytes | None], mine: BaseException | None) -> None:
-        if mine is not None:
-            raise mine
-        for rank, fault in enumerate(faults):
-            if fault is not None:
-                raise _from_rank(rank, pickle.loads(fault))
+    def _gathered(self, mine: Any) -> list[Any]:
+        # Collective: what every rank brings.
+        import torch
+
+        device, packed = self._flags_device(), bytearray(pickle.dumps(mine))
+        sizes = torch.empty(self.size, dtype=torch.int64, device=device)
+        self._all_gather(sizes, torch.tensor([len(packed)], dtype=torch.int64, device=device))
+        counts: list[int] = sizes.tolist()
+        own = torch.zeros(max(counts), dtype=torch.uint8)
+        own[: len(packed)] = torch.frombuffer(packed, dtype=torch.uint8)
+        every = torch.empty(self.size * len(own), dtype=torch.uint8, device=device)
+        self._all_gather(every, own.to(device))
+        every = every.cpu()
+        found = ctypes.string_at(every.data_ptr(), every.numel())
+        return [pickle.loads(found[rank * len(own) :][:count]) for rank, count in enumerate(counts)]
+
+    def _all_gather(self, whole: Any, mine: Any) -> None:
+        self._step.number += 1
+        with _reaching():
+            self._wait(self._dist.all_gather_into_tensor(whole, mine, group=self.group, async_op=True), whole)
+
+    def _wait(self, work: Any, tensor: Any) -> None:
+        # Until a collective has ended. An interrupt is kept for when the ranks next agree;
+        # if the others do not come soon, or one of them has left, it is raised here.
+        step, began = self._step, time.monotonic()
+        gloo = not tensor.is_cuda and "cpu:gloo" in self._backends
+        if not (gloo or tensor.is_cuda):
+            work.wait()
+            return
+        while True:
+            try:
+                if _within(work, _LOOK) if gloo else _seen(work, began):
+                    return
+            except RuntimeError:
+                raise
+            except BaseException as interrupt:
+                if step.interrupt is None:
+                    step.interrupt, step.since = interrupt, time.monotonic()
+                continue
+            now = time.monotonic()
+            if now - max(step.looked, began) >= _LOOK:
+                step.looked = now
+                self._hear()
+                if step.interrupt is not None and now - step.since > _GRACE:
+                    raise step.interrupt
 
     def settle(self, hosts: list[str]) -> None:
         """Collective: who is on which host, once a members."""
@@ -182,8 +385,9 @@ class Members:
         return every
 
     def warm_up(self, link_device: str) -> None:
-        """Collective: connects the ranks of each host, so that no try pays for it."""
-        if link_device not in self._warm:
+        """Collective: connects the ranks of each host, so that no try pays for it. gloo has
+        connected them."""
+        if link_device != "cpu" and link_device not in self._warm:
             import torch
 
             here = torch.zeros(2, dtype=torch.uint8, device=link_device)
@@ -198,6 +402,10 @@ class Members:
         me = self.local.index(self.rank)
         whole, mine = buffer[: share * len(self.local)], buffer[share * me : share * (me + 1)]
         if len(self.local) == self.size > 1:
+            if not buffer.is_cuda:
+                self._all_gather(whole, mine)
+                return
+            self._step.number += 1
             with _reaching():
                 self._dist.all_gather_into_tensor(whole, mine, group=self.group)
             return
@@ -210,12 +418,23 @@ class Members:
         tensor), in the order in which each pair of ranks lists them.
 
         Point to point, and not by a group of the host's ranks: making one would
-        take every rank of the world, which may have no part in this.
+        take every rank of the world, which may have no part in this. What is raised before
+        the first is sent, as an interrupt, is raised after the last: the others wait for it.
         """
+        number = self._step.number
+        try:
+            self._send_receive(outgoing, incoming)
+        except BaseException:
+            if self._step.number == number:
+                self._send_receive(outgoing, incoming)
+            raise
+
+    def _send_receive(self, outgoing: list[tuple[int, Any]], incoming: list[tuple[int, Any]]) -> None:
         dist = self._dist
         operations = [dist.P2POp(dist.isend, tensor, self.global_rank(rank), self.group) for rank, tensor in outgoing if tensor.numel()]
         operations += [dist.P2POp(dist.irecv, tensor, self.global_rank(rank), self.group) for rank, tensor in incoming if tensor.numel()]
         if operations:
+            self._step.number += 1
             with _reaching():
                 for handle in dist.batch_isend_irecv(operations):
                     handle.wait()
@@ -223,6 +442,27 @@ class Members:
     def global_rank(self, rank: int) -> int:
         """The rank in the world, which torch's collectives ask for."""
         return int(self._dist.get_global_rank(self.group, rank))
+
+
+def _within(work: Any, seconds: float) -> bool:
+    # Whether a collective of gloo ends in time.
+    try:
+        work.wait(timedelta(seconds=seconds))
+        return True
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+    work.wait()  # raises why, if it has failed
+    return True
+
+
+def _seen(work: Any, began: float) -> bool:
+    # The same of NCCL, whose time-outs would end it.
+    if work.is_completed():
+        work.wait()
+        return True
+    time.sleep(0 if time.monotonic() - began < _SPIN else _SPIN / 10)
+    return False
 
 
 @contextmanager
@@ -293,6 +533,35 @@ def members_of(group: Any) -> Members:
     if members is None:
         members = _members[group] = Members(group)
     return members
+
+
+def current(device: Any) -> AbstractContextManager[Any]:
+    """NCCL sends flags and objects from the current GPU, which must be this rank's. A
+    wrong device is refused later, where the error reaches all ranks."""
+    import torch
+
+    with suppress(OverwireError):
+        if 0 <= (number := device_number(device)) < torch.cuda.device_count():
+            return torch.cuda.device(number)
+    return nullcontext()
+
+
+@contextmanager
+def verb(group: Any, device: Any = "cpu", alike: bool | None = True) -> Iterator[Members]:
+    """All that a verb of a group does on this rank, from the look at its arguments on: what
+    ends it here ends it on every rank. device: of this rank's tensors. alike: as of its first
+    `exchange`; None: it begins with something else."""
+    members = members_of(group)
+    first = members.begin()
+    try:
+        with current(device):
+            yield members
+    except BaseException as error:
+        with current(device):
+            members.part(error, first, alike)
+        members.end()
+        raise
+    members.end()
 
 
 def rates(group: Any) -> dict[str, dict[str, float]]:

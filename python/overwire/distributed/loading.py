@@ -28,8 +28,8 @@ What travels by gather are the stored bytes: of compressed tensors every rank
 decodes them (`relays`). Broadcast and scatter are for plain ones.
 
 Failure: whatever fails on one rank is raised on all, before the batch is sent or,
-for relays, when the ranks next agree; what had been loaded is freed. Of a rank
-that is gone the others hear from the group, at its time-out at the latest.
+for relays, when the ranks next agree; what had been loaded is freed. `group` says how a
+rank hears of the others.
 """
 
 from __future__ import annotations
@@ -40,25 +40,26 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentError, CancelledError, NotSupportedError, OutOfMemoryError, OverwireError
-from ..frameworks.choose import check_device, check_dtype, device_number, frame_for
+from ..errors import ArgumentError, CancelledError, CorruptError, NotSupportedError, OutOfMemoryError, OverwireError
+from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.opened import WHOLE, Model, opening, prepare
-from ..model.options import DeviceLike, ShardLike, StreamOptions, TorchName, check_options
+from ..model.options import DeviceLike, ShardLike, TorchName
 from ..model.plan import fit
 from ..model.sources import SourceLike
 from ..progress import Progress, watch
 from . import group as ranks
 from .exchange import Batch, ExchangeContext, Task, shard_range, torch_shape
-from .group import Members, members_of
+from .group import Members, verb
+from .identity import opened, replaced
 from .relays import BUFFERS, FEW, Relay, fits
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GroupLoad", "ShardLike", "begun", "current", "load", "shard_range"]
+__all__ = ["GroupLoad", "ShardLike", "begun", "load", "shard_range"]
 
 log = logging.getLogger("overwire")
 
@@ -98,7 +99,6 @@ def load(
     load raises; ArgumentError where the ranks ask for different things;
     IOFailure where the others cannot be reached.
     """
-    check_options("load", options, StreamOptions)
     with begun(source, group, shard, device=device, framework=framework, **options) as loading:
         return loading.run()
 
@@ -120,27 +120,37 @@ def begun(
     max_memory means for a stream, which holds a part of its tensors at a time; None: it
     is of all of them. beside: the same where the engines do not exchange. choose: called before the ranks meet, it returns the tensors that
     this rank wants, by position; its errors reach all ranks."""
-    if options.get("read") is not None:
-        raise ArgumentError("overwire: read: a group's way of reading is set by OVERWIRE_READ, for all its ranks alike")
     if group is None:
         raise ArgumentError("overwire: shard: needs the group whose ranks share the tensors")
-    members = members_of(group)
-    opened: list[GroupLoad] = []
+    begun: list[GroupLoad] = []
+
+    def close() -> None:
+        while begun:
+            begun.pop().close()
 
     def begin() -> dict[str, Any]:
-        opened.append(GroupLoad(members, source, shard, device, framework, (budget, beside), options))
+        if options.get("read") is not None:
+            raise ArgumentError("overwire: read: a group's way of reading is set by OVERWIRE_READ, for all its ranks alike")
+        begun.append(GroupLoad(members, source, shard, device, framework, (budget, beside), options))
         if choose is not None:
-            opened[0].chosen = list(choose(opened[0]))
-        return opened[0].describe()
+            begun[0].chosen = list(choose(begun[0]))
+        return begun[0].describe()
 
-    with current(device):
+    with verb(group, device) as members:
         try:
             reports = members.exchange(begin, alike=True)
-            opened[0].meet(reports)
-            yield opened[0]
+            if _replaced(reports, begun[0].model) is not None:  # once again: another file was put there meanwhile
+                close()
+                reports = members.exchange(begin, alike=True)
+            begun[0].meet(reports)
+            yield begun[0]
         finally:
-            for one in opened:
-                one.close()
+            close()
+
+
+def _replaced(reports: list[dict[str, Any]], model: Model) -> CorruptError | None:
+    # Local, and alike on all ranks.
+    return replaced({rank: one["opened"] for rank, one in enumerate(reports)}, model.uris)
 
 
 class GroupLoad:
@@ -261,6 +271,7 @@ class GroupLoad:
             "device": self.model.device.partition(":")[0],
             "exchange": self._exchange,
             "place": ranks.place_of(self.model.uris[0]),
+            "opened": opened([self.model], ranks.host_name()),
             "remote": any(source["remote"] for source in self.model.info()),
             "room": self.model.room(),
             "budgets": (self.budget, self.beside),
@@ -272,7 +283,10 @@ class GroupLoad:
         for what in ("tensors", "shard", "dtype", "device", "exchange"):
             for rank, one in enumerate(reports):
                 if one[what] != reports[0][what]:
-                    raise ArgumentError(f"overwire: group: {what} differs between ranks 0 and {rank}", source=self.model.uris[0])
+                    text = f"overwire: group: {what} differs between ranks 0 and {rank}"
+                    members.raise_alike(ArgumentError(text, source=self.model.uris[0]))
+        if error := _replaced(reports, self.model):
+            members.raise_alike(error)
         members.settle([one["host"] for one in reports])
         if members.hosts > 1 and self._may_send:
             # From a store, or a file system of several hosts, they may read each byte once.
@@ -341,9 +355,13 @@ class GroupLoad:
                     yield at, loaded.pop(at)
             self._agree()
         except GeneratorExit:
-            with suppress(OverwireError):
-                self._agree(CancelledError("overwire: stream: it was closed before its end"))
+            self.dismiss()
             raise
+
+    def dismiss(self) -> None:
+        """Collective: ends on all ranks what `arrive` gives, when the ranks next agree."""
+        with suppress(OverwireError):
+            self._agree(CancelledError("overwire: stream: it was closed before its end"))
 
     def _kept(self, task: Task, tensor: Any) -> Iterator[tuple[int, Any]]:
         kept: dict[int, Any] = {}
@@ -529,9 +547,9 @@ class GroupLoad:
         done = sum(self.model.table[at][3] for at in loaded)
         context = self._everywhere() if spread else self._context
         relay = Relay(context, tasks, buffers=FEW if spread else BUFFERS)
-        tensors = relay.run(self._agree, lambda more: self._tell(done + more, len(loaded)))
+        relay.run(self._agree, lambda more: self._tell(done + more, len(loaded)))
         try:
-            self._keep(tasks, tensors, loaded)
+            self._keep(tasks, relay.tensors(), loaded)
         except BaseException as caught:
             self._late = caught
 
@@ -568,17 +586,6 @@ class GroupLoad:
             self._keep(batch.tasks, batch.send(), loaded)
         except BaseException as caught:
             self._late = caught
-
-
-def current(device: Any) -> AbstractContextManager[Any]:
-    """NCCL sends flags and objects from the current GPU, which must be this rank's. A
-    wrong device is refused later, where the error reaches all ranks."""
-    import torch
-
-    with suppress(OverwireError):
-        if 0 <= (number := device_number(device)) < torch.cuda.device_count():
-            return torch.cuda.device(number)
-    return nullcontext()
 
 
 def _split(tasks: list[Task], limit: int) -> tuple[list[Task], list[Task]]:

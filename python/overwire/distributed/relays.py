@@ -203,13 +203,12 @@ class Relay:
             report = self._job.report()
             self._ours = not isinstance(report, dict) or bool(report["ours"])
 
-    def run(self, agree: Callable[[BaseException | None, bool], Any], decoded: Callable[[int], None]) -> list[Any]:
-        """Collective. This rank's tensors, where they are sent from.
+    def run(self, agree: Callable[[BaseException | None, bool], Any], decoded: Callable[[int], None]) -> None:
+        """Collective: loads this rank's tensors.
 
         agree: raises on all ranks if it was given an error on one; the bool says
             that the error is not of bytes that another rank brought. decoded:
-            gets the bytes of tensors decoded so far, now and then. What fails
-            after the last agreement is raised here alone.
+            gets the bytes of tensors decoded so far, now and then.
         """
         try:
             agree(self._error, True)  # from here on all ranks have the same pieces
@@ -226,6 +225,9 @@ class Relay:
             self.abandon()
             raise
         log.debug("relay: %d pieces, seconds of %s", len(self._shares), {name: round(spent, 4) for name, spent in self._spent.items()})
+
+    def tensors(self) -> list[Any]:
+        """Local, once after `run`: the tensors, on the load's device."""
         tensors, self._tensors = self._tensors, []
         cut = [self._context.cut(task, tensor) for task, tensor in zip(self._tasks, tensors, strict=True)]
         return [tensor.to(self._context.model.device) for tensor in cut] if self._model is not self._context.model else cut
@@ -270,6 +272,8 @@ class Relay:
                         yield self._landed(slot)
                     while (landed := job.next(_TICK)) is None or landed.positions:
                         decoded(self._done())
+                        if landed is None:
+                            self._context.members.look()
                         for at in landed.positions if landed is not None else ():
                             yield self._landed(asked[at])
                     job.wait()
@@ -292,13 +296,15 @@ class Relay:
         return task, self._context.cut(task, tensor)
 
     def _try(self, step: Callable[[int], None], piece: int) -> None:
-        # After a failure only the exchange continues.
+        # After a failure only the exchange continues. What fails in that is out of step.
         if self._error is not None and step != self._exchange:
             return
         began = time.perf_counter()
         try:
             step(piece)
         except BaseException as error:
+            if step == self._exchange:
+                raise
             self._fail(error)
         name = step.__name__.strip("_<>")
         self._spent[name] = self._spent.get(name, 0.0) + time.perf_counter() - began
@@ -306,7 +312,7 @@ class Relay:
     def _arrive(self, piece: int) -> None:
         assert self._job is not None
         while not relay_wait(self._job.number, piece, _SLICE_MS):
-            pass
+            self._context.members.look()
 
     def _exchange(self, piece: int) -> None:
         buffer = self._context.ring(self._buffers, self._spec["size"])[piece % self._buffers]
@@ -321,7 +327,8 @@ class Relay:
 
     def _end(self, _: int) -> None:
         assert self._job is not None
-        self._job.wait()
+        while not self._job.ended(_TICK):
+            self._context.members.look()
         self._job.done()
 
     def abandon(self) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from ..model.options import DeviceLike, ShardLike, parse_size
+from ..model.options import DeviceLike, ShardLike
 from ..model.sources import SourceLike
-from .loading import begun, current
+from .group import current
+from .loading import GroupLoad, begun
 
 __all__ = ["GroupStream"]
 
@@ -19,13 +21,21 @@ class GroupStream(Iterator[tuple[str, Any]]):
     closing it before its end, which ends it on all ranks."""
 
     def __init__(
-        self, source: SourceLike, group: Any, shard: ShardLike, device: DeviceLike, framework: Any, in_order: bool, options: dict[str, Any]
+        self,
+        source: SourceLike,
+        group: Any,
+        shard: ShardLike,
+        device: DeviceLike,
+        framework: Any,
+        in_order: bool,
+        budget: int,
+        options: dict[str, Any],
     ) -> None:
         self._stack = ExitStack()
         self._device = device
         self._early: dict[int, Any] = {}
-        budget = parse_size(options.pop("max_memory", None), "max_memory")
         loading = self._stack.enter_context(begun(source, group, shard, device=device, framework=framework, budget=budget, **options))
+        self._loading: GroupLoad | None = loading
         self._names = [row[0] for row in loading.model.table]
         self._order = iter(loading.chosen) if in_order else None
         self._arrive = loading.arrive()
@@ -43,8 +53,11 @@ class GroupStream(Iterator[tuple[str, Any]]):
                     self._early[at] = tensor
                 assert due is not None
                 return self._names[due], self._early.pop(due)
-        except BaseException:  # StopIteration, too: the ranks have agreed
+        except StopIteration:  # the ranks have agreed
             self.close()
+            raise
+        except BaseException as error:
+            self._end(error)
             raise
 
     def __repr__(self) -> str:
@@ -52,14 +65,23 @@ class GroupStream(Iterator[tuple[str, Any]]):
 
     def close(self) -> None:
         """Ends the stream: cancels and frees the rest."""
-        arrive = getattr(self, "_arrive", None)
+        self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        # error: why; the other ranks hear of it unless they have it.
+        loading, self._loading, self._early = self._loading, None, {}
         try:
-            if arrive is not None:
-                arrive.close()
+            if loading is not None:
+                with current(self._device):
+                    if inspect.getgeneratorstate(self._arrive) == inspect.GEN_CREATED:
+                        loading.dismiss()  # it would not run, to say so
+                    self._arrive.close()
         finally:
-            self._early = {}
-            self._stack.close()
+            if error is None:
+                self._stack.close()
+            else:
+                self._stack.__exit__(type(error), error, error.__traceback__)
 
     def __del__(self) -> None:
-        if hasattr(self, "_stack") and not sys.is_finalizing():
+        if hasattr(self, "_total") and not sys.is_finalizing():
             self.close()

@@ -135,18 +135,16 @@ class Attempt:
     def _prepared(self, prepare: Callable[[], None], group: Any, pays: bool) -> tuple[Any, str]:
         # With the other ranks, where they share the reading: what `meet` returns.
         if group is not None:  # one rank alone needs no code of groups, whose import takes 20 ms
-            from ..plumbing import meet, shares, unplanned
+            from ..plumbing import meet, unplanned
 
-            if shares(group, pays):
+            def offer() -> Any:
+                prepare()
+                return None if self._ready is None else self._ready.offer()
 
-                def offer() -> Any:
-                    prepare()
-                    return None if self._ready is None else self._ready.offer()
-
-                together, why = meet(group, offer)
-                if unplanned(why):
-                    self._group = group
-                return together, why
+            together, why = meet(group, offer, pays)
+            if unplanned(why):
+                self._group = group
+            return together, why
         prepare()
         return None, ""
 

@@ -69,12 +69,17 @@ class Load:
                 tensor = tensor.to(self._device)
         return tensor if self._wanted is None else self._frame.cast(tensor, row[1], self._wanted)
 
+    @property
+    def crowded(self) -> bool:
+        """Whether `tensors` takes them over while the rest arrives."""
+        return self._device != "cpu" and len(self.rows) - len(self.places) >= _CROWD
+
     def tensors(self) -> list[Any]:
         """Waits for the end: the tensors in the order of the requests. Ends the job."""
         rows, frame, places = self.rows, self._frame, self.places
         with self.job, many_objects():
             if frame.make is not None and not self._raw:
-                tensors = self._made(frame.make, self._device != "cpu" and len(rows) - len(places) >= _CROWD)
+                tensors = self._made(frame.make, self.crowded)
             else:
                 adopt, device = frame.adopt, self._device
                 tensors = [

@@ -14,6 +14,7 @@ from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, Loa
 from ..model.plan import fit
 from ..model.sources import SourceLike, named
 from ..progress import watch
+from .grouped import of_ranks
 
 if TYPE_CHECKING:
     import numpy
@@ -96,20 +97,22 @@ def load_file(
     engine cannot run in a forked child: there, plain local files are read with the
     package safetensors, and all else raises ForkedError.
     """
-    check_options("load_file", options, LoadOptions)
-    source = named("load_file", source, filename)
-    group, shard = options.pop("group", None), options.pop("shard", None)
+    with of_ranks(options, device):
+        check_options("load_file", options, LoadOptions)
+        source = named("load_file", source, filename)
+        if options.get("base") is not None and (options.get("group") is not None or options.get("shard") is not None):
+            raise NotSupportedError("overwire: load_file: base= is not for group= or shard=: load the base, then apply_delta")
+        group, shard = options.pop("group", None), options.pop("shard", None)
+        if group is not None or shard is not None:
+            from ..distributed import load
+
+            options.pop("base", None)
+            return load(source, group, shard, device=device, framework=framework, **options)
     base = options.pop("base", None)
     if base is not None:
-        if group is not None or shard is not None:
-            raise NotSupportedError("overwire: load_file: base= is not for group= or shard=: load the base, then apply_delta")
         from .deltas import load_on
 
         return load_on(base, source, device, framework, options, load_file)
-    if group is not None or shard is not None:
-        from ..distributed import load
-
-        return load(source, group, shard, device=device, framework=framework, **options)
     frame = frame_for(framework)
     where = check_device(device, frame)
     max_memory = options.get("max_memory")

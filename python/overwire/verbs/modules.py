@@ -16,6 +16,7 @@ from ..model.options import DeviceLike, ModuleOptions, StorageOptions, check_opt
 from ..model.plan import fit
 from ..model.sources import SourceLike, named
 from ..progress import ProgressLike, watch
+from .grouped import of_ranks
 from .into import ALL, Target, fill, in_place, place_target, put, single
 from .save import Report, save_file
 
@@ -71,17 +72,19 @@ def load_model(
 
     `load_state_dict` hooks of the module do not run.
     """
-    check_options("load_model", options, ModuleOptions)
-    source = named("load_model", source, filename)
-    frame = frame_for("torch")
-    fixed = None if device is None else check_device(device, frame)
-    import torch
+    with of_ranks(options, device):
+        check_options("load_model", options, ModuleOptions)
+        source = named("load_model", source, filename)
+        frame = frame_for("torch")
+        fixed = None if device is None else check_device(device, frame)
+        import torch
 
-    if not isinstance(module, torch.nn.Module):
-        raise ArgumentError(f"overwire: module: expected a torch.nn.Module, got {type(module).__name__}")
-    targets: dict[str, Any] = module.state_dict(keep_vars=True)
-    if options.get("group") is not None or options.get("shard") is not None:
-        return _together(module, source, strict, fixed or single(list(targets.values())), targets, dict(options))
+        if not isinstance(module, torch.nn.Module):
+            raise ArgumentError(f"overwire: module: expected a torch.nn.Module, got {type(module).__name__}")
+        targets: dict[str, Any] = module.state_dict(keep_vars=True)
+        beside = parse_size(options.get("max_memory"), "max_memory")
+        if options.get("group") is not None or options.get("shard") is not None:
+            return _together(module, source, strict, fixed or single(list(targets.values())), targets, dict(options), beside)
     with Model(source, device=fixed or single(list(targets.values())), **opening(options)) as model:
         setters = _extra_states(module)
         missing, unexpected, wanted = _match(module, targets, setters, model, strict)
@@ -91,7 +94,7 @@ def load_model(
 
 
 def _together(
-    module: Any, source: SourceLike, strict: bool, device: str, targets: Mapping[str, Any], options: dict[str, Any]
+    module: Any, source: SourceLike, strict: bool, device: str, targets: Mapping[str, Any], options: dict[str, Any], beside: int
 ) -> tuple[list[str], list[str]]:
     """`load_model` over a group."""
     from ..distributed.loading import GroupLoad, begun
@@ -100,21 +103,21 @@ def _together(
     into: dict[int, Target] = {}
     places: dict[int, Any] = {}
     late: list[int] = []
-    names: list[list[str]] = []
+    names: tuple[list[str], list[str]] = [], []
     group, max_memory = options.pop("group", None), options.pop("max_memory", None)
 
     def choose(loading: GroupLoad) -> list[int]:
         setters = _extra_states(module)
         missing, unexpected, wanted = _match(module, targets, setters, loading.model, strict, loading.part_shape)
-        names.extend((missing, unexpected))
+        names[0][:], names[1][:] = missing, unexpected
+        into.clear()
         into.update(_targets(module, targets, setters, loading.model, wanted, loading.part_shape))
-        here, overlapping = in_place(loading.model, list(into.values()), device)
+        here, late[:] = in_place(loading.model, list(into.values()), device)
+        places.clear()
         places.update(here)
-        late.extend(overlapping)
         fit(loading.model, frame, None, max_memory, [loading.part(at) for at in wanted.values() if at not in places])
         return list(wanted.values())
 
-    beside = parse_size(max_memory, "max_memory")
     kept: dict[int, Any] = {}
     with (
         begun(source, group, options.pop("shard", None), device=device, budget=0, beside=beside, choose=choose, **options) as loading,
@@ -127,7 +130,7 @@ def _together(
                 put(into[at], tensor)
     for at in late:
         put(into[at], kept.pop(at))
-    return names[0], names[1]
+    return names
 
 
 def _targets(

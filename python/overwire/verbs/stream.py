@@ -15,6 +15,7 @@ from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, Str
 from ..model.plan import fit, outlook
 from ..model.sources import SourceLike
 from ..progress import Watcher, watch
+from .grouped import of_ranks
 from .windows import Windows, windows_of
 
 if TYPE_CHECKING:
@@ -92,12 +93,15 @@ def stream(
         (`OVERWIRE_EXCHANGE=ipc`), tensors are yielded while the others arrive, else
         after each GiB.
     """
-    check_options("stream", options, StreamOptions)
-    group, shard = options.pop("group", None), options.pop("shard", None)
-    if group is not None or shard is not None:
-        from ..distributed.streaming import GroupStream
+    with of_ranks(options, device):
+        check_options("stream", options, StreamOptions)
+        budget = parse_size(options.get("max_memory"), "max_memory")
+        group, shard = options.pop("group", None), options.pop("shard", None)
+        if group is not None or shard is not None:
+            from ..distributed.streaming import GroupStream
 
-        return GroupStream(source, group, shard, device, framework, in_order, options)
+            options.pop("max_memory", None)
+            return GroupStream(source, group, shard, device, framework, in_order, budget, options)
     frame = frame_for(framework)
     where = check_device(device, frame)
     prepare(where)
@@ -113,7 +117,6 @@ def stream(
         if max_memory is None or model.joined:
             fit(model, frame, wanted, max_memory)  # a preload has all of it already
             return begin(model.chosen, watch(progress, "stream"))
-        budget = parse_size(max_memory, "max_memory")
         chosen = range(len(model.table)) if model.chosen is None else model.chosen
         windows = windows_of(chosen, outlook(model, frame, wanted, max_memory=max_memory, stream=True)["windows"] or ())
         watcher = watch(progress, "stream")

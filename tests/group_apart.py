@@ -1,0 +1,131 @@
+"""Steps of group_worker.py: ranks that do not do, have or want the same."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import group_blocks
+import overwire as ow
+import torch
+import torch.distributed as dist
+from overwire.distributed import group as grouping
+
+
+def fails(kind: type[BaseException], text: str, act: Callable[[], Any]) -> None:
+    try:
+        act()
+    except kind as error:
+        assert text in str(error), error
+        return
+    raise AssertionError(f"no {kind.__name__}: {text}")
+
+
+def replaced(folder: Path) -> None:
+    """A file that is replaced while the ranks open it is the new one on all, and where they go on
+    to have different ones, none loads a mixture."""
+    rank, world, path, sign = dist.get_rank(), dist.group.WORLD, folder / "replaced.safetensors", folder / "opened"
+
+    def write(value: float) -> None:
+        ow.save_file({f"w{at}": torch.full((300, 1000), value) for at in range(8)}, path, compress=False)
+
+    for exchange in ("ipc", "nccl"):
+        grouping.exchange_setting = lambda exchange=exchange: exchange
+        if rank == 0:
+            sign.unlink(missing_ok=True)
+            write(1.0)
+        dist.barrier()
+        if rank == 1:  # opens after rank 0
+            while not sign.exists():
+                pass
+            write(2.0)
+        got = ow.load_file(path, group=world, filter=lambda _: sign.touch() is None)
+        assert all((tensor == 2).all() for tensor in got.values()), exchange
+        dist.barrier()
+        copy = folder / f"copy-{exchange}.safetensors"
+        if rank == 1:
+            shutil.copy(path, copy)
+        text = "is not the same file on ranks 0 and 1"
+        for act in (ow.load_file, ow.stream):
+            fails(ow.CorruptError, text, lambda act=act: act(copy if rank == 1 else path, group=world))
+        plain = folder / "plain.safetensors"
+        if rank == 1:
+            shutil.copy(plain, copy)
+        fails(ow.CorruptError, text, lambda: group_blocks.together(copy if rank == 1 else plain))
+        if rank == 1:
+            shutil.copy(folder / "compressed.safetensors", copy)
+        dist.barrier()
+        # The checksums show that it is a copy.
+        assert "whole" in ow.load_file(copy if rank == 1 else folder / "compressed.safetensors", group=world)
+
+
+def refused(folder: Path) -> None:
+    """A wrong argument on rank 1 alone is an error on all ranks, and the group goes on; so is a
+    setting of one rank alone."""
+    rank, world, path = dist.get_rank(), dist.group.WORLD, folder / "compressed.safetensors"
+    module, weights = torch.nn.Linear(2, 2), folder / "linear.safetensors"
+    if rank == 0:
+        ow.save_model(module, weights)
+    dist.barrier()
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("max_memory", {"max_memory": "much"}),
+        ("no_such_option", {"no_such_option": 1}),
+        ("device", {"device": "nowhere"}),
+        ("mmap", {"mmap": 3}),
+        ("keys", {"keys": "whole"}),
+    ]
+    for text, options in wrong:
+        mine = options if rank == 1 else {}
+        for verb in (ow.load_file, ow.stream, lambda _, **named: ow.load_model(module, weights, **named)):
+            fails((TypeError, ow.OverwireError), text, lambda verb=verb, mine=mine: verb(path, group=world, **mine))  # type: ignore[arg-type]
+    for named in ({"framework": "np"}, {"base": "x"}):
+        fails(ow.OverwireError, "", lambda named=named: ow.load_file(path, group=world, **(named if rank == 1 else {})))
+    fails(ow.OverwireError, "expected a torch.nn.Module", lambda: ow.load_model(3 if rank == 1 else module, weights, group=world))
+    assert "whole" in ow.load_file(path, group=world)
+    real, grouping.exchange_setting = grouping.exchange_setting, lambda: ("none", "ipc")[rank]
+    fails(ow.ArgumentError, "EXCHANGE differs between ranks 0 and 1", lambda: group_blocks.together(path))
+    fails(ow.ArgumentError, "exchange differs between ranks 0 and 1", lambda: ow.load_file(path, group=world))
+    grouping.exchange_setting = real
+
+
+def closed(folder: Path) -> None:
+    """A stream that one rank closes, or drops, before its first step ends on all."""
+    rank, world, path = dist.get_rank(), dist.group.WORLD, folder / "compressed.safetensors"
+    for exchange in ("ipc", "none"):
+        grouping.exchange_setting = lambda exchange=exchange: exchange
+        for drop in (False, True):
+            stream = ow.stream(path, group=world)
+            if rank == 0:
+                if not drop:
+                    stream.close()  # type: ignore[attr-defined]
+                del stream
+            else:
+                fails(ow.CancelledError, "on rank 0: stream: it was closed before its end", lambda: dict(stream))
+    assert "whole" in ow.load_file(path, group=world)
+
+
+def freed(folder: Path) -> None:
+    """A group that has loaded is freed when it is destroyed, with its threads and descriptors."""
+    path = folder / "compressed.safetensors"
+
+    def used() -> tuple[int, int]:
+        group = dist.new_group()
+        ow.load_file(path, group=group)
+        dict(ow.stream(path, group=group))
+        group_blocks.together(path, group=group)
+        gone = weakref.ref(group)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        assert gone() is None
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    first = [used() for _ in range(2)][-1]
+    last = [used() for _ in range(8)][-1]
+    # Threads of the engine come and go; each group has three, and four descriptors.
+    assert last[0] < first[0] + 8 and last[1] < first[1] + 8, (first, last)

@@ -1,0 +1,104 @@
+"""Steps of group_worker.py: what fails on one rank, wherever it does, ends all of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import group_blocks
+import overwire as ow
+import torch
+import torch.distributed as dist
+from overwire.distributed import group as grouping
+from overwire.distributed import relays
+
+HOME = str(Path(grouping.__file__).parent)
+
+# Calls of a verb at which rank 1 fails, evenly over it.
+POINTS = 8
+
+
+class Fault:
+    """Counts the calls in the package `distributed` from when a verb has begun, and raises at
+    one of them."""
+
+    def __init__(self, at: int, kind: type[BaseException]) -> None:
+        self.at, self.kind, self.calls, self.begun = at, kind, 0, False
+
+    def __enter__(self) -> Fault:
+        sys.setprofile(self.called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def called(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if not code.co_filename.startswith(HOME):
+            return
+        if event == "return" and code.co_name == "begin":
+            self.begun = True
+        if event != "call" or not self.begun:
+            return
+        self.calls += 1
+        if self.calls == self.at:
+            raise self.kind("the fault")
+
+
+def attempt(act: Callable[[], Any], at: int, kind: type[BaseException]) -> tuple[str, int]:
+    """What came of it on this rank, and how many calls it took."""
+    fault = Fault(at, kind)
+    try:
+        with fault:
+            act()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}", fault.calls
+    return "", fault.calls
+
+
+def faults(folder: Path) -> None:
+    """Whatever raises on rank 1 between two calls, no rank waits for it until the group's time-out:
+    each ends with what rank 1 says, or has all of its tensors."""
+    rank, path = dist.get_rank(), folder / "compressed.safetensors"
+    relays.SHARE, relays._AGREE = (1 << 20) + 4096, 3
+    want = ow.load_file(path)
+    group: list[Any] = [dist.new_group()]
+    module = torch.nn.Module()
+    for name, tensor in want.items():
+        module.register_buffer(name.replace(".", "_"), torch.zeros_like(tensor))
+    renamed = folder / "renamed.safetensors"
+    if rank == 0:
+        ow.save_file({name.replace(".", "_"): tensor for name, tensor in want.items()}, renamed)
+    dist.barrier()
+
+    def load() -> None:
+        assert list(ow.load_file(path, group=group[0])) == list(want)
+
+    def stream() -> None:
+        assert len(dict(ow.stream(path, group=group[0]))) == len(want)
+
+    def fill() -> None:
+        ow.load_model(module, renamed, group=group[0])
+
+    def blocks() -> None:
+        group_blocks.together(path, group=group[0])
+
+    for act, exchange in ((load, "ipc"), (load, "nccl"), (stream, "ipc"), (stream, "none"), (fill, "ipc"), (blocks, "ipc")):
+        grouping.exchange_setting = lambda exchange=exchange: exchange
+        said, calls = attempt(act, 0, RuntimeError)
+        assert not said, said
+        number = [calls]
+        dist.broadcast_object_list(number, 1)
+        for point in range(POINTS):
+            at = 1 + point * number[0] // POINTS
+            kind = KeyboardInterrupt if point % 2 else RuntimeError
+            said, _ = attempt(act, at if rank == 1 else 0, kind)
+            every: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(every, (said, grouping.members_of(group[0])._step.broken))
+            for text, _ in every:
+                assert not text or "the fault" in text or "on rank 1: " in text, (act.__name__, exchange, at, every)
+            if any(broken for _, broken in every):
+                group[0] = dist.new_group()
