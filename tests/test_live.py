@@ -196,7 +196,7 @@ def test_a_delta_needs_a_loader_that_copies(tmp_path: Path) -> None:
 @pytest.mark.imports_torch
 def test_shares_of_ranks_take_deltas(tmp_path: Path) -> None:
     """Two ranks that divide a tensor by columns and one by rows gather it, check it, and take
-    their shares; a rank whose share is not the base stops both, and nothing changes."""
+    their shares; a rank that has not the base, or not the delta, stops both, and nothing changes."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -206,7 +206,7 @@ def test_shares_of_ranks_take_deltas(tmp_path: Path) -> None:
         for rank in ranks:
             stack.enter_context(ended(rank))
         said = [rank.communicate(timeout=120 * warm.SLOWER)[0].splitlines() for rank in ranks]
-    assert [list(answers(lines)) for lines in said] == [["True True True True"]] * 2
+    assert [list(answers(lines)) for lines in said] == [["True True True True True True"]] * 2
 
 
 def answers(lines: Iterable[str]) -> Iterator[str]:
@@ -249,13 +249,20 @@ def shares(port: int, rank: int, folder: Path) -> None:
         out.append(all(torch.equal(getattr(model, name), getattr(wanted, name)) for name in "abc"))
         held = after
     overwire.save_delta(nudged(held), held, path)
-    if rank == 1:
-        model.a.data[0, 0] += 1
-    before = model.a.clone()
+    for name in ("a", "c"):  # divided, and whole
+        was = getattr(model, name).clone()
+        if rank == 1:
+            getattr(model, name).data[0, 0] += 1
+        before = {each: getattr(model, each).clone() for each in "abc"}
+        try:
+            into.delta(path, None)
+        except overwire.DeltaBaseError:
+            out.append(all(torch.equal(getattr(model, each), before[each]) for each in "abc"))
+        getattr(model, name).data.copy_(was)
     try:
-        into.delta(path, None)
-    except overwire.OverwireError:
-        out.append(torch.equal(model.a, before))
+        into.delta(folder / "absent" if rank == 1 else path, None)
+    except overwire.NotFoundError as error:
+        out.append(all(torch.equal(getattr(model, each), before[each]) for each in "ab") and (rank == 1 or "rank 1" in str(error)))
     print(*out, flush=True)
     torch.distributed.destroy_process_group()
 
@@ -479,7 +486,7 @@ def test_vllm_transfers_weights(tmp_path: Path) -> None:
 SGLANG = """
 sys.modules["sglang.srt.distributed"] = types.ModuleType("sglang.srt.distributed")
 sys.modules["sglang.srt.distributed"].parallel_state = types.SimpleNamespace(_TP=None)
-import pkgutil
+import gc, pkgutil, weakref
 from overwire.integrations.pushes import Publisher
 from overwire.integrations.sglang import updates
 assert pkgutil.resolve_name(updates.LOADER) is updates.load
@@ -492,6 +499,11 @@ for reads in (False, True):
             assert push.info["kind"] == ("whole" if n == 1 or reads else "delta")
             updates.load(model, updates.message(push.info))
         assert torch.equal(model.qkv.weight, torch.cat([tensors[p + ".weight"] for p in "qkv"]))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    model = Model()
 assert "message()" in raised(ValueError, lambda: updates.load(model, [("q.weight", torch.ones(1))]))
 assert "group" in raised(ValueError, lambda: updates.message({"path": None}))
 """

@@ -68,15 +68,36 @@ func (s *Stages) End(name string) {
 // List returns the stages that have ended.
 func (s *Stages) List() []Stage { return s.list }
 
-// A step is a target and its part of the chain.
+// A Part is what Apply does of its work, for processes that change tensors together: all
+// check before one changes anything.
+type Part string
+
+// The parts. Check compares the digests and changes nothing; Change is the rest of Whole
+// after that; Undo takes back what Change has done.
+const (
+	Whole  Part = ""
+	Check  Part = "check"
+	Change Part = "change"
+	Undo   Part = "undo"
+)
+
+// A step is a target and its part of the chain; back: the other way round.
 type step struct {
 	*Target
 	bytes int64
 	links []link
+	back  bool
 }
 
-func (s *step) first() digest.Sum { return s.links[0].tensor.Base }
-func (s *step) last() digest.Sum  { return s.links[len(s.links)-1].tensor.New }
+func (s *step) first() digest.Sum { return s.end(s.back) }
+func (s *step) last() digest.Sum  { return s.end(!s.back) }
+
+func (s *step) end(last bool) digest.Sum {
+	if last {
+		return s.links[len(s.links)-1].tensor.New
+	}
+	return s.links[0].tensor.Base
+}
 func (s *step) changes() bool {
 	return slices.ContainsFunc(s.links, func(l link) bool { return len(l.tensor.Chunks) > 0 })
 }
@@ -99,13 +120,18 @@ type place interface {
 // not the chain's base is errs.ErrBase. They are compared again afterwards, and what
 // differs then is undone. An error after the first change says what the tensors are.
 // From the first change on, ctx no longer counts.
-func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, workers int) (r Report, err error) {
+func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, workers int, part Part) (r Report, err error) {
+	if part != Whole && part != Check && part != Change && part != Undo {
+		return r, errs.New(errs.ErrArgument, "delta: no part %q", part)
+	}
 	stages := Begin()
 	steps, err := plan(chain, targets, missing)
 	if err != nil {
 		return r, err
 	}
-	for _, s := range steps {
+	for i := range steps {
+		s := &steps[i]
+		s.back = part == Undo
 		r.Tensors++
 		r.Bytes += s.bytes
 		if s.changes() {
@@ -133,7 +159,7 @@ func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, w
 		places, of, steps = append(places, p), append(of, steps[:n]), steps[n:]
 	}
 	stages.End("plan")
-	if err := before(ctx, stages, places, of); err != nil {
+	if err := before(ctx, stages, places, of, part); err != nil || part == Check {
 		return r, err
 	}
 	err = change(context.WithoutCancel(ctx), stages, places, of)
@@ -164,7 +190,7 @@ func plan(chain []*File, targets []Target, missing bool) ([]step, error) {
 			return nil, errs.Locate("delta", all[0].file.URI, g.Name, -1,
 				errs.New(errs.ErrBase, "the delta is of %v %v, the tensor is %v %v", t.DType, t.Shape, g.DType, g.Shape))
 		}
-		steps = append(steps, step{g, t.Bytes, all})
+		steps = append(steps, step{Target: g, bytes: t.Bytes, links: all})
 	}
 	if err := complete(chain, names, missing); err != nil {
 		return nil, err
@@ -228,14 +254,16 @@ func untie(steps []step) ([]step, error) {
 }
 
 // before compares the tensors with the chain's base, and gets everything ready.
-func before(ctx context.Context, stages *Stages, places []place, of [][]step) error {
+func before(ctx context.Context, stages *Stages, places []place, of [][]step, part Part) error {
+	compares := part == Whole || part == Check
 	var wrong []string
 	done := 0
 	sums := make([][]digest.Sum, len(places))
 	err := spawn.Each(ctx, "delta ready", 2*len(places), 2*len(places), func(n int) (err error) {
-		if p := places[n/2]; n%2 == 0 {
+		switch p := places[n/2]; {
+		case n%2 == 0 && compares:
 			sums[n/2], err = p.digests(ctx)
-		} else {
+		case n%2 != 0 && part != Check:
 			err = p.prepare(ctx)
 		}
 		return err

@@ -138,7 +138,7 @@ func reparse(t *testing.T, b []byte) *File {
 }
 
 func apply(m *model, chain ...*File) error {
-	_, err := Apply(context.Background(), chain, m.targets(), false, 2)
+	_, err := Apply(context.Background(), chain, m.targets(), false, 2, Whole)
 	runtime.KeepAlive(m)
 	return err
 }
@@ -216,7 +216,7 @@ func TestRefusedBefore(t *testing.T) {
 	run := func(change func(all []Target) []Target, missing bool) error {
 		m := base.clone()
 		defer runtime.KeepAlive(m)
-		_, err := Apply(context.Background(), []*File{f}, change(m.targets()), missing, 2)
+		_, err := Apply(context.Background(), []*File{f}, change(m.targets()), missing, 2, Whole)
 		if err != nil && !m.same(base) {
 			t.Error("refused, and changed")
 		}
@@ -268,6 +268,32 @@ func (b *broken) apply() error {
 		device.Bytes(b.steps[full].At, 1)[0] ^= 4
 	}
 	return err
+}
+
+// The parts of Apply are the whole of it: a check changes nothing and finds what is no base, the
+// change does not look again, and taking it back gives the base.
+func TestParts(t *testing.T) {
+	now, base := trained(seeded(t))
+	f := reparse(t, layout(t, encode(t, now, base)))
+	m := base.clone()
+	m.data[len(m.data)-1] = m.data[0]
+	defer runtime.KeepAlive(m)
+	do := func(part Part) error {
+		_, err := Apply(context.Background(), []*File{f}, m.targets(), false, 2, part)
+		return err
+	}
+	for _, c := range []struct {
+		part Part
+		want *model
+		err  error
+	}{{Check, base, nil}, {Change, now, nil}, {Check, now, errs.ErrBase}, {Undo, base, nil}, {Check, base, nil}, {"half", base, errs.ErrArgument}} {
+		if err := do(c.part); !errors.Is(err, c.err) {
+			t.Fatalf("%s: %v", c.part, err)
+		}
+		if !m.same(c.want) {
+			t.Fatalf("%s: other tensors", c.part)
+		}
+	}
 }
 
 // TestUndone: when a tensor does not become what the delta says, all become what they
@@ -478,7 +504,7 @@ func FuzzTable(f *testing.F) {
 				return
 			}
 			b := make([]byte, x.Bytes)
-			steps = append(steps, step{&Target{Name: x.Name, At: address(b)}, x.Bytes, []link{{file, x}}})
+			steps = append(steps, step{Target: &Target{Name: x.Name, At: address(b)}, bytes: x.Bytes, links: []link{{file, x}}})
 			defer runtime.KeepAlive(b)
 		}
 		if err := (&host{steps: steps, workers: 1}).apply(); err != nil {

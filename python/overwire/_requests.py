@@ -384,6 +384,7 @@ class DeltaApply(TypedDict, total=False):
     dtypes: list[str]
     shapes: list[list[int]]
     streams: list[int]
+    part: str
 
 
 class DeltaMerge(DeltaTarget, total=False):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ._verbs import read_floor
     from .bundles.unpickling import load_plain
     from .distributed.blocks import Blocks, Together, meet, shares, unplanned
+    from .distributed.group import Members, verb
     from .files import number_of, read_file, regular
     from .frameworks.torch import torch_dtype
     from .jobs import shown
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from .model.options import parse_size
     from .paths import is_remote, local, path_of
     from .stores import FileWriter, ObjectReader, ObjectWriter, presign, publish, write_bytes
+    from .verbs.deltas import apply_part
     from .verbs.into import land, landing, table_of
     from .verbs.preload import honour_nyacomp
     from .verbs.save import bytes_of_plain, save_bytes
@@ -34,11 +36,13 @@ if TYPE_CHECKING:
 __all__ = [
     "Blocks",
     "FileWriter",
+    "Members",
     "MetaRow",
     "ObjectReader",
     "ObjectWriter",
     "Together",
     "apart",
+    "apply_part",
     "beside",
     "bytes_of_plain",
     "forget",
@@ -73,6 +77,7 @@ __all__ = [
     "table_of",
     "torch_dtype",
     "unplanned",
+    "verb",
     "write_bytes",
     "written",
 ]
@@ -85,6 +90,7 @@ _HOMES = {
     "_verbs": ("read_floor",),
     "bundles.unpickling": ("load_plain",),
     "distributed.blocks": ("Blocks", "Together", "meet", "shares", "unplanned"),
+    "distributed.group": ("Members", "verb"),
     "files": ("number_of", "read_file", "regular"),
     "frameworks.torch": ("torch_dtype",),
     "model.forked": ("is_compressed", "refuse_compressed"),
@@ -97,6 +103,7 @@ _HOMES = {
     "jobs": ("shown",),
     "paths": ("is_remote", "local", "path_of"),
     "stores": ("FileWriter", "ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"),
+    "verbs.deltas": ("apply_part",),
     "verbs.into": ("land", "landing", "table_of"),
     "verbs.preload": ("honour_nyacomp",),
     "verbs.save": ("bytes_of_plain", "save_bytes"),

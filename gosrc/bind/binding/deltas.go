@@ -69,6 +69,7 @@ type deltaApply struct {
 	DTypes  []string  `json:"dtypes"`
 	Shapes  [][]int64 `json:"shapes"`
 	Streams []int64   `json:"streams"` // by 1 + the GPU; 0: the host
+	Part    string    `json:"part"`    // of the work: check, change, undo; empty: all of it
 }
 
 type deltaMerge struct {
@@ -117,7 +118,7 @@ func deltaVerbs() []*Verb {
 				if err != nil {
 					return delta.Report{}, err
 				}
-				return delta.Apply(ctx, chain, targets, q.Missing, knob.Workers(0))
+				return delta.Apply(ctx, chain, targets, q.Missing, knob.Workers(0), delta.Part(q.Part))
 			}).tail("of all tensors, one column after the other: the file and the tensor there that has its name; its kind; 1 + the GPU that it is of (0: the host); its address").onCallersMemory(),
 		started("delta_merge", "Write a chain of deltas as one.",
 			func(ctx context.Context, j *job.Job, q deltaMerge, _ []int64) (delta.Report, error) {

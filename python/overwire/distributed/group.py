@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import hashlib
+import math
 import os
 import pickle
 import secrets
@@ -51,13 +52,16 @@ TELLING = 4 << 20
 _LOOK = 0.25
 
 # Seconds that an interrupted rank waits for the others, to tell them in step.
-_GRACE = 1.0
+_GRACE = 0.5
 
 # Seconds by which the clocks of hosts may differ.
 _SKEW = 2.0
 
 # What torch raises where a group's store cannot be reached, or has gone.
 _UNREACHABLE = (RuntimeError, ValueError, AttributeError, KeyError)
+
+# Seconds that one with another error waits for them where they agree: those that read look.
+_PATIENCE = 4.0
 
 # Seconds in which a rank that waits on a GPU only lets other threads run between two looks.
 _SPIN = 0.002
@@ -70,8 +74,8 @@ class _Step:
     was made, by the clock on the wall. number: of
     collectives that have begun. agreed: how often the ranks have agreed. known: an error that
     all ranks have. halt: what `look` has raised because of another rank's error. interrupt:
-    came while this rank waited, at `since`; the others are to hear of it. broken: why the ranks are out
-    of step.
+    came while this rank waited; the others are to hear of it. failure: what they hear of when
+    they come, for which this rank waits `until` then. broken: why the ranks are out of step.
     """
 
     def __init__(self) -> None:
@@ -82,7 +86,8 @@ class _Step:
         self.known: BaseException | None = None
         self.halt: BaseException | None = None
         self.interrupt: BaseException | None = None
-        self.since = 0.0
+        self.failure: BaseException | None = None
+        self.until = 0.0
         self.looked = 0.0
         self.broken = ""
 
@@ -187,6 +192,7 @@ class Members:
                 result = work()
         except BaseException as caught:
             error = caught
+        self._hurry(error, math.inf)
         if alike and self.hosts == 1:
             digest = hashlib.sha256(repr(result).encode()).digest()
             words = [int.from_bytes(digest[at : at + 7], "little") for at in range(0, 28, 7)]  # 56 bits: it has no sign
@@ -211,6 +217,7 @@ class Members:
         if step.interrupt is not None:
             error, ours = step.interrupt, True
         ours = ours and (error is None or error is not step.halt)
+        self._hurry(error, _PATIENCE)
         self._hint(error if ours else None)
         failed, most = self._most([0.0 if error is None else 1.0, seconds], "float64")
         step.agreed += 1
@@ -256,6 +263,12 @@ class Members:
             error = _from_rank(rank, pickle.loads(fault))
             self._step.broken = str(error)
             self.raise_alike(error)
+
+    def _hurry(self, error: BaseException | None, seconds: float) -> None:
+        # How long this rank waits for the others with an error; not long with an interrupt.
+        if isinstance(error, (KeyboardInterrupt, SystemExit, TimeoutError)) and not isinstance(error, OverwireError):
+            seconds = _GRACE
+        self._step.failure, self._step.until = error, time.monotonic() + seconds
 
     def _hint(self, error: BaseException | None) -> None:
         # For `look`: ranks that read need not end that first.
@@ -361,14 +374,15 @@ class Members:
                 raise
             except BaseException as interrupt:
                 if step.interrupt is None:
-                    step.interrupt, step.since = interrupt, time.monotonic()
+                    step.interrupt = interrupt
+                    self._hurry(interrupt, _GRACE)
                 continue
             now = time.monotonic()
             if now - max(step.looked, began) >= _LOOK:
                 step.looked = now
                 self._hear()
-                if step.interrupt is not None and now - step.since > _GRACE:
-                    raise step.interrupt
+                if step.failure is not None and now > step.until:
+                    raise step.failure
 
     def settle(self, hosts: list[str]) -> None:
         """Collective: who is on which host, once a members."""
@@ -395,6 +409,12 @@ class Members:
             self.send_receive([(peer, here[:1]) for peer in peers], [(peer, here[1:]) for peer in peers])
             self.gather(torch.zeros(len(self.local), dtype=torch.uint8, device=link_device), 1)
             self._warm.add(link_device)
+
+    def broadcast(self, tensor: Any, rank: int) -> None:
+        """Collective: the tensor of one rank, contiguous, on all."""
+        self._step.number += 1
+        with _reaching():
+            self._wait(self._dist.broadcast(tensor, self.global_rank(rank), group=self.group, async_op=True), tensor)
 
     def gather(self, buffer: Any, share: int) -> None:
         """Collective among the ranks that exchange: the r-th of them has bytes

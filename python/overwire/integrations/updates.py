@@ -12,6 +12,8 @@ takes its own share back: so each rank checks what all of them hold.
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -35,6 +37,15 @@ class _Piece(NamedTuple):
     stride: tuple[int, ...]
 
 
+class _Ready(NamedTuple):
+    # A delta and what it goes to. into: tensors that lie whole here. again: others that
+    # hold the same. shares: of divided tensors.
+    delta: Any
+    into: dict[str, torch.Tensor]
+    again: list[tuple[torch.Tensor, str]]
+    shares: dict[str, list[Copy]]
+
+
 class Places:
     """Where a model's loader puts the tensors of a push.
 
@@ -54,6 +65,9 @@ class Places:
         self._model, self._load, self._device, self._most, self._group = model, load, device, most, group
         self._key: Any = None
         self._copies: list[Copy] = []
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of the model makes its own
 
     def whole(self, where: Any, storage_options: Mapping[str, Any] | None, log: Any) -> bool:
         """Loads all that the model takes of a file.
@@ -75,14 +89,42 @@ class Places:
         return True
 
     def delta(self, where: Any, storage_options: Any) -> None:
-        """Applies a delta to the parameters.
+        """Applies a delta to the parameters: all ranks of the group, or none.
 
-        Raises DeltaBaseError if they are not its base; ValueError where the loader cannot be
-        planned; `Incomplete`; and what `overwire.open_delta` and `overwire.apply_delta`
-        raise. Tensors of which this rank holds a share are changed in batches, the others
-        before them: an error in between leaves whole tensors old or new, the same on all
-        ranks.
+        Raises, on all ranks, DeltaBaseError if they are not its base; ValueError where the
+        loader cannot be planned; `Incomplete`; and what `overwire.open_delta` raises:
+        nothing has changed then. What `overwire.apply_delta` raises later leaves whole tensors
+        old or new, the same on all ranks.
         """
+        from ..plumbing import apply_part
+
+        ready: list[_Ready] = []
+
+        def check() -> dict[str, list[_Piece]]:
+            ready.append(self._ready(where, storage_options))
+            apply_part(ready[0].into, [ready[0].delta], "check")
+            return {name: [_Piece(one.offset, one.shape, one.stride) for one in held] for name, held in ready[0].shares.items()}
+
+        with self._ranks() as members:
+            everyone = members.exchange(check)
+            if any(pieces.keys() != everyone[0].keys() for pieces in everyone):
+                text = "overwire: a delta cannot be applied: ranks divide other tensors than one another: push all weights"
+                members.raise_alike(ValueError(text))
+            one = ready[0]
+            batches, whole = self._batches(one), {}
+            for names in batches:
+                whole = self._gathered(members, one, names, everyone)
+                _agree(members, functools.partial(apply_part, whole, [one.delta], "check"))
+            self._change(members, one)
+            for names in batches:
+                if len(batches) > 1:
+                    whole = self._gathered(members, one, names, everyone)
+                _agree(members, functools.partial(apply_part, whole, [one.delta], "change"))
+                for name, tensor in whole.items():
+                    for copy in one.shares[name]:
+                        copy.target.copy_(tensor.as_strided(copy.shape, copy.stride, copy.offset))
+
+    def _ready(self, where: Any, storage_options: Any) -> _Ready:
         import overwire
 
         delta = overwire.open_delta(where, storage_options=storage_options)
@@ -106,53 +148,60 @@ class Places:
                 into[copy.of.name] = whole
         if mixed := shares.keys() & into.keys():
             raise ValueError(f"overwire: a delta cannot be applied: {min(mixed)} is there whole and in part: push all weights")
-        mine = {name: [_Piece(one.offset, one.shape, one.stride) for one in held] for name, held in shares.items()}
-        failed: Exception | None = None
+        return _Ready(delta, into, again, shares)
+
+    def _change(self, members: Any, ready: _Ready) -> None:
+        # Collective: of the tensors that lie whole here; on all ranks, or on none.
+        from ..plumbing import apply_part
+
+        changed: list[str] = []
+
+        def change(part: str) -> None:
+            apply_part(ready.into, [ready.delta], part)
+            changed.append(part)
+            for target, name in ready.again:
+                target.copy_(ready.into[name])
+
         try:
-            overwire.apply_delta(into, delta, missing=True)
-            for target, name in again:
-                target.copy_(into[name])
-        except Exception as error:
-            failed = error  # the other ranks wait in what follows
-        everyone = _everyone((mine, failed and str(failed)), self._group)
-        if failed is not None:
-            raise failed
-        for rank, (pieces, words) in enumerate(everyone):
-            if words is not None:
-                raise RuntimeError(f"overwire: rank {rank} of the group could not apply the delta: {words}")
-            if pieces.keys() != mine.keys():
-                raise ValueError("overwire: a delta cannot be applied: ranks divide other tensors than one another: push all weights")
-        self._apply_shares(delta, shares, [pieces for pieces, _ in everyone])
+            _agree(members, lambda: change("change"))
+        except BaseException:
+            if changed:
+                change("undo")
+            raise
 
-    def _apply_shares(self, delta: Any, shares: dict[str, list[Copy]], everyone: list[dict[str, list[_Piece]]]) -> None:
-        import overwire
+    def _batches(self, ready: _Ready) -> list[list[str]]:
+        # Names of tensors that change and are divided, alike on all ranks.
+        batches: list[list[str]] = []
+        size = 0
+        for name in (name for name in sorted(ready.shares) if ready.delta.base(name) != ready.delta.new(name)):
+            if not batches or size >= self._most:
+                batches.append([])
+                size = 0
+            batches[-1].append(name)
+            size += math.prod(ready.delta.shape(name)) * ready.shares[name][0].target.element_size()
+        return batches
 
-        left = [name for name in sorted(shares) if delta.base(name) != delta.new(name)]
-        while left:
-            batch: dict[str, torch.Tensor] = {}
-            size = 0
-            while left and (not batch or size < self._most):
-                held = shares[left[0]]
-                batch[left[0]] = self._gathered(held, [pieces[left[0]] for pieces in everyone])
-                size += batch[left[0]].nbytes
-                del left[0]
-            overwire.apply_delta(batch, delta, missing=True)
-            for name, tensor in batch.items():
-                for copy in shares[name]:
-                    copy.target.copy_(tensor.as_strided(copy.shape, copy.stride, copy.offset))
+    def _gathered(self, members: Any, ready: _Ready, names: list[str], everyone: list[dict[str, list[_Piece]]]) -> dict[str, torch.Tensor]:
+        # Collective: whole tensors of the shares that all ranks have.
+        gathered: dict[str, torch.Tensor] = {}
+        for name in names:
+            held = ready.shares[name]
+            target = held[0].target
+            whole = gathered[name] = torch.empty(held[0].of.shape, dtype=target.dtype, device=target.device)
+            for rank, pieces in enumerate(everyone):
+                for at, piece in enumerate(pieces[name]):
+                    own = rank == members.rank
+                    share = held[at].target.contiguous() if own else torch.empty(piece.shape, dtype=target.dtype, device=target.device)
+                    members.broadcast(share, rank)
+                    whole.as_strided(piece.shape, piece.stride, piece.offset).copy_(share)
+        return gathered
 
-    def _gathered(self, held: list[Copy], everyone: list[list[_Piece]]) -> torch.Tensor:
-        # A whole tensor of the shares that all ranks have.
-        target = held[0].target
-        whole = torch.empty(held[0].of.shape, dtype=target.dtype, device=target.device)
-        for rank, pieces in enumerate(everyone):
-            own = self._group is None or rank == torch.distributed.get_rank(self._group)
-            for at, piece in enumerate(pieces):
-                share = held[at].target.contiguous() if own else torch.empty(piece.shape, dtype=target.dtype, device=target.device)
-                if self._group is not None:
-                    torch.distributed.broadcast(share, torch.distributed.get_global_rank(self._group, rank), self._group)
-                whole.as_strided(piece.shape, piece.stride, piece.offset).copy_(share)
-        return whole
+    def _ranks(self) -> Any:
+        if self._group is None:
+            return contextlib.nullcontext(_Alone())
+        from ..plumbing import verb
+
+        return verb(self._group, self._device, False)
 
     def _copies_of(self, source: Opened) -> list[Copy]:
         params = [(name, param.data_ptr(), param.dtype, param.shape) for name, param in self._model.named_parameters()]
@@ -170,12 +219,32 @@ class Places:
         return noted
 
 
-def _everyone(mine: Any, group: Any) -> list[Any]:
-    if group is None:
-        return [mine]
-    out: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(out, mine, group)
-    return out
+class _Alone:
+    # What `Places.delta` needs of a group, for one rank.
+    rank = 0
+
+    def exchange(self, work: Callable[[], Any]) -> list[Any]:
+        return [work()]
+
+    def agree(self, error: BaseException | None) -> None:
+        if error is not None:
+            raise error
+
+    def raise_alike(self, error: BaseException) -> None:
+        raise error
+
+    def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
+        """There is no other."""
+
+
+def _agree(members: Any, work: Callable[[], Any]) -> None:
+    # Collective: does the work; what it raises on one rank is raised on all.
+    error: BaseException | None = None
+    try:
+        work()
+    except BaseException as caught:
+        error = caught
+    members.agree(error)
 
 
 def _whole(copy: Copy) -> torch.Tensor | None:

@@ -359,8 +359,15 @@ def apply_delta(
     CorruptError, NotSupportedError, DeviceError, and what `open_delta` raises.
     """
     time_limit(timeout)  # refused before anything is read
-    chain = chain_of(delta, storage_options)
-    end = time_limit(timeout)
+    return apply_part(tensors, chain_of(delta, storage_options), "", missing, time_limit(timeout))
+
+
+def apply_part(tensors: Any, chain: Sequence[Delta], part: str, missing: bool = True, end: float | None = None) -> DeltaReport:
+    """`apply_delta`, or a part of its work, for processes that change tensors together.
+
+    part: "check" compares the digests and changes nothing; "change" is the rest, after
+        that; "undo" takes back what "change" has done; "": all of it. end: of `time_limit`.
+    """
     named = tensors_of(tensors, "tensors")
     names: list[str] = []
     files: list[int] = []
@@ -390,13 +397,14 @@ def apply_delta(
             "dtypes": [dtype for dtype, _ in said.types],
             "shapes": [list(shape) for _, shape in said.types],
             "streams": [streams.get(cuda, 0) for cuda in range(max(streams, default=0) + 1)],
+            "part": part,
         },
         b"".join(array("q", column).tobytes() for column in (files, rows, said.kinds, said.cuda, said.pointers)),
     )
     with Job(job, "apply", None, end) as running:
         report = _report(running.finish())
-    _write_back(copies)
-    del chain
+    if part != "check":
+        _write_back(copies)
     return report
 
 

@@ -12,7 +12,6 @@ import json
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -28,8 +27,6 @@ LOADER = "overwire.integrations.sglang.updates.load"
 
 _NAME = "overwire.push"
 _MOST = 1 << 30
-
-_places: WeakKeyDictionary[torch.nn.Module, Places] = WeakKeyDictionary()
 
 
 def message(info: Mapping[str, Any], storage_options: Mapping[str, Any] | None = None) -> list[tuple[str, torch.Tensor]]:
@@ -57,13 +54,21 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
     if info["kind"] not in ("whole", "delta"):
         raise ValueError(f"overwire: the push must be 'whole' or 'delta', got {info['kind']!r}")
     device = _device(model)
-    if model not in _places:
-        _places[model] = Places(model, model.load_weights, device, _MOST, _group())  # type: ignore[arg-type]
+    places = _places_of(model, device)
     if info["kind"] == "delta":
-        _places[model].delta(info["path"], info["storage_options"])
-    elif not _places[model].whole(info["path"], info["storage_options"], log):
+        places.delta(info["path"], info["storage_options"])
+    elif not places.whole(info["path"], info["storage_options"], log):
         chosen = {"storage_options": info["storage_options"], "max_memory": _MOST}
         model.load_weights(weights(info["path"], device, chosen))  # type: ignore[operator]
+
+
+def _places_of(model: torch.nn.Module, device: str) -> Places:
+    # Kept by the model itself: they refer to it, and go with it.
+    places = vars(model).get("_overwire_places")
+    if not isinstance(places, Places):
+        places = Places(model, model.load_weights, device, _MOST, _group())  # type: ignore[arg-type]
+        vars(model)["_overwire_places"] = places
+    return places
 
 
 def _device(model: torch.nn.Module) -> str:
