@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import overwire as ow
 import torch
 import torch.distributed as dist
 from overwire.distributed import group as grouping
+from overwire.distributed import relays
 
 
 def fails(kind: type[BaseException], text: str, act: Callable[[], Any]) -> None:
@@ -52,11 +54,11 @@ def replaced(folder: Path) -> None:
             shutil.copy(path, copy)
         text = "is not the same file on ranks 0 and 1"
         for act in (ow.load_file, ow.stream):
-            fails(ow.CorruptError, text, lambda act=act: act(copy if rank == 1 else path, group=world))
+            fails(ow.CorruptError, text, lambda act=act, copy=copy: act(copy if rank == 1 else path, group=world))
         plain = folder / "plain.safetensors"
         if rank == 1:
             shutil.copy(plain, copy)
-        fails(ow.CorruptError, text, lambda: group_blocks.together(copy if rank == 1 else plain))
+        fails(ow.CorruptError, text, lambda copy=copy, plain=plain: group_blocks.together(copy if rank == 1 else plain))
         if rank == 1:
             shutil.copy(folder / "compressed.safetensors", copy)
         dist.barrier()
@@ -103,10 +105,40 @@ def closed(folder: Path) -> None:
             if rank == 0:
                 if not drop:
                     stream.close()  # type: ignore[attr-defined]
-                del stream
+                stream = iter(())
             else:
-                fails(ow.CancelledError, "on rank 0: stream: it was closed before its end", lambda: dict(stream))
+                fails(ow.CancelledError, "on rank 0: stream: it was closed before its end", lambda stream=stream: dict(stream))
     assert "whole" in ow.load_file(path, group=world)
+
+
+def stopped(folder: Path) -> None:
+    """A time-out or Ctrl-C at a rank is obeyed though another one is stopped, which ends, too, once
+    it goes on."""
+    rank, path, process, aim = dist.get_rank(), folder / "compressed.safetensors", [os.getpid()], relays.relay_aim
+    dist.broadcast_object_list(process, 1)
+
+    def stop(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        aim(*args)
+
+    for kind, exchange in ((KeyboardInterrupt, "ipc"), (TimeoutError, "nccl")):
+        group = dist.new_group()
+        grouping.exchange_setting = lambda exchange=exchange: exchange
+        grouping.members_of(group).rates.choose = lambda _, ways: (ways[-1], False)  # type: ignore[method-assign]
+
+        def interrupt(*_: Any, kind: type[BaseException] = kind) -> None:
+            raise kind("enough")
+
+        if rank == 0:
+            signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 1.0)
+            fails(kind, "enough", lambda group=group: ow.load_file(path, group=group))
+            os.kill(process[0], signal.SIGCONT)
+        else:
+            relays.relay_aim = stop
+            fails(ow.OverwireError, "rank 0", lambda group=group: ow.load_file(path, group=group))
+            relays.relay_aim = aim
+        dist.barrier()
 
 
 def freed(folder: Path) -> None:

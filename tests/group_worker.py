@@ -13,7 +13,7 @@ import group_blocks
 import overwire as ow
 import torch
 import torch.distributed as dist
-from group_apart import closed, freed, refused, replaced
+from group_apart import closed, freed, refused, replaced, stopped
 from group_blocks import blinded, block_gone, block_hosts, block_shards, block_stores, blocks, leaving
 from group_faults import faults
 from group_recorded import recorded
@@ -23,7 +23,8 @@ from overwire.distributed import loading, relays
 from overwire.model.opened import Model
 
 # Steps, named on the command line like those below.
-__all__ = ["block_gone", "block_hosts", "block_shards", "block_stores", "blocks", "closed", "faults", "freed", "recorded", "refused", "replaced"]
+__all__ = ["block_gone", "block_hosts", "block_shards", "block_stores", "blocks", "recorded"]
+__all__ += ["closed", "faults", "freed", "refused", "replaced", "stopped"]
 
 BACKEND = os.environ.get("GROUP_BACKEND", "gloo")
 # Where a rank's tensors are loaded to.

@@ -82,7 +82,7 @@ def test_ranks_that_say_their_blocks_read_each_byte_once(folder: Path, count: in
 
 
 def test_what_fails_on_one_rank_ends_all(folder: Path) -> None:
-    ranks(folder, 2, "refused", "closed", "faults", exchange="ipc")
+    ranks(folder, 2, "refused", "closed", "stopped", "faults", exchange="ipc")
 
 
 def test_ranks_have_the_same_file_open_and_keep_no_group(folder: Path) -> None:

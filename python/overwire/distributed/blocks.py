@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from .. import _engine
 from .._verbs import relay, relay_aim
-from ..errors import ArgumentError, CancelledError, CorruptError, ForkedError, IOFailure
+from ..errors import ArgumentError, CancelledError, CorruptError, ForkedError, IOFailure, OverwireError
 from ..jobs import Job
 from . import group as ranks
 from .group import Members, members_of, verb
@@ -191,7 +191,7 @@ class Together:
                     job.cancel()
                     said = job.report() or {}
                     ours = bool(said.get("ours", True))
-                    if lost := said.get("lost"):
+                    if isinstance(error, OverwireError) and (lost := said.get("lost")):
                         raise IOFailure(f"overwire: group: rank {members.local[lost[0]]} is gone: {error}") from error
             members.agree(error, ours=ours)
             if job is not None:

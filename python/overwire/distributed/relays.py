@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._verbs import relay, relay_aim, relay_decode, relay_join, relay_offer, relay_shares, relay_wait
 from ..dtypes import PACKED
-from ..errors import IOFailure, NotSupportedError
+from ..errors import IOFailure, NotSupportedError, OverwireError
 from ..jobs import Job, log
 from ..model.opened import WHOLE
 from .exchange import ExchangeContext, Task
@@ -281,7 +281,7 @@ class Relay:
                 raise
             except BaseException as error:
                 self._fail(error)
-            if self._error is not None and self._job is not None and (lost := (self._job.report() or {}).get("lost")):
+            if isinstance(self._error, OverwireError) and self._job is not None and (lost := (self._job.report() or {}).get("lost")):
                 raise IOFailure(f"overwire: group: rank {self._context.members.local[lost[0]]} is gone: {self._error}") from self._error
             agree(self._error, self._ours)
             assert self._job is not None
