@@ -20,7 +20,7 @@ type process struct{ fd int }
 func watch(number int) (*process, error) {
 	fd, err := unix.Open(fmt.Sprintf("/proc/%d/stat", number), unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
-		return nil, errs.New(errs.ErrNotSupported, "process %d cannot be watched: %v", number, err)
+		return nil, errs.New(errs.ErrNotSupported, "process %d cannot be reached: %v", number, err)
 	}
 	return &process{fd}, nil
 }
