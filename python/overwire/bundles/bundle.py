@@ -188,10 +188,14 @@ def _save(
             if any(_fits(container, _digest(rival)) for rival in layout.rivals_of(target)):
                 container = layout.second_container_of(target)
             _keep_previous(target, container)
-            report = save_bytes(tensors, container, metadata, compress=compress, progress=progress, like=target)
-            size = os.stat(container).st_size
-            write_bytes(layout.meta_of(target), os.fsencode(layout.meta_text(container, size)), None)
-            write_bytes(target, data, None)
+            try:
+                report = save_bytes(tensors, container, metadata, compress=compress, progress=progress, like=target)
+                size = os.stat(container).st_size
+                write_bytes(layout.meta_of(target), os.fsencode(layout.meta_text(container, size)), None)
+                write_bytes(target, data, None)
+            except BaseException:
+                _take_back(target, container)
+                raise
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(layout.previous_of(container))
     return size / report.bytes_in if report.bytes_in else 1.0
@@ -238,6 +242,15 @@ def _keep_previous(target: str, container: str) -> None:
             raise
         except OSError:
             os.rename(container, previous)  # a file system without links
+
+
+def _take_back(target: str, container: str) -> None:
+    # A save has failed: where the old pickle stands, its container does, too, under its own name.
+    previous = layout.previous_of(container)
+    with contextlib.suppress(OSError):
+        if os.path.exists(previous) and _fits(previous, _digest(target)):
+            os.replace(previous, os.path.realpath(container))
+            os.unlink(previous)  # two names of one file: the system replaces nothing
 
 
 def _digest(path: str) -> str:
