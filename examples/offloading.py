@@ -17,7 +17,8 @@ class Layer(torch.nn.Module):
         self.down = torch.nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.silu(self.up(self.norm(x))))
+        inner: torch.Tensor = self.down(torch.nn.functional.silu(self.up(self.norm(x))))
+        return x + inner
 
 
 class LanguageModel(torch.nn.Module):
@@ -31,7 +32,8 @@ class LanguageModel(torch.nn.Module):
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
 
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
