@@ -64,7 +64,7 @@ def planned(loader: Any, folder: str, tensors: dict[str, torch.Tensor]) -> None:
     at = "model.layers.0.self_attn."
     fused = torch.cat([tensors[f"{at}{part}_proj.weight"] for part in "qkv"])
     config = types.SimpleNamespace(model_path=folder, revision=None, hf_config=types.SimpleNamespace())
-    slices, kept = tiny.planned(), tiny.replayed()
+    slices, (kept, _) = tiny.planned(), tiny.replayed()
     for kind in (Fused, Fused, Computes):
         slices.clear()
         kept.clear()
