@@ -17,7 +17,7 @@ import numpy as np
 import overwire as ow
 import pytest
 import torch
-from overwire.verbs import deltas
+from overwire.verbs import copies
 
 SEED = random.randrange(1 << 32)
 
@@ -203,7 +203,7 @@ def test_what_cannot_be_written_back_is_refused_first(tmp_path: Path, monkeypatc
     new["pairs"] = (new["pairs"] ^ 1).view(4, 8).view(torch.float4_e2m1fn_x2)
     new |= {name: tensor.detach().clone() + 1 for name, tensor in base.items() if name != "pairs"}
     ow.save_delta(new, base, path)
-    write, written = deltas._write, []
+    write, written = copies._write, []
 
     def interrupted(tensor: Any, copy: Any) -> None:
         written.append(tensor)
@@ -211,7 +211,7 @@ def test_what_cannot_be_written_back_is_refused_first(tmp_path: Path, monkeypatc
             raise KeyboardInterrupt
         write(tensor, copy)
 
-    monkeypatch.setattr(deltas, "_write", interrupted)
+    monkeypatch.setattr(copies, "_write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ow.apply_delta(base, path)
     assert same({name: tensor.resolve_conj() for name, tensor in base.items()}, new)

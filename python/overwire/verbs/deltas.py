@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any, Union
 
 from .. import _verbs, gpu
 from .._engine import buffer_of, release
-from ..errors import ArgumentError, DeviceError, NotSupportedError
+from ..errors import ArgumentError, NotSupportedError
 from ..frameworks.choose import check_device, columns_of, frame_of
-from ..frameworks.frame import ODD, Bytes, overlaps_itself
+from ..frameworks.frame import ODD
 from ..jobs import Job, time_limit
 from ..model.options import StorageOptions, parse_size
 from ..model.storage import storage
 from ..paths import local
 from ..progress import ProgressLike, watch
+from .copies import place_tensor, settle_devices, write_back
 from .save import notes_of
-from .states import State, batches, described, hosted, pair, same_names, tensors_of
+from .states import State, batches, hosted, pair, same_names, tensors_of
 
 if TYPE_CHECKING:
     from .._requests import DeltaFile, DeltaMerge, DeltaSave, DeltaTensors
@@ -315,7 +316,7 @@ def _pairs(names: list[str], now: State, before: State) -> tuple[DeltaTensors, b
             keep.append(pair(name, news[name], olds[name]))
             for place, one in zip(both, keep[-1], strict=True):
                 said.set(place, one)
-    _settle(said.cuda)
+    settle_devices(said.cuda)
     streams, types = _streams(said.cuda), list(said.types)
     numbers = array("q")
     for at, cuda in enumerate(said.cuda[:count]):
@@ -384,11 +385,11 @@ def apply_part(tensors: Any, chain: Sequence[Delta], part: str, missing: bool = 
     copies: list[tuple[str, Any, Any]] = []  # tensors that are changed by way of a copy, and that
     for at, kind in enumerate(said.kinds):
         if kind == ODD:
-            place, copied = _place(names[at], wanted[at])
+            place, copied = place_tensor(names[at], wanted[at])
             said.set(at, place)
             if copied:
                 copies.append((names[at], wanted[at], place.keep))
-    _settle(said.cuda)
+    settle_devices(said.cuda)
     streams = _streams(said.cuda)
     job = _verbs.delta_apply(
         {
@@ -404,7 +405,7 @@ def apply_part(tensors: Any, chain: Sequence[Delta], part: str, missing: bool = 
     with Job(job, "apply", None, end) as running:
         report = _report(running.finish())
     if part != "check":
-        _write_back(copies)
+        write_back(copies)
     return report
 
 
@@ -482,81 +483,6 @@ def _beside(model: Any) -> str:
 def _streams(devices: Iterable[int]) -> dict[int, int]:
     """The current stream of each device, 0 for the host."""
     return {cuda: gpu.current_stream(cuda - 1) if cuda else 0 for cuda in set(devices)}
-
-
-def _settle(devices: Iterable[int]) -> None:
-    """Waits for what is queued on the current stream of each GPU."""
-    for cuda in set(devices) - {0}:
-        from ..frameworks.torch import settle
-
-        settle(f"cuda:{cuda - 1}")
-
-
-def _place(name: str, tensor: Any) -> tuple[Bytes, bool]:
-    """Where a tensor is changed, and whether that is a copy. Raises for one that cannot be
-    written."""
-    at = described(name, tensor)
-    frame = frame_of(tensor).name
-    if frame == "numpy":
-        if not tensor.flags.writeable:
-            raise ArgumentError(f"overwire: apply_delta: the array {name!r} is read-only", tensor=name)
-        if at.dtype == "F4":
-            raise NotSupportedError(f"overwire: apply_delta: {name!r}: numpy has F4 unpacked; apply it to torch tensors", tensor=name)
-        here = tensor.__array_interface__["data"][0]
-    elif frame == "torch":
-        here = tensor.data_ptr() if tensor.layout is not None and at.nbytes else 0
-        if tensor.is_conj() or tensor.is_neg():
-            here = -1
-    else:
-        raise NotSupportedError(f"overwire: apply_delta: {name!r}: a {type(tensor).__name__} cannot be changed in place", tensor=name)
-    copied = at.nbytes > 0 and at.pointer != here
-    if copied:
-        _try_write(name, tensor, at.keep)
-    return at, copied
-
-
-def _try_write(name: str, tensor: Any, copy: Any) -> None:
-    """Raises ArgumentError where a changed copy could not be written back."""
-    strides = tensor.stride() if hasattr(tensor, "stride") else [step // tensor.itemsize for step in tensor.strides]
-    if overlaps_itself(tensor.shape, strides):
-        text = f"overwire: apply_delta: {name!r}: its elements share memory with one another, as those of `expand` do"
-        raise ArgumentError(text, tensor=name)
-    first = (..., *(slice(0, 1) for _ in tensor.shape))
-    try:
-        _write(tensor[first], copy[first])
-    except (RuntimeError, ValueError) as error:
-        raise ArgumentError(f"overwire: apply_delta: {name!r} cannot be written to: {error}", tensor=name) from error
-
-
-def _write(tensor: Any, copy: Any) -> None:
-    if hasattr(tensor, "copy_"):
-        from ..frameworks.memory import write
-
-        write(tensor, copy)
-    else:
-        tensor[...] = copy
-
-
-def _write_back(copies: list[tuple[str, Any, Any]]) -> None:
-    """Gives all tensors what their copies have become; Ctrl-C is raised when that is done."""
-    interrupt: KeyboardInterrupt | None = None
-    written: set[int] = set()  # GPUs
-    for at, (name, tensor, copy) in enumerate(copies):
-        while True:
-            try:
-                _write(tensor, copy)
-                if getattr(tensor, "is_cuda", False):
-                    written.add(tensor.get_device() + 1)
-                break
-            except KeyboardInterrupt as error:
-                interrupt = error
-            except Exception as error:
-                old = ", ".join(repr(other) for other, _, _ in copies[at:])
-                text = f"overwire: apply_delta: {name!r}: {error}; old values, or parts of both: {old}; the new ones: all others"
-                raise DeviceError(text) from error
-    _settle(written)
-    if interrupt is not None:
-        raise interrupt
 
 
 def load_on(
