@@ -83,7 +83,7 @@ func TestHostile(t *testing.T) {
 		"a large hello":         {"hello": "*1000000000\r\n"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			for word, usual := range map[string]string{"hello": "-ERR unknown command\r\n", "strlen": ":0\r\n", "info": "$0\r\n\r\n"} {
+			for word, usual := range map[string]string{"hello": "-ERR unknown command\r\n", "strlen": ":0\r\n", "info": "$0\r\n\r\n", "exists": ":1\r\n"} {
 				says[word] = cmp.Or(says[word], usual)
 			}
 			opt := source.Options{Storage: map[string]string{"retries": "0", "timeout": "10", "password": "x"}}

@@ -45,7 +45,7 @@ func impostor(t *testing.T, word string) (addr string) {
 				}
 			}
 			answer := map[string]string{"SET": "+" + word, "RENAME": "+" + word, "EXISTS": ":1", "STRLEN": ":0", "PERSIST": ":1", "UNLINK": ":1",
-				"INFO": "$0\r\n", "SCAN": "*2\r\n$1\r\n0\r\n*0"}[name]
+				"WATCH": "+OK", "DEL": ":1", "INFO": "$0\r\n", "SCAN": "*2\r\n$1\r\n0\r\n*0"}[name]
 			switch {
 			case name == "MULTI":
 				queued, answer = []string{}, "+OK"

@@ -26,6 +26,8 @@ const (
 	inFlight = 4
 	// unpublished is how long values stay after their writer has died.
 	unpublished = 24 * time.Hour
+	// mostTurns is more often than writers overtake one that is not lied to.
+	mostTurns = 1000
 )
 
 // An upload is a file being written. It implements parts.Store.
@@ -180,7 +182,7 @@ func (u *upload) turn() string { return u.key + ".draft-turn" }
 // inTurn does what ends in a transaction, and does it again where another writer has
 // published since it began: the values that it has listed are no longer those there.
 func (u *upload) inTurn(ctx context.Context, fn func(context.Context, *redis.Client) error) error {
-	for {
+	for turn := 1; ; turn++ {
 		overtaken := false
 		err := do(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
 			err := c.Do(ctx, "WATCH", u.turn()).Err()
@@ -192,6 +194,9 @@ func (u *upload) inTurn(ctx context.Context, fn func(context.Context, *redis.Cli
 		})
 		if !overtaken || ctx.Err() != nil {
 			return err
+		}
+		if turn == mostTurns {
+			return errs.New(errs.ErrIO, "other writers have published %d times while this one tried", turn)
 		}
 	}
 }
