@@ -170,10 +170,12 @@ def fails(what: str, words: tuple[str, ...], call: Any) -> None:
 
 
 def without_kernels() -> None:
-    """Leaves out the repacking of experts for kernels, which are compiled and not here."""
+    """Leaves out the repacking of experts for kernels, which are compiled and not here, by vLLM's
+    own function that does nothing: of a function from here no plan would be kept."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-    UnquantizedFusedMoEMethod.process_weights_after_loading = lambda self, layer: None
+    UnquantizedFusedMoEMethod.process_weights_after_loading = QuantizeMethodBase.process_weights_after_loading
 
 
 def planned() -> list[int]:

@@ -24,6 +24,9 @@ _GROUPS = (tuple, list, set, frozenset)
 # What holds a function.
 _WRAPPERS = (staticmethod, classmethod, property, MethodType, functools.partial, functools.partialmethod, functools.cached_property)
 
+# Packages that engines are built on, and take functions of: their files are noted, wherever they are.
+_BUILT_ON = frozenset("einops filelock huggingface_hub numpy regex requests safetensors tqdm transformers".split())
+
 # What a class says about itself, and no code goes by.
 _ABOUT = frozenset("__annotations__ __doc__ __orig_bases__ __parameters__ __abstractmethods__ _abc_impl __dict__ __weakref__".split())
 
@@ -53,8 +56,7 @@ def origins_of(model: torch.nn.Module, engine: str, loaders: Iterable[str]) -> l
 class _Look:
     def __init__(self, engine: str) -> None:
         folder = os.path.dirname(str(sys.modules[engine].__file__))
-        self._beside = os.path.dirname(folder) + os.sep  # where the packages are that are installed with it
-        if not glob.glob(f"{glob.escape(self._beside)}{engine}*.dist-info"):
+        if not glob.glob(f"{glob.escape(os.path.dirname(folder))}{os.sep}{engine}*.dist-info"):
             raise Foreign(f"{engine} is not installed from a wheel, but in {folder}")
         self._engine = engine
         own = [folder, os.path.dirname(str(torch.__file__)), os.path.dirname(os.path.dirname(__file__))]
@@ -90,10 +92,9 @@ class _Look:
                 self.value(value)
 
     def _imported(self, value: Any, file: str) -> bool:
-        # Whether it is of a package that the engine imports, installed beside it; its file is noted.
-        home = sys.modules.get(value.__module__ or "")
-        name = value.__name__
-        if getattr(home, name, None) is not value or not file.startswith(self._beside) or file.startswith(self._own):
+        # Whether it is what a package that the engine is built on has under that name; its file is noted.
+        module, name = value.__module__ or "", value.__name__
+        if module.partition(".")[0] not in _BUILT_ON or getattr(sys.modules.get(module), name, None) is not value:
             return False
         self.facts.append((value.__module__, name, _state(file)))
         return True
