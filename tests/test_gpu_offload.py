@@ -16,6 +16,8 @@ if not torch.cuda.is_available():
 from overwire.offloading import ring as rings  # noqa: E402
 from test_offload import Model  # noqa: E402
 
+pytestmark = pytest.mark.imports_torch  # processes that compile do
+
 IDS = torch.arange(14, device="cuda").reshape(2, 7)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
