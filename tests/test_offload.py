@@ -200,28 +200,6 @@ def test_weights_come_from_a_file(tmp_path: Path, compress: bool) -> None:
         ow.offload(bigger, "cpu", source=tmp_path / "m.safetensors")
 
 
-def test_accelerate_streams_what_its_map_leaves_on_the_host() -> None:
-    """Under the patch, for a map of one device and the host; others are accelerate's own."""
-    accelerate = pytest.importorskip("accelerate")
-    pytest.importorskip("safetensors")
-    model = Model()
-    reference = outputs(model)
-    device_map: dict[str, Any] = {"embed": torch.device("cpu"), "layers.0": torch.device("cpu"), "head": torch.device("cpu")}
-    device_map |= {f"layers.{at}": "cpu" for at in range(1, 5)}
-    with ow.patch_safetensors():
-        import accelerate.big_modeling
-
-        dispatched = accelerate.big_modeling.dispatch_model(model, device_map)
-    offloaded = dispatched._overwire_offloaded
-    assert offloaded.blocks == [f"layers.{at}" for at in range(1, 5)] and dispatched.hf_device_map == device_map
-    assert torch.equal(outputs(dispatched), reference)
-    offloaded.close()
-    assert torch.equal(outputs(dispatched), reference)
-    with ow.patch_safetensors():
-        whole = accelerate.big_modeling.dispatch_model(Model(), {"": "cpu"})
-    assert not hasattr(whole, "_overwire_offloaded") and torch.equal(outputs(whole), reference)
-
-
 def test_a_pipeline_of_models() -> None:
     """Each model of it is streamed, through one ring; one without lists of modules stays on the device."""
 

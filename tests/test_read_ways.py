@@ -82,8 +82,11 @@ def test_a_load_has_its_own_way(tmp_path: Path) -> None:
         ow.load_file(tmp_path / "m", framework="np", read="sideways")
     with pytest.raises(ow.ArgumentError, match="expected 'auto'"):
         ow.load_file(tmp_path / "m", framework="np", read=True)  # type: ignore[arg-type]
+    distributed = pytest.importorskip("torch.distributed")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     with pytest.raises(ow.ArgumentError, match="OVERWIRE_READ"):
-        ow.load_file(tmp_path / "m", framework="np", read="gds", group=object())
+        ow.load_file(tmp_path / "m", framework="np", read="gds", group=distributed.group.WORLD)
+    distributed.destroy_process_group()
     real = ow.doctor()["gpudirect_storage"]
     assert real["why"] and isinstance(real["real"], bool)
 

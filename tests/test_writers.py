@@ -189,9 +189,11 @@ def test_no_python_code_writes_by_itself() -> None:
     import re
 
     folder = Path(ow.__file__).parent
+    # A bundle's old container gets its second name so where a file system has no links.
+    allowed = {folder / "bundles/bundle.py": ["os.rename"]}
     for path in folder.rglob("*.py"):
         found = re.findall(r"os\.(?:umask|replace|rename|renames)\b|shutil\.move|\.write_bytes\(|\.write_text\(", path.read_text())
-        assert not found, (path, found)
+        assert found == allowed.get(path, []), (path, found)
 
 
 def test_one_file_beside_an_index(tmp_path: Path) -> None:

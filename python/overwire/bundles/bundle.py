@@ -249,8 +249,11 @@ def _take_back(target: str, container: str) -> None:
     previous = layout.previous_of(container)
     with contextlib.suppress(OSError):
         if os.path.exists(previous) and _fits(previous, _digest(target)):
-            os.replace(previous, os.path.realpath(container))
-            os.unlink(previous)  # two names of one file: the system replaces nothing
+            path = os.path.realpath(container)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # readers take the previous one from here on
+            os.link(previous, path)
+            os.unlink(previous)
 
 
 def _digest(path: str) -> str:
