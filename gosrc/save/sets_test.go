@@ -291,6 +291,26 @@ func TestConvertEveryModelOfAFolder(t *testing.T) {
 	}
 }
 
+// Promise: shards of a variant belong to it in either writing: a save or a conversion of the
+// default model over its old files leaves them alone.
+func TestAVariantIsAnotherFamily(t *testing.T) {
+	dir := t.TempDir()
+	for k, path := range []string{"model-00001-of-00002.fp16.safetensors", "model-00002-of-00002.fp16.safetensors"} {
+		write(t, Spec{Path: filepath.Join(dir, path)}, of(2, 2)[k:k+1])
+	}
+	variant := filepath.Join(dir, "model.safetensors.index.fp16.json")
+	put(t, dir, map[string]string{filepath.Base(variant): `{"weight_map":{"a":"model-00001-of-00002.fp16.safetensors","b":"model-00002-of-00002.fp16.safetensors"}}`})
+	for _, shard := range []int64{1500, 1 << 20, 1500} { // several files, one, several
+		write(t, Spec{Path: filepath.Join(dir, "model.safetensors"), Shard: shard}, of(1, 2))
+		same(t, of(2, 2), read(t, variant))
+	}
+	for range 2 {
+		convert(t, []string{dir}, dir, Spec{Compress: true})
+		same(t, of(1, 2), read(t, dir))
+		same(t, of(2, 2), read(t, variant))
+	}
+}
+
 // Promise: an index of which a shard is missing is not converted: nothing is written, and
 // both are named.
 func TestConvertNoIndexWithoutItsShards(t *testing.T) {

@@ -44,7 +44,6 @@ var (
 	indexName = regexp.MustCompile(`^(.+)\.safetensors(?:\.([^.]+))?\.index(?:\.([^.]+))?\.json$`)
 	shardName = regexp.MustCompile(`^(.*)-(\d{1,9})-of-(\d{1,9})(?:\.([^.]+))?$`)
 	markedEnd = regexp.MustCompile(`-ow[0-9a-f]{8}$`)
-	nameParts = regexp.MustCompile(`^(.*?)(-ow[0-9a-f]{8})?((?:-\d{1,9}-of-\d{1,9}(?:\.[^.]+)?)?\.safetensors)$`)
 )
 
 // Parse takes a name apart; ok is false for names of other files, and hidden ones.
@@ -101,19 +100,38 @@ func Mark() string {
 
 // WithMark returns the name with another mark, or without one.
 func WithMark(name, mark string) string {
-	m := nameParts.FindStringSubmatch(name)
-	if m == nil {
+	stem, rest, ok := divide(name)
+	if !ok {
 		return name
 	}
-	return m[1] + mark + m[3]
+	return stem + mark + rest
 }
 
-// Family is what the names of all files of one model begin with: without mark, number and
-// extension.
+// Family is what tells the files of one model from others: their names without mark,
+// number and extension. A variant has the same one in both writings.
 func Family(name string) string {
-	m := nameParts.FindStringSubmatch(name)
-	if m == nil {
+	stem, rest, ok := divide(name)
+	if !ok {
 		return name
 	}
-	return m[1]
+	if n, _ := Parse(stem + Extension); n.Variant == "" {
+		if n, _ = Parse(stem + rest); n.Variant != "" {
+			return stem + "." + n.Variant
+		}
+	}
+	return stem
+}
+
+// divide takes the name of a file of weights apart where its mark is.
+func divide(name string) (stem, rest string, ok bool) {
+	n, ok := Parse(name)
+	if !ok || n.Index {
+		return name, "", false
+	}
+	base := strings.TrimSuffix(name, Extension)
+	stem = base
+	if m := shardName.FindStringSubmatch(base); m != nil && n.Of > 0 {
+		stem = m[1]
+	}
+	return markedEnd.ReplaceAllString(stem, ""), name[len(stem):], true
 }

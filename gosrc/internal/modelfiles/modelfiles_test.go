@@ -35,7 +35,9 @@ func TestNames(t *testing.T) {
 		"model.safetensors":                           {"model-ow00000000.safetensors", "model"},
 		"model-00002-of-00004.safetensors":            {"model-ow00000000-00002-of-00004.safetensors", "model"},
 		"model-ow0123abcd-00002-of-00004.safetensors": {"model-ow00000000-00002-of-00004.safetensors", "model"},
-		"model-00002-of-00004.fp16.safetensors":       {"model-ow00000000-00002-of-00004.fp16.safetensors", "model"},
+		"model-00002-of-00004.fp16.safetensors":       {"model-ow00000000-00002-of-00004.fp16.safetensors", "model.fp16"},
+		"model.fp16-00002-of-00004.safetensors":       {"model.fp16-ow00000000-00002-of-00004.safetensors", "model.fp16"},
+		"a-1-of-2.v.safetensors":                      {"a-1-of-2.v-ow00000000.safetensors", "a-1-of-2.v"},
 		"model.fp16.safetensors":                      {"model.fp16-ow00000000.safetensors", "model.fp16"},
 		"config.json":                                 {"config.json", "config.json"},
 	} {
