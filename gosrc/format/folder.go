@@ -58,7 +58,7 @@ func families(paths []string) (all []*family, unlisted []string) {
 		key := n
 		key.Number = 0
 		f := by[key]
-		if f == nil {
+		if f == nil || n.Index { // of several indexes each is a model
 			f = &family{Name: n}
 			by[key] = f
 			all = append(all, f)

@@ -7,11 +7,13 @@ import (
 	"errors"
 	"io/fs"
 	"os"
+	"path/filepath"
 	"slices"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 )
 
 // files is the destination of a save to local files.
@@ -135,10 +137,33 @@ func (w *writer) replaced(ctx context.Context, parts []part) (old []string) {
 			kept[real] = true
 		}
 	}
+	if index := last.path; last.listing != nil {
+		w.keepListed(ctx, kept, index)
+	} else {
+		w.keepListed(ctx, kept, indexPath(path))
+	}
 	return slices.DeleteFunc(old, func(p string) bool {
 		st, err := os.Lstat(p)
 		return kept[p] || err != nil || !st.Mode().IsRegular()
 	})
+}
+
+// keepListed adds the files that the other indexes beside an index list: they belong to
+// other models, whatever their names are.
+func (w *writer) keepListed(ctx context.Context, kept map[string]bool, index string) {
+	dir := atomicfile.Folder(index)
+	entries, _ := os.ReadDir(dir)
+	for _, e := range entries {
+		n, ok := modelfiles.Parse(e.Name())
+		if !ok || !n.Index || e.Name() == filepath.Base(index) {
+			continue
+		}
+		if set := w.oldSet(ctx, join(dir, e.Name())); set != nil {
+			for _, name := range set.Files {
+				kept[join(dir, name)] = true
+			}
+		}
+	}
 }
 
 // oldSet is what a local index says; nil if there is none that can be read.

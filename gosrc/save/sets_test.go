@@ -311,6 +311,34 @@ func TestAVariantIsAnotherFamily(t *testing.T) {
 	}
 }
 
+// Promise: each index of a folder is a model, also two of one variant: all are converted, and
+// no file goes that another index lists.
+func TestTwoIndexesOfOneFamily(t *testing.T) {
+	dir := t.TempDir()
+	want := map[string]byte{"model.safetensors.index.json": 1, "model.safetensors.index.fp16.json": 2, "model.fp16.safetensors.index.json": 3}
+	for _, name := range []string{"model.safetensors.index.json", "model.safetensors.index.fp16.json", "model.fp16.safetensors.index.json"} {
+		k := want[name]
+		file := []string{"", "model-00001-of-00001.safetensors", "model-00001-of-00001.fp16.safetensors", "model.fp16-00001-of-00001.safetensors"}[k]
+		write(t, Spec{Path: filepath.Join(dir, file)}, of(k, 1))
+		put(t, dir, map[string]string{name: `{"weight_map":{"a":"` + file + `"}}`})
+	}
+	other := filepath.Join(t.TempDir(), "out")
+	for _, dst := range []string{other, other, dir, dir} {
+		convert(t, []string{dir}, dst, Spec{Compress: true})
+		for name, k := range want {
+			same(t, of(k, 1), read(t, filepath.Join(dst, name)))
+		}
+	}
+	write(t, Spec{Path: filepath.Join(dir, "model.fp16.safetensors"), Shard: 1 << 20}, of(4, 1))
+	same(t, of(2, 1), read(t, filepath.Join(dir, "model.safetensors.index.fp16.json")))
+	if err := os.Remove(filepath.Join(other, "model.safetensors.index.json")); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := openModel(bg, []string{other}, format.Access{}, false); !errors.Is(err, errs.ErrArgument) {
+		t.Errorf("two indexes of one variant: %v", err)
+	}
+}
+
 // Promise: an index of which a shard is missing is not converted: nothing is written, and
 // both are named.
 func TestConvertNoIndexWithoutItsShards(t *testing.T) {
