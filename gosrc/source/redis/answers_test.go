@@ -65,6 +65,7 @@ func TestHostile(t *testing.T) {
 	for name, says := range map[string]map[string]string{
 		"a short key":           {"scan": "*2\r\n$1\r\n0\r\n*1\r\n$1\r\na\r\n"},
 		"another key":           {"scan": "*2\r\n$1\r\n0\r\n*1\r\n$12\r\nb-long-key:0\r\n"},
+		"a list stands still":   {"scan": "*2\r\n$1\r\n7\r\n*0\r\n"},
 		"an array":              {"scan": "*2\r\n$1\r\n0\r\n*1000000000000000\r\n"},
 		"an array of the bound": {"scan": "*1048577\r\n"},
 		"a negative array":      {"scan": "*-7\r\n"},
@@ -94,6 +95,9 @@ func TestHostile(t *testing.T) {
 			}
 			if !errors.Is(err, class) || spawn.Poisoned() != nil {
 				t.Fatal(err)
+			}
+			if name == "a list stands still" && !strings.Contains(err.Error(), name[2:]) {
+				t.Fatal("asked for a million answers:", err)
 			}
 		})
 	}

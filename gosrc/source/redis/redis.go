@@ -158,10 +158,14 @@ func scan(ctx context.Context, c *redis.Client, key string) ([]string, error) {
 		if all = append(all, some...); len(all) > most || size > mostNames {
 			return nil, errs.New(errs.ErrNotSupported, "more than %d keys begin with this one, or they have more than %d bytes", most, mostNames)
 		}
-		if cursor = next; cursor == 0 {
+		switch {
+		case next == 0:
 			slices.Sort(all)
 			return slices.Compact(all), nil // a scan may repeat a key
+		case next == cursor:
+			return nil, foreign("its list stands still at %d", next)
 		}
+		cursor = next
 	}
 	return nil, foreign("it lists keys without an end")
 }
