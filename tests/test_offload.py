@@ -230,3 +230,197 @@ def test_blocks_are_cut_where_lists_cover_them() -> None:
     model.stages = torch.nn.ModuleList([stage, mixed])
     with ow.offload(model, "cpu") as offloaded:
         assert offloaded.blocks == ["stages.0.blocks.0", "stages.0.blocks.1", "stages.0.blocks.2", "stages.1"]
+
+
+class Plain(torch.nn.Module):
+    """Layers, a buffer that no file has, and tied ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = torch.nn.Linear(8, 8)
+        self.register_buffer("scale", torch.arange(8.0) + 1, persistent=False)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+        self.last = torch.nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x) * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+X = torch.linspace(-1, 1, 24).reshape(3, 8)
+
+
+def to_meta(model: torch.nn.Module, buffers: bool) -> torch.nn.Module:
+    meta = {}
+    for part in model.modules():
+        for name, value in part._parameters.items():
+            part._parameters[name] = meta.setdefault(id(value), torch.nn.Parameter(value.to("meta")))
+        if buffers:
+            part._buffers.update({name: value.to("meta") for name, value in part._buffers.items()})
+    return model
+
+
+@pytest.mark.parametrize("compress", [True, False])
+def test_a_model_on_meta_keeps_what_it_has_and_its_ties(tmp_path: Path, compress: bool) -> None:
+    """Buffers with values that no file has keep them, tied weights stay tied."""
+    model = Plain()
+    ow.save_model(model, tmp_path / "m.safetensors", compress=compress)
+    empty = to_meta(Plain(), buffers=False)
+    with ow.offload(empty, "cpu", source=tmp_path / "m.safetensors"), torch.no_grad():
+        assert torch.equal(empty(X), model(X))
+        assert empty.last.weight is empty.first.weight
+
+
+def test_a_source_without_values_for_meta_buffers_is_refused(tmp_path: Path) -> None:
+    """No buffer gets whatever lay in its memory, and the model stays on meta."""
+    ow.save_model(Plain(), tmp_path / "m.safetensors")
+    empty = to_meta(Plain(), buffers=True)
+    with pytest.raises(ow.ModelMismatchError, match="lacks 1 weights of the model: scale"):
+        ow.offload(empty, "cpu", source=tmp_path / "m.safetensors")
+    empty = to_meta(Plain(), buffers=False)
+    before = list(empty.parameters())
+    with pytest.raises(ow.OutOfMemoryError):
+        ow.offload(empty, "cpu", source=tmp_path / "m.safetensors", max_memory=100)
+    assert all(now is then and now.is_meta for now, then in zip(empty.parameters(), before, strict=True))
+
+
+def test_blocks_may_share_modules_and_run_in_several_places() -> None:
+    """A layer that a list has several times is one block; weights that blocks share stay."""
+    model = Plain()
+    layer = torch.nn.Sequential(model.layers[0], torch.nn.ReLU(), model.layers[1])
+    other = torch.nn.Sequential(model.layers[2], layer[1], model.layers[1])
+    model.layers = torch.nn.ModuleList([layer, other, layer])
+    with torch.no_grad():
+        expected = model(X)
+        with ow.offload(model, "cpu", blocks=["layers"]) as offloaded:
+            assert torch.equal(model(X), expected)
+            assert offloaded.blocks == ["layers.0", "layers.1"]
+            assert layer[2].weight.sum() == other[2].weight.sum()
+    with pytest.raises(ow.ArgumentError, match=r"'layers.0.0' is a part of block 'layers.0'"):
+        ow.offload(model, "cpu", blocks=["layers.0", "layers.0.0"])
+    with pytest.raises(ow.ArgumentError, match="expected modules or their names"):
+        ow.offload(model, "cpu", blocks="layers")
+
+
+def test_memory_that_was_freed_is_refused() -> None:
+    """Tensors that sleep cannot be offloaded."""
+    model = Plain()
+    with ow.sleep(model), pytest.raises(ow.ArgumentError, match="its memory was freed"):
+        ow.offload(model, "cpu")
+
+
+class Shows(torch.nn.Module):
+    """Returns what it is asked to in a dict; its weight is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(8), requires_grad=False)
+
+    def forward(self, x: list[torch.Tensor]) -> dict[str, Any]:
+        return {"x": [x[0] * self.weight[0]], "weight": self.weight[0]}
+
+
+def test_what_would_change_later_is_found_in_nested_outputs() -> None:
+    """Neither a part of the weights nor a graph that needs them leaves a block."""
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(Shows() for _ in range(3))
+    with ow.offload(model, "cpu"):
+        with torch.no_grad(), pytest.raises(ow.NotSupportedError, match="returns a part of its weights"):
+            model.layers[0]([X])
+        with pytest.raises(ow.NotSupportedError, match="a forward with gradients"):
+            model.layers[0]([X.clone().requires_grad_()])
+
+
+def test_parameters_are_those_of_before_also_for_autograd() -> None:
+    """An offload within inference mode leaves a model that can be trained."""
+    model = Plain()
+    with torch.inference_mode(), ow.offload(model, "cpu"):
+        model(X)
+    model(X).sum().backward()
+    with torch.inference_mode():
+        made_there = Plain()
+    with torch.no_grad(), pytest.raises(ow.NotSupportedError, match="made in inference mode"):
+        ow.offload(made_there, "cpu")
+    with torch.inference_mode(), ow.offload(made_there, "cpu"):
+        assert torch.equal(made_there(X), model(X))
+    assert all(parameter.is_inference() for parameter in made_there.parameters())
+
+
+def test_threads_that_wait_for_each_others_slots_end() -> None:
+    """Two threads, each in a block that calls another, with two slots: one of them is refused."""
+    barrier = threading.Barrier(2)
+
+    class Caller(torch.nn.Linear):
+        inner: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.inner:
+                barrier.wait(10)
+                return self.inner[0](super().forward(x))
+            return super().forward(x)
+
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(Caller(8, 8) for _ in range(4))
+    model.layers[0].inner, model.layers[1].inner = [model.layers[2]], [model.layers[3]]
+    results: list[Any] = []
+
+    def run(at: int) -> None:
+        try:
+            with torch.no_grad():
+                results.append(model.layers[at](X).shape)
+        except ow.NotSupportedError as error:
+            results.append(str(error))
+
+    with ow.offload(model, "cpu"):
+        threads = [threading.Thread(target=run, args=(at,), daemon=True) for at in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    assert sorted(isinstance(one, str) for one in results) == [False, True]
+
+
+def test_an_interrupt_between_any_steps_of_a_parameter_leaves_it_whole() -> None:
+    """Ctrl-C may come while a parameter goes away or comes back: the next try ends it."""
+    import sys
+
+    from overwire.offloading import away
+
+    memory = torch.arange(4.0)
+
+    def interrupted(at: int, work: Any, *args: Any) -> None:
+        steps = 0
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal steps
+            if frame.f_code in (away.bring.__code__, away.send_away.__code__):
+                frame.f_trace_opcodes = True
+                if event == "opcode":
+                    steps += 1
+                    if steps == at:
+                        raise KeyboardInterrupt
+                return trace
+            return None
+
+        sys.settrace(trace)
+        try:
+            work(*args)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+
+    for at in range(1, 60):
+        parameter = torch.nn.Parameter(memory.clone())
+        record = away.record_of(parameter, "p", torch.device("cpu"))
+        interrupted(at, away.send_away, parameter, record)
+        away.send_away(parameter, record)
+        assert away.is_away(parameter) and isinstance(parameter, torch.nn.Parameter)
+        interrupted(at, away.bring, parameter, memory)
+        if away.is_away(parameter):
+            away.bring(parameter, memory)
+        assert type(parameter) is torch.nn.Parameter and torch.equal(parameter, memory)

@@ -45,29 +45,39 @@ def record_of(parameter: torch.Tensor, name: str, device: torch.device) -> Recor
 
 
 def send_away(parameter: torch.Tensor, record: Record) -> None:
-    """Takes a parameter's memory, until `bring`."""
-    parameter.data = record.empty
-    parameter.__dict__[_RECORD] = record
-    parameter.__class__ = _away_class(type(parameter))
+    """Takes a parameter's memory, until `bring`. Does nothing to one that is away."""
+    # Ctrl-C may come between any two steps here and in `bring`: each is done again then.
+    if type(parameter) not in _KINDS:
+        parameter.__dict__[_RECORD] = record
+        parameter.data = record.empty
+        parameter.__class__ = _away_class(type(parameter))
 
 
 def bring(parameter: torch.Tensor, memory: torch.Tensor) -> None:
     """Gives a parameter that is away its class and memory."""
-    del parameter.__dict__[_RECORD]
-    parameter.__class__ = type(parameter).__bases__[0]
+    kind = _KINDS.get(type(parameter))
+    if kind is not None:
+        parameter.__class__ = kind
     parameter.data = memory
+    parameter.__dict__.pop(_RECORD, None)
 
 
 def is_away(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is away."""
+    """Whether a parameter is away, or on its way."""
     return _RECORD in parameter.__dict__
+
+
+# The class of a parameter that is not away, by the one that it has meanwhile.
+_KINDS: dict[type, type] = {}
 
 
 @cache
 def _away_class(kind: type) -> type:
     # A subclass of the parameter's own class, so that isinstance says what it did.
     fields = {"__module__": kind.__module__, "__torch_function__": classmethod(_answer), "__repr__": _describe}
-    return type(kind)(kind.__name__, (kind,), fields)
+    away = type(kind)(kind.__name__, (kind,), fields)
+    _KINDS[away] = kind
+    return away
 
 
 def _answer(

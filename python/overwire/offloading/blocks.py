@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ArgumentError, NotSupportedError
+from ..frameworks.memory import check_memory
 from ..frameworks.torch import SAVED
 from ..verbs.sleeping import _dense
 
@@ -46,13 +47,14 @@ def find_blocks(model: torch.nn.Module, blocks: Iterable[Any] | None, prefix: st
     modules, where a child with more than a sixteenth of the model is cut further.
 
     Raises ArgumentError for what is no module of the model, for blocks that contain one
-    another, and where there is no list; NotSupportedError for a compiled model and for
+    another, for memory that was freed, and where there is no list; NotSupportedError for a compiled model and for
     parameters that are made of other tensors.
     """
     if hasattr(model, "_orig_mod"):
         raise NotSupportedError(
             "overwire: offload: a model compiled as a whole: compile its blocks, or offload before and compile these"
         )
+    _check_memory(model)
     names = {module: name for name, module in model.named_modules()}
     chosen = (
         _named(model, names, blocks) if blocks is not None else list(_cut(model, _LARGEST_SHARE * _bytes_of(model)))
@@ -62,12 +64,11 @@ def find_blocks(model: torch.nn.Module, blocks: Iterable[Any] | None, prefix: st
         raise ArgumentError(
             f"overwire: offload: {kind} has no ModuleList with parameters: say what its blocks are, blocks=[...]"
         )
-    seen: set[torch.nn.Module] = set()
+    chosen = list(ones := dict.fromkeys(chosen))  # a block may run in several places
     for module in chosen:
-        inside = set(module.modules())
-        if inside & seen:
-            raise ArgumentError(f"overwire: offload: block {names[module]!r} shares modules with another block")
-        seen |= inside
+        for inner in module.modules():
+            if inner is not module and inner in ones:
+                raise ArgumentError(f"overwire: offload: block {names[inner]!r} is a part of block {names[module]!r}")
     owners = _owners(model, chosen)
     return [
         Block(prefix + names[module], module, list(weights_of(module, prefix + names[module], owners)))
@@ -103,7 +104,9 @@ def choose_kept(blocks: Sequence[Block], keep: int) -> set[int]:
 
 
 def _named(model: torch.nn.Module, names: dict[torch.nn.Module, str], blocks: Iterable[Any]) -> list[torch.nn.Module]:
-    modules = []
+    modules: list[torch.nn.Module] = []
+    if isinstance(blocks, str) or not isinstance(blocks, Iterable):
+        raise ArgumentError(f"overwire: offload: blocks: expected modules or their names, got {blocks!r}")
     for block in blocks:
         module = block
         if isinstance(block, str):
@@ -115,7 +118,7 @@ def _named(model: torch.nn.Module, names: dict[torch.nn.Module, str], blocks: It
             raise ArgumentError(
                 f"overwire: offload: blocks: {block if isinstance(block, str) else type(block).__name__!r} is no part of the model"
             )
-        modules.append(module)
+        modules += module if isinstance(module, torch.nn.ModuleList) else [module]  # no one calls a list
     return modules
 
 
@@ -139,13 +142,16 @@ def _bytes_of(module: torch.nn.Module) -> int:
 def _owners(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> dict[int, int]:
     # By id, in how many places a parameter or a part of its memory is used: blocks, and all
     # that is in none. One that two use, tied weights, cannot go with one of them.
-    inside = {module: at for at, block in enumerate(blocks) for module in block.modules()}
+    inside: dict[torch.nn.Module, set[int]] = {}
+    for at, block in enumerate(blocks):
+        for module in block.modules():
+            inside.setdefault(module, set()).add(at)
     places: dict[int, set[int]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for tensor in [*module._parameters.values(), *module._buffers.values()]:
             if tensor is not None:
-                places.setdefault(id(tensor), set()).add(inside.get(module, -1))
+                places.setdefault(id(tensor), set()).update(inside.get(module, {-1}))
                 tensors[id(tensor)] = tensor
     spans = sorted(
         (str(t.device), t.data_ptr(), t.data_ptr() + _extent(t), key)
@@ -161,6 +167,13 @@ def _owners(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> dict[i
         if reach[0] != device or high > reach[1]:
             reach = (device, high, key)
     return counts
+
+
+def _check_memory(model: torch.nn.Module) -> None:
+    # ArgumentError where memory was freed, as that of tensors that sleep.
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.layout is torch.strided and tensor.device.type != "meta" and not hasattr(tensor, "__tensor_flatten__"):
+            check_memory(tensor, f"overwire: offload: {name!r}", name)
 
 
 def _extent(tensor: torch.Tensor) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,7 +39,8 @@ class Offloaded:
 
     __module__ = "overwire"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, inference: bool) -> None:
+        # inference: the tensors were made in inference mode, and stay such ones.
         #: Bytes of the weights that are streamed, and of host memory that they take.
         self.nbytes: int = 0
         self.stored: int = 0
@@ -50,6 +51,7 @@ class Offloaded:
         #: Names of the blocks that are streamed, in the order of the model.
         self.blocks: list[str] = []
         self._device = device
+        self._inference = inference
         self._away: list[_Away] = []
         self._moved: list[tuple[torch.Tensor, torch.device]] = []
         self._hooks: list[Any] = []
@@ -63,12 +65,22 @@ class Offloaded:
         no memory, CorruptError for stored bytes that have changed; what is not back yet
         stays away, and `close` can be called again.
         """
-        from .away import bring, is_away
-        from .ring import Ring
+        import torch
 
         if self._ring is not None:
             self._ring.close()
         self._ring = None
+        with torch.inference_mode(self._inference), torch.no_grad():
+            self._put_back()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.nbytes = self.stored = self.ring = self.kept = 0
+
+    def _put_back(self) -> None:
+        from .away import bring, is_away
+        from .ring import Ring
+
         while self._away:
             one = self._away[-1]
             ring = Ring([one.stored], self._device, 1)
@@ -82,14 +94,11 @@ class Offloaded:
             ring.release(0)
             ring.close()
             self._away.pop()
+        copies: dict[tuple[Any, ...], torch.Tensor] = {}
         while self._moved:
             tensor, device = self._moved[-1]
-            tensor.data = _copy_to(tensor.data, device)
+            tensor.data = _copy_once(tensor.data, device, copies)
             self._moved.pop()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self.nbytes = self.stored = self.ring = self.kept = 0
 
     def _take(
         self, blocks: list[Block], kept: set[int], limit: int, fill: Callable[[list[Weight]], list[torch.Tensor]]
@@ -116,17 +125,14 @@ class Offloaded:
             self._send_away(len(self._away) - 1)
 
     def _move(self, tensors: Iterable[torch.Tensor]) -> None:
-        # Tensors of the same memory share it on the device, too.
         copies: dict[tuple[Any, ...], torch.Tensor] = {}
         for tensor in tensors:
             if tensor.device == self._device:
                 continue
             before = tensor.data
-            key = (before.device, before.data_ptr(), before.dtype, before.shape, before.stride())
-            if key not in copies:
-                copies[key] = _copy_to(before, self._device)
-            tensor.data = copies[key]
+            copy = _copy_once(before, self._device, copies)
             self._moved.append((tensor, before.device))
+            tensor.data = copy
 
     def _run_by(self, slots: int) -> None:
         # Lets the blocks fetch their weights.
@@ -163,10 +169,7 @@ class Offloaded:
             return
         block, stored, _, views_of = self._away[at]
         if torch.is_grad_enabled() and _needs_grad(module, args, kwargs):
-            raise NotSupportedError(
-                f"overwire: offload: {block.name}: a forward with gradients, whose weights are away when they are needed again: "
-                "use torch.inference_mode() or torch.no_grad()"
-            )
+            raise _with_gradients(block.name)
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise NotSupportedError(
                 f"overwire: offload: {block.name}: a CUDA graph cannot hold weights that come and go"
@@ -189,20 +192,21 @@ class Offloaded:
         with ring.lock:
             if ring.release(at):
                 self._send_away(at)
-        for value in output if isinstance(output, (tuple, list)) else [output]:
-            if isinstance(value, torch.Tensor) and ring.owns(value):
-                name = self._away[at].block.name
+        name = self._away[at].block.name
+        for value in _tensors_in(output):
+            if ring.owns(value):
                 raise NotSupportedError(
                     f"overwire: offload: {name} returns a part of its weights, which go away: give it to keep="
                 )
+            if torch.is_grad_enabled() and value.requires_grad:
+                raise _with_gradients(name)
 
     def _send_away(self, at: int) -> None:
-        from .away import is_away, send_away
+        from .away import send_away
 
         one = self._away[at]
         for weight, record in zip(one.block.weights, one.records, strict=True):
-            if not is_away(weight.parameter):
-                send_away(weight.parameter, record)
+            send_away(weight.parameter, record)
 
     def __repr__(self) -> str:
         state = (
@@ -252,7 +256,8 @@ def offload(
     NotSupportedError that names the parameter. Weights that several modules share, those of
     dtypes that files lack, and views of others' memory stay on the device.
 
-    Returns an `Offloaded`. Raises, with the model as it was, ArgumentError; NotSupportedError
+    Returns an `Offloaded`. Raises, with the model as it was (where it had weights beside those of a
+    source, with some of either), ArgumentError, also for memory that was freed; NotSupportedError
     for parameters that are made of other tensors and for a model that is compiled as a
     whole; ModelMismatchError for a source that lacks weights; OutOfMemoryError for
     max_memory, host and device; and what `load_file` raises. A forward with gradients, or in
@@ -269,20 +274,20 @@ def offload(
     models = _models_of(model)
     if len(models) != 1 and (source is not None or blocks is not None):
         raise ArgumentError("overwire: offload: source= and blocks= go with one model, not with a pipeline")
+    inference = any(t.is_inference() for part in models.values() for t in [*part.parameters(), *part.buffers()])
+    if inference and not torch.is_inference_mode_enabled():
+        raise NotSupportedError("overwire: offload: a model that was made in inference mode runs only there: offload it there")
+    offloaded = Offloaded(torch.device(check_device(device, frame)), inference)
     weights = _Source(models[""], source) if source is not None else None
-    found = [block for name, part in models.items() for block in _blocks_of(part, blocks, name, len(models) > 1)]
-    offloaded = Offloaded(torch.device(check_device(device, frame)))
-    streamed = {id(weight.parameter) for block in found for weight in block.weights}
-    kept = choose_kept(found, budget)
-    staying = {id(weight.parameter) for at in kept for weight in found[at].weights}
-    rest = [
-        t
-        for part in models.values()
-        for t in [*part.parameters(), *part.buffers()]
-        if id(t) not in streamed - staying
-    ]
     try:
-        with torch.no_grad():
+        with torch.inference_mode(inference), torch.no_grad():
+            if weights is not None:
+                weights.give_memory()
+            found = [block for name, part in models.items() for block in _blocks_of(part, blocks, name, len(models) > 1)]
+            kept = choose_kept(found, budget)
+            streamed = {id(weight.parameter) for at, block in enumerate(found) if at not in kept for weight in block.weights}
+            whole = [t for part in models.values() for t in [*part.parameters(), *part.buffers()]]
+            rest = [tensor for tensor in whole if id(tensor) not in streamed]
             offloaded._move(rest)
             if weights is not None:
                 weights.load(rest)
@@ -290,6 +295,8 @@ def offload(
             offloaded._run_by(slots)
     except BaseException:
         offloaded.close()
+        if weights is not None:
+            weights.take_memory()
         raise
     return offloaded
 
@@ -300,12 +307,10 @@ class _Source:
     def __init__(self, model: torch.nn.Module, source: SourceLike) -> None:
         from ..verbs.open import safe_open
 
-        if any(parameter.device.type == "meta" for parameter in model.parameters()):
-            model.to_empty(device="cpu")  # memory that is not touched takes none
-            if callable(tie := getattr(model, "tie_weights", None)):
-                tie()
         self._file = safe_open(source, framework="pt")
-        stored = set(self._file.keys())
+        self._tables: list[dict[str, Any]] = [table for part in model.modules() for table in (part._parameters, part._buffers)]
+        self._placeholders: list[tuple[Any, str, torch.Tensor]] = []  # of the meta device
+        stored, state = set(self._file.keys()), model.state_dict(keep_vars=True)
         self._names: dict[int, str] = {}
         wanted: dict[int, str] = {}
         for name, tensor in [
@@ -314,12 +319,34 @@ class _Source:
         ]:
             if name in stored:
                 self._names[id(tensor)] = name
-            elif name in model.state_dict(keep_vars=True):
+            elif name in state or tensor.device.type == "meta":
                 wanted.setdefault(id(tensor), name)
         if missing := [name for key, name in wanted.items() if key not in self._names]:
             raise ModelMismatchError(
                 f"overwire: offload: {source} lacks {len(missing)} weights of the model: {', '.join(sorted(missing)[:5])}"
             )
+
+    def give_memory(self) -> None:
+        """Puts a tensor of the host in the place of each of the meta device, under all its names."""
+        import torch
+
+        made: dict[int, torch.Tensor] = {}
+        for table in self._tables:
+            for key, old in table.items():
+                if old is None or old.device.type != "meta":
+                    continue
+                if id(old) not in made:  # memory that is not touched takes none
+                    new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cpu")
+                    made[id(old)] = torch.nn.Parameter(new, old.requires_grad) if isinstance(old, torch.nn.Parameter) else new
+                    self._names[id(made[id(old)])] = self._names[id(old)]
+                self._placeholders.append((table, key, old))
+                table[key] = made[id(old)]
+
+    def take_memory(self) -> None:
+        """Undoes `give_memory`."""
+        while self._placeholders:
+            table, key, old = self._placeholders.pop()
+            table[key] = old
 
     def load(self, tensors: Iterable[torch.Tensor]) -> None:
         self._file.load_into([(self._names[id(t)], None, t.data) for t in tensors if id(t) in self._names])
@@ -344,11 +371,10 @@ def _models_of(model: Any) -> dict[str, torch.nn.Module]:
     if isinstance(model, torch.nn.Module):
         return {"": model}
     components = getattr(model, "components", None)
-    models = (
-        {name: part for name, part in components.items() if isinstance(part, torch.nn.Module)}
-        if isinstance(components, Mapping)
-        else {}
-    )
+    models: dict[str, torch.nn.Module] = {}
+    for name, part in components.items() if isinstance(components, Mapping) else ():
+        if isinstance(part, torch.nn.Module) and part not in models.values():
+            models[name] = part
     if not models:
         raise ArgumentError(
             f"overwire: offload: expected a torch.nn.Module or a diffusers pipeline, got {type(model).__name__}"
@@ -367,6 +393,14 @@ def _blocks_of(model: torch.nn.Module, blocks: Iterable[Any] | None, name: str, 
         raise
 
 
+def _copy_once(tensor: torch.Tensor, device: torch.device, copies: dict[tuple[Any, ...], torch.Tensor]) -> torch.Tensor:
+    # Tensors of the same memory share it there, too.
+    key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), device)
+    if key not in copies:
+        copies[key] = _copy_to(tensor, device)
+    return copies[key]
+
+
 def _copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     # A copy of a tensor with its strides.
     import torch
@@ -383,11 +417,28 @@ def _needs_grad(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
     return any(getattr(value, "requires_grad", False) for value in [*args, *kwargs.values()])
 
 
+def _with_gradients(name: str) -> NotSupportedError:
+    return NotSupportedError(
+        f"overwire: offload: {name}: a forward with gradients, whose weights are away when they are needed again: "
+        "use torch.inference_mode() or torch.no_grad()"
+    )
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, Mapping)):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(one)
+
+
 def _frame_of_run(frame: FrameType) -> FrameType:
     # The frame that lasts as long as the module's call.
     one: FrameType | None = frame
     for _ in range(8):
-        if one is None or one.f_code.co_name == "_wrapped_call_impl":
+        if one is None or one.f_code.co_name in ("_call_impl", "_wrapped_call_impl"):
             break
         one = one.f_back
     return one or frame

@@ -66,6 +66,7 @@ class Ring:
         self.lock = threading.Condition(threading.RLock())
         self._following = {at: (at + 1) % len(blocks) for at in range(len(blocks))}
         self._previous: dict[int, int] = {}  # by thread: the block that it ran last
+        self._waiting: dict[int, int] = {}  # by thread: the block that it waits for
         count = min(count, len(blocks))
         slot_bytes = max((block.nbytes for block in blocks), default=0)
         staging_bytes = max((block.memory.nbytes for block in blocks), default=0)
@@ -81,19 +82,23 @@ class Ring:
         now on, until `release`. frame: see `Hold`. Begins to fetch the blocks that followed
         it the last time.
 
-        Raises CorruptError where stored bytes have changed, NotSupportedError where this
-        thread runs as many blocks within one another as there are slots.
+        Raises CorruptError where stored bytes have changed, NotSupportedError where those who
+        hold all slots wait for another: this thread, or several.
         """
         thread = threading.get_ident()
         with self.lock:
             while (slot := self._slot_of(at) or self._fetch(at)) is None:
                 if self._drop_stale_holds():
                     continue
-                if all(any(hold.thread == thread for hold in one.holds) for one in self._slots):
-                    raise NotSupportedError(
-                        f"overwire: offload: {len(self._slots)} blocks run within one another: give more slots="
-                    )
-                self.lock.wait(1.0)  # a thread that holds a slot may end without a word
+                self._waiting[thread] = at
+                try:
+                    if self._is_stuck():
+                        raise NotSupportedError(
+                            f"overwire: offload: {len(self._slots)} blocks run within one another: give more slots="
+                        )
+                    self.lock.wait(1.0)  # a thread that holds a slot may end without a word
+                finally:
+                    self._waiting.pop(thread, None)
             slot.holds.append(Hold(thread, frame, self._carrier.stream()))
             before = self._previous.get(thread)
             if before is not None and before != at:
@@ -158,6 +163,11 @@ class Ring:
         for block in wanted[1:]:
             if self._slot_of(block) is None and self._fetch(block, wanted) is None:
                 return
+
+    def _is_stuck(self) -> bool:
+        # Every slot is held by a thread that waits for a block that is in none.
+        waiting = {thread for thread, at in self._waiting.items() if self._slot_of(at) is None}
+        return all(any(hold.thread in waiting for hold in one.holds) for one in self._slots)
 
     def _drop_stale_holds(self) -> bool:
         # A run that Ctrl-C ended has called no hook: its frame is on no stack any more.
