@@ -149,6 +149,26 @@ def test_readers_see_old_or_new_wherever_a_save_stops(tmp_path: Path, monkeypatc
         assert not (tmp_path / "nya/x.safetensors.old").exists()
 
 
+def test_a_save_within_a_save_of_the_same_bundle_is_refused(tmp_path: Path) -> None:
+    """A callback or a signal handler that saves the bundle whose save it interrupts does not wait for itself."""
+    lock, errors = str(tmp_path / ".x.lock"), []
+
+    def both() -> None:
+        with turns.turn_of(lock):
+            try:
+                with turns.turn_of(lock):
+                    pass
+            except ow.ArgumentError as error:
+                errors.append(str(error))
+        with turns.turn_of(lock):
+            pass
+
+    thread = threading.Thread(target=both, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive() and "whose save it interrupts" in errors[0] and not list(tmp_path.iterdir())
+
+
 def test_two_writers_of_one_bundle_take_turns(tmp_path: Path, monkeypatch) -> None:
     """Of two saves of one path at the same time, one object stays, and nothing else in the folder."""
     path = tmp_path / "x.pkl"

@@ -75,7 +75,8 @@ def compress_pickle(
     third was gained; 1.0 if there are no tensors.
 
     Raises what pickle raises for objects that do not pickle, AccessError,
-    IOFailure, NotSupportedError for storages without bytes (meta).
+    IOFailure, NotSupportedError for storages without bytes (meta), ArgumentError where a
+    signal handler saves the very bundle whose save it interrupts.
     """
     return _save(obj, path, {}, compress, progress, storage_options)
 

@@ -10,22 +10,28 @@ import contextlib
 import errno
 import fcntl
 import os
+import threading
 from collections.abc import Iterator
 
+from ..errors import ArgumentError
 from ..jobs import log
 
 __all__ = ["turn_of"]
+
+# Lock files that threads of this process have, or wait for: device, inode, and the thread.
+_taken: set[tuple[int, int, int]] = set()
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextlib.contextmanager
 def turn_of(path: str) -> Iterator[None]:
-    """Waits until no one else is in a `turn_of` the same path. Raises OSError.
+    """Waits until no one else is in a `turn_of` the same path. Raises OSError, and
+    ArgumentError where the thread itself is in one: it would wait for itself.
 
     A file system without locks gets one line in the log: there the caller alone must write.
     """
-    number = _lock(path)
+    number, ours = _lock(path)
     try:
         yield
     finally:
@@ -33,26 +39,44 @@ def turn_of(path: str) -> Iterator[None]:
             os.unlink(path)
         with contextlib.suppress(OSError):
             fcntl.flock(number, fcntl.LOCK_UN)  # a child of fork may have the file open, too
+        _taken.discard(ours)
         os.close(number)
 
 
-def _lock(path: str) -> int:
+def _lock(path: str) -> tuple[int, tuple[int, int, int]]:
     while True:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            fcntl.flock(number, fcntl.LOCK_EX)
-            if _is_there(number, path):
-                return number
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                log.warning("%s: the file system has no locks (%s): let one process write this bundle", path, error.strerror)
-                return number
-            os.close(number)
-            raise
+            ours = _note(number, path)
         except BaseException:
             os.close(number)
             raise
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX)
+            if _is_there(number, path):
+                return number, ours
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                log.warning("%s: the file system has no locks (%s): let one process write this bundle", path, error.strerror)
+                return number, ours
+            _taken.discard(ours)
+            os.close(number)
+            raise
+        except BaseException:
+            _taken.discard(ours)
+            os.close(number)
+            raise
+        _taken.discard(ours)
         os.close(number)  # the writer before has removed it
+
+
+def _note(number: int, path: str) -> tuple[int, int, int]:
+    state = os.fstat(number)
+    ours = state.st_dev, state.st_ino, threading.get_ident()
+    if ours in _taken:
+        raise ArgumentError(f"overwire: {path}: a signal handler, or a callback, saves the bundle whose save it interrupts")
+    _taken.add(ours)
+    return ours
 
 
 def _is_there(number: int, path: str) -> bool:
