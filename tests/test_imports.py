@@ -80,6 +80,15 @@ def test_signal_handlers_wait(capsys: pytest.CaptureFixture[str]) -> None:
             signal.signal(signal.SIGALRM, signal.SIG_IGN)
             assert not ran
         assert ran == ["SIGUSR2", "SIGUSR1"] and signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
+
+        def expire(number: int, frame: object) -> None:
+            raise TimeoutError
+
+        signal.signal(signal.SIGALRM, expire)
+        with pytest.raises(TimeoutError), Undisturbed():  # what one handler raises stops no other
+            signal.raise_signal(signal.SIGALRM)
+            signal.raise_signal(signal.SIGUSR1)
+        assert ran[2:] == ["SIGUSR1"]
         with pytest.raises(KeyboardInterrupt), Undisturbed():
             signal.raise_signal(signal.SIGINT)
         assert all(signal.getsignal(n) is handlers[n] for n in (signal.SIGUSR1, signal.SIGUSR2))

@@ -75,6 +75,9 @@ class Undisturbed:
         finally:
             if self._handlers:
                 self.__exit__()  # Ctrl-C came
-        came, self._came = self._came, []
-        for number in came:
-            _signal.raise_signal(number)
+        while self._came:
+            try:
+                _signal.raise_signal(self._came.pop(0))
+            except BaseException:
+                self.__exit__()  # the handlers of the others
+                raise
