@@ -170,9 +170,9 @@ def _owners(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> dict[i
 
 
 def _check_memory(model: torch.nn.Module) -> None:
-    # ArgumentError where memory was freed, as that of tensors that sleep.
+    # ArgumentError where memory was freed, as that of tensors that sleep, or never was there.
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.layout is torch.strided and tensor.device.type != "meta" and not hasattr(tensor, "__tensor_flatten__"):
+        if tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__"):
             check_memory(tensor, f"overwire: offload: {name!r}", name)
 
 
