@@ -13,6 +13,7 @@ from typing import Any
 
 import group_blocks
 import overwire as ow
+import pytest
 import torch
 import torch.distributed as dist
 from overwire.distributed import group as grouping
@@ -142,7 +143,7 @@ def stopped(folder: Path) -> None:
 
 
 def freed(folder: Path) -> None:
-    """A group that has loaded is freed when it is destroyed, with its threads and descriptors."""
+    """A group that has loaded, or failed to, is freed when it is destroyed, with its threads and descriptors."""
     path = folder / "compressed.safetensors"
 
     def used() -> tuple[int, int]:
@@ -150,6 +151,8 @@ def freed(folder: Path) -> None:
         ow.load_file(path, group=group)
         dict(ow.stream(path, group=group))
         group_blocks.together(path, group=group)
+        with pytest.raises(ow.TensorNotFoundError):
+            ow.load_file(path, group=group, keys=["no such"])
         gone = weakref.ref(group)
         dist.destroy_process_group(group)
         del group

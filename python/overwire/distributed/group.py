@@ -71,18 +71,17 @@ class _Step:
     """Where a rank is in its verbs.
 
     token: begins the keys of the group's store; "" before the ranks have met. born: when this
-    was made, by the clock on the wall. number: of
-    collectives that have begun. agreed: how often the ranks have agreed. known: an error that
-    all ranks have. halt: what `look` has raised because of another rank's error. interrupt:
-    came while this rank waited; the others are to hear of it. failure: what they hear of when
-    they come, for which this rank waits `until` then. broken: why the ranks are out of step.
+    was made, by the clock on the wall. number: of collectives that have begun. agreed: how
+    often the ranks have agreed. depth: of verbs within verbs. known: an error that all ranks
+    have. halt: what `look` has raised because of another rank's error. interrupt: came while
+    this rank waited; the others are to hear of it. failure: what they hear of when they come,
+    for which this rank waits `until` then. broken: why the ranks are out of step.
     """
 
     def __init__(self) -> None:
         self.token = ""
         self.born = time.time()
-        self.number = 0
-        self.agreed = 0
+        self.number = self.agreed = self.depth = 0
         self.known: BaseException | None = None
         self.halt: BaseException | None = None
         self.interrupt: BaseException | None = None
@@ -299,6 +298,7 @@ class Members:
         if step.broken:
             raise IOFailure(f"overwire: group: it serves no more loads, since its ranks are out of step: {step.broken}")
         step.known = step.halt = step.interrupt = None
+        step.depth += 1
         return step.number
 
     def part(self, error: BaseException, first: int, alike: bool | None) -> None:
@@ -321,8 +321,12 @@ class Members:
         self._store(f"{step.token}/left" if step.token else "left", pickle.dumps((self.rank, _portable(error), time.time())))
 
     def end(self) -> None:
-        """Raises an interrupt that came when the ranks had nothing more to tell each other."""
-        interrupt, self._step.interrupt = self._step.interrupt, None
+        """Raises an interrupt that came when the ranks had nothing more to tell each other. Errors
+        are forgotten with the outermost verb: their frames have the group."""
+        step = self._step
+        interrupt, step.interrupt, step.depth = step.interrupt, None, step.depth - 1
+        if step.depth == 0:
+            step.known = step.halt = step.failure = None
         if interrupt is not None:
             raise interrupt
 
