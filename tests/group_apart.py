@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from overwire.distributed import group as grouping
-from overwire.distributed import relays
+from overwire.distributed import relays, streaming
 
 
 def fails(kind: type[BaseException], text: str, act: Callable[[], Any]) -> None:
@@ -153,11 +153,14 @@ def freed(folder: Path) -> None:
         group_blocks.together(path, group=group)
         with pytest.raises(ow.TensorNotFoundError):
             ow.load_file(path, group=group, keys=["no such"])
+        left_open = ow.stream(path, group=group)
+        next(left_open)
+        streaming._close_all()  # as at the end of the process
         gone = weakref.ref(group)
         dist.destroy_process_group(group)
         del group
         gc.collect()
-        assert gone() is None
+        assert gone() is None and repr(left_open)
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
     first = [used() for _ in range(2)][-1]

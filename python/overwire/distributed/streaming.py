@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import sys
+import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from ..model.options import DeviceLike, ShardLike
@@ -40,6 +42,7 @@ class GroupStream(Iterator[tuple[str, Any]]):
         self._order = iter(loading.chosen) if in_order else None
         self._arrive = loading.arrive()
         self._total = len(loading.chosen)
+        _open.add(self)
 
     def __next__(self) -> tuple[str, Any]:
         try:
@@ -68,6 +71,7 @@ class GroupStream(Iterator[tuple[str, Any]]):
         self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
+        _open.discard(self)
         # error: why; the other ranks hear of it unless they have it.
         loading, self._loading, self._early = self._loading, None, {}
         try:
@@ -85,3 +89,14 @@ class GroupStream(Iterator[tuple[str, Any]]):
     def __del__(self) -> None:
         if hasattr(self, "_total") and not sys.is_finalizing():
             self.close()
+
+
+_open: weakref.WeakSet[GroupStream] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    # While the group is whole: a stream that kept it at the end of the process would abort that.
+    for stream in list(_open):
+        with suppress(Exception):
+            stream.close()
