@@ -42,6 +42,9 @@ func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *
 		}
 		parts, sets = append(parts, part), append(sets, set)
 	}
+	if len(parts) > 1 {
+		parts = withoutStale(ctx, sets, parts, open, opt)
+	}
 	ix, err = Join(parts)
 	if err != nil {
 		closeAll(srcs)

@@ -370,11 +370,16 @@ func TestTheIndexDecides(t *testing.T) {
 			}
 		}
 	}
+	// It decides, too, where its files are named one by one, about what two of them have.
+	ix, _, _, err := OpenAll(t.Context(), []string{dir + "2.safetensors", dir + "1.safetensors"}, open, Options{})
+	if err != nil || len(ix.Tensors) != 4 || ix.Tensors[0].Name != "a" || ix.Tensors[0].Source != 0 || ix.Tensors[3].Name != "more" {
+		t.Errorf("%+v, %v", ix, err)
+	}
 	put("m.safetensors", of(t, "a"))
 	if err := os.Remove(dir + "2.safetensors"); err != nil {
 		t.Fatal(err)
 	}
-	_, _, _, err := OpenAll(t.Context(), []string{dir}, open, Options{})
+	_, _, _, err = OpenAll(t.Context(), []string{dir}, open, Options{})
 	for _, name := range []string{"2.safetensors", "m.safetensors.index.json", "m.safetensors, a model by itself"} {
 		if !errors.Is(err, errs.ErrNotFound) || !strings.Contains(err.Error(), dir+name) {
 			t.Errorf("a stale index beside one file: %v", err)
