@@ -424,3 +424,24 @@ def test_an_interrupt_between_any_steps_of_a_parameter_leaves_it_whole() -> None
         if away.is_away(parameter):
             away.bring(parameter, memory)
         assert type(parameter) is torch.nn.Parameter and torch.equal(parameter, memory)
+
+
+def test_a_run_has_ended_when_its_frame_has() -> None:
+    """Asked of the frame alone, of this thread or of one that runs: no stack of another thread is walked."""
+    import sys
+
+    frames: list[Any] = []
+    waiting, go_on = threading.Event(), threading.Event()
+
+    def run() -> None:
+        frames.append(sys._getframe())
+        waiting.set()
+        go_on.wait(20)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    waiting.wait(20)
+    assert not rings._has_ended(frames[0]) and not rings._has_ended(sys._getframe())
+    go_on.set()
+    thread.join()
+    assert rings._has_ended(frames[0])

@@ -12,7 +12,6 @@ all slots held waits until one is released.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -170,22 +169,24 @@ class Ring:
         return all(any(hold.thread in waiting for hold in one.holds) for one in self._slots)
 
     def _drop_stale_holds(self) -> bool:
-        # A run that Ctrl-C ended has called no hook: its frame is on no stack any more.
-        frames = sys._current_frames()
+        # A run that Ctrl-C ended has called no hook: its frame has ended, too.
         dropped = False
         for slot in self._slots:
             for hold in list(slot.holds):
-                if not _is_on_stack(hold.frame, frames.get(hold.thread)):
+                if _has_ended(hold.frame):
                     slot.holds.remove(hold)
                     self._carrier.mark_read(slot, hold.stream)
                     dropped = True
         return dropped
 
 
-def _is_on_stack(frame: FrameType, top: FrameType | None) -> bool:
-    while top is not None and top is not frame:
-        top = top.f_back
-    return top is not None
+def _has_ended(frame: FrameType) -> bool:
+    # Asked of the frame: to walk the stack of a thread that runs can end the process.
+    try:
+        frame.clear()
+    except RuntimeError:  # it runs
+        return False
+    return True
 
 
 class _HostCarrier:
