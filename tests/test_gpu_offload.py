@@ -16,8 +16,6 @@ if not torch.cuda.is_available():
 from overwire.offloading import ring as rings  # noqa: E402
 from test_offload import Model  # noqa: E402
 
-pytestmark = pytest.mark.imports_torch  # processes that compile do
-
 IDS = torch.arange(14, device="cuda").reshape(2, 7)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -113,7 +111,7 @@ def test_captures_are_refused_and_compiled_blocks_work() -> None:
             outputs(model)
         assert torch.equal(outputs(model), reference)
         for layer in model.layers:
-            layer.compile()
+            layer.compile(backend="aot_eager")  # without worker processes
         for _ in range(3):
             assert (outputs(model).float() - reference.float()).abs().max() <= 0.05 * reference.float().abs().max()
 
