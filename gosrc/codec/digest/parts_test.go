@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"os"
 	"regexp"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -214,6 +215,7 @@ func TestMergedViews(t *testing.T) {
 // A share of a view may begin at any multiple of 16 bytes, in the middle of a row.
 func TestSharesOfViews(t *testing.T) {
 	data := bytesOf(70_000)
+	defer runtime.KeepAlive(data) // views have addresses only
 	at := uint64(uintptr(unsafe.Pointer(&data[0])))
 	for _, v := range []View{
 		{at, 1, []int64{40, 33, 30}, []int64{990, 30, 1}},
