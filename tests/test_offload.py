@@ -445,3 +445,19 @@ def test_a_run_has_ended_when_its_frame_has() -> None:
     go_on.set()
     thread.join()
     assert rings._has_ended(frames[0])
+
+
+def test_what_is_offloaded_says_so() -> None:
+    """A model twice, a model that was compiled as a whole, a device that is not there; what is open and closed by its name."""
+    model = Model()
+    with ow.offload(model, "cpu", keep="1GB") as whole:
+        assert "0 blocks" in repr(whole)
+    assert repr(whole) == "Offloaded(closed)" and whole.blocks == []
+    with ow.offload(model, "cpu"), pytest.raises(ow.ArgumentError, match="already"):
+        ow.offload(model, "cpu")
+    if not torch.cuda.is_available():
+        with pytest.raises((ow.DeviceError, ow.NotFoundError, ow.NotSupportedError)):
+            ow.offload(model, "cuda")
+    model._compiled_call_impl = lambda *_: None  # what Module.compile leaves
+    with pytest.raises(ow.NotSupportedError, match="compiled"):
+        ow.offload(model, "cpu")

@@ -50,7 +50,7 @@ def find_blocks(model: torch.nn.Module, blocks: Iterable[Any] | None, prefix: st
     another, for memory that was freed, and where there is no list; NotSupportedError for a compiled model and for
     parameters that are made of other tensors.
     """
-    if hasattr(model, "_orig_mod"):
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise NotSupportedError(
             "overwire: offload: a model compiled as a whole: compile its blocks, or offload before and compile these"
         )

@@ -56,6 +56,7 @@ class Offloaded:
         self._moved: list[tuple[torch.Tensor, torch.device]] = []
         self._hooks: list[Any] = []
         self._ring: Ring | None = None
+        self._closed = False
 
     def close(self) -> None:
         """Puts the weights back where they were, bit for bit, and frees what the offload has
@@ -74,7 +75,7 @@ class Offloaded:
             self._put_back()
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self.blocks, self._closed = [], [], True
         self.nbytes = self.stored = self.ring = self.kept = 0
 
     def _put_back(self) -> None:
@@ -209,12 +210,9 @@ class Offloaded:
             send_away(weight.parameter, record)
 
     def __repr__(self) -> str:
-        state = (
-            f"{len(self.blocks)} blocks, {self.nbytes} bytes in {self.stored} of host memory"
-            if self._away
-            else "closed"
-        )
-        return f"Offloaded({state})"
+        if self._closed:
+            return "Offloaded(closed)"
+        return f"Offloaded({len(self.blocks)} blocks, {self.nbytes} bytes in {self.stored} of host memory)"
 
     def __enter__(self) -> Offloaded:
         return self
@@ -251,13 +249,16 @@ def offload(
     slots: blocks that have memory on the device at a time, at least 2 for copies to be
         hidden. The ring has `slots` times the largest block, and twice its stored bytes.
 
-    Inference only. Outputs are bit for bit those of the resident model. Parameters keep their objects, names, dtypes,
-    shapes and ties; while a block does not run, to read or write its parameters is a
-    NotSupportedError that names the parameter. Weights that several modules share, those of
-    dtypes that files lack, and views of others' memory stay on the device.
+    Inference only. Outputs are bit for bit those of the resident model. Parameters keep their
+    objects, names, dtypes, shapes and ties, and take the values of a source in their own dtype;
+    while a block does not run, to read or write its parameters is a NotSupportedError that names
+    the parameter. Weights that several modules share, those of dtypes that files lack, and views
+    of others' memory stay on the device.
 
-    Returns an `Offloaded`. Raises, with the model as it was (where it had weights beside those of a
-    source, with some of either), ArgumentError, also for memory that was freed; NotSupportedError
+    Returns an `Offloaded`, to be kept: the model stays offloaded until its `close`. On an error the
+    model is as it was; one that had weights beside those of a source may have some of either.
+    Raises ArgumentError, also for memory that was freed and a model that is offloaded already;
+    NotSupportedError
     for parameters that are made of other tensors and for a model that is compiled as a
     whole; ModelMismatchError for a source that lacks weights; OutOfMemoryError for
     max_memory, host and device; and what `load_file` raises. A forward with gradients, or in
@@ -265,6 +266,8 @@ def offload(
     """
     import torch
 
+    from ..frameworks.torch import _errors_of
+    from .away import is_away
     from .blocks import choose_kept
 
     frame = frame_for("torch")
@@ -272,12 +275,17 @@ def offload(
     if not isinstance(slots, int) or slots < 1:
         raise ArgumentError(f"overwire: offload: slots {slots!r}: expected 1 or more")
     models = _models_of(model)
+    if any(is_away(parameter) for part in models.values() for parameter in part.parameters()):
+        raise ArgumentError("overwire: offload: the model is offloaded already: close() that one first")
     if len(models) != 1 and (source is not None or blocks is not None):
         raise ArgumentError("overwire: offload: source= and blocks= go with one model, not with a pipeline")
     inference = any(t.is_inference() for part in models.values() for t in [*part.parameters(), *part.buffers()])
     if inference and not torch.is_inference_mode_enabled():
         raise NotSupportedError("overwire: offload: a model that was made in inference mode runs only there: offload it there")
-    offloaded = Offloaded(torch.device(check_device(device, frame)), inference)
+    where = check_device(device, frame)
+    with _errors_of(where):
+        torch.empty(0, device=where)  # that there is no such device is found out before anything changes
+    offloaded = Offloaded(torch.device(where), inference)
     weights = _Source(models[""], source) if source is not None else None
     try:
         with torch.inference_mode(inference), torch.no_grad():
