@@ -19,12 +19,17 @@ _COLUMNS = 4096
 Words = NDArray[np.uint32]
 
 
+def _shift(register: Words) -> Words:
+    # One bit of zero through registers.
+    return np.where(register & 1, register >> 1 ^ np.uint32(_POLYNOMIAL), register >> 1).astype(np.uint32)
+
+
 @cache
-def _table() -> Words:
-    # What two bytes make of a register that was zero but for them.
-    table = np.arange(65536, dtype=np.uint32)
-    for _ in range(16):
-        table = np.where(table & 1, table >> 1 ^ np.uint32(_POLYNOMIAL), table >> 1).astype(np.uint32)
+def _table(bits: int) -> Words:
+    # What that many bits make of a register that was zero but for them.
+    table = np.arange(1 << bits, dtype=np.uint32)
+    for _ in range(bits):
+        table = _shift(table)
     return table
 
 
@@ -33,7 +38,7 @@ def crc32c(data: NDArray[np.uint8]) -> int:
     rows = len(data) // (2 * _COLUMNS)
     head = data[: rows * 2 * _COLUMNS]
     register = np.uint32(0xFFFFFFFF)
-    table = _table()
+    table = _table(16)
     if rows:
         # Column k has bytes [k, k + 1) x 2 rows of the head.
         pairs = np.ascontiguousarray(head.view("<u2").reshape(_COLUMNS, rows).T).astype(np.uint32)
@@ -43,18 +48,10 @@ def crc32c(data: NDArray[np.uint8]) -> int:
             mixed = columns ^ row
             columns = table[mixed & 0xFFFF] ^ mixed >> 16
         register = _join(columns, 2 * rows)
-    rest = data[len(head) :]
+    rest, single = data[len(head) :], _table(8)
     for byte in rest.tolist():
-        register = _byte_table()[(int(register) ^ byte) & 0xFF] ^ np.uint32(int(register) >> 8)
+        register = single[(int(register) ^ byte) & 0xFF] ^ np.uint32(int(register) >> 8)
     return int(register) ^ 0xFFFFFFFF
-
-
-@cache
-def _byte_table() -> Words:
-    table = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        table = np.where(table & 1, table >> 1 ^ np.uint32(_POLYNOMIAL), table >> 1).astype(np.uint32)
-    return table
 
 
 def _join(columns: Words, nbytes: int) -> np.uint32:
@@ -71,7 +68,7 @@ def _join(columns: Words, nbytes: int) -> np.uint32:
 def _zeros(nbytes: int) -> Words:
     # As a matrix, bit by bit of the register, what that many zero bytes make of it.
     bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
-    power = np.where(bits & 1, bits >> 1 ^ np.uint32(_POLYNOMIAL), bits >> 1).astype(np.uint32)  # of one bit
+    power = _shift(bits)  # of one bit
     result: Words = bits
     count = 8 * nbytes
     while count:
