@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -96,9 +98,11 @@ def weights_of(module: torch.nn.Module, prefix: str, owners: dict[int, int]) -> 
 def choose_kept(blocks: Sequence[Block], keep: int) -> set[int]:
     """The blocks that stay on the device, at most `keep` bytes of them: spread evenly, so
     that others are fetched while they run."""
-    for count in range(len(blocks), 0, -1):
+    sizes = [block.nbytes for block in blocks]
+    most = bisect_right(list(accumulate(sorted(sizes))), keep)  # of the smallest as many fit
+    for count in range(most, 0, -1):
         kept = {at * len(blocks) // count for at in range(count)}
-        if sum(blocks[at].nbytes for at in kept) <= keep:
+        if sum(sizes[at] for at in kept) <= keep:
             return kept
     return set()
 
