@@ -47,13 +47,7 @@ func convertTree(ctx context.Context, j *job.Job, dir, dst string, branches []fo
 	if err != nil {
 		return rep, err
 	}
-	if made != "" {
-		defer func() {
-			if err != nil {
-				_ = os.RemoveAll(made)
-			}
-		}()
-	}
+	defer removeAfter(&err, made)
 	how := beside{root: dir, folders: true}
 	for _, b := range branches {
 		from, to := filepath.Join(dir, b.Path), filepath.Join(dst, b.Path)
@@ -72,6 +66,13 @@ func convertTree(ctx context.Context, j *job.Job, dir, dst string, branches []fo
 		rep.add(one)
 	}
 	return rep, nil
+}
+
+// removeAfter removes a folder that was made, if there is one, after an error.
+func removeAfter(err *error, made string) {
+	if *err != nil && made != "" {
+		_ = os.RemoveAll(made)
+	}
 }
 
 // convertFolder converts the models that lie in a folder itself, last the one that the folder
@@ -95,13 +96,7 @@ func convertFolder(ctx context.Context, j *job.Job, dir, dst string, spec Spec, 
 	if err != nil {
 		return rep, err
 	}
-	if made != "" {
-		defer func() {
-			if err != nil {
-				_ = os.RemoveAll(made)
-			}
-		}()
-	}
+	defer removeAfter(&err, made)
 	how.dir, how.ours, spec.Beside = dir, map[string]bool{}, true // as in dir
 	for _, m := range models {
 		for _, path := range m.Paths {
