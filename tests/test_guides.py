@@ -31,7 +31,21 @@ def prepare(folder: Path) -> None:
     overwire.save_file(weights, folder / "model/model.safetensors", max_shard_size="64KiB")
 
 
-GUIDES = ("../README", "start", "gpu", "several-gpus", "preload", "parts", "sleep", "offload", "coming-from", "troubleshooting")
+GUIDES = (
+    "../README", "start", "gpu", "several-gpus", "preload", "parts", "sleep", "offload", "deltas", "troubleshooting",
+    "coming-from", "fastsafetensors", "nvcomp", "nyacomp", "tensorizer",
+)  # fmt: skip
+API = ("deltas", "errors", "inspecting", "libraries", "loading", "memory", "objects", "saving")
+
+# Runs the examples of a page and compares what each prints.
+EXAMPLES = """
+import doctest
+import sys
+
+example = doctest.DocTestParser().get_doctest(open("page.txt").read(), {}, "page", "page.txt", 0)
+failed, attempted = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example)
+sys.exit(failed or not attempted)
+"""
 
 
 @pytest.mark.parametrize("page", GUIDES)
@@ -43,6 +57,23 @@ def test_guides_run(page: str, tmp_path: Path) -> None:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     done = warm.run(["page.py"], cwd=tmp_path, env=cleaned() | alone)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", API)
+def test_examples_of_the_api_print_what_they_show(page: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    prepare(tmp_path)
+    (tmp_path / "page.txt").write_text("\n".join(blocks(f"docs/api/{page}.md", "pycon")))
+    (tmp_path / "run.py").write_text(EXAMPLES)
+    done = warm.run(["run.py"], cwd=tmp_path, env=cleaned())
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_functions_show_an_example() -> None:
+    """Each public function has one below its entry in the API."""
+    text = "".join((ROOT / f"docs/api/{page}.md").read_text(encoding="utf-8") for page in API)
+    without = re.findall(r"autofunction:: overwire\.(\w+)\n```\n(?!\n```pycon)", text)
+    assert set(without) <= {"compress", "load_compressed", "prepare_sleep"}, without
 
 
 def test_the_commands_run(tmp_path: Path) -> None:
