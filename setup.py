@@ -131,6 +131,8 @@ def metadata(licence: str = "", files: list[str] | None = None) -> str:
     ]
     lines.append("Keywords: " + ",".join(items("project", "keywords")))
     lines += [f"Classifier: {c}" for c in items("project", "classifiers")]
+    urls = texts("project.urls")
+    lines += [f"Project-URL: {label}, {url}" for label, url in urls.items()]
     for extra in ("torch", "numpy", "progress"):
         requires = items("project.optional-dependencies", extra)
         if requires:
@@ -138,15 +140,15 @@ def metadata(licence: str = "", files: list[str] | None = None) -> str:
             lines += [f'Requires-Dist: {r}; extra == "{extra}"' for r in requires]
     readme = ROOT / p["readme"]
     if readme.exists():
-        lines += ["Description-Content-Type: text/markdown", "", without_links(readme.read_text(encoding="utf-8"))]
+        lines += ["Description-Content-Type: text/markdown", "", with_full_links(readme.read_text(encoding="utf-8"), urls["Repository"])]
     return "\n".join(lines) + "\n"
 
 
-def without_links(page: str) -> str:
-    """Return a page without pictures and links of the tree, which lead nowhere on a package's
-    page: the text of each link stays."""
-    page = re.sub(r"^!\[[^\]]*\]\((?!https?://)[^)]*\)\n+", "", page, flags=re.M)
-    return re.sub(r"\[([^\]]+)\]\((?!https?://|#)[^)]*\)", r"\1", page)
+def with_full_links(page: str, repository: str) -> str:
+    """Return a page whose pictures and links into the tree lead to the repository, since a
+    package's page has no tree beside it."""
+    page = re.sub(r"^(!\[[^\]]*\]\()(?!https?://)([^)]*\))", rf"\1{repository}/raw/main/\2", page, flags=re.M)
+    return re.sub(r"(?<!!)(\[[^\]]+\]\()(?!https?://|#)([^)]*\))", rf"\1{repository}/blob/main/\2", page)
 
 
 def name_version() -> str:

@@ -8,11 +8,13 @@ site's inventory, and the theme brings its fonts, styles and scripts along.
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
 
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parent.parent
+URLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "docs" / "_site")]
 
 import docstrings  # noqa: E402
@@ -23,7 +25,7 @@ project = "overwire"
 author = "The authors of overwire"
 version = release = overwire.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 root_doc = "docs/index"
 include_patterns = ["ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**.md"]
 # What is left out is not walked either: it holds whole environments.
@@ -53,7 +55,17 @@ html_title = f"overwire {release}"
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False
-html_static_path: list[str] = []
+html_static_path = ["_site/static"]
+html_css_files = ["site.css"]
+html_search_scorer = str(ROOT / "docs/_site/static/scorer.js")
+html_logo = html_favicon = "_site/static/logo.svg"
+html_theme_options = {
+    "source_view_link": URLS["Repository"] + "/blob/main/{filename}",
+    "source_edit_link": URLS["Repository"] + "/edit/main/{filename}",
+    "footer_icons": [{"name": "Repository", "url": URLS["Repository"], "html": "Repository", "class": ""}],
+}
+copybutton_prompt_text = r">>> |\.\.\. |\$ "  # examples are copied as programs, without what they print
+copybutton_prompt_is_regexp = True
 templates_path = ["_site"]
 html_additional_pages = {"index": "start.html"}
 pygments_style = "default"

@@ -82,11 +82,13 @@ def test_every_linked_module_has_its_licence() -> None:
 
 
 def test_the_package_page_leads_nowhere_wrong() -> None:
-    """Its text is the README's, without links into the tree; it names the Pythons that are tested."""
+    """Its text is the README's, with links that need no tree beside them; it names the Pythons that are tested."""
     page = setup.metadata()
-    assert setup.without_links("[a](b.md) [`c`](d#e) [f](https://g/h) [i](#j)") == "a `c` [f](https://g/h) [i](#j)"
-    assert setup.without_links("a\n\n![b c](d.svg)\n\n[e](f)\n") == "a\n\ne\n"
-    assert "docs/benchmarks.md" in page and "![" not in page and not re.search(r"\]\((?!https?://)", page.partition("\n\n")[2])
+    links = "[a](https://r/blob/main/b.md) [`c`](https://r/blob/main/d#e) [f](https://g/h) [i](#j)"
+    assert setup.with_full_links("[a](b.md) [`c`](d#e) [f](https://g/h) [i](#j)", "https://r") == links
+    assert setup.with_full_links("a\n\n![b c](d.svg)\n", "https://r") == "a\n\n![b c](https://r/raw/main/d.svg)\n"
+    assert "docs/benchmarks.md" in page and not re.search(r"\]\((?!https?://)", page.partition("\n\n")[2])
+    assert re.findall(r"^Project-URL: (\w+), https://", page, re.M)[:3] == ["Homepage", "Documentation", "Repository"]
     assert [line for line in page.splitlines() if re.match(r"Classifier: .*Python :: 3\.\d+$", line)] == [
         f"Classifier: Programming Language :: Python :: {version}" for version in check.PYTHONS
     ]

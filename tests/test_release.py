@@ -25,6 +25,7 @@ def tree(tmp_path: Path) -> Path:
     (tmp_path / "gosrc/cli").mkdir(parents=True)
     (tmp_path / "gosrc/cli/cli.go").write_text('package cli\n\nconst Version = "1.2.3"\n')
     (tmp_path / "CHANGELOG.md").write_text(ENTRY)
+    (tmp_path / "pyproject.toml").write_text('[project.urls]\nHomepage = "https://host.org/"\n')
     commit(tmp_path)
     git(tmp_path, "tag", "v1.2.3")
     return tmp_path
@@ -64,6 +65,11 @@ def test_what_is_not_committed_is_named(tree: Path) -> None:
 def test_the_changelog_has_its_entry(tree: Path, changelog: str, found: str) -> None:
     (tree / "CHANGELOG.md").write_text(changelog)
     assert any(found in fault for fault in release.unready(tree))
+
+
+def test_the_project_has_its_addresses(tree: Path) -> None:
+    (tree / "pyproject.toml").write_text('[project.urls]\nHomepage = "https://overwire.example/"\n')
+    assert release.unready(tree) == ["pyproject.toml: 1 addresses of [project.urls] are placeholders"]
 
 
 def test_the_tag_is_that_of_the_version_and_at_this_commit(tree: Path) -> None:

@@ -65,6 +65,9 @@ def unready(root: Path) -> list[str]:
         wrong.append("CHANGELOG.md: Unreleased is not empty: its lines belong to the entry of this version")
     if not entries or not re.fullmatch(re.escape(version) + r" - \d{4}-\d\d-\d\d", entries[0][0]):
         wrong.append(f'CHANGELOG.md: the newest entry is not "## {version} - YEAR-MONTH-DAY"')
+    placeholders = re.findall(r'^\w+ = "https://[^/"]*\.example/', (root / "pyproject.toml").read_text(encoding="utf-8"), re.M)
+    if placeholders:
+        wrong.append(f"pyproject.toml: {len(placeholders)} addresses of [project.urls] are placeholders")
     return wrong
 
 
