@@ -8,9 +8,9 @@ site's inventory, and the theme brings its fonts, styles and scripts along.
 from __future__ import annotations
 
 import sys
-import tomllib
 from pathlib import Path
 
+import tomllib
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,7 +14,8 @@ import overwire
 # Types of other packages, and names that only annotations use: no page of ours has them.
 FOREIGN = [
     (r"py:.*", r"(torch|numpy|np|os|typing|typing_extensions|collections|contextlib|types)\..*"),
-    (r"py:class", r"(overwire\..*\.)?(BinaryFile|Bytes|DeltaFile|Experts|Format|FormatAccess|Model|Shared|PipelineStages|T|TensorizerDerivation|TorchName)"),
+    (r"py:class", r"(overwire\..*\.)?(BinaryFile|Bytes|DeltaFile|Experts|Format|FormatAccess|Model|Shared)"),
+    (r"py:class", r"(overwire\..*\.)?(PipelineStages|T|TensorizerDerivation|TorchName)"),
     (r"py:class", r"PathLike|(dict|tuple)\[str"),  # of a NamedTuple's fields, whose annotations are texts
 ]
 
