@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import tempfile
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -189,7 +190,10 @@ def test_sources(tmp_path: Path) -> None:
         same(got["b"], b["b"])
     with open(first, "rb") as file:
         same(ow.load_file(file)["a"], a["a"])
-    same(ow.load_file(io.BytesIO(second.read_bytes()))["b"], b["b"])
+    with warnings.catch_warnings(record=True) as unclosed:
+        warnings.simplefilter("always")
+        same(ow.load_file(io.BytesIO(second.read_bytes()))["b"], b["b"])
+    assert not unclosed
     with tempfile.TemporaryFile() as file:
         file.write(second.read_bytes())
         same(ow.load_file(file)["b"], b["b"])

@@ -58,6 +58,16 @@ def resolve(source: Any) -> tuple[list[str], Any]:
     return uris, None
 
 
+class _AnonymousMemory:
+    """A memory file that closes with its last holder; an open file would warn that nobody closed it."""
+
+    def __init__(self) -> None:
+        self.number = os.memfd_create("overwire")
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
 def _open_file(file: Any) -> tuple[list[str], Any]:
     # What remains of it from where it stands; of one at its end, which was just
     # written, all of it. A file of the disk at either place is opened again by its
@@ -76,20 +86,19 @@ def _open_file(file: Any) -> tuple[list[str], Any]:
             size = os.fstat(number).st_size
             if size and file.tell() in (0, size):
                 return [f"/proc/self/fd/{number}"], file
-    memory = os.fdopen(os.memfd_create("overwire"), "w+b")
+    memory = _AnonymousMemory()
     again = False
-    while True:
-        block = file.read(1 << 20)
-        if not block and not memory.tell() and not again:
-            with contextlib.suppress(AttributeError, OSError, ValueError):
-                file.seek(0)
-            again = True
-            continue
-        if not isinstance(block, (bytes, bytearray, memoryview)):
-            memory.close()
-            raise ArgumentError("overwire: source: the file is not open in binary mode")
-        if not block:
-            break
-        memory.write(block)
-    memory.flush()
-    return [f"/proc/self/fd/{memory.fileno()}"], memory
+    with os.fdopen(memory.number, "wb", closefd=False) as copy:
+        while True:
+            block = file.read(1 << 20)
+            if not block and not copy.tell() and not again:
+                with contextlib.suppress(AttributeError, OSError, ValueError):
+                    file.seek(0)
+                again = True
+                continue
+            if not isinstance(block, (bytes, bytearray, memoryview)):
+                raise ArgumentError("overwire: source: the file is not open in binary mode")
+            if not block:
+                break
+            copy.write(block)
+    return [f"/proc/self/fd/{memory.number}"], memory
