@@ -51,7 +51,7 @@ export FUZZTIME JOBS
 # Most tests are programs: what Python compiles of torch and the like is kept for the next one.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv build aarch64 gen engine packages more test quick lint golint pylint static gotest race compiled gofmt suite fuzz pytest wheel asan demo rig plots bench clean
+.PHONY: help venv build aarch64 gen engine packages more test quick lint golint pylint static gotest race compiled counts gofmt suite fuzz pytest wheel asan demo rig plots bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -150,6 +150,9 @@ golint: gofmt
 	go vet -cgocall=false $(LEAN) $(GOPKGS)
 	go vet -cgocall=false $(SCALAR) $(TWINS)
 	GOARCH=arm64 GOEXPERIMENT= CGO_ENABLED=0 go vet $(LEAN) ./gosrc/codec/... ./gosrc/plan
+
+counts: ## lines, names and long lines of each package; lowers their ceilings, or raises them with WHY="a reason"
+	$(PY) tests/counts.py --write $(if $(WHY),--why "$(WHY)")
 
 gofmt:
 	@unformatted=$$(gofmt -l gosrc); [ -z "$$unformatted" ] || { echo "gofmt: $$unformatted"; exit 1; }
