@@ -47,30 +47,11 @@ MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}  # Go's name -> that of wheel
 # No HTTP/2, 0.2 MB of a wheel: source/route and serve speak HTTP/1.1 alone.
 GO_TAGS = "netgo,osusergo,nethttpomithttp2"
 TAGS = "pyext," + GO_TAGS
-# Packages whose functions are not inlined, 0.7 MB of a wheel: what speaks with stores, what
-# runs once a command, a connection, a read or a save, and none that our loops over bytes call.
+# Packages of others whose functions are not inlined, 0.5 MB of a wheel: what speaks with stores,
+# and no loop over bytes.
 LEAN = (
-    "bufio compress/flate compress/gzip container/list context crypto/dsa crypto/ecdh crypto/ecdsa crypto/ed25519 "
-    "crypto/elliptic crypto/hkdf crypto/hmac crypto/hpke crypto/internal/fips140/bigmod "
-    "crypto/internal/fips140/drbg crypto/internal/fips140/ecdh crypto/internal/fips140/ecdsa "
-    "crypto/internal/fips140/ed25519 crypto/internal/fips140/edwards25519/... crypto/internal/fips140/hkdf "
-    "crypto/internal/fips140/mlkem crypto/internal/fips140/nistec/... crypto/internal/fips140/rsa "
-    "crypto/internal/fips140/tls12 crypto/internal/fips140/tls13 crypto/mlkem crypto/rsa crypto/tls "
-    "crypto/x509/... encoding/asn1 encoding/base64 encoding/hex encoding/json encoding/pem encoding/xml errors "
-    "flag fmt github.com/aws/... github.com/dustin/... github.com/klauspost/cpuid/... github.com/redis/... "
-    "go.uber.org/atomic golang.org/x/net/... golang.org/x/sys/unix golang.org/x/text/... hash/crc64 html "
-    "internal/fmtsort internal/poll internal/saferio internal/singleflight internal/syscall/unix io/fs log "
-    "math/big mime/... net net/http/... net/netip net/textproto net/url os os/exec os/user path/... reflect "
-    "regexp/... syscall text/... time vendor/..."
-)
-# Of ours, likewise: the command line, its pages, stores, saves, what runs once a load, what lies
-# beside weights.
-OUR_LEAN = (
-    "bench bind/api bind/binding cli companions delta device/pinned errs fetch format internal/atomicfile "
-    "internal/hostmem internal/near internal/nodes internal/regular internal/sodium job knob load measure page "
-    "peers preload save save/folders save/original save/stored serve sleep source/cache source/http source/memory "
-    "source/open source/parts source/pipe source/redis source/retry source/route source/s3 source/spool tensorizer "
-    "unpack"
+    "crypto/tls crypto/x509/... encoding/asn1 encoding/json encoding/xml fmt github.com/aws/... github.com/redis/... "
+    "golang.org/x/net/... golang.org/x/text/... math/big net/... reflect regexp/... text/... time vendor/..."
 )
 EPOCH = 315532800  # 1980-01-01, the oldest time a zip can hold
 
@@ -199,8 +180,7 @@ def go_environment() -> dict[str, str]:
 def lean() -> list[str]:
     """Return the flags of a build that keep the packages of LEAN small, and that write no tables
     for debuggers, which the linker would drop: a sixth of the time that compiling takes."""
-    packages = [*LEAN.split(), *(f"github.com/overwire/overwire/gosrc/{package}" for package in OUR_LEAN.split())]
-    return ["-gcflags=all=-dwarf=false", *(f"-gcflags={package}=-l -dwarf=false" for package in packages)]
+    return ["-gcflags=all=-dwarf=false", *(f"-gcflags={package}=-l -dwarf=false" for package in LEAN.split())]
 
 
 def third_parties() -> tuple[dict[str, str], str]:
@@ -240,7 +220,6 @@ def build_library(out: Path = LIBRARY, asan: bool = False, fake: bool = False) -
             sys.exit(f"overwire: go build failed (exit code {done.returncode}); its messages stand above")
         if not asan and not fake:
             symbol_floor(made)
-            made.write_bytes(of_wheels("elf").pointers_once(made.read_bytes()))
         os.replace(made, out)  # processes that have mapped the old file keep it
 
 

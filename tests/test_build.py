@@ -5,7 +5,6 @@ The expensive things are built once for the whole file.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import platform
@@ -25,7 +24,7 @@ sys.path[:0] = [str(ROOT / "wheels"), str(ROOT)]
 
 import check  # noqa: E402
 import licences  # noqa: E402
-from elf import Elf, pointers_once  # noqa: E402
+from elf import Elf  # noqa: E402
 
 import setup  # noqa: E402
 
@@ -257,23 +256,6 @@ def test_floor_is_enforced() -> None:
     assert all(v.version.startswith("GLIBC_2.") for v in elf.needed_versions())
     names = {s.name for s in elf.symbols() if not s.defined}
     assert "PyModule_Create2" in names and "malloc" in names
-
-
-def test_pointers_are_written_once(tmp_path: Path) -> None:
-    """A library whose words are blank where relocations set them loads with the same pointers, and ours is one."""
-    made = tmp_path / "table.so"
-    code = "static int all[1000]; int *table[] = {&all[7], &all[999], &all[0], &all[7]}; int *first(void) { return all; }"
-    (tmp_path / "table.c").write_text(code)
-    tool("cc", "-shared", "-fPIC", "-o", made, tmp_path / "table.c")
-    linked = made.read_bytes()
-    made.write_bytes(pointers_once(linked))
-    assert pointers_once(made.read_bytes()) == made.read_bytes() != linked
-    library = ctypes.CDLL(str(made))
-    library.first.restype = ctypes.c_void_p
-    table = (ctypes.c_void_p * 4).in_dll(library, "table")
-    assert [at - library.first() for at in table if at] == [28, 3996, 0, 28]
-    ours = (ROOT / "python/overwire/_core.abi3.so").read_bytes()
-    assert pointers_once(ours) == ours
 
 
 def test_there_is_one_version() -> None:

@@ -1,4 +1,4 @@
-"""Reads a shared library's exports, libraries and symbol versions, and writes its pointers once.
+"""Reads a shared library's exports, libraries and symbol versions.
 
 A reader of little-endian ELF64 with what an audit of a wheel needs and nothing
 else. It reads the section headers, which every linker writes and `-s` keeps.
@@ -9,10 +9,9 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-SHT_RELA, SHT_DYNAMIC, SHT_DYNSYM, SHT_GNU_VERNEED = 4, 6, 11, 0x6FFFFFFE
+SHT_DYNAMIC, SHT_DYNSYM, SHT_GNU_VERNEED = 6, 11, 0x6FFFFFFE
 DT_NEEDED, DT_RPATH, DT_RUNPATH = 1, 15, 29
 STB_LOCAL = 0
-RELATIVE = {62: 8, 183: 1027}  # by machine, x86-64 and aarch64: the relocation that adds where a library is loaded
 
 
 class Version(NamedTuple):
@@ -29,8 +28,6 @@ class Symbol(NamedTuple):
 
 class Section(NamedTuple):
     type: int
-    address: int
-    offset: int  # in the file
     data: bytes
     link: int
 
@@ -43,8 +40,8 @@ class Elf:
         offset, size, count = struct.unpack_from("<40xQ10xHH", data)
         self.sections: list[Section] = []
         for i in range(count):
-            kind, address, at, length, link = struct.unpack_from("<4xI8xQQQI", data, offset + i * size)
-            self.sections.append(Section(kind, address, at, data[at : at + length] if kind != 8 else b"", link))
+            kind, at, length, link = struct.unpack_from("<4xI16xQQI", data, offset + i * size)
+            self.sections.append(Section(kind, data[at : at + length] if kind != 8 else b"", link))
 
     def _section(self, kind: int) -> Section | None:
         return next((s for s in self.sections if s.type == kind), None)
@@ -90,22 +87,3 @@ class Elf:
 
     def exports(self) -> list[str]:
         return sorted(s.name for s in self.symbols() if s.defined)
-
-
-def pointers_once(data: bytes) -> bytes:
-    """Return a library that loads as before and compresses better. Linkers write a pointer into
-    its relocation, where loaders read it, and again into the word that the relocation sets: these
-    words become zero. Relocations are sorted by the pointer, in windows of 256 KiB of words, which
-    stay in a core's cache while they are set; loaders take any order."""
-    elf, out = Elf(data), bytearray(data)
-    table = next(s for s in elf.sections if s.type == SHT_RELA)
-    relative = RELATIVE[elf.machine]
-    entries = list(struct.iter_unpack("<QQQ", table.data))  # address of the word, type, pointer
-    # Relative ones stay in front, where the dynamic section counts them; the order of others is kept.
-    entries.sort(key=lambda e: (0, e[0] >> 18, e[2], e[0]) if e[1] == relative else (1, 0, 0, 0))
-    struct.pack_into(f"<{3 * len(entries)}Q", out, table.offset, *(number for entry in entries for number in entry))
-    for section in elf.sections:
-        for address, kind, _ in entries:
-            if kind == relative and section.address <= address < section.address + len(section.data):
-                struct.pack_into("<Q", out, section.offset + address - section.address, 0)
-    return bytes(out)

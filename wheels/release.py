@@ -173,7 +173,7 @@ def reproduce(out: Path) -> None:
             if cache:
                 os.environ["GOCACHE"] = str(cache)
             build.hook(tree, "build_sdist", into)
-            build.compress(build.hook(tree, "build_wheel", into))
+            build.hook(tree, "build_wheel", into)
             print(f"built in {tree}{', with nothing compiled before' if cache else ''}", flush=True)
             made.append(sums(into))
             shutil.rmtree(tree)
