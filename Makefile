@@ -5,6 +5,7 @@
 
 PYTHON    ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3.10 python3,$(if $(shell $(p) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo y),$(p))))
 VENV      := .venv
+DOCS      := .venv-docs
 PY        := $(VENV)/bin/python
 BIN       := build/bin
 FUZZTIME  ?= 10s
@@ -201,15 +202,14 @@ rig: ## build/bin/overwire-rig, the developers' benchmarks: see docs/benchmarks.
 	@mkdir -p $(BIN)
 	go build $(LEAN) -trimpath -o $(BIN)/overwire-rig ./gosrc/rig
 
-plots: ## docs/plots/*.svg from docs/plots/figures.json
-	go run $(LEAN) ./gosrc/page/plots docs/plots
+plots: $(DOCS)/.ready ## docs/plots/*.svg from docs/plots/figures.json
+	$(DOCS)/bin/python docs/plots/draw.py
 
 bench: build rig ## every figure beside the floor of this machine and its goal
 	$(BIN)/overwire-rig --python $(PY)
 	$(PY) tests/bench_binding.py
 
 # The site, in a virtual environment of its own: `make test` installs none of it.
-DOCS := .venv-docs
 .PHONY: docs
 
 docs: $(DOCS)/.ready ## build/docs/html: the site, from docs/ and the docstrings; needs no network once it is installed

@@ -7,6 +7,8 @@ checked again.
 from __future__ import annotations
 
 import ast
+import html
+import json
 import re
 import subprocess
 import sys
@@ -125,6 +127,25 @@ def test_the_page_of_versions_is_what_is_tested() -> None:
     for name, version in tested.items():
         assert re.search(rf"^{name}=={re.escape(version)}\b", pins, re.M), name
     assert len(tested) >= 9
+
+
+def test_plots_show_figures_of_the_benchmarks() -> None:
+    """Each number of a plot stands in docs/benchmarks.md, in the one line that it names, as does the command that
+    measured it; the committed SVG has it too, with its title and description; and no other file lies beside them."""
+    folder = ROOT / "docs/plots"
+    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    plots = json.loads((folder / "figures.json").read_text(encoding="utf-8"))["plots"]
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"draw.py", "figures.json", *(plot["file"] for plot in plots)}
+    for plot in plots:
+        assert [word for word in plot["how"].split() if word not in text] == [], plot["file"]
+        drawn = html.unescape((folder / plot["file"]).read_text(encoding="utf-8"))
+        assert plot["title"] in drawn and f"<dc:description>{plot['about'].rstrip('. ')}." in drawn
+        assert "<image" not in drawn and "href=\"http" not in drawn
+        for bar in [*plot["bars"], *([plot["limit"]] if "limit" in plot else [])]:
+            (line,) = [line for line in text.splitlines() if bar["line"] in line]
+            numbers = [bar[key] for key in ("value", "first", "floor") if key in bar] + re.findall(r"\d+\.?\d*", bar.get("note", ""))
+            assert set(numbers) <= set(re.findall(r"\d+(?:\.\d+)?", line)), (plot["file"], bar)
+            assert f"{bar['name']}: {bar['value']}" in drawn or bar["name"] in drawn and bar is plot.get("limit"), (plot["file"], bar)
 
 
 def test_commands_exist() -> None:

@@ -80,7 +80,7 @@ func machineLines(rep *measure.Report) []string {
 func chartOf(row measure.Row) page.Chart {
 	c := page.Chart{Title: row.Group, Unit: row.Unit}
 	if row.Unit == "x" {
-		c.Unit, c.Limit = "of the original", &page.Limit{Name: "the original", Value: 1}
+		c.Unit = "of the original"
 		c.About = "Stored bytes as a share of the original: shorter is better. "
 	} else {
 		c.About = row.Unit + ": longer is better. "

@@ -30,7 +30,7 @@ func TestPage(t *testing.T) {
 			t.Errorf("no %q", want)
 		}
 	}
-	if strings.Contains(text, "<script") || strings.Count(text, "<svg") != 2 || strings.Contains(text, "@figures@") {
+	if strings.Contains(text, "<script") || strings.Count(text, "<table") != 2 || strings.Contains(text, "@figures@") {
 		t.Error(text)
 	}
 	if alone := string(Page(report(rows...), nil)); strings.Contains(alone, "before") || strings.Contains(alone, "Before") {

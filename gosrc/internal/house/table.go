@@ -102,7 +102,6 @@ var mayImport = map[string][]string{
 	"fetch":         {"source", "source/open", "job", "errs", "internal/..."},
 	"measure":       {"weights", "load", "save", "codec/x16", "device", "device/cpu", "device/cuda", "job", "tensor", "errs", "internal/..."},
 	"page":          {"save", "errs"},
-	"page/plots":    {"page", "errs", "internal/..."}, // a program of the developers
 	"bench":         {"page", "measure", "load", "save", "device/cuda", "job", "errs"},
 	"cli": {"page", "format", "tensorizer", "load", "save", "delta", "plan", "preload", "bench", "measure", "weights", "pipeline", "source", "source/open", "serve", "fetch", "device/...",
 		"codec/...", "job", "knob", "tensor", "errs", "internal/..."},
