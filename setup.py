@@ -56,7 +56,7 @@ LEAN = (
 EPOCH = 315532800  # 1980-01-01, the oldest time a zip can hold
 
 # The contents of an sdist: the tree without built, cached or hidden files.
-SDIST = ("cuda", "docs", "examples", "gosrc", "python", "tests", "vendor", "wheels")
+SDIST = ("cuda", "docs", "examples", "gosrc", "python", "requirements", "tests", "vendor", "wheels")
 LEFT_OUT = re.compile(r"(^|/)(__pycache__|\.[^/]*)(/|$)|\.(so|pyc|whl)$|(^|/)testdata/fuzz/")
 
 

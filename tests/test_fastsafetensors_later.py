@@ -470,7 +470,7 @@ def test_the_real_package_says_the_same(tmp_path: Path) -> None:
     """One program, run with fastsafetensors 0.5.0 and with ours under its name."""
     real = pytest.importorskip("fastsafetensors")
     if real.__version__ != "0.5.0":
-        pytest.skip(f"fastsafetensors {real.__version__} is here; requirements-test.txt asks for 0.5.0")
+        pytest.skip(f"fastsafetensors {real.__version__} is here; requirements/test.txt asks for 0.5.0")
     there = Path(real.__file__).parents[1]
     known = "BOOL I8 I16 I32 I64 U8 U16 U32 U64 F16 F32 F64 BF16 F8_E5M2 F8_E4M3 F8_E8M0 F4"
     answers = []

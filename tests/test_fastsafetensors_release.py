@@ -36,7 +36,7 @@ HERE = Path(__file__).resolve().parent
 def real() -> Any:
     package = pytest.importorskip("fastsafetensors")
     if not package.__version__.startswith("0.5."):
-        pytest.skip(f"fastsafetensors {package.__version__} is here; requirements-test.txt asks for 0.5.0")
+        pytest.skip(f"fastsafetensors {package.__version__} is here; requirements/test.txt asks for 0.5.0")
     return package
 
 

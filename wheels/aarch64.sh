@@ -68,11 +68,11 @@ runner() {
 packages() {
 	"$python" -m pip list --format=freeze --disable-pip-version-check |
 		grep -viE '^(nvidia|cuda|triton|overwire|pip|setuptools|ruff|mypy|torch)[-_=]' >"$work/wanted.txt"
-	cat "$work/wanted.txt" requirements-transformers5.txt | cmp -s - "$work/packages/.ready" && return
+	cat "$work/wanted.txt" requirements/transformers5.txt | cmp -s - "$work/packages/.ready" && return
 	rm -rf "$work/packages" "$work/transformers5"
-	installed "$work/transformers5" -r requirements-transformers5.txt
+	installed "$work/transformers5" -r requirements/transformers5.txt
 	installed "$work/packages" -r "$work/wanted.txt" torch==2.10.0 async_timeout==5.0.1
-	cat "$work/wanted.txt" requirements-transformers5.txt >"$work/packages/.ready"
+	cat "$work/wanted.txt" requirements/transformers5.txt >"$work/packages/.ready"
 }
 
 # installed FOLDER WHAT...: packages for aarch64, in a folder.
