@@ -10,8 +10,7 @@ One process a rank then loads it by vLLM's `safetensors`, by overwire plain and
 compressed, and with sleep mode's memory pool, and compares every parameter, byte for
 byte, also after sleep and wake (vLLM's own and overwire's), after `reload_weights`, and
 after pushes of a trainer, whole and as deltas. Then fresh processes,
-alternating, load it by each format, overwire twice each time: a first start, which keeps its
-plan, and a later one, which uses it. What is printed is vLLM's own line "Loading weights
+alternating, load it by each format. What is printed is vLLM's own line "Loading weights
 took", overwire's on slices, and of overwire what the ranks together read and copied from
 each other, by its own count; a kind overwire:FOLDER:ipc sets OVERWIRE_EXCHANGE; --shape names has 18,867 tensors so small that what a
 tensor costs is all there is. Needs
@@ -485,7 +484,6 @@ def main() -> None:
         if args.device == "cpu":
             os.environ.update(VLLM_TARGET_DEVICE="cpu", VLLM_CPU_KVCACHE_SPACE="1")
         args.dir = str(base)
-        plans = os.environ["OVERWIRE_PLANS"] = str(base / "plans")
         alone = argparse.Namespace(**{**vars(args), "ranks": 1})
         print(processes(alone, "make")[0].strip().splitlines()[-1], flush=True)
         for text in processes(args, "check") if args.check else ():
@@ -496,20 +494,15 @@ def main() -> None:
         times: dict[str, list[float]] = {}
         ended: dict[str, list[float]] = {}
         for _ in range(args.repeat):
-            starts = [kind for kind in args.kinds.split(",") for _ in range(2 if kind.startswith("overwire") else 1)]
-            for number, kind in enumerate(starts):
-                again = number > 0 and starts[number - 1] == kind
+            for kind in args.kinds.split(","):
                 if args.cold:
                     forget(base / parts(kind)[1])
-                if not again:  # another kind of the same folder has the same plan
-                    shutil.rmtree(plans, ignore_errors=True)
                 texts = processes(args, kind)
-                name = f"{kind}, {'later' if again else 'first'}" if kind.startswith("overwire") else kind
                 took = [float(found) for text in texts for found in TOOK.findall(text)]
                 rows = [line for text in texts for line in text.splitlines() if line.startswith("{")]
                 if len(took) == args.ranks:
-                    times.setdefault(name, []).append(max(took))
-                print(name, took, *rows, *(f"\n  {found}" for text in texts for found in SAID.findall(text)), flush=True)
+                    times.setdefault(kind, []).append(max(took))
+                print(kind, took, *rows, *(f"\n  {found}" for text in texts for found in SAID.findall(text)), flush=True)
                 if kind.startswith("overwire") and len(rows) == args.ranks:
                     together = {what: sum(json.loads(row)[what] for row in rows) for what in ("read", "copied")}
                     stored = sum(file.stat().st_size for file in (base / parts(kind)[1]).glob("*.safetensors"))
@@ -517,7 +510,7 @@ def main() -> None:
                     print(f"  all ranks read {read:.3f} of {stored} stored bytes, copied {copied:.3f}", flush=True)
                     each = [json.loads(row) for row in rows]
                     done = max(row["ended"] for row in each) - max(row["began"] for row in each)
-                    ended.setdefault(name, []).append(done)
+                    ended.setdefault(kind, []).append(done)
                     print(f"  all ranks done {done:.3f} s after the last began", flush=True)
         for kind, each in times.items():
             print(f"{kind:24} Loading weights took {statistics.median(each):.2f} s (median of {len(each)})", flush=True)

@@ -171,7 +171,7 @@ def fails(what: str, words: tuple[str, ...], call: Any) -> None:
 
 def without_kernels() -> None:
     """Leaves out the repacking of experts for kernels, which are compiled and not here, by vLLM's
-    own function that does nothing: of a function from here no plan would be kept."""
+    own function that does nothing."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
@@ -193,26 +193,20 @@ def planned() -> list[int]:
     return out
 
 
-def replayed() -> tuple[list[int], list[int]]:
-    """A list that gets the number of slices of each load by a kept plan, and one that gets what
-    this rank has read of each load whose reading the ranks share."""
-    from overwire.integrations import keeping
+def reads() -> list[int]:
+    """A list that gets what this rank has read of each load whose reading the ranks share."""
+    from overwire.integrations import slices
 
-    kept: list[int] = []
     read: list[int] = []
-    carry_out, share = keeping.carry_out, keeping.shared
-
-    def noted(*arguments: Any) -> int:
-        kept.append(carry_out(*arguments))
-        return kept[-1]
+    share = slices.shared
 
     def shared(together: Any, *arguments: Any) -> bool:
         if landed := share(together, *arguments):
             read.append(together.read)
         return landed
 
-    keeping.carry_out, keeping.shared = noted, shared
-    return kept, read
+    slices.shared = shared
+    return read
 
 
 def rank_main(base: Path, world: int, rank: int, port: int) -> None:
@@ -223,24 +217,22 @@ def rank_main(base: Path, world: int, rank: int, port: int) -> None:
     without_kernels()
     print(f"vLLM {vllm.__version__}, rank {rank} of {world}", flush=True)
     plans = planned()
-    kept, read = replayed()
+    read = reads()
     for name in MODELS:
         at = base / name
         theirs = state(load(at / "plain", world, rank, port, "safetensors")[0])
         for kind in ("plain", "compressed"):
-            os.environ["OVERWIRE_PLANS"] = str(base / "plans" / name / kind)
             if kind == "compressed":  # also what is read while the loader runs
                 slices.APART = recording.EARLY = 1
-            for plan, again in ((True, False), (True, True), (False, False)):
+            for plan in (True, False):
                 plans.clear()
-                kept.clear()
                 read.clear()
                 model, config = load(at / kind, world, rank, port, "overwire", {"max_memory": "64KiB", "plan": plan})
                 wrong = differences(state(model), theirs)
-                if wrong or bool(kept) != again or (bool(plans) != plan and not again):
-                    raise SystemExit(f"{name}, {kind}, rank {rank} of {world}: not as vLLM's own: {wrong}, or not planned: {plans}, {kept}")
-                print(f"  {name}, {kind}: {len(theirs)} tensors as vLLM's own, {sum(plans)} slices planned, kept: {kept}", flush=True)
-                if plan and world > 1 and (again or kind == "plain"):  # parts of small tensors share chunks
+                if wrong or (bool(plans) != plan and not (plan and read)):
+                    raise SystemExit(f"{name}, {kind}, rank {rank} of {world}: not as vLLM's own: {wrong}, or not planned: {plans}")
+                print(f"  {name}, {kind}: {len(theirs)} tensors as vLLM's own, {sum(plans)} slices planned", flush=True)
+                if plan and world > 1 and kind == "plain":  # parts of small tensors share chunks
                     shared(at / kind, read)
             slices.APART, recording.EARLY = normal
             reload(model, config, theirs)
@@ -252,19 +244,15 @@ def rank_main(base: Path, world: int, rank: int, port: int) -> None:
 def from_store(base: Path, rank: int, port: int, url: str) -> None:
     """Two ranks share the reading of what lies in a store, without being asked to."""
     without_kernels()
-    kept, read = replayed()
+    read = reads()
     at = base / "llama"
     theirs = state(load(at / "plain", 2, rank, port, "safetensors")[0])
-    os.environ["OVERWIRE_PLANS"] = str(base / "plans" / "store")
-    for again in (False, True):
-        kept.clear()
-        read.clear()
-        extra = {"source": f"{url}llama/compressed/model.safetensors.index.json"}
-        wrong = differences(state(load(at / "plain", 2, rank, port, "overwire", extra)[0]), theirs)
-        if wrong or bool(kept) != again:
-            raise SystemExit(f"{url}, rank {rank}: not as vLLM's own: {wrong}, or not by a plan: {kept}")
-        print(f"  {url}: {len(theirs)} tensors as vLLM's own, kept: {kept}", flush=True)
-        shared(at / "compressed", read)
+    extra = {"source": f"{url}llama/compressed/model.safetensors.index.json"}
+    wrong = differences(state(load(at / "plain", 2, rank, port, "overwire", extra)[0]), theirs)
+    if wrong:
+        raise SystemExit(f"{url}, rank {rank}: not as vLLM's own: {wrong}")
+    print(f"  {url}: {len(theirs)} tensors as vLLM's own", flush=True)
+    shared(at / "compressed", read)
 
 
 def shared(path: Path, read: list[int]) -> None:
@@ -366,14 +354,13 @@ def main() -> None:
     base = Path(tempfile.mkdtemp(prefix="overwire-vllm-"))
     try:
         site = plug_in(base)
-        os.environ["OVERWIRE_PLANS"] = str(base / "plans")
         for name, config in MODELS.items():
             tensors = weights(config)
             folder(base / name / "plain", config, tensors, False)
             folder(base / name / "compressed", config, tensors, True)
         env = environment(base, site)
         with overwire_serve(base) as url:
-            # With ipc two ranks share the reading, by a kept plan or without.
+            # With ipc two ranks share the reading.
             for world, how, more in ((1, "ipc", []), (2, "ipc", []), (2, "auto", [url])):
                 with socket.socket() as s:
                     s.bind(("127.0.0.1", 0))

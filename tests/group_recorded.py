@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from group_blocks import block_loads, expected_of
 from overwire.distributed import shard_range
-from overwire.integrations import keeping, recording, slices
+from overwire.integrations import recording, slices
 from overwire.integrations.slices import Attempt, by_slices
 
 # Bytes of rows that are loaded beside.
@@ -66,7 +66,7 @@ def load(path: Path, halfway: Callable[[torch.Tensor], Any] | None = None) -> tu
     """Whether it was by slices, what this rank read of what they share, and the log."""
     model, said, read = Model(path), [], []
     model.halfway = halfway or model.halfway
-    shared = keeping.shared
+    shared = slices.shared
 
     def noted(together: Any, *more: Any) -> bool:
         done = shared(together, *more)
@@ -75,21 +75,21 @@ def load(path: Path, halfway: Callable[[torch.Tensor], Any] | None = None) -> tu
 
     def run(attempt: Attempt) -> None:
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
-            yield from attempt.next() or attempt.source("", str(path), group_blocks.DEVICE, {})
+            yield from attempt.next() or attempt.source(str(path), group_blocks.DEVICE, {})
             attempt.ended()
 
-        with attempt.around(model, weights, lambda: None, dist.group.WORLD, True):
+        with attempt.around(model, weights, dist.group.WORLD, True):
             model.load_weights(weights())
 
     log = logging.getLogger("recorded")
     log.setLevel(logging.INFO)
     log.handlers = [handler := logging.Handler()]
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    keeping.shared = noted
+    slices.shared = noted
     try:
         sliced = by_slices(run, MOST, log)
     finally:
-        keeping.shared = shared
+        slices.shared = shared
     if sliced:
         model.compare()
     return sliced, read[0] if read else None, said

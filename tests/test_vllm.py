@@ -141,7 +141,6 @@ PARTS = ["k", "q", "v", "linear", "mlp.experts.0", "mlp.experts.1"]
 
 PRELUDE = """
 import os
-os.environ["OVERWIRE_PLANS"] = "off"
 import json, sys, types, importlib.metadata
 import torch
 base = sys.argv[1]

@@ -23,8 +23,6 @@ var (
 		alias{name: "NO_PRELOAD"}, alias{name: "LOAD_UNCOMPRESSED"})
 	Patch = flag("OVERWIRE_PATCH",
 		"Let what reads with the package safetensors read through overwire, from the import of overwire on.")
-	Plans = text("OVERWIRE_PLANS", "",
-		"Folder in which the plug-ins for vLLM and SGLang keep what they found out about a model's loader; empty is overwire/plans in the cache folder of the user, and off keeps nothing.")
 	Threads = number("OVERWIRE_THREADS", 0, 1024, 0,
 		"Worker threads that read, encode and decode; 0 means one for each CPU that the process may use.",
 		alias{name: "NUM_THREADS"})
@@ -66,5 +64,5 @@ var table = []interface {
 	load(map[string]string) string
 	row() Row
 }{
-	Preload, PreloadDevice, NoPreload, Patch, Plans, Threads, Downloader, DownloaderLog, MMap, Read, Exchange, CPU, Log, Trace,
+	Preload, PreloadDevice, NoPreload, Patch, Threads, Downloader, DownloaderLog, MMap, Read, Exchange, CPU, Log, Trace,
 }

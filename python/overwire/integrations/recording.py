@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import weakref
 from bisect import bisect_left, insort
 from collections import defaultdict
@@ -27,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .copies import Copy, Stored, reach
 from .sheets import Opening, Sheet
 
-__all__ = ["EARLY", "Opened", "Recorder", "Unplannable", "digest_of", "opened", "stand_ins"]
+__all__ = ["EARLY", "Opened", "Recorder", "Unplannable", "opened", "stand_ins"]
 
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
@@ -36,9 +35,6 @@ _ZEROES = frozenset((_aten.fill_.Scalar, _aten.zero_.default))
 
 # Stand-ins that may be alive when all were given: those in hand.
 _KEPT = 16
-
-# The most bytes of a tensor that is compared by its content.
-_SMALL = 64 << 10
 
 #: The bytes of copies that are worth a load while the loader goes on.
 EARLY = 64 << 20
@@ -107,10 +103,10 @@ class Recorder(TorchDispatchMode):
         self.failed: BaseException | None = None
         #: What the loader did beside copying, None for nothing.
         self.impure: str | None = None
-        #: Views of parameters that it set to zero, before any copy to there.
-        self.zeros: list[torch.Tensor] = []
-        #: By memory: small tensors of integers of which it read elements, as they were.
-        self.reads: dict[int, str] = {}
+        # Memories of integers of which it read elements.
+        self._reads: set[int] = set()
+        # Memories that it set to zero, before any copy to there.
+        self._zeros: set[int] = set()
         # Whether it worked on tensors with data, of which some may be loaded later.
         self._works = False
 
@@ -217,7 +213,7 @@ class Recorder(TorchDispatchMode):
             other = self._held(memory, low, high)
             if other is not None:
                 raise Unplannable(one.called, f"copy_ to where {other} goes")
-            if memory in self.reads:
+            if memory in self._reads:
                 self._other("a copy to where it read")
             insort(self._ranges[memory], (low, high, one.called))
             self._noted.append(Copy(one.of, int(view.storage_offset()), tuple(view.shape), view.stride(), view.dtype, target))
@@ -225,7 +221,7 @@ class Recorder(TorchDispatchMode):
         return target
 
     def _other(self, what: str) -> None:
-        # What is neither a copy nor part of a plan.
+        # What may come out otherwise when it runs again.
         self.impure = self.impure or what
         self._works = True
 
@@ -233,10 +229,10 @@ class Recorder(TorchDispatchMode):
         # An operation that is no view, on tensors with data.
         one = args[0] if args and not kwargs and isinstance(args[0], torch.Tensor) else None
         if one is not None and func in _ZEROES and (len(args) == 1 or (len(args) == 2 and type(args[1]) in (int, float) and args[1] == 0)):
-            if one.numel():  # vLLM sets to zero what pads a vocabulary; mostly there is none
-                self.zeros.append(one)
-                if self.began or one.untyped_storage().data_ptr() in self.reads:
-                    self._other(str(func))
+            if one.numel() and (self.began or one.untyped_storage().data_ptr() in self._reads):
+                self._other(str(func))  # before that vLLM sets to zero what pads a vocabulary
+            elif one.numel():
+                self._zeros.add(one.untyped_storage().data_ptr())
         elif one is not None and func is _ITEM and self._constant(one):
             pass  # vLLM looks up by expert where an expert is
         else:
@@ -247,14 +243,11 @@ class Recorder(TorchDispatchMode):
             self._on_others(func, args, kwargs)
 
     def _constant(self, tensor: torch.Tensor) -> bool:
-        # Whether a plan can say what a tensor has to have for the loader to do the same.
+        # Whether an element that it reads was there before it ran.
         memory = tensor.untyped_storage().data_ptr()
-        if memory not in self.reads:
-            with self.paused():
-                said = digest_of(tensor)
-            if said is None or any(zero.untyped_storage().data_ptr() == memory for zero in self.zeros):
-                return False
-            self.reads[memory] = said
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.device.type == "meta" or memory in self._zeros:
+            return False
+        self._reads.add(memory)
         return True
 
     def _on_others(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -332,15 +325,6 @@ def _is_view(func: Any) -> bool:
         _VIEWS[id(func)] = known
         _OPERATIONS.append(func)
     return known
-
-
-def digest_of(tensor: torch.Tensor) -> str | None:
-    """Of all bytes of the memory of a small tensor of integers; None for others."""
-    memory = tensor.untyped_storage()
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.device.type == "meta" or memory.nbytes() > _SMALL:
-        return None
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory, 0, (memory.nbytes(),), (1,))
-    return hashlib.sha256(bytes(whole.tolist())).hexdigest()
 
 
 def _only_casts(one: _StandIn, kwargs: Any) -> bool:

@@ -1,65 +1,31 @@
-"""Open files as a slice plan needs them: their tables as columns, and files that are opened
-while an engine makes its model."""
+"""Open files as a load by slices needs them, and files that are opened while an engine makes its
+model."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import threading
-from array import array
 from collections.abc import Callable, Mapping
-from itertools import chain
 from typing import Any
 
-import numpy
-import torch
+from .copies import elements
 
-from .copies import PACKED, elements
-
-__all__ = ["Opening", "Sheet", "code_of"]
-
-_CODES: dict[torch.dtype, int] = {}
-
-
-def code_of(dtype: torch.dtype) -> int:
-    """A number of a dtype, the same as long as the process lives."""
-    return _CODES.setdefault(dtype, len(_CODES))
-
+__all__ = ["Opening", "Sheet"]
 
 class Sheet:
-    """An open file and its table.
-
-    rows: name, dtype and shape of each tensor. columns: of each tensor the code of its
-    dtype (-1 where no block can be taken of it), how many dimensions it has, the sizes of
-    the first two, and the elements that the others have; 1 where there is none. digest: of
-    the rows.
-    """
+    """An open file and its table. rows: name, dtype and shape of each tensor. digest: of the rows."""
 
     def __init__(self, file: Any) -> None:
-        from ..plumbing import table_of, torch_dtype
+        from ..plumbing import table_of
 
         self.file = file
         self.rows = table_of(file)
-        codes = {"": -1}
-        for dtype in {row[1] for row in self.rows}:
-            found = torch_dtype(dtype)
-            codes[dtype] = -1 if found is None or dtype in PACKED else code_of(found)
-        flat = array("q", chain.from_iterable(_sizes(codes, *row) for row in self.rows))
-        self.columns = numpy.frombuffer(flat, numpy.int64).reshape(-1, 5)
         self.digest = hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()
 
     def small(self) -> list[int]:
         """The positions of tensors of at most one element."""
-        counts = self.columns[:, 2] * self.columns[:, 3] * self.columns[:, 4]
-        return [int(at) for at in (counts <= 1).nonzero()[0]]
-
-
-def _sizes(codes: Mapping[str, int], name: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    if len(shape) == 2:  # the most
-        return (codes[dtype], 2, *shape, 1)
-    if not shape:
-        return (-1, 0, 1, 1, 1)
-    return (codes[dtype], len(shape), shape[0], shape[1] if len(shape) > 1 else 1, elements(shape[2:]))
+        return [at for at, row in enumerate(self.rows) if elements(row[2]) <= 1]
 
 
 class Opening:

@@ -1,7 +1,6 @@
-"""One load of a model by slices: by a plan that an earlier start kept, or by recording.
+"""One load of a model by slices: its own loader is recorded, and what it copied is loaded.
 
-Ranks of a group that share the reading meet before it, each with its plan; where none has
-one, they record what they want, and meet then.
+Ranks of a group that share the reading meet when each knows what it wants.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ from typing import Any
 
 import torch
 
-from . import copies, keeping, plans, recording
+from . import copies, recording
 from .copies import Copy
 from .recording import Opened, Recorder, Unplannable
-from .state import State
 
-__all__ = ["Attempt", "by_slices"]
+__all__ = ["Attempt", "by_slices", "shared"]
 
 #: The bytes of a part of a tensor's rows from which ranks that share the reading read it
 #: apart: a chunk at either end, which others may read too, counts for little then.
@@ -30,35 +28,27 @@ APART = 32 << 20
 class Attempt:
     """What an engine's loader asks while a load by slices runs.
 
-    The model's own `load_weights` is replaced while `around` is entered. It first looks
-    what the engine would read, which gives the key of a kept plan. With such a plan it
-    loads, and the model's own is not called; else that runs on stand-ins.
+    The model's own `load_weights` is replaced while `around` is entered: it first looks
+    what the engine would read, and opens that; then the model's own runs on stand-ins.
     """
 
-    def __init__(self, recorder: Recorder, files: contextlib.ExitStack, most: int, log: Any) -> None:
-        self._recorder, self._files, self._most, self._log = recorder, files, most, log
+    def __init__(self, recorder: Recorder, files: contextlib.ExitStack, log: Any) -> None:
+        self._recorder, self._files, self._log = recorder, files, log
         self._looks = False
         self._quiet = contextlib.ExitStack()  # while the loader runs on stand-ins
-        self._sources: list[tuple[str, Opened]] = []
+        self._sources: list[Opened] = []
         self._left: list[Opened] = []
-        self._keeps: Callable[[], None] | None = None
-        self._key: str | None = None  # of the plan
-        self._ready: keeping.Ready | None = None  # a kept plan that fits
-        self._group: Any = None  # of ranks that have not met again yet, and will once
+        self._group: Any = None  # of ranks that have not met yet, and will once
         self._later: list[Copy] = []  # until then
-        self._loaded: set[str] | None = None  # what the model then says it has loaded
-        self.copies: list[Copy] = []
-        #: Whether a kept plan was used.
-        self.replayed = False
 
     @property
     def device(self) -> torch.device:
         """Where tensors land."""
-        return self._sources[0][1].device
+        return self._sources[0].device
 
-    def source(self, prefix: str, where: Any, device: str, chosen: Mapping[str, Any], **asked: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def source(self, where: Any, device: str, chosen: Mapping[str, Any], **asked: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Opens a source, for `next`, and yields nothing; the arguments are those of `weights`."""
-        self._sources.append((prefix, recording.opened(self._files, where, device, chosen, **asked)))
+        self._sources.append(recording.opened(self._files, where, device, chosen, **asked))
         return iter(())
 
     def next(self) -> Iterator[tuple[str, torch.Tensor]] | None:
@@ -72,23 +62,15 @@ class Attempt:
             self._recorder.load()
 
     @contextlib.contextmanager
-    def around(
-        self,
-        model: Any,
-        look: Callable[[], Iterable[Any]],
-        facts: Callable[[], Mapping[str, Any] | None],
-        group: Any = None,
-        pays: bool = False,
-    ) -> Iterator[None]:
+    def around(self, model: Any, look: Callable[[], Iterable[Any]], group: Any = None, pays: bool = False) -> Iterator[None]:
         """While it lasts, `model.load_weights` loads by slices.
 
-        look: yields what the engine's loader would give the model. facts: for the key of
-        the plan, when all is open; None where no plan is kept. group: a process group of ranks
-        that all do this, and can share the reading. pays: see `shares`.
+        look: yields what the engine's loader would give the model. group: a process group
+        of ranks that all do this, and can share the reading. pays: see `shares`.
         """
         mine = vars(model).get("load_weights")
         own = model.load_weights
-        model.load_weights = functools.partial(self._load, model, own, look, facts, group, pays)
+        model.load_weights = functools.partial(self._load, own, look, group, pays)
         try:
             yield
         finally:
@@ -97,56 +79,39 @@ class Attempt:
             else:
                 model.load_weights = mine
 
-    def _load(self, model: Any, own: Any, look: Any, facts: Any, group: Any, pays: bool, weights: Any) -> Any:
+    def _load(self, own: Any, look: Any, group: Any, pays: bool, weights: Any) -> Any:
         from ..plumbing import many_objects
 
         # Stand-ins by the ten thousand are no garbage, and would start full collections of
         # all that an engine has imported.
         with self._recorder.paused(), many_objects():
-            together, why = self._prepared(functools.partial(self._prepare, model, look, facts), group, pays)
-            if self._ready is not None:
-                if why:
-                    self._log.info("overwire: each rank reads by itself: %s", why)
-                self._by(self._ready, together)
-                return self._loaded
+            self._prepare(functools.partial(self._open, look), group, pays)
         try:
-            with self._recorder.paused(), many_objects():
-                path, key = plans.folder(), self._key
-                before = State(model) if key is not None else None
             with self._quiet:
                 self._quiet.enter_context(many_objects())
-                loaded = own(weights)
+                return own(weights)
         finally:
             with self._recorder.paused():
                 self._meet()  # the other ranks wait for one that has failed, or has nothing to load
-        if path is None or key is None or before is None:
-            return loaded
-        with self._recorder.paused():
-            reason = self._recorder.impure
-            if reason is None and not before.unchanged():
-                reason = "it changes the model beside the weights"
-            if reason is not None:
-                self._log.debug("overwire: keeps no plan of this model's loader: %s", reason)
-            else:
-                names = None if loaded is None else list(loaded)
-                self._keeps = functools.partial(self._keep, path, key, model, names)
-        return loaded
 
-    def _prepared(self, prepare: Callable[[], None], group: Any, pays: bool) -> tuple[Any, str]:
-        # With the other ranks, where they share the reading: what `meet` returns.
-        if group is not None:  # one rank alone needs no code of groups, whose import takes 20 ms
-            from ..plumbing import meet, unplanned
+    def _prepare(self, opens: Callable[[], None], group: Any, pays: bool) -> None:
+        # With the other ranks, where they share the reading.
+        if group is None:  # one rank alone needs no code of groups, whose import takes 20 ms
+            opens()
+            return
+        from ..plumbing import meet, unplanned
 
-            def offer() -> Any:
-                prepare()
-                return None if self._ready is None else self._ready.offer()
+        _, why = meet(group, opens, pays)
+        if unplanned(why):
+            self._group = group
 
-            together, why = meet(group, offer, pays)
-            if unplanned(why):
-                self._group = group
-            return together, why
-        prepare()
-        return None, ""
+    def _open(self, look: Any) -> None:
+        # Opens what is to be read.
+        self._looks = True
+        for _ in look():
+            pass
+        self._looks = False
+        self._left = list(self._sources)
 
     @property
     def waits(self) -> bool:
@@ -188,7 +153,7 @@ class Attempt:
         that this rank has to load by itself."""
         if not self.waits:
             return noted
-        rows = {id(source.file): array("q") for _, source in self._sources}
+        rows = {id(source.file): array("q") for source in self._sources}
         blocks: list[Copy] = []
         beside: list[Copy] = []
 
@@ -199,60 +164,25 @@ class Attempt:
                 request = copies.request_of(copy, self.device)
                 (beside if request is None else blocks).append(copy)
                 rows[id(copy.of.file)].extend(request or ())
-            sheets = [source.sheet for _, source in self._sources]
+            sheets = [source.sheet for source in self._sources]
             requests = [row.tobytes() for row in rows.values()]
             return Blocks(str(self.device), [sheet.file for sheet in sheets], requests, [sheet.digest for sheet in sheets])
 
         together = self._meet(wanted)
         if together is None:
             return noted
-        return [] if keeping.shared(together, lambda: copies.fill(beside, most), self._log) else blocks
+        return [] if shared(together, lambda: copies.fill(beside, most), self._log) else blocks
 
-    def _prepare(self, model: Any, look: Any, facts: Any) -> None:
-        # Opens what is to be read, and finds the plan of it.
-        self._looks = True
-        for _ in look():
-            pass
-        self._looks = False
-        self._left = [source for _, source in self._sources]
-        path = plans.folder()
-        said = facts() if path is not None and self._left else None
-        if path is None or said is None:
-            return
-        try:
-            self._key = keeping.key_of(model, [(prefix, source.sheet, source.at) for prefix, source in self._sources], said)
-        except keeping.Unfit as error:
-            self._log.debug("overwire: keeps no plan of this model's loader: %s", error)
-            return
-        kept = plans.read(path, self._key, self._log)
-        if kept is None:
-            return
-        try:
-            self._ready = keeping.ready(kept, model, [source.sheet for source in self._left], str(self._left[0].device))
-        except keeping.Unfit as error:
-            self._log.info("overwire: ignores a kept plan: %s", error)
-            return
-        self._loaded = None if kept.loaded is None else set(kept.loaded)
 
-    def _by(self, ready: keeping.Ready, together: Any) -> None:
-        began = time.perf_counter()
-        self._recorder.began = True
-        count = keeping.carry_out(ready, self._most, together, self._log)
-        self.replayed = True
-        self._log.info("overwire: %d slices loaded by a kept plan in %.2f s", count, time.perf_counter() - began)
-
-    def _keep(self, path: str, key: str, model: Any, names: list[str] | None) -> None:
-        files = [source.file for _, source in self._sources]
-        try:
-            plans.keep(path, key, keeping.plan_of(model, files, self.copies, names, self._recorder))
-        except (keeping.Unfit, OSError, ValueError) as error:
-            self._log.info("overwire: keeps no plan: %s", error)
-
-    def keep(self) -> None:
-        """Keeps what was recorded, if it can be used again. To be called when the load
-        has succeeded."""
-        if self._keeps is not None:
-            self._keeps()
+def shared(together: Any, beside: Callable[[], None], log: Any) -> bool:
+    """Collective: whether the ranks have landed their blocks together. beside: as for `land`
+    of Together. One line of the log says what was read, or why each rank has to by itself."""
+    reason = together.land(beside)
+    if reason:
+        log.info("overwire: each rank reads by itself: %s", reason)
+        return False
+    log.info("overwire: the ranks share the reading: %d bytes read here, %d copied from others", together.read, together.copied)
+    return True
 
 
 def by_slices(load: Callable[[Attempt], None], most: int, log: Any) -> bool:
@@ -271,14 +201,13 @@ def by_slices(load: Callable[[Attempt], None], most: int, log: Any) -> bool:
     def carry_out(noted: list[Copy]) -> None:
         first = time.perf_counter()
         noted = attempt.later() + noted
-        attempt.copies += early.copies
-        attempt.copies += noted
+        every = early.copies + noted
         early.end()
         copies.fill(attempt.share(noted, most), most)
         now = time.perf_counter()
-        size = sum(copy.target.numel() * copy.target.element_size() for copy in attempt.copies)
+        size = sum(copy.target.numel() * copy.target.element_size() for copy in every)
         words = "overwire: %d slices, %.2f GB, %d of them while the loader ran, loaded into their places in %.2f s and %.2f s after it"
-        log.info(words, len(attempt.copies), size / 1e9, len(early.copies), first - began, now - first)
+        log.info(words, len(every), size / 1e9, len(early.copies), first - began, now - first)
 
     def begin(noted: list[Copy]) -> list[Copy]:
         mine = attempt.apart(noted)
@@ -287,7 +216,7 @@ def by_slices(load: Callable[[Attempt], None], most: int, log: Any) -> bool:
     early = copies.Early(lambda: attempt.device)
     recorder = Recorder(carry_out, begin)
     with contextlib.ExitStack() as files:
-        attempt = Attempt(recorder, files, most, log)
+        attempt = Attempt(recorder, files, log)
         try:
             with recorder:
                 load(attempt)
@@ -302,5 +231,4 @@ def by_slices(load: Callable[[Attempt], None], most: int, log: Any) -> bool:
             return False
         finally:
             early.cancel()
-        attempt.keep()
         return True

@@ -18,7 +18,6 @@ from sglang.srt.model_loader.loader import DefaultModelLoader, maybe_add_mtp_saf
 
 from .. import options, weights
 from ..slices import Attempt, by_slices
-from .facts import facts
 
 __all__ = ["OverwireModelLoader"]
 
@@ -68,8 +67,7 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
     def _by_slices(self, model: torch.nn.Module, weights: _Weights, target_device: Any, attempt: Attempt) -> None:
         self._attempt = attempt
         try:
-            said = functools.partial(facts, weights.model_config, self.load_config, self._options)
-            with attempt.around(model, weights.again, said):
+            with attempt.around(model, weights.again):
                 self.load_weights_only(model, weights, target_device)
         finally:
             self._attempt = None
@@ -98,7 +96,7 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
         else:
             where, index = self._files(source, resolved_source)
         if self._attempt is not None:
-            tensors = self._attempt.source(source.prefix, where, _device(), self._options, index=index)
+            tensors = self._attempt.source(where, _device(), self._options, index=index)
         else:
             tensors = weights(where, _device(), self._options, index=index)
         return self._renamed(source, tensors)

@@ -1,4 +1,4 @@
-"""Where the weights of a vLLM model are to land."""
+"""Where the weights of a vLLM model are to land, and the ranks that load them together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["device_of", "likely"]
+__all__ = ["device_of", "likely", "ranks"]
 
 
 def device_of(model: torch.nn.Module, load_config: Any) -> str:
@@ -36,3 +36,14 @@ def _served(asked: torch.device) -> str:
     if asked.type != "cuda" or torch.version.hip:
         return "cpu"
     return f"cuda:{torch.cuda.current_device() if asked.index is None else asked.index}"
+
+
+def ranks() -> Any:
+    """The group of the ranks that divide tensors among them and load at the same time, on
+    the host; None if there is one rank."""
+    try:
+        from vllm.distributed import parallel_state
+    except ImportError:
+        return None
+    group = getattr(parallel_state, "_TP", None)
+    return None if group is None or group.world_size == 1 else group.cpu_group

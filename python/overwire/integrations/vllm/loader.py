@@ -26,8 +26,7 @@ from .. import options, weights
 from ..sheets import Opening
 from ..slices import Attempt, by_slices
 from .coverage import Coverage
-from .device import device_of, likely
-from .facts import facts, ranks
+from .device import device_of, likely, ranks
 
 __all__ = ["OverwireModelLoader"]
 
@@ -103,14 +102,10 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         look = functools.partial(reader.get_all_weights, model_config, model)
         reader.attempt = attempt
         try:
-            said = functools.partial(self._facts, model_config)
-            with attempt.around(model, look, said, ranks(), reader.pays):
+            with attempt.around(model, look, ranks(), reader.pays):
                 self._checked(model, model_config, quantised)
         finally:
             reader.attempt = None
-
-    def _facts(self, model_config: Any) -> dict[str, Any]:
-        return facts(model_config, self._reader.load_config, self._options, self._reader.local_expert_ids)
 
     def _checked(self, model: torch.nn.Module, model_config: Any, quantised: bool) -> None:
         if not self._options.get("strict", True) or quantised:
@@ -118,8 +113,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             return
         with Coverage(model) as coverage:
             self._reader.load_weights(model, model_config)
-        replayed = self._reader.attempt is not None and self._reader.attempt.replayed  # nothing was missing then
-        missing = () if replayed else coverage.missing(self._reader.loaded)
+        missing = coverage.missing(self._reader.loaded)
         if missing:
             raise ValueError(
                 f"Following weights were not initialized from checkpoint: {missing} (found by overwire; "
@@ -220,7 +214,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         if self.attempt is not None:
             if self.local_expert_ids is None:
                 asked["wanted"] = None
-            tensors = self.attempt.source(source.prefix, where, self._device, self._options, opening=self._opening, **asked)
+            tensors = self.attempt.source(where, self._device, self._options, opening=self._opening, **asked)
         else:
             progress = bool(enable_tqdm(self.load_config.use_tqdm_on_load))
             tensors = weights(where, self._device, self._options, progress=progress, **asked)
