@@ -344,6 +344,12 @@ def environment(base: Path, site: Path) -> dict[str, str]:
     return env
 
 
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
 def main() -> None:
     if len(sys.argv) > 5:
         from_store(Path(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
@@ -362,9 +368,7 @@ def main() -> None:
         with overwire_serve(base) as url:
             # With ipc two ranks share the reading.
             for world, how, more in ((1, "ipc", []), (2, "ipc", []), (2, "auto", [url])):
-                with socket.socket() as s:
-                    s.bind(("127.0.0.1", 0))
-                    port = s.getsockname()[1]
+                port = free_port()
                 env["OVERWIRE_EXCHANGE"] = how
                 commands = [[sys.executable, __file__, str(base), str(world), str(rank), str(port), *more] for rank in range(world)]
                 codes = [started.wait(600) for started in [subprocess.Popen(command, env=env) for command in commands]]

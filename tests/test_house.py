@@ -39,7 +39,7 @@ LAYERS: list[tuple[str, str]] = [
 PUBLIC = {"codecs", "distributed", "errors", "gpu", "plumbing", "records"}
 
 # What plug-ins for engines share.
-SHARED = {f"integrations.{name}" for name in "copies origins pushes recording sheets slices updates".split()}
+SHARED = {f"integrations.{name}" for name in "copies described origins parts prepared pushes recording sheets slices updates".split()}
 
 # (importer, imported) -> why.
 ALLOWED = {

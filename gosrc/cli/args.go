@@ -73,7 +73,7 @@ func (c *call) access() (err error) {
 func verbs() []*verb {
 	return []*verb{
 		compressVerb, decompressVerb, convertVerb, inspectVerb, verifyVerb, digestVerb, diffVerb, loadVerb, traceVerb, runVerb, fetchVerb, serveVerb, presignVerb, benchVerb,
-		doctorVerb, completionVerb, versionVerb,
+		cacheVerb, doctorVerb, completionVerb, versionVerb,
 	}
 }
 

@@ -23,6 +23,10 @@ var (
 		alias{name: "NO_PRELOAD"}, alias{name: "LOAD_UNCOMPRESSED"})
 	Patch = flag("OVERWIRE_PATCH",
 		"Let what reads with the package safetensors read through overwire, from the import of overwire on.")
+	Prepared = text("OVERWIRE_PREPARED", "",
+		"Folder in which the plug-in for vLLM keeps models as the engine holds them after its processing, where its extra configuration asks for that; empty is overwire/prepared in the cache folder of the user.")
+	PreparedGB = number("OVERWIRE_PREPARED_GB", 1, 1<<20, 200,
+		"GB that this folder may take; the models that were not used for the longest time go first.")
 	Threads = number("OVERWIRE_THREADS", 0, 1024, 0,
 		"Worker threads that read, encode and decode; 0 means one for each CPU that the process may use.",
 		alias{name: "NUM_THREADS"})
@@ -64,5 +68,5 @@ var table = []interface {
 	load(map[string]string) string
 	row() Row
 }{
-	Preload, PreloadDevice, NoPreload, Patch, Threads, Downloader, DownloaderLog, MMap, Read, Exchange, CPU, Log, Trace,
+	Preload, PreloadDevice, NoPreload, Patch, Prepared, PreparedGB, Threads, Downloader, DownloaderLog, MMap, Read, Exchange, CPU, Log, Trace,
 }

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from .model.layout import MetaRow, beside, meta_rows, place_of, refuse_urls
     from .model.loads import many_objects
     from .model.opened import prepare
-    from .model.options import parse_size
+    from .model.options import parse_size, setting
     from .paths import is_remote, local, path_of
     from .stores import FileWriter, ObjectReader, ObjectWriter, presign, publish, write_bytes
     from .verbs.deltas import apply_part
-    from .verbs.into import land, landing, table_of
+    from .verbs.into import land, landing, states_of, table_of
     from .verbs.preload import honour_nyacomp
     from .verbs.save import bytes_of_plain, save_bytes
 
@@ -72,8 +72,10 @@ __all__ = [
     "refuse_urls",
     "regular",
     "save_bytes",
+    "setting",
     "shares",
     "shown",
+    "states_of",
     "table_of",
     "torch_dtype",
     "unplanned",
@@ -99,12 +101,12 @@ _HOMES = {
     "model.layout": ("MetaRow", "beside", "meta_rows", "place_of", "refuse_urls"),
     "model.loads": ("many_objects",),
     "model.opened": ("prepare",),
-    "model.options": ("parse_size",),
+    "model.options": ("parse_size", "setting"),
     "jobs": ("shown",),
     "paths": ("is_remote", "local", "path_of"),
     "stores": ("FileWriter", "ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"),
     "verbs.deltas": ("apply_part",),
-    "verbs.into": ("land", "landing", "table_of"),
+    "verbs.into": ("land", "landing", "states_of", "table_of"),
     "verbs.preload": ("honour_nyacomp",),
     "verbs.save": ("bytes_of_plain", "save_bytes"),
 }

@@ -1,12 +1,14 @@
-"""Whose code a model's loader is: a plan is kept only where all of it is the engine's own, as it was
+"""Whose code a model is: it is kept only where all of it is the engine's own, as it was
 installed. Out-of-tree models, plug-ins, editable installs and what a program has put in the place
-of the engine's functions have none: nothing says when their code, or what they go by, changes.
+of the engine's functions are refused: nothing says when their code, or what they go by, changes.
 """
 
 from __future__ import annotations
 
 import functools
 import glob
+import hashlib
+import json
 import os
 import sys
 import sysconfig
@@ -16,7 +18,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Foreign", "origins_of"]
+__all__ = ["Foreign", "files_of", "origins_of"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _GROUPS = (tuple, list, set, frozenset)
@@ -35,9 +37,9 @@ class Foreign(Exception):
     """What of a loader's code is not the engine's own."""
 
 
-def origins_of(model: torch.nn.Module, engine: str, loaders: Iterable[str]) -> list[Any]:
-    """What the code of a model's loader goes by beside its arguments, as text and numbers: what
-    functions close over, their defaults, and the state of the engine's files.
+def origins_of(model: torch.nn.Module, engine: str, loaders: Iterable[str]) -> str:
+    """The digest of what the code of a model goes by beside its arguments: what functions close over,
+    and their defaults.
 
     engine: the name of its package. loaders: its modules that move weights. Raises Foreign.
     """
@@ -48,9 +50,24 @@ def origins_of(model: torch.nn.Module, engine: str, loaders: Iterable[str]) -> l
         for value in vars(one).values():
             if callable(value) and not isinstance(value, torch.nn.Module | torch.Tensor):
                 look.value(value)
+        if (method := vars(one).get("quant_method")) is not None:
+            modules |= look.kind(type(method))
     for name in sorted(modules):
         look.names(name)
-    return [look.facts, look.files()]
+    return hashlib.sha256(json.dumps(look.facts, default=str).encode()).hexdigest()
+
+
+def files_of(engine: str) -> str:
+    """The digest of size and time of all code of a package, Python's and libraries."""
+    folder = os.path.dirname(str(sys.modules[engine].__file__))
+    found = hashlib.sha256()
+    for at, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            if name.endswith((".py", ".so")):
+                file = os.path.join(at, name)
+                found.update(repr((os.path.relpath(file, folder), _state(file))).encode())
+    return found.hexdigest()
 
 
 class _Look:
@@ -159,12 +176,6 @@ class _Look:
             return False
         self._seen[id(value)] = value
         return True
-
-    def files(self) -> list[Any]:
-        """The state of each file of the engine's whose module is imported."""
-        prefix = self._engine + "."
-        every = [(name, getattr(module, "__file__", None) or "") for name, module in list(sys.modules.items())]
-        return [(name, _state(file)) for name, file in sorted(every) if file and f"{name}.".startswith(prefix)]
 
 
 def _state(file: str) -> tuple[int, int] | None:

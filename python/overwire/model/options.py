@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Union
 
+from .._verbs import knobs
 from ..errors import ArgumentError, did_you_mean
 from ..progress import ProgressLike
 
@@ -32,6 +33,7 @@ __all__ = [
     "TorchName",
     "check_options",
     "parse_size",
+    "setting",
 ]
 
 #: "cpu", "cuda", "cuda:1", a torch.device, or the number of a GPU.
@@ -227,6 +229,11 @@ _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[_letter] = _UNITS[_letter + "B"] = 1000**_power
     _UNITS[_letter + "IB"] = 1024**_power
+
+
+def setting(name: str) -> str | int | bool:
+    """What an environment variable of overwire's says, or its default."""
+    return next(row["value"] for row in knobs() if row["name"] == name)
 
 
 def parse_size(size: int | str | None, what: str = "max_shard_size") -> int:

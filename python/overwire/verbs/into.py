@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .. import _engine
+from .._verbs import states
 from ..dtypes import PACKED
 from ..errors import ArgumentError, ForkedError, NotSupportedError
 from ..frameworks.frame import Frame
@@ -18,7 +19,7 @@ from ..model.opened import WHOLE, Model, Request, Row
 from ..model.plan import fit
 from ..progress import Watcher
 
-__all__ = ["Target", "fill", "in_place", "land", "landing", "place_of", "place_target", "put", "single", "table_of"]
+__all__ = ["Target", "fill", "in_place", "land", "landing", "place_of", "place_target", "put", "single", "states_of", "table_of"]
 
 #: Rows and columns of a tensor: [lo, hi) of dimension 0 and of dimension 1.
 Block = tuple[int, int, int, int]
@@ -131,6 +132,12 @@ def in_place(model: Model, targets: Sequence[Target], device: str) -> tuple[dict
     late = _take_turns(targets, lands)
     places = {target.at: target.tensor for target, here in zip(targets, lands, strict=True) if here}
     return places, [targets[number].at for number in late]
+
+
+def states_of(file: Any) -> list[dict[str, Any]]:
+    """What tells the files of a `safe_open` from others, and one state of them from the next: see
+    `overwire._verbs.states`."""
+    return [dict(state) for state in states(file._live().handle)]
 
 
 def table_of(file: Any) -> list[tuple[str, str, tuple[int, ...]]]:

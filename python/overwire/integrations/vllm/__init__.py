@@ -23,7 +23,14 @@ _LOADERS = "vllm.model_executor.model_loader"
 _TRANSFERS = "vllm.distributed.weight_transfer.factory"
 _SLEEPS = "vllm.device_allocator.sleep_mode_backend"
 _WORKERS = "vllm.v1.worker.gpu_worker"
+_CPU_WORKERS = "vllm.v1.worker.cpu_worker"
 _STRATEGIES = "modelexpress.load_strategy"
+
+# What of a worker changes weights or their memory.
+_CHANGES = (
+    "sleep", "discard", "checkpoint_prepare", "reset_weights", "reload_weights", "start_weight_update", "start_draft_weight_update",
+    "update_weights", "elastic_ep_execute", "shutdown",
+)  # fmt: skip
 
 
 def register() -> None:
@@ -76,6 +83,37 @@ def _add_preparation(workers: Any) -> None:
 
     load_model.without_overwire = load  # type: ignore[attr-defined]
     workers.Worker.load_model = load_model
+    for name in _CHANGES:
+        if hasattr(workers.Worker, name):
+            setattr(workers.Worker, name, _after_writing(getattr(workers.Worker, name)))
+    workers.Worker.compile_or_warm_up_model = _then_written(workers.Worker.compile_or_warm_up_model)
+
+
+def _add_writing(workers: Any) -> None:
+    warm = workers.CPUWorker.compile_or_warm_up_model
+    if not hasattr(warm, "__wrapped__"):
+        workers.CPUWorker.compile_or_warm_up_model = _then_written(warm)
+
+
+def _then_written(warm: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(warm)
+    def compile_or_warm_up_model(*args: Any, **named: Any) -> Any:
+        done = warm(*args, **named)
+        if written := sys.modules.get(f"{__name__}.prepared"):
+            written.begin()
+        return done
+
+    return compile_or_warm_up_model
+
+
+def _after_writing(change: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(change)
+    def changed(*args: Any, **named: Any) -> Any:
+        if written := sys.modules.get(f"{__name__}.prepared"):
+            written.finish()
+        return change(*args, **named)
+
+    return changed
 
 
 def _add_strategy(strategies: Any) -> None:
@@ -90,6 +128,7 @@ _ADDS: dict[str, Callable[[Any], None]] = {
     _TRANSFERS: _add_transfer,
     _SLEEPS: _add_sleep,
     _WORKERS: _add_preparation,
+    _CPU_WORKERS: _add_writing,
     _STRATEGIES: _add_strategy,
 }
 

@@ -37,6 +37,7 @@ KNOWN = ("0.32.", "0.33.")
 
 _KEYS = {
     "plan": (bool, "true or false"),
+    "prepared": ((bool, str), "true, false or a folder"),
     "strict": (bool, "true or false"),
     "enable_weights_track": (bool, "true or false"),
 }
@@ -75,14 +76,28 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         """vLLM's own. While it makes the model, the files are opened and the device is made
         ready."""
         self._reader.config = vllm_config
-        if self._slices(model_config):
-            self._reader.open(vllm_config, model_config)
         try:
-            made: torch.nn.Module = super().load_model(vllm_config, model_config, *more, **named)
-            return made
+            return self._load_model(vllm_config, model_config, *more, **named)
         finally:
             self._reader.close()
             self._reader.config = None
+
+    def _load_model(self, vllm_config: Any, model_config: Any, prefix: str = "", **named: Any) -> torch.nn.Module:
+        start = None
+        if chosen := self._options.get("prepared"):
+            from .prepared import Start
+
+            start = Start(chosen, vllm_config, model_config, prefix, self._reader)
+            ready = start.load()
+            if ready is not None:
+                self._reader.begin(model_config, ready)
+                return ready
+        if self._slices(model_config):
+            self._reader.open(vllm_config, model_config)
+        made: torch.nn.Module = super().load_model(vllm_config, model_config, prefix, **named)
+        if start is not None:
+            start.keep(made)
+        return made
 
     def _slices(self, model_config: Any) -> bool:
         return bool(self._options.get("plan", model_config.quantization is None))
@@ -148,6 +163,16 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         self._opening: Opening | None = None
 
     @property
+    def source(self) -> Any:
+        """Where the weights of the model that is served are, if not in its folder."""
+        return self._options.get("source")
+
+    @property
+    def storage_options(self) -> Any:
+        """How `source` is reached."""
+        return self._options.get("storage_options")
+
+    @property
     def pays(self) -> bool:
         """For `shares`: the weights that `begin` has found go to GPUs, or lie in a store."""
         from ...plumbing import is_remote
@@ -176,7 +201,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
             return self._options["source"], None
         if not os.path.isdir(model_config.model):  # vLLM downloads it when it is due
             return None
-        return self._files(DefaultModelLoader.Source(model_config.model, model_config.revision))
+        return self.files(DefaultModelLoader.Source(model_config.model, model_config.revision))
 
     def close(self) -> None:
         """Closes what was opened and is not used."""
@@ -207,7 +232,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         if source.model_or_path == self._remote and not source.subfolder and source.allow_patterns_overrides is None:
             where, index = self._options["source"], None
         else:
-            where, index = self._files(source)
+            where, index = self.files(source)
         if not self.counter_before_loading_weights:
             self.counter_before_loading_weights = time.perf_counter()
         asked: dict[str, Any] = {"wanted": self._wanted, "unused": source.is_unused_weight, "index": index}
@@ -228,7 +253,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
     def _wanted(self, name: str) -> bool:
         return not should_skip_weight(name, self.local_expert_ids)
 
-    def _files(self, source: Any) -> tuple[list[str], str | None]:
+    def files(self, source: Any) -> tuple[list[str], str | None]:
         """The files of a source in vLLM's order, and their index.json, if it counts."""
         folder, files, safe, index = self._prepare_weights(
             source.model_or_path, source.subfolder, source.revision, source.fall_back_to_pt, source.allow_patterns_overrides

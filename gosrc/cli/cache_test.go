@@ -1,0 +1,36 @@
+package cli
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// cache lists and removes files of prepared state, and no other.
+func TestCache(t *testing.T) {
+	folder := t.TempDir()
+	name := strings.Repeat("0a", 20) + ".safetensors"
+	for _, file := range []string{name, ".begun-1-" + name, "model.safetensors", strings.Repeat("0a", 20) + ".txt"} {
+		if err := os.WriteFile(filepath.Join(folder, file), make([]byte, 1000), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if out := must(t, "cache", "list", folder); !strings.Contains(out, name) || !strings.Contains(out, "1 files, 1.0 kB kept") {
+		t.Errorf("list says %q", out)
+	}
+	if out := must(t, "cache", "clear", folder); !strings.Contains(out, "2 files, 2.0 kB removed") {
+		t.Errorf("clear says %q", out)
+	}
+	left, err := os.ReadDir(folder)
+	if err != nil || len(left) != 2 {
+		t.Errorf("left: %v, %v", left, err)
+	}
+	if out := must(t, "cache", "list", filepath.Join(folder, "none")); !strings.Contains(out, "0 files") {
+		t.Errorf("list of no folder says %q", out)
+	}
+	t.Setenv("OVERWIRE_PREPARED", folder)
+	if status, _, _ := overwire("cache", "remove"); status != ExitUsage {
+		t.Errorf("status %d", status)
+	}
+}

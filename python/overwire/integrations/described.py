@@ -1,0 +1,185 @@
+"""What a model holds beside its weights, as text: two models are the same if the texts are.
+
+Every attribute of every module and parameter is described, and what objects of the engine's
+own classes hold, as kernels and methods of quantisation do. Tensors are described by where they lie in
+the model's own, or by their bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+from collections import deque
+from collections.abc import Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+
+from .copies import extent
+from .prepared import Refused
+
+__all__ = ["Describer", "Memory", "plain"]
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_NAMED = (torch.dtype, torch.Size, torch.layout, torch.memory_format)
+_MANY = (list, tuple, set, frozenset, deque)
+
+# The most bytes of a tensor beside the model's own that is compared by its content.
+_SMALL = 1 << 20
+
+# Attributes of a module that are described as what they hold, or are torch's own.
+_APART = frozenset(torch.nn.Module().__dict__)
+
+# Attributes of ours, which say nothing about the model.
+_OURS = "_overwire"
+
+
+class Memory:
+    """Finds the tensor of a model that a view lies in."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._held: dict[int, list[tuple[int, int, str]]] = {}
+        for name, tensor in tensors.items():
+            self.add(name, tensor)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Another tensor, which overlaps none."""
+        if tensor.device.type != "meta" and tensor.numel():
+            memory, low, high = _span(tensor)
+            self._held.setdefault(memory, []).append((low, high, name))
+
+    def __call__(self, view: torch.Tensor) -> tuple[str, int] | None:
+        """Its name, and the byte of it at which the view begins; None if there is none. Raises
+        Refused if it lies in one in part."""
+        if view.device.type == "meta" or not view.numel():
+            return None
+        memory, low, high = _span(view)
+        for first, last, name in self._held.get(memory, ()):
+            if first <= low and high <= last:
+                return name, low - first
+            if first < high and low < last:
+                raise Refused(f"a tensor lies in part in the memory of {name}")
+        return None
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
+    size = tensor.element_size()
+    low = int(tensor.storage_offset()) * size
+    return tensor.untyped_storage().data_ptr(), low, low + extent(tensor.shape, tensor.stride()) * size
+
+
+def plain(value: Any) -> bool:
+    """Whether a value is all that its text says."""
+    return isinstance(value, _PLAIN)
+
+
+class Describer:
+    """Describes a model whose tensors are known by name.
+
+    engine: the name of its package; opaque: modules of it whose objects are known by their
+    class alone.
+    """
+
+    def __init__(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], engine: str, opaque: tuple[str, ...]) -> None:
+        self._memory = Memory(tensors)
+        self._engine, self._opaque = engine + ".", opaque
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._model = model
+        self._known: dict[int, tuple[Any, str]] = {}  # with the object, so that no other gets its id
+        self._open: set[int] = set()
+
+    def every(self) -> dict[str, dict[str, str]]:
+        """Of each module, by its path, each attribute; with those of its parameters, as
+        `weight.attribute`."""
+        out = {}
+        for path, module in self._model.named_modules():
+            held = {"": _kind(module)}
+            for name, value in vars(module).items():
+                if name not in _APART and not name.startswith(_OURS):
+                    held[name] = self.text(value)
+            held["training"] = str(module.training)
+            for name, param in [*module._parameters.items(), *module._buffers.items()]:
+                held[f"{name}."] = "None" if param is None else _kind(param)
+                for attribute, value in {} if param is None else vars(param).items():
+                    held[f"{name}.{attribute}"] = self.text(value)
+            out[path] = held
+        return out
+
+    def text(self, value: Any) -> str:
+        """Of one value."""
+        if isinstance(value, _PLAIN):
+            return repr(value)
+        if isinstance(value, enum.Enum):
+            return str(value)
+        if isinstance(value, _NAMED):
+            return str(value)
+        if isinstance(value, torch.device):
+            return value.type
+        known = self._known.get(id(value))
+        if known is not None:
+            return known[1]
+        if id(value) in self._open:
+            return f"<{_kind(value)}>"
+        self._open.add(id(value))
+        try:
+            text = self._look(value)
+        finally:
+            self._open.discard(id(value))
+        if len(text) > 256:
+            text = f"{text[:96]}... {hashlib.sha256(text.encode()).hexdigest()}"
+        self._known[id(value)] = (value, text)
+        return text
+
+    def _look(self, value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, torch.nn.Module) and id(value) in self._paths:
+            return f"module {self._paths[id(value)]}"
+        if isinstance(value, _MANY):
+            parts = [self.text(part) for part in value]
+            return f"{type(value).__name__}({', '.join(sorted(parts) if isinstance(value, set | frozenset) else parts)})"
+        if isinstance(value, Mapping):
+            return "{" + ", ".join(f"{self.text(key)}: {self.text(part)}" for key, part in value.items()) + "}"
+        if isinstance(value, type):
+            return f"{value.__module__}.{value.__qualname__}"
+        if isinstance(value, functools.partial):
+            return f"partial({self.text(value.func)}, {self.text(value.args)}, {self.text(value.keywords)})"
+        if isinstance(value, MethodType):
+            return f"{value.__qualname__} of {self.text(value.__self__)}"
+        if isinstance(value, FunctionType | BuiltinFunctionType):
+            return f"{value.__module__}.{value.__qualname__}"
+        return self._object(value)
+
+    def _object(self, value: Any) -> str:
+        # Of the engine's own classes what they hold; of others no more than which they are.
+        kind = _kind(value)
+        if not kind.startswith(self._engine) or kind.startswith(self._opaque):
+            return kind
+        held = dict(getattr(value, "__dict__", None) or {})
+        if isinstance(value, torch.nn.Module):
+            held = {name: part for name, part in held.items() if name not in _APART} | {**value._parameters, **value._buffers}
+        for slot in getattr(type(value), "__slots__", ()):
+            if isinstance(slot, str) and hasattr(value, slot):
+                held[slot] = getattr(value, slot)
+        return f"{kind}({', '.join(f'{name}={self.text(part)}' for name, part in sorted(held.items()))})"
+
+    def _tensor(self, value: torch.Tensor) -> str:
+        shape = f"{value.dtype} {list(value.shape)}"
+        if not value.numel():
+            return shape
+        at = self._memory(value)
+        if at is not None:
+            return f"{shape} {list(value.stride())} at {at[1]} of {at[0]}"
+        if value.device.type == "meta":
+            return f"{shape} without memory"
+        if value.nbytes > _SMALL:
+            raise Refused(f"it holds a tensor of {value.nbytes} bytes, {shape}, beside its parameters and buffers")
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return f"{shape} on {value.device.type} {hashlib.sha256(data.numpy().tobytes()).hexdigest()}"
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,190 @@
+"""The tensors of a model, taken apart for a file, and put into a model of the meta device.
+
+A tensor of a model is a parameter, a buffer or an attribute of a module, under one name or
+several, and it may lie in another one's memory. Put back it has its class, its attributes, its strides and
+the memory that it shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from . import copies
+from .copies import Copy, Stored, extent
+from .described import Memory
+from .prepared import Refused
+
+__all__ = ["Names", "Rows", "put", "settle", "taken"]
+
+#: Of each name of a tensor its kind, and the first name of the tensor, or None where None is held.
+Names = dict[str, list[Any]]
+
+#: Of each tensor, by its first name: class, dtype, shape, stride, type of its device, whose memory
+#: it lies in, and from which byte on, and the names of its attributes.
+Rows = dict[str, list[Any]]
+
+# The most bytes that are loaded beside, for tensors with gaps.
+_MOST = 1 << 28
+
+
+def _held(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, str, str, Any]]:
+    # Module, name there, whole name and kind of all that is, or might be, a tensor.
+    for path, module in model.named_modules():
+        at = f"{path}." if path else ""
+        for leaf, param in module._parameters.items():
+            yield module, leaf, at + leaf, "parameter", param
+        for leaf, buffer in module._buffers.items():
+            yield module, leaf, at + leaf, "passing" if leaf in module._non_persistent_buffers_set else "buffer", buffer
+        for leaf, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield module, leaf, at + leaf, "attribute", value
+
+
+def taken(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Rows, Names]:
+    """The tensors with memory of their own, by name, as views that are dense where the memory is;
+    all of them as rows; and all names. Raises Refused for what cannot be put back."""
+    names: Names = {}
+    every: dict[str, torch.Tensor] = {}
+    first: dict[int, str] = {}
+    for _, _, name, kind, tensor in _held(model):
+        names[name] = [kind, None if tensor is None else first.setdefault(id(tensor), name)]
+        if tensor is not None:
+            every.setdefault(first[id(tensor)], tensor)
+    memory = Memory({})
+    own: dict[str, torch.Tensor] = {}
+    rows: Rows = {}
+    for name in sorted(every, key=lambda name: _bytes(every[name]), reverse=True):  # the largest hold the others
+        tensor = every[name]
+        if tensor.device.type == "meta" or tensor.layout is not torch.strided or getattr(tensor, "_vllm_is_uva_offloaded", False):
+            raise Refused(f"{name} has no memory of its own on {tensor.device.type}")
+        at = memory(tensor)
+        if at is None:
+            memory.add(name, tensor)
+            own[name] = _dense(tensor.detach())
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        where = tensor.device.type
+        rows[name] = [kind, str(tensor.dtype), list(tensor.shape), list(tensor.stride()), where, at and list(at), sorted(vars(tensor))]
+    return {name: own[name] for name in every if name in own}, rows, names
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    # The same with its dimensions in the order of its memory.
+    if tensor.is_contiguous():
+        return tensor
+    steps: list[int] = list(tensor.stride())
+    return tensor.permute(sorted(range(tensor.dim()), key=lambda n: -steps[n]))
+
+
+def put(
+    model: torch.nn.Module, path: str, names: Mapping[str, list[Any]], rows: Mapping[str, list[Any]], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Gives a model of the meta device the tensors of a file, and returns them by all their names. device:
+    for those that are not the host's.
+
+    Raises Refused where the model has no such place, and what loading raises.
+    """
+    import overwire
+
+    from ..plumbing import table_of
+
+    modules = dict(model.named_modules())
+    tensors: dict[str, torch.Tensor] = {}
+    with overwire.safe_open(path, framework="pt", device=str(device)) as file:
+        asked = []
+        for at, (name, dtype, shape) in enumerate(table_of(file)):
+            tensors[name] = made = _empty(rows[name], device)
+            target = _dense(made)
+            if tuple(target.shape) != shape:
+                raise Refused(f"{name} has the shape {shape} in {path}")
+            if target.numel():
+                strides = torch.empty(shape, device="meta").stride()
+                asked.append(Copy(Stored(file, at, name, dtype, shape), 0, shape, strides, made.dtype, target))
+        copies.fill(asked, _MOST)
+    for name, row in rows.items():
+        if row[5] is not None:
+            tensors[name] = _view(tensors[row[5][0]], row)
+    held: dict[str, torch.Tensor] = {}
+    for name, (kind, first) in names.items():
+        module = modules.get(name.rpartition(".")[0])
+        if module is None:
+            raise Refused(f"{name} has no module")
+        leaf = name.rpartition(".")[2]
+        if first is not None and first not in held:
+            old = module._parameters.get(leaf)
+            if old is None:
+                old = module._buffers.get(leaf)
+            held[first] = _typed(first, tensors[first], rows[first], vars(module).get(leaf) if old is None else old)
+        _hang(module, leaf, kind, None if first is None else held[first])
+    return {name: held[first] for name, (_, first) in names.items() if first is not None}
+
+
+def _dtype(row: list[Any]) -> torch.dtype:
+    found = getattr(torch, str(row[1]).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise Refused(f"torch has no {row[1]}")
+    return found
+
+
+def _empty(row: list[Any], device: torch.device) -> torch.Tensor:
+    on = torch.device("cpu") if row[4] == "cpu" else device
+    if on.type != row[4]:
+        raise Refused(f"a tensor was on {row[4]}")
+    return torch.empty_strided(row[2], row[3], dtype=_dtype(row), device=on)
+
+
+def _view(base: torch.Tensor, row: list[Any]) -> torch.Tensor:
+    # A tensor in the memory of another one.
+    dtype, (name, at) = _dtype(row), row[5]
+    if at % dtype.itemsize or at + extent(row[2], row[3]) * dtype.itemsize > base.untyped_storage().nbytes():
+        raise Refused(f"a tensor does not fit into {name}")
+    out = torch.empty(0, dtype=dtype, device=base.device)
+    return out.set_(base.untyped_storage(), at // dtype.itemsize, row[2], row[3])
+
+
+def _typed(name: str, tensor: torch.Tensor, row: list[Any], old: Any) -> torch.Tensor:
+    # With its class and attributes, which what the model holds in its place has.
+    kinds = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in (torch.Tensor, torch.nn.Parameter, type(old))}
+    kind = kinds.get(row[0])
+    if kind is None or not issubclass(kind, torch.Tensor):
+        raise Refused(f"{name} is a {type(old).__qualname__} when it is made, and was a {row[0]}")
+    held = {} if old is None else vars(old)
+    if absent := [attribute for attribute in row[6] if attribute not in held]:
+        raise Refused(f"{name} has no {absent[0]} when it is made")
+    if kind is not torch.Tensor:
+        tensor = torch.Tensor._make_subclass(kind, tensor, False)
+    vars(tensor).update({attribute: held[attribute] for attribute in row[6]})
+    return tensor
+
+
+def _hang(module: torch.nn.Module, leaf: str, kind: str, tensor: torch.Tensor | None) -> None:
+    # Under its name in a module, in the place that it has there.
+    homes = {"parameter": module._parameters, "attribute": vars(module)}
+    home: Any = homes.get(kind, module._buffers)
+    for other in (module._parameters, module._buffers, vars(module)):
+        if other is not home:
+            other.pop(leaf, None)
+    home[leaf] = tensor
+    module._non_persistent_buffers_set.discard(leaf)
+    if kind == "passing":
+        module._non_persistent_buffers_set.add(leaf)
+
+
+def settle(model: torch.nn.Module, names: Mapping[str, list[Any]], tensors: Mapping[str, torch.Tensor]) -> None:
+    """After the engine's processing: takes out what has no memory and no name among these, which
+    processing drops, and puts back the attributes that it has made anew. tensors: those of `put`."""
+    modules = dict(model.named_modules())
+    for name, (kind, _) in names.items():
+        if kind == "attribute":
+            path, _, leaf = name.rpartition(".")
+            _hang(modules[path], leaf, kind, tensors[name])
+    for module, leaf, name, kind, tensor in list(_held(model)):
+        if name not in names and kind != "attribute" and (tensor is None or tensor.device.type == "meta"):
+            del (module._parameters if kind == "parameter" else module._buffers)[leaf]
+            module._non_persistent_buffers_set.discard(leaf)

@@ -1,0 +1,176 @@
+"""Models as an engine holds them after its processing: kept as files of a folder, one for each rank.
+
+A file is one of overwire's containers. Its name is a fingerprint of all that the engine's
+processing goes by, as far as that is known before the model is made; its metadata says
+which tensor is what in the model, and describes every attribute of every module. A model that is made
+of it counts only if all of that is so again.
+
+Files appear complete, are written by their owner alone, and leave when the folder is
+larger than it may be: those first that were not used for the longest time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["KEY", "Kept", "Refused", "discard", "find", "folder_of", "keep", "refuse", "used"]
+
+#: Under which name the metadata of a container has what a file says about its model.
+KEY = "overwire.prepared"
+
+_SUFFIX = ".safetensors"
+_BEGUN = ".begun-"
+
+# How long a file that was begun may lie there until it is someone's who has ended.
+_LEFT = 24 * 3600.0
+
+_GB = 10**9
+
+
+class Refused(Exception):
+    """Why a model is not kept, or not made of what was kept."""
+
+
+class Kept(NamedTuple):
+    """A file of a folder, and what it says about its model."""
+
+    path: str
+    record: dict[str, Any]
+
+
+def folder_of(chosen: bool | str) -> str:
+    """The folder that an engine's configuration asks for: True is that of OVERWIRE_PREPARED, or
+    overwire/prepared in the cache folder of the user. Raises Refused where there is none."""
+    from ..plumbing import setting
+
+    path = chosen if isinstance(chosen, str) else str(setting("OVERWIRE_PREPARED"))
+    if not path:
+        base = os.environ.get("XDG_CACHE_HOME", "")
+        if not os.path.isabs(base):  # the rules ignore a relative one
+            base = os.path.expanduser("~/.cache")
+        path = os.path.join(base, "overwire", "prepared")
+    path = os.path.abspath(os.path.expanduser(path))
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        _own(os.stat(path), path)
+    except OSError as error:
+        raise Refused(f"{path}: {error.strerror or error}") from None
+    return path
+
+
+def _own(found: os.stat_result, path: str) -> None:
+    # What lies here becomes the model's memory and attributes.
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise Refused(f"{path} belongs to another user, or others may write it")
+
+
+def find(folder: str, name: str) -> Kept | None:
+    """The file of a fingerprint; None if there is none. Raises Refused for one that cannot be
+    used, and where the model was found not to fit for it."""
+    import overwire
+
+    path = os.path.join(folder, name + _SUFFIX)
+    try:
+        state = os.lstat(path)
+    except OSError:
+        return None
+    if not stat.S_ISREG(state.st_mode):
+        raise Refused(f"{path} is not a file")
+    _own(state, path)
+    try:
+        with overwire.safe_open(path, framework="pt", device="cpu") as file:
+            record = json.loads((file.metadata() or {})[KEY])
+    except (overwire.OverwireError, KeyError, ValueError) as error:
+        discard(path)
+        raise Refused(f"{path} is damaged: {error}") from None
+    if not isinstance(record, dict):
+        raise Refused(f"{path} is damaged")
+    if record.get("refused"):
+        raise Refused(str(record["refused"]))
+    return Kept(path, record)
+
+
+def used(path: str) -> None:
+    """Notes that a file was used."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
+def discard(path: str) -> None:
+    """Removes a file, if it is there."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def keep(folder: str, name: str, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any], digests: Mapping[str, str]) -> str:
+    """Writes the file of a fingerprint, and removes old ones; returns its path.
+
+    digests: those of the tensors when they were described. Raises Refused if they are others
+    now, or were while they were written, and where the folder may not hold the file; and
+    what saving raises. Nothing appears then.
+    """
+    import overwire
+
+    from ..plumbing import setting
+
+    most = int(setting("OVERWIRE_PREPARED_GB")) * _GB
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    if size > most:
+        raise Refused(f"its {size / 1e9:.1f} GB are more than {folder} may hold (OVERWIRE_PREPARED_GB)")
+    path = os.path.join(folder, name + _SUFFIX)
+    begun = os.path.join(folder, f"{_BEGUN}{os.getpid()}-{name}{_SUFFIX}")
+    try:
+        overwire.save_file(tensors, begun, {KEY: json.dumps(record)}, digests=True)
+        os.chmod(begun, 0o600)
+        if tensors and not overwire.verify(begun, tensors=tensors)["ok"] or overwire.digest(tensors) != digests:
+            raise Refused("its weights have changed since it was loaded")
+        os.replace(begun, path)
+    finally:
+        discard(begun)
+    _bound(folder, path, most)
+    return path
+
+
+def refuse(folder: str, name: str, reason: str) -> None:
+    """Notes that the model of a fingerprint does not fit, so that later starts do not try."""
+    import overwire
+
+    with contextlib.suppress(overwire.OverwireError, OSError):
+        keep(folder, name, {}, {"refused": reason}, {})
+
+
+def _bound(folder: str, newest: str, most: int) -> None:
+    # Removes what is too much, and what was begun and left.
+    files = []
+    with contextlib.suppress(OSError), os.scandir(folder) as found:
+        for entry in found:
+            with contextlib.suppress(OSError):
+                state = entry.stat(follow_symlinks=False)
+                if entry.name.startswith(_BEGUN) and time.time() - state.st_mtime > _LEFT:
+                    discard(entry.path)
+                elif entry.name.endswith(_SUFFIX) and not entry.name.startswith("."):
+                    files.append((entry.path == newest, state.st_mtime_ns, state.st_size, entry.path))
+    files.sort(reverse=True)
+    total = 0
+    for _, _, size, path in files:
+        total += size
+        if total > most and path != newest:
+            discard(path)
+
+
+def fingerprint(*parts: Any) -> str:
+    """The digest of parts, as JSON has them or as text."""
+    out = hashlib.sha256()
+    for part in parts:
+        text = json.dumps(part, default=str, sort_keys=True).encode()
+        out.update(len(text).to_bytes(8, "little") + text)
+    return out.hexdigest()[:40]

@@ -1,0 +1,157 @@
+"""What the state of a processed vLLM model depends on, as far as it is known before the model is made."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import torch
+import vllm
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from ..origins import files_of
+from ..prepared import Refused, fingerprint
+
+__all__ = ["CODE", "OPAQUE", "name_of"]
+
+#: Code that moves weights, whatever the model.
+CODE = (
+    "vllm.model_executor.parameter",
+    "vllm.model_executor.utils",
+    "vllm.model_executor.models.utils",
+    "vllm.model_executor.model_loader.default_loader",
+    "vllm.model_executor.model_loader.utils",
+    "vllm.model_executor.model_loader.weight_utils",
+    "vllm.distributed.utils",
+    "vllm.distributed.parallel_state",
+)
+
+#: Modules whose objects say nothing about weights beyond their class.
+OPAQUE = ("vllm.config.", "vllm.distributed.", "vllm.transformers_utils.", "vllm.compilation.", "vllm.v1.core.")
+
+# Variables of vLLM's that differ from start to start and say nothing about weights.
+_PASSING = (
+    "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_HOST_IP", "VLLM_LOGGING", "VLLM_LOG", "VLLM_PORT", "VLLM_RPC", "VLLM_ENGINE", "VLLM_DP_",
+)  # fmt: skip
+
+# Packages whose kernels and layouts vLLM may choose.
+_KERNELS = "flashinfer-python flashinfer-cubin deep-gemm triton amd-aiter nvidia-cutlass-dsl compressed-tensors transformers".split()
+
+_PARALLEL = (
+    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "data_parallel_rank", "prefill_context_parallel_size",
+    "decode_context_parallel_size", "enable_expert_parallel", "expert_placement_strategy", "enable_ep_weight_filter", "all2all_backend",
+)  # fmt: skip
+
+_MODEL = ("dtype", "quantization", "quantization_config", "is_moe", "multimodal_config", "architectures", "runner_type", "convert_type")
+
+# Places of a file of which the bytes are looked at, where nothing says its content, and how many there.
+_PLACES, _BYTES = 16, 4096
+
+# The largest of a model's files of settings.
+_SETTINGS = 1 << 20
+
+
+def name_of(config: Any, model_config: Any, prefix: str, loader: Any, device: torch.device) -> str:
+    """The fingerprint of what a rank's load leaves. Raises Refused where a load leaves no state that
+    can be kept, and what opening the model's files raises."""
+    parallel = config.parallel_config
+    if getattr(parallel, "enable_eplb", False):
+        raise Refused("experts are moved while the engine runs (EPLB)")
+    if torch.version.hip or device.type not in ("cpu", "cuda"):
+        raise Refused(f"vLLM uses {device.type}{' by ROCm' if torch.version.hip else ''}")
+    if getattr(getattr(config, "engram_config", None), "cpu_offload", False) or _offloads(config):
+        raise Refused("weights are offloaded")
+    import overwire
+
+    speculative = getattr(config, "speculative_config", None)
+    return fingerprint(
+        [1, vllm.__version__, torch.__version__, overwire.__version__, files_of("vllm")],
+        [(name, _version(name)) for name in _KERNELS],
+        _machine(device),
+        {name: value for name, value in model_config.hf_config.to_dict().items() if name != "_name_or_path"},
+        [str(getattr(model_config, name, None)) for name in _MODEL],
+        prefix,
+        speculative is not None and model_config is getattr(speculative, "draft_model_config", None),
+        [str(getattr(parallel, name, None)) for name in _PARALLEL],
+        list(_ranks()),
+        [str(getattr(config.cache_config, name, None)) for name in ("cache_dtype", "kv_cache_dtype_skip_layers", "calculate_kv_scales")],
+        str(getattr(config, "kernel_config", None)),
+        str(getattr(config, "lora_config", None)),
+        {name: value for name, value in os.environ.items() if name.startswith("VLLM_") and not name.startswith(_PASSING)},
+        list(_files(model_config, loader)),
+    )
+
+
+def _offloads(config: Any) -> bool:
+    offload = getattr(config, "offload_config", None)
+    found = [getattr(config.cache_config, "cpu_offload_gb", 0), getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0)]
+    found.append(getattr(getattr(offload, "prefetch", None), "offload_group_size", 0))
+    return any(found)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _machine(device: torch.device) -> list[Any]:
+    if device.type == "cpu":
+        return [platform.machine(), torch.backends.cpu.get_cpu_capability()]
+    found = torch.cuda.get_device_properties(device)
+    return [found.name, found.major, found.minor, found.multi_processor_count, torch.version.cuda]
+
+
+def _ranks() -> Iterator[Any]:
+    # Place and size in each group that there is.
+    from vllm.distributed import parallel_state
+
+    for name in ("world", "tp", "pp", "dp", "ep", "etp", "pcp", "dcp", "eplb"):
+        group = getattr(parallel_state, f"_{name}".upper(), None)
+        yield None if group is None else (group.rank_in_group, group.world_size)
+
+
+def _files(model_config: Any, loader: Any) -> Iterator[Any]:
+    # What tells the model's weights, and its settings, from others.
+    import overwire
+
+    from ...plumbing import states_of
+
+    where: Any
+    if loader.at_source(model_config):
+        where = loader.source
+    else:
+        where, _ = loader.files(DefaultModelLoader.Source(model_config.model, model_config.revision))
+    with overwire.safe_open(where, framework="pt", device="cpu", storage_options=loader.storage_options) as file:
+        for state in states_of(file):
+            if state["sealed"]:
+                yield state["layout"]
+            elif state["pin"]:
+                yield state["layout"], state["pin"]
+            elif not state["modified"]:
+                raise Refused("nothing tells the files of the model from others")
+            else:
+                yield state["layout"], state["size"], state["modified"]
+    for path in where if isinstance(where, list) else ():
+        yield _sample(path)
+    folder = model_config.model if os.path.isdir(model_config.model) else os.path.dirname(where[0]) if isinstance(where, list) else ""
+    for name in sorted(os.listdir(folder)) if folder else ():
+        path = os.path.join(folder, name)
+        if name.endswith(".json") and not name.startswith(("tokenizer", "vocab")) and os.path.getsize(path) <= _SETTINGS:
+            with open(path, "rb") as opened:
+                yield name, hashlib.sha256(opened.read()).hexdigest()
+
+
+def _sample(path: str) -> str:
+    # Of some bytes of a file.
+    found = hashlib.sha256()
+    with open(path, "rb", buffering=0) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        for place in range(_PLACES):
+            found.update(os.pread(opened.fileno(), _BYTES, size * place // _PLACES))
+    return found.hexdigest()

@@ -1,0 +1,258 @@
+"""Models that vLLM has processed: kept after a start, and made of what was kept by the next one.
+
+vLLM has a contract for weights that are already processed, made for its own weight cache: the
+model is made on the meta device, gets its tensors, and each quantisation method rebuilds
+only what it holds in Python. What a model made so holds is compared with what was described when
+it was kept, attribute by attribute; unless all is the same, the model is loaded as always.
+Written for vLLM 0.32 and 0.33.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from .. import prepared
+from ..described import Describer, plain
+from ..origins import Foreign, origins_of
+from ..parts import put, settle, taken
+from ..prepared import Kept, Refused
+from .device import ranks
+from .identity import CODE, OPAQUE, name_of
+
+__all__ = ["Start", "begin", "finish"]
+
+log = init_logger("vllm.overwire")
+
+# What is to be written when the engine is up, and what writes it.
+_waiting: list[Callable[[], None]] = []
+_writers: list[threading.Thread] = []
+
+
+def begin() -> None:
+    """Begins to write, in the background, what the loads of this process have left to be kept. To
+    be called when the engine is up."""
+    works, _waiting[:] = list(_waiting), []
+    if works:
+        _writers.append(threading.Thread(target=lambda: [work() for work in works], name="overwire prepared", daemon=True))
+        _writers[-1].start()
+
+
+def finish() -> None:
+    """Waits for what `begin` has begun; what it has not begun is not written. To be called before
+    weights change, or their memory goes."""
+    _waiting.clear()
+    while _writers:
+        _writers.pop().join()
+
+
+class Start:
+    """One start of a model by prepared state: a load of what was kept, or what it takes to keep it."""
+
+    def __init__(self, chosen: bool | str, config: Any, model_config: Any, prefix: str, loader: Any) -> None:
+        """loader: vLLM's, which knows the files. Does not raise: where nothing can be kept, the
+        log says why."""
+        self._config, self._model_config, self._prefix, self._loader = config, model_config, prefix, loader
+        load_config = loader.load_config
+        self._device = torch.device(config.device_config.device if load_config.device is None else load_config.device)
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._folder: str | None = None
+        self._name = ""
+        self._kept: Kept | None = None
+        try:
+            self._folder = prepared.folder_of(chosen)
+            self._name = name_of(config, model_config, prefix, loader, self._device)
+            self._kept = prepared.find(self._folder, self._name)
+        except Refused as error:
+            log.info("overwire: no prepared state: %s", error)
+            if "damaged" not in str(error):
+                self._folder = None
+
+    def load(self) -> torch.nn.Module | None:
+        """The model, made of what was kept; None where it has to be loaded as always: on all ranks
+        that share tensors, or on none."""
+        if not _agreed(self._kept is not None):
+            return None
+        model: torch.nn.Module | None = None
+        with _undone_unless(self._config, lambda: model is not None):
+            reason = None
+            began = time.perf_counter()
+            assert self._kept is not None
+            try:
+                model = self._made(self._kept)
+            except Exception as error:
+                reason = error
+            if not _agreed(reason is None):
+                model = None
+        if model is None:
+            self._report(self._kept, reason)
+            gc.collect()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            return None
+        prepared.used(self._kept.path)
+        count = len(self._kept.record["tensors"])
+        log.info("overwire: made of prepared state: %d tensors, in %.2f s", count, time.perf_counter() - began)
+        return model
+
+    def _report(self, kept: Kept, reason: Exception | None) -> None:
+        import overwire
+
+        if reason is None:
+            log.info("overwire: loads as always: another rank has no prepared state that fits")
+        elif isinstance(reason, overwire.CorruptError | overwire.FormatError):
+            log.warning("overwire: loads as always, and keeps the prepared state anew: %s", reason)
+            prepared.discard(kept.path)
+        else:
+            log.info("overwire: loads as always: the prepared state %s does not fit: %s", kept.path, reason)
+            if not isinstance(reason, overwire.OverwireError | torch.OutOfMemoryError) and self._folder is not None:
+                prepared.refuse(self._folder, self._name, f"the model does not fit: {reason}")
+            self._folder = None
+
+    def _made(self, kept: Kept) -> torch.nn.Module:
+        from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+        from vllm.model_executor.utils import weights_already_processed
+        from vllm.utils.torch_utils import set_default_torch_dtype
+
+        model: torch.nn.Module
+        with set_default_torch_dtype(self._model_config.dtype):
+            with torch.device("meta"):
+                model = initialize_model(vllm_config=self._config, model_config=self._model_config, prefix=self._prefix)
+            _supported(model)
+            tensors = put(model, kept.path, kept.record["names"], kept.record["tensors"], self._device)
+            with weights_already_processed():
+                process_weights_after_loading(model, self._model_config, self._device)
+            settle(model, kept.record["names"], tensors)
+        _reload_to(model, self._device)
+        model.eval()
+        _compare(model, kept.record)
+        return model
+
+    def keep(self, model: torch.nn.Module) -> None:
+        """Notes what is to be kept of a model that was loaded as always, for `begin`."""
+        if self._folder is None:
+            return
+        import overwire
+
+        try:
+            _supported(model)
+            tensors, record = _described(model)
+            digests = overwire.digest(tensors)
+        except (Refused, Foreign, overwire.OverwireError) as error:
+            log.info("overwire: keeps no prepared state: %s", error)
+            return
+        _waiting.append(functools.partial(_write, self._folder, self._name, tensors, record, digests))
+
+
+def _write(folder: str, name: str, tensors: dict[str, torch.Tensor], record: dict[str, Any], digests: dict[str, str]) -> None:
+    import overwire
+
+    began = time.perf_counter()
+    try:
+        path = prepared.keep(folder, name, tensors, record, digests)
+    except (Refused, overwire.OverwireError, OSError, ValueError) as error:
+        log.info("overwire: keeps no prepared state: %s", error)
+        return
+    log.info("overwire: prepared state kept in %.1f s: %s", time.perf_counter() - began, path)
+
+
+def _agreed(mine: bool) -> bool:
+    # Collective among the ranks that load together: whether all of them say so.
+    group = ranks()
+    if group is None:
+        return mine
+    every = torch.tensor([mine], dtype=torch.int32)
+    torch.distributed.all_reduce(every, torch.distributed.ReduceOp.MIN, group)
+    return bool(every.item())
+
+
+@contextlib.contextmanager
+def _undone_unless(config: Any, done: Callable[[], bool]) -> Iterator[None]:
+    # What making a model leaves outside of it: layers by name, and modules that models share.
+    from vllm.model_executor.layers import rotary_embedding
+
+    compilation = config.compilation_config
+    layers: dict[str, Any] = compilation.static_forward_context
+    experts: list[str] = getattr(compilation, "static_all_moe_layers", [])
+    ropes: dict[Any, Any] = rotary_embedding._ROPE_DICT
+    before = dict(layers), list(experts), dict(ropes)
+    ropes.clear()  # those of an earlier model are not made of this one's file
+    try:
+        yield
+    finally:
+        if not done():
+            layers.clear()
+            layers.update(before[0])
+            experts[:] = before[1]
+            ropes.clear()
+            ropes.update(before[2])
+
+
+def _supported(model: torch.nn.Module) -> None:
+    # By the rule of vLLM's own weight cache.
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    if getattr(model, "secondary_weights", None):
+        raise Refused("it has secondary weights")
+    for path, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase) and not method.supports_pre_processed_weights:
+            raise Refused(f"{path}: vLLM's {type(method).__name__} takes no weights that are already processed")
+
+
+def _described(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    # Tensors to be stored, and the record of the model.
+    tensors, rows, names = taken(model)
+    modules = Describer(model, tensors, "vllm", OPAQUE).every()
+    return tensors, {"names": names, "tensors": rows, "modules": modules, "origins": origins_of(model, "vllm", CODE)}
+
+
+def _compare(model: torch.nn.Module, record: dict[str, Any]) -> None:
+    # Whether a model is as its record says; flags and numbers that only `load_weights` sets are set.
+    tensors, _, names = taken(model)
+    if names != record["names"]:
+        raise Refused(f"{next(iter(names.items() ^ record['names'].items()))[0]} is not what it was")
+    modules = dict(model.named_modules())
+    for path, held in Describer(model, tensors, "vllm", OPAQUE).every().items():
+        was = record["modules"].get(path, {})
+        for name in held.keys() | was.keys():
+            if held.get(name) != was.get(name) and not _set(modules[path], name, was.get(name)):
+                raise Refused(f"{path}.{name} is {held.get(name)}, and was {was.get(name)}")
+    if origins_of(model, "vllm", CODE) != record["origins"]:
+        raise Refused("vLLM's code, or what was put in its place, has changed")
+
+
+def _set(module: torch.nn.Module, name: str, text: str | None) -> bool:
+    # Whether an attribute is now the plain value that the text is of.
+    if text is None or not name or "." in name or isinstance(module.__dict__.get(name), torch.Tensor):
+        return False
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return False
+    if not plain(value):
+        return False
+    setattr(module, name, value)
+    return True
+
+
+def _reload_to(model: torch.nn.Module, device: torch.device) -> None:
+    # vLLM notes the device on which a model was made, for reloads.
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+    with device:
+        default = torch.get_default_device()
+    for module in model.modules():
+        info = LAYERWISE_INFO.get(module)
+        if info is not None:
+            info.restore_device = default
