@@ -14,7 +14,7 @@ from ..frameworks.memory import check_memory
 from ..frameworks.torch import SAVED
 from ..verbs.sleeping import _dense
 
-__all__ = ["Block", "Weight", "choose_kept", "find_blocks", "weights_of"]
+__all__ = ["Block", "Weight", "can_store", "choose_kept", "cut", "find_blocks", "weights_of"]
 
 # A module with more of a model's bytes than this share is cut where it has lists of modules.
 _LARGEST_SHARE = 1 / 16
@@ -58,9 +58,7 @@ def find_blocks(model: torch.nn.Module, blocks: Iterable[Any] | None, prefix: st
         )
     _check_memory(model)
     names = {module: name for name, module in model.named_modules()}
-    chosen = (
-        _named(model, names, blocks) if blocks is not None else list(_cut(model, _LARGEST_SHARE * _bytes_of(model)))
-    )
+    chosen = _named(model, names, blocks) if blocks is not None else cut(model)
     if not chosen:
         kind = type(model).__name__
         raise ArgumentError(
@@ -86,12 +84,7 @@ def weights_of(module: torch.nn.Module, prefix: str, owners: dict[int, int]) -> 
             raise NotSupportedError(
                 f"overwire: offload: {prefix}.{name} is a {kind}, which is made of other tensors", tensor=name
             )
-        if (
-            owners.get(id(parameter)) == 1
-            and parameter.numel()
-            and parameter.dtype in SAVED
-            and _has_own_bytes(parameter)
-        ):
+        if owners.get(id(parameter)) == 1 and can_store(parameter):
             yield Weight(f"{prefix}.{name}", parameter, parameter.device)
 
 
@@ -124,6 +117,11 @@ def _named(model: torch.nn.Module, names: dict[torch.nn.Module, str], blocks: It
             )
         modules += module if isinstance(module, torch.nn.ModuleList) else [module]  # no one calls a list
     return modules
+
+
+def cut(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The children of a model's lists of modules; those with much of it are cut further."""
+    return list(_cut(model, _LARGEST_SHARE * _bytes_of(model)))
 
 
 def _cut(module: torch.nn.Module, limit: float) -> Iterator[torch.nn.Module]:
@@ -185,5 +183,7 @@ def _extent(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def _has_own_bytes(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg() and _dense(tensor)
+def can_store(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be stored as a weight that comes and goes: dense, not empty, of a dtype that files have."""
+    plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
+    return plain and tensor.numel() > 0 and tensor.dtype in SAVED and _dense(tensor)

@@ -153,7 +153,7 @@ class Offloaded:
             self._before(at, module, args, kwargs)
 
         def after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._after(at, output)
+            self._after(at, module, output)
 
         import torch
 
@@ -163,14 +163,15 @@ class Offloaded:
     def _before(self, at: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         import torch
 
-        from .away import bring, is_away
-
         ring = self._ring
         if ring is None:
             return
         block, stored, _, views_of = self._away[at]
+        if module is not block.module:  # a copy of it, which has hooks and no weights of ours
+            return
         if torch.is_grad_enabled() and _needs_grad(module, args, kwargs):
-            raise _with_gradients(block.name)
+            self._meet_gradients(block.name)
+            return
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise NotSupportedError(
                 f"overwire: offload: {block.name}: a CUDA graph cannot hold weights that come and go"
@@ -180,27 +181,38 @@ class Offloaded:
             views = views_of.get(memory.data_ptr())
             if views is None:
                 views = views_of[memory.data_ptr()] = [place.view(memory) for place in stored.places]
-            for weight, view in zip(block.weights, views, strict=True):
-                if is_away(weight.parameter):
-                    bring(weight.parameter, view)
+            self._bring(at, views)
 
-    def _after(self, at: int, output: Any) -> None:
+    def _after(self, at: int, module: torch.nn.Module, output: Any) -> None:
         import torch
 
         ring = self._ring
-        if ring is None:
+        if ring is None or module is not self._away[at].block.module:
             return
+        values = list(_tensors_in(output))
         with ring.lock:
+            if not ring.runs(at):
+                return
+            if any(ring.owns(at, value) for value in values):
+                self._away[at].views.pop(ring.leave(at), None)
             if ring.release(at):
                 self._send_away(at)
-        name = self._away[at].block.name
-        for value in _tensors_in(output):
-            if ring.owns(value):
-                raise NotSupportedError(
-                    f"overwire: offload: {name} returns a part of its weights, which go away: give it to keep="
-                )
-            if torch.is_grad_enabled() and value.requires_grad:
-                raise _with_gradients(name)
+        if torch.is_grad_enabled() and any(value.requires_grad for value in values):
+            self._meet_gradients(self._away[at].block.name, ran=True)
+
+    def _meet_gradients(self, name: str, ran: bool = False) -> None:
+        # What happens with a forward of a block whose weights are needed again, before it ran or after.
+        raise NotSupportedError(
+            f"overwire: offload: {name}: a forward with gradients, whose weights are away when they are needed again: "
+            "use torch.inference_mode() or torch.no_grad()"
+        )
+
+    def _bring(self, at: int, views: list[torch.Tensor]) -> None:
+        from .away import bring, is_away
+
+        for weight, view in zip(self._away[at].block.weights, views, strict=True):
+            if is_away(weight.parameter):
+                bring(weight.parameter, view)
 
     def _send_away(self, at: int) -> None:
         from .away import send_away
@@ -422,14 +434,7 @@ def _copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _needs_grad(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if any(parameter.requires_grad for parameter in module.parameters()):
         return True
-    return any(getattr(value, "requires_grad", False) for value in [*args, *kwargs.values()])
-
-
-def _with_gradients(name: str) -> NotSupportedError:
-    return NotSupportedError(
-        f"overwire: offload: {name}: a forward with gradients, whose weights are away when they are needed again: "
-        "use torch.inference_mode() or torch.no_grad()"
-    )
+    return any(value.requires_grad for value in _tensors_in((args, kwargs)))
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import codecs, gpu
+from .. import gpu
 from ..errors import NotSupportedError
 from ..frameworks.torch import _errors_of
-from .stored import CHUNK, StoredBlock
+from .stored import CHUNK, StoredBlock, decode_on_host
 
 __all__ = ["Ring"]
 
@@ -86,6 +86,7 @@ class Ring:
         """
         thread = threading.get_ident()
         with self.lock:
+            self._drop_stale_holds()
             while (slot := self._slot_of(at) or self._fetch(at)) is None:
                 if self._drop_stale_holds():
                     continue
@@ -122,10 +123,24 @@ class Ring:
             self.lock.notify_all()
             return not slot.holds
 
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in a slot, whose bytes change."""
-        at = tensor.untyped_storage().data_ptr()
-        return any(slot.memory.untyped_storage().data_ptr() == at for slot in self._slots)
+    def runs(self, at: int) -> bool:
+        """Whether this thread runs block `at`."""
+        slot, thread = self._slot_of(at), threading.get_ident()
+        return slot is not None and any(hold.thread == thread for hold in slot.holds)
+
+    def owns(self, at: int, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the slot of block `at`, whose bytes change later."""
+        slot = self._slot_of(at)
+        return slot is not None and _storage_of(tensor) == slot.memory.untyped_storage().data_ptr()
+
+    def leave(self, at: int) -> int:
+        """Gives the slot of block `at`, which this thread runs, other memory with the same bytes:
+        a tensor that outlives the run has its own. Returns the address of that."""
+        slot = self._slot_of(at)
+        assert slot is not None
+        address = slot.memory.data_ptr()
+        self._carrier.leave(slot)
+        return address
 
     def close(self) -> None:
         """Waits for what is under way, and frees the slots. Raises NotSupportedError while a
@@ -177,7 +192,17 @@ class Ring:
                     slot.holds.remove(hold)
                     self._carrier.mark_read(slot, hold.stream)
                     dropped = True
+            if dropped and not slot.holds and slot.block is not None and self._evicted is not None:
+                self._evicted(slot.block)
         return dropped
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    # The address of its memory; 0 where it has none of its own, as one that is made of others.
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
 
 
 def _has_ended(frame: FrameType) -> bool:
@@ -196,14 +221,7 @@ class _HostCarrier:
     nbytes = 0
 
     def fetch(self, block: StoredBlock, slot: Slot) -> None:
-        sources, outs = [], []
-        for place, (offset, length) in zip(block.places, block.streams, strict=True):
-            if place.nbytes:
-                sources.append(codecs.Span(block.memory.address + offset, length, block.memory))
-                outs.append(codecs.Span(slot.memory.data_ptr() + place.offset, place.nbytes, slot.memory))
-        for coded in codecs.run("decode", sources, algorithm="X16", out=outs):
-            if coded.error is not None:
-                raise coded.error
+        decode_on_host(block, range(len(block.places)), slot.memory)
 
     def stream(self) -> Any:
         return None
@@ -213,6 +231,9 @@ class _HostCarrier:
 
     def mark_read(self, slot: Slot, stream: Any) -> None:
         pass
+
+    def leave(self, slot: Slot) -> None:
+        slot.memory = slot.memory.clone()
 
     def follow_current(self) -> None:
         pass
@@ -276,6 +297,15 @@ class _GPUCarrier:
 
     def mark_read(self, slot: Slot, stream: Any) -> None:
         slot.readers.append(stream.record_event())
+
+    def leave(self, slot: Slot) -> None:
+        before, stream = slot.memory, self.stream()
+        with torch.cuda.device(self._device):
+            slot.memory = before.clone()
+            slot.memory.record_stream(self._decoding)
+            before.record_stream(stream)
+            slot.ready = stream.record_event()
+        self._packed = {key: packed for key, packed in self._packed.items() if key[2] != before.data_ptr()}
 
     def follow_current(self) -> None:
         # The allocator's memory may still be used by what the current stream was given.

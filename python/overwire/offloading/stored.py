@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from .. import codecs, gpu
 from ..errors import DeviceError, OutOfMemoryError
 from ..frameworks.torch import SAVED, _errors_of
 
-__all__ = ["CHUNK", "HostMemory", "Place", "StoredBlock", "encode_block", "place_tensors"]
+__all__ = ["CHUNK", "HostMemory", "Place", "StoredBlock", "decode_on_host", "decode_tensor", "encode_block", "place_tensors"]
 
 _ALIGN = 256
 #: Content bytes of a chunk of a stream.
@@ -102,6 +103,29 @@ def encode_block(tensors: list[torch.Tensor], device: torch.device) -> StoredBlo
         return StoredBlock(places, *_encode_on_host(tensors, rows, device), nbytes)
     with torch.cuda.device(device):
         return StoredBlock(places, *_encode_on_gpu(tensors, [row.to(device) for row in rows], device), nbytes)
+
+
+def decode_tensor(block: StoredBlock, number: int) -> torch.Tensor:
+    """A tensor of a block in host memory of its own. Raises CorruptError and OutOfMemoryError."""
+    place = block.places[number]
+    with _errors_of("cpu", place.nbytes):
+        memory = torch.empty(place.nbytes, dtype=torch.uint8)
+    decode_on_host(block, [number], memory, place.offset)
+    return place._replace(offset=0).view(memory)
+
+
+def decode_on_host(block: StoredBlock, numbers: Iterable[int], memory: torch.Tensor, base: int = 0) -> None:
+    """Decodes tensors of a block into memory whose first byte is byte `base` of a slot, by the
+    host's cores. Raises CorruptError."""
+    sources, outs = [], []
+    for number in numbers:
+        place, (offset, length) = block.places[number], block.streams[number]
+        if place.nbytes:
+            sources.append(codecs.Span(block.memory.address + offset, length, block.memory))
+            outs.append(codecs.Span(memory.data_ptr() + place.offset - base, place.nbytes, memory))
+    for coded in codecs.run("decode", sources, algorithm="X16", out=outs):
+        if coded.error is not None:
+            raise coded.error
 
 
 def _encode_on_host(
