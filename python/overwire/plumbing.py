@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .model.loads import many_objects
     from .model.opened import prepare
     from .model.options import parse_size, setting
+    from .offloading.lent import Lent, LentWeight, can_store, listed_blocks
     from .paths import is_remote, local, path_of
     from .stores import FileWriter, ObjectReader, ObjectWriter, presign, publish, write_bytes
     from .verbs.deltas import apply_part
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Blocks",
     "FileWriter",
+    "Lent",
+    "LentWeight",
     "Members",
     "MetaRow",
     "ObjectReader",
@@ -45,6 +48,7 @@ __all__ = [
     "apply_part",
     "beside",
     "bytes_of_plain",
+    "can_store",
     "forget",
     "forked",
     "honour_nyacomp",
@@ -54,6 +58,7 @@ __all__ = [
     "keep",
     "land",
     "landing",
+    "listed_blocks",
     "load_plain",
     "local",
     "many_objects",
@@ -103,6 +108,7 @@ _HOMES = {
     "model.opened": ("prepare",),
     "model.options": ("parse_size", "setting"),
     "jobs": ("shown",),
+    "offloading.lent": ("Lent", "LentWeight", "can_store", "listed_blocks"),
     "paths": ("is_remote", "local", "path_of"),
     "stores": ("FileWriter", "ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"),
     "verbs.deltas": ("apply_part",),

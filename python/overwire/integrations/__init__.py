@@ -61,7 +61,8 @@ class Lazy(NamedTuple):
     `close` then frees nothing, and closes it at its end. passed: whether one is passed. plan: a context
     manager for calls that open files themselves: while it lasts, slices that this
     thread opens are loaded ahead, if plan(name) gives their device. prepare: begins to make
-    the engine ready for the devices of a device_map, or for one device."""
+    the engine ready for the devices of a device_map, or for one device. offloads: whether weights
+    that a library keeps on the host for a GPU are to be streamed."""
 
     slice: type[Any]
     ahead: Callable[[], Any]
@@ -71,6 +72,7 @@ class Lazy(NamedTuple):
     compressed: Callable[[Any], bool | None]
     open: Callable[..., Any]
     prepare: Callable[[Any], None]
+    offloads: Callable[[], bool]
 
 
 # Keys of --model-loader-extra-config that every engine's plug-in has: what each takes,

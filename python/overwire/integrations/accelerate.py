@@ -1,10 +1,18 @@
-"""accelerate under `overwire.patch_safetensors`: weights that stay in compressed
-files, because they are offloaded to disk, are found there after the patch too.
+"""accelerate under `overwire.patch_safetensors`.
+
+Weights that stay in compressed files, because they are offloaded to disk, are found there
+after the patch too. With `offload=True`, weights that stay on the CPU are compressed there,
+and the blocks that they belong to fetch them ahead instead of each module when it runs.
+What accelerate offers beside a forward (a state dict of the meta device, `align_module_device`,
+`save_model`, removing its hooks) finds every weight by accelerate's own map of weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from . import Lazy
@@ -12,13 +20,22 @@ from . import Lazy
 __all__ = ["MODULES", "hooks"]
 
 #: The modules of accelerate that `hooks` looks into.
-MODULES = ("accelerate.utils.offload",)
+MODULES = ("accelerate.utils.offload", "accelerate.big_modeling")
+
+log = logging.getLogger("overwire")
 
 
 def hooks(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
     """The names that change, and what stands for each while patched."""
+    pairs: list[tuple[Any, Any]] = []
     loader = found(MODULES[0], "OffloadedWeightsLoader")
-    return [] if loader is None else [(loader, _through_overwire(loader, lazy))]
+    if loader is not None:
+        pairs.append((loader, _through_overwire(loader, lazy)))
+    for name in ("dispatch_model", "cpu_offload"):
+        original = found(MODULES[1], name)
+        if original is not None:
+            pairs.append((original, _streams(original, lazy)))
+    return pairs
 
 
 def _through_overwire(loader: Any, lazy: Lazy) -> Any:
@@ -38,3 +55,157 @@ def _through_overwire(loader: Any, lazy: Lazy) -> Any:
             return tensor.to(getattr(torch, about["dtype"])) if "dtype" in about else tensor
 
     return OffloadedWeightsLoader
+
+
+def _streams(original: Any, lazy: Lazy) -> Any:
+    @functools.wraps(original)
+    def dispatched(*args: Any, **kwargs: Any) -> Any:
+        model = original(*args, **kwargs)
+        if lazy.offloads():
+            _stream(model)
+        return model
+
+    return dispatched
+
+
+class _Weights(Mapping[str, Any]):
+    # accelerate's map of weights on the host, of which some are compressed.
+
+    def __init__(self, weights: Mapping[str, Any]) -> None:
+        self._weights: dict[str, Any] = dict(weights)
+
+    def store(self, name: str, lent: Any) -> None:
+        self._weights[name] = lent
+
+    def __getitem__(self, name: str) -> Any:
+        from overwire.plumbing import Lent
+
+        value = self._weights[name]
+        return value.read(name) if isinstance(value, Lent) else value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def _stream(model: Any) -> None:
+    # Takes over the modules of a model that accelerate has just dispatched.
+    import torch
+    from accelerate.hooks import AlignDevicesHook
+
+    from overwire.plumbing import Lent, listed_blocks
+
+    hooks: dict[Any, Any] = {module: getattr(module, "_hf_hook", None) for module in model.modules()}
+    offloaded = {module: hook for module, hook in hooks.items() if type(hook) is AlignDevicesHook and hook.offload}
+    maps: dict[int, _Weights] = {}
+    weights = {module: own for module, hook in offloaded.items() if (own := _weights_of(module, hook, maps))}
+    _leave_shared(weights, offloaded)
+    lent_of: dict[torch.device, Lent] = {}
+    for name, block, owners in _blocks_of(listed_blocks(model), weights):
+        for device in dict.fromkeys(_device_of(offloaded[owner]) for owner in owners):
+            ours = [owner for owner in owners if _device_of(offloaded[owner]) == device]
+            lent = lent_of.setdefault(device, Lent(device))
+            lent.add(name, block, [weight for owner in ours for weight in weights[owner]])
+            for owner in ours:
+                stored = weights.pop(owner)
+                _take_hook(owner, stored[0].owner, lent)
+                for weight in stored:
+                    _map_of(offloaded[owner], maps).store(weight.name, lent)
+    for device, lent in lent_of.items():
+        lent.run()
+        log.info("patch_safetensors: accelerate: %r for %s, ring of %d bytes", lent, device, lent.ring)
+
+
+def _weights_of(module: Any, hook: Any, maps: dict[int, _Weights]) -> list[Any]:
+    # The weights that accelerate brings from host memory when a module runs; none where they,
+    # or buffers that it brings along, are more than plain parameters.
+    from overwire.plumbing import LentWeight, can_store
+
+    known, out = _map_of(hook, maps), []
+    buffers = hook.offload_buffers and any(True for _ in module.buffers(recurse=hook.place_submodules))
+    if known is None or buffers or hook.tied_params_names or _device_of(hook).type not in ("cpu", "cuda"):
+        return []
+    for name, parameter in module.named_parameters(recurse=hook.place_submodules):
+        whole, (inner, _, key) = hook.weights_map.prefix + name, name.rpartition(".")
+        values = known.get(whole)
+        if values is None or type(parameter).__name__ != "Parameter" or not parameter.is_meta or not can_store(values):
+            return []
+        if values.dtype != parameter.dtype or values.shape != parameter.shape:
+            return []
+        out.append(LentWeight(whole, module.get_submodule(inner), key, values))
+    return out
+
+
+def _leave_shared(weights: dict[Any, list[Any]], offloaded: Mapping[Any, Any]) -> None:
+    # Modules that share weights with others are accelerate's: it copies such weights once.
+    values = Counter(weight.values.data_ptr() for own in weights.values() for weight in own)
+    holders = Counter(id(one) for module in offloaded for one in module._parameters.values())
+    for module, own in list(weights.items()):
+        if any(values[one.values.data_ptr()] > 1 or holders[id(one.owner._parameters[one.key])] > 1 for one in own):
+            del weights[module]
+
+
+def _blocks_of(listed: list[tuple[str, Any]], weights: dict[Any, list[Any]]) -> Iterator[tuple[str, Any, list[Any]]]:
+    # The blocks with modules of theirs: those of the model's lists, and each module in none.
+    inside = Counter(inner for _, block in listed for inner in block.modules())
+    for name, block in listed:
+        owners = [inner for inner in block.modules() if inner in weights and inside[inner] == 1]
+        if owners:
+            yield name, block, owners
+    for module in [module for module in weights if module not in inside]:
+        yield weights[module][0].name.rpartition(".")[0], module, [module]
+
+
+def _map_of(hook: Any, maps: dict[int, _Weights]) -> Any:
+    # accelerate's map of the weights in host memory, in the place of which there is one whose
+    # weights can be compressed, for all hooks that have the same; None where it has no such map.
+    from accelerate.utils.offload import OffloadedWeightsLoader, PrefixedDataset
+
+    holder, key = hook.weights_map, "dataset"
+    if not isinstance(holder, PrefixedDataset):
+        return None
+    if isinstance(holder.dataset, OffloadedWeightsLoader):
+        holder, key = holder.dataset, "state_dict"
+    weights = getattr(holder, key)
+    if not isinstance(weights, _Weights):
+        weights = maps.setdefault(id(weights), _Weights(weights))
+        setattr(holder, key, weights)
+    return weights
+
+
+def _device_of(hook: Any) -> Any:
+    import torch
+
+    device = hook.execution_device
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device("meta" if device is None else device)
+
+
+def _take_hook(taken: Any, owner: Any, lent: Any) -> None:
+    # Lets accelerate's hook of a module bring weights only where its block has not.
+    from accelerate.hooks import AlignDevicesHook
+
+    hook = taken._hf_hook
+    inputs = AlignDevicesHook(hook.execution_device, io_same_device=hook.io_same_device, skip_keys=hook.skip_keys)
+
+    class Streamed(AlignDevicesHook):  # type: ignore[misc]
+        def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+            if module is taken and lent.runs(owner):
+                return inputs.pre_forward(module, *args, **kwargs)
+            return super().pre_forward(module, *args, **kwargs)
+
+        def post_forward(self, module: Any, output: Any) -> Any:
+            if module is taken and lent.runs(owner):
+                return inputs.post_forward(module, output)
+            return super().post_forward(module, output)
+
+        def detach_hook(self, module: Any) -> Any:
+            if module is taken:
+                lent.drop(owner)
+            return super().detach_hook(module)
+
+    hook.__class__, hook.tied_params_map = Streamed, None

@@ -387,7 +387,17 @@ def _found(module: str, name: str) -> Any:
     return behind(getattr(sys.modules.get(module), name, None))
 
 
-_LAZY = Lazy(_lazy.Slice, _lazy.ahead, _lazy.pass_on, _lazy.passed, _lazy.Planned, is_compressed, _files.safe_open, _lazy.ready)
+_LAZY = Lazy(
+    _lazy.Slice,
+    _lazy.ahead,
+    _lazy.pass_on,
+    _lazy.passed,
+    _lazy.Planned,
+    is_compressed,
+    _files.safe_open,
+    _lazy.ready,
+    lambda: any(patch.offload for patch in _patches),
+)
 
 
 def _module(name: str) -> Any:
@@ -415,12 +425,13 @@ class SafetensorsPatch:
     """What `patch_safetensors` returns: in force until `undo`, or until the end
     of its `with`."""
 
-    __slots__ = ("_on", "compress", "device")
+    __slots__ = ("_on", "compress", "device", "offload")
 
-    def __init__(self, device: Any = None, compress: bool = False) -> None:
+    def __init__(self, device: Any = None, compress: bool = False, offload: bool = False) -> None:
         self._on = False
         self.device = None if device is None else _files._device(device)
-        self.compress = bool(compress)
+        self.compress: bool = bool(compress)
+        self.offload: bool = bool(offload)
         with _lock:
             readers = None if _patches else _readers()
             if readers is not None:
@@ -455,7 +466,7 @@ class SafetensorsPatch:
         self.undo()
 
 
-def patch_safetensors(*, device: Any = None, compress: bool = False) -> SafetensorsPatch:
+def patch_safetensors(*, device: Any = None, compress: bool = False, offload: bool = False) -> SafetensorsPatch:
     """Makes every library in this process that reads with the package
     safetensors read through overwire, compressed files included.
 
@@ -478,13 +489,17 @@ def patch_safetensors(*, device: Any = None, compress: bool = False) -> Safetens
         `save_pretrained`) are written compressed. Such files need overwire to be read.
         The bytes of `save` and `serialize` stay plain: what stores them reads their
         header itself.
+    offload: whether weights that accelerate keeps on the CPU for a GPU (`device_map` with
+        "cpu" beside a GPU, `cpu_offload`) are compressed there and streamed as `offload`
+        streams them, for as long as the model lives. Their ring takes device memory for two of
+        the largest blocks and twice the stored bytes of one.
 
     Children of fork, such as workers of a DataLoader, cannot use the engine: in
     them safetensors' own functions read plain files, what was opened before the
     fork included, and write plain ones; compressed ones are ForkedError.
 
     Returns a context manager with `undo`. Patches may be nested and may
-    overlap: the latest `device` counts, any `compress` does, and what was bound is
+    overlap: the latest `device` counts, any `compress` and any `offload` does, and what was bound is
     restored when the last one ends; what another tool has put around it since stays.
     A library whose classes are not as expected is served without its hooks, which a
     warning says: its files are read as before, tensor by tensor.
@@ -492,7 +507,7 @@ def patch_safetensors(*, device: Any = None, compress: bool = False) -> Safetens
     Raises MissingPackageError where safetensors is not installed; SafetensorError
     for a device that is none.
     """
-    return SafetensorsPatch(device, compress)
+    return SafetensorsPatch(device, compress, offload)
 
 
 def patch_from_environment() -> None:
