@@ -1,13 +1,14 @@
 """Offload on a GPU: outputs compared with the resident model's, then passes timed beside peers.
 
-    PYTHONPATH=python python tests/device_offload.py [--model llama|unet|compute] [--repeat 5] [--ways overwire,keep,...]
+    PYTHONPATH=python python tests/device_offload.py [--model llama|unet|compute] [--layers 16] [--repeat 5] [--ways overwire,keep,...]
 
 llama: 7.78 GB of bf16 in 16 layers, a forward of 8 tokens: bound by the link. compute: the
-same with a forward of 16 x 4096 tokens, whose work hides the copies. unet: Stable Diffusion XL's, of random
-weights, one step at 64 x 64 of latents. Ways: resident, overwire, keep (half of the blocks
-stay), accelerate, diffusers (group offload by blocks, with streams), flextensor. Each is a
-process of its own, which prints a line of JSON; the link's own rate stands beside. Exits
-with 1 if an output differs.
+same with a forward of 16 x 4096 tokens, whose work hides the copies. unet: Stable Diffusion
+XL's, of random weights, one step at 64 x 64 of latents. Ways: resident, overwire, keep (half
+of the blocks stay), accelerate, streamed (accelerate's under patch_safetensors(offload=True)),
+diffusers (group offload by blocks, with streams), flextensor. Each is a process of its own,
+which prints a line of JSON; the link's own rate stands beside. Exits with 1 if an output
+differs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-WAYS = ("resident", "overwire", "keep", "accelerate", "diffusers", "flextensor")
+WAYS = ("resident", "overwire", "keep", "accelerate", "streamed", "diffusers", "flextensor")
 
 
 class Layer(torch.nn.Module):
@@ -56,7 +57,7 @@ class Llama(torch.nn.Module):
         return x
 
 
-def build(kind: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+def build(kind: str, layers: int) -> tuple[torch.nn.Module, dict[str, Any]]:
     """The model on the host, with values of a seed, and its arguments on the GPU."""
     torch.manual_seed(1)
     torch.set_default_dtype(torch.bfloat16)
@@ -84,7 +85,7 @@ def build(kind: str) -> tuple[torch.nn.Module, dict[str, Any]]:
                 "added_cond_kwargs": {"text_embeds": torch.randn(2, 1280), "time_ids": torch.randn(2, 6)},
             }
         else:
-            model = Llama()
+            model = Llama(layers)
             arguments = {"x": torch.randn(16 if kind == "compute" else 1, 4096 if kind == "compute" else 8, 4096)}
     torch.set_default_dtype(torch.float32)
     model.requires_grad_(False)
@@ -109,10 +110,18 @@ def prepare(way: str, model: torch.nn.Module, kind: str) -> torch.nn.Module:
         print(f"{offloaded}, kept {offloaded.kept}, ring {offloaded.ring}, {seconds:.2f} s", file=sys.stderr)
         model._offloaded = offloaded
         return model
-    if way == "accelerate":
-        from accelerate import cpu_offload
+    if way in ("accelerate", "streamed"):
+        import accelerate
 
-        return cpu_offload(model, gpu)
+        if way == "accelerate":
+            return accelerate.cpu_offload(model, gpu)
+        import logging
+
+        import overwire as ow
+
+        logging.basicConfig(level=logging.INFO, format="Offloaded: %(message)s")
+        with ow.patch_safetensors(offload=True):
+            return accelerate.cpu_offload(model, gpu)
     if way == "diffusers":
         from diffusers.hooks import apply_group_offloading
 
@@ -131,8 +140,8 @@ def prepare(way: str, model: torch.nn.Module, kind: str) -> torch.nn.Module:
     return flextensor.offload(model, config=flextensor.OffloadConfig(include_patterns=patterns))
 
 
-def run_way(way: str, kind: str, repeat: int) -> None:
-    model, arguments = build(kind)
+def run_way(way: str, kind: str, layers: int, repeat: int) -> None:
+    model, arguments = build(kind, layers)
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     torch.cuda.empty_cache()
     model = prepare(way, model, kind)
@@ -181,17 +190,19 @@ def link() -> float:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="llama", choices=("llama", "compute", "unet"))
+    parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--one")
     options = parser.parse_args()
     if options.one:
-        run_way(options.one, options.model, options.repeat)
+        run_way(options.one, options.model, options.layers, options.repeat)
         return 0
     print(f"{torch.cuda.get_device_name()}: pinned copies {link():.1f} GB/s", flush=True)
     digests = {}
     for way in options.ways.split(","):
-        command = [sys.executable, __file__, "--one", way, "--model", options.model, "--repeat", str(options.repeat)]
+        command = [sys.executable, __file__, "--one", way, "--model", options.model]
+        command += ["--layers", str(options.layers), "--repeat", str(options.repeat)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         print(done.stdout.strip() if done.returncode == 0 else f"{way}: failed: {done.stderr[-600:]}", flush=True)
         if done.returncode == 0:
@@ -200,7 +211,7 @@ def main() -> int:
     ours = [
         way
         for way in digests
-        if way in ("overwire", "keep") and digests[way] != digests.get("resident", digests[way])
+        if way in ("overwire", "keep", "streamed") and digests[way] != digests.get("resident", digests[way])
     ]
     print("outputs equal" if not ours else f"OUTPUTS DIFFER: {ours}")
     return bool(ours)

@@ -79,6 +79,44 @@ def test_weights_of_a_byte(poisoned: None, dtype: Any) -> None:
             assert all(torch.equal(layer(x), y) for layer, y in zip(model.layers, expected, strict=True))
 
 
+def test_a_part_of_the_weights_may_leave_a_block(poisoned: None) -> None:
+    """It stays what it is, in memory of its own, while the slot gets other blocks."""
+
+    class Row(torch.nn.Module):
+        def __init__(self, at: int) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((256, 1024), float(at), device="cuda"), requires_grad=False)
+
+        def forward(self) -> Any:
+            return {"row": self.weight[3]}
+
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(Row(at) for at in range(5))
+    with ow.offload(model, "cuda"), torch.no_grad():
+        rows = [(at, layer()["row"]) for _ in range(4) for at, layer in enumerate(model.layers)]
+        assert all(bool((row == at).all()) for at, row in rows)
+
+
+@pytest.mark.parametrize("how", ["cpu_offload", "dispatch_model"])
+def test_what_accelerate_keeps_on_the_host(poisoned: None, how: str) -> None:
+    """Streamed under the patch: outputs of the resident model, meta tensors between runs, every weight in its map."""
+    accelerate = pytest.importorskip("accelerate")
+    reference = Model(7, 512).cuda()
+    model = copy.deepcopy(reference).cpu()
+    where: dict[str, Any] = {"embed": 0, "head": 0} | {f"layers.{at}": "cpu" if at % 3 else 0 for at in range(7)}
+    with ow.patch_safetensors(offload=True):
+        model = accelerate.cpu_offload(model, 0) if how == "cpu_offload" else accelerate.dispatch_model(model, where)
+    assert type(model.layers[1].up._hf_hook).__name__ == "Streamed"
+    for order in (range(7), range(7), [6, 3, 0], [1, 1, 5, 1], range(7)):
+        model.order = reference.order = list(order)
+        assert torch.equal(outputs(model), outputs(reference))
+        assert model.state_dict()["layers.1.up.weight"].is_meta
+    with accelerate.utils.align_module_device(model.layers[1].up, "cpu"):
+        assert torch.equal(model.layers[1].up.weight, reference.layers[1].up.weight.cpu())
+    accelerate.hooks.remove_hook_from_submodules(model)
+    assert torch.equal(outputs(model.cuda()), outputs(reference))
+
+
 def test_threads_on_streams_of_their_own() -> None:
     """Four threads run one model at the same time, each on its own stream."""
     model = Model(6, 256).cuda()
