@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,30 @@ def test_a_parameter_that_is_away_says_so() -> None:
                 use()
         model.requires_grad_(False)
     assert not model.layers[1].up.weight.requires_grad
+
+
+def test_what_is_offloaded_is_not_pickled_or_copied() -> None:
+    """In words, also the handle, and where all blocks stay."""
+    model = Model()
+    with ow.offload(model, "cpu") as offloaded:
+        for use in (pickle.dumps, copy.deepcopy, lambda one: torch.save(one, io.BytesIO())):
+            for one in (model, model.layers[2], offloaded):
+                with pytest.raises(ow.NotSupportedError, match=r"offload: .* away"):
+                    use(one)
+    with ow.offload(model, "cpu", keep="1GB") as offloaded, pytest.raises(ow.NotSupportedError, match="not pickled"):
+        pickle.dumps(offloaded)
+    assert torch.equal(outputs(pickle.loads(pickle.dumps(model))), outputs(model))
+
+
+def test_compiled_blocks_work() -> None:
+    """Compiled before or after, hooks included."""
+    model = Model(3)
+    reference = outputs(model)
+    model.layers[0].compile(backend="eager")
+    with ow.offload(model, "cpu"):
+        model.layers[1].compile(backend="eager")
+        for _ in range(3):
+            assert torch.equal(outputs(model), reference)
 
 
 def test_gradients_and_what_is_wrong_are_refused_before_anything_changes() -> None:

@@ -148,17 +148,14 @@ class Offloaded:
             self._hooks.append(one.block.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             self._hooks.append(one.block.module.register_forward_hook(after, always_call=True))
 
-    def _hooks_of(self, at: int) -> tuple[Callable[..., None], Callable[..., None]]:
+    def _hooks_of(self, at: int) -> tuple[_Hook, _Hook]:
         def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._before(at, module, args, kwargs)
 
         def after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self._after(at, module, output)
 
-        import torch
-
-        # Of a block that is compiled, hooks included, they run as they are.
-        return torch.compiler.disable(before), torch.compiler.disable(after)  # type: ignore[no-untyped-call]
+        return _Hook(before), _Hook(after)
 
     def _before(self, at: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         import torch
@@ -231,6 +228,28 @@ class Offloaded:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _not_copied()
+
+
+class _Hook:
+    # What a block calls. It is of one model: neither copied nor pickled with that.
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        import torch
+
+        # Of a block that is compiled, hooks included, it runs as it is.
+        self._call: Callable[..., None] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __deepcopy__(self, memo: object) -> _Hook:
+        return self  # it does nothing for a copy of its module
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _not_copied()
 
 
 def offload(
@@ -435,6 +454,12 @@ def _needs_grad(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
     if any(parameter.requires_grad for parameter in module.parameters()):
         return True
     return any(value.requires_grad for value in _tensors_in((args, kwargs)))
+
+
+def _not_copied() -> NotSupportedError:
+    return NotSupportedError(
+        "overwire: offload: a model is not pickled or copied while its weights are away: save it after Offloaded.close()"
+    )
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
