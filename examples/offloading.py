@@ -5,49 +5,33 @@ Run in a folder that may be written to; on a GPU where there is one.
 
 from __future__ import annotations
 
+import sys
+
 import overwire as ow
 import torch
 
-
-class Layer(torch.nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = torch.nn.RMSNorm(width)
-        self.up = torch.nn.Linear(width, 4 * width, bias=False)
-        self.down = torch.nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner: torch.Tensor = self.down(torch.nn.functional.silu(self.up(self.norm(x))))
-        return x + inner
-
-
-class LanguageModel(torch.nn.Module):
-    def __init__(self, layers: int = 8, width: int = 128, words: int = 1000) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(words, width)
-        self.layers = torch.nn.ModuleList(Layer(width) for _ in range(layers))
-        self.head = torch.nn.Linear(width, words, bias=False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        logits: torch.Tensor = self.head(x)
-        return logits
-
+try:
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+except ImportError:
+    sys.exit("this example needs transformers and accelerate")
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-model = LanguageModel().bfloat16().to(device)
-ids = torch.arange(12, device=device).reshape(1, 12)
-with torch.inference_mode():
-    resident = model(ids)
+config = LlamaConfig(  # type: ignore[no-untyped-call, unused-ignore]
+    hidden_size=128, intermediate_size=512, num_hidden_layers=8, num_attention_heads=4, vocab_size=1000, pad_token_id=0
+)
+model = LlamaForCausalLM(config).bfloat16().eval().to(device)  # type: ignore[no-untyped-call, unused-ignore]
+prompt = torch.arange(12, device=device).reshape(1, 12)
+how = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 5, "do_sample": False}
+resident = model.generate(prompt, **how)
 ow.save_model(model, "model.safetensors")
 
+# What would be streamed, and what it would take.
+print(ow.plan("model.safetensors"))
+
 # Two of the eight layers stay on the device.
-with ow.offload(model, device, keep=2 * 263_000) as offloaded, torch.inference_mode():
+with ow.offload(model, device, keep="1.1MB") as offloaded:
     print(offloaded, "beside", offloaded.kept, "bytes that stay")
-    for _ in range(3):
-        assert torch.equal(model(ids), resident)
+    assert torch.equal(model.generate(prompt, **how), resident)
     try:
         model.state_dict()
     except ow.NotSupportedError as error:
@@ -55,6 +39,15 @@ with ow.offload(model, device, keep=2 * 263_000) as offloaded, torch.inference_m
 
 # Straight from a file, into a model that has no weights.
 with torch.device("meta"):
-    empty = LanguageModel().bfloat16()
-with ow.offload(empty, device, source="model.safetensors"), torch.inference_mode():
-    assert torch.equal(empty(ids), resident)
+    empty = LlamaForCausalLM(config).bfloat16().eval()  # type: ignore[no-untyped-call, unused-ignore]
+empty.model.rotary_emb = model.model.rotary_emb  # its buffers are in no file
+with ow.offload(empty, device, source="model.safetensors"):
+    assert torch.equal(empty.generate(prompt, **how), resident)
+
+# As accelerate spreads a model: what stays on the CPU beside a GPU is streamed.
+if device == "cuda":
+    model.save_pretrained("model")
+    where = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 0, "lm_head": 0, "model.layers": "cpu"}
+    with ow.patch_safetensors(offload=True):
+        spread = AutoModelForCausalLM.from_pretrained("model", device_map=where, dtype="auto")
+    assert torch.equal(spread.generate(prompt, **how), resident)
