@@ -69,7 +69,7 @@ class Ring:
         count = min(count, len(blocks))
         slot_bytes = max((block.nbytes for block in blocks), default=0)
         staging_bytes = max((block.memory.nbytes for block in blocks), default=0)
-        self._carrier = _GPUCarrier(device, staging_bytes) if device.type == "cuda" else _HostCarrier()
+        self._carrier = _carrier_for(device, staging_bytes)
         #: Bytes of device memory that the ring takes.
         self.nbytes: int = count * slot_bytes + self._carrier.nbytes
         with _errors_of(str(device), self.nbytes):
@@ -99,7 +99,6 @@ class Ring:
                     self.lock.wait(1.0)  # a thread that holds a slot may end without a word
                 finally:
                     self._waiting.pop(thread, None)
-            slot.holds.append(Hold(thread, frame, self._carrier.stream()))
             before = self._previous.get(thread)
             if before is not None and before != at:
                 self._following[before] = at
@@ -107,6 +106,7 @@ class Ring:
             if self._carrier.ahead:
                 self._fetch_following(at)
             self._carrier.await_ready(slot)
+            slot.holds.append(Hold(thread, frame, self._carrier.stream()))  # if what precedes fails, nothing runs
         return slot.memory
 
     def release(self, at: int) -> bool:
@@ -212,6 +212,10 @@ def _has_ended(frame: FrameType) -> bool:
     except RuntimeError:  # it runs
         return False
     return True
+
+
+def _carrier_for(device: torch.device, staging_bytes: int) -> _HostCarrier | _GPUCarrier:
+    return _GPUCarrier(device, staging_bytes) if device.type == "cuda" else _HostCarrier()
 
 
 class _HostCarrier:
