@@ -31,6 +31,8 @@ def alike(path: Path) -> None:
                 list(engine.get_slice(name).get_shape()),
             )
             assert bytes(ours.get_tensor(name)) == bytes(engine.get_tensor(name)), name
+        for name, data in ours.tensors():
+            assert bytes(data) == bytes(engine.get_tensor(name)) and not data.readonly, name
 
 
 @pytest.mark.parametrize("path", GOLDENS, ids=str)
@@ -41,11 +43,11 @@ def test_goldens(path: Path) -> None:
 
 
 def test_checksums() -> None:
-    """CRC32C of RFC 3720's vectors, and of lengths around the columns that are summed side by side."""
+    """CRC32C of RFC 3720's vectors, and of lengths around the rows that are folded."""
     assert crc32c(np.zeros(32, np.uint8)) == 0x8A9136AA and crc32c(np.full(32, 255, np.uint8)) == 0x62A8AB43
     assert crc32c(np.arange(32, dtype=np.uint8)) == 0x46DD794E and crc32c(np.zeros(0, np.uint8)) == 0
     data = np.random.default_rng(5).integers(0, 256, 3 * 8192 + 77, dtype=np.uint8)
-    for length in (1, 8191, 8192, 8193, len(data)):
+    for length in (1, 255, 256, 257, 8191, 8192, 8193, 16384, len(data)):
         register = 0xFFFFFFFF
         for byte in data[:length].tolist():
             register ^= byte

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..errors import ArgumentError, CorruptError, MissingPackageError, TensorNotFoundError
 from . import planes, x16
-from .container import Container, StoredChunk, Tensor, parse
+from .container import Container, Tensor, parse
 from .sums import crc32c
 
 __all__ = ["load_file", "safe_open"]
@@ -19,7 +19,7 @@ __all__ = ["load_file", "safe_open"]
 Bytes = NDArray[np.uint8]
 
 # Chunks of about this size together are decoded at once: enough lanes for numpy, little memory.
-_TOGETHER = 24 << 20
+_TOGETHER = 48 << 20
 
 _NUMPY = {
     "BOOL": "bool", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "F16": "<f2", "I32": "<i4", "U32": "<u4",
@@ -67,8 +67,8 @@ class safe_open:
             raise TensorNotFoundError(
                 f"overwire: {self._path} has no tensor {name!r}", source=self._path, tensor=name
             )
-        holder = tensor if tensor.alias is None else self._file.tensors[tensor.alias]
-        return self._as_array(tensor, self._read(tensor.alias or name, holder))
+        holder = tensor.alias or name
+        return self._as_array(tensor, dict(self._read([holder]))[holder])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file.tensors)
@@ -79,46 +79,70 @@ class safe_open:
     def __exit__(self, *exc: object) -> None:
         pass
 
-    def _read(self, name: str, tensor: Tensor) -> Bytes:
-        if not self._file.compressed or not tensor.nbytes:
-            return np.array(self._data[tensor.offset : tensor.offset + tensor.nbytes])
-        parts, batch, size = [], [], 0
-        for number, chunk in enumerate(tensor.chunks):
-            batch.append(number)
-            size += chunk.logical
-            if size >= _TOGETHER or number + 1 == len(tensor.chunks):
-                parts += self._decode(name, tensor.chunks, batch)
-                batch, size = [], 0
-        whole = np.concatenate(parts)
+    def tensors(self) -> Iterator[tuple[str, Any]]:
+        """Name and tensor of all, as `get_tensor` gives them; several are decoded at once."""
+        aliases: dict[str, list[str]] = {}
+        for name, tensor in self._file.tensors.items():
+            aliases.setdefault(tensor.alias or name, []).append(name)
+        for holder, data in self._read(list(aliases)):
+            for number, name in enumerate(aliases[holder]):
+                yield name, self._as_array(self._file.tensors[name], data.copy() if number else data)
+
+    def _read(self, names: list[str]) -> Iterator[tuple[str, Bytes]]:
+        # The bytes of tensors that are no aliases, in their order.
+        waiting: list[tuple[str, list[Bytes]]] = []
+        batch: list[tuple[str, int]] = []
+        size = 0
+        for name in names:
+            tensor = self._file.tensors[name]
+            if not self._file.compressed or not tensor.nbytes:
+                waiting.append((name, [np.array(self._data[tensor.offset : tensor.offset + tensor.nbytes])]))
+                continue
+            waiting.append((name, []))
+            for number, chunk in enumerate(tensor.chunks):
+                batch.append((name, number))
+                size += chunk.logical
+                if size >= _TOGETHER:
+                    _append(waiting, batch, self._decode(batch))
+                    batch, size = [], 0
+            if not batch:
+                yield from ((name, self._joined(name, parts)) for name, parts in waiting)
+                waiting = []
+        _append(waiting, batch, self._decode(batch))
+        yield from ((name, self._joined(name, parts)) for name, parts in waiting)
+
+    def _joined(self, name: str, parts: list[Bytes]) -> Bytes:
+        tensor, whole = self._file.tensors[name], parts[0] if len(parts) == 1 else np.concatenate(parts)
         if tensor.parts > 1:
             rows = tensor.shape[0]
             whole = np.ascontiguousarray(whole.reshape(tensor.parts, rows, -1).transpose(1, 0, 2)).reshape(-1)
-        return whole
+        return np.require(whole, requirements="W")
 
-    def _decode(self, name: str, chunks: list[StoredChunk], numbers: list[int]) -> list[Bytes]:
+    def _decode(self, batch: list[tuple[str, int]]) -> list[Bytes]:
+        # The logical bytes of chunks, each by its tensor and number.
+        chunks = [self._file.tensors[name].chunks[number] for name, number in batch]
         results: dict[int, Bytes] = {}
         coded: list[int] = []
-        number = numbers[0]
+        at = 0
         try:
-            for number in numbers:
-                chunk = chunks[number]
+            for at, chunk in enumerate(chunks):
                 stored = np.asarray(self._data[chunk.offset : chunk.offset + chunk.stored])
                 if crc32c(stored) != chunk.sum:
                     raise CorruptError("overwire: corrupt data: checksum mismatch")
                 if chunk.codec == 0:
-                    results[number] = stored
+                    results[at] = stored.copy()
                 elif chunk.codec == 6:
-                    results[number] = planes.decode(stored, chunk.logical, chunk.transform)
+                    results[at] = planes.decode(stored, chunk.logical, chunk.transform)
                 else:
-                    coded.append(number)
+                    coded.append(at)
             inputs = [
                 x16.Chunk(np.asarray(self._data[c.offset : c.offset + c.stored]), c.logical, c.transform, c.tiles)
-                for c in (chunks[number] for number in coded)
+                for c in (chunks[at] for at in coded)
             ]
             results |= zip(coded, x16.decode(inputs), strict=True)
         except CorruptError as error:
-            number = coded[error.chunk] if error.chunk is not None else number
-            offset = chunks[number].offset
+            at = coded[error.chunk] if error.chunk is not None else at
+            (name, number), offset = batch[at], chunks[at].offset
             text = str(error).removeprefix("overwire: ")
             raise CorruptError(
                 f"overwire: {self._path} tensor {name!r} chunk {number} @{offset}: {text}",
@@ -127,7 +151,7 @@ class safe_open:
                 chunk=number,
                 offset=offset,
             ) from None
-        return [results[number] for number in numbers]
+        return [results[at] for at in range(len(batch))]
 
     def _as_array(self, tensor: Tensor, data: Bytes) -> Any:
         if self._bytes:
@@ -148,4 +172,12 @@ class safe_open:
 def load_file(filename: str | os.PathLike[str], framework: str = "np") -> dict[str, Any]:
     """All tensors of a file, as `safe_open` gives them."""
     with safe_open(filename, framework) as file:
-        return {name: file.get_tensor(name) for name in file}
+        loaded = dict(file.tensors())
+        return {name: loaded[name] for name in file}
+
+
+def _append(waiting: list[tuple[str, list[Bytes]]], batch: list[tuple[str, int]], results: list[Bytes]) -> None:
+    # Chunks that were decoded together go to their tensors, which are the last ones that wait.
+    parts = dict(waiting)
+    for (name, _), result in zip(batch, results, strict=True):
+        parts[name].append(result)

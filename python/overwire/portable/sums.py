@@ -1,7 +1,8 @@
 """CRC32C (Castagnoli) of bytes, by numpy: RFC 3720, appendix B.4.
 
-The register is linear over GF(2): columns of the bytes are summed side by side, each from
-a register of zero, and joined by what zeros make of the register.
+The register is linear over GF(2): what bytes make of it is what they make in any other place,
+moved past the bytes between. So a row of words is moved past the next row and added to it,
+all its words at once, until one row is left.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 __all__ = ["crc32c"]
 
 _POLYNOMIAL = 0x82F63B78
-_COLUMNS = 4096
+_WIDTHS = (2048, 256, 32)  # words of a row
 
 Words = NDArray[np.uint32]
 
@@ -35,33 +36,48 @@ def _table(bits: int) -> Words:
 
 def crc32c(data: NDArray[np.uint8]) -> int:
     """The CRC32C of an array of uint8."""
-    rows = len(data) // (2 * _COLUMNS)
-    head = data[: rows * 2 * _COLUMNS]
-    register = np.uint32(0xFFFFFFFF)
-    table = _table(16)
-    if rows:
-        # Column k has bytes [k, k + 1) x 2 rows of the head.
-        pairs = np.ascontiguousarray(head.view("<u2").reshape(_COLUMNS, rows).T).astype(np.uint32)
-        columns = np.zeros(_COLUMNS, np.uint32)
-        columns[0] = register
-        for row in pairs:
-            mixed = columns ^ row
-            columns = table[mixed & 0xFFFF] ^ mixed >> 16
-        register = _join(columns, 2 * rows)
-    rest, single = data[len(head) :], _table(8)
-    for byte in rest.tolist():
-        register = single[(int(register) ^ byte) & 0xFF] ^ np.uint32(int(register) >> 8)
-    return int(register) ^ 0xFFFFFFFF
+    register = 0xFFFFFFFF
+    for width in _WIDTHS:
+        rows = len(data) // (4 * width)
+        if rows > 1:
+            words = data[: 4 * width * rows].view("<u4").reshape(rows, width)
+            row = _fold(words, np.uint32(register))
+            data, register = np.concatenate([row.view(np.uint8), data[4 * width * rows :]]), 0
+    single = _table(8)
+    for byte in data.tolist():
+        register = int(single[(register ^ byte) & 0xFF]) ^ register >> 8
+    return register ^ 0xFFFFFFFF
 
 
-def _join(columns: Words, nbytes: int) -> np.uint32:
-    # Neighbours are joined in pairs: the left one is moved past the bytes of the right one.
-    matrix = _zeros(nbytes)
-    while len(columns) > 1:
-        columns = _times(matrix, columns[0::2]) ^ columns[1::2]
-        matrix = _times(matrix, matrix)
-    register: np.uint32 = columns[0]
-    return register
+def _fold(words: Words, register: np.uint32) -> Words:
+    # The row of words that stands for all rows, behind a register.
+    width = words.shape[1]
+    low_table, high_table = _moves(width)
+    row = words[0].astype(np.uint32)
+    row[0] ^= register
+    halves = row.view(np.uint16)
+    index, low, high = np.empty(width, np.intp), np.empty_like(row), np.empty_like(row)
+    for after in words[1:]:
+        index[:] = halves[0::2]
+        np.take(low_table, index, out=low, mode="clip")  # clip: without a copy of `out`
+        index[:] = halves[1::2]
+        np.take(high_table, index, out=high, mode="clip")
+        np.bitwise_xor(low, high, out=low)
+        np.bitwise_xor(low, after, out=row)
+    return row
+
+
+@cache
+def _moves(words: int) -> tuple[Words, Words]:
+    # What that many words of zeros make of a register's low half, and of its high half.
+    matrix = _zeros(4 * words)
+    tables = []
+    for half in (matrix[:16], matrix[16:]):
+        table = np.zeros(1, np.uint32)
+        for bit in half:
+            table = np.concatenate([table, table ^ bit])
+        tables.append(table)
+    return tables[0], tables[1]
 
 
 @cache
