@@ -31,6 +31,10 @@ type Options struct {
 	InPlace bool   `json:"in_place"` // tests only: a GPU reads slots as over a coherent link
 	Read    string `json:"read"`     // a value of OVERWIRE_READ; "": the setting's own
 	Trace   string `json:"trace"`    // path for a Chrome trace; "": the setting's own
+
+	// After is a load that this one follows: it reads nothing, and has no queue, before
+	// that one has ended, however it ends. nil: none.
+	After *job.Job `json:"-"`
 }
 
 // A Report says what a load did and what it cost.
@@ -138,8 +142,10 @@ func (m *Model) start(reqs []Request, wants []plan.Want, tgt Target, opt Options
 	// Allocate here and not in the job: a caller that is out of memory may be able
 	// to free some and try again.
 	l.machine = m.Machine(tgt.GPU != nil, opt.Threads, true)
-	if l.queue, err = tgt.Queue(0, l.machine); err != nil {
-		return nil, m.Where("stage", err)
+	if opt.After == nil {
+		if l.queue, err = tgt.Queue(0, l.machine); err != nil {
+			return nil, m.Where("stage", err)
+		}
 	}
 	l.job.Go(func(ctx context.Context, j *job.Job) error {
 		defer l.ended()

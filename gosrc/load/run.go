@@ -105,6 +105,13 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, opt Optio
 	if err := l.landMapped(j, s); err != nil {
 		return err
 	}
+	if opt.After != nil {
+		select {
+		case <-opt.After.Done():
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
 	queue, err := l.prepare(s.plan, opt.Stream)
 	if err != nil {
 		return err
@@ -204,21 +211,26 @@ func (l *Loading) prepare(p *plan.Plan, stream uint64) (*cuda.Queue, error) {
 	return queue, nil
 }
 
-// queueFor is the load's queue. It is replaced if a piece of the plan is larger
-// than its slots.
+// queueFor is the load's queue: one whose slots have room for the largest piece of the
+// plan takes the place of another.
 func (l *Loading) queueFor(p *plan.Plan) (*cuda.Queue, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if p.Slot > l.machine.SlotBytes {
+	larger := p.Slot > l.machine.SlotBytes
+	if l.queue != nil && !larger {
+		return l.queue, nil
+	}
+	if l.queue != nil {
 		l.queue.Close()
 		l.queue = nil
-		queue, err := l.target.Queue(p.Slot, l.machine)
-		if err != nil {
-			return nil, err
-		}
-		l.queue = queue
 	}
-	return l.queue, nil
+	room := int64(0)
+	if larger {
+		room = p.Slot
+	}
+	var err error
+	l.queue, err = l.target.Queue(room, l.machine)
+	return l.queue, err
 }
 
 // task is the pipeline's task of a shape.

@@ -38,6 +38,10 @@ class LoadOptions(TypedDict, total=False):
     trace: str
 
 
+class LoadRequest(LoadOptions, total=False):
+    after: int
+
+
 class PipelineStages(TypedDict):
     pieces: int
     read_bytes: int

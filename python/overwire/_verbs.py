@@ -38,7 +38,7 @@ def names(request: _requests.LoadSpec) -> list[str] | None:
     return loads(core().run("names", dumps(request), b"")[0])
 
 
-def load(request: _requests.LoadOptions, model: int, whole: int, numbers: bytes = b"") -> JobNumber:
+def load(request: _requests.LoadRequest, model: int, whole: int, numbers: bytes = b"") -> JobNumber:
     """Load tensors of a model; whole: every tensor, whole. Destinations must stay valid until the job has
     ended. Numbers: of a request each: tensor, destination (0: allocate, 1: see settle), and the
     ranges lo0, hi0, lo1, hi1 of the first two dimensions (hi -1: to the end)."""

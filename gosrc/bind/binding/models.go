@@ -53,7 +53,7 @@ func modelVerbs() []*Verb {
 				}
 				return &names, err
 			}),
-		begun[load.Options, load.Report]("load",
+		begun[loadRequest, load.Report]("load",
 			"Load tensors of a model; whole: every tensor, whole. Destinations must stay valid until the job has ended.", startLoad).
 			ints("model", "whole").tail("of a request each: tensor, destination (0: allocate, 1: see settle), and the ranges lo0, hi0, lo1, hi1 of the first two dimensions (hi -1: to the end)"),
 		about("outlook", "What loading tensors of a model would take; OutOfMemoryError for more than max_memory.", modelOf,
@@ -155,10 +155,25 @@ func partsOf(n []int64) ([]load.Part, error) {
 	return parts, nil
 }
 
-func startLoad(_ *Verb, q load.Options, n []int64) (*entry, error) {
+// A loadRequest is the options of a load; after: the job of one that it follows, 0: none.
+type loadRequest struct {
+	load.Options
+	After int64 `json:"after"`
+}
+
+func startLoad(_ *Verb, q loadRequest, n []int64) (*entry, error) {
 	m, err := modelOf(n[0])
 	if err != nil {
 		return nil, err
+	}
+	if q.After != 0 {
+		first, err := jobOf(q.After)
+		if err != nil {
+			return nil, err
+		}
+		if q.Options.After, err = first.running(0); err != nil {
+			return nil, err
+		}
 	}
 	var reqs []load.Request // nil: every tensor, whole
 	if n[1] == 0 {
@@ -166,7 +181,7 @@ func startLoad(_ *Verb, q load.Options, n []int64) (*entry, error) {
 			return nil, err
 		}
 	}
-	l, err := m.Start(reqs, q)
+	l, err := m.Start(reqs, q.Options)
 	if err != nil {
 		return nil, err
 	}

@@ -1,0 +1,59 @@
+package load
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/job"
+)
+
+// A load that follows another one reads nothing, and has no queue, before that has ended,
+// also by an error; cancelled, it does not wait for it.
+func TestAfter(t *testing.T) {
+	path, want := write(t, "m", []int64{3000, 70}, []int64{0}, []int64{5})
+	follows(t, opened(t, Spec{URIs: []string{path}, Map: new(bool)}), want, "")
+}
+
+func follows(t *testing.T, m *Model, want [][]byte, device string) {
+	for _, failure := range []error{nil, errors.New("so it ended")} {
+		end := make(chan struct{})
+		first := job.Start("first", func(context.Context, *job.Job) error { <-end; return failure })
+		l, err := m.Start(nil, Options{Device: device, After: first})
+		if err != nil {
+			t.Fatal(err)
+		}
+		gone, err := m.Start(nil, Options{Device: device, After: first})
+		if err != nil {
+			t.Fatal(err)
+		}
+		gone.Close()
+		if _, err := gone.Job().Wait(-1); !errors.Is(err, errs.ErrCancelled) {
+			t.Error("cancelled while it waits:", err)
+		}
+		at, more := l.Ready(10, 20*time.Millisecond)
+		for _, i := range at {
+			if len(want[i]) > 0 {
+				t.Errorf("request %d has landed before the first load's end", i)
+			}
+		}
+		if !more || l.queue != nil {
+			t.Error("has begun before the first load's end")
+		}
+		close(end)
+		if _, err := l.Job().Wait(-1); err != nil {
+			t.Fatal(err)
+		}
+		for i := range want {
+			mem, _, _, ok := l.Take(i)
+			if !ok || device == "" && !bytes.Equal(mem.Slice(), want[i]) {
+				t.Errorf("tensor %d: %v", i, ok)
+			}
+			mem.Release()
+		}
+		l.Close()
+	}
+}
