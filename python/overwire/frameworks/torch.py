@@ -79,6 +79,17 @@ def _room(device: str) -> tuple[int | None, int | None]:
         return None, None
 
 
+def unused(device: str) -> int:
+    """The bytes of a GPU that are free, without what torch's allocator keeps; 0 if it does not tell."""
+    return _room(device)[0] or 0
+
+
+def around(device: str) -> tuple[int, bool]:
+    """What a tensor depends on beside its arguments: torch's current stream, and whether it
+    infers."""
+    return stream_of(device), torch.is_inference_mode_enabled()
+
+
 def give_back(device: str) -> None:
     """Lets torch's allocator give its unused memory back to the device."""
     _collect()

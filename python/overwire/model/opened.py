@@ -24,7 +24,7 @@ from .storage import storage
 
 if TYPE_CHECKING:
     from .._engine import ModelNumber
-    from .._requests import LoadOptions, LoadSpec
+    from .._requests import LoadRequest, LoadSpec
 
 __all__ = ["Model", "opening", "Request", "Row", "WHOLE", "prepare", "wholes"]
 
@@ -254,17 +254,22 @@ class Model:
         return chosen
 
     def start(
-        self, requests: bytes | Sequence[Request] | None, watcher: Watcher | None = None, cast: str = "", end: float | None = None
+        self,
+        requests: bytes | Sequence[Request] | None,
+        watcher: Watcher | None = None,
+        cast: str = "",
+        end: float | None = None,
+        after: int = 0,
     ) -> Job:
         """Starts a load of requests, as they are or packed by `wholes`; None for
-        every tensor, whole. cast: as `_casting` has it. end: of `jobs.time_limit`. Tensors
-        land on what `join` returns; whole ones without a destination may come out of a
-        preload."""
+        every tensor, whole. cast: as `_casting` has it. end: of `jobs.time_limit`. after: the
+        job of a load that has to end before this one reads; 0: none. Tensors land on what
+        `join` returns; whole ones without a destination may come out of a preload."""
         lands = self.join()
         packed = b""
         if requests is not None:
             packed = requests if isinstance(requests, bytes) else array("q", [n for request in requests for n in request]).tobytes()
-        options: LoadOptions = {"device": lands, "cast": cast, "read": self.read or ""}
+        options: LoadRequest = {"device": lands, "cast": cast, "read": self.read or "", "after": after}
         if lands != "cpu":
             from ..frameworks.torch import stream_of, used_on
 
@@ -283,9 +288,11 @@ class Model:
             number = _verbs.load(options, self.handle, requests is None, packed)
         return Job(number, "load", watcher, end)
 
-    def begin(self, chosen: list[int] | None, frame: Frame, wanted: Any = None, watcher: Watcher | None = None) -> Load:
+    def begin(
+        self, chosen: list[int] | None, frame: Frame, wanted: Any = None, watcher: Watcher | None = None, after: int = 0
+    ) -> Load:
         """Starts a load of whole tensors; chosen: by position, None for all. wanted: the
-        framework's dtype to cast to, None as they are.
+        framework's dtype to cast to, None as they are. after: as for `start`.
 
         Large ones on a GPU land in tensors of torch's allocator. The others land in the
         engine's memory, on `lands`: small ones, which torch makes more slowly than the engine
@@ -297,16 +304,18 @@ class Model:
         def requests(pointers: list[int]) -> bytes | None:
             return None if chosen is None and not any(pointers) else wholes(numbers, pointers)
 
-        return self._begin(requests, rows, frame, wanted, watcher, cast)
+        return self._begin(requests, rows, frame, wanted, watcher, cast, after)
 
-    def begin_blocks(self, blocks: Sequence[tuple[int, tuple[int, int, int, int]]], rows: Sequence[Any], frame: Frame) -> Load:
+    def begin_blocks(
+        self, blocks: Sequence[tuple[int, tuple[int, int, int, int]]], rows: Sequence[Any], frame: Frame, after: int = 0
+    ) -> Load:
         """The same for blocks of tensors: (position, ranges of dims 0 and 1), with
         rows whose shape and bytes are the block's."""
 
         def requests(pointers: list[int]) -> list[Request]:
             return [(at, pointer, *block) for (at, block), pointer in zip(blocks, pointers, strict=True)]
 
-        return self._begin(requests, rows, frame)
+        return self._begin(requests, rows, frame, after=after)
 
     def _begin(
         self,
@@ -316,6 +325,7 @@ class Model:
         wanted: Any = None,
         watcher: Watcher | None = None,
         cast: str = "",
+        after: int = 0,
     ) -> Load:
         raw = frame.raw({row[1] for row in rows})
         if frame.name != "bytes":
@@ -326,7 +336,7 @@ class Model:
         large = [] if self.join() == "cpu" or self.joined else [at for at, row in enumerate(rows) if row[3] >= _LARGE]
         for at in large:
             pointers[at] = _LATER
-        job = self.start(requests(pointers), watcher, cast)
+        job = self.start(requests(pointers), watcher, cast, after=after)
         places: dict[int, Any] | None = None
         try:
             places = self._settle(job, large, rows, frame) if large else {}
@@ -339,7 +349,7 @@ class Model:
             places = dict(zip(large, frame.empty_on(self.device, [rows[at] for at in large]), strict=True))
             for at, tensor in places.items():
                 pointers[at] = tensor.data_ptr()
-            job = self.start(requests(pointers), watcher, cast)
+            job = self.start(requests(pointers), watcher, cast, after=after)
         return Load(job, rows, frame, raw, places, self.device, self.lands != self.device, wanted)
 
     def _settle(self, job: Job, large: list[int], rows: Sequence[Any], frame: Frame) -> dict[int, Any]:

@@ -15,6 +15,7 @@ from ..model.opened import WHOLE, Model, opening, prepare
 from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, OpenOptions, TorchName, check_options
 from ..model.sources import SourceLike, named
 from ..progress import ProgressLike, watch
+from .ahead import Block, ReadAhead
 from .into import fill, target_of
 
 if TYPE_CHECKING:
@@ -60,6 +61,12 @@ class safe_open(Generic[T]):
     A context manager; you may also call `close`. `file[name]`, `name in file`, `len(file)`
     and iteration over the sorted names work as in a dict. Tensors belong to the caller and
     stay valid after it. Threads may share one object.
+
+    A program that takes one tensor after the other, in the order of their bytes or of their
+    names, need not wait for each: the next ones are loaded meanwhile, on the host at most 256
+    MiB of them, on a GPU 2 GiB or an eighth of its free memory. So are slices, where tensors
+    whose names differ in numbers alone are cut alike. What is asked for in no order is loaded
+    by itself.
 
     The engine cannot run in a forked child: there, plain local files, also those
     opened before the fork, are read with the package safetensors.
@@ -122,6 +129,7 @@ class safe_open(Generic[T]):
         self._frame = frame_for(framework)
         where = check_device(device, self._frame)
         self._dtype = check_dtype(self._frame, options.get("dtype"))
+        self._ahead = ReadAhead(self._frame)
         self._model: Model | None
         if _engine.forked():
             from ..model.forked import ForkedModel
@@ -164,6 +172,7 @@ class safe_open(Generic[T]):
         """Closes the files. A second call does nothing."""
         model, self._model = self._model, None
         if model is not None:
+            self._ahead.close()
             model.close()
 
     def _live(self) -> Model:
@@ -180,6 +189,7 @@ class safe_open(Generic[T]):
 
     def keys(self) -> list[str]:
         """The names of all tensors, sorted."""
+        self._ahead.by_name = True
         return sorted(self.offset_keys())
 
     def offset_keys(self) -> list[str]:
@@ -213,7 +223,21 @@ class safe_open(Generic[T]):
 
     def get_tensor(self, name: str) -> T:
         """Loads one tensor. Raises TensorNotFoundError if the files do not have it."""
-        return self.get_tensors([name])[name]
+        model = self._live()
+        tensor: T = self._one(model, model.place(name), None, self._dtype)
+        return tensor
+
+    def _one(self, model: Model, at: int, block: Block | None, wanted: Any) -> Any:
+        """A tensor, or a block of it, cast to `wanted`: what was read ahead, or a load of its own."""
+        tensor = None if _engine.forked() else self._ahead.take(model, at, block, wanted)
+        if tensor is not None:
+            return tensor
+        name, dtype, *_ = model.table[at]
+        if block is None:
+            return model.load([at], self._frame, wanted, None)[name]
+        (lo0, hi0), (lo1, hi1), shape = block
+        rows = [(name, dtype, shape, nbytes(dtype, shape))]
+        return model.begin_blocks([(at, (lo0, hi0, lo1, hi1))], rows, self._frame).tensors()[0]
 
     def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, T]:
         """Loads several tensors together, in the order of names; None: all of them."""
@@ -318,12 +342,10 @@ class TensorSlice(Generic[T]):
             if planned.empty:
                 tensor = frame.empty(row.dtype, planned.shape, model.device)
             elif planned.shape == row.shape:
-                tensor = model.load([self._at], frame, None, None)[row.name]
+                tensor = file._one(model, self._at, None, None)
             else:
-                (lo0, hi0), (lo1, hi1) = planned.block
-                block = (lo0, hi0, 0, WHOLE) if len(row.shape) == 1 else (lo0, hi0, lo1, hi1)
-                lands = (row.name, row.dtype, planned.shape, nbytes(row.dtype, planned.shape))
-                (tensor,) = model.begin_blocks([(self._at, block)], [lands], frame).tensors()
+                rows, columns = planned.block
+                tensor = file._one(model, self._at, (rows, (0, WHOLE) if len(row.shape) == 1 else columns, planned.shape), None)
             if planned.cut:
                 tensor = frame.index(tensor, planned.cut, row.dtype)
         return tensor if file._dtype is None else frame.cast(tensor, row.dtype, file._dtype)

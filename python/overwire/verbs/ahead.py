@@ -1,0 +1,292 @@
+"""Reading ahead of a program that takes one tensor of an open file after the other."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from threading import RLock
+from typing import Any
+
+from .. import _engine
+from ..dtypes import nbytes
+from ..errors import OverwireError
+from ..frameworks.frame import Frame
+from ..model.loads import Load
+from ..model.opened import WHOLE, Model
+
+__all__ = ["Block", "ReadAhead"]
+
+#: Ranges (lo, hi) of the first two dimensions, and the shape of what they cut out.
+Block = tuple[tuple[int, int], tuple[int, int], tuple[int, ...]]
+
+# What is read ahead is loaded in windows: one that is read or taken from, and the next.
+# `_FIRST` is the bytes of the first, each later one has several times as many. On a
+# GPU both together have no more than a part of its free memory.
+_FIRST, _GROWTH = 8 << 20, 4
+_MOST, _MOST_GPU = 128 << 20, 1 << 30
+_PART = 8
+
+# How often one tensor has to follow the other before any is read ahead, and how often
+# at most, where what was read was not asked for.
+_LEAST, _TIRED = 2, 64
+_RISEN = 8
+
+_NUMBERS = re.compile(r"\d+")
+
+
+class _Window:
+    """Tensors that one load brings, each to be taken once."""
+
+    def __init__(self, load: Load, ways: dict[int, Block | None], sizes: dict[int, int]) -> None:
+        self._load, self._requests = load, {at: request for request, at in enumerate(ways)}
+        self.ways, self.sizes = ways, sizes
+        self._landed: dict[int, tuple[int, Any, int]] = {}
+
+    @property
+    def job(self) -> int:
+        """The number of its load."""
+        return self._load.job.number
+
+    def left(self) -> int:
+        """The bytes of what was not taken."""
+        return sum(map(self.sizes.__getitem__, self.ways))
+
+    def take(self, at: int) -> Any:
+        """Waits for a tensor; raises the load's error."""
+        request = self._requests[at]
+        while request not in self._landed:
+            news = self._load.next()
+            self._landed.update((landed[0], landed) for landed in news)
+            if not news:
+                break  # the load has ended, and a tensor is missing: KeyError
+        tensor = self._load.tensor(*self._landed.pop(request))
+        del self.ways[at]
+        return tensor
+
+    def end(self) -> None:
+        """After the last tensor: waits until the load has ended and counts."""
+        self._load.job.wait()
+        self._load.job.done()
+
+    def cancel(self) -> None:
+        """Asks the load to stop."""
+        self._load.job.cancel()
+
+    def close(self) -> None:
+        """Stops the load and frees what was not taken."""
+        self._landed = {}
+        self._load.job.abandon()
+
+
+class ReadAhead:
+    """What is read ahead of one open file. Threads may share it; a fork of the process
+    leaves it alone.
+
+    It looks at the order in which tensors are asked for: that of the bytes, or, once `by_name`
+    is set or their names have risen for a while, of the names. What comes next in it is loaded while the program works on
+    what it has. At most two windows are in memory, on the host 256 MiB, on a GPU 2 GiB or an
+    eighth of what is free there; only a tensor that was asked for may be larger. A tensor that
+    is asked for out of turn ends it, and the next time it takes longer until it begins.
+
+    Blocks are read ahead where tensors whose names differ in numbers alone were cut alike.
+    """
+
+    def __init__(self, frame: Frame) -> None:
+        self.by_name = False
+        self._frame = frame
+        self._lock = RLock()
+        self._taking = self._off = False
+        self._windows: list[_Window] = []
+        self._how: Any = None  # what the tensors of the windows depend on; see `_around`
+        self._by = 0  # the order of the windows: 0 by bytes, 1 by name
+        self._next = 0  # in it, the turn of the tensor after the last window
+        self._size, self._need = _FIRST, _LEAST
+        self._last: int | None = None
+        self._risen = 0  # how often, one after the other, the next one had a greater name
+        self._runs = [0, 0]  # how many, one after the other, came in their turn: by bytes, by name
+        self._names: tuple[list[int], list[int]] | None = None  # tensors by name, and the turn of each
+        self._cuts: dict[tuple[str, tuple[int, ...]], Block | None] = {}  # by name without numbers, and shape
+
+    def take(self, model: Model, at: int, block: Block | None, wanted: Any) -> Any:
+        """A tensor that was read ahead; None: it has to be loaded by itself. wanted: the dtype
+        to cast it to."""
+        with self._lock:
+            if self._taking or self._off or model.joined:  # a signal handler; or a preload has all of it
+                return None
+            self._taking = True
+            try:
+                return self._take(model, at, block, wanted)
+            except OverwireError:
+                # Of a tensor that may never be asked for: the load of each by itself has its own.
+                self._drop()
+                self._off = True
+                return None
+            except BaseException:
+                self._drop()
+                raise
+            finally:
+                self._taking = False
+
+    def _take(self, model: Model, at: int, block: Block | None, wanted: Any) -> Any:
+        if at == self._last or model.table[at][6] >= 0:  # read again; or the bytes of another one
+            return None
+        in_turn = self._follows(model, at)
+        self._last = at
+        self._learn(model, at, block)
+        how = (wanted, *_around(model))
+        number = next((n for n, window in enumerate(self._windows) if at in window.ways), None)
+        if self._windows and (how != self._how or number is not None and self._windows[number].ways[at] != block):
+            self._stray()
+            return None
+        if number is None and self._windows:
+            if not in_turn:
+                self._stray()
+                return None
+            if self._order(model, self._by)[1][at] < self._next:
+                return None  # of what the windows leave out
+            self._drop()  # the program has passed them
+        self._how = how
+        if number is None:
+            if max(self._runs) < self._need or not self._begin(model, at, block):
+                return None
+            number = 0
+        self._pass(number)
+        if len(self._windows) < 2 and self._runs[self._by] >= _LEAST:
+            self._start(model, {})
+        window = self._windows[0]
+        tensor = window.take(at)
+        if not window.ways:
+            self._windows.pop(0)
+            window.end()
+            self._need = _LEAST
+        return tensor
+
+    def _follows(self, model: Model, at: int) -> bool:
+        """Counts how many tensors, one after the other, were asked for in their turn."""
+        last = self._last
+        if last is None:
+            return False
+        for order in (0, 1) if self.by_name else (0,):
+            _, turn = self._order(model, order)
+            self._runs[order] = self._runs[order] + 1 if turn[at] == turn[last] + 1 else 0
+        # A program may have the names from another handle: to sort them takes a while.
+        self._risen = self._risen + 1 if model.table[at][0] > model.table[last][0] else 0
+        self.by_name = self.by_name or self._risen >= _RISEN
+        return max(self._runs) > 0
+
+    def _order(self, model: Model, order: int) -> tuple[Sequence[int], Sequence[int]]:
+        """The tensors in an order, and the turn of each."""
+        every = range(len(model.table))
+        if not order:
+            return every, every
+        if self._names is None:
+            named = sorted(every, key=lambda at: model.table[at][0])
+            turn = [0] * len(named)
+            for n, at in enumerate(named):
+                turn[at] = n
+            self._names = named, turn
+        return self._names
+
+    def _learn(self, model: Model, at: int, block: Block | None) -> None:
+        # While no tensor is cut, nothing is to be learnt.
+        if block is not None or self._cuts:
+            row = model.table[at]
+            self._cuts[_NUMBERS.sub("#", row[0]), row[2]] = block
+
+    def _pass(self, number: int) -> None:
+        # The program has passed the windows before this one.
+        for window in self._windows[:number]:
+            window.close()
+        del self._windows[:number]
+
+    def _begin(self, model: Model, at: int, block: Block | None) -> bool:
+        """Starts the first window, with what is asked for and what comes after it."""
+        self._by = 0 if self._runs[0] >= self._runs[1] else 1
+        self._next = self._order(model, self._by)[1][at] + 1
+        self._start(model, {at: block})
+        return bool(self._windows)
+
+    def _start(self, model: Model, ways: dict[int, Block | None]) -> None:
+        """Starts the next window, if there is room for a tensor more."""
+        most = _room(model)
+        limit = min(self._size, most, 2 * most - sum(window.left() for window in self._windows))
+        tensors, _ = self._order(model, self._by)
+        sizes = {at: 0 for at in ways}
+        used = 0
+        while self._next < len(tensors):
+            at = tensors[self._next]
+            name, dtype, shape, *_, alias = model.table[at]
+            if alias < 0:
+                block = self._cuts.get((_NUMBERS.sub("#", name), shape), False) if self._cuts else None
+                if block is False:
+                    break
+                assert not isinstance(block, bool)
+                size = nbytes(dtype, shape if block is None else block[2])
+                if self._how[0] is not None:
+                    size = max(size, math.prod(shape) * self._how[0].itemsize)
+                if used + size > limit:
+                    break
+                ways[at], sizes[at] = block, size
+                used += size
+            self._next += 1
+        if not used:
+            return
+        after = self._windows[-1].job if self._windows else 0
+        self._windows.append(_Window(self._load(model, ways, after), ways, sizes))
+        self._size = min(self._size * _GROWTH, most)
+
+    def _load(self, model: Model, ways: dict[int, Block | None], after: int) -> Load:
+        if all(block is None for block in ways.values()):
+            return model.begin(list(ways), self._frame, self._how[0], after=after)
+        blocks, rows = [], []
+        for at, block in ways.items():
+            name, dtype, shape, size, *_ = model.table[at]
+            if block is not None:
+                shape, size = block[2], nbytes(dtype, block[2])
+            (lo0, hi0), (lo1, hi1) = ((0, WHOLE), (0, WHOLE)) if block is None else block[:2]
+            blocks.append((at, (lo0, hi0, lo1, hi1)))
+            rows.append((name, dtype, shape, size))
+        return model.begin_blocks(blocks, rows, self._frame, after=after)
+
+    def _stray(self) -> None:
+        # What was read ahead was in vain: the next time it takes longer until it begins.
+        self._drop()
+        self._runs, self._need = [0, 0], min(2 * self._need, _TIRED)
+
+    def _drop(self) -> None:
+        windows, self._windows, self._size = self._windows, [], _FIRST
+        for window in reversed(windows):  # none begins because another ends
+            window.close()
+
+    def close(self) -> None:
+        """Frees what was read ahead, and ends it."""
+        if _engine.forked():
+            return  # all of it is the parent's
+        self._off = True
+        if not self._lock.acquire(blocking=False):  # another thread waits for a tensor
+            for window in self._windows[::-1]:
+                window.cancel()
+            self._lock.acquire()
+        try:
+            self._drop()
+        finally:
+            self._lock.release()
+
+
+def _around(model: Model) -> tuple[Any, ...]:
+    # Memory of torch's allocator belongs to the stream, and the mode, in which it was made.
+    if model.join() == "cpu":
+        return ()
+    from ..frameworks.torch import around
+
+    return around(model.device)
+
+
+def _room(model: Model) -> int:
+    """The most bytes of a window."""
+    if model.device == "cpu":
+        return _MOST
+    from ..frameworks.torch import unused
+
+    return min(_MOST_GPU, unused(model.device) // (2 * _PART))

@@ -1,0 +1,363 @@
+"""safe_open reads ahead of a program that takes one tensor after the other, and of no other."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import overwire as ow
+import processes
+import pytest
+import torch
+from conftest import every_dtype, same, soon, ugly
+from overwire.compat import safetensors as dropin
+from overwire.model.opened import Model
+from overwire.verbs import ahead
+
+LAYERS = 12
+
+
+def layers(seed: int = 0, hidden: int = 64) -> dict[str, torch.Tensor]:
+    """A model of layers, whose names sort otherwise than their numbers."""
+    make = torch.Generator().manual_seed(seed)
+    made = {"embed.weight": torch.randn(200, hidden, generator=make)}
+    for n in range(LAYERS):
+        for part, shape in {"down": (hidden, 4 * hidden), "norm": (hidden,), "up": (4 * hidden, hidden)}.items():
+            made[f"layers.{n}.{part}.weight"] = (torch.randn(shape, generator=make) / 50).bfloat16()
+    return made
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tensors each load of a test asks for."""
+    counts: list[int] = []
+    begin, begin_blocks = Model.begin, Model.begin_blocks
+
+    def spied(self: Model, chosen: Any, *args: Any, **kwargs: Any) -> Any:
+        counts.append(len(self.table) if chosen is None else len(chosen))
+        return begin(self, chosen, *args, **kwargs)
+
+    def spied_blocks(self: Model, blocks: Any, *args: Any, **kwargs: Any) -> Any:
+        counts.append(len(blocks))
+        return begin_blocks(self, blocks, *args, **kwargs)
+
+    monkeypatch.setattr(Model, "begin", spied)
+    monkeypatch.setattr(Model, "begin_blocks", spied_blocks)
+    return counts
+
+
+@pytest.fixture(params=["compressed", "plain"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    ow.save_file(layers(), tmp_path / "m.safetensors", compress=request.param == "compressed")
+    return tmp_path / "m.safetensors"
+
+
+@pytest.mark.parametrize("framework", ["pt", "np", "bytes"])
+@pytest.mark.parametrize("keys", ["keys", "offset_keys"])
+def test_a_loop_has_few_loads(path: Path, loads: list[int], framework: Any, keys: str) -> None:
+    """In the order of names and in that of bytes: every tensor equals load_file's, and a few loads bring them all."""
+    want = ow.load_file(path, framework=framework)
+    loads.clear()
+    with ow.safe_open(path, framework) as file:
+        got = {name: file.get_tensor(name) for name in getattr(file, keys)()}
+        assert sum(loads) == len(want) and len(loads) <= 6, loads
+        again = {name: file[name] for name in getattr(file, keys)()}
+    for name in want:
+        for tensor in (got[name], again[name]):
+            if framework == "bytes":
+                assert tensor == want[name]
+            else:
+                same(tensor, want[name])
+
+
+def test_ugly_tensors_in_a_loop(tmp_path: Path) -> None:
+    """Empty ones, scalars, aliases and every dtype come as load_file has them, each in memory of its own."""
+    tensors = ugly() | {f"d.{k}": v for k, v in every_dtype().items()} | {f"z{n}": torch.full((50,), n) for n in range(9)}
+    tied = torch.randn(300, 7)
+    tensors |= {"tied.a": tied, "tied.b": tied.clone(), "zz": tied + 1}
+    for compress in (True, False):
+        ow.save_file(tensors, tmp_path / "m", compress=compress)
+        want = ow.load_file(tmp_path / "m")
+        for mmap in (None, False):
+            with ow.safe_open(tmp_path / "m", "pt", mmap=mmap) as file:
+                got = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            for name in want:
+                same(got[name], want[name])
+                got[name].zero_()
+            assert len({t.untyped_storage().data_ptr() for t in got.values() if t.numel()}) == sum(t.numel() > 0 for t in got.values())
+
+
+def test_a_program_that_jumps_has_a_load_for_each(path: Path, loads: list[int], seed: int) -> None:
+    """Backwards, every second one, or in pairs at random: nothing is loaded that was not asked for."""
+    with ow.safe_open(path, "pt") as file:
+        names = file.keys()
+        pairs = [names[n : n + 2] for n in range(0, len(names) - 1, 2)]
+        random.Random(seed).shuffle(pairs)
+        apart = [pair for n, pair in enumerate(pairs) if not n or names.index(pair[0]) != names.index(pairs[n - 1][1]) + 1]
+        asked = [*names[::-1], *names[::2], *(name for pair in apart for name in pair[::-1])]
+        for name in asked:
+            file.get_tensor(name)
+    assert loads == [1] * len(asked)
+
+
+def test_loops_that_leave_cost_little(path: Path, loads: list[int]) -> None:
+    """Of a program that again and again begins in order and leaves, what it does not ask for is loaded a few times only."""
+    want = ow.load_file(path)
+    asked = 0
+    with ow.safe_open(path, "pt") as file:
+        names = file.keys()
+        loads.clear()
+        for round in range(40):
+            for name in names[round % 7 : round % 7 + 4]:
+                same(file.get_tensor(name), want[name])
+                asked += 1
+    assert sum(loads) - asked < 4 * len(want)
+
+
+def test_a_tensor_read_twice_is_read_twice(path: Path, loads: list[int]) -> None:
+    """Each time in memory of its own, and the loop goes on with what it has ahead."""
+    with ow.safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            first, second = file.get_tensor(name), file.get_tensor(name)
+            same(first, second)
+            assert first.data_ptr() != second.data_ptr()
+    assert sum(loads) == 2 * len(layers()) and len(loads) <= len(layers()) + 6
+
+
+def test_no_more_than_two_windows_are_ahead(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a program works on what it has: at most two windows are loaded and not taken."""
+    most = 150_000
+    monkeypatch.setattr(ahead, "_MOST", most)
+    begun = taken = 0
+    begin = Model.begin
+
+    def spied(self: Model, chosen: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal begun
+        begun += sum(self.table[at][3] for at in chosen)
+        return begin(self, chosen, *args, **kwargs)
+
+    monkeypatch.setattr(Model, "begin", spied)
+    ahead_by = []
+    with ow.safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            taken += file.get_tensor(name).nbytes
+            ahead_by.append(begun - taken)
+    assert begun == taken and 0 < max(ahead_by) <= 2 * most
+
+
+@pytest.mark.parametrize("compress", [True, False])
+def test_what_is_ahead_spoils_nothing(tmp_path: Path, compress: bool) -> None:
+    """A damaged tensor is an error of its own load, with its name; those before and after it are read."""
+    want = layers()
+    ow.save_file(want, tmp_path / "m", compress=compress)
+    with ow.safe_open(tmp_path / "m", "pt", mmap=False) as file:
+        order = file.offset_keys()
+    bad = order[len(order) // 2]
+    if compress:
+        data = bytearray((tmp_path / "m").read_bytes())
+        at = ow.inspect(tmp_path / "m")["sources"][0]["header"]
+        before = {t["name"]: t["stored"] for t in ow.inspect(tmp_path / "m")["sources"][0]["tensors"]}
+        at += sum(before[name] for name in order[: order.index(bad)]) + before[bad] // 2
+        data[at] ^= 0xFF
+        (tmp_path / "m").write_bytes(data)
+    failed = []
+    with ow.safe_open(tmp_path / "m", "pt", mmap=False) as file:
+        for name in order:
+            try:
+                same(file.get_tensor(name), want[name])
+            except ow.CorruptError as error:
+                failed.append(error.tensor)
+    assert len(failed) == int(compress) and (not compress or failed[0] in order[order.index(bad) - 1 :][:3])
+
+
+def test_dropped_in_the_middle(path: Path) -> None:
+    """A file that is closed, or dropped, while it is read ahead leaves no load behind; what was taken stays."""
+    want = ow.load_file(path)
+    before = ow.doctor()["goroutines"]
+    kept = []
+    for end in ("close", "drop", "error"):
+        file = ow.safe_open(path, "pt")
+        names = file.keys()
+        kept += [(name, file.get_tensor(name)) for name in names[: len(names) // 3]]
+        if end == "close":
+            file.close()
+            with pytest.raises(ow.ArgumentError, match="closed"):
+                file.get_tensor(names[-1])
+        elif end == "error":
+            with pytest.raises(ow.TensorNotFoundError):
+                file.get_tensor("layers.0.none")
+        del file
+        gc.collect()
+    for name, tensor in kept:
+        same(tensor, want[name])
+    del tensor
+    kept.clear()
+    assert soon(lambda: ow.doctor()["goroutines"] <= before), ow.doctor()["goroutines"]
+
+
+def test_threads_share_a_file(path: Path) -> None:
+    """Eight threads that loop over one file at their own pace get the right tensors."""
+    want = ow.load_file(path)
+    with ow.safe_open(path, "pt") as file:
+        names = file.keys()
+
+        def loop(start: int) -> dict[str, torch.Tensor]:
+            return {name: file.get_tensor(name) for name in names[start:] + names[:start]}
+
+        with ThreadPoolExecutor(8) as pool:
+            for got in pool.map(loop, [0, 0, 0, 0, 3, 9, 20, 30]):
+                for name in want:
+                    same(got[name], want[name])
+
+
+def test_a_child_of_fork_reads_alone(torch_script: Callable[..., Any], tmp_path: Path) -> None:
+    """It reads plain files on in the middle of the parent's loop, and so does the parent; a lock that another
+    thread of the parent holds does not stop it."""
+    ow.save_file(layers(), tmp_path / "m", compress=False)
+    torch_script(
+        """
+import os, threading
+import overwire as ow
+want = ow.load_file("m", mmap=False)
+file = ow.safe_open("m", "pt", mmap=False)
+names = file.keys()
+def right(part):
+    return all(file.get_tensor(n).equal(want[n]) for n in part)
+assert right(names[:10])
+locked, done = threading.Event(), threading.Event()
+def hold():
+    with file._ahead._lock:
+        locked.set(); done.wait()
+threading.Thread(target=hold).start()
+locked.wait()
+child = os.fork()
+if not child:
+    ok = right(names[10:])
+    file.close()
+    os._exit(0 if ok else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+done.set()
+assert right(names[10:])
+"""
+    )
+
+
+@pytest.mark.parametrize("face", ["own", "drop-in"])
+def test_a_rank_that_cuts_is_read_ahead(path: Path, loads: list[int], face: str) -> None:
+    """Tensors that layer after layer are cut alike, as by a rank of tensor parallelism, are blocks of a few loads; a
+    cut that differs is a load of its own."""
+    want = ow.load_file(path)
+    loads.clear()
+    opened: Any = ow.safe_open if face == "own" else dropin.safe_open
+    with opened(path, "pt") as file:
+        names = [name for name in file.offset_keys() if name.startswith("layers.")]
+        for name in names:
+            part = file.get_slice(name)
+            rows, *columns = part.get_shape()
+            if name == "layers.9.up.weight":
+                same(part[3:7], want[name][3:7].clone())
+            elif "up" in name:
+                same(part[rows // 2 :], want[name][rows // 2 :].clone())
+            elif "down" in name:
+                same(part[:, : columns[0] // 2], want[name][:, : columns[0] // 2].clone())
+            else:
+                same(part[:], want[name])
+    assert len(loads) <= 16 < len(names), loads
+
+
+def test_a_cast_on_the_way(path: Path, loads: list[int]) -> None:
+    """get_tensor casts what was read ahead, and slices do: each as it does alone."""
+    want = ow.load_file(path, dtype="float32")
+    loads.clear()
+    with ow.safe_open(path, "pt", dtype="float32") as file:
+        for name in file.keys():  # noqa: SIM118
+            same(file.get_tensor(name), want[name])
+        assert len(loads) <= 6
+        for name in file.keys():  # noqa: SIM118
+            same(file.get_slice(name)[...], want[name])
+
+
+def test_a_store_is_asked_a_few_times(path: Path, loads: list[int]) -> None:
+    """Over HTTP a loop has the requests of its windows, not one for each tensor."""
+    want = ow.load_file(path)
+    loads.clear()
+    with processes.overwire_serve(path.parent) as url, ow.safe_open(f"{url}{path.name}", "pt") as file:
+        got = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for name in want:
+        same(got[name], want[name])
+    assert len(loads) <= 6 and os.path.getsize(path) > 0
+
+
+# Loops of real programs, as they are written there, over the drop-in.
+
+
+def test_comfyui_loads_a_checkpoint(path: Path, loads: list[int]) -> None:
+    """ComfyUI's loop over one file: every key, its tensor, and the metadata after them."""
+    want = ow.load_file(path)
+    loads.clear()
+    state = {}
+    with dropin.safe_open(path, framework="pt", device="cpu") as f:
+        for k in f.keys():  # noqa: SIM118
+            state[k] = f.get_tensor(k)
+        assert f.metadata() is None or isinstance(f.metadata(), dict)
+    for name in want:
+        same(state[name], want[name])
+    assert sum(loads) == len(want) and len(loads) <= 6
+
+
+def test_one_tensor_of_many_is_kept(path: Path, loads: list[int]) -> None:
+    """A loop that looks at each tensor and keeps one has few loads, and what it keeps is all that stays."""
+    want = ow.load_file(path)
+    loads.clear()
+    kept = None
+    with ow.safe_open(path, "pt") as file:
+        for name in file:
+            tensor = file.get_tensor(name)
+            if name == "layers.7.norm.weight":
+                kept = tensor
+    assert kept is not None and kept.untyped_storage().nbytes() == kept.nbytes
+    same(kept, want["layers.7.norm.weight"])
+    assert len(loads) <= 6
+
+
+def test_a_shard_is_dispatched(path: Path, loads: list[int]) -> None:
+    """accelerate's and transformers' loops: slices of every name first, their shapes, and then each whole, in order."""
+    want = ow.load_file(path)
+    loads.clear()
+    with dropin.safe_open(path, framework="pt") as file:
+        state = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        assert [tuple(part.get_shape()) for part in state.values()] == [tuple(want[name].shape) for name in state]
+        for name, part in state.items():
+            same(part[...], want[name])
+    assert len(loads) <= 6
+
+
+def test_accelerate_and_transformers(torch_script: Callable[..., Any], tmp_path: Path) -> None:
+    """Their own readers of a compressed shard, accelerate's for several devices and transformers', have a few loads."""
+    ow.save_file(layers(), tmp_path / "m.safetensors", {"format": "pt"})
+    torch_script(
+        """
+import overwire as ow
+from overwire.model.opened import Model
+want, begin, count = ow.load_file("m.safetensors"), Model.begin, []
+def spied(self, chosen, *args, **kwargs):
+    count.append(chosen)
+    return begin(self, chosen, *args, **kwargs)
+Model.begin = spied
+with ow.patch_safetensors():
+    from accelerate.utils.modeling import load_state_dict
+    map = {"embed": "cpu", "layers.3": "disk", **{f"layers.{n}": "cpu" for n in range(12) if n != 3}}
+    for got in (load_state_dict("m.safetensors", map),):
+        assert len(got) == len(want) and all(got[name].equal(want[name]) for name in want)
+        assert len(count) < 20, len(count)
+    from transformers.modeling_utils import load_state_dict
+    count.clear()
+    got = load_state_dict("m.safetensors")
+    assert all(got[name].equal(want[name]) for name in want) and len(count) <= 6, len(count)
+"""
+    )
