@@ -17,7 +17,6 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/plan"
-	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -56,7 +55,7 @@ type diffReport struct {
 func (c *call) diff() error {
 	var models [2]*load.Model
 	for i, path := range c.args {
-		m, err := load.Open(c.ctx, load.Spec{URIs: save.Spread([]string{path}), Storage: c.storage})
+		m, err := c.open([]string{path})
 		if err != nil {
 			return err
 		}

@@ -74,8 +74,15 @@ func (c *call) load() error {
 	})
 }
 
+// open opens a model, or those of the folders below the one that is named.
+func (c *call) open(uris []string) (*load.Model, error) {
+	return save.Opened(c.ctx, uris, c.storage.Options, func(uris []string) (*load.Model, error) {
+		return load.Open(c.ctx, load.Spec{URIs: uris, Storage: c.storage})
+	})
+}
+
 func (c *call) loadOnce(opt load.Options) (rep load.Report, err error) {
-	m, err := load.Open(c.ctx, load.Spec{URIs: save.Spread(c.args), Storage: c.storage})
+	m, err := c.open(c.args)
 	if err != nil {
 		return rep, err
 	}

@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/modelfiles"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 )
 
@@ -38,18 +40,28 @@ Anyone who has the URL can read the object until it expires: keep it secret.`,
 	},
 }
 
-// freeRemote refuses to replace an object. Convert checks folders itself.
+// freeRemote refuses to replace an object, or to write into a folder that is not empty.
 func (c *call) freeRemote(out string) error {
-	if strings.HasSuffix(out, "/") {
+	exists := usage("%s exists; give --force to replace it", errs.RedactURI(out))
+	if !source.Folder(out) {
+		s, err := open.With(c.storage.Options)(c.ctx, out)
+		if err == nil {
+			_ = s.Close()
+			return exists
+		}
+		if !errors.Is(err, errs.ErrNotFound) {
+			return err
+		}
+		if strings.HasSuffix(out, modelfiles.Extension) {
+			return nil
+		}
+	}
+	_, err := open.List(c.ctx, source.Directory(out), c.storage.Options)
+	switch {
+	case err == nil:
+		return exists
+	case errors.Is(err, errs.ErrNotFound), errors.Is(err, errs.ErrNotSupported):
 		return nil
 	}
-	s, err := open.With(c.storage.Options)(c.ctx, out)
-	if errors.Is(err, errs.ErrNotFound) {
-		return nil
-	}
-	if err != nil {
-		return err
-	}
-	_ = s.Close()
-	return usage("%s exists; give --force to replace it", out)
+	return err
 }

@@ -7,6 +7,7 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -34,6 +35,29 @@ func TestStore(t *testing.T) {
 	got, err := os.ReadFile(back)
 	if err != nil || string(got) != string(want) {
 		t.Fatalf("%d bytes came back of %d: %v", len(got), len(want), err)
+	}
+
+	// A folder, with and without its last slash.
+	folder := filepath.Join(t.TempDir(), "model")
+	if err := os.Mkdir(folder, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for name, text := range map[string]string{"model.safetensors": string(want), "config.json": "{}"} {
+		if err := os.WriteFile(filepath.Join(folder, name), []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	must(t, "compress", folder, "-o", "s3://models/packed", storage)
+	for _, uri := range []string{"s3://models/packed", "s3://models/packed/"} {
+		if status, _, stderr := overwire("compress", folder, "-o", uri, storage); status != ExitUsage || !strings.Contains(stderr, "--force") {
+			t.Errorf("%s: status %d, %s", uri, status, stderr)
+		}
+		must(t, "compress", folder, "-o", uri, storage, "-f")
+		must(t, "load", uri, storage)
+		must(t, "decompress", uri, "-o", folder+".back", storage, "-f")
+		if text, err := os.ReadFile(filepath.Join(folder+".back", "config.json")); err != nil || string(text) != "{}" {
+			t.Error(err)
+		}
 	}
 	r, err := http.Get(strings.TrimSpace(must(t, "presign", "s3://models/m.safetensors", storage)))
 	if err != nil {

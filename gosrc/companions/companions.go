@@ -19,6 +19,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/internal/regular"
+	"github.com/overwire/overwire/gosrc/source"
 )
 
 // maxOther is the size up to which weights in other formats are copied along: the
@@ -40,6 +41,9 @@ type Folder struct {
 	Avoid string
 	// Below says that the folders below Path are visited by themselves.
 	Below bool
+	// Open opens the files of a remote folder, and Files are those in it and below it.
+	Open  func(ctx context.Context, uri string) (source.Source, error)
+	Files []source.Entry
 }
 
 // A File is one companion.
@@ -47,12 +51,18 @@ type File struct {
 	Name string
 	Path string // links followed
 	Size int64
-	Mode fs.FileMode // of permissions
+	Mode fs.FileMode // of permissions; 0: of a remote one, which has none
+
+	open func(ctx context.Context, uri string) (source.Source, error) // of a remote one
 }
 
 // Find lists the companions of a folder, those named in taken left out, and the paths
 // of what is left. What is no folder has none.
 func Find(in Folder, taken map[string]bool) (found []File, left []string, err error) {
+	if source.Remote(in.Path) {
+		found, left = in.remote(taken)
+		return found, left, nil
+	}
 	here, _ := os.Stat(in.Avoid)
 	st, err := os.Stat(in.Path)
 	if err != nil || !st.IsDir() || here != nil && os.SameFile(st, here) {
@@ -88,20 +98,51 @@ func Find(in Folder, taken map[string]bool) (found []File, left []string, err er
 	return found, left, nil
 }
 
+// remote is Find for a remote folder.
+func (in Folder) remote(taken map[string]bool) (found []File, left []string) {
+	if in.Path == source.Directory(in.Avoid) {
+		return nil, nil
+	}
+	below := map[string]bool{}
+	for _, e := range in.Files {
+		first, _, deep := strings.Cut(e.Name, "/")
+		uri := source.Beside(in.Path, first)
+		switch {
+		case deep && (in.Below && !strings.HasPrefix(first, ".") || below[first] || source.Remote(in.Avoid) && strings.HasPrefix(uri+"/", source.Directory(in.Avoid))):
+		case deep:
+			below[first] = true
+			left = append(left, uri+"/")
+		case taken[first]:
+		case strings.HasPrefix(first, ".") || isWeights(first) || !fits(first, e.Size):
+			left = append(left, uri)
+		default:
+			found = append(found, File{Name: first, Path: uri, Size: e.Size, open: in.Open})
+		}
+	}
+	return found, left
+}
+
+// isWeights reports whether a name is that of weights or of their index.
+func isWeights(name string) bool {
+	_, ok := modelfiles.Parse(strings.TrimLeft(name, "."))
+	return ok
+}
+
+// fits reports whether a file is not too long to be copied along.
+func fits(name string, size int64) bool {
+	return size <= maxOther || !slices.Contains(otherWeights, strings.ToLower(filepath.Ext(name)))
+}
+
 // companion finds the file that a name beside the weights leads to; ok is false if it
 // is to be left.
 func companion(root, path string) (f File, ok bool) {
 	f = File{Name: filepath.Base(path), Path: path}
-	weights := func(path string) bool {
-		_, ok := modelfiles.Parse(strings.TrimLeft(filepath.Base(path), "."))
-		return ok
-	}
 	st, err := os.Lstat(path)
-	if err != nil || strings.HasPrefix(f.Name, ".") || weights(f.Name) {
+	if err != nil || strings.HasPrefix(f.Name, ".") || isWeights(f.Name) {
 		return f, false
 	}
 	if st.Mode()&fs.ModeSymlink != 0 {
-		if f.Path, ok = within(root, path); !ok || weights(f.Path) {
+		if f.Path, ok = within(root, path); !ok || isWeights(filepath.Base(f.Path)) {
 			return f, false
 		}
 		if st, err = os.Stat(f.Path); err != nil {
@@ -109,8 +150,7 @@ func companion(root, path string) (f File, ok bool) {
 		}
 	}
 	f.Size, f.Mode = st.Size(), st.Mode().Perm()
-	other := slices.Contains(otherWeights, strings.ToLower(filepath.Ext(f.Name)))
-	return f, st.Mode().IsRegular() && (!other || f.Size <= maxOther)
+	return f, st.Mode().IsRegular() && fits(f.Name, f.Size)
 }
 
 // within follows a link to a file of the folder root, or of the blobs of the Hugging
@@ -144,6 +184,9 @@ const step = 1 << 20
 // f was found.
 func Copy(ctx context.Context, f File, write func(p []byte, off int64) error) error {
 	changed := errs.In("read", f.Path, errs.New(errs.ErrCorrupt, "the file changed while it was copied"))
+	if f.open != nil {
+		return copyRemote(ctx, f, write, changed)
+	}
 	fd, was, err := regular.Open(f.Path)
 	if err != nil {
 		return errs.In("read", f.Path, err)
@@ -175,4 +218,27 @@ func Copy(ctx context.Context, f File, write func(p []byte, off int64) error) er
 			return errs.In("read", f.Path, errs.FromOS(err))
 		}
 	}
+}
+
+// copyRemote is Copy of a remote file.
+func copyRemote(ctx context.Context, f File, write func(p []byte, off int64) error, changed error) error {
+	s, err := f.open(ctx, f.Path)
+	if err != nil {
+		return err
+	}
+	defer s.Close()
+	if s.Size() != f.Size {
+		return changed
+	}
+	block := make([]byte, min(step, f.Size))
+	for off := int64(0); off < f.Size; off += step {
+		p := block[:min(step, f.Size-off)]
+		if err := s.ReadAt(ctx, p, off); err != nil {
+			return err
+		}
+		if err := write(p, off); err != nil {
+			return err
+		}
+	}
+	return source.Unwritten(s)
 }

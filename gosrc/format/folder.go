@@ -47,7 +47,7 @@ type family struct {
 func families(paths []string) (all []*family, unlisted []string) {
 	by := map[modelfiles.Name]*family{}
 	for _, path := range paths {
-		n, ok := modelfiles.Parse(filepath.Base(path))
+		n, ok := modelfiles.Parse(source.Name(path))
 		switch {
 		case !ok:
 			continue
@@ -153,12 +153,14 @@ type Model struct{ Names, Paths []string }
 // ofLibraries are the stems that libraries look for by name, whatever else lies in a folder.
 var ofLibraries = []string{"model", "diffusion_pytorch_model", "consolidated"}
 
-// Models returns the models of a local folder, last the one that the folder stands for:
-// those of other indexes, variants, and those that another library would take instead.
-func Models(ctx context.Context, dir string, open Opener) ([]Model, error) {
-	names, err := namesOf(dir)
-	if err != nil {
-		return nil, err
+// Models returns the models of a folder, last the one that the folder stands for: those of
+// other indexes, variants, and those that another library would take instead. names are
+// the files of a remote folder; nil: it is a local one.
+func Models(ctx context.Context, dir string, names []string, open Opener) (_ []Model, err error) {
+	if names == nil {
+		if names, err = namesOf(dir); err != nil {
+			return nil, err
+		}
 	}
 	main, err := listed(ctx, dir, names, open)
 	if err != nil {

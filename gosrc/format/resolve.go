@@ -40,8 +40,8 @@ type Files struct {
 // Resolve returns the files to open for a name: a file stands for itself, an index.json
 // for its shards, a folder for the model in it (docs/folders.md).
 //
-// A remote folder is a URI that ends in a slash, or a repository of hf://. If
-// the store does not list it, the usual names of models are tried.
+// A remote folder is one that RemoteFolder knows. If the store does not list it, the
+// usual names of models are tried.
 func Resolve(ctx context.Context, uri string, open Opener, opt Options) (Files, error) {
 	if source.Remote(uri) {
 		return remote(ctx, uri, open, opt)
@@ -86,12 +86,14 @@ var usual = []string{
 }
 
 func remote(ctx context.Context, uri string, open Opener, opt Options) (Files, error) {
-	if !source.Folder(uri) {
+	dir := RemoteFolder(ctx, uri, open, opt)
+	if dir == "" {
 		if isIndex(uri) {
 			return fromIndex(ctx, uri, open)
 		}
 		return Files{URIs: []string{uri}}, nil
 	}
+	uri = dir
 	if opt.List != nil {
 		names, err := opt.List(ctx, uri)
 		if err == nil {
@@ -127,6 +129,29 @@ func remote(ctx context.Context, uri string, open Opener, opt Options) (Files, e
 		return Files{}, unsure
 	}
 	return Files{}, at(uri, errs.New(errs.ErrNotFound, "none of %s in this folder", strings.Join(usual, ", ")))
+}
+
+// RemoteFolder is the URI of a remote folder, with its last slash; "" for all else. A folder
+// is a repository of hf://, a bucket, what ends in a slash, and what the store lists as one
+// unless an object has that very name.
+func RemoteFolder(ctx context.Context, uri string, open Opener, opt Options) string {
+	switch name := source.Name(uri); {
+	case !source.Remote(uri):
+		return ""
+	case source.Folder(uri):
+		return source.Directory(uri)
+	case opt.List == nil || strings.HasSuffix(name, suffix) || strings.HasSuffix(name, ".json") || strings.HasSuffix(name, ".tensors"):
+		return ""
+	}
+	dir := source.Directory(uri)
+	if _, err := opt.List(ctx, dir); err != nil {
+		return "" // opening it reports what is wrong
+	}
+	if s, err := open(outline(opt).In(ctx), uri); err == nil {
+		_ = s.Close()
+		return ""
+	}
+	return dir
 }
 
 // fromIndex returns the shards that an index.json names.

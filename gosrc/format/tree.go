@@ -4,7 +4,9 @@ package format
 
 import (
 	"os"
+	"path"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
@@ -46,7 +48,7 @@ func Tree(dir, avoid string) ([]Branch, error) {
 			below := filepath.Join(rel, e.Name())
 			switch hidden := strings.HasPrefix(e.Name(), "."); {
 			case e.IsDir() && !hidden && depth == maxDepth:
-				return at(filepath.Join(dir, below), errs.New(errs.ErrNotSupported, "this folder lies %d below %s, and at most %d are followed", depth+1, dir, maxDepth))
+				return at(filepath.Join(dir, below), tooDeep(dir, depth+1))
 			case e.IsDir() && !hidden:
 				if st, err := e.Info(); err == nil && here != nil && os.SameFile(st, here) {
 					continue
@@ -66,6 +68,41 @@ func Tree(dir, avoid string) ([]Branch, error) {
 		return nil
 	}
 	return out, walk("", 0)
+}
+
+// RemoteTree is Tree for a remote folder, dir, with these files in it and below it.
+func RemoteTree(dir, avoid string, files []source.Entry) (out []Branch, err error) {
+	by := map[string]int{}
+	add := func(rel string) *Branch {
+		if _, ok := by[rel]; !ok {
+			by[rel] = len(out)
+			out = append(out, Branch{Path: rel})
+		}
+		return &out[by[rel]]
+	}
+	for _, f := range files {
+		rel := strings.TrimPrefix(path.Dir(f.Name), ".")
+		if hidden(f.Name) || avoid != "" && strings.HasPrefix(source.Beside(dir, f.Name), avoid) {
+			continue
+		}
+		if depth := strings.Count(f.Name, "/"); depth > maxDepth {
+			return nil, at(source.Below(dir, rel), tooDeep(dir, depth))
+		}
+		_, weights := modelfiles.Parse(path.Base(f.Name))
+		b := add(rel)
+		b.Weights = b.Weights || weights
+	}
+	last := *add("")
+	out = slices.DeleteFunc(out, func(b Branch) bool { return b.Path == "" })
+	slices.SortFunc(out, func(a, b Branch) int { return strings.Compare(a.Path, b.Path) })
+	return append(out, last), nil
+}
+
+// hidden reports whether a name, or a folder in it, begins with a dot.
+func hidden(name string) bool { return strings.HasPrefix(name, ".") || strings.Contains(name, "/.") }
+
+func tooDeep(dir string, depth int) error {
+	return errs.New(errs.ErrNotSupported, "this folder lies %d below %s, and at most %d are followed", depth, errs.RedactURI(dir), maxDepth)
 }
 
 // snapshots says what to name instead of a model's whole folder in a Hugging Face

@@ -20,6 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/save/folders"
 	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/open"
 )
 
 // Convert reads tensors from anything that can be opened (files, folders, an
@@ -41,8 +42,8 @@ import (
 // .safetensors or .tensors. spec.Path is ignored; spec.Metadata override the
 // sources'.
 //
-// If src is one local folder, the folders below it are converted and copied in the
-// same way: a diffusers pipeline stays one. The files of the folder itself, which
+// If src is one folder, here or in a store that lists its files, the folders below it are
+// converted and copied in the same way: a diffusers pipeline stays one. The files of the folder itself, which
 // refer to the others, are written last.
 //
 // A new file can be read by no more users than the file that it is made from; one
@@ -65,20 +66,33 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 		return Report{}, err
 	}
 	dst = spec.Path // without its scheme
-	if len(src) == 1 && isFolder(dst, src, 1) {
-		dir := folders.Local(src[0])
-		branches, err := format.Tree(dir, dst)
+	if source.Remote(dst) && !namesFile(dst) {
+		if dir := format.RemoteFolder(ctx, dst, open.With(spec.Storage.Options), format.Options{List: open.Lister(spec.Storage.Options)}); dir != "" {
+			dst = dir
+		}
+	}
+	if len(src) != 1 {
+		return convertOne(ctx, j, src, dst, spec, beside{})
+	}
+	dir, how := folders.Local(src[0]), beside{}
+	if remote, files, err := remoteFolder(ctx, src[0], spec.Storage.Options); err != nil {
+		return Report{}, err
+	} else if remote != "" {
+		dir, how.files, src = remote, files, []string{remote}
+	}
+	if isFolder(dst, src, 1) {
+		branches, err := branchesOf(dir, dst, how.files)
 		if err != nil {
 			return Report{}, err
 		}
-		if len(branches) > 1 && !source.Remote(dst) && slices.ContainsFunc(branches, func(b format.Branch) bool { return b.Weights }) {
-			return convertTree(ctx, j, dir, dst, branches, spec)
+		if len(branches) > 1 && slices.ContainsFunc(branches, func(b format.Branch) bool { return b.Weights }) {
+			return convertTree(ctx, j, dir, dst, branches, spec, how)
 		}
 		if len(branches) > 0 {
-			return convertFolder(ctx, j, dir, dst, spec, beside{})
+			return convertFolder(ctx, j, dir, dst, spec, how)
 		}
 	}
-	return convertOne(ctx, j, src, dst, spec, beside{})
+	return convertOne(ctx, j, src, dst, spec, how)
 }
 
 // convertOne converts what is opened as one model.
@@ -140,6 +154,7 @@ func convertOne(ctx context.Context, j *job.Job, src []string, dst string, spec 
 		rep, err = w.intoFolder(ctx, own, from, dst, parts, how)
 	} else {
 		rep, err = w.save(ctx, parts)
+		rep.Left = besides(how.sources(src), spec, how)
 	}
 	rep.Anew = m.anew(w.spec, parts, rep.Originals)
 	return rep, err
@@ -159,7 +174,7 @@ func (w *writer) intoFolder(ctx context.Context, src, from []string, dst string,
 	maps.Copy(ours, how.ours)
 	var left []string
 	if err = folders.Alone(ctx, dst, src, w.spec.Shard > 0, ours, w.spec.Storage.Options); err == nil {
-		parts, left, err = withCompanions(from, dst, parts, how)
+		parts, left, err = withCompanions(from, dst, parts, w.spec, how)
 	}
 	if err == nil {
 		rep, err = w.save(ctx, parts)
@@ -280,6 +295,7 @@ func (m *model) indexed(dst string, parts []part) []part {
 // beside says how the other files of a source folder are copied.
 type beside struct {
 	root    string          // see companions.Folder
+	files   []source.Entry  // those of a remote folder, and of those below it
 	folders bool            // the folders below are converted, too
 	dir     string          // the folder of several models that are converted; "": one is
 	ours    map[string]bool // the files of all of them
@@ -311,7 +327,7 @@ func namesIndex(path string) bool {
 // model, since what refers to others comes last, and lists those that are not
 // copied. Weights are opened as every load opens them, through any link: only their
 // tensors are copied.
-func withCompanions(src []string, dst string, parts []part, how beside) (all []part, left []string, err error) {
+func withCompanions(src []string, dst string, parts []part, spec Spec, how beside) (all []part, left []string, err error) {
 	taken := map[string]bool{}
 	for _, p := range parts {
 		taken[filepath.Base(p.path)] = true
@@ -323,17 +339,41 @@ func withCompanions(src []string, dst string, parts []part, how beside) (all []p
 	}
 	maps.Copy(taken, how.ours)
 	for _, s := range src {
-		found, skipped, err := companions.Find(companions.Folder{Path: folders.Local(s), Root: how.root, Avoid: dst, Below: how.folders}, taken)
+		found, skipped, err := companions.Find(how.folder(s, dst, spec), taken)
 		if err != nil {
 			return nil, nil, err
 		}
 		for _, f := range found {
 			taken[f.Name] = true
-			all = append(all, part{path: join(dst, f.Name), laid: copyOf(f), copied: true, mode: f.Mode | 0o600})
+			one := part{path: join(dst, f.Name), laid: copyOf(f), copied: true}
+			if f.Mode != 0 {
+				one.mode = f.Mode | 0o600
+			}
+			all = append(all, one)
 		}
 		left = append(left, skipped...)
 	}
 	return append(all, parts...), left, nil
+}
+
+// folder is where the companions of a source are looked for.
+func (b beside) folder(src, dst string, spec Spec) companions.Folder {
+	return companions.Folder{Path: folders.Local(src), Root: b.root, Avoid: dst, Below: b.folders, Files: b.files, Open: open.With(spec.Storage.Options)}
+}
+
+// besides lists what lies beside the weights of source folders that become one file.
+func besides(src []string, spec Spec, how beside) (left []string) {
+	for _, s := range src {
+		found, skipped, _ := companions.Find(how.folder(s, "", spec), nil) // what cannot be read is not copied, either
+		for _, f := range found {
+			left = append(left, f.Path)
+		}
+		left = append(left, slices.DeleteFunc(skipped, func(path string) bool {
+			_, weights := modelfiles.Parse(source.Name(path))
+			return weights
+		})...)
+	}
+	return left
 }
 
 // mode is the mode that all local files of the model allow; 0 if none is local.
@@ -391,9 +431,9 @@ func isFolder(dst string, src []string, files int) bool {
 	if st, err := os.Stat(dst); err == nil && !source.Remote(dst) {
 		return st.IsDir()
 	}
-	if len(src) == 0 {
+	if len(src) == 0 || namesFile(dst) {
 		return false
 	}
 	st, err := os.Stat(folders.Local(src[0]))
-	return (files > 1 || len(src) == 1 && (err == nil && st.IsDir() || namesIndex(src[0]))) && !namesFile(dst)
+	return files > 1 || len(src) == 1 && (err == nil && st.IsDir() || namesIndex(source.Path(src[0])) || source.Remote(src[0]) && source.Folder(src[0]))
 }

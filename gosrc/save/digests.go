@@ -40,7 +40,7 @@ type TensorDigest struct {
 // computes none of the tensors that are elsewhere by name; nil: all.
 func Digests(ctx context.Context, j *job.Job, uris []string, storage format.Access, elsewhere func(name string) bool) (DigestReport, error) {
 	start := time.Now()
-	m, err := openModel(ctx, Spread(uris), storage, false)
+	m, err := openSpread(ctx, uris, storage, false)
 	if err != nil {
 		return DigestReport{}, errs.Ended(ctx, err)
 	}

@@ -54,7 +54,7 @@ type InspectedTensor struct {
 
 // Inspect reads headers and indexes, and no tensor bytes.
 func Inspect(ctx context.Context, uris []string, storage format.Access) (*Inspection, error) {
-	m, err := openModel(ctx, Spread(uris), storage, false)
+	m, err := openSpread(ctx, uris, storage, false)
 	if err != nil {
 		return nil, errs.Ended(ctx, err)
 	}
@@ -93,7 +93,7 @@ func Inspect(ctx context.Context, uris []string, storage format.Access) (*Inspec
 
 // Estimate says what compressing would make of the tensors, from samples of them.
 func Estimate(ctx context.Context, uris []string, storage format.Access) (sum Total, err error) {
-	m, err := openModel(ctx, Spread(uris), storage, false)
+	m, err := openSpread(ctx, uris, storage, false)
 	if err != nil {
 		return sum, errs.Ended(ctx, err)
 	}

@@ -35,6 +35,11 @@ func openModel(ctx context.Context, uris []string, storage format.Access, unlist
 	return &model{ix, srcs, sets}, nil
 }
 
+// openSpread is openModel of what users name; see Opened.
+func openSpread(ctx context.Context, uris []string, storage format.Access, unlisted bool) (*model, error) {
+	return Opened(ctx, uris, storage.Options, func(uris []string) (*model, error) { return openModel(ctx, uris, storage, unlisted) })
+}
+
 // unwritten refuses a model whose files were written to since they were opened.
 func (m *model) unwritten() error {
 	for _, s := range m.srcs {

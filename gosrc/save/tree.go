@@ -4,55 +4,37 @@ package save
 
 import (
 	"context"
+	"errors"
 	"os"
-	"path/filepath"
 	"strings"
 
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/save/folders"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 )
-
-// Spread replaces each folder without weights of its own by the folders below it
-// that have some.
-func Spread(uris []string) []string {
-	var out []string
-	for _, uri := range uris {
-		dir := folders.Local(uri)
-		branches, err := format.Tree(dir, "")
-		if n := len(branches); err != nil || n == 0 || branches[n-1].Weights {
-			out = append(out, uri)
-			continue
-		}
-		before := len(out)
-		for _, b := range branches {
-			if b.Weights {
-				out = append(out, filepath.Join(dir, b.Path))
-			}
-		}
-		if len(out) == before {
-			out = append(out, uri) // opening it reports that there are none
-		}
-	}
-	return out
-}
 
 // convertTree converts each model below a folder into the same path below dst, and
 // copies the files beside them. If one of them fails, a dst that it made is
 // removed.
-func convertTree(ctx context.Context, j *job.Job, dir, dst string, branches []format.Branch, spec Spec) (rep Report, err error) {
-	made, err := folders.Make(dst)
+func convertTree(ctx context.Context, j *job.Job, dir, dst string, branches []format.Branch, spec Spec, how beside) (rep Report, err error) {
+	remove, err := makeFolder(ctx, dst, &rep, spec)
 	if err != nil {
 		return rep, err
 	}
-	defer removeAfter(&err, made)
-	how := beside{root: dir, folders: true}
+	defer func() { remove(err) }()
+	all := how.files
+	how.root, how.folders = dir, true
 	for _, b := range branches {
-		from, to := filepath.Join(dir, b.Path), filepath.Join(dst, b.Path)
-		if err := os.MkdirAll(to, 0o777); err != nil {
-			return rep, atomicfile.Failed(to, -1, err)
+		from, to := pathBelow(dir, b.Path), pathBelow(dst, b.Path)
+		how.files = inFolder(all, b.Path)
+		if !source.Remote(dst) {
+			if err := os.MkdirAll(to, 0o777); err != nil {
+				return rep, atomicfile.Failed(to, -1, err)
+			}
 		}
 		var one Report
 		if b.Weights {
@@ -68,17 +50,32 @@ func convertTree(ctx context.Context, j *job.Job, dir, dst string, branches []fo
 	return rep, nil
 }
 
-// removeAfter removes a folder that was made, if there is one, after an error.
-func removeAfter(err *error, made string) {
-	if *err != nil && made != "" {
-		_ = os.RemoveAll(made)
+// makeFolder makes dst if it is missing. remove removes, after an error, what it made: the
+// folder, or in a store the files of rep, if there was nothing in it.
+func makeFolder(ctx context.Context, dst string, rep *Report, spec Spec) (remove func(error), err error) {
+	if !source.Remote(dst) {
+		made, err := folders.Make(dst)
+		return func(err error) {
+			if err != nil && made != "" {
+				_ = os.RemoveAll(made)
+			}
+		}, err
 	}
+	_, err = open.List(ctx, dst, spec.Storage.Options)
+	empty := errors.Is(err, errs.ErrNotFound)
+	return func(err error) {
+		for _, uri := range rep.Files {
+			if err != nil && empty {
+				_ = open.Remove(context.WithoutCancel(ctx), uri, spec.Storage.Options)
+			}
+		}
+	}, nil
 }
 
 // convertFolder converts the models that lie in a folder itself, last the one that the folder
 // stands for, with the companions of all.
 func convertFolder(ctx context.Context, j *job.Job, dir, dst string, spec Spec, how beside) (rep Report, err error) {
-	models, err := format.Models(ctx, dir, open.With(spec.Storage.Options))
+	models, err := format.Models(ctx, dir, urisIn(dir, how.files), open.With(spec.Storage.Options))
 	if err != nil {
 		return rep, err
 	}
@@ -92,15 +89,15 @@ func convertFolder(ctx context.Context, j *job.Job, dir, dst string, spec Spec, 
 		}
 		return rep, badArgument(dst, "", "%s has several models (%s), and only one can be divided into shards: name its file or index.json", dir, strings.Join(names, ", "))
 	}
-	made, err := folders.Make(dst)
+	remove, err := makeFolder(ctx, dst, &rep, spec)
 	if err != nil {
 		return rep, err
 	}
-	defer removeAfter(&err, made)
+	defer func() { remove(err) }()
 	how.dir, how.ours, spec.Beside = dir, map[string]bool{}, true // as in dir
 	for _, m := range models {
 		for _, path := range m.Paths {
-			how.ours[filepath.Base(path)] = true
+			how.ours[source.Name(path)] = true
 		}
 	}
 	for i, m := range models {
@@ -116,7 +113,7 @@ func convertFolder(ctx context.Context, j *job.Job, dir, dst string, spec Spec, 
 
 // copyBeside copies a folder without weights.
 func copyBeside(ctx context.Context, j *job.Job, from, to string, spec Spec, how beside) (Report, error) {
-	parts, left, err := withCompanions([]string{from}, to, nil, how)
+	parts, left, err := withCompanions([]string{from}, to, nil, spec, how)
 	if err != nil {
 		return Report{}, err
 	}

@@ -52,7 +52,7 @@ type VerifiedFile struct {
 func Verify(ctx context.Context, j *job.Job, uris []string, storage format.Access, originals bool) (VerifyReport, error) {
 	start := time.Now()
 	var rep VerifyReport
-	m, err := openModel(ctx, Spread(uris), storage, true)
+	m, err := openSpread(ctx, uris, storage, true)
 	if err != nil {
 		return rep, errs.Ended(ctx, err)
 	}

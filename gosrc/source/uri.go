@@ -56,13 +56,13 @@ func Path(uri string) string {
 	return head
 }
 
-// Folder reports whether a URI names a folder: it ends in a slash, or is a
+// Folder reports whether a URI names a folder: it ends in a slash, or is a bucket, or a
 // whole repository of hf://.
 func Folder(uri string) bool {
 	if r, ok := ParseHF(uri); ok {
 		return r.File == "" || strings.HasSuffix(r.File, "/")
 	}
-	return strings.HasSuffix(Path(uri), "/")
+	return strings.HasSuffix(Path(uri), "/") || bucket(uri)
 }
 
 // Name is the last name of a URI, as Beside takes it.

@@ -77,7 +77,9 @@ func (q *digestsRequest) onGPUs(ctx context.Context, j *job.Job, rows map[string
 	if len(rows) == 0 {
 		return nil
 	}
-	m, err := load.Open(ctx, load.Spec{URIs: save.Spread(q.URIs), Storage: q.Storage, Keys: slices.Sorted(maps.Keys(rows))})
+	m, err := save.Opened(ctx, q.URIs, q.Storage.Options, func(uris []string) (*load.Model, error) {
+		return load.Open(ctx, load.Spec{URIs: uris, Storage: q.Storage, Keys: slices.Sorted(maps.Keys(rows))})
+	})
 	if err != nil {
 		return err
 	}

@@ -87,7 +87,7 @@ var mayImport = map[string][]string{
 	"load": {"format/...", "plan", "pipeline", "unpack", "codec", "codec/digest", "source", "source/open", "source/memory", "device/...", "job",
 		"knob", "tensor", "errs", "internal/..."},
 	"relay":        {"load", "plan", "pipeline", "source", "device/...", "peers", "job", "knob", "tensor", "errs", "internal/..."},
-	"companions":   {"errs", "internal/..."},
+	"companions":   {"source", "errs", "internal/..."},
 	"save/stored":  {"codec", "source", "tensor", "errs", "internal/..."},
 	"save/folders": {"source", "source/open", "errs", "internal/..."},
 	"save": {"save/folders", "save/original", "save/stored", "companions", "format/...", "tensorizer", "codec/...", "source", "source/open", "job", "knob", "tensor", "errs",

@@ -154,10 +154,14 @@ func hub(uri string, opt source.Options) (func(rev string) string, source.Option
 			opt.Storage = storage
 		}
 	}
-	endpoint := cmp.Or(strings.TrimRight(opt.Env["HF_ENDPOINT"], "/"), "https://huggingface.co")
 	return func(rev string) string {
-		return endpoint + "/" + source.EscapePath(r.Repo) + "/resolve/" + url.PathEscape(rev) + "/" + source.EscapePath(r.File)
+		return endpoint(opt.Env) + "/" + source.EscapePath(r.Repo) + "/resolve/" + url.PathEscape(rev) + "/" + source.EscapePath(r.File)
 	}, opt, nil
+}
+
+// endpoint is the hub's address, or that of a mirror.
+func endpoint(env map[string]string) string {
+	return cmp.Or(strings.TrimRight(env["HF_ENDPOINT"], "/"), "https://huggingface.co")
 }
 
 func login(env map[string]string) string {

@@ -11,6 +11,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/http"
 )
 
 // A store is what can be done with a scheme that can be written to. Local files
@@ -19,7 +20,7 @@ type store struct {
 	open    func(ctx context.Context, uri string, opt source.Options) (source.Source, error)
 	create  func(ctx context.Context, uri string, opt source.Options, limit int64) (source.Draft, error)
 	remove  func(ctx context.Context, uri string, opt source.Options) error
-	list    func(ctx context.Context, uri string, opt source.Options) ([]string, error)
+	walk    func(ctx context.Context, uri string, opt source.Options, below bool) ([]source.Entry, error)
 	presign func(ctx context.Context, uri string, opt source.Options, expires time.Duration) (string, error)
 }
 
@@ -52,14 +53,34 @@ func Remove(ctx context.Context, uri string, opt source.Options) error {
 // folders below it. An empty folder is errs.ErrNotFound; a store without folders
 // errs.ErrNotSupported.
 func List(ctx context.Context, uri string, opt source.Options) ([]string, error) {
-	s, err := storeOf("open", uri)
-	if err == nil && s.list == nil {
-		err = errs.In("open", uri, errs.New(errs.ErrNotSupported, "this store has no folders"))
+	files, err := walkStore(ctx, uri, opt, false)
+	var uris []string
+	for _, f := range files {
+		uris = append(uris, source.Beside(source.Directory(uri), f.Name))
 	}
-	if err != nil {
+	return uris, err
+}
+
+// Walk returns the files of a remote folder and of those below it, sorted, and the
+// folder's URI: that of a repository of hf:// at the commit of the list. Errors are
+// those of List.
+func Walk(ctx context.Context, uri string, opt source.Options) (at string, files []source.Entry, err error) {
+	if source.Scheme(uri) == "hf" {
+		return new(http.Hub).Walk(ctx, uri, uncached(opt))
+	}
+	files, err = walkStore(ctx, uri, opt, true)
+	return source.Directory(uri), files, err
+}
+
+func walkStore(ctx context.Context, uri string, opt source.Options, below bool) ([]source.Entry, error) {
+	s, ok := stores[source.Scheme(uri)]
+	if !ok || s.walk == nil {
+		return nil, errs.In("open", uri, errs.New(errs.ErrNotSupported, "this store lists no folders"))
+	}
+	if err := sound("open", uri); err != nil {
 		return nil, err
 	}
-	return s.list(ctx, uri, uncached(opt))
+	return s.walk(ctx, uri, uncached(opt), below)
 }
 
 // Lister is List with the caller's options.

@@ -20,7 +20,7 @@ var stores = map[string]store{
 		func(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
 			return wrap(s3.Open(ctx, uri, opt))
 		},
-		s3.Create, s3.Remove, s3.List, s3.Presign,
+		s3.Create, s3.Remove, s3.Walk, s3.Presign,
 	},
 	"redis":  {inRedis, redis.Create, redis.Remove, nil, nil},
 	"rediss": {inRedis, redis.Create, redis.Remove, nil, nil},

@@ -202,13 +202,13 @@ func TestOtherAnswers(t *testing.T) {
 	t.Parallel()
 	for _, text := range []string{"", "<html></html>", "<Error><Code>InternalError</Code></Error>"} {
 		opt := serveFake(t, &fakeStore{list: text})
-		if _, err := List(bg, "s3://models/m/", opt); !errors.Is(err, errs.ErrIO) {
+		if _, err := Walk(bg, "s3://models/m/", opt, false); !errors.Is(err, errs.ErrIO) {
 			t.Errorf("%q: %v", text, err)
 		}
 	}
 	opt := serveFake(t, &fakeStore{list: "<ListBucketResult><Name>models</Name></ListBucketResult>",
 		remove: func(w http.ResponseWriter) { refuse(w, http.StatusOK, "InternalError") }})
-	if _, err := List(bg, "s3://models/m/", opt); !errors.Is(err, errs.ErrNotFound) {
+	if _, err := Walk(bg, "s3://models/m/", opt, false); !errors.Is(err, errs.ErrNotFound) {
 		t.Error(err)
 	}
 	if err := Remove(bg, "s3://models/m", opt); !errors.Is(err, errs.ErrIO) {

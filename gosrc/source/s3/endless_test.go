@@ -34,7 +34,7 @@ func TestEndless(t *testing.T) {
 	} {
 		h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { q.says(w) }))
 		opt := source.Options{Storage: map[string]string{"endpoint_url": h.URL, "key": "k", "secret": "s", "retries": "0"}}
-		_, err := List(t.Context(), "s3://bucket/folder/", opt)
+		_, err := Walk(t.Context(), "s3://bucket/folder/", opt, false)
 		if !errors.Is(err, q.class) {
 			t.Errorf("%s: %v", name, err)
 		}

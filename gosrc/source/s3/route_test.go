@@ -42,7 +42,7 @@ func TestRoutes(t *testing.T) {
 					return errors.Join(d.Write([]byte("x"), 0), d.Finish(1), d.Publish())
 				},
 				"remove": func(o source.Options) error { return Remove(bg, "s3://models/x", o) },
-				"list":   func(o source.Options) error { _, err := List(bg, "s3://models/x/", o); return err },
+				"list":   func(o source.Options) error { _, err := Walk(bg, "s3://models/x/", o, true); return err },
 			} {
 				for kind, o := range map[string]source.Options{"signed": opt, "unsigned": anon} {
 					w.Script(code, map[string]string{"pub/models/x": location, "pub/models/": location, "pub/models": location})

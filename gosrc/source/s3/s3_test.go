@@ -6,6 +6,7 @@ import (
 	"crypto/md5"
 	"encoding/base64"
 	"errors"
+	"fmt"
 	"io"
 	"math/rand/v2"
 	"net/http"
@@ -456,8 +457,9 @@ func TestPresign(t *testing.T) {
 	}
 }
 
-// Folders list their own objects only, in order, however many there are.
-func TestList(t *testing.T) {
+// Folders list their own objects only, or those of the folders below them, too: in order,
+// with their sizes, however many there are.
+func TestWalk(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)
 	for _, k := range []string{"m/b", "m/a", "m/sub/c", "mm"} {
@@ -472,15 +474,16 @@ func TestList(t *testing.T) {
 		}
 	}
 	for _, uri := range []string{"s3://models/m", "s3://models/m/"} {
-		got, err := List(bg, uri, with(s))
-		if err != nil || strings.Join(got, " ") != "s3://models/m/a s3://models/m/b" {
-			t.Errorf("%v %v", got, err)
+		for below, want := range map[bool]string{false: "[{a 1} {b 1}]", true: "[{a 1} {b 1} {sub/c 1}]"} {
+			if got, err := Walk(bg, uri, with(s), below); err != nil || fmt.Sprint(got) != want {
+				t.Errorf("%v %v", got, err)
+			}
 		}
 	}
-	if got, err := List(bg, "s3://models/many/", with(s)); err != nil || len(got) != 1005 {
+	if got, err := Walk(bg, "s3://models/many/", with(s), true); err != nil || len(got) != 1005 {
 		t.Errorf("%d %v", len(got), err)
 	}
-	if _, err := List(bg, "s3://models/none/", with(s)); !errors.Is(err, errs.ErrNotFound) {
+	if _, err := Walk(bg, "s3://models/none/", with(s), false); !errors.Is(err, errs.ErrNotFound) {
 		t.Error(err)
 	}
 }

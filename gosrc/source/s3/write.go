@@ -216,9 +216,9 @@ func Remove(ctx context.Context, uri string, opt source.Options) error {
 	return n.at("save", err)
 }
 
-// List returns the URIs of the objects in a folder, sorted by name, without those
-// of folders below it. An empty folder is errs.ErrNotFound.
-func List(ctx context.Context, uri string, opt source.Options) ([]string, error) {
+// Walk returns the objects in a folder, sorted by name, and with below those of the
+// folders in it. An empty folder is errs.ErrNotFound.
+func Walk(ctx context.Context, uri string, opt source.Options, below bool) ([]source.Entry, error) {
 	n, err := parse(uri)
 	if err != nil {
 		return nil, err
@@ -232,11 +232,15 @@ func List(ctx context.Context, uri string, opt source.Options) ([]string, error)
 		return nil, n.at("open", err)
 	}
 	defer c.release()
-	var found []string
+	delimiter := aws.String("/")
+	if below {
+		delimiter = nil
+	}
+	var found []source.Entry
 	var next *string
 	for page := 1; ; page++ {
 		out, err := try(ctx, c, n.bucket, func(ctx context.Context, api *s3.Client) (*s3.ListObjectsV2Output, error) {
-			return api.ListObjectsV2(ctx, &s3.ListObjectsV2Input{Bucket: &n.bucket, Prefix: &prefix, Delimiter: aws.String("/"), ContinuationToken: next})
+			return api.ListObjectsV2(ctx, &s3.ListObjectsV2Input{Bucket: &n.bucket, Prefix: &prefix, Delimiter: delimiter, ContinuationToken: next})
 		})
 		if err != nil {
 			return nil, n.at("open", err)
@@ -246,7 +250,11 @@ func List(ctx context.Context, uri string, opt source.Options) ([]string, error)
 		}
 		for _, o := range out.Contents {
 			if o.Key != nil && strings.HasPrefix(*o.Key, prefix) && !strings.HasSuffix(*o.Key, "/") {
-				found = append(found, "s3://"+n.bucket+"/"+*o.Key)
+				e := source.Entry{Name: (*o.Key)[len(prefix):], Size: -1}
+				if o.Size != nil {
+					e.Size = *o.Size
+				}
+				found = append(found, e)
 			}
 		}
 		if len(found) > maxListed || page > maxPages {
@@ -260,7 +268,7 @@ func List(ctx context.Context, uri string, opt source.Options) ([]string, error)
 	if len(found) == 0 {
 		return nil, n.at("open", errs.New(errs.ErrNotFound, "there is no object in this folder"))
 	}
-	slices.Sort(found)
+	slices.SortFunc(found, func(a, b source.Entry) int { return strings.Compare(a.Name, b.Name) })
 	return found, nil
 }
 

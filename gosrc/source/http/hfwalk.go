@@ -1,0 +1,131 @@
+package http
+
+// This file lists the files of a repository of hf://.
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"io/fs"
+	"net/url"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/source"
+)
+
+// maxListing is the most bytes of the hub's list of a repository.
+const maxListing = 64 << 20
+
+// Walk lists the files of a repository, or of a folder of it, sorted, and returns its
+// URI at the commit of the list. If the hub may not or cannot be asked, it lists what
+// huggingface_hub's cache has of the commit.
+func (h *Hub) Walk(ctx context.Context, uri string, opt source.Options) (at string, files []source.Entry, err error) {
+	ref, ok := source.ParseHF(uri)
+	if !ok || !source.Folder(uri) {
+		return "", nil, errs.In("open", uri, errs.New(errs.ErrArgument, "this is no folder of the hub"))
+	}
+	some := source.Beside(uri, "x") // a name, for what asks for one
+	commit, files, err := "", nil, h.Missing(some, opt.Env)
+	if offline(opt.Env) == "" && err == nil {
+		commit, files, err = listing(ctx, ref, some, opt)
+	}
+	if err != nil && ctx.Err() == nil {
+		if s, ok := h.shelf(some, opt.Env); ok && (offline(opt.Env) != "" || h.Away(some, opt.Env, err)) {
+			if commit, _ = s.state(); commit == "" {
+				commit = s.noted()
+			}
+			if near := shelved(filepath.Join(s.folder, "snapshots", commit)); commit != "" && len(near) > 0 {
+				files, err = near, nil
+			}
+		}
+	}
+	if err != nil {
+		return "", nil, errs.Place("open", uri, "", -1, err)
+	}
+	if ref.Rev = commit; commit == "" {
+		ref, _ = source.ParseHF(uri)
+	}
+	files = inFolder(files, ref.File)
+	if len(files) == 0 {
+		return "", nil, errs.In("open", uri, errs.New(errs.ErrNotFound, "there is no file in this folder"))
+	}
+	return ref.String(), files, nil
+}
+
+// inFolder are the files below a folder of a repository, by their names there, sorted.
+func inFolder(all []source.Entry, folder string) (files []source.Entry) {
+	for _, f := range all {
+		name, ok := strings.CutPrefix(f.Name, folder)
+		if ok && name != "" && filepath.IsLocal(name) && !strings.ContainsAny(name, "\\\x00") {
+			files = append(files, source.Entry{Name: name, Size: f.Size})
+		}
+	}
+	slices.SortFunc(files, func(a, b source.Entry) int { return strings.Compare(a.Name, b.Name) })
+	return files
+}
+
+// listing asks the hub for the files of a repository, and the commit that has them.
+//
+// Source: the Hub's API, GET /api/models/REPO/revision/REVISION?blobs=true.
+func listing(ctx context.Context, ref source.HF, file string, opt source.Options) (commit string, files []source.Entry, err error) {
+	_, opt, err = hub(file, opt) // checks the repository's name
+	if err != nil {
+		return "", nil, err
+	}
+	kind, repo := "models", ref.Repo
+	for _, other := range []string{"datasets", "spaces"} {
+		if rest, found := strings.CutPrefix(ref.Repo, other+"/"); found {
+			kind, repo = other, rest
+		}
+	}
+	address := endpoint(opt.Env) + "/api/" + kind + "/" + source.EscapePath(repo) + "/revision/" + url.PathEscape(cmp.Or(ref.Rev, "main")) + "?blobs=true"
+	s, err := open(source.Outline{Most: maxListing}.In(ctx), address, opt, nil)
+	if err != nil {
+		return "", nil, err
+	}
+	defer s.Close()
+	if s.Size() > maxListing {
+		return "", nil, errs.New(errs.ErrFormat, "a list of %d bytes", s.Size())
+	}
+	text := make([]byte, s.Size())
+	if err := s.ReadAt(ctx, text, 0); err != nil {
+		return "", nil, err
+	}
+	var answer struct {
+		SHA      string `json:"sha"`
+		Siblings []struct {
+			Name string `json:"rfilename"`
+			Size *int64 `json:"size"`
+		} `json:"siblings"`
+	}
+	if err := json.Unmarshal(text, &answer); err != nil || answer.SHA != "" && !isCommit(answer.SHA) {
+		return "", nil, errs.New(errs.ErrIO, "the hub's answer is no list of files")
+	}
+	for _, f := range answer.Siblings {
+		e := source.Entry{Name: f.Name, Size: -1}
+		if f.Size != nil && *f.Size >= 0 {
+			e.Size = *f.Size
+		}
+		files = append(files, e)
+	}
+	return answer.SHA, files, nil
+}
+
+// shelved are the files of a snapshot in huggingface_hub's cache.
+func shelved(snapshot string) (files []source.Entry) {
+	_ = filepath.WalkDir(snapshot, func(path string, d fs.DirEntry, err error) error {
+		if err != nil || d.IsDir() {
+			return nil
+		}
+		name, relErr := filepath.Rel(snapshot, path)
+		if st, err := os.Stat(path); relErr == nil && err == nil && st.Mode().IsRegular() {
+			files = append(files, source.Entry{Name: filepath.ToSlash(name), Size: st.Size()})
+		}
+		return nil
+	})
+	return files
+}
