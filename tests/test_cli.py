@@ -48,7 +48,7 @@ def test_round_trip(plain: Path, tmp_path: Path):
     assert small.stat().st_size == report["bytes_out"]
     assert "ok" in must("verify", str(small))
     assert "X16/bf16" in must("inspect", str(small))
-    said = must("decompress", str(small), "-o", str(back))
+    said = must("decompress", str(small), "-o", str(back), "--verbose")
     assert back.read_bytes() == plain.read_bytes()
     assert f"sha256 equal: {hashlib.sha256(plain.read_bytes()).hexdigest()}  {back}\n" in said
     assert f"original: sha256 equal: {hashlib.sha256(plain.read_bytes()).hexdigest()}\n" in must("verify", "--original", str(small))

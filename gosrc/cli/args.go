@@ -228,6 +228,9 @@ func (o *option) check(text string) error {
 	if o.size && (err != nil || size == 0 || size > 1<<50) {
 		return usage("--%s %s: not a size; write it as 4GB or 512MiB", o.name, text)
 	}
+	if _, bare := strconv.ParseFloat(text, 64); o.size && bare == nil && size < 1e6 {
+		return usage("--%s %s: this would be %s bytes; write the unit, as %sGB (or %sB)", o.name, text, text, text, text)
+	}
 	return nil
 }
 

@@ -20,6 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/rawjson"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -114,7 +115,7 @@ func Main(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.Writ
 	}
 	if err == nil {
 		c.clear = c.progress()
-		err = v.run(c)
+		err = c.interrupted(v.run(c))
 		c.clear()
 		for _, text := range source.Notices() {
 			fmt.Fprintf(stderr, "overwire: %s\n", text)
@@ -181,12 +182,40 @@ func failed(stderr, stdout io.Writer, asJSON bool, err error) int {
 		return ExitOK
 	}
 	text := errs.Message(err)
+	var ended *interruption
+	if errors.As(err, &ended) {
+		text = "interrupted" + ended.left
+	}
 	fmt.Fprintf(stderr, "overwire: %s\n", text)
 	var shown *shownError
 	if asJSON && !errors.As(err, &shown) {
 		_ = writeJSON(stdout, map[string]any{"error": failure(err, text)})
 	}
 	return status(err)
+}
+
+// An interruption is the error of a verb that the user has ended, in words of people.
+type interruption struct {
+	error
+	left string // what the verb has written
+}
+
+func (i *interruption) Unwrap() error { return i.error }
+
+// interrupted says of a cancelled verb what it leaves behind.
+func (c *call) interrupted(err error) error {
+	if err == nil || status(err) != ExitInterrupted {
+		return err
+	}
+	left := ""
+	var part *save.Partial
+	switch _, writes := c.opts["output"]; {
+	case errors.As(err, &part):
+		left = "; written before that: " + errs.OneLine(strings.Join(part.Files, ", "))
+	case writes:
+		left = "; nothing was written"
+	}
+	return &interruption{err, left}
 }
 
 // failure returns an error as --json prints it.
@@ -245,6 +274,9 @@ func (c *call) show(v any, text func(w io.Writer)) error {
 	c.clear()
 	if c.is("json") {
 		return writeJSON(c.stdout, v)
+	}
+	if c.is("quiet") {
+		return nil
 	}
 	b := &strings.Builder{}
 	text(b)

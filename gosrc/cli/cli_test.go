@@ -75,6 +75,9 @@ func TestUsage(t *testing.T) {
 		{[]string{"compress", file, "-o", "y", "-o", "z"}, ExitUsage, "given twice"},
 		{[]string{"compress", file, "-o", "y", "--threads", "none"}, ExitUsage, "not a number"},
 		{[]string{"compress", file, "-o", "y", "--shard", "large"}, ExitUsage, "not a size"},
+		{[]string{"compress", file, "-o", "y", "--shard", "5"}, ExitUsage, "this would be 5 bytes; write the unit, as 5GB"},
+		{[]string{"compress", file, "-o", "y.tensors"}, ExitUsage, "overwire convert"},
+		{[]string{"convert", file, "-o", "y.gguf"}, ExitUsage, ".gguf files are not written"},
 		{[]string{"compress", "-x", file}, ExitUsage, "no option -x"},
 		{[]string{"convert", file, "-o", "y", "--to", "zip"}, ExitUsage, "overwire or safetensors"},
 		{[]string{"inspect", "--json=yes", file}, ExitUsage, "takes no value"},
@@ -321,6 +324,9 @@ func TestInterrupted(t *testing.T) {
 	var stdout, stderr bytes.Buffer
 	if status := Main(ctx, nil, []string{"compress", plain, "-o", out}, &stdout, &stderr, Env{}); status != ExitInterrupted {
 		t.Errorf("status %d: %s", status, &stderr)
+	}
+	if text := stderr.String(); text != "overwire: interrupted; nothing was written\n" {
+		t.Error(text)
 	}
 	list, _ := os.ReadDir(filepath.Dir(plain))
 	if len(list) != 1 {

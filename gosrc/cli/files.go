@@ -25,6 +25,8 @@ var writeOptions = append([]option{
 	{name: "output", short: "o", value: "OUT", doc: "file or folder to write"},
 	{name: "force", short: "f", doc: "replace OUT if it exists"},
 	{name: "shard", value: "SIZE", size: true, doc: "most tensor bytes in one file, e.g. 5GB (default: the shards of the source)"},
+	{name: "quiet", short: "q", doc: "print nothing but errors"},
+	{name: "verbose", short: "v", doc: "print the SHA-256 of each original, too"},
 	storageOption,
 	threadsOption,
 }, decryptOptions...)
@@ -57,7 +59,7 @@ var decompressVerb = &verb{
 Reads compressed (or plain) files and writes plain safetensors files that any
 reader can load. Every tensor is bit for bit what was compressed. A file that
 compress made from one safetensors file becomes that very file again: its SHA-256
-is compared before OUT appears, and printed. A file that keeps no original (it was
+is compared before OUT appears. A file that keeps no original (it was
 saved from tensors, or is now in other shards) gets a new header; the output says so.`,
 	example: "overwire decompress model.ow.safetensors -o model.safetensors",
 	options: slices.Clone(writeOptions),
@@ -96,6 +98,9 @@ func (c *call) convert(compress bool) error {
 	}
 	spec := save.Spec{Path: out, Compress: compress, Level: c.opts["level"], Storage: c.storage,
 		Threads: c.threads(), Parts: c.number("parts", 0), Shard: c.size("shard")}
+	if c.verb.name == "compress" && strings.HasSuffix(out, ".tensors") {
+		return usage("%s: .tensors files are not compressed: write overwire convert %s -o %s", out, c.args[0], out)
+	}
 	if !c.is("force") {
 		if err := c.free(out); err != nil {
 			return err
@@ -105,39 +110,65 @@ func (c *call) convert(compress bool) error {
 	if err != nil {
 		return err
 	}
-	return c.show(rep, func(w io.Writer) {
-		copied := map[string]string{}
-		for _, f := range rep.Copied {
-			copied[f] = "copied: "
+	return c.show(rep, func(w io.Writer) { c.written(w, rep, compress) })
+}
+
+// written prints what was written; of the originals' hashes each with --verbose only.
+func (c *call) written(w io.Writer, rep save.Report, compress bool) {
+	copied := map[string]string{}
+	for _, f := range rep.Copied {
+		copied[f] = "copied: "
+	}
+	for _, f := range rep.Files {
+		fmt.Fprintf(w, "%s%s\n", copied[f], errs.OneLine(f))
+	}
+	for _, f := range rep.Left {
+		fmt.Fprintf(w, "not copied: %s\n", place(f))
+	}
+	equal := 0
+	for _, o := range rep.Originals {
+		if o.Compared {
+			equal++
 		}
-		for _, f := range rep.Files {
-			fmt.Fprintf(w, "%s%s\n", copied[f], errs.OneLine(f))
+		switch {
+		case !c.is("verbose") || o.SHA256 == "":
+		case compress:
+			fmt.Fprintf(w, "original's sha256: %s  %s\n", o.SHA256, errs.OneLine(o.File))
+		case o.Compared:
+			fmt.Fprintf(w, "sha256 equal: %s  %s\n", o.SHA256, errs.OneLine(o.File))
+		default:
+			fmt.Fprintf(w, "sha256 (compressed over a network, which kept none to compare with): %s  %s\n", o.SHA256, errs.OneLine(o.File))
 		}
-		for _, f := range rep.Left {
-			fmt.Fprintf(w, "not copied: %s\n", errs.OneLine(f))
-		}
-		for _, o := range rep.Originals {
-			switch {
-			case compress && o.SHA256 != "":
-				fmt.Fprintf(w, "sha256 %s  of the original that %s keeps\n", o.SHA256, errs.OneLine(o.File))
-			case !compress && !o.Compared:
-				fmt.Fprintf(w, "sha256 %s  %s (compressed over a network, which kept none to compare with)\n", o.SHA256, errs.OneLine(o.File))
-			case !compress:
-				fmt.Fprintf(w, "sha256 equal: %s  %s\n", o.SHA256, errs.OneLine(o.File))
-			}
-		}
-		for _, f := range rep.Anew {
-			fmt.Fprintf(w, "new header, since no original is kept of it: %s\n", errs.OneLine(f))
-		}
-		counts := humanize.Comma(int64(rep.Tensors)) + " tensors"
-		if rep.Compressed > 0 {
-			counts += fmt.Sprintf(", %s compressed", humanize.Comma(int64(rep.Compressed)))
-		}
-		if rep.Aliases > 0 {
-			counts += fmt.Sprintf(", %s stored once with another", humanize.Comma(int64(rep.Aliases)))
-		}
-		fmt.Fprintf(w, "%s  %s  %.2f s  %s\n", sizesText(rep.BytesIn, rep.BytesOut), counts, rep.Seconds, rateText(rep.BytesIn, rep.Seconds))
-	})
+	}
+	if equal > 0 {
+		fmt.Fprintf(w, "%s byte for byte what was compressed (sha256 equal)\n", filesText(equal, "is", "are"))
+	}
+	for _, f := range rep.Anew {
+		fmt.Fprintf(w, "new header, since no original is kept of it: %s\n", errs.OneLine(f))
+	}
+	counts := humanize.Comma(int64(rep.Tensors)) + " tensors"
+	if rep.Compressed > 0 {
+		counts += fmt.Sprintf(", %s compressed", humanize.Comma(int64(rep.Compressed)))
+	}
+	if rep.Aliases > 0 {
+		counts += fmt.Sprintf(", %s stored once with another", humanize.Comma(int64(rep.Aliases)))
+	}
+	fmt.Fprintf(w, "%s  %s  %.2f s  %s\n", sizesText(rep.BytesIn, rep.BytesOut), counts, rep.Seconds, rateText(rep.BytesIn, rep.Seconds))
+	if n := len(rep.Copied); n > 0 {
+		fmt.Fprintf(w, "%s of %s copied as %s\n", filesText(n, "", ""), bytesText(rep.BytesCopied), plural(n, "it is", "they are"))
+	}
+}
+
+// filesText counts files, with a verb for one or for several behind it.
+func filesText(n int, one, several string) string {
+	return strings.TrimSpace(humanize.Comma(int64(n)) + plural(n, " file ", " files ") + plural(n, one, several))
+}
+
+func plural(n int, one, several string) string {
+	if n == 1 {
+		return one
+	}
+	return several
 }
 
 // sizesText says what tensors of in bytes came to in files of out bytes.

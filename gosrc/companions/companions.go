@@ -128,10 +128,17 @@ func isWeights(name string) bool {
 	return ok
 }
 
-// fits reports whether a file is not too long to be copied along.
-func fits(name string, size int64) bool {
-	return size <= maxOther || !slices.Contains(otherWeights, strings.ToLower(filepath.Ext(name)))
+// OtherFormat is the extension of a name that is one of weights in another format; "": it
+// is none.
+func OtherFormat(name string) string {
+	if ext := strings.ToLower(filepath.Ext(name)); slices.Contains(otherWeights, ext) {
+		return ext
+	}
+	return ""
 }
+
+// fits reports whether a file is not too long to be copied along.
+func fits(name string, size int64) bool { return size <= maxOther || OtherFormat(name) == "" }
 
 // companion finds the file that a name beside the weights leads to; ok is false if it
 // is to be left.

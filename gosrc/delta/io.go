@@ -4,6 +4,7 @@ package delta
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"sync"
 
@@ -25,7 +26,8 @@ const stem = "delta"
 // host has not that much memory left, and no decoded ones.
 func Read(ctx context.Context, uri string, opt source.Options) (*File, error) {
 	opener := open.With(opt)
-	set, err := format.Resolve(ctx, uri, opener, format.Options{List: open.Lister(opt)})
+	lists := format.Options{List: open.Lister(opt)}
+	set, err := format.Resolve(ctx, cmp.Or(format.RemoteFolder(ctx, uri, opener, lists), uri), opener, lists)
 	if err != nil {
 		return nil, err
 	}

@@ -158,6 +158,8 @@ func TestRedact(t *testing.T) {
 		`model.embed_tokens.weight`, "s3://bucket/key/model.safetensors", "https://host:8080/path/x",
 		"file:///tmp/x@2/model.safetensors",
 		"decode model.safetensors chunk 17 @4096: checksum mismatch", "ghost", "mask_sk-1",
+		"--decrypt-password: the variable WORDS is not set", "x509: invalid signature: parent certificate cannot sign this kind of certificate",
+		"signature: x", "password: expected str, got a number",
 	} {
 		if got := Redact(text); got != text {
 			t.Errorf("Redact(%q) = %q: hid what is no secret", text, got)

@@ -70,6 +70,11 @@ func openSet(ctx context.Context, uri string, open Opener, opt Options) (ix *ten
 		set.only(opt.Keys)
 	}
 	srcs, err = sources(outline(opt).In(ctx), set.URIs, open)
+	if errors.Is(err, errs.ErrNotFound) && set.Index == "" {
+		if dir := RemoteFolder(ctx, uri, open, opt); dir != "" && !source.Folder(uri) {
+			return openSet(ctx, dir, open, opt)
+		}
+	}
 	if err != nil {
 		return nil, srcs, set, set.replaced(ctx, open, err), set.lacks(err)
 	}

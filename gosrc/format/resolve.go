@@ -40,8 +40,9 @@ type Files struct {
 // Resolve returns the files to open for a name: a file stands for itself, an index.json
 // for its shards, a folder for the model in it (docs/folders.md).
 //
-// A remote folder is one that RemoteFolder knows. If the store does not list it, the
-// usual names of models are tried.
+// A remote folder is a repository of hf://, a bucket, or a URI that ends in a slash: see
+// RemoteFolder for others. If the store does not list it, the usual names of models are
+// tried.
 func Resolve(ctx context.Context, uri string, open Opener, opt Options) (Files, error) {
 	if source.Remote(uri) {
 		return remote(ctx, uri, open, opt)
@@ -86,14 +87,13 @@ var usual = []string{
 }
 
 func remote(ctx context.Context, uri string, open Opener, opt Options) (Files, error) {
-	dir := RemoteFolder(ctx, uri, open, opt)
-	if dir == "" {
+	if !source.Folder(uri) {
 		if isIndex(uri) {
 			return fromIndex(ctx, uri, open)
 		}
 		return Files{URIs: []string{uri}}, nil
 	}
-	uri = dir
+	uri = source.Directory(uri)
 	if opt.List != nil {
 		names, err := opt.List(ctx, uri)
 		if err == nil {

@@ -66,6 +66,9 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 		return Report{}, err
 	}
 	dst = spec.Path // without its scheme
+	if ext := companions.OtherFormat(dst); ext != "" && !namesFile(dst) {
+		return Report{}, badArgument(dst, "", "%s files are not written, only %s and .tensors files, and folders of them", ext, extension)
+	}
 	if source.Remote(dst) && !namesFile(dst) {
 		if dir := format.RemoteFolder(ctx, dst, open.With(spec.Storage.Options), format.Options{List: open.Lister(spec.Storage.Options)}); dir != "" {
 			dst = dir

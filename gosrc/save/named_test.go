@@ -124,6 +124,23 @@ func TestStoredTreeFails(t *testing.T) {
 	}
 }
 
+// Promise: a tree that cannot be written whole over an earlier one names the files that
+// were replaced before it failed.
+func TestPartialTree(t *testing.T) {
+	dir, _ := pipeline(t)
+	dst := filepath.Join(t.TempDir(), "out")
+	convert(t, []string{dir}, dst, Spec{})
+	put(t, dir, map[string]string{"vae/model.safetensors": "no weights"})
+	_, err := Convert(bg, nil, []string{dir}, dst, Spec{Compress: true})
+	var part *Partial
+	if !errors.Is(err, errs.ErrFormat) || !errors.As(err, &part) || !slices.Contains(part.Files, filepath.Join(dst, "unet", "config.json")) {
+		t.Error(err)
+	}
+	if !strings.Contains(err.Error(), "written before that") {
+		t.Error(err)
+	}
+}
+
 // A fakeHub serves one commit of a repository as the Hub does: its list, and its files by
 // that commit alone. asked has the paths of requests.
 func fakeHub(t *testing.T, files map[string]string) (opt format.Access, asked *[]string) {

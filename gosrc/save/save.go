@@ -105,18 +105,20 @@ type Spec struct {
 }
 
 // A Report says what was written. Bytes are logical on the way in and of whole
-// files on the way out; Ratio is out / in (1 if nothing came in).
+// files of weights on the way out; Ratio is out / in (1 if nothing came in). Files that
+// were copied count apart: no tensor is in them.
 type Report struct {
-	BytesIn    int64    `json:"bytes_in"`
-	BytesOut   int64    `json:"bytes_out"`
-	Ratio      float64  `json:"ratio"`
-	Seconds    float64  `json:"seconds"`
-	Tensors    int      `json:"tensors"`
-	Compressed int      `json:"compressed"`       // tensors stored compressed
-	Aliases    int      `json:"aliases"`          // tensors stored as aliases
-	Files      []string `json:"files"`            // written, in order; an index.json last
-	Copied     []string `json:"copied,omitempty"` // of files: the other files of source folders, copied
-	Left       []string `json:"left,omitempty"`   // of source folders, not copied: other weights, hidden files, links to outside, special files
+	BytesIn     int64    `json:"bytes_in"`
+	BytesOut    int64    `json:"bytes_out"`
+	BytesCopied int64    `json:"bytes_copied"`
+	Ratio       float64  `json:"ratio"`
+	Seconds     float64  `json:"seconds"`
+	Tensors     int      `json:"tensors"`
+	Compressed  int      `json:"compressed"`       // tensors stored compressed
+	Aliases     int      `json:"aliases"`          // tensors stored as aliases
+	Files       []string `json:"files"`            // written, in order; an index.json last
+	Copied      []string `json:"copied,omitempty"` // of files: the other files of source folders, copied
+	Left        []string `json:"left,omitempty"`   // of source folders, not copied: other weights, hidden files, links to outside, special files
 
 	// Originals are the containers that keep the plain file that they were made
 	// from, or the plain files that equal, byte for byte, the ones that were

@@ -21,11 +21,11 @@ import (
 // copies the files beside them. If one of them fails, a dst that it made is
 // removed.
 func convertTree(ctx context.Context, j *job.Job, dir, dst string, branches []format.Branch, spec Spec, how beside) (rep Report, err error) {
-	remove, err := makeFolder(ctx, dst, &rep, spec)
+	undo, err := makeFolder(ctx, dst, &rep, spec)
 	if err != nil {
 		return rep, err
 	}
-	defer func() { remove(err) }()
+	defer func() { err = undo(err) }()
 	all := how.files
 	how.root, how.folders = dir, true
 	for _, b := range branches {
@@ -50,26 +50,45 @@ func convertTree(ctx context.Context, j *job.Job, dir, dst string, branches []fo
 	return rep, nil
 }
 
-// makeFolder makes dst if it is missing. remove removes, after an error, what it made: the
-// folder, or in a store the files of rep, if there was nothing in it.
-func makeFolder(ctx context.Context, dst string, rep *Report, spec Spec) (remove func(error), err error) {
-	if !source.Remote(dst) {
-		made, err := folders.Make(dst)
-		return func(err error) {
-			if err != nil && made != "" {
-				_ = os.RemoveAll(made)
-			}
-		}, err
+// A Partial is the error of a conversion that had written some files of several models,
+// whole, before it failed, into a folder that was not empty.
+type Partial struct {
+	error
+	Files []string
+}
+
+// Error says why it failed, and what was written.
+func (p *Partial) Error() string {
+	return p.error.Error() + "; written before that: " + strings.Join(p.Files, ", ")
+}
+
+// Unwrap is why it failed.
+func (p *Partial) Unwrap() error { return p.error }
+
+// makeFolder makes dst if it is missing. undo removes, after an error, what was made: the
+// folder, or in a store the files of rep. If dst was not empty, they stay, and the error
+// lists them.
+func makeFolder(ctx context.Context, dst string, rep *Report, spec Spec) (undo func(error) error, err error) {
+	made, err := folders.Make(dst)
+	if source.Remote(dst) {
+		if _, listErr := open.List(ctx, dst, spec.Storage.Options); errors.Is(listErr, errs.ErrNotFound) {
+			made = dst
+		}
 	}
-	_, err = open.List(ctx, dst, spec.Storage.Options)
-	empty := errors.Is(err, errs.ErrNotFound)
-	return func(err error) {
-		for _, uri := range rep.Files {
-			if err != nil && empty {
+	return func(err error) error {
+		switch {
+		case err == nil:
+		case made == "" && len(rep.Files) > 0:
+			return &Partial{err, rep.Files}
+		case made != "" && !source.Remote(dst):
+			_ = os.RemoveAll(made)
+		case made != "":
+			for _, uri := range rep.Files {
 				_ = open.Remove(context.WithoutCancel(ctx), uri, spec.Storage.Options)
 			}
 		}
-	}, nil
+		return err
+	}, err
 }
 
 // convertFolder converts the models that lie in a folder itself, last the one that the folder
@@ -89,11 +108,11 @@ func convertFolder(ctx context.Context, j *job.Job, dir, dst string, spec Spec, 
 		}
 		return rep, badArgument(dst, "", "%s has several models (%s), and only one can be divided into shards: name its file or index.json", dir, strings.Join(names, ", "))
 	}
-	remove, err := makeFolder(ctx, dst, &rep, spec)
+	undo, err := makeFolder(ctx, dst, &rep, spec)
 	if err != nil {
 		return rep, err
 	}
-	defer func() { remove(err) }()
+	defer func() { err = undo(err) }()
 	how.dir, how.ours, spec.Beside = dir, map[string]bool{}, true // as in dir
 	for _, m := range models {
 		for _, path := range m.Paths {
@@ -126,6 +145,7 @@ func copyBeside(ctx context.Context, j *job.Job, from, to string, spec Spec, how
 func (r *Report) add(o Report) {
 	r.BytesIn += o.BytesIn
 	r.BytesOut += o.BytesOut
+	r.BytesCopied += o.BytesCopied
 	r.Tensors += o.Tensors
 	r.Compressed += o.Compressed
 	r.Aliases += o.Aliases

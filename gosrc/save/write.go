@@ -120,10 +120,12 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 		if err != nil {
 			return rep, errs.In("save", d.URI(), err)
 		}
-		rep.BytesOut += size
 		rep.Files = append(rep.Files, p.path)
 		if p.copied {
 			rep.Copied = append(rep.Copied, p.path)
+			rep.BytesCopied += size
+		} else {
+			rep.BytesOut += size
 		}
 	}
 	rep.Originals = w.originals

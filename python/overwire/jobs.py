@@ -67,7 +67,8 @@ class LastReport(TypedDict, total=False):
     bytes: of tensors.
     mapped, past_cache, gds: those of them that were mapped, read by direct I/O, and by
         GPUDirect Storage.
-    bytes_in, bytes_out: of tensors and of files that were written.
+    bytes_in, bytes_out: of tensors and of the files that were written with them.
+    bytes_copied: of other files of a folder, which were copied.
     stored: of the files that were verified.
     stages: where a load's time went.
     """
@@ -81,6 +82,7 @@ class LastReport(TypedDict, total=False):
     stages: PipelineStages
     bytes_in: int
     bytes_out: int
+    bytes_copied: int
     ratio: float
     compressed: int
     aliases: int

@@ -8,7 +8,9 @@ package binding
 
 import (
 	"cmp"
+	"encoding/json"
 	"errors"
+	"strings"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/codec"
@@ -213,9 +215,25 @@ func Free(handle uint64, how int) {
 // parse reads JSON from Python into what v points to.
 func parse(text string, v any) error {
 	if err := rawjson.Unmarshal(text, v); err != nil {
-		return errs.New(errs.ErrArgument, "request: %v", err)
+		return unfit(err)
 	}
 	return nil
+}
+
+// inPython are the names of types of JSON and of Go.
+var inPython = map[string]string{
+	"string": "str", "object": "dict", "array": "list", "struct": "dict", "map": "dict", "slice": "list", "float64": "float", "bool": "bool",
+}
+
+// unfit says in Python's words which argument is of the wrong type.
+func unfit(err error) error {
+	var of *json.UnmarshalTypeError
+	if !errors.As(err, &of) {
+		return errs.New(errs.ErrArgument, "request: %v", err)
+	}
+	want := cmp.Or(inPython[of.Type.Kind().String()], "int")
+	value, _, _ := strings.Cut(of.Value, " ")
+	return errs.New(errs.ErrArgument, "%s: expected %s, got %s", of.Field[strings.LastIndexByte(of.Field, '.')+1:], want, cmp.Or(inPython[value], "a "+value))
 }
 
 // encode makes a result of JSON.

@@ -31,7 +31,8 @@ __all__ = ["Report", "bytes_of_plain", "notes_of", "save_bytes", "save_file"]
 class Report:
     """What was written.
 
-    bytes_in, bytes_out: bytes of the tensors, and of the files.
+    bytes_in, bytes_out: bytes of the tensors, and of the files that hold them.
+    bytes_copied: of the files in copied.
     ratio: out / in, 1.0 without tensors.
     seconds: wall time.
     compressed, aliases: how many tensors are stored compressed, and how many as
@@ -62,6 +63,7 @@ class Report:
     copied: tuple[str, ...] = ()
     originals: Mapping[str, str] = field(default_factory=dict, hash=False)
     anew: tuple[str, ...] = ()
+    bytes_copied: int = 0
 
     def __repr__(self) -> str:
         return (
@@ -80,8 +82,9 @@ class Report:
             ("ratio", f"{self.ratio:.3f}"),
             ("seconds", f"{self.seconds:.2f}"),
         ]
-        rows = ((file, self.originals.get(file, "")) for file in self.files)
-        tables = [html.table("Files written", ("file", "SHA-256 of the original"), rows, len(self.files))]
+        columns = ("file", "SHA-256 of the original") if self.originals else ("file",)
+        rows = ((file, self.originals.get(file, ""))[: len(columns)] for file in self.files)
+        tables = [html.table("Files written", columns, rows, len(self.files))]
         if self.left:
             tables.append(html.table("Not copied", ("file",), ((f,) for f in self.left), len(self.left)))
         return html.block("Report", facts, *tables)
@@ -93,6 +96,10 @@ class Report:
         changed |= {name: tuple(report.get(name) or ()) for name in ("files", "left", "copied", "anew")}
         changed["originals"] = {one["file"]: one["sha256"] for one in report.get("originals") or ()}
         return cls(**{**report, **changed})
+
+
+#: Formats whose names a safetensors file should not bear: other programs would take it for theirs.
+_OTHERS = (".gguf", ".h5", ".npz", ".onnx")
 
 
 def save_file(
@@ -155,6 +162,9 @@ def save_file(
         advice = "; save_model saves a module" if hasattr(tensors, "state_dict") else ""
         advice = "; the tensors come first, then the path" if isinstance(tensors, (str, os.PathLike)) else advice
         raise ArgumentError(f"overwire: tensors: expected a dict of tensors, got {type(tensors).__name__}{advice}")
+    target = local(path)
+    if os.path.splitext(target)[1].lower() in _OTHERS:
+        raise ArgumentError(f"overwire: save {target}: the name is that of another format; safetensors files end in .safetensors")
     described: list[tuple[str, Bytes]] = []
     for name, tensor in tensors.items():
         if not isinstance(name, str):
@@ -166,7 +176,7 @@ def save_file(
             raise
     return save_bytes(
         described,
-        local(path),
+        target,
         metadata,
         compress=compress,
         level=level,

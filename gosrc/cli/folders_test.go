@@ -1,0 +1,44 @@
+package cli
+
+import (
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/save"
+)
+
+// The sum of a compressed folder is that of its weights, however long the files are that are
+// copied beside them; these count apart, and so do hashes, which --verbose prints.
+func TestSums(t *testing.T) {
+	dir := filepath.Dir(made(t, "llama-bf16"))
+	if err := os.WriteFile(filepath.Join(dir, "tokenizer.json"), make([]byte, 9_000_000), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	out := must(t, "compress", dir, "-o", filepath.Join(t.TempDir(), "a"), "--verbose")
+	for _, want := range []string{" % smaller, ", "1 file of 9.0 MB copied as it is", "original's sha256: "} {
+		if !strings.Contains(out, want) {
+			t.Errorf("no %q in:\n%s", want, out)
+		}
+	}
+	packed := filepath.Join(t.TempDir(), "b")
+	var rep save.Report
+	if err := json.Unmarshal([]byte(must(t, "compress", dir, "-o", packed, "--json")), &rep); err != nil {
+		t.Fatal(err)
+	}
+	if rep.BytesCopied != 9_000_000 || rep.BytesOut >= rep.BytesIn || rep.Ratio >= 0.7 {
+		t.Errorf("%+v", rep)
+	}
+	if out := must(t, "decompress", packed, "-o", filepath.Join(t.TempDir(), "c")); !strings.Contains(out, "1 file is byte for byte what was compressed (sha256 equal)") {
+		t.Error(out)
+	}
+	if out := must(t, "decompress", packed, "-o", filepath.Join(t.TempDir(), "d"), "-q"); out != "" {
+		t.Error(out)
+	}
+	// What lies beside the weights is named where one file is written, which has no place for it.
+	if out := must(t, "compress", dir, "-o", filepath.Join(t.TempDir(), "m.safetensors")); !strings.Contains(out, "not copied: "+filepath.Join(dir, "tokenizer.json")) {
+		t.Error(out)
+	}
+}
