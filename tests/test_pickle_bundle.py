@@ -55,6 +55,21 @@ def test_compress_names_the_tensors(tmp_path: Path) -> None:
     assert type(got) is Pipeline and torch.equal(got.unet.weight, pipeline.unet.weight) and got.scheduler == {"steps": 5}
 
 
+def test_a_path_is_no_model(tmp_path: Path) -> None:
+    """A path in the place of a model is refused with the name of what compresses files, and nothing is written; a bundle keeps anything."""
+    for path in ("a.safetensors", tmp_path / "a.safetensors", b"a.safetensors"):
+        with pytest.raises(ow.ArgumentError, match=r"overwire\.convert\('.*a\.safetensors', '.*b\.safetensors'\)"):
+            ow.compress(path, tmp_path / "b.safetensors")
+    assert not list(tmp_path.iterdir())
+    state = {"model": {"w": torch.arange(6.0)}, "epoch": 3, "name": "a path/of it"}
+    ow.save_bundle(state, tmp_path / "x.pkl")
+    loaded = ow.load_bundle(tmp_path / "x.pkl")
+    same(loaded["model"].pop("w"), torch.arange(6.0))
+    assert loaded == {"model": {}, "epoch": 3, "name": "a path/of it"}
+    with ow.safe_open(tmp_path / "nya" / "x.safetensors", "np") as file:
+        assert list(file.keys()) == ["model.w"]
+
+
 @pytest.mark.parametrize("what", ["module", "state dict", "nested"])
 def test_compress_takes_modules_and_state_dicts(tmp_path: Path, what: str) -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.Embedding(5, 8))

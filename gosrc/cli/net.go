@@ -12,31 +12,42 @@ import (
 	"strings"
 	"time"
 
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/fetch"
+	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/serve"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/open"
 )
 
 var fetchVerb = &verb{
 	name: "fetch", args: "URL... [-o OUT]", least: 1, most: -1,
-	short: "download URLs to a file, or one after the other to standard output",
+	short: "download URLs to a file or to standard output, or a folder to a folder",
 	long: `
 Writes the bodies of the URLs (or files) to OUT, or to standard output, in order
 and nothing else. Ranges are fetched ahead, several at once, resumed where a
 connection breaks, and held in at most 64 MiB. Any failure, a short body or an
 HTTP error among them, gives a status that is not 0. OUT is complete or absent;
 if it replaces a file, it keeps that file's mode and owner, and a symbolic link
-is followed. -o - writes to standard output even if that is a terminal.`,
+is followed. -o - writes to standard output even if that is a terminal. One folder of
+S3, or a repository of the Hub, becomes the folder OUT, with all that is in it but
+hidden files; if OUT has something in it, only with --force.`,
 	example: "overwire fetch https://host/model.safetensors -o model.safetensors\n" +
-		"overwire fetch https://host/a.bin https://host/b.bin | consumer",
+		"overwire fetch https://host/a.bin https://host/b.bin | consumer\n" +
+		"overwire fetch s3://models/llama -o llama",
 	options: []option{
-		{name: "output", short: "o", value: "OUT", doc: "file to write (default: standard output)"},
+		{name: "output", short: "o", value: "OUT", doc: "file or folder to write (default: standard output)"},
+		{name: "force", short: "f", doc: "bring a folder into one that is not empty"},
 		{name: "silent", short: "s", doc: "does nothing: fetch prints only errors anyway; taken for nyacomp's sake"},
 		{name: "verbose", short: "v", doc: "report bytes, time and rate on standard error"},
 		storageOption,
 	},
 	run: func(c *call) error {
 		out := c.opts["output"]
+		if dir := c.remoteFolder(); dir != "" {
+			return c.fetchFolder(dir, out)
+		}
 		if err := c.checkFetch(out); err != nil {
 			return err
 		}
@@ -60,6 +71,37 @@ is followed. -o - writes to standard output even if that is a terminal.`,
 			fmt.Fprintf(w, "%s: %s in %.2f s, %s\n", out, bytesText(rep.Bytes), rep.Seconds, rateText(rep.Bytes, rep.Seconds))
 		})
 	},
+}
+
+// remoteFolder is the folder of a store that lists its files, if the one argument names
+// one; else "".
+func (c *call) remoteFolder() string {
+	if uri := c.args[0]; len(c.args) == 1 && (open.Writable(uri) || source.Scheme(uri) == "hf") {
+		return format.RemoteFolder(c.ctx, uri, open.With(c.storage.Options), format.Options{List: open.Lister(c.storage.Options)})
+	}
+	return ""
+}
+
+// fetchFolder brings a folder.
+func (c *call) fetchFolder(dir, out string) error {
+	if out == "" || out == "-" {
+		return usage("%s is a folder: write -o and the folder to bring it to", errs.RedactURI(dir))
+	}
+	if !c.is("force") {
+		if err := c.free(out); err != nil {
+			return err
+		}
+	}
+	rep, err := fetch.Folder(c.ctx, c.job, dir, out, c.storage.Options)
+	if err != nil {
+		return err
+	}
+	return c.show(rep, func(w io.Writer) {
+		for _, f := range rep.Files {
+			fmt.Fprintln(w, errs.OneLine(f))
+		}
+		fmt.Fprintf(w, "%s of %s in %.2f s, %s\n", filesText(len(rep.Files), "", ""), bytesText(rep.Bytes), rep.Seconds, rateText(rep.Bytes, rep.Seconds))
+	})
 }
 
 // checkFetch refuses to write the bytes to a terminal, between JSON, or when one

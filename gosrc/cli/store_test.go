@@ -59,6 +59,21 @@ func TestStore(t *testing.T) {
 			t.Error(err)
 		}
 	}
+	for _, uri := range []string{"s3://models/packed", "s3://models/packed/"} {
+		brought := filepath.Join(t.TempDir(), "brought")
+		must(t, "fetch", uri, "-o", brought, storage)
+		if text, err := os.ReadFile(filepath.Join(brought, "config.json")); err != nil || string(text) != "{}" {
+			t.Error(err)
+		}
+		must(t, "verify", brought)
+		if status, _, stderr := overwire("fetch", uri, "-o", brought, storage); status != ExitUsage || !strings.Contains(stderr, "--force") {
+			t.Errorf("status %d, %s", status, stderr)
+		}
+		must(t, "fetch", uri, "-o", brought, storage, "-f")
+	}
+	if status, _, stderr := overwire("fetch", "s3://models/packed", storage); status != ExitUsage || !strings.Contains(stderr, "is a folder: write -o") {
+		t.Errorf("status %d, %s", status, stderr)
+	}
 	r, err := http.Get(strings.TrimSpace(must(t, "presign", "s3://models/m.safetensors", storage)))
 	if err != nil {
 		t.Fatal(err)

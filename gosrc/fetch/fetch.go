@@ -44,6 +44,8 @@ type Spec struct {
 	// Pin is the state of the one object in an earlier fetch. If the object has
 	// changed, Fetch returns errs.ErrCorrupt before the first byte.
 	Pin *Pin `json:"pin"`
+
+	counted bool // the job knows the bytes already
 }
 
 // A Pin identifies one state of an object by what its store reports.
@@ -214,7 +216,7 @@ func ahead(ctx context.Context, j *job.Job, spec Spec, opened func(source.Source
 			_ = s.Close()
 			return errs.In("fetch", uri, errs.New(errs.ErrFormat, "%d bytes, which is more than the %d that such a file may have", total, spec.Most))
 		}
-		if j != nil {
+		if j != nil && !spec.counted {
 			j.TotalBytes.Add(size - from)
 		}
 		if size == from {

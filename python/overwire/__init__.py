@@ -21,7 +21,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from . import codecs, compat, distributed, errors
     from ._tables import __version__
-    from .bundles.bundle import compress, compress_pickle, load_compressed, load_compressed_pickle
+    from .bundles.bundle import compress, compress_pickle, load_bundle, load_compressed, load_compressed_pickle, save_bundle
     from .compat.safetensors.patching import SafetensorsPatch, patch_safetensors
     from .errors import (
         AccessError,
@@ -128,6 +128,7 @@ __all__ = [
     "experts",
     "inspect",
     "last_report",
+    "load_bundle",
     "load_compressed",
     "load_compressed_pickle",
     "load_file",
@@ -142,6 +143,7 @@ __all__ = [
     "prepare_sleep",
     "read_bytes",
     "safe_open",
+    "save_bundle",
     "save_delta",
     "save_file",
     "save_model",
@@ -154,7 +156,7 @@ __all__ = [
 # an exception, or a module of its own.
 _HOMES = {
     "_tables": ("__version__",),
-    "bundles.bundle": ("compress", "compress_pickle", "load_compressed", "load_compressed_pickle"),
+    "bundles.bundle": ("compress", "compress_pickle", "load_bundle", "load_compressed", "load_compressed_pickle", "save_bundle"),
     "compat.safetensors.patching": ("SafetensorsPatch", "patch_safetensors"),
     "frameworks.spec": ("TensorSpec",),
     "jobs": ("last_report",),

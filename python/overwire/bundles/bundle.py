@@ -37,7 +37,7 @@ from ..verbs.save import save_bytes
 from .landing import DEVICES, ORDER, Landing, devices_of
 from .turns import turn_of
 
-__all__ = ["compress", "compress_pickle", "load_compressed", "load_compressed_pickle"]
+__all__ = ["compress", "compress_pickle", "load_bundle", "load_compressed", "load_compressed_pickle", "save_bundle"]
 
 _DIGEST = "overwire.pickle"
 
@@ -81,6 +81,23 @@ def compress_pickle(
     return _save(obj, path, {}, compress, progress, storage_options)
 
 
+def save_bundle(
+    obj: Any,
+    path: str | os.PathLike[str],
+    *,
+    compress: bool = True,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+) -> float:
+    """Saves any Python object as a bundle: a training checkpoint, a pipeline, an optimizer's
+    state. It is `compress_pickle`, and tensors in the container have the names that they
+    have in the object, as those of `compress`. `load_bundle` loads it.
+
+    Returns stored / original tensor bytes; raises what `compress_pickle` raises.
+    """
+    return _save(obj, path, _names(obj), compress, progress, storage_options)
+
+
 def compress(
     model: Any,
     path: str | os.PathLike[str],
@@ -94,8 +111,14 @@ def compress(
 
     The same as `compress_pickle`, but tensors in the container have the names
     that they have in the model ("unet.conv_in.weight"), so that `safe_open` and
-    `inspect` show them. Returns stored / original.
+    `inspect` show them. Returns stored / original. Raises ArgumentError for a path in
+    the place of the model: files are compressed by `convert`.
     """
+    if isinstance(model, (str, bytes, os.PathLike)):
+        raise ArgumentError(
+            "overwire: compress: expected a module, a pipeline or a state dict, got a path; files and folders are compressed by "
+            f"overwire.convert({shown(os.fsdecode(model))!r}, {shown(os.fsdecode(path))!r}), as by `overwire compress`"
+        )
     return _save(model, path, _names(model), compress, progress, storage_options)
 
 
@@ -147,6 +170,19 @@ def load_compressed(
     storage_options: StorageOptions | None = None,
 ) -> Any:
     """Loads what `compress` saved: see `load_compressed_pickle`."""
+    return load_compressed_pickle(path, trust=trust, device=device, tensors=tensors, progress=progress, storage_options=storage_options)
+
+
+def load_bundle(
+    path: str | os.PathLike[str],
+    *,
+    trust: bool = False,
+    device: Any = None,
+    tensors: SourceLike | None = None,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+) -> Any:
+    """Loads what `save_bundle` saved: see `load_compressed_pickle`."""
     return load_compressed_pickle(path, trust=trust, device=device, tensors=tensors, progress=progress, storage_options=storage_options)
 
 
