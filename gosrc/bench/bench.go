@@ -158,7 +158,7 @@ func (r *run) sizes() error {
 		if err != nil {
 			return err
 		}
-		row.Group, row.Name, row.FloorName = "size", name, "the least that is possible"
+		row.Group, row.Name, row.FloorName = "size", name, "the least of the default level"
 		r.Add(row)
 		return r.Stopped()
 	}
@@ -202,7 +202,7 @@ func (r *run) loads() error {
 	}
 	in = nil
 	debug.FreeOSMemory() // leave the machine's memory to the loads
-	r.Add(measure.Row{Group: "save", Name: fmt.Sprintf("compress and save %.1f GB of bf16", float64(total)/1e9), Value: speed[1], Unit: "GB/s",
+	r.Add(measure.Row{Group: "save", Name: fmt.Sprintf("compress and save %s of bf16", sizeText(total)), Value: speed[1], Unit: "GB/s",
 		Floor: speed[0], FloorName: "saving it as it is"})
 	if r.gpu != nil {
 		defer func() { _ = r.gpu.Trim() }()
@@ -232,11 +232,19 @@ func (r *run) load(path, name string, total int64, ratio float64) error {
 	if err != nil {
 		return err
 	}
-	row := measure.Row{Group: "load", Name: fmt.Sprintf("load %.1f GB of %s bf16", float64(total)/1e9, name), Value: measure.Rate(total, seconds), Unit: "GB/s",
-		Floor: r.Report.Floors.RawCopy, FloorName: "what this machine's memory allows", Note: fmt.Sprintf("the first at %s", measure.Number(measure.Rate(total, first)))}
+	row := measure.Row{Group: "load", Name: fmt.Sprintf("load %s of %s bf16", sizeText(total), name), Value: measure.Rate(total, seconds), Unit: "GB/s",
+		Floor: r.Report.Floors.RawCopy, FloorName: "copying as many bytes in memory", Note: fmt.Sprintf("the first at %s", measure.Number(measure.Rate(total, first)))}
 	if r.gpu != nil {
 		row.Floor, row.FloorName = r.wire/ratio, "what the wire allows"
 	}
 	r.Add(row)
 	return nil
+}
+
+// sizeText is a size in GB, or below one in MB.
+func sizeText(n int64) string {
+	if n < 1e9 {
+		return fmt.Sprintf("%.0f MB", float64(n)/1e6)
+	}
+	return fmt.Sprintf("%.1f GB", float64(n)/1e9)
 }

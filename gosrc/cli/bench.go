@@ -50,6 +50,7 @@ overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 		{name: "before", value: "FILE", doc: "compare with what bench --json printed then, on the page"},
 		{name: "seed", value: "N", hi: 1 << 62, doc: "gen: seed of the weights"},
 		{name: "force", short: "f", doc: "gen: replace OUT if it exists"},
+		storageOption,
 		threadsOption,
 	},
 	run: func(c *call) error {
@@ -76,7 +77,7 @@ func kindsText() string {
 // measure is bench without gen.
 func (c *call) measure() error {
 	opt := bench.Options{Device: c.opts["device"], File: c.opts["file"],
-		Options: measure.Options{Dir: c.opts["dir"], Size: c.size("size"), Repeat: c.number("repeat", 0), Threads: c.threads()}}
+		Options: measure.Options{Dir: c.opts["dir"], Size: c.size("size"), Repeat: c.number("repeat", 0), Threads: c.threads(), Storage: c.storage}}
 	before, err := c.before()
 	if err != nil {
 		return err

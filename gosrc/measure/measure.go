@@ -19,16 +19,18 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/job"
 )
 
 // Options are common to all measurements.
 type Options struct {
-	Size    int64  // tensor bytes of the load rows
-	Repeat  int    // runs of each measurement; 0: 5
-	Threads int    // 0: all cores
-	Dir     string // where the run makes its folder; "": the system's temporary folder
+	Size    int64         // tensor bytes of the load rows
+	Repeat  int           // runs of each measurement; 0: 5
+	Threads int           // 0: all cores
+	Dir     string        // where the run makes its folder; "": the system's temporary folder
+	Storage format.Access // how files that the user names are reached
 	// Out, if not "", is a file that gets the report as JSON, rewritten after every
 	// row, so that an interrupted run loses nothing.
 	Out string

@@ -3,7 +3,6 @@ package http
 // This file shares connections among sources, and reads the options of http.
 
 import (
-	"cmp"
 	"maps"
 	"net/http"
 	"slices"
@@ -64,12 +63,8 @@ func transport(opt source.Options) (*route.Client, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := route.Settings{Env: opt.Env, CAFile: opt.Storage["cacert"], CAPath: opt.Storage["capath"], Insecure: insecure, Dial: 10 * time.Second}
-	if s.CAFile == "" && s.CAPath == "" {
-		s.CAFile = cmp.Or(opt.Env["SSL_CERT_FILE"], opt.Env["CURL_CA_BUNDLE"], opt.Env["REQUESTS_CA_BUNDLE"])
-		s.CAPath = opt.Env["SSL_CERT_DIR"]
-	}
-	c := route.New(s)
+	trust := route.Named(opt.Storage["cacert"], opt.Storage["capath"], opt.Env)
+	c := route.New(route.Settings{Env: opt.Env, Trust: trust, Insecure: insecure, Dial: 10 * time.Second})
 	c.TLSHandshakeTimeout = 15 * time.Second
 	c.MaxIdleConnsPerHost = 1024
 	c.MaxResponseHeaderBytes = 256 << 10

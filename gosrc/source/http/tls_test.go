@@ -97,6 +97,8 @@ func TestTLS(t *testing.T) {
 		{"capath", c.good, source.Options{Storage: map[string]string{"capath": c.capath}}, true},
 		{"SSL_CERT_FILE", c.good, source.Options{Env: map[string]string{"SSL_CERT_FILE": c.ca}}, true},
 		{"REQUESTS_CA_BUNDLE", c.good, source.Options{Env: map[string]string{"REQUESTS_CA_BUNDLE": c.capath}}, true},
+		{"AWS_CA_BUNDLE", c.good, source.Options{Env: map[string]string{"AWS_CA_BUNDLE": c.ca}}, true},
+		{"one of several", c.good, source.Options{Env: map[string]string{"SSL_CERT_FILE": c.unknown, "CURL_CA_BUNDLE": c.ca}}, true},
 		{"system", c.good, source.Options{}, false},
 		{"expired", c.expired, source.Options{Storage: map[string]string{"cacert": c.ca}}, false},
 		{"other host", c.other, source.Options{Storage: map[string]string{"cacert": c.ca}}, false},

@@ -3,10 +3,8 @@ package redis
 // This file connects to Redis servers, and classifies their errors.
 
 import (
-	"cmp"
 	"context"
 	"crypto/tls"
-	"crypto/x509"
 	"errors"
 	"io"
 	"net"
@@ -21,9 +19,9 @@ import (
 	"github.com/redis/go-redis/v9/maintnotifications"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/retry"
+	"github.com/overwire/overwire/gosrc/source/route"
 )
 
 // options are the storage options of redis:// and rediss://.
@@ -121,16 +119,8 @@ func connect(n name, opt source.Options) (*server, error) {
 	if n.scheme == "rediss" {
 		host, _, _ := net.SplitHostPort(n.host)
 		s.opt.TLSConfig = &tls.Config{ServerName: host, MinVersion: tls.VersionTLS12}
-		file := cmp.Or(opt.Storage["cacert"], opt.Env["SSL_CERT_FILE"])
-		if file != "" {
-			pem, err := regular.Read(file, regular.MaxSetting)
-			if err != nil {
-				return nil, errs.In("open", file, err)
-			}
-			s.opt.TLSConfig.RootCAs = x509.NewCertPool()
-			if !s.opt.TLSConfig.RootCAs.AppendCertsFromPEM(pem) {
-				return nil, errs.New(errs.ErrArgument, "no certificate in %s", file)
-			}
+		if s.opt.TLSConfig.RootCAs, err = route.Named(opt.Storage["cacert"], "", opt.Env).Roots(); err != nil {
+			return nil, err
 		}
 	}
 	return s, nil

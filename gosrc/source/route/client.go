@@ -26,11 +26,41 @@ import (
 type Settings struct {
 	// Env is the caller's environment, which names proxies.
 	Env map[string]string
-	// CAFile and CAPath name the authorities to trust: a file, a list of folders.
-	// Both "": the system's.
-	CAFile, CAPath string
-	Insecure       bool          // certificates are not checked
-	Dial           time.Duration // bounds the wait for a connection
+	// Trust has the authorities of servers. Its zero value: those of the system.
+	Trust    Trust
+	Insecure bool          // certificates are not checked
+	Dial     time.Duration // bounds the wait for a connection
+}
+
+// Trust names authorities: those of Files (REQUESTS_CA_BUNDLE may be a folder), and of all
+// files in Folders, a list with colons.
+type Trust struct {
+	Files   []string
+	Folders string
+}
+
+// TrustOf are all authorities that the environment names, for whatever program its
+// variables are meant first.
+func TrustOf(env map[string]string) Trust {
+	t := Trust{Folders: env["SSL_CERT_DIR"]}
+	for _, name := range []string{"SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "AWS_CA_BUNDLE"} {
+		if file := env[name]; file != "" && !slices.Contains(t.Files, file) {
+			t.Files = append(t.Files, file)
+		}
+	}
+	return t
+}
+
+// Named are the authorities that a caller names; where it names none, those of the
+// environment.
+func Named(file, folders string, env map[string]string) Trust {
+	switch {
+	case file != "":
+		return Trust{[]string{file}, folders}
+	case folders != "":
+		return Trust{nil, folders}
+	}
+	return TrustOf(env)
 }
 
 // A Client makes connections: HTTP/1.1 only, one request a connection at a time,
@@ -44,7 +74,7 @@ type Client struct {
 // New makes a client.
 func New(s Settings) *Client {
 	secure := &tls.Config{MinVersion: tls.VersionTLS12, InsecureSkipVerify: s.Insecure}
-	roots, err := authorities(s.CAFile, s.CAPath)
+	roots, err := s.Trust.Roots()
 	if secure.RootCAs = roots; err != nil {
 		secure.RootCAs = x509.NewCertPool() // a proxy may not choose the certificate either
 	}
@@ -66,7 +96,7 @@ func (c *Client) RoundTrip(r *http.Request) (*http.Response, error) {
 	resp, err := c.Transport.RoundTrip(r)
 	var cert *tls.CertificateVerificationError
 	if errors.As(err, &cert) {
-		return nil, errs.New(errs.ErrPermission, "the server's certificate is not trusted: %v", cert.Err)
+		return nil, errs.New(errs.ErrPermission, "the server's certificate is not trusted: %v; the option cacert, or SSL_CERT_FILE, names the file of an authority", cert.Err)
 	}
 	return resp, err
 }
@@ -110,19 +140,22 @@ func proxies(env map[string]string) func(*http.Request) (*url.URL, error) {
 	}
 }
 
-// authorities are read from a file, or from the files of folders; nil, the
-// system's, where neither is named.
-func authorities(file, dir string) (*x509.CertPool, error) {
-	if file == "" && dir == "" {
+// Roots reads the authorities; nil, the system's, where none is named.
+func (t Trust) Roots() (*x509.CertPool, error) {
+	if len(t.Files) == 0 && t.Folders == "" {
 		return nil, nil
 	}
+	folders := filepath.SplitList(t.Folders)
 	var files []string
-	if st, err := os.Stat(file); err == nil && st.IsDir() { // REQUESTS_CA_BUNDLE may be one
-		dir = strings.Trim(dir+":"+file, ":")
-	} else if file != "" {
-		files = append(files, file)
+	for _, f := range t.Files {
+		if st, err := os.Stat(f); err == nil && st.IsDir() {
+			folders = append(folders, f)
+		} else {
+			files = append(files, f)
+		}
 	}
-	for _, d := range filepath.SplitList(dir) {
+	named := len(files) // must be there; what a folder has may be no certificate
+	for _, d := range folders {
 		entries, err := os.ReadDir(d)
 		if err != nil {
 			return nil, unread(d, err)
@@ -134,16 +167,15 @@ func authorities(file, dir string) (*x509.CertPool, error) {
 		}
 	}
 	pool, found := x509.NewCertPool(), false
-	for _, f := range files {
+	for i, f := range files {
 		b, err := regular.Read(f, regular.MaxSetting)
-		if err != nil && f == file {
+		if err != nil && i < named {
 			return nil, unread(f, err)
 		}
 		found = err == nil && pool.AppendCertsFromPEM(b) || found
 	}
 	if !found {
-		named := slices.DeleteFunc([]string{file, dir}, func(s string) bool { return s == "" })
-		return nil, errs.New(errs.ErrArgument, "no certificate in %s", strings.Join(named, ", "))
+		return nil, errs.New(errs.ErrArgument, "no certificate in %s", strings.Join(slices.Concat(t.Files, filepath.SplitList(t.Folders)), ", "))
 	}
 	return pool, nil
 }

@@ -116,7 +116,7 @@ func TestAuthorities(t *testing.T) {
 		file, path string
 		class      error
 	}{{"", "", nil}, {"/none.pem", "", errs.ErrNotFound}, {"", "/none", errs.ErrNotFound}, {empty, "", errs.ErrArgument}, {dir, "", errs.ErrArgument}, {"", dir, errs.ErrArgument}} {
-		_, err := authorities(c.file, c.path)
+		_, err := Named(c.file, c.path, nil).Roots()
 		if !errors.Is(err, c.class) || c.class == nil && err != nil || err != nil && !strings.Contains(err.Error(), max(c.file, c.path)) {
 			t.Errorf("%q %q: %v", c.file, c.path, err)
 		}

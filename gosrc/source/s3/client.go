@@ -116,7 +116,7 @@ func newClient(ctx context.Context, opt source.Options) (*client, error) {
 // bucket's own region is signed anew; see call.
 func (s *settings) transport() *route.Client {
 	limit := min(s.retry.Timeout, 15*time.Second)
-	c := route.New(route.Settings{Env: s.opt.Env, CAFile: s.cacert, CAPath: s.cacerts, Dial: limit})
+	c := route.New(route.Settings{Env: s.opt.Env, Trust: s.trust, Dial: limit})
 	c.TLSHandshakeTimeout = limit
 	c.ResponseHeaderTimeout = s.retry.Timeout
 	c.ExpectContinueTimeout = time.Second

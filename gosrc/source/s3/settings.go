@@ -20,6 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/retry"
+	"github.com/overwire/overwire/gosrc/source/route"
 )
 
 // names are the storage options of s3://.
@@ -39,8 +40,7 @@ type settings struct {
 	anon      bool
 	fips      bool
 	dual      bool
-	cacert    string
-	cacerts   string // a folder of them
+	trust     route.Trust
 	retry     retry.Options
 	sse       sse
 }
@@ -72,11 +72,7 @@ func resolve(ctx context.Context, opt source.Options) (*settings, error) {
 	}
 	s.fips = strings.EqualFold(s.env("AWS_USE_FIPS_ENDPOINT"), "true")
 	s.dual = strings.EqualFold(s.env("AWS_USE_DUALSTACK_ENDPOINT"), "true")
-	s.cacert = cmp.Or(opt.Storage["cacert"], s.env("AWS_CA_BUNDLE"), s.profile.CustomCABundle, s.env("REQUESTS_CA_BUNDLE"),
-		s.env("CURL_CA_BUNDLE"), s.env("SSL_CERT_FILE"))
-	if s.cacert == "" {
-		s.cacerts = s.env("SSL_CERT_DIR")
-	}
+	s.trust = route.Named(cmp.Or(opt.Storage["cacert"], s.profile.CustomCABundle), "", opt.Env)
 	if s.endpoint, err = s.endpointFor(ctx, "S3", opt.Storage["endpoint_url"]); err != nil {
 		return nil, err
 	}
