@@ -11,6 +11,12 @@
  *   ow_snappy_decode       4  0
  *   ow_cascaded_decode     4  0
  *   ow_x16_encode          1  transform; afterwards | tiles per segment << 16
+ *   ow_hash_sums           1  bytes of the tail
+ *
+ * ow_hash_sums takes blocks of any number of warps, and writes to dst 64 bytes of sums
+ * (hash.cuh) for each whole KiB of the source, and behind them the `arg` bytes that end
+ * with the source, whose first ones may lie before src. src is a multiple of 8; dst may be
+ * mapped memory of the host. It sets neither written nor status.
  *
  * Large chunks want more than four warps: ow_x16_encode takes blocks of up to
  * OW_BATCH_MOST threads (ow_x16_threads says how many are best).

@@ -1,5 +1,6 @@
 // The batch kernels of abi_batch.h.
 #include "cascaded_decode.cuh"
+#include "hash.cuh"
 #include "lz4_decode.cuh"
 #include "snappy_decode.cuh"
 #include "x16_encode.cuh"
@@ -57,4 +58,9 @@ extern "C" __global__ void __launch_bounds__(OW_BATCH_MOST, 2) ow_x16_encode(ow_
         case OW_NIBBLES: return encode<OW_NIBBLES>(item, at);
         case OW_BYTES: return encode<OW_BYTES>(item, at);
     }
+}
+
+// A block an item, of any number of warps.
+extern "C" __global__ void __launch_bounds__(OW_BATCH_MOST) ow_hash_sums(ow_batch_item* items, uint32_t n) {
+    if (blockIdx.x < n) ow::hash_sums(items + blockIdx.x, ow::warp_of_block(), blockDim.x / 32);
 }

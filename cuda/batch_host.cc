@@ -1,5 +1,6 @@
 // The host twins of batch.cu, run by the warp of warp_host.h.
 #include "cascaded_decode.cuh"
+#include "hash.cuh"
 #include "lz4_decode.cuh"
 #include "snappy_decode.cuh"
 #include "x16_encode.cuh"
@@ -59,5 +60,12 @@ extern "C" void ow_x16_encode_host(ow_batch_item* items, uint32_t n) {
             case OW_NIBBLES: encode<OW_NIBBLES>(p, i & 1); break;
             case OW_BYTES: encode<OW_BYTES>(p, i & 1); break;
         }
+    }
+}
+
+extern "C" void ow_hash_sums_host(ow_batch_item* items, uint32_t n) {
+    constexpr uint32_t warps = 3;
+    for (uint32_t i = 0; i < n * warps; i++) {
+        ow::run_warp([&] { ow::hash_sums(items + i / warps, i % warps, warps); }, i & 1);
     }
 }

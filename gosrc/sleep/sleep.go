@@ -109,7 +109,7 @@ func (s *sleeper) run(ctx context.Context, in []Tensor) (m *load.Model, err erro
 		h := newHost(s.Threads)
 		s.way, s.samples = h, h.sample
 	} else {
-		p, err := gpu.NewPacker()
+		p, err := gpu.NewPacker(false)
 		if err != nil {
 			return nil, err
 		}

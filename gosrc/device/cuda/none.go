@@ -56,7 +56,7 @@ type gpu interface {
 	Prepare()
 	Current(fn func() error) error
 	NewEvent() (*Event, error)
-	NewPacker() (*Packer, error)
+	NewPacker(sums bool) (*Packer, error)
 	Decode(on Order, format uint32, streams []Stream) (*Batch, error)
 	Peek(on Order, kind Kind, format uint32, streams []Stream) ([]Peeked, error)
 	Encode(on Order, streams []Stream, scratch uint64) (*Batch, error)
@@ -108,9 +108,11 @@ type batch interface {
 }
 
 type packer interface {
+	Device() *Device
 	Slots() int
 	Slot() int64
 	Bytes() int64
+	Sum(slot int, all []Packed) error
 	Encode(slot int, all []Packed) error
 	Fetch(slot int, all []Packed) error
 	Wait(slot int) error

@@ -12,11 +12,14 @@ import (
 	"errors"
 	"unsafe"
 
+	"github.com/overwire/overwire/gosrc/codec/blocksum"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
 )
 
 const (
 	packRows = 1024 // ranges of a slot
+	tailRoom = (blocksum.MaxTail + 15) &^ 15
 	itemSize = int(unsafe.Sizeof(C.ow_batch_item{}))
 	// A chunk of 1 MiB has eight segments, a warp each: blocks of twice the threads of
 	// a large batch, since few blocks run at once and the time of each counts.
@@ -35,19 +38,25 @@ type Packer struct {
 	d      *Device
 	slab   *slab
 	slot   int64
-	kernel C.owcu_handle
+	pinned int64 // bytes of a slot in the slab's pinned memory: its items, and its sums
+	encode C.owcu_handle
+	hash   C.owcu_handle
 }
 
-// NewPacker makes a Packer, to be closed. It takes less device memory, down to an
-// eighth, where there is little.
-func (d *Device) NewPacker() (*Packer, error) {
+// NewPacker makes a Packer, to be closed, which can also make sums where that is asked
+// for. It takes less device memory, down to an eighth, where there is little.
+func (d *Device) NewPacker(sums bool) (*Packer, error) {
 	kernels, err := d.batchKernels()
 	if err != nil {
 		return nil, err
 	}
-	p := &Packer{d: d, slot: packSlot, kernel: kernels[batchEncode]}
+	p := &Packer{d: d, slot: packSlot, pinned: int64(packRows * itemSize), encode: kernels[batchEncode]}
+	if sums {
+		p.hash = kernels[batchHash]
+		p.pinned = sizes.RoundUp(2*p.pinned+p.slot/blocksum.Block*blocksum.Sum+packRows*tailRoom, 4096)
+	}
 	for n := C.OWCU_PACK_SLOTS; ; n /= 2 {
-		p.slab, err = d.newSlab(int64(n*packRows*itemSize), int64(n)*p.slot, n+C.OWCU_PACK_COPIERS, n, n, "encoding")
+		p.slab, err = d.newSlab(int64(n)*p.pinned, int64(n)*p.slot, n+C.OWCU_PACK_COPIERS, n, n, "encoding")
 		if !errors.Is(err, errs.ErrMemory) || n/2 < leastSlots {
 			return p, err
 		}
@@ -56,6 +65,9 @@ func (d *Device) NewPacker() (*Packer, error) {
 
 // Close waits for the packer's own work and frees it.
 func (p *Packer) Close() { _ = p.d.freeSlab(p.slab) } // the reaper frees what the driver refuses
+
+// Device is the GPU.
+func (p *Packer) Device() *Device { return p.d }
 
 // Slots is how many slots there are.
 func (p *Packer) Slots() int { return int(p.slab.c.nevents) }
@@ -70,7 +82,7 @@ func (p *Packer) Bytes() int64 { return int64(p.Slots()) * p.slot }
 // transform, one that is not aligned to 16 and one that gains too little stay as they
 // are.
 func (p *Packer) Encode(slot int, all []Packed) error {
-	base := slot * packRows * itemSize
+	base := slot * int(p.pinned)
 	items := unsafe.Slice((*C.ow_batch_item)(unsafe.Add(p.slab.pages.p, base)), packRows)[:0:packRows]
 	var rows []int
 	used := int64(0)
@@ -94,7 +106,7 @@ func (p *Packer) Encode(slot int, all []Packed) error {
 		return nil
 	}
 	err := p.d.call(func(e *C.struct_owcu_error) C.int {
-		return C.owcu_pack_encode(p.d.ctx, &p.slab.c, C.int(slot), p.kernel, p.slab.c.mapped+C.owcu_ptr(base), C.uint32_t(len(rows)), packThreads, e)
+		return C.owcu_pack_encode(p.d.ctx, &p.slab.c, C.int(slot), p.encode, p.slab.c.mapped+C.owcu_ptr(base), C.uint32_t(len(rows)), packThreads, e)
 	})
 	if err == nil {
 		err = p.Wait(slot)
@@ -113,6 +125,28 @@ func (p *Packer) Encode(slot int, all []Packed) error {
 		}
 	}
 	return nil
+}
+
+// Sum queues the sums of ranges, which are multiples of 8 aligned to it, for Sums, once
+// Wait has returned. Encode may follow at once. The Packer was made with sums.
+func (p *Packer) Sum(slot int, all []Packed) error {
+	base := slot*int(p.pinned) + packRows*itemSize
+	items := unsafe.Slice((*C.ow_batch_item)(unsafe.Add(p.slab.pages.p, base)), packRows)[:0:packRows]
+	at, end := base+packRows*itemSize, (slot+1)*int(p.pinned)
+	for i := range all {
+		r := &all[i]
+		n := int(r.N/blocksum.Block*blocksum.Sum) + r.Tail
+		if len(items) == packRows || at+n > end || r.Src%8 != 0 {
+			return errs.New(errs.ErrArgument, "the sums of %d ranges in a slot of %d bytes", len(all), p.slot)
+		}
+		items = append(items, C.ow_batch_item{src: C.uint64_t(r.Src), src_len: C.uint64_t(r.N), dst: C.uint64_t(p.slab.c.mapped) + C.uint64_t(at),
+			dst_cap: C.uint64_t(n), arg: C.uint32_t(r.Tail)})
+		r.sums = unsafe.Slice((*byte)(unsafe.Add(p.slab.pages.p, at)), n)
+		at += (n + 15) &^ 15
+	}
+	return p.d.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_pack_encode(p.d.ctx, &p.slab.c, C.int(slot), p.hash, p.slab.c.mapped+C.owcu_ptr(base), C.uint32_t(len(items)), packThreads, e)
+	})
 }
 
 // Fetch queues the copies of encoded ranges to their places, in pinned memory.

@@ -70,6 +70,7 @@ type Packed struct {
 	Src       uint64
 	N         int64          // bytes; encoded, at most Packer.Slot
 	Transform uint8          // of X16; 0: not encoded
+	Tail      int            // for Sum: bytes that end with the range; the first may lie before Src
 	To        unsafe.Pointer // pinned, for Fetch
 
 	// Set by Encode: the bytes that Fetch copies, and X16's tiles of a segment, 0 if
@@ -77,6 +78,14 @@ type Packed struct {
 	Stored int64
 	Tiles  uint16
 	at     uint64
+	sums   []byte
+}
+
+// Sums are those of the blocks of a range, for package blocksum, and the bytes of its
+// tail: valid until the slot's next use.
+func (r *Packed) Sums() (sums, tail []byte) {
+	n := len(r.sums) - r.Tail
+	return r.sums[:n], r.sums[n:]
 }
 
 // A DeltaChunk is a chunk of a tensor in device memory: Bytes at Now, and for the

@@ -52,6 +52,7 @@ var mayImport = map[string][]string{
 	"source/open":          {"source/...", "errs", "knob", "internal/..."},
 	"source/sourcetest":    {"source/...", "errs", "internal/..."},
 	"codec":                {"codec/...", "tensor", "errs", "knob", "internal/..."},
+	"codec/blocksum":       {},
 	"codec/digest":         {"errs", "internal/..."},
 	"codec/delta":          {"errs"},
 	"codec/planes":         {"tensor", "errs", "internal/..."},
@@ -59,7 +60,7 @@ var mayImport = map[string][]string{
 	"codec/codectest":      {"codec/...", "tensor", "errs", "knob", "internal/..."},
 	"device":               {"tensor", "errs", "internal/..."},
 	"device/cpu":           {"device", "codec", "tensor", "errs", "knob", "internal/..."},
-	"device/cuda":          {"device", "device/cuda/cudatest", "codec/x16", "codec/digest", "tensor", "errs", "knob", "internal/..."},
+	"device/cuda":          {"device", "device/cuda/cudatest", "codec/x16", "codec/blocksum", "codec/digest", "tensor", "errs", "knob", "internal/..."},
 	"device/cuda/cudatest": {},
 	"device/gds":           {"errs", "internal/..."},
 	"device/pinned":        {"device/cuda", "errs", "internal/..."},
@@ -90,7 +91,7 @@ var mayImport = map[string][]string{
 	"companions":   {"source", "errs", "internal/..."},
 	"save/stored":  {"codec", "source", "tensor", "errs", "internal/..."},
 	"save/folders": {"source", "source/open", "errs", "internal/..."},
-	"save": {"save/folders", "save/original", "save/stored", "companions", "format/...", "tensorizer", "codec/...", "source", "source/open", "job", "knob", "tensor", "errs",
+	"save": {"save/folders", "save/original", "save/stored", "companions", "format/...", "tensorizer", "codec/...", "device/...", "source", "source/open", "job", "knob", "tensor", "errs",
 		"internal/..."},
 	"delta": {"save", "codec", "codec/delta", "codec/digest", "format", "format/overwire", "format/safetensors", "source", "source/memory", "source/open", "device", "device/cuda",
 		"job", "tensor", "errs", "internal/..."},
@@ -132,7 +133,7 @@ var mayImport = map[string][]string{
 // modules lists the packages that may import a foreign module; "" is every package.
 var modules = map[string][]string{
 	"golang.org/x/sys":                        {""},
-	"github.com/zeebo/xxh3":                   {"codec", "save", "sleep", "format", "load", "source/cache"},
+	"github.com/zeebo/xxh3":                   {"codec", "codec/blocksum", "device/cuda", "save", "sleep", "format", "load", "source/cache"},
 	"github.com/dustin/go-humanize":           {"cli", "rig"},
 	"github.com/pierrec/lz4/v4":               {"nvcomp/lz4", "rig"}, // rig: a codec beside its library
 	"github.com/klauspost/compress":           {"nvcomp/snappy", "nvcomp/zstd", "nvcomp/deflate", "codec/planes", "rig"},

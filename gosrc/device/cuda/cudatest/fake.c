@@ -377,7 +377,7 @@ static const char *const kernel_names[] = {"ow_x16_bf16", "ow_x16_fp16",    "ow_
                                            "ow_x16_int8", "ow_x16_nibbles", "ow_x16_bytes", "ow_move_kernel", "ow_cast_kernel", "ow_crc",
                                            "ow_stream_open", "ow_stream_close", "ow_stream_peek", "ow_stream_x16",
                                            "ow_stream_cut",  "ow_stream_sum", "ow_stream_join",
-                                           "ow_lz4_decode",  "ow_snappy_decode", "ow_cascaded_decode", "ow_x16_encode",
+                                           "ow_lz4_decode",  "ow_snappy_decode", "ow_cascaded_decode", "ow_x16_encode", "ow_hash_sums",
                                            "ow_digest", "ow_delta_apply", "ow_delta_measure", "ow_delta_write"};
 
 static int f_module_load(owcu_handle *m, const void *image)
@@ -431,7 +431,7 @@ static int f_launch(owcu_handle f, unsigned gx, unsigned gy, unsigned gz, unsign
 		memcpy(&o.b, args[0], 8);
 		memcpy(&n, args[1], 4);
 		o.n = n;
-		if (n == 0 || gx != ow_batch_blocks(kernel == K_ENCODE ? 1 : OW_BATCH_WARPS, n) || gy != 1 || gz != 1 || (bx != OW_BATCH_THREADS && kernel != K_ENCODE) || bx % 32 || bx > OW_BATCH_MOST || by != 1 || bz != 1 || shared != 0) {
+		if (n == 0 || gx != ow_batch_blocks(kernel >= K_ENCODE ? 1 : OW_BATCH_WARPS, n) || gy != 1 || gz != 1 || (bx != OW_BATCH_THREADS && kernel < K_ENCODE) || bx % 32 || bx > OW_BATCH_MOST || by != 1 || bz != 1 || shared != 0) {
 			broke("a launch of the wrong shape");
 			return end(INVALID);
 		}

@@ -31,11 +31,12 @@ void ow_stream_sum_host(const ow_stream_head *head, ow_batch_item *rows, uint32_
 void ow_stream_join_host(const ow_stream_head *head, const ow_batch_item *rows, uint32_t n, uint32_t *status);
 void ow_cascaded_decode_host(ow_batch_item *items, uint32_t n);
 void ow_x16_encode_host(ow_batch_item *items, uint32_t n);
+void ow_hash_sums_host(ow_batch_item *items, uint32_t n);
 void ow_lz4_decode_host(ow_batch_item *items, uint32_t n);
 void ow_snappy_decode_host(ow_batch_item *items, uint32_t n);
 
 // Places in kernel_names.
-enum { K_CRC = 10, K_OPEN, K_CLOSE, K_PEEK, K_X16, K_CUT, K_SUM, K_JOIN, K_LZ4, K_SNAPPY, K_CASCADED, K_ENCODE, K_DIGEST, K_DELTA_APPLY, K_DELTA_MEASURE, K_DELTA_WRITE, K_ITEMS = K_LZ4, K_RESIDENT = K_DIGEST };
+enum { K_CRC = 10, K_OPEN, K_CLOSE, K_PEEK, K_X16, K_CUT, K_SUM, K_JOIN, K_LZ4, K_SNAPPY, K_CASCADED, K_ENCODE, K_HASH, K_DIGEST, K_DELTA_APPLY, K_DELTA_MEASURE, K_DELTA_WRITE, K_ITEMS = K_LZ4, K_RESIDENT = K_DIGEST };
 
 enum { UNSUPPORTED = 900, IMPLICIT = 906, RELAXED = 2 }; // of stream capture
 enum { GUARD = 4096, ALIGN = 512, OOM = 2, INVALID = 1, NOT_INITIALIZED = 3, INVALID_CONTEXT = 201, INVALID_HANDLE = 400 };
@@ -294,11 +295,11 @@ static void items_now(const struct op *o)
 	}
 	for (size_t i = 0; i < o->n; i++)
 		if (items[i].src_len && (covers((void *)(uintptr_t)items[i].src, items[i].src_len) != 1 ||
-		                         (items[i].dst_cap && covers((void *)(uintptr_t)items[i].dst, items[i].dst_cap) != 1))) {
+		                         (items[i].dst_cap && covers((void *)(uintptr_t)items[i].dst, items[i].dst_cap) != 1 + (o->kernel == K_HASH)))) {
 			broke("an item outside device memory");
 			return;
 		}
-	static void (*const kernels[])(ow_batch_item *, uint32_t) = {ow_lz4_decode_host, ow_snappy_decode_host, ow_cascaded_decode_host, ow_x16_encode_host};
+	static void (*const kernels[])(ow_batch_item *, uint32_t) = {ow_lz4_decode_host, ow_snappy_decode_host, ow_cascaded_decode_host, ow_x16_encode_host, ow_hash_sums_host};
 	kernels[o->kernel - K_ITEMS](items, (uint32_t)o->n);
 }
 

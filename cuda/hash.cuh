@@ -1,0 +1,54 @@
+// Sums of the blocks of XXH3-128, whose definition is public
+// (github.com/Cyan4973/xxHash, doc/xxhash_spec.md): of each block of 1 KiB the sum of
+// what its stripes add to the eight accumulators. Blocks do not depend on one another;
+// what does, a scramble of the accumulators after each, is left to the host
+// (gosrc/codec/blocksum).
+#ifndef OVERWIRE_HASH_CUH
+#define OVERWIRE_HASH_CUH
+
+#include "abi_batch.h"
+#include "warp.cuh"
+
+namespace ow {
+
+constexpr u32 kHashBlock = 1024, kHashStripe = 64;
+
+OW_TABLE u64 kHashSecret[24] = {
+    0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072, 0x78e5c0cc4ee679cb, 0x2172ffcc7dd05a82,
+    0x8e2443f7744608b8, 0x4c263a81e69035e0, 0xcb00c391bb52283c, 0xa32e531b8b65d088, 0x4ef90da297486471, 0xd8acdea946ef1938,
+    0x3f349ce33f76faa8, 0x1d4f0bc7c7bbdcf9, 0x3159b4cd4be0518a, 0x647378d9c97e9fc8, 0xc3ebd33483acc5ea, 0xeb6313faffa081c5,
+    0x49daf0b751dd0d17, 0x9e68d429265516d3, 0xfca1477d58be162b, 0xce31d07ad1b8f88f, 0x280416958f3acb45, 0x7e404bbbcafbd7af,
+};
+
+// hash_sums makes a warp's share of an item's sums. Eight lanes make one block's.
+OW_DEV void hash_sums(const ow_batch_item* item, u32 warp, u32 warps) {
+    const ow_batch_item it = *item;
+    const u8* src = (const u8*)(uintptr_t)it.src;
+    u32 blocks = (u32)(it.src_len / kHashBlock), k = lane() % 8;
+    u64* sums = (u64*)(uintptr_t)it.dst;
+    OW_UNROLL(1)
+    for (u32 first = 4 * warp; first < blocks; first += 4 * warps) {
+        u32 block = first + lane() / 8;
+        u64 words = 0, sum = 0;
+        if (block < blocks) {
+            const u8* p = src + (u64)block * kHashBlock + 8 * k;
+            OW_UNROLL(16)
+            for (u32 s = 0; s < kHashBlock / kHashStripe; s++) {
+                u32x2 v = ldg64(p + kHashStripe * s);
+                u64 w = (u64)v.y << 32 | v.x, x = w ^ kHashSecret[s + k];
+                words += w;
+                sum += (x & 0xffffffff) * (x >> 32);
+            }
+        }
+        sum += shfl64(words, lane() ^ 1);
+        if (block < blocks) sums[8 * (u64)block + k] = sum;
+    }
+    u8* tail = (u8*)(sums + 8 * (u64)blocks);
+    const u8* from = src + it.src_len - it.arg;
+    OW_UNROLL(1)
+    for (u32 i = 32 * warp + lane(); i < it.arg; i += 32 * warps) tail[i] = ldg8(from + i);
+}
+
+}  // namespace ow
+
+#endif

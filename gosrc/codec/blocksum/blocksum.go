@@ -1,0 +1,129 @@
+// Package blocksum computes XXH3-128 from the sums of its blocks, which a GPU makes where
+// the bytes are (cuda/hash.cuh), and from the bytes of its tail.
+//
+// The hash is public: github.com/Cyan4973/xxHash, doc/xxhash_spec.md. Of each block of
+// 1 KiB, what its 16 stripes add to the eight accumulators is a sum of terms that depend
+// on nothing before them; only the scramble at the end of a block does.
+package blocksum
+
+import (
+	"encoding/binary"
+	"math/bits"
+
+	"github.com/zeebo/xxh3"
+)
+
+const (
+	// Block is the unit of a sum, and Sum the bytes of one.
+	Block, Sum = 1024, 64
+	// MaxTail is the most bytes of a tail.
+	MaxTail = Block + stripe
+
+	stripe = 64
+
+	prime32a, prime32b, prime32c           = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+	prime64a, prime64b, prime64c, prime64d = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63
+	prime64e, avalanche                    = 0x27D4EB2F165667C5, 0x165667919E3779F9
+)
+
+// secret is the hash's own, in words of eight bytes.
+var secret = [24]uint64{
+	0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072, 0x78e5c0cc4ee679cb, 0x2172ffcc7dd05a82,
+	0x8e2443f7744608b8, 0x4c263a81e69035e0, 0xcb00c391bb52283c, 0xa32e531b8b65d088, 0x4ef90da297486471, 0xd8acdea946ef1938,
+	0x3f349ce33f76faa8, 0x1d4f0bc7c7bbdcf9, 0x3159b4cd4be0518a, 0x647378d9c97e9fc8, 0xc3ebd33483acc5ea, 0xeb6313faffa081c5,
+	0x49daf0b751dd0d17, 0x9e68d429265516d3, 0xfca1477d58be162b, 0xce31d07ad1b8f88f, 0x280416958f3acb45, 0x7e404bbbcafbd7af,
+}
+
+// at is the word of the secret that begins at a byte.
+func at(i int) uint64 {
+	w, s := i/8, 8*(i%8)
+	if s == 0 {
+		return secret[w]
+	}
+	return secret[w]>>s | secret[w+1]<<(64-s)
+}
+
+// A State is the hash of bytes whose sums come in order. Not safe for concurrent use.
+type State struct {
+	acc    [8]uint64
+	total  uint64 // bytes in all
+	blocks int64  // sums that are still to come
+}
+
+// blocksOf is how many blocks are scrambled: all but the last, however long that is.
+func blocksOf(total int64) int64 { return max(0, total-1) / Block }
+
+// Tail is how many bytes at the end of `total` ones Finish needs.
+func Tail(total int64) int {
+	n := total - blocksOf(total)*Block
+	return int(min(total, n+stripe))
+}
+
+// New begins the hash of that number of bytes.
+func New(total int64) State {
+	return State{
+		acc:   [8]uint64{prime32c, prime64a, prime64b, prime64c, prime64d, prime32b, prime64e, prime32a},
+		total: uint64(total), blocks: blocksOf(total),
+	}
+}
+
+// Add adds the sums of whole blocks, as the kernel writes them. A sum of the last block is
+// ignored: Finish has its bytes.
+func (s *State) Add(sums []byte) {
+	n := min(s.blocks, int64(len(sums)/Sum))
+	s.blocks -= n
+	a, b, c, d, e, f, g, h := s.acc[0], s.acc[1], s.acc[2], s.acc[3], s.acc[4], s.acc[5], s.acc[6], s.acc[7]
+	for ; n > 0; n-- { // in registers: eight chains of which each waits for its multiplication
+		p := (*[Sum]byte)(sums)
+		a = scramble(a+binary.LittleEndian.Uint64(p[0:]), 0)
+		b = scramble(b+binary.LittleEndian.Uint64(p[8:]), 1)
+		c = scramble(c+binary.LittleEndian.Uint64(p[16:]), 2)
+		d = scramble(d+binary.LittleEndian.Uint64(p[24:]), 3)
+		e = scramble(e+binary.LittleEndian.Uint64(p[32:]), 4)
+		f = scramble(f+binary.LittleEndian.Uint64(p[40:]), 5)
+		g = scramble(g+binary.LittleEndian.Uint64(p[48:]), 6)
+		h = scramble(h+binary.LittleEndian.Uint64(p[56:]), 7)
+		sums = sums[Sum:]
+	}
+	s.acc = [8]uint64{a, b, c, d, e, f, g, h}
+}
+
+func scramble(x uint64, k int) uint64 { return (x ^ x>>47 ^ secret[16+k]) * prime32a }
+
+// Finish is the hash, given the tail; low and high are its halves. ok says that all sums
+// and the tail have come.
+func (s *State) Finish(tail []byte) (high, low uint64, ok bool) {
+	if s.blocks != 0 || len(tail) != Tail(int64(s.total)) {
+		return 0, 0, false
+	}
+	if uint64(len(tail)) == s.total { // also what is too short for accumulators
+		h := xxh3.Hash128(tail)
+		return h.Hi, h.Lo, true
+	}
+	acc := s.acc
+	last := tail[len(tail)-stripe:]
+	rest := tail[stripe:] // from the block's begin
+	for i := 0; i < (len(rest)-1)/stripe; i++ {
+		add(&acc, rest[i*stripe:], 8*i)
+	}
+	add(&acc, last, 8*len(secret)-stripe-7)
+	return merge(&acc, 8*len(secret)-stripe-11, ^(s.total * prime64b)), merge(&acc, 11, s.total*prime64a), true
+}
+
+func add(acc *[8]uint64, p []byte, key int) {
+	for k := range acc {
+		v := binary.LittleEndian.Uint64(p[8*k:])
+		x := v ^ at(key+8*k)
+		acc[k^1] += v
+		acc[k] += (x & 0xffffffff) * (x >> 32)
+	}
+}
+
+func merge(acc *[8]uint64, key int, h uint64) uint64 {
+	for k := 0; k < len(acc); k += 2 {
+		high, low := bits.Mul64(acc[k]^at(key+8*k), acc[k+1]^at(key+8*k+8))
+		h += high ^ low
+	}
+	h = (h ^ h>>37) * avalanche
+	return h ^ h>>32
+}

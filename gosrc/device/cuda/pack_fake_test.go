@@ -1,0 +1,70 @@
+//go:build cgo && owfake
+
+package cuda
+
+import (
+	"bytes"
+	"testing"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec/blocksum"
+	"github.com/zeebo/xxh3"
+)
+
+// The kernel's sums and tails give the hash of any tensor, whose bytes are encoded
+// meanwhile, in chunks whose last one may be shorter than a stripe.
+func TestSumFake(t *testing.T) {
+	end := Fake(64 << 20)
+	d, err := Open(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := random(t)
+	p, err := d.NewPacker(true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const chunk = 8192
+	for _, n := range []int{8, 240, 241, 1000, 1024, 1025, 8191, 8192, 8200, 8192 + 63, 3 * chunk, 50_000 + r.IntN(1000)} {
+		mem, err := d.Alloc([]int64{int64(n)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		data := mem[0].Slice()
+		copy(data, random8(r, n))
+		var rows []Packed
+		for off := 0; off < n; off += chunk {
+			one := Packed{Src: uint64(uintptr(unsafe.Pointer(&data[off]))), N: int64(min(chunk, n-off)), Transform: 1}
+			if off+chunk >= n {
+				one.Tail = blocksum.Tail(int64(n))
+			}
+			rows = append(rows, one)
+		}
+		slot := r.IntN(p.Slots())
+		if err := p.Sum(slot, rows); err != nil {
+			t.Fatal(err)
+		}
+		if err := p.Encode(slot, rows); err != nil {
+			t.Fatal(err)
+		}
+		if err := p.Wait(slot); err != nil {
+			t.Fatal(err)
+		}
+		s := blocksum.New(int64(n))
+		var tail []byte
+		for i := range rows {
+			var sums []byte
+			sums, tail = rows[i].Sums()
+			s.Add(sums)
+		}
+		want := xxh3.Hash128(data)
+		if high, low, ok := s.Finish(tail); !ok || high != want.Hi || low != want.Lo || !bytes.Equal(tail, data[n-len(tail):]) {
+			t.Errorf("%d bytes: %x %x (%v), want %x %x", n, high, low, ok, want.Hi, want.Lo)
+		}
+		mem[0].Release()
+	}
+	p.Close()
+	if left := end(); left != "" {
+		t.Errorf("left behind: %s", left)
+	}
+}
