@@ -36,6 +36,8 @@ const (
 	sampleRuns  = 16
 	sampleBytes = 16 << 10 // of one run; a multiple of every element size and of a tile
 	wholeSample = sampleRuns * sampleBytes
+
+	glanceBytes = 512 // of one piece of a glance; less than minAlias
 )
 
 // classify decides for every item whether it is stored compressed, plain or as an
@@ -158,14 +160,22 @@ func (t *item) try(ctx context.Context, e *codec.Encoder, transform uint8, chunk
 // sample returns evenly spread runs of a tensor that is larger than a sample.
 func (t *item) sample(ctx context.Context) ([]byte, error) {
 	out := make([]byte, wholeSample)
-	for i := range int64(sampleRuns) {
-		off := (t.bytes - sampleBytes) / (sampleRuns - 1) * i
-		off -= off % 256 // whole elements of any size
+	for i, off := range samples(t.bytes) {
 		if err := t.fill(ctx, out[i*sampleBytes:(i+1)*sampleBytes], off); err != nil {
 			return nil, err
 		}
 	}
 	return out, nil
+}
+
+// samples are where the runs of a sample begin.
+func samples(bytes int64) []int64 {
+	out := make([]int64, sampleRuns)
+	for i := range out {
+		off := (bytes - sampleBytes) / (sampleRuns - 1) * int64(i)
+		out[i] = off - off%256 // whole elements of any size
+	}
+	return out
 }
 
 // sameKey groups tensors that may be equal. From one step to the next, mark is the
@@ -268,8 +278,8 @@ func (t *item) glance(ctx context.Context) ([16]byte, error) {
 		return t.known.Hash, nil
 	}
 	var h xxh3.Hasher
-	var buf [512]byte
-	for _, off := range []int64{0, t.bytes / 2, t.bytes - int64(len(buf))} {
+	var buf [glanceBytes]byte
+	for _, off := range glances(t.bytes) {
 		got, err := t.body.bytes(ctx, buf[:min(int64(len(buf)), t.bytes-off)], off)
 		if err != nil {
 			return [16]byte{}, err
@@ -278,6 +288,9 @@ func (t *item) glance(ctx context.Context) ([16]byte, error) {
 	}
 	return sum128(&h), nil
 }
+
+// glances are where the pieces begin.
+func glances(bytes int64) []int64 { return []int64{0, bytes / 2, bytes - glanceBytes} }
 
 // hashAll is XXH3-128 of the logical bytes, computed once for each tensor.
 func (t *item) hashAll(ctx context.Context) ([16]byte, error) {
@@ -358,10 +371,14 @@ func equal(ctx context.Context, a, b *item) (bool, error) {
 
 // sum128 has the byte order of docs/format.md: the high half first, each half
 // little-endian.
-func sum128(h *xxh3.Hasher) (out [16]byte) {
+func sum128(h *xxh3.Hasher) [16]byte {
 	s := h.Sum128()
-	binary.LittleEndian.PutUint64(out[:], s.Hi)
-	binary.LittleEndian.PutUint64(out[8:], s.Lo)
+	return hashOf(s.Hi, s.Lo)
+}
+
+func hashOf(high, low uint64) (out [16]byte) {
+	binary.LittleEndian.PutUint64(out[:], high)
+	binary.LittleEndian.PutUint64(out[8:], low)
 	return out
 }
 

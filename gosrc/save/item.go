@@ -8,6 +8,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/codec/blocksum"
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
@@ -30,11 +31,17 @@ func (m memory) bytes(_ context.Context, buf []byte, off int64) ([]byte, error) 
 }
 
 // away is a body in memory outside the host.
-type away Away
+type away struct {
+	*Away
+	ahead map[piece][]byte // what was read before it was asked for
+}
 
 func (a *away) bytes(ctx context.Context, buf []byte, off int64) ([]byte, error) {
 	if len(buf) == 0 {
 		return buf, nil
+	}
+	if b := a.ahead[piece{off, int64(len(buf))}]; b != nil {
+		return b, nil
 	}
 	if err := errs.Cause(ctx); err != nil {
 		return nil, err
@@ -64,6 +71,7 @@ type item struct {
 	shape []int64
 	bytes int64
 	body  body
+	gpu   *gpu // encodes it; nil: the host does
 
 	// Convert: the tensor of an overwire source, else nil, and how it is coded
 	// there (0: not).
@@ -82,6 +90,7 @@ type item struct {
 	// Set while it is written.
 	hash   [16]byte
 	hashed bool // hash is known before the tensor is written
+	sums   blocksum.State
 	digest digest.State
 }
 

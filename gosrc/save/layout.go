@@ -168,6 +168,10 @@ func (f *fileWriter) cut(t *item, g tensor.Grid, first int) {
 	}
 	for k := range g.Chunks() {
 		p, lo, hi := g.Chunk(k)
+		if t.gpu != nil {
+			f.packChunk(row{t: t, off: lo, n: int32(hi - lo), chunk: first + int(k), begins: k == 0, ends: k == g.Chunks()-1})
+			continue
+		}
 		f.tasks = append(f.tasks, task{t: t, part: int32(p), n: int32(hi - lo), off: lo, chunk: first + int(k),
 			begins: k == 0, ends: k == g.Chunks()-1})
 	}

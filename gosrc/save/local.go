@@ -19,11 +19,11 @@ import (
 // files is the destination of a save to local files.
 type files struct {
 	*writer
-	like    string // the file whose mode new ones get
-	targets []*atomicfile.Target
+	like    string               // the file whose mode new ones get
+	targets []*atomicfile.Target // by part; nil: not created
 }
 
-func (f *files) create(ctx context.Context, p *part) (draft, error) {
+func (f *files) create(ctx context.Context, i int, p *part) (draft, error) {
 	like := f.like
 	if st, err := os.Lstat(p.like); err == nil && st.Mode().IsRegular() {
 		like = p.like
@@ -33,7 +33,7 @@ func (f *files) create(ctx context.Context, p *part) (draft, error) {
 		return nil, err
 	}
 	t.New = p.shard
-	f.targets = append(f.targets, t)
+	f.targets[i] = t
 	return &file{t, ctx}, nil
 }
 
@@ -47,7 +47,9 @@ func (f *files) publish(ctx context.Context, parts []part) error {
 
 func (f *files) drop(error) {
 	for _, t := range f.targets {
-		t.Drop()
+		if t != nil {
+			t.Drop()
+		}
 	}
 }
 

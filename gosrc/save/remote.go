@@ -56,22 +56,24 @@ func (w *writer) beside(ctx context.Context, parts []part) error {
 // objects is the destination of a save to a store.
 type objects struct {
 	*writer
-	drafts []source.Draft
+	drafts []source.Draft // by part; nil: not created
 }
 
-func (o *objects) create(ctx context.Context, p *part) (draft, error) {
+func (o *objects) create(ctx context.Context, i int, p *part) (draft, error) {
 	d, err := open.Create(ctx, p.path, o.spec.Storage.Options, p.most())
 	if err != nil {
 		return nil, err
 	}
-	o.drafts = append(o.drafts, d)
+	o.drafts[i] = d
 	return d, nil
 }
 
 func (o *objects) drop(err error) {
 	o.job.Failed(err)
 	for _, d := range o.drafts {
-		d.Drop()
+		if d != nil {
+			d.Drop()
+		}
 	}
 }
 

@@ -10,14 +10,16 @@
 // also on random numbers.
 //
 // Memory: the caller's tensors are read in place (those on a GPU chunk by chunk),
-// and a save allocates only a window of chunks (two or three per thread). Convert
-// and Verify hold the index of their sources and the same window.
+// and a save allocates only a window of chunks (two or three per thread), and for those
+// that a GPU encodes a pinned ring of less than 0.5 GB, which is kept for the next save. A
+// save that is staged has all stored bytes in host memory. Convert and Verify hold the index of their sources and the same window.
 package save
 
 import (
 	"context"
 	"time"
 
+	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
@@ -41,6 +43,8 @@ type Input struct {
 type Away struct {
 	Addr  uintptr // identifies the memory: equal for tensors that share it
 	Bytes int64
+	// GPU has the memory, and may encode it where it is; nil: none may.
+	GPU *cuda.Device
 	// Read fills dst from off, or fails. It is called in parallel.
 	Read func(dst []byte, off int64) error
 }
@@ -100,6 +104,11 @@ type Spec struct {
 	// Away has, by position, the tensors whose bytes are not in host memory: their
 	// Input has no Data.
 	Away map[int]*Away `json:"-"`
+	// Staged, if not nil, is called once when the tensors may change again: all stored
+	// bytes are in host memory, and the files are written from there.
+	Staged func() `json:"-"`
+	// MaxMemory is the most host memory that stored bytes may take then; 0: what there is.
+	MaxMemory int64 `json:"max_memory,omitempty"`
 
 	fs atomicfile.FS // nil: the disk; tests put a failing one here
 }
@@ -116,6 +125,8 @@ type Report struct {
 	Tensors     int      `json:"tensors"`
 	Compressed  int      `json:"compressed"`       // tensors stored compressed
 	Aliases     int      `json:"aliases"`          // tensors stored as aliases
+	OnGPU       int64    `json:"on_gpu,omitempty"` // bytes of BytesIn that a GPU encoded
+	Staged      float64  `json:"staged,omitempty"` // seconds until the tensors could change
 	Files       []string `json:"files"`            // written, in order; an index.json last
 	Copied      []string `json:"copied,omitempty"` // of files: the other files of source folders, copied
 	Left        []string `json:"left,omitempty"`   // of source folders, not copied: other weights, hidden files, links to outside, special files
@@ -151,17 +162,36 @@ func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, erro
 		t := &in[i]
 		items[i] = &item{name: t.Name, dtype: t.DType, shape: t.Shape, bytes: int64(len(t.Data)), body: memory(t.Data)}
 		if a := spec.Away[i]; a != nil {
-			items[i].bytes, items[i].body = a.Bytes, (*away)(a)
+			items[i].bytes, items[i].body = a.Bytes, &away{Away: a}
 		}
 	}
 	if err := checkItems(spec.Path, items); err != nil {
 		return Report{}, err
 	}
 	w := newWriter(spec, j)
+	defer w.closeGPUs()
+	if err := w.openGPUs(items); err != nil {
+		return Report{}, err
+	}
 	if err := w.prepare(ctx, items); err != nil {
 		return Report{}, errs.Ended(ctx, err)
 	}
-	rep, err := w.save(ctx, shards(spec, items))
+	for _, t := range items {
+		if a, ok := t.body.(*away); ok {
+			a.ahead = nil
+		}
+	}
+	parts := shards(spec, items)
+	open := w.rings
+	if spec.Staged != nil {
+		open = func() error { return w.openStage(parts) }
+	}
+	if err := open(); err != nil {
+		return Report{}, err
+	}
+	defer w.stage.close()
+	rep, err := w.save(ctx, parts)
+	rep.OnGPU = w.onGPU.Load()
 	rep.Seconds = time.Since(start).Seconds()
 	return rep, errs.Ended(ctx, err)
 }

@@ -5,13 +5,16 @@ package save
 
 import (
 	"context"
-	"github.com/zeebo/xxh3"
 	"io/fs"
+	"sync"
+	"sync/atomic"
+	"time"
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/internal/avx"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/job"
@@ -19,6 +22,7 @@ import (
 	"github.com/overwire/overwire/gosrc/save/original"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
+	"github.com/zeebo/xxh3"
 )
 
 // A writer is one save: one or more files that appear together.
@@ -26,17 +30,25 @@ type writer struct {
 	spec    Spec
 	job     *job.Job
 	threads int
+	begun   time.Time
 
-	originals []Original      // of the files written so far
-	ours      map[string]bool // files of other models, by name, that are converted with this one
-	complete  func() error    // if not nil, called before publishing: whether what was read is one state
+	gpus      []*gpu
+	stage     *stage               // nil: files are written as their bytes are made
+	onGPU     atomic.Int64         // bytes that GPUs have encoded
+	cores     chan struct{}        // one for each chunk that the host encodes now
+	mu        sync.Mutex           // of originals
+	originals map[string]*Original // of the files written so far, by path
+	ours      map[string]bool      // files of other models, by name, that are converted with this one
+	complete  func() error         // if not nil, called before publishing: whether what was read is one state
 }
 
 func newWriter(spec Spec, j *job.Job) *writer {
 	if j == nil {
 		j = job.New("save")
 	}
-	return &writer{spec: spec, job: j, threads: knob.Workers(spec.Threads)}
+	w := &writer{spec: spec, job: j, threads: knob.Workers(spec.Threads), begun: time.Now(), originals: map[string]*Original{}}
+	w.cores = make(chan struct{}, w.threads)
+	return w
 }
 
 // A part is one file of a save.
@@ -64,8 +76,8 @@ type draft interface {
 
 // A destination takes the files of one save and publishes them together.
 type destination interface {
-	// create begins a part's file.
-	create(ctx context.Context, p *part) (draft, error)
+	// create begins the file of part i. It is safe for concurrent use.
+	create(ctx context.Context, i int, p *part) (draft, error)
 	// publish gives the finished files their names, the last one being the file
 	// that readers look for. Then it removes what is left of the old model.
 	publish(ctx context.Context, parts []part) error
@@ -101,34 +113,30 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 	if err != nil {
 		return Report{}, err
 	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
 	defer func() {
 		to.drop(err)
 		if err != nil {
 			rep = Report{}
 		}
 	}()
-	for i := range parts {
-		p := &parts[i]
-		d, err := to.create(ctx, p)
-		if err != nil {
-			return rep, err
-		}
-		size, err := w.write(ctx, d, *p)
-		if err == nil {
-			err = d.Finish(size)
-		}
-		if err != nil {
-			return rep, errs.In("save", d.URI(), err)
-		}
+	sizes, err := w.files(ctx, cancel, to, parts, &rep)
+	if err != nil {
+		return rep, err
+	}
+	for i, p := range parts {
 		rep.Files = append(rep.Files, p.path)
 		if p.copied {
 			rep.Copied = append(rep.Copied, p.path)
-			rep.BytesCopied += size
+			rep.BytesCopied += sizes[i]
 		} else {
-			rep.BytesOut += size
+			rep.BytesOut += sizes[i]
+		}
+		if o := w.originals[p.path]; o != nil {
+			rep.Originals = append(rep.Originals, *o)
 		}
 	}
-	rep.Originals = w.originals
 	if err := errs.Cause(ctx); err != nil {
 		return rep, err
 	}
@@ -145,21 +153,21 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 }
 
 // write writes one file and returns its size.
-func (w *writer) write(ctx context.Context, to draft, p part) (int64, error) {
+func (w *writer) write(ctx context.Context, to draft, on lane, p part) (int64, error) {
 	if p.laid != nil {
 		return p.laid.Bytes, p.laid.Fill(ctx, to.Write)
 	}
-	return formatOf(p.path).write(ctx, w, to, p)
+	return formatOf(p.path).write(ctx, w, to, on, p)
 }
 
 func (w *writer) destination(parts []part) (destination, error) {
 	if source.Remote(w.spec.Path) {
-		return &objects{writer: w}, nil
+		return &objects{writer: w, drafts: make([]source.Draft, len(parts))}, nil
 	}
 	if err := w.room(parts); err != nil {
 		return nil, err
 	}
-	return &files{writer: w, like: w.like(parts)}, nil
+	return &files{writer: w, like: w.like(parts), targets: make([]*atomicfile.Target, len(parts))}, nil
 }
 
 // bytes is the size of a part that has no tensors.
@@ -200,6 +208,8 @@ func (w *writer) count(parts []part, rep *Report) {
 type fileWriter struct {
 	*writer
 	draft
+	lane   lane
+	packs  map[*gpu][]*pack
 	path   string
 	part   part
 	order  []*item          // in the order of their data
@@ -223,6 +233,7 @@ type task struct {
 	off          int64 // in the part
 	chunk        int   // its record
 	begins, ends bool  // the tensor's first chunk, its last
+	pack         *pack // instead: chunks that a GPU encodes
 }
 
 // A slot holds the memory of a task between reading and writing.
@@ -241,27 +252,29 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 		return 0, errs.In("save", f.path, err)
 	}
 	f.pos = f.start
-	window := 2*f.threads + 4
+	window, workers := f.window()
 	f.slots = make([]slot, window)
-	f.enc = make([]codec.Encoder, f.threads)
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
+	f.enc = make([]codec.Encoder, workers)
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
 	hashed := f.part.original.Hash(ctx)
+	// A step that fails ends those that wait for a slot of a GPU.
+	step := func(k int, err error) error {
+		if err != nil {
+			err = errs.Locate("save", f.path, f.tasks[k].t.name, -1, err)
+			cancel(err)
+		}
+		return err
+	}
 	o := ordered.Tasks{
-		N: len(f.tasks), Window: window, Workers: f.threads,
-		Work: func(worker, k int) error {
-			c := f.tasks[k]
-			if err := f.encode(ctx, worker, k); err != nil {
-				return errs.Locate("save", f.path, c.t.name, -1, err)
-			}
-			return nil
-		},
-		Turn:  f.place,
-		Flush: f.flush,
+		N: len(f.tasks), Window: window, Workers: workers,
+		Work:  func(worker, k int) error { return step(k, f.encode(ctx, worker, k)) },
+		Turn:  func(k int) error { return step(k, f.place(ctx, k)) },
+		Flush: func(k int) error { return step(k, f.flush(k)) },
 	}
 	err := o.Run(ctx, "save.encode")
 	if err != nil {
-		cancel()
+		cancel(err)
 	}
 	if herr := hashed(); err == nil {
 		err = herr
@@ -273,7 +286,9 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 		return 0, errs.In("save", f.path, err)
 	}
 	if o := f.part.original; o != nil {
-		f.originals = append(f.originals, Original{File: f.part.path, SHA256: o.SHA256, Compared: f.again != nil && f.again.Compared})
+		f.mu.Lock()
+		f.originals[f.part.path] = &Original{File: f.part.path, SHA256: o.SHA256, Compared: f.again != nil && f.again.Compared}
+		f.mu.Unlock()
 	}
 	f.slots, f.enc = nil, nil
 	front, size, err := f.seal()
@@ -283,11 +298,29 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 	return size, f.draft.Write(front, 0)
 }
 
+// window is how many tasks may be under way, and how many goroutines run them. Where
+// GPUs encode, one of these is always free for the steps that come in order.
+func (f *fileWriter) window() (window, workers int) {
+	window, workers = 2*f.lane.threads+4, f.lane.threads
+	for g := range f.packs {
+		window = max(window, g.Slots()/f.lane.of)
+	}
+	if len(f.packs) > 0 {
+		workers = window + 1
+	}
+	return window, workers
+}
+
 // encode reads task k and makes its stored bytes.
 func (f *fileWriter) encode(ctx context.Context, worker, k int) error {
 	c, s := &f.tasks[k], &f.slots[k%len(f.slots)]
 	t := c.t
 	s.sum = digest.State{}
+	if c.pack != nil {
+		return f.encodePack(ctx, c.pack)
+	}
+	f.cores <- struct{}{}
+	defer func() { <-f.cores }()
 	if c.n == 0 {
 		_, err := t.hashAll(ctx)
 		if err == nil && f.lay.Digests != "" {
@@ -328,9 +361,12 @@ func (f *fileWriter) encode(ctx context.Context, worker, k int) error {
 }
 
 // place gives task k its offset, and adds its bytes to the hash.
-func (f *fileWriter) place(k int) error {
+func (f *fileWriter) place(ctx context.Context, k int) error {
 	c, s := &f.tasks[k], &f.slots[k%len(f.slots)]
 	t := c.t
+	if c.pack != nil {
+		return f.placePack(ctx, c.pack)
+	}
 	t.digest.Merge(s.sum)
 	if c.n == 0 {
 		return nil
@@ -375,11 +411,14 @@ func (f *fileWriter) place(k int) error {
 // flush writes task k.
 func (f *fileWriter) flush(k int) error {
 	c, s := &f.tasks[k], &f.slots[k%len(f.slots)]
-	if c.n == 0 {
+	switch {
+	case c.pack != nil:
+		return f.flushPack(c.pack)
+	case c.n == 0:
 		return nil
 	}
 	if err := f.draft.Write(s.out, s.at); err != nil {
-		return errs.Locate("save", f.path, c.t.name, -1, err)
+		return err
 	}
 	f.job.Bytes.Add(int64(c.n))
 	s.data, s.out = nil, nil

@@ -225,7 +225,7 @@ func inputs(q *saveRequest, n []int64) ([]save.Input, error) {
 		if q.Away == nil {
 			q.Away = map[int]*save.Away{}
 		}
-		q.Away[i] = &save.Away{Addr: uintptr(base), Bytes: nbytes, Read: func(dst []byte, off int64) error {
+		q.Away[i] = &save.Away{Addr: uintptr(base), Bytes: nbytes, GPU: d0, Read: func(dst []byte, off int64) error {
 			return d0.Read(dst, device.Memory{Ptr: unsafe.Add(base, off), Bytes: int64(len(dst))})
 		}}
 	}

@@ -1,0 +1,277 @@
+//go:build cgo && owfake
+
+package save
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/pinned"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// encodeAll lets GPUs encode however little lies on them.
+func encodeAll(t testing.TB) {
+	before := leastOnGPU
+	leastOnGPU = 1
+	t.Cleanup(func() { leastOnGPU = before })
+}
+
+// trained are tensors of the ugly kind: odd sizes, one and no elements, tied and equal ones,
+// some that gain nothing, and chunks of which only some do.
+func trained(r *rand.Rand) (in []Input) {
+	add := func(name string, d tensor.DType, shape ...int64) []byte {
+		n, _ := tensor.Size(d, shape)
+		b := make([]byte, n)
+		for i := range b {
+			if b[i] = byte(r.Uint32()); i%2 == 1 && d == tensor.BF16 {
+				b[i] = b[i]&0x81 | 0x3c
+			}
+		}
+		in = append(in, Input{name, d, shape, b})
+		return b
+	}
+	weights := add("weights", tensor.BF16, 300, int64(100+r.IntN(100)))
+	in = append(in, Input{"tied", tensor.BF16, []int64{int64(len(weights) / 2)}, weights})
+	add("odd", tensor.BF16, int64(20_001+r.IntN(9000)))
+	mixed := add("mixed", tensor.BF16, 64<<10)
+	for i := 40 << 10; i < 90<<10; i++ {
+		mixed[i] = byte(r.Uint32())
+	}
+	add("norm", tensor.BF16, 150)
+	add("equal", tensor.BF16, 2000)
+	copy(add("equal too", tensor.BF16, 40, 50), in[len(in)-1].Data)
+	add("noise", tensor.F64, 5001)
+	add("bytes", tensor.U8, 77_777)
+	add("one", tensor.F32)
+	add("nothing", tensor.F16, 0, 3)
+	add("boundary", tensor.U8, 16<<10)
+	add("stripe", tensor.U8, 16<<10+7)
+	floats := add("floats", tensor.F32, 9001)
+	for i := 0; i+4 <= len(floats); i += 4 {
+		binary.LittleEndian.PutUint32(floats[i:], binary.LittleEndian.Uint32(floats[i:])&0x83ffffff|0x3c000000)
+	}
+	r.Shuffle(len(in), func(i, j int) { in[i], in[j] = in[j], in[i] })
+	return in
+}
+
+// onGPU puts every tensor but each `host`th into a GPU's memory.
+func onGPU(t testing.TB, d *cuda.Device, in []Input, host int) (out []Input, where map[int]*Away, free func()) {
+	t.Helper()
+	where = map[int]*Away{}
+	at := map[*byte]device.Memory{}
+	var all []device.Memory
+	out = append(out, in...)
+	for i, x := range in {
+		if len(x.Data) == 0 || host > 0 && i%host == 0 {
+			continue
+		}
+		m, shared := at[&x.Data[0]]
+		if !shared {
+			mem, err := d.Alloc([]int64{int64(len(x.Data))})
+			if err != nil {
+				t.Fatal(err)
+			}
+			m = mem[0]
+			copy(m.Slice(), x.Data) // the fake's memory is the host's
+			at[&x.Data[0]], all = m, append(all, m)
+		}
+		out[i].Data = nil
+		where[i] = &Away{Addr: uintptr(m.Ptr), Bytes: int64(len(x.Data)), GPU: d, Read: func(dst []byte, off int64) error {
+			return d.Read(dst, device.Memory{Ptr: unsafe.Add(m.Ptr, off), Bytes: int64(len(dst))})
+		}}
+	}
+	return out, where, func() {
+		for _, m := range all {
+			m.Release()
+		}
+	}
+}
+
+func random(t testing.TB) *rand.Rand {
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	return rand.New(rand.NewPCG(seed, 1))
+}
+
+func ended(t testing.TB, end func() string) {
+	pinned.Trim()
+	if left := end(); left != "" {
+		t.Errorf("left behind: %s", left)
+	}
+}
+
+// Files of tensors that a GPU encodes are, byte for byte, those that the host writes:
+// compressed and plain, one and several, waited for and staged, with some tensors on the host.
+func TestGPUWritesTheSameFilesFake(t *testing.T) {
+	encodeAll(t)
+	end := cuda.Fake(64 << 20)
+	defer func() { ended(t, end) }()
+	d, err := cuda.Open(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := random(t)
+	in := trained(r)
+	for i, c := range []struct {
+		spec   Spec
+		host   int
+		staged bool
+		gpu    bool // it has something to encode
+	}{
+		{Spec{Compress: true}, 0, false, true},
+		{Spec{Compress: true}, 0, true, true},
+		{Spec{Compress: true}, 3, false, true},
+		{Spec{Compress: true}, 3, true, true},
+		{Spec{}, 0, false, true},
+		{Spec{}, 2, true, true},
+		{Spec{Compress: true, Shard: 60_000}, 0, false, true},
+		{Spec{Compress: true, Shard: 60_000}, 4, true, true},
+		{Spec{Compress: true, Shard: 60_000, Threads: 1}, 4, false, true},
+		{Spec{Compress: true, Parts: 4}, 0, true, false},
+		{Spec{Compress: true, Digests: true}, 0, true, false},
+		{Spec{Compress: true, Level: levelSmaller}, 0, false, false},
+		{Spec{Compress: true}, 1, true, false},
+	} {
+		host, there := t.TempDir(), t.TempDir()
+		spec := c.spec
+		spec.ChunkBytes = 16 << 10
+		spec.Path = host + "/m.safetensors"
+		want := write(t, spec, in)
+		out, where, free := onGPU(t, d, in, c.host)
+		spec.Path, spec.Away = there+"/m.safetensors", where
+		calls := 0
+		if c.staged {
+			spec.Staged = func() { // the tensors change, and the files do not
+				calls++
+				free()
+				free = func() {}
+			}
+		}
+		got := write(t, spec, out)
+		free()
+		if c.staged != (calls == 1) || c.staged != (got.Staged > 0) {
+			t.Errorf("case %d: staged %d times, after %v s", i, calls, got.Staged)
+		}
+		if c.gpu != (got.OnGPU > 0) || got.BytesOut != want.BytesOut || got.Aliases != want.Aliases || got.Compressed != want.Compressed {
+			t.Errorf("case %d: %+v, the host gave %+v", i, got, want)
+		}
+		for k, path := range want.Files {
+			a, errA := os.ReadFile(path)
+			b, errB := os.ReadFile(filepath.Join(there, filepath.Base(path)))
+			if errA != nil || errB != nil || string(a) != string(b) {
+				t.Fatalf("case %d, file %d: %d bytes and %d differ (%v, %v)", i, k, len(a), len(b), errA, errB)
+			}
+		}
+		noTemps(t, there)
+	}
+	if t.Failed() {
+		return
+	}
+	dir := t.TempDir()
+	out, where, free := onGPU(t, d, in, 0)
+	defer free()
+	write(t, Spec{Path: dir + "/m.safetensors", Compress: true, ChunkBytes: 16 << 10, Away: where}, out)
+	if _, err := Verify(bg, nil, []string{dir + "/m.safetensors"}, format.Access{}, false); err != nil {
+		t.Fatal(err)
+	}
+	same(t, in, read(t, dir+"/m.safetensors"))
+}
+
+// Whichever call of the driver fails, a save ends typed, leaves no file, no memory and no
+// goroutine, and keeps the file that was there.
+func TestGPUEveryCallFailsFake(t *testing.T) {
+	encodeAll(t)
+	r := random(t)
+	in := trained(r)
+	dir := t.TempDir()
+	path := dir + "/m.safetensors"
+	write(t, Spec{Path: path}, in[:1])
+	before := sha256Of(t, path)
+	failed := 0
+	for nth := 1 + r.Int64N(7); ; nth += 23 {
+		end := cuda.Fake(64 << 20)
+		d, err := cuda.Open(0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		out, where, free := onGPU(t, d, in, 4)
+		begun := cuda.FakeCalls()
+		cuda.FakeFail(nth, 999, nth%2 == 0)
+		spec := Spec{Path: path, Compress: true, ChunkBytes: 16 << 10, Away: where, Beside: true}
+		if nth%3 == 0 {
+			spec.Staged = func() {}
+		}
+		_, err = Write(bg, nil, spec, out)
+		cuda.FakeFail(0, 0, false)
+		calls := cuda.FakeCalls() - begun
+		free()
+		ended(t, end)
+		noTemps(t, dir)
+		if err != nil {
+			failed++
+			if !errors.Is(err, errs.ErrDevice) {
+				t.Fatalf("call %d fails: %v", nth, err)
+			}
+			if sha256Of(t, path) != before {
+				t.Fatalf("call %d fails, and the old file changed", nth)
+			}
+		} else {
+			write(t, Spec{Path: path}, in[:1])
+		}
+		if t.Failed() || calls < nth {
+			break
+		}
+	}
+	if failed == 0 {
+		t.Error("no call failed")
+	}
+}
+
+// A GPU without memory for slots leaves its tensors to the host, and a save that is
+// cancelled ends, staged or not.
+func TestGPULittleMemoryAndCancelFake(t *testing.T) {
+	encodeAll(t)
+	end := cuda.Fake(4 << 20)
+	defer func() { ended(t, end) }()
+	d, err := cuda.Open(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	in := trained(random(t))
+	out, where, free := onGPU(t, d, in, 0)
+	defer free()
+	dir := t.TempDir()
+	spec := Spec{Path: dir + "/m.safetensors", Compress: true, ChunkBytes: 16 << 10, Away: where}
+	ctx, cancel := context.WithCancel(bg)
+	staged := spec
+	staged.Staged = cancel
+	if _, err := Write(ctx, nil, staged, out); !errors.Is(err, errs.ErrCancelled) {
+		t.Errorf("cancelled: %v", err)
+	}
+	noTemps(t, dir)
+	unused, _, err := d.Free()
+	if err != nil {
+		t.Fatal(err)
+	}
+	rest, err := d.Alloc([]int64{unused - 64<<10})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer rest[0].Release()
+	if rep := write(t, spec, out); rep.OnGPU != 0 {
+		t.Errorf("%+v", rep)
+	}
+	same(t, in, read(t, spec.Path))
+}
