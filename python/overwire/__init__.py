@@ -62,8 +62,10 @@ if TYPE_CHECKING:
     from .verbs.open import TensorSlice, safe_open
     from .verbs.pin import Pinned, empty_cache, pin
     from .verbs.preload import Preload, preload
+    from .verbs.reports import Report
     from .verbs.results import Comparison, Diagnosis, Inspection, Verification
-    from .verbs.save import Report, save_file
+    from .verbs.save import save_file
+    from .verbs.saving import Saving
     from .verbs.sleeping import Asleep, SleepMemory, prepare_sleep, sleep
     from .verbs.stream import stream
 
@@ -104,6 +106,7 @@ __all__ = [
     "Progress",
     "Report",
     "SafetensorsPatch",
+    "Saving",
     "SleepMemory",
     "SliceError",
     "StorageOptions",
@@ -175,7 +178,9 @@ _HOMES = {
     "verbs.pin": ("Pinned", "empty_cache", "pin"),
     "verbs.preload": ("Preload", "preload"),
     "verbs.results": ("Comparison", "Diagnosis", "Inspection", "Verification"),
-    "verbs.save": ("Report", "save_file"),
+    "verbs.reports": ("Report",),
+    "verbs.save": ("save_file",),
+    "verbs.saving": ("Saving",),
     "verbs.sleeping": ("Asleep", "SleepMemory", "prepare_sleep", "sleep"),
     "verbs.stream": ("stream",),
 }

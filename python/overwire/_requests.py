@@ -154,6 +154,7 @@ class SaveSpec(TypedDict, total=False):
     like: str
     beside: bool
     storage: FormatAccess
+    max_memory: int
 
 
 class Columns(TypedDict, total=False):
@@ -163,7 +164,7 @@ class Columns(TypedDict, total=False):
 
 
 class SaveRequest(SaveSpec, Columns, total=False):
-    pass
+    background: bool
 
 
 class SaveFront(TypedDict):

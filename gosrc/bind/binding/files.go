@@ -34,6 +34,8 @@ import (
 type saveRequest struct {
 	save.Spec
 	columns
+	// Background lets the tensors change before the job ends, once Next has answered.
+	Background bool `json:"background,omitempty"`
 }
 
 type sleepRequest struct {
@@ -193,10 +195,17 @@ func startSave(_ *Verb, q saveRequest, n []int64) (*entry, error) {
 	if err != nil {
 		return nil, err
 	}
-	return background("save", true, func(ctx context.Context, j *job.Job) (any, error) {
+	var staged chan struct{}
+	if q.Background {
+		staged = make(chan struct{})
+		q.Staged = func() { close(staged) }
+	}
+	e := background("save", true, func(ctx context.Context, j *job.Job) (any, error) {
 		defer preload.Sweep(q.Path)
 		return save.Write(ctx, j, q.Spec, in)
-	}), nil
+	})
+	e.staged = staged
+	return e, nil
 }
 
 // inputs are the tensors of a request. Those on a GPU are copied from there.

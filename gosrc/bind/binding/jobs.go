@@ -25,6 +25,9 @@ type entry struct {
 	load  *load.Loading    // nil: not a load
 	relay *relay.Relay     // nil: not a relay
 	pre   *preload.Preload // nil: not a preload
+	// staged is closed when a save in the background needs the caller's memory no more; nil:
+	// another job.
+	staged <-chan struct{}
 	// usesMemory: the job uses the caller's memory, which must stay valid until it
 	// has ended.
 	usesMemory bool
@@ -98,6 +101,8 @@ func (e *entry) next(d time.Duration, raw bool) (*Result, error) {
 		Ready(limit int, d time.Duration) (reqs []int, more bool)
 	}
 	switch {
+	case e.staged != nil:
+		return e.nextStaged(d)
 	case e.load != nil:
 		from = e.load
 	case e.relay != nil:
@@ -122,6 +127,23 @@ func (e *entry) next(d time.Duration, raw bool) (*Result, error) {
 		return &Result{Numbers: append(numbers, make([]int64, len(at))...), Tensors: make([]Exported, len(at))}, nil
 	}
 	return export(e.load, at, numbers, raw), nil
+}
+
+// nextStaged waits until the caller's memory is free, up to d (negative: without limit).
+func (e *entry) nextStaged(d time.Duration) (*Result, error) {
+	var late <-chan time.Time
+	if d >= 0 {
+		late = time.After(d)
+	}
+	select {
+	case <-e.staged:
+		return &Result{Numbers: []int64{0}}, nil
+	case <-e.job.Done():
+		_, err := e.job.Wait(-1)
+		return &Result{Numbers: []int64{0}}, err
+	case <-late:
+		return nil, nil
+	}
 }
 
 // all returns everything that an ended job gives.

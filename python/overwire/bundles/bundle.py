@@ -15,14 +15,13 @@ import contextlib
 import errno
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, overload
 
 from .._imports import Undisturbed, imported
 from ..errors import AccessError, ArgumentError, CorruptError, FormatError, IOFailure, NotFoundError, OverwireError
 from ..files import read_file, regular
 from ..frameworks.choose import check_device, frame_for
-from ..frameworks.frame import Bytes
 from ..jobs import shown
 from ..model import layout
 from ..model.opened import Model
@@ -33,13 +32,41 @@ from ..model.storage import storage
 from ..paths import is_file, is_remote, local, path_of
 from ..progress import ProgressLike, watch
 from ..stores import write_bytes
-from ..verbs.save import save_bytes
+from ..verbs.reports import Report
+from ..verbs.save import save_bytes, stage_bytes
+from ..verbs.saving import Saving, settle
 from .landing import DEVICES, ORDER, Landing, devices_of
 from .turns import turn_of
 
 __all__ = ["compress", "compress_pickle", "load_bundle", "load_compressed", "load_compressed_pickle", "save_bundle"]
 
 _DIGEST = "overwire.pickle"
+
+
+@overload
+def compress_pickle(
+    obj: Any,
+    path: str | os.PathLike[str],
+    *,
+    compress: bool = True,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+    wait: Literal[True] = True,
+    max_memory: int | str | None = None,
+) -> float: ...
+
+
+@overload
+def compress_pickle(
+    obj: Any,
+    path: str | os.PathLike[str],
+    *,
+    compress: bool = True,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+    wait: Literal[False],
+    max_memory: int | str | None = None,
+) -> Saving: ...
 
 
 def compress_pickle(
@@ -49,7 +76,9 @@ def compress_pickle(
     compress: bool = True,
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
-) -> float:
+    wait: bool = True,
+    max_memory: int | str | None = None,
+) -> float | Saving:
     """Saves any Python object, its tensors compressed beside its pickle.
 
     Everything that pickles is kept, bit for bit: torch tensors with their ties,
@@ -57,8 +86,8 @@ def compress_pickle(
     parameters, buffers, modules; bool, complex, fp8, sub-byte, quantised and
     sparse tensors; numpy arrays with their views and strides. As with
     torch.save, a view brings the whole of its storage along, and `.grad` and
-    hooks are not kept. The object is not changed. Tensors on a GPU are copied
-    down chunk by chunk, and remember their device.
+    hooks are not kept. The object is not changed. Tensors on a GPU are encoded
+    there, as by `save_file`, and remember their device.
 
     Writes `path`, `nya/<stem>.safetensors` and `nya/meta.csv` in its folder,
     each atomically, the pickle last. Several writers of one path wait for one
@@ -70,6 +99,10 @@ def compress_pickle(
     compress: False stores the tensors' bytes as they are, in a container that
         every safetensors reader reads.
     storage_options: as for `load_file`, for a path that is a URI.
+    wait: False returns a `Saving` as soon as the object may change again: it is
+        pickled, and what will be stored of its tensors is in host memory. The
+        `report` is that of the container.
+    max_memory: as for `save_file`.
 
     Returns stored / original tensor bytes, as nyacomp does: 0.67 means that a
     third was gained; 1.0 if there are no tensors.
@@ -78,7 +111,33 @@ def compress_pickle(
     IOFailure, NotSupportedError for storages without bytes (meta), ArgumentError where a
     signal handler saves the very bundle whose save it interrupts.
     """
-    return _save(obj, path, {}, compress, progress, storage_options)
+    return _save(obj, path, {}, wait, max_memory, compress=compress, progress=progress, storage_options=storage_options)
+
+
+@overload
+def save_bundle(
+    obj: Any,
+    path: str | os.PathLike[str],
+    *,
+    compress: bool = True,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+    wait: Literal[True] = True,
+    max_memory: int | str | None = None,
+) -> float: ...
+
+
+@overload
+def save_bundle(
+    obj: Any,
+    path: str | os.PathLike[str],
+    *,
+    compress: bool = True,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+    wait: Literal[False],
+    max_memory: int | str | None = None,
+) -> Saving: ...
 
 
 def save_bundle(
@@ -88,14 +147,43 @@ def save_bundle(
     compress: bool = True,
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
-) -> float:
+    wait: bool = True,
+    max_memory: int | str | None = None,
+) -> float | Saving:
     """Saves any Python object as a bundle: a training checkpoint, a pipeline, an optimizer's
     state. It is `compress_pickle`, and tensors in the container have the names that they
     have in the object, as those of `compress`. `load_bundle` loads it.
 
-    Returns stored / original tensor bytes; raises what `compress_pickle` raises.
+    Returns stored / original tensor bytes, or, with wait=False, a `Saving`; raises what
+    `compress_pickle` raises.
     """
-    return _save(obj, path, _names(obj), compress, progress, storage_options)
+    return _save(obj, path, _names(obj), wait, max_memory, compress=compress, progress=progress, storage_options=storage_options)
+
+
+@overload
+def compress(
+    model: Any,
+    path: str | os.PathLike[str],
+    *,
+    compress: bool = True,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+    wait: Literal[True] = True,
+    max_memory: int | str | None = None,
+) -> float: ...
+
+
+@overload
+def compress(
+    model: Any,
+    path: str | os.PathLike[str],
+    *,
+    compress: bool = True,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+    wait: Literal[False],
+    max_memory: int | str | None = None,
+) -> Saving: ...
 
 
 def compress(
@@ -105,7 +193,9 @@ def compress(
     compress: bool = True,
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
-) -> float:
+    wait: bool = True,
+    max_memory: int | str | None = None,
+) -> float | Saving:
     """`compress_pickle` for a torch module, a diffusers-like pipeline (an object
     with `.config` that names its modules) or a state dict, nested in any way.
 
@@ -119,7 +209,7 @@ def compress(
             "overwire: compress: expected a module, a pipeline or a state dict, got a path; files and folders are compressed by "
             f"overwire.convert({shown(os.fsdecode(model))!r}, {shown(os.fsdecode(path))!r}), as by `overwire compress`"
         )
-    return _save(model, path, _names(model), compress, progress, storage_options)
+    return _save(model, path, _names(model), wait, max_memory, compress=compress, progress=progress, storage_options=storage_options)
 
 
 def load_compressed_pickle(
@@ -190,18 +280,17 @@ def load_bundle(
 
 
 def _save(
-    obj: Any,
-    path: str | os.PathLike[str],
-    names: Mapping[int, str],
-    compress: bool,
-    progress: ProgressLike,
-    options: StorageOptions | None,
-) -> float:
+    obj: Any, path: str | os.PathLike[str], names: Mapping[int, str], wait: bool, max_memory: int | str | None, **how: Any
+) -> float | Saving:
+    # how: compress, progress and storage_options of `save_bytes`.
     with Undisturbed():
         from .pickling import described, dump
 
     target = _target(path)
+    options = how["storage_options"]
     storage(options, [target])  # wrong ones are refused before anything is done
+    if wait and max_memory is not None:
+        raise ArgumentError("overwire: max_memory: it bounds saves with wait=False alone")
     data, blobs = dump(obj, names)
     far = is_remote(target)
     container = layout.far_containers_of(target)[0] if far else layout.container_of(target)
@@ -212,56 +301,74 @@ def _save(
     # The blob's number is its place in this list; the container sorts by name.
     order = "\n".join(blob.name for blob in blobs)
     metadata = {_DIGEST: digest, ORDER: order, DEVICES: devices_of(blobs)} if blobs else {_DIGEST: digest}
-    if far:
-        return _save_far(target, data, tensors, metadata, progress, options, compress)
+    settle(target)
+    with contextlib.ExitStack() as turn:
+        one = _far(target, data, options) if far else _near(target, data, turn)
+        if not wait:
+            left = turn.pop_all()
+            how |= {"like": one.like, "key": target, "max_memory": max_memory}
+            return stage_bytes(tensors, one.container, metadata, one.publish, one.undo, left.close, **how)
+        try:
+            report = save_bytes(tensors, one.container, metadata, like=one.like, **how)
+            one.publish(report)
+        except BaseException:
+            one.undo()
+            raise
+    return report.bytes_out / report.bytes_in if report.bytes_in else 1.0
+
+
+class _Place(NamedTuple):
+    # Where a bundle's container goes, what makes it the bundle's once it is there, and what
+    # to do after an error.
+    container: str
+    like: str | None
+    publish: Callable[[Report], None]
+    undo: Callable[[], None]
+
+
+def _near(target: str, data: bytes, turn: contextlib.ExitStack) -> _Place:
+    container = layout.container_of(target)
     if "\n" in os.path.basename(container):
         raise ArgumentError(f"overwire: compress {target!r}: the name has a line break, and meta.csv lists files by lines")
     if len(os.fsencode(os.path.basename(container))) > 255:
         raise ArgumentError(f"overwire: compress {target!r}: the name is too long for that of its container")
     with _os_errors(target):
         os.makedirs(os.path.dirname(container), exist_ok=True)
-        with turn_of(layout.lock_of(target)):
-            container = layout.container_of(target)  # another writer may have chosen one meanwhile
-            if any(_fits(container, _digest(rival)) for rival in layout.rivals_of(target)):
-                container = layout.second_container_of(target)
-            _keep_previous(target, container)
-            try:
-                report = save_bytes(tensors, container, metadata, compress=compress, progress=progress, like=target)
-                size = os.stat(container).st_size
-                write_bytes(layout.meta_of(target), os.fsencode(layout.meta_text(container, size)), None)
-                write_bytes(target, data, None)
-            except BaseException:
-                _take_back(target, container)
-                raise
+        turn.enter_context(turn_of(layout.lock_of(target)))
+        container = layout.container_of(target)  # another writer may have chosen one meanwhile
+        if any(_fits(container, _digest(rival)) for rival in layout.rivals_of(target)):
+            container = layout.second_container_of(target)
+        _keep_previous(target, container)
+
+    def publish(report: Report) -> None:
+        with _os_errors(target):
+            size = os.stat(container).st_size
+            write_bytes(layout.meta_of(target), os.fsencode(layout.meta_text(container, size)), None)
+            write_bytes(target, data, None)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(layout.previous_of(container))
-    return size / report.bytes_in if report.bytes_in else 1.0
+
+    return _Place(container, target, publish, lambda: _take_back(target, container))
 
 
 # The most bytes of a remote object without its tensors.
 _MOST = 1 << 30
 
 
-def _save_far(
-    target: str,
-    data: bytes,
-    tensors: list[tuple[str, Bytes]],
-    metadata: Mapping[str, str],
-    progress: ProgressLike,
-    options: StorageOptions | None,
-    compress: bool,
-) -> float:
+def _far(target: str, data: bytes, options: StorageOptions | None) -> _Place:
     # Two names take turns: the container of the pickle that stands is not
     # touched until the new pickle has taken its place.
     new, old = layout.far_containers_of(target)
     with contextlib.suppress(NotFoundError):
         if _fits(new, hashlib.sha256(read(target, options, _MOST)).hexdigest(), options):
             new, old = old, new
-    report = save_bytes(tensors, new, metadata, compress=compress, progress=progress, storage_options=options)
-    text = layout.meta_text(new.rpartition("/")[2], report.bytes_out)
-    write_bytes(layout.meta_of(target), text.encode(), options)
-    write_bytes(target, data, options, stale=[old])
-    return report.bytes_out / report.bytes_in if report.bytes_in else 1.0
+
+    def publish(report: Report) -> None:
+        text = layout.meta_text(new.rpartition("/")[2], report.bytes_out)
+        write_bytes(layout.meta_of(target), text.encode(), options)
+        write_bytes(target, data, options, stale=[old])
+
+    return _Place(new, None, publish, lambda: None)
 
 
 def _keep_previous(target: str, container: str) -> None:

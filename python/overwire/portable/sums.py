@@ -53,7 +53,7 @@ def _fold(words: Words, register: np.uint32) -> Words:
     # The row of words that stands for all rows, behind a register.
     width = words.shape[1]
     low_table, high_table = _moves(width)
-    row = words[0].astype(np.uint32)
+    row: Words = words[0].astype(np.uint32)
     row[0] ^= register
     halves = row.view(np.uint16)
     index, low, high = np.empty(width, np.intp), np.empty_like(row), np.empty_like(row)

@@ -16,8 +16,9 @@ from ..model.sources import SourceLike, resolve
 from ..model.storage import storage
 from ..paths import local
 from ..progress import ProgressLike, watch
+from .reports import Report
 from .results import Comparison, Diagnosis, Inspection, InspectionDict, Verification
-from .save import Report, notes_of
+from .save import notes_of
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ..errors import ArgumentError, ModelMismatchError, NotSupportedError
 from ..frameworks.choose import check_device, frame_for
@@ -18,7 +18,9 @@ from ..model.sources import SourceLike, named
 from ..progress import ProgressLike, watch
 from .grouped import of_ranks
 from .into import ALL, Target, fill, in_place, place_target, put, single
-from .save import Report, save_file
+from .reports import Report
+from .save import save_file
+from .saving import Saving
 
 if TYPE_CHECKING:
     import torch
@@ -248,6 +250,7 @@ def _replace(module: Any, target: Any, loaded: Any) -> None:
                     table[key] = loaded
 
 
+@overload
 def save_model(
     module: Any,
     path: str | os.PathLike[str],
@@ -259,7 +262,42 @@ def save_model(
     max_shard_size: int | str | None = None,
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
-) -> Report:
+    wait: Literal[True] = True,
+    max_memory: int | str | None = None,
+) -> Report: ...
+
+
+@overload
+def save_model(
+    module: Any,
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    compress: bool = True,
+    level: str = "default",
+    digests: bool = False,
+    max_shard_size: int | str | None = None,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+    wait: Literal[False],
+    max_memory: int | str | None = None,
+) -> Saving: ...
+
+
+def save_model(
+    module: Any,
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    compress: bool = True,
+    level: str = "default",
+    digests: bool = False,
+    max_shard_size: int | str | None = None,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+    wait: bool = True,
+    max_memory: int | str | None = None,
+) -> Report | Saving:
     """Saves a torch module's parameters and persistent buffers by name. What else its state
     dict has (`_extra_state`) is saved if it is a tensor, and left out if not.
 
@@ -286,14 +324,13 @@ def save_model(
             if first != name:
                 notes.setdefault(name, first)
                 del tensors[name]
-    return save_file(
-        tensors,
-        path,
-        notes,
-        compress=compress,
-        level=level,
-        digests=digests,
-        max_shard_size=max_shard_size,
-        progress=progress,
-        storage_options=storage_options,
-    )
+    how: dict[str, Any] = {
+        "compress": compress,
+        "level": level,
+        "digests": digests,
+        "max_shard_size": max_shard_size,
+        "progress": progress,
+        "storage_options": storage_options,
+        "max_memory": max_memory,
+    }
+    return save_file(tensors, path, notes, wait=True, **how) if wait else save_file(tensors, path, notes, wait=False, **how)

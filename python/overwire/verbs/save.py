@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .. import _verbs
 from ..errors import ArgumentError, NotSupportedError, name_tensor
@@ -20,86 +19,52 @@ from ..model.sources import named
 from ..model.storage import storage
 from ..paths import local
 from ..progress import ProgressLike, watch
+from .reports import Report
+from .saving import After, Saving, begin, settle
 
 if TYPE_CHECKING:
     from .._requests import SaveRequest
 
-__all__ = ["Report", "bytes_of_plain", "notes_of", "save_bytes", "save_file"]
-
-
-@dataclass(frozen=True)
-class Report:
-    """What was written.
-
-    bytes_in, bytes_out: bytes of the tensors, and of the files that hold them.
-    bytes_copied: of the files in copied.
-    ratio: out / in, 1.0 without tensors.
-    seconds: wall time.
-    compressed, aliases: how many tensors are stored compressed, and how many as
-        another's bytes (tied or identical).
-    files: absolute paths, or URIs, in the order written, an index.json last.
-    copied: those of files that a converted folder had beside its weights, as they were.
-    left: what of a converted folder was not copied: weights that are not the model's
-        (of 64 MiB and more, if they are not safetensors), hidden files, and links that
-        lead out of the folder to anything but the blobs of its Hugging Face cache.
-    originals: of `convert`, files by name with the SHA-256, in hex, of the plain
-        file that a compressed one keeps, or that a decompressed one is, byte for byte;
-        "" where it came over a network and was not hashed.
-    anew: plain files made of compressed ones that keep no original: their tensors are
-        the same, the header is new.
-    """
-
-    __module__ = "overwire"
-
-    bytes_in: int
-    bytes_out: int
-    ratio: float
-    seconds: float
-    tensors: int
-    compressed: int
-    aliases: int
-    files: tuple[str, ...]
-    left: tuple[str, ...] = ()
-    copied: tuple[str, ...] = ()
-    originals: Mapping[str, str] = field(default_factory=dict, hash=False)
-    anew: tuple[str, ...] = ()
-    bytes_copied: int = 0
-
-    def __repr__(self) -> str:
-        return (
-            f"Report({self.tensors} tensors, {self.compressed} compressed, in {len(self.files)} files: bytes_in={self.bytes_in}, "
-            f"bytes_out={self.bytes_out}, ratio={self.ratio:.4f}, seconds={self.seconds:.3f})"
-        )
-
-    def _repr_html_(self) -> str:
-        from .. import _notebook as html
-
-        facts = [
-            ("tensors", f"{self.tensors:,}"),
-            ("compressed", f"{self.compressed:,}"),
-            ("in", html.size(self.bytes_in)),
-            ("out", html.size(self.bytes_out)),
-            ("ratio", f"{self.ratio:.3f}"),
-            ("seconds", f"{self.seconds:.2f}"),
-        ]
-        columns = ("file", "SHA-256 of the original") if self.originals else ("file",)
-        rows = ((file, self.originals.get(file, ""))[: len(columns)] for file in self.files)
-        tables = [html.table("Files written", columns, rows, len(self.files))]
-        if self.left:
-            tables.append(html.table("Not copied", ("file",), ((f,) for f in self.left), len(self.left)))
-        return html.block("Report", facts, *tables)
-
-    @classmethod
-    def of(cls, report: Mapping[str, Any]) -> Report:
-        """The report from the engine's JSON."""
-        changed: dict[str, Any] = {name: float(report[name]) for name in ("ratio", "seconds")}
-        changed |= {name: tuple(report.get(name) or ()) for name in ("files", "left", "copied", "anew")}
-        changed["originals"] = {one["file"]: one["sha256"] for one in report.get("originals") or ()}
-        return cls(**{**report, **changed})
-
+__all__ = ["bytes_of_plain", "notes_of", "save_bytes", "save_file", "stage_bytes"]
 
 #: Formats whose names a safetensors file should not bear: other programs would take it for theirs.
 _OTHERS = (".gguf", ".h5", ".npz", ".onnx")
+
+
+@overload
+def save_file(
+    tensors: Mapping[str, Any],
+    path: str | os.PathLike[str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    filename: str | os.PathLike[str] | None = None,
+    compress: bool = True,
+    level: str = "default",
+    digests: bool = False,
+    max_shard_size: int | str | None = None,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+    wait: Literal[True] = True,
+    max_memory: int | str | None = None,
+) -> Report: ...
+
+
+@overload
+def save_file(
+    tensors: Mapping[str, Any],
+    path: str | os.PathLike[str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    filename: str | os.PathLike[str] | None = None,
+    compress: bool = True,
+    level: str = "default",
+    digests: bool = False,
+    max_shard_size: int | str | None = None,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+    wait: Literal[False],
+    max_memory: int | str | None = None,
+) -> Saving: ...
 
 
 def save_file(
@@ -114,7 +79,9 @@ def save_file(
     max_shard_size: int | str | None = None,
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
-) -> Report:
+    wait: bool = True,
+    max_memory: int | str | None = None,
+) -> Report | Saving:
     """Saves torch tensors, numpy arrays or `TensorSpec`s (also mixed) by name.
 
     path: the file to write; .tensors makes a tensorizer file. It is replaced
@@ -149,13 +116,25 @@ def save_file(
         encrypts a .tensors file, by tensorizer's XSalsa20-Poly1305: the bytes
         of tensors, not their names and shapes.
 
-    Do not change the tensors before this returns: they are read in place, tensors on
-    a GPU chunk by chunk; tensors that are not dense are copied to the host first.
+    wait: False returns a `Saving` as soon as the tensors may change again: all that will
+        be in the files is in host memory then, and they are written from there while the
+        program goes on (see docs/saving.md). A save to the same path waits for it first.
+    max_memory: with wait=False, the most host memory for that ("20GB", int); None: what
+        there is. A save that could need more, were nothing to compress, is refused before
+        it begins. For tensors of a GPU the memory is pinned, and kept for the next save
+        or sleep until `empty_cache`.
+
+    Do not change the tensors before this returns: they are read in place; tensors that
+    are not dense are copied to the host first. A GPU encodes its tensors itself, in up to
+    0.4 GB of its memory, and only what is stored comes down; the host encodes them where
+    they are less than 32 MiB or begin at no multiple of 16 bytes, with level="smaller",
+    digests=True, a .tensors file, and where the GPU lacks the memory.
     Tied tensors are stored once when compressing. Only values are stored, not strides,
     gradients or subclasses (see `compress_pickle`).
 
     Raises ArgumentError, NotSupportedError for types that safetensors lacks,
-    AccessError, IOFailure (a full disk).
+    AccessError, IOFailure (a full disk), OutOfMemoryError (max_memory), and the error
+    of a save to this path that no one has waited for.
     """
     path = named("save_file", path, filename, "path")
     if not isinstance(tensors, Mapping):
@@ -174,17 +153,19 @@ def save_file(
         except (ArgumentError, NotSupportedError) as error:
             name_tensor(error, name)
             raise
-    return save_bytes(
-        described,
-        target,
-        metadata,
-        compress=compress,
-        level=level,
-        digests=digests,
-        shard=parse_size(max_shard_size),
-        progress=progress,
-        storage_options=storage_options,
-    )
+    how: dict[str, Any] = {
+        "compress": compress,
+        "level": level,
+        "digests": digests,
+        "shard": parse_size(max_shard_size),
+        "progress": progress,
+        "storage_options": storage_options,
+    }
+    if wait:
+        if max_memory is not None:
+            raise ArgumentError("overwire: max_memory: it bounds saves with wait=False alone")
+        return save_bytes(described, target, metadata, **how)
+    return stage_bytes(described, target, metadata, max_memory=max_memory, **how)
 
 
 def notes_of(metadata: Any) -> dict[str, str]:
@@ -198,6 +179,39 @@ def notes_of(metadata: Any) -> dict[str, str]:
 
 
 def save_bytes(
+    described: list[tuple[str, Bytes]], path: str, metadata: Mapping[str, str] | None, *, end: float | None = None, **how: Any
+) -> Report:
+    """Saves what is described already, and keeps it alive until that is done.
+
+    end: of `jobs.time_limit`. how: see `_job`."""
+    settle(path)
+    with _job(described, path, metadata, end=end, **how) as job:
+        return Report.of(job.finish())
+
+
+def stage_bytes(
+    described: list[tuple[str, Bytes]],
+    path: str,
+    metadata: Mapping[str, str] | None,
+    then: Callable[[Report], None] | None = None,
+    undo: Callable[[], None] = lambda: None,
+    over: Callable[[], None] = lambda: None,
+    *,
+    key: str | None = None,
+    max_memory: int | str | None = None,
+    **how: Any,
+) -> Saving:
+    """`save_bytes` in the background, which needs what is described until it returns.
+
+    then, undo, over, key: of `saving.begin`."""
+
+    def start() -> Job:
+        return _job(described, path, metadata, background=True, max_memory=parse_size(max_memory), **how)
+
+    return begin(path, start, After(then, undo, over), key=key)
+
+
+def _job(
     described: list[tuple[str, Bytes]],
     path: str,
     metadata: Mapping[str, str] | None,
@@ -211,20 +225,21 @@ def save_bytes(
     like: str | None = None,
     beside: bool = False,
     end: float | None = None,
-) -> Report:
-    """Saves what is described already, and keeps it alive until that is done.
-
-    like: a local file whose mode, owner and ACL a new file gets. beside: an index
-    of shards of the same name may stay beside it. end: of `jobs.time_limit`."""
+    background: bool = False,
+    max_memory: int = 0,
+) -> Job:
+    # like: a local file whose mode, owner and ACL a new file gets. beside: an index
+    # of shards of the same name may stay beside it.
     spec: SaveRequest = {"path": path, "compress": bool(compress), "level": level, "shard": shard, "like": like or "", "beside": beside}
     spec["storage"] = storage(storage_options, [path], writes=True)
+    if background:
+        spec["background"], spec["max_memory"] = True, max_memory
     if digests:
         spec["digests"] = True
     if metadata is not None:
         spec["metadata"] = notes_of(metadata)
     numbers = _columns(spec, described)
-    with Job(_verbs.save(spec, numbers), "save", watch(progress, "save"), end) as job:
-        return Report.of(job.finish())
+    return Job(_verbs.save(spec, numbers), "save", watch(progress, "save"), end)
 
 
 def bytes_of_plain(described: list[tuple[str, Bytes]], metadata: Mapping[str, str] | None) -> bytes:
