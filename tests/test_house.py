@@ -30,6 +30,7 @@ LAYERS: list[tuple[str, str]] = [
     ("verbs", "verbs verbs.*"),
     ("offloading", "offloading offloading.*"),
     ("bundles", "bundles bundles.* rebuild"),  # rebuild: pickles name it, so it stays where it is
+    ("checkpoints", "checkpoints checkpoints.*"),
     ("plumbing", "plumbing"),
     ("portable", "portable portable.*"),
     ("outside", "compat compat.* integrations integrations.* __main__ _bench _bench_*"),

@@ -1,0 +1,17 @@
+"""Checkpoints of training, written and read through `torch.distributed.checkpoint`.
+
+    import torch.distributed.checkpoint as dcp
+    from overwire.checkpoints import CheckpointReader, CheckpointWriter
+
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, storage_writer=CheckpointWriter("step-100"))
+    dcp.load(state, storage_reader=CheckpointReader("step-100"))
+
+The folder is a model as well: `load_file("step-100")` gives the tensors below "model",
+whole, also those that the ranks had in shards.
+"""
+
+from .reader import CheckpointReader
+from .staging import CheckpointStager
+from .writer import CheckpointWriter
+
+__all__ = ["CheckpointReader", "CheckpointStager", "CheckpointWriter"]

@@ -1,0 +1,178 @@
+"""checkpoint.json: what a checkpoint has beside its tensors. Written last, so that a folder
+with it is whole.
+
+    {"format": "overwire checkpoint", "version": 1,
+     "parts": [{"prefix": "model.", "files": ["model.safetensors"]},
+               {"prefix": "", "files": ["training/model-00001-of-00002.safetensors", ...]}],
+     "bytes": ["optimizer.param_groups"],
+     "paths": {"model.weight": ["model", "weight"], ...} or null}
+
+A tensor's name in the state is its part's prefix and its name in the files. The tensors
+that `bytes` names hold what torch.save wrote of an object. `paths` are the keys that lead
+to each entry of a nested state. Every byte may come from an attacker: what is read is
+bounded and checked, and names no file outside the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple
+
+from ..errors import ArgumentError, FormatError, NotSupportedError
+
+__all__ = ["LIMIT", "NAME", "TRAINING", "Manifest", "Part", "decode", "encode"]
+
+#: The file's name.
+NAME = "checkpoint.json"
+
+#: The folder, in a checkpoint, of what is not the model.
+TRAINING = "training"
+
+#: The most bytes of the file.
+LIMIT = 64 << 20
+
+_FORMAT = "overwire checkpoint"
+_FILE = re.compile(rf"(?:{TRAINING}/)?model(?:-\d{{5,9}}-of-\d{{5,9}})?\.safetensors")
+
+Path = tuple[str | int, ...]
+
+
+class Part(NamedTuple):
+    """Files whose tensors have one prefix: the model, or all else. Paths are below the checkpoint."""
+
+    prefix: str
+    files: tuple[str, ...]
+
+
+class Manifest(NamedTuple):
+    """What checkpoint.json says."""
+
+    parts: tuple[Part, ...]
+    bytes: frozenset[str]
+    paths: dict[str, Path] | None
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The text of the file. Raises NotSupportedError for more than `decode` takes."""
+    text = json.dumps(
+        {
+            "format": _FORMAT,
+            "version": 1,
+            "parts": [{"prefix": part.prefix, "files": list(part.files)} for part in manifest.parts],
+            "bytes": sorted(manifest.bytes),
+            "paths": manifest.paths,
+        },
+        ensure_ascii=True,
+        indent=0,
+    ).encode()
+    if len(text) > LIMIT:
+        raise NotSupportedError(f"overwire: {NAME}: {len(text)} bytes of names, of which {LIMIT} are supported")
+    return text
+
+
+def paths_of(planner_data: Any) -> dict[str, Path] | None:
+    """The paths that a planner of torch gives, checked. Raises NotSupportedError for other data of planners."""
+    if planner_data is None:
+        return None
+    if not isinstance(planner_data, dict):
+        raise NotSupportedError(f"overwire: the planner's data are a {type(planner_data).__name__}: only paths of names are stored")
+    for name, path in planner_data.items():
+        if not isinstance(name, str) or not _is_path(path, tuple):
+            raise NotSupportedError(f"overwire: the planner's data of {name!r} are {path!r:.200}: only paths of names are stored")
+    if not _dense(planner_data):
+        raise NotSupportedError("overwire: the state has lists, or whole numbers as keys, of far more places than entries")
+    return planner_data
+
+
+def decode(text: bytes, source: str) -> Manifest:
+    """What the file says. Raises FormatError, with the source, for anything else."""
+
+    def bad(what: str) -> FormatError:
+        return FormatError(f"overwire: {source}: {what}", source=source)
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) != len(pairs):
+            raise bad("a key comes twice")
+        return out
+
+    if len(text) > LIMIT:
+        raise bad(f"more than {LIMIT} bytes")
+    try:
+        document = json.loads(text.decode("utf-8"), object_pairs_hook=once)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise bad(f"no JSON: {error!s:.200}") from None
+    except ValueError as error:
+        if isinstance(error, FormatError):
+            raise
+        raise bad("a number of too many digits") from None
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        raise bad("no checkpoint of overwire")
+    if type(document.get("version")) is not int or document["version"] != 1:
+        raise bad(f"version {document.get('version')!r:.20}, of which 1 is supported")
+    if set(document) != {"format", "version", "parts", "bytes", "paths"}:
+        raise bad("its keys are not those of version 1")
+    if not isinstance(document["parts"], list) or len(document["parts"]) > 2:
+        raise bad("parts: expected at most two")
+    parts = tuple(_part(one, bad) for one in document["parts"])
+    files = [file for part in parts for file in part.files]
+    if len(set(files)) != len(files):
+        raise bad("a file comes twice")
+    stored = document["bytes"]
+    if not isinstance(stored, list) or not all(isinstance(name, str) for name in stored):
+        raise bad("bytes: expected names")
+    paths = document["paths"]
+    if paths is not None:
+        if not isinstance(paths, dict) or not all(_is_path(path, list) for path in paths.values()):
+            raise bad("paths: expected lists of keys")
+        paths = {name: tuple(path) for name, path in paths.items()}
+        if not _dense(paths):
+            raise bad("paths: lists of more places than there are names")
+    for name in (*stored, *(paths or ())):
+        if _lone(name):
+            raise bad("a name is no text")
+    return Manifest(parts, frozenset(stored), paths)
+
+
+def _part(one: Any, bad: Any) -> Part:
+    if not isinstance(one, dict) or set(one) != {"prefix", "files"} or not isinstance(one["prefix"], str) or _lone(one["prefix"]):
+        raise bad("parts: expected a prefix and files")
+    files = one["files"]
+    if not isinstance(files, list) or not files:
+        raise bad("parts: expected files")
+    for file in files:
+        if not isinstance(file, str) or not _FILE.fullmatch(file):
+            raise bad(f"{file!r:.100} is no name of a checkpoint's file")
+    if len({file.startswith(TRAINING) for file in files}) != 1:
+        raise bad("a part has files of both folders")
+    return Part(one["prefix"], tuple(files))
+
+
+def _is_path(path: Any, kind: type[Any]) -> bool:
+    return type(path) is kind and len(path) > 0 and {type(key) for key in path} <= {str, int}
+
+
+def _dense(paths: dict[str, Path]) -> bool:
+    """Whether lists with all places that the paths name are no larger than the paths allow:
+    torch makes them."""
+    sizes: dict[Path, int] = {}
+    for path in paths.values():
+        for depth, key in enumerate(path):
+            if isinstance(key, int):
+                if key < 0:
+                    return False
+                sizes[path[:depth]] = max(sizes.get(path[:depth], 0), key + 1)
+    return sum(sizes.values()) <= (1 << 20) + 16 * len(paths)
+
+
+def _lone(text: str) -> bool:
+    """Whether the text has half of a surrogate pair, which no UTF-8 has."""
+    return any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def check_prefix(model: Any) -> str:
+    """The `model=` argument; ArgumentError if it is no key of a state."""
+    if not isinstance(model, str) or not model:
+        raise ArgumentError(f"overwire: model: expected a key of the state, got {model!r:.100}")
+    return model

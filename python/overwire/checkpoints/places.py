@@ -1,0 +1,218 @@
+"""Where a checkpoint is written, and how it appears.
+
+A local one is written to a hidden folder beside its own, `.NAME.partial`, and renamed when
+it is whole: into its place, or in exchange for the one that it replaces, in one step. In a
+store, checkpoint.json is written last: without it there is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..errors import ArgumentError, IOFailure, NotFoundError, NotSupportedError, OverwireError
+from ..model.reading import read_bytes
+from ..paths import is_remote, local
+from ..stores import write_bytes
+from .manifest import LIMIT, NAME, TRAINING, decode
+
+__all__ = ["Place", "read_manifest"]
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_INDEX = "model.safetensors.index.json"
+
+
+class Place:
+    """The place of one checkpoint, on every rank. The coordinator calls `begin`, then
+    `publish` or `drop`; all ranks write to `path_of`."""
+
+    def __init__(self, path: str | os.PathLike[str], storage_options: Mapping[str, object] | None, overwrite: bool) -> None:
+        self.path = local(path).rstrip("/")
+        self.remote = is_remote(self.path)
+        self.options = storage_options
+        self._overwrite = overwrite
+        self._lock = -1
+        self._target = self._partial = self.path
+        if not self.remote:
+            self._target = os.path.realpath(self.path)
+            folder, name = os.path.split(self._target)
+            if not name:
+                raise ArgumentError(f"overwire: {self.path}: a checkpoint is a folder of its own", source=self.path)
+            self._partial = os.path.join(folder, f".{name}.partial")
+
+    def path_of(self, file: str) -> str:
+        """Where a file of the checkpoint is written, until it is published."""
+        return f"{self._partial}/{file}"
+
+    def make(self, file: str) -> str:
+        """`path_of`, whose folder is there afterwards."""
+        path = self.path_of(file)
+        if not self.remote:
+            with self._failures("write to"):
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+        return path
+
+    def write(self, file: str, text: bytes) -> None:
+        """Writes a small file."""
+        write_bytes(self.make(file), text, self.options)
+
+    def begin(self) -> None:
+        """Takes the place, and removes what a killed save has left of itself.
+
+        Raises ArgumentError where something else than a checkpoint is, or, without `overwrite`,
+        anything, and where another save is running; NotSupportedError where a checkpoint
+        cannot be replaced in one step. Then nothing has changed.
+        """
+        old = self._old()
+        if self.remote:
+            return
+        with self._failures("make"):
+            os.makedirs(self._partial, exist_ok=True)
+            # A file: some file systems lock no folders.
+            self._lock = os.open(self.path_of(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._unlock()
+                raise ArgumentError(f"overwire: {self.path}: another save of this checkpoint is running", source=self.path) from None
+            try:
+                self._clear({".lock"})
+                if old:
+                    self._try_exchange()
+            except BaseException:
+                self.drop()
+                raise
+
+    def publish(self, files: Iterable[str]) -> None:
+        """Gives the checkpoint its name, if all its files are there. Raises IOFailure: then the old one is whole."""
+        if self.remote:
+            return
+        try:
+            with self._failures("publish"):
+                for file in files:
+                    if not os.path.isfile(self.path_of(file)):
+                        raise IOFailure(
+                            f"overwire: {self.path_of(file)} is not there: all ranks must write to one file system", source=self.path
+                        )
+                os.unlink(self.path_of(".lock"))
+                for folder in (self.path_of(TRAINING), self._partial):
+                    _sync(folder)
+                if self._old():
+                    _exchange(self._partial, self._target)
+                    _sync(os.path.dirname(self._target))
+                    shutil.rmtree(self._partial, ignore_errors=True)
+                else:
+                    os.rename(self._partial, self._target)
+                    _sync(os.path.dirname(self._target))
+            self._unlock()
+        except BaseException:
+            self.drop()
+            raise
+
+    def drop(self) -> None:
+        """Removes what was not published. May be called by a rank that has not begun: does nothing there."""
+        if self._lock >= 0:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            self._unlock()
+
+    def _unlock(self) -> None:
+        number, self._lock = self._lock, -1
+        os.close(number)
+
+    def _old(self) -> bool:
+        # Whether a checkpoint is there; ArgumentError where it is not to be replaced.
+        def refuse(why: str) -> ArgumentError:
+            return ArgumentError(f"overwire: {self.path}: {why}", source=self.path)
+
+        if self.remote:
+            with contextlib.suppress(NotFoundError):
+                read_bytes(f"{self.path}/{NAME}", LIMIT, storage_options=self.options)
+                raise refuse("a checkpoint is there, and in a store none is replaced: save to another name")
+            return False
+        with self._failures("list"):
+            try:
+                entries = sorted(os.listdir(self._target))
+            except FileNotFoundError:
+                return False
+            except NotADirectoryError:
+                raise refuse("it is no folder") from None
+            if not entries:
+                return False
+            if not self._overwrite:
+                raise refuse("something is there already (overwrite=False)")
+            if NAME not in entries:
+                raise refuse(f"the folder has {entries[0]!r} and is no checkpoint: save to another name")
+            manifest = decode(read_bytes(f"{self._target}/{NAME}", LIMIT), f"{self._target}/{NAME}")
+            ours = {NAME, _INDEX, f"{TRAINING}/{_INDEX}", *(file for part in manifest.parts for file in part.files)}
+            below = {os.path.relpath(os.path.join(at, file), self._target) for at, _, files in os.walk(self._target) for file in files}
+            if strange := sorted(below - ours):
+                raise refuse(f"beside the checkpoint it has {strange[0]!r}, which would go: save to another name, or move it")
+            return True
+
+    def _clear(self, kept: set[str]) -> None:
+        for entry in os.scandir(self._partial):
+            if entry.name in kept:
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
+
+    def _try_exchange(self) -> None:
+        names = [self.path_of(".one"), self.path_of(".two")]
+        try:
+            for name in names:
+                os.mkdir(name)
+            _exchange(*names)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            raise NotSupportedError(
+                f"overwire: {self.path}: its file system cannot exchange two folders in one step: save to another name", source=self.path
+            ) from None
+        finally:
+            for name in names:
+                with contextlib.suppress(OSError):
+                    os.rmdir(name)
+
+    @contextlib.contextmanager
+    def _failures(self, what: str) -> Any:
+        try:
+            yield
+        except OverwireError:
+            raise
+        except OSError as error:
+            raise IOFailure(f"overwire: {what} {self.path}: {error.strerror}", source=self.path) from error
+
+
+def read_manifest(path: str, options: Mapping[str, object] | None) -> Any:
+    """The manifest of a checkpoint. Raises NotFoundError where none is whole, FormatError."""
+    source = f"{path.rstrip('/')}/{NAME}"
+    try:
+        return decode(read_bytes(source, LIMIT, storage_options=options), source)
+    except NotFoundError:
+        raise NotFoundError(f"overwire: {path}: no whole checkpoint of overwire is there (no {NAME})", source=path) from None
+
+
+def _exchange(one: str, two: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(two), _RENAME_EXCHANGE):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _sync(folder: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)

@@ -1,0 +1,161 @@
+"""Who writes which tensors of a checkpoint, and which blocks the ranks send each other for it.
+
+A file has whole tensors alone. Of a tensor that several ranks have blocks of (FSDP, DTensor),
+one rank gathers and writes all. Each rank writes its tensors in rounds, a file each, so that
+no more than a file's worth of them is gathered at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from ..errors import CorruptError, NotSupportedError
+from .manifest import TRAINING, Manifest, Part, paths_of
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Block", "Duty", "Entry", "Round", "schedule"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a tensor that a rank has: the whole one, or a part at `offsets`."""
+
+    rank: int
+    index: MetadataIndex
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor that a rank writes. dtype: None for the bytes of an object. blocks: all that has elements."""
+
+    name: str
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+
+@dataclass
+class Round:
+    """What a rank does at once: it sends blocks, in the order in which their receivers wait
+    for them, and writes a file, below the checkpoint; "": none."""
+
+    file: str = ""
+    entries: list[Entry] = field(default_factory=list)
+    sends: list[tuple[int, MetadataIndex]] = field(default_factory=list)
+
+
+@dataclass
+class Duty:
+    """A rank's part of a save. The coordinator also has what its manifest will say."""
+
+    rank: int
+    ranks: int
+    rounds: list[Round]
+    manifest: Manifest | None = None
+
+
+def schedule(plans: Sequence[SavePlan], model: str, most: int) -> list[Duty]:
+    """A duty for each rank, from the plans of all. most: the bytes of a file, which has more only of one tensor.
+
+    Raises CorruptError for a tensor whose blocks are not all of it, NotSupportedError for
+    data of a planner that the checkpoint cannot keep.
+    """
+    paths: dict[str, Any] | None = None
+    for plan in plans:
+        if (one := paths_of(plan.planner_data)) is not None:
+            paths = {**(paths or {}), **one}
+    blocks: dict[str, list[tuple[int, WriteItem]]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            blocks.setdefault(item.index.fqn, []).append((rank, item))
+    prefix = f"{model}."
+    nested = any(len(path) > 1 and path[0] == model for path in (paths or {}).values())
+    mine: list[dict[bool, list[tuple[int, Entry]]]] = [{False: [], True: []} for _ in plans]
+    load = [0] * len(plans)
+    stored = set()
+    for fqn in sorted(blocks):
+        size, entry = _entry(fqn, blocks[fqn])
+        if entry.dtype is None:
+            stored.add(fqn)
+        below = (paths or {}).get(fqn, ())
+        training = entry.dtype is None or nested and not (len(below) > 1 and below[0] == model and fqn.startswith(prefix))
+        if nested and not training:
+            entry = Entry(fqn.removeprefix(prefix), *(getattr(entry, key) for key in ("dtype", "shape", "blocks")))
+        holders = sorted({block.rank for block in entry.blocks})
+        owner = holders[0] if len(holders) == 1 else min(range(len(plans)), key=lambda rank: (load[rank], rank))
+        load[owner] += size
+        mine[owner][training].append((size, entry))
+    duties = [Duty(rank, len(plans), []) for rank in range(len(plans))]
+    parts = []
+    for training in (False, True):
+        groups = [(rank, group) for rank, one in enumerate(mine) for group in _files(one[training], most)]
+        files = []
+        for number, (rank, group) in enumerate(groups, 1):
+            name = "model.safetensors" if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
+            files.append(f"{TRAINING}/{name}" if training else name)
+            duties[rank].rounds.append(Round(files[-1], group))
+        if files:
+            parts.append(Part(prefix if nested and not training else "", tuple(files)))
+    _send(duties)
+    for duty in duties:
+        duty.manifest = Manifest(tuple(parts), frozenset(stored), paths) if duty.rank == 0 else None
+    return duties
+
+
+def _entry(fqn: str, items: list[tuple[int, WriteItem]]) -> tuple[int, Entry]:
+    rank, first = items[0]
+    if first.type == WriteItemType.BYTE_IO:
+        size = first.bytes_io_data.nbytes if first.bytes_io_data is not None else 0
+        return size, Entry(fqn, None, (), (Block(rank, first.index, (), ()),))
+    assert first.tensor_data is not None
+    dtype, shape = first.tensor_data.properties.dtype, tuple(first.tensor_data.size)
+    found: dict[tuple[int, ...], Block] = {}
+    for rank, item in items:
+        if item.tensor_data is None or tuple(item.tensor_data.size) != shape or item.tensor_data.properties.dtype != dtype:
+            raise NotSupportedError(f"overwire: {fqn!r} is not the same on ranks {items[0][0]} and {rank}", tensor=fqn)
+        chunk = item.tensor_data.chunk
+        if math.prod(chunk.sizes) or not math.prod(shape):
+            found.setdefault(tuple(chunk.offsets), Block(rank, item.index, tuple(chunk.offsets), tuple(chunk.sizes)))
+    if not math.prod(shape):
+        found = dict(list(found.items())[:1])
+    elif sum(math.prod(block.sizes) for block in found.values()) != math.prod(shape):
+        raise CorruptError(f"overwire: the ranks have not every element of {fqn!r}, or some of them twice", tensor=fqn)
+    for block in found.values():
+        if any(at < 0 or at + n > size for at, n, size in zip(block.offsets, block.sizes, shape, strict=True)):
+            raise CorruptError(f"overwire: rank {block.rank} has a block of {fqn!r} that is not in its shape {list(shape)}", tensor=fqn)
+    return math.prod(shape) * dtype.itemsize, Entry(fqn, dtype, shape, tuple(found.values()))
+
+
+def _files(entries: list[tuple[int, Entry]], most: int) -> list[list[Entry]]:
+    groups: list[list[Entry]] = []
+    room = -1
+    for size, entry in entries:
+        if room < size:
+            groups.append([])
+            room = most
+        room -= size
+        groups[-1].append(entry)
+    return groups
+
+
+def _send(duties: list[Duty]) -> None:
+    """Gives all ranks the same number of rounds, and tells each of the blocks that others wait for."""
+    most = max(len(duty.rounds) for duty in duties)
+    for duty in duties:
+        duty.rounds += [Round() for _ in range(most - len(duty.rounds))]
+    for number in range(most):
+        for duty in duties:
+            for entry in duty.rounds[number].entries:
+                for block in entry.blocks:
+                    if block.rank != duty.rank:
+                        duties[block.rank].rounds[number].sends.append((duty.rank, block.index))

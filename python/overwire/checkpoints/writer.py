@@ -1,0 +1,217 @@
+"""CheckpointWriter: what torch.distributed.checkpoint saves through."""
+
+from __future__ import annotations
+
+import io
+import json
+import uuid
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ..errors import ArgumentError, NotSupportedError, OverwireError
+from ..model.options import StorageOptions, parse_size
+from ..paths import is_remote, local
+from ..verbs.save import save_file
+from .exchange import Exchange
+from .manifest import NAME, TRAINING, Manifest, check_prefix, encode
+from .places import Place
+from .schedule import Duty, Entry, Round, schedule
+
+__all__ = ["CheckpointWriter"]
+
+
+class CheckpointWriter(StorageWriter):
+    """Writes a checkpoint as a folder of overwire, for `dcp.save` and `dcp.async_save`.
+
+    path: the folder, on a file system that all ranks share, or s3://bucket/prefix; None: the
+        `checkpoint_id` of the save. The checkpoint appears whole or not at all; an older
+        one of that name stays until then, and is whole whatever ends the save. In a store
+        none is replaced.
+    model: the key of the state whose tensors are the model's: they are the folder's own
+        tensors, under their names below that key, and all else is in its folder
+        `training`. Of a state that is not nested, or lacks the key, all tensors are the
+        model's.
+    compress, level: as for `save_file`.
+    max_shard_size: the most tensor bytes in a file, of which each rank writes one at a time.
+        Of tensors that the ranks have in blocks, so much more memory is used on their device.
+    overwrite: whether an older checkpoint may be replaced.
+    process_group: the group of the save, if it is not the default one.
+    storage_options: as for `load_file`.
+
+    All tensors are stored whole: the blocks of a sharded one (FSDP, DTensor) are sent to the
+    rank that writes it, by the group's own backend. What is no tensor is stored as torch.save
+    writes it.
+
+    The save raises torch's CheckpointException, whose `failures` has the error of each rank:
+    ArgumentError for a folder that is no checkpoint, NotSupportedError for tensors that
+    safetensors lacks, IOFailure, and what `save_file` raises.
+    """
+
+    def __init__(
+        self,
+        path: str | Any | None = None,
+        *,
+        model: str = "model",
+        compress: bool = True,
+        level: str = "default",
+        max_shard_size: int | str = "2GB",
+        overwrite: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        storage_options: StorageOptions | None = None,
+    ) -> None:
+        self._model = check_prefix(model)
+        self._how: dict[str, Any] = {"compress": compress, "level": level, "storage_options": storage_options}
+        self._most = parse_size(max_shard_size)
+        if self._most <= 0:
+            raise ArgumentError(f"overwire: max_shard_size: expected bytes, got {max_shard_size!r}")
+        self._overwrite = overwrite
+        self._group = process_group
+        self._options = storage_options
+        self._path = None if path is None else local(path)
+        self._place: Place | None = None
+        self._duty: Duty | None = None  # the coordinator's
+        self._plans: list[SavePlan] = []  # the last ones of all ranks, for planners that keep theirs
+        self._save = ""
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Begins another checkpoint, at `checkpoint_id` if it is not None."""
+        if checkpoint_id is not None:
+            self._path = local(checkpoint_id)
+        self._drop()
+        self._save = str(uuid.uuid4())
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The path."""
+        return self._path
+
+    def storage_meta(self) -> StorageMeta:
+        """What planners may know of the save."""
+        return StorageMeta(checkpoint_id=self._path, save_id=self._save)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Whether it is a path, or a URI that is written to."""
+        try:
+            uri = local(checkpoint_id)
+        except OverwireError:
+            return False
+        return not is_remote(uri) or uri.startswith("s3://")
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Called by torch. Raises ArgumentError without a path, NotSupportedError for saves without collectives."""
+        if self._path is None:
+            raise ArgumentError("overwire: CheckpointWriter: neither a path nor a checkpoint_id was given")
+        if not kwargs.get("use_collectives", True):
+            raise NotSupportedError("overwire: CheckpointWriter: a checkpoint is one for all ranks: use_collectives=False is not supported")
+        self._place = Place(self._path, self._options, self._overwrite)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Called by torch."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Called by torch, on the coordinator: decides who writes what, and takes the place."""
+        assert self._place is not None
+        plans = self._merged(plans)
+        duties = schedule(plans, self._model, self._most)
+        self._duty = duties[0]
+        self._place.begin()
+        return [replace(plan, storage_data=duty) for plan, duty in zip(plans, duties, strict=True)]
+
+    def _merged(self, plans: list[SavePlan]) -> list[SavePlan]:
+        # Planners with enable_plan_caching send a plan that has not changed only once.
+        if any(not getattr(plan, "usable", True) for plan in plans):
+            if len(self._plans) != len(plans):
+                raise NotSupportedError("overwire: a planner with enable_plan_caching needs one CheckpointWriter for all its saves")
+            plans = [plan if plan.usable else old for plan, old in zip(plans, self._plans, strict=True)]
+        self._plans = plans
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Called by torch: writes this rank's files, and sends others what they write."""
+        assert self._place is not None
+        duty: Duty = plan.storage_data
+        items = {item.index: item for item in plan.items}
+        results: list[WriteResult] = []
+        exchange = Exchange(self._group, duty, lambda index: _tensor(planner, items[index]))
+        try:
+            exchange.run(lambda step: results.extend(self._write(step, exchange, planner, items)))
+        except BaseException:
+            self._drop()
+            raise
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _write(self, step: Round, exchange: Exchange, planner: SavePlanner, items: dict[MetadataIndex, WriteItem]) -> list[WriteResult]:
+        assert self._place is not None
+        gathered = exchange.gather(step)
+        if not step.file:
+            return []
+        tensors = {}
+        for entry in step.entries:
+            if entry.dtype is None:
+                tensors[entry.name] = _bytes(planner, items[entry.blocks[0].index])
+            else:
+                tensors[entry.name] = gathered.pop(entry.name)
+        report = save_file(tensors, self._place.make(step.file), {"format": "pt"}, **self._how)
+        return [_result(entry, step.file, report.bytes_out if number == 0 else 0) for number, entry in enumerate(step.entries)]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Called by torch, on the coordinator: publishes the checkpoint."""
+        assert self._place is not None and self._duty is not None and self._duty.manifest is not None
+        place, manifest = self._place, self._duty.manifest
+        files = [file for part in manifest.parts for file in part.files]
+        try:
+            _write_indexes(place, manifest, results)
+            place.write(NAME, encode(manifest))
+        except BaseException:
+            self._drop()
+            raise
+        place.publish([*files, NAME])
+
+    def _drop(self) -> None:
+        if self._place is not None:
+            self._place.drop()
+
+
+def _write_indexes(place: Place, manifest: Manifest, results: list[list[WriteResult]]) -> None:
+    files: dict[str, dict[str, str]] = {}
+    for one in (result.storage_data for rank in results for result in rank):
+        files.setdefault(one["file"].rpartition("/")[0], {})[one["name"]] = one["file"].rpartition("/")[2]
+    for part in manifest.parts:
+        if len(part.files) > 1:
+            folder = part.files[0].rpartition("/")[0]
+            text = json.dumps({"metadata": {}, "weight_map": dict(sorted(files[folder].items()))}, indent=2)
+            place.write(f"{TRAINING}/{_INDEX}" if folder else _INDEX, text.encode())
+
+
+_INDEX = "model.safetensors.index.json"
+
+
+def _result(entry: Entry, file: str, size: int) -> WriteResult:
+    return WriteResult(entry.blocks[0].index, size, {"name": entry.name, "file": file})
+
+
+def _tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    value = planner.resolve_data(item)
+    if not isinstance(value, torch.Tensor):
+        raise NotSupportedError(f"overwire: the planner gives a {type(value).__name__} for {item.index.fqn!r}", tensor=item.index.fqn)
+    return value.detach()
+
+
+def _bytes(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    value = planner.resolve_data(item)
+    if not isinstance(value, io.BytesIO):
+        raise NotSupportedError(f"overwire: the planner gives a {type(value).__name__} for {item.index.fqn!r}", tensor=item.index.fqn)
+    return (
+        torch.frombuffer(bytearray(value.getbuffer()), dtype=torch.uint8) if value.getbuffer().nbytes else torch.empty(0, dtype=torch.uint8)
+    )

@@ -1,0 +1,302 @@
+"""Checkpoints of training: what torch.distributed.checkpoint saves comes back, whole or not at all."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import warm
+from conftest import ROOT, cleaned
+
+torch = pytest.importorskip("torch")
+
+import overwire as ow  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from overwire.checkpoints import (  # noqa: E402
+    CheckpointReader,
+    CheckpointStager,
+    CheckpointWriter,
+    places,  # noqa: E402
+)
+from overwire.checkpoints import manifest as manifests  # noqa: E402
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+def ranks(folder: Path, count: int, *steps: str) -> None:
+    """Runs the steps of checkpoint_worker on that many ranks; all must succeed."""
+    store = f"store-{count}-{'-'.join(steps)}"
+    done = warm.run([ROOT / "tests" / "checkpoint_worker.py", folder, store, *steps], env=cleaned() | {"WORLD_SIZE": str(count)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("done ") == count * len(steps), done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training state of two ranks (FSDP2, AdamW), and DTensors of every kind of shard."""
+    folder = tmp_path_factory.mktemp("saved")
+    ranks(folder, 2, "save")
+    return folder
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_number_of_ranks_resumes(saved: Path, count: int) -> None:
+    ranks(saved, count, "load")
+
+
+def test_a_checkpoint_of_shards_is_a_model(saved: Path) -> None:
+    """load_file, of the folder as it is, gives the model's tensors whole and under their own names."""
+    want = torch.load(saved / "want.pt", weights_only=True)
+    got = ow.load_file(saved / "training")
+    assert len(list((saved / "training").glob("model-*"))) > 1
+    assert set(got) == set(want["model"]) and all(torch.equal(got[name], tensor) for name, tensor in want["model"].items())
+    assert ow.verify(saved / "training")["ok"] and ow.verify(saved / "training/training")["ok"]
+    moments = ow.load_file(saved / "training/training")
+    assert torch.equal(moments["optimizer.state.0.weight.exp_avg"], want["optimizer"]["state"]["0.weight"]["exp_avg"])
+
+
+def test_ranks_save_in_the_background_with_kept_plans_and_after_a_full_disk(tmp_path: Path) -> None:
+    ranks(tmp_path, 2, "background", "cached", "short")
+
+
+def test_a_rank_that_dies_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    ranks(tmp_path, 2, "dying")
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    tied = torch.randn(300, 200)
+    model = {"a": tied, "b": tied, "c": torch.randn(5, 4)[:, ::2], "empty": torch.empty(0, 3), "scalar": torch.tensor(float(seed))}
+    return {"model": model, "optimizer": {"lr": 0.1 + seed, "betas": (0.9, 0.99), "moment": torch.randn(7).double()}, "step": seed}
+
+
+def same(one: Any, two: Any) -> bool:
+    if isinstance(two, dict):
+        return set(one) == set(two) and all(same(one[key], two[key]) for key in two)
+    return torch.equal(one, two) if isinstance(two, torch.Tensor) else bool(one == two)
+
+
+def save(at: Any, seed: int = 0, **how: Any) -> None:
+    dcp.save(state(seed), storage_writer=CheckpointWriter(at, **how))
+
+
+def load(at: Any) -> dict[str, Any]:
+    into = state(9)
+    dcp.load(into, storage_reader=CheckpointReader(at))
+    return into
+
+
+def cause(caught: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
+    return caught.value.failures[0][0]
+
+
+def test_one_process(tmp_path: Path) -> None:
+    """Tied, strided, empty and 0-dim tensors and plain values come back; a later checkpoint replaces the older."""
+    at = tmp_path / "c"
+    for seed, how in enumerate([{}, {"compress": False}, {"max_shard_size": 1000}]):
+        save(at, seed, **how)
+        assert same(load(at), state(seed)) and same(ow.load_file(at), state(seed)["model"])
+        assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    with pytest.raises(CheckpointException) as caught:
+        save(at, overwrite=False)
+    assert isinstance(cause(caught), ow.ArgumentError) and same(load(at), state(2))
+
+
+def test_a_flat_state_keeps_its_names(tmp_path: Path) -> None:
+    """Names that begin with "model." are not taken for a key of the state."""
+    flat = {"model.w": torch.randn(3), "head": torch.randn(2), "step": 5}
+    dcp.save(flat, storage_writer=CheckpointWriter(tmp_path / "c"))
+    assert set(ow.load_file(tmp_path / "c")) == {"model.w", "head"}
+    into = {"model.w": torch.zeros(3), "head": torch.zeros(2), "step": 0}
+    dcp.load(into, storage_reader=CheckpointReader(tmp_path / "c"))
+    assert same(into, flat)
+
+
+def test_torch_converts_it(tmp_path: Path) -> None:
+    """A state that is not known before is rebuilt from the checkpoint alone, in its nested form."""
+    save(tmp_path / "c", 3)
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+    assert same(_load_state_dict_from_keys(storage_reader=CheckpointReader(tmp_path / "c")), state(3))
+
+
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    """A folder with other files, or beside a running save, stays as it is."""
+    at = tmp_path / "c"
+    at.mkdir()
+    (at / "mine").write_text("x")
+    for path, text in ((at, "no checkpoint"), (at / "mine", "no folder")):
+        with pytest.raises(CheckpointException) as caught:
+            save(path)
+        assert isinstance(cause(caught), ow.ArgumentError) and text in str(cause(caught))
+    assert [path.name for path in at.iterdir()] == ["mine"]
+    (at / "mine").unlink()
+    save(at, 1)
+    (at / "config.json").write_text("{}")
+    with pytest.raises(CheckpointException) as caught:
+        save(at, 2)
+    assert "config.json" in str(cause(caught)) and same(load(at), state(1))
+    (at / "config.json").unlink()
+    running = places.Place(at, None, True)
+    running.begin()
+    with pytest.raises(CheckpointException) as caught:
+        save(at, 2)
+    assert "another save" in str(cause(caught)) and same(load(at), state(1))
+    running.drop()
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_what_a_killed_save_left_goes(tmp_path: Path) -> None:
+    """A save that was killed leaves no checkpoint; the next one removes what it has left."""
+    left = tmp_path / ".c.partial" / "training"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_text("half")
+    with pytest.raises(ow.NotFoundError):
+        CheckpointReader(tmp_path / "c")
+    save(tmp_path / "c")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"] and same(load(tmp_path / "c"), state())
+
+
+def test_a_tensor_that_cannot_be_saved(tmp_path: Path) -> None:
+    """It is a typed error that names it, and the old checkpoint stays."""
+    save(tmp_path / "c", 1)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"w": torch.zeros(3), "odd": torch.zeros(3, dtype=torch.complex128)}, storage_writer=CheckpointWriter(tmp_path / "c"))
+    error = cause(caught)
+    assert isinstance(error, ow.NotSupportedError) and error.tensor == "odd", error
+    assert same(load(tmp_path / "c"), state(1)) and len(list(tmp_path.iterdir())) == 1
+    for wrong in ({"model": ""}, {"max_shard_size": 0}):
+        with pytest.raises(ow.ArgumentError):
+            CheckpointWriter(tmp_path / "c", **wrong)
+
+
+def test_objects_are_unpickled_as_by_weights_only(tmp_path: Path) -> None:
+    """An object that torch.load(weights_only=True) refuses is not made."""
+    save(tmp_path / "c")
+    at = tmp_path / "c/training/model.safetensors"
+    content = ow.load_file(at)
+    ran = tmp_path / "ran"
+
+    class Harm:
+        def __reduce__(self) -> Any:
+            return (open, (str(ran), "w"))
+
+    stored = io.BytesIO()
+    torch.save(Harm(), stored)
+    ow.save_file(content | {"step": torch.frombuffer(bytearray(stored.getvalue()), dtype=torch.uint8)}, at)
+    with pytest.raises(CheckpointException) as caught:
+        load(tmp_path / "c")
+    assert isinstance(cause(caught), ow.UntrustedPickleError) and cause(caught).tensor == "step" and not ran.exists()
+    ow.save_file(content | {"step": torch.arange(9, dtype=torch.uint8)}, at)
+    with pytest.raises(CheckpointException) as caught:
+        load(tmp_path / "c")
+    assert isinstance(cause(caught), ow.UntrustedPickleError)
+
+
+GOOD = json.dumps(
+    {"format": "overwire checkpoint", "version": 1, "parts": [{"prefix": "", "files": ["model.safetensors"]}], "bytes": [], "paths": None}
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "{}", "null", "[" * 100_000, '{"a":1,"a":2}', "\udcff", "9" * 5000, GOOD[:-1], GOOD + "x", "NaN",
+        *(GOOD.replace('"version": 1', f'"version": {other}') for other in ("2", "true", "1.0", '1, "more": 2', '1, "version": 1')),
+        *(GOOD.replace('"bytes": []', f'"bytes": {other}') for other in ("[1]", '["\\ud800"]', "{}", "null")),
+        *(GOOD.replace("null", other) for other in ('{"a": []}', '{"a": [null]}', '{"a": [true]}', "[]", '{"a": ["b", 9999999]}', '{"a": [-1]}', '{"\\udfff": ["a"]}')),
+        GOOD.replace('"prefix": ""', '"prefix": 3'),
+        *(GOOD.replace('["model.safetensors"]', other) for other in ("[]", "null", "[1]", '["model.safetensors", "model.safetensors"]',
+                                                                    '["model.safetensors", "training/model.safetensors"]')),
+        *(GOOD.replace("model.safetensors", name) for name in ("../model.safetensors", "/etc/passwd", "http://x/model.safetensors", "",
+                                                              "training/../model.safetensors", "model.safetensors\\n", "other.safetensors",
+                                                              "training//model.safetensors")),
+    ],
+)  # fmt: skip
+def test_a_hostile_description(tmp_path: Path, text: str) -> None:
+    """Whatever checkpoint.json says, reading it is a FormatError with its path, and opens no file elsewhere."""
+    (tmp_path / "checkpoint.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ow.FormatError) as caught:
+        CheckpointReader(tmp_path)
+    assert caught.value.source == str(tmp_path / "checkpoint.json")
+
+
+def test_a_description_that_its_files_do_not_fit(tmp_path: Path) -> None:
+    """Names that the files lack, tensors that should be bytes, files that are gone: typed errors."""
+    save(tmp_path / "c")
+    at = tmp_path / "c/checkpoint.json"
+    good = json.loads(at.read_text())
+
+    def refused(error: type[Exception], **change: Any) -> None:
+        at.write_text(json.dumps(good | change))
+        with pytest.raises(error):
+            CheckpointReader(tmp_path / "c")
+
+    refused(ow.CorruptError, bytes=[*good["bytes"], "none"])
+    refused(ow.FormatError, bytes=[*good["bytes"], "optimizer.moment"])
+    refused(
+        ow.CorruptError,
+        parts=[{"prefix": "optimizer.", "files": ["model.safetensors"]}, {"prefix": "model.", "files": ["training/model.safetensors"]}],
+    )
+    refused(ow.NotFoundError, parts=[{"prefix": "", "files": ["model-00001-of-00002.safetensors"]}])
+    at.write_text(json.dumps(good | {"bytes": []}))
+    with pytest.raises(CheckpointException) as caught:
+        load(tmp_path / "c")
+    assert caught.value.failures
+    at.write_text(json.dumps(good))
+    assert same(load(tmp_path / "c"), state())
+
+
+def test_damage(tmp_path: Path, seed: int) -> None:
+    """A byte that changes anywhere in a checkpoint is a typed error, or changes nothing that is loaded."""
+    save(tmp_path / "c")
+    rng = random.Random(seed)
+    for file in (tmp_path / "c").rglob("*.*"):
+        content = file.read_bytes()
+        for at in (rng.randrange(len(content)) for _ in range(15)):
+            damaged = bytearray(content)
+            damaged[at] ^= 1 << rng.randrange(8)
+            file.write_bytes(damaged)
+            try:
+                got = load(tmp_path / "c")
+            except CheckpointException as error:
+                assert all(isinstance(one[0], (ow.OverwireError, RuntimeError)) for one in error.failures.values()), error.failures
+            except (ow.OverwireError, RuntimeError):
+                pass
+            else:
+                assert same(got, state()), (file, at)
+        file.write_bytes(content)
+
+
+def test_the_description_is_written_as_it_is_read() -> None:
+    """What `encode` writes, `decode` reads; data of planners that it could not keep are refused."""
+    one = manifests.Manifest((manifests.Part("m.", ("model.safetensors",)),), frozenset({"a\n\u00e9"}), {"m.w": ("m", 3)})
+    assert manifests.decode(manifests.encode(one), "x") == one
+    for wrong in ([], {"a": "b"}, {"a": ()}, {"a": (1.5,)}, {1: ("a",)}, {"a": (1 << 40,)}):
+        with pytest.raises(ow.NotSupportedError):
+            manifests.paths_of(wrong)
+
+
+def test_stager(tmp_path: Path) -> None:
+    """What is staged does not change with the tensors, is kept while it is used, and its buffers serve again."""
+    stager = CheckpointStager()
+    tensors = state()
+    want = state()
+    first = stager.stage(tensors)
+    for one in (tensors["model"]["a"], tensors["optimizer"]["moment"]):
+        one.zero_()
+    assert first["model"]["a"] is first["model"]["b"]
+    second = stager.stage(tensors)
+    assert same(first, want) and same(second, tensors)
+    address = first["model"]["a"].data_ptr()
+    del first
+    third = stager.stage(tensors)
+    assert third["model"]["a"].data_ptr() == address and same(third, tensors) and same(second, tensors)
+    with pytest.raises(ow.NotSupportedError):
+        stager.stage({"sparse": torch.zeros(3, 3).to_sparse()})
+    stager.close()
