@@ -238,12 +238,13 @@ type task struct {
 
 // A slot holds the memory of a task between reading and writing.
 type slot struct {
-	data []byte       // logical bytes
-	out  []byte       // stored bytes: data, or enc
-	buf  []byte       // memory for data, if it needs any
-	enc  []byte       // memory for out
-	at   int64        // its place in the file
-	sum  digest.State // of data, if the file keeps digests
+	data   []byte          // logical bytes
+	out    []byte          // stored bytes: data, or enc
+	buf    []byte          // memory for data, if it needs any
+	enc    []byte          // memory for out
+	at     int64           // its place in the file
+	sum    digest.State    // of data, if the file keeps digests
+	hashed <-chan struct{} // closed when data is in the hash of the plain file; or nil
 }
 
 // write returns the size of the file.
@@ -257,26 +258,32 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 	f.enc = make([]codec.Encoder, workers)
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	hashed := f.part.original.Hash(ctx)
-	// A step that fails ends those that wait for a slot of a GPU.
-	step := func(k int, err error) error {
-		if err != nil {
-			err = errs.Locate("save", f.path, f.tasks[k].t.name, -1, err)
-			cancel(err)
-		}
+	if err := f.part.original.Hash(ctx, f.passed(), window); err != nil {
+		return 0, errs.In("save", f.path, err)
+	}
+	// A step that fails, or panics, ends those that wait for the hashing or for a slot of a GPU.
+	step := func(k int, do func() error) (err error) {
+		ended := false
+		defer func() {
+			if !ended || err != nil {
+				cancel(err)
+			}
+		}()
+		err = errs.Locate("save", f.path, f.tasks[k].t.name, -1, do())
+		ended = true
 		return err
 	}
 	o := ordered.Tasks{
 		N: len(f.tasks), Window: window, Workers: workers,
-		Work:  func(worker, k int) error { return step(k, f.encode(ctx, worker, k)) },
-		Turn:  func(k int) error { return step(k, f.place(ctx, k)) },
-		Flush: func(k int) error { return step(k, f.flush(k)) },
+		Work:  func(worker, k int) error { return step(k, func() error { return f.encode(ctx, worker, k) }) },
+		Turn:  func(k int) error { return step(k, func() error { return f.place(ctx, k) }) },
+		Flush: func(k int) error { return step(k, func() error { return f.flush(k) }) },
 	}
 	err := o.Run(ctx, "save.encode")
 	if err != nil {
 		cancel(err)
 	}
-	if herr := hashed(); err == nil {
+	if herr := f.part.original.Hashing().Done(); err == nil {
 		err = herr
 	}
 	if err == nil && f.again != nil {
@@ -390,6 +397,9 @@ func (f *fileWriter) place(ctx context.Context, k int) error {
 	if c.ends {
 		f.job.Tensors.Add(1)
 	}
+	if t.parts == 1 {
+		s.hashed = f.part.original.Hashing().Pass(t.name, s.data)
+	}
 	if f.again != nil {
 		avx.Clear()
 		_, _ = f.again.Hash.Write(s.data)
@@ -420,7 +430,20 @@ func (f *fileWriter) flush(k int) error {
 	if err := f.draft.Write(s.out, s.at); err != nil {
 		return err
 	}
+	if err := f.part.original.Hashing().Await(s.hashed); err != nil {
+		return err
+	}
 	f.job.Bytes.Add(int64(c.n))
-	s.data, s.out = nil, nil
+	s.data, s.out, s.hashed = nil, nil, nil
 	return nil
+}
+
+// passed are the tensors whose bytes come in order, by name.
+func (f *fileWriter) passed() (order []string) {
+	for _, t := range f.order {
+		if t.form != alias && t.bytes > 0 && t.parts == 1 {
+			order = append(order, t.name)
+		}
+	}
+	return order
 }

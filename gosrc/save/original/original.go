@@ -14,8 +14,6 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
-	"github.com/overwire/overwire/gosrc/internal/avx"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -23,8 +21,9 @@ import (
 // A File is the safetensors file that a container is made from, or was.
 type File struct {
 	*overwire.Origin
-	src  source.Source // the opened source: the file itself, or its container
-	hash bool          // the file can be hashed
+	src     source.Source // the opened source: the file itself, or its container
+	hash    bool          // the file can be hashed
+	hashing *Hashing
 }
 
 // Of returns the original of an opened source: a plain safetensors file is its own
@@ -51,33 +50,6 @@ func Of(ctx context.Context, src source.Source, s *tensor.Source) (*File, error)
 		f.SHA256 = overwire.Pending
 	}
 	return f, nil
-}
-
-// Hash sets SHA256 if it is Pending, in a goroutine that reads the file. The caller
-// calls wait once, which returns when it has ended. f may be nil.
-func (f *File) Hash(ctx context.Context) (wait func() error) {
-	if f == nil || !f.hash {
-		return func() error { return nil }
-	}
-	done := make(chan error, 1)
-	spawn.Go("save.sha256", func() {
-		err := errs.New(errs.ErrEngine, "the hashing did not end")
-		defer func() { done <- err }()
-		h := sha256.New()
-		buf := make([]byte, min(f.Size, 128<<10)) // stays in a core's second-level cache
-		for off := int64(0); off < f.Size; off += int64(len(buf)) {
-			buf = buf[:min(int64(len(buf)), f.Size-off)]
-			if err = f.src.ReadAt(ctx, buf, off); err != nil {
-				return
-			}
-			avx.Clear()
-			_, _ = h.Write(buf)
-		}
-		if err = f.unchanged(); err == nil {
-			f.SHA256 = hex.EncodeToString(h.Sum(nil))
-		}
-	})
-	return func() error { return <-done }
 }
 
 // unchanged refuses a file that was written to since it was opened: its container could

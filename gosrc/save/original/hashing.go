@@ -1,0 +1,199 @@
+package original
+
+// This file hashes a file while it is compressed, from the bytes that the encoder has read.
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"hash"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/avx"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// A Hashing is the SHA-256 of a file that is being computed, in a goroutine of its own. It
+// reads only those tensors whose bytes are not passed in the order of the file. All methods
+// of nil do nothing.
+type Hashing struct {
+	file    *File
+	ctx     context.Context
+	front   []byte
+	tensors []tensor.Tensor // in the order of their bytes
+	passed  map[string]bool // those whose bytes are passed
+	pieces  chan piece
+	ended   chan struct{}
+	err     error // once ended
+}
+
+// A piece is the next bytes of the next passed tensor; done is closed when they are hashed.
+type piece struct {
+	data []byte
+	done chan struct{}
+}
+
+// Hash begins to set SHA256 if it is Pending. order has the tensors whose bytes can be passed
+// to Hashing, in the order in which they will be; window is the most pieces that are
+// passed and not hashed. The caller calls Done once, and cancels ctx before if not all is
+// passed. f may be nil.
+func (f *File) Hash(ctx context.Context, order []string, window int) error {
+	if f == nil || !f.hash {
+		return nil
+	}
+	front, head, err := f.Front(f.src.URI())
+	if err != nil {
+		return err
+	}
+	h := &Hashing{file: f, ctx: ctx, front: front, tensors: head.Tensors, pieces: make(chan piece, window), ended: make(chan struct{})}
+	h.passed = inOrder(order, head.Tensors)
+	spawn.Go("save.sha256", func() {
+		h.err = errs.New(errs.ErrEngine, "the hashing did not end")
+		defer close(h.ended)
+		h.err = h.run()
+	})
+	f.hashing = h
+	return nil
+}
+
+// Hashing is what Hash has begun, or nil. f may be nil.
+func (f *File) Hashing() *Hashing {
+	if f == nil {
+		return nil
+	}
+	return f.hashing
+}
+
+// Pass gives the next bytes of a tensor. They must stay until Await has returned for what
+// this returns.
+func (h *Hashing) Pass(name string, data []byte) <-chan struct{} {
+	if h == nil || !h.passed[name] {
+		return nil
+	}
+	p := piece{data, make(chan struct{})}
+	select {
+	case h.pieces <- p:
+	case <-h.ended:
+	}
+	return p.done
+}
+
+// Await waits until the bytes of a Pass are hashed.
+func (h *Hashing) Await(done <-chan struct{}) error {
+	if done == nil {
+		return nil
+	}
+	select {
+	case <-done:
+		return nil
+	case <-h.ended:
+	}
+	select {
+	case <-done:
+		return nil
+	default:
+		return h.err
+	}
+}
+
+// Done waits for the end, and sets SHA256.
+func (h *Hashing) Done() error {
+	if h == nil {
+		return nil
+	}
+	<-h.ended
+	return h.err
+}
+
+func (h *Hashing) run() error {
+	sum := sha256.New()
+	add := func(b []byte) {
+		avx.Clear()
+		_, _ = sum.Write(b)
+	}
+	add(h.front)
+	for i := range h.tensors {
+		t := &h.tensors[i]
+		if !h.passed[t.Name] {
+			if err := h.read(t, sum); err != nil {
+				return err
+			}
+			continue
+		}
+		for n := int64(0); n < t.Bytes; {
+			select {
+			case p := <-h.pieces:
+				add(p.data)
+				n += int64(len(p.data))
+				close(p.done)
+			case <-h.ctx.Done():
+				return errs.Cause(h.ctx)
+			}
+		}
+	}
+	if err := h.file.unchanged(); err != nil {
+		return err
+	}
+	h.file.SHA256 = hex.EncodeToString(sum.Sum(nil))
+	return nil
+}
+
+// read adds a tensor that is not passed.
+func (h *Hashing) read(t *tensor.Tensor, sum hash.Hash) error {
+	buf := make([]byte, min(t.Bytes, 128<<10)) // stays in a core's second-level cache
+	for off := int64(0); off < t.Bytes; off += int64(len(buf)) {
+		buf = buf[:min(int64(len(buf)), t.Bytes-off)]
+		if err := h.file.src.ReadAt(h.ctx, buf, t.Off+off); err != nil {
+			return err
+		}
+		avx.Clear()
+		_, _ = sum.Write(buf)
+	}
+	return nil
+}
+
+// inOrder is the largest part of order, in bytes, that comes in the order of the file.
+func inOrder(order []string, tensors []tensor.Tensor) map[string]bool {
+	place := make(map[string]int, len(tensors))
+	for i := range tensors {
+		place[tensors[i].Name] = i
+	}
+	// A step is a tensor of order: the bytes of the best chain that ends with it, and the one before.
+	type step struct {
+		bytes  int64
+		before int
+	}
+	steps := make([]step, len(order))
+	tree := make([]int, len(tensors)+1) // the best step, plus 1, of a range of places
+	best := -1
+	for k, name := range order {
+		i, known := place[name]
+		if !known {
+			continue
+		}
+		s := step{tensors[i].Bytes, -1}
+		for j := i; j > 0; j &= j - 1 {
+			if b := tree[j] - 1; b >= 0 && (s.before < 0 || steps[b].bytes > steps[s.before].bytes) {
+				s.before = b
+			}
+		}
+		if s.before >= 0 {
+			s.bytes += steps[s.before].bytes
+		}
+		steps[k] = s
+		for j := i + 1; j <= len(tensors); j += j & -j {
+			if b := tree[j] - 1; b < 0 || steps[b].bytes < s.bytes {
+				tree[j] = k + 1
+			}
+		}
+		if best < 0 || s.bytes > steps[best].bytes {
+			best = k
+		}
+	}
+	chain := map[string]bool{}
+	for k := best; k >= 0; k = steps[k].before {
+		chain[order[k]] = true
+	}
+	return chain
+}
