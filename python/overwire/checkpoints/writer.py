@@ -40,7 +40,7 @@ class CheckpointWriter(StorageWriter):
         model's.
     compress, level: as for `save_file`.
     max_shard_size: the most tensor bytes in a file, of which each rank writes one at a time.
-        Of tensors that the ranks have in blocks, so much more memory is used on their device.
+        Of tensors that the ranks have in blocks, that many bytes more are used on their device.
     overwrite: whether an older checkpoint may be replaced.
     process_group: the group of the save, if it is not the default one.
     storage_options: as for `load_file`.
