@@ -342,7 +342,7 @@ class OfAGPU:
     __cuda_array_interface__ = {"shape": (64,), "typestr": "|u1", "data": (0x7F0000000000, False), "version": 3, "strides": None}
 
 
-class LentByAGPU(OfAGPU):
+class ViewOfAGPU(OfAGPU):
     """The same with DLPack, as torch and CuPy have it."""
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -352,7 +352,7 @@ class LentByAGPU(OfAGPU):
         raise AssertionError("asked for memory that the codecs cannot use")
 
 
-@pytest.mark.parametrize("kind", [OfAGPU, LentByAGPU])
+@pytest.mark.parametrize("kind", [OfAGPU, ViewOfAGPU])
 def test_memory_of_a_gpu_is_refused_by_name(kind: type[OfAGPU]) -> None:
     """As source and as output, before anything is read there: the error says where such memory is taken."""
     for work in (

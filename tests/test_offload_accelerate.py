@@ -12,7 +12,7 @@ from typing import Any
 import overwire as ow
 import pytest
 import torch
-from overwire.offloading.lent import Lent
+from overwire.offloading.hosted import Hosted
 from test_offload import IDS, Layer, Model, outputs, slots_are_poisoned  # noqa: F401
 
 accelerate = pytest.importorskip("accelerate")
@@ -27,16 +27,16 @@ MAP = {"embed": GPU, "layers.0": GPU, "layers.1": "cpu", "layers.2": "cpu", "lay
 
 
 @pytest.fixture
-def lent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Lent]]:
+def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Hosted]]:
     """What was taken over, and the patch in force."""
-    taken: list[Lent] = []
-    run = Lent.run
+    taken: list[Hosted] = []
+    run = Hosted.run
 
-    def noted(self: Lent, slots: int = 2) -> None:
+    def noted(self: Hosted, slots: int = 2) -> None:
         taken.append(self)
         run(self, slots)
 
-    monkeypatch.setattr(Lent, "run", noted)
+    monkeypatch.setattr(Hosted, "run", noted)
     with ow.patch_safetensors(offload=True):
         yield taken
 
@@ -49,11 +49,11 @@ def dispatched(model: Any, how: str) -> Any:
 
 @pytest.mark.parametrize("how", ["cpu_offload", "dispatch_model"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_outputs_and_states_are_those_of_accelerate(lent: list[Lent], how: str, dtype: torch.dtype) -> None:
+def test_outputs_and_states_are_those_of_accelerate(hosted: list[Hosted], how: str, dtype: torch.dtype) -> None:
     """Outputs in every order, meta tensors between runs, values where accelerate gives values, all back at the end."""
     reference = Model(dtype=dtype)
     model = dispatched(copy.deepcopy(reference), how)
-    assert lent[0].blocks == [f"layers.{at}" for at in (range(5) if how == "cpu_offload" else (1, 2, 4))]
+    assert hosted[0].blocks == [f"layers.{at}" for at in (range(5) if how == "cpu_offload" else (1, 2, 4))]
     assert all(module._hf_hook.tied_params_map is None for name, module in model.named_modules() if name.endswith("2.up"))
     for order in ([0, 1, 2, 3, 4], [4, 2, 0], [1, 1, 3, 1], [0, 1, 2, 3, 4]):
         model.order = reference.order = order
@@ -72,7 +72,7 @@ def test_outputs_and_states_are_those_of_accelerate(lent: list[Lent], how: str, 
         assert torch.equal(value, expected[name])
 
 
-def test_gradients_are_those_of_accelerate(lent: list[Lent]) -> None:
+def test_gradients_are_those_of_accelerate(hosted: list[Hosted]) -> None:
     """A forward with gradients takes accelerate's way, and says so; the next one is streamed again."""
     reference = Model(dtype=torch.float32)
     model = dispatched(copy.deepcopy(reference), "dispatch_model")
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_accelerate(lent: list[Lent]) -> None:
     assert torch.equal(*gradients)
 
 
-def test_copies_and_errors_and_threads(lent: list[Lent]) -> None:
+def test_copies_and_errors_and_threads(hosted: list[Hosted]) -> None:
     """A deep copy reads the weights by itself; after an error in a block the next pass is right; threads may share a model."""
     reference = Model()
     model = dispatched(copy.deepcopy(reference), "dispatch_model")
@@ -116,7 +116,7 @@ def test_copies_and_errors_and_threads(lent: list[Lent]) -> None:
     assert right == [True] * 10
 
 
-def test_what_is_shared_or_unusual_stays_with_accelerate(lent: list[Lent]) -> None:
+def test_what_is_shared_or_unusual_stays_with_accelerate(hosted: list[Hosted]) -> None:
     """Tied weights, a layer in two blocks, buffers that come along, empty and strided weights: the same outputs."""
 
     def unusual() -> Model:
@@ -132,7 +132,7 @@ def test_what_is_shared_or_unusual_stays_with_accelerate(lent: list[Lent]) -> No
         streamed = accelerate.cpu_offload(unusual(), execution_device="cpu", offload_buffers=buffers)
         for _ in range(2):
             assert torch.equal(outputs(streamed), expected)
-        names = set(lent.pop()._places)
+        names = set(hosted.pop()._places)
         assert "layers.2.up.weight" in names
         assert not names & {"layers.1.up.weight", "layers.3.up.weight", "layers.0.down.weight", "layers.2.norm.weight", "head.weight"}
     whole = accelerate.cpu_offload(unusual(), execution_device="cpu", preload_module_classes=["Layer"])
@@ -142,7 +142,7 @@ def test_what_is_shared_or_unusual_stays_with_accelerate(lent: list[Lent]) -> No
 def test_without_the_option_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The patch alone leaves accelerate as it is; a model that was taken over is streamed after the patch, too."""
     reference = Model()
-    monkeypatch.setattr(Lent, "add", None)
+    monkeypatch.setattr(Hosted, "add", None)
     with ow.patch_safetensors():
         assert torch.equal(outputs(dispatched(copy.deepcopy(reference), "dispatch_model")), outputs(reference))
     monkeypatch.undo()
@@ -152,7 +152,7 @@ def test_without_the_option_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(outputs(model), outputs(reference))
 
 
-def test_a_model_of_transformers(lent: list[Lent], tmp_path: Path) -> None:
+def test_a_model_of_transformers(hosted: list[Hosted], tmp_path: Path) -> None:
     """from_pretrained with a device_map: generates the same tokens, and save_pretrained writes every weight."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -164,7 +164,7 @@ def test_a_model_of_transformers(lent: list[Lent], tmp_path: Path) -> None:
     where = {"model.embed_tokens": GPU, "model.rotary_emb": GPU, "model.norm": GPU, "lm_head": "cpu"}
     where |= {f"model.layers.{at}": "cpu" if at % 2 else GPU for at in range(4)}
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map=where, dtype="auto")
-    assert lent[0].blocks == ["model.layers.1", "model.layers.3", "lm_head"]
+    assert hosted[0].blocks == ["model.layers.1", "model.layers.3", "lm_head"]
     ids = torch.arange(6)[None]
     for _ in range(2):
         tokens = [one.generate(ids, max_new_tokens=5, do_sample=False) for one in (model, reference)]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .model.loads import many_objects
     from .model.opened import prepare
     from .model.options import parse_size, setting
-    from .offloading.lent import Lent, LentWeight, can_store, listed_blocks
+    from .offloading.hosted import Hosted, HostedWeight, can_store, listed_blocks
     from .paths import is_remote, local, path_of
     from .stores import FileWriter, ObjectReader, ObjectWriter, presign, publish, write_bytes
     from .verbs.deltas import apply_part
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Blocks",
     "FileWriter",
-    "Lent",
-    "LentWeight",
+    "Hosted",
+    "HostedWeight",
     "Members",
     "MetaRow",
     "ObjectReader",
@@ -108,7 +108,7 @@ _HOMES = {
     "model.opened": ("prepare",),
     "model.options": ("parse_size", "setting"),
     "jobs": ("shown",),
-    "offloading.lent": ("Lent", "LentWeight", "can_store", "listed_blocks"),
+    "offloading.hosted": ("Hosted", "HostedWeight", "can_store", "listed_blocks"),
     "paths": ("is_remote", "local", "path_of"),
     "stores": ("FileWriter", "ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"),
     "verbs.deltas": ("apply_part",),

@@ -74,14 +74,14 @@ class _Weights(Mapping[str, Any]):
     def __init__(self, weights: Mapping[str, Any]) -> None:
         self._weights: dict[str, Any] = dict(weights)
 
-    def store(self, name: str, lent: Any) -> None:
-        self._weights[name] = lent
+    def store(self, name: str, hosted: Any) -> None:
+        self._weights[name] = hosted
 
     def __getitem__(self, name: str) -> Any:
-        from overwire.plumbing import Lent
+        from overwire.plumbing import Hosted
 
         value = self._weights[name]
-        return value.read(name) if isinstance(value, Lent) else value
+        return value.read(name) if isinstance(value, Hosted) else value
 
     def __contains__(self, name: object) -> bool:
         return name in self._weights
@@ -98,33 +98,33 @@ def _stream(model: Any) -> None:
     import torch
     from accelerate.hooks import AlignDevicesHook
 
-    from overwire.plumbing import Lent, listed_blocks
+    from overwire.plumbing import Hosted, listed_blocks
 
     hooks: dict[Any, Any] = {module: getattr(module, "_hf_hook", None) for module in model.modules()}
     offloaded = {module: hook for module, hook in hooks.items() if type(hook) is AlignDevicesHook and hook.offload}
     maps: dict[int, _Weights] = {}
     weights = {module: own for module, hook in offloaded.items() if (own := _weights_of(module, hook, maps))}
     _leave_shared(weights, offloaded)
-    lent_of: dict[torch.device, Lent] = {}
+    hosted_of: dict[torch.device, Hosted] = {}
     for name, block, owners in _blocks_of(listed_blocks(model), weights):
         for device in dict.fromkeys(_device_of(offloaded[owner]) for owner in owners):
             ours = [owner for owner in owners if _device_of(offloaded[owner]) == device]
-            lent = lent_of.setdefault(device, Lent(device))
-            lent.add(name, block, [weight for owner in ours for weight in weights[owner]])
+            hosted = hosted_of.setdefault(device, Hosted(device))
+            hosted.add(name, block, [weight for owner in ours for weight in weights[owner]])
             for owner in ours:
                 stored = weights.pop(owner)
-                _take_hook(owner, stored[0].owner, lent)
+                _take_hook(owner, stored[0].owner, hosted)
                 for weight in stored:
-                    _map_of(offloaded[owner], maps).store(weight.name, lent)
-    for device, lent in lent_of.items():
-        lent.run()
-        log.info("patch_safetensors: accelerate: %r for %s, ring of %d bytes", lent, device, lent.ring)
+                    _map_of(offloaded[owner], maps).store(weight.name, hosted)
+    for device, hosted in hosted_of.items():
+        hosted.run()
+        log.info("patch_safetensors: accelerate: %r for %s, ring of %d bytes", hosted, device, hosted.ring)
 
 
 def _weights_of(module: Any, hook: Any, maps: dict[int, _Weights]) -> list[Any]:
     # The weights that accelerate brings from host memory when a module runs; none where they,
     # or buffers that it brings along, are more than plain parameters.
-    from overwire.plumbing import LentWeight, can_store
+    from overwire.plumbing import HostedWeight, can_store
 
     known, out = _map_of(hook, maps), []
     buffers = hook.offload_buffers and any(True for _ in module.buffers(recurse=hook.place_submodules))
@@ -137,7 +137,7 @@ def _weights_of(module: Any, hook: Any, maps: dict[int, _Weights]) -> list[Any]:
             return []
         if values.dtype != parameter.dtype or values.shape != parameter.shape:
             return []
-        out.append(LentWeight(whole, module.get_submodule(inner), key, values))
+        out.append(HostedWeight(whole, module.get_submodule(inner), key, values))
     return out
 
 
@@ -185,7 +185,7 @@ def _device_of(hook: Any) -> Any:
     return torch.device("cuda", device) if isinstance(device, int) else torch.device("meta" if device is None else device)
 
 
-def _take_hook(taken: Any, owner: Any, lent: Any) -> None:
+def _take_hook(taken: Any, owner: Any, hosted: Any) -> None:
     # Lets accelerate's hook of a module bring weights only where its block has not.
     from accelerate.hooks import AlignDevicesHook
 
@@ -194,18 +194,18 @@ def _take_hook(taken: Any, owner: Any, lent: Any) -> None:
 
     class Streamed(AlignDevicesHook):  # type: ignore[misc]
         def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-            if module is taken and lent.runs(owner):
+            if module is taken and hosted.runs(owner):
                 return inputs.pre_forward(module, *args, **kwargs)
             return super().pre_forward(module, *args, **kwargs)
 
         def post_forward(self, module: Any, output: Any) -> Any:
-            if module is taken and lent.runs(owner):
+            if module is taken and hosted.runs(owner):
                 return inputs.post_forward(module, output)
             return super().post_forward(module, output)
 
         def detach_hook(self, module: Any) -> Any:
             if module is taken:
-                lent.drop(owner)
+                hosted.drop(owner)
             return super().detach_hook(module)
 
     hook.__class__, hook.tied_params_map = Streamed, None

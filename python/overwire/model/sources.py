@@ -59,7 +59,7 @@ def resolve(source: Any) -> tuple[list[str], Any]:
 
 
 class _AnonymousMemory:
-    """A memory file that closes with its last holder; an open file would warn that nobody closed it."""
+    """A memory file that closes with its last holder; an open file would warn that no one closed it."""
 
     def __init__(self) -> None:
         self.number = os.memfd_create("overwire")

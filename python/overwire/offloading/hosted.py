@@ -3,7 +3,7 @@ library's modules have parameters in a slot, and the library's own way serves al
 
 Between runs the modules have what the library left there, such as parameters of the meta
 device. Nothing is refused that the library can do: a run that needs gradients, or a read
-between runs, takes the values from `Lent.read`, in memory of their own.
+between runs, takes the values from `Hosted.read`, in memory of their own.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .blocks import Block, can_store, cut
 from .offload import Offloaded, _Away
 from .stored import decode_tensor, encode_block
 
-__all__ = ["Lent", "LentWeight", "can_store", "listed_blocks"]
+__all__ = ["Hosted", "HostedWeight", "can_store", "listed_blocks"]
 
 
-class LentWeight(NamedTuple):
+class HostedWeight(NamedTuple):
     """A parameter by the module that has it, and its values, for which `can_store` holds."""
 
     name: str
@@ -30,7 +30,7 @@ class LentWeight(NamedTuple):
     values: torch.Tensor
 
 
-class Lent(Offloaded):
+class Hosted(Offloaded):
     """Blocks of a model that run on `device`: `add` each, then `run`. It lives as long as the
     modules."""
 
@@ -40,7 +40,7 @@ class Lent(Offloaded):
         self._owners: dict[torch.nn.Module, int] = {}
         self._places: dict[str, tuple[int, int]] = {}
 
-    def add(self, name: str, module: torch.nn.Module, weights: Iterable[LentWeight]) -> None:
+    def add(self, name: str, module: torch.nn.Module, weights: Iterable[HostedWeight]) -> None:
         """Compresses the weights of a block, at least one, into host memory; from now on `read` has them.
 
         Raises OutOfMemoryError and DeviceError; nothing is changed then.
@@ -61,7 +61,7 @@ class Lent(Offloaded):
         with torch.inference_mode(False):
             self._run_by(slots)
 
-    def __deepcopy__(self, memo: object) -> Lent:
+    def __deepcopy__(self, memo: object) -> Hosted:
         return self  # a copy of a module takes its weights by `read`
 
     def read(self, name: str) -> torch.Tensor:
