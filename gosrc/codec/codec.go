@@ -16,7 +16,7 @@ import (
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // Sum returns the checksum of stored bytes: CRC-32C (Castagnoli).
-func Sum(p []byte) uint32 { return sum(p) }
+func Sum(p []byte) uint32 { return sumBytes(p) }
 
 // Known reports whether this build decodes chunks of a codec and transform,
 // and whether the format allows them for a tensor of type d.

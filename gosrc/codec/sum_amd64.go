@@ -30,18 +30,18 @@ var (
 	seed    = [8]uint64{0xffffffff}
 )
 
-func sum(p []byte) uint32 {
+func sumBytes(p []byte) uint32 {
 	if !canFold || len(p) < folded {
 		return crc32.Checksum(p, castagnoli)
 	}
 	var left [block]byte
-	n := fold(&left, p)
+	n := foldBlocks(&left, p)
 	// Update inverts before and after: a state of 0 is ^0 to it.
 	return crc32.Update(crc32.Update(^uint32(0), castagnoli, left[:]), castagnoli, p[n:])
 }
 
-// fold folds the whole blocks of p, at least two, and returns their length.
-func fold(left *[block]byte, p []byte) int {
+// foldBlocks folds the whole blocks of p, at least two, and returns their length.
+func foldBlocks(left *[block]byte, p []byte) int {
 	k := archsimd.LoadUint64x8(&folds)
 	at := unsafe.Pointer(unsafe.SliceData(p))
 	load := func(i int) archsimd.Uint64x8 { return archsimd.LoadUint64x8((*[8]uint64)(unsafe.Add(at, i))) }

@@ -6,4 +6,4 @@ package codec
 
 import "hash/crc32"
 
-func sum(p []byte) uint32 { return crc32.Checksum(p, castagnoli) }
+func sumBytes(p []byte) uint32 { return crc32.Checksum(p, castagnoli) }

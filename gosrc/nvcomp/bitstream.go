@@ -74,16 +74,18 @@ type algorithm struct {
 // maxBlock is the longest chunk of a Native stream.
 const maxBlock = 16 << 20
 
-func ints(f func(int) int) func(int64) int64 { return func(n int64) int64 { return int64(f(int(n))) } }
+func asInt64(f func(int) int) func(int64) int64 {
+	return func(n int64) int64 { return int64(f(int(n))) }
+}
 
 func times(ratio int64) func([]byte) (int64, error) {
 	return func(src []byte) (int64, error) { return int64(len(src)) * ratio, nil }
 }
 
-func deflated(name string, id Algorithm, gz bool) algorithm {
+func deflateAlgorithm(name string, id Algorithm, gz bool) algorithm {
 	return algorithm{
 		name: name, id: id, maxChunk: maxBlock,
-		bound:  ints(deflate.Bound),
+		bound:  asInt64(deflate.Bound),
 		encode: func(dst, src []byte, s *Spec) ([]byte, error) { return deflate.Encode(dst, src, s.Level, gz) },
 		decode: func(dst, src []byte) error { return deflate.Decode(dst, src, gz) },
 		size:   func(src []byte) (int64, error) { return deflate.Size(src, gz) },
@@ -93,24 +95,24 @@ func deflated(name string, id Algorithm, gz bool) algorithm {
 
 var algorithms = []algorithm{
 	{
-		name: "LZ4", id: LZ4, maxChunk: maxBlock, bound: ints(lz4.Bound),
+		name: "LZ4", id: LZ4, maxChunk: maxBlock, bound: asInt64(lz4.Bound),
 		encode: func(dst, src []byte, _ *Spec) ([]byte, error) { return lz4.Encode(dst, src) },
 		decode: lz4.Decode, size: lz4.Size, most: times(255),
 	},
 	{
-		name: "Snappy", id: Snappy, maxChunk: maxBlock, bound: ints(snappy.Bound),
+		name: "Snappy", id: Snappy, maxChunk: maxBlock, bound: asInt64(snappy.Bound),
 		encode: func(dst, src []byte, _ *Spec) ([]byte, error) { return snappy.Encode(dst, src) },
 		decode: snappy.Decode, size: snappy.Size, most: times(32),
 	},
 	{
-		name: "Zstd", id: Zstd, maxChunk: maxBlock, bound: ints(zstd.Bound),
+		name: "Zstd", id: Zstd, maxChunk: maxBlock, bound: asInt64(zstd.Bound),
 		encode: func(dst, src []byte, _ *Spec) ([]byte, error) { return zstd.Encode(dst, src) },
 		decode: zstd.Decode, size: zstd.Size, most: zstd.Size, // headers only, as nvCOMP and libzstd write them
 	},
-	deflated("Deflate", Deflate, false),
-	deflated("Gzip", Gzip, true),
+	deflateAlgorithm("Deflate", Deflate, false),
+	deflateAlgorithm("Gzip", Gzip, true),
 	{
-		name: "GDeflate", id: GDeflate, maxChunk: maxBlock, bound: ints(gdeflate.Bound),
+		name: "GDeflate", id: GDeflate, maxChunk: maxBlock, bound: asInt64(gdeflate.Bound),
 		encode: func(dst, src []byte, s *Spec) ([]byte, error) { return gdeflate.Encode(dst, src, s.Level) },
 		decode: gdeflate.Decode, size: gdeflate.Size, most: times(gdeflate.MaxRatio),
 	},
@@ -119,7 +121,7 @@ var algorithms = []algorithm{
 		encode: x16Encode, decode: x16Decode, size: x16Size, most: x16Size,
 	},
 	{
-		name: "Cascaded", id: Cascaded, maxChunk: maxBlock, bound: ints(cascaded.Bound),
+		name: "Cascaded", id: Cascaded, maxChunk: maxBlock, bound: asInt64(cascaded.Bound),
 		encode: func(dst, src []byte, s *Spec) ([]byte, error) { return cascaded.Encode(dst, src, *s.Cascaded) },
 		decode: cascaded.Decode, size: cascaded.Size, most: times(cascaded.MaxRatio),
 	},
@@ -144,7 +146,7 @@ func byName(name string) (*algorithm, error) {
 	if i < 0 {
 		return nil, errs.New(errs.ErrArgument, "no such algorithm: %q", name)
 	}
-	return open(&algorithms[i])
+	return checkSupported(&algorithms[i])
 }
 
 func byID(id Algorithm) (*algorithm, error) {
@@ -152,35 +154,35 @@ func byID(id Algorithm) (*algorithm, error) {
 	if i < 0 {
 		return nil, errs.New(errs.ErrFormat, "a native stream of format %d", id)
 	}
-	return open(&algorithms[i])
+	return checkSupported(&algorithms[i])
 }
 
-// open refuses an algorithm of which only the name is known here.
-func open(a *algorithm) (*algorithm, error) {
+// checkSupported refuses an algorithm of which only the name is known here.
+func checkSupported(a *algorithm) (*algorithm, error) {
 	if a.decode == nil {
 		return nil, errs.New(errs.ErrNotSupported, "%s streams are not decoded or made here", a.name)
 	}
 	return a, nil
 }
 
-// prefix is how many bytes WithSize adds before a block.
-func (a *algorithm) prefix() int {
+// prefixBytes is how many bytes WithSize adds before a block.
+func (a *algorithm) prefixBytes() int {
 	if a.id == LZ4 {
 		return 4
 	}
 	return 8
 }
 
-// length reads the prefix of a WithSize stream.
-func length(p []byte) uint64 {
+// readPrefix reads the prefix of a WithSize stream.
+func readPrefix(p []byte) uint64 {
 	if len(p) == 4 {
 		return uint64(binary.LittleEndian.Uint32(p))
 	}
 	return binary.LittleEndian.Uint64(p)
 }
 
-// possible refuses a length that a block cannot have.
-func (a *algorithm) possible(src []byte, n int64) error {
+// checkLength refuses a length that a block cannot have.
+func (a *algorithm) checkLength(src []byte, n int64) error {
 	most, err := a.most(src)
 	if err != nil {
 		return err
@@ -211,9 +213,9 @@ type layout struct {
 	damaged bool
 }
 
-// parse inspects a stream: its kind, the length of its content, the offsets of its
+// parseStream inspects a stream: its kind, the length of its content, the offsets of its
 // blocks. It allocates as many blocks as the stream's own bytes can contain.
-func parse(src []byte, s *Spec, algo *algorithm) (layout, error) {
+func parseStream(src []byte, s *Spec, algo *algorithm) (layout, error) {
 	if s.Kind == Native {
 		return parseNative(src, s, algo)
 	}
@@ -227,15 +229,15 @@ func parse(src []byte, s *Spec, algo *algorithm) (layout, error) {
 		}
 		return layout{algo: algo, size: n, blocks: []block{{src: src, n: n}}}, nil
 	}
-	k := algo.prefix()
+	k := algo.prefixBytes()
 	if len(src) < k {
 		return layout{}, errs.New(errs.ErrCorrupt, "%d bytes have no room for the length of the content", len(src))
 	}
-	n, rest := length(src[:k]), src[k:]
+	n, rest := readPrefix(src[:k]), src[k:]
 	if n > 1<<62 {
 		return layout{}, errs.New(errs.ErrCorrupt, "a content of %d bytes", n)
 	}
-	if err := algo.possible(rest, int64(n)); err != nil {
+	if err := algo.checkLength(rest, int64(n)); err != nil {
 		return layout{}, err
 	}
 	return layout{algo: algo, size: int64(n), blocks: []block{{src: rest, n: int64(n)}}}, nil

@@ -77,8 +77,8 @@ func parseHeader(src []byte) (h header, err error) {
 	return h, nil
 }
 
-// tables is the offset of a stream's tables, and the bytes of a chunk in them.
-func (h *header) tables() (at, row uint64) {
+// tablesPlace is the offset of a stream's tables, and the bytes of a chunk in them.
+func (h *header) tablesPlace() (at, row uint64) {
 	if !h.open {
 		row = 16
 		if h.stored {
@@ -124,7 +124,7 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 	case h.size > 0 && !h.starts:
 		return layout{}, errs.New(errs.ErrNotSupported, "a native stream without the offsets of its chunks")
 	}
-	tables, row := h.tables()
+	tables, row := h.tablesPlace()
 	if h.chunks > n/row || tables+h.chunks*row > uint64(h.offset) {
 		return bad("%d chunks do not fit before the payload at %d", h.chunks, h.offset)
 	}
@@ -158,7 +158,7 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 		if out.summed {
 			p.stored, p.contents = le.Uint32(sums[4*i:]), le.Uint32(sums[4*(count+i):])
 		}
-		if err := algo.possible(p.src, p.n); err != nil {
+		if err := algo.checkLength(p.src, p.n); err != nil {
 			return layout{}, &errs.At{Verb: "decode", Chunk: int64(i), Offset: int64(uint64(h.offset) + off), Err: err}
 		}
 		out.blocks[i] = p
@@ -188,8 +188,8 @@ func nativeTables(algo *algorithm, chunks int64, sums bool) int64 {
 	return n
 }
 
-// padded is the space of a stored chunk in a payload.
-func (a *algorithm) padded(n int64) int64 {
+// paddedBytes is the space of a stored chunk in a payload.
+func (a *algorithm) paddedBytes(n int64) int64 {
 	if a.id == X16 {
 		return (n + 15) &^ 15
 	}
@@ -214,7 +214,7 @@ func putNative(dst []byte, s *Spec, algo *algorithm, size int64, stored [][]byte
 			le.PutUint32(row[4*i:], sums[i][0])
 			le.PutUint32(row[4*(count+i):], sums[i][1])
 		}
-		off += algo.padded(int64(len(b)))
+		off += algo.paddedBytes(int64(len(b)))
 	}
 	le.PutUint32(dst, magic)
 	dst[4], dst[6], dst[32] = layoutOne, byte(algo.id), 1

@@ -10,19 +10,19 @@ const quickBytes = 32 << 20
 // without goroutines: the input is small, and so is everything that it can decode
 // to.
 func Quick(s *Spec, in []Buffer) bool {
-	n := total(in)
+	n := contentBytes(in)
 	if n > alone || s.Op == OpEncode || s.Op == OpBound {
 		return n <= alone
 	}
 	var most int64
 	for i := range in {
-		most += worst(s, in[i].Src)
+		most += mostBytes(s, in[i].Src)
 	}
 	return most <= quickBytes
 }
 
-// worst is the most bytes that decoding or measuring src processes.
-func worst(s *Spec, src []byte) int64 {
+// mostBytes is the most bytes that decoding or measuring src processes.
+func mostBytes(s *Spec, src []byte) int64 {
 	limit := int64(1) << 40
 	a, _ := byName(s.Algorithm)
 	switch {
@@ -33,17 +33,17 @@ func worst(s *Spec, src []byte) int64 {
 		}
 		a, _ = byID(h.format)
 		limit = int64(min(h.size, 1<<40))
-	case s.Kind == WithSize && a != nil && len(src) >= a.prefix():
-		limit = int64(min(length(src[:a.prefix()]), 1<<40))
+	case s.Kind == WithSize && a != nil && len(src) >= a.prefixBytes():
+		limit = int64(min(readPrefix(src[:a.prefixBytes()]), 1<<40))
 	}
 	if a == nil {
 		return 0 // an error
 	}
-	return min(limit, int64(len(src))*a.ratio())
+	return min(limit, int64(len(src))*a.mostRatio())
 }
 
-// ratio is an upper bound of how many bytes one byte of a block decodes to.
-func (a *algorithm) ratio() int64 {
+// mostRatio is an upper bound of how many bytes one byte of a block decodes to.
+func (a *algorithm) mostRatio() int64 {
 	switch a.id {
 	case Zstd:
 		return 128 << 10 / 4 // a block of one byte, repeated

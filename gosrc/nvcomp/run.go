@@ -117,9 +117,9 @@ func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 		return decodeAll(ctx, &s, algo, in)
 	case OpSize:
 		out := make([]Result, len(in))
-		err := each(ctx, len(in), total(in), func(i int) {
+		err := onAllCores(ctx, len(in), contentBytes(in), func(i int) {
 			var l layout
-			l, out[i].Err = parse(in[i].Src, &s, algo)
+			l, out[i].Err = parseStream(in[i].Src, &s, algo)
 			out[i].Bytes = l.size
 		})
 		return out, err
@@ -129,14 +129,14 @@ func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 			if n < 0 || n > 1<<50 {
 				return nil, errs.New(errs.ErrArgument, "a content of %d bytes", n)
 			}
-			out[i].Bytes = bound(&s, algo, n)
+			out[i].Bytes = streamBound(&s, algo, n)
 		}
 		return out, nil
 	}
 	return nil, errs.New(errs.ErrArgument, "op %q", s.Op)
 }
 
-func total(in []Buffer) (n int64) {
+func contentBytes(in []Buffer) (n int64) {
 	for i := range in {
 		n += int64(len(in[i].Src))
 	}
@@ -150,9 +150,9 @@ const maxWhole = 0x7E000000
 // it saves.
 const alone = 256 << 10
 
-// each calls fn for 0 to n-1, on all cores if there are enough bytes. fn keeps its
+// onAllCores calls fn for 0 to n-1, on all cores if there are enough bytes. fn keeps its
 // own errors; each returns the context's, or a panic's.
-func each(ctx context.Context, n int, bytes int64, fn func(i int)) error {
+func onAllCores(ctx context.Context, n int, bytes int64, fn func(i int)) error {
 	workers := knob.Workers(0)
 	if bytes < alone {
 		workers = 1
@@ -160,9 +160,9 @@ func each(ctx context.Context, n int, bytes int64, fn func(i int)) error {
 	return spawn.Each(ctx, "codec", workers, n, func(i int) error { fn(i); return nil })
 }
 
-// place gives every buffer its output: its own memory, or new memory. Buffers with
+// placeOutputs gives every buffer its output: its own memory, or new memory. Buffers with
 // an Err get none.
-func place(in []Buffer, out []Result) ([][]byte, error) {
+func placeOutputs(in []Buffer, out []Result) ([][]byte, error) {
 	sizes := make([]int64, len(in))
 	for i := range in {
 		switch {
@@ -196,14 +196,14 @@ func place(in []Buffer, out []Result) ([][]byte, error) {
 func decodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Result, error) {
 	out := make([]Result, len(in))
 	layouts := make([]layout, len(in))
-	err := each(ctx, len(in), total(in), func(i int) {
-		layouts[i], out[i].Err = parse(in[i].Src, s, algo)
+	err := onAllCores(ctx, len(in), contentBytes(in), func(i int) {
+		layouts[i], out[i].Err = parseStream(in[i].Src, s, algo)
 		out[i].Bytes, out[i].Summed = layouts[i].size, layouts[i].summed
 	})
 	if err != nil {
 		return nil, err
 	}
-	dst, err := place(in, out)
+	dst, err := placeOutputs(in, out)
 	if err != nil {
 		return nil, err
 	}
@@ -220,7 +220,7 @@ func decodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 		}
 	}
 	var mu sync.Mutex
-	err = each(ctx, len(tasks), bytes, func(t int) {
+	err = onAllCores(ctx, len(tasks), bytes, func(t int) {
 		i, k := tasks[t].buffer, tasks[t].block
 		l := &layouts[i]
 		p := &l.blocks[k]
@@ -261,14 +261,14 @@ func decodeBlock(l *layout, to []byte, p *block) error {
 	return nil
 }
 
-// bound is the most bytes of a stream for n bytes of content.
-func bound(s *Spec, algo *algorithm, n int64) int64 {
+// streamBound is the most bytes of a stream for n bytes of content.
+func streamBound(s *Spec, algo *algorithm, n int64) int64 {
 	switch s.Kind {
 	case Native:
 		chunks := sizes.CeilDiv(n, s.Chunk)
-		return nativeTables(algo, chunks, s.Sums) + chunks*algo.padded(algo.bound(min(n, s.Chunk)))
+		return nativeTables(algo, chunks, s.Sums) + chunks*algo.paddedBytes(algo.bound(min(n, s.Chunk)))
 	case WithSize:
-		return int64(algo.prefix()) + algo.bound(n)
+		return int64(algo.prefixBytes()) + algo.bound(n)
 	}
 	return algo.bound(n)
 }
@@ -283,7 +283,7 @@ type encoding struct {
 // encodeAll makes every buffer's blocks on all cores, and joins those of a buffer
 // in its output.
 func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Result, error) {
-	d, known, err := settle(s, algo)
+	d, known, err := fillDefaults(s, algo)
 	if err != nil {
 		return nil, err
 	}
@@ -291,7 +291,7 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 	blocks := make([][][]byte, len(in))
 	sums := make([][][2]uint32, len(in))
 	specs := make([]Spec, len(in))
-	tasks := divide(s, algo, in, out)
+	tasks := divideIntoBlocks(s, algo, in, out)
 	count := make([]int, len(in))
 	for _, t := range tasks {
 		count[t.buffer]++
@@ -303,14 +303,14 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 		}
 	}
 	if algo.id == X16 {
-		if err := each(ctx, len(in), total(in), func(i int) {
+		if err := onAllCores(ctx, len(in), contentBytes(in), func(i int) {
 			specs[i].transform = transformFor(d, known, in[i].Src)
 		}); err != nil {
 			return nil, err
 		}
 	}
 	var mu sync.Mutex
-	err = each(ctx, len(tasks), total(in), func(t int) {
+	err = onAllCores(ctx, len(tasks), contentBytes(in), func(t int) {
 		x := tasks[t]
 		from := in[x.buffer].Src[x.from:x.to]
 		made, err := algo.encode(nil, from, &specs[x.buffer])
@@ -332,16 +332,16 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 	}
 	for i := range in {
 		if out[i].Err == nil {
-			out[i].Bytes = joined(s, algo, blocks[i])
+			out[i].Bytes = streamBytes(s, algo, blocks[i])
 		}
 	}
-	dst, err := place(in, out)
+	dst, err := placeOutputs(in, out)
 	if err != nil {
 		return nil, err
 	}
-	err = each(ctx, len(in), total(in), func(i int) {
+	err = onAllCores(ctx, len(in), contentBytes(in), func(i int) {
 		if out[i].Err == nil {
-			join(dst[i], &specs[i], algo, int64(len(in[i].Src)), blocks[i], sums[i])
+			joinBlocks(dst[i], &specs[i], algo, int64(len(in[i].Src)), blocks[i], sums[i])
 		}
 		blocks[i] = nil
 	})
@@ -352,9 +352,9 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 	return out, nil
 }
 
-// settle fills in the defaults of the algorithm, and refuses what it does not
+// fillDefaults fills in the defaults of the algorithm, and refuses what it does not
 // support. known reports whether the Spec names a dtype: d.
-func settle(s *Spec, algo *algorithm) (d tensor.DType, known bool, err error) {
+func fillDefaults(s *Spec, algo *algorithm) (d tensor.DType, known bool, err error) {
 	if d, known, err = dtypeNamed(s.DType); err != nil {
 		return d, known, err
 	}
@@ -363,7 +363,7 @@ func settle(s *Spec, algo *algorithm) (d tensor.DType, known bool, err error) {
 		if s.Cascaded != nil {
 			o = *s.Cascaded
 		}
-		o.Type = elements(d)
+		o.Type = elementType(d)
 		s.Cascaded = &o
 		if s.Kind == Native && s.Chunk%int64(s.Cascaded.Type.Size()) != 0 {
 			return d, known, errs.New(errs.ErrArgument, "chunks of %d bytes are no whole number of elements of %d", s.Chunk, s.Cascaded.Type.Size())
@@ -384,9 +384,9 @@ func dtypeNamed(name string) (d tensor.DType, known bool, err error) {
 	return d, known, err
 }
 
-// divide divides the buffers into blocks, in order. One that is too long for its
+// divideIntoBlocks divides the buffers into blocks, in order. One that is too long for its
 // kind of stream gets its error in out, and no block.
-func divide(s *Spec, algo *algorithm, in []Buffer, out []Result) (tasks []encoding) {
+func divideIntoBlocks(s *Spec, algo *algorithm, in []Buffer, out []Result) (tasks []encoding) {
 	for i := range in {
 		n := int64(len(in[i].Src))
 		if s.Kind != Native && n > maxWhole {
@@ -405,9 +405,9 @@ func divide(s *Spec, algo *algorithm, in []Buffer, out []Result) (tasks []encodi
 	return tasks
 }
 
-// elements is Cascaded's type for a dtype: bytes if it has none, as for the zero
+// elementType is Cascaded's type for a dtype: bytes if it has none, as for the zero
 // value, which means no dtype.
-func elements(d tensor.DType) cascaded.Type {
+func elementType(d tensor.DType) cascaded.Type {
 	switch d {
 	case tensor.I8:
 		return cascaded.Char
@@ -427,23 +427,23 @@ func elements(d tensor.DType) cascaded.Type {
 	return cascaded.UChar
 }
 
-// joined is the length of a stream of these blocks.
-func joined(s *Spec, algo *algorithm, blocks [][]byte) int64 {
+// streamBytes is the length of a stream of these blocks.
+func streamBytes(s *Spec, algo *algorithm, blocks [][]byte) int64 {
 	switch s.Kind {
 	case Native:
 		n := nativeTables(algo, int64(len(blocks)), s.Sums)
 		for _, p := range blocks {
-			n += algo.padded(int64(len(p)))
+			n += algo.paddedBytes(int64(len(p)))
 		}
 		return n
 	case WithSize:
-		return int64(algo.prefix() + len(blocks[0]))
+		return int64(algo.prefixBytes() + len(blocks[0]))
 	}
 	return int64(len(blocks[0]))
 }
 
-// join writes a stream of these blocks into dst, which has its length.
-func join(dst []byte, s *Spec, algo *algorithm, size int64, blocks [][]byte, sums [][2]uint32) {
+// joinBlocks writes a stream of these blocks into dst, which has its length.
+func joinBlocks(dst []byte, s *Spec, algo *algorithm, size int64, blocks [][]byte, sums [][2]uint32) {
 	switch s.Kind {
 	case Native:
 		tables := dst[:nativeTables(algo, int64(len(blocks)), s.Sums)]
@@ -451,10 +451,10 @@ func join(dst []byte, s *Spec, algo *algorithm, size int64, blocks [][]byte, sum
 		at := putNative(tables, s, algo, size, blocks, sums)
 		for i, p := range blocks {
 			n := copy(dst[at[i]:], p)
-			clear(dst[at[i]+int64(n) : at[i]+algo.padded(int64(n))])
+			clear(dst[at[i]+int64(n) : at[i]+algo.paddedBytes(int64(n))])
 		}
 	case WithSize:
-		k := algo.prefix()
+		k := algo.prefixBytes()
 		if k == 4 {
 			binary.LittleEndian.PutUint32(dst, uint32(size))
 		} else {

@@ -53,7 +53,7 @@ func Charts(title string, lines []string, charts []Chart) []byte {
 	for i := range charts {
 		charts[i].writeTo(&b)
 	}
-	return []byte(strings.Replace(static("@figures@"), "@figures@", b.String(), 1))
+	return []byte(strings.Replace(staticPage("@figures@"), "@figures@", b.String(), 1))
 }
 
 // writeTo writes a chart as a table with a row for each bar.

@@ -27,20 +27,20 @@ var (
 	modelBody string
 )
 
-// assemble makes a page of a body, in which @data@ is the place of the data.
-func assemble(body string, data any) ([]byte, error) {
+// assemblePage makes a page of a body, in which @data@ is the place of the data.
+func assemblePage(body string, data any) ([]byte, error) {
 	// Marshal writes <, > and & as \u003c ..., so that no name ends the element.
 	text, err := json.Marshal(data)
 	if err != nil {
 		return nil, errs.New(errs.ErrEngine, "page: %v", err)
 	}
 	// The data come last: nothing in them is replaced.
-	before, after, _ := strings.Cut(static(body), "@data@")
+	before, after, _ := strings.Cut(staticPage(body), "@data@")
 	return bytes.Join([][]byte{[]byte(before), text, []byte(after)}, nil), nil
 }
 
-// static is a page without its data.
-func static(body string) string {
+// staticPage is a page without its data.
+func staticPage(body string) string {
 	return strings.NewReplacer("@style@", style, "@body@", strings.Replace(body, "@script@", script, 1)).Replace(frame)
 }
 
@@ -69,17 +69,17 @@ func Model(in *save.Inspection) ([]byte, error) {
 		c.Files = append(c.Files, f.URI)
 		for _, t := range f.Tensors {
 			c.Names, c.File = append(c.Names, t.Name), append(c.File, i)
-			c.DType = append(c.DType, number(&c.DTypes, dtypes, t.DType))
-			c.Shapes = append(c.Shapes, dimensions(t.Shape))
+			c.DType = append(c.DType, numberOf(&c.DTypes, dtypes, t.DType))
+			c.Shapes = append(c.Shapes, shapeText(t.Shape))
 			c.Bytes, c.Stored = append(c.Bytes, t.Bytes), append(c.Stored, t.Stored)
-			c.Coding = append(c.Coding, number(&c.Codings, codings, t.Coding))
+			c.Coding = append(c.Coding, numberOf(&c.Codings, codings, t.Coding))
 		}
 	}
-	return assemble(modelBody, c)
+	return assemblePage(modelBody, c)
 }
 
-// number is a text's place in a list, where it is added at its first use.
-func number(list *[]string, known map[string]int, text string) int {
+// numberOf is a text's place in a list, where it is added at its first use.
+func numberOf(list *[]string, known map[string]int, text string) int {
 	at, ok := known[text]
 	if !ok {
 		at = len(*list)
@@ -88,7 +88,7 @@ func number(list *[]string, known map[string]int, text string) int {
 	return at
 }
 
-// dimensions is a shape as "3,4".
-func dimensions(shape []int64) string {
+// shapeText is a shape as "3,4".
+func shapeText(shape []int64) string {
 	return strings.ReplaceAll(strings.Trim(fmt.Sprint(shape), "[]"), " ", ",")
 }

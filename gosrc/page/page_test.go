@@ -50,7 +50,7 @@ func TestModel(t *testing.T) {
 	for i, f := range in.Sources {
 		for _, x := range f.Tensors {
 			if c.Names[k] != x.Name || c.File[k] != i || c.DTypes[c.DType[k]] != x.DType || c.Bytes[k] != x.Bytes || c.Stored[k] != x.Stored ||
-				c.Codings[c.Coding[k]] != x.Coding || c.Shapes[k] != dimensions(x.Shape) {
+				c.Codings[c.Coding[k]] != x.Coding || c.Shapes[k] != shapeText(x.Shape) {
 				t.Fatalf("tensor %d: %+v", k, x)
 			}
 			k++
@@ -65,7 +65,7 @@ func TestModel(t *testing.T) {
 // that forbids the rest.
 func TestPagesAskForNothing(t *testing.T) {
 	for name, body := range map[string]string{"model": modelBody, "trace": traceBody} {
-		text := static(body)
+		text := staticPage(body)
 		for _, word := range []string{"http://", "https://", "src=", "url(", "import(", "fetch(", "@style@", "@script@", "@body@"} {
 			if strings.Contains(text, word) {
 				t.Errorf("%s asks for something: %s", name, word)

@@ -71,7 +71,7 @@ func ReadTrace(title string, text []byte) (*Timeline, error) {
 	t := &Timeline{Title: title, Stages: []string{}, Rows: []*row{}}
 	names, rows := map[line]string{}, map[line][]*event{}
 	count := 0
-	err := events(text, func(e *event) error {
+	err := eachEvent(text, func(e *event) error {
 		at := line{e.PID, e.TID}
 		switch {
 		case e.Kind == "M" && e.Name == "thread_name":
@@ -98,7 +98,7 @@ func ReadTrace(title string, text []byte) (*Timeline, error) {
 	stages := map[string]int{}
 	for _, at := range lines {
 		r := &row{Name: names[at], Device: at.pid == 2}
-		r.fill(t, rows[at], stages)
+		r.takeSpans(t, rows[at], stages)
 		t.Rows = append(t.Rows, r)
 	}
 	if len(t.Stages) > maxStages {
@@ -107,9 +107,9 @@ func ReadTrace(title string, text []byte) (*Timeline, error) {
 	return t, nil
 }
 
-// events calls take with each event of a trace, one after the other, so that their
+// eachEvent calls take with each event of a trace, one after the other, so that their
 // number is known before memory is taken for them. take may keep them.
-func events(text []byte, take func(*event) error) error {
+func eachEvent(text []byte, take func(*event) error) error {
 	bad := func(err error) error { return errs.New(errs.ErrFormat, "not a trace of overwire: %v", err) }
 	d := json.NewDecoder(bytes.NewReader(text))
 	if at, err := d.Token(); err != nil || at != json.Delim('{') {
@@ -149,13 +149,13 @@ func events(text []byte, take func(*event) error) error {
 	return nil
 }
 
-// fill takes the spans of one row.
-func (r *row) fill(t *Timeline, events []*event, stages map[string]int) {
+// takeSpans takes the spans of one row.
+func (r *row) takeSpans(t *Timeline, events []*event, stages map[string]int) {
 	slices.SortStableFunc(events, func(a, b *event) int { return cmp.Compare(a.At, b.At) })
 	last := int64(0)
 	for _, e := range events {
 		begin, took := int64(math.Round(e.At*1e3)), int64(math.Round(e.Took*1e3))
-		r.Stage = append(r.Stage, number(&t.Stages, stages, e.Name))
+		r.Stage = append(r.Stage, numberOf(&t.Stages, stages, e.Name))
 		r.Begin, r.Took, r.Bytes = append(r.Begin, begin-last), append(r.Took, took), append(r.Bytes, e.Args.Bytes)
 		last, t.End = begin, max(t.End, begin+took)
 	}
@@ -163,4 +163,4 @@ func (r *row) fill(t *Timeline, events []*event, stages map[string]int) {
 
 // HTML returns the page: rows by worker and queue, which zoom and pan, and tables of
 // the same.
-func (t *Timeline) HTML() ([]byte, error) { return assemble(traceBody, t) }
+func (t *Timeline) HTML() ([]byte, error) { return assemblePage(traceBody, t) }

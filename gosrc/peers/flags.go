@@ -42,29 +42,29 @@ const (
 	futexWake = 1 // FUTEX_WAKE
 )
 
-// ring wakes those that wait for this line.
-func (l *line) ring() {
+// wakeWaiters wakes those that wait for this line.
+func (l *line) wakeWaiters() {
 	l.bell.Add(1)
 	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(&l.bell)), futexWake, math.MaxInt32, 0, 0, 0)
 }
 
-// set sets one of the line's numbers.
-func (l *line) set(number *atomic.Uint64, to int) {
+// setNumber sets one of the line's numbers.
+func (l *line) setNumber(number *atomic.Uint64, to int) {
 	if number.Swap(uint64(to)) != uint64(to) {
-		l.ring()
+		l.wakeWaiters()
 	}
 }
 
-// listen waits until the line's bell is not `heard`, or for lifeEvery. time.Sleep would be
+// waitForBell waits until the line's bell is not `heard`, or for lifeEvery. time.Sleep would be
 // late by up to a millisecond: in a process whose goroutines all wait, Go's timers are as
 // coarse as epoll_wait's.
-func (l *line) listen(heard uint32) {
+func (l *line) waitForBell(heard uint32) {
 	most := unix.NsecToTimespec(lifeEvery.Nanoseconds())
 	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(&l.bell)), futexWait, uintptr(heard), uintptr(unsafe.Pointer(&most)), 0, 0)
 }
 
-// show gives signs of life until Close.
-func (p *Peers) show(own *line) {
+// showLife gives signs of life until Close.
+func (p *Peers) showLife(own *line) {
 	p.beat.Add(1)
 	spawn.Go("peers", func() {
 		defer p.beat.Done()
@@ -84,13 +84,13 @@ func (p *Peers) show(own *line) {
 // Publish says that the first pieces of this process's memory are complete.
 func (p *Peers) Publish(pieces int) {
 	own := p.lines[p.mine.Rank]
-	own.set(&own.published, pieces)
+	own.setNumber(&own.published, pieces)
 }
 
 // Taken says that this process needs the first pieces no more, in any memory.
 func (p *Peers) Taken(pieces int) {
 	own := p.lines[p.mine.Rank]
-	own.set(&own.taken, pieces)
+	own.setNumber(&own.taken, pieces)
 }
 
 // Trouble says that this process has failed: those that wait for it stop.
@@ -98,7 +98,7 @@ func (p *Peers) Trouble() {
 	if p.lines != nil {
 		own := p.lines[p.mine.Rank]
 		own.trouble.Store(1)
-		own.ring()
+		own.wakeWaiters()
 	}
 }
 
@@ -110,7 +110,7 @@ func (p *Peers) AwaitJoined(ctx context.Context) error {
 
 // AwaitPiece waits until the first pieces of a process's memory are complete.
 func (p *Peers) AwaitPiece(ctx context.Context, rank, pieces int) error {
-	return p.await(ctx, rank, func(l *line) bool { return l.published.Load() >= uint64(pieces) }, true)
+	return p.awaitLine(ctx, rank, func(l *line) bool { return l.published.Load() >= uint64(pieces) }, true)
 }
 
 // AwaitTaken waits until no other process needs the first pieces.
@@ -124,16 +124,16 @@ func (p *Peers) awaitAll(ctx context.Context, ready func(l *line) bool) error {
 		if rank == p.mine.Rank {
 			continue
 		}
-		if err := p.await(ctx, rank, ready, true); err != nil {
+		if err := p.awaitLine(ctx, rank, ready, true); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// await waits until a process's line is ready, for the end of ctx, or for the loss of that
+// awaitLine waits until a process's line is ready, for the end of ctx, or for the loss of that
 // process. careful: also for the loss, or trouble, of any.
-func (p *Peers) await(ctx context.Context, rank int, ready func(l *line) bool, careful bool) error {
+func (p *Peers) awaitLine(ctx context.Context, rank int, ready func(l *line) bool, careful bool) error {
 	whose, l, asked := []int{rank}, p.lines[rank], time.Now()
 	if careful {
 		whose = nil
@@ -155,20 +155,20 @@ func (p *Peers) await(ctx context.Context, rank int, ready func(l *line) bool, c
 		}
 		if now := time.Now(); now.Sub(asked) >= lifeEvery {
 			asked = now
-			if err := p.living(whose, now); err != nil {
+			if err := p.checkLives(whose, now); err != nil {
 				if ready(l) { // as its last act
 					return nil
 				}
 				return err
 			}
 		}
-		l.listen(heard)
+		l.waitForBell(heard)
 	}
 }
 
-// living returns an error if one of these processes is gone, or has shown no sign of
+// checkLives returns an error if one of these processes is gone, or has shown no sign of
 // life for too long. One that has not joined, or has ended, is not missed.
-func (p *Peers) living(whose []int, now time.Time) error {
+func (p *Peers) checkLives(whose []int, now time.Time) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for rank, l := range p.lines {
@@ -180,7 +180,7 @@ func (p *Peers) living(whose []int, now time.Time) error {
 		}
 		why := ""
 		switch {
-		case !p.processes[rank].lives():
+		case !p.processes[rank].isAlive():
 			why = "its process has ended"
 		case now.Sub(p.since[rank]) > silence:
 			why = fmt.Sprintf("it gave no sign of life for %v", silence)

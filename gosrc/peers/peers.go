@@ -83,15 +83,15 @@ func New(gpu *cuda.Device, n int64, rank, ranks int) (*Peers, error) {
 	}
 	p := &Peers{gpu: gpu, ranks: ranks, mine: Offer{Rank: rank, Process: pid(), Flags: -1, File: -1, Bytes: n}, stop: make(chan struct{}),
 		at: make([]unsafe.Pointer, ranks), files: make([]*shared, ranks), processes: make([]*process, ranks), seen: make([]uint64, ranks), since: make([]time.Time, ranks)}
-	if err := p.make(n); err != nil {
+	if err := p.makeMemory(n); err != nil {
 		p.Close()
 		return nil, err
 	}
 	return p, nil
 }
 
-// make makes the memory, and rank 0 the flags.
-func (p *Peers) make(n int64) (err error) {
+// makeMemory makes the memory, and rank 0 the flags.
+func (p *Peers) makeMemory(n int64) (err error) {
 	token := make([]byte, tokenBytes)
 	_, _ = rand.Read(token) // never fails
 	p.mine.Token = hex.EncodeToString(token)
@@ -154,28 +154,28 @@ func (p *Peers) Join(offers []Offer) error {
 			continue
 		}
 		var err error
-		if p.processes[rank], err = watch(offers[rank].Process); err != nil {
+		if p.processes[rank], err = watchProcess(offers[rank].Process); err != nil {
 			p.lines = nil // it says nothing to anyone
 			return err
 		}
 	}
 	own := p.lines[p.mine.Rank]
 	own.joined.Store(1)
-	own.ring()
-	p.show(own)
+	own.wakeWaiters()
+	p.showLife(own)
 	for rank := range offers {
 		if rank == p.mine.Rank {
 			continue
 		}
-		if err := p.reach(rank, &offers[rank]); err != nil {
+		if err := p.mapMemoryOf(rank, &offers[rank]); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// reach maps one process's memory.
-func (p *Peers) reach(rank int, o *Offer) (err error) {
+// mapMemoryOf maps one process's memory.
+func (p *Peers) mapMemoryOf(rank int, o *Offer) (err error) {
 	if p.gpu == nil {
 		if p.files[rank], err = openShared(o, o.File, o.Bytes); err == nil {
 			p.at[rank] = p.files[rank].base
@@ -204,7 +204,7 @@ func (p *Peers) End(ctx context.Context, good bool) error {
 	}
 	p.letGo()
 	own.ended.Store(1)
-	own.ring()
+	own.wakeWaiters()
 	soon, cancel := context.WithCancelCause(context.Background())
 	defer cancel(nil)
 	over := make(chan struct{})
@@ -237,7 +237,7 @@ func (p *Peers) End(ctx context.Context, good bool) error {
 // gone.
 func (p *Peers) awaitEnded(ctx context.Context) (first error) {
 	for rank := range p.lines {
-		err := p.await(ctx, rank, func(l *line) bool { return l.joined.Load() == 0 || l.ended.Load() != 0 }, false)
+		err := p.awaitLine(ctx, rank, func(l *line) bool { return l.joined.Load() == 0 || l.ended.Load() != 0 }, false)
 		if first == nil {
 			first = err
 		}

@@ -179,22 +179,22 @@ func TestKilled(t *testing.T) {
 	if err := child.Start(); err != nil {
 		t.Fatal(err)
 	}
-	p, err := watch(child.Process.Pid)
+	p, err := watchProcess(child.Process.Pid)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer p.close()
-	if !p.lives() {
+	if !p.isAlive() {
 		t.Error("a process that runs is missed")
 	}
 	_ = child.Process.Kill()
-	for deadline := time.Now().Add(time.Minute); p.lives(); time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); p.isAlive(); time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatal("a process that was killed lives on")
 		}
 	}
 	_ = child.Wait()
-	if p.lives() {
+	if p.isAlive() {
 		t.Error("a process that is gone lives on")
 	}
 }

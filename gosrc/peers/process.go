@@ -16,8 +16,8 @@ import (
 // number is given to another. nil is none.
 type process struct{ fd int }
 
-// watch begins to watch a process.
-func watch(number int) (*process, error) {
+// watchProcess begins to watch a process.
+func watchProcess(number int) (*process, error) {
 	fd, err := unix.Open(fmt.Sprintf("/proc/%d/stat", number), unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return nil, errs.New(errs.ErrNotSupported, "process %d cannot be reached: %v", number, err)
@@ -25,8 +25,8 @@ func watch(number int) (*process, error) {
 	return &process{fd}, nil
 }
 
-// lives reports whether it has not ended. What its parent has not waited for yet has.
-func (p *process) lives() bool {
+// isAlive reports whether it has not ended. What its parent has not waited for yet has.
+func (p *process) isAlive() bool {
 	b := make([]byte, 256)
 	for {
 		n, err := unix.Pread(p.fd, b, 0)

@@ -37,19 +37,19 @@ type fault struct {
 }
 
 var faults = map[string]fault{
-	"reset":   {says: "the connection is reset within the body", cut: true, rest: func(_ *reply, c net.Conn, _ io.Reader) { reset(c) }},
+	"reset":   {says: "the connection is reset within the body", cut: true, rest: func(_ *reply, c net.Conn, _ io.Reader) { resetConnection(c) }},
 	"short":   {says: "the connection ends within the body", cut: true},
-	"stall":   {says: "the body stops, the connection stays", cut: true, rest: stall},
-	"trickle": {says: "the body goes on with a byte now and then", cut: true, rest: trickle},
-	"range":   {says: "206 with another range than was asked for", ranged: true, head: another},
-	"whole":   {says: "200 with the whole file for a range", ranged: true, send: whole},
-	"length":  {says: "a Content-Length that is not that of the range", ranged: true, head: func(p *reply) { p.length += 1 + p.s.dice.below(1000) }},
+	"stall":   {says: "the body stops, the connection stays", cut: true, rest: stallBody},
+	"trickle": {says: "the body goes on with a byte now and then", cut: true, rest: trickleBody},
+	"range":   {says: "206 with another range than was asked for", ranged: true, head: sendOtherRange},
+	"whole":   {says: "200 with the whole file for a range", ranged: true, send: sendWhole},
+	"length":  {says: "a Content-Length that is not that of the range", ranged: true, head: claimOtherLength},
 	"etag":    {says: "the right bytes under another ETag", ranged: true, head: func(p *reply) { p.tag = `"another"` }},
-	"gzip":    {says: "a body encoded with gzip, though identity was asked for", send: zipped},
+	"gzip":    {says: "a body encoded with gzip, though identity was asked for", send: sendZipped},
 	"loop":    {says: "a redirect to the same address", send: func(p *reply) { http.Redirect(p.w, p.r, p.r.URL.Path, http.StatusFound) }},
-	"500":     {says: "500 Internal Server Error", send: func(p *reply) { p.status(http.StatusInternalServerError) }},
-	"503":     {says: "503 with Retry-After", send: func(p *reply) { p.later(http.StatusServiceUnavailable) }},
-	"429":     {says: "429 with Retry-After", send: func(p *reply) { p.later(http.StatusTooManyRequests) }},
+	"500":     {says: "500 Internal Server Error", send: sendInternalError},
+	"503":     {says: "503 with Retry-After", send: func(p *reply) { p.askForRetry(http.StatusServiceUnavailable) }},
+	"429":     {says: "429 with Retry-After", send: func(p *reply) { p.askForRetry(http.StatusTooManyRequests) }},
 }
 
 // Kinds returns what the client sees of each fault.
@@ -83,8 +83,8 @@ func newDice(p map[string]float64, seed uint64) (*dice, error) {
 	return &dice{r: rand.New(rand.NewPCG(seed, 0)), names: slices.Sorted(maps.Keys(p)), p: p, seen: map[string]int64{}}, nil
 }
 
-// roll returns the fault of one response, "" for none.
-func (d *dice) roll() string {
+// nextFault returns the fault of one response, "" for none.
+func (d *dice) nextFault() string {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	at := d.r.Float64()
@@ -96,19 +96,19 @@ func (d *dice) roll() string {
 	return ""
 }
 
-func (d *dice) below(n int64) int64 {
+func (d *dice) randomBelow(n int64) int64 {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.r.Int64N(max(1, n))
 }
 
-func (d *dice) count(kind string) {
+func (d *dice) countFault(kind string) {
 	d.mu.Lock()
 	d.seen[kind]++
 	d.mu.Unlock()
 }
 
-func (d *dice) counts() map[string]int64 {
+func (d *dice) faultCounts() map[string]int64 {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return maps.Clone(d.seen)
@@ -127,9 +127,9 @@ type reply struct {
 	tag          string
 }
 
-// fail sends a response with a fault, or returns false if the fault does not suit
+// sendFault sends a response with a fault, or returns false if the fault does not suit
 // the request.
-func (s *Server) fail(kind string, w http.ResponseWriter, r *http.Request, f *os.File, size int64, tag string) bool {
+func (s *Server) sendFault(kind string, w http.ResponseWriter, r *http.Request, f *os.File, size int64, tag string) bool {
 	p := &reply{s: s, w: w, r: r, f: f, size: size, length: size, tag: tag}
 	var from, to int64
 	if _, err := fmt.Sscanf(r.Header.Get("Range"), "bytes=%d-%d", &from, &to); err == nil && from <= to && from < size && !s.opt.NoRanges && !s.opt.Chunked {
@@ -143,12 +143,12 @@ func (s *Server) fail(kind string, w http.ResponseWriter, r *http.Request, f *os
 		how.send(p)
 		return true
 	default:
-		return p.length >= 2 && p.spoil(how)
+		return p.length >= 2 && p.spoilConnection(how)
 	}
 }
 
-// spoil writes the answer to the connection itself.
-func (p *reply) spoil(how fault) bool {
+// spoilConnection writes the answer to the connection itself.
+func (p *reply) spoilConnection(how fault) bool {
 	c, _, err := http.NewResponseController(p.w).Hijack()
 	if err != nil {
 		return false
@@ -167,7 +167,7 @@ func (p *reply) spoil(how fault) bool {
 	fmt.Fprintf(b, "Content-Length: %d\r\nETag: %s\r\nConnection: close\r\n\r\n", p.length, p.tag)
 	cut := n
 	if how.cut {
-		cut = p.s.dice.below(n)
+		cut = p.s.dice.randomBelow(n)
 	}
 	_, _ = io.Copy(b, io.NewSectionReader(p.f, p.from, cut))
 	_ = b.Flush()
@@ -177,20 +177,24 @@ func (p *reply) spoil(how fault) bool {
 	return true
 }
 
-func (p *reply) status(code int) { http.Error(p.w, "a fault that was asked for", code) }
+func claimOtherLength(p *reply) { p.length += 1 + p.s.dice.randomBelow(1000) }
 
-// later asks for another try.
-func (p *reply) later(code int) {
+func sendInternalError(p *reply) { p.sendStatus(http.StatusInternalServerError) }
+
+func (p *reply) sendStatus(code int) { http.Error(p.w, "a fault that was asked for", code) }
+
+// askForRetry asks for another try.
+func (p *reply) askForRetry(code int) {
 	p.w.Header().Set("Retry-After", fmt.Sprint(int(p.s.opt.RetryAfter.Seconds())))
-	p.status(code)
+	p.sendStatus(code)
 }
 
-func whole(p *reply) {
+func sendWhole(p *reply) {
 	p.w.Header().Set("Content-Length", fmt.Sprint(p.size))
 	_, _ = io.Copy(p.w, p.f)
 }
 
-func zipped(p *reply) {
+func sendZipped(p *reply) {
 	var b bytes.Buffer
 	z := gzip.NewWriter(&b)
 	_, _ = io.Copy(z, io.NewSectionReader(p.f, p.from, min(p.length, 64<<10)))
@@ -199,8 +203,8 @@ func zipped(p *reply) {
 	_, _ = p.w.Write(b.Bytes())
 }
 
-// another moves the range by a byte, or cuts it where it is the whole file.
-func another(p *reply) {
+// sendOtherRange moves the range by a byte, or cuts it where it is the whole file.
+func sendOtherRange(p *reply) {
 	switch {
 	case p.from+1+p.length <= p.size:
 		p.from++
@@ -211,18 +215,18 @@ func another(p *reply) {
 	}
 }
 
-func stall(p *reply, c net.Conn, _ io.Reader) { p.s.linger(c, time.Hour, nil) }
+func stallBody(p *reply, c net.Conn, _ io.Reader) { p.s.tickUntil(c, time.Hour, nil) }
 
-func trickle(p *reply, c net.Conn, body io.Reader) {
-	p.s.linger(c, 20*time.Millisecond, func() bool {
+func trickleBody(p *reply, c net.Conn, body io.Reader) {
+	p.s.tickUntil(c, 20*time.Millisecond, func() bool {
 		_, err := io.CopyN(c, body, 1)
 		return err == nil
 	})
 }
 
-// linger calls fn at each tick until fn returns false, the client disconnects or
+// tickUntil calls fn at each tick until fn returns false, the client disconnects or
 // the server closes.
-func (s *Server) linger(c net.Conn, tick time.Duration, fn func() bool) {
+func (s *Server) tickUntil(c net.Conn, tick time.Duration, fn func() bool) {
 	gone := make(chan struct{})
 	t := time.NewTicker(tick)
 	defer t.Stop()
@@ -248,9 +252,9 @@ func (s *Server) linger(c net.Conn, tick time.Duration, fn func() bool) {
 	}
 }
 
-// reset closes a connection with RST instead of FIN, below TLS if there is TLS:
+// resetConnection closes a connection with RST instead of FIN, below TLS if there is TLS:
 // the client sees a cut TLS stream.
-func reset(c net.Conn) {
+func resetConnection(c net.Conn) {
 	if t, ok := c.(*tls.Conn); ok {
 		c = t.NetConn()
 	}

@@ -89,7 +89,7 @@ func New(dir string, opt Options) (*Server, error) {
 		}
 		l = tls.NewListener(l, &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS12, NextProtos: []string{"http/1.1"}})
 	}
-	s.http = &http.Server{Handler: http.HandlerFunc(s.answer), ReadHeaderTimeout: time.Minute, ErrorLog: log.New(io.Discard, "", 0)}
+	s.http = &http.Server{Handler: http.HandlerFunc(s.answerRequest), ReadHeaderTimeout: time.Minute, ErrorLog: log.New(io.Discard, "", 0)}
 	spawn.Go("serve", func() {
 		defer close(s.done)
 		_ = s.http.Serve(l) // ends with Close
@@ -106,7 +106,7 @@ func (s *Server) URL() string {
 }
 
 // Faults returns the number of faults until now, by kind.
-func (s *Server) Faults() map[string]int64 { return s.dice.counts() }
+func (s *Server) Faults() map[string]int64 { return s.dice.faultCounts() }
 
 // Close ends the server and every connection.
 func (s *Server) Close() error {
@@ -125,7 +125,7 @@ func (s *Server) Wait(ctx context.Context) error {
 	return s.Close()
 }
 
-func (s *Server) answer(w http.ResponseWriter, r *http.Request) {
+func (s *Server) answerRequest(w http.ResponseWriter, r *http.Request) {
 	if s.opt.Latency > 0 {
 		time.Sleep(s.opt.Latency)
 	}
@@ -152,9 +152,9 @@ func (s *Server) answer(w http.ResponseWriter, r *http.Request) {
 	tag := fmt.Sprintf(`"%x-%x"`, st.Size(), st.ModTime().UnixNano())
 	w.Header().Set("ETag", tag)
 	w.Header().Set("Content-Type", "application/octet-stream")
-	if kind := s.dice.roll(); kind != "" && r.Method == http.MethodGet {
-		if s.fail(kind, w, r, f, st.Size(), tag) {
-			s.dice.count(kind)
+	if kind := s.dice.nextFault(); kind != "" && r.Method == http.MethodGet {
+		if s.sendFault(kind, w, r, f, st.Size(), tag) {
+			s.dice.countFault(kind)
 			return
 		}
 	}
@@ -184,8 +184,8 @@ type link struct {
 // step is the most bytes that a shaped link takes at once.
 const step = 256 << 10
 
-// send waits until the link can send n bytes.
-func (l *link) send(n int) {
+// waitForLink waits until the link can send n bytes.
+func (l *link) waitForLink(n int) {
 	if l.rate <= 0 {
 		return
 	}
@@ -222,16 +222,16 @@ type conn struct {
 	own link
 }
 
-// send waits until both links can send n bytes.
-func (c *conn) send(n int) {
-	c.own.send(n)
-	c.s.link.send(n)
+// waitForLinks waits until both links can send n bytes.
+func (c *conn) waitForLinks(n int) {
+	c.own.waitForLink(n)
+	c.s.link.waitForLink(n)
 }
 
 func (c *conn) Write(p []byte) (done int, err error) {
 	for len(p) > 0 && err == nil {
 		part := p[:min(len(p), step)]
-		c.send(len(part))
+		c.waitForLinks(len(part))
 		var n int
 		n, err = c.TCPConn.Write(part)
 		c.s.Sent.Add(int64(n))
@@ -247,7 +247,7 @@ func (c *conn) ReadFrom(r io.Reader) (done int64, err error) {
 	}
 	for from.N > 0 {
 		part := &io.LimitedReader{R: from.R, N: min(from.N, step)}
-		c.send(int(part.N))
+		c.waitForLinks(int(part.N))
 		n, err := c.TCPConn.ReadFrom(part)
 		c.s.Sent.Add(n)
 		done += n

@@ -82,7 +82,7 @@ func TestRate(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			begun := time.Now()
 			for range 8 {
-				c.send(step)
+				c.waitForLinks(step)
 			}
 			if d := time.Since(begun); d < 198*time.Millisecond || d > 200*time.Millisecond {
 				t.Errorf("2 MiB over a link of 10 MiB/s in %v", d)

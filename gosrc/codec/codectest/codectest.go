@@ -59,7 +59,7 @@ func Run(t *testing.T, c Codec, samples []Sample, seed uint64) {
 				t.Fatalf("round trip of %d bytes through %d: error %v, equal %v",
 					len(s.Data), len(chunk), err, bytes.Equal(got, s.Data))
 			}
-			mutate(t, c, r, chunk, len(s.Data), note)
+			mutateChunk(t, c, r, chunk, len(s.Data), note)
 		})
 	}
 }
@@ -86,9 +86,9 @@ func Decode(c Codec, chunk []byte, size int, note uint16) ([]byte, error) {
 	return dst, err
 }
 
-// mutate changes a chunk in many ways. A change may give other bytes or an error,
+// mutateChunk changes a chunk in many ways. A change may give other bytes or an error,
 // and nothing else.
-func mutate(t *testing.T, c Codec, r *rand.Rand, chunk []byte, size int, note uint16) {
+func mutateChunk(t *testing.T, c Codec, r *rand.Rand, chunk []byte, size int, note uint16) {
 	t.Helper()
 	check := func(what string, p []byte, size int, note uint16, mayPass bool) {
 		t.Helper()

@@ -32,7 +32,7 @@ func AnyView(r *rand.Rand, data []byte) (v digest.View, copied []byte) {
 			at = (at + 15) &^ 15
 		}
 		v.Address = uint64(uintptr(unsafe.Pointer(&data[0]))) + uint64(at)
-		return v, contiguous(v, data, at)
+		return v, copyContiguous(v, data, at)
 	}
 }
 
@@ -68,14 +68,14 @@ func anyShape(r *rand.Rand) (v digest.View) {
 	return v
 }
 
-// contiguous copies a view at an offset of data element by element.
-func contiguous(v digest.View, data []byte, at int64) (out []byte) {
+// copyContiguous copies a view at an offset of data element by element.
+func copyContiguous(v digest.View, data []byte, at int64) (out []byte) {
 	if len(v.Shape) == 0 {
 		return append(out, data[at:at+v.Item]...)
 	}
 	inner := digest.View{Item: v.Item, Shape: v.Shape[1:], Strides: v.Strides[1:]}
 	for k := range v.Shape[0] {
-		out = append(out, contiguous(inner, data, at+k*v.Strides[0])...)
+		out = append(out, copyContiguous(inner, data, at+k*v.Strides[0])...)
 	}
 	return out
 }

@@ -17,27 +17,29 @@ type chunk struct {
 	look          [1 << maxCode]uint32 // class << 16 | rest << 8 | bits, by the next maxCode bits; 0: no code
 }
 
-func corrupt(format string, args ...any) error { return errs.New(errs.ErrCorrupt, format, args...) }
+func corruptError(format string, args ...any) error {
+	return errs.New(errs.ErrCorrupt, format, args...)
+}
 
-// parse reads the header of a chunk of n logical bytes.
-func parse(src []byte, n, width int) (*chunk, error) {
-	lg, err := wide(width)
+// parseHeader reads the header of a chunk of n logical bytes.
+func parseHeader(src []byte, n, width int) (*chunk, error) {
+	lg, err := log2Width(width)
 	if err != nil || n < 0 || n%width != 0 || n > MaxBytes {
 		return nil, errs.New(errs.ErrArgument, "%d bytes of elements of %d", n, width)
 	}
 	if len(src) < Head || len(src)%4 != 0 || n == 0 {
-		return nil, corrupt("a delta of %d bytes for %d", len(src), n)
+		return nil, corruptError("a delta of %d bytes for %d", len(src), n)
 	}
 	c := &chunk{n: n >> lg, lg: lg}
 	if src[0] == modeRaw {
-		if len(src) != Room(n) || !zero(src[1:Head]) || !zero(src[Head+n:]) {
-			return nil, corrupt("a delta of %d bytes that are stored as they are, for %d", len(src), n)
+		if len(src) != Room(n) || !isZero(src[1:Head]) || !isZero(src[Head+n:]) {
+			return nil, corruptError("a delta of %d bytes that are stored as they are, for %d", len(src), n)
 		}
 		c.raw = src[Head : Head+n]
 		return c, nil
 	}
 	if src[0] != modeCoded || src[1] > maxK || src[2] > maxS || src[3] != 0 {
-		return nil, corrupt("a delta with the header % x", src[:4])
+		return nil, corruptError("a delta with the header % x", src[:4])
 	}
 	c.k, c.run = int(src[1]), runBytes<<src[2]>>lg
 	var length [classes]uint8
@@ -45,15 +47,15 @@ func parse(src []byte, n, width int) (*chunk, error) {
 	for i := range length {
 		length[i] = src[4+i/2] >> (4 * (i & 1)) & 15
 		if length[i] > maxCode {
-			return nil, corrupt("a code of %d bits", length[i])
+			return nil, corruptError("a code of %d bits", length[i])
 		}
 		if length[i] > 0 {
 			kinds++
 		}
 	}
-	start, sum := starts(&length)
+	start, sum := codeStarts(&length)
 	if sum != 1<<maxCode && (kinds != 1 || sum != 1<<(maxCode-1)) {
-		return nil, corrupt("the codes of a delta are not complete: %d of 256", sum)
+		return nil, corruptError("the codes of a delta are not complete: %d of 256", sum)
 	}
 	for i, l := range length {
 		if l == 0 {
@@ -65,8 +67,8 @@ func parse(src []byte, n, width int) (*chunk, error) {
 	}
 	c.runs = (c.n + c.run - 1) / c.run
 	end := Head + (2*c.runs+3)&^3
-	if len(src) < end || !zero(src[Head+2*c.runs:end]) {
-		return nil, corrupt("a delta of %d bytes with %d runs", len(src), c.runs)
+	if len(src) < end || !isZero(src[Head+2*c.runs:end]) {
+		return nil, corruptError("a delta of %d bytes with %d runs", len(src), c.runs)
 	}
 	c.table, c.stream = src[Head:Head+2*c.runs], src[end:]
 	total := 0
@@ -74,15 +76,15 @@ func parse(src []byte, n, width int) (*chunk, error) {
 		total += int(le.Uint16(c.table[2*r:]))
 	}
 	if total == 0 || (total+31)/32*4 != len(c.stream) {
-		return nil, corrupt("a delta of %d bits in %d bytes", total, len(c.stream))
+		return nil, corruptError("a delta of %d bits in %d bytes", total, len(c.stream))
 	}
 	if n := total % 32; n != 0 && le.Uint32(c.stream[len(c.stream)-4:])>>n != 0 {
-		return nil, corrupt("the end of a delta is not zero")
+		return nil, corruptError("the end of a delta is not zero")
 	}
 	return c, nil
 }
 
-func zero(p []byte) bool {
+func isZero(p []byte) bool {
 	for _, b := range p {
 		if b != 0 {
 			return false
@@ -97,8 +99,8 @@ type reader struct {
 	pos int // bits
 }
 
-// peek returns at least 56 bits from pos on; zeros follow the last.
-func (r *reader) peek() uint64 {
+// peekBits returns at least 56 bits from pos on; zeros follow the last.
+func (r *reader) peekBits() uint64 {
 	at := r.pos >> 3
 	if at+8 <= len(r.p) {
 		return le.Uint64(r.p[at:]) >> (r.pos & 7)
@@ -110,8 +112,8 @@ func (r *reader) peek() uint64 {
 	return v >> (r.pos & 7)
 }
 
-// walk calls f, if there is one, for every changed element, in order.
-func (c *chunk) walk(f func(i int, x uint64)) error {
+// eachChange calls f, if there is one, for every changed element, in order.
+func (c *chunk) eachChange(f func(i int, x uint64)) error {
 	const sure = 56 // bits of a peek
 	r := reader{p: c.stream}
 	low := uint64(1)<<c.k - 1
@@ -120,11 +122,11 @@ func (c *chunk) walk(f func(i int, x uint64)) error {
 		at, last := run*c.run, min(c.n, (run+1)*c.run)
 		for r.pos < end {
 			gap := 0
-			v := r.peek()
+			v := r.peekBits()
 			for v&0xffffffff == 0 && r.pos < end {
 				gap += 32
 				r.pos += 32
-				v = r.peek()
+				v = r.peekBits()
 			}
 			z := bits.TrailingZeros64(v | 1<<32)
 			// v has what follows the first `used` bits, as long as they are sure.
@@ -132,7 +134,7 @@ func (c *chunk) walk(f func(i int, x uint64)) error {
 			v >>= used
 			if used+c.k+maxCode > sure {
 				r.pos += used
-				v, used = r.peek(), 0
+				v, used = r.peekBits(), 0
 			}
 			// Whatever a gap claims, it must not wrap: at most maxBits << maxK.
 			at += (gap+z)<<c.k + int(v&low)
@@ -142,22 +144,22 @@ func (c *chunk) walk(f func(i int, x uint64)) error {
 			v >>= code
 			if used += c.k + code; used+n > sure {
 				r.pos += used
-				v, used = r.peek(), 0
+				v, used = r.peekBits(), 0
 			}
 			rest := v & (1<<min(n, 32) - 1)
 			r.pos += used + n
 			if n > 32 {
 				r.pos -= n - 32
-				rest |= (r.peek() & (^uint64(0) >> (96 - n))) << 32
+				rest |= (r.peekBits() & (^uint64(0) >> (96 - n))) << 32
 				r.pos += n - 32
 			}
 			x := valueOf(class, rest, c.lg)
 			if e == 0 || at >= last || r.pos > end || x == 0 || x>>(8<<c.lg) != 0 {
-				return corrupt("run %d of a delta: element %d, bit %d of %d", run, at, r.pos, end)
+				return corruptError("run %d of a delta: element %d, bit %d of %d", run, at, r.pos, end)
 			}
 			if class >= ones {
 				if again, _ := classOf(x, c.lg); again != class {
-					return corrupt("run %d of a delta: %#x in class %d", run, x, class)
+					return corruptError("run %d of a delta: %#x in class %d", run, x, class)
 				}
 			}
 			if f != nil {
@@ -172,17 +174,17 @@ func (c *chunk) walk(f func(i int, x uint64)) error {
 // Check reads a stored chunk for n logical bytes, without applying it. What it accepts,
 // Apply accepts; anything else is errs.ErrCorrupt.
 func Check(src []byte, n, width int) error {
-	c, err := parse(src, n, width)
+	c, err := parseHeader(src, n, width)
 	if err != nil || c.raw != nil {
 		return err
 	}
-	return c.walk(nil)
+	return c.eachChange(nil)
 }
 
 // Apply XORs a stored chunk into dst. Applied twice it changes nothing. Check the chunk
 // first: of one that Check refuses, Apply may do a part. It never writes outside dst.
 func Apply(dst, src []byte, width int) error {
-	c, err := parse(src, len(dst), width)
+	c, err := parseHeader(src, len(dst), width)
 	if err != nil {
 		return err
 	}
@@ -194,11 +196,11 @@ func Apply(dst, src []byte, width int) error {
 	}
 	switch c.lg {
 	case 0:
-		return c.walk(func(i int, x uint64) { dst[i] ^= byte(x) })
+		return c.eachChange(func(i int, x uint64) { dst[i] ^= byte(x) })
 	case 1:
-		return c.walk(func(i int, x uint64) { le.PutUint16(dst[2*i:], le.Uint16(dst[2*i:])^uint16(x)) })
+		return c.eachChange(func(i int, x uint64) { le.PutUint16(dst[2*i:], le.Uint16(dst[2*i:])^uint16(x)) })
 	case 2:
-		return c.walk(func(i int, x uint64) { le.PutUint32(dst[4*i:], le.Uint32(dst[4*i:])^uint32(x)) })
+		return c.eachChange(func(i int, x uint64) { le.PutUint32(dst[4*i:], le.Uint32(dst[4*i:])^uint32(x)) })
 	}
-	return c.walk(func(i int, x uint64) { le.PutUint64(dst[8*i:], le.Uint64(dst[8*i:])^x) })
+	return c.eachChange(func(i int, x uint64) { le.PutUint64(dst[8*i:], le.Uint64(dst[8*i:])^x) })
 }

@@ -49,16 +49,16 @@ var le = binary.LittleEndian
 // Room is the most bytes that Encode appends for a chunk of n bytes.
 func Room(n int) int { return Head + (n+3)&^3 }
 
-// wide is log2 of the bytes of an element: 0 to 3.
-func wide(width int) (int, error) {
+// log2Width is log2 of the bytes of an element: 0 to 3.
+func log2Width(width int) (int, error) {
 	if width != 1 && width != 2 && width != 4 && width != 8 {
 		return 0, errs.New(errs.ErrArgument, "elements of %d bytes", width)
 	}
 	return bits.TrailingZeros(uint(width)), nil
 }
 
-// group is log2 of the bit lengths that share a class.
-func group(lg int) int { return max(0, lg-1) }
+// log2Group is log2 of the bit lengths that share a class.
+func log2Group(lg int) int { return max(0, lg-1) }
 
 // classOf returns the class of an XOR that is not 0, and how many of its low bits
 // follow the class.
@@ -67,13 +67,13 @@ func classOf(x uint64, lg int) (class, rest int) {
 	if x&(x+1) == 0 && n <= ones {
 		return n - 1, 0
 	}
-	g := group(lg)
+	g := log2Group(lg)
 	class = (n - 1) >> g
 	return ones + class, restOf(ones+class, lg)
 }
 
 func restOf(class, lg int) int {
-	switch g := group(lg); {
+	switch g := log2Group(lg); {
 	case class < ones:
 		return 0
 	case g == 0:
@@ -88,16 +88,16 @@ func valueOf(class int, rest uint64, lg int) uint64 {
 	switch {
 	case class < ones:
 		return 1<<(class+1) - 1
-	case group(lg) == 0:
+	case log2Group(lg) == 0:
 		return rest | 1<<(class-ones)
 	}
 	return rest
 }
 
-// lengths gives each class that occurs a code length of at most maxCode bits; the codes
+// codeLengths gives each class that occurs a code length of at most maxCode bits; the codes
 // are complete, but for a single class, which has one bit. Integers only: every encoder
 // finds the same.
-func lengths(count *[classes]uint32) (length [classes]uint8) {
+func codeLengths(count *[classes]uint32) (length [classes]uint8) {
 	total, kinds, sum := uint64(0), 0, 0
 	for _, c := range count {
 		total += uint64(c)
@@ -141,9 +141,9 @@ func lengths(count *[classes]uint32) (length [classes]uint8) {
 	return length
 }
 
-// starts returns the place of each class among the 256 values of maxCode bits, highest
+// codeStarts returns the place of each class among the 256 values of maxCode bits, highest
 // bit first, and their sum.
-func starts(length *[classes]uint8) (start [classes]int, sum int) {
+func codeStarts(length *[classes]uint8) (start [classes]int, sum int) {
 	for n := uint8(1); n <= maxCode; n++ {
 		for i := range length {
 			if length[i] == n {
@@ -155,8 +155,8 @@ func starts(length *[classes]uint8) (start [classes]int, sum int) {
 	return start, sum
 }
 
-// rice is the parameter k for n elements of which c changed, at least one.
-func rice(n, c int) int {
+// riceParameter is the parameter k for n elements of which c changed, at least one.
+func riceParameter(n, c int) int {
 	return bits.Len64(63 * uint64(2*n-c) / (262 * uint64(c))) // R. Rice's optimum: log2(0.48 (mean gap + 1/2)) + 1
 }
 
@@ -169,8 +169,8 @@ func runOf(n, c int) int {
 	return s
 }
 
-// load returns element i of p, whose elements have 1 << lg bytes.
-func load(p []byte, i, lg int) uint64 {
+// loadElement returns element i of p, whose elements have 1 << lg bytes.
+func loadElement(p []byte, i, lg int) uint64 {
 	switch lg {
 	case 0:
 		return uint64(p[i])
@@ -182,8 +182,8 @@ func load(p []byte, i, lg int) uint64 {
 	return le.Uint64(p[8*i:])
 }
 
-// each calls f for every changed element of [lo, hi).
-func each(now, base []byte, lo, hi, lg int, f func(i int, x uint64)) {
+// eachDifference calls f for every changed element of [lo, hi).
+func eachDifference(now, base []byte, lo, hi, lg int, f func(i int, x uint64)) {
 	per := 8 >> lg
 	mask := ^uint64(0) >> (64 - 8<<lg)
 	i := lo
@@ -207,7 +207,7 @@ func each(now, base []byte, lo, hi, lg int, f func(i int, x uint64)) {
 		}
 	}
 	for ; i < hi; i++ {
-		if x := load(now, i, lg) ^ load(base, i, lg); x != 0 {
+		if x := loadElement(now, i, lg) ^ loadElement(base, i, lg); x != 0 {
 			f(i, x)
 		}
 	}
@@ -215,11 +215,11 @@ func each(now, base []byte, lo, hi, lg int, f func(i int, x uint64)) {
 
 // Changed returns how many elements differ.
 func Changed(now, base []byte, width int) (n int64, err error) {
-	lg, err := wide(width)
+	lg, err := log2Width(width)
 	if err != nil || len(now) != len(base) || len(now)%width != 0 {
 		return 0, errs.New(errs.ErrArgument, "%d and %d bytes of elements of %d", len(now), len(base), width)
 	}
-	each(now, base, 0, len(now)/width, lg, func(int, uint64) { n++ })
+	eachDifference(now, base, 0, len(now)/width, lg, func(int, uint64) { n++ })
 	return n, nil
 }
 
@@ -230,9 +230,9 @@ type writer struct {
 	have int
 }
 
-func (w *writer) put(v uint64, n int) {
+func (w *writer) putBits(v uint64, n int) {
 	for n > 32 {
-		w.put(v&0xffffffff, 32)
+		w.putBits(v&0xffffffff, 32)
 		v, n = v>>32, n-32
 	}
 	w.acc |= v << w.have
@@ -247,14 +247,14 @@ func (w *writer) put(v uint64, n int) {
 // MaxBytes, a multiple of the width of an element (1, 2, 4 or 8); nothing if they are
 // equal. The same bytes give the same delta, on every machine.
 func Encode(dst, now, base []byte, width int) ([]byte, error) {
-	lg, err := wide(width)
+	lg, err := log2Width(width)
 	if err != nil || len(now) != len(base) || len(now)%width != 0 || len(now) > MaxBytes {
 		return dst, errs.New(errs.ErrArgument, "%d and %d bytes of elements of %d", len(now), len(base), width)
 	}
 	n := len(now) >> lg
 	var count [classes]uint32
 	changed := 0
-	each(now, base, 0, n, lg, func(_ int, x uint64) {
+	eachDifference(now, base, 0, n, lg, func(_ int, x uint64) {
 		c, _ := classOf(x, lg)
 		count[c]++
 		changed++
@@ -263,7 +263,7 @@ func Encode(dst, now, base []byte, width int) ([]byte, error) {
 		return dst, nil
 	}
 	from := len(dst)
-	if dst, ok := coded(dst, now, base, lg, &count, changed); ok {
+	if dst, ok := appendCoded(dst, now, base, lg, &count, changed); ok {
 		return dst, nil
 	}
 	dst = append(dst[:from], modeRaw, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
@@ -276,13 +276,13 @@ func Encode(dst, now, base []byte, width int) ([]byte, error) {
 	return dst, nil
 }
 
-// coded appends a chunk of mode 0, and reports whether there is one that is shorter
+// appendCoded appends a chunk of mode 0, and reports whether there is one that is shorter
 // than mode 1.
-func coded(dst, now, base []byte, lg int, count *[classes]uint32, changed int) ([]byte, bool) {
+func appendCoded(dst, now, base []byte, lg int, count *[classes]uint32, changed int) ([]byte, bool) {
 	n := len(now) >> lg
-	k, s := rice(n, changed), runOf(len(now), changed)
-	length := lengths(count)
-	start, _ := starts(&length)
+	k, s := riceParameter(n, changed), runOf(len(now), changed)
+	length := codeLengths(count)
+	start, _ := codeStarts(&length)
 	from, room := len(dst), Room(len(now))
 	dst = append(dst, modeCoded, byte(k), byte(s), 0)
 	for i := 0; i < classes; i += 2 {
@@ -295,21 +295,21 @@ func coded(dst, now, base []byte, lg int, count *[classes]uint32, changed int) (
 	w := writer{p: dst}
 	for r := range runs {
 		before, at := 8*len(w.p)+w.have, r*run
-		each(now, base, at, min(n, at+run), lg, func(i int, x uint64) {
+		eachDifference(now, base, at, min(n, at+run), lg, func(i int, x uint64) {
 			gap := i - at
 			at = i + 1
 			for q := gap >> k; ; q -= 32 {
 				if q < 32 {
-					w.put(1<<q, q+1)
+					w.putBits(1<<q, q+1)
 					break
 				}
-				w.put(0, 32)
+				w.putBits(0, 32)
 			}
-			w.put(uint64(gap)&(1<<k-1), k)
+			w.putBits(uint64(gap)&(1<<k-1), k)
 			c, rest := classOf(x, lg)
-			w.put(uint64(bits.Reverse8(uint8(start[c]))), int(length[c]))
+			w.putBits(uint64(bits.Reverse8(uint8(start[c]))), int(length[c]))
 			if rest > 0 {
-				w.put(x&(^uint64(0)>>(64-rest)), rest)
+				w.putBits(x&(^uint64(0)>>(64-rest)), rest)
 			}
 		})
 		used := 8*len(w.p) + w.have - before
@@ -319,7 +319,7 @@ func coded(dst, now, base []byte, lg int, count *[classes]uint32, changed int) (
 		le.PutUint16(w.p[table+2*r:], uint16(used))
 	}
 	if w.have > 0 {
-		w.put(0, 32-w.have)
+		w.putBits(0, 32-w.have)
 	}
 	return w.p, len(w.p)-from < room
 }

@@ -25,7 +25,7 @@ func change(r *rand.Rand, n, width int, share float64, anyhow bool) (now, base [
 		if r.Float64() >= share {
 			continue
 		}
-		v := load(now, i, lg)
+		v := loadElement(now, i, lg)
 		if anyhow {
 			v = r.Uint64()
 		} else {
@@ -50,7 +50,7 @@ func slow(dst, src []byte, width int) (ok bool) {
 		for i := range dst {
 			dst[i] ^= src[16+i]
 		}
-		return len(src) == 16+(n+3)/4*4 && zero(src[1:16]) && zero(src[16+n:])
+		return len(src) == 16+(n+3)/4*4 && isZero(src[1:16]) && isZero(src[16+n:])
 	}
 	k, s := int(src[1]), int(src[2])
 	if src[0] != 0 || k > 24 || s > 9 || src[3] != 0 || len(src)%4 != 0 {
@@ -133,7 +133,7 @@ func slow(dst, src []byte, width int) (ok bool) {
 			at++
 		}
 	}
-	return pos > 8*body && (pos+31)/32*4 == len(src) && zero(src[16+2*runs:body]) && (pos%8 == 0 || src[pos/8]>>(pos%8) == 0) && zero(src[(pos+7)/8:])
+	return pos > 8*body && (pos+31)/32*4 == len(src) && isZero(src[16+2*runs:body]) && (pos%8 == 0 || src[pos/8]>>(pos%8) == 0) && isZero(src[(pos+7)/8:])
 }
 
 // TestRoundTrip: a delta turns base into now, and now into base; the bit-by-bit decoder

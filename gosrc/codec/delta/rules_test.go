@@ -33,14 +33,14 @@ func (c script) bytes() []byte {
 		bits := strings.ReplaceAll(run, " ", "")
 		head = le.AppendUint16(head, uint16(len(bits)))
 		for _, b := range bits {
-			w.put(uint64(b-'0'), 1)
+			w.putBits(uint64(b-'0'), 1)
 		}
 	}
 	for len(head)%4 != 0 {
 		head = append(head, 0)
 	}
 	if w.have > 0 {
-		w.put(0, 32-w.have)
+		w.putBits(0, 32-w.have)
 	}
 	return append(head, w.p...)
 }
@@ -59,7 +59,7 @@ func judge(t *testing.T, name string, p []byte, n, width int) error {
 	if a := Apply(dst, p, width); (a == nil) != (err == nil) || err == nil && !bytes.Equal(dst, want) {
 		t.Errorf("%s: Apply says %v, Check %v, or other bytes", name, a, err)
 	}
-	if !zero(room[:guard]) || !zero(room[guard+n:]) {
+	if !isZero(room[:guard]) || !isZero(room[guard+n:]) {
 		t.Errorf("%s: bytes beside the destination have changed", name)
 	}
 	return err
@@ -229,7 +229,7 @@ func TestArguments(t *testing.T) {
 			continue
 		}
 		p := make([]byte, c.n)
-		if err := Apply(p, good, c.width); !errors.Is(err, errs.ErrArgument) || !zero(p) {
+		if err := Apply(p, good, c.width); !errors.Is(err, errs.ErrArgument) || !isZero(p) {
 			t.Errorf("Apply to %d bytes, width %d: %v", c.n, c.width, err)
 		}
 		if out, err := Encode([]byte("x"), p, p, c.width); !errors.Is(err, errs.ErrArgument) || string(out) != "x" {

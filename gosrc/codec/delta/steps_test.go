@@ -80,7 +80,7 @@ func TestLengths(t *testing.T) {
 		}
 	}
 	for _, c := range counts {
-		length := lengths(&c)
+		length := codeLengths(&c)
 		kinds, sum := 0, 0
 		for i, n := range length {
 			if (n > 0) != (c[i] > 0) || n > 8 {
@@ -194,24 +194,24 @@ func TestBits(t *testing.T) {
 		for range r.IntN(40) {
 			n := r.IntN(65)
 			v := r.Uint64() & (1<<n - 1)
-			w.put(v, n)
+			w.putBits(v, n)
 			want, sizes = append(want, v), append(sizes, n)
 		}
 		if w.have > 0 {
-			w.put(0, 32-w.have)
+			w.putBits(0, 32-w.have)
 		}
 		in := reader{p: slices.Clip(w.p)}
 		for i, n := range sizes {
 			got, low := uint64(0), min(n, 32)
-			got = in.peek() & (1<<low - 1)
+			got = in.peekBits() & (1<<low - 1)
 			in.pos += low
-			got |= in.peek() & (1<<(n-low) - 1) << low
+			got |= in.peekBits() & (1<<(n-low) - 1) << low
 			in.pos += n - low
 			if got != want[i] {
 				t.Fatalf("number %d of %d bits: %#x, want %#x", i, n, got, want[i])
 			}
 		}
-		if in.pos = 8 * len(w.p); in.peek() != 0 {
+		if in.pos = 8 * len(w.p); in.peekBits() != 0 {
 			t.Fatal("bits behind the last are not zero")
 		}
 	}
@@ -229,7 +229,7 @@ func TestParameters(t *testing.T) {
 	for _, c := range []struct{ n, changed, k int }{
 		{1, 1, 0}, {100, 100, 0}, {100, 39, 0}, {100, 38, 1}, {131, 63, 0}, {MaxBytes, 1, 23}, {MaxBytes, 2, 22}, {1 << 17, 64, 10},
 	} {
-		if got := rice(c.n, c.changed); got != c.k {
+		if got := riceParameter(c.n, c.changed); got != c.k {
 			t.Errorf("%d of %d elements: k is %d, want %d", c.changed, c.n, got, c.k)
 		}
 	}

@@ -38,7 +38,7 @@ func All(ctx context.Context, views []View, workers int) ([]Sum, error) {
 	err := spawn.Each(ctx, "digest", max(workers, 1), len(tasks), func(k int) error {
 		var s State
 		t := tasks[k]
-		merged[t.view].add(&s, t.at, t.n)
+		merged[t.view].addBytes(&s, t.at, t.n)
 		mu.Lock()
 		states[t.view].Merge(s)
 		mu.Unlock()

@@ -34,7 +34,7 @@ const (
 // WordBytes is the unit of a digest: parts are cut at its multiples.
 const WordBytes = 8
 
-func mix(x uint64) uint64 {
+func mixWord(x uint64) uint64 {
 	x ^= x >> 32
 	x *= mulM1
 	x ^= x >> 32
@@ -57,12 +57,12 @@ type State struct{ A, B uint64 }
 func (s *State) Add(at int64, p []byte) {
 	n := len(p) / WordBytes
 	first := uint64(at) / WordBytes
-	done := fast(s, first, p[:n*WordBytes])
-	scalar(s, first+uint64(done), p[done*WordBytes:n*WordBytes])
+	done := sumFast(s, first, p[:n*WordBytes])
+	sumScalar(s, first+uint64(done), p[done*WordBytes:n*WordBytes])
 	if rest := p[n*WordBytes:]; len(rest) > 0 {
 		var last [WordBytes]byte
 		copy(last[:], rest)
-		scalar(s, first+uint64(n), last[:])
+		sumScalar(s, first+uint64(n), last[:])
 	}
 }
 
@@ -74,17 +74,17 @@ func (s *State) Merge(other State) {
 
 // Sum is the digest of a tensor of n bytes, all of which were added.
 func (s State) Sum(n int64) Sum {
-	high := mix(s.A + (uint64(n)+1)*sizeB)
-	return Sum{high, mix(s.B + high)}
+	high := mixWord(s.A + (uint64(n)+1)*sizeB)
+	return Sum{high, mixWord(s.B + high)}
 }
 
-// scalar sums whole words, of which the first is word i of the tensor. It is the slow
+// sumScalar sums whole words, of which the first is word i of the tensor. It is the slow
 // twin of the others.
-func scalar(s *State, i uint64, p []byte) {
+func sumScalar(s *State, i uint64, p []byte) {
 	x := (i + 1) * stepA
 	var a, b uint64
 	for ; len(p) >= WordBytes; p = p[WordBytes:] {
-		t := mix(binary.LittleEndian.Uint64(p) + x)
+		t := mixWord(binary.LittleEndian.Uint64(p) + x)
 		a += t
 		b += t * (t>>32 | 1)
 		x += stepA

@@ -185,7 +185,7 @@ func TestAvalanche(t *testing.T) {
 	for range rounds {
 		x := r.Uint64() >> (r.IntN(3) * 16) // also numbers with few bits
 		for i := range 64 {
-			d := mix(x) ^ mix(x^1<<i)
+			d := mixWord(x) ^ mixWord(x^1<<i)
 			for ; d != 0; d &= d - 1 {
 				counts[i][bits.TrailingZeros64(d)]++
 			}
@@ -208,7 +208,7 @@ func BenchmarkDigest(b *testing.B) {
 	for _, c := range []struct {
 		name string
 		sum  func(*State)
-	}{{"best", func(s *State) { s.Add(0, p) }}, {"scalar", func(s *State) { scalar(s, 0, p) }}} {
+	}{{"best", func(s *State) { s.Add(0, p) }}, {"scalar", func(s *State) { sumScalar(s, 0, p) }}} {
 		b.Run(c.name, func(b *testing.B) {
 			b.SetBytes(int64(len(p)))
 			var s State

@@ -15,8 +15,8 @@ var wide = archsimd.X86.AVX512()
 
 const lanes = 8
 
-// fast sums as many words of p as it can, and returns their number.
-func fast(s *State, i uint64, p []byte) int {
+// sumFast sums as many words of p as it can, and returns their number.
+func sumFast(s *State, i uint64, p []byte) int {
 	n := len(p) / WordBytes &^ (2*lanes - 1)
 	if !wide || n == 0 {
 		return 0

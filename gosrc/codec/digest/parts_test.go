@@ -63,7 +63,7 @@ func TestMixIsABijection(t *testing.T) {
 	r := random(t)
 	for i := range 5000 {
 		x := r.Uint64() >> (i % 64)
-		if got := unmix(mix(x)); got != x {
+		if got := unmix(mixWord(x)); got != x {
 			t.Fatalf("%#x comes back as %#x", x, got)
 		}
 	}
@@ -83,17 +83,17 @@ func TestFastFromAnyWord(t *testing.T) {
 		p := data[off : off+WordBytes*words]
 		for _, i := range append(first, r.Uint64()) {
 			var got, want State
-			n := fast(&got, i, p)
+			n := sumFast(&got, i, p)
 			if n < 0 || n > words || n == 0 && got != (State{}) {
 				t.Fatalf("%d words of %d are summed", n, words)
 			}
-			scalar(&want, i, p[:n*WordBytes])
+			sumScalar(&want, i, p[:n*WordBytes])
 			if got != want {
 				t.Fatalf("%d words from word %d at address %d: %v, want %v", words, i, off, got, want)
 			}
 			got, want = State{1, 2}, State{1, 2} // added to what is there
 			got.Add(int64(i&(1<<60-1))*WordBytes, p)
-			scalar(&want, i&(1<<60-1), p)
+			sumScalar(&want, i&(1<<60-1), p)
 			if got != want {
 				t.Fatalf("Add of %d words from word %d", words, i)
 			}
@@ -230,14 +230,14 @@ func TestSharesOfViews(t *testing.T) {
 		}
 		m := v.Merged()
 		var whole State
-		m.add(&whole, 0, n)
+		m.addBytes(&whole, 0, n)
 		for _, size := range []int64{16, 48, 4096, gathered, gathered + 16, n/2&^15 + 16} {
 			if size < 100 && n > 40_000 {
 				continue // the others have rows that end there
 			}
 			var parts State
 			for from := int64(0); from < n; from += size {
-				m.add(&parts, from, min(size, n-from))
+				m.addBytes(&parts, from, min(size, n-from))
 			}
 			if parts != whole {
 				t.Errorf("%+v in shares of %d: %v, want %v", v, size, parts, whole)

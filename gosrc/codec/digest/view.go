@@ -81,26 +81,26 @@ func (v *View) Merged() View {
 // IsContiguous reports whether a merged view is bytes in order.
 func (v *View) IsContiguous() bool { return len(v.Shape) == 1 && v.Strides[0] == 1 && v.Item == 1 }
 
-// pointer is an address of the host; Go's collector ignores it.
-func pointer(a uint64) unsafe.Pointer {
+// hostPointer is an address of the host; Go's collector ignores it.
+func hostPointer(a uint64) unsafe.Pointer {
 	p := uintptr(a)
 	return *(*unsafe.Pointer)(unsafe.Pointer(&p))
 }
 
 const gathered = 32 << 10
 
-// add sums bytes [at, at+n) of a merged view; at is a multiple of 16, and so is n
+// addBytes sums bytes [at, at+n) of a merged view; at is a multiple of 16, and so is n
 // unless they are the last.
-func (v *View) add(s *State, at, n int64) {
+func (v *View) addBytes(s *State, at, n int64) {
 	if v.IsContiguous() {
-		s.Add(at, unsafe.Slice((*byte)(pointer(v.Address+uint64(at))), n))
+		s.Add(at, unsafe.Slice((*byte)(hostPointer(v.Address+uint64(at))), n))
 		return
 	}
 	var buf [gathered]byte
-	w := v.walk(at / v.Item)
+	w := v.walkFrom(at / v.Item)
 	for n > 0 {
 		k := min(n, gathered)
-		w.read(buf[:k])
+		w.readElements(buf[:k])
 		s.Add(at, buf[:k])
 		at, n = at+k, n-k
 	}
@@ -113,8 +113,8 @@ type walker struct {
 	coor [MaxRank]int64
 }
 
-// walk begins at an element of the view.
-func (v *View) walk(element int64) *walker {
+// walkFrom begins at an element of the view.
+func (v *View) walkFrom(element int64) *walker {
 	w := &walker{v: v, at: v.Address}
 	for i := len(v.Shape) - 1; i >= 0; i-- {
 		w.coor[i] = element % v.Shape[i]
@@ -124,17 +124,17 @@ func (v *View) walk(element int64) *walker {
 	return w
 }
 
-// read copies the next elements, which fill p.
-func (w *walker) read(p []byte) {
+// readElements copies the next elements, which fill p.
+func (w *walker) readElements(p []byte) {
 	v, last := w.v, len(w.v.Shape)-1
 	item, stride := v.Item, v.Strides[last]
 	for len(p) > 0 {
 		run := min(v.Shape[last]-w.coor[last], int64(len(p))/item)
 		bytes := run * item
 		if stride == item {
-			copy(p[:bytes], unsafe.Slice((*byte)(pointer(w.at)), bytes))
+			copy(p[:bytes], unsafe.Slice((*byte)(hostPointer(w.at)), bytes))
 		} else {
-			gather(p[:bytes], w.at, stride, item)
+			gatherElements(p[:bytes], w.at, stride, item)
 		}
 		p = p[bytes:]
 		w.coor[last] += run
@@ -147,26 +147,26 @@ func (w *walker) read(p []byte) {
 	}
 }
 
-// gather copies elements that are a stride apart.
-func gather(p []byte, at uint64, stride, item int64) {
+// gatherElements copies elements that are a stride apart.
+func gatherElements(p []byte, at uint64, stride, item int64) {
 	switch item {
 	case 1:
-		spread[uint8](p, at, stride)
+		gatherTyped[uint8](p, at, stride)
 	case 2:
-		spread[uint16](p, at, stride)
+		gatherTyped[uint16](p, at, stride)
 	case 4:
-		spread[uint32](p, at, stride)
+		gatherTyped[uint32](p, at, stride)
 	case 8:
-		spread[uint64](p, at, stride)
+		gatherTyped[uint64](p, at, stride)
 	default:
-		spread[[2]uint64](p, at, stride)
+		gatherTyped[[2]uint64](p, at, stride)
 	}
 }
 
-func spread[T any](p []byte, at uint64, stride int64) {
+func gatherTyped[T any](p []byte, at uint64, stride int64) {
 	out := unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(p))), len(p)/int(unsafe.Sizeof(*new(T))))
 	for i := range out {
-		out[i] = *(*T)(pointer(at))
+		out[i] = *(*T)(hostPointer(at))
 		at += uint64(stride)
 	}
 }

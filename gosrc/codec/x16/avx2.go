@@ -28,7 +28,7 @@ type tables256 struct {
 }
 
 func (t *tables256) build(d *decoder) {
-	bias := d.table.bias()
+	bias := d.table.aliasBias()
 	for b := range 16 {
 		for i := b; i < 32; i += 16 {
 			t.divider[i] = d.table.divider[b]
@@ -43,7 +43,7 @@ func (t *tables256) build(d *decoder) {
 	}
 }
 
-func lookup(t tab, index v8) v8 {
+func lookUp256(t tab, index v8) v8 {
 	return t.PermuteOrZeroGrouped(index.AsUint8x32().AsInt8x32()).AsUint32x8()
 }
 
@@ -54,10 +54,10 @@ func step256(x, low4, byte0, c16 v8, by8 archsimd.Int8x32, divider, alias, bias,
 	b := x.AsInt32x8().ShiftAllRight(4).AsUint32x8().And(low4)
 	r := x.And(low4)
 	at := b.Or(byte0)
-	own := lookup(divider, at).AsInt32x8().Greater(r.AsInt32x8())
-	k := b.Merge(lookup(alias, at), own)
-	f := lookup(freq, k.Or(byte0))
-	up := c16.Merge(lookup(bias, at), own).Sub(c16)
+	own := lookUp256(divider, at).AsInt32x8().Greater(r.AsInt32x8())
+	k := b.Merge(lookUp256(alias, at), own)
+	f := lookUp256(freq, k.Or(byte0))
+	up := c16.Merge(lookUp256(bias, at), own).Sub(c16)
 	high := x.AsUint8x32().PermuteOrZeroGrouped(by8).AsUint32x8()
 	return f.Mul(high).Add(r.Add(up)), k
 }
@@ -195,6 +195,6 @@ type pair256 struct{ lo, hi archsimd.Uint32x8 }
 func gather256(acc *[4][lanes]uint32, h int, values tab) pair256 {
 	a := archsimd.LoadUint32x8((*[8]uint32)(acc[1][h:])).ShiftAllLeft(16).Or(archsimd.LoadUint32x8((*[8]uint32)(acc[0][h:])))
 	b := archsimd.LoadUint32x8((*[8]uint32)(acc[3][h:])).ShiftAllLeft(16).Or(archsimd.LoadUint32x8((*[8]uint32)(acc[2][h:])))
-	a, b = lookup(values, a), lookup(values, b)
+	a, b = lookUp256(values, a), lookUp256(values, b)
 	return pair256{a.InterleaveLoGrouped(b), a.InterleaveHiGrouped(b)}
 }

@@ -55,7 +55,7 @@ var order512 = func() (o [2][64]uint8) {
 	for l := range 16 {
 		for t := range 8 {
 			src := 4*l + 3 - t/2 + t%2*64
-			at := unit(l) + t
+			at := unitStart(l) + t
 			o[at/64][at%64] = uint8(src)
 		}
 	}

@@ -17,20 +17,20 @@ var target [tensor.MaxChunkBytes]byte
 // inconsistent tables. Any error is errs.ErrCorrupt. It is safe for concurrent use.
 func Check(src []byte, c tensor.Chunk) error {
 	if c.Logical > tensor.MaxChunkBytes || uint64(len(src)) != uint64(c.Stored) {
-		return corrupt("chunk of %d -> %d bytes in %d", c.Stored, c.Logical, len(src))
+		return corruptError("chunk of %d -> %d bytes in %d", c.Stored, c.Logical, len(src))
 	}
 	d := decoders.Get().(*decoder)
 	defer decoders.Put(d)
-	err := d.parse(target[:c.Logical:c.Logical], src, c.Transform, c.SegTiles)
+	err := d.parseChunk(target[:c.Logical:c.Logical], src, c.Transform, c.SegTiles)
 	d.dst = nil
 	for seg := 0; err == nil && seg < d.segs; seg++ {
-		at := d.offset(seg)
+		at := d.segmentOffset(seg)
 		low := ^uint32(0)
 		for l := range lanes {
 			low = min(low, binary.LittleEndian.Uint32(src[at+4*l:]))
 		}
 		if low < start {
-			err = corrupt("segment %d begins with state %d", seg, low)
+			err = corruptError("segment %d begins with state %d", seg, low)
 		}
 	}
 	d.src = nil

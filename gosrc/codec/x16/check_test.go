@@ -26,7 +26,7 @@ func TestCheck(t *testing.T) {
 				t.Fatalf("%s: %v", s.name, err)
 			}
 			d := decoders.Get().(*decoder)
-			if err := d.parse(make([]byte, len(s.data)), chunk, c.Transform, st); err != nil || Segments(c) != max(1, d.segs) && !d.one {
+			if err := d.parseChunk(make([]byte, len(s.data)), chunk, c.Transform, st); err != nil || Segments(c) != max(1, d.segs) && !d.one {
 				t.Errorf("%s: %d segments, the directory has %d: %v", s.name, Segments(c), d.segs, err)
 			}
 			d.src, d.dst = nil, nil

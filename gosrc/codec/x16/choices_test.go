@@ -47,7 +47,7 @@ func TestTablesOfOthers(t *testing.T) {
 			}
 		}
 		symbol, rank, refused := pageSlots(tb.freq[:], tb.divider[:], tb.alias[:])
-		if err := tb.check(); (err == nil) != (refused == nil) {
+		if err := tb.checkParts(); (err == nil) != (refused == nil) {
 			t.Fatalf("%+v: %v, the page %v", tb, err, refused)
 		}
 		if refused != nil {
@@ -55,7 +55,7 @@ func TestTablesOfOthers(t *testing.T) {
 			continue
 		}
 		good++
-		for s, slot := range tb.slots() {
+		for s, slot := range tb.expandSlots() {
 			if slot.symbol != symbol[s] || int(slot.rank) != rank[s] {
 				t.Fatalf("%+v: slot %d is %v, the page's %d, %d", tb, s, slot, symbol[s], rank[s])
 			}
@@ -91,7 +91,7 @@ func TestFitIsCheapest(t *testing.T) {
 			n += hist[v]
 			values = append(values, uint8(v))
 		}
-		got := fit(&hist, n, false)
+		got := fitModel(&hist, n, false)
 		selectTop(values, &hist, kinds)
 		for m := range kinds + 1 {
 			if c := cost(&hist, n, values[:m]); c < got.bits*(1-1e-12) {
@@ -117,11 +117,11 @@ func TestFitIsCheapest(t *testing.T) {
 		for _, v := range []int{0, 7, 15} {
 			var hist [256]int
 			hist[v] = 512
-			if m := fit(&hist, 512, identity); m.one < 0 || int(m.palette[m.one]) != v || m.escape >= 0 {
+			if m := fitModel(&hist, 512, identity); m.one < 0 || int(m.palette[m.one]) != v || m.escape >= 0 {
 				t.Errorf("only %d: %+v", v, m)
 			}
 			hist[(v+1)%16] = 1
-			if m := fit(&hist, 513, identity); m.one >= 0 || m.bits <= 0 {
+			if m := fitModel(&hist, 513, identity); m.one >= 0 || m.bits <= 0 {
 				t.Errorf("%d and one other: %+v", v, m)
 			}
 		}

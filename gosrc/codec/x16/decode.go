@@ -26,7 +26,7 @@ func (l Level) String() string { return [...]string{"scalar", "NEON", "AVX2", "A
 // levels are those of this machine and build, from slow to fast; level is the one in
 // use.
 var (
-	levels = detect()
+	levels = detectLevels()
 	best   = levels[len(levels)-1]
 	level  = best
 )
@@ -69,14 +69,14 @@ func DecodeAt(level Level, dst, src []byte, transform uint8, segTiles uint16) er
 	}
 	d := decoders.Get().(*decoder)
 	d.level = level
-	err := d.decode(dst, src, transform, segTiles)
+	err := d.decodeChunk(dst, src, transform, segTiles)
 	d.src, d.dst = nil, nil
 	decoders.Put(d)
 	return err
 }
 
-func (d *decoder) decode(dst, src []byte, transform uint8, segTiles uint16) error {
-	if err := d.parse(dst, src, transform, segTiles); err != nil {
+func (d *decoder) decodeChunk(dst, src []byte, transform uint8, segTiles uint16) error {
+	if err := d.parseChunk(dst, src, transform, segTiles); err != nil {
 		return err
 	}
 	copy(dst[d.tiles*d.tileBytes():], src[d.tailAt:])
@@ -95,15 +95,15 @@ func (d *decoder) decode(dst, src []byte, transform uint8, segTiles uint16) erro
 		run := d.run[:n]
 		for i := range run {
 			run[i].vals = &d.vals[i]
-			if err := d.begin(&run[i], seg+i); err != nil {
+			if err := d.beginSegment(&run[i], seg+i); err != nil {
 				return err
 			}
 		}
-		if err := d.segments(run); err != nil {
+		if err := d.decodeSegments(run); err != nil {
 			return err
 		}
 		for i := range run {
-			if err := d.finish(&run[i]); err != nil {
+			if err := d.finishSegment(&run[i]); err != nil {
 				return err
 			}
 		}
@@ -112,19 +112,19 @@ func (d *decoder) decode(dst, src []byte, transform uint8, segTiles uint16) erro
 	return nil
 }
 
-// segments decodes all tiles of the segments of run, batch by batch.
-func (d *decoder) segments(run []segment) error {
+// decodeSegments decodes all tiles of the segments of run, batch by batch.
+func (d *decoder) decodeSegments(run []segment) error {
 	for left := run[0].tiles; left > 0; left -= batch {
 		for i := range run {
 			run[i].want, run[i].got = min(batch, run[i].tiles), 0
 		}
-		d.kernel(run) // leaves the rest to the scalar twin
+		d.decodeFast(run) // leaves the rest to the scalar twin
 		for i := range run {
 			s := &run[i]
-			if !d.scalar(s, s.vals[s.got*tileSyms:s.want*tileSyms]) {
-				return corrupt("segment at %d: words run past %d", s.begin, s.end)
+			if !d.decodeScalar(s, s.vals[s.got*tileSyms:s.want*tileSyms]) {
+				return corruptError("segment at %d: words run past %d", s.begin, s.end)
 			}
-			d.merge(s.vals[:s.want*tileSyms], s.tile)
+			d.mergeTiles(s.vals[:s.want*tileSyms], s.tile)
 			s.tile += s.want
 			s.tiles -= s.want
 		}
@@ -140,12 +140,12 @@ func (d *decoder) decodeOne() {
 		vals[i] = v
 	}
 	for t := 0; t < d.tiles; t += fillTiles {
-		d.merge(vals[:min(fillTiles, d.tiles-t)*tileSyms], t)
+		d.mergeTiles(vals[:min(fillTiles, d.tiles-t)*tileSyms], t)
 	}
 }
 
-// planes returns the bytes of every plane for n tiles from tile on.
-func (d *decoder) planes(tile, n int) (p [maxPlanes][]byte) {
+// planesOf returns the bytes of every plane for n tiles from tile on.
+func (d *decoder) planesOf(tile, n int) (p [maxPlanes][]byte) {
 	for i, bits := range d.form.planes {
 		size := n * tileSyms / 8 * bits
 		if d.constant[i] {
@@ -158,8 +158,8 @@ func (d *decoder) planes(tile, n int) (p [maxPlanes][]byte) {
 	return
 }
 
-// merge joins the values of whole tiles and their planes into dst.
-func (d *decoder) merge(vals []byte, tile int) {
+// mergeTiles joins the values of whole tiles and their planes into dst.
+func (d *decoder) mergeTiles(vals []byte, tile int) {
 	size := d.tileBytes()
 	for len(vals) > 0 {
 		n := len(vals) / tileSyms
@@ -167,7 +167,7 @@ func (d *decoder) merge(vals []byte, tile int) {
 			n = min(n, fillTiles)
 		}
 		dst := d.dst[tile*size : (tile+n)*size]
-		p := d.planes(tile, n)
+		p := d.planesOf(tile, n)
 		if d.level == Scalar || !mergeFast(d.level, d.transform, dst, vals[:n*tileSyms], &p) {
 			mergeScalar(d.transform, dst, vals[:n*tileSyms], &p)
 		}

@@ -53,7 +53,7 @@ type coder struct {
 // the index. ok is false, and dst unchanged, if that would gain too little: then
 // store the bytes raw. The same src gives the same chunk on every machine.
 func (e *Encoder) Encode(dst, src []byte, transform uint8) (out []byte, segTiles uint16, ok bool) {
-	if !known(transform) {
+	if !isTransform(transform) {
 		return dst, 0, false
 	}
 	if !e.forced {
@@ -65,10 +65,10 @@ func (e *Encoder) Encode(dst, src []byte, transform uint8) (out []byte, segTiles
 		return dst, 0, false
 	}
 	body := src[:tiles*tileSyms/8*f.bits]
-	e.split(transform, body, tiles*tileSyms)
+	e.splitElements(transform, body, tiles*tileSyms)
 	hist := e.histogram()
-	m := fit(&hist, tiles*tileSyms, f.identity)
-	s, segs := grid(tiles, e.segTiles)
+	m := fitModel(&hist, tiles*tileSyms, f.identity)
+	s, segs := segmentGrid(tiles, e.segTiles)
 	limit := int(gain * float64(len(src)))
 	if m.one < 0 && headerBytes+segs*(stateBytes+8)+int(m.bits/8) > limit {
 		return dst, 0, false
@@ -78,7 +78,7 @@ func (e *Encoder) Encode(dst, src []byte, transform uint8) (out []byte, segTiles
 	binary.LittleEndian.PutUint32(head[4:], uint32(tiles))
 	copy(head[16:], m.palette[:])
 	for i, p := range e.plane[:len(f.planes)] {
-		if v := p[0]; uniform(p, v) && whole(v, f.planes[i]) {
+		if v := p[0]; isUniform(p, v) && isRepeated(v, f.planes[i]) {
 			head[2] |= 1 << i
 			head[8+i] = v & byte(1<<f.planes[i]-1)
 		}
@@ -93,7 +93,7 @@ func (e *Encoder) Encode(dst, src []byte, transform uint8) (out []byte, segTiles
 		copy(head[48:], e.table.divider[:])
 		copy(head[64:], e.table.alias[:])
 		out = append(dst, head[:]...)
-		out = e.segments(out, base, &m, s, segs)
+		out = e.appendSegments(out, base, &m, s, segs)
 	}
 	for i := range f.planes {
 		if head[2]>>i&1 == 0 {
@@ -110,8 +110,8 @@ func (e *Encoder) Encode(dst, src []byte, transform uint8) (out []byte, segTiles
 	return out, uint16(s), true
 }
 
-// whole says whether a byte of a plane repeats one element.
-func whole(v byte, bits int) bool {
+// isRepeated says whether a byte of a plane repeats one element.
+func isRepeated(v byte, bits int) bool {
 	switch bits {
 	case 4:
 		return v>>4 == v&15
@@ -126,9 +126,9 @@ func whole(v byte, bits int) bool {
 // segments are 13 % of a bf16 tensor of 4 KB.
 const minSegTiles = 32
 
-// grid divides tiles into equal segments of at most longest tiles, a multiple of
+// segmentGrid divides tiles into equal segments of at most longest tiles, a multiple of
 // four of them where there are enough, since decoders run four at a time.
-func grid(tiles, longest int) (segTiles, segs int) {
+func segmentGrid(tiles, longest int) (segTiles, segs int) {
 	if longest == 0 {
 		longest = defaultSegTiles
 	}
@@ -138,19 +138,19 @@ func grid(tiles, longest int) (segTiles, segs int) {
 	return segTiles, (tiles + segTiles - 1) / segTiles
 }
 
-func grow(p []byte, n int) []byte {
+func withLength(p []byte, n int) []byte {
 	if cap(p) < n {
 		return make([]byte, n)
 	}
 	return p[:n]
 }
 
-// split fills e.vals and e.plane.
-func (e *Encoder) split(transform uint8, src []byte, n int) {
+// splitElements fills e.vals and e.plane.
+func (e *Encoder) splitElements(transform uint8, src []byte, n int) {
 	f := &forms[transform]
-	e.vals = grow(e.vals, n)
+	e.vals = withLength(e.vals, n)
 	for i, b := range f.planes {
-		e.plane[i] = grow(e.plane[i], n/8*b)
+		e.plane[i] = withLength(e.plane[i], n/8*b)
 	}
 	if e.level == Scalar || !splitFast(e.level, transform, src, e.vals, &e.plane) {
 		splitScalar(transform, src, e.vals, &e.plane)
@@ -179,11 +179,11 @@ func (e *Encoder) histogram() (out [256]int) {
 	return
 }
 
-// segments appends the directory and all segments to a chunk that begins at
+// appendSegments appends the directory and all segments to a chunk that begins at
 // base.
-func (e *Encoder) segments(out []byte, base int, m *model, s, segs int) []byte {
-	e.prepare(m)
-	e.symbols(m)
+func (e *Encoder) appendSegments(out []byte, base int, m *model, s, segs int) []byte {
+	e.prepareTables(m)
+	e.turnIntoSymbols(m)
 	dir := len(out)
 	size := up16(headerBytes+8*(segs+1)) - headerBytes
 	for range size {
@@ -197,11 +197,11 @@ func (e *Encoder) segments(out []byte, base int, m *model, s, segs int) []byte {
 			first := (seg + i) * s * tileSyms
 			syms[i] = e.vals[first:min(first+s*tileSyms, len(e.vals))]
 			// Two symbols make at most one word; vectors need room behind.
-			e.words[i] = grow(e.words[i], len(syms[i])+64)[:len(syms[i])]
+			e.words[i] = withLength(e.words[i], len(syms[i])+64)[:len(syms[i])]
 		}
 		if e.level == Scalar || !e.groupFast(syms[:n]) {
 			for i := range n {
-				e.segment(syms[i], i)
+				e.codeSegment(syms[i], i)
 			}
 		}
 		for i := range n {
@@ -239,15 +239,15 @@ func (e *Encoder) appendSegment(out []byte, i, first int, escs []escape) []byte 
 	return out
 }
 
-// prepare makes the coding tables of a model.
-func (e *Encoder) prepare(m *model) {
+// prepareTables makes the coding tables of a model.
+func (e *Encoder) prepareTables(m *model) {
 	for k, f := range m.freq {
 		e.coder[k] = coder{}
 		if f > 0 {
 			e.coder[k] = coder{(1<<56 + uint64(f) - 1) / uint64(f), uint32(f)}
 		}
 	}
-	for s, sl := range e.table.slots() {
+	for s, sl := range e.table.expandSlots() {
 		e.slots[sl.symbol][sl.rank] = byte(s)
 	}
 	for v := range e.syms {
@@ -263,8 +263,8 @@ func (e *Encoder) prepare(m *model) {
 	}
 }
 
-// symbols turns e.vals from values into symbols, listing the escapes.
-func (e *Encoder) symbols(m *model) {
+// turnIntoSymbols turns e.vals from values into symbols, listing the escapes.
+func (e *Encoder) turnIntoSymbols(m *model) {
 	e.escs = e.escs[:0]
 	from := 0
 	if e.level > Scalar {
@@ -287,9 +287,9 @@ type coding struct {
 	at     int
 }
 
-// segment codes the symbols of one segment, last to first, as part i of the
+// codeSegment codes the symbols of one segment, last to first, as part i of the
 // group.
-func (e *Encoder) segment(syms []byte, i int) {
+func (e *Encoder) codeSegment(syms []byte, i int) {
 	x, words := &e.group[i].states, e.words[i]
 	for l := range x {
 		x[l] = start
@@ -326,7 +326,7 @@ func (e *Encoder) segment(syms []byte, i int) {
 // logical size, from a sample of it: 1 if nothing can be gained. It allocates,
 // and reads the sample once.
 func Estimate(sample []byte, transform uint8) float64 {
-	if !known(transform) {
+	if !isTransform(transform) {
 		return 1
 	}
 	f := &forms[transform]
@@ -335,9 +335,9 @@ func Estimate(sample []byte, transform uint8) float64 {
 		return 1
 	}
 	e := Encoder{level: level}
-	e.split(transform, sample[:n/8*f.bits], n)
+	e.splitElements(transform, sample[:n/8*f.bits], n)
 	hist := e.histogram()
-	m := fit(&hist, n, f.identity)
+	m := fitModel(&hist, n, f.identity)
 	// The states and padding of segments of full length, whatever the
 	// sample's length.
 	size := m.bits / 8
@@ -345,7 +345,7 @@ func Estimate(sample []byte, transform uint8) float64 {
 		size += float64(n) / (defaultSegTiles * tileSyms) * (stateBytes + 16)
 	}
 	for i, p := range e.plane[:len(f.planes)] {
-		if !uniform(p, p[0]) || !whole(p[0], f.planes[i]) {
+		if !isUniform(p, p[0]) || !isRepeated(p[0], f.planes[i]) {
 			size += float64(len(p))
 		}
 	}

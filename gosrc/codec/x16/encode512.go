@@ -115,7 +115,7 @@ var (
 	}()
 	packOrder = func() (o [16]uint32) {
 		for l := range o {
-			o[l] = uint32(unit(l) / 8)
+			o[l] = uint32(unitStart(l) / 8)
 		}
 		return
 	}()

@@ -18,12 +18,12 @@ type model struct {
 	bits float64
 }
 
-// fit finds the cheapest model for a histogram of n > 0 values.
+// fitModel finds the cheapest model for a histogram of n > 0 values.
 //
 // The best m values to keep are the m most frequent, so that trying every m
 // is exact; a value is kept only if that is cheaper than escaping it, which
 // counts the slot that it takes from the others.
-func fit(hist *[256]int, n int, identity bool) (best model) {
+func fitModel(hist *[256]int, n int, identity bool) (best model) {
 	var order [256]uint8
 	kinds := 0
 	if identity {

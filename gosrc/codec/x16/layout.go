@@ -65,12 +65,12 @@ var forms = [9]form{
 	Bytes:   {"bytes", 8, 256, false, nil},
 }
 
-// known reports whether t is a transform of this codec.
-func known(t uint8) bool { return t >= BF16 && t <= Bytes }
+// isTransform reports whether t is a transform of this codec.
+func isTransform(t uint8) bool { return t >= BF16 && t <= Bytes }
 
 // Name returns a transform's name for people ("bf16").
 func Name(transform uint8) string {
-	if !known(transform) {
+	if !isTransform(transform) {
 		return fmt.Sprintf("transform %d", transform)
 	}
 	return forms[transform].name
@@ -97,8 +97,8 @@ var transforms = [tensor.NumDTypes + 1][]uint8{
 // bytes, and small numbers, whose high bytes are zero.
 var integers = []uint8{Nibbles, Int8, Bytes}
 
-// unit is the first symbol, inside its tile, of the 8 that lane l owns.
-func unit(l int) int {
+// unitStart is the first symbol, inside its tile, of the 8 that lane l owns.
+func unitStart(l int) int {
 	h, g, q := l/16, l%16/4, l%4
 	return 128*h + 8*(4*q+g)
 }
@@ -106,7 +106,7 @@ func unit(l int) int {
 // units is unit as a table, in the order of lanes.
 var units = func() (u [lanes]uint8) {
 	for l := range u {
-		u[l] = uint8(unit(l))
+		u[l] = uint8(unitStart(l))
 	}
 	return
 }()

@@ -14,13 +14,13 @@ func mergeScalar(transform uint8, dst, vals []byte, p *[maxPlanes][]byte) {
 		dst = dst[:2*len(vals)]
 		for i := 0; i+4 <= len(vals); i += 4 {
 			// Four at a time: bytes to words, then a rotation by 1 in each.
-			w := spread(le.Uint32(vals[i:]))<<8 | spread(le.Uint32(pl[i:]))
+			w := spreadBytes(le.Uint32(vals[i:]))<<8 | spreadBytes(le.Uint32(pl[i:]))
 			le.PutUint64(dst[2*i:], w>>1&0x7fff7fff7fff7fff|w<<15&0x8000800080008000)
 		}
 	case FP16:
 		pl := p[0][:len(vals)]
 		for i, v := range vals {
-			w := uint16(v)<<10 | uint16(pl[i]) | bit(p[1], i)<<8 | bit(p[2], i)<<9 | bit(p[3], i)<<15
+			w := uint16(v)<<10 | uint16(pl[i]) | bitAt(p[1], i)<<8 | bitAt(p[2], i)<<9 | bitAt(p[3], i)<<15
 			le.PutUint16(dst[2*i:], w)
 		}
 	case FP32:
@@ -31,16 +31,16 @@ func mergeScalar(transform uint8, dst, vals []byte, p *[maxPlanes][]byte) {
 		}
 	case E4M3:
 		for i, v := range vals {
-			n := nibble(p[0], i)
+			n := nibbleAt(p[0], i)
 			dst[i] = v<<3 | n&7 | n>>3<<7
 		}
 	case E5M2:
 		for i, v := range vals {
-			dst[i] = v<<2 | byte(bit(p[0], i)|bit(p[1], i)<<1|bit(p[2], i)<<7)
+			dst[i] = v<<2 | byte(bitAt(p[0], i)|bitAt(p[1], i)<<1|bitAt(p[2], i)<<7)
 		}
 	case Int8:
 		for i, v := range vals {
-			dst[i] = v<<4 | nibble(p[0], i)
+			dst[i] = v<<4 | nibbleAt(p[0], i)
 		}
 	case Nibbles:
 		for i := range dst {
@@ -51,18 +51,18 @@ func mergeScalar(transform uint8, dst, vals []byte, p *[maxPlanes][]byte) {
 	}
 }
 
-// spread puts four bytes into the low halves of four words.
-func spread(x uint32) uint64 {
+// spreadBytes puts four bytes into the low halves of four words.
+func spreadBytes(x uint32) uint64 {
 	w := (uint64(x) | uint64(x)<<16) & 0x0000ffff0000ffff
 	return (w | w<<8) & 0x00ff00ff00ff00ff
 }
 
-func bit(p []byte, i int) uint16 { return uint16(p[i>>3]>>(i&7)) & 1 }
+func bitAt(p []byte, i int) uint16 { return uint16(p[i>>3]>>(i&7)) & 1 }
 
-func nibble(p []byte, i int) byte { return p[i>>1] >> (i & 1 << 2) & 15 }
+func nibbleAt(p []byte, i int) byte { return p[i>>1] >> (i & 1 << 2) & 15 }
 
-// patch replaces the sentinel of element i by v; false: there is none.
-func (d *decoder) patch(i int, v byte) bool {
+// patchEscape replaces the sentinel of element i by v; false: there is none.
+func (d *decoder) patchEscape(i int, v byte) bool {
 	le := binary.LittleEndian
 	x := v ^ d.sentinel // turns the one into the other
 	switch d.transform {

@@ -16,7 +16,7 @@ import (
 // elements need putting together; false leaves the work to mergeScalar.
 func mergeFast(l Level, transform uint8, dst, vals []byte, p *[maxPlanes][]byte) bool {
 	n := len(vals)
-	o, v, q, ok := pointers(transform, dst, vals, p)
+	o, v, q, ok := planePointers(transform, dst, vals, p)
 	if !ok {
 		return false
 	}
@@ -79,8 +79,8 @@ func mergeBF16x512(o, v, p unsafe.Pointer, n int) {
 	}
 }
 
-// wide loads 16 bytes as 16 words.
-func wide(p unsafe.Pointer, i int) archsimd.Uint16x16 {
+// loadWide loads 16 bytes as 16 words.
+func loadWide(p unsafe.Pointer, i int) archsimd.Uint16x16 {
 	return archsimd.LoadUint8x16(at[[16]uint8](p, i)).ExtendToUint16()
 }
 
@@ -93,15 +93,15 @@ func join16(v, p, half archsimd.Uint16x16) archsimd.Uint16x16 {
 func mergeBF16(o, v, p unsafe.Pointer, n int) {
 	half := archsimd.BroadcastUint16x16(1 << 15)
 	for i := 0; i < n; i += 16 {
-		join16(wide(v, i), wide(p, i), half).Store(at[[16]uint16](o, 2*i))
+		join16(loadWide(v, i), loadWide(p, i), half).Store(at[[16]uint16](o, 2*i))
 	}
 }
 
 func mergeFP32(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 	half := archsimd.BroadcastUint16x16(1 << 15)
 	for i := 0; i < n; i += 16 {
-		hi := join16(wide(v, i), wide(p[0], i), half)
-		lo := wide(p[1], i).ShiftAllLeft(8).Or(wide(p[2], i))
+		hi := join16(loadWide(v, i), loadWide(p[0], i), half)
+		lo := loadWide(p[1], i).ShiftAllLeft(8).Or(loadWide(p[2], i))
 		a, b := lo.InterleaveLoGrouped(hi).AsUint8x32(), lo.InterleaveHiGrouped(hi).AsUint8x32()
 		a.Select128FromPair(0, 2, b).Store(at[[32]uint8](o, 4*i))
 		a.Select128FromPair(1, 3, b).Store(at[[32]uint8](o, 4*i+32))
@@ -139,8 +139,8 @@ func mergeFP16(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 	each, of := archsimd.LoadUint8x32(&bits8), archsimd.LoadInt8x32(&byteOfBit)
 	for i := 0; i < n; i += 32 {
 		hi := top256(v, p[1], p[2], p[3], i, each, of)
-		hi.GetLo().ExtendToUint16().ShiftAllLeft(8).Or(wide(p[0], i)).Store(at[[16]uint16](o, 2*i))
-		hi.GetHi().ExtendToUint16().ShiftAllLeft(8).Or(wide(p[0], i+16)).Store(at[[16]uint16](o, 2*i+32))
+		hi.GetLo().ExtendToUint16().ShiftAllLeft(8).Or(loadWide(p[0], i)).Store(at[[16]uint16](o, 2*i))
+		hi.GetHi().ExtendToUint16().ShiftAllLeft(8).Or(loadWide(p[0], i+16)).Store(at[[16]uint16](o, 2*i+32))
 	}
 }
 
@@ -168,9 +168,9 @@ func mergeE5M2x512(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 	}
 }
 
-// nibbles gives 32 nibbles of a plane as bytes.
-func nibbles(p unsafe.Pointer, i int, low archsimd.Uint16x16) archsimd.Uint16x16 {
-	w := wide(p, i/2)
+// loadNibbles gives 32 nibbles of a plane as bytes.
+func loadNibbles(p unsafe.Pointer, i int, low archsimd.Uint16x16) archsimd.Uint16x16 {
+	w := loadWide(p, i/2)
 	return w.Or(w.ShiftAllLeft(4)).And(low)
 }
 
@@ -178,7 +178,7 @@ func mergeE4M3(o, v, p unsafe.Pointer, n int) {
 	low, low3 := archsimd.BroadcastUint16x16(0x0f0f), archsimd.BroadcastUint16x16(0x0707)
 	top := archsimd.BroadcastUint16x16(0x8080)
 	for i := 0; i < n; i += 32 {
-		m := nibbles(p, i, low)
+		m := loadNibbles(p, i, low)
 		w := archsimd.LoadUint16x16(at[[16]uint16](v, i)).ShiftAllLeft(3).Or(m.And(low3))
 		w.Or(m.ShiftAllLeft(4).And(top)).Store(at[[16]uint16](o, i))
 	}
@@ -188,7 +188,7 @@ func mergeInt8(o, v, p unsafe.Pointer, n int) {
 	low := archsimd.BroadcastUint16x16(0x0f0f)
 	for i := 0; i < n; i += 32 {
 		w := archsimd.LoadUint16x16(at[[16]uint16](v, i)).ShiftAllLeft(4)
-		w.Or(nibbles(p, i, low)).Store(at[[16]uint16](o, i))
+		w.Or(loadNibbles(p, i, low)).Store(at[[16]uint16](o, i))
 	}
 }
 

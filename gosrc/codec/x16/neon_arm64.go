@@ -26,12 +26,12 @@ type fastTables struct{ neon tablesNEON }
 func (f *fastTables) build(d *decoder) {
 	t := &f.neon
 	t.divider, t.alias, t.freq, t.values = d.table.divider, d.table.alias, d.table.freq, d.values
-	for b, bias := range d.table.bias() {
+	for b, bias := range d.table.aliasBias() {
 		t.bias[b] = uint8(bias)
 	}
 }
 
-func detect() []Level { return []Level{Scalar, NEON} }
+func detectLevels() []Level { return []Level{Scalar, NEON} }
 
 // ordersNEON are the constants of the kernel: four orders that make dwords of 4 of 16
 // bytes, a bit for each of 8 lanes, and the order of units of 16 lanes.
@@ -48,7 +48,7 @@ var ordersNEON = func() (o [6][16]uint8) {
 		o[4][2*l] = 1 << l
 	}
 	for l := range 16 {
-		o[5][unit(l)/8] = uint8(l)
+		o[5][unitStart(l)/8] = uint8(l)
 	}
 	return
 }()
@@ -68,8 +68,8 @@ var expandNEON, bytesNEON = func() (t [256][16]uint8, n [256]uint8) {
 	return
 }()
 
-// kernel decodes as many of the wanted tiles of each segment as it safely can.
-func (d *decoder) kernel(run []segment) {
+// decodeFast decodes as many of the wanted tiles of each segment as it safely can.
+func (d *decoder) decodeFast(run []segment) {
 	if d.level != NEON {
 		return
 	}

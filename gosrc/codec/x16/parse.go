@@ -74,27 +74,27 @@ type decoder struct {
 	slots  scalarSlots
 }
 
-func corrupt(format string, args ...any) error {
+func corruptError(format string, args ...any) error {
 	return errs.New(errs.ErrCorrupt, format, args...)
 }
 
-// parse checks everything that can be checked before a word is decoded.
+// parseChunk checks everything that can be checked before a word is decoded.
 // Afterwards every offset in d lies inside src and every count inside dst.
-func (d *decoder) parse(dst, src []byte, transform uint8, segTiles uint16) error {
-	if !known(transform) {
-		return corrupt("X16 transform %d", transform)
+func (d *decoder) parseChunk(dst, src []byte, transform uint8, segTiles uint16) error {
+	if !isTransform(transform) {
+		return corruptError("X16 transform %d", transform)
 	}
 	f := &forms[transform]
 	d.form, d.transform, d.src, d.dst = f, transform, src, dst
 	if len(src) < headerBytes {
-		return corrupt("X16 chunk of %d bytes", len(src))
+		return corruptError("X16 chunk of %d bytes", len(src))
 	}
 	if segTiles < 1 || segTiles > maxSegTiles {
-		return corrupt("%d tiles per segment", segTiles)
+		return corruptError("%d tiles per segment", segTiles)
 	}
 	d.tiles = len(dst) * 8 / f.bits / tileSyms
 	if t := binary.LittleEndian.Uint32(src[4:]); t == 0 || uint64(t) != uint64(d.tiles) {
-		return corrupt("%d tiles where %d bytes have %d", t, len(dst), d.tiles)
+		return corruptError("%d tiles where %d bytes have %d", t, len(dst), d.tiles)
 	}
 	d.segTiles = int(segTiles)
 	if err := d.parseHeader(); err != nil {
@@ -117,7 +117,7 @@ func (d *decoder) parse(dst, src []byte, transform uint8, segTiles uint16) error
 	}
 	d.tailAt = at
 	if rest := len(dst) - d.tiles*d.tileBytes(); len(src)-at != rest {
-		return corrupt("%d stored bytes, not %d", len(src), at+rest)
+		return corruptError("%d stored bytes, not %d", len(src), at+rest)
 	}
 	return nil
 }
@@ -128,14 +128,14 @@ func (d *decoder) tileBytes() int { return d.form.bits * (tileSyms / 8) }
 func (d *decoder) parseHeader() error {
 	h, f := d.src[:headerBytes], d.form
 	if h[0] > 1 {
-		return corrupt("mode %d", h[0])
+		return corruptError("mode %d", h[0])
 	}
 	d.one, d.symbol = h[0] == 1, h[1]
 	if d.symbol > 15 || !d.one && d.symbol != 0 {
-		return corrupt("symbol %d in mode %d", d.symbol, h[0])
+		return corruptError("symbol %d in mode %d", d.symbol, h[0])
 	}
 	if int(h[2])>>len(f.planes) != 0 {
-		return corrupt("constant planes %#x of %d", h[2], len(f.planes))
+		return corruptError("constant planes %#x of %d", h[2], len(f.planes))
 	}
 	for i, v := range h[8:16] {
 		is := h[2]>>i&1 != 0
@@ -144,10 +144,10 @@ func (d *decoder) parseHeader() error {
 			limit = 1<<f.planes[i] - 1
 		}
 		if int(v) > limit {
-			return corrupt("constant plane %d of value %d", i, v)
+			return corruptError("constant plane %d of value %d", i, v)
 		}
 		if is {
-			d.fill(i, v)
+			d.fillConstant(i, v)
 		}
 		if i < maxPlanes {
 			d.constant[i] = is
@@ -155,13 +155,13 @@ func (d *decoder) parseHeader() error {
 	}
 	d.escape = int(h[3]) - 1
 	if d.escape > 15 || d.escape >= 0 && (d.one || f.identity) {
-		return corrupt("escape symbol %d", d.escape)
+		return corruptError("escape symbol %d", d.escape)
 	}
 	copy(d.table.freq[:], h[32:48])
 	copy(d.table.divider[:], h[48:64])
 	copy(d.table.alias[:], h[64:80])
 	if d.escape >= 0 && d.table.freq[d.escape] == 0 {
-		return corrupt("escape symbol %d does not occur", d.escape)
+		return corruptError("escape symbol %d does not occur", d.escape)
 	}
 	copy(d.palette[:], h[16:32])
 	for k, v := range d.palette {
@@ -173,25 +173,25 @@ func (d *decoder) parseHeader() error {
 			limit = f.values - 1
 		}
 		if int(v) > limit {
-			return corrupt("palette: symbol %d has value %d", k, v)
+			return corruptError("palette: symbol %d has value %d", k, v)
 		}
 	}
 	d.values = d.palette
 	if d.escape >= 0 {
-		d.sentinel = unused(&d.palette, d.escape)
+		d.sentinel = unusedValue(&d.palette, d.escape)
 		d.values[d.escape] = d.sentinel
 	}
-	if !zero(h[80:]) || d.one && !zero(h[32:80]) {
-		return corrupt("header bytes that must be zero are not")
+	if !isZero(h[80:]) || d.one && !isZero(h[32:80]) {
+		return corruptError("header bytes that must be zero are not")
 	}
 	if !d.one {
-		return d.table.check()
+		return d.table.checkParts()
 	}
 	return nil
 }
 
-// unused finds a value that no symbol but k has; 16 of at least 32 are taken.
-func unused(palette *[16]byte, k int) byte {
+// unusedValue finds a value that no symbol but k has; 16 of at least 32 are taken.
+func unusedValue(palette *[16]byte, k int) byte {
 	var taken [32]bool
 	for i, v := range palette {
 		if i != k && v < 32 {
@@ -206,8 +206,8 @@ func unused(palette *[16]byte, k int) byte {
 	return 0
 }
 
-// fill makes the bytes that constant plane i reads as.
-func (d *decoder) fill(i int, v byte) {
+// fillConstant makes the bytes that constant plane i reads as.
+func (d *decoder) fillConstant(i int, v byte) {
 	switch d.form.planes[i] {
 	case 4:
 		v |= v << 4
@@ -215,7 +215,7 @@ func (d *decoder) fill(i int, v byte) {
 		v = -v
 	}
 	p := &d.fills[i]
-	if p[0] == v && p[len(p)-1] == v && uniform(p[:], v) {
+	if p[0] == v && p[len(p)-1] == v && isUniform(p[:], v) {
 		return
 	}
 	for j := range p {
@@ -223,7 +223,7 @@ func (d *decoder) fill(i int, v byte) {
 	}
 }
 
-func uniform(p []byte, v byte) bool {
+func isUniform(p []byte, v byte) bool {
 	w := uint64(v) * 0x0101010101010101
 	for len(p) >= 8 {
 		if binary.LittleEndian.Uint64(p) != w {
@@ -239,42 +239,42 @@ func uniform(p []byte, v byte) bool {
 	return true
 }
 
-func zero(p []byte) bool { return uniform(p, 0) }
+func isZero(p []byte) bool { return isUniform(p, 0) }
 
 // parseDirectory checks the segments' places and gives the end of the last.
 func (d *decoder) parseDirectory() (end int, err error) {
 	first := up16(headerBytes + 8*(d.segs+1))
 	if first > len(d.src) {
-		return 0, corrupt("%d bytes are too few for a directory of %d segments", len(d.src), d.segs)
+		return 0, corruptError("%d bytes are too few for a directory of %d segments", len(d.src), d.segs)
 	}
 	last := 0
 	for i := range d.segs + 1 {
 		off := binary.LittleEndian.Uint32(d.src[headerBytes+8*i:])
 		escs := binary.LittleEndian.Uint32(d.src[headerBytes+8*i+4:])
 		if off%16 != 0 || uint64(off) > uint64(len(d.src)) || i == 0 && int(off) != first {
-			return 0, corrupt("segment %d at %d", i, off)
+			return 0, corruptError("segment %d at %d", i, off)
 		}
-		if i > 0 && int(off)-last < stateBytes+3*d.escapes(i-1) {
-			return 0, corrupt("segment %d of %d bytes", i-1, int(off)-last)
+		if i > 0 && int(off)-last < stateBytes+3*d.escapeCount(i-1) {
+			return 0, corruptError("segment %d of %d bytes", i-1, int(off)-last)
 		}
 		most := uint64(d.tilesOf(i) * tileSyms)
 		if uint64(escs) > most || escs > 0 && d.escape < 0 {
-			return 0, corrupt("segment %d with %d escapes", i, escs)
+			return 0, corruptError("segment %d with %d escapes", i, escs)
 		}
 		last = int(off)
 	}
-	if !zero(d.src[headerBytes+8*(d.segs+1) : first]) {
-		return 0, corrupt("directory padding is not zero")
+	if !isZero(d.src[headerBytes+8*(d.segs+1) : first]) {
+		return 0, corruptError("directory padding is not zero")
 	}
 	return last, nil
 }
 
-// escapes and offset read the directory, which parseDirectory has checked.
-func (d *decoder) escapes(seg int) int {
+// escapeCount and offset read the directory, which parseDirectory has checked.
+func (d *decoder) escapeCount(seg int) int {
 	return int(binary.LittleEndian.Uint32(d.src[headerBytes+8*seg+4:]))
 }
 
-func (d *decoder) offset(seg int) int {
+func (d *decoder) segmentOffset(seg int) int {
 	return int(binary.LittleEndian.Uint32(d.src[headerBytes+8*seg:]))
 }
 
@@ -283,12 +283,12 @@ func (d *decoder) tilesOf(seg int) int {
 	return max(0, min(d.segTiles, d.tiles-seg*d.segTiles))
 }
 
-// begin reads a segment's states.
-func (d *decoder) begin(s *segment, seg int) error {
-	s.begin, s.end = d.offset(seg), d.offset(seg+1)
+// beginSegment reads a segment's states.
+func (d *decoder) beginSegment(s *segment, seg int) error {
+	s.begin, s.end = d.segmentOffset(seg), d.segmentOffset(seg+1)
 	s.first, s.total = seg*d.segTiles, d.tilesOf(seg)
 	s.tile, s.tiles = s.first, s.total
-	s.listed, s.escs = d.escapes(seg), 0
+	s.listed, s.escs = d.escapeCount(seg), 0
 	s.cur = s.begin + stateBytes
 	low := ^uint32(0)
 	for l := range s.x {
@@ -296,26 +296,26 @@ func (d *decoder) begin(s *segment, seg int) error {
 		low = min(low, s.x[l])
 	}
 	if low < start {
-		return corrupt("segment %d begins with state %d", seg, low)
+		return corruptError("segment %d begins with state %d", seg, low)
 	}
 	return nil
 }
 
-// finish checks what a decoded segment must end with, and puts the escapes'
+// finishSegment checks what a decoded segment must end with, and puts the escapes'
 // values where sentinels stand.
-func (d *decoder) finish(s *segment) error {
+func (d *decoder) finishSegment(s *segment) error {
 	for l, x := range s.x {
 		if x != start {
-			return corrupt("lane %d ends in state %#x", l, x)
+			return corruptError("lane %d ends in state %#x", l, x)
 		}
 	}
 	list := s.cur
 	pad := list + 3*s.listed
-	if pad > s.end || s.end-pad >= 16 || !zero(d.src[pad:s.end]) {
-		return corrupt("segment at %d: words and escapes end at %d of %d", s.begin, pad, s.end)
+	if pad > s.end || s.end-pad >= 16 || !isZero(d.src[pad:s.end]) {
+		return corruptError("segment at %d: words and escapes end at %d of %d", s.begin, pad, s.end)
 	}
 	if s.escs != s.listed {
-		return corrupt("segment at %d: %d escapes, %d listed", s.begin, s.escs, s.listed)
+		return corruptError("segment at %d: %d escapes, %d listed", s.begin, s.escs, s.listed)
 	}
 	values := list + 2*s.listed
 	last, base := -1, s.first*tileSyms
@@ -323,11 +323,11 @@ func (d *decoder) finish(s *segment) error {
 		at := int(binary.LittleEndian.Uint16(d.src[list+2*i:]))
 		v := d.src[values+i]
 		if at <= last || at >= s.total*tileSyms || int(v) >= d.form.values {
-			return corrupt("escape %d: value %d at %d", i, v, at)
+			return corruptError("escape %d: value %d at %d", i, v, at)
 		}
 		last = at
-		if !d.patch(base+at, v) {
-			return corrupt("escape %d: no escape symbol at %d", i, at)
+		if !d.patchEscape(base+at, v) {
+			return corruptError("escape %d: no escape symbol at %d", i, at)
 		}
 	}
 	return nil

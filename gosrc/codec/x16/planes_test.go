@@ -69,7 +69,7 @@ func TestEveryElement(t *testing.T) {
 			vals, planes := byPage(tr, src)
 			for _, l := range Levels() {
 				e := Encoder{level: l, forced: true}
-				e.split(tr, src, len(vals))
+				e.splitElements(tr, src, len(vals))
 				if !bytes.Equal(e.vals, vals) {
 					t.Errorf("%v, %s: other symbol values", l, Name(tr))
 				}
@@ -103,7 +103,7 @@ func TestPatch(t *testing.T) {
 		f := page[tr]
 		if f.identity {
 			d.transform, d.dst = tr, make([]byte, 64)
-			if d.patch(3, 1) {
+			if d.patchEscape(3, 1) {
 				t.Errorf("%s has no escapes", Name(tr))
 			}
 			continue
@@ -122,7 +122,7 @@ func TestPatch(t *testing.T) {
 			want := bytes.Clone(dst)
 			f.put(want, at, f.element(dst, at)&^place(1<<len(f.value)-1, f.value)|place(uint32(v), f.value))
 			d.transform, d.dst, d.sentinel = tr, dst, sentinel
-			if got := d.patch(at, v); got != there {
+			if got := d.patchEscape(at, v); got != there {
 				t.Fatalf("%s: %d at %d: %v", Name(tr), sentinel, at, got)
 			}
 			if there && !bytes.Equal(dst, want) {

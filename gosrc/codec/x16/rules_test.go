@@ -46,7 +46,7 @@ func (g *rules) list(seg int) (at, n int) {
 	n = int(binary.LittleEndian.Uint32(g.entry(seg, 1)))
 	end := g.offset(seg + 1)
 	for at = end - 3*n; at > end-3*n-16; at-- { // the padding is at most 15 zeros
-		rising := zero(g.chunk[at+3*n : end])
+		rising := isZero(g.chunk[at+3*n : end])
 		for i := range n {
 			p := binary.LittleEndian.Uint16(g.chunk[at+2*i:])
 			rising = rising && (i == 0 || p > binary.LittleEndian.Uint16(g.chunk[at+2*i-2:])) && (int(p)+seg*int(g.st)*tileSyms)%100 == 7

@@ -15,14 +15,14 @@ type scalarSlots struct {
 
 func (d *decoder) buildSlots() {
 	t := &d.slots
-	for s, e := range d.table.slots() {
+	for s, e := range d.table.expandSlots() {
 		t.freq[s], t.rank[s], t.value[s] = uint16(d.table.freq[e.symbol]), uint16(e.rank), d.values[e.symbol]
 	}
 }
 
-// scalar decodes len(vals)/256 tiles of s; false means that a word would lie
+// decodeScalar decodes len(vals)/256 tiles of s; false means that a word would lie
 // past the segment. It is the reference that the other twins are held to.
-func (d *decoder) scalar(s *segment, vals []byte) bool {
+func (d *decoder) decodeScalar(s *segment, vals []byte) bool {
 	src := d.src[:s.end]
 	all := vals
 	cur := s.cur
@@ -38,7 +38,7 @@ func (d *decoder) scalar(s *segment, vals []byte) bool {
 				copy(spare[:], words)
 				words = spare[:]
 			}
-			cur += steps(&s.x, &d.slots, (*[2 * lanes]byte)(words), tile, pair)
+			cur += decodePair(&s.x, &d.slots, (*[2 * lanes]byte)(words), tile, pair)
 			if cur > len(src) {
 				return false
 			}
@@ -51,10 +51,10 @@ func (d *decoder) scalar(s *segment, vals []byte) bool {
 	return true
 }
 
-// steps decodes a pair of steps in all lanes and gives the bytes of words
+// decodePair decodes a pair of steps in all lanes and gives the bytes of words
 // used. A function of its own has the registers that the loop needs. It does
 // not branch: whether a lane needs a word is a coin toss.
-func steps(states *[lanes]uint32, t *scalarSlots, w *[2 * lanes]byte, tile *[tileSyms]byte, pair int) (used int) {
+func decodePair(states *[lanes]uint32, t *scalarSlots, w *[2 * lanes]byte, tile *[tileSyms]byte, pair int) (used int) {
 	for l := range states {
 		x := states[l]
 		i := uint8(x)

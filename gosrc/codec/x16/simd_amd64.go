@@ -35,9 +35,9 @@ type fastTables struct {
 	narrow tables256
 }
 
-// detect gives the levels of this machine. AVX512 is asked beside VBMI2, which stays
+// detectLevels gives the levels of this machine. AVX512 is asked beside VBMI2, which stays
 // true under GODEBUG=cpu.avx512f=off, when the kernel of Go does not save ZMM registers.
-func detect() []Level {
+func detectLevels() []Level {
 	found := []Level{Scalar}
 	x := archsimd.X86
 	if x.AVX2() {
@@ -69,7 +69,7 @@ func (t *fastTables) build(d *decoder) {
 		// bias is in [-15, 239]: an alias's last rank is below 255.
 		return uint32(d.table.freq[k]) | uint32(bias+16)<<8 | uint32(label(k))<<28
 	}
-	bias := d.table.bias()
+	bias := d.table.aliasBias()
 	for b := range 16 {
 		t.entry[2*b] = pack(b, 0)
 		t.entry[2*b+1] = pack(int(d.table.alias[b]), bias[b])
@@ -86,10 +86,10 @@ func (t *fastTables) build(d *decoder) {
 	}
 }
 
-// kernel decodes as many of the wanted tiles of each segment as it safely can.
+// decodeFast decodes as many of the wanted tiles of each segment as it safely can.
 // Each call of a vector kernel does at least one tile of each segment that it
 // is given; those that are done, or too near the end of the chunk, drop out.
-func (d *decoder) kernel(run []segment) {
+func (d *decoder) decodeFast(run []segment) {
 	if d.level < AVX2 {
 		return
 	}
@@ -115,9 +115,9 @@ func (d *decoder) kernel(run []segment) {
 // at is a pointer to byte i of a chunk: the caller has checked slack.
 func at[T any](base unsafe.Pointer, i int) *T { return (*T)(unsafe.Add(base, i)) }
 
-// pointers are those to elements, and to the values and planes that they consist of; ok
+// planePointers are those to elements, and to the values and planes that they consist of; ok
 // is false if these are not whole tiles, or have not the same number.
-func pointers(transform uint8, elements, vals []byte, p *[maxPlanes][]byte) (e, v unsafe.Pointer, q [maxPlanes]unsafe.Pointer, ok bool) {
+func planePointers(transform uint8, elements, vals []byte, p *[maxPlanes][]byte) (e, v unsafe.Pointer, q [maxPlanes]unsafe.Pointer, ok bool) {
 	n, f := len(vals), &forms[transform]
 	if n == 0 || n%tileSyms != 0 || len(elements) != n/8*f.bits {
 		return e, v, q, false

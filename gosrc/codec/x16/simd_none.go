@@ -8,8 +8,8 @@ type fastTables struct{}
 
 func (*fastTables) build(*decoder) {}
 
-func detect() []Level { return []Level{Scalar} }
+func detectLevels() []Level { return []Level{Scalar} }
 
-func (d *decoder) kernel([]segment) {}
+func (d *decoder) decodeFast([]segment) {}
 
 func mergeFast(Level, uint8, []byte, []byte, *[maxPlanes][]byte) bool { return false }

@@ -22,7 +22,7 @@ var unzip512 = func() (z [2][64]uint8) {
 // splitFast is splitScalar in vectors, where there is AVX-512.
 func splitFast(l Level, transform uint8, src, vals []byte, p *[maxPlanes][]byte) bool {
 	n := len(vals)
-	s, v, q, ok := pointers(transform, src, vals, p)
+	s, v, q, ok := planePointers(transform, src, vals, p)
 	if l != AVX512 || !ok {
 		return false
 	}
@@ -82,8 +82,8 @@ func splitFP32(s, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 	}
 }
 
-// has gives the bit plane of a bit of 32 words.
-func has(w, bit archsimd.Uint16x32) uint32 { return w.And(bit).Equal(bit).ToBits() }
+// bitPlane gives the bit plane of a bit of 32 words.
+func bitPlane(w, bit archsimd.Uint16x32) uint32 { return w.And(bit).Equal(bit).ToBits() }
 
 func splitFP16(s, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 	b8, b9 := archsimd.BroadcastUint16x32(1<<8), archsimd.BroadcastUint16x32(1<<9)
@@ -92,9 +92,9 @@ func splitFP16(s, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 		w := archsimd.LoadUint16x32(at[[32]uint16](s, 2*i))
 		w.ShiftAllRightConcat(10, w).And(low5).TruncateToUint8().Store(at[[32]uint8](v, i))
 		w.TruncateToUint8().Store(at[[32]uint8](p[0], i))
-		*at[uint32](p[1], i/8) = has(w, b8)
-		*at[uint32](p[2], i/8) = has(w, b9)
-		*at[uint32](p[3], i/8) = has(w, b15)
+		*at[uint32](p[1], i/8) = bitPlane(w, b8)
+		*at[uint32](p[2], i/8) = bitPlane(w, b9)
+		*at[uint32](p[3], i/8) = bitPlane(w, b15)
 	}
 }
 
@@ -103,16 +103,16 @@ func splitE5M2(s, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 	b7, low5 := archsimd.BroadcastUint8x64(0x80), archsimd.BroadcastUint8x64(31)
 	for i := 0; i < n; i += 64 {
 		b := archsimd.LoadUint8x64(at[[64]uint8](s, i))
-		down(b, 2).And(low5).Store(at[[64]uint8](v, i))
+		shiftDown(b, 2).And(low5).Store(at[[64]uint8](v, i))
 		*at[uint64](p[0], i/8) = b.And(b0).Equal(b0).ToBits()
 		*at[uint64](p[1], i/8) = b.And(b1).Equal(b1).ToBits()
 		*at[uint64](p[2], i/8) = b.And(b7).Equal(b7).ToBits()
 	}
 }
 
-// down shifts right, in words: what comes into a byte's top is for the caller
+// shiftDown shifts right, in words: what comes into a byte's top is for the caller
 // to mask.
-func down(b b64, by uint8) b64 {
+func shiftDown(b b64, by uint8) b64 {
 	w := b.AsUint16x32()
 	return w.ShiftAllRightConcat(by, w).AsUint8x64()
 }
@@ -127,8 +127,8 @@ func splitE4M3(s, v, p unsafe.Pointer, n int) {
 	weights := archsimd.LoadInt8x64(&packWeights)
 	for i := 0; i < n; i += 64 {
 		b := archsimd.LoadUint8x64(at[[64]uint8](s, i))
-		down(b, 3).And(low4).Store(at[[64]uint8](v, i))
-		putNibbles(b.And(low3).Or(down(b, 4).And(b3)), weights, p, i)
+		shiftDown(b, 3).And(low4).Store(at[[64]uint8](v, i))
+		putNibbles(b.And(low3).Or(shiftDown(b, 4).And(b3)), weights, p, i)
 	}
 }
 
@@ -136,7 +136,7 @@ func splitInt8(s, v, p unsafe.Pointer, n int) {
 	low4, weights := archsimd.BroadcastUint8x64(15), archsimd.LoadInt8x64(&packWeights)
 	for i := 0; i < n; i += 64 {
 		b := archsimd.LoadUint8x64(at[[64]uint8](s, i))
-		down(b, 4).And(low4).Store(at[[64]uint8](v, i))
+		shiftDown(b, 4).And(low4).Store(at[[64]uint8](v, i))
 		putNibbles(b.And(low4), weights, p, i)
 	}
 }

@@ -15,10 +15,10 @@ type table struct {
 // A slot is what a decoder does with the low 8 bits of a state.
 type slot struct{ symbol, rank uint8 }
 
-// check says whether the three parts agree: every symbol gets exactly freq
+// checkParts says whether the three parts agree: every symbol gets exactly freq
 // slots, and a bucket that is all its symbol's own is written in one way only.
 // Nothing may be expanded before this has passed.
-func (t *table) check() error {
+func (t *table) checkParts() error {
 	sum := 0
 	var given [16]int
 	for b := range 16 {
@@ -41,10 +41,10 @@ func (t *table) check() error {
 	return nil
 }
 
-// bias gives, for each bucket, the rank of its alias at position 0 (which is
+// aliasBias gives, for each bucket, the rank of its alias at position 0 (which is
 // negative when position 0 is not the alias's). The table must have passed
 // check.
-func (t *table) bias() (out [16]int) {
+func (t *table) aliasBias() (out [16]int) {
 	next := [16]int{}
 	for k, d := range t.divider {
 		next[k] = int(d)
@@ -59,9 +59,9 @@ func (t *table) bias() (out [16]int) {
 	return
 }
 
-// slots expands a checked table.
-func (t *table) slots() (out [256]slot) {
-	bias := t.bias()
+// expandSlots expands a checked table.
+func (t *table) expandSlots() (out [256]slot) {
+	bias := t.aliasBias()
 	for s := range out {
 		b, r := s/16, s%16
 		if r < int(t.divider[b]) {

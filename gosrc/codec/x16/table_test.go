@@ -39,11 +39,11 @@ func TestAliasTables(t *testing.T) {
 	for range 5000 {
 		freq := randomFreq(r, 2+r.IntN(15))
 		tb := newTable(freq)
-		if err := tb.check(); err != nil {
+		if err := tb.checkParts(); err != nil {
 			t.Fatalf("%v: %v", freq, err)
 		}
 		var seen [16][256]bool
-		for s, e := range tb.slots() {
+		for s, e := range tb.expandSlots() {
 			if e.rank >= freq[e.symbol] || seen[e.symbol][e.rank] {
 				t.Fatalf("%v: slot %d is %v", freq, s, e)
 			}
@@ -55,7 +55,7 @@ func TestAliasTables(t *testing.T) {
 // The check refuses tables that do not add up.
 func TestTableCheck(t *testing.T) {
 	good := newTable([16]uint8{100, 50, 50, 25, 25, 6})
-	if err := good.check(); err != nil {
+	if err := good.checkParts(); err != nil {
 		t.Fatal(err)
 	}
 	full := 0
@@ -75,7 +75,7 @@ func TestTableCheck(t *testing.T) {
 	} {
 		b := good
 		hurt(&b)
-		if b.check() == nil {
+		if b.checkParts() == nil {
 			t.Errorf("%s: accepted", name)
 		}
 	}
@@ -134,12 +134,12 @@ func TestFitFreq(t *testing.T) {
 func TestModelCost(t *testing.T) {
 	var hist [256]int
 	hist[120], hist[121], hist[122], hist[7], hist[9] = 300000, 200000, 99993, 3, 4
-	m := fit(&hist, 600000, false)
+	m := fitModel(&hist, 600000, false)
 	if m.escape < 0 || m.freq[m.escape] != 1 || m.palette[3] != 0 {
 		t.Errorf("7 of 600000 are not escaped: %+v", m)
 	}
 	hist[122], hist[7] = 90000, 9996
-	if m = fit(&hist, 600000, false); m.palette[3] != 7 {
+	if m = fitModel(&hist, 600000, false); m.palette[3] != 7 {
 		t.Errorf("1.7 %% are escaped: %+v", m)
 	}
 	src := benchSample(BF16, 1<<18)
@@ -152,7 +152,7 @@ func TestModelCost(t *testing.T) {
 			all[v] += int(n)
 		}
 	}
-	m = fit(&all, 1<<18, false)
+	m = fitModel(&all, 1<<18, false)
 	segs := (1 << 18) / tileSyms / defaultSegTiles
 	want := headerBytes + 8*(segs+1) + segs*stateBytes + int(m.bits/8) + 1<<18
 	if d := len(chunk) - want; d < -segs*32 || d > segs*32+16 {
@@ -164,7 +164,7 @@ func TestModelCost(t *testing.T) {
 // quarter of the chunk where that is not too short.
 func TestGrid(t *testing.T) {
 	for tiles := 1; tiles < 5000; tiles++ {
-		s, g := grid(tiles, 0)
+		s, g := segmentGrid(tiles, 0)
 		if s < 1 || s > defaultSegTiles || (tiles+s-1)/s != g ||
 			g > 1 && s < minSegTiles || tiles >= 4*minSegTiles && s > (tiles+3)/4 {
 			t.Fatalf("%d tiles: %d segments of %d", tiles, g, s)

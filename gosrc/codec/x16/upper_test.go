@@ -27,19 +27,19 @@ func encodesClear(t *testing.T, l Level, src []byte, tr uint8) (chunk []byte, st
 	e := Encoder{level: l, forced: true}
 	n := len(src) * 8 / forms[tr].bits / tileSyms * tileSyms
 	body := src[:n/8*forms[tr].bits]
-	avxtest.Clear(t, "split", func() { e.split(tr, body, n) })
+	avxtest.Clear(t, "split", func() { e.splitElements(tr, body, n) })
 	hist := e.histogram()
-	m := fit(&hist, n, forms[tr].identity)
+	m := fitModel(&hist, n, forms[tr].identity)
 	avxtest.Clear(t, "prepare", func() {
 		e.table = newTable(m.freq)
-		e.prepare(&m)
+		e.prepareTables(&m)
 	})
 	avxtest.Clear(t, "symbols", func() {
-		e.split(tr, body, n) // symbols replaces them
-		e.symbols(&m)
+		e.splitElements(tr, body, n) // symbols replaces them
+		e.turnIntoSymbols(&m)
 	})
 	avxtest.Clear(t, "groupFast", func() {
-		e.words[0] = grow(e.words[0], n+64)[:n]
+		e.words[0] = withLength(e.words[0], n+64)[:n]
 		e.groupFast([][]byte{e.vals})
 	})
 	avxtest.Clear(t, "Encode", func() {
@@ -53,7 +53,7 @@ func encodesClear(t *testing.T, l Level, src []byte, tr uint8) (chunk []byte, st
 
 func decodesClear(t *testing.T, l Level, chunk []byte, st uint16, dst []byte, tr uint8) {
 	d := decoder{lanes: new(laneMemory), level: l}
-	if err := d.parse(dst, chunk, tr, st); err != nil {
+	if err := d.parseChunk(dst, chunk, tr, st); err != nil {
 		t.Fatal(err)
 	}
 	d.buildSlots()
@@ -62,17 +62,17 @@ func decodesClear(t *testing.T, l Level, chunk []byte, st uint16, dst []byte, tr
 	avxtest.Clear(t, "kernel", func() {
 		for i := range run {
 			run[i].vals = &d.vals[i]
-			if err := d.begin(&run[i], i); err != nil {
+			if err := d.beginSegment(&run[i], i); err != nil {
 				t.Fatal(err)
 			}
 			run[i].want, run[i].got = min(batch, run[i].tiles), 0
 		}
-		d.kernel(run)
+		d.decodeFast(run)
 	})
 	if l > Scalar && run[0].got == 0 {
 		t.Error("the kernel decoded nothing")
 	}
-	avxtest.Clear(t, "merge", func() { d.merge(run[0].vals[:run[0].want*tileSyms], 0) })
+	avxtest.Clear(t, "merge", func() { d.mergeTiles(run[0].vals[:run[0].want*tileSyms], 0) })
 	avxtest.Clear(t, "Decode", func() {
 		if err := DecodeAt(l, dst, chunk, tr, st); err != nil {
 			t.Fatal(err)

@@ -49,9 +49,9 @@ func (c *Cache[K]) Need(n int64) {
 // for it, unless it was cancelled: then the next caller's is tried.
 func (c *Cache[K]) Get(ctx context.Context, key K, fill func() ([]byte, error)) (*Block[K], error) {
 	for {
-		e, known := c.take(key)
+		e, known := c.takeBlock(key)
 		if !known {
-			return e, c.make(ctx, e, fill)
+			return e, c.fillBlock(ctx, e, fill)
 		}
 		select {
 		case <-e.ready:
@@ -69,8 +69,8 @@ func (c *Cache[K]) Get(ctx context.Context, key K, fill func() ([]byte, error)) 
 	}
 }
 
-// take returns the block of a key for one more user, and adds it if it is missing.
-func (c *Cache[K]) take(key K) (e *Block[K], known bool) {
+// takeBlock returns the block of a key for one more user, and adds it if it is missing.
+func (c *Cache[K]) takeBlock(key K) (e *Block[K], known bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	e, known = c.by[key]
@@ -86,9 +86,9 @@ func (c *Cache[K]) take(key K) (e *Block[K], known bool) {
 	return e, known
 }
 
-// make fills a block. One that cannot be filled is forgotten: the next caller tries
+// fillBlock fills a block. One that cannot be filled is forgotten: the next caller tries
 // again.
-func (c *Cache[K]) make(ctx context.Context, e *Block[K], fill func() ([]byte, error)) error {
+func (c *Cache[K]) fillBlock(ctx context.Context, e *Block[K], fill func() ([]byte, error)) error {
 	e.err = errs.New(errs.ErrEngine, "a block was not made") // should fill panic
 	defer func() {
 		c.mu.Lock()
@@ -99,7 +99,7 @@ func (c *Cache[K]) make(ctx context.Context, e *Block[K], fill func() ([]byte, e
 			return
 		}
 		c.size += int64(len(e.Data))
-		c.trim()
+		c.trimKept()
 	}()
 	e.Data, e.err = fill()
 	e.ended = ctx.Err() != nil
@@ -113,12 +113,12 @@ func (c *Cache[K]) Put(e *Block[K]) {
 	e.users--
 	if e.users == 0 && c.by[e.key] == e {
 		e.place = c.lru.PushBack(e)
-		c.trim()
+		c.trimKept()
 	}
 }
 
-// trim is called with mu held.
-func (c *Cache[K]) trim() {
+// trimKept is called with mu held.
+func (c *Cache[K]) trimKept() {
 	for c.size > c.most && c.lru.Len() > 0 {
 		e := c.lru.Remove(c.lru.Front()).(*Block[K])
 		e.place = nil

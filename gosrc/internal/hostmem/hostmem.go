@@ -15,12 +15,12 @@ func Available() int64 {
 	if v, ok := Field("/proc/meminfo", "MemAvailable:"); ok {
 		n = v << 10
 	}
-	return min(n, left("/sys/fs/cgroup/"))
+	return min(n, leftOfGroup("/sys/fs/cgroup/"))
 }
 
-// left is what the limit of a control group leaves, of version 2 or of version 1, where a
+// leftOfGroup is what the limit of a control group leaves, of version 2 or of version 1, where a
 // limit of some 2^63 is none. The page cache is not counted as used: it makes room.
-func left(group string) int64 {
+func leftOfGroup(group string) int64 {
 	for _, v := range []struct{ limit, stat, used string }{
 		{"memory.max", "memory.stat", "anon "},
 		{"memory/memory.limit_in_bytes", "memory/memory.stat", "total_rss "},

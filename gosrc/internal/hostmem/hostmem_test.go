@@ -29,7 +29,7 @@ func TestLeft(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		if got := left(group); got != c.want {
+		if got := leftOfGroup(group); got != c.want {
 			t.Errorf("%s: %d, want %d", name, got, c.want)
 		}
 	}

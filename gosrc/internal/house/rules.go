@@ -13,29 +13,29 @@ import (
 
 // Rules are the checks by name, for the tests to run one by one.
 var Rules = map[string]func(*Tree) []Finding{
-	"imports":          imports,
-	"cgo":              cgo,
-	"package comments": comments,
-	"package names":    packageNames,
-	"go statements":    goStatements,
-	"environment":      environment,
-	"file writing":     fileWriting,
-	"init functions":   inits,
-	"printing":         printing,
-	"healing":          healing,
-	"file lengths":     fileLengths,
-	"function lengths": functionLengths,
-	"package lengths":  packageLengths,
-	"architecture":     architecture,
-	"python printing":  pythonPrinting,
-	"machine paths":    machinePaths,
-	"words":            words,
-	"duties":           duties,
-	"one meaning":      oneType,
+	"imports":          checkImports,
+	"cgo":              checkCgo,
+	"package comments": checkPackageComments,
+	"package names":    checkPackageNames,
+	"go statements":    checkGoStatements,
+	"environment":      checkEnvironment,
+	"file writing":     checkFileWriting,
+	"init functions":   checkInits,
+	"printing":         checkPrinting,
+	"healing":          checkHealing,
+	"file lengths":     checkFileLengths,
+	"function lengths": checkFunctionLengths,
+	"package lengths":  checkPackageLengths,
+	"architecture":     checkArchitecture,
+	"python printing":  checkPythonPrinting,
+	"machine paths":    checkMachinePaths,
+	"words":            checkWords,
+	"duties":           checkDuties,
+	"one meaning":      checkOneMeaning,
 }
 
-// matches reports whether a package matches one of the patterns.
-func matches(pkg string, patterns []string) bool {
+// matchesAny reports whether a package matches one of the patterns.
+func matchesAny(pkg string, patterns []string) bool {
 	return slices.ContainsFunc(patterns, func(p string) bool {
 		if stem, ok := strings.CutSuffix(p, "/..."); ok {
 			return pkg == stem || strings.HasPrefix(pkg, stem+"/")
@@ -44,30 +44,30 @@ func matches(pkg string, patterns []string) bool {
 	})
 }
 
-func imports(t *Tree) (out []Finding) {
-	for _, name := range t.names() {
+func checkImports(t *Tree) (out []Finding) {
+	for _, name := range t.packageNames() {
 		if _, ok := mayImport[name]; !ok {
 			out = append(out, Finding{"gosrc/" + name, "this package is not in the table of packages",
 				"every package has one duty and a written list of packages it may import: " +
 					"add it to ARCHITECTURE.md and to gosrc/internal/house/table.go"})
 		}
 	}
-	t.each(func(r *Package, f *File) {
+	t.eachFile(func(r *Package, f *File) {
 		if _, ok := mayImport[r.Path]; !ok || f.Test {
 			return // reported above; and tests may import any package
 		}
 		for _, spec := range f.AST.Imports {
 			p, _ := strconv.Unquote(spec.Path.Value)
 			if pkg, ok := strings.CutPrefix(p, module); ok {
-				if pkg != r.Path && !matches(pkg, mayImport[r.Path]) {
-					out = append(out, Finding{t.at(spec), fmt.Sprintf("%s imports %s", r.Path, pkg),
+				if pkg != r.Path && !matchesAny(pkg, mayImport[r.Path]) {
+					out = append(out, Finding{t.placeOf(spec), fmt.Sprintf("%s imports %s", r.Path, pkg),
 						"a package can be understood, tested and replaced alone only if it imports no more than the table allows; " +
 							"leaves never import each other, and no package imports upwards"})
 				}
 				continue
 			}
 			if first, _, _ := strings.Cut(p, "/"); strings.Contains(first, ".") && !allowedModule(p, r.Path) {
-				out = append(out, Finding{t.at(spec), fmt.Sprintf("%s imports %s", r.Path, p),
+				out = append(out, Finding{t.placeOf(spec), fmt.Sprintf("%s imports %s", r.Path, p),
 					"each foreign module is imported in one place, listed in gosrc/internal/house/table.go"})
 			}
 		}
@@ -78,18 +78,18 @@ func imports(t *Tree) (out []Finding) {
 func allowedModule(imported, pkg string) bool {
 	for mod, users := range modules {
 		if imported == mod || strings.HasPrefix(imported, mod+"/") {
-			return slices.ContainsFunc(users, func(u string) bool { return u == "" || matches(pkg, []string{u + "/..."}) })
+			return slices.ContainsFunc(users, func(u string) bool { return u == "" || matchesAny(pkg, []string{u + "/..."}) })
 		}
 	}
 	return false
 }
 
-func cgo(t *Tree) (out []Finding) {
-	for _, name := range t.names() { // generated files too
+func checkCgo(t *Tree) (out []Finding) {
+	for _, name := range t.packageNames() { // generated files too
 		for _, f := range t.Packages[name].Files {
 			for _, spec := range f.AST.Imports {
-				if spec.Path.Value == `"C"` && !matches(name, cgoPackages) && !f.Ignored {
-					out = append(out, Finding{t.at(spec), name + ` imports "C"`,
+				if spec.Path.Value == `"C"` && !matchesAny(name, cgoPackages) && !f.Ignored {
+					out = append(out, Finding{t.placeOf(spec), name + ` imports "C"`,
 						"cgo stays in " + strings.Join(cgoPackages, ", ") +
 							", so that everything else builds, tests and races with CGO_ENABLED=0"})
 				}
@@ -99,8 +99,8 @@ func cgo(t *Tree) (out []Finding) {
 	return out
 }
 
-func comments(t *Tree) (out []Finding) {
-	for _, name := range t.names() {
+func checkPackageComments(t *Tree) (out []Finding) {
+	for _, name := range t.packageNames() {
 		r := t.Packages[name]
 		var with []string
 		code := 0
@@ -122,8 +122,8 @@ func comments(t *Tree) (out []Finding) {
 	return out
 }
 
-func packageNames(t *Tree) (out []Finding) {
-	for _, name := range t.names() {
+func checkPackageNames(t *Tree) (out []Finding) {
+	for _, name := range t.packageNames() {
 		if slices.Contains(vague, path.Base(name)) {
 			out = append(out, Finding{"gosrc/" + name, "a package called " + path.Base(name),
 				"a package is named by its duty; one for everything has none"})
@@ -132,15 +132,15 @@ func packageNames(t *Tree) (out []Finding) {
 	return out
 }
 
-func goStatements(t *Tree) (out []Finding) {
-	t.each(func(r *Package, f *File) {
+func checkGoStatements(t *Tree) (out []Finding) {
+	t.eachFile(func(r *Package, f *File) {
 		// Packages for tests (sourcetest, codectest) are tests.
 		if f.Test || strings.HasSuffix(r.Path, "test") || r.Path == "internal/spawn" {
 			return
 		}
 		ast.Inspect(f.AST, func(n ast.Node) bool {
 			if s, ok := n.(*ast.GoStmt); ok {
-				out = append(out, Finding{t.at(s), "a bare go statement",
+				out = append(out, Finding{t.placeOf(s), "a bare go statement",
 					"an unrecovered panic in any goroutine ends the Python process: start it with spawn.Go"})
 			}
 			return true
@@ -149,9 +149,9 @@ func goStatements(t *Tree) (out []Finding) {
 	return out
 }
 
-// calls reports every mention of pkg.name, for names in the list, where pkg is
+// eachMention reports every mention of pkg.name, for names in the list, where pkg is
 // imported from path.
-func calls(t *Tree, f *File, importPath string, names []string, found func(ast.Node, string)) {
+func eachMention(t *Tree, f *File, importPath string, names []string, found func(ast.Node, string)) {
 	local := ""
 	for _, spec := range f.AST.Imports {
 		if p, _ := strconv.Unquote(spec.Path.Value); p == importPath {
@@ -174,15 +174,15 @@ func calls(t *Tree, f *File, importPath string, names []string, found func(ast.N
 	})
 }
 
-func environment(t *Tree) (out []Finding) {
+func checkEnvironment(t *Tree) (out []Finding) {
 	names := []string{"Getenv", "LookupEnv", "Environ", "Setenv", "Unsetenv", "Clearenv", "ExpandEnv"}
-	t.each(func(r *Package, f *File) {
+	t.eachFile(func(r *Package, f *File) {
 		if f.Test || r.Path == "knob" {
 			return
 		}
 		for _, pkg := range []string{"os", "syscall", "golang.org/x/sys/unix"} {
-			calls(t, f, pkg, names, func(n ast.Node, call string) {
-				out = append(out, Finding{t.at(n), call,
+			eachMention(t, f, pkg, names, func(n ast.Node, call string) {
+				out = append(out, Finding{t.placeOf(n), call,
 					"inside Python, Go does not see os.environ: every variable is in the table of package knob"})
 			})
 		}
@@ -190,24 +190,24 @@ func environment(t *Tree) (out []Finding) {
 	return out
 }
 
-func fileWriting(t *Tree) (out []Finding) {
-	t.each(func(r *Package, f *File) {
+func checkFileWriting(t *Tree) (out []Finding) {
+	t.eachFile(func(r *Package, f *File) {
 		if f.Test || r.Path == "internal/atomicfile" || strings.HasSuffix(r.Path, "test") || mayWrite[r.Path] != "" {
 			return
 		}
-		calls(t, f, "os", []string{"Create", "CreateTemp", "OpenFile", "WriteFile", "Rename", "Chmod"}, func(n ast.Node, call string) {
-			out = append(out, Finding{t.at(n), call,
+		eachMention(t, f, "os", []string{"Create", "CreateTemp", "OpenFile", "WriteFile", "Rename", "Chmod"}, func(n ast.Node, call string) {
+			out = append(out, Finding{t.placeOf(n), call,
 				"a file that is replaced keeps its mode, owner and link, and appears whole: write it with internal/atomicfile"})
 		})
 	})
 	return out
 }
 
-func inits(t *Tree) (out []Finding) {
-	t.each(func(r *Package, f *File) {
+func checkInits(t *Tree) (out []Finding) {
+	t.eachFile(func(r *Package, f *File) {
 		for _, d := range f.AST.Decls {
 			if fn, ok := d.(*ast.FuncDecl); ok && fn.Recv == nil && fn.Name.Name == "init" {
-				out = append(out, Finding{t.at(fn), "an init function",
+				out = append(out, Finding{t.placeOf(fn), "an init function",
 					"importing does no work and registers nothing behind the reader's back: use explicit tables"})
 			}
 		}
@@ -215,40 +215,40 @@ func inits(t *Tree) (out []Finding) {
 	return out
 }
 
-func printing(t *Tree) (out []Finding) {
-	t.each(func(r *Package, f *File) {
+func checkPrinting(t *Tree) (out []Finding) {
+	t.eachFile(func(r *Package, f *File) {
 		if f.Test || strings.HasPrefix(r.Path, "bind/") || f.AST.Name.Name == "main" {
 			return // bind passes the process's streams to cli; a program owns its process
 		}
 		found := func(n ast.Node, call string) {
-			out = append(out, Finding{t.at(n), call,
+			out = append(out, Finding{t.placeOf(n), call,
 				"the engine lives in someone else's process: results go to a writer that was passed in, messages to Python's logger"})
 		}
-		calls(t, f, "fmt", []string{"Print", "Printf", "Println"}, found)
-		calls(t, f, "os", []string{"Stdout"}, found)
+		eachMention(t, f, "fmt", []string{"Print", "Printf", "Println"}, found)
+		eachMention(t, f, "os", []string{"Stdout"}, found)
 		if r.Path != "internal/spawn" {
-			calls(t, f, "os", []string{"Stderr"}, found)
+			eachMention(t, f, "os", []string{"Stderr"}, found)
 		}
-		calls(t, f, "os", []string{"Exit"}, found)
-		calls(t, f, "log", []string{"Print", "Printf", "Println", "Fatal", "Fatalf", "Fatalln", "Panic", "Panicf"}, found)
+		eachMention(t, f, "os", []string{"Exit"}, found)
+		eachMention(t, f, "log", []string{"Print", "Printf", "Println", "Fatal", "Fatalf", "Fatalln", "Panic", "Panicf"}, found)
 	})
 	return out
 }
 
-func healing(t *Tree) (out []Finding) {
-	t.each(func(r *Package, f *File) {
+func checkHealing(t *Tree) (out []Finding) {
+	t.eachFile(func(r *Package, f *File) {
 		if f.Test {
 			return
 		}
-		calls(t, f, module+"internal/spawn", []string{"Heal"}, func(n ast.Node, call string) {
-			out = append(out, Finding{t.at(n), call,
+		eachMention(t, f, module+"internal/spawn", []string{"Heal"}, func(n ast.Node, call string) {
+			out = append(out, Finding{t.placeOf(n), call,
 				"state that a panic left half-changed is not to be trusted again: only tests heal"})
 		})
 	})
 	return out
 }
 
-func fileLengths(t *Tree) (out []Finding) {
+func checkFileLengths(t *Tree) (out []Finding) {
 	byTool := map[string]bool{}
 	for _, r := range t.Packages {
 		for _, f := range r.Files {
@@ -261,11 +261,11 @@ func fileLengths(t *Tree) (out []Finding) {
 		default:
 			continue
 		}
-		src := t.read(p)
-		if byTool[p] || generated(src) || strings.Contains(head([]byte(src)), "Code generated") {
+		src := t.readText(p)
+		if byTool[p] || isGenerated(src) || strings.Contains(headOf([]byte(src)), "Code generated") {
 			continue
 		}
-		if n := lines([]byte(src)); n > maxFileLines {
+		if n := countLines([]byte(src)); n > maxFileLines {
 			out = append(out, Finding{p, fmt.Sprintf("%d lines", n),
 				fmt.Sprintf("a file is read in one sitting: at most %d lines", maxFileLines)})
 		}
@@ -273,8 +273,8 @@ func fileLengths(t *Tree) (out []Finding) {
 	return out
 }
 
-func functionLengths(t *Tree) (out []Finding) {
-	t.each(func(_ *Package, f *File) {
+func checkFunctionLengths(t *Tree) (out []Finding) {
+	t.eachFile(func(_ *Package, f *File) {
 		if f.Test || f.Generated {
 			return
 		}
@@ -285,7 +285,7 @@ func functionLengths(t *Tree) (out []Finding) {
 			}
 			n := t.fset.Position(fn.End()).Line - t.fset.Position(fn.Pos()).Line + 1
 			if n > maxFunctionLines {
-				out = append(out, Finding{t.at(fn), fmt.Sprintf("%s has %d lines", fn.Name.Name, n),
+				out = append(out, Finding{t.placeOf(fn), fmt.Sprintf("%s has %d lines", fn.Name.Name, n),
 					fmt.Sprintf("a function is read at a glance: at most %d lines", maxFunctionLines)})
 			}
 		}
@@ -293,9 +293,9 @@ func functionLengths(t *Tree) (out []Finding) {
 	return out
 }
 
-func packageLengths(t *Tree) (out []Finding) {
+func checkPackageLengths(t *Tree) (out []Finding) {
 	over := map[string]bool{}
-	for _, name := range t.names() {
+	for _, name := range t.packageNames() {
 		n := 0
 		for _, f := range t.Packages[name].Files {
 			if !f.Test && !f.Generated {
@@ -310,10 +310,10 @@ func packageLengths(t *Tree) (out []Finding) {
 			}
 		}
 	}
-	return append(out, stale(longPackages, over)...)
+	return append(out, staleEntries(longPackages, over)...)
 }
 
-func stale(listed map[string]string, over map[string]bool) (out []Finding) {
+func staleEntries(listed map[string]string, over map[string]bool) (out []Finding) {
 	for name := range listed {
 		if !over[name] {
 			out = append(out, Finding{name, "listed as too long and is not (any more)",

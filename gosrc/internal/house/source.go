@@ -9,8 +9,8 @@ import (
 	"strings"
 )
 
-// lines counts lines as an editor does: a last line without its newline is one.
-func lines(b []byte) int {
+// countLines counts lines as an editor does: a last line without its newline is one.
+func countLines(b []byte) int {
 	n := bytes.Count(b, []byte("\n"))
 	if len(b) > 0 && b[len(b)-1] != '\n' {
 		n++
@@ -18,11 +18,11 @@ func lines(b []byte) int {
 	return n
 }
 
-// head is the beginning of a file, where generators sign.
-func head(b []byte) string { return string(b[:min(len(b), 2048)]) }
+// headOf is the beginning of a file, where generators sign.
+func headOf(b []byte) string { return string(b[:min(len(b), 2048)]) }
 
-// texty reports by its name whether people wrote a file.
-func texty(rel string) bool {
+// isText reports by its name whether people wrote a file.
+func isText(rel string) bool {
 	base := path.Base(rel)
 	if slices.Contains([]string{"Makefile", "LICENSE", "NOTICE", "go.mod", "go.sum", "run", ".gitignore"}, base) {
 		return true

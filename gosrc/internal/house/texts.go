@@ -9,10 +9,10 @@ import (
 	"strings"
 )
 
-// architecture checks that ARCHITECTURE.md names every package, and no other.
-func architecture(t *Tree) (out []Finding) {
+// checkArchitecture checks that ARCHITECTURE.md names every package, and no other.
+func checkArchitecture(t *Tree) (out []Finding) {
 	const file = "ARCHITECTURE.md"
-	text := t.read(file)
+	text := t.readText(file)
 	named := map[string]bool{}
 	for _, m := range regexp.MustCompile("(?m)^\\| `([a-z0-9/]+)` \\|").FindAllStringSubmatch(text, -1) {
 		named[m[1]] = true
@@ -21,7 +21,7 @@ func architecture(t *Tree) (out []Finding) {
 				"a wrong map misleads its readers"})
 		}
 	}
-	for _, name := range t.names() {
+	for _, name := range t.packageNames() {
 		if !named[name] {
 			out = append(out, Finding{file, "does not name the package " + name,
 				"a newcomer finds any byte's place from this page: a table row \"| `package` | duty |\" for each"})
@@ -30,8 +30,8 @@ func architecture(t *Tree) (out []Finding) {
 	return out
 }
 
-// pythonPrinting requires the Python package to use its logger.
-func pythonPrinting(t *Tree) (out []Finding) {
+// checkPythonPrinting requires the Python package to use its logger.
+func checkPythonPrinting(t *Tree) (out []Finding) {
 	call := regexp.MustCompile(`(^|[^\w.#"'])print\(`)
 	for _, p := range t.Texts {
 		if !strings.HasPrefix(p, "python/overwire/") || path.Ext(p) != ".py" {
@@ -41,7 +41,7 @@ func pythonPrinting(t *Tree) (out []Finding) {
 		case "__main__.py": // a program: it prints for people
 			continue
 		}
-		for i, line := range strings.Split(t.read(p), "\n") {
+		for i, line := range strings.Split(t.readText(p), "\n") {
 			code, _, _ := strings.Cut(line, "#")
 			if call.MatchString(code) && !strings.Contains(line, ">>>") {
 				out = append(out, Finding{fmt.Sprintf("%s:%d", p, i+1), "print(",
@@ -52,14 +52,14 @@ func pythonPrinting(t *Tree) (out []Finding) {
 	return out
 }
 
-// machinePaths finds paths of one machine in what every user gets.
-func machinePaths(t *Tree) (out []Finding) {
+// checkMachinePaths finds paths of one machine in what every user gets.
+func checkMachinePaths(t *Tree) (out []Finding) {
 	place := regexp.MustCompile(`(^|[\s"'=(:,` + "`" + `])/(work|root|home/\w+)(/|\b)`)
 	for _, p := range t.Texts {
 		if strings.HasPrefix(p, "gosrc/internal/house/") {
 			continue // names such paths as part of the rule
 		}
-		for i, line := range strings.Split(t.read(p), "\n") {
+		for i, line := range strings.Split(t.readText(p), "\n") {
 			if m := place.FindString(line); m != "" {
 				out = append(out, Finding{fmt.Sprintf("%s:%d", p, i+1), "names " + strings.TrimSpace(m),
 					"paths of the machine that built it mean nothing on any other"})

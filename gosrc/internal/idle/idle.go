@@ -20,14 +20,14 @@ type Cores struct {
 // New returns the Cores of the calling thread, to which the goroutine is locked.
 func New() *Cores {
 	s := &Cores{cores: float64(runtime.GOMAXPROCS(0)) - 0.75, patient: time.Second}
-	s.sample()
+	s.sampleUse()
 	return s
 }
 
-// sample returns whether a core was unused since the last call.
-func (s *Cores) sample() bool {
+// sampleUse returns whether a core was unused since the last call.
+func (s *Cores) sampleUse() bool {
 	now := time.Now()
-	process, thread := times()
+	process, thread := processorTimes()
 	others, wall := process-thread-s.others, now.Sub(s.at)
 	s.at, s.others = now, process-thread
 	return float64(others) <= s.cores*float64(wall)
@@ -40,7 +40,7 @@ func (s *Cores) Wait(stop func() bool) bool {
 		if time.Since(s.at) < time.Millisecond { // too short to tell
 			time.Sleep(time.Millisecond)
 		}
-		if s.sample() {
+		if s.sampleUse() {
 			return true
 		}
 		s.patient -= pause
@@ -49,9 +49,9 @@ func (s *Cores) Wait(stop func() bool) bool {
 	return false
 }
 
-// times returns the processor time that the process has used, and that the calling
+// processorTimes returns the processor time that the process has used, and that the calling
 // thread has. Both are 0 where the kernel does not tell.
-func times() (process, thread time.Duration) {
+func processorTimes() (process, thread time.Duration) {
 	var p, t unix.Timespec
 	if unix.ClockGettime(unix.CLOCK_PROCESS_CPUTIME_ID, &p) != nil || unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &t) != nil {
 		return 0, 0

@@ -10,7 +10,7 @@ import (
 func TestCores(t *testing.T) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	if process, thread := times(); process < thread || thread < 0 {
+	if process, thread := processorTimes(); process < thread || thread < 0 {
 		t.Fatalf("the process has used %v, its thread %v", process, thread)
 	}
 	never := func() bool { return false }
@@ -37,7 +37,7 @@ func TestCores(t *testing.T) {
 	s = New()
 	s.at = s.at.Add(-10 * time.Millisecond)
 	s.others -= time.Hour
-	if s.sample() {
+	if s.sampleUse() {
 		t.Error("an hour of others' work in 10 ms was not seen")
 	}
 }

@@ -100,7 +100,7 @@ func Mark() string {
 
 // WithMark returns the name with another mark, or without one.
 func WithMark(name, mark string) string {
-	stem, rest, ok := divide(name)
+	stem, rest, ok := divideName(name)
 	if !ok {
 		return name
 	}
@@ -110,7 +110,7 @@ func WithMark(name, mark string) string {
 // Family is what tells the files of one model from others: their names without mark,
 // number and extension. A variant has the same one in both writings.
 func Family(name string) string {
-	stem, rest, ok := divide(name)
+	stem, rest, ok := divideName(name)
 	if !ok {
 		return name
 	}
@@ -122,8 +122,8 @@ func Family(name string) string {
 	return stem
 }
 
-// divide takes the name of a file of weights apart where its mark is.
-func divide(name string) (stem, rest string, ok bool) {
+// divideName takes the name of a file of weights apart where its mark is.
+func divideName(name string) (stem, rest string, ok bool) {
 	n, ok := Parse(name)
 	if !ok || n.Index {
 		return name, "", false

@@ -18,7 +18,7 @@ func Best(word string, names []string) string {
 		if len(name) > most || name == word {
 			continue
 		}
-		n := edits(strings.ToLower(word), strings.ToLower(name))
+		n := editDistance(strings.ToLower(word), strings.ToLower(name))
 		if n*3 <= len(name) && (best == "" || n < least) {
 			best, least = name, n
 		}
@@ -26,8 +26,8 @@ func Best(word string, names []string) string {
 	return best
 }
 
-// edits counts the bytes to insert, remove or replace to turn a into b.
-func edits(a, b string) int {
+// editDistance counts the bytes to insert, remove or replace to turn a into b.
+func editDistance(a, b string) int {
 	row := make([]int, len(b)+1)
 	for j := range row {
 		row[j] = j

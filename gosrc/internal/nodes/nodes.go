@@ -41,7 +41,7 @@ type Node struct {
 // Read returns the nodes with cores, by number; nil: the tables say nothing that makes
 // sense.
 func Read(root string) (all []Node) {
-	for _, n := range list(root + "/devices/system/node/online") {
+	for _, n := range readList(root + "/devices/system/node/online") {
 		text, err := os.ReadFile(fmt.Sprintf("%s/devices/system/node/node%d/cpulist", root, n))
 		if err != nil || n >= maxNodes {
 			return nil
@@ -57,9 +57,9 @@ func Read(root string) (all []Node) {
 }
 
 // Online is how many cores of the host run; 0: the tables do not say.
-func Online(root string) int { return len(list(root + "/devices/system/cpu/online")) }
+func Online(root string) int { return len(readList(root + "/devices/system/cpu/online")) }
 
-func list(file string) []int {
+func readList(file string) []int {
 	text, err := os.ReadFile(file)
 	if err != nil {
 		return nil
@@ -115,15 +115,15 @@ func Near(root string, pci func() string) *Place {
 	for _, n := range all {
 		if n.Number == at {
 			p := &Place{Node: at, cores: n.Cores}
-			p.count(root)
+			p.countGPUs(root)
 			return p
 		}
 	}
 	return nil
 }
 
-// count counts NVIDIA's GPUs.
-func (p *Place) count(root string) {
+// countGPUs counts NVIDIA's GPUs.
+func (p *Place) countGPUs(root string) {
 	dirs, _ := filepath.Glob(root + "/bus/pci/devices/*")
 	for _, dir := range dirs {
 		vendor, _ := os.ReadFile(dir + "/vendor")
@@ -160,9 +160,9 @@ func (p *Place) Within(had *unix.CPUSet) (near unix.CPUSet, all int) {
 	return near, len(p.cores)
 }
 
-// set is the cores that this thread may run on, and those of them near the device; ok:
+// coreSets is the cores that this thread may run on, and those of them near the device; ok:
 // there are some.
-func (p *Place) set() (had, near unix.CPUSet, ok bool) {
+func (p *Place) coreSets() (had, near unix.CPUSet, ok bool) {
 	if p == nil || unix.SchedGetaffinity(0, &had) != nil {
 		return had, near, false
 	}
@@ -177,7 +177,7 @@ func (p *Place) Run(fn func() error) error {
 		return fn()
 	}
 	runtime.LockOSThread()
-	had, near, ok := p.set()
+	had, near, ok := p.coreSets()
 	if ok = ok && near != had && unix.SchedSetaffinity(0, &near) == nil; !ok {
 		runtime.UnlockOSThread()
 		return fn()
@@ -194,7 +194,7 @@ func (p *Place) Run(fn func() error) error {
 // near the device, where that has space. It does nothing where this thread may run on no
 // core there: what it writes would cross between nodes.
 func (p *Place) Bind(b []byte) error {
-	if _, _, ok := p.set(); !ok || len(b) == 0 {
+	if _, _, ok := p.coreSets(); !ok || len(b) == 0 {
 		return nil
 	}
 	const word = 64
@@ -213,7 +213,7 @@ func (p *Place) Refused() string {
 	if p == nil {
 		return ""
 	}
-	if _, _, ok := p.set(); !ok {
+	if _, _, ok := p.coreSets(); !ok {
 		return fmt.Sprintf("this process may not run on the cores of node %d", p.Node)
 	}
 	page, err := unix.Mmap(-1, 0, os.Getpagesize(), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)

@@ -40,9 +40,9 @@ const (
 func (o *Tasks) Run(ctx context.Context, name string) error {
 	r := &run{Tasks: o, state: make([]slotState, o.Window)}
 	r.wake.L = &r.mu
-	stop := context.AfterFunc(ctx, func() { r.fail(errs.FromOS(context.Cause(ctx))) })
+	stop := context.AfterFunc(ctx, func() { r.recordError(errs.FromOS(context.Cause(ctx))) })
 	defer stop()
-	spawn.Workers(name, min(o.Workers, o.N), r.fail, r.loop)
+	spawn.Workers(name, min(o.Workers, o.N), r.recordError, r.runWorker)
 	r.mu.Lock() // a cancelled context may still be setting the error
 	defer r.mu.Unlock()
 	return r.err
@@ -61,7 +61,7 @@ type run struct {
 	err               error
 }
 
-func (r *run) fail(err error) {
+func (r *run) recordError(err error) {
 	r.mu.Lock()
 	if r.err == nil {
 		r.err = err
@@ -70,8 +70,8 @@ func (r *run) fail(err error) {
 	r.wake.Broadcast()
 }
 
-// loop is one worker. It prefers what frees slots: flush, then turn, then work.
-func (r *run) loop(w int) error {
+// runWorker is one worker. It prefers what frees slots: flush, then turn, then work.
+func (r *run) runWorker(w int) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	unlocked := func(f func() error) error {
@@ -103,7 +103,7 @@ func (r *run) loop(w int) error {
 			if err := do(func() error { return r.Flush(k) }); err != nil {
 				return err
 			}
-			r.over(k)
+			r.endTask(k)
 		case !r.turning && r.front < r.next && r.state[r.front%r.Window] == worked:
 			k := r.front
 			r.turning = true
@@ -117,7 +117,7 @@ func (r *run) loop(w int) error {
 			}
 			r.front++
 			if r.Flush == nil {
-				r.over(k)
+				r.endTask(k)
 				break
 			}
 			r.state[k%r.Window] = placed
@@ -138,8 +138,8 @@ func (r *run) loop(w int) error {
 	}
 }
 
-// over marks task k as ended and moves the window.
-func (r *run) over(k int) {
+// endTask marks task k as ended and moves the window.
+func (r *run) endTask(k int) {
 	r.state[k%r.Window] = flushed
 	for r.base < r.front && r.state[r.base%r.Window] == flushed {
 		r.state[r.base%r.Window] = idle

@@ -25,16 +25,16 @@ const markJSON = `\u0000`
 // Marshal is json.Marshal, but it keeps bytes that are not UTF-8, and does not
 // escape <, > and &.
 func Marshal(v any) ([]byte, error) {
-	b, err := plain(v)
+	b, err := marshalPlain(v)
 	// encoding/json writes the character U+FFFD as itself, and bad bytes as the escape.
 	if err != nil || !bytes.Contains(b, []byte(`\ufffd`)) {
 		return b, err
 	}
-	marked, err := plain(mapped(reflect.ValueOf(v), toMarks).Interface())
+	marked, err := marshalPlain(mapTexts(reflect.ValueOf(v), toMarks).Interface())
 	if err != nil {
 		return nil, err
 	}
-	return []byte(rewrite(string(marked), func(out *strings.Builder, escape, rest string) int {
+	return []byte(rewriteEscapes(string(marked), func(out *strings.Builder, escape, rest string) int {
 		if escape != markJSON {
 			out.WriteString(escape)
 			return 0
@@ -49,7 +49,7 @@ func Marshal(v any) ([]byte, error) {
 	})), nil
 }
 
-func plain(v any) ([]byte, error) {
+func marshalPlain(v any) ([]byte, error) {
 	var out bytes.Buffer
 	e := json.NewEncoder(&out)
 	e.SetEscapeHTML(false)
@@ -66,7 +66,7 @@ func Unmarshal(text string, v any) error {
 		return json.Unmarshal([]byte(text), v)
 	}
 	var lone error
-	marked := rewrite(text, func(out *strings.Builder, escape, rest string) int {
+	marked := rewriteEscapes(text, func(out *strings.Builder, escape, rest string) int {
 		r := runeOf(escape)
 		switch {
 		case r == 0:
@@ -90,13 +90,13 @@ func Unmarshal(text string, v any) error {
 		return err
 	}
 	to := reflect.ValueOf(v).Elem()
-	to.Set(mapped(to, fromMarks))
+	to.Set(mapTexts(to, fromMarks))
 	return nil
 }
 
-// rewrite copies a JSON text and calls each to replace every \uXXXX; each returns
+// rewriteEscapes copies a JSON text and calls each to replace every \uXXXX; each returns
 // how many bytes of the rest it has consumed.
-func rewrite(text string, each func(out *strings.Builder, escape, rest string) int) string {
+func rewriteEscapes(text string, each func(out *strings.Builder, escape, rest string) int) string {
 	var out strings.Builder
 	for i := 0; i < len(text); {
 		n := strings.IndexByte(text[i:], '\\')
@@ -165,8 +165,8 @@ func fromMarks(text string) string {
 	return string(out)
 }
 
-// mapped returns a copy of v with fn applied to every text that JSON writes.
-func mapped(v reflect.Value, fn func(string) string) reflect.Value {
+// mapTexts returns a copy of v with fn applied to every text that JSON writes.
+func mapTexts(v reflect.Value, fn func(string) string) reflect.Value {
 	if !v.IsValid() {
 		return reflect.Zero(reflect.TypeFor[any]())
 	}
@@ -178,42 +178,42 @@ func mapped(v reflect.Value, fn func(string) string) reflect.Value {
 	case reflect.Pointer:
 		if !v.IsNil() {
 			out.Set(reflect.New(v.Type().Elem()))
-			out.Elem().Set(mapped(v.Elem(), fn))
+			out.Elem().Set(mapTexts(v.Elem(), fn))
 		}
 	case reflect.Interface:
 		if !v.IsNil() {
-			out.Set(mapped(v.Elem(), fn))
+			out.Set(mapTexts(v.Elem(), fn))
 		}
 	case reflect.Slice:
-		if !v.IsNil() && texts(v.Type().Elem()) {
+		if !v.IsNil() && mayHoldTexts(v.Type().Elem()) {
 			out.Set(reflect.MakeSlice(v.Type(), v.Len(), v.Len()))
 			for i := range v.Len() {
-				out.Index(i).Set(mapped(v.Index(i), fn))
+				out.Index(i).Set(mapTexts(v.Index(i), fn))
 			}
 		}
 	case reflect.Array:
 		for i := range v.Len() {
-			out.Index(i).Set(mapped(v.Index(i), fn))
+			out.Index(i).Set(mapTexts(v.Index(i), fn))
 		}
 	case reflect.Map:
 		if !v.IsNil() {
 			out.Set(reflect.MakeMapWithSize(v.Type(), v.Len()))
 			for key, value := range v.Seq2() {
-				out.SetMapIndex(mapped(key, fn), mapped(value, fn))
+				out.SetMapIndex(mapTexts(key, fn), mapTexts(value, fn))
 			}
 		}
 	case reflect.Struct:
 		for i := range v.NumField() {
 			if f := v.Type().Field(i); f.IsExported() && f.Tag.Get("json") != "-" {
-				out.Field(i).Set(mapped(v.Field(i), fn))
+				out.Field(i).Set(mapTexts(v.Field(i), fn))
 			}
 		}
 	}
 	return out
 }
 
-// texts reports whether values of a type may hold texts, so that long lists of
+// mayHoldTexts reports whether values of a type may hold texts, so that long lists of
 // numbers need not be searched.
-func texts(t reflect.Type) bool {
+func mayHoldTexts(t reflect.Type) bool {
 	return t.Kind() == reflect.String || t.Kind() >= reflect.Array && t.Kind() != reflect.UnsafePointer && t.Kind() != reflect.Func
 }

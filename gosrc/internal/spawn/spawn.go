@@ -43,9 +43,9 @@ type life struct {
 // Go runs fn in a new goroutine. A panic in fn poisons the engine and ends only
 // that goroutine: fn must defer what releases those that wait for its result.
 func Go(name string, fn func()) {
-	enter(name)
+	enterCall(name)
 	go func() {
-		defer leave(name)
+		defer leaveCall(name)
 		_ = Guard(name, func() error { fn(); return nil })
 	}()
 }
@@ -55,7 +55,7 @@ func Go(name string, fn func()) {
 func Guard(name string, fn func() error) (err error) {
 	defer func() {
 		if v := recover(); v != nil {
-			err = caught(name, v)
+			err = panicError(name, v)
 		}
 	}()
 	return fn()
@@ -132,7 +132,7 @@ func Heal() {
 	engine.Store(nil)
 }
 
-func caught(name string, v any) error {
+func panicError(name string, v any) error {
 	err := errs.New(errs.ErrEngine,
 		"panic in %s: %v (a bug in overwire: please report the stack on stderr; this process must be restarted)", name, v)
 	if poison.CompareAndSwap(nil, &poisoned{err}) {
@@ -144,13 +144,13 @@ func caught(name string, v any) error {
 	return err
 }
 
-func enter(name string) {
+func enterCall(name string) {
 	mu.Lock()
 	defer mu.Unlock()
 	names[name]++
 }
 
-func leave(name string) {
+func leaveCall(name string) {
 	mu.Lock()
 	defer mu.Unlock()
 	if names[name]--; names[name] == 0 {

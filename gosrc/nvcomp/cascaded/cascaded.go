@@ -84,28 +84,28 @@ func (o Options) Check() error {
 }
 
 // Bound is the most bytes that Encode appends for n.
-func Bound(n int) int { return headBytes + up(n, 4) }
+func Bound(n int) int { return headBytes + roundUp(n, 4) }
 
 // MaxRatio is an upper bound of how many bytes one byte decodes to: the smallest
 // chunk has 8 bytes.
 const MaxRatio = chunkBytes / 8
 
-func up(n, to int) int { return (n + to - 1) &^ (to - 1) }
+func roundUp(n, to int) int { return (n + to - 1) &^ (to - 1) }
 
 // metaBytes is the size of what precedes the arrays of a chunk, and the offset in
 // it of the first values of difference layers.
 func metaBytes(size, rles, deltas int) (all, firsts int) {
-	firsts = up(4+4*(rles+1), size)
-	return firsts + up(size*deltas, 4), firsts
+	firsts = roundUp(4+4*(rles+1), size)
+	return firsts + roundUp(size*deltas, 4), firsts
 }
 
 // packedHead is the size of what precedes the bits of a packed array.
-func packedHead(size int) int { return up(max(4, size)+4, max(4, size)) }
+func packedHead(size int) int { return roundUp(max(4, size)+4, max(4, size)) }
 
 var le = binary.LittleEndian
 
-// load reads elements of a size; store writes the lowest bytes of values.
-func load(out []uint64, p []byte, size int) {
+// loadElements reads elements of a size; store writes the lowest bytes of values.
+func loadElements(out []uint64, p []byte, size int) {
 	switch size {
 	case 1:
 		for i, v := range p[:len(out)] {
@@ -126,7 +126,7 @@ func load(out []uint64, p []byte, size int) {
 	}
 }
 
-func store(p []byte, size int, values ...uint64) {
+func storeElements(p []byte, size int, values ...uint64) {
 	switch size {
 	case 1:
 		for i, v := range values {
@@ -158,7 +158,7 @@ var scratches = sync.Pool{New: func() any { return new(scratch) }}
 // Encode appends the block of src to dst. Its length must be a multiple of the
 // type's. Safe for concurrent use.
 func Encode(dst, src []byte, o Options) ([]byte, error) {
-	if err := o.check(src); err != nil {
+	if err := o.checkContent(src); err != nil {
 		return dst, err
 	}
 	start := len(dst)
@@ -172,33 +172,33 @@ func Encode(dst, src []byte, o Options) ([]byte, error) {
 	defer scratches.Put(s)
 	ok := o.RLEs > 0 || o.Deltas > 0 || o.Pack
 	for at := 0; at < len(src) && ok; at += chunkBytes {
-		dst, ok = s.encode(dst, start, src[at:min(at+chunkBytes, len(src))], o)
+		dst, ok = s.encodeChunk(dst, start, src[at:min(at+chunkBytes, len(src))], o)
 		ok = ok && len(dst) <= limit
 	}
 	if !ok || len(src) == 0 { // as it is
 		dst = dst[:start+headBytes]
 		clear(dst[start : start+3])
 		dst = append(dst, src...)
-		dst = grow(dst, limit-len(dst))
+		dst = appendZeros(dst, limit-len(dst))
 	}
 	return dst, nil
 }
 
-// grow appends n zeros.
-func grow(dst []byte, n int) []byte {
+// appendZeros appends n zeros.
+func appendZeros(dst []byte, n int) []byte {
 	return append(dst, make([]byte, n)...)
 }
 
-// encode appends a chunk to a block that begins at start. ok is false if a layer of
+// encodeChunk appends a chunk to a block that begins at start. ok is false if a layer of
 // differences would have no values left.
-func (s *scratch) encode(dst []byte, start int, src []byte, o Options) ([]byte, bool) {
+func (s *scratch) encodeChunk(dst []byte, start int, src []byte, o Options) ([]byte, bool) {
 	size := o.Type.Size()
 	mask := ^uint64(0) >> (64 - 8*size)
 	meta, firsts := metaBytes(size, o.RLEs, o.Deltas)
 	chunk := len(dst)
-	dst = grow(dst, meta)
+	dst = appendZeros(dst, meta)
 	in, out := s.a[:len(src)/size], s.b[:]
-	load(in, src, size)
+	loadElements(in, src, size)
 	for layer := range max(o.RLEs, o.Deltas) {
 		if layer < o.RLEs {
 			n := 0
@@ -212,44 +212,44 @@ func (s *scratch) encode(dst []byte, start int, src []byte, o Options) ([]byte, 
 			}
 			in, out = out[:n], in[:cap(in)]
 			before := len(dst)
-			dst = array(dst, s.counts[:n], 2, o.Pack)
+			dst = appendArray(dst, s.counts[:n], 2, o.Pack)
 			le.PutUint32(dst[chunk+4*(layer+1):], uint32(len(dst)-before))
-			dst = grow(dst, up(len(dst)-start, 4)-(len(dst)-start))
+			dst = appendZeros(dst, roundUp(len(dst)-start, 4)-(len(dst)-start))
 		}
 		if layer < o.Deltas {
 			if len(in) == 0 {
 				return dst, false
 			}
-			store(dst[chunk+firsts+layer*size:], size, in[0])
+			storeElements(dst[chunk+firsts+layer*size:], size, in[0])
 			for i := range in[1:] {
 				out[i] = (in[i+1] - in[i]) & mask // so that equal ones are runs
 			}
 			in, out = out[:len(in)-1], in[:cap(in)]
 		}
 	}
-	dst = grow(dst, up(len(dst)-start, max(4, size))-(len(dst)-start))
+	dst = appendZeros(dst, roundUp(len(dst)-start, max(4, size))-(len(dst)-start))
 	before := len(dst)
-	dst = array(dst, in, size, o.Pack)
+	dst = appendArray(dst, in, size, o.Pack)
 	le.PutUint32(dst[chunk+4*(o.RLEs+1):], uint32(len(dst)-before))
-	dst = grow(dst, up(len(dst)-start, max(4, size))-(len(dst)-start))
+	dst = appendZeros(dst, roundUp(len(dst)-start, max(4, size))-(len(dst)-start))
 	le.PutUint32(dst[chunk:], uint32(len(dst)-chunk))
 	return dst, true
 }
 
-// array appends an array of values, of which the lowest size bytes count.
-func array(dst []byte, values []uint64, size int, pack bool) []byte {
+// appendArray appends an array of values, of which the lowest size bytes count.
+func appendArray(dst []byte, values []uint64, size int, pack bool) []byte {
 	if !pack {
 		at := len(dst)
-		dst = grow(dst, len(values)*size)
-		store(dst[at:], size, values...)
+		dst = appendZeros(dst, len(values)*size)
+		storeElements(dst[at:], size, values...)
 		return dst
 	}
 	mask := ^uint64(0) >> (64 - 8*size)
-	least, width := span(values, size)
+	least, width := valueSpan(values, size)
 	at := len(dst)
 	words := (len(values)*width + 31) / 32
-	dst = grow(dst, packedHead(size)+4*words)
-	store(dst[at:], size, least)
+	dst = appendZeros(dst, packedHead(size)+4*words)
+	storeElements(dst[at:], size, least)
 	le.PutUint32(dst[at+max(4, size):], uint32(width)<<16|uint32(len(values)))
 	put := dst[at+packedHead(size):]
 	var low, high uint64 // up to 31 bits remain from one value to the next, and a value has up to 64
@@ -271,9 +271,9 @@ func array(dst []byte, values []uint64, size int, pack bool) []byte {
 	return dst
 }
 
-// span is the smallest of values, of which the lowest size bytes count, as signed
+// valueSpan is the smallest of values, of which the lowest size bytes count, as signed
 // numbers, and the width of the largest above it.
-func span(values []uint64, size int) (least uint64, width int) {
+func valueSpan(values []uint64, size int) (least uint64, width int) {
 	shift := 64 - 8*size
 	const flip = 1 << 63 // makes signed numbers ordered as unsigned ones
 	var most uint64
@@ -289,7 +289,7 @@ func span(values []uint64, size int) (least uint64, width int) {
 	return (least ^ flip) >> shift, bits.Len64((most - least) >> shift)
 }
 
-func (o Options) check(src []byte) error {
+func (o Options) checkContent(src []byte) error {
 	if err := o.Check(); err != nil {
 		return err
 	}

@@ -30,7 +30,7 @@ func contents(n, size int) map[string][]byte {
 	for name, f := range made {
 		b := make([]byte, n)
 		for i := range n / size {
-			store(b[i*size:], size, f(i))
+			storeElements(b[i*size:], size, f(i))
 		}
 		out[name] = b
 	}

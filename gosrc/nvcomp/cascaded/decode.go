@@ -4,32 +4,32 @@ package cascaded
 
 import "github.com/overwire/overwire/gosrc/errs"
 
-func corrupt(format string, args ...any) error {
+func corruptError(format string, args ...any) error {
 	return errs.New(errs.ErrCorrupt, "Cascaded: "+format, args...)
 }
 
 // Size returns the length of the content as the block states it, compared with what
 // its bytes can give. Errors are errs.ErrCorrupt.
 func Size(src []byte) (int64, error) {
-	n, _, err := parse(src)
+	n, _, err := parseHead(src)
 	return n, err
 }
 
-// parse reads the head of a block.
-func parse(src []byte) (n int64, o Options, err error) {
+// parseHead reads the head of a block.
+func parseHead(src []byte) (n int64, o Options, err error) {
 	if len(src) < headBytes {
-		return 0, Options{}, corrupt("%d bytes are no block", len(src))
+		return 0, Options{}, corruptError("%d bytes are no block", len(src))
 	}
 	o = Options{RLEs: int(src[0]), Deltas: int(src[1]), Pack: src[2] != 0, Type: Type(src[3])}
 	if o.Check() != nil || src[2] > 1 {
-		return 0, o, corrupt("layers %d and %d, packing %d, type %d", src[0], src[1], src[2], src[3])
+		return 0, o, corruptError("layers %d and %d, packing %d, type %d", src[0], src[1], src[2], src[3])
 	}
 	n = int64(le.Uint32(src[4:]))
 	if n%int64(o.Type.Size()) != 0 {
-		return 0, o, corrupt("%d bytes are no whole number of elements of %d", n, o.Type.Size())
+		return 0, o, corruptError("%d bytes are no whole number of elements of %d", n, o.Type.Size())
 	}
 	if n > int64(len(src)-headBytes)*MaxRatio {
-		return 0, o, corrupt("%d bytes cannot decode to %d", len(src), n)
+		return 0, o, corruptError("%d bytes cannot decode to %d", len(src), n)
 	}
 	return n, o, nil
 }
@@ -37,17 +37,17 @@ func parse(src []byte) (n int64, o Options, err error) {
 // Decode fills dst, which must have the length of the content. Anything else
 // is errs.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
 func Decode(dst, src []byte) error {
-	n, o, err := parse(src)
+	n, o, err := parseHead(src)
 	if err != nil {
 		return err
 	}
 	if n != int64(len(dst)) {
-		return corrupt("the block has %d bytes, not %d", n, len(dst))
+		return corruptError("the block has %d bytes, not %d", n, len(dst))
 	}
 	body := src[headBytes:]
 	if o.RLEs == 0 && o.Deltas == 0 && !o.Pack {
-		if len(body) < len(dst) || len(body) > up(len(dst), 4) {
-			return corrupt("%d bytes are stored as %d", len(dst), len(body))
+		if len(body) < len(dst) || len(body) > roundUp(len(dst), 4) {
+			return corruptError("%d bytes are stored as %d", len(dst), len(body))
 		}
 		copy(dst, body)
 		return nil
@@ -55,7 +55,7 @@ func Decode(dst, src []byte) error {
 	s := scratches.Get().(*scratch)
 	defer scratches.Put(s)
 	for at := 0; at < len(body); {
-		used, made, err := s.decode(dst, body[at:], o)
+		used, made, err := s.decodeChunk(dst, body[at:], o)
 		if err != nil {
 			return err
 		}
@@ -63,21 +63,21 @@ func Decode(dst, src []byte) error {
 		at += used
 	}
 	if len(dst) > 0 {
-		return corrupt("%d bytes are missing", len(dst))
+		return corruptError("%d bytes are missing", len(dst))
 	}
 	return nil
 }
 
-// decode decodes the chunk that src begins with to the front of dst.
-func (s *scratch) decode(dst, src []byte, o Options) (used, made int, err error) {
+// decodeChunk decodes the chunk that src begins with to the front of dst.
+func (s *scratch) decodeChunk(dst, src []byte, o Options) (used, made int, err error) {
 	size := o.Type.Size()
 	meta, firsts := metaBytes(size, o.RLEs, o.Deltas)
 	if len(src) < meta {
-		return 0, 0, corrupt("a chunk is cut")
+		return 0, 0, corruptError("a chunk is cut")
 	}
 	used = int(le.Uint32(src))
 	if used < meta || used > len(src) || used%max(4, size) != 0 {
-		return 0, 0, corrupt("a chunk of %d bytes, %d are left", used, len(src))
+		return 0, 0, corruptError("a chunk of %d bytes, %d are left", used, len(src))
 	}
 	src = src[:used]
 
@@ -86,18 +86,18 @@ func (s *scratch) decode(dst, src []byte, o Options) (used, made int, err error)
 	at := meta
 	for i := range o.RLEs + 1 {
 		if i == o.RLEs {
-			at = up(at, max(4, size))
+			at = roundUp(at, max(4, size))
 		}
 		n := int(le.Uint32(src[4*(i+1):]))
 		if at > len(src) || n > len(src)-at {
-			return 0, 0, corrupt("an array of %d bytes at %d of %d", n, at, len(src))
+			return 0, 0, corruptError("an array of %d bytes at %d of %d", n, at, len(src))
 		}
 		arrays[i] = src[at : at+n]
-		at = up(at+n, 4)
+		at = roundUp(at+n, 4)
 	}
 
 	most := chunkBytes / size
-	n, err := values(s.a[:], arrays[o.RLEs], size, o.Pack, most)
+	n, err := readArray(s.a[:], arrays[o.RLEs], size, o.Pack, most)
 	if err != nil {
 		return 0, 0, err
 	}
@@ -110,7 +110,7 @@ func (s *scratch) decode(dst, src []byte, o Options) (used, made int, err error)
 			in, out = out[:n], in[:cap(in)]
 		}
 		if layer < o.RLEs {
-			if n, err = s.repeat(out, in, arrays[layer], o.Pack, most); err != nil {
+			if n, err = s.repeatRuns(out, in, arrays[layer], o.Pack, most); err != nil {
 				return 0, 0, err
 			}
 			in, out = out[:n], in[:cap(in)]
@@ -118,33 +118,33 @@ func (s *scratch) decode(dst, src []byte, o Options) (used, made int, err error)
 	}
 	made = len(in) * size
 	if made == 0 || made > len(dst) {
-		return 0, 0, corrupt("a chunk of %d bytes, %d are wanted", made, len(dst))
+		return 0, 0, corruptError("a chunk of %d bytes, %d are wanted", made, len(dst))
 	}
-	store(dst, size, in...)
+	storeElements(dst, size, in...)
 	return used, made, nil
 }
 
-// values reads an array of at most `most` elements.
-func values(out []uint64, src []byte, size int, packed bool, most int) (int, error) {
+// readArray reads an array of at most `most` elements.
+func readArray(out []uint64, src []byte, size int, packed bool, most int) (int, error) {
 	if !packed {
 		n := len(src) / size
 		if len(src)%size != 0 || n > most {
-			return 0, corrupt("an array of %d bytes", len(src))
+			return 0, corruptError("an array of %d bytes", len(src))
 		}
-		load(out[:n], src, size)
+		loadElements(out[:n], src, size)
 		return n, nil
 	}
 	head := packedHead(size)
 	if len(src) < head {
-		return 0, corrupt("a packed array of %d bytes", len(src))
+		return 0, corruptError("a packed array of %d bytes", len(src))
 	}
 	var first [1]uint64
-	load(first[:], src, size)
+	loadElements(first[:], src, size)
 	least := first[0]
 	word := le.Uint32(src[max(4, size):])
 	width, n := int(word>>16), int(word&0xFFFF)
 	if width > 8*size || n > most || (n*width+31)/32*4 != len(src)-head {
-		return 0, corrupt("a packed array of %d values of %d bits in %d bytes", n, width, len(src))
+		return 0, corruptError("a packed array of %d values of %d bits in %d bytes", n, width, len(src))
 	}
 	src = src[head:]
 	mask := uint64(1)<<width - 1
@@ -171,9 +171,9 @@ func values(out []uint64, src []byte, size int, packed bool, most int) (int, err
 // addUp computes values from the first of them and differences.
 func addUp(out, in []uint64, first []byte, size, most int) (int, error) {
 	if len(in) >= most {
-		return 0, corrupt("more than %d elements in a chunk", most)
+		return 0, corruptError("more than %d elements in a chunk", most)
 	}
-	load(out[:1], first, size)
+	loadElements(out[:1], first, size)
 	v := out[0]
 	for i, d := range in {
 		v += d
@@ -182,20 +182,20 @@ func addUp(out, in []uint64, first []byte, size, most int) (int, error) {
 	return len(in) + 1, nil
 }
 
-// repeat repeats values by their run lengths.
-func (s *scratch) repeat(out, in []uint64, lengths []byte, packed bool, most int) (int, error) {
-	runs, err := values(s.counts[:], lengths, 2, packed, most)
+// repeatRuns repeats values by their run lengths.
+func (s *scratch) repeatRuns(out, in []uint64, lengths []byte, packed bool, most int) (int, error) {
+	runs, err := readArray(s.counts[:], lengths, 2, packed, most)
 	if err != nil {
 		return 0, err
 	}
 	if runs != len(in) {
-		return 0, corrupt("%d run lengths for %d values", runs, len(in))
+		return 0, corruptError("%d run lengths for %d values", runs, len(in))
 	}
 	n := 0
 	for i, v := range in {
 		times := int(s.counts[i])
 		if times > most-n {
-			return 0, corrupt("more than %d elements in a chunk", most)
+			return 0, corruptError("more than %d elements in a chunk", most)
 		}
 		for k := range times {
 			out[n+k] = v

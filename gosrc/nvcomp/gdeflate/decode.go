@@ -27,17 +27,17 @@ type decoder struct {
 
 var decoders = sync.Pool{New: func() any { return new(decoder) }}
 
-func corrupt(format string, args ...any) error {
+func corruptError(format string, args ...any) error {
 	return errs.New(errs.ErrCorrupt, "GDeflate: "+format, args...)
 }
 
-// drop removes n bits of a lane, and reads its next word when it is due.
-func (d *decoder) drop(lane, n int) bool {
+// dropBits removes n bits of a lane, and reads its next word when it is due.
+func (d *decoder) dropBits(lane, n int) bool {
 	l := &d.lane[lane]
 	l.bits >>= n
 	if l.n -= n; l.n < 32 {
 		if len(d.src)-d.at < 4 {
-			d.err = corrupt("cut at %d", d.at)
+			d.err = corruptError("cut at %d", d.at)
 			return false
 		}
 		l.bits |= uint64(binary.LittleEndian.Uint32(d.src[d.at:])) << l.n
@@ -47,16 +47,16 @@ func (d *decoder) drop(lane, n int) bool {
 	return true
 }
 
-// take returns n bits of a lane.
-func (d *decoder) take(lane, n int) (int, bool) {
+// takeBits returns n bits of a lane.
+func (d *decoder) takeBits(lane, n int) (int, bool) {
 	v := int(d.lane[lane].bits & (1<<n - 1))
-	return v, d.drop(lane, n)
+	return v, d.dropBits(lane, n)
 }
 
-// run decodes the whole stream.
-func (d *decoder) run() error {
+// decodeStream decodes the whole stream.
+func (d *decoder) decodeStream() error {
 	if len(d.src) < 4*lanes {
-		return corrupt("%d bytes are no stream", len(d.src))
+		return corruptError("%d bytes are no stream", len(d.src))
 	}
 	for i := range d.lane {
 		d.lane[i].bits, d.lane[i].n = uint64(binary.LittleEndian.Uint32(d.src[4*i:])), 32
@@ -65,27 +65,27 @@ func (d *decoder) run() error {
 	for last := 0; last == 0; {
 		header := d.lane[0].bits
 		last = int(header & 1)
-		if !d.drop(0, 3) {
+		if !d.dropBits(0, 3) {
 			return d.err
 		}
 		var err error
 		switch header >> 1 & 3 {
 		case 0:
-			err = d.stored()
+			err = d.decodeStored()
 		case 1:
-			lit, dist := fixed()
-			if err = d.lit.build(lit.length); err == nil {
-				err = d.dist.build(dist.length)
+			lit, dist := fixedCodes()
+			if err = d.lit.buildFrom(lit.length); err == nil {
+				err = d.dist.buildFrom(dist.length)
 			}
 			if err == nil {
-				err = d.block()
+				err = d.decodeBlock()
 			}
 		case 2:
-			if err = d.codes(); err == nil {
-				err = d.block()
+			if err = d.readCodes(); err == nil {
+				err = d.decodeBlock()
 			}
 		default:
-			err = corrupt("a block of no known kind")
+			err = corruptError("a block of no known kind")
 		}
 		if err != nil {
 			return err
@@ -93,36 +93,36 @@ func (d *decoder) run() error {
 	}
 	// Some writers add the words of one more round.
 	if rest := d.src[d.at:]; len(rest) > 4*lanes {
-		return corrupt("%d bytes follow the end", len(rest))
+		return corruptError("%d bytes follow the end", len(rest))
 	}
 	for i, b := range d.src[d.at:] {
 		if b != 0 {
-			return corrupt("data follows the end, at %d", d.at+i)
+			return corruptError("data follows the end, at %d", d.at+i)
 		}
 	}
 	return nil
 }
 
-// room grows the output by n bytes.
-func (d *decoder) room(n int64) error {
+// growOutput grows the output by n bytes.
+func (d *decoder) growOutput(n int64) error {
 	if n > d.want-d.out {
-		return corrupt("more than %d bytes", d.want)
+		return corruptError("more than %d bytes", d.want)
 	}
 	d.out += n
 	return nil
 }
 
-func (d *decoder) stored() error {
-	n, ok := d.take(0, 16)
+func (d *decoder) decodeStored() error {
+	n, ok := d.takeBits(0, 16)
 	if !ok {
 		return d.err
 	}
 	at := d.out
-	if err := d.room(int64(n)); err != nil {
+	if err := d.growOutput(int64(n)); err != nil {
 		return err
 	}
 	for i := range n {
-		b, ok := d.take(i%lanes, 8)
+		b, ok := d.takeBits(i%lanes, 8)
 		if !ok {
 			return d.err
 		}
@@ -133,30 +133,30 @@ func (d *decoder) stored() error {
 	return nil
 }
 
-// codes reads the two codes of a dynamic block.
-func (d *decoder) codes() error {
-	counts, ok := d.take(0, 14)
+// readCodes reads the two codes of a dynamic block.
+func (d *decoder) readCodes() error {
+	counts, ok := d.takeBits(0, 14)
 	if !ok {
 		return d.err
 	}
 	nlit, ndist, nlens := counts&31+257, counts>>5&31+1, counts>>10+4
 	var lens [19]uint8
 	for i := range nlens {
-		n, ok := d.take(i, 3)
+		n, ok := d.takeBits(i, 3)
 		if !ok {
 			return d.err
 		}
 		lens[codeOrder[i]] = uint8(n)
 	}
-	if err := d.lens.build(lens[:]); err != nil {
+	if err := d.lens.buildFrom(lens[:]); err != nil {
 		return err
 	}
 	var lengths [literals + dists]uint8
 	for at, lane := 0, 0; at < nlit+ndist; lane = (lane + 1) % lanes {
 		bits := d.lane[lane].bits
-		sym, n := d.lens.decode(bits)
+		sym, n := d.lens.decodeSymbol(bits)
 		if n == 0 {
-			return corrupt("no code length at %d", d.at)
+			return corruptError("no code length at %d", d.at)
 		}
 		bits >>= n
 		var value uint8
@@ -166,7 +166,7 @@ func (d *decoder) codes() error {
 			value = uint8(sym)
 		case sym == 16:
 			if at == 0 {
-				return corrupt("a code length is repeated and there is none")
+				return corruptError("a code length is repeated and there is none")
 			}
 			value, times = lengths[at-1], 3+int(bits&3)
 			n += 2
@@ -178,27 +178,27 @@ func (d *decoder) codes() error {
 			n += 7
 		}
 		if times > nlit+ndist-at {
-			return corrupt("more code lengths than there are codes")
+			return corruptError("more code lengths than there are codes")
 		}
 		for range times {
 			lengths[at] = value
 			at++
 		}
-		if !d.drop(lane, n) {
+		if !d.dropBits(lane, n) {
 			return d.err
 		}
 	}
 	if lengths[endBlock] == 0 {
-		return corrupt("a block without an end")
+		return corruptError("a block without an end")
 	}
-	if err := d.lit.build(lengths[:nlit]); err != nil {
+	if err := d.lit.buildFrom(lengths[:nlit]); err != nil {
 		return err
 	}
-	return d.dist.build(lengths[nlit : nlit+ndist])
+	return d.dist.buildFrom(lengths[nlit : nlit+ndist])
 }
 
-// block decodes the symbols of a block.
-func (d *decoder) block() error {
+// decodeBlock decodes the symbols of a block.
+func (d *decoder) decodeBlock() error {
 	var due [lanes]int32 // lengths of matches whose distance comes next
 	var to [lanes]int64  // where they go
 	for ended := false; ; {
@@ -207,19 +207,19 @@ func (d *decoder) block() error {
 			bits := d.lane[lane].bits
 			if length := due[lane]; length > 0 {
 				due[lane] = 0
-				sym, n := d.dist.decode(bits)
+				sym, n := d.dist.decodeSymbol(bits)
 				if n == 0 {
-					return corrupt("no distance at %d", d.at)
+					return corruptError("no distance at %d", d.at)
 				}
 				extra := int(distExtra[sym])
 				dist := int64(distBase[sym]) + int64(bits>>n&(1<<extra-1))
 				if dist > to[lane] {
-					return corrupt("a match of distance %d at byte %d", dist, to[lane])
+					return corruptError("a match of distance %d at byte %d", dist, to[lane])
 				}
 				if d.dst != nil {
-					repeat(d.dst[to[lane]-dist:to[lane]+int64(length)], int(dist))
+					repeatPattern(d.dst[to[lane]-dist:to[lane]+int64(length)], int(dist))
 				}
-				if !d.drop(lane, n+extra) {
+				if !d.dropBits(lane, n+extra) {
 					return d.err
 				}
 				continue
@@ -227,13 +227,13 @@ func (d *decoder) block() error {
 			if ended {
 				continue
 			}
-			sym, n := d.lit.decode(bits)
+			sym, n := d.lit.decodeSymbol(bits)
 			switch {
 			case n == 0 || sym > endBlock+len(lengthBase):
-				return corrupt("no symbol at %d", d.at)
+				return corruptError("no symbol at %d", d.at)
 			case sym < endBlock:
 				if d.out == d.want {
-					return d.room(1)
+					return d.growOutput(1)
 				}
 				if d.dst != nil {
 					d.dst[d.out] = byte(sym)
@@ -245,12 +245,12 @@ func (d *decoder) block() error {
 				extra := int(lengthExtra[sym-endBlock-1])
 				length := lengthBase[sym-endBlock-1] + int32(bits>>n&(1<<extra-1))
 				due[lane], to[lane] = length, d.out
-				if err := d.room(int64(length)); err != nil {
+				if err := d.growOutput(int64(length)); err != nil {
 					return err
 				}
 				n += extra
 			}
-			if !d.drop(lane, n) {
+			if !d.dropBits(lane, n) {
 				return d.err
 			}
 		}
@@ -260,8 +260,8 @@ func (d *decoder) block() error {
 	}
 }
 
-// repeat fills b after its first dist bytes with what is dist bytes before.
-func repeat(b []byte, dist int) {
+// repeatPattern fills b after its first dist bytes with what is dist bytes before.
+func repeatPattern(b []byte, dist int) {
 	for n := dist; n < len(b); n *= 2 {
 		copy(b[n:], b[:n])
 	}
@@ -273,7 +273,7 @@ func Size(src []byte) (int64, error) {
 	d := decoders.Get().(*decoder)
 	defer d.free()
 	d.src, d.dst, d.want = src, nil, 1<<62
-	if err := d.run(); err != nil {
+	if err := d.decodeStream(); err != nil {
 		return 0, err
 	}
 	return d.out, nil
@@ -285,11 +285,11 @@ func Decode(dst, src []byte) error {
 	d := decoders.Get().(*decoder)
 	defer d.free()
 	d.src, d.dst, d.want = src, dst, int64(len(dst))
-	if err := d.run(); err != nil {
+	if err := d.decodeStream(); err != nil {
 		return err
 	}
 	if d.out != d.want {
-		return corrupt("%d bytes, not %d", d.out, d.want)
+		return corruptError("%d bytes, not %d", d.out, d.want)
 	}
 	return nil
 }

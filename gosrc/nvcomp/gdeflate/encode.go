@@ -25,8 +25,8 @@ type writer struct {
 	}
 }
 
-// want assigns the next word of the stream to a lane.
-func (w *writer) want(lane int) {
+// assignWord assigns the next word of the stream to a lane.
+func (w *writer) assignWord(lane int) {
 	l := &w.lane[lane]
 	l.slot[l.next] = len(w.out)
 	l.next++
@@ -39,23 +39,23 @@ func (w *writer) start(dst []byte) {
 	for i := range w.lane {
 		l := &w.lane[i]
 		l.bits, l.n, l.has, l.next = 0, 0, 0, 0
-		w.want(i)
+		w.assignWord(i)
 	}
 }
 
-// put writes n bits, fewer than 32, which the reader takes at once.
-func (w *writer) put(lane int, v uint32, n int) {
+// putBits writes n bits, fewer than 32, which the reader takes at once.
+func (w *writer) putBits(lane int, v uint32, n int) {
 	l := &w.lane[lane]
 	l.bits |= uint64(v) << l.n
 	if l.n += n; l.n >= 32 {
-		w.flush(lane)
+		w.flushLane(lane)
 	}
 	if l.has -= n; l.has < 32 {
-		w.want(lane)
+		w.assignWord(lane)
 	}
 }
 
-func (w *writer) flush(lane int) {
+func (w *writer) flushLane(lane int) {
 	l := &w.lane[lane]
 	binary.LittleEndian.PutUint32(w.out[l.slot[0]:], uint32(l.bits))
 	copy(l.slot[:], l.slot[1:])
@@ -64,10 +64,10 @@ func (w *writer) flush(lane int) {
 	l.n -= 32
 }
 
-func (w *writer) end() []byte {
+func (w *writer) endStream() []byte {
 	for i := range w.lane {
 		if w.lane[i].n > 0 {
-			w.flush(i)
+			w.flushLane(i)
 		}
 	}
 	return w.out
@@ -82,7 +82,7 @@ type encoder struct {
 
 var encoders = sync.Pool{New: func() any { return new(encoder) }}
 
-var fixedCodes = sync.OnceValues(fixed)
+var fixedCodes = sync.OnceValues(makeFixedCodes)
 
 // Encode appends src to dst as one stream. level is nvCOMP's algorithm_type: 0
 // finds no matches, 5 the most. Safe for concurrent use.
@@ -99,19 +99,19 @@ func Encode(dst, src []byte, level int) ([]byte, error) {
 	e.start(dst)
 	for at := 0; ; {
 		end := min(at+blockBytes, len(src))
-		e.list = e.tokens(e.list[:0], src, at, end, efforts[level])
-		e.block(src[at:end], end == len(src))
+		e.list = e.appendTokens(e.list[:0], src, at, end, efforts[level])
+		e.writeBlock(src[at:end], end == len(src))
 		if at = end; at == len(src) {
 			break
 		}
 	}
-	out := e.end()
+	out := e.endStream()
 	e.out = nil
 	return out, nil
 }
 
-// block writes one block in the shortest of its three kinds.
-func (e *encoder) block(src []byte, last bool) {
+// writeBlock writes one block in the shortest of its three kinds.
+func (e *encoder) writeBlock(src []byte, last bool) {
 	lits, distances := make([]uint32, literals), make([]uint32, dists)
 	lits[endBlock] = 1
 	extra := 0
@@ -120,7 +120,7 @@ func (e *encoder) block(src []byte, last bool) {
 			lits[t]++
 			continue
 		}
-		length, dist := split(t)
+		length, dist := splitToken(t)
 		ls, ds := lengthSymbol(length), distSymbol(dist)
 		lits[endBlock+1+ls]++
 		distances[ds]++
@@ -139,7 +139,7 @@ func (e *encoder) block(src []byte, last bool) {
 	lit, dist := codeFor(lits, maxBits), codeFor(distances, maxBits)
 	head := headerOf(lit, dist)
 	fixedLit, fixedDist := fixedCodes()
-	dynamic, plain := cost(lit, dist)+head.bits(), cost(fixedLit, fixedDist)
+	dynamic, plain := cost(lit, dist)+head.countBits(), cost(fixedLit, fixedDist)
 	stored := 8*len(src) + 16 + 19*(len(src)/maxStore)
 
 	kind := uint32(2)
@@ -149,36 +149,36 @@ func (e *encoder) block(src []byte, last bool) {
 	if stored < min(plain, dynamic) {
 		for len(src) > 0 {
 			n := min(len(src), maxStore)
-			e.head3(0, last && n == len(src))
-			e.put(0, uint32(n), 16)
+			e.putBlockHead(0, last && n == len(src))
+			e.putBits(0, uint32(n), 16)
 			for i, b := range src[:n] {
-				e.put(i%lanes, uint32(b), 8)
+				e.putBits(i%lanes, uint32(b), 8)
 			}
 			src = src[n:]
 		}
 		return
 	}
-	e.head3(kind, last)
+	e.putBlockHead(kind, last)
 	if kind == 2 {
-		head.write(&e.writer)
+		head.writeTo(&e.writer)
 	}
-	e.symbols(lit, dist)
+	e.writeSymbols(lit, dist)
 }
 
-func (w *writer) head3(kind uint32, last bool) {
+func (w *writer) putBlockHead(kind uint32, last bool) {
 	v := kind << 1
 	if last {
 		v |= 1
 	}
-	w.put(0, v, 3)
+	w.putBits(0, v, 3)
 }
 
-func split(t uint32) (length, dist int32) {
+func splitToken(t uint32) (length, dist int32) {
 	return int32(t>>15&(1<<16-1)) + minMatch, int32(t&(1<<15-1)) + 1
 }
 
-// symbols writes the tokens, and the end of the block, round by round.
-func (e *encoder) symbols(lit, dist code) {
+// writeSymbols writes the tokens, and the end of the block, round by round.
+func (e *encoder) writeSymbols(lit, dist code) {
 	var due [lanes]int32 // distances that come next
 	at, ended := 0, false
 	for {
@@ -187,27 +187,27 @@ func (e *encoder) symbols(lit, dist code) {
 			if d := due[lane]; d > 0 {
 				due[lane] = 0
 				s := distSymbol(d)
-				e.put(lane, uint32(dist.bits[s])|uint32(d-distBase[s])<<dist.length[s], int(dist.length[s])+int(distExtra[s]))
+				e.putBits(lane, uint32(dist.bits[s])|uint32(d-distBase[s])<<dist.length[s], int(dist.length[s])+int(distExtra[s]))
 				continue
 			}
 			if ended {
 				continue
 			}
 			if at == len(e.list) {
-				e.put(lane, uint32(lit.bits[endBlock]), int(lit.length[endBlock]))
+				e.putBits(lane, uint32(lit.bits[endBlock]), int(lit.length[endBlock]))
 				ended = true
 				continue
 			}
 			t := e.list[at]
 			at++
 			if t < match {
-				e.put(lane, uint32(lit.bits[t]), int(lit.length[t]))
+				e.putBits(lane, uint32(lit.bits[t]), int(lit.length[t]))
 				continue
 			}
-			length, d := split(t)
+			length, d := splitToken(t)
 			s := lengthSymbol(length)
 			k := endBlock + 1 + s
-			e.put(lane, uint32(lit.bits[k])|uint32(length-lengthBase[s])<<lit.length[k], int(lit.length[k])+int(lengthExtra[s]))
+			e.putBits(lane, uint32(lit.bits[k])|uint32(length-lengthBase[s])<<lit.length[k], int(lit.length[k])+int(lengthExtra[s]))
 			due[lane] = d
 		}
 		if final {
@@ -276,7 +276,7 @@ func headerOf(lit, dist code) header {
 	return h
 }
 
-func (h *header) bits() int {
+func (h *header) countBits() int {
 	n := 14 + 3*h.nlens
 	for _, r := range h.runs {
 		n += int(h.lens.length[r.sym]) + int(r.n)
@@ -284,13 +284,13 @@ func (h *header) bits() int {
 	return n
 }
 
-func (h *header) write(w *writer) {
-	w.put(0, uint32(h.nlit-257|(h.ndist-1)<<5|(h.nlens-4)<<10), 14)
+func (h *header) writeTo(w *writer) {
+	w.putBits(0, uint32(h.nlit-257|(h.ndist-1)<<5|(h.nlens-4)<<10), 14)
 	for i, s := range codeOrder[:h.nlens] {
-		w.put(i, uint32(h.lens.length[s]), 3)
+		w.putBits(i, uint32(h.lens.length[s]), 3)
 	}
 	for i, r := range h.runs {
 		n := int(h.lens.length[r.sym])
-		w.put(i%lanes, uint32(h.lens.bits[r.sym])|uint32(r.extra)<<n, n+int(r.n))
+		w.putBits(i%lanes, uint32(h.lens.bits[r.sym])|uint32(r.extra)<<n, n+int(r.n))
 	}
 }

@@ -51,13 +51,13 @@ var codeOrder = [19]uint8{16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2,
 
 // base and extra bits of each length symbol from 257, and of each distance symbol.
 var (
-	lengthBase, lengthExtra = series(29, 4, minMatch, 28)
-	distBase, distExtra     = series(dists, 2, 1, dists)
+	lengthBase, lengthExtra = extraBitsTable(29, 4, minMatch, 28)
+	distBase, distExtra     = extraBitsTable(dists, 2, 1, dists)
 )
 
-// series makes a table in which n symbols have no extra bits, and each next n have
+// extraBitsTable makes a table in which n symbols have no extra bits, and each next n have
 // one bit more. From `wide` on, a symbol is minMatch with 16 bits.
-func series(symbols, n int, first int32, wide int) (base []int32, extra []uint8) {
+func extraBitsTable(symbols, n int, first int32, wide int) (base []int32, extra []uint8) {
 	for s, at := 0, first; s < symbols; s++ {
 		if s >= wide {
 			base, extra = append(base, minMatch), append(extra, 16)

@@ -153,14 +153,14 @@ func TestLongCodes(t *testing.T) {
 	for _, limit := range []int{7, maxBits} {
 		c := codeFor(freq, limit)
 		var d table
-		if err := d.build(c.length); err != nil {
+		if err := d.buildFrom(c.length); err != nil {
 			t.Fatal(err)
 		}
 		for s, n := range c.length {
 			if n == 0 || int(n) > limit {
 				t.Fatalf("symbol %d has %d bits", s, n)
 			}
-			if got, bits := d.decode(uint64(c.bits[s]) | 0xABCD<<n); got != s || bits != int(n) {
+			if got, bits := d.decodeSymbol(uint64(c.bits[s]) | 0xABCD<<n); got != s || bits != int(n) {
 				t.Fatalf("symbol %d of %d bits decodes to %d of %d", s, n, got, bits)
 			}
 		}

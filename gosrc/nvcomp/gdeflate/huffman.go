@@ -17,9 +17,9 @@ type table struct {
 	symbols [literals]uint16      // in the order of their codes
 }
 
-// build makes the table of these lengths. An incomplete code is refused unless it
+// buildFrom makes the table of these lengths. An incomplete code is refused unless it
 // has one symbol of one bit, or none.
-func (t *table) build(lengths []uint8) error {
+func (t *table) buildFrom(lengths []uint8) error {
 	clear(t.count[:])
 	for _, n := range lengths {
 		t.count[n]++
@@ -30,13 +30,13 @@ func (t *table) build(lengths []uint8) error {
 	for n := 1; n <= maxBits; n++ {
 		left = left<<1 - int(t.count[n])
 		if left < 0 {
-			return corrupt("a Huffman code with too many symbols")
+			return corruptError("a Huffman code with too many symbols")
 		}
 		used += int(t.count[n])
 		next[n+1] = next[n] + t.count[n]
 	}
 	if left > 0 && (used > 1 || used == 1 && t.count[1] != 1) {
-		return corrupt("a Huffman code that is not full")
+		return corruptError("a Huffman code that is not full")
 	}
 	clear(t.fast[:])
 	code, codes := 0, [maxBits + 1]int{}
@@ -61,9 +61,9 @@ func (t *table) build(lengths []uint8) error {
 	return nil
 }
 
-// decode finds the symbol whose code the lowest bits begin with, and its length; 0
+// decodeSymbol finds the symbol whose code the lowest bits begin with, and its length; 0
 // bits: there is none.
-func (t *table) decode(b uint64) (symbol, n int) {
+func (t *table) decodeSymbol(b uint64) (symbol, n int) {
 	if e := t.fast[b&(1<<fastBits-1)]; e != 0 {
 		return int(e >> 4), int(e & 15)
 	}
@@ -157,12 +157,12 @@ func codeFor(freq []uint32, limit int) code {
 			at++
 		}
 	}
-	c.fill()
+	c.numberCodes()
 	return c
 }
 
-// fill numbers the codes of these lengths.
-func (c *code) fill() {
+// numberCodes numbers the codes of these lengths.
+func (c *code) numberCodes() {
 	var count, next [maxBits + 2]int
 	for _, n := range c.length {
 		count[n]++
@@ -179,8 +179,8 @@ func (c *code) fill() {
 	}
 }
 
-// fixed is the code of blocks without one of their own.
-func fixed() (lit, dist code) {
+// makeFixedCodes is the code of blocks without one of their own.
+func makeFixedCodes() (lit, dist code) {
 	lit = code{bits: make([]uint16, literals), length: make([]uint8, literals)}
 	for s := range lit.length {
 		switch {
@@ -192,8 +192,8 @@ func fixed() (lit, dist code) {
 			lit.length[s] = 7
 		}
 	}
-	lit.fill()
+	lit.numberCodes()
 	dist = code{bits: make([]uint16, dists), length: slices.Repeat([]uint8{5}, dists)}
-	dist.fill()
+	dist.numberCodes()
 	return lit, dist
 }

@@ -30,24 +30,24 @@ type finder struct {
 	prev [window]int32
 }
 
-func hash(v uint32) uint32 { return v * 0x9E3779B1 >> (32 - hashBits) }
+func hashWord(v uint32) uint32 { return v * 0x9E3779B1 >> (32 - hashBits) }
 
 func (f *finder) add(src []byte, i int) {
 	if len(src)-i < 4 {
 		return
 	}
-	h := hash(binary.LittleEndian.Uint32(src[i:]))
+	h := hashWord(binary.LittleEndian.Uint32(src[i:]))
 	f.prev[i%window] = f.head[h]
 	f.head[h] = int32(i) + 1
 }
 
-// find looks for the longest match of src[i:end].
-func (f *finder) find(src []byte, i, end int, e effort) (length, dist int) {
+// longestMatch looks for the longest match of src[i:end].
+func (f *finder) longestMatch(src []byte, i, end int, e effort) (length, dist int) {
 	if end-i < 4 {
 		return 0, 0
 	}
 	most := min(end-i, maxMatch)
-	at := int(f.head[hash(binary.LittleEndian.Uint32(src[i:]))]) - 1
+	at := int(f.head[hashWord(binary.LittleEndian.Uint32(src[i:]))]) - 1
 	length = minMatch
 	for range e.chain {
 		if at < 0 || i-at > window {
@@ -77,8 +77,8 @@ func (f *finder) find(src []byte, i, end int, e effort) (length, dist int) {
 	return length, dist
 }
 
-// tokens appends those of src[from:to] to out; matches may begin before.
-func (f *finder) tokens(out []uint32, src []byte, from, to int, e effort) []uint32 {
+// appendTokens appends those of src[from:to] to out; matches may begin before.
+func (f *finder) appendTokens(out []uint32, src []byte, from, to int, e effort) []uint32 {
 	if e.chain == 0 {
 		for _, b := range src[from:to] {
 			out = append(out, uint32(b))
@@ -86,7 +86,7 @@ func (f *finder) tokens(out []uint32, src []byte, from, to int, e effort) []uint
 		return out
 	}
 	for i := from; i < to; {
-		length, dist := f.find(src, i, to, e)
+		length, dist := f.longestMatch(src, i, to, e)
 		f.add(src, i)
 		if length == 0 {
 			out = append(out, uint32(src[i]))
@@ -94,7 +94,7 @@ func (f *finder) tokens(out []uint32, src []byte, from, to int, e effort) []uint
 			continue
 		}
 		for e.lazy && length < e.good && i+1 < to {
-			n, d := f.find(src, i+1, to, e)
+			n, d := f.longestMatch(src, i+1, to, e)
 			if n <= length {
 				break
 			}

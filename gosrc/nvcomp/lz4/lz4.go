@@ -37,12 +37,12 @@ func Encode(dst, src []byte) ([]byte, error) {
 // Size returns how many bytes the block decodes to, and refuses a block that
 // is cut short or reaches back before its beginning (errs.ErrCorrupt).
 func Size(src []byte) (int64, error) {
-	n, _, err := walk(src)
+	n, _, err := walkBlock(src)
 	return n, err
 }
 
-// walk goes through a block: the length of its content, and its last token.
-func walk(src []byte) (out int64, last int, err error) {
+// walkBlock goes through a block: the length of its content, and its last token.
+func walkBlock(src []byte) (out int64, last int, err error) {
 	for at := 0; ; {
 		if at >= len(src) {
 			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 block ends without its last literals")
@@ -50,7 +50,7 @@ func walk(src []byte) (out int64, last int, err error) {
 		last = at
 		token := src[at]
 		at++
-		n, next, ok := length(src, at, int(token>>4))
+		n, next, ok := readLength(src, at, int(token>>4))
 		if !ok || n > int64(len(src)-next) {
 			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 literals at %d run past the end", at)
 		}
@@ -66,15 +66,15 @@ func walk(src []byte) (out int64, last int, err error) {
 		if back == 0 || back > out {
 			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 offset %d at %d of %d bytes", back, at, out)
 		}
-		if n, at, ok = length(src, at+2, int(token&15)); !ok {
+		if n, at, ok = readLength(src, at+2, int(token&15)); !ok {
 			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 match length is cut")
 		}
 		out += n + 4
 	}
 }
 
-// length reads the rest of a length whose first four bits are n.
-func length(src []byte, at, n int) (int64, int, bool) {
+// readLength reads the rest of a length whose first four bits are n.
+func readLength(src []byte, at, n int) (int64, int, bool) {
 	total := int64(n)
 	if n < 15 {
 		return total, at, true
@@ -102,7 +102,7 @@ func Decode(dst, src []byte) error {
 	if err != nil {
 		// The last sequence has no match, so that its token's match length is
 		// meaningless (lz4_Block_format.md); but the library refuses bits there.
-		if _, at, bad := walk(src); bad == nil && src[at]&15 != 0 {
+		if _, at, bad := walkBlock(src); bad == nil && src[at]&15 != 0 {
 			own := slices.Clone(src)
 			own[at] &^= 15
 			n, err = lz4.UncompressBlock(own, dst)

@@ -69,7 +69,7 @@ func Size(src []byte) (int64, error) {
 		if h.DictionaryID != 0 {
 			return 0, errs.New(errs.ErrNotSupported, "Zstandard frame at %d wants a dictionary", start)
 		}
-		most, end, err := blocks(src, at)
+		most, end, err := walkBlocks(src, at)
 		if err != nil {
 			return 0, err
 		}
@@ -82,7 +82,7 @@ func Size(src []byte) (int64, error) {
 		}
 		n := int64(h.FrameContentSize)
 		if !h.HasFCS {
-			if n, err = count(src[start:at]); err != nil {
+			if n, err = countFrame(src[start:at]); err != nil {
 				return 0, err
 			}
 		}
@@ -97,8 +97,8 @@ func Size(src []byte) (int64, error) {
 	return total, nil
 }
 
-// blocks walks the blocks of a frame: the most they can decode to, and the end.
-func blocks(src []byte, at int) (most int64, end int, err error) {
+// walkBlocks walks the blocks of a frame: the most they can decode to, and the end.
+func walkBlocks(src []byte, at int) (most int64, end int, err error) {
 	for {
 		if len(src)-at < 3 {
 			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d is cut", at)
@@ -127,8 +127,8 @@ func blocks(src []byte, at int) (most int64, end int, err error) {
 	}
 }
 
-// count decodes one frame without output.
-func count(frame []byte) (int64, error) {
+// countFrame decodes one frame without output.
+func countFrame(frame []byte) (int64, error) {
 	d, err := zstd.NewReader(bytes.NewReader(frame), zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true), zstd.WithDecoderMaxWindow(maxWindow))
 	if err != nil {
 		return 0, errs.New(errs.ErrCorrupt, "Zstandard: %v", err)
@@ -136,12 +136,12 @@ func count(frame []byte) (int64, error) {
 	defer d.Close()
 	n, err := io.Copy(io.Discard, d)
 	if err != nil {
-		return 0, corrupt(err)
+		return 0, corruptError(err)
 	}
 	return n, nil
 }
 
-func corrupt(err error) error {
+func corruptError(err error) error {
 	if errors.Is(err, zstd.ErrWindowSizeExceeded) {
 		return errs.New(errs.ErrNotSupported, "Zstandard: a window over %d bytes", maxWindow)
 	}
@@ -155,7 +155,7 @@ func Decode(dst, src []byte) error {
 	defer decoders.Put(d)
 	out, err := d.DecodeAll(src, dst[:0:len(dst)])
 	if err != nil {
-		return corrupt(err)
+		return corruptError(err)
 	}
 	if len(out) != len(dst) || len(src) == 0 {
 		return errs.New(errs.ErrCorrupt, "Zstandard frames have %d bytes, not %d", len(out), len(dst))
