@@ -12,8 +12,8 @@ static_assert(sizeof(ow_batch_item) == 48, "abi_batch.h must have no padding");
     extern "C" __global__ void __launch_bounds__(OW_BATCH_THREADS, blocks)                           \
         name(ow_batch_item* items, uint32_t n) {                                                     \
         __shared__ __align__(1024) ow::u8 shared[bytes];                                             \
-        uint32_t warp = ow::warp_of_block(), job = blockIdx.x * OW_BATCH_WARPS + warp;               \
-        if (job < n) job_body(items, job, (uint32_t)__cvta_generic_to_shared(shared), warp);         \
+        uint32_t warp_id = ow::warp_of_block(), job = blockIdx.x * OW_BATCH_WARPS + warp_id;         \
+        if (job < n) job_body(items, job, (uint32_t)__cvta_generic_to_shared(shared), warp_id);      \
     }
 
 OW_WARP_KERNEL(ow_lz4_decode, ow::lz_job<ow::Lz4>, ow::kLzShared, 16)

@@ -18,10 +18,10 @@ template <int TR> void encode(ow_batch_item* item, bool falling) {
     uint32_t warps = ow_x16_threads(item->src_len) / 32 << falling;
     for (uint32_t p = 0; p < ow::kEncodePhases; p++) {
         for (uint32_t i = 0; i < warps; i++) {
-            uint32_t warp = falling ? warps - 1 - i : i;
+            uint32_t warp_id = falling ? warps - 1 - i : i;
             ow::run_phase([&] {
                 ow::Encode<TR> e;
-                ow::Encode<TR>::open(e, item, 1040, warp, warps);  // where no address bits are free
+                ow::Encode<TR>::open(e, item, 1040, warp_id, warps);  // where no address bits are free
                 ow::Encode<TR>::phase(e, p);
             }, p == 0 && i == 0, falling);
         }
@@ -31,15 +31,15 @@ template <int TR> void encode(ow_batch_item* item, bool falling) {
 }  // namespace
 
 extern "C" void ow_lz4_decode_host(ow_batch_item* items, uint32_t n) {
-    each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t base, uint32_t warp) { ow::lz_job<ow::Lz4>(p, i, base, warp); });
+    each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t base, uint32_t warp_id) { ow::lz_job<ow::Lz4>(p, i, base, warp_id); });
 }
 
 extern "C" void ow_snappy_decode_host(ow_batch_item* items, uint32_t n) {
-    each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t base, uint32_t warp) { ow::lz_job<ow::Snappy>(p, i, base, warp); });
+    each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t base, uint32_t warp_id) { ow::lz_job<ow::Snappy>(p, i, base, warp_id); });
 }
 
 extern "C" void ow_cascaded_decode_host(ow_batch_item* items, uint32_t n) {
-    each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t base, uint32_t warp) { ow::cascaded_job(p, i, base, warp); });
+    each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t base, uint32_t warp_id) { ow::cascaded_job(p, i, base, warp_id); });
 }
 
 extern "C" void ow_x16_encode_host(ow_batch_item* items, uint32_t n) {

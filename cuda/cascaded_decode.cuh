@@ -92,8 +92,8 @@ template <u32 S> OW_DEV typename Element<S>::V cascaded_at(const CascadedArray& 
 
 template <class V> OW_DEV V prefix(V v) {  // the sum of the lanes up to this one
     for (u32 d = 1; d < 32; d *= 2) {
-        V o = element_shfl(v, lane() - d);
-        if (lane() >= d) v += o;
+        V o = element_shfl(v, lane_id() - d);
+        if (lane_id() >= d) v += o;
     }
     return v;
 }
@@ -101,11 +101,11 @@ template <class V> OW_DEV V prefix(V v) {  // the sum of the lanes up to this on
 // cascaded_sums makes n + 1 values of a first one and n differences.
 template <u32 S> OW_DEV void cascaded_sums(u32 to, u32 from, u32 n, typename Element<S>::V first) {
     typedef typename Element<S>::V V;
-    if (lane() == 0) element_put<S>(to, first);
+    if (lane_id() == 0) element_put<S>(to, first);
     OW_UNROLL(1)
     for (u32 i = 0; i < n; i += 32) {
-        V v = prefix(i + lane() < n ? element<S>(from + S * (i + lane())) : (V)0);
-        if (i + lane() < n) element_put<S>(to + S * (i + lane() + 1), v + first);
+        V v = prefix(i + lane_id() < n ? element<S>(from + S * (i + lane_id())) : (V)0);
+        if (i + lane_id() < n) element_put<S>(to + S * (i + lane_id() + 1), v + first);
         first += element_shfl(v, 31);
     }
     syncwarp();
@@ -122,9 +122,9 @@ template <u32 S> OW_DEV u32 cascaded_runs(u32 to, u32 from, u32 n, const Cascade
     for (u32 i = 0; i < n; i += 32) {
         u32 times = 0;
         V v = 0;
-        if (i + lane() < n) {
-            times = umin(cascaded_at<2>(runs, i + lane()), most + 1);
-            v = element<S>(from + S * (i + lane()));
+        if (i + lane_id() < n) {
+            times = umin(cascaded_at<2>(runs, i + lane_id()), most + 1);
+            v = element<S>(from + S * (i + lane_id()));
         }
         u32 upto = prefix(times), total = shfl(upto, 31);
         if (total > most - made) return kMany;
@@ -132,10 +132,10 @@ template <u32 S> OW_DEV u32 cascaded_runs(u32 to, u32 from, u32 n, const Cascade
         for (u32 k = 0; k < total; k += 32) {
             u32 r = 0;  // the run that element k + lane is in
             for (u32 s = 16; s; s /= 2) {
-                if (shfl(upto, r + s - 1) <= k + lane()) r += s;
+                if (shfl(upto, r + s - 1) <= k + lane_id()) r += s;
             }
             V x = element_shfl(v, r);
-            if (k + lane() < total) element_put<S>(to + S * (made + k + lane()), x);
+            if (k + lane_id() < total) element_put<S>(to + S * (made + k + lane_id()), x);
         }
         made += total;
     }
@@ -162,13 +162,13 @@ template <u32 S> OW_DEV bool cascaded_open(CascadedChunk& c, const u8* src, u32 
     if (left < at) return false;
     c.used = any32(src);
     if (c.used < at || c.used > left || c.used % word) return false;
-    c.place = firsts + S * (lane() / 2);
+    c.place = firsts + S * (lane_id() / 2);
     c.bytes = 0;
     for (u32 i = 0; i <= rles; i++) {  // each begins where the one before ends
         if (i == rles) at = (at + word - 1) / word * word;
         u32 n = any32(src + 4 * (i + 1));
         if (at > c.used || n > c.used - at) return false;
-        if (lane() == (i == rles ? 31 : 2 * i)) c.place = at, c.bytes = n;
+        if (lane_id() == (i == rles ? 31 : 2 * i)) c.place = at, c.bytes = n;
         at = (at + n + 3) / 4 * 4;
     }
     return true;
@@ -187,7 +187,7 @@ OW_COLD bool cascaded_chunk(const u8* src, u32 left, u8* dst, u32 room, u32 shar
     u32 in = shared, out = shared + kCascadedChunk, n = a.n;
     syncwarp();  // the buffers' last readers are done
     OW_UNROLL(1)
-    for (u32 i = lane(); i < n; i += 32) element_put<S>(in + S * i, cascaded_at<S>(a, i));
+    for (u32 i = lane_id(); i < n; i += 32) element_put<S>(in + S * i, cascaded_at<S>(a, i));
     syncwarp();
     OW_UNROLL(1)
     for (u32 i = 14; i-- > 0;) {
@@ -209,9 +209,9 @@ OW_COLD bool cascaded_chunk(const u8* src, u32 left, u8* dst, u32 room, u32 shar
     if (made == 0 || made > room) return false;
     u32 words = ((uintptr_t)dst & 3) == 0 ? made / 4 : 0;
     OW_UNROLL(1)
-    for (u32 i = lane(); i < words; i += 32) put32(dst + 4 * i, lds32(in + 4 * i));
+    for (u32 i = lane_id(); i < words; i += 32) put32(dst + 4 * i, lds32(in + 4 * i));
     OW_UNROLL(1)
-    for (u32 i = 4 * words + lane(); i < made; i += 32) put8(dst + i, lds8(in + i));
+    for (u32 i = 4 * words + lane_id(); i < made; i += 32) put8(dst + i, lds8(in + i));
     return true;
 }
 
@@ -247,8 +247,8 @@ OW_DEV u32 cascaded_block(const u8* src, u32 n, u8* dst, u32 cap, u32 shared, u3
     return out == size ? 0 : OW_BATCH_INPUT;
 }
 
-OW_DEV void cascaded_job(ow_batch_item* items, u32 job, u32 base, u32 warp) {
-    u32 shared = base + warp * (2 * kCascadedChunk);
+OW_DEV void cascaded_job(ow_batch_item* items, u32 job, u32 base, u32 warp_id) {
+    u32 shared = base + warp_id * (2 * kCascadedChunk);
     ow_batch_item it = items[job];
     u32 status = OW_BATCH_ARG, out = 0;
     if (it.src_len >> 31 == 0 && it.dst_cap >> 31 == 0) {

@@ -58,12 +58,12 @@ OW_DEV u32 crc_times(u32 a, u32 b) {
 OW_DEV void crc_table(u32 table) {
     u32 bit = kCrcWords.of[0];  // this lane's bit, moved so
     OW_UNROLL(1)
-    for (u32 i = lane(); i < 31; i++) bit = bit >> 1 ^ (kCrcPoly & (0 - (bit & 1)));
+    for (u32 i = lane_id(); i < 31; i++) bit = bit >> 1 ^ (kCrcPoly & (0 - (bit & 1)));
     OW_UNROLL(1)
     for (u32 k = 0; k < 8; k++) {
         u32 v = 0;
-        for (u32 i = 0; i < 4; i++) v ^= shfl(bit, 4 * k + i) & (0 - (lane() >> i & 1));
-        if (lane() < 16) sts32(table + 64 * k + 4 * lane(), v);
+        for (u32 i = 0; i < 4; i++) v ^= shfl(bit, 4 * k + i) & (0 - (lane_id() >> i & 1));
+        if (lane_id() < 16) sts32(table + 64 * k + 4 * lane_id(), v);
     }
     syncwarp();
 }
@@ -91,7 +91,7 @@ OW_DEV void crc_part(const ow_crc_part* parts, u32* sums, u32 i, u32 table) {
     ow_crc_part part = parts[i];
     u64 begin = part.src, end = begin + part.bytes, stop = (end + 3) & ~(u64)3;
     u32 rows = (u32)(stop - begin + 127) / 128;
-    u64 at = stop - 128 * (u64)rows + 4 * lane();
+    u64 at = stop - 128 * (u64)rows + 4 * lane_id();
     u32 s = 0;
     OW_UNROLL(1)
     for (u32 r = 0; r < rows; r += 4) {  // four loads are on their way at a time
@@ -102,11 +102,11 @@ OW_DEV void crc_part(const ow_crc_part* parts, u32* sums, u32 i, u32 table) {
         for (u32 k = 0; k < 4; k++)
             if (r + k < rows) s = crc_row(s, table) ^ w[k];
     }
-    s = crc_times(s, kCrcWords.of[lane()]);
+    s = crc_times(s, kCrcWords.of[lane_id()]);
     OW_UNROLL(1)
-    for (u32 d = 16; d > 0; d /= 2) s ^= shfl(s, lane() ^ d);
+    for (u32 d = 16; d > 0; d /= 2) s ^= shfl(s, lane_id() ^ d);
     s = crc_times(s, part.behind);
-    if (lane() == 0) stg32((u8*)(sums + i), s);
+    if (lane_id() == 0) stg32((u8*)(sums + i), s);
 }
 
 }  // namespace ow

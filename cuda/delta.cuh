@@ -134,7 +134,7 @@ OW_DEV void delta_apply(const ow_delta_row* rows, u32 job, u32 shared) {
     for (u32 i = 0; i < 4; i++) head[i] = ldg32(src + 4 * i);
     if ((head[0] & 255) == 1) {
         if (w.stored < kDeltaHead + w.bytes) return;
-        for (u32 i = lane(); i < w.bytes >> w.lg; i += 32) {
+        for (u32 i = lane_id(); i < w.bytes >> w.lg; i += 32) {
             u64 x = 0;
             for (u32 b = 0; b < 1u << w.lg; b++) x |= (u64)ldg8(src + kDeltaHead + (i << w.lg) + b) << (8 * b);
             delta_flip(dst, i, x, w.lg);
@@ -142,9 +142,9 @@ OW_DEV void delta_apply(const ow_delta_row* rows, u32 job, u32 shared) {
         return;
     }
     u32 k = head[0] >> 8 & 31, run = kDeltaRun << (head[0] >> 16 & 15) >> w.lg;
-    for (u32 i = lane(); i < 128; i += 32) sts32(shared + 4 * i, 0);
+    for (u32 i = lane_id(); i < 128; i += 32) sts32(shared + 4 * i, 0);
     syncwarp();
-    u32 cls = lane();
+    u32 cls = lane_id();
     if (cls < kDeltaClasses && delta_length(head, cls)) {
         u32 n = delta_length(head, cls), at = delta_start(cls, [&](u32 i) { return delta_length(head, i); });
         for (u32 j = 0; j < 256u >> n; j++) sts16(shared + 2 * (delta_reversed(at + j) & 255), cls << 8 | n);
@@ -154,7 +154,7 @@ OW_DEV void delta_apply(const ow_delta_row* rows, u32 job, u32 shared) {
     if (body > w.stored) return;
     u32 off = 0;
     for (u32 first = 0; first < runs; first += 32) {
-        u32 i = first + lane(), bits = i < runs ? ldg16(src + kDeltaHead + 2 * i) : 0, upto = scan(bits);
+        u32 i = first + lane_id(), bits = i < runs ? ldg16(src + kDeltaHead + 2 * i) : 0, upto = scan(bits);
         delta_reader r = {src + body, (w.stored - body) / 4, ~1u, off + upto - bits, 0, 0};
         if (bits) delta_run(r, dst, i * run, umin(elements, (i + 1) * run), off + upto, k, shared, w.lg);
         off += shfl(upto, 31);
@@ -187,7 +187,7 @@ OW_DEV u32 delta_gather(u32x4 v, u32 tile, u32 lg, u32 queue, u32 high, u32 have
     if (lg >= 2) m = (m | m >> 2) & 0x1111;
     if (lg == 3) m = (m | m >> 4) & 0x0101;
     if (!ballot(m != 0)) return have;
-    u32 n = popc(m), upto = scan(n), at = have + upto - n, first = (512 * tile + 16 * lane()) >> lg;
+    u32 n = popc(m), upto = scan(n), at = have + upto - n, first = (512 * tile + 16 * lane_id()) >> lg;
     for (; m; m &= m - 1, at++) {
         u32 i = lowest(m), half = i & 4;
         u32 x = (i & 8 ? (half ? v.w : v.z) : (half ? v.y : v.x)) >> (8 * (i & 3));
@@ -202,7 +202,7 @@ OW_DEV u32 delta_gather(u32x4 v, u32 tile, u32 lg, u32 queue, u32 high, u32 have
 // with x 0 in lanes for which none is left. next is the element after the last change.
 template <class F> OW_DEV void delta_drain(u32 queue, u32 high, u32 n, u32 lg, u32& next, F f) {
     syncwarp();
-    for (u32 i = lane(); i < ((n + 31) & ~31u); i += 32) {
+    for (u32 i = lane_id(); i < ((n + 31) & ~31u); i += 32) {
         u32x2 e = {0, 0};
         u32 hi = 0, prev = next;
         if (i < n) {
@@ -223,7 +223,7 @@ template <class F, class G> OW_DEV void delta_each(const ow_delta_row& w, u32 s,
     u32 n = 0, next = 0;
     OW_UNROLL(1)
     for (u32 t = 0; t < tiles; t++) {
-        u32 at = 512 * t + 16 * lane();
+        u32 at = 512 * t + 16 * lane_id();
         n = delta_gather(at < w.bytes ? delta_load(w, at) : u32x4{0, 0, 0, 0}, t, lg, queue, high, n);
         bool ends = (t & last) == last || t + 1 == tiles;
         if (n >= kDeltaMany || (n && ends)) {
@@ -275,7 +275,7 @@ OW_COLD void delta_lengths(u32 counts) {
 
 // delta_codes makes the table of codes (code | bits << 8 | rest << 16) of a header.
 OW_DEV void delta_codes(const u32* head, u32 lg, u32 codes) {
-    u32 cls = lane();
+    u32 cls = lane_id();
     if (cls < kDeltaClasses) {
         u32 n = delta_length(head, cls), at = delta_start(cls, [&](u32 i) { return delta_length(head, i); });
         sts32(codes + 4 * cls, n ? (delta_reversed(at) & 255) | n << 8 | delta_rest(cls, lg) << 16 : 0);
@@ -289,7 +289,7 @@ OW_DEV u32 delta_size(u32 gap, u32 k, u32 code) { return (gap >> k) + 1 + k + (c
 OW_DEV void delta_measure(ow_delta_row* rows, u32 job, u32 shared) {
     ow_delta_row w = rows[job];
     u32 counts = shared + kDeltaCounts, codes = shared + kDeltaCodes, lg = w.lg;
-    sts32(counts + 4 * lane(), 0);
+    sts32(counts + 4 * lane_id(), 0);
     syncwarp();
     // The order does not matter here: one run.
     delta_each(w, 31, shared, [&](u32, u64 x) { if (x) count32(counts + 4 * delta_class(x, lg)); }, [](u32) {});
@@ -299,10 +299,10 @@ OW_DEV void delta_measure(ow_delta_row* rows, u32 job, u32 shared) {
     syncwarp();
     ow_delta_row* out = rows + job;
     if (changed == 0) {
-        if (lane() == 0) out->stored = 0;
+        if (lane_id() == 0) out->stored = 0;
         return;
     }
-    if (lane() == 0) delta_lengths(counts);
+    if (lane_id() == 0) delta_lengths(counts);
     syncwarp();
     u32 elements = w.bytes >> lg, s = 0;
     u64 mean = 63 * (u64)(2 * elements - changed) / (262 * (u64)changed);
@@ -328,7 +328,7 @@ OW_DEV void delta_measure(ow_delta_row* rows, u32 job, u32 shared) {
         head[0] = 1;
         head[1] = head[2] = head[3] = 0;
     }
-    if (lane() == 0) {
+    if (lane_id() == 0) {
         out->stored = (u32)stored;
         for (u32 i = 0; i < 4; i++) out->head[i] = head[i];
     }
@@ -347,15 +347,15 @@ OW_DEV void delta_write(const ow_delta_row* rows, u32 job, u32 shared) {
     ow_delta_row w = rows[job];
     if (w.stored == 0) return;
     u8* to = (u8*)(uintptr_t)w.at;
-    for (u32 i = 4 * lane(); i < w.stored; i += 128) put32(to + i, 0);
+    for (u32 i = 4 * lane_id(); i < w.stored; i += 128) put32(to + i, 0);
     syncwarp();
-    if (lane() == 0) {
+    if (lane_id() == 0) {
         for (u32 i = 0; i < 4; i++) put32(to + 4 * i, w.head[i]);
     }
     u32 lg = w.lg, codes = shared + kDeltaCodes;
     if ((w.head[0] & 255) == 1) {
         const u8 *a = (const u8*)(uintptr_t)w.now, *b = (const u8*)(uintptr_t)w.base;
-        for (u32 i = lane(); i < w.bytes; i += 32) stg8(to + kDeltaHead + i, ldg8(a + i) ^ ldg8(b + i));
+        for (u32 i = lane_id(); i < w.bytes; i += 32) stg8(to + kDeltaHead + i, ldg8(a + i) ^ ldg8(b + i));
         return;
     }
     u32 head[4] = {w.head[0], w.head[1], w.head[2], w.head[3]};
@@ -378,7 +378,7 @@ OW_DEV void delta_write(const ow_delta_row* rows, u32 job, u32 shared) {
         }
     };
     delta_each(w, s, shared, put, [&](u32 r) {
-        if (lane() == 0) stg16(to + kDeltaHead + 2 * r, off - begin);
+        if (lane_id() == 0) stg16(to + kDeltaHead + 2 * r, off - begin);
         begin = off;
     });
 }

@@ -77,11 +77,11 @@ OW_DEV u64 digest_load(const ow_digest_job& job, const ow_digest_dim* dims, u64 
 OW_DEV void digest_tile(DigestSums& s, const ow_digest_job& job, const ow_digest_dim* dims, u64 tile) {
     u64 first = tile * kTileWords;
     if (job.rank == 0 && job.item == 16 && job.bytes - 8 * first >= OW_DIGEST_TILE) {
-        const u8* p = (const u8*)(uintptr_t)job.src + 8 * first + 16 * lane();
+        const u8* p = (const u8*)(uintptr_t)job.src + 8 * first + 16 * lane_id();
         u32x4 v[8];
         OW_UNROLL(8)
         for (u32 k = 0; k < 8; k++) v[k] = ldg128(p + 512 * k);
-        u64 key = (first + 2 * lane() + 1) * kDigestStep;
+        u64 key = (first + 2 * lane_id() + 1) * kDigestStep;
         OW_UNROLL(8)
         for (u32 k = 0; k < 8; k++) {
             digest_word(s, (u64)v[k].y << 32 | v[k].x, key);
@@ -92,7 +92,7 @@ OW_DEV void digest_tile(DigestSums& s, const ow_digest_job& job, const ow_digest
     }
     u64 words = (job.bytes + 7) / 8 - first;
     OW_UNROLL(1)
-    for (u32 k = lane(); k < kTileWords && k < words; k += 32) {
+    for (u32 k = lane_id(); k < kTileWords && k < words; k += 32) {
         digest_word(s, digest_load(job, dims, first + k), (first + k + 1) * kDigestStep);
     }
 }
@@ -101,18 +101,18 @@ OW_DEV void digest_tile(DigestSums& s, const ow_digest_job& job, const ow_digest
 OW_DEV void digest_flush(u64* sums, DigestSums s) {
     OW_UNROLL(5)
     for (u32 d = 16; d > 0; d /= 2) {
-        s.a += shfl64(s.a, lane() ^ d);
-        s.b += shfl64(s.b, lane() ^ d);
+        s.a += shfl64(s.a, lane_id() ^ d);
+        s.b += shfl64(s.b, lane_id() ^ d);
     }
-    if (lane() == 0) {
+    if (lane_id() == 0) {
         add64(sums, s.a);
         add64(sums + 1, s.b);
     }
 }
 
 // digest_job is the work of one warp of several.
-OW_DEV void digest_job(const ow_digest_job* jobs, u32 n, u64 tiles, const ow_digest_dim* dims, u64* sums, u32 warp, u32 warps) {
-    u64 at = tiles * warp / warps, end = tiles * (warp + 1) / warps;
+OW_DEV void digest_job(const ow_digest_job* jobs, u32 n, u64 tiles, const ow_digest_dim* dims, u64* sums, u32 warp_id, u32 warps) {
+    u64 at = tiles * warp_id / warps, end = tiles * (warp_id + 1) / warps;
     if (at >= end) return;
     u32 j = 0;
     for (u32 len = n; len > 1;) {  // the last job that begins at `at` or before

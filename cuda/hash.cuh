@@ -24,11 +24,11 @@ OW_TABLE u64 kHashSecret[24] = {
 OW_DEV void hash_sums(const ow_batch_item* item, u32 warp, u32 warps) {
     const ow_batch_item it = *item;
     const u8* src = (const u8*)(uintptr_t)it.src;
-    u32 blocks = (u32)(it.src_len / kHashBlock), k = lane() % 8;
+    u32 blocks = (u32)(it.src_len / kHashBlock), k = lane_id() % 8;
     u64* sums = (u64*)(uintptr_t)it.dst;
     OW_UNROLL(1)
     for (u32 first = 4 * warp; first < blocks; first += 4 * warps) {
-        u32 block = first + lane() / 8;
+        u32 block = first + lane_id() / 8;
         u64 words = 0, sum = 0;
         if (block < blocks) {
             const u8* p = src + (u64)block * kHashBlock + 8 * k;
@@ -40,13 +40,13 @@ OW_DEV void hash_sums(const ow_batch_item* item, u32 warp, u32 warps) {
                 sum += (x & 0xffffffff) * (x >> 32);
             }
         }
-        sum += shfl64(words, lane() ^ 1);
+        sum += shfl64(words, lane_id() ^ 1);
         if (block < blocks) sums[8 * (u64)block + k] = sum;
     }
     u8* tail = (u8*)(sums + 8 * (u64)blocks);
     const u8* from = src + it.src_len - it.arg;
     OW_UNROLL(1)
-    for (u32 i = 32 * warp + lane(); i < it.arg; i += 32 * warps) tail[i] = ldg8(from + i);
+    for (u32 i = 32 * warp + lane_id(); i < it.arg; i += 32 * warps) tail[i] = ldg8(from + i);
 }
 
 }  // namespace ow

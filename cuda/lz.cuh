@@ -28,7 +28,7 @@ struct Feed {
 // feed_issue requests the block at `at`. What of it is outside the input is neither
 // read nor written.
 OW_DEV void feed_issue(const u8* base, u32 begin, u32 end, u32 ring, u32 at) {
-    at += 16 * lane();
+    at += 16 * lane_id();
     u32 to = ring | (at & (kFeedRing - 1));
     if (at >= begin && at + 16 <= end) {
         copy16(to, base + at);
@@ -70,7 +70,7 @@ OW_DEV void feed_open(Feed& f, const u8* src, u32 n, u32 ring) {
     f.base = src - f.begin;
     f.end = f.begin + n;
     f.ring = keep(ring);
-    f.lane = keep(lane());
+    f.lane = keep(lane_id());
     f.have = 0;
     f.mark = 0;
 }
@@ -110,14 +110,14 @@ template <bool SELF> OW_COLD void copy_long(u8* to, const u8* from, u32 n, const
         if (words > whole) words = (u32)whole;
     }
     u32 tail = n - head - 4 * words;
-    if (lane() < 16) {
-        if (lane() < head) put8(to + lane(), load8<SELF>(from + lane()));
-    } else if (lane() - 16 < tail) {
-        u32 i = n - tail + lane() - 16;
+    if (lane_id() < 16) {
+        if (lane_id() < head) put8(to + lane_id(), load8<SELF>(from + lane_id()));
+    } else if (lane_id() - 16 < tail) {
+        u32 i = n - tail + lane_id() - 16;
         put8(to + i, load8<SELF>(from + i));
     }
     u8* d = to + head;
-    u32 sel = 0x3210 + 0x1111 * off, i = lane();
+    u32 sel = 0x3210 + 0x1111 * off, i = lane_id();
     OW_UNROLL(1)
     for (; i + 96 < words; i += 128) {
         u32 v[4];
@@ -140,11 +140,11 @@ template <bool SELF> OW_COLD void copy_long(u8* to, const u8* from, u32 n, const
 template <bool SELF> OW_DEV void copy_run(u8* to, const u8* from, u32 n, const u8* lo, const u8* hi) {
     if (n > 64) {
         copy_long<SELF>(to, from, n, lo, hi);
-    } else if (lane() < n) {
-        u32 a = load8<SELF>(from + lane()), b = 0;
-        if (lane() + 32 < n) b = load8<SELF>(from + lane() + 32);
-        put8(to + lane(), a);
-        if (lane() + 32 < n) put8(to + lane() + 32, b);
+    } else if (lane_id() < n) {
+        u32 a = load8<SELF>(from + lane_id()), b = 0;
+        if (lane_id() + 32 < n) b = load8<SELF>(from + lane_id() + 32);
+        put8(to + lane_id(), a);
+        if (lane_id() + 32 < n) put8(to + lane_id() + 32, b);
     }
 }
 
@@ -154,7 +154,7 @@ template <bool SELF> OW_DEV void copy_run(u8* to, const u8* from, u32 n, const u
 OW_COLD void copy_again(u8* to, u32 back, u32 n, const u8* lo, const u8* hi) {
     u32 done = 0;
     if (back < 32) {
-        put8(to + lane(), again8(to - back + lane() % back));
+        put8(to + lane_id(), again8(to - back + lane_id() % back));
         done = 32;
         syncwarp();
     }
@@ -174,7 +174,7 @@ OW_DEV void copy_match(u8* dst, u32 out, u32 cap, u32 back, u32 n) {
     const u8* from = to - back;
     syncwarp();  // the bytes before are there
     if (n <= 32) {
-        if (lane() < n) put8(to + lane(), again8(from + (back < n ? lane() % back : lane())));
+        if (lane_id() < n) put8(to + lane_id(), again8(from + (back < n ? lane_id() % back : lane_id())));
         return;
     }
     if (back >= n) copy_run<true>(to, from, n, dst, dst + cap);
@@ -210,7 +210,7 @@ constexpr u32 kShortTable = 24 * 16;
 // take one part, so four are made at a time. Empty entries follow, up to a multiple
 // of four.
 template <u32 N> OW_DEV void short_copy(u8* to, u32 table, u32 m) {
-    u32 l = lane() & 7, at = table + 2 * (lane() - l), end = at + 16 * m;
+    u32 l = lane_id() & 7, at = table + 2 * (lane_id() - l), end = at + 16 * m;
     to += l;
     OW_UNROLL(1)
     for (; at < end; at += 64) {
@@ -336,21 +336,21 @@ template <class Format> OW_DEV u32 short_run(const Feed& f, u32 b, u32& at, u8* 
 // its size, then tables.
 struct LzPlace { u32 ring, table; };
 constexpr u32 kLzShared = OW_BATCH_WARPS * (kFeedRing + kShortTable);
-OW_DEV LzPlace lz_place(u32 base, u32 warp) {
-    return {base + warp * kFeedRing, base + OW_BATCH_WARPS * kFeedRing + warp * kShortTable};
+OW_DEV LzPlace lz_place(u32 base, u32 warp_id) {
+    return {base + warp_id * kFeedRing, base + OW_BATCH_WARPS * kFeedRing + warp_id * kShortTable};
 }
 
 // batch_result writes an item's result.
 OW_DEV void batch_result(ow_batch_item* item, u32 status, u64 written) {
-    if (lane() == 0) {
+    if (lane_id() == 0) {
         item->written = status ? 0 : written;
         item->status = status;
     }
 }
 
 // lz_job decodes an item of a format.
-template <class Format> OW_DEV void lz_job(ow_batch_item* items, u32 job, u32 base, u32 warp) {
-    LzPlace place = lz_place(base, warp);
+template <class Format> OW_DEV void lz_job(ow_batch_item* items, u32 job, u32 base, u32 warp_id) {
+    LzPlace place = lz_place(base, warp_id);
     ow_batch_item it = items[job];
     u32 status = OW_BATCH_ARG, out = 0;
     if (it.src_len >> 31 == 0 && it.dst_cap >> 31 == 0) {

@@ -17,7 +17,7 @@ OW_DEV u32 lz4_more(Feed& f, u32& at, u32& n, u32 most) {
     OW_UNROLL(1)
     for (;;) {
         u32 b = feed_peek(f, at);
-        u32 last = ballot(at + lane() < f.end && b != 255);
+        u32 last = ballot(at + lane_id() < f.end && b != 255);
         if (last) {
             u32 k = lowest(last);
             n += 255 * k + shfl(b, k);

@@ -51,17 +51,17 @@ OW_DEV void move_job(const ow_move* moves, const ow_part* parts, u32 job) {
         dst += row * m.dst_pitch + at;
         src += row * m.src_pitch + at;
         u32 units = move_units(dst, n);
-        for (u32 u = lane(); u < units; u += 32) move_unit(dst, src, n, u);
+        for (u32 u = lane_id(); u < units; u += 32) move_unit(dst, src, n, u);
         return;
     }
     // Whole rows: as many lanes to a row as it has units, at most 32.
     u32 width = 1;
     while (width < 32 && width * 16 < m.width + 15) width *= 2;
     u32 first = p.part * each, last = umin(first + each, m.rows);
-    for (u32 r = first + lane() / width; r < last; r += 32 / width) {
+    for (u32 r = first + lane_id() / width; r < last; r += 32 / width) {
         u8* to = dst + r * m.dst_pitch;
         u32 units = move_units(to, m.width);
-        for (u32 u = lane() % width; u < units; u += width) move_unit(to, src + r * m.src_pitch, m.width, u);
+        for (u32 u = lane_id() % width; u < units; u += width) move_unit(to, src + r * m.src_pitch, m.width, u);
     }
 }
 
@@ -125,7 +125,7 @@ OW_DEV void cast_job(const ow_cast* casts, const ow_part* parts, u32 job) {
     u32 n = rest < OW_CAST_PART ? (u32)rest : (u32)OW_CAST_PART;
     const u8* src = (const u8*)(uintptr_t)c.src + first * cast_size(c.from);
     u8* dst = (u8*)(uintptr_t)c.dst + first * cast_size(c.to);
-    for (u32 i = lane(); i < n; i += 32) {
+    for (u32 i = lane_id(); i < n; i += 32) {
         u32 f = cast_in(c.from, src + i * cast_size(c.from));
         if (c.to == OW_CAST_F32) stg32(dst + 4 * i, f);
         else stg16(dst + 2 * i, c.to == OW_CAST_BF16 ? to_bf16(f) : to_f16(f));

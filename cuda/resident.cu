@@ -7,8 +7,8 @@ static_assert(sizeof(ow_digest_job) == 32 && sizeof(ow_digest_dim) == 16, "abi_d
 
 extern "C" __global__ void __launch_bounds__(OW_DIGEST_THREADS, OW_DIGEST_BLOCKS)
     ow_digest(const ow_digest_job* jobs, uint32_t n, uint64_t tiles, const ow_digest_dim* dims, uint64_t* sums) {
-    uint32_t warps = gridDim.x * (OW_DIGEST_THREADS / 32), warp = blockIdx.x * (OW_DIGEST_THREADS / 32) + ow::warp_of_block();
-    ow::digest_job(jobs, n, tiles, dims, sums, warp, warps);
+    uint32_t warps = gridDim.x * (OW_DIGEST_THREADS / 32), warp_id = blockIdx.x * (OW_DIGEST_THREADS / 32) + ow::warp_of_block();
+    ow::digest_job(jobs, n, tiles, dims, sums, warp_id, warps);
 }
 
 static_assert(sizeof(ow_delta_row) == 56, "abi_delta.h must have no padding");
@@ -16,8 +16,8 @@ static_assert(sizeof(ow_delta_row) == 56, "abi_delta.h must have no padding");
 // Each warp does rows a grid apart.
 template <uint32_t SHARED, class F> static __device__ __forceinline__ void delta_rows(uint32_t n, F f) {
     __shared__ __align__(16) uint8_t shared[OW_DELTA_THREADS / 32 * SHARED];
-    uint32_t warp = ow::warp_of_block(), at = (uint32_t)__cvta_generic_to_shared(shared) + warp * SHARED;
-    for (uint32_t i = blockIdx.x * (OW_DELTA_THREADS / 32) + warp; i < n; i += gridDim.x * (OW_DELTA_THREADS / 32)) {
+    uint32_t warp_id = ow::warp_of_block(), at = (uint32_t)__cvta_generic_to_shared(shared) + warp_id * SHARED;
+    for (uint32_t i = blockIdx.x * (OW_DELTA_THREADS / 32) + warp_id; i < n; i += gridDim.x * (OW_DELTA_THREADS / 32)) {
         f(i, at);
         ow::syncwarp();
     }

@@ -36,7 +36,7 @@ struct Snappy {
 OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
     out = 0;
     u32 at = f.begin, b = feed_peek(f, at);
-    u32 last = ballot(at + lane() < f.end && b < 128 && lane() < 5);
+    u32 last = ballot(at + lane_id() < f.end && b < 128 && lane_id() < 5);
     if (!last) return OW_BATCH_INPUT;
     u32 k = lowest(last);
     u64 said = 0;

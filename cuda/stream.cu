@@ -30,10 +30,10 @@ extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS, 4)
     ow_stream_x16(const ow_stream_head* head, const void*, uint32_t n, uint32_t* status, const __grid_constant__ ow_stream_few few) {
     extern __shared__ __align__(1024) ow::u32 shared[];
-    uint32_t warp = ow::warp_of_block(), job = blockIdx.x * OW_X16_WARPS + warp, base = (uint32_t)__cvta_generic_to_shared(shared);
+    uint32_t warp_id = ow::warp_of_block(), job = blockIdx.x * OW_X16_WARPS + warp_id, base = (uint32_t)__cvta_generic_to_shared(shared);
     if (job >= n) return;
-    ow::X16Place place = ow::x16_place<ow::X16Best>(base, warp, OW_X16_WARPS);
-    ow::stream_x16(head ? head : &few.head, job, status, place, base + OW_X16_SHARED + 32 * warp);
+    ow::X16Place place = ow::x16_place(base, warp_id, OW_X16_WARPS);
+    ow::stream_x16(head ? head : &few.head, job, status, place, base + OW_X16_SHARED + 32 * warp_id);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)

@@ -182,39 +182,39 @@ OW_DEV void stream_copy(u64 to, u64 from, u32 bytes, u32 share, u32 split) {
     u8* dst = (u8*)(uintptr_t)to;
     u32 unit = (from | to) % 16 == 0 ? 16 : (from | to) % 8 == 0 ? 8 : 1;
     u32 n = bytes / unit;
-    for (u32 i = 32 * share + lane(); i < n; i += 32 * split) {
+    for (u32 i = 32 * share + lane_id(); i < n; i += 32 * split) {
         if (unit == 16) stg128(dst + 16 * (u64)i, ldg128(src + 16 * (u64)i));
         else if (unit == 8) stg64(dst + 8 * (u64)i, ldg64(src + 8 * (u64)i));
         else stg8(dst + i, ldg8(src + i));
     }
     if (share == 0) {
-        for (u32 i = n * unit + lane(); i < bytes; i += 32) stg8(dst + i, ldg8(src + i));
+        for (u32 i = n * unit + lane_id(); i < bytes; i += 32) stg8(dst + i, ldg8(src + i));
     }
 }
 
 // A chunk that its warp keeps in shared memory.
 struct X16Kept {
     u32 at, s;
-    OW_DEV ow_x16_chunk chunk(const X16Kept& k) {
-        u32x4 a = lds128(k.at), b = lds128(k.at + 16);
+    OW_METHOD ow_x16_chunk chunk() const {
+        u32x4 a = lds128(at), b = lds128(at + 16);
         return {(u64)a.y << 32 | a.x, (u64)a.w << 32 | a.z, b.x, b.y, (uint16_t)b.z, (uint16_t)(b.z >> 16), b.w};
     }
-    OW_DEV u32 seg(const X16Kept& k) { return k.s; }
+    OW_METHOD u32 seg() const { return s; }
 };
 
 template <int TR> OW_DEV void stream_segments(u32 kept, u32 share, u32 split, u32* status, X16Place place) {
-    ow_x16_chunk c = X16Kept::chunk({kept, 0});
+    ow_x16_chunk c = X16Kept{kept, 0}.chunk();
     u32 total = c.logical / (32 * Transform<TR>::kOut);
-    u32 segs = (total + c.tiles - 1) / c.tiles, phase = 0;
+    u32 segs = (total + c.tiles - 1) / c.tiles;
     // What the Go decoder checks before it decodes: one of the warps does.
     if (share == 0 && total) {
         u32 bad = x16_vet(c, x16_form<TR>());
-        if (bad && lane() == 0) raise(status + c.status, bad);
+        if (bad && lane_id() == 0) raise(status + c.status, bad);
     }
     bool table = false;
     OW_UNROLL(1)
     for (u32 seg = share; seg < (segs ? segs : 1); seg += split) {
-        x16_segment<TR, X16Best>(X16Kept{kept, seg}, status, place, phase, table);
+        x16_segment<TR>(X16Kept{kept, seg}, status, place, table);
         syncwarp();  // the ring is the next segment's
     }
 }
@@ -231,8 +231,8 @@ OW_DEV void stream_x16(const ow_stream_head* head, u32 job, u32* status, X16Plac
         bad = x16_block(c, b, s.dst);
         if (bad) c.zero = (uint16_t)kDead;
     }
-    if (bad && share == 0 && lane() == 0) raise(status + i, bad);
-    if (lane() == 0) {
+    if (bad && share == 0 && lane_id() == 0) raise(status + i, bad);
+    if (lane_id() == 0) {
         sts128(kept, {(u32)c.src, (u32)(c.src >> 32), (u32)c.dst, (u32)(c.dst >> 32)});
         sts128(kept + 16, {c.stored, c.logical, c.tiles | (u32)c.zero << 16, c.status});
     }

@@ -16,10 +16,10 @@ extern "C" void ow_stream_peek_host(const ow_stream_head* head, ow_stream_peek_t
 
 extern "C" void ow_stream_x16_host(const ow_stream_head* head, uint32_t n, uint32_t* status) {
     for (uint32_t job = 0; job < n; job++) {
-        uint32_t warp = job % OW_X16_WARPS;
+        uint32_t warp_id = job % OW_X16_WARPS;
         ow::run_warp([&] {
-            ow::X16Place place = ow::x16_place<ow::X16Best>(0, warp, OW_X16_WARPS);
-            ow::stream_x16(head, job, status, place, OW_X16_SHARED + 32 * warp);
+            ow::X16Place place = ow::x16_place(0, warp_id, OW_X16_WARPS);
+            ow::stream_x16(head, job, status, place, OW_X16_SHARED + 32 * warp_id);
         }, job & 1);
     }
 }

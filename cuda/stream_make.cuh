@@ -36,7 +36,7 @@ OW_DEV void stream_sum(const ow_stream_head* head, ow_batch_item* rows, u32 i, u
     u64 front = native ? kNativeHead + 16 * (u64)n + 8 : s.kind == OW_STREAM_SIZED ? 8 : 0, off = 0;
     bool bad = front > s.stored;
     for (u32 base = 0; base < n && !bad; base += 32) {
-        u32 k = base + lane(), bytes = 0, stored = 0;
+        u32 k = base + lane_id(), bytes = 0, stored = 0;
         bool wrong = false;
         if (k < n) {
             const ow_batch_item& it = rows[s.first + k];
@@ -45,11 +45,11 @@ OW_DEV void stream_sum(const ow_stream_head* head, ow_batch_item* rows, u32 i, u
             stored = kBlockHead + (plain ? (u32)it.src_len : (u32)it.written);
             bytes = native ? (stored + 15) & ~15u : stored;
         }
-        if (ballot(wrong) && lane() == 0) raise(status + i, OW_STREAM_DATA);
+        if (ballot(wrong) && lane_id() == 0) raise(status + i, OW_STREAM_DATA);
         u32 sum = bytes;
         for (u32 d = 1; d < 32; d *= 2) {
-            u32 o = shfl(sum, lane() - d);
-            if (lane() >= d) sum += o;
+            u32 o = shfl(sum, lane_id() - d);
+            if (lane_id() >= d) sum += o;
         }
         u64 at = off + sum - bytes;
         off += shfl(sum, 31);
@@ -64,7 +64,7 @@ OW_DEV void stream_sum(const ow_stream_head* head, ow_batch_item* rows, u32 i, u
         }
     }
     syncwarp();  // the rows are all written
-    if (lane()) return;
+    if (lane_id()) return;
     if (bad) {
         for (u32 k = 0; k < n; k++) rows[s.first + k].dst_cap = 0;
         raise(status + i, OW_STREAM_ROOM);
@@ -98,14 +98,14 @@ OW_DEV void stream_join(const ow_stream_head* head, const ow_batch_item* rows, u
     stream_copy(it.dst + kBlockHead, plain ? it.src : head->scratch + row * head->slot, n, share, split);
     if (share) return;
     u8* dst = (u8*)(uintptr_t)it.dst;
-    if (lane() == 0) {
+    if (lane_id() == 0) {
         u64 h = (u64)stream_chunk(s, row - s.first) << 32;
         if (!plain) h |= 1 | (it.arg & 255) << 8 | (it.arg & 0xffff0000);
         for (u32 i = 0; i < kBlockHead; i++) stg8(dst + i, (u32)(h >> (8 * i)) & 255);
     }
     if (s.kind == OW_STREAM_NATIVE && it.dst_cap % 16) {
         u32 pad = 16 - it.dst_cap % 16;
-        if (lane() < pad) stg8(dst + it.dst_cap + lane(), 0);
+        if (lane_id() < pad) stg8(dst + it.dst_cap + lane_id(), 0);
     }
 }
 

@@ -29,6 +29,7 @@ struct alignas(16) u32x4 { u32 x, y, z, w; };
 #ifdef __CUDACC__
 
 #define OW_DEV static __device__ __forceinline__
+#define OW_METHOD __device__ __forceinline__
 #define OW_TABLE static __device__ const
 #define OW_COLD static __device__ __noinline__  // called, not inlined: once a chunk
 #define OW_PRAGMA(x) _Pragma(#x)
@@ -36,7 +37,7 @@ struct alignas(16) u32x4 { u32 x, y, z, w; };
 
 namespace ow {
 
-OW_DEV u32 lane() { return threadIdx.x & 31; }
+OW_DEV u32 lane_id() { return threadIdx.x & 31; }
 // The same in all lanes, and known to be: what depends on it does not diverge.
 OW_DEV u32 warp_of_block() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
 OW_DEV u32 lanes_below() {
@@ -187,37 +188,6 @@ OW_DEV void copy16(u32 to, const u8* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 OW_DEV void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-// Bulk copies by the copy engine (sm_90 and later): one lane asks, all wait on
-// an 8-byte barrier in shared memory. `phase` alternates 0, 1, 0, ...
-#define OW_BULK (__CUDA_ARCH__ >= 900)
-OW_DEV void bulk_init(u32 bar) {
-#if OW_BULK
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bar) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-}
-OW_DEV void bulk_expect(u32 bar, u32 bytes) {
-#if OW_BULK
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-#endif
-}
-OW_DEV void bulk_copy(u32 to, const u8* from, u32 bytes, u32 bar) {
-#if OW_BULK
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(bar)
-                 : "memory");
-#endif
-}
-OW_DEV void bulk_wait(u32 bar, u32 phase) {
-#if OW_BULK
-    asm volatile(
-        "{\n.reg .pred p;\nAGAIN:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra AGAIN;\n}" ::"r"(bar),
-        "r"(phase)
-        : "memory");
-#endif
-}
 
 }  // namespace ow
 

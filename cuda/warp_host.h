@@ -16,6 +16,7 @@
 #endif
 
 #define OW_DEV static inline
+#define OW_METHOD inline
 #define OW_TABLE static const
 #define OW_COLD static inline
 #define OW_UNROLL(n)
@@ -26,7 +27,7 @@ namespace host {
 constexpr u32 kSharedBytes = 64 << 10;
 constexpr size_t kStack = 256 << 10;
 
-struct Copy { u32 to, bytes, bar; const u8* from; };
+struct Copy { u32 to, bytes; const u8* from; };
 
 struct Warp {
     u32 now = 0;            // lane that runs
@@ -186,8 +187,8 @@ void run_phase(F f, bool first, bool falling = false) {
     host::run([](void* p) { (*(F*)p)(); }, &f, falling, !first);
 }
 
-OW_DEV u32 lane() { return host::self()->now; }
-OW_DEV u32 lanes_below() { return (1u << lane()) - 1; }
+OW_DEV u32 lane_id() { return host::self()->now; }
+OW_DEV u32 lanes_below() { return (1u << lane_id()) - 1; }
 OW_DEV u32 keep(u32 v) { return v; }
 OW_DEV u32 ballot(bool p) {
     const u32* s = host::meet(p);
@@ -205,7 +206,7 @@ OW_DEV u32 any_or(u32 v) {
 OW_DEV u32 scan(u32 v) {
     const u32* s = host::meet(v);
     u32 r = 0;
-    for (u32 i = 0; i <= lane(); i++) r += s[i];
+    for (u32 i = 0; i <= lane_id(); i++) r += s[i];
     return r;
 }
 OW_DEV u32 bit(u32 n) { return n < 32 ? 1u << n : 0; }
@@ -284,22 +285,9 @@ OW_DEV void add64(u64* word, u64 v) { __atomic_fetch_add(word, v, __ATOMIC_RELAX
 OW_DEV void copy16(u32 to, const u8* from) {
     host::aligned(from, 16);
     host::at(to, 16);
-    host::later({to, 16, 0, from});
+    host::later({to, 16, from});
 }
-OW_DEV void copy_wait() { host::land(lane()); }
-
-// Barriers are played by lane 0's list: what it asked for lands when any lane
-// waits. Phases are not modelled.
-OW_DEV void bulk_init(u32 bar) { host::at(bar, 8); }
-OW_DEV void bulk_expect(u32 bar, u32) { host::at(bar, 8); }
-OW_DEV void bulk_copy(u32 to, const u8* from, u32 bytes, u32 bar) {
-    host::aligned(from, 16);
-    if (bytes % 16 || to % 16 || to + bytes > host::kSharedBytes) host::die("bad bulk copy");
-    host::later({to, bytes, bar, from});
-}
-OW_DEV void bulk_wait(u32, u32) {
-    for (u32 l = 0; l < 32; l++) host::land(l);
-}
+OW_DEV void copy_wait() { host::land(lane_id()); }
 
 }  // namespace ow
 #endif

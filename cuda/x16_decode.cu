@@ -10,16 +10,15 @@ namespace {
 using namespace ow;
 
 static_assert(sizeof(ow_x16_chunk) == 32 && sizeof(ow_x16_seg) == 8, "abi.h must have no padding");
-static_assert(OW_X16_SHARED == OW_X16_WARPS * kX16Shared<X16Best>, "abi.h must know the shared size");
+static_assert(OW_X16_SHARED == OW_X16_WARPS * kX16Shared, "abi.h must know the shared size");
 
 template <int TR>
 OW_DEV void decode(const ow_x16_chunk* chunks, const ow_x16_seg* segs, u32 n, u32* status) {
     extern __shared__ __align__(1024) u32 shared[];
-    u32 warp = threadIdx.x / 32, job = blockIdx.x * OW_X16_WARPS + warp;
+    u32 warp_id = threadIdx.x / 32, job = blockIdx.x * OW_X16_WARPS + warp_id;
     if (job >= n) return;
-    X16Place place = x16_place<X16Best>((u32)__cvta_generic_to_shared(shared), warp, OW_X16_WARPS);
-    u32 phase = 0;
-    x16_job<TR, X16Best>(chunks, segs, job, status, place, phase);
+    X16Place place = x16_place((u32)__cvta_generic_to_shared(shared), warp_id, OW_X16_WARPS);
+    x16_job<TR>(chunks, segs, job, status, place);
 }
 
 }  // namespace

@@ -18,30 +18,18 @@
 
 namespace ow {
 
-// How a body is built; the lab tries others (lab/README.md).
-struct X16Best {
-    static constexpr bool kBulk = false;  // words by the copy engine
-    static constexpr u32 kBlock = 512;    // bytes of a ring block, 512 or 1024
-    static constexpr bool kMulRefill = true;  // refill by multiply-add (another pipe), not byte permute
-    static constexpr bool kMulShift = false;   // x >> 8 by the multiplier
-    static constexpr int kUnroll = 1;          // tiles a loop turn
-};
-
-constexpr u32 kX16Table = 1024, kX16Over = 256, kX16Header = 96;
+constexpr u32 kX16Table = 1024, kX16Block = 512, kX16Over = 256, kX16Header = 96;
 
 // Shared bytes of one warp. A block's memory starts on a multiple of 1024 and
-// holds all tables, then all rings, then all barriers, so that tables are
-// aligned to their size (an address is one bit-select) and rings to 256.
-template <class Cfg>
-constexpr u32 kX16Ring = 2 * Cfg::kBlock + kX16Over;
-template <class Cfg>
-constexpr u32 kX16Shared = kX16Table + kX16Ring<Cfg> + (Cfg::kBulk ? 16 : 0);
+// holds all tables, then all rings, so that tables are aligned to their size (an
+// address is one bit-select) and rings to 256.
+constexpr u32 kX16Ring = 2 * kX16Block + kX16Over;
+constexpr u32 kX16Shared = kX16Table + kX16Ring;
 
-struct X16Place { u32 table, ring, bar; };  // shared addresses of one warp
+struct X16Place { u32 table, ring; };  // shared addresses of one warp
 
-template <class Cfg> OW_DEV X16Place x16_place(u32 base, u32 warp, u32 warps) {
-    u32 rings = base + warps * kX16Table;
-    return {base + warp * kX16Table, rings + warp * kX16Ring<Cfg>, rings + warps * kX16Ring<Cfg> + 16 * warp};
+OW_DEV X16Place x16_place(u32 base, u32 warp_id, u32 warps) {
+    return {base + warp_id * kX16Table, base + warps * kX16Table + warp_id * kX16Ring};
 }
 
 // What a warp knows of its segment once header and directory are checked.
@@ -73,7 +61,7 @@ template <int TR> OW_DEV u32 x16_open(X16Segment& s, const ow_x16_chunk& c, u32 
     if (seg >= (segs ? segs : 1)) return OW_X16_LAYOUT;
     s.first = seg * c.tiles;
     s.tiles = umin(c.tiles, total - s.first);
-    s.header = ldg32(s.src + 4 * umin(lane(), kX16Header / 4 - 1));
+    s.header = ldg32(s.src + 4 * umin(lane_id(), kX16Header / 4 - 1));
     u32 mode = shfl(s.header, 0);
     s.coded = (mode & 255) == 0;
     // Escapes need a symbol that stands for them, and identity palettes none.
@@ -107,7 +95,7 @@ template <int TR> OW_DEV u32 x16_open(X16Segment& s, const ow_x16_chunk& c, u32 
 // x16_table expands the 16 alias buckets to 256 slots of
 // freq << 24 | rank << 16 | value in place.
 template <int TR> OW_DEV void x16_table(const X16Segment& s, u32 table) {
-    u32 b = lane() & 15;
+    u32 b = lane_id() & 15;
     u32 value = header_byte(s, 16 + b), freq = header_byte(s, 32 + b);
     u32 div = header_byte(s, 48 + b), other = header_byte(s, 64 + b) & 15;
     // Ranks of `other` given out before bucket b, less b's divider.
@@ -118,101 +106,79 @@ template <int TR> OW_DEV void x16_table(const X16Segment& s, u32 table) {
     }
     u32 field = freq << 24 | (Transform<TR>::value(value) & 0xffff);
     // Two lanes a bucket, eight slots a lane.
-    u32 mine = lane() >> 1, r = 8 * (lane() & 1);
+    u32 mine = lane_id() >> 1, r = 8 * (lane_id() & 1);
     u32 own = shfl(field, mine), alias = shfl(field, shfl(other, mine));
     u32 d = shfl(div, mine), up = shfl(bias, mine);
     u32 e[8];
     for (u32 i = 0; i < 8; i++, r++) e[i] = r < d ? own | r << 16 : alias | ((r + up) & 255) << 16;
     syncwarp();  // the last segment's reads are done
-    sts128(table + 32 * lane(), {e[0], e[1], e[2], e[3]});
-    sts128(table + 32 * lane() + 16, {e[4], e[5], e[6], e[7]});
+    sts128(table + 32 * lane_id(), {e[0], e[1], e[2], e[3]});
+    sts128(table + 32 * lane_id() + 16, {e[4], e[5], e[6], e[7]});
 }
 
 // The ring of words of one segment.
-template <class Cfg> struct X16Words {
-    static constexpr u32 kBlock = Cfg::kBlock, kRing = 2 * kBlock;
+struct X16Words {
+    static constexpr u32 kRing = 2 * kX16Block;
     const u8* src;   // the chunk
     u32 first, end;  // offsets in it of the first word and the segment's end
-    u32 ring, bar;   // shared addresses
+    u32 ring;        // shared address
     u32 block;       // number of the block at the cursor
-    u32 phase;       // of the barrier; toggles with every wait
 
-    // issue requests block k. Bytes past the segment stay as they are: the cursor
+    // request asks for block k. Bytes past the segment stay as they are: the cursor
     // check at the end finds out whether they were used.
-    OW_DEV void issue(X16Words& w, u32 k) {
-        u32 at = w.first + k * kBlock, to = w.ring + (k & 1) * kBlock;
-        if (Cfg::kBulk) {
-            u32 n = at < w.end ? umin(w.end - at, kBlock) : 0;
-            u32 over = k & 1 ? 0 : umin(n, kX16Over);
-            if (lane() == 0) {
-                bulk_expect(w.bar, n + over);
-                if (n) bulk_copy(to, w.src + at, n, w.bar);
-                if (over) bulk_copy(w.ring + kRing, w.src + at, over, w.bar);
-            }
-        } else {
-    OW_UNROLL(8)
-            for (u32 i = 0; i < kBlock / 512; i++) {
-                u32 o = 512 * i + 16 * lane();
-                if (at + o < w.end) {
-                    copy16(to + o, w.src + at + o);
-                    if (o < kX16Over && !(k & 1)) copy16(w.ring + kRing + o, w.src + at + o);
-                }
-            }
+    OW_METHOD void request(u32 k) const {
+        u32 at = first + k * kX16Block, to = ring + (k & 1) * kX16Block, o = 16 * lane_id();
+        if (at + o < end) {
+            copy16(to + o, src + at + o);
+            if (o < kX16Over && !(k & 1)) copy16(ring + kRing + o, src + at + o);
         }
     }
-    OW_DEV void wait(X16Words& w) {
-        if (Cfg::kBulk) {
-            bulk_wait(w.bar, w.phase);
-            w.phase ^= 1;
-        } else {
-            copy_wait();
-        }
+    OW_METHOD void wait() const {
+        copy_wait();
         syncwarp();
     }
-    OW_DEV void start(X16Words& w) {
-        w.block = 0;
-        issue(w, 0);
-        wait(w);
-        issue(w, 1);
+    OW_METHOD void start() {
+        block = 0;
+        request(0);
+        wait();
+        request(1);
     }
-    // crossed moves on after the cursor entered the next quarter of 256 bytes. A
+    // advance moves on after the cursor entered the next quarter of 256 bytes. A
     // block is requested when its slot is free, and waited for when the next tile
     // may need it. Returns the cursor, wrapped.
-    OW_DEV u32 crossed(X16Words& w, u32 at) {
-        u32 in = (at - w.ring) % kBlock;
-        if (in >= kBlock - 256) {
-            wait(w);
+    OW_METHOD u32 advance(u32 at) {
+        u32 in = (at - ring) % kX16Block;
+        if (in >= kX16Block - 256) {
+            wait();
         } else if (in < 256) {
             syncwarp();
-            issue(w, ++w.block + 1);
+            request(++block + 1);
         }
-        return at - w.ring < kRing ? at : at - kRing;
+        return at - ring < kRing ? at : at - kRing;
     }
     // finish waits for what is still in flight and returns the bytes of words
     // that were used.
-    OW_DEV u32 finish(X16Words& w, u32 at) {
-        u32 in = (at - w.ring) % kBlock;
-        if (in < kBlock - 256) wait(w);
-        return w.block * kBlock + in;
+    OW_METHOD u32 finish(u32 at) const {
+        u32 in = (at - ring) % kX16Block;
+        if (in < kX16Block - 256) wait();
+        return block * kX16Block + in;
     }
 };
 
 // One step: the symbol's entry is returned, the state moves on.
-template <class Cfg> OW_DEV u32 x16_step(u32& x, u32 table) {
+OW_DEV u32 x16_step(u32& x, u32 table) {
     u32 e = lds32(table | (x << 2 & 0x3fc));
-    u32 high = Cfg::kMulShift ? mulhi(x, 1 << 24) : x >> 8;
+    u32 high = x >> 8;
     x = (e >> 24) * high + prmt(e, 0, 0x4442);
     return e;
 }
 
 // Renormalisation: lanes below 2^16 take the next words in lane order. `at` is
 // the shared address of the next word.
-template <class Cfg> OW_DEV void x16_refill(u32& x, u32& at, u32 below) {
-    bool low = x < 0x10000;
-    u32 need = ballot(low);
+OW_DEV void x16_refill(u32& x, u32& at, u32 below) {
+    u32 need = ballot(x < 0x10000);
     u32 w = lds16(at + 2 * popc(need & below));
-    if (Cfg::kMulRefill) append16(x, w);
-    else if (low) x = x << 16 | w;
+    append16(x, w);
     at += 2 * popc(need);
 }
 
@@ -223,30 +189,27 @@ template <int TR> struct X16Planes {
     u32 constant;       // bits
     Raw<N> next;
 
-    // lane_unit is the lane's place in a tile, in units of 8 symbols.
-    OW_DEV u32 lane_unit() { return (lane() & 16) + 4 * (lane() & 3) + (lane() >> 2 & 3); }
-
-    OW_DEV void open(X16Planes& p, const X16Segment& s, u32 total) {
+    OW_METHOD void open(const X16Segment& s, u32 total) {
         u32 off = s.planes;
-        p.constant = header_byte(s, 2);
+        constant = header_byte(s, 2);
         for (int i = 0; i < N; i++) {
             u32 w = Transform<TR>::width(i), v = header_byte(s, 8 + i);
             // A constant plane is spread over the lane's bytes once.
             v = w == 8 ? v * 0x01010101 : w == 4 ? (v & 15) * 0x11111111 : v & 1 ? 255 : 0;
-            p.next.p[i] = {v, v};
-            p.at[i] = off + (s.first * 32 + lane_unit()) * w;
-            off += p.constant >> i & 1 ? 0 : 32 * w * total;
+            next.p[i] = {v, v};
+            at[i] = off + (s.first * 32 + lane_unit()) * w;
+            off += constant >> i & 1 ? 0 : 32 * w * total;
         }
     }
     // load fills `next` with the planes of tile t.
-    OW_DEV void load(X16Planes& p, const u8* src, u32 t) {
+    OW_METHOD void load(const u8* src, u32 t) {
         for (int i = 0; i < N; i++) {
-            if (p.constant >> i & 1) continue;
+            if (constant >> i & 1) continue;
             u32 w = Transform<TR>::width(i);
-            const u8* a = src + (p.at[i] + t * 32 * w);
-            if (w == 8) p.next.p[i] = ldg64(a);
-            if (w == 4) p.next.p[i].x = ldg32(a);
-            if (w == 1) p.next.p[i].x = ldg8(a);
+            const u8* a = src + (at[i] + t * 32 * w);
+            if (w == 8) next.p[i] = ldg64(a);
+            if (w == 4) next.p[i].x = ldg32(a);
+            if (w == 1) next.p[i].x = ldg8(a);
         }
     }
 };
@@ -265,7 +228,7 @@ template <int TR> OW_DEV u32 x16_escapes(const X16Segment& s, u32 at) {
         off += konst >> i & 1 ? 0 : 32 * X::width(i) * total;
     }
     syncwarp();  // orders the patches behind the other lanes' tile stores
-    for (u32 i = lane(); i < s.escapes; i += 32) {
+    for (u32 i = lane_id(); i < s.escapes; i += 32) {
         u32 n = ldg16(s.src + at + 2 * i);
         bool rising = i == 0 || ldg16(s.src + at + 2 * i - 2) < n;
         if (n >= s.tiles * 256 || !rising) {
@@ -279,45 +242,41 @@ template <int TR> OW_DEV u32 x16_escapes(const X16Segment& s, u32 at) {
 
 // x16_tiles decodes the segment's tiles. Returns the bytes of words that were
 // used; `bad` gets bits for the status word, of this lane only.
-template <int TR, class Cfg> OW_DEV u32 x16_tiles(const X16Segment& s, X16Place place, u32& phase, u32& bad) {
+template <int TR> OW_DEV u32 x16_tiles(const X16Segment& s, X16Place place, u32& bad) {
     typedef Transform<TR> X;
-    X16Words<Cfg> w;
+    X16Words w;
     w.src = s.src;
     w.first = s.words;
     w.end = s.end;
     w.ring = place.ring;
-    w.bar = place.bar;
-    w.phase = phase;
     syncwarp();
-    w.start(w);
+    w.start();
 
     X16Planes<TR> p;
-    p.open(p, s, s.logical / (32 * X::kOut));
-    p.load(p, s.src, 0);
-    u32 x = ldg32(s.src + s.words - 128 + 4 * lane());
+    p.open(s, s.logical / (32 * X::kOut));
+    p.load(s.src, 0);
+    u32 x = ldg32(s.src + s.words - 128 + 4 * lane_id());
     if (x < 0x10000) bad |= OW_X16_STATE;
-    u8* out = s.dst + (u64)s.first * (32 * X::kOut) + p.lane_unit() * X::kOut;
+    u8* out = s.dst + (u64)s.first * (32 * X::kOut) + lane_unit() * X::kOut;
     u32 at = place.ring, below = lanes_below();
-    OW_UNROLL(Cfg::kUnroll)
+    OW_UNROLL(1)
     for (u32 t = 0;;) {
         Raw<X::kPlanes> raw = p.next;
         bool more = ++t < s.tiles;
-        if (more) p.load(p, s.src, t);
+        if (more) p.load(s.src, t);
         u32 was = at, e[8];
         for (int i = 0; i < 8; i += 2) {
-            e[i] = x16_step<Cfg>(x, place.table);
-            e[i + 1] = x16_step<Cfg>(x, place.table);
-            x16_refill<Cfg>(x, at, below);
+            e[i] = x16_step(x, place.table);
+            e[i + 1] = x16_step(x, place.table);
+            x16_refill(x, at, below);
         }
         X::store(out, e, raw);
         out += 32 * X::kOut;
-        if ((was ^ at) & ~255u) at = w.crossed(w, at);
+        if ((was ^ at) & ~255u) at = w.advance(at);
         if (!more) break;
     }
     if (x != 0x10000) bad |= OW_X16_STATE;
-    u32 used = w.finish(w, at);
-    phase = w.phase;
-    return used;
+    return w.finish(at);
 }
 
 // x16_constant writes the tiles of a chunk that has one symbol only.
@@ -326,10 +285,10 @@ template <int TR> OW_DEV void x16_constant(const X16Segment& s) {
     u32 symbol = header_byte(s, 1) & 15, v = X::value(header_byte(s, 16 + symbol)) & 0xffff;
     u32 e[8] = {v, v, v, v, v, v, v, v};
     X16Planes<TR> p;
-    p.open(p, s, s.logical / (32 * X::kOut));
-    u8* out = s.dst + (u64)s.first * (32 * X::kOut) + p.lane_unit() * X::kOut;
+    p.open(s, s.logical / (32 * X::kOut));
+    u8* out = s.dst + (u64)s.first * (32 * X::kOut) + lane_unit() * X::kOut;
     for (u32 t = 0; t < s.tiles; t++) {
-        p.load(p, s.src, t);
+        p.load(s.src, t);
         X::store(out, e, p.next);
         out += 32 * X::kOut;
     }
@@ -340,23 +299,21 @@ struct X16Listed {
     const ow_x16_chunk* chunks;
     const ow_x16_seg* segs;
     u32 job;
-    OW_DEV ow_x16_chunk chunk(const X16Listed& l) { return l.chunks[l.segs[l.job].chunk]; }
-    OW_DEV u32 seg(const X16Listed& l) { return l.segs[l.job].seg; }
+    OW_METHOD ow_x16_chunk chunk() const { return chunks[segs[job].chunk]; }
+    OW_METHOD u32 seg() const { return segs[job].seg; }
 };
 
 // x16_segment decodes one segment and, if it is the chunk's last, copies the tail.
-// `phase` is 0 before the warp's first job, and its barrier is initialized.
 // `table`: the chunk's table is in shared memory, from another segment.
-template <int TR, class Cfg, class Job>
-OW_DEV void x16_segment(const Job& job, u32* status, X16Place place, u32& phase, bool& table) {
+template <int TR, class Job> OW_DEV void x16_segment(const Job& job, u32* status, X16Place place, bool& table) {
     typedef Transform<TR> X;
     u32 bad = 0, used = 0;
     {
-        ow_x16_chunk c = Job::chunk(job);
+        ow_x16_chunk c = job.chunk();
         X16Segment s;
-        bad = x16_open<TR>(s, c, Job::seg(job));
+        bad = x16_open<TR>(s, c, job.seg());
         if (bad) {
-            if (lane() == 0) raise(status + c.status, bad);
+            if (lane_id() == 0) raise(status + c.status, bad);
             return;
         }
         if (!s.coded) {
@@ -364,14 +321,14 @@ OW_DEV void x16_segment(const Job& job, u32* status, X16Place place, u32& phase,
         } else if (s.tiles) {
             if (!table) x16_table<TR>(s, place.table);
             table = true;
-            used = x16_tiles<TR, Cfg>(s, place, phase, bad);
+            used = x16_tiles<TR>(s, place, bad);
         }
     }
     // Read again what the end needs: kept, it would cost the tile loop ten
     // registers.
-    ow_x16_chunk c = Job::chunk(job);
+    ow_x16_chunk c = job.chunk();
     X16Segment s;
-    x16_open<TR>(s, c, Job::seg(job));
+    x16_open<TR>(s, c, job.seg());
     if (s.coded && s.tiles) {
         u32 list = s.words + used;
         bool fits = s.escapes <= s.tiles * 256 && (list + 3 * s.escapes + 15) / 16 * 16 == s.end;
@@ -382,14 +339,13 @@ OW_DEV void x16_segment(const Job& job, u32* status, X16Place place, u32& phase,
     u32 full = (s.first + s.tiles) * 32 * X::kOut, tail = c.logical - full;
     if (tail < 32 * X::kOut) {
         const u8* from = s.src + c.stored - tail;
-        for (u32 i = lane(); i < tail; i += 32) stg8(s.dst + full + i, ldg8(from + i));
+        for (u32 i = lane_id(); i < tail; i += 32) stg8(s.dst + full + i, ldg8(from + i));
     }
 }
 
-template <int TR, class Cfg>
-OW_DEV void x16_job(const ow_x16_chunk* chunks, const ow_x16_seg* segs, u32 job, u32* status, X16Place place, u32& phase) {
+template <int TR> OW_DEV void x16_job(const ow_x16_chunk* chunks, const ow_x16_seg* segs, u32 job, u32* status, X16Place place) {
     bool table = false;
-    x16_segment<TR, Cfg>(X16Listed{chunks, segs, job}, status, place, phase, table);
+    x16_segment<TR>(X16Listed{chunks, segs, job}, status, place, table);
 }
 
 }  // namespace ow

@@ -47,29 +47,26 @@ template <int TR> OW_DEV X16Grid x16_grid(u32 bytes) {
 
 OW_DEV u32 up16(u32 n) { return (n + 15) & ~15u; }
 
-// lane_unit is the lane's place in a tile, in units of 8 symbols.
-OW_DEV u32 lane_unit() { return (lane() & 16) + 4 * (lane() & 3) + (lane() >> 2 & 3); }
-
 OW_DEV u32 byte_of(u32x2 v, u32 i) { return (i < 4 ? v.x : v.y) >> (8 * (i & 3)) & 255; }
 
 // x16_tables writes the tables for coding with a model and its buckets.
 OW_COLD void x16_tables(u32 shared, const X16Model& m, u32 divider, u32 alias) {
-    u32 first = lane() < 16 ? m.freq : 0;  // of the symbol's slots: those of the symbols before
+    u32 first = lane_id() < 16 ? m.freq : 0;  // of the symbol's slots: those of the symbols before
     OW_UNROLL(1)
     for (u32 d = 1; d < 16; d *= 2) {
-        u32 o = shfl(first, lane() - d);
-        if (lane() >= d) first += o;
+        u32 o = shfl(first, lane_id() - d);
+        if (lane_id() >= d) first += o;
     }
     first -= m.freq;
     // The rank at position 0 of a bucket's alias, as in x16_table.
-    u32 b = lane() & 15, other = shfl(alias, b), div = shfl(divider, b), bias = shfl(divider, other) - div;
+    u32 b = lane_id() & 15, other = shfl(alias, b), div = shfl(divider, b), bias = shfl(divider, other) - div;
     OW_UNROLL(1)
     for (u32 i = 0; i < 15; i++) {
         u32 d = shfl(divider, i), a = shfl(alias, i);
         if (i < b && a == other && d < 16) bias += 16 - d;
     }
     // Two lanes a bucket, eight slots each.
-    u32 mine = lane() >> 1, r = 8 * (lane() & 1);
+    u32 mine = lane_id() >> 1, r = 8 * (lane_id() & 1);
     u32 d = shfl(divider, mine), up = shfl(bias, mine);
     u32 own = shfl(first, mine), theirs = shfl(first, shfl(alias, mine));
     OW_UNROLL(1)
@@ -77,13 +74,13 @@ OW_COLD void x16_tables(u32 shared, const X16Model& m, u32 divider, u32 alias) {
         sts8(shared + kSlots + ((r < d ? own + r : theirs + r + up) & 255), 16 * mine + r);
     }
     u32 f = m.freq ? m.freq : 1, inverse = f == 1 ? ~0u : (u32)(0x100000000ull / f);
-    u32 entry = m.freq | (shared + kSlots + first) << 16 | (lane() == m.escape ? 256 : 0);
+    u32 entry = m.freq | (shared + kSlots + first) << 16 | (lane_id() == m.escape ? 256 : 0);
     // All other values are escapes, if there are any.
     u32 from = m.escape == kNone ? 0 : m.escape, rest = shfl(entry, from), rest_inverse = shfl(inverse, from);
     OW_UNROLL(1)
-    for (u32 v = lane(); v < 256; v += 32) sts64(shared + kEntries + 8 * v, {rest, rest_inverse});
+    for (u32 v = lane_id(); v < 256; v += 32) sts64(shared + kEntries + 8 * v, {rest, rest_inverse});
     syncwarp();
-    if (lane() < 16 && m.freq && lane() != m.escape) sts64(shared + kEntries + 8 * m.value, {entry, inverse});
+    if (lane_id() < 16 && m.freq && lane_id() != m.escape) sts64(shared + kEntries + 8 * m.value, {entry, inverse});
 }
 
 // An Encode is one item in the making, as each warp of its block sees it.
@@ -94,10 +91,10 @@ template <int TR> struct Encode {
     const u8* src;
     u8* dst;
     u32 n, cap;  // bytes of either
-    u32 shared, warp, warps;
+    u32 shared, warp_id, warps;
     X16Grid g;
 
-    OW_DEV void open(Encode& e, ow_batch_item* item, u32 shared, u32 warp, u32 warps) {
+    OW_DEV void open(Encode& e, ow_batch_item* item, u32 shared, u32 warp_id, u32 warps) {
         ow_batch_item it = *item;
         e.item = item;
         e.src = (const u8*)(uintptr_t)it.src;
@@ -105,14 +102,14 @@ template <int TR> struct Encode {
         e.n = (u32)it.src_len;
         e.cap = it.dst_cap < kMostChunk ? (u32)it.dst_cap : kMostChunk;
         e.shared = shared;
-        e.warp = warp;
+        e.warp_id = warp_id;
         e.warps = warps;
         e.g = x16_grid<TR>(e.n);
     }
 
     OW_DEV void refuse(const Encode& e, u32 status) {
         syncwarp();  // the state was read
-        if (lane() == 0) {
+        if (lane_id() == 0) {
             e.item->written = 0;
             e.item->status = status;
             sts32(e.shared + kState, kRefused);
@@ -121,15 +118,15 @@ template <int TR> struct Encode {
 
     OW_DEV void clear(const Encode& e) {
     OW_UNROLL(1)
-        for (u32 i = 32 * e.warp + lane(); i < 2048; i += 32 * e.warps) sts32(e.shared + kCounts + 4 * i, 0);
-        if (e.warp == 0 && lane() == 0) sts32(e.shared + kState, kCoded);
+        for (u32 i = 32 * e.warp_id + lane_id(); i < 2048; i += 32 * e.warps) sts32(e.shared + kCounts + 4 * i, 0);
+        if (e.warp_id == 0 && lane_id() == 0) sts32(e.shared + kState, kCoded);
     }
 
     OW_DEV void count(const Encode& e) {
-        u32 all = ~0u, any = 0, counts = e.shared + kCounts + 4 * (lane() & 7);
+        u32 all = ~0u, any = 0, counts = e.shared + kCounts + 4 * (lane_id() & 7);
     OW_UNROLL(1)
-        for (u32 t = e.warp; t < e.g.tiles; t += e.warps) {
-            Unit u = unit_load<TR>(e.src + (u64)t * kTile + lane() * kUnit);
+        for (u32 t = e.warp_id; t < e.g.tiles; t += e.warps) {
+            Unit u = unit_load<TR>(e.src + (u64)t * kTile + lane_id() * kUnit);
             u32x2 v = unit_values<TR>(u);
             for (u32 i = 0; i < kUnit / 4; i++) all &= u.w[i], any |= u.w[i];
     OW_UNROLL(8)
@@ -137,18 +134,18 @@ template <int TR> struct Encode {
         }
     OW_UNROLL(1)
         for (u32 d = 16; d; d /= 2) {
-            all &= shfl(all, lane() ^ d);
-            any |= shfl(any, lane() ^ d);
+            all &= shfl(all, lane_id() ^ d);
+            any |= shfl(any, lane_id() ^ d);
         }
-        if (lane() == 0) {
-            sts32(e.shared + kAll + 4 * e.warp, all);
-            sts32(e.shared + kAny + 4 * e.warp, any);
+        if (lane_id() == 0) {
+            sts32(e.shared + kAll + 4 * e.warp_id, all);
+            sts32(e.shared + kAny + 4 * e.warp_id, any);
         }
     }
 
     OW_DEV void sum(const Encode& e) {
     OW_UNROLL(1)
-        for (u32 v = 32 * e.warp + lane(); v < 256; v += 32 * e.warps) {
+        for (u32 v = 32 * e.warp_id + lane_id(); v < 256; v += 32 * e.warps) {
             u32 s = 0;
             for (u32 i = 0; i < 8; i++) s += lds32(e.shared + kCounts + 32 * v + 4 * i);
             sts32(e.shared + kBins + 4 * v, s);
@@ -178,9 +175,9 @@ template <int TR> struct Encode {
         Raw<X::kPlanes> same = unit_planes<TR>(unit_of<TR>(all)), differ = unit_planes<TR>(unit_of<TR>(all ^ any));
         u32 constant = 0;
         for (int i = 0; i < X::kPlanes; i++) constant |= (differ.p[i].x == 0) << i;
-        if (lane() < 24) sts32(e.shared + kHead + 4 * lane(), 0);
+        if (lane_id() < 24) sts32(e.shared + kHead + 4 * lane_id(), 0);
         syncwarp();
-        if (lane() == 0) {
+        if (lane_id() == 0) {
             sts32(e.shared + kState, m.one == kNone ? (u32)kCoded : (u32)kOneSymbol);
             sts32(e.shared + kEscapes, m.escape != kNone);
             sts8(e.shared + kHead, m.one != kNone);
@@ -192,12 +189,12 @@ template <int TR> struct Encode {
                 if (constant >> i & 1) sts8(e.shared + kHead + 8 + i, same.p[i].x & ((1u << X::width(i)) - 1));
             }
         }
-        if (lane() < 16) {
-            sts8(e.shared + kHead + 16 + lane(), m.value);
+        if (lane_id() < 16) {
+            sts8(e.shared + kHead + 16 + lane_id(), m.value);
             if (m.one == kNone) {
-                sts8(e.shared + kHead + 32 + lane(), m.freq);
-                sts8(e.shared + kHead + 48 + lane(), divider);
-                sts8(e.shared + kHead + 64 + lane(), alias);
+                sts8(e.shared + kHead + 32 + lane_id(), m.freq);
+                sts8(e.shared + kHead + 48 + lane_id(), divider);
+                sts8(e.shared + kHead + 64 + lane_id(), alias);
             }
         }
     }
@@ -251,15 +248,15 @@ template <int TR> struct Encode {
             if (!more) break;
         }
         if (WRITE) {
-            stg32(e.dst + place.x + 4 * lane(), x);
+            stg32(e.dst + place.x + 4 * lane_id(), x);
             ending(e, s, place);
         } else {
     OW_UNROLL(1)
             for (u32 d = 16; d; d /= 2) {
-                emitted += shfl(emitted, lane() ^ d);
-                escapes += shfl(escapes, lane() ^ d);
+                emitted += shfl(emitted, lane_id() ^ d);
+                escapes += shfl(escapes, lane_id() ^ d);
             }
-            if (lane() == 0) sts64(e.shared + kCounts + 8 * s, {emitted, escapes});
+            if (lane_id() == 0) sts64(e.shared + kCounts + 8 * s, {emitted, escapes});
         }
     }
 
@@ -269,26 +266,26 @@ template <int TR> struct Encode {
     OW_UNROLL(1)
         for (u32 t = s * e.g.seg; done < place.y; t++) {
             // In the order of elements now, not of lanes.
-            u32x2 v = unit_values<TR>(unit_load<TR>(e.src + (u64)t * kTile + lane() * kUnit));
+            u32x2 v = unit_values<TR>(unit_load<TR>(e.src + (u64)t * kTile + lane_id() * kUnit));
             u32 mask = 0;
             for (u32 i = 0; i < 8; i++) mask |= (lds32(e.shared + kEntries + 8 * byte_of(v, i)) >> 8 & 1) << i;
             if (!ballot(mask)) continue;
             u32 mine = popc(mask), upto = mine;
     OW_UNROLL(1)
             for (u32 d = 1; d < 32; d *= 2) {
-                u32 o = shfl(upto, lane() - d);
-                if (lane() >= d) upto += o;
+                u32 o = shfl(upto, lane_id() - d);
+                if (lane_id() >= d) upto += o;
             }
             u32 k = done + upto - mine;
             for (u32 i = 0; i < 8; i++) {
                 if (!(mask >> i & 1)) continue;
-                stg16(e.dst + at + 2 * k, 256 * (t - s * e.g.seg) + 8 * lane() + i);
+                stg16(e.dst + at + 2 * k, 256 * (t - s * e.g.seg) + 8 * lane_id() + i);
                 stg8(e.dst + at + 2 * place.y + k, byte_of(v, i));
                 k++;
             }
             done += shfl(upto, 31);
         }
-        if (lane() < up16(end) - end) stg8(e.dst + end + lane(), 0);
+        if (lane_id() < up16(end) - end) stg8(e.dst + end + lane_id(), 0);
     }
 
     // planes writes unit `unit` of tile t.
@@ -313,11 +310,11 @@ template <int TR> struct Encode {
         if (coded) {
             at = up16(96 + 8 * (segs + 1));
     OW_UNROLL(1)
-            for (u32 s = lane(); s - lane() < segs; s += 32) {
+            for (u32 s = lane_id(); s - lane_id() < segs; s += 32) {
                 u32x2 l = s < segs ? lds64(e.shared + kCounts + 8 * s) : u32x2{0, 0};
                 u32 size = s < segs ? up16(128 + 2 * l.x + 3 * l.y) : 0;
     OW_UNROLL(1)
-                for (u32 d = 16; d; d /= 2) size += shfl(size, lane() ^ d);
+                for (u32 d = 16; d; d /= 2) size += shfl(size, lane_id() ^ d);
                 at += size;
             }
         }
@@ -329,30 +326,30 @@ template <int TR> struct Encode {
             refuse(e, small ? OW_BATCH_ROOM : OW_BATCH_GAIN);
             return;
         }
-        if (lane() == 0) sts32(e.shared + kPlanes, planes);
-        if (lane() < 24) stg32(e.dst + 4 * lane(), lds32(e.shared + kHead + 4 * lane()));
+        if (lane_id() == 0) sts32(e.shared + kPlanes, planes);
+        if (lane_id() < 24) stg32(e.dst + 4 * lane_id(), lds32(e.shared + kHead + 4 * lane_id()));
         if (coded) {
             at = up16(96 + 8 * (segs + 1));
     OW_UNROLL(1)
-            for (u32 s = lane(); s - lane() < segs; s += 32) {
+            for (u32 s = lane_id(); s - lane_id() < segs; s += 32) {
                 u32x2 l = s < segs ? lds64(e.shared + kCounts + 8 * s) : u32x2{0, 0};
                 u32 size = s < segs ? up16(128 + 2 * l.x + 3 * l.y) : 0, upto = size;
     OW_UNROLL(1)
                 for (u32 d = 1; d < 32; d *= 2) {
-                    u32 o = shfl(upto, lane() - d);
-                    if (lane() >= d) upto += o;
+                    u32 o = shfl(upto, lane_id() - d);
+                    if (lane_id() >= d) upto += o;
                 }
                 if (s < segs) stg64(e.dst + 96 + 8 * s, {at + upto - size, l.y});
                 at += shfl(upto, 31);
             }
-            if (lane() == 0) {
+            if (lane_id() == 0) {
                 stg64(e.dst + 96 + 8 * segs, {planes, 0});
                 if (segs % 2 == 0) stg64(e.dst + 104 + 8 * segs, {0, 0});
             }
         }
     OW_UNROLL(1)
-        for (u32 i = lane(); i < tail; i += 32) stg8(e.dst + total - tail + i, ldg8(e.src + e.n - tail + i));
-        if (lane() == 0) {
+        for (u32 i = lane_id(); i < tail; i += 32) stg8(e.dst + total - tail + i, ldg8(e.src + e.n - tail + i));
+        if (lane_id() == 0) {
             e.item->written = total;
             e.item->status = 0;
             e.item->arg = TR | e.g.seg << 16;
@@ -362,7 +359,7 @@ template <int TR> struct Encode {
     OW_DEV void phase(const Encode& e, u32 phase) {
         if (phase == 0) return clear(e);
         // Phases 3 and 5 are one warp's, which may change the state there.
-        if ((phase == 3 || phase == 5) && e.warp) return;
+        if ((phase == 3 || phase == 5) && e.warp_id) return;
         u32 state = lds32(e.shared + kState);
         if (state == kRefused) return;
         switch (phase) {
@@ -371,17 +368,17 @@ template <int TR> struct Encode {
             case 3: return fit(e);
             case 4:
     OW_UNROLL(1)
-                for (u32 s = e.warp; s < e.g.segs && state == kCoded; s += e.warps) segment<false>(e, s);
+                for (u32 s = e.warp_id; s < e.g.segs && state == kCoded; s += e.warps) segment<false>(e, s);
                 return;
             case 5: return layout(e);
             default:
     OW_UNROLL(1)
-                for (u32 s = e.warp; s < e.g.segs && state == kCoded; s += e.warps) segment<true>(e, s);
+                for (u32 s = e.warp_id; s < e.g.segs && state == kCoded; s += e.warps) segment<true>(e, s);
                 if (state != kOneSymbol) return;
                 u32 constant = lds32(e.shared + kHead) >> 16 & 255;
     OW_UNROLL(1)
-                for (u32 t = e.warp; t < e.g.tiles; t += e.warps) {
-                    planes(e, unit_load<TR>(e.src + (u64)t * kTile + lane() * kUnit), t, lane(), constant);
+                for (u32 t = e.warp_id; t < e.g.tiles; t += e.warps) {
+                    planes(e, unit_load<TR>(e.src + (u64)t * kTile + lane_id() * kUnit), t, lane_id(), constant);
                 }
         }
     }

@@ -93,7 +93,7 @@ struct X16Model {
 
 OW_DEV u32 sum16(u32 v) {  // over lanes 0..15, and over 16..31
     OW_UNROLL(1)
-    for (u32 d = 8; d; d /= 2) v += shfl(v, lane() ^ d);
+    for (u32 d = 8; d; d /= 2) v += shfl(v, lane_id() ^ d);
     return v;
 }
 
@@ -104,13 +104,13 @@ struct X16Pick {
 };
 
 OW_COLD X16Pick x16_pick(double c, u32 f) {
-    bool upper = lane() < 16, can = upper ? c > 0 && f < 255 : f > 1;
+    bool upper = lane_id() < 16, can = upper ? c > 0 && f < 255 : f > 1;
     double none = upper ? -1.0 : -1e300, g = none;
     if (can) g = upper ? dmul(c, dadd(kLog2[f + 1], -kLog2[f])) : -dmul(c, dadd(kLog2[f], -kLog2[f - 1]));
     double best = g;
     OW_UNROLL(1)
     for (u32 d = 8; d; d /= 2) {
-        double o = shfl64f(best, lane() ^ d);
+        double o = shfl64f(best, lane_id() ^ d);
         if (o > best) best = o;
     }
     u32 at = ballot(can && g == best);
@@ -125,7 +125,7 @@ OW_COLD X16Pick x16_pick(double c, u32 f) {
 // x16_freq divides 256 slots among counts that sum to n, so that the coded size is
 // minimal, and returns that size in bits.
 OW_COLD u32 x16_freq(u32 count, u32 n, double& bits) {
-    u32 k = lane() & 15;
+    u32 k = lane_id() & 15;
     count = shfl(count, k);  // both halves the same
     double c = (double)count;
     u32 f = 0;
@@ -155,7 +155,7 @@ OW_COLD u32 x16_freq(u32 count, u32 n, double& bits) {
     bits = 0;
     OW_UNROLL(1)
     for (u32 i = 0; i < 16; i++) bits = dadd(bits, shfl64f(part, i));
-    return lane() < 16 ? f : 0;
+    return lane_id() < 16 ? f : 0;
 }
 
 // x16_fit finds the cheapest model for the histogram at `bins` (256 counts in
@@ -163,8 +163,8 @@ OW_COLD u32 x16_freq(u32 count, u32 n, double& bits) {
 OW_COLD X16Model x16_fit(u32 bins, u32 n, bool identity) {
     X16Model best = {0, 0, kNone, kNone, 0};
     if (identity) {
-        u32 count = lane() < 16 ? lds32(bins + 4 * lane()) : 0, all = ballot(count == n);
-        best.value = lane() < 16 ? lane() : 0;
+        u32 count = lane_id() < 16 ? lds32(bins + 4 * lane_id()) : 0, all = ballot(count == n);
+        best.value = lane_id() < 16 ? lane_id() : 0;
         if (all) {
             best.one = lowest(all);
             return best;
@@ -175,7 +175,7 @@ OW_COLD X16Model x16_fit(u32 bins, u32 n, bool identity) {
     // Each lane looks after 8 values; the 16 most frequent come out in order.
     u32 h[8], kinds = 0;
     for (u32 i = 0; i < 8; i++) {
-        h[i] = lds32(bins + 32 * lane() + 4 * i);
+        h[i] = lds32(bins + 32 * lane_id() + 4 * i);
         kinds += popc(ballot(h[i] > 0));
     }
     u32 value = 0, count = 0, top = umin(kinds, 16);
@@ -187,14 +187,14 @@ OW_COLD X16Model x16_fit(u32 bins, u32 n, bool identity) {
         u32 all = most;
     OW_UNROLL(1)
         for (u32 d = 16; d; d /= 2) {
-            u32 o = shfl(all, lane() ^ d);
+            u32 o = shfl(all, lane_id() ^ d);
             if (o > all) all = o;
         }
         u32 who = lowest(ballot(most == all)), which = shfl(mine, who);
         for (u32 i = 0; i < 8; i++) {
-            if (lane() == who && i == which) h[i] = 0;
+            if (lane_id() == who && i == which) h[i] = 0;
         }
-        if (lane() == k) value = 8 * who + which, count = all;
+        if (lane_id() == k) value = 8 * who + which, count = all;
     }
     if (kinds == 1) {
         best.value = value;
@@ -207,17 +207,17 @@ OW_COLD X16Model x16_fit(u32 bins, u32 n, bool identity) {
         best.freq = x16_freq(count, n, best.bits);
     }
     u32 m = umin(15, kinds - 1);
-    u32 escaped = n - shfl(sum16(lane() < m ? count : 0), 0);
+    u32 escaped = n - shfl(sum16(lane_id() < m ? count : 0), 0);
     for (; m >= 1; m--) {
         double listed = dmul((double)escaped, 24);
         if (listed >= best.bits) break;  // and fewer values only escape more
         double bits;
-        u32 f = x16_freq(lane() < m ? count : lane() == m ? escaped : 0, n, bits);
+        u32 f = x16_freq(lane_id() < m ? count : lane_id() == m ? escaped : 0, n, bits);
         bits = dadd(bits, listed);
         if (bits < best.bits) {
             best.bits = bits;
             best.freq = f;
-            best.value = lane() < m ? value : 0;
+            best.value = lane_id() < m ? value : 0;
             best.escape = m;
         }
         escaped += shfl(count, m - 1);
@@ -229,20 +229,20 @@ OW_COLD X16Model x16_fit(u32 bins, u32 n, bool identity) {
 // divider and alias of bucket b.
 OW_COLD void x16_buckets(u32 freq, u32& divider, u32& alias) {
     u32 left = freq;
-    bool open = lane() < 16;
+    bool open = lane_id() < 16;
     divider = 16;
-    alias = lane() & 15;
+    alias = lane_id() & 15;
     OW_UNROLL(1)
     for (u32 i = 0; i < 16; i++) {
         u32 low = ballot(open && left < 16), high = ballot(open && left > 16);
         if (!low) break;  // all that are left hold exactly 16
         u32 b = lowest(low), giver = high ? lowest(high) : b, gives = 16 - shfl(left, b);
-        if (lane() == b) {
+        if (lane_id() == b) {
             divider = left;
             alias = giver;
             open = false;
         }
-        if (lane() == giver) left -= gives;
+        if (lane_id() == giver) left -= gives;
     }
 }
 

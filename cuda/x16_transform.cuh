@@ -13,6 +13,9 @@
 
 namespace ow {
 
+// lane_unit is the lane's place in a tile, in units of 8 symbols.
+OW_DEV u32 lane_unit() { return (lane_id() & 16) + 4 * (lane_id() & 3) + (lane_id() >> 2 & 3); }
+
 // Bytes of a plane for 8 symbols, its "width": 8 byte plane, 4 nibbles, 1 bits.
 // The same figure x 32 is the plane's bytes in one tile.
 template <int TR> struct Transform;

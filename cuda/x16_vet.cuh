@@ -26,7 +26,7 @@ OW_COLD u32 x16_vet(const ow_x16_chunk& c, X16Form form) {
     u32 total = c.logical / form.tile, mode = ldg8(src), symbol = ldg8(src + 1), escape = ldg8(src + 3) - 1;
     if (total == 0 || mode > 1 || symbol > 15 || (mode == 0 && symbol)) return OW_X16_LAYOUT;
     // Lane k < 16 has symbol and bucket k; lanes 8..15 also byte k of the header.
-    u32 k = lane() & 15, v = ldg8(src + 16 + k), f = ldg8(src + 32 + k), d = ldg8(src + 48 + k), a = ldg8(src + 64 + k);
+    u32 k = lane_id() & 15, v = ldg8(src + 16 + k), f = ldg8(src + 32 + k), d = ldg8(src + 48 + k), a = ldg8(src + 64 + k);
     bool bad = ldg8(src + 80 + k) != 0 || (mode && (f | d | a)) || a > 15;
     if (k < 8) {
         u32 constant = ldg8(src + 2) >> k & 1, limit = 0;
@@ -57,9 +57,9 @@ OW_COLD u32 x16_vet(const ow_x16_chunk& c, X16Form form) {
     const u8* dir = src + kX16Header;
     bad = ldg32(dir) != first || ldg32(dir + 8 * segs + 4) != 0;
     OW_UNROLL(1)
-    for (u32 at = kX16Header + 8 * (segs + 1) + lane(); at < first; at += 32) bad = bad || ldg8(src + at);
+    for (u32 at = kX16Header + 8 * (segs + 1) + lane_id(); at < first; at += 32) bad = bad || ldg8(src + at);
     OW_UNROLL(1)
-    for (u32 s = lane(); s < segs; s += 32) {
+    for (u32 s = lane_id(); s < segs; s += 32) {
         u32x2 here = ldg64(dir + 8 * s), next = ldg64(dir + 8 * s + 8);
         u32 tiles = umin(c.tiles, total - s * c.tiles);
         bad = bad || here.y > 256 * tiles || next.x > c.stored || here.x > next.x || next.x - here.x < 128 + 3 * here.y;

@@ -19,7 +19,7 @@ trap 'rm -rf "$copy"' EXIT
 trap 'exit 1' HUP INT TERM
 cp *.h *.cu *.cuh "$copy"
 cd "$copy"
-# -O3 as in the measured ladder. No -lineinfo: it writes paths.
+# No -lineinfo: it writes paths.
 fatbin() { # NAME SOURCE ARCH...
 	name=$1 source=$2
 	shift 2

@@ -1,4 +1,4 @@
-"""nvCOMP's ANS beside the X16 lab: the same weights, its ratio and its decode rate.
+"""nvCOMP's ANS on the weights that our decoder is measured with: its ratio and its decode rate.
 
     python cuda/lab/nvcomp_row.py [--size 3GiB] [--wheels FOLDER] [--json]
 
