@@ -28,8 +28,8 @@ const (
 	slabBytes = 32 << 20
 )
 
-// alone reports whether a tensor of n bytes gets an allocation of its own.
-func alone(n int64) bool {
+// isAllocatedAlone reports whether a tensor of n bytes gets an allocation of its own.
+func isAllocatedAlone(n int64) bool {
 	return n >= slabBytes || n >= 1<<20 && ((n+unit-1)&^(unit-1)-n)*16 <= n
 }
 
@@ -40,8 +40,8 @@ type region struct {
 	at     []int64
 }
 
-// lay assigns tensors to regions.
-func lay(sizes []int64) ([]region, error) {
+// layOutRegions assigns tensors to regions.
+func layOutRegions(sizes []int64) ([]region, error) {
 	var all []region
 	slab := -1
 	for i, n := range sizes {
@@ -50,7 +50,7 @@ func lay(sizes []int64) ([]region, error) {
 			return nil, errs.New(errs.ErrArgument, "size %d", n)
 		case n == 0:
 			continue
-		case alone(n):
+		case isAllocatedAlone(n):
 			all = append(all, region{bytes: n, member: []int{i}, at: []int64{0}})
 			continue
 		}
@@ -72,7 +72,7 @@ func lay(sizes []int64) ([]region, error) {
 // releases it: it is freed after that work, if its stream is the default one or was
 // passed to Used.
 func (d *Device) Alloc(sizes []int64) ([]device.Memory, error) {
-	regions, err := lay(sizes)
+	regions, err := layOutRegions(sizes)
 	if err != nil {
 		return nil, err
 	}
@@ -87,7 +87,7 @@ func (d *Device) Alloc(sizes []int64) ([]device.Memory, error) {
 	for i := range regions {
 		want[i] = C.uint64_t(regions[i].bytes)
 	}
-	got, err := d.pieces(want, sizes)
+	got, err := d.takeBlocks(want, sizes)
 	if err != nil {
 		return nil, err
 	}
@@ -97,27 +97,27 @@ func (d *Device) Alloc(sizes []int64) ([]device.Memory, error) {
 		if p == nil {
 			panic("out of memory for a header of 64 bytes")
 		}
-		b := device.NewListed(p, int64(len(r.member)), pointer(got[i]), uint64(want[i]), unsafe.Pointer(d.list))
+		b := device.NewListed(p, int64(len(r.member)), hostPointer(got[i]), uint64(want[i]), unsafe.Pointer(d.list))
 		for k, n := range r.member {
-			mem[n].Ptr, mem[n].Bytes, mem[n].Block = pointer(got[i]+C.owcu_ptr(r.at[k])), sizes[n], &b.Block
+			mem[n].Ptr, mem[n].Bytes, mem[n].Block = hostPointer(got[i]+C.owcu_ptr(r.at[k])), sizes[n], &b.Block
 		}
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.live += len(regions)
-	d.watch()
+	d.startReaper()
 	return mem, nil
 }
 
-// pieces returns memory for regions of the wanted sizes, from what is kept and from
+// takeBlocks returns memory for regions of the wanted sizes, from what is kept and from
 // the driver, and overwrites want with the length of each.
-func (d *Device) pieces(want []C.uint64_t, sizes []int64) ([]C.owcu_ptr, error) {
+func (d *Device) takeBlocks(want []C.uint64_t, sizes []int64) ([]C.owcu_ptr, error) {
 	got := make([]C.owcu_ptr, len(want))
 	var need []C.uint64_t
 	var at []int
 	d.mu.Lock()
 	for i, n := range want {
-		if p, ok := d.fit(n); ok {
+		if p, ok := d.bestKeptBlock(n); ok {
 			got[i], want[i] = p.at, p.bytes
 		} else {
 			need, at = append(need, n), append(at, i)
@@ -125,7 +125,7 @@ func (d *Device) pieces(want []C.uint64_t, sizes []int64) ([]C.owcu_ptr, error) 
 	}
 	d.mu.Unlock()
 	fresh := make([]C.owcu_ptr, len(need))
-	err := d.allocate(need, fresh, sizes)
+	err := d.allocateBlocks(need, fresh, sizes)
 	for k, i := range at {
 		got[i] = fresh[k]
 	}
@@ -142,10 +142,10 @@ func (d *Device) pieces(want []C.uint64_t, sizes []int64) ([]C.owcu_ptr, error) 
 	return nil, err
 }
 
-// allocate asks the driver. When that has no more memory, it tries again after
+// allocateBlocks asks the driver. When that has no more memory, it tries again after
 // freeing memory without a holder, which waits for the work that uses it, and once
 // more after freeing everything that is kept.
-func (d *Device) allocate(want []C.uint64_t, got []C.owcu_ptr, sizes []int64) error {
+func (d *Device) allocateBlocks(want []C.uint64_t, got []C.owcu_ptr, sizes []int64) error {
 	try := func() error {
 		err := d.call(func(e *C.struct_owcu_error) C.int {
 			return C.owcu_alloc(d.ctx, C.int64_t(len(want)), &want[0], &got[0], e)
@@ -177,12 +177,12 @@ func (d *Device) allocate(want []C.uint64_t, got []C.owcu_ptr, sizes []int64) er
 		all += n
 		most = max(most, n)
 	}
-	return d.sized(err, all, fmt.Sprintf("%d tensors, the largest of %d", len(sizes), most))
+	return d.nameSizes(err, all, fmt.Sprintf("%d tensors, the largest of %d", len(sizes), most))
 }
 
-// sized adds to an out-of-memory error how much was asked for, for what, and how
+// nameSizes adds to an out-of-memory error how much was asked for, for what, and how
 // much there was. Other errors stay as they are.
-func (d *Device) sized(err error, asked int64, what string) error {
+func (d *Device) nameSizes(err error, asked int64, what string) error {
 	var mem *errs.Memory
 	if !errors.As(err, &mem) {
 		return err

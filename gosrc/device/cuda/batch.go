@@ -116,7 +116,7 @@ func (d *Device) newSlab(bytes, room int64, streams, events, sleepers int, what 
 	} else {
 		p.free()
 	}
-	return nil, d.sized(failure(d.index, &e), room, what)
+	return nil, d.nameSizes(errorOf(d.index, &e), room, what)
 }
 
 // newPads makes a slab that is cut into pads.
@@ -136,10 +136,10 @@ func (d *Device) newPads(count, bytes, room int) (*slab, error) {
 // freeSlab waits for the work on a slab and frees it.
 func (d *Device) freeSlab(s *slab) error {
 	for _, p := range s.pads {
-		d.settle(p)
+		d.waitForPad(p)
 	}
 	var e C.struct_owcu_error
-	return d.given(d.tryFree(s, &e), &e, func() bool { return d.releaseSlab(s) })
+	return d.freeResult(d.tryFree(s, &e), &e, func() bool { return d.releaseSlab(s) })
 }
 
 // releaseSlab frees a slab that no batch uses, and reports whether it is gone.
@@ -178,8 +178,8 @@ func (d *Device) trimBatches() (err error) {
 	return err
 }
 
-// settle waits for a pad's last batch, and sets its result.
-func (d *Device) settle(p *pad) {
+// waitForPad waits for a pad's last batch, and sets its result.
+func (d *Device) waitForPad(p *pad) {
 	if !p.used {
 		return
 	}
@@ -191,13 +191,13 @@ func (d *Device) settle(p *pad) {
 	}
 	var err error
 	if rc != 0 {
-		err = failure(d.index, &e)
+		err = errorOf(d.index, &e)
 	}
-	p.batch.end(p, err)
+	p.batch.readStatuses(p, err)
 }
 
-// end reads the status words of a batch's kernels.
-func (b *Batch) end(p *pad, err error) {
+// readStatuses reads the status words of a batch's kernels.
+func (b *Batch) readStatuses(p *pad, err error) {
 	if b.pad != p {
 		return
 	}
@@ -209,10 +209,10 @@ func (b *Batch) end(p *pad, err error) {
 	b.pad, p.batch = nil, nil
 }
 
-// pad returns memory for n streams and rows. b.mu is held.
-func (d *Device) pad(n, rows int) (*pad, error) {
+// takePad returns memory for n streams and rows. b.mu is held.
+func (d *Device) takePad(n, rows int) (*pad, error) {
 	b := &d.batch
-	bytes, room := need(n, rows)
+	bytes, room := padSizes(n, rows)
 	if bytes <= padBytes && room <= padRoom {
 		if b.small == nil {
 			s, err := d.newPads(padCount, padBytes, padRoom)
@@ -223,21 +223,21 @@ func (d *Device) pad(n, rows int) (*pad, error) {
 		}
 		p := b.small.pads[b.next%padCount]
 		b.next++
-		d.settle(p)
+		d.waitForPad(p)
 		return p, nil
 	}
 	const most = 4
 	for i, s := range b.large {
-		if p := s.pads[0]; p.bytes >= bytes && p.room >= room && d.settled(p) {
+		if p := s.pads[0]; p.bytes >= bytes && p.room >= room && d.isPadDone(p) {
 			b.large = append(append(b.large[:i:i], b.large[i+1:]...), s) // the most recently used goes last
-			d.settle(p)
+			d.waitForPad(p)
 			return p, nil
 		}
 	}
 	if len(b.large) >= most && b.waiting == 0 {
 		first := b.large[0]
 		b.large = b.large[1:]
-		d.deferFree(func() bool { return d.retire(first) })
+		d.deferFree(func() bool { return d.freeIdleSlab(first) })
 	}
 	up := func(n int) int { return (n + n/4 + huge - 1) &^ (huge - 1) }
 	s, err := d.newPads(1, up(bytes), up(room))
@@ -248,8 +248,8 @@ func (d *Device) pad(n, rows int) (*pad, error) {
 	return s.pads[0], nil
 }
 
-// settled reports whether a pad's last batch is done.
-func (d *Device) settled(p *pad) bool {
+// isPadDone reports whether a pad's last batch is done.
+func (d *Device) isPadDone(p *pad) bool {
 	if !p.used {
 		return true
 	}
@@ -258,13 +258,13 @@ func (d *Device) settled(p *pad) bool {
 	return C.owcu_batch_wait(d.ctx, p.done, &ready, &e) != 0 || ready != 0
 }
 
-// retire frees a slab of one pad if its batch is done, and reports whether it is
+// freeIdleSlab frees a slab of one pad if its batch is done, and reports whether it is
 // gone.
-func (d *Device) retire(s *slab) bool {
+func (d *Device) freeIdleSlab(s *slab) bool {
 	d.batch.mu.Lock()
-	done := d.batch.waiting == 0 && d.settled(s.pads[0])
+	done := d.batch.waiting == 0 && d.isPadDone(s.pads[0])
 	if done {
-		d.settle(s.pads[0])
+		d.waitForPad(s.pads[0])
 	}
 	d.batch.mu.Unlock()
 	return done && d.releaseSlab(s)
@@ -274,7 +274,7 @@ func (d *Device) retire(s *slab) bool {
 func tableAt(n int) int { return (4*n + 63) &^ 63 }
 func peekAt(n int) int  { return tableAt(n) + headSize + n*entrySize }
 
-func need(n, rows int) (bytes, room int) {
+func padSizes(n, rows int) (bytes, room int) {
 	return peekAt(n) + n*peekSize, rowsAt(n) + rows*rowBytes
 }
 
@@ -294,7 +294,7 @@ func (d *Device) Decode(on Order, format uint32, streams []Stream) (*Batch, erro
 		if s.Chunk <= 0 || s.Size < 0 || s.Stored < 0 {
 			return nil, errs.New(errs.ErrArgument, "stream %d: %d bytes of content in chunks of %d", i, s.Size, s.Chunk)
 		}
-		rows += s.rows()
+		rows += s.blockCount()
 		if rows > MaxBatch || i >= MaxBatch {
 			return nil, errs.New(errs.ErrArgument, "a batch of more than %d chunks", MaxBatch)
 		}
@@ -307,7 +307,7 @@ func (d *Device) Decode(on Order, format uint32, streams []Stream) (*Batch, erro
 		return nil, errs.New(errs.ErrNotSupported, "format %d on a GPU", format)
 	}
 	t := work{format: format, streams: streams, rows: rows, few: !items && len(streams) <= C.OW_STREAM_FEW}
-	return d.start(on, t, func(split int) []step {
+	return d.startBatch(on, t, func(split int) []step {
 		if !items {
 			return []step{{kernel: batchX16, n: rows * split, threads: 32, shared: C.OW_STREAM_SHARED}}
 		}
@@ -327,7 +327,7 @@ func (d *Device) Peek(on Order, kind Kind, format uint32, streams []Stream) ([]P
 	for i, s := range streams {
 		each[i] = Stream{Src: s.Src, Stored: s.Stored, Kind: kind}
 	}
-	b, err := d.start(on, work{format: format, streams: each, answers: true}, func(int) []step {
+	b, err := d.startBatch(on, work{format: format, streams: each, answers: true}, func(int) []step {
 		return []step{{kernel: batchPeek, n: len(each), threads: 1}}
 	})
 	if err != nil {
@@ -365,7 +365,7 @@ func (d *Device) Encode(on Order, streams []Stream, scratch uint64) (*Batch, err
 		if s.Kind != 0 && s.Size > s.Chunk {
 			return nil, errs.New(errs.ErrArgument, "content %d: %d bytes in one block", i, s.Size)
 		}
-		if rows += s.rows(); rows > MaxBatch {
+		if rows += s.blockCount(); rows > MaxBatch {
 			return nil, errs.New(errs.ErrArgument, "a batch of more than %d chunks", MaxBatch)
 		}
 	}
@@ -373,7 +373,7 @@ func (d *Device) Encode(on Order, streams []Stream, scratch uint64) (*Batch, err
 		return &Batch{d: d}, nil
 	}
 	t := work{format: FormatX16, streams: streams, rows: rows, answers: true, scratch: scratch}
-	return d.start(on, t, func(split int) []step {
+	return d.startBatch(on, t, func(split int) []step {
 		threads := int(C.ow_x16_threads(C.uint64_t(slotOf(streams))))
 		return []step{{kernel: batchCut, n: rows, threads: 1}, {kernel: batchEncode, n: rows, threads: threads, block: threads, items: true},
 			{kernel: batchSum, n: len(streams), threads: 32}, {kernel: batchJoin, n: rows * split, threads: 32}}
@@ -397,7 +397,7 @@ func (s step) launch(kernels []C.owcu_handle, table, rows, status uint64) C.stru
 		s.block = 32 * C.OW_X16_WARPS
 	}
 	c := C.struct_owcu_step{kernel: kernels[s.kernel], grid: C.uint32_t(sizes.CeilDiv(s.n, s.block/s.threads)), block: C.uint32_t(s.block),
-		shared: C.uint32_t(s.shared), few: C.uint32_t(truth(s.kernel == batchX16))}
+		shared: C.uint32_t(s.shared), few: C.uint32_t(cBool(s.kernel == batchX16))}
 	args := []uint64{table, rows, uint64(s.n), status}
 	if s.items {
 		args = args[1:3]
@@ -408,8 +408,8 @@ func (s step) launch(kernels []C.owcu_handle, table, rows, status uint64) C.stru
 	return c
 }
 
-// start writes a batch to a pad and queues it.
-func (d *Device) start(on Order, t work, plan func(split int) []step) (*Batch, error) {
+// startBatch writes a batch to a pad and queues it.
+func (d *Device) startBatch(on Order, t work, plan func(split int) []step) (*Batch, error) {
 	format, streams, rows := t.format, t.streams, t.rows
 	if err := d.Follow(on.Stream, on.After...); err != nil {
 		return nil, err
@@ -421,7 +421,7 @@ func (d *Device) start(on Order, t work, plan func(split int) []step) (*Batch, e
 	if err != nil {
 		return nil, err
 	}
-	p, err := d.pad(len(streams), rows)
+	p, err := d.takePad(len(streams), rows)
 	if err != nil {
 		return nil, err
 	}
@@ -429,7 +429,7 @@ func (d *Device) start(on Order, t work, plan func(split int) []step) (*Batch, e
 	clear(unsafe.Slice((*uint32)(p.host), n))
 	table := unsafe.Add(p.host, tableAt(n))
 	entries := unsafe.Slice((*C.ow_stream)(unsafe.Add(table, headSize)), n)
-	first, split := 0, split(streams, rows)
+	first, split := 0, warpsPerChunk(streams, rows)
 	for i := range streams {
 		s := &streams[i]
 		entries[i] = C.ow_stream{
@@ -437,7 +437,7 @@ func (d *Device) start(on Order, t work, plan func(split int) []step) (*Batch, e
 			first: C.uint32_t(first), kind: C.uint32_t(s.Kind), format: C.uint32_t(format), arg: C.uint32_t(s.Arg),
 		}
 		if rows > 0 {
-			k := s.rows()
+			k := s.blockCount()
 			entries[i].rows = C.uint32_t(k)
 			first += k
 		}
@@ -467,7 +467,7 @@ func (d *Device) start(on Order, t work, plan func(split int) []step) (*Batch, e
 	}
 	var e C.struct_owcu_error
 	if C.owcu_batch(&b, &e) != 0 {
-		return nil, failure(d.index, &e)
+		return nil, errorOf(d.index, &e)
 	}
 	p.used, p.batch = true, made
 	return made, nil
@@ -484,7 +484,7 @@ func slotOf(streams []Stream) (n int64) {
 // Scratch is how many bytes of scratch memory Encode needs.
 func Scratch(streams []Stream) (n int64) {
 	for i := range streams {
-		n += int64(streams[i].rows())
+		n += int64(streams[i].blockCount())
 	}
 	return n * slotOf(streams)
 }
@@ -507,7 +507,7 @@ func (b *Batch) Done() bool {
 	g := &b.d.batch
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	return b.pad == nil || b.d.settled(b.pad)
+	return b.pad == nil || b.d.isPadDone(b.pad)
 }
 
 // Wait waits for the batch and returns the result of each stream, nil if all are
@@ -523,11 +523,11 @@ func (b *Batch) Wait() ([]error, error) {
 		var e C.struct_owcu_error
 		var err error
 		if C.owcu_batch_wait(b.d.ctx, p.done, nil, &e) != 0 {
-			err = failure(b.d.index, &e)
+			err = errorOf(b.d.index, &e)
 		}
 		g.mu.Lock()
 		g.waiting--
-		b.end(p, err)
+		b.readStatuses(p, err)
 	}
 	defer g.mu.Unlock()
 	if b.err != nil {

@@ -288,7 +288,7 @@ func benchAlloc(t *testing.T, d *Device, total int64) {
 				m.Release()
 			}
 			start = time.Now()
-			if err := d.reap(true); err != nil {
+			if err := d.reapBlocks(true); err != nil {
 				t.Fatal(err)
 			}
 			t.Logf("%s, %.2f GB: allocated in %v, %.1f MB more than they hold; freed in %v", name, float64(sum)/1e9, took,

@@ -79,7 +79,7 @@ type launch struct{ kernel, first, n int }
 // to the staging for that unless it reads them in place. Other raw chunks are copied
 // straight to their destinations.
 func (b *build) begin(s *Slot, n int64, tasks []device.DecodeTask) {
-	b.s, b.tasks, b.at, b.begun, b.staged, b.around, b.base = s, tasks, 0, false, s.read(), false, s.dev
+	b.s, b.tasks, b.at, b.begun, b.staged, b.around, b.base = s, tasks, 0, false, s.isReadInPlace(), false, s.dev
 	switch {
 	case s.onDev != 0: // the caller's view is on the device
 		b.base = s.onDev
@@ -90,11 +90,11 @@ func (b *build) begin(s *Slot, n int64, tasks []device.DecodeTask) {
 	small, smallLo, smallHi := 0, n, int64(0)
 	for i := range tasks {
 		j := &tasks[i]
-		if err := b.check(n, j); err != nil {
-			s.failures[i] = b.blame(j, err)
+		if err := b.checkTask(n, j); err != nil {
+			s.failures[i] = b.explainBadChunk(j, err)
 			continue
 		}
-		b.around = b.around || b.through(j)
+		b.around = b.around || b.needsScratch(j)
 		lo, hi := int64(j.Src), int64(j.Src)+int64(j.Chunk.Stored)
 		switch {
 		case j.Chunk.Codec == tensor.CodecX16 || j.View != nil || j.Cast.To != 0:
@@ -104,7 +104,7 @@ func (b *build) begin(s *Slot, n int64, tasks []device.DecodeTask) {
 			smallLo, smallHi = min(smallLo, lo), max(smallHi, hi)
 		}
 	}
-	if b.runs = b.runs[:0]; s.loose && !b.staged && len(s.failures) == 0 && b.joined() {
+	if b.runs = b.runs[:0]; s.loose && !b.staged && len(s.failures) == 0 && b.joinRuns() {
 		return
 	}
 	if small > fewRaw {
@@ -116,9 +116,9 @@ func (b *build) begin(s *Slot, n int64, tasks []device.DecodeTask) {
 	}
 }
 
-// joined finds the runs of a loose piece. It reports whether they are few, and all that
+// joinRuns finds the runs of a loose piece. It reports whether they are few, and all that
 // the piece has.
-func (b *build) joined() bool {
+func (b *build) joinRuns() bool {
 	b.summing = 0
 	for i := range b.tasks {
 		j := &b.tasks[i]
@@ -134,7 +134,7 @@ func (b *build) joined() bool {
 		} else {
 			b.runs[k].hi = hi
 		}
-		if b.summed(j) {
+		if b.comparesSum(j) {
 			b.summing += crcParts(j)
 		}
 	}
@@ -144,9 +144,9 @@ func (b *build) joined() bool {
 	return len(b.runs) > 0
 }
 
-// check checks that a task can run. The kernel checks words in a chunk that only
+// checkTask checks that a task can run. The kernel checks words in a chunk that only
 // decoding can check.
-func (b *build) check(n int64, j *device.DecodeTask) error {
+func (b *build) checkTask(n int64, j *device.DecodeTask) error {
 	c := &j.Chunk
 	lo, hi := int64(j.Src), int64(j.Src)+int64(c.Stored)
 	if hi > n || j.Dst == nil && c.Logical > 0 {
@@ -179,20 +179,20 @@ func (b *build) check(n int64, j *device.DecodeTask) error {
 // finished reports whether every task is in a round.
 func (b *build) finished() bool { return b.begun && b.at == len(b.tasks) }
 
-// fill takes the next tasks, as many as the tables hold. scratch is the address of
+// fillRound takes the next tasks, as many as the tables hold. scratch is the address of
 // scratch memory, if the piece needs it.
-func (b *build) fill(scratch uint64) {
+func (b *build) fillRound(scratch uint64) {
 	b.scratch, b.used, b.inScr = false, 0, 0
 	b.chunks, b.owner, b.moves, b.segs, b.parts = b.chunks[:0], b.owner[:0], b.moves[:0], b.segs[:0], b.parts[:0]
 	b.casts, b.crcs, b.sums = b.casts[:0], b.crcs[:0], b.sums[:0]
 	b.copies, b.launches = b.copies[:0], b.launches[:0]
 	for i := range b.runs {
 		r := &b.runs[i]
-		b.copies = pieced(b.copies, address(r.dst), unsafe.Pointer(&b.s.Memory()[r.lo]), r.hi-r.lo)
+		b.copies = appendCopies(b.copies, deviceAddress(r.dst), unsafe.Pointer(&b.s.Memory()[r.lo]), r.hi-r.lo)
 	}
 	for ; b.at < len(b.tasks); b.at++ {
 		j := &b.tasks[b.at]
-		if b.s.failures[b.at] == nil && j.Chunk.Logical > 0 && !b.add(j, scratch) {
+		if b.s.failures[b.at] == nil && j.Chunk.Logical > 0 && !b.addTask(j, scratch) {
 			break
 		}
 	}
@@ -200,21 +200,21 @@ func (b *build) fill(scratch uint64) {
 	b.flushBatch()
 }
 
-// add adds a task to the round, and reports whether it fits.
-func (b *build) add(j *device.DecodeTask, scratch uint64) bool {
-	used, summed := b.used, b.summed(j)
+// addTask adds a task to the round, and reports whether it fits.
+func (b *build) addTask(j *device.DecodeTask, scratch uint64) bool {
+	used, summed := b.used, b.comparesSum(j)
 	fits := !summed || b.roomForSum(j)
 	switch {
 	case !fits || len(b.runs) > 0:
 	case j.Chunk.Codec == tensor.CodecX16:
-		fits = b.coded(j, scratch)
+		fits = b.addCoded(j, scratch)
 	default:
-		fits = b.raw(j, scratch)
+		fits = b.addRaw(j, scratch)
 	}
 	if !fits {
 		b.used = used
 	} else if summed {
-		b.sum(j)
+		b.addSumParts(j)
 	}
 	return fits
 }
@@ -234,18 +234,18 @@ func checkCast(j *device.DecodeTask) error {
 	return nil
 }
 
-// through reports whether a chunk goes through scratch: kernels write whole chunks,
+// needsScratch reports whether a chunk goes through scratch: kernels write whole chunks,
 // at multiples of 16, and cast whole elements.
-func (b *build) through(j *device.DecodeTask) bool {
+func (b *build) needsScratch(j *device.DecodeTask) bool {
 	if j.Cast.To != 0 {
 		return j.Chunk.Codec == tensor.CodecX16 || (b.base+uint64(j.Src))%uint64(j.Cast.From.Bits()/8) != 0
 	}
 	return j.Chunk.Codec == tensor.CodecX16 && (j.View != nil || uintptr(j.Dst)%16 != 0)
 }
 
-// coded adds an X16 chunk.
-func (b *build) coded(j *device.DecodeTask, scratch uint64) bool {
-	through := b.through(j)
+// addCoded adds an X16 chunk.
+func (b *build) addCoded(j *device.DecodeTask, scratch uint64) bool {
+	through := b.needsScratch(j)
 	n := x16.Segments(j.Chunk)
 	need := chunkSize + n*segSize
 	dst := uint64(uintptr(j.Dst))
@@ -254,21 +254,21 @@ func (b *build) coded(j *device.DecodeTask, scratch uint64) bool {
 		at := b.roomInScratch(j, scratch)
 		if j.Cast.To != 0 {
 			need += tablesOfCast(j)
-		} else if moves = b.scattered(j, at, dst); len(moves) == 0 {
+		} else if moves = b.splitIntoMoves(j, at, dst); len(moves) == 0 {
 			return true // the view has no bytes of it
 		}
 		dst = at
 		need += tablesOf(moves)
 	}
-	if !b.room(need) || len(b.chunks)+len(b.crcs) == maxWords {
+	if !b.tablesHaveSpace(need) || len(b.chunks)+len(b.crcs) == maxWords {
 		return false
 	}
 	if through {
 		b.scratch = true
 		b.inScr += (int64(j.Chunk.Logical) + 255) &^ 255
-		b.move(moves)
+		b.addMoves(moves)
 		if j.Cast.To != 0 {
-			b.casting(j, dst)
+			b.addCast(j, dst)
 		}
 	}
 	k := len(b.chunks)
@@ -285,8 +285,8 @@ func (b *build) coded(j *device.DecodeTask, scratch uint64) bool {
 	return true
 }
 
-// raw adds a raw chunk: by a kernel if that reads those bytes, else by a copy of its own.
-func (b *build) raw(j *device.DecodeTask, scratch uint64) bool {
+// addRaw adds a raw chunk: by a kernel if that reads those bytes, else by a copy of its own.
+func (b *build) addRaw(j *device.DecodeTask, scratch uint64) bool {
 	if j.Cast.To != 0 {
 		return b.rawCast(j, scratch)
 	}
@@ -295,22 +295,22 @@ func (b *build) raw(j *device.DecodeTask, scratch uint64) bool {
 		if len(b.copies)+3+int((hi-lo)/seam) > C.OWCU_COPIES-8 {
 			return false
 		}
-		b.copies = pieced(b.copies, address(j.Dst), unsafe.Pointer(&b.s.Memory()[lo]), hi-lo)
+		b.copies = appendCopies(b.copies, deviceAddress(j.Dst), unsafe.Pointer(&b.s.Memory()[lo]), hi-lo)
 		return true
 	}
-	moves := b.scattered(j, b.base+uint64(lo), uint64(uintptr(j.Dst)))
+	moves := b.splitIntoMoves(j, b.base+uint64(lo), uint64(uintptr(j.Dst)))
 	need := tablesOf(moves)
-	if !b.room(need) {
+	if !b.tablesHaveSpace(need) {
 		return false
 	}
-	b.move(moves)
+	b.addMoves(moves)
 	b.used += need
 	return true
 }
 
-// scattered splits a task's bytes into moves: one, or for a view whole rows and a
+// splitIntoMoves splits a task's bytes into moves: one, or for a view whole rows and a
 // partial row at either end.
-func (b *build) scattered(j *device.DecodeTask, src, dst uint64) (out []C.ow_move) {
+func (b *build) splitIntoMoves(j *device.DecodeTask, src, dst uint64) (out []C.ow_move) {
 	if j.View == nil {
 		return []C.ow_move{{src: C.uint64_t(src), dst: C.uint64_t(dst), width: C.uint32_t(j.Chunk.Logical), rows: 1}}
 	}
@@ -337,21 +337,21 @@ func (b *build) rawCast(j *device.DecodeTask, scratch uint64) bool {
 	src := b.base + uint64(j.Src)
 	need := tablesOfCast(j)
 	var moves []C.ow_move
-	if b.through(j) {
+	if b.needsScratch(j) {
 		at := b.roomInScratch(j, scratch)
-		moves = b.scattered(j, src, at)
+		moves = b.splitIntoMoves(j, src, at)
 		need += tablesOf(moves)
 		src = at
 	}
-	if !b.room(need) {
+	if !b.tablesHaveSpace(need) {
 		return false
 	}
 	if moves != nil {
 		b.scratch = true
 		b.inScr += (int64(j.Chunk.Logical) + 255) &^ 255
-		b.move(moves)
+		b.addMoves(moves)
 	}
-	b.casting(j, src)
+	b.addCast(j, src)
 	b.used += need
 	return true
 }
@@ -372,8 +372,8 @@ func tablesOfCast(j *device.DecodeTask) int {
 	return castSize + (n+C.OW_CAST_PART-1)/C.OW_CAST_PART*partSize
 }
 
-// casting adds the cast of a task's elements at src.
-func (b *build) casting(j *device.DecodeTask, src uint64) {
+// addCast adds the cast of a task's elements at src.
+func (b *build) addCast(j *device.DecodeTask, src uint64) {
 	k := C.uint32_t(len(b.casts))
 	n := int(j.Chunk.Logical) / (j.Cast.From.Bits() / 8)
 	b.casts = append(b.casts, C.ow_cast{src: C.uint64_t(src), dst: C.uint64_t(uintptr(j.Dst)), n: C.uint64_t(n),
@@ -390,13 +390,13 @@ func tablesOf(moves []C.ow_move) (n int) {
 	return n
 }
 
-// room reports whether n more bytes of tables fit.
-func (b *build) room(n int) bool {
+// tablesHaveSpace reports whether n more bytes of tables fit.
+func (b *build) tablesHaveSpace(n int) bool {
 	// The launches of this batch and the next, that of the checksums, and the tables' rounding.
 	return b.used+n+64 <= tableBytes && len(b.launches)+2*(len(b.batch)+2)+1 <= C.OWCU_LAUNCHES
 }
 
-func (b *build) move(moves []C.ow_move) {
+func (b *build) addMoves(moves []C.ow_move) {
 	for i := range moves {
 		k := C.uint32_t(len(b.moves))
 		b.moves = append(b.moves, moves[i])
@@ -427,15 +427,15 @@ func (b *build) flushBatch() {
 	}
 }
 
-// write writes the round into the slot's pinned memory and its C struct.
-func (b *build) write() {
+// writeRound writes the round into the slot's pinned memory and its C struct.
+func (b *build) writeRound() {
 	s := b.s
 	head := unsafe.Add(s.host, -headBytes)
 	size := len(b.chunks)*chunkSize + len(b.moves)*moveSize + len(b.casts)*castSize + len(b.segs)*segSize + len(b.parts)*partSize + len(b.crcs)*crcSize
 	size = (size + 15) &^ 15
 	table := unsafe.Add(s.host, -size)
 	device := s.dev - uint64(size)
-	near := !s.read() && len(b.runs) == 0
+	near := !s.isReadInPlace() && len(b.runs) == 0
 	if !near {
 		// The kernels read the tables in host memory: a copy would wait for copies of other
 		// queues, which occupy the link for milliseconds, or interrupt those of runs.
@@ -446,12 +446,12 @@ func (b *build) write() {
 	}
 	var at [6]int
 	n := 0
-	at[0], n = n, n+put(table, n, b.chunks)
-	at[1], n = n, n+put(table, n, b.moves)
-	at[2], n = n, n+put(table, n, b.segs)
-	at[3], n = n, n+put(table, n, b.parts)
-	at[4], n = n, n+put(table, n, b.casts)
-	at[5], _ = n, n+put(table, n, b.crcs)
+	at[0], n = n, n+copyTable(table, n, b.chunks)
+	at[1], n = n, n+copyTable(table, n, b.moves)
+	at[2], n = n, n+copyTable(table, n, b.segs)
+	at[3], n = n, n+copyTable(table, n, b.parts)
+	at[4], n = n, n+copyTable(table, n, b.casts)
+	at[5], _ = n, n+copyTable(table, n, b.crcs)
 	clear(unsafe.Slice((*uint32)(head), len(b.chunks)))
 
 	copies := s.c.copies[:0]
@@ -463,7 +463,7 @@ func (b *build) write() {
 		copies = append(copies, C.struct_owcu_copy{dst: C.owcu_ptr(device), src: table, n: C.uint64_t(int64(size) + upto)})
 		if !b.staged && b.hi > b.lo {
 			b.staged = true
-			copies = pieced(copies, C.owcu_ptr(s.dev+uint64(b.lo)), unsafe.Pointer(&s.Memory()[b.lo]), b.hi-b.lo)
+			copies = appendCopies(copies, C.owcu_ptr(s.dev+uint64(b.lo)), unsafe.Pointer(&s.Memory()[b.lo]), b.hi-b.lo)
 		}
 	}
 	copies = append(copies, b.copies...)
@@ -486,8 +486,8 @@ func (b *build) write() {
 	}
 }
 
-// pieced adds a copy from pinned memory, in as many pieces as it has seams.
-func pieced(all []C.struct_owcu_copy, dst C.owcu_ptr, src unsafe.Pointer, n int64) []C.struct_owcu_copy {
+// appendCopies adds a copy from pinned memory, in as many pieces as it has seams.
+func appendCopies(all []C.struct_owcu_copy, dst C.owcu_ptr, src unsafe.Pointer, n int64) []C.struct_owcu_copy {
 	for n > 0 {
 		k := min(n, seam-int64(uintptr(src)%uintptr(seam)))
 		all = append(all, C.struct_owcu_copy{dst: dst, src: src, n: C.uint64_t(k)})
@@ -496,19 +496,19 @@ func pieced(all []C.struct_owcu_copy, dst C.owcu_ptr, src unsafe.Pointer, n int6
 	return all
 }
 
-// put copies a table to p+off and returns its length in bytes.
-func put[T any](p unsafe.Pointer, off int, table []T) int {
+// copyTable copies a table to p+off and returns its length in bytes.
+func copyTable[T any](p unsafe.Pointer, off int, table []T) int {
 	copy(unsafe.Slice((*T)(unsafe.Add(p, off)), len(table)), table)
 	return len(table) * int(unsafe.Sizeof(*new(T)))
 }
 
-// harvest turns the status words of a finished round into errors.
-func (b *build) harvest() {
+// collectErrors turns the status words of a finished round into errors.
+func (b *build) collectErrors() {
 	words := unsafe.Slice((*uint32)(unsafe.Add(b.s.host, -headBytes)), len(b.chunks)+len(b.crcs))
 	for i, w := range words[:len(b.chunks)] {
 		if w != 0 {
 			b.s.failures[b.owner[i]] = errs.New(errs.ErrCorrupt, "X16: %s", statusText(w))
 		}
 	}
-	b.compare(words[len(b.chunks):])
+	b.compareSums(words[len(b.chunks):])
 }

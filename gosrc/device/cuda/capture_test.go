@@ -26,7 +26,7 @@ func (d *Device) alone(t *testing.T) {
 		d.mu.Lock()
 		defer d.mu.Unlock()
 		d.reaping = false
-		d.watch()
+		d.startReaper()
 	})
 }
 
@@ -272,7 +272,7 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 		fakeFill(mem[0], 7, stream) // queued behind the other: uses the memory
 		mem[0].Release()
 		for range 5 {
-			if err := d.reap(false); err != nil {
+			if err := d.reapBlocks(false); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -281,7 +281,7 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 		}
 		idle()
 		eventually(t, "not freed when its users were done", func() bool {
-			if err := d.reap(false); err != nil {
+			if err := d.reapBlocks(false); err != nil {
 				t.Fatal(err)
 			}
 			return held(d) == 0
@@ -291,7 +291,7 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 	dict(t, d)()
 	end := FakeCapture(side, false)
 	for range 3 {
-		if err := d.reap(true); err != nil { // which does not wait for the capture's end
+		if err := d.reapBlocks(true); err != nil { // which does not wait for the capture's end
 			t.Fatal(err)
 		}
 	}
@@ -391,7 +391,7 @@ func TestLostDeviceTakesAll(t *testing.T) {
 		t.Fatal(err)
 	}
 	dict(t, d)()
-	if err := d.reap(true); err != nil { // and is kept
+	if err := d.reapBlocks(true); err != nil { // and is kept
 		t.Fatal(err)
 	}
 	drop := dict(t, d)
@@ -419,7 +419,7 @@ func TestDroppedMemoryServesTheNextLoad(t *testing.T) {
 	big := []int64{100 << 20, 60 << 20}
 	for range 3 {
 		dict(t, d)()
-		if err := d.reap(true); err != nil {
+		if err := d.reapBlocks(true); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -439,7 +439,7 @@ func TestDroppedMemoryServesTheNextLoad(t *testing.T) {
 	for _, m := range mem {
 		m.Release()
 	}
-	if err := d.reap(true); err != nil {
+	if err := d.reapBlocks(true); err != nil {
 		t.Fatal(err)
 	}
 	d.mu.Lock()

@@ -85,17 +85,19 @@ func (q *Queue) Checks() bool { return !q.inPlace }
 // Check makes the slot's next Submit compare the checksums of its tasks that have one.
 func (s *Slot) Check() { s.checks = true }
 
-// summed is whether the device compares a task's checksum.
-func (b *build) summed(j *device.DecodeTask) bool { return b.s.checks && j.Summed && !b.s.read() }
+// comparesSum is whether the device compares a task's checksum.
+func (b *build) comparesSum(j *device.DecodeTask) bool {
+	return b.s.checks && j.Summed && !b.s.isReadInPlace()
+}
 
 // crcParts is into how many parts a task's chunk is cut.
 func crcParts(j *device.DecodeTask) int {
 	return (int(j.Chunk.Stored) + C.OW_CRC_PART - 1) / C.OW_CRC_PART
 }
 
-// sum adds the parts of the next task's chunk. They are cut from its end on, so that they
+// addSumParts adds the parts of the next task's chunk. They are cut from its end on, so that they
 // have whole parts behind them.
-func (b *build) sum(j *device.DecodeTask) {
+func (b *build) addSumParts(j *device.DecodeTask) {
 	lo, n := int64(j.Src), uint64(j.Chunk.Stored)
 	at := uint64(uintptr(j.Dst)) // copied straight there
 	if lo >= b.lo && lo+int64(n) <= b.hi {
@@ -114,15 +116,15 @@ func (b *build) sum(j *device.DecodeTask) {
 // reserves their space in the tables.
 func (b *build) roomForSum(j *device.DecodeTask) bool {
 	n := crcParts(j)
-	if !b.room(n*crcSize) || len(b.chunks)+len(b.crcs)+n >= maxWords {
+	if !b.tablesHaveSpace(n*crcSize) || len(b.chunks)+len(b.crcs)+n >= maxWords {
 		return false
 	}
 	b.used += n * crcSize
 	return true
 }
 
-// compare turns the words of a round's parts into errors.
-func (b *build) compare(words []uint32) {
+// compareSums turns the words of a round's parts into errors.
+func (b *build) compareSums(words []uint32) {
 	for i, c := range b.sums {
 		end := len(words)
 		if i+1 < len(b.sums) {
@@ -140,10 +142,10 @@ func (b *build) compare(words []uint32) {
 	}
 }
 
-// blame is err, which says that stored bytes are no chunk, or that they are not those
+// explainBadChunk is err, which says that stored bytes are no chunk, or that they are not those
 // that were written.
-func (b *build) blame(j *device.DecodeTask, err error) error {
-	if !errors.Is(err, errs.ErrCorrupt) || !b.summed(j) {
+func (b *build) explainBadChunk(j *device.DecodeTask, err error) error {
+	if !errors.Is(err, errs.ErrCorrupt) || !b.comparesSum(j) {
 		return err
 	}
 	stored := b.s.Memory()[j.Src:][:j.Chunk.Stored]

@@ -26,8 +26,8 @@ const deltaRow = int(unsafe.Sizeof(C.ow_delta_row{}))
 // copies those of one batch while the device works on the other. Tests make it small.
 var deltaBatch = 32 << 20
 
-// row describes a chunk for the kernels.
-func (c *DeltaChunk) row(at uint64) C.ow_delta_row {
+// kernelRow describes a chunk for the kernels.
+func (c *DeltaChunk) kernelRow(at uint64) C.ow_delta_row {
 	return C.ow_delta_row{now: C.uint64_t(c.Now), base: C.uint64_t(c.Base), at: C.uint64_t(at), bytes: C.uint32_t(c.Bytes),
 		stored: C.uint32_t(len(c.Stored)), lg: C.uint32_t(bits.TrailingZeros(uint(c.Width)))}
 }
@@ -117,10 +117,10 @@ func (d *Device) applyDelta(on Order, lane int, chunks []DeltaChunk, bytes int) 
 			offsets := make([]int, len(chunks))
 			for i := range chunks {
 				offsets[i] = at
-				rows[i] = chunks[i].row(dev + uint64(at))
+				rows[i] = chunks[i].kernelRow(dev + uint64(at))
 				at += len(chunks[i].Stored)
 			}
-			each(len(chunks), 64, func(i int) {
+			onAllCores(len(chunks), 64, func(i int) {
 				copy(unsafe.Slice((*byte)(unsafe.Add(table, offsets[i])), len(chunks[i].Stored)), chunks[i].Stored)
 			})
 		},
@@ -133,8 +133,8 @@ func deltaGrid(rows int) int {
 	return (rows + warps - 1) / warps
 }
 
-// each calls f for 0 to n-1 on all cores, `step` at a time.
-func each(n, step int, f func(i int)) {
+// onAllCores calls f for 0 to n-1 on all cores, `step` at a time.
+func onAllCores(n, step int, f func(i int)) {
 	_ = spawn.Each(context.Background(), "cuda delta", runtime.GOMAXPROCS(0), (n+step-1)/step, func(k int) error {
 		for i := k * step; i < min(n, (k+1)*step); i++ {
 			f(i)
@@ -173,11 +173,11 @@ func (d *Device) EncodeDelta(ctx context.Context, on Order, chunks []DeltaChunk,
 func (d *Device) encodeDelta(on Order, chunks []DeltaChunk) error {
 	rows := make([]C.ow_delta_row, len(chunks))
 	for i := range rows {
-		rows[i] = chunks[i].row(0)
+		rows[i] = chunks[i].kernelRow(0)
 	}
 	err := d.runResident(on, residentRun{
 		kernel: residentDeltaMeasure, grid: deltaGrid(len(rows)), block: C.OW_DELTA_THREADS, bytes: deltaRow * len(rows), back: deltaRow * len(rows),
-		fill: func(table unsafe.Pointer, _ uint64) { put(table, 0, rows) },
+		fill: func(table unsafe.Pointer, _ uint64) { copyTable(table, 0, rows) },
 		args: func(table uint64) []uint64 { return []uint64{table, uint64(len(rows))} },
 		take: func(answers unsafe.Pointer) { copy(rows, unsafe.Slice((*C.ow_delta_row)(answers), len(rows))) },
 	})
@@ -218,7 +218,7 @@ func (d *Device) writeDelta(on Order, lane int, chunks []DeltaChunk, rows []C.ow
 			}
 			const part = 256 << 10
 			from := unsafe.Slice((*byte)(answers), len(all))
-			each((len(all)+part-1)/part, 1, func(k int) {
+			onAllCores((len(all)+part-1)/part, 1, func(k int) {
 				lo, hi := k*part, min(len(all), (k+1)*part)
 				copy(all[lo:hi], from[lo:hi])
 			})

@@ -69,7 +69,7 @@ type Device struct {
 }
 
 // firstRing is the size of a default queue's pinned memory; tests make it smaller.
-var firstRing = DefaultSlots * stride(DefaultSlotBytes)
+var firstRing = DefaultSlots * slotStride(DefaultSlotBytes)
 
 // Open returns the device with the given index. The first call makes its context,
 // which takes some 0.2 s unless torch has done so, and prepares the pinned memory
@@ -77,7 +77,7 @@ var firstRing = DefaultSlots * stride(DefaultSlotBytes)
 func Open(index int) (*Device, error) {
 	driver.mu.Lock()
 	defer driver.mu.Unlock()
-	if err := begin(); err != nil {
+	if err := loadDriver(); err != nil {
 		return nil, err
 	}
 	if index < 0 || index >= driver.count {
@@ -101,7 +101,7 @@ func Open(index int) (*Device, error) {
 	if C.owcu_ctx_open(C.int(index), &d.number, &d.ctx, &coherent, &sms, &e) != 0 {
 		(<-d.spare).free()
 		C.free(unsafe.Pointer(list))
-		return nil, failure(index, &e)
+		return nil, errorOf(index, &e)
 	}
 	d.coherent, d.sms = coherent != 0, int(sms)
 	if driver.devices == nil {
@@ -193,7 +193,7 @@ func (d *Device) Read(dst []byte, m device.Memory) error {
 	d.reading.Lock()
 	defer d.reading.Unlock()
 	return d.call(func(e *C.struct_owcu_error) C.int {
-		return C.owcu_read(d.ctx, &d.stream, unsafe.Pointer(&dst[0]), address(m.Ptr), C.uint64_t(len(dst)), e)
+		return C.owcu_read(d.ctx, &d.stream, unsafe.Pointer(&dst[0]), deviceAddress(m.Ptr), C.uint64_t(len(dst)), e)
 	})
 }
 
@@ -206,7 +206,7 @@ func (d *Device) Current(fn func() error) error {
 	var g C.struct_owcu_guard
 	var e C.struct_owcu_error
 	if C.owcu_enter(&g, d.ctx, &e) != 0 {
-		return failure(d.index, &e)
+		return errorOf(d.index, &e)
 	}
 	defer C.owcu_leave(&g)
 	return fn()
@@ -256,10 +256,10 @@ func (d *Device) close() error {
 		}
 	}
 	for _, event := range append(d.pending.events, d.link) {
-		for !d.dropped(C.OWCU_EVENT, unsafe.Pointer(event)) {
+		for !d.tryToFree(C.OWCU_EVENT, unsafe.Pointer(event)) {
 		}
 	}
-	for !d.dropped(C.OWCU_STREAM, unsafe.Pointer(d.stream)) {
+	for !d.tryToFree(C.OWCU_STREAM, unsafe.Pointer(d.stream)) {
 	}
 	var e C.struct_owcu_error
 	for _, m := range []*C.struct_owcu_module{d.module, d.resident.module} {
@@ -272,13 +272,13 @@ func (d *Device) close() error {
 	delete(driver.devices, d.index)
 	C.owcu_ctx_close(d.number, &e)
 	if e.call != nil && err == nil {
-		err = failure(d.index, &e)
+		err = errorOf(d.index, &e)
 	}
 	return err
 }
 
-// address converts a pointer to a device address.
-func address(p unsafe.Pointer) C.owcu_ptr { return C.owcu_ptr(uintptr(p)) }
+// deviceAddress converts a pointer to a device address.
+func deviceAddress(p unsafe.Pointer) C.owcu_ptr { return C.owcu_ptr(uintptr(p)) }
 
-// pointer converts a device address to a pointer.
-func pointer(a C.owcu_ptr) unsafe.Pointer { return device.Pointer(uintptr(a)) }
+// hostPointer converts a device address to a pointer.
+func hostPointer(a C.owcu_ptr) unsafe.Pointer { return device.Pointer(uintptr(a)) }

@@ -56,8 +56,8 @@ func (d *Device) Digest(on Order, views []digest.View) ([]digest.Sum, error) {
 			bytes: end + digestDim*len(dims), back: at,
 			fill: func(table unsafe.Pointer, _ uint64) {
 				clear(unsafe.Slice((*byte)(table), at))
-				put(table, at, jobs)
-				put(table, end, dims)
+				copyTable(table, at, jobs)
+				copyTable(table, end, dims)
 			},
 			args: func(table uint64) []uint64 {
 				return []uint64{table + uint64(at), uint64(len(jobs)), tiles, table + uint64(end), table}
@@ -79,8 +79,8 @@ func (d *Device) Digest(on Order, views []digest.View) ([]digest.Sum, error) {
 	return out, nil
 }
 
-// low is the largest power of two, up to 16, that divides all of its arguments.
-func low(all ...uint64) int64 {
+// commonAlignment is the largest power of two, up to 16, that divides all of its arguments.
+func commonAlignment(all ...uint64) int64 {
 	v := uint64(16)
 	for _, a := range all {
 		v |= a
@@ -95,13 +95,13 @@ func digestShape(j *C.ow_digest_job, v digest.View, dims []C.ow_digest_dim) []C.
 	j.src = C.uint64_t(m.Address)
 	last := len(m.Shape) - 1
 	if m.IsContiguous() {
-		align := low(m.Address)
+		align := commonAlignment(m.Address)
 		if align >= 8 {
 			j.item = C.uint16_t(align)
 			return dims
 		}
 		// Elements of the address's alignment: as many bytes as that divides.
-		m.Item = low(uint64(align), uint64(m.Shape[0]))
+		m.Item = commonAlignment(uint64(align), uint64(m.Shape[0]))
 		m.Shape[0], m.Strides[0] = m.Shape[0]/m.Item, m.Item
 	} else {
 		common := []uint64{m.Address, 8, uint64(m.Item)}
@@ -110,12 +110,12 @@ func digestShape(j *C.ow_digest_job, v digest.View, dims []C.ow_digest_dim) []C.
 				common = append(common, uint64(s))
 			}
 		}
-		switch align := low(common...); {
+		switch align := commonAlignment(common...); {
 		case align < m.Item: // an element is a row of smaller ones
 			m.Shape, m.Strides = append(m.Shape, m.Item/align), append(m.Strides, align)
 			m.Item = align
 		case m.Strides[last] == m.Item: // a row is one of larger ones
-			wide := low(append(common[:1:1], append(common[3:], 8, uint64(m.Shape[last]*m.Item))...)...)
+			wide := commonAlignment(append(common[:1:1], append(common[3:], 8, uint64(m.Shape[last]*m.Item))...)...)
 			m.Shape[last], m.Item, m.Strides[last] = m.Shape[last]*m.Item/wide, wide, wide
 		}
 	}

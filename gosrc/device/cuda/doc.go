@@ -56,8 +56,8 @@ var ring = struct {
 // fit: at most 64 Ki segments of 8 bytes.
 const headBytes = 576 << 10
 
-// stride is the space of a slot of n bytes.
-func stride(n int64) int64 { return headBytes + (n+4095)&^4095 }
+// slotStride is the space of a slot of n bytes.
+func slotStride(n int64) int64 { return headBytes + (n+4095)&^4095 }
 
 // huge is the size of the pages that pinned memory lies on.
 const huge = 2 << 20
@@ -65,7 +65,7 @@ const huge = 2 << 20
 // Staging is the memory of a queue with these slots: of the host, pinned, and as much
 // of the device unless that is coherent.
 func Staging(slots int, slotBytes int64) int64 {
-	return (int64(slots)*stride(slotBytes) + huge - 1) &^ (huge - 1)
+	return (int64(slots)*slotStride(slotBytes) + huge - 1) &^ (huge - 1)
 }
 
 // Ring is the number of slots of a queue, and their bytes, for loads of no special
@@ -74,15 +74,15 @@ func Ring() (slots int, bytes int64) { return ring.slots, ring.bytes }
 
 // FineRing divides the same memory into more and smaller slots: for remote sources, each
 // of whose connections fills a slot alone.
-func FineRing() (slots int, bytes int64) { return divided(2) }
+func FineRing() (slots int, bytes int64) { return dividedRing(2) }
 
 // FinestRing divides it so that a slot fits the second-level cache of a core, whose reader
 // fills it alone: for ranks that exchange what they read of local files; see SubmitAll.
-func FinestRing() (slots int, bytes int64) { return divided(4) }
+func FinestRing() (slots int, bytes int64) { return dividedRing(4) }
 
-func divided(by int64) (slots int, bytes int64) {
+func dividedRing(by int64) (slots int, bytes int64) {
 	bytes = ring.bytes / by
-	return int(int64(ring.slots) * stride(ring.bytes) / stride(bytes)), bytes
+	return int(int64(ring.slots) * slotStride(ring.bytes) / slotStride(bytes)), bytes
 }
 
 // TablesOnly is the slotBytes of a queue whose slots only view device memory: it

@@ -35,16 +35,16 @@ var driver struct {
 	devices        map[int]*Device
 }
 
-// begin loads and initializes the driver, once; after a failure it may be called
+// loadDriver loads and initializes the driver, once; after a failure it may be called
 // again. driver.mu is held.
-func begin() error {
+func loadDriver() error {
 	if C.owcu_forked() != 0 {
 		return errForked()
 	}
 	if driver.ready {
 		return nil
 	}
-	preset()
+	useFakeDriver()
 	if C.owcu == nil {
 		why := make([]C.char, 256)
 		name := C.CString(library)
@@ -59,7 +59,7 @@ func begin() error {
 		if e.code == 100 { // CUDA_ERROR_NO_DEVICE
 			return errs.New(errs.ErrDevice, "the NVIDIA driver sees no GPU (hidden by CUDA_VISIBLE_DEVICES?)")
 		}
-		return failure(-1, &e)
+		return errorOf(-1, &e)
 	}
 	if version < minDriver {
 		return errs.New(errs.ErrDevice, "the NVIDIA driver is for CUDA %s; 12.0 or later is needed", versionText(int(version)))
@@ -75,14 +75,14 @@ func begin() error {
 func Available() error {
 	driver.mu.Lock()
 	defer driver.mu.Unlock()
-	return begin()
+	return loadDriver()
 }
 
 // Info describes the GPUs of this machine.
 func Info() ([]DeviceInfo, error) {
 	driver.mu.Lock()
 	defer driver.mu.Unlock()
-	if err := begin(); err != nil {
+	if err := loadDriver(); err != nil {
 		return nil, err
 	}
 	all := make([]DeviceInfo, driver.count)
@@ -90,7 +90,7 @@ func Info() ([]DeviceInfo, error) {
 		var c C.struct_owcu_info
 		var e C.struct_owcu_error
 		if C.owcu_info_get(C.int(i), &c, &e) != 0 {
-			return nil, failure(i, &e)
+			return nil, errorOf(i, &e)
 		}
 		bus := busName(&c)
 		all[i] = DeviceInfo{
@@ -98,7 +98,7 @@ func Info() ([]DeviceInfo, error) {
 			Compute: fmt.Sprintf("%d.%d", c.major, c.minor), PCI: bus, Driver: versionText(driver.version),
 			Coherent: c.coherent != 0, Node: nodes.Of(system, bus),
 		}
-		all[i].LinkWidth, all[i].LinkGen = link(bus)
+		all[i].LinkWidth, all[i].LinkGen = readLink(bus)
 	}
 	return all, nil
 }
@@ -118,9 +118,9 @@ func busOf(index int) string {
 	return busName(&c)
 }
 
-// link reads a device's PCI Express link from the system: its maximum, because an
+// readLink reads a device's PCI Express link from the system: its maximum, because an
 // idle GPU slows its link down.
-func link(bus string) (width, gen int) {
+func readLink(bus string) (width, gen int) {
 	dir := system + "/bus/pci/devices/" + bus
 	read := func(name string) string {
 		b, err := os.ReadFile(dir + "/" + name)
@@ -145,9 +145,9 @@ func errForked() error {
 	return errs.New(errs.ErrForked, "CUDA cannot be used in a forked child: start processes with spawn, or load before forking to the host only")
 }
 
-// failure turns an error noted by C into one of Go: out of memory, forked, or a
+// errorOf turns an error noted by C into one of Go: out of memory, forked, or a
 // device error with the call and the driver's text. device -1: none in particular.
-func failure(device int, e *C.struct_owcu_error) error {
+func errorOf(device int, e *C.struct_owcu_error) error {
 	where := "CUDA"
 	if device >= 0 {
 		where = fmt.Sprintf("cuda:%d", device)
@@ -167,7 +167,7 @@ func failure(device int, e *C.struct_owcu_error) error {
 func (d *Device) call(run func(e *C.struct_owcu_error) C.int) error {
 	var e C.struct_owcu_error
 	if run(&e) != 0 {
-		return failure(d.index, &e)
+		return errorOf(d.index, &e)
 	}
 	return nil
 }

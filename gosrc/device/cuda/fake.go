@@ -49,7 +49,7 @@ func Fake(memory int64) (end func() string) {
 // FakeFail makes the nth call of the driver from now fail with a code; with
 // sticky, all later ones too. 0: none.
 func FakeFail(nth int64, code int, sticky bool) {
-	C.owcu_fake_fail(C.int64_t(nth), C.int(code), truth(sticky))
+	C.owcu_fake_fail(C.int64_t(nth), C.int(code), cBool(sticky))
 }
 
 // FakeHost gives the host other tables of nodes and devices, until restore is called;
@@ -90,8 +90,8 @@ func FakeWaited() int64 { return fakeGet().waited }
 // of another library (0); calls that would destroy it break a rule. blocking: the
 // default stream waits for that stream.
 func FakeCapture(stream uintptr, blocking bool) (end func()) {
-	C.owcu_fake_capture(C.uint64_t(stream), truth(blocking), 1)
-	return func() { C.owcu_fake_capture(C.uint64_t(stream), truth(blocking), 0) }
+	C.owcu_fake_capture(C.uint64_t(stream), cBool(blocking), 1)
+	return func() { C.owcu_fake_capture(C.uint64_t(stream), cBool(blocking), 0) }
 }
 
 type fakeState struct {
@@ -133,7 +133,7 @@ func fakeFork(d *Device) bool { return C.owcu_fake_fork(C.owcu_handle(d.ctx)) ==
 
 // fakeFill queues a fill of m on a stream of another user.
 func fakeFill(m device.Memory, v byte, stream uintptr) {
-	C.owcu_fake_fill(address(m.Ptr), C.int(v), C.uint64_t(m.Bytes), C.uint64_t(stream))
+	C.owcu_fake_fill(deviceAddress(m.Ptr), C.int(v), C.uint64_t(m.Bytes), C.uint64_t(stream))
 }
 
 // fakes: this build has the fake driver.

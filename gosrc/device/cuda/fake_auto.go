@@ -7,9 +7,9 @@ package cuda
 */
 import "C"
 
-// preset replaces the driver by the fake one from the start: for engines built for
+// useFakeDriver replaces the driver by the fake one from the start: for engines built for
 // Python's tests of GPU code.
-func preset() {
+func useFakeDriver() {
 	C.owcu_fake_reset(4 << 30)
 	C.owcu_use(C.owcu_fake_api())
 }

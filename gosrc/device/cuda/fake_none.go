@@ -4,4 +4,4 @@ package cuda
 
 // This file says that the build has no fake driver.
 
-func preset() {}
+func useFakeDriver() {}

@@ -24,15 +24,15 @@ const anyone = -1
 
 func newFreeSlots(most int) *freeSlots { return &freeSlots{there: make(chan struct{}, most)} }
 
-func (f *freeSlots) put(s *Slot) {
+func (f *freeSlots) putSlot(s *Slot) {
 	f.mu.Lock()
 	f.slots = append(f.slots, s)
 	f.mu.Unlock()
 	f.there <- struct{}{}
 }
 
-// take waits for a slot for a reader, or for the end of ctx.
-func (f *freeSlots) take(ctx context.Context, reader int) (*Slot, error) {
+// takeSlot waits for a slot for a reader, or for the end of ctx.
+func (f *freeSlots) takeSlot(ctx context.Context, reader int) (*Slot, error) {
 	select {
 	case <-f.there:
 	case <-ctx.Done():
@@ -55,6 +55,6 @@ func (f *freeSlots) take(ctx context.Context, reader int) (*Slot, error) {
 // takeAll waits until n slots are back, and takes them.
 func (f *freeSlots) takeAll(n int) {
 	for range n {
-		_, _ = f.take(context.Background(), anyone) // it does not end
+		_, _ = f.takeSlot(context.Background(), anyone) // it does not end
 	}
 }

@@ -13,23 +13,23 @@ func TestFreeSlots(t *testing.T) {
 	f := newFreeSlots(3)
 	slots := []*Slot{{index: 0}, {index: 1}, {index: 2}}
 	for _, s := range slots {
-		f.put(s)
+		f.putSlot(s)
 	}
 	for _, c := range []struct{ reader, want int }{{anyone, 2}, {5, 0}, {6, 1}} {
-		if s, err := f.take(t.Context(), c.reader); err != nil || s.index != c.want {
+		if s, err := f.takeSlot(t.Context(), c.reader); err != nil || s.index != c.want {
 			t.Fatalf("slot %v, %v, not %d", s, err, c.want)
 		}
 	}
 	for _, n := range []int{1, 0, 2} {
-		f.put(slots[n])
+		f.putSlot(slots[n])
 	}
 	for _, c := range []struct{ reader, want int }{{5, 0}, {6, 1}, {5, 2}} {
-		if s, err := f.take(t.Context(), c.reader); err != nil || s.index != c.want {
+		if s, err := f.takeSlot(t.Context(), c.reader); err != nil || s.index != c.want {
 			t.Fatalf("reader %d: slot %v, %v, not %d", c.reader, s, err, c.want)
 		}
 	}
-	f.put(slots[0])
-	if s, err := f.take(t.Context(), anyone); err != nil || s != slots[0] {
+	f.putSlot(slots[0])
+	if s, err := f.takeSlot(t.Context(), anyone); err != nil || s != slots[0] {
 		t.Fatalf("slot %v, %v, not the one that came back", s, err)
 	}
 	all := make(chan struct{})
@@ -37,18 +37,18 @@ func TestFreeSlots(t *testing.T) {
 		f.takeAll(3)
 		close(all)
 	}()
-	f.put(slots[0])
-	f.put(slots[1])
+	f.putSlot(slots[0])
+	f.putSlot(slots[1])
 	select {
 	case <-all:
 		t.Fatal("it has not all slots")
 	default:
 	}
-	f.put(slots[2])
+	f.putSlot(slots[2])
 	<-all
 	ended, end := context.WithCancel(t.Context())
 	end()
-	if s, err := f.take(ended, anyone); err == nil {
+	if s, err := f.takeSlot(ended, anyone); err == nil {
 		t.Fatalf("slot %v of none", s)
 	}
 }

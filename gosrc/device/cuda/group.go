@@ -15,14 +15,14 @@ const groupSlots = 16
 func (q *Queue) SubmitAll(pieces []Filled) (err error) {
 	for i := range pieces {
 		p := &pieces[i]
-		p.Slot.begin(p.N, p.Tasks, p.Done)
+		p.Slot.beginPiece(p.N, p.Tasks, p.Done)
 	}
 	for len(pieces) > 0 {
 		s, n := pieces[0].Slot, 1
-		for n < len(pieces) && s.join(pieces[n].Slot) {
+		for n < len(pieces) && s.joinSlot(pieces[n].Slot) {
 			n++
 		}
-		if e := q.submit(s); e != nil {
+		if e := q.submitPieces(s); e != nil {
 			err = e
 			for _, p := range pieces[:n] {
 				for i := range p.Tasks {
@@ -35,8 +35,8 @@ func (q *Queue) SubmitAll(pieces []Filled) (err error) {
 	return err
 }
 
-// join takes another slot's work into this one's, and reports whether it did.
-func (s *Slot) join(other *Slot) bool {
+// joinSlot takes another slot's work into this one's, and reports whether it did.
+func (s *Slot) joinSlot(other *Slot) bool {
 	b, o := &s.build, &other.build
 	if len(b.runs) == 0 || len(o.runs) == 0 || s.c.after != other.c.after || s.c.then != other.c.then ||
 		len(s.with)+1 == groupSlots || b.summing+o.summing >= maxWords {
@@ -48,8 +48,8 @@ func (s *Slot) join(other *Slot) bool {
 	return true
 }
 
-// absorb adds the round of another build, of runs, to this one of runs.
-func (b *build) absorb(o *build) {
+// absorbRuns adds the round of another build, of runs, to this one of runs.
+func (b *build) absorbRuns(o *build) {
 	b.copies = append(b.copies, o.copies...)
 	for _, c := range o.sums {
 		c.first += len(b.crcs)

@@ -59,7 +59,7 @@ func (q *Queue) Again(count int) (time.Duration, error) {
 	start := time.Now()
 	var e C.struct_owcu_error
 	if C.owcu_again(q.c, C.int(count), &e) != 0 {
-		return 0, failure(q.dev.index, &e)
+		return 0, errorOf(q.dev.index, &e)
 	}
 	return time.Since(start), nil
 }
@@ -75,8 +75,8 @@ func (q *Queue) Time(trace device.TraceFunc) error {
 	}
 	q.trace = nil
 	var e C.struct_owcu_error
-	if C.owcu_timing(q.c, truth(trace != nil), &e) != 0 {
-		return q.fail(&e)
+	if C.owcu_timing(q.c, cBool(trace != nil), &e) != 0 {
+		return q.recordError(&e)
 	}
 	q.trace, q.origin = trace, time.Now()
 	return nil
@@ -95,16 +95,16 @@ func (q *Queue) reportTimes(s *Slot) {
 		trace("copy", 0, at(0), at(1), s.copied)
 	}
 	if s.c.nlaunches > 0 {
-		decoded := s.logical()
+		decoded := s.tensorBytes()
 		for _, m := range s.with {
-			decoded += m.logical()
+			decoded += m.tensorBytes()
 		}
 		trace("decode", 1+int(s.c.stream), at(2), at(3), decoded)
 	}
 }
 
-// logical is the tensor bytes of a slot's tasks.
-func (s *Slot) logical() (n int64) {
+// tensorBytes is the tensor bytes of a slot's tasks.
+func (s *Slot) tensorBytes() (n int64) {
 	for i := range s.build.tasks {
 		n += int64(s.build.tasks[i].Chunk.Logical)
 	}

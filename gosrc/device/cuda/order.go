@@ -20,7 +20,7 @@ func (d *Device) Copy(on Order, dst, src uint64, n int64, wait bool) error {
 		return err
 	}
 	return d.call(func(e *C.struct_owcu_error) C.int {
-		return C.owcu_copy(d.ctx, C.uint64_t(on.Stream), C.owcu_ptr(dst), C.owcu_ptr(src), C.uint64_t(n), truth(wait), e)
+		return C.owcu_copy(d.ctx, C.uint64_t(on.Stream), C.owcu_ptr(dst), C.owcu_ptr(src), C.uint64_t(n), cBool(wait), e)
 	})
 }
 
@@ -75,7 +75,7 @@ func (d *Device) EndStream(stream uintptr) {
 			break
 		}
 	}
-	d.drop(C.OWCU_STREAM, pointer(C.owcu_ptr(stream)))
+	d.freeThing(C.OWCU_STREAM, hostPointer(C.owcu_ptr(stream)))
 }
 
 // SyncStream waits for what is queued on a stream.
@@ -117,7 +117,7 @@ func DeviceOf(address uint64) int {
 	return int(C.owcu_pointer_device(C.owcu_ptr(address)))
 }
 
-func truth(yes bool) C.int {
+func cBool(yes bool) C.int {
 	if yes {
 		return 1
 	}

@@ -161,10 +161,10 @@ func (p *Packer) Fetch(slot int, all []Packed) error {
 			done += n
 		}
 	}
-	return p.fetch(slot, copies)
+	return p.queueFetch(slot, copies)
 }
 
-func (p *Packer) fetch(slot int, copies []C.struct_owcu_fetch) error {
+func (p *Packer) queueFetch(slot int, copies []C.struct_owcu_fetch) error {
 	return p.d.call(func(e *C.struct_owcu_error) C.int {
 		return C.owcu_pack_fetch(p.d.ctx, &p.slab.c, C.int(slot), C.uint64_t(len(copies)), unsafe.SliceData(copies), e)
 	})
@@ -185,7 +185,7 @@ func (p *Packer) Sample(at []uint64, n int64, got func(i int, b []byte)) error {
 		for i, src := range part {
 			copies[i] = C.struct_owcu_fetch{dst: unsafe.Add(p.slab.pages.p, int64(i)*n), src: C.owcu_ptr(src), n: C.uint64_t(n)}
 		}
-		if err := p.fetch(0, copies); err != nil {
+		if err := p.queueFetch(0, copies); err != nil {
 			return err
 		}
 		if err := p.Wait(0); err != nil {

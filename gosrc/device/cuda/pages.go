@@ -59,7 +59,7 @@ func (d *Device) Register(b []byte) error {
 	if err != nil {
 		_ = unix.Madvise(b, unix.MADV_DOFORK)
 	}
-	return d.sized(err, int64(len(b)), "pinned memory")
+	return d.nameSizes(err, int64(len(b)), "pinned memory")
 }
 
 // Unregister undoes Register, after the last copy, and then calls `then`. That may
@@ -67,7 +67,7 @@ func (d *Device) Register(b []byte) error {
 // must stay allocated until then.
 func (d *Device) Unregister(b []byte, then func()) {
 	d.deferFree(func() bool {
-		gone := d.dropped(C.OWCU_PINNED, unsafe.Pointer(&b[0]))
+		gone := d.tryToFree(C.OWCU_PINNED, unsafe.Pointer(&b[0]))
 		if gone {
 			then()
 		}

@@ -217,9 +217,9 @@ int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error 
 	return leave(&g, rc);
 }
 
-// unpad waits for the work on a pad's streams and frees what there is of it. It returns 1 if
+// close_pad waits for the work on a pad's streams and frees what there is of it. It returns 1 if
 // the driver refused some.
-static int unpad(struct owcu_pad *p, struct owcu_error *e)
+static int close_pad(struct owcu_pad *p, struct owcu_error *e)
 {
 	int left = 0;
 
@@ -239,7 +239,8 @@ static int unpad(struct owcu_pad *p, struct owcu_error *e)
 	return 0;
 }
 
-static int pad(struct owcu_pad *p, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers, struct owcu_error *e)
+// open_pad registers a pad's memory and makes its streams and events; close_pad frees what was made.
+static int open_pad(struct owcu_pad *p, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers, struct owcu_error *e)
 {
 	p->streams = calloc((size_t)(nstreams + nevents), sizeof *p->streams);
 	if (p->streams == NULL)
@@ -268,7 +269,7 @@ int owcu_pad_new(owcu_handle ctx, struct owcu_pad *p, void *host, uint64_t n, ui
 	struct owcu_error ignored = {0};
 	int rc = enter(&g, ctx, e);
 
-	if (rc == 0 && (rc = pad(p, host, n, room, nstreams, nevents, sleepers, e)) && unpad(p, &ignored))
+	if (rc == 0 && (rc = open_pad(p, host, n, room, nstreams, nevents, sleepers, e)) && close_pad(p, &ignored))
 		rc = 1;
 	return leave(&g, rc);
 }
@@ -280,45 +281,46 @@ int owcu_pad_free(owcu_handle ctx, struct owcu_pad *p, struct owcu_error *e)
 
 	if (rc)
 		return rc;
-	rc = unpad(p, e);
+	rc = close_pad(p, e);
 	return leave(&g, rc ? rc : e->call != NULL ? -1 : 0);
 }
 
-// unmake frees the parts of a queue that were made, and returns 1 if the driver
+// close_queue frees the parts of a queue that were made, and returns 1 if the driver
 // refused some of it.
-static int unmake(struct owcu_queue *l, struct owcu_error *e)
+static int close_queue(struct owcu_queue *q, struct owcu_error *e)
 {
-	int left = unpad(&l->pad, e);
+	int left = close_pad(&q->pad, e);
 
 	if (left)
 		return 1;
-	for (int i = 0; i < 4 * l->made; i++)
-		DROP(l->slots[i / 4]->marks[i % 4], event_destroy);
-	DROP(l->origin, event_destroy);
-	DROP(l->scratch, mem_free);
+	for (int i = 0; i < 4 * q->made; i++)
+		DROP(q->slots[i / 4]->marks[i % 4], event_destroy);
+	DROP(q->origin, event_destroy);
+	DROP(q->scratch, mem_free);
 	if (left)
 		return 1;
-	for (int i = 0; i < l->made; i++)
-		free(l->slots[i]);
-	free(l->slots);
-	free(l);
+	for (int i = 0; i < q->made; i++)
+		free(q->slots[i]);
+	free(q->slots);
+	free(q);
 	return 0;
 }
 
-static int make(struct owcu_queue *l, void *pinned, uint64_t bytes, int nslots, int staged, struct owcu_error *e)
+// open_queue makes a queue's pad and slots; close_queue frees what was made.
+static int open_queue(struct owcu_queue *q, void *pinned, uint64_t bytes, int nslots, int staged, struct owcu_error *e)
 {
-	if (pad(&l->pad, pinned, bytes, staged ? bytes : 0, OWCU_STREAMS, 2 * nslots + 1, nslots, e))
+	if (open_pad(&q->pad, pinned, bytes, staged ? bytes : 0, OWCU_STREAMS, 2 * nslots + 1, nslots, e))
 		return -1;
-	l->join = l->pad.events[2 * nslots];
-	l->slots = calloc((size_t)nslots, sizeof *l->slots);
-	for (; l->slots && l->made < nslots; l->made++) {
-		struct owcu_slot *s = l->slots[l->made] = calloc(1, sizeof *s);
+	q->join = q->pad.events[2 * nslots];
+	q->slots = calloc((size_t)nslots, sizeof *q->slots);
+	for (; q->slots && q->made < nslots; q->made++) {
+		struct owcu_slot *s = q->slots[q->made] = calloc(1, sizeof *s);
 		if (s == NULL)
 			break;
-		s->done = l->pad.events[l->made];
-		s->copied = l->pad.events[nslots + l->made];
+		s->done = q->pad.events[q->made];
+		s->copied = q->pad.events[nslots + q->made];
 	}
-	return l->made < nslots ? failed(e, "calloc", OWCU_OUT_OF_MEMORY) : 0;
+	return q->made < nslots ? failed(e, "calloc", OWCU_OUT_OF_MEMORY) : 0;
 }
 
 struct owcu_queue *owcu_queue_new(owcu_handle ctx, void *pinned, uint64_t bytes, int nslots, int staged,
@@ -326,45 +328,45 @@ struct owcu_queue *owcu_queue_new(owcu_handle ctx, void *pinned, uint64_t bytes,
 {
 	struct owcu_guard g;
 	struct owcu_error ignored = {0};
-	struct owcu_queue *l = NULL;
+	struct owcu_queue *q = NULL;
 	int rc = enter(&g, ctx, e);
 
 	if (rc == 0) {
-		l = calloc(1, sizeof *l);
-		if (l == NULL)
+		q = calloc(1, sizeof *q);
+		if (q == NULL)
 			rc = failed(e, "calloc", OWCU_OUT_OF_MEMORY);
 	}
 	if (rc == 0) {
-		l->ctx = ctx;
-		memcpy(l->kernels, kernels, sizeof l->kernels);
-		rc = make(l, pinned, bytes, nslots, staged, e);
+		q->ctx = ctx;
+		memcpy(q->kernels, kernels, sizeof q->kernels);
+		rc = open_queue(q, pinned, bytes, nslots, staged, e);
 	}
-	if (rc && l) {
-		if (unmake(l, &ignored))
-			*left = l;
-		l = NULL;
+	if (rc && q) {
+		if (close_queue(q, &ignored))
+			*left = q;
+		q = NULL;
 	}
 	leave(&g, rc);
-	return l;
+	return q;
 }
 
-int owcu_queue_free(struct owcu_queue *l, struct owcu_error *e)
+int owcu_queue_free(struct owcu_queue *q, struct owcu_error *e)
 {
 	struct owcu_guard g;
-	int rc = retire(&g, l->ctx, e);
+	int rc = retire(&g, q->ctx, e);
 
 	if (rc)
 		return rc;
-	rc = unmake(l, e);
+	rc = close_queue(q, e);
 	return leave(&g, rc ? rc : e->call != NULL ? -1 : 0);
 }
 
-int owcu_queue_more(struct owcu_queue *l, owcu_ptr *which, uint64_t n, struct owcu_error *e)
+int owcu_queue_more(struct owcu_queue *q, owcu_ptr *which, uint64_t n, struct owcu_error *e)
 {
-	return WITHIN(l->ctx, TRY(mem_alloc, (which, n)));
+	return WITHIN(q->ctx, TRY(mem_alloc, (which, n)));
 }
 
-static int launch_all(struct owcu_queue *l, struct owcu_slot *s, owcu_handle stream, struct owcu_error *e)
+static int launch_all(struct owcu_queue *q, struct owcu_slot *s, owcu_handle stream, struct owcu_error *e)
 {
 	for (uint32_t i = 0; i < s->nlaunches; i++) {
 		struct owcu_launch *k = &s->launches[i];
@@ -372,69 +374,70 @@ static int launch_all(struct owcu_queue *l, struct owcu_slot *s, owcu_handle str
 		// The kernels of X16 come first and use the tables in shared memory.
 		unsigned shared = k->kernel < OW_BYTES ? OW_X16_SHARED : 0;
 		unsigned grid = (k->n + OW_X16_WARPS - 1) / OW_X16_WARPS;
-		if (TRY(launch, (l->kernels[k->kernel], grid, 1, 1, 32 * OW_X16_WARPS, 1, 1, shared, stream, args, NULL)))
+		if (TRY(launch, (q->kernels[k->kernel], grid, 1, 1, 32 * OW_X16_WARPS, 1, 1, shared, stream, args, NULL)))
 			return -1;
 	}
 	return 0;
 }
 
-// mark records one of a slot's events for the trace, if there is one.
-static int mark(struct owcu_queue *l, struct owcu_slot *s, int k, owcu_handle stream, struct owcu_error *e)
+// record_mark records one of a slot's events for the trace, if there is one.
+static int record_mark(struct owcu_queue *q, struct owcu_slot *s, int k, owcu_handle stream, struct owcu_error *e)
 {
-	return l->timed ? TRY(event_record, (s->marks[k], stream)) : 0;
+	return q->timed ? TRY(event_record, (s->marks[k], stream)) : 0;
 }
 
-static int queue(struct owcu_queue *l, struct owcu_slot *s, struct owcu_error *e)
+// submit_slot queues a slot's copies on the first stream, and its kernels on one of the others behind them.
+static int submit_slot(struct owcu_queue *q, struct owcu_slot *s, struct owcu_error *e)
 {
-	owcu_handle copy = l->pad.streams[0], last = copy;
+	owcu_handle copy = q->pad.streams[0], last = copy;
 
 	if (s->then && s->nlaunches > 0)
-		l->ordered = 1;
-	if (s->nlaunches > 0 || (s->then && l->ordered))
-		last = l->pad.streams[1 + s->stream];
+		q->ordered = 1;
+	if (s->nlaunches > 0 || (s->then && q->ordered))
+		last = q->pad.streams[1 + s->stream];
 	if (s->after && (s->early || last == copy) && TRY(stream_wait, (copy, s->after, 0)))
 		return -1;
-	if (mark(l, s, 0, copy, e))
+	if (record_mark(q, s, 0, copy, e))
 		return -1;
 	for (uint32_t i = 0; i < s->ncopies; i++)
 		if (TRY(copy_in, (s->copies[i].dst, s->copies[i].src, s->copies[i].n, copy)))
 			return -1;
-	if (mark(l, s, 1, copy, e))
+	if (record_mark(q, s, 1, copy, e))
 		return -1;
 	if (last != copy && (TRY(event_record, (s->copied, copy)) || TRY(stream_wait, (last, s->copied, 0))))
 		return -1;
 	if (s->after && last != copy && TRY(stream_wait, (last, s->after, 0)))
 		return -1;
-	if (mark(l, s, 2, last, e) || launch_all(l, s, last, e) || mark(l, s, 3, last, e))
+	if (record_mark(q, s, 2, last, e) || launch_all(q, s, last, e) || record_mark(q, s, 3, last, e))
 		return -1;
 	if (s->then && TRY(event_record, (s->then, last)))
 		return -1;
 	return TRY(event_record, (s->done, last));
 }
 
-int owcu_submit(struct owcu_queue *l, int slot, struct owcu_error *e)
+int owcu_submit(struct owcu_queue *q, int slot, struct owcu_error *e)
 {
 	struct owcu_guard g;
-	struct owcu_slot *s = l->slots[slot];
-	int rc = enter(&g, l->ctx, e);
+	struct owcu_slot *s = q->slots[slot];
+	int rc = enter(&g, q->ctx, e);
 
 	if (rc)
 		return rc;
-	rc = queue(l, s, e);
+	rc = submit_slot(q, s, e);
 	if (rc) {
 		// Some of it may run, on memory that the caller is about to reuse.
-		owcu->stream_sync(l->pad.streams[0]);
-		owcu->stream_sync(l->pad.streams[1 + s->stream]);
+		owcu->stream_sync(q->pad.streams[0]);
+		owcu->stream_sync(q->pad.streams[1 + s->stream]);
 	} else if (s->wait && (rc = TRY(event_sync, (s->done)))) {
-		owcu->stream_sync(l->pad.streams[1 + s->stream]);
+		owcu->stream_sync(q->pad.streams[1 + s->stream]);
 	}
 	return leave(&g, rc);
 }
 
-// soon asks for an event again and again, and rests in between, since readers need the
+// poll_event asks for an event again and again, and rests in between, since readers need the
 // core, and others the driver: with rests of 10 microseconds two ranks loaded up to 5 % slower.
 // What is wrong with the event is for others to find.
-static void soon(owcu_handle event)
+static void poll_event(owcu_handle event)
 {
 	const struct timespec rest = {.tv_nsec = 20000};
 
@@ -444,37 +447,37 @@ static void soon(owcu_handle event)
 	prctl(PR_SET_TIMERSLACK, 0, 0, 0, 0); // as it was
 }
 
-int owcu_wait(struct owcu_queue *l, int slot, struct owcu_error *e)
+int owcu_wait(struct owcu_queue *q, int slot, struct owcu_error *e)
 {
 	struct owcu_guard g;
-	int rc = enter(&g, l->ctx, e);
+	int rc = enter(&g, q->ctx, e);
 
 	// A driver that refuses once may answer the next time; without an answer
 	// nothing is known about the memory.
-	if (rc && enter(&g, l->ctx, e))
+	if (rc && enter(&g, q->ctx, e))
 		return rc;
-	if (rc == 0 && l->prompt)
-		soon(l->slots[slot]->done);
+	if (rc == 0 && q->prompt)
+		poll_event(q->slots[slot]->done);
 	if (rc == 0)
-		rc = TRY(event_sync, (l->slots[slot]->done));
-	for (int k = 0; rc == 0 && l->timed && k < 4; k++)
-		rc = TRY(event_elapsed, (&l->slots[slot]->at[k], l->origin, l->slots[slot]->marks[k]));
+		rc = TRY(event_sync, (q->slots[slot]->done));
+	for (int k = 0; rc == 0 && q->timed && k < 4; k++)
+		rc = TRY(event_elapsed, (&q->slots[slot]->at[k], q->origin, q->slots[slot]->marks[k]));
 	// Whatever is wrong with the event, all work on the memory must have ended.
 	for (int i = 0; rc && i < OWCU_STREAMS; i++)
-		owcu->stream_sync(l->pad.streams[i]);
+		owcu->stream_sync(q->pad.streams[i]);
 	return leave(&g, rc);
 }
 
-int owcu_join(struct owcu_queue *l, uint64_t stream, struct owcu_error *e)
+int owcu_join(struct owcu_queue *q, uint64_t stream, struct owcu_error *e)
 {
 	struct owcu_guard g;
-	int rc = enter(&g, l->ctx, e);
+	int rc = enter(&g, q->ctx, e);
 
 	if (rc == 0)
-		rc = uncaptured(stream, e) || TRY(event_record, (l->join, handle(stream))) ? -1 : 0;
+		rc = uncaptured(stream, e) || TRY(event_record, (q->join, handle(stream))) ? -1 : 0;
 	// A wait takes the event as it is now, so one event serves them all.
 	for (int i = 0; rc == 0 && i < OWCU_STREAMS; i++)
-		rc = TRY(stream_wait, (l->pad.streams[i], l->join, 0));
+		rc = TRY(stream_wait, (q->pad.streams[i], q->join, 0));
 	return leave(&g, rc);
 }
 
@@ -488,35 +491,35 @@ int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struc
 	return WITHIN(ctx, uncaptured(stream, e) || TRY(stream_wait, (handle(stream), event, 0)));
 }
 
-int owcu_again(struct owcu_queue *l, int count, struct owcu_error *e)
+int owcu_again(struct owcu_queue *q, int count, struct owcu_error *e)
 {
 	struct owcu_guard g;
-	int rc = enter(&g, l->ctx, e);
+	int rc = enter(&g, q->ctx, e);
 
 	if (rc)
 		return rc;
 	for (int i = 0; rc == 0 && i < count; i++)
-		for (int k = 0; rc == 0 && k < l->nslots; k++)
-			rc = launch_all(l, l->slots[k], l->pad.streams[1], e);
-	rc |= TRY(stream_sync, (l->pad.streams[1]));
+		for (int k = 0; rc == 0 && k < q->nslots; k++)
+			rc = launch_all(q, q->slots[k], q->pad.streams[1], e);
+	rc |= TRY(stream_sync, (q->pad.streams[1]));
 	return leave(&g, rc);
 }
 
-int owcu_timing(struct owcu_queue *l, int on, struct owcu_error *e)
+int owcu_timing(struct owcu_queue *q, int on, struct owcu_error *e)
 {
 	struct owcu_guard g;
-	int rc = enter(&g, l->ctx, e);
+	int rc = enter(&g, q->ctx, e);
 
-	l->timed = 0;
+	q->timed = 0;
 	if (rc == 0 && on) {
-		if (l->origin == NULL)
-			rc = TRY(event_create, (&l->origin, 0));
-		for (int i = 0; rc == 0 && i < 4 * l->nslots; i++)
-			if (l->slots[i / 4]->marks[i % 4] == NULL)
-				rc = TRY(event_create, (&l->slots[i / 4]->marks[i % 4], 0));
+		if (q->origin == NULL)
+			rc = TRY(event_create, (&q->origin, 0));
+		for (int i = 0; rc == 0 && i < 4 * q->nslots; i++)
+			if (q->slots[i / 4]->marks[i % 4] == NULL)
+				rc = TRY(event_create, (&q->slots[i / 4]->marks[i % 4], 0));
 		if (rc == 0)
-			rc = TRY(event_record, (l->origin, l->pad.streams[0])) || TRY(stream_sync, (l->pad.streams[0])) ? -1 : 0;
-		l->timed = rc == 0;
+			rc = TRY(event_record, (q->origin, q->pad.streams[0])) || TRY(stream_sync, (q->pad.streams[0])) ? -1 : 0;
+		q->timed = rc == 0;
 	}
 	return leave(&g, rc);
 }

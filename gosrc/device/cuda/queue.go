@@ -90,8 +90,8 @@ type Slot struct {
 	build    build
 }
 
-// rank says in which of the device's two idle queues slots of n bytes fit.
-func rank(n int64) int {
+// idleRank says in which of the device's two idle queues slots of n bytes fit.
+func idleRank(n int64) int {
 	if n <= TablesOnly {
 		return 1
 	}
@@ -135,25 +135,25 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 		return nil, errs.New(errs.ErrArgument, "a ring of %d slots of %d bytes", slots, slotBytes)
 	}
 	d.mu.Lock()
-	kept := &d.idle[rank(slotBytes)]
+	kept := &d.idle[idleRank(slotBytes)]
 	l := *kept
 	*kept = nil
 	d.mu.Unlock()
 	if l != nil {
-		if need := int64(slots) * stride(slotBytes); slots <= len(l.all) && need <= l.pages.n && l.pages.n <= 2*need+huge {
+		if need := int64(slots) * slotStride(slotBytes); slots <= len(l.all) && need <= l.pages.n && l.pages.n <= 2*need+huge {
 			l.closed, l.inPlace = false, d.coherent
-			l.shape(slots, stride(slotBytes))
+			l.divideIntoSlots(slots, slotStride(slotBytes))
 			return l, nil
 		}
-		l.end()
-		d.deferFree(l.release)
+		l.endCompleter()
+		d.deferFree(l.freeQueue)
 	}
 	fns, err := d.lookUp(&d.kernels, d.module, built.X16, kernelNames)
 	if err != nil {
 		return nil, err
 	}
-	most, n := slots, int64(slots)*stride(slotBytes)
-	if rank(slotBytes) == 0 { // the next source may need another division
+	most, n := slots, int64(slots)*slotStride(slotBytes)
+	if idleRank(slotBytes) == 0 { // the next source may need another division
 		fine, _ := FinestRing()
 		most = max(most, fine)
 	}
@@ -174,9 +174,9 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 	}
 	if err != nil {
 		p.free()
-		return nil, d.sized(err, n, "the staging of a load")
+		return nil, d.nameSizes(err, n, "the staging of a load")
 	}
-	l.shape(slots, stride(slotBytes))
+	l.divideIntoSlots(slots, slotStride(slotBytes))
 	return l, nil
 }
 
@@ -185,13 +185,13 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 func (d *Device) newQueue(p *pages, most int, fns []C.owcu_handle) (*Queue, error) {
 	var e C.struct_owcu_error
 	var left *C.struct_owcu_queue
-	c := C.owcu_queue_new(d.ctx, p.p, C.uint64_t(p.n), C.int(most), truth(!d.coherent), &fns[0], &left, &e)
+	c := C.owcu_queue_new(d.ctx, p.p, C.uint64_t(p.n), C.int(most), cBool(!d.coherent), &fns[0], &left, &e)
 	if c == nil {
 		if left != nil {
-			d.deferFree((&Queue{dev: d, c: left, pages: *p}).release)
+			d.deferFree((&Queue{dev: d, c: left, pages: *p}).freeQueue)
 			*p = pages{}
 		}
-		return nil, failure(d.index, &e)
+		return nil, errorOf(d.index, &e)
 	}
 	l := &Queue{
 		dev: d, c: c, inPlace: d.coherent, pages: *p, free: newFreeSlots(most), submitted: make(chan *Slot, most),
@@ -200,13 +200,13 @@ func (d *Device) newQueue(p *pages, most int, fns []C.owcu_handle) (*Queue, erro
 	for i, s := range unsafe.Slice(c.slots, most) {
 		l.all = append(l.all, &Slot{q: l, c: s, index: i, reader: anyone, failures: map[int]error{}})
 	}
-	spawn.Go("cuda completer", l.complete)
+	spawn.Go("cuda completer", l.runCompleter)
 	return l, nil
 }
 
-// shape divides the queue's memory into slots of `room` bytes each, tables
+// divideIntoSlots divides the queue's memory into slots of `room` bytes each, tables
 // included. No slot may be in use.
-func (q *Queue) shape(slots int, room int64) {
+func (q *Queue) divideIntoSlots(slots int, room int64) {
 	q.free.takeAll(len(q.slots))
 	q.size, q.slots, q.c.nslots = room-headBytes, q.all[:slots], C.int(slots)
 	q.c.ordered, q.c.prompt = 0, 0
@@ -220,7 +220,7 @@ func (q *Queue) shape(slots int, room int64) {
 		s.Bytes = unsafe.Slice((*byte)(s.host), q.size)
 		s.dev = uint64(base) + uint64(s.at)
 		s.c.status = q.c.pad.mapped + C.owcu_ptr(s.at-headBytes)
-		q.free.put(s)
+		q.free.putSlot(s)
 	}
 }
 
@@ -229,7 +229,7 @@ func (q *Queue) shape(slots int, room int64) {
 // be in use.
 func (q *Queue) InPlace() {
 	q.inPlace = true
-	q.shape(len(q.slots), q.size+headBytes)
+	q.divideIntoSlots(len(q.slots), q.size+headBytes)
 }
 
 // Exchange suits the queue, until Close, to ranks of a host that wait for each other and
@@ -244,7 +244,7 @@ func (q *Queue) Get(ctx context.Context) (device.Slot, error) { return q.GetFor(
 // GetFor is Get for one of several readers that each fill slots alone: if it can, it gives
 // one that this reader has filled.
 func (q *Queue) GetFor(ctx context.Context, reader int) (device.Slot, error) {
-	s, err := q.free.take(ctx, reader)
+	s, err := q.free.takeSlot(ctx, reader)
 	if err != nil {
 		return nil, err
 	}
@@ -271,7 +271,7 @@ func (s *Slot) DeviceMirror() unsafe.Pointer {
 	}
 	at := s.q.c.pad.device + C.owcu_ptr(s.at)
 	s.ViewDevice(uintptr(at), int64(len(s.Bytes)))
-	return pointer(at)
+	return hostPointer(at)
 }
 
 // Staging is the device memory that contains the slots' mirrors. A queue of a coherent
@@ -279,17 +279,17 @@ func (s *Slot) DeviceMirror() unsafe.Pointer {
 func (q *Queue) Staging() (base unsafe.Pointer, n int64, err error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if err := q.more(&q.c.pad.device, q.pages.n, "the staging of a load"); err != nil {
+	if err := q.allocateOnce(&q.c.pad.device, q.pages.n, "the staging of a load"); err != nil {
 		return nil, 0, err
 	}
-	return pointer(q.c.pad.device), q.pages.n, nil
+	return hostPointer(q.c.pad.device), q.pages.n, nil
 }
 
-// more allocates the queue's scratch or staging, unless it is there. q.mu is held.
-func (q *Queue) more(which *C.owcu_ptr, n int64, what string) error {
+// allocateOnce allocates the queue's scratch or staging, unless it is there. q.mu is held.
+func (q *Queue) allocateOnce(which *C.owcu_ptr, n int64, what string) error {
 	var e C.struct_owcu_error
 	if *which == 0 && C.owcu_queue_more(q.c, which, C.uint64_t(n), &e) != 0 {
-		return q.dev.sized(q.fail(&e), n, what)
+		return q.dev.nameSizes(q.recordError(&e), n, what)
 	}
 	return nil
 }
@@ -306,11 +306,11 @@ func (s *Slot) ViewDevice(p uintptr, n int64) {
 	s.onDev, s.devLen = uint64(p), n
 }
 
-// read is whether the kernels read the slot's piece without a copy to the staging.
-func (s *Slot) read() bool { return s.onDev != 0 || s.q.inPlace }
+// isReadInPlace is whether the kernels read the slot's piece without a copy to the staging.
+func (s *Slot) isReadInPlace() bool { return s.onDev != 0 || s.q.inPlace }
 
-// held is how many bytes the slot has now.
-func (s *Slot) held() int64 {
+// devicePieceBytes is how many bytes the slot has now.
+func (s *Slot) devicePieceBytes() int64 {
 	if s.onDev != 0 {
 		return s.devLen
 	}
@@ -333,7 +333,7 @@ func (q *Queue) Put(s device.Slot) {
 		panic("cuda: slot given back twice")
 	}
 	own.owned = false
-	q.free.put(own)
+	q.free.putSlot(own)
 }
 
 // Submit copies the first n bytes of a slot to the device, unless its kernels read them
@@ -347,38 +347,38 @@ func (q *Queue) Put(s device.Slot) {
 // returns an error, done is not called, and nothing writes any more.
 func (q *Queue) Submit(slot device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
 	s := slot.(*Slot)
-	s.begin(n, tasks, done)
-	return q.submit(s)
+	s.beginPiece(n, tasks, done)
+	return q.submitPieces(s)
 }
 
-// begin takes the slot, and what is to be done with its first n bytes.
-func (s *Slot) begin(n int64, tasks []device.DecodeTask, done func(task int, err error)) {
-	if !s.owned || n < 0 || n > s.held() {
+// beginPiece takes the slot, and what is to be done with its first n bytes.
+func (s *Slot) beginPiece(n int64, tasks []device.DecodeTask, done func(task int, err error)) {
+	if !s.owned || n < 0 || n > s.devicePieceBytes() {
 		panic("cuda: a slot that is not the caller's, or a piece larger than it")
 	}
 	s.owned = false
 	s.count, s.done = len(tasks), done
 	clear(s.failures)
 	s.copied = n
-	if s.read() {
+	if s.isReadInPlace() {
 		s.copied = 0 // but for what round copies
 	}
 	s.build.begin(s, n, tasks)
 }
 
-// submit queues the work of a slot that has begun, and of those with it.
-func (q *Queue) submit(s *Slot) error {
+// submitPieces queues the work of a slot that has begun, and of those with it.
+func (q *Queue) submitPieces(s *Slot) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	b := &s.build
 	err := q.broken
 	s.rounds = 0
 	for err == nil && !b.finished() {
-		err = q.round(s, b)
+		err = q.queueRound(s, b)
 		s.rounds++
 	}
 	if err != nil {
-		q.back(s)
+		q.freeSlotsOf(s)
 		return err
 	}
 	q.inflight++
@@ -386,28 +386,28 @@ func (q *Queue) submit(s *Slot) error {
 	return nil
 }
 
-// back makes a slot free, and those with it before: then it may get others.
-func (q *Queue) back(s *Slot) {
+// freeSlotsOf makes a slot free, and those with it before: then it may get others.
+func (q *Queue) freeSlotsOf(s *Slot) {
 	for _, m := range s.with {
-		q.back(m)
+		q.freeSlotsOf(m)
 	}
 	s.with, s.done, s.build.tasks = s.with[:0], nil, nil
-	q.free.put(s)
+	q.free.putSlot(s)
 }
 
-// round queues as many of a piece's tasks as the tables hold. It waits for every
+// queueRound queues as many of a piece's tasks as the tables hold. It waits for every
 // round but the last, since the next one overwrites the tables; pieces that need
 // several are rare. q.mu is held.
-func (q *Queue) round(s *Slot, b *build) error {
+func (q *Queue) queueRound(s *Slot, b *build) error {
 	if b.around {
-		if err := q.more(&q.c.scratch, scratchBytes, "scratch"); err != nil {
+		if err := q.allocateOnce(&q.c.scratch, scratchBytes, "scratch"); err != nil {
 			return err
 		}
 	}
-	b.fill(uint64(q.c.scratch))
+	b.fillRound(uint64(q.c.scratch))
 	for _, m := range s.with {
-		m.build.fill(0)
-		b.absorb(&m.build)
+		m.build.fillRound(0)
+		b.absorbRuns(&m.build)
 	}
 	c := s.c
 	c.wait = 0
@@ -421,54 +421,54 @@ func (q *Queue) round(s *Slot, b *build) error {
 		c.stream = C.uint32_t(q.next % (C.OWCU_STREAMS - 1))
 		q.next++
 	}
-	b.write()
+	b.writeRound()
 	for i := range b.copies {
-		if s.read() {
+		if s.isReadInPlace() {
 			s.copied += int64(b.copies[i].n)
 		}
 	}
 	var e C.struct_owcu_error
 	if C.owcu_submit(q.c, C.int(s.index), &e) != 0 {
-		return q.fail(&e)
+		return q.recordError(&e)
 	}
 	if c.wait != 0 {
-		b.harvest()
+		b.collectErrors()
 	}
 	return nil
 }
 
-// fail records a device error. Out of memory is not one, nor is a stream that is
+// recordError records a device error. Out of memory is not one, nor is a stream that is
 // being captured: the next call may succeed.
-func (q *Queue) fail(e *C.struct_owcu_error) error {
-	err := failure(q.dev.index, e)
+func (q *Queue) recordError(e *C.struct_owcu_error) error {
+	err := errorOf(q.dev.index, e)
 	if e.code != C.OWCU_OUT_OF_MEMORY && e.code != C.OWCU_CAPTURED && q.broken == nil {
 		q.broken = err
 	}
 	return err
 }
 
-// complete calls done for what has landed, piece by piece in the order of
+// runCompleter calls done for what has landed, piece by piece in the order of
 // submission.
-func (q *Queue) complete() {
+func (q *Queue) runCompleter() {
 	defer close(q.ended)
 	for s := range q.submitted {
-		_ = spawn.Guard("cuda completer", func() error { q.landed(s); return nil })
+		_ = spawn.Guard("cuda completer", func() error { q.finishSlot(s); return nil })
 	}
 }
 
-// landed waits for a slot's work, says that it has landed, and takes the slot back, also
+// finishSlot waits for a slot's work, says that it has landed, and takes the slot back, also
 // after a panic: Drain and Close wait for it.
-func (q *Queue) landed(s *Slot) {
+func (q *Queue) finishSlot(s *Slot) {
 	var e C.struct_owcu_error
 	rc := C.owcu_wait(q.c, C.int(s.index), &e)
 	q.mu.Lock()
 	var err error
 	if rc != 0 {
-		err = q.fail(&e)
+		err = q.recordError(&e)
 	}
 	q.mu.Unlock()
 	defer func() {
-		q.back(s)
+		q.freeSlotsOf(s)
 		q.mu.Lock()
 		defer q.mu.Unlock()
 		if q.inflight--; q.inflight == 0 {
@@ -477,17 +477,17 @@ func (q *Queue) landed(s *Slot) {
 		}
 	}()
 	if err == nil {
-		s.build.harvest()
+		s.build.collectErrors()
 		q.reportTimes(s)
 	}
-	s.tell(err)
+	s.callDone(err)
 	for _, m := range s.with {
-		m.tell(err)
+		m.callDone(err)
 	}
 }
 
-// tell calls done for each task of a slot.
-func (s *Slot) tell(err error) {
+// callDone calls done for each task of a slot.
+func (s *Slot) callDone(err error) {
 	_ = spawn.Guard("cuda completer", func() error {
 		for i := range s.count {
 			each := s.failures[i]
@@ -531,7 +531,7 @@ func (q *Queue) WaitFor(stream uintptr) error {
 	}
 	var e C.struct_owcu_error
 	if C.owcu_join(q.c, C.uint64_t(stream), &e) != 0 {
-		return q.fail(&e)
+		return q.recordError(&e)
 	}
 	return nil
 }
@@ -541,7 +541,7 @@ func (q *Queue) WaitFor(stream uintptr) error {
 func (q *Queue) Close() {
 	q.free.takeAll(len(q.slots))
 	for _, s := range q.slots {
-		q.free.put(s)
+		q.free.putSlot(s)
 	}
 	_ = q.Drain(context.Background()) // the completer's last steps
 	q.mu.Lock()
@@ -550,31 +550,31 @@ func (q *Queue) Close() {
 	q.mu.Unlock()
 	d := q.dev
 	d.mu.Lock()
-	if kept := &d.idle[rank(q.size)]; healthy && *kept == nil {
+	if kept := &d.idle[idleRank(q.size)]; healthy && *kept == nil {
 		*kept = q
 		d.mu.Unlock()
 		return
 	}
 	d.mu.Unlock()
-	q.end()
-	d.deferFree(q.release)
+	q.endCompleter()
+	d.deferFree(q.freeQueue)
 }
 
 // destroy frees the queue; no work may be in flight.
 func (q *Queue) destroy() error {
-	q.end()
+	q.endCompleter()
 	var e C.struct_owcu_error
-	return q.dev.given(q.giveBack(&e), &e, q.release)
+	return q.dev.freeResult(q.giveBack(&e), &e, q.freeQueue)
 }
 
-// end ends the completer; no work may be in flight.
-func (q *Queue) end() {
+// endCompleter ends the completer; no work may be in flight.
+func (q *Queue) endCompleter() {
 	close(q.submitted)
 	<-q.ended
 }
 
-// release frees a queue without a completer, and reports whether it is gone.
-func (q *Queue) release() bool {
+// freeQueue frees a queue without a completer, and reports whether it is gone.
+func (q *Queue) freeQueue() bool {
 	var e C.struct_owcu_error
 	return q.giveBack(&e) <= 0
 }

@@ -150,17 +150,17 @@ struct owcu_queue *owcu_queue_new(owcu_handle ctx, void *pinned, uint64_t bytes,
                                 const owcu_handle *kernels, struct owcu_queue **left, struct owcu_error *e);
 // owcu_queue_free returns 1 if the driver refused some of it: then it may be called
 // again, for the rest. Otherwise the queue is gone, and so is its registration.
-int owcu_queue_free(struct owcu_queue *l, struct owcu_error *e);
+int owcu_queue_free(struct owcu_queue *q, struct owcu_error *e);
 // owcu_queue_more allocates a queue's scratch or staging, which go with the queue.
-int owcu_queue_more(struct owcu_queue *l, owcu_ptr *which, uint64_t n, struct owcu_error *e);
+int owcu_queue_more(struct owcu_queue *q, owcu_ptr *which, uint64_t n, struct owcu_error *e);
 
 // owcu_submit queues the work of a slot. If it fails, none of that work is still
 // running when it returns.
-int owcu_submit(struct owcu_queue *l, int slot, struct owcu_error *e);
+int owcu_submit(struct owcu_queue *q, int slot, struct owcu_error *e);
 // owcu_wait waits for the slot's last submit.
-int owcu_wait(struct owcu_queue *l, int slot, struct owcu_error *e);
+int owcu_wait(struct owcu_queue *q, int slot, struct owcu_error *e);
 // owcu_join makes the queue wait for what is queued now on a caller's stream.
-int owcu_join(struct owcu_queue *l, uint64_t stream, struct owcu_error *e);
+int owcu_join(struct owcu_queue *q, uint64_t stream, struct owcu_error *e);
 
 // owcu_event_new makes an event without times; owcu_event_before makes a stream wait for
 // its last record.
@@ -170,11 +170,11 @@ int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struc
 // owcu_again launches the kernels of every slot's last submit again, count times,
 // and waits; it copies nothing. The caller owns the slots, and their destinations
 // are still allocated.
-int owcu_again(struct owcu_queue *l, int count, struct owcu_error *e);
+int owcu_again(struct owcu_queue *q, int count, struct owcu_error *e);
 
 // owcu_timing turns the marks of the slots on, with the origin now, or off. No work
 // may be in flight. Off, they cost a comparison.
-int owcu_timing(struct owcu_queue *l, int on, struct owcu_error *e);
+int owcu_timing(struct owcu_queue *q, int on, struct owcu_error *e);
 
 // owcu_list_new makes the head of a list of blocks without a holder; owcu_list_take
 // empties it.

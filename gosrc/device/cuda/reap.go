@@ -53,9 +53,9 @@ const (
 	keepFor    = time.Second
 )
 
-// surplus removes the excess from what is kept, the oldest first. d.mu is held.
+// removeSurplus removes the excess from what is kept, the oldest first. d.mu is held.
 // later: it is too early for that.
-func (d *Device) surplus() (old []C.owcu_ptr, later bool) {
+func (d *Device) removeSurplus() (old []C.owcu_ptr, later bool) {
 	n, left := C.uint64_t(0), len(d.kept)
 	for _, k := range d.kept {
 		n += k.bytes
@@ -74,9 +74,9 @@ func (d *Device) surplus() (old []C.owcu_ptr, later bool) {
 	return old, false
 }
 
-// fit returns the smallest kept block for n bytes that is not much too long. d.mu
+// bestKeptBlock returns the smallest kept block for n bytes that is not much too long. d.mu
 // is held.
-func (d *Device) fit(n C.uint64_t) (best keptBlock, ok bool) {
+func (d *Device) bestKeptBlock(n C.uint64_t) (best keptBlock, ok bool) {
 	at := -1
 	for i, k := range d.kept {
 		if k.bytes >= n && k.bytes <= n+n/8+1<<20 && (at < 0 || k.bytes < d.kept[at].bytes) {
@@ -94,7 +94,7 @@ func (d *Device) fit(n C.uint64_t) (best keptBlock, ok bool) {
 // giveBack frees all tensor memory without a holder, and what is kept; it waits for
 // the work that uses it.
 func (d *Device) giveBack() error {
-	err := d.reap(true)
+	err := d.reapBlocks(true)
 	d.mu.Lock()
 	kept := d.kept
 	d.kept = nil
@@ -126,10 +126,10 @@ func (d *Device) Used(stream uintptr) {
 	d.users = append(d.users, C.uint64_t(stream))
 }
 
-// reap frees, or keeps for the next load, the memory of blocks without a holder
+// reapBlocks frees, or keeps for the next load, the memory of blocks without a holder
 // that no queued work uses; with wait it waits for such work. When it returns, no
 // other call of it runs.
-func (d *Device) reap(wait bool) (err error) {
+func (d *Device) reapBlocks(wait bool) (err error) {
 	d.freeing.Lock()
 	defer d.freeing.Unlock()
 	for {
@@ -170,7 +170,7 @@ func (d *Device) reapStep() (busy bool, err error) {
 		case 1:
 			return false, nil
 		default:
-			return false, failure(d.index, &e)
+			return false, errorOf(d.index, &e)
 		}
 	}
 	switch C.owcu_passed(d.ctx, C.int(len(p.events)), &p.events[0], &e) {
@@ -179,17 +179,17 @@ func (d *Device) reapStep() (busy bool, err error) {
 	case 1:
 	default:
 		p.marked = false
-		return false, failure(d.index, &e)
+		return false, errorOf(d.index, &e)
 	}
 	d.mu.Lock()
 	for _, b := range p.blocks {
 		base, n := b.Base()
-		d.kept = append(d.kept, keptBlock{address(base), C.uint64_t(n)})
+		d.kept = append(d.kept, keptBlock{deviceAddress(base), C.uint64_t(n)})
 		C.free(unsafe.Pointer(b))
 	}
 	d.live -= len(p.blocks)
 	d.touched = time.Now()
-	d.watch() // to free the excess later
+	d.startReaper() // to free the excess later
 	d.mu.Unlock()
 	p.blocks = p.blocks[:0]
 	return true, nil // there may be more on the list
@@ -199,7 +199,7 @@ func (d *Device) reapStep() (busy bool, err error) {
 // whether there is more.
 func (d *Device) freeSurplus() bool {
 	d.mu.Lock()
-	old, more := d.surplus()
+	old, more := d.removeSurplus()
 	d.mu.Unlock()
 	_ = d.freeUnused(old) // the reaper tries again
 	return more
@@ -208,18 +208,18 @@ func (d *Device) freeSurplus() bool {
 // freeUnused frees memory that no work uses. What the driver refuses to free, the reaper
 // tries again.
 func (d *Device) freeUnused(at []C.owcu_ptr) error {
-	left, err := d.refused(at)
+	left, err := d.freeAll(at)
 	if len(left) > 0 {
 		d.deferFree(func() bool {
-			left, _ = d.refused(left)
+			left, _ = d.freeAll(left)
 			return len(left) == 0
 		})
 	}
 	return err
 }
 
-// refused frees memory and returns what the driver refused to free; zeros are none.
-func (d *Device) refused(at []C.owcu_ptr) (left []C.owcu_ptr, err error) {
+// freeAll frees memory and returns what the driver refused to free; zeros are none.
+func (d *Device) freeAll(at []C.owcu_ptr) (left []C.owcu_ptr, err error) {
 	gone := func(p C.owcu_ptr) bool { return p == 0 }
 	if at = slices.DeleteFunc(at, gone); len(at) == 0 {
 		return nil, nil
@@ -228,16 +228,16 @@ func (d *Device) refused(at []C.owcu_ptr) (left []C.owcu_ptr, err error) {
 	return slices.DeleteFunc(at, gone), err
 }
 
-// drop frees a thing of the driver's that nothing uses; if the driver refuses, the
+// freeThing frees a thing of the driver's that nothing uses; if the driver refuses, the
 // reaper tries again.
-func (d *Device) drop(what C.int, thing unsafe.Pointer) {
-	if !d.dropped(what, thing) {
-		d.deferFree(func() bool { return d.dropped(what, thing) })
+func (d *Device) freeThing(what C.int, thing unsafe.Pointer) {
+	if !d.tryToFree(what, thing) {
+		d.deferFree(func() bool { return d.tryToFree(what, thing) })
 	}
 }
 
-// dropped frees a thing and reports whether it is gone; with a lost device it is.
-func (d *Device) dropped(what C.int, thing unsafe.Pointer) bool {
+// tryToFree frees a thing and reports whether it is gone; with a lost device it is.
+func (d *Device) tryToFree(what C.int, thing unsafe.Pointer) bool {
 	var e C.struct_owcu_error
 	return C.owcu_drop(d.ctx, what, thing, &e) <= 0
 }
@@ -247,7 +247,7 @@ func (d *Device) deferFree(free func() bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.deferred = append(d.deferred, free)
-	d.watch()
+	d.startReaper()
 }
 
 // freeDeferred calls what deferFree was given, and keeps those whose memory is not
@@ -270,29 +270,29 @@ func (d *Device) freeDeferred() {
 	d.mu.Unlock()
 }
 
-// given turns the result of a C function that frees into an error, and has the
+// freeResult turns the result of a C function that frees into an error, and has the
 // reaper try again if the driver refused.
-func (d *Device) given(rc C.int, e *C.struct_owcu_error, again func() bool) error {
+func (d *Device) freeResult(rc C.int, e *C.struct_owcu_error, again func() bool) error {
 	if rc == 0 {
 		return nil
 	}
 	if rc > 0 {
 		d.deferFree(again)
 	}
-	return failure(d.index, e)
+	return errorOf(d.index, e)
 }
 
-// watch starts the reaper, unless it runs. d.mu is held.
-func (d *Device) watch() {
+// startReaper starts the reaper, unless it runs. d.mu is held.
+func (d *Device) startReaper() {
 	if !d.reaping {
 		d.reaping = true
-		spawn.Go("cuda reaper", d.reaper)
+		spawn.Go("cuda reaper", d.runReaper)
 	}
 }
 
-// reaper polls for memory to free, as long as there is any: the deleters that list
+// runReaper polls for memory to free, as long as there is any: the deleters that list
 // memory must not wake a thread.
-func (d *Device) reaper() {
+func (d *Device) runReaper() {
 	const least, most = 5 * time.Millisecond, 100 * time.Millisecond
 	pause := least
 	for {
@@ -306,7 +306,7 @@ func (d *Device) reaper() {
 			return
 		}
 		d.mu.Unlock()
-		_ = d.reap(false) // errors are tried again, and recur in the next call that reports them
+		_ = d.reapBlocks(false) // errors are tried again, and recur in the next call that reports them
 		d.freeDeferred()
 		d.mu.Lock()
 		same := d.live+len(d.deferred) == before

@@ -26,8 +26,8 @@ type Stream struct {
 	Arg         uint32 // meaning depends on the codec
 }
 
-// rows is how many blocks a stream has; 1 if it has none.
-func (s *Stream) rows() int {
+// blockCount is how many blocks a stream has; 1 if it has none.
+func (s *Stream) blockCount() int {
 	return int(max(1, (s.Size+s.Chunk-1)/s.Chunk))
 }
 
@@ -35,9 +35,9 @@ func (s *Stream) rows() int {
 // more gain nothing, and with chunks of 64 KiB they cost 2 %.
 const enough = 4096
 
-// split is how many warps share each of the chunks: as many as encoders make
+// warpsPerChunk is how many warps share each of the chunks: as many as encoders make
 // segments of the longest (codec/x16), unless there are enough warps without.
-func split(streams []Stream, rows int) int {
+func warpsPerChunk(streams []Stream, rows int) int {
 	var most, all int64
 	for i := range streams {
 		all += streams[i].Size

@@ -249,9 +249,9 @@ func TestSplit(t *testing.T) {
 	} {
 		rows := 0
 		for i := range c.streams {
-			rows += c.streams[i].rows()
+			rows += c.streams[i].blockCount()
 		}
-		if got := split(c.streams, rows); got != c.want {
+		if got := warpsPerChunk(c.streams, rows); got != c.want {
 			t.Errorf("%d streams, %d rows: %d, not %d", len(c.streams), rows, got, c.want)
 		}
 	}
