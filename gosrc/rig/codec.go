@@ -56,9 +56,6 @@ func (r *run) codec() error {
 			}
 		}
 	}
-	if err := r.bare(); err != nil {
-		return err
-	}
 	if r.opt.File == "" {
 		r.Missing("codec", "real fp32: stored / original", "give real weights with --file model.safetensors")
 		return nil

@@ -108,7 +108,7 @@ var mayImport = map[string][]string{
 		"codec/...", "job", "knob", "tensor", "errs", "internal/..."},
 
 	// The rig is a program beside the library: no package imports it.
-	"rig": {"measure", "weights", "serve", "load", "save", "pipeline", "codec/...", "nvcomp/...", "device/...", "job", "knob", "tensor", "errs",
+	"rig": {"measure", "weights", "serve", "load", "save", "pipeline", "codec/...", "device/...", "job", "knob", "tensor", "errs",
 		"format", "tensorizer", "source", "source/file", "internal/..."},
 
 	// nvCOMP's bitstreams. The library imports package nvcomp, but none of the
@@ -135,8 +135,8 @@ var modules = map[string][]string{
 	"golang.org/x/sys":                        {""},
 	"github.com/zeebo/xxh3":                   {"codec", "codec/blocksum", "device/cuda", "save", "sleep", "format", "load", "source/cache"},
 	"github.com/dustin/go-humanize":           {"cli", "rig"},
-	"github.com/pierrec/lz4/v4":               {"nvcomp/lz4", "rig"}, // rig: a codec beside its library
-	"github.com/klauspost/compress":           {"nvcomp/snappy", "nvcomp/zstd", "nvcomp/deflate", "codec/planes", "rig"},
+	"github.com/pierrec/lz4/v4":               {"nvcomp/lz4"},
+	"github.com/klauspost/compress":           {"nvcomp/snappy", "nvcomp/zstd", "nvcomp/deflate", "codec/planes"},
 	"github.com/go-python/gopy":               {"bind"},
 	"go.uber.org/goleak":                      {""},
 	"golang.org/x/net/http/httpproxy":         {"source/route"},
