@@ -177,22 +177,22 @@ def test_versions_of_nvcomp_that_are_refused(tmp_path: Any, monkeypatch: pytest.
         folder.rmdir()
 
 
-@pytest.mark.skipif(original._installed() is None, reason="nvCOMP's wheels are not installed")
+@pytest.mark.skipif(original._newest_wheel() is None, reason="nvCOMP's wheels are not installed")
 @pytest.mark.parametrize("first", ["", "import nvidia.nvcomp", "import overwire.compat; overwire.compat.install('nvcomp')"])
 def test_nvcomp_is_loaded_once(first: str, script: Any) -> None:
     """Beside a program's own import of it, before and after, and in its place: no second copy, which would end the process."""
     done = script(
         f"{first}\n"
         "from overwire.compat.nvcomp import original\n"
-        "impl = original._load('ANS')\n"
+        "impl = original._load_codec('ANS')\n"
         "import nvidia.nvcomp\n"
-        "assert original._load('ANS') is impl and impl.Codec and nvidia.nvcomp.Codec\n"
+        "assert original._load_codec('ANS') is impl and impl.Codec and nvidia.nvcomp.Codec\n"
         "print(impl.__version__)"
     )
-    assert original._installed().version.startswith(done.stdout.strip()), done.stdout
+    assert original._newest_wheel().version.startswith(done.stdout.strip()), done.stdout
 
 
-@pytest.mark.skipif(original._installed() is not None, reason="nvCOMP is installed: tests/device_nvcomp.py asks it")
+@pytest.mark.skipif(original._newest_wheel() is not None, reason="nvCOMP is installed: tests/device_nvcomp.py asks it")
 def test_the_script_for_real_nvcomp_works() -> None:
     """tests/device_nvcomp.py, which needs a GPU, with this module in nvCOMP's place: it tells ok from wrong."""
     command = [sys.executable, str(ROOT / "tests/device_nvcomp.py"), "--json", "--module", "overwire.compat.nvcomp"]

@@ -58,13 +58,13 @@ class Array(codecs.exporter()):  # type: ignore[misc]
             self.__dict__.update(src_object.__dict__)
             return
         stream = int(cuda_stream) or 1
-        span, shape, strides, kind, device, readonly = _look(src_object, stream)
-        self._fill(span, shape, strides, kind, device)
+        span, shape, strides, kind, device, readonly = _describe_memory(src_object, stream)
+        self._set_memory(span, shape, strides, kind, device)
         self._readonly = readonly
         self._native = False
         self._stream = self._joined = stream
 
-    def _fill(
+    def _set_memory(
         self, span: codecs.Span, shape: tuple[int, ...], strides: tuple[int, ...] | None, kind: Kind, device: tuple[int, int]
     ) -> None:
         self._span = span
@@ -79,14 +79,14 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         self._stream = 1  # whose work the bytes wait for
         self._joined = 1  # a stream that has waited for it
 
-    def _late(self, stream: int) -> bool:
+    def _must_wait(self, stream: int) -> bool:
         """Whether a stream must wait before it uses the bytes. True once per stream."""
         if self._stream == stream or self._joined == stream:
             return False
         self._joined = stream
         return True
 
-    def _fits(self, size: int, kind: Kind, device: tuple[int, int]) -> bool:
+    def _fits_content(self, size: int, kind: Kind, device: tuple[int, int]) -> bool:
         """Whether a content of this length and type becomes this very Array."""
         return (
             self._span[1] == size
@@ -101,12 +101,13 @@ class Array(codecs.exporter()):  # type: ignore[misc]
     def _of(cls, span: codecs.Span, nbytes: int, kind: Kind = BYTE, device: tuple[int, int] = HOST, stream: int = 1) -> Array:
         """The first nbytes of a span, in one dimension, as a stream leaves them."""
         made = cls.__new__(cls)
-        made._fill(codecs.Span(span.address, nbytes, span.keep), (nbytes // (kind[1] * kind[2] // 8),), None, kind, device)
+        content = codecs.Span(span.address, nbytes, span.keep)
+        made._set_memory(content, (nbytes // (kind[1] * kind[2] // 8),), None, kind, device)
         made._capacity = span.nbytes
         made._stream = made._joined = stream
         return made
 
-    def _ready(self, wait: bool = True) -> None:
+    def _wait_until_ready(self, wait: bool = True) -> None:
         """Raises the error of decoding, once. If a GPU has not reported it yet, waits for
         it, or leaves it for later."""
         pending = self._pending
@@ -118,8 +119,8 @@ class Array(codecs.exporter()):  # type: ignore[misc]
             if error is not None:
                 raise error
 
-    def _error(self) -> BaseException | None:
-        """The error that `_ready` would raise, if any; it stays for `_ready`."""
+    def _pending_error(self) -> BaseException | None:
+        """The error that `_wait_until_ready` would raise, if any; it stays for `_wait_until_ready`."""
         return self._pending.error(True) if isinstance(self._pending, Later) else self._pending
 
     # What it is.
@@ -173,7 +174,9 @@ class Array(codecs.exporter()):  # type: ignore[misc]
     def strides(self) -> tuple[int, ...]:
         """Bytes between neighbours along each dimension. The array interfaces say None
         where they are those of a dense array in C order, as nvCOMP's do."""
-        return self._strides if self._strides is not None else tuple(s * self.item_size for s in _dense(self._shape))
+        if self._strides is not None:
+            return self._strides
+        return tuple(s * self.item_size for s in _dense_strides(self._shape))
 
     # Giving it on.
 
@@ -181,15 +184,15 @@ class Array(codecs.exporter()):  # type: ignore[misc]
     def __array_interface__(self) -> dict[str, Any]:
         if self._device != HOST:
             raise AttributeError("__array_interface__: the Array is on a GPU")
-        self._ready()
-        return self._interface()
+        self._wait_until_ready()
+        return self._cuda_interface()
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        self._ready(self._device == HOST)  # a GPU's bytes are there when its stream is
-        return self._interface() | {"stream": self._stream}
+        self._wait_until_ready(self._device == HOST)  # a GPU's bytes are there when its stream is
+        return self._cuda_interface() | {"stream": self._stream}
 
-    def _interface(self) -> dict[str, Any]:
+    def _cuda_interface(self) -> dict[str, Any]:
         data = (self._span.address, False)
         return {"shape": self._shape, "typestr": typestr(self._kind), "data": data, "strides": self._strides, "version": 3}
 
@@ -200,11 +203,11 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         None is the default one, -1 waits for nothing. BufferError for strides that are
         no whole elements.
         """
-        self._ready(self._device == HOST)
+        self._wait_until_ready(self._device == HOST)
         if self._device != HOST and cuda_stream != -1:
             gpu.follow(int(getattr(cuda_stream, "ptr", cuda_stream) or 1), self._stream, device=self._device[1])
         item = self.item_size
-        strides = _dense(self._shape) if self._strides is None else tuple(s // item for s in self._strides)
+        strides = _dense_strides(self._shape) if self._strides is None else tuple(s // item for s in self._strides)
         if self._strides is not None and any(s % item for s in self._strides):
             raise BufferError(f"the Array's strides, {self._strides}, are no whole elements, and DLPack counts those")
         return codecs.dlpack(self, self._span.address, self._shape, strides, self._kind, self._device)
@@ -222,7 +225,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
     def _buffer(self) -> memoryview:
         if self._device != HOST:
             raise BufferError("the Array is on a GPU: use cpu()")
-        self._ready()
+        self._wait_until_ready()
         letter = _FORMATS.get(self._kind[:2])
         nbytes = self._span.nbytes
         if letter is not None and (self._strides is not None or letter == "e" or nbytes == 0):
@@ -232,7 +235,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
 
                 # The interface alone, since the Array's own buffer is what is being made.
                 data = (self._span.address, self._readonly)
-                shown = SimpleNamespace(__array_interface__=self._interface() | {"data": data}, keep=self)
+                shown = SimpleNamespace(__array_interface__=self._cuda_interface() | {"data": data}, keep=self)
                 return memoryview(numpy.asarray(shown))  # type: ignore[arg-type,unused-ignore]
             letter = None
         if self._strides is not None:
@@ -256,12 +259,12 @@ class Array(codecs.exporter()):  # type: ignore[misc]
     def cpu(self) -> Array | None:
         """Itself if it is on the host, else a copy there; None if that cannot be made.
         Raises errors of decoding on a GPU at the latest."""
-        self._ready()
+        self._wait_until_ready()
         return self if self._device == HOST else devices.to_host(self)
 
     def cuda(self, synchronize: bool = True, cuda_stream: int = 0) -> Array | None:
         """Itself on a GPU, else a copy there; None where there is none."""
-        self._ready(self._device == HOST)
+        self._wait_until_ready(self._device == HOST)
         return self if self._device != HOST else devices.to_device(self, synchronize, int(cuda_stream))
 
 
@@ -306,10 +309,10 @@ def as_arrays(sources: Any, *args: Any, cuda_stream: int = 0, **named: Any) -> B
     whole = Array(sources, int(args[2]) if len(args) > 2 else cuda_stream)
     if len(offsets) != len(sizes):
         raise ValueError(f"as_arrays: {len(offsets)} offsets and {len(sizes)} sizes")
-    return BatchArray(_part(whole, at, n) for at, n in zip(offsets, sizes, strict=True))
+    return BatchArray(_part_of(whole, at, n) for at, n in zip(offsets, sizes, strict=True))
 
 
-def _part(whole: Array, at: int, n: int) -> Array:
+def _part_of(whole: Array, at: int, n: int) -> Array:
     item = whole.item_size
     if at < 0 or n < 0 or at + n > whole.buffer_size or n % item or whole._strides is not None:
         raise ValueError(f"as_arrays: {n} bytes at {at} of {whole.buffer_size} in elements of {item}")
@@ -326,7 +329,7 @@ def from_dlpack(source: Any, cuda_stream: int = 0) -> Array:
     return Array(source, cuda_stream)
 
 
-def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for extent in reversed(shape):
         strides.append(step)
@@ -334,10 +337,10 @@ def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-Looked = tuple[codecs.Span, tuple[int, ...], "tuple[int, ...] | None", Kind, tuple[int, int], bool]
+MemoryDescription = tuple[codecs.Span, tuple[int, ...], "tuple[int, ...] | None", Kind, tuple[int, int], bool]
 
 
-def _look(source: Any, stream: int) -> Looked:
+def _describe_memory(source: Any, stream: int) -> MemoryDescription:
     """What an object's memory is, by the first protocol that it has."""
     if type(source).__name__ == "PyCapsule":
         return _from_view(codecs.tensor_view(source))
@@ -369,12 +372,12 @@ def _look(source: Any, stream: int) -> Looked:
     return span, tuple(view.shape or ()), None, kind, HOST, view.readonly
 
 
-def _from_view(tensor: codecs.TensorView) -> Looked:
+def _from_view(tensor: codecs.TensorView) -> MemoryDescription:
     item = tensor.kind[1] * tensor.kind[2] // 8
     if item == 0:
         raise ValueError(f"elements of {tensor.kind[1]} bits have no place of their own")
     strides = tensor.strides
-    if strides is not None and (0 in tensor.shape or _same(tensor.shape, strides)):
+    if strides is not None and (0 in tensor.shape or _is_dense(tensor.shape, strides)):
         strides = None
     nbytes = prod(tensor.shape) * item
     device = HOST if tensor.device[0] in (1, 3) else (2, tensor.device[1])
@@ -384,9 +387,9 @@ def _from_view(tensor: codecs.TensorView) -> Looked:
     return span, tensor.shape, strides and tuple(s * item for s in strides), tensor.kind, device, False
 
 
-def _same(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether strides, in elements, are those of a dense array."""
-    return all(extent == 1 or a == b for extent, a, b in zip(shape, strides, _dense(shape), strict=True))
+    return all(extent == 1 or a == b for extent, a, b in zip(shape, strides, _dense_strides(shape), strict=True))
 
 
 def _interface_device(interface: dict[str, Any], stream: int) -> tuple[int, int]:
@@ -401,7 +404,7 @@ def _interface_device(interface: dict[str, Any], stream: int) -> tuple[int, int]
     return 2, number
 
 
-def _from_interface(source: Any, interface: dict[str, Any], device: tuple[int, int]) -> Looked:
+def _from_interface(source: Any, interface: dict[str, Any], device: tuple[int, int]) -> MemoryDescription:
     text = interface["typestr"]
     try:
         kind = kind_of(text)
@@ -413,7 +416,7 @@ def _from_interface(source: Any, interface: dict[str, Any], device: tuple[int, i
     if data is None:
         raise TypeError("an array interface without an address")
     strides = interface.get("strides")
-    if strides is not None and (0 in shape or _same(shape, tuple(s / item for s in strides))):
+    if strides is not None and (0 in shape or _is_dense(shape, tuple(s / item for s in strides))):
         strides = None
     span = codecs.Span(int(data[0] or 0), prod(shape) * item, source)
     return span, shape, strides and tuple(strides), kind, device, bool(data[1])

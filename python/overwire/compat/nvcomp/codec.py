@@ -61,7 +61,7 @@ _VERIFY: dict[ChecksumPolicy, bool | str] = {
 _READING = ("algorithm", "device_id", "cuda_stream", "bitstream_kind", "checksum_policy", "data_type")
 
 
-class _Theirs(Exception):
+class _ForeignStreams(Exception):
     """Streams that are not ours, by their places in the batch, and why the first was refused."""
 
     def __init__(self, at: list[int], error: OverwireError) -> None:
@@ -74,7 +74,7 @@ class _Config:
     _sizes: list[int]
     _shapes: Any = None
     _many: bool
-    _theirs: Any = None
+    _foreign: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError(f"nvidia.nvcomp.nvcomp_impl.{type(self).__name__}: No constructor defined!")
@@ -82,7 +82,7 @@ class _Config:
     @classmethod
     def _of(cls, codec: Codec, sizes: list[int], many: bool, shapes: Any = None, theirs: Any = None) -> Self:
         made = cls.__new__(cls)
-        made._codec, made._sizes, made._many, made._shapes, made._theirs = codec, sizes, many, shapes, theirs
+        made._codec, made._sizes, made._many, made._shapes, made._foreign = codec, sizes, many, shapes, theirs
         return made
 
 
@@ -147,7 +147,7 @@ class Codec:
             rles, deltas, pack = (n if n is not None else d for n, d in zip(layers, (2, 1, True), strict=True))
             self._cascaded = (rles, deltas, bool(pack))
         self._type: Kind | None = kind_of(kwargs["data_type"]) if kwargs.get("data_type") else None
-        self._algorithm = _named(kwargs.get("algorithm", ""))
+        self._algorithm = _algorithm_named(kwargs.get("algorithm", ""))
         self._original: original.Original | None = None  # where the algorithm is nvCOMP's
         self._reader: original.Original | None = None  # once a stream was
         self._device_id: int | None = kwargs.get("device_id")
@@ -155,7 +155,7 @@ class Codec:
         if self._device_id is not None and self._device_id >= 0 and gpu.count() and self._device_id >= gpu.count():
             raise ValueError(f"device_id {self._device_id}: there are {gpu.count()} CUDA devices")
         if self._stream is not None and self._stream > 2 and gpu.count():
-            streams.check(self._stream, self._device([]) or 0)
+            streams.check_device(self._stream, self._device([]) or 0)
         if self._algorithm in original.ALGORITHMS:
             own = {k: v for k, v in kwargs.items() if k not in ("strict", "ask_nvcomp")}
             self._original = original.Original(self._algorithm, own | {"algorithm": self._algorithm})
@@ -169,7 +169,7 @@ class Codec:
         if self._chunk is not None and self._chunk <= 0:
             raise ValueError(f"uncomp_chunk_size {self._chunk}: expected more than 0")
         if self._algorithm:  # level and chunk size, before there is anything to encode
-            self._max([1])
+            self._max_sizes([1])
             if self._level != 1 or self._cascaded is not None:
                 codecs.encode(b"", self._algorithm, level=self._level, cascaded=self._cascaded)
 
@@ -183,14 +183,14 @@ class Codec:
         has; a list for a list. Raises ValueError where `out` is too small, overlaps
         a source or another `out`, or where lengths are not those of the config.
         """
-        self._open()
-        many, sources = placing.listed(array)
+        self._check_open()
+        many, sources = placing.as_list(array)
         device = self._device(sources)
-        outs = placing.outputs(out, many, sources, 1 if device is None else self._on(device))
+        outs = placing.prepare_outputs(out, many, sources, 1 if device is None else self._stream_for(device))
         if self._original is not None:
             return self._original.run("encode", sources, many, outs=outs, compression_config=compression_config)
         if compression_config is not None:
-            self._mine(compression_config, CompressConfig)
+            self._check_config(compression_config, CompressConfig)
             sizes = [a.buffer_size for a in sources]
             if compression_config._sizes != sizes:
                 raise ValueError(f"the CompressConfig is for {compression_config._sizes} bytes, not {sizes}")
@@ -198,13 +198,13 @@ class Codec:
             raise ValueError("Codec without an algorithm: it decodes, and cannot encode")
         made = None
         if device is not None and sources and self._algorithm == "X16" and self._policy not in _COMPUTE:
-            there = self._there(sources, device)
+            there = self._sources_on(sources, device)
             if there is not None:
                 names = [safetensors_name(self._type or a._kind) for a in sources]
                 chunk = self._chunk or codecs.default_chunk("X16")
-                made = onboard.encode(there, names, self._bitstream, chunk, outs, device, self._on(device))
+                made = onboard.encode(there, names, self._bitstream, chunk, outs, device, self._stream_for(device))
         if made is None:
-            made = self._run("encode", sources, outs, BYTE)
+            made = self._run_on_host("encode", sources, outs, BYTE)
         return BatchArray(made) if many else made[0]
 
     def decode(
@@ -223,82 +223,82 @@ class Codec:
         RuntimeError, unless the Codec is `strict`. Raises RuntimeError where
         checksums must be verified and there are none.
         """
-        self._open()
+        self._check_open()
         kind = kind_of(data_type) if data_type else self._type or BYTE
-        many, sources = placing.listed(src)
+        many, sources = placing.as_list(src)
         device = self._device(sources)
-        outs = placing.outputs(out, many, sources, 1 if device is None else self._on(device))
+        outs = placing.prepare_outputs(out, many, sources, 1 if device is None else self._stream_for(device))
         if self._original is not None:
             return self._original.run("decode", sources, many, data_type, outs=outs, decompression_config=decompression_config)
         sizes = shapes = None
         if decompression_config is not None:
-            self._mine(decompression_config, DecompressConfig)
-            if decompression_config._theirs is not None and self._reader is not None:
-                theirs = self._reader.run("decode", sources, many, outs=outs, decompression_config=decompression_config._theirs)
-                return placing.typed(theirs, kind)
+            self._check_config(decompression_config, DecompressConfig)
+            if decompression_config._foreign is not None and self._reader is not None:
+                theirs = self._reader.run("decode", sources, many, outs=outs, decompression_config=decompression_config._foreign)
+                return placing.with_kind(theirs, kind)
             sizes, shapes = decompression_config._sizes, decompression_config._shapes
             if len(sizes) != len(sources):
                 raise ValueError(f"the config is for {len(sizes)} buffers, not {len(sources)}")
         try:
             made = None
             if device is not None and sources and self._verifies is False:
-                made = self._onboard(sources, outs, kind, shapes, device)
+                made = self._run_on_gpu(sources, outs, kind, shapes, device)
             if made is None:
-                made = self._run("decode", sources, outs, kind, sizes)
+                made = self._run_on_host("decode", sources, outs, kind, sizes)
             return BatchArray(made) if many else made[0]
-        except _Theirs as found:
-            nvcomp, at = self._asked(found), found.at
+        except _ForeignStreams as found:
+            nvcomp, at = self._ask_nvcomp(found), found.at
         if not many:
-            return placing.typed(nvcomp.run("decode", sources, False, outs=outs), kind)
+            return placing.with_kind(nvcomp.run("decode", sources, False, outs=outs), kind)
         results: list[Any] = [None] * len(sources)
         ours = [i for i in range(len(sources)) if i not in at]
         parts = [outs and [outs[i] for i in part] for part in (at, ours)]
-        theirs = placing.typed(nvcomp.run("decode", [sources[i] for i in at], True, outs=parts[0]), kind)
+        theirs = placing.with_kind(nvcomp.run("decode", [sources[i] for i in at], True, outs=parts[0]), kind)
         for i, array in zip(at + ours, [*theirs, *self.decode([sources[i] for i in ours], data_type, parts[1])], strict=True):
             results[i] = array
         return BatchArray(results)
 
-    def _onboard(
+    def _run_on_gpu(
         self, sources: list[Array], outs: list[Array | None] | None, kind: Kind, shapes: list[onboard.Shape] | None, device: int
     ) -> list[Array] | None:
-        """Decodes by kernels; None where there is none for it. Raises _Theirs."""
+        """Decodes by kernels; None where there is none for it. Raises _ForeignStreams."""
         if self._algorithm and self._algorithm not in gpu.algorithms():
             return None
-        stream = self._on(device)
-        there = self._there(sources, device)
+        stream = self._stream_for(device)
+        there = self._sources_on(sources, device)
         if there is None:
             return None
         made = onboard.decode(there, shapes, self._algorithm, self._bitstream, kind, outs, device, stream)
         if made is not None and shapes is None and self._bitstream == "with_size" and self._algorithm != "X16" and self._may_ask():
             # Only decoding shows whether nvCOMP wrote a sized stream: wait for it.
-            errors = [array._error() for array in made]
+            errors = [array._pending_error() for array in made]
             at = [i for i, error in enumerate(errors) if isinstance(error, CorruptError)]
             if at:
-                raise _Theirs(at, next(e for e in errors if isinstance(e, CorruptError)))
+                raise _ForeignStreams(at, next(e for e in errors if isinstance(e, CorruptError)))
         if made is not None and self._strict:
             for array in made:
-                array._ready()
+                array._wait_until_ready()
         return made
 
-    def _there(self, sources: list[Array], device: int) -> list[Array] | None:
+    def _sources_on(self, sources: list[Array], device: int) -> list[Array] | None:
         """The sources on a device: themselves, or copies."""
         there = []
         where = (2, device)
         for a in sources:
-            placing.dense(a)
+            placing.check_dense(a)
             if a._pending is not None:
-                a._ready(a._device != where)
-            moved = a if a._device == where else devices.to_device(a, stream=self._on(device), index=device)
+                a._wait_until_ready(a._device != where)
+            moved = a if a._device == where else devices.to_device(a, stream=self._stream_for(device), index=device)
             if moved is None:
                 return None
             there.append(moved)
         return there
 
-    def _on(self, device: int) -> int:
+    def _stream_for(self, device: int) -> int:
         """The stream that work of this Codec goes to: its own, else torch's current."""
         return self._stream if self._stream is not None else gpu.current_stream(device)
 
-    def _run(
+    def _run_on_host(
         self,
         op: str,
         sources: list[Array],
@@ -306,7 +306,7 @@ class Codec:
         kind: Kind,
         sizes: Sequence[int] | None = None,
     ) -> list[Array]:
-        """Encodes or decodes on the CPU. Raises _Theirs."""
+        """Encodes or decodes on the CPU. Raises _ForeignStreams."""
         device = self._device(sources)
         hosts = [placing.on_host(a) for a in sources]
         spans = [a._span for a in hosts]
@@ -314,13 +314,12 @@ class Codec:
         need: list[int] = []
         if outs is not None:
             if any(o is not None and o._native for o in outs):
-                need = self._need(op, hosts, spans)
-            into = [placing.room(o, need[i] if need else 0) for i, o in enumerate(outs)]
+                need = self._bytes_needed(op, hosts, spans)
+            into = [placing.span_of(o, need[i] if need else 0) for i, o in enumerate(outs)]
         if streams.has_allocator("host") and device is None and None in into:
             # Memory first, as long as it may have to be.
-            need = need or self._need(op, hosts, spans)
+            need = need or self._bytes_needed(op, hosts, spans)
             into = [s if s is not None else streams.allocate("host", n) for s, n in zip(into, need, strict=True)]
-        dtype = self._dtype(hosts) if op == "encode" else None
         made = codecs.run(
             op,
             spans,
@@ -328,20 +327,21 @@ class Codec:
             bitstream=self._bitstream,
             chunk_size=self._chunk if op == "encode" else None,
             level=self._level,
-            dtype=dtype,
+            dtype=self._dtype(hosts) if op == "encode" else None,
             cascaded=self._cascaded,
             checksums=op == "encode" and self._policy in _COMPUTE,
             verify=self._verifies if op == "decode" else False,
             out=into,
         )
-        self._look(made, spans)
+        self._find_foreign(made, spans)
         results = []
         for i, coded in enumerate(made):
-            late = self._failed(coded)
+            late = self._error_of(coded)
             if sizes is not None and coded.nbytes != sizes[i]:
                 raise ValueError(f"buffer {i} decodes to {coded.nbytes} bytes, the config says {sizes[i]}")
             given = outs[i] if outs is not None else None
-            results.append(placing.result(coded, into[i], given, kind, device, 1 if device is None else self._on(device)))
+            stream = 1 if device is None else self._stream_for(device)
+            results.append(placing.place_result(coded, into[i], given, kind, device, stream))
             results[i]._pending = late
         return results
 
@@ -353,24 +353,24 @@ class Codec:
             return integers_name(kind)
         return safetensors_name(kind)
 
-    def _need(self, op: str, hosts: list[Array], spans: list[codecs.Span]) -> list[int]:
+    def _bytes_needed(self, op: str, hosts: list[Array], spans: list[codecs.Span]) -> list[int]:
         if op == "encode":
-            return self._max([a.buffer_size for a in hosts])
-        return [0 if c.error is not None else c.nbytes for c in self._told(spans)]  # the error is decode's to raise
+            return self._max_sizes([a.buffer_size for a in hosts])
+        return [0 if c.error is not None else c.nbytes for c in self._ask_lengths(spans)]  # the error is decode's to raise
 
-    def _told(self, spans: list[codecs.Span]) -> list[codecs.Coded]:
+    def _ask_lengths(self, spans: list[codecs.Span]) -> list[codecs.Coded]:
         """What streams say of the length of their contents."""
         return codecs.run("size", spans, algorithm=self._algorithm or None, bitstream=self._bitstream)
 
-    def _look(self, made: Sequence[codecs.Coded], spans: Sequence[codecs.Span]) -> None:
-        """Raises _Theirs where streams that were refused may be such as nvCOMP writes."""
-        at = [i for i, (coded, span) in enumerate(zip(made, spans, strict=True)) if self._theirs(coded, span)]
+    def _find_foreign(self, made: Sequence[codecs.Coded], spans: Sequence[codecs.Span]) -> None:
+        """Raises _ForeignStreams where streams that were refused may be such as nvCOMP writes."""
+        at = [i for i, (coded, span) in enumerate(zip(made, spans, strict=True)) if self._may_be_foreign(coded, span)]
         if at:
             error = made[at[0]].error
             assert isinstance(error, OverwireError)
-            raise _Theirs(at, error)
+            raise _ForeignStreams(at, error)
 
-    def _theirs(self, coded: codecs.Coded, span: codecs.Span) -> bool:
+    def _may_be_foreign(self, coded: codecs.Coded, span: codecs.Span) -> bool:
         if coded.error is None or self._algorithm == "X16":
             return False
         if self._bitstream == "native":
@@ -380,7 +380,7 @@ class Codec:
     def _may_ask(self) -> bool:
         return self._kwargs.get("ask_nvcomp", True) and original.usable()
 
-    def _asked(self, found: _Theirs) -> original.Original:
+    def _ask_nvcomp(self, found: _ForeignStreams) -> original.Original:
         """nvCOMP, to read its own streams; raises our error, which names what is missing,
         if there is none."""
         if self._reader is None:
@@ -392,7 +392,7 @@ class Codec:
             self._reader = original.Original(self._algorithm or "the stream", given, verifies=self._verifies is not False)
         return self._reader
 
-    def _failed(self, coded: codecs.Coded) -> RuntimeError | None:
+    def _error_of(self, coded: codecs.Coded) -> RuntimeError | None:
         """Raises what is wrong with one buffer; returns what is raised later."""
         error = coded.error
         if error is None:
@@ -409,7 +409,7 @@ class Codec:
 
     def compression_config(self, uncompressed_size: int | Sequence[int]) -> CompressConfig:
         """A config for contents of these lengths, in bytes; all above 0."""
-        self._open()
+        self._check_open()
         if self._original is not None:
             theirs: CompressConfig = self._original.codec.compression_config(uncompressed_size)
             return theirs
@@ -422,26 +422,26 @@ class Codec:
     def decompression_config(self, src: Any) -> DecompressConfig:
         """A config for streams like these, or for what a CompressConfig of this
         Codec will have encoded. Raises what `decode` raises of headers."""
-        self._open()
+        self._check_open()
         if self._original is not None:
             codec = self._original.codec
-            many, sources = (False, []) if isinstance(src, self._original.impl.CompressConfig) else placing.listed(src)
+            many, sources = (False, []) if isinstance(src, self._original.impl.CompressConfig) else placing.as_list(src)
             theirs: DecompressConfig = codec.decompression_config(self._original.to_theirs(sources, many) if sources else src)
             return theirs
         if isinstance(src, CompressConfig):
-            self._mine(src, CompressConfig)
+            self._check_config(src, CompressConfig)
             chunk = self._chunk or codecs.default_chunk(self._algorithm)
             native = self._bitstream == "native"
             shapes = [(n, chunk if native else max(n, 1), self._algorithm) for n in src._sizes]
             return DecompressConfig._of(self, list(src._sizes), src._many, shapes)
-        many, sources = placing.listed(src)
+        many, sources = placing.as_list(src)
         found = [self._shape(a) for a in sources]
         if None not in found:
             return DecompressConfig._of(self, [shape[0] for shape in found if shape is not None], many, found)
         try:
             return DecompressConfig._of(self, self._sizes(sources), many)
-        except _Theirs as theirs_all:
-            nvcomp, at = self._asked(theirs_all), theirs_all.at
+        except _ForeignStreams as theirs_all:
+            nvcomp, at = self._ask_nvcomp(theirs_all), theirs_all.at
         if len(at) < len(sources):
             raise NotSupportedError("overwire: nvcomp: a config is for streams of one writer: some of these are ours, some nvCOMP's")
         return DecompressConfig._of(self, [], many, theirs=nvcomp.codec.decompression_config(nvcomp.to_theirs(sources, many)))
@@ -455,24 +455,24 @@ class Codec:
 
     def get_max_comp_buffer_size(self, source: Any) -> int:
         """The most bytes that encoding an Array gives."""
-        self._open()
+        self._check_open()
         if self._original is not None:
-            return int(self._original.codec.get_max_comp_buffer_size(self._original.to_theirs(placing.listed(source)[1], False)))
-        return self._max([placing.listed(source)[1][0].buffer_size])[0]
+            return int(self._original.codec.get_max_comp_buffer_size(self._original.to_theirs(placing.as_list(source)[1], False)))
+        return self._max_sizes([placing.as_list(source)[1][0].buffer_size])[0]
 
     get_max_compressed_buffer_size = get_max_comp_buffer_size  # 5.3's notes say it so
 
     def get_uncomp_buffer_size(self, source: Any) -> int:
         """How many bytes a stream decodes to."""
-        self._open()
+        self._check_open()
         if self._original is not None:
-            return int(self._original.codec.get_uncomp_buffer_size(self._original.to_theirs(placing.listed(source)[1], False)))
-        array = placing.listed(source)[1][0]
+            return int(self._original.codec.get_uncomp_buffer_size(self._original.to_theirs(placing.as_list(source)[1], False)))
+        array = placing.as_list(source)[1][0]
         shape = self._shape(array)
         try:
             return shape[0] if shape is not None else self._sizes([array])[0]
-        except _Theirs as found:
-            nvcomp = self._asked(found)
+        except _ForeignStreams as found:
+            nvcomp = self._ask_nvcomp(found)
         return int(nvcomp.codec.get_uncomp_buffer_size(nvcomp.to_theirs([array], False)))
 
     def get_required_compression_alignment(self) -> int:
@@ -483,13 +483,13 @@ class Codec:
 
     def _sizes(self, sources: list[Array]) -> list[int]:
         spans = [placing.on_host(a)._span for a in sources]
-        found = self._told(spans)
-        self._look(found, spans)
+        found = self._ask_lengths(spans)
+        self._find_foreign(found, spans)
         for coded in found:
-            self._failed(coded)
+            self._error_of(coded)
         return [c.nbytes for c in found]
 
-    def _max(self, sizes: list[int]) -> list[int]:
+    def _max_sizes(self, sizes: list[int]) -> list[int]:
         found: list[int] = codecs.max_size(
             sizes,
             self._algorithm,
@@ -499,7 +499,7 @@ class Codec:
         )
         return found
 
-    def _mine(self, config: Any, kind: type[Any]) -> None:
+    def _check_config(self, config: Any, kind: type[Any]) -> None:
         if not isinstance(config, kind):
             raise TypeError(f"expected a {kind.__name__}, got {type(config).__name__}")
         if config._codec is not self:
@@ -517,12 +517,12 @@ class Codec:
                 return a._device[1]
         return devices.current() if gpu.count() else None
 
-    def _open(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the Codec was closed")
 
     def __enter__(self) -> Codec:
-        self._open()
+        self._check_open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -530,7 +530,7 @@ class Codec:
         self._original = self._reader = None
 
 
-def _named(algorithm: str) -> str:
+def _algorithm_named(algorithm: str) -> str:
     for name in (*codecs.algorithms(), *original.ALGORITHMS):
         if name.lower() == algorithm.lower():
             return name

@@ -11,18 +11,18 @@ from .streams import current
 if TYPE_CHECKING:
     from .arrays import Array
 
-__all__ = ["HOST", "current", "memory", "onto", "to_device", "to_host"]
+__all__ = ["HOST", "copy_onto", "current", "gpu_memory", "to_device", "to_host"]
 
 HOST = (1, 0)
 
 
-def _like(array: Array, span: codecs.Span, device: tuple[int, int], stream: int = 1) -> Array:
+def _array_like(array: Array, span: codecs.Span, device: tuple[int, int], stream: int = 1) -> Array:
     made = type(array)._of(span, array.buffer_size, array._kind, device, stream)
     made._shape, made._strides = array._shape, array._strides
     return made
 
 
-def memory(nbytes: int, device: int, stream: int) -> codecs.Span:
+def gpu_memory(nbytes: int, device: int, stream: int) -> codecs.Span:
     """Memory of a GPU: of the user's device allocator where one is set."""
     made = streams.allocate("device", nbytes, stream, device)
     return made if made is not None else codecs.Span(*gpu.alloc(nbytes, device, stream)[:3])
@@ -34,17 +34,17 @@ def to_host(array: Array) -> Array | None:
         return None
     nbytes = array.buffer_size
     if nbytes == 0:
-        return _like(array, codecs.Span(0, 0, None), HOST)
+        return _array_like(array, codecs.Span(0, 0, None), HOST)
     device = array._device[1]
     span = streams.allocate("pinned", nbytes, array._stream, device)
     if span is None:
         torch = gpu.torch_of()
         span = codecs.span(bytearray(nbytes) if torch is None else torch.empty(nbytes, dtype=torch.uint8))
     gpu.copy(span.address, array._span.address, nbytes, device=device, stream=array._stream)
-    return _like(array, span, HOST)
+    return _array_like(array, span, HOST)
 
 
-def onto(array: Array, address: int, device: int, stream: int, wait: bool = True) -> None:
+def copy_onto(array: Array, address: int, device: int, stream: int, wait: bool = True) -> None:
     """Copies an Array's bytes to an address of a GPU."""
     after = []
     if array._device == (2, device):
@@ -63,9 +63,10 @@ def to_device(array: Array, synchronize: bool = True, stream: int = 0, index: in
     stream = stream or 1
     nbytes = array.buffer_size
     if nbytes == 0:
-        return _like(array, codecs.Span(0, 0, None), (2, index))
-    streams.check(stream, index)
-    span = memory(nbytes, index, stream)
-    onto(array, span.address, index, stream, synchronize)
+        return _array_like(array, codecs.Span(0, 0, None), (2, index))
+    streams.check_device(stream, index)
+    span = gpu_memory(nbytes, index, stream)
+    copy_onto(array, span.address, index, stream, synchronize)
     # What has not been read yet stays.
-    return _like(array, span if synchronize else codecs.Span(span.address, nbytes, (span.keep, array)), (2, index), stream)
+    kept = span if synchronize else codecs.Span(span.address, nbytes, (span.keep, array))
+    return _array_like(array, kept, (2, index), stream)

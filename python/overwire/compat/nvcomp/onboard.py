@@ -10,7 +10,7 @@ from ... import codecs, gpu
 from . import devices
 from .arrays import Array, Later
 from .dtypes import BYTE, Kind
-from .placing import writable
+from .placing import check_out
 
 __all__ = ["decode", "encode", "shape_of"]
 
@@ -25,14 +25,14 @@ _RATIO = {"LZ4": 255, "Snappy": 32, "Cascaded": 512, "X16": 1 << 20}
 def shape_of(array: Array, algorithm: str, bitstream: str, stream: int) -> Shape | None:
     """What a stream on a GPU says about itself, after what is queued there; None if
     only the host can read it, or report the error."""
-    found = _glances([array], algorithm, bitstream, array._device[1], stream)
+    found = _peek_all([array], algorithm, bitstream, array._device[1], stream)
     return found[0] if found is not None else None
 
 
-def _glances(arrays: Sequence[Array], algorithm: str, bitstream: str, device: int, stream: int) -> list[Shape] | None:
+def _peek_all(arrays: Sequence[Array], algorithm: str, bitstream: str, device: int, stream: int) -> list[Shape] | None:
     if bitstream != "native" and (not algorithm or (bitstream == "raw" and algorithm not in ("X16", "Snappy"))):
         return None
-    after = {a._stream for a in arrays if a._late(stream)}
+    after = {a._stream for a in arrays if a._must_wait(stream)}
     where = [(a._span.address, a._span.nbytes) for a in arrays]
     rows = gpu.glance(device, stream, where, algorithm or None, bitstream=bitstream, after=tuple(after))
     shapes = []
@@ -64,7 +64,7 @@ def decode(
     Raises ValueError where an `out` is too small or read-only.
     """
     if shapes is None:
-        shapes = _glances(arrays, algorithm, bitstream, device, stream)
+        shapes = _peek_all(arrays, algorithm, bitstream, device, stream)
         if shapes is None:
             return None
     name = shapes[0][2]
@@ -86,19 +86,19 @@ def decode(
         if size % item:
             raise ValueError(f"{size} bytes are no whole number of elements of {kind[1]} bits")
         out = None if outs is None else outs[i]
-        if out is not None and out._fits(size, kind, where):
+        if out is not None and out._fits_content(size, kind, where):
             result = out  # the usual way, and the short one
         elif out is not None and not out._native and out._device != where:
             return None
         else:
-            result = _target(out, size, kind, device, stream)
-        source = array if lead is None else _aligned(array, step, lead, device, stream)
+            result = _output_for(out, size, kind, device, stream)
+        source = array if lead is None else _aligned_to(array, step, lead, device, stream)
         src, dst = source._span[0], result._span[0]
         if x16 and dst % 16:
             return None
-        if source._late(stream):
+        if source._must_wait(stream):
             after.append(source._stream)
-        if result._late(stream):
+        if result._must_wait(stream):
             after.append(result._stream)
         made.append(result)
         sources.append(source)
@@ -136,15 +136,15 @@ def encode(
         if out is not None and not out._native and out._device != (2, device):
             return None
         bound = codecs.max_size(size, "X16", bitstream=bitstream, chunk_size=chunk if native else None)
-        how = _transform(array, name, device, stream)
-        room = _target(out, bound, BYTE, device, stream, exact=False)
+        how = _transform_of(array, name, device, stream)
+        room = _output_for(out, bound, BYTE, device, stream, exact=False)
         if room._span.address % 16:
             return None
-        if room._late(stream):
+        if room._must_wait(stream):
             after.append(room._stream)
         made.append(room)
-        source = _aligned(array, 16, 0, device, stream)
-        if source._late(stream):
+        source = _aligned_to(array, 16, 0, device, stream)
+        if source._must_wait(stream):
             after.append(source._stream)
         contents.append((source._span.address, size, room._span.address, room._capacity, step, how))
         sources.append(source)  # until it was read
@@ -163,7 +163,7 @@ def encode(
 _SAMPLE = 256 << 10
 
 
-def _transform(array: Array, name: str | None, device: int, stream: int) -> int:
+def _transform_of(array: Array, name: str | None, device: int, stream: int) -> int:
     found = gpu.transform(name)
     if found is None:
         size = array._span.nbytes
@@ -172,23 +172,23 @@ def _transform(array: Array, name: str | None, device: int, stream: int) -> int:
             return 0
         sample = bytearray(n)
         at = array._span.address + ((size - n) // 2 & ~15)
-        after = [array._stream] if array._late(stream) else []
+        after = [array._stream] if array._must_wait(stream) else []
         gpu.copy(codecs.span(sample).address, at, n, device=device, stream=stream, after=after)
         found = gpu.transform(name, sample)
     return found or 0
 
 
-def _target(given: Array | None, size: int, kind: Kind, device: int, stream: int, exact: bool = True) -> Array:
+def _output_for(given: Array | None, size: int, kind: Kind, device: int, stream: int, exact: bool = True) -> Array:
     """The Array that a content becomes: `given`, where it has the room (which is
     known later, if size is a bound and not exact)."""
     if given is None:
-        return Array._of(devices.memory(size, device, stream), size, kind, (2, device), stream)
-    writable(given)
+        return Array._of(devices.gpu_memory(size, device, stream), size, kind, (2, device), stream)
+    check_out(given)
     ours = given._native
     capacity = given._capacity if ours else given._span.nbytes
     before = given._stream, given._joined
     if ours and (capacity < size or given._device != (2, device)):
-        span, capacity, before = devices.memory(size, device, stream), size, (stream, stream)
+        span, capacity, before = devices.gpu_memory(size, device, stream), size, (stream, stream)
     elif capacity < size and exact:
         raise ValueError(f"out has {capacity} bytes, {size} are needed")
     else:
@@ -202,12 +202,12 @@ def _target(given: Array | None, size: int, kind: Kind, device: int, stream: int
     return made
 
 
-def _aligned(array: Array, step: int, lead: int, device: int, stream: int) -> Array:
+def _aligned_to(array: Array, step: int, lead: int, device: int, stream: int) -> Array:
     """The Array, or a copy of it that begins `lead` bytes before a multiple of `step`."""
     if (array._span[0] + lead) % step == 0:
         return array
     nbytes = array._span.nbytes
-    room = devices.memory(nbytes + step, device, stream)
+    room = devices.gpu_memory(nbytes + step, device, stream)
     at = room.address + (-(room.address + lead)) % step
-    devices.onto(array, at, device, stream, wait=False)
+    devices.copy_onto(array, at, device, stream, wait=False)
     return Array._of(codecs.Span(at, nbytes, (room.keep, array)), nbytes, device=(2, device), stream=stream)

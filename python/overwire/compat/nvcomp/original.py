@@ -30,7 +30,7 @@ _OLDEST, _NEWEST = 5, 6  # major versions whose API this module knows
 _impl: Any = None
 
 
-def _installed() -> metadata.Distribution | None:
+def _newest_wheel() -> metadata.Distribution | None:
     """The wheel of torch's CUDA version, where torch is imported, else the newest."""
     torch = sys.modules.get("torch")
     cuda = str(getattr(getattr(torch, "version", None), "cuda", None) or "").split(".")[0]
@@ -42,7 +42,7 @@ def _installed() -> metadata.Distribution | None:
     return None
 
 
-def _unfit(version: str) -> str | None:
+def _why_unfit(version: str) -> str | None:
     """What is wrong with a version of nvCOMP."""
     major = int(version.split(".")[0])
     if major < _OLDEST:
@@ -54,10 +54,10 @@ def _unfit(version: str) -> str | None:
 
 def backend() -> str:
     """Which nvCOMP is installed, or what is missing."""
-    found = _installed()
+    found = _newest_wheel()
     if found is None:
         return f"none: needs the wheel {' or '.join(_WHEELS)}"
-    wrong = _unfit(found.version)
+    wrong = _why_unfit(found.version)
     return f"none: {wrong}" if wrong else f"nvcomp {found.version}"
 
 
@@ -73,17 +73,17 @@ def hinted(error: OverwireError) -> OverwireError:
     return type(error)(text, chunk=error.chunk, offset=error.offset)
 
 
-def _load(algorithm: str) -> Any:
+def _load_codec(algorithm: str) -> Any:
     global _impl
     if _impl is not None:
         return _impl
-    found = _installed()
+    found = _newest_wheel()
     if found is None:
         raise NotSupportedError(
             f"overwire: nvcomp: {algorithm} is nvCOMP's own: it needs a GPU and the wheel {' or '.join(_WHEELS)}, "
             "which is not installed"
         )
-    wrong = _unfit(found.version)
+    wrong = _why_unfit(found.version)
     if wrong:
         raise NotSupportedError(f"overwire: nvcomp: {algorithm} is nvCOMP's own: {wrong}")
     # One process can load the extension once: where it is nvidia.nvcomp, that is the one.
@@ -117,7 +117,7 @@ class Original:
     """
 
     def __init__(self, algorithm: str, kwargs: dict[str, Any], verifies: bool = False) -> None:
-        self.impl = _load(algorithm)
+        self.impl = _load_codec(algorithm)
         self._verifies = verifies
         theirs = {}
         for name, value in kwargs.items():
@@ -145,10 +145,10 @@ class Original:
             if self._verifies and verb == "decode":
                 for each in made if many else [made]:
                     each.cpu()  # nvCOMP tells at the first look, and only there, that a checksum does not match
-            arrays = [self._taken(each, made) for each in (made if many else [made])]
+            arrays = [self._take_array(each, made) for each in (made if many else [made])]
         return BatchArray(arrays) if many else arrays[0]
 
-    def _taken(self, made: Any, batch: Any) -> Array:
+    def _take_array(self, made: Any, batch: Any) -> Array:
         """An Array of one of nvCOMP's, which it keeps alive: neither a DLPack capsule
         nor an interface does."""
         interface = made.__cuda_array_interface__

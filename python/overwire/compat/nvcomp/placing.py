@@ -11,21 +11,21 @@ from . import devices
 from .arrays import Array, BatchArray
 from .dtypes import Kind, elements
 
-__all__ = ["dense", "listed", "on_host", "outputs", "result", "room", "typed", "writable"]
+__all__ = ["as_list", "check_dense", "check_out", "on_host", "place_result", "prepare_outputs", "span_of", "with_kind"]
 
 
-def listed(source: Any) -> tuple[bool, list[Array]]:
+def as_list(source: Any) -> tuple[bool, list[Array]]:
     many = isinstance(source, (list, tuple))
     return many, [one if isinstance(one, Array) else Array(one) for one in (source if many else [source])]
 
 
-def dense(array: Array) -> None:
+def check_dense(array: Array) -> None:
     """Raises ValueError for an Array with gaps."""
     if array._strides is not None:
         raise ValueError(f"the Array is not contiguous: its strides are {array._strides}")
 
 
-def writable(out: Array) -> None:
+def check_out(out: Array) -> None:
     """Raises ValueError for an `out` that cannot be written to from end to end."""
     if out._readonly:
         raise ValueError("out is read-only")
@@ -34,14 +34,14 @@ def writable(out: Array) -> None:
 
 
 def on_host(array: Array) -> Array:
-    dense(array)
+    check_dense(array)
     host = array.cpu()
     if host is None:
         raise NotSupportedError("overwire: nvcomp: the Array is on a GPU that cannot be copied from")
     return host
 
 
-def outputs(out: Any, many: bool, sources: list[Array], stream: int) -> list[Array | None] | None:
+def prepare_outputs(out: Any, many: bool, sources: list[Array], stream: int) -> list[Array | None] | None:
     """The Arrays of `out`, ready for a stream, which overlap neither one another nor
     any source."""
     if out is None:
@@ -56,19 +56,19 @@ def outputs(out: Any, many: bool, sources: list[Array], stream: int) -> list[Arr
     return arrays
 
 
-def typed(made: Any, kind: Kind) -> Any:
+def with_kind(made: Any, kind: Kind) -> Any:
     """Arrays of bytes, or a batch of them, as elements of a kind."""
     for array in made if isinstance(made, BatchArray) else [made]:
         array._kind, array._shape, array._strides = kind, (elements(array.buffer_size, kind),), None
     return made
 
 
-def room(array: Array | None, need: int) -> codecs.Span | None:
+def span_of(array: Array | None, need: int) -> codecs.Span | None:
     """The memory of an `out`; None: new memory, where there is none, for an Array of
     ours that is too small, and where the result is copied to a GPU."""
     if array is None:
         return None
-    writable(array)
+    check_out(array)
     if array._device != devices.HOST:
         return None
     if not array._native:
@@ -76,7 +76,7 @@ def room(array: Array | None, need: int) -> codecs.Span | None:
     return codecs.Span(array._span.address, array.capacity, array._span.keep) if array.capacity >= need else None
 
 
-def result(
+def place_result(
     coded: codecs.Coded, span: codecs.Span | None, out: Array | None, kind: Kind, device: int | None, stream: int
 ) -> Array:
     elements(coded.nbytes, kind)
@@ -88,7 +88,7 @@ def result(
         if placed:
             made._native = False
             return made
-        return _onto(made, out, stream)
+        return _copy_onto(made, out, stream)
     if device is not None:
         moved = devices.to_device(made, index=device, stream=stream)
         made = moved if moved is not None else made
@@ -98,7 +98,7 @@ def result(
     return out
 
 
-def _onto(made: Array, out: Array, stream: int) -> Array:
+def _copy_onto(made: Array, out: Array, stream: int) -> Array:
     """A result in the caller's GPU memory."""
     nbytes, device = made.buffer_size, out._device[1]
     if out.buffer_size < nbytes:
@@ -106,7 +106,7 @@ def _onto(made: Array, out: Array, stream: int) -> Array:
     if out._stream != stream:
         gpu.follow(stream, out._stream, device=device)
     if nbytes:
-        devices.onto(made, out._span.address, device, stream)
+        devices.copy_onto(made, out._span.address, device, stream)
     placed = Array._of(codecs.Span(out._span.address, out.buffer_size, out), nbytes, made._kind, out._device, stream)
     placed._native = False
     return placed

@@ -8,7 +8,7 @@ from typing import Any
 
 from ... import codecs, gpu
 
-__all__ = ["CudaStream", "check", "current", "set_device_allocator", "set_host_allocator", "set_pinned_allocator"]
+__all__ = ["CudaStream", "check_device", "current", "set_device_allocator", "set_host_allocator", "set_pinned_allocator"]
 
 # The default, legacy and per-thread streams.
 _SPECIAL = (0, 1, 2)
@@ -25,7 +25,7 @@ class CudaStream:
         raise TypeError("nvidia.nvcomp.nvcomp_impl.CudaStream: No constructor defined!")
 
     @classmethod
-    def _made(cls, ptr: int, device: int) -> CudaStream:
+    def _from_number(cls, ptr: int, device: int) -> CudaStream:
         made = cls.__new__(cls)
         made._ptr, made._device = ptr, device
         return made
@@ -36,14 +36,14 @@ class CudaStream:
         without a GPU, ValueError for a device that is not there and for a stream
         of another one; the special streams are every device's."""
         device = _device("CudaStream.borrow", device_idx)
-        check(int(cuda_stream), device)
-        return CudaStream._made(int(cuda_stream), device)
+        check_device(int(cuda_stream), device)
+        return CudaStream._from_number(int(cuda_stream), device)
 
     @staticmethod
     def make_new(device_idx: int = -1) -> CudaStream:
         """A new stream, which ends with its last holder. Raises as `borrow`."""
         device = _device("CudaStream.make_new", device_idx)
-        made = CudaStream._made(gpu.stream_new(device), device)
+        made = CudaStream._from_number(gpu.stream_new(device), device)
         weakref.finalize(made, gpu.stream_free, made._ptr, device).atexit = False
         return made
 
@@ -80,7 +80,7 @@ def _device(what: str, index: int) -> int:
     return index
 
 
-def check(stream: int, device: int) -> None:
+def check_device(stream: int, device: int) -> None:
     """Raises ValueError (an ArgumentError) for a stream of another device."""
     if stream not in _SPECIAL:
         gpu.stream_check(stream, device)
@@ -91,7 +91,7 @@ Allocator = Callable[[int, CudaStream], Any]
 _allocators: dict[str, Allocator | None] = {}
 
 
-def _set(kind: str, allocator: Allocator | None) -> None:
+def _set_allocator(kind: str, allocator: Allocator | None) -> None:
     if allocator is not None and not callable(allocator):
         raise TypeError(f"set_{kind}_allocator: expected a callable or None, got {type(allocator).__name__}")
     _allocators[kind] = allocator
@@ -101,18 +101,18 @@ def set_device_allocator(allocator: Allocator | None = None) -> None:
     """Sets what makes device memory from now on: a callable (nbytes, CudaStream)
     that returns an object with an int `ptr`, whose end frees the memory. None
     restores the default. Buffers of an earlier allocator live on."""
-    _set("device", allocator)
+    _set_allocator("device", allocator)
 
 
 def set_pinned_allocator(allocator: Allocator | None = None) -> None:
     """As `set_device_allocator`, for what `Array.cpu` copies from a GPU into."""
-    _set("pinned", allocator)
+    _set_allocator("pinned", allocator)
 
 
 def set_host_allocator(allocator: Allocator | None = None) -> None:
     """As `set_device_allocator`, for the host Arrays that a Codec makes. Its
     stream is that of no device: `ptr` 0, `device` -1."""
-    _set("host", allocator)
+    _set_allocator("host", allocator)
 
 
 def allocate(kind: str, nbytes: int, stream: int = 0, device: int = -1) -> codecs.Span | None:
@@ -123,7 +123,7 @@ def allocate(kind: str, nbytes: int, stream: int = 0, device: int = -1) -> codec
     allocator = _allocators.get(kind)
     if allocator is None or nbytes == 0:
         return None
-    made = allocator(nbytes, CudaStream._made(stream, device))
+    made = allocator(nbytes, CudaStream._from_number(stream, device))
     ptr = getattr(made, "ptr", None)
     if not isinstance(ptr, int):
         raise TypeError(f"the {kind} allocator returned {type(made).__name__}, which has no int ptr")
