@@ -35,6 +35,7 @@ import tarfile
 import tempfile
 import types
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -43,6 +44,7 @@ LIBRARY = PACKAGE / "_core.abi3.so"
 CORE = ROOT / "gosrc" / "bind" / "core"
 GO = (1, 26)
 FLOOR = (2, 17)  # glibc, of manylinux2014
+PORTABLE = "py3-none-any"  # the tag of the wheel without the engine
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}  # Go's name -> that of wheels
 # No HTTP/2, 0.2 MB of a wheel: source/route and serve speak HTTP/1.1 alone.
 GO_TAGS = "netgo,osusergo,nethttpomithttp2"
@@ -96,9 +98,9 @@ def entry_points() -> str:
     return "\n".join("\n".join(part) for part in parts)
 
 
-def metadata(licence: str = "", files: list[str] | None = None) -> str:
-    """Return METADATA: for a wheel with the licence of its whole content, and the files that
-    say so; for an sdist, which has no library, with the project's own licence."""
+def metadata(licence: str = "", files: list[str] | None = None, requires: Iterable[str] = ()) -> str:
+    """Return METADATA: for a wheel with the licence of its whole content, the files that
+    say so, and the packages that it needs; for an sdist, which has no library, with the project's own licence."""
     p = project()
     lines = [
         "Metadata-Version: 2.4",
@@ -114,11 +116,12 @@ def metadata(licence: str = "", files: list[str] | None = None) -> str:
     lines += [f"Classifier: {c}" for c in items("project", "classifiers")]
     urls = texts("project.urls")
     lines += [f"Project-URL: {label}, {url}" for label, url in urls.items()]
+    lines += [f"Requires-Dist: {name}" for name in requires]
     for extra in ("torch", "numpy", "progress"):
-        requires = items("project.optional-dependencies", extra)
-        if requires:
+        packages = items("project.optional-dependencies", extra)
+        if packages:
             lines.append(f"Provides-Extra: {extra}")
-            lines += [f'Requires-Dist: {r}; extra == "{extra}"' for r in requires]
+            lines += [f'Requires-Dist: {r}; extra == "{extra}"' for r in packages]
     readme = ROOT / p["readme"]
     if readme.exists():
         lines += ["Description-Content-Type: text/markdown", "", with_full_links(readme.read_text(encoding="utf-8"), urls["Repository"])]
@@ -260,9 +263,12 @@ def write_wheel(directory: str, label: str, files: dict[str, bytes], parties: di
         folder = "sboms" if name.endswith(".json") else "licenses"
         files[f"{info}/{folder}/{name}"] = text.encode()
     listed = sorted(name.partition("/licenses/")[2] for name in files if "/licenses/" in name)
-    files[f"{info}/METADATA"] = metadata(licence, listed).encode()
-    files[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: overwire-setup\nRoot-Is-Purelib: false\nTag: {label}\n".encode()
-    files[f"{info}/entry_points.txt"] = entry_points().encode()
+    pure = label == PORTABLE
+    files[f"{info}/METADATA"] = metadata(licence, listed, ["numpy"] if pure else []).encode()
+    wheel = ["Wheel-Version: 1.0", "Generator: overwire-setup", f"Root-Is-Purelib: {str(pure).lower()}", f"Tag: {label}", ""]
+    files[f"{info}/WHEEL"] = "\n".join(wheel).encode()
+    entries = "[console_scripts]\noverwire = overwire.portable.files:main\n" if pure else entry_points()
+    files[f"{info}/entry_points.txt"] = entries.encode()
     record = []
     for name, data in sorted(files.items()):
         digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
@@ -297,6 +303,22 @@ def build_wheel(wheel_directory: str, config_settings: object = None, metadata_d
         files = {f"overwire/{LIBRARY.name}": library.read_bytes()}
     files |= {path.relative_to(PACKAGE.parent).as_posix(): path.read_bytes() for path in tree(PACKAGE)}
     return write_wheel(wheel_directory, label, files, *third_parties())
+
+
+def build_portable_wheel(wheel_directory: str) -> str:
+    """The wheel for machines that the engine does not run on: a reader that needs numpy alone."""
+    names = re.search(r"^__all__ = (\[.*?^\])", (PACKAGE / "__init__.py").read_text(encoding="utf-8"), re.M | re.S)
+    assert names is not None
+    public = tuple(sorted(re.findall(r'"(\w+)"', names[1])))
+    facts = (PACKAGE / "portable" / "facts.py").read_text(encoding="utf-8")
+    facts = facts.replace("NAMES: tuple[str, ...] = ()", f"NAMES: tuple[str, ...] = {public!r}")
+    facts = facts.replace('__version__: str = "0"', f'__version__: str = "{project()["version"]}"')
+    files = {f"overwire/portable/{path.name}": path.read_bytes() for path in tree(PACKAGE / "portable")}
+    files["overwire/__init__.py"] = files.pop("overwire/portable/door.py")
+    files["overwire/portable/facts.py"] = facts.encode()
+    files["overwire/__main__.py"] = b"from .portable.files import main\n\nraise SystemExit(main())\n"
+    files |= {f"overwire/{name}": (PACKAGE / name).read_bytes() for name in ("errors.py", "py.typed")}
+    return write_wheel(wheel_directory, PORTABLE, files)
 
 
 def build_editable(wheel_directory: str, config_settings: object = None, metadata_directory: str | None = None) -> str:

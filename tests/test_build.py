@@ -52,7 +52,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(dist: Path) -> Path:
-    (path,) = dist.glob("*.whl")
+    (path,) = dist.glob("*manylinux*.whl")
     return path
 
 

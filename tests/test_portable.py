@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +17,12 @@ import pytest
 from conftest import ROOT
 from overwire.portable import read
 from overwire.portable.sums import crc32c
+
+sys.path[:0] = [str(ROOT / "wheels"), str(ROOT)]
+
+import check  # noqa: E402
+
+import setup  # noqa: E402
 
 GOLDENS = sorted(path.relative_to(ROOT) for path in (ROOT / "tests/goldens").rglob("*.safetensors"))
 REFUSALS = (ow.CorruptError, ow.FormatError, ow.NotSupportedError, ow.ArgumentError)
@@ -99,14 +109,14 @@ def test_changed_bytes_are_refused(tmp_path: Path, seed: int) -> None:
         golden = bytearray((ROOT / path).read_bytes())
         if "save/v1.0/" not in str(path) or path.name == "plain.safetensors":
             continue
-        expected = {name: bytes(data) for name, data in read.load_file(ROOT / path, "bytes").items()}
+        expected = {name: bytes(data) for name, data in read.load_file(ROOT / path, framework="bytes").items()}
         for _ in range(40):
             at, bit = r.randrange(len(golden)), 1 << r.randrange(8)
             golden[at] ^= bit
             (tmp_path / "m.safetensors").write_bytes(golden)
             golden[at] ^= bit
             try:
-                got = read.load_file(tmp_path / "m.safetensors", "bytes")
+                got = read.load_file(tmp_path / "m.safetensors", framework="bytes")
             except REFUSALS as error:
                 assert "m.safetensors" in str(error)
             else:
@@ -115,3 +125,68 @@ def test_changed_bytes_are_refused(tmp_path: Path, seed: int) -> None:
             (tmp_path / "m.safetensors").write_bytes(golden[:length])
             with pytest.raises(REFUSALS):
                 read.safe_open(tmp_path / "m.safetensors")
+
+
+def test_the_wheel_for_all_machines(tmp_path: Path) -> None:
+    """It is sound, and beside numpy alone reads every golden as the engine does; what needs the engine says so."""
+    wheel = tmp_path / setup.build_portable_wheel(str(tmp_path))
+    assert check.audit(wheel) == []
+    for path, digests in check.read_goldens(wheel, check.goldens()).items():
+        with ow.safe_open(path, framework="bytes") as engine:
+            assert digests == {name: hashlib.sha256(engine.get_tensor(name)).hexdigest() for name in engine}
+
+
+def test_the_wheel_is_installed_and_run(tmp_path: Path) -> None:
+    """By pip; its command lists a file and writes it plain, whole or not at all, as stock readers need it."""
+    stock = pytest.importorskip("safetensors.numpy")
+    wheel = tmp_path / setup.build_portable_wheel(str(tmp_path))
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", tmp_path / "site", wheel], check=True)
+    r = np.random.default_rng(3)
+    tensors = {"odd": r.integers(0, 3, 7, np.uint8), "wide": r.normal(size=(300, 40)), "half": r.normal(size=99).astype("f2")}
+    tensors |= {"again": tensors["wide"].reshape(-1), "none": np.zeros((0, 3), "f4"), "one": np.float32(2.5).reshape(())}
+    (tmp_path / "model").mkdir()
+    ow.save_file(tensors, tmp_path / "model" / "m.safetensors", metadata={"k": "ä"})
+    (tmp_path / "model" / "config.json").write_text("{}")
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        run_there = "import sys, runpy; sys.path.insert(0, 'site'); runpy.run_module('overwire', run_name='__main__')"
+        return subprocess.run([sys.executable, "-c", run_there, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert [one["name"] for one in json.loads(run("inspect", "model").stdout)["sources"][0]["tensors"]]
+    assert run("decompress", "model", "-o", "plain").returncode == 0
+    assert {path.name for path in (tmp_path / "plain").iterdir()} == {"m.safetensors", "config.json"}
+    assert run("decompress", "model/m.safetensors", "-o", "plain/m.safetensors").returncode == 1
+    assert run("decompress", "model/m.safetensors", "-o", "plain/m.safetensors", "-f").returncode == 0
+    loaded = stock.load_file(tmp_path / "plain" / "m.safetensors")
+    assert loaded.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert loaded[name].dtype == value.dtype and np.array_equal(loaded[name], value), name
+    damaged = bytearray((tmp_path / "model/m.safetensors").read_bytes())
+    damaged[-100] ^= 1
+    (tmp_path / "damaged.safetensors").write_bytes(damaged)
+    done = run("decompress", "damaged.safetensors", "-o", "no.safetensors")
+    assert done.returncode == 1 and "checksum" in done.stderr and "Traceback" not in done.stderr
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith((".overwire", "no."))]
+    (page,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/portable.md").read_text(encoding="utf-8"), re.M | re.S)
+    shutil.rmtree(tmp_path / "plain")
+    shutil.copy(tmp_path / "model/m.safetensors", tmp_path / "model.safetensors")
+    (tmp_path / "site" / "page.py").write_text(page)
+    subprocess.run([sys.executable, "site/page.py"], cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "plain" / "config.json").exists()
+
+
+def test_torch_and_folders(tmp_path: Path) -> None:
+    """Tensors of torch where it is there, of a folder's files; a name in two files is refused."""
+    torch = pytest.importorskip("torch")
+    tensors = {"a": torch.randn(70, 3).bfloat16(), "b": torch.randn(5).to(torch.float8_e4m3fn), "c": torch.tensor(True)}
+    ow.save_file(tensors, tmp_path / "1.safetensors")
+    ow.save_file({"d": torch.arange(4)}, tmp_path / "2.safetensors")
+    loaded = read.load_file(tmp_path, framework="pt")
+    assert list(loaded) and loaded.keys() == {*tensors, "d"}
+    for name, value in tensors.items():
+        assert loaded[name].dtype == value.dtype and torch.equal(loaded[name].view(torch.uint8), value.view(torch.uint8))
+    loaded["a"].zero_()
+    ow.save_file({"d": torch.arange(4)}, tmp_path / "3.safetensors")
+    with pytest.raises(ow.FormatError, match="'d'"):
+        read.load_file(tmp_path, framework="pt")

@@ -1,7 +1,8 @@
-"""Build the sdist, and the wheel from the unpacked sdist: python wheels/build.py DIR
+"""Build the sdist, and the wheels from the unpacked sdist: python wheels/build.py DIR
 
-So the wheel shows that the sdist is whole. It is built twice, in folders of
-different names, and has to have the same bytes.
+So the wheels show that the sdist is whole: that of this machine, and that of all others, which
+reads files by numpy alone. Each is built twice, in folders of different names, and has to have
+the same bytes.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ def main(out: Path) -> None:
         old.unlink()
     sdist = hook(ROOT, "build_sdist", out)
     with tempfile.TemporaryDirectory() as t:
-        wheels = []
+        wheels: list[list[Path]] = []
         for folder, into in (("one", out), ("an other, too", Path(t))):
             shutil.unpack_archive(sdist, Path(t, folder))
-            wheels.append(hook(Path(t, folder, sdist.name.removesuffix(".tar.gz")), "build_wheel", into))
-        wheel, again = wheels
-        if again.name != wheel.name or again.read_bytes() != wheel.read_bytes():
-            sys.exit(f"{wheel.name}: built twice in different folders, and not the same")
-    for path in (sdist, wheel):
+            tree = Path(t, folder, sdist.name.removesuffix(".tar.gz"))
+            wheels.append([hook(tree, name, into) for name in ("build_wheel", "build_portable_wheel")])
+        for wheel, again in zip(*wheels, strict=True):
+            if again.name != wheel.name or again.read_bytes() != wheel.read_bytes():
+                sys.exit(f"{wheel.name}: built twice in different folders, and not the same")
+    for path in (sdist, *wheels[0]):
         print(f"{path.name}  {path.stat().st_size / 1e6:.2f} MB")
 
 

@@ -5,7 +5,8 @@ alone, no newer glibc than its tag says, and of Python only the stable ABI of
 3.10. RECORD has to be right, the licences of all that is linked are there, and it has at
 most LARGEST bytes. Then each interpreter found on PATH, by pyenv, or fetched by
 wheels/pythons.sh unpacks the wheel, imports it and asks the engine something. Wheels of
-another machine are imported by fetched interpreters, which run under qemu-user.
+another machine are imported by fetched interpreters, which run under qemu-user. The wheel
+without the engine reads every golden file beside numpy alone.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 
 from elf import DT_RPATH, DT_RUNPATH, Elf
@@ -55,6 +58,31 @@ else:
 """
 
 
+READ = """
+import hashlib, json, sys
+sys.path[:0] = sys.argv[1:3]
+import overwire
+for name in ("pin", "patch_safetensors", "codecs"):
+    try:
+        getattr(overwire, name)
+    except ImportError as error:
+        assert "needs the engine" in str(error), error
+    else:
+        raise SystemExit(f"has {name}")
+try:
+    import overwire.frameworks.torch
+except ModuleNotFoundError as error:
+    assert "needs the engine" in str(error), error
+digests = {}
+for path in sys.argv[3:]:
+    loaded = overwire.load_file(path, framework="bytes")
+    assert [t["name"] for t in overwire.inspect(path)["sources"][0]["tensors"]] == list(loaded)
+    digests[path] = {name: hashlib.sha256(data).hexdigest() for name, data in loaded.items()}
+assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "ml_dtypes", "safetensors")]
+print(json.dumps(digests))
+"""
+
+
 def pythons(machine: str = platform.machine()) -> dict[str, str | None]:
     """For each version its interpreter for a machine, or None."""
     found: dict[str, str | None] = {}
@@ -77,6 +105,8 @@ def works(python: str, version: str) -> bool:
 
 def audit(wheel: Path) -> list[str]:
     """What is wrong with a wheel."""
+    if wheel.name.endswith("-py3-none-any.whl"):
+        return audit_portable(wheel)
     wrong = []
     tag = re.fullmatch(r"overwire-[^-]+-cp310-abi3-manylinux_(\d+)_(\d+)_(x86_64|aarch64)\.whl", wheel.name)
     if not tag:
@@ -111,6 +141,12 @@ def audit(wheel: Path) -> list[str]:
     if len(modules) < 10 or any(f"\n{part['name']} {part['version']}: " not in texts for part in modules):
         wrong.append("the bill of materials and the licences do not fit together")
 
+    return wrong + wrong_records(files)
+
+
+def wrong_records(files: dict[str, bytes]) -> list[str]:
+    """Where RECORD and the contents of a wheel differ."""
+    wrong = []
     record = next(name for name in files if name.endswith(".dist-info/RECORD"))
     listed = {row[0]: row[1:] for row in csv.reader(io.StringIO(files[record].decode()))}
     if set(listed) != set(files):
@@ -122,6 +158,21 @@ def audit(wheel: Path) -> list[str]:
     return wrong
 
 
+def audit_portable(wheel: Path) -> list[str]:
+    """What is wrong with the wheel without the engine."""
+    wrong = []
+    with zipfile.ZipFile(wheel) as z:
+        files = {name: z.read(name) for name in z.namelist()}
+    if extra := [name for name in files if not re.fullmatch(r"overwire/(portable/)?\w+\.py|overwire/py\.typed|overwire-.*", name)]:
+        wrong.append(f"has {extra}")
+    info = next(name for name in files if name.endswith(".dist-info/METADATA")).removesuffix("METADATA")
+    if b"\nRequires-Dist: numpy\n" not in files[f"{info}METADATA"] or b"\nRoot-Is-Purelib: true\n" not in files[f"{info}WHEEL"]:
+        wrong.append("does not say that it is pure and needs numpy")
+    if f"{info}licenses/LICENSE" not in files:
+        wrong.append("has no licence")
+    return wrong + wrong_records(files)
+
+
 def smoke(wheel: Path, python: str) -> str:
     """Import a wheel; return what went wrong, or nothing."""
     with tempfile.TemporaryDirectory() as t:
@@ -131,12 +182,43 @@ def smoke(wheel: Path, python: str) -> str:
         return done.stderr if done.returncode else ""
 
 
+def read_goldens(wheel: Path, paths: Iterable[Path]) -> dict[str, dict[str, str]]:
+    """The SHA-256 of each tensor of some files, by the wheel without the engine, in this Python
+    with numpy and, for level "smaller", zstandard. Raises RuntimeError for what went wrong."""
+    with tempfile.TemporaryDirectory() as t:
+        with zipfile.ZipFile(wheel) as z:
+            z.extractall(Path(t, "wheel"))
+        Path(t, "beside").mkdir()
+        for name in ("numpy", "zstandard"):
+            spec = find_spec(name)
+            if spec is not None and spec.origin is not None:
+                place = Path(spec.origin).parent
+                Path(t, "beside", name).symlink_to(place)
+                if (libraries := place.with_name(f"{name}.libs")).is_dir():
+                    Path(t, "beside", libraries.name).symlink_to(libraries)
+        command = [sys.executable, "-I", "-S", "-c", READ, f"{t}/wheel", f"{t}/beside", *map(str, paths)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        digests: dict[str, dict[str, str]] = json.loads(done.stdout)
+        return digests
+
+
+def goldens() -> list[Path]:
+    """The golden files that this Python can read: those of level "smaller" need zstandard."""
+    paths = sorted((ROOT / "tests" / "goldens").rglob("*.safetensors"))
+    return [path for path in paths if "level" not in str(path) or find_spec("zstandard")]
+
+
 def main(wheels: list[Path]) -> None:
     bad = False
     for wheel in wheels:
         for fault in audit(wheel):
             bad = True
             print(f"FAIL {wheel.name}: {fault}")
+        if wheel.name.endswith("-py3-none-any.whl"):
+            print(f"ok   {len(read_goldens(wheel, goldens()))} goldens by numpy alone")
+            continue
         machine = next((name for name in E_MACHINE if wheel.stem.endswith(name)), "")
         for version, python in pythons(machine).items():
             if python is None:

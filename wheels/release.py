@@ -78,6 +78,8 @@ def incomplete(out: Path, tracked: Iterable[str], version: str) -> list[str]:
         found = list(out.glob(f"overwire-{version}-*_{architecture}.whl"))
         if len(found) != 1:
             wrong.append(f"{len(found)} wheels of {version} for {architecture}")
+    if not (out / f"overwire-{version}-py3-none-any.whl").exists():
+        wrong.append(f"no wheel of {version} for all machines")
     sdist = out / f"overwire-{version}.tar.gz"
     if not sdist.exists():
         return [*wrong, f"no {sdist.name}"]
@@ -88,7 +90,7 @@ def incomplete(out: Path, tracked: Iterable[str], version: str) -> list[str]:
     hidden = re.compile(r"(^|/)\.|testdata/fuzz/")
     wrong += [f"{sdist.name} lacks {name}" for name in tracked if name not in files and not hidden.search(name)]
     wrong += [f"{sdist.name} lacks licenses/{name}" for name in ("THIRD-PARTY.txt", "overwire.cdx.json") if f"licenses/{name}" not in files]
-    for wheel in sorted(out.glob("*.whl")):
+    for wheel in sorted(out.glob("*manylinux*.whl")):
         with zipfile.ZipFile(wheel) as z:
             bills = [z.read(name) for name in z.namelist() if name.endswith("/overwire.cdx.json")]
         # An architecture may link fewer modules than the sdist lists, not others.
@@ -173,7 +175,8 @@ def reproduce(out: Path) -> None:
             if cache:
                 os.environ["GOCACHE"] = str(cache)
             build.hook(tree, "build_sdist", into)
-            build.hook(tree, "build_wheel", into)
+            for wheel in ("build_wheel", "build_portable_wheel"):
+                build.hook(tree, wheel, into)
             print(f"built in {tree}{', with nothing compiled before' if cache else ''}", flush=True)
             made.append(sums(into))
             shutil.rmtree(tree)

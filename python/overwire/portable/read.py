@@ -1,20 +1,22 @@
-"""What reads files without the engine: `load_file`, `safe_open`, `decompress`."""
+"""What reads files without the engine: `load_file` and `safe_open`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ArgumentError, CorruptError, MissingPackageError, TensorNotFoundError
+from ..errors import ArgumentError, CorruptError, FormatError, MissingPackageError, TensorNotFoundError
 from . import planes, x16
 from .container import Container, Tensor, parse
 from .sums import crc32c
 
-__all__ = ["load_file", "safe_open"]
+__all__ = ["files_of", "load_file", "safe_open"]
 
 Bytes = NDArray[np.uint8]
 
@@ -29,23 +31,28 @@ _ML_DTYPES = {
     "BF16": "bfloat16", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu",
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }  # fmt: skip
+_TORCH = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "F16": "float16", "I32": "int32", "U32": "uint32",
+    "F32": "float32", "C64": "complex64", "F64": "float64", "I64": "int64", "U64": "uint64",
+} | _ML_DTYPES  # fmt: skip
 
 
 class safe_open:
     """A file whose tensors are read by name, plain or compressed. A context manager.
 
-    framework: "np" for numpy arrays, which need ml_dtypes for bf16 and fp8; "bytes".
+    framework: "np" for numpy arrays, which need ml_dtypes for bf16 and fp8; "pt" for tensors of
+        torch on the CPU; "bytes".
 
     Raises FormatError, CorruptError and NotSupportedError, before any tensor is read.
     """
 
     def __init__(self, filename: str | os.PathLike[str], framework: str = "np", device: str = "cpu") -> None:
-        if framework not in ("np", "numpy", "bytes") or device != "cpu":
+        if framework not in ("np", "numpy", "pt", "bytes") or str(device) != "cpu":
             raise ArgumentError(
                 f"overwire: {framework!r} on {device!r}: this machine has no engine, which other frameworks and devices need"
             )
         self._path = os.fspath(filename)
-        self._bytes = framework == "bytes"
+        self._framework = framework
         self._data: Bytes = (
             np.memmap(self._path, np.uint8, "r") if os.path.getsize(self._path) else np.zeros(0, np.uint8)
         )
@@ -79,13 +86,27 @@ class safe_open:
     def __exit__(self, *exc: object) -> None:
         pass
 
-    def tensors(self) -> Iterator[tuple[str, Any]]:
-        """Name and tensor of all, as `get_tensor` gives them; several are decoded at once."""
-        aliases: dict[str, list[str]] = {}
+    @property
+    def compressed(self) -> bool:
+        """Whether the file is overwire's."""
+        return self._file.compressed
+
+    def entries(self) -> dict[str, Tensor]:
+        """What the file says of each tensor."""
+        return self._file.tensors
+
+    def holders(self) -> dict[str, list[str]]:
+        """The names that have each tensor's bytes, by the name of the one that they are stored for."""
+        names: dict[str, list[str]] = {}
         for name, tensor in self._file.tensors.items():
-            aliases.setdefault(tensor.alias or name, []).append(name)
-        for holder, data in self._read(list(aliases)):
-            for number, name in enumerate(aliases[holder]):
+            names.setdefault(tensor.alias or name, []).append(name)
+        return names
+
+    def tensors(self, holders: Iterable[str] | None = None) -> Iterator[tuple[str, Any]]:
+        """Name and tensor of all, or of what some hold, as `get_tensor` gives them; several are decoded at once."""
+        names = self.holders()
+        for holder, data in self._read(list(names if holders is None else holders)):
+            for number, name in enumerate(names[holder]):
                 yield name, self._as_array(self._file.tensors[name], data.copy() if number else data)
 
     def _read(self, names: list[str]) -> Iterator[tuple[str, Bytes]]:
@@ -154,8 +175,10 @@ class safe_open:
         return [results[at] for at in range(len(batch))]
 
     def _as_array(self, tensor: Tensor, data: Bytes) -> Any:
-        if self._bytes:
+        if self._framework == "bytes":
             return data.data
+        if self._framework == "pt":
+            return _as_torch(tensor, data)
         if tensor.dtype in _NUMPY:
             return data.view(_NUMPY[tensor.dtype]).reshape(tensor.shape)
         if tensor.dtype not in _ML_DTYPES:
@@ -169,11 +192,42 @@ class safe_open:
         return data.view(getattr(ml_dtypes, _ML_DTYPES[tensor.dtype])).reshape(tensor.shape)
 
 
-def load_file(filename: str | os.PathLike[str], framework: str = "np") -> dict[str, Any]:
-    """All tensors of a file, as `safe_open` gives them."""
-    with safe_open(filename, framework) as file:
-        loaded = dict(file.tensors())
-        return {name: loaded[name] for name in file}
+def load_file(source: str | os.PathLike[str], device: str = "cpu", *, framework: str | None = None) -> dict[str, Any]:
+    """All tensors of a file, or of a folder's safetensors files, as `safe_open` gives them.
+
+    framework: as for `safe_open`; None: "pt" where torch is imported, else "np".
+    """
+    framework = framework or ("pt" if "torch" in sys.modules else "np")
+    loaded: dict[str, Any] = {}
+    for path in files_of(Path(source)):
+        with safe_open(path, framework, device) as file:
+            tensors = dict(file.tensors())
+            for name in file:
+                if name in loaded:
+                    raise FormatError(f"overwire: {path}: another file has a tensor {name!r}, too", source=str(path), tensor=name)
+                loaded[name] = tensors[name]
+    return loaded
+
+
+def files_of(source: Path) -> list[Path]:
+    """The safetensors files of a folder; a file itself. Raises FormatError where a folder has none."""
+    if not source.is_dir():
+        return [source]
+    paths = sorted(path for path in source.glob("*.safetensors") if path.is_file())
+    if not paths:
+        raise FormatError(f"overwire: {source} has no safetensors file", source=str(source))
+    return paths
+
+
+def _as_torch(tensor: Tensor, data: Bytes) -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise MissingPackageError("overwire: framework='pt' needs the package torch") from None
+    kind = getattr(torch, _TORCH.get(tensor.dtype, ""), None)
+    if kind is None:
+        raise ArgumentError(f"overwire: torch has no {tensor.dtype}: use framework='bytes'")
+    return torch.from_numpy(data).view(kind).reshape(tensor.shape)
 
 
 def _append(waiting: list[tuple[str, list[Bytes]]], batch: list[tuple[str, int]], results: list[Bytes]) -> None:

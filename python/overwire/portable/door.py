@@ -1,0 +1,68 @@
+"""overwire where there is no engine: macOS, Windows, musl, PyPy, any machine. In the wheel for
+all machines this file is overwire/__init__.py.
+
+It reads files, plain and compressed, of every version of the format, with numpy alone:
+`load_file`, `safe_open`, `inspect`, and `decompress`, after which any safetensors reader
+reads them. The other names of overwire need the engine, and say so.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+from overwire.errors import (
+    ArgumentError,
+    CorruptError,
+    FormatError,
+    MissingPackageError,
+    NotSupportedError,
+    OverwireError,
+    TensorNotFoundError,
+)
+from overwire.portable.facts import NAMES, __version__
+from overwire.portable.files import decompress, inspect
+from overwire.portable.read import load_file, safe_open
+
+__all__ = [
+    "ArgumentError",
+    "CorruptError",
+    "FormatError",
+    "MissingPackageError",
+    "NotSupportedError",
+    "OverwireError",
+    "TensorNotFoundError",
+    "__version__",
+    "decompress",
+    "inspect",
+    "load_file",
+    "safe_open",
+]
+
+
+def _needs_engine(name: str) -> str:
+    return (
+        f"overwire: {name} needs the engine, which is there for Linux with glibc on x86-64 and aarch64: "
+        f"this installation of {__version__} has {', '.join(__all__[-4:])} alone"
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name in NAMES:
+        raise ImportError(_needs_engine(name))
+    raise AttributeError(f"module 'overwire' has no attribute {name!r}")
+
+
+class _Missing(MetaPathFinder):
+    # Asked last: says of modules of the whole package what they need.
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name.partition(".")[0] == "overwire":
+            raise ModuleNotFoundError(_needs_engine(name), name=name)
+        return None
+
+
+if __name__ == "overwire":
+    sys.meta_path.append(_Missing())

@@ -1,0 +1,9 @@
+"""What the wheel for all machines says of the whole package; the build writes it anew there."""
+
+from __future__ import annotations
+
+__all__ = ["NAMES", "__version__"]
+
+#: The public names of the whole package.
+NAMES: tuple[str, ...] = ()
+__version__: str = "0"
