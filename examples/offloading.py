@@ -26,7 +26,7 @@ resident = model.generate(prompt, **how)
 ow.save_model(model, "model.safetensors")
 
 # What would be streamed, and what it would take.
-print(ow.plan("model.safetensors"))
+print(ow.plan("model.safetensors", keep="1.1MB"))
 
 # Two of the eight layers stay on the device.
 with ow.offload(model, device, keep="1.1MB") as offloaded:

@@ -259,6 +259,31 @@ def test_blocks_are_cut_where_lists_cover_them() -> None:
         assert offloaded.blocks == ["stages.0.blocks.0", "stages.0.blocks.1", "stages.0.blocks.2", "stages.1"]
 
 
+@pytest.mark.parametrize("keep", [0, 150_000, "1GB"])
+@pytest.mark.parametrize("compress", [True, False])
+def test_a_plan_says_what_is_kept_and_streamed(tmp_path: Path, keep: int | str, compress: bool) -> None:
+    """By names alone it finds the same blocks, and the same bytes, nested lists and tied weights included."""
+    nested = torch.nn.Module()
+    nested.stages = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
+    for stage in nested.stages:
+        stage.blocks = torch.nn.ModuleList(Layer(64, torch.float32) for _ in range(3))
+        stage.norm = torch.nn.LayerNorm(64)
+    for number, model in enumerate((Model(7), nested)):
+        path = tmp_path / f"{number}.safetensors"
+        ow.save_model(model, path, compress=compress)
+        plan = ow.plan(path, keep=keep).offload
+        with ow.offload(model, "cpu", keep=keep or None) as offloaded:
+            assert plan.blocks == tuple(offloaded.blocks)
+            # The file has the blocks' buffers, too, which stay.
+            buffers = sum(buffer.nbytes for name, buffer in model.named_buffers() if name.startswith(plan.blocks)) if plan.blocks else 0
+            assert plan.streamed - buffers == offloaded.nbytes
+            assert plan.rest + plan.kept + plan.streamed == ow.plan(path).nbytes
+            assert plan.device == plan.rest + plan.kept + plan.ring and (plan.stored <= plan.streamed)
+    assert ow.plan(path).offload is None and "blocks of" in repr(ow.plan(path, keep=keep))
+    with pytest.raises(ow.ArgumentError, match="keep"):
+        ow.plan(path, keep="many")
+
+
 class Plain(torch.nn.Module):
     """Layers, a buffer that no file has, and tied ends."""
 

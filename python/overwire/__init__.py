@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .model.plan import LoadPlan, PlannedFile, PlannedTensor, plan
     from .model.reading import read_bytes
     from .model.selection import experts
+    from .model.streamed import PlannedOffload
     from .offloading.offload import Offloaded, offload
     from .progress import Progress
     from .verbs.deltas import Delta, DeltaReport, DeltaRow, Diff, apply_delta, diff, merge_deltas, open_delta, save_delta
@@ -101,6 +102,7 @@ __all__ = [
     "OverwireError",
     "Pinned",
     "PlannedFile",
+    "PlannedOffload",
     "PlannedTensor",
     "Preload",
     "Progress",
@@ -167,6 +169,7 @@ _HOMES = {
     "model.plan": ("LoadPlan", "PlannedFile", "PlannedTensor", "plan"),
     "model.reading": ("read_bytes",),
     "model.selection": ("experts",),
+    "model.streamed": ("PlannedOffload",),
     "offloading.offload": ("Offloaded", "offload"),
     "progress": ("Progress",),
     "verbs.deltas": ("Delta", "DeltaReport", "DeltaRow", "Diff", "apply_delta", "diff", "merge_deltas", "open_delta", "save_delta"),

@@ -13,6 +13,7 @@ from ..frameworks.frame import Frame
 from .opened import WHOLE, Model, opening
 from .options import DeviceLike, FrameworkName, PlanOptions, check_options, parse_size
 from .sources import SourceLike
+from .streamed import PlannedOffload, plan_offload
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -67,6 +68,7 @@ class LoadPlan:
         tensors while they load; none where the GPU's link is coherent (see `doctor`), which
         `plan` does not ask.
     pinned: bytes of host memory that a GPU's load has for them.
+    offload: with keep=, what `offload` would keep and stream, a `PlannedOffload`.
 
     Files without a wanted tensor are not listed.
     """
@@ -80,12 +82,17 @@ class LoadPlan:
     stored: int
     staging: int = 0
     pinned: int = 0
+    offload: PlannedOffload | None = None
 
     def __repr__(self) -> str:
-        return (
+        text = (
             f"LoadPlan({len(self.tensors)} tensors of {len(self.files)} files, "
-            f"nbytes={self.nbytes}, peak={self.peak}, stored={self.stored}, staging={self.staging}, pinned={self.pinned})"
+            f"nbytes={self.nbytes}, peak={self.peak}, stored={self.stored}, staging={self.staging}, pinned={self.pinned}"
         )
+        if self.offload is not None:
+            one = self.offload
+            text += f"; offload: {len(one.blocks)} blocks of {one.streamed} bytes streamed, {one.device} bytes on the device"
+        return text + ")"
 
     def _repr_html_(self) -> str:
         from .. import _notebook as html
@@ -139,9 +146,17 @@ def fit(
 
 
 def plan(
-    source: SourceLike, device: DeviceLike = "cpu", *, framework: FrameworkName | None = None, **options: Unpack[PlanOptions]
+    source: SourceLike,
+    device: DeviceLike = "cpu",
+    *,
+    framework: FrameworkName | None = None,
+    keep: int | str | None = None,
+    **options: Unpack[PlanOptions],
 ) -> LoadPlan:
     """What `load_file` with the same arguments would load, by headers alone.
+
+    keep: bytes of the device as for `offload` ("8GB", int; 0 for none): the plan then has
+        what that would keep and stream, as far as names tell the model's blocks.
 
     Returns a `LoadPlan`. Allocates nothing and reads no tensor byte; a GPU is
     not touched. Raises what the opening of `load_file` raises.
@@ -167,4 +182,7 @@ def plan(
     files = tuple(
         PlannedFile(uris[at], count[at], nbytes[at], stored[at], part["size"]) for at, part in enumerate(info) if count[at]
     )
-    return LoadPlan(tensors, files, sum(final), load["peak"], sum(stored), load["staging"], load["pinned"])
+    streamed = None
+    if keep is not None:
+        streamed = plan_offload(((one.name, one.nbytes, one.stored) for one in tensors), parse_size(keep or None, "keep"))
+    return LoadPlan(tensors, files, sum(final), load["peak"], sum(stored), load["staging"], load["pinned"], streamed)

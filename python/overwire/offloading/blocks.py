@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -12,14 +10,10 @@ import torch
 from ..errors import ArgumentError, NotSupportedError
 from ..frameworks.memory import check_memory
 from ..frameworks.torch import SAVED
+from ..model.streamed import LARGEST_SHARE, LISTED_SHARE
 from ..verbs.sleeping import _dense
 
-__all__ = ["Block", "Weight", "can_store", "choose_kept", "cut", "find_blocks", "weights_of"]
-
-# A module with more of a model's bytes than this share is cut where it has lists of modules.
-_LARGEST_SHARE = 1 / 16
-# It is cut only if its lists have this share of it: what is in none stays on the device.
-_LISTED_SHARE = 0.8
+__all__ = ["Block", "Weight", "can_store", "cut", "find_blocks", "weights_of"]
 
 
 class Weight(NamedTuple):
@@ -88,18 +82,6 @@ def weights_of(module: torch.nn.Module, prefix: str, owners: dict[int, int]) -> 
             yield Weight(f"{prefix}.{name}", parameter, parameter.device)
 
 
-def choose_kept(blocks: Sequence[Block], keep: int) -> set[int]:
-    """The blocks that stay on the device, at most `keep` bytes of them: spread evenly, so
-    that others are fetched while they run."""
-    sizes = [block.nbytes for block in blocks]
-    most = bisect_right(list(accumulate(sorted(sizes))), keep)  # of the smallest as many fit
-    for count in range(most, 0, -1):
-        kept = {at * len(blocks) // count for at in range(count)}
-        if sum(sizes[at] for at in kept) <= keep:
-            return kept
-    return set()
-
-
 def _named(model: torch.nn.Module, names: dict[torch.nn.Module, str], blocks: Iterable[Any]) -> list[torch.nn.Module]:
     modules: list[torch.nn.Module] = []
     if isinstance(blocks, str) or not isinstance(blocks, Iterable):
@@ -121,7 +103,7 @@ def _named(model: torch.nn.Module, names: dict[torch.nn.Module, str], blocks: It
 
 def cut(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The children of a model's lists of modules; those with much of it are cut further."""
-    return list(_cut(model, _LARGEST_SHARE * _bytes_of(model)))
+    return list(_cut(model, LARGEST_SHARE * _bytes_of(model)))
 
 
 def _cut(module: torch.nn.Module, limit: float) -> Iterator[torch.nn.Module]:
@@ -131,7 +113,7 @@ def _cut(module: torch.nn.Module, limit: float) -> Iterator[torch.nn.Module]:
             continue
         for block in child:
             inner = list(_cut(block, limit)) if _bytes_of(block) > limit else []
-            if sum(map(_bytes_of, inner)) >= _LISTED_SHARE * _bytes_of(block) > 0:
+            if sum(map(_bytes_of, inner)) >= LISTED_SHARE * _bytes_of(block) > 0:
                 yield from inner
             elif _bytes_of(block):
                 yield block

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import ArgumentError, ModelMismatchError, NotSupportedError, OutOfMemoryError
 from ..frameworks.choose import check_device, frame_for
 from ..model.options import parse_size
+from ..model.streamed import choose_kept
 
 if TYPE_CHECKING:
     import torch
@@ -299,7 +300,6 @@ def offload(
 
     from ..frameworks.torch import _errors_of
     from .away import is_away
-    from .blocks import choose_kept
 
     frame = frame_for("torch")
     budget, limit = parse_size(keep, "keep"), parse_size(max_memory, "max_memory")
@@ -323,7 +323,7 @@ def offload(
             if weights is not None:
                 weights.give_memory()
             found = [block for name, part in models.items() for block in _blocks_of(part, blocks, name, len(models) > 1)]
-            kept = choose_kept(found, budget)
+            kept = choose_kept([block.nbytes for block in found], budget)
             streamed = {id(weight.parameter) for at, block in enumerate(found) if at not in kept for weight in block.weights}
             whole = [t for part in models.values() for t in [*part.parameters(), *part.buffers()]]
             rest = [tensor for tensor in whole if id(tensor) not in streamed]
