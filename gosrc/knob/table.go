@@ -54,8 +54,8 @@ var (
 		"Decoder to use; if this CPU lacks it, the best decoder that the CPU has is used.",
 		[]string{"auto", "scalar", "neon", "avx2", "avx512"})
 	Log = choice("OVERWIRE_LOG",
-		"Lowest level of the messages of Python's logger \"overwire\", which go to standard error where the program has not set up logging: info has a line for each load and save, debug their counters too.",
-		[]string{"warning", "debug", "info", "error", "silent"},
+		"Lowest level of the messages of Python's logger \"overwire\", which go to standard error where the program has not set up logging: info has a line for each load and save, debug their counters too; json is info with a JSON object for each line, counters included.",
+		[]string{"warning", "debug", "info", "json", "error", "silent"},
 		alias{name: "DEBUG", to: whenTrue("debug"), shared: true},
 		alias{name: "SILENT", to: whenTrue("silent"), shared: true})
 	Trace = text("OVERWIRE_TRACE", "",

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     )
     from .frameworks.spec import TensorSpec
     from .jobs import last_report
+    from .metering import Metrics, VerbMetrics, metrics
     from .model.options import LoadOptions, StorageOptions
     from .model.plan import LoadPlan, PlannedFile, PlannedTensor, plan
     from .model.reading import read_bytes
@@ -93,6 +94,7 @@ __all__ = [
     "Inspection",
     "LoadOptions",
     "LoadPlan",
+    "Metrics",
     "MissingPackageError",
     "ModelMismatchError",
     "NotFoundError",
@@ -116,6 +118,7 @@ __all__ = [
     "TensorSlice",
     "TensorSpec",
     "UntrustedPickleError",
+    "VerbMetrics",
     "Verification",
     "__version__",
     "apply_delta",
@@ -139,6 +142,7 @@ __all__ = [
     "load_file",
     "load_model",
     "merge_deltas",
+    "metrics",
     "offload",
     "open_delta",
     "patch_safetensors",
@@ -165,6 +169,7 @@ _HOMES = {
     "compat.safetensors.patching": ("SafetensorsPatch", "patch_safetensors"),
     "frameworks.spec": ("TensorSpec",),
     "jobs": ("last_report",),
+    "metering": ("Metrics", "VerbMetrics", "metrics"),
     "model.options": ("LoadOptions", "StorageOptions"),
     "model.plan": ("LoadPlan", "PlannedFile", "PlannedTensor", "plan"),
     "model.reading": ("read_bytes",),

@@ -54,7 +54,7 @@ FREE_NOW, FREE_ENDED = 0, 1
 _EXIT_MS = 2000
 
 # OVERWIRE_LOG, as levels of logging.
-_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "silent": 100}
+_LEVELS = {"debug": 10, "info": 20, "json": 20, "warning": 30, "error": 40, "silent": 100}
 
 _lock = _thread.RLock()
 _loaded: Any = None  # the raw module, or what stands in for it
@@ -114,23 +114,29 @@ def _load() -> Any:
             log = logging.getLogger("overwire")
             if found["log"]:
                 log.setLevel(_LEVELS[found["log"]])
-                log.addHandler(_spoken(log))
+                log.addHandler(_spoken(log, found["log"] == "json"))
             for warning in found["warnings"] or ():
                 log.warning("%s", warning)
         _loaded = raw
         return raw
 
 
-def _spoken(log: Any) -> Any:
+def _spoken(log: Any, as_json: bool) -> Any:
     """What writes to stderr where OVERWIRE_LOG is set and the program has not said where
-    logs go; once it has, at any time, this is silent."""
+    logs go; once it has, at any time, this is silent. as_json: an object a line, with the
+    counters of a verb that has ended as `report`."""
+    import json
     import logging
 
     class Spoken(logging.Handler):
         def emit(self, record: Any) -> None:
             if sys.stderr is not None and not logging.getLogger().handlers and log.handlers == [self]:
                 try:
-                    sys.stderr.write(f"overwire: {self.format(record).removeprefix('overwire: ')}\n")
+                    text = self.format(record).removeprefix("overwire: ")
+                    if as_json:
+                        facts = {"time": record.created, "level": record.levelname.lower(), "logger": "overwire", "message": text}
+                        text = json.dumps(facts | ({"report": record.report} if hasattr(record, "report") else {}))
+                    sys.stderr.write(f"{text}\n" if as_json else f"overwire: {text}\n")
                 except Exception:
                     self.handleError(record)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from . import _verbs
 from ._engine import TAKE_LAST, TAKE_NEXT, TAKE_RAW, JobNumber, core, forget, forked, release
 from .errors import ArgumentError, CancelledError, DeadlineError
+from .metering import note
 from .paths import is_remote
 from .progress import Progress, Watcher
 
@@ -319,6 +320,7 @@ class Job:
         if kind is None:
             self.done()
         else:
+            note(self.verb, "", kind.__name__)
             self.abandon()
 
     def abandon(self) -> None:
@@ -338,6 +340,7 @@ class Job:
     def _remember(self) -> None:
         global _last
         text = self._said()
+        note(self.verb, text)
         if text == "null":
             return  # a verb without a report
         with _lock:
@@ -347,7 +350,7 @@ class Job:
             if isinstance(report, dict) and (said := sentence(self.verb, report)):
                 # One tensor after another would be a line each.
                 small = report.get("tensors") == 1 and report.get("bytes", 0) < _LARGE
-                log.log(logging.DEBUG if small else logging.INFO, "%s", said)
+                log.log(logging.DEBUG if small else logging.INFO, "%s", said, extra={"report": {"verb": self.verb, **report}})
             log.debug("%s: %s", self.verb, text)
         if '"no_gds"' in text:
             _say_once(json.loads(text)["no_gds"])

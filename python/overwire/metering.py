@@ -1,0 +1,160 @@
+"""metrics: what the verbs of this process have done so far, for operators.
+
+Each verb that ends is noted, a text and two numbers, and is added up when someone asks.
+Where the program has imported OpenTelemetry's API, it also becomes a span.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Metrics", "VerbMetrics", "metrics", "note"]
+
+# Stages of a report, and its counters of each in nanoseconds, summed over workers.
+_STAGES = {
+    "read": ("read_ns",),
+    "answer": ("answer_ns",),
+    "turn": ("turn_ns",),
+    "check": ("check_ns",),
+    "decode": ("decode_ns",),
+    "wait": ("wait_ns",),
+}
+_KEPT = 256  # verbs whose reports wait to be added up
+
+_lock = threading.RLock()  # a signal handler may come while this thread has it
+_noted: deque[tuple[str, str, str]] = deque()
+_totals: dict[str, VerbMetrics] = {}
+
+
+@dataclass
+class VerbMetrics:
+    """What one verb has done in this process.
+
+    runs: calls that succeeded. errors: calls that did not, by the class of the error.
+    tensors, bytes: those that calls returned or wrote. mapped, past_cache: bytes of them that were
+        mapped, and read by direct I/O. written: bytes of files that were written.
+    seconds: of the calls, from beginning to end.
+    stages: seconds of workers by what they did: "read" bytes, waited for the first byte of an
+        "answer", for their "turn", for the device ("wait"), "check" and "decode".
+    """
+
+    __module__ = "overwire"
+
+    runs: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+    tensors: int = 0
+    bytes: int = 0
+    mapped: int = 0
+    past_cache: int = 0
+    written: int = 0
+    seconds: float = 0.0
+    stages: dict[str, float] = field(default_factory=dict)
+
+
+class Metrics(dict[str, VerbMetrics]):
+    """What `metrics` returns: a `VerbMetrics` for each verb that has run."""
+
+    __module__ = "overwire"
+
+    def prometheus(self) -> str:
+        """The counters in Prometheus' text format, version 0.0.4."""
+        lines: list[str] = []
+        for name, kind, text in (
+            ("runs", int, "Calls that succeeded."),
+            ("tensors", int, "Tensors that were loaded or written."),
+            ("bytes", int, "Bytes of these tensors."),
+            ("mapped", int, "Bytes of these that were mapped instead of read."),
+            ("past_cache", int, "Bytes of these that were read by direct I/O."),
+            ("written", int, "Bytes of files that were written."),
+            ("seconds", float, "Seconds of the calls."),
+        ):
+            lines += _counter(name, text, [({"verb": verb}, kind(getattr(one, name))) for verb, one in self.items()])
+        errors = [({"verb": verb, "error": error}, count) for verb, one in self.items() for error, count in one.errors.items()]
+        lines += _counter("errors", "Calls that failed.", errors)
+        stages = [({"verb": verb, "stage": stage}, spent) for verb, one in self.items() for stage, spent in one.stages.items()]
+        lines += _counter("stage_seconds", "Seconds of workers, by what they did.", stages)
+        return "\n".join(lines) + "\n"
+
+
+def metrics() -> Metrics:
+    """What the verbs of this process have done since it began. Raises nothing.
+
+        nbytes = overwire.metrics()["load"].bytes
+        text = overwire.metrics().prometheus()
+    """
+    with _lock:
+        _add_up()
+        return Metrics(
+            {verb: VerbMetrics(**{**vars(one), "errors": dict(one.errors), "stages": dict(one.stages)}) for verb, one in _totals.items()}
+        )
+
+
+def note(verb: str, report: str, error: str = "") -> None:
+    """Notes a verb that has ended: its report, JSON, or the class of its error."""
+    with _lock:
+        _noted.append((verb, report, error))
+        if len(_noted) > _KEPT:
+            _add_up()
+    if "opentelemetry.trace" in sys.modules:
+        _trace(verb, report, error)
+
+
+def _add_up() -> None:
+    while _noted:
+        verb, text, error = _noted.popleft()
+        one = _totals.setdefault(verb, VerbMetrics())
+        if error:
+            one.errors[error] = one.errors.get(error, 0) + 1
+            continue
+        one.runs += 1
+        value: Any = json.loads(text)
+        report: dict[str, Any] = value if isinstance(value, dict) else {}
+        one.tensors += report.get("tensors", 0)
+        one.bytes += report.get("bytes", report.get("bytes_in", 0))
+        one.mapped += report.get("mapped", 0)
+        one.past_cache += report.get("past_cache", 0)
+        one.written += report.get("bytes_out", 0)
+        one.seconds += report.get("seconds", 0.0)
+        counters = report.get("stages") or {}
+        for stage, names in _STAGES.items():
+            spent = sum(counters.get(name, 0) for name in names) / 1e9
+            if spent:
+                one.stages[stage] = one.stages.get(stage, 0.0) + spent
+
+
+def _trace(verb: str, text: str, error: str) -> None:
+    # A span that has ended now, below the one that the caller is in.
+    trace: Any = sys.modules["opentelemetry.trace"]
+    report = json.loads(text) if text else None
+    facts = report if isinstance(report, dict) else {}
+    end = time.time_ns()
+    ours = "overwire"
+    span = trace.get_tracer(ours).start_span(f"{ours}.{verb}", start_time=end - int(facts.get("seconds", 0.0) * 1e9))
+    for name, value in facts.items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            span.set_attribute(f"{ours}.{name}", value)
+    for name, value in (facts.get("stages") or {}).items():
+        span.set_attribute(f"{ours}.stages.{name}", value)
+    if error:
+        span.set_attribute("error.type", error)
+        span.set_status(trace.Status(trace.StatusCode.ERROR, error))
+    span.end(end_time=end)
+
+
+def _counter(name: str, text: str, rows: Sequence[tuple[dict[str, str], float]]) -> list[str]:
+    lines = [f"# HELP overwire_{name}_total {text}", f"# TYPE overwire_{name}_total counter"] if rows else []
+    for labels, value in rows:
+        inside = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
+        lines.append(f"overwire_{name}_total{{{inside}}} {value!r}")
+    return lines
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
