@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +51,30 @@ def test_what_verbs_did_is_added_up(model: Path, tmp_path: Path) -> None:
     assert (one.runs, one.bytes, one.seconds) == (1201, 2400, 600.0) and len(metering._noted) == 0
     one.errors["x"] = 1
     assert not ow.metrics()["none"].errors  # a copy is given
+
+
+def test_a_fork_while_another_thread_counts() -> None:
+    """The child can ask what was done; no lock of another thread stays."""
+    holds, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with metering._lock:
+            holds.set()
+            go_on.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    holds.wait(20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads beside a fork
+        child = os.fork()
+    if not child:
+        signal.alarm(10)
+        metering.note("none", "null")
+        os._exit(0 if ow.metrics()["none"].runs else 1)
+    go_on.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_prometheus(model: Path) -> None:

@@ -7,6 +7,7 @@ Where the program has imported OpenTelemetry's API, it also becomes a span.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -31,6 +32,14 @@ _KEPT = 256  # verbs whose reports wait to be added up
 _lock = threading.RLock()  # a signal handler may come while this thread has it
 _noted: deque[tuple[str, str, str]] = deque()
 _totals: dict[str, VerbMetrics] = {}
+
+
+def _in_child() -> None:
+    global _lock
+    _lock = threading.RLock()  # another thread may have held it
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 @dataclass
