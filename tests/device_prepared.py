@@ -39,6 +39,7 @@ class Layer(torch.nn.Module):
             weight = torch.empty(shape[::-1] if name == "o" else shape, dtype=torch.bfloat16)
             self.register_parameter(name, torch.nn.Parameter(weight.t() if name == "o" else weight, requires_grad=False))
         self.register_buffer("scale", torch.empty(()))
+        self.on_host = torch.ones(3, device="cpu")
 
 
 class Model(torch.nn.Module):

@@ -10,7 +10,8 @@ One process a rank then loads it by vLLM's `safetensors`, by overwire plain and
 compressed, and with sleep mode's memory pool, and compares every parameter, byte for
 byte, also after sleep and wake (vLLM's own and overwire's), after `reload_weights`, and
 after pushes of a trainer, whole and as deltas. Then fresh processes,
-alternating, load it by each format. What is printed is vLLM's own line "Loading weights
+alternating, load it by each format; the kind prepared:FOLDER is overwire
+with prepared state, a first start, which keeps it, and a later one. What is printed is vLLM's own line "Loading weights
 took", overwire's on slices, and of overwire what the ranks together read and copied from
 each other, by its own count; a kind overwire:FOLDER:ipc sets OVERWIRE_EXCHANGE; --shape names has 18,867 tensors so small that what a
 tensor costs is all there is. Needs
@@ -74,8 +75,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 # The same names, so small that the cost of each tensor is what is left.
 SHAPES["names"] = {**SHAPES["moe"], "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
 SHAPES["names"].update(num_attention_heads=4, num_key_value_heads=2, vocab_size=1024)
-TOOK = re.compile(r"Loading weights took ([0-9.]+) seconds")
-SAID = re.compile(r"overwire: (?:\d+ slices|each rank reads|the ranks share).*")  # also why they do not
+TOOK = re.compile(r"(?:Loading weights took|made of prepared state: \d+ tensors, in) ([0-9.]+) s")
+# Also why they do not.
+SAID = re.compile(r"overwire: (?:\d+ slices|each rank reads|the ranks share|made of|prepared|loads as|keeps no|no prepared).*")
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -139,6 +141,13 @@ def parts(kind: str) -> tuple[str, str, str]:
     return form, folder or "plain", exchange
 
 
+def extra_of(args: argparse.Namespace, form: str) -> dict[str, Any]:
+    """The extra configuration of a format; that of `prepared` is overwire's with prepared state."""
+    if form == "prepared":
+        return {**json.loads(args.extra), "prepared": str(Path(args.dir) / "prepared")}
+    return json.loads(args.extra) if form == "overwire" else {}
+
+
 def load(args: argparse.Namespace, kind: str, extra: dict[str, Any] | None = None) -> tuple[Any, Any]:
     """(model, configuration) by vLLM's get_model; kind as of `parts`."""
     import torch
@@ -152,8 +161,8 @@ def load(args: argparse.Namespace, kind: str, extra: dict[str, Any] | None = Non
     more: dict[str, Any] = {"attention_backend": "TRITON_ATTN"} if gpu else {}
     arguments = EngineArgs(
         model=str(Path(args.dir) / folder),
-        load_format=form,
-        model_loader_extra_config=extra if extra is not None else json.loads(args.extra) if form == "overwire" else {},
+        load_format="overwire" if form == "prepared" else form,
+        model_loader_extra_config=extra_of(args, form) if extra is None else extra,
         tensor_parallel_size=args.ranks,
         distributed_executor_backend="mp" if args.ranks > 1 else None,
         dtype="bfloat16",
@@ -354,11 +363,38 @@ def spans() -> dict[str, float]:
     return out
 
 
+def stages() -> dict[str, float]:
+    """The seconds that vLLM, from now on, takes to make models and to process their weights."""
+    from vllm.model_executor.model_loader import base_loader, utils
+
+    out = {"making": 0.0, "processing": 0.0}
+
+    def watch(name: str, stage: str) -> None:
+        call = getattr(utils, name)
+
+        def watched(*args: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*args, **named)
+            finally:
+                out[stage] += time.perf_counter() - began
+
+        for module in (base_loader, utils):
+            setattr(module, name, watched)
+
+    watch("initialize_model", "making")
+    watch("process_weights_after_loading", "processing")
+    return out
+
+
 def timed(args: argparse.Namespace, kind: str) -> None:
-    """One fresh process: one load, its times, reads and memory as JSON."""
+    """One fresh process: one load, its times by stage, reads and memory as JSON."""
     import torch
 
+    began = time.perf_counter()
     engines.without_kernels()
+    took = stages()
+    imported = time.perf_counter() - began
     span = spans() if kind.startswith("overwire") else {}
     reads = counted() if kind.startswith("overwire") else {}
     gpu = args.device != "cpu"
@@ -370,7 +406,14 @@ def timed(args: argparse.Namespace, kind: str) -> None:
     model, _ = load(args, kind)
     if gpu:
         torch.cuda.synchronize()
-    out = {"kind": kind, "get_model": time.perf_counter() - began, "host MB": anonymous() - host}
+    whole = time.perf_counter() - began
+    rest = {"reading and the rest": whole - sum(took.values())}  # recording, too
+    out = {"kind": kind, "import": imported, "get_model": whole, **took, **rest, "host MB": anonymous() - host}
+    if kind.startswith("prepared"):
+        from overwire.integrations.vllm import prepared
+
+        prepared.begin()
+        prepared.finish()
     out.update(reads, **span)
     size = sum(t.numel() * t.element_size() for t in model.parameters())
     if gpu:
@@ -494,15 +537,17 @@ def main() -> None:
         times: dict[str, list[float]] = {}
         ended: dict[str, list[float]] = {}
         for _ in range(args.repeat):
-            for kind in args.kinds.split(","):
+            shutil.rmtree(base / "prepared", ignore_errors=True)
+            for kind in [one for one in args.kinds.split(",") for _ in range(2 if one.startswith("prepared") else 1)]:
                 if args.cold:
                     forget(base / parts(kind)[1])
                 texts = processes(args, kind)
+                name = f"{kind}, later" if any("made of prepared state" in text for text in texts) else kind
                 took = [float(found) for text in texts for found in TOOK.findall(text)]
                 rows = [line for text in texts for line in text.splitlines() if line.startswith("{")]
                 if len(took) == args.ranks:
-                    times.setdefault(kind, []).append(max(took))
-                print(kind, took, *rows, *(f"\n  {found}" for text in texts for found in SAID.findall(text)), flush=True)
+                    times.setdefault(name, []).append(max(took))
+                print(name, took, *rows, *(f"\n  {found}" for text in texts for found in SAID.findall(text)), flush=True)
                 if kind.startswith("overwire") and len(rows) == args.ranks:
                     together = {what: sum(json.loads(row)[what] for row in rows) for what in ("read", "copied")}
                     stored = sum(file.stat().st_size for file in (base / parts(kind)[1]).glob("*.safetensors"))
@@ -510,7 +555,7 @@ def main() -> None:
                     print(f"  all ranks read {read:.3f} of {stored} stored bytes, copied {copied:.3f}", flush=True)
                     each = [json.loads(row) for row in rows]
                     done = max(row["ended"] for row in each) - max(row["began"] for row in each)
-                    ended.setdefault(kind, []).append(done)
+                    ended.setdefault(name, []).append(done)
                     print(f"  all ranks done {done:.3f} s after the last began", flush=True)
         for kind, each in times.items():
             print(f"{kind:24} Loading weights took {statistics.median(each):.2f} s (median of {len(each)})", flush=True)

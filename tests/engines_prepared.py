@@ -9,6 +9,7 @@ damage, refusals; reloads and pushes on top; two ranks.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -86,11 +87,15 @@ def same(what: str, model: Any, theirs: Any) -> None:
 
 def models(root: Path, log: Log, where: tuple[int, int, int], names: list[str]) -> None:
     """Each model, its first start and a later one."""
+    slices = base.planned()
     for name in names:
         path, folder = root / name / "plain", root / "prepared" / name
         model, _ = base.load(path, *where, "safetensors")
         theirs = base.state(model), held(model)
+        slices.clear()
         first, _ = start(path, folder, where)
+        if not sum(slices) and where[0] == 1:
+            raise SystemExit(f"{name}: not loaded by slices")
         log.take("prepared state kept")
         same(f"{name}, first", first, (theirs[0], theirs[1] | {"modules": held(first)["modules"]}))
         later, config = start(path, folder, where)
@@ -135,6 +140,43 @@ def rank_main(root: Path, world: int, rank: int, port: int, names: list[str]) ->
     with_fp8()
     log = Log()
     models(root, log, (world, rank, port), names)
+    if world == 1:
+        refusals(root, log, (world, rank, port))
+
+
+def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
+    """Damage, changed files, other settings, code of others: the usual load, which says why, and the right weights."""
+    path, folder = root / "llama/plain", root / "refused"
+    first, _ = start(path, folder, where)
+    log.take("prepared state kept")
+    file = next(folder.iterdir())
+
+    def check(words: str) -> None:
+        model, _ = start(path, folder, where)
+        log.take(words)
+        same(words, model, (base.state(first), held(first)))
+
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-2000] + bytes(1000) + whole[-1000:])
+    check("keeps the prepared state anew")
+    check("made of prepared state")
+    file.write_bytes(whole[:100])
+    check("is damaged")
+    check("made of prepared state")
+    os.environ["VLLM_SOMETHING"] = "1"
+    check("prepared state kept")
+    del os.environ["VLLM_SOMETHING"]
+    shards = sorted(path.glob("*.safetensors"))
+    os.utime(shards[0], (1, 1))
+    check("prepared state kept")
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    own = LlamaForCausalLM.load_weights
+    LlamaForCausalLM.load_weights = lambda self, weights: own(self, weights)
+    check("does not fit: the function")
+    LlamaForCausalLM.load_weights = own
+    check("made of prepared state")
+    print("  what does not fit is loaded as always", flush=True)
 
 
 def main() -> None:
@@ -149,10 +191,10 @@ def main() -> None:
             tensors = base.weights(config)
             base.folder(root / name / "plain", config, quantised(tensors) if name == "fp8" else tensors, False)
         env = base.environment(root, site)
-        for world in (1, 2):
+        for world, names in ((1, every), (2, ("llama", "experts", "fp8"))):
             port = base.free_port()
             command = [sys.executable, __file__, str(root), str(world)]
-            runs = [subprocess.Popen([*command, str(rank), str(port), *every], env=env) for rank in range(world)]
+            runs = [subprocess.Popen([*command, str(rank), str(port), *names], env=env) for rank in range(world)]
             codes = [run.wait(600) for run in runs]
             if any(codes):
                 raise SystemExit(f"{world} ranks: exit codes {codes}")

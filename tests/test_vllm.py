@@ -487,6 +487,35 @@ assert "overwire._core" not in sys.modules and "VLLM_WORKER_MULTIPROC_METHOD" no
     run(engines, code, model)
 
 
+def test_prepared_state_is_written_when_the_engine_is_up(engines: Path, model: Path) -> None:
+    """A worker that has warmed up begins it; what changes weights or their memory waits for it, and a worker without
+    it is left alone."""
+    code = """
+import overwire.integrations.vllm as plug
+done = []
+class Worker:
+    vllm_config = types.SimpleNamespace(model_config=types.SimpleNamespace(enable_sleep_mode=False))
+    def load_model(self): done.append("load")
+    def compile_or_warm_up_model(self): done.append("warm"); return 7
+    def sleep(self, level=1): done.append(("sleep", level))
+    def shutdown(self): done.append("shutdown")
+workers = types.SimpleNamespace(Worker=Worker)
+class CPUWorker(Worker):
+    def compile_or_warm_up_model(self): done.append("cpu"); return super().compile_or_warm_up_model()
+plug._add_preparation(workers); plug._add_preparation(workers)
+cpu = types.SimpleNamespace(CPUWorker=CPUWorker)
+plug._add_writing(cpu); plug._add_writing(cpu)
+assert Worker().compile_or_warm_up_model() == 7 and done == ["warm"], done
+sys.modules["overwire.integrations.vllm.prepared"] = types.SimpleNamespace(
+    begin=lambda: done.append("begin"), finish=lambda: done.append("finish"))
+done.clear()
+one = CPUWorker()
+one.load_model(); one.compile_or_warm_up_model(); one.sleep(2); one.shutdown()
+assert done == ["load", "cpu", "warm", "begin", "begin", "finish", ("sleep", 2), "finish", "shutdown"], done
+"""
+    run(engines, PRELUDE + code, model)
+
+
 def test_entry_points_of_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The groups that vLLM and SGLang look through name functions that exist."""
     monkeypatch.syspath_prepend(str(ROOT))

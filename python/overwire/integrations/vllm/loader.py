@@ -35,6 +35,9 @@ log = init_logger("vllm.overwire")
 
 KNOWN = ("0.32.", "0.33.")
 
+# Methods of quantisation whose loaders only copy; None: a model that is not quantised.
+_COPIED = (None, "fp8")
+
 _KEYS = {
     "plan": (bool, "true or false"),
     "prepared": ((bool, str), "true, false or a folder"),
@@ -100,7 +103,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         return made
 
     def _slices(self, model_config: Any) -> bool:
-        return bool(self._options.get("plan", model_config.quantization is None))
+        return bool(self._options.get("plan", model_config.quantization in _COPIED))
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Loads the model. ValueError, in vLLM's words, for a parameter, or a part of

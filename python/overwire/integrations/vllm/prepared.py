@@ -59,8 +59,8 @@ class Start:
     """One start of a model by prepared state: a load of what was kept, or what it takes to keep it."""
 
     def __init__(self, chosen: bool | str, config: Any, model_config: Any, prefix: str, loader: Any) -> None:
-        """loader: vLLM's, which knows the files. Does not raise: where nothing can be kept, the
-        log says why."""
+        """loader: vLLM's, which knows the files. Does not raise, since other ranks wait: where
+        nothing can be kept the log says why, and what is wrong with files the load itself raises."""
         self._config, self._model_config, self._prefix, self._loader = config, model_config, prefix, loader
         load_config = loader.load_config
         self._device = torch.device(config.device_config.device if load_config.device is None else load_config.device)
@@ -77,6 +77,9 @@ class Start:
             log.info("overwire: no prepared state: %s", error)
             if "damaged" not in str(error):
                 self._folder = None
+        except Exception as error:
+            log.info("overwire: no prepared state: %s", error)
+            self._folder = None
 
     def load(self) -> torch.nn.Module | None:
         """The model, made of what was kept; None where it has to be loaded as always: on all ranks
@@ -115,7 +118,8 @@ class Start:
             prepared.discard(kept.path)
         else:
             log.info("overwire: loads as always: the prepared state %s does not fit: %s", kept.path, reason)
-            if not isinstance(reason, overwire.OverwireError | torch.OutOfMemoryError) and self._folder is not None:
+            passing = overwire.OverwireError | torch.OutOfMemoryError | Foreign  # says nothing about other starts
+            if not isinstance(reason, passing) and self._folder is not None:
                 prepared.refuse(self._folder, self._name, f"the model does not fit: {reason}")
             self._folder = None
 
@@ -229,7 +233,7 @@ def _compare(model: torch.nn.Module, record: dict[str, Any]) -> None:
             if held.get(name) != was.get(name) and not _set(modules[path], name, was.get(name)):
                 raise Refused(f"{path}.{name} is {held.get(name)}, and was {was.get(name)}")
     if origins_of(model, "vllm", CODE) != record["origins"]:
-        raise Refused("vLLM's code, or what was put in its place, has changed")
+        raise Foreign("vLLM's code, or what was put in its place, has changed")
 
 
 def _set(module: torch.nn.Module, name: str, text: str | None) -> bool:
