@@ -90,7 +90,7 @@ def make(args: argparse.Namespace, device: torch.device) -> None:
     made = time.perf_counter()
     kept = prepared.find(args.dir, "0" * 40)
     assert kept is not None
-    tensors = put(model, kept.path, kept.record["names"], kept.record["tensors"], device)
+    tensors = put(model, kept.path, kept.record["names"], kept.record["tensors"], device, "vllm")
     settle(model, kept.record["names"], tensors)
     ready(device)
     took = time.perf_counter() - made

@@ -25,6 +25,15 @@ class Weight(torch.nn.Parameter):
     """As engines have them: with attributes, one of them bound to its layer."""
 
 
+class Manager:
+    """An object of the engine's that holds a tensor of a layer."""
+
+    __module__ = "engine.managers"
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+
+
 class Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -40,6 +49,8 @@ class Layer(torch.nn.Module):
         self.register_buffer("passing", torch.arange(4).bool(), persistent=False)
         self.register_buffer("eights", torch.arange(16, dtype=torch.uint8).view(torch.float8_e4m3fn))
         self.table = torch.arange(6)
+        self.register_buffer("map", torch.arange(5), persistent=False)
+        self.manager = Manager(self.map)  # type: ignore[arg-type]
         self.ratio, self.names = 0.1, ["a", ("b", 1)]
 
     def load(self) -> None: ...
@@ -76,7 +87,7 @@ def kept(model: torch.nn.Module, folder: Path) -> tuple[str, Any]:
 def made(path: str, record: Any, kind: Callable[[], torch.nn.Module] = Model) -> Any:
     with torch.device("meta"):
         model = kind()
-    tensors = put(model, path, record["names"], record["tensors"], torch.device("cpu"))
+    tensors = put(model, path, record["names"], record["tensors"], torch.device("cpu"), "engine")
     if kind is Model:
         model.one.table = model.one.scale.detach()  # as processing may leave it
     settle(model, record["names"], tensors)
@@ -94,11 +105,12 @@ def test_a_model_comes_back_whole(tmp_path: Path) -> None:
     assert again.head.weight is again.one.weight and type(again.one.weight) is Weight
     assert again.one.weight.loader.__self__ is again.one and torch.equal(again.two.table, model.two.table)
     assert again.one.turned.stride() == (1, 12) and again.one.gaps.stride() == (8, 1) and not hasattr(again.one, "gone")
+    assert again.one.manager.table is again.one.map and again.one.map.tolist() == [0, 1, 2, 3, 4]
     again.one.weight.data[2] = 7
     assert torch.equal(again.one.part[0], torch.full((12,), 7.0))
     assert "passing" in again.one._non_persistent_buffers_set and again.absent is None
     with ow.safe_open(path, framework="pt") as file:
-        assert len(file.keys()) == 2 * 8, "tied tensors and views once"
+        assert len(file.keys()) == 2 * 9, "tied tensors and views once"
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -83,10 +83,10 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def put(
-    model: torch.nn.Module, path: str, names: Mapping[str, list[Any]], rows: Mapping[str, list[Any]], device: torch.device
+    model: torch.nn.Module, path: str, names: Mapping[str, list[Any]], rows: Mapping[str, list[Any]], device: torch.device, engine: str
 ) -> dict[str, torch.Tensor]:
     """Gives a model of the meta device the tensors of a file, and returns them by all their names. device:
-    for those that are not the host's.
+    for those that are not the host's. engine: the name of the package whose objects may hold them, too.
 
     Raises Refused where the model has no such place, and what loading raises.
     """
@@ -111,18 +111,35 @@ def put(
         if row[5] is not None:
             tensors[name] = _view(tensors[row[5][0]], row)
     held: dict[str, torch.Tensor] = {}
+    swaps: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the old one, so that no other gets its id
     for name, (kind, first) in names.items():
         module = modules.get(name.rpartition(".")[0])
         if module is None:
             raise Refused(f"{name} has no module")
         leaf = name.rpartition(".")[2]
         if first is not None and first not in held:
-            old = module._parameters.get(leaf)
-            if old is None:
-                old = module._buffers.get(leaf)
-            held[first] = _typed(first, tensors[first], rows[first], vars(module).get(leaf) if old is None else old)
+            homes = (module._parameters, module._buffers, vars(module))
+            old = next((home[leaf] for home in homes if home.get(leaf) is not None), None)
+            held[first] = _typed(first, tensors[first], rows[first], old)
+            if isinstance(old, torch.Tensor):
+                swaps[id(old)] = old, held[first]
         _hang(module, leaf, kind, None if first is None else held[first])
+    for module in modules.values():
+        _swap(module, swaps, engine + ".", set())
     return {name: held[first] for name, (_, first) in names.items() if first is not None}
+
+
+def _swap(holder: Any, swaps: Mapping[int, tuple[torch.Tensor, torch.Tensor]], engine: str, seen: set[int]) -> None:
+    # In objects of the engine that a module holds: the very tensors that it had in its places.
+    seen.add(id(holder))
+    for name, value in list(vars(holder).items()):
+        if isinstance(value, torch.Tensor):
+            if id(value) in swaps and not isinstance(holder, torch.nn.Module):
+                vars(holder)[name] = swaps[id(value)][1]
+        elif isinstance(value, torch.nn.Module) or id(value) in seen:
+            continue
+        elif type(value).__module__.startswith(engine) and isinstance(getattr(value, "__dict__", None), dict):
+            _swap(value, swaps, engine, seen)
 
 
 def _dtype(row: list[Any]) -> torch.dtype:

@@ -133,7 +133,7 @@ class Start:
             with torch.device("meta"):
                 model = initialize_model(vllm_config=self._config, model_config=self._model_config, prefix=self._prefix)
             _supported(model)
-            tensors = put(model, kept.path, kept.record["names"], kept.record["tensors"], self._device)
+            tensors = put(model, kept.path, kept.record["names"], kept.record["tensors"], self._device, "vllm")
             with weights_already_processed():
                 process_weights_after_loading(model, self._model_config, self._device)
             settle(model, kept.record["names"], tensors)
