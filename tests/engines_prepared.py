@@ -22,7 +22,8 @@ import torch
 
 FP8 = {
     **base.LLAMA,
-    "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]},
+    "intermediate_size": 192,  # two ranks have whole blocks
+    "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32]},
 }
 
 
@@ -106,14 +107,14 @@ def models(root: Path, log: Log, where: tuple[int, int, int], names: list[str]) 
 
 
 def quantised(tensors: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint as fp8 with a scale for each block of 32 by 32."""
+    """A checkpoint as fp8 with a scale for each block of 16 by 32."""
     out = {}
     for name, tensor in tensors.items():
         if "_proj." not in name:
             out[name] = tensor
             continue
         rows, columns = tensor.shape
-        blocks = tensor.float().view(rows // 32, 32, columns // 32, 32)
+        blocks = tensor.float().view(rows // 16, 16, columns // 32, 32)
         scale = blocks.abs().amax((1, 3)) / 448
         out[name] = (blocks / scale[:, None, :, None]).view(rows, columns).to(torch.float8_e4m3fn)
         out[f"{name}_scale_inv"] = scale
