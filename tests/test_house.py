@@ -33,7 +33,7 @@ LAYERS: list[tuple[str, str]] = [
     ("checkpoints", "checkpoints checkpoints.*"),
     ("plumbing", "plumbing"),
     ("portable", "portable portable.*"),
-    ("outside", "compat compat.* integrations integrations.* __main__ _bench _bench_*"),
+    ("outside", "compat compat.* integrations integrations.* __main__ _bench _bench_* _torch"),
 ]
 
 # Modules that the outside may import, beside the names of overwire.__all__.
@@ -47,6 +47,7 @@ ALLOWED = {
     ("model.forked", "compat.safetensors.patching"): "asks sys.modules whether the patch is there, to read behind it; imports nothing",
     ("integrations.vllm", "_core"): "asks sys.modules whether the engine may run, which no fork survives; imports nothing",
     ("integrations.vllm", "integrations.modelexpress"): "what vLLM calls in each process is ModelExpress's only door",
+    ("_engine", "_torch"): "this process becomes that program; imports nothing",
     ("_engine", "_bench"): "this process becomes that program; imports nothing",
     ("__main__", "_engine"): "the command line is the engine's",
 }

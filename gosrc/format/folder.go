@@ -224,7 +224,19 @@ func below(dir string) string {
 		}
 	}
 	if len(names) == 0 {
-		return ""
+		return ofTorch(dir)
 	}
 	return ": open a folder below it (" + strings.Join(names[:min(len(names), 8)], ", ") + ")"
+}
+
+// ofTorch names a file in a folder that torch.save may have written.
+func ofTorch(dir string) string {
+	names := namesIn(dir)
+	slices.Sort(names)
+	for _, name := range names {
+		if slices.Contains([]string{".bin", ".pt", ".pth", ".ckpt"}, filepath.Ext(name)) {
+			return "; it has " + name + ": if torch.save wrote that, `overwire compress` and `convert` (overwire.convert) read it"
+		}
+	}
+	return ""
 }

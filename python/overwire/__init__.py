@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from . import codecs, compat, distributed, errors
     from ._tables import __version__
     from .bundles.bundle import compress, compress_pickle, load_bundle, load_compressed, load_compressed_pickle, save_bundle
+    from .bundles.torchfolders import convert
     from .compat.safetensors.patching import SafetensorsPatch, patch_safetensors
     from .errors import (
         AccessError,
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from .progress import Progress
     from .verbs.deltas import Delta, DeltaReport, DeltaRow, Diff, apply_delta, diff, merge_deltas, open_delta, save_delta
     from .verbs.digest import digest
-    from .verbs.inspecting import convert, doctor, inspect, verify
+    from .verbs.inspecting import doctor, inspect, verify
     from .verbs.load import load_file
     from .verbs.modules import load_model, save_model
     from .verbs.open import TensorSlice, safe_open
@@ -166,6 +167,7 @@ __all__ = [
 _HOMES = {
     "_tables": ("__version__",),
     "bundles.bundle": ("compress", "compress_pickle", "load_bundle", "load_compressed", "load_compressed_pickle", "save_bundle"),
+    "bundles.torchfolders": ("convert",),
     "compat.safetensors.patching": ("SafetensorsPatch", "patch_safetensors"),
     "frameworks.spec": ("TensorSpec",),
     "jobs": ("last_report",),
@@ -179,7 +181,7 @@ _HOMES = {
     "progress": ("Progress",),
     "verbs.deltas": ("Delta", "DeltaReport", "DeltaRow", "Diff", "apply_delta", "diff", "merge_deltas", "open_delta", "save_delta"),
     "verbs.digest": ("digest",),
-    "verbs.inspecting": ("convert", "doctor", "inspect", "verify"),
+    "verbs.inspecting": ("doctor", "inspect", "verify"),
     "verbs.load": ("load_file",),
     "verbs.modules": ("load_model", "save_model"),
     "verbs.open": ("TensorSlice", "safe_open"),

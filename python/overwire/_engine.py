@@ -18,6 +18,7 @@ import sys
 
 from ._environment import engine_text, environment, settings
 from ._imports import Undisturbed
+from .files import may_be_torch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -291,6 +292,8 @@ def main() -> None:
         run(sys.argv[2:])
     if sys.argv[1:2] == ["bench"] and any(word.partition("=")[0] == "--ranks" for word in sys.argv[2:]):
         os.execv(sys.executable, [sys.executable, "-m", "overwire._bench", *sys.argv[2:]])
+    if sys.argv[1:2] in (["compress"], ["convert"]) and any(map(may_be_torch, sys.argv[2:])):
+        os.execv(sys.executable, [sys.executable, "-m", "overwire._torch", *sys.argv[1:]])
     try:
         sys.exit(cli(sys.argv[1:]))
     except KeyboardInterrupt:

@@ -12,11 +12,12 @@ import errno
 import io
 import os
 import stat
+from collections.abc import Iterator
 from typing import Any
 
 from .errors import AccessError, ArgumentError, FormatError, IOFailure, NotFoundError, OutOfMemoryError
 
-__all__ = ["number_of", "read_file", "regular"]
+__all__ = ["TORCH_ENDINGS", "folders_of", "may_be_torch", "number_of", "read_file", "regular"]
 
 # Bytes read at once: a moment, between which Ctrl-C is heard.
 _STEP = 8 << 20
@@ -104,3 +105,34 @@ def read_file(path: str, limit: int | None = None, name: str | None = None) -> b
         text = f"overwire: read {name}: {size} bytes are more than the {most} of this machine's memory"
         raise OutOfMemoryError(text, source=name, asked=size, total=most)
     raise FormatError(f"overwire: read {name}: more than {limit} bytes", source=name)
+
+
+#: How the names of what torch.save writes end.
+TORCH_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
+
+# How far below a model's folder others are looked for.
+_DEPTH = 8
+
+
+def folders_of(path: str, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
+    """A folder and those below it, without hidden ones and links, each with its path from it on."""
+    yield path, ""
+    if depth:
+        for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+            if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+                for folder, below in folders_of(entry.path, depth - 1):
+                    yield folder, os.path.join(entry.name, below)
+
+
+def may_be_torch(path: str) -> bool:
+    """Whether a local path has the name of a file of torch.save, or is a folder with such names
+    and without safetensors files. Opens none of them."""
+    if os.path.isfile(path):
+        return path.endswith(TORCH_ENDINGS)
+    if not os.path.isdir(path):
+        return False
+    try:
+        names = [name for folder, _ in folders_of(path) for name in os.listdir(folder)]
+    except OSError:
+        return False  # what reads it reports why
+    return any(name.endswith(TORCH_ENDINGS) for name in names) and not any(name.endswith(".safetensors") for name in names)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ._engine import forked
     from ._imports import imported
     from ._verbs import read_floor
+    from .bundles.torchfolders import is_torch_model, plain_models
     from .bundles.unpickling import load_plain
     from .distributed.blocks import Blocks, Together, meet, shares, unplanned
     from .distributed.group import Members, verb
@@ -55,6 +56,7 @@ __all__ = [
     "imported",
     "is_compressed",
     "is_remote",
+    "is_torch_model",
     "keep",
     "land",
     "landing",
@@ -68,6 +70,7 @@ __all__ = [
     "parse_size",
     "path_of",
     "place_of",
+    "plain_models",
     "prepare",
     "presign",
     "publish",
@@ -95,6 +98,7 @@ _HOMES = {
     "_engine": ("forked",),
     "_imports": ("imported",),
     "_verbs": ("read_floor",),
+    "bundles.torchfolders": ("is_torch_model", "plain_models"),
     "bundles.unpickling": ("load_plain",),
     "distributed.blocks": ("Blocks", "Together", "meet", "shares", "unplanned"),
     "distributed.group": ("Members", "verb"),

@@ -311,7 +311,8 @@ func BenchmarkParse(b *testing.B) {
 // A file of another kind is named, with what to do, before the rule that it broke.
 func TestOtherKinds(t *testing.T) {
 	for head, want := range map[string]string{
-		"PK\x03\x04 and more":            "not a safetensors file but a zip archive, as torch.save and numpy.savez write: load it",
+		"PK\x03\x04 and more":            "not a safetensors file but a zip archive, as torch.save and numpy.savez write: `overwire convert`",
+		"GGUF\x03\x00\x00\x00":           "not a safetensors file but a GGUF file: its blocks are quantised",
 		"\x1f\x8b\x08 and more":          "not a safetensors file but a gzip file: gunzip it first (HeaderTooLarge: ",
 		"version https://git-lfs":        "git lfs pull",
 		"just some text, longer than it": "not a safetensors file but text: check the path",

@@ -117,7 +117,7 @@ func Length(head []byte, size int64) (int64, error) {
 	}
 	n := binary.LittleEndian.Uint64(head)
 	if n > tensor.MaxHeader {
-		return 0, errs.New(errs.ErrFormat, "%s (HeaderTooLarge: it would have %d bytes)", notOurs(head), n)
+		return 0, errs.New(errs.ErrFormat, "%s (HeaderTooLarge: its header would have %d bytes)", notOurs(head), n)
 	}
 	if int64(n) > size-8 {
 		class := errs.ErrFormat
@@ -134,9 +134,11 @@ func Length(head []byte, size int64) (int64, error) {
 func notOurs(head []byte) string {
 	const convert = "load it with the library that wrote it, and save its tensors with overwire.save_file"
 	for _, m := range []struct{ magic, what, do string }{
-		{"PK\x03\x04", "a zip archive, as torch.save and numpy.savez write", convert},
+		{"PK\x03\x04", "a zip archive, as torch.save and numpy.savez write", "`overwire convert` (overwire.convert) reads those of torch.save; load others with what wrote them"},
 		{"\x80\x02", "a pickle", convert}, {"\x80\x04", "a pickle", convert}, {"\x80\x05", "a pickle", convert},
-		{"GGUF", "a GGUF file", convert}, {"\x93NUMPY", "a .npy file", convert}, {"\x89HDF", "an HDF5 file", convert},
+		// Of normal weights: Q8_0 has 8.02 bits of entropy in 8.5, Q4_0 4.10 in 4.5.
+		{"GGUF", "a GGUF file", "its blocks are quantised, of which coding would take off 6 to 9 %, so that overwire does not store them: keep it as it is"},
+		{"\x93NUMPY", "a .npy file", convert}, {"\x89HDF", "an HDF5 file", convert},
 		{"\x1f\x8b", "a gzip file", "gunzip it first"},
 		{"version ", "a Git LFS pointer", "get the file itself by git lfs pull"},
 		{"<!DOCTYP", "a web page", "check the URL that it came from"}, {"<html", "a web page", "check the URL that it came from"},

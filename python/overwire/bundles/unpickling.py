@@ -16,7 +16,7 @@ from .budget import Budget
 from .machine import Machine
 from .tensors import tensor_v3
 
-__all__ = ["Blobs", "load", "load_plain"]
+__all__ = ["Blobs", "careful", "inside", "load", "load_plain"]
 
 
 class Blobs(Protocol):
@@ -92,7 +92,7 @@ class _References:
         if found is not None:
             return found
         kind = np_dtype(spec, budget=self._budget)
-        if kind.hasobject or not _inside(shape, strides, offset, kind.itemsize, size):
+        if kind.hasobject or not inside(shape, strides, offset, kind.itemsize, size):
             raise self._malformed()
         if blob >= 0:
             base = self._blobs.base(blob, size)
@@ -113,7 +113,7 @@ class _References:
 _DIMS, _LIMIT = 64, 1 << 62
 
 
-def _inside(shape: Any, strides: Any, offset: int, item: int, size: int) -> bool:
+def inside(shape: Any, strides: Any, offset: int, item: int, size: int) -> bool:
     """Whether an array lies within `size` bytes, computed in Python's integers:
     numpy's own check wraps around."""
     if type(shape) is not tuple or type(strides) is not tuple or len(shape) != len(strides) or len(shape) > _DIMS:
@@ -156,7 +156,7 @@ def load(data: bytes, blobs: Blobs, source: str, trust: bool) -> Any:
         return _Trusting(data, _References(blobs, source, None)).load()
     budget = Budget(source, len(data))
     references = _References(blobs, source, budget)
-    return _careful(Machine(data, AllowList(budget), references.get), source)
+    return careful(Machine(data, AllowList(budget), references.get), source)
 
 
 class _NoNames(AllowList):
@@ -172,10 +172,10 @@ def load_plain(data: bytes, source: str) -> Any:
     def refuse(pid: Any) -> Any:
         raise budget.refuse("it refers to something beside it")
 
-    return _careful(Machine(data, _NoNames(budget), refuse), source)
+    return careful(Machine(data, _NoNames(budget), refuse), source)
 
 
-def _careful(machine: Machine, source: str) -> Any:
+def careful(machine: Machine, source: str) -> Any:
     try:
         return machine.run()
     except OverwireError as error:

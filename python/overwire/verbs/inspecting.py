@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from .._requests import ConvertRequest, VerifyRequest
 
-__all__ = ["convert", "doctor", "inspect", "verify"]
+__all__ = ["doctor", "inspect", "rewrite", "verify"]
 
 
 def _uris(source: SourceLike, options: Mapping[str, object] | None) -> tuple[list[str], Any]:
@@ -115,7 +115,7 @@ def verify(
     return found
 
 
-def convert(
+def rewrite(
     source: SourceLike,
     path: str | os.PathLike[str],
     *,
@@ -126,22 +126,7 @@ def convert(
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> Report:
-    """Rewrites a model: plain to compressed, compressed to plain
-    (compress=False), other shards. Memory does not grow with the model.
-
-    A plain file that was compressed alone is restored byte for byte, including its
-    header; its SHA-256 is compared before the file appears (`Report.originals`).
-
-    source: what `inspect` takes, or a list of files.
-    path, level, metadata, max_shard_size: as for `save_file`; metadata None keeps the
-        metadata of the source.
-    storage_options: as for `load_file`, for source and path; `decryption_*` are
-        for the source and `encryption_*`, as for `save_file`, for the path. From
-        .tensors to .tensors, types, modules and every dtype stay: so files are
-        encrypted, decrypted, or given another key.
-
-    Returns a Report; raises what loading and saving raise.
-    """
+    """`convert` of files that the engine reads."""
     reach = {name: value for name, value in (storage_options or {}).items() if not name.startswith("encryption_")}
     uris, keep = _uris(source, reach or None)
     target = local(path)
@@ -155,7 +140,7 @@ def convert(
     }
     if metadata is not None:
         spec["metadata"] = notes_of(metadata)
-    with Job(_verbs.convert(spec), "convert", watch(progress, "convert")) as job:
+    with Job(_verbs.convert(spec), "rewrite", watch(progress, "convert")) as job:
         report = job.finish()
     heed(uris)
     del keep

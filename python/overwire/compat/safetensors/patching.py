@@ -487,6 +487,7 @@ def patch_safetensors(*, device: Any = None, compress: bool = False, offload: bo
         safetensors, which maps them. "cpu": those go through overwire as well.
     compress: whether files that are written with safetensors (`save_file`,
         `save_pretrained`) are written compressed. Such files need overwire to be read.
+        Files of torch.save (a Trainer's optimizer.pt) are not covered.
         The bytes of `save` and `serialize` stay plain: what stores them reads their
         header itself.
     offload: whether weights that accelerate keeps on the CPU for a GPU (`device_map` with

@@ -1,0 +1,59 @@
+"""`overwire compress` and `overwire convert` of what torch.save wrote.
+
+The sources become plain files for as long as the verb runs, which is the engine's, in a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+from .errors import OverwireError
+from .plumbing import is_torch_model, local, plain_models
+
+__all__ = ["main"]
+
+# The exit statuses of the command line.
+_STATUSES = {"FormatError": 1, "CorruptError": 1, "UntrustedPickleError": 1, "NotFoundError": 3, "AccessError": 3, "NotSupportedError": 5}
+_FAILED, _INTERRUPTED = 4, 130
+
+
+def main(words: list[str]) -> int:
+    """Runs a command line, and returns its exit status."""
+    sources = [at for at, word in enumerate(words) if at and words[at - 1] not in ("-o", "--output") and is_torch_model(word)]
+    outputs = [word for before, word in zip(words, words[1:], strict=False) if before in ("-o", "--output")]
+    outputs += [word.partition("=")[2] for word in words if word.startswith(("--output=", "-o="))]
+    if not sources or not outputs:  # the engine says what is missing
+        return _run(words, [])
+    try:
+        with plain_models([words[at] for at in sources], local(outputs[0])) as (plain, left):
+            for at, path in zip(sources, plain, strict=True):
+                words[at] = path
+            return _run(words, left)
+    except OverwireError as error:
+        sys.stderr.write(f"{error}\n")
+        return _STATUSES.get(type(error).__name__, _FAILED)
+    except KeyboardInterrupt:
+        sys.stderr.write("overwire: interrupted; nothing was written\n")
+        return _INTERRUPTED
+
+
+def _run(words: list[str], left: list[str]) -> int:
+    # Ctrl-C goes to both processes: this one waits for what the other cleans up.
+    engine = "import sys; from overwire._engine import cli; sys.exit(cli(sys.argv[1:]))"
+    with subprocess.Popen([sys.executable, "-c", engine, *words]) as process:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            status = process.wait()
+        finally:
+            signal.signal(signal.SIGINT, before)
+    if not status:
+        for what in left:
+            sys.stderr.write(f"not copied: {what}\n")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,330 @@
+"""What torch.save wrote, read without running any of it: .bin, .pt, .pth and .ckpt files.
+
+Such a file is a zip archive with `data.pkl`, a pickle, and the bytes of each storage
+under `data/`, uncompressed. The pickle goes through `machine`; of what it names, only
+what makes tensors of storages counts. All else (a Trainer's arguments, Lightning's
+hyperparameters) becomes a placeholder: nothing is imported or called for it. The bytes
+are mapped, so that a file takes no memory. torch is not needed.
+
+Source: the notes on serialization in torch's documentation, and its pickles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import zipfile
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from ..dtypes import BITS, CALLED
+from ..errors import (
+    AccessError,
+    CorruptError,
+    FormatError,
+    IOFailure,
+    NotFoundError,
+    NotSupportedError,
+    OverwireError,
+    UntrustedPickleError,
+)
+from ..files import regular
+from ..frameworks.frame import Bytes
+from ..frameworks.spec import TensorSpec
+from .allowlist import AllowList
+from .budget import Budget
+from .machine import Machine
+from .unpickling import careful, inside
+
+__all__ = ["TorchFile", "is_torch_file", "opened"]
+
+#: The most bytes of a pickle without its tensors.
+_MOST = 256 << 20
+
+# The classes of typed storages, and the dtypes by their names.
+_STORAGES = {
+    "Float": "F32",
+    "Double": "F64",
+    "Half": "F16",
+    "BFloat16": "BF16",
+    "Long": "I64",
+    "Int": "I32",
+    "Short": "I16",
+    "Char": "I8",
+    "Byte": "U8",
+    "Bool": "BOOL",
+    "ComplexFloat": "C64",
+    "Untyped": "U8",
+}
+_PLAIN = (bool, int, float, str)
+_DTYPES = {called: code for code, called in CALLED.items()}
+
+
+class _Named(NamedTuple):
+    """A global that the pickle names; it is never imported."""
+
+    module: str
+    name: str
+
+
+class _Opaque:
+    """An object of a class that is not data."""
+
+    def __init__(self, kind: _Named) -> None:
+        self.kind = f"{kind.module}.{kind.name}"
+
+
+class _Storage(NamedTuple):
+    key: str
+    dtype: str
+
+
+class _Tensor(NamedTuple):
+    """Where a tensor lies, in bytes."""
+
+    storage: _Storage
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+class TorchFile(NamedTuple):
+    """What a file has, as long as it is open.
+
+    tensors: by their names: paths of keys and positions, joined by dots.
+    values: plain values (numbers, texts, lists of them) by their paths.
+    left: paths of objects that are not data, with their classes.
+    """
+
+    tensors: list[tuple[str, Bytes]]
+    values: dict[str, Any]
+    left: list[str]
+
+
+def is_torch_file(path: str) -> bool:
+    """Whether a file is such an archive; False for what cannot be read."""
+    try:
+        with open(path, "rb", opener=regular) as file, zipfile.ZipFile(file) as archive:
+            return any(name.endswith("/data.pkl") for name in archive.namelist())
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, struct.error):
+        return False
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[TorchFile]:
+    """The content of a file; its memory is valid in the block.
+
+    Raises FormatError for a file that torch.save did not write, NotSupportedError for
+    tensors that safetensors lacks (sparse, quantised, complex128) or that lie in objects
+    of other classes, UntrustedPickleError for a pickle that no honest one is like,
+    CorruptError if the file changes in the block.
+    """
+    try:
+        file = open(path, "rb", opener=regular)  # noqa: SIM115
+    except PermissionError as error:
+        raise AccessError(f"overwire: open {path}: permission denied", source=path) from error
+    except FileNotFoundError as error:
+        raise NotFoundError(f"overwire: open {path}: not found", source=path) from error
+    except OSError as error:
+        raise IOFailure(f"overwire: open {path}: {error.strerror}", source=path) from error
+    with file:
+        before = _state(file.fileno())
+        try:
+            with zipfile.ZipFile(file) as archive:
+                # Tensors view it until the last of them is gone, which closes it.
+                content = _Reader(path, archive, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)).read()
+        except OverwireError:
+            raise
+        except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError) as error:
+            raise FormatError(f"overwire: open {path}: no file that torch.save wrote (since torch 1.6): {error}", source=path) from error
+        yield content
+        if _state(file.fileno()) != before:
+            raise CorruptError(f"overwire: read {path}: changed while it was read", source=path)
+
+
+def _state(number: int) -> tuple[int, int]:
+    state = os.fstat(number)
+    return state.st_size, state.st_mtime_ns
+
+
+class _Names(AllowList):
+    """What pickles of torch may do here: all names are placeholders, and calls make tensors or placeholders."""
+
+    def __init__(self, budget: Budget, reader: _Reader) -> None:
+        super().__init__(budget)
+        self._reader = reader
+
+    def find(self, module: str, name: str) -> Any:
+        """Plain types of Python; a placeholder for all else."""
+        if module.split(".")[0] not in ("torch", "numpy"):
+            with contextlib.suppress(UntrustedPickleError):
+                return super().find(module, name)
+        return _Named(module, name)
+
+    def call(self, function: Any, args: tuple[Any, ...]) -> Any:
+        """Tensors, shapes, containers; a placeholder for what anything else would make."""
+        if isinstance(function, _Opaque):
+            return function
+        if not isinstance(function, _Named):
+            return super().call(function, args)
+        if function.module == "torch._utils" and function.name.startswith("_rebuild_"):
+            return self._reader.rebuilt(function.name, args)
+        if function == _Named("torch", "Size") and len(args) == 1 and type(args[0]) is tuple:
+            return args[0]
+        return _Opaque(function)
+
+    def new(self, kind: Any, args: tuple[Any, ...]) -> Any:
+        """A placeholder for an object of any class."""
+        return _Opaque(kind) if isinstance(kind, _Named) else super().new(kind, args)
+
+    def set_state(self, made: Any, state: Any) -> None:
+        """Attributes of placeholders go nowhere."""
+        if not isinstance(made, (_Opaque, _Tensor)):
+            super().set_state(made, state)
+
+
+class _Machine(Machine):
+    """The machine, where placeholders may be containers."""
+
+    def _growing(self) -> Any:
+        return [] if isinstance(self._stack[-1], _Opaque) else super()._growing()
+
+    def _set(self, items: list[Any]) -> None:
+        if not isinstance(self._stack[-1], _Opaque):
+            super()._set(items)
+
+
+class _Reader:
+    """One reading of one file."""
+
+    def __init__(self, path: str, archive: zipfile.ZipFile, memory: mmap.mmap) -> None:
+        self._path = path
+        self._memory = memory
+        self._entries = {info.filename: info for info in archive.infolist()}
+        pickles = [name for name in self._entries if name.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise self._format("it has no data.pkl")
+        self._folder = pickles[0].removesuffix("data.pkl")
+        self._budget = Budget(path, min(_MOST, sum(info.file_size for info in archive.infolist() if info.filename == pickles[0])))
+        self._made = 0
+        self._odd = ""  # a class whose objects are not data
+
+    def _format(self, why: str) -> FormatError:
+        return FormatError(f"overwire: open {self._path}: {why}", source=self._path)
+
+    def _span(self, name: str) -> tuple[int, int]:
+        """Where an entry's bytes begin and end."""
+        info = self._entries.get(self._folder + name)
+        if info is None:
+            raise self._format(f"it has no {name}")
+        start = info.header_offset
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or self._memory[start : start + 4] != b"PK\3\4":
+            raise self._format(f"{name} is not stored as it is")
+        start += 30 + sum(struct.unpack("<HH", self._memory[start + 26 : start + 30]))
+        if start + info.file_size > len(self._memory):
+            raise self._format(f"{name} is cut short")
+        return start, start + info.file_size
+
+    def read(self) -> TorchFile:
+        """Everything in the file."""
+        if self._folder + "byteorder" in self._entries:
+            start, end = self._span("byteorder")
+            if self._memory[start:end] != b"little":
+                raise NotSupportedError(f"overwire: open {self._path}: its numbers are big-endian", source=self._path)
+        start, end = self._span("data.pkl")
+        if end - start > _MOST:
+            raise self._format(f"its pickle has {end - start} bytes")
+        data = self._memory[start:end]
+        root = careful(_Machine(data, _Names(self._budget, self), self._reference), self._path)
+        found = TorchFile([], {}, [])
+        seen: set[int] = set()
+        self._walk(found, root, (), seen)
+        if len(seen) < self._made:
+            what = f"objects of {self._odd}" if self._odd else "objects that are not data"
+            raise NotSupportedError(
+                f"overwire: open {self._path}: {self._made - len(seen)} tensors lie in {what}: load it with the library that wrote it, "
+                "and save its state_dict()",
+                source=self._path,
+            )
+        return found
+
+    def _reference(self, pid: Any) -> _Storage:
+        if type(pid) is tuple and len(pid) == 5 and pid[0] == "storage" and type(pid[1]) is _Named and type(pid[2]) is str:
+            return _Storage(pid[2], self._typed(pid[1].name.removesuffix("Storage"), _STORAGES))
+        raise self._format("a reference to a tensor is malformed")
+
+    def _typed(self, name: str, table: dict[str, str]) -> str:
+        if name not in table:
+            raise NotSupportedError(f"overwire: open {self._path}: safetensors has no type {name[:50]}", source=self._path)
+        return table[name]
+
+    def rebuilt(self, name: str, args: tuple[Any, ...]) -> _Tensor:
+        """The tensor of a call of torch's functions that rebuild one."""
+        if name in ("_rebuild_parameter", "_rebuild_parameter_with_state") and args and type(args[0]) is _Tensor:
+            return args[0]
+        if name not in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_tensor") or len(args) < 4:
+            kind = name.removeprefix("_rebuild_")[:50]
+            raise NotSupportedError(f"overwire: open {self._path}: it has a tensor that safetensors lacks ({kind})", source=self._path)
+        storage, offset, shape, strides = args[:4]
+        if type(storage) is not _Storage or type(offset) is not int:
+            raise self._format("a tensor is malformed")
+        dtype = storage.dtype
+        if name == "_rebuild_tensor_v3":
+            if len(args) < 7 or type(args[6]) is not _Named:
+                raise self._format("a tensor is malformed")
+            dtype = self._typed(args[6].name, _DTYPES)
+        item = BITS[dtype] // 8 or 1
+        start, end = self._span(f"data/{storage.key}")
+        if type(strides) is not tuple or any(type(s) is not int for s in strides):
+            raise self._format("a tensor is malformed")
+        strides = tuple(s * item for s in strides)
+        if not inside(shape, strides, offset * item, item, end - start):
+            raise self._format("a tensor lies outside its storage")
+        self._made += 1
+        return _Tensor(storage, dtype, shape, strides, offset * item)
+
+    def _walk(self, found: TorchFile, value: Any, at: tuple[str, ...], seen: set[int]) -> None:
+        self._budget.work(1)  # one object may have many paths
+        name = ".".join(at)
+        if isinstance(value, _Tensor):
+            seen.add(id(value))
+            found.tensors.append((name, self._bytes(name, value)))
+        elif isinstance(value, (_Opaque, _Named)):
+            kind = value.kind if isinstance(value, _Opaque) else f"{value.module}.{value.name}"
+            self._odd = self._odd or kind
+            found.left.append(f"{name or 'all of it'}: {kind}")
+        elif isinstance(value, dict) and len(at) < 64:
+            for key, part in value.items():
+                self._walk(found, part, (*at, str(key)), seen)
+        elif isinstance(value, (list, tuple)) and len(at) < 64 and not all(part is None or isinstance(part, _PLAIN) for part in value):
+            for number, part in enumerate(value):
+                self._walk(found, part, (*at, str(number)), seen)
+        elif value is None or isinstance(value, _PLAIN):
+            found.values[name] = value
+        elif isinstance(value, (list, tuple)) and len(at) < 64:
+            found.values[name] = list(value)
+        else:
+            found.left.append(f"{name}: {type(value).__name__}")
+
+    def _bytes(self, name: str, tensor: _Tensor) -> Bytes:
+        start, _ = self._span(f"data/{tensor.storage.key}")
+        item = BITS[tensor.dtype] // 8 or 1
+        start += tensor.offset
+        strides, size = [], item
+        for dim in reversed(tensor.shape):
+            strides.append(size)
+            size *= dim
+        dense = all(dim < 2 or own == want for dim, own, want in zip(tensor.shape, tensor.strides, reversed(strides), strict=True))
+        if dense or not size:
+            data: Any = memoryview(self._memory)[start : start + size]
+        else:
+            try:
+                import numpy as np
+            except ImportError:
+                why = f"{name} is strided, which takes numpy to read"
+                raise NotSupportedError(f"overwire: open {self._path}: {why}", source=self._path) from None
+            data = np.ndarray(tensor.shape, f"V{item}", self._memory, start, tensor.strides).tobytes()
+        return TensorSpec.of(CALLED[tensor.dtype], tensor.shape, data).describe()

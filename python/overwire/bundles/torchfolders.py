@@ -1,0 +1,223 @@
+"""Models that torch.save wrote, as files and folders that the engine converts.
+
+`pytorch_model.bin` becomes `model.safetensors`, its shards and their index likewise;
+another file keeps its stem. What lies beside the weights comes along. The plain files
+are temporary: they lie in a folder of their own, beside what is written, and go when the
+conversion has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import FormatError, IOFailure, NotFoundError
+from ..files import TORCH_ENDINGS, folders_of, may_be_torch, read_file
+from ..paths import is_remote, local
+from ..progress import ProgressLike
+from ..verbs.inspecting import rewrite
+from ..verbs.save import Report, save_bytes
+from .torchfiles import is_torch_file, opened
+
+if TYPE_CHECKING:
+    from ..model.options import StorageOptions
+    from ..model.sources import SourceLike
+
+__all__ = ["convert", "is_torch_model", "plain_models"]
+
+#: Names of weights in a folder, by libraries that save no others beside them.
+_WEIGHTS = re.compile(r"(pytorch_model|diffusion_pytorch_model|adapter_model|open_clip_pytorch_model)([-.].*)?\.bin")
+#: What trainers save beside weights.
+_OTHERS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state|trainer_state)\b.*|.*_states")
+_INDEX = ".bin.index.json"
+#: The size from which files of these names are no small companions: weights, or what trainers save.
+_LARGE = 64 << 20
+_MARK = ".overwire-torch-"
+#: The most bytes of plain values that the metadata of a file keeps.
+_VALUES = 1 << 20
+
+
+def convert(
+    source: SourceLike,
+    path: str | os.PathLike[str],
+    *,
+    compress: bool = True,
+    level: str = "default",
+    metadata: Mapping[str, str] | None = None,
+    max_shard_size: int | str | None = None,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+) -> Report:
+    """Rewrites a model: plain to compressed, compressed to plain
+    (compress=False), other shards. Memory does not grow with the model.
+
+    A plain file that was compressed alone is restored byte for byte, including its
+    header; its SHA-256 is compared before the file appears (`Report.originals`).
+
+    Files of torch.save (.bin, .pt, .pth, .ckpt), and local folders of them, are read
+    without running any code of theirs: see the page on folders.
+
+    source: what `inspect` takes, a file or folder of torch.save, or a list of files.
+    path, level, metadata, max_shard_size: as for `save_file`; metadata None keeps the
+        metadata of the source.
+    storage_options: as for `load_file`, for source and path; `decryption_*` are
+        for the source and `encryption_*`, as for `save_file`, for the path. From
+        .tensors to .tensors, types, modules and every dtype stay: so files are
+        encrypted, decrypted, or given another key.
+
+    Returns a Report; raises what loading and saving raise.
+    """
+    options: dict[str, Any] = {"compress": compress, "level": level, "metadata": metadata, "max_shard_size": max_shard_size}
+    options |= {"progress": progress, "storage_options": storage_options}
+    names = source if isinstance(source, (list, tuple)) else [source]
+    if not any(isinstance(name, (str, os.PathLike)) and is_torch_model(os.fsdecode(name)) for name in names):
+        return rewrite(source, path, **options)
+    with plain_models([local(name) for name in names], local(path)) as (plain, left):
+        report = rewrite(plain if len(plain) > 1 else plain[0], path, **options)
+    return replace(report, left=(*report.left, *left))
+
+
+def is_torch_model(path: str) -> bool:
+    """Whether a local path is a file that torch.save wrote, or a folder whose weights are such files."""
+    if is_remote(path) or not may_be_torch(path):
+        return False
+    if os.path.isdir(path):
+        return any(_weights_of(folder) for folder, _ in folders_of(path))
+    return is_torch_file(path)
+
+
+def _weights_of(folder: str) -> list[str]:
+    """The names of the files of weights in a folder."""
+    names = [name for name in sorted(os.listdir(folder)) if name.endswith(TORCH_ENDINGS) and not name.startswith(".")]
+    usual = [name for name in names if _WEIGHTS.fullmatch(name)]
+    found = usual or [name for name in names if not _OTHERS.fullmatch(os.path.splitext(name)[0])]
+    return [name for name in found if is_torch_file(os.path.join(folder, name))]
+
+
+def _plain_name(name: str) -> str:
+    """The name of a file of weights, or of its index, as safetensors."""
+    stem = name.removesuffix(_INDEX) if name.endswith(_INDEX) else os.path.splitext(name)[0]
+    stem = re.sub(r"^pytorch_model\b", "model", stem)
+    return f"{stem}.safetensors.index.json" if name.endswith(_INDEX) else f"{stem}.safetensors"
+
+
+@contextlib.contextmanager
+def plain_models(sources: list[str], target: str) -> Iterator[tuple[list[str], list[str]]]:
+    """Those of the sources that torch.save wrote as plain files and folders, the others as they are;
+    and what of them has no place there: large files that are no weights, and objects that are not data.
+
+    target: what is written from them; the temporary files lie on its disk where it is local."""
+    parent = os.path.dirname(os.path.abspath(target)) if not is_remote(target) else tempfile.gettempdir()
+    if not os.path.isdir(parent):
+        raise NotFoundError(f"overwire: save {target}: there is no folder {parent}", source=target)
+    _sweep(parent)
+    try:
+        top = tempfile.mkdtemp(prefix=_MARK, dir=parent)
+    except OSError as error:
+        raise IOFailure(f"overwire: save {target}: {error.strerror} in {parent}", source=target) from error
+    lock = os.open(top, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        plain: list[str] = []
+        left: list[str] = []
+        for number, source in enumerate(sources):
+            if not is_torch_model(source):
+                plain.append(source)
+                continue
+            place = os.path.join(top, str(number))
+            os.mkdir(place)
+            if os.path.isdir(source):
+                plain.append(os.path.join(place, os.path.basename(os.path.abspath(source))))
+                left += _plain_folder(source, plain[-1])
+            else:
+                plain.append(os.path.join(place, _plain_name(os.path.basename(source))))
+                left += _plain_file(source, plain[-1])
+        yield plain, left
+    finally:
+        shutil.rmtree(top, ignore_errors=True)
+        os.close(lock)
+
+
+def _sweep(parent: str) -> None:
+    """Removes what conversions have left that were killed: no process has it locked."""
+    for name in os.listdir(parent):
+        if name.startswith(_MARK):
+            path = os.path.join(parent, name)
+            with contextlib.suppress(OSError):
+                lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+                finally:
+                    os.close(lock)
+
+
+def _plain_file(source: str, path: str) -> list[str]:
+    """Writes the tensors of a file that torch.save wrote. Plain values become metadata. Returns what is left out."""
+    with opened(source) as found:
+        notes = {"format": "pt"}
+        values = json.dumps(found.values, ensure_ascii=False)
+        if found.values and len(values) <= _VALUES:
+            notes["torch.values"] = values
+        elif found.values:
+            found.left.append(f"{len(found.values)} plain values of {len(values)} letters")
+        save_bytes(found.tensors, path, notes, compress=False)
+        return [f"{source}: {what}" for what in found.left]
+
+
+def _plain_folder(source: str, path: str) -> list[str]:
+    """Makes a folder like the source, with its weights as plain files. Returns what is left out."""
+    left = []
+    for folder, below in folders_of(source):
+        place = os.path.join(path, below)
+        os.mkdir(place)
+        weights = set(_weights_of(folder))
+        for name in sorted(os.listdir(folder)):
+            at = os.path.join(folder, name)
+            if name in weights:
+                left += _plain_file(at, os.path.join(place, _plain_name(name)))
+            elif name.endswith(_INDEX):
+                _plain_index(at, os.path.join(place, _plain_name(name)))
+            elif os.path.isdir(at) and not os.path.islink(at):
+                continue
+            elif name.startswith(".") or not _may_follow(source, at) or name.endswith(TORCH_ENDINGS) and os.path.getsize(at) > _LARGE:
+                left.append(at)
+            else:
+                _copy(at, os.path.join(place, name))
+    return left
+
+
+def _may_follow(root: str, path: str) -> bool:
+    """Whether a file is one of the folder, or a blob of the Hugging Face cache that it is a snapshot of."""
+    if not os.path.isfile(path):
+        return False
+    real, top = os.path.realpath(path), os.path.realpath(root)
+    cache, found, _ = (top + "/").partition("/snapshots/")
+    return real.startswith(top + "/") or bool(found) and os.path.dirname(real) == cache + "/blobs"
+
+
+def _copy(path: str, target: str) -> None:
+    real = os.path.realpath(path)
+    try:
+        os.link(real, target)
+    except OSError:  # another file system
+        shutil.copy(real, target)
+
+
+def _plain_index(path: str, target: str) -> None:
+    """The index of shards, with their new names."""
+    try:
+        index = json.loads(read_file(path, 64 << 20))
+        index["weight_map"] = {name: _plain_name(shard) for name, shard in index["weight_map"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise FormatError(f"overwire: open {path}: no index of shards", source=path) from error
+    Path(target).write_text(json.dumps(index))

@@ -1,0 +1,187 @@
+"""Models that torch.save wrote are compressed and converted, and nothing in them is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import overwire as ow
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from overwire.bundles.torchfiles import opened  # noqa: E402
+from test_cli import must, run  # noqa: E402
+
+
+class Arguments:
+    """A trainer's own object."""
+
+    lr = 1e-3
+
+
+def state() -> dict[str, Any]:
+    """Tensors of every kind that safetensors has: views, ties, parameters, no elements, no dimensions."""
+    w = torch.randn(64, 48)
+    every = {
+        str(dtype): torch.arange(12, dtype=torch.uint8).view(dtype) if dtype.itemsize in (1, 2, 4) else torch.zeros(3, dtype=dtype)
+        for dtype in (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16,
+                      torch.int16, torch.int32, torch.float32, torch.int64, torch.float64, torch.complex64)
+    }  # fmt: skip
+    return {
+        "w": w,
+        "tied": w,
+        "transposed": w.t(),
+        "inner": w[3:9, 5:7],
+        "parameter": torch.nn.Parameter(w.bfloat16()),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 3),
+        "bools": torch.tensor([True, False]),
+        "last": w[63:],
+    } | every
+
+
+def equal(got: dict[str, Any], want: dict[str, Any]) -> None:
+    """The same names, dtypes, shapes and bytes."""
+    assert sorted(got) == sorted(want)
+    for name, tensor in want.items():
+        assert got[name].dtype == tensor.dtype and got[name].shape == tensor.shape, name
+        whole = tensor.detach().contiguous().reshape(-1)
+        assert got[name].reshape(-1).view(torch.uint8).tolist() == whole.view(torch.uint8).tolist(), name
+
+
+@pytest.mark.parametrize("compress", [True, False])
+def test_every_tensor_comes_over(tmp_path: Path, compress: bool) -> None:
+    """A state dict becomes a file of the same tensors, bit for bit, strided ones and those of new dtypes too."""
+    want = state()
+    torch.save(OrderedDict(want), tmp_path / "pytorch_model.bin")
+    report = ow.convert(tmp_path / "pytorch_model.bin", tmp_path / "m.safetensors", compress=compress)
+    equal(ow.load_file(tmp_path / "m.safetensors"), want)
+    assert report.left == () and sorted(os.listdir(tmp_path)) == ["m.safetensors", "pytorch_model.bin"]
+
+
+def test_a_training_checkpoint(tmp_path: Path) -> None:
+    """Tensors of a checkpoint have their paths for names, its numbers are kept, and objects of classes are named, not made."""
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    checkpoint = {"state_dict": model.state_dict(), "epoch": 3, "optimizer_states": [optimizer.state_dict()], "hyper_parameters": Arguments()}
+    torch.save(checkpoint, tmp_path / "last.ckpt")
+    report = ow.convert(tmp_path / "last.ckpt", tmp_path / "m.safetensors")
+    loaded = ow.load_file(tmp_path / "m.safetensors")
+    assert torch.equal(loaded["state_dict.weight"], model.weight)
+    assert torch.equal(loaded["optimizer_states.0.state.0.exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+    with ow.safe_open(tmp_path / "m.safetensors", "np") as file:
+        values = json.loads(file.metadata()["torch.values"])
+    assert values["epoch"] == 3 and values["optimizer_states.0.param_groups.0.betas"] == [0.9, 0.999]
+    assert len(report.left) == 1 and report.left[0].endswith("hyper_parameters: test_torch_files.Arguments")
+
+
+def folder(path: Path) -> dict[str, Any]:
+    """A folder as transformers wrote it before safetensors: shards, an index, and what lies beside them."""
+    weights = {f"layer.{n}.w": torch.randn(64, 64).bfloat16() for n in range(4)}
+    names = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
+    path.mkdir()
+    for at, name in enumerate(names):
+        torch.save({key: weights[key] for key in list(weights)[2 * at : 2 * at + 2]}, path / name)
+    index = {"metadata": {"total_size": 32768}, "weight_map": {key: names[at // 2] for at, key in enumerate(weights)}}
+    (path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (path / "config.json").write_text("{}")
+    torch.save(Arguments(), path / "training_args.bin")
+    (path / ".hidden").write_text("x")
+    (path / "outside").symlink_to("/etc/hostname")
+    return weights
+
+
+def test_a_folder_from_the_command_line(tmp_path: Path) -> None:
+    """A folder of shards with an index becomes one of safetensors by compress, with what lies beside, and nothing is left of the way there."""
+    weights = folder(tmp_path / "model")
+    must("compress", str(tmp_path / "model"), "-o", str(tmp_path / "packed"))
+    kept = ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    assert sorted(os.listdir(tmp_path / "packed")) == [*kept, "training_args.bin"]
+    equal(ow.load_file(tmp_path / "packed"), weights)
+    assert json.loads((tmp_path / "packed" / kept[3]).read_text())["weight_map"]["layer.3.w"] == kept[2]
+    assert sorted(os.listdir(tmp_path)) == ["model", "packed"]
+    done = run("compress", str(tmp_path / "model"), "-o", str(tmp_path / "packed"))
+    assert done.returncode == 2 and "--force" in done.stderr and sorted(os.listdir(tmp_path)) == ["model", "packed"]
+    left = ow.convert(tmp_path / "model", tmp_path / "again").left
+    assert sorted(os.path.basename(path) for path in left) == [".hidden", "outside"]
+
+
+def test_nothing_is_run(tmp_path: Path) -> None:
+    """A pickle that would run a command is read without: what it names becomes a placeholder."""
+    torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
+    ran = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(ran),)
+
+    torch.save({"w": torch.ones(3), "evil": Evil()}, tmp_path / "x.pt")
+    report = ow.convert(tmp_path / "x.pt", tmp_path / "x.safetensors")
+    assert not ran.exists() and len(report.left) == 1 and report.left[0].endswith("evil: posix.mkdir")
+
+
+def rewritten(path: Path, change: Any) -> None:
+    """Writes an archive again, each entry as `change(name, data)` says."""
+    with zipfile.ZipFile(path) as old:
+        entries = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(path, "w") as new:
+        for name, data in entries.items():
+            new.writestr(name, change(name, data))
+
+
+def test_damage_and_lies_are_typed_errors(tmp_path: Path) -> None:
+    """Files that are cut short, of another kind, or whose tensors lie outside of what is stored are refused by name, and nothing is written."""
+    path = tmp_path / "x.pt"
+    cases: list[tuple[type[Exception], str]] = []
+
+    def refused(kind: type[Exception], match: str) -> None:
+        cases.append((kind, match))
+        with pytest.raises(kind, match=match) as caught, opened(str(path)):
+            pass
+        assert str(path) in str(caught.value)
+
+    torch.save({"w": torch.ones(300)}, path)
+    whole = path.read_bytes()
+    for size in (0, 1, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        refused(ow.FormatError, "torch.save")
+    path.write_bytes(whole)
+    rewritten(path, lambda name, data: data[:1000] if "/data/" in name else data)
+    refused(ow.FormatError, "outside its storage")
+    path.write_bytes(whole)
+    rewritten(path, lambda name, data: b"big" if name.endswith("byteorder") else data)
+    refused(ow.NotSupportedError, "big-endian")
+    path.write_bytes(whole)
+    rewritten(path, lambda name, data: data[: len(data) // 2] if name.endswith("data.pkl") else data)
+    refused(ow.FormatError, "unpickle")
+    many: Any = []
+    for _ in range(40):
+        many = [many, many]
+    path.write_bytes(whole)
+    rewritten(path, lambda name, data: pickle.dumps(many, 2) if name.endswith("data.pkl") else data)
+    refused(ow.UntrustedPickleError, "unpickle")
+    torch.save(torch.nn.Linear(3, 4), path)
+    refused(ow.NotSupportedError, r"2 tensors lie in objects of torch\.nn\.modules\.linear\.Linear")
+    for odd in (torch.eye(3).to_sparse(), torch.zeros(2, dtype=torch.complex128)):
+        torch.save({"w": odd}, path)
+        refused(ow.NotSupportedError, "safetensors")
+    path.write_bytes(struct.pack("<I", 7) * 20)
+    refused(ow.FormatError, "torch.save")
+    assert len(cases) == 13 and os.listdir(tmp_path) == ["x.pt"]
+
+
+def test_other_verbs_name_the_way(tmp_path: Path) -> None:
+    """What opens files and folders of torch.save by another verb says which one reads them."""
+    folder(tmp_path / "model")
+    for place in (tmp_path / "model", tmp_path / "model" / "pytorch_model-00001-of-00002.bin"):
+        with pytest.raises((ow.NotFoundError, ow.FormatError), match=r"overwire\.convert"):
+            ow.load_file(place)
