@@ -72,7 +72,8 @@ def test_a_training_checkpoint(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
-    checkpoint = {"state_dict": model.state_dict(), "epoch": 3, "optimizer_states": [optimizer.state_dict()], "hyper_parameters": Arguments()}
+    checkpoint = {"state_dict": model.state_dict(), "epoch": 3, "optimizer_states": [optimizer.state_dict()]}
+    checkpoint["hyper_parameters"] = Arguments()
     torch.save(checkpoint, tmp_path / "last.ckpt")
     report = ow.convert(tmp_path / "last.ckpt", tmp_path / "m.safetensors")
     loaded = ow.load_file(tmp_path / "m.safetensors")
@@ -101,7 +102,7 @@ def folder(path: Path) -> dict[str, Any]:
 
 
 def test_a_folder_from_the_command_line(tmp_path: Path) -> None:
-    """A folder of shards with an index becomes one of safetensors by compress, with what lies beside, and nothing is left of the way there."""
+    """A folder of shards with an index becomes one of safetensors by compress, with what lies beside; nothing else is left."""
     weights = folder(tmp_path / "model")
     must("compress", str(tmp_path / "model"), "-o", str(tmp_path / "packed"))
     kept = ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
@@ -139,7 +140,7 @@ def rewritten(path: Path, change: Any) -> None:
 
 
 def test_damage_and_lies_are_typed_errors(tmp_path: Path) -> None:
-    """Files that are cut short, of another kind, or whose tensors lie outside of what is stored are refused by name, and nothing is written."""
+    """Files that are cut short, of another kind, or whose tensors lie outside of what is stored are refused by name."""
     path = tmp_path / "x.pt"
     cases: list[tuple[type[Exception], str]] = []
 

@@ -41,6 +41,10 @@ var (
 			}
 			return ""
 		}})
+	Cache = text("OVERWIRE_CACHE", "",
+		"Folder that keeps whole objects of stores, and answers when they cannot be reached; on is overwire/objects in the cache folder of the user.")
+	CacheGB = number("OVERWIRE_CACHE_GB", 0, 1_000_000, 0,
+		"Most GB of objects in that folder: those that were used longest ago go first; 0 means no limit.")
 	MMap = choice("OVERWIRE_MMAP",
 		"Map plain tensors instead of reading them: auto maps plain files on local disks when the device is the CPU.",
 		[]string{"auto", "on", "off"})
@@ -68,5 +72,5 @@ var table = []interface {
 	load(map[string]string) string
 	row() Row
 }{
-	Preload, PreloadDevice, NoPreload, Patch, Prepared, PreparedGB, Threads, Downloader, DownloaderLog, MMap, Read, Exchange, CPU, Log, Trace,
+	Preload, PreloadDevice, NoPreload, Patch, Prepared, PreparedGB, Threads, Downloader, DownloaderLog, Cache, CacheGB, MMap, Read, Exchange, CPU, Log, Trace,
 }

@@ -2,14 +2,15 @@
 //
 // A file is called KEY-SUM: KEY is made of the URI (without its query, which may be
 // a signature), the object's ETag and its size; SUM is the XXH3-128 of its bytes.
-// Every open asks the store, for the current permission and ETag, and compares the
-// bytes with SUM; a damaged file is fetched again. A file is written under a
+// Every use compares the bytes with SUM; a damaged file is fetched again. What the store
+// said last of a URI is noted beside (NAME.note), for callers that do not ask it: because
+// it cannot be reached, or because the URI names one state for ever. A file is written under a
 // temporary name and renamed: no reader sees an incomplete one. It is not synced:
 // what a power failure damages is found like any other damage. One process at a
 // time fetches an object (a lock on KEY.lock); the others wait for it.
 //
-// Nothing is evicted: the folder is the user's, and any file in it may be removed
-// at any time.
+// With a limit, files go before a new one comes, those first that were used longest ago.
+// The folder is the user's: any file in it may be removed at any time.
 package cache
 
 import (
@@ -19,9 +20,12 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
+	"regexp"
 	"runtime"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -41,16 +45,22 @@ const (
 	reads = 24      // most reads of a remote source at once
 )
 
+// A Folder keeps objects, at most Limit bytes of them; 0: any number.
+type Folder struct {
+	Path  string
+	Limit int64
+}
+
 // Keep returns the object of src from the folder, and fetches it first if it is
-// missing; src is closed. An object without an Identity is not kept: src comes back
-// as it is.
-func Keep(ctx context.Context, dir string, src source.Source) (source.Source, error) {
-	pin := src.Facts().Identity.Pin
-	if pin == "" {
+// missing; src is closed. An object without an Identity, or longer than the limit, is not
+// kept: src comes back as it is.
+func (c Folder) Keep(ctx context.Context, src source.Source) (source.Source, error) {
+	dir, pin := c.Path, src.Facts().Identity.Pin
+	if pin == "" || c.Limit > 0 && src.Size() > c.Limit {
 		return src, nil
 	}
 	defer src.Close()
-	f, err := keep(ctx, dir, src, pin)
+	f, err := c.keep(ctx, src, pin)
 	if err != nil {
 		if ctx.Err() != nil {
 			return nil, err
@@ -58,6 +68,7 @@ func Keep(ctx context.Context, dir string, src source.Source) (source.Source, er
 		return nil, errs.Place("cache", dir, "", -1, err)
 	}
 	defer f.Close()
+	c.write(src.URI(), note{Pin: pin, Size: src.Size()})
 	local, err := file.FromFD(int(f.Fd()), src.URI()) // the open file keeps a descriptor of its own
 	if err != nil {
 		return nil, err
@@ -65,12 +76,11 @@ func Keep(ctx context.Context, dir string, src source.Source) (source.Source, er
 	return local, nil
 }
 
-func keep(ctx context.Context, dir string, src source.Source, pin string) (*os.File, error) {
-	if err := os.MkdirAll(dir, 0o777); err != nil {
+func (c Folder) keep(ctx context.Context, src source.Source, pin string) (*os.File, error) {
+	if err := os.MkdirAll(c.Path, 0o777); err != nil {
 		return nil, errs.FromOS(err)
 	}
-	hash := sha256.Sum256(fmt.Appendf(nil, "%s\x00%s\x00%d", bare(src.URI()), pin, src.Size()))
-	key := filepath.Join(dir, hex.EncodeToString(hash[:16]))
+	key := c.key(src.URI(), pin, src.Size())
 	if f := find(ctx, key, src.Size()); f != nil || ctx.Err() != nil {
 		return f, context.Cause(ctx)
 	}
@@ -87,8 +97,42 @@ func keep(ctx context.Context, dir string, src source.Source, pin string) (*os.F
 	for _, name := range left {
 		_ = os.Remove(name)
 	}
+	c.evict(src.Size())
 	return fetch(ctx, key, src)
 }
+
+func (c Folder) key(uri, pin string, size int64) string {
+	hash := sha256.Sum256(fmt.Appendf(nil, "%s\x00%s\x00%d", bare(uri), pin, size))
+	return filepath.Join(c.Path, hex.EncodeToString(hash[:16]))
+}
+
+// evict removes files until there is room for one of size bytes. One that is open stays
+// readable for who has it.
+func (c Folder) evict(size int64) {
+	if c.Limit <= 0 {
+		return
+	}
+	var all []fs.FileInfo
+	sum := size
+	entries, _ := os.ReadDir(c.Path)
+	for _, e := range entries {
+		if info, err := e.Info(); err == nil && isObject.MatchString(e.Name()) {
+			all, sum = append(all, info), sum+info.Size()
+		}
+	}
+	slices.SortFunc(all, func(a, b fs.FileInfo) int { return a.ModTime().Compare(b.ModTime()) })
+	for _, info := range all {
+		if sum <= c.Limit {
+			return
+		}
+		if os.Remove(filepath.Join(c.Path, info.Name())) == nil {
+			sum -= info.Size()
+		}
+	}
+}
+
+// isObject matches the names of objects, among what else a user's folder may have.
+var isObject = regexp.MustCompile(`^[0-9a-f]{32}-[0-9a-f]{32}$`)
 
 // bare is a URI without user, query and fragment.
 func bare(uri string) string {
@@ -112,6 +156,7 @@ func find(ctx context.Context, key string, size int64) *os.File {
 		}
 		f := os.NewFile(uintptr(fd), name)
 		if sum, err := sumOf(ctx, f, size); err == nil && name == key+"-"+sum {
+			_ = os.Chtimes(name, time.Time{}, time.Now()) // used; a folder that may not be written to is none that evicts
 			return f
 		}
 		_ = f.Close()

@@ -11,6 +11,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
@@ -51,7 +52,7 @@ func names(t *testing.T, dir string) (kept []string) {
 		t.Fatal(err)
 	}
 	for _, e := range list {
-		if !strings.HasSuffix(e.Name(), ".lock") {
+		if !strings.HasSuffix(e.Name(), ".lock") && !strings.HasSuffix(e.Name(), ".note") {
 			kept = append(kept, e.Name())
 		}
 	}
@@ -60,7 +61,7 @@ func names(t *testing.T, dir string) (kept []string) {
 
 func TestSuite(t *testing.T) {
 	sourcetest.Suite(t, sourcetest.Is{File: true, Known: true}, func(t *testing.T, data []byte) source.Source {
-		s, err := Keep(context.Background(), t.TempDir(), &tagged{Mem: sourcetest.Mem{Name: "http://h/x", Data: data}, id: "e", read: new(atomic.Int64)})
+		s, err := Folder{Path: t.TempDir()}.Keep(context.Background(), &tagged{Mem: sourcetest.Mem{Name: "http://h/x", Data: data}, id: "e", read: new(atomic.Int64)})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -78,7 +79,7 @@ func TestKeep(t *testing.T) {
 	var read atomic.Int64
 	get := func(uri, id string, data []byte) {
 		t.Helper()
-		s, err := Keep(ctx, dir, &tagged{Mem: sourcetest.Mem{Name: uri, Data: data}, id: id, read: &read})
+		s, err := Folder{Path: dir}.Keep(ctx, &tagged{Mem: sourcetest.Mem{Name: uri, Data: data}, id: id, read: &read})
 		if err != nil {
 			t.Error(err)
 			return
@@ -120,7 +121,7 @@ func TestKeep(t *testing.T) {
 	if kept := names(t, dir); len(kept) != 3 {
 		t.Error(kept)
 	}
-	s, err := Keep(ctx, dir, &tagged{Mem: sourcetest.Mem{Name: "http://h/y", Data: data}, read: &read})
+	s, err := Folder{Path: dir}.Keep(ctx, &tagged{Mem: sourcetest.Mem{Name: "http://h/y", Data: data}, read: &read})
 	if _, same := s.(*tagged); err != nil || !same {
 		t.Errorf("%T %v", s, err)
 	}
@@ -130,7 +131,7 @@ func TestKeep(t *testing.T) {
 func TestFailure(t *testing.T) {
 	dir := t.TempDir()
 	src := &tagged{Mem: sourcetest.Mem{Name: "http://h/x", Data: random(9<<20, 1)}, id: "e", read: new(atomic.Int64), fail: true}
-	if _, err := Keep(context.Background(), dir, src); !errors.Is(err, errs.ErrIO) {
+	if _, err := (Folder{Path: dir}).Keep(context.Background(), src); !errors.Is(err, errs.ErrIO) {
 		t.Errorf("%v", err)
 	}
 	if kept := names(t, dir); len(kept) != 0 {
@@ -142,7 +143,7 @@ func TestFailure(t *testing.T) {
 		t.Fatal(err)
 	}
 	src.fail = false
-	s, err := Keep(context.Background(), dir, src)
+	s, err := Folder{Path: dir}.Keep(context.Background(), src)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -150,12 +151,53 @@ func TestFailure(t *testing.T) {
 	if kept := names(t, dir); len(kept) != 1 || strings.Contains(kept[0], "tmp") {
 		t.Error(kept)
 	}
-	if _, err := Keep(context.Background(), "/proc/none", src); err == nil {
+	if _, err := (Folder{Path: "/proc/none"}).Keep(context.Background(), src); err == nil {
 		t.Error("a folder that cannot be")
 	}
 	ctx, cancel := context.WithCancelCause(context.Background())
 	cancel(errs.ErrCancelled)
-	if _, err := Keep(ctx, t.TempDir(), src); !errors.Is(err, errs.ErrCancelled) {
+	if _, err := (Folder{Path: t.TempDir()}).Keep(ctx, src); !errors.Is(err, errs.ErrCancelled) {
 		t.Errorf("%v", err)
+	}
+}
+
+// Promise: with a limit, what was used longest ago goes before a new object comes; one that is
+// longer than the limit is not kept, and files of other names stay.
+func TestLimit(t *testing.T) {
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "mine"), make([]byte, 5000), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	c := Folder{Path: dir, Limit: 2500}
+	kept := func(id string, size int) *atomic.Int64 {
+		var read atomic.Int64
+		s, err := c.Keep(context.Background(), &tagged{Mem: sourcetest.Mem{Name: "s3://b/" + id, Data: random(size, uint64(id[0]))}, id: id, read: &read})
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = s.Close()
+		return &read
+	}
+	for i, id := range []string{"a", "b"} {
+		kept(id, 1000)
+		at := time.Now().Add(time.Duration(i-10) * time.Second)
+		for _, name := range names(t, dir) {
+			if info, err := os.Stat(filepath.Join(dir, name)); err == nil && isObject.MatchString(name) && time.Since(info.ModTime()) < 5*time.Second {
+				_ = os.Chtimes(filepath.Join(dir, name), at, at)
+			}
+		}
+	}
+	if kept("a", 1000).Load() != 0 { // used now: b goes first
+		t.Error("fetched again")
+	}
+	kept("c", 1000)
+	if kept("a", 1000).Load() != 0 || kept("b", 1000).Load() == 0 {
+		t.Error("another object than that of longest ago went")
+	}
+	if read := kept("d", 3000); read.Load() != 0 {
+		t.Error("an object longer than the limit was fetched")
+	}
+	if _, err := os.Stat(filepath.Join(dir, "mine")); err != nil {
+		t.Error(err)
 	}
 }

@@ -58,7 +58,7 @@ func (h *Hub) revision(ref source.HF) *revision {
 	r := h.revisions[key]
 	if r == nil {
 		r = &revision{name: name, asking: make(chan struct{}, 1)}
-		if isCommit(name) {
+		if IsCommit(name) {
 			r.commit = name
 		}
 		if h.revisions == nil {
@@ -103,7 +103,7 @@ func (r *revision) now() string {
 // answered takes the commit from a response of the hub, and refuses another one.
 func (r *revision) answered(resp *http.Response) error {
 	c := strings.ToLower(resp.Header.Get("X-Repo-Commit"))
-	if !isCommit(c) {
+	if !IsCommit(c) {
 		return nil
 	}
 	r.mu.Lock()
@@ -117,8 +117,8 @@ func (r *revision) answered(resp *http.Response) error {
 	return nil
 }
 
-// isCommit knows the full name of a commit: SHA-1, or SHA-256.
-func isCommit(s string) bool {
+// IsCommit knows the full name of a commit: SHA-1, or SHA-256.
+func IsCommit(s string) bool {
 	return (len(s) == 40 || len(s) == 64) && strings.Trim(s, "0123456789abcdef") == ""
 }
 

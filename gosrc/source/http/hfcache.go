@@ -67,7 +67,7 @@ func (h *Hub) shelf(uri string, env map[string]string) (shelf, bool) {
 // noted is the commit that the cache noted last for the revision, "" if it has none.
 func (s shelf) noted() string {
 	text, err := regular.Read(filepath.Join(s.folder, "refs", filepath.FromSlash(s.name)), regular.MaxSetting)
-	if commit := strings.TrimSpace(string(text)); err == nil && isCommit(commit) {
+	if commit := strings.TrimSpace(string(text)); err == nil && IsCommit(commit) {
 		return commit
 	}
 	return ""

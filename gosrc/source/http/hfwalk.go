@@ -102,7 +102,7 @@ func listing(ctx context.Context, ref source.HF, file string, opt source.Options
 			Size *int64 `json:"size"`
 		} `json:"siblings"`
 	}
-	if err := json.Unmarshal(text, &answer); err != nil || answer.SHA != "" && !isCommit(answer.SHA) {
+	if err := json.Unmarshal(text, &answer); err != nil || answer.SHA != "" && !IsCommit(answer.SHA) {
 		return "", nil, errs.New(errs.ErrIO, "the hub's answer is no list of files")
 	}
 	for _, f := range answer.Siblings {

@@ -2,10 +2,15 @@
 package open
 
 import (
+	"cmp"
 	"context"
+	"errors"
+	"fmt"
 	"maps"
+	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"unicode/utf8"
 
 	"github.com/overwire/overwire/gosrc/errs"
@@ -79,23 +84,72 @@ func wrap[S source.Source](s S, err error) (source.Source, error) {
 // With returns a function that opens the URIs of one load with the caller's
 // options. All files of one hf:// repository come from one commit. Local files
 // ignore the options. http and https go through an external downloader where a
-// setting names one. The option "cache" is a folder that keeps whole objects of any
+// setting names one. A cache, by the option "cache" or a setting, keeps whole objects of any
 // store; see package cache.
 func With(opt source.Options) func(ctx context.Context, uri string) (source.Source, error) {
-	dir := opt.Storage["cache"]
+	kept := cacheOf(opt)
 	opt = uncached(opt)
 	own := Own(opt)
-	return func(ctx context.Context, uri string) (s source.Source, err error) {
+	ask := func(ctx context.Context, uri string) (source.Source, error) {
 		if Downloaded(uri) {
-			s, err = wrap(pipe.Open(ctx, knob.Downloader.Get(), uri, opt))
-		} else {
-			s, err = own(ctx, uri)
+			return wrap(pipe.Open(ctx, knob.Downloader.Get(), uri, opt))
 		}
-		if err != nil || dir == "" || !source.Remote(uri) || s.Facts().File != nil {
-			return s, err
-		}
-		return cache.Keep(ctx, dir, s)
+		return own(ctx, uri)
 	}
+	if kept.Path == "" {
+		return ask
+	}
+	var away atomic.Bool // the store of this load
+	return func(ctx context.Context, uri string) (source.Source, error) {
+		if !source.Remote(uri) {
+			return ask(ctx, uri)
+		}
+		if immutable(uri) || away.Load() {
+			if s, err := kept.Last(ctx, uri); s != nil || err != nil {
+				return wrap(s, err)
+			}
+		}
+		s, err := ask(ctx, uri)
+		switch {
+		case err == nil && s.Facts().File == nil:
+			return kept.Keep(ctx, s)
+		case errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout):
+			last, lastErr := kept.Last(ctx, uri)
+			if last == nil && lastErr == nil || ctx.Err() != nil {
+				return nil, err
+			}
+			if !away.Swap(true) {
+				source.Notice(fmt.Sprintf("%s: the store cannot be reached (%s): what the cache in %s has is used", errs.RedactURI(uri), errs.Message(err), kept.Path))
+			}
+			return wrap(last, lastErr)
+		case errors.Is(err, errs.ErrNotFound):
+			kept.Absent(uri)
+		}
+		return s, err
+	}
+}
+
+// cacheOf is the folder of the option "cache", or of the setting; its Path is "" where none is
+// wanted.
+func cacheOf(opt source.Options) cache.Folder {
+	dir, given := opt.Storage["cache"]
+	if !given {
+		dir = knob.Cache.Get()
+	}
+	if dir == "on" {
+		home := cmp.Or(opt.Env["XDG_CACHE_HOME"], filepath.Join(opt.Env["HOME"], ".cache"))
+		if dir = ""; filepath.IsAbs(home) {
+			dir = filepath.Join(home, "overwire", "objects")
+		}
+	}
+	return cache.Folder{Path: dir, Limit: int64(knob.CacheGB.Get()) * 1e9}
+}
+
+// immutable reports whether a URI names one state of an object for ever: at a commit of the
+// hub, or a version of S3.
+func immutable(uri string) bool {
+	r, ok := source.ParseHF(uri)
+	return ok && http.IsCommit(r.Rev) || source.Scheme(uri) == "s3" && strings.Contains(uri, "?versionId=")
 }
 
 // Downloaded reports whether an external downloader fetches a URI: then nothing
@@ -114,7 +168,7 @@ const argvs = 1000
 // the sources that were fetched and not opened.
 func Several(uris []string, sizes []int64, opt source.Options) (dial func(ctx context.Context, uri string) (source.Source, error), rest func()) {
 	program := knob.Downloader.Get()
-	if program == "" || opt.Storage["cache"] != "" || slices.ContainsFunc(uris, func(u string) bool { return source.Scheme(u) != "http" && source.Scheme(u) != "https" }) {
+	if program == "" || cacheOf(opt).Path != "" || slices.ContainsFunc(uris, func(u string) bool { return source.Scheme(u) != "http" && source.Scheme(u) != "https" }) {
 		return With(opt), func() {}
 	}
 	var srcs []*pipe.Source

@@ -4,6 +4,7 @@ package open
 
 import (
 	"context"
+	"errors"
 	"maps"
 	"slices"
 	"strings"
@@ -83,9 +84,23 @@ func walkStore(ctx context.Context, uri string, opt source.Options, below bool) 
 	return s.walk(ctx, uri, uncached(opt), below)
 }
 
-// Lister is List with the caller's options.
+// Lister is List with the caller's options; if the store cannot be reached, what a cache
+// knows of the folder.
 func Lister(opt source.Options) func(ctx context.Context, uri string) ([]string, error) {
-	return func(ctx context.Context, uri string) ([]string, error) { return List(ctx, uri, opt) }
+	kept := cacheOf(opt)
+	return func(ctx context.Context, uri string) ([]string, error) {
+		uris, err := List(ctx, uri, opt)
+		switch {
+		case kept.Path == "" || ctx.Err() != nil:
+		case err == nil:
+			kept.KeepList(uri, uris)
+		case errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout):
+			if last := kept.LastList(uri); last != nil {
+				return last, nil
+			}
+		}
+		return uris, err
+	}
 }
 
 // Presign makes a URL that reads an object without credentials until it

@@ -69,8 +69,9 @@ class StorageOptions(TypedDict, total=False):
     times in all). Headers, token, and a URL's user and password go to the scheme, host
     and port that they were given for, and over no redirect to others. A server with
     neither an ETag nor a date is read by one request, in order. Files of hf:// are those
-    of one commit. `cache`, a folder, keeps whole files: they are fetched once, and
-    compared with their hash on every use; nothing is evicted.
+    of one commit. `cache`, a folder, or "on" for the user's, keeps whole files: they are
+    fetched once, compared with their hash on every use, and used if the store cannot be
+    reached; "" keeps none. Without it OVERWIRE_CACHE decides.
 
     s3 (s3://bucket/key, s3://bucket/folder/): key, secret, token; profile; anon
     (unsigned); region, endpoint_url, path_style, sse_customer_key (32 bytes or their

@@ -1,0 +1,94 @@
+package cache
+
+// This file notes what stores said last, for callers that do not ask them.
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/regular"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/file"
+)
+
+// A note is what a store said of a URI: an object's state, that there is none, or what a
+// folder lists.
+type note struct {
+	Pin    string   `json:"pin,omitempty"`
+	Size   int64    `json:"size,omitempty"`
+	Absent bool     `json:"absent,omitempty"`
+	List   []string `json:"list,omitempty"`
+}
+
+// maxNote bounds a note that is read.
+const maxNote = 64 << 20
+
+// path is where the note of a URI is. A query belongs to it, unlike to an object's key, which
+// has a pin: it may choose the object.
+func (c Folder) path(uri string) string {
+	query := ""
+	if _, hub := source.ParseHF(uri); !hub {
+		query = strings.TrimPrefix(uri, source.Path(uri))
+	}
+	hash := sha256.Sum256([]byte(bare(uri) + "\x00" + query))
+	return filepath.Join(c.Path, hex.EncodeToString(hash[:16])+".note")
+}
+
+// write replaces a note. One that cannot be written is not missed until the store is away.
+func (c Folder) write(uri string, n note) {
+	text, err := json.Marshal(n)
+	if err != nil || os.MkdirAll(c.Path, 0o777) != nil {
+		return
+	}
+	var r [8]byte
+	_, _ = rand.Read(r[:]) // cannot fail
+	temp := c.path(uri) + "-" + hex.EncodeToString(r[:])
+	if err = os.WriteFile(temp, text, 0o666); err == nil {
+		err = os.Rename(temp, c.path(uri))
+	}
+	if err != nil {
+		_ = os.Remove(temp)
+	}
+}
+
+func (c Folder) read(uri string) (n note, ok bool) {
+	text, err := regular.Read(c.path(uri), maxNote)
+	return n, err == nil && json.Unmarshal(text, &n) == nil
+}
+
+// Absent notes that there is no such object.
+func (c Folder) Absent(uri string) { c.write(uri, note{Absent: true}) }
+
+// Last is the object in the state in which the store had it last. errs.ErrNotFound: it had
+// none then; nil, nil: nothing is known, or kept no more.
+func (c Folder) Last(ctx context.Context, uri string) (source.Source, error) {
+	n, ok := c.read(uri)
+	switch {
+	case !ok || n.Pin == "" && !n.Absent:
+		return nil, nil
+	case n.Absent:
+		return nil, errs.In("open", uri, errs.New(errs.ErrNotFound, "the store had no such object when it was asked last"))
+	}
+	f := find(ctx, c.key(uri, n.Pin, n.Size), n.Size)
+	if f == nil {
+		return nil, context.Cause(ctx)
+	}
+	defer f.Close()
+	return file.FromFD(int(f.Fd()), uri)
+}
+
+// KeepList notes what a folder lists.
+func (c Folder) KeepList(uri string, uris []string) { c.write(uri, note{List: uris}) }
+
+// LastList is what a folder listed last; nil: nothing is known.
+func (c Folder) LastList(uri string) []string {
+	n, _ := c.read(uri)
+	return n.List
+}

@@ -1,0 +1,106 @@
+package open
+
+import (
+	"context"
+	"errors"
+	"io"
+	"log"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/source"
+)
+
+// Promise: a cache, by its option or by the setting with its default place, answers with what
+// the store had last when that cannot be reached, and says so once; what a URI names for ever
+// is asked for once; what the store itself says counts.
+func TestCacheAway(t *testing.T) {
+	t.Cleanup(func() { knob.Load(nil) })
+	knob.Load(map[string]string{"OVERWIRE_CACHE": "on"})
+	source.Notices()
+	var requests atomic.Int64
+	status := http.StatusOK
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		requests.Add(1)
+		switch {
+		case status == 0:
+			panic(http.ErrAbortHandler)
+		case status != http.StatusOK:
+			w.WriteHeader(status)
+		case strings.HasSuffix(r.URL.Path, "none"):
+			w.WriteHeader(http.StatusNotFound)
+		default:
+			w.Header().Set("ETag", `"x"`)
+			_, _ = io.WriteString(w, "data of "+r.URL.Path)
+		}
+	}))
+	s.Config.ErrorLog = log.New(io.Discard, "", 0)
+	defer s.Close()
+	home := t.TempDir()
+	opt := source.Options{Env: map[string]string{"HOME": home, "HF_ENDPOINT": s.URL, "HF_HUB_CACHE": "/none"}, Storage: map[string]string{"retries": "0"}}
+	get := func(open func(context.Context, string) (source.Source, error), uri string) (string, error) {
+		s, err := open(t.Context(), uri)
+		if err != nil {
+			return "", err
+		}
+		defer s.Close()
+		b := make([]byte, s.Size())
+		err = s.ReadAt(t.Context(), b, 0)
+		return string(b), err
+	}
+	pinned := "hf://org/name/model.safetensors@" + commit
+	for _, uri := range []string{s.URL + "/a", s.URL + "/b", pinned} {
+		if _, err := get(With(opt), uri); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := get(With(opt), s.URL+"/none"); !errors.Is(err, errs.ErrNotFound) {
+		t.Fatal(err)
+	}
+	if list, _ := os.ReadDir(filepath.Join(home, ".cache", "overwire", "objects")); len(list) == 0 {
+		t.Fatal("nothing in the default place")
+	}
+	requests.Store(0)
+	if _, err := get(With(opt), pinned); err != nil || requests.Load() != 0 {
+		t.Errorf("a commit: %v after %d requests", err, requests.Load())
+	}
+	status = 0
+	open := With(opt)
+	for range 2 {
+		for _, uri := range []string{s.URL + "/a", s.URL + "/b"} {
+			if _, err := get(open, uri); err != nil {
+				t.Error(err)
+			}
+		}
+		if _, err := get(open, s.URL+"/none"); !errors.Is(err, errs.ErrNotFound) {
+			t.Error(err)
+		}
+	}
+	if n := requests.Load(); n != 1 {
+		t.Errorf("asked %d times", n)
+	}
+	if texts := source.Notices(); len(texts) != 1 || !strings.Contains(texts[0], "cannot be reached") {
+		t.Errorf("%q", texts)
+	}
+	for _, uri := range []string{s.URL + "/other", s.URL + "/a?of=another"} {
+		if _, err := get(With(opt), uri); !errors.Is(err, errs.ErrIO) {
+			t.Errorf("%s: %v", uri, err)
+		}
+	}
+	without := opt
+	without.Storage = map[string]string{"retries": "0", "cache": ""}
+	if _, err := get(With(without), s.URL+"/a"); !errors.Is(err, errs.ErrIO) {
+		t.Errorf("cache = \"\": %v", err)
+	}
+	status = http.StatusForbidden
+	if _, err := get(With(opt), s.URL+"/a"); !errors.Is(err, errs.ErrPermission) {
+		t.Error(err)
+	}
+}
