@@ -51,3 +51,10 @@ def test_what_the_cache_has_not(model: dict[str, np.ndarray]) -> None:
         ow.load_file(f"hf://org/name/other.safetensors@{COMMIT}", framework="np", storage_options={"retries": 0})
     with pytest.raises(ow.IOFailure):
         ow.load_file("hf://org/other", framework="np", storage_options={"retries": 0})
+
+
+def test_offline_is_said(model: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repository that is not in the cache is not found, by the name of the setting that forbids to ask for it."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ow.NotFoundError, match="not in the cache of huggingface_hub, and HF_HUB_OFFLINE is set"):
+        ow.load_file("hf://org/other", framework="np")

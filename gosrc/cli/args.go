@@ -86,20 +86,32 @@ func find(name string) *verb {
 	return nil
 }
 
+// groups are the verbs in the order of help.
+var groups = []struct{ title, verbs string }{
+	{"files", "compress decompress convert inspect verify diff digest"},
+	{"programs and stores", "run load fetch presign"},
+	{"measuring", "bench trace doctor serve"},
+	{"this command", "completion version"},
+}
+
 // Help is the text of `overwire --help`.
 func Help() string {
 	var b strings.Builder
 	b.WriteString("overwire compresses model weights without loss and loads them back fast.\n\nusage: overwire VERB ...\n\n")
-	for _, v := range verbs() {
-		fmt.Fprintf(&b, "  %-11s %s\n", v.name, v.short)
+	for _, group := range groups {
+		fmt.Fprintf(&b, "%s:\n", group.title)
+		for _, name := range strings.Fields(group.verbs) {
+			fmt.Fprintf(&b, "  %-11s %s\n", name, find(name).short)
+		}
+		b.WriteString("\n")
 	}
-	b.WriteString("\n`overwire VERB --help` describes a verb, with an example. Put paths that begin with - after --.\n\n")
+	b.WriteString("`overwire VERB --help` describes a verb, with an example. Put paths that begin with - after --.\n\n")
 	return b.String() + exitText
 }
 
 func (v *verb) help() string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "usage: overwire %s %s\n\n%s\n", v.name, v.args, strings.TrimSpace(v.long))
+	fmt.Fprintf(&b, "usage: %s\n\n%s\n", strings.TrimSpace("overwire "+v.name+" "+v.args), strings.TrimSpace(v.long))
 	b.WriteString("\noptions:\n")
 	for _, o := range v.all() {
 		left := "--" + o.name
@@ -109,9 +121,30 @@ func (v *verb) help() string {
 		if o.short != "" {
 			left = "-" + o.short + ", " + left
 		}
-		fmt.Fprintf(&b, "  %-22s %s\n", left, o.doc)
+		if len(left) > 22 {
+			left += "\n" + strings.Repeat(" ", 24)
+		}
+		fmt.Fprintf(&b, "  %-22s %s\n", left, strings.ReplaceAll(wrapped(o.doc, 72), "\n", "\n"+strings.Repeat(" ", 25)))
 	}
 	fmt.Fprintf(&b, "\nexample:\n%s\n\n%s", indent(v.example), exitText)
+	return b.String()
+}
+
+// wrapped breaks a text into lines of at most n letters, between words.
+func wrapped(text string, n int) string {
+	var b strings.Builder
+	line := 0
+	for _, word := range strings.Fields(text) {
+		if line > 0 && line+1+len(word) > n {
+			b.WriteString("\n")
+			line = 0
+		} else if line > 0 {
+			b.WriteString(" ")
+			line++
+		}
+		b.WriteString(word)
+		line += len(word)
+	}
 	return b.String()
 }
 

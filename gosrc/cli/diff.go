@@ -33,10 +33,12 @@ compressed), bit by bit, and prints for each that differs how many of its elemen
 changed, and what a delta of it would take (Python's save_delta). Tensors that only
 one of the models has, or that have another type or shape, are listed.
 Elements of less than a byte are counted as bytes. At most about 2 GB of both models
-are in memory at once. The exit status is 0 whether they differ or not.`,
+are in memory at once. The exit status is 0 whether they differ or not; with
+--exit-code it is 1 if they do.`,
 	example: "overwire diff base.safetensors tuned.safetensors",
-	options: append([]option{threadsOption, storageOption}, decryptOptions...),
-	run:     (*call).diff,
+	options: append([]option{{name: "exit-code", doc: "exit with 1 if the models differ"},
+		{name: "summary", short: "s", doc: "print totals only, not each tensor"}, threadsOption, storageOption}, decryptOptions...),
+	run: (*call).diff,
 }
 
 // diffReport is the document of --json.
@@ -51,6 +53,13 @@ type diffReport struct {
 	Bytes    int64       `json:"bytes"`
 	Stored   int64       `json:"stored"` // bytes of a delta's chunks
 }
+
+// difference is what --exit-code reports: status 1, as of diff and cmp.
+type difference struct{}
+
+func (difference) Error() string { return "the models differ" }
+
+func (difference) Unwrap() error { return errs.ErrCorrupt }
 
 func (c *call) diff() error {
 	var models [2]*load.Model
@@ -75,7 +84,11 @@ func (c *call) diff() error {
 		}
 		both = both[n:]
 	}
-	return c.show(r, r.print)
+	err := c.show(r, func(w io.Writer) { r.print(w, c.is("summary")) })
+	if differ := len(r.Tensors)+len(r.OnlyA)+len(r.OnlyB)+len(r.Other) > 0; err == nil && differ && c.is("exit-code") {
+		return &shownError{difference{}}
+	}
+	return err
 }
 
 // match pairs the tensors of both models, and notes the others.
@@ -167,21 +180,31 @@ func (c *call) landed(m *load.Model, reqs []load.Request, threads int) ([]device
 	return mem, nil
 }
 
-func (r diffReport) print(w io.Writer) {
+// maxNames is how many names of one kind a line has.
+const maxNames = 8
+
+func (r diffReport) print(w io.Writer, summary bool) {
 	t := table(w)
 	for i, row := range r.Tensors {
+		if summary {
+			break
+		}
 		if i == 0 {
 			fmt.Fprintf(t, "tensor\tdtype\tshape\telements changed\tshare\tdelta\n")
 		}
-		fmt.Fprintf(t, "%s\t%s\t%v\t%s\t%s\t%s\n", safe(row.Name), row.DType, row.Shape, humanize.Comma(row.Changed), share(row.Changed, row.Elements), bytesText(row.Stored))
+		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\n", safe(row.Name), row.DType, shapeText(row.Shape), humanize.Comma(row.Changed), share(row.Changed, row.Elements), bytesText(row.Stored))
 	}
 	t.Flush()
 	for _, list := range []struct {
 		what  string
 		names []string
 	}{{"only in A", r.OnlyA}, {"only in B", r.OnlyB}, {"another type or shape", r.Other}} {
-		if len(list.names) > 0 {
-			fmt.Fprintf(w, "%s: %s\n", list.what, errs.OneLine(strings.Join(list.names, ", ")))
+		if n := len(list.names); n > 0 {
+			more := ""
+			if n > maxNames {
+				more = fmt.Sprintf(", and %s more (--json lists all)", humanize.Comma(int64(n-maxNames)))
+			}
+			fmt.Fprintf(w, "%s: %s%s\n", list.what, safe(strings.Join(list.names[:min(n, maxNames)], ", ")), more)
 		}
 	}
 	fmt.Fprintf(w, "%s of %s elements changed (%s), in %d tensors; %d are equal; a delta takes %s, %s of %s\n", humanize.Comma(r.Changed),
@@ -192,5 +215,5 @@ func share(n, of int64) string {
 	if of == 0 {
 		return "-"
 	}
-	return fmt.Sprintf("%.3g %%", 100*float64(n)/float64(of))
+	return fmt.Sprintf("%.2f %%", 100*float64(n)/float64(of))
 }

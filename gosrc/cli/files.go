@@ -4,6 +4,7 @@ package cli
 // convert, inspect, verify, digest.
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"maps"
@@ -209,6 +210,7 @@ the bytes of another; or the codec and the element type it was made for. --html
 writes a page, in one file that asks no server, in which the tensors lie as a map.`,
 	example: "overwire inspect model.ow.safetensors --summary",
 	options: []option{{name: "summary", short: "s", doc: "print totals only, not each tensor"},
+		{name: "top", value: "N", lo: 1, hi: 1 << 30, doc: "list the N largest tensors of each file"},
 		{name: "estimate", short: "e", doc: "say what compress would save"},
 		{name: "html", value: "FILE", doc: "write a page with a map of the tensors instead of listing them"}, storageOption},
 	run: func(c *call) error {
@@ -227,7 +229,14 @@ writes a page, in one file that asks no server, in which the tensors lie as a ma
 		}
 		if c.is("summary") || c.opts["html"] != "" {
 			for i := range in.Sources {
-				in.Sources[i].Tensors = nil
+				in.Sources[i].Tensors = []save.InspectedTensor{}
+			}
+		}
+		if n := c.number("top", 0); n > 0 {
+			for i := range in.Sources {
+				f := &in.Sources[i]
+				slices.SortStableFunc(f.Tensors, func(a, b save.InspectedTensor) int { return cmp.Compare(b.Bytes, a.Bytes) })
+				f.Tensors = f.Tensors[:min(n, len(f.Tensors))]
 			}
 		}
 		answer := struct {

@@ -104,6 +104,8 @@ func remote(ctx context.Context, uri string, open Opener, opt Options) (Files, e
 		}
 	}
 	var unsure error // a name may be there, but only a cache was asked
+	why := ""
+	var where *errs.At
 	for _, name := range usual {
 		file := source.Beside(uri, name)
 		if strings.HasSuffix(name, indexSuffix) {
@@ -121,6 +123,9 @@ func remote(ctx context.Context, uri string, open Opener, opt Options) (Files, e
 		if !errors.Is(err, errs.ErrNotFound) {
 			return Files{}, err
 		}
+		if errors.As(err, &where) && strings.Contains(where.Err.Error(), "cache") {
+			why = ": " + strings.TrimPrefix(where.Err.Error(), errs.ErrNotFound.Error()+": ")
+		}
 		if unsure == nil && (errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout)) {
 			unsure = err
 		}
@@ -128,7 +133,7 @@ func remote(ctx context.Context, uri string, open Opener, opt Options) (Files, e
 	if unsure != nil {
 		return Files{}, unsure
 	}
-	return Files{}, at(uri, errs.New(errs.ErrNotFound, "none of %s in this folder", strings.Join(usual, ", ")))
+	return Files{}, at(uri, errs.New(errs.ErrNotFound, "none of %s in this folder%s", strings.Join(usual, ", "), why))
 }
 
 // RemoteFolder is the URI of a remote folder, with its last slash; "" for all else. A folder
