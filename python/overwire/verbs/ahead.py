@@ -21,11 +21,12 @@ __all__ = ["Block", "ReadAhead"]
 Block = tuple[tuple[int, int], tuple[int, int], tuple[int, ...]]
 
 # What is read ahead is loaded in windows: one that is read or taken from, and the next.
-# `_FIRST` is the bytes of the first, each later one has several times as many. On a
-# GPU both together have no more than a part of its free memory.
-_FIRST, _GROWTH = 8 << 20, 4
-_MOST, _MOST_GPU = 128 << 20, 1 << 30
-_PART = 8
+# Each has several times the bytes of the one before, up to the most: those of the first,
+# and the most, on the host and on a GPU, where both together have no more than a part of
+# its free memory.
+_FIRST, _MOST = 8 << 20, 128 << 20
+_FIRST_GPU, _MOST_GPU = 64 << 20, 1 << 30
+_GROWTH, _PART = 4, 8
 
 # How often one tensor has to follow the other before any is read ahead, and how often
 # at most, where what was read was not asked for.
@@ -101,7 +102,7 @@ class ReadAhead:
         self._how: Any = None  # what the tensors of the windows depend on; see `_around`
         self._by = 0  # the order of the windows: 0 by bytes, 1 by name
         self._next = 0  # in it, the turn of the tensor after the last window
-        self._size, self._need = _FIRST, _LEAST
+        self._size, self._need = 0, _LEAST  # bytes of the next window, 0 for the first
         self._last: int | None = None
         self._risen = 0  # how often, one after the other, the next one had a greater name
         self._runs = [0, 0]  # how many, one after the other, came in their turn: by bytes, by name
@@ -209,8 +210,8 @@ class ReadAhead:
 
     def _start(self, model: Model, ways: dict[int, Block | None]) -> None:
         """Starts the next window, if there is room for a tensor more."""
-        most = _room(model)
-        limit = min(self._size, most, 2 * most - sum(window.left() for window in self._windows))
+        first, most = _room(model)
+        limit = min(self._size or first, most, 2 * most - sum(window.left() for window in self._windows))
         tensors, _ = self._order(model, self._by)
         sizes = {at: 0 for at in ways}
         used = 0
@@ -234,7 +235,7 @@ class ReadAhead:
             return
         after = self._windows[-1].job if self._windows else 0
         self._windows.append(_Window(self._load(model, ways, after), ways, sizes))
-        self._size = min(self._size * _GROWTH, most)
+        self._size = min((self._size or first) * _GROWTH, most)
 
     def _load(self, model: Model, ways: dict[int, Block | None], after: int) -> Load:
         if all(block is None for block in ways.values()):
@@ -255,7 +256,7 @@ class ReadAhead:
         self._runs, self._need = [0, 0], min(2 * self._need, _TIRED)
 
     def _drop(self) -> None:
-        windows, self._windows, self._size = self._windows, [], _FIRST
+        windows, self._windows, self._size = self._windows, [], 0
         for window in reversed(windows):  # none begins because another ends
             window.close()
 
@@ -283,10 +284,10 @@ def _around(model: Model) -> tuple[Any, ...]:
     return around(model.device)
 
 
-def _room(model: Model) -> int:
-    """The most bytes of a window."""
+def _room(model: Model) -> tuple[int, int]:
+    """The bytes of the first window, and the most of any."""
     if model.device == "cpu":
-        return _MOST
+        return _FIRST, _MOST
     from ..frameworks.torch import unused
 
-    return min(_MOST_GPU, unused(model.device) // (2 * _PART))
+    return _FIRST_GPU, min(_MOST_GPU, unused(model.device) // (2 * _PART))
