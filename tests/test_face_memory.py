@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 from pathlib import Path
 
 import numpy as np
@@ -149,3 +150,20 @@ def test_memory_for_many_tensors_is_dense_and_their_own() -> None:
         want = frame.empty(row[1], row[2])
         assert (tensor.dtype, tensor.shape, tensor.stride()) == (want.dtype, want.shape, want.stride())
         assert tensor.is_contiguous() and tensor.untyped_storage().nbytes() == want.nbytes
+
+
+def test_tensors_that_torch_rounds_up_share_memory(seed: int) -> None:
+    """Each tensor is in one group; of a group with several, torch's allocator, which asks the driver for 2 MiB at a
+    time, wastes no more than that, and the group is no larger than it may be."""
+    from overwire.frameworks.torch import _groups
+
+    rng = random.Random(seed)
+    for _ in range(50):
+        sizes = [rng.choice([rng.randrange(1, 40 << 20), 8 << 20, 64 << 20, rng.randrange(1 << 20)]) for _ in range(rng.randrange(60))]
+        groups = list(_groups(sizes))
+        assert sorted(at for group in groups for at in group) == list(range(len(sizes)))
+        for group in groups:
+            assert len(group) < 2 or sum(sizes[at] for at in group) <= 128 << 20
+        alone = [sizes[group[0]] for group in groups if len(group) == 1]
+        middle = [size for size in alone if 1 << 20 < size < 10 << 20]
+        assert len(middle) <= 1  # what would share has a partner, but for the last one

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -77,6 +78,40 @@ def _room(device: str) -> tuple[int | None, int | None]:
         return free, total
     except (RuntimeError, AssertionError):
         return None, None
+
+
+# How torch's allocator rounds: every tensor to `_ROUND`, memory that it asks the driver for
+# to `_UNIT`, and that of a tensor above 1 MiB and below `_ALONE` to 20 MiB, which has room for
+# two of 8 MiB. Tensors that would waste much share memory of `_GROUP` at most.
+_ROUND, _UNIT, _ALONE, _GROUP = 512, 2 << 20, 10 << 20, 128 << 20
+
+_CONFIGURED = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def _groups(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Tensors by position, in groups: those of one share memory, where it has several."""
+    group: list[int] = []
+    alone: list[int] = []
+    used = 0
+    for at, size in enumerate(sizes):
+        if not (1 << 20 < size < _ALONE or _ALONE <= size < 32 << 20 and size % _UNIT):
+            alone.append(at)
+            continue
+        if used + size > _GROUP:
+            yield group
+            group, used = [], 0
+        group.append(at)
+        used += size
+    yield group
+    yield from ([at] for at in alone)
+
+
+def _divide(device: torch.device, size: int) -> None:
+    # Memory that torch keeps, it divides: what is asked for next takes exactly this.
+    if any(word in conf for conf in map(os.environ.get, _CONFIGURED) if conf for word in ("max_split_size", "backend")):
+        return  # an allocator that may not divide it
+    with contextlib.suppress(torch.OutOfMemoryError):  # each by itself may still fit
+        torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def unused(device: str) -> int:
@@ -249,18 +284,23 @@ class TorchFrame(Frame):
     def _many(self, device: str, rows: Sequence[Any]) -> list[Any]:
         # There may be tens of thousands: empty_strided costs half of what empty
         # does, whose arguments torch looks at in several ways.
-        where, new, made = torch.device(device), torch.empty_strided, []
+        where, new = torch.device(device), torch.empty_strided
         strides: dict[tuple[int, ...], list[int]] = {}
-        for _, dtype, shape, *_ in rows:
-            if dtype in PACKED:
-                made.append(self.empty(dtype, shape, device))
-                continue
-            dense = strides.get(shape)
-            if dense is None:
-                dense = strides[shape] = [1] * len(shape)
-                for dim in range(len(shape) - 1, 0, -1):
-                    dense[dim - 1] = dense[dim] * max(shape[dim], 1)
-            made.append(new(shape, dense, dtype=self._type(dtype), device=where))
+        made: list[Any] = [None] * len(rows)
+        for group in _groups([row[3] for row in rows]):
+            if len(group) > 1 and where.type == "cuda":
+                _divide(where, sum(-(-rows[at][3] // _ROUND) * _ROUND for at in group))
+            for at in group:
+                _, dtype, shape, *_ = rows[at]
+                if dtype in PACKED:
+                    made[at] = self.empty(dtype, shape, device)
+                    continue
+                dense = strides.get(shape)
+                if dense is None:
+                    dense = strides[shape] = [1] * len(shape)
+                    for dim in range(len(shape) - 1, 0, -1):
+                        dense[dim - 1] = dense[dim] * max(shape[dim], 1)
+                made[at] = new(shape, dense, dtype=self._type(dtype), device=where)
         return made
 
     def _type(self, name: str) -> torch.dtype:
