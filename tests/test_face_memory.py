@@ -167,3 +167,15 @@ def test_tensors_that_torch_rounds_up_share_memory(seed: int) -> None:
         alone = [sizes[group[0]] for group in groups if len(group) == 1]
         middle = [size for size in alone if 1 << 20 < size < 10 << 20]
         assert len(middle) <= 1  # what would share has a partner, but for the last one
+
+
+def test_a_gpu_is_made_ready_before_torch_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU of a bundle, and that of an eager TensorDeserializer, prepares while files are opened."""
+    from overwire.bundles import bundle
+
+    named: list[str] = []
+    monkeypatch.setattr(bundle, "prepare", named.append)
+    ow.compress_pickle({"a": torch.ones(3)}, tmp_path / "m")
+    with pytest.raises(ow.OverwireError):
+        ow.load_compressed_pickle(tmp_path / "m", device="cuda:63")
+    assert named == ["cuda:63"]

@@ -24,7 +24,7 @@ from ..files import read_file, regular
 from ..frameworks.choose import check_device, frame_for
 from ..jobs import shown
 from ..model import layout
-from ..model.opened import Model
+from ..model.opened import Model, prepare
 from ..model.options import StorageOptions
 from ..model.reading import read
 from ..model.sources import SourceLike
@@ -241,6 +241,8 @@ def load_compressed_pickle(
         from . import unpickling
 
     where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
+    if where is not None:
+        prepare(where)
     target = _target(path)
     storage(storage_options, [target])  # refused for a local path
     data, model = _open_pair(target, tensors, storage_options)

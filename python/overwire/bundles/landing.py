@@ -10,7 +10,7 @@ from ..dtypes import nbytes
 from ..errors import DeviceError, FormatError
 from ..frameworks.choose import frame_for
 from ..jobs import Job
-from ..model.opened import Model
+from ..model.opened import Model, prepare
 
 __all__ = ["DEVICES", "Landing", "ORDER", "devices_of"]
 
@@ -68,7 +68,11 @@ class Landing:
         if len(were) != count:
             raise FormatError(f"overwire: open {self._source}: its container does not say where its tensors were", source=self._source)
         if device is None:
-            for name in sorted(set(were) - {"cpu", _ARRAY}):
+            others = sorted(set(were) - {"cpu", _ARRAY})
+            for name in others:
+                if name.startswith("cuda:"):
+                    prepare(name)  # while torch makes itself ready, too
+            for name in others:
                 self._present(name)
         return ["cpu" if name == _ARRAY else device or name for name in were]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import load_file, safe_open
 from ...errors import CorruptError, FormatError, NotSupportedError
-from ...plumbing import ObjectReader, number_of, shown
+from ...plumbing import ObjectReader, number_of, prepare, shown
 from ...records import Record, RecordFile, derive_key, read_records, sums
 from . import _dtypes, _paths, _s3
 from ._encryption import CryptographyError, DecryptionParams
@@ -85,6 +85,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         if self._dynamic:
             self._device = _current_cuda()
             self._dynamic = lazy_load
+        if self._device.type == "cuda" and not lazy_load:
+            prepare(str(self._device))  # while the file is opened
         if encryption is not None and not isinstance(encryption, DecryptionParams):
             raise TypeError(f"encryption parameter: expected DecryptionParams instance or None, {encryption.__class__.__name__} found")
         if num_readers is not None and not isinstance(num_readers, int):
