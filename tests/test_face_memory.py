@@ -170,7 +170,7 @@ def test_tensors_that_torch_rounds_up_share_memory(seed: int) -> None:
 
 
 def test_a_gpu_is_made_ready_before_torch_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU of a bundle, and that of an eager TensorDeserializer, prepares while files are opened."""
+    """The GPU of a bundle prepares while its files are opened."""
     from overwire.bundles import bundle
 
     named: list[str] = []
