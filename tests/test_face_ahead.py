@@ -150,6 +150,21 @@ def test_no_more_than_two_windows_are_ahead(path: Path, monkeypatch: pytest.Monk
     assert begun == taken and 0 < max(ahead_by) <= 2 * most
 
 
+def test_a_limit_frees_what_is_ahead(path: Path) -> None:
+    """load_into with max_memory holds nothing beside what it may, and the loop goes on afterwards."""
+    want = ow.load_file(path)
+    with ow.safe_open(path, "pt") as file:
+        names = file.keys()
+        for name in names[:6]:
+            file.get_tensor(name)
+        assert file._ahead._windows
+        target = torch.zeros_like(want["embed.weight"])
+        file.load_into([("embed.weight", None, target)], max_memory=0)
+        assert not file._ahead._windows and target.equal(want["embed.weight"])
+        for name in names[6:]:
+            same(file.get_tensor(name), want[name])
+
+
 @pytest.mark.parametrize("compress", [True, False])
 def test_what_is_ahead_spoils_nothing(tmp_path: Path, compress: bool) -> None:
     """A damaged tensor is an error of its own load, with its name; those before and after it are read."""

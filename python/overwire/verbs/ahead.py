@@ -262,9 +262,12 @@ class ReadAhead:
 
     def close(self) -> None:
         """Frees what was read ahead, and ends it."""
-        if _engine.forked():
-            return  # all of it is the parent's
-        self._off = True
+        if not _engine.forked():  # all of it is the parent's
+            self._off = True
+            self.drop()
+
+    def drop(self) -> None:
+        """Frees what was read ahead; a thread that waits for some of it loads that by itself."""
         if not self._lock.acquire(blocking=False):  # another thread waits for a tensor
             for window in self._windows[::-1]:
                 window.cancel()

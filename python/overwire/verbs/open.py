@@ -261,7 +261,7 @@ class safe_open(Generic[T]):
             file's dtype, on the host or on a GPU; else the block is loaded beside it
             and copied, which casts. Destinations may be on several devices, and
             overlap: the last one then wins. Of a DTensor this rank's part is loaded.
-        max_memory: the most bytes of what is loaded beside.
+        max_memory: the most bytes of what is loaded beside; what was read ahead is freed.
         progress: as for `load_file`.
 
         All are loaded in one pass, whatever their order. The caller keeps them and must
@@ -280,6 +280,8 @@ class safe_open(Generic[T]):
         if _engine.forked():
             raise ForkedError("overwire: load_into: the engine cannot run in a forked child", source=model.uris[0])
         into = [target_of(model, name, block, tensor) for name, block, tensor in targets]
+        if max_memory is not None:
+            self._ahead.drop()
         fill(model, self._frame, [target for target in into if target is not None], None, max_memory, watch(progress, "load"))
 
     def get_slice(self, name: str) -> TensorSlice[T]:
