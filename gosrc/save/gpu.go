@@ -232,8 +232,8 @@ func (f *fileWriter) encodePack(ctx context.Context, p *pack) error {
 	return nil
 }
 
-// placePack gives a batch its place in the file, adds its sums to the hashes, and begins
-// to copy it down.
+// placePack gives a batch its place in the file and in host memory, and adds its sums to
+// the hashes.
 func (f *fileWriter) placePack(ctx context.Context, p *pack) error {
 	at := make([]int64, len(p.rows))
 	end, gap := f.pos, f.pos
@@ -264,11 +264,9 @@ func (f *fileWriter) placePack(ctx context.Context, p *pack) error {
 		from.To = unsafe.Pointer(&p.out[at[i]-at[0]])
 	}
 	if gap < at[0] {
-		if err := f.draft.Skip(gap, at[0]); err != nil {
-			return err
-		}
+		return f.draft.Skip(gap, at[0])
 	}
-	return p.gpu.Fetch(p.slot, p.packed)
+	return nil
 }
 
 // addSums adds a chunk to the hash of its tensor.
@@ -305,8 +303,11 @@ func (f *fileWriter) space(ctx context.Context, p *pack, n int64) ([]byte, error
 	return p.gpu.ring.Bytes(off, n), nil
 }
 
-// flushPack waits for the copies of a batch, sums its chunks and writes it.
+// flushPack copies a batch down, sums its chunks and writes it.
 func (f *fileWriter) flushPack(p *pack) error {
+	if err := p.gpu.Fetch(p.slot, p.packed); err != nil {
+		return err
+	}
 	if err := p.gpu.Wait(p.slot); err != nil {
 		return err
 	}

@@ -49,8 +49,13 @@ type Target struct {
 	most fs.FileMode // see New
 	lock *os.File    // a second descriptor, which holds the lock; may be nil
 
+	gate    chan struct{} // has one for each writer that is in the file
 	written atomic.Int64
 }
+
+// writers is how many write to one file at once. File systems let one after the other in:
+// a second one is there when the first leaves, and more would only spin.
+const writers = 2
 
 // kickEvery is the number of bytes after which the disk is asked to start
 // writing, so that the sync at the end has less to wait for.
@@ -61,7 +66,7 @@ const kickEvery = 32 << 20
 // group and ACL of the file like; if that is "", the mode that the umask leaves of
 // most, 0666 if that is 0.
 func New(sys FS, path, like string, most fs.FileMode) (*Target, error) {
-	t := &Target{fs: sys, like: like, most: most}
+	t := &Target{fs: sys, like: like, most: most, gate: make(chan struct{}, writers)}
 	var err error
 	if t.Path, err = look(path); err != nil {
 		return nil, err
@@ -200,7 +205,9 @@ func copyACL(path string, fd int) error {
 
 // Write writes p at an offset; it is safe in parallel.
 func (t *Target) Write(p []byte, off int64) error {
+	t.gate <- struct{}{}
 	n, err := t.file.WriteAt(p, off)
+	<-t.gate
 	if err != nil {
 		return Failed(t.Path, off+int64(max(0, n)), err)
 	}
