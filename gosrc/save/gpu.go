@@ -204,7 +204,7 @@ func (f *fileWriter) encodePack(ctx context.Context, p *pack) error {
 		if r.t.form == compressed && f.lay != nil {
 			to.Transform = r.t.ways.X16
 		}
-		if r.ends && f.lay != nil {
+		if to.Hash = f.lay != nil; r.ends && to.Hash {
 			to.Tail = blocksum.Tail(r.t.bytes)
 		}
 	}

@@ -183,8 +183,8 @@ func TestGPUWritesTheSameFilesFake(t *testing.T) {
 	out, where, free := onGPU(t, d, in, 0)
 	defer free()
 	write(t, Spec{Path: dir + "/m.safetensors", Compress: true, ChunkBytes: 16 << 10, Away: where}, out)
-	if _, err := Verify(bg, nil, []string{dir + "/m.safetensors"}, format.Access{}, false); err != nil {
-		t.Fatal(err)
+	if v, err := Verify(bg, nil, []string{dir + "/m.safetensors"}, format.Access{}, false); err != nil || !v.OK {
+		t.Fatalf("%+v, %v", v, err)
 	}
 	same(t, in, read(t, dir+"/m.safetensors"))
 }

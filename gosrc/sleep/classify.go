@@ -7,6 +7,7 @@ import (
 	"slices"
 	"unsafe"
 
+	"github.com/overwire/overwire/gosrc/codec/blocksum"
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -36,6 +37,7 @@ type item struct {
 	alias     int     // 1 + the item that has the same memory; 0: none
 	expect    float64 // stored / logical
 	known     bool    // expect comes from a sample
+	sums      blocksum.State
 }
 
 func (t *item) address() uint64 { return uint64(uintptr(unsafe.Pointer(unsafe.SliceData(t.Data)))) }

@@ -8,36 +8,75 @@ import (
 	"runtime"
 
 	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/codec/blocksum"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/zeebo/xxh3"
 )
 
-// write hashes the tensors, as they come out of their chunks, and writes the file. The
-// memory then is what the file has.
+// hashes reports whether a GPU makes the sums of a tensor's hash: those of what it encodes.
+func (s *sleeper) hashes(t *item) bool {
+	_, gpu := s.way.(packer)
+	return gpu && s.Path != "" && t.transform != 0
+}
+
+// addSums adds a batch to the hashes of its tensors.
+func (s *sleeper) addSums(b *batch) error {
+	at := s.tensorOf(b.first)
+	for i := range b.rows {
+		if !b.rows[i].Hash {
+			continue
+		}
+		c := int32(b.first + i)
+		for c >= s.lay.Tensors[at].First+s.lay.Tensors[at].Count {
+			at++
+		}
+		t := &s.lay.Tensors[at]
+		it := &s.items[s.lay.Items[at]]
+		if c == t.First {
+			it.sums = blocksum.New(t.Bytes)
+		}
+		sums, tail := b.rows[i].Sums()
+		it.sums.Add(sums)
+		if c < t.First+t.Count-1 {
+			continue
+		}
+		high, low, ok := it.sums.Finish(tail)
+		if !ok {
+			return errs.New(errs.ErrEngine, "tensor %q: sums of its hash are missing", t.Name)
+		}
+		t.Hash = hashOf(high, low)
+	}
+	return nil
+}
+
+// hashOf has the byte order of docs/format.md.
+func hashOf(high, low uint64) (out [16]byte) {
+	binary.LittleEndian.PutUint64(out[:], high)
+	binary.LittleEndian.PutUint64(out[8:], low)
+	return out
+}
+
+// write writes the file, once the tensors whose sums no GPU has made are hashed: where they
+// are, or, on a GPU, which stores them as they are, in the image. The memory then is what
+// the file has.
 func (s *sleeper) write(ctx context.Context) error {
 	all := s.lay.Tensors
+	_, gpu := s.way.(packer)
 	err := spawn.Each(ctx, "sleep hash", runtime.GOMAXPROCS(0), len(all), func(i int) error {
 		t := &all[i]
-		if t.Alias >= 0 {
+		it := &s.items[s.lay.Items[i]]
+		switch {
+		case t.Alias >= 0 || s.hashes(it):
 			return nil
+		case gpu:
+			sum := xxh3.Hash128(s.mem.Bytes(t.Off, t.Bytes))
+			t.Hash = hashOf(sum.Hi, sum.Lo)
+		default:
+			sum := xxh3.Hash128(it.Data)
+			t.Hash = hashOf(sum.Hi, sum.Lo)
 		}
-		var h xxh3.Hasher
-		buf := make([]byte, min(t.Bytes, chunkBytes))
-		for k, c := range s.lay.Chunks[t.First : t.First+t.Count] {
-			if ctx.Err() != nil {
-				return context.Cause(ctx)
-			}
-			out := buf[:c.Logical]
-			if err := codec.Decode(out, s.mem.Bytes(c.Off, int64(c.Stored)), c); err != nil {
-				return &errs.At{Verb: "sleep", Source: name, Tensor: t.Name, Chunk: int64(k), Offset: c.Off, Err: err}
-			}
-			_, _ = h.Write(out)
-		}
-		sum := h.Sum128()
-		binary.LittleEndian.PutUint64(t.Hash[:], sum.Hi)
-		binary.LittleEndian.PutUint64(t.Hash[8:], sum.Lo)
 		return nil
 	})
 	if err != nil {

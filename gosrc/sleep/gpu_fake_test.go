@@ -12,6 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/save"
 )
 
 // onGPU puts tensors into a GPU's memory.
@@ -94,6 +95,9 @@ func roundTrip(t testing.TB, d *cuda.Device, host []Tensor, path string) {
 	}
 	same(t, f, "", in)
 	f.Close()
+	if v, err := save.Verify(t.Context(), j, []string{path}, save.Spec{}.Storage, false); err != nil || !v.OK {
+		t.Errorf("%+v, %v", v, err)
+	}
 }
 
 // Whichever call of the driver fails, a sleep and its waking end typed, and nothing is

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/codec/blocksum"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/pinned"
 	"github.com/overwire/overwire/gosrc/errs"
@@ -109,11 +110,11 @@ func (s *sleeper) run(ctx context.Context, in []Tensor) (m *load.Model, err erro
 		h := newHost(s.Threads)
 		s.way, s.samples = h, h.sample
 	} else {
-		p, err := gpu.NewPacker(false)
+		p, err := gpu.NewPacker(s.Path != "")
 		if err != nil {
 			return nil, err
 		}
-		s.way, s.samples = packer{p}, p.Sample
+		s.way, s.samples = packer{p, s.Path != ""}, p.Sample
 	}
 	defer func() {
 		s.way.close() // nothing is copied any more
@@ -280,7 +281,11 @@ func (s *sleeper) encode(k, slot int) error {
 		}
 		it := &s.items[s.lay.Items[t]]
 		at := (int64(c) - int64(s.lay.Tensors[t].First)) * chunkBytes
-		b.rows = append(b.rows, cuda.Packed{Src: it.address() + uint64(at), N: int64(s.lay.Chunks[c].Logical), Transform: it.transform})
+		row := cuda.Packed{Src: it.address() + uint64(at), N: int64(s.lay.Chunks[c].Logical), Transform: it.transform}
+		if row.Hash = s.hashes(it); row.Hash && c == int(s.lay.Tensors[t].First+s.lay.Tensors[t].Count)-1 {
+			row.Tail = blocksum.Tail(s.lay.Tensors[t].Bytes)
+		}
+		b.rows = append(b.rows, row)
 	}
 	if err := s.way.encode(slot, b.rows); err != nil {
 		return err
@@ -302,6 +307,9 @@ func (s *sleeper) tensorOf(c int) int {
 // there. Memory that was used before is cleared between them.
 func (s *sleeper) place(ctx context.Context, k, slot int) error {
 	b := &s.batches[k]
+	if err := s.addSums(b); err != nil {
+		return err
+	}
 	from := s.pos
 	for i := range b.rows {
 		if _, err := s.lay.Place(b.first+i, uint32(b.rows[i].Stored)); err != nil {

@@ -110,12 +110,23 @@ func (h *host) wait(slot int, rows []cuda.Packed) error {
 }
 
 // packer lets a GPU encode.
-type packer struct{ *cuda.Packer }
+type packer struct {
+	*cuda.Packer
+	sums bool
+}
 
-func (p packer) slots() (window, workers int)              { return p.Slots(), p.Slots() }
-func (p packer) batch() (int64, int)                       { return p.Slot(), batchRows }
-func (p packer) staging() int64                            { return p.Bytes() }
-func (p packer) close()                                    { p.Close() }
-func (p packer) encode(slot int, rows []cuda.Packed) error { return p.Encode(slot, rows) }
-func (p packer) fetch(slot int, rows []cuda.Packed) error  { return p.Fetch(slot, rows) }
-func (p packer) wait(slot int, _ []cuda.Packed) error      { return p.Wait(slot) }
+func (p packer) slots() (window, workers int)             { return p.Slots(), p.Slots() }
+func (p packer) batch() (int64, int)                      { return p.Slot(), batchRows }
+func (p packer) staging() int64                           { return p.Bytes() }
+func (p packer) close()                                   { p.Close() }
+func (p packer) fetch(slot int, rows []cuda.Packed) error { return p.Fetch(slot, rows) }
+func (p packer) wait(slot int, _ []cuda.Packed) error     { return p.Wait(slot) }
+
+func (p packer) encode(slot int, rows []cuda.Packed) error {
+	if p.sums {
+		if err := p.Sum(slot, rows); err != nil {
+			return err
+		}
+	}
+	return p.Encode(slot, rows) // which waits, if there is something to encode, and so to hash
+}

@@ -127,14 +127,17 @@ func (p *Packer) Encode(slot int, all []Packed) error {
 	return nil
 }
 
-// Sum queues the sums of ranges, which are multiples of 8 aligned to it, for Sums, once
-// Wait has returned. Encode may follow at once. The Packer was made with sums.
+// Sum queues the sums of the ranges that want them, for Sums once Wait has returned.
+// Encode may follow at once. The Packer was made with sums.
 func (p *Packer) Sum(slot int, all []Packed) error {
 	base := slot*int(p.pinned) + packRows*itemSize
 	items := unsafe.Slice((*C.ow_batch_item)(unsafe.Add(p.slab.pages.p, base)), packRows)[:0:packRows]
 	at, end := base+packRows*itemSize, (slot+1)*int(p.pinned)
 	for i := range all {
 		r := &all[i]
+		if !r.Hash {
+			continue
+		}
 		n := int(r.N/blocksum.Block*blocksum.Sum) + r.Tail
 		if len(items) == packRows || at+n > end || r.Src%8 != 0 {
 			return errs.New(errs.ErrArgument, "the sums of %d ranges in a slot of %d bytes", len(all), p.slot)
@@ -143,6 +146,9 @@ func (p *Packer) Sum(slot int, all []Packed) error {
 			dst_cap: C.uint64_t(n), arg: C.uint32_t(r.Tail)})
 		r.sums = unsafe.Slice((*byte)(unsafe.Add(p.slab.pages.p, at)), n)
 		at += (n + 15) &^ 15
+	}
+	if len(items) == 0 {
+		return nil
 	}
 	return p.d.call(func(e *C.struct_owcu_error) C.int {
 		return C.owcu_pack_encode(p.d.ctx, &p.slab.c, C.int(slot), p.hash, p.slab.c.mapped+C.owcu_ptr(base), C.uint32_t(len(items)), packThreads, e)

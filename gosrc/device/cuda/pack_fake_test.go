@@ -34,7 +34,7 @@ func TestSumFake(t *testing.T) {
 		copy(data, random8(r, n))
 		var rows []Packed
 		for off := 0; off < n; off += chunk {
-			one := Packed{Src: uint64(uintptr(unsafe.Pointer(&data[off]))), N: int64(min(chunk, n-off)), Transform: 1}
+			one := Packed{Src: uint64(uintptr(unsafe.Pointer(&data[off]))), N: int64(min(chunk, n-off)), Transform: 1, Hash: true}
 			if off+chunk >= n {
 				one.Tail = blocksum.Tail(int64(n))
 			}

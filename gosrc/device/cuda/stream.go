@@ -70,6 +70,7 @@ type Packed struct {
 	Src       uint64
 	N         int64          // bytes; encoded, at most Packer.Slot
 	Transform uint8          // of X16; 0: not encoded
+	Hash      bool           // Sum makes its sums; Src is a multiple of 8
 	Tail      int            // for Sum: bytes that end with the range; the first may lie before Src
 	To        unsafe.Pointer // pinned, for Fetch
 

@@ -10,6 +10,7 @@ import (
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
 // Publish gives finished targets their names. The last target is the file that
@@ -94,13 +95,13 @@ func Write(ctx context.Context, path string, data []byte) error {
 		return err
 	}
 	defer t.Drop()
-	for off := 0; off < len(data); off += kickEvery {
-		if ctx.Err() != nil {
-			return errs.In("save", path, errs.Cause(ctx))
-		}
-		if err := t.Write(data[off:min(len(data), off+kickEvery)], int64(off)); err != nil {
-			return err
-		}
+	const step = 8 << 20
+	err = spawn.Each(ctx, "save.write", writers, (len(data)+step-1)/step, func(i int) error {
+		off := i * step
+		return t.Write(data[off:min(len(data), off+step)], int64(off))
+	})
+	if err != nil {
+		return errs.In("save", path, err)
 	}
 	if err := t.FinishUnless(ctx, int64(len(data))); err != nil {
 		return err

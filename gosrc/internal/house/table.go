@@ -96,7 +96,7 @@ var mayImport = map[string][]string{
 	"delta": {"save", "codec", "codec/delta", "codec/digest", "format", "format/overwire", "format/safetensors", "source", "source/memory", "source/open", "device", "device/cuda",
 		"job", "tensor", "errs", "internal/..."},
 	"save/original": {"save/stored", "format", "format/...", "source", "source/open", "tensor", "errs", "internal/..."},
-	"sleep":         {"load", "format/overwire", "source/memory", "codec", "codec/x16", "device", "device/cuda", "device/pinned", "job", "tensor", "errs", "internal/..."},
+	"sleep":         {"load", "format/overwire", "source/memory", "codec", "codec/blocksum", "codec/x16", "device", "device/cuda", "device/pinned", "job", "tensor", "errs", "internal/..."},
 	"preload":       {"load", "source", "source/file", "source/open", "job", "device", "knob", "tensor", "errs", "internal/..."},
 	"weights":       {"tensor", "errs", "internal/..."},
 	"serve":         {"errs", "internal/..."},
