@@ -147,6 +147,10 @@ def main() -> None:
             if turn == 0:
                 same(tensors, path)
             shutil.rmtree(path)
+    for _ in range(2):
+        timed("sleep(to_file=)", size, lambda: overwire.sleep(tensors, to_file=f"{folder}/s.safetensors", release=False).close())
+    assert overwire.verify(f"{folder}/s.safetensors").ok
+    os.unlink(f"{folder}/s.safetensors")
     floors(folder, int(min(size * 0.66, 6e9)))
     if time.monotonic() - START < options.seconds - 10:
         few = dict(list(tensors.items())[:40])

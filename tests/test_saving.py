@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import resource
@@ -163,6 +164,35 @@ def test_the_next_save_raises_what_no_one_has_waited_for(tmp_path: Path) -> None
         assert not path.exists()
     ow.save_file(weights(7), path)
     check(path, weights(7))
+
+
+def test_tensors_that_change(tmp_path: Path) -> None:
+    """Tensors that change while they are saved, which callers must not do, neither crash a save nor hinder the next one."""
+    tensors, over = weights(23, 4_000_000), threading.Event()
+
+    def change() -> None:
+        seed = 0
+        while not over.is_set():
+            seed += 1
+            tensors["w"][:: 1 + seed % 7] = seed
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for wait in (True, False):
+            with contextlib.suppress(ow.OverwireError):
+                saved = (
+                    ow.save_file(tensors, tmp_path / "m.safetensors", wait=True)
+                    if wait
+                    else ow.save_file(tensors, tmp_path / "m.safetensors", wait=False)
+                )
+                assert isinstance(saved, ow.Report) or saved.wait().tensors == len(tensors)
+    finally:
+        over.set()
+        thread.join()
+    ow.save_file(weights(24), tmp_path / "m.safetensors")
+    check(tmp_path / "m.safetensors", weights(24))
+    assert not hidden(tmp_path)
 
 
 def test_saves_of_one_path_follow_one_another(tmp_path: Path) -> None:

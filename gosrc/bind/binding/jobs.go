@@ -137,13 +137,17 @@ func (e *entry) nextStaged(d time.Duration) (*Result, error) {
 	}
 	select {
 	case <-e.staged:
-		return &Result{Numbers: []int64{0}}, nil
 	case <-e.job.Done():
-		_, err := e.job.Wait(-1)
-		return &Result{Numbers: []int64{0}}, err
+		select {
+		case <-e.staged: // what fails after that is the caller's who waits for the end
+		default:
+			_, err := e.job.Wait(-1)
+			return &Result{Numbers: []int64{0}}, err
+		}
 	case <-late:
 		return nil, nil
 	}
+	return &Result{Numbers: []int64{0}}, nil
 }
 
 // all returns everything that an ended job gives.
