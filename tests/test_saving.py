@@ -153,14 +153,15 @@ def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 def test_the_next_save_raises_what_no_one_has_waited_for(tmp_path: Path) -> None:
     """An error that no one waited for is raised by the next save to the path, once, and by none to another."""
     path = tmp_path / "m.safetensors"
-    for next_one in ({}, {"wait": False}):
+    (tmp_path / "link").symlink_to(tmp_path)
+    for again, wait in ((path, True), (f"file://{path}", False), (tmp_path / "link/m.safetensors", False)):
         with small_files(20_000):
             saving = ow.save_file(weights(6), path, wait=False)
             while not saving.done():
                 time.sleep(0.01)
         ow.save_file({}, tmp_path / "other.safetensors")
         with pytest.raises(ow.IOFailure):
-            ow.save_file(weights(7), tmp_path / "x/.." / "m.safetensors" if os.path.isdir(tmp_path / "x") else path, **next_one)
+            ow.save_file(weights(7), again) if wait else ow.save_file(weights(7), again, wait=False)
         assert not path.exists()
     ow.save_file(weights(7), path)
     check(path, weights(7))

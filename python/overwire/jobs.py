@@ -71,6 +71,8 @@ class LastReport(TypedDict, total=False):
     bytes_in, bytes_out: of tensors and of the files that were written with them.
     bytes_copied: of other files of a folder, which were copied.
     stored: of the files that were verified.
+    on_gpu: bytes of tensors that the GPU encoded that they were on, in a save.
+    staged: seconds after which the tensors could change, in a save in the background.
     stages: where a load's time went.
     """
 
@@ -87,6 +89,8 @@ class LastReport(TypedDict, total=False):
     ratio: float
     compressed: int
     aliases: int
+    on_gpu: int
+    staged: float
     stored: int
     files: list[Any]
 

@@ -119,6 +119,7 @@ def save_file(
     wait: False returns a `Saving` as soon as the tensors may change again: all that will
         be in the files is in host memory then, and they are written from there while the
         program goes on (see docs/saving.md). A save to the same path waits for it first.
+        progress is then also called from another thread.
     max_memory: with wait=False, the most host memory for that ("20GB", int); None: what
         there is. A save that could need more, were nothing to compress, is refused before
         it begins. For tensors of a GPU the memory is pinned, and kept for the next save

@@ -12,7 +12,7 @@ from .. import _verbs
 from .._engine import forked
 from ..errors import ArgumentError, CancelledError, DeadlineError, ForkedError
 from ..jobs import Job, log, shown, time_limit
-from ..paths import is_remote
+from ..paths import is_file, is_remote, path_of
 from ..progress import Progress
 from .reports import Report
 
@@ -147,7 +147,7 @@ class Saving:
 
 
 def _key_of(path: str) -> str:
-    return path if is_remote(path) else os.path.realpath(path)
+    return path if is_remote(path) else os.path.realpath(path_of(path) if is_file(path) else path)
 
 
 def settle(path: str) -> None:
