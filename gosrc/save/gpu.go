@@ -13,6 +13,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/blocksum"
+	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/pinned"
@@ -43,11 +44,11 @@ type gpu struct {
 // A piece is a range of a tensor's bytes.
 type piece struct{ off, n int64 }
 
-// encodable reports whether a GPU may encode a tensor: not in several column parts, in the
-// codec of level "smaller", or with a digest, which need its bytes in the host.
+// encodable reports whether a GPU may encode a tensor: not in several column parts or in the
+// codec of level "smaller", which need its bytes in the host.
 func (w *writer) encodable(t *item) bool {
 	a, ok := t.body.(*away)
-	return ok && a.GPU != nil && t.bytes > 0 && w.spec.Parts == 1 && w.spec.Level != levelSmaller && !w.spec.Digests &&
+	return ok && a.GPU != nil && t.bytes > 0 && w.spec.Parts == 1 && w.spec.Level != levelSmaller &&
 		formatOf(w.spec.Path).coded && (!w.spec.Compress || a.Addr%16 == 0)
 }
 
@@ -88,8 +89,26 @@ func (w *writer) openGPUs(items []*item) error {
 				return errs.In("save", w.spec.Path, err)
 			}
 		}
+		if w.spec.Digests && w.spec.Compress {
+			if err := digestOn(d, on); err != nil {
+				return errs.In("save", w.spec.Path, err)
+			}
+		}
 	}
 	return nil
+}
+
+// digestOn computes the digests of tensors where they lie.
+func digestOn(d *cuda.Device, items []*item) error {
+	views := make([]digest.View, len(items))
+	for i, t := range items {
+		views[i] = digest.Contiguous(uint64(t.body.(*away).Addr), t.bytes)
+	}
+	sums, err := d.Digest(cuda.Order{}, views)
+	for i := range sums {
+		items[i].digested = &sums[i]
+	}
+	return err
 }
 
 // readAhead reads what classify will ask tensors for, all at once.

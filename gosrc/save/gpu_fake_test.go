@@ -140,7 +140,8 @@ func TestGPUWritesTheSameFilesFake(t *testing.T) {
 		{Spec{Compress: true, Shard: 60_000}, 4, true, true},
 		{Spec{Compress: true, Shard: 60_000, Threads: 1}, 4, false, true},
 		{Spec{Compress: true, Parts: 4}, 0, true, false},
-		{Spec{Compress: true, Digests: true}, 0, true, false},
+		{Spec{Compress: true, Digests: true}, 0, true, true},
+		{Spec{Compress: true, Digests: true}, 3, false, true},
 		{Spec{Compress: true, Level: levelSmaller}, 0, false, false},
 		{Spec{Compress: true}, 1, true, false},
 	} {

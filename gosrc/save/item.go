@@ -92,6 +92,8 @@ type item struct {
 	hashed bool // hash is known before the tensor is written
 	sums   blocksum.State
 	digest digest.State
+
+	digested *digest.Sum // by the GPU that encodes it; nil: digest has it
 }
 
 // checkItems refuses tensors that no file can hold, before anything is written.

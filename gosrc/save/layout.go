@@ -201,7 +201,11 @@ func (f *fileWriter) seal() (front []byte, size int64, err error) {
 			if t.form == alias {
 				holder = t.of
 			}
-			sums[i] = holder.digest.Sum(t.bytes)
+			if holder.digested != nil {
+				sums[i] = *holder.digested
+			} else {
+				sums[i] = holder.digest.Sum(t.bytes)
+			}
 		}
 		f.lay.Digests = overwire.Digests(sums)
 	}

@@ -129,7 +129,7 @@ def save_file(
     are not dense are copied to the host first. A GPU encodes its tensors itself, in up to
     0.4 GB of its memory, and only what is stored comes down; the host encodes them where
     they are less than 32 MiB or begin at no multiple of 16 bytes, with level="smaller",
-    digests=True, a .tensors file, and where the GPU lacks the memory.
+    in a .tensors file, and where the GPU lacks the memory.
     Tied tensors are stored once when compressing. Only values are stored, not strides,
     gradients or subclasses (see `compress_pickle`).
 
