@@ -135,6 +135,8 @@ func TestDiskFaults(t *testing.T) {
 		{"plain", Spec{}},
 		{"compressed", Spec{Compress: true, ChunkBytes: 4096}},
 		{"shards", Spec{Compress: true, Shard: 6000}},
+		{"shards at once", Spec{Compress: true, Shard: 6000, Threads: 32}},
+		{"staged", Spec{Compress: true, Shard: 6000, Threads: 32, Staged: func() {}}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var seen []string

@@ -4,6 +4,7 @@ package save
 
 import (
 	"context"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -46,6 +47,29 @@ func (w *writer) lanes(parts []part) []lane {
 	return all
 }
 
+// A failure is the first error of several goroutines: those that come after it are of the
+// cancel that it makes.
+type failure struct {
+	cancel context.CancelCauseFunc
+	once   sync.Once
+	err    error
+}
+
+// note keeps an error, if it is the first, and cancels the rest.
+func (f *failure) note(err error) {
+	if err != nil {
+		f.once.Do(func() { f.err = err; f.cancel(err) })
+	}
+}
+
+// or is the first error, or else err. No goroutine runs any more.
+func (f *failure) or(err error) error {
+	if f.err != nil {
+		return f.err
+	}
+	return err
+}
+
 // files makes and writes all files, and returns their sizes. The first error cancels the
 // rest.
 func (w *writer) files(ctx context.Context, cancel context.CancelCauseFunc, to destination, parts []part, rep *Report) ([]int64, error) {
@@ -55,19 +79,18 @@ func (w *writer) files(ctx context.Context, cancel context.CancelCauseFunc, to d
 		free <- one
 	}
 	drafts, out := make([]draft, len(parts)), make([]int64, len(parts))
+	first := failure{cancel: cancel}
 	each := func(do func(i int, on lane) error) error {
-		return spawn.Each(ctx, "save.file", len(all), len(parts), func(i int) error {
+		return first.or(spawn.Each(ctx, "save.file", len(all), len(parts), func(i int) error {
 			on := <-free
 			defer func() { free <- on }()
 			err := do(i, on)
 			if err != nil && drafts[i] != nil {
 				err = errs.In("save", drafts[i].URI(), err)
 			}
-			if err != nil {
-				cancel(err)
-			}
+			first.note(err)
 			return err
-		})
+		}))
 	}
 	err := each(func(i int, on lane) (err error) {
 		if drafts[i], err = to.create(ctx, i, &parts[i]); err != nil {

@@ -261,16 +261,16 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 	if err := f.part.original.Hash(ctx, f.passed(), window); err != nil {
 		return 0, errs.In("save", f.path, err)
 	}
-	// A step that fails, or panics, ends those that wait for the hashing or for a slot of a GPU.
-	step := func(k int, do func() error) (err error) {
-		ended := false
+	// A step that fails, or panics, ends those that wait for the hashing or for a slot of a GPU, by its error.
+	first := failure{cancel: cancel}
+	step := func(k int, do func() error) error {
+		err := errs.New(errs.ErrEngine, "a step of the save did not end")
 		defer func() {
-			if !ended || err != nil {
-				cancel(err)
+			if err != nil {
+				first.note(err)
 			}
 		}()
 		err = errs.Locate("save", f.path, f.tasks[k].t.name, -1, do())
-		ended = true
 		return err
 	}
 	o := ordered.Tasks{
@@ -279,7 +279,7 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 		Turn:  func(k int) error { return step(k, func() error { return f.place(ctx, k) }) },
 		Flush: func(k int) error { return step(k, func() error { return f.flush(k) }) },
 	}
-	err := o.Run(ctx, "save.encode")
+	err := first.or(o.Run(ctx, "save.encode"))
 	if err != nil {
 		cancel(err)
 	}
