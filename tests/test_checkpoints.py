@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stores
 import warm
 from conftest import ROOT, cleaned
 
@@ -281,6 +282,25 @@ def test_the_description_is_written_as_it_is_read() -> None:
     for wrong in ([], {"a": "b"}, {"a": ()}, {"a": (1.5,)}, {1: ("a",)}, {"a": (1 << 40,)}):
         with pytest.raises(ow.NotSupportedError):
             manifests.paths_of(wrong)
+
+
+def test_a_store() -> None:
+    """A checkpoint of S3 comes back, is a model, appears with its description, and is not replaced."""
+    with stores.s3() as (options, root):
+        at = "s3://models/run/step-1"
+        dcp.save(state(1), storage_writer=CheckpointWriter(at, max_shard_size=1000, storage_options=options))
+        into = state(9)
+        dcp.load(into, storage_reader=CheckpointReader(at, storage_options=options))
+        assert same(into, state(1)) and same(ow.load_file(at + "/model.safetensors.index.json", storage_options=options), state(1)["model"])
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save(state(2), storage_writer=CheckpointWriter(at, storage_options=options))
+        assert isinstance(cause(caught), ow.ArgumentError)
+        (root / "run/step-1/checkpoint.json").unlink()
+        with pytest.raises(ow.NotFoundError):
+            CheckpointReader(at, storage_options=options)
+        dcp.save(state(2), storage_writer=CheckpointWriter(at, max_shard_size=1000, storage_options=options))
+        dcp.load(into, storage_reader=CheckpointReader(at, storage_options=options))
+        assert same(into, state(2))
 
 
 def test_stager(tmp_path: Path) -> None:

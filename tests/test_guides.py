@@ -32,8 +32,8 @@ def prepare(folder: Path) -> None:
 
 
 GUIDES = (
-    "../README", "start", "gpu", "several-gpus", "preload", "parts", "saving", "sleep", "offload", "deltas", "metrics", "troubleshooting",
-    "coming-from", "fastsafetensors", "nvcomp", "nyacomp", "tensorizer",
+    "../README", "start", "gpu", "several-gpus", "preload", "parts", "saving", "sleep", "offload", "checkpoints", "deltas",
+    "metrics", "troubleshooting", "coming-from", "fastsafetensors", "nvcomp", "nyacomp", "tensorizer",
 )  # fmt: skip
 API = ("deltas", "errors", "inspecting", "libraries", "loading", "memory", "objects", "saving")
 
