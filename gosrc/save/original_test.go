@@ -2,6 +2,7 @@ package save
 
 import (
 	"bytes"
+	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -16,6 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/save/original"
+	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 // odd is a safetensors file of any header, padded so that the data begin on a
@@ -289,4 +291,41 @@ func TestGoldenOriginal(t *testing.T) {
 	if sum := sha256Of(t, filepath.Join(dir, "plain.safetensors")); sha256Of(t, out) != sum || len(rep.Originals) != 1 || rep.Originals[0].SHA256 != sum {
 		t.Errorf("%+v", rep)
 	}
+}
+
+// ended is a body that ends with the work on others: it fails once both tensors are being
+// read, or it waits for the end of the other, and keeps why it came.
+type ended struct {
+	began chan struct{}
+	why   *error
+}
+
+func (e ended) bytes(ctx context.Context, _ []byte, _ int64) ([]byte, error) {
+	if e.why == nil {
+		<-e.began
+		return nil, errs.New(errs.ErrIO, "no")
+	}
+	close(e.began)
+	<-ctx.Done()
+	*e.why = context.Cause(ctx)
+	return nil, *e.why
+}
+
+func TestStepsEndByTheFirstError(t *testing.T) {
+	// Promise: when a tensor cannot be read, what else is under way ends, and by that error.
+	dir, began := t.TempDir(), make(chan struct{})
+	var why error
+	items := make([]*item, 2)
+	for i, body := range []body{ended{began: began}, ended{began: began, why: &why}} {
+		items[i] = &item{name: fmt.Sprint(i), dtype: tensor.U8, shape: []int64{1 << 12}, bytes: 1 << 12, body: body, parts: 1}
+	}
+	spec := Spec{Path: filepath.Join(dir, "x.safetensors"), Threads: 2}
+	if err := spec.check(); err != nil {
+		t.Fatal(err)
+	}
+	_, err := newWriter(spec, nil).save(bg, []part{{path: spec.Path, items: items}})
+	if !errors.Is(err, errs.ErrIO) || !errors.Is(why, errs.ErrIO) {
+		t.Errorf("the save ended with %v, its other step with %v", err, why)
+	}
+	noTemps(t, dir)
 }
