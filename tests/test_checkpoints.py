@@ -61,12 +61,9 @@ def test_a_checkpoint_of_shards_is_a_model(saved: Path) -> None:
     assert torch.equal(moments["optimizer.state.0.weight.exp_avg"], want["optimizer"]["state"]["0.weight"]["exp_avg"])
 
 
-def test_ranks_save_in_the_background_with_kept_plans_and_after_a_full_disk(tmp_path: Path) -> None:
-    ranks(tmp_path, 2, "background", "cached", "short")
-
-
-def test_a_rank_that_dies_leaves_the_old_checkpoint(tmp_path: Path) -> None:
-    ranks(tmp_path, 2, "dying")
+def test_ranks_save_in_the_background_and_through_faults(tmp_path: Path) -> None:
+    """Also by plans that planners keep, after a full disk on one rank, and until one dies."""
+    ranks(tmp_path, 2, "background", "cached", "short", "dying")
 
 
 def state(seed: int = 0) -> dict[str, Any]:

@@ -30,11 +30,12 @@ class Exchange:
         self._device: torch.device | None = None  # where blocks are sent from and to
         self._broken = False  # all ranks know of an error
 
-    def run(self, work: Callable[[Round], None]) -> None:
-        """Runs all rounds. Raises what fails on this rank, and CancelledError for what fails on another."""
+    def run(self, work: Callable[[Round], None], finish: Callable[[], None]) -> None:
+        """Runs all rounds, then `finish`. Raises what fails on this rank, and CancelledError for what fails on another."""
         if self._alone:
             for step in self._duty.rounds:
                 work(step)
+            finish()
             return
         group = dist.group.WORLD if self._group is None else self._group
         if group is None or dist.get_world_size(group) != self._duty.ranks or dist.get_rank(group) != self._duty.rank:
@@ -44,6 +45,8 @@ class Exchange:
         for step in self._duty.rounds:
             with self._together():
                 work(step)
+        with self._together():
+            finish()
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import json
 import uuid
+from collections import deque
+from concurrent.futures import Future as Executed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -26,6 +29,9 @@ from .schedule import Duty, Entry, Round, schedule
 
 __all__ = ["CheckpointWriter"]
 
+# Files that a rank writes at once: file systems let one writer at a time into a file.
+_AT_ONCE = 4
+
 
 class CheckpointWriter(StorageWriter):
     """Writes a checkpoint as a folder of overwire, for `dcp.save` and `dcp.async_save`.
@@ -39,8 +45,8 @@ class CheckpointWriter(StorageWriter):
         `training`. Of a state that is not nested, or lacks the key, all tensors are the
         model's.
     compress, level: as for `save_file`.
-    max_shard_size: the most tensor bytes in a file, of which each rank writes one at a time.
-        Of tensors that the ranks have in blocks, that many bytes more are used on their device.
+    max_shard_size: the most tensor bytes in a file. Each rank writes four files at once, and
+        needs memory for as many on the device where it gathers sharded tensors.
     overwrite: whether an older checkpoint may be replaced.
     process_group: the group of the save, if it is not the default one.
     storage_options: as for `load_file`.
@@ -61,7 +67,7 @@ class CheckpointWriter(StorageWriter):
         model: str = "model",
         compress: bool = True,
         level: str = "default",
-        max_shard_size: int | str = "2GB",
+        max_shard_size: int | str = "1GB",
         overwrite: bool = True,
         process_group: dist.ProcessGroup | None = None,
         storage_options: StorageOptions | None = None,
@@ -143,7 +149,25 @@ class CheckpointWriter(StorageWriter):
         results: list[WriteResult] = []
         exchange = Exchange(self._group, duty, lambda index: _tensor(planner, items[index]))
         try:
-            exchange.run(lambda step: results.extend(self._write(step, exchange, planner, items)))
+            with ThreadPoolExecutor(_AT_ONCE, "overwire-checkpoint") as pool:
+                saves: deque[Executed[list[WriteResult]]] = deque()
+
+                def work(step: Round) -> None:
+                    tensors = exchange.gather(step)
+                    if not step.file:
+                        return
+                    for entry in step.entries:
+                        if entry.dtype is None:
+                            tensors[entry.name] = _bytes(planner, items[entry.blocks[0].index])
+                    if len(saves) == _AT_ONCE:
+                        results.extend(saves.popleft().result())
+                    saves.append(pool.submit(self._write, step, tensors))
+
+                def finish() -> None:
+                    for one in saves:
+                        results.extend(one.result())
+
+                exchange.run(work, finish)
         except BaseException:
             self._drop()
             raise
@@ -151,17 +175,8 @@ class CheckpointWriter(StorageWriter):
         future.set_result(results)
         return future
 
-    def _write(self, step: Round, exchange: Exchange, planner: SavePlanner, items: dict[MetadataIndex, WriteItem]) -> list[WriteResult]:
+    def _write(self, step: Round, tensors: dict[str, torch.Tensor]) -> list[WriteResult]:
         assert self._place is not None
-        gathered = exchange.gather(step)
-        if not step.file:
-            return []
-        tensors = {}
-        for entry in step.entries:
-            if entry.dtype is None:
-                tensors[entry.name] = _bytes(planner, items[entry.blocks[0].index])
-            else:
-                tensors[entry.name] = gathered.pop(entry.name)
         report = save_file(tensors, self._place.make(step.file), {"format": "pt"}, **self._how)
         return [_result(entry, step.file, report.bytes_out if number == 0 else 0) for number, entry in enumerate(step.entries)]
 
