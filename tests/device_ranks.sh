@@ -43,9 +43,7 @@ for name in ${*:-tests example bench}; do
     example) step example 45 "$PYTHON" -m pytest -q -p no:cacheprovider -o addopts= tests/test_fastsafetensors.py -k "nccl" ;;
     bench)
         work=$(mktemp -d "$DIR/overwire-ranks-XXXXXX")
-        # shellcheck disable=SC2086 # BENCH are several words
-        step bench 200 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$RANKS" \
-            tests/group_bench.py --dir "$work" --size "$SIZE" --out "$OUT/bench.json" --limit 120 ${BENCH:-}
+        step bench 200 "$PYTHON" -m overwire bench --ranks "$RANKS" --size "$SIZE" --dir "$work"
         rm -r "$work"
         ;;
     *) echo "no step is called $name" && failed="$failed $name" ;;

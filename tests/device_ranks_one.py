@@ -1,4 +1,4 @@
-"""Ranks that map each other's memory (OVERWIRE_EXCHANGE=ipc), on one GPU or several.
+"""Ranks that map each other's memory (OVERWIRE_EXCHANGE=mapped), on one GPU or several.
 
     python tests/device_ranks_one.py [--ranks 2,4] [--size 4GB] [--dir /dev/shm] [--limit 480]
 
@@ -59,7 +59,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
     import torch.distributed as dist
     from overwire import distributed
     from overwire.distributed import group as grouping
-    from overwire.distributed import loading, relays
+    from overwire.distributed import relays
 
     step("looks for GPUs")
     cuda = torch.cuda.is_available()
@@ -73,7 +73,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
     members = grouping.members_of(world)
 
     def use(exchange: str) -> None:  # the setting is read once; here it changes
-        loading.knobs = lambda: [{"name": "OVERWIRE_EXCHANGE", "value": exchange}]  # type: ignore
+        grouping.exchange_setting = lambda: exchange
 
     def say(text: str) -> None:
         if rank == 0:
@@ -144,11 +144,11 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
         return dict(module.state_dict())
 
     # Bytes first.
-    use("ipc")
+    use("mapped")
     for path in (packed, plain):
         for shard in (None, cut):
             for nth in range(2):
-                step(f"{path.stem}, {'tensor-parallel' if shard else 'whole'}, ipc, load {nth}", all_say=False)
+                step(f"{path.stem}, {'tensor-parallel' if shard else 'whole'}, mapped, load {nth}", all_say=False)
                 check(ow.load_file(path, group=world, shard=shard, device=device), shard)
             assert members.reached and not members.unreachable, members.unreachable
             say(f"{size} ranks, {path.stem}, {'tensor-parallel' if shard else 'whole'}: every tensor of every rank is right")
@@ -165,12 +165,12 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
                 "load_file": lambda path=path, shard=shard: ow.load_file(path, group=world, shard=shard, device=device),
             }
             for way, load in ways.items():
-                for exchange in ("ipc", "nccl") if way != "load_file" or title == "columns" else ():
+                for exchange in ("mapped", "collective") if way != "load_file" or title == "columns" else ():
                     use(exchange)
                     step(f"{path.stem}, {title}, {way}, {exchange}", all_say=False)
                     check(load(), shard)
                     times, held = [], 0
-                    for _ in range(2 if exchange == "ipc" else 1):
+                    for _ in range(2 if exchange == "mapped" else 1):
                         seconds, got = timed(load)
                         times.append(seconds)
                         held = count(got)
@@ -178,7 +178,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
                     rate = held / min(times) / 1e9
                     what = f"{path.stem}, {title}, {way}, {exchange}"
                     say(f"{what:<44} {rate:8.1f} GB/s a rank {rate * size:8.1f} in all, every tensor right")
-    use("ipc")
+    use("mapped")
 
     # A rank that raises.
     step("rank 1 raises", all_say=False)
@@ -213,7 +213,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
         seconds = min(timed(lambda path=path: ow.load_file(path, device=device, mmap=False) if rank == 0 else None)[0] for _ in range(3))
         say(f"{f'floor: {path.stem}, rank 0 alone':<44} {count(whole) / seconds / 1e9:8.1f} GB/s")
         for shard in (None, cut):
-            for exchange in ("ipc", "nccl", "none"):
+            for exchange in ("mapped", "collective", "none"):
                 use(exchange)
                 step(f"{path.stem}, {'tensor-parallel' if shard else 'whole'}, {exchange}", all_say=False)
                 first, got = timed(lambda path=path, shard=shard: ow.load_file(path, group=world, shard=shard, device=device))
@@ -228,7 +228,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
                 rate = held / min(times) / 1e9
                 say(f"{title:<44} {rate:8.1f} GB/s a rank {rate * size:8.1f} in all {held / first / 1e9:8.1f} first")
                 del got
-    use("ipc")
+    use("mapped")
 
     # A rank that is killed while it loads, at several times; one group for each time.
     step("rank 1 is killed", all_say=False)

@@ -366,8 +366,8 @@ def main() -> None:
             folder(base / name / "compressed", config, tensors, True)
         env = environment(base, site)
         with overwire_serve(base) as url:
-            # With ipc two ranks share the reading.
-            for world, how, more in ((1, "ipc", []), (2, "ipc", []), (2, "auto", [url])):
+            # With mapped two ranks share the reading.
+            for world, how, more in ((1, "mapped", []), (2, "mapped", []), (2, "auto", [url])):
                 port = free_port()
                 env["OVERWIRE_EXCHANGE"] = how
                 commands = [[sys.executable, __file__, str(base), str(world), str(rank), str(port), *more] for rank in range(world)]

@@ -37,7 +37,7 @@ def replaced(folder: Path) -> None:
     def write(value: float) -> None:
         ow.save_file({f"w{at}": torch.full((300, 1000), value) for at in range(8)}, path, compress=False)
 
-    for exchange in ("ipc", "nccl"):
+    for exchange in ("mapped", "collective"):
         grouping.exchange_setting = lambda exchange=exchange: exchange
         if rank == 0:
             sign.unlink(missing_ok=True)
@@ -90,7 +90,7 @@ def refused(folder: Path) -> None:
         fails(ow.OverwireError, "", lambda named=named: ow.load_file(path, group=world, **(named if rank == 1 else {})))
     fails(ow.OverwireError, "expected a torch.nn.Module", lambda: ow.load_model(3 if rank == 1 else module, weights, group=world))
     assert "whole" in ow.load_file(path, group=world)
-    real, grouping.exchange_setting = grouping.exchange_setting, lambda: ("none", "ipc")[rank]
+    real, grouping.exchange_setting = grouping.exchange_setting, lambda: ("none", "mapped")[rank]
     fails(ow.ArgumentError, "EXCHANGE differs between ranks 0 and 1", lambda: group_blocks.together(path))
     fails(ow.ArgumentError, "exchange differs between ranks 0 and 1", lambda: ow.load_file(path, group=world))
     grouping.exchange_setting = real
@@ -99,7 +99,7 @@ def refused(folder: Path) -> None:
 def closed(folder: Path) -> None:
     """A stream that one rank closes, or drops, before its first step ends on all."""
     rank, world, path = dist.get_rank(), dist.group.WORLD, folder / "compressed.safetensors"
-    for exchange in ("ipc", "none"):
+    for exchange in ("mapped", "none"):
         grouping.exchange_setting = lambda exchange=exchange: exchange
         for drop in (False, True):
             stream = ow.stream(path, group=world)
@@ -122,10 +122,9 @@ def stopped(folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
         aim(*args)
 
-    for kind, exchange in ((KeyboardInterrupt, "ipc"), (TimeoutError, "nccl")):
+    for kind, exchange in ((KeyboardInterrupt, "mapped"), (TimeoutError, "collective")):
         group = dist.new_group()
         grouping.exchange_setting = lambda exchange=exchange: exchange
-        grouping.members_of(group).rates.choose = lambda _, ways: (ways[-1], False)  # type: ignore[method-assign]
 
         def interrupt(*_: Any, kind: type[BaseException] = kind) -> None:
             raise kind("enough")

@@ -229,7 +229,7 @@ def block_shards(folder: Path) -> None:
     files = shards(folder, folder / f"shards-{size}")
     plain = [expected_of(file) for file in files]
     begun: list[int] = []
-    block_loads.relay = lambda spec, *rest: (begun.append(len(spec["more"])), _verbs.relay(spec, *rest))[1]
+    relays.relay = lambda spec, *rest: (begun.append(len(spec["more"])), _verbs.relay(spec, *rest))[1]
 
     def some(path: Path, rank: int, size: int) -> Wanted:
         return {} if path.name.startswith("unwanted") else wants(path, rank, size)
@@ -305,9 +305,9 @@ def block_hosts(folder: Path) -> None:
 def block_gone(folder: Path) -> None:
     """A rank that dies meanwhile: the others say so by themselves."""
     block_loads.SHARE = (1 << 20) + 4096
-    block_loads.Job.ended = leaving("block_gone", folder, block_loads.Job.ended)
+    relays.Job.next = leaving("block_gone", folder, relays.Job.next)
     if dist.get_rank() == 1:
-        block_loads.relay_aim = lambda *_: None
+        relays.relay_aim = lambda *_: None
     try:
         together(folder / "compressed.safetensors")
     except ow.IOFailure as error:

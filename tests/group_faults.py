@@ -86,7 +86,8 @@ def faults(folder: Path) -> None:
     def blocks() -> None:
         group_blocks.together(path, group=group[0])
 
-    for act, exchange in ((load, "ipc"), (load, "nccl"), (stream, "ipc"), (stream, "none"), (fill, "ipc"), (blocks, "ipc")):
+    acts = (load, "mapped"), (load, "collective"), (stream, "mapped"), (stream, "none"), (fill, "mapped"), (blocks, "mapped")
+    for act, exchange in acts:
         grouping.exchange_setting = lambda exchange=exchange: exchange
         said, calls = attempt(act, 0, RuntimeError)
         assert not said, said

@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from group_apart import closed, freed, refused, replaced, stopped
 from group_blocks import blinded, block_gone, block_hosts, block_shards, block_stores, blocks, leaving
+from group_counts import counted, reads
 from group_faults import faults
 from group_recorded import recorded
 from overwire import _verbs, distributed
@@ -59,64 +61,41 @@ def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
 SHARD = {"rows": 0, "uneven": 0, "columns": 1, "deep": 2, "few": 0, "bytes8": -1, "small.0": 0, "small.1": 1, "pairs": 1}
 
 
-class Forced(grouping.Rates):
-    """Every batch goes one way."""
+def by(exchange: str) -> None:
+    """What OVERWIRE_EXCHANGE says from now on."""
+    grouping.exchange_setting = lambda: exchange
 
-    way = ""
 
-    def choose(self, kind: tuple[Any, ...], ways: tuple[str, ...]) -> tuple[str, bool]:
-        return (self.way if self.way in ways else ways[0]), False
+def small() -> None:
+    """Many pieces, several rounds of the ring, and windows of streams."""
+    relays.SHARE, relays._AGREE, loading._WINDOW = (1 << 20) + 4096, 3, 3 << 20
 
 
 def every_way(folder: Path, group: Any, *files: str) -> None:
-    members = grouping.members_of(group)
-    distributed._BATCH = distributed._TRY = 3 << 20
-    grouping.TELLING = 1 << 16
-    relays.SHARE, relays._AGREE = (1 << 20) + 4096, 3  # many pieces, and several rounds of the ring
-    shard = {name: dim for name, dim in SHARD.items()}
+    small()
     for file in files or ("plain.safetensors", "compressed.safetensors"):
-        want = expected(folder / file, shard, dist.get_rank(group), dist.get_world_size(group))
-        plain = file == "plain.safetensors"
-        for way in ("broadcast", "gather", "scatter") if plain else ("each", "gather"):  # the others are tried below
-            members.rates = Forced()
-            members.rates.way = way
-            same(ow.load_file(folder / file, group=group, shard=shard, device=DEVICE), want)
-        # Chosen by measuring: every way is tried, then one is kept.
-        members.rates = grouping.Rates()
-        for _ in range(3):
-            same(ow.load_file(folder / file, group=group, shard=shard, device=DEVICE), want)
-        measured = distributed.rates(group)
-        large = next(ways for kind, ways in measured.items() if kind.startswith("whole large"))
-        assert set(large) == ({"each", "gather"} if " compressed " in str(measured) else {"each", "broadcast", "gather"}), measured
-        assert all(rate > 0 for rate in large.values()), measured
+        want = expected(folder / file, SHARD, dist.get_rank(group), dist.get_world_size(group))
+        for exchange in ("collective", "none"):
+            by(exchange)
+            for shard in ({}, SHARD):
+                got = ow.load_file(folder / file, group=group, shard=shard, device=DEVICE)
+                same(got, want if shard else expected(folder / file, {}, 0, 1))
 
 
 def hosts(folder: Path) -> None:
-    """Two hosts of two ranks: nothing is sent between them."""
-    rank = dist.get_rank()
-    world = dist.new_group()  # a members that has not been settled yet
-    grouping.host_name = lambda: f"host{rank // 2}"
-    sent: list[Any] = []
-    send_receive = grouping.Members.send_receive
-    grouping.Members.send_receive = lambda self, out, come: (sent.extend(peer for peer, _ in out + come), send_receive(self, out, come))[1]  # type: ignore
-    members = grouping.members_of(world)
-    members.rates = Forced()
-    members.rates.way = "broadcast"
-    path = folder / "plain.safetensors"
-    same(ow.load_file(path, group=world, shard={"rows": 0}), expected(path, {"rows": 0}, rank, 4))
-    assert members.local == [rank // 2 * 2, rank // 2 * 2 + 1]
-    assert set(sent) == set(members.local) - {rank}
-    # One rank on a host, and three on another: their relays keep step.
-    grouping.host_name = lambda: "alone" if rank == 0 else "together"
-    world = dist.new_group()
-    members = grouping.members_of(world)
-    members.rates = Forced()
-    members.rates.way = "gather"
-    relays.SHARE, relays._AGREE = (1 << 20) + 4096, 2
-    sent.clear()
-    path = folder / "compressed.safetensors"
-    same(ow.load_file(path, group=world, shard=SHARD), expected(path, SHARD, rank, 4))
-    assert set(sent) == ({1, 2, 3} - {rank} if rank else set())
+    """Ranks of two hosts, two and two, then one and three, that map each other's memory: each host
+    reads the file once by itself."""
+    rank, path, size = dist.get_rank(), folder / "compressed.safetensors", (folder / "compressed.safetensors").stat().st_size
+    small()
+    by("mapped")
+    for name, here in ((lambda: f"host{rank // 2}", (0, 1)), (lambda: "alone" if rank == 0 else "together", (1, 2, 3))):
+        grouping.host_name = name
+        world = dist.new_group()  # whose ranks have not met
+        read = reads(world)
+        for shard in ({}, SHARD):
+            same(ow.load_file(path, group=world, shard=shard, device=DEVICE), expected(path, shard, rank, 4))
+            every = read()
+            assert size * 0.7 < sum(every[at] for at in here) < 1.02 * size, (here, every, size)
 
 
 def spread(folder: Path) -> None:
@@ -125,28 +104,15 @@ def spread(folder: Path) -> None:
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.new_group()
     grouping.host_name = lambda: f"host{rank // 2}"
     relays.SHARE, relays._AGREE = 3 << 20, 1  # pieces of several chunks
-    loading._BATCH = loading._TRY = 3 << 20
-    grouping.TELLING = 1 << 16
-    members, reads = grouping.members_of(world), []
-    done = relays.Job.done
-    relays.Job.done = lambda self: (reads.append(self.report()["stages"]["read_bytes"]), done(self))[1]  # type: ignore
+    by("collective")
+    read = reads(world)
     for file in ("plain.safetensors", "compressed.safetensors"):
         path, stored = folder / file, (folder / file).stat().st_size
         for shard in ({}, SHARD):
-            members.rates, want = Forced(), expected(path, shard, rank, size)
-            members.rates.way = "spread"
-            reads.clear()
-            same(ow.load_file(path, group=world, shard=shard, device=DEVICE), want)
-            read: list[Any] = [None] * size
-            dist.all_gather_object(read, sum(reads))
-            assert 0.9 * stored < sum(read) < 1.05 * stored and max(read) < 0.6 * stored, (file, read, stored)
-            members.rates = grouping.Rates()
-            for _ in range(4):
-                same(ow.load_file(path, group=world, shard=shard, device=DEVICE), want)
-            large = [ways for kind, ways in distributed.rates(world).items() if " large " in kind]
-            assert large and all({"spread", "gather"} <= set(ways) for ways in large), large
-    members.rates, met = Forced(), 0
-    members.rates.way = "spread"
+            same(ow.load_file(path, group=world, shard=shard, device=DEVICE), expected(path, shard, rank, size))
+            every = read()
+            assert 0.9 * stored < sum(every) < 1.02 * stored and max(every) < 0.6 * stored, (file, every, stored)
+    met = 0
     for reader in range(size):
         try:
             ow.load_file(folder / f"{'damaged' if rank == reader else 'compressed'}.safetensors", group=world, device=DEVICE)
@@ -157,17 +123,58 @@ def spread(folder: Path) -> None:
 
 
 def afar(folder: Path) -> None:
-    """The hosts share the reading of files that lie on none of them alone, and each reads its own."""
-    rank, path = dist.get_rank(), folder / "compressed.safetensors"
-    grouping.host_name = lambda: f"host{rank}"
-    loading._BATCH = loading._TRY = 3 << 20
-    grouping.TELLING = 1 << 16
-    info, want = Model.info, expected(path, {}, rank, 2)
-    for remote in (False, True):
-        Model.info = lambda self, remote=remote: [one | {"remote": remote} for one in info(self)]  # type: ignore
+    """The ranks of several hosts share the reading of what lies in a store, whose server sends each
+    byte once to all of them together, and each host reads its own files."""
+    rank, size, path = dist.get_rank(), dist.get_world_size(), folder / "compressed.safetensors"
+    stored, sent = path.stat().st_size, []
+    relays.SHARE = (1 << 20) + 4096
+    by("auto")
+    for hosts in (size, 2):
+        grouping.host_name = lambda hosts=hosts: f"host{rank % hosts}"
         world = dist.new_group()
-        same(ow.load_file(path, group=world, device=DEVICE), want)
-        assert any("spread" in ways for ways in distributed.rates(world).values()) == remote, distributed.rates(world)
+        read = reads(world)
+        with ExitStack() as stack:
+            url = [stack.enter_context(counted(path, sent)) if rank == 0 else ""]
+            dist.broadcast_object_list(url)
+            for shard in ({}, SHARD):
+                sent.clear()
+                dist.barrier()
+                got = ow.load_file(url[0], group=world, shard=shard, device=DEVICE)
+                assert 0.9 * stored < sum(read()) < 1.02 * stored
+                same(got, expected(path, shard, rank, size))
+                # Beside it each rank has read the header.
+                assert rank or 0.9 * stored < sum(sent) < 1.02 * stored + size * (256 << 10), (sent, stored)
+        same(ow.load_file(path, group=world, device=DEVICE), expected(path, {}, rank, size))
+        assert DEVICE != "cpu" or not any(read())
+
+
+def meetings(folder: Path) -> None:
+    """Ranks that map each other's memory meet three times a load, for whatever they want, once
+    they know each other and before."""
+    rank, path, number = dist.get_rank(), folder / "compressed.safetensors", [0]
+    small()
+    by("mapped")
+
+    def counting(real: Any) -> Any:
+        return lambda *args, **named: (number.__setitem__(0, number[0] + 1), real(*args, **named))[1]
+
+    for name in ("all_reduce", "all_gather_into_tensor", "broadcast", "all_gather_object", "barrier", "all_to_all_single"):
+        setattr(dist, name, counting(getattr(dist, name)))
+    module = torch.nn.Linear(2, 2).to(DEVICE)
+    if rank == 0:
+        ow.save_model(module, folder / "meetings.safetensors")
+    dist.barrier()
+    world = dist.new_group()
+    for act, most in (
+        (lambda: ow.load_file(path, group=world, device=DEVICE), 3),
+        (lambda: ow.load_file(path, group=world, device=DEVICE, shard=SHARD), 3),
+        (lambda: ow.load_file(path, group=world, device=DEVICE, keys=["whole", f"small.{rank}"]), 4),  # some is one rank's
+        (lambda: list(ow.stream(path, DEVICE, group=world)), 3),
+        (lambda: ow.load_model(module, folder / "meetings.safetensors", group=world), 3),
+    ):
+        number[0] = 0
+        act()
+        assert number[0] <= most, (number, most)
 
 
 def subgroup(folder: Path) -> None:
@@ -211,10 +218,8 @@ def failing(folder: Path) -> None:
     good = folder / "compressed.safetensors"
     bad = folder / "damaged.safetensors" if rank == 1 else good
     relays.SHARE, relays._AGREE = (1 << 20) + 4096, 3
-    for way in ("each", "broadcast", "gather", "own", "scatter"):
-        members = grouping.members_of(world)
-        members.rates = Forced()
-        members.rates.way = way
+    for exchange in ("none", "collective"):
+        by(exchange)
         try:
             got = ow.load_file(bad, group=world, shard={"rows": 0})
         except ow.CorruptError as error:
@@ -222,11 +227,10 @@ def failing(folder: Path) -> None:
             assert rank == 1 or "on rank 1" in str(error), error
         else:
             # Rank 1 may not have to read the damaged tensor when others do.
-            assert way in ("broadcast", "gather", "scatter"), (way, list(got))
+            assert exchange == "collective", list(got)
 
     # What each rank relays is read by one of them: the damage is met by the rank
     # whose share it is, said on all, and never taken for a fault of the others.
-    members.rates.way = "gather"
     met = []
     for damaged in range(2):
         for reader in range(2):
@@ -333,9 +337,7 @@ def hurt(folder: Path) -> None:
 def dying(folder: Path) -> None:
     """A rank that dies in the middle: the other ends with an error that says so."""
     rank = dist.get_rank()
-    members = grouping.members_of(dist.group.WORLD)
-    members.rates = Forced()
-    members.rates.way = "gather"
+    by("collective")
     relays.SHARE, relays._AGREE = (1 << 20) + 4096, 1
 
     def die(now: Any) -> None:
@@ -406,7 +408,7 @@ def streamed(folder: Path) -> None:
     with what only one rank wants; a rank that closes early, or fails, ends it on all."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     relays.SHARE = (1 << 20) + 4096
-    loading._WINDOW = loading._BATCH = loading._TRY = 3 << 20
+    loading._WINDOW = 3 << 20
     for file in ("plain.safetensors", "compressed.safetensors"):
         path = folder / file
         for shard in ({}, SHARD):
@@ -482,27 +484,24 @@ def into_module(path: Path, rank: int, size: int, world: Any) -> None:
 
 
 def chosen(folder: Path) -> None:
-    """OVERWIRE_EXCHANGE=auto tries every way, and says which is the fastest."""
-    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    members = grouping.members_of(world)
-    loading._BATCH = loading._TRY = 3 << 20
-    grouping.TELLING = 1 << 16
-    said: list[str] = []
-    loading.log.info = lambda text, *rest: said.append(text % rest)  # type: ignore
-    for file in ("plain.safetensors", "compressed.safetensors"):
-        want = expected(folder / file, SHARD, rank, size)
-        for _ in range(3):
-            same(ow.load_file(folder / file, group=world, shard=SHARD, device=DEVICE), want)
-            same(dict(ow.stream(folder / file, DEVICE, group=world, shard=SHARD, in_order=True)), want)
-    measured = distributed.rates(world)
-    assert all("ipc" in ways and len(ways) >= 3 for ways in measured.values()), measured
-    assert any("whole large plain tensors go by" in text and "ipc" in text for text in said), said
-    members.rates = Forced()
-    members.rates.way = "ipc"
-    relays.relay_join = lambda *_: (_ for _ in ()).throw(ow.NotSupportedError("overwire: no peer access"))
-    same(ow.load_file(folder / file, group=world, shard=SHARD, device=DEVICE), want)
-    assert "no peer access" in members.unreachable
-    relays.relay_join = _verbs.relay_join
+    """OVERWIRE_EXCHANGE=auto on the host: of local files every rank reads what it needs, of what lies in
+    a store one of a host, or, where they cannot map each other's memory, of the group."""
+    rank, size, world, info = dist.get_rank(), dist.get_world_size(), dist.group.WORLD, Model.info
+    small()
+    members, read = grouping.members_of(world), reads(world)
+    for apart in (False, True):
+        if apart and rank == 1:
+            relays.relay_join = lambda *_: (_ for _ in ()).throw(ow.NotSupportedError("overwire: no peer access"))
+        for remote in (False, True):
+            Model.info = lambda self, remote=remote: [one | {"remote": remote} for one in info(self)]  # type: ignore
+            for file in ("plain.safetensors", "compressed.safetensors"):
+                want, stored = expected(folder / file, SHARD, rank, size), (folder / file).stat().st_size
+                same(ow.load_file(folder / file, group=world, shard=SHARD, device=DEVICE), want)
+                assert sum(read()) <= 1.05 * stored * remote
+                same(dict(ow.stream(folder / file, DEVICE, group=world, shard=SHARD, in_order=True)), want)
+                assert bool(sum(read())) == remote
+        assert bool(members.unreachable) == apart and members.reached
+    relays.relay_join, Model.info = _verbs.relay_join, info
     members.unreachable = ""
 
 

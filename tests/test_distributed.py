@@ -14,7 +14,6 @@ torch = pytest.importorskip("torch")
 
 import overwire as ow  # noqa: E402
 from overwire import distributed  # noqa: E402
-from overwire.distributed import group as grouping  # noqa: E402
 from overwire.distributed import relays  # noqa: E402
 
 BLOCKS = ("blocks", "block_shards", "recorded")
@@ -57,7 +56,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at
 
 
-def ranks(folder: Path, count: int, *steps: str, backend: str = "gloo", devices: tuple[str, ...] = (), exchange: str = "nccl") -> None:
+def ranks(
+    folder: Path, count: int, *steps: str, backend: str = "gloo", devices: tuple[str, ...] = (), exchange: str = "collective"
+) -> None:
     """Runs the steps of group_worker on that many ranks; all must succeed."""
     store = f"store-{count}-{backend}-{exchange}-{'-'.join(steps)}"
     env = {"WORLD_SIZE": str(count), "GROUP_BACKEND": backend, "OVERWIRE_EXCHANGE": exchange}
@@ -73,45 +74,50 @@ def test_two_ranks(folder: Path) -> None:
 
 
 def test_four_ranks_map_each_others_memory(folder: Path) -> None:
-    ranks(folder, 4, "mapped", "streamed", "gone", exchange="ipc")
+    ranks(folder, 4, "mapped", "streamed", "gone", exchange="mapped")
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_ranks_that_say_their_blocks_read_each_byte_once(folder: Path, count: int) -> None:
-    ranks(folder, count, *BLOCKS, *["block_hosts"] * (count == 3), "block_gone", exchange="ipc")
+    ranks(folder, count, *BLOCKS, *["block_hosts"] * (count == 3), "block_gone", exchange="mapped")
 
 
 def test_what_fails_on_one_rank_ends_all(folder: Path) -> None:
-    ranks(folder, 2, "refused", "closed", "stopped", "faults", exchange="ipc")
+    ranks(folder, 2, "refused", "closed", "stopped", "faults", exchange="mapped")
 
 
 def test_ranks_have_the_same_file_open_and_keep_no_group(folder: Path) -> None:
-    ranks(folder, 2, "replaced", "freed", exchange="ipc")
+    ranks(folder, 2, "replaced", "freed", exchange="mapped")
 
 
 def test_ranks_share_what_lies_in_a_store(folder: Path) -> None:
     ranks(folder, 2, "block_stores", exchange="")
 
 
-def test_two_ranks_try_every_way(folder: Path) -> None:
-    """Loads, streams and modules, by each of the ways, in windows: the default on the host."""
+def test_two_ranks_take_the_way_that_follows_from_where_files_are(folder: Path) -> None:
+    """Loads, streams and modules, in windows: the default on the host, and by collectives."""
     ranks(folder, 2, "streamed", "chosen", exchange="")
+    ranks(folder, 2, "streamed")
 
 
-def test_ranks_of_two_hosts_share_the_reading(folder: Path) -> None:
-    ranks(folder, 4, "spread")
-    ranks(folder, 2, "afar", exchange="")
+def test_ranks_that_map_each_others_memory_meet_three_times_a_load(folder: Path) -> None:
+    ranks(folder, 2, "meetings")
+
+
+def test_ranks_of_several_hosts_share_the_reading(folder: Path) -> None:
+    ranks(folder, 4, "spread", "hosts")
+    ranks(folder, 3, "afar", exchange="")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize(("count", "steps", "exchange"), [(2, BLOCKS, "ipc"), (4, BLOCKS, "ipc"), (2, (), ""), (4, (), "auto")])
+@pytest.mark.parametrize(("count", "steps", "exchange"), [(2, BLOCKS, "mapped"), (4, BLOCKS, "mapped"), (2, (), ""), (4, (), "auto")])
 def test_ranks_of_one_gpu_map_each_others_memory(folder: Path, count: int, steps: tuple[str, ...], exchange: str) -> None:
     ranks(folder, count, "mapped", "streamed", *steps, "gone", devices=("cuda:0",) * count, exchange=exchange)
 
 
 @pytest.mark.slow
-def test_four_ranks_a_subgroup_and_two_hosts(folder: Path) -> None:
-    ranks(folder, 4, "every_way", "subgroup", "hosts")
+def test_four_ranks_and_a_subgroup(folder: Path) -> None:
+    ranks(folder, 4, "every_way", "subgroup")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -125,7 +131,7 @@ def test_two_gpus(folder: Path, backend: str) -> None:
     ranks(folder, 2, "every_way", backend=backend, devices=("cuda:0", "cuda:1"))
 
 
-def bench(*words: str, exchange: str = "ipc") -> subprocess.CompletedProcess[str]:
+def bench(*words: str, exchange: str = "mapped") -> subprocess.CompletedProcess[str]:
     return warm.fresh(["-m", "overwire", "bench", *words], env=cleaned() | {"OVERWIRE_EXCHANGE": exchange})
 
 
@@ -141,7 +147,7 @@ def test_bench_of_ranks(tmp_path: Path) -> None:
         floor = rows[f"floor: {coding}, each rank reads its part"]
         assert floor["all"] > 0 and floor["cpu"] > 0
         for mode in ("whole", "tensor-parallel"):
-            row = rows[f"{coding}, {mode}, ipc"]
+            row = rows[f"{coding}, {mode}, mapped"]
             assert row["verified"] and row["rank"] > 0 and row["first"] > 0 and row["floor"] > 0 and row["cpu"] > 0
             assert row["all"] <= 2 * row["rank"] * 1.001
     assert list(tmp_path.iterdir()) == []
@@ -152,9 +158,9 @@ def test_bench_refuses_wrong_bytes(tmp_path: Path) -> None:
     """A rank whose tensors differ from the plain file's ends the measurement; so do wrong arguments."""
     ow.save_file({"a": torch.ones(64, 64)}, tmp_path / "plain.safetensors", compress=False)
     ow.save_file({"a": torch.ones(64, 64) * 2}, tmp_path / "packed.safetensors")
-    task = {"folder": str(tmp_path), "ranks": 1, "rank": 0, "way": "ipc", "device": "cpu", "repeat": 1, "first": True, "floors": {}}
+    task = {"folder": str(tmp_path), "ranks": 1, "rank": 0, "way": "mapped", "device": "cpu", "repeat": 1, "first": True, "floors": {}}
     done = warm.fresh(["-m", "overwire._bench_rank", json.dumps(task)], env=cleaned())
-    assert done.returncode == 1 and "compressed, whole, ipc: rank 0: a is wrong" in done.stderr, done.stderr
+    assert done.returncode == 1 and "compressed, whole, mapped: rank 0: a is wrong" in done.stderr, done.stderr
     for words in (("--ranks", "0"), ("--ranks=many",), ("--ranks", "2", "--size", "much"), ("--ranks", "2", "--repeat", "0")):
         assert bench(*words).returncode == 2, words
 
@@ -179,20 +185,6 @@ def test_a_buffer_ends_below_2_gib_however_many_ranks_exchange(tmp_path: Path) -
         with ow.safe_open(tmp_path / path) as file:
             room = file._live().room()
         assert room == chunk + 288 and relays.fits(2047, room) and not relays.fits(2100, room)
-
-
-def test_the_rule_tries_each_way_twice_and_keeps_the_fastest() -> None:
-    rates, speed = grouping.Rates(), {"each": 3.0, "broadcast": 1.0, "gather": 2.0}
-    took = []
-    for _ in range(8):
-        way, trying = rates.choose(("kind",), tuple(speed))
-        took.append((way, trying))
-        # The first try of each also pays for connections.
-        rates.note(("kind",), way, 1 << 30, speed[way] + (100 if len(took) <= 3 else 0))
-    assert took[:6] == [(way, True) for way in speed] * 2
-    assert took[6:] == [("broadcast", False)] * 2
-    rates.note(("other",), "each", 100, 1.0)
-    assert rates.choose(("other",), tuple(speed)) == ("each", True), "100 bytes say nothing of a rate"
 
 
 def test_without_a_group_there_is_nothing_to_share(folder: Path) -> None:

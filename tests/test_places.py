@@ -256,7 +256,7 @@ class Net(torch.nn.Module):
         self.up, self.norm, self.down = torch.nn.Linear(33, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 1)
 
 like = Net()
-os.environ["OVERWIRE_EXCHANGE"] = "ipc"
+os.environ["OVERWIRE_EXCHANGE"] = "mapped"
 children = []
 for rank in range(2):
     if not (pid := os.fork()):

@@ -52,8 +52,8 @@ var (
 		"How loads read local files: auto takes cached bytes from the page cache, and reads others by direct I/O (O_DIRECT) if they become tensors in the host's memory or the load is larger than half of the available memory; buffered and direct force one of the two; gds reads plain tensors straight into a GPU by GPUDirect Storage, where this machine has it.",
 		[]string{"auto", "buffered", "direct", "gds"})
 	Exchange = choice("OVERWIRE_EXCHANGE",
-		"How the ranks of a group on one host exchange what they have read: ipc by memory that they map of each other, of GPUs or of the host; nccl by collectives of torch.distributed, whatever its backend; none not at all, every rank reads what it needs; auto by ipc on GPUs, and elsewhere, or where ranks cannot map each other's memory, by the way that is fastest on the load itself (vLLM's ranks on CPUs: of what lies in a store; of local files with ipc alone).",
-		[]string{"auto", "ipc", "nccl", "none"})
+		"What brings the bytes that each rank of a group has read to the other ranks: mapped, the memory of the ranks of a host, which map each other's; collective, torch.distributed, whatever its backend, between all ranks; none, so that every rank reads what it needs; auto: mapped on GPUs, and on CPUs for what lies in a store, collective between several hosts for what lies in a store or on a network file system, or where ranks cannot map each other's memory, else none.",
+		[]string{"auto", "mapped", "collective", "none"})
 	CPU = choice("OVERWIRE_CPU",
 		"Decoder to use; if this CPU lacks it, the best decoder that the CPU has is used.",
 		[]string{"auto", "scalar", "neon", "avx2", "avx512"})

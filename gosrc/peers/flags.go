@@ -21,12 +21,11 @@ import (
 const lineBytes = 128
 
 // A line is a process's flags. It alone writes them, and its numbers only rise. It rings
-// the bell after each change that others wait for.
+// the bell after each change that all others wait for.
 type line struct {
 	bell      atomic.Uint32
 	joined    atomic.Uint64
 	published atomic.Uint64 // how many pieces of its memory are complete
-	taken     atomic.Uint64 // how many pieces it needs no more, in any memory
 	trouble   atomic.Uint64 // it has failed
 	ended     atomic.Uint64 // it uses no memory of the others any more
 	alive     atomic.Uint64 // a sign of life
@@ -42,25 +41,35 @@ const (
 	futexWake = 1 // FUTEX_WAKE
 )
 
-// wakeWaiters wakes those that wait for this line.
-func (l *line) wakeWaiters() {
-	l.bell.Add(1)
-	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(&l.bell)), futexWake, math.MaxInt32, 0, 0, 0)
+// A taking is how many pieces of another's memory a process needs no more. It alone writes
+// this, and rings its bell.
+type taking struct {
+	bell   atomic.Uint32
+	pieces atomic.Uint64
 }
 
-// setNumber sets one of the line's numbers.
-func (l *line) setNumber(number *atomic.Uint64, to int) {
+// takingBytes is the space of a taking.
+const takingBytes = int(unsafe.Sizeof(taking{}))
+
+// ringBell wakes those that wait for a bell.
+func ringBell(bell *atomic.Uint32) {
+	bell.Add(1)
+	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(bell)), futexWake, math.MaxInt32, 0, 0, 0)
+}
+
+// setNumber sets a number, and rings if it is another one.
+func setNumber(number *atomic.Uint64, to int, bell *atomic.Uint32) {
 	if number.Swap(uint64(to)) != uint64(to) {
-		l.wakeWaiters()
+		ringBell(bell)
 	}
 }
 
-// waitForBell waits until the line's bell is not `heard`, or for lifeEvery. time.Sleep would be
+// waitForBell waits until a bell is not `heard`, or for lifeEvery. time.Sleep would be
 // late by up to a millisecond: in a process whose goroutines all wait, Go's timers are as
 // coarse as epoll_wait's.
-func (l *line) waitForBell(heard uint32) {
+func waitForBell(bell *atomic.Uint32, heard uint32) {
 	most := unix.NsecToTimespec(lifeEvery.Nanoseconds())
-	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(&l.bell)), futexWait, uintptr(heard), uintptr(unsafe.Pointer(&most)), 0, 0)
+	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(bell)), futexWait, uintptr(heard), uintptr(unsafe.Pointer(&most)), 0, 0)
 }
 
 // showLife gives signs of life until Close.
@@ -84,13 +93,21 @@ func (p *Peers) showLife(own *line) {
 // Publish says that the first pieces of this process's memory are complete.
 func (p *Peers) Publish(pieces int) {
 	own := p.lines[p.mine.Rank]
-	own.setNumber(&own.published, pieces)
+	setNumber(&own.published, pieces, &own.bell)
 }
 
-// Taken says that this process needs the first pieces no more, in any memory.
-func (p *Peers) Taken(pieces int) {
-	own := p.lines[p.mine.Rank]
-	own.setNumber(&own.taken, pieces)
+// flagBytes is the space of all flags: the lines, and behind them what each takes of each.
+func flagBytes(ranks int) int64 { return int64(ranks)*lineBytes + int64(ranks*ranks*takingBytes) }
+
+// taking is what a process has taken of an owner.
+func (p *Peers) taking(owner, by int) *taking {
+	return (*taking)(unsafe.Add(p.flags.base, p.ranks*lineBytes+(by*p.ranks+owner)*takingBytes))
+}
+
+// Taken says that this process needs the first pieces of another's memory no more.
+func (p *Peers) Taken(owner, pieces int) {
+	own := p.taking(owner, p.mine.Rank)
+	setNumber(&own.pieces, pieces, &own.bell)
 }
 
 // Trouble says that this process has failed: those that wait for it stop.
@@ -98,49 +115,54 @@ func (p *Peers) Trouble() {
 	if p.lines != nil {
 		own := p.lines[p.mine.Rank]
 		own.trouble.Store(1)
-		own.wakeWaiters()
+		ringBell(&own.bell)
 	}
 }
 
 // AwaitJoined waits until every process has begun to map the others: from then on End of
 // one waits for it.
 func (p *Peers) AwaitJoined(ctx context.Context) error {
-	return p.awaitAll(ctx, func(l *line) bool { return l.joined.Load() != 0 })
+	return p.awaitAll(ctx, func(rank int) (*atomic.Uint32, *atomic.Uint64) { return &p.lines[rank].bell, &p.lines[rank].joined }, 1)
 }
 
 // AwaitPiece waits until the first pieces of a process's memory are complete.
 func (p *Peers) AwaitPiece(ctx context.Context, rank, pieces int) error {
-	return p.awaitLine(ctx, rank, func(l *line) bool { return l.published.Load() >= uint64(pieces) }, true)
+	l := p.lines[rank]
+	return p.awaitLine(ctx, rank, &l.bell, func() bool { return l.published.Load() >= uint64(pieces) }, true)
 }
 
-// AwaitTaken waits until no other process needs the first pieces.
+// AwaitTaken waits until no other process needs the first pieces of this one's memory.
 func (p *Peers) AwaitTaken(ctx context.Context, pieces int) error {
-	return p.awaitAll(ctx, func(l *line) bool { return l.taken.Load() >= uint64(pieces) })
+	return p.awaitAll(ctx, func(rank int) (*atomic.Uint32, *atomic.Uint64) {
+		t := p.taking(p.mine.Rank, rank)
+		return &t.bell, &t.pieces
+	}, uint64(pieces))
 }
 
-// awaitAll is await for all other processes.
-func (p *Peers) awaitAll(ctx context.Context, ready func(l *line) bool) error {
+// awaitAll waits until a number of each other process has risen so far.
+func (p *Peers) awaitAll(ctx context.Context, of func(rank int) (*atomic.Uint32, *atomic.Uint64), to uint64) error {
 	for rank := range p.lines {
 		if rank == p.mine.Rank {
 			continue
 		}
-		if err := p.awaitLine(ctx, rank, ready, true); err != nil {
+		bell, number := of(rank)
+		if err := p.awaitLine(ctx, rank, bell, func() bool { return number.Load() >= to }, true); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// awaitLine waits until a process's line is ready, for the end of ctx, or for the loss of that
-// process. careful: also for the loss, or trouble, of any.
-func (p *Peers) awaitLine(ctx context.Context, rank int, ready func(l *line) bool, careful bool) error {
-	whose, l, asked := []int{rank}, p.lines[rank], time.Now()
+// awaitLine waits until a process, which rings the bell then, is ready, for the end of ctx, or for
+// the loss of that process. careful: also for the loss, or trouble, of any.
+func (p *Peers) awaitLine(ctx context.Context, rank int, bell *atomic.Uint32, ready func() bool, careful bool) error {
+	whose, asked := []int{rank}, time.Now()
 	if careful {
 		whose = nil
 	}
 	for {
-		heard := l.bell.Load()
-		if ready(l) {
+		heard := bell.Load()
+		if ready() {
 			return nil
 		}
 		if ctx.Err() != nil {
@@ -156,13 +178,13 @@ func (p *Peers) awaitLine(ctx context.Context, rank int, ready func(l *line) boo
 		if now := time.Now(); now.Sub(asked) >= lifeEvery {
 			asked = now
 			if err := p.checkLives(whose, now); err != nil {
-				if ready(l) { // as its last act
+				if ready() { // as its last act
 					return nil
 				}
 				return err
 			}
 		}
-		l.waitForBell(heard)
+		waitForBell(bell, heard)
 	}
 }
 

@@ -96,7 +96,7 @@ func (p *Peers) makeMemory(n int64) (err error) {
 	_, _ = rand.Read(token) // never fails
 	p.mine.Token = hex.EncodeToString(token)
 	if p.mine.Rank == 0 {
-		if p.flags, err = newShared(int64(p.ranks)*lineBytes, token); err != nil {
+		if p.flags, err = newShared(flagBytes(p.ranks), token); err != nil {
 			return err
 		}
 		p.mine.Flags = p.flags.fd
@@ -139,7 +139,7 @@ func (p *Peers) Join(offers []Offer) error {
 		return errs.New(errs.ErrArgument, "the offer of peer %d is not its own", p.mine.Rank)
 	}
 	if p.flags == nil {
-		f, err := openShared(&offers[0], offers[0].Flags, int64(p.ranks)*lineBytes)
+		f, err := openShared(&offers[0], offers[0].Flags, flagBytes(p.ranks))
 		if err != nil {
 			return err
 		}
@@ -161,7 +161,7 @@ func (p *Peers) Join(offers []Offer) error {
 	}
 	own := p.lines[p.mine.Rank]
 	own.joined.Store(1)
-	own.wakeWaiters()
+	ringBell(&own.bell)
 	p.showLife(own)
 	for rank := range offers {
 		if rank == p.mine.Rank {
@@ -204,7 +204,7 @@ func (p *Peers) End(ctx context.Context, good bool) error {
 	}
 	p.letGo()
 	own.ended.Store(1)
-	own.wakeWaiters()
+	ringBell(&own.bell)
 	soon, cancel := context.WithCancelCause(context.Background())
 	defer cancel(nil)
 	over := make(chan struct{})
@@ -237,7 +237,8 @@ func (p *Peers) End(ctx context.Context, good bool) error {
 // gone.
 func (p *Peers) awaitEnded(ctx context.Context) (first error) {
 	for rank := range p.lines {
-		err := p.awaitLine(ctx, rank, func(l *line) bool { return l.joined.Load() == 0 || l.ended.Load() != 0 }, false)
+		l := p.lines[rank]
+		err := p.awaitLine(ctx, rank, &l.bell, func() bool { return l.joined.Load() == 0 || l.ended.Load() != 0 }, false)
 		if first == nil {
 			first = err
 		}

@@ -68,13 +68,14 @@ func TestTogether(t *testing.T) {
 			}
 		}
 	}
-	all[1].Taken(1)
+	all[1].Taken(0, 1)
+	all[2].Taken(1, 1) // another's
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
 	if err := all[0].AwaitTaken(ctx, 1); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("taken by rank 1 alone: %v", err)
 	}
-	all[2].Taken(1)
+	all[2].Taken(0, 1)
 	if err := all[0].AwaitTaken(t.Context(), 1); err != nil {
 		t.Error(err)
 	}
@@ -93,7 +94,7 @@ func TestBell(t *testing.T) {
 		then func()
 	}{
 		"piece": {func() error { return all[0].AwaitPiece(t.Context(), 1, 1) }, func() { all[1].Publish(1) }},
-		"taken": {func() error { return all[1].AwaitTaken(t.Context(), 1) }, func() { all[0].Taken(1) }},
+		"taken": {func() error { return all[1].AwaitTaken(t.Context(), 1) }, func() { all[0].Taken(1, 1) }},
 	} {
 		go func() { woken <- step.wait() }()
 		time.Sleep(20 * time.Millisecond) // it waits, most likely

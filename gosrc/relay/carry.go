@@ -8,6 +8,8 @@ import (
 	"errors"
 	"slices"
 	"sync"
+	"sync/atomic"
+	"time"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
@@ -21,11 +23,12 @@ import (
 // compared with its checksum where it was read.
 //
 // The ring lies in memory that the other ranks map. A rank publishes a piece when its
-// share was checked and has arrived there. The others wait for that, copy the share
-// to the same place of their own rings, on a stream for each rank, and decode behind
-// the copies; columns of plain tensors (strips) they copy to where these belong. On the
-// host they decode where the bytes are. A buffer is filled again
-// when no rank needs it any more.
+// share was checked and has arrived there. Each other rank waits for that by itself, copies
+// the share to the same place of its own ring, on a stream for each rank, and decodes behind
+// the copy; columns of plain tensors (strips) it copies to where these belong. On the
+// host it decodes where the bytes are. Then it says that it needs the share no more. A rank
+// fills its part of a buffer again when all others have said so, whatever they have of
+// other ranks: one that reads late delays only what it reads.
 type carrier struct {
 	*peers.Peers
 	streams []uintptr // on a GPU, by rank
@@ -33,12 +36,13 @@ type carrier struct {
 	aimed   chan struct{}
 	gone    bool // disconnected
 	work    sync.WaitGroup
+	waits   []atomic.Int64 // by rank: nanoseconds; see Report.Waited
 
 	// Guarded by the relay's mu.
 	asked     bool // Join was called
 	live      bool // joined
 	published int  // pieces whose shares of this rank have arrived: [0, published)
-	taken     int  // pieces that no other rank needs: [0, taken)
+	taken     int  // pieces whose shares of this rank no other rank needs: [0, taken)
 }
 
 // connect makes the ring and what carries it.
@@ -51,7 +55,7 @@ func (r *Relay) connect() error {
 	if err != nil {
 		return err
 	}
-	r.carrier = &carrier{Peers: p, joined: make(chan struct{}), aimed: make(chan struct{})}
+	r.carrier = &carrier{Peers: p, joined: make(chan struct{}), aimed: make(chan struct{}), waits: make([]atomic.Int64, s.Ranks)}
 	for i := range s.Buffers {
 		s.Ring = append(s.Ring, uint64(uintptr(p.Memory(s.Rank)))+uint64(int64(i)*s.Size))
 	}
@@ -131,9 +135,9 @@ func (r *Relay) Join(offers []peers.Offer) error {
 	return nil
 }
 
-// carry brings all pieces, in the background.
+// carry brings all pieces, in the background: those of each rank by themselves.
 func (r *Relay) carry(ctx context.Context) {
-	for _, work := range []func(context.Context) error{r.bring, r.recycle} {
+	begin := func(work func(context.Context) error) {
 		r.carrier.work.Add(1)
 		spawn.Go("relay carry", func() {
 			defer r.carrier.work.Done()
@@ -143,76 +147,99 @@ func (r *Relay) carry(ctx context.Context) {
 			}
 		})
 	}
+	begin(r.recycle)
+	begin(func(ctx context.Context) error {
+		if err := r.follow(ctx); err != nil {
+			return err
+		}
+		for from := range r.spec.Ranks {
+			begin(func(ctx context.Context) error { return r.bring(ctx, from) })
+		}
+		return nil
+	})
 }
 
-// bring gets and decodes piece after piece.
-func (r *Relay) bring(ctx context.Context) error {
-	c := r.carrier
-	for _, ready := range []chan struct{}{c.joined, c.aimed} {
+// follow waits until the ranks have met and this one's requests are known, and orders what is
+// copied and decoded behind what is on the caller's stream: strips go where its work was.
+func (r *Relay) follow(ctx context.Context) error {
+	for _, ready := range []chan struct{}{r.carrier.joined, r.carrier.aimed} {
 		if err := until(ctx, ready); err != nil {
 			return err
 		}
 	}
-	for _, s := range c.streams { // strips go where that stream's work was
-		if r.spec.Stream == 0 {
-			break
-		}
+	if r.spec.Stream == 0 || r.queue == nil {
+		return nil
+	}
+	for _, s := range r.carrier.streams {
 		if err := r.target.GPU.Follow(s, uintptr(r.spec.Stream)); err != nil {
 			return err
 		}
 	}
+	return r.queue.WaitFor(uintptr(r.spec.Stream))
+}
+
+// bring gets and decodes what a rank has read, piece after piece.
+func (r *Relay) bring(ctx context.Context, from int) error {
+	c, own := r.carrier, from == r.spec.Rank
 	for k := range r.pieces {
-		p := &r.pieces[k]
-		if err := until(ctx, p.checked); err != nil {
+		p, wanted := &r.pieces[k], r.wantsOf(k, from)
+		began := time.Now()
+		var err error
+		switch {
+		case own:
+			err = until(ctx, p.checked)
+			r.note(&p.seen.Ready, false)
+		case wanted:
+			err = c.AwaitPiece(ctx, from, k+1)
+		}
+		c.waits[from].Add(int64(time.Since(began)))
+		if err != nil {
 			return err
 		}
-		streams := []uint64{}
-		if k == 0 {
-			streams = append(streams, r.spec.Stream)
+		if !wanted {
+			if own {
+				r.emptied(k)
+			}
+			r.decoded(k, from, from+1)
+			continue
 		}
-		for i := 1; i < r.spec.Ranks; i++ {
-			from := (r.spec.Rank + i) % r.spec.Ranks
-			if p.used[from] == 0 && !p.beside[from] {
-				continue
-			}
-			if err := c.AwaitPiece(ctx, from, k+1); err != nil {
-				return err
-			}
-			if c.streams == nil {
-				continue
-			}
+		stream := uint64(0)
+		if !own && c.streams != nil {
 			if err := r.pull(k, from); err != nil {
 				return err
 			}
-			streams = append(streams, uint64(c.streams[from]))
+			stream = uint64(c.streams[from])
 		}
-		r.note(&p.seen.Ready, false)
-		if err := r.Decode(k, streams...); err != nil {
-			return nil //nolint:nilerr // Decode has said it
+		if err := r.decode(k, from, from+1, stream); err != nil {
+			return nil //nolint:nilerr // decode has said it
 		}
 	}
 	return nil
 }
 
+// wantsOf reports whether this rank wants any of what a rank reads of a piece.
+func (r *Relay) wantsOf(k, from int) bool {
+	q := r.part(k, from)
+	return q.last > q.first || len(q.strips) > 0
+}
+
 // pull queues the copy of a rank's share, behind the decoding of the buffer's earlier
 // piece.
 func (r *Relay) pull(k, from int) error {
-	c, b := r.carrier, k%len(r.spec.Ring)
-	if r.pieces[k].strips != nil {
-		if err := r.pullStrips(k, from); err != nil {
-			return err
-		}
+	c, b, q := r.carrier, k%len(r.spec.Ring), r.part(k, from)
+	if err := r.pullStrips(k, from); err != nil {
+		return err
 	}
-	if r.pieces[k].used[from] == 0 {
+	if q.used == 0 || q.last == q.first {
 		return nil
 	}
-	if err := r.idle[b].Before(c.streams[from]); err != nil {
+	if err := r.emptiedAt(k, from).Before(c.streams[from]); err != nil {
 		return err
 	}
 	off := int64(b)*r.spec.Size + int64(from)*r.pieces[k].share
 	to, at := unsafe.Add(c.Memory(r.spec.Rank), off), unsafe.Add(c.Memory(from), off)
-	r.pulled.Add(r.pieces[k].used[from])
-	return r.target.GPU.Copy(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(to)), uint64(uintptr(at)), r.pieces[k].used[from], false)
+	r.pulled.Add(q.used)
+	return r.target.GPU.Copy(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(to)), uint64(uintptr(at)), q.used, false)
 }
 
 // recycle frees buffers when no other rank needs them any more.
@@ -270,6 +297,17 @@ func until(ctx context.Context, ready chan struct{}) error {
 	case <-ctx.Done():
 		return context.Cause(ctx)
 	}
+}
+
+// waited are the seconds of Report.Waited.
+func (r *Relay) waited() (seconds []float64) {
+	if r.carrier == nil {
+		return nil
+	}
+	for i := range r.carrier.waits {
+		seconds = append(seconds, time.Duration(r.carrier.waits[i].Load()).Seconds())
+	}
+	return seconds
 }
 
 // lost are the ranks that are gone, for the report.

@@ -1,11 +1,19 @@
 package relay
 
 import (
+	"bytes"
+	"context"
+	"net/http"
+	"net/http/httptest"
+	"sync/atomic"
 	"testing"
 	"time"
+	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/peers"
+	"github.com/overwire/overwire/gosrc/plan"
 )
 
 // Relays that bring nothing find each other, too, in whatever order they join: the first
@@ -38,6 +46,75 @@ func TestNothingToBring(t *testing.T) {
 	}
 	for rank, r := range relays {
 		if _, err := r.Job().Wait(-1); err != nil {
+			t.Errorf("rank %d: %v", rank, err)
+		}
+	}
+	if left := spawn.Left(); len(left) != 0 {
+		t.Errorf("still running: %v", left)
+	}
+}
+
+// A rank that reads late delays only what it reads: all ranks get all that the others read,
+// however many buffers that takes, before it has read anything.
+func TestLateReader(t *testing.T) {
+	const ranks, late, mib = 3, 1, 1 << 20
+	m := plain(t, []int64{12, mib}, []int64{9 * mib})
+	path := m.Index().Sources[0].URI
+	slow, begun := make(chan struct{}), atomic.Bool{}
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
+		if begun.Load() {
+			<-slow
+		}
+		http.ServeFile(w, q, path)
+	}))
+	defer server.Close()
+	far, err := load.Open(t.Context(), load.Spec{URIs: []string{server.URL + "/m.safetensors"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer far.Close()
+	begun.Store(true)
+	relays, offers, got := make([]*Relay, ranks), make([]peers.Offer, ranks), make([][]byte, ranks)
+	for rank := range relays {
+		from := m
+		if rank == late {
+			from = far
+		}
+		r, err := Start(from, &Spec{Tensors: []int64{0, 1}, Size: ranks * (mib + 4096), Ranks: ranks, Rank: rank, Exchange: true, Buffers: 2})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if offers[rank], err = r.Offer(); err != nil {
+			t.Fatal(err)
+		}
+		relays[rank], got[rank] = r, bytes.Repeat([]byte{1}, 21*mib)
+		err = r.Aim([]plan.Request{{Tensor: 0, Dest: uintptr(unsafe.Pointer(&got[rank][0])), Hi0: plan.Whole, Hi1: plan.Whole},
+			{Tensor: 1, Dest: uintptr(unsafe.Pointer(&got[rank][12*mib])), Hi0: plan.Whole, Hi1: plan.Whole}})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, r := range relays {
+		if err := r.Join(offers); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := len(relays[0].pieces); n < 6 {
+		t.Fatalf("%d pieces", n)
+	}
+	for _, r := range relays {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		if err := r.wait(ctx, func() bool { return r.done[0] == len(r.pieces) && r.done[2] == len(r.pieces) }); err != nil {
+			t.Errorf("rank %d has %v of %d pieces: %v", r.spec.Rank, r.done, len(r.pieces), err)
+		}
+		if r.done[late] > 1 { // what came with the header may be of the first
+			t.Errorf("rank %d has what was not read", r.spec.Rank)
+		}
+		cancel()
+	}
+	close(slow)
+	for rank, r := range relays {
+		if _, err := r.Job().Wait(-1); err != nil || bytes.ContainsRune(got[rank], 1) {
 			t.Errorf("rank %d: %v", rank, err)
 		}
 	}

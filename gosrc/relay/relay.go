@@ -19,12 +19,10 @@ import (
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/pipeline"
 	"github.com/overwire/overwire/gosrc/plan"
-	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Spec says what the ranks of a group load together. Tensors, Widest and
-// Size are the same on all of them (with Needs, Tensors on those of a host), and Ranks on
-// those of a host.
+// A Spec says what the ranks of a group load together. Tensors and Size are the same on all
+// ranks that exchange (with Needs, Tensors on those of a host).
 type Spec struct {
 	Tensors []int64  `json:"tensors"` // whose stored bytes are shared, each one whole
 	Ring    []uint64 `json:"ring"`    // buffers of Size bytes on the device; the caller keeps them valid until the job has ended
@@ -34,21 +32,15 @@ type Spec struct {
 	// only sets the requests (Aim).
 	Exchange bool `json:"exchange"`
 	Buffers  int  `json:"buffers"`
-	// Cuts, with Exchange: the dimension, 0 or 1, along which the ranks of the group cut
-	// each of the tensors, as torch.chunk does; -1: not at all. World is how many ranks
-	// the group has, and Members are their numbers of those of this host. What a rank
-	// alone needs is then read by that rank.
-	Cuts    []int64 `json:"cuts"`
-	World   int     `json:"world"`
-	Members []int64 `json:"members"`
-	// Needs, with Exchange and without Cuts: the blocks that each rank of this host needs,
-	// as requests with the rank in the place of the address. They may overlap.
-	Needs    []plan.Request `json:"-"`
-	Ranks    int            `json:"ranks"`  // of this host, or of all hosts whose ranks the caller brings together
-	Here     int            `json:"here"`   // how many of them this host has; 0: all
-	Widest   int            `json:"widest"` // of the host with the most ranks: pieces are alike on all hosts
-	Rank     int            `json:"rank"`
-	Timeline bool           `json:"timeline"` // the report has a Timeline
+	// Needs, with Exchange: the blocks that each rank of this host needs, as requests with
+	// the rank in the place of the address. They may overlap. Cuts are another way to say
+	// them; without both every rank needs all. What a rank alone needs is read by that rank.
+	Needs []plan.Request `json:"-"`
+	plan.Cuts
+	Ranks    int  `json:"ranks"` // that exchange
+	Here     int  `json:"here"`  // how many of them this host has; 0: all
+	Rank     int  `json:"rank"`
+	Timeline bool `json:"timeline"` // the report has a Timeline
 	load.Options
 }
 
@@ -73,58 +65,44 @@ type Relay struct {
 	model   *load.Model
 	target  load.Target
 	spec    *Spec
-	ix      *tensor.Index // an index in which all shared tensors have chunks
-	bare    []bool        // by tensor: it has chunks there only, without checksums
-	strips  []int64       // by tensor of these: bytes of a row, if ranks copy columns; else 0
-	pulled  atomic.Int64  // bytes copied from other ranks
-	at      []relayed     // by number of a chunk in ix
-	pieces  []relayPiece
-	jobs    []device.DecodeTask // of this rank's requests, by piece
-	refs    []plan.Ref          // of each job
-	wants   []plan.Want
-	coming  []int32 // by request: decode tasks that have not ended
-	here    *job.Landings
-	start   time.Time
-	fetch   *plan.Plan
-	shares  []plan.Want // of fetch: a chunk each
-	spots   []plan.Spot
 	machine plan.Machine
-	queue   *cuda.Queue  // decodes; nil: the host does
-	feed    device.Queue // fetches; nil: the host
-	// By buffer, on a GPU: this rank's share has arrived; the whole piece was
-	// decoded.
-	full, idle []*cuda.Event
-	carrier    *carrier // nil: the caller exchanges the shares
-	// When the kernels ran of the piece that has landed: the queue says it just before
-	// its tasks, in the same goroutine.
-	ran [2]int64
-
-	mu    sync.Mutex
-	wake  chan struct{} // closed and renewed when free or done grows
-	free  int           // pieces whose buffer may be filled again: [0, free)
-	done  int           // pieces that were decoded: [0, done)
-	err   error         // the first
-	ours  bool          // err is about bytes that this rank read
-	aimed bool          // wants and jobs are set
-	shut  bool
-	busy  sync.WaitGroup // Decode calls
-	once  sync.Once      // of close
+	start   time.Time
+	here    *job.Landings
+	pulled  atomic.Int64 // bytes copied from other ranks
+	carrier *carrier     // nil: the caller exchanges the shares
+	layout
+	aims
+	lane
+	state
 }
 
-type relayPiece struct {
-	share       int64         // the space of each rank in the buffer
-	begin       int           // this rank's first spot
-	first, last int           // its jobs
-	landed      chan struct{} // closed when this rank's share is there, or on its way
-	checked     chan struct{} // closed when it is there, and right: the others may read it
-	left        int32         // chunks of this rank's share still to come
-	unread      int32         // those that the other ranks may not read yet
-	used        []int64       // bytes of each rank's share that the others copy whole
-	beside      []bool        // by rank: behind that, its share has chunks of strips
-	strips      [][]strip     // by rank: what this one copies of its share beside; nil: nothing
-	begun, free bool
-	done        bool
-	seen        PieceTimes
+// lane is what a relay has of a GPU.
+type lane struct {
+	queue *cuda.Queue  // decodes; nil: the host does
+	feed  device.Queue // fetches; nil: the host
+	// By buffer: this rank's share has arrived; and, for each rank whose shares are decoded
+	// by themselves: they were.
+	full, idle []*cuda.Event
+	// When the kernels ran of what has landed: the queue says it just before
+	// its tasks, in the same goroutine.
+	ran [2]int64
+}
+
+// state is how far a relay is. mu guards it.
+type state struct {
+	mu     sync.Mutex
+	wake   chan struct{} // closed and renewed when free grows, or left falls
+	free   int           // pieces whose buffer may be filled again: [0, free)
+	queued int           // pieces of whose buffers the decoding of this rank's share is queued: [0, queued)
+	done   []int         // by rank: pieces whose share of that rank was decoded: [0, done)
+	left   int           // shares that were not decoded
+	err    error         // the first
+	ours   bool          // err is about bytes that this rank read
+	aimed  bool          // the requests are set
+	shut   bool
+	host   sync.Mutex     // held while the host decodes
+	busy   sync.WaitGroup // Decode calls
+	once   sync.Once      // of close
 }
 
 // PieceTimes is when the steps of a piece happened, in microseconds from the start
@@ -149,21 +127,22 @@ type Report struct {
 	// more.
 	Ours     bool         `json:"ours"`
 	Pulled   int64        `json:"pulled,omitempty"` // bytes copied from other ranks' memory
+	Waited   []float64    `json:"waited,omitempty"` // seconds that this rank had nothing of each rank to decode
 	Lost     []int        `json:"lost,omitempty"`   // ranks of this host that are gone
 	Timeline []PieceTimes `json:"timeline,omitempty"`
 }
 
 // Start starts a relay of a model. The first pieces are being read when it returns.
 func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
-	spec.Widest = max(spec.Widest, spec.Ranks)
-	if spec.Ranks < 1 || spec.Exchange && spec.Widest > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks || len(spec.Ring) == 0 && !spec.Exchange || slices.Contains(spec.Ring, 0) {
+	if spec.Ranks < 1 || spec.Exchange && spec.Ranks > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks || len(spec.Ring) == 0 && !spec.Exchange || slices.Contains(spec.Ring, 0) {
 		return nil, errs.New(errs.ErrArgument, "relay: rank %d of %d, with %d buffers", spec.Rank, spec.Ranks, len(spec.Ring))
 	}
 	tgt, err := load.TargetOf(spec.Device)
 	if err != nil {
 		return nil, m.Where("open", err)
 	}
-	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, wake: make(chan struct{}), start: time.Now(), here: job.NewLandings(0)}
+	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, start: time.Now(), here: job.NewLandings(0)}
+	r.wake = make(chan struct{})
 	r.machine = m.Machine(tgt.GPU != nil, spec.Threads, false)
 	r.machine.Exchange = spec.Exchange
 	if tgt.GPU != nil {
@@ -171,7 +150,7 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	}
 	cores, with := r.divide()
 	r.machine.Cores, r.machine.Ranks = min(r.machine.Cores, cores), with
-	if err := spec.checkCuts(); err != nil {
+	if err := spec.checkNeeds(m.Seen()); err != nil {
 		return nil, err
 	}
 	defer func() {
@@ -216,12 +195,16 @@ func (r *Relay) queues() (err error) {
 			r.letGo()
 		}
 	}()
-	for range 2 * len(r.spec.Ring) {
+	alone := 1
+	if r.carrier != nil {
+		alone = r.spec.Ranks
+	}
+	for i := range (1 + alone) * len(r.spec.Ring) {
 		v, err := gpu.NewEvent()
 		if err != nil {
 			return err
 		}
-		if len(r.full) < len(r.spec.Ring) {
+		if i < len(r.spec.Ring) {
 			r.full = append(r.full, v)
 		} else {
 			r.idle = append(r.idle, v)
@@ -232,7 +215,7 @@ func (r *Relay) queues() (err error) {
 		return err
 	}
 	r.feed = newFeedQueue(feed, r)
-	if r.queue, err = gpu.Queue(len(r.spec.Ring), cuda.TablesOnly); err != nil {
+	if r.queue, err = gpu.Queue(min(mostDecodes, alone*len(r.spec.Ring)), cuda.TablesOnly); err != nil {
 		return err
 	}
 	if r.carrier != nil { // other ranks wait for what this one has read, and for its buffers
@@ -274,7 +257,7 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	defer func() {
 		if r.carrier != nil && !r.carrier.gone { // a panic: the other ranks wait
 			r.fail(errs.New(errs.ErrEngine, "relay: it has ended without a result"), true)
-			r.part(ctx)
+			r.leave(ctx)
 		}
 	}()
 	files, depth := load.Expect(r.model.Sources(), r.fetch, false, cmp.Or(r.spec.Read, knob.Read.Get()))
@@ -282,7 +265,7 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	task := &pipeline.Task{
 		Index: r.model.Seen(), Sources: r.model.Sources(), Wants: r.shares, Plan: r.fetch, Queue: r.feed, Workers: r.machine.Workers(depth), NoCheck: r.spec.NoCheck,
 		Gate: func(ctx context.Context, job int32) error {
-			return r.wait(ctx, &r.free, int(r.spots[job].Group)-len(r.spec.Ring)+1-ahead)
+			return r.awaitFree(ctx, int(r.spots[job].Group)-len(r.spec.Ring)+1-ahead)
 		},
 		Landed: func(spot int32) {
 			k := int(r.spots[spot].Group)
@@ -297,7 +280,7 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	}
 	if ahead > 0 {
 		task.Destination = func(ctx context.Context, spot int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
-			return dst, r.wait(ctx, &r.free, int(r.spots[spot].Group)-len(r.spec.Ring)+1)
+			return dst, r.awaitFree(ctx, int(r.spots[spot].Group)-len(r.spec.Ring)+1)
 		}
 	}
 	if r.feed != nil {
@@ -314,15 +297,15 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 		err = r.model.Uncut()
 	}
 	if err == nil {
-		err = r.wait(ctx, &r.done, len(r.pieces))
+		err = r.wait(ctx, func() bool { return r.left == 0 })
 	}
 	if err != nil {
 		r.fail(err, true)
 	}
-	r.part(ctx)
+	r.leave(ctx)
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	rep := Report{Lost: r.lost(), Pulled: r.pulled.Load(), Report: load.Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)), Seconds: time.Since(r.start).Seconds(), Stages: st}, Ours: r.ours}
+	rep := Report{Lost: r.lost(), Waited: r.waited(), Pulled: r.pulled.Load(), Report: load.Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)), Seconds: time.Since(r.start).Seconds(), Stages: st}, Ours: r.ours}
 	for _, f := range files {
 		rep.DirectIO += f.DirectBytes()
 	}
@@ -339,8 +322,8 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	return r.err
 }
 
-// part ends what the ranks exchange.
-func (r *Relay) part(ctx context.Context) {
+// leave ends what the ranks exchange.
+func (r *Relay) leave(ctx context.Context) {
 	if r.carrier == nil {
 		return
 	}
@@ -409,13 +392,18 @@ func (r *Relay) fail(err error, ours bool) {
 	r.job.Cancel()
 }
 
-// wait waits until *have, which is free or done, reaches pieces.
-func (r *Relay) wait(ctx context.Context, have *int, pieces int) error {
+// awaitFree waits until the buffers of the first pieces may be filled again.
+func (r *Relay) awaitFree(ctx context.Context, pieces int) error {
+	return r.wait(ctx, func() bool { return r.free >= pieces })
+}
+
+// wait waits until ready, which is called with r.mu held.
+func (r *Relay) wait(ctx context.Context, ready func() bool) error {
 	for {
 		r.mu.Lock()
-		n, wake := *have, r.wake
+		yes, wake := ready(), r.wake
 		r.mu.Unlock()
-		if n >= pieces {
+		if yes {
 			return nil
 		}
 		select {
@@ -438,35 +426,38 @@ func (r *Relay) landed(k, chunks int) {
 	}
 }
 
-// queued lets the buffer of a piece be filled again, after its decoding. Buffers
-// are freed in the order of the pieces.
-func (r *Relay) queued(k int) {
+// emptied lets the buffer of a piece be filled again, as far as this rank goes: what decodes
+// its share is queued. Pieces come in order.
+func (r *Relay) emptied(k int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.pieces[k].free = true
+	r.queued = k + 1
 	r.pieces[k].seen.Queued = time.Since(r.start).Microseconds()
 	r.advance()
 }
 
 // advance frees buffers that no rank needs. r.mu is held.
 func (r *Relay) advance() {
-	for r.free < len(r.pieces) && r.pieces[r.free].free && (r.carrier == nil || r.free < r.carrier.taken) {
+	for r.free < r.queued && (r.carrier == nil || r.free < r.carrier.taken) {
 		r.free++
 	}
 	r.moved()
 }
 
-// decoded counts a decoded piece.
-func (r *Relay) decoded(k int) {
+// decoded counts decoded shares of a piece: those of the ranks [lo, hi).
+func (r *Relay) decoded(k, lo, hi int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.pieces[k].done = true
 	r.pieces[k].seen.Decoded = time.Since(r.start).Microseconds()
-	for r.done < len(r.pieces) && r.pieces[r.done].done {
-		r.done++
-	}
-	if r.carrier != nil {
-		r.carrier.Taken(r.done)
+	for rank := lo; rank < hi; rank++ {
+		r.part(k, rank).done = true
+		r.left--
+		for r.done[rank] < len(r.pieces) && r.part(r.done[rank], rank).done {
+			r.done[rank]++
+		}
+		if r.carrier != nil && rank != r.spec.Rank {
+			r.carrier.Taken(rank, r.done[rank])
+		}
 	}
 	r.moved()
 }

@@ -31,11 +31,16 @@ type strip struct {
 func (r *Relay) stripes(wants []plan.Want) []int64 {
 	rows := make([]int64, len(r.model.Seen().Tensors))
 	users := make([]int, len(rows))
-	columns := r.spec.columns()
+	columns := map[int64]bool{} // tensors of which some rank needs columns
+	for _, n := range r.spec.Needs {
+		if n.Lo1 != 0 || n.Hi1 != plan.Whole {
+			columns[n.Tensor] = true
+		}
+	}
 	for i := range wants {
 		users[wants[i].Data]++
 		t := &r.model.Seen().Tensors[wants[i].Tensor]
-		if columns[i] && t.Alias < 0 && t.Count == 0 && len(t.Shape) > 1 && t.Shape[0] > 0 && t.Bytes%t.Shape[0] == 0 {
+		if columns[int64(wants[i].Tensor)] && t.Alias < 0 && t.Count == 0 && len(t.Shape) > 1 && t.Shape[0] > 0 && t.Bytes%t.Shape[0] == 0 {
 			if row := t.Bytes / t.Shape[0]; row > 0 && row <= bareBytes {
 				rows[wants[i].Data] = row
 			}
@@ -59,11 +64,8 @@ func (r *Relay) bareChunk(data int32) int64 {
 }
 
 // strip makes strips of a decode task whose chunk lies in another rank's share of a
-// piece, joined with the last of the same rank where both lie behind each other.
-func (p *relayPiece) strip(rank int, j *device.DecodeTask, off int64, want int32) {
-	if p.strips == nil {
-		p.strips = make([][]strip, len(p.used))
-	}
+// piece, joined with the last where both lie behind each other.
+func (p *part) strip(j *device.DecodeTask, off int64, want int32) {
 	s := strip{dst: j.Dst, src: off, pitch: int64(j.Chunk.Logical), width: int64(j.Chunk.Logical), rows: 1, want: want, chunks: 1, logical: int64(j.Chunk.Logical)}
 	if v := j.View; v != nil {
 		first := max(v.At/v.Row, v.Row0)
@@ -72,17 +74,17 @@ func (p *relayPiece) strip(rank int, j *device.DecodeTask, off int64, want int32
 		s.dst = unsafe.Add(j.Dst, (first-v.Row0)*s.width)
 		s.src += first*v.Row - v.At + v.Col0
 	}
-	if n := len(p.strips[rank]); n > 0 {
-		q := &p.strips[rank][n-1]
+	if n := len(p.strips); n > 0 {
+		q := &p.strips[n-1]
 		if q.want == s.want && q.pitch == s.pitch && q.width == s.width && q.src+q.rows*q.pitch == s.src && unsafe.Add(q.dst, q.rows*q.width) == s.dst {
 			q.rows, q.chunks, q.logical = q.rows+s.rows, q.chunks+1, q.logical+s.logical
 			return
 		}
 	}
-	p.strips[rank] = append(p.strips[rank], s)
+	p.strips = append(p.strips, s)
 }
 
-// divert takes the tasks of chunks that come as strips out of a plan, whose pieces are
+// divert takes the tasks of chunks that come as strips out of a plan, whose parts are
 // `where`.
 func (r *Relay) divert(p *plan.Plan, where []int, wants []plan.Want) []int {
 	if r.target.GPU == nil || !r.striped() {
@@ -90,10 +92,9 @@ func (r *Relay) divert(p *plan.Plan, where []int, wants []plan.Want) []int {
 	}
 	n := 0
 	for i := range p.Tasks {
-		piece, data := &r.pieces[where[i]], wants[p.Refs[i].Want].Data
-		at := r.place(chunkOf{data, p.Refs[i].N}).off
-		if rank := int(at / piece.share); r.strips[data] > 0 && rank != r.spec.Rank {
-			piece.strip(rank, &p.Tasks[i], at, p.Refs[i].Want)
+		data := wants[p.Refs[i].Want].Data
+		if rank := where[i] % r.spec.Ranks; r.strips[data] > 0 && rank != r.spec.Rank {
+			r.parts[where[i]].strip(&p.Tasks[i], r.place(plan.ChunkOf{Data: data, N: p.Refs[i].N}).off, p.Refs[i].Want)
 			continue
 		}
 		p.Tasks[n], p.Refs[n], where[n] = p.Tasks[i], p.Refs[i], where[i]
@@ -105,10 +106,10 @@ func (r *Relay) divert(p *plan.Plan, where []int, wants []plan.Want) []int {
 
 // pullStrips queues the copies of a rank's strips of a piece.
 func (r *Relay) pullStrips(k, from int) error {
-	c, p := r.carrier, &r.pieces[k]
+	c, p := r.carrier, r.part(k, from)
 	base := int64(k%len(r.spec.Ring)) * r.spec.Size
-	for i := range p.strips[from] {
-		s := &p.strips[from][i]
+	for i := range p.strips {
+		s := &p.strips[i]
 		at := unsafe.Add(c.Memory(from), base+s.src)
 		err := r.target.GPU.CopyRows(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(s.dst)), uint64(s.width), uint64(uintptr(at)), uint64(s.pitch), s.width, s.rows)
 		if err != nil {
@@ -119,17 +120,17 @@ func (r *Relay) pullStrips(k, from int) error {
 	return nil
 }
 
-// stripped counts the strips of a piece, whose copies have ended.
-func (r *Relay) stripped(k int) {
-	for _, of := range r.pieces[k].strips {
-		for i := range of {
-			r.count(of[i].want, of[i].chunks, of[i].logical)
+// stripped counts the strips of shares of a piece, whose copies have ended.
+func (r *Relay) stripped(k, lo, hi int) {
+	for rank := lo; rank < hi; rank++ {
+		for _, s := range r.part(k, rank).strips {
+			r.count(s.want, s.chunks, s.logical)
 		}
 	}
 }
 
 // isStrip reports whether columns of a chunk are copied.
-func (r *Relay) isStrip(c chunkOf) bool { return r.strips[c.data] > 0 }
+func (r *Relay) isStrip(c plan.ChunkOf) bool { return r.strips[c.Data] > 0 }
 
 // striped reports whether columns of any tensor are copied.
 func (r *Relay) striped() bool {

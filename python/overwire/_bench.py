@@ -22,7 +22,7 @@ from .plumbing import parse_size
 
 __all__ = ["main"]
 
-_WAYS = ("ipc", "nccl", "none")
+_WAYS = ("mapped", "collective", "none")
 
 _DOC = """Loads a model by several processes of a torch.distributed group together: whole on each, and
 in tensor-parallel slices, compressed and plain, by each way of OVERWIRE_EXCHANGE (or by the one

@@ -111,18 +111,20 @@ class PreloadAnswer(TypedDict):
     notes: list[PreloadNote]
 
 
-class RelaySpec(LoadOptions, total=False):
+class PlanCuts(TypedDict, total=False):
+    cuts: list[int]
+    world: int
+    members: list[int]
+
+
+class RelaySpec(PlanCuts, LoadOptions, total=False):
     tensors: list[int]
     ring: list[int]
     size: int
     exchange: bool
     buffers: int
-    cuts: list[int]
-    world: int
-    members: list[int]
     ranks: int
     here: int
-    widest: int
     rank: int
     timeline: bool
 

@@ -36,7 +36,7 @@ def losses(round_: Round) -> None:
 def _play(round_: Round, body: Callable[[Round, list[Stored], int, int, random.Random], None]) -> None:
     """Forks the ranks, and waits for all."""
     rng = round_.rng
-    size, exchange = rng.randint(2, 4), rng.choice(("ipc", "nccl", "none", "auto"))
+    size, exchange = rng.randint(2, 4), rng.choice(("mapped", "collective", "none", "auto"))
     models = _make(round_)
     round_.doing = f"{body.__name__}, {size} ranks, {exchange}"
     os.environ["OVERWIRE_EXCHANGE"] = exchange  # the ranks' engines read it when they start

@@ -248,18 +248,18 @@ func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.R
 	spec := specOf(travel, memory{}, c.Where, rank, ranks, space*int64(ranks))
 	spec.Exchange, spec.Buffers = true, 3
 	if c.Cut != "" {
-		spec.Cuts, spec.World = cutting(m, travel, c.Cut), ranks
+		spec.Dims, spec.World = cutting(m, travel, c.Cut), ranks
 		for other := range ranks {
 			spec.Members = append(spec.Members, int64(other))
 		}
 		if c.Said {
 			for other := range ranks {
-				for _, q := range blocks(m, travel, spec.Cuts, other, ranks) {
+				for _, q := range blocks(m, travel, spec.Dims, other, ranks) {
 					q.Dest = uintptr(other)
 					spec.Needs = append(spec.Needs, q)
 				}
 			}
-			spec.Cuts, spec.World, spec.Members = nil, 0, nil
+			spec.Cuts = plan.Cuts{}
 		}
 	}
 	r, err := relay.Start(m, spec)

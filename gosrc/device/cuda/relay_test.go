@@ -266,7 +266,7 @@ func TestRelayEnds(t *testing.T) {
 		got, ring := memoryOn(t, where, sizes), memoryOn(t, where, []int64{alone, alone})
 		for _, wrong := range []func(*relay.Spec, []load.Request){
 			func(s *relay.Spec, _ []load.Request) { s.Rank = 1 }, func(s *relay.Spec, _ []load.Request) { s.Ring = nil },
-			func(s *relay.Spec, _ []load.Request) { s.Size = 30 << 10 }, func(s *relay.Spec, _ []load.Request) { s.Widest = 300 },
+			func(s *relay.Spec, _ []load.Request) { s.Size = 30 << 10 }, func(s *relay.Spec, _ []load.Request) { s.Ranks, s.Exchange = 300, true },
 			func(s *relay.Spec, _ []load.Request) { s.Tensors = s.Tensors[1:] },
 			func(s *relay.Spec, _ []load.Request) { s.Tensors[0] = math.MaxInt32 },
 			func(_ *relay.Spec, q []load.Request) { q[0].Hi0 = math.MaxInt32 },

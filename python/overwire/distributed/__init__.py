@@ -1,10 +1,10 @@
-"""Loads by the ranks of a process group together, and what they have measured."""
+"""Loads by the ranks of a process group together."""
 
 from __future__ import annotations
 
 from ..model.options import ShardLike
-from .exchange import shard_range
-from .group import agree, rates
+from .cuts import shard_range
+from .group import agree
 from .loading import load
 
-__all__ = ["ShardLike", "agree", "load", "rates", "shard_range"]
+__all__ = ["ShardLike", "agree", "load", "shard_range"]

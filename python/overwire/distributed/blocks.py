@@ -10,25 +10,23 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _engine
-from .._verbs import relay, relay_aim
-from ..errors import ArgumentError, CancelledError, CorruptError, ForkedError, IOFailure, OverwireError
-from ..jobs import Job
+from ..errors import ArgumentError, CancelledError, CorruptError, ForkedError
 from . import group as ranks
-from .group import Members, members_of, verb
+from .group import Members, Unmapped, members_of, verb
 from .identity import opened, replaced
-from .relays import connect, spec_of
+from .relays import Mapped, begin, request_of
+
+if TYPE_CHECKING:
+    from .._engine import JobNumber
 
 __all__ = ["SHARE", "Blocks", "Together", "meet", "shares", "unplanned"]
 
 _UNPLANNED = "no rank has a plan"
 
 _WORDS = 6  # of a request
-
-# Seconds between two looks at what the other ranks say.
-_TICK = 0.25
 
 # Of the ring; half as much memory as a group's load takes, since an engine counts on its
 # GPU's: with two ranks 120 MiB of it, at 4 % of the speed. The largest chunk fits.
@@ -49,11 +47,11 @@ class Blocks(NamedTuple):
 
 def shares(group: Any, pays: bool) -> bool:
     """Whether the ranks of a group are to share the reading: there are several, and
-    OVERWIRE_EXCHANGE is ipc, or auto and it pays.
+    OVERWIRE_EXCHANGE is mapped, or auto and it pays.
 
     pays: the ranks load onto GPUs, or from a store; the same on all of them, as the setting is.
     """
-    return group is not None and ranks.exchange_setting() in ("ipc", "auto" if pays else "ipc") and members_of(group).size > 1
+    return group is not None and ranks.exchange_setting() in ("mapped", "auto" if pays else "mapped") and members_of(group).size > 1
 
 
 def meet(group: Any, prepare: Callable[[], Blocks | None], pays: bool = True) -> tuple[Together | None, str]:
@@ -66,7 +64,7 @@ def meet(group: Any, prepare: Callable[[], Blocks | None], pays: bool = True) ->
     Raises on all ranks ArgumentError where OVERWIRE_EXCHANGE differs, CorruptError where they
     have not the same files open.
     """
-    with verb(group, alike=False) as members:
+    with verb(group) as members:
         return _meet(members, prepare, pays)
 
 
@@ -158,53 +156,32 @@ class Together:
         read, and what it raises is raised on all ranks. If a rank fails or is gone, the
         others raise it.
         """
-        with verb(self._members.group, self._mine.device, None):
+        with verb(self._members.group, self._mine.device, False):
             self._lands = True
             return self._land(first)
 
     def __del__(self) -> None:
         if not getattr(self, "_lands", True) and not sys.is_finalizing():
-            self._members.part(CancelledError("overwire: group: it did not load its blocks"), -1, None)
+            self._members.part(CancelledError("overwire: group: it did not load its blocks"), -1, False)
 
     def _land(self, first: Callable[[], None]) -> str:
         members = self._members
-        job: Job | None = None
-        error: BaseException | None = None
-        ours = True
-        try:
-            try:
-                if self._files:
-                    job = self._begun()
-                    relay_aim(job.number, self._numbered(self._mine.requests))
-                first()
-            except BaseException as caught:
-                error = caught
-            if self._files:
-                if reason := connect(members, job, error):
-                    return reason
-                assert job is not None
-                try:
-                    while not job.ended(_TICK):
-                        members.look()
-                except BaseException as caught:
-                    error = caught
-                    job.cancel()
-                    said = job.report() or {}
-                    ours = bool(said.get("ours", True))
-                    if isinstance(error, OverwireError) and (lost := said.get("lost")):
-                        raise IOFailure(f"overwire: group: rank {members.local[lost[0]]} is gone: {error}") from error
-            members.agree(error, ours=ours)
-            if job is not None:
-                report = job.report()
-                self.read, self.copied = report["stages"]["read_bytes"], report.get("pulled", 0)
-                job.done()
-                job = None
+        if not self._files:
+            members.exchange(first)
             return ""
-        finally:
-            if job is not None:
-                job.abandon()
+        relay = Mapped(members, self._begun)
+        relay.attempt(lambda: relay.aim(self._numbered(self._mine.requests)))
+        relay.attempt(first)
+        relay.join()
+        try:
+            for _ in relay.arrive(members.agree):
+                pass
+        except Unmapped as reason:
+            return str(reason).removeprefix("overwire: ")
+        self.read, self.copied = relay.report["stages"]["read_bytes"], relay.report.get("pulled", 0)
+        return ""
 
-    def _begun(self) -> Job:
+    def _begun(self) -> JobNumber:
         members = self._members
         models = [self._mine.files[number]._live().on(self._mine.device) for number in self._files]
         for model in models:
@@ -215,11 +192,11 @@ class Together:
             from ..frameworks.torch import used_on
 
             used_on(device)
-        spec = spec_of(members, device, _BUFFERS, SHARE)
-        spec["tensors"] = sorted(set(array("q", needs)[0::_WORDS]))
-        spec["more"] = [model.handle for model in models[1:]]
-        spec["exchange"] = True
-        return Job(relay(spec, models[0].handle, needs), "relay")
+        request = request_of(device, members.local, members.rank, SHARE)
+        request.update({"exchange": True, "buffers": _BUFFERS})
+        request["tensors"] = sorted(set(array("q", needs)[0::_WORDS]))
+        request["more"] = [model.handle for model in models[1:]]
+        return begin(request, models[0].handle, needs)
 
     def _numbered(self, requests: Sequence[bytes], rank: int | None = None) -> bytes:
         # The requests of all files, with the numbers that tensors have where the files are one

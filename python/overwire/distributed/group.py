@@ -1,6 +1,6 @@
-"""A process group that loads together: agreeing, failing together, measuring.
+"""A process group that loads together: agreeing, failing together, gathering.
 
-Nothing here reads a file. Every method that says *collective* must be called
+Nothing here reads a file, and nothing else uses collectives. Every method that says *collective* must be called
 by all ranks of the group, in the same order; none is called unless the user
 gave a group.
 
@@ -10,18 +10,14 @@ raised on all; a rank that reads meanwhile asks from time to time whether it may
 (`look`). An interrupt that comes while a rank waits for the others reaches them in the same
 way. What leaves a verb in between puts the ranks out of step: it goes to the others by the
 group's store, which those that wait look into, and the group serves no more loads.
-Sends from rank to rank alone (`send_receive`) are waited for up to the group's time-out.
 
 Nothing here keeps a group alive.
 """
 
 from __future__ import annotations
 
-import copy
 import ctypes
-import hashlib
 import math
-import os
 import pickle
 import secrets
 import socket
@@ -34,19 +30,16 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from .._verbs import knobs
-from ..errors import ArgumentError, CancelledError, IOFailure, MissingPackageError, OverwireError
+from ..errors import ArgumentError, CancelledError, IOFailure, MissingPackageError, NotSupportedError, OverwireError
 from ..frameworks.choose import device_number
 
-__all__ = ["Rates", "Members", "agree", "current", "members_of", "rates", "verb"]
+__all__ = ["Members", "Unmapped", "agree", "current", "exchange_setting", "host_name", "members_of", "verb"]
 
 _T = TypeVar("_T")
 
-# How often each way is tried before the fastest is kept. The first try also
-# pays for connections and pinned memory, so one would not do.
-_TRIES = 2
-
-#: A batch of fewer bytes says more of latency than of rates.
-TELLING = 4 << 20
+# Bytes that each rank brings to a meeting, and of all of them; what is longer takes a second
+# collective.
+_BLOCK, _BLOCKS = 64 << 10, 4 << 20
 
 # Seconds between two looks of a rank that waits, or reads, at what the others say.
 _LOOK = 0.25
@@ -91,48 +84,12 @@ class _Step:
         self.broken = ""
 
 
-class Rates:
-    """Seconds a byte of each way to load, by kind of tensor: measured, not known.
-
-    The rule: while some way of a kind has been tried less than twice, that one
-    is tried; from then on the one with the fewest seconds a byte is taken. A
-    try is a real batch of the load; its time is the slowest rank's, so that
-    all ranks choose alike. Rates live as long as the group.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[tuple[Any, ...], dict[str, list[float]]] = {}
-
-    def choose(self, kind: tuple[Any, ...], ways: tuple[str, ...]) -> tuple[str, bool]:
-        """The way for the next batch, and whether it is a try."""
-        seen = self._seen.get(kind, {})
-        for attempt in range(_TRIES):
-            for way in ways:
-                if len(seen.get(way, ())) <= attempt:
-                    return way, True
-        return min(ways, key=lambda way: min(seen[way])), False
-
-    def note(self, kind: tuple[Any, ...], way: str, nbytes: int, seconds: float) -> None:
-        """Remembers a try."""
-        if nbytes >= TELLING:
-            tries = self._seen.setdefault(kind, {}).setdefault(way, [])
-            tries.append(seconds / nbytes)
-            del tries[:-_TRIES]
-
-    def table(self) -> dict[str, dict[str, float]]:
-        """Bytes a second, as texts: kind to way to rate."""
-        return {
-            " ".join(str(part) for part in kind): {way: 1 / max(min(tries), 1e-15) for way, tries in ways.items()}
-            for kind, ways in self._seen.items()
-        }
-
-
 class Members:
     """A process group as a load needs it.
 
-    rank, size: in the group. local: the ranks of it that exchange, in order: those on
-    this host. most_local: how many the fullest host has. hosts: how many hosts there are.
-    here: how many ranks this one has.
+    rank, size: in the group. local: the ranks of it on this host, in order. most_local: how
+    many the fullest host has. hosts: how many hosts there are. unreachable: why the ranks of a
+    host cannot map each other's memory. reached: they have done so.
     """
 
     def __init__(self, group: Any) -> None:
@@ -146,13 +103,9 @@ class Members:
         self.local: list[int] = []
         self.most_local = 0
         self.hosts = 0
-        self.here = 0
-        self.rates = Rates()
-        self._step = _Step()  # that of `everyone`, too
-        self._warm: set[str] = set()
-        self.unreachable = ""  # why the ranks of a host cannot map each other's memory
-        self.reached = False  # they have done so
-        self.said: set[tuple[Any, ...]] = set()  # kinds whose way the log has
+        self.unreachable = ""
+        self.reached = False
+        self._step = _Step()
 
     @property
     def group(self) -> Any:
@@ -175,13 +128,11 @@ class Members:
 
         return self.link_device("cpu") or f"cuda:{torch.cuda.current_device()}"
 
-    def exchange(self, work: Callable[[], _T], alike: bool = False) -> list[_T]:
+    def exchange(self, work: Callable[[], _T]) -> list[_T]:
         """Collective: does `work` here and returns what it gave on each rank.
 
         If it raised on any rank, all raise: that rank its own error, the others
-        one of the same class that names the rank. alike: all ranks of a host are
-        expected to give the same, which their digests then show in a quarter of the time;
-        its repr says all of it.
+        one of the same class that names the rank.
         """
         step = self._step
         result: Any = None
@@ -192,50 +143,40 @@ class Members:
         except BaseException as caught:
             error = caught
         self._hurry(error, math.inf)
-        if alike and self.hosts == 1:
-            digest = hashlib.sha256(repr(result).encode()).digest()
-            words = [int.from_bytes(digest[at : at + 7], "little") for at in range(0, 28, 7)]  # 56 bits: it has no sign
-            mine = [*words, *(-word for word in words)]  # the most of these: the greatest and the least of each word
-            self._hint(error)
-            failed, *most = self._most([int(error is not None), *mine], "int64")
-            if not failed and most == mine:
-                step.agreed += 1
-                return [result] * self.size
         self._hint(error)
-        found = self._gathered(((_portable(error), error is not step.halt), result, secrets.token_hex(8)))
+        every = self._gathered(((_portable(error), _weight(error, error is not step.halt)), result, secrets.token_hex(8)))
         step.agreed += 1
-        step.token = step.token or found[0][2]
-        self._raise_first([fault for fault, _, _ in found], error)
-        return [result for _, result, _ in found]
+        step.token = step.token or every[0][2]
+        self._raise_first([fault for fault, _, _ in every], error)
+        return [result for _, result, _ in every]
 
-    def agree(self, error: BaseException | None, seconds: float = 0.0, ours: bool = True) -> float:
-        """Collective: raises on all ranks if there is an error on one; else
-        returns the most seconds of any rank. ours: an error that may come of
-        another rank's (False) is not raised where there is one that does not."""
+    def agree(self, error: BaseException | None, ours: bool = True) -> None:
+        """Collective: raises on all ranks if there is an error on one. ours: an error that may
+        come of another rank's (False) is not raised where there is one that does not."""
         step = self._step
         if step.interrupt is not None:
             error, ours = step.interrupt, True
         ours = ours and (error is None or error is not step.halt)
         self._hurry(error, _PATIENCE)
         self._hint(error if ours else None)
-        failed, most = self._most([0.0 if error is None else 1.0, seconds], "float64")
+        failed = self._any(error is not None)
         step.agreed += 1
         if failed:
-            self._raise_first(self._gathered((_portable(error), ours)), error)
-        return float(most)
+            self._raise_first(self._gathered((_portable(error), _weight(error, ours))), error)
 
     def raise_alike(self, error: BaseException) -> None:
         """Raises what every rank raises here."""
         self._step.known = error
         raise error
 
-    def _raise_first(self, faults: list[tuple[bytes | None, bool]], mine: BaseException | None) -> None:
-        # Of each rank its error, and whether that is its own: others count where there is none.
-        sure = any(fault is not None and own for fault, own in faults)
-        if mine is not None and (faults[self.rank][1] or not sure):
+    def _raise_first(self, faults: list[tuple[bytes | None, int]], mine: BaseException | None) -> None:
+        # Of each rank its error, and what that weighs: of the heaviest a rank raises its own, or
+        # else the first.
+        most = max(weight for _, weight in faults)
+        if mine is not None and faults[self.rank][1] == most:
             self.raise_alike(mine)
-        for rank, (fault, own) in enumerate(faults):
-            if fault is not None and (own or not sure):
+        for rank, (fault, weight) in enumerate(faults):
+            if fault is not None and weight == most:
                 self.raise_alike(_from_rank(rank, pickle.loads(fault)))
 
     def look(self) -> None:
@@ -301,20 +242,20 @@ class Members:
         step.depth += 1
         return step.number
 
-    def part(self, error: BaseException, first: int, alike: bool | None) -> None:
+    def part(self, error: BaseException, first: int, meets: bool) -> None:
         """Tells the other ranks of an error that ends a verb here, unless they have it: in
-        step if the ranks have not met yet. first: what `begin` returned. alike: as for
+        step if the ranks have not met yet. first: what `begin` returned. meets: as for
         `verb`."""
         step = self._step
         if error is step.known:
             return
-        if step.number == first and alike is not None and not step.broken:
+        if step.number == first and meets and not step.broken:
 
             def failed() -> None:
                 raise error
 
             with suppress(BaseException):
-                self.exchange(failed, alike)
+                self.exchange(failed)
             if step.known is error:
                 return
         step.broken = step.broken or f"{type(error).__name__} on rank {self.rank}"
@@ -330,32 +271,37 @@ class Members:
         if interrupt is not None:
             raise interrupt
 
-    def _most(self, mine: list[Any], dtype: str) -> list[Any]:
-        # Collective: the most of any rank, of each number.
+    def _any(self, mine: bool) -> bool:
+        # Collective: whether it is so on any rank.
         import torch
 
-        flags = torch.tensor(mine, dtype=getattr(torch, dtype), device=self._flags_device())
+        flag = torch.tensor([mine], dtype=torch.int32, device=self._flags_device())
         self._step.number += 1  # before it begins: a second one in its place would end the process
         with _reaching():
-            self._wait(self._dist.all_reduce(flags, self._dist.ReduceOp.MAX, group=self.group, async_op=True), flags)
-            found: list[Any] = flags.tolist()
-        return found
+            self._wait(self._dist.all_reduce(flag, self._dist.ReduceOp.MAX, group=self.group, async_op=True), flag)
+            return bool(flag.item())
 
     def _gathered(self, mine: Any) -> list[Any]:
-        # Collective: what every rank brings.
+        # Collective: what every rank brings, each behind its length.
+        packed = pickle.dumps(mine)
+        packed = len(packed).to_bytes(8, "little") + packed
+        every = self._blocks(packed, max(4 << 10, min(_BLOCK, _BLOCKS // self.size)))
+        sizes = [8 + int.from_bytes(block[:8], "little") for block in every]
+        if max(sizes) > len(every[0]):
+            every = self._blocks(packed, max(sizes))
+        return [pickle.loads(block[8:size]) for block, size in zip(every, sizes, strict=True)]
+
+    def _blocks(self, mine: bytes, size: int) -> list[bytes]:
+        # Collective: `size` bytes of each rank.
         import torch
 
-        device, packed = self._flags_device(), bytearray(pickle.dumps(mine))
-        sizes = torch.empty(self.size, dtype=torch.int64, device=device)
-        self._all_gather(sizes, torch.tensor([len(packed)], dtype=torch.int64, device=device))
-        counts: list[int] = sizes.tolist()
-        own = torch.zeros(max(counts), dtype=torch.uint8)
-        own[: len(packed)] = torch.frombuffer(packed, dtype=torch.uint8)
-        every = torch.empty(self.size * len(own), dtype=torch.uint8, device=device)
+        device = self._flags_device()
+        own = torch.frombuffer(bytearray(mine[:size].ljust(size, b"\0")), dtype=torch.uint8)
+        every = torch.empty(self.size * size, dtype=torch.uint8, device=device)
         self._all_gather(every, own.to(device))
         every = every.cpu()
         found = ctypes.string_at(every.data_ptr(), every.numel())
-        return [pickle.loads(found[rank * len(own) :][:count]) for rank, count in enumerate(counts)]
+        return [found[rank * size :][:size] for rank in range(self.size)]
 
     def _all_gather(self, whole: Any, mine: Any) -> None:
         self._step.number += 1
@@ -394,78 +340,18 @@ class Members:
             return
         self.local = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         self.most_local = max(hosts.count(host) for host in set(hosts))
-        self.hosts, self.here = len(set(hosts)), len(self.local)
-
-    def everyone(self) -> Members:
-        """Once settled: the same, but all ranks of the group exchange, on whatever host."""
-        every = copy.copy(self)
-        every.local, every.most_local, every.hosts = list(range(self.size)), self.size, 1
-        return every
-
-    def warm_up(self, link_device: str) -> None:
-        """Collective: connects the ranks of each host, so that no try pays for it. gloo has
-        connected them."""
-        if link_device != "cpu" and link_device not in self._warm:
-            import torch
-
-            here = torch.zeros(2, dtype=torch.uint8, device=link_device)
-            peers = [rank for rank in self.local if rank != self.rank]
-            self.send_receive([(peer, here[:1]) for peer in peers], [(peer, here[1:]) for peer in peers])
-            self.gather(torch.zeros(len(self.local), dtype=torch.uint8, device=link_device), 1)
-            self._warm.add(link_device)
-
-    def broadcast(self, tensor: Any, rank: int) -> None:
-        """Collective: the tensor of one rank, contiguous, on all."""
-        self._step.number += 1
-        with _reaching():
-            self._wait(self._dist.broadcast(tensor, self.global_rank(rank), group=self.group, async_op=True), tensor)
+        self.hosts = len(set(hosts))
 
     def gather(self, buffer: Any, share: int) -> None:
-        """Collective among the ranks that exchange: the r-th of them has bytes
-        [r * share, (r + 1) * share) of the buffer, and gets the others'."""
-        me = self.local.index(self.rank)
-        whole, mine = buffer[: share * len(self.local)], buffer[share * me : share * (me + 1)]
-        if len(self.local) == self.size > 1:
-            if not buffer.is_cuda:
-                self._all_gather(whole, mine)
-                return
-            self._step.number += 1
-            with _reaching():
-                self._dist.all_gather_into_tensor(whole, mine, group=self.group)
+        """Collective: rank r has bytes [r * share, (r + 1) * share) of the buffer, and gets the
+        others'. On a GPU it is only queued."""
+        whole, mine = buffer[: share * self.size], buffer[share * self.rank :][:share]
+        if not buffer.is_cuda:
+            self._all_gather(whole, mine)
             return
-        parts = whole.split(share)
-        peers = [(rank, part) for rank, part in zip(self.local, parts, strict=True) if rank != self.rank]
-        self.send_receive([(rank, mine) for rank, _ in peers], peers)
-
-    def send_receive(self, outgoing: list[tuple[int, Any]], incoming: list[tuple[int, Any]]) -> None:
-        """Collective among those named: sends and receives (rank, contiguous
-        tensor), in the order in which each pair of ranks lists them.
-
-        Point to point, and not by a group of the host's ranks: making one would
-        take every rank of the world, which may have no part in this. What is raised before
-        the first is sent, as an interrupt, is raised after the last: the others wait for it.
-        """
-        number = self._step.number
-        try:
-            self._send_receive(outgoing, incoming)
-        except BaseException:
-            if self._step.number == number:
-                self._send_receive(outgoing, incoming)
-            raise
-
-    def _send_receive(self, outgoing: list[tuple[int, Any]], incoming: list[tuple[int, Any]]) -> None:
-        dist = self._dist
-        operations = [dist.P2POp(dist.isend, tensor, self.global_rank(rank), self.group) for rank, tensor in outgoing if tensor.numel()]
-        operations += [dist.P2POp(dist.irecv, tensor, self.global_rank(rank), self.group) for rank, tensor in incoming if tensor.numel()]
-        if operations:
-            self._step.number += 1
-            with _reaching():
-                for handle in dist.batch_isend_irecv(operations):
-                    handle.wait()
-
-    def global_rank(self, rank: int) -> int:
-        """The rank in the world, which torch's collectives ask for."""
-        return int(self._dist.get_global_rank(self.group, rank))
+        self._step.number += 1
+        with _reaching():
+            self._dist.all_gather_into_tensor(whole, mine, group=self.group)
 
 
 def _within(work: Any, seconds: float) -> bool:
@@ -501,6 +387,16 @@ def _reaching() -> Iterator[None]:
         raise IOFailure(f"overwire: group: the other ranks cannot be reached: {reason}") from error
 
 
+class Unmapped(NotSupportedError):
+    """The ranks of a host cannot map each other's memory. It never leaves this package."""
+
+
+def _weight(error: BaseException | None, ours: bool) -> int:
+    # What comes of another rank's error counts where there is no other, and that ranks cannot
+    # reach each other where no rank has failed.
+    return 0 if error is None else 1 if not ours else 2 if isinstance(error, Unmapped) else 3
+
+
 def _portable(error: BaseException | None) -> bytes | None:
     if error is None:
         return None
@@ -519,16 +415,6 @@ def host_name() -> str:
     """What tells this host, and this boot of it, from others."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return socket.gethostname() + " " + file.read().strip()
-
-
-def place_of(uri: str) -> str:
-    """What rates depend on: one file system, or one kind of store."""
-    if "://" in uri:
-        return uri.partition("://")[0]
-    try:
-        return f"dev{os.stat(uri).st_dev}"
-    except OSError:
-        return "file"
 
 
 def exchange_setting() -> str:
@@ -571,10 +457,10 @@ def current(device: Any) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def verb(group: Any, device: Any = "cpu", alike: bool | None = True) -> Iterator[Members]:
+def verb(group: Any, device: Any = "cpu", meets: bool = True) -> Iterator[Members]:
     """All that a verb of a group does on this rank, from the look at its arguments on: what
-    ends it here ends it on every rank. device: of this rank's tensors. alike: as of its first
-    `exchange`; None: it begins with something else."""
+    ends it here ends it on every rank. device: of this rank's tensors. meets: it begins with
+    `exchange`."""
     members = members_of(group)
     first = members.begin()
     try:
@@ -582,16 +468,10 @@ def verb(group: Any, device: Any = "cpu", alike: bool | None = True) -> Iterator
             yield members
     except BaseException as error:
         with current(device):
-            members.part(error, first, alike)
+            members.part(error, first, meets)
         members.end()
         raise
     members.end()
-
-
-def rates(group: Any) -> dict[str, dict[str, float]]:
-    """What loads over this group have measured: kind of tensor to way to bytes
-    a second of tensors, all ranks together counted once. No collective."""
-    return members_of(group).rates.table()
 
 
 def agree(group: Any, error: BaseException | None) -> None:

@@ -4,32 +4,12 @@
 
 Each rank gets every tensor; one that `shard` names is cut along that dimension
 into blocks of ceil(size / ranks), of which rank r gets the r-th (the last ones
-may be shorter, or empty). There are several ways there:
+may be shorter, or empty). What several ranks want is read by one of them, and the
+stored bytes travel (`relays`), by a carrier that follows from where the ranks and the
+files are (`_carrier_of`); without one every rank reads what it wants.
 
-    whole tensors    each       every rank reads it
-                     broadcast  one rank of each host reads it, and sends it
-                     gather     each rank of a host reads an equal part of the
-                                stored bytes, and gets the others' from the others
-    sharded tensors  own        every rank reads what holds its block
-                     scatter    one rank of each host reads it, and sends blocks
-                     gather     as above, and keeps what is in its block
-
-    both             ipc        as gather, by memory that the ranks of a host map of
-                                each other
-                     spread     as gather, by the ranks of all hosts together
-
-On the GPUs of one host ipc is the fastest, and all goes that way if the ranks can map
-each other's memory. Elsewhere it depends on disk, page cache, links and cores, so it is
-measured: the load goes in batches, each batch goes one way, and `group.Rates` has the rule.
-By all but each and own a host reads each byte once, and by spread all hosts together do;
-by the other ways nothing but a few flags crosses between hosts.
-
-What travels by gather are the stored bytes: of compressed tensors every rank
-decodes them (`relays`). Broadcast and scatter are for plain ones.
-
-Failure: whatever fails on one rank is raised on all, before the batch is sent or,
-for relays, when the ranks next agree; what had been loaded is freed. `group` says how a
-rank hears of the others.
+Failure: whatever fails on one rank is raised on all when the ranks next agree; what had
+been loaded is freed. `group` says how a rank hears of the others.
 """
 
 from __future__ import annotations
@@ -37,44 +17,43 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import time
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError, CancelledError, CorruptError, NotSupportedError, OutOfMemoryError, OverwireError
 from ..frameworks.choose import check_device, check_dtype, frame_for
+from ..model.loads import Load
 from ..model.opened import WHOLE, Model, opening, prepare
 from ..model.options import DeviceLike, ShardLike, TorchName
 from ..model.plan import fit
 from ..model.sources import SourceLike
 from ..progress import Progress, watch
 from . import group as ranks
-from .exchange import Batch, ExchangeContext, Task, shard_range, torch_shape
-from .group import Members, verb
+from .cuts import Cutting, Task, shard_range, torch_shape
+from .group import Members, Unmapped, verb
 from .identity import opened, replaced
-from .relays import BUFFERS, FEW, Relay, fits
+from .relays import BUFFERS, FEW, SHARE, Collective, Mapped, begin, fits, packed, request_of
 
 if TYPE_CHECKING:
     import torch
+
+    from .._engine import JobNumber
+    from .._requests import RelayRequest
 
 __all__ = ["GroupLoad", "ShardLike", "begun", "load", "shard_range"]
 
 log = logging.getLogger("overwire")
 
-# Tensor bytes of a batch, and of a try: enough for rates to be those of large
-# loads, though each way takes some milliseconds to begin. Two batches of a rank
-# are on their way at most.
-_BATCH = 256 << 20
-_TRY = 1 << 30
-
-# Tensor bytes of a window of a stream that has no budget, where the engines do not
-# exchange.
+# Tensor bytes of a window of a stream that has no budget, where ranks do not map each other's
+# memory.
 _WINDOW = 1 << 30
 
-# Below this a tensor costs more by its number than by its bytes.
-_SMALL = 256 << 10
+# Seconds between two looks at what the other ranks say, while this one reads.
+_TICK = 0.25
+
+# The ranges of a whole tensor.
+_ALL = (0, WHOLE, 0, WHOLE)
 
 
 def load(
@@ -92,8 +71,8 @@ def load(
         from rank to rank (experts); a tensor that not every rank wants is read
         by those that do. shard: as `ShardLike`, the same on every rank;
         dimensions are those of the loaded tensor, negative ones count from the
-        end. max_memory: of this rank's tensors; the two batches on their way
-        are beside. Other arguments are those of `load_file`.
+        end. max_memory: of this rank's tensors; the ring of what is on its way
+        is beside. Other arguments are those of `load_file`.
 
     Returns name -> tensor, this rank's. Raises, on every rank, what any rank's
     load raises; ArgumentError where the ranks ask for different things;
@@ -118,8 +97,8 @@ def begun(
 ) -> Iterator[GroupLoad]:
     """Collective: a load that is open on all ranks and has read nothing. budget: what
     max_memory means for a stream, which holds a part of its tensors at a time; None: it
-    is of all of them. beside: the same where the engines do not exchange. choose: called before the ranks meet, it returns the tensors that
-    this rank wants, by position; its errors reach all ranks."""
+    is of all of them. beside: the same where ranks do not map each other's memory. choose: called before
+    the ranks meet, it returns the tensors that this rank wants, by position; its errors reach all ranks."""
     if group is None:
         raise ArgumentError("overwire: shard: needs the group whose ranks share the tensors")
     begun: list[GroupLoad] = []
@@ -128,7 +107,7 @@ def begun(
         while begun:
             begun.pop().close()
 
-    def begin() -> dict[str, Any]:
+    def describe() -> dict[str, Any]:
         if options.get("read") is not None:
             raise ArgumentError("overwire: read: a group's way of reading is set by OVERWIRE_READ, for all its ranks alike")
         begun.append(GroupLoad(members, source, shard, device, framework, (budget, beside), options))
@@ -138,10 +117,10 @@ def begun(
 
     with verb(group, device) as members:
         try:
-            reports = members.exchange(begin, alike=True)
+            reports = members.exchange(describe)
             if _replaced(reports, begun[0].model) is not None:  # once again: another file was put there meanwhile
                 close()
-                reports = members.exchange(begin, alike=True)
+                reports = members.exchange(describe)
             begun[0].meet(reports)
             yield begun[0]
         finally:
@@ -175,37 +154,29 @@ class GroupLoad:
         dtype = options.get("dtype")
         self._members = members
         self._late: BaseException | None = None
-        self._waiting: Batch | None = None  # being read, and not sent yet
-        # By way, what goes by one load or relay at the end; "few": too little to care how.
-        self._later: dict[str, list[Task]] = defaultdict(list)
-        self._widest: ExchangeContext | None = None  # of the ranks of all hosts
+        self._carrier = ""
+        self._buffers: list[Any] = []  # of collectives
+        self._count = self._bytes = 0  # of the tensors that have arrived
         self._frame = frame_for(framework)
         self._exchange = ranks.exchange_setting()
         self.budget, self.beside = budgets[0] or 0, budgets[1]
         self.common: list[int] = []
+        self.lone: list[int] = []
         self._alike = False  # all ranks want the same tensors
-        self._place = ""
-        self._spreads = False  # the ranks of several hosts may exchange
         if self._frame.name != "torch":
             raise ArgumentError("overwire: group: the ranks exchange torch tensors; use framework='pt'")
         where = check_device(device, self._frame)
-        self._mapping = self._exchange == "ipc" or self._exchange == "auto" and where != "cpu"  # all of it, if that can be
         self._dtype = check_dtype(self._frame, dtype)
         self._watcher = watch(options.get("progress"), "load" if budgets[0] is None else "stream")
-        link_device = members.link_device(where)
-        prepare(where if self._mapping else link_device or where)  # where stored bytes go
+        self._link = members.link_device(where)
+        prepare(self._link or where if self._exchange == "collective" else where)  # where stored bytes go
         self.model = Model(source, device=where, **whole)
         self.model.alone()  # what was preloaded is not shared out
-        self._link_model = self.model
         try:
-            if link_device and link_device != where:
-                self._link_model = Model(source, device=link_device, **whole)
-                self._link_model.alone()
-            self._context = ExchangeContext(members, self._frame, self.model, self._link_model)
+            self._cutting = Cutting(self._frame, members.size, members.rank)
             chosen = self.model.choose(options.get("keys"), options.get("filter"))
             self.chosen = list(range(len(self.model.table))) if chosen is None else chosen
             self._dims = self._cuts(shard)
-            self._may_send = bool(link_device) and self._exchange != "none"
             if budgets[0] is None:
                 fit(self.model, self._frame, self._dtype, options.get("max_memory"), map(self.part, self.chosen))
         except BaseException:
@@ -217,8 +188,6 @@ class GroupLoad:
             self._watcher.close()
             self._watcher = None
         self.model.close()
-        if self._link_model is not self.model:
-            self._link_model.close()
 
     def _cuts(self, shard: ShardLike) -> dict[int, int]:
         # Position to dimension. Of all tensors, not of those chosen here alone:
@@ -252,7 +221,7 @@ class GroupLoad:
         if at not in self._dims:
             return at, WHOLE
         task = self.task(at)
-        whole, part = math.prod(task.shape), math.prod(self._context.part_shape(task, self._members.rank))
+        whole, part = math.prod(task.shape), math.prod(self._cutting.shape(task))
         return at, math.prod(task.row.shape) * part // max(whole, 1)
 
     def describe(self) -> dict[str, Any]:
@@ -270,7 +239,6 @@ class GroupLoad:
             "wanted": bytes(wanted),
             "device": self.model.device.partition(":")[0],
             "exchange": self._exchange,
-            "place": ranks.place_of(self.model.uris[0]),
             "opened": opened([self.model], ranks.host_name()),
             "remote": any(source["remote"] for source in self.model.info()),
             "room": self.model.room(),
@@ -288,14 +256,8 @@ class GroupLoad:
         if error := _replaced(reports, self.model):
             members.raise_alike(error)
         members.settle([one["host"] for one in reports])
-        if members.hosts > 1 and self._may_send:
-            # From a store, or a file system of several hosts, they may read each byte once.
-            wanted = self._exchange == "nccl" or any(one["remote"] for one in reports)
-            room = max(one["room"] for one in reports)
-            self._spreads = wanted and fits(members.size, room)
-            if wanted and not self._spreads:
-                log.info("group: each host reads by itself: chunks of %d bytes are too large for %d ranks together", room, members.size)
-            self._mapping = self._mapping and (self._exchange == "ipc" or not self._spreads)
+        remote, room = any(one["remote"] for one in reports), max(one["room"] for one in reports)
+        self._carrier = self._carrier_of(remote, fits(members.size, room))
         shared = reports[0]["wanted"]
         for one in reports[1:]:
             shared = bytes(a & b for a, b in zip(shared, one["wanted"], strict=True))
@@ -303,20 +265,32 @@ class GroupLoad:
         self.lone = [at for at in self.chosen if not shared[at >> 3] >> (at & 7) & 1]
         self._alike = all(one["wanted"] == shared for one in reports)
         self.budget, self.beside = (min((one["budgets"][n] for one in reports if one["budgets"][n]), default=0) for n in range(2))
-        self._place = reports[0]["place"]
+
+    def _carrier_of(self, remote: bool, fitting: bool) -> str:
+        """What brings bytes from rank to rank: "mapped", "collective", or "none". The same on all
+        ranks. remote: the files lie in a store, or on a file system of several hosts. fitting:
+        each chunk has space where all ranks exchange."""
+        members, setting = self._members, self._exchange
+        if setting == "none" or members.size == 1:
+            return "none"
+        if setting == "auto" and self.model.device == "cpu" and not remote:
+            return "none"  # the page cache has each byte once, and plain tensors are mapped from it
+        sends = "collective" if self._link and fitting else "none"
+        if setting == "collective" or setting == "auto" and remote and members.hosts > 1 and sends == "collective":
+            return sends  # one host alone would read what another has
+        if members.unreachable:
+            return sends
+        return "mapped" if members.most_local > 1 else "none"
 
     def run(self) -> dict[str, Any]:
         """This rank's tensors, by name."""
-        loaded: dict[int, Any] = {}
-        carried = self._mapping and self._carry(self._carrier([self.task(at) for at in self.common]), loaded)
-        if not (carried and self._alike):  # else the ranks have agreed already
-            self._load([] if carried else self.common, self.lone, loaded)
+        windows, lone = ([], self.chosen) if self._carrier == "none" else ([self.common], self.lone)
+        loaded = dict(self._tensors(windows, [lone], None))
         return {self.model.table[at][0]: loaded[at] for at in self.chosen}
 
     def arrive(self, places: Mapping[int, Any] | None = None) -> Generator[tuple[int, Any], None, None]:
         """(position, tensor) of what this rank wants, as it arrives; after the last the
-        ranks agree. Where the budget, or the way of exchange, wants it, the load goes in
-        windows.
+        ranks agree. Where the budget, or the carrier, wants it, the load goes in windows.
 
         places: by position, memory of this rank on the model's device, dense and of the
             file's dtype, for its part of a tensor. What is yielded is that memory, or,
@@ -326,56 +300,183 @@ class GroupLoad:
         """
         try:
             self._check(self.common, self.budget)
-            left = self._windows(self.common, self.budget)
-            while left:
-                window, left = left[0], left[1:]
-                self._agree()  # with those that have closed
-                relay = self._carrier([self.task(at) for at in window], places) if self._mapping else None
-                if relay is not None:
-                    for task, tensor in relay.carry(self._agree, lambda more: self._tell(more, 0)):
-                        yield from self._kept(task, tensor)
-                    continue
-                self._check(window, self.beside)
-                window, *more = self._windows(window, self.budget or self.beside or _WINDOW)
-                left = more + left
-                loaded: dict[int, Any] = {}
-                self._load(window, [], loaded)
-                for at in window:
-                    yield at, loaded.pop(at)
-            for window in self._windows(self.lone, self.budget or _WINDOW):
-                try:
-                    loaded = {}
-                    batch = Batch(self._context, "own", [self.task(at) for at in window])
-                    batch.read()
-                    self._keep(batch.tasks, batch.send(), loaded)
-                except BaseException as caught:  # said when the ranks next agree
-                    self._late = self._late or caught
-                    break
-                for at in window:
-                    yield at, loaded.pop(at)
-            self._agree()
+            lone = self._windows(self.lone, self.budget or _WINDOW)
+            yield from self._tensors(self._windows(self.common, self.budget), lone, places, True)
         except GeneratorExit:
-            self.dismiss()
+            self._dismiss()
             raise
 
-    def dismiss(self) -> None:
-        """Collective: ends on all ranks what `arrive` gives, when the ranks next agree."""
-        with suppress(OverwireError):
-            self._agree(CancelledError("overwire: stream: it was closed before its end"))
+    def close_unbegun(self) -> None:
+        """Collective: ends on all ranks what `arrive` would give, which has not begun."""
+        if self._carrier == "mapped" and self.common:
+            with suppress(OverwireError):
+                self._members.exchange(_closed)
+        else:
+            self._dismiss()
 
-    def _kept(self, task: Task, tensor: Any) -> Iterator[tuple[int, Any]]:
-        kept: dict[int, Any] = {}
+    def _dismiss(self) -> None:
+        with suppress(OverwireError):
+            try:
+                _closed()
+            except OverwireError as error:
+                self._agree(error)
+
+    def _tensors(
+        self, windows: list[list[int]], lone: list[list[int]], places: Mapping[int, Any] | None, streams: bool = False
+    ) -> Iterator[tuple[int, Any]]:
+        # Collective: the windows of what all want, and those of what this rank alone does.
+        agreed = False
+        while windows and windows[0]:
+            window, windows = windows[0], windows[1:]
+            arrived: set[int] = set()
+            if self._carrier == "mapped":
+                try:
+                    with closing(self._mapped(window, places or {})) as arriving:
+                        for at, tensor in arriving:
+                            arrived.add(at)
+                            yield at, tensor
+                    agreed = True
+                    continue
+                except Unmapped as reason:  # other ranks go on with all tensors, and so does this one
+                    self._give_up(str(reason))
+            if streams:
+                self._agree()  # with those that have closed
+                self._check(window, self.beside)
+                window, *more = self._windows(window, self.budget or self.beside or _WINDOW)
+                windows = more + windows
+            with closing(self._collective(window) if self._carrier == "collective" else self._alone(window)) as arriving:
+                for at, tensor in arriving:
+                    if at not in arrived:
+                        yield at, tensor
+            agreed = False
+        for window in lone:
+            yield from self._alone(window)
+        if not (agreed and self._alike):
+            self._agree()
+
+    def _give_up(self, reason: str) -> None:
+        # Once a group: its ranks cannot map each other's memory.
+        members = self._members
+        members.unreachable = reason.removeprefix("overwire: ")
+        self._carrier = "collective" if self._link and self._exchange != "none" else "none"
+        log.warning("the ranks exchange by torch.distributed: they cannot map each other's memory: %s", members.unreachable)
+
+    def _mapped(self, window: list[int], places: Mapping[int, Any]) -> Generator[tuple[int, Any], None, None]:
+        members, tasks = self._members, [self.task(at) for at in window]
+        request = self._request(tasks, members.local, self.model.device)
+        request.update({"exchange": True, "buffers": BUFFERS, "world": members.size, "members": members.local})
+        dims = [task.engine_dim() for task in tasks]
+        if max(dims) >= 0:
+            request["cuts"] = dims
+        relay = Mapped(members, lambda: begin(request, self.model.handle))
+        tensors: list[Any] = []
+        relay.attempt(lambda: tensors.extend(self._places(tasks, places, self.model.device)))
+        asked = [slot for slot, tensor in enumerate(tensors) if tensor.numel()]
+        relay.attempt(lambda: relay.aim(self._requests(tasks, tensors)))
+        relay.join()
+        for slot, tensor in enumerate(tensors):
+            if not tensor.numel():
+                yield from self._kept(tasks[slot], tensor)
+        with closing(relay.arrive(self._agree, self._tell)) as arriving:
+            for number in arriving:
+                slot = asked[number]
+                tensor, tensors[slot] = tensors[slot], None  # it is the caller's
+                yield from self._kept(tasks[slot], tensor)
+        if not members.reached:
+            members.reached = True
+            log.info("the ranks of each host can exchange by memory that they map of each other")
+
+    def _collective(self, window: list[int]) -> Generator[tuple[int, Any], None, None]:
+        members, tasks = self._members, [self.task(at) for at in window]
+        request = self._request(tasks, range(members.size), self._link)
+        request["here"] = len(members.local)
+        tensors: list[Any] = []
+
+        def start() -> JobNumber:
+            if not self._buffers:
+                self._buffers.extend(self._frame.empty("U8", (request["size"],), self._link) for _ in range(FEW))
+            request["ring"] = [buffer.data_ptr() for buffer in self._buffers]
+            return begin(request, self.model.on(self._link).handle)
+
+        relay = Collective(members, start, self._buffers, request["stream"])
+        relay.attempt(lambda: tensors.extend(self._places(tasks, {}, self._link)))
+        relay.attempt(lambda: relay.aim(self._requests(tasks, tensors)))
+        relay.run(self._agree, self._tell)
+        for slot, task in enumerate(tasks):
+            tensor, tensors[slot] = tensors[slot], None
+            yield from self._kept(task, tensor)
+
+    def _alone(self, window: list[int]) -> Generator[tuple[int, Any], None, None]:
+        # Local: what this rank reads by itself. What fails is said when the ranks next agree.
+        tasks = [self.task(at) for at in window]
         try:
             if self._late is None:
-                self._keep([task], [tensor], kept)
-        except BaseException as caught:  # said when the ranks next agree
+                yield from self._read(tasks)
+        except GeneratorExit:
+            raise
+        except BaseException as caught:
+            self._late = self._late or caught
+
+    def _read(self, tasks: list[Task]) -> Iterator[tuple[int, Any]]:
+        reads = [(task, *self._cutting.read(task)) for task in tasks]
+        busy = [(task, block, row) for task, block, row in reads if 0 not in row.shape]
+        blocks, rows = [(task.at, block) for task, block, _ in busy], [row for *_, row in busy]
+        load = self.model.begin_blocks(blocks, rows, self._frame) if busy else None
+        try:
+            for task, _, row in reads:
+                if 0 in row.shape:
+                    yield from self._kept(task, self._frame.empty(row.dtype, row.shape, self.model.device))
+            while load is not None and not load.crowded and not _over(load):
+                self._members.look()
+        except BaseException:
+            if load is not None:
+                load.job.abandon()
+            raise
+        for (task, *_), tensor in zip(busy, load.tensors() if load is not None else (), strict=True):
+            yield from self._kept(task, tensor)
+
+    def _request(self, tasks: list[Task], exchange: Sequence[int], device: str) -> RelayRequest:
+        request = request_of(device, exchange, self._members.rank, SHARE)
+        request["tensors"] = [task.at for task in tasks]
+        request["timeline"] = log.isEnabledFor(logging.DEBUG)
+        return request
+
+    def _places(self, tasks: list[Task], places: Mapping[int, Any], device: str) -> list[Any]:
+        # Where the engine writes what it reads of each tensor: the caller's memory, but not for
+        # what is cut afterwards. While the first bytes are on their way; each decode goes after
+        # what is queued for memory that the tensors got.
+        rows, given = [], []
+        for task in tasks:
+            block, row = self._cutting.read(task)
+            rows.append(row)
+            given.append(places.get(task.at) if block != _ALL or self._cutting.shape(task) == task.shape else None)
+        fresh = iter(self._frame.empty_on(device, [row for row, place in zip(rows, given, strict=True) if place is None]))
+        return [next(fresh) if place is None else place for place in given]
+
+    def _requests(self, tasks: list[Task], tensors: list[Any]) -> bytes:
+        pairs = [(task, tensor) for task, tensor in zip(tasks, tensors, strict=True) if tensor.numel()]
+        return packed([(task.at, tensor.data_ptr(), *self._cutting.read(task)[0]) for task, tensor in pairs])
+
+    def _kept(self, task: Task, tensor: Any) -> Iterator[tuple[int, Any]]:
+        # What fails here is said when the ranks next agree; then nothing more is kept.
+        try:
+            if self._late is None:
+                tensor = self._cutting.cut(task, tensor)
+                if str(tensor.device) == "cpu" != self.model.device:
+                    tensor = tensor.to(self.model.device)
+                if self._dtype is not None:
+                    tensor = self._frame.cast(tensor, task.row.dtype, self._dtype)
+                self._count, self._bytes = self._count + 1, self._bytes + self.model.table[task.at][3]
+                self._tell(0)
+        except BaseException as caught:
             self._late = caught
-        yield from kept.items()
+        if self._late is None:
+            yield task.at, tensor
 
     def _size(self, at: int) -> int:
         # The most bytes of any rank's part of a tensor, and of what it is cast to.
         task = self.task(at)
-        elements = math.prod(self._context.part_shape(task, 0))
+        elements = math.prod(self._cutting.shape(task, 0))
         size = elements * task.row.nbytes // max(math.prod(task.shape), 1)
         return size if self._dtype is None else size + elements * int(getattr(self._dtype, "itemsize", 8))
 
@@ -401,124 +502,9 @@ class GroupLoad:
             left -= size
         return windows
 
-    def _load(self, common: list[int], lone: list[int], loaded: dict[int, Any]) -> None:
-        # By the ways that are measured; and what this rank alone wants.
-        members = self._members
-        later = self._later = defaultdict(list, own=[self.task(at) for at in lone])
-        if self._may_send and members.most_local > 1 and common:
-            members.warm_up(self._link_model.device)
-        try:
-            for kind, tasks in self._kinds(common):
-                while tasks:
-                    tasks = self._some(kind, tasks, loaded)
-            self._flush(loaded)
-            later[next((way for way in ("ipc", "gather", "spread") if later[way]), "own")] += later["few"]
-            if later["ipc"] and not self._carry(self._carrier(later["ipc"]), loaded):
-                later["gather" if self._may_send else "own"] += later["ipc"]
-            for way in ("gather", "spread"):
-                if later[way]:
-                    self._relay(later[way], loaded, spread=way == "spread")
-            # Also on ranks that have none of these: they may have to raise.
-            self._finish(Batch(self._context, "own", later["own"]), loaded)
-            self._agree()
-        finally:
-            waiting, self._waiting = self._waiting, None
-            if waiting is not None:
-                waiting.abandon()
-
-    def _carrier(self, tasks: list[Task], places: Mapping[int, Any] | None = None) -> Relay | None:
-        # The engines of each host exchange these; None where they cannot.
-        members = self._members
-        if members.most_local == 1 or not tasks or members.unreachable:
-            return None
-        relay = Relay(self._context, tasks, engine=True)
-        if reason := relay.meet(places):
-            members.unreachable = reason
-            log.warning("the ranks exchange by torch.distributed: they cannot map each other's memory: %s", reason)
-            return None
-        if not members.reached:
-            members.reached = True
-            log.info("the ranks of each host can exchange by memory that they map of each other")
-        return relay
-
-    def _carry(self, relay: Relay | None, loaded: dict[int, Any]) -> bool:
-        if relay is None:
-            return False
-        done = sum(self.model.table[at][3] for at in loaded)
-        for task, tensor in relay.carry(self._agree, lambda more: self._tell(done + more, len(loaded))):
-            loaded.update(self._kept(task, tensor))
-        return True
-
-    def _some(self, kind: tuple[Any, ...], tasks: list[Task], loaded: dict[int, Any]) -> list[Task]:
-        # Collective: loads the first of the tasks, one way, and returns the rest.
-        # Tries are finished; a batch is sent while the next is read; what every
-        # rank reads for itself is left for one load at the end, and so is what goes
-        # by relay.
-        members = self._members
-        if sum(task.row.nbytes for task in tasks) < ranks.TELLING:
-            self._later["few"] += tasks
-            return []
-        ways = self._ways(kind)
-        way, trying = members.rates.choose(kind, ways)
-        if not trying and len(ways) > 1:
-            self._say(kind, way)
-        if way not in ("broadcast", "scatter") and not trying:
-            self._later["own" if way == "each" else way] += tasks
-            return []
-        tasks, rest = _split(tasks, _TRY if trying else _BATCH)
-        if trying:
-            self._flush(loaded)
-        began = time.perf_counter()
-        if way in ("gather", "spread"):
-            self._relay(tasks, loaded, spread=way == "spread")
-        elif way == "ipc":
-            if not self._carry(self._carrier(tasks), loaded):
-                return tasks + rest  # by another way
-        else:
-            before = self._waiting
-            if before is not None:
-                before.arrive()  # one load at a time: each has memory of its own
-            self._waiting = Batch(self._context, way, tasks)
-            if before is not None:
-                self._finish(before, loaded)
-            if trying:
-                self._flush(loaded)
-        if trying:
-            self._context.drain()
-            seconds = self._agree(seconds=time.perf_counter() - began)
-            members.rates.note(kind, way, sum(task.row.nbytes for task in tasks), seconds)
-        return rest
-
-    def _flush(self, loaded: dict[int, Any]) -> None:
-        # Collective.
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            self._finish(waiting, loaded)
-
-    def _agree(self, error: BaseException | None = None, ours: bool = True, seconds: float = 0.0) -> float:
+    def _agree(self, error: BaseException | None = None, ours: bool = True) -> None:
         late, self._late = self._late, None
-        return self._members.agree(late or error, seconds, ours or late is not None)
-
-    def _say(self, kind: tuple[Any, ...], way: str) -> None:
-        # Once for each kind: which way, and why.
-        if kind not in self._members.said:
-            self._members.said.add(kind)
-            measured = self._members.rates.table().get(" ".join(str(part) for part in kind), {})
-            rates = ", ".join(f"{name} {rate / 1e9:.2f}" for name, rate in measured.items())
-            log.info("group: %s tensors go by %r; GB/s measured: %s", " ".join(kind[:3]), way, rates)
-
-    def _ways(self, kind: tuple[Any, ...]) -> tuple[str, ...]:
-        first = "each" if kind[0] == "whole" else "own"
-        members, ways = self._members, [first]
-        if members.most_local > 1 and self._may_send:
-            if kind[2] == "plain":
-                ways.append("broadcast" if first == "each" else "scatter")
-            ways.append("gather")
-        if members.most_local > 1 and self._exchange == "auto" and not members.unreachable:
-            ways.append("ipc")
-        if self._spreads:
-            ways.append("spread")
-        return tuple(ways)
+        self._members.agree(late or error, ours or late is not None)
 
     def task(self, at: int) -> Task:
         """Local: a tensor, and how it is cut."""
@@ -527,71 +513,21 @@ class GroupLoad:
 
     def part_shape(self, at: int) -> tuple[int, ...]:
         """Local: the shape of this rank's part of a tensor."""
-        return self._context.part_shape(self.task(at), self._members.rank)
+        return self._cutting.shape(self.task(at))
 
-    def _kinds(self, positions: list[int]) -> Iterable[tuple[tuple[Any, ...], list[Task]]]:
-        # Tensors of a kind go together, in the order of the file.
-        kinds: dict[tuple[Any, ...], list[Task]] = {}
-        for at in positions:
-            task = self.task(at)
-            layout = "whole" if task.dim is None else "rows" if task.dim == 0 else "columns"
-            size = "small" if task.row.nbytes < _SMALL else "large"
-            held = self.model.row(task.row.alias) if task.row.alias >= 0 else task.row
-            coding = "compressed" if held.stored < held.nbytes else "plain"
-            target = self.model.device.partition(":")[0]
-            kinds.setdefault((layout, size, coding, target, self._place), []).append(task)
-        return list(kinds.items())
-
-    def _relay(self, tasks: list[Task], loaded: dict[int, Any], spread: bool = False) -> None:
-        # Collective. What fails after all have agreed is said when they next do.
-        done = sum(self.model.table[at][3] for at in loaded)
-        context = self._everywhere() if spread else self._context
-        relay = Relay(context, tasks, buffers=FEW if spread else BUFFERS)
-        relay.run(self._agree, lambda more: self._tell(done + more, len(loaded)))
-        try:
-            self._keep(tasks, relay.tensors(), loaded)
-        except BaseException as caught:
-            self._late = caught
-
-    def _everywhere(self) -> ExchangeContext:
-        # Its ring is kept as long as the load.
-        if self._widest is None:
-            self._widest = ExchangeContext(self._members.everyone(), self._frame, self.model, self._link_model)
-        return self._widest
-
-    def _keep(self, tasks: list[Task], tensors: list[Any], loaded: dict[int, Any]) -> None:
-        wanted = self._dtype
-        for task, tensor in zip(tasks, tensors, strict=True):
-            loaded[task.at] = tensor if wanted is None else self._frame.cast(tensor, task.row.dtype, wanted)
-        self._tell(sum(self.model.table[at][3] for at in loaded), len(loaded))
-
-    def _tell(self, done: int, tensors: int) -> None:
+    def _tell(self, done: int) -> None:
+        # done: bytes of tensors that are on their way; those of tensors that have arrived count.
         if self._watcher is not None:
             total = sum(self.model.table[at][3] for at in self.chosen)
-            self._watcher.update(Progress(min(done, total), total, tensors, len(self.chosen)))
-
-    def _finish(self, batch: Batch, loaded: dict[int, Any]) -> None:
-        # Collective: reading, agreeing that all have read, sending. What fails
-        # after that fails here alone, and is said when the ranks next agree.
-        try:
-            try:
-                batch.read()
-            except BaseException as caught:
-                self._late = self._late or caught
-            self._agree()
-        except BaseException:
-            batch.abandon()
-            raise
-        try:
-            self._keep(batch.tasks, batch.send(), loaded)
-        except BaseException as caught:
-            self._late = caught
+            self._watcher.update(Progress(min(max(done, self._bytes), total), total, self._count, len(self.chosen)))
 
 
-def _split(tasks: list[Task], limit: int) -> tuple[list[Task], list[Task]]:
-    # The first tasks, of about `limit` bytes, and the rest.
-    for end, task in enumerate(tasks):
-        if end and task.row.nbytes > limit:
-            return tasks[:end], tasks[end:]
-        limit -= task.row.nbytes
-    return tasks, []
+def _closed() -> None:
+    raise CancelledError("overwire: stream: it was closed before its end")
+
+
+def _over(load: Load) -> bool:
+    try:
+        return load.job.ended(_TICK)
+    except OverwireError:
+        return True

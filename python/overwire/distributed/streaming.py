@@ -78,7 +78,7 @@ class GroupStream(Iterator[tuple[str, Any]]):
             if loading is not None:
                 with current(self._device):
                     if inspect.getgeneratorstate(self._arrive) == inspect.GEN_CREATED:
-                        loading.dismiss()  # it would not run, to say so
+                        loading.close_unbegun()  # it would not run, to say so
                     self._arrive.close()
         finally:
             if error is None:

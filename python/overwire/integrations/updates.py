@@ -201,7 +201,7 @@ class Places:
             return contextlib.nullcontext(_Alone())
         from ..plumbing import verb
 
-        return verb(self._group, self._device, False)
+        return verb(self._group, self._device)
 
     def _copies_of(self, source: Opened) -> list[Copy]:
         params = [(name, param.data_ptr(), param.dtype, param.shape) for name, param in self._model.named_parameters()]

@@ -90,7 +90,7 @@ def stream(
     group, shard: as for `load_file`. All ranks iterate, to the end or up to one that
         closes early, which ends the stream on all; max_memory is then the smallest that
         any rank has given. Where the ranks map each other's memory
-        (`OVERWIRE_EXCHANGE=ipc`), tensors are yielded while the others arrive, else
+        (`OVERWIRE_EXCHANGE=mapped`), tensors are yielded while the others arrive, else
         after each GiB.
     """
     with of_ranks(options, device):

@@ -48,9 +48,9 @@ func plain(t *testing.T, shapes ...[]int64) *load.Model {
 func TestCuts(t *testing.T) {
 	m := plain(t, []int64{4096, 1024}, []int64{2048, 2048}, []int64{1000, 999}, []int64{7}, []int64{3 << 20})
 	const ranks = 3
-	spec := Spec{Tensors: []int64{0, 1, 2, 3, 4}, Cuts: []int64{0, 1, -1, 0, 0}, World: ranks, Members: []int64{0, 1, 2},
+	spec := Spec{Tensors: []int64{0, 1, 2, 3, 4}, Cuts: plan.Cuts{Dims: []int64{0, 1, -1, 0, 0}, World: ranks, Members: []int64{0, 1, 2}},
 		Size: ranks * (1<<20 + 4096), Ranks: ranks, Exchange: true, Buffers: 2}
-	readers, all := map[chunkOf]int{}, 0
+	readers, all := map[plan.ChunkOf]int{}, 0
 	var read [ranks]int64
 	var pieces []relayPiece
 	for rank := range ranks {
@@ -61,7 +61,7 @@ func TestCuts(t *testing.T) {
 			t.Fatal(err)
 		}
 		for _, spot := range r.spots {
-			c := chunkOf{spot.Data, spot.N}
+			c := plan.ChunkOf{Data: spot.Data, N: spot.N}
 			if by, twice := readers[c]; twice {
 				t.Errorf("chunk %v is read by ranks %d and %d", c, by, rank)
 			}
@@ -69,16 +69,17 @@ func TestCuts(t *testing.T) {
 			read[rank] += int64(r.chunk(c).Stored)
 			at := r.place(c)
 			p := &r.pieces[at.piece]
-			travels := at.off%p.share < p.used[rank] || r.isStrip(c) && p.beside[rank]
-			if r.isStrip(c) != (c.data == 1) {
+			q := r.part(at.piece, rank)
+			travels := at.off%p.share < q.used || r.isStrip(c) && q.beside
+			if r.isStrip(c) != (c.Data == 1) {
 				t.Errorf("chunk %v: strips", c)
 			}
-			if first := c.data == 1 || c.data == 2; first && !travels {
+			if first := c.Data == 1 || c.Data == 2; first && !travels {
 				t.Errorf("rank %d keeps chunk %v, which all need", rank, c)
 			}
 			// A third of tensor 0's rows is each rank's; chunks with rows of two travel.
 			third := 1366 * m.Index().Tensors[0].Bytes / 4096
-			if c.data == 0 && travels && int64(c.n) != third/bareBytes && int64(c.n) != 2*third/bareBytes {
+			if c.Data == 0 && travels && int64(c.N) != third/bareBytes && int64(c.N) != 2*third/bareBytes {
 				t.Errorf("chunk %v travels", c)
 			}
 		}
@@ -99,7 +100,7 @@ func TestCuts(t *testing.T) {
 		}
 	}
 	for _, wrong := range []func(s *Spec){
-		func(s *Spec) { s.Cuts = s.Cuts[1:] }, func(s *Spec) { s.Members = nil }, func(s *Spec) { s.Members = []int64{0, 1, 3} },
+		func(s *Spec) { s.Dims = s.Dims[1:] }, func(s *Spec) { s.Members = nil }, func(s *Spec) { s.Members = []int64{0, 1, 3} },
 		func(s *Spec) { s.World = 2 }, func(s *Spec) { s.Size = 3 * 4096 }, func(s *Spec) { s.Buffers = 0 },
 	} {
 		s := spec
@@ -118,10 +119,10 @@ func TestCuts(t *testing.T) {
 func TestNeeds(t *testing.T) {
 	m := plain(t, []int64{4096, 1024}, []int64{2048, 2048}, []int64{1000, 999}, []int64{3 << 20})
 	const ranks = 2
-	cut := Spec{Tensors: []int64{0, 1, 2, 3}, Cuts: []int64{0, 1, -1, 0}, World: ranks, Members: []int64{0, 1},
+	cut := Spec{Tensors: []int64{0, 1, 2, 3}, Cuts: plan.Cuts{Dims: []int64{0, 1, -1, 0}, World: ranks, Members: []int64{0, 1}},
 		Size: ranks * (1<<20 + 4096), Ranks: ranks, Exchange: true, Buffers: 2}
 	said := cut
-	said.Cuts, said.Members, said.World = nil, nil, 0
+	said.Cuts = plan.Cuts{}
 	for rank := range int64(ranks) {
 		by := uintptr(rank)
 		said.Needs = append(said.Needs, plan.Request{Tensor: 0, Dest: by, Lo0: 2048 * rank, Hi0: 2048 * (rank + 1), Hi1: plan.Whole},
@@ -248,11 +249,11 @@ func TestDivideRing(t *testing.T) {
 		size    int64
 		buffers int
 	}{
-		{[]int64{0}, 32 << 20, 0, 32 << 20, 8}, {[]int64{0}, 64 << 20, 0, 32 << 20, 16}, {[]int64{0}, 31 << 20, 0, 62 << 20, 4},
+		{[]int64{0}, 32 << 20, 0, 16 << 20, 16}, {[]int64{0}, 64 << 20, 0, 16 << 20, 32}, {[]int64{0}, 31 << 20, 0, 31 << 20, 8},
 		{[]int64{0}, 1<<20 + 4096, 0, 2<<20 + 8192, 4}, {[]int64{0}, 32 << 20, 2 << 20, 32 << 20, 8}, {[]int64{0}, 32 << 20, 3 << 20, 64 << 20, 4},
 		{[]int64{-1}, 32 << 20, 0, 64 << 20, 4}, {[]int64{1}, 32 << 20, 0, 64 << 20, 4},
 	} {
-		r := &Relay{model: m, spec: &Spec{Tensors: c.tensors, Size: 2 * c.share, Buffers: 4, Ranks: 2, Widest: 2}}
+		r := &Relay{model: m, spec: &Spec{Tensors: c.tensors, Size: 2 * c.share, Buffers: 4, Ranks: 2}}
 		ix := m.Seen()
 		tensors, chunks := ix.Tensors, ix.Chunks
 		if c.chunk > 0 {

@@ -1,6 +1,6 @@
 package relay
 
-// This file divides a group's load into pieces and shares.
+// This file lays out a group's load in buffers.
 
 import (
 	"cmp"
@@ -15,8 +15,49 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// chunkOf names a chunk: its tensor and number.
-type chunkOf struct{ data, n int32 }
+// layout is what travels in which piece, and where in its buffer. It does not change.
+type layout struct {
+	ix     *tensor.Index // an index in which all shared tensors have chunks
+	bare   []bool        // by tensor: it has chunks there only, without checksums
+	strips []int64       // by tensor of these: bytes of a row, if ranks copy columns; else 0
+	at     []relayed     // by number of a chunk in ix
+	pieces []relayPiece
+	parts  []part // by piece, and in that by rank
+	spots  []plan.Spot
+	fetch  *plan.Plan
+	shares []plan.Want // of fetch: a chunk each
+}
+
+// A relayPiece is what the ranks read at about the same time.
+type relayPiece struct {
+	share   int64         // the space of each rank in the buffer
+	begin   int           // this rank's first spot
+	landed  chan struct{} // closed when this rank's share is there, or on its way
+	checked chan struct{} // closed when it is there, and right: the others may read it
+	left    int32         // chunks of this rank's share still to come
+	unread  int32         // those that the other ranks may not read yet
+	seen    PieceTimes
+}
+
+// A part is what one rank reads of a piece, and this rank's tasks of it.
+type part struct {
+	first, last int     // decode tasks
+	used        int64   // bytes that others copy whole
+	beside      bool    // behind that, it has chunks of strips
+	strips      []strip // that this rank copies
+	done        bool    // decoded
+}
+
+// aims are this rank's requests, and their decode tasks.
+type aims struct {
+	jobs   []device.DecodeTask // by piece and rank that reads them
+	refs   []plan.Ref          // of each job
+	wants  []plan.Want
+	coming []int32 // by request: decode tasks that have not ended
+}
+
+// part is what a rank reads of a piece.
+func (l *layout) part(k, rank int) *part { return &l.parts[k*(len(l.parts)/len(l.pieces))+rank] }
 
 // relayed is where a chunk travels: in which piece, and where in its buffer; piece
 // is -1 for a chunk that is not shared.
@@ -34,14 +75,14 @@ const (
 	// bareBytes is the size of the chunks of plain tensors, which have none in the
 	// file: four of them fit in a slot, with what aligns them.
 	bareBytes = 1<<20 - 8<<10
-	// finePiece is the least of a rank's share of a piece. A piece is decoded when all of
-	// it has been read: with shares of 32 MiB ranks waited longer for each other.
-	finePiece = 16 << 20
-	// fewChunks is as many as a rank's share of a piece has, about.
-	fewChunks = 24
+	// finePiece is the least of a rank's share of a piece. Others copy and decode a share
+	// when all of it has been read.
+	finePiece = 8 << 20
 	// maxRanks is more GPUs than any host has: of several hosts, as many ranks exchange as
 	// have a share.
 	maxRanks = 256
+	// mostDecodes is how many shares may wait for their decoding on a GPU.
+	mostDecodes = 24
 	// maxSize is the largest buffer: a decode task has 32 bits for where its chunk lies.
 	maxSize = math.MaxUint32
 	// maxBuffers is more than any ring has.
@@ -69,9 +110,30 @@ func (s *Spec) largest(ix *tensor.Index) (most int64, ok bool) {
 // checkSize checks the size of the buffers, in which each rank has a share, before there is
 // memory for them.
 func (s *Spec) checkSize() error {
-	if s.Size > maxSize || s.Size/shareAlign < int64(s.Widest) {
-		return errs.New(errs.ErrArgument, "relay: buffers of %d bytes for %d ranks: at least %d for each, and at most %d", s.Size, s.Widest, shareAlign, int64(maxSize))
+	if s.Size > maxSize || s.Size/shareAlign < int64(s.Ranks) {
+		return errs.New(errs.ErrArgument, "relay: buffers of %d bytes for %d ranks: at least %d for each, and at most %d", s.Size, s.Ranks, shareAlign, int64(maxSize))
 	}
+	return nil
+}
+
+// checkNeeds checks what a spec says of what the ranks need, and says it as Needs.
+func (s *Spec) checkNeeds(ix *tensor.Index) error {
+	for _, n := range s.Needs {
+		if !s.Exchange || len(s.Dims) > 0 || n.Dest >= uintptr(s.Ranks) {
+			return errs.New(errs.ErrArgument, "relay: rank %d of %d needs a block, beside %d cuts", int64(n.Dest), s.Ranks, len(s.Dims))
+		}
+	}
+	if len(s.Dims) == 0 {
+		return nil
+	}
+	bad := !s.Exchange || len(s.Dims) != len(s.Tensors) || len(s.Members) != s.Ranks || s.World < s.Ranks
+	for _, m := range s.Members {
+		bad = bad || m < 0 || m >= int64(s.World)
+	}
+	if bad {
+		return errs.New(errs.ErrArgument, "relay: %d cuts of %d tensors for ranks %v of %d", len(s.Dims), len(s.Tensors), s.Members, s.World)
+	}
+	s.Needs = s.Cuts.Needs(ix, s.Tensors)
 	return nil
 }
 
@@ -122,7 +184,7 @@ func (r *Relay) divideRing() {
 	if !ok {
 		return
 	}
-	least := max(finePiece, 8*max(bareBytes, most)) * int64(s.Widest)
+	least := max(finePiece, 8*max(bareBytes, most)) * int64(s.Ranks)
 	for s.Size/2 >= least && s.Size/2%shareAlign == 0 && s.Buffers <= maxBuffers/2 {
 		s.Size, s.Buffers = s.Size/2, s.Buffers*2
 	}
@@ -147,10 +209,10 @@ func (r *Relay) layOut() error {
 	for i := range r.at {
 		r.at[i].piece = -1
 	}
-	all := make([]chunkOf, 0, len(r.ix.Chunks))
+	all := make([]plan.ChunkOf, 0, len(r.ix.Chunks))
 	for i := range wants {
 		for n := range r.ix.Tensors[wants[i].Data].Count {
-			c := chunkOf{wants[i].Data, n}
+			c := plan.ChunkOf{Data: wants[i].Data, N: n}
 			if at := r.place(c); at.piece < 0 { // tied tensors share their chunks
 				at.piece = 0
 				all = append(all, c)
@@ -160,82 +222,51 @@ func (r *Relay) layOut() error {
 	if !slices.IsSortedFunc(all, r.inFile) {
 		slices.SortFunc(all, r.inFile)
 	}
-	r.spots = make([]plan.Spot, 0, len(all)/spec.Ranks+len(all)/16)
-	if spec.divided() {
-		need, err := r.needs(wants)
-		if err == nil {
-			err = r.layOutCuts(all, need)
-		}
+	needed := func(plan.ChunkOf) int32 { return plan.Several }
+	if len(spec.Needs) > 0 {
+		by, err := plan.NeededBy(r.ix, spec.Ranks, spec.Needs)
 		if err != nil {
 			return err
 		}
-		r.fetch, r.shares = plan.Stored(r.ix, r.spots, r.machine.Limits())
-		return nil
+		needed = func(c plan.ChunkOf) int32 { return by[r.ix.Tensors[c.Data].First+c.N] }
 	}
-	for begin := 0; begin < len(all); {
-		// Take as many chunks as fit, however much the shares of all ranks are
-		// padded. A sixteenth stays free, unless a chunk needs it: shares then fill
-		// slots whose size is a power of two.
-		sum, largest, end := int64(0), int64(0), begin
-		for ; end < len(all); end++ {
-			n := roomOf(r.chunk(all[end]))
-			if end > begin && sum+n+int64(spec.Widest)*(max(largest, n)+shareAlign) > spec.Size-spec.Size/16 {
-				break
-			}
-			sum, largest = sum+n, max(largest, n)
+	for _, c := range all {
+		if needed(c) == plan.NoRank { // another host's
+			r.place(c).piece = -1
 		}
-		if end == begin+1 && int64(spec.Widest)*(sum+shareAlign) > spec.Size {
-			return errs.New(errs.ErrArgument, "relay: buffers of %d bytes are too small for a chunk of %d and %d ranks", spec.Size, sum, spec.Widest)
-		}
-		r.piece(r.evenly(all[begin:end], sum))
-		begin = end
 	}
+	pieces, err := plan.Divide(all, spec.Ranks, r.space()-shareAlign, needed, func(c plan.ChunkOf) int64 { return roomOf(r.chunk(c)) })
+	if err != nil {
+		return err
+	}
+	r.spots = make([]plan.Spot, 0, len(all)/spec.Ranks+len(all)/16)
+	for _, shares := range pieces {
+		r.piece(shares)
+	}
+	r.left, r.done = len(r.parts), make([]int, spec.Ranks)
 	r.fetch, r.shares = plan.Stored(r.ix, r.spots, r.machine.Limits())
 	return nil
 }
 
+// space is what a buffer has for each rank.
+func (r *Relay) space() int64 { return r.spec.Size / int64(r.spec.Ranks) &^ (shareAlign - 1) }
+
 // inFile compares the places of chunks in the files.
-func (r *Relay) inFile(a, b chunkOf) int {
-	if by := cmp.Compare(r.ix.Tensors[a.data].Source, r.ix.Tensors[b.data].Source); by != 0 {
+func (r *Relay) inFile(a, b plan.ChunkOf) int {
+	if by := cmp.Compare(r.ix.Tensors[a.Data].Source, r.ix.Tensors[b.Data].Source); by != 0 {
 		return by
 	}
-	return cmp.Or(cmp.Compare(r.chunk(a).Off, r.chunk(b).Off), cmp.Compare(a.data, b.data), cmp.Compare(a.n, b.n))
+	return cmp.Or(cmp.Compare(r.chunk(a).Off, r.chunk(b).Off), cmp.Compare(a.Data, b.Data), cmp.Compare(a.N, b.N))
 }
 
-func (r *Relay) chunk(c chunkOf) *tensor.Chunk {
-	return &r.ix.Chunks[r.ix.Tensors[c.data].First+c.n]
+func (r *Relay) chunk(c plan.ChunkOf) *tensor.Chunk {
+	return &r.ix.Chunks[r.ix.Tensors[c.Data].First+c.N]
 }
 
-func (r *Relay) place(c chunkOf) *relayed { return &r.at[r.ix.Tensors[c.data].First+c.n] }
+func (r *Relay) place(c plan.ChunkOf) *relayed { return &r.at[r.ix.Tensors[c.Data].First+c.N] }
 
 // roomOf is the most that a chunk takes of a share.
 func roomOf(c *tensor.Chunk) int64 { return int64(c.Stored) + 2*chunkAlign }
-
-// A share is what one rank reads of a piece: the first chunks are common, for all, those
-// of strips behind the others.
-type share struct {
-	chunks []chunkOf
-	common int
-	bytes  int64
-}
-
-// evenly divides the chunks of a piece into shares of about equal size.
-func (r *Relay) evenly(chunks []chunkOf, sum int64) []share {
-	shares, ranks := make([]share, r.spec.Ranks), int64(r.spec.Ranks)
-	for i := range shares {
-		shares[i].chunks = make([]chunkOf, 0, len(chunks)/r.spec.Ranks+1)
-	}
-	rank, passed := int64(0), int64(0)
-	for _, c := range chunks {
-		for rank+1 < ranks && passed*ranks >= sum*(rank+1) {
-			rank++
-		}
-		s := &shares[rank]
-		s.chunks, s.common = append(s.chunks, c), s.common+1
-		passed += roomOf(r.chunk(c))
-	}
-	return shares
-}
 
 // gapBefore is the space before a chunk in a share, behind the last one, which ends at
 // pos; nil: there is none.
@@ -251,50 +282,59 @@ func gapBefore(pos int64, last, chunk *tensor.Chunk) int64 {
 }
 
 // piece adds a piece of these shares. What is contiguous in the file stays contiguous in
-// the buffer. All shares have the space of the largest, so that one collective gathers them.
-func (r *Relay) piece(shares []share) {
+// the buffer. All shares have the same space: where the caller exchanges, that of the largest,
+// so that one collective gathers them; else all that there is, since those of several pieces
+// are in their buffers at the same time.
+func (r *Relay) piece(shares []plan.RankShare) {
 	number := len(r.pieces)
-	p := relayPiece{landed: make(chan struct{}), checked: make(chan struct{}), begin: len(r.spots), used: make([]int64, len(shares)), beside: make([]bool, len(shares))}
+	p := relayPiece{landed: make(chan struct{}), checked: make(chan struct{}), begin: len(r.spots)}
 	for rank := range shares {
-		s := &shares[rank]
+		s, own := &shares[rank], part{}
+		if common := s.Chunks[:s.Common]; r.striped() {
+			slices.SortStableFunc(common, func(a, b plan.ChunkOf) int { return before(!r.isStrip(a), !r.isStrip(b)) })
+		}
 		pos := int64(0)
 		var last *tensor.Chunk
-		for i, c := range s.chunks {
+		for i, c := range s.Chunks {
 			chunk := r.chunk(c)
 			pos += gapBefore(pos, last, chunk)
 			*r.place(c) = relayed{number, pos}
 			pos, last = pos+int64(chunk.Stored), chunk
 			switch {
-			case i >= s.common:
+			case i >= s.Common:
 			case r.isStrip(c):
-				p.beside[rank] = true
+				own.beside = true
 			default:
-				p.used[rank] = pos
+				own.used = pos
 			}
 		}
 		p.share = max(p.share, pos)
+		r.parts = append(r.parts, own)
 		if rank == r.spec.Rank {
-			own := s.chunks
+			own := s.Chunks
 			if !slices.IsSortedFunc(own, r.inFile) {
 				own = slices.Clone(own)
 				slices.SortFunc(own, r.inFile)
 			}
 			for _, c := range own {
-				r.spots = append(r.spots, plan.Spot{Data: c.data, N: c.n, Group: int32(number), Bare: r.bare[c.data]})
+				r.spots = append(r.spots, plan.Spot{Data: c.Data, N: c.N, Group: int32(number), Bare: r.bare[c.Data]})
 			}
 			p.left = int32(len(own))
 		}
 	}
 	p.share = (p.share + shareAlign - 1) &^ (shareAlign - 1)
+	if r.carrier != nil {
+		p.share = r.space()
+	}
 	base := device.Pointer(uintptr(r.spec.Ring[number%len(r.spec.Ring)]))
 	for rank := range shares {
-		for _, c := range shares[rank].chunks {
+		for _, c := range shares[rank].Chunks {
 			r.place(c).off += int64(rank) * p.share
 		}
 	}
 	for i := range r.spots[p.begin:] {
 		s := &r.spots[p.begin+i]
-		s.Dst = unsafe.Add(base, r.place(chunkOf{s.Data, s.N}).off)
+		s.Dst = unsafe.Add(base, r.place(plan.ChunkOf{Data: s.Data, N: s.N}).off)
 	}
 	if p.unread = p.left; p.left == 0 {
 		close(p.landed)
@@ -303,20 +343,31 @@ func (r *Relay) piece(shares []share) {
 	r.pieces = append(r.pieces, p)
 }
 
-// byPiece sorts a plan's tasks by the pieces that they are in, which are `where`.
-func (r *Relay) byPiece(p *plan.Plan, where []int) {
+// before orders what is true before what is not.
+func before(a, b bool) int {
+	switch {
+	case a == b:
+		return 0
+	case a:
+		return -1
+	}
+	return 1
+}
+
+// byPart sorts a plan's tasks by the parts that they are in, whose numbers are `where`.
+func (r *Relay) byPart(p *plan.Plan, where []int) {
 	if slices.IsSorted(where) {
 		return
 	}
-	next := make([]int, len(r.pieces)+1) // by piece: where its next task goes
+	next := make([]int, len(r.parts)+1) // by part: where its next task goes
 	for _, k := range where {
 		next[k+1]++
 	}
-	for k := range r.pieces {
+	for k := range r.parts {
 		next[k+1] += next[k]
 	}
-	tasks, refs, pieces := slices.Clone(p.Tasks), slices.Clone(p.Refs), slices.Clone(where)
-	for from, k := range pieces {
+	tasks, refs, parts := slices.Clone(p.Tasks), slices.Clone(p.Refs), slices.Clone(where)
+	for from, k := range parts {
 		to := next[k]
 		next[k]++
 		p.Tasks[to], p.Refs[to], where[to] = tasks[from], refs[from], k
@@ -347,7 +398,7 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 	p := plan.Tasks(r.ix, wants, dest)
 	where := make([]int, len(p.Tasks))
 	for i := range p.Tasks {
-		at := r.place(chunkOf{wants[p.Refs[i].Want].Data, p.Refs[i].N})
+		at := r.place(plan.ChunkOf{Data: wants[p.Refs[i].Want].Data, N: p.Refs[i].N})
 		if at.piece < 0 {
 			return doesNotTravel(int(p.Refs[i].Want))
 		}
@@ -355,26 +406,25 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 			return errs.New(errs.ErrEngine, "relay: request %d has a chunk at %d of a buffer", p.Refs[i].Want, at.off)
 		}
 		p.Tasks[i].Src = uint32(at.off)
-		where[i] = at.piece
+		where[i] = at.piece*r.spec.Ranks + int(at.off/r.pieces[at.piece].share)
 	}
 	for i, n := range p.Left {
 		if n == 0 && wants[i].Bytes > 0 { // plain, so without chunks
 			return doesNotTravel(i)
 		}
 	}
-	r.byPiece(p, where)
+	r.byPart(p, where)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.aimed {
 		return errs.New(errs.ErrArgument, "relay: it has its requests")
 	}
 	where = r.divert(p, where, wants)
-	for i, k := range where {
-		piece := &r.pieces[k]
-		if piece.last == 0 {
-			piece.first = i
+	next := 0
+	for k := range r.parts { // also of those that have none: pieces are decoded as a whole, too
+		for r.parts[k].first = next; next < len(where) && where[next] == k; next++ {
 		}
-		piece.last = i + 1
+		r.parts[k].last = next
 	}
 	r.jobs, r.refs, r.coming = p.Tasks, p.Refs, p.Left
 	for i, n := range p.Left {

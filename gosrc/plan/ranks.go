@@ -1,0 +1,163 @@
+package plan
+
+// This file divides stored chunks among the ranks of a group: from what each rank needs
+// follows which rank reads what, and in which piece it travels.
+
+import (
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// A ChunkOf names a chunk: the tensor that contains it, and its number there.
+type ChunkOf struct{ Data, N int32 }
+
+// Who needs a chunk; other numbers are a rank that alone does.
+const (
+	NoRank  = -1
+	Several = -2
+)
+
+// Cuts say that the ranks of a group cut tensors, as torch.chunk does. Dims: of each tensor
+// the dimension, 0 or 1; -1: each rank needs it whole. Of World ranks Members are here.
+type Cuts struct {
+	Dims    []int64 `json:"cuts"`
+	World   int     `json:"world"`
+	Members []int64 `json:"members"`
+}
+
+// Needs are the blocks that the members need of these tensors: requests with the member's
+// number in Members in the place of the address. Numbers of no tensor are left to Check.
+func (c *Cuts) Needs(ix *tensor.Index, tensors []int64) (needs []Request) {
+	for i, n := range tensors {
+		dim, shape := c.Dims[i], []int64(nil)
+		if n >= 0 && n < int64(len(ix.Tensors)) {
+			shape = ix.Tensors[n].Shape
+		}
+		for at, rank := range c.Members {
+			q := Request{Tensor: n, Dest: uintptr(at), Hi0: Whole, Hi1: Whole}
+			if dim >= 0 && dim < min(2, int64(len(shape))) {
+				lo, hi := blockOf(shape[dim], int64(c.World), rank)
+				if lo == hi {
+					continue
+				}
+				if dim == 0 {
+					q.Lo0, q.Hi0 = lo, hi
+				} else {
+					q.Lo1, q.Hi1 = lo, hi
+				}
+			}
+			needs = append(needs, q)
+		}
+	}
+	return needs
+}
+
+// blockOf is the part of a dimension that a rank gets.
+func blockOf(size, ranks, rank int64) (lo, hi int64) {
+	block := (size + ranks - 1) / ranks
+	lo = min(rank*block, size)
+	return lo, min(lo+block, size)
+}
+
+// NeededBy says of each chunk of an index which rank needs it. needs are as those of Cuts.
+func NeededBy(ix *tensor.Index, ranks int, needs []Request) ([]int32, error) {
+	by := make([]int32, len(ix.Chunks))
+	for i := range by {
+		by[i] = NoRank
+	}
+	wants, err := Check(ix, needs)
+	if err != nil {
+		return nil, err
+	}
+	for i := range wants {
+		rank := needs[i].Dest
+		if rank >= uintptr(ranks) {
+			return nil, errs.New(errs.ErrArgument, "request %d is of rank %d of %d", i, int64(rank), ranks)
+		}
+		first := ix.Tensors[wants[i].Data].First
+		wants[i].EachChunk(ix, func(n int32) {
+			switch who := &by[first+n]; *who {
+			case NoRank:
+				*who = int32(rank)
+			case int32(rank):
+			default:
+				*who = Several
+			}
+		})
+	}
+	return by, nil
+}
+
+// A RankShare is what one rank reads of a piece: first what several ranks need, then what it
+// alone does. Bytes: the most that it takes of a buffer.
+type RankShare struct {
+	Chunks []ChunkOf
+	Common int
+	Bytes  int64
+}
+
+// Divide divides chunks, in the order of the files, into pieces in which each rank reads as
+// much as every other: what several need is read by any of them, what one alone needs by that
+// rank, and what no rank needs by none. needed and room say who needs a chunk, and how many
+// bytes it takes of a share at most. A share has full bytes at most; a sixteenth stays free,
+// unless a chunk needs it: shares then fill slots whose size is a power of two.
+func Divide(chunks []ChunkOf, ranks int, full int64, needed func(ChunkOf) int32, room func(ChunkOf) int64) (pieces [][]RankShare, err error) {
+	stacks := make([]stack, ranks+1) // the last is of all
+	for _, c := range chunks {
+		k := needed(c)
+		switch n := room(c); {
+		case k == NoRank:
+			continue
+		case n > full:
+			return nil, errs.New(errs.ErrArgument, "relay: buffers with %d bytes for each of %d ranks are too small for a chunk of %d", full, ranks, n)
+		case k == Several:
+			k = int32(ranks)
+		}
+		s := &stacks[k]
+		s.chunks, s.takes, s.bytes = append(s.chunks, c), append(s.takes, room(c)), s.bytes+room(c)
+	}
+	most := full - full/16
+	for {
+		left := int64(0)
+		for i := range stacks {
+			left += stacks[i].bytes
+		}
+		if left == 0 {
+			return pieces, nil
+		}
+		level := (left + int64(ranks) - 1) / int64(ranks) // for each rank, until all is read
+		now := min(level, most)
+		shares, over := make([]RankShare, ranks), int64(0)
+		for rank := range shares {
+			s := &shares[rank]
+			own := int64(float64(stacks[rank].bytes) * float64(now) / float64(level))
+			s.fill(&stacks[ranks], now-own-over, most)
+			s.Common = len(s.Chunks)
+			s.fill(&stacks[rank], now-over, most)
+			over += s.Bytes - now
+		}
+		pieces = append(pieces, shares)
+	}
+}
+
+// A stack is chunks that go to one rank, or to any of them.
+type stack struct {
+	chunks []ChunkOf
+	takes  []int64
+	bytes  int64
+}
+
+// fill moves chunks to a share until it has that many bytes, `most` at most unless it is one
+// chunk.
+func (s *RankShare) fill(from *stack, until, most int64) {
+	n := 0
+	for ; n < len(from.chunks) && s.Bytes < until; n++ {
+		room := from.takes[n]
+		if s.Bytes > 0 && s.Bytes+room > most {
+			break
+		}
+		s.Bytes, from.bytes = s.Bytes+room, from.bytes-room
+	}
+	s.Chunks = append(s.Chunks, from.chunks[:n]...)
+	from.chunks, from.takes = from.chunks[n:], from.takes[n:]
+}

@@ -1,0 +1,107 @@
+package plan
+
+import (
+	"errors"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// Whatever the ranks need, each chunk that some rank needs is read once, by a rank that needs it
+// if only one does; no share is too large; a rank reads no more than the others but for a chunk or
+// what is its own; and each piece is as the files have it.
+func TestDivide(t *testing.T) {
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 0))
+	for range 300 {
+		ranks, n := 1+r.IntN(9), r.IntN(400)
+		chunks, who, takes := make([]ChunkOf, n), make([]int32, n), make([]int64, n)
+		owned := r.IntN(2) == 0
+		for i := range chunks {
+			chunks[i], takes[i], who[i] = ChunkOf{0, int32(i)}, 1+r.Int64N(1000), Several
+			if owned {
+				who[i] = int32(r.IntN(ranks+2)) - 2
+			}
+		}
+		full := int64(1000 + r.IntN(20000))
+		pieces, err := Divide(chunks, ranks, full, func(c ChunkOf) int32 { return who[c.N] }, func(c ChunkOf) int64 { return takes[c.N] })
+		if err != nil {
+			t.Fatal(err)
+		}
+		reader, read := map[ChunkOf]int{}, make([]int64, ranks)
+		for k, shares := range pieces {
+			if len(shares) != ranks {
+				t.Fatalf("%d shares for %d ranks", len(shares), ranks)
+			}
+			for rank, s := range shares {
+				sum := int64(0)
+				for i, c := range s.Chunks {
+					if _, twice := reader[c]; twice {
+						t.Fatalf("chunk %d is read twice", c.N)
+					}
+					reader[c], sum = rank, sum+takes[c.N]
+					if common := i < s.Common; common != (who[c.N] == Several) || !common && who[c.N] != int32(rank) {
+						t.Fatalf("piece %d: rank %d reads chunk %d, which %d needs", k, rank, c.N, who[c.N])
+					}
+					if i > 0 && i != s.Common && s.Chunks[i-1].N > c.N {
+						t.Fatalf("piece %d: chunk %d comes before %d", k, s.Chunks[i-1].N, c.N)
+					}
+				}
+				if read[rank] += sum; sum != s.Bytes || sum > full {
+					t.Fatalf("%d bytes, %d said, of %d", sum, s.Bytes, full)
+				}
+			}
+		}
+		for i := range chunks {
+			if _, is := reader[chunks[i]]; is != (who[i] != NoRank) {
+				t.Fatalf("chunk %d, needed by %d: read %v", i, who[i], is)
+			}
+		}
+		for rank := range read {
+			if most := read[0] + int64(len(pieces))*2000; !owned && read[rank] > most {
+				t.Fatalf("%d ranks, %d pieces: %v", ranks, len(pieces), read)
+			}
+		}
+	}
+	room := func(ChunkOf) int64 { return 101 }
+	if _, err := Divide([]ChunkOf{{0, 0}}, 2, 100, func(ChunkOf) int32 { return Several }, room); !errors.Is(err, errs.ErrArgument) {
+		t.Errorf("a chunk that is larger than a share: %v", err)
+	}
+}
+
+// Cut tensors are needed as torch.chunk cuts them, by the ranks that are here: rows, columns, more
+// ranks than rows, and what cannot be cut.
+func TestCutsAreNeeds(t *testing.T) {
+	ix := &tensor.Index{Sources: []tensor.Source{{URI: "a"}}}
+	for _, shape := range [][]int64{{5, 6}, {4, 6}, {2, 3}, {7}, {}} {
+		x := tensor.Tensor{DType: tensor.U8, Alias: -1, Shape: shape, Bytes: 1}
+		for _, d := range shape {
+			x.Bytes *= d
+		}
+		ix.Tensors = append(ix.Tensors, x)
+	}
+	c := Cuts{Dims: []int64{0, 1, 0, 1, -1}, World: 3, Members: []int64{0, 2}}
+	want := []Request{
+		{0, 0, 0, 2, 0, Whole}, {0, 1, 4, 5, 0, Whole}, {1, 0, 0, Whole, 0, 2}, {1, 1, 0, Whole, 4, 6}, {2, 0, 0, 1, 0, Whole},
+		{3, 0, 0, Whole, 0, Whole}, {3, 1, 0, Whole, 0, Whole}, {4, 0, 0, Whole, 0, Whole}, {4, 1, 0, Whole, 0, Whole},
+	}
+	needs := c.Needs(ix, []int64{0, 1, 2, 3, 4})
+	if len(needs) != len(want) {
+		t.Fatalf("%v", needs)
+	}
+	for i := range want {
+		if needs[i] != want[i] {
+			t.Errorf("%+v, not %+v", needs[i], want[i])
+		}
+	}
+	if _, err := Check(ix, needs); err != nil {
+		t.Error(err)
+	}
+	if _, err := NeededBy(ix, 1, needs); !errors.Is(err, errs.ErrArgument) {
+		t.Errorf("a rank that there is not: %v", err)
+	}
+}

@@ -1,0 +1,92 @@
+"""How the ranks of a group cut tensors, and what each reads of one. Nothing here reads a file."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from ..dtypes import PACKED, packed_shape
+from ..frameworks.frame import Frame
+from ..model.opened import WHOLE, Row
+
+__all__ = ["Cutting", "Task", "shard_range", "torch_shape"]
+
+
+def shard_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
+    """The block [lo, hi) of a dimension of `size` that `rank` of `ranks` gets:
+    ceil(size / ranks) each, as torch.chunk and DTensor cut; the last may be
+    shorter or empty."""
+    block = -(-size // ranks)
+    return min(rank * block, size), min((rank + 1) * block, size)
+
+
+@lru_cache
+def _part(shape: tuple[int, ...], dim: int, ranks: int, rank: int) -> tuple[int, ...]:
+    # The shape of a rank's block. A model has few.
+    lo, hi = shard_range(shape[dim], ranks, rank)
+    return (*shape[:dim], hi - lo, *shape[dim + 1 :])
+
+
+def torch_shape(row: Any) -> tuple[int, ...]:
+    """The shape of a row of the table, as the loaded torch tensor has it."""
+    shape: tuple[int, ...] = row[2]
+    return packed_shape(row[1], shape) if row[1] in PACKED else shape
+
+
+class Task(NamedTuple):
+    """One tensor: its position and row, its shape as loaded, and the dimension
+    it is cut along, None for whole."""
+
+    at: int
+    row: Row
+    shape: tuple[int, ...]
+    dim: int | None
+
+    def engine_dim(self) -> int:
+        """The dimension along which the engine cuts it; -1: it reads all. Deeper dimensions and
+        packed types are read whole and cut afterwards."""
+        return -1 if self.dim is None or self.dim > 1 or self.row.dtype in PACKED else self.dim
+
+
+class Cutting(NamedTuple):
+    """What one rank of a group gets of tensors."""
+
+    frame: Frame
+    ranks: int
+    rank: int
+
+    def shape(self, task: Task, rank: int | None = None) -> tuple[int, ...]:
+        """The shape of what this rank, or another, gets of a tensor."""
+        return task.shape if task.dim is None else _part(task.shape, task.dim, self.ranks, self.rank if rank is None else rank)
+
+    def read(self, task: Task) -> tuple[tuple[int, int, int, int], Row]:
+        """The ranges of dims 0 and 1 that the engine reads of a tensor for this rank, and a row of
+        what it then has."""
+        dim, shape = task.engine_dim(), self.shape(task)
+        if dim < 0 or shape == task.row.shape:
+            return (0, WHOLE, 0, WHOLE), task.row
+        lo, hi = shard_range(task.shape[dim], self.ranks, self.rank)
+        block = (lo, hi, 0, WHOLE) if dim == 0 else (0, task.row.shape[0], lo, hi)
+        size = task.row.nbytes * math.prod(shape) // max(1, math.prod(task.shape))
+        return block, task.row._replace(shape=shape, nbytes=size)
+
+    def cut(self, task: Task, tensor: Any) -> Any:
+        """This rank's block of a tensor that may have been read whole: contiguous, with memory of
+        its own."""
+        if tuple(tensor.shape) == self.shape(task):
+            return tensor
+        assert task.dim is not None
+        lo, hi = shard_range(task.shape[task.dim], self.ranks, self.rank)
+        if hi <= lo:
+            return self._empty(task, str(tensor.device))
+        index = tuple(slice(lo, hi, 1) if dim == task.dim else slice(0, size, 1) for dim, size in enumerate(task.shape))
+        return self.frame.index(tensor, index, task.row.dtype)
+
+    def _empty(self, task: Task, device: str) -> Any:
+        shape = self.shape(task)
+        # `frame.empty` counts elements as the file does; these are torch's.
+        if task.row.dtype in PACKED:
+            flat = self.frame.empty("U8", (math.prod(shape),), device)
+            return flat.view(self.frame.empty(task.row.dtype, (0,), "cpu").dtype).view(shape)
+        return self.frame.empty(task.row.dtype, shape, device)
