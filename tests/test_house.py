@@ -173,6 +173,31 @@ def test_every_exception_is_needed() -> None:
     assert set(ALLOWED) <= {(one.importer, one.imported) for one in imports(PACKAGE)}
 
 
+# What torch.distributed calls its collectives, and sends from rank to rank.
+COLLECTIVE = (
+    "all_gather* all_reduce* all_to_all* barrier batch_isend_irecv broadcast broadcast_object_list gather* irecv isend monitored_barrier "
+    "new_group new_subgroups* recv* reduce* scatter* send send_object_list"
+).split()
+
+
+def collectives(path: Path) -> list[int]:
+    """The lines of a module that call one by the name of torch.distributed, however it is imported there."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = {"dist", "_dist", "torch_dist"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname for alias in node.names if alias.asname and "distributed" in alias.name}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and any(fnmatchcase(node.attr, one) for one in COLLECTIVE)]
+    return [node.lineno for node in calls if ast.unparse(node.value).rpartition(".")[2] in {*names, "distributed"}]
+
+
+def test_one_module_names_collectives() -> None:
+    """Ranks meet in one place, where it is known what follows what; the outside's programs and frameworks have
+    groups of their own."""
+    inside = {name: path for name, path in modules(PACKAGE).items() if layer_of(name) != len(LAYERS) - 1}
+    assert [name for name, path in inside.items() if collectives(path)] == ["distributed.group"]
+
+
 TREE = {
     "__init__.py": "",
     "_engine.py": "",

@@ -40,6 +40,7 @@ func TestBadTree(t *testing.T) {
 		"healing":          {"gosrc/codec/codec.go:18"},
 		"file lengths":     {"python/overwire/long.py"},
 		"function lengths": {"gosrc/codec/long.go:82"},
+		"struct sizes":     {"gosrc/codec/codec.go:25"},
 		"package lengths":  {"device/cuda", "gosrc/tensor", "rig", "save"}, // three are listed, and short there
 		"architecture":     {"ARCHITECTURE.md", "ARCHITECTURE.md", "ARCHITECTURE.md"},
 		"python printing":  {"python/overwire/compat/nyacomp.py:4"},

@@ -21,3 +21,5 @@ func bad() {
 
 // Whoever reads this, reads a room.
 type Chunk struct{ farAway int }
+
+type wide struct{ a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p int }
