@@ -342,6 +342,13 @@ class Members:
         self.most_local = max(hosts.count(host) for host in set(hosts))
         self.hosts = len(set(hosts))
 
+    def broadcast(self, tensor: Any, rank: int) -> None:
+        """Collective: the tensor of one rank, contiguous, on all."""
+        source = int(self._dist.get_global_rank(self.group, rank))
+        self._step.number += 1
+        with _reaching():
+            self._wait(self._dist.broadcast(tensor, source, group=self.group, async_op=True), tensor)
+
     def gather(self, buffer: Any, share: int) -> None:
         """Collective: rank r has bytes [r * share, (r + 1) * share) of the buffer, and gets the
         others'. On a GPU it is only queued."""
