@@ -37,6 +37,7 @@ type carrier struct {
 	gone    bool // disconnected
 	work    sync.WaitGroup
 	waits   []atomic.Int64 // by rank: nanoseconds; see Report.Waited
+	ready   chan read      // what is on its way to this rank's GPU, or there
 
 	// Guarded by the relay's mu.
 	asked     bool // Join was called
@@ -55,7 +56,7 @@ func (r *Relay) connect() error {
 	if err != nil {
 		return err
 	}
-	r.carrier = &carrier{Peers: p, joined: make(chan struct{}), aimed: make(chan struct{}), waits: make([]atomic.Int64, s.Ranks)}
+	r.carrier = &carrier{Peers: p, joined: make(chan struct{}), aimed: make(chan struct{}), waits: make([]atomic.Int64, s.Ranks), ready: make(chan read, s.Ranks*s.Buffers)}
 	for i := range s.Buffers {
 		s.Ring = append(s.Ring, uint64(uintptr(p.Memory(s.Rank)))+uint64(int64(i)*s.Size))
 	}
@@ -152,6 +153,9 @@ func (r *Relay) carry(ctx context.Context) {
 		if err := r.follow(ctx); err != nil {
 			return err
 		}
+		if r.queue != nil {
+			begin(r.decodeBatches)
+		}
 		for from := range r.spec.Ranks {
 			begin(func(ctx context.Context) error { return r.bring(ctx, from) })
 		}
@@ -196,22 +200,69 @@ func (r *Relay) bring(ctx context.Context, from int) error {
 		if err != nil {
 			return err
 		}
-		if !wanted {
-			if own {
-				r.emptied(k)
-			}
-			r.decoded(k, from, from+1)
+		of := read{k, from, from + 1}
+		switch {
+		case !wanted:
+			r.emptied(k, from, from+1, nil)
+			r.decoded(of)
 			continue
-		}
-		stream := uint64(0)
-		if !own && c.streams != nil {
-			if err := r.pull(k, from); err != nil {
+		case r.queue == nil:
+			if err := r.decode([]read{of}, nil); err != nil {
+				return nil //nolint:nilerr // decode has said it
+			}
+			continue
+		case !own:
+			if err := r.pull(ctx, k, from); err != nil {
 				return err
 			}
-			stream = uint64(c.streams[from])
 		}
-		if err := r.decode(k, from, from+1, stream); err != nil {
-			return nil //nolint:nilerr // decode has said it
+		select {
+		case c.ready <- of:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+	return nil
+}
+
+// decodeBatches decodes on the GPU what has arrived, all that has while it waits for a slot
+// together.
+func (r *Relay) decodeBatches(ctx context.Context) error {
+	left := 0
+	for i := range r.parts {
+		if r.wantsOf(i/r.spec.Ranks, i%r.spec.Ranks) {
+			left++
+		}
+	}
+	for left > 0 {
+		var batch []read
+		select {
+		case of := <-r.carrier.ready:
+			batch = append(batch, of)
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+		slot, err := r.queue.Get(ctx)
+		if err != nil {
+			return err
+		}
+		for more := true; more && len(batch) < mostReads; {
+			select {
+			case of := <-r.carrier.ready:
+				batch = append(batch, of)
+			default:
+				more = false
+			}
+		}
+		left -= len(batch)
+		var streams []uint64
+		for _, of := range batch {
+			if s := uint64(r.carrier.streams[of.lo]); of.lo != r.spec.Rank && !slices.Contains(streams, s) {
+				streams = append(streams, s)
+			}
+		}
+		if err := r.onDevice(slot.(*cuda.Slot), batch, streams); err != nil {
+			return nil //nolint:nilerr // it has said it
 		}
 	}
 	return nil
@@ -225,15 +276,18 @@ func (r *Relay) wantsOf(k, from int) bool {
 
 // pull queues the copy of a rank's share, behind the decoding of the buffer's earlier
 // piece.
-func (r *Relay) pull(k, from int) error {
+func (r *Relay) pull(ctx context.Context, k, from int) error {
 	c, b, q := r.carrier, k%len(r.spec.Ring), r.part(k, from)
+	if err := r.wait(ctx, func() bool { return r.queued[from] > k-len(r.spec.Ring) }); err != nil {
+		return err
+	}
 	if err := r.pullStrips(k, from); err != nil {
 		return err
 	}
 	if q.used == 0 || q.last == q.first {
 		return nil
 	}
-	if err := r.emptiedAt(k, from).Before(c.streams[from]); err != nil {
+	if err := r.filledAfter(k, from).Before(c.streams[from]); err != nil {
 		return err
 	}
 	off := int64(b)*r.spec.Size + int64(from)*r.pieces[k].share
@@ -282,11 +336,10 @@ func (r *Relay) arrived(k int) {
 // bytesAt is where the host finds bytes of a piece: in the memory of the rank that has
 // read them.
 func (r *Relay) bytesAt(k int, off uint32) unsafe.Pointer {
-	b := k % len(r.spec.Ring)
 	if r.carrier == nil {
-		return unsafe.Add(device.Pointer(uintptr(r.spec.Ring[b])), off)
+		return unsafe.Add(device.Pointer(uintptr(r.spec.Ring[k%len(r.spec.Ring)])), off)
 	}
-	return unsafe.Add(r.carrier.Memory(int(int64(off)/r.pieces[k].share)), int64(b)*r.spec.Size+int64(off))
+	return unsafe.Add(r.carrier.Memory(int(int64(off)%r.spec.Size/r.pieces[k].share)), off)
 }
 
 // until waits for ready, or for the end of ctx.

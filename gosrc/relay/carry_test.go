@@ -54,18 +54,29 @@ func TestNothingToBring(t *testing.T) {
 	}
 }
 
+// A heldWriter lets the first bytes of an answer pass, and the others when `open` is closed.
+type heldWriter struct {
+	http.ResponseWriter
+	open chan struct{}
+	n    *atomic.Int64
+}
+
+func (w heldWriter) Write(p []byte) (int, error) {
+	if w.n.Add(int64(len(p))) > 256<<10 {
+		<-w.open
+	}
+	return w.ResponseWriter.Write(p)
+}
+
 // A rank that reads late delays only what it reads: all ranks get all that the others read,
 // however many buffers that takes, before it has read anything.
 func TestLateReader(t *testing.T) {
 	const ranks, late, mib = 3, 1, 1 << 20
 	m := plain(t, []int64{12, mib}, []int64{9 * mib})
 	path := m.Index().Sources[0].URI
-	slow, begun := make(chan struct{}), atomic.Bool{}
+	slow := make(chan struct{})
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
-		if begun.Load() {
-			<-slow
-		}
-		http.ServeFile(w, q, path)
+		http.ServeFile(heldWriter{w, slow, new(atomic.Int64)}, q, path)
 	}))
 	defer server.Close()
 	far, err := load.Open(t.Context(), load.Spec{URIs: []string{server.URL + "/m.safetensors"}})
@@ -73,7 +84,6 @@ func TestLateReader(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer far.Close()
-	begun.Store(true)
 	relays, offers, got := make([]*Relay, ranks), make([]peers.Offer, ranks), make([][]byte, ranks)
 	for rank := range relays {
 		from := m
@@ -107,7 +117,7 @@ func TestLateReader(t *testing.T) {
 		if err := r.wait(ctx, func() bool { return r.done[0] == len(r.pieces) && r.done[2] == len(r.pieces) }); err != nil {
 			t.Errorf("rank %d has %v of %d pieces: %v", r.spec.Rank, r.done, len(r.pieces), err)
 		}
-		if r.done[late] > 1 { // what came with the header may be of the first
+		if r.done[late] > 1 { // what comes with the header may be of the first
 			t.Errorf("rank %d has what was not read", r.spec.Rank)
 		}
 		cancel()

@@ -5,7 +5,6 @@ package relay
 import (
 	"cmp"
 	"context"
-	"time"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
@@ -25,41 +24,52 @@ func (r *Relay) Decode(k int, streams ...uint64) error {
 		return errs.New(errs.ErrArgument, "relay: piece %d of %d", k, len(r.pieces))
 	}
 	r.mu.Lock()
-	if r.carrier != nil || k != r.queued {
+	if r.carrier != nil || k != r.queued[0] {
 		defer r.mu.Unlock()
-		return cmp.Or(r.err, errs.New(errs.ErrArgument, "relay: piece %d is not the next to decode, which is %d", k, r.queued))
+		return cmp.Or(r.err, errs.New(errs.ErrArgument, "relay: piece %d is not the next to decode, which is %d", k, r.queued[0]))
 	}
 	r.mu.Unlock()
-	return r.decode(k, 0, r.spec.Ranks, streams...)
+	r.note(&r.pieces[k].seen.Decode, true)
+	return r.decode([]read{{k, 0, r.spec.Ranks}}, streams)
 }
 
-// decode decodes the shares that the ranks [lo, hi) have read of a piece.
-func (r *Relay) decode(k, lo, hi int, streams ...uint64) error {
-	p := &r.pieces[k]
+// A read is what the ranks [lo, hi) have read of a piece.
+type read struct{ piece, lo, hi int }
+
+// tasks are this rank's decode tasks of it: [first, last).
+func (r *Relay) tasks(of read) (first, last int) {
+	return r.part(of.piece, of.lo).first, r.part(of.piece, of.hi-1).last
+}
+
+// decode decodes what ranks have read, as one batch.
+func (r *Relay) decode(batch []read, streams []uint64) error {
 	r.mu.Lock()
 	if r.shut || r.err != nil || !r.aimed {
 		defer r.mu.Unlock()
 		return cmp.Or(r.err, errs.New(errs.ErrArgument, "relay: the job has ended, or has no requests yet"))
 	}
-	p.seen.Decode = time.Since(r.start).Microseconds()
 	r.busy.Add(1)
 	r.mu.Unlock()
 	defer r.busy.Done()
 	if r.queue == nil {
-		return r.onHost(k, lo, hi)
+		return r.onHost(batch[0])
 	}
-	return r.onDevice(k, lo, hi, streams)
+	s, err := r.queue.Get(context.Background()) // every slot comes back, even after errors
+	if err != nil {
+		return err
+	}
+	return r.onDevice(s.(*cuda.Slot), batch, streams)
 }
 
 // onHost decodes on all cores, and waits.
-func (r *Relay) onHost(k, lo, hi int) error {
+func (r *Relay) onHost(of read) error {
 	r.host.Lock()
 	defer r.host.Unlock()
-	first, last := r.part(k, lo).first, r.part(k, hi-1).last
+	first, last := r.tasks(of)
 	jobs := r.jobs[first:last]
 	err := spawn.Each(context.Background(), "relay", cmp.Or(r.machine.Threads, max(1, r.machine.Cores/max(1, r.machine.Ranks))), len(jobs), func(i int) error {
 		j := &jobs[i]
-		if err := cpu.Decode(j, unsafe.Slice((*byte)(r.bytesAt(k, j.Src)), j.Chunk.Stored)); err != nil {
+		if err := cpu.Decode(j, unsafe.Slice((*byte)(r.bytesAt(of.piece, j.Src)), j.Chunk.Stored)); err != nil {
 			return r.where(first+i, err)
 		}
 		r.came(first + i)
@@ -69,32 +79,26 @@ func (r *Relay) onHost(k, lo, hi int) error {
 		r.fail(err, false)
 		return err
 	}
-	if r.has(lo, hi) {
-		r.emptied(k)
-	}
-	r.decoded(k, lo, hi)
+	r.emptied(of.piece, of.lo, of.hi, nil)
+	r.decoded(of)
 	return nil
 }
 
-// has reports whether this rank is one of [lo, hi).
-func (r *Relay) has(lo, hi int) bool { return r.spec.Rank >= lo && r.spec.Rank < hi }
-
-// emptiedAt is recorded when the shares of a rank in the buffer of a piece were decoded.
-func (r *Relay) emptiedAt(k, rank int) *cuda.Event {
-	n := len(r.spec.Ring)
-	if r.carrier == nil {
-		rank = 0
+// filledAfter is the event after which what a rank reads of a piece may be written to its part
+// of the buffer: the decoding of the buffer's earlier piece, which is queued.
+func (r *Relay) filledAfter(k, rank int) *cuda.Event {
+	never := r.idle[len(r.idle)-1]
+	if k < len(r.spec.Ring) {
+		return never
 	}
-	return r.idle[rank*n+k%n]
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return cmp.Or(r.part(k-len(r.spec.Ring), rank).idle, never)
 }
 
-// onDevice queues the decoding.
-func (r *Relay) onDevice(k, lo, hi int, streams []uint64) error {
-	s, err := r.queue.Get(context.Background()) // every slot comes back, even after errors
-	if err != nil {
-		return err
-	}
-	slot := s.(*cuda.Slot)
+// onDevice queues the decoding of a batch behind the work that is on the streams now. It takes the
+// slot.
+func (r *Relay) onDevice(slot *cuda.Slot, batch []read, streams []uint64) error {
 	for _, stream := range streams {
 		if stream == 0 {
 			continue
@@ -106,46 +110,82 @@ func (r *Relay) onDevice(k, lo, hi int, streams []uint64) error {
 			return err
 		}
 	}
-	p := &r.pieces[k]
-	first, last := r.part(k, lo).first, r.part(k, hi-1).last
-	n := p.share * int64(r.spec.Ranks)
-	jobs := r.jobs[first:last]
-	slot.ViewDevice(uintptr(r.spec.Ring[k%len(r.spec.Ring)]), n)
-	idle := r.emptiedAt(k, lo)
-	after := idle // a copy from another rank has waited for that
-	if r.has(lo, hi) {
-		after = r.full[k%len(r.full)]
+	first, last := r.tasks(batch[0])
+	jobs, numbers, idle := r.jobs[first:last], []int(nil), (*cuda.Event)(nil)
+	if r.carrier == nil {
+		b := batch[0].piece % len(r.spec.Ring)
+		slot.ViewDevice(uintptr(r.spec.Ring[b]), r.held())
+		idle = r.idle[b]
+		slot.Order(r.full[b], idle)
+	} else { // what it reads was checked, or is waited for
+		slot.ViewDevice(uintptr(r.spec.Ring[0]), r.held())
+		idle = r.idle[r.batches%mostBatches]
+		slot.Order(r.idle[mostBatches], idle)
+		r.batches++
 	}
-	slot.Order(after, idle)
-	if len(jobs) == 0 { // this rank wants nothing of it, or strips: the buffer is free after the exchange
+	if len(batch) > 1 {
+		jobs = nil
+		for _, of := range batch {
+			first, last := r.tasks(of)
+			jobs = append(jobs, r.jobs[first:last]...)
+			for i := first; i < last; i++ {
+				numbers = append(numbers, i)
+			}
+		}
+	}
+	none := len(jobs) == 0
+	if none { // this rank wants nothing of it, or strips: the buffer is free after the exchange
 		jobs = []device.DecodeTask{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw}}}
 	}
+	number := func(i int) int {
+		if numbers != nil {
+			return numbers[i]
+		}
+		return first + i
+	}
 	left := len(jobs)
-	err = r.queue.Submit(slot, n, jobs, func(i int, err error) {
+	err := r.queue.Submit(slot, r.held(), jobs, func(i int, err error) {
 		if err != nil {
-			r.fail(r.where(first+i, err), false)
+			r.fail(r.where(number(i), err), false)
 			return
 		}
-		if first+i < last {
-			r.came(first + i)
+		if !none {
+			r.came(number(i))
 		}
 		if left--; left == 0 {
-			r.mu.Lock()
-			p.seen.From, p.seen.To, r.ran = r.ran[0], r.ran[1], [2]int64{}
-			r.mu.Unlock()
-			r.stripped(k, lo, hi)
-			r.decoded(k, lo, hi)
+			r.landedBatch(batch)
 		}
 	})
 	if err != nil {
-		err = r.where(first, err)
+		err = r.where(number(0), err)
 		r.fail(err, true)
 		return err
 	}
-	if r.has(lo, hi) {
-		r.emptied(k)
+	for _, of := range batch {
+		r.emptied(of.piece, of.lo, of.hi, idle)
 	}
 	return nil
+}
+
+// held is how many bytes a batch may lie in.
+func (r *Relay) held() int64 {
+	if r.carrier == nil {
+		return r.spec.Size
+	}
+	return r.spec.Size * int64(len(r.spec.Ring))
+}
+
+// landedBatch says that a batch was decoded, and its strips were copied.
+func (r *Relay) landedBatch(batch []read) {
+	for _, of := range batch {
+		seen := &r.pieces[of.piece].seen
+		r.mu.Lock()
+		seen.From, seen.To = r.ran[0], r.ran[1]
+		r.mu.Unlock()
+		r.stripped(of.piece, of.lo, of.hi)
+		r.decoded(of)
+	}
+	r.ran = [2]int64{}
 }
 
 // where adds the tensor and chunk to an error.

@@ -66,7 +66,7 @@ func (q *feedQueue) submit(all []submission) {
 	for i := range all {
 		s := &all[i]
 		s.to = r.filling(s.Tasks[0].Dst)
-		s.Slot.Order(r.emptiedAt(s.to, r.spec.Rank), r.full[s.to%len(r.full)])
+		s.Slot.Order(r.filledAfter(s.to, r.spec.Rank), r.full[s.to%len(r.full)])
 		s.Slot.Loose() // a share has its chunks as they lie in the file
 	}
 	slices.SortStableFunc(all, func(a, b submission) int { return cmp.Compare(a.to, b.to) })

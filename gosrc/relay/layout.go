@@ -9,6 +9,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/plan"
@@ -45,7 +46,9 @@ type part struct {
 	used        int64   // bytes that others copy whole
 	beside      bool    // behind that, it has chunks of strips
 	strips      []strip // that this rank copies
-	done        bool    // decoded
+	queued      bool    // its decoding is
+	idle        *cuda.Event
+	done        bool // decoded
 }
 
 // aims are this rank's requests, and their decode tasks.
@@ -77,12 +80,15 @@ const (
 	bareBytes = 1<<20 - 8<<10
 	// finePiece is the least of a rank's share of a piece. Others copy and decode a share
 	// when all of it has been read.
-	finePiece = 8 << 20
+	finePiece = 16 << 20
 	// maxRanks is more GPUs than any host has: of several hosts, as many ranks exchange as
 	// have a share.
 	maxRanks = 256
-	// mostDecodes is how many shares may wait for their decoding on a GPU.
-	mostDecodes = 24
+	// mostBatches is how many batches of shares a GPU decodes at a time. What is ready meanwhile
+	// is the next batch: the decoding of a few chunks takes as long as that of many.
+	mostBatches = 4
+	// mostReads is how many shares a batch may have.
+	mostReads = 8
 	// maxSize is the largest buffer: a decode task has 32 bits for where its chunk lies.
 	maxSize = math.MaxUint32
 	// maxBuffers is more than any ring has.
@@ -110,8 +116,12 @@ func (s *Spec) largest(ix *tensor.Index) (most int64, ok bool) {
 // checkSize checks the size of the buffers, in which each rank has a share, before there is
 // memory for them.
 func (s *Spec) checkSize() error {
-	if s.Size > maxSize || s.Size/shareAlign < int64(s.Ranks) {
-		return errs.New(errs.ErrArgument, "relay: buffers of %d bytes for %d ranks: at least %d for each, and at most %d", s.Size, s.Ranks, shareAlign, int64(maxSize))
+	buffers := int64(1) // in which a decode task finds its chunk
+	if s.Exchange {
+		buffers = max(1, int64(s.Buffers))
+	}
+	if s.Size > maxSize/buffers || s.Size/shareAlign < int64(s.Ranks) {
+		return errs.New(errs.ErrArgument, "relay: buffers of %d bytes for %d ranks: at least %d for each, and at most %d", s.Size, s.Ranks, shareAlign, maxSize/buffers)
 	}
 	return nil
 }
@@ -243,7 +253,7 @@ func (r *Relay) layOut() error {
 	for _, shares := range pieces {
 		r.piece(shares)
 	}
-	r.left, r.done = len(r.parts), make([]int, spec.Ranks)
+	r.left, r.done, r.queued = len(r.parts), make([]int, spec.Ranks), make([]int, spec.Ranks)
 	r.fetch, r.shares = plan.Stored(r.ix, r.spots, r.machine.Limits())
 	return nil
 }
@@ -402,10 +412,14 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 		if at.piece < 0 {
 			return doesNotTravel(int(p.Refs[i].Want))
 		}
-		if at.off > maxSize-int64(p.Tasks[i].Chunk.Stored) {
-			return errs.New(errs.ErrEngine, "relay: request %d has a chunk at %d of a buffer", p.Refs[i].Want, at.off)
+		off := at.off
+		if r.carrier != nil { // what is decoded together lies in several buffers
+			off += int64(at.piece%len(r.spec.Ring)) * r.spec.Size
 		}
-		p.Tasks[i].Src = uint32(at.off)
+		if off > maxSize-int64(p.Tasks[i].Chunk.Stored) {
+			return errs.New(errs.ErrEngine, "relay: request %d has a chunk at %d of a buffer", p.Refs[i].Want, off)
+		}
+		p.Tasks[i].Src = uint32(off)
 		where[i] = at.piece*r.spec.Ranks + int(at.off/r.pieces[at.piece].share)
 	}
 	for i, n := range p.Left {

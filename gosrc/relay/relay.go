@@ -78,14 +78,16 @@ type Relay struct {
 
 // lane is what a relay has of a GPU.
 type lane struct {
-	queue *cuda.Queue  // decodes; nil: the host does
-	feed  device.Queue // fetches; nil: the host
-	// By buffer: this rank's share has arrived; and, for each rank whose shares are decoded
-	// by themselves: they were.
-	full, idle []*cuda.Event
+	queue *cuda.Queue   // decodes; nil: the host does
+	feed  device.Queue  // fetches; nil: the host
+	full  []*cuda.Event // by buffer: this rank's share has arrived
+	// Where the caller exchanges, by buffer: the piece was decoded; else by batch of shares: they
+	// were. The last one is never recorded.
+	idle []*cuda.Event
 	// When the kernels ran of what has landed: the queue says it just before
 	// its tasks, in the same goroutine.
-	ran [2]int64
+	ran     [2]int64
+	batches int // that were decoded, where the engine exchanges
 }
 
 // state is how far a relay is. mu guards it.
@@ -93,7 +95,7 @@ type state struct {
 	mu     sync.Mutex
 	wake   chan struct{} // closed and renewed when free grows, or left falls
 	free   int           // pieces whose buffer may be filled again: [0, free)
-	queued int           // pieces of whose buffers the decoding of this rank's share is queued: [0, queued)
+	queued []int         // by rank: pieces of which the decoding of that rank's share is queued: [0, queued)
 	done   []int         // by rank: pieces whose share of that rank was decoded: [0, done)
 	left   int           // shares that were not decoded
 	err    error         // the first
@@ -195,11 +197,11 @@ func (r *Relay) queues() (err error) {
 			r.letGo()
 		}
 	}()
-	alone := 1
+	batches := len(r.spec.Ring)
 	if r.carrier != nil {
-		alone = r.spec.Ranks
+		batches = mostBatches
 	}
-	for i := range (1 + alone) * len(r.spec.Ring) {
+	for i := range len(r.spec.Ring) + batches + 1 {
 		v, err := gpu.NewEvent()
 		if err != nil {
 			return err
@@ -215,7 +217,7 @@ func (r *Relay) queues() (err error) {
 		return err
 	}
 	r.feed = newFeedQueue(feed, r)
-	if r.queue, err = gpu.Queue(min(mostDecodes, alone*len(r.spec.Ring)), cuda.TablesOnly); err != nil {
+	if r.queue, err = gpu.Queue(batches, cuda.TablesOnly); err != nil {
 		return err
 	}
 	if r.carrier != nil { // other ranks wait for what this one has read, and for its buffers
@@ -426,31 +428,38 @@ func (r *Relay) landed(k, chunks int) {
 	}
 }
 
-// emptied lets the buffer of a piece be filled again, as far as this rank goes: what decodes
-// its share is queued. Pieces come in order.
-func (r *Relay) emptied(k int) {
+// emptied says that the decoding of shares of a piece, those of the ranks [lo, hi), is queued,
+// or that there is none. idle is recorded at its end; nil: nothing is to be waited for. Where
+// this rank's is among them its part of the buffer may be filled again, as far as it goes.
+func (r *Relay) emptied(k, lo, hi int, idle *cuda.Event) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.queued = k + 1
+	for rank := lo; rank < hi; rank++ {
+		q := r.part(k, rank)
+		q.queued, q.idle = true, idle
+		for r.queued[rank] < len(r.pieces) && r.part(r.queued[rank], rank).queued {
+			r.queued[rank]++
+		}
+	}
 	r.pieces[k].seen.Queued = time.Since(r.start).Microseconds()
 	r.advance()
 }
 
 // advance frees buffers that no rank needs. r.mu is held.
 func (r *Relay) advance() {
-	for r.free < r.queued && (r.carrier == nil || r.free < r.carrier.taken) {
+	for r.free < r.queued[r.spec.Rank] && (r.carrier == nil || r.free < r.carrier.taken) {
 		r.free++
 	}
 	r.moved()
 }
 
-// decoded counts decoded shares of a piece: those of the ranks [lo, hi).
-func (r *Relay) decoded(k, lo, hi int) {
+// decoded counts shares that were decoded.
+func (r *Relay) decoded(of read) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.pieces[k].seen.Decoded = time.Since(r.start).Microseconds()
-	for rank := lo; rank < hi; rank++ {
-		r.part(k, rank).done = true
+	r.pieces[of.piece].seen.Decoded = time.Since(r.start).Microseconds()
+	for rank := of.lo; rank < of.hi; rank++ {
+		r.part(of.piece, rank).done = true
 		r.left--
 		for r.done[rank] < len(r.pieces) && r.part(r.done[rank], rank).done {
 			r.done[rank]++
