@@ -175,10 +175,13 @@ def test_blocks_cover_a_dimension_once() -> None:
 
 
 def test_a_buffer_ends_below_2_gib_however_many_ranks_exchange(tmp_path: Path) -> None:
-    """Shares are multiples of 256 bytes, and 32 MiB up to 63 ranks; a chunk of the default size fits up to 2,047 ranks."""
+    """Shares are multiples of 256 bytes, and 32 MiB up to 63 ranks; a chunk of the default size fits up to 2,047 ranks. Rings
+    whose buffers are decoded together end below 4 GiB."""
     for count in [*range(1, 5000), 1 << 20]:
         share = relays.share_of(count, relays.SHARE)
         assert share * count < 2 << 30 and share % 256 == 0 and (share == relays.SHARE) == (count < 64), count
+        ring = relays.request_of("cpu", range(count), 0, relays.SHARE, relays.BUFFERS)["size"] * relays.BUFFERS if count <= 256 else 0
+        assert ring < 4 << 30 and ring % (256 * count) == 0, count
     ow.save_file({"a": torch.randn(2048, 1024)}, tmp_path / "compressed")
     ow.save_file({"a": torch.randn(2048, 1024)}, tmp_path / "plain", compress=False)
     for path, chunk in (("compressed", 1 << 20), ("plain", (1 << 20) - 8192)):

@@ -192,8 +192,7 @@ class Together:
             from ..frameworks.torch import used_on
 
             used_on(device)
-        request = request_of(device, members.local, members.rank, SHARE)
-        request.update({"exchange": True, "buffers": _BUFFERS})
+        request = request_of(device, members.local, members.rank, SHARE, _BUFFERS)
         request["tensors"] = sorted(set(array("q", needs)[0::_WORDS]))
         request["more"] = [model.handle for model in models[1:]]
         return begin(request, models[0].handle, needs)

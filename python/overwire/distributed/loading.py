@@ -363,8 +363,8 @@ class GroupLoad:
 
     def _mapped(self, window: list[int], places: Mapping[int, Any]) -> Generator[tuple[int, Any], None, None]:
         members, tasks = self._members, [self.task(at) for at in window]
-        request = self._request(tasks, members.local, self.model.device)
-        request.update({"exchange": True, "buffers": BUFFERS, "world": members.size, "members": members.local})
+        request = self._request(tasks, members.local, self.model.device, BUFFERS)
+        request.update({"world": members.size, "members": members.local})
         dims = [task.engine_dim() for task in tasks]
         if max(dims) >= 0:
             request["cuts"] = dims
@@ -435,8 +435,8 @@ class GroupLoad:
         for (task, *_), tensor in zip(busy, load.tensors() if load is not None else (), strict=True):
             yield from self._kept(task, tensor)
 
-    def _request(self, tasks: list[Task], exchange: Sequence[int], device: str) -> RelayRequest:
-        request = request_of(device, exchange, self._members.rank, SHARE)
+    def _request(self, tasks: list[Task], exchange: Sequence[int], device: str, buffers: int = 0) -> RelayRequest:
+        request = request_of(device, exchange, self._members.rank, SHARE, buffers)
         request["tensors"] = [task.at for task in tasks]
         request["timeline"] = log.isEnabledFor(logging.DEBUG)
         return request

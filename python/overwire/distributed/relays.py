@@ -39,8 +39,9 @@ SHARE = 32 << 20
 BUFFERS = 4
 FEW = 2
 
-# A buffer is below 2 GiB, however many ranks exchange; shares are multiples of _ALIGN.
-_MOST = (2 << 30) - 1
+# A buffer is below 2 GiB, however many ranks exchange, and what is decoded together below 4 GiB;
+# shares are multiples of _ALIGN.
+_MOST, _ALL = (2 << 30) - 1, (4 << 30) - 1
 _ALIGN = 256
 
 # Pieces after which the ranks agree that all is well.
@@ -55,9 +56,10 @@ _SLICE_MS = 50
 Agree = Callable[[BaseException | None, bool], Any]
 
 
-def share_of(ranks: int, share: int) -> int:
-    """The bytes of a buffer that each of the ranks has: `share`, or less where the buffer would be too large."""
-    return min(share, _MOST // ranks // _ALIGN * _ALIGN)
+def share_of(ranks: int, share: int, together: int = 1) -> int:
+    """The bytes of a buffer that each of the ranks has: `share`, or less where the buffer would be
+    too large, or where as many as are decoded `together` would be."""
+    return min(share, min(_MOST, _ALL // together) // ranks // _ALIGN * _ALIGN)
 
 
 def fits(ranks: int, room: int) -> bool:
@@ -65,16 +67,19 @@ def fits(ranks: int, room: int) -> bool:
     return room <= share_of(ranks, SHARE)
 
 
-def request_of(device: str, ranks: Sequence[int], rank: int, share: int) -> RelayRequest:
-    """What a request says of this rank and its ring. ranks: that exchange. All runs on torch's
-    current stream, after what is queued there now."""
+def request_of(device: str, ranks: Sequence[int], rank: int, share: int, buffers: int = 0) -> RelayRequest:
+    """What a request says of this rank and its ring. ranks: that exchange; buffers: of the ring,
+    where the engines do. All runs on torch's current stream, after what is queued there now."""
     stream = 0
     if device != "cpu":
         from ..frameworks.torch import stream_of
 
         stream = stream_of(device)
-    size = share_of(len(ranks), share) * len(ranks)
-    return {"size": size, "ranks": len(ranks), "rank": ranks.index(rank), "device": device, "stream": stream}
+    size = share_of(len(ranks), share, max(1, buffers)) * len(ranks)
+    request: RelayRequest = {"size": size, "ranks": len(ranks), "rank": ranks.index(rank), "device": device, "stream": stream}
+    if buffers:
+        request["exchange"], request["buffers"] = True, buffers
+    return request
 
 
 class _Relay:
