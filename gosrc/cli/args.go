@@ -89,7 +89,7 @@ func find(name string) *verb {
 // groups are the verbs in the order of help.
 var groups = []struct{ title, verbs string }{
 	{"files", "compress decompress convert inspect verify diff digest"},
-	{"programs and stores", "run load fetch presign"},
+	{"programs and stores", "run load fetch cache presign"},
 	{"measuring", "bench trace doctor serve"},
 	{"this command", "completion version"},
 }

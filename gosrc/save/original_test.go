@@ -293,14 +293,14 @@ func TestGoldenOriginal(t *testing.T) {
 	}
 }
 
-// ended is a body that ends with the work on others: it fails once both tensors are being
+// endingBody is a body that ends with the work on others: it fails once both tensors are being
 // read, or it waits for the end of the other, and keeps why it came.
-type ended struct {
+type endingBody struct {
 	began chan struct{}
 	why   *error
 }
 
-func (e ended) bytes(ctx context.Context, _ []byte, _ int64) ([]byte, error) {
+func (e endingBody) bytes(ctx context.Context, _ []byte, _ int64) ([]byte, error) {
 	if e.why == nil {
 		<-e.began
 		return nil, errs.New(errs.ErrIO, "no")
@@ -316,7 +316,7 @@ func TestStepsEndByTheFirstError(t *testing.T) {
 	dir, began := t.TempDir(), make(chan struct{})
 	var why error
 	items := make([]*item, 2)
-	for i, body := range []body{ended{began: began}, ended{began: began, why: &why}} {
+	for i, body := range []body{endingBody{began: began}, endingBody{began: began, why: &why}} {
 		items[i] = &item{name: fmt.Sprint(i), dtype: tensor.U8, shape: []int64{1 << 12}, bytes: 1 << 12, body: body, parts: 1}
 	}
 	spec := Spec{Path: filepath.Join(dir, "x.safetensors"), Threads: 2}
