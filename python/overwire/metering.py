@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,17 +125,23 @@ def _add_up() -> None:
         one.runs += 1
         value: Any = json.loads(text)
         report: dict[str, Any] = value if isinstance(value, dict) else {}
-        one.tensors += report.get("tensors", 0)
-        one.bytes += report.get("bytes", report.get("bytes_in", 0))
-        one.mapped += report.get("mapped", 0)
-        one.past_cache += report.get("past_cache", 0)
-        one.written += report.get("bytes_out", 0)
-        one.seconds += report.get("seconds", 0.0)
-        counters = report.get("stages") or {}
-        for stage, names in _STAGES.items():
-            spent = sum(counters.get(name, 0) for name in names) / 1e9
+        one.tensors += _number(report, "tensors")
+        one.bytes += _number(report, "bytes" if "bytes" in report else "bytes_in")
+        one.mapped += _number(report, "mapped")
+        one.past_cache += _number(report, "past_cache")
+        one.written += _number(report, "bytes_out")
+        one.seconds += _number(report, "seconds")
+        counters = report.get("stages")
+        for stage, names in _STAGES.items() if isinstance(counters, dict) else ():
+            spent = sum(_number(counters, name) for name in names) / 1e9
             if spent:
                 one.stages[stage] = one.stages.get(stage, 0.0) + spent
+
+
+def _number(report: Mapping[str, Any], name: str) -> Any:
+    # Reports of some verbs have lists under the same names.
+    value = report.get(name, 0)
+    return value if isinstance(value, (int, float)) else 0
 
 
 def _trace(verb: str, text: str, error: str) -> None:
@@ -149,7 +155,8 @@ def _trace(verb: str, text: str, error: str) -> None:
     for name, value in facts.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             span.set_attribute(f"{ours}.{name}", value)
-    for name, value in (facts.get("stages") or {}).items():
+    stages = facts.get("stages")
+    for name, value in stages.items() if isinstance(stages, dict) else ():
         span.set_attribute(f"{ours}.stages.{name}", value)
     if error:
         span.set_attribute("error.type", error)
