@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,7 @@ def test_a_tensor_that_cannot_be_saved(tmp_path: Path) -> None:
 
 
 def test_objects_are_unpickled_as_by_weights_only(tmp_path: Path) -> None:
-    """An object that torch.load(weights_only=True) refuses is not made."""
+    """An object that torch.load(weights_only=True) refuses is not made; the error names its class and what allows it."""
     save(tmp_path / "c")
     at = tmp_path / "c/training/model.safetensors"
     content = ow.load_file(at)
@@ -190,6 +191,7 @@ def test_objects_are_unpickled_as_by_weights_only(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException) as caught:
         load(tmp_path / "c")
     assert isinstance(cause(caught), ow.UntrustedPickleError) and cause(caught).tensor == "step" and not ran.exists()
+    assert re.search(r"refuses it: .*io\.open.*add_safe_globals", str(cause(caught))), cause(caught)
     ow.save_file(content | {"step": torch.arange(9, dtype=torch.uint8)}, at)
     with pytest.raises(CheckpointException) as caught:
         load(tmp_path / "c")

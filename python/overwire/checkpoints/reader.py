@@ -192,8 +192,10 @@ class CheckpointReader(StorageReader):
         try:
             value = torch.load(io.BytesIO(stored), weights_only=True, map_location="cpu")
         except Exception as error:
+            # What torch puts before names no class, and advises to run the pickle.
+            reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0]
             raise UntrustedPickleError(
-                f"overwire: {self._path}: {fqn!r}: torch.load(weights_only=True) refuses it: {error!s:.300}", source=self._path, tensor=fqn
+                f"overwire: {self._path}: {fqn!r}: torch.load(weights_only=True) refuses it: {reason:.300}", source=self._path, tensor=fqn
             ) from None
         out = io.BytesIO()
         torch.save(value, out)
