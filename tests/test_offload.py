@@ -284,6 +284,17 @@ def test_a_plan_says_what_is_kept_and_streamed(tmp_path: Path, keep: int | str, 
         ow.plan(path, keep="many")
 
 
+def test_a_plan_counts_equal_blocks_each(tmp_path: Path) -> None:
+    """A file stores equal tensors once, `offload` each: what the plan says of the host is not less than what is taken."""
+    layer = torch.nn.Linear(256, 256, dtype=torch.bfloat16)
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(copy.deepcopy(layer) for _ in range(5))
+    ow.save_model(model, tmp_path / "m.safetensors")
+    plan = ow.plan(tmp_path / "m.safetensors", keep=0)
+    with ow.offload(model, "cpu") as offloaded:
+        assert plan.offload.stored >= offloaded.stored > 2 * plan.stored
+
+
 class Plain(torch.nn.Module):
     """Layers, a buffer that no file has, and tied ends."""
 

@@ -184,5 +184,6 @@ def plan(
     )
     streamed = None
     if keep is not None:
-        streamed = plan_offload(((one.name, one.nbytes, one.stored) for one in tensors), parse_size(keep or None, "keep"))
+        # A file stores equal tensors once, `offload` each.
+        streamed = plan_offload(((one.name, one.nbytes, one.stored or one.nbytes) for one in tensors), parse_size(keep or None, "keep"))
     return LoadPlan(tensors, files, sum(final), load["peak"], sum(stored), load["staging"], load["pinned"], streamed)
