@@ -15,7 +15,7 @@ import numpy as np
 import overwire as ow
 import pytest
 from conftest import ROOT
-from overwire.portable import read
+from overwire.portable import files, read
 from overwire.portable.sums import crc32c
 
 sys.path[:0] = [str(ROOT / "wheels"), str(ROOT)]
@@ -177,7 +177,7 @@ def test_the_wheel_is_installed_and_run(tmp_path: Path) -> None:
 
 
 def test_torch_and_folders(tmp_path: Path) -> None:
-    """Tensors of torch where it is there, of a folder's files; a name in two files is refused."""
+    """Tensors of torch where it is there, of a folder's files; a name in two files is refused, and so are URIs."""
     torch = pytest.importorskip("torch")
     tensors = {"a": torch.randn(70, 3).bfloat16(), "b": torch.randn(5).to(torch.float8_e4m3fn), "c": torch.tensor(True)}
     ow.save_file(tensors, tmp_path / "1.safetensors")
@@ -190,3 +190,7 @@ def test_torch_and_folders(tmp_path: Path) -> None:
     ow.save_file({"d": torch.arange(4)}, tmp_path / "3.safetensors")
     with pytest.raises(ow.FormatError, match="'d'"):
         read.load_file(tmp_path, framework="pt")
+    for call in (read.load_file, read.safe_open, files.inspect, lambda uri: files.decompress(uri, tmp_path / "out")):
+        with pytest.raises(ow.ArgumentError, match="s3://bucket/m: .*stores"):
+            call("s3://bucket/m")
+    assert not (tmp_path / "out").exists()

@@ -25,7 +25,7 @@ def inspect(source: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises FormatError, CorruptError, NotSupportedError, and OSError.
     """
-    return {"sources": [_facts_of(path) for path in files_of(Path(source))]}
+    return {"sources": [_facts_of(path) for path in files_of(source)]}
 
 
 def decompress(source: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -36,13 +36,13 @@ def decompress(source: str | os.PathLike[str], target: str | os.PathLike[str], *
     Raises ArgumentError where target is there and overwrite is not set, or is the source;
     and what reading raises.
     """
+    weights = set(files_of(source))
     here, there = Path(source), Path(target)
     if there.exists() and (not overwrite or there.is_dir() or here.samefile(there)):
         raise ArgumentError(f"overwire: decompress: {there} is there already")
     if not here.is_dir():
         _atomically(there, lambda path: _write_plain(here, path))
         return
-    weights = set(files_of(here))
     if here.resolve() in there.resolve().parents:
         raise ArgumentError(f"overwire: decompress: {there} lies in {here}")
     work = Path(tempfile.mkdtemp(prefix=".overwire.", dir=there.absolute().parent))

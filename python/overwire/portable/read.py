@@ -51,7 +51,7 @@ class safe_open:
             raise ArgumentError(
                 f"overwire: {framework!r} on {device!r}: this machine has no engine, which other frameworks and devices need"
             )
-        self._path = os.fspath(filename)
+        self._path = _local_path(filename)
         self._framework = framework
         self._data: Bytes = (
             np.memmap(self._path, np.uint8, "r") if os.path.getsize(self._path) else np.zeros(0, np.uint8)
@@ -199,7 +199,7 @@ def load_file(source: str | os.PathLike[str], device: str = "cpu", *, framework:
     """
     framework = framework or ("pt" if "torch" in sys.modules else "np")
     loaded: dict[str, Any] = {}
-    for path in files_of(Path(source)):
+    for path in files_of(source):
         with safe_open(path, framework, device) as file:
             tensors = dict(file.tensors())
             for name in file:
@@ -209,14 +209,23 @@ def load_file(source: str | os.PathLike[str], device: str = "cpu", *, framework:
     return loaded
 
 
-def files_of(source: Path) -> list[Path]:
-    """The safetensors files of a folder; a file itself. Raises FormatError where a folder has none."""
+def files_of(place: str | os.PathLike[str]) -> list[Path]:
+    """The safetensors files of a folder; a file itself. Raises FormatError where a folder has
+    none, ArgumentError for a URI."""
+    source = Path(_local_path(place))
     if not source.is_dir():
         return [source]
     paths = sorted(path for path in source.glob("*.safetensors") if path.is_file())
     if not paths:
         raise FormatError(f"overwire: {source} has no safetensors file", source=str(source))
     return paths
+
+
+def _local_path(place: str | os.PathLike[str]) -> str:
+    path = os.fspath(place)
+    if "://" in path:
+        raise ArgumentError(f"overwire: {path}: this machine has no engine, which stores need: download the file")
+    return path
 
 
 def _as_torch(tensor: Tensor, data: Bytes) -> Any:
