@@ -26,9 +26,9 @@ var cacheVerb = &verb{
 list shows the files of prepared state in FOLDER (default: OVERWIRE_PREPARED, or
 overwire/prepared in the cache folder of the user): size and last use, the latest
 first. clear removes them, and what writers that are gone have left. Engines that
-run are not hurt: they have the files open, and write them anew at a later start.`,
+run are not hurt: they have the files open, and write them anew at a later start.
+What OVERWIRE_CACHE keeps of stores is another folder, which this verb leaves alone.`,
 	example: "overwire cache list",
-	options: []option{jsonOption},
 	run: func(c *call) error {
 		if !slices.Contains([]string{"list", "clear"}, c.args[0]) {
 			return usage("cache: %s is neither list nor clear", c.args[0])

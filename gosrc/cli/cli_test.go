@@ -121,6 +121,9 @@ func TestHelp(t *testing.T) {
 				t.Errorf("%s: option %s", v.name, o.name)
 			}
 		}
+		if count := strings.Count(one, "--json  "); count != 1 {
+			t.Errorf("help of %s lists --json %d times", v.name, count)
+		}
 	}
 }
 

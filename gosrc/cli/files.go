@@ -40,9 +40,10 @@ var compressVerb = &verb{
 	name: "compress", args: "SRC... -o OUT", least: 1, most: -1,
 	short: "compress tensors without loss",
 	long: `
-Reads safetensors files, a folder of shards or an index.json, and writes the
-same tensors compressed, where compression makes them smaller. decompress gives
-the same files back, byte for byte; reading OUT needs overwire. OUT is complete or
+Reads safetensors files, a folder of shards, an index.json, or what torch.save wrote
+(.bin, .pt, .pth, .ckpt; nothing in it is run), and writes the same tensors
+compressed, where compression makes them smaller. decompress gives the same
+safetensors files back, byte for byte; reading OUT needs overwire. OUT is complete or
 absent, whatever happens meanwhile. A folder becomes a folder: it keeps its file names, its
 index.json, its other files (config, tokenizer) and the folders below it, as a
 diffusers pipeline has them. Listed instead of copied are other weights (of 64 MiB
