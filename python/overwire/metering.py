@@ -51,7 +51,7 @@ class VerbMetrics:
         mapped, and read by direct I/O. written: bytes of files that were written.
     seconds: of the calls, from beginning to end.
     stages: seconds of workers by what they did: "read" bytes, waited for the first byte of an
-        "answer", for their "turn", for the device ("wait"), "check" and "decode".
+        "answer", for a connection ("turn"), for the device ("wait"), "check" and "decode".
     """
 
     __module__ = "overwire"
