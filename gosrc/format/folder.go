@@ -89,7 +89,11 @@ func (f *family) lacking() string {
 	if len(numbers) == 0 {
 		return fmt.Sprintf("%d shards are there under numbers of %d", len(f.numbers), f.Of)
 	}
-	return fmt.Sprintf("%d of %d shards are there, and shard %s is missing", len(f.numbers), f.Of, strings.Join(numbers, ", "))
+	noun, verb := "shard", "is"
+	if len(numbers) > 1 {
+		noun, verb = "shards", "are"
+	}
+	return fmt.Sprintf("%d of %d shards are there, and %s %s %s missing", len(f.numbers), f.Of, noun, strings.Join(numbers, ", "), verb)
 }
 
 // preferred leaves out variants that have a default beside them, shards without an index

@@ -152,7 +152,7 @@ func TestResolveFolders(t *testing.T) {
 		{"several indexes", []string{"m.safetensors.index.json", "n.safetensors.index.json"}, nil, errs.ErrArgument, "several models in one folder"},
 		{"a whole family", shards("model", 3), shards("model", 3), nil, ""},
 		{"a family that counts from 0", []string{"m-0-of-2.safetensors", "m-1-of-2.safetensors"}, []string{"m-0-of-2.safetensors", "m-1-of-2.safetensors"}, nil, ""},
-		{"one shard of three", shards("model", 3)[2:], nil, errs.ErrFormat, "1 of 3 shards are there, and shard 1, 2 is missing"},
+		{"one shard of three", shards("model", 3)[2:], nil, errs.ErrFormat, "1 of 3 shards are there, and shards 1, 2 are missing"},
 		{"a shard twice", append(shards("m", 2), "m-1-of-2.safetensors"), nil, errs.ErrFormat, "3 shards are there under numbers of 2"},
 		{"two families", append(shards("a", 2), shards("b", 2)...), nil, errs.ErrArgument, "a-00001-of-00002.safetensors"},
 		{"families of two counts", append(shards("m", 1), shards("m", 2)...), nil, errs.ErrArgument, "several models"},
