@@ -290,9 +290,8 @@ def offload(
     Returns an `Offloaded`, to be kept: the model stays offloaded until its `close`. On an error the
     model is as it was; one that had weights beside those of a source may have some of either.
     Raises ArgumentError, also for memory that was freed and a model that is offloaded already;
-    NotSupportedError
-    for parameters that are made of other tensors and for a model that is compiled as a
-    whole; ModelMismatchError for a source that lacks weights; OutOfMemoryError for
+    NotSupportedError for parameters that are made of other tensors and for a model that is
+    compiled as a whole; ModelMismatchError for a source that lacks weights; OutOfMemoryError for
     max_memory, host and device; and what `load_file` raises. A forward with gradients, or in
     the capture of a CUDA graph, is a NotSupportedError.
     """

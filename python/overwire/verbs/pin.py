@@ -28,7 +28,7 @@ __all__ = ["Pinned", "empty_cache", "pin"]
 def empty_cache() -> None:
     """Frees the device and pinned memory that the engine keeps for the next load: about
     112 MiB for each GPU that was used, and at most 128 MiB of dropped small tensors; and
-    the pinned memory that the last `sleep` of each GPU had.
+    the pinned memory that the last `sleep`, or save with wait=False, of each GPU had.
     It waits for the work that uses that memory. Running loads, tensors in use and
     pinned models keep theirs. The next load to a GPU allocates it again, which takes
     about 50 ms.
