@@ -95,7 +95,7 @@ def check_memory(tensor: Any, where: str, name: str | None = None) -> None:
     if tensor.layout is not torch.strided:
         raise NotSupportedError(f"{where}: a {tensor.layout} tensor has no bytes of its own: take its parts", tensor=name)
     if tensor.device.type == "meta":
-        raise ArgumentError(f"{where}: it is on the meta device: give it memory first, as module.to_empty(device=) does", tensor=name)
+        raise ArgumentError(f"{where}: a tensor is on the meta device: give it memory first, as module.to_empty(device=) does", tensor=name)
     if not tensor.numel():
         return
     if is_distributed(tensor):

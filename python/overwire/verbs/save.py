@@ -107,9 +107,9 @@ def save_file(
         `verify(path, tensors=)` need not read the file's tensors.
     max_shard_size: the most tensor bytes in one file ("5GB", "512MiB", int). A
         larger model becomes model-00001-of-00002.safetensors and so on, with
-        model.safetensors.index.json. Where an earlier set is, the names get a mark
-        (model-ow1f2e3d4c-00001-of-00002.safetensors), so that both sets are whole until
-        the index is replaced; then the old one is removed.
+        model.safetensors.index.json. Where an earlier set is, or weights that no index
+        lists, the names get a mark (model-ow1f2e3d4c-00001-of-00002.safetensors), so that
+        both sets are whole until the index is replaced; then the old one is removed.
     storage_options: as for `load_file`, if path is a URI. If several processes write
         one key at once, one of their files stays.
         `encryption_key` (32 bytes or 64 hex digits) or `encryption_password`
