@@ -161,6 +161,51 @@ def test_what_a_killed_save_left_goes(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["c"] and same(load(tmp_path / "c"), state())
 
 
+def test_a_save_beside_one_that_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused until the other one has its name and what it replaced is gone: neither loses files."""
+    at = tmp_path / "c"
+    save(at, 1)
+    tries = []
+
+    def meanwhile(original: Any) -> Any:
+        def run(*args: Any, **how: Any) -> Any:
+            with pytest.raises(ow.ArgumentError, match="another save"):
+                places.Place(at, None, True).begin()
+            tries.append(original)
+            return original(*args, **how)
+
+        return run
+
+    one = places.Place(at, None, True)
+    one.begin()
+    ow.save_file({"w": torch.ones(3)}, one.make("model.safetensors"))
+    one.write("checkpoint.json", GOOD.encode())
+    monkeypatch.setattr(places, "_exchange", meanwhile(places._exchange))
+    monkeypatch.setattr(places.shutil, "rmtree", meanwhile(places.shutil.rmtree))
+    one.publish(["model.safetensors", "checkpoint.json"])
+    monkeypatch.undo()
+    assert len(tries) == 2 and set(ow.load_file(at)) == {"w"} and [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_link_in_the_place_of_what_is_begun(tmp_path: Path) -> None:
+    """What another user's link leads to is not removed."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/mine").write_text("x")
+    (tmp_path / ".c.partial").symlink_to(tmp_path / "home")
+    with pytest.raises(CheckpointException) as caught:
+        save(tmp_path / "c")
+    assert isinstance(cause(caught), ow.ArgumentError) and (tmp_path / "home/mine").read_text() == "x"
+
+
+def test_a_save_that_was_given_up_keeps_no_lock(tmp_path: Path) -> None:
+    """Torch ends a save by an error of another rank without a word to the writer."""
+    left = places.Place(tmp_path / "c", None, True)
+    left.begin()
+    del left
+    save(tmp_path / "c", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
 def test_a_tensor_that_cannot_be_saved(tmp_path: Path) -> None:
     """It is a typed error that names it, and the old checkpoint stays."""
     save(tmp_path / "c", 1)

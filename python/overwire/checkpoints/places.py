@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import shutil
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -37,7 +38,7 @@ class Place:
         self.remote = is_remote(self.path)
         self.options = storage_options
         self._overwrite = overwrite
-        self._lock = -1
+        self._unlock: weakref.finalize[..., Any] | None = None  # of the coordinator, while it has the place
         self._target = self._partial = self.path
         if not self.remote:
             self._target = os.path.realpath(self.path)
@@ -73,16 +74,18 @@ class Place:
         if self.remote:
             return
         with self._failures("make"):
-            os.makedirs(self._partial, exist_ok=True)
-            # A file: some file systems lock no folders.
-            self._lock = os.open(self.path_of(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            os.makedirs(os.path.dirname(self._partial), exist_ok=True)
+            # Beside the folder: it is held until that has its name, and what was replaced is gone.
+            lock = _lock(f"{self._partial}.lock")
+            if lock is None:
+                raise ArgumentError(f"overwire: {self.path}: another save of this checkpoint is running", source=self.path)
+            self._unlock = weakref.finalize(self, _release, lock, f"{self._partial}.lock", os.getpid())
+            self._unlock.atexit = False
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self._unlock()
-                raise ArgumentError(f"overwire: {self.path}: another save of this checkpoint is running", source=self.path) from None
-            try:
-                self._clear({".lock"})
+                if os.path.islink(self._partial):
+                    raise ArgumentError(f"overwire: {self._partial} is a link, and what it leads to would be removed", source=self.path)
+                os.makedirs(self._partial, exist_ok=True)
+                self._clear()
                 if old:
                     self._try_exchange()
             except BaseException:
@@ -100,7 +103,6 @@ class Place:
                         raise IOFailure(
                             f"overwire: {self.path_of(file)} is not there: all ranks must write to one file system", source=self.path
                         )
-                os.unlink(self.path_of(".lock"))
                 for folder in (self.path_of(TRAINING), self._partial):
                     _sync(folder)
                 if self._old():
@@ -110,20 +112,22 @@ class Place:
                 else:
                     os.rename(self._partial, self._target)
                     _sync(os.path.dirname(self._target))
-            self._unlock()
+            self._end()
         except BaseException:
             self.drop()
             raise
 
     def drop(self) -> None:
         """Removes what was not published. May be called by a rank that has not begun: does nothing there."""
-        if self._lock >= 0:
-            shutil.rmtree(self._partial, ignore_errors=True)
-            self._unlock()
+        if self._unlock is not None:
+            if not os.path.islink(self._partial):
+                shutil.rmtree(self._partial, ignore_errors=True)
+            self._end()
 
-    def _unlock(self) -> None:
-        number, self._lock = self._lock, -1
-        os.close(number)
+    def _end(self) -> None:
+        unlock, self._unlock = self._unlock, None
+        if unlock is not None:
+            unlock()
 
     def _old(self) -> bool:
         # Whether a checkpoint is there; ArgumentError where it is not to be replaced.
@@ -155,10 +159,8 @@ class Place:
                 raise refuse(f"beside the checkpoint it has {strange[0]!r}, which would go: save to another name, or move it")
             return True
 
-    def _clear(self, kept: set[str]) -> None:
+    def _clear(self) -> None:
         for entry in os.scandir(self._partial):
-            if entry.name in kept:
-                continue
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path)
             else:
@@ -198,6 +200,33 @@ def read_manifest(path: str, options: Mapping[str, object] | None) -> Any:
         return decode(read_bytes(source, LIMIT, storage_options=options), source)
     except NotFoundError:
         raise NotFoundError(f"overwire: {path}: no whole checkpoint of overwire is there (no {NAME})", source=path) from None
+
+
+def _lock(path: str) -> int | None:
+    # The lock of a file, as a descriptor; None: another process, or Place, has it.
+    while True:
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(number), os.lstat(path)):
+                return number
+        except FileNotFoundError:  # its holder has just ended, and removed it
+            pass
+        except BlockingIOError:
+            os.close(number)
+            return None
+        except BaseException:
+            os.close(number)
+            raise
+        os.close(number)
+
+
+def _release(number: int, path: str, process: int) -> None:
+    # A fork's copy does not end the lock of the process that has it.
+    if os.getpid() == process:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    os.close(number)
 
 
 def _exchange(one: str, two: str) -> None:
