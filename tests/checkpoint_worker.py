@@ -185,6 +185,30 @@ def short(folder: Path) -> None:
     assert set(ow.load_file(at)) == set(big)
 
 
+class _Failing(DefaultSavePlanner):
+    after = 0  # calls that do well
+
+    def resolve_data(self, item: Any) -> Any:
+        self.after -= 1
+        if self.after < 0 and dist.get_rank() == 1:
+            raise MemoryError("none is left")
+        return super().resolve_data(item)
+
+
+def failing(folder: Path) -> None:
+    """A rank that cannot give its blocks, before a round or in one: every rank gets an error, and the
+    group is in step, so that the next save does well."""
+    for after in (0, 1, 7):
+        planner = _Failing()
+        planner.after = after
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save(sharded(True), storage_writer=CheckpointWriter(folder / "failing"), planner=planner)
+        errors = {rank: wrapped[0] for rank, wrapped in caught.value.failures.items()}
+        assert isinstance(errors[1], MemoryError) and isinstance(errors[0], ow.CancelledError), errors
+    dcp.save(sharded(True), storage_writer=CheckpointWriter(folder / "failing"))
+    assert set(ow.load_file(folder / "failing")) == set(kinds())
+
+
 class _Dying(DefaultSavePlanner):
     def resolve_data(self, item: Any) -> Any:
         if item.index.fqn == "c":

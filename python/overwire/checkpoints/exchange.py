@@ -55,6 +55,7 @@ class Exchange:
             yield
         except BaseException as error:
             if not self._broken:
+                self._broken = True  # blocks lie in each other: it is said once
                 with contextlib.suppress(Exception):  # the first error counts
                     self._agree(error)
             raise
@@ -70,8 +71,9 @@ class Exchange:
                 raise CancelledError(f"overwire: the save ends, because rank {rank} has failed")
 
     def _agree_on_device(self) -> None:
-        here = {self._tensor(index).device.type for step in self._duty.rounds for _, index in step.sends}
-        here |= {self._tensor(block.index).device.type for block in self._own()}
+        with self._together():
+            here = {self._tensor(index).device.type for step in self._duty.rounds for _, index in step.sends}
+            here |= {self._tensor(block.index).device.type for block in self._own()}
         there: list[Any] = [None] * self._duty.ranks
         dist.all_gather_object(there, sorted(here), group=self._group)
         kinds = {kind for one in there for kind in one}
