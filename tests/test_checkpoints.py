@@ -255,7 +255,8 @@ GOOD = json.dumps(
         *(GOOD.replace('"version": 1', f'"version": {other}') for other in ("2", "true", "1.0", '1, "more": 2', '1, "version": 1')),
         *(GOOD.replace('"bytes": []', f'"bytes": {other}') for other in ("[1]", '["\\ud800"]', "{}", "null")),
         *(GOOD.replace("null", other) for other in ('{"a": []}', '{"a": [null]}', '{"a": [true]}', "[]",
-                                                    '{"a": ["b", 9999999]}', '{"a": [-1]}', '{"\\udfff": ["a"]}')),
+                                                    '{"a": ["b", 9999999]}', '{"a": [-1]}', '{"\\udfff": ["a"]}',
+                                                    '{"a": [0' + ", 0" * 40_000 + "]}")),
         GOOD.replace('"prefix": ""', '"prefix": 3'),
         *(GOOD.replace('["model.safetensors"]', other) for other in ("[]", "null", "[1]", '["model.safetensors", "model.safetensors"]',
                                                                     '["model.safetensors", "training/model.safetensors"]')),
@@ -326,6 +327,21 @@ def test_the_description_is_written_as_it_is_read() -> None:
     for wrong in ([], {"a": "b"}, {"a": ()}, {"a": (1.5,)}, {1: ("a",)}, {"a": (1 << 40,)}):
         with pytest.raises(ow.NotSupportedError):
             manifests.paths_of(wrong)
+
+
+def test_paths_take_memory_by_their_length() -> None:
+    """Long paths are refused or taken with about as much memory as their text has."""
+    import tracemalloc
+
+    longest = {f"a{n}": (n, *[0] * 999) for n in range(20)}
+    tracemalloc.start()
+    try:
+        assert manifests.paths_of(longest) == longest
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(ow.NotSupportedError):
+        manifests.paths_of({"a": (0,) * 1001})
 
 
 def test_a_store() -> None:

@@ -35,6 +35,9 @@ LIMIT = 64 << 20
 _FORMAT = "overwire checkpoint"
 _FILE = re.compile(rf"(?:{TRAINING}/)?model(?:-\d{{5,9}}-of-\d{{5,9}})?\.safetensors")
 
+# The most keys of a path: far more than Python's own recursion lets torch walk.
+_DEEP = 1000
+
 Path = tuple[str | int, ...]
 
 
@@ -150,20 +153,26 @@ def _part(one: Any, bad: Any) -> Part:
 
 
 def _is_path(path: Any, kind: type[Any]) -> bool:
-    return type(path) is kind and len(path) > 0 and {type(key) for key in path} <= {str, int}
+    return type(path) is kind and 0 < len(path) <= _DEEP and {type(key) for key in path} <= {str, int}
 
 
 def _dense(paths: dict[str, Path]) -> bool:
     """Whether lists with all places that the paths name are no larger than the paths allow:
     torch makes them."""
-    sizes: dict[Path, int] = {}
+    room = (1 << 20) + 16 * len(paths)
+    places: dict[tuple[int, str | int], int] = {}  # by the place above and the key there; 0 is above all
+    sizes: dict[int, int] = {}
     for path in paths.values():
-        for depth, key in enumerate(path):
+        place = 0
+        for key in path:
             if isinstance(key, int):
-                if key < 0:
+                grown = key + 1 - sizes.get(place, 0)
+                if key < 0 or grown > room:
                     return False
-                sizes[path[:depth]] = max(sizes.get(path[:depth], 0), key + 1)
-    return sum(sizes.values()) <= (1 << 20) + 16 * len(paths)
+                if grown > 0:
+                    sizes[place], room = key + 1, room - grown
+            place = places.setdefault((place, key), len(places) + 1)
+    return True
 
 
 def _lone(text: str) -> bool:
