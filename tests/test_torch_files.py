@@ -16,6 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from overwire.bundles import torchfolders  # noqa: E402
 from overwire.bundles.torchfiles import opened  # noqa: E402
 from test_cli import must, run  # noqa: E402
 
@@ -186,3 +187,44 @@ def test_other_verbs_name_the_way(tmp_path: Path) -> None:
     for place in (tmp_path / "model", tmp_path / "model" / "pytorch_model-00001-of-00002.bin"):
         with pytest.raises((ow.NotFoundError, ow.FormatError), match=r"overwire\.convert"):
             ow.load_file(place)
+
+
+def test_the_source_stays_as_it_is(tmp_path: Path) -> None:
+    """An index of safetensors files that are not there is left out, and not written through."""
+    source = tmp_path / "model"
+    source.mkdir()
+    torch.save({"w": torch.ones(3)}, source / "pytorch_model-00001-of-00001.bin")
+    index = {"metadata": {}, "weight_map": {"w": "pytorch_model-00001-of-00001.bin"}}
+    (source / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (source / "model.safetensors.index.json").write_text("of other files")
+    report = ow.convert(source, tmp_path / "out")
+    assert (source / "model.safetensors.index.json").read_text() == "of other files"
+    assert any(name.endswith("model.safetensors.index.json") for name in report.left)
+    equal(ow.load_file(tmp_path / "out"), {"w": torch.ones(3)})
+
+
+def test_files_that_become_one(tmp_path: Path) -> None:
+    """Two files of weights that differ in their endings alone are refused: one would be lost."""
+    (tmp_path / "model").mkdir()
+    for ending in ("pt", "pth"):
+        torch.save({ending: torch.ones(3)}, tmp_path / f"model/model.{ending}")
+    with pytest.raises(ow.ArgumentError, match=r"model\.pt and model\.pth"):
+        ow.convert(tmp_path / "model", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_folder_that_another_conversion_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A temporary folder that goes before it is locked is made anew."""
+    torch.save({"w": torch.ones(3)}, tmp_path / "m.pt")
+    made: list[str] = []
+    original = torchfolders.tempfile.mkdtemp
+
+    def mkdtemp(**how: Any) -> str:
+        made.append(original(**how))
+        if len(made) == 1:
+            torchfolders._sweep(str(tmp_path))
+        return made[-1]
+
+    monkeypatch.setattr(torchfolders.tempfile, "mkdtemp", mkdtemp)
+    ow.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
+    assert len(made) == 2 and sorted(path.name for path in tmp_path.iterdir()) == ["m.pt", "m.safetensors"]

@@ -17,10 +17,9 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import FormatError, IOFailure, NotFoundError
+from ..errors import ArgumentError, FormatError, IOFailure, NotFoundError
 from ..files import TORCH_ENDINGS, folders_of, may_be_torch, read_file
 from ..paths import is_remote, local
 from ..progress import ProgressLike
@@ -122,12 +121,10 @@ def plain_models(sources: list[str], target: str) -> Iterator[tuple[list[str], l
         raise NotFoundError(f"overwire: save {target}: there is no folder {parent}", source=target)
     _sweep(parent)
     try:
-        top = tempfile.mkdtemp(prefix=_MARK, dir=parent)
+        top, lock = _locked_folder(parent)
     except OSError as error:
         raise IOFailure(f"overwire: save {target}: {error.strerror} in {parent}", source=target) from error
-    lock = os.open(top, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         plain: list[str] = []
         left: list[str] = []
         for number, source in enumerate(sources):
@@ -146,6 +143,22 @@ def plain_models(sources: list[str], target: str) -> Iterator[tuple[list[str], l
     finally:
         shutil.rmtree(top, ignore_errors=True)
         os.close(lock)
+
+
+def _locked_folder(parent: str) -> tuple[str, int]:
+    """A new temporary folder, and the descriptor that has it locked."""
+    while True:
+        top = tempfile.mkdtemp(prefix=_MARK, dir=parent)
+        with contextlib.suppress(FileNotFoundError):  # swept before it was locked
+            lock = os.open(top, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if os.path.samestat(os.fstat(lock), os.stat(top)):
+                    return top, lock
+            except BaseException:
+                os.close(lock)
+                raise
+            os.close(lock)
 
 
 def _sweep(parent: str) -> None:
@@ -182,6 +195,11 @@ def _plain_folder(source: str, path: str) -> list[str]:
         place = os.path.join(path, below)
         os.mkdir(place)
         weights = set(_weights_of(folder))
+        taken: dict[str, str] = {}
+        for name in sorted(weights) + [name for name in sorted(os.listdir(folder)) if name.endswith(_INDEX)]:
+            if (other := taken.setdefault(_plain_name(name), name)) != name:
+                why = f"{other} and {name} would both become {_plain_name(name)}: convert one of them by its name"
+                raise ArgumentError(f"overwire: convert {folder}: {why}", source=folder)
         for name in sorted(os.listdir(folder)):
             at = os.path.join(folder, name)
             if name in weights:
@@ -190,7 +208,7 @@ def _plain_folder(source: str, path: str) -> list[str]:
                 _plain_index(at, os.path.join(place, _plain_name(name)))
             elif os.path.isdir(at) and not os.path.islink(at):
                 continue
-            elif name.startswith(".") or not _may_follow(source, at) or name.endswith(TORCH_ENDINGS) and os.path.getsize(at) > _LARGE:
+            elif name in taken or name.startswith(".") or not _may_follow(source, at) or _is_large(at):
                 left.append(at)
             else:
                 _copy(at, os.path.join(place, name))
@@ -204,6 +222,11 @@ def _may_follow(root: str, path: str) -> bool:
     real, top = os.path.realpath(path), os.path.realpath(root)
     cache, found, _ = (top + "/").partition("/snapshots/")
     return real.startswith(top + "/") or bool(found) and os.path.dirname(real) == cache + "/blobs"
+
+
+def _is_large(path: str) -> bool:
+    """Whether a file is what a trainer saves beside weights, rather than a small companion."""
+    return path.endswith(TORCH_ENDINGS) and os.path.getsize(path) > _LARGE
 
 
 def _copy(path: str, target: str) -> None:
@@ -221,4 +244,5 @@ def _plain_index(path: str, target: str) -> None:
         index["weight_map"] = {name: _plain_name(shard) for name, shard in index["weight_map"].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise FormatError(f"overwire: open {path}: no index of shards", source=path) from error
-    Path(target).write_text(json.dumps(index))
+    with open(target, "x", encoding="utf-8") as file:
+        file.write(json.dumps(index))
