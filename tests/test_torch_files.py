@@ -213,6 +213,16 @@ def test_files_that_become_one(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_a_number_that_stands_for_many(tmp_path: Path) -> None:
+    """An expanded tensor comes over; one that would take far more memory than the file is refused."""
+    torch.save({"row": torch.arange(3).expand(5, 3)}, tmp_path / "small.pt")
+    ow.convert(tmp_path / "small.pt", tmp_path / "small.safetensors")
+    equal(ow.load_file(tmp_path / "small.safetensors"), {"row": torch.arange(3).expand(5, 3)})
+    torch.save({"row": torch.zeros(1).expand(1 << 50)}, tmp_path / "large.pt")
+    with pytest.raises(ow.NotSupportedError, match="more than the file"):
+        ow.convert(tmp_path / "large.pt", tmp_path / "large.safetensors")
+
+
 def test_a_folder_that_another_conversion_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A temporary folder that goes before it is locked is made anew."""
     torch.save({"w": torch.ones(3)}, tmp_path / "m.pt")

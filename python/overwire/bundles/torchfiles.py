@@ -43,6 +43,9 @@ __all__ = ["TorchFile", "is_torch_file", "opened"]
 #: The most bytes of a pickle without its tensors.
 _MOST = 256 << 20
 
+#: The bytes that strided tensors may have beyond those of the file.
+_SPARE = 256 << 20
+
 # The classes of typed storages, and the dtypes by their names.
 _STORAGES = {
     "Float": "F32",
@@ -210,6 +213,7 @@ class _Reader:
         self._folder = pickles[0].removesuffix("data.pkl")
         self._budget = Budget(path, min(_MOST, sum(info.file_size for info in archive.infolist() if info.filename == pickles[0])))
         self._made = 0
+        self._copied = 0  # bytes of strided tensors, which are not mapped
         self._odd = ""  # a class whose objects are not data
 
     def _format(self, why: str) -> FormatError:
@@ -224,7 +228,7 @@ class _Reader:
         if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or self._memory[start : start + 4] != b"PK\3\4":
             raise self._format(f"{name} is not stored as it is")
         start += 30 + sum(struct.unpack("<HH", self._memory[start + 26 : start + 30]))
-        if start + info.file_size > len(self._memory):
+        if start < 30 or start + info.file_size > len(self._memory):
             raise self._format(f"{name} is cut short")
         return start, start + info.file_size
 
@@ -326,5 +330,9 @@ class _Reader:
             except ImportError:
                 why = f"{name} is strided, which takes numpy to read"
                 raise NotSupportedError(f"overwire: open {self._path}: {why}", source=self._path) from None
+            self._copied += size
+            if self._copied > len(self._memory) + _SPARE:  # one number may stand for any number of them
+                why = f"with {name}, its strided tensors have {self._copied} bytes, more than the file"
+                raise NotSupportedError(f"overwire: open {self._path}: {why}", source=self._path)
             data = np.ndarray(tensor.shape, f"V{item}", self._memory, start, tensor.strides).tobytes()
         return TensorSpec.of(CALLED[tensor.dtype], tensor.shape, data).describe()
