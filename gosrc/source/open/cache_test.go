@@ -104,3 +104,16 @@ func TestCacheAway(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// Promise: only what can never name other bytes is taken from a cache without a question.
+func TestImmutable(t *testing.T) {
+	for uri, want := range map[string]bool{
+		"hf://org/name/a@" + commit: true, "hf://org/name/a@main": false, "hf://org/name/a": false,
+		"s3://b/a?versionId=3sL4kqtJlcpXroDTDmJ": true, "s3://b/a?versionId=null": false, "s3://b/a?versionId=": false, "s3://b/a": false,
+		"https://x/a?versionId=3sL4": false,
+	} {
+		if immutable(uri) != want {
+			t.Errorf("%s: %v", uri, !want)
+		}
+	}
+}

@@ -146,10 +146,11 @@ func cacheOf(opt source.Options) cache.Folder {
 }
 
 // immutable reports whether a URI names one state of an object for ever: at a commit of the
-// hub, or a version of S3.
+// hub, or a version of S3, of which "null" is the one that is replaced in place.
 func immutable(uri string) bool {
 	r, ok := source.ParseHF(uri)
-	return ok && http.IsCommit(r.Rev) || source.Scheme(uri) == "s3" && strings.Contains(uri, "?versionId=")
+	_, version, _ := strings.Cut(uri, "?versionId=")
+	return ok && http.IsCommit(r.Rev) || source.Scheme(uri) == "s3" && version != "" && version != "null"
 }
 
 // Downloaded reports whether an external downloader fetches a URI: then nothing
