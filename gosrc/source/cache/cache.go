@@ -45,10 +45,12 @@ const (
 	reads = 24      // most reads of a remote source at once
 )
 
-// A Folder keeps objects, at most Limit bytes of them; 0: any number.
+// A Folder keeps objects, at most Limit bytes of them; 0: any number. Store is what chooses the
+// stores that URIs name, beside these: what one said is not noted of another.
 type Folder struct {
 	Path  string
 	Limit int64
+	Store string
 }
 
 // Keep returns the object of src from the folder, and fetches it first if it is

@@ -37,7 +37,7 @@ func (c Folder) path(uri string) string {
 	if _, hub := source.ParseHF(uri); !hub {
 		query = strings.TrimPrefix(uri, source.Path(uri))
 	}
-	hash := sha256.Sum256([]byte(bare(uri) + "\x00" + query))
+	hash := sha256.Sum256([]byte(bare(uri) + "\x00" + query + "\x00" + c.Store))
 	return filepath.Join(c.Path, hex.EncodeToString(hash[:16])+".note")
 }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"log"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -93,6 +94,12 @@ func TestCacheAway(t *testing.T) {
 		if _, err := get(With(opt), uri); !errors.Is(err, errs.ErrIO) {
 			t.Errorf("%s: %v", uri, err)
 		}
+	}
+	elsewhere := opt
+	elsewhere.Env = maps.Clone(opt.Env)
+	elsewhere.Env["HF_ENDPOINT"] = "http://127.0.0.1:1"
+	if _, err := get(With(elsewhere), pinned); !errors.Is(err, errs.ErrIO) {
+		t.Errorf("what another hub has: %v", err)
 	}
 	without := opt
 	without.Storage = map[string]string{"retries": "0", "cache": ""}
