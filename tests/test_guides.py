@@ -33,7 +33,7 @@ def prepare(folder: Path) -> None:
 
 GUIDES = (
     "../README", "start", "gpu", "several-gpus", "preload", "parts", "saving", "sleep", "offload", "checkpoints", "deltas",
-    "metrics", "troubleshooting", "coming-from", "fastsafetensors", "nvcomp", "nyacomp", "tensorizer",
+    "metrics", "production", "troubleshooting", "coming-from", "fastsafetensors", "nvcomp", "nyacomp", "tensorizer",
 )  # fmt: skip
 API = ("deltas", "errors", "inspecting", "libraries", "loading", "memory", "objects", "saving")
 
@@ -134,3 +134,21 @@ def test_the_first_minute_runs(page: str, least: int, tmp_path: Path) -> None:
     for words in lines:
         done = subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, (words, done.stderr)
+
+
+def test_files_for_production_name_what_is_there() -> None:
+    """Settings, verbs and load formats of the Dockerfile and of the deployment exist, and the YAML is one."""
+    yaml = pytest.importorskip("yaml")
+    folder = ROOT / "examples/production"
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted(folder.iterdir()))
+    from overwire._tables import SETTINGS
+
+    assert set(re.findall(r"\bOVERWIRE_\w+", text)) <= SETTINGS
+    verbs = subprocess.run([sys.executable, "-m", "overwire", "--help"], capture_output=True, text=True, check=True).stdout
+    assert all(f"\n  {verb} " in verbs for verb in re.findall(r"\boverwire ([a-z]+) ", text.split("FROM", 1)[1]) if verb not in ("fetch",))
+    (deployment,) = yaml.safe_load_all((folder / "kubernetes.yaml").read_text(encoding="utf-8"))
+    pod = deployment["spec"]["template"]["spec"]
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    for container in pod["initContainers"] + pod["containers"]:
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+        assert container["securityContext"]["readOnlyRootFilesystem"]
