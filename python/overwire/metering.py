@@ -7,6 +7,7 @@ Where the program has imported OpenTelemetry's API, it also becomes a span.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -15,6 +16,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+log = logging.getLogger("overwire")
 
 __all__ = ["Metrics", "VerbMetrics", "metrics", "note"]
 
@@ -112,7 +115,10 @@ def note(verb: str, report: str, error: str = "") -> None:
         if len(_noted) > _KEPT:
             _add_up()
     if "opentelemetry.trace" in sys.modules:
-        _trace(verb, report, error)
+        try:
+            _trace(verb, report, error)
+        except Exception as failure:  # a tracer is no part of the verb, which has ended well or has its own error
+            log.warning("metrics: OpenTelemetry took no span of %s: %r", verb, failure)
 
 
 def _add_up() -> None:
@@ -131,7 +137,7 @@ def _add_up() -> None:
         one.past_cache += _number(report, "past_cache")
         one.written += _number(report, "bytes_out")
         one.seconds += _number(report, "seconds")
-        counters = report.get("stages")
+        counters: Any = report.get("stages")
         for stage, names in _STAGES.items() if isinstance(counters, dict) else ():
             spent = sum(_number(counters, name) for name in names) / 1e9
             if spent:
