@@ -12,9 +12,10 @@ from typing import Any
 import overwire as ow
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from overwire.checkpoints import CheckpointReader, CheckpointStager, CheckpointWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.fsdp import fully_shard
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,7 +39,7 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     writer, stager = CheckpointWriter(), CheckpointStager()
-    saving = None
+    saving: Any = None
     for step in steps:
         model(torch.randn(8, 32, device=device)).square().mean().backward()
         optimizer.step()
@@ -48,7 +49,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range
                 saving.result()
             state = state_of(model, optimizer, step)
             # When it returns, the tensors may change: they are copied.
-            saving = dcp.async_save(state, checkpoint_id="latest", storage_writer=writer, async_stager=stager)
+            saving = async_save(state, checkpoint_id="latest", storage_writer=writer, async_stager=stager)
     if saving is not None:
         saving.result()
     stager.close()
@@ -60,7 +61,7 @@ train(model, optimizer, range(10))
 # Later, in another process.
 model, optimizer = new()
 state = state_of(model, optimizer, 0)
-dcp.load(state, storage_reader=CheckpointReader("latest"))
+load(state, storage_reader=CheckpointReader("latest"))
 set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 print("resumes after step", state["step"])
 assert state["step"] == 9

@@ -256,7 +256,7 @@ def test_many_tensors_one_by_one(tmp_path: Path) -> None:
     ow.save_file({f"{i:05}": whole[i] for i in range(count)}, path, compress=False)
     with ow.safe_open(path, "bytes") as f:
         kept = [f.get_tensor(name) for name in f.offset_keys()]
-        assert Path("/proc/self/maps").read_text().count(str(path)) == 1
+        assert Path("/proc/self/maps").read_text().count(str(path)) <= 1  # small ones that are read ahead are copied
         kept[0][0] = 9
         assert bytes(f.get_tensor("00000")) == b"\0\0\1\0"  # asked for again: its own
     assert b"".join(kept) == b"\t" + whole.numpy().tobytes()[1:]

@@ -86,7 +86,9 @@ def _add_preparation(workers: Any) -> None:
     for name in _CHANGES:
         if hasattr(workers.Worker, name):
             setattr(workers.Worker, name, _after_writing(getattr(workers.Worker, name)))
-    workers.Worker.compile_or_warm_up_model = _then_written(workers.Worker.compile_or_warm_up_model)
+    warm = getattr(workers.Worker, "compile_or_warm_up_model", None)
+    if warm is not None:  # else nothing says when the engine is up, and nothing is kept
+        workers.Worker.compile_or_warm_up_model = _then_written(warm)
 
 
 def _add_writing(workers: Any) -> None:
