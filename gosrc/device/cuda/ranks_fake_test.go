@@ -534,6 +534,10 @@ func TestRanksDie(t *testing.T) {
 			if s.Error == "" && wrong != "offered" {
 				t.Fatalf("%+v: rank %d: it ended as if all were well", c, rank)
 			}
+			// One that joins behind the death finds no such process, as if it were in another container.
+			if wrong == "joined" && s.Class == "NotSupportedError" && len(s.Lost) == 0 {
+				continue
+			}
 			// One that learned of the death from others cancels.
 			if died := wrong == "alone" || wrong == "moving"; (died || wrong == "joined") != slices.Equal(s.Lost, []int{c.Rank}) || died && s.Class != "IOFailure" {
 				t.Fatalf("%+v: rank %d: %+v", c, rank, s)
