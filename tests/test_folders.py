@@ -210,3 +210,12 @@ def test_transformers_chooses_what_the_page_says(tmp_path: Path) -> None:
             assert _of_transformers(out) == theirs
             ow.convert(folder, folder, compress=False, metadata={"made": "anew"})
             assert _of_transformers(folder) == (theirs or (want if make is _whole else None))
+
+
+def test_a_slash_says_that_the_target_is_a_folder(tmp_path: Path) -> None:
+    """`convert` of one file into FOLDER/ makes the folder, as the command does."""
+    ow.save_file({f"{i}": np.full(64, i, "float32") for i in range(8)}, tmp_path / "one.safetensors", compress=False)
+    ow.convert(tmp_path / "one.safetensors", f"{tmp_path}/out/", compress=False, max_shard_size=512)
+    assert (tmp_path / "out/model.safetensors.index.json").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.safetensors", "out"]
+    assert ow.load_file(tmp_path / "out", framework="np")["7"][0] == 7

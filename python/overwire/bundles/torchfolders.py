@@ -67,7 +67,9 @@ def convert(
     without running any code of theirs: see the page on folders.
 
     source: what `inspect` takes, a file or folder of torch.save, or a list of files.
-    path, level, metadata, max_shard_size: as for `save_file`; metadata None keeps the
+    path: the file, or a folder if it ends in a slash, or if the source is a folder or
+        several files and it does not end in .safetensors.
+    level, metadata, max_shard_size: as for `save_file`; metadata None keeps the
         metadata of the source.
     storage_options: as for `load_file`, for source and path; `decryption_*` are
         for the source and `encryption_*`, as for `save_file`, for the path. From

@@ -130,6 +130,8 @@ def rewrite(
     reach = {name: value for name, value in (storage_options or {}).items() if not name.startswith("encryption_")}
     uris, keep = _uris(source, reach or None)
     target = local(path)
+    if os.fsdecode(path).endswith("/") and not target.endswith("/"):
+        target += "/"  # which says that it is a folder
     spec: ConvertRequest = {
         "uris": uris,
         "path": target,
