@@ -39,6 +39,7 @@ myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence", "deflist"]
 suppress_warnings = ["myst.header"]  # pages may begin their sections at any level
 
+autodoc_mock_imports = ["torch"]  # which the pages do not need, and checkpoints imports
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "undoc-members": True}
