@@ -181,6 +181,7 @@ for i in range(n):
 def test_ctrl_c_while_waiting(call: str, big: str) -> None:
     """SIGINT becomes KeyboardInterrupt while the job runs, which runs on."""
     out = run(f"""
+import overwire.jobs  # no signal comes while it is imported
 busy = LongJob(sys.argv[1])
 waits = []
 for i in range(10):
