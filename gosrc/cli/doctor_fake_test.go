@@ -10,6 +10,8 @@ import (
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
+	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 	"github.com/overwire/overwire/gosrc/internal/nodes"
 )
 
@@ -51,7 +53,7 @@ func TestDoctorFake(t *testing.T) {
 	put("devices/system/node/node0/cpulist", "0-1021")
 	put("devices/system/node/node1/cpulist", "1022,1023")
 	put("bus/pci/devices/ffff:01:00.0/numa_node", "1")
-	restore := cuda.FakeHost(root)
+	restore := driver.UseTables(root)
 	tables = root
 	defer func() { tables = nodes.System }()
 	out = must(t, "doctor")
@@ -65,7 +67,7 @@ func TestDoctorFake(t *testing.T) {
 		t.Errorf("left behind: %s", left)
 	}
 	cuda.Fake(1 << 30)
-	cuda.FakeFail(1, 100, true)
+	cudatest.Fail(1, 100, true)
 	if out := must(t, "doctor", "--measure"); !strings.Contains(out, "none: the NVIDIA driver sees no GPU") {
 		t.Errorf("without a device:\n%s", out)
 	}

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/nodes"
 )
@@ -24,7 +25,7 @@ type GPU struct {
 
 // A GPUDevice is one GPU, and how overwire would use it.
 type GPUDevice struct {
-	cuda.DeviceInfo
+	driver.DeviceInfo
 	// Kernels is the code that it runs: "sm_90", or "PTX", which the driver
 	// compiles at first use. "" is none, and Unusable says why.
 	Kernels  string `json:"kernels,omitempty"`
@@ -46,7 +47,7 @@ const wireTime = 200 * time.Millisecond
 // which creates a context there.
 func diagnoseGPU(measure bool) GPU {
 	g := GPU{Driver: moduleVersion(), Devices: []GPUDevice{}}
-	info, err := cuda.Info()
+	info, err := driver.Info()
 	if err != nil {
 		g.Reason = words(err)
 		return g

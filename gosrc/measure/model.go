@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/save"
@@ -133,8 +134,8 @@ func (r *Run) Ratio(path string, in []save.Input) (Row, error) {
 
 // Device is the destination of the load rows.
 type Device struct {
-	Name string            `json:"name"` // "cuda:0"
-	Info []cuda.DeviceInfo `json:"info,omitempty"`
+	Name string              `json:"name"` // "cuda:0"
+	Info []driver.DeviceInfo `json:"info,omitempty"`
 	// Wire is the rate of pinned copies of a slot's size and Across that of
 	// copies inside the device's memory, both in GB/s of bytes copied.
 	Wire   float64 `json:"wire,omitempty"`
@@ -163,7 +164,7 @@ func (r *Run) OpenDevice(name string) (*cuda.Device, error) {
 		return nil, err
 	}
 	d.Name = fmt.Sprintf("cuda:%d", index)
-	d.Info, err = cuda.Info()
+	d.Info, err = driver.Info()
 	return gpu, err
 }
 

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 	"github.com/overwire/overwire/gosrc/measure"
 )
 
@@ -66,7 +67,7 @@ func TestDeviceFakeFails(t *testing.T) {
 	if _, err := cuda.Open(0); err != nil {
 		t.Fatal(err)
 	}
-	cuda.FakeFail(40, 999, true)
+	cudatest.Fail(40, 999, true)
 	rep, err := Run(t.Context(), nil, Options{Device: "cuda", Only: []string{"kernel", "bf16"}, Options: measure.Options{Size: 1 << 20, Repeat: 1, Dir: t.TempDir()}})
 	if err == nil || len(rep.Failures) == 0 || !strings.Contains(err.Error(), rep.Failures[0]) {
 		t.Fatalf("%v, %q", err, rep.Failures)

@@ -15,6 +15,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 	"github.com/overwire/overwire/gosrc/device/pinned"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
@@ -208,15 +209,15 @@ func TestGPUEveryCallFailsFake(t *testing.T) {
 			t.Fatal(err)
 		}
 		out, where, free := onGPU(t, d, in, 4)
-		begun := cuda.FakeCalls()
-		cuda.FakeFail(nth, 999, nth%2 == 0)
+		begun := cudatest.Calls()
+		cudatest.Fail(nth, 999, nth%2 == 0)
 		spec := Spec{Path: path, Compress: true, ChunkBytes: 16 << 10, Away: where, Beside: true}
 		if nth%3 == 0 {
 			spec.Staged = func() {}
 		}
 		_, err = Write(bg, nil, spec, out)
-		cuda.FakeFail(0, 0, false)
-		calls := cuda.FakeCalls() - begun
+		cudatest.Fail(0, 0, false)
+		calls := cudatest.Calls() - begun
 		free()
 		ended(t, end)
 		noTemps(t, dir)

@@ -8,6 +8,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 	"github.com/overwire/overwire/gosrc/device/pinned"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
@@ -120,8 +121,8 @@ func TestSleepEveryCallFailsFake(t *testing.T) {
 				t.Fatal(err)
 			}
 			in, free := onGPU(t, d, host)
-			begun := cuda.FakeCalls()
-			cuda.FakeFail(nth, c.code, c.sticky)
+			begun := cudatest.Calls()
+			cudatest.Fail(nth, c.code, c.sticky)
 			m, err := asleep(t, Spec{Device: "cuda:0"}, in)
 			var l *load.Loading
 			if err == nil {
@@ -131,8 +132,8 @@ func TestSleepEveryCallFailsFake(t *testing.T) {
 				}
 				m.Close()
 			}
-			cuda.FakeFail(0, 0, false)
-			calls := cuda.FakeCalls() - begun
+			cudatest.Fail(0, 0, false)
+			calls := cudatest.Calls() - begun
 			free()
 			ended(t, end)()
 			if err != nil {
@@ -212,7 +213,7 @@ func TestSleepFakeBesideCapture(t *testing.T) {
 	in, free := onGPU(t, d, several(random(t), 20_000))
 	defer free()
 	for _, blocking := range []bool{false, true} {
-		end := cuda.FakeCapture(0, blocking)
+		end := cudatest.Capture(0, blocking)
 		m, err := asleep(t, Spec{Device: "cuda:0"}, in)
 		if err != nil {
 			t.Fatal(err)

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 	"github.com/overwire/overwire/gosrc/device/pinned"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
@@ -125,14 +126,14 @@ func TestPrepareEveryCallFailsFake(t *testing.T) {
 			t.Fatal(err)
 		}
 		in, free := onGPU(t, d, host)
-		begun := cuda.FakeCalls()
-		cuda.FakeFail(nth, 2, false)
+		begun := cudatest.Calls()
+		cudatest.Fail(nth, 2, false)
 		p, err := Prepare(Spec{Device: "cuda:0"}, 0, in)
 		if err == nil {
 			_, err = p.Wait(t.Context())
 		}
-		calls := cuda.FakeCalls() - begun
-		cuda.FakeFail(0, 0, false)
+		calls := cudatest.Calls() - begun
+		cudatest.Fail(0, 0, false)
 		m, again := asleep(t, Spec{Device: "cuda:0"}, in)
 		if again != nil {
 			t.Fatalf("call %d failed, and no sleep after it succeeds: %v", nth, again)

@@ -4,6 +4,7 @@ package binding
 
 import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/nvcomp"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -29,17 +30,18 @@ func onDevice[R any](name, doc string, run func(d *cuda.Device, n []int64) (R, e
 func gpuVerbs() []*Verb {
 	return []*Verb{
 		answered("gpu_count", "How many GPUs there are; 0 without a driver.", func(none, []int64) (int64, error) {
-			if cuda.Available() != nil {
+			if driver.Available() != nil {
 				return 0, nil
 			}
-			info, err := cuda.Info()
+			info, err := driver.Info()
 			return int64(len(info)), err
 		}),
 		answered("gpu_names", "The algorithms whose streams a GPU decodes.", func(none, []int64) ([]string, error) { return nvcomp.GPUNames(), nil }),
 		answered("gpu_of", "The GPU that an address belongs to; -1: none.",
-			func(_ none, n []int64) (int64, error) { return int64(cuda.DeviceOf(uint64(n[0]))), nil }).ints("address"),
+			func(_ none, n []int64) (int64, error) { return int64(driver.DeviceOf(uint64(n[0]))), nil },
+		).ints("address"),
 		answered("gpu_mode", "Set this thread's mode of stream capture (CUstreamCaptureMode): the one before; -1 for no driver, and for -1, which changes nothing.",
-			func(_ none, n []int64) (int64, error) { return int64(cuda.ThreadMode(int(n[0]))), nil }).ints("mode"),
+			func(_ none, n []int64) (int64, error) { return int64(driver.ThreadMode(int(n[0]))), nil }).ints("mode"),
 		onDevice("gpu_used", "Register a stream that uses memory of the engine's, and lives as long as the process.",
 			func(d *cuda.Device, n []int64) (none, error) { d.Used(uintptr(n[0])); return none{}, nil }).ints("device", "stream"),
 		onDevice("gpu_follow", "Make a stream wait for what is queued on another now.",

@@ -2,9 +2,7 @@
 
 #include "batch.h"
 
-#include "call.h"
-
-enum { STREAM_NON_BLOCKING = 1, EVENT_NO_TIMING = 2, POINTER_DEVICE = 9 };
+#include "driver/call.h"
 
 static int queue(const struct owcu_batch *b, struct owcu_error *e)
 {
@@ -59,90 +57,4 @@ int owcu_batch_wait(owcu_handle ctx, owcu_handle event, int *ready, struct owcu_
 	if (rc)
 		owcu->event_sync(event); // whatever is wrong with it, all work on the memory must have ended
 	return leave(&g, rc);
-}
-
-int owcu_copy(owcu_handle ctx, uint64_t stream, owcu_ptr dst, owcu_ptr src, uint64_t n, int wait, struct owcu_error *e)
-{
-	return WITHIN(ctx, uncaptured(stream, e) || TRY(copy_any, (dst, src, n, handle(stream))) || (wait && TRY(stream_sync, (handle(stream)))));
-}
-
-int owcu_copy_rows(owcu_handle ctx, uint64_t stream, owcu_ptr dst, uint64_t dst_pitch, owcu_ptr src, uint64_t src_pitch, uint64_t width,
-		   uint64_t rows, struct owcu_error *e)
-{
-	struct owcu_rows copy = {
-		.src_kind = 2, .src = src, .src_pitch = src_pitch, .dst_kind = 2, .dst = dst, .dst_pitch = dst_pitch, .width = width, .height = rows};
-
-	return WITHIN(ctx, uncaptured(stream, e) || TRY(copy_rows, (&copy, handle(stream))));
-}
-
-// follow makes a stream wait for what is queued on others now.
-static int follow(owcu_handle stream, const uint64_t *after, uint64_t n, owcu_handle event, struct owcu_error *e)
-{
-	for (uint64_t i = 0; i < n; i++)
-		if (handle(after[i]) != stream &&
-		    (uncaptured(after[i], e) || TRY(event_record, (event, handle(after[i]))) || TRY(stream_wait, (stream, event, 0))))
-			return -1;
-	return 0;
-}
-
-int owcu_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter, struct owcu_error *e)
-{
-	return WITHIN(ctx, (*event == NULL && TRY(event_create, (event, EVENT_NO_TIMING))) || uncaptured(stream, e) ||
-	                           follow(handle(stream), after, nafter, *event, e));
-}
-
-int owcu_stream_new(owcu_handle ctx, uint64_t *stream, struct owcu_error *e)
-{
-	owcu_handle made = NULL;
-	int rc = WITHIN(ctx, TRY(stream_create, (&made, STREAM_NON_BLOCKING)));
-
-	*stream = (uint64_t)(uintptr_t)made;
-	return rc;
-}
-
-int owcu_stream_free(owcu_handle ctx, uint64_t stream, struct owcu_error *e)
-{
-	return WITHIN(ctx, uncaptured(stream, e) || TRY(stream_destroy, (handle(stream))));
-}
-
-int owcu_stream_sync(owcu_handle ctx, uint64_t stream, struct owcu_error *e)
-{
-	return WITHIN(ctx, uncaptured(stream, e) || TRY(stream_sync, (handle(stream))));
-}
-
-int owcu_stream_here(owcu_handle ctx, uint64_t stream, int *here, struct owcu_error *e)
-{
-	owcu_handle of = NULL;
-	int rc = WITHIN(ctx, TRY(stream_ctx, (handle(stream), &of)));
-
-	*here = rc == 0 && of == ctx;
-	return rc;
-}
-
-int owcu_thread_mode(int mode)
-{
-	return owcu == NULL || owcu_forked() || owcu->thread_mode(&mode) ? -1 : mode;
-}
-
-int owcu_pointer_device(owcu_ptr p)
-{
-	struct owcu_error ignored = {0};
-	int device = -1, mode;
-
-	if (owcu == NULL || relax(&mode, &ignored))
-		return -1;
-	if (owcu->pointer_attribute(&device, POINTER_DEVICE, p))
-		device = -1;
-	harden(&mode);
-	return device;
-}
-
-int owcu_share(owcu_handle ctx, owcu_ptr p, struct owcu_ipc *handle, struct owcu_error *e)
-{
-	return WITHIN(ctx, TRY(ipc_get, (handle, p)));
-}
-
-int owcu_attach(owcu_handle ctx, const struct owcu_ipc *handle, owcu_ptr *p, struct owcu_error *e)
-{
-	return WITHIN(ctx, TRY(ipc_open, (p, *handle, 1))); // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 }

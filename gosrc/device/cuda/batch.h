@@ -36,29 +36,4 @@ int owcu_batch(const struct owcu_batch *b, struct owcu_error *e);
 // done and 0 for not yet.
 int owcu_batch_wait(owcu_handle ctx, owcu_handle event, int *ready, struct owcu_error *e);
 
-// owcu_follow makes a stream wait for what is queued on others, by an event that is
-// made at the first call; only one caller may use it at a time.
-int owcu_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter, struct owcu_error *e);
-// owcu_copy queues a copy between any two addresses; with wait it waits for it.
-int owcu_copy(owcu_handle ctx, uint64_t stream, owcu_ptr dst, owcu_ptr src, uint64_t n, int wait, struct owcu_error *e);
-// owcu_copy_rows queues a copy of rows between device memory of this process or of
-// others that it has mapped.
-int owcu_copy_rows(owcu_handle ctx, uint64_t stream, owcu_ptr dst, uint64_t dst_pitch, owcu_ptr src, uint64_t src_pitch, uint64_t width,
-		   uint64_t rows, struct owcu_error *e);
-int owcu_stream_new(owcu_handle ctx, uint64_t *stream, struct owcu_error *e);
-int owcu_stream_free(owcu_handle ctx, uint64_t stream, struct owcu_error *e);
-int owcu_stream_sync(owcu_handle ctx, uint64_t stream, struct owcu_error *e);
-// owcu_stream_here checks whether a stream belongs to this context.
-int owcu_stream_here(owcu_handle ctx, uint64_t stream, int *here, struct owcu_error *e);
-// owcu_thread_mode exchanges the thread's mode of stream capture, or returns -1.
-int owcu_thread_mode(int mode);
-// owcu_pointer_device is the number of the device that an address belongs to, or
-// -1.
-int owcu_pointer_device(owcu_ptr p);
-
-// owcu_share names an allocation for other processes, and owcu_attach maps one of another
-// process, until owcu_drop.
-int owcu_share(owcu_handle ctx, owcu_ptr p, struct owcu_ipc *handle, struct owcu_error *e);
-int owcu_attach(owcu_handle ctx, const struct owcu_ipc *handle, owcu_ptr *p, struct owcu_error *e);
-
 #endif

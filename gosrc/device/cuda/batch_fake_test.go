@@ -10,6 +10,8 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
+	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/nvcomp"
 )
@@ -78,7 +80,7 @@ func TestOtherDevice(t *testing.T) {
 		t.Error(err)
 	}
 	host := make([]byte, 8)
-	if at := g.room(8, 0); cuda.DeviceOf(at) != 0 || cuda.DeviceOf(uint64(uintptr(unsafe.Pointer(&host[0])))) != -1 {
+	if at := g.room(8, 0); driver.DeviceOf(at) != 0 || driver.DeviceOf(uint64(uintptr(unsafe.Pointer(&host[0])))) != -1 {
 		t.Error("addresses of other devices than theirs")
 	}
 }
@@ -134,10 +136,10 @@ func TestBatchEveryCallFails(t *testing.T) {
 		failed := 0
 		for nth := c.first; ; nth += 3 {
 			end := cuda.Fake(64 << 20)
-			cuda.FakeFail(nth, c.code, c.sticky)
+			cudatest.Fail(nth, c.code, c.sticky)
 			err := life()
-			cuda.FakeFail(0, 0, false)
-			calls := cuda.FakeCalls()
+			cudatest.Fail(0, 0, false)
+			calls := cudatest.Calls()
 			if left := end(); left != "" {
 				t.Fatalf("call %d fails with %d: %v; left: %s", nth, c.code, err, left)
 			}

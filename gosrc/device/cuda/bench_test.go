@@ -21,6 +21,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 )
 
 var (
@@ -152,7 +153,7 @@ func TestBench(t *testing.T) {
 	start := time.Now()
 	d := begun(t)
 	opened := time.Since(start)
-	info, _ := Info()
+	info, _ := driver.Info()
 	t.Logf("%+v, %d cores, opened in %v", info, runtime.GOMAXPROCS(0), opened)
 	for i := range 3 {
 		start := time.Now()

@@ -10,6 +10,8 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
+	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
@@ -48,14 +50,14 @@ func dict(t *testing.T, d *Device) (drop func()) {
 func held(d *Device) int64 {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return fakeGet().blocks - int64(len(d.kept))
+	return cudatest.Now().Blocks - int64(len(d.kept))
 }
 
 func eventually(t *testing.T, what string, ok func() bool) {
 	t.Helper()
 	for end := time.Now().Add(20 * time.Second); !ok(); time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
-			t.Fatalf("%s: %+v", what, fakeGet())
+			t.Fatalf("%s: %+v", what, cudatest.Now())
 		}
 	}
 }
@@ -111,7 +113,7 @@ func captureLivesOn(t *testing.T, blocking bool) {
 		if err := d.Current(func() error { return nil }); err != nil {
 			t.Error(err)
 		}
-		if _, err := Info(); err != nil {
+		if _, err := driver.Info(); err != nil {
 			t.Error(err)
 		}
 		d.Prepare()
@@ -120,14 +122,14 @@ func captureLivesOn(t *testing.T, blocking bool) {
 		}
 	}
 	before := dict(t, d)
-	end := FakeCapture(0, blocking)
+	end := cudatest.Capture(0, blocking)
 	before()
 	life()
 	if !blocking { // else the default stream, on which the memory may be used, is out of reach
 		eventually(t, "nothing was freed during the capture", func() bool { return held(d) == 0 })
 	}
-	if s := fakeGet(); s.broken > 0 {
-		t.Error(s.what)
+	if s := cudatest.Now(); s.Broken > 0 {
+		t.Error(s.What)
 	}
 	end()
 	eventually(t, "not all was freed after the capture", func() bool { return held(d) == 0 })
@@ -182,7 +184,7 @@ func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 			return err
 		},
 	}
-	end := FakeCapture(stream, false)
+	end := cudatest.Capture(stream, false)
 	for name, call := range all {
 		if err := call(); !errors.Is(err, errs.ErrNotSupported) {
 			t.Errorf("%s: %v", name, err)
@@ -229,7 +231,7 @@ func TestLoadDoesNotWaitForOthers(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	idle := FakeBusy(side)
+	idle := cudatest.Occupy(side)
 	drop()
 	for i := range 3 {
 		load(2+i, 64<<10<<i)
@@ -243,7 +245,7 @@ func TestLoadDoesNotWaitForOthers(t *testing.T) {
 		t.Fatal(err)
 	}
 	d.Unregister(b, mine.free)
-	if n := FakeWaited(); n != 0 {
+	if n := cudatest.Waited(); n != 0 {
 		t.Errorf("%d calls waited for work of others", n)
 	}
 	idle()
@@ -268,15 +270,15 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		idle := FakeBusy(stream)
-		fakeFill(mem[0], 7, stream) // queued behind the other: uses the memory
+		idle := cudatest.Occupy(stream)
+		cudatest.Fill(mem[0].Ptr, mem[0].Bytes, 7, stream) // queued behind the other: uses the memory
 		mem[0].Release()
 		for range 5 {
 			if err := d.reapBlocks(false); err != nil {
 				t.Fatal(err)
 			}
 		}
-		if s := fakeGet(); held(d) != 1 || s.waited != 0 {
+		if s := cudatest.Now(); held(d) != 1 || cudatest.Waited() != 0 {
 			t.Errorf("stream %#x: %+v", stream, s)
 		}
 		idle()
@@ -289,7 +291,7 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 	}
 	// While the user's stream is captured nothing can be asked of it.
 	dict(t, d)()
-	end := FakeCapture(side, false)
+	end := cudatest.Capture(side, false)
 	for range 3 {
 		if err := d.reapBlocks(true); err != nil { // which does not wait for the capture's end
 			t.Fatal(err)
@@ -299,8 +301,8 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 		t.Error("freed while its user was captured")
 	}
 	end()
-	if err := d.giveBack(); err != nil || fakeGet().blocks != 0 {
-		t.Errorf("after the capture: %v, %+v", err, fakeGet())
+	if err := d.giveBack(); err != nil || cudatest.Now().Blocks != 0 {
+		t.Errorf("after the capture: %v, %+v", err, cudatest.Now())
 	}
 	if err := d.FreeStream(side); err != nil {
 		t.Error(err)
@@ -318,18 +320,18 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 	d.alone(t)
 	for nth := int64(1); nth < 60; nth++ {
 		dict(t, d)()
-		FakeFail(nth, 900, false)
+		cudatest.Fail(nth, 900, false)
 		err := d.giveBack()
-		reached := fakeGet()
-		FakeFail(0, 0, false)
-		if err == nil && reached.blocks != 0 {
+		reached := cudatest.Now()
+		cudatest.Fail(0, 0, false)
+		if err == nil && reached.Blocks != 0 {
 			t.Fatalf("call %d refused: %+v without an error", nth, reached)
 		}
 		if err := d.giveBack(); err != nil {
 			t.Fatalf("call %d was refused: then %v", nth, err)
 		}
 		d.freeDeferred()
-		if s := fakeGet(); s.blocks != 0 || s.broken > 0 || s.relaxed != 0 {
+		if s := cudatest.Now(); s.Blocks != 0 || s.Broken > 0 || s.Relaxed != 0 {
 			t.Fatalf("call %d was refused: %+v", nth, s)
 		}
 	}
@@ -346,19 +348,19 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 			t.Fatal(err)
 		}
 		l.Close()
-		FakeFail(nth, 900, false)
+		cudatest.Fail(nth, 900, false)
 		_ = d.Trim() // an error or not: it is the reaper's then
-		FakeFail(0, 0, false)
+		cudatest.Fail(0, 0, false)
 		d.freeDeferred()
-		if s := fakeGet(); s.blocks != 0 || s.pins != 0 || s.broken > 0 {
+		if s := cudatest.Now(); s.Blocks != 0 || s.Pins != 0 || s.Broken > 0 {
 			t.Fatalf("a queue, call %d: %+v", nth, s)
 		}
 	}
 	for nth := int64(1); nth < 80; nth++ {
-		FakeFail(nth, 999, false)
+		cudatest.Fail(nth, 999, false)
 		l, err := d.Queue(2, 64<<10)
 		mem, err2 := d.Alloc([]int64{1 << 20, 1 << 20, 1 << 20})
-		FakeFail(0, 0, false)
+		cudatest.Fail(0, 0, false)
 		if err == nil {
 			l.Close()
 		}
@@ -370,7 +372,7 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 		if err := d.Trim(); err != nil {
 			t.Fatal(err)
 		}
-		if s := fakeGet(); s.blocks != 0 || s.pins != 0 || s.broken > 0 {
+		if s := cudatest.Now(); s.Blocks != 0 || s.Pins != 0 || s.Broken > 0 {
 			t.Fatalf("making fails at call %d: %+v", nth, s)
 		}
 	}
@@ -397,7 +399,7 @@ func TestLostDeviceTakesAll(t *testing.T) {
 	drop := dict(t, d)
 	dict(t, d)()
 	drop()
-	fakeLose(719)
+	cudatest.Lose(719)
 	if err := d.Trim(); !errors.Is(err, errs.ErrDevice) {
 		t.Errorf("%v", err)
 	}
@@ -405,8 +407,8 @@ func TestLostDeviceTakesAll(t *testing.T) {
 	d.mu.Lock()
 	live, deferred, kept := d.live, len(d.deferred), len(d.kept)
 	d.mu.Unlock()
-	FakeFail(0, 0, false)
-	if s := fakeGet(); live+deferred+kept != 0 || s.blocks+s.pins != 0 || s.broken > 0 {
+	cudatest.Fail(0, 0, false)
+	if s := cudatest.Now(); live+deferred+kept != 0 || s.Blocks+s.Pins != 0 || s.Broken > 0 {
 		t.Errorf("%d blocks, %d deferred, %d kept: %+v", live, deferred, kept, s)
 	}
 }
@@ -423,12 +425,12 @@ func TestDroppedMemoryServesTheNextLoad(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if n := fakeGet().blocks; n != 1 {
+	if n := cudatest.Now().Blocks; n != 1 {
 		t.Errorf("%d allocations for the same three times", n)
 	}
-	calls := FakeCalls()
+	calls := cudatest.Calls()
 	drop := dict(t, d)
-	if n := FakeCalls() - calls; n != 0 || held(d) != 1 {
+	if n := cudatest.Calls() - calls; n != 0 || held(d) != 1 {
 		t.Errorf("%d calls of the driver for what is kept", n)
 	}
 	drop()
@@ -450,14 +452,14 @@ func TestDroppedMemoryServesTheNextLoad(t *testing.T) {
 	}
 	eventually(t, "too much is kept for too long", func() bool {
 		d.freeSurplus()
-		return fakeGet().bytes <= keepBytes
+		return cudatest.Now().Bytes <= keepBytes
 	})
 	mem, err = d.Alloc([]int64{250 << 20}) // all that there is, nearly
 	if err != nil {
 		t.Fatal(err)
 	}
 	mem[0].Release()
-	if err := d.Trim(); err != nil || fakeGet().blocks != 0 {
-		t.Errorf("%v, %+v", err, fakeGet())
+	if err := d.Trim(); err != nil || cudatest.Now().Blocks != 0 {
+		t.Errorf("%v, %+v", err, cudatest.Now())
 	}
 }

@@ -9,6 +9,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -29,7 +30,7 @@ func TestCoherent(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			coherent(t)
 			test(t)
-			if fakeGet().inPlace == 0 {
+			if cudatest.InPlace() == 0 {
 				t.Error("no kernel read in pinned memory")
 			}
 		})
@@ -44,7 +45,7 @@ func TestCoherent(t *testing.T) {
 	})
 	t.Run("another device", func(t *testing.T) {
 		TestRoundTrips(t)
-		if n := fakeGet().inPlace; n != 0 {
+		if n := cudatest.InPlace(); n != 0 {
 			t.Errorf("kernels read %d bytes in pinned memory", n)
 		}
 	})
@@ -55,7 +56,7 @@ func TestCoherent(t *testing.T) {
 func TestCoherentStaging(t *testing.T) {
 	coherent(t)
 	d, l := open(t, 2, 1<<20)
-	if n := fakeGet().blocks; n != 0 {
+	if n := cudatest.Now().Blocks; n != 0 {
 		t.Errorf("a queue has %d allocations", n)
 	}
 	s, err := l.Get(t.Context())
@@ -70,7 +71,7 @@ func TestCoherentStaging(t *testing.T) {
 		t.Error(err)
 	}
 	base, n, err := l.Staging()
-	if now := fakeGet(); err != nil || now.blocks != 1 || now.bytes != n || base == nil {
+	if now := cudatest.Now(); err != nil || now.Blocks != 1 || now.Bytes != n || base == nil {
 		t.Errorf("staging of %d bytes at %p: %v; %+v", n, base, err, now)
 	}
 	if s, err = l.Get(t.Context()); err != nil {
@@ -84,7 +85,7 @@ func TestCoherentStaging(t *testing.T) {
 	var p piece
 	p.coded(weights(r, x16.BF16, 30_000), x16.BF16)
 	p.run(t, d, l, 0) // in place as before
-	if fakeGet().inPlace == 0 {
+	if cudatest.InPlace() == 0 {
 		t.Error("no kernel read in pinned memory")
 	}
 }

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/plan"
@@ -127,7 +128,7 @@ func TestLateMemoryFails(t *testing.T) {
 	failed := 0
 	for nth := int64(1); ; nth += step {
 		end := cuda.Fake(64 << 20)
-		cuda.FakeFail(nth, 2, false)
+		cudatest.Fail(nth, 2, false)
 		m, err := load.Open(t.Context(), load.Spec{URIs: []string{path}})
 		if err != nil {
 			t.Fatal(err)
@@ -138,7 +139,7 @@ func TestLateMemoryFails(t *testing.T) {
 			l.Close()
 		}
 		m.Close()
-		calls := cuda.FakeCalls()
+		calls := cudatest.Calls()
 		if left := end(); left != "" {
 			t.Fatalf("call %d fails: %v; left: %s", nth, err, left)
 		}

@@ -3,6 +3,7 @@
 package cuda
 
 /*
+#cgo CFLAGS: -std=gnu11 -Wall -Wextra -O2
 #include <stdlib.h>
 #include "queue.h"
 */
@@ -16,6 +17,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/nodes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -68,6 +70,12 @@ type Device struct {
 	resident resident
 }
 
+// opened are the devices of the process, by index.
+var opened struct {
+	mu      sync.Mutex
+	devices map[int]*Device
+}
+
 // firstRing is the size of a default queue's pinned memory; tests make it smaller.
 var firstRing = DefaultSlots * slotStride(DefaultSlotBytes)
 
@@ -75,22 +83,24 @@ var firstRing = DefaultSlots * slotStride(DefaultSlotBytes)
 // which takes some 0.2 s unless torch has done so, and prepares the pinned memory
 // of a first queue at the same time.
 func Open(index int) (*Device, error) {
-	driver.mu.Lock()
-	defer driver.mu.Unlock()
-	if err := loadDriver(); err != nil {
+	opened.mu.Lock()
+	defer opened.mu.Unlock()
+	count, err := driver.Load()
+	if err != nil {
 		return nil, err
 	}
-	if index < 0 || index >= driver.count {
-		return nil, errs.New(errs.ErrDevice, "cuda:%d: there are %d CUDA devices", index, driver.count)
+	if index < 0 || index >= count {
+		return nil, errs.New(errs.ErrDevice, "cuda:%d: there are %d CUDA devices", index, count)
 	}
-	if d := driver.devices[index]; d != nil {
+	if d := opened.devices[index]; d != nil {
 		return d, nil
 	}
 	list := (*unsafe.Pointer)(unsafe.Pointer(C.owcu_list_new()))
 	if list == nil {
 		return nil, errs.New(errs.ErrMemory, "the state of cuda:%d", index)
 	}
-	d := &Device{index: index, near: nodes.Near(system, func() string { return busOf(index) }), spare: make(chan pages, 1), list: list,
+	d := &Device{index: index, near: nodes.Near(driver.System, func() string { return driver.Bus(index) }),
+		spare: make(chan pages, 1), list: list,
 		module: new(C.struct_owcu_module), resident: resident{module: new(C.struct_owcu_module)}}
 	spawn.Go("cuda ring", func() {
 		p, _ := newPages(firstRing, d.near) // zero if it failed: Queue tries again
@@ -104,19 +114,19 @@ func Open(index int) (*Device, error) {
 		return nil, errorOf(index, &e)
 	}
 	d.coherent, d.sms = coherent != 0, int(sms)
-	if driver.devices == nil {
-		driver.devices = map[int]*Device{}
+	if opened.devices == nil {
+		opened.devices = map[int]*Device{}
 	}
-	driver.devices[index] = d
+	opened.devices[index] = d
 	return d, nil
 }
 
 // Trim frees what the opened devices keep between loads, as Device.Trim does for
 // one; memory of live tensors stays. It continues after an error and returns the first.
 func Trim() (err error) {
-	driver.mu.Lock()
-	defer driver.mu.Unlock()
-	for _, d := range driver.devices {
+	opened.mu.Lock()
+	defer opened.mu.Unlock()
+	for _, d := range opened.devices {
 		if e := d.Trim(); err == nil {
 			err = e
 		}
@@ -267,14 +277,28 @@ func (d *Device) close() error {
 		}
 	}
 	C.free(unsafe.Pointer(d.list))
-	driver.mu.Lock()
-	defer driver.mu.Unlock()
-	delete(driver.devices, d.index)
+	opened.mu.Lock()
+	defer opened.mu.Unlock()
+	delete(opened.devices, d.index)
 	C.owcu_ctx_close(d.number, &e)
 	if e.call != nil && err == nil {
 		err = errorOf(d.index, &e)
 	}
 	return err
+}
+
+// errorOf turns an error noted by C into one of Go.
+func errorOf(device int, e *C.struct_owcu_error) error {
+	return driver.Error(device, C.GoString(e.call), C.GoString(&e.text[0]), int(e.code))
+}
+
+// call returns the error of a C function of the device.
+func (d *Device) call(run func(e *C.struct_owcu_error) C.int) error {
+	var e C.struct_owcu_error
+	if run(&e) != 0 {
+		return errorOf(d.index, &e)
+	}
+	return nil
 }
 
 // deviceAddress converts a pointer to a device address.

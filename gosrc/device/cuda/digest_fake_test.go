@@ -7,6 +7,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec/digest"
+	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 )
 
 // A digest comes after what is queued on the caller's stream, and on those that it
@@ -28,7 +29,7 @@ func TestDigestOrder(t *testing.T) {
 	}
 	views := []digest.View{digest.Contiguous(uint64(uintptr(mem[0].Ptr)), 1<<16)}
 	for v, on := range map[byte]Order{1: {Stream: first}, 2: {Stream: second, After: []uintptr{first}}, 3: {Stream: 1, After: []uintptr{second, first}}} {
-		fakeFill(mem[0], v, first)
+		cudatest.Fill(mem[0].Ptr, mem[0].Bytes, v, first)
 		got, err := d.Digest(on, views)
 		if err != nil {
 			t.Fatal(err)
@@ -71,9 +72,9 @@ func TestDigestFailures(t *testing.T) {
 		return err == nil
 	}
 	for nth, good := int64(1), false; !good; nth++ {
-		FakeFail(nth, 999, false)
+		cudatest.Fail(nth, 999, false)
 		good = check(1)
-		FakeFail(0, 0, false)
+		cudatest.Fail(0, 0, false)
 		if !check(1) {
 			t.Fatalf("after call %d failed", nth)
 		}

@@ -1,7 +1,6 @@
 // Package cuda is the GPU as a device: stored chunks are copied to it as they are,
-// and decoded to their destinations in its memory. It uses only NVIDIA's driver,
-// through a table that is filled at first use, so that the engine builds, imports
-// and runs where there is none.
+// and decoded to their destinations in its memory. It uses only NVIDIA's driver, by the
+// table of package driver.
 //
 // A Device is one GPU's primary context, retained once per process, its flags
 // unchanged. A Queue is what one load needs there: pinned slots, staging of the same
@@ -19,23 +18,6 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 )
-
-// A DeviceInfo describes one GPU.
-type DeviceInfo struct {
-	Index      int    `json:"index"`
-	Name       string `json:"name"`
-	Memory     int64  `json:"memory"`  // bytes
-	Compute    string `json:"compute"` // capability: "9.0"
-	Processors int    `json:"processors"`
-	PCI        string `json:"pci"`        // "0000:01:00.0"
-	Node       int    `json:"node"`       // the NUMA node that it is near; -1: not known
-	LinkWidth  int    `json:"link_width"` // lanes; 0: not readable
-	LinkGen    int    `json:"link_gen"`   // PCI Express generation; 0: not readable
-	// Coherent: the GPU reads the host's memory by the host's own page tables, as over
-	// the link of Grace.
-	Coherent bool   `json:"coherent"`
-	Driver   string `json:"driver"` // CUDA version of the driver: "13.0"
-}
 
 // The default geometry of a queue: enough slots that readers, copies and decoders
 // all have some, each large enough for the copy engine. With their tables they take

@@ -7,20 +7,16 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
-	"strings"
 	"testing"
 	"time"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
-
-func (s fakeState) left() bool {
-	return s.blocks+s.bytes+s.pins+s.streams+s.events+s.modules+s.contexts+s.pending+s.relaxed+s.attached != 0
-}
 
 // ordinal is the device that begun opens: 1 is coherent.
 var ordinal int
@@ -29,8 +25,8 @@ var ordinal int
 // nothing behind and breaking no rule of the driver's.
 func begun(t testing.TB) *Device {
 	t.Helper()
-	before := fakeGet()
-	if before.left() {
+	before := cudatest.Now()
+	if before.Left() {
 		t.Fatalf("left by another test: %+v", before)
 	}
 	useFake(256 << 20)
@@ -43,7 +39,7 @@ func begun(t testing.TB) *Device {
 		if err := d.close(); err != nil {
 			t.Error(err)
 		}
-		if s := fakeGet(); s.left() || s.broken > 0 {
+		if s := cudatest.Now(); s.Left() || s.Broken > 0 {
 			t.Errorf("left behind or broken: %+v", s)
 		}
 	})
@@ -67,28 +63,10 @@ func faked(t *testing.T, slots int, slotBytes int64) (d *Device, q *Queue, end f
 	}
 }
 
-func TestAvailable(t *testing.T) {
-	useFake(1 << 20)
-	if err := Available(); err != nil {
-		t.Error(err)
-	}
-	for _, c := range []struct {
-		version, devices int
-		says             string
-	}{{11080, 1, "12.0 or later"}, {13000, 0, "no GPU"}} {
-		fakeVersion(c.version, c.devices)
-		err := Available()
-		if !errors.Is(err, errs.ErrDevice) || !strings.Contains(err.Error(), c.says) {
-			t.Errorf("%+v: %v", c, err)
-		}
-	}
-	useFake(1 << 20)
-}
-
 // In a forked child no call reaches the driver.
 func TestFork(t *testing.T) {
 	d := begun(t)
-	if !fakeFork(d) {
+	if !cudatest.Fork(unsafe.Pointer(d.ctx)) {
 		t.Error("a forked child used the driver")
 	}
 }
@@ -107,7 +85,7 @@ func TestWaitFor(t *testing.T) {
 			t.Fatal(err)
 		}
 		for i, m := range mem {
-			fakeFill(m, 0xee, 1)
+			cudatest.Fill(m.Ptr, m.Bytes, 0xee, 1)
 			p.jobs[i].Dst = m.Ptr
 		}
 		if err := l.WaitFor(1); err != nil {
@@ -214,14 +192,14 @@ func TestEveryCallFails(t *testing.T) {
 		failed, swallowed := 0, 0
 		for nth := int64(1); ; nth += step {
 			useFake(64 << 20)
-			FakeFail(nth, c.code, c.sticky)
+			cudatest.Fail(nth, c.code, c.sticky)
 			err := life(&p, c.index)
-			FakeFail(0, 0, false)
-			s := fakeGet()
-			if s.left() || s.broken > 0 {
+			cudatest.Fail(0, 0, false)
+			s := cudatest.Now()
+			if s.Left() || s.Broken > 0 {
 				t.Fatalf("call %d fails with %d: %v; left behind: %+v", nth, c.code, err, s)
 			}
-			if s.calls < nth {
+			if cudatest.Calls() < nth {
 				break
 			}
 			switch {

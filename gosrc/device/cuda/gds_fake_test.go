@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 	"github.com/overwire/overwire/gosrc/device/gds"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
@@ -276,14 +277,14 @@ func TestGDSLosesTheDevice(t *testing.T) {
 		for nth := int64(1); ; nth += 3 {
 			end := cuda.Fake(512 << 20)
 			m := reopened(t, path)
-			cuda.FakeFail(nth, 999, c.sticky)
+			cudatest.Fail(nth, 999, c.sticky)
 			l, err := m.Start(nil, load.Options{Device: c.device, Read: "gds", Stream: 1})
 			if err == nil {
 				err = finish(t, l)
 				l.Close()
 			}
 			m.Close()
-			calls := cuda.FakeCalls()
+			calls := cudatest.Calls()
 			if left := end(); left != "" {
 				t.Fatalf("call %d: %v; left: %s", nth, err, left)
 			}

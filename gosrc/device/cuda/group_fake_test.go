@@ -2,7 +2,11 @@
 
 package cuda
 
-import "testing"
+import (
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
+)
 
 // Loose slots of one Order share what a submission costs: one kernel, and the events. Those
 // of another Order do not.
@@ -21,7 +25,7 @@ func TestSubmitAllShares(t *testing.T) {
 			defer p.mem.Release()
 			pieces = append(pieces, piece)
 		}
-		FakeHistory()
+		cudatest.History()
 		if err := q.SubmitAll(pieces); err != nil {
 			t.Fatal(err)
 		}
@@ -29,7 +33,7 @@ func TestSubmitAllShares(t *testing.T) {
 			t.Fatal(err)
 		}
 		calls := map[string]int{}
-		for _, call := range FakeHistory() {
+		for _, call := range cudatest.History() {
 			calls[call]++
 		}
 		if calls["copy_in"] != len(pieces) || calls["launch"] != c.kernels || calls["event_record"] != 3*c.kernels {
@@ -50,12 +54,12 @@ func TestSubmitAllFails(t *testing.T) {
 			p, piece := sending(t, d, q, r, []int{alike, alike, scattered, encoded}[i], &Event{}, &Event{})
 			all, pieces = append(all, p), append(pieces, piece)
 		}
-		before := FakeCalls()
-		FakeFail(nth, 700, false)
+		before := cudatest.Calls()
+		cudatest.Fail(nth, 700, false)
 		failed := q.SubmitAll(pieces) != nil
 		_ = q.Drain(t.Context()) // the same error
-		reached = FakeCalls()-before >= nth
-		FakeFail(0, 0, false)
+		reached = cudatest.Calls()-before >= nth
+		cudatest.Fail(0, 0, false)
 		some := false
 		for n, p := range all {
 			for i, err := range p.failures {

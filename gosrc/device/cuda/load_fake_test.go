@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/plan"
@@ -67,7 +68,7 @@ func TestLoadEveryCallFails(t *testing.T) {
 		failed, moving := 0, 0
 		for nth := int64(1); ; nth += step {
 			end := cuda.Fake(512 << 20)
-			cuda.FakeFail(nth, c.code, c.sticky)
+			cudatest.Fail(nth, c.code, c.sticky)
 			m, err := load.Open(t.Context(), load.Spec{URIs: []string{path}})
 			if err != nil {
 				t.Fatal(err)
@@ -86,7 +87,7 @@ func TestLoadEveryCallFails(t *testing.T) {
 				}
 			}
 			m.Close()
-			calls := cuda.FakeCalls()
+			calls := cudatest.Calls()
 			what := fmt.Sprintf("call %d fails with %d: %v", nth, c.code, err)
 			if left := end(); left != "" {
 				t.Fatalf("%s; left: %s", what, left)
@@ -183,10 +184,10 @@ func TestWhoReadsInPlace(t *testing.T) {
 			index      int
 			asked, yes bool
 		}{{0, false, false}, {0, true, true}, {0, false, false}, {1, false, true}, {1, true, true}, {0, false, false}} {
-			before := cuda.FakeInPlace()
+			before := cudatest.InPlace()
 			got, sums := landed(t, m, reqs, load.Options{InPlace: c.asked}, c.index)
 			same(t, fmt.Sprintf("%+v", c), got, want, sums)
-			if n := cuda.FakeInPlace() - before; (n > 0) != c.yes {
+			if n := cudatest.InPlace() - before; (n > 0) != c.yes {
 				t.Errorf("compressed %v, %+v: %d bytes were read in place", spec.Compress, c, n)
 			}
 		}

@@ -6,12 +6,13 @@ import (
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 )
 
 // engine skips the test where there is no GPU.
 func engine(t *testing.T) {
 	t.Helper()
-	if err := cuda.Available(); err != nil {
+	if err := driver.Available(); err != nil {
 		t.Skip(err)
 	}
 	t.Cleanup(func() {

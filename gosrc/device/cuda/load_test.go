@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
@@ -194,7 +195,7 @@ func TestLoadTrace(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer m.Close()
-	info, err := cuda.Info()
+	info, err := driver.Info()
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -10,6 +10,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -64,7 +65,7 @@ func TestLoose(t *testing.T) {
 			if loose {
 				s.(*Slot).Loose()
 			}
-			FakeHistory()
+			cudatest.History()
 			if err := q.Submit(s, int64(len(b)), jobs, func(i int, err error) {
 				if err != nil {
 					t.Errorf("%s: task %d: %v", c.name, i, err)
@@ -75,7 +76,7 @@ func TestLoose(t *testing.T) {
 			if err := q.Drain(t.Context()); err != nil {
 				t.Fatal(err)
 			}
-			return FakeHistory()
+			return cudatest.History()
 		}
 		put(fill.bytes, fill.jobs, false)
 		for i := range tasks {
@@ -137,14 +138,14 @@ func TestLooseOrder(t *testing.T) {
 			tasks = append(tasks, device.DecodeTask{Chunk: c, Src: uint32(1024 * i), Dst: unsafe.Add(mem[0].Ptr, 1024*i)})
 			copy(s.Memory()[1024*i:], bytes.Repeat([]byte{byte(n + 1)}, 1024))
 		}
-		FakeHistory()
+		cudatest.History()
 		if err := q.Submit(s, 4096, tasks, func(int, error) {}); err != nil {
 			t.Fatal(err)
 		}
 		if err := q.Drain(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		calls := FakeHistory()
+		calls := cudatest.History()
 		waits, writes := slices.Index(calls, "stream_wait"), slices.Index(calls, "copy_in")
 		if !loose {
 			writes = slices.Index(calls, "launch")

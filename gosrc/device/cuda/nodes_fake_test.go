@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/source"
@@ -113,7 +114,7 @@ func TestNodes(t *testing.T) {
 		runs unix.CPUSet
 		kind int32
 	}{{two, 0, near[0], 1}, {two, 1, near[1], 0}, {t.TempDir(), 0, had, 0}} {
-		restore, end := cuda.FakeHost(c.root), cuda.Fake(512<<20)
+		restore, end := driver.UseTables(c.root), cuda.Fake(512<<20)
 		d, err := cuda.Open(c.gpu)
 		if err != nil {
 			t.Fatal(err)

@@ -12,12 +12,10 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 	"github.com/overwire/overwire/gosrc/internal/nodes"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
-
-var errNone = errs.New(errs.ErrNotSupported, "CUDA: this build has no cgo")
 
 // The types and functions of the package, as in builds with cgo.
 type (
@@ -32,15 +30,11 @@ type (
 	Packer struct{ packer }
 )
 
-func Available() error            { return errNone }
-func Info() ([]DeviceInfo, error) { return nil, errNone }
-func Open(int) (*Device, error)   { return nil, errNone }
-func Trim() error                 { return nil }
-func CanCast(device.Cast) bool    { return false }
-func Decodes(uint32) bool         { return false }
-func Scratch([]Stream) int64      { return 0 }
-func ThreadMode(int) int          { return -1 }
-func DeviceOf(uint64) int         { return -1 }
+func Open(int) (*Device, error) { return nil, driver.Available() }
+func Trim() error               { return nil }
+func CanCast(device.Cast) bool  { return false }
+func Decodes(uint32) bool       { return false }
+func Scratch([]Stream) int64    { return 0 }
 
 type gpu interface {
 	Index() int

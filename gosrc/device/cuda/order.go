@@ -97,26 +97,6 @@ func (d *Device) OwnsStream(stream uintptr) error {
 	return err
 }
 
-// ThreadMode sets the calling thread's mode of stream capture, a number of
-// CUstreamCaptureMode, and returns the previous one; -1 if there is no driver or
-// the number is unknown, and then it changes nothing. It is for Python threads that
-// will call torch.
-func ThreadMode(mode int) int {
-	if mode < 0 || Available() != nil {
-		return -1
-	}
-	return int(C.owcu_thread_mode(C.int(mode)))
-}
-
-// DeviceOf is the index of the device that an address belongs to, -1 for host
-// memory.
-func DeviceOf(address uint64) int {
-	if Available() != nil {
-		return -1
-	}
-	return int(C.owcu_pointer_device(C.owcu_ptr(address)))
-}
-
 func cBool(yes bool) C.int {
 	if yes {
 		return 1

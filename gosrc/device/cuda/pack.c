@@ -2,7 +2,7 @@
 
 #include "pack.h"
 
-#include "call.h"
+#include "driver/call.h"
 
 // settle waits for all work of a pack.
 static void settle(const struct owcu_pad *p)

@@ -1,6 +1,5 @@
 //go:build cgo
 
-#include "call.h"
 #include "queue.h"
 
 #include <stdlib.h>
@@ -9,287 +8,13 @@
 #include <time.h>
 
 #include "../../../cuda/abi.h"
-
-enum {
-	NON_BLOCKING = 1,        // CU_STREAM_NON_BLOCKING
-	BLOCKING_SYNC = 1,       // CU_EVENT_BLOCKING_SYNC: waiters sleep
-	NO_TIMING = 2,           // CU_EVENT_DISABLE_TIMING
-	PORTABLE_MAPPED = 1 | 2, // CU_MEMHOSTREGISTER_PORTABLE | DEVICEMAP
-	ATTRIBUTE_SMS = 16,
-	ATTRIBUTE_MAJOR = 75,
-	ATTRIBUTE_MINOR = 76,
-	ATTRIBUTE_COHERENT = 100, // CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
-};
-
-int owcu_enter(struct owcu_guard *g, owcu_handle ctx, struct owcu_error *e) { return enter(g, ctx, e); }
-
-void owcu_leave(struct owcu_guard *g) { leave(g, 0); }
-
-int owcu_begin(int *version, int *count, struct owcu_error *e)
-{
-	if (owcu_forked() ? failed(e, "fork", OWCU_FORKED) : TRY(init, (0))) // before that the driver has no modes
-		return -1;
-	return RELAXED(TRY(driver_version, (version)) || TRY(device_count, (count)));
-}
-
-int owcu_info_get(int ordinal, struct owcu_info *info, struct owcu_error *e)
-{
-	int d;
-	size_t n = 0;
-	int rc = RELAXED(TRY(device_get, (&d, ordinal)) || TRY(device_name, (info->name, sizeof info->name, d)) ||
-	                 TRY(device_bus, (info->bus, sizeof info->bus, d)) || TRY(device_memory, (&n, d)) ||
-	                 TRY(device_attribute, (&info->major, ATTRIBUTE_MAJOR, d)) ||
-	                 TRY(device_attribute, (&info->minor, ATTRIBUTE_MINOR, d)) || TRY(device_attribute, (&info->sms, ATTRIBUTE_SMS, d)) ||
-	                 TRY(device_attribute, (&info->coherent, ATTRIBUTE_COHERENT, d)));
-
-	info->memory = n;
-	return rc;
-}
-
-int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, int *coherent, int *sms, struct owcu_error *e)
-{
-	return RELAXED(TRY(device_get, (device, ordinal)) || TRY(device_attribute, (coherent, ATTRIBUTE_COHERENT, *device)) ||
-	               TRY(device_attribute, (sms, ATTRIBUTE_SMS, *device)) || TRY(ctx_retain, (ctx, *device)));
-}
-
-int owcu_ctx_close(int device, struct owcu_error *e)
-{
-	int mode;
-
-	if (relax(&mode, e) && relax(&mode, e)) // a call that fails once may not fail again
-		return -1;
-	int rc = TRY(ctx_release, (device));
-	harden(&mode);
-	return rc;
-}
-
-int owcu_alloc(owcu_handle ctx, int64_t n, const uint64_t *sizes, owcu_ptr *out, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	int64_t i = 0;
-	int rc = enter(&g, ctx, e);
-
-	for (; rc == 0 && i < n; i++) {
-		rc = TRY(mem_alloc, (&out[i], sizes[i]));
-		if (rc)
-			break;
-	}
-	for (int64_t k = rc ? 0 : n; k < n; k++)
-		if (k >= i || owcu->mem_free(out[k]) == 0 || lost())
-			out[k] = 0;
-	return leave(&g, rc);
-}
-
-int owcu_free(owcu_handle ctx, int64_t n, owcu_ptr *p, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	int rc = retire(&g, ctx, e);
-
-	if (rc)
-		return rc;
-	for (int64_t i = 0; i < n; i++) {
-		int refused = TRY(mem_free, (p[i]));
-		rc |= refused;
-		if (!refused || lost())
-			p[i] = 0;
-	}
-	return leave(&g, rc);
-}
-
-int owcu_mark(owcu_handle ctx, int n, const uint64_t *streams, owcu_handle *events, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	struct owcu_error not_now = {0};
-	int rc = enter(&g, ctx, e), captured = 0;
-
-	// Check before, so that nothing is recorded into a graph; and after, in case a
-	// capture began in between: such an event must not be queried.
-	for (int again = 0; rc == 0 && !captured && again < 2; again++) {
-		for (int i = 0; rc == 0 && !captured && i < n; i++) {
-			if (uncaptured(streams[i], &not_now)) {
-				captured = not_now.code == OWCU_CAPTURED;
-				rc = captured ? 0 : failed(e, not_now.call, not_now.code);
-			} else if (!again) {
-				rc = (events[i] == NULL && TRY(event_create, (&events[i], NO_TIMING))) ||
-				     TRY(event_record, (events[i], handle(streams[i]))) ? -1 : 0;
-			}
-		}
-	}
-	return leave(&g, rc && !lost() ? rc : captured);
-}
-
-int owcu_passed(owcu_handle ctx, int n, const owcu_handle *events, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	int rc = enter(&g, ctx, e), passed = 1;
-
-	for (int i = 0; rc == 0 && passed && i < n; i++) {
-		int code = events[i] != NULL ? owcu->event_query(events[i]) : 0;
-		passed = code != OWCU_NOT_READY;
-		rc = passed ? failed(e, name_event_query, code) : 0;
-	}
-	return leave(&g, rc && !lost() ? rc : passed);
-}
-
-int owcu_register(owcu_handle ctx, void *p, uint64_t n, struct owcu_error *e)
-{
-	return WITHIN(ctx, TRY(host_register, (p, n, PORTABLE_MAPPED)));
-}
-
-int owcu_drop(owcu_handle ctx, int what, void *thing, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	owcu_ptr p = (owcu_ptr)(uintptr_t)thing;
-	int rc = retire(&g, ctx, e), left = 0;
-
-	if (rc)
-		return rc;
-	switch (what) {
-	case OWCU_EVENT:
-		DROP(thing, event_destroy);
-		break;
-	case OWCU_STREAM:
-		DROP(thing, stream_destroy);
-		break;
-	case OWCU_PINNED:
-		DROP(thing, host_unregister);
-		break;
-	case OWCU_ATTACHED:
-		DROP(p, ipc_close);
-		break;
-	}
-	return leave(&g, left);
-}
-
-int owcu_memory(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_error *e)
-{
-	size_t a = 0, b = 0;
-	int rc = WITHIN(ctx, TRY(mem_info, (&a, &b)));
-
-	*unused = a;
-	*total = b;
-	return rc;
-}
-
-int owcu_read(owcu_handle ctx, owcu_handle *stream, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e)
-{
-	return WITHIN(ctx, (*stream == NULL && TRY(stream_create, (stream, NON_BLOCKING))) ||
-	                           (TRY(copy_out_async, (dst, src, n, *stream)) | TRY(stream_sync, (*stream))));
-}
-
-int owcu_module_open(owcu_handle ctx, const void *image, uint64_t n, const char *names, int count, struct owcu_module *m,
-                     owcu_handle *kernels, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	int rc = enter(&g, ctx, e);
-
-	// The driver wants an aligned image and may read it again when a kernel is
-	// first launched.
-	if (rc == 0 && m->image == NULL) {
-		if (posix_memalign(&m->image, 64, n)) {
-			m->image = NULL;
-			rc = failed(e, "posix_memalign", OWCU_OUT_OF_MEMORY);
-		} else {
-			memcpy(m->image, image, n);
-		}
-	}
-	if (rc == 0 && m->module == NULL)
-		rc = TRY(module_load, (&m->module, m->image));
-	for (int i = 0; rc == 0 && i < count; i++, names += strlen(names) + 1)
-		rc = TRY(module_function, (&kernels[i], m->module, names));
-	return leave(&g, rc);
-}
-
-int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	int rc = retire(&g, ctx, e);
-
-	if (rc)
-		return rc;
-	if (m->module != NULL && TRY(module_unload, (m->module))) {
-		rc = lost() ? -1 : 1;
-		if (rc > 0)
-			return leave(&g, rc);
-	}
-	free(m->image);
-	m->module = m->image = NULL;
-	return leave(&g, rc);
-}
-
-// close_pad waits for the work on a pad's streams and frees what there is of it. It returns 1 if
-// the driver refused some.
-static int close_pad(struct owcu_pad *p, struct owcu_error *e)
-{
-	int left = 0;
-
-	for (int i = 0; i < p->nstreams; i++)
-		if (p->streams[i] && TRY(stream_sync, (p->streams[i])) && !lost())
-			return 1;
-	for (int i = 0; i < p->nevents; i++)
-		DROP(p->events[i], event_destroy);
-	for (int i = 0; i < p->nstreams; i++)
-		DROP(p->streams[i], stream_destroy);
-	DROP(p->device, mem_free);
-	DROP(p->host, host_unregister);
-	if (left)
-		return 1;
-	free(p->streams);
-	*p = (struct owcu_pad){0};
-	return 0;
-}
-
-// open_pad registers a pad's memory and makes its streams and events; close_pad frees what was made.
-static int open_pad(struct owcu_pad *p, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers, struct owcu_error *e)
-{
-	p->streams = calloc((size_t)(nstreams + nevents), sizeof *p->streams);
-	if (p->streams == NULL)
-		return failed(e, "calloc", OWCU_OUT_OF_MEMORY);
-	p->events = p->streams + nstreams;
-	p->nstreams = nstreams;
-	p->nevents = nevents;
-	if (TRY(host_register, (host, n, PORTABLE_MAPPED)))
-		return -1;
-	p->host = host;
-	if (TRY(host_pointer, (&p->mapped, host, 0)) || (room && TRY(mem_alloc, (&p->device, room))))
-		return -1;
-	for (int i = 0; i < nstreams; i++)
-		if (TRY(stream_create, (&p->streams[i], NON_BLOCKING)))
-			return -1;
-	for (int i = 0; i < nevents; i++)
-		if (TRY(event_create, (&p->events[i], NO_TIMING | (i < sleepers ? BLOCKING_SYNC : 0))))
-			return -1;
-	return 0;
-}
-
-int owcu_pad_new(owcu_handle ctx, struct owcu_pad *p, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers,
-                 struct owcu_error *e)
-{
-	struct owcu_guard g;
-	struct owcu_error ignored = {0};
-	int rc = enter(&g, ctx, e);
-
-	if (rc == 0 && (rc = open_pad(p, host, n, room, nstreams, nevents, sleepers, e)) && close_pad(p, &ignored))
-		rc = 1;
-	return leave(&g, rc);
-}
-
-int owcu_pad_free(owcu_handle ctx, struct owcu_pad *p, struct owcu_error *e)
-{
-	struct owcu_guard g;
-	int rc = retire(&g, ctx, e);
-
-	if (rc)
-		return rc;
-	rc = close_pad(p, e);
-	return leave(&g, rc ? rc : e->call != NULL ? -1 : 0);
-}
+#include "driver/call.h"
 
 // close_queue frees the parts of a queue that were made, and returns 1 if the driver
 // refused some of it.
 static int close_queue(struct owcu_queue *q, struct owcu_error *e)
 {
-	int left = close_pad(&q->pad, e);
+	int left = owcu_close_pad(&q->pad, e);
 
 	if (left)
 		return 1;
@@ -309,7 +34,7 @@ static int close_queue(struct owcu_queue *q, struct owcu_error *e)
 // open_queue makes a queue's pad and slots; close_queue frees what was made.
 static int open_queue(struct owcu_queue *q, void *pinned, uint64_t bytes, int nslots, int staged, struct owcu_error *e)
 {
-	if (open_pad(&q->pad, pinned, bytes, staged ? bytes : 0, OWCU_STREAMS, 2 * nslots + 1, nslots, e))
+	if (owcu_open_pad(&q->pad, pinned, bytes, staged ? bytes : 0, OWCU_STREAMS, 2 * nslots + 1, nslots, e))
 		return -1;
 	q->join = q->pad.events[2 * nslots];
 	q->slots = calloc((size_t)nslots, sizeof *q->slots);
@@ -479,16 +204,6 @@ int owcu_join(struct owcu_queue *q, uint64_t stream, struct owcu_error *e)
 	for (int i = 0; rc == 0 && i < OWCU_STREAMS; i++)
 		rc = TRY(stream_wait, (q->pad.streams[i], q->join, 0));
 	return leave(&g, rc);
-}
-
-int owcu_event_new(owcu_handle ctx, owcu_handle *event, struct owcu_error *e)
-{
-	return WITHIN(ctx, TRY(event_create, (event, NO_TIMING)));
-}
-
-int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e)
-{
-	return WITHIN(ctx, uncaptured(stream, e) || TRY(stream_wait, (handle(stream), event, 0)));
 }
 
 int owcu_again(struct owcu_queue *q, int count, struct owcu_error *e)

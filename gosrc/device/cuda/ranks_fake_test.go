@@ -21,6 +21,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/peers"
@@ -236,9 +237,9 @@ func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.R
 	}
 	got := memoryOn(t, c.Where, sizes)
 	defer got.free()
-	before := cuda.FakeCalls()
+	before := cudatest.Calls()
 	if c.Wrong == "call" {
-		cuda.FakeFail(c.Call, 999, c.Sticky)
+		cudatest.Fail(c.Call, 999, c.Sticky)
 	}
 	end := &said{}
 	space := int64(256 << 10)
@@ -323,8 +324,8 @@ func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.R
 			end.Came = append(end.Came, m.Index().Tensors[travel[i]].Name)
 		}
 	}
-	end.Calls = cuda.FakeCalls() - before
-	cuda.FakeFail(0, 0, false)
+	end.Calls = cudatest.Calls() - before
+	cudatest.Fail(0, 0, false)
 	if rep, is := r.Job().Value().(relay.Report); is {
 		end.Lost, end.Pulls = rep.Lost, rep.Pulled
 	}

@@ -2,13 +2,17 @@
 
 package cuda
 
-import "testing"
+import (
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/device/cuda/driver"
+)
 
 // begun opens the first GPU; without one the test is skipped, and the same
 // suite runs on the fake driver under the tag owfake.
 func begun(t testing.TB) *Device {
 	t.Helper()
-	if err := Available(); err != nil {
+	if err := driver.Available(); err != nil {
 		t.Skip(err)
 	}
 	d, err := Open(0)

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/peers"
@@ -37,13 +38,13 @@ func TestRelayEveryCallFails(t *testing.T) {
 		for nth := int64(1); ; nth += step {
 			end := cuda.Fake(512 << 20)
 			got, ring := memoryOn(t, "cuda:0", sizes), memoryOn(t, "cuda:0", []int64{alone, alone})
-			before := cuda.FakeCalls()
-			cuda.FakeFail(nth, 999, sticky)
+			before := cudatest.Calls()
+			cudatest.Fail(nth, 999, sticky)
 			r, err := begun(m, specOf(travel, ring, "cuda:0", 0, 1, alone), requests(reqs, got))
 			if err == nil {
 				err = passed(r)
 			}
-			calls := cuda.FakeCalls() - before
+			calls := cudatest.Calls() - before
 			got.free()
 			ring.free()
 			what := fmt.Sprintf("call %d fails, sticky %v: %v", nth, sticky, err)
@@ -78,12 +79,12 @@ func TestRelayEveryCallFails(t *testing.T) {
 // a small queue's tables.
 func TestRelayPrepared(t *testing.T) {
 	end := cuda.Fake(512 << 20)
-	cuda.FakeHistory()
+	cudatest.History()
 	load.Prepare("cuda:0")
 	path, _, _ := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 1<<20)
 	m := reopened(t, path)
 	load.Prepared()
-	before := cuda.FakeHistory()
+	before := cudatest.History()
 	for _, call := range []string{"ctx_retain", "module_load", "host_register", "stream_create", "mem_alloc"} {
 		if !slices.Contains(before, call) {
 			t.Errorf("%s is not called while the headers are read", call)
@@ -96,7 +97,7 @@ func TestRelayPrepared(t *testing.T) {
 		sizes[i] = int64(len(b))
 	}
 	got := memoryOn(t, "cuda:0", sizes)
-	cuda.FakeHistory()
+	cudatest.History()
 	spec := specOf(travel, memory{}, "cuda:0", 0, 1, alone)
 	spec.Exchange, spec.Buffers = true, 2
 	r, err := relay.Start(m, spec)
@@ -116,7 +117,7 @@ func TestRelayPrepared(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	calls, pins := cuda.FakeHistory(), 0
+	calls, pins := cudatest.History(), 0
 	first := slices.Index(calls, "copy_in")
 	for i, call := range calls {
 		switch call {

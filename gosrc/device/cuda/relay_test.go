@@ -14,6 +14,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/plan"
@@ -93,7 +94,7 @@ const relayed, alone = 3 << 20, 320 << 10
 // One rank alone goes round a ring of two.
 func TestRelay(t *testing.T) {
 	engine(t)
-	all, err := cuda.Info()
+	all, err := driver.Info()
 	if err != nil {
 		t.Fatal(err)
 	}

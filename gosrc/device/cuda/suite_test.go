@@ -19,6 +19,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -469,7 +470,7 @@ func TestOpenRefuses(t *testing.T) {
 			t.Errorf("cuda:%d: %v", i, err)
 		}
 	}
-	info, err := Info()
+	info, err := driver.Info()
 	if err != nil || len(info) == 0 || info[0].Name == "" || info[0].Memory == 0 {
 		t.Errorf("%+v: %v", info, err)
 	}

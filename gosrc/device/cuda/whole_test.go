@@ -14,6 +14,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 	"github.com/overwire/overwire/gosrc/dlpack"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
@@ -239,7 +240,7 @@ func TestCancelAtAnyMoment(t *testing.T) {
 // Loads to two devices at once do not meet.
 func TestTwoDevicesAtOnce(t *testing.T) {
 	engine(t)
-	all, err := cuda.Info()
+	all, err := driver.Info()
 	if err != nil {
 		t.Fatal(err)
 	}

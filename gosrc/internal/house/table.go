@@ -60,8 +60,9 @@ var mayImport = map[string][]string{
 	"codec/codectest":      {"codec/...", "tensor", "errs", "knob", "internal/..."},
 	"device":               {"tensor", "errs", "internal/..."},
 	"device/cpu":           {"device", "codec", "tensor", "errs", "knob", "internal/..."},
-	"device/cuda":          {"device", "device/cuda/cudatest", "codec/x16", "codec/blocksum", "codec/digest", "tensor", "errs", "knob", "internal/..."},
+	"device/cuda":          {"device", "device/cuda/driver", "device/cuda/cudatest", "codec/x16", "codec/blocksum", "codec/digest", "tensor", "errs", "knob", "internal/..."},
 	"device/cuda/cudatest": {},
+	"device/cuda/driver":   {"device/cuda/cudatest", "errs", "internal/nodes"},
 	"device/gds":           {"errs", "internal/..."},
 	"device/pinned":        {"device/cuda", "errs", "internal/..."},
 	"format":               {"format/...", "tensorizer", "tensor", "source", "errs", "internal/..."},
@@ -101,7 +102,7 @@ var mayImport = map[string][]string{
 	"weights":       {"tensor", "errs", "internal/..."},
 	"serve":         {"errs", "internal/..."},
 	"fetch":         {"source", "source/open", "job", "errs", "internal/..."},
-	"measure":       {"weights", "load", "save", "format", "codec/x16", "device", "device/cpu", "device/cuda", "job", "tensor", "errs", "internal/..."},
+	"measure":       {"weights", "load", "save", "format", "codec/x16", "device", "device/cpu", "device/cuda", "device/cuda/driver", "job", "tensor", "errs", "internal/..."},
 	"page":          {"save", "errs"},
 	"bench":         {"page", "measure", "load", "save", "device/cuda", "job", "errs"},
 	"cli": {"page", "format", "tensorizer", "load", "save", "delta", "plan", "preload", "bench", "measure", "weights", "pipeline", "source", "source/open", "serve", "fetch", "device/...",
@@ -148,7 +149,7 @@ var modules = map[string][]string{
 }
 
 // cgoPackages may import "C". Everything else builds and tests with CGO_ENABLED=0.
-var cgoPackages = []string{"bind", "bind/...", "dlpack", "device/cuda", "device/cuda/cudatest", "device/gds", "internal/sodium"}
+var cgoPackages = []string{"bind", "bind/...", "dlpack", "device/cuda", "device/cuda/driver", "device/cuda/cudatest", "device/gds", "internal/sodium"}
 
 // mayWrite lists the packages that write files without internal/atomicfile, and
 // why.

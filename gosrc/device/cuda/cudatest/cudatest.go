@@ -4,5 +4,102 @@ package cudatest
 
 /*
 #cgo CFLAGS: -std=gnu11 -Wall -Wextra -O2
+#include "fake.h"
 */
-import "C" // compiles fake.c and twins.cc
+import "C" // compiles fake.c and twins.cc, too
+
+import (
+	"strings"
+	"unsafe"
+)
+
+// This file is what tests ask of the fake driver; driver.UseFake puts it in the place of the real one.
+
+// A State counts what the driver has of its users; what is only counted up, since the last UseFake.
+type State struct {
+	// What is there.
+	Blocks, Bytes, Pins, Streams, Events, Modules, Contexts, Attached int64
+
+	Pending int64  // operations that are not done
+	Relaxed int64  // threads left in the relaxed mode of capture
+	Broken  int64  // rules that were broken
+	What    string // the first of them
+}
+
+// Left reports whether something was not given back.
+func (s State) Left() bool {
+	return s.Blocks+s.Bytes+s.Pins+s.Streams+s.Events+s.Modules+s.Contexts+s.Pending+s.Relaxed+s.Attached != 0
+}
+
+func readState() (s C.struct_owcu_fake_state) {
+	C.owcu_fake_get(&s)
+	return s
+}
+
+// Now is the driver's state.
+func Now() State {
+	s := readState()
+	return State{
+		Blocks: int64(s.blocks), Bytes: int64(s.bytes), Pins: int64(s.pins),
+		Streams: int64(s.streams), Events: int64(s.events), Modules: int64(s.modules),
+		Contexts: int64(s.contexts), Attached: int64(s.attached),
+		Pending: int64(s.pending), Relaxed: int64(s.relaxed), Broken: int64(s.broken), What: C.GoString(&s.what[0]),
+	}
+}
+
+// Fail makes the nth call of the driver from now fail with a code; with sticky, all later
+// ones too. 0: none.
+func Fail(nth int64, code int, sticky bool) {
+	C.owcu_fake_fail(C.int64_t(nth), C.int(code), cBool(sticky))
+}
+
+// Lose loses the device: every call fails with code.
+func Lose(code int) { C.owcu_fake_fail(1, C.int(code), 2) }
+
+// History is the names of the first calls of the driver, some thousands, since it was
+// asked before: "mem_alloc".
+func History() []string {
+	text := make([]C.char, 64<<10)
+	C.owcu_fake_history(&text[0], C.size_t(len(text)), 1)
+	return strings.Fields(strings.ReplaceAll("\n"+C.GoString(&text[0]), "\nf_", "\n"))
+}
+
+// Calls counts the calls since UseFake.
+func Calls() int64 { return int64(readState().calls) }
+
+// InPlace counts the stored bytes that kernels have read in pinned memory since UseFake.
+// cuda:1 is coherent, cuda:0 is not.
+func InPlace() int64 { return int64(readState().in_place) }
+
+// Occupy queues work on a stream that does not end before idle is called; Waited counts
+// the calls that wait for it meanwhile.
+func Occupy(stream uintptr) (idle func()) {
+	C.owcu_fake_busy(C.uint64_t(stream))
+	return func() { C.owcu_fake_idle() }
+}
+
+// Waited counts, since UseFake, the calls that waited, or may have waited, for such work.
+func Waited() int64 { return int64(readState().waited) }
+
+// Capture begins a capture of a graph in the global mode on a stream, or on one of another
+// library (0); calls that would destroy it break a rule. blocking: the default stream waits
+// for that stream.
+func Capture(stream uintptr, blocking bool) (end func()) {
+	C.owcu_fake_capture(C.uint64_t(stream), cBool(blocking), 1)
+	return func() { C.owcu_fake_capture(C.uint64_t(stream), cBool(blocking), 0) }
+}
+
+// Fill queues a fill of device memory on a stream of another user.
+func Fill(at unsafe.Pointer, n int64, v byte, stream uintptr) {
+	C.owcu_fake_fill(C.owcu_ptr(uintptr(at)), C.int(v), C.uint64_t(n), C.uint64_t(stream))
+}
+
+// Fork reports whether a forked child that calls the driver in a context is refused without a call.
+func Fork(ctx unsafe.Pointer) bool { return C.owcu_fake_fork(C.owcu_handle(ctx)) == 0 }
+
+func cBool(yes bool) C.int {
+	if yes {
+		return 1
+	}
+	return 0
+}

@@ -1,11 +1,11 @@
 //go:build cgo && owfake
 
 #define _GNU_SOURCE // memfd_create
-#include "../fake.h"
+#include "fake.h"
 #include "fake_state.h"
 #include "fake_resident.h"
 #include "fake_shared.h"
-#include "../queue.h"
+#include "../driver/context.h"
 
 #include <sys/mman.h>
 #include <sys/wait.h>

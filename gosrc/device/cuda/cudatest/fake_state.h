@@ -3,7 +3,7 @@
 #ifndef OWCU_FAKE_STATE_H
 #define OWCU_FAKE_STATE_H
 
-#include "../fake.h"
+#include "fake.h"
 
 #include <pthread.h>
 #include <stdio.h>

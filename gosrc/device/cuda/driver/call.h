@@ -3,7 +3,7 @@
 #ifndef OWCU_CALL_H
 #define OWCU_CALL_H
 
-#include "queue.h"
+#include "context.h"
 
 #include <stdio.h>
 
@@ -31,6 +31,13 @@ static inline int failed(struct owcu_error *e, const char *call, int code)
 OWCU_FUNCTIONS(OWCU_NAME)
 
 #define TRY(field, args) (failed(e, name_##field, owcu->field args))
+
+enum {
+	NON_BLOCKING = 1,        // CU_STREAM_NON_BLOCKING
+	BLOCKING_SYNC = 1,       // CU_EVENT_BLOCKING_SYNC: waiters sleep
+	NO_TIMING = 2,           // CU_EVENT_DISABLE_TIMING
+	PORTABLE_MAPPED = 1 | 2, // CU_MEMHOSTREGISTER_PORTABLE | DEVICEMAP
+};
 
 enum {
 	CAPTURE_RELAXED = 2, // CU_STREAM_CAPTURE_MODE_RELAXED

@@ -1,9 +1,9 @@
 //go:build cgo && owfake && owfakeauto
 
-package cuda
+package driver
 
 /*
-#include "fake.h"
+#include "../cudatest/fake.h"
 */
 import "C"
 

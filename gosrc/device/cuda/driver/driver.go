@@ -1,12 +1,12 @@
 //go:build cgo
 
-package cuda
+package driver
 
 /*
 #cgo CFLAGS: -std=gnu11 -Wall -Wextra -O2
 #cgo LDFLAGS: -ldl -lpthread
 #include <stdlib.h>
-#include "queue.h"
+#include "context.h"
 */
 import "C"
 
@@ -27,21 +27,20 @@ const (
 	minDriver = 12000
 )
 
-// driver is the state of the process's driver.
-var driver struct {
+// state is that of the process's driver.
+var state struct {
 	mu             sync.Mutex
 	ready          bool // loaded and initialized
 	version, count int
-	devices        map[int]*Device
 }
 
 // loadDriver loads and initializes the driver, once; after a failure it may be called
-// again. driver.mu is held.
+// again. state.mu is held.
 func loadDriver() error {
 	if C.owcu_forked() != 0 {
 		return errForked()
 	}
-	if driver.ready {
+	if state.ready {
 		return nil
 	}
 	useFakeDriver()
@@ -62,30 +61,39 @@ func loadDriver() error {
 		return errorOf(-1, &e)
 	}
 	if version < minDriver {
-		return errs.New(errs.ErrDevice, "the NVIDIA driver is for CUDA %s; 12.0 or later is needed", versionText(int(version)))
+		return errs.New(errs.ErrDevice, "the NVIDIA driver is for CUDA %s; 12.0 or later is needed",
+			versionText(int(version)))
 	}
 	if count == 0 {
 		return errs.New(errs.ErrDevice, "the NVIDIA driver sees no GPU")
 	}
-	driver.ready, driver.version, driver.count = true, int(version), int(count)
+	state.ready, state.version, state.count = true, int(version), int(count)
 	return nil
+}
+
+// Load loads and initializes the driver, once, and returns the number of its devices; after a
+// failure it may be called again.
+func Load() (devices int, err error) {
+	state.mu.Lock()
+	defer state.mu.Unlock()
+	err = loadDriver()
+	return state.count, err
 }
 
 // Available returns nil if there is a GPU, else an errs.ErrDevice with the reason.
 func Available() error {
-	driver.mu.Lock()
-	defer driver.mu.Unlock()
-	return loadDriver()
+	_, err := Load()
+	return err
 }
 
 // Info describes the GPUs of this machine.
 func Info() ([]DeviceInfo, error) {
-	driver.mu.Lock()
-	defer driver.mu.Unlock()
+	state.mu.Lock()
+	defer state.mu.Unlock()
 	if err := loadDriver(); err != nil {
 		return nil, err
 	}
-	all := make([]DeviceInfo, driver.count)
+	all := make([]DeviceInfo, state.count)
 	for i := range all {
 		var c C.struct_owcu_info
 		var e C.struct_owcu_error
@@ -95,21 +103,21 @@ func Info() ([]DeviceInfo, error) {
 		bus := busName(&c)
 		all[i] = DeviceInfo{
 			Index: i, Name: C.GoString(&c.name[0]), Memory: int64(c.memory), Processors: int(c.sms),
-			Compute: fmt.Sprintf("%d.%d", c.major, c.minor), PCI: bus, Driver: versionText(driver.version),
-			Coherent: c.coherent != 0, Node: nodes.Of(system, bus),
+			Compute: fmt.Sprintf("%d.%d", c.major, c.minor), PCI: bus, Driver: versionText(state.version),
+			Coherent: c.coherent != 0, Node: nodes.Of(System, bus),
 		}
 		all[i].LinkWidth, all[i].LinkGen = readLink(bus)
 	}
 	return all, nil
 }
 
-// system is where the host's tables are; tests have others.
-var system = nodes.System
+// System is where the host's tables are; tests have others.
+var System = nodes.System
 
 func busName(c *C.struct_owcu_info) string { return strings.ToLower(C.GoString(&c.bus[0])) }
 
-// busOf is the PCI address of a device; "": the driver does not say.
-func busOf(index int) string {
+// Bus is the PCI address of a device; "": the driver does not say.
+func Bus(index int) string {
 	var c C.struct_owcu_info
 	var e C.struct_owcu_error
 	if C.owcu_info_get(C.int(index), &c, &e) != 0 {
@@ -121,7 +129,7 @@ func busOf(index int) string {
 // readLink reads a device's PCI Express link from the system: its maximum, because an
 // idle GPU slows its link down.
 func readLink(bus string) (width, gen int) {
-	dir := system + "/bus/pci/devices/" + bus
+	dir := System + "/bus/pci/devices/" + bus
 	read := func(name string) string {
 		b, err := os.ReadFile(dir + "/" + name)
 		if err != nil {
@@ -142,32 +150,49 @@ func readLink(bus string) (width, gen int) {
 func versionText(v int) string { return fmt.Sprintf("%d.%d", v/1000, v%1000/10) }
 
 func errForked() error {
-	return errs.New(errs.ErrForked, "CUDA cannot be used in a forked child: start processes with spawn, or load before forking to the host only")
+	return errs.New(errs.ErrForked, "CUDA cannot be used in a forked child: "+
+		"start processes with spawn, or load before forking to the host only")
 }
 
-// errorOf turns an error noted by C into one of Go: out of memory, forked, or a
-// device error with the call and the driver's text. device -1: none in particular.
 func errorOf(device int, e *C.struct_owcu_error) error {
+	return Error(device, C.GoString(e.call), C.GoString(&e.text[0]), int(e.code))
+}
+
+// Error is the error of a call of the driver that C noted: out of memory, forked, or a
+// device error with the call and the driver's text. device -1: none in particular.
+func Error(device int, call, text string, code int) error {
 	where := "CUDA"
 	if device >= 0 {
 		where = fmt.Sprintf("cuda:%d", device)
 	}
-	switch e.code {
+	switch code {
 	case C.OWCU_FORKED:
 		return errForked()
 	case C.OWCU_CAPTURED:
-		return errs.New(errs.ErrNotSupported, "%s: the stream is being captured into a CUDA graph, of which this cannot be a part: do it before the capture, or on another stream", where)
+		return errs.New(errs.ErrNotSupported, "%s: the stream is being captured into a CUDA graph, "+
+			"of which this cannot be a part: do it before the capture, or on another stream", where)
 	case C.OWCU_OUT_OF_MEMORY:
-		return &errs.Memory{Where: where, Asked: -1, Free: -1, Total: -1, Err: C.GoString(e.call) + ": " + C.GoString(&e.text[0])}
+		return &errs.Memory{Where: where, Asked: -1, Free: -1, Total: -1, Err: call + ": " + text}
 	}
-	return errs.New(errs.ErrDevice, "%s: %s failed: %s (%d)", where, C.GoString(e.call), C.GoString(&e.text[0]), int(e.code))
+	return errs.New(errs.ErrDevice, "%s: %s failed: %s (%d)", where, call, text, code)
 }
 
-// call returns the error of a C function of the device.
-func (d *Device) call(run func(e *C.struct_owcu_error) C.int) error {
-	var e C.struct_owcu_error
-	if run(&e) != 0 {
-		return errorOf(d.index, &e)
+// ThreadMode sets the calling thread's mode of stream capture, a number of
+// CUstreamCaptureMode, and returns the previous one; -1 if there is no driver or
+// the number is unknown, and then it changes nothing. It is for Python threads that
+// will call torch.
+func ThreadMode(mode int) int {
+	if mode < 0 || Available() != nil {
+		return -1
 	}
-	return nil
+	return int(C.owcu_thread_mode(C.int(mode)))
+}
+
+// DeviceOf is the index of the device that an address belongs to, -1 for host
+// memory.
+func DeviceOf(address uint64) int {
+	if Available() != nil {
+		return -1
+	}
+	return int(C.owcu_pointer_device(C.owcu_ptr(address)))
 }

@@ -13,7 +13,7 @@
 #ifndef OWCU_FAKE_H
 #define OWCU_FAKE_H
 
-#include "driver.h"
+#include "../driver/driver.h"
 
 // owcu_fake_api is the table for owcu_use.
 const struct owcu_api *owcu_fake_api(void);

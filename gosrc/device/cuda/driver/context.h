@@ -1,0 +1,131 @@
+// What Go asks of the driver, several driver calls to one cgo call.
+//
+// Every function makes the device's context current while it runs and restores what
+// was current before: it may run on a thread of Python's, where torch has chosen a
+// device. Meanwhile its thread is in the relaxed mode of stream capture, so that no
+// call destroys a graph that another thread, or this one, is capturing. After an
+// error the remaining calls are skipped, and e says which call failed and how.
+#ifndef OWCU_CONTEXT_H
+#define OWCU_CONTEXT_H
+
+#include "driver.h"
+
+struct owcu_error {
+	const char *call; // NULL: none
+	int code;
+	char text[120]; // the driver's name and text of the code
+};
+
+struct owcu_info {
+	char name[128], bus[32];
+	int major, minor, sms, coherent;
+	uint64_t memory;
+};
+
+int owcu_begin(int *version, int *count, struct owcu_error *e);
+int owcu_info_get(int ordinal, struct owcu_info *info, struct owcu_error *e);
+// owcu_ctx_open also says what owcu_info does of the device.
+int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, int *coherent, int *sms, struct owcu_error *e);
+int owcu_ctx_close(int device, struct owcu_error *e);
+
+// A guard keeps the thread's state that owcu_enter changed.
+struct owcu_guard {
+	owcu_handle before, ctx;
+	int mode;
+};
+
+// owcu_enter makes the context current on this thread and its capture mode relaxed,
+// and owcu_leave restores both: for calls of other libraries in between. After an
+// error there is nothing to restore.
+int owcu_enter(struct owcu_guard *g, owcu_handle ctx, struct owcu_error *e);
+void owcu_leave(struct owcu_guard *g);
+
+// owcu_alloc allocates all n pieces or none. After an error out has those that the
+// driver refused to free, for owcu_free later, and 0 elsewhere.
+int owcu_alloc(owcu_handle ctx, int64_t n, const uint64_t *sizes, owcu_ptr *out, struct owcu_error *e);
+// owcu_free frees n pieces that no work uses, and writes 0 over those that are
+// gone. It continues after an error and reports the first; on a lost device
+// everything is gone.
+int owcu_free(owcu_handle ctx, int64_t n, owcu_ptr *p, struct owcu_error *e);
+// owcu_mark records an event on each of n streams, and makes missing events. It
+// returns 1, and the events mean nothing, while one of the streams is being
+// captured.
+int owcu_mark(owcu_handle ctx, int n, const uint64_t *streams, owcu_handle *events, struct owcu_error *e);
+// owcu_passed returns 1 when all work before the events is done, else 0. It does
+// not wait.
+int owcu_passed(owcu_handle ctx, int n, const owcu_handle *events, struct owcu_error *e);
+// owcu_register pins [p, p+n) for every context of the process.
+int owcu_register(owcu_handle ctx, void *p, uint64_t n, struct owcu_error *e);
+// owcu_drop frees a thing that nothing uses, unless it is NULL. It returns 1 if the
+// driver refused and may not the next time. On a lost device it is gone.
+enum { OWCU_EVENT, OWCU_STREAM, OWCU_PINNED /* by owcu_register */, OWCU_ATTACHED /* by owcu_attach */ };
+int owcu_drop(owcu_handle ctx, int what, void *thing, struct owcu_error *e);
+int owcu_memory(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_error *e);
+// owcu_read copies on a stream of its own, which it makes at its first call.
+int owcu_read(owcu_handle ctx, owcu_handle *stream, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e);
+
+// owcu_module loads an image, of which it keeps a copy until it is closed, and
+// looks up kernels by names, which are separated by NUL. After an error it may be
+// opened again; m is zero the first time. Closing it returns 1 as owcu_drop does.
+struct owcu_module {
+	owcu_handle module;
+	void *image;
+};
+int owcu_module_open(owcu_handle ctx, const void *image, uint64_t n, const char *names, int count, struct owcu_module *m,
+                     owcu_handle *kernels, struct owcu_error *e);
+int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error *e);
+
+// owcu_event_new makes an event without times; owcu_event_before makes a stream wait for
+// its last record.
+int owcu_event_new(owcu_handle ctx, owcu_handle *event, struct owcu_error *e);
+int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e);
+
+// A pad is pinned memory of the host, memory of the device, and streams and events.
+struct owcu_pad {
+	void *host;      // registered
+	owcu_ptr mapped; // its address on the device
+	owcu_ptr device; // 0: none
+	owcu_handle *streams, *events;
+	int nstreams, nevents;
+};
+
+// owcu_pad_new registers [host, host+n), allocates `room` bytes of the device (0: none),
+// and makes streams and events, for the first of which (sleepers) waiting threads sleep and
+// for the others spin: all or nothing. p is zero. -1: nothing is left; 1: the driver refused to free some of it, for owcu_pad_free.
+// That waits for the streams' work, returns 1 for the same reason, and may be called again.
+int owcu_pad_new(owcu_handle ctx, struct owcu_pad *p, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers,
+                 struct owcu_error *e);
+int owcu_pad_free(owcu_handle ctx, struct owcu_pad *p, struct owcu_error *e);
+
+// owcu_open_pad and owcu_close_pad are the same for a caller that is in the context: after
+// an error of the first, the second frees what there is; it waits for the streams' work.
+int owcu_open_pad(struct owcu_pad *p, void *host, uint64_t n, uint64_t room, int nstreams, int nevents, int sleepers,
+                  struct owcu_error *e);
+int owcu_close_pad(struct owcu_pad *p, struct owcu_error *e);
+
+// owcu_follow makes a stream wait for what is queued on others, by an event that is
+// made at the first call; only one caller may use it at a time.
+int owcu_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter, struct owcu_error *e);
+// owcu_copy queues a copy between any two addresses; with wait it waits for it.
+int owcu_copy(owcu_handle ctx, uint64_t stream, owcu_ptr dst, owcu_ptr src, uint64_t n, int wait, struct owcu_error *e);
+// owcu_copy_rows queues a copy of rows between device memory of this process or of
+// others that it has mapped.
+int owcu_copy_rows(owcu_handle ctx, uint64_t stream, owcu_ptr dst, uint64_t dst_pitch, owcu_ptr src, uint64_t src_pitch, uint64_t width,
+		   uint64_t rows, struct owcu_error *e);
+int owcu_stream_new(owcu_handle ctx, uint64_t *stream, struct owcu_error *e);
+int owcu_stream_free(owcu_handle ctx, uint64_t stream, struct owcu_error *e);
+int owcu_stream_sync(owcu_handle ctx, uint64_t stream, struct owcu_error *e);
+// owcu_stream_here checks whether a stream belongs to this context.
+int owcu_stream_here(owcu_handle ctx, uint64_t stream, int *here, struct owcu_error *e);
+// owcu_thread_mode exchanges the thread's mode of stream capture, or returns -1.
+int owcu_thread_mode(int mode);
+// owcu_pointer_device is the number of the device that an address belongs to, or
+// -1.
+int owcu_pointer_device(owcu_ptr p);
+
+// owcu_share names an allocation for other processes, and owcu_attach maps one of another
+// process, until owcu_drop.
+int owcu_share(owcu_handle ctx, owcu_ptr p, struct owcu_ipc *handle, struct owcu_error *e);
+int owcu_attach(owcu_handle ctx, const struct owcu_ipc *handle, owcu_ptr *p, struct owcu_error *e);
+
+#endif

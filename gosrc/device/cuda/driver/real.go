@@ -1,0 +1,7 @@
+//go:build cgo && !owfakeauto
+
+package driver
+
+// This file says that the build loads the real driver.
+
+func useFakeDriver() {}
