@@ -112,6 +112,45 @@ func TestCacheAway(t *testing.T) {
 	}
 }
 
+// Promise: an answer that there is no object is never final, also at a commit: the store is asked
+// again, and if it is away, what it said last counts.
+func TestAbsentIsAskedAgain(t *testing.T) {
+	source.Notices()
+	var status atomic.Int64
+	status.Store(http.StatusNotFound)
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch n := int(status.Load()); n {
+		case 0:
+			panic(http.ErrAbortHandler)
+		case http.StatusOK:
+			w.Header().Set("ETag", `"x"`)
+			_, _ = io.WriteString(w, "data")
+		default:
+			w.WriteHeader(n)
+		}
+	}))
+	s.Config.ErrorLog = log.New(io.Discard, "", 0)
+	defer s.Close()
+	opt := source.Options{
+		Env:     map[string]string{"HF_ENDPOINT": s.URL, "HF_HUB_CACHE": "/none"},
+		Storage: map[string]string{"retries": "0", "cache": t.TempDir()},
+	}
+	pinned := "hf://org/name/model.safetensors@" + commit
+	for _, one := range []struct {
+		status int
+		want   error
+	}{{http.StatusNotFound, errs.ErrNotFound}, {0, errs.ErrNotFound}, {http.StatusOK, nil}, {0, nil}} {
+		status.Store(int64(one.status))
+		s, err := With(opt)(t.Context(), pinned)
+		if !errors.Is(err, one.want) {
+			t.Fatalf("status %d: %v", one.status, err)
+		}
+		if err == nil {
+			_ = s.Close()
+		}
+	}
+}
+
 // Promise: only what can never name other bytes is taken from a cache without a question.
 func TestImmutable(t *testing.T) {
 	for uri, want := range map[string]bool{

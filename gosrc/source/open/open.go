@@ -105,7 +105,9 @@ func With(opt source.Options) func(ctx context.Context, uri string) (source.Sour
 			return ask(ctx, uri)
 		}
 		if immutable(uri) || away.Load() {
-			if s, err := kept.Last(ctx, uri); s != nil || err != nil {
+			s, err := kept.Last(ctx, uri)
+			// What was not there may be by now, or the caller may see it now, also at a commit.
+			if s != nil || err != nil && (away.Load() || !errors.Is(err, errs.ErrNotFound)) {
 				return wrap(s, err)
 			}
 		}
