@@ -77,7 +77,7 @@ def test_files_are_those_of_a_save_that_is_waited_for(tmp_path: Path, how: dict[
     report = saving.wait()
     assert report is saving.report is saving.wait(5) and saving.done() and not saving.cancel()
     assert report.staged > 0 == want.staged and (report.bytes_in, report.bytes_out) == (want.bytes_in, want.bytes_out)
-    assert saving.progress == (report.bytes_in, report.bytes_in, report.tensors, report.tensors)
+    assert saving.progress() == (report.bytes_in, report.bytes_in, report.tensors, report.tensors)
     assert sorted(os.listdir(tmp_path / "a")) == sorted(os.listdir(tmp_path / "b"))
     for name in os.listdir(tmp_path / "a"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
@@ -339,7 +339,7 @@ def test_a_forked_child_is_refused(tmp_path: Path, script: Run) -> None:
         child = os.fork()
         if child == 0:
             refused = 0
-            for ask in (saving.wait, saving.cancel, saving.done, lambda: saving.progress):
+            for ask in (saving.wait, saving.cancel, saving.done, saving.progress):
                 try:
                     ask()
                 except ow.ForkedError:

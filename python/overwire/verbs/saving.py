@@ -96,9 +96,9 @@ class Saving:
         self._forget()
         return isinstance(self._error, CancelledError)
 
-    @property
     def progress(self) -> Progress:
-        """How far the writing is. A `Progress`, in bytes and tensors of what is saved."""
+        """How far the writing is, in bytes and tensors of what is saved. Raises ForkedError
+        in a forked child, if it ran when the process forked."""
         self._refuse_child("progress")
         if not self._ended.is_set() and self._job is not None:
             with contextlib.suppress(ArgumentError):  # it ends just now
