@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import io
 import json
 import random
@@ -241,6 +242,27 @@ def test_objects_are_unpickled_as_by_weights_only(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException) as caught:
         load(tmp_path / "c")
     assert isinstance(cause(caught), ow.UntrustedPickleError)
+
+
+@pytest.mark.parametrize("name", ["__reduce_ex__", "__reduce__", "__getstate__", "items", "__class__"])
+@pytest.mark.parametrize("wrap", [lambda one: one, lambda one: {"a": [(one,)]}], ids=["alone", "inside"])
+def test_an_object_cannot_choose_how_it_is_written_anew(tmp_path: Path, name: str, wrap: Any) -> None:
+    """An OrderedDict of a file whose attribute hides a method is refused, before that attribute is called."""
+    save(tmp_path / "c")
+    at = tmp_path / "c/training/model.safetensors"
+
+    class Made:  # pickled as an OrderedDict with attributes of its own
+        def __reduce__(self) -> Any:
+            return (collections.OrderedDict, (), {name: torch.Size, "_metadata": {}})
+
+    stored = io.BytesIO()
+    torch.save(wrap(Made()), stored)
+    assert torch.load(io.BytesIO(stored.getvalue()), weights_only=True) is not None  # torch allows it
+    ow.save_file(ow.load_file(at) | {"step": torch.frombuffer(bytearray(stored.getvalue()), dtype=torch.uint8)}, at)
+    with pytest.raises(CheckpointException) as caught:
+        load(tmp_path / "c")
+    assert isinstance(cause(caught), ow.UntrustedPickleError) and cause(caught).tensor == "step"
+    assert f"{name!r} hides a method of OrderedDict" in str(cause(caught))
 
 
 GOOD = json.dumps(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import pickle
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from ..paths import is_remote, local
 from ..verbs.into import table_of
 from ..verbs.open import safe_open
 from .places import read_manifest
+from .rewriting import rewrite_object
 
 __all__ = ["CheckpointReader"]
 
@@ -197,7 +199,7 @@ class CheckpointReader(StorageReader):
             raise UntrustedPickleError(
                 f"overwire: {self._path}: {fqn!r}: torch.load(weights_only=True) refuses it: {reason:.300}", source=self._path, tensor=fqn
             ) from None
-        out = io.BytesIO()
-        torch.save(value, out)
-        out.seek(0)
-        return out
+        try:
+            return rewrite_object(value)
+        except pickle.PicklingError as error:
+            raise UntrustedPickleError(f"overwire: {self._path}: {fqn!r}: {error}", source=self._path, tensor=fqn) from None
