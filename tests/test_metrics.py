@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import overwire as ow
+import processes
 import pytest
 from overwire import metering
+from prometheus_client.parser import text_string_to_metric_families
 
 
 @pytest.fixture
@@ -77,14 +79,61 @@ def test_a_fork_while_another_thread_counts() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
+def test_what_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
+    """Loads, streams, safe_open, inspect and bundles that find no file count an error of "open", each once; names
+    that are tried in turn count none."""
+    errors = lambda: ow.metrics().get("open", ow.VerbMetrics()).errors.get("NotFoundError", 0)  # noqa: E731
+    before = errors()
+    for verb in (ow.load_file, ow.safe_open, ow.inspect, lambda path: list(ow.stream(path, framework="np"))):
+        with pytest.raises(ow.NotFoundError):
+            verb(tmp_path / "none.safetensors")
+    assert errors() == before + 4
+    ow.save_bundle([np.zeros(9)], tmp_path / "x.pkl")
+    assert len(ow.load_bundle(tmp_path / "x.pkl")) == 1 and errors() == before + 4
+    for file in tmp_path.rglob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(ow.NotFoundError):
+        ow.load_bundle(tmp_path / "x.pkl")
+    assert errors() == before + 5
+
+
+def test_what_caches_do(tmp_path: Path) -> None:
+    """Objects and bytes that came from a store and from the cache are counted, and those that came from the cache
+    because the store was away; also in Prometheus' text."""
+    (tmp_path / "served").mkdir()
+    size = ow.save_file({"a": np.ones((300, 300), "f4")}, tmp_path / "served" / "m.safetensors").bytes_out
+    options = {"cache": str(tmp_path / "cache"), "retries": 0}
+    before = ow.metrics().cache
+    with processes.overwire_serve(tmp_path / "served") as address:
+        uri = address.rstrip("/") + "/m.safetensors"
+        for _ in range(3):
+            ow.load_file(uri, framework="np", storage_options=options)
+    ow.load_file(uri, framework="np", storage_options=options)  # the server has gone
+    after = ow.metrics().cache
+    assert (after.fetches - before.fetches, after.fetch_bytes - before.fetch_bytes) == (1, size)
+    assert (after.hits - before.hits, after.hit_bytes - before.hit_bytes) == (3, 3 * size)
+    assert after.away - before.away == 1 and after.evictions == before.evictions
+    text = ow.metrics().prometheus()
+    samples = {
+        (sample.name, sample.labels.get("origin")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "cache" in sample.name
+    }
+    assert samples["overwire_cache_objects_total", "cache"] == after.hits
+    assert samples["overwire_cache_objects_total", "store"] == after.fetches
+    assert samples["overwire_cache_bytes_total", "cache"] == after.hit_bytes
+    assert samples["overwire_cache_bytes_total", "store"] == after.fetch_bytes
+    assert samples["overwire_cache_away_total", None] == after.away
+
+
 def test_prometheus(model: Path) -> None:
     """Its text is read by Prometheus' own parser, labels with odd characters too."""
-    parser = pytest.importorskip("prometheus_client.parser")
     ow.load_file(model, framework="np")
     metering.note('od"d\\\n', "", "Error")
     samples = {
         (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in parser.text_string_to_metric_families(ow.metrics().prometheus())
+        for family in text_string_to_metric_families(ow.metrics().prometheus())
         for sample in family.samples
     }
     load = ow.metrics()["load"]
@@ -95,13 +144,13 @@ def test_prometheus(model: Path) -> None:
 
 def test_spans(model: Path) -> None:
     """Where the program has OpenTelemetry each verb is a span below the program's own, with its counters; errors say so."""
-    trace = pytest.importorskip("opentelemetry.trace")
-    sdk = pytest.importorskip("opentelemetry.sdk.trace")
-    exporting = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    from opentelemetry import trace  # only here: from its import on, every verb of the process is a span
+    from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    exporter = exporting.InMemorySpanExporter()
-    provider = sdk.TracerProvider()
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
     with trace.get_tracer("test").start_as_current_span("start-up"):

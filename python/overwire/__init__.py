@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     )
     from .frameworks.spec import TensorSpec
     from .jobs import last_report
-    from .metering import Metrics, VerbMetrics, metrics
+    from .metering import CacheMetrics, Metrics, VerbMetrics, metrics
     from .model.options import LoadOptions, StorageOptions
     from .model.plan import LoadPlan, PlannedFile, PlannedTensor, plan
     from .model.reading import read_bytes
@@ -76,6 +76,7 @@ __all__ = [
     "AccessError",
     "ArgumentError",
     "Asleep",
+    "CacheMetrics",
     "CancelledError",
     "Comparison",
     "CorruptError",
@@ -171,7 +172,7 @@ _HOMES = {
     "compat.safetensors.patching": ("SafetensorsPatch", "patch_safetensors"),
     "frameworks.spec": ("TensorSpec",),
     "jobs": ("last_report",),
-    "metering": ("Metrics", "VerbMetrics", "metrics"),
+    "metering": ("CacheMetrics", "Metrics", "VerbMetrics", "metrics"),
     "model.options": ("LoadOptions", "StorageOptions"),
     "model.plan": ("LoadPlan", "PlannedFile", "PlannedTensor", "plan"),
     "model.reading": ("read_bytes",),

@@ -41,6 +41,7 @@ __all__ = [
     "core",
     "forked",
     "handle",
+    "is_loaded",
     "main",
     "program",
     "raw",
@@ -298,6 +299,11 @@ def main() -> None:
         sys.exit(cli(sys.argv[1:]))
     except KeyboardInterrupt:
         sys.exit(130)  # while the engine was being loaded
+
+
+def is_loaded() -> bool:
+    """Whether the engine is loaded, and answers: the interpreter is not exiting."""
+    return _loaded is not None and not isinstance(_loaded, _Exiting)
 
 
 def forked() -> bool:

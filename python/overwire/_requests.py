@@ -240,6 +240,15 @@ class FilesRequest(TypedDict, total=False):
     storage: FormatAccess
 
 
+class CacheCounts(TypedDict):
+    hits: int
+    hit_bytes: int
+    fetches: int
+    fetch_bytes: int
+    away: int
+    evictions: int
+
+
 class BesideRequest(TypedDict, total=False):
     uri: str
     names: list[str]

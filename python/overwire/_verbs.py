@@ -230,6 +230,11 @@ def notices() -> list[str]:
     return loads(core().call("notices", "", b"")[0])
 
 
+def cache_counts() -> _requests.CacheCounts:
+    """What the caches of remote objects have done in this process."""
+    return loads(core().call("cache_counts", "", b"")[0])
+
+
 def beside(request: _requests.BesideRequest) -> _requests.Besides:
     """The last name of a URI, and the URIs of other names in its folder."""
     return loads(core().call("beside", dumps(request), b"")[0])

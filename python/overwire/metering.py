@@ -17,9 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import _verbs
+from ._engine import forked, is_loaded
+
 log = logging.getLogger("overwire")
 
-__all__ = ["Metrics", "VerbMetrics", "metrics", "note"]
+__all__ = ["CacheMetrics", "Metrics", "VerbMetrics", "metrics", "note"]
 
 # Stages of a report, and its counters of each in nanoseconds, summed over workers.
 _STAGES = {
@@ -70,10 +73,35 @@ class VerbMetrics:
     stages: dict[str, float] = field(default_factory=dict)
 
 
-class Metrics(dict[str, VerbMetrics]):
-    """What `metrics` returns: a `VerbMetrics` for each verb that has run."""
+@dataclass
+class CacheMetrics:
+    """What the caches of remote objects (OVERWIRE_CACHE, or the option "cache") have done in
+    this process.
+
+    hits, hit_bytes: objects that were in the folder, and their bytes. fetches, fetch_bytes:
+        those that came from their store. away: hits whose store could not be reached.
+    evictions: objects that went because of the limit.
+    """
 
     __module__ = "overwire"
+
+    hits: int = 0
+    hit_bytes: int = 0
+    fetches: int = 0
+    fetch_bytes: int = 0
+    away: int = 0
+    evictions: int = 0
+
+
+class Metrics(dict[str, VerbMetrics]):
+    """What `metrics` returns: a `VerbMetrics` for each verb that has run, and `cache`, a
+    `CacheMetrics`."""
+
+    __module__ = "overwire"
+
+    def __init__(self, verbs: Mapping[str, VerbMetrics], cache: CacheMetrics) -> None:
+        super().__init__(verbs)
+        self.cache = cache
 
     def prometheus(self) -> str:
         """The counters in Prometheus' text format, version 0.0.4."""
@@ -92,6 +120,11 @@ class Metrics(dict[str, VerbMetrics]):
         lines += _counter("errors", "Calls that failed.", errors)
         stages = [({"verb": verb, "stage": stage}, spent) for verb, one in self.items() for stage, spent in one.stages.items()]
         lines += _counter("stage_seconds", "Seconds of workers, by what they did.", stages)
+        one = self.cache
+        lines += _counter("cache_objects", "Remote objects, by where they came from.", _rows_by_origin(one.hits, one.fetches))
+        lines += _counter("cache_bytes", "Bytes of these objects.", _rows_by_origin(one.hit_bytes, one.fetch_bytes))
+        lines += _counter("cache_away", "Objects of the cache whose store could not be reached.", [({}, one.away)])
+        lines += _counter("cache_evictions", "Objects that left the cache because of its limit.", [({}, one.evictions)])
         return "\n".join(lines) + "\n"
 
 
@@ -103,9 +136,21 @@ def metrics() -> Metrics:
     """
     with _lock:
         _add_up()
-        return Metrics(
-            {verb: VerbMetrics(**{**vars(one), "errors": dict(one.errors), "stages": dict(one.stages)}) for verb, one in _totals.items()}
-        )
+        verbs = {
+            verb: VerbMetrics(**{**vars(one), "errors": dict(one.errors), "stages": dict(one.stages)})
+            for verb, one in _totals.items()
+        }
+    return Metrics(verbs, _cache_metrics())
+
+
+def _cache_metrics() -> CacheMetrics:
+    if not is_loaded() or forked():
+        return CacheMetrics()  # the engine, which counts, has done nothing in this process
+    return CacheMetrics(**_verbs.cache_counts())
+
+
+def _rows_by_origin(cache: int, store: int) -> list[tuple[dict[str, str], float]]:
+    return [({"origin": "cache"}, cache), ({"origin": "store"}, store)]
 
 
 def note(verb: str, report: str, error: str = "") -> None:
@@ -174,7 +219,7 @@ def _counter(name: str, text: str, rows: Sequence[tuple[dict[str, str], float]])
     lines = [f"# HELP overwire_{name}_total {text}", f"# TYPE overwire_{name}_total counter"] if rows else []
     for labels, value in rows:
         inside = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
-        lines.append(f"overwire_{name}_total{{{inside}}} {value!r}")
+        lines.append(f"overwire_{name}_total{f'{{{inside}}}' if labels else ''} {value!r}")
     return lines
 
 

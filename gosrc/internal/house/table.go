@@ -124,7 +124,7 @@ var mayImport = map[string][]string{
 
 	// The binding to Python.
 	"bind/api": {"bind/binding", "dlpack"},
-	"bind/binding": {"tensorizer", "format", "load", "save", "delta", "nvcomp", "cli", "measure", "preload", "sleep", "source", "source/open", "fetch", "codec/...", "device/...", "peers", "relay", "dlpack", "job",
+	"bind/binding": {"tensorizer", "format", "load", "save", "delta", "nvcomp", "cli", "measure", "preload", "sleep", "source", "source/cache", "source/open", "fetch", "codec/...", "device/...", "peers", "relay", "dlpack", "job",
 		"knob",
 		"tensor", "errs", "internal/..."},
 	"bind/core": {"bind/api"},

@@ -129,6 +129,7 @@ func (c Folder) evict(size int64) {
 		}
 		if os.Remove(filepath.Join(c.Path, info.Name())) == nil {
 			sum -= info.Size()
+			counts.evictions.Add(1)
 		}
 	}
 }
@@ -159,6 +160,8 @@ func find(ctx context.Context, key string, size int64) *os.File {
 		f := os.NewFile(uintptr(fd), name)
 		if sum, err := sumOf(ctx, f, size); err == nil && name == key+"-"+sum {
 			_ = os.Chtimes(name, time.Time{}, time.Now()) // used; a folder that may not be written to is none that evicts
+			counts.hits.Add(1)
+			counts.hitBytes.Add(size)
 			return f
 		}
 		_ = f.Close()
@@ -240,6 +243,8 @@ func fetch(ctx context.Context, key string, src source.Source) (f *os.File, err 
 	if err := os.Rename(temp, key+"-"+sum); err != nil {
 		return f, errs.FromOS(err)
 	}
+	counts.fetches.Add(1)
+	counts.fetchBytes.Add(src.Size())
 	return f, nil
 }
 

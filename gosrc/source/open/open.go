@@ -108,6 +108,9 @@ func With(opt source.Options) func(ctx context.Context, uri string) (source.Sour
 			s, err := kept.Last(ctx, uri)
 			// What was not there may be by now, or the caller may see it now, also at a commit.
 			if s != nil || err != nil && (away.Load() || !errors.Is(err, errs.ErrNotFound)) {
+				if s != nil && away.Load() {
+					cache.CountAway()
+				}
 				return wrap(s, err)
 			}
 		}
@@ -122,6 +125,9 @@ func With(opt source.Options) func(ctx context.Context, uri string) (source.Sour
 			}
 			if !away.Swap(true) {
 				source.Notice(fmt.Sprintf("%s: the store cannot be reached (%s): what the cache in %s has is used", errs.RedactURI(uri), errs.Message(err), kept.Path))
+			}
+			if last != nil {
+				cache.CountAway()
 			}
 			return wrap(last, lastErr)
 		case errors.Is(err, errs.ErrNotFound):

@@ -23,6 +23,7 @@ from ..errors import AccessError, ArgumentError, CorruptError, FormatError, IOFa
 from ..files import read_file, regular
 from ..frameworks.choose import check_device, frame_for
 from ..jobs import shown
+from ..metering import note
 from ..model import layout
 from ..model.opened import Model, prepare
 from ..model.options import StorageOptions
@@ -412,7 +413,7 @@ def _digest(path: str) -> str:
 
 def _fits(container: str, digest: str, options: StorageOptions | None = None) -> bool:
     try:
-        with Model(container, storage_options=options) as model:
+        with Model(container, storage_options=options, probe=True) as model:
             return model.metadata().get(_DIGEST) == digest
     except (FormatError, CorruptError, NotFoundError):
         return False
@@ -494,8 +495,9 @@ def _open_pair(target: str, tensors: SourceLike | None, options: StorageOptions 
             if far and tensors is None:
                 return data, _open_remote(target, digest, options)
             return data, _open(target, digest, tensors, options)
-        except (CorruptError, NotFoundError):
+        except (CorruptError, NotFoundError) as error:
             if not left or (data == read(target, options, _MOST) if far else state == _state(target)):
+                note("open", "", type(error).__name__)
                 raise
     raise AssertionError("the last try returns or raises")
 
@@ -518,7 +520,7 @@ def _open(target: str, digest: str, tensors: SourceLike | None, options: Storage
     missing = False
     for candidate in candidates:
         try:
-            model = Model(candidate, storage_options=None if tensors is None else options)
+            model = Model(candidate, storage_options=None if tensors is None else options, probe=True)
         except NotFoundError:
             missing = missing or candidate is candidates[0]
             continue
@@ -538,7 +540,7 @@ def _open_remote(target: str, digest: str, options: StorageOptions | None) -> Mo
     found = False
     for candidate in layout.remote_containers_of(target):
         try:
-            model = Model(candidate, storage_options=options)
+            model = Model(candidate, storage_options=options, probe=True)
         except NotFoundError:
             continue
         found = True

@@ -202,4 +202,5 @@ class CheckpointReader(StorageReader):
         try:
             return rewrite_object(value)
         except pickle.PicklingError as error:
-            raise UntrustedPickleError(f"overwire: {self._path}: {fqn!r}: {error}", source=self._path, tensor=fqn) from None
+            reason = f"overwire: {self._path}: {fqn!r}: {error}"
+            raise UntrustedPickleError(reason, source=self._path, tensor=fqn) from None

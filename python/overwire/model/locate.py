@@ -35,7 +35,7 @@ def uris_of(path: str, options: Mapping[str, object] | None) -> list[str]:
         candidates = layout.remote_containers_of(path)
         for candidate in candidates:
             with contextlib.suppress(NotFoundError):
-                Model(candidate, storage_options=options).close()
+                Model(candidate, storage_options=options, probe=True).close()
                 return [candidate]
         return candidates[:1]  # opening it reports that
     return [path]

@@ -15,6 +15,7 @@ from ..dtypes import CAST_FROM, CAST_TO, nbytes
 from ..errors import ArgumentError, CorruptError, FormatError, NotFoundError, OutOfMemoryError, TensorNotFoundError, did_you_mean
 from ..frameworks.frame import Frame, check_empty
 from ..jobs import Job, heed, log, shown
+from ..metering import note
 from ..model.joining import join, written
 from ..progress import Watcher
 from .loads import Load, many_objects
@@ -93,9 +94,11 @@ class Model:
         filter: Callable[[str], bool] | None = None,
         storage_options: Mapping[str, object] | None = None,
         read: str | None = None,
+        probe: bool = False,
     ):
         """keys, filter: what will be loaded, in `chosen` afterwards. Of a model
-        with an index.json only the shards that hold some of it are opened."""
+        with an index.json only the shards that hold some of it are opened.
+        probe: one of several names is tried; metrics count no error then."""
         self.device = device
         if read is not None and not isinstance(read, str):
             raise ArgumentError("overwire: read: expected 'auto', 'buffered', 'direct', 'gds' or None")
@@ -128,8 +131,11 @@ class Model:
         try:
             with many_objects():
                 text, _, _, table, self.handle = _verbs.open(spec)
-        except (CorruptError, FormatError, NotFoundError):
-            written(uris[0])  # what was preloaded of them is of no use either
+        except BaseException as error:
+            if not probe:
+                note("open", "", type(error).__name__)
+            if isinstance(error, (CorruptError, FormatError, NotFoundError)):
+                written(uris[0])  # what was preloaded of them is of no use either
             raise
         finally:
             heed(uris)

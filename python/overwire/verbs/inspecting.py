@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, cast, overload
 
 from .. import _verbs
 from .._engine import program
-from ..errors import ArgumentError
+from ..errors import ArgumentError, OverwireError
 from ..jobs import Job, heed, shown
+from ..metering import note
 from ..model.locate import uris_of
 from ..model.options import StorageOptions, parse_size
 from ..model.sources import SourceLike, resolve
@@ -50,7 +51,11 @@ def inspect(source: str | os.PathLike[str], *, storage_options: StorageOptions |
     uris, _ = _uris(local(source), storage_options)
     if len(uris) != 1:
         raise ArgumentError(f"overwire: inspect {shown(str(source))}: it lists {len(uris)} files; inspect each")
-    inspection = InspectionDict(_verbs.inspect({"uris": uris, "storage": storage(storage_options, uris)}))
+    try:
+        inspection = InspectionDict(_verbs.inspect({"uris": uris, "storage": storage(storage_options, uris)}))
+    except OverwireError as error:
+        note("open", "", type(error).__name__)
+        raise
     heed(uris)
     return cast("Inspection", inspection)
 
