@@ -59,7 +59,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
     import torch.distributed as dist
     from overwire import distributed
     from overwire.distributed import group as grouping
-    from overwire.distributed import relays
+    from overwire.distributed import load as relays
 
     step("looks for GPUs")
     cuda = torch.cuda.is_available()

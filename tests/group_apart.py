@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from overwire.distributed import group as grouping
-from overwire.distributed import relays, streaming
+from overwire.distributed import load as relays
+from overwire.distributed import stream as streaming
 
 
 def fails(kind: type[BaseException], text: str, act: Callable[[], Any]) -> None:
@@ -92,7 +93,7 @@ def refused(folder: Path) -> None:
     assert "whole" in ow.load_file(path, group=world)
     real, grouping.exchange_setting = grouping.exchange_setting, lambda: ("none", "mapped")[rank]
     fails(ow.ArgumentError, "EXCHANGE differs between ranks 0 and 1", lambda: group_blocks.together(path))
-    fails(ow.ArgumentError, "exchange differs between ranks 0 and 1", lambda: ow.load_file(path, group=world))
+    fails(ow.ArgumentError, "EXCHANGE differs between ranks 0 and 1", lambda: ow.load_file(path, group=world))
     grouping.exchange_setting = real
 
 

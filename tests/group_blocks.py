@@ -16,7 +16,7 @@ import torch.distributed as dist
 from overwire import _verbs, distributed, plumbing
 from overwire.distributed import blocks as block_loads
 from overwire.distributed import group as grouping
-from overwire.distributed import relays
+from overwire.distributed import load as relays
 from processes import overwire_serve
 
 # Where a rank's tensors are loaded to.
@@ -97,7 +97,7 @@ def together(
             return plumbing.Blocks(DEVICE, files, [one.tobytes() for one in requests], ["the table"] * len(files))
 
         opened()
-        made, why = plumbing.meet(world, prepare)
+        made, why = plumbing.meet_to_load(world, prepare)
         if made is None or (why := made.land(first)):
             return why
         for name, target, want in targets:
@@ -133,7 +133,7 @@ def blocks(folder: Path) -> None:
     ends all, and where one cannot take part, all hear of it."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     block_loads.SHARE = (1 << 20) + 4096
-    assert plumbing.shares(world, False) and plumbing.shares(world, True)
+    assert plumbing.shares_reading(world, False) and plumbing.shares_reading(world, True)
     for file in ("plain.safetensors", "compressed.safetensors"):
         made = together(folder / file)
         read: list[Any] = [None] * size
@@ -189,7 +189,7 @@ def block_stores(folder: Path) -> None:
     them together."""
     size, world = dist.get_world_size(), dist.group.WORLD
     block_loads.SHARE = (1 << 20) + 4096
-    assert plumbing.shares(world, True) and not plumbing.shares(world, False)
+    assert plumbing.shares_reading(world, True) and not plumbing.shares_reading(world, False)
     with ExitStack() as stack:
         url = [stack.enter_context(overwire_serve(folder)) if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(url)

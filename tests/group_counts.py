@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from overwire.distributed import relays
+from overwire.distributed import load as relays
 
 
 def reads(group: Any) -> Callable[[], list[int]]:

@@ -13,7 +13,7 @@ import overwire as ow
 import torch
 import torch.distributed as dist
 from overwire.distributed import group as grouping
-from overwire.distributed import relays
+from overwire.distributed import load as relays
 
 HOME = str(Path(grouping.__file__).parent)
 

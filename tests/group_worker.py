@@ -21,7 +21,8 @@ from group_faults import faults
 from group_recorded import recorded
 from overwire import _verbs, distributed
 from overwire.distributed import group as grouping
-from overwire.distributed import loading, relays
+from overwire.distributed import load as relays
+from overwire.distributed import tensors as loading
 from overwire.model.opened import Model
 
 # Steps, named on the command line like those below.
@@ -197,7 +198,6 @@ def wanted(folder: Path) -> None:
     path = folder / "compressed.safetensors"
     whole = ow.load_file(path)
 
-
     def mine(name: str) -> bool:
         return not name.startswith("small.") or int(name[6:]) % 2 == rank
 
@@ -304,7 +304,7 @@ def hurt(folder: Path) -> None:
         (b'"F32"', b'"F33"', "F33"),  # no such dtype
         (b'"data_offsets":[0,', b'"data_offsets":[1,', ""),  # where no tensor begins
         (b'"shape":[', b'"shape":[-', ""),
-        (b'{', b'[', ""),
+        (b"{", b"[", ""),
     ):
         assert old in header
         data = good.read_bytes()

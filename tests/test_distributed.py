@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 import overwire as ow  # noqa: E402
 from overwire import distributed  # noqa: E402
-from overwire.distributed import relays  # noqa: E402
+from overwire.distributed import load as relays  # noqa: E402
 
 BLOCKS = ("blocks", "block_shards", "recorded")
 
@@ -178,7 +178,7 @@ def test_a_buffer_ends_below_2_gib_however_many_ranks_exchange(tmp_path: Path) -
     """Shares are multiples of 256 bytes, and 32 MiB up to 63 ranks; a chunk of the default size fits up to 2,047 ranks. Rings
     whose buffers are decoded together end below 4 GiB."""
     for count in [*range(1, 5000), 1 << 20]:
-        share = relays.share_of(count, relays.SHARE)
+        share = relays.share_of_rank(count, relays.SHARE)
         assert share * count < 2 << 30 and share % 256 == 0 and (share == relays.SHARE) == (count < 64), count
         ring = relays.request_of("cpu", range(count), 0, relays.SHARE, relays.BUFFERS)["size"] * relays.BUFFERS if count <= 256 else 0
         assert ring < 4 << 30 and ring % (256 * count) == 0, count

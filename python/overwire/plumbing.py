@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ._verbs import read_floor
     from .bundles.torchfolders import is_torch_model, plain_models
     from .bundles.unpickling import load_plain
-    from .distributed.blocks import Blocks, Together, meet, shares, unplanned
+    from .distributed.blocks import BlockLoad, Blocks, meet_to_load, shares_reading
     from .distributed.group import Members, verb
     from .files import number_of, read_file, regular
     from .frameworks.torch import torch_dtype
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .verbs.save import bytes_of_plain, save_bytes
 
 __all__ = [
+    "BlockLoad",
     "Blocks",
     "FileWriter",
     "Hosted",
@@ -44,7 +45,6 @@ __all__ = [
     "MetaRow",
     "ObjectReader",
     "ObjectWriter",
-    "Together",
     "apart",
     "apply_part",
     "beside",
@@ -64,7 +64,7 @@ __all__ = [
     "load_plain",
     "local",
     "many_objects",
-    "meet",
+    "meet_to_load",
     "meta_rows",
     "number_of",
     "parse_size",
@@ -81,12 +81,11 @@ __all__ = [
     "regular",
     "save_bytes",
     "setting",
-    "shares",
+    "shares_reading",
     "shown",
     "states_of",
     "table_of",
     "torch_dtype",
-    "unplanned",
     "verb",
     "write_bytes",
     "written",
@@ -100,7 +99,7 @@ _HOMES = {
     "_verbs": ("read_floor",),
     "bundles.torchfolders": ("is_torch_model", "plain_models"),
     "bundles.unpickling": ("load_plain",),
-    "distributed.blocks": ("Blocks", "Together", "meet", "shares", "unplanned"),
+    "distributed.blocks": ("BlockLoad", "Blocks", "meet_to_load", "shares_reading"),
     "distributed.group": ("Members", "verb"),
     "files": ("number_of", "read_file", "regular"),
     "frameworks.torch": ("torch_dtype",),

@@ -5,6 +5,5 @@ from __future__ import annotations
 from ..model.options import ShardLike
 from .cuts import shard_range
 from .group import agree
-from .loading import load
 
-__all__ = ["ShardLike", "agree", "load", "shard_range"]
+__all__ = ["ShardLike", "agree", "shard_range"]

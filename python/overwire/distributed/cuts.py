@@ -10,7 +10,10 @@ from ..dtypes import PACKED, packed_shape
 from ..frameworks.frame import Frame
 from ..model.opened import WHOLE, Row
 
-__all__ = ["Cutting", "Task", "shard_range", "torch_shape"]
+__all__ = ["ALL", "Cutting", "Task", "shard_range", "torch_shape"]
+
+#: The ranges of a whole tensor.
+ALL = (0, WHOLE, 0, WHOLE)
 
 
 def shard_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -60,16 +63,24 @@ class Cutting(NamedTuple):
         """The shape of what this rank, or another, gets of a tensor."""
         return task.shape if task.dim is None else _part(task.shape, task.dim, self.ranks, self.rank if rank is None else rank)
 
-    def read(self, task: Task) -> tuple[tuple[int, int, int, int], Row]:
-        """The ranges of dims 0 and 1 that the engine reads of a tensor for this rank, and a row of
-        what it then has."""
-        dim, shape = task.engine_dim(), self.shape(task)
+    def block(self, task: Task, rank: int | None = None) -> tuple[int, int, int, int]:
+        """The ranges of dims 0 and 1 that the engine reads of a tensor for this rank, or another."""
+        dim, shape = task.engine_dim(), self.shape(task, rank)
         if dim < 0 or shape == task.row.shape:
-            return (0, WHOLE, 0, WHOLE), task.row
-        lo, hi = shard_range(task.shape[dim], self.ranks, self.rank)
-        block = (lo, hi, 0, WHOLE) if dim == 0 else (0, task.row.shape[0], lo, hi)
-        size = task.row.nbytes * math.prod(shape) // max(1, math.prod(task.shape))
-        return block, task.row._replace(shape=shape, nbytes=size)
+            return ALL
+        lo, hi = shard_range(task.shape[dim], self.ranks, self.rank if rank is None else rank)
+        return (lo, hi, 0, WHOLE) if dim == 0 else (0, task.row.shape[0], lo, hi)
+
+    def row(self, task: Task) -> Row:
+        """The row of what the engine reads of a tensor for this rank."""
+        if self.block(task) == ALL:
+            return task.row
+        shape = self.shape(task)
+        return task.row._replace(shape=shape, nbytes=task.row.nbytes * math.prod(shape) // max(1, math.prod(task.shape)))
+
+    def lands_whole(self, task: Task) -> bool:
+        """Whether what the engine reads is what this rank gets: nothing of it is cut afterwards."""
+        return self.block(task) != ALL or self.shape(task) == task.shape
 
     def cut(self, task: Task, tensor: Any) -> Any:
         """This rank's block of a tensor that may have been read whole: contiguous, with memory of

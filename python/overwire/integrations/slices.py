@@ -66,7 +66,7 @@ class Attempt:
         """While it lasts, `model.load_weights` loads by slices.
 
         look: yields what the engine's loader would give the model. group: a process group
-        of ranks that all do this, and can share the reading. pays: see `shares`.
+        of ranks that all do this, and can share the reading. pays: see `shares_reading`.
         """
         mine = vars(model).get("load_weights")
         own = model.load_weights
@@ -99,10 +99,9 @@ class Attempt:
         if group is None:  # one rank alone needs no code of groups, whose import takes 20 ms
             opens()
             return
-        from ..plumbing import meet, unplanned
+        from ..plumbing import shares_reading
 
-        _, why = meet(group, opens, pays)
-        if unplanned(why):
+        if shares_reading(group, pays, opens):
             self._group = group
 
     def _open(self, look: Any) -> None:
@@ -137,13 +136,13 @@ class Attempt:
         return kept
 
     def _meet(self, wanted: Callable[[], Any] = lambda: None) -> Any:
-        # Collective, but where the ranks do not wait: see `meet`.
+        # Collective, but where the ranks do not wait: see `meet_to_load`.
         group, self._group = self._group, None
         if group is None:
             return None
-        from ..plumbing import meet
+        from ..plumbing import meet_to_load
 
-        together, why = meet(group, wanted)
+        together, why = meet_to_load(group, wanted)
         if together is None:
             self._log.info("overwire: each rank reads by itself: %s", why)
         return together
@@ -176,7 +175,7 @@ class Attempt:
 
 def shared(together: Any, beside: Callable[[], None], log: Any) -> bool:
     """Collective: whether the ranks have landed their blocks together. beside: as for `land`
-    of Together. One line of the log says what was read, or why each rank has to by itself."""
+    of BlockLoad. One line of the log says what was read, or why each rank has to by itself."""
     reason = together.land(beside)
     if reason:
         log.info("overwire: each rank reads by itself: %s", reason)

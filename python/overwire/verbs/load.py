@@ -104,10 +104,10 @@ def load_file(
             raise NotSupportedError("overwire: load_file: base= is not for group= or shard=: load the base, then apply_delta")
         group, shard = options.pop("group", None), options.pop("shard", None)
         if group is not None or shard is not None:
-            from ..distributed import load
+            from ..distributed.tensors import load_tensors
 
             options.pop("base", None)
-            return load(source, group, shard, device=device, framework=framework, **options)
+            return load_tensors(source, group, shard, device=device, framework=framework, **options)
     base = options.pop("base", None)
     if base is not None:
         from .deltas import load_on

@@ -99,7 +99,7 @@ def _together(
     module: Any, source: SourceLike, strict: bool, device: str, targets: Mapping[str, Any], options: dict[str, Any], beside: int
 ) -> tuple[list[str], list[str]]:
     """`load_model` over a group."""
-    from ..distributed.loading import GroupLoad, begun
+    from ..distributed.tensors import TensorLoad, open_load
 
     frame = frame_for("torch")
     into: dict[int, Target] = {}
@@ -108,22 +108,22 @@ def _together(
     names: tuple[list[str], list[str]] = [], []
     group, max_memory = options.pop("group", None), options.pop("max_memory", None)
 
-    def choose(loading: GroupLoad) -> list[int]:
+    def choose(load: TensorLoad) -> list[int]:
         setters = _extra_states(module)
-        missing, unexpected, wanted = _match(module, targets, setters, loading.model, strict, loading.part_shape)
+        missing, unexpected, wanted = _match(module, targets, setters, load.model, strict, load.part_shape)
         names[0][:], names[1][:] = missing, unexpected
         into.clear()
-        into.update(_targets(module, targets, setters, loading.model, wanted, loading.part_shape))
-        here, late[:] = in_place(loading.model, list(into.values()), device)
+        into.update(_targets(module, targets, setters, load.model, wanted, load.part_shape))
+        here, late[:] = in_place(load.model, list(into.values()), device)
         places.clear()
         places.update(here)
-        fit(loading.model, frame, None, max_memory, [loading.part(at) for at in wanted.values() if at not in places])
+        fit(load.model, frame, None, max_memory, [load.part(at) for at in wanted.values() if at not in places])
         return list(wanted.values())
 
     kept: dict[int, Any] = {}
     with (
-        begun(source, group, options.pop("shard", None), device=device, budget=0, beside=beside, choose=choose, **options) as loading,
-        contextlib.closing(loading.arrive(places)) as arriving,
+        open_load(source, group, options.pop("shard", None), device=device, budget=0, beside=beside, choose=choose, **options) as load,
+        contextlib.closing(load.arrive(places)) as arriving,
     ):
         for at, tensor in arriving:
             if at in late:

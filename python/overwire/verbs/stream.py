@@ -98,7 +98,7 @@ def stream(
         budget = parse_size(options.get("max_memory"), "max_memory")
         group, shard = options.pop("group", None), options.pop("shard", None)
         if group is not None or shard is not None:
-            from ..distributed.streaming import GroupStream
+            from ..distributed.stream import GroupStream
 
             options.pop("max_memory", None)
             return GroupStream(source, group, shard, device, framework, in_order, budget, options)

@@ -177,7 +177,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
 
     @property
     def pays(self) -> bool:
-        """For `shares`: the weights that `begin` has found go to GPUs, or lie in a store."""
+        """For `shares_reading`: the weights that `begin` has found go to GPUs, or lie in a store."""
         from ...plumbing import is_remote
 
         return self._device != "cpu" or (self._remote is not None and is_remote(str(self._options["source"])))

@@ -13,7 +13,7 @@ from typing import Any
 from ..model.options import DeviceLike, ShardLike
 from ..model.sources import SourceLike
 from .group import current
-from .loading import GroupLoad, begun
+from .tensors import TensorLoad, open_load
 
 __all__ = ["GroupStream"]
 
@@ -36,12 +36,13 @@ class GroupStream(Iterator[tuple[str, Any]]):
         self._stack = ExitStack()
         self._device = device
         self._early: dict[int, Any] = {}
-        loading = self._stack.enter_context(begun(source, group, shard, device=device, framework=framework, budget=budget, **options))
-        self._loading: GroupLoad | None = loading
-        self._names = [row[0] for row in loading.model.table]
-        self._order = iter(loading.chosen) if in_order else None
-        self._arrive = loading.arrive()
-        self._total = len(loading.chosen)
+        opening = open_load(source, group, shard, device=device, framework=framework, budget=budget, **options)
+        load = self._stack.enter_context(opening)
+        self._load: TensorLoad | None = load
+        self._names = [row[0] for row in load.model.table]
+        self._order = iter(load.positions) if in_order else None
+        self._arrive = load.arrive()
+        self._total = len(load.positions)
         _open.add(self)
 
     def __next__(self) -> tuple[str, Any]:
@@ -73,12 +74,12 @@ class GroupStream(Iterator[tuple[str, Any]]):
     def _end(self, error: BaseException | None) -> None:
         _open.discard(self)
         # error: why; the other ranks hear of it unless they have it.
-        loading, self._loading, self._early = self._loading, None, {}
+        load, self._load, self._early = self._load, None, {}
         try:
-            if loading is not None:
+            if load is not None:
                 with current(self._device):
                     if inspect.getgeneratorstate(self._arrive) == inspect.GEN_CREATED:
-                        loading.close_unbegun()  # it would not run, to say so
+                        load.close_unbegun()  # it would not run, to say so
                     self._arrive.close()
         finally:
             if error is None:

@@ -1,0 +1,313 @@
+"""One load by the ranks of a group: what several of them want is read by one, and travels.
+
+Each rank reads a share of the stored bytes, over the link of its own GPU, and gets the other
+shares from the other ranks; then every rank decodes what it wants (plain tensors: copies it).
+A load goes in pieces, each in one of a few buffers; beside the tensors it needs only the ring
+of these buffers. The engine reads, lays out and decodes (`gosrc/relay`). Two carriers bring the
+pieces from rank to rank, and the ranks follow one rule to choose (`choose_carrier`):
+
+    mapped       between ranks of a host that map each other's memory, by the engine itself.
+    collective   between all ranks of the group, by torch.distributed. On GPUs the thread here
+                 only queues, as far ahead as there are buffers.
+
+Failure: what fails on a rank is raised on all when they next agree. A rank that has failed
+still takes part in collectives until then, whatever its buffers contain; so no rank waits for
+it, and no rank uses its bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .._verbs import relay, relay_aim, relay_decode, relay_join, relay_offer, relay_shares, relay_wait
+from ..errors import IOFailure, NotSupportedError, OverwireError
+from ..jobs import Job
+from .group import Members, Unmapped
+
+if TYPE_CHECKING:
+    from .._requests import RelayRequest
+    from ..model.opened import Model
+
+__all__ = ["BUFFERS", "FEW", "REQUEST", "SHARE", "GroupLoad", "Wants", "fits", "pack_requests", "share_of_rank"]
+
+log = logging.getLogger("overwire")
+
+#: Bytes of each buffer of the ring for each rank that exchanges. It has BUFFERS of them where
+#: ranks map each other's memory, FEW by collectives. A chunk fits, and what lies between it and
+#: the next.
+SHARE = 32 << 20
+BUFFERS = 4
+FEW = 2
+
+# A buffer is below 2 GiB, however many ranks exchange, and what is decoded together below 4 GiB;
+# shares are multiples of _ALIGN.
+_LARGEST, _TOGETHER = (2 << 30) - 1, (4 << 30) - 1
+_ALIGN = 256
+
+#: Bytes of a packed request.
+REQUEST = 48
+
+# Pieces after which the ranks agree that all is well.
+_AGREE = 32
+
+# Seconds between two reports of progress, and looks at what the other ranks say.
+_TICK = 0.1
+
+# Waits for the engine are in slices of this many milliseconds, for Ctrl-C.
+_SLICE_MS = 50
+
+Agree = Callable[[BaseException | None, bool], Any]
+
+
+class Wants(NamedTuple):
+    """What ranks want of the tensors of a load. tensors: their positions, the same on all ranks
+    that exchange. needs: the blocks that each rank of this host needs, as requests with the
+    number of the rank among them in the place of the address; none: each needs all."""
+
+    tensors: Sequence[int]
+    needs: bytes = b""
+
+
+def share_of_rank(ranks: int, share: int, buffers: int = 1) -> int:
+    """The bytes of a buffer that each of the ranks has: `share`, or less where the buffer would be
+    too large, or where as many `buffers` as are decoded together would be."""
+    return min(share, min(_LARGEST, _TOGETHER // buffers) // ranks // _ALIGN * _ALIGN)
+
+
+def fits(ranks: int, room: int) -> bool:
+    """Whether every chunk of a model fits where that number of ranks exchange. room: see `Model.room`."""
+    return room <= share_of_rank(ranks, SHARE)
+
+
+def pack_requests(requests: Iterable[tuple[int, ...]]) -> bytes:
+    """Requests as the engine takes them: position, address, and the ranges of dims 0 and 1."""
+    return array("q", [number for request in requests for number in request]).tobytes()
+
+
+class GroupLoad:
+    """The load of open models on one rank; the numbers of a model's tensors follow those of the
+    model before it. `choose_carrier` once the ranks have met, then `land`, which is collective.
+
+    carrier: "mapped", "collective" or "none": each rank reads by itself. link: where tensors
+    are sent from. report: the engine's, of what has landed last.
+    """
+
+    def __init__(self, members: Members, models: Sequence[Model], ring: tuple[int, int] = (0, 0)) -> None:
+        """ring: bytes of a rank's share of a buffer, and buffers, where ranks map each other's
+        memory; 0: SHARE and BUFFERS."""
+        self._members, self._models, self._ring = members, models, ring
+        self._device = models[0].device
+        self._buffers: list[Any] = []  # of collectives
+        self.link = members.link_device(self._device)
+        self.carrier = "none"
+        self.report: dict[str, Any] = {}
+
+    def choose_carrier(self, setting: str, remote: bool, room: int) -> None:
+        """Local, and the same on all ranks, which have met. setting: OVERWIRE_EXCHANGE. remote: the
+        files lie in a store, or on a file system of several hosts. room: as of `fits`."""
+        members = self._members
+        sends = "collective" if self.link and fits(members.size, room) else "none"
+        if setting == "none" or members.size == 1:
+            self.carrier = "none"
+        elif setting == "auto" and self._device == "cpu" and not remote:
+            self.carrier = "none"  # the page cache has each byte once, and plain tensors are mapped from it
+        elif setting == "collective" or members.unreachable:
+            self.carrier = sends
+        elif setting == "auto" and remote and members.hosts > 1 and sends == "collective":
+            self.carrier = sends  # one host alone would read what another has
+        else:
+            self.carrier = "mapped" if members.most_local > 1 else "none"
+
+    def give_up_mapping(self, reason: str, setting: str) -> None:
+        """Once a group, and alike on all ranks: they cannot map each other's memory."""
+        self._members.unreachable = reason.removeprefix("overwire: ")
+        self.carrier = "collective" if self.link and setting != "none" else "none"
+        log.warning("the ranks exchange by torch.distributed: they cannot map each other's memory: %s", self._members.unreachable)
+
+    @property
+    def lands_on(self) -> str:
+        """The device of the tensors that `land` fills."""
+        return self.link if self.carrier == "collective" else self._device
+
+    def land(
+        self,
+        wants: Wants,
+        aim: Callable[[], bytes],
+        agree: Agree,
+        tell: Callable[[int], None] = lambda _: None,
+        beside: Callable[[], None] = lambda: None,
+    ) -> Generator[int, None, None]:
+        """Collective: the numbers of this rank's requests, as they land; after the last the ranks
+        agree. A caller that closes this early has to agree by itself.
+
+        aim: gives this rank's requests; it and `beside` run while the first bytes are read, and
+        what they raise is raised on all ranks. tell: gets the bytes of tensors decoded so far,
+        now and then.
+
+        Raises Unmapped on all ranks where some cannot map each other's memory.
+        """
+        mapped, relay = self.carrier == "mapped", _Relay(self._members, self._buffers)
+        try:
+            relay.attempt(lambda: (self._begin_mapped if mapped else self._begin_collective)(relay, wants))
+            relay.attempt(lambda: relay.aim(aim()))
+            relay.attempt(beside)
+            yield from relay.map_pieces(agree, tell) if mapped else relay.gather_pieces(agree, tell)
+            self.report = relay.finish()
+        except BaseException:
+            relay.abandon()
+            raise
+        if mapped and not self._members.reached:
+            self._members.reached = True
+            log.info("the ranks of each host can exchange by memory that they map of each other")
+
+    def _begin_mapped(self, relay: _Relay, wants: Wants) -> None:
+        share, buffers = self._ring[0] or SHARE, self._ring[1] or BUFFERS
+        request = self._request(wants, self._members.local, self._device, share, buffers)
+        request["exchange"], request["buffers"] = True, buffers
+        relay.start(request, self._models, wants.needs)
+
+    def _begin_collective(self, relay: _Relay, wants: Wants) -> None:
+        members = self._members
+        request = self._request(wants, range(members.size), self.link, SHARE)
+        request["here"] = len(members.local)
+        if not self._buffers:
+            import torch
+
+            self._buffers += [torch.empty(request["size"], dtype=torch.uint8, device=self.link) for _ in range(FEW)]
+        request["ring"] = [buffer.data_ptr() for buffer in self._buffers]
+        relay.start(request, self._models)
+
+    def _request(self, wants: Wants, ranks: Sequence[int], device: str, share: int, buffers: int = 1) -> RelayRequest:
+        # Of these ranks. All runs on torch's current stream, after what is queued there now.
+        stream = 0
+        if device != "cpu":
+            from ..frameworks.torch import stream_of, used_on
+
+            used_on(device)
+            stream = stream_of(device)
+        size = share_of_rank(len(ranks), share, buffers) * len(ranks)
+        own = ranks.index(self._members.rank)
+        return {"tensors": list(wants.tensors), "size": size, "ranks": len(ranks), "rank": own, "device": device, "stream": stream}
+
+
+class _Relay:
+    """What the engine does of a load; what fails in it is said when the ranks next meet. ring:
+    of collectives."""
+
+    def __init__(self, members: Members, ring: list[Any]) -> None:
+        self._members, self._ring = members, ring
+        self._job: Job | None = None
+        self._error: BaseException | None = None
+        self._ours = True
+        self._stream = self._count = 0  # of requests
+
+    def start(self, request: RelayRequest, models: Sequence[Model], needs: bytes = b"") -> None:
+        """Local: begins to read."""
+        views = [model.on(request["device"]) for model in models]
+        for view in views:
+            view.alone()  # what was preloaded is not shared out
+        request["more"] = [view.handle for view in views[1:]]
+        self._stream = request["stream"]
+        self._job = Job(relay(request, views[0].handle, needs), "relay")
+
+    def aim(self, requests: bytes) -> None:
+        """Local: says what this rank wants, as requests of a load."""
+        self._count = len(requests) // REQUEST
+        relay_aim(self.job.number, requests)
+
+    @property
+    def job(self) -> Job:
+        """The running job."""
+        assert self._job is not None
+        return self._job
+
+    def attempt(self, step: Callable[[], Any]) -> None:
+        """Local: does a step unless one has failed. If it does, it ends the job; the ranks hear
+        of the error when they next meet."""
+        if self._error is None:
+            try:
+                step()
+            except BaseException as error:
+                self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+        if self._job is not None:
+            self._job.cancel()  # nothing writes to the ring any more
+            self._ours = bool((self._job.report() or {}).get("ours", True))
+
+    def finish(self) -> dict[str, Any]:
+        """Local: ends a job that all ranks agree on; its report."""
+        report: dict[str, Any] = self.job.report()
+        self.job.done()
+        self._job = None
+        return report
+
+    def abandon(self) -> None:
+        """Local: ends running work; nothing writes to its memory after that."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.abandon()
+
+    def map_pieces(self, agree: Agree, tell: Callable[[int], None]) -> Generator[int, None, None]:
+        """The engines of each host exchange. Where a rank is gone, the others of its host raise
+        that by themselves: no collective would end."""
+        members = self._members
+        self._join_engines()
+        try:
+            if self._error is None:
+                while (landed := self.job.next(_TICK)) is None or landed.positions:
+                    tell(self.job.progress().bytes)
+                    if landed is None:
+                        members.look()
+                    yield from landed.positions if landed is not None else ()
+                self.job.wait()
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._fail(error)
+        if isinstance(self._error, OverwireError) and self._job is not None and (lost := (self._job.report() or {}).get("lost")):
+            raise IOFailure(f"overwire: group: rank {members.local[lost[0]]} is gone: {self._error}") from self._error
+        agree(self._error, self._ours)
+
+    def _join_engines(self) -> None:
+        # Collective: raises what has failed on a rank.
+        def offer() -> Any:
+            if self._error is not None:
+                raise self._error
+            return relay_offer(self.job.number)
+
+        offers = self._members.exchange(offer)
+        try:
+            relay_join([offers[rank] for rank in self._members.local], self.job.number)
+        except NotSupportedError as refusal:  # its memory stays, until the others have tried, too
+            self._error = Unmapped(str(refusal))
+        except BaseException as error:
+            self._fail(error)
+
+    def gather_pieces(self, agree: Agree, tell: Callable[[int], None]) -> Generator[int, None, None]:
+        """All ranks gather piece after piece; the requests land at the end."""
+        members, shares = self._members, list[int]()
+        self.attempt(lambda: shares.extend(relay_shares(self.job.number)))
+        agree(self._error, True)  # from here on all ranks have the same pieces
+        for piece, share in enumerate(shares):
+            self.attempt(lambda piece=piece: self._await_share(piece))  # type: ignore[misc]
+            members.gather(self._ring[piece % len(self._ring)], share)  # what fails here is out of step
+            self.attempt(lambda piece=piece: relay_decode(self.job.number, piece, self._stream))  # type: ignore[misc]
+            if piece % _AGREE == _AGREE - 1:
+                self.attempt(lambda: tell(self.job.progress().bytes))
+                agree(self._error, self._ours)
+        self.attempt(self._await_end)
+        agree(self._error, self._ours)
+        yield from range(self._count)
+
+    def _await_share(self, piece: int) -> None:
+        while not relay_wait(self.job.number, piece, _SLICE_MS):
+            self._members.look()
+
+    def _await_end(self) -> None:
+        while not self.job.ended(_TICK):
+            self._members.look()

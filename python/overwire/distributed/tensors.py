@@ -1,0 +1,470 @@
+"""Tensors of a load by the ranks of a group: whole or in shards.
+
+    tensors = ow.load_file(path, device="cuda:0", group=pg, shard={"up.weight": 0, "down.weight": 1})
+
+Each rank gets every tensor; one that `shard` names is cut along that dimension
+into blocks of ceil(size / ranks), of which rank r gets the r-th (the last ones
+may be shorter, or empty). What several ranks want is read by one of them, and the
+stored bytes travel (`load`); without a carrier every rank reads what it wants.
+
+Failure: whatever fails on one rank is raised on all when the ranks next agree; what had
+been loaded is freed. `group` says how a rank hears of the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ArgumentError, CancelledError, NotSupportedError, OutOfMemoryError, OverwireError
+from ..frameworks.choose import check_device, check_dtype, frame_for
+from ..model.loads import Load
+from ..model.opened import WHOLE, Model, opening, prepare
+from ..model.options import DeviceLike, ShardLike, TorchName
+from ..model.plan import fit
+from ..model.sources import SourceLike
+from ..progress import Progress, watch
+from . import group as ranks
+from .cuts import Cutting, Task, shard_range, torch_shape
+from .group import Members, Unmapped, verb
+from .load import GroupLoad, Wants, pack_requests
+from .meeting import meet, open_files
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ShardLike", "TensorLoad", "load_tensors", "open_load", "shard_range"]
+
+# Tensor bytes of a window of a stream that has no budget, where ranks do not map each other's
+# memory.
+_WINDOW = 1 << 30
+
+# Seconds between two looks at what the other ranks say, while this one reads.
+_TICK = 0.25
+
+
+def load_tensors(
+    source: SourceLike,
+    group: Any,
+    shard: ShardLike = None,
+    *,
+    device: DeviceLike = "cpu",
+    framework: TorchName | None = None,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    """`load_file` over a process group; all ranks of it must call this.
+
+    source: must hold the same tensors on every rank. keys, filter: may differ
+        from rank to rank (experts); a tensor that only one rank wants is read by that one.
+    shard: as `ShardLike`, the same on every rank; dimensions are those of the loaded
+        tensor, negative ones count from the end. max_memory: of this rank's tensors; the
+        ring of what is on its way is beside. Other arguments are those of `load_file`.
+
+    Returns name -> tensor, this rank's. Raises, on every rank, what any rank's
+    load raises; ArgumentError where the ranks ask for different things;
+    IOFailure where the others cannot be reached.
+    """
+    with open_load(source, group, shard, device=device, framework=framework, **options) as opened:
+        return opened.load_all()
+
+
+@contextmanager
+def open_load(
+    source: SourceLike,
+    group: Any,
+    shard: ShardLike = None,
+    *,
+    device: DeviceLike = "cpu",
+    framework: str | None = None,
+    budget: int | None = None,
+    beside: int = 0,
+    choose: Callable[[TensorLoad], Iterable[int]] | None = None,
+    **options: Any,
+) -> Iterator[TensorLoad]:
+    """Collective: a load that is open on all ranks and has read nothing. budget: what
+    max_memory means for a stream, which holds a part of its tensors at a time; None: it
+    is of all of them. beside: the same where ranks do not map each other's memory. choose:
+    called before the ranks meet, it returns the tensors that this rank wants, by position;
+    its errors reach all ranks."""
+    if group is None:
+        raise ArgumentError("overwire: shard: needs the group whose ranks share the tensors")
+    loads: list[TensorLoad] = []
+
+    def close() -> None:
+        while loads:
+            loads.pop().close()
+
+    def describe() -> dict[str, Any]:
+        if options.get("read") is not None:
+            raise ArgumentError("overwire: read: a group's way of reading is set by OVERWIRE_READ, for all its ranks alike")
+        loads.append(TensorLoad(members, source, shard, device, framework, (budget, beside), options))
+        if choose is not None:
+            loads[0].positions = list(choose(loads[0]))
+        return loads[0].describe()
+
+    with verb(group, device) as members:
+        try:
+            reports = meet(members, describe, close)
+            loads[0].share_out(reports)
+            yield loads[0]
+        finally:
+            close()
+
+
+class TensorLoad:
+    """One load on one rank. Construction is local; what else runs is collective, unless
+    it says otherwise.
+
+    model: the open files. positions: those that this rank wants, in order.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        source: SourceLike,
+        shard: ShardLike,
+        device: Any,
+        framework: str | None,
+        budgets: tuple[int | None, int],
+        options: Mapping[str, Any],
+    ) -> None:
+        # Every rank has the same table.
+        whole = {name: value for name, value in opening(options).items() if name not in ("keys", "filter")}
+        self._members = members
+        self._late: BaseException | None = None
+        self._count = self._bytes = 0  # of the tensors that have arrived
+        self._frame = frame_for(framework)
+        self._exchange = ranks.exchange_setting()
+        self._budget, self._beside = budgets[0] or 0, budgets[1]  # after the meeting the smallest of any rank's, 0: none
+        self._bitmaps: list[bytes] = []  # by rank: what it wants
+        if self._frame.name != "torch":
+            raise ArgumentError("overwire: group: the ranks exchange torch tensors; use framework='pt'")
+        where = check_device(device, self._frame)
+        self._dtype = check_dtype(self._frame, options.get("dtype"))
+        self._watcher = watch(options.get("progress"), "load" if budgets[0] is None else "stream")
+        link = members.link_device(where)
+        prepare(link or where if self._exchange == "collective" else where)  # where stored bytes go
+        self.model = Model(source, device=where, **whole)
+        self._load = GroupLoad(members, [self.model])
+        self.model.alone()  # what was preloaded is not shared out
+        try:
+            self._cutting = Cutting(self._frame, members.size, members.rank)
+            selection = self.model.choose(options.get("keys"), options.get("filter"))
+            self.positions = list(range(len(self.model.table))) if selection is None else selection
+            self._dims = self._cut_dims(shard)
+            if budgets[0] is None:
+                fit(self.model, self._frame, self._dtype, options.get("max_memory"), map(self.part, self.positions))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Local."""
+        if self._watcher is not None:
+            self._watcher.close()
+            self._watcher = None
+        self.model.close()
+
+    def _cut_dims(self, shard: ShardLike) -> dict[int, int]:
+        # Position to dimension. Of all tensors, not of those chosen here alone:
+        # the ranks compare it.
+        model, dims = self.model, {}
+        if shard is None:
+            return {}
+        if isinstance(shard, Mapping):
+            dims_by_place: list[tuple[int, int | None]] = [(model.place(name), dim) for name, dim in shard.items()]
+        elif callable(shard):
+            dims_by_place = [(at, shard(row[0], torch_shape(row))) for at, row in enumerate(model.table)]
+        else:
+            raise ArgumentError(f"overwire: shard: expected a dict of name to dimension, or a callable, got {type(shard).__name__}")
+        for at, dim in dims_by_place:
+            if dim is None:
+                continue
+            row = model.row(at)
+            rank = len(torch_shape(row))
+            if not isinstance(dim, int) or isinstance(dim, bool) or not -rank <= dim < rank:
+                text = f"overwire: shard {row.name!r}: dimension {dim!r} of a tensor with {rank}"
+                raise ArgumentError(text, tensor=row.name)
+            if row.dtype.startswith("F6_"):
+                text = f"overwire: shard {row.name!r}: {row.dtype} is loaded as bytes, without dimensions"
+                raise NotSupportedError(text, tensor=row.name)
+            dims[at] = dim % rank
+        return dims
+
+    def part(self, at: int) -> tuple[int, int]:
+        """Local: what this rank gets of a tensor: how many of its elements as the file
+        counts them."""
+        if at not in self._dims:
+            return at, WHOLE
+        task = self.task(at)
+        whole, part = math.prod(task.shape), math.prod(self._cutting.shape(task))
+        return at, math.prod(task.row.shape) * part // max(whole, 1)
+
+    def describe(self) -> dict[str, Any]:
+        """Local: what the ranks compare and must know of each other."""
+        self._check_sizes(self.positions, self._budget)
+        table = hashlib.sha256(repr([row[:5] for row in self.model.table]).encode())  # what the files hold, not where
+        bitmap = bytearray(-(-len(self.model.table) // 8))
+        for at in self.positions:
+            bitmap[at >> 3] |= 1 << (at & 7)
+        return {
+            "alike": {
+                "tensors": table.digest(),
+                "shard": hashlib.sha256(repr(sorted(self._dims.items())).encode()).digest(),
+                "dtype": str(self._dtype),
+                "device": self.model.device.partition(":")[0],
+            },
+            "wants": bytes(bitmap),
+            "opened": open_files([self.model]),
+            "remote": any(source["remote"] for source in self.model.info()),
+            "room": self.model.room(),
+            "budgets": (self._budget, self._beside),
+        }
+
+    def share_out(self, reports: list[dict[str, Any]]) -> None:
+        """Once, first, and local: all ranks have the same `reports`, so all decide alike."""
+        self._load.choose_carrier(self._exchange, any(one["remote"] for one in reports), max(one["room"] for one in reports))
+        self._bitmaps = [one["wants"] for one in reports]
+        budgets = [[one["budgets"][n] for one in reports if one["budgets"][n]] for n in range(2)]
+        self._budget, self._beside = (min(sizes, default=0) for sizes in budgets)
+
+    def _wants(self, rank: int, at: int) -> bool:
+        return bool(self._bitmaps[rank][at >> 3] >> (at & 7) & 1)
+
+    def _split(self) -> tuple[list[int], list[int]]:
+        # What all ranks go through together, the same on all, and what this rank reads by itself
+        # after that. Where ranks map each other's memory, the engine leaves what one alone wants to it.
+        once = twice = 0
+        for bitmap in self._bitmaps:
+            bits = int.from_bytes(bitmap, "little")
+            once, twice = once | bits, twice | once & bits
+        shared = twice if self._load.carrier == "collective" else once
+        table = shared.to_bytes(len(self._bitmaps[0]), "little")
+        together = [bool(table[at >> 3] >> (at & 7) & 1) for at in range(len(self.model.table))]
+        return [at for at, shares in enumerate(together) if shares], [at for at in self.positions if not together[at]]
+
+    def load_all(self) -> dict[str, Any]:
+        """This rank's tensors, by name."""
+        tensors = dict(self._tensors(0, {}, False))
+        return {self.model.table[at][0]: tensors[at] for at in self.positions}
+
+    def arrive(self, places: Mapping[int, Any] | None = None) -> Generator[tuple[int, Any], None, None]:
+        """(position, tensor) of what this rank wants, as it arrives; after the last the
+        ranks agree. Where the budget, or the carrier, wants it, the load goes in windows.
+
+        places: by position, memory of this rank on the model's device, dense and of the
+            file's dtype, for its part of a tensor. What is yielded is that memory, or,
+            where the engine cannot write there, another.
+
+        A rank that closes this early ends it on all.
+        """
+        try:
+            yield from self._tensors(self._budget, places or {}, True)
+        except GeneratorExit:
+            self._dismiss()
+            raise
+
+    def close_unbegun(self) -> None:
+        """Collective: ends on all ranks what `arrive` would give, which has not begun."""
+        if self._load.carrier == "mapped" and self._split()[0]:
+            with suppress(OverwireError):
+                self._members.exchange(_refuse_closed)
+        else:
+            self._dismiss()
+
+    def _dismiss(self) -> None:
+        with suppress(OverwireError):
+            try:
+                _refuse_closed()
+            except OverwireError as error:
+                self._agree(error)
+
+    def _tensors(self, budget: int, places: Mapping[int, Any], streams: bool) -> Iterator[tuple[int, Any]]:
+        # Collective: windows of what all go through, then those of what this rank reads by itself.
+        shared, lone = self._split()
+        self._check_sizes(shared, budget)
+        windows, arrived, agreed = self._windows(shared, budget), set[int](), False
+        while windows:
+            window, windows = windows[0], windows[1:]
+            mapped = self._load.carrier == "mapped"
+            if streams and not mapped:
+                self._agree()  # with those that have closed
+                self._check_sizes(window, self._beside)
+                window, *more = self._windows(window, budget or self._beside or _WINDOW)
+                windows = more + windows
+            try:
+                with closing(self._travel(window, places)) as arriving:
+                    for at, tensor in arriving:
+                        if at not in arrived:
+                            arrived.add(at)
+                            yield at, tensor
+                agreed = mapped
+            except Unmapped as reason:  # other ranks go on with all tensors, and so does this one
+                self._load.give_up_mapping(str(reason), self._exchange)
+                rest = {at for positions in (window, *windows) for at in positions}
+                shared, lone = self._split()
+                windows = self._windows([at for at in shared if at in rest], budget)
+        for window in self._windows([at for at in lone if at not in arrived], (budget or _WINDOW) if streams else 0):
+            yield from self._read_alone(self._own(window))
+        if not agreed:
+            self._agree()
+
+    def _own(self, window: list[int]) -> list[Task]:
+        return [self.task(at) for at in window if self._wants(self._members.rank, at)]
+
+    def _travel(self, window: list[int], places: Mapping[int, Any]) -> Generator[tuple[int, Any], None, None]:
+        # Of a window what this rank wants, and what it reads for others.
+        tasks, tensors, aims, empty = self._own(window), list[Any](), list[int](), list[tuple[int, Any]]()
+        carrier, device = self._load.carrier, self._load.lands_on
+        if carrier == "none":
+            yield from self._read_alone(tasks)
+            return
+
+        def aim() -> bytes:
+            tensors.extend(self._make_places(tasks, places if carrier == "mapped" else {}, device))
+            for slot, (task, tensor) in enumerate(zip(tasks, tensors, strict=True)):
+                if tensor.numel():
+                    aims.append(slot)
+                else:
+                    empty.extend(self._finish(task, tensor))
+            blocks = [(tasks[slot].at, tensors[slot].data_ptr(), *self._cutting.block(tasks[slot])) for slot in aims]
+            return pack_requests(blocks)
+
+        wants = self._needs(window) if carrier == "mapped" else Wants(window)
+        with closing(self._load.land(wants, aim, self._agree, self._tell)) as landing:
+            for number in landing:
+                slot = aims[number]
+                tensor, tensors[slot] = tensors[slot], None  # it is the caller's
+                yield from self._finish(tasks[slot], tensor)
+        yield from empty
+
+    def _needs(self, window: list[int]) -> Wants:
+        # Of the ranks of this host.
+        local = self._members.local
+        if all(self._wants(rank, at) for rank in local for at in window) and not any(at in self._dims for at in window):
+            return Wants(window)
+        tasks = [self.task(at) for at in window]
+        needs = [
+            (task.at, number, *block)
+            for task in tasks
+            for number, rank in enumerate(local)
+            if self._wants(rank, task.at)
+            for block in (self._cutting.block(task, rank),)
+            if block[0] != block[1] and block[2] != block[3]
+        ]
+        return Wants(sorted({need[0] for need in needs}), pack_requests(needs))
+
+    def _read_alone(self, tasks: list[Task]) -> Generator[tuple[int, Any], None, None]:
+        # Local: what this rank reads by itself. What fails is said when the ranks next agree.
+        try:
+            if self._late is None:
+                yield from self._read(tasks)
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._late = self._late or error
+
+    def _read(self, tasks: list[Task]) -> Iterator[tuple[int, Any]]:
+        reads = [(task, self._cutting.block(task), self._cutting.row(task)) for task in tasks]
+        busy = [(task, block, row) for task, block, row in reads if 0 not in row.shape]
+        blocks, rows = [(task.at, block) for task, block, _ in busy], [row for *_, row in busy]
+        load = self.model.begin_blocks(blocks, rows, self._frame) if busy else None
+        try:
+            for task, _, row in reads:
+                if 0 in row.shape:
+                    yield from self._finish(task, self._frame.empty(row.dtype, row.shape, self.model.device))
+            while load is not None and not load.crowded and not _is_over(load):
+                self._members.look()
+        except BaseException:
+            if load is not None:
+                load.job.abandon()
+            raise
+        for (task, *_), tensor in zip(busy, load.tensors() if load is not None else (), strict=True):
+            yield from self._finish(task, tensor)
+
+    def _make_places(self, tasks: list[Task], places: Mapping[int, Any], device: str) -> list[Any]:
+        # Where the engine writes what it reads of each tensor: the caller's memory, but not for
+        # what is cut afterwards. While the first bytes are on their way; each decode goes after
+        # what is queued for memory that the tensors got.
+        rows = [self._cutting.row(task) for task in tasks]
+        own = [places.get(task.at) if self._cutting.lands_whole(task) else None for task in tasks]
+        fresh = iter(self._frame.empty_on(device, [row for row, place in zip(rows, own, strict=True) if place is None]))
+        return [next(fresh) if place is None else place for place in own]
+
+    def _finish(self, task: Task, tensor: Any) -> Iterator[tuple[int, Any]]:
+        # What fails here is said when the ranks next agree; then no more tensors are finished.
+        try:
+            if self._late is None:
+                tensor = self._cutting.cut(task, tensor)
+                if str(tensor.device) == "cpu" != self.model.device:
+                    tensor = tensor.to(self.model.device)
+                if self._dtype is not None:
+                    tensor = self._frame.cast(tensor, task.row.dtype, self._dtype)
+                self._count, self._bytes = self._count + 1, self._bytes + self.model.table[task.at][3]
+                self._tell(0)
+        except BaseException as error:
+            self._late = error
+        if self._late is None:
+            yield task.at, tensor
+
+    def _largest_size(self, at: int) -> int:
+        # The most bytes of any rank's part of a tensor, and of what it is cast to.
+        task = self.task(at)
+        elements = math.prod(self._cutting.shape(task, 0))
+        size = elements * task.row.nbytes // max(math.prod(task.shape), 1)
+        return size if self._dtype is None else size + elements * int(getattr(self._dtype, "itemsize", 8))
+
+    def _check_sizes(self, positions: list[int], most: int) -> None:
+        # Each tensor must fit a budget by itself; 0: there is none.
+        for at in positions if most else ():
+            if (size := self._largest_size(at)) > most:
+                name = self.model.table[at][0]
+                text = f"overwire: {self.model.uris[0]} tensor {name!r}: it takes {size} bytes, and max_memory is {most}"
+                raise OutOfMemoryError(text, asked=size, free=most, total=most, tensor=name)
+
+    def _windows(self, positions: list[int], most: int) -> list[list[int]]:
+        # Of at most that many bytes, or one tensor; 0: one window. All ranks divide what
+        # they share alike.
+        windows: list[list[int]] = []
+        left = 0
+        for at in positions:
+            size = self._largest_size(at)
+            if not windows or most and size > left:
+                windows.append([])
+                left = most
+            windows[-1].append(at)
+            left -= size
+        return windows
+
+    def _agree(self, error: BaseException | None = None, ours: bool = True) -> None:
+        late, self._late = self._late, None
+        self._members.agree(late or error, ours or late is not None)
+
+    def task(self, at: int) -> Task:
+        """Local: a tensor, and how it is cut."""
+        row = self.model.row(at)
+        return Task(at, row, torch_shape(row), self._dims.get(at))
+
+    def part_shape(self, at: int) -> tuple[int, ...]:
+        """Local: the shape of this rank's part of a tensor."""
+        return self._cutting.shape(self.task(at))
+
+    def _tell(self, done: int) -> None:
+        # done: bytes of tensors that are on their way; those of tensors that have arrived count.
+        if self._watcher is not None:
+            total = sum(self.model.table[at][3] for at in self.positions)
+            self._watcher.update(Progress(min(max(done, self._bytes), total), total, self._count, len(self.positions)))
+
+
+def _refuse_closed() -> None:
+    raise CancelledError("overwire: stream: it was closed before its end")
+
+
+def _is_over(load: Load) -> bool:
+    try:
+        return load.job.ended(_TICK)
+    except OverwireError:
+        return True
