@@ -24,6 +24,7 @@ type option struct {
 	// The value is a whole number from lo to hi; hi 0: it is none. Or it is a size.
 	lo, hi int
 	size   bool
+	none   bool // a size may be 0
 }
 
 // A verb is one word after overwire.
@@ -73,7 +74,7 @@ func (c *call) access() (err error) {
 func verbs() []*verb {
 	return []*verb{
 		compressVerb, decompressVerb, convertVerb, inspectVerb, verifyVerb, digestVerb, diffVerb, loadVerb, traceVerb, runVerb, fetchVerb, serveVerb, presignVerb, benchVerb,
-		cacheVerb, doctorVerb, completionVerb, versionVerb,
+		cacheVerb, planVerb, doctorVerb, completionVerb, versionVerb,
 	}
 }
 
@@ -89,7 +90,7 @@ func find(name string) *verb {
 // groups are the verbs in the order of help.
 var groups = []struct{ title, verbs string }{
 	{"files", "compress decompress convert inspect verify diff digest"},
-	{"programs and stores", "run load fetch cache presign"},
+	{"programs and stores", "run plan load fetch cache presign"},
 	{"measuring", "bench trace doctor serve"},
 	{"this command", "completion version"},
 }
@@ -258,10 +259,10 @@ func (o *option) check(text string) error {
 		return usage("--%s %s: not a number from %d to %d", o.name, text, o.lo, o.hi)
 	}
 	size, err := humanize.ParseBytes(text)
-	if o.size && (err != nil || size == 0 || size > 1<<50) {
+	if o.size && (err != nil || size == 0 && !o.none || size > 1<<50) {
 		return usage("--%s %s: not a size; write it as 4GB or 512MiB", o.name, text)
 	}
-	if _, bare := strconv.ParseFloat(text, 64); o.size && bare == nil && size < 1e6 {
+	if _, bare := strconv.ParseFloat(text, 64); o.size && bare == nil && size > 0 && size < 1e6 {
 		return usage("--%s %s: this would be %s bytes; write the unit, as %sGB (or %sB)", o.name, text, text, text, text)
 	}
 	return nil

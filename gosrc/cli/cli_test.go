@@ -3,6 +3,7 @@ package cli
 import (
 	"bytes"
 	"context"
+	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -212,6 +213,7 @@ func TestJSON(t *testing.T) {
 		{"compress", plain, "-o", small}, {"inspect", small}, {"inspect", "-s", plain}, {"verify", small, plain},
 		{"decompress", small, "-o", small + "2"}, {"convert", plain, "-o", small + "3"},
 		{"load", small, "--repeat", "2", "--trace", small + ".trace"}, {"trace", small + ".trace"}, {"load", plain, "--device", "cpu"},
+		{"plan", small, "--keep", "1MB"}, {"plan", plain, "--device", "cuda:1"}, {"doctor", small},
 		{"doctor"}, {"doctor", "--env"}, {"version"}, {"bench", "gen", "int4", "--size", "1MB", small + "4"},
 	} {
 		out := must(t, append(argv, "--json")...)
@@ -453,6 +455,55 @@ func TestDoctorOfPreloads(t *testing.T) {
 		advice := strings.Join(Diagnose(Env{}, false).Advice, "\n")
 		if strings.Contains(advice, "OVERWIRE_PRELOAD") != (want != "") || !strings.Contains(advice, want) || strings.Contains(advice, "secret") {
 			t.Errorf("%s: %s", path, advice)
+		}
+	}
+}
+
+// layered writes a model of 16 layers of 1 MB and of 500 KB beside them, and returns its path.
+func layered(t *testing.T) string {
+	t.Helper()
+	header, end := `{"embed.weight":{"dtype":"U8","shape":[500000],"data_offsets":[0,500000]}`, 500_000
+	for i := range 16 {
+		header += fmt.Sprintf(`,"layers.%d.up.weight":{"dtype":"U8","shape":[1000000],"data_offsets":[%d,%d]}`, i, end, end+1_000_000)
+		end += 1_000_000
+	}
+	path := filepath.Join(t.TempDir(), "layered.safetensors")
+	file := append(binary.LittleEndian.AppendUint64(nil, uint64(len(header)+1)), header+"}"...)
+	if err := os.WriteFile(path, append(file, make([]byte, end)...), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+// plan says what a load takes, and with --keep what an offload would stream; doctor says so of a
+// model that is named. Neither needs a GPU, and what is wrong is refused.
+func TestPlan(t *testing.T) {
+	path := layered(t)
+	for keep, want := range map[string]int{"0": 0, "2MB": 2, "3500KB": 3, "1TB": 16} {
+		var r planReport
+		if err := json.Unmarshal([]byte(must(t, "plan", path, "--json", "--keep", keep)), &r); err != nil {
+			t.Fatal(err)
+		}
+		o := r.Offload
+		if o.Kept != int64(want)*1_000_000 || o.Rest != 500_000 || o.Rest+o.Kept+o.Streamed != r.Bytes || len(o.Blocks) != 16-want {
+			t.Errorf("keep %s: %+v of %d bytes", keep, o, r.Bytes)
+		}
+	}
+	for _, c := range []struct{ argv, want string }{
+		{"plan " + path, "at its peak"},
+		{"plan --keep 0 " + path, "16 blocks of 16 MB are streamed from at most 16 MB of host memory: layers.0 to layers.15"},
+		{"plan --keep 1TB " + path, "nothing is streamed"}, {"doctor " + path, path},
+	} {
+		if out := must(t, strings.Fields(c.argv)...); !strings.Contains(out, c.want) {
+			t.Errorf("%s lacks %q:\n%s", c.argv, c.want, out)
+		}
+	}
+	for argv, want := range map[string]int{
+		"plan": ExitUsage, "plan --keep many " + path: ExitUsage, "plan --device tpu " + path: ExitNotSupported,
+		"plan nowhere": ExitNotFound, "doctor nowhere": ExitNotFound,
+	} {
+		if status, _, stderr := overwire(strings.Fields(argv)...); status != want {
+			t.Errorf("%s: status %d, %s", argv, status, stderr)
 		}
 	}
 }

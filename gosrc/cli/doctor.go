@@ -40,7 +40,7 @@ var versionVerb = &verb{
 }
 
 var doctorVerb = &verb{
-	name: "doctor", args: "", most: 0,
+	name: "doctor", args: "[MODEL...]", most: -1,
 	short: "report the machine, the GPUs and the settings in use",
 	long: `
 Prints versions, CPU features and the chosen decoder, cores, huge pages, memory
@@ -48,14 +48,25 @@ and its limit, NUMA nodes where there are several, the GPUs, with the node that 
 is near, or why none can be used, whether GPUDirect Storage works
 here, the preload, and every setting that is not at its default. --env prints
 every setting: environment variable, value, meaning. --measure adds the rate of
-pinned copies to each GPU.`,
+pinned copies to each GPU. Of a model that is named (files, a folder or an
+index.json) it says whether its weights fit on each GPU, and if not, how
+overwire.offload would run it there: what is kept, and what is streamed from host
+memory. A fifth of a GPU is left for what the model computes.`,
 	example: "overwire doctor --env",
-	options: []option{
+	options: append([]option{
 		{name: "env", doc: "print every environment variable that overwire reads"},
 		{name: "measure", doc: "measure copies from pinned host memory to each GPU, about a second for each"},
-	},
+		storageOption,
+	}, decryptOptions...),
 	run: func(c *call) error {
 		d := Diagnose(c.env, c.is("measure"))
+		if len(c.args) > 0 {
+			model, err := c.diagnoseModel(d.GPU.Devices)
+			if err != nil {
+				return err
+			}
+			d.Model = model
+		}
 		return c.show(d, func(w io.Writer) { d.text(w, c.is("env")) })
 	},
 }
@@ -71,6 +82,7 @@ type Diagnosis struct {
 	Nodes    []nodes.Node    `json:"nodes"` // with their cores; empty: the system does not tell
 	GPU      GPU             `json:"gpu"`
 	Preload  Preload         `json:"preload"`
+	Model    *Model          `json:"model,omitempty"` // that is asked about
 	GDS      gds.Report      `json:"gpudirect_storage"`
 	Engine   string          `json:"engine"` // "ok", or the panic that poisoned it
 	Workers  int             `json:"goroutines"`
@@ -232,6 +244,9 @@ func (d *Diagnosis) text(w io.Writer, env bool) {
 		real = "libcufile " + d.GDS.Version + ", nvidia-fs " + d.GDS.Module
 	}
 	line("gpudirect storage", "%s: %s", real, d.GDS.Why)
+	if d.Model != nil {
+		d.Model.writeLines(d.Memory.Available, line)
+	}
 	line("engine", "%s", d.Engine)
 	t.Flush()
 	for _, a := range d.Advice {

@@ -72,3 +72,30 @@ func TestDoctorFake(t *testing.T) {
 		t.Errorf("without a device:\n%s", out)
 	}
 }
+
+// Of a model it says whether it fits, and how an offload would run it where it does not: with a
+// fifth of the GPU left.
+func TestDoctorOfModelsFake(t *testing.T) {
+	path := layered(t)
+	for bytes, want := range map[int64]string{
+		1 << 30: "fits\n", 16 << 20: "8 blocks of 8.0 MB are streamed from at most", 4 << 20: "cannot run it there",
+	} {
+		end := cuda.Fake(bytes)
+		if out := must(t, "doctor", path); !strings.Contains(out, want) {
+			t.Errorf("GPUs of %d bytes: doctor lacks %q:\n%s", bytes, want, out)
+		}
+		var d Diagnosis
+		if err := json.Unmarshal([]byte(must(t, "doctor", "--json", path)), &d); err != nil {
+			t.Fatal(err)
+		}
+		for _, fit := range d.Model.GPUs {
+			o := fit.Offload
+			if (o != nil) != (bytes == 16<<20) || o != nil && (o.DeviceBytes() > bytes/5*4 || o.Kept == 0 || o.Kept > fit.Keep) {
+				t.Errorf("GPU of %d bytes: %+v, %+v", bytes, fit, o)
+			}
+		}
+		if left := end(); left != "" {
+			t.Errorf("left behind: %s", left)
+		}
+	}
+}

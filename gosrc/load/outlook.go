@@ -30,6 +30,9 @@ type Prospect struct {
 	Budget int64 `json:"max_memory"`
 	// Stream: not all at once but in windows within the budget.
 	Stream bool `json:"stream"`
+	// Keep is how many bytes of blocks an offload would keep on the device; nil: none is
+	// planned.
+	Keep *int64 `json:"keep"`
 }
 
 // An Outlook is what a load would take.
@@ -41,10 +44,14 @@ type Outlook struct {
 	Staging int64         `json:"staging"`
 	Pinned  int64         `json:"pinned"`
 	Windows []plan.Window `json:"windows"` // of a stream
+	Offload *plan.Offload `json:"offload,omitempty"`
 }
 
 // A Part is as plan has it.
 type Part = plan.Part
+
+// KeptBlocks is as plan has it.
+func KeptBlocks(nbytes []int64, keep int64) []int64 { return plan.KeptBlocks(nbytes, keep) }
 
 // Outlook tells what loading parts of tensors would take, all tensors for nil. What is
 // over the budget is an ErrMemory.
@@ -69,6 +76,10 @@ func (m *Model) Outlook(parts []Part, q Prospect) (o Outlook, err error) {
 		if o.Bytes[i] > o.Bytes[largest] {
 			largest = i
 		}
+	}
+	if q.Keep != nil {
+		offload := plan.OffloadOf(m.ix, parts, o.Bytes, *q.Keep)
+		o.Offload = &offload
 	}
 	if q.Stream {
 		var over int

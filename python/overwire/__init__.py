@@ -51,10 +51,9 @@ if TYPE_CHECKING:
     from .jobs import last_report
     from .metering import CacheMetrics, Metrics, VerbMetrics, metrics
     from .model.options import LoadOptions, StorageOptions
-    from .model.plan import LoadPlan, PlannedFile, PlannedTensor, plan
+    from .model.plan import LoadPlan, PlannedFile, PlannedOffload, PlannedTensor, plan
     from .model.reading import read_bytes
     from .model.selection import experts
-    from .model.streamed import PlannedOffload
     from .offloading.offload import Offloaded, offload
     from .progress import Progress
     from .verbs.deltas import Delta, DeltaReport, DeltaRow, Diff, apply_delta, diff, merge_deltas, open_delta, save_delta
@@ -174,10 +173,9 @@ _HOMES = {
     "jobs": ("last_report",),
     "metering": ("CacheMetrics", "Metrics", "VerbMetrics", "metrics"),
     "model.options": ("LoadOptions", "StorageOptions"),
-    "model.plan": ("LoadPlan", "PlannedFile", "PlannedTensor", "plan"),
+    "model.plan": ("LoadPlan", "PlannedFile", "PlannedOffload", "PlannedTensor", "plan"),
     "model.reading": ("read_bytes",),
     "model.selection": ("experts",),
-    "model.streamed": ("PlannedOffload",),
     "offloading.offload": ("Offloaded", "offload"),
     "progress": ("Progress",),
     "verbs.deltas": ("Delta", "DeltaReport", "DeltaRow", "Diff", "apply_delta", "diff", "merge_deltas", "open_delta", "save_delta"),

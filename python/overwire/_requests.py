@@ -66,11 +66,21 @@ class LoadProspect(TypedDict, total=False):
     unpack: bool
     max_memory: int
     stream: bool
+    keep: int | None
 
 
 class PlanWindow(TypedDict):
     tensors: int
     bytes: int
+
+
+class PlanOffload(TypedDict):
+    rest: int
+    kept: int
+    streamed: int
+    stored: int
+    ring: int
+    blocks: list[str]
 
 
 class LoadOutlook(TypedDict):
@@ -79,6 +89,7 @@ class LoadOutlook(TypedDict):
     staging: int
     pinned: int
     windows: list[PlanWindow]
+    offload: NotRequired[PlanOffload | None]
 
 
 class LoadState(TypedDict):

@@ -51,6 +51,11 @@ def outlook(request: _requests.LoadProspect, model: int, numbers: bytes) -> _req
     return loads(core().call("outlook", dumps(request), pack("=1q", handle(model)) + numbers)[0])
 
 
+def kept_blocks(keep: int, numbers: bytes) -> list[int]:
+    """The numbers of the blocks that an offload keeps on the device. Numbers: of each block its bytes."""
+    return loads(core().call("kept_blocks", "", pack("=1q", keep) + numbers)[0])
+
+
 def states(model: int) -> list[_requests.LoadState]:
     """What tells the files of a model from others, and one state of them from the next."""
     return loads(core().call("states", "", pack("=1q", handle(model)))[0])

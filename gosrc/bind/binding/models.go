@@ -64,6 +64,9 @@ func modelVerbs() []*Verb {
 				}
 				return m.Outlook(parts, q)
 			}).ints("model").tail("pairs of a tensor and how many of its elements (-1: all); none: all tensors"),
+		answered("kept_blocks", "The numbers of the blocks that an offload keeps on the device.",
+			func(_ none, n []int64) ([]int64, error) { return load.KeptBlocks(n[1:], n[0]), nil }).
+			ints("keep").tail("of each block its bytes"),
 		about("states", "What tells the files of a model from others, and one state of them from the next.", modelOf,
 			func(m *load.Model, _ none, _ []int64) ([]load.State, error) { return m.FileStates(), nil }).ints("model"),
 		about("settle", "Set destinations of a load's requests whose destination was 1. What is queued on the stream now precedes what lands there.", jobOf,

@@ -13,14 +13,13 @@ from ..frameworks.frame import Frame
 from .opened import WHOLE, Model, opening
 from .options import DeviceLike, FrameworkName, PlanOptions, check_options, parse_size
 from .sources import SourceLike
-from .streamed import PlannedOffload, plan_offload
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .._requests import LoadOutlook, LoadProspect
 
-__all__ = ["LoadPlan", "PlannedFile", "PlannedTensor", "fit", "outlook", "plan"]
+__all__ = ["LoadPlan", "PlannedFile", "PlannedOffload", "PlannedTensor", "fit", "outlook", "plan"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,32 @@ class PlannedFile:
     nbytes: int
     stored: int
     size: int
+
+
+@dataclass(frozen=True)
+class PlannedOffload:
+    """What `offload` would do with a model, in bytes.
+
+    rest: of weights that lie in no block, which stay on the device.
+    kept: of blocks that stay there.
+    streamed: of the blocks that come and go; stored: the most that they take of host memory.
+    ring: of device memory for them, with two slots.
+    blocks: names of those that are streamed, in the order of the file.
+    """
+
+    __module__ = "overwire"
+
+    rest: int
+    kept: int
+    streamed: int
+    stored: int
+    ring: int
+    blocks: tuple[str, ...]
+
+    @property
+    def device(self) -> int:
+        """Bytes of the device that weights take, the ring included."""
+        return self.rest + self.kept + self.ring
 
 
 @dataclass(frozen=True)
@@ -117,11 +142,13 @@ def outlook(
     parts: Iterable[tuple[int, int]] | None = None,
     max_memory: int | str | None = None,
     stream: bool = False,
+    keep: int | None = None,
 ) -> LoadOutlook:
     """What the engine says that a load takes: parts of the model, (tensor, how many of its
     elements, -1 for all); None for what it has chosen.
 
-    Raises OutOfMemoryError for more than max_memory; stream: for a single tensor.
+    keep: bytes of blocks that an offload would keep, which it then says, too. Raises
+    OutOfMemoryError for more than max_memory; stream: for a single tensor.
     """
     numbers = array("q")
     if parts is None and model.chosen is not None:
@@ -129,9 +156,14 @@ def outlook(
     if parts is not None:
         numbers.extend(number for part in parts for number in part)
         if not numbers:
-            return {"bytes": [], "peak": 0, "staging": 0, "pinned": 0, "windows": []}
+            nothing: LoadOutlook = {"bytes": [], "peak": 0, "staging": 0, "pinned": 0, "windows": []}
+            if keep is not None:
+                nothing["offload"] = {"rest": 0, "kept": 0, "streamed": 0, "stored": 0, "ring": 0, "blocks": []}
+            return nothing
     load: LoadProspect = {"device": model.device, "max_memory": parse_size(max_memory, "max_memory"), "stream": stream}
     load["unpack"] = frame.name == "numpy"
+    if keep is not None:
+        load["keep"] = keep
     if wanted is not None:
         load["dtype"], load["item"], load["late"] = frame.name_of(wanted), wanted.itemsize, model.joined
     return _verbs.outlook(load, model.handle, numbers.tobytes())
@@ -167,7 +199,7 @@ def plan(
     wanted = check_dtype(frame, options.get("dtype"))
     with Model(source, device=where, **opening(options)) as model:
         rows = [model.row(at) for at in (range(len(model.table)) if model.chosen is None else model.chosen)]
-        load = outlook(model, frame, wanted)
+        load = outlook(model, frame, wanted, keep=None if keep is None else parse_size(keep or None, "keep"))
         info = model.info()
     final = load["bytes"]
     uris = [part["uri"] for part in info]
@@ -183,7 +215,7 @@ def plan(
         PlannedFile(uris[at], count[at], nbytes[at], stored[at], part["size"]) for at, part in enumerate(info) if count[at]
     )
     streamed = None
-    if keep is not None:
-        # A file stores equal tensors once, `offload` each.
-        streamed = plan_offload(((one.name, one.nbytes, one.stored or one.nbytes) for one in tensors), parse_size(keep or None, "keep"))
+    if offload := load.get("offload"):
+        sizes = (offload["rest"], offload["kept"], offload["streamed"], offload["stored"], offload["ring"])
+        streamed = PlannedOffload(*sizes, tuple(offload["blocks"]))
     return LoadPlan(tensors, files, sum(final), load["peak"], sum(stored), load["staging"], load["pinned"], streamed)

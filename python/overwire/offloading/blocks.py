@@ -10,10 +10,15 @@ import torch
 from ..errors import ArgumentError, NotSupportedError
 from ..frameworks.memory import check_memory
 from ..frameworks.torch import SAVED
-from ..model.streamed import LARGEST_SHARE, LISTED_SHARE
 from ..verbs.sleeping import _dense
 
 __all__ = ["Block", "Weight", "can_store", "cut", "find_blocks", "weights_of"]
+
+# A module with more of a model's bytes than this share is cut where it has lists of modules.
+# The engine, which plans by names alone, has both numbers, too.
+_LARGEST_SHARE = 1 / 16
+# It is cut only if its lists have this share of it: what is in none stays on the device.
+_LISTED_SHARE = 0.8
 
 
 class Weight(NamedTuple):
@@ -103,7 +108,7 @@ def _named(model: torch.nn.Module, names: dict[torch.nn.Module, str], blocks: It
 
 def cut(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The children of a model's lists of modules; those with much of it are cut further."""
-    return list(_cut(model, LARGEST_SHARE * _bytes_of(model)))
+    return list(_cut(model, _LARGEST_SHARE * _bytes_of(model)))
 
 
 def _cut(module: torch.nn.Module, limit: float) -> Iterator[torch.nn.Module]:
@@ -113,7 +118,7 @@ def _cut(module: torch.nn.Module, limit: float) -> Iterator[torch.nn.Module]:
             continue
         for block in child:
             inner = list(_cut(block, limit)) if _bytes_of(block) > limit else []
-            if sum(map(_bytes_of, inner)) >= LISTED_SHARE * _bytes_of(block) > 0:
+            if sum(map(_bytes_of, inner)) >= _LISTED_SHARE * _bytes_of(block) > 0:
                 yield from inner
             elif _bytes_of(block):
                 yield block

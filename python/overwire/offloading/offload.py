@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .. import _verbs
 from ..errors import ArgumentError, ModelMismatchError, NotSupportedError, OutOfMemoryError
 from ..frameworks.choose import check_device, frame_for
 from ..model.options import parse_size
-from ..model.streamed import choose_kept
 
 if TYPE_CHECKING:
     import torch
@@ -322,7 +323,7 @@ def offload(
             if weights is not None:
                 weights.give_memory()
             found = [block for name, part in models.items() for block in _blocks_of(part, blocks, name, len(models) > 1)]
-            kept = choose_kept([block.nbytes for block in found], budget)
+            kept = set(_verbs.kept_blocks(budget, array("q", (block.nbytes for block in found)).tobytes()))
             streamed = {id(weight.parameter) for at, block in enumerate(found) if at not in kept for weight in block.weights}
             whole = [t for part in models.values() for t in [*part.parameters(), *part.buffers()]]
             rest = [tensor for tensor in whole if id(tensor) not in streamed]

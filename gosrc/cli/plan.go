@@ -1,0 +1,167 @@
+package cli
+
+// This file has the verb plan, and what doctor reports of a model.
+
+import (
+	"fmt"
+	"io"
+
+	"github.com/dustin/go-humanize"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/plan"
+)
+
+var planVerb = &verb{
+	name: "plan", args: "SRC...", least: 1, most: -1,
+	short: "say what a load or an offload of a model would take",
+	long: `
+Prints the memory that loading files, a folder or an index.json would take, by
+headers alone: no tensor is read, and no GPU is touched. With --keep it also prints
+what overwire.offload would keep on the device and what it would stream from host
+memory, as far as names tell the model's blocks.`,
+	example: "overwire plan model.ow.safetensors --device cuda --keep 8GB",
+	options: append([]option{
+		{name: "device", value: "DEVICE", doc: "cpu (default), cuda, cuda:1"},
+		{
+			name: "keep", value: "SIZE", size: true, none: true,
+			doc: "bytes of the device for blocks that stay there, as 8GB, or 0",
+		},
+		storageOption,
+	}, decryptOptions...),
+	run: (*call).planLoad,
+}
+
+// planReport is the document of --json.
+type planReport struct {
+	Tensors int           `json:"tensors"`
+	Bytes   int64         `json:"bytes"`   // of all tensors, when they are loaded
+	Stored  int64         `json:"stored"`  // that are read or mapped
+	Peak    int64         `json:"peak"`    // of tensors, at any moment
+	Staging int64         `json:"staging"` // of slots on the device
+	Pinned  int64         `json:"pinned"`  // of host memory for a GPU's slots
+	Offload *plan.Offload `json:"offload,omitempty"`
+}
+
+// planLoad runs the verb.
+func (c *call) planLoad() error {
+	q := load.Prospect{Device: c.opts["device"]}
+	if q.Device != "" {
+		if _, err := device.Number(q.Device); err != nil {
+			return err
+		}
+	}
+	if _, there := c.opts["keep"]; there {
+		keep := c.size("keep")
+		q.Keep = &keep
+	}
+	m, err := c.open(c.args)
+	if err != nil {
+		return err
+	}
+	defer m.Close()
+	outlook, err := m.Outlook(nil, q)
+	if err != nil {
+		return err
+	}
+	r := planReport{
+		Tensors: len(outlook.Bytes), Peak: outlook.Peak, Staging: outlook.Staging, Pinned: outlook.Pinned,
+		Offload: outlook.Offload,
+	}
+	for i, n := range outlook.Bytes {
+		r.Bytes += n
+		r.Stored += m.Index().Tensors[i].Stored
+	}
+	return c.show(r, func(w io.Writer) {
+		count := humanize.Comma(int64(r.Tensors))
+		fmt.Fprintf(w, "%s tensors, %s, read or mapped as %s\n", count, bytesText(r.Bytes), bytesText(r.Stored))
+		fmt.Fprintf(w, "load: %s at its peak, slots of %s\n", bytesText(r.Peak), bytesText(r.Staging))
+		if r.Offload != nil {
+			fmt.Fprintf(w, "offload: %s\n", offloadText(r.Offload))
+		}
+	})
+}
+
+// offloadText says what an offload takes of the device and of the host.
+func offloadText(o *plan.Offload) string {
+	if len(o.Blocks) == 0 {
+		return fmt.Sprintf("nothing is streamed: %s on the device", bytesText(o.DeviceBytes()))
+	}
+	return fmt.Sprintf("%s on the device: %s in no block, %s of blocks that stay, a ring of %s; "+
+		"%d blocks of %s are streamed from at most %s of host memory: %s to %s",
+		bytesText(o.DeviceBytes()), bytesText(o.Rest), bytesText(o.Kept), bytesText(o.Ring),
+		len(o.Blocks), bytesText(o.Streamed), bytesText(o.Stored), o.Blocks[0], o.Blocks[len(o.Blocks)-1])
+}
+
+// A Model is what doctor reports of one: whether its weights fit on each GPU.
+type Model struct {
+	Path  string     `json:"path"`
+	Bytes int64      `json:"bytes"`
+	GPUs  []ModelFit `json:"gpus"`
+}
+
+// A ModelFit is how a model runs on one GPU.
+type ModelFit struct {
+	Index int `json:"index"`
+	// Fits: the weights leave a fifth of the GPU for what the model computes.
+	Fits bool `json:"fits"`
+	// Keep is what overwire.offload may keep so that this stays true, and Offload what
+	// it then does; nil where the weights fit, and where even the ring does not.
+	Keep    int64         `json:"keep"`
+	Offload *plan.Offload `json:"offload,omitempty"`
+}
+
+// diagnoseModel asks how the model that the arguments name runs on each GPU.
+func (c *call) diagnoseModel(devices []GPUDevice) (*Model, error) {
+	m, err := c.open(c.args)
+	if err != nil {
+		return nil, err
+	}
+	defer m.Close()
+	keepOf := func(keep int64) (load.Outlook, error) {
+		return m.Outlook(nil, load.Prospect{Keep: &keep})
+	}
+	least, err := keepOf(0)
+	if err != nil {
+		return nil, err
+	}
+	r := &Model{Path: errs.RedactURI(c.args[0]), Bytes: least.Peak, GPUs: []ModelFit{}}
+	for _, d := range devices {
+		room := d.Memory / 5 * 4
+		fit := ModelFit{Index: d.Index, Fits: r.Bytes <= room}
+		if !fit.Fits && least.Offload.DeviceBytes() <= room {
+			fit.Keep = room - least.Offload.DeviceBytes() // the ring is never larger than with nothing kept
+			outlook, err := keepOf(fit.Keep)
+			if err != nil {
+				return nil, err
+			}
+			fit.Offload = outlook.Offload
+		}
+		r.GPUs = append(r.GPUs, fit)
+	}
+	return r, nil
+}
+
+func (m *Model) writeLines(available int64, line func(name, format string, args ...any)) {
+	line("model", "%s, %s", m.Path, bytesText(m.Bytes))
+	if len(m.GPUs) == 0 {
+		fits := "fits"
+		if m.Bytes > available {
+			fits = "does not fit"
+		}
+		line("model on the host", "%s in what is available", fits)
+	}
+	for _, fit := range m.GPUs {
+		text := "fits"
+		switch o := fit.Offload; {
+		case o != nil:
+			text = fmt.Sprintf(`does not fit: overwire.offload(model, "cuda:%d", keep=%d): `, fit.Index, fit.Keep)
+			text += offloadText(o)
+		case !fit.Fits:
+			text = "does not fit, nor does what an offload has there: overwire.offload cannot run it there"
+		}
+		line(fmt.Sprintf("model on cuda:%d", fit.Index), "%s", text)
+	}
+}

@@ -1,0 +1,161 @@
+package plan
+
+// This file says which blocks of a model an offload keeps on a device and which it
+// streams, by names and sizes alone.
+
+import (
+	"slices"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+const (
+	// largestShare: a module with more of a model's bytes is cut where it has lists of
+	// modules, if these have listedShare of it. overwire.offloading.blocks cuts real
+	// modules so.
+	largestShare = 1.0 / 16
+	listedShare  = 0.8
+)
+
+// An Offload is what overwire.offload would do with a model, in bytes.
+type Offload struct {
+	Rest     int64    `json:"rest"`     // of weights that lie in no block, which stay on the device
+	Kept     int64    `json:"kept"`     // of blocks that stay there
+	Streamed int64    `json:"streamed"` // of blocks that come and go
+	Stored   int64    `json:"stored"`   // the most that these take of host memory
+	Ring     int64    `json:"ring"`     // of device memory for them, with two slots
+	Blocks   []string `json:"blocks"`   // names of those that are streamed, in the order of the tensors
+}
+
+// DeviceBytes is the bytes of the device that weights take, the ring included.
+func (o *Offload) DeviceBytes() int64 { return plus(plus(o.Rest, o.Kept), o.Ring) }
+
+// A module is what stands below one name, as far as names tell.
+type module struct {
+	name          string
+	bytes, stored int64
+	children      []*module
+	byName        map[string]*module
+}
+
+// OffloadOf plans the offload of a model that has these parts, of nbytes each, with at
+// most keep bytes of blocks on the device. A name whose children are all numbered
+// stands for a list of modules.
+func OffloadOf(ix *tensor.Index, parts []Part, nbytes []int64, keep int64) Offload {
+	root := &module{}
+	for i, p := range parts {
+		t := &ix.Tensors[p.Tensor]
+		length := t.Stored
+		if length == 0 { // equal tensors are stored once in a file, and each in an offload
+			length = nbytes[i]
+		}
+		root.addTensor(t.Name, nbytes[i], length)
+	}
+	blocks := root.cutLists(nil, largestShare*float64(root.bytes))
+	lengths := make([]int64, len(blocks))
+	for i, b := range blocks {
+		lengths[i] = b.bytes
+	}
+	staying := KeptBlocks(lengths, keep)
+	o := Offload{Rest: root.bytes, Blocks: []string{}}
+	for i, b := range blocks {
+		o.Rest -= b.bytes
+		if slices.Contains(staying, int64(i)) {
+			o.Kept += b.bytes
+			continue
+		}
+		o.Streamed += b.bytes
+		o.Stored = plus(o.Stored, b.stored)
+		o.Ring = max(o.Ring, times(plus(b.bytes, b.stored), 2))
+		o.Blocks = append(o.Blocks, b.name)
+	}
+	return o
+}
+
+// KeptBlocks returns the numbers of the blocks that stay on the device, at most keep
+// bytes of them: spread evenly, so that others are fetched while they run.
+func KeptBlocks(nbytes []int64, keep int64) []int64 {
+	count, sum := 0, int64(0)
+	for _, n := range slices.Sorted(slices.Values(nbytes)) { // of the smallest as many fit
+		if sum = plus(sum, n); sum > keep {
+			break
+		}
+		count++
+	}
+	for ; count > 0; count-- {
+		numbers, sum := make([]int64, count), int64(0)
+		for i := range numbers {
+			numbers[i] = int64(i * len(nbytes) / count)
+			sum = plus(sum, nbytes[numbers[i]])
+		}
+		if sum <= keep {
+			return numbers
+		}
+	}
+	return []int64{}
+}
+
+// addTensor counts a tensor in each module that its name passes.
+func (m *module) addTensor(name string, nbytes, stored int64) {
+	for at, rest := "", name; ; {
+		m.bytes, m.stored = plus(m.bytes, nbytes), plus(m.stored, stored)
+		if rest == "" {
+			return
+		}
+		var key string
+		key, rest, _ = strings.Cut(rest, ".")
+		at = strings.TrimPrefix(at+"."+key, ".")
+		m = m.childOf(key, at)
+	}
+}
+
+func (m *module) childOf(key, name string) *module {
+	c := m.byName[key]
+	if c == nil {
+		if m.byName == nil {
+			m.byName = map[string]*module{}
+		}
+		c = &module{name: name}
+		m.byName[key], m.children = c, append(m.children, c)
+	}
+	return c
+}
+
+// isList is whether all that stands below the name is numbered.
+func (m *module) isList() bool {
+	for key := range m.byName {
+		if strings.Trim(key, "0123456789") != "" || key == "" {
+			return false
+		}
+	}
+	return len(m.children) > 0
+}
+
+// cutLists appends the children of a module's lists; those of more than limit bytes are cut.
+func (m *module) cutLists(blocks []*module, limit float64) []*module {
+	for _, c := range m.children {
+		if !c.isList() {
+			blocks = c.cutLists(blocks, limit)
+			continue
+		}
+		for _, b := range c.children {
+			var inner []*module
+			if float64(b.bytes) > limit {
+				inner = b.cutLists(nil, limit)
+			}
+			inLists := int64(0)
+			for _, part := range inner {
+				inLists += part.bytes
+			}
+			switch {
+			case b.bytes == 0:
+			case float64(inLists) >= listedShare*float64(b.bytes):
+				blocks = append(blocks, inner...)
+			default:
+				blocks = append(blocks, b)
+			}
+		}
+	}
+	return blocks
+}
