@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError, CancelledError, NotSupportedError, OutOfMemoryError, OverwireError
 from ..frameworks.choose import check_device, check_dtype, frame_for
+from ..model.budget import fit
 from ..model.loads import Load
 from ..model.opened import WHOLE, Model, opening, prepare
 from ..model.options import DeviceLike, ShardLike, TorchName
-from ..model.plan import fit
 from ..model.sources import SourceLike
 from ..progress import Progress, watch
 from . import group as ranks

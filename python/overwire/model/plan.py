@@ -1,25 +1,20 @@
-"""plan: what a load would take, before it takes anything; memory budgets."""
+"""plan: what a load would take, before it takes anything."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .. import _verbs
 from ..frameworks.choose import check_device, check_dtype, frame_for
-from ..frameworks.frame import Frame
-from .opened import WHOLE, Model, opening
+from .budget import outlook
+from .opened import Model, opening
 from .options import DeviceLike, FrameworkName, PlanOptions, check_options, parse_size
 from .sources import SourceLike
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .._requests import LoadOutlook, LoadProspect
-
-__all__ = ["LoadPlan", "PlannedFile", "PlannedOffload", "PlannedTensor", "fit", "outlook", "plan"]
+__all__ = ["LoadPlan", "PlannedFile", "PlannedOffload", "PlannedTensor", "plan"]
 
 
 @dataclass(frozen=True)
@@ -133,48 +128,6 @@ class LoadPlan:
         facts = [("in memory", html.size(self.nbytes)), ("peak", html.size(self.peak)), ("read or mapped", html.size(self.stored))]
         facts += [(name, html.size(count)) for name, count in (("slots", self.staging), ("pinned", self.pinned)) if count]
         return html.block("LoadPlan", facts, files, tensors)
-
-
-def outlook(
-    model: Model,
-    frame: Frame,
-    wanted: Any,
-    parts: Iterable[tuple[int, int]] | None = None,
-    max_memory: int | str | None = None,
-    stream: bool = False,
-    keep: int | None = None,
-) -> LoadOutlook:
-    """What the engine says that a load takes: parts of the model, (tensor, how many of its
-    elements, -1 for all); None for what it has chosen.
-
-    keep: bytes of blocks that an offload would keep, which it then says, too. Raises
-    OutOfMemoryError for more than max_memory; stream: for a single tensor.
-    """
-    numbers = array("q")
-    if parts is None and model.chosen is not None:
-        parts = ((at, WHOLE) for at in model.chosen)
-    if parts is not None:
-        numbers.extend(number for part in parts for number in part)
-        if not numbers:
-            nothing: LoadOutlook = {"bytes": [], "peak": 0, "staging": 0, "pinned": 0, "windows": []}
-            if keep is not None:
-                nothing["offload"] = {"rest": 0, "kept": 0, "streamed": 0, "stored": 0, "ring": 0, "blocks": []}
-            return nothing
-    load: LoadProspect = {"device": model.device, "max_memory": parse_size(max_memory, "max_memory"), "stream": stream}
-    load["unpack"] = frame.name == "numpy"
-    if keep is not None:
-        load["keep"] = keep
-    if wanted is not None:
-        load["dtype"], load["item"], load["late"] = frame.name_of(wanted), wanted.itemsize, model.joined
-    return _verbs.outlook(load, model.handle, numbers.tobytes())
-
-
-def fit(
-    model: Model, frame: Frame, wanted: Any, max_memory: int | str | None, parts: Iterable[tuple[int, int]] | None = None
-) -> None:
-    """Raises OutOfMemoryError where a load would take more than the budget; see `outlook`."""
-    if max_memory is not None:
-        outlook(model, frame, wanted, parts, max_memory)
 
 
 def plan(

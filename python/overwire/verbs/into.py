@@ -15,8 +15,8 @@ from ..dtypes import PACKED
 from ..errors import ArgumentError, ForkedError, NotSupportedError
 from ..frameworks.frame import Frame
 from ..jobs import Job
+from ..model.budget import fit
 from ..model.opened import WHOLE, Model, Request, Row
-from ..model.plan import fit
 from ..progress import Watcher
 
 __all__ = ["Target", "fill", "in_place", "land", "landing", "place_of", "place_target", "put", "single", "states_of", "table_of"]

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, overload
 from .. import _engine
 from ..errors import NotSupportedError, forked
 from ..frameworks.choose import check_device, check_dtype, frame_for
+from ..model.budget import fit
 from ..model.loads import many_objects
 from ..model.opened import Model, opening, prepare
 from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, LoadOptions, TorchName, check_options
-from ..model.plan import fit
 from ..model.sources import SourceLike, named
 from ..progress import watch
 from .grouped import of_ranks

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ..errors import ArgumentError, ModelMismatchError, NotSupportedError
 from ..frameworks.choose import check_device, frame_for
+from ..model.budget import fit
 from ..model.opened import Model, opening
 from ..model.options import DeviceLike, ModuleOptions, StorageOptions, check_options, parse_size
-from ..model.plan import fit
 from ..model.sources import SourceLike, named
 from ..progress import ProgressLike, watch
 from .grouped import of_ranks

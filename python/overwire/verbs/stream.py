@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, overload
 
 from ..errors import ArgumentError, OverwireError
 from ..frameworks.choose import check_device, check_dtype, frame_for
+from ..model.budget import fit, outlook
 from ..model.loads import Load
 from ..model.opened import Model, opening, prepare
 from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, StreamOptions, TorchName, check_options, parse_size
-from ..model.plan import fit, outlook
 from ..model.sources import SourceLike
 from ..progress import Watcher, watch
 from .grouped import of_ranks
