@@ -47,7 +47,7 @@ def meet(
     reopen: Callable[[], None] | None = None,
     comparable: Callable[[list[dict[str, Any]]], bool] = lambda _: True,
 ) -> list[dict[str, Any]]:
-    """Collective: what each rank says of itself. Of that "alike" must be the same on all, as
+    """Collective: what each rank reports. Of that "alike" must be the same on all, as
     OVERWIRE_EXCHANGE must, and so must be "opened", what `open_files` gives or None, where it is
     `comparable`. reopen: called where files differ, before all describe themselves once more:
     another one may have been put there meanwhile.
