@@ -37,7 +37,7 @@ def plain(tmp_path_factory) -> Path:
 
 
 def test_version_is_the_packages():
-    assert must("version") == f"overwire {overwire.__version__}\n"
+    assert must("-V") == must("--version") == f"overwire {overwire.__version__}\n"
     assert json.loads(must("--version", "--json"))["version"] == overwire.__version__
 
 
@@ -117,6 +117,16 @@ def test_full_disk(plain: Path):
             [sys.executable, "-m", "overwire", "inspect", str(plain)], stdout=full, stderr=subprocess.PIPE, check=False
         )
     assert done.returncode == 4, done.stderr
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_closed_streams(plain: Path, tmp_path: Path, number: int):
+    """A closed standard output is an error in words, and no file that is written instead takes its place."""
+    small = tmp_path / "small.safetensors"
+    done = run("compress", str(plain), "-o", str(small), preexec_fn=functools.partial(os.close, number))
+    assert done.returncode == {1: 4, 2: 0}[number] and "Traceback" not in done.stderr
+    assert done.stderr == {1: "overwire: i/o error: standard output: write /dev/stdout: bad file descriptor\n", 2: ""}[number]
+    must("verify", str(small))
 
 
 def test_ctrl_c(tmp_path: Path):

@@ -103,7 +103,7 @@ def test_refused() -> None:
 
 
 def printing(*argv: str) -> str:
-    return subprocess.run([sys.executable, "-m", "overwire", "digest", *argv], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([sys.executable, "-m", "overwire", "inspect", "--digests", *argv], capture_output=True, text=True, check=True).stdout
 
 
 class Small(torch.nn.Module):

@@ -233,7 +233,7 @@ def test_memory(serve: Callable[..., str], tmp_path: Path) -> None:
         before = field("VmRSS")
         job = overwire.preload(sys.argv[1])
         job.wait(100)
-        print(field("VmHWM") - before - overwire.inspect(sys.argv[1])["totals"][""]["bytes"])
+        print(field("VmHWM") - before - overwire.inspect(sys.argv[1])["totals"]["all"]["bytes"])
     """
     fetch = """if True:
         import resource, subprocess, sys

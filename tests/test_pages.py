@@ -1,4 +1,4 @@
-"""The pages of `overwire inspect --html`, `overwire trace` and `overwire bench --html`, as a person at a browser has them.
+"""The pages of `overwire inspect --html` (of a model, and of a trace) and `overwire bench --html`, as a person at a browser has them.
 
 With mouse, keyboard and screen reader, in light and dark, in wide and narrow windows. The pictures stay in the test's folder.
 """
@@ -102,7 +102,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run("bench", "gen", "llama-bf16", plain, "--size", "32MB")
     run("compress", plain, "-o", small)
     run("load", small, "--threads", "2", "--trace", trace)
-    run("trace", trace)
+    run("inspect", trace, "--html", str(folder / "t.html"))
     return folder / "t.html"
 
 
@@ -164,8 +164,8 @@ def test_traces_of_a_gpu_and_hostile_names(browser: chromium.Chromium, tmp_path:
         events += [span | {"name": verbs[i % len(verbs)], "ts": i * 40.0} for i in range(5300)]
     path = tmp_path / "gpu.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    run("trace", str(path))
     page = path.with_suffix(".html")
+    run("inspect", str(path), "--html", str(page))
     browser.view()
     seconds = browser.open(page)
     print(f"{page.stat().st_size} bytes, {seconds:.3f} s until its scripts have run")

@@ -69,16 +69,31 @@ func (c *call) access() (err error) {
 	return nil
 }
 
-// verbs lists the verbs in the order of help. It is a function because the
-// verbs' code reaches this list again through help.
-func verbs() []*verb {
-	return []*verb{
-		compressVerb, decompressVerb, convertVerb, inspectVerb, verifyVerb, digestVerb, diffVerb, loadVerb, traceVerb, runVerb, fetchVerb, serveVerb, presignVerb, benchVerb,
-		cacheVerb, planVerb, doctorVerb, completionVerb, versionVerb,
+// verbGroups are the verbs in the order of help. It is a function because the verbs' code
+// reaches this list again through help.
+func verbGroups() []verbGroup {
+	return []verbGroup{
+		{"files", []*verb{compressVerb, decompressVerb, convertVerb, inspectVerb, verifyVerb, diffVerb}},
+		{"programs and stores", []*verb{loadVerb, runVerb, fetchVerb, cacheVerb}},
+		{"this machine", []*verb{doctorVerb, benchVerb, serveVerb, completionVerb}},
 	}
 }
 
-func find(name string) *verb {
+type verbGroup struct {
+	title string
+	verbs []*verb
+}
+
+// verbs lists the verbs in the order of help.
+func verbs() []*verb {
+	var all []*verb
+	for _, group := range verbGroups() {
+		all = append(all, group.verbs...)
+	}
+	return all
+}
+
+func findVerb(name string) *verb {
 	for _, v := range verbs() {
 		if v.name == name {
 			return v
@@ -87,22 +102,27 @@ func find(name string) *verb {
 	return nil
 }
 
-// groups are the verbs in the order of help.
-var groups = []struct{ title, verbs string }{
-	{"files", "compress decompress convert inspect verify diff digest"},
-	{"programs and stores", "run plan load fetch cache presign"},
-	{"measuring", "bench trace doctor serve"},
-	{"this command", "completion version"},
+// elsewhere says what to write for words that people try as verbs.
+var elsewhere = map[string]string{
+	"apply":   "overwire.apply_delta in Python",
+	"delta":   "overwire diff A B, and overwire.save_delta in Python",
+	"digest":  "overwire inspect SRC --digests",
+	"merge":   "overwire.merge_deltas in Python, of deltas",
+	"plan":    "overwire load SRC --plan",
+	"presign": "overwire fetch s3://BUCKET/KEY --presign SECONDS",
+	"split":   "overwire convert SRC -o OUT --shard SIZE",
+	"trace":   "overwire inspect TRACE.json --html PAGE.html",
+	"version": "overwire --version",
 }
 
 // Help is the text of `overwire --help`.
 func Help() string {
 	var b strings.Builder
 	b.WriteString("overwire compresses model weights without loss and loads them back fast.\n\nusage: overwire VERB ...\n\n")
-	for _, group := range groups {
+	for _, group := range verbGroups() {
 		fmt.Fprintf(&b, "%s:\n", group.title)
-		for _, name := range strings.Fields(group.verbs) {
-			fmt.Fprintf(&b, "  %-11s %s\n", name, find(name).short)
+		for _, v := range group.verbs {
+			fmt.Fprintf(&b, "  %-11s %s\n", v.name, v.short)
 		}
 		b.WriteString("\n")
 	}
@@ -112,27 +132,45 @@ func Help() string {
 
 func (v *verb) help() string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "usage: %s\n\n%s\n", strings.TrimSpace("overwire "+v.name+" "+v.args), strings.TrimSpace(v.long))
+	fmt.Fprintf(&b, "usage: %s\n\n%s\n", strings.TrimSpace("overwire "+v.name+" "+v.args), paragraphs(v.long))
 	b.WriteString("\noptions:\n")
+	width := 0
 	for _, o := range v.all() {
-		left := "--" + o.name
-		if o.value != "" {
-			left += " " + o.value
-		}
-		if o.short != "" {
-			left = "-" + o.short + ", " + left
-		}
-		if len(left) > 22 {
-			left += "\n" + strings.Repeat(" ", 24)
-		}
-		fmt.Fprintf(&b, "  %-22s %s\n", left, strings.ReplaceAll(wrapped(o.doc, 72), "\n", "\n"+strings.Repeat(" ", 25)))
+		width = max(width, len(o.spelling()))
 	}
-	fmt.Fprintf(&b, "\nexample:\n%s\n\n%s", indent(v.example), exitText)
+	for _, o := range v.all() {
+		doc := strings.ReplaceAll(wrapText(o.doc, helpWidth-width-4), "\n", "\n"+strings.Repeat(" ", width+4))
+		fmt.Fprintf(&b, "  %-*s  %s\n", width, o.spelling(), doc)
+	}
+	fmt.Fprintf(&b, "\nexample:\n%s\n\nexit status: 0 done; others: overwire --help\n", indentText(v.example))
 	return b.String()
 }
 
-// wrapped breaks a text into lines of at most n letters, between words.
-func wrapped(text string, n int) string {
+// helpWidth is how many columns help takes.
+const helpWidth = 88
+
+// spelling is how help writes an option.
+func (o *option) spelling() string {
+	text := strings.TrimSpace("--" + o.name + " " + o.value)
+	if o.short != "" {
+		return "-" + o.short + ", " + text
+	}
+	return text
+}
+
+// paragraphs breaks the paragraphs of a text, but for lists, which are indented.
+func paragraphs(text string) string {
+	all := strings.Split(strings.TrimSpace(text), "\n\n")
+	for i, one := range all {
+		if !strings.Contains(one, "\n  ") {
+			all[i] = wrapText(one, helpWidth)
+		}
+	}
+	return strings.Join(all, "\n\n")
+}
+
+// wrapText breaks a text into lines of at most n letters, between words.
+func wrapText(text string, n int) string {
 	var b strings.Builder
 	line := 0
 	for _, word := range strings.Fields(text) {
@@ -149,7 +187,7 @@ func wrapped(text string, n int) string {
 	return b.String()
 }
 
-func indent(text string) string {
+func indentText(text string) string {
 	return "  " + strings.ReplaceAll(strings.TrimSpace(text), "\n", "\n  ")
 }
 
@@ -172,11 +210,11 @@ func (c *call) parse(argv []string) error {
 			continue
 		}
 		name, value, given := strings.Cut(word, "=")
-		o := match(known, name)
+		o := matchOption(known, name)
 		switch {
 		case o == nil:
 			return usage("%s has no option %s%s; see: overwire %s --help (put paths that begin with - after --)",
-				c.verb.name, name, meant(name, names(known)), c.verb.name)
+				c.verb.name, name, nearName(name, optionNames(known)), c.verb.name)
 		case o.value == "" && given:
 			return usage("--%s takes no value", o.name)
 		case o.value == "":
@@ -224,8 +262,8 @@ func (c *call) checkArgs() error {
 	return nil
 }
 
-// names lists how the options are written.
-func names(known []option) []string {
+// optionNames lists how the options are written.
+func optionNames(known []option) []string {
 	var all []string
 	for _, o := range known {
 		all = append(all, "--"+o.name)
@@ -233,15 +271,15 @@ func names(known []option) []string {
 	return all
 }
 
-// meant returns ", did you mean X?" for the name nearest to word, or "".
-func meant(word string, names []string) string {
+// nearName returns ", did you mean X?" for the name nearest to word, or "".
+func nearName(word string, names []string) string {
 	if best := near.Best(word, names); best != "" {
 		return ", did you mean " + best + "?"
 	}
 	return ""
 }
 
-func match(known []option, word string) *option {
+func matchOption(known []option, word string) *option {
 	for i := range known {
 		if o := &known[i]; word == "--"+o.name || o.short != "" && word == "-"+o.short {
 			return o

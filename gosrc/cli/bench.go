@@ -148,7 +148,7 @@ func (c *call) generate() error {
 	}
 	out := c.args[2]
 	if !c.is("force") {
-		if err := c.free(out); err != nil {
+		if err := c.refuseExisting(out); err != nil {
 			return err
 		}
 	}

@@ -13,6 +13,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"runtime"
 	"slices"
 	"strings"
 
@@ -98,9 +99,9 @@ func Main(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.Writ
 	case "-h", "--help", "help":
 		return help(argv[1:], stdout, stderr)
 	case "-V", "--version":
-		argv = append([]string{"version"}, argv[1:]...)
+		return printVersion(argv[1:], stdout, stderr)
 	}
-	v := find(argv[0])
+	v := findVerb(argv[0])
 	if v == nil {
 		return failed(stderr, stdout, slices.Contains(argv, "--json"), noVerb(argv[0]))
 	}
@@ -144,12 +145,25 @@ func bare(w io.Writer) io.Writer {
 	return w
 }
 
+// printVersion is `overwire --version`, which takes nothing but --json.
+func printVersion(rest []string, stdout, stderr io.Writer) int {
+	asJSON := slices.Contains(rest, "--json")
+	switch {
+	case slices.ContainsFunc(rest, func(word string) bool { return word != "--json" }):
+		return failed(stderr, stdout, asJSON, usage("--version takes nothing but --json"))
+	case asJSON:
+		return failed(stderr, stdout, true, writeJSON(stdout, map[string]string{"version": Version, "go": runtime.Version()}))
+	}
+	fmt.Fprintf(stdout, "overwire %s\n", Version)
+	return ExitOK
+}
+
 func help(about []string, stdout, stderr io.Writer) int {
 	if len(about) == 0 {
 		fmt.Fprint(stdout, Help())
 		return ExitOK
 	}
-	v := find(about[0])
+	v := findVerb(about[0])
 	if v == nil {
 		return failed(stderr, stdout, false, noVerb(about[0]))
 	}
@@ -158,7 +172,10 @@ func help(about []string, stdout, stderr io.Writer) int {
 }
 
 func noVerb(name string) error {
-	return usage("no verb is called %q%s; see: overwire --help", name, meant(name, verbNames(verbs())))
+	if instead := elsewhere[name]; instead != "" {
+		return usage("no verb is called %q: write %s", name, instead)
+	}
+	return usage("no verb is called %q%s; see: overwire --help", name, nearName(name, verbNames(verbs())))
 }
 
 // A usageError is a wrong command line; its text says what to write instead.

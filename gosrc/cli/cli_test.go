@@ -87,7 +87,15 @@ func TestUsage(t *testing.T) {
 		{[]string{"bench", "--size", "1MB", "--device", "tpu"}, ExitUsage, "expected"},
 		{[]string{"bench", "gen", "gpt", "out"}, ExitUsage, "llama-bf16"},
 		{[]string{"bench", "gen"}, ExitUsage, "moe-bf16"},
-		{[]string{"version", "please"}, ExitUsage, "wrong number"},
+		{[]string{"--version", "please"}, ExitUsage, "takes nothing but --json"},
+		{[]string{"version"}, ExitUsage, "write overwire --version"},
+		{[]string{"digest", file}, ExitUsage, "write overwire inspect SRC --digests"},
+		{[]string{"help", "presign"}, ExitUsage, "--presign SECONDS"},
+		{[]string{"inspect", file, "--filter", "[a"}, ExitUsage, "--filter [a: write"},
+		{[]string{"inspect", file, "--digests", "--html", "y"}, ExitUsage, "neither"},
+		{[]string{"inspect", file, "--estimate", "--filter", "a*"}, ExitUsage, "leave --filter out"},
+		{[]string{"fetch", file, "--presign", "60"}, ExitNotSupported, "only s3://"},
+		{[]string{"fetch", file, "--presign", "60", "-o", "y"}, ExitUsage, "takes no -o"},
 		{[]string{"inspect", filepath.Join(dir, "none")}, ExitNotFound, "none"},
 		{[]string{"inspect", file}, ExitBad, "x.safetensors"},
 		{[]string{"verify", file}, ExitBad, "x.safetensors"},
@@ -104,6 +112,9 @@ func TestUsage(t *testing.T) {
 // and by help VERB, on stdout.
 func TestHelp(t *testing.T) {
 	all := must(t, "--help")
+	if n := len(verbs()); n > 14 {
+		t.Errorf("%d verbs: let one become an option of another", n)
+	}
 	for _, v := range verbs() {
 		if !strings.Contains(all, "\n  "+v.name+" ") {
 			t.Errorf("help does not name %s", v.name)
@@ -112,9 +123,14 @@ func TestHelp(t *testing.T) {
 		if one != must(t, "help", v.name) {
 			t.Errorf("%s: two help texts", v.name)
 		}
-		for _, want := range []string{"usage: overwire " + v.name, "example:", "overwire " + v.name, "--json", "exit status"} {
+		for _, want := range []string{"usage: overwire " + v.name, "example:", "overwire " + v.name, "--json", "exit status: 0 done"} {
 			if !strings.Contains(one, want) {
 				t.Errorf("help of %s lacks %q:\n%s", v.name, want, one)
+			}
+		}
+		for line := range strings.SplitSeq(one, "\n") {
+			if len(line) > helpWidth {
+				t.Errorf("help of %s has a line of %d columns: %s", v.name, len(line), line)
 			}
 		}
 		for _, o := range v.options {
@@ -212,9 +228,9 @@ func TestJSON(t *testing.T) {
 	for _, argv := range [][]string{
 		{"compress", plain, "-o", small}, {"inspect", small}, {"inspect", "-s", plain}, {"verify", small, plain},
 		{"decompress", small, "-o", small + "2"}, {"convert", plain, "-o", small + "3"},
-		{"load", small, "--repeat", "2", "--trace", small + ".trace"}, {"trace", small + ".trace"}, {"load", plain, "--device", "cpu"},
-		{"plan", small, "--keep", "1MB"}, {"plan", plain, "--device", "cuda:1"}, {"doctor", small},
-		{"doctor"}, {"doctor", "--env"}, {"version"}, {"bench", "gen", "int4", "--size", "1MB", small + "4"},
+		{"load", "--plan", small, "--keep", "1MB"}, {"load", "--plan", plain, "--device", "cuda:1"}, {"doctor", small},
+		{"load", small, "--repeat", "2", "--trace", small + ".json"}, {"inspect", small + ".json", "--html", small + ".html"}, {"load", plain, "--device", "cpu"},
+		{"doctor"}, {"doctor", "--env"}, {"inspect", small, "--digests"}, {"bench", "gen", "int4", "--size", "1MB", small + "4"},
 	} {
 		out := must(t, append(argv, "--json")...)
 		dec := json.NewDecoder(strings.NewReader(out))
@@ -242,14 +258,18 @@ func TestLoad(t *testing.T) {
 	}
 	page := filepath.Join(filepath.Dir(plain), "small.safetensors.html")
 	// One of the workers may do all of the work.
-	if out := must(t, "trace", trace); !strings.Contains(out, page) || !regexp.MustCompile(` of [23] workers and queues`).MatchString(out) {
-		t.Errorf("trace says %s", out)
+	if out := must(t, "inspect", trace, "--html", page); !strings.Contains(out, page) || !regexp.MustCompile(` of [23] workers and queues`).MatchString(out) {
+		t.Errorf("inspect of the trace says %s", out)
 	}
 	if b, err := os.ReadFile(page); err != nil || !strings.Contains(string(b), "worker ") {
 		t.Errorf("the page of the trace: %v", err)
 	}
+	none, no := small+"x.json", small+"y.json"
+	if err := os.WriteFile(no, []byte(`{"traceEvents":[]}`), 0o600); err != nil {
+		t.Fatal(err)
+	}
 	for argv, want := range map[[4]string]int{
-		{"trace", small, "-o", page}: ExitBad, {"trace", trace + "x", "-o", page}: ExitNotFound, {"trace", trace, "-o", trace}: ExitUsage,
+		{"inspect", no, "--html", page}: ExitBad, {"inspect", none, "--html", page}: ExitNotFound, {"inspect", trace, "--html", trace}: ExitUsage,
 	} {
 		var stdout, stderr bytes.Buffer
 		if status := Main(t.Context(), nil, argv[:], &stdout, &stderr, Env{}); status != want {
@@ -302,7 +322,7 @@ func TestClear(t *testing.T) {
 
 // --json may stand before the verb.
 func TestJSONFirst(t *testing.T) {
-	if a, b := must(t, "--json", "version"), must(t, "version", "--json"); a != b {
+	if a, b := must(t, "--json", "--version"), must(t, "--version", "--json"); a != b {
 		t.Errorf("%q and %q", a, b)
 	}
 	if status, out, _ := overwire("--json", "squash"); status != ExitUsage || !strings.Contains(out, `"ArgumentError"`) {
@@ -475,13 +495,13 @@ func layered(t *testing.T) string {
 	return path
 }
 
-// plan says what a load takes, and with --keep what an offload would stream; doctor says so of a
+// load --plan says what a load takes, and with --keep what an offload would stream; doctor says so of a
 // model that is named. Neither needs a GPU, and what is wrong is refused.
 func TestPlan(t *testing.T) {
 	path := layered(t)
 	for keep, want := range map[string]int{"0": 0, "2MB": 2, "3500KB": 3, "1TB": 16} {
 		var r planReport
-		if err := json.Unmarshal([]byte(must(t, "plan", path, "--json", "--keep", keep)), &r); err != nil {
+		if err := json.Unmarshal([]byte(must(t, "load", "--plan", path, "--json", "--keep", keep)), &r); err != nil {
 			t.Fatal(err)
 		}
 		o := r.Offload
@@ -490,17 +510,17 @@ func TestPlan(t *testing.T) {
 		}
 	}
 	for _, c := range []struct{ argv, want string }{
-		{"plan " + path, "at its peak"},
-		{"plan --keep 0 " + path, "16 blocks of 16 MB are streamed from at most 16 MB of host memory: layers.0 to layers.15"},
-		{"plan --keep 1TB " + path, "nothing is streamed"}, {"doctor " + path, path},
+		{"load --plan " + path, "at its peak"},
+		{"load --plan --keep 0 " + path, "16 blocks of 16 MB are streamed from at most 16 MB of host memory: layers.0 to layers.15"},
+		{"load --plan --keep 1TB " + path, "nothing is streamed"}, {"doctor " + path, path},
 	} {
 		if out := must(t, strings.Fields(c.argv)...); !strings.Contains(out, c.want) {
 			t.Errorf("%s lacks %q:\n%s", c.argv, c.want, out)
 		}
 	}
 	for argv, want := range map[string]int{
-		"plan": ExitUsage, "plan --keep many " + path: ExitUsage, "plan --device tpu " + path: ExitNotSupported,
-		"plan nowhere": ExitNotFound, "doctor nowhere": ExitNotFound,
+		"load --plan": ExitUsage, "load --keep 1MB " + path: ExitUsage, "load --plan --keep many " + path: ExitUsage, "load --plan --device tpu " + path: ExitNotSupported,
+		"load --plan nowhere": ExitNotFound, "doctor nowhere": ExitNotFound,
 	} {
 		if status, _, stderr := overwire(strings.Fields(argv)...); status != want {
 			t.Errorf("%s: status %d, %s", argv, status, stderr)

@@ -45,7 +45,7 @@ func (v *verb) all() []option {
 }
 
 // choices returns the words that each verb takes as its argument, of those that take no
-// names of files: verbs after help, shells after completion.
+// optionNames of files: verbs after help, shells after completion.
 func choices(verbs []*verb) map[string][]string {
 	words := map[string][]string{"help": verbNames(verbs)}
 	for _, v := range verbs {
@@ -82,7 +82,7 @@ _overwire() {
 	}
 	fmt.Fprint(w, "\t\tesac\n\t\tcase $word in\n\t\t-*)\n\t\t\tcase ${COMP_WORDS[1]} in\n")
 	for _, v := range verbs {
-		fmt.Fprintf(w, "\t\t\t%s) words='%s' ;;\n", v.name, strings.Join(names(v.all()), " "))
+		fmt.Fprintf(w, "\t\t\t%s) words='%s' ;;\n", v.name, strings.Join(optionNames(v.all()), " "))
 	}
 	fmt.Fprint(w, `			esac ;;
 		esac ;;
@@ -97,7 +97,7 @@ complete -o default -F _overwire overwire
 func zsh(w io.Writer, verbs []*verb) {
 	fmt.Fprint(w, "#compdef overwire\n# zsh completion of overwire\n_overwire() {\n\tlocal -a verbs\n\tverbs=(\n")
 	for _, v := range verbs {
-		fmt.Fprintf(w, "\t\t%s\n", quoted(v.name+":"+v.short))
+		fmt.Fprintf(w, "\t\t%s\n", quoteForShell(v.name+":"+v.short))
 	}
 	fmt.Fprint(w, "\t\t'help:describe a verb'\n\t)\n\tif (( CURRENT == 2 )); then\n\t\t_describe verb verbs\n\t\treturn\n\tfi\n\tlocal verb=$words[2]\n\tshift words\n\t(( CURRENT-- ))\n\tcase $verb in\n")
 	fmt.Fprint(w, "\thelp) _describe verb verbs ;;\n")
@@ -108,16 +108,16 @@ func zsh(w io.Writer, verbs []*verb) {
 			if o.value != "" {
 				doc += ":" + strings.ReplaceAll(o.value, ":", `\:`) + ":_files"
 			}
-			fmt.Fprintf(w, " \\\n\t\t\t%s", quoted("--"+o.name+doc))
+			fmt.Fprintf(w, " \\\n\t\t\t%s", quoteForShell("--"+o.name+doc))
 			if o.short != "" {
-				fmt.Fprintf(w, " \\\n\t\t\t%s", quoted("-"+o.short+doc))
+				fmt.Fprintf(w, " \\\n\t\t\t%s", quoteForShell("-"+o.short+doc))
 			}
 		}
 		rest := "*:file:_files"
 		if words := choices(verbs)[v.name]; words != nil {
 			rest = "1:word:(" + strings.Join(words, " ") + ")"
 		}
-		fmt.Fprintf(w, " \\\n\t\t\t%s ;;\n", quoted(rest))
+		fmt.Fprintf(w, " \\\n\t\t\t%s ;;\n", quoteForShell(rest))
 	}
 	fmt.Fprint(w, "\tesac\n}\nif [[ $funcstack[1] == _overwire ]]; then\n\t_overwire \"$@\"\nelse\n\tcompdef _overwire overwire\nfi\n")
 }
@@ -126,7 +126,7 @@ func zsh(w io.Writer, verbs []*verb) {
 func fish(w io.Writer, verbs []*verb) {
 	fmt.Fprint(w, "# fish completion of overwire\n")
 	for _, v := range verbs {
-		fmt.Fprintf(w, "complete -c overwire -f -n __fish_use_subcommand -a %s -d %s\n", v.name, fished(v.short))
+		fmt.Fprintf(w, "complete -c overwire -f -n __fish_use_subcommand -a %s -d %s\n", v.name, quoteForFish(v.short))
 	}
 	fmt.Fprint(w, "complete -c overwire -f -n __fish_use_subcommand -a help -d 'describe a verb'\n")
 	of := choices(verbs)
@@ -142,15 +142,15 @@ func fish(w io.Writer, verbs []*verb) {
 			if o.value != "" {
 				fmt.Fprint(w, " -r")
 			}
-			fmt.Fprintf(w, " -d %s\n", fished(o.doc))
+			fmt.Fprintf(w, " -d %s\n", quoteForFish(o.doc))
 		}
 	}
 }
 
-// quoted is text as a word of a POSIX shell.
-func quoted(text string) string { return "'" + strings.ReplaceAll(text, "'", `'\''`) + "'" }
+// quoteForShell is text as a word of a POSIX shell.
+func quoteForShell(text string) string { return "'" + strings.ReplaceAll(text, "'", `'\''`) + "'" }
 
-// fished is text as a word of fish, which reads backslashes within quotes.
-func fished(text string) string {
+// quoteForFish is text as a word of fish, which reads backslashes within quotes.
+func quoteForFish(text string) string {
 	return "'" + strings.NewReplacer(`\`, `\\`, "'", `\'`).Replace(text) + "'"
 }

@@ -49,11 +49,11 @@ func TestCompletionBash(t *testing.T) {
 	for _, c := range []struct{ line, want []string }{
 		{[]string{"com"}, []string{"completion", "compress"}},
 		{[]string{""}, append(verbNames(verbs()), "help", "--help", "--version")},
-		{[]string{"load", "-"}, names(loadVerb.all())},
+		{[]string{"load", "-"}, optionNames(loadVerb.all())},
 		{[]string{"inspect", "a.safetensors", "--su"}, []string{"--summary"}},
 		{[]string{"completion", "z"}, []string{"zsh"}},
 		{[]string{"completion", "--j"}, []string{"--json"}},
-		{[]string{"help", "pre"}, []string{"presign"}},
+		{[]string{"help", "doc"}, []string{"doctor"}},
 		{[]string{"load", "mod"}, nil},
 		{[]string{"verify", "--", "--j"}, nil},
 		{[]string{"squash", "-"}, nil},
@@ -98,7 +98,7 @@ func TestCompletionFish(t *testing.T) {
 		{"overwire comple", []string{"completion"}},
 		{"overwire inspect --summ", []string{"--summary"}},
 		{"overwire completion z", []string{"zsh"}},
-		{"overwire help presi", []string{"presign"}},
+		{"overwire help docto", []string{"doctor"}},
 	} {
 		// Each line is a word, a tab, and its description.
 		ask := `source $argv[1]; complete -C $argv[2] | string replace -r '\t.*' ''; true`

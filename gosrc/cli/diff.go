@@ -3,6 +3,8 @@ package cli
 // This file has the verb diff, which compares two models.
 
 import (
+	"cmp"
+	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -18,6 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/tensor"
+	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
 // diffBytes is how much of each model diff has in memory at once, unless a tensor is
@@ -33,11 +36,12 @@ compressed), bit by bit, and prints for each that differs how many of its elemen
 changed, and what a delta of it would take (Python's save_delta). Tensors that only
 one of the models has, or that have another type or shape, are listed.
 Elements of less than a byte are counted as bytes. At most about 2 GB of both models
-are in memory at once. The exit status is 0 whether they differ or not; with
---exit-code it is 1 if they do.`,
+are in memory at once. A key is used for the models that are encrypted. The exit
+status is 0 whether they differ or not; with --exit-code it is 1 if they do.`,
 	example: "overwire diff base.safetensors tuned.safetensors",
 	options: append([]option{{name: "exit-code", doc: "exit with 1 if the models differ"},
-		{name: "summary", short: "s", doc: "print totals only, not each tensor"}, threadsOption, storageOption}, decryptOptions...),
+		{name: "summary", short: "s", doc: "print totals only, not each tensor"},
+		{name: "limit", value: "N", lo: 1, hi: 1 << 30, doc: "list the N tensors that changed most, and N names of each kind"}, threadsOption, storageOption}, decryptOptions...),
 	run: (*call).diff,
 }
 
@@ -62,17 +66,15 @@ func (difference) Error() string { return "the models differ" }
 func (difference) Unwrap() error { return errs.ErrCorrupt }
 
 func (c *call) diff() error {
-	var models [2]*load.Model
-	for i, path := range c.args {
-		m, err := c.open([]string{path})
-		if err != nil {
-			return err
-		}
+	models, err := c.openBoth()
+	if err != nil {
+		return err
+	}
+	for _, m := range models {
 		defer m.Close()
-		models[i] = m
 	}
 	r := diffReport{Tensors: []delta.Row{}, OnlyA: []string{}, OnlyB: []string{}, Other: []string{}}
-	both := r.match(models[0].Index(), models[1].Index())
+	both := r.pairTensors(models[0].Index(), models[1].Index())
 	for len(both) > 0 {
 		n, sum := 0, int64(0)
 		for n < len(both) && (n == 0 || sum+models[0].Index().Tensors[both[n][0]].Bytes <= diffBytes) {
@@ -84,15 +86,38 @@ func (c *call) diff() error {
 		}
 		both = both[n:]
 	}
-	err := c.show(r, func(w io.Writer) { r.print(w, c.is("summary")) })
+	err = c.show(r, func(w io.Writer) { r.print(w, c.is("summary"), c.number("limit", 0)) })
 	if differ := len(r.Tensors)+len(r.OnlyA)+len(r.OnlyB)+len(r.Other) > 0; err == nil && differ && c.is("exit-code") {
 		return &shownError{difference{}}
 	}
 	return err
 }
 
-// match pairs the tensors of both models, and notes the others.
-func (r *diffReport) match(a, b *tensor.Index) (both [][2]int) {
+// openBoth opens the two models. A key is for those that are encrypted; one that is for
+// neither is refused.
+func (c *call) openBoth() (models [2]*load.Model, err error) {
+	keyless := c.storage
+	keyless.Decrypt = nil
+	var first error // of a model that needs no key
+	for i, path := range c.args {
+		models[i], err = c.open([]string{path}, c.storage)
+		var plain *tensorizer.NotEncryptedError
+		if errors.As(err, &plain) && (i == 0 || first == nil) {
+			first = err
+			models[i], err = c.open([]string{path}, keyless)
+		}
+		if err != nil {
+			if i > 0 {
+				models[0].Close()
+			}
+			return models, err
+		}
+	}
+	return models, nil
+}
+
+// pairTensors pairs the tensors of both models, and notes the others.
+func (r *diffReport) pairTensors(a, b *tensor.Index) (both [][2]int) {
 	at := map[string]int{}
 	for i := range b.Tensors {
 		at[b.Tensors[i].Name] = i
@@ -180,38 +205,48 @@ func (c *call) landed(m *load.Model, reqs []load.Request, threads int) ([]device
 	return mem, nil
 }
 
-// maxNames is how many names of one kind a line has.
+// maxNames is how many names of one kind a line has without --limit.
 const maxNames = 8
 
-func (r diffReport) print(w io.Writer, summary bool) {
+// print prints the report; a limit that is not 0 is the most tensors that it lists.
+func (r diffReport) print(w io.Writer, summary bool, limit int) {
+	rows, names := r.Tensors, maxNames
+	if limit > 0 {
+		rows = slices.SortedStableFunc(slices.Values(rows), func(a, b delta.Row) int { return cmp.Compare(b.Changed, a.Changed) })
+		rows, names = rows[:min(limit, len(rows))], limit
+	}
+	if summary {
+		rows = nil
+	}
 	t := table(w)
-	for i, row := range r.Tensors {
-		if summary {
-			break
-		}
+	for i, row := range rows {
 		if i == 0 {
 			fmt.Fprintf(t, "tensor\tdtype\tshape\telements changed\tshare\tdelta\n")
 		}
-		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\n", safe(row.Name), row.DType, shapeText(row.Shape), humanize.Comma(row.Changed), share(row.Changed, row.Elements), bytesText(row.Stored))
+		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\n", safe(row.Name), row.DType, shapeText(row.Shape),
+			humanize.Comma(row.Changed), shareText(row.Changed, row.Elements), bytesText(row.Stored))
 	}
 	t.Flush()
+	if n := len(r.Tensors) - len(rows); n > 0 && !summary {
+		fmt.Fprintf(w, "and %s more (without --limit, or by --json, all)\n", humanize.Comma(int64(n)))
+	}
 	for _, list := range []struct {
 		what  string
 		names []string
 	}{{"only in A", r.OnlyA}, {"only in B", r.OnlyB}, {"another type or shape", r.Other}} {
 		if n := len(list.names); n > 0 {
 			more := ""
-			if n > maxNames {
-				more = fmt.Sprintf(", and %s more (--json lists all)", humanize.Comma(int64(n-maxNames)))
+			if n > names {
+				more = fmt.Sprintf(", and %s more (--json lists all)", humanize.Comma(int64(n-names)))
 			}
-			fmt.Fprintf(w, "%s: %s%s\n", list.what, safe(strings.Join(list.names[:min(n, maxNames)], ", ")), more)
+			fmt.Fprintf(w, "%s: %s%s\n", list.what, safe(strings.Join(list.names[:min(n, names)], ", ")), more)
 		}
 	}
 	fmt.Fprintf(w, "%s of %s elements changed (%s), in %d tensors; %d are equal; a delta takes %s, %s of %s\n", humanize.Comma(r.Changed),
-		humanize.Comma(r.Elements), share(r.Changed, r.Elements), len(r.Tensors), r.Equal, bytesText(r.Stored), share(r.Stored, r.Bytes), bytesText(r.Bytes))
+		humanize.Comma(r.Elements), shareText(r.Changed, r.Elements), len(r.Tensors), r.Equal, bytesText(r.Stored), shareText(r.Stored, r.Bytes), bytesText(r.Bytes))
 }
 
-func share(n, of int64) string {
+func shareText(n, of int64) string {
 	if of == 0 {
 		return "-"
 	}

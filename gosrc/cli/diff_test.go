@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"fmt"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -15,6 +16,40 @@ func TestInspectTop(t *testing.T) {
 	}
 	if out := must(t, "inspect", a, "-s", "--json"); !strings.Contains(out, `"tensors": []`) {
 		t.Error(out)
+	}
+}
+
+// inspect --filter lists and counts the tensors of a glob, digests of them too; in a glob
+// * stands for any letters.
+func TestInspectFilter(t *testing.T) {
+	a := made(t, "llama-bf16")
+	out := must(t, "inspect", a, "--filter", "*.mlp.*_proj.weight")
+	rows := strings.Count(out, "  plain\n")
+	if rows == 0 || rows != strings.Count(out, ".mlp.") || strings.Contains(out, "lm_head") || !strings.Contains(out, fmt.Sprintf("all    %d", rows)) {
+		t.Errorf("%d rows:\n%s", rows, out)
+	}
+	if out := must(t, "inspect", a, "--digests", "--filter", "lm_head*"); strings.Count(out, "\n") != 1 || !strings.HasSuffix(out, "  lm_head.weight\n") {
+		t.Error(out)
+	}
+	for name, want := range map[string]bool{"a/b.c": true, "ab": true, "a": false, "xab": false} {
+		if globMatches("a*[bc]", name) != want {
+			t.Errorf("%s: %t", name, !want)
+		}
+	}
+}
+
+// diff --limit lists the tensors that changed most, and says how many it leaves out; --json
+// has all.
+func TestDiffLimit(t *testing.T) {
+	a := made(t, "llama-bf16")
+	b := filepath.Join(t.TempDir(), "b.safetensors")
+	must(t, "bench", "gen", "llama-bf16", b, "--size", "2MB", "--seed", "8")
+	all, few := must(t, "diff", a, b), must(t, "diff", a, b, "--limit", "2")
+	if n := strings.Count(few, "BF16"); n != 2 || !strings.Contains(few, fmt.Sprintf("and %d more", strings.Count(all, "BF16")-2)) {
+		t.Errorf("%d rows:\n%s", n, few)
+	}
+	if x, y := must(t, "diff", a, b, "--json"), must(t, "diff", a, b, "--json", "--limit", "2"); x != y {
+		t.Error("--limit changes the document")
 	}
 }
 

@@ -1,6 +1,6 @@
 package cli
 
-// This file has the verbs doctor and version.
+// This file has the verb doctor.
 
 import (
 	"context"
@@ -8,7 +8,6 @@ import (
 	"io"
 	"os"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strings"
 
@@ -26,18 +25,6 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
-
-var versionVerb = &verb{
-	name: "version", args: "", most: 0,
-	short:   "print the version",
-	long:    "Prints the version of overwire.",
-	example: "overwire version --json",
-	run: func(c *call) error {
-		return c.show(map[string]string{"version": Version, "go": runtime.Version()}, func(w io.Writer) {
-			fmt.Fprintf(w, "overwire %s\n", Version)
-		})
-	},
-}
 
 var doctorVerb = &verb{
 	name: "doctor", args: "[MODEL...]", most: -1,

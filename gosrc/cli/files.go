@@ -1,13 +1,11 @@
 package cli
 
-// This file has the verbs that write and examine files: compress, decompress,
-// convert, inspect, verify, digest.
+// This file has the verbs that write and check files: compress, decompress, convert,
+// verify.
 
 import (
-	"cmp"
 	"fmt"
 	"io"
-	"maps"
 	"os"
 	"slices"
 	"strings"
@@ -16,8 +14,6 @@ import (
 	"github.com/dustin/go-humanize"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/atomicfile"
-	"github.com/overwire/overwire/gosrc/page"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/source/open"
 )
@@ -104,7 +100,7 @@ func (c *call) convert(compress bool) error {
 		return usage("%s: .tensors files are not compressed: write overwire convert %s -o %s", out, c.args[0], out)
 	}
 	if !c.is("force") {
-		if err := c.free(out); err != nil {
+		if err := c.refuseExisting(out); err != nil {
 			return err
 		}
 	}
@@ -112,11 +108,11 @@ func (c *call) convert(compress bool) error {
 	if err != nil {
 		return err
 	}
-	return c.show(rep, func(w io.Writer) { c.written(w, rep, compress) })
+	return c.show(rep, func(w io.Writer) { c.printWritten(w, rep, compress) })
 }
 
-// written prints what was written; of the originals' hashes each with --verbose only.
-func (c *call) written(w io.Writer, rep save.Report, compress bool) {
+// printWritten prints what was written; of the originals' hashes each with --verbose only.
+func (c *call) printWritten(w io.Writer, rep save.Report, compress bool) {
 	copied := map[string]string{}
 	for _, f := range rep.Copied {
 		copied[f] = "copied: "
@@ -182,11 +178,11 @@ func sizesText(in, out int64) string {
 	return text
 }
 
-// free refuses to replace a file or an object, or to write into a folder that is not
+// refuseExisting refuses to replace a file or an object, or to write into a folder that is not
 // empty.
-func (c *call) free(out string) error {
+func (c *call) refuseExisting(out string) error {
 	if open.Writable(out) {
-		return c.freeRemote(out)
+		return c.refuseExistingRemote(out)
 	}
 	info, err := os.Stat(out)
 	if err != nil {
@@ -198,103 +194,6 @@ func (c *call) free(out string) error {
 		}
 	}
 	return usage("%s exists; give --force to replace it", out)
-}
-
-var inspectVerb = &verb{
-	name: "inspect", args: "SRC...", least: 1, most: -1,
-	short: "list tensors with dtypes, shapes, sizes and codecs",
-	long: `
-Reads headers and indexes only, of plain safetensors files too; with --estimate
-also samples of the tensors, to say what compress would save. "ratio" is
-stored / original bytes. "stored as" is plain; alias, for a tensor that shares
-the bytes of another; or the codec and the element type it was made for. --html
-writes a page, in one file that asks no server, in which the tensors lie as a map.`,
-	example: "overwire inspect model.ow.safetensors --summary",
-	options: []option{{name: "summary", short: "s", doc: "print totals only, not each tensor"},
-		{name: "top", value: "N", lo: 1, hi: 1 << 30, doc: "list the N largest tensors of each file"},
-		{name: "estimate", short: "e", doc: "say what compress would save"},
-		{name: "html", value: "FILE", doc: "write a page with a map of the tensors instead of listing them"}, storageOption},
-	run: func(c *call) error {
-		in, err := save.Inspect(c.ctx, c.args, c.storage)
-		if err != nil {
-			return err
-		}
-		if path := c.opts["html"]; path != "" {
-			text, err := page.Model(in)
-			if err == nil {
-				err = atomicfile.Write(c.ctx, path, text)
-			}
-			if err != nil {
-				return err
-			}
-		}
-		if c.is("summary") || c.opts["html"] != "" {
-			for i := range in.Sources {
-				in.Sources[i].Tensors = []save.InspectedTensor{}
-			}
-		}
-		if n := c.number("top", 0); n > 0 {
-			for i := range in.Sources {
-				f := &in.Sources[i]
-				slices.SortStableFunc(f.Tensors, func(a, b save.InspectedTensor) int { return cmp.Compare(b.Bytes, a.Bytes) })
-				f.Tensors = f.Tensors[:min(n, len(f.Tensors))]
-			}
-		}
-		answer := struct {
-			*save.Inspection
-			Estimate *save.Total `json:"estimate,omitempty"`
-		}{Inspection: in}
-		if c.is("estimate") {
-			sum, err := save.Estimate(c.ctx, c.args, c.storage)
-			if err != nil {
-				return err
-			}
-			answer.Estimate = &sum
-		}
-		return c.show(answer, func(w io.Writer) {
-			inspected(w, in)
-			if path := c.opts["html"]; path != "" {
-				fmt.Fprintf(w, "%s: open it in a browser\n", path)
-			}
-			if sum := answer.Estimate; sum != nil {
-				fmt.Fprintf(w, "compress would make about %s of %s, %.1f %% less\n", bytesText(sum.Stored), bytesText(sum.Bytes), 100*(1-sum.Ratio))
-			}
-		})
-	},
-}
-
-// inspected prints a table of tensors for each file, and totals.
-func inspected(w io.Writer, in *save.Inspection) {
-	for _, f := range in.Sources {
-		fmt.Fprintf(w, "%s: %s, %s\n", place(f.URI), f.Format, bytesText(f.Size))
-		for _, k := range slices.Sorted(maps.Keys(f.Metadata)) {
-			fmt.Fprintf(w, "  %s = %s\n", safe(k), safe(f.Metadata[k]))
-		}
-		if len(f.Tensors) == 0 {
-			continue
-		}
-		t := table(w)
-		fmt.Fprint(t, "  tensor\tdtype\tshape\tbytes\tstored\tratio\tstored as\n")
-		for _, x := range f.Tensors {
-			coding := x.Coding
-			if x.AliasOf != "" {
-				coding += " of " + safe(x.AliasOf)
-			}
-			fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%.4f\t%s\n", safe(x.Name), x.DType, shapeText(x.Shape),
-				bytesText(x.Bytes), bytesText(x.Stored), x.Ratio, coding)
-		}
-		t.Flush()
-	}
-	t := table(w)
-	fmt.Fprint(t, "total\ttensors\tbytes\tstored\tratio\n")
-	for _, d := range slices.Sorted(maps.Keys(in.Totals)) {
-		sum := in.Totals[d]
-		if d == "" {
-			d = "all"
-		}
-		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%.4f\n", d, humanize.Comma(int64(sum.Tensors)), bytesText(sum.Bytes), bytesText(sum.Stored), sum.Ratio)
-	}
-	t.Flush()
 }
 
 var verifyVerb = &verb{
@@ -336,29 +235,6 @@ and names file, tensor, chunk and offset.`,
 				rate = "  " + rateText(rep.Bytes, rep.Seconds)
 			}
 			fmt.Fprintf(w, "ok  %.2f s%s\n", rep.Seconds, rate)
-		})
-	},
-}
-
-var digestVerb = &verb{
-	name: "digest", args: "SRC...", least: 1, most: -1,
-	short: "print a digest of each tensor's bytes",
-	long: `
-Reads and decodes every tensor and prints 128 bits of its bytes, which a tensor in
-memory has, too, on the CPU and on a GPU: overwire.digest(tensors) in Python. So two
-files, or a file and a running model, are compared, however each is stored. Digests
-find changes and mistakes; they are not cryptographic.`,
-	example: "overwire digest model.ow.safetensors",
-	options: append([]option{storageOption}, decryptOptions...),
-	run: func(c *call) error {
-		rep, err := save.Digests(c.ctx, c.job, c.args, c.storage, nil)
-		if err != nil {
-			return err
-		}
-		return c.show(rep, func(w io.Writer) {
-			for _, t := range rep.Tensors {
-				fmt.Fprintf(w, "%s  %s\n", t.Digest, safe(t.Name))
-			}
 		})
 	},
 }

@@ -49,7 +49,7 @@ func diagnoseGPU(measure bool) GPU {
 	g := GPU{Driver: moduleVersion(), Devices: []GPUDevice{}}
 	info, err := driver.Info()
 	if err != nil {
-		g.Reason = words(err)
+		g.Reason = reasonText(err)
 		return g
 	}
 	for _, d := range info {
@@ -59,7 +59,7 @@ func diagnoseGPU(measure bool) GPU {
 			one.Unusable = fmt.Sprintf("compute capability %s; overwire needs 8.0 or later", d.Compute)
 		} else if measure {
 			if one.Wire, err = wire(d.Index); err != nil {
-				one.Unusable = words(err)
+				one.Unusable = reasonText(err)
 			}
 		}
 		g.Devices = append(g.Devices, one)
@@ -67,8 +67,8 @@ func diagnoseGPU(measure bool) GPU {
 	return g
 }
 
-// words returns an error's text without its class, which its place implies.
-func words(err error) string {
+// reasonText returns an error's text without its class, which its place implies.
+func reasonText(err error) string {
 	return strings.TrimPrefix(errs.Message(err), errs.ErrDevice.Error()+": ")
 }
 

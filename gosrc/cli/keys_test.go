@@ -41,7 +41,7 @@ func TestKeys(t *testing.T) {
 	if err := unix.Mkfifo(pipe, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	sealed, again, back := at("sealed.tensors"), at("again.tensors"), at("back.safetensors")
+	sealed, open, again, back := at("sealed.tensors"), at("open.tensors"), at("again.tensors"), at("back.safetensors")
 	for _, c := range []struct {
 		status int
 		says   string
@@ -49,6 +49,8 @@ func TestKeys(t *testing.T) {
 	}{
 		{ExitOK, "", []string{"convert", plain, "-o", sealed, "--encrypt-key", key}},
 		{ExitOK, "", []string{"inspect", sealed}},
+		{ExitOK, "", []string{"convert", plain, "-o", open}},
+		{ExitOK, "", []string{"inspect", sealed, "--digests", "--decrypt-key", key}},
 		{ExitBad, "no key was given", []string{"verify", sealed}},
 		{ExitOK, "", []string{"verify", sealed, "--decrypt-key", text}},
 		{ExitOK, "", []string{"load", sealed, "--decrypt-key=env:THE_KEY"}},
@@ -56,6 +58,11 @@ func TestKeys(t *testing.T) {
 		{ExitBad, "no password's", []string{"verify", sealed, "--decrypt-password", words}},
 		{ExitOK, "", []string{"convert", sealed, "-o", again, "--decrypt-key", key, "--encrypt-password", words}},
 		{ExitOK, "", []string{"decompress", again, "-o", back, "--decrypt-password", "env:WORDS"}},
+		{ExitOK, "", []string{"diff", plain, sealed, "--decrypt-key", key, "--exit-code"}},
+		{ExitOK, "", []string{"diff", sealed, plain, "--decrypt-key", key, "--exit-code"}},
+		{ExitOK, "", []string{"diff", open, sealed, "--decrypt-key", key, "--exit-code"}},
+		{ExitBad, "not encrypted", []string{"diff", plain, plain, "--decrypt-key", key}},
+		{ExitBad, "another key", []string{"diff", plain, sealed, "--decrypt-key", "env:OTHER"}},
 		{ExitUsage, "list of processes", []string{"verify", sealed, "--decrypt-key", digits}},
 		{ExitUsage, "list of processes", []string{"verify", sealed, "--decrypt-password=planted"}},
 		{ExitUsage, "exclude", []string{"verify", sealed, "--decrypt-key", key, "--decrypt-password", words}},

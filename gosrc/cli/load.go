@@ -1,26 +1,22 @@
 package cli
 
-// This file has the verb load, which measures a load, and trace, which shows it.
+// This file has the verb load, which measures a load.
 
 import (
 	"fmt"
 	"io"
-	"path/filepath"
 	"slices"
-	"strings"
 
 	"github.com/dustin/go-humanize"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/atomicfile"
-	"github.com/overwire/overwire/gosrc/internal/regular"
+	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/load"
-	"github.com/overwire/overwire/gosrc/page"
 	"github.com/overwire/overwire/gosrc/pipeline"
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-var traceOption = option{name: "trace", value: "FILE", doc: "write a Chrome trace of the (last) load; overwire trace makes a page of it"}
+var traceOption = option{name: "trace", value: "FILE", doc: "write a Chrome trace of the (last) load; overwire inspect --html makes a page of it"}
 
 var loadVerb = &verb{
 	name: "load", args: "SRC...", least: 1, most: -1,
@@ -31,11 +27,19 @@ host or GPU memory, prints the time and the rate, and frees the memory. Of a
 folder that holds models in folders below it, all of them are loaded. With
 --trace it also prints the time of each stage and, on a GPU, how long the copy
 stream was idle. Plain files for the CPU are mapped, not read, so that their
-rate means nothing and is left out; set OVERWIRE_MMAP=off to have them read.`,
+rate means nothing and is left out; set OVERWIRE_MMAP=off to have them read. With
+--plan it touches no tensor and no GPU, and prints the memory that the load would
+take; with --keep SIZE, also what overwire.offload would keep on the device and
+stream from host memory, as far as names tell the model's blocks.`,
 	example: "overwire load model.ow.safetensors --device cuda --repeat 3 --trace trace.json",
 	options: append([]option{
 		{name: "device", value: "DEVICE", doc: "cpu (default), cuda, cuda:1"},
 		{name: "repeat", value: "N", lo: 1, hi: 1000, doc: "number of loads, one after the other (default 1)"},
+		{name: "plan", doc: "say what the load would take, by headers alone, and load nothing"},
+		{
+			name: "keep", value: "SIZE", size: true, none: true,
+			doc: "with --plan: what overwire.offload(keep=SIZE) would keep and stream, too",
+		},
 		traceOption, threadsOption, storageOption,
 	}, decryptOptions...),
 	run: (*call).load,
@@ -43,6 +47,13 @@ rate means nothing and is left out; set OVERWIRE_MMAP=off to have them read.`,
 
 // load runs the verb. Its report is a list: one load.Report for each load.
 func (c *call) load() error {
+	_, keeps := c.opts["keep"]
+	switch {
+	case c.is("plan"):
+		return c.planLoad()
+	case keeps:
+		return usage("--keep goes with --plan")
+	}
 	repeat := c.number("repeat", 1)
 	reports := make([]load.Report, 0, repeat)
 	for n := range repeat {
@@ -69,20 +80,20 @@ func (c *call) load() error {
 			fmt.Fprintf(w, "%s tensors, %s%s, %.4f s%s\n", humanize.Comma(r.Tensors), bytesText(r.Bytes), mapped, r.Seconds, rate)
 		}
 		if sum := reports[repeat-1].Trace; sum != nil {
-			traced(w, sum, reports[repeat-1].Stages.Workers)
+			printTrace(w, sum, reports[repeat-1].Stages.Workers)
 		}
 	})
 }
 
 // open opens a model, or those of the folders below the one that is named.
-func (c *call) open(uris []string) (*load.Model, error) {
-	return save.Opened(c.ctx, uris, c.storage.Options, func(uris []string) (*load.Model, error) {
-		return load.Open(c.ctx, load.Spec{URIs: uris, Storage: c.storage})
+func (c *call) open(uris []string, storage format.Access) (*load.Model, error) {
+	return save.Opened(c.ctx, uris, storage.Options, func(uris []string) (*load.Model, error) {
+		return load.Open(c.ctx, load.Spec{URIs: uris, Storage: storage})
 	})
 }
 
 func (c *call) loadOnce(opt load.Options) (rep load.Report, err error) {
-	m, err := c.open(c.args)
+	m, err := c.open(c.args, c.storage)
 	if err != nil {
 		return rep, err
 	}
@@ -111,8 +122,8 @@ func (c *call) await(l *load.Loading, verb string) error {
 	}
 }
 
-// traced prints the sums of a trace.
-func traced(w io.Writer, s *pipeline.Summary, workers int64) {
+// printTrace prints the sums of a trace.
+func printTrace(w io.Writer, s *pipeline.Summary, workers int64) {
 	what := map[string]string{
 		"open": "open and index", "stage": "wait for a slot", "turn": "wait for a connection", "permit": "wait for a connection", "answer": "wait for the response", "submit": "submit to the device", "land": "tensors complete",
 	}
@@ -131,48 +142,4 @@ func traced(w io.Writer, s *pipeline.Summary, workers int64) {
 		fmt.Fprintf(w, "copy stream: busy %.4f s at %s; idle %.4f s in %d gaps, the longest %.4f s; %.4f s before the first copy, %.4f s after the last\n",
 			g.Busy, rateText(s.Stages[copied].Bytes, g.Busy), g.Idle, g.Gaps, g.Longest, g.Lead, g.Tail)
 	}
-}
-
-// maxTrace bounds the file that trace reads.
-const maxTrace = 1 << 28
-
-var traceVerb = &verb{
-	name: "trace", args: "FILE [-o OUT]", least: 1, most: 1,
-	short: "make a page of a trace, for a browser",
-	long: `
-Reads a trace, as load --trace and OVERWIRE_TRACE write it, and writes a page in
-one file that asks no server: what each worker and each queue of the GPU did, and
-when, to zoom and move by mouse and keys, with bytes and GB/s of each span, and
-tables of the sums. Without -o it stands beside the trace, named .html.`,
-	example: "overwire load model.ow.safetensors --trace t.json && overwire trace t.json",
-	options: []option{{name: "output", short: "o", value: "OUT", doc: "page to write (default: FILE with .html)"}},
-	run:     (*call).trace,
-}
-
-// trace runs the verb.
-func (c *call) trace() error {
-	path, out := c.args[0], c.opts["output"]
-	if out == "" {
-		out = strings.TrimSuffix(path, filepath.Ext(path)) + ".html"
-	}
-	if out == path {
-		return usage("%s is the trace: name another file for the page, by -o", out)
-	}
-	text, err := regular.Read(path, maxTrace)
-	if err != nil {
-		return errs.In("trace", path, err)
-	}
-	t, err := page.ReadTrace(filepath.Base(path), text)
-	if err != nil {
-		return errs.In("trace", path, err)
-	}
-	if text, err = t.HTML(); err != nil {
-		return err
-	}
-	if err := atomicfile.Write(c.ctx, out, text); err != nil {
-		return err
-	}
-	return c.show(map[string]any{"html": out, "spans": t.Spans, "rows": len(t.Rows), "seconds": float64(t.End) / 1e9}, func(w io.Writer) {
-		fmt.Fprintf(w, "%s spans of %d workers and queues, %.4f s\n%s: open it in a browser\n", humanize.Comma(int64(t.Spans)), len(t.Rows), float64(t.End)/1e9, out)
-	})
 }

@@ -22,7 +22,7 @@ func TestTraceFake(t *testing.T) {
 	if left := end(); left != "" {
 		t.Errorf("left behind: %s", left)
 	}
-	must(t, "trace", trace, "-o", page)
+	must(t, "inspect", trace, "--html", page)
 	text, err := os.ReadFile(page)
 	if err != nil {
 		t.Fatal(err)

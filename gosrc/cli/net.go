@@ -32,45 +32,56 @@ HTTP error among them, gives a status that is not 0. OUT is complete or absent;
 if it replaces a file, it keeps that file's mode and owner, and a symbolic link
 is followed. -o - writes to standard output even if that is a terminal. One folder of
 S3, or a repository of the Hub, becomes the folder OUT, with all that is in it but
-hidden files; if OUT has something in it, only with --force.`,
+hidden files; if OUT has something in it, only with --force.
+
+--presign downloads nothing: it prints an https URL, signed with the credentials at
+hand, by which anyone reads the S3 object until it expires. Keep it secret.`,
 	example: "overwire fetch https://host/model.safetensors -o model.safetensors\n" +
 		"overwire fetch https://host/a.bin https://host/b.bin | consumer\n" +
-		"overwire fetch s3://models/llama -o llama",
+		"overwire fetch s3://models/llama -o llama\n" +
+		"overwire fetch s3://models/m.safetensors --presign 3600",
 	options: []option{
 		{name: "output", short: "o", value: "OUT", doc: "file or folder to write (default: standard output)"},
 		{name: "force", short: "f", doc: "bring a folder into one that is not empty"},
-		{name: "silent", short: "s", doc: "does nothing: fetch prints only errors anyway; taken for nyacomp's sake"},
+		{name: "quiet", short: "s", doc: "print nothing but errors"},
 		{name: "verbose", short: "v", doc: "report bytes, time and rate on standard error"},
+		{name: "presign", value: "SECONDS", lo: 1, hi: 604800, doc: "print a URL that reads the S3 object for up to 604800 seconds"},
 		storageOption,
 	},
-	run: func(c *call) error {
-		out := c.opts["output"]
-		if dir := c.remoteFolder(); dir != "" {
-			return c.fetchFolder(dir, out)
+	run: (*call).fetchURLs,
+}
+
+// fetchURLs runs the verb.
+func (c *call) fetchURLs() error {
+	out := c.opts["output"]
+	if c.opts["presign"] != "" {
+		return c.printPresigned()
+	}
+	if dir := c.remoteFolder(); dir != "" {
+		return c.fetchFolder(dir, out)
+	}
+	if err := c.checkFetch(out); err != nil {
+		return err
+	}
+	spec := fetch.Spec{URIs: c.args, Storage: c.storage.Options, Own: true}
+	if out == "" || out == "-" {
+		rep, err := fetch.Fetch(c.ctx, c.job, spec, bare(c.stdout))
+		if err == nil && c.is("verbose") {
+			fmt.Fprintf(c.stderr, "%s in %.2f s, %s\n", bytesText(rep.Bytes), rep.Seconds, rateText(rep.Bytes, rep.Seconds))
 		}
-		if err := c.checkFetch(out); err != nil {
-			return err
-		}
-		spec := fetch.Spec{URIs: c.args, Storage: c.storage.Options, Own: true}
-		if out == "" || out == "-" {
-			rep, err := fetch.Fetch(c.ctx, c.job, spec, bare(c.stdout))
-			if err == nil && c.is("verbose") {
-				fmt.Fprintf(c.stderr, "%s in %.2f s, %s\n", bytesText(rep.Bytes), rep.Seconds, rateText(rep.Bytes, rep.Seconds))
-			}
-			return err
-		}
-		var rep fetch.Report
-		err := atomicfile.With(out, func(f *os.File) (err error) {
-			rep, err = fetch.Fetch(c.ctx, c.job, spec, f)
-			return err
-		})
-		if err != nil {
-			return err
-		}
-		return c.show(rep, func(w io.Writer) {
-			fmt.Fprintf(w, "%s: %s in %.2f s, %s\n", out, bytesText(rep.Bytes), rep.Seconds, rateText(rep.Bytes, rep.Seconds))
-		})
-	},
+		return err
+	}
+	var rep fetch.Report
+	err := atomicfile.With(out, func(f *os.File) (err error) {
+		rep, err = fetch.Fetch(c.ctx, c.job, spec, f)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	return c.show(rep, func(w io.Writer) {
+		fmt.Fprintf(w, "%s: %s in %.2f s, %s\n", out, bytesText(rep.Bytes), rep.Seconds, rateText(rep.Bytes, rep.Seconds))
+	})
 }
 
 // remoteFolder is the folder of a store that lists its files, if the one argument names
@@ -88,7 +99,7 @@ func (c *call) fetchFolder(dir, out string) error {
 		return usage("%s is a folder: write -o and the folder to bring it to", errs.RedactURI(dir))
 	}
 	if !c.is("force") {
-		if err := c.free(out); err != nil {
+		if err := c.refuseExisting(out); err != nil {
 			return err
 		}
 	}
@@ -131,7 +142,7 @@ var serveVerb = &verb{
 Serves the files of DIR with ranges and ETags until it is interrupted. It listens
 on this machine alone unless --address says otherwise, and asks for no password.
 --faults takes the probability that a response has a fault: ` + strings.Join(slices.Sorted(maps.Keys(serve.Kinds())), ", ") + ".",
-	example: "overwire serve models --address 127.0.0.1:8080 --rate 300MB --latency 20 --faults reset=0.1,503=0.05",
+	example: "overwire serve models --rate 300MB --latency 20 --faults reset=0.1,503=0.05",
 	options: []option{
 		{name: "address", value: "HOST:PORT", doc: "where to listen (default 127.0.0.1:0, a free port)"},
 		{name: "rate", value: "SIZE", size: true, doc: "bytes per second over all connections, e.g. 1.25GB"},

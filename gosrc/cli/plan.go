@@ -1,6 +1,6 @@
 package cli
 
-// This file has the verb plan, and what doctor reports of a model.
+// This file says what a load or an offload would take: load --plan, and what doctor reports of a model.
 
 import (
 	"fmt"
@@ -14,26 +14,6 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-var planVerb = &verb{
-	name: "plan", args: "SRC...", least: 1, most: -1,
-	short: "say what a load or an offload of a model would take",
-	long: `
-Prints the memory that loading files, a folder or an index.json would take, by
-headers alone: no tensor is read, and no GPU is touched. With --keep it also prints
-what overwire.offload would keep on the device and what it would stream from host
-memory, as far as names tell the model's blocks.`,
-	example: "overwire plan model.ow.safetensors --device cuda --keep 8GB",
-	options: append([]option{
-		{name: "device", value: "DEVICE", doc: "cpu (default), cuda, cuda:1"},
-		{
-			name: "keep", value: "SIZE", size: true, none: true,
-			doc: "bytes of the device for blocks that stay there, as 8GB, or 0",
-		},
-		storageOption,
-	}, decryptOptions...),
-	run: (*call).planLoad,
-}
-
 // planReport is the document of --json.
 type planReport struct {
 	Tensors int           `json:"tensors"`
@@ -45,7 +25,7 @@ type planReport struct {
 	Offload *plan.Offload `json:"offload,omitempty"`
 }
 
-// planLoad runs the verb.
+// planLoad runs load --plan.
 func (c *call) planLoad() error {
 	q := load.Prospect{Device: c.opts["device"]}
 	if q.Device != "" {
@@ -57,7 +37,7 @@ func (c *call) planLoad() error {
 		keep := c.size("keep")
 		q.Keep = &keep
 	}
-	m, err := c.open(c.args)
+	m, err := c.open(c.args, c.storage)
 	if err != nil {
 		return err
 	}
@@ -115,7 +95,7 @@ type ModelFit struct {
 
 // diagnoseModel asks how the model that the arguments name runs on each GPU.
 func (c *call) diagnoseModel(devices []GPUDevice) (*Model, error) {
-	m, err := c.open(c.args)
+	m, err := c.open(c.args, c.storage)
 	if err != nil {
 		return nil, err
 	}

@@ -74,7 +74,7 @@ func TestStore(t *testing.T) {
 	if status, _, stderr := overwire("fetch", "s3://models/packed", storage); status != ExitUsage || !strings.Contains(stderr, "is a folder: write -o") {
 		t.Errorf("status %d, %s", status, stderr)
 	}
-	r, err := http.Get(strings.TrimSpace(must(t, "presign", "s3://models/m.safetensors", storage)))
+	r, err := http.Get(strings.TrimSpace(must(t, "fetch", "s3://models/m.safetensors", "--presign", "600", storage)))
 	if err != nil {
 		t.Fatal(err)
 	}

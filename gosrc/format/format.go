@@ -118,7 +118,7 @@ func one(ctx context.Context, src source.Source, opt Options) (*tensor.Index, so
 // ours reads a safetensors file or an overwire container.
 func ours(ctx context.Context, src source.Source, head []byte, opt Options) (*tensor.Index, source.Source, error) {
 	uri := src.URI()
-	if err := tensorizer.Refuse(uri, opt.Settings, true); err != nil {
+	if err := tensorizer.RefuseSettings(uri, opt.Settings, true); err != nil {
 		return nil, src, err
 	}
 	h, err := safetensors.ReadOn(ctx, src, head, safetensors.Options{Lenient: opt.Lenient})
@@ -144,7 +144,7 @@ func ours(ctx context.Context, src source.Source, head []byte, opt Options) (*te
 	if err := ix.Validate(opt.Known); err != nil {
 		return nil, src, err
 	}
-	return ix, src, tensorizer.Refuse(uri, opt.Settings, false)
+	return ix, src, tensorizer.RefuseSettings(uri, opt.Settings, false)
 }
 
 // index returns the bytes of a container's index, its first tensor. It reads only

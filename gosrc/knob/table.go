@@ -63,7 +63,7 @@ var (
 		alias{name: "DEBUG", to: whenTrue("debug"), shared: true},
 		alias{name: "SILENT", to: whenTrue("silent"), shared: true})
 	Trace = text("OVERWIRE_TRACE", "",
-		"Write a Chrome trace of the last load to this file; `overwire trace` makes a page of it.")
+		"Write a Chrome trace of the last load to this file; `overwire inspect --html` makes a page of it.")
 )
 
 // table lists every setting in the order shown. A test compares it with the

@@ -4,6 +4,7 @@ package save
 
 import (
 	"context"
+	"slices"
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/errs"
@@ -14,8 +15,35 @@ import (
 // An Inspection is the result of Inspect: everything that headers and indexes say.
 type Inspection struct {
 	Sources []InspectedFile `json:"sources"`
-	// Totals are by dtype name, and "" for all together.
+	// Totals are by dtype name, and "all" for all together.
 	Totals map[string]*Total `json:"totals"`
+}
+
+// KeepTensors leaves out the tensors whose names are not wanted, and sums the others up.
+func (in *Inspection) KeepTensors(wanted func(name string) bool) {
+	for i := range in.Sources {
+		f := &in.Sources[i]
+		f.Tensors = slices.DeleteFunc(f.Tensors, func(t InspectedTensor) bool { return !wanted(t.Name) })
+	}
+	in.sumUp()
+}
+
+// sumUp sets the totals.
+func (in *Inspection) sumUp() {
+	in.Totals = map[string]*Total{"all": {}}
+	for i := range in.Sources {
+		for _, t := range in.Sources[i].Tensors {
+			if in.Totals[t.DType] == nil {
+				in.Totals[t.DType] = &Total{}
+			}
+			for _, sum := range []*Total{in.Totals["all"], in.Totals[t.DType]} {
+				sum.Tensors++
+				sum.Bytes += t.Bytes
+				sum.Stored += t.Stored
+				sum.Ratio = ratio(sum.Stored, sum.Bytes)
+			}
+		}
+	}
 }
 
 // A Total sums tensors up. Aliases count in Tensors and Bytes.
@@ -59,7 +87,7 @@ func Inspect(ctx context.Context, uris []string, storage format.Access) (*Inspec
 		return nil, errs.Ended(ctx, err)
 	}
 	defer m.close()
-	out := &Inspection{Totals: map[string]*Total{"": {}}}
+	out := &Inspection{}
 	for k := range m.ix.Sources {
 		s := &m.ix.Sources[k]
 		out.Sources = append(out.Sources, InspectedFile{URI: errs.RedactURI(s.URI), Format: s.Format, Size: s.Size,
@@ -77,17 +105,8 @@ func Inspect(ctx context.Context, uris []string, storage format.Access) (*Inspec
 			it.AliasOf = m.ix.Tensors[t.Alias].Name
 		}
 		f.Tensors = append(f.Tensors, it)
-		name := t.DType.String()
-		if out.Totals[name] == nil {
-			out.Totals[name] = &Total{}
-		}
-		for _, sum := range []*Total{out.Totals[""], out.Totals[name]} {
-			sum.Tensors++
-			sum.Bytes += t.Bytes
-			sum.Stored += t.Stored
-			sum.Ratio = ratio(sum.Stored, sum.Bytes)
-		}
 	}
+	out.sumUp()
 	return out, nil
 }
 

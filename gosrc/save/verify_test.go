@@ -213,7 +213,7 @@ func TestInspect(t *testing.T) {
 	}
 	if coding["layer.tied"] != "X16/bf16" || coding["layer.weight"] != "alias" || coding["scale"] != "plain" ||
 		in.Sources[0].Format != "overwire" || in.Sources[0].Metadata["format"] != "pt" || len(in.Sources[0].Metadata) != 1 ||
-		in.Totals[""].Tensors != 6 || in.Totals["BF16"].Bytes != 2*24*128*2 {
+		in.Totals["all"].Tensors != 6 || in.Totals["BF16"].Bytes != 2*24*128*2 {
 		t.Fatalf("%v %+v", coding, in)
 	}
 }

@@ -56,15 +56,16 @@ func Index(ctx context.Context, src source.Source, head []byte, settings map[str
 	return ix, plain, nil
 }
 
-// Refuse checks settings for a file of another format: a key is errs.ErrCrypto, and
+// RefuseSettings checks settings for a file of another format: a key is a NotEncryptedError, and
 // comparing CRC32 is errs.ErrArgument if the file has no checksums.
-func Refuse(uri string, settings map[string]string, sums bool) error {
+func RefuseSettings(uri string, settings map[string]string, sums bool) error {
 	at := func(class error, format string, args ...any) error {
 		return errs.In("index", uri, errs.New(class, format, args...))
 	}
 	for _, secret := range []string{OptionKey, OptionPassword} {
 		if _, given := settings[secret]; given {
-			return at(errs.ErrCrypto, "a %s was given, and the file is not encrypted: it is no .tensors file", secret)
+			return &NotEncryptedError{at(errs.ErrCrypto,
+				"a %s was given, and the file is not encrypted: it is no .tensors file", secret)}
 		}
 	}
 	if _, asked := settings[OptionCRC32]; asked && !sums {

@@ -51,11 +51,17 @@ func (f *File) Index(opt map[string]string) (*tensor.Index, error) {
 	return ix, nil
 }
 
+// A NotEncryptedError refuses a key for a file that is not encrypted.
+type NotEncryptedError struct{ error }
+
+// Unwrap returns the error with its class and place.
+func (e *NotEncryptedError) Unwrap() error { return e.error }
+
 // Source returns the source that Index refers to: src itself if the file has plain
 // bytes, or else a source that wraps and owns it. That source decrypts chunks on
 // the caller's core, caches the last ones, and returns zeros for tensors without
 // data. Without a key everything but encrypted data can be read. A key for a file
-// that is not encrypted is errs.ErrCrypto, as is a password if the file was not
+// that is not encrypted is a NotEncryptedError, as is a password if the file was not
 // encrypted with one. With OptionCRC32 the records must have been read.
 func (f *File) Source(ctx context.Context, src source.Source, decrypt map[string]string) (source.Source, error) {
 	wrong := func(format string, args ...any) error {
@@ -64,7 +70,7 @@ func (f *File) Source(ctx context.Context, src source.Source, decrypt map[string
 	_, key := decrypt[OptionKey]
 	_, password := decrypt[OptionPassword]
 	if (key || password) && !f.Encrypted {
-		return nil, wrong("a key was given, and the file is not encrypted")
+		return nil, &NotEncryptedError{wrong("a key was given, and the file is not encrypted")}
 	}
 	if _, ok := decrypt[OptionCRC32]; ok {
 		var err error

@@ -60,7 +60,7 @@ var kinds = []Kind{
 	{Name: "tied", Doc: "llama-bf16 whose lm_head is its embedding", Size: 256 << 20, layout: tied, dtype: tensor.BF16},
 	{Name: "pruned", Doc: "llama-bf16 with the smaller half of its weights set to zero", Size: 256 << 20, layout: llama, dtype: tensor.BF16},
 	{Name: "uniform", Doc: "uniformly random bits, BF16: nothing to gain", Size: 256 << 20, layout: llama, dtype: tensor.BF16},
-	{Name: "hostile", Doc: "every dtype, NaN payloads, subnormals, odd, empty and 0-dim shapes; its size is fixed"},
+	{Name: "hostile", Doc: "every dtype, NaN payloads, odd, empty and 0-dim shapes; its size is fixed"},
 }
 
 // Find returns the kind with a name.

@@ -261,8 +261,14 @@ def cli(argv: Sequence[str]) -> int:
         stopped.append(number)
         raise KeyboardInterrupt
 
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        if stream is not None:
+            stream.flush()
+        else:  # closed: writing to it must fail, and reach no file that is opened next
+            nowhere = os.open(os.devnull, os.O_RDONLY)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
             signal.signal(number, stop)

@@ -42,7 +42,7 @@ def digest(tensors: Any, *, timeout: float | None = None) -> str | dict[str, str
     timeout: seconds after which DeadlineError is raised; None: never.
 
     Equal bytes have equal digests, on the CPU and on every GPU, whatever the dtype and
-    shape; a file's are those of `overwire digest FILE`. A change goes unnoticed with a
+    shape; a file's are those of `overwire inspect --digests FILE`. A change goes unnoticed with a
     chance of about 2^-128, unless it was computed to: the digest is not cryptographic
     (docs/format.md has its definition).
 

@@ -58,7 +58,7 @@ class Total(TypedDict):
 class Inspection(TypedDict):
     """What `inspect` returns.
 
-    totals: by dtype; "" for all.
+    totals: by dtype; "all" for all together.
     """
 
     sources: list[InspectedFile]
@@ -73,7 +73,7 @@ class InspectionDict(dict[str, Any]):
         return dict, (dict(self),)
 
     def __repr__(self) -> str:
-        every = self["totals"][""]
+        every = self["totals"]["all"]
         return (
             f"Inspection({every['tensors']} tensors of {len(self['sources'])} files, bytes={every['bytes']}, "
             f"stored={every['stored']}; a dict with the keys 'sources' and 'totals')"
@@ -82,7 +82,7 @@ class InspectionDict(dict[str, Any]):
     def _repr_html_(self) -> str:
         from .. import _notebook as html
 
-        every = self["totals"][""]
+        every = self["totals"]["all"]
         rows = [t for source in self["sources"] for t in source["tensors"]]
         files = html.table(
             "Files",
@@ -96,7 +96,7 @@ class InspectionDict(dict[str, Any]):
             (
                 (name, f"{t['tensors']:,}", html.size(t["bytes"]), html.size(t["stored"]), f"{t['ratio']:.3f}")
                 for name, t in self["totals"].items()
-                if name
+                if name != "all"
             ),
         )
         tensors = html.table(

@@ -1,0 +1,209 @@
+package cli
+
+// This file has the verb inspect: what is in files, digests of it, and pages of models
+// and of traces.
+
+import (
+	"cmp"
+	"fmt"
+	"io"
+	"maps"
+	"path"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/dustin/go-humanize"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/internal/modelfiles"
+	"github.com/overwire/overwire/gosrc/internal/regular"
+	"github.com/overwire/overwire/gosrc/page"
+	"github.com/overwire/overwire/gosrc/save"
+)
+
+var inspectVerb = &verb{
+	name: "inspect", args: "SRC...", least: 1, most: -1,
+	short: "list tensors with dtypes, shapes, sizes and codecs; or their digests; or make a page",
+	long: `
+Reads headers and indexes only, of plain safetensors files too; with --estimate
+also samples of the tensors, to say what compress would save. "ratio" is
+stored / original bytes. "stored as" is plain; alias, for a tensor that shares
+the bytes of another; or the codec and the element type it was made for. --html
+writes a page, in one file that asks no server, in which the tensors lie as a map.
+
+--digests prints 128 bits of each tensor's bytes instead, which a tensor in
+memory has, too, on the CPU and on a GPU: overwire.digest(tensors) in Python. So two
+files, or a file and a running model, are compared, however each is stored. Digests
+find changes and mistakes; they are not cryptographic.
+
+Of a trace, as load --trace and OVERWIRE_TRACE write it, --html makes a page of
+what each worker and each queue of the GPU did, and when.`,
+	example: `overwire inspect model.ow.safetensors --summary
+overwire inspect model.ow.safetensors --filter '*.mlp.*' --top 5
+overwire load m.safetensors --trace t.json && overwire inspect t.json --html t.html`,
+	options: slices.Concat([]option{{name: "summary", short: "s", doc: "print totals only, not each tensor"},
+		{name: "filter", value: "GLOB", doc: "list and count only tensors with such names, as '*.mlp.*'"},
+		{name: "top", value: "N", lo: 1, hi: 1 << 30, doc: "list the N largest tensors of each file"},
+		{name: "estimate", short: "e", doc: "say what compress would save"},
+		{name: "digests", doc: "print a digest of each tensor's bytes"},
+		{name: "html", value: "FILE", doc: "write a page with a map of the tensors instead of listing them"},
+		storageOption}, decryptOptions),
+	run: (*call).inspectFiles,
+}
+
+// inspectFiles runs the verb.
+func (c *call) inspectFiles() error {
+	glob := cmp.Or(c.opts["filter"], "*")
+	if _, err := path.Match(glob, ""); err != nil {
+		return usage("--filter %s: write * for any letters, ? for one, [abc] for one of these", glob)
+	}
+	switch out := c.opts["html"]; {
+	case glob != "*" && c.is("estimate"):
+		return usage("--estimate is of whole files: leave --filter out")
+	case c.is("digests") && (out != "" || c.is("estimate")):
+		return usage("--digests goes with neither --html nor --estimate")
+	case c.is("digests"):
+		return c.printDigests(glob)
+	case out != "" && len(c.args) == 1 && isTrace(c.args[0]):
+		return c.writeTracePage(c.args[0], out)
+	}
+	in, err := save.Inspect(c.ctx, c.args, c.storage)
+	if err != nil {
+		return err
+	}
+	in.KeepTensors(func(name string) bool { return globMatches(glob, name) })
+	if out := c.opts["html"]; out != "" {
+		text, err := page.Model(in)
+		if err == nil {
+			err = atomicfile.Write(c.ctx, out, text)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	c.shorten(in)
+	answer := struct {
+		*save.Inspection
+		Estimate *save.Total `json:"estimate,omitempty"`
+	}{Inspection: in}
+	if c.is("estimate") {
+		sum, err := save.Estimate(c.ctx, c.args, c.storage)
+		if err != nil {
+			return err
+		}
+		answer.Estimate = &sum
+	}
+	return c.show(answer, func(w io.Writer) {
+		printInspection(w, in)
+		if out := c.opts["html"]; out != "" {
+			fmt.Fprintf(w, "%s: open it in a browser\n", out)
+		}
+		if sum := answer.Estimate; sum != nil {
+			fmt.Fprintf(w, "compress would make about %s of %s, %.1f %% less\n", bytesText(sum.Stored), bytesText(sum.Bytes), 100*(1-sum.Ratio))
+		}
+	})
+}
+
+// shorten leaves out the tensors that --summary, --html and --top do not list.
+func (c *call) shorten(in *save.Inspection) {
+	most := c.number("top", 1<<30)
+	for i := range in.Sources {
+		f := &in.Sources[i]
+		if c.is("summary") || c.opts["html"] != "" {
+			f.Tensors = []save.InspectedTensor{}
+		}
+		if c.opts["top"] != "" {
+			slices.SortStableFunc(f.Tensors, func(a, b save.InspectedTensor) int { return cmp.Compare(b.Bytes, a.Bytes) })
+		}
+		f.Tensors = f.Tensors[:min(most, len(f.Tensors))]
+	}
+}
+
+// globMatches reports whether a glob stands for a name; * stands for slashes, too.
+func globMatches(glob, name string) bool {
+	noSlash := strings.NewReplacer("/", "\x00")
+	ok, _ := path.Match(noSlash.Replace(glob), noSlash.Replace(name)) // inspect has checked the glob
+	return ok
+}
+
+// printDigests is inspect --digests.
+func (c *call) printDigests(glob string) error {
+	others := func(name string) bool { return !globMatches(glob, name) } // which nothing is read of
+	rep, err := save.Digests(c.ctx, c.job, c.args, c.storage, others)
+	if err != nil {
+		return err
+	}
+	rep.Tensors = slices.DeleteFunc(rep.Tensors, func(t save.TensorDigest) bool { return others(t.Name) })
+	return c.show(rep, func(w io.Writer) {
+		for _, t := range rep.Tensors {
+			fmt.Fprintf(w, "%s  %s\n", t.Digest, safe(t.Name))
+		}
+	})
+}
+
+// isTrace reports whether a file is called as a trace is, and not as the index.json of
+// shards.
+func isTrace(file string) bool {
+	name, ok := modelfiles.Parse(filepath.Base(file))
+	return strings.HasSuffix(file, ".json") && !strings.HasSuffix(file, modelfiles.IndexSuffix) && !(ok && name.Index)
+}
+
+// maxTrace bounds the trace that inspect --html reads.
+const maxTrace = 1 << 28
+
+// writeTracePage makes the page of a trace.
+func (c *call) writeTracePage(file, out string) error {
+	if out == file {
+		return usage("%s is the trace: name another file for the page, by --html", out)
+	}
+	text, err := regular.Read(file, maxTrace)
+	if err != nil {
+		return errs.In("inspect", file, err)
+	}
+	t, err := page.ReadTrace(filepath.Base(file), text)
+	if err != nil {
+		return errs.In("inspect", file, err)
+	}
+	if text, err = t.HTML(); err != nil {
+		return err
+	}
+	if err := atomicfile.Write(c.ctx, out, text); err != nil {
+		return err
+	}
+	return c.show(map[string]any{"html": out, "spans": t.Spans, "rows": len(t.Rows), "seconds": float64(t.End) / 1e9}, func(w io.Writer) {
+		fmt.Fprintf(w, "%s: %s spans of %d workers and queues in %.3f s; open it in a browser\n", out, humanize.Comma(int64(t.Spans)), len(t.Rows), float64(t.End)/1e9)
+	})
+}
+
+// printInspection prints a table of tensors for each file, and totals.
+func printInspection(w io.Writer, in *save.Inspection) {
+	for _, f := range in.Sources {
+		fmt.Fprintf(w, "%s: %s, %s\n", place(f.URI), f.Format, bytesText(f.Size))
+		for _, k := range slices.Sorted(maps.Keys(f.Metadata)) {
+			fmt.Fprintf(w, "  %s = %s\n", safe(k), safe(f.Metadata[k]))
+		}
+		if len(f.Tensors) == 0 {
+			continue
+		}
+		t := table(w)
+		fmt.Fprint(t, "  tensor\tdtype\tshape\tbytes\tstored\tratio\tstored as\n")
+		for _, x := range f.Tensors {
+			coding := x.Coding
+			if x.AliasOf != "" {
+				coding += " of " + safe(x.AliasOf)
+			}
+			fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%.4f\t%s\n", safe(x.Name), x.DType, shapeText(x.Shape),
+				bytesText(x.Bytes), bytesText(x.Stored), x.Ratio, coding)
+		}
+		t.Flush()
+	}
+	t := table(w)
+	fmt.Fprint(t, "total\ttensors\tbytes\tstored\tratio\n")
+	for _, d := range slices.Sorted(maps.Keys(in.Totals)) {
+		sum := in.Totals[d]
+		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%.4f\n", d, humanize.Comma(int64(sum.Tensors)), bytesText(sum.Bytes), bytesText(sum.Stored), sum.Ratio)
+	}
+	t.Flush()
+}
