@@ -105,10 +105,11 @@ class Front(BaseHTTPRequestHandler):
     behind: str
     asked: list[tuple[str, str, Message, int, int]]
     refuse: str  # in a path: answered by AccessDenied
+    methods: tuple[str, ...]  # of what is refused; none: all
 
     def _forward(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.refuse and self.refuse in self.path:
+        if self.refuse and self.refuse in self.path and self.command in (self.methods or (self.command,)):
             status, headers, answer = 403, {}, b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
         else:
             behind = http.client.HTTPConnection(self.behind, timeout=30)
@@ -137,7 +138,7 @@ class Front(BaseHTTPRequestHandler):
 @contextmanager
 def front(url: str) -> Iterator[tuple[str, type[Front]]]:
     """The URL of a `Front` before a server, and where to look and to say."""
-    kind = type("OneFront", (Front,), {"behind": url.split("/")[2], "asked": [], "refuse": ""})
+    kind = type("OneFront", (Front,), {"behind": url.split("/")[2], "asked": [], "refuse": "", "methods": ()})
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

@@ -366,6 +366,10 @@ def test_paths_take_memory_by_their_length() -> None:
         manifests.paths_of({"a": (0,) * 1001})
 
 
+def objects(folder: Path) -> set[str]:
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+
+
 def test_a_store() -> None:
     """A checkpoint of S3 comes back, is a model, appears with its description, and is not replaced."""
     with stores.s3() as (options, root):
@@ -377,10 +381,60 @@ def test_a_store() -> None:
         with pytest.raises(CheckpointException) as caught:
             dcp.save(state(2), storage_writer=CheckpointWriter(at, storage_options=options))
         assert isinstance(cause(caught), ow.ArgumentError)
-        (root / "run/step-1/checkpoint.json").unlink()
+        (root / "run/step-1/checkpoint.json").unlink()  # as a killed save leaves it
         with pytest.raises(ow.NotFoundError):
             CheckpointReader(at, storage_options=options)
+        dcp.save(state(2), storage_writer=CheckpointWriter(at, storage_options=options))
+        dcp.load(into, storage_reader=CheckpointReader(at, storage_options=options))
+        assert same(into, state(2)) and same(ow.load_file(at + "/", storage_options=options), state(2)["model"])
+        (root / "other").mkdir()
+        (root / "other/model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {}}')
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save(state(2), storage_writer=CheckpointWriter("s3://models/other", storage_options=options))
+        assert isinstance(cause(caught), ow.ArgumentError) and objects(root / "other") == {"model.safetensors.index.json"}
+
+
+@pytest.mark.parametrize("late", ["model.safetensors.index.json", "checkpoint.json"])
+def test_two_saves_to_one_place_of_a_store(late: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two saves that run at once one makes the checkpoint; the other fails by a typed error, and its files go."""
+    with stores.s3() as (options, root):
+        at = "s3://models/run/step-1"
+        write, first = places.Place.write, [True]
+
+        def other_first(place: places.Place, file: str, text: bytes) -> None:
+            if file == late and first:
+                first.clear()
+                if late == "checkpoint.json":  # the other one began while this one had no index yet
+                    monkeypatch.setattr(places.Place, "_clear_indexes", lambda _: None)
+                    for index in root.rglob("*.index.json"):
+                        index.unlink()
+                dcp.save(state(1), storage_writer=CheckpointWriter(at, storage_options=options))
+            write(place, file, text)
+
+        monkeypatch.setattr(places.Place, "write", other_first)
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save(state(2), storage_writer=CheckpointWriter(at, storage_options=options))
+        assert isinstance(cause(caught), ow.ArgumentError) and "another save" in str(cause(caught))
+        into = state(9)
+        dcp.load(into, storage_reader=CheckpointReader(at, storage_options=options))
+        assert same(into, state(1))
+        assert len([name for name in objects(root) if name.endswith(".safetensors")]) == 2
+
+
+@pytest.mark.parametrize("refused", ["training/model-ow", "index.json", "checkpoint.json"])
+def test_a_store_that_refuses_in_the_middle(refused: str) -> None:
+    """What a store refuses ends the save by a typed error, nothing of it stays, and the next save works."""
+    with stores.s3() as (options, root), stores.front(str(options["endpoint_url"])) as (url, between):
+        options["endpoint_url"] = url
+        at = "s3://models/run/step-1"
+        between.refuse = refused
+        between.methods = ("PUT", "POST")
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save(state(1), storage_writer=CheckpointWriter(at, max_shard_size=1000, storage_options=options))
+        assert isinstance(cause(caught), ow.AccessError) and objects(root) == set()
+        between.refuse = ""
         dcp.save(state(2), storage_writer=CheckpointWriter(at, max_shard_size=1000, storage_options=options))
+        into = state(9)
         dcp.load(into, storage_reader=CheckpointReader(at, storage_options=options))
         assert same(into, state(2))
 

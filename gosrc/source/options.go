@@ -21,6 +21,8 @@ type Options struct {
 	// Env holds the variables named by EnvNames, as Python's os.environ has them:
 	// Go's own environment is that of the process's start.
 	Env map[string]string `json:"env"`
+	// Once makes an object that is written appear only where none is: see open.PutOnce.
+	Once bool `json:"-"`
 }
 
 // HeaderPrefix begins the entries of Options.Storage that are HTTP headers.

@@ -203,6 +203,12 @@ class PrepareRequest(SleepRequest, total=False):
 class PutRequest(TypedDict, total=False):
     path: str
     stale: list[str]
+    once: bool
+    storage: FormatAccess
+
+
+class RemoveRequest(TypedDict, total=False):
+    uris: list[str]
     storage: FormatAccess
 
 

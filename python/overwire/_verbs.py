@@ -200,6 +200,11 @@ def put(request: _requests.PutRequest, address: int, nbytes: int) -> JobNumber:
     return core().start("put", dumps(request), pack("=2q", address, nbytes))
 
 
+def remove(request: _requests.RemoveRequest) -> JobNumber:
+    """Remove objects of stores; those that are not there, too."""
+    return core().start("remove", dumps(request), b"")
+
+
 def rename(request: _requests.RenameRequest) -> JobNumber:
     """Rename a finished file over another one in its folder."""
     return core().start("rename", dumps(request), b"")

@@ -28,25 +28,42 @@ from .paths import local
 if TYPE_CHECKING:
     from ._requests import FetchPin, FetchRequest
 
-__all__ = ["FileWriter", "ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"]
+__all__ = ["FileWriter", "ObjectReader", "ObjectWriter", "presign", "publish", "remove_objects", "write_bytes"]
 
 # How long a read may keep Ctrl-C waiting, in milliseconds.
 _SLICE_MS = 50
 
 
-def write_bytes(uri: str, data: bytes | mmap.mmap, options: Mapping[str, object] | None, stale: Sequence[str] = ()) -> None:
+def write_bytes(
+    uri: str,
+    data: bytes | mmap.mmap,
+    options: Mapping[str, object] | None,
+    stale: Sequence[str] = (),
+    *,
+    once: bool = False,
+) -> None:
     """Replaces one file or object in one step, and then removes what it makes
     stale. A local file keeps its mode, owner and ACL; a symbolic link is followed.
+
+    once: an object of S3 is not replaced: ArgumentError if there is one; of several writers
+    at once, one succeeds. (A store that lacks conditional writes keeps the last.)
 
     Raises NotFoundError without the folder, AccessError, ArgumentError for what is
     no regular file, IOFailure."""
     reach = storage(options, [uri])
     pointer, size, holder = buffer_of(data)
     try:
-        with Job(_verbs.put({"path": uri, "stale": list(stale), "storage": reach}, pointer, size), "save") as job:
+        with Job(_verbs.put({"path": uri, "stale": list(stale), "once": once, "storage": reach}, pointer, size), "save") as job:
             job.wait()
     finally:
         del holder  # a map of a file cannot be closed before
+
+
+def remove_objects(uris: Sequence[str], options: Mapping[str, object] | None) -> None:
+    """Removes objects of stores; no error for those that are not there. Tries all, and
+    raises the first error of a store."""
+    with Job(_verbs.remove({"uris": list(uris), "storage": storage(options, uris)}), "remove") as job:
+        job.wait()
 
 
 def publish(made: str, path: str) -> None:

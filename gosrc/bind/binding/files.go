@@ -58,6 +58,12 @@ type prepared struct {
 type putRequest struct {
 	Path    string        `json:"path"`
 	Stale   []string      `json:"stale"` // URIs that are removed after it
+	Once    bool          `json:"once"`  // see open.PutOnce; of nothing stale
+	Storage format.Access `json:"storage"`
+}
+
+type removeRequest struct {
+	URIs    []string      `json:"uris"`
 	Storage format.Access `json:"storage"`
 }
 
@@ -139,6 +145,7 @@ func fileVerbs() []*Verb {
 			"Compress tensors of one device into host memory: a model, and its table. Their memory must not change until the job has ended.", startSleep).
 			tail("of a tensor each: address and bytes"),
 		started("put", "Replace a file or object by bytes, which must not change until the job has ended.", put).ints("address", "nbytes").onCallersMemory(),
+		started("remove", "Remove objects of stores; those that are not there, too.", removeObjects),
 		started("rename", "Rename a finished file over another one in its folder.",
 			func(_ context.Context, _ *job.Job, q renameRequest, _ []int64) (save.Report, error) {
 				defer preload.Sweep(q.Path)
@@ -305,7 +312,19 @@ func put(ctx context.Context, j *job.Job, q putRequest, n []int64) (save.Report,
 	if !source.Remote(q.Path) {
 		return save.Report{}, atomicfile.Write(ctx, q.Path, data)
 	}
+	if q.Once {
+		return save.Report{}, open.PutOnce(ctx, q.Path, q.Storage.Options, data, j.Failed)
+	}
 	return save.Report{}, open.Put(ctx, q.Path, q.Storage.Options, data, q.Stale, j.Failed)
+}
+
+func removeObjects(ctx context.Context, _ *job.Job, q removeRequest, _ []int64) (rep save.Report, first error) {
+	for _, uri := range q.URIs {
+		if err := open.Remove(ctx, uri, q.Storage.Options); first == nil {
+			first = err
+		}
+	}
+	return rep, first
 }
 
 func startFetch(_ *Verb, q fetchRequest, _ []int64) (*entry, error) {

@@ -144,6 +144,17 @@ func Put(ctx context.Context, uri string, opt source.Options, data []byte, stale
 	return nil
 }
 
+// PutOnce is Put where there is no object yet: of several writers at once one succeeds, and
+// the others get errs.ErrArgument. A store that knows no such writes (no If-None-Match)
+// keeps the last one's. Other stores than s3:// are errs.ErrNotSupported.
+func PutOnce(ctx context.Context, uri string, opt source.Options, data []byte, failed func(error)) error {
+	if source.Scheme(uri) != "s3" {
+		return errs.In("save", uri, errs.New(errs.ErrNotSupported, "only objects of s3:// are written once"))
+	}
+	opt.Once = true
+	return Put(ctx, uri, opt, data, nil, failed)
+}
+
 // uncached is opt without its cache, for calls that must reach the store.
 func uncached(opt source.Options) source.Options {
 	if _, ok := opt.Storage["cache"]; ok {

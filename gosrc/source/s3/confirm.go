@@ -61,6 +61,39 @@ func (u *upload) confirm(ctx context.Context, api *s3.Client) error {
 	return errs.New(errs.ErrIO, "the store's answer does not say that the upload is complete, and what it has under this name is another object")
 }
 
+// refusedOnce reports whether a write that should make an object where none is was refused
+// for that.
+func (u *upload) refusedOnce(err error) bool {
+	var resp *awshttp.ResponseError
+	if u.once == nil || !errors.As(err, &resp) {
+		return false
+	}
+	switch resp.HTTPStatusCode() {
+	case http.StatusPreconditionFailed, http.StatusConflict, http.StatusNotImplemented:
+		return true
+	}
+	return false
+}
+
+// notOnce is the outcome of such a write. ours reports, by nil, that the object there is
+// this one, since an earlier try arrived whose answer was lost. A store that knows no
+// If-None-Match gets a plain write at the next try.
+func (u *upload) notOnce(err error, tries int, ours func() error) error {
+	var resp *awshttp.ResponseError
+	_ = errors.As(err, &resp)
+	switch resp.HTTPStatusCode() {
+	case http.StatusConflict:
+		return errs.New(errs.ErrIO, "another writer of the object ends just now")
+	case http.StatusNotImplemented:
+		u.once = nil
+		return errs.New(errs.ErrIO, "the store does not know If-None-Match")
+	}
+	if tries > 1 && ours() == nil {
+		return nil
+	}
+	return errs.New(errs.ErrArgument, "there is an object already, and it should not be replaced")
+}
+
 // compare reads a small object back: the answer to its upload had no ETag.
 func (u *upload) compare(ctx context.Context, api *s3.Client, whole []byte) error {
 	out, err := api.GetObject(ctx, &s3.GetObjectInput{Bucket: &u.bucket, Key: &u.key,

@@ -196,6 +196,82 @@ func TestPutAnswers(t *testing.T) {
 	}
 }
 
+// An object that is written once appears only where none is: another one stays, and is
+// an argument's error; one that an earlier try has made counts; a store that does not know
+// such writes gets a plain one.
+func TestOnce(t *testing.T) {
+	t.Parallel()
+	small, large := []byte("hello"), random(minPart+1)
+	tries := 0
+	first := func(answer func(w http.ResponseWriter)) func(http.ResponseWriter, *fakeStore, []byte) {
+		return func(w http.ResponseWriter, f *fakeStore, p []byte) {
+			if tries++; tries == 1 {
+				answer(w)
+				return
+			}
+			w.Header().Set("ETag", `"x"`)
+			f.had = p
+		}
+	}
+	refusing := func(status int, code string) func(http.ResponseWriter) {
+		return func(w http.ResponseWriter) { refuse(w, status, code) }
+	}
+	failed := refusing(http.StatusPreconditionFailed, "PreconditionFailed")
+	completed := "<CompleteMultipartUploadResult><ETag>&quot;%s&quot;</ETag></CompleteMultipartUploadResult>"
+	multipart := func(w http.ResponseWriter, f *fakeStore) {
+		f.store()
+		_, _ = fmt.Fprintf(w, completed, f.etag)
+	}
+	type answers = []func(http.ResponseWriter, *fakeStore)
+	for _, c := range []struct {
+		what string
+		f    *fakeStore
+		data []byte
+		want error
+	}{
+		{"none is there", &fakeStore{put: first(refusing(http.StatusServiceUnavailable, "SlowDown"))}, small, nil},
+		{"another is there", &fakeStore{had: []byte("hallo"), put: func(w http.ResponseWriter, _ *fakeStore, _ []byte) {
+			failed(w)
+		}}, small, errs.ErrArgument},
+		{"the answer was lost", &fakeStore{put: func(w http.ResponseWriter, f *fakeStore, p []byte) {
+			if f.had != nil {
+				failed(w)
+				return
+			}
+			f.had = p
+			refuse(w, http.StatusInternalServerError, "InternalError")
+		}}, small, nil},
+		{"unknown to the store", &fakeStore{put: first(refusing(http.StatusNotImplemented, "NotImplemented"))}, small, nil},
+		{"another writer ends", &fakeStore{put: first(refusing(http.StatusConflict, "ConditionalRequestConflict"))}, small, nil},
+		{"parts, none is there", &fakeStore{complete: answers{multipart}}, large, nil},
+		{"parts, another is there", &fakeStore{had: small, complete: answers{func(w http.ResponseWriter, _ *fakeStore) {
+			failed(w)
+		}}}, large, errs.ErrArgument},
+		{"parts, the answer was lost", &fakeStore{complete: answers{
+			func(w http.ResponseWriter, f *fakeStore) {
+				f.store()
+				refuse(w, http.StatusInternalServerError, "InternalError")
+			},
+			func(w http.ResponseWriter, _ *fakeStore) { failed(w) }}}, large, nil},
+		{"parts, unknown to the store", &fakeStore{complete: answers{
+			func(w http.ResponseWriter, _ *fakeStore) { refusing(http.StatusNotImplemented, "NotImplemented")(w) },
+			multipart}}, large, nil},
+	} {
+		tries = 0
+		opt := serveFake(t, c.f)
+		opt.Once = true
+		before := bytes.Clone(c.f.had)
+		err := publish(t, opt, c.data)
+		want := c.data
+		if c.want != nil {
+			want = before
+		}
+		if !errors.Is(err, c.want) || !bytes.Equal(c.f.had, want) {
+			t.Errorf("%s: %v, the store has %d bytes", c.what, err, len(c.f.had))
+		}
+	}
+}
+
 // An answer of 200 that is no list, or that holds an error, is neither an empty folder
 // nor a deletion.
 func TestOtherAnswers(t *testing.T) {

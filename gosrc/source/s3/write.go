@@ -42,6 +42,7 @@ type upload struct {
 	mu    sync.Mutex
 	id    *string   // of the multipart upload; nil until it has begun
 	begun time.Time // by the store's clock; zero if it has none
+	once  *string   // If-None-Match: the object appears only where none is; nil: it replaces
 	done  []types.CompletedPart
 	size  int64 // of the parts in done
 }
@@ -67,7 +68,11 @@ func Create(ctx context.Context, uri string, opt source.Options, limit int64) (s
 	if err != nil {
 		return nil, n.at("save", err)
 	}
-	return parts.New(ctx, &upload{name: n, client: c}, part, cmp.Or(c.retry.Connections, inFlight)), nil
+	u := &upload{name: n, client: c}
+	if opt.Once {
+		u.once = aws.String("*")
+	}
+	return parts.New(ctx, u, part, cmp.Or(c.retry.Connections, inFlight)), nil
 }
 
 func (u *upload) URI() string { return u.uri }
@@ -133,9 +138,15 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	_, err := try(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.CompleteMultipartUploadOutput, error) {
 		tries++
 		out, err := api.CompleteMultipartUpload(ctx, &s3.CompleteMultipartUploadInput{Bucket: &u.bucket, Key: &u.key, UploadId: u.id,
-			MultipartUpload: &types.CompletedMultipartUpload{Parts: u.done}, SSECustomerAlgorithm: u.client.sse.algorithm,
-			SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum})
-		if err == nil && named(out.ETag) || !unclear(err, tries) {
+			IfNoneMatch: u.once, MultipartUpload: &types.CompletedMultipartUpload{Parts: u.done},
+			SSECustomerAlgorithm: u.client.sse.algorithm,
+			SSECustomerKey:       u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum})
+		switch {
+		case err == nil && named(out.ETag):
+			return out, nil
+		case u.refusedOnce(err):
+			return nil, u.notOnce(err, tries, func() error { return u.confirm(ctx, api) })
+		case !unclear(err, tries):
 			return out, err
 		}
 		return nil, u.confirm(ctx, api)
@@ -144,12 +155,17 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 }
 
 func (u *upload) put(ctx context.Context, whole []byte) error {
-	size := int64(len(whole))
+	size, tries := int64(len(whole)), 0
 	_, err := try(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.PutObjectOutput, error) {
-		out, err := api.PutObject(ctx, &s3.PutObjectInput{Bucket: &u.bucket, Key: &u.key, Body: body(ctx, whole), ContentLength: &size,
-			SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum}, u.client.signing)
+		tries++
+		out, err := api.PutObject(ctx, &s3.PutObjectInput{Bucket: &u.bucket, Key: &u.key, Body: body(ctx, whole),
+			ContentLength: &size, IfNoneMatch: u.once, SSECustomerAlgorithm: u.client.sse.algorithm,
+			SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum}, u.client.signing)
 		if err == nil && !named(out.ETag) {
 			err = u.compare(ctx, api, whole)
+		}
+		if u.refusedOnce(err) {
+			err = u.notOnce(err, tries, func() error { return u.compare(ctx, api, whole) })
 		}
 		return out, err
 	})

@@ -33,7 +33,7 @@ TRAINING = "training"
 LIMIT = 64 << 20
 
 _FORMAT = "overwire checkpoint"
-_FILE = re.compile(rf"(?:{TRAINING}/)?model(?:-\d{{5,9}}-of-\d{{5,9}})?\.safetensors")
+_FILE = re.compile(rf"(?:{TRAINING}/)?model(?:-ow[0-9a-f]{{8}})?(?:-\d{{5,9}}-of-\d{{5,9}})?\.safetensors")
 
 # The most keys of a path: far more than Python's own recursion lets torch walk.
 _DEEP = 1000

@@ -2,7 +2,9 @@
 
 A local one is written to a hidden folder beside its own, `.NAME.partial`, and renamed when
 it is whole: into its place, or in exchange for the one that it replaces, in one step. In a
-store, checkpoint.json is written last: without it there is no checkpoint.
+store, checkpoint.json is written last: without it there is no checkpoint. The files of each
+save have names of their own there, and what names them is written only where nothing is: of
+several saves at once one makes the checkpoint, and the others fail.
 """
 
 from __future__ import annotations
@@ -11,22 +13,26 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import json
 import os
+import secrets
 import shutil
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..errors import ArgumentError, IOFailure, NotFoundError, NotSupportedError, OverwireError
+from ..errors import AccessError, ArgumentError, IOFailure, NotFoundError, NotSupportedError, OverwireError
 from ..model.reading import read_bytes
 from ..paths import is_remote, local
-from ..stores import write_bytes
+from ..stores import remove_objects, write_bytes
 from .manifest import LIMIT, NAME, TRAINING, decode
 
-__all__ = ["Place", "read_manifest"]
+__all__ = ["INDEX", "Place", "read_manifest"]
+
+#: The index of each of the two folders.
+INDEX = "model.safetensors.index.json"
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-_INDEX = "model.safetensors.index.json"
 
 
 class Place:
@@ -37,6 +43,9 @@ class Place:
         self.path = local(path).rstrip("/")
         self.remote = is_remote(self.path)
         self.options = storage_options
+        #: In the names of the checkpoint's files; "": they need none.
+        self.mark = f"-ow{secrets.token_hex(4)}" if self.remote else ""
+        self._objects: list[str] = []  # to a store, by this save
         self._overwrite = overwrite
         self._unlock: weakref.finalize[..., Any] | None = None  # of the coordinator, while it has the place
         self._target = self._partial = self.path
@@ -54,14 +63,31 @@ class Place:
     def make(self, file: str) -> str:
         """`path_of`, whose folder is there afterwards."""
         path = self.path_of(file)
-        if not self.remote:
+        if self.remote:
+            self._objects.append(path)
+        else:
             with self._failures("write to"):
                 os.makedirs(os.path.dirname(path), exist_ok=True)
         return path
 
     def write(self, file: str, text: bytes) -> None:
-        """Writes a small file."""
-        write_bytes(self.make(file), text, self.options)
+        """Writes a small file. In a store, ArgumentError if another save has written it."""
+        if not self.remote:
+            write_bytes(self.make(file), text, self.options)
+            return
+        path = self.path_of(file)
+        try:
+            write_bytes(path, text, self.options, once=True)
+        except ArgumentError as error:
+            what = f"overwire: {self.path}: another save of this checkpoint has ended before"
+            raise ArgumentError(what, source=self.path) from error
+        except AccessError:
+            raise
+        except BaseException:
+            if file == NAME:  # it may be there, though no answer says so: what it names stays
+                self._objects = []
+            raise
+        self._objects.append(path)
 
     def begin(self) -> None:
         """Takes the place, and removes what a killed save has left of itself.
@@ -72,6 +98,7 @@ class Place:
         """
         old = self._old()
         if self.remote:
+            self._clear_indexes()
             return
         with self._failures("make"):
             os.makedirs(os.path.dirname(self._partial), exist_ok=True)
@@ -92,9 +119,19 @@ class Place:
                 self.drop()
                 raise
 
+    def hand_over(self) -> None:
+        """What this rank has written is there, and is the coordinator's to publish or to remove."""
+        self._objects = []
+
+    def take_over(self, files: Iterable[str]) -> None:
+        """What all ranks have written is this one's to publish or to remove."""
+        if self.remote:
+            self._objects = [self.path_of(file) for file in files]
+
     def publish(self, files: Iterable[str]) -> None:
         """Gives the checkpoint its name, if all its files are there. Raises IOFailure: then the old one is whole."""
         if self.remote:
+            self._objects = []
             return
         try:
             with self._failures("publish"):
@@ -118,7 +155,11 @@ class Place:
             raise
 
     def drop(self) -> None:
-        """Removes what was not published. May be called by a rank that has not begun: does nothing there."""
+        """Removes what this rank has written and no one published."""
+        objects, self._objects = self._objects, []
+        if objects:
+            with contextlib.suppress(OverwireError):  # the save's own error counts
+                remove_objects(objects[::-1], self.options)  # what names the others goes first
         if self._unlock is not None:
             if not os.path.islink(self._partial):
                 shutil.rmtree(self._partial, ignore_errors=True)
@@ -153,7 +194,7 @@ class Place:
             if NAME not in entries:
                 raise refuse(f"the folder has {entries[0]!r} and is no checkpoint: save to another name")
             manifest = decode(read_bytes(f"{self._target}/{NAME}", LIMIT), f"{self._target}/{NAME}")
-            ours = {NAME, _INDEX, f"{TRAINING}/{_INDEX}", *(file for part in manifest.parts for file in part.files)}
+            ours = {NAME, INDEX, f"{TRAINING}/{INDEX}", *(file for part in manifest.parts for file in part.files)}
             below = {os.path.relpath(os.path.join(at, file), self._target) for at, _, files in os.walk(self._target) for file in files}
             if strange := sorted(below - ours):
                 raise refuse(f"beside the checkpoint it has {strange[0]!r}, which would go: save to another name, or move it")
@@ -165,6 +206,20 @@ class Place:
                 shutil.rmtree(entry.path)
             else:
                 os.unlink(entry.path)
+
+    def _clear_indexes(self) -> None:
+        # Those that a killed save has left in a store, where no checkpoint is.
+        for file in (INDEX, f"{TRAINING}/{INDEX}"):
+            path = self.path_of(file)
+            with contextlib.suppress(NotFoundError):
+                try:
+                    index = json.loads(read_bytes(path, LIMIT, storage_options=self.options))
+                    checkpoint = "checkpoint" in index["metadata"]
+                except (ValueError, KeyError, TypeError):
+                    checkpoint = False
+                if not checkpoint:
+                    raise ArgumentError(f"overwire: {path} is of another model: save to another name", source=self.path)
+                remove_objects([path], self.options)
 
     def _try_exchange(self) -> None:
         names = [self.path_of(".one"), self.path_of(".two")]

@@ -64,8 +64,9 @@ class Duty:
     manifest: Manifest | None = None
 
 
-def schedule(plans: Sequence[SavePlan], model: str, most: int) -> list[Duty]:
+def schedule(plans: Sequence[SavePlan], model: str, most: int, mark: str = "") -> list[Duty]:
     """A duty for each rank, from the plans of all. most: the bytes of a file, which has more only of one tensor.
+    mark: stands in the names of all files; "": in none.
 
     Raises CorruptError for a tensor whose blocks are not all of it, NotSupportedError for
     data of a planner that the checkpoint cannot keep.
@@ -101,7 +102,8 @@ def schedule(plans: Sequence[SavePlan], model: str, most: int) -> list[Duty]:
         groups = [(rank, group) for rank, one in enumerate(mine) for group in _files(one[training], most)]
         files = []
         for number, (rank, group) in enumerate(groups, 1):
-            name = "model.safetensors" if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
+            numbers = len(groups) > 1 or bool(mark)
+            name = f"model{mark}-{number:05}-of-{len(groups):05}.safetensors" if numbers else "model.safetensors"
             files.append(f"{TRAINING}/{name}" if training else name)
             duties[rank].rounds.append(Round(files[-1], group))
         if files:

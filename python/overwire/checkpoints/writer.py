@@ -24,7 +24,7 @@ from ..paths import is_remote, local
 from ..verbs.save import save_file
 from .exchange import Exchange
 from .manifest import NAME, TRAINING, Manifest, check_prefix, encode
-from .places import Place
+from .places import INDEX, Place
 from .schedule import Duty, Entry, Round, schedule
 
 __all__ = ["CheckpointWriter"]
@@ -39,7 +39,7 @@ class CheckpointWriter(StorageWriter):
     path: the folder, on a file system that all ranks share, or s3://bucket/prefix; None: the
         `checkpoint_id` of the save. The checkpoint appears whole or not at all; an older
         one of that name stays until then, and is whole whatever ends the save. In a store
-        none is replaced.
+        none is replaced, and of several saves at once one makes it.
     model: the key of the state whose tensors are the model's: they are the folder's own
         tensors, under their names below that key, and all else is in its folder
         `training`. Of a state that is not nested, or lacks the key, all tensors are the
@@ -127,7 +127,7 @@ class CheckpointWriter(StorageWriter):
         """Called by torch, on the coordinator: decides who writes what, and takes the place."""
         assert self._place is not None
         plans = self._merged(plans)
-        duties = schedule(plans, self._model, self._most)
+        duties = schedule(plans, self._model, self._most, self._place.mark)
         self._duty = duties[0]
         self._place.begin()
         return [replace(plan, storage_data=duty) for plan, duty in zip(plans, duties, strict=True)]
@@ -168,6 +168,7 @@ class CheckpointWriter(StorageWriter):
                         results.extend(one.result())
 
                 exchange.run(work, finish)
+            self._place.hand_over()
         except BaseException:
             self._drop()
             raise
@@ -185,6 +186,7 @@ class CheckpointWriter(StorageWriter):
         assert self._place is not None and self._duty is not None and self._duty.manifest is not None
         place, manifest = self._place, self._duty.manifest
         files = [file for part in manifest.parts for file in part.files]
+        place.take_over(files)
         try:
             _write_indexes(place, manifest, results)
             place.write(NAME, encode(manifest))
@@ -203,13 +205,11 @@ def _write_indexes(place: Place, manifest: Manifest, results: list[list[WriteRes
     for one in (result.storage_data for rank in results for result in rank):
         files.setdefault(one["file"].rpartition("/")[0], {})[one["name"]] = one["file"].rpartition("/")[2]
     for part in manifest.parts:
-        if len(part.files) > 1:
+        if len(part.files) > 1 or place.mark:
             folder = part.files[0].rpartition("/")[0]
-            text = json.dumps({"metadata": {}, "weight_map": dict(sorted(files[folder].items()))}, indent=2)
-            place.write(f"{TRAINING}/{_INDEX}" if folder else _INDEX, text.encode())
-
-
-_INDEX = "model.safetensors.index.json"
+            metadata = {"checkpoint": place.mark} if place.mark else {}
+            text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(files[folder].items()))}, indent=2)
+            place.write(f"{TRAINING}/{INDEX}" if folder else INDEX, text.encode())
 
 
 def _result(entry: Entry, file: str, size: int) -> WriteResult:
