@@ -32,6 +32,9 @@ var partsOption = option{name: "parts", value: "P", lo: 1, hi: 8, doc: "divide c
 
 var levelOption = option{name: "level", value: "LEVEL", doc: "default, or smaller: 0.2 to 1.5 % of the original smaller, decoded by the CPU alone, and slowly"}
 
+var sumOption = option{name: "no-sha256", doc: "keep no SHA-256 of the original, which bounds each file's speed by one core: " +
+	"decompress still gives that file, and proves header and tensors"}
+
 var compressVerb = &verb{
 	name: "compress", args: "SRC... -o OUT", least: 1, most: -1,
 	short: "compress tensors without loss",
@@ -46,7 +49,7 @@ diffusers pipeline has them. Listed instead of copied are other weights (of 64 M
 and more if not safetensors), hidden files, and links that lead out of the folder
 to anything but a Hugging Face cache's own blobs.`,
 	example: "overwire compress model.safetensors -o model.ow.safetensors",
-	options: append(slices.Clone(writeOptions), partsOption, levelOption),
+	options: append(slices.Clone(writeOptions), partsOption, levelOption, sumOption),
 	run:     func(c *call) error { return c.convert(true) },
 }
 
@@ -74,7 +77,7 @@ folder. --to overwire compresses, --to safetensors does not. If OUT ends in
 if the source is one too, it keeps its types, modules and dtypes.`,
 	example: `overwire convert model-0000*.safetensors -o model.safetensors --to overwire --parts 4
 overwire convert model.tensors -o secret.tensors --encrypt-key file:model.key`,
-	options: slices.Concat(writeOptions, []option{partsOption, levelOption,
+	options: slices.Concat(writeOptions, []option{partsOption, levelOption, sumOption,
 		{name: "to", value: "FORMAT", doc: "overwire (default) or safetensors"}}, encryptOptions),
 	run: func(c *call) error {
 		switch to := c.opts["to"]; to {
@@ -95,7 +98,7 @@ func (c *call) convert(compress bool) error {
 		return usage("%s needs -o OUT, the file or folder to write", c.verb.name)
 	}
 	spec := save.Spec{Path: out, Compress: compress, Level: c.opts["level"], Storage: c.storage,
-		Threads: c.threads(), Parts: c.number("parts", 0), Shard: c.size("shard")}
+		Threads: c.threads(), Parts: c.number("parts", 0), Shard: c.size("shard"), NoSHA256: c.is("no-sha256")}
 	if c.verb.name == "compress" && strings.HasSuffix(out, ".tensors") {
 		return usage("%s: .tensors files are not compressed: write overwire convert %s -o %s", out, c.args[0], out)
 	}
@@ -135,7 +138,7 @@ func (c *call) printWritten(w io.Writer, rep save.Report, compress bool) {
 		case o.Compared:
 			fmt.Fprintf(w, "sha256 equal: %s  %s\n", o.SHA256, errs.OneLine(o.File))
 		default:
-			fmt.Fprintf(w, "sha256 (compressed over a network, which kept none to compare with): %s  %s\n", o.SHA256, errs.OneLine(o.File))
+			fmt.Fprintf(w, "sha256, of which the compressed file keeps none: %s  %s\n", o.SHA256, errs.OneLine(o.File))
 		}
 	}
 	if equal > 0 {

@@ -31,6 +31,10 @@ func TestSums(t *testing.T) {
 	if rep.BytesCopied != 9_000_000 || rep.BytesOut >= rep.BytesIn || rep.Ratio >= 0.7 {
 		t.Errorf("%+v", rep)
 	}
+	out = must(t, "compress", dir, "-o", filepath.Join(t.TempDir(), "d"), "-v", "--no-sha256")
+	if strings.Contains(out, "original's sha256: ") {
+		t.Errorf("%q", out)
+	}
 	if out := must(t, "decompress", packed, "-o", filepath.Join(t.TempDir(), "c")); !strings.Contains(out, "1 file is byte for byte what was compressed (sha256 equal)") {
 		t.Error(out)
 	}

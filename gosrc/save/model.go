@@ -71,7 +71,7 @@ func (m *model) original(ctx context.Context, spec Spec, k int) (*original.File,
 	if len(spec.Metadata) > 0 || s.Unlisted > 0 || !formatOf(spec.Path).coded || !spec.Compress && !s.Overwire() {
 		return nil, nil
 	}
-	return original.Of(ctx, m.srcs[k], s)
+	return original.Of(ctx, m.srcs[k], s, !spec.NoSHA256)
 }
 
 // fromFile is the body of a tensor of another file.

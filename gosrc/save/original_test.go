@@ -105,6 +105,29 @@ func TestSameFile(t *testing.T) {
 	}
 }
 
+// A container that keeps no SHA-256 gives the very file that it was made from; the report
+// says that no sum was compared.
+func TestSameFileWithoutItsSum(t *testing.T) {
+	for name, want := range oddFiles(t) {
+		dir := t.TempDir()
+		at := func(n string) string { return filepath.Join(dir, n+".safetensors") }
+		if err := os.WriteFile(at("in"), want, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		kept, err := Convert(context.Background(), nil, []string{at("in")}, at("small"), Spec{Compress: true, NoSHA256: true})
+		if err != nil || len(kept.Originals) != 1 || kept.Originals[0].SHA256 != "" {
+			t.Fatalf("%s: %v, %+v", name, err, kept.Originals)
+		}
+		rep, err := Convert(context.Background(), nil, []string{at("small")}, at("out"), Spec{})
+		if err != nil || len(rep.Originals) != 1 || rep.Originals[0].Compared || len(rep.Anew) > 0 {
+			t.Fatalf("%s: %v, %+v", name, err, rep)
+		}
+		if got, err := os.ReadFile(at("out")); err != nil || !bytes.Equal(got, want) {
+			t.Errorf("%s: %v, another file", name, err)
+		}
+	}
+}
+
 func TestEmptyMetadata(t *testing.T) {
 	// Promise: no metadata, and metadata without entries, stay what they are in plain and
 	// compressed files, whatever is made of them.

@@ -72,6 +72,9 @@ type Spec struct {
 	// Digests keeps the digest of each tensor in a container (docs/format.md 6), by
 	// which a model in memory is compared without reading the tensors of the file.
 	Digests bool `json:"digests,omitempty"`
+	// NoSHA256 lets Convert keep none of the original, which one core computes for each
+	// file. The original's header and the hashes of its tensors then prove it.
+	NoSHA256 bool `json:"no_sha256,omitempty"`
 	// Parts divides compressed tensors into 1, 2, 4 or 8 column parts, so that a
 	// slice of dimension 1 is read alone. Tensors whose rows do not divide get the
 	// most parts that do, and one that has an alias with rows of another size gets 1.

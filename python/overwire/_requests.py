@@ -160,6 +160,7 @@ class SaveSpec(TypedDict, total=False):
     compress: bool
     level: str
     digests: bool
+    no_sha256: bool
     parts: int
     threads: int
     shard: int

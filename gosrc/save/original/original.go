@@ -27,8 +27,8 @@ type File struct {
 }
 
 // Of returns the original of an opened source: a plain safetensors file is its own
-// original, a container may keep one; else nil.
-func Of(ctx context.Context, src source.Source, s *tensor.Source) (*File, error) {
+// original, a container may keep one; else nil. With hash, that of a local file is hashed.
+func Of(ctx context.Context, src source.Source, s *tensor.Source, hash bool) (*File, error) {
 	if s.Overwire() {
 		o, err := overwire.ReadOrigin(s.Mark)
 		if o == nil || err != nil {
@@ -45,7 +45,7 @@ func Of(ctx context.Context, src source.Source, s *tensor.Source) (*File, error)
 	}
 	// The bytes of a remote file arrive once, in the order in which they are
 	// compressed.
-	f := &File{Origin: overwire.NewOrigin(head, s.Size), src: src, hash: src.Facts().File != nil}
+	f := &File{Origin: overwire.NewOrigin(head, s.Size), src: src, hash: hash && src.Facts().File != nil}
 	if f.hash {
 		f.SHA256 = overwire.Pending
 	}

@@ -54,6 +54,7 @@ def convert(
     level: str = "default",
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str | None = None,
+    sha256: bool = True,
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> Report:
@@ -71,6 +72,9 @@ def convert(
         several files and it does not end in .safetensors.
     level, metadata, max_shard_size: as for `save_file`; metadata None keeps the
         metadata of the source.
+    sha256: whether a compressed file keeps the SHA-256 of the local file that it was made
+        from, by which its restoration is proven. One core computes it, about 1 GB/s for
+        each file; without it, the header and the hashes of the tensors are the proof.
     storage_options: as for `load_file`, for source and path; `decryption_*` are
         for the source and `encryption_*`, as for `save_file`, for the path. From
         .tensors to .tensors, types, modules and every dtype stay: so files are
@@ -79,7 +83,7 @@ def convert(
     Returns a Report; raises what loading and saving raise.
     """
     options: dict[str, Any] = {"compress": compress, "level": level, "metadata": metadata, "max_shard_size": max_shard_size}
-    options |= {"progress": progress, "storage_options": storage_options}
+    options |= {"sha256": sha256, "progress": progress, "storage_options": storage_options}
     names = source if isinstance(source, (list, tuple)) else [source]
     if not any(isinstance(name, (str, os.PathLike)) and is_torch_model(os.fsdecode(name)) for name in names):
         return rewrite(source, path, **options)

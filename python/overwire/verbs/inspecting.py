@@ -128,6 +128,7 @@ def rewrite(
     level: str = "default",
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str | None = None,
+    sha256: bool = True,
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> Report:
@@ -143,6 +144,7 @@ def rewrite(
         "compress": bool(compress),
         "level": level,
         "shard": parse_size(max_shard_size),
+        "no_sha256": not sha256,
         "storage": storage(storage_options, [*uris, target], writes=True),
     }
     if metadata is not None:
