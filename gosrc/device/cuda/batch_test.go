@@ -14,6 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/load/loadtest"
 	"github.com/overwire/overwire/gosrc/nvcomp"
 )
 
@@ -65,7 +66,7 @@ type gpu struct {
 }
 
 func newGPU(t *testing.T) *gpu {
-	engine(t)
+	loadtest.UseEngine(t)
 	d, err := cuda.Open(0)
 	if err != nil {
 		t.Fatal(err)

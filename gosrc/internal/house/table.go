@@ -88,6 +88,8 @@ var mayImport = map[string][]string{
 	"unpack": {"save/stored", "codec", "source", "tensor", "errs", "internal/..."},
 	"load": {"format/...", "plan", "pipeline", "unpack", "codec", "codec/digest", "source", "source/open", "source/memory", "device/...", "job",
 		"knob", "tensor", "errs", "internal/..."},
+	"load/loadtest": {"load", "save", "plan", "weights", "dlpack", "codec/digest", "device/...", "job",
+		"internal/spawn"},
 	"relay":        {"load", "plan", "pipeline", "source", "device/...", "peers", "job", "knob", "tensor", "errs", "internal/..."},
 	"companions":   {"source", "errs", "internal/..."},
 	"save/stored":  {"codec", "source", "tensor", "errs", "internal/..."},

@@ -1,6 +1,6 @@
 //go:build cgo
 
-package cuda_test
+package load_test
 
 import (
 	"bytes"
@@ -11,6 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/load/loadtest"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -18,8 +19,9 @@ import (
 // What level "smaller" stores for the CPU alone lands on a GPU bit for bit, beside what
 // the GPU decodes itself, from the file and from pinned memory.
 func TestWholeSmaller(t *testing.T) {
-	engine(t)
-	_, m, want := written(t, save.Spec{Compress: true, Level: "smaller", ChunkBytes: 64 << 10}, "hostile", 0)
+	loadtest.UseEngine(t)
+	_, m, want := loadtest.WriteModel(t, save.Spec{Compress: true, Level: "smaller", ChunkBytes: 64 << 10}, "hostile",
+		0)
 	planes, x16 := 0, 0
 	for _, c := range m.Index().Chunks {
 		switch c.Codec {
@@ -32,7 +34,7 @@ func TestWholeSmaller(t *testing.T) {
 	if planes == 0 || x16 == 0 {
 		t.Fatalf("%d chunks of codec 6, %d of X16", planes, x16)
 	}
-	whole(t, m, want, 0)
+	loadtest.LoadAll(t, m, want, 0)
 	j, err := m.Pin(load.Options{})
 	if err != nil {
 		t.Fatal(err)
@@ -40,14 +42,14 @@ func TestWholeSmaller(t *testing.T) {
 	if _, err := j.Wait(-1); err != nil {
 		t.Fatal(err)
 	}
-	whole(t, m, want, 0)
+	loadtest.LoadAll(t, m, want, 0)
 	m.Close()
 }
 
 // Integers with packed nibbles are decoded by the kernels of nibbles, bytes by those
 // of bytes.
 func TestPackedIntegers(t *testing.T) {
-	engine(t)
+	loadtest.UseEngine(t)
 	r := rand.New(rand.NewPCG(4, 4))
 	var in []save.Input
 	for _, d := range []tensor.DType{tensor.I16, tensor.U16, tensor.I32, tensor.U32, tensor.I64, tensor.U64} {
@@ -67,7 +69,7 @@ func TestPackedIntegers(t *testing.T) {
 	if err != nil || rep.Compressed != len(in) {
 		t.Fatalf("%v, %d compressed", err, rep.Compressed)
 	}
-	m := reopened(t, path)
+	m := loadtest.OpenModel(t, path)
 	d, err := cuda.Open(0)
 	if err != nil {
 		t.Fatal(err)
@@ -77,13 +79,13 @@ func TestPackedIntegers(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	if err := finish(t, l); err != nil {
+	if err := loadtest.Finish(t, l); err != nil {
 		t.Fatal(err)
 	}
 	find := m.Index().Finder()
 	for _, w := range in {
 		i := find(0, w.Name)
-		if !bytes.Equal(exported(t, d, l, i), w.Data) {
+		if !bytes.Equal(loadtest.ExportBytes(t, d, l, i), w.Data) {
 			t.Errorf("%s: other bytes", w.Name)
 		}
 	}

@@ -1,11 +1,10 @@
 //go:build cgo && owfake
 
-package cuda_test
+package load_test
 
 import (
 	"errors"
 	"fmt"
-	"regexp"
 	"strings"
 	"testing"
 
@@ -13,37 +12,24 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/load/loadtest"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/save"
 )
-
-// engine gives the test a driver and holds it to leaving nothing behind.
-func engine(t *testing.T) {
-	t.Helper()
-	end := cuda.Fake(512 << 20)
-	t.Cleanup(func() {
-		if left := end(); left != "" {
-			t.Error(left)
-		}
-		quiet(t)
-	})
-}
-
-// named finds the driver's name of a call.
-var named = regexp.MustCompile(`\bcu[A-Z]`)
 
 // Whichever call of the driver fails during a load, whether or not the device
 // recovers, the load goes on or ends with a typed error that names the file and
 // the call, and the tensor if one was on its way; nothing is left behind.
 func TestLoadEveryCallFails(t *testing.T) {
-	path, m, want := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "hostile", 0)
+	path, m, want := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "hostile", 0)
 	// A few tensors of each way to land: coded, raw, in part, without bytes.
 	var reqs []load.Request
 	for i := range m.Index().Tensors {
 		x := &m.Index().Tensors[i]
 		q := load.Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole}
 		switch {
-		case strings.HasPrefix(x.Name, "hostile.BF16.") && x.Bytes < 20_000, strings.HasPrefix(x.Name, "hostile.F8_E4M3.r"):
+		case strings.HasPrefix(x.Name, "hostile.BF16.") && x.Bytes < 20_000,
+			strings.HasPrefix(x.Name, "hostile.F8_E4M3.r"):
 		case x.Name == "hostile.F32.random":
 			q.Lo1, q.Hi1 = 2, 5
 		default:
@@ -63,8 +49,10 @@ func TestLoadEveryCallFails(t *testing.T) {
 		pin    bool
 		class  error
 		index  int
-	}{{999, false, false, errs.ErrDevice, 0}, {999, true, false, errs.ErrDevice, 0}, {2, false, false, errs.ErrMemory, 0}, {999, false, true, errs.ErrDevice, 0},
-		{999, false, false, errs.ErrDevice, 1}, {999, true, false, errs.ErrDevice, 1}, {2, false, false, errs.ErrMemory, 1}, {999, false, true, errs.ErrDevice, 1}} {
+	}{{999, false, false, errs.ErrDevice, 0}, {999, true, false, errs.ErrDevice, 0},
+		{2, false, false, errs.ErrMemory, 0}, {999, false, true, errs.ErrDevice, 0},
+		{999, false, false, errs.ErrDevice, 1}, {999, true, false, errs.ErrDevice, 1},
+		{2, false, false, errs.ErrMemory, 1}, {999, false, true, errs.ErrDevice, 1}} {
 		failed, moving := 0, 0
 		for nth := int64(1); ; nth += step {
 			end := cuda.Fake(512 << 20)
@@ -82,7 +70,7 @@ func TestLoadEveryCallFails(t *testing.T) {
 			if err == nil {
 				l, e := m.Start(reqs, load.Options{Device: fmt.Sprint("cuda:", c.index), Stream: 1})
 				if err = e; err == nil {
-					err = finish(t, l)
+					err = loadtest.Finish(t, l)
 					l.Close()
 				}
 			}
@@ -104,7 +92,7 @@ func TestLoadEveryCallFails(t *testing.T) {
 				if (at.Verb == "copy" || at.Verb == "decode") != (at.Tensor != "") {
 					t.Fatalf("%s: which tensor?", what)
 				}
-				if !named.MatchString(err.Error()) {
+				if !loadtest.DriverCall.MatchString(err.Error()) {
 					t.Fatalf("%s: which call?", what)
 				}
 			}
@@ -112,21 +100,22 @@ func TestLoadEveryCallFails(t *testing.T) {
 				break
 			}
 		}
-		t.Logf("cuda:%d, code %d, sticky %v, pinned %v: %d loads failed, %d of them on the way of a tensor", c.index, c.code, c.sticky, c.pin, failed, moving)
+		t.Logf("cuda:%d, code %d, sticky %v, pinned %v: %d loads failed, %d of them on the way of a tensor", c.index,
+			c.code, c.sticky, c.pin, failed, moving)
 		if failed < 60/int(step) || moving == 0 {
 			t.Error("too few loads were seen to fail")
 		}
 	}
-	quiet(t)
-	engine(t)
-	whole(t, reopened(t, path), want, 1)
+	loadtest.CheckQuiet(t)
+	loadtest.UseEngine(t)
+	loadtest.LoadAll(t, loadtest.OpenModel(t, path), want, 1)
 }
 
 // A load that the device has no room for says how much it wanted and how much
 // there was, and what did fit is given back: the next load works. So does one
 // whose room is taken by what is only kept.
 func TestOutOfMemory(t *testing.T) {
-	_, m, want := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 4<<20)
+	_, m, want := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 4<<20)
 	var bytes int64
 	for i := range m.Index().Tensors {
 		bytes += m.Index().Tensors[i].Bytes
@@ -141,11 +130,12 @@ func TestOutOfMemory(t *testing.T) {
 		for range 3 {
 			l, err := m.Start(nil, load.Options{Device: "cuda"})
 			if err == nil {
-				err = finish(t, l)
+				err = loadtest.Finish(t, l)
 				l.Close()
 			}
 			var mem *errs.Memory
-			if !errors.As(err, &mem) || mem.Asked < c.asked || mem.Asked <= mem.Free || mem.Free > mem.Total || mem.Total != c.room {
+			if !errors.As(err, &mem) || mem.Asked < c.asked || mem.Asked <= mem.Free || mem.Free > mem.Total ||
+				mem.Total != c.room {
 				t.Errorf("%s: %v", c.name, err)
 			}
 		}
@@ -155,7 +145,7 @@ func TestOutOfMemory(t *testing.T) {
 	}
 	end := cuda.Fake(bytes + queue + 4<<20)
 	for range 3 { // the second finds the tensors of the first let go, but not yet freed
-		whole(t, m, want, 0)
+		loadtest.LoadAll(t, m, want, 0)
 	}
 	if err := cuda.Trim(); err != nil {
 		t.Fatal(err)
@@ -175,18 +165,18 @@ func TestOutOfMemory(t *testing.T) {
 // Chunks are read in pinned memory by loads to the coherent device and by those that ask
 // for it, and by no other, though one queue serves them all.
 func TestWhoReadsInPlace(t *testing.T) {
-	engine(t)
+	loadtest.UseEngine(t)
 	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {}} {
-		_, m, _ := written(t, spec, "fp8-e4m3", 1<<18)
-		reqs := parted(m)
-		want, _ := landed(t, m, reqs, load.Options{}, 0)
+		_, m, _ := loadtest.WriteModel(t, spec, "fp8-e4m3", 1<<18)
+		reqs := loadtest.AskForParts(m)
+		want, _ := loadtest.LoadParts(t, m, reqs, load.Options{}, 0)
 		for _, c := range []struct {
 			index      int
 			asked, yes bool
 		}{{0, false, false}, {0, true, true}, {0, false, false}, {1, false, true}, {1, true, true}, {0, false, false}} {
 			before := cudatest.InPlace()
-			got, sums := landed(t, m, reqs, load.Options{InPlace: c.asked}, c.index)
-			same(t, fmt.Sprintf("%+v", c), got, want, sums)
+			got, sums := loadtest.LoadParts(t, m, reqs, load.Options{InPlace: c.asked}, c.index)
+			loadtest.CompareParts(t, fmt.Sprintf("%+v", c), got, want, sums)
 			if n := cudatest.InPlace() - before; (n > 0) != c.yes {
 				t.Errorf("compressed %v, %+v: %d bytes were read in place", spec.Compress, c, n)
 			}

@@ -1,6 +1,6 @@
 //go:build cgo
 
-package cuda_test
+package relay_test
 
 import (
 	"bytes"
@@ -17,6 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/load/loadtest"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/relay"
 	"github.com/overwire/overwire/gosrc/save"
@@ -93,7 +94,7 @@ const relayed, alone = 3 << 20, 320 << 10
 // all tensors, or their part of them, to what was saved; on a GPU and on the host.
 // One rank alone goes round a ring of two.
 func TestRelay(t *testing.T) {
-	engine(t)
+	loadtest.UseEngine(t)
 	all, err := driver.Info()
 	if err != nil {
 		t.Fatal(err)
@@ -103,8 +104,9 @@ func TestRelay(t *testing.T) {
 		compress bool
 		bytes    int64
 		ranks    []int
-	}{{"hostile", true, 8 << 20, []int{1, 3}}, {"tied", true, 16 << 20, []int{2}}, {"hostile", false, 12 << 20, []int{1, 2}}} {
-		_, m, _ := written(t, save.Spec{Compress: c.compress, ChunkBytes: 64 << 10}, c.kind, c.bytes)
+	}{{"hostile", true, 8 << 20, []int{1, 3}}, {"tied", true, 16 << 20, []int{2}},
+		{"hostile", false, 12 << 20, []int{1, 2}}} {
+		_, m, _ := loadtest.WriteModel(t, save.Spec{Compress: c.compress, ChunkBytes: 64 << 10}, c.kind, c.bytes)
 		travel := filled(m)
 		where := []string{"cuda:0", "cpu"}
 		if len(all) > 1 && c.compress {
@@ -112,7 +114,9 @@ func TestRelay(t *testing.T) {
 		}
 		for _, where := range where {
 			for _, ranks := range c.ranks {
-				t.Run(fmt.Sprint(c.kind, " ", c.compress, " ", where, " ", ranks), func(t *testing.T) { ranksLoad(t, m, travel, where, ranks) })
+				t.Run(fmt.Sprint(c.kind, " ", c.compress, " ", where, " ", ranks), func(t *testing.T) {
+					ranksLoad(t, m, travel, where, ranks)
+				})
 			}
 		}
 	}
@@ -144,7 +148,7 @@ func sliced(t *testing.T, m *load.Model, reqs []load.Request) (all [][]byte) {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	if err := finish(t, l); err != nil {
+	if err := loadtest.Finish(t, l); err != nil {
 		t.Fatal(err)
 	}
 	for i := range reqs {
@@ -255,8 +259,8 @@ func specOf(travel []int64, ring memory, where string, rank, ranks int, size int
 // A relay that is cancelled, or left alone in the middle, ends and lets go of the
 // device; one that asks for nonsense does not begin.
 func TestRelayEnds(t *testing.T) {
-	engine(t)
-	_, m, _ := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 2<<20)
+	loadtest.UseEngine(t)
+	_, m, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 2<<20)
 	travel := filled(m)
 	for _, where := range []string{"cuda:0", "cpu"} {
 		reqs := asked(m, travel, 0)
@@ -266,8 +270,10 @@ func TestRelayEnds(t *testing.T) {
 		}
 		got, ring := memoryOn(t, where, sizes), memoryOn(t, where, []int64{alone, alone})
 		for _, wrong := range []func(*relay.Spec, []load.Request){
-			func(s *relay.Spec, _ []load.Request) { s.Rank = 1 }, func(s *relay.Spec, _ []load.Request) { s.Ring = nil },
-			func(s *relay.Spec, _ []load.Request) { s.Size = 30 << 10 }, func(s *relay.Spec, _ []load.Request) { s.Ranks, s.Exchange = 300, true },
+			func(s *relay.Spec, _ []load.Request) { s.Rank = 1 },
+			func(s *relay.Spec, _ []load.Request) { s.Ring = nil },
+			func(s *relay.Spec, _ []load.Request) { s.Size = 30 << 10 },
+			func(s *relay.Spec, _ []load.Request) { s.Ranks, s.Exchange = 300, true },
 			func(s *relay.Spec, _ []load.Request) { s.Tensors = s.Tensors[1:] },
 			func(s *relay.Spec, _ []load.Request) { s.Tensors[0] = math.MaxInt32 },
 			func(_ *relay.Spec, q []load.Request) { q[0].Hi0 = math.MaxInt32 },

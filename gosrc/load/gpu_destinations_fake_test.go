@@ -1,6 +1,6 @@
 //go:build cgo && owfake
 
-package cuda_test
+package load_test
 
 import (
 	"bytes"
@@ -15,6 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/load/loadtest"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/save"
 )
@@ -28,11 +29,11 @@ func TestLateDestinations(t *testing.T) {
 }
 
 func lateDestinations(t *testing.T, spec save.Spec) {
-	_, m, want := written(t, spec, "", 4<<20)
-	engine(t)
+	_, m, want := loadtest.WriteModel(t, spec, "", 4<<20)
+	loadtest.UseEngine(t)
 	defer load.FakeAllotment(64<<10, 0)()
 	for range 3 {
-		whole(t, m, want, 0)
+		loadtest.LoadAll(t, m, want, 0)
 	}
 	d, err := cuda.Open(0)
 	if err != nil {
@@ -67,7 +68,7 @@ func lateDestinations(t *testing.T, spec save.Spec) {
 			t.Fatal(err)
 		}
 	}
-	if err := finish(t, l); err != nil {
+	if err := loadtest.Finish(t, l); err != nil {
 		t.Fatal(err)
 	}
 	if err := l.Settle([]int64{int64(mine[0]), 4096}, 1); err != nil {
@@ -84,7 +85,7 @@ func lateDestinations(t *testing.T, spec save.Spec) {
 		own[k].Release()
 	}
 	for i := range tensors {
-		if reqs[i].Dest == 0 && !bytes.Equal(exported(t, d, l, i), want[tensors[i].Name].Data) {
+		if reqs[i].Dest == 0 && !bytes.Equal(loadtest.ExportBytes(t, d, l, i), want[tensors[i].Name].Data) {
 			t.Errorf("%s differs", tensors[i].Name)
 		}
 	}
@@ -93,8 +94,8 @@ func lateDestinations(t *testing.T, spec save.Spec) {
 
 // A load whose destinations are never settled waits, and ends when it is cancelled.
 func TestDestinationsNeverSettled(t *testing.T) {
-	_, m, _ := written(t, save.Spec{Compress: true}, "", 4<<20)
-	engine(t)
+	_, m, _ := loadtest.WriteModel(t, save.Spec{Compress: true}, "", 4<<20)
+	loadtest.UseEngine(t)
 	reqs := make([]load.Request, len(m.Index().Tensors))
 	for i := range reqs {
 		reqs[i] = load.Request{Tensor: int64(i), Dest: load.SettleLater, Hi0: plan.Whole, Hi1: plan.Whole}
@@ -110,7 +111,7 @@ func TestDestinationsNeverSettled(t *testing.T) {
 		t.Errorf("it ended: %v", err)
 	}
 	l.Close()
-	if err := finish(t, l); !errors.Is(err, context.Canceled) && !errors.Is(err, errs.ErrCancelled) {
+	if err := loadtest.Finish(t, l); !errors.Is(err, context.Canceled) && !errors.Is(err, errs.ErrCancelled) {
 		t.Errorf("cancelled: %v", err)
 	}
 }
@@ -118,7 +119,7 @@ func TestDestinationsNeverSettled(t *testing.T) {
 // Whichever call fails while memory is got beside the load, the load ends with
 // the error, and nothing is left behind.
 func TestLateMemoryFails(t *testing.T) {
-	path, m, _ := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 2<<20)
+	path, m, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 2<<20)
 	m.Close()
 	defer load.FakeAllotment(128<<10, 0)()
 	step := int64(1)
@@ -135,7 +136,7 @@ func TestLateMemoryFails(t *testing.T) {
 		}
 		l, err := m.Start(nil, load.Options{Device: "cuda:0"})
 		if err == nil {
-			err = finish(t, l)
+			err = loadtest.Finish(t, l)
 			l.Close()
 		}
 		m.Close()
@@ -157,12 +158,12 @@ func TestLateMemoryFails(t *testing.T) {
 	if failed == 0 {
 		t.Error("no load failed")
 	}
-	quiet(t)
+	loadtest.CheckQuiet(t)
 }
 
 // A queue that is prepared is the one that the next load uses.
 func TestPrepare(t *testing.T) {
-	engine(t)
+	loadtest.UseEngine(t)
 	d, err := cuda.Open(0)
 	if err != nil {
 		t.Fatal(err)

@@ -1,6 +1,6 @@
 //go:build cgo && owfake
 
-package cuda_test
+package relay_test
 
 // This file runs the ranks of a group as processes of their own, which exchange the
 // pieces of a relay by the fake driver's shared memory, or by that of the host.
@@ -24,6 +24,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/load/loadtest"
 	"github.com/overwire/overwire/gosrc/peers"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/relay"
@@ -148,7 +149,7 @@ func TestRank(t *testing.T) {
 	if n, _ := fmt.Sscanf(os.Getenv(rankEnv), "%d %d %s", &rank, &ranks, &path); n != 3 {
 		t.Skip("for processes of other tests")
 	}
-	m := reopened(t, path)
+	m := loadtest.OpenModel(t, path)
 	in := bufio.NewReader(os.Stdin)
 	tell := func(s *said) (all []said) {
 		text, _ := json.Marshal(s)
@@ -225,7 +226,8 @@ func blocks(m *load.Model, travel, cuts []int64, rank, ranks int) (reqs []load.R
 }
 
 // ranking is a rank's part in a trial.
-func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.Request, want [][]byte, rank, ranks int, tell func(*said) []said) *said {
+func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.Request, want [][]byte, rank, ranks int,
+	tell func(*said) []said) *said {
 	step := func(name string) {
 		if c.Wrong == name {
 			os.Exit(0)
@@ -352,7 +354,7 @@ func (g *ranked) fine(what any, all []said) (most int64) {
 // Four ranks exchange the pieces of a relay by themselves; whichever call of the
 // driver fails in one of them, all end, nothing is left, and the next relay is good.
 func TestRanksExchange(t *testing.T) {
-	path, _, _ := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "tied", 4<<20)
+	path, _, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "tied", 4<<20)
 	g := newRanked(t, 4, path)
 	g.fine("host", g.try(trial{Where: "cpu"}))
 	g.fine("host, cut", g.try(trial{Where: "cpu", Cut: "some"}))
@@ -371,7 +373,7 @@ func TestRanksExchange(t *testing.T) {
 // Columns of plain tensors come straight from the ranks that have read them, and not
 // the rest of their rows; also where calls fail, and with eight ranks.
 func TestRanksExchangeColumns(t *testing.T) {
-	path, m, _ := written(t, save.Spec{}, "tied", 6<<20)
+	path, m, _ := loadtest.WriteModel(t, save.Spec{}, "tied", 6<<20)
 	travel := filled(m)
 	var whole, cut int64
 	for i, how := range cutting(m, travel, "columns") {
@@ -388,7 +390,8 @@ func TestRanksExchangeColumns(t *testing.T) {
 		calls := g.fine("GPU", all)
 		for rank, s := range all {
 			if most := whole + cut/int64(ranks)*9/8; s.Pulls == 0 || s.Pulls > most {
-				t.Errorf("rank %d of %d copied %d bytes from the others, of %d that it needs", rank, ranks, s.Pulls, most)
+				t.Errorf("rank %d of %d copied %d bytes from the others, of %d that it needs", rank, ranks, s.Pulls,
+					most)
 			}
 		}
 		if ranks > 4 {
@@ -407,7 +410,8 @@ func (g *ranked) refuse(calls, step int64, cut, other string) {
 	t, failed := g.t, 0
 	t.Helper()
 	for nth := int64(1); nth < calls; nth += step {
-		c := trial{Where: "cuda:0", Wrong: "call", Rank: int(nth/step) % len(g.in), Call: nth, Sticky: nth/step%2 == 1, Cut: cut}
+		c := trial{Where: "cuda:0", Wrong: "call", Rank: int(nth/step) % len(g.in), Call: nth, Sticky: nth/step%2 == 1,
+			Cut: cut}
 		if nth/step%3 == 2 {
 			c.Cut = other
 		}
@@ -439,7 +443,7 @@ func (g *ranked) refuse(calls, step int64, cut, other string) {
 // copy it: where a chunk is damaged its reader names file, tensor and chunk, the relays of
 // all end with an error, and its tensor lands on no rank.
 func TestRanksDamaged(t *testing.T) {
-	path, m, _ := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 4<<20)
+	path, m, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 4<<20)
 	g := newRanked(t, 3, path)
 	g.fine("whole", g.try(trial{Where: "cuda:0"}))
 	readers := map[int]bool{}
@@ -510,7 +514,7 @@ func flip(t *testing.T, path string, off int64) {
 // A rank that dies or is cancelled, at whichever step, ends the relays of all, with an
 // error that says so.
 func TestRanksDie(t *testing.T) {
-	path, _, _ := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "tied", 4<<20)
+	path, _, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "tied", 4<<20)
 	for i, wrong := range []string{"offered", "joined", "alone", "moving", "cancelled"} {
 		where := []string{"cuda:0", "cpu"}[i%2]
 		if wrong == "moving" {
@@ -540,7 +544,8 @@ func TestRanksDie(t *testing.T) {
 				continue
 			}
 			// One that learned of the death from others cancels.
-			if died := wrong == "alone" || wrong == "moving"; (died || wrong == "joined") != slices.Equal(s.Lost, []int{c.Rank}) || died && s.Class != "IOFailure" {
+			if died := wrong == "alone" || wrong == "moving"; (died ||
+				wrong == "joined") != slices.Equal(s.Lost, []int{c.Rank}) || died && s.Class != "IOFailure" {
 				t.Fatalf("%+v: rank %d: %+v", c, rank, s)
 			}
 		}

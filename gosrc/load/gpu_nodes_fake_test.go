@@ -1,6 +1,6 @@
 //go:build cgo && owfake
 
-package cuda_test
+package load_test
 
 // This file loads on a host that seems to have several NUMA nodes.
 
@@ -20,6 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/load/loadtest"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/source"
 )
@@ -89,7 +90,8 @@ func (w *watched) ReadAt(ctx context.Context, p []byte, off int64) error {
 func policy(t *testing.T, b []byte) (kind int32, nodes uint64) {
 	t.Helper()
 	var mask [16]uint64
-	if _, _, no := unix.Syscall6(unix.SYS_GET_MEMPOLICY, uintptr(unsafe.Pointer(&kind)), uintptr(unsafe.Pointer(&mask)), 1025, uintptr(unsafe.Pointer(&b[0])), 2, 0); no != 0 {
+	if _, _, no := unix.Syscall6(unix.SYS_GET_MEMPOLICY, uintptr(unsafe.Pointer(&kind)), uintptr(unsafe.Pointer(&mask)),
+		1025, uintptr(unsafe.Pointer(&b[0])), 2, 0); no != 0 {
 		t.Skipf("this container does not tell policies: %v", no)
 	}
 	return kind, mask[0]
@@ -99,7 +101,7 @@ func policy(t *testing.T, b []byte) (kind int32, nodes uint64) {
 // there; where the kernel refuses that, loads are right all the same. On a host of one,
 // or of which nothing is known, nothing is asked of the kernel.
 func TestNodes(t *testing.T) {
-	path, _, want := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 4<<20)
+	path, _, want := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 4<<20)
 	var had unix.CPUSet
 	if err := unix.SchedGetaffinity(0, &had); err != nil {
 		t.Fatal(err)
@@ -119,7 +121,7 @@ func TestNodes(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		m := reopened(t, path)
+		m := loadtest.OpenModel(t, path)
 		w := &watched{Source: m.Sources()[0]}
 		l, err := load.Of(m.Index(), w).Start(nil, load.Options{Device: fmt.Sprintf("cuda:%d", c.gpu)})
 		if err != nil {

@@ -1,6 +1,6 @@
 //go:build cgo
 
-package cuda_test
+package load_test
 
 import (
 	"bytes"
@@ -15,12 +15,11 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
-	"github.com/overwire/overwire/gosrc/dlpack"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/load/loadtest"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/serve"
@@ -29,97 +28,18 @@ import (
 	"github.com/overwire/overwire/gosrc/weights"
 )
 
-// written saves made weights and opens the file.
-func written(t testing.TB, spec save.Spec, kind string, size int64) (string, *load.Model, map[string]weights.Tensor) {
-	t.Helper()
-	made, err := weights.Make(weights.Options{Kind: kind, Size: size, Seed: 3})
-	if err != nil {
-		t.Fatal(err)
-	}
-	in := make([]save.Input, len(made))
-	byName := map[string]weights.Tensor{}
-	for i, w := range made {
-		in[i] = save.Input{Name: w.Name, DType: w.DType, Shape: w.Shape, Data: w.Data}
-		byName[w.Name] = w
-	}
-	spec.Path = filepath.Join(t.TempDir(), "model.safetensors")
-	if _, err := save.Write(t.Context(), job.New("save"), spec, in); err != nil {
-		t.Fatal(err)
-	}
-	return spec.Path, reopened(t, spec.Path), byName
-}
-
-func reopened(t testing.TB, path string) *load.Model {
-	t.Helper()
-	m, err := load.Open(t.Context(), load.Spec{URIs: []string{path}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(m.Close)
-	return m
-}
-
-// exported takes a tensor as Python does, through DLPack, whose deleter frees it.
-func exported(t *testing.T, d *cuda.Device, l *load.Loading, i int) []byte {
-	t.Helper()
-	mem, shape, dtype, ok := l.Take(i)
-	if !ok {
-		t.Fatalf("tensor %d was not there to take", i)
-	}
-	if mem.Bytes > 0 && (uintptr(mem.Ptr)%cuda.Align != 0 || mem.CUDA != int32(d.Index()+1)) {
-		t.Errorf("tensor %d at %p of device %d", i, mem.Ptr, mem.CUDA-1)
-	}
-	b := make([]byte, mem.Bytes)
-	if err := d.Read(b, mem); err != nil {
-		t.Fatal(err)
-	}
-	typ, dims := dlpack.Describe(dtype, shape, mem.Bytes, false)
-	one := dlpack.NewBatch(1)
-	one.Add(mem, typ, dims)
-	if err := one.Make(func(_ int, managed unsafe.Pointer) { dlpack.Delete(managed) }); err != nil {
-		t.Fatal(err)
-	}
-	return b
-}
-
-// whole loads every tensor and compares it.
-func whole(t *testing.T, m *load.Model, want map[string]weights.Tensor, index int) {
-	t.Helper()
-	d, err := cuda.Open(index)
-	if err != nil {
-		t.Fatal(err)
-	}
-	l, err := m.Start(nil, load.Options{Device: fmt.Sprint("cuda:", index)})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	if err := finish(t, l); err != nil {
-		t.Fatal(err)
-	}
-	if l.Len() != len(want) {
-		t.Fatalf("%d tensors of %d", l.Len(), len(want))
-	}
-	for i := range l.Len() {
-		name := m.Index().Tensors[i].Name
-		if !bytes.Equal(exported(t, d, l, i), want[name].Data) {
-			t.Errorf("%s differs", name)
-		}
-	}
-}
-
 // Weights of every kind and dtype, packed and plain, go the whole way: into the
 // engine's memory and out by DLPack, and into the caller's, wherever it begins.
 func TestWholeWay(t *testing.T) {
-	engine(t)
+	loadtest.UseEngine(t)
 	for _, kind := range weights.Kinds() {
 		if kind.Name == "moe-bf16" {
 			continue // as many tensors as a real one: bf16 like the first
 		}
 		for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {}} {
 			t.Run(fmt.Sprintf("%s/%v", kind.Name, spec.Compress), func(t *testing.T) {
-				_, m, want := written(t, spec, kind.Name, 1<<20)
-				whole(t, m, want, 0)
+				_, m, want := loadtest.WriteModel(t, spec, kind.Name, 1<<20)
+				loadtest.LoadAll(t, m, want, 0)
 				d, err := cuda.Open(0)
 				if err != nil {
 					t.Fatal(err)
@@ -138,7 +58,8 @@ func TestWholeWay(t *testing.T) {
 				var at int64
 				for i := range m.Index().Tensors {
 					at += int64(i % 5)
-					reqs = append(reqs, load.Request{Tensor: int64(i), Dest: uintptr(mem[0].Ptr) + uintptr(at), Hi0: plan.Whole, Hi1: plan.Whole})
+					reqs = append(reqs, load.Request{Tensor: int64(i), Dest: uintptr(mem[0].Ptr) + uintptr(at),
+						Hi0: plan.Whole, Hi1: plan.Whole})
 					at += m.Index().Tensors[i].Bytes
 				}
 				l, err := m.Start(reqs, load.Options{Device: "cuda:0", Stream: 1})
@@ -146,13 +67,14 @@ func TestWholeWay(t *testing.T) {
 					t.Fatal(err)
 				}
 				defer l.Close()
-				if err := finish(t, l); err != nil {
+				if err := loadtest.Finish(t, l); err != nil {
 					t.Fatal(err)
 				}
 				for i, q := range reqs {
 					x := &m.Index().Tensors[i]
 					got := make([]byte, x.Bytes)
-					if err := d.Read(got, device.Memory{Ptr: unsafe.Add(mem[0].Ptr, int64(q.Dest)-int64(uintptr(mem[0].Ptr))), Bytes: x.Bytes}); err != nil {
+					if err := d.Read(got, device.Memory{Ptr: unsafe.Add(mem[0].Ptr,
+						int64(q.Dest)-int64(uintptr(mem[0].Ptr))), Bytes: x.Bytes}); err != nil {
 						t.Fatal(err)
 					}
 					if !bytes.Equal(got, want[x.Name].Data) {
@@ -170,8 +92,8 @@ func TestWholeWay(t *testing.T) {
 // A chunk that changed is named, whatever notices it, and the device serves the
 // next load.
 func TestCorruptChunkIsNamed(t *testing.T) {
-	engine(t)
-	path, good, want := written(t, save.Spec{Compress: true, ChunkBytes: 32 << 10}, "", 4<<20)
+	loadtest.UseEngine(t)
+	path, good, want := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 32 << 10}, "", 4<<20)
 	data, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
@@ -191,17 +113,18 @@ func TestCorruptChunkIsNamed(t *testing.T) {
 		if err := os.WriteFile(other, hurt, 0o600); err != nil {
 			t.Fatal(err)
 		}
-		l, err := reopened(t, other).Start(nil, load.Options{Device: "cuda"})
+		l, err := loadtest.OpenModel(t, other).Start(nil, load.Options{Device: "cuda"})
 		if err != nil {
 			t.Fatal(err)
 		}
-		err = finish(t, l)
+		err = loadtest.Finish(t, l)
 		var at *errs.At
-		if !errors.Is(err, errs.ErrCorrupt) || !errors.As(err, &at) || at.Source != other || at.Tensor != x.Name || at.Chunk != 1 || at.Offset != c.Off {
+		if !errors.Is(err, errs.ErrCorrupt) || !errors.As(err, &at) || at.Source != other || at.Tensor != x.Name ||
+			at.Chunk != 1 || at.Offset != c.Off {
 			t.Errorf("%s: %v", x.Name, err)
 		}
 		l.Close()
-		whole(t, good, want, 0)
+		loadtest.LoadAll(t, good, want, 0)
 	}
 	if tested == 0 {
 		t.Fatal("no tensor has three chunks")
@@ -210,8 +133,8 @@ func TestCorruptChunkIsNamed(t *testing.T) {
 
 // A load that is closed at any moment ends, and the next one is exact.
 func TestCancelAtAnyMoment(t *testing.T) {
-	engine(t)
-	_, m, want := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 4<<20)
+	loadtest.UseEngine(t)
+	_, m, want := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 4<<20)
 	cancelled := 0
 	for i := 0; i < 30 || cancelled == 0; i++ {
 		if i == 1000 {
@@ -223,7 +146,7 @@ func TestCancelAtAnyMoment(t *testing.T) {
 		}
 		time.Sleep(time.Duration(i%30*(i%30)*20) * time.Microsecond)
 		l.Close()
-		switch err := finish(t, l); {
+		switch err := loadtest.Finish(t, l); {
 		case errors.Is(err, errs.ErrCancelled):
 			cancelled++
 		case err != nil:
@@ -233,13 +156,13 @@ func TestCancelAtAnyMoment(t *testing.T) {
 			t.Fatal("a closed load gives memory")
 		}
 	}
-	whole(t, m, want, 0)
+	loadtest.LoadAll(t, m, want, 0)
 	t.Logf("%d were cancelled on their way", cancelled)
 }
 
 // Loads to two devices at once do not meet.
 func TestTwoDevicesAtOnce(t *testing.T) {
-	engine(t)
+	loadtest.UseEngine(t)
 	all, err := driver.Info()
 	if err != nil {
 		t.Fatal(err)
@@ -247,7 +170,7 @@ func TestTwoDevicesAtOnce(t *testing.T) {
 	if len(all) < 2 {
 		t.Skip("one device")
 	}
-	_, m, want := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "fp16", 2<<20)
+	_, m, want := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "fp16", 2<<20)
 	var loads []*load.Loading
 	for i := range 6 {
 		l, err := m.Start(nil, load.Options{Device: fmt.Sprint("cuda:", i%2)})
@@ -257,7 +180,7 @@ func TestTwoDevicesAtOnce(t *testing.T) {
 		loads = append(loads, l)
 	}
 	for i, l := range loads {
-		if err := finish(t, l); err != nil {
+		if err := loadtest.Finish(t, l); err != nil {
 			t.Fatal(err)
 		}
 		d, err := cuda.Open(i % 2)
@@ -265,7 +188,7 @@ func TestTwoDevicesAtOnce(t *testing.T) {
 			t.Fatal(err)
 		}
 		for k := range l.Len() {
-			if !bytes.Equal(exported(t, d, l, k), want[m.Index().Tensors[k].Name].Data) {
+			if !bytes.Equal(loadtest.ExportBytes(t, d, l, k), want[m.Index().Tensors[k].Name].Data) {
 				t.Errorf("load %d: %s differs", i, m.Index().Tensors[k].Name)
 			}
 		}
@@ -276,11 +199,11 @@ func TestTwoDevicesAtOnce(t *testing.T) {
 // A pinned model lands on the devices without its file, over memory that was
 // registered once, by the pinning or by the first load; closed, it lets go.
 func TestPinned(t *testing.T) {
-	engine(t)
+	loadtest.UseEngine(t)
 	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {}} {
 		for _, at := range []string{"", "cuda:0"} {
 			for _, kind := range []string{"", "fp8-e4m3", "hostile"} {
-				path, m, want := written(t, spec, kind, 2<<20)
+				path, m, want := loadtest.WriteModel(t, spec, kind, 2<<20)
 				j, err := m.Pin(load.Options{Device: at})
 				if err != nil {
 					t.Fatal(err)
@@ -292,14 +215,15 @@ func TestPinned(t *testing.T) {
 					t.Fatal(err)
 				}
 				for range 2 {
-					whole(t, m, want, 0)
+					loadtest.LoadAll(t, m, want, 0)
 				}
-				l, err := m.Start([]load.Request{{Tensor: 0, Hi0: plan.Whole, Hi1: plan.Whole}}, load.Options{Device: "cuda"})
+				l, err := m.Start([]load.Request{{Tensor: 0, Hi0: plan.Whole, Hi1: plan.Whole}},
+					load.Options{Device: "cuda"})
 				if err != nil {
 					t.Fatal(err)
 				}
 				m.Close() // the load goes on
-				if err := finish(t, l); err != nil {
+				if err := loadtest.Finish(t, l); err != nil {
 					t.Fatal(err)
 				}
 				l.Close()
@@ -311,10 +235,10 @@ func TestPinned(t *testing.T) {
 // Tensors are saved from where they lie on a device, chunk by chunk: the file is
 // that of the same tensors on the host, byte for byte, ties included.
 func TestSaveFromDevice(t *testing.T) {
-	engine(t)
+	loadtest.UseEngine(t)
 	for _, kind := range []string{"tied", "hostile"} {
 		for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10, Parts: 4}, {}} {
-			path, m, want := written(t, spec, kind, 1<<20)
+			path, m, want := loadtest.WriteModel(t, spec, kind, 1<<20)
 			d, err := cuda.Open(0)
 			if err != nil {
 				t.Fatal(err)
@@ -323,7 +247,7 @@ func TestSaveFromDevice(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if err := finish(t, l); err != nil {
+			if err := loadtest.Finish(t, l); err != nil {
 				t.Fatal(err)
 			}
 			in := make([]save.Input, l.Len())
@@ -332,9 +256,10 @@ func TestSaveFromDevice(t *testing.T) {
 				mem, shape, dtype, _ := l.Take(i)
 				defer mem.Release()
 				in[i] = save.Input{Name: m.Index().Tensors[i].Name, DType: dtype, Shape: shape}
-				spec.Away[i] = &save.Away{Addr: uintptr(mem.Ptr), Bytes: mem.Bytes, Read: func(dst []byte, off int64) error {
-					return d.Read(dst, device.Memory{Ptr: unsafe.Add(mem.Ptr, off), Bytes: int64(len(dst))})
-				}}
+				spec.Away[i] = &save.Away{Addr: uintptr(mem.Ptr), Bytes: mem.Bytes,
+					Read: func(dst []byte, off int64) error {
+						return d.Read(dst, device.Memory{Ptr: unsafe.Add(mem.Ptr, off), Bytes: int64(len(dst))})
+					}}
 			}
 			l.Close()
 			spec.Path = filepath.Join(t.TempDir(), "again.safetensors")
@@ -350,7 +275,8 @@ func TestSaveFromDevice(t *testing.T) {
 				t.Fatal(err)
 			}
 			if kind == "tied" && !spec.Compress && len(one) != len(two) || kind == "hostile" && !spec.Compress {
-				whole(t, reopened(t, spec.Path), want, 0) // a plain file's order is that of its tensors
+				// a plain file's order is that of its tensors
+				loadtest.LoadAll(t, loadtest.OpenModel(t, spec.Path), want, 0)
 			} else if !bytes.Equal(one, two) {
 				t.Errorf("%s, compressed %v: %d and %d bytes, or others", kind, spec.Compress, len(one), len(two))
 			}
@@ -362,21 +288,24 @@ func TestSaveFromDevice(t *testing.T) {
 // from packed, parted and plain files, into the engine's memory and the
 // caller's; what has no kernel stays what it is.
 func TestCastWhileLanding(t *testing.T) {
-	engine(t)
+	loadtest.UseEngine(t)
 	d, err := cuda.Open(0)
 	if err != nil {
 		t.Fatal(err)
 	}
 	for kind, targets := range map[string][]tensor.DType{
-		"": {tensor.F32, tensor.F16}, "fp16": {tensor.BF16}, "fp32": {tensor.BF16, tensor.F16}, "fp8-e4m3": {tensor.BF16},
+		"": {tensor.F32, tensor.F16}, "fp16": {tensor.BF16}, "fp32": {tensor.BF16, tensor.F16},
+		"fp8-e4m3": {tensor.BF16},
 		"fp8-e5m2": {tensor.F16}, "hostile": {tensor.F32},
 	} {
-		for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {Compress: true, ChunkBytes: 64 << 10, Parts: 4}, {}} {
-			_, m, _ := written(t, spec, kind, 1<<20)
+		for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10},
+			{Compress: true, ChunkBytes: 64 << 10, Parts: 4}, {}} {
+			_, m, _ := loadtest.WriteModel(t, spec, kind, 1<<20)
 			var reqs []load.Request
 			for i := range m.Index().Tensors {
 				q := load.Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole}
-				if x := &m.Index().Tensors[i]; len(x.Shape) > 1 && x.Shape[0] > 4 && x.Shape[1] > 8 && x.DType.Bits() >= 8 {
+				if x := &m.Index().Tensors[i]; len(x.Shape) > 1 && x.Shape[0] > 4 && x.Shape[1] > 8 &&
+					x.DType.Bits() >= 8 {
 					q.Lo0, q.Hi0 = 1, 4
 					if i%2 == 0 {
 						q.Lo1, q.Hi1 = 2, 7
@@ -393,7 +322,7 @@ func TestCastWhileLanding(t *testing.T) {
 					if err != nil {
 						t.Fatal(err)
 					}
-					if err := finish(t, l); err != nil {
+					if err := loadtest.Finish(t, l); err != nil {
 						t.Fatal(err)
 					}
 					return l
@@ -432,7 +361,8 @@ func TestCastWhileLanding(t *testing.T) {
 						t.Fatal(err)
 					}
 					if got != from || !bytes.Equal(bytesOf, want) {
-						t.Errorf("%s %+v to %v: %s as %v differs", kind, spec, to, m.Index().Tensors[reqs[i].Tensor].Name, got)
+						t.Errorf("%s %+v to %v: %s as %v differs", kind, spec, to,
+							m.Index().Tensors[reqs[i].Tensor].Name, got)
 					}
 					a.Release()
 					b.Release()
@@ -446,7 +376,7 @@ func TestCastWhileLanding(t *testing.T) {
 			}
 		}
 	}
-	_, m, _ := written(t, save.Spec{}, "", 1<<19)
+	_, m, _ := loadtest.WriteModel(t, save.Spec{}, "", 1<<19)
 	for _, opt := range []load.Options{{Cast: "F7", Device: "cuda"}, {Cast: "F32"}} {
 		if _, err := m.Start(nil, opt); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%+v: %v", opt, err)
@@ -457,11 +387,12 @@ func TestCastWhileLanding(t *testing.T) {
 // Over HTTP, from a server whose connections break, files arrive as from a disk, by
 // however many of them, and the load tells what it waited for.
 func TestWholeWayOverHTTP(t *testing.T) {
-	engine(t)
+	loadtest.UseEngine(t)
 	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 128 << 10}, {}} {
-		path, near, want := written(t, spec, "llama-bf16", 24<<20)
+		path, near, want := loadtest.WriteModel(t, spec, "llama-bf16", 24<<20)
 		near.Close()
-		s, err := serve.New(filepath.Dir(path), serve.Options{Faults: map[string]float64{"reset": 0.05, "short": 0.05, "503": 0.02}, Seed: 1})
+		s, err := serve.New(filepath.Dir(path), serve.Options{Faults: map[string]float64{"reset": 0.05, "short": 0.05,
+			"503": 0.02}, Seed: 1})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -469,7 +400,8 @@ func TestWholeWayOverHTTP(t *testing.T) {
 		opened := func(connections string) (m *load.Model) {
 			access := format.Access{Options: source.Options{Storage: map[string]string{"connections": connections}}}
 			for range 50 {
-				if m, err = load.Open(t.Context(), load.Spec{URIs: []string{s.URL() + filepath.Base(path)}, Storage: access}); err == nil {
+				if m, err = load.Open(t.Context(), load.Spec{URIs: []string{s.URL() + filepath.Base(path)},
+					Storage: access}); err == nil {
 					return m
 				}
 			}
@@ -477,12 +409,12 @@ func TestWholeWayOverHTTP(t *testing.T) {
 			return nil
 		}
 		m := opened("8")
-		whole(t, m, want, 0)
+		loadtest.LoadAll(t, m, want, 0)
 		l, err := m.Start(nil, load.Options{Device: "cuda"})
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := finish(t, l); err != nil {
+		if err := loadtest.Finish(t, l); err != nil {
 			t.Fatal(err)
 		}
 		if st := l.Job().Value().(load.Report).Stages; st.AnswerNS <= 0 || st.ReadNS <= 0 {
@@ -492,7 +424,7 @@ func TestWholeWayOverHTTP(t *testing.T) {
 		m.Close()
 		for _, connections := range []string{"1", "64"} { // each has a slot of its own
 			m := opened(connections)
-			whole(t, m, want, 0)
+			loadtest.LoadAll(t, m, want, 0)
 			m.Close()
 		}
 		if n := s.Faults(); len(n) == 0 {
@@ -501,14 +433,5 @@ func TestWholeWayOverHTTP(t *testing.T) {
 		if err := s.Close(); err != nil {
 			t.Error(err)
 		}
-	}
-}
-
-// quiet waits until no goroutine of a load is left; the reapers of devices with
-// live memory are none.
-func quiet(t *testing.T) {
-	t.Helper()
-	if n := spawn.Left(); len(n) != 0 {
-		t.Errorf("still running: %v", n)
 	}
 }

@@ -1,6 +1,6 @@
 //go:build cgo && owfake
 
-package cuda_test
+package relay_test
 
 import (
 	"encoding/json"
@@ -14,6 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/load/loadtest"
 	"github.com/overwire/overwire/gosrc/peers"
 	"github.com/overwire/overwire/gosrc/relay"
 	"github.com/overwire/overwire/gosrc/save"
@@ -22,7 +23,7 @@ import (
 // Whichever call of the driver fails during a relay, it ends with a typed error
 // and leaves nothing behind.
 func TestRelayEveryCallFails(t *testing.T) {
-	_, m, _ := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "tied", 1<<20)
+	_, m, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "tied", 1<<20)
 	travel := filled(m)
 	reqs := asked(m, travel, 0)
 	sizes := make([]int64, len(reqs))
@@ -54,7 +55,8 @@ func TestRelayEveryCallFails(t *testing.T) {
 			if err != nil {
 				failed++
 				var at *errs.At
-				if !errors.Is(err, errs.ErrDevice) || !errors.As(err, &at) || at.Source == "" || !named.MatchString(err.Error()) {
+				if !errors.Is(err, errs.ErrDevice) || !errors.As(err, &at) || at.Source == "" ||
+					!loadtest.DriverCall.MatchString(err.Error()) {
 					t.Fatal(what)
 				}
 				if at.Tensor != "" {
@@ -70,7 +72,7 @@ func TestRelayEveryCallFails(t *testing.T) {
 			t.Error("too few relays were seen to fail")
 		}
 	}
-	quiet(t)
+	loadtest.CheckQuiet(t)
 }
 
 // What a first load of a group needs of a GPU is made while the headers are read: its
@@ -81,8 +83,8 @@ func TestRelayPrepared(t *testing.T) {
 	end := cuda.Fake(512 << 20)
 	cudatest.History()
 	load.Prepare("cuda:0")
-	path, _, _ := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 1<<20)
-	m := reopened(t, path)
+	path, _, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 1<<20)
+	m := loadtest.OpenModel(t, path)
 	load.Prepared()
 	before := cudatest.History()
 	for _, call := range []string{"ctx_retain", "module_load", "host_register", "stream_create", "mem_alloc"} {
@@ -157,7 +159,7 @@ func passed(r *relay.Relay) error {
 // and of its end.
 func TestRelayTimeline(t *testing.T) {
 	end := cuda.Fake(512 << 20)
-	_, m, _ := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 2<<20)
+	_, m, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 2<<20)
 	travel := filled(m)
 	reqs := asked(m, travel, 0)
 	sizes := make([]int64, len(reqs))

@@ -1,6 +1,6 @@
 //go:build cgo && owfake
 
-package cuda_test
+package load_test
 
 import (
 	"encoding/binary"
@@ -17,6 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/load/loadtest"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -121,7 +122,7 @@ func saved(t *testing.T, spec save.Spec, in []save.Input) *load.Model {
 	if _, err := save.Write(t.Context(), job.New("save"), spec, in); err != nil {
 		t.Fatal(err)
 	}
-	return reopened(t, spec.Path)
+	return loadtest.OpenModel(t, spec.Path)
 }
 
 // cufile is what a fake library counted.
@@ -140,7 +141,8 @@ func fakeGDS(t *testing.T, mode string) (counts func() cufile) {
 	}
 	file, module := put("mode", mode), put("version", "version: 2.25.7\n")
 	library, result := filepath.Join(dir, "libcufile.so"), filepath.Join(dir, "counts")
-	cmd := exec.Command("cc", "-shared", "-fPIC", "-w", "-DMODE=\""+file+"\"", "-DCOUNTS=\""+result+"\"", "-x", "c", "-o", library, "-")
+	cmd := exec.Command("cc", "-shared", "-fPIC", "-w", "-DMODE=\""+file+"\"", "-DCOUNTS=\""+result+"\"", "-x", "c",
+		"-o", library, "-")
 	cmd.Stdin = strings.NewReader(fakeCufile)
 	if out, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
@@ -163,15 +165,16 @@ func fakeGDS(t *testing.T, mode string) (counts func() cufile) {
 func TestGDS(t *testing.T) {
 	for mode, device := range map[string]string{"": "cuda:0", "s": "cuda:1", "b": "cuda:0"} {
 		t.Run("mode "+mode, func(t *testing.T) {
-			engine(t)
+			loadtest.UseEngine(t)
 			counts := fakeGDS(t, mode)
-			_, m, want := written(t, save.Spec{}, "hostile", 3<<20)
-			rep, err := gdsLoad(t, m, load.Options{Device: device}, nil, of(m, want))
+			_, m, want := loadtest.WriteModel(t, save.Spec{}, "hostile", 3<<20)
+			rep, err := gdsLoad(t, m, load.Options{Device: device}, nil, loadtest.BytesOf(m, want))
 			if err != nil {
 				t.Fatal(err)
 			}
 			c := counts()
-			if c.Drivers != 1 || c.Handles+c.Buffers+c.Wrong != 0 || c.Bytes != rep.GDS || rep.GDS < rep.Bytes || rep.NoGDS != "" {
+			if c.Drivers != 1 || c.Handles+c.Buffers+c.Wrong != 0 || c.Bytes != rep.GDS || rep.GDS < rep.Bytes ||
+				rep.NoGDS != "" {
 				t.Errorf("%+v, %d bytes by it of %d, %q", c, rep.GDS, rep.Bytes, rep.NoGDS)
 			}
 			if mode == "s" && c.Reads < 3*rep.Stages.Pieces {
@@ -179,7 +182,7 @@ func TestGDS(t *testing.T) {
 			}
 		})
 	}
-	engine(t)
+	loadtest.UseEngine(t)
 	counts := fakeGDS(t, "")
 	in := inputs()
 	m := saved(t, save.Spec{}, in)
@@ -193,7 +196,8 @@ func TestGDS(t *testing.T) {
 	for r := 17; r < 201; r++ {
 		part = append(part, in[0].Data[r*1024+66:r*1024+800]...)
 	}
-	reqs := []load.Request{{Tensor: at, Lo0: 17, Hi0: 201, Lo1: 33, Hi1: 400}, {Tensor: at, Lo0: 5, Hi0: 299, Hi1: plan.Whole}}
+	reqs := []load.Request{{Tensor: at, Lo0: 17, Hi0: 201, Lo1: 33, Hi1: 400},
+		{Tensor: at, Lo0: 5, Hi0: 299, Hi1: plan.Whole}}
 	if _, err := gdsLoad(t, m, load.Options{}, reqs, func(i int) []byte {
 		return [][]byte{part, in[0].Data[5*1024 : 299*1024]}[i]
 	}); err != nil {
@@ -210,13 +214,14 @@ func TestGDSFallsBack(t *testing.T) {
 	for _, c := range []struct {
 		mode, why string
 		compress  bool
-	}{{"d", "cuFileDriverOpen failed: error 5011", false}, {"h", "cuFileHandleRegister failed: error 5027", false}, {"", "checksums", true}} {
+	}{{"d", "cuFileDriverOpen failed: error 5011", false}, {"h", "cuFileHandleRegister failed: error 5027", false},
+		{"", "checksums", true}} {
 		t.Run(c.why, func(t *testing.T) {
-			engine(t)
+			loadtest.UseEngine(t)
 			counts := fakeGDS(t, c.mode)
-			_, m, want := written(t, save.Spec{Compress: c.compress}, "hostile", 1<<20)
+			_, m, want := loadtest.WriteModel(t, save.Spec{Compress: c.compress}, "hostile", 1<<20)
 			for range 2 {
-				rep, err := gdsLoad(t, m, load.Options{}, nil, of(m, want))
+				rep, err := gdsLoad(t, m, load.Options{}, nil, loadtest.BytesOf(m, want))
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -229,10 +234,10 @@ func TestGDSFallsBack(t *testing.T) {
 			}
 		})
 	}
-	engine(t)
+	loadtest.UseEngine(t)
 	defer gds.Use("libnone.so", "none")()
-	_, m, want := written(t, save.Spec{}, "", 1<<20)
-	rep, err := gdsLoad(t, m, load.Options{}, nil, of(m, want))
+	_, m, want := loadtest.WriteModel(t, save.Spec{}, "", 1<<20)
+	rep, err := gdsLoad(t, m, load.Options{}, nil, loadtest.BytesOf(m, want))
 	if err != nil || rep.GDS != 0 || !strings.Contains(rep.NoGDS, "neither libcufile nor") {
 		t.Errorf("%v, %+v", err, rep)
 	}
@@ -249,12 +254,13 @@ func TestGDSFails(t *testing.T) {
 		class     error
 	}{{"e", "input/output error", errs.ErrIO}, {"x", "error 5011", errs.ErrIO}, {"t", "truncated", errs.ErrCorrupt}} {
 		t.Run(c.why, func(t *testing.T) {
-			engine(t)
+			loadtest.UseEngine(t)
 			counts := fakeGDS(t, c.mode)
-			path, m, _ := written(t, save.Spec{}, "", 3<<20)
+			path, m, _ := loadtest.WriteModel(t, save.Spec{}, "", 3<<20)
 			_, err := gdsLoad(t, m, load.Options{}, nil, nil)
 			var at *errs.At
-			if !errors.Is(err, c.class) || !errors.As(err, &at) || at.Source != path || at.Tensor == "" || at.Offset < 0 || !strings.Contains(err.Error(), c.why) {
+			if !errors.Is(err, c.class) || !errors.As(err, &at) || at.Source != path || at.Tensor == "" ||
+				at.Offset < 0 || !strings.Contains(err.Error(), c.why) {
 				t.Error(err)
 			}
 			if n := counts(); n.Handles+n.Buffers+n.Wrong != 0 || n.Reads == 0 {
@@ -267,7 +273,7 @@ func TestGDSFails(t *testing.T) {
 // Whichever call of the driver fails meanwhile, once or from then on, the load
 // ends typed or goes on, and nothing is left: no handle, no registration.
 func TestGDSLosesTheDevice(t *testing.T) {
-	path, _, _ := written(t, save.Spec{}, "", 1<<20)
+	path, _, _ := loadtest.WriteModel(t, save.Spec{}, "", 1<<20)
 	counts := fakeGDS(t, "")
 	for _, c := range []struct {
 		sticky bool
@@ -276,11 +282,11 @@ func TestGDSLosesTheDevice(t *testing.T) {
 		failed := 0
 		for nth := int64(1); ; nth += 3 {
 			end := cuda.Fake(512 << 20)
-			m := reopened(t, path)
+			m := loadtest.OpenModel(t, path)
 			cudatest.Fail(nth, 999, c.sticky)
 			l, err := m.Start(nil, load.Options{Device: c.device, Read: "gds", Stream: 1})
 			if err == nil {
-				err = finish(t, l)
+				err = loadtest.Finish(t, l)
 				l.Close()
 			}
 			m.Close()
@@ -306,12 +312,12 @@ func TestGDSLosesTheDevice(t *testing.T) {
 			t.Errorf("only %d loads were seen to fail", failed)
 		}
 	}
-	quiet(t)
+	loadtest.CheckQuiet(t)
 }
 
 // Elements are cast on their way out of the staging, as they are otherwise.
 func TestGDSCasts(t *testing.T) {
-	engine(t)
+	loadtest.UseEngine(t)
 	fakeGDS(t, "")
 	in := []save.Input{
 		{Name: "a", DType: tensor.BF16, Shape: []int64{3}, Data: []byte{0x80, 0x3f, 0, 0x40, 0, 0xc0}}, // 1, 2, -2
@@ -322,7 +328,9 @@ func TestGDSCasts(t *testing.T) {
 	wide := map[string][]byte{"a": {0, 0, 0x80, 0x3f, 0, 0, 0, 0x40, 0, 0, 0, 0xc0}, "b": {7}, "c": in[2].Data}
 	narrow := map[string][]byte{"a": in[0].Data, "b": {7}, "c": {0x80, 0x3f, 0, 0xc0}}
 	for to, want := range map[string]map[string][]byte{"F32": wide, "BF16": narrow} {
-		rep, err := gdsLoad(t, m, load.Options{Cast: to}, nil, func(i int) []byte { return want[m.Index().Tensors[i].Name] })
+		rep, err := gdsLoad(t, m, load.Options{Cast: to}, nil, func(i int) []byte {
+			return want[m.Index().Tensors[i].Name]
+		})
 		if err != nil || rep.GDS == 0 {
 			t.Errorf("%s: %v, %d bytes", to, err, rep.GDS)
 		}

@@ -1,6 +1,6 @@
 //go:build cgo
 
-package cuda_test
+package load_test
 
 import (
 	"bytes"
@@ -8,11 +8,12 @@ import (
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/load"
-	"github.com/overwire/overwire/gosrc/weights"
+	"github.com/overwire/overwire/gosrc/load/loadtest"
 )
 
 // gdsLoad loads by GPUDirect Storage, compares every tensor, and says how.
-func gdsLoad(t *testing.T, m *load.Model, opt load.Options, reqs []load.Request, want func(i int) []byte) (load.Report, error) {
+func gdsLoad(t *testing.T, m *load.Model, opt load.Options, reqs []load.Request, want func(i int) []byte) (load.Report,
+	error) {
 	t.Helper()
 	opt.Device, opt.Read = cmp.Or(opt.Device, "cuda:0"), "gds"
 	l, err := m.Start(reqs, opt)
@@ -20,18 +21,13 @@ func gdsLoad(t *testing.T, m *load.Model, opt load.Options, reqs []load.Request,
 		t.Fatal(err)
 	}
 	defer l.Close()
-	if err := finish(t, l); err != nil {
+	if err := loadtest.Finish(t, l); err != nil {
 		return load.Report{}, err
 	}
-	for i, got := range take(t, l, 0) {
+	for i, got := range loadtest.TakeBytes(t, l, 0) {
 		if !bytes.Equal(got, want(i)) {
 			t.Errorf("request %d differs", i)
 		}
 	}
 	return l.Job().Value().(load.Report), nil
-}
-
-// of gives a model's tensors as they were made.
-func of(m *load.Model, want map[string]weights.Tensor) func(int) []byte {
-	return func(i int) []byte { return want[m.Index().Tensors[i].Name].Data }
 }

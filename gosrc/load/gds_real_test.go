@@ -1,6 +1,6 @@
 //go:build cgo && !owfake
 
-package cuda_test
+package load_test
 
 import (
 	"os"
@@ -9,13 +9,14 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device/gds"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/load/loadtest"
 	"github.com/overwire/overwire/gosrc/save"
 )
 
 // NVIDIA's own libcufile accepts our calls. Without nvidia-fs it copies through the
 // host, which loads refuse; this test pretends that the module is loaded.
 func TestGDSLibrary(t *testing.T) {
-	engine(t)
+	loadtest.UseEngine(t)
 	found := gds.Probe()
 	if found.Library == "" {
 		t.Skip(found.Why)
@@ -25,8 +26,8 @@ func TestGDSLibrary(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(gds.Use(found.Library, module))
-	_, m, want := written(t, save.Spec{}, "hostile", 64<<20)
-	rep, err := gdsLoad(t, m, load.Options{}, nil, of(m, want))
+	_, m, want := loadtest.WriteModel(t, save.Spec{}, "hostile", 64<<20)
+	rep, err := gdsLoad(t, m, load.Options{}, nil, loadtest.BytesOf(m, want))
 	if err != nil {
 		t.Fatal(err)
 	}

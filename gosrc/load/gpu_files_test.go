@@ -1,6 +1,6 @@
 //go:build cgo
 
-package cuda_test
+package load_test
 
 import (
 	"bytes"
@@ -9,13 +9,12 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
-	"time"
 
-	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/load/loadtest"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -48,43 +47,10 @@ func inputs() []save.Input {
 	return in
 }
 
-// take waits for a load and gives its tensors' bytes, read back from the GPU.
-func take(t *testing.T, l *load.Loading, index int) [][]byte {
-	t.Helper()
-	d, err := cuda.Open(index)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var all [][]byte
-	for i := range l.Len() {
-		mem, _, _, ok := l.Take(i)
-		if !ok {
-			t.Fatalf("tensor %d was not there to take", i)
-		}
-		b := make([]byte, mem.Bytes)
-		if err := d.Read(b, mem); err != nil {
-			t.Fatal(err)
-		}
-		mem.Release()
-		all = append(all, b)
-	}
-	return all
-}
-
-// finish waits for a load's end.
-func finish(t *testing.T, l *load.Loading) error {
-	t.Helper()
-	done, err := l.Job().Wait(2 * time.Minute)
-	if !done {
-		t.Fatal("the load does not end")
-	}
-	return err
-}
-
 // Files, compressed in one or several column parts and plain, arrive on the GPU
 // as they were, whole and in slices.
 func TestLoad(t *testing.T) {
-	engine(t)
+	loadtest.UseEngine(t)
 	in := inputs()
 	for _, spec := range []save.Spec{{Compress: true}, {Compress: true, Parts: 4, ChunkBytes: 64 << 10}, {}} {
 		spec.Path = filepath.Join(t.TempDir(), "model.safetensors")
@@ -99,10 +65,10 @@ func TestLoad(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := finish(t, l); err != nil {
+		if err := loadtest.Finish(t, l); err != nil {
 			t.Fatalf("%+v: %v", spec, err)
 		}
-		got := take(t, l, 0)
+		got := loadtest.TakeBytes(t, l, 0)
 		l.Close()
 		byName := map[string][]byte{}
 		for i := range m.Index().Tensors {
@@ -117,17 +83,18 @@ func TestLoad(t *testing.T) {
 		var reqs []load.Request
 		for i := range m.Index().Tensors {
 			if m.Index().Tensors[i].Name == "a.weight" {
-				reqs = []load.Request{{Tensor: int64(i), Lo0: 17, Hi0: 201, Lo1: 33, Hi1: 400}, {Tensor: int64(i), Lo0: 5, Hi0: 299, Hi1: plan.Whole}}
+				reqs = []load.Request{{Tensor: int64(i), Lo0: 17, Hi0: 201, Lo1: 33, Hi1: 400},
+					{Tensor: int64(i), Lo0: 5, Hi0: 299, Hi1: plan.Whole}}
 			}
 		}
 		l, err = m.Start(reqs, load.Options{Device: "cuda:0"})
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := finish(t, l); err != nil {
+		if err := loadtest.Finish(t, l); err != nil {
 			t.Fatalf("%+v: %v", spec, err)
 		}
-		got = take(t, l, 0)
+		got = loadtest.TakeBytes(t, l, 0)
 		var want []byte
 		for r := 17; r < 201; r++ {
 			want = append(want, in[0].Data[r*1024+66:r*1024+800]...)
@@ -142,7 +109,7 @@ func TestLoad(t *testing.T) {
 
 // A changed byte of a file is a corrupt chunk, and the next load is good.
 func TestLoadCorrupt(t *testing.T) {
-	engine(t)
+	loadtest.UseEngine(t)
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	if _, err := save.Write(t.Context(), job.New("save"), save.Spec{Path: path, Compress: true}, inputs()); err != nil {
 		t.Fatal(err)
@@ -165,7 +132,7 @@ func TestLoadCorrupt(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			err = finish(t, l)
+			err = loadtest.Finish(t, l)
 			if hurt && !unchecked && !errors.Is(err, errs.ErrCorrupt) {
 				t.Errorf("a changed byte: %v", err)
 			}
@@ -184,7 +151,7 @@ func TestLoadCorrupt(t *testing.T) {
 // A traced load tells when the device copied and decoded, and the next load on
 // the same queue is not timed any more. What is read in place is not copied.
 func TestLoadTrace(t *testing.T) {
-	engine(t)
+	loadtest.UseEngine(t)
 	dir := t.TempDir()
 	path, trace := filepath.Join(dir, "model.safetensors"), filepath.Join(dir, "trace.json")
 	if _, err := save.Write(t.Context(), job.New("save"), save.Spec{Path: path, Compress: true}, inputs()); err != nil {
@@ -205,7 +172,7 @@ func TestLoadTrace(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := finish(t, l); err != nil {
+		if err := loadtest.Finish(t, l); err != nil {
 			t.Fatal(err)
 		}
 		rep := l.Job().Value().(load.Report)
@@ -224,7 +191,8 @@ func TestLoadTrace(t *testing.T) {
 		if inPlace || info[0].Coherent {
 			copies = 0
 		}
-		if spans["copy"] != copies || spans["submit"] != rep.Stages.Pieces || spans["decode"] == 0 || spans["land"] == 0 {
+		if spans["copy"] != copies || spans["submit"] != rep.Stages.Pieces || spans["decode"] == 0 ||
+			spans["land"] == 0 {
 			t.Errorf("%v of %d pieces", spans, rep.Stages.Pieces)
 		}
 		if c := rep.Trace.Copy; (c == nil) != (copies == 0) || c != nil && (c.Busy <= 0 || c.Lead < 0 || c.Tail < 0) {

@@ -1,6 +1,8 @@
 //go:build cgo && !owfake
 
-package cuda_test
+package loadtest
+
+// This file skips tests where there is no GPU.
 
 import (
 	"testing"
@@ -9,14 +11,14 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 )
 
-// engine skips the test where there is no GPU.
-func engine(t *testing.T) {
+// UseEngine skips the test where there is no GPU.
+func UseEngine(t *testing.T) {
 	t.Helper()
 	if err := driver.Available(); err != nil {
 		t.Skip(err)
 	}
 	t.Cleanup(func() {
 		_ = cuda.Trim() // the idle queues, with their goroutines
-		quiet(t)
+		CheckQuiet(t)
 	})
 }

@@ -1,0 +1,102 @@
+//go:build cgo
+
+package load_test
+
+import (
+	"bytes"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/load/loadtest"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/weights"
+)
+
+// What kernels read in place is what they read in the staging, byte for byte: of every
+// kind, packed, parted and plain, whole and in part, cast, and out of pinned memory.
+func TestInPlace(t *testing.T) {
+	loadtest.UseEngine(t)
+	for n, kind := range weights.Kinds() {
+		if kind.Name == "moe-bf16" {
+			continue // as many tensors as a real one: bf16 like the first
+		}
+		for k, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10},
+			{Compress: true, ChunkBytes: 64 << 10, Parts: 4}, {}, {Compress: true, Level: "smaller"}} {
+			if testing.Short() && (n+k)%4 != 0 {
+				continue
+			}
+			_, m, _ := loadtest.WriteModel(t, spec, kind.Name, 1<<18)
+			reqs := loadtest.AskForParts(m)
+			cast := []string{"BF16", "F32"}[n%2]
+			for _, way := range []struct {
+				pinned bool
+				cast   string
+			}{{false, ""}, {false, cast}, {true, ""}, {true, cast}} {
+				if way.pinned && way.cast == "" {
+					j, err := m.Pin(load.Options{})
+					if err != nil {
+						t.Fatal(err)
+					}
+					if _, err := j.Wait(-1); err != nil {
+						t.Fatal(err)
+					}
+				}
+				want, _ := loadtest.LoadParts(t, m, reqs, load.Options{Cast: way.cast}, 0)
+				got, sums := loadtest.LoadParts(t, m, reqs, load.Options{Cast: way.cast, InPlace: true}, 0)
+				loadtest.CompareParts(t, fmt.Sprintf("%s, %+v, %+v", kind.Name, spec, way), got, want, sums)
+			}
+			m.Close()
+		}
+	}
+}
+
+// Loads that read in place and loads that do not run at once, each on a queue of its own
+// or on one that the other kind had before.
+func TestInPlaceBesideOthers(t *testing.T) {
+	loadtest.UseEngine(t)
+	_, m, want := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "fp16", 2<<20)
+	for range 3 {
+		var loads []*load.Loading
+		for i := range 4 {
+			l, err := m.Start(nil, load.Options{Device: "cuda:0", InPlace: i%2 == 0, Stream: 1})
+			if err != nil {
+				t.Fatal(err)
+			}
+			loads = append(loads, l)
+		}
+		for k, l := range loads {
+			if err := loadtest.Finish(t, l); err != nil {
+				t.Fatal(err)
+			}
+			for i, got := range loadtest.TakeBytes(t, l, 0) {
+				if name := m.Index().Tensors[i].Name; !bytes.Equal(got, want[name].Data) {
+					t.Errorf("load %d: %s differs", k, name)
+				}
+			}
+			l.Close()
+		}
+	}
+}
+
+// A load in place that is closed at any moment ends, and the next one is exact.
+func TestInPlaceCancel(t *testing.T) {
+	loadtest.UseEngine(t)
+	_, m, want := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 2<<20)
+	for i := range 12 {
+		l, err := m.Start(nil, load.Options{Device: "cuda:0", InPlace: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Duration(i*i*40) * time.Microsecond)
+		l.Close()
+		_ = loadtest.Finish(t, l) // cancelled, or done before
+	}
+	got, sums := loadtest.LoadParts(t, m, nil, load.Options{InPlace: true}, 0)
+	all := make([][]byte, len(got))
+	for i := range all {
+		all[i] = want[m.Index().Tensors[i].Name].Data
+	}
+	loadtest.CompareParts(t, "after others", got, all, sums)
+}
