@@ -17,49 +17,8 @@ const (
 	Several = -2
 )
 
-// Cuts say that the ranks of a group cut tensors, as torch.chunk does. Dims: of each tensor
-// the dimension, 0 or 1; -1: each rank needs it whole. Of World ranks Members are here.
-type Cuts struct {
-	Dims    []int64 `json:"cuts"`
-	World   int     `json:"world"`
-	Members []int64 `json:"members"`
-}
-
-// Needs are the blocks that the members need of these tensors: requests with the member's
-// number in Members in the place of the address. Numbers of no tensor are left to Check.
-func (c *Cuts) Needs(ix *tensor.Index, tensors []int64) (needs []Request) {
-	for i, n := range tensors {
-		dim, shape := c.Dims[i], []int64(nil)
-		if n >= 0 && n < int64(len(ix.Tensors)) {
-			shape = ix.Tensors[n].Shape
-		}
-		for at, rank := range c.Members {
-			q := Request{Tensor: n, Dest: uintptr(at), Hi0: Whole, Hi1: Whole}
-			if dim >= 0 && dim < min(2, int64(len(shape))) {
-				lo, hi := blockOf(shape[dim], int64(c.World), rank)
-				if lo == hi {
-					continue
-				}
-				if dim == 0 {
-					q.Lo0, q.Hi0 = lo, hi
-				} else {
-					q.Lo1, q.Hi1 = lo, hi
-				}
-			}
-			needs = append(needs, q)
-		}
-	}
-	return needs
-}
-
-// blockOf is the part of a dimension that a rank gets.
-func blockOf(size, ranks, rank int64) (lo, hi int64) {
-	block := (size + ranks - 1) / ranks
-	lo = min(rank*block, size)
-	return lo, min(lo+block, size)
-}
-
-// NeededBy says of each chunk of an index which rank needs it. needs are as those of Cuts.
+// NeededBy says of each chunk of an index which rank needs it. needs: the blocks
+// that the ranks need, with the number of the rank in the place of the address.
 func NeededBy(ix *tensor.Index, ranks int, needs []Request) ([]int32, error) {
 	by := make([]int32, len(ix.Chunks))
 	for i := range by {

@@ -3,6 +3,7 @@ package plan
 import (
 	"errors"
 	"math/rand/v2"
+	"slices"
 	"testing"
 	"time"
 
@@ -73,33 +74,17 @@ func TestDivide(t *testing.T) {
 	}
 }
 
-// Cut tensors are needed as torch.chunk cuts them, by the ranks that are here: rows, columns, more
-// ranks than rows, and what cannot be cut.
-func TestCutsAreNeeds(t *testing.T) {
-	ix := &tensor.Index{Sources: []tensor.Source{{URI: "a"}}}
-	for _, shape := range [][]int64{{5, 6}, {4, 6}, {2, 3}, {7}, {}} {
-		x := tensor.Tensor{DType: tensor.U8, Alias: -1, Shape: shape, Bytes: 1}
-		for _, d := range shape {
-			x.Bytes *= d
-		}
-		ix.Tensors = append(ix.Tensors, x)
+// A chunk that one rank needs is that rank's, and one that two need several ranks'; what none
+// needs is no rank's, and needs of a rank that there is not are refused.
+func TestNeededBy(t *testing.T) {
+	ix := &tensor.Index{Sources: []tensor.Source{{URI: "a"}}, Tensors: []tensor.Tensor{{DType: tensor.U8, Alias: -1, Shape: []int64{40}, Bytes: 40, Parts: 1, ChunkBytes: 10, Count: 4}}}
+	for at := int64(0); at < 40; at += 10 {
+		ix.Chunks = append(ix.Chunks, tensor.Chunk{Off: at, Stored: 10, Logical: 10})
 	}
-	c := Cuts{Dims: []int64{0, 1, 0, 1, -1}, World: 3, Members: []int64{0, 2}}
-	want := []Request{
-		{0, 0, 0, 2, 0, Whole}, {0, 1, 4, 5, 0, Whole}, {1, 0, 0, Whole, 0, 2}, {1, 1, 0, Whole, 4, 6}, {2, 0, 0, 1, 0, Whole},
-		{3, 0, 0, Whole, 0, Whole}, {3, 1, 0, Whole, 0, Whole}, {4, 0, 0, Whole, 0, Whole}, {4, 1, 0, Whole, 0, Whole},
-	}
-	needs := c.Needs(ix, []int64{0, 1, 2, 3, 4})
-	if len(needs) != len(want) {
-		t.Fatalf("%v", needs)
-	}
-	for i := range want {
-		if needs[i] != want[i] {
-			t.Errorf("%+v, not %+v", needs[i], want[i])
-		}
-	}
-	if _, err := Check(ix, needs); err != nil {
-		t.Error(err)
+	needs := []Request{{0, 0, 0, 15, 0, Whole}, {0, 1, 12, 30, 0, Whole}}
+	by, err := NeededBy(ix, 2, needs)
+	if want := []int32{0, Several, 1, NoRank}; err != nil || !slices.Equal(by, want) {
+		t.Errorf("%v, not %v: %v", by, want, err)
 	}
 	if _, err := NeededBy(ix, 1, needs); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("a rank that there is not: %v", err)

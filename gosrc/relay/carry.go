@@ -192,7 +192,6 @@ func (r *Relay) bring(ctx context.Context, from int) error {
 		switch {
 		case own:
 			err = until(ctx, p.checked)
-			r.note(&p.seen.Ready, false)
 		case wanted:
 			err = c.AwaitPiece(ctx, from, k+1)
 		}
@@ -281,6 +280,7 @@ func (r *Relay) pull(ctx context.Context, k, from int) error {
 	if err := r.wait(ctx, func() bool { return r.queued[from] > k-len(r.spec.Ring) }); err != nil {
 		return err
 	}
+	defer r.spend(time.Now())
 	if err := r.pullStrips(k, from); err != nil {
 		return err
 	}
@@ -324,6 +324,9 @@ func (r *Relay) arrived(k int) {
 	c := r.carrier
 	if r.pieces[k].unread--; r.pieces[k].unread == 0 {
 		close(r.pieces[k].checked)
+	}
+	if c == nil {
+		return
 	}
 	for c.published < len(r.pieces) && r.pieces[c.published].unread == 0 {
 		c.published++

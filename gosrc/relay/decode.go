@@ -5,6 +5,7 @@ package relay
 import (
 	"cmp"
 	"context"
+	"time"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
@@ -29,7 +30,6 @@ func (r *Relay) Decode(k int, streams ...uint64) error {
 		return cmp.Or(r.err, errs.New(errs.ErrArgument, "relay: piece %d is not the next to decode, which is %d", k, r.queued[0]))
 	}
 	r.mu.Unlock()
-	r.note(&r.pieces[k].seen.Decode, true)
 	return r.decode([]read{{k, 0, r.spec.Ranks}}, streams)
 }
 
@@ -116,7 +116,7 @@ func (r *Relay) onDevice(slot *cuda.Slot, batch []read, streams []uint64) error 
 		b := batch[0].piece % len(r.spec.Ring)
 		slot.ViewDevice(uintptr(r.spec.Ring[b]), r.held())
 		idle = r.idle[b]
-		slot.Order(r.full[b], idle)
+		slot.Order(r.idle[len(r.idle)-1], idle) // its bytes were checked
 	} else { // what it reads was checked, or is waited for
 		slot.ViewDevice(uintptr(r.spec.Ring[0]), r.held())
 		idle = r.idle[r.batches%mostBatches]
@@ -144,6 +144,7 @@ func (r *Relay) onDevice(slot *cuda.Slot, batch []read, streams []uint64) error 
 		return first + i
 	}
 	left := len(jobs)
+	defer r.spend(time.Now())
 	err := r.queue.Submit(slot, r.held(), jobs, func(i int, err error) {
 		if err != nil {
 			r.fail(r.where(number(i), err), false)
@@ -178,14 +179,9 @@ func (r *Relay) held() int64 {
 // landedBatch says that a batch was decoded, and its strips were copied.
 func (r *Relay) landedBatch(batch []read) {
 	for _, of := range batch {
-		seen := &r.pieces[of.piece].seen
-		r.mu.Lock()
-		seen.From, seen.To = r.ran[0], r.ran[1]
-		r.mu.Unlock()
 		r.stripped(of.piece, of.lo, of.hi)
 		r.decoded(of)
 	}
-	r.ran = [2]int64{}
 }
 
 // where adds the tensor and chunk to an error.

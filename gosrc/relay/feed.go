@@ -7,6 +7,7 @@ import (
 	"context"
 	"slices"
 	"sync"
+	"time"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
@@ -56,17 +57,26 @@ func newFeedQueue(feed *cuda.Queue, r *Relay) *feedQueue {
 // Submit returns at once; what goes wrong later is an error of each task.
 func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
 	q.left.Add(1)
-	q.todo <- submission{cuda.Filled{Slot: s.(*cuda.Slot), N: n, Tasks: tasks, Done: done}, 0}
+	q.r.take(n)
+	left := len(tasks)
+	finish := func(task int, err error) {
+		if left--; left == 0 {
+			q.r.take(-n)
+		}
+		done(task, err)
+	}
+	q.todo <- submission{cuda.Filled{Slot: s.(*cuda.Slot), N: n, Tasks: tasks, Done: finish}, 0}
 	return nil
 }
 
 // submit submits slots together, those of the first pieces first: others wait for them.
 func (q *feedQueue) submit(all []submission) {
 	r := q.r
+	defer r.spend(time.Now())
 	for i := range all {
 		s := &all[i]
 		s.to = r.filling(s.Tasks[0].Dst)
-		s.Slot.Order(r.filledAfter(s.to, r.spec.Rank), r.full[s.to%len(r.full)])
+		s.Slot.Order(r.filledAfter(s.to, r.spec.Rank), r.fed)
 		s.Slot.Loose() // a share has its chunks as they lie in the file
 	}
 	slices.SortStableFunc(all, func(a, b submission) int { return cmp.Compare(a.to, b.to) })
@@ -74,17 +84,8 @@ func (q *feedQueue) submit(all []submission) {
 	for i := range all {
 		pieces[i] = all[i].Filled
 	}
-	if q.SubmitAll(pieces) != nil {
-		return // done has said it
-	}
-	for i := range all {
-		r.landed(all[i].to, len(all[i].Tasks))
-	}
+	_ = q.SubmitAll(pieces) // done has said what failed
 }
-
-// Checks is the queue's where the engine exchanges the shares: it publishes one when all
-// of it was found right. Another exchange begins before.
-func (q *feedQueue) Checks() bool { return q.r.carrier != nil && q.Queue.Checks() }
 
 // Drain is the queue's, when all is submitted.
 func (q *feedQueue) Drain(ctx context.Context) error {

@@ -33,11 +33,8 @@ type layout struct {
 type relayPiece struct {
 	share   int64         // the space of each rank in the buffer
 	begin   int           // this rank's first spot
-	landed  chan struct{} // closed when this rank's share is there, or on its way
-	checked chan struct{} // closed when it is there, and right: the others may read it
-	left    int32         // chunks of this rank's share still to come
-	unread  int32         // those that the other ranks may not read yet
-	seen    PieceTimes
+	checked chan struct{} // closed when this rank's share is there, and right: the others may read it
+	unread  int32         // chunks of it that they may not read yet
 }
 
 // A part is what one rank reads of a piece, and this rank's tasks of it.
@@ -126,24 +123,13 @@ func (s *Spec) checkSize() error {
 	return nil
 }
 
-// checkNeeds checks what a spec says of what the ranks need, and says it as Needs.
-func (s *Spec) checkNeeds(ix *tensor.Index) error {
+// checkNeeds checks what a spec says of what the ranks need.
+func (s *Spec) checkNeeds() error {
 	for _, n := range s.Needs {
-		if !s.Exchange || len(s.Dims) > 0 || n.Dest >= uintptr(s.Ranks) {
-			return errs.New(errs.ErrArgument, "relay: rank %d of %d needs a block, beside %d cuts", int64(n.Dest), s.Ranks, len(s.Dims))
+		if !s.Exchange || n.Dest >= uintptr(s.Ranks) {
+			return errs.New(errs.ErrArgument, "relay: rank %d of %d needs a block", int64(n.Dest), s.Ranks)
 		}
 	}
-	if len(s.Dims) == 0 {
-		return nil
-	}
-	bad := !s.Exchange || len(s.Dims) != len(s.Tensors) || len(s.Members) != s.Ranks || s.World < s.Ranks
-	for _, m := range s.Members {
-		bad = bad || m < 0 || m >= int64(s.World)
-	}
-	if bad {
-		return errs.New(errs.ErrArgument, "relay: %d cuts of %d tensors for ranks %v of %d", len(s.Dims), len(s.Tensors), s.Members, s.World)
-	}
-	s.Needs = s.Cuts.Needs(ix, s.Tensors)
 	return nil
 }
 
@@ -297,7 +283,7 @@ func gapBefore(pos int64, last, chunk *tensor.Chunk) int64 {
 // are in their buffers at the same time.
 func (r *Relay) piece(shares []plan.RankShare) {
 	number := len(r.pieces)
-	p := relayPiece{landed: make(chan struct{}), checked: make(chan struct{}), begin: len(r.spots)}
+	p := relayPiece{checked: make(chan struct{}), begin: len(r.spots)}
 	for rank := range shares {
 		s, own := &shares[rank], part{}
 		if common := s.Chunks[:s.Common]; r.striped() {
@@ -329,7 +315,7 @@ func (r *Relay) piece(shares []plan.RankShare) {
 			for _, c := range own {
 				r.spots = append(r.spots, plan.Spot{Data: c.Data, N: c.N, Group: int32(number), Bare: r.bare[c.Data]})
 			}
-			p.left = int32(len(own))
+			p.unread = int32(len(own))
 		}
 	}
 	p.share = (p.share + shareAlign - 1) &^ (shareAlign - 1)
@@ -346,8 +332,7 @@ func (r *Relay) piece(shares []plan.RankShare) {
 		s := &r.spots[p.begin+i]
 		s.Dst = unsafe.Add(base, r.place(plan.ChunkOf{Data: s.Data, N: s.N}).off)
 	}
-	if p.unread = p.left; p.left == 0 {
-		close(p.landed)
+	if p.unread == 0 {
 		close(p.checked)
 	}
 	r.pieces = append(r.pieces, p)

@@ -42,13 +42,35 @@ func plain(t *testing.T, shapes ...[]int64) *load.Model {
 	return m
 }
 
+// needsOf are the blocks that ranks need of tensors that are cut along these dimensions; -1: each
+// needs all.
+func needsOf(m *load.Model, ranks int64, dims ...int64) (needs []plan.Request) {
+	for at, dim := range dims {
+		for rank := range ranks {
+			q := plan.Request{Tensor: int64(at), Dest: uintptr(rank), Hi0: plan.Whole, Hi1: plan.Whole}
+			if dim >= 0 {
+				size := m.Index().Tensors[at].Shape[dim]
+				block := (size + ranks - 1) / ranks
+				lo, hi := min(rank*block, size), min((rank+1)*block, size)
+				if dim == 0 {
+					q.Lo0, q.Hi0 = lo, hi
+				} else {
+					q.Lo1, q.Hi1 = lo, hi
+				}
+			}
+			needs = append(needs, q)
+		}
+	}
+	return needs
+}
+
 // What one rank alone needs is read by that rank and does not travel; what several
 // need is read by one and travels; nothing is read twice, and each rank reads about as
 // much as every other.
 func TestCuts(t *testing.T) {
 	m := plain(t, []int64{4096, 1024}, []int64{2048, 2048}, []int64{1000, 999}, []int64{7}, []int64{3 << 20})
 	const ranks = 3
-	spec := Spec{Tensors: []int64{0, 1, 2, 3, 4}, Cuts: plan.Cuts{Dims: []int64{0, 1, -1, 0, 0}, World: ranks, Members: []int64{0, 1, 2}},
+	spec := Spec{Tensors: []int64{0, 1, 2, 3, 4}, Needs: needsOf(m, ranks, 0, 1, -1, 0, 0),
 		Size: ranks * (1<<20 + 4096), Ranks: ranks, Exchange: true, Buffers: 2}
 	readers, all := map[plan.ChunkOf]int{}, 0
 	var read [ranks]int64
@@ -100,65 +122,12 @@ func TestCuts(t *testing.T) {
 		}
 	}
 	for _, wrong := range []func(s *Spec){
-		func(s *Spec) { s.Dims = s.Dims[1:] }, func(s *Spec) { s.Members = nil }, func(s *Spec) { s.Members = []int64{0, 1, 3} },
-		func(s *Spec) { s.World = 2 }, func(s *Spec) { s.Size = 3 * 4096 }, func(s *Spec) { s.Buffers = 0 },
+		func(s *Spec) { s.Size = 3 * 4096 }, func(s *Spec) { s.Buffers = 0 }, func(s *Spec) { s.Exchange = false },
+		func(s *Spec) { s.Needs[0].Dest = ranks }, func(s *Spec) { s.Needs[0].Dest = ^uintptr(0) }, func(s *Spec) { s.Needs[0].Tensor = 9 },
+		func(s *Spec) { s.Needs[0].Hi0 = 5000 }, func(s *Spec) { s.Needs[3].Hi1 = 2049 },
 	} {
 		s := spec
-		wrong(&s)
-		if _, err := Start(m, &s); !errors.Is(err, errs.ErrArgument) {
-			t.Errorf("%+v: %v", s, err)
-		}
-	}
-	if left := spawn.Left(); len(left) != 0 {
-		t.Errorf("still running: %v", left)
-	}
-}
-
-// Blocks that are said one by one are divided as those that cuts make; a wrong one is
-// refused.
-func TestNeeds(t *testing.T) {
-	m := plain(t, []int64{4096, 1024}, []int64{2048, 2048}, []int64{1000, 999}, []int64{3 << 20})
-	const ranks = 2
-	cut := Spec{Tensors: []int64{0, 1, 2, 3}, Cuts: plan.Cuts{Dims: []int64{0, 1, -1, 0}, World: ranks, Members: []int64{0, 1}},
-		Size: ranks * (1<<20 + 4096), Ranks: ranks, Exchange: true, Buffers: 2}
-	said := cut
-	said.Cuts = plan.Cuts{}
-	for rank := range int64(ranks) {
-		by := uintptr(rank)
-		said.Needs = append(said.Needs, plan.Request{Tensor: 0, Dest: by, Lo0: 2048 * rank, Hi0: 2048 * (rank + 1), Hi1: plan.Whole},
-			plan.Request{Tensor: 1, Dest: by, Hi0: plan.Whole, Lo1: 1024 * rank, Hi1: 1024 * (rank + 1)},
-			plan.Request{Tensor: 2, Dest: by, Hi0: plan.Whole, Hi1: plan.Whole},
-			plan.Request{Tensor: 3, Dest: by, Lo0: 3 << 19 * rank, Hi0: 3 << 19 * (rank + 1), Hi1: plan.Whole})
-	}
-	end := func(r *Relay) {
-		r.Job().Cancel()
-		if _, err := r.Job().Wait(-1); !errors.Is(err, errs.ErrCancelled) {
-			t.Error(err)
-		}
-	}
-	for rank := range ranks {
-		a, b := cut, said
-		a.Rank, b.Rank = rank, rank
-		x, err := Start(m, &a)
-		if err != nil {
-			t.Fatal(err)
-		}
-		y, err := Start(m, &b)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if !slices.Equal(x.at, y.at) || len(x.pieces) != len(y.pieces) || !slices.Equal(x.strips, y.strips) || len(x.spots) != len(y.spots) {
-			t.Errorf("rank %d: other pieces", rank)
-		}
-		end(x)
-		end(y)
-	}
-	for _, wrong := range []func(s *Spec){
-		func(s *Spec) { s.Cuts = cut.Cuts }, func(s *Spec) { s.Needs[0].Dest = ranks }, func(s *Spec) { s.Needs[0].Dest = ^uintptr(0) },
-		func(s *Spec) { s.Needs[0].Tensor = 9 }, func(s *Spec) { s.Needs[0].Hi0 = 5000 }, func(s *Spec) { s.Needs[1].Hi1 = 2049 },
-	} {
-		s := said
-		s.Needs = slices.Clone(said.Needs)
+		s.Needs = slices.Clone(spec.Needs)
 		wrong(&s)
 		if _, err := Start(m, &s); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%+v: %v", s, err)

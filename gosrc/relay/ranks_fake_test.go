@@ -35,7 +35,6 @@ import (
 type trial struct {
 	Where  string
 	Cut    string // "some": the ranks cut tensors along dimensions 0 and 1, alternating; "columns": all along 1
-	Said   bool   // the ranks say each block instead
 	Wrong  string // "": nothing; "call": a call of the driver; else a step at which the rank dies, or cancels
 	Rank   int    // of which this is true
 	Call   int64
@@ -251,18 +250,11 @@ func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.R
 	spec := specOf(travel, memory{}, c.Where, rank, ranks, space*int64(ranks))
 	spec.Exchange, spec.Buffers = true, 3
 	if c.Cut != "" {
-		spec.Dims, spec.World = cutting(m, travel, c.Cut), ranks
 		for other := range ranks {
-			spec.Members = append(spec.Members, int64(other))
-		}
-		if c.Said {
-			for other := range ranks {
-				for _, q := range blocks(m, travel, spec.Dims, other, ranks) {
-					q.Dest = uintptr(other)
-					spec.Needs = append(spec.Needs, q)
-				}
+			for _, q := range blocks(m, travel, cutting(m, travel, c.Cut), other, ranks) {
+				q.Dest = uintptr(other)
+				spec.Needs = append(spec.Needs, q)
 			}
-			spec.Cuts = plan.Cuts{}
 		}
 	}
 	r, err := relay.Start(m, spec)
@@ -359,8 +351,6 @@ func TestRanksExchange(t *testing.T) {
 	g.fine("host", g.try(trial{Where: "cpu"}))
 	g.fine("host, cut", g.try(trial{Where: "cpu", Cut: "some"}))
 	g.fine("GPU, cut", g.try(trial{Where: "cuda:0", Cut: "some"}))
-	g.fine("host, blocks", g.try(trial{Where: "cpu", Cut: "some", Said: true}))
-	g.fine("GPU, blocks", g.try(trial{Where: "cuda:0", Cut: "some", Said: true}))
 	calls := g.fine("GPU", g.try(trial{Where: "cuda:0"}))
 	step := int64(61)
 	if testing.Short() {
@@ -398,7 +388,6 @@ func TestRanksExchangeColumns(t *testing.T) {
 			continue
 		}
 		g.fine("GPU, some", g.try(trial{Where: "cuda:0", Cut: "some"}))
-		g.fine("GPU, blocks", g.try(trial{Where: "cuda:0", Cut: "columns", Said: true}))
 		g.refuse(calls, calls/5, "columns", "columns")
 		g.fine("after all", g.try(trial{Where: "cuda:0", Cut: "columns"}))
 	}

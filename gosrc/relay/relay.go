@@ -33,14 +33,12 @@ type Spec struct {
 	Exchange bool `json:"exchange"`
 	Buffers  int  `json:"buffers"`
 	// Needs, with Exchange: the blocks that each rank of this host needs, as requests with
-	// the rank in the place of the address. They may overlap. Cuts are another way to say
-	// them; without both every rank needs all. What a rank alone needs is read by that rank.
+	// the rank in the place of the address. They may overlap; without them every rank needs
+	// all. What a rank alone needs is read by that rank.
 	Needs []plan.Request `json:"-"`
-	plan.Cuts
-	Ranks    int  `json:"ranks"` // that exchange
-	Here     int  `json:"here"`  // how many of them this host has; 0: all
-	Rank     int  `json:"rank"`
-	Timeline bool `json:"timeline"` // the report has a Timeline
+	Ranks int            `json:"ranks"` // that exchange
+	Here  int            `json:"here"`  // how many of them this host has; 0: all
+	Rank  int            `json:"rank"`
 	load.Options
 }
 
@@ -54,10 +52,9 @@ type Spec struct {
 // ends when every piece was decoded, or with the first error; after that nothing
 // writes to the ring or the destinations.
 //
-// On a GPU none of this waits for the device: Wait returns when the share is on its
-// way, and makes the stream wait for it; Decode is queued behind the exchange, and
-// the next fill of the buffer behind Decode. The host waits only for free slots,
-// and for a Decode to be queued.
+// Wait returns when the share was checked where it is. On a GPU Decode is queued behind the
+// exchange, and the next fill of the buffer behind Decode: the host waits only for shares, for
+// free slots, and for a Decode to be queued.
 //
 // Its methods are safe for concurrent use.
 type Relay struct {
@@ -68,8 +65,8 @@ type Relay struct {
 	machine plan.Machine
 	start   time.Time
 	here    *job.Landings
-	pulled  atomic.Int64 // bytes copied from other ranks
-	carrier *carrier     // nil: the caller exchanges the shares
+	carrier *carrier // nil: the caller exchanges the shares
+	profile
 	layout
 	aims
 	lane
@@ -78,16 +75,31 @@ type Relay struct {
 
 // lane is what a relay has of a GPU.
 type lane struct {
-	queue *cuda.Queue   // decodes; nil: the host does
-	feed  device.Queue  // fetches; nil: the host
-	full  []*cuda.Event // by buffer: this rank's share has arrived
+	queue *cuda.Queue  // decodes; nil: the host does
+	feed  device.Queue // fetches; nil: the host
+	fed   *cuda.Event  // recorded when a fetch has ended; nothing waits for it
 	// Where the caller exchanges, by buffer: the piece was decoded; else by batch of shares: they
 	// were. The last one is never recorded.
-	idle []*cuda.Event
-	// When the kernels ran of what has landed: the queue says it just before
-	// its tasks, in the same goroutine.
-	ran     [2]int64
+	idle    []*cuda.Event
 	batches int // that were decoded, where the engine exchanges
+}
+
+// profile is what a relay counts of its own work.
+type profile struct {
+	pulled atomic.Int64 // bytes copied from other ranks
+	driver atomic.Int64 // nanoseconds in calls of the driver that submit fetches, copies and decodes
+	flight atomic.Int64 // bytes submitted for fetching that have not arrived
+	most   atomic.Int64 // of flight
+}
+
+// spend counts the time of calls of the driver since began.
+func (p *profile) spend(began time.Time) { p.driver.Add(int64(time.Since(began))) }
+
+// take counts bytes that are submitted for fetching, or have arrived if n is negative.
+func (p *profile) take(n int64) {
+	now := p.flight.Add(n)
+	for most := p.most.Load(); now > most && !p.most.CompareAndSwap(most, now); most = p.most.Load() {
+	}
 }
 
 // state is how far a relay is. mu guards it.
@@ -107,31 +119,17 @@ type state struct {
 	once   sync.Once      // of close
 }
 
-// PieceTimes is when the steps of a piece happened, in microseconds from the start
-// of the relay; 0: never.
-type PieceTimes struct {
-	Read     int64 `json:"read"`     // this rank's share was read and checked, and its upload queued
-	Uploaded int64 `json:"uploaded"` // the upload was seen to have ended
-	Asked    int64 `json:"asked"`    // the caller began to wait for the share
-	Ready    int64 `json:"ready"`    // Wait returned, and the caller exchanges shares
-	Decode   int64 `json:"decode"`   // the caller asks for the decoding
-	Queued   int64 `json:"queued"`   // the decoding is queued
-	Decoded  int64 `json:"decoded"`  // the decoding was seen to have ended
-	// On a GPU: when its kernels began, after the exchange, and ended.
-	From int64 `json:"from"`
-	To   int64 `json:"to"`
-}
-
 // A Report says what a relay did and what it cost.
 type Report struct {
 	load.Report
 	// Ours: the error is not about bytes of another rank, whose own error may say
 	// more.
-	Ours     bool         `json:"ours"`
-	Pulled   int64        `json:"pulled,omitempty"` // bytes copied from other ranks' memory
-	Waited   []float64    `json:"waited,omitempty"` // seconds that this rank had nothing of each rank to decode
-	Lost     []int        `json:"lost,omitempty"`   // ranks of this host that are gone
-	Timeline []PieceTimes `json:"timeline,omitempty"`
+	Ours   bool      `json:"ours"`
+	Pulled int64     `json:"pulled,omitempty"` // bytes copied from other ranks' memory
+	Waited []float64 `json:"waited,omitempty"` // seconds that this rank had nothing of each rank to decode
+	Driver float64   `json:"driver,omitempty"` // seconds in calls of the GPU's driver
+	Flight int64     `json:"flight,omitempty"` // the most bytes that were on their way to the GPU
+	Lost   []int     `json:"lost,omitempty"`   // ranks of this host that are gone
 }
 
 // Start starts a relay of a model. The first pieces are being read when it returns.
@@ -152,7 +150,7 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	}
 	cores, with := r.divide()
 	r.machine.Cores, r.machine.Ranks = min(r.machine.Cores, cores), with
-	if err := spec.checkNeeds(m.Seen()); err != nil {
+	if err := spec.checkNeeds(); err != nil {
 		return nil, err
 	}
 	defer func() {
@@ -201,16 +199,15 @@ func (r *Relay) queues() (err error) {
 	if r.carrier != nil {
 		batches = mostBatches
 	}
-	for i := range len(r.spec.Ring) + batches + 1 {
+	if r.fed, err = gpu.NewEvent(); err != nil {
+		return err
+	}
+	for range batches + 1 {
 		v, err := gpu.NewEvent()
 		if err != nil {
 			return err
 		}
-		if i < len(r.spec.Ring) {
-			r.full = append(r.full, v)
-		} else {
-			r.idle = append(r.idle, v)
-		}
+		r.idle = append(r.idle, v)
 	}
 	feed, err := r.target.Queue(r.fetch.Slot, r.machine)
 	if err != nil {
@@ -220,15 +217,8 @@ func (r *Relay) queues() (err error) {
 	if r.queue, err = gpu.Queue(batches, cuda.TablesOnly); err != nil {
 		return err
 	}
-	if r.carrier != nil { // other ranks wait for what this one has read, and for its buffers
-		feed.Exchange()
-		r.queue.Exchange()
-	}
-	if r.spec.Timeline {
-		if err := r.queue.Time(r.kernels); err != nil {
-			return err
-		}
-	}
+	feed.Exchange() // other ranks wait for what this one has read, and for its buffers
+	r.queue.Exchange()
 	if r.spec.Stream != 0 { // the ring may still be in use there
 		return feed.WaitFor(uintptr(r.spec.Stream))
 	}
@@ -238,17 +228,15 @@ func (r *Relay) queues() (err error) {
 // letGo frees what queues made, and waits for its work in flight.
 func (r *Relay) letGo() {
 	if r.queue != nil {
-		if r.spec.Timeline { // only a broken device refuses
-			_ = r.queue.Drain(context.Background())
-			_ = r.queue.Time(nil)
-		}
 		r.queue.Close()
 	}
 	if r.feed != nil {
 		r.feed.Close()
 	}
-	for _, v := range slices.Concat(r.full, r.idle) {
-		v.Free()
+	for _, v := range append(r.idle, r.fed) {
+		if v != nil {
+			v.Free()
+		}
 	}
 }
 
@@ -269,16 +257,7 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 		Gate: func(ctx context.Context, job int32) error {
 			return r.awaitFree(ctx, int(r.spots[job].Group)-len(r.spec.Ring)+1-ahead)
 		},
-		Landed: func(spot int32) {
-			k := int(r.spots[spot].Group)
-			r.note(&r.pieces[k].seen.Uploaded, true)
-			if r.feed == nil {
-				r.landed(k, 1)
-			}
-			if r.carrier != nil {
-				r.arrived(k)
-			}
-		},
+		Landed: func(spot int32) { r.arrived(int(r.spots[spot].Group)) },
 	}
 	if ahead > 0 {
 		task.Destination = func(ctx context.Context, spot int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
@@ -287,9 +266,6 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	}
 	if r.feed != nil {
 		task.Near = r.target.GPU.Place()
-	}
-	if r.spec.Timeline && r.queue != nil {
-		task.Trace = pipeline.NewTrace()
 	}
 	if r.carrier != nil {
 		r.carry(ctx)
@@ -307,18 +283,11 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	r.leave(ctx)
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	rep := Report{Lost: r.lost(), Waited: r.waited(), Pulled: r.pulled.Load(), Report: load.Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)), Seconds: time.Since(r.start).Seconds(), Stages: st}, Ours: r.ours}
+	rep := Report{Ours: r.ours, Lost: r.lost(), Waited: r.waited(), Pulled: r.pulled.Load(),
+		Driver: time.Duration(r.driver.Load()).Seconds(), Flight: r.most.Load()}
+	rep.Report = load.Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)), Seconds: time.Since(r.start).Seconds(), Stages: st}
 	for _, f := range files {
 		rep.DirectIO += f.DirectBytes()
-	}
-	if r.spec.Timeline {
-		for i := range r.pieces {
-			rep.Timeline = append(rep.Timeline, r.pieces[i].seen)
-		}
-		if task.Trace != nil {
-			sum := task.Trace.Summary()
-			rep.Trace = &sum
-		}
 	}
 	j.SetReport(rep)
 	return r.err
@@ -332,23 +301,6 @@ func (r *Relay) leave(ctx context.Context) {
 	r.carrier.work.Wait()
 	r.close()
 	r.disconnect(ctx)
-}
-
-// note records the time of a step, the first or the last one.
-func (r *Relay) note(when *int64, last bool) {
-	now := time.Since(r.start).Microseconds()
-	r.mu.Lock()
-	if last || *when == 0 {
-		*when = now
-	}
-	r.mu.Unlock()
-}
-
-// kernels keeps when the kernels of the piece ran that is reported next.
-func (r *Relay) kernels(verb string, _ int, begin, end time.Time, _ int64) {
-	if verb == "decode" {
-		r.ran = [2]int64{begin.Sub(r.start).Microseconds(), end.Sub(r.start).Microseconds()}
-	}
 }
 
 // ahead is how many pieces beyond the ring may be read into slots of the queue,
@@ -416,18 +368,6 @@ func (r *Relay) wait(ctx context.Context, ready func() bool) error {
 	}
 }
 
-// landed counts chunks of this rank's share that have arrived or are on their way.
-func (r *Relay) landed(k, chunks int) {
-	p := &r.pieces[k]
-	now := time.Since(r.start).Microseconds()
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if p.left -= int32(chunks); p.left == 0 {
-		p.seen.Read = now
-		close(p.landed)
-	}
-}
-
 // emptied says that the decoding of shares of a piece, those of the ranks [lo, hi), is queued,
 // or that there is none. idle is recorded at its end; nil: nothing is to be waited for. Where
 // this rank's is among them its part of the buffer may be filled again, as far as it goes.
@@ -441,7 +381,6 @@ func (r *Relay) emptied(k, lo, hi int, idle *cuda.Event) {
 			r.queued[rank]++
 		}
 	}
-	r.pieces[k].seen.Queued = time.Since(r.start).Microseconds()
 	r.advance()
 }
 
@@ -457,7 +396,6 @@ func (r *Relay) advance() {
 func (r *Relay) decoded(of read) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.pieces[of.piece].seen.Decoded = time.Since(r.start).Microseconds()
 	for rank := of.lo; rank < of.hi; rank++ {
 		r.part(of.piece, rank).done = true
 		r.left--
@@ -509,50 +447,22 @@ func (r *Relay) Shares() []int64 {
 	return out
 }
 
-// Wait waits up to d until this rank's share of a piece is in its buffer. On a GPU
-// it waits until the share is on its way, and what is queued on the spec's stream
-// from then on follows it. It returns the job's error if there is one.
+// Wait waits up to d until this rank's share of a piece is in its buffer and was checked. It
+// returns the job's error if there is one.
 func (r *Relay) Wait(k int, d time.Duration) (bool, error) {
 	if k < 0 || k >= len(r.pieces) {
 		return false, errs.New(errs.ErrArgument, "relay: piece %d of %d", k, len(r.pieces))
 	}
 	p := &r.pieces[k]
-	r.note(&p.seen.Asked, false)
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {
-	case <-p.landed:
-	case <-r.job.Done(): // it may have landed, as the last piece
+	case <-p.checked:
+	case <-r.job.Done(): // it may have been the last piece
 	case <-timer.C:
 	}
-	switch {
-	case job.Within(p.landed, 0):
-		return r.release(k)
-	case job.Within(r.job.Done(), 0):
+	if job.Within(r.job.Done(), 0) && r.job.Err() != nil {
 		return false, r.job.Err()
 	}
-	return false, nil
-}
-
-// release makes the spec's stream wait for a share that is on its way.
-func (r *Relay) release(k int) (bool, error) {
-	r.mu.Lock()
-	if r.shut || r.err != nil {
-		defer r.mu.Unlock()
-		return r.err == nil, r.err
-	}
-	r.busy.Add(1)
-	p := &r.pieces[k]
-	p.seen.Ready = time.Since(r.start).Microseconds()
-	r.mu.Unlock()
-	defer r.busy.Done()
-	if r.queue == nil || p.begin == len(r.spots) || int(r.spots[p.begin].Group) != k {
-		return true, nil // none of it is this rank's
-	}
-	if err := r.full[k%len(r.full)].Before(uintptr(r.spec.Stream)); err != nil {
-		err = r.model.Where("stage", err)
-		r.fail(err, true)
-		return false, err
-	}
-	return true, nil
+	return job.Within(p.checked, 0), nil
 }

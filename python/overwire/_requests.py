@@ -122,13 +122,7 @@ class PreloadAnswer(TypedDict):
     notes: list[PreloadNote]
 
 
-class PlanCuts(TypedDict, total=False):
-    cuts: list[int]
-    world: int
-    members: list[int]
-
-
-class RelaySpec(PlanCuts, LoadOptions, total=False):
+class RelaySpec(LoadOptions, total=False):
     tensors: list[int]
     ring: list[int]
     size: int
@@ -137,7 +131,6 @@ class RelaySpec(PlanCuts, LoadOptions, total=False):
     ranks: int
     here: int
     rank: int
-    timeline: bool
 
 
 class RelayRequest(RelaySpec, total=False):

@@ -99,7 +99,7 @@ def sweep(request: str) -> _requests.PreloadAnswer:
 
 def relay(request: _requests.RelayRequest, model: int, numbers: bytes) -> JobNumber:
     """Load together with other ranks: this rank's share, of one model or of several as one. Numbers: what
-    each rank of the host needs, as requests with the rank for an address; none where spec says it."""
+    each rank of the host needs, as requests with the rank for an address; none: each needs all."""
     return core().start("relay", dumps(request), pack("=1q", handle(model)) + numbers)
 
 
@@ -124,8 +124,7 @@ def relay_join(request: list[_requests.PeersOffer], job: int) -> None:
 
 
 def relay_wait(job: int, piece: int, ms: int) -> int:
-    """Wait up to ms until this rank's share of a piece is in its buffer (1; 0: not yet); on a GPU until
-    it is on its way, and what is queued on the relay's stream after that follows it."""
+    """Wait up to ms until this rank's share of a piece is in its buffer, and was checked (1; 0: not yet)."""
     return _number(core().call("relay_wait", "", pack("=3q", handle(job), piece, ms)))
 
 

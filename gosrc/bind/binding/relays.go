@@ -22,7 +22,8 @@ type relayRequest struct {
 // relayVerbs are one rank's part in such a load.
 func relayVerbs() []*Verb {
 	return []*Verb{
-		begun[relayRequest, relay.Report]("relay", "Load together with other ranks: this rank's share, of one model or of several as one.", startRelay).ints("model").tail("what each rank of the host needs, as requests with the rank for an address; none where spec says it"),
+		begun[relayRequest, relay.Report]("relay", "Load together with other ranks: this rank's share, of one model or of several as one.", startRelay).ints("model").
+			tail("what each rank of the host needs, as requests with the rank for an address; none: each needs all"),
 		about("relay_shares", "How many bytes each rank's share of each piece has in its buffer.", relayOf,
 			func(r *relay.Relay, _ none, _ []int64) ([]int64, error) { return r.Shares(), nil }).ints("job"),
 		about("relay_aim", "Set what this rank wants, before the first decode.", relayOf,
@@ -37,7 +38,7 @@ func relayVerbs() []*Verb {
 			func(r *relay.Relay, _ none, _ []int64) (peers.Offer, error) { return r.Offer() }).ints("job"),
 		about("relay_join", "Connect such a relay with those of the other ranks, by their offers in order.", relayOf,
 			func(r *relay.Relay, q []peers.Offer, _ []int64) (none, error) { return none{}, r.Join(q) }).ints("job"),
-		about("relay_wait", "Wait up to ms until this rank's share of a piece is in its buffer (1; 0: not yet); on a GPU until it is on its way, and what is queued on the relay's stream after that follows it.", relayOf,
+		about("relay_wait", "Wait up to ms until this rank's share of a piece is in its buffer, and was checked (1; 0: not yet).", relayOf,
 			func(r *relay.Relay, _ none, n []int64) (int64, error) {
 				there, err := r.Wait(int(n[0]), time.Duration(n[1])*time.Millisecond)
 				return truth(there), err
