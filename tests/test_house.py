@@ -49,6 +49,7 @@ ALLOWED = {
     ("integrations.vllm", "integrations.modelexpress"): "what vLLM calls in each process is ModelExpress's only door",
     ("_engine", "_torch"): "this process becomes that program; imports nothing",
     ("_engine", "_bench"): "this process becomes that program; imports nothing",
+    ("_engine", "_bench_faces"): "this process becomes that program; imports nothing",
     ("__main__", "_engine"): "the command line is the engine's",
 }
 

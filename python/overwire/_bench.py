@@ -56,12 +56,12 @@ def _overwire(*words: str) -> None:
         sys.exit(f"overwire: bench: overwire {words[0]} ended with status {done.returncode}: {done.stdout}")
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
-def _show(row: dict[str, Any]) -> str:
+def _show_row(row: dict[str, Any]) -> str:
     units = {"rank": "GB/s a rank", "all": "in all", "first": "first", "cpu": "s of processors"}
     rates = [f"{row[key]:8.2f} {unit}" for key, unit in units.items() if key in row]
     text = f"{row['row']:<58}" + " ".join(rates)
@@ -78,7 +78,7 @@ def _together(ranks: int, folder: Path, way: str, args: argparse.Namespace, floo
     environ = {**os.environ, "OVERWIRE_EXCHANGE": way, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
-        started = []
+        processes = []
         for rank in range(ranks):
             errors = stack.enter_context(tempfile.TemporaryFile())
             command = [sys.executable, "-m", "overwire._bench_rank", json.dumps({**task, "rank": rank})]
@@ -87,9 +87,9 @@ def _together(ranks: int, folder: Path, way: str, args: argparse.Namespace, floo
             )
             stack.callback(one.wait)
             stack.callback(one.kill)
-            started.append((one, errors))
-        assert started[0][0].stdout is not None
-        for line in started[0][0].stdout:
+            processes.append((one, errors))
+        assert processes[0][0].stdout is not None
+        for line in processes[0][0].stdout:
             if line.startswith("{"):
                 row: dict[str, Any] = json.loads(line)
                 if "floors" in row:
@@ -97,12 +97,12 @@ def _together(ranks: int, folder: Path, way: str, args: argparse.Namespace, floo
                     continue
                 rows.append(row)
                 if not args.json:
-                    _say(_show(row))
-        for rank, (one, errors) in enumerate(started):
+                    _print_line(_show_row(row))
+        for rank, (one, errors) in enumerate(processes):
             if one.wait():
                 errors.seek(0)
-                said = errors.read().decode(errors="replace").strip()
-                sys.exit(f"overwire: bench: rank {rank} of {ranks} ended with status {one.returncode}:\n{said[-4000:]}")
+                text = errors.read().decode(errors="replace").strip()
+                sys.exit(f"overwire: bench: rank {rank} of {ranks} ended with status {one.returncode}:\n{text[-4000:]}")
     return rows
 
 
@@ -126,7 +126,7 @@ def main(words: list[str]) -> None:
         folder = Path(name)
         where = f"{min(gpus, ranks)} GPUs" if gpus else "the host's memory"
         if not args.json:
-            _say(f"{ranks} ranks, {where}, {args.bytes / 1e9:.3g} GB of bf16 weights in {folder.parent}")
+            _print_line(f"{ranks} ranks, {where}, {args.bytes / 1e9:.3g} GB of bf16 weights in {folder.parent}")
         _overwire("bench", "gen", "llama-bf16", "--size", str(args.bytes), "-f", str(folder / "plain.safetensors"))
         _overwire("compress", "-f", str(folder / "plain.safetensors"), "-o", str(folder / "packed.safetensors"))
         rows: list[dict[str, Any]] = []
@@ -134,7 +134,8 @@ def main(words: list[str]) -> None:
         for way in [asked] if asked else _WAYS:
             rows += _together(ranks, folder, way, args, floors)
     if args.json:
-        _say(json.dumps({"ranks": ranks, "gpus": min(gpus, ranks), "bytes": args.bytes, "repeat": args.repeat, "rows": rows}, indent=1))
+        report = {"ranks": ranks, "gpus": min(gpus, ranks), "bytes": args.bytes, "repeat": args.repeat, "rows": rows}
+        _print_line(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -299,6 +299,8 @@ def main() -> None:
         run(sys.argv[2:])
     if sys.argv[1:2] == ["bench"] and any(word.partition("=")[0] == "--ranks" for word in sys.argv[2:]):
         os.execv(sys.executable, [sys.executable, "-m", "overwire._bench", *sys.argv[2:]])
+    if sys.argv[1:2] == ["bench"] and " --device=cuda" in " ".join(["", *sys.argv[2:]]).replace("--device ", "--device="):
+        os.execv(sys.executable, [sys.executable, "-m", "overwire._bench_faces", *sys.argv[2:]])
     if sys.argv[1:2] in (["compress"], ["convert"]) and any(map(may_be_torch, sys.argv[2:])):
         os.execv(sys.executable, [sys.executable, "-m", "overwire._torch", *sys.argv[1:]])
     try:

@@ -1,0 +1,85 @@
+"""`overwire bench --device cuda`: loads by each name in fresh processes, here on the host."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import warm
+from conftest import cleaned
+
+torch = pytest.importorskip("torch")
+
+PROGRAM = """
+import sys
+from overwire import _bench_faces as faces
+words = ["--device", "cpu", "--size", "3MB", "--repeat", "2", "--dir", ".", "--json"]
+args = faces._read_arguments(words)
+from pathlib import Path
+folder = Path("files")
+folder.mkdir()
+%s
+"""
+
+
+def test_every_name_has_a_row_of_compared_bytes(torch_script) -> None:
+    """Each name that is here, own and other libraries', loads each of its files twice a round, in processes whose bytes are
+    compared, and has its share of load_file's rate."""
+    done = torch_script(PROGRAM % "import json; print(json.dumps(faces._measure_faces(args, folder)))")
+    rows = json.loads(done.stdout.splitlines()[-1])
+    keys = {(row["face"], row["file"]) for row in rows}
+    assert {("load_file", "plain"), ("safe_open, get_tensor", "compressed"), ("load_compressed_pickle", "bundle")} <= keys
+    assert {("TensorDeserializer by overwire", "tensors"), ("safetensors get_slice", "plain")} <= keys
+    assert len(keys) == len(rows) and len(rows) >= 17
+    for row in rows:
+        assert row.get("verified") and row["runs"] == 2 and row["first"] > 0 and row["second"] > 0, row
+        assert row["first_share"] > 0 and row["second_share"] > 0, row
+
+
+def test_wrong_bytes_and_failures_are_rows(torch_script) -> None:
+    """A name whose tensors differ from the file's is named as wrong, one that raises with its error, and one whose process
+    ends with that."""
+    done = torch_script(PROGRAM % """
+import importlib
+import json
+import os
+import torch
+class Loader:
+    @staticmethod
+    def load_file(file, device):
+        import overwire
+        tensors = overwire.load_file(file)
+        name = max(tensors, key=lambda key: tensors[key].nbytes)
+        tensors[name] = tensors[name].clone()
+        tensors[name].view(torch.int16).view(-1)[-1] ^= 1
+        return tensors
+sys.modules["flips_a_bit"] = Loader
+def fail(file, device):
+    raise ValueError("of this name")
+faces._FACES = {
+    "flips": (faces._by_load_file("flips_a_bit"), ("plain",), "", False),
+    "fails": (fail, ("plain",), "", False),
+    "ends": (lambda file, device: os._exit(3), ("plain",), "", False),
+    "is not here": (fail, ("plain",), "no_such_package", False),
+    "for a GPU": (fail, ("plain",), "", True),
+}
+for row in faces._measure_faces(args, folder):
+    print(row["face"], row.get("wrong"), row.get("failed"), faces._show_row(row).strip(), sep=" | ")
+""")
+    rows = {line.split(" | ")[0]: line for line in done.stdout.splitlines() if " | " in line}
+    assert set(rows) == {"flips", "fails", "ends"}
+    assert "weight" in rows["flips"].split(" | ")[1] and "WRONG" in rows["flips"]
+    assert "ValueError: of this name" in rows["fails"] and "left out" in rows["fails"]
+    assert "its process ended" in rows["ends"]
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a GPU")
+def test_without_a_gpu_the_engine_says_so(tmp_path: Path) -> None:
+    """`overwire bench --device cuda` ends with the engine's status and words where there is no GPU, and measures no name."""
+    for words in (("--device", "cuda"), ("--device=cuda:0", "--json")):
+        done = warm.fresh(["-m", "overwire", "bench", *words, "--size", "1MB", "--dir", str(tmp_path)], env=cleaned())
+        assert done.returncode != 0 and "NVIDIA" in done.stderr, done.stderr
+        assert "fresh process" not in done.stdout
+    assert list(tmp_path.iterdir()) == []
