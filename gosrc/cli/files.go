@@ -205,8 +205,8 @@ var verifyVerb = &verb{
 	long: `
 Reads every byte of compressed and .tensors files: compares the checksum of each
 chunk, decodes it, and compares the hash of each tensor. Encrypted files need
-their key. Plain safetensors files have no checksums, so only their structure is
-checked, and the report says so. With --original, the file that compress was given is
+their key. Plain safetensors and GGUF files have no checksums, so only their structure
+is checked, and the report says so. With --original, the file that compress was given is
 made again, written nowhere, and its SHA-256 compared. The first damage ends the command with status 1
 and names file, tensor, chunk and offset.`,
 	example: "overwire verify model.ow.safetensors && echo whole",

@@ -27,8 +27,8 @@ var inspectVerb = &verb{
 	name: "inspect", args: "SRC...", least: 1, most: -1,
 	short: "list tensors with dtypes, shapes, sizes and codecs; or their digests; or make a page",
 	long: `
-Reads headers and indexes only, of plain safetensors files too; with --estimate
-also samples of the tensors, to say what compress would save. "ratio" is
+Reads headers and indexes only, of plain safetensors and GGUF files too; with
+--estimate also samples of the tensors, to say what compress would save. "ratio" is
 stored / original bytes. "stored as" is plain; alias, for a tensor that shares
 the bytes of another; or the codec and the element type it was made for. --html
 writes a page, in one file that asks no server, in which the tensors lie as a map.

@@ -57,7 +57,7 @@ type Total struct {
 // An InspectedFile is one source.
 type InspectedFile struct {
 	URI      string            `json:"uri"`
-	Format   string            `json:"format"` // "overwire", "safetensors" or "tensors"
+	Format   string            `json:"format"` // "overwire", "safetensors", "tensors" or "gguf"
 	Size     int64             `json:"size"`
 	Header   int64             `json:"header"` // bytes before the data section
 	Metadata map[string]string `json:"metadata"`
@@ -82,12 +82,22 @@ type InspectedTensor struct {
 
 // Inspect reads headers and indexes, and no tensor bytes.
 func Inspect(ctx context.Context, uris []string, storage format.Access) (*Inspection, error) {
-	m, err := openSpread(ctx, uris, storage, false)
+	m, others, err := openOrList(ctx, uris, storage, false)
 	if err != nil {
 		return nil, errs.Ended(ctx, err)
 	}
-	defer m.close()
 	out := &Inspection{}
+	if m != nil {
+		defer m.close()
+		m.describe(out)
+	}
+	out.Sources = append(out.Sources, others...)
+	out.sumUp()
+	return out, nil
+}
+
+// describe adds a model's files and tensors to what is inspected.
+func (m *model) describe(out *Inspection) {
 	for k := range m.ix.Sources {
 		s := &m.ix.Sources[k]
 		out.Sources = append(out.Sources, InspectedFile{URI: errs.RedactURI(s.URI), Format: s.Format, Size: s.Size,
@@ -106,8 +116,6 @@ func Inspect(ctx context.Context, uris []string, storage format.Access) (*Inspec
 		}
 		f.Tensors = append(f.Tensors, it)
 	}
-	out.sumUp()
-	return out, nil
 }
 
 // Estimate says what compressing would make of the tensors, from samples of them.

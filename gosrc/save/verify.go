@@ -32,7 +32,7 @@ type VerifyReport struct {
 // A VerifiedFile is one file of a VerifyReport.
 type VerifiedFile struct {
 	URI     string `json:"uri"`
-	Format  string `json:"format"`  // "overwire", "safetensors" or "tensors"
+	Format  string `json:"format"`  // "overwire", "safetensors", "tensors" or "gguf"
 	Checked string `json:"checked"` // "contents": every byte; "structure": header and sizes
 	Tensors int    `json:"tensors"`
 	Bytes   int64  `json:"bytes"`
@@ -44,31 +44,44 @@ type VerifiedFile struct {
 // Verify verifies files. Of an overwire file every byte is checked: header and
 // index are exactly what the writer makes of their content, every chunk has its CRC
 // and decodes, every tensor has its XXH3-128, padding is zero. Of a plain
-// safetensors file only the structure can be, since it holds no checksums, and the
-// report says so. Of a .tensors file every tensor's hashes are compared, and the
+// safetensors file, and of GGUF, only the structure can be, since it holds no checksums,
+// and the report says so. Of a .tensors file every tensor's hashes are compared, and the
 // tags of encrypted ones with the key. With originals, what a container was made from
 // is made again, and has its SHA-256. The first error ends it, with file, tensor, chunk
 // and offset where they are known.
 func Verify(ctx context.Context, j *job.Job, uris []string, storage format.Access, originals bool) (VerifyReport, error) {
 	start := time.Now()
 	var rep VerifyReport
-	m, err := openSpread(ctx, uris, storage, true)
+	m, others, err := openOrList(ctx, uris, storage, true)
 	if err != nil {
 		return rep, errs.Ended(ctx, err)
 	}
-	defer m.close()
 	if j == nil {
 		j = job.New("verify")
 	}
-	if err = m.verify(ctx, j, &rep); err == nil && originals {
-		err = m.originals(ctx, j, &rep)
+	if m != nil {
+		defer m.close()
+		err = m.verifyAll(ctx, j, &rep, originals)
 	}
-	if err == nil {
-		err = m.unwritten()
+	for _, file := range others {
+		rep.addFile(file)
 	}
 	rep.OK = err == nil
 	rep.Seconds = time.Since(start).Seconds()
 	return rep, errs.Ended(ctx, err)
+}
+
+// verifyAll verifies a model, also what it was made from if originals are asked for, and that no
+// file was written to meanwhile.
+func (m *model) verifyAll(ctx context.Context, j *job.Job, rep *VerifyReport, originals bool) error {
+	err := m.verify(ctx, j, rep)
+	if err == nil && originals {
+		err = m.originals(ctx, j, rep)
+	}
+	if err == nil {
+		err = m.unwritten()
+	}
+	return err
 }
 
 func (m *model) verify(ctx context.Context, j *job.Job, rep *VerifyReport) error {

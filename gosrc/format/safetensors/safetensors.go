@@ -136,8 +136,7 @@ func notOurs(head []byte) string {
 	for _, m := range []struct{ magic, what, do string }{
 		{"PK\x03\x04", "a zip archive, as torch.save and numpy.savez write", "`overwire convert` (overwire.convert) reads those of torch.save; load others with what wrote them"},
 		{"\x80\x02", "a pickle", convert}, {"\x80\x04", "a pickle", convert}, {"\x80\x05", "a pickle", convert},
-		// Of normal weights: Q8_0 has 8.02 bits of entropy in 8.5, Q4_0 4.10 in 4.5.
-		{"GGUF", "a GGUF file", "its blocks are quantised, of which coding would take off 6 to 9 %, so that overwire does not store them: keep it as it is"},
+		{"GGUF", "a GGUF file", "of its quantised blocks coding would take off 5 to 10 %, so that overwire lists them and does not store them: keep it as it is"},
 		{"\x93NUMPY", "a .npy file", convert}, {"\x89HDF", "an HDF5 file", convert},
 		{"\x1f\x8b", "a gzip file", "gunzip it first"},
 		{"version ", "a Git LFS pointer", "get the file itself by git lfs pull"},

@@ -66,6 +66,7 @@ var mayImport = map[string][]string{
 	"device/gds":           {"errs", "internal/..."},
 	"device/pinned":        {"device/cuda", "errs", "internal/..."},
 	"format":               {"format/...", "tensorizer", "tensor", "source", "errs", "internal/..."},
+	"format/gguf":          {"source", "errs", "internal/sizes"},
 	"format/safetensors": {"tensor", "source", "errs",
 		"internal/..."},
 	// The container is a safetensors file (docs/format.md 1): one parser and one

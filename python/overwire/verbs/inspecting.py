@@ -40,11 +40,11 @@ def inspect(source: str | os.PathLike[str], *, storage_options: StorageOptions |
     """Lists the tensors of a model from its headers, without reading a tensor.
 
     source: a file, folder, index.json, or a bundle's pickle or meta.csv; plain
-        or compressed.
+        or compressed; also a GGUF file.
     storage_options: as for `load_file`.
 
-    Returns a dict, which prints as one line: "sources", each with uri, format ("safetensors" or
-    "overwire"), size, metadata and "tensors" (name, dtype, shape, bytes,
+    Returns a dict, which prints as one line: "sources", each with uri, format ("safetensors",
+    "overwire", "tensors" or "gguf"), size, metadata and "tensors" (name, dtype, shape, bytes,
     stored, ratio, coding, chunks), and "totals" over all of them.
     Raises NotFoundError, FormatError, CorruptError.
     """

@@ -1,0 +1,241 @@
+// Package gguf reads the headers of GGUF files, for listing: their tensors' blocks are
+// quantised, and overwire does not store them.
+//
+// The layout, of versions 2 and 3, after ggml's docs/gguf.md, which is its source:
+//
+//	"GGUF"  version u32  tensors u64  entries u64
+//	entry:  key string, type u32, value; a string is its length, u64, and bytes,
+//	        an array is its elements' type, u32, their number, u64, and they
+//	tensor: name string, rank u32, dims u64 (the fastest first), type u32, offset u64
+//	data, from the next multiple of the entry general.alignment (32) on
+//
+// Integers are little-endian, or all big-endian (version 3). A header may come from anywhere:
+// each number is checked before it is used, and no count decides what is allocated.
+package gguf
+
+import (
+	"cmp"
+	"context"
+	"encoding/binary"
+	"math/bits"
+	"slices"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
+	"github.com/overwire/overwire/gosrc/source"
+)
+
+const (
+	magic       = "GGUF"
+	maxHeader   = 100_000_000 // bytes before the data; a vocabulary of 300,000 words takes 10 MB
+	maxName     = 64 << 10    // bytes of a key or a tensor's name
+	maxRank     = 4
+	maxAlign    = 1 << 20
+	maxEntries  = 1 << 16
+	maxTensors  = 1 << 20
+	window      = 256 << 10 // bytes of the first read
+	maxWindow   = 4 << 20
+	alignmentAt = "general.alignment"
+)
+
+// A File is what a header says.
+type File struct {
+	Version  uint32
+	Header   int64 // bytes before the data
+	Metadata map[string]string
+	Tensors  []Tensor // in the file's order
+}
+
+// A Tensor lies in its file at Off. Its shape has the slowest dimension first, as torch's has.
+type Tensor struct {
+	Name  string
+	Type  string
+	Shape []int64
+	Off   int64
+	Bytes int64
+}
+
+// Is reports whether a file begins as GGUF files do.
+func Is(head []byte) bool { return strings.HasPrefix(string(head), magic) }
+
+// ReadHeader reads and checks the header of a file, and that its tensors lie in it, aligned and
+// apart. Errors name the file and, where they are known, tensor and offset: errs.ErrFormat for what
+// is no GGUF, errs.ErrCorrupt for a file that was cut short, errs.ErrNotSupported for another
+// version or a type that is not known.
+func ReadHeader(ctx context.Context, src source.Source) (File, error) {
+	r := &reader{ctx: ctx, src: src, order: binary.LittleEndian, window: window}
+	f, err := r.readFile()
+	return f, errs.Place("index", src.URI(), r.tensor, r.offset(), err)
+}
+
+// readFile reads everything, with its checks.
+func (r *reader) readFile() (f File, err error) {
+	counts, err := r.readStart(&f)
+	if err != nil {
+		return f, err
+	}
+	align := int64(32)
+	f.Metadata = map[string]string{}
+	for range counts[1] {
+		key, err := r.readName("key")
+		if err != nil {
+			return f, err
+		}
+		if _, twice := f.Metadata[key]; twice {
+			return f, errs.New(errs.ErrFormat, "two entries are called %q", key)
+		}
+		v, err := r.readEntry(key)
+		if err != nil {
+			return f, err
+		}
+		f.Metadata[key] = v.text
+		if key == alignmentAt {
+			if v.kind != kindU32 || v.number == 0 || v.number > maxAlign || v.number&(v.number-1) != 0 {
+				return f, errs.New(errs.ErrFormat, "%s is %s: expected a power of two as a uint32", alignmentAt, v.text)
+			}
+			align = int64(v.number)
+		}
+	}
+	for range counts[0] {
+		t, err := r.readTensor(align)
+		if err != nil {
+			return f, err
+		}
+		f.Tensors = append(f.Tensors, t)
+	}
+	r.tensor = ""
+	f.Header = sizes.RoundUp(r.offset(), align)
+	return f, r.placeTensors(&f)
+}
+
+// readStart reads what stands before the entries: the numbers of tensors and of entries.
+func (r *reader) readStart(f *File) (counts [2]uint64, err error) {
+	head, err := r.takeBytes(4)
+	if err == nil && !Is(head) {
+		err = errs.New(errs.ErrFormat, "not a GGUF file")
+	}
+	if err != nil {
+		return counts, err
+	}
+	if f.Version, err = r.readU32(); err == nil && f.Version > 0xffff {
+		r.order, f.Version = binary.BigEndian, bits.ReverseBytes32(f.Version)
+	}
+	if err == nil && f.Version != 2 && f.Version != 3 {
+		err = errs.New(errs.ErrNotSupported, "GGUF version %d: 2 and 3 are known", f.Version)
+	}
+	for k := range counts {
+		if err == nil {
+			counts[k], err = r.readU64()
+		}
+	}
+	if err == nil && (counts[0] > maxTensors || counts[1] > maxEntries) {
+		err = errs.New(errs.ErrFormat, "%d tensors and %d entries: at most %d and %d", counts[0], counts[1], maxTensors, maxEntries)
+	}
+	return counts, err
+}
+
+// readTensor reads one tensor's entry. Off counts from the data's beginning still.
+func (r *reader) readTensor(align int64) (t Tensor, err error) {
+	r.tensor = ""
+	if t.Name, err = r.readName("tensor's name"); err != nil {
+		return t, err
+	}
+	r.tensor = t.Name
+	rank, err := r.readU32()
+	if err == nil && rank > maxRank {
+		err = errs.New(errs.ErrFormat, "its rank is %d: at most %d", rank, maxRank)
+	}
+	n, fits := uint64(1), true
+	for range rank {
+		var dim uint64
+		if err == nil {
+			dim, err = r.readU64()
+		}
+		if n, fits = product(n, dim, fits && dim <= 1<<62); err == nil && !fits {
+			err = errs.New(errs.ErrFormat, "its shape is too large")
+		}
+		t.Shape = append(t.Shape, int64(dim))
+	}
+	var id uint32
+	if err == nil {
+		id, err = r.readU32()
+	}
+	if err != nil {
+		return t, err
+	}
+	kind, known := types[id]
+	if !known {
+		return t, errs.New(errs.ErrNotSupported, "its type has the number %d, which is not known", id)
+	}
+	t.Type = kind.name
+	row := uint64(1)
+	if rank > 0 {
+		row = uint64(t.Shape[0])
+	}
+	size, fits := product(n/kind.values, kind.bytes, row%kind.values == 0)
+	if !fits {
+		return t, errs.New(errs.ErrFormat, "its rows of %d values are no blocks of %s, which have %d", row, kind.name, kind.values)
+	}
+	slices.Reverse(t.Shape)
+	off, err := r.readU64()
+	if err == nil && (off%uint64(align) != 0 || off > 1<<62) {
+		err = errs.New(errs.ErrFormat, "it lies at %d, which is no multiple of %d", off, align)
+	}
+	t.Off, t.Bytes = int64(off), int64(size)
+	return t, err
+}
+
+// product is a * b, if it and what came before it fit in 62 bits.
+func product(a, b uint64, fits bool) (uint64, bool) {
+	n, ok := sizes.Mul(a, b)
+	return n, fits && ok && n <= 1<<62
+}
+
+// placeTensors turns offsets into those of the file, and checks that tensors lie in it, apart and with
+// different names.
+func (r *reader) placeTensors(f *File) error {
+	names := make(map[string]bool, len(f.Tensors))
+	byOffset := make([]*Tensor, len(f.Tensors))
+	for i := range f.Tensors {
+		t := &f.Tensors[i]
+		r.tensor = t.Name
+		if names[t.Name] {
+			return errs.New(errs.ErrFormat, "two tensors have this name")
+		}
+		names[t.Name] = true
+		if t.Off > r.src.Size()-f.Header || t.Bytes > r.src.Size()-f.Header-t.Off {
+			return errs.New(errs.ErrCorrupt, "its %d bytes at %d end after the file's %d: copy or fetch it again", t.Bytes, f.Header+t.Off, r.src.Size())
+		}
+		t.Off += f.Header
+		byOffset[i] = t
+	}
+	slices.SortStableFunc(byOffset, func(a, b *Tensor) int { return cmp.Compare(a.Off, b.Off) })
+	end := f.Header
+	for _, t := range byOffset {
+		r.tensor = t.Name
+		if t.Bytes > 0 && t.Off < end {
+			return errs.New(errs.ErrFormat, "its bytes at %d belong to the tensor before it, too", t.Off)
+		}
+		end = max(end, t.Off+t.Bytes)
+	}
+	r.tensor = ""
+	return nil
+}
+
+// readName reads a key or a tensor's name.
+func (r *reader) readName(what string) (string, error) {
+	n, err := r.readU64()
+	if err != nil {
+		return "", err
+	}
+	if n > maxName {
+		return "", errs.New(errs.ErrFormat, "a %s of %d bytes: at most %d", what, n, maxName)
+	}
+	text, err := r.takeBytes(int64(n))
+	if err == nil && !utf8.Valid(text) {
+		err = errs.New(errs.ErrFormat, "a %s is not UTF-8", what)
+	}
+	return string(text), err
+}

@@ -1,0 +1,99 @@
+package save
+
+// This file lists GGUF files, of which no more than the header is read.
+
+import (
+	"context"
+	"errors"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/format/gguf"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/open"
+)
+
+const (
+	formatGGUF = "gguf"
+	noteGGUF   = "GGUF files hold no checksums: only their structure was verified"
+)
+
+// openOrList is openSpread, and the headers of those files that are GGUF. The model is nil if all
+// are.
+func openOrList(
+	ctx context.Context, uris []string, storage format.Access, unlisted bool,
+) (*model, []InspectedFile, error) {
+	m, err := openSpread(ctx, uris, storage, unlisted)
+	if !errors.Is(err, errs.ErrFormat) {
+		return m, nil, err
+	}
+	dial := open.With(storage.Options)
+	var files []InspectedFile
+	var others []string
+	for _, uri := range uris {
+		file, is, fault := inspectGGUF(ctx, uri, dial)
+		if is && fault != nil {
+			return nil, nil, fault
+		}
+		if is {
+			files = append(files, file)
+		} else {
+			others = append(others, uri)
+		}
+	}
+	if len(files) == 0 || len(others) == 0 {
+		if len(files) > 0 {
+			err = nil
+		}
+		return nil, files, err
+	}
+	m, err = openSpread(ctx, others, storage, unlisted)
+	return m, files, err
+}
+
+// inspectGGUF describes a file, if it begins as GGUF files do; is reports that.
+func inspectGGUF(ctx context.Context, uri string, dial format.Opener) (file InspectedFile, is bool, err error) {
+	src, err := dial(ctx, uri)
+	if err != nil {
+		return file, false, err
+	}
+	defer src.Close()
+	head, err := source.Head(ctx, src)
+	if err != nil || !gguf.Is(head) {
+		return file, false, err
+	}
+	h, err := gguf.ReadHeader(ctx, src)
+	if err == nil {
+		err = source.Unwritten(src)
+	}
+	file = InspectedFile{
+		URI: errs.RedactURI(uri), Format: formatGGUF, Size: src.Size(), Header: h.Header, Metadata: h.Metadata,
+		Tensors: make([]InspectedTensor, len(h.Tensors)),
+	}
+	for i, t := range h.Tensors {
+		shape := t.Shape
+		if shape == nil {
+			shape = []int64{}
+		}
+		file.Tensors[i] = InspectedTensor{
+			Name: t.Name, DType: t.Type, Shape: shape, Bytes: t.Bytes, Stored: t.Bytes, Ratio: 1, Coding: "plain",
+		}
+	}
+	return file, true, err
+}
+
+// addFile adds a file of which the structure is verified to a report.
+func (rep *VerifyReport) addFile(file InspectedFile) {
+	v := VerifiedFile{URI: file.URI, Format: file.Format, Checked: "structure", Stored: file.Size}
+	v.Tensors = len(file.Tensors)
+	for i := range file.Tensors {
+		v.Bytes += file.Tensors[i].Bytes
+	}
+	rep.Files = append(rep.Files, v)
+	rep.Tensors += v.Tensors
+	rep.Stored += v.Stored
+	if !strings.Contains(rep.Note, noteGGUF) {
+		rep.Note = strings.TrimPrefix(rep.Note+"; "+noteGGUF, "; ")
+	}
+}

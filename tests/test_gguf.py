@@ -1,0 +1,122 @@
+"""GGUF files, which are listed and verified by their headers and not stored; the package gguf is the reference."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import overwire as ow
+import processes
+import pytest
+from gguf import GGMLQuantizationType as Type
+from overwire._engine import cli
+
+#: (values of a block, its bytes), by type.
+SIZES = gguf.GGML_QUANT_SIZES
+
+
+def write(path: Path, seed: int, types: list[Type]) -> None:
+    """A file of the reference's writer: a tensor of each type, entries of each kind."""
+    rng = random.Random(seed)
+    writer = gguf.GGUFWriter(path, "llama", endianess=rng.choice(list(gguf.GGUFEndian)))
+    writer.add_custom_alignment(rng.choice([8, 32, 256]))
+    writer.add_uint8("u8", 255)
+    writer.add_int64("i64", -(1 << 62))
+    writer.add_float32("eps", 1e-5)
+    writer.add_float64("pi", 3.5)
+    writer.add_bool("yes", True)
+    writer.add_string("name", "é\n\x1b[31m")
+    writer.add_array("few", [1, 2, 3])
+    writer.add_array("words", [f"word {k}" for k in range(rng.randrange(17, 5000))])
+    for k, kind in enumerate(types):
+        values, size = SIZES[kind]
+        rows, blocks = rng.randrange(1, 5), rng.randrange(1, 4)
+        data = np.frombuffer(rng.randbytes(rows * blocks * size), np.uint8).reshape(rows, blocks * size)
+        writer.add_tensor(f"blk.{k}.{kind.name}", data, raw_shape=(rows, blocks * size), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_inspect_and_verify_agree_with_the_reference(tmp_path: Path, seed: int) -> None:
+    """Names, types, shapes, sizes, places and entries are those that the package gguf reads, of every type that it knows."""
+    path = tmp_path / "m.gguf"
+    types = list(SIZES)
+    random.Random(seed).shuffle(types)
+    write(path, seed, types)
+    reader = gguf.GGUFReader(path)
+    (source,) = ow.inspect(path)["sources"]
+    assert source["format"] == "gguf" and source["size"] == path.stat().st_size
+    assert source["header"] == reader.data_offset
+    want = [(t.name, t.tensor_type.name, t.shape.tolist()[::-1], t.n_bytes) for t in reader.tensors]
+    assert [(t["name"], t["dtype"], t["shape"], t["bytes"]) for t in source["tensors"]] == want
+    assert all(t["coding"] == "plain" and t["stored"] == t["bytes"] for t in source["tensors"])
+    fields = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    metadata: dict[str, Any] = source["metadata"]
+    assert set(metadata) == set(fields) and metadata["name"] == fields["name"].contents()
+    assert (metadata["u8"], metadata["i64"], metadata["eps"], metadata["pi"], metadata["yes"], metadata["few"]) == (
+        "255", str(-(1 << 62)), "1e-05", "3.5", "true", "[1, 2, 3]")
+    assert metadata["words"] == f"{len(fields['words'].data)} of string"
+    report = ow.verify(path)
+    assert report["ok"] and report["tensors"] == len(types) and report["files"][0]["checked"] == "structure"
+    assert "GGUF files hold no checksums" in report["note"]
+
+
+def test_types_are_those_of_the_reference() -> None:
+    """The engine's table has every type of the package gguf, and no other."""
+    text = (Path(__file__).resolve().parents[1] / "gosrc/format/gguf/types.go").read_text()
+    rows = re.findall(r'(\d+): \{"(\w+)", (\d+), (\d+)\}', text)
+    table = {int(number): (name, int(values), int(size)) for number, name, values, size in rows}
+    assert table == {kind.value: (kind.name, *SIZES[kind]) for kind in SIZES}
+
+
+def test_the_command_line_lists_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`overwire inspect` and `verify` take it, beside other files and from a server; --html makes a page; nothing that a
+    terminal would obey is printed."""
+    write(tmp_path / "m.gguf", 1, [Type.Q4_K, Type.F16])
+    ow.save_file({"a": np.zeros(3, "f4")}, tmp_path / "a.safetensors")
+    both = [str(tmp_path / "m.gguf"), str(tmp_path / "a.safetensors")]
+    assert cli(["inspect", *both]) == 0
+    out = capfd.readouterr().out
+    assert "gguf" in out and "Q4_K" in out and "safetensors" in out and "\x1b" not in out
+    assert cli(["verify", *both]) == 0
+    assert "structure verified" in capfd.readouterr().out
+    assert cli(["inspect", both[0], "--html", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").stat().st_size
+    with processes.overwire_serve(tmp_path) as address:
+        capfd.readouterr()
+        assert cli(["inspect", address.rstrip("/") + "/m.gguf", "--json"]) == 0
+        assert len(json.loads(capfd.readouterr().out)["sources"][0]["tensors"]) == 2
+
+
+def test_it_is_not_stored(tmp_path: Path) -> None:
+    """Verbs that would store or load it say what it is, and why overwire does not."""
+    write(tmp_path / "m.gguf", 2, [Type.Q8_0])
+    target = tmp_path / "x.safetensors"
+    for verb in (ow.load_file, lambda path: ow.convert(path, target), lambda path: ow.save_file({}, path)):
+        with pytest.raises((ow.FormatError, ow.ArgumentError), match="GGUF|gguf"):
+            verb(tmp_path / "m.gguf")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf"]
+
+
+def test_damaged_headers(tmp_path: Path) -> None:
+    """A header that was cut short or changed is refused by the engine, with the file's name, or read; it is no crash."""
+    write(tmp_path / "m.gguf", 3, [Type.Q4_0, Type.F32])
+    data = (tmp_path / "m.gguf").read_bytes()
+    rng = random.Random(3)
+    for _ in range(300):
+        damaged = bytearray(data[: rng.choice([len(data), rng.randrange(4, len(data))])])
+        for _ in range(rng.randrange(3)):
+            damaged[rng.randrange(4, min(len(damaged), 400))] = rng.randrange(256)
+        (tmp_path / "d.gguf").write_bytes(damaged)
+        try:
+            ow.inspect(tmp_path / "d.gguf")
+        except (ow.FormatError, ow.CorruptError, ow.NotSupportedError) as error:
+            assert "d.gguf" in str(error), error
