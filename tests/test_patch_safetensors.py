@@ -426,8 +426,11 @@ assert "torch" not in sys.modules and "numpy" not in sys.modules
 
 
 def test_each_shard_is_opened_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers opens a shard for its metadata and again for its tensors; the engine reads its header once."""
+    """transformers opens a shard for its metadata and again for its tensors; the engine reads its header once, and
+    again where transformers 5 loads several in one pass."""
     import transformers
+
+    five = int(transformers.__version__.split(".")[0]) >= 5
 
     model, one, many = llama
     opened: list[str] = []
@@ -442,7 +445,8 @@ def test_each_shard_is_opened_once(llama: Any, monkeypatch: pytest.MonkeyPatch) 
         opened.clear()
         with ow.patch_safetensors():
             equal(model, transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
-        assert sorted(opened) == sorted(map(str, folder.glob("*.safetensors")))
+        files = sorted(map(str, folder.glob("*.safetensors")))
+        assert sorted(opened) == sorted(files * (2 if five and len(files) > 1 else 1))
 
 
 @pytest.mark.parametrize("compressed", [False, True])

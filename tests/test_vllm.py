@@ -264,6 +264,7 @@ def check(kind, more, wanted, planned, extra={}):
     assert torch.equal(made.qkv.weight, torch.cat([q, k, v])), more
     assert torch.equal(made.linear.weight, wanted), more
     assert bool(loads) == planned, (loads, more)
+    return made
 def name_is(name):
     return lambda call: lambda self, called, tensor: call(self, tensor) if called == name else None
 @name_is("linear.weight")
@@ -283,6 +284,16 @@ def reads(self, t): self.linear.weight.data.mul_(2)
 def keeps(self, t): self.linear.kept = t
 @name_is("mlp.experts.0.weight")
 def numbers(self, t): self.linear.first = t[0].tolist()
+@name_is("mlp.experts.0.weight")
+def writes(self, t):
+    t.data.view(-1)[:8].zero_()
+    self.linear.weight.data[:32].copy_(t[:32])
+@name_is("mlp.experts.0.weight")
+def rounds(self, t):
+    self.other = torch.zeros(64, 64, dtype=torch.bfloat16)
+    self.other.copy_(t.to(torch.float8_e5m2).to(torch.bfloat16))
+@name_is("mlp.experts.0.weight")
+def lists(self, t): self.linear.first = self.qkv.weight.data.view(torch.int16).tolist()
 import overwire.integrations.recording as recording
 usual = recording.EARLY
 for kind, recording.EARLY in (("plain", usual), ("compressed", usual), ("plain", 1), ("compressed", 1)):
@@ -293,6 +304,12 @@ for kind, recording.EARLY in (("plain", usual), ("compressed", usual), ("plain",
     check(kind, reads, linear * 2, False)
     check(kind, keeps, linear, True)  # found out at the end
     check(kind, numbers, linear, False)
+    check(kind, lists, linear, False)
+    made = check(kind, rounds, linear, False)
+    assert torch.equal(made.other, stored[4].to(torch.float8_e5m2).to(torch.bfloat16))
+    written = stored[4][:32].clone()
+    written.view(-1)[:8] = 0
+    check(kind, writes, torch.cat([written, linear[32:]]), False)
 recording.EARLY = usual
 class Turns(Model):
     def load_weights(self, weights):

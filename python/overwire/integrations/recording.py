@@ -1,9 +1,14 @@
 """Which bytes of a checkpoint a model's own loader puts where, found out without them.
 
-`load_weights` of a model runs once on stand-ins: tensors with a shape and a dtype and no
-memory. Each `copy_` of a view of a stand-in into a parameter is noted instead of made, and
-the engine loads just those bytes, straight into the parameter. What needs the data of
-a stand-in, or of a parameter that is still to be loaded, raises `Unplannable`.
+`load_weights` of a model runs once on stand-ins: tensors of the meta device, which have
+a shape and a dtype and no memory. Each `copy_` of a view of a stand-in into a parameter is
+noted instead of made, and the engine loads just those bytes, straight into the parameter. What
+needs the data of a stand-in, or of a parameter that is still to be loaded, raises `Unplannable`.
+
+torch's dispatcher has a key for modes of tests, `TESTING_ONLY_GenericMode`, above all others, which
+nothing uses. A thread that records turns it on for itself: torch then brings each operation
+to the recorder first, but for views and for what torch puts together of others, which
+costs nothing so. Whatever tensors there are otherwise keep their ways.
 
 What is noted is loaded while the loader goes on, as long as it only copies: a loader that
 has to be run again, on tensors, does up to where it failed what it did on stand-ins, and
@@ -13,15 +18,16 @@ so writes all that was loaded before it can read any of it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-import weakref
+import threading
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .copies import Copy, Stored, reach
 from .sheets import Opening, Sheet
@@ -32,6 +38,21 @@ _aten = torch.ops.aten
 _COPY = _aten.copy_.default
 _ITEM = _aten._local_scalar_dense.default
 _ZEROES = frozenset((_aten.fill_.Scalar, _aten.zero_.default))
+
+_KEY = "TESTING_ONLY_GenericMode"
+
+_weak_reference: Any = StorageWeakRef
+
+# Views that the recorder need not see: of stand-ins they are views of the same memory, and of other tensors
+# they read and write nothing.
+_UNSEEN = (
+    "alias", "as_strided", "detach", "diagonal", "expand", "permute", "select.int", "slice.Tensor", "split.Tensor",
+    "split_with_sizes", "squeeze", "squeeze.dim", "squeeze.dims", "t", "transpose.int", "unbind.int", "unfold", "unsqueeze",
+    "view", "_reshape_alias", "_unsafe_view",
+)  # fmt: skip
+
+# Put together of others, and what comes before data are taken out of torch.
+_READS = (_aten.resolve_conj.default, _aten.resolve_neg.default)
 
 # Stand-ins that may be alive when all were given: those in hand.
 _KEPT = 16
@@ -48,38 +69,17 @@ class Unplannable(Exception):
         self.name, self.operation = name, operation
 
 
-class _StandIn(torch.Tensor):
-    # Has the shape and the dtype of a tensor of a file, and no memory. `seen` is on the
-    # meta device: it says which elements of the stored tensor this is.
+class _Of(NamedTuple):
+    # What a stand-in is of. dtype: the stored one, as torch has it. memory: whether a view of it is alive; with
+    # this its memory's identity is no other's.
 
-    of: Stored
-    seen: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, of: Stored, view: torch.Tensor, dtype: torch.dtype, device: torch.device) -> _StandIn:
-        made: _StandIn = torch.Tensor._make_wrapper_subclass(
-            cls, view.size(), strides=view.stride(), dtype=dtype, device=device
-        )
-        made.of, made.seen = of, view
-        return made
-
-    @property
-    def called(self) -> str:
-        return self.of.name
-
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # Reached when no recorder runs any more: a loader kept it.
-        raise Unplannable(next((one.called for one in _tensors(args) if isinstance(one, cls)), "?"), str(func))
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"stand-in for {self.called}, {self.dtype}, {list(self.shape)}"
+    stored: Stored
+    dtype: torch.dtype
+    memory: Any
 
 
-class Recorder(TorchDispatchMode):
-    """While it is entered, records copies of stand-ins into real tensors.
+class Recorder:
+    """While it is entered, records copies of stand-ins into real tensors, of this thread alone.
 
     `load` loads what was recorded since the last call; it gets a list of `Copy`, and
     runs with the recorder off. `early` begins to load some of them and returns the
@@ -87,15 +87,14 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, load: Callable[[list[Copy]], None], early: Callable[[list[Copy]], list[Copy]] | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._load, self._early = load, early
         self._noted: list[Copy] = []
         self._size = 0  # bytes noted since `early` was asked
         # By memory: the ranges of bytes that are recorded, and of which tensor.
         self._ranges: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
-        self._off = False
-        self._seen: dict[Any, torch.Tensor] = {}  # by shape and dtype
-        self._made: list[weakref.ref[_StandIn]] = []
+        self._entered = contextlib.ExitStack()
+        self._of: dict[int, _Of] = {}  # by the identity of a stand-in's memory
+        self._living: list[_Of] = []  # those that were alive when it was looked last, and newer ones
         self._offered = False
         #: Whether all was recorded, and the rest of it was begun to be loaded.
         self.began = False
@@ -110,6 +109,16 @@ class Recorder(TorchDispatchMode):
         # Whether it worked on tensors with data, of which some may be loaded later.
         self._works = False
 
+    def __enter__(self) -> Recorder:
+        outer = getattr(_here, "recorder", None)
+        self._entered.callback(setattr, _here, "recorder", outer)
+        _here.recorder = self
+        self._entered.enter_context(torch._C._IncludeDispatchKeyGuard(_keys()[0]))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._entered.close()
+
     def finish(self) -> None:
         """Loads the rest. Raises Unplannable if a stand-in is still referenced."""
         self.load()
@@ -117,33 +126,33 @@ class Recorder(TorchDispatchMode):
             self._refuse()
 
     def _alive(self) -> int:
-        self._made = [one for one in self._made if one() is not None]
-        return len(self._made)
+        self._living = [one for one in self._living if not one.memory.expired()]
+        return len(self._living)
 
     def _refuse(self) -> None:
         gc.collect()
-        for one in self._made:
-            kept = one()
-            if kept is not None:
-                raise Unplannable(kept.called, "its loader, which keeps it,")
+        for one in self._living:
+            if not one.memory.expired():
+                raise Unplannable(one.stored.name, "its loader, which keeps it,")
 
-    def stand_in(self, of: Stored, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def stand_in(self, of: Stored, dtype: torch.dtype) -> torch.Tensor:
         """A tensor for the model's loader."""
-        key = (of.shape, dtype)
-        if key not in self._seen:
-            with self.paused():
-                self._seen[key] = torch.empty(of.shape, dtype=dtype, device="meta")
-        return self._make(of, self._seen[key], dtype, device)
+        with torch._C._ExcludeDispatchKeyGuard(_keys()[1]):
+            return self._stand_in(of, dtype, dtype)
+
+    def _stand_in(self, stored: Stored, stored_dtype: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.empty(stored.shape, dtype=dtype, device="meta")
+        of = _Of(stored, stored_dtype, _weak_reference(tensor.untyped_storage()))
+        self._of[of.memory.cdata] = of
+        self._living.append(of)
+        return tensor
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """For work that is not the loader's."""
-        off, self._off = self._off, True
-        try:
-            with torch._C.DisableTorchFunctionSubclass():  # parameters of vLLM's have one, in Python
-                yield
-        finally:
-            self._off = off
+        # Parameters of vLLM's have a function of torch's in Python.
+        with torch._C._ExcludeDispatchKeyGuard(_keys()[1]), torch._C.DisableTorchFunctionSubclass():
+            yield
 
     def offer(self) -> None:
         """Has what is noted loaded early, if it is enough and nothing speaks against it."""
@@ -171,52 +180,62 @@ class Recorder(TorchDispatchMode):
                 self._load(noted)
         self._ranges.clear()
 
-    def _on_stand_in(self, func: Any, args: Any, kwargs: Any, stands: list[_StandIn]) -> Any:
-        one = stands[0]
-        if func is _COPY and not isinstance(args[0], _StandIn) and args[1] is one:
-            return self._note(args[0], one)
+    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation of the loader's returns; runs with the recorder off."""
+        stands = [(tensor, of) for tensor in _tensors((args, kwargs)) if (of := self._source(tensor)) is not None]
+        if stands:
+            return self._on_stand_in(func, args, kwargs, stands)
+        if not _is_view(func):
+            self._worked(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _source(self, tensor: Any) -> _Of | None:
+        # What a stand-in is of; None for another tensor.
+        return self._of.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
+
+    def _on_stand_in(self, func: Any, args: Any, kwargs: Any, stands: list[tuple[torch.Tensor, _Of]]) -> Any:
+        one, of = stands[0]
+        if len(stands) == 1 and func is _COPY and args[1] is one:
+            return self._note(args[0], one, of)
         if len(stands) == 1 and args and args[0] is one:
             if _is_view(func):
-                return self._viewed(one, func(one.seen, *args[1:], **kwargs))
-            if func is _aten.clone.default and one.seen.is_contiguous():
-                return self._like(one, one.seen, one.dtype)  # nothing can write to a stand-in
-            if func is _aten._to_copy.default and _only_casts(one, kwargs):
-                return self._like(one, one.seen, kwargs.get("dtype") or one.dtype)
-        raise Unplannable(one.called, str(func))
+                views = func(*args, **kwargs)
+                if any(view.dtype is not one.dtype for view in _tensors(views)):  # other numbers of the same bytes
+                    raise Unplannable(of.stored.name, f"{func} to another dtype")
+                return views
+            if func is _aten.clone.default and one.is_contiguous():
+                return one.view(one.shape)  # nothing can write to a stand-in
+            if func is _aten._to_copy.default and set(kwargs) <= {"dtype", "device", "non_blocking"}:
+                return self._cast(one, of, kwargs.get("dtype") or one.dtype)
+        raise Unplannable(of.stored.name, str(func))
 
-    def _viewed(self, one: _StandIn, found: Any) -> Any:
-        if isinstance(found, (list, tuple)):
-            return [self._like(one, view, one.dtype) for view in found]
-        return self._like(one, found, one.dtype)
+    def _cast(self, one: torch.Tensor, of: _Of, dtype: torch.dtype) -> torch.Tensor:
+        # On whatever device, as it has no data on any.
+        if dtype is one.dtype:
+            return one.view_as(one)
+        if one.dtype is not of.dtype:
+            raise Unplannable(of.stored.name, f"a cast of it to {one.dtype} and then {dtype}")
+        made = self._stand_in(of.stored, of.dtype, dtype)
+        return made.as_strided(one.shape, one.stride(), one.storage_offset())
 
-    def _like(self, one: _StandIn, view: torch.Tensor, dtype: torch.dtype) -> _StandIn:
-        if view.dtype is not one.seen.dtype:  # other numbers of the same bytes
-            raise Unplannable(one.called, f"a view of it as {view.dtype}")
-        return self._make(one.of, view, dtype, one.device)
-
-    def _make(self, *arguments: Any) -> _StandIn:
-        made = _StandIn(*arguments)
-        self._made.append(weakref.ref(made))
-        return made
-
-    def _note(self, target: torch.Tensor, one: _StandIn) -> torch.Tensor:
-        view = one.seen
+    def _note(self, target: torch.Tensor, one: torch.Tensor, of: _Of) -> torch.Tensor:
         # A tensor of the meta device is processed by what made it so, when it is complete;
         # a cast on the way must be the one that the copy makes anyway.
-        if target.device.type == "meta" or target.shape != view.shape or one.dtype not in (view.dtype, target.dtype):
-            what = f"{one.dtype} {list(view.shape)} to {target.dtype} {list(target.shape)} on {target.device}"
-            raise Unplannable(one.called, f"copy_ of {what}")
+        name = of.stored.name
+        if target.is_meta or target.shape != one.shape or one.dtype not in (of.dtype, target.dtype):
+            what = f"{one.dtype} {list(one.shape)} to {target.dtype} {list(target.shape)} on {target.device}"
+            raise Unplannable(name, f"copy_ of {what}")
         if target.numel():
             memory, low, high = reach(target)
             if not memory:
-                raise Unplannable(one.called, f"copy_ to a {type(target).__name__} without memory of its own")
+                raise Unplannable(name, f"copy_ to a {type(target).__name__} without memory of its own")
             other = self._held(memory, low, high)
             if other is not None:
-                raise Unplannable(one.called, f"copy_ to where {other} goes")
+                raise Unplannable(name, f"copy_ to where {other} goes")
             if memory in self._reads:
                 self._other("a copy to where it read")
-            insort(self._ranges[memory], (low, high, one.called))
-            self._noted.append(Copy(one.of, int(view.storage_offset()), tuple(view.shape), view.stride(), view.dtype, target))
+            insort(self._ranges[memory], (low, high, name))
+            self._noted.append(Copy(of.stored, int(one.storage_offset()), tuple(one.shape), one.stride(), of.dtype, target))
             self._size += high - low
         return target
 
@@ -270,30 +289,33 @@ class Recorder(TorchDispatchMode):
         return ranges[at][2] if at < len(ranges) and ranges[at][0] < high else None
 
 
-def _dispatch(self: Recorder, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    if self._off:
-        return func(*args, **(kwargs or {}))
-    if args and not kwargs:  # the most: views have one tensor, and come first
-        one = args[0]
-        if type(one) is _StandIn:
-            if _VIEWS.get(id(func)):
-                return self._viewed(one, func(one.seen, *args[1:]))
-        elif func is _COPY and type(args[1]) is _StandIn:
-            return self._note(one, args[1])
-        elif _VIEWS.get(id(func)) and isinstance(one, torch.Tensor):
-            return func(*args)
-    kwargs = kwargs or {}
-    stands = [found for found in _tensors((args, kwargs)) if isinstance(found, _StandIn)]
-    if stands:
-        return self._on_stand_in(func, args, kwargs, stands)
-    if not _is_view(func):
-        self._worked(func, args, kwargs)
-    return func(*args, **kwargs)
+# The recorder that this thread has entered.
+_here = threading.local()
 
 
-# Not in the class: what torch wraps around it there costs as much as itself, and imports
-# torch.compile.
-Recorder.__torch_dispatch__ = _dispatch  # type: ignore[method-assign,assignment]
+def _intercept(func: Any, *args: Any, **kwargs: Any) -> Any:
+    # Where torch brings the operations of a thread that records.
+    recorder: Recorder = _here.recorder
+    if func is _COPY and not kwargs:  # the most
+        target, one = args[:2]
+        if (of := recorder._source(one)) is not None and recorder._source(target) is None:
+            return recorder._note(target, one, of)
+    with torch._C._ExcludeDispatchKeyGuard(_keys()[1]):
+        return recorder.called(func, args, kwargs)
+
+
+@functools.cache
+def _keys() -> tuple[Any, Any, Any]:
+    """The key of the recorder, alone and as a set; tells torch what to do with it, once in a process."""
+    library: Any = torch.library.Library
+    every, aten = library("_", "IMPL"), library("aten", "IMPL")
+    every.fallback(_intercept, _KEY)
+    whole = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+    parts = {name.removeprefix("aten::") for name in whole if name.startswith("aten::")}
+    for name in sorted(parts.union(_UNSEEN).difference(func._schema.name.removeprefix("aten::") for func in _READS)):
+        aten.m.impl(name, _KEY, torch.library.fallthrough_kernel)
+    key = torch._C._dispatch_key_parse(_KEY)
+    return key, torch._C.DispatchKeySet(key), (every, aten)
 
 
 def _tensors(tree: Any) -> Iterator[Any]:
@@ -310,7 +332,7 @@ def _tensors(tree: Any) -> Iterator[Any]:
 # By the identity of an operation, whose hash is a call of Python's. They are kept, so that
 # no other one gets the identity.
 # Those that give other numbers of the same bytes are none here.
-_VIEWS: dict[int, bool] = {id(_aten._conj.default): False, id(_aten._neg_view.default): False}
+_VIEWS: dict[int, bool] = {id(func): False for func in (_aten._conj.default, _aten._neg_view.default, *_READS)}
 _OPERATIONS: list[Any] = []
 
 
@@ -325,11 +347,6 @@ def _is_view(func: Any) -> bool:
         _VIEWS[id(func)] = known
         _OPERATIONS.append(func)
     return known
-
-
-def _only_casts(one: _StandIn, kwargs: Any) -> bool:
-    device = kwargs.get("device")
-    return set(kwargs) <= {"dtype", "device", "non_blocking"} and (device is None or torch.device(device) == one.device)
 
 
 class Opened:
@@ -413,4 +430,4 @@ def stand_ins(recorder: Recorder, source: Opened) -> Iterator[tuple[str, torch.T
         dtype = dtypes[one.dtype]
         if dtype is None:
             raise Unplannable(one.name, f"its dtype {one.dtype}, which torch lacks,")
-        yield one.name, recorder.stand_in(one, dtype, source.device)
+        yield one.name, recorder.stand_in(one, dtype)
