@@ -293,6 +293,13 @@ def rounds(self, t):
     self.other = torch.zeros(64, 64, dtype=torch.bfloat16)
     self.other.copy_(t.to(torch.float8_e5m2).to(torch.bfloat16))
 @name_is("mlp.experts.0.weight")
+def asks(self, t):
+    part = t.narrow(0, 0, 8)
+    assert t.is_cpu and part.device.type == "cpu" and not (part.is_meta or part.is_cuda)
+    assert t.to(self.linear.weight.device).device.type == "cpu"
+    self.other = torch.zeros(8, 64, dtype=torch.bfloat16)
+    self.other.copy_(part)
+@name_is("mlp.experts.0.weight")
 def lists(self, t): self.linear.first = self.qkv.weight.data.view(torch.int16).tolist()
 import overwire.integrations.recording as recording
 usual = recording.EARLY
@@ -305,6 +312,7 @@ for kind, recording.EARLY in (("plain", usual), ("compressed", usual), ("plain",
     check(kind, keeps, linear, True)  # found out at the end
     check(kind, numbers, linear, False)
     check(kind, lists, linear, False)
+    assert torch.equal(check(kind, asks, linear, True).other, stored[4][:8]) and "device" not in vars(torch.Tensor)
     made = check(kind, rounds, linear, False)
     assert torch.equal(made.other, stored[4].to(torch.float8_e5m2).to(torch.bfloat16))
     written = stored[4][:32].clone()

@@ -8,7 +8,8 @@ needs the data of a stand-in, or of a parameter that is still to be loaded, rais
 torch's dispatcher has a key for modes of tests, `TESTING_ONLY_GenericMode`, above all others, which
 nothing uses. A thread that records turns it on for itself: torch then brings each operation
 to the recorder first, but for views and for what torch puts together of others, which
-costs nothing so. Whatever tensors there are otherwise keep their ways.
+costs nothing so. Whatever tensors there are otherwise keep their ways. While a thread records,
+stand-ins say that they are where the tensors would be.
 
 What is noted is loaded while the loader goes on, as long as it only copies: a loader that
 has to be run again, on tensors, does up to where it failed what it did on stand-ins, and
@@ -37,6 +38,9 @@ __all__ = ["EARLY", "Opened", "Recorder", "Unplannable", "opened", "stand_ins"]
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
 _ITEM = _aten._local_scalar_dense.default
+
+# What a copy of a stand-in may ask for beside dtype and device.
+_USUAL = {"layout": (None, torch.strided), "pin_memory": (None, False), "memory_format": (None, torch.preserve_format)}
 _ZEROES = frozenset((_aten.fill_.Scalar, _aten.zero_.default))
 
 _KEY = "TESTING_ONLY_GenericMode"
@@ -70,11 +74,12 @@ class Unplannable(Exception):
 
 
 class _Of(NamedTuple):
-    # What a stand-in is of. dtype: the stored one, as torch has it. memory: whether a view of it is alive; with
-    # this its memory's identity is no other's.
+    # What a stand-in is of. dtype: the stored one, as torch has it. device: where it would be. memory: whether
+    # a view of it is alive; with this its memory's identity is no other's.
 
     stored: Stored
     dtype: torch.dtype
+    device: torch.device
     memory: Any
 
 
@@ -113,6 +118,7 @@ class Recorder:
         outer = getattr(_here, "recorder", None)
         self._entered.callback(setattr, _here, "recorder", outer)
         _here.recorder = self
+        self._entered.enter_context(_places)
         self._entered.enter_context(torch._C._IncludeDispatchKeyGuard(_keys()[0]))
         return self
 
@@ -135,14 +141,14 @@ class Recorder:
             if not one.memory.expired():
                 raise Unplannable(one.stored.name, "its loader, which keeps it,")
 
-    def stand_in(self, of: Stored, dtype: torch.dtype) -> torch.Tensor:
+    def stand_in(self, of: Stored, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor for the model's loader."""
         with torch._C._ExcludeDispatchKeyGuard(_keys()[1]):
-            return self._stand_in(of, dtype, dtype)
+            return self._stand_in(of, dtype, dtype, device)
 
-    def _stand_in(self, stored: Stored, stored_dtype: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
+    def _stand_in(self, stored: Stored, stored_dtype: torch.dtype, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         tensor = torch.empty(stored.shape, dtype=dtype, device="meta")
-        of = _Of(stored, stored_dtype, _weak_reference(tensor.untyped_storage()))
+        of = _Of(stored, stored_dtype, device, _weak_reference(tensor.untyped_storage()))
         self._of[of.memory.cdata] = of
         self._living.append(of)
         return tensor
@@ -191,7 +197,7 @@ class Recorder:
 
     def _source(self, tensor: Any) -> _Of | None:
         # What a stand-in is of; None for another tensor.
-        return self._of.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
+        return self._of.get(tensor.untyped_storage()._cdata) if _is_meta(tensor) else None
 
     def _on_stand_in(self, func: Any, args: Any, kwargs: Any, stands: list[tuple[torch.Tensor, _Of]]) -> Any:
         one, of = stands[0]
@@ -205,24 +211,21 @@ class Recorder:
                 return views
             if func is _aten.clone.default and one.is_contiguous():
                 return one.view(one.shape)  # nothing can write to a stand-in
-            if func is _aten._to_copy.default and set(kwargs) <= {"dtype", "device", "non_blocking"}:
-                return self._cast(one, of, kwargs.get("dtype") or one.dtype)
+            if func is _aten._to_copy.default and all(value in _USUAL.get(key, (value,)) for key, value in kwargs.items()):
+                return self._cast(one, of, kwargs.get("dtype") or one.dtype, torch.device(kwargs.get("device") or of.device))
         raise Unplannable(of.stored.name, str(func))
 
-    def _cast(self, one: torch.Tensor, of: _Of, dtype: torch.dtype) -> torch.Tensor:
-        # On whatever device, as it has no data on any.
-        if dtype is one.dtype:
-            return one.view_as(one)
-        if one.dtype is not of.dtype:
+    def _cast(self, one: torch.Tensor, of: _Of, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if dtype is not one.dtype is not of.dtype:
             raise Unplannable(of.stored.name, f"a cast of it to {one.dtype} and then {dtype}")
-        made = self._stand_in(of.stored, of.dtype, dtype)
-        return made.as_strided(one.shape, one.stride(), one.storage_offset())
+        other = self._stand_in(of.stored, of.dtype, dtype, device)
+        return other.as_strided(one.shape, one.stride(), one.storage_offset())
 
     def _note(self, target: torch.Tensor, one: torch.Tensor, of: _Of) -> torch.Tensor:
         # A tensor of the meta device is processed by what made it so, when it is complete;
         # a cast on the way must be the one that the copy makes anyway.
         name = of.stored.name
-        if target.is_meta or target.shape != one.shape or one.dtype not in (of.dtype, target.dtype):
+        if _is_meta(target) or target.shape != one.shape or one.dtype not in (of.dtype, target.dtype):
             what = f"{one.dtype} {list(one.shape)} to {target.dtype} {list(target.shape)} on {target.device}"
             raise Unplannable(name, f"copy_ of {what}")
         if target.numel():
@@ -291,6 +294,45 @@ class Recorder:
 
 # The recorder that this thread has entered.
 _here = threading.local()
+
+_is_meta = torch._C.TensorBase.is_meta.__get__  # type: ignore[attr-defined]
+
+
+class _Places:
+    # While it is entered, by however many threads, stand-ins say that they are where the tensors would be: a loader
+    # may go by that.
+
+    def __init__(self) -> None:
+        self._lock, self._count = threading.Lock(), 0
+        types = {"is_meta": "meta", "is_cpu": "cpu", "is_cuda": "cuda"}
+        answers = {name: functools.partial(lambda kind, device: device.type == kind, kind) for name, kind in types.items()}
+        self._answers: dict[str, Any] = {"device": lambda device: device, **answers}
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._count += 1
+            if self._count == 1:
+                for name, answer in self._answers.items():
+                    setattr(torch.Tensor, name, _answering(getattr(torch._C.TensorBase, name), answer))
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0:
+                for name in self._answers:
+                    delattr(torch.Tensor, name)
+
+
+_places = _Places()
+
+
+def _answering(own: Any, answer: Callable[[torch.device], Any]) -> property:
+    def look(tensor: torch.Tensor) -> Any:
+        recorder = getattr(_here, "recorder", None) if _is_meta(tensor) else None
+        of = None if recorder is None else recorder._source(tensor)
+        return own.__get__(tensor) if of is None else answer(of.device)
+
+    return property(look)
 
 
 def _intercept(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -430,4 +472,4 @@ def stand_ins(recorder: Recorder, source: Opened) -> Iterator[tuple[str, torch.T
         dtype = dtypes[one.dtype]
         if dtype is None:
             raise Unplannable(one.name, f"its dtype {one.dtype}, which torch lacks,")
-        yield one.name, recorder.stand_in(one, dtype)
+        yield one.name, recorder.stand_in(one, dtype, source.device)
