@@ -103,7 +103,8 @@ def test_refused() -> None:
 
 
 def printing(*argv: str) -> str:
-    return subprocess.run([sys.executable, "-m", "overwire", "inspect", "--digests", *argv], capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-m", "overwire", "inspect", "--digests", *argv]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 class Small(torch.nn.Module):

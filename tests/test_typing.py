@@ -78,6 +78,12 @@ ow.verify(1)
 ow.verify("m", original=True, tensors={})
 ow.doctor()["gpus"]
 ow.save_file({"a": 1}, 5)
+ow.save_file({}, "m", level="best")
+ow.save_model(None, "m", level=9)
+ow.convert("a", "b", level="fast")
+ow.experts(0, 2, placement="random")
+ow.codecs.encode(b"", bitstream="zip")
+ow.codecs.decode(b"", verify="sometimes")
 (ow.last_report() or {})["colour"]
 '''
 

@@ -144,7 +144,7 @@ func Names() []string {
 func byName(name string) (*algorithm, error) {
 	i := slices.IndexFunc(algorithms, func(a algorithm) bool { return strings.EqualFold(a.name, name) })
 	if i < 0 {
-		return nil, errs.New(errs.ErrArgument, "no such algorithm: %q", name)
+		return nil, errs.New(errs.ErrArgument, "no such algorithm: %q; there are %s", name, strings.Join(Names(), ", "))
 	}
 	return checkSupported(&algorithms[i])
 }

@@ -25,7 +25,7 @@ import json
 import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from . import _engine
 from ._apart import apart
@@ -55,8 +55,11 @@ __all__ = [
     "span",
 ]
 
+Bitstream = Literal["native", "raw", "with_size"]
+Verify = Literal[True, False, "always"]
+
 #: The kinds of bitstream, in the order of nvCOMP's BitstreamKind.
-BITSTREAMS = ("native", "raw", "with_size")
+BITSTREAMS: tuple[Bitstream, ...] = ("native", "raw", "with_size")
 
 _VERIFY = {False: "", True: "present", "always": "always"}
 
@@ -194,7 +197,7 @@ def run(
     sources: Sequence[Span],
     *,
     algorithm: str | None = None,
-    bitstream: str = "native",
+    bitstream: Bitstream = "native",
     chunk_size: int | None = None,
     level: int = 1,
     dtype: str | None = None,
@@ -214,9 +217,19 @@ def run(
     """
     if bitstream not in BITSTREAMS:
         raise ArgumentError(f"overwire: bitstream {bitstream!r}: expected one of {', '.join(BITSTREAMS)}")
+    arguments = {
+        "algorithm": (algorithm, str),
+        "dtype": (dtype, str),
+        "chunk_size": (chunk_size, int),
+        "level": (level, int),
+        "checksums": (checksums, bool),
+    }
+    for what, (value, kind) in arguments.items():
+        if value is not None and not isinstance(value, kind):
+            raise ArgumentError(f"overwire: {what} {value!r}: expected {kind.__name__}")
     if cascaded is not None and (not isinstance(cascaded, Sequence) or len(cascaded) != 3):
         raise ArgumentError(f"overwire: cascaded {cascaded!r}: expected two numbers and a bool")
-    if verify not in _VERIFY:
+    if not isinstance(verify, (bool, str)) or verify not in _VERIFY:
         raise ArgumentError(f"overwire: verify {verify!r}: expected True, False or 'always'")
     text = _spec(
         None if cascaded is None else tuple(cascaded),
@@ -302,7 +315,7 @@ def encode(
     source: list[Any] | tuple[Any, ...],
     algorithm: str = ...,
     *,
-    bitstream: str = ...,
+    bitstream: Bitstream = ...,
     chunk_size: int | None = ...,
     level: int = ...,
     dtype: str | None = ...,
@@ -315,7 +328,7 @@ def encode(
     source: Any,
     algorithm: str = ...,
     *,
-    bitstream: str = ...,
+    bitstream: Bitstream = ...,
     chunk_size: int | None = ...,
     level: int = ...,
     dtype: str | None = ...,
@@ -327,7 +340,7 @@ def encode(
     source: Any,
     algorithm: str = "X16",
     *,
-    bitstream: str = "native",
+    bitstream: Bitstream = "native",
     chunk_size: int | None = None,
     level: int = 1,
     dtype: str | None = None,
@@ -361,8 +374,8 @@ def decode(
     source: list[Any] | tuple[Any, ...],
     algorithm: str | None = ...,
     *,
-    bitstream: str = ...,
-    verify: bool | str = ...,
+    bitstream: Bitstream = ...,
+    verify: Verify = ...,
     out: Any = ...,
 ) -> list[memoryview]: ...
 @overload
@@ -370,16 +383,16 @@ def decode(
     source: Any,
     algorithm: str | None = ...,
     *,
-    bitstream: str = ...,
-    verify: bool | str = ...,
+    bitstream: Bitstream = ...,
+    verify: Verify = ...,
     out: Any = ...,
 ) -> memoryview: ...
 def decode(
     source: Any,
     algorithm: str | None = None,
     *,
-    bitstream: str = "native",
-    verify: bool | str = True,
+    bitstream: Bitstream = "native",
+    verify: Verify = True,
     out: Any = None,
 ) -> Any:
     """Decompresses a stream, or each of a list; `out` and result as in `encode`.
@@ -403,7 +416,7 @@ def is_native(source: Any) -> bool:
     return place.nbytes >= 64 and ctypes.string_at(place.address, 4) == b"OWBS"
 
 
-def content_size(source: Any, algorithm: str | None = None, *, bitstream: str = "native") -> Any:
+def content_size(source: Any, algorithm: str | None = None, *, bitstream: Bitstream = "native") -> Any:
     """How many bytes a stream, or each of a list, decodes to. Raises as `decode`."""
     return _results(source, None, "size", algorithm=algorithm, bitstream=bitstream)
 
@@ -412,7 +425,7 @@ def max_size(
     nbytes: int | Iterable[int],
     algorithm: str = "X16",
     *,
-    bitstream: str = "native",
+    bitstream: Bitstream = "native",
     chunk_size: int | None = None,
     checksums: bool = False,
 ) -> Any:

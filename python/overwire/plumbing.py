@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .model.layout import MetaRow, beside, meta_rows, place_of, refuse_urls
     from .model.loads import many_objects
     from .model.opened import prepare
-    from .model.options import parse_size, setting
+    from .model.options import check_switches, parse_size, setting
     from .offloading.hosted import Hosted, HostedWeight, can_store, listed_blocks
     from .paths import is_remote, local, path_of
     from .stores import FileWriter, ObjectReader, ObjectWriter, presign, publish, write_bytes
@@ -50,6 +50,7 @@ __all__ = [
     "beside",
     "bytes_of_plain",
     "can_store",
+    "check_switches",
     "forget",
     "forked",
     "honour_nyacomp",
@@ -109,7 +110,7 @@ _HOMES = {
     "model.layout": ("MetaRow", "beside", "meta_rows", "place_of", "refuse_urls"),
     "model.loads": ("many_objects",),
     "model.opened": ("prepare",),
-    "model.options": ("parse_size", "setting"),
+    "model.options": ("check_switches", "parse_size", "setting"),
     "jobs": ("shown",),
     "offloading.hosted": ("Hosted", "HostedWeight", "can_store", "listed_blocks"),
     "paths": ("is_remote", "local", "path_of"),

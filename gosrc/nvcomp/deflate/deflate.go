@@ -36,7 +36,7 @@ var writers [2][len(levels)]sync.Pool
 // Encode appends src to dst, as Gzip or as bare Deflate. Safe for concurrent use.
 func Encode(dst, src []byte, level int, gz bool) ([]byte, error) {
 	if level < 0 || level >= len(levels) {
-		return dst, errs.New(errs.ErrArgument, "algorithm_type %d is not 0 to %d", level, len(levels)-1)
+		return dst, errs.New(errs.ErrArgument, "level (algorithm_type) %d is not 0 to %d", level, len(levels)-1)
 	}
 	kind := 0
 	if gz {

@@ -88,7 +88,7 @@ var fixedCodes = sync.OnceValues(makeFixedCodes)
 // finds no matches, 5 the most. Safe for concurrent use.
 func Encode(dst, src []byte, level int) ([]byte, error) {
 	if level < 0 || level >= len(efforts) {
-		return dst, errs.New(errs.ErrArgument, "algorithm_type %d is not 0 to %d", level, len(efforts)-1)
+		return dst, errs.New(errs.ErrArgument, "level (algorithm_type) %d is not 0 to %d", level, len(efforts)-1)
 	}
 	if len(src) > 1<<31-2 {
 		return dst, errs.New(errs.ErrArgument, "GDeflate takes no %d bytes", len(src))

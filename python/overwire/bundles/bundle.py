@@ -26,7 +26,7 @@ from ..jobs import shown
 from ..metering import note
 from ..model import layout
 from ..model.opened import Model, prepare
-from ..model.options import StorageOptions
+from ..model.options import StorageOptions, check_switches
 from ..model.reading import read
 from ..model.sources import SourceLike
 from ..model.storage import storage
@@ -241,6 +241,7 @@ def load_compressed_pickle(
     with Undisturbed():
         from . import unpickling
 
+    check_switches(trust=trust)
     where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
     if where is not None:
         prepare(where)
@@ -289,6 +290,7 @@ def _save(
     with Undisturbed():
         from .pickling import described, dump
 
+    check_switches(compress=how["compress"], wait=wait)
     target = _target(path)
     options = how["storage_options"]
     storage(options, [target])  # wrong ones are refused before anything is done

@@ -29,7 +29,7 @@ from ..verbs.save import save_bytes
 from .torchfiles import is_torch_file, opened
 
 if TYPE_CHECKING:
-    from ..model.options import StorageOptions
+    from ..model.options import Level, StorageOptions
     from ..model.sources import SourceLike
 
 __all__ = ["convert", "is_torch_model", "plain_models"]
@@ -51,7 +51,7 @@ def convert(
     path: str | os.PathLike[str],
     *,
     compress: bool = True,
-    level: str = "default",
+    level: Level = "default",
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str | None = None,
     sha256: bool = True,

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ..errors import ArgumentError, NotSupportedError, OverwireError
-from ..model.options import StorageOptions, parse_size
+from ..model.options import Level, StorageOptions, check_choice, parse_size
 from ..paths import is_remote, local
 from ..verbs.save import save_file
 from .exchange import Exchange
@@ -66,12 +66,13 @@ class CheckpointWriter(StorageWriter):
         *,
         model: str = "model",
         compress: bool = True,
-        level: str = "default",
+        level: Level = "default",
         max_shard_size: int | str = "1GB",
         overwrite: bool = True,
         process_group: dist.ProcessGroup | None = None,
         storage_options: StorageOptions | None = None,
     ) -> None:
+        check_choice(level, "level", Level)
         self._model = check_prefix(model)
         self._how: dict[str, Any] = {"compress": compress, "level": level, "storage_options": storage_options}
         self._most = parse_size(max_shard_size)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from os import PathLike, fspath
 from typing import Any
 
 from .. import _verbs
@@ -73,6 +74,8 @@ def frame_of(tensor: Any) -> Frame:
         return frame_for("numpy")
     bare = isinstance(tensor, (bytes, bytearray, memoryview))
     advice = "TensorSpec.of(dtype, shape, data) says what bytes are" if bare else "compress_pickle stores other objects"
+    if isinstance(tensor, (str, PathLike)):
+        advice = f"load_file({fspath(tensor)!r}) returns the tensors of a file"
     raise ArgumentError(f"overwire: expected a torch tensor or a numpy array, got {type(tensor).__name__}; {advice}")
 
 
@@ -111,7 +114,9 @@ def device_number(device: Any) -> int:
         return _HOST  # loads to the host need no engine in a forked child
     if isinstance(device, int) and not isinstance(device, bool):
         return _verbs.device(f"cuda:{device}")
-    return _verbs.device(str(device) if isinstance(device, str) or type(device).__module__ == "torch" else "")
+    if not isinstance(device, str) and type(device).__module__ != "torch":
+        raise ArgumentError(f"overwire: device {device!r}: expected 'cpu', 'cuda', 'cuda:1', a torch.device or an int")
+    return _verbs.device(str(device))
 
 
 def check_device(device: Any, frame: Frame | None = None) -> str:

@@ -395,6 +395,8 @@ class Model:
 def _check_choice(keys: Any, filter: Any) -> None:
     if isinstance(keys, str):
         raise ArgumentError("overwire: keys: expected several names, got one str")
+    if keys is not None and not isinstance(keys, Iterable):
+        raise ArgumentError(f"overwire: keys: expected several names, got {type(keys).__name__}")
     if filter is not None and not callable(filter):
         raise ArgumentError("overwire: filter: expected a callable of a name")
 

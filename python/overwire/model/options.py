@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Union
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Union, get_args
 
 from .._verbs import knobs
 from ..errors import ArgumentError, did_you_mean
@@ -21,19 +22,25 @@ __all__ = [
     "DTypeLike",
     "DeviceLike",
     "FrameworkName",
+    "Level",
     "LoadOptions",
     "ModuleOptions",
     "OpenOptions",
     "PinnedOptions",
+    "Placement",
     "PlanOptions",
     "ReadWay",
     "ShardLike",
     "StorageOptions",
     "StreamOptions",
     "TorchName",
+    "check_choice",
     "check_options",
+    "check_storage",
+    "check_switches",
     "parse_size",
     "setting",
+    "spell_out",
 ]
 
 #: "cpu", "cuda", "cuda:1", a torch.device, or the number of a GPU.
@@ -50,6 +57,12 @@ FrameworkName = Literal["pt", "torch", "pytorch", "np", "numpy", "bytes"]
 
 #: What `read=` takes beside None.
 ReadWay = Literal["auto", "buffered", "direct", "gds"]
+
+#: What `level=` takes.
+Level = Literal["default", "smaller"]
+
+#: What `placement=` of `experts` takes.
+Placement = Literal["linear", "round_robin"]
 
 #: Which dimension each tensor is cut along: a mapping by name, or a callable of
 #: (name, shape) that returns it, or None for a tensor that stays whole.
@@ -216,14 +229,60 @@ for _kind in (LoadOptions, StorageOptions):
     _kind.__module__ = "overwire"  # where users find them
 
 
+# Options of other libraries, and what stands for them here.
+_INSTEAD = {
+    "map_location": "write device='cpu' or device='cuda'",
+    "device_map": "write device='cuda', or offload(model) for a model larger than the GPU",
+    "torch_dtype": "write dtype=",
+    "weights_only": "leave it out: no file that overwire loads runs code",
+}
+
+
+def spell_out(function: Callable[..., Any], kind: Any) -> None:
+    """Lets `inspect.signature`, and so the Tab key of a notebook, show the options that a
+    function takes as **options: those of a kind of options."""
+    here = inspect.signature(function)
+    options = []
+    for name, annotation in kind.__annotations__.items():
+        text = getattr(annotation, "__forward_arg__", annotation)
+        default = False if text == "bool" else None
+        options.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=text))
+    others = [one for one in here.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    function.__signature__ = here.replace(parameters=[*others, *options])  # type: ignore[attr-defined]
+
+
+def check_choice(value: object, what: str, literal: Any) -> None:
+    """Raises ArgumentError for a value that is none of a Literal's; `what` names the argument."""
+    choices = get_args(literal)
+    if not isinstance(value, str) or value not in choices:
+        names = ", ".join(map(repr, choices[:-1]))
+        raise ArgumentError(f"overwire: {what} {value!r}: expected {names} or {choices[-1]!r}")
+
+
+def check_switches(**switches: object) -> None:
+    """Raises ArgumentError for a value that is no bool: "no" would count as yes."""
+    for what, value in switches.items():
+        if not isinstance(value, int) or value not in (0, 1):
+            raise ArgumentError(f"overwire: {what} {value!r}: expected True or False")
+
+
+def check_storage(options: object) -> None:
+    """Raises ArgumentError for storage_options that are no mapping."""
+    if options is not None and not isinstance(options, Mapping):
+        raise ArgumentError(f"overwire: storage_options: expected a mapping, got {type(options).__name__}")
+
+
 def check_options(verb: str, options: Mapping[str, object], kind: Any) -> None:
     """Raises TypeError, as a call with a wrong keyword does, for names that are not
     those of a kind of options."""
     known = kind.__optional_keys__
     for name in options:
         if name not in known:
-            hint = did_you_mean(name, [*known, "device", "framework"])
+            hint = f"; {_INSTEAD[name]}" if name in _INSTEAD else did_you_mean(name, [*known, "device", "framework"])
             raise TypeError(f"{verb}() got an unexpected keyword argument {name!r}{hint}")
+    if options.get("read") is not None:
+        check_choice(options["read"], "read", ReadWay)
+    check_switches(**{name: options[name] for name in ("lenient", "mmap") if options.get(name) is not None})
 
 
 _UNITS = {"": 1, "B": 1}

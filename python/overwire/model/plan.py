@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..frameworks.choose import check_device, check_dtype, frame_for
 from .budget import outlook
 from .opened import Model, opening
-from .options import DeviceLike, FrameworkName, PlanOptions, check_options, parse_size
+from .options import DeviceLike, FrameworkName, PlanOptions, check_options, parse_size, spell_out
 from .sources import SourceLike
 
 if TYPE_CHECKING:
@@ -172,3 +172,6 @@ def plan(
         sizes = (offload["rest"], offload["kept"], offload["streamed"], offload["stored"], offload["ring"])
         streamed = PlannedOffload(*sizes, tuple(offload["blocks"]))
     return LoadPlan(tensors, files, sum(final), load["peak"], sum(stored), load["staging"], load["pinned"], streamed)
+
+
+spell_out(plan, PlanOptions)

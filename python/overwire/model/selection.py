@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 
 from ..errors import ArgumentError
+from .options import Placement, check_choice
 
 __all__ = ["Experts", "experts"]
 
@@ -17,13 +18,12 @@ _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.(?:.*\.)?([^.]+)$")
 # scale needs those of every expert.
 _WEIGHTS = frozenset({"weight", "weight_packed", "qweight", "bias"})
 
-_PLACEMENTS = ("linear", "round_robin")
 
 
 class Experts:
     """What `experts` returns: true for the names that the rank needs."""
 
-    def __init__(self, rank: int, world: int, count: int | None = None, placement: str = "linear") -> None:
+    def __init__(self, rank: int, world: int, count: int | None = None, placement: Placement = "linear") -> None:
         for what, value in (("rank", rank), ("world", world), ("count", count)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
                 raise ArgumentError(f"overwire: experts: {what}: expected an int, got {value!r}")
@@ -31,8 +31,7 @@ class Experts:
             raise ArgumentError(f"overwire: experts: rank {rank} of a world of {world}")
         if count is not None and count < 1:
             raise ArgumentError(f"overwire: experts: count {count}: expected at least 1")
-        if placement not in _PLACEMENTS:
-            raise ArgumentError(f"overwire: experts: placement {placement!r}: expected one of {', '.join(_PLACEMENTS)}")
+        check_choice(placement, "experts: placement", Placement)
         self.rank, self.world, self.count, self.placement = rank, world, count, placement
 
     def __repr__(self) -> str:
@@ -64,7 +63,7 @@ class Experts:
         return found is None or found[2] not in _WEIGHTS or self.owner(int(found[1])) == self.rank
 
 
-def experts(rank: int, world: int, count: int | None = None, placement: str = "linear") -> Experts:
+def experts(rank: int, world: int, count: int | None = None, placement: Placement = "linear") -> Experts:
     """A `filter=` for expert parallelism: the weights of this rank's experts,
     and everything that is not an expert's weight.
 

@@ -11,6 +11,7 @@ from .._environment import environment
 from ..errors import ArgumentError
 from ..jobs import log
 from ..paths import is_remote
+from .options import check_storage
 
 if TYPE_CHECKING:
     from .._requests import FormatAccess
@@ -25,8 +26,7 @@ def storage(options: Mapping[str, object] | None, uris: Iterable[str], *, writes
     scheme has the engine says. ArgumentError for options of another kind, or beside local
     paths alone.
     """
-    if options is not None and not isinstance(options, Mapping):
-        raise ArgumentError(f"overwire: storage_options: expected a mapping, got {type(options).__name__}")
+    check_storage(options)
     left = {name: value for name, value in (options or {}).items() if value is not None}
     made: FormatAccess = {}
     decrypt = _key(left, "decryption")

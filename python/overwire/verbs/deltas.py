@@ -15,7 +15,7 @@ from ..errors import ArgumentError, NotSupportedError
 from ..frameworks.choose import check_device, columns_of, frame_of
 from ..frameworks.frame import ODD
 from ..jobs import Job, time_limit
-from ..model.options import StorageOptions, parse_size
+from ..model.options import StorageOptions, check_storage, check_switches, parse_size
 from ..model.storage import storage
 from ..paths import local
 from ..progress import ProgressLike, watch
@@ -236,6 +236,8 @@ def chain_of(delta: Any, storage_options: StorageOptions | None = None) -> list[
     """One delta, or several in their order, opened."""
     if isinstance(delta, (str, bytes, bytearray, memoryview, os.PathLike, Delta)):
         delta = [delta]
+    if not isinstance(delta, Iterable):
+        raise ArgumentError(f"overwire: delta: expected a path, bytes, a Delta or a list, got {type(delta).__name__}")
     chain = [open_delta(one, storage_options=storage_options) for one in delta]
     if not chain:
         raise ArgumentError("overwire: delta: the list is empty")
@@ -360,6 +362,7 @@ def apply_delta(
     CorruptError, NotSupportedError, DeviceError, and what `open_delta` raises.
     """
     time_limit(timeout)  # refused before anything is read
+    check_switches(missing=missing)
     return apply_part(tensors, chain_of(delta, storage_options), "", missing, time_limit(timeout))
 
 
@@ -423,6 +426,8 @@ def merge_deltas(
     Raises DeltaBaseError if a delta does not begin where the one before it ends, and what
     `open_delta` and `save_delta` raise.
     """
+    if not isinstance(deltas, Iterable):
+        raise ArgumentError(f"overwire: deltas: expected a list of paths or Deltas, got {type(deltas).__name__}")
     named = list(deltas)
     chain = chain_of(named, storage_options)
     target = local(path)
@@ -450,6 +455,7 @@ def diff(a: Any, b: Any, *, progress: ProgressLike = None, storage_options: Stor
     """
     other: list[str] = []
     rows: list[DeltaRow] = []
+    check_storage(storage_options)
     with State(a, "a", storage_options) as one, State(b, "b", storage_options) as two:
         for names in batches(one, two):
             lefts, rights = one.take(names), two.take(names)

@@ -12,7 +12,7 @@ from ..errors import ArgumentError, OverwireError
 from ..jobs import Job, heed, shown
 from ..metering import note
 from ..model.locate import uris_of
-from ..model.options import StorageOptions, parse_size
+from ..model.options import Level, StorageOptions, check_choice, check_storage, check_switches, parse_size
 from ..model.sources import SourceLike, resolve
 from ..model.storage import storage
 from ..paths import local
@@ -105,6 +105,7 @@ def verify(
     Raises CorruptError with tensor, chunk and offset; FormatError; NotFoundError; with
     tensors also what `digest` raises, but nothing for a tensor that differs.
     """
+    check_switches(original=original)
     uris, keep = _uris(source, storage_options)
     request: VerifyRequest = {"uris": uris, "storage": storage(storage_options, uris), "original": bool(original)}
     if tensors is not None:
@@ -125,7 +126,7 @@ def rewrite(
     path: str | os.PathLike[str],
     *,
     compress: bool = True,
-    level: str = "default",
+    level: Level = "default",
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str | None = None,
     sha256: bool = True,
@@ -133,6 +134,9 @@ def rewrite(
     storage_options: StorageOptions | None = None,
 ) -> Report:
     """`convert` of files that the engine reads."""
+    check_choice(level, "level", Level)
+    check_switches(compress=compress)
+    check_storage(storage_options)
     reach = {name: value for name, value in (storage_options or {}).items() if not name.startswith("encryption_")}
     uris, keep = _uris(source, reach or None)
     target = local(path)
@@ -170,5 +174,6 @@ def doctor(*, measure: bool = False) -> Diagnosis:
 
     Returns a dict. Raises nothing for what is missing or does not work: it says so.
     """
+    check_switches(measure=measure)
     found: Diagnosis = _verbs.doctor(program(["--measure"] if measure else []))
     return found

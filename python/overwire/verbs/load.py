@@ -11,7 +11,16 @@ from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.budget import fit
 from ..model.loads import many_objects
 from ..model.opened import Model, opening, prepare
-from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, LoadOptions, TorchName, check_options
+from ..model.options import (
+    ArrayName,
+    BytesName,
+    DeviceLike,
+    FrameworkName,
+    LoadOptions,
+    TorchName,
+    check_options,
+    spell_out,
+)
 from ..model.sources import SourceLike, named
 from ..progress import watch
 from .grouped import of_ranks
@@ -130,3 +139,6 @@ def load_file(
         model = stack.enter_context(Model(source, device=where, **opening(options)))
         fit(model, frame, wanted, max_memory)
         return model.load(model.chosen, frame, wanted, watch(options.get("progress"), "load"))
+
+
+spell_out(load_file, LoadOptions)

@@ -7,19 +7,28 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from ..errors import ArgumentError, ModelMismatchError, NotSupportedError
 from ..frameworks.choose import check_device, frame_for
 from ..model.budget import fit
 from ..model.opened import Model, opening
-from ..model.options import DeviceLike, ModuleOptions, StorageOptions, check_options, parse_size
+from ..model.options import (
+    DeviceLike,
+    Level,
+    ModuleOptions,
+    StorageOptions,
+    check_options,
+    check_switches,
+    parse_size,
+    spell_out,
+)
 from ..model.sources import SourceLike, named
 from ..progress import ProgressLike, watch
 from .grouped import of_ranks
 from .into import ALL, Target, fill, in_place, place_target, put, single
 from .reports import Report
-from .save import save_file
+from .save import notes_of, save_file
 from .saving import Saving
 
 if TYPE_CHECKING:
@@ -76,13 +85,15 @@ def load_model(
     """
     with of_ranks(options, device):
         check_options("load_model", options, ModuleOptions)
+        check_switches(strict=strict)
         source = named("load_model", source, filename)
         frame = frame_for("torch")
         fixed = None if device is None else check_device(device, frame)
         import torch
 
         if not isinstance(module, torch.nn.Module):
-            raise ArgumentError(f"overwire: module: expected a torch.nn.Module, got {type(module).__name__}")
+            path = isinstance(module, (str, os.PathLike))
+            _refuse_other(module, f"; load_file({os.fsdecode(module)!r}) returns its tensors" if path else "")
         targets: dict[str, Any] = module.state_dict(keep_vars=True)
         beside = parse_size(options.get("max_memory"), "max_memory")
         if options.get("group") is not None or options.get("shard") is not None:
@@ -93,6 +104,14 @@ def load_model(
         into = _targets(module, targets, setters, model, wanted, lambda at: model.table[at][2])
         fill(model, frame, list(into.values()), fixed, options.get("max_memory"), watch(options.get("progress"), "load"))
     return missing, unexpected
+
+
+spell_out(load_model, ModuleOptions)
+
+
+def _refuse_other(module: Any, advice: str) -> NoReturn:
+    """Says that a module is wanted, and what to write instead."""
+    raise ArgumentError(f"overwire: module: expected a torch.nn.Module, got {type(module).__name__}{advice}")
 
 
 def _together(
@@ -257,7 +276,7 @@ def save_model(
     metadata: Mapping[str, str] | None = None,
     *,
     compress: bool = True,
-    level: str = "default",
+    level: Level = "default",
     digests: bool = False,
     max_shard_size: int | str | None = None,
     progress: ProgressLike = None,
@@ -274,7 +293,7 @@ def save_model(
     metadata: Mapping[str, str] | None = None,
     *,
     compress: bool = True,
-    level: str = "default",
+    level: Level = "default",
     digests: bool = False,
     max_shard_size: int | str | None = None,
     progress: ProgressLike = None,
@@ -290,7 +309,7 @@ def save_model(
     metadata: Mapping[str, str] | None = None,
     *,
     compress: bool = True,
-    level: str = "default",
+    level: Level = "default",
     digests: bool = False,
     max_shard_size: int | str | None = None,
     progress: ProgressLike = None,
@@ -311,9 +330,10 @@ def save_model(
     import torch
 
     if not isinstance(module, torch.nn.Module):
-        raise ArgumentError(f"overwire: module: expected a torch.nn.Module, got {type(module).__name__}")
+        _refuse_other(module, "; save_file saves a dict of tensors" if isinstance(module, Mapping) else "")
     tensors = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
-    notes = dict(metadata or {})
+    check_switches(compress=compress, wait=wait)
+    notes = notes_of(metadata or {})
     notes.setdefault("format", "pt")
     if not compress:
         from ..frameworks.memory import identity_of

@@ -12,7 +12,16 @@ from ..errors import ArgumentError, CorruptError, ForkedError, NotSupportedError
 from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.indexing import plan
 from ..model.opened import WHOLE, Model, opening, prepare
-from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, OpenOptions, TorchName, check_options
+from ..model.options import (
+    ArrayName,
+    BytesName,
+    DeviceLike,
+    FrameworkName,
+    OpenOptions,
+    TorchName,
+    check_options,
+    spell_out,
+)
 from ..model.sources import SourceLike, named
 from ..progress import ProgressLike, watch
 from .ahead import Block, ReadAhead
@@ -287,6 +296,9 @@ class safe_open(Generic[T]):
     def get_slice(self, name: str) -> TensorSlice[T]:
         """Returns a `TensorSlice`; nothing is read before it is indexed."""
         return TensorSlice(self, name)
+
+
+spell_out(safe_open.__init__, OpenOptions)
 
 
 class TensorSlice(Generic[T]):

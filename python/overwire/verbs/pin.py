@@ -11,7 +11,16 @@ from ..errors import ArgumentError
 from ..frameworks.choose import check_device, frame_for
 from ..jobs import Job
 from ..model.opened import Model
-from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, PinnedOptions, TorchName, check_options
+from ..model.options import (
+    ArrayName,
+    BytesName,
+    DeviceLike,
+    FrameworkName,
+    PinnedOptions,
+    TorchName,
+    check_options,
+    spell_out,
+)
 from ..model.sources import SourceLike
 from ..progress import ProgressLike, watch
 from .load import load_file
@@ -172,6 +181,10 @@ class Pinned:
     def __del__(self) -> None:
         if getattr(self, "_model", None) is not None:
             self.release()
+
+
+for _verb in (Pinned.load_file, Pinned.stream):
+    spell_out(_verb, PinnedOptions)
 
 
 def pin(source: SourceLike, *, device: DeviceLike | None = None, progress: ProgressLike = None) -> Pinned:

@@ -14,7 +14,7 @@ from ..frameworks.choose import frame_of
 from ..frameworks.frame import Bytes
 from ..frameworks.spec import TensorSpec
 from ..jobs import Job
-from ..model.options import StorageOptions, parse_size
+from ..model.options import Level, StorageOptions, check_choice, check_switches, parse_size
 from ..model.sources import named
 from ..model.storage import storage
 from ..paths import local
@@ -39,7 +39,7 @@ def save_file(
     *,
     filename: str | os.PathLike[str] | None = None,
     compress: bool = True,
-    level: str = "default",
+    level: Level = "default",
     digests: bool = False,
     max_shard_size: int | str | None = None,
     progress: ProgressLike = None,
@@ -57,7 +57,7 @@ def save_file(
     *,
     filename: str | os.PathLike[str] | None = None,
     compress: bool = True,
-    level: str = "default",
+    level: Level = "default",
     digests: bool = False,
     max_shard_size: int | str | None = None,
     progress: ProgressLike = None,
@@ -74,7 +74,7 @@ def save_file(
     *,
     filename: str | os.PathLike[str] | None = None,
     compress: bool = True,
-    level: str = "default",
+    level: Level = "default",
     digests: bool = False,
     max_shard_size: int | str | None = None,
     progress: ProgressLike = None,
@@ -142,6 +142,7 @@ def save_file(
         advice = "; save_model saves a module" if hasattr(tensors, "state_dict") else ""
         advice = "; the tensors come first, then the path" if isinstance(tensors, (str, os.PathLike)) else advice
         raise ArgumentError(f"overwire: tensors: expected a dict of tensors, got {type(tensors).__name__}{advice}")
+    check_switches(compress=compress, digests=digests, wait=wait)
     target = local(path)
     if os.path.splitext(target)[1].lower() in _OTHERS:
         raise ArgumentError(f"overwire: save {target}: the name is that of another format; safetensors files end in .safetensors")
@@ -207,7 +208,7 @@ def stage_bytes(
     then, undo, over, key: of `saving.begin`."""
 
     def start() -> Job:
-        return _job(described, path, metadata, background=True, max_memory=parse_size(max_memory), **how)
+        return _job(described, path, metadata, background=True, max_memory=parse_size(max_memory, "max_memory"), **how)
 
     return begin(path, start, After(then, undo, over), key=key)
 
@@ -218,7 +219,7 @@ def _job(
     metadata: Mapping[str, str] | None,
     *,
     compress: bool = True,
-    level: str = "default",
+    level: Level = "default",
     digests: bool = False,
     shard: int = 0,
     progress: ProgressLike = None,
@@ -231,6 +232,7 @@ def _job(
 ) -> Job:
     # like: a local file whose mode, owner and ACL a new file gets. beside: an index
     # of shards of the same name may stay beside it.
+    check_choice(level, "level", Level)
     spec: SaveRequest = {"path": path, "compress": bool(compress), "level": level, "shard": shard, "like": like or "", "beside": beside}
     spec["storage"] = storage(storage_options, [path], writes=True)
     if background:

@@ -12,7 +12,18 @@ from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.budget import fit, outlook
 from ..model.loads import Load
 from ..model.opened import Model, opening, prepare
-from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, StreamOptions, TorchName, check_options, parse_size
+from ..model.options import (
+    ArrayName,
+    BytesName,
+    DeviceLike,
+    FrameworkName,
+    StreamOptions,
+    TorchName,
+    check_options,
+    check_switches,
+    parse_size,
+    spell_out,
+)
 from ..model.sources import SourceLike
 from ..progress import Watcher, watch
 from .grouped import of_ranks
@@ -95,6 +106,7 @@ def stream(
     """
     with of_ranks(options, device):
         check_options("stream", options, StreamOptions)
+        check_switches(in_order=in_order)
         budget = parse_size(options.get("max_memory"), "max_memory")
         group, shard = options.pop("group", None), options.pop("shard", None)
         if group is not None or shard is not None:
@@ -122,6 +134,9 @@ def stream(
         watcher = watch(progress, "stream")
         stack.pop_all()  # the model is the stream's
         return Windows(model, windows, budget, begin, watcher)
+
+
+spell_out(stream, StreamOptions)
 
 
 class _Stream(Iterator[tuple[str, Any]]):

@@ -114,7 +114,7 @@ def decode(
 def encode(
     arrays: Sequence[Array],
     names: Sequence[str | None],
-    bitstream: str,
+    bitstream: codecs.Bitstream,
     chunk: int,
     outs: Sequence[Array | None] | None,
     device: int,

@@ -508,6 +508,9 @@ def patch_safetensors(*, device: Any = None, compress: bool = False, offload: bo
     Raises MissingPackageError where safetensors is not installed; SafetensorError
     for a device that is none.
     """
+    from overwire.plumbing import check_switches
+
+    check_switches(compress=compress, offload=offload)
     return SafetensorsPatch(device, compress, offload)
 
 

@@ -1,0 +1,170 @@
+"""What a wrong argument of a public function is told: the argument's name, its value, and what is expected."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import overwire as ow  # noqa: E402
+from overwire import codecs  # noqa: E402
+from overwire.model import options  # noqa: E402
+
+LINEAR = torch.nn.Linear(1, 1)
+STATE = {"a": torch.arange(10.0), "b": torch.ones(3)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a file and a delta of it, in which the test stands."""
+    path = tmp_path_factory.mktemp("requests")
+    before = os.getcwd()
+    os.chdir(path)
+    ow.save_file(STATE, "m.safetensors")
+    ow.save_model(LINEAR, "l.safetensors")
+    ow.save_bundle(STATE, "b.pkl")
+    ow.save_delta({**STATE, "b": torch.zeros(3)}, STATE, "d.safetensors")
+    yield path
+    os.chdir(before)
+
+
+# What each function is called with, beside the argument that is wrong.
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "apply_delta": (ow.apply_delta, {"tensors": dict(STATE), "delta": "d.safetensors"}),
+    "compress_pickle": (ow.compress_pickle, {"obj": STATE, "path": "x.pkl"}),
+    "convert": (ow.convert, {"source": "m.safetensors", "path": "x.safetensors"}),
+    "diff": (ow.diff, {"a": STATE, "b": STATE}),
+    "digest": (ow.digest, {"tensors": STATE}),
+    "doctor": (ow.doctor, {}),
+    "experts": (ow.experts, {"rank": 0, "world": 2}),
+    "inspect": (ow.inspect, {"source": "m.safetensors"}),
+    "load_bundle": (ow.load_bundle, {"path": "b.pkl"}),
+    "load_compressed_pickle": (ow.load_compressed_pickle, {"path": "b.pkl"}),
+    "load_file": (ow.load_file, {"source": "m.safetensors"}),
+    "load_model": (ow.load_model, {"module": LINEAR, "source": "l.safetensors"}),
+    "merge_deltas": (ow.merge_deltas, {"deltas": ["d.safetensors"], "path": "x"}),
+    "offload": (ow.offload, {"model": LINEAR, "device": "cuda"}),
+    "open_delta": (ow.open_delta, {"source": "d.safetensors"}),
+    "patch_safetensors": (ow.patch_safetensors, {}),
+    "pin": (ow.pin, {"source": "m.safetensors"}),
+    "plan": (ow.plan, {"source": "m.safetensors"}),
+    "prepare_sleep": (ow.prepare_sleep, {"tensors": 1000}),
+    "preload": (ow.preload, {"source": "m.safetensors"}),
+    "read_bytes": (ow.read_bytes, {"source": "m.safetensors"}),
+    "safe_open": (ow.safe_open, {"source": "m.safetensors"}),
+    "save_bundle": (ow.save_bundle, {"obj": STATE, "path": "x.pkl"}),
+    "save_delta": (ow.save_delta, {"new": STATE, "base": STATE, "path": "x"}),
+    "save_file": (ow.save_file, {"tensors": STATE, "path": "x.safetensors"}),
+    "save_model": (ow.save_model, {"module": LINEAR, "path": "x.safetensors"}),
+    "sleep": (ow.sleep, {"tensors": dict(STATE)}),
+    "stream": (ow.stream, {"source": "m.safetensors"}),
+    "verify": (ow.verify, {"source": "m.safetensors"}),
+    "codecs.decode": (codecs.decode, {"source": codecs.encode(b"a" * 99)}),
+    "codecs.encode": (codecs.encode, {"source": b"a" * 99}),
+}
+
+BOOLS = ("no", 3, [])
+SWITCHES = "compress digests wait original measure trust strict in_order missing lenient mmap".split()
+SIZES = (-1, "4 apples", [], True)
+# By name of the argument: wrong values, and what the message says is expected.
+WRONG: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
+    "level": ((9, "best", None, ["default"]), get_args(options.Level)),
+    "placement": ((9, "best", None), get_args(options.Placement)),
+    "read": ((9, "slow", b"auto"), get_args(options.ReadWay)),
+    "framework": ((9, "jax", ["pt"]), ("pt", "np", "bytes")),
+    "device": ((3.5, "gpu", "cuda:x", [], b"cpu"), ("cpu",)),
+    "dtype": ((8, "fp99", "int8"), ("bfloat16",)),
+    "bitstream": ((9, "zip", []), codecs.BITSTREAMS),
+    "verify": ((9, "x", []), ("True", "False", "always")),
+    "algorithm": ((9, []), ("str",)),
+    "chunk_size": (("x", []), ("int",)),
+    "storage_options": ((3, "token", [1]), ("mapping",)),
+    "metadata": ((3, {"a": 1}, {1: "a"}), ("str", "dict", "mapping")),
+    "progress": ((3, "yes"), ("True", "callable")),
+    "timeout": (("x", -1, []), ("seconds",)),
+    "keys": (("a", 3), ("several names",)),
+    "filter": ((3, ["a"]), ("callable",)),
+    "delta": ((3,), ("path",)),
+    "deltas": ((3,), ("list",)),
+} | {
+    name: (values, expected)
+    for names, values, expected in (
+        (("max_memory", "max_shard_size", "keep"), SIZES, ("5GB",)),
+        (SWITCHES, BOOLS, ("True",)),
+    )
+    for name in names
+}
+# Where a name means something else, counts beside another argument alone, or its errors are another library's.
+OTHER = {
+    ("sleep", "storage_options"),
+    ("codecs.encode", "level"),
+    ("codecs.encode", "dtype"),
+    ("patch_safetensors", "device"),
+}
+
+TABLE = [
+    (name, argument)
+    for name, (function, _) in CALLS.items()
+    for argument in inspect.signature(function).parameters
+    if argument in WRONG and (name, argument) not in OTHER
+]
+
+
+@pytest.mark.parametrize(("name", "argument"), TABLE)
+def test_wrong_values(folder: Path, name: str, argument: str) -> None:
+    """A wrong value of each argument is refused before anything is written, by name and with what is expected."""
+    function, arguments = CALLS[name]
+    values, expected = WRONG[argument]
+    before = sorted(path.name for path in folder.iterdir())
+    for value in values:
+        beside = {"wait": False} if name.startswith(("save_", "compress")) and argument == "max_memory" else {}
+        with pytest.raises((ow.ArgumentError, ow.NotSupportedError)) as raised:
+            list(function(**{**arguments, **beside, argument: value}))
+        text = str(raised.value)
+        assert argument.removeprefix("max_") in text and "json" not in text and "Go " not in text, text
+        assert any(word in text for word in expected), text
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_every_function_is_in_the_table() -> None:
+    """A public function that takes an argument of these names stands in CALLS, or is another name of one that does."""
+    same = {"compress": "save_bundle", "load_compressed": "load_bundle"}
+    for name in ow.__all__:
+        value = getattr(ow, name)
+        if inspect.isfunction(value) and WRONG.keys() & inspect.signature(value).parameters.keys():
+            assert name in CALLS or name in same, name
+
+
+@pytest.mark.parametrize("function", [ow.load_file, ow.stream, ow.plan, ow.safe_open, ow.load_model, ow.Pinned.load_file])
+def test_signatures_have_the_options(function: Any) -> None:
+    """inspect.signature, and so the Tab key of a notebook, shows each option by its name."""
+    shown = inspect.signature(function).parameters
+    assert "dtype" in shown or function is ow.load_model
+    assert not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in shown.values())
+
+
+def test_what_to_write_instead(folder: Path) -> None:
+    """Habits of other libraries are answered with what to write here."""
+    for call, text in (
+        (lambda: ow.load_file("m.safetensors", map_location="cpu"), "write device='cpu'"),
+        (lambda: ow.safe_open("m.safetensors", map_location="cpu"), "write device='cpu'"),
+        (lambda: ow.load_file("m.safetensors", torch_dtype="F16"), "write dtype="),
+        (lambda: ow.load_file("m.safetensors", treads=1), "did you mean 'read'"),
+        (lambda: ow.load_model("m.safetensors"), "load_file('m.safetensors') returns its tensors"),
+        (lambda: ow.save_model(STATE, "x"), "save_file saves a dict of tensors"),
+        (lambda: ow.save_file(LINEAR, "x"), "save_model saves a module"),
+        (lambda: ow.save_file("x", STATE), "the tensors come first"),
+        (lambda: ow.digest("m.safetensors"), "load_file('m.safetensors') returns the tensors"),
+        (lambda: ow.compress("m.safetensors", "x"), "overwire.convert('m.safetensors', 'x')"),
+        (lambda: ow.load_file(io.BytesIO(b"{}").getvalue() + bytes(1)), "not its content"),
+    ):
+        with pytest.raises((ow.ArgumentError, TypeError)) as raised:
+            call()
+        assert text in str(raised.value), raised.value
