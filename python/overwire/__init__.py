@@ -213,8 +213,8 @@ if not TYPE_CHECKING:
             return ""
         from .errors import did_you_mean
 
-        ours = [known for known in __all__ if known in (f"{name}_file", f"safe_{name}")]
-        return f"; did you mean {ours[0]!r}?" if ours else did_you_mean(name, __all__)
+        replacements = [public for public in __all__ if public in (f"{name}_file", f"safe_{name}")]
+        return f"; did you mean {replacements[0]!r}?" if replacements else did_you_mean(name, __all__)
 
     def __dir__():
         return sorted(__all__)

@@ -19,16 +19,18 @@ def apart(sources: Iterable[Place], outs: Iterable[Place]) -> None:
     Each is an address and a number of bytes, of which none overlaps anything.
     Raises ArgumentError. Takes n log n steps.
     """
-    written = [(out[0], out[0] + out[1]) for out in outs if out[1] > 0]
-    if not written:
+    ranges = [(out[0], out[0] + out[1]) for out in outs if out[1] > 0]
+    if not ranges:
         return
-    written.sort()
-    ends = [end for _, end in written]
-    for (_, end), (start, _) in zip(written, written[1:], strict=False):
+    ranges.sort()
+    ends = [end for _, end in ranges]
+    for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False):
         if start < end:
             raise ArgumentError(f"overwire: out: two outputs overlap at {start:#x}: give each its own memory")
     for source in sources:
         at, nbytes = source[0], source[1]
         i = bisect_right(ends, at)  # the first output that ends after the source begins
-        if nbytes > 0 and i < len(written) and written[i][0] < at + nbytes:
-            raise ArgumentError(f"overwire: out overlaps the source at {at:#x}: it would be overwritten while it is read")
+        if nbytes > 0 and i < len(ranges) and ranges[i][0] < at + nbytes:
+            raise ArgumentError(
+                f"overwire: out overlaps the source at {at:#x}: it would be overwritten while it is read"
+            )

@@ -109,15 +109,15 @@ def _load() -> Any:
         atexit.register(_at_exit)
 
         # Go sees the environment that the process started with, not os.environ.
-        found = json.loads(raw.setup(json.dumps(settings()), JobNumber, ModelNumber)[0])
-        if found["warnings"] or found["log"]:
+        facts = json.loads(raw.setup(json.dumps(settings()), JobNumber, ModelNumber)[0])
+        if facts["warnings"] or facts["log"]:
             import logging
 
             log = logging.getLogger("overwire")
-            if found["log"]:
-                log.setLevel(_LEVELS[found["log"]])
-                log.addHandler(_spoken(log, found["log"] == "json"))
-            for warning in found["warnings"] or ():
+            if facts["log"]:
+                log.setLevel(_LEVELS[facts["log"]])
+                log.addHandler(_spoken(log, facts["log"] == "json"))
+            for warning in facts["warnings"] or ():
                 log.warning("%s", warning)
         _loaded = raw
         return raw
@@ -136,7 +136,12 @@ def _spoken(log: Any, as_json: bool) -> Any:
                 try:
                     text = self.format(record).removeprefix("overwire: ")
                     if as_json:
-                        facts = {"time": record.created, "level": record.levelname.lower(), "logger": "overwire", "message": text}
+                        facts = {
+                            "time": record.created,
+                            "level": record.levelname.lower(),
+                            "logger": "overwire",
+                            "message": text,
+                        }
                         text = json.dumps(facts | ({"report": record.report} if hasattr(record, "report") else {}))
                     sys.stderr.write(f"{text}\n" if as_json else f"overwire: {text}\n")
                 except Exception:
@@ -219,8 +224,8 @@ def buffer_of(source: Any, writable: bool = False) -> tuple[int, int, Any]:
     It stays while the holder lives. Raises what the object raises: TypeError,
     BufferError.
     """
-    found: tuple[int, int, Any] = raw().buffer_of(source, writable)
-    return found
+    buffer: tuple[int, int, Any] = raw().buffer_of(source, writable)
+    return buffer
 
 
 def raw() -> Any:
@@ -240,8 +245,8 @@ def program(argv: Sequence[str]) -> Program:
     about: Program = {"argv": [engine_text(word) for word in argv], "python": sys.executable or "", "version": version}
     if any("://" in word for word in argv):
         about["storage"] = {"env": environment()}
-    named = {word.rpartition("env:")[2] for word in argv if "env:" in word}
-    about["secrets"] = {name: engine_text(os.environ[name]) for name in named if name in os.environ}
+    settings_of_argv = {word.rpartition("env:")[2] for word in argv if "env:" in word}
+    about["secrets"] = {name: engine_text(os.environ[name]) for name in settings_of_argv if name in os.environ}
     return about
 
 
@@ -255,10 +260,10 @@ def cli(argv: Sequence[str]) -> int:
     import json
     import signal
 
-    stopped: list[int] = []
+    signals: list[int] = []
 
     def stop(number: int, _frame: object) -> None:
-        stopped.append(number)
+        signals.append(number)
         raise KeyboardInterrupt
 
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
@@ -283,9 +288,9 @@ def cli(argv: Sequence[str]) -> int:
             core().wait(job, 30.0)  # of a busy machine; a second Ctrl-C ends it
         except (errors.OverwireError, KeyboardInterrupt):
             pass  # the error of a cancelled job, or a second signal
-        if stopped:
-            signal.signal(stopped[0], signal.SIG_DFL)
-            os.kill(os.getpid(), stopped[0])
+        if signals:
+            signal.signal(signals[0], signal.SIG_DFL)
+            os.kill(os.getpid(), signals[0])
         return 130
     finally:
         core().free(job, FREE_NOW)

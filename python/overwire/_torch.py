@@ -16,22 +16,31 @@ from .plumbing import is_torch_model, local, plain_models
 __all__ = ["main"]
 
 # The exit statuses of the command line.
-_STATUSES = {"FormatError": 1, "CorruptError": 1, "UntrustedPickleError": 1, "NotFoundError": 3, "AccessError": 3, "NotSupportedError": 5}
+_STATUSES = {
+    "FormatError": 1,
+    "CorruptError": 1,
+    "UntrustedPickleError": 1,
+    "NotFoundError": 3,
+    "AccessError": 3,
+    "NotSupportedError": 5,
+}
 _FAILED, _INTERRUPTED = 4, 130
 
 
 def main(words: list[str]) -> int:
     """Runs a command line, and returns its exit status."""
-    sources = [at for at, word in enumerate(words) if at and words[at - 1] not in ("-o", "--output") and is_torch_model(word)]
+    sources = [
+        at for at, word in enumerate(words) if at and words[at - 1] not in ("-o", "--output") and is_torch_model(word)
+    ]
     outputs = [word for before, word in zip(words, words[1:], strict=False) if before in ("-o", "--output")]
     outputs += [word.partition("=")[2] for word in words if word.startswith(("--output=", "-o="))]
     if not sources or not outputs:  # the engine says what is missing
         return _run(words, [])
     try:
-        with plain_models([words[at] for at in sources], local(outputs[0])) as (plain, left):
+        with plain_models([words[at] for at in sources], local(outputs[0])) as (plain, remainder):
             for at, path in zip(sources, plain, strict=True):
                 words[at] = path
-            return _run(words, left)
+            return _run(words, remainder)
     except OverwireError as error:
         sys.stderr.write(f"{error}\n")
         return _STATUSES.get(type(error).__name__, _FAILED)

@@ -248,11 +248,11 @@ def run(
     numbers: list[int] = []
     for s, o in zip(sources, outs, strict=True):
         numbers += (s.address, s.nbytes, 0, 0, 0) if o is None else (s.address, s.nbytes, 1, o.address, o.nbytes)
-    packed = struct.pack(f"={len(numbers)}q", *numbers)
-    made = codec_now(text, packed)
-    if made[1]:
-        return _coded(made)
-    job = Job(codec(text, packed), f"codec {op}")
+    operands = struct.pack(f"={len(numbers)}q", *numbers)
+    results = codec_now(text, operands)
+    if results[1]:
+        return _coded(results)
+    job = Job(codec(text, operands), f"codec {op}")
     try:
         return _coded(job.result())
     except BaseException:
@@ -266,8 +266,8 @@ def _coded(made: Result) -> list[Coded]:
     text, numbers, capsules, _, _ = made
     flat = memoryview(numbers).cast("q")
     rows = [
-        Coded(capsule, address, size, None, summed != 0)
-        for capsule, address, size, summed in zip(capsules, flat[1::3], flat[2::3], flat[3::3], strict=True)
+        Coded(capsule, address, size, None, checksum != 0)
+        for capsule, address, size, checksum in zip(capsules, flat[1::3], flat[2::3], flat[3::3], strict=True)
     ]
     for at, fields in (json.loads(text) or {}).items() if text else ():
         rows[int(at)] = rows[int(at)]._replace(error=error_of(fields))
@@ -293,20 +293,22 @@ def _written(out: Any, place: Span, nbytes: int) -> memoryview:
 def _results(sources: Any, out: Any, op: str, **spec: Any) -> Any:
     many = isinstance(sources, (list, tuple)) and not isinstance(sources, Span)
     spans = [span(s) for s in (sources if many else [sources])]
-    given = out if many and out is not None else [out] * len(spans)
-    if not isinstance(given, (list, tuple)) or len(given) != len(spans):
+    targets = out if many and out is not None else [out] * len(spans)
+    if not isinstance(targets, (list, tuple)) or len(targets) != len(spans):
         raise ArgumentError(f"overwire: out: expected a list of {len(spans)} buffers")
-    outs = [None if o is None else span(o, writable=True) for o in given]
-    made = run(op, spans, out=outs, **spec)
-    for coded in made:
-        if coded.error is not None:
-            raise coded.error
+    outs = [None if o is None else span(o, writable=True) for o in targets]
+    results = run(op, spans, out=outs, **spec)
+    for result in results:
+        if result.error is not None:
+            raise result.error
     values: list[Any]
     if op == "size":
-        values = [coded.nbytes for coded in made]
+        values = [result.nbytes for result in results]
     else:
-        rows = zip(made, given, outs, strict=True)
-        values = [_bytes_at(c.address, c.nbytes, c.memory) if p is None else _written(o, p, c.nbytes) for c, o, p in rows]
+        rows = zip(results, targets, outs, strict=True)
+        values = [
+            _bytes_at(c.address, c.nbytes, c.memory) if p is None else _written(o, p, c.nbytes) for c, o, p in rows
+        ]
     return values if many else values[0]
 
 
@@ -435,6 +437,8 @@ def max_size(
     sizes = [nbytes] if isinstance(nbytes, int) else list(nbytes)
     if any(n < 0 for n in sizes):
         raise ArgumentError(f"overwire: nbytes {min(sizes)}: expected 0 or more")
-    made = run("bound", [], algorithm=algorithm, bitstream=bitstream, chunk_size=chunk_size, checksums=checksums, sizes=sizes)
-    values = [coded.nbytes for coded in made]
+    bounds = run(
+        "bound", [], algorithm=algorithm, bitstream=bitstream, chunk_size=chunk_size, checksums=checksums, sizes=sizes
+    )
+    values = [bound.nbytes for bound in bounds]
     return values[0] if one else values

@@ -220,8 +220,8 @@ def error_of(fields: dict[str, Any]) -> BaseException:
     """The exception that the engine describes."""
     fields = dict(fields)
     kind = globals().get(fields.pop("class"), EngineError)
-    made: BaseException = kind(fields.pop("message"), **fields)
-    return made
+    error: BaseException = kind(fields.pop("message"), **fields)
+    return error
 
 
 def name_tensor(error: OverwireError, name: str) -> None:

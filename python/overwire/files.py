@@ -57,7 +57,11 @@ def number_of(file: Any) -> int | None:
     whatever their `fileno` says: it may be that of the bytes that they decompress
     or decrypt."""
     plain = file.file if type(file).__module__ == "tempfile" and hasattr(file, "file") else file
-    raw = getattr(plain, "raw", None) if isinstance(plain, (io.BufferedReader, io.BufferedWriter, io.BufferedRandom)) else plain
+    raw = (
+        getattr(plain, "raw", None)
+        if isinstance(plain, (io.BufferedReader, io.BufferedWriter, io.BufferedRandom))
+        else plain
+    )
     if type(raw) is not io.FileIO or raw.closed:
         return None
     return raw.fileno()
@@ -84,7 +88,9 @@ def read_file(path: str, limit: int | None = None, name: str | None = None) -> b
             while max(size, content.tell()) <= most:
                 block = file.read(min(_STEP, max(size, content.tell()) - content.tell() + (64 << 10)))
                 if block is None:
-                    raise IOFailure(f"overwire: read {name}: it has nothing to read now, and may never have", source=name)
+                    raise IOFailure(
+                        f"overwire: read {name}: it has nothing to read now, and may never have", source=name
+                    )
                 if not block:
                     return content.getvalue()
                 content.write(block)
@@ -100,7 +106,9 @@ def read_file(path: str, limit: int | None = None, name: str | None = None) -> b
     except OSError as error:
         raise IOFailure(f"overwire: read {name}: {error.strerror}", source=name) from error
     except MemoryError as error:
-        raise OutOfMemoryError(f"overwire: read {name}: {size} bytes do not fit into memory", source=name, asked=size) from error
+        raise OutOfMemoryError(
+            f"overwire: read {name}: {size} bytes do not fit into memory", source=name, asked=size
+        ) from error
     if limit is None:
         text = f"overwire: read {name}: {size} bytes are more than the {most} of this machine's memory"
         raise OutOfMemoryError(text, source=name, asked=size, total=most)
@@ -135,4 +143,6 @@ def may_be_torch(path: str) -> bool:
         names = [name for folder, _ in folders_of(path) for name in os.listdir(folder)]
     except OSError:
         return False  # what reads it reports why
-    return any(name.endswith(TORCH_ENDINGS) for name in names) and not any(name.endswith(".safetensors") for name in names)
+    return any(name.endswith(TORCH_ENDINGS) for name in names) and not any(
+        name.endswith(".safetensors") for name in names
+    )

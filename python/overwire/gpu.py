@@ -95,7 +95,9 @@ def algorithms() -> tuple[str, ...]:
 def torch_of() -> Any:
     """torch, where the program has imported it and it finds a GPU; else None."""
     torch = imported("torch")
-    return torch if torch is not None and getattr(torch, "cuda", None) is not None and torch.cuda.is_available() else None
+    return (
+        torch if torch is not None and getattr(torch, "cuda", None) is not None and torch.cuda.is_available() else None
+    )
 
 
 def current_stream(device: int) -> int:
@@ -151,7 +153,9 @@ def _empty(torch: Any, nbytes: int, device: int) -> Any:
             return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
         except torch.cuda.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(device)
-            raise OutOfMemoryError(f"overwire: cuda:{device}: {nbytes} bytes: {error}", asked=nbytes, free=free, total=total) from error
+            raise OutOfMemoryError(
+                f"overwire: cuda:{device}: {nbytes} bytes: {error}", asked=nbytes, free=free, total=total
+            ) from error
 
 
 def copy(
@@ -232,14 +236,14 @@ class Batch:
     def _known(self, wait: bool) -> list[BaseException | int | None] | None:
         if self._errors is None:
             try:
-                found = _became(_verbs.gpu_wait(self._number, wait))
+                results = _became(_verbs.gpu_wait(self._number, wait))
             except ArgumentError:
                 if self._errors is None:  # another thread got the errors meanwhile
                     raise
                 return self._errors
-            if found is None:
+            if results is None:
                 return None
-            self._errors, self._keep = found, None
+            self._errors, self._keep = results, None
         return self._errors
 
     def __del__(self) -> None:
@@ -284,8 +288,8 @@ def decode(
     Raises ArgumentError, also where a content overlaps another or a stream,
     NotSupportedError, DeviceError, OutOfMemoryError.
     """
-    packed = streams if isinstance(streams, bytes) else pack_streams(streams)
-    return Batch(_verbs.gpu_decode(algorithm, device, stream, _KINDS[bitstream], len(after), _packed(after) + packed))
+    rows = streams if isinstance(streams, bytes) else pack_streams(streams)
+    return Batch(_verbs.gpu_decode(algorithm, device, stream, _KINDS[bitstream], len(after), _packed(after) + rows))
 
 
 def pack_streams(streams: Iterable[tuple[int, int, int, int, int]]) -> bytes:
@@ -310,13 +314,15 @@ def glance(
     Raises NotSupportedError where that stands at no fixed place: raw blocks of
     others than X16 and Snappy.
     """
-    packed = b"".join([_five(*one, 0, 0, 1) for one in streams])
-    text, numbers, _, _, _ = _verbs.gpu_peek(algorithm or "", device, stream, _KINDS[bitstream], len(after), _packed(after) + packed)
-    found, sizes = json.loads(text), memoryview(numbers).cast("q")
-    errors = {int(at): error_of(fields) for at, fields in found["errors"].items()}
+    rows = b"".join([_five(*one, 0, 0, 1) for one in streams])
+    text, numbers, _, _, _ = _verbs.gpu_peek(
+        algorithm or "", device, stream, _KINDS[bitstream], len(after), _packed(after) + rows
+    )
+    facts, sizes = json.loads(text), memoryview(numbers).cast("q")
+    errors = {int(at): error_of(fields) for at, fields in facts["errors"].items()}
     return [
         Glance(size, chunk, None if at in errors else name, errors.get(at))
-        for at, (size, chunk, name) in enumerate(zip(sizes[::2], sizes[1::2], found["algorithms"] or (), strict=True))
+        for at, (size, chunk, name) in enumerate(zip(sizes[::2], sizes[1::2], facts["algorithms"] or (), strict=True))
     ]
 
 
@@ -327,7 +333,9 @@ def transform(dtype: str | None, sample: Any = None) -> int | None:
     from .codecs import span
 
     place = span(sample) if sample is not None else None
-    number = _verbs.gpu_transform(dtype or "", 0 if place is None else place.address, 0 if place is None else place.nbytes)
+    number = _verbs.gpu_transform(
+        dtype or "", 0 if place is None else place.address, 0 if place is None else place.nbytes
+    )
     return number if number >= 0 else None
 
 
@@ -354,6 +362,8 @@ def encode(
     slot = (max((min(c[1], c[4]) for c in contents), default=0) + 15) & ~15
     rows = sum(max(1, -(-c[1] // c[4])) for c in contents)
     scratch = alloc(slot * rows, device, stream)
-    packed = b"".join([struct.pack("=6q", *one) for one in contents])
-    number = _verbs.gpu_encode(device, stream, _KINDS[bitstream], scratch.address, scratch.nbytes, len(after), _packed(after) + packed)
+    table = b"".join([struct.pack("=6q", *one) for one in contents])
+    number = _verbs.gpu_encode(
+        device, stream, _KINDS[bitstream], scratch.address, scratch.nbytes, len(after), _packed(after) + table
+    )
     return Batch(number, scratch)

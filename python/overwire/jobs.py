@@ -26,7 +26,18 @@ if TYPE_CHECKING:
     from ._core import Result
     from ._requests import PipelineStages
 
-__all__ = ["Job", "Landed", "LastReport", "heed", "last_report", "log", "progress_of", "sentence", "shown", "time_limit"]
+__all__ = [
+    "Job",
+    "Landed",
+    "LastReport",
+    "heed",
+    "last_report",
+    "log",
+    "progress_of",
+    "sentence",
+    "shown",
+    "time_limit",
+]
 
 log = logging.getLogger("overwire")
 
@@ -126,14 +137,14 @@ def sentence(verb: str, report: dict[str, Any]) -> str:
     if read > 0 and seconds > 0:
         text += f", {read / seconds / 1e9:.2f} GB/s"
     stages = report.get("stages") or {}
-    spent = {
+    seconds_of_stages = {
         "reading": stages.get("read_ns", 0) + stages.get("answer_ns", 0) + stages.get("turn_ns", 0),
         "decoding": stages.get("check_ns", 0) + stages.get("decode_ns", 0),
         "waiting for the device": stages.get("wait_ns", 0),
     }
-    most = max(spent, key=spent.__getitem__)
-    if read > 0 and spent[most] > 0:
-        text += f", {100 * spent[most] / sum(spent.values()):.0f} % of the work {most}"
+    most = max(seconds_of_stages, key=seconds_of_stages.__getitem__)
+    if read > 0 and seconds_of_stages[most] > 0:
+        text += f", {100 * seconds_of_stages[most] / sum(seconds_of_stages.values()):.0f} % of the work {most}"
     return text
 
 
@@ -185,8 +196,8 @@ class Landed:
         """(position, capsule) of what has memory and bytes."""
         if not self.missing:
             return zip(self.positions, self.capsules, strict=True)
-        found = zip(self.positions, self.capsules, self.addresses, strict=True)
-        return ((at, capsule) for at, capsule, address in found if address)
+        rows = zip(self.positions, self.capsules, self.addresses, strict=True)
+        return ((at, capsule) for at, capsule, address in rows if address)
 
 
 def heed(uris: Iterable[str]) -> None:
@@ -223,11 +234,11 @@ class Job:
         """Waits for the end and raises the job's error. Ctrl-C ends the wait; a time limit
         cancels the job, DeadlineError, unless it succeeds in spite of that."""
         while True:
-            left = None if self._end is None else max(0.0, self._end - time.monotonic())
-            tick = left if self._watcher is None else _TICK if left is None else min(left, _TICK)
+            remaining = None if self._end is None else max(0.0, self._end - time.monotonic())
+            tick = remaining if self._watcher is None else _TICK if remaining is None else min(remaining, _TICK)
             if self.ended(tick):
                 return
-            if left is not None and time.monotonic() >= (self._end or 0.0):
+            if remaining is not None and time.monotonic() >= (self._end or 0.0):
                 self._late()
                 return
 
@@ -252,16 +263,16 @@ class Job:
 
     def next(self, timeout: float | None, raw: bool = False) -> Landed | None:
         """What has newly landed; without tensors at the end, None when time is up."""
-        made = core().take(self.number, timeout, TAKE_NEXT | (TAKE_RAW if raw else 0))
+        result = core().take(self.number, timeout, TAKE_NEXT | (TAKE_RAW if raw else 0))
         if self._watcher is not None:
             self._watcher.update(self.progress())
-        return None if made is None else Landed(made[1], made[2], True)
+        return None if result is None else Landed(result[1], result[2], True)
 
     def take(self, raw: bool = False) -> Landed:
         """Waits for the end: what each request landed in, ownership included, by
         request. The engine has forgotten the job then."""
-        made = self.result(TAKE_RAW if raw else 0)
-        return Landed(made[1], made[2], False)
+        result = self.result(TAKE_RAW if raw else 0)
+        return Landed(result[1], result[2], False)
 
     def finish(self) -> Any:
         """Waits for the end and returns the job's report. The engine has then freed the job."""
@@ -272,13 +283,13 @@ class Job:
         engine has forgotten it then."""
         if self._watcher is not None or self._end is not None:
             self.wait()
-        made: Result = core().take(self.number, None, TAKE_LAST | how)
+        result: Result = core().take(self.number, None, TAKE_LAST | how)
         forget(self.number)
         self._freed = True
-        self._report = made[0]
+        self._report = result[0]
         if self._watcher is not None:
             self._watcher.close()
-        return made
+        return result
 
     def progress(self) -> Progress:
         """How far it is."""
@@ -351,10 +362,15 @@ class Job:
             _last = text
         if log.isEnabledFor(logging.INFO):
             report = json.loads(text)
-            if isinstance(report, dict) and (said := sentence(self.verb, report)):
+            if isinstance(report, dict) and (report_text := sentence(self.verb, report)):
                 # One tensor after another would be a line each.
                 small = report.get("tensors") == 1 and report.get("bytes", 0) < _LARGE
-                log.log(logging.DEBUG if small else logging.INFO, "%s", said, extra={"report": {"verb": self.verb, **report}})
+                log.log(
+                    logging.DEBUG if small else logging.INFO,
+                    "%s",
+                    report_text,
+                    extra={"report": {"verb": self.verb, **report}},
+                )
             log.debug("%s: %s", self.verb, text)
         if '"no_gds"' in text:
             _say_once(json.loads(text)["no_gds"])

@@ -12,8 +12,8 @@ __all__ = ["is_file", "is_remote", "local", "path_of"]
 
 def is_remote(uri: str) -> bool:
     """Whether a path has a scheme that is not file://."""
-    scheme, found, _ = uri.partition("://")
-    return bool(found and scheme) and scheme.lower() != "file" and not set(scheme) & set("/\\.")
+    scheme, separator, _ = uri.partition("://")
+    return bool(separator and scheme) and scheme.lower() != "file" and not set(scheme) & set("/\\.")
 
 
 def local(path: Any) -> str:
@@ -30,7 +30,9 @@ def local(path: Any) -> str:
     if not text:
         raise ArgumentError("overwire: path: it is empty")
     if "\0" in text:
-        raise ArgumentError("overwire: path: it has a NUL byte; pass the name of a file, or an open file, not its content")
+        raise ArgumentError(
+            "overwire: path: it has a NUL byte; pass the name of a file, or an open file, not its content"
+        )
     try:
         same = os.fsencode(text) == text.encode("utf-8", "surrogateescape")
         if is_remote(text):
@@ -38,7 +40,9 @@ def local(path: Any) -> str:
     except UnicodeEncodeError as error:
         raise ArgumentError(f"overwire: path: {_named(text)} is no name of a file, nor a URI: {error.reason}") from None
     if not same:
-        raise ArgumentError(f"overwire: path {_named(text)}: the engine's names are UTF-8, and Python's are not: start it with -X utf8")
+        raise ArgumentError(
+            f"overwire: path {_named(text)}: the engine's names are UTF-8, and Python's are not: start it with -X utf8"
+        )
     if is_remote(text) or is_file(text):
         return text
     # ".." after a symbolic link is not the name before: the system finds it.
@@ -65,5 +69,7 @@ def path_of(uri: str) -> str:
     host, slash, rest = uri.partition("://")[2].partition("/")
     path = os.fsdecode(unquote_to_bytes(os.fsencode(slash + rest)))
     if host not in ("", "localhost") or not slash or set(rest) & set("?#") or "\0" in path:
-        raise ArgumentError(f"overwire: open {uri}: not the URI of a local file (? is written %3F there, # %23)", source=uri)
+        raise ArgumentError(
+            f"overwire: open {uri}: not the URI of a local file (? is written %3F there, # %23)", source=uri
+        )
     return path

@@ -46,16 +46,16 @@ def spec_of(dtype: Any) -> Spec | None:
             if spec is None:
                 return None
             fields.append((name, spec, field.shape))
-        made: Spec = fields
+        result: Spec = fields
     elif dtype.subdtype is not None:
         return None
     elif dtype.isbuiltin == 2:  # registered by another package: ml_dtypes
-        made = dtype.name
+        result = dtype.name
     else:
-        made = dtype.str
+        result = dtype.str
     try:
-        again = np_dtype(made)
-        return made if again == dtype and again.type is dtype.type and not dtype.metadata else None
+        again = np_dtype(result)
+        return result if again == dtype and again.type is dtype.type and not dtype.metadata else None
     except (FormatError, TypeError, ValueError):
         return None
 
@@ -128,7 +128,7 @@ def array(spec: Spec, shape: tuple[int, ...], fortran: bool, items: list[Any], *
     flat = np.empty(count, kind)
     for at, item in enumerate(items):
         flat[at] = item
-    made = flat.reshape(shape).copy(order="F") if fortran else flat.reshape(shape)
+    result = flat.reshape(shape).copy(order="F") if fortran else flat.reshape(shape)
     if budget is not None:
-        budget.nest(made, items)
-    return made
+        budget.nest(result, items)
+    return result

@@ -23,7 +23,17 @@ if TYPE_CHECKING:
     from ._requests import Record as RecordItem
     from ._requests import TensorizerDerivation, WriteRequest
 
-__all__ = ["KeyDerivation", "NewRecord", "Record", "RecordFile", "derive_key", "make_front", "read_records", "sums", "write_records"]
+__all__ = [
+    "KeyDerivation",
+    "NewRecord",
+    "Record",
+    "RecordFile",
+    "derive_key",
+    "make_front",
+    "read_records",
+    "sums",
+    "write_records",
+]
 
 
 @dataclass(frozen=True)
@@ -94,9 +104,11 @@ def read_records(source: SourceLike, *, storage_options: Mapping[str, object] | 
     uris, keep = resolve(source)
     if len(uris) != 1:
         raise ArgumentError(f"overwire: {len(uris)} files where one was expected")
-    found = _verbs.records({"uri": uris[0], "records": True, "storage": storage(storage_options, uris)})
+    answer = _verbs.records({"uri": uris[0], "records": True, "storage": storage(storage_options, uris)})
     del keep
-    return RecordFile(found["version"], found["encrypted"], found["total"], found["size"], tuple(map(_record, found["entries"])))
+    return RecordFile(
+        answer["version"], answer["encrypted"], answer["total"], answer["size"], tuple(map(_record, answer["entries"]))
+    )
 
 
 def _record(entry: Mapping[str, Any]) -> Record:
@@ -114,7 +126,9 @@ def _record(entry: Mapping[str, Any]) -> Record:
         crc32=bytes.fromhex(entry["crc32"]) if entry.get("crc32") else None,
         sha256=bytes.fromhex(entry["sha256"]) if entry.get("sha256") else None,
         encrypted=entry["sealed"],
-        derivation=None if derive is None else KeyDerivation(derive["passes"], derive["memory"], base64.b64decode(derive["salt"])),
+        derivation=None
+        if derive is None
+        else KeyDerivation(derive["passes"], derive["memory"], base64.b64decode(derive["salt"])),
     )
 
 
@@ -129,9 +143,12 @@ def sums(items: Iterable[tuple[bytes, int, int]]) -> list[tuple[bytes, bytes]]:
     """CRC32 and SHA-256, as records have them, of each of some items: a prefix,
     and memory by its address and its bytes, which do not change meanwhile. On all
     cores, without the GIL; of many items of one size faster than one by one."""
-    given = list(items)
-    numbers = array("q", [n for _, pointer, nbytes in given for n in (pointer, nbytes)]).tobytes()
-    return [(bytes.fromhex(crc), bytes.fromhex(sha)) for crc, sha in _verbs.sums([prefix.hex() for prefix, _, _ in given], numbers)]
+    rows = list(items)
+    numbers = array("q", [n for _, pointer, nbytes in rows for n in (pointer, nbytes)]).tobytes()
+    return [
+        (bytes.fromhex(crc), bytes.fromhex(sha))
+        for crc, sha in _verbs.sums([prefix.hex() for prefix, _, _ in rows], numbers)
+    ]
 
 
 @dataclass(frozen=True)
@@ -181,15 +198,35 @@ def write_records(
         "derive": None if derivation is None else derivation.spec(),
     }
     places = _verbs.write(spec, array("q", [r.pointer for r in new]).tobytes())["places"]
-    sealed = key is not None
+    is_encrypted = key is not None
     return [
-        Record(r.name, r.type, r.module, r.dtype, r.shape, at, data, r.nbytes, b"", None, None, sealed and r.nbytes > 0, derivation)
+        Record(
+            r.name,
+            r.type,
+            r.module,
+            r.dtype,
+            r.shape,
+            at,
+            data,
+            r.nbytes,
+            b"",
+            None,
+            None,
+            is_encrypted and r.nbytes > 0,
+            derivation,
+        )
         for r, (at, data) in zip(new, places, strict=True)
     ]
 
 
 def _item(record: Record | NewRecord) -> RecordItem:
-    return {"name": record.name, "type": record.type, "dtype": record.dtype, "dims": list(record.shape), "bytes": record.nbytes}
+    return {
+        "name": record.name,
+        "type": record.type,
+        "dtype": record.dtype,
+        "dims": list(record.shape),
+        "bytes": record.nbytes,
+    }
 
 
 def make_front(records: Iterable[Record], index_bytes: int, *, encrypted: bool, version: int = 1) -> bytes:
@@ -202,4 +239,6 @@ def make_front(records: Iterable[Record], index_bytes: int, *, encrypted: bool, 
     items: list[RecordItem] = [{**_item(r), "record": r.record, "data": r.data, "sealed": encrypted} for r in records]
     if not 0 <= index_bytes <= 1 << 30:
         raise ArgumentError(f"overwire: an index of {index_bytes} bytes")
-    return bytes.fromhex(_verbs.front({"items": items, "length": index_bytes, "version": max(version, 3 if encrypted else 1)}))
+    return bytes.fromhex(
+        _verbs.front({"items": items, "length": index_bytes, "version": max(version, 3 if encrypted else 1)})
+    )

@@ -116,7 +116,8 @@ class ObjectReader(io.RawIOBase):
         self._uris = [local(one) for one in ([source] if isinstance(source, (str, bytes, os.PathLike)) else source)]
         self._sizes = None if sizes is None else list(sizes)
         self._end, self._at = end, begin
-        self._reach = storage(storage_options, self._uris)  # with the environment as it is now, however often it connects
+        # with the environment as it is now, however often it connects
+        self._reach = storage(storage_options, self._uris)
         self._pin: FetchPin | None = None
         self._headers: dict[str, list[str]] = {}
         self._start()
@@ -129,7 +130,13 @@ class ObjectReader(io.RawIOBase):
         with contextlib.suppress(OSError):
             fcntl.fcntl(sink, 1031, 1 << 20)  # F_SETPIPE_SZ
         try:
-            spec: FetchRequest = {"uris": self._uris, "fd": sink, "from": self._at, "to": self._end or 0, "pin": self._pin}
+            spec: FetchRequest = {
+                "uris": self._uris,
+                "fd": sink,
+                "from": self._at,
+                "to": self._end or 0,
+                "pin": self._pin,
+            }
             spec["storage"] = self._reach
             if self._sizes is not None:
                 spec["sizes"] = self._sizes
@@ -172,18 +179,18 @@ class ObjectReader(io.RawIOBase):
         waiting.register(self._pipe, select.POLLIN)
         while not waiting.poll(_SLICE_MS):
             pass
-        got = os.readv(self._pipe, [view])
-        if not got:
+        count = os.readv(self._pipe, [view])
+        if not count:
             self._job.wait()  # an error of the store
         self.found()
-        self._at += got
-        return got
+        self._at += count
+        return count
 
     def readall(self) -> bytes:
         """What is left."""
         blocks, block = [], bytearray(4 << 20)
-        while got := self.readinto(block):
-            blocks.append(bytes(memoryview(block)[:got]))
+        while count := self.readinto(block):
+            blocks.append(bytes(memoryview(block)[:count]))
         return b"".join(blocks)
 
     def readable(self) -> bool:
@@ -207,8 +214,8 @@ class ObjectReader(io.RawIOBase):
         if offset < 0:
             raise ValueError(f"{shown(self._uris[0])}: offset {offset}")
         if 0 < offset - self._at <= self._NEAR and self._job is not None:
-            skipped = bytearray(min(offset - self._at, 1 << 20))
-            while self._at < offset and self.readinto(memoryview(skipped)[: offset - self._at]):
+            scratch = bytearray(min(offset - self._at, 1 << 20))
+            while self._at < offset and self.readinto(memoryview(scratch)[: offset - self._at]):
                 pass
         if offset != self._at:
             if len(self._uris) != 1:
@@ -304,7 +311,8 @@ class FileWriter(ObjectWriter):
                 raise
             self._hidden_name = self._hidden()
             number = os.open(self._hidden_name, flags | os.O_CREAT | os.O_EXCL, mode)
-        with contextlib.suppress(OSError):  # shows later saves, which remove what killed ones have left, that this one lives
+        # shows later saves, which remove what killed ones have left, that this one lives
+        with contextlib.suppress(OSError):
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return number
 
@@ -350,7 +358,8 @@ def _finish_at_exit() -> None:
 
 
 def _finish() -> None:
-    failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")  # of the program, not of a line of a console
+    # of the program, not of a line of a console
+    has_failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
     with contextlib.ExitStack() as stack:  # each has its turn, whatever became of others
         for writer in list(_unfinished):
-            stack.callback(writer.drop if failed else writer.close)
+            stack.callback(writer.drop if has_failed else writer.close)

@@ -63,10 +63,10 @@ def install(name: str) -> None:
     if name == "safetensors":
         _patch()
         return
-    for original, ours in _table(name).items():
+    for original, replacement in _table(name).items():
         for stale in [one for one in tuple(sys.modules) if one.startswith(f"{original}.")]:  # other threads import
             sys.modules.pop(stale, None)
-        module = sys.modules[original] = import_module(f"{__name__}.{ours}")
+        module = sys.modules[original] = import_module(f"{__name__}.{replacement}")
         parent, _, child = original.rpartition(".")
         if parent == "nvidia":
             setattr(_namespace(parent), child, module)
@@ -95,11 +95,11 @@ class _Alias(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         top, _, rest = fullname.partition(".")
-        ours = getattr(sys.modules.get(top), "__name__", top)
-        if not rest or ours == top or not ours.startswith(f"{__name__}."):
+        module_name = getattr(sys.modules.get(top), "__name__", top)
+        if not rest or module_name == top or not module_name.startswith(f"{__name__}."):
             return None
         try:
-            return ModuleSpec(fullname, _Ours(f"{ours}.{rest}")) if find_spec(f"{ours}.{rest}") else None
+            return ModuleSpec(fullname, _Ours(f"{module_name}.{rest}")) if find_spec(f"{module_name}.{rest}") else None
         except ModuleNotFoundError:
             return None
 
@@ -122,9 +122,9 @@ def _namespace(name: str) -> ModuleType:
     try:
         return import_module(name)
     except ModuleNotFoundError:
-        made = sys.modules[name] = ModuleType(name)
-        made.__path__ = []
-        return made
+        module = sys.modules[name] = ModuleType(name)
+        module.__path__ = []
+        return module
 
 
 def path(name: str) -> str:

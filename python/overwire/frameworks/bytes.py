@@ -37,4 +37,6 @@ class BytesFrame(Frame):
         raise ArgumentError("overwire: dtype: bytes are not cast; load with framework='pt' or 'np'")
 
     def index(self, tensor: Any, index: tuple[Any, ...], dtype: str) -> Any:
-        raise NotSupportedError("overwire: slice: bytes are cut only in whole rows of the first two dimensions, and without a step")
+        raise NotSupportedError(
+            "overwire: slice: bytes are cut only in whole rows of the first two dimensions, and without a step"
+        )

@@ -45,7 +45,9 @@ def _frame(name: str) -> Frame:
         if name != "bytes":
             import_module(name)
             if imported(name) is None:  # under a signal handler
-                raise MissingPackageError(f"overwire: framework {name!r}: this thread is still importing {name}: call overwire after that")
+                raise MissingPackageError(
+                    f"overwire: framework {name!r}: this thread is still importing {name}: call overwire after that"
+                )
         with Undisturbed():
             if name == "torch":
                 from .torch import TorchFrame
@@ -82,15 +84,15 @@ def frame_of(tensor: Any) -> Frame:
 def columns_of(tensors: Sequence[Any]) -> Columns:
     """Describes tensors of any kind, those of torch at once. Raises nothing for those
     that it cannot describe: they are ODD."""
-    made = Columns()
+    columns = Columns()
     if imported("torch") is not None:
         from .torch import describe_all
 
-        describe_all(tensors, made)
+        describe_all(tensors, columns)
     else:
-        made.kinds = [ODD] * len(tensors)
-        made.pointers, made.sizes, made.cuda = ([0] * len(tensors) for _ in range(3))
-    return made
+        columns.kinds = [ODD] * len(tensors)
+        columns.pointers, columns.sizes, columns.cuda = ([0] * len(tensors) for _ in range(3))
+    return columns
 
 
 def check_dtype(frame: Frame, dtype: Any) -> Any:
@@ -98,13 +100,13 @@ def check_dtype(frame: Frame, dtype: Any) -> Any:
     one that floating tensors would lose their values in."""
     if dtype is None:
         return None
-    wanted = frame.dtype(dtype)
-    if not frame.floating(wanted):
+    frame_dtype = frame.dtype(dtype)
+    if not frame.floating(frame_dtype):
         raise ArgumentError(
             f"overwire: dtype {dtype!r}: floating tensors can only be cast to floating types ('bfloat16', 'F32'); "
             "load without dtype= and convert the tensors"
         )
-    return wanted
+    return frame_dtype
 
 
 def device_number(device: Any) -> int:
@@ -131,9 +133,13 @@ def check_device(device: Any, frame: Frame | None = None) -> str:
     if number == _HOST:
         return "cpu"
     if frame is None:
-        raise NotSupportedError(f"overwire: device {device!r}: this loads to the host only; move the tensors with .to()")
+        raise NotSupportedError(
+            f"overwire: device {device!r}: this loads to the host only; move the tensors with .to()"
+        )
     if frame.name != "torch":
-        raise NotSupportedError(f"overwire: device {device!r}: {frame.name} has no arrays on a GPU; load with framework='pt'")
+        raise NotSupportedError(
+            f"overwire: device {device!r}: {frame.name} has no arrays on a GPU; load with framework='pt'"
+        )
     if number < 0:
         torch = imported("torch")
         number = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else 0

@@ -151,7 +151,8 @@ def check_empty(dtype: str, shape: tuple[int, ...], name: str | None = None) -> 
     if nbytes(dtype, tuple(d for d in shape if d)) >= 1 << 63:
         what = "" if name is None else f"tensor {name!r}: "
         raise NotSupportedError(
-            f"overwire: {what}shape {list(shape)} of {dtype}: beside the zero its dimensions overflow; only framework='bytes' takes it",
+            f"overwire: {what}shape {list(shape)} of {dtype}: beside the zero its dimensions overflow; only "
+            f"framework='bytes' takes it",
             tensor=name,
         )
 

@@ -93,19 +93,28 @@ def check_memory(tensor: Any, where: str, name: str | None = None) -> None:
     check_shape(tensor, where, name)
     kind = type(tensor).__name__
     if tensor.layout is not torch.strided:
-        raise NotSupportedError(f"{where}: a {tensor.layout} tensor has no bytes of its own: take its parts", tensor=name)
+        raise NotSupportedError(
+            f"{where}: a {tensor.layout} tensor has no bytes of its own: take its parts", tensor=name
+        )
     if tensor.device.type == "meta":
-        raise ArgumentError(f"{where}: a tensor is on the meta device: give it memory first, as module.to_empty(device=) does", tensor=name)
+        raise ArgumentError(
+            f"{where}: a tensor is on the meta device: give it memory first, as module.to_empty(device=) does",
+            tensor=name,
+        )
     if not tensor.numel():
         return
     if is_distributed(tensor):
-        raise NotSupportedError(f"{where}: a DTensor lies on several ranks: take its to_local() or full_tensor()", tensor=name)
+        raise NotSupportedError(
+            f"{where}: a DTensor lies on several ranks: take its to_local() or full_tensor()", tensor=name
+        )
     if _is_fake(tensor):
         raise NotSupportedError(f"{where}: a FakeTensor has no memory", tensor=name)
     if not tensor.untyped_storage().nbytes():
         text = f"{where}: its memory was freed: it sleeps, or its storage was resized to 0"
         raise ArgumentError(text, tensor=name)
-    raise NotSupportedError(f"{where}: a {kind} has no memory of its own: take the tensors that it is made of", tensor=name)
+    raise NotSupportedError(
+        f"{where}: a {kind} has no memory of its own: take the tensors that it is made of", tensor=name
+    )
 
 
 def check_shape(tensor: Any, where: str, name: str | None = None) -> None:
@@ -124,7 +133,9 @@ def check_writable(tensor: Any, where: str, name: str | None = None) -> None:
     if tensor.dtype in _UNWRITTEN:
         raise NotSupportedError(f"{where}: torch cannot copy into a {tensor.dtype} tensor", tensor=name)
     if not tensor.is_contiguous() and overlaps_itself(tensor.shape, tensor.stride()):
-        raise ArgumentError(f"{where}: its elements share memory with one another, as those of `expand` do", tensor=name)
+        raise ArgumentError(
+            f"{where}: its elements share memory with one another, as those of `expand` do", tensor=name
+        )
 
 
 def write(tensor: Any, values: Any) -> None:
@@ -142,12 +153,17 @@ def local_part(tensor: Any, where: str, name: str | None = None) -> Part | None:
     if type(tensor) in _PLAIN or not is_distributed(tensor):
         return None
     coordinate = tensor.device_mesh.get_coordinate()
-    ranges = None if coordinate is None else _ranges(tuple(tensor.shape), tensor.device_mesh.shape, coordinate, tensor.placements)
+    ranges = (
+        None
+        if coordinate is None
+        else _ranges(tuple(tensor.shape), tensor.device_mesh.shape, coordinate, tensor.placements)
+    )
     with torch.no_grad():
         local = tensor.to_local()
     if ranges is None or tuple(high - low for low, high in ranges) != tuple(local.shape):
-        placed = ", ".join(map(str, tensor.placements))
-        text = f"{where}: a DTensor placed as ({placed}) on a mesh of {list(tensor.device_mesh.shape)} has no block on this rank"
+        placements = ", ".join(map(str, tensor.placements))
+        mesh = list(tensor.device_mesh.shape)
+        text = f"{where}: a DTensor placed as ({placements}) on a mesh of {mesh} has no block on this rank"
         raise NotSupportedError(text, tensor=name)
     check_memory(local, where, name)
     return Part(local, ranges)
@@ -161,15 +177,17 @@ def _ranges(
     # later axes have left.
     kinds = [type(placement).__name__ for placement in placements]
     ranges = [(0, size) for size in shape]
-    strided = [axis for axis, kind in enumerate(kinds) if kind == "_StridedShard"]
-    for axis in [axis for axis in range(len(kinds)) if axis not in strided] + strided[::-1]:
+    axes = [axis for axis, kind in enumerate(kinds) if kind == "_StridedShard"]
+    for axis in [axis for axis in range(len(kinds)) if axis not in axes] + axes[::-1]:
         placement = placements[axis]
         if kinds[axis] == "Replicate":
             continue
         if kinds[axis] not in ("Shard", "_StridedShard"):
             return None
-        later = [mesh[at] for at in range(axis + 1, len(kinds)) if getattr(placements[at], "dim", None) == placement.dim]
-        if axis in strided and placement.split_factor != math.prod(later):
+        later = [
+            mesh[at] for at in range(axis + 1, len(kinds)) if getattr(placements[at], "dim", None) == placement.dim
+        ]
+        if axis in axes and placement.split_factor != math.prod(later):
             return None
         low, high = ranges[placement.dim]
         step = -(-(high - low) // mesh[axis])

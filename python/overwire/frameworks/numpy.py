@@ -18,7 +18,9 @@ from .frame import Bytes, Frame, View, check_empty
 __all__ = ["SAVED", "NumpyFrame", "hold"]
 
 # Those of ml_dtypes, and numpy's own.
-_EXTRA = {name: called for name, called in CALLED.items() if called.startswith(("float8", "bfloat16"))} | {"F4": "float4_e2m1fn"}
+_EXTRA = {name: called for name, called in CALLED.items() if called.startswith(("float8", "bfloat16"))} | {
+    "F4": "float4_e2m1fn"
+}
 _OWN = {name: called for name, called in CALLED.items() if name not in _EXTRA}
 SAVED = {dtype: name for name, dtype in (_OWN | _EXTRA).items()}
 
@@ -51,12 +53,15 @@ def _extra(name: str) -> np.dtype[Any]:
         import ml_dtypes
     except ImportError as error:
         raise MissingPackageError(
-            f"overwire: numpy has no {name}; the package ml_dtypes adds it: pip install ml_dtypes (or load with framework='pt')"
+            f"overwire: numpy has no {name}; the package ml_dtypes adds it: pip install ml_dtypes (or load with "
+            f"framework='pt')"
         ) from error
     if not hasattr(ml_dtypes, _EXTRA[name]):
-        raise NotSupportedError(f"overwire: this version of ml_dtypes has no {_EXTRA[name]}; a newer one has: pip install -U ml_dtypes")
-    made: np.dtype[Any] = np.dtype(getattr(ml_dtypes, _EXTRA[name]))
-    return made
+        raise NotSupportedError(
+            f"overwire: this version of ml_dtypes has no {_EXTRA[name]}; a newer one has: pip install -U ml_dtypes"
+        )
+    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, _EXTRA[name]))
+    return dtype
 
 
 class NumpyFrame(Frame):
@@ -73,11 +78,11 @@ class NumpyFrame(Frame):
         self._kinds = {name: t.str for name, t in self._types.items()}
 
     def _type(self, name: str) -> np.dtype[Any]:
-        found = self._types.get(name)
-        if found is None:
-            found = np.dtype(np.uint8) if name.startswith("F6_") else _extra(name)
-            self._types[name] = found
-        return found
+        dtype = self._types.get(name)
+        if dtype is None:
+            dtype = np.dtype(np.uint8) if name.startswith("F6_") else _extra(name)
+            self._types[name] = dtype
+        return dtype
 
     def raw(self, dtypes: Iterable[str]) -> bool:
         for name in dtypes:
@@ -137,9 +142,14 @@ class NumpyFrame(Frame):
         array = np.asarray(tensor)
         name = SAVED.get(array.dtype.name, "")
         if name == "F4":
-            packed = self.describe(array)
-            return View(name, packed.shape, packed.pointer, 1, (packed.nbytes,), (1,), packed.keep)
-        if array.dtype.kind in "OSUMm" or array.dtype.hasobject or array.dtype.names or array.itemsize not in (1, 2, 4, 8, 16):
+            spec = self.describe(array)
+            return View(name, spec.shape, spec.pointer, 1, (spec.nbytes,), (1,), spec.keep)
+        if (
+            array.dtype.kind in "OSUMm"
+            or array.dtype.hasobject
+            or array.dtype.names
+            or array.itemsize not in (1, 2, 4, 8, 16)
+        ):
             raise NotSupportedError(f"overwire: numpy {array.dtype} arrays have no elements of 1, 2, 4, 8 or 16 bytes")
         if array.dtype.byteorder not in "=|":
             array = array.astype(array.dtype.newbyteorder("="))
@@ -154,7 +164,9 @@ class NumpyFrame(Frame):
             array = array.astype(array.dtype.newbyteorder("="))
         name = SAVED.get(array.dtype.name)
         if name is None or array.dtype.kind in "OSUMm":
-            raise NotSupportedError(f"overwire: safetensors cannot hold numpy {array.dtype} arrays; compress_pickle keeps them")
+            raise NotSupportedError(
+                f"overwire: safetensors cannot hold numpy {array.dtype} arrays; compress_pickle keeps them"
+            )
         shape = array.shape
         dense = np.asarray(array, order="C")
         if name == "F4":

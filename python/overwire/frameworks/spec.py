@@ -57,9 +57,9 @@ class TensorSpec:
         contiguous, and as the constructor does.
         """
         address, size, holder = buffer_of(data)
-        made = cls(dtype=dtype, shape=shape, data_ptr=address, data_len=size)
-        made._holder = holder
-        return made
+        spec = cls(dtype=dtype, shape=shape, data_ptr=address, data_len=size)
+        spec._holder = holder
+        return spec
 
     @property
     def dtype(self) -> str:
@@ -82,17 +82,19 @@ class TensorSpec:
         return self._data_len
 
     def __repr__(self) -> str:
-        return f"TensorSpec(dtype={self._dtype!r}, shape={self._shape}, data_ptr={self._data_ptr}, data_len={self._data_len})"
+        memory = f"data_ptr={self._data_ptr}, data_len={self._data_len}"
+        return f"TensorSpec(dtype={self._dtype!r}, shape={self._shape}, {memory})"
 
     def describe(self) -> Bytes:
         """The bytes as they are saved. ArgumentError if length and shape disagree."""
         shape = tuple(self._shape)
-        wanted = nbytes(self._dtype, shape)
-        if self._data_len != wanted or (wanted and not self._data_ptr):
+        size = nbytes(self._dtype, shape)
+        if self._data_len != size or (size and not self._data_ptr):
             raise ArgumentError(
-                f"overwire: {self._data_len} bytes at {self._data_ptr:#x} for shape {self._shape} of {self._dtype}, which take {wanted}"
+                f"overwire: {self._data_len} bytes at {self._data_ptr:#x} for shape {self._shape} of {self._dtype}, "
+                f"which take {size}"
             )
-        return Bytes(self._dtype, shape, self._data_ptr if wanted else 0, wanted, self)
+        return Bytes(self._dtype, shape, self._data_ptr if size else 0, size, self)
 
 
 def _unsigned(value: int) -> int:

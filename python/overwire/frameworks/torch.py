@@ -30,7 +30,9 @@ __all__ = ["SAVED", "TorchFrame", "describe_all", "settle", "settled", "torch_dt
 from_dlpack: Any = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
 
 # What this torch has; an older one lacks some of the names.
-_TYPES: dict[str, torch.dtype] = {name: getattr(torch, attribute) for name, attribute in CALLED.items() if hasattr(torch, attribute)}
+_TYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, attribute) for name, attribute in CALLED.items() if hasattr(torch, attribute)
+}
 SAVED = {dtype: name for name, dtype in _TYPES.items()}
 _REAL = frozenset(dtype for dtype in SAVED if not dtype.is_complex)
 
@@ -92,16 +94,16 @@ def _groups(sizes: Sequence[int]) -> Iterator[list[int]]:
     """Tensors by position, in groups: those of one share memory, where it has several."""
     group: list[int] = []
     alone: list[int] = []
-    used = 0
+    nbytes = 0
     for at, size in enumerate(sizes):
         if not (1 << 20 < size < _ALONE or _ALONE <= size < 32 << 20 and size % _UNIT):
             alone.append(at)
             continue
-        if used + size > _GROUP:
+        if nbytes + size > _GROUP:
             yield group
-            group, used = [], 0
+            group, nbytes = [], 0
         group.append(at)
-        used += size
+        nbytes += size
     yield group
     yield from ([at] for at in alone)
 
@@ -183,7 +185,9 @@ def _place(device: torch.device) -> int:
     if device.type == "cuda" and torch.version.cuda is not None:
         return int(device.index) + 1
     if device.type != "cpu":
-        raise NotSupportedError(f"overwire: a tensor on {device}: only the CPU's memory and that of NVIDIA's GPUs is read")
+        raise NotSupportedError(
+            f"overwire: a tensor on {device}: only the CPU's memory and that of NVIDIA's GPUs is read"
+        )
     return 0
 
 
@@ -208,7 +212,7 @@ def describe_all(tensors: Iterable[Any], made: Columns) -> None:
     """Adds tensors to columns. There may be tens of thousands: it makes no object that
     lives on, so that the garbage collector has nothing to do, and reads each property once."""
     kinds: dict[tuple[torch.dtype, tuple[int, ...]], int] = {}
-    saved, real, strided, kin = SAVED, _REAL, torch.strided, torch.Tensor
+    dtype_names, real, layout, kin = SAVED, _REAL, torch.strided, torch.Tensor
     nvidia, pairs = torch.version.cuda is not None, _TYPES.get("F4")
     add_kind, add_pointer = made.kinds.append, made.pointers.append
     add_size, add_cuda = made.sizes.append, made.cuda.append
@@ -217,8 +221,8 @@ def describe_all(tensors: Iterable[Any], made: Columns) -> None:
         try:
             if (
                 isinstance(tensor, kin)
-                and (dtype := tensor.dtype) in saved
-                and tensor.layout is strided
+                and (dtype := tensor.dtype) in dtype_names
+                and tensor.layout is layout
                 and tensor.is_contiguous()
                 and not tensor.is_neg()
                 and (dtype in real or not tensor.is_conj())
@@ -227,7 +231,7 @@ def describe_all(tensors: Iterable[Any], made: Columns) -> None:
                 key = (dtype, tensor.shape)
                 kind = kinds.get(key, ODD)
                 if kind == ODD and (dtype is not pairs or key[1]):
-                    name = saved[dtype]
+                    name = dtype_names[dtype]
                     shape = (*key[1][:-1], key[1][-1] * 2) if dtype is pairs else tuple(key[1])
                     kind = kinds[key] = made.types.setdefault((name, shape), len(made.types))
                 if kind != ODD and (size := tensor.nbytes):
@@ -286,22 +290,22 @@ class TorchFrame(Frame):
         # does, whose arguments torch looks at in several ways.
         where, new = torch.device(device), torch.empty_strided
         strides: dict[tuple[int, ...], list[int]] = {}
-        made: list[Any] = [None] * len(rows)
+        tensors: list[Any] = [None] * len(rows)
         for group in _groups([row[3] for row in rows]):
             if len(group) > 1 and where.type == "cuda":
                 _divide(where, sum(-(-rows[at][3] // _ROUND) * _ROUND for at in group))
             for at in group:
                 _, dtype, shape, *_ = rows[at]
                 if dtype in PACKED:
-                    made[at] = self.empty(dtype, shape, device)
+                    tensors[at] = self.empty(dtype, shape, device)
                     continue
                 dense = strides.get(shape)
                 if dense is None:
                     dense = strides[shape] = [1] * len(shape)
                     for dim in range(len(shape) - 1, 0, -1):
                         dense[dim - 1] = dense[dim] * max(shape[dim], 1)
-                made[at] = new(shape, dense, dtype=self._type(dtype), device=where)
-        return made
+                tensors[at] = new(shape, dense, dtype=self._type(dtype), device=where)
+        return tensors
 
     def _type(self, name: str) -> torch.dtype:
         if name.startswith("F6_"):
@@ -310,7 +314,8 @@ class TorchFrame(Frame):
             return _TYPES[name]
         except KeyError:
             raise NotSupportedError(
-                f"overwire: torch {torch.__version__} has no dtype for {name}; a newer torch has, or load with framework='np'"
+                f"overwire: torch {torch.__version__} has no dtype for {name}; a newer torch has, or load with "
+                f"framework='np'"
             ) from None
 
     def dtype(self, wanted: Any) -> Any:
@@ -318,10 +323,12 @@ class TorchFrame(Frame):
             return wanted
         name = named(wanted)
         if isinstance(name, str):
-            found = _TYPES.get(name) or getattr(torch, name, None)
-            if isinstance(found, torch.dtype):
-                return found
-        raise ArgumentError(f"overwire: dtype {wanted!r}: expected a torch.dtype, or a name: 'bfloat16', 'float16', 'float8_e4m3fn'")
+            dtype = _TYPES.get(name) or getattr(torch, name, None)
+            if isinstance(dtype, torch.dtype):
+                return dtype
+        raise ArgumentError(
+            f"overwire: dtype {wanted!r}: expected a torch.dtype, or a name: 'bfloat16', 'float16', 'float8_e4m3fn'"
+        )
 
     def name_of(self, wanted: Any) -> str:
         return SAVED.get(wanted, "")
@@ -356,7 +363,9 @@ class TorchFrame(Frame):
     def view(self, tensor: Any) -> View:
         check_shape(tensor, "overwire")
         if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise NotSupportedError(f"overwire: a {tensor.layout} tensor, or a quantized one, has no bytes of its own; take its parts")
+            raise NotSupportedError(
+                f"overwire: a {tensor.layout} tensor, or a quantized one, has no bytes of its own; take its parts"
+            )
         check_memory(tensor, "overwire")
         here = self._plain(tensor) if tensor.is_conj() or tensor.is_neg() else tensor
         cuda = _place(here.device)

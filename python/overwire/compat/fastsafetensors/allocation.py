@@ -17,8 +17,8 @@ _live: dict[int, tuple[weakref.ref[Any], int]] = {}
 
 def track(owner: Any, nbytes: int) -> None:
     """Counts `nbytes` until `owner`, the object that backs the memory, is freed."""
-    held = weakref.ref(owner, _forget)
-    _live[id(held)] = held, nbytes
+    reference = weakref.ref(owner, _forget)
+    _live[id(reference)] = reference, nbytes
 
 
 def _forget(held: Any) -> None:

@@ -23,8 +23,8 @@ _ = (SafeTensorsFileLoader, ThreeFSLoader)
 def _resolve_loader_class(loader_name: str) -> type[BaseSafeTensorsFileLoader]:
     if loader_name not in _LOADER_REGISTRY:
         raise ValueError(f"Unknown loader type: {loader_name!r}. Available: {list(_LOADER_REGISTRY)}")
-    found: type[BaseSafeTensorsFileLoader] = globals()[_LOADER_REGISTRY[loader_name]]
-    return found
+    loader: type[BaseSafeTensorsFileLoader] = globals()[_LOADER_REGISTRY[loader_name]]
+    return loader
 
 
 class AutoLoader:
@@ -41,7 +41,9 @@ class AutoLoader:
         kind = _resolve_loader_class(config.loader)
         section = config.get_extension_config(config.loader)
         options = kind.process_extension_config(section, hf_weights_files=hf_weights_files)
-        logger.debug("AutoLoader: loader %s, device %s, %d files, %s", config.loader, device, len(hf_weights_files), options)
+        logger.debug(
+            "AutoLoader: loader %s, device %s, %d files, %s", config.loader, device, len(hf_weights_files), options
+        )
         self._loader = kind(
             pg, device=device, set_numa=config.set_numa, disable_cache=config.disable_cache, debug_log=config.debug_log,
             framework=config.framework, **options,

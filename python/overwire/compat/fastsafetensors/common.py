@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from .frameworks import FrameworkOpBase, TensorBase
 
 __all__ = [
-    "SafeTensorsMetadata", "SingleGroup", "TensorFrame", "get_device_numa_node", "init_logger", "is_cuda", "is_debug", "is_gpu_found",
+    "SafeTensorsMetadata", "SingleGroup", "TensorFrame", "get_device_numa_node", "init_logger", "is_cuda",
+    "is_debug", "is_gpu_found",
     "resolve_cudart_lib_name", "resolve_runtime_lib_name", "set_debug",
 ]  # fmt: skip
 
@@ -103,7 +104,9 @@ class TensorFrame:
     def from_buffer(cls, entry: Any) -> TensorFrame:
         """Of a header's entry."""
         shape = [int(size) for size in entry["shape"]]
-        return cls(DType(entry["dtype"]), shape, list(entry["data_offsets"]), dense_strides(shape), [0] * len(shape), False)
+        return cls(
+            DType(entry["dtype"]), shape, list(entry["data_offsets"]), dense_strides(shape), [0] * len(shape), False
+        )
 
     def __getitem__(self, index: Any) -> TensorFrame:
         """The frame of a slice: ints keep their dimension with size 1, and an
@@ -117,18 +120,18 @@ class TensorFrame:
         for dim, entry in enumerate(entries):
             size = self.shape[dim]
             if isinstance(entry, slice):
-                taken = range(size)[entry]
+                steps = range(size)[entry]
             elif isinstance(entry, int) and not isinstance(entry, bool):
                 if not -size <= entry < size:
                     raise IndexError(f"[BUG] tried to access index {entry} at dim={dim} for shape={self.shape}")
-                taken = range(entry % size, entry % size + 1)
+                steps = range(entry % size, entry % size + 1)
             else:
                 raise ValueError(f"[BUG] Unsupported index type for DiskTensor: {entry}")
-            if len(taken) == 0:
+            if len(steps) == 0:
                 return TensorFrame(self.dtype, [], list(self.data_offsets), [], [], False)
-            shape[dim] = len(taken)
-            strides[dim] = self.strides[dim] * taken.step
-            offsets[dim] = self.offsets[dim] + taken.start
+            shape[dim] = len(steps)
+            strides[dim] = self.strides[dim] * steps.step
+            offsets[dim] = self.offsets[dim] + steps.start
         return TensorFrame(self.dtype, shape, list(self.data_offsets), strides, offsets, True)
 
 
@@ -145,7 +148,13 @@ class SafeTensorsMetadata:
     """
 
     def __init__(
-        self, string: str, header_length: int, size_bytes: int, framework: FrameworkOpBase, src: str = "", keep_orig_dict: bool = False
+        self,
+        string: str,
+        header_length: int,
+        size_bytes: int,
+        framework: FrameworkOpBase,
+        src: str = "",
+        keep_orig_dict: bool = False,
     ) -> None:
         self.src, self.framework = src, framework
         self.header_length, self.size_bytes = header_length, size_bytes
@@ -166,10 +175,15 @@ class SafeTensorsMetadata:
             frame = self.tensors[name] = TensorFrame.from_buffer(entry)
             nbytes = prod(frame.shape) * frame.dtype.bits // 8
             if end - begin != nbytes:
-                raise ValueError(f"validate(tensor {name}): TensorInvalidInfo, e-s={end - begin}, nbytes={nbytes}, src={src}")
+                raise ValueError(
+                    f"validate(tensor {name}): TensorInvalidInfo, e-s={end - begin}, nbytes={nbytes}, src={src}"
+                )
             start = end
         if not self.compressed and header_length + start > size_bytes:
-            raise ValueError(f"MetadataIncompleteBuffer, src={src}, start={start}, header_length={header_length}, size_bytes={size_bytes}")
+            raise ValueError(
+                f"MetadataIncompleteBuffer, src={src}, start={start}, header_length={header_length}, "
+                f"size_bytes={size_bytes}"
+            )
         self.data_length = start
         # Every tensor has its own memory; only plug-ins that read a file unchanged
         # see its alignment.
@@ -195,13 +209,22 @@ class SafeTensorsMetadata:
         return cls._read(lambda at, size: cpp.read_buffer(buf + at, size), buffer_len, filename, framework)
 
     @classmethod
-    def from_fd(cls, fd: int, filename: str, framework: FrameworkOpBase, keep_orig_dict: bool = False) -> SafeTensorsMetadata:
+    def from_fd(
+        cls, fd: int, filename: str, framework: FrameworkOpBase, keep_orig_dict: bool = False
+    ) -> SafeTensorsMetadata:
         """Of an open file, from its present position, which should be 0."""
-        return cls._read(lambda at, size: _next(fd, size, filename), os.fstat(fd).st_size, filename, framework, keep_orig_dict)
+        return cls._read(
+            lambda at, size: _next(fd, size, filename), os.fstat(fd).st_size, filename, framework, keep_orig_dict
+        )
 
     @classmethod
     def _read(
-        cls, read: Callable[[int, int], bytes], total: int, filename: str, framework: FrameworkOpBase, keep_orig_dict: bool = False
+        cls,
+        read: Callable[[int, int], bytes],
+        total: int,
+        filename: str,
+        framework: FrameworkOpBase,
+        keep_orig_dict: bool = False,
     ) -> SafeTensorsMetadata:
         # read: bytes of the file, of which there are `total`, by their offset and number, in order.
         if total < 8:
@@ -223,7 +246,12 @@ class SafeTensorsMetadata:
             os.close(fd)
 
     def get_tensors(
-        self, gbuf: cpp.gds_device_buffer, device: Device, copy_start_offset: int, dtype: DType = DType.AUTO, owner: Any = None
+        self,
+        gbuf: cpp.gds_device_buffer,
+        device: Device,
+        copy_start_offset: int,
+        dtype: DType = DType.AUTO,
+        owner: Any = None,
     ) -> dict[str, TensorBase]:
         """The tensors of a file that a plug-in has read to `gbuf`, which holds
         the file's bytes from `copy_start_offset` on. They share its memory where

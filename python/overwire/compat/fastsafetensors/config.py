@@ -39,7 +39,9 @@ class LoaderConfig:
     _extensions: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     _COMMON_GROUPS: ClassVar[frozenset[str]] = frozenset({"parallel", "debug"})
-    _COMMON_FIELDS_FOR_EXTENSION: ClassVar[frozenset[str]] = frozenset({"framework", "debug_log", "set_numa", "disable_cache"})
+    _COMMON_FIELDS_FOR_EXTENSION: ClassVar[frozenset[str]] = frozenset(
+        {"framework", "debug_log", "set_numa", "disable_cache"}
+    )
 
     def __post_init__(self) -> None:
         check_producers(self.max_concurrent_producers)
@@ -47,8 +49,8 @@ class LoaderConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LoaderConfig:
         """Unknown fields are skipped, with a line in the log."""
-        known = {one.name for one in fields(cls) if not one.name.startswith("_")}
-        found: dict[str, Any] = {}
+        names = {one.name for one in fields(cls) if not one.name.startswith("_")}
+        settings: dict[str, Any] = {}
         extensions: dict[str, dict[str, Any]] = {}
         flat = dict(data)
         for group in cls._COMMON_GROUPS:
@@ -57,11 +59,11 @@ class LoaderConfig:
         for name, value in flat.items():
             if isinstance(value, dict):
                 extensions[name] = dict(value)
-            elif name in known:
-                found[name] = value
+            elif name in names:
+                settings[name] = value
             else:
                 logger.warning("fastsafetensors config: unknown field %r is skipped", name)
-        return cls(**found, _extensions=extensions)
+        return cls(**settings, _extensions=extensions)
 
     def get_extension_config(self, name: str) -> dict[str, Any]:
         """A copy of a loader's own section, without the fields all have."""
@@ -82,8 +84,8 @@ class LoaderConfig:
         names = ["max_batch_bytes", "use_chunk_budget_as_allocation_size", "device_memory_budget"]
         if self.use_pipeline:
             names += ["max_concurrent_producers", "queue_size", "use_tqdm_on_load"]
-        given = {name: getattr(self, name) for name in names}
-        return given if self.use_pipeline else given | {"queue_size": -1}
+        options = {name: getattr(self, name) for name in names}
+        return options if self.use_pipeline else options | {"queue_size": -1}
 
 
 def check_producers(count: int) -> None:

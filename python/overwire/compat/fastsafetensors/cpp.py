@@ -17,9 +17,12 @@ import overwire
 from overwire.plumbing import regular
 
 __all__ = [
-    "close_gds", "cpp_metrics", "cpu_free", "cpu_malloc", "cufile_version", "gds_device_buffer", "gds_file_handle", "gds_file_reader",
-    "get_alignment_size", "get_cpp_metrics", "get_device_pci_bus", "get_gil_release", "gpu_free", "gpu_malloc", "init_gds",
-    "is_cuda_found", "is_cufile_found", "is_gds_supported", "is_hip_found", "load_library_functions", "memcpy_h2d_async",
+    "close_gds", "cpp_metrics", "cpu_free", "cpu_malloc", "cufile_version", "gds_device_buffer", "gds_file_handle",
+    "gds_file_reader",
+    "get_alignment_size", "get_cpp_metrics", "get_device_pci_bus", "get_gil_release", "gpu_free", "gpu_malloc",
+    "init_gds",
+    "is_cuda_found", "is_cufile_found", "is_gds_supported", "is_hip_found", "load_library_functions",
+    "memcpy_h2d_async",
     "nogds_file_reader", "read_buffer", "set_debug_log", "set_gil_release", "set_numa_node",
 ]  # fmt: skip
 
@@ -244,7 +247,9 @@ class _Reader:
         self._moved = threading.Condition()
         self._numbers = itertools.count(1)
 
-    def _submit(self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int, track: bool = False) -> int:
+    def _submit(
+        self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int, track: bool = False
+    ) -> int:
         if length < 0 or ptr_off < 0 or ptr_off + length > buffer.get_length():
             raise ValueError(f"submit_read: {length} bytes at {ptr_off} of a buffer of {buffer.get_length()}")
         if self._pool is None:
@@ -271,34 +276,38 @@ class _Reader:
         try:
             if self._cuda:
                 return self._read_cuda(fd, buffer, offset, length, ptr_off, number)
-            done = 0
-            while done < length:
-                size = min(_PIECE, length - done)
-                into = (ctypes.c_char * size).from_address(buffer.get_base_address() + ptr_off + done)
-                done += _some(os.preadv(fd, [into], offset + done), offset + done)
-                self._reached(number, done)
-            return done
+            position = 0
+            while position < length:
+                size = min(_PIECE, length - position)
+                into = (ctypes.c_char * size).from_address(buffer.get_base_address() + ptr_off + position)
+                position += _some(os.preadv(fd, [into], offset + position), offset + position)
+                self._reached(number, position)
+            return position
         finally:
             os.close(fd)
             with self._moved:  # those that wait for more get the error
                 self._moved.notify_all()
 
-    def _read_cuda(self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int, number: int) -> int:
+    def _read_cuda(
+        self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int, number: int
+    ) -> int:
         torch = _gpu()
         size = min(_PIECE, length)
         _lease(size)
         try:
             bounce = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             into = memoryview(bounce.numpy())
-            done = 0
+            position = 0
             with torch.cuda.device(self._device):
-                while done < length:
-                    got = _some(os.preadv(fd, [into[: min(size, length - done)]], offset + done), offset + done)
-                    buffer._write(ptr_off + done, bounce[:got])
+                while position < length:
+                    count = _some(
+                        os.preadv(fd, [into[: min(size, length - position)]], offset + position), offset + position
+                    )
+                    buffer._write(ptr_off + position, bounce[:count])
                     torch.cuda.synchronize()
-                    done += got
-                    self._reached(number, done)
-            return done
+                    position += count
+                    self._reached(number, position)
+            return position
         finally:
             _lease(-size)
 
@@ -322,11 +331,11 @@ class _Reader:
         with self._moved:
             while self._done[number] < length and not future.done():
                 self._moved.wait(0.05)  # a future is done a moment after its last word
-            done = self._done[number]
-        if done < length:
+            count = self._done[number]
+        if count < length:
             future.result()
-            raise ValueError(f"wait_read_prefix: {length} bytes of a read of {done}")
-        return done
+            raise ValueError(f"wait_read_prefix: {length} bytes of a read of {count}")
+        return count
 
     def __del__(self) -> None:
         pool = getattr(self, "_pool", None)
@@ -346,7 +355,9 @@ class nogds_file_reader(_Reader):
     def __init__(self, use_mmap: bool, bbuf_size_kb: int, max_threads: int, use_cuda: bool, device_id: int) -> None:
         super().__init__(max_threads, use_cuda, device_id)
 
-    def submit_read(self, fd: int, dst: gds_device_buffer, offset: int, length: int, ptr_off: int, track_progress: bool = False) -> int:
+    def submit_read(
+        self, fd: int, dst: gds_device_buffer, offset: int, length: int, ptr_off: int, track_progress: bool = False
+    ) -> int:
         """Starts a read; its number, above 0."""
         return self._submit(fd, dst, offset, length, ptr_off, track_progress)
 

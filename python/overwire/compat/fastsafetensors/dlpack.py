@@ -26,7 +26,9 @@ class _Reference:
             self._allocation.release()
 
 
-def from_cuda_buffer(dev_ptr: int, shape: list[int], strides: list[int], dtype: DType, dev: Device, owner: Any = None) -> Any:
+def from_cuda_buffer(
+    dev_ptr: int, shape: list[int], strides: list[int], dtype: DType, dev: Device, owner: Any = None
+) -> Any:
     """A capsule of memory on the host or a GPU; despite its name, of either.
 
     strides: in elements. owner: kept alive until the consumer lets go, of a

@@ -42,8 +42,8 @@ def expert_parallel_filter(
     first, end = owned_expert_range(num_experts, ep_size, ep_rank)
 
     def keep(name: str) -> bool:
-        found = pattern.search(name)
-        expert = int(found.group(1)) if found and name.rpartition(".")[2] in _WEIGHTS else -1
+        match = pattern.search(name)
+        expert = int(match.group(1)) if match and name.rpartition(".")[2] in _WEIGHTS else -1
         return not 0 <= expert < num_experts or first <= expert < end
 
     return keep

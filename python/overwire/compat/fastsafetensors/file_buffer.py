@@ -96,22 +96,24 @@ class FilesBufferOnDevice:
 
     def _get_tensor(self, rank: int, lidx: int, tensor_name: str, ret: Any, device: Any, dtype: DType) -> Any:
         # Notes that the tensor was taken, and moves it where it is wanted.
-        taken = self.instantiated[rank][lidx]
-        taken[tensor_name] = True
+        tensor = self.instantiated[rank][lidx]
+        tensor[tensor_name] = True
         loader = self.rank_loaders[rank][lidx]
-        if self.auto_mem_delete and len(taken) == len(loader.names):
+        if self.auto_mem_delete and len(tensor) == len(loader.names):
             loader.free_dev_ptrs()
         if ret is None:
             return None
         return ret.to(None if device is None else Device.of(device), dtype)
 
-    def get_sharded_wrapped(self, tensor_name: str, dim: int, device: Any = None, dtype: DType = DType.AUTO) -> TensorBase:
+    def get_sharded_wrapped(
+        self, tensor_name: str, dim: int, device: Any = None, dtype: DType = DType.AUTO
+    ) -> TensorBase:
         """`get_sharded`, wrapped."""
         rank, lidx = self._get_rank_lidx(tensor_name)
-        found: TensorBase = self._get_tensor(
+        tensor: TensorBase = self._get_tensor(
             rank, lidx, tensor_name, self._loader(tensor_name).shuffle(self.pg, tensor_name, dim), device, dtype
         )
-        return found
+        return tensor
 
     def get_sharded(self, tensor_name: str, dim: int, device: Any = None, dtype: DType = DType.AUTO) -> Any:
         """This rank's block along dim: ceil(size / ranks), the last ones may be
@@ -129,16 +131,18 @@ class FilesBufferOnDevice:
     def push_tensor(self, tensor_name: str, dst_rank: int, device: Any = None, dtype: DType = DType.AUTO) -> Any:
         """The whole tensor on dst_rank, None on the others."""
         rank, lidx = self._get_rank_lidx(tensor_name)
-        found = self._loader(tensor_name).push(self.pg, tensor_name, dst_rank, rank)
-        wrapped = self._get_tensor(rank, lidx, tensor_name, found, device, dtype)
-        return None if wrapped is None else wrapped.get_raw()
+        tensor = self._loader(tensor_name).push(self.pg, tensor_name, dst_rank, rank)
+        result = self._get_tensor(rank, lidx, tensor_name, tensor, device, dtype)
+        return None if result is None else result.get_raw()
 
-    def get_multi_cols(self, tensor_names: list[str], dim: int, device: Any = None, dtype: DType = DType.AUTO) -> TensorBase:
+    def get_multi_cols(
+        self, tensor_names: list[str], dim: int, device: Any = None, dtype: DType = DType.AUTO
+    ) -> TensorBase:
         """This rank's blocks of several tensors, of any files, joined along dim:
         wrapped."""
         blocks = [self.get_sharded_wrapped(name, dim) for name in tensor_names]
-        joined: TensorBase = self.framework.concat_tensors(blocks, dim)
-        return joined.to(None if device is None else Device.of(device), dtype)
+        result: TensorBase = self.framework.concat_tensors(blocks, dim)
+        return result.to(None if device is None else Device.of(device), dtype)
 
     def as_dict(self, tensor_shard_dim: Mapping[str, int]) -> dict[str, TensorBase]:
         """`get_sharded_wrapped` of each name with its dimension, -1 for whole."""

@@ -49,7 +49,8 @@ class BaseSafeTensorsFileLoader:
         self.frames: OrderedDict[str, TensorFrame] = OrderedDict()
         self.tensor_filter: Callable[[str], bool] | None = None
         self._agrees = True
-        self._chunk: tuple[frozenset[str], int | None] | None = None  # what a pipeline loads next, and the size of its buffers
+        # what a pipeline loads next, and the size of its buffers
+        self._chunk: tuple[frozenset[str], int | None] | None = None
         self.copier_constructor = create_copier_constructor(copier_type, self.device, **kwargs)
         self.copier_class = copier_class_of(self.copier_constructor)
 
@@ -86,18 +87,18 @@ class BaseSafeTensorsFileLoader:
         # What work returns. What fails on one rank raises on all, unless a pipeline agrees with them later.
         if not self._agrees:
             return work()
-        made, error = None, None
+        result, error = None, None
         try:
-            made = work()
+            result = work()
         except BaseException as caught:
             error = caught
         try:
             self.pg.agree(error)
         except BaseException:
-            if made is not None:
-                made.close()
+            if result is not None:
+                result.close()
             raise
-        return made
+        return result
 
     def _add(self, filenames: Mapping[int, list[str]]) -> None:
         longest = max((len(paths) for paths in filenames.values()), default=0)
@@ -130,7 +131,9 @@ class BaseSafeTensorsFileLoader:
         """
         if borrowed_tensors and self.pg.size() != 1:
             raise ValueError("borrowed_tensors is for a group of one rank")
-        buffer: FilesBufferOnDevice = self._together(lambda: self._copy(dtype, use_buf_register, max_copy_block_size, allow_inflight))
+        buffer: FilesBufferOnDevice = self._together(
+            lambda: self._copy(dtype, use_buf_register, max_copy_block_size, allow_inflight)
+        )
         return buffer
 
     def _copier(self, metadata: SafeTensorsMetadata, names: list[str] | None, dtype: DType) -> CopierInterface:
@@ -140,20 +143,22 @@ class BaseSafeTensorsFileLoader:
             if names is not None:
                 copier.names = names
         elif names is not None:
-            wanted = set(names)
-            ranges = metadata.select_byte_ranges(wanted.__contains__)
+            selection = set(names)
+            ranges = metadata.select_byte_ranges(selection.__contains__)
             if self._chunk is None:
                 copier.set_byte_ranges(ranges)
             elif self._chunk[1] is None or not ranges:
-                copier.set_chunk(ranges, wanted)
+                copier.set_chunk(ranges, selection)
             else:
-                copier.set_chunk(ranges, wanted, self._chunk[1])
+                copier.set_chunk(ranges, selection, self._chunk[1])
         return copier
 
-    def _copy(self, dtype: DType, use_buf_register: bool, max_copy_block_size: int, allow_inflight: bool) -> FilesBufferOnDevice:
+    def _copy(
+        self, dtype: DType, use_buf_register: bool, max_copy_block_size: int, allow_inflight: bool
+    ) -> FilesBufferOnDevice:
         self.framework.set_device(self.device)
         loaders: dict[int, list[LazyTensorFactory]] = {}
-        mine: list[LazyTensorFactory] = []
+        factories: list[LazyTensorFactory] = []
         keeps = self.tensor_filter if self._chunk is None else self._chunk[0].__contains__
         try:
             for _, (metadata, rank) in sorted(self.meta.items()):
@@ -167,14 +172,18 @@ class BaseSafeTensorsFileLoader:
                 factory.names = list(metadata.tensors) if names is None else names
                 of_rank.append(factory)
                 if local:
-                    mine.append(factory)
+                    factories.append(factory)
             buffer = FilesBufferOnDevice(loaders, self.pg, self.framework)  # refuses names that are in two files
-            for factory in mine:
-                factory.submit_io(use_buf_register, max_copy_block_size, allow_inflight and dtype is DType.AUTO and self.pg.size() == 1)
-            for factory in mine:
+            for factory in factories:
+                factory.submit_io(
+                    use_buf_register,
+                    max_copy_block_size,
+                    allow_inflight and dtype is DType.AUTO and self.pg.size() == 1,
+                )
+            for factory in factories:
                 factory.wait_io(dtype)
         except BaseException:
-            for factory in mine:
+            for factory in factories:
                 factory.free_dev_ptrs()
             raise
         return buffer
@@ -220,7 +229,8 @@ class SafeTensorsFileLoader(BaseSafeTensorsFileLoader):
         if nogds:
             kind = "unified" if is_cuda(where) and is_unified_memory_system(op) else "nogds"
         super().__init__(
-            pg, device, kind, set_numa, disable_cache, framework, bbuf_size_kb=bbuf_size_kb, max_threads=max_threads, **kwargs
+            pg, device, kind, set_numa, disable_cache, framework, bbuf_size_kb=bbuf_size_kb, max_threads=max_threads,
+            **kwargs
         )  # fmt: skip
 
 
@@ -243,7 +253,9 @@ class fastsafe_open:
         max_copy_block_size: int = _BLOCK,
         use_fgds: bool = False,
     ) -> None:
-        self.loader = SafeTensorsFileLoader(pg, device, nogds=nogds, debug_log=debug_log, framework=framework, use_fgds=use_fgds)
+        self.loader = SafeTensorsFileLoader(
+            pg, device, nogds=nogds, debug_log=debug_log, framework=framework, use_fgds=use_fgds
+        )
         if isinstance(filenames, Mapping):
             files = {rank: list(paths) for rank, paths in filenames.items()}
         elif isinstance(filenames, (list, tuple)):

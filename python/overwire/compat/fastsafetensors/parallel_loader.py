@@ -105,7 +105,11 @@ class PipelineParallel:
         self._thread: threading.Thread | None = None
         self._plan = [_Batch(files, None) for files in self.weight_files_batches]
         if max_batch_bytes is not None or device_memory_budget is not None:
-            self._split(max_batch_bytes, device_memory_budget, resident_tensor if resident_tensor else lambda name: accumulate_resident)
+            self._split(
+                max_batch_bytes,
+                device_memory_budget,
+                resident_tensor if resident_tensor else lambda name: accumulate_resident,
+            )
 
     def _create_batches(self, pg: Any) -> list[list[str]]:
         ranks = pg.size()
@@ -118,8 +122,8 @@ class PipelineParallel:
             sizes.append([])
             for path in files:
                 frames = SafeTensorsMetadata.from_file(path, self.loader.framework).tensors
-                kept = [(n, f.data_offsets) for n, f in frames.items() if self._filter is None or self._filter(n)]
-                sizes[-1].append({name: end - begin for name, (begin, end) in kept})
+                ranges = [(n, f.data_offsets) for n, f in frames.items() if self._filter is None or self._filter(n)]
+                sizes[-1].append({name: end - begin for name, (begin, end) in ranges})
         largest = max((nbytes for batch in sizes for file in batch for nbytes in file.values()), default=0)
         if budget is not None:
             every = [(name, nbytes) for batch in sizes for file in batch for name, nbytes in file.items()]
@@ -128,8 +132,8 @@ class PipelineParallel:
             beside = largest if self.pg.size() > 1 else 0
             copier, paths = self.loader.copier_class, self.hf_weights_files
             times, padding = copier.chunk_transient_multiplier(paths), copier.chunk_device_overhead(paths)
-            fixed = copier.fixed_device_overhead(paths)
-            free = budget - fixed - resident - beside
+            overhead = copier.fixed_device_overhead(paths)
+            free = budget - overhead - resident - beside
 
             def room(depth: int) -> int:
                 return (free // depth - padding) // times
@@ -138,8 +142,9 @@ class PipelineParallel:
                 self._depth -= 1
             if room(self._depth) < largest:
                 raise BudgetInfeasibleError(
-                    f"device_memory_budget {budget}: {resident} bytes stay, {beside} are on their way, the copier holds "
-                    f"{fixed}, and {times} times {padding} more than a batch, and the largest tensor has {largest}"
+                    f"device_memory_budget {budget}: {resident} bytes stay, {beside} are on their way, the copier "
+                    f"holds "
+                    f"{overhead}, and {times} times {padding} more than a batch, and the largest tensor has {largest}"
                 )
             most = min(most or room(self._depth), room(self._depth))
         assert most is not None
@@ -164,13 +169,13 @@ class PipelineParallel:
             if self._stop.is_set():
                 return
             try:
-                loaded = _Loaded(self._load_single_batch(batch), None)
+                item = _Loaded(self._load_single_batch(batch), None)
             except BaseException as error:
-                loaded = _Loaded(None, error)
-            self.batch_queue.put(loaded)
-            if loaded.buffer is None:
+                item = _Loaded(None, error)
+            self.batch_queue.put(item)
+            if item.buffer is None:
                 return
-            loaded.buffer.drain()  # one batch after the other is read
+            item.buffer.drain()  # one batch after the other is read
 
     def iterate_weights(self) -> Iterator[tuple[str, Any]]:
         """(name, tensor) of every tensor, whole, the same order on every rank.
@@ -186,16 +191,16 @@ class PipelineParallel:
         group = self.loader.pg
         try:
             for _ in self._plan:
-                loaded = self.batch_queue.get()
+                item = self.batch_queue.get()
                 try:
-                    group.agree(loaded.error)
-                    buffer = loaded.buffer
+                    group.agree(item.error)
+                    buffer = item.buffer
                     assert buffer is not None
                     for name in list(buffer.key_to_rank_lidx):
                         yield name, buffer.get_tensor(name)
                 finally:
-                    if loaded.buffer is not None:
-                        loaded.buffer.close()
+                    if item.buffer is not None:
+                        item.buffer.close()
                 self._room.release()
                 if bar is not None:
                     bar.update(1)
@@ -209,15 +214,15 @@ class PipelineParallel:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        stopped = self._stop.is_set()
+        is_stopped = self._stop.is_set()
         self._stop.set()
         self._room.release()
         thread.join()
         while not self.batch_queue.empty():
-            left = self.batch_queue.get()
-            if left.buffer is not None:
-                left.buffer.close()
-        if not stopped:
+            item = self.batch_queue.get()
+            if item.buffer is not None:
+                item.buffer.close()
+        if not is_stopped:
             self._stop.clear()
 
     def _bar(self) -> Any:
@@ -284,7 +289,15 @@ class ParallelLoader(PipelineParallel):
     ) -> None:
         group = None if all_local else pg
         loader = SafeTensorsFileLoader(
-            group, device, bbuf_size_kb, max_threads, nogds, set_numa, debug_log=debug_log, framework=framework, use_fgds=use_fgds
+            group,
+            device,
+            bbuf_size_kb,
+            max_threads,
+            nogds,
+            set_numa,
+            debug_log=debug_log,
+            framework=framework,
+            use_fgds=use_fgds,
         )
         super().__init__(
             group,

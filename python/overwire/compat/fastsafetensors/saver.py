@@ -24,8 +24,10 @@ from .frameworks import TensorBase, get_framework_op
 from .st_types import DType
 
 __all__ = [
-    "KEY_SHARD_COUNT", "KEY_SHARD_INDEX", "KEY_SHARD_SET", "FillFn", "ParallelSaver", "ShardMetadataFn", "ShardPlan", "ShardSetError",
-    "WriteEntry", "per_entry_fill", "plain_entry", "plan_shards", "save_sharded", "shard_paths", "tensor_fill", "validate_shard_set",
+    "KEY_SHARD_COUNT", "KEY_SHARD_INDEX", "KEY_SHARD_SET", "FillFn", "ParallelSaver", "ShardMetadataFn", "ShardPlan",
+    "ShardSetError",
+    "WriteEntry", "per_entry_fill", "plain_entry", "plan_shards", "save_sharded", "shard_paths", "tensor_fill",
+    "validate_shard_set",
     "write_shards",
 ]  # fmt: skip
 
@@ -52,9 +54,13 @@ def validate_shard_set(metas: Sequence[SafeTensorsMetadata]) -> None:
         raise ShardSetError("no files")
     idents = set()
     for at, meta in enumerate(metas):
-        noted = meta.metadata if isinstance(meta.metadata, Mapping) else {}
+        metadata = meta.metadata if isinstance(meta.metadata, Mapping) else {}
         try:
-            index, count, ident = int(noted[KEY_SHARD_INDEX]), int(noted[KEY_SHARD_COUNT]), noted[KEY_SHARD_SET]
+            index, count, ident = (
+                int(metadata[KEY_SHARD_INDEX]),
+                int(metadata[KEY_SHARD_COUNT]),
+                metadata[KEY_SHARD_SET],
+            )
         except (KeyError, TypeError, ValueError):
             raise ShardSetError(f"{meta.src}: it is not a shard of a set") from None
         if (index, count) != (at, len(metas)):
@@ -104,8 +110,8 @@ def _wrap(tensor: Any, framework: str) -> TensorBase:
 def plain_entry(name: str, tensor: Any, *, framework: str = "pytorch") -> WriteEntry:
     """The entry of a tensor, wrapped or not, as it is. TypeError for a dtype that
     files have no name for."""
-    wrapped = _wrap(tensor, framework)
-    return WriteEntry(name, wrapped.dtype, wrapped.get_shape(), wrapped.get_nbytes(), tensor)
+    tensor_base = _wrap(tensor, framework)
+    return WriteEntry(name, tensor_base.dtype, tensor_base.get_shape(), tensor_base.get_nbytes(), tensor)
 
 
 def per_entry_fill(fn: Callable[[memoryview, WriteEntry], None], num_threads: int = 8) -> FillFn:
@@ -115,8 +121,8 @@ def per_entry_fill(fn: Callable[[memoryview, WriteEntry], None], num_threads: in
 
     def fill(work: list[tuple[memoryview, WriteEntry]]) -> None:
         with ThreadPoolExecutor(num_threads) as pool:
-            for done in [pool.submit(fn, buffer, entry) for buffer, entry in work]:
-                done.result()
+            for future in [pool.submit(fn, buffer, entry) for buffer, entry in work]:
+                future.result()
 
     return fill
 
@@ -175,8 +181,8 @@ def plan_shards(
     if header_align < 8 or header_align % 8:
         raise ValueError(f"header_align {header_align}: expected a multiple of 8")
     _check_entries(entries)
-    noted = [_texts(metadata, "metadata") for _ in paths]
-    noted[0] |= _texts(shard0_metadata, "shard0_metadata")
+    texts = [_texts(metadata, "metadata") for _ in paths]
+    texts[0] |= _texts(shard0_metadata, "shard0_metadata")
     shards: list[list[WriteEntry]] = [[] for _ in paths]
     sizes = [0] * len(paths)
     for entry in sorted(entries, key=lambda entry: -entry.nbytes):
@@ -185,23 +191,25 @@ def plan_shards(
         sizes[at] += entry.nbytes
     ident, plans = uuid.uuid4().hex, []
     for at, (path, shard) in enumerate(zip(paths, shards, strict=True)):
-        noted[at] |= {KEY_SHARD_INDEX: str(at), KEY_SHARD_COUNT: str(len(paths)), KEY_SHARD_SET: ident}
+        texts[at] |= {KEY_SHARD_INDEX: str(at), KEY_SHARD_COUNT: str(len(paths)), KEY_SHARD_SET: ident}
         if shard_metadata is not None:
             more = _texts(shard_metadata(tuple(shard)), "shard_metadata")
-            if taken := _KEYS & set(more):
-                raise ValueError(f"shard_metadata: {sorted(taken)} are the saver's own")
-            noted[at] |= more
+            if clashes := _KEYS & set(more):
+                raise ValueError(f"shard_metadata: {sorted(clashes)} are the saver's own")
+            texts[at] |= more
         table: dict[str, Any] = {}
         end = 0
         for entry in shard:
             begin, end = end, end + entry.nbytes
             table[entry.name] = {"dtype": entry.dtype.value, "shape": list(entry.shape), "data_offsets": [begin, end]}
-        text = json.dumps({**table, "__metadata__": noted[at]}, separators=(",", ":")).encode()
+        text = json.dumps({**table, "__metadata__": texts[at]}, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % math.lcm(64, header_align))
         if len(text) > MAX_HEADER:
             raise ValueError(f"{path}: HeaderTooLarge: {len(text)} bytes")
         start = 8 + len(text)
-        offsets = {name: (start + row["data_offsets"][0], start + row["data_offsets"][1]) for name, row in table.items()}
+        offsets = {
+            name: (start + row["data_offsets"][0], start + row["data_offsets"][1]) for name, row in table.items()
+        }
         plans.append(ShardPlan(path, shard, len(text).to_bytes(8, "little") + text, offsets, start + end))
     return plans
 
@@ -210,10 +218,14 @@ def _check_plan(plan: ShardPlan) -> None:
     # Plans may be written by hand: what the header says is where the bytes go.
     try:
         table = json.loads(plan.header[8:])
-        fits = int.from_bytes(plan.header[:8], "little") == len(plan.header) - 8 and len(plan.header) <= plan.total_bytes
+        fits = (
+            int.from_bytes(plan.header[:8], "little") == len(plan.header) - 8 and len(plan.header) <= plan.total_bytes
+        )
         for entry in plan.entries:
             row, (begin, end) = table[entry.name], plan.offsets[entry.name]
-            fits &= [begin - len(plan.header), end - len(plan.header)] == row["data_offsets"] and end - begin == entry.nbytes
+            fits &= [begin - len(plan.header), end - len(plan.header)] == row[
+                "data_offsets"
+            ] and end - begin == entry.nbytes
             fits &= (row["dtype"], row["shape"]) == (entry.dtype.value, list(entry.shape))
         fits &= set(table) - {"__metadata__"} == {entry.name for entry in plan.entries}
     except (ValueError, KeyError, TypeError) as error:
@@ -228,7 +240,9 @@ def _check_room(folder: str, nbytes: int, min_free_bytes: int) -> None:
         raise OSError(28, f"{nbytes} bytes to write, {free} free, {min_free_bytes} to stay free", folder)
 
 
-def write_shards(plans: Sequence[ShardPlan], fill: FillFn, *, min_free_bytes: int = 0, fsync: bool = False) -> list[str]:
+def write_shards(
+    plans: Sequence[ShardPlan], fill: FillFn, *, min_free_bytes: int = 0, fsync: bool = False
+) -> list[str]:
     """Writes the files of plans, and has `fill` write the tensors' bytes straight
     into them; their paths.
 
@@ -242,30 +256,35 @@ def write_shards(plans: Sequence[ShardPlan], fill: FillFn, *, min_free_bytes: in
     paths = [os.path.abspath(plan.path) for plan in plans]
     if len(set(paths)) != len(paths):
         raise ValueError(f"plans: a path twice among {paths}")
-    wanted: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for plan, path in zip(plans, paths, strict=True):
         _check_plan(plan)
         folder = os.path.dirname(path)
         os.makedirs(folder, exist_ok=True)
         disk = os.stat(folder).st_dev
-        wanted[disk] = wanted.get(disk, 0) + plan.total_bytes
-        _check_room(folder, wanted[disk], min_free_bytes)
+        counts[disk] = counts.get(disk, 0) + plan.total_bytes
+        _check_room(folder, counts[disk], min_free_bytes)
     ident = uuid.uuid4().hex
     real = [os.path.realpath(path) for path in paths]  # a symbolic link stays
-    written = [os.path.join(os.path.dirname(path), f".{ident}-{at}.{os.path.basename(path)[-48:]}.tmp") for at, path in enumerate(real)]
+    temporaries = [
+        os.path.join(os.path.dirname(path), f".{ident}-{at}.{os.path.basename(path)[-48:]}.tmp")
+        for at, path in enumerate(real)
+    ]
     with ExitStack() as stack:
-        for name in written:
+        for name in temporaries:
             stack.callback(Path(name).unlink, missing_ok=True)
         work: list[tuple[memoryview, WriteEntry]] = []
         mappings: list[tuple[memoryview, mmap.mmap]] = []
-        for name, path, plan in zip(written, real, plans, strict=True):
+        for name, path, plan in zip(temporaries, real, plans, strict=True):
             # What replaces a private file is private from the beginning.
-            number = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if os.path.exists(path) else 0o666)
+            number = os.open(
+                name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if os.path.exists(path) else 0o666
+            )
             stack.enter_context(os.fdopen(number, "r+b", buffering=0))
             os.posix_fallocate(number, 0, plan.total_bytes)  # a full disk is an error here, and a signal later
-            mapped = mmap.mmap(number, plan.total_bytes)
-            mappings.append((memoryview(mapped), mapped))
-            mapped[: len(plan.header)] = plan.header
+            memory = mmap.mmap(number, plan.total_bytes)
+            mappings.append((memoryview(memory), memory))
+            memory[: len(plan.header)] = plan.header
             overwire.safe_open(name, framework="bytes").close()  # the one validator
             for entry in plan.entries:
                 begin, end = plan.offsets[entry.name]
@@ -273,10 +292,10 @@ def write_shards(plans: Sequence[ShardPlan], fill: FillFn, *, min_free_bytes: in
         fill(sorted(work, key=lambda one: -one[1].nbytes))
         for buffer, _ in work:
             buffer.release()
-        for view, mapped in mappings:
+        for view, memory in mappings:
             view.release()
-            mapped.close()  # BufferError: the fill has kept a view
-        for name, path in zip(written, real, strict=True):
+            memory.close()  # BufferError: the fill has kept a view
+        for name, path in zip(temporaries, real, strict=True):
             publish(name, path)
     return [plan.path for plan in plans]
 
@@ -298,9 +317,12 @@ def save_sharded(
     """Plans and writes base-00001-of-0000N.safetensors and so on; their paths.
     fill: None: sources are tensors of `framework`."""
     saver = ParallelSaver(
-        num_shards=num_shards, framework=framework, fill=fill, min_free_bytes=min_free_bytes, fsync=fsync, shard_metadata=shard_metadata
+        num_shards=num_shards, framework=framework, fill=fill, min_free_bytes=min_free_bytes, fsync=fsync,
+        shard_metadata=shard_metadata
     )  # fmt: skip
-    return saver.save_entries(entries, base, metadata=metadata, shard0_metadata=shard0_metadata, header_align=header_align)
+    return saver.save_entries(
+        entries, base, metadata=metadata, shard0_metadata=shard0_metadata, header_align=header_align
+    )
 
 
 class ParallelSaver:
@@ -330,7 +352,12 @@ class ParallelSaver:
         if num_shards < 1 or num_threads < 1:
             raise ValueError(f"num_shards {num_shards} and num_threads {num_threads} must be positive")
         self.num_shards, self.num_threads, self.framework, self.fill = num_shards, num_threads, framework, fill
-        self.shard_metadata, self.min_free_bytes, self.fsync, self.compress = shard_metadata, min_free_bytes, fsync, compress
+        self.shard_metadata, self.min_free_bytes, self.fsync, self.compress = (
+            shard_metadata,
+            min_free_bytes,
+            fsync,
+            compress,
+        )
 
     def save(
         self,
@@ -345,7 +372,9 @@ class ParallelSaver:
         `plan_shards`, `write_shards` and, with compress, `overwire.save_file` raise;
         then shards may be missing, and `validate_shard_set` says so."""
         entries = [plain_entry(name, tensor, framework=self.framework) for name, tensor in tensors.items()]
-        return self.save_entries(entries, base, metadata=metadata, shard0_metadata=shard0_metadata, header_align=header_align)
+        return self.save_entries(
+            entries, base, metadata=metadata, shard0_metadata=shard0_metadata, header_align=header_align
+        )
 
     def save_entries(
         self,
@@ -375,19 +404,31 @@ class ParallelSaver:
         _check_room(folder, total, self.min_free_bytes)
         entries = sorted((entry for plan in plans for entry in plan.entries), key=lambda entry: -entry.nbytes)
         values: dict[str, Any] = {}
-        filled: list[ctypes.Array[ctypes.c_char]] = []  # what the values point to, until all is written
+        buffers: list[ctypes.Array[ctypes.c_char]] = []  # what the values point to, until all is written
         if self.fill is None:
-            values = {entry.name: entry.source.get_raw() if isinstance(entry.source, TensorBase) else entry.source for entry in entries}
+            values = {
+                entry.name: entry.source.get_raw() if isinstance(entry.source, TensorBase) else entry.source
+                for entry in entries
+            }
         else:
-            filled = [ctypes.create_string_buffer(max(entry.nbytes, 1)) for entry in entries]
-            self.fill([(memoryview(full).cast("B")[: entry.nbytes], entry) for full, entry in zip(filled, entries, strict=True)])
-            for full, entry in zip(filled, entries, strict=True):
+            buffers = [ctypes.create_string_buffer(max(entry.nbytes, 1)) for entry in entries]
+            self.fill(
+                [
+                    (memoryview(full).cast("B")[: entry.nbytes], entry)
+                    for full, entry in zip(buffers, entries, strict=True)
+                ]
+            )
+            for full, entry in zip(buffers, entries, strict=True):
                 at = ctypes.addressof(full) if entry.nbytes else 0
-                values[entry.name] = overwire.TensorSpec(dtype=entry.dtype.value, shape=entry.shape, data_ptr=at, data_len=entry.nbytes)
+                values[entry.name] = overwire.TensorSpec(
+                    dtype=entry.dtype.value, shape=entry.shape, data_ptr=at, data_len=entry.nbytes
+                )
 
         def write(plan: ShardPlan) -> str:
-            noted = json.loads(plan.header[8:])["__metadata__"]
-            overwire.save_file({entry.name: values[entry.name] for entry in plan.entries}, plan.path, noted, compress=True)
+            metadata = json.loads(plan.header[8:])["__metadata__"]
+            overwire.save_file(
+                {entry.name: values[entry.name] for entry in plan.entries}, plan.path, metadata, compress=True
+            )
             return plan.path
 
         with ThreadPoolExecutor(self.num_threads) as pool:

@@ -31,12 +31,12 @@ class Device:
         """Of "cpu", "cuda", "cuda:1", "gpu:0". ValueError for anything else."""
         kind, colon, number = s.partition(":")
         try:
-            found = DeviceType(kind.lower())
+            kind_of_device = DeviceType(kind.lower())
         except ValueError:
             raise ValueError(f"Unknown device type: {kind}") from None
         if colon and not number.isdecimal():
             raise ValueError(f"Invalid index: {number}")
-        return cls(found, int(number) if colon else None)
+        return cls(kind_of_device, int(number) if colon else None)
 
     @classmethod
     def of(cls, device: Any) -> Device:
@@ -81,7 +81,9 @@ class DType(Enum):
 
 
 #: Bytes of one element, halves for F4.
-DTYPE_SIZES = {dtype: dtype.bits // 8 if dtype.bits % 8 == 0 else dtype.bits / 8 for dtype in DType if dtype is not DType.AUTO}
+DTYPE_SIZES = {
+    dtype: dtype.bits // 8 if dtype.bits % 8 == 0 else dtype.bits / 8 for dtype in DType if dtype is not DType.AUTO
+}
 
 
 def stand_in(dtype: DType) -> DType:

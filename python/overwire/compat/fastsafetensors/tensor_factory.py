@@ -103,7 +103,9 @@ class LazyTensorFactory:
 
     def _mine(self, name: str) -> TensorBase:
         if name not in self.tensors:
-            raise ValueError(f"{self.metadata.src}: tensor {name} was freed already, or is not among those that were loaded")
+            raise ValueError(
+                f"{self.metadata.src}: tensor {name} was freed already, or is not among those that were loaded"
+            )
         if self.wait_tensor is not None:
             self.wait_tensor(name)
         return self.tensors[name]
@@ -127,21 +129,21 @@ class LazyTensorFactory:
         ranks) each, the last may be shorter or empty."""
         if pg.size() == 1:
             return self._mine(tensor_name)
-        cached = self.shuffled.get((tensor_name, dim))
-        if cached is None:
-            cached = self._broadcast(pg, tensor_name) if dim == -1 else self._scatter(pg, tensor_name, dim)
+        result = self.shuffled.get((tensor_name, dim))
+        if result is None:
+            result = self._broadcast(pg, tensor_name) if dim == -1 else self._scatter(pg, tensor_name, dim)
             if not self.disable_cache:
-                self.shuffled[tensor_name, dim] = cached
-        return cached
+                self.shuffled[tensor_name, dim] = result
+        return result
 
     def shuffle_multi_cols(self, pg: ProcessGroupBase, tensor_names: list[str], dim: int) -> TensorBase:
         """This rank's blocks of several tensors of the file, joined along dim."""
-        joined: TensorBase = self.framework.concat_tensors([self.shuffle(pg, name, dim) for name in tensor_names], dim)
-        return joined
+        result: TensorBase = self.framework.concat_tensors([self.shuffle(pg, name, dim) for name in tensor_names], dim)
+        return result
 
     def _broadcast(self, pg: ProcessGroupBase, name: str) -> TensorBase:
-        mine = pg.rank() == self.rank
-        tensor = self._mine(name).contiguous() if mine else self._empty(name, self.shape(name))
+        is_owner = pg.rank() == self.rank
+        tensor = self._mine(name).contiguous() if is_owner else self._empty(name, self.shape(name))
         pg.broadcast(tensor, self.rank)
         return tensor
 
@@ -155,7 +157,8 @@ class LazyTensorFactory:
             block = -(-frame.shape[dim] // ranks)
             if block % 2:
                 raise ValueError(
-                    f"{self.metadata.src}: tensor {name}: F4 tensors come in pairs, and blocks of {block} of dimension {dim}"
+                    f"{self.metadata.src}: tensor {name}: F4 tensors come in pairs, and blocks of {block} of "
+                    f"dimension {dim}"
                     f" of {frame.shape} for {ranks} ranks cut one"
                 )
             block //= 2
@@ -175,12 +178,12 @@ class LazyTensorFactory:
                     rest = self._empty(name, [*shape[:dim], block - (hi - lo), *shape[dim + 1 :]])
                     part = self.framework.concat_tensors([part, rest], dim)
                 parts.append(part)
-        got = self._empty(name, full)
-        pg.scatter(got, parts, self.rank)
+        own_part = self._empty(name, full)
+        pg.scatter(own_part, parts, self.rank)
         me = pg.rank()
         size = min((me + 1) * block, shape[dim]) - min(me * block, shape[dim])
         # Copied to memory of the right size.
-        return got if size == block else got[index(0, size)].clone().contiguous()
+        return own_part if size == block else own_part[index(0, size)].clone().contiguous()
 
     def free_dev_ptrs(self) -> None:
         """Closes the file, once nothing is read to its memory. Tensors

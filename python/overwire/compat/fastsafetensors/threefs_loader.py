@@ -25,7 +25,7 @@ class ThreeFSLoader(BaseSafeTensorsFileLoader):
             config.pop("mount_point", None)
             files = kwargs.get("hf_weights_files") or []
             try:
-                from fastsafetensor_3fs_reader import extract_mount_point  # type: ignore[import-not-found,unused-ignore]
+                from fastsafetensor_3fs_reader import extract_mount_point  # type: ignore
             except ImportError:
                 return config
             if files:
@@ -66,7 +66,8 @@ class ParallelThreeFSLoader(PipelineParallel):
         from fastsafetensor_3fs_reader import extract_mount_point
 
         loader = ThreeFSLoader(
-            pg, device=device, mount_point=extract_mount_point(hf_weights_files[0]), debug_log=debug_log, framework=framework, **kwargs
+            pg, device=device, mount_point=extract_mount_point(hf_weights_files[0]), debug_log=debug_log,
+            framework=framework, **kwargs
         )  # fmt: skip
         super().__init__(
             pg, loader, hf_weights_files, max_concurrent_producers=max_concurrent_producers, queue_size=queue_size,

@@ -65,7 +65,12 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         self._stream = self._joined = stream
 
     def _set_memory(
-        self, span: codecs.Span, shape: tuple[int, ...], strides: tuple[int, ...] | None, kind: Kind, device: tuple[int, int]
+        self,
+        span: codecs.Span,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None,
+        kind: Kind,
+        device: tuple[int, int],
     ) -> None:
         self._span = span
         self._shape = shape
@@ -98,14 +103,16 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         )
 
     @classmethod
-    def _of(cls, span: codecs.Span, nbytes: int, kind: Kind = BYTE, device: tuple[int, int] = HOST, stream: int = 1) -> Array:
+    def _of(
+        cls, span: codecs.Span, nbytes: int, kind: Kind = BYTE, device: tuple[int, int] = HOST, stream: int = 1
+    ) -> Array:
         """The first nbytes of a span, in one dimension, as a stream leaves them."""
-        made = cls.__new__(cls)
+        array = cls.__new__(cls)
         content = codecs.Span(span.address, nbytes, span.keep)
-        made._set_memory(content, (nbytes // (kind[1] * kind[2] // 8),), None, kind, device)
-        made._capacity = span.nbytes
-        made._stream = made._joined = stream
-        return made
+        array._set_memory(content, (nbytes // (kind[1] * kind[2] // 8),), None, kind, device)
+        array._capacity = span.nbytes
+        array._stream = array._joined = stream
+        return array
 
     def _wait_until_ready(self, wait: bool = True) -> None:
         """Raises the error of decoding, once. If a GPU has not reported it yet, waits for
@@ -194,7 +201,13 @@ class Array(codecs.exporter()):  # type: ignore[misc]
 
     def _cuda_interface(self) -> dict[str, Any]:
         data = (self._span.address, False)
-        return {"shape": self._shape, "typestr": typestr(self._kind), "data": data, "strides": self._strides, "version": 3}
+        return {
+            "shape": self._shape,
+            "typestr": typestr(self._kind),
+            "data": data,
+            "strides": self._strides,
+            "version": 3,
+        }
 
     def to_dlpack(self, cuda_stream: Any = None) -> Any:
         """A DLPack capsule of the same memory, which it keeps alive.
@@ -212,7 +225,9 @@ class Array(codecs.exporter()):  # type: ignore[misc]
             raise BufferError(f"the Array's strides, {self._strides}, are no whole elements, and DLPack counts those")
         return codecs.dlpack(self, self._span.address, self._shape, strides, self._kind, self._device)
 
-    def __dlpack__(self, stream: Any = None, *, copy: bool | None = None, dl_device: Any = None, max_version: Any = None) -> Any:
+    def __dlpack__(
+        self, stream: Any = None, *, copy: bool | None = None, dl_device: Any = None, max_version: Any = None
+    ) -> Any:
         if copy or (dl_device is not None and tuple(dl_device) != self._device):
             raise BufferError("an Array is given on as it is: no copy, no other device")
         if self._readonly:
@@ -235,8 +250,8 @@ class Array(codecs.exporter()):  # type: ignore[misc]
 
                 # The interface alone, since the Array's own buffer is what is being made.
                 data = (self._span.address, self._readonly)
-                shown = SimpleNamespace(__array_interface__=self._cuda_interface() | {"data": data}, keep=self)
-                return memoryview(numpy.asarray(shown))  # type: ignore[arg-type,unused-ignore]
+                exporter = SimpleNamespace(__array_interface__=self._cuda_interface() | {"data": data}, keep=self)
+                return memoryview(numpy.asarray(exporter))  # type: ignore[arg-type,unused-ignore]
             letter = None
         if self._strides is not None:
             raise BufferError("the Array is not dense, and only numpy could show it")
@@ -278,15 +293,15 @@ class BatchArray(list):  # type: ignore[type-arg]
 
     def cpu(self) -> BatchArray:
         """Every Array on the host; itself if they are there."""
-        moved = [a.cpu() for a in self]
-        return self if all(a is b for a, b in zip(self, moved, strict=True)) else BatchArray(moved)
+        arrays = [a.cpu() for a in self]
+        return self if all(a is b for a, b in zip(self, arrays, strict=True)) else BatchArray(arrays)
 
     def cuda(self, synchronize: bool = True, cuda_stream: int = 0) -> BatchArray | None:
         """Every Array on a GPU; None where there is none."""
-        moved = [a.cuda(synchronize, cuda_stream) for a in self]
-        if any(a is None for a in moved):
+        arrays = [a.cuda(synchronize, cuda_stream) for a in self]
+        if any(a is None for a in arrays):
             return None
-        return self if all(a is b for a, b in zip(self, moved, strict=True)) else BatchArray(moved)
+        return self if all(a is b for a, b in zip(self, arrays, strict=True)) else BatchArray(arrays)
 
 
 def as_array(source: Any, cuda_stream: int = 0) -> Array:
@@ -317,9 +332,9 @@ def _part_of(whole: Array, at: int, n: int) -> Array:
     if at < 0 or n < 0 or at + n > whole.buffer_size or n % item or whole._strides is not None:
         raise ValueError(f"as_arrays: {n} bytes at {at} of {whole.buffer_size} in elements of {item}")
     span = codecs.Span(whole._span.address + at, n, whole)
-    made = Array._of(span, n, whole._kind, whole._device)
-    made._readonly, made._native = whole._readonly, False
-    return made
+    part = Array._of(span, n, whole._kind, whole._device)
+    part._readonly, part._native = whole._readonly, False
+    return part
 
 
 def from_dlpack(source: Any, cuda_stream: int = 0) -> Array:

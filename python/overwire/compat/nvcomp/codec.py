@@ -47,7 +47,11 @@ _OPTIONS: dict[str, type | tuple[type, ...]] = {
     "ask_nvcomp": bool,
 }  # fmt: skip
 
-_COMPUTE = (ChecksumPolicy.COMPUTE_AND_NO_VERIFY, ChecksumPolicy.COMPUTE_AND_VERIFY_IF_PRESENT, ChecksumPolicy.COMPUTE_AND_VERIFY)
+_COMPUTE = (
+    ChecksumPolicy.COMPUTE_AND_NO_VERIFY,
+    ChecksumPolicy.COMPUTE_AND_VERIFY_IF_PRESENT,
+    ChecksumPolicy.COMPUTE_AND_VERIFY,
+)
 _VERIFY: dict[ChecksumPolicy, bool | str] = {
     ChecksumPolicy.NO_COMPUTE_NO_VERIFY: False,
     ChecksumPolicy.COMPUTE_AND_NO_VERIFY: False,
@@ -81,9 +85,9 @@ class _Config:
 
     @classmethod
     def _of(cls, codec: Codec, sizes: list[int], many: bool, shapes: Any = None, theirs: Any = None) -> Self:
-        made = cls.__new__(cls)
-        made._codec, made._sizes, made._many, made._shapes, made._foreign = codec, sizes, many, shapes, theirs
-        return made
+        config = cls.__new__(cls)
+        config._codec, config._sizes, config._many, config._shapes, config._foreign = codec, sizes, many, shapes, theirs
+        return config
 
 
 class CompressConfig(_Config):
@@ -160,10 +164,15 @@ class Codec:
             own = {k: v for k, v in kwargs.items() if k not in ("strict", "ask_nvcomp")}
             self._original = original.Original(self._algorithm, own | {"algorithm": self._algorithm})
             return
-        if kwargs.get("bitshuffle_mode", BitshuffleMode.NVCOMP_BITSHUFFLE_NONE) is not BitshuffleMode.NVCOMP_BITSHUFFLE_NONE:
+        if (
+            kwargs.get("bitshuffle_mode", BitshuffleMode.NVCOMP_BITSHUFFLE_NONE)
+            is not BitshuffleMode.NVCOMP_BITSHUFFLE_NONE
+        ):
             raise NotSupportedError("overwire: nvcomp: bits are not shuffled here: leave bitshuffle_mode out")
         if kwargs.get("decompress_backend") is DecompressBackend.NVCOMP_DECOMPRESS_BACKEND_HARDWARE:
-            raise NotSupportedError("overwire: nvcomp: there is no decompression engine here: leave decompress_backend out")
+            raise NotSupportedError(
+                "overwire: nvcomp: there is no decompression engine here: leave decompress_backend out"
+            )
         if self._policy is not ChecksumPolicy.NO_COMPUTE_NO_VERIFY and self._bitstream != "native":
             raise ValueError("checksums are those of BitstreamKind.NVCOMP_NATIVE alone")
         if self._chunk is not None and self._chunk <= 0:
@@ -196,16 +205,16 @@ class Codec:
                 raise ValueError(f"the CompressConfig is for {compression_config._sizes} bytes, not {sizes}")
         if not self._algorithm:
             raise ValueError("Codec without an algorithm: it decodes, and cannot encode")
-        made = None
+        results = None
         if device is not None and sources and self._algorithm == "X16" and self._policy not in _COMPUTE:
             there = self._sources_on(sources, device)
             if there is not None:
                 names = [safetensors_name(self._type or a._kind) for a in sources]
                 chunk = self._chunk or codecs.default_chunk("X16")
-                made = onboard.encode(there, names, self._bitstream, chunk, outs, device, self._stream_for(device))
-        if made is None:
-            made = self._run_on_host("encode", sources, outs, BYTE)
-        return BatchArray(made) if many else made[0]
+                results = onboard.encode(there, names, self._bitstream, chunk, outs, device, self._stream_for(device))
+        if results is None:
+            results = self._run_on_host("encode", sources, outs, BYTE)
+        return BatchArray(results) if many else results[0]
 
     def decode(
         self, src: Any, data_type: Any = "", out: Any = None, decompression_config: DecompressConfig | None = None
@@ -229,37 +238,48 @@ class Codec:
         device = self._device(sources)
         outs = placing.prepare_outputs(out, many, sources, 1 if device is None else self._stream_for(device))
         if self._original is not None:
-            return self._original.run("decode", sources, many, data_type, outs=outs, decompression_config=decompression_config)
+            return self._original.run(
+                "decode", sources, many, data_type, outs=outs, decompression_config=decompression_config
+            )
         sizes = shapes = None
         if decompression_config is not None:
             self._check_config(decompression_config, DecompressConfig)
             if decompression_config._foreign is not None and self._reader is not None:
-                theirs = self._reader.run("decode", sources, many, outs=outs, decompression_config=decompression_config._foreign)
-                return placing.with_kind(theirs, kind)
+                foreign = self._reader.run(
+                    "decode", sources, many, outs=outs, decompression_config=decompression_config._foreign
+                )
+                return placing.with_kind(foreign, kind)
             sizes, shapes = decompression_config._sizes, decompression_config._shapes
             if len(sizes) != len(sources):
                 raise ValueError(f"the config is for {len(sizes)} buffers, not {len(sources)}")
         try:
-            made = None
+            outputs = None
             if device is not None and sources and self._verifies is False:
-                made = self._run_on_gpu(sources, outs, kind, shapes, device)
-            if made is None:
-                made = self._run_on_host("decode", sources, outs, kind, sizes)
-            return BatchArray(made) if many else made[0]
+                outputs = self._run_on_gpu(sources, outs, kind, shapes, device)
+            if outputs is None:
+                outputs = self._run_on_host("decode", sources, outs, kind, sizes)
+            return BatchArray(outputs) if many else outputs[0]
         except _ForeignStreams as found:
             nvcomp, at = self._ask_nvcomp(found), found.at
         if not many:
             return placing.with_kind(nvcomp.run("decode", sources, False, outs=outs), kind)
         results: list[Any] = [None] * len(sources)
-        ours = [i for i in range(len(sources)) if i not in at]
-        parts = [outs and [outs[i] for i in part] for part in (at, ours)]
-        theirs = placing.with_kind(nvcomp.run("decode", [sources[i] for i in at], True, outs=parts[0]), kind)
-        for i, array in zip(at + ours, [*theirs, *self.decode([sources[i] for i in ours], data_type, parts[1])], strict=True):
+        native = [i for i in range(len(sources)) if i not in at]
+        parts = [outs and [outs[i] for i in part] for part in (at, native)]
+        foreign = placing.with_kind(nvcomp.run("decode", [sources[i] for i in at], True, outs=parts[0]), kind)
+        for i, array in zip(
+            at + native, [*foreign, *self.decode([sources[i] for i in native], data_type, parts[1])], strict=True
+        ):
             results[i] = array
         return BatchArray(results)
 
     def _run_on_gpu(
-        self, sources: list[Array], outs: list[Array | None] | None, kind: Kind, shapes: list[onboard.Shape] | None, device: int
+        self,
+        sources: list[Array],
+        outs: list[Array | None] | None,
+        kind: Kind,
+        shapes: list[onboard.Shape] | None,
+        device: int,
     ) -> list[Array] | None:
         """Decodes by kernels; None where there is none for it. Raises _ForeignStreams."""
         if self._algorithm and self._algorithm not in gpu.algorithms():
@@ -268,17 +288,23 @@ class Codec:
         there = self._sources_on(sources, device)
         if there is None:
             return None
-        made = onboard.decode(there, shapes, self._algorithm, self._bitstream, kind, outs, device, stream)
-        if made is not None and shapes is None and self._bitstream == "with_size" and self._algorithm != "X16" and self._may_ask():
+        results = onboard.decode(there, shapes, self._algorithm, self._bitstream, kind, outs, device, stream)
+        if (
+            results is not None
+            and shapes is None
+            and self._bitstream == "with_size"
+            and self._algorithm != "X16"
+            and self._may_ask()
+        ):
             # Only decoding shows whether nvCOMP wrote a sized stream: wait for it.
-            errors = [array._pending_error() for array in made]
+            errors = [array._pending_error() for array in results]
             at = [i for i, error in enumerate(errors) if isinstance(error, CorruptError)]
             if at:
                 raise _ForeignStreams(at, next(e for e in errors if isinstance(e, CorruptError)))
-        if made is not None and self._strict:
-            for array in made:
+        if results is not None and self._strict:
+            for array in results:
                 array._wait_until_ready()
-        return made
+        return results
 
     def _sources_on(self, sources: list[Array], device: int) -> list[Array] | None:
         """The sources on a device: themselves, or copies."""
@@ -288,10 +314,10 @@ class Codec:
             placing.check_dense(a)
             if a._pending is not None:
                 a._wait_until_ready(a._device != where)
-            moved = a if a._device == where else devices.to_device(a, stream=self._stream_for(device), index=device)
-            if moved is None:
+            source = a if a._device == where else devices.to_device(a, stream=self._stream_for(device), index=device)
+            if source is None:
                 return None
-            there.append(moved)
+            there.append(source)
         return there
 
     def _stream_for(self, device: int) -> int:
@@ -320,7 +346,7 @@ class Codec:
             # Memory first, as long as it may have to be.
             need = need or self._bytes_needed(op, hosts, spans)
             into = [s if s is not None else streams.allocate("host", n) for s, n in zip(into, need, strict=True)]
-        made = codecs.run(
+        coded_buffers = codecs.run(
             op,
             spans,
             algorithm=self._algorithm or None,
@@ -333,15 +359,15 @@ class Codec:
             verify=self._verifies if op == "decode" else False,
             out=into,
         )
-        self._find_foreign(made, spans)
+        self._find_foreign(coded_buffers, spans)
         results = []
-        for i, coded in enumerate(made):
-            late = self._error_of(coded)
-            if sizes is not None and coded.nbytes != sizes[i]:
-                raise ValueError(f"buffer {i} decodes to {coded.nbytes} bytes, the config says {sizes[i]}")
-            given = outs[i] if outs is not None else None
+        for i, result in enumerate(coded_buffers):
+            late = self._error_of(result)
+            if sizes is not None and result.nbytes != sizes[i]:
+                raise ValueError(f"buffer {i} decodes to {result.nbytes} bytes, the config says {sizes[i]}")
+            target = outs[i] if outs is not None else None
             stream = 1 if device is None else self._stream_for(device)
-            results.append(placing.place_result(coded, into[i], given, kind, device, stream))
+            results.append(placing.place_result(result, into[i], target, kind, device, stream))
             results[i]._pending = late
         return results
 
@@ -356,7 +382,8 @@ class Codec:
     def _bytes_needed(self, op: str, hosts: list[Array], spans: list[codecs.Span]) -> list[int]:
         if op == "encode":
             return self._max_sizes([a.buffer_size for a in hosts])
-        return [0 if c.error is not None else c.nbytes for c in self._ask_lengths(spans)]  # the error is decode's to raise
+        # the error is decode's to raise
+        return [0 if c.error is not None else c.nbytes for c in self._ask_lengths(spans)]
 
     def _ask_lengths(self, spans: list[codecs.Span]) -> list[codecs.Coded]:
         """What streams say of the length of their contents."""
@@ -364,7 +391,7 @@ class Codec:
 
     def _find_foreign(self, made: Sequence[codecs.Coded], spans: Sequence[codecs.Span]) -> None:
         """Raises _ForeignStreams where streams that were refused may be such as nvCOMP writes."""
-        at = [i for i, (coded, span) in enumerate(zip(made, spans, strict=True)) if self._may_be_foreign(coded, span)]
+        at = [i for i, (result, span) in enumerate(zip(made, spans, strict=True)) if self._may_be_foreign(result, span)]
         if at:
             error = made[at[0]].error
             assert isinstance(error, OverwireError)
@@ -375,7 +402,9 @@ class Codec:
             return False
         if self._bitstream == "native":
             return isinstance(coded.error, (FormatError, NotSupportedError)) and not codecs.is_native(span)
-        return isinstance(coded.error, CorruptError) and (self._bitstream == "with_size" or self._algorithm == "Cascaded")
+        return isinstance(coded.error, CorruptError) and (
+            self._bitstream == "with_size" or self._algorithm == "Cascaded"
+        )
 
     def _may_ask(self) -> bool:
         return self._kwargs.get("ask_nvcomp", True) and original.usable()
@@ -386,10 +415,12 @@ class Codec:
         if self._reader is None:
             if not self._may_ask():
                 raise original.hinted(found.error) if self._kwargs.get("ask_nvcomp", True) else found.error
-            given = {name: self._kwargs[name] for name in _READING if name in self._kwargs}
-            if not isinstance(given.get("data_type", ""), str) or given.get("data_type", "<")[:1] not in "<|":
-                del given["data_type"]  # overwire's own name
-            self._reader = original.Original(self._algorithm or "the stream", given, verifies=self._verifies is not False)
+            options = {name: self._kwargs[name] for name in _READING if name in self._kwargs}
+            if not isinstance(options.get("data_type", ""), str) or options.get("data_type", "<")[:1] not in "<|":
+                del options["data_type"]  # overwire's own name
+            self._reader = original.Original(
+                self._algorithm or "the stream", options, verifies=self._verifies is not False
+            )
         return self._reader
 
     def _error_of(self, coded: codecs.Coded) -> RuntimeError | None:
@@ -411,8 +442,8 @@ class Codec:
         """A config for contents of these lengths, in bytes; all above 0."""
         self._check_open()
         if self._original is not None:
-            theirs: CompressConfig = self._original.codec.compression_config(uncompressed_size)
-            return theirs
+            config: CompressConfig = self._original.codec.compression_config(uncompressed_size)
+            return config
         many = not isinstance(uncompressed_size, int)
         sizes = [uncompressed_size] if isinstance(uncompressed_size, int) else list(uncompressed_size)
         if not sizes or min(sizes) <= 0:
@@ -426,8 +457,10 @@ class Codec:
         if self._original is not None:
             codec = self._original.codec
             many, sources = (False, []) if isinstance(src, self._original.impl.CompressConfig) else placing.as_list(src)
-            theirs: DecompressConfig = codec.decompression_config(self._original.to_theirs(sources, many) if sources else src)
-            return theirs
+            config: DecompressConfig = codec.decompression_config(
+                self._original.to_theirs(sources, many) if sources else src
+            )
+            return config
         if isinstance(src, CompressConfig):
             self._check_config(src, CompressConfig)
             chunk = self._chunk or codecs.default_chunk(self._algorithm)
@@ -435,16 +468,22 @@ class Codec:
             shapes = [(n, chunk if native else max(n, 1), self._algorithm) for n in src._sizes]
             return DecompressConfig._of(self, list(src._sizes), src._many, shapes)
         many, sources = placing.as_list(src)
-        found = [self._shape(a) for a in sources]
-        if None not in found:
-            return DecompressConfig._of(self, [shape[0] for shape in found if shape is not None], many, found)
+        buffer_shapes = [self._shape(a) for a in sources]
+        if None not in buffer_shapes:
+            return DecompressConfig._of(
+                self, [shape[0] for shape in buffer_shapes if shape is not None], many, buffer_shapes
+            )
         try:
             return DecompressConfig._of(self, self._sizes(sources), many)
         except _ForeignStreams as theirs_all:
             nvcomp, at = self._ask_nvcomp(theirs_all), theirs_all.at
         if len(at) < len(sources):
-            raise NotSupportedError("overwire: nvcomp: a config is for streams of one writer: some of these are ours, some nvCOMP's")
-        return DecompressConfig._of(self, [], many, theirs=nvcomp.codec.decompression_config(nvcomp.to_theirs(sources, many)))
+            raise NotSupportedError(
+                "overwire: nvcomp: a config is for streams of one writer: some of these are ours, some nvCOMP's"
+            )
+        return DecompressConfig._of(
+            self, [], many, theirs=nvcomp.codec.decompression_config(nvcomp.to_theirs(sources, many))
+        )
 
     def _shape(self, array: Array) -> onboard.Shape | None:
         """What a stream on a GPU says about itself; None: ask the host."""
@@ -457,7 +496,11 @@ class Codec:
         """The most bytes that encoding an Array gives."""
         self._check_open()
         if self._original is not None:
-            return int(self._original.codec.get_max_comp_buffer_size(self._original.to_theirs(placing.as_list(source)[1], False)))
+            return int(
+                self._original.codec.get_max_comp_buffer_size(
+                    self._original.to_theirs(placing.as_list(source)[1], False)
+                )
+            )
         return self._max_sizes([placing.as_list(source)[1][0].buffer_size])[0]
 
     get_max_compressed_buffer_size = get_max_comp_buffer_size  # 5.3's notes say it so
@@ -466,7 +509,9 @@ class Codec:
         """How many bytes a stream decodes to."""
         self._check_open()
         if self._original is not None:
-            return int(self._original.codec.get_uncomp_buffer_size(self._original.to_theirs(placing.as_list(source)[1], False)))
+            return int(
+                self._original.codec.get_uncomp_buffer_size(self._original.to_theirs(placing.as_list(source)[1], False))
+            )
         array = placing.as_list(source)[1][0]
         shape = self._shape(array)
         try:
@@ -483,21 +528,21 @@ class Codec:
 
     def _sizes(self, sources: list[Array]) -> list[int]:
         spans = [placing.on_host(a)._span for a in sources]
-        found = self._ask_lengths(spans)
-        self._find_foreign(found, spans)
-        for coded in found:
-            self._error_of(coded)
-        return [c.nbytes for c in found]
+        lengths = self._ask_lengths(spans)
+        self._find_foreign(lengths, spans)
+        for length in lengths:
+            self._error_of(length)
+        return [c.nbytes for c in lengths]
 
     def _max_sizes(self, sizes: list[int]) -> list[int]:
-        found: list[int] = codecs.max_size(
+        bounds: list[int] = codecs.max_size(
             sizes,
             self._algorithm,
             bitstream=self._bitstream,
             chunk_size=self._chunk,
             checksums=self._policy in _COMPUTE,
         )
-        return found
+        return bounds
 
     def _check_config(self, config: Any, kind: type[Any]) -> None:
         if not isinstance(config, kind):
@@ -525,7 +570,9 @@ class Codec:
         self._check_open()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._closed = True
         self._original = self._reader = None
 
@@ -543,10 +590,10 @@ def backends() -> dict[str, str]:
     """What does the work of each algorithm on this machine: "cpu", or where there is
     a GPU what its Arrays are decoded and encoded by, "nvcomp VERSION", or the wheel
     that is missing."""
-    found = {name: "cpu" for name in codecs.algorithms()}
+    places = {name: "cpu" for name in codecs.algorithms()}
     if gpu.count():
-        for name in found:
+        for name in places:
             decodes = "cuda" if name in gpu.algorithms() else "cpu, copied from and to the GPU"
             encodes = "cuda" if name == "X16" else "cpu, copied from and to the GPU"
-            found[name] = f"decode: {decodes}; encode: {encodes}"
-    return found | dict.fromkeys(original.ALGORITHMS, original.backend())
+            places[name] = f"decode: {decodes}; encode: {encodes}"
+    return places | dict.fromkeys(original.ALGORITHMS, original.backend())

@@ -17,15 +17,15 @@ HOST = (1, 0)
 
 
 def _array_like(array: Array, span: codecs.Span, device: tuple[int, int], stream: int = 1) -> Array:
-    made = type(array)._of(span, array.buffer_size, array._kind, device, stream)
-    made._shape, made._strides = array._shape, array._strides
-    return made
+    copy = type(array)._of(span, array.buffer_size, array._kind, device, stream)
+    copy._shape, copy._strides = array._shape, array._strides
+    return copy
 
 
 def gpu_memory(nbytes: int, device: int, stream: int) -> codecs.Span:
     """Memory of a GPU: of the user's device allocator where one is set."""
-    made = streams.allocate("device", nbytes, stream, device)
-    return made if made is not None else codecs.Span(*gpu.alloc(nbytes, device, stream)[:3])
+    memory = streams.allocate("device", nbytes, stream, device)
+    return memory if memory is not None else codecs.Span(*gpu.alloc(nbytes, device, stream)[:3])
 
 
 def to_host(array: Array) -> Array | None:
@@ -68,5 +68,5 @@ def to_device(array: Array, synchronize: bool = True, stream: int = 0, index: in
     span = gpu_memory(nbytes, index, stream)
     copy_onto(array, span.address, index, stream, synchronize)
     # What has not been read yet stays.
-    kept = span if synchronize else codecs.Span(span.address, nbytes, (span.keep, array))
-    return _array_like(array, kept, (2, index), stream)
+    source = span if synchronize else codecs.Span(span.address, nbytes, (span.keep, array))
+    return _array_like(array, source, (2, index), stream)

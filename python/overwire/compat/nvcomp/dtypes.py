@@ -58,12 +58,12 @@ def kind_of(data_type: Any) -> Kind:
     if text == "|f1":  # nvCOMP's FP8
         return _NAMED["float8_e4m3fn"]
     text = _PLAIN.get(text, text)
-    found = re.fullmatch(r"([<|])([iufcb])(1|2|4|8|16)", text)
-    size = int(found[3]) if found else 0
+    match = re.fullmatch(r"([<|])([iufcb])(1|2|4|8|16)", text)
+    size = int(match[3]) if match else 0
     sizes = {"i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8), "c": (8, 16), "b": (1,)}
-    if found is None or size not in sizes[found[2]] or (found[1] == "|" and size != 1):
+    if match is None or size not in sizes[match[2]] or (match[1] == "|" and size != 1):
         raise ValueError(f"Unknown output data type: {data_type!r}")
-    return _CODES[found[2]], 8 * size, 1
+    return _CODES[match[2]], 8 * size, 1
 
 
 def elements(nbytes: int, kind: Kind) -> int:

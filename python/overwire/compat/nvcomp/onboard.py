@@ -25,8 +25,8 @@ _RATIO = {"LZ4": 255, "Snappy": 32, "Cascaded": 512, "X16": 1 << 20}
 def shape_of(array: Array, algorithm: str, bitstream: str, stream: int) -> Shape | None:
     """What a stream on a GPU says about itself, after what is queued there; None if
     only the host can read it, or report the error."""
-    found = _peek_all([array], algorithm, bitstream, array._device[1], stream)
-    return found[0] if found is not None else None
+    peeks = _peek_all([array], algorithm, bitstream, array._device[1], stream)
+    return peeks[0] if peeks is not None else None
 
 
 def _peek_all(arrays: Sequence[Array], algorithm: str, bitstream: str, device: int, stream: int) -> list[Shape] | None:
@@ -75,7 +75,7 @@ def decode(
     # How streams lie where kernels read them: `lead` bytes before a multiple of `step`.
     step, lead = (16 if x16 else 8), (8 if x16 and bitstream == "raw" else 0 if x16 or bitstream == "native" else None)
     where = (2, device)
-    made: list[Array] = []
+    outputs: list[Array] = []
     rows = []
     sources: list[Array] = []
     after: list[int] = []
@@ -100,15 +100,17 @@ def decode(
             after.append(source._stream)
         if result._must_wait(stream):
             after.append(result._stream)
-        made.append(result)
+        outputs.append(result)
         sources.append(source)
         rows.append((src, nbytes, dst, size, chunk))
-    batch = gpu.decode(device, stream, rows, name, bitstream=bitstream, after=list(dict.fromkeys(after)) if after else ())
-    for i, result in enumerate(made):
+    batch = gpu.decode(
+        device, stream, rows, name, bitstream=bitstream, after=list(dict.fromkeys(after)) if after else ()
+    )
+    for i, result in enumerate(outputs):
         result._stream = result._joined = stream
         # A source of another stream must not go before it was read.
         result._pending = Later(batch, i, sources[i] if after else None)
-    return made
+    return outputs
 
 
 def encode(
@@ -125,7 +127,7 @@ def encode(
     native = bitstream == "native"
     contents = []
     sources = []
-    made: list[Array] = []
+    outputs: list[Array] = []
     after: list[int] = []
     for i, (array, name) in enumerate(zip(arrays, names, strict=True)):
         size = array._span.nbytes
@@ -142,21 +144,21 @@ def encode(
             return None
         if room._must_wait(stream):
             after.append(room._stream)
-        made.append(room)
+        outputs.append(room)
         source = _aligned_to(array, 16, 0, device, stream)
         if source._must_wait(stream):
             after.append(source._stream)
         contents.append((source._span.address, size, room._span.address, room._capacity, step, how))
         sources.append(source)  # until it was read
     batch = gpu.encode(device, stream, contents, bitstream=bitstream, after=list(dict.fromkeys(after)) if after else ())
-    for result, size_or_error in zip(made, batch.wait(), strict=True):
+    for result, size_or_error in zip(outputs, batch.wait(), strict=True):
         if not isinstance(size_or_error, int):
             assert size_or_error is not None
             raise size_or_error
         result._span = codecs.Span(result._span.address, size_or_error, result._span.keep)
         result._shape = (size_or_error,)
         result._stream = result._joined = stream
-    return made
+    return outputs
 
 
 # What decides on a transform where the type does not.
@@ -164,8 +166,8 @@ _SAMPLE = 256 << 10
 
 
 def _transform_of(array: Array, name: str | None, device: int, stream: int) -> int:
-    found = gpu.transform(name)
-    if found is None:
+    transform = gpu.transform(name)
+    if transform is None:
         size = array._span.nbytes
         n = min(size, _SAMPLE)
         if n == 0:
@@ -174,8 +176,8 @@ def _transform_of(array: Array, name: str | None, device: int, stream: int) -> i
         at = array._span.address + ((size - n) // 2 & ~15)
         after = [array._stream] if array._must_wait(stream) else []
         gpu.copy(codecs.span(sample).address, at, n, device=device, stream=stream, after=after)
-        found = gpu.transform(name, sample)
-    return found or 0
+        transform = gpu.transform(name, sample)
+    return transform or 0
 
 
 def _output_for(given: Array | None, size: int, kind: Kind, device: int, stream: int, exact: bool = True) -> Array:
@@ -184,22 +186,22 @@ def _output_for(given: Array | None, size: int, kind: Kind, device: int, stream:
     if given is None:
         return Array._of(devices.gpu_memory(size, device, stream), size, kind, (2, device), stream)
     check_out(given)
-    ours = given._native
-    capacity = given._capacity if ours else given._span.nbytes
+    native = given._native
+    capacity = given._capacity if native else given._span.nbytes
     before = given._stream, given._joined
-    if ours and (capacity < size or given._device != (2, device)):
+    if native and (capacity < size or given._device != (2, device)):
         span, capacity, before = devices.gpu_memory(size, device, stream), size, (stream, stream)
     elif capacity < size and exact:
         raise ValueError(f"out has {capacity} bytes, {size} are needed")
     else:
-        span = codecs.Span(given._span.address, capacity, given._span.keep if ours else given)
-    made = Array._of(span, min(size, capacity), kind, (2, device))
-    made._stream, made._joined = before
-    if ours:
-        given.__dict__.update(made.__dict__)
+        span = codecs.Span(given._span.address, capacity, given._span.keep if native else given)
+    array = Array._of(span, min(size, capacity), kind, (2, device))
+    array._stream, array._joined = before
+    if native:
+        given.__dict__.update(array.__dict__)
         return given
-    made._native = False
-    return made
+    array._native = False
+    return array
 
 
 def _aligned_to(array: Array, step: int, lead: int, device: int, stream: int) -> Array:

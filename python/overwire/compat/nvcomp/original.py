@@ -54,11 +54,11 @@ def _why_unfit(version: str) -> str | None:
 
 def backend() -> str:
     """Which nvCOMP is installed, or what is missing."""
-    found = _newest_wheel()
-    if found is None:
+    wheel = _newest_wheel()
+    if wheel is None:
         return f"none: needs the wheel {' or '.join(_WHEELS)}"
-    wrong = _why_unfit(found.version)
-    return f"none: {wrong}" if wrong else f"nvcomp {found.version}"
+    wrong = _why_unfit(wheel.version)
+    return f"none: {wrong}" if wrong else f"nvcomp {wheel.version}"
 
 
 def usable() -> bool:
@@ -77,33 +77,33 @@ def _load_codec(algorithm: str) -> Any:
     global _impl
     if _impl is not None:
         return _impl
-    found = _newest_wheel()
-    if found is None:
+    wheel = _newest_wheel()
+    if wheel is None:
         raise NotSupportedError(
             f"overwire: nvcomp: {algorithm} is nvCOMP's own: it needs a GPU and the wheel {' or '.join(_WHEELS)}, "
             "which is not installed"
         )
-    wrong = _why_unfit(found.version)
+    wrong = _why_unfit(wheel.version)
     if wrong:
         raise NotSupportedError(f"overwire: nvcomp: {algorithm} is nvCOMP's own: {wrong}")
     # One process can load the extension once: where it is nvidia.nvcomp, that is the one.
     try:
-        made = getattr(import_module("nvidia.nvcomp"), "nvcomp_impl", None)
+        module = getattr(import_module("nvidia.nvcomp"), "nvcomp_impl", None)
     except ImportError:
-        made = None
-    if made is None:  # by that name goes this package: the extension is loaded by its file
+        module = None
+    if module is None:  # by that name goes this package: the extension is loaded by its file
         tag = f"nvcomp_impl.cpython-{sys.version_info[0]}{sys.version_info[1]}-"
-        file = next((f for f in found.files or () if f.name.startswith(tag)), None)
+        file = next((f for f in wheel.files or () if f.name.startswith(tag)), None)
         if file is None:
-            raise NotSupportedError(f"overwire: nvcomp: nvCOMP {found.version} has no extension for this Python")
+            raise NotSupportedError(f"overwire: nvcomp: nvCOMP {wheel.version} has no extension for this Python")
         import_module("nvidia.libnvcomp").load_library()
-        path = str(found.locate_file(file))
+        path = str(wheel.locate_file(file))
         spec = spec_from_file_location("nvcomp_impl", path, loader=ExtensionFileLoader("nvcomp_impl", path))
         assert spec is not None and spec.loader is not None
-        made = module_from_spec(spec)
-        spec.loader.exec_module(made)
-    _impl = made
-    return made
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+    _impl = module
+    return module
 
 
 class Original:
@@ -119,11 +119,11 @@ class Original:
     def __init__(self, algorithm: str, kwargs: dict[str, Any], verifies: bool = False) -> None:
         self.impl = _load_codec(algorithm)
         self._verifies = verifies
-        theirs = {}
+        options = {}
         for name, value in kwargs.items():
             kind = getattr(self.impl, type(value).__name__, None)
-            theirs[name] = kind(int(value)) if kind is not None and hasattr(value, "value") else value
-        self.codec = self.impl.Codec(**theirs)
+            options[name] = kind(int(value)) if kind is not None and hasattr(value, "value") else value
+        self.codec = self.impl.Codec(**options)
         self._lock = threading.Lock()
 
     def to_theirs(self, sources: Sequence[Array], many: bool) -> Any:
@@ -136,16 +136,16 @@ class Original:
     ) -> Any:
         """Has nvCOMP encode or decode, and waits, since copies made for it are freed when
         this returns. Arrays of the result keep nvCOMP's Arrays, and its Codec, alive."""
-        given = {name: value for name, value in configs.items() if value is not None}  # before 5.2 there were none
+        options = {name: value for name, value in configs.items() if value is not None}  # before 5.2 there were none
         with self._lock:
             if outs is not None:
-                given["out"] = self.impl.as_arrays(list(outs)) if many else self.impl.as_array(outs[0])
-            theirs = self.to_theirs(sources, many)
-            made = getattr(self.codec, verb)(theirs, *args, **given)
+                options["out"] = self.impl.as_arrays(list(outs)) if many else self.impl.as_array(outs[0])
+            inputs = self.to_theirs(sources, many)
+            results = getattr(self.codec, verb)(inputs, *args, **options)
             if self._verifies and verb == "decode":
-                for each in made if many else [made]:
+                for each in results if many else [results]:
                     each.cpu()  # nvCOMP tells at the first look, and only there, that a checksum does not match
-            arrays = [self._take_array(each, made) for each in (made if many else [made])]
+            arrays = [self._take_array(each, results) for each in (results if many else [results])]
         return BatchArray(arrays) if many else arrays[0]
 
     def _take_array(self, made: Any, batch: Any) -> Array:

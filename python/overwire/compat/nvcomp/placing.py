@@ -49,10 +49,10 @@ def prepare_outputs(out: Any, many: bool, sources: list[Array], stream: int) -> 
     if many and (not isinstance(out, (list, tuple)) or len(out) != len(sources)):
         raise ValueError(f"out: expected a list of {len(sources)} buffers")
     arrays = [o if o is None or isinstance(o, Array) else Array(o, stream) for o in (out if many else [out])]
-    given = [a for a in arrays if a is not None]
-    if len({id(a) for a in given}) < len(given):
+    targets = [a for a in arrays if a is not None]
+    if len({id(a) for a in targets}) < len(targets):
         raise ArgumentError("overwire: nvcomp: out: one Array for two results: each needs its own")
-    apart([a._span for a in sources], [(a._span.address, a._capacity) for a in given])
+    apart([a._span for a in sources], [(a._span.address, a._capacity) for a in targets])
     return arrays
 
 
@@ -80,21 +80,21 @@ def place_result(
     coded: codecs.Coded, span: codecs.Span | None, out: Array | None, kind: Kind, device: int | None, stream: int
 ) -> Array:
     elements(coded.nbytes, kind)
-    placed = span is not None
+    is_in_place = span is not None
     if span is None:
         span = codecs.Span(coded.address, coded.nbytes, coded.memory)
-    made = Array._of(span, coded.nbytes, kind)
+    array = Array._of(span, coded.nbytes, kind)
     if out is not None and not out._native:
-        if placed:
-            made._native = False
-            return made
-        return _copy_onto(made, out, stream)
+        if is_in_place:
+            array._native = False
+            return array
+        return _copy_onto(array, out, stream)
     if device is not None:
-        moved = devices.to_device(made, index=device, stream=stream)
-        made = moved if moved is not None else made
+        result = devices.to_device(array, index=device, stream=stream)
+        array = result if result is not None else array
     if out is None:
-        return made
-    out.__dict__.update(made.__dict__)
+        return array
+    out.__dict__.update(array.__dict__)
     return out
 
 
@@ -107,6 +107,6 @@ def _copy_onto(made: Array, out: Array, stream: int) -> Array:
         gpu.follow(stream, out._stream, device=device)
     if nbytes:
         devices.copy_onto(made, out._span.address, device, stream)
-    placed = Array._of(codecs.Span(out._span.address, out.buffer_size, out), nbytes, made._kind, out._device, stream)
-    placed._native = False
-    return placed
+    target = Array._of(codecs.Span(out._span.address, out.buffer_size, out), nbytes, made._kind, out._device, stream)
+    target._native = False
+    return target

@@ -8,7 +8,14 @@ from typing import Any
 
 from ... import codecs, gpu
 
-__all__ = ["CudaStream", "check_device", "current", "set_device_allocator", "set_host_allocator", "set_pinned_allocator"]
+__all__ = [
+    "CudaStream",
+    "check_device",
+    "current",
+    "set_device_allocator",
+    "set_host_allocator",
+    "set_pinned_allocator",
+]
 
 # The default, legacy and per-thread streams.
 _SPECIAL = (0, 1, 2)
@@ -26,9 +33,9 @@ class CudaStream:
 
     @classmethod
     def _from_number(cls, ptr: int, device: int) -> CudaStream:
-        made = cls.__new__(cls)
-        made._ptr, made._device = ptr, device
-        return made
+        stream = cls.__new__(cls)
+        stream._ptr, stream._device = ptr, device
+        return stream
 
     @staticmethod
     def borrow(cuda_stream: int, device_idx: int = -1) -> CudaStream:
@@ -43,9 +50,9 @@ class CudaStream:
     def make_new(device_idx: int = -1) -> CudaStream:
         """A new stream, which ends with its last holder. Raises as `borrow`."""
         device = _device("CudaStream.make_new", device_idx)
-        made = CudaStream._from_number(gpu.stream_new(device), device)
-        weakref.finalize(made, gpu.stream_free, made._ptr, device).atexit = False
-        return made
+        stream = CudaStream._from_number(gpu.stream_new(device), device)
+        weakref.finalize(stream, gpu.stream_free, stream._ptr, device).atexit = False
+        return stream
 
     @property
     def device(self) -> int:
@@ -123,13 +130,13 @@ def allocate(kind: str, nbytes: int, stream: int = 0, device: int = -1) -> codec
     allocator = _allocators.get(kind)
     if allocator is None or nbytes == 0:
         return None
-    made = allocator(nbytes, CudaStream._from_number(stream, device))
-    ptr = getattr(made, "ptr", None)
+    memory = allocator(nbytes, CudaStream._from_number(stream, device))
+    ptr = getattr(memory, "ptr", None)
     if not isinstance(ptr, int):
-        raise TypeError(f"the {kind} allocator returned {type(made).__name__}, which has no int ptr")
+        raise TypeError(f"the {kind} allocator returned {type(memory).__name__}, which has no int ptr")
     if ptr == 0:
         raise MemoryError(f"the {kind} allocator returned no memory for {nbytes} bytes")
-    return codecs.Span(ptr, nbytes, made)
+    return codecs.Span(ptr, nbytes, memory)
 
 
 def has_allocator(kind: str) -> bool:

@@ -145,9 +145,9 @@ def cleanup() -> Iterator[None]:
     try:
         yield
     finally:
-        used = _reserved()
+        nbytes = _reserved()
         empty_cache()
-        log.debug("GPU memory of torch: %s before, %s used, %s after", *map(natsize, (before, used, _reserved())))
+        log.debug("GPU memory of torch: %s before, %s used, %s after", *map(natsize, (before, nbytes, _reserved())))
 
 
 def _cuda() -> Any:

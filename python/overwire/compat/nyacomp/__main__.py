@@ -28,8 +28,8 @@ def load(path: str) -> Any:
         # Its own loader takes the tensors from PRELOAD_PATH, wherever `path` is.
         meta = manifests.find(path, manifests.META)
         os.environ.update(PRELOAD_PATH=str(meta), NO_PRELOAD="1", NO_HIDE_MODULES="1")
-        found = importlib.util.find_spec("nyacomp")
-        if found is None or "overwire" in (found.origin or ""):
+        spec = importlib.util.find_spec("nyacomp")
+        if spec is None or "overwire" in (spec.origin or ""):
             raise refused
         import nyacomp  # type: ignore[import-not-found]
 

@@ -89,7 +89,8 @@ class CompressedFile:
         self.digest = digest
 
     def __repr__(self) -> str:
-        return f"CompressedFile({self.filename!r}, {list(self.shape)}, {self.dtype!r}, {self.decompressed_size}, {self.compressed_size})"
+        sizes = f"{self.decompressed_size}, {self.compressed_size}"
+        return f"CompressedFile({self.filename!r}, {list(self.shape)}, {self.dtype!r}, {sizes})"
 
     @property
     def raw(self) -> bool:
@@ -110,7 +111,8 @@ def batch_decompress(files: Sequence[CompressedFile], assignments: Sequence[Sequ
     assignments: positions in files for each thread, in any number of bins. They
         are checked and otherwise passed over: every worker takes what is next.
 
-    Raises ArgumentError for assignments that do not fit, FormatError for sizes that do not fit before anything is allocated,
+    Raises ArgumentError for assignments that do not fit, FormatError for sizes that do not fit before anything is
+    allocated,
     NotFoundError, CorruptError, NotSupportedError for what nvCOMP wrote.
     """
     if not manifests.bins_fit(assignments, len(files)):
@@ -209,10 +211,10 @@ def device() -> str:
 def _dtype(name: str, place: str) -> Any:
     import torch
 
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise _misfit(place, f"{name!r} is no dtype of torch")
-    return found
+    return dtype
 
 
 def _read(entries: list[_Entry], preload: overwire.Preload | None, sizes: bool = True) -> list[Any]:
@@ -236,7 +238,10 @@ def _brought(entries: list[_Entry]) -> Iterator[list[_Entry]]:
         return
     sizes = [entry.file.compressed_size for entry in remote]
     with tempfile.TemporaryDirectory(prefix="overwire-") as folder:
-        places = [os.path.join(folder, f"{at}-{os.path.basename(urlsplit(entry.place).path)}") for at, entry in enumerate(remote)]
+        places = [
+            os.path.join(folder, f"{at}-{os.path.basename(urlsplit(entry.place).path)}")
+            for at, entry in enumerate(remote)
+        ]
         with ObjectReader([entry.place for entry in remote], sizes=sizes) as reader:
             for place, size in zip(places, sizes, strict=True):
                 with open(place, "wb") as file:
@@ -258,25 +263,25 @@ def _brought(entries: list[_Entry]) -> Iterator[list[_Entry]]:
 
 
 def _tensors(entries: list[_Entry], preload: overwire.Preload | None) -> list[Any]:
-    found = [_check(entry) for entry in entries]
-    containers = [(entry, names) for entry, names in zip(entries, found, strict=True) if isinstance(names, list)]
+    sizes = [_check(entry) for entry in entries]
+    containers = [(entry, names) for entry, names in zip(entries, sizes, strict=True) if isinstance(names, list)]
     places, flat = [entry.place for entry, _ in containers], [name for _, names in containers for name in names]
-    loaded: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     if flat and len(set(flat)) == len(flat):
         if preload is not None and len(preload.uris) == len(places):
             places = preload.uris
-        loaded = overwire.load_file(places, framework="pt", device=device())
+        by_name = overwire.load_file(places, framework="pt", device=device())
     tensors: list[Any] = []
-    for entry, names in zip(entries, found, strict=True):
+    for entry, names in zip(entries, sizes, strict=True):
         if not isinstance(names, list):
             tensors.append(_shaped(names(entry), entry))
             continue
         # Files that were copied or gathered may hold equal names: one by one.
-        mine = loaded or overwire.load_file(entry.place, framework="pt", device=device())
+        source = by_name or overwire.load_file(entry.place, framework="pt", device=device())
         if _is_bundle(entry):
-            tensors += [mine.pop(name) for name in names]
+            tensors += [source.pop(name) for name in names]
         else:
-            tensors.append(_shaped(mine.pop(names[0]), entry))
+            tensors.append(_shaped(source.pop(names[0]), entry))
     return tensors
 
 
@@ -298,12 +303,14 @@ def _check(entry: _Entry) -> list[str] | Callable[[_Entry], Any]:
         raise _misfit(place, f"shape {list(file.shape)} of {file.dtype}: no tensor is that large")
     size = math.prod(file.shape) * item
     if size != file.decompressed_size:
-        raise _misfit(place, f"shape {list(file.shape)} of {file.dtype} has {size} bytes, listed are {file.decompressed_size}")
+        raise _misfit(
+            place, f"shape {list(file.shape)} of {file.dtype} has {size} bytes, listed are {file.decompressed_size}"
+        )
     if file.raw:
         if "://" not in place:
-            found = _size_of(place)
-            if found != size:
-                raise overwire.CorruptError(f"overwire: open {place}: {found} bytes, {size} wanted", source=place)
+            actual_size = _size_of(place)
+            if actual_size != size:
+                raise overwire.CorruptError(f"overwire: open {place}: {actual_size} bytes, {size} wanted", source=place)
         return _raw
     if "://" not in place:
         _size_of(place)
@@ -358,7 +365,9 @@ def _raw(entry: _Entry) -> Any:
         data = bytearray(size)
         with open(place, "rb", opener=regular) as file:
             if file.readinto(data) < size or file.read(1):
-                raise overwire.CorruptError(f"overwire: read {place}: its size is not {size} bytes (any more)", source=place)
+                raise overwire.CorruptError(
+                    f"overwire: read {place}: its size is not {size} bytes (any more)", source=place
+                )
     if len(data) != size:
         raise overwire.CorruptError(f"overwire: read {place}: {len(data)} bytes, {size} wanted", source=place)
     flat = torch.frombuffer(data, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
@@ -380,7 +389,7 @@ def _shaped(tensor: Any, entry: _Entry) -> Any:
     import torch
 
     flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
-    wanted = _dtype(entry.file.dtype, entry.place)
+    dtype = _dtype(entry.file.dtype, entry.place)
     if not flat.numel():
-        return torch.empty(entry.file.shape, dtype=wanted, device=tensor.device)
-    return flat.view(wanted).reshape(entry.file.shape)
+        return torch.empty(entry.file.shape, dtype=dtype, device=tensor.device)
+    return flat.view(dtype).reshape(entry.file.shape)

@@ -74,14 +74,14 @@ def get_pipeline_params(pipeline: Any) -> list[Any]:
     """The parameters of every module that a pipeline's `config` names, in its order."""
     import torch
 
-    found = []
-    held = getattr(pipeline, "__dict__", {})
+    params = []
+    attributes = getattr(pipeline, "__dict__", {})
     for name in pipeline.config:
         # diffusers warns when it is asked for a key that is no component.
-        part = held.get(name) or (getattr(pipeline, name, None) if hasattr(type(pipeline), name) else None)
+        part = attributes.get(name) or (getattr(pipeline, name, None) if hasattr(type(pipeline), name) else None)
         if isinstance(part, torch.nn.Module) and not name.startswith("_"):
-            found += list(part.parameters())
-    return found
+            params += list(part.parameters())
+    return params
 
 
 def tensor_bytes(tensor: Any) -> bytes:
@@ -101,23 +101,23 @@ def compress_parameter(param: Any, path: PathLike, algo: int = 0) -> tuple[dict[
     settings.check_algo(algo)
     target, raw = Path(path), Path(path).with_suffix(".raw")
     tensor = param.detach()
-    size = stored = tensor_size(tensor)
+    size = stored_size = tensor_size(tensor)
     if size > 1 and not settings.flag("UNCOMPRESSED"):
         with contextlib.suppress(overwire.NotSupportedError):
-            stored = _nyacomp.write_tensor(tensor, target)
-    compressed = stored < size
-    if not compressed:
-        stored = size
+            stored_size = _nyacomp.write_tensor(tensor, target)
+    is_smaller = stored_size < size
+    if not is_smaller:
+        stored_size = size
         manifests.write_file(raw, tensor_bytes(tensor))
-    (raw if compressed else target).unlink(missing_ok=True)
+    (raw if is_smaller else target).unlink(missing_ok=True)
     meta = {
-        "filename": manifests.host_name(target if compressed else raw),
+        "filename": manifests.host_name(target if is_smaller else raw),
         "shape": list(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "decompressed_size": size,
-        "compressed_size": stored,
+        "compressed_size": stored_size,
     }
-    return meta, size, stored
+    return meta, size, stored_size
 
 
 # -- loading
@@ -210,7 +210,8 @@ def _filled(path: PathLike, tensors: list[Any]) -> Any:
     empty = [param for param in _parameters(model) if param.shape == (0,)]
     if len(empty) != len(tensors):
         raise overwire.FormatError(
-            f"overwire: load {os.fspath(path)}: {len(empty)} empty parameters for {len(tensors)} tensors", source=os.fspath(path)
+            f"overwire: load {os.fspath(path)}: {len(empty)} empty parameters for {len(tensors)} tensors",
+            source=os.fspath(path),
         )
     for param, tensor in zip(empty, tensors, strict=True):
         param.data = tensor
@@ -230,7 +231,9 @@ def get_args(path: PathLike) -> tuple[list[_nyacomp.CompressedFile], list[list[i
         beside = folder / manifests.FOLDER / os.path.basename(name)
         if "://" not in name and beside.exists():
             name = str(beside)
-        files.append(_nyacomp.CompressedFile(name, row["shape"], row["dtype"], row["decompressed_size"], row["compressed_size"]))
+        files.append(
+            _nyacomp.CompressedFile(name, row["shape"], row["dtype"], row["decompressed_size"], row["compressed_size"])
+        )
     if len(bins) != settings.num_threads() or settings.flag("REDO_PARTITION"):
         bins = partition.massage([row["compressed_size"] for row in meta], settings.num_threads())
     return files, bins

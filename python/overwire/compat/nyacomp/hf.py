@@ -44,20 +44,22 @@ def compress_model(model: str | None = None) -> float:
     Returns stored / original."""
     cache = Path("~/.cache/huggingface").expanduser()
     names = ["*"] if model is None else [model, "models--" + model.replace("/", "--")]
-    folders = [folder for top in ("diffusers", "hub") for name in names for folder in (cache / top).glob(f"{name}/snapshots")]
+    folders = [
+        folder for top in ("diffusers", "hub") for name in names for folder in (cache / top).glob(f"{name}/snapshots")
+    ]
     return compress_components(path for folder in folders for path in sorted(folder.glob("**/*bin")))
 
 
 def compress_components(components: Iterable[_PathLike]) -> float:
     """`compress_state_dict` for several checkpoints, without those that it made
     itself. Returns stored / original, 1.0 if there are none."""
-    size = stored = 0
+    size = stored_size = 0
     for component in map(Path, components):
         if component.parent.name == "nya" or component.name.startswith("boneless"):
             continue
         plain, small = compress_state_dict(component)
-        size, stored = size + plain, stored + small
-    return stored / size if size else 1.0
+        size, stored_size = size + plain, stored_size + small
+    return stored_size / size if size else 1.0
 
 
 def compress_state_dict(path: _PathLike, treshold: int = 16000) -> tuple[int, int]:
@@ -74,10 +76,12 @@ def compress_state_dict(path: _PathLike, treshold: int = 16000) -> tuple[int, in
     place = Path(path)
     state: dict[str, Any] = dict(_read(place))
     if "meta" in state:
-        raise overwire.NotSupportedError(f"overwire: save {place}: nyacomp's layout has its bins where this has 'meta'", source=str(place))
+        raise overwire.NotSupportedError(
+            f"overwire: save {place}: nyacomp's layout has its bins where this has 'meta'", source=str(place)
+        )
     folder = place.parent / "nya"
     folder.mkdir(exist_ok=True)
-    total = stored = 0
+    total = stored_size = 0
     sizes, keys = [], []
     for key, value in list(state.items()):
         if not isinstance(value, torch.Tensor):
@@ -90,16 +94,22 @@ def compress_state_dict(path: _PathLike, treshold: int = 16000) -> tuple[int, in
             if small < size:
                 keys.append(key)
                 sizes.append(small)
-                state[key] = {"shape": value.shape, "dtype": value.dtype, "len": size, "len_compressed": small, "digest": digest}
+                state[key] = {
+                    "shape": value.shape,
+                    "dtype": value.dtype,
+                    "len": size,
+                    "len_compressed": small,
+                    "digest": digest,
+                }
             else:
                 small = size
                 file.unlink()
-        total, stored = total + size, stored + small
+        total, stored_size = total + size, stored_size + small
     bins = partition.massage(sizes, settings.num_threads())
     state["meta"] = [[keys[at] for at in part] for part in bins]
     with ObjectWriter(str(_boneless(place).absolute())) as whole:
         torch.save(state, whole)
-    return total, stored
+    return total, stored_size
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -107,10 +117,12 @@ def _read(path: Path) -> Mapping[str, Any]:
 
     if path.suffix == ".safetensors":
         return overwire.load_file(path, framework="pt")
-    found = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(found, Mapping):
-        raise overwire.FormatError(f"overwire: open {path}: it holds a {type(found).__name__}, no state dict", source=str(path))
-    return found
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(state, Mapping):
+        raise overwire.FormatError(
+            f"overwire: open {path}: it holds a {type(state).__name__}, no state dict", source=str(path)
+        )
+    return state
 
 
 def _boneless(path: _PathLike) -> Path:
@@ -129,7 +141,9 @@ def _entries(path: _PathLike) -> tuple[dict[str, Any], list[str], list[_nyacomp.
 
     boneless = _boneless(path)
     if not boneless.exists():
-        raise overwire.NotFoundError(f"overwire: open {boneless}: not found; compress_state_dict makes it", source=str(boneless))
+        raise overwire.NotFoundError(
+            f"overwire: open {boneless}: not found; compress_state_dict makes it", source=str(boneless)
+        )
     with torch.serialization.safe_globals([torch.Size]):
         state = torch.load(boneless, map_location="cpu", weights_only=True)
     state.pop("meta", None)
@@ -140,7 +154,9 @@ def _entries(path: _PathLike) -> tuple[dict[str, Any], list[str], list[_nyacomp.
         row = state[key]
         shape, dtype = list(row["shape"]), str(row["dtype"]).removeprefix("torch.")
         if math.prod(shape) * row["dtype"].itemsize != row["len"]:
-            raise overwire.FormatError(f"overwire: open {boneless}: sizes of {key!r} do not fit", source=str(boneless), tensor=key)
+            raise overwire.FormatError(
+                f"overwire: open {boneless}: sizes of {key!r} do not fit", source=str(boneless), tensor=key
+            )
         place = str(_file(boneless.parent, key))
         files.append(
             _nyacomp.CompressedFile(place, shape, dtype, row["len"], row["len_compressed"], digest=row.get("digest"))
@@ -182,7 +198,11 @@ def toggle_patch(module: Any) -> None:
                 setattr(module, toggle.name, toggle.original)
         return
     names: dict[str, Callable[..., Any]] = {"load_state_dict": _load_state_dict, "safe_open": _Opened}
-    toggles = [_Toggle(name, getattr(module, name), ours) for name, ours in names.items() if getattr(module, name, None) is not None]
+    toggles = [
+        _Toggle(name, getattr(module, name), replacement)
+        for name, replacement in names.items()
+        if getattr(module, name, None) is not None
+    ]
     for toggle in toggles:
         setattr(module, toggle.name, toggle.either)
     _toggled[id(module)] = (module, toggles)
@@ -197,8 +217,8 @@ class _Toggle:
         @wraps(original, updated=())  # it may be a class
         def either(*args: Any, **kwargs: Any) -> Any:
             file = args[0] if args else kwargs.get("checkpoint_file", kwargs.get("filename"))
-            compressed = self.on and isinstance(file, (str, os.PathLike)) and _fresh(Path(file))
-            return (ours if compressed else original)(*args, **kwargs)
+            is_compressed = self.on and isinstance(file, (str, os.PathLike)) and _fresh(Path(file))
+            return (ours if is_compressed else original)(*args, **kwargs)
 
         self.either = either
 
@@ -206,7 +226,10 @@ class _Toggle:
 def _load_state_dict(checkpoint_file: _PathLike, *args: Any, **kwargs: Any) -> dict[str, Any]:
     where = kwargs.get("map_location")
     state = _shapes(checkpoint_file) if where == "meta" else good_load(checkpoint_file)
-    return {key: value.to("cpu" if where is None else where) if hasattr(value, "to") else value for key, value in state.items()}
+    return {
+        key: value.to("cpu" if where is None else where) if hasattr(value, "to") else value
+        for key, value in state.items()
+    }
 
 
 def _shapes(path: _PathLike) -> dict[str, Any]:
@@ -266,7 +289,11 @@ class _Slice:
         if kind.startswith("float8"):
             kind, rest = "float8", kind[6:].upper().removesuffix("FNU").removesuffix("FN")
         letters = kind.rstrip("0123456789")
-        return "BOOL" if letters == "bool" else ("BF" if letters == "bfloat" else letters[0].upper()) + kind[len(letters) :] + rest
+        return (
+            "BOOL"
+            if letters == "bool"
+            else ("BF" if letters == "bfloat" else letters[0].upper()) + kind[len(letters) :] + rest
+        )
 
 
 def _fresh(path: Path) -> bool:
@@ -274,8 +301,8 @@ def _fresh(path: Path) -> bool:
     # was put there with an older time (cp -p, rsync), which its status change tells.
     boneless = _boneless(path)
     try:
-        ours, now = boneless.stat(), path.stat()
-        return ours.st_mtime_ns >= now.st_mtime_ns and ours.st_ctime_ns >= now.st_ctime_ns
+        container, now = boneless.stat(), path.stat()
+        return container.st_mtime_ns >= now.st_mtime_ns and container.st_ctime_ns >= now.st_ctime_ns
     except FileNotFoundError:
         return boneless.exists()
 
@@ -300,5 +327,5 @@ def stats(times: Sequence[float]) -> str:
     """Mean, standard deviation and minimum in one line, rounded to 4 digits."""
     import statistics
 
-    found = {"mean": statistics.mean(times), "stdev": statistics.stdev(times), "min": min(times)}
-    return " ".join(f"{name}: {round(value, 4)}" for name, value in found.items())
+    values = {"mean": statistics.mean(times), "stdev": statistics.stdev(times), "min": min(times)}
+    return " ".join(f"{name}: {round(value, 4)}" for name, value in values.items())

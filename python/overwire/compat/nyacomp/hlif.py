@@ -47,16 +47,24 @@ def parse(place: str, head: bytes, size: int) -> Header:
     is none, NotSupportedError for formats that only nvCOMP knows."""
     if len(head) >= _HEADER.size:
         magic, major, minor, kind, payload, plain, offset = _HEADER.unpack_from(head)
-        if magic == 0 and 2 <= major <= 4 and kind < len(FORMATS) and _HEADER.size <= offset <= size and payload <= size - offset:
-            found = Header((major, minor), FORMATS[kind], plain)
-            if found.format not in _HIDDEN:
-                return found
+        if (
+            magic == 0
+            and 2 <= major <= 4
+            and kind < len(FORMATS)
+            and _HEADER.size <= offset <= size
+            and payload <= size - offset
+        ):
+            header = Header((major, minor), FORMATS[kind], plain)
+            if header.format not in _HIDDEN:
+                return header
             raise overwire.NotSupportedError(
-                f"overwire: open {place}: written by nyacomp itself ({found.format} of nvCOMP {major}.{minor}, "
+                f"overwire: open {place}: written by nyacomp itself ({header.format} of nvCOMP {major}.{minor}, "
                 f"{plain} bytes); where nyacomp and its GPU are, run: {RECOMPRESS}",
                 source=place,
             )
-    raise overwire.FormatError(f"overwire: open {place}: neither a container of overwire's nor a file of nvCOMP's", source=place)
+    raise overwire.FormatError(
+        f"overwire: open {place}: neither a container of overwire's nor a file of nvCOMP's", source=place
+    )
 
 
 def sniff(place: str) -> Header | None:
@@ -71,14 +79,16 @@ def sniff(place: str) -> Header | None:
 def decode(place: str, data: bytes, size: int) -> memoryview:
     """The `size` bytes in a whole file of nvCOMP's. CorruptError, FormatError,
     NotSupportedError."""
-    found = parse(place, data[: _HEADER.size], len(data))
-    if found.plain != size:
-        raise overwire.FormatError(f"overwire: open {place}: {found.plain} bytes in it, {size} wanted", source=place)
-    log.warning("%s: its checksums are nvCOMP's own and are not compared; compress the model again: %s", place, RECOMPRESS)
+    header = parse(place, data[: _HEADER.size], len(data))
+    if header.plain != size:
+        raise overwire.FormatError(f"overwire: open {place}: {header.plain} bytes in it, {size} wanted", source=place)
+    log.warning(
+        "%s: its checksums are nvCOMP's own and are not compared; compress the model again: %s", place, RECOMPRESS
+    )
     try:
-        got = codecs.decode(data, found.format, verify=False)  # no memory before the stream can give as much
+        content = codecs.decode(data, header.format, verify=False)  # no memory before the stream can give as much
     except overwire.OverwireError as error:
         raise type(error)(f"overwire: decode {place}: {error}", source=place) from error
-    if len(got) != size:
-        raise overwire.CorruptError(f"overwire: decode {place}: {len(got)} bytes, {size} wanted", source=place)
-    return got
+    if len(content) != size:
+        raise overwire.CorruptError(f"overwire: decode {place}: {len(content)} bytes, {size} wanted", source=place)
+    return content

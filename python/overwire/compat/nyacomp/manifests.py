@@ -53,8 +53,8 @@ class Manifest(NamedTuple):
 
 def bins_fit(bins: Sequence[Sequence[int]], count: int) -> bool:
     """Whether bins name files that are there, none twice."""
-    listed = [at for part in bins for at in part]
-    return len(set(listed)) == len(listed) and all(0 <= at < count for at in listed)
+    indices = [at for part in bins for at in part]
+    return len(set(indices)) == len(indices) and all(0 <= at < count for at in indices)
 
 
 def _check_bins(bins: Sequence[Sequence[int]], count: int, path: str) -> None:
@@ -70,7 +70,9 @@ def read_csv(path: str | os.PathLike[str]) -> Manifest:
     try:
         bins = [[int(at) for at in part.split(";") if at] for part in text.partition("\n")[0].strip().split(",")]
     except ValueError as error:
-        raise overwire.FormatError(f"overwire: open {place} line 1: expected bins such as '0;2,1'", source=place) from error
+        raise overwire.FormatError(
+            f"overwire: open {place} line 1: expected bins such as '0;2,1'", source=place
+        ) from error
     rows = meta_rows(place, text)
     _check_bins(bins, len(rows), place)
     return Manifest(place, bins, rows)
@@ -82,9 +84,13 @@ def to_csv(meta: Sequence[Mapping[str, Any]], bins: Sequence[Sequence[int]], f: 
     with a line break, before anything is written."""
     for row in meta:
         if row and "\n" in str(row["filename"]):
-            raise overwire.ArgumentError(f"overwire: save {os.fspath(f)!r}: {row['filename']!r} has a line break, and lines list the files")
+            raise overwire.ArgumentError(
+                f"overwire: save {os.fspath(f)!r}: {row['filename']!r} has a line break, and lines list the files"
+            )
     rows = [
-        f"{row['filename']} {ints(row['shape'])} {row['dtype']} {row['decompressed_size']} {row['compressed_size']}" for row in meta if row
+        f"{row['filename']} {ints(row['shape'])} {row['dtype']} {row['decompressed_size']} {row['compressed_size']}"
+        for row in meta
+        if row
     ]
     write_file(Path(f), os.fsencode("\n".join([",".join(map(ints, bins)), *rows])))
 
@@ -145,8 +151,8 @@ def read_metadata(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], l
     try:
         *rows, bins = load_plain(overwire.read_bytes(place, _LIMIT), str(place))
         bins = [[int(at) for at in part] for part in bins]
-        wanted = {*MetaRow._fields}
-        if any(not isinstance(row, dict) or row and not wanted <= row.keys() for row in rows):
+        columns = {*MetaRow._fields}
+        if any(not isinstance(row, dict) or row and not columns <= row.keys() for row in rows):
             raise ValueError("a row is not of the five fields")
     except overwire.OverwireError:
         raise

@@ -14,7 +14,14 @@ import overwire
 
 from . import partition, settings
 
-__all__ = ["calculate_makespan", "iterative_merge_tensors", "merge_tensors", "split_into_bins", "split_tensors", "tensor_size"]
+__all__ = [
+    "calculate_makespan",
+    "iterative_merge_tensors",
+    "merge_tensors",
+    "split_into_bins",
+    "split_tensors",
+    "tensor_size",
+]
 
 #: What a merged tensor may have unless it is said otherwise: servers of uploads
 #: commonly take no more.
@@ -40,12 +47,12 @@ def _groups(tensors: Sequence[Any], limit: float) -> list[list[int]]:
     alike: dict[tuple[Any, ...], list[int]] = {}
     for at, tensor in enumerate(tensors):
         alike.setdefault((tuple(tensor.shape), str(tensor.dtype), str(tensor.device)), []).append(at)
-    found = []
+    groups = []
     for _, members in sorted(alike.items()):
         total = tensor_size(tensors[members[0]]) * len(members)
         runs = 1 if total < limit else min(math.ceil(total / limit), len(members))
-        found += split_into_bins(members, runs)
-    return found
+        groups += split_into_bins(members, runs)
+    return groups
 
 
 def merge_tensors(tensors: Sequence[Any], maxsize: float = 0) -> tuple[list[Any], str]:
@@ -61,8 +68,8 @@ def merge_tensors(tensors: Sequence[Any], maxsize: float = 0) -> tuple[list[Any]
 
     limit = maxsize or max(LIMIT, sum(map(tensor_size, tensors)) / settings.num_threads())
     groups = _groups(tensors, limit)
-    merged = [torch.stack([tensors[at].detach() for at in group]) for group in groups]
-    return merged, "\n".join(",".join(map(str, group)) for group in groups)
+    stacks = [torch.stack([tensors[at].detach() for at in group]) for group in groups]
+    return stacks, "\n".join(",".join(map(str, group)) for group in groups)
 
 
 def calculate_makespan(tensors: Sequence[Any]) -> int:
@@ -92,9 +99,9 @@ def iterative_merge_tensors(tensors: Sequence[Any]) -> tuple[list[Any], str]:
     least = cost(best)
     while low <= high:
         middle = (low + high) // 2
-        found = cost(middle)
-        if found < least:
-            best, least, low = middle, found, middle + 1
+        cost_of_middle = cost(middle)
+        if cost_of_middle < least:
+            best, least, low = middle, cost_of_middle, middle + 1
         else:
             high = middle - 1
     return merge_tensors(tensors, best)
@@ -109,14 +116,21 @@ def split_tensors(tensors: Sequence[Any], info: str) -> list[Any]:
     lines = [line for line in info.strip().splitlines() if line.strip()]
     if len(lines) != len(tensors):
         raise overwire.FormatError(f"overwire: merged tensors: {len(lines)} lines for {len(tensors)} tensors")
-    found: dict[int, Any] = {}
+    pieces: dict[int, Any] = {}
     for line, tensor in zip(lines, tensors, strict=True):
         try:
             positions = [int(at) for at in line.split(",")]
         except ValueError as error:
             raise overwire.FormatError(f"overwire: merged tensors: {line!r} is no list of positions") from error
-        if tensor.ndim == 0 or tensor.shape[0] != len(positions) or found.keys() & set(positions) or len(set(positions)) != len(positions):
-            raise overwire.FormatError(f"overwire: merged tensors: {line!r} does not fit a tensor of shape {tuple(tensor.shape)}")
+        if (
+            tensor.ndim == 0
+            or tensor.shape[0] != len(positions)
+            or pieces.keys() & set(positions)
+            or len(set(positions)) != len(positions)
+        ):
+            raise overwire.FormatError(
+                f"overwire: merged tensors: {line!r} does not fit a tensor of shape {tuple(tensor.shape)}"
+            )
         parts = [tensor[0]] if len(positions) == 1 else [part.clone() for part in tensor]
-        found.update(zip(positions, parts, strict=True))
-    return [found[at] for at in sorted(found)]
+        pieces.update(zip(positions, parts, strict=True))
+    return [pieces[at] for at in sorted(pieces)]

@@ -23,8 +23,8 @@ def ffd_binpack(sizes: Sequence[int], capacity: float) -> list[list[int]]:
     bins: list[list[int]] = []
     room: list[float] = []
     for size in sorted(sizes, reverse=True):
-        for at, left in enumerate(room):
-            if size <= left:
+        for at, space in enumerate(room):
+            if size <= space:
                 bins[at].append(size)
                 room[at] -= size
                 break
@@ -45,9 +45,9 @@ def multifit_partition(sizes: Sequence[int], bins: int = 32, k: int = 20) -> lis
         raise ValueError(f"overwire: bins: expected at least 1, got {bins}")
     if not sizes:
         return [[] for _ in range(bins)]
-    found = min((_multifit(sizes, bins, k), _longest_first(sizes, bins)), key=makespan)
-    _improve(found)
-    return [sorted(part, reverse=True) for part in found]
+    partition = min((_multifit(sizes, bins, k), _longest_first(sizes, bins)), key=makespan)
+    _improve(partition)
+    return [sorted(part, reverse=True) for part in partition]
 
 
 def makespan(bins: Sequence[Sequence[int]]) -> int:
@@ -58,13 +58,13 @@ def makespan(bins: Sequence[Sequence[int]]) -> int:
 def _longest_first(sizes: Sequence[int], bins: int) -> list[list[int]]:
     from heapq import heapreplace
 
-    found: list[list[int]] = [[] for _ in range(bins)]
+    bins_of_sizes: list[list[int]] = [[] for _ in range(bins)]
     heap = [(0, at) for at in range(bins)]
     for size in sorted(sizes, reverse=True):
         load, at = heap[0]
-        found[at].append(size)
+        bins_of_sizes[at].append(size)
         heapreplace(heap, (load + size, at))
-    return found
+    return bins_of_sizes
 
 
 def _multifit(sizes: Sequence[int], bins: int, k: int) -> list[list[int]]:
@@ -76,13 +76,13 @@ def _multifit(sizes: Sequence[int], bins: int, k: int) -> list[list[int]]:
         if high - low < 1:
             break
         capacity = round((low + high) / 2)
-        tried = ffd_binpack(sizes, capacity)
-        if len(tried) > bins:
+        packing = ffd_binpack(sizes, capacity)
+        if len(packing) > bins:
             low = capacity
             continue
         high = capacity
-        if makespan(tried) <= makespan(best) or len(best) > bins:
-            best = tried
+        if makespan(packing) <= makespan(best) or len(best) > bins:
+            best = packing
     return best + [[] for _ in range(bins - len(best))]
 
 
@@ -103,9 +103,9 @@ def _improve(bins: list[list[int]]) -> None:
                 # Wanted is a partner whose difference is half of the gap.
                 at = bisect_left(part, size - gap // 2)
                 for partner in (0, *part[max(at - 1, 0) : at + 1]):
-                    moved = size - partner
-                    if 0 < moved < gap:
-                        after = max(loads[top] - moved, loads[other] + moved)
+                    difference = size - partner
+                    if 0 < difference < gap:
+                        after = max(loads[top] - difference, loads[other] + difference)
                         if best is None or after < best[0]:
                             best = after, other, size, partner
         if best is None:
@@ -126,13 +126,13 @@ def to_idx(sizes: Sequence[int], bins: Sequence[Sequence[int]]) -> list[list[int
     places: dict[int, list[int]] = {}
     for at in reversed(range(len(sizes))):
         places.setdefault(sizes[at], []).append(at)
-    found = []
+    indices = []
     for part in bins:
         for size in part:
             if not places.get(size):
                 raise KeyError(f"overwire: bins: no further size {size}")
-        found.append([places[size].pop() for size in part])
-    return found
+        indices.append([places[size].pop() for size in part])
+    return indices
 
 
 def massage(sizes: Sequence[int], n_bins: int = 32) -> list[list[int]]:

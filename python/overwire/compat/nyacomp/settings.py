@@ -21,7 +21,16 @@ _YES = frozenset({"1", "true", "yes", "on", "y", "t"})
 _NO = frozenset({"0", "false", "no", "off", "n", "f"})
 
 # Read here: name -> kind.
-_FLAGS = ("DOWNLOAD", "REMOTE_CSV", "UNCOMPRESSED", "RECOMPRESS", "PYTHON_ARGS", "REDO_PARTITION", "DOWNLOAD_LOG", "SKIP_SETPIPE_SZ")
+_FLAGS = (
+    "DOWNLOAD",
+    "REMOTE_CSV",
+    "UNCOMPRESSED",
+    "RECOMPRESS",
+    "PYTHON_ARGS",
+    "REDO_PARTITION",
+    "DOWNLOAD_LOG",
+    "SKIP_SETPIPE_SZ",
+)
 
 #: Accepted, checked, and without an effect, because what they tune is not
 #: there: overwire has one ring of slots for all threads, no stream or buffer of
@@ -34,7 +43,9 @@ PASSED_OVER: dict[str, tuple[int, int]] = {
     "UNPINNED_THREADS": (0, 1 << 16),
     "SLEEP": (0, 1 << 16),
     **dict.fromkeys(
-        "TENSOR_EARLY SYNC_DECOMPRESS SYNC_FREE REUSE_COMP_BUFFER WILLNEED SEQUENTIAL DEBUG_MALLOC DEBUG_SYNC NOTIME".split(), (0, 1)
+        "TENSOR_EARLY SYNC_DECOMPRESS SYNC_FREE REUSE_COMP_BUFFER WILLNEED SEQUENTIAL "
+        "DEBUG_MALLOC DEBUG_SYNC NOTIME".split(),
+        (0, 1),
     ),
 }
 

@@ -28,4 +28,13 @@ from ._files import _safe_open_handle, safe_open
 
 __version__ = "0.8.0"
 
-__all__ = ["SafetensorError", "TensorSpec", "__version__", "_safe_open_handle", "deserialize", "safe_open", "serialize", "serialize_file"]
+__all__ = [
+    "SafetensorError",
+    "TensorSpec",
+    "__version__",
+    "_safe_open_handle",
+    "deserialize",
+    "safe_open",
+    "serialize",
+    "serialize_file",
+]

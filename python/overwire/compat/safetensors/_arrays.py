@@ -33,7 +33,7 @@ def functions(module: str, framework: str, to_numpy: Callable[[Any], Any]) -> tu
         with safe_open(filename, framework=framework, backend=backend) as f:
             return f.get_tensors()
 
-    made: tuple[Callable[..., Any], ...] = (save, save_file, load, load_file)
-    for function in made:  # as pickle wants them
+    verbs: tuple[Callable[..., Any], ...] = (save, save_file, load, load_file)
+    for function in verbs:  # as pickle wants them
         function.__module__, function.__qualname__ = module, function.__name__
-    return made
+    return verbs

@@ -56,10 +56,10 @@ def write(tensor_dict: dict[str, Any], filename: Any, metadata: dict[str, str] |
     _check(tensor_dict, metadata)
     path = os.fspath(filename)
     with writing():
-        described = [(name, spec.describe()) for name, spec in tensor_dict.items()]
+        descriptions = [(name, spec.describe()) for name, spec in tensor_dict.items()]
         # What else is in the folder is the caller's affair: transformers writes
         # the index of its shards after them.
-        save_bytes(described, local(path), metadata, compress=compress, beside=True)
+        save_bytes(descriptions, local(path), metadata, compress=compress, beside=True)
 
 
 def serialize(tensor_dict: dict[str, TensorSpec], metadata: dict[str, str] | None = None) -> bytes:
@@ -79,11 +79,11 @@ def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
     """
     source = bytes_file(bytes)
     with reading("<bytes>", "Error while deserializing"), overwire.safe_open(source, "bytes") as file:
-        found = []
+        entries = []
         for name, data in file.get_tensors().items():
             about = file.get_slice(name)
-            found.append((name, {"dtype": about.get_dtype(), "shape": about.get_shape(), "data": bytearray(data)}))
-        return found
+            entries.append((name, {"dtype": about.get_dtype(), "shape": about.get_shape(), "data": bytearray(data)}))
+        return entries
 
 
 def bytes_file(data: Any) -> io.BytesIO:

@@ -33,7 +33,8 @@ _WORDS = {
     "InvalidOffset": "invalid offset for tensor",
     "TensorInvalidInfo": "invalid shape, data type, or offset for tensor",
     "ValidationOverflow": "overflow computing buffer size from shape and/or element type",
-    "MisalignedSlice": "The slice is slicing for subbytes dtypes, and the slice does not end up at a byte boundary, this is invalid.",
+    "MisalignedSlice": "The slice is slicing for subbytes dtypes, and the slice does not end up "
+    "at a byte boundary, this is invalid.",
 }
 
 

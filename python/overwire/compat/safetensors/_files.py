@@ -133,7 +133,9 @@ class PySafeSlice:
 
     __slots__ = ("_device", "_file", "_framework", "_inner", "_name")
 
-    def __init__(self, file: overwire.safe_open, inner: overwire.TensorSlice, name: str, framework: Framework, device: str) -> None:
+    def __init__(
+        self, file: overwire.safe_open, inner: overwire.TensorSlice, name: str, framework: Framework, device: str
+    ) -> None:
         self._file, self._inner, self._name = file, inner, name
         self._framework, self._device = framework, device
 
@@ -167,7 +169,9 @@ def _basic(index: Any) -> bool:
     for entry in index if isinstance(index, tuple) else (index,):
         if entry is None or entry is Ellipsis or type(entry) is int:
             continue
-        if not isinstance(entry, slice) or any(p is not None and type(p) is not int for p in (entry.start, entry.stop, entry.step)):
+        if not isinstance(entry, slice) or any(
+            p is not None and type(p) is not int for p in (entry.start, entry.stop, entry.step)
+        ):
             return False
         if entry.step is not None and entry.step <= 0:
             return False
@@ -193,7 +197,9 @@ def _checked(index: Any, shape: list[int]) -> Any:
             try:
                 entry = int(operator.index(entry))
             except TypeError:
-                raise SafetensorError(f"Unsupported slice index at position {at}: expected slice, int, or ellipsis") from None
+                raise SafetensorError(
+                    f"Unsupported slice index at position {at}: expected slice, int, or ellipsis"
+                ) from None
         entries.append(entry)
     if entries.count(Ellipsis) > 1:
         raise SafetensorError("Only one ellipsis (...) is allowed in slice index")
@@ -207,7 +213,9 @@ def _checked(index: Any, shape: list[int]) -> Any:
                 raise SafetensorError(f"Invalid index {entry} for dimension {dim} of size {size}")
             entries[dim] = entry + size
     if len(entries) > len(shape):
-        raise SafetensorError(f"Error during slicing {_text(entries)} with shape {shape}: more slicing indexes than dimensions in tensor")
+        raise SafetensorError(
+            f"Error during slicing {_text(entries)} with shape {shape}: more slicing indexes than dimensions in tensor"
+        )
     for dim, entry in enumerate(entries):
         if isinstance(entry, int) and entry >= shape[dim]:
             raise SafetensorError(

@@ -64,7 +64,9 @@ def to_paddle(array: Any, device: str = "cpu") -> Any:
 _FRAMEWORKS = {
     **dict.fromkeys(("pt", "torch", "pytorch"), Framework("pt", _torch)),
     **dict.fromkeys(("np", "numpy"), _on_cpu("numpy", lambda array: array)),
-    **dict.fromkeys(("tf", "tensorflow"), _on_cpu("tensorflow", lambda array: import_module("tensorflow").convert_to_tensor(array))),
+    **dict.fromkeys(
+        ("tf", "tensorflow"), _on_cpu("tensorflow", lambda array: import_module("tensorflow").convert_to_tensor(array))
+    ),
     **dict.fromkeys(("flax", "jax"), _on_cpu("flax", lambda array: import_module("jax.numpy").array(array))),
     "mlx": _on_cpu("mlx", _to_mlx),
     "paddle": Framework("np", to_paddle),

@@ -33,11 +33,13 @@ class Slice:
 
     __slots__ = ("_elsewhere", "_give", "_inner", "_mapped", "_where", "name", "path")
 
-    def __init__(self, inner: Any, path: str, name: str, where: str, elsewhere: dict[str, safe_open], mapped: bool = False) -> None:
+    def __init__(
+        self, inner: Any, path: str, name: str, where: str, elsewhere: dict[str, safe_open], mapped: bool = False
+    ) -> None:
         self._inner, self.path, self.name, self._where, self._mapped = inner, path, name, where, mapped
         self._elsewhere = elsewhere  # the same file, opened for other devices
-        noted = getattr(_thread, "plan", None)
-        self._give = None if noted is None else noted.note(self)
+        plan = getattr(_thread, "plan", None)
+        self._give = None if plan is None else plan.note(self)
 
     def get_shape(self) -> list[int]:
         """The whole tensor's shape, in elements."""
@@ -78,8 +80,8 @@ class Slice:
 
 @functools.lru_cache(maxsize=64)
 def _cast(dtype: str, asked: Any) -> str:
-    stored, wanted = _CASTS.get(dtype), str(asked).removeprefix("torch.")
-    return wanted if stored is not None and wanted in _CASTS.values() and wanted != stored else ""
+    source, target = _CASTS.get(dtype), str(asked).removeprefix("torch.")
+    return target if source is not None and target in _CASTS.values() and target != source else ""
 
 
 def _engines(asked: Any) -> str | None:
@@ -249,7 +251,11 @@ class _Pass:
         if len(owner) == sum(map(len, self._names.values())):
             with contextlib.suppress(overwire.ArgumentError):
                 return (((owner[name], name), tensor) for name, tensor in self._stream(list(self._names), list(owner)))
-        return (((path, name), tensor) for path, names in self._names.items() for name, tensor in self._stream([path], list(names)))
+        return (
+            ((path, name), tensor)
+            for path, names in self._names.items()
+            for name, tensor in self._stream([path], list(names))
+        )
 
     def _stream(self, paths: list[str], names: list[str]) -> Iterator[tuple[str, Any]]:
         source: Any = paths if len(paths) > 1 else kept(paths[0])
@@ -272,8 +278,8 @@ class Planned:
 
     def note(self, tensor: Slice) -> Callable[[], Any] | None:
         """What gives a slice's tensor; None if it is not loaded ahead."""
-        asked = self._asked(tensor.name)
-        target = None if asked is None else tensor.device(asked)
+        request = self._asked(tensor.name)
+        target = None if request is None else tensor.device(request)
         return None if target is None else self._ahead.want(tensor, target)
 
     def __enter__(self) -> Planned:

@@ -13,4 +13,13 @@ from overwire.compat.safetensors import (
     serialize_file,
 )
 
-__all__ = ["SafetensorError", "TensorSpec", "__version__", "_safe_open_handle", "deserialize", "safe_open", "serialize", "serialize_file"]
+__all__ = [
+    "SafetensorError",
+    "TensorSpec",
+    "__version__",
+    "_safe_open_handle",
+    "deserialize",
+    "safe_open",
+    "serialize",
+    "serialize_file",
+]

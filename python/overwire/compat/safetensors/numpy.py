@@ -12,7 +12,17 @@ from overwire.compat.safetensors import TensorSpec, deserialize, safe_open, seri
 from overwire.compat.safetensors._bytes import bytes_file
 from overwire.compat.safetensors._errors import reading
 
-__all__ = ["TensorSpec", "deserialize", "load", "load_file", "safe_open", "save", "save_file", "serialize", "serialize_file"]
+__all__ = [
+    "TensorSpec",
+    "deserialize",
+    "load",
+    "load_file",
+    "safe_open",
+    "save",
+    "save_file",
+    "serialize",
+    "serialize_file",
+]
 
 
 def save(tensor_dict: dict[str, Any], metadata: dict[str, str] | None = None) -> bytes:
@@ -47,12 +57,18 @@ def _flatten(tensor_dict: dict[str, Any], keep_alive_buffer: list[Any]) -> dict[
             array = array.byteswap(inplace=False)
         array = np.asarray(array, order="C")
         keep_alive_buffer.append(array)
-        flat[name] = TensorSpec(dtype=array.dtype.name, shape=array.shape, data_ptr=array.ctypes.data, data_len=array.nbytes)
+        flat[name] = TensorSpec(
+            dtype=array.dtype.name, shape=array.shape, data_ptr=array.ctypes.data, data_len=array.nbytes
+        )
     return flat
 
 
 _TYPES: dict[str, Any] = {"BOOL": bool, "U8": np.uint8, "I8": np.int8, "C64": np.complex64}
-_TYPES |= {f"{word[0].upper()}{bits}": getattr(np, f"{word}{bits}") for word in ("float", "int", "uint") for bits in (16, 32, 64)}
+_TYPES |= {
+    f"{word[0].upper()}{bits}": getattr(np, f"{word}{bits}")
+    for word in ("float", "int", "uint")
+    for bits in (16, 32, 64)
+}
 
 
 def _getdtype(dtype_str: str) -> Any:
@@ -60,7 +76,10 @@ def _getdtype(dtype_str: str) -> Any:
 
 
 def _view2np(safeview: Any) -> dict[str, Any]:
-    return {name: np.frombuffer(view["data"], dtype=_getdtype(view["dtype"])).reshape(view["shape"]) for name, view in safeview}
+    return {
+        name: np.frombuffer(view["data"], dtype=_getdtype(view["dtype"])).reshape(view["shape"])
+        for name, view in safeview
+    }
 
 
 def _is_little_endian(tensor: Any) -> bool:

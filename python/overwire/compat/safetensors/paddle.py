@@ -10,7 +10,17 @@ from overwire.compat.safetensors import TensorSpec, deserialize, numpy, safe_ope
 from overwire.compat.safetensors._errors import not_contiguous
 from overwire.compat.safetensors._frameworks import to_paddle
 
-__all__ = ["TensorSpec", "deserialize", "load", "load_file", "safe_open", "save", "save_file", "serialize", "serialize_file"]
+__all__ = [
+    "TensorSpec",
+    "deserialize",
+    "load",
+    "load_file",
+    "safe_open",
+    "save",
+    "save_file",
+    "serialize",
+    "serialize_file",
+]
 
 
 def save(tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> bytes:
@@ -56,6 +66,9 @@ def _flatten(tensors: dict[str, Any], keep_alive_buffer: list[Any]) -> dict[str,
         keep_alive_buffer.append(dense)
         size = dense.size * dense.element_size()
         flat[name] = TensorSpec(
-            dtype=str(dense.dtype).split(".")[-1], shape=dense.shape, data_ptr=dense.data_ptr() if size else 0, data_len=size
+            dtype=str(dense.dtype).split(".")[-1],
+            shape=dense.shape,
+            data_ptr=dense.data_ptr() if size else 0,
+            data_len=size,
         )
     return flat

@@ -52,9 +52,11 @@ log = logging.getLogger("overwire")
 _lock = threading.RLock()
 _patches: list[SafetensorsPatch] = []  # in force, in the order of their beginning
 _swapped: dict[int, tuple[Any, Any]] = {}  # by id: what to replace, and by what
-_members: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}  # by class and name: what a class had there, and what it has now
+# by class and name: what a class had there, and what it has now
+_members: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
 _seen: dict[str, int] = {}  # how many modules of a library were there when `_hook` last looked
-_looked: dict[str, tuple[int, int]] = {}  # by module: its dict, and how many names it had when `_rebind` looked through it
+# by module: its dict, and how many names it had when `_rebind` looked through it
+_looked: dict[str, tuple[int, int]] = {}
 _bound: list[tuple[dict[str, Any], str]] = []  # where `_rebind` has put what stands in
 
 
@@ -138,11 +140,11 @@ def _writes(original: Any) -> Any:
         if forked() or not any(patch.compress for patch in _patches):
             original(tensor_dict, filename, metadata)
             return
-        ours = {
+        replacements = {
             name: _bytes.TensorSpec(dtype=spec.dtype, shape=spec.shape, data_ptr=spec.data_ptr, data_len=spec.data_len)
             for name, spec in tensor_dict.items()
         }
-        _bytes.write(ours, filename, metadata, compress=True)
+        _bytes.write(replacements, filename, metadata, compress=True)
 
     return serialize_file
 
@@ -213,13 +215,13 @@ def _original(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def behind(found: Any) -> Any:
     """What a stand-in stands for; anything else is what it is."""
-    return next((original for original, ours in _swapped.values() if ours is found), found)
+    return next((original for original, replacement in _swapped.values() if replacement is found), found)
 
 
 def _namespaces() -> list[tuple[str, dict[str, Any]]]:
     # Of all modules but this one. Some may be added meanwhile, hence the copy.
-    found = [(name, getattr(module, "__dict__", None)) for name, module in list(sys.modules.items())]
-    return [(name, names) for name, names in found if type(names) is dict and names is not globals()]
+    namespaces = [(name, getattr(module, "__dict__", None)) for name, module in list(sys.modules.items())]
+    return [(name, names) for name, names in namespaces if type(names) is dict and names is not globals()]
 
 
 def _rebind(swap: dict[int, tuple[Any, Any]], tops: tuple[str, ...] = ()) -> None:
@@ -237,16 +239,16 @@ def _rebind(swap: dict[int, tuple[Any, Any]], tops: tuple[str, ...] = ()) -> Non
 def _put(swap: dict[int, tuple[Any, Any]], names: dict[str, Any], chosen: Iterable[str]) -> None:
     for name in chosen:
         value = names.get(name)
-        found = swap.get(id(value))
-        if found is not None and found[0] is value:
-            names[name] = found[1]
+        pair = swap.get(id(value))
+        if pair is not None and pair[0] is value:
+            names[name] = pair[1]
             _bound.append((names, name))
 
 
 def _unbind(swap: dict[int, tuple[Any, Any]]) -> None:
     # Where names were put, and in modules that have been imported, or have got names, since.
-    for held, name in _bound.copy():
-        _put(swap, held, (name,))
+    for namespace, name in _bound.copy():
+        _put(swap, namespace, (name,))
     for module_name, names in _namespaces():
         if _looked.get(module_name) != (id(names), len(names)) and module_name.partition(".")[0] not in _OTHERS:
             _put(swap, names, names.copy())
@@ -259,12 +261,14 @@ def _readers() -> dict[int, tuple[Any, Any]]:
     try:
         import safetensors
     except ImportError as error:
-        raise overwire.MissingPackageError("overwire: patch_safetensors: the package safetensors is not installed") from error
+        raise overwire.MissingPackageError(
+            "overwire: patch_safetensors: the package safetensors is not installed"
+        ) from error
     swap = {}
     for module in _READERS:
-        held = safetensors if module == "safetensors" else _module(module)
-        if held is not None:
-            swap.update(_readers_of(module, held))
+        target = safetensors if module == "safetensors" else _module(module)
+        if target is not None:
+            swap.update(_readers_of(module, target))
     return swap
 
 
@@ -272,7 +276,8 @@ def _readers_of(module: str, held: Any) -> dict[int, tuple[Any, Any]]:
     swap = {}
     for name in (*_READERS[module], *_WRITERS.get(module, ())):
         original = getattr(held, name, None)
-        if original is not None and behind(original) is original:  # an older version lacks some, others it has from safetensors
+        # an older version lacks some, others it has from safetensors
+        if original is not None and behind(original) is original:
             swap[id(original)] = (original, _stand_in(module, name, original))
     return swap
 
@@ -293,7 +298,9 @@ def _hook(readers: dict[int, tuple[Any, Any]] | None = None) -> None:
             try:
                 swap.update(_hooked(import_module(f"overwire.integrations.{library}")))
             except Exception as error:  # a version, or another tool's change of it, that the hooks do not know
-                log.warning("patch_safetensors: %s is read tensor by tensor, since it cannot be hooked: %r", library, error)
+                log.warning(
+                    "patch_safetensors: %s is read tensor by tensor, since it cannot be hooked: %r", library, error
+                )
         if swap:
             _swapped.update(swap)
             _rebind(swap, () if readers else _LIBRARIES)
@@ -313,13 +320,13 @@ def _hooked(library: Any) -> dict[int, tuple[Any, Any]]:
     swap: dict[int, tuple[Any, Any]] = {}
     put: list[tuple[int, str]] = []
     try:
-        for original, ours in library.hooks(_found, _LAZY):
+        for original, replacement in library.hooks(_found, _LAZY):
             if not isinstance(original, tuple):
                 if id(original) not in _swapped:
-                    swap[id(original)] = (original, ours)
+                    swap[id(original)] = (original, replacement)
             elif (id(original[0]), original[1]) not in _members:
                 owner, name = original
-                _replace(owner, name, ours)
+                _replace(owner, name, replacement)
                 put.append((id(original[0]), original[1]))
     except BaseException:
         for key in reversed(put):
@@ -339,8 +346,10 @@ def _replace(owner: Any, name: str, ours: classmethod[Any, Any, Any]) -> None:
     @functools.wraps(ours.__func__)
     def member(cls: Any, *args: Any, **kwargs: Any) -> Any:
         # Another tool may have wrapped it, and keeps it when the patch has ended.
-        held = _members.get(key)
-        return (ours if held is not None and held[3] is put else original).__get__(None, cls)(*args, **kwargs)
+        original_member = _members.get(key)
+        return (ours if original_member is not None and original_member[3] is put else original).__get__(None, cls)(
+            *args, **kwargs
+        )
 
     put = classmethod(member)
     setattr(owner, name, put)
@@ -410,7 +419,7 @@ def _module(name: str) -> Any:
 
 
 def _undo() -> None:
-    swap = {id(ours): (ours, original) for original, ours in _swapped.values()}
+    swap = {id(replacement): (replacement, original) for original, replacement in _swapped.values()}
     with contextlib.suppress(ValueError):  # a program may have put its own list there
         sys.meta_path.remove(_imports)
     _unbind(swap)
@@ -462,7 +471,9 @@ class SafetensorsPatch:
     def __enter__(self) -> SafetensorsPatch:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.undo()
 
 

@@ -72,17 +72,19 @@ def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = Non
 # Modules.
 
 
-def save_model(model: torch.nn.Module, filename: Any, metadata: dict[str, str] | None = None, force_contiguous: bool = True) -> None:
+def save_model(
+    model: torch.nn.Module, filename: Any, metadata: dict[str, str] | None = None, force_contiguous: bool = True
+) -> None:
     """Writes a module's state dict. Of tensors that share memory one is kept;
     the metadata names it for each that was dropped, where it has no such entry.
 
     force_contiguous: copies tensors that are not dense instead of refusing them.
     """
     state = model.state_dict()
-    for kept, dropped in _remove_duplicate_names(state).items():
-        for name in dropped:
+    for kept_name, duplicates in _remove_duplicate_names(state).items():
+        for name in duplicates:
             metadata = {} if metadata is None else metadata
-            metadata.setdefault(name, kept)
+            metadata.setdefault(name, kept_name)
             del state[name]
     if force_contiguous:
         state = {name: tensor.contiguous() for name, tensor in state.items()}
@@ -102,23 +104,23 @@ def load_model(
     loaded nevertheless. Returns (missing, unexpected); names that share memory
     with a loaded one are neither.
     """
-    loaded = load_file(filename, device=device, backend=backend)
-    groups = _remove_duplicate_names(model.state_dict(), preferred_names=list(loaded))
-    absent, unexpected = model.load_state_dict(loaded, strict=False)
+    state = load_file(filename, device=device, backend=backend)
+    groups = _remove_duplicate_names(model.state_dict(), preferred_names=list(state))
+    absent, surplus = model.load_state_dict(state, strict=False)
     missing = set(absent)
-    for name in [name for dropped in groups.values() for name in dropped]:
+    for name in [name for duplicates in groups.values() for name in duplicates]:
         if name in missing:
             missing.remove(name)
         else:
-            unexpected.append(name)
-    if strict and (missing or unexpected):
+            surplus.append(name)
+    if strict and (missing or surplus):
         text = f"Error(s) in loading state_dict for {type(model).__name__}:"
-        for what, names in (("Missing", missing), ("Unexpected", unexpected)):
+        for what, names in (("Missing", missing), ("Unexpected", surplus)):
             if names:
-                quoted = ", ".join(f'"{name}"' for name in sorted(names))
-                text += f"\n    {what} key(s) in state_dict: {quoted}"
+                listing = ", ".join(f'"{name}"' for name in sorted(names))
+                text += f"\n    {what} key(s) in state_dict: {listing}"
         raise RuntimeError(text)
-    return missing, unexpected
+    return missing, surplus
 
 
 # Tensors that share memory.
@@ -150,9 +152,9 @@ def _end_ptr(tensor: torch.Tensor) -> int:
 def _filter_shared_not_shared(tensors: list[set[str]], state_dict: dict[str, torch.Tensor]) -> list[set[str]]:
     """Splits names of one storage where their bytes do not touch."""
     groups: list[set[str]] = []
-    for shared in tensors:
+    for group in tensors:
         end = None
-        for start, stop, name in sorted((state_dict[n].data_ptr(), _end_ptr(state_dict[n]), n) for n in shared):
+        for start, stop, name in sorted((state_dict[n].data_ptr(), _end_ptr(state_dict[n]), n) for n in group):
             if end is None or start >= end:
                 groups.append({name})
             else:
@@ -186,19 +188,20 @@ def _remove_duplicate_names(
     Kept is the first name, by the alphabet, that covers the whole storage; of
     several a preferred one, else one that is not to be discarded.
     """
-    preferred, discard = set(preferred_names or ()), set(discard_names or ())
+    preference, discard = set(preferred_names or ()), set(discard_names or ())
     drop: dict[str, list[str]] = defaultdict(list)
-    for shared in _find_shared_tensors(state_dict):
-        complete = {name for name in shared if _is_complete(state_dict[name])}
+    for group in _find_shared_tensors(state_dict):
+        complete = {name for name in group if _is_complete(state_dict[name])}
         if not complete:
             raise RuntimeError(
                 "Error while trying to find names to remove to save state dict, but found no suitable name to keep"
-                f" for saving amongst: {shared}. None is covering the entire storage.Refusing to save/load the model"
-                f" since you could be storing much more memory than needed. Please refer to {_HELP} for more information."
+                f" for saving amongst: {group}. None is covering the entire storage.Refusing to save/load the model"
+                f" since you could be storing much more memory than needed. Please refer to {_HELP} for more "
+                f"information."
                 " Or open an issue."
             )
-        keep = min(complete & preferred or complete - discard or complete)
-        for name in sorted(shared - {keep}):
+        keep = min(complete & preference or complete - discard or complete)
+        for name in sorted(group - {keep}):
             drop[keep].append(name)
     return drop
 
@@ -213,7 +216,9 @@ _float8_e5m2 = getattr(torch, "float8_e5m2", None)
 _float8_e5m2fnuz = getattr(torch, "float8_e5m2fnuz", None)
 _float8_e8m0 = getattr(torch, "float8_e8m0fnu", None)
 _float4_e2m1_x2 = getattr(torch, "float4_e2m1fn_x2", None)
-_SIZE: dict[Any, int] = {kind: kind.itemsize for kind in (*_TYPES.values(), _float8_e8m0, _float4_e2m1_x2) if kind is not None}
+_SIZE: dict[Any, int] = {
+    kind: kind.itemsize for kind in (*_TYPES.values(), _float8_e8m0, _float4_e2m1_x2) if kind is not None
+}
 
 
 def _getdtype(dtype_str: str) -> torch.dtype:
@@ -222,14 +227,14 @@ def _getdtype(dtype_str: str) -> torch.dtype:
 
 def _view2torch(safeview: Any) -> dict[str, torch.Tensor]:
     """What `deserialize` returned as tensors over its bytes."""
-    made = {}
+    result = {}
     for name, view in safeview:
         kind = _getdtype(view["dtype"])
         if len(view["data"]) == 0:
-            made[name] = torch.empty(view["shape"], dtype=kind)
+            result[name] = torch.empty(view["shape"], dtype=kind)
         else:
-            made[name] = torch.frombuffer(view["data"], dtype=kind).reshape(view["shape"])
-    return made
+            result[name] = torch.frombuffer(view["data"], dtype=kind).reshape(view["shape"])
+    return result
 
 
 def _to_ndarray(tensor: torch.Tensor) -> tuple[Any, Any]:
@@ -262,7 +267,8 @@ def _evaluate_tensors_for_save(tensors: dict[str, torch.Tensor]) -> None:
     if failing:
         pad = "\n" + " " * 12
         raise RuntimeError(
-            f"{pad}Some tensors share memory, this will lead to duplicate memory on disk and potential differences when loading"
+            f"{pad}Some tensors share memory, this will lead to duplicate memory on disk and potential differences "
+            f"when loading"
             f" them again: {failing}.{pad}A potential way to correctly save your model is to use `save_model`."
             f"{pad}More information at {_HELP}{pad}"
         )
@@ -281,6 +287,9 @@ def _flatten_as_ptr(tensors: dict[str, torch.Tensor], keep_alive_buffer: list[An
             dense = dense.resolve_conj().resolve_neg()
         keep_alive_buffer.append(dense)
         flat[name] = TensorSpec(
-            dtype=str(tensor.dtype).split(".")[-1], shape=tensor.shape, data_ptr=dense.data_ptr() if size else 0, data_len=size
+            dtype=str(tensor.dtype).split(".")[-1],
+            shape=tensor.shape,
+            data_ptr=dense.data_ptr() if size else 0,
+            data_len=size,
         )
     return flat

@@ -11,7 +11,8 @@ _WRITTEN = frozenset(_NUMPY.values())
 _SHARED = frozenset(_NUMPY.values()) - {"<c16"}
 _SHARED_OPAQUE = frozenset(
     "torch." + name
-    for name in "bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2".split()
+    for name in "bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu "
+    "float4_e2m1fn_x2".split()
 )
 
 
@@ -39,7 +40,9 @@ def of_numpy(dtype: Any) -> str:
     if form in _WRITTEN:
         return form
     if not dtype.isnative and str(dtype.newbyteorder().str) in _WRITTEN:
-        raise ValueError(f"an array of {dtype} has another byte order than this machine: astype(dtype.newbyteorder()) has its own")
+        raise ValueError(
+            f"an array of {dtype} has another byte order than this machine: astype(dtype.newbyteorder()) has its own"
+        )
     raise TypeError(f"Cannot serialize an array with dtype {dtype}")
 
 

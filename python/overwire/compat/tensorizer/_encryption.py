@@ -44,7 +44,9 @@ class EncryptionParams:
         if not key:
             raise ValueError("Invalid encryption key: cannot be empty")
         if len(key) != _KEY_BYTES:
-            raise ValueError(f"Invalid encryption key length, must be {_KEY_BYTES} bytes; got {len(key)} bytes instead.")
+            raise ValueError(
+                f"Invalid encryption key length, must be {_KEY_BYTES} bytes; got {len(key)} bytes instead."
+            )
         self.key = bytes(key)
         self._derivation: KeyDerivation | None = None
 
@@ -72,10 +74,14 @@ class EncryptionParams:
         """
         if not source:
             raise ValueError("Source cannot be empty")
-        for name, value, right, wrong in (("opslimit", opslimit, _OpsLimit, _MemLimit), ("memlimit", memlimit, _MemLimit, _OpsLimit)):
+        for name, value, right, wrong in (
+            ("opslimit", opslimit, _OpsLimit, _MemLimit),
+            ("memlimit", memlimit, _MemLimit, _OpsLimit),
+        ):
             if isinstance(value, wrong) or not isinstance(value, (int, type(None))):
                 raise TypeError(
-                    f"{name} parameter: expected EncryptionParams.{right.__name__[1:]}, int, or None; {value.__class__.__name__} found"
+                    f"{name} parameter: expected EncryptionParams.{right.__name__[1:]}, int, or None; "
+                    f"{value.__class__.__name__} found"
                 )
         if isinstance(source, str):
             source = source.encode(encoding)
@@ -85,18 +91,21 @@ class EncryptionParams:
         if len(salt) != _SALT_BYTES:
             raise ValueError(f"Invalid salt length, must be {_SALT_BYTES} bytes; got {len(salt)} bytes instead.")
         derivation = KeyDerivation(
-            int(_OpsLimit.MODERATE if opslimit is None else opslimit), int(_MemLimit.MODERATE if memlimit is None else memlimit), salt
+            int(_OpsLimit.MODERATE if opslimit is None else opslimit),
+            int(_MemLimit.MODERATE if memlimit is None else memlimit),
+            salt,
         )
-        made = cls(key=derive_key(bytes(source), derivation))
-        made._derivation = derivation
-        return made
+        params = cls(key=derive_key(bytes(source), derivation))
+        params._derivation = derivation
+        return params
 
     @property
     def salt(self) -> bytes:
         """The salt of `from_string`; ValueError for other keys."""
         if self._derivation is None:
             raise ValueError(
-                "An exact binary key is being used. Exact binary keys do not use key derivation algorithms, and thus have no salt."
+                "An exact binary key is being used. Exact binary keys do not use key derivation algorithms, and "
+                "thus have no salt."
             )
         return self._derivation.salt
 
@@ -130,7 +139,9 @@ class DecryptionParams:
         if not key:
             raise ValueError("Key cannot be empty")
         if len(key) != _KEY_BYTES:
-            raise ValueError(f"Invalid decryption key length, must be {_KEY_BYTES} bytes; got {len(key)} bytes instead.")
+            raise ValueError(
+                f"Invalid decryption key length, must be {_KEY_BYTES} bytes; got {len(key)} bytes instead."
+            )
         params = cls()
         params.key = bytes(key)
         return params

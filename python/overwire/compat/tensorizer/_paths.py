@@ -46,12 +46,17 @@ def add(tree: Tree, path: Path) -> None:
     for depth, part in enumerate(path):
         if level and type(next(iter(level))) is not type(part):
             raise ValueError(
-                f"Conflicting tensor paths: {plain(path)} has a different key type ({type(part).__name__!r}) than existing keys at the"
+                f"Conflicting tensor paths: {plain(path)} has a different key type ({type(part).__name__!r}) than "
+                f"existing keys at the"
                 f" prefix {path[: depth + 1]} ({type(next(iter(level))).__name__!r})"
             )
         if depth == len(path) - 1:
             if part in level:
-                how = "is both a leaf and a prefix of another path" if isinstance(level[part], dict) else "is used multiple times"
+                how = (
+                    "is both a leaf and a prefix of another path"
+                    if isinstance(level[part], dict)
+                    else "is used multiple times"
+                )
                 raise ValueError(f"Conflicting tensor paths: {plain(path)} {how}")
             level[part] = path
             return
@@ -82,18 +87,18 @@ def build(level: Any, values: Mapping[Path, Any], proxies: bool) -> Any:
     with proxies every level is a read-only mapping."""
     if isinstance(level, tuple):
         return values[level]
-    made = {}
+    tree = {}
     for key, below in level.items():
         if isinstance(below, tuple) and below not in values:
             continue
         if isinstance(below, dict) and not any(path in values for path in leaves(below)):
             continue
-        made[key] = build(below, values, proxies)
+        tree[key] = build(below, values, proxies)
     if proxies:
-        return types.MappingProxyType(made)
-    if made and isinstance(next(iter(made)), int):
-        return [made[key] for key in sorted(made)]
-    return made
+        return types.MappingProxyType(tree)
+    if tree and isinstance(next(iter(tree)), int):
+        return [tree[key] for key in sorted(tree)]
+    return tree
 
 
 def flatten(obj: Any, leaf: Callable[[Any], bool], prefix: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from ... import load_file, safe_open
 from ...errors import CorruptError, FormatError, NotSupportedError
 from ...plumbing import ObjectReader, number_of, prepare, shown
-from ...records import Record, RecordFile, derive_key, read_records, sums
+from ...records import Record, RecordFile, derive_key, read_records
 from . import _dtypes, _paths, _s3
 from ._encryption import CryptographyError, DecryptionParams
-from ._types import FileFeatureFlags, FileHeader, HashMismatchError, HashType, TensorEntry, TensorHash, TensorType, refuse_text
+from ._sums import hashes_of, have_sums
+from ._types import FileFeatureFlags, FileHeader, HashMismatchError, TensorEntry, TensorType, refuse_text
 
 if TYPE_CHECKING:
     import numpy
@@ -88,7 +89,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         if self._device.type == "cuda" and not lazy_load:
             prepare(str(self._device))  # while the file is opened
         if encryption is not None and not isinstance(encryption, DecryptionParams):
-            raise TypeError(f"encryption parameter: expected DecryptionParams instance or None, {encryption.__class__.__name__} found")
+            kind = encryption.__class__.__name__
+            raise TypeError(f"encryption parameter: expected DecryptionParams instance or None, {kind} found")
         if num_readers is not None and not isinstance(num_readers, int):
             raise TypeError(f"num_readers: expected int or None, got {num_readers.__class__.__name__}")
         if num_readers is not None and num_readers < 1:
@@ -101,8 +103,9 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         self._source: str | None = source
         if num_readers is not None and num_readers > 1 and self._memory is not None:
             raise ValueError(
-                "Cannot reopen this type of file to enable parallel reading with num_readers > 1. File paths, URIs, and HTTP(S) or S3"
-                " streams returned from tensorizer.stream_io.open_stream, plus some open files are capable of being reopened."
+                "Cannot reopen this type of file to enable parallel reading with num_readers > 1. File paths, URIs, "
+                "and HTTP(S) or S3 streams returned from tensorizer.stream_io.open_stream, plus some open files are "
+                "capable of being reopened."
                 " Other file-like objects and special files (e.g. BytesIO, pipes, sockets) are not supported."
             )
         self._file_info = self._read(source)
@@ -150,7 +153,11 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             if path.lower().startswith("s3://") and not isinstance(file_obj, os.PathLike):
                 self._storage.update(_s3.options_for(False))
             return path
-        refuse_text(file_obj, "readable", text='TensorDeserializer\'s file_obj must be readable and in binary mode (mode="rb"{})')
+        refuse_text(
+            file_obj,
+            "readable",
+            text='TensorDeserializer\'s file_obj must be readable and in binary mode (mode="rb"{})',
+        )
         self._own = file_obj
         if isinstance(file_obj, (stream_io.CURLStreamFile, stream_io.RedisStreamFile)) and file_obj.reach is not None:
             uri, options = file_obj.reach
@@ -197,14 +204,15 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             if self._file_info.version < 3:
                 why = "comes from a tensorizer version predating encryption, so it must not be encrypted"
             raise CryptographyError(
-                f"Tensor decryption was requested, but the file provided {why}. Either set encryption=None on the TensorDeserializer,"
+                f"Tensor decryption was requested, but the file provided {why}. Either set encryption=None on the "
+                f"TensorDeserializer,"
                 " or ensure that the correct file was provided."
             )
         key: bytes | str | None = encryption.key
         if key is None and encryption.source is not None:
-            sealed = [r for r in self._file_info.records if r.encrypted]
-            ways = {r.derivation for r in sealed}
-            if sealed and None in ways:
+            secrets = [r for r in self._file_info.records if r.encrypted]
+            ways = {r.derivation for r in secrets}
+            if secrets and None in ways:
                 raise CryptographyError(
                     "Source string was provided, but the tensor was not originally encrypted using a source string"
                     " (e.g. EncryptionParams.from_string())."
@@ -256,8 +264,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
 
     @property
     def _file_flags(self) -> FileFeatureFlags:
-        encrypted = FileFeatureFlags.encrypted if self._file_info.encrypted else FileFeatureFlags(0)
-        return encrypted | (FileFeatureFlags.versioned_headers if self._file_info.version >= 5 else FileFeatureFlags(0))
+        flags = FileFeatureFlags.encrypted if self._file_info.encrypted else FileFeatureFlags(0)
+        return flags | (FileFeatureFlags.versioned_headers if self._file_info.version >= 5 else FileFeatureFlags(0))
 
     @property
     def _file_header(self) -> FileHeader:
@@ -268,10 +276,18 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     def _metadata(self) -> dict[Any, TensorEntry]:
         entries = {}
         for path, r in self._records.items():
-            hashes = _hashes(r)
+            hashes = hashes_of(r)
             name, version = _paths.plain(path), 5 if any(d >= 1 << 32 for d in r.shape) else 1
             entries[name] = TensorEntry(
-                version, name, TensorType(r.type), r.dtype.partition("\0")[0], r.shape, r.record, r.data, r.nbytes, hashes
+                version,
+                name,
+                TensorType(r.type),
+                r.dtype.partition("\0")[0],
+                r.shape,
+                r.record,
+                r.data,
+                r.nbytes,
+                hashes,
             )
         return entries
 
@@ -282,23 +298,24 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
 
     def _load(self, paths: Sequence[_paths.Path], verify: bool) -> None:
         """Brings tensors into the cache."""
-        wanted = [path for path in paths if path not in self._cache]
-        if not wanted:
+        missing = [path for path in paths if path not in self._cache]
+        if not missing:
             return
         if self._source is None:
             raise ValueError("I/O operation on closed file")
-        records = [self._records[path] for path in wanted]
+        records = [self._records[path] for path in missing]
         names = [record.name for record in records]
         device = self._target()
         through_host = verify or device.type not in ("cpu", "cuda")
         try:
-            if len(wanted) == 1:
-                found = {names[0]: self._file().get_tensor(names[0])}
+            if len(missing) == 1:
+                tensors = {names[0]: self._file().get_tensor(names[0])}
             else:
-                found = load_file(
+                tensors = load_file(
                     self._source,
                     device="cpu" if through_host else device,
-                    keys=None if len(names) == len(self._file_info.records) else names,  # all: a preload of the file is joined
+                    # all: a preload of the file is joined
+                    keys=None if len(names) == len(self._file_info.records) else names,
                     framework="pt",
                     storage_options=self._storage or None,
                 )
@@ -307,19 +324,24 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                 raise HashMismatchError(str(error)) from error
             raise
         for record in records:
-            found[record.name] = _dtypes.typed(found[record.name], record)
+            tensors[record.name] = _dtypes.typed(tensors[record.name], record)
         if verify:
-            for record, same in zip(records, _same(records, [found[name] for name in names]), strict=True):
+            for record, same in zip(records, have_sums(records, [tensors[name] for name in names]), strict=True):
                 if not same:
                     raise HashMismatchError(f"Hash mismatch for tensor '{_paths.plain(_paths.parse(record.name))}'")
-        for path, name in zip(wanted, names, strict=True):
-            self._cache[path] = self._parameter(found.pop(name), device)
+        for path, name in zip(missing, names, strict=True):
+            self._cache[path] = self._parameter(tensors.pop(name), device)
 
     def _parameter(self, tensor: torch.Tensor, device: Any) -> Any:
         import torch
 
         dtype = self._dtype
-        if tensor.dtype == torch.bool or dtype is not None and dtype.is_floating_point and tensor.dtype not in _CAST(torch):
+        if (
+            tensor.dtype == torch.bool
+            or dtype is not None
+            and dtype.is_floating_point
+            and tensor.dtype not in _CAST(torch)
+        ):
             dtype = None  # packed integers, quantised weights and complex tables are not numbers of another precision
         tensor = tensor.to(device=device, dtype=dtype)
         return torch.nn.Parameter(tensor, requires_grad=tensor.dtype.is_complex or tensor.dtype.is_floating_point)
@@ -347,7 +369,13 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         """The names of the first level; nothing is read."""
         return self._structure.keys()
 
-    def tree(self, prefix: Sequence[Any] | None = None, *, default: Any = None, filter_func: Callable[[Any], Any] | None = None) -> Any:
+    def tree(
+        self,
+        prefix: Sequence[Any] | None = None,
+        *,
+        default: Any = None,
+        filter_func: Callable[[Any], Any] | None = None,
+    ) -> Any:
         """What was saved, with its dicts and lists, from a prefix on.
 
         default is returned where nothing is left. TypeError for a prefix that is
@@ -376,7 +404,9 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     ) -> Iterator[tuple[Record, Any, Any]]:
         if num_tensors < -1:
             raise ValueError("num_tensors must be -1 or non-negative")
-        paths = [p for p in list(self._records)[self._last + 1 :] if filter_func is None or filter_func(_paths.plain(p))]
+        paths = [
+            p for p in list(self._records)[self._last + 1 :] if filter_func is None or filter_func(_paths.plain(p))
+        ]
         if num_tensors >= 0:
             paths = paths[:num_tensors]
         verify = self._verify_hash if verify_hash is None else verify_hash
@@ -426,7 +456,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             form, true = _dtypes.opaque(record.dtype)
             if true is not None and not allow_raw_data:
                 raise ValueError(
-                    f"{name} has an opaque datatype: (Torch: {true}, Numpy: {form}). Set `allow_raw_data=True` to return as a numpy array"
+                    f"{name} has an opaque datatype: (Torch: {true}, Numpy: {form}). Set `allow_raw_data=True` to "
+                    f"return as a numpy array"
                     f" with a datatype of {form}"
                 )
             tensor = parameter.detach()
@@ -455,14 +486,19 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             header = file.read(records[0].record)
             name = f"{key_prefix}:header:0"
             if force:
-                stale = [key for key in redis_client.scan_iter(f"{_escaped(key_prefix)}:*") if bytes(key).rsplit(b":", 1)[-1].isdigit()]
+                keys = redis_client.scan_iter(f"{_escaped(key_prefix)}:*")
+                stale = [key for key in keys if bytes(key).rsplit(b":", 1)[-1].isdigit()]
                 if stale:
                     redis_client.delete(*stale)
             elif redis_client.get(name) not in (None, header):
                 raise ValueError(f"Redis has another file at {key_prefix!r}; force=True replaces it")
             redis_client.set(name, header)
             for record in records:
-                cuts = [record.record, *range(record.data, record.data + record.nbytes, _REDIS_VALUE), record.data + record.nbytes]
+                cuts = [
+                    record.record,
+                    *range(record.data, record.data + record.nbytes, _REDIS_VALUE),
+                    record.data + record.nbytes,
+                ]
                 for begin, end in zip(cuts, cuts[1:], strict=False):
                     # As text without quotes and blanks, which the reference's own reader cannot ask for.
                     key = f"{key_prefix}:{quote(record.name, safe=_PLAIN)}:{begin}"
@@ -476,12 +512,14 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                     redis_client.set(key, value)
 
     def _reach(self) -> dict[str, object] | None:
-        ours = ("other_dtypes_as_bytes", "decryption_key", "decryption_password", "verify_crc32")
-        return {name: value for name, value in self._storage.items() if name not in ours} or None
+        options = ("other_dtypes_as_bytes", "decryption_key", "decryption_password", "verify_crc32")
+        return {name: value for name, value in self._storage.items() if name not in options} or None
 
     # Modules.
 
-    def load_into_module(self, m: torch.nn.Module, filter_func: Callable[[Any], Any] | None = None, verify_hash: bool | None = None) -> int:
+    def load_into_module(
+        self, m: torch.nn.Module, filter_func: Callable[[Any], Any] | None = None, verify_hash: bool | None = None
+    ) -> int:
         """Puts parameters and buffers where `TensorSerializer.write_module` took
         them from, closes the file, and returns how many. Tensors that were tied in
         the module are tied again where the file has the same bytes for them.
@@ -492,7 +530,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             if self._records[path].type == TensorType.STATE_DICT:
                 raise NotImplementedError(
                     "This was serialized using TensorSerializer.write_state_dict(), so it cannot be loaded using"
-                    " TensorDeserializer.load_into_module(). Use the TensorDeserializer object directly as a state_dict mapping instead."
+                    " TensorDeserializer.load_into_module(). Use the TensorDeserializer object directly as a "
+                    "state_dict mapping instead."
                 )
         self._load(paths, self._verify_hash if verify_hash is None else verify_hash)
         ties: dict[int, list[Any]] = {}
@@ -506,9 +545,9 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             for there in (module._parameters, module._buffers, module.__dict__):
                 there.pop(attribute, None)
             if own is not None:  # what was one in the module is one again, if it is in the file
-                known = ties.setdefault(id(own), [own])
-                tensor = next((k for k in known[1:] if _alike(k, tensor)), tensor)
-                known.append(tensor)
+                ties_of_own = ties.setdefault(id(own), [own])
+                tensor = next((k for k in ties_of_own[1:] if _alike(k, tensor)), tensor)
+                ties_of_own.append(tensor)
             if parameter:
                 module.register_parameter(attribute, tensor)
             else:
@@ -523,36 +562,11 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         there.update(m.named_buffers())
         # write_module puts the module's name and a dot before every attribute.
         there.update({f".{name}": tensor for name, tensor in list(there.items()) if "." not in name})
-        known = [path for path in self._records if _paths.plain(path) in there]
-        same = dict(zip(known, _same([self._records[path] for path in known], [there[_paths.plain(path)] for path in known]), strict=True))
+        record_paths = [path for path in self._records if _paths.plain(path) in there]
+        tensors = [there[_paths.plain(path)] for path in record_paths]
+        same = dict(zip(record_paths, have_sums([self._records[path] for path in record_paths], tensors), strict=True))
         results = [(_paths.plain(path), same.get(path, False)) for path in self._records]
         return all(same for _, same in results), results
-
-
-def _same(records: Sequence[Record], tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Whether tensors have the sums of their records, all at once."""
-    for record in records:
-        if record.crc32 is None and record.sha256 is None:
-            raise RuntimeError(f"No hashes found in metadata for {record.name}")
-    held = [tensor.detach().cpu().contiguous() for tensor in tensors]
-    sizes = [tensor.numel() * tensor.element_size() for tensor in held]
-    fits = [record.nbytes in (0, size) for record, size in zip(records, sizes, strict=True)]
-    found = iter(sums((r.prefix, t.data_ptr() if r.nbytes else 0, r.nbytes) for r, t, fit in zip(records, held, fits, strict=True) if fit))
-    same = []
-    for record, fit in zip(records, fits, strict=True):
-        crc, sha = next(found) if fit else (b"", b"")
-        own = {HashType.CRC32: crc, HashType.SHA256: sha}
-        same.append(fit and all(stored.hash == own[stored.type] for stored in _hashes(record)))
-    return same
-
-
-def _hashes(record: Record) -> list[TensorHash]:
-    """The sums of a record, by the name that programs replace to have others compared."""
-    from . import serialization
-
-    hash_type: type[TensorHash] = vars(serialization)["TensorHash"]
-    stored = ((HashType.CRC32, record.crc32), (HashType.SHA256, record.sha256))
-    return [hash_type(type=kind, hash=one) for kind, one in stored if one is not None]
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -575,9 +589,9 @@ def _current_cuda() -> Any:
     import torch
 
     with contextlib.suppress(AttributeError):
-        chosen = torch.get_default_device()
-        if chosen.type == "cuda" and chosen.index is not None:
-            return chosen
+        device = torch.get_default_device()
+        if device.type == "cuda" and device.index is not None:
+            return device
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cuda", 0)

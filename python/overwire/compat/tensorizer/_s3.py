@@ -69,29 +69,34 @@ def infer_credentials(key: str | None, secret: str | None, config_path: Any = No
         raise FileNotFoundError(f"Explicitly specified s3_config_path does not exist: {config_path}")
     begin = "Attempted to access an S3 bucket, but credentials were not provided, and "
     try:
-        parsed = s3cfg_values(config_path)
+        values = s3cfg_values(config_path)
     except ValueError as error:
         raise ValueError(begin + "the fallback .s3cfg file could not be parsed.") from error
-    if parsed.config_file is None:
+    if values.config_file is None:
         raise ValueError(begin + "no default .s3cfg file could be found.")
-    found = parsed._replace(
-        s3_access_key=parsed.s3_access_key if key is None else key, s3_secret_key=parsed.s3_secret_key if secret is None else secret
+    credentials = values._replace(
+        s3_access_key=values.s3_access_key if key is None else key,
+        s3_secret_key=values.s3_secret_key if secret is None else secret,
     )
-    for value, name in ((found.s3_access_key, "s3_access_key_id"), (found.s3_secret_key, "s3_secret_access_key")):
+    for value, name in (
+        (credentials.s3_access_key, "s3_access_key_id"),
+        (credentials.s3_secret_key, "s3_secret_access_key"),
+    ):
         if not value:
             raise ValueError(
-                f"Attempted to access an S3 bucket, but {name} was not provided, and could not be found in the default config file"
-                f" at {parsed.config_file}."
+                f"Attempted to access an S3 bucket, but {name} was not provided, and could not be found in the "
+                f"default config file"
+                f" at {values.config_file}."
             )
-    return found
+    return credentials
 
 
 def enforce_scheme(endpoint: str, allow_http: bool = False, force_http: bool = False) -> str:
     """An endpoint with its scheme: https unless http is allowed or forced.
     ValueError otherwise."""
-    scheme, found, rest = endpoint.partition("://")
-    scheme = scheme.lower() if found else ""
-    if not found:
+    scheme, separator, rest = endpoint.partition("://")
+    scheme = scheme.lower() if separator else ""
+    if not separator:
         return ("http://" if force_http else "https://") + endpoint
     if scheme == "https":
         return "http://" + rest if force_http else endpoint
@@ -117,14 +122,16 @@ def configured_endpoint() -> str | None:
             return os.environ[name]
     config = configparser.ConfigParser(interpolation=None)
     try:
-        config.read_string(read_file(os.path.expanduser(os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config"), _SETTINGS).decode())
+        config.read_string(
+            read_file(os.path.expanduser(os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config"), _SETTINGS).decode()
+        )
     except (configparser.Error, UnicodeDecodeError, OverwireError):
         return None  # signing reads it again, and reports that
     profile = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
     for name in (f"profile {profile}", profile):
         if name in config:
-            nested = dict(line.partition("=")[::2] for line in config[name].get("s3", "").splitlines())
-            within = {key.strip(): value.strip() for key, value in nested.items()}
+            settings = dict(line.partition("=")[::2] for line in config[name].get("s3", "").splitlines())
+            within = {key.strip(): value.strip() for key, value in settings.items()}
             return within.get("endpoint_url") or config[name].get("endpoint_url") or None
     return None
 
@@ -149,11 +156,11 @@ def options_for(
 
     allow_http = False
     try:
-        found = infer_credentials(key, secret, config_path)
-        key, secret = found.s3_access_key, found.s3_secret_key
-        endpoint = endpoint or found.s3_endpoint
-        if force_http is None and found.use_https is not None:
-            force_http = not found.use_https
+        credentials = infer_credentials(key, secret, config_path)
+        key, secret = credentials.s3_access_key, credentials.s3_secret_key
+        endpoint = endpoint or credentials.s3_endpoint
+        if force_http is None and credentials.use_https is not None:
+            force_http = not credentials.use_https
     except (ValueError, FileNotFoundError):
         pass  # a public bucket, or one that the AWS tools know
     if not endpoint and (endpoint := configured_endpoint()):
@@ -193,7 +200,11 @@ def url_of(uri: str, options: dict[str, Any]) -> str:
         try:
             return presign(uri, 2 * _DAY - int(time.time()) % _DAY, storage_options=options)
         except AccessError as error:
-            if options.get("key") is not None or options.get("secret") is not None or "no credentials:" not in str(error):
+            if (
+                options.get("key") is not None
+                or options.get("secret") is not None
+                or "no credentials:" not in str(error)
+            ):
                 raise  # there are some
     at = urlsplit(options.get("endpoint_url") or f"https://s3.{options.get('region') or 'us-east-1'}.amazonaws.com")
     if virtual_only(at.netloc):

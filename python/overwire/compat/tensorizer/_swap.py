@@ -27,9 +27,9 @@ class Swap:
         value, by which stand-ins know whom they serve."""
         with self._lock:
             if self._users == 0:
-                for owner, name, ours in self._stand_ins():
+                for owner, name, replacement in self._stand_ins():
                     self._originals.append((owner, name, getattr(owner, name)))
-                    setattr(owner, name, ours)
+                    setattr(owner, name, replacement)
             self._users += 1
         token = variable.set(value)
         try:

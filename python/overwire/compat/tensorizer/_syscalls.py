@@ -17,10 +17,10 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 @functools.cache
 def _function(name: str, *parameters: Any) -> Any:
     """A function of libc that says -1 for an error; None where it has none."""
-    found = getattr(ctypes.CDLL(None, use_errno=True), name, None)
-    if found is not None:
-        found.argtypes, found.restype = parameters, ctypes.c_int
-    return found
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if function is not None:
+        function.argtypes, function.restype = parameters, ctypes.c_int
+    return function
 
 
 def _fallocate() -> Any:

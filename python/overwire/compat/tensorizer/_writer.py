@@ -84,12 +84,21 @@ class TensorSerializer:
         self._failed = False  # and there will be no file
         if limit_cpu_concurrency is not None:
             if not isinstance(limit_cpu_concurrency, int):
-                raise TypeError(f"limit_cpu_concurrency parameter: expected int or None, {limit_cpu_concurrency.__class__.__name__} found")
+                raise TypeError(
+                    f"limit_cpu_concurrency parameter: expected int or None, "
+                    f"{limit_cpu_concurrency.__class__.__name__} found"
+                )
             if limit_cpu_concurrency < 1:
-                raise ValueError(f"limit_cpu_concurrency parameter: must be positive (or None for unbound), got {limit_cpu_concurrency}")
+                raise ValueError(
+                    f"limit_cpu_concurrency parameter: must be positive (or None for unbound), got "
+                    f"{limit_cpu_concurrency}"
+                )
         self.cpu_limit = limit_cpu_concurrency or len(os.sched_getaffinity(0))
         if encryption is not None and not isinstance(encryption, EncryptionParams):
-            raise TypeError(f"encryption parameter: expected EncryptionParams instance or None, {encryption.__class__.__name__} found")
+            raise TypeError(
+                f"encryption parameter: expected EncryptionParams instance or None, {encryption.__class__.__name__} "
+                f"found"
+            )
         if isinstance(file_obj, int):
             file_obj = os.fdopen(file_obj, "wb+")
         if isinstance(file_obj, (str, bytes, os.PathLike)):
@@ -130,7 +139,9 @@ class TensorSerializer:
         order, TypeError for one of a dtype that no reader has."""
         self._write([_Spec(idx, (name,), TensorType(tensor_type), tensor)])
 
-    def write_module(self, m: torch.nn.Module, remove_tensors: bool = False, *, include_non_persistent_buffers: bool = True) -> None:
+    def write_module(
+        self, m: torch.nn.Module, remove_tensors: bool = False, *, include_non_persistent_buffers: bool = True
+    ) -> None:
         """Writes the parameters and buffers of every submodule, under the module's
         name, a dot, and theirs.
 
@@ -208,7 +219,12 @@ class TensorSerializer:
 
     def _make_room(self, specs: list[_Spec]) -> None:
         for spec in specs:
-            size = _ENTRY_BYTES + len(_paths.text(spec.path).encode()) + len(_text_of(spec.tensor)) + 4 * len(spec.tensor.shape)
+            size = (
+                _ENTRY_BYTES
+                + len(_paths.text(spec.path).encode())
+                + len(_text_of(spec.tensor))
+                + 4 * len(spec.tensor.shape)
+            )
             if any(d >= 1 << 32 for d in spec.tensor.shape):
                 size += 4 * len(spec.tensor.shape)
             self._index_used += size
@@ -231,7 +247,9 @@ class TensorSerializer:
                 file = stack.enter_context(os.fdopen(os.memfd_create("tensors"), "wb")).fileno()
             base = 0 if own is not None else self._at
             name = str(getattr(self._file, "name", ""))
-            records = write_records(file, new, self._at - base, key=key, derivation=derivation, threads=self.cpu_limit, path=name)
+            records = write_records(
+                file, new, self._at - base, key=key, derivation=derivation, threads=self.cpu_limit, path=name
+            )
             self._records += [replace(r, record=r.record + base, data=r.data + base) for r in records]
             end = self._records[-1].data + self._records[-1].nbytes
             if own is None:
@@ -247,7 +265,11 @@ class TensorSerializer:
             if callable(flush):
                 flush()
             number = number_of(self._file)
-            if number is None or not stat.S_ISREG(os.fstat(number).st_mode) or fcntl.fcntl(number, fcntl.F_GETFL) & os.O_APPEND:
+            if (
+                number is None
+                or not stat.S_ISREG(os.fstat(number).st_mode)
+                or fcntl.fcntl(number, fcntl.F_GETFL) & os.O_APPEND
+            ):
                 return None
         except (AttributeError, OSError):
             return None
@@ -305,16 +327,18 @@ def _text_of(tensor: Any) -> str:
 
 def _ready(spec: _Spec) -> _Ready:
     """A torch tensor or a numpy array on the host, in one piece."""
-    tensor, keep, copied, pointer, size = spec.tensor, None, False, 0, 0
+    tensor, keep, is_copy, pointer, size = spec.tensor, None, False, 0, 0
     if not hasattr(tensor, "is_meta"):
         import numpy
 
         keep = numpy.ascontiguousarray(tensor)
-        copied, pointer, size = keep is not tensor, keep.ctypes.data, keep.nbytes
+        is_copy, pointer, size = keep is not tensor, keep.ctypes.data, keep.nbytes
     elif not tensor.is_meta:
         keep = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         pointer, size = keep.data_ptr(), keep.numel() * keep.element_size()
-        copied = tensor.is_cuda or size > 0 and pointer != tensor.data_ptr()
+        is_copy = tensor.is_cuda or size > 0 and pointer != tensor.data_ptr()
     shape = tuple(int(d) for d in tensor.shape)
-    record = NewRecord(_paths.text(spec.path), int(spec.type), spec.idx, _text_of(tensor), shape, pointer if size else 0, size)
-    return _Ready(spec, record, keep, copied)
+    record = NewRecord(
+        _paths.text(spec.path), int(spec.type), spec.idx, _text_of(tensor), shape, pointer if size else 0, size
+    )
+    return _Ready(spec, record, keep, is_copy)

@@ -17,12 +17,14 @@ __all__ = ["deserialize_model", "deserialize_tensor", "serialize_model", "serial
 
 # torch's names in the order of DT_*; the last four are quantised.
 _TORCH = (
-    "float32 float64 float16 bfloat16 complex32 complex64 complex128 uint8 int8 int16 int32 int64 bool quint8 qint8 qint32 quint4x2"
+    "float32 float64 float16 bfloat16 complex32 complex64 complex128 uint8 int8 int16 int32 int64 bool quint8 qint8 "
+    "qint32 quint4x2"
 ).split()
 
 # Of numpy's, what the original has for each of them.
 _NUMPY = (
-    "float32 float64 float16 float16 complex64 complex64 complex128 uint8 int8 int16 int32 int64 bool uint8 int8 int32 uint8"
+    "float32 float64 float16 float16 complex64 complex64 complex128 uint8 int8 int16 int32 int64 bool uint8 int8 "
+    "int32 uint8"
 ).split()
 
 
@@ -61,10 +63,10 @@ def serialize_tensor(t: torch.Tensor, attribute: int | None = None) -> Any:
         raise NotImplementedError(f"tensors.proto cannot hold {t.dtype}")
     dense = t.detach().resolve_conj().resolve_neg().cpu().contiguous()
     data = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
-    made = tensors_pb2.Tensor(dtype=number, shape=t.shape, data=data)
+    message = tensors_pb2.Tensor(dtype=number, shape=t.shape, data=data)
     if attribute is not None:
-        made.attr_type = attribute
-    return made
+        message.attr_type = attribute
+    return message
 
 
 def deserialize_tensor(t: Any) -> Any:
@@ -95,11 +97,11 @@ def serialize_model(model: torch.nn.Module, file_stream: BinaryIO) -> None:
     for name, module in model.named_modules():
         part = whole.attributes.add(name=name)
         part.module.SetInParent()
-        for kind, found in (
+        for kind, members in (
             (tensors_pb2.AT_PARAMETER, module.named_parameters(recurse=False)),
             (tensors_pb2.AT_BUFFER, module.named_buffers(recurse=False)),
         ):
-            for own, tensor in found:
+            for own, tensor in members:
                 part.module.attributes.add(name=own, tensor=serialize_tensor(tensor, kind))
     file_stream.write(whole.SerializeToString())
 

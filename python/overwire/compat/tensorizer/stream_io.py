@@ -45,11 +45,16 @@ class CAInfo:
     folder) and allow_untrusted. Raises ValueError otherwise, and for missing files."""
 
     def __init__(
-        self, *, cacert: str | os.PathLike[str] | None = None, capath: str | os.PathLike[str] | None = None, allow_untrusted: bool = False
+        self,
+        *,
+        cacert: str | os.PathLike[str] | None = None,
+        capath: str | os.PathLike[str] | None = None,
+        allow_untrusted: bool = False,
     ) -> None:
         if sum((cacert is not None, capath is not None, bool(allow_untrusted))) != 1:
             raise ValueError(
-                "Exactly one of cacert, capath, or allow_untrusted=True must be specified. For default certificate verification"
+                "Exactly one of cacert, capath, or allow_untrusted=True must be specified. For default certificate "
+                "verification"
                 " behaviour, use certificate_handling=None instead of an explicit CAInfo instance"
             )
         for name, path, there in (("cacert file", cacert, os.path.isfile), ("capath directory", capath, os.path.isdir)):
@@ -97,11 +102,15 @@ class _Stream(io.BufferedReader):
     #: What the engine opens instead, from the first byte on: a URI and storage_options.
     reach: tuple[str, dict[str, Any]] | None = None
 
-    def _open(self, uri: str, begin: int | None, end: int | None, buffer_size: int | None, options: dict[str, Any]) -> ObjectReader:
+    def _open(
+        self, uri: str, begin: int | None, end: int | None, buffer_size: int | None, options: dict[str, Any]
+    ) -> ObjectReader:
         if begin is not None and begin < 0:
             raise ValueError("Invalid begin, must be non-negative")
         if end is not None and end <= (begin or 0):
-            raise ValueError(f"End marker must come strictly after begin marker (requested range: {begin or 0} to {end})")
+            raise ValueError(
+                f"End marker must come strictly after begin marker (requested range: {begin or 0} to {end})"
+            )
         self.bytes_read = self.bytes_skipped = self.read_operations = 0
         self._end = end
         self._buffer_size = buffer_size or 1 << 20
@@ -220,7 +229,8 @@ class CURLStreamFile(_Stream):
     ) -> None:
         if certificate_handling is not None and not isinstance(certificate_handling, CAInfo):
             raise TypeError(
-                "certificate_handling must either be None (for default SSL certificate verification), or a CAInfo object,"
+                "certificate_handling must either be None (for default SSL certificate verification), or a CAInfo "
+                "object,"
                 f" not {certificate_handling.__class__.__name__}"
             )
         if uri.partition("://")[0].lower() not in ("http", "https"):
@@ -230,8 +240,10 @@ class CURLStreamFile(_Stream):
         self._headers = dict(headers or {})
         options = {} if certificate_handling is None else certificate_handling.options(uri)
         # How the body is encoded is the engine's own to say.
-        if sent := {name: str(value) for name, value in self._headers.items() if name.lower() != "accept-encoding"}:
-            options["headers"] = sent
+        if extra_headers := {
+            name: str(value) for name, value in self._headers.items() if name.lower() != "accept-encoding"
+        }:
+            options["headers"] = extra_headers
         self._note: list[str] = []
         self.popen_latencies: list[float] = []
         self.http_response_latencies: list[float] = []
@@ -243,7 +255,10 @@ class CURLStreamFile(_Stream):
             raise OSError(f"Failed to open stream for {self._name or shown(uri)}: {error}") from error
         size, _ = source.found() or (0, "")
         if begin and begin >= size:
-            raise OSError(f"Failed to open stream for {self._name or shown(uri)}: it has {size} bytes, and byte {begin} was asked for")
+            raise OSError(
+                f"Failed to open stream for {self._name or shown(uri)}: it has {size} bytes, and byte {begin} was "
+                f"asked for"
+            )
         self.http_response_latencies.append(time.monotonic() - start)
         self.popen_latencies.append(0.0)
         from email.message import Message
@@ -262,11 +277,15 @@ class CURLStreamFile(_Stream):
         self._note.append(msg)
 
     def _message(self, error: object) -> str:
-        return "".join([f"Failed to read from {self._name or shown(self.uri)}: {error}", *(f"\n{note}" for note in self._note)])
+        return "".join(
+            [f"Failed to read from {self._name or shown(self.uri)}: {error}", *(f"\n{note}" for note in self._note)]
+        )
 
     def _fork(self, begin: int | None = None, end: int | None = None) -> CURLStreamFile:
         """The same object from elsewhere."""
-        clone = CURLStreamFile(self.uri, begin, end, self._headers, buffer_size=self._buffer_size, certificate_handling=self._ca)
+        clone = CURLStreamFile(
+            self.uri, begin, end, self._headers, buffer_size=self._buffer_size, certificate_handling=self._ca
+        )
         clone._name, clone._note = self._name, list(self._note)
         return clone
 
@@ -274,11 +293,11 @@ class CURLStreamFile(_Stream):
         """Fills a buffer, or as much of it as the range `end` leaves, 0 after it;
         OSError if the object itself ends before."""
         view = memoryview(buffer).cast("B")
-        wanted = len(view) if self._end is None else max(0, min(len(view), self._end - self.tell()))
-        got = super().readinto(view[:wanted])
-        if got < wanted:
-            raise OSError(self._message(f"Requested {wanted} != {got}: the object ends before"))
-        return got
+        limit = len(view) if self._end is None else max(0, min(len(view), self._end - self.tell()))
+        count = super().readinto(view[:limit])
+        if count < limit:
+            raise OSError(self._message(f"Requested {limit} != {count}: the object ends before"))
+        return count
 
     readinto1 = readinto
 
@@ -292,7 +311,9 @@ class RedisStreamFile(_Stream):
     the reads, as OSError. The password is REDISCLI_AUTH's.
     """
 
-    def __init__(self, uri: str, *, begin: int | None = None, end: int | None = None, buffer_size: int | None = None) -> None:
+    def __init__(
+        self, uri: str, *, begin: int | None = None, end: int | None = None, buffer_size: int | None = None
+    ) -> None:
         _parse_redis_uri(uri)
         start = time.monotonic()
         self.uri = uri
@@ -352,7 +373,13 @@ class _S3StreamFile(CURLStreamFile):
     """An s3:// object by a signed URL, which is a secret and does not show."""
 
     def __init__(
-        self, uri: str, options: dict[str, Any], begin: int | None, end: int | None, buffer_size: int | None, ca: CAInfo | None
+        self,
+        uri: str,
+        options: dict[str, Any],
+        begin: int | None,
+        end: int | None,
+        buffer_size: int | None,
+        ca: CAInfo | None,
     ) -> None:
         self._name = uri
         try:
@@ -431,7 +458,13 @@ def open_stream(
         if normal not in ("br", "bw", "ab", "+bw", "+ab"):
             raise ValueError('Only the modes "rb", "wb[+]", and "ab[+]" are valid when opening s3:// streams.')
         options = _s3.options_for(
-            normal != "br", s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_config_path, force_http, s3_region_name
+            normal != "br",
+            s3_access_key_id,
+            s3_secret_access_key,
+            s3_endpoint,
+            s3_config_path,
+            force_http,
+            s3_region_name,
         )
         if normal != "br":
             return ObjectWriter(path, storage_options=options)
@@ -444,7 +477,8 @@ def open_stream(
     if set(mode) & set("wax") and os.path.dirname(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
     # The caller's. Reading a pipe would wait for a writer, and a pipe cannot seek.
-    stream = open(path, mode, -1 if buffer_size is None else buffer_size, opener=regular if normal == "br" else None)  # noqa: SIM115
+    size = -1 if buffer_size is None else buffer_size
+    stream = open(path, mode, size, opener=regular if normal == "br" else None)  # noqa: SIM115
     stream.seek(begin or 0)
     return stream
 

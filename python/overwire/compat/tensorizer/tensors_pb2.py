@@ -60,32 +60,34 @@ def _build() -> dict[str, Any]:
         message = file.message_type.add(name=name)
         optional = []
         for number, field, kind in fields:
-            made = message.field.add(name=field, number=number, label=kinds.LABEL_REPEATED if kind[0] == "*" else kinds.LABEL_OPTIONAL)
+            field_proto = message.field.add(
+                name=field, number=number, label=kinds.LABEL_REPEATED if kind[0] == "*" else kinds.LABEL_OPTIONAL
+            )
             plain = kind.lstrip("*|?")
             if plain in _ENUMS or plain in _MESSAGES:
-                made.type_name = f".tensors.{plain}"
-                made.type = kinds.TYPE_ENUM if plain in _ENUMS else kinds.TYPE_MESSAGE
+                field_proto.type_name = f".tensors.{plain}"
+                field_proto.type = kinds.TYPE_ENUM if plain in _ENUMS else kinds.TYPE_MESSAGE
             else:
-                made.type = getattr(kinds, f"TYPE_{plain.upper()}")
+                field_proto.type = getattr(kinds, f"TYPE_{plain.upper()}")
             if kind[0] == "|":
                 if not message.oneof_decl:
                     message.oneof_decl.add(name="value")
-                made.oneof_index = 0
+                field_proto.oneof_index = 0
             elif kind[0] == "?":
-                made.proto3_optional = True
-                optional.append(made)
-        for made in optional:  # behind the others, as protoc has them
-            made.oneof_index = len(message.oneof_decl)
-            message.oneof_decl.add(name=f"_{made.name}")
+                field_proto.proto3_optional = True
+                optional.append(field_proto)
+        for field_proto in optional:  # behind the others, as protoc has them
+            field_proto.oneof_index = len(message.oneof_decl)
+            message.oneof_decl.add(name=f"_{field_proto.name}")
     # A pool of our own: the original, if imported too, has its messages in the common one.
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    found: dict[str, Any] = {"DESCRIPTOR": pool.FindFileByName("tensors.proto")}
+    namespace: dict[str, Any] = {"DESCRIPTOR": pool.FindFileByName("tensors.proto")}
     for name in _MESSAGES:
-        found[name] = message_factory.GetMessageClass(pool.FindMessageTypeByName(f"tensors.{name}"))
+        namespace[name] = message_factory.GetMessageClass(pool.FindMessageTypeByName(f"tensors.{name}"))
     for name in _ENUMS:
-        found[name] = enum_type_wrapper.EnumTypeWrapper(pool.FindEnumTypeByName(f"tensors.{name}"))
-    return found
+        namespace[name] = enum_type_wrapper.EnumTypeWrapper(pool.FindEnumTypeByName(f"tensors.{name}"))
+    return namespace
 
 
 def __getattr__(name: str) -> Any:

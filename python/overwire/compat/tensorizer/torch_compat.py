@@ -73,12 +73,12 @@ class _TensorizerPickler(pickle.Pickler):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        theirs = cls.__dict__.get("persistent_id")
-        if theirs is not None:
+        overridden = cls.__dict__.get("persistent_id")
+        if overridden is not None:
 
             def persistent_id(self: _TensorizerPickler, obj: Any) -> Any:
-                ours = self._storage_id(obj)
-                return ours if ours is not None else theirs(self, obj)
+                storage_id = self._storage_id(obj)
+                return storage_id if storage_id is not None else overridden(self, obj)
 
             cls.persistent_id = persistent_id  # type: ignore[method-assign]
 
@@ -163,7 +163,9 @@ _LOAD_WRAPPER_DEFAULT_MODULE: Any = None
 
 def _refuse(pickle_module: Any) -> None:
     if pickle_module is not None and pickle_module is not pickle:
-        raise ValueError("Tensorizer-based torch serialization is incompatible with using a pickle_module other than the default")
+        raise ValueError(
+            "Tensorizer-based torch serialization is incompatible with using a pickle_module other than the default"
+        )
 
 
 def _wrapped_save(original: Any) -> Any:
@@ -198,7 +200,9 @@ def _wrapped_load(original: Any) -> Any:
         _refuse(pickle_module)
         token = _load_place.set(scope.place(f))
         try:
-            return original(f, map_location, _pickle_module, weights_only=False if scope.suppress else weights_only, **kwargs)
+            return original(
+                f, map_location, _pickle_module, weights_only=False if scope.suppress else weights_only, **kwargs
+            )
         finally:
             _load_place.reset(token)
 
@@ -217,7 +221,9 @@ def _swapped(name: str, wrap: Callable[[Any], Any]) -> Swap:
 _save, _load = _swapped("save", _wrapped_save), _swapped("load", _wrapped_load)
 
 
-def tensorizer_saving(file_obj: Any = None, *, save_func: Any = None, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
+def tensorizer_saving(
+    file_obj: Any = None, *, save_func: Any = None, **kwargs: Any
+) -> contextlib.AbstractContextManager[None]:
     """A context in which torch.save(obj, f) writes storages to f + ".tensors".
 
     file_obj: what a TensorSerializer takes, instead; or a function of f that

@@ -90,7 +90,13 @@ class TorchGPUMemoryUsage(NamedTuple):
         if not torch.cuda.is_available():
             return None
         stats = torch.cuda.memory_stats(device)
-        return cls(*(stats.get(f"{kind}_bytes.all.{when}", 0) for kind in ("reserved", "allocated") for when in ("current", "peak")))
+        return cls(
+            *(
+                stats.get(f"{kind}_bytes.all.{when}", 0)
+                for kind in ("reserved", "allocated")
+                for when in ("current", "peak")
+            )
+        )
 
     def __str__(self) -> str:
         return (

@@ -30,13 +30,15 @@ def _whole(value: Any, what: str) -> int:
         raise ValueError(f"{what}: {value!r} is no whole number") from None
 
 
-def validated_byte_ranges(metadata: SafeTensorsMetadata, byte_ranges: list[tuple[int, int]] | None) -> list[tuple[int, int]] | None:
+def validated_byte_ranges(
+    metadata: SafeTensorsMetadata, byte_ranges: list[tuple[int, int]] | None
+) -> list[tuple[int, int]] | None:
     """The ranges [begin, end) of a file, copied; None, the whole file, as it is.
     ValueError unless they are in the file's data, in order, disjoint and not empty."""
     if byte_ranges is None:
         return None
-    checked: list[tuple[int, int]] = []
-    reached = metadata.header_length
+    ranges: list[tuple[int, int]] = []
+    position = metadata.header_length
     limit = metadata.header_length + metadata.data_length if metadata.compressed else metadata.size_bytes
     for at, pair in enumerate(byte_ranges):
         what = f"{metadata.src}: byte_ranges[{at}]"
@@ -45,11 +47,14 @@ def validated_byte_ranges(metadata: SafeTensorsMetadata, byte_ranges: list[tuple
         except (TypeError, ValueError):
             raise ValueError(f"{what}: {pair!r} is no (begin, end)") from None
         begin, end = _whole(begin, what), _whole(end, what)
-        if not reached <= begin < end <= limit:
-            raise ValueError(f"{what}: [{begin}, {end}) is empty, not in order, or not in the data [{metadata.header_length}, {limit})")
-        checked.append((begin, end))
-        reached = end
-    return checked
+        if not position <= begin < end <= limit:
+            raise ValueError(
+                f"{what}: [{begin}, {end}) is empty, not in order, or not in the data [{metadata.header_length}, "
+                f"{limit})"
+            )
+        ranges.append((begin, end))
+        position = end
+    return ranges
 
 
 def validated_chunk_allocation_size(byte_ranges: list[tuple[int, int]], allocation_size: int | None) -> int | None:
@@ -92,12 +97,15 @@ class CopierInterface(ABC):
         A copier may read more."""
         validated_byte_ranges(self.metadata, byte_ranges)
 
-    def set_chunk(self, byte_ranges: list[tuple[int, int]], names: set[str], allocation_size: int | None = None) -> None:
+    def set_chunk(
+        self, byte_ranges: list[tuple[int, int]], names: set[str], allocation_size: int | None = None
+    ) -> None:
         """Called before `submit_io`: only these tensors, in a buffer of no more than
         their ranges span, or of allocation_size bytes. NotImplementedError
         otherwise: the caller has promised to hold no more."""
         raise NotImplementedError(
-            f"{type(self).__name__} loads whole files: it has no set_chunk, which max_batch_bytes and device_memory_budget need"
+            f"{type(self).__name__} loads whole files: it has no set_chunk, which max_batch_bytes and "
+            f"device_memory_budget need"
         )
 
     @classmethod
@@ -199,7 +207,9 @@ class EngineCopier(CopierInterface):
         ranges = validated_byte_ranges(self.metadata, byte_ranges)
         self.names = None if ranges is None else self._within(ranges)
 
-    def set_chunk(self, byte_ranges: list[tuple[int, int]], names: set[str], allocation_size: int | None = None) -> None:
+    def set_chunk(
+        self, byte_ranges: list[tuple[int, int]], names: set[str], allocation_size: int | None = None
+    ) -> None:
         """Each tensor has its own memory, of its size: allocation_size is only checked."""
         ranges = validated_byte_ranges(self.metadata, byte_ranges) or []
         validated_chunk_allocation_size(ranges, allocation_size)
@@ -261,13 +271,16 @@ class EngineCopier(CopierInterface):
                     self._stream = None
                     return
                 except BaseException as error:
-                    known = isinstance(error, Exception)
-                    self._stream, self._error = None, error if known else RuntimeError(f"{self.metadata.src}: loading was interrupted")
+                    is_exception = isinstance(error, Exception)
+                    self._stream, self._error = (
+                        None,
+                        error if is_exception else RuntimeError(f"{self.metadata.src}: loading was interrupted"),
+                    )
                     raise
-                wrapped = self.framework.wrap(tensor, self.metadata.tensors[name].dtype, self.device)
+                result = self.framework.wrap(tensor, self.metadata.tensors[name].dtype, self.device)
                 if self._gbuf is not None and not self._gbuf._ptr:
-                    self._gbuf._ptr = wrapped.data_ptr()
-                self.found[name] = wrapped
+                    self._gbuf._ptr = result.data_ptr()
+                self.found[name] = result
 
     def prepare_tensors(self, gbuf: cpp.gds_device_buffer, owner: Any = None) -> Mapping[str, TensorBase]:
         """A mapping: looking a tensor up waits for it."""
@@ -292,8 +305,8 @@ class EngineCopier(CopierInterface):
     ) -> Mapping[str, TensorBase]:
         assert self._gbuf is not None, "wait_io comes after submit_io"
         self._advance(None)
-        found, self.found, self._gbuf = self.found, {}, None
-        for name, wrapped in found.items():
+        tensors, self.found, self._gbuf = self.found, {}, None
+        for name, tensor in tensors.items():
             if converts(self.metadata.tensors[name].dtype, dtype):
-                found[name] = wrapped.to(dtype=dtype)
-        return {name: found[name] for name in self.metadata.tensors if name in found}
+                tensors[name] = tensor.to(dtype=dtype)
+        return {name: tensors[name] for name in self.metadata.tensors if name in tensors}

@@ -19,7 +19,12 @@ class GdsFileCopier(EngineCopier):
     chooses how to read. fallback_cache has no effect."""
 
     def __init__(
-        self, metadata: SafeTensorsMetadata, device: Device, reader: Any, framework: FrameworkOpBase, fallback_cache: Any = None
+        self,
+        metadata: SafeTensorsMetadata,
+        device: Device,
+        reader: Any,
+        framework: FrameworkOpBase,
+        fallback_cache: Any = None,
     ) -> None:
         super().__init__(metadata, device, reader, framework)
         self.read = "gds" if is_cuda(device) else None
@@ -27,7 +32,11 @@ class GdsFileCopier(EngineCopier):
 
 @register_copier_constructor("gds", GdsFileCopier)
 def new_gds_file_copier(
-    device: Device, bbuf_size_kb: int = 16 * 1024, max_threads: int = 16, device_memory_budget: int | None = None, **kwargs: Any
+    device: Device,
+    bbuf_size_kb: int = 16 * 1024,
+    max_threads: int = 16,
+    device_memory_budget: int | None = None,
+    **kwargs: Any,
 ) -> CopierConstructFunc:
     """Makes GdsFileCopiers. Sizes and threads are the engine's choice, which takes
     no memory of the device but the tensors'."""

@@ -16,6 +16,8 @@ class NoGdsFileCopier(EngineCopier):
 
 
 @register_copier_constructor("nogds", NoGdsFileCopier)
-def new_nogds_file_copier(device: Device, bbuf_size_kb: int = 16 * 1024, max_threads: int = 16, **kwargs: Any) -> CopierConstructFunc:
+def new_nogds_file_copier(
+    device: Device, bbuf_size_kb: int = 16 * 1024, max_threads: int = 16, **kwargs: Any
+) -> CopierConstructFunc:
     """Makes NoGdsFileCopiers. Sizes and threads are the engine's choice."""
     return lambda metadata, device, framework: NoGdsFileCopier(metadata, device, None, framework)

@@ -52,8 +52,12 @@ def register_copier_constructor(
 
 def copier_class_of(construct: CopierConstructFunc) -> type[CopierInterface]:
     """The class of the copiers that are made, CopierInterface if it is not known."""
-    found = construct if isinstance(construct, type) else getattr(construct, "copier_class", None)
-    return found if isinstance(found, type) and issubclass(found, CopierInterface) else CopierInterface
+    copier_class = construct if isinstance(construct, type) else getattr(construct, "copier_class", None)
+    return (
+        copier_class
+        if isinstance(copier_class, type) and issubclass(copier_class, CopierInterface)
+        else CopierInterface
+    )
 
 
 def get_copier_class(copier_type: str) -> type[CopierInterface]:

@@ -34,10 +34,10 @@ class ThreeFSFileCopier(CopierInterface):
         if meta.compressed:
             raise ValueError(f"{meta.src}: it is compressed; load it by the loader 'base'")
         offset, length = meta.header_length, meta.size_bytes - meta.header_length
-        staged = is_cuda(self.device) and self.framework.get_name() == "pytorch"
+        through_host = is_cuda(self.device) and self.framework.get_name() == "pytorch"
         gbuf = self.framework.alloc_tensor_memory(length, self.device)
         try:
-            if not staged:
+            if not through_host:
                 self._read(gbuf.get_base_address(), offset, length, max_copy_block_size)
             elif length:
                 stage = self.framework.pinned(min(length, _STAGE))
@@ -52,11 +52,13 @@ class ThreeFSFileCopier(CopierInterface):
         return gbuf
 
     def _read(self, address: int, offset: int, length: int, block: int) -> None:
-        got = self.reader.read_chunked(
+        count = self.reader.read_chunked(
             path=self.metadata.src, dev_ptr=address, file_offset=offset, total_length=length, chunk_size=max(block, 0)
         )
-        if got != length:
-            raise RuntimeError(f"{self.metadata.src}: truncated: {got} of {length} bytes at offset {offset} were read")
+        if count != length:
+            raise RuntimeError(
+                f"{self.metadata.src}: truncated: {count} of {length} bytes at offset {offset} were read"
+            )
 
     def wait_io(
         self, gbuf: cpp.gds_device_buffer, dtype: DType = DType.AUTO, noalign: bool = False, owner: Any = None

@@ -22,9 +22,9 @@ def is_unified_memory_system(framework: FrameworkOpBase | None = None) -> bool:
     """Whether the GPU shares the host's memory, by the name that the framework gives
     the first GPU; False without a framework. FASTSAFETENSORS_UNIFIED_MEM decides
     where it is set: 1 or not."""
-    forced = os.environ.get("FASTSAFETENSORS_UNIFIED_MEM")
-    if forced is not None:
-        return forced == "1"
+    setting = os.environ.get("FASTSAFETENSORS_UNIFIED_MEM")
+    if setting is not None:
+        return setting == "1"
     return framework is not None and "gb10" in framework.get_device_name(0).lower()
 
 
@@ -34,7 +34,11 @@ class UnifiedMemCopier(EngineCopier):
     has no effect: one thread copies."""
 
     def __init__(
-        self, metadata: SafeTensorsMetadata, device: Device, framework: FrameworkOpBase, dma_gate: threading.Lock | None = None
+        self,
+        metadata: SafeTensorsMetadata,
+        device: Device,
+        framework: FrameworkOpBase,
+        dma_gate: threading.Lock | None = None,
     ) -> None:
         super().__init__(metadata, device, None, framework)
         self._pinned: list[TensorBase] = []

@@ -152,7 +152,9 @@ class FrameworkOpBase(ABC):
         self._leases.pop(id(gbuf), None)
 
     @abstractmethod
-    def view_of(self, gbuf: cpp.gds_device_buffer, begin: int, frame: TensorFrame, device: Device, owner: Any = None) -> Any:
+    def view_of(
+        self, gbuf: cpp.gds_device_buffer, begin: int, frame: TensorFrame, device: Device, owner: Any = None
+    ) -> Any:
         """A tensor whose bytes stand in a buffer. owner: keeps the buffer's memory,
         where the framework did not allocate it."""
 
@@ -262,8 +264,8 @@ _OPS = {"pt": "_torch:TorchOp", "pytorch": "_torch:TorchOp", "torch": "_torch:To
 @cache
 def _op(kind: str) -> FrameworkOpBase:
     module, _, name = kind.partition(":")
-    made: FrameworkOpBase = getattr(import_module(f"{__name__}.{module}"), name)()
-    return made
+    framework: FrameworkOpBase = getattr(import_module(f"{__name__}.{module}"), name)()
+    return framework
 
 
 def get_framework_op(name: str) -> FrameworkOpBase:

@@ -28,16 +28,17 @@ if TYPE_CHECKING:
 __all__ = ["PaddleOp", "PaddleProcessGroup", "PaddleTensor"]
 
 _NAMES = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "F16": "float16", "BF16": "bfloat16",
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "F16": "float16",
+    "BF16": "bfloat16",
     "F32": "float32", "F64": "float64", "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
 
 
 def _kind(dtype: DType) -> Any:
-    found = getattr(paddle, _NAMES.get(dtype.value, ""), None)
-    if found is None:
+    kind = getattr(paddle, _NAMES.get(dtype.value, ""), None)
+    if kind is None:
         raise TypeError(f"paddle has no dtype for {dtype.value}")
-    return found
+    return kind
 
 
 @dataclass
@@ -107,8 +108,8 @@ class PaddleOp(FrameworkOpBase):
         return "paddle"
 
     def get_device(self, device: Any, pg: ProcessGroupBase) -> Device:
-        found = Device.of(device)
-        return Device(DeviceType.GPU, found.index) if is_cuda(found) else found
+        place = Device.of(device)
+        return Device(DeviceType.GPU, place.index) if is_cuda(place) else place
 
     def get_device_name(self, index: int) -> str:
         return str(paddle.device.cuda.get_device_name(index)) if paddle.device.cuda.device_count() > index else ""
@@ -126,7 +127,9 @@ class PaddleOp(FrameworkOpBase):
         track(memory, length)
         return self.lease(cpp.gds_device_buffer(pointer, length, is_cuda(dev), memory))
 
-    def view_of(self, gbuf: cpp.gds_device_buffer, begin: int, frame: TensorFrame, device: Device, owner: Any = None) -> PaddleTensor:
+    def view_of(
+        self, gbuf: cpp.gds_device_buffer, begin: int, frame: TensorFrame, device: Device, owner: Any = None
+    ) -> PaddleTensor:
         holder = owner if gbuf.owner is None else gbuf.owner
         return self._at(gbuf.get_base_address() + begin, frame.shape, frame.dtype, device, holder)
 
@@ -140,13 +143,15 @@ class PaddleOp(FrameworkOpBase):
         track(tensor, tensor.nbytes)
         if not tensor.size:
             return self.get_empty_tensor(list(tensor.shape), dtype, device)
-        mine = self._at(int(tensor.ctypes.data), list(tensor.shape), dtype, Device(), tensor)
-        return mine.to(device) if is_cuda(device) else mine
+        view = self._at(int(tensor.ctypes.data), list(tensor.shape), dtype, Device(), tensor)
+        return view.to(device) if is_cuda(device) else view
 
     def wrap_tensor(self, tensor: Any) -> PaddleTensor:
         for name, kind in _NAMES.items():
             if tensor.dtype == getattr(paddle, kind, None):
-                place = Device(DeviceType.GPU, tensor.place.gpu_device_id()) if tensor.place.is_gpu_place() else Device()
+                place = (
+                    Device(DeviceType.GPU, tensor.place.gpu_device_id()) if tensor.place.is_gpu_place() else Device()
+                )
                 return PaddleTensor(place, DType(name), tensor)
         raise TypeError(f"safetensors files have no {tensor.dtype}")
 
@@ -161,8 +166,8 @@ class PaddleOp(FrameworkOpBase):
         return PaddleTensor(device, dtype, paddle.empty(shape, dtype=_kind(dtype)))
 
     def concat_tensors(self, tensors: list[Any], dim: int) -> PaddleTensor:
-        joined = paddle.concat([tensor.real_tensor for tensor in tensors], axis=dim)
-        return PaddleTensor(tensors[0].device, tensors[0].dtype, joined)
+        result = paddle.concat([tensor.real_tensor for tensor in tensors], axis=dim)
+        return PaddleTensor(tensors[0].device, tensors[0].dtype, result)
 
     def copy_tensor(self, dst: PaddleTensor, src: PaddleTensor) -> None:
         paddle.assign(src.real_tensor, output=dst.real_tensor)

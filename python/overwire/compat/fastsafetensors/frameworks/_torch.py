@@ -59,8 +59,8 @@ class TorchTensor(TensorBase):
         kind = None if dtype is DType.AUTO else dtype_convert[dtype]
         if where is None and kind is None:
             return self
-        moved = self.real_tensor.to(device=where, dtype=kind)
-        return TorchTensor(device or self.device, self.dtype if kind is None else dtype, moved)
+        result = self.real_tensor.to(device=where, dtype=kind)
+        return TorchTensor(device or self.device, self.dtype if kind is None else dtype, result)
 
     def view(self, dtype: DType) -> TorchTensor:
         return TorchTensor(self.device, dtype, self.real_tensor.view(dtype_convert[dtype]))
@@ -173,7 +173,9 @@ class TorchOp(FrameworkOpBase):
                 raise RuntimeError(f"{filename}: truncated: it ends before byte {offset + length}")
         return TorchTensor(Device(), DType.U8, host.pin_memory())
 
-    def view_of(self, gbuf: cpp.gds_device_buffer, begin: int, frame: TensorFrame, device: Device, owner: Any = None) -> TorchTensor:
+    def view_of(
+        self, gbuf: cpp.gds_device_buffer, begin: int, frame: TensorFrame, device: Device, owner: Any = None
+    ) -> TorchTensor:
         nbytes = frame.data_offsets[1] - frame.data_offsets[0]
         if gbuf.owner is not None:
             flat = gbuf.owner[begin : begin + nbytes]
@@ -218,10 +220,12 @@ class TorchOp(FrameworkOpBase):
     def concat_tensors(self, tensors: list[Any], dim: int) -> TorchTensor:
         first = tensors[0]
         if len({tensor.dtype for tensor in tensors}) > 1 or first.dtype.bits > 8:
-            joined = torch.cat([tensor.real_tensor for tensor in tensors], dim)
+            result = torch.cat([tensor.real_tensor for tensor in tensors], dim)
         else:  # as bytes: torch joins few of the small types
-            joined = torch.cat([tensor.real_tensor.view(torch.uint8) for tensor in tensors], dim).view(first.real_tensor.dtype)
-        return TorchTensor(first.device, first.dtype, joined)
+            result = torch.cat([tensor.real_tensor.view(torch.uint8) for tensor in tensors], dim).view(
+                first.real_tensor.dtype
+            )
+        return TorchTensor(first.device, first.dtype, result)
 
     def copy_tensor(self, dst: TorchTensor, src: TorchTensor) -> None:
         dst.real_tensor.copy_(src.real_tensor)
@@ -245,16 +249,18 @@ class TorchOp(FrameworkOpBase):
     def is_equal(self, wrapped: TorchTensor, real: Any) -> bool:
         if not isinstance(real, torch.Tensor):
             raise TypeError("real is not torch.Tensor")
-        mine = wrapped.real_tensor
-        if mine.shape != real.shape or mine.dtype != real.dtype:
+        actual = wrapped.real_tensor
+        if actual.shape != real.shape or actual.dtype != real.dtype:
             return False
         # torch compares no pairs; the same bits are the same numbers there.
         small = wrapped.dtype in (DType.F4, DType.F8_E8M0)
-        return torch.equal(_bytes(mine.contiguous()), _bytes(real.contiguous())) if small else torch.equal(mine, real)
+        return (
+            torch.equal(_bytes(actual.contiguous()), _bytes(real.contiguous())) if small else torch.equal(actual, real)
+        )
 
     def randn(self, s: tuple[int, ...], device: Device, dtype: DType) -> TorchTensor:
-        made = torch.randn(s, device=_name(device)).to(dtype_convert[dtype])
-        return TorchTensor(device, dtype, made)
+        values = torch.randn(s, device=_name(device)).to(dtype_convert[dtype])
+        return TorchTensor(device, dtype, values)
 
     def support_fp8(self) -> bool:
         return DType.F8_E4M3 in dtype_convert
