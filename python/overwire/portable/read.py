@@ -20,8 +20,9 @@ __all__ = ["files_of", "load_file", "safe_open"]
 
 Bytes = NDArray[np.uint8]
 
-# Chunks of about this size together are decoded at once: enough lanes for numpy, little memory.
-_TOGETHER = 48 << 20
+# Chunks of about this size together are decoded at once: enough lanes for numpy, and memory that the
+# allocator keeps between calls.
+_TOGETHER = 24 << 20
 
 _NUMPY = {
     "BOOL": "bool", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "F16": "<f2", "I32": "<i4", "U32": "<u4",

@@ -188,7 +188,7 @@ def _symbols_of(chunks: Sequence[Chunk], heads: Sequence[_Head], numbers: Sequen
     stored = np.zeros(int(base[-1]), np.uint8)
     for start, chunk in zip(base, chunks, strict=False):
         stored[start : start + len(chunk.stored)] = chunk.stored
-    words: NDArray[np.int64] = stored.view("<u2").astype(np.int64)
+    words = stored.view("<u2")
     owner = np.repeat(np.arange(len(chunks)), [len(head.offsets) - 1 for head in heads])
     tiles = np.concatenate([_tiles_of_segments(chunk, head) for chunk, head in zip(chunks, heads, strict=True)])
     order = np.argsort(-tiles, kind="stable")
@@ -197,8 +197,7 @@ def _symbols_of(chunks: Sequence[Chunk], heads: Sequence[_Head], numbers: Sequen
     ends = np.concatenate([head.offsets[1:] + at for head, at in zip(heads, base, strict=False)])[order] // 2
     freq = np.concatenate([head.freq for head in heads])
     rank = np.concatenate([head.rank for head in heads])
-    x = words[starts[:, None] + np.arange(64)]
-    x = (x[:, 0::2] | x[:, 1::2] << 16).reshape(-1)
+    x = np.ascontiguousarray(words[starts[:, None] + np.arange(64)]).view("<u4").astype(np.int64).reshape(-1)
     bases = np.repeat(owner << 8, 32)
     at = starts + 64
     _expect_all(x.reshape(-1, 32) >= 1 << 16, owner, numbers, "a state")
@@ -318,8 +317,10 @@ def _assemble(transform: int, values: Bytes, planes: list[Bytes]) -> Bytes:
     wide = values.astype(kind)
     p = [plane.astype(kind) for plane in planes]
     if transform == 1:
-        elements = (p[0] & 1) << 15 | wide << 7 | p[0] >> 1
-        return elements.astype("<u2").view(np.uint8)
+        wide <<= 7
+        wide |= p[0] >> 1
+        wide |= p[0] << 15
+        return wide.astype("<u2", copy=False).view(np.uint8)
     if transform == 2:
         elements = p[3] << 15 | wide << 10 | p[2] << 9 | p[1] << 8 | p[0]
         return elements.astype("<u2").view(np.uint8)
