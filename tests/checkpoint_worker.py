@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from group_worker import forked
-from overwire.checkpoints import CheckpointReader, CheckpointStager, CheckpointWriter
+from overwire.checkpoints import CheckpointReader, CheckpointStager, CheckpointWriter, exchange
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -146,6 +146,30 @@ def background(folder: Path) -> None:
     first, last = (ow.load_file(folder / f"background-{number}") for number in (0, 2))
     for name, tensor in kinds().items():
         assert equal(first[name], tensor) and equal(last[name], tensor), name
+
+
+def mapped(folder: Path) -> None:
+    """Blocks that were staged are copied from the other rank's memory, and none is sent; to a rank that may
+    not map it, they are."""
+    stager, operations = CheckpointStager(), []
+    batch, map_buffers = dist.batch_isend_irecv, exchange.map_buffers
+
+    def counted(some: list[Any]) -> Any:
+        operations.extend(some)
+        return batch(some)
+
+    dist.batch_isend_irecv = counted
+    for number, alone in enumerate([None, 0, 1]):
+        exchange.map_buffers = (lambda _: None) if dist.get_rank() == alone else map_buffers
+        operations.clear()
+        writer, at = CheckpointWriter(max_shard_size=300), str(folder / f"mapped-{number}")
+        dcp.async_save(sharded(True), checkpoint_id=at, storage_writer=writer, async_stager=stager).result()
+        assert bool(operations) == (alone is not None)
+        dist.barrier()
+        for name, tensor in ow.load_file(at).items():
+            assert equal(tensor, kinds()[name]), name
+    dist.batch_isend_irecv, exchange.map_buffers = batch, map_buffers
+    stager.close()
 
 
 def cached(folder: Path) -> None:

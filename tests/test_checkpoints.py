@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import collections
+import errno
+import gc
 import io
 import json
+import os
 import random
 import re
 from pathlib import Path
@@ -23,7 +26,8 @@ from overwire.checkpoints import (  # noqa: E402
     CheckpointReader,
     CheckpointStager,
     CheckpointWriter,
-    places,  # noqa: E402
+    buffers,
+    places,
 )
 from overwire.checkpoints import manifest as manifests  # noqa: E402
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
@@ -65,7 +69,7 @@ def test_a_checkpoint_of_shards_is_a_model(saved: Path) -> None:
 
 def test_ranks_save_in_the_background_and_through_faults(tmp_path: Path) -> None:
     """Also by plans that planners keep, after a full disk or a lack of memory on one rank, and until one dies."""
-    ranks(tmp_path, 2, "background", "cached", "short", "failing", "dying")
+    ranks(tmp_path, 2, "background", "mapped", "cached", "short", "failing", "dying")
 
 
 def state(seed: int = 0) -> dict[str, Any]:
@@ -456,4 +460,43 @@ def test_stager(tmp_path: Path) -> None:
     assert third["model"]["a"].data_ptr() == address and same(third, tensors) and same(second, tensors)
     with pytest.raises(ow.NotSupportedError):
         stager.stage({"sparse": torch.zeros(3, 3).to_sparse()})
+    more = stager.stage({**tensors, "more": torch.arange(100_000)})
+    assert same(more, {**tensors, "more": torch.arange(100_000)}) and same(third, tensors)
     stager.close()
+    assert len(buffers.offer_buffers().buffers) == 3
+    del second, third, more
+    gc.collect()
+    assert not buffers.offer_buffers().buffers
+
+
+def test_memory_that_other_ranks_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank maps what it was offered and nothing else; memory that the host lacks is a typed error, and nothing of it stays."""
+    memory = buffers.host_memory(5000, False)
+    offer = buffers.offer_buffers()
+    block = memory[256:300].view(torch.int32)
+    block.copy_(torch.arange(11, dtype=torch.int32))
+    spot = buffers.find_block(block, offer)
+    mapped = buffers.map_buffers(offer)
+    assert spot is not None and mapped is not None
+    assert torch.equal(mapped[spot.buffer][spot.offset :][:44].view(torch.int32), block)
+    assert mapped[spot.buffer].data_ptr() != memory.data_ptr()
+    assert buffers.find_block(memory[::2], offer) is None and buffers.find_block(torch.zeros(3), offer) is None
+    (number, name, size), *_ = offer.buffers
+    for other in (
+        offer._replace(host="another"),
+        offer._replace(host=""),
+        offer._replace(process=1 << 22),
+        offer._replace(buffers=((0, name, size),)),
+        offer._replace(buffers=((number, "another", size),)),
+    ):
+        assert buffers.map_buffers(other) is None, other
+    descriptors = len(os.listdir("/proc/self/fd"))
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(buffers.os, "posix_fallocate", refuse)
+    stager = CheckpointStager()
+    with pytest.raises(ow.OutOfMemoryError):
+        stager.stage({"a": torch.zeros(1 << 20)})
+    assert len(os.listdir("/proc/self/fd")) == descriptors and buffers.offer_buffers() == offer

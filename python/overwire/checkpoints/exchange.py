@@ -1,5 +1,8 @@
 """What the ranks of a save send each other: blocks of tensors, and whether all is well.
 
+Blocks that a stager has put into host memory are not sent to ranks of the same host: these
+map that memory (buffers), and copy them from there.
+
 Every rank runs the same rounds. Before each they tell each other whether the last one went
 well, so that an error on one ends the save on all.
 """
@@ -7,6 +10,7 @@ well, so that an error on one ends the save on all.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,9 +19,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..errors import ArgumentError, CancelledError
+from .buffers import Spot, find_block, map_buffers, offer_buffers
 from .schedule import Block, Duty, Entry, Round
 
-__all__ = ["Exchange"]
+__all__ = ["Copy", "Exchange", "copy_blocks"]
+
+#: A place in a tensor, and the block that belongs there.
+Copy = tuple[torch.Tensor, torch.Tensor]
 
 
 class Exchange:
@@ -29,6 +37,11 @@ class Exchange:
         self._group = group
         self._device: torch.device | None = None  # where blocks are sent from and to
         self._broken = False  # all ranks know of an error
+        # Blocks that a rank may copy from this one's memory.
+        self._shared: set[tuple[int, MetadataIndex]] = set()
+        self._readers: set[int] = set()  # the ranks that do
+        # By rank, its memory and the places of its blocks.
+        self._sources: dict[int, tuple[list[torch.Tensor], Iterator[Spot | None]]] = {}
 
     def run(self, work: Callable[[Round], None], finish: Callable[[], None]) -> None:
         """Runs all rounds, then `finish`. Raises what fails on this rank, and CancelledError for what fails on another."""
@@ -41,7 +54,7 @@ class Exchange:
         if group is None or dist.get_world_size(group) != self._duty.ranks or dist.get_rank(group) != self._duty.rank:
             raise ArgumentError("overwire: CheckpointWriter: the save has another group: give it as process_group=, too")
         self._group = group
-        self._agree_on_device()
+        self._agree_on_ways()
         for step in self._duty.rounds:
             with self._together():
                 work(step)
@@ -63,75 +76,124 @@ class Exchange:
 
     def _agree(self, error: BaseException | None) -> None:
         """Collective: raises CancelledError if another rank has failed."""
-        failed: list[Any] = [None] * self._duty.ranks
-        dist.all_gather_object(failed, None if error is None else type(error).__name__, group=self._group)
-        for rank, name in enumerate(failed):
+        for rank, name in enumerate(self._tell(None if error is None else type(error).__name__)):
             if name is not None and rank != self._duty.rank and error is None:
                 self._broken = True
                 raise CancelledError(f"overwire: the save ends, because rank {rank} has failed")
 
-    def _agree_on_device(self) -> None:
+    def _agree_on_ways(self) -> None:
+        """Collective: where blocks are gathered, and which of them are copied from other ranks' memory."""
+        offer = offer_buffers()
+        spots: dict[int, list[Spot | None]] = {}  # of the blocks for each rank, in their order
         with self._together():
-            here = {self._tensor(index).device.type for step in self._duty.rounds for _, index in step.sends}
-            here |= {self._tensor(block.index).device.type for block in self._own()}
-        there: list[Any] = [None] * self._duty.ranks
-        dist.all_gather_object(there, sorted(here), group=self._group)
-        kinds = {kind for one in there for kind in one}
+            here = {self._tensor(block.index).device.type for block in self._own_blocks()}
+            for step in self._duty.rounds:
+                for peer, index in step.sends:
+                    tensor = self._tensor(index)
+                    here.add(tensor.device.type)
+                    spots.setdefault(peer, []).append(spot := find_block(tensor, offer))
+                    if spot is not None:
+                        self._shared.add((peer, index))
+        if not self._shared:
+            offer = offer._replace(buffers=())
+        there = self._tell((sorted(here), offer))
+        kinds = {kind for one, _ in there for kind in one}
         able = {device.type for device in self._group._device_types}
         if kinds <= {"cuda"} and kinds and "cuda" in able or "cpu" not in able:
             self._device = torch.device("cuda", torch.cuda.current_device())
         else:
             self._device = torch.device("cpu")
+        if not any(other.buffers for _, other in there):
+            return
+        buffers = {
+            rank: map_buffers(other) for rank, (_, other) in enumerate(there) if other.buffers and rank != self._duty.rank
+        }
+        beside = {rank: some for rank, some in spots.items() if there[rank][1].host == offer.host}
+        answers = self._tell(({rank for rank, some in buffers.items() if some is not None}, beside))
+        self._readers = {rank for rank, (mapped, _) in enumerate(answers) if self._duty.rank in mapped}
+        for rank, memory in buffers.items():
+            if memory is not None:
+                self._sources[rank] = (memory, iter(answers[rank][1].get(self._duty.rank, ())))
 
-    def _own(self) -> Iterator[Block]:
+    def _tell(self, what: Any) -> list[Any]:
+        """Collective: what each rank tells the others."""
+        there: list[Any] = [None] * self._duty.ranks
+        dist.all_gather_object(there, what, group=self._group)
+        return there
+
+    def _own_blocks(self) -> Iterator[Block]:
         for step in self._duty.rounds:
             for entry in step.entries:
                 if entry.dtype is not None and any(block.rank != self._duty.rank for block in entry.blocks):
                     yield from (block for block in entry.blocks if block.rank == self._duty.rank)
 
-    def gather(self, step: Round) -> dict[str, torch.Tensor]:
-        """The round's tensors, whole, by name; those that this rank alone has are its own."""
+    def gather(self, step: Round) -> tuple[dict[str, torch.Tensor], list[Copy]]:
+        """The round's tensors, by name; those that this rank alone has are its own. They are whole
+        once the copies are made, by `copy_blocks`, before the save ends."""
         out: dict[str, torch.Tensor] = {}
-        waits: list[tuple[torch.Tensor, torch.Tensor]] = []  # a block that comes, and its place
+        copies: list[Copy] = []
         operations: list[Any] = []
         if self._alone:
-            return {entry.name: self._tensor(entry.blocks[0].index) for entry in step.entries if entry.dtype is not None}
+            entries = [entry for entry in step.entries if entry.dtype is not None]
+            return {entry.name: self._tensor(entry.blocks[0].index) for entry in entries}, []
         with self._together():  # memory may be short on one rank: then none waits for blocks
             for peer, index in step.sends:
-                operations.append(dist.P2POp(dist.isend, _raw(self._tensor(index).to(self._device)), group=self._group, group_peer=peer))
+                if peer not in self._readers or (peer, index) not in self._shared:
+                    block = _raw_bytes(self._tensor(index).to(self._device))
+                    operations.append(dist.P2POp(dist.isend, block, group=self._group, group_peer=peer))
             for entry in step.entries:
                 if entry.dtype is not None:
-                    out[entry.name] = self._whole(entry, operations, waits)
+                    out[entry.name] = self._whole_tensor(entry, operations, copies)
         if operations:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-        for block_there, place in waits:
-            place.copy_(block_there)
-        return out
+        return out, copies
 
-    def _whole(self, entry: Entry, operations: list[Any], waits: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        # A tensor of this rank, of which other ranks' blocks come by the operations.
+    def _whole_tensor(self, entry: Entry, operations: list[Any], copies: list[Copy]) -> torch.Tensor:
+        # A tensor of this rank, of which other ranks' blocks come by the operations and the copies.
         if len(entry.blocks) == 1 and entry.blocks[0].rank == self._duty.rank:
             return self._tensor(entry.blocks[0].index)
         whole = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
         for block in entry.blocks:
-            place = _part(whole, block)
+            place = _place_of(whole, block)
             if block.rank == self._duty.rank:
-                place.copy_(self._tensor(block.index))
+                copies.append((place, self._tensor(block.index)))
+                continue
+            if (memory := self._memory_of(block, place)) is not None:
+                copies.append((place, memory))
                 continue
             into = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
             if into is not place:
-                waits.append((into, place))
-            operations.append(dist.P2POp(dist.irecv, _raw(into), group=self._group, group_peer=block.rank))
+                copies.append((place, into))
+            operations.append(dist.P2POp(dist.irecv, _raw_bytes(into), group=self._group, group_peer=block.rank))
         return whole
 
+    def _memory_of(self, block: Block, place: torch.Tensor) -> torch.Tensor | None:
+        # The block in its rank's own memory; None: it is sent.
+        if block.rank not in self._sources:
+            return None
+        memory, spots = self._sources[block.rank]
+        spot = next(spots)
+        if spot is None:
+            return None
+        return memory[spot.buffer][spot.offset :][: place.nbytes].view(place.dtype).view(block.sizes)
 
-def _part(whole: torch.Tensor, block: Block) -> torch.Tensor:
+
+def copy_blocks(copies: list[Copy]) -> None:
+    """Copies blocks to their places, those that lie in a row by this thread alone."""
+    for place, block in copies:
+        if place.device.type == block.device.type == "cpu" and place.is_contiguous() and block.is_contiguous():
+            ctypes.memmove(place.data_ptr(), block.data_ptr(), place.nbytes)
+        else:
+            place.copy_(block)
+
+
+def _place_of(whole: torch.Tensor, block: Block) -> torch.Tensor:
     for dim, (offset, size) in enumerate(zip(block.offsets, block.sizes, strict=True)):
         whole = whole.narrow(dim, offset, size)
     return whole
 
 
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
+def _raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     # Backends do not know every dtype.
     return tensor.contiguous().view(-1).view(torch.uint8)

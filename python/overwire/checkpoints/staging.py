@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +12,12 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
 from ..errors import NotSupportedError
+from .buffers import host_memory
 
 __all__ = ["CheckpointStager"]
+
+# Copies of tensors begin at multiples of this many bytes.
+_ALIGNED = 256
 
 
 class _Staged(dict[str, Any]):
@@ -29,7 +32,8 @@ class CheckpointStager(AsyncStager):
     The buffers stay for the next save, whose copies run at the speed of the link. While
     an earlier save still has them, others are made. Copies are not compressed: the host
     needs as much memory as the state of the rank, twice that if a save begins before
-    the last one has ended.
+    the last one has ended. Ranks of one host map each other's buffers, and take the blocks of
+    sharded tensors from there.
 
     Give one object to all saves, and `close` it after the last one. Use it with torch's
     default, saves in a thread; a save in another process would share the buffers with it.
@@ -38,26 +42,23 @@ class CheckpointStager(AsyncStager):
     _synchronize_after_execute = False
 
     def __init__(self) -> None:
-        self._sets: list[tuple[weakref.ref[_Staged], dict[int, list[torch.Tensor]]]] = []
+        self._sets: list[tuple[weakref.ref[_Staged], dict[bool, torch.Tensor]]] = []
 
     def stage(self, state_dict: Any, **kwargs: Any) -> Any:
         """A copy of the state, in host memory; when it returns, the tensors may change.
 
-        Raises NotSupportedError for tensors that have no one memory (sparse, nested).
+        Raises NotSupportedError for tensors that have no one memory (sparse, nested), and
+        OutOfMemoryError.
         """
-        free: dict[int, list[torch.Tensor]] = {}
-        busy = []
-        for user, buffers in self._sets:
-            if user() is None:
-                for size, some in buffers.items():
-                    free.setdefault(size, []).extend(some)
-            else:
-                busy.append((user, buffers))
+        busy = [(user, buffers) for user, buffers in self._sets if user() is not None]
+        free = [buffers for user, buffers in self._sets if user() is None]
         self._sets = busy
-        copying = _Copying(free)
-        staged = _Staged({key: copying.of(value) for key, value in state_dict.items()})
+        copying = _Copying()
+        copying.measure(state_dict)
+        copying.take_buffers(free)
+        staged = _Staged({key: copying.copy_of(value) for key, value in state_dict.items()})
         copying.finish()
-        self._sets.append((weakref.ref(staged), copying.used))
+        self._sets.append((weakref.ref(staged), copying.buffers))
         return staged
 
     def synchronize_staging(self) -> None:
@@ -69,44 +70,72 @@ class CheckpointStager(AsyncStager):
 
 
 class _Copying:
-    # One stage. free: buffers by size, which it takes from. used: what the copies are in.
-    def __init__(self, free: dict[int, list[torch.Tensor]]) -> None:
-        self._free = free
-        self.used: dict[int, list[torch.Tensor]] = {}
+    """One stage: `measure`, `take_buffers`, then `copy_of` each value, and `finish`.
+
+    buffers: one for the tensors of GPUs, pinned, and one for those of the host."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[bool, torch.Tensor] = {}
+        self._sizes = {True: 0, False: 0}
+        self._ends = {True: 0, False: 0}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._copies: dict[int, torch.Tensor] = {}  # tied tensors stay tied
-        self._kept: list[torch.Tensor] = []
+        self._tensors: dict[int, torch.Tensor] = {}
 
-    def of(self, value: Any) -> Any:
+    def measure(self, value: Any) -> None:
+        """Adds up the tensors of a value. Raises NotSupportedError for those that cannot be copied."""
+        if isinstance(value, torch.Tensor) and id(value) not in self._tensors:
+            self._tensors[id(value)] = value
+            tensor = value.to_local() if isinstance(value, DTensor) else value
+            if hasattr(tensor, "local_shards") or tensor.layout != torch.strided:
+                kind = type(tensor).__name__
+                raise NotSupportedError(f"overwire: CheckpointStager: a {kind} of layout {tensor.layout}")
+            self._sizes[tensor.is_cuda] += _room_of(tensor)
+        elif isinstance(value, Mapping):
+            for one in value.values():
+                self.measure(one)
+        elif type(value) in (list, tuple):
+            for one in value:
+                self.measure(one)
+
+    def take_buffers(self, free: list[dict[bool, torch.Tensor]]) -> None:
+        """Takes those of an earlier stage that have the room, or new ones."""
+        for pinned, size in self._sizes.items():
+            if not size:
+                continue
+            some = [buffers[pinned] for buffers in free if pinned in buffers and buffers[pinned].nbytes >= size]
+            if not some:
+                for buffers in free:
+                    buffers.pop(pinned, None)  # too small: given back before there is another
+            self.buffers[pinned] = some[0] if some else host_memory(size, pinned)
+
+    def copy_of(self, value: Any) -> Any:
+        """The copy of a value."""
         if isinstance(value, torch.Tensor):
-            if (known := self._copies.get(id(value))) is None:
-                known = self._copies[id(value)] = self._tensor(value)
-                self._kept.append(value)
-            return known
+            if (staged := self._copies.get(id(value))) is None:
+                staged = self._copies[id(value)] = self._copy_tensor(value)
+            return staged
         if isinstance(value, Mapping):
-            return {key: self.of(one) for key, one in value.items()}
+            return {key: self.copy_of(one) for key, one in value.items()}
         if type(value) in (list, tuple):
-            return type(value)(self.of(one) for one in value)
+            return type(value)(self.copy_of(one) for one in value)
         if isinstance(value, (int, float, complex, str, bytes, type(None))):
             return value
         return copy.deepcopy(value)
 
-    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
             staged: DTensor = tensor.detach()  # type: ignore[assignment]
-            staged._local_tensor = self._tensor(tensor.to_local())
+            staged._local_tensor = self._copy_tensor(tensor.to_local())
             return staged
-        if hasattr(tensor, "local_shards") or tensor.layout != torch.strided:
-            raise NotSupportedError(f"overwire: CheckpointStager: a {type(tensor).__name__} of layout {tensor.layout}")
         tensor = tensor.detach()
-        size = math.prod(tensor.shape) * tensor.element_size()
-        if not size:
+        if not tensor.nbytes:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
-        some = self._free.get(size if tensor.is_cuda else -size)
-        buffer = some.pop() if some else torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
-        self.used.setdefault(size if tensor.is_cuda else -size, []).append(buffer)
-        place = buffer.view(tensor.dtype).view(tensor.shape)
-        if tensor.is_cuda:
+        pinned = tensor.is_cuda
+        begin = self._ends[pinned]
+        self._ends[pinned] += _room_of(tensor)
+        place = self.buffers[pinned][begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        if pinned:
             stream = self._streams.get(tensor.device)
             if stream is None:
                 stream = self._streams[tensor.device] = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
@@ -118,5 +147,10 @@ class _Copying:
         return place
 
     def finish(self) -> None:
+        """Waits for the copies."""
         for stream in self._streams.values():
             stream.synchronize()
+
+
+def _room_of(tensor: torch.Tensor) -> int:
+    return (tensor.nbytes + _ALIGNED - 1) // _ALIGNED * _ALIGNED

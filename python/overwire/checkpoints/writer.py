@@ -22,7 +22,7 @@ from ..errors import ArgumentError, NotSupportedError, OverwireError
 from ..model.options import Level, StorageOptions, check_choice, parse_size
 from ..paths import is_remote, local
 from ..verbs.save import save_file
-from .exchange import Exchange
+from .exchange import Copy, Exchange, copy_blocks
 from .manifest import NAME, TRAINING, Manifest, check_prefix, encode
 from .places import INDEX, Place
 from .schedule import Duty, Entry, Round, schedule
@@ -52,7 +52,8 @@ class CheckpointWriter(StorageWriter):
     storage_options: as for `load_file`.
 
     All tensors are stored whole: the blocks of a sharded one (FSDP, DTensor) are sent to the
-    rank that writes it, by the group's own backend. What is no tensor is stored as torch.save
+    rank that writes it, by the group's own backend, or copied from what a stager of the
+    same host has in memory. What is no tensor is stored as torch.save
     writes it.
 
     The save raises torch's CheckpointException, whose `failures` has the error of each rank:
@@ -154,7 +155,7 @@ class CheckpointWriter(StorageWriter):
                 saves: deque[Executed[list[WriteResult]]] = deque()
 
                 def work(step: Round) -> None:
-                    tensors = exchange.gather(step)
+                    tensors, copies = exchange.gather(step)
                     if not step.file:
                         return
                     for entry in step.entries:
@@ -162,7 +163,7 @@ class CheckpointWriter(StorageWriter):
                             tensors[entry.name] = _bytes(planner, items[entry.blocks[0].index])
                     if len(saves) == _AT_ONCE:
                         results.extend(saves.popleft().result())
-                    saves.append(pool.submit(self._write, step, tensors))
+                    saves.append(pool.submit(self._write, step, tensors, copies))
 
                 def finish() -> None:
                     for one in saves:
@@ -177,8 +178,9 @@ class CheckpointWriter(StorageWriter):
         future.set_result(results)
         return future
 
-    def _write(self, step: Round, tensors: dict[str, torch.Tensor]) -> list[WriteResult]:
+    def _write(self, step: Round, tensors: dict[str, torch.Tensor], copies: list[Copy]) -> list[WriteResult]:
         assert self._place is not None
+        copy_blocks(copies)
         report = save_file(tensors, self._place.make(step.file), {"format": "pt"}, **self._how)
         return [_result(entry, step.file, report.bytes_out if number == 0 else 0) for number, entry in enumerate(step.entries)]
 
