@@ -3,9 +3,12 @@
 package load
 
 import (
+	"context"
 	"testing"
+	"time"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/job"
 )
 
 // On a GPU, too: two loads of which one follows the other have one queue in turn.
@@ -14,6 +17,55 @@ func TestAfterFake(t *testing.T) {
 	path, want := write(t, "m", []int64{3000, 70}, []int64{0}, []int64{5})
 	m := opened(t, Spec{URIs: []string{path}})
 	follows(t, m, want, "cuda:0")
+	m.Close()
+	if left := end(); left != "" {
+		t.Errorf("left behind: %s", left)
+	}
+}
+
+// A load on a GPU that follows another has that one's queue from the moment when the first
+// has submitted everything, and does not wait for its end; one that wants the device's
+// times, or another dtype, waits.
+func TestAfterTakesTheQueueFake(t *testing.T) {
+	end := cuda.Fake(1 << 30)
+	path, want := write(t, "m", []int64{3000, 70}, []int64{0}, []int64{5})
+	m := opened(t, Spec{URIs: []string{path}})
+	for _, opt := range []Options{{}, {Trace: t.TempDir() + "/trace"}, {Cast: "F32"}} {
+		target, err := TargetOf("cuda:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		over := make(chan struct{})
+		first := newLoading(m, target, nil)
+		first.machine = m.Machine(true, 0, true)
+		if first.queue, err = target.Queue(0, first.machine); err != nil {
+			t.Fatal(err)
+		}
+		queue := first.queue
+		first.job.Go(func(context.Context, *job.Job) error { <-over; return nil })
+		close(first.submitted)
+		opt.Device, opt.After = "cuda:0", first
+		l, err := m.Start(nil, opt)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if waits := opt.Trace != "" || opt.Cast != ""; waits {
+			if ended, _ := l.Job().Wait(20 * time.Millisecond); ended || first.queue != queue {
+				t.Errorf("%+v: has begun before the first load's end", opt)
+			}
+			close(over)
+			first.giveQueue().Close()
+			takeAll(t, l, want, false)
+			continue
+		}
+		takeAll(t, l, want, false)
+		if again, err := target.Queue(0, first.machine); err != nil || first.giveQueue() != nil || again != queue {
+			t.Errorf("the queue was not taken, or not given back: %v", err)
+		} else {
+			again.Close()
+		}
+		close(over)
+	}
 	m.Close()
 	if left := end(); left != "" {
 		t.Errorf("left behind: %s", left)

@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 )
 
-// A load that follows another one reads nothing, and has no queue, before that has ended,
-// also by an error; cancelled, it does not wait for it.
+// A load that follows another one reads nothing before that has ended, also by an error;
+// cancelled, it does not wait for it.
 func TestAfter(t *testing.T) {
 	path, want := write(t, "m", []int64{3000, 70}, []int64{0}, []int64{5})
 	follows(t, opened(t, Spec{URIs: []string{path}, Map: new(bool)}), want, "")
@@ -21,7 +21,8 @@ func TestAfter(t *testing.T) {
 func follows(t *testing.T, m *Model, want [][]byte, device string) {
 	for _, failure := range []error{nil, errors.New("so it ended")} {
 		end := make(chan struct{})
-		first := job.Start("first", func(context.Context, *job.Job) error { <-end; return failure })
+		first := newLoading(m, Target{}, nil)
+		first.job.Go(func(context.Context, *job.Job) error { <-end; return failure })
 		l, err := m.Start(nil, Options{Device: device, After: first})
 		if err != nil {
 			t.Fatal(err)
@@ -44,16 +45,22 @@ func follows(t *testing.T, m *Model, want [][]byte, device string) {
 			t.Error("has begun before the first load's end")
 		}
 		close(end)
-		if _, err := l.Job().Wait(-1); err != nil {
-			t.Fatal(err)
-		}
-		for i := range want {
-			mem, _, _, ok := l.Take(i)
-			if !ok || device == "" && !bytes.Equal(mem.Slice(), want[i]) {
-				t.Errorf("tensor %d: %v", i, ok)
-			}
-			mem.Release()
-		}
-		l.Close()
+		takeAll(t, l, want, device == "")
 	}
+}
+
+// takeAll waits for a load and takes its tensors; compare: they lie on the host.
+func takeAll(t *testing.T, l *Loading, want [][]byte, compare bool) {
+	t.Helper()
+	if _, err := l.Job().Wait(-1); err != nil {
+		t.Fatal(err)
+	}
+	for i := range want {
+		mem, _, _, ok := l.Take(i)
+		if !ok || compare && !bytes.Equal(mem.Slice(), want[i]) {
+			t.Errorf("tensor %d: %v", i, ok)
+		}
+		mem.Release()
+	}
+	l.Close()
 }

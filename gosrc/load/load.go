@@ -32,9 +32,9 @@ type Options struct {
 	Read    string `json:"read"`     // a value of OVERWIRE_READ; "": the setting's own
 	Trace   string `json:"trace"`    // path for a Chrome trace; "": the setting's own
 
-	// After is a load that this one follows: it reads nothing, and has no queue, before
-	// that one has ended, however it ends. nil: none.
-	After *job.Job `json:"-"`
+	// After is a load that this one follows: it reads nothing before that one has
+	// submitted everything to its GPU, or has ended, however it ends. nil: none.
+	After *Loading `json:"-"`
 }
 
 // A Report says what a load did and what it cost.
@@ -64,7 +64,7 @@ type Loading struct {
 	wants   []plan.Want
 	casts   []device.Cast // by request; nil: none
 	machine plan.Machine
-	queue   *cuda.Queue // nil: the host; mu guards it while the job runs
+	queue   *cuda.Queue // nil: the host, not there yet, or the following load's; mu guards it while the job runs
 	mapped  []bool      // by request: it lies in a mapped file
 	copies  []run       // requests that the job copies out of their files, before all else
 
@@ -74,6 +74,8 @@ type Loading struct {
 	settles []bool  // by request: the caller settles it
 
 	arrived *job.Landings
+
+	submitted chan struct{} // closed when the load that follows may take the queue
 
 	mu    sync.Mutex
 	mem   []device.Memory // by request; zero once taken
@@ -118,7 +120,7 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 
 func newLoading(m *Model, tgt Target, wants []plan.Want) *Loading {
 	return &Loading{target: tgt, job: job.New("load"), model: m, wants: wants, mem: make([]device.Memory, len(wants)), taken: make([]bool, len(wants)),
-		arrived: job.NewLandings(len(wants))}
+		arrived: job.NewLandings(len(wants)), submitted: make(chan struct{})}
 }
 
 // start is Start without the requests that a stock serves.
@@ -242,8 +244,8 @@ func (l *Loading) ended() {
 		cpu.Release(l.mem)
 	}
 	l.mu.Unlock()
-	if l.queue != nil {
-		l.queue.Close()
+	if queue := l.giveQueue(); queue != nil {
+		queue.Close()
 	}
 	l.model.Drop()
 }

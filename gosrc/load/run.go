@@ -105,11 +105,10 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, opt Optio
 	if err := l.landMapped(j, s); err != nil {
 		return err
 	}
+	tracing := traceFile(opt) != ""
 	if opt.After != nil {
-		select {
-		case <-opt.After.Done():
-		case <-ctx.Done():
-			return context.Cause(ctx)
+		if err := l.followLoad(ctx, opt.After, s.plan, how, tracing); err != nil {
+			return err
 		}
 	}
 	queue, err := l.prepare(s.plan, opt.Stream)
@@ -124,6 +123,9 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, opt Optio
 		}
 	}
 	task.GDS, task.Landed = ways.readers(), late.or(l.land)
+	if l.passesQueue(s.plan, how, tracing) {
+		task.Submitted = func() { close(l.submitted) }
+	}
 	task.Progress = func(n int64) { j.Bytes.Add(n) }
 	rep := Report{Bytes: s.bytes, Tensors: int64(len(reqs)), Mapped: s.mapped}
 	rep.Stages, err = pipeline.Run(ctx, task)

@@ -61,6 +61,10 @@ type Task struct {
 	// worker. Progress gets the tensor bytes of each finished decode task.
 	Landed   func(want int32)
 	Progress func(bytes int64)
+
+	// Submitted, if not nil, is called once everything has been submitted without an
+	// error: from then on the queue may have other users, and Run waits for its own work.
+	Submitted func()
 }
 
 // Stages says what a run cost, summed over its workers, in nanoseconds and bytes.
@@ -141,8 +145,15 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 	}
 	// Wait for what was submitted even after an error: nothing may write to the
 	// tensors once Run has returned.
-	if err := queue.Drain(context.WithoutCancel(ctx)); err != nil {
-		r.cancel(err)
+	if t.Submitted == nil {
+		if err := queue.Drain(context.WithoutCancel(ctx)); err != nil {
+			r.cancel(err)
+		}
+	} else {
+		if r.ctx.Err() == nil {
+			t.Submitted()
+		}
+		r.pending.Wait()
 	}
 	st.LandBytes = r.landed.Load()
 	st.ReadBytes += r.skipped
@@ -154,7 +165,8 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 }
 
 func newRun(t *Task, queue device.Queue) *run {
-	r := &run{feed: feed{Task: t, facts: make([]source.Facts, len(t.Sources))}, queue: queue, staged: make([]staged, len(t.Plan.Pieces)), last: "decode", checks: !t.NoCheck && !queue.Checks()}
+	r := &run{feed: feed{Task: t, facts: make([]source.Facts, len(t.Sources))}, queue: queue, last: "decode",
+		staged: make([]staged, len(t.Plan.Pieces)), checks: !t.NoCheck && !queue.Checks()}
 	if queue.Asynchronous() {
 		r.last = "submit"
 	}
@@ -181,13 +193,14 @@ func (st *Stages) add(w *Stages) {
 // run is what the workers of one Run share.
 type run struct {
 	feed
-	ctx    context.Context
-	cancel context.CancelCauseFunc
-	queue  device.Queue
-	staged []staged     // by piece
-	landed atomic.Int64 // bytes
-	last   string       // the name in traces of a worker's share in decoding
-	checks bool         // workers compare checksums
+	ctx     context.Context
+	cancel  context.CancelCauseFunc
+	queue   device.Queue
+	staged  []staged       // by piece
+	landed  atomic.Int64   // bytes
+	pending sync.WaitGroup // tasks that were submitted, and whose done call has not returned
+	last    string         // the name in traces of a worker's share in decoding
+	checks  bool           // workers compare checksums
 
 	prefetches bool // some source has Prefetch
 	prefetch   sync.Mutex
@@ -404,7 +417,9 @@ func (w *worker) submit(slot device.Slot, view func(off, n int64) ([]byte, error
 		return err
 	}
 	mine = false
+	w.pending.Add(int(p.Count))
 	err := w.queue.Submit(slot, p.Len, w.Plan.Tasks[p.First:p.First+p.Count], func(i int, err error) {
+		defer w.pending.Done()
 		if err != nil {
 			w.cancel(w.where(stageOf(err), p.First+int32(i), err)) // only the first cause stays
 			return
@@ -413,6 +428,7 @@ func (w *worker) submit(slot device.Slot, view func(off, n int64) ([]byte, error
 	})
 	w.st.DecodeNS += w.lap(w.last, t0, p.Len)
 	if err != nil { // an error of the device: none of the piece's tasks began
+		w.pending.Add(-int(p.Count))
 		return w.where("copy", p.First, err)
 	}
 	return nil

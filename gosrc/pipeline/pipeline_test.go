@@ -11,6 +11,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -166,13 +167,9 @@ func (m *model) run(ctx context.Context, reqs []plan.Request, lim plan.Limits, w
 		return nil, nil, err
 	}
 	defer cpu.Release(mem)
-	dest := make([]unsafe.Pointer, len(mem))
-	for i := range mem {
-		dest[i] = mem[i].Ptr
-	}
 	landed := make(chan int32, len(wants))
-	task := &Task{Trace: m.trace, Index: m.ix, Sources: m.srcs, Wants: wants, Plan: plan.Make(m.ix, wants, dest, lim),
-		Workers: workers, Landed: func(i int32) { landed <- i }}
+	task := &Task{Trace: m.trace, Index: m.ix, Sources: m.srcs, Wants: wants,
+		Plan: plan.Make(m.ix, wants, pointers(mem), lim), Workers: workers, Landed: func(i int32) { landed <- i }}
 	if m.steps > 0 {
 		task.Range = func() int64 { return m.steps }
 	}
@@ -193,6 +190,14 @@ func (m *model) run(ctx context.Context, reqs []plan.Request, lim plan.Limits, w
 		order = append(order, int(i))
 	}
 	return got, order, err
+}
+
+func pointers(mem []device.Memory) []unsafe.Pointer {
+	dest := make([]unsafe.Pointer, len(mem))
+	for i := range mem {
+		dest[i] = mem[i].Ptr
+	}
+	return dest
 }
 
 // Any request of any layout gives the bytes that slicing element by element gives,

@@ -174,8 +174,8 @@ func startLoad(_ *Verb, q loadRequest, n []int64) (*entry, error) {
 		if err != nil {
 			return nil, err
 		}
-		if q.Options.After, err = first.running(0); err != nil {
-			return nil, err
+		if q.Options.After = first.load; first.load == nil {
+			return nil, errs.New(errs.ErrArgument, "job %d is no load that another can follow", q.After)
 		}
 	}
 	var reqs []load.Request // nil: every tensor, whole

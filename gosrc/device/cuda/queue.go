@@ -486,18 +486,15 @@ func (q *Queue) finishSlot(s *Slot) {
 	}
 }
 
-// callDone calls done for each task of a slot.
+// callDone calls done for each task of a slot, also after a panic of one.
 func (s *Slot) callDone(err error) {
-	_ = spawn.Guard("cuda completer", func() error {
-		for i := range s.count {
-			each := s.failures[i]
-			if err != nil {
-				each = err
-			}
-			s.done(i, each)
+	for i := range s.count {
+		each := s.failures[i]
+		if err != nil {
+			each = err
 		}
-		return nil
-	})
+		_ = spawn.Guard("cuda completer", func() error { s.done(i, each); return nil })
+	}
 }
 
 // Drain waits until everything submitted has landed and its done calls have
