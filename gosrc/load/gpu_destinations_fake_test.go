@@ -168,9 +168,9 @@ func TestPrepare(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d.Prepare()
+	d.Prepare(0, 0)
 	before, _, _ := d.Free()
-	d.Prepare()
+	d.Prepare(0, 0)
 	l, err := d.Queue(0, 0)
 	if err != nil {
 		t.Fatal(err)
@@ -179,8 +179,8 @@ func TestPrepare(t *testing.T) {
 		t.Errorf("%d bytes more are taken", before-now)
 	}
 	l.Close()
-	load.Prepare("cuda:0")
-	load.Prepare("cuda:99") // the load will say so
-	load.Prepare("nothing")
+	load.Prepare("cuda:0", false)
+	load.Prepare("cuda:99", true) // the load will say so
+	load.Prepare("nothing", false)
 	load.Prepared()
 }

@@ -39,15 +39,16 @@ var preparing sync.WaitGroup
 func Prepared() { preparing.Wait() }
 
 // Prepare prepares a device, in the background, for a load whose files are being
-// opened. It reports no error: the load will.
-func Prepare(name string) {
+// opened, by one process or by ranks that exchange what they read. It reports no error:
+// the load will.
+func Prepare(name string, exchange bool) {
 	preparing.Add(1)
 	spawn.Go("load prepare", func() {
 		defer preparing.Done()
 		_ = spawn.Guard("load prepare", func() error {
 			t, err := TargetOf(name)
 			if err == nil && t.GPU != nil {
-				t.GPU.Prepare()
+				t.GPU.Prepare(Ring(plan.Machine{Exchange: exchange}))
 			}
 			return err
 		})

@@ -81,7 +81,7 @@ func TestRelayEveryCallFails(t *testing.T) {
 func TestRelayPrepared(t *testing.T) {
 	end := cuda.Fake(512 << 20)
 	cudatest.History()
-	load.Prepare("cuda:0")
+	load.Prepare("cuda:0", false)
 	path, _, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 1<<20)
 	m := loadtest.OpenModel(t, path)
 	load.Prepared()

@@ -77,9 +77,9 @@ def device(request: str) -> int:
     return _number(core().call("device", dumps(request), b""))
 
 
-def prepare(word: str) -> None:
+def prepare(word: str, exchange: int) -> None:
     """Start to prepare a GPU for a load, without waiting."""
-    core().call("prepare", word, b"")
+    core().call("prepare", word, pack("=1q", exchange))
 
 
 def preload(request: _requests.PreloadRequest) -> JobNumber:

@@ -89,7 +89,10 @@ func modelVerbs() []*Verb {
 		answered("device", "The number of a device by torch's name for it: -1 for a GPU without one, -2 for the host.",
 			func(name string, _ []int64) (int64, error) { return device.Number(name) }),
 		answered("prepare", "Start to prepare a GPU for a load, without waiting.",
-			func(device Text, _ []int64) (none, error) { load.Prepare(string(device)); return none{}, nil }),
+			func(device Text, n []int64) (none, error) {
+				load.Prepare(string(device), n[0] != 0)
+				return none{}, nil
+			}).ints("exchange"),
 		begun[preloadRequest, none]("preload", "Preload files: their tensors go to the loads that join.",
 			func(_ *Verb, q preloadRequest, _ []int64) (*entry, error) {
 				return &entry{pre: preload.Start(q.Spec, q.Options)}, nil

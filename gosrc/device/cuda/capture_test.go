@@ -116,7 +116,7 @@ func captureLivesOn(t *testing.T, blocking bool) {
 		if _, err := driver.Info(); err != nil {
 			t.Error(err)
 		}
-		d.Prepare()
+		d.Prepare(0, 0)
 		if err := d.Trim(); err != nil {
 			t.Error(err)
 		}

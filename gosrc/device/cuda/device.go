@@ -76,8 +76,8 @@ var opened struct {
 	devices map[int]*Device
 }
 
-// firstRing is the size of a default queue's pinned memory; tests make it smaller.
-var firstRing = DefaultSlots * slotStride(DefaultSlotBytes)
+// firstRing is the most pinned memory of a first queue; tests make it smaller.
+var firstRing = dividedSlots * slotStride(DefaultSlotBytes)
 
 // Open returns the device with the given index. The first call makes its context,
 // which takes some 0.2 s unless torch has done so, and prepares the pinned memory

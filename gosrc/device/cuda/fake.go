@@ -15,7 +15,7 @@ import (
 func Fake(memory int64) (end func() string) {
 	useFake(memory)
 	usual, first, pack, whole := ring, firstRing, packSlot, seam
-	ring.slots, ring.bytes, firstRing, packSlot, seam = 6, 256<<10, 8<<20, 128<<10, 64<<10
+	ring.slots, ring.divided, ring.bytes, firstRing, packSlot, seam = 6, 6, 256<<10, 8<<20, 128<<10, 64<<10
 	return func() string {
 		defer func() { ring, firstRing, packSlot, seam = usual, first, pack, whole }()
 		cudatest.Fail(0, 0, false)

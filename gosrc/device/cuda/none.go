@@ -47,7 +47,7 @@ type gpu interface {
 	Register(b []byte) error
 	Unregister(b []byte, then func())
 	Queue(slots int, slotBytes int64) (*Queue, error)
-	Prepare()
+	Prepare(slots int, slotBytes int64)
 	Current(fn func() error) error
 	NewEvent() (*Event, error)
 	NewPacker(sums bool) (*Packer, error)

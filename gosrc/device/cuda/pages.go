@@ -75,6 +75,19 @@ func (d *Device) Unregister(b []byte, then func()) {
 	})
 }
 
+// cut gives back what is more than the first n bytes.
+func (m *pages) cut(n int64) {
+	n = (n + huge - 1) &^ (huge - 1)
+	if m.raw == nil || m.n <= n {
+		return
+	}
+	end := unsafe.Add(m.p, n)
+	rest := uintptr(m.raw) + m.mapped - uintptr(end)
+	if unix.MunmapPtr(end, rest) == nil {
+		m.mapped, m.n = m.mapped-rest, n
+	}
+}
+
 func (m pages) free() {
 	if m.raw != nil {
 		_ = unix.MunmapPtr(m.raw, m.mapped)

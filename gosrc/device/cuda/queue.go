@@ -108,9 +108,9 @@ func (d *Device) Queue(slots int, slotBytes int64) (*Queue, error) {
 	return d.makeQueue(slots, slotBytes)
 }
 
-// Prepare makes a default queue for a load that is about to begin, unless one is
+// Prepare makes a queue as Queue does, for a load that is about to begin, unless one is
 // kept already. It reports no error: Queue will.
-func (d *Device) Prepare() {
+func (d *Device) Prepare(slots int, slotBytes int64) {
 	d.making.Lock()
 	defer d.making.Unlock()
 	d.mu.Lock()
@@ -119,7 +119,7 @@ func (d *Device) Prepare() {
 	if kept {
 		return
 	}
-	if l, err := d.makeQueue(0, 0); err == nil {
+	if l, err := d.makeQueue(slots, slotBytes); err == nil {
 		l.Close()
 	}
 }
@@ -153,12 +153,15 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 		return nil, err
 	}
 	most, n := slots, int64(slots)*slotStride(slotBytes)
+	if whole := int64(ring.divided) * slotStride(ring.bytes); n > int64(ring.slots)*slotStride(ring.bytes) && n < whole {
+		n = whole // of which the other divisions take a bit more, or less
+	}
 	if idleRank(slotBytes) == 0 { // the next source may need another division
 		fine, _ := FinestRing()
 		most = max(most, fine)
 	}
 	p := d.takeSpare()
-	if p.n < n || p.n > n+huge {
+	if p.cut(n); p.n < n {
 		p.free()
 		if p, err = newPages(n, d.near); err != nil {
 			return nil, err

@@ -82,7 +82,7 @@ func TestQueueIsReshaped(t *testing.T) {
 	fine, fineSize := FineRing()
 	finest, finestSize := FinestRing()
 	for _, cut := range [][2]int64{{int64(fine), fineSize}, {int64(finest), finestSize}} {
-		if cut[0] <= int64(slots) || cut[1] >= size || cut[0]*slotStride(cut[1]) > int64(slots)*slotStride(size) {
+		if cut[0] <= int64(slots) || cut[1] >= size || cut[0]*slotStride(cut[1]) > int64(ring.divided)*slotStride(size) {
 			t.Errorf("%d slots of %d of a finer ring, %d of %d for files", cut[0], cut[1], slots, size)
 		}
 	}
@@ -90,7 +90,7 @@ func TestQueueIsReshaped(t *testing.T) {
 	for i, cut := range []struct {
 		slots int
 		size  int64
-	}{{slots, size}, {fine, fineSize}, {slots / 2, 2 * size}, {finest, finestSize}, {fine, fineSize}, {slots, size}} {
+	}{{fine, fineSize}, {slots, size}, {slots / 2, 2 * size}, {finest, finestSize}, {fine, fineSize}, {slots, size}} {
 		l, err := d.Queue(cut.slots, cut.size)
 		if err != nil {
 			t.Fatal(err)

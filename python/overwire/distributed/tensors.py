@@ -146,7 +146,8 @@ class TensorLoad:
         self._dtype = check_dtype(self._frame, options.get("dtype"))
         self._watcher = watch(options.get("progress"), "load" if budgets[0] is None else "stream")
         link = members.link_device(where)
-        prepare(link or where if self._exchange == "collective" else where)  # where stored bytes go
+        carrier = link or where if self._exchange == "collective" else where  # where stored bytes go
+        prepare(carrier, self._exchange != "none")
         self.model = Model(source, device=where, **whole)
         self._load = GroupLoad(members, [self.model])
         self.model.alone()  # what was preloaded is not shared out

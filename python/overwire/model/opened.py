@@ -405,10 +405,11 @@ def _over(filter: Callable[[str], bool], names: Iterable[str]) -> Callable[[str]
     return filter.over(names) if isinstance(filter, Experts) else filter
 
 
-def prepare(device: str) -> None:
-    """Begins to make a GPU ready, so that a load need not wait for it."""
+def prepare(device: str, exchange: bool = False) -> None:
+    """Begins to make a GPU ready, so that a load need not wait for it: by this process, or
+    by ranks that exchange what they read."""
     if device != "cpu":
-        _verbs.prepare(device)
+        _verbs.prepare(device, int(exchange))
 
 
 def wholes(numbers: Sequence[int], pointers: Sequence[int]) -> bytes:
