@@ -135,6 +135,17 @@ func (l *Loading) provide(ctx context.Context) (ended chan struct{}) {
 	return ended
 }
 
+// settlesMeanwhile reports whether the job should wait for the load's queue, and not Start:
+// one is being made, the caller can make destinations meanwhile, and enough memory is free
+// that the queue's is no question.
+func (l *Loading) settlesMeanwhile() bool {
+	if l.settles == nil || !l.target.GPU.IsMakingQueue() {
+		return false
+	}
+	room, _, err := l.target.GPU.Free()
+	return err == nil && room >= spare
+}
+
 // Settle sets destinations of requests with SettleLater: request, address, request,
 // address. Work that is queued on the stream now precedes what lands there; 0 is no
 // stream. It may be called while the load runs and after it.

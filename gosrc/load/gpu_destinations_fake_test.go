@@ -21,14 +21,19 @@ import (
 )
 
 // Memory that is allocated while the load runs gets the right bytes, plain and
-// compressed; so do the caller's own destinations, settled one by one in any order.
+// compressed; so do the caller's own destinations, settled one by one in any order, also
+// while a queue is being made, for which a load does not wait before it has begun.
 func TestLateDestinations(t *testing.T) {
 	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {}} {
-		t.Run(fmt.Sprintf("compress %v", spec.Compress), func(t *testing.T) { lateDestinations(t, spec) })
+		for _, making := range []bool{false, true} {
+			t.Run(fmt.Sprintf("compress %v, while a queue is made %v", spec.Compress, making), func(t *testing.T) {
+				lateDestinations(t, spec, making)
+			})
+		}
 	}
 }
 
-func lateDestinations(t *testing.T, spec save.Spec) {
+func lateDestinations(t *testing.T, spec save.Spec, making bool) {
 	_, m, want := loadtest.WriteModel(t, spec, "", 4<<20)
 	loadtest.UseEngine(t)
 	defer load.FakeAllotment(64<<10, 0)()
@@ -54,6 +59,10 @@ func lateDestinations(t *testing.T, spec save.Spec) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	end := func() {}
+	if making {
+		end = cuda.FakeMaking(d)
+	}
 	l, err := m.Start(reqs, load.Options{Device: "cuda:0", Stream: 1})
 	if err != nil {
 		t.Fatal(err)
@@ -68,6 +77,7 @@ func lateDestinations(t *testing.T, spec save.Spec) {
 			t.Fatal(err)
 		}
 	}
+	end()
 	if err := loadtest.Finish(t, l); err != nil {
 		t.Fatal(err)
 	}

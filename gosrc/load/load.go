@@ -144,7 +144,7 @@ func (m *Model) start(reqs []Request, wants []plan.Want, tgt Target, opt Options
 	// Allocate here and not in the job: a caller that is out of memory may be able
 	// to free some and try again.
 	l.machine = m.Machine(tgt.GPU != nil, opt.Threads, true)
-	if opt.After == nil {
+	if opt.After == nil && !l.settlesMeanwhile() {
 		if l.queue, err = tgt.Queue(0, l.machine); err != nil {
 			return nil, m.Where("stage", err)
 		}

@@ -38,6 +38,12 @@ func Fake(memory int64) (end func() string) {
 	}
 }
 
+// FakeMaking makes a device look as if it made a queue, until end.
+func FakeMaking(d *Device) (end func()) {
+	d.making.Lock()
+	return d.making.Unlock
+}
+
 // useFake replaces the driver by the fake one, with `memory` bytes, and forgets its devices.
 func useFake(memory int64) {
 	opened.mu.Lock()

@@ -48,6 +48,7 @@ type gpu interface {
 	Unregister(b []byte, then func())
 	Queue(slots int, slotBytes int64) (*Queue, error)
 	Prepare(slots int, slotBytes int64)
+	IsMakingQueue() bool
 	Current(fn func() error) error
 	NewEvent() (*Event, error)
 	NewPacker(sums bool) (*Packer, error)

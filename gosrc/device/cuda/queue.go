@@ -124,6 +124,15 @@ func (d *Device) Prepare(slots int, slotBytes int64) {
 	}
 }
 
+// IsMakingQueue reports whether one is being made now, for which Queue would wait.
+func (d *Device) IsMakingQueue() bool {
+	if d.making.TryLock() {
+		d.making.Unlock()
+		return false
+	}
+	return true
+}
+
 func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 	if slots <= 0 {
 		slots = ring.slots
