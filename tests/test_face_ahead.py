@@ -376,3 +376,47 @@ with ow.patch_safetensors():
     assert all(got[name].equal(want[name]) for name in want) and len(count) <= 6, len(count)
 """
     )
+
+
+@pytest.mark.slow
+def test_accelerate_dispatches_and_diffusers_loads_a_single_file(torch_script: Callable[..., Any], tmp_path: Path) -> None:
+    """accelerate's load of a checkpoint into a model that is spread over places, and diffusers' reader of single files, take
+    a compressed file in a few loads, and every parameter has its bytes."""
+    ow.save_file(layers(), tmp_path / "m.safetensors", {"format": "pt"})
+    torch_script(
+        """
+import torch
+import overwire as ow
+from overwire.model.opened import Model
+want, begin, count = ow.load_file("m.safetensors"), Model.begin, []
+def spied(self, chosen, *args, **kwargs):
+    count.append(chosen)
+    return begin(self, chosen, *args, **kwargs)
+Model.begin = spied
+class Part(torch.nn.Module):
+    def __init__(self, tensor):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros_like(tensor))
+model = torch.nn.Module()
+for name, tensor in want.items():
+    at = model
+    *path, last, _ = name.split(".")
+    for part in path:
+        if not hasattr(at, part):
+            at.add_module(part, torch.nn.Module())
+        at = getattr(at, part)
+    at.add_module(last, Part(tensor))
+with ow.patch_safetensors():
+    from accelerate import load_checkpoint_in_model
+    places = {"embed": "cpu", "layers.3": "disk", **{f"layers.{n}": "cpu" for n in range(12) if n != 3}}
+    load_checkpoint_in_model(model, "m.safetensors", device_map=places, offload_folder="away")
+    assert len(count) < 20, len(count)
+    for name, tensor in model.state_dict().items():
+        assert name.startswith("layers.3.") or tensor.equal(want[name]), name
+    from diffusers.loaders.single_file_utils import load_single_file_checkpoint
+    count.clear()
+    got = load_single_file_checkpoint("m.safetensors")
+    assert got.keys() == want.keys() and all(got[name].equal(want[name]) for name in want)
+    assert len(count) == 1, len(count)
+"""
+    )
