@@ -123,14 +123,14 @@ def unused(device: str) -> int:
 
 def around(device: str) -> tuple[int, bool]:
     """What a tensor depends on beside its arguments: torch's current stream, and whether it
-    infers. Programs that read one tensor after the other ask for it each time: it costs a
-    hundredth of `stream_of`, and raises nothing."""
-    index: int = _number(device)
+    infers. It is asked at each tensor that was read ahead, and, unlike `stream_of`, calls
+    neither the engine nor changes torch's device."""
+    index: int = _number_of(device)
     return torch._C._cuda_getCurrentRawStream(index), torch.is_inference_mode_enabled()
 
 
 @cache
-def _number(device: str) -> int:
+def _number_of(device: str) -> int:
     return int(torch.device(device).index)
 
 
