@@ -36,7 +36,7 @@ def reads(group: Any) -> Callable[[], list[int]]:
 
 
 @contextmanager
-def counted(path: Path, sent: list[int]) -> Iterator[str]:
+def counted(path: Path, sent: list[int], host: str = "127.0.0.1") -> Iterator[str]:
     """A server of a file, and how many bytes each of its answers had."""
     data = path.read_bytes()
 
@@ -63,12 +63,12 @@ def counted(path: Path, sent: list[int]) -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with http.server.ThreadingHTTPServer((host, 0), Handler) as server:
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_address[1]}/{path.name}"
+            yield f"http://{host}:{server.server_address[1]}/{path.name}"
         finally:
             server.shutdown()
             thread.join()

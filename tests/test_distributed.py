@@ -109,6 +109,25 @@ def test_ranks_of_several_hosts_share_the_reading(folder: Path) -> None:
     ranks(folder, 3, "afar", exchange="")
 
 
+@pytest.mark.parametrize("hosts", [(1, 1, 1), (2, 2)])
+def test_hosts_with_networks_of_their_own_read_a_store_once(folder: Path, hosts: tuple[int, ...]) -> None:
+    """Hosts that have namespaces of their own, and links of a bounded rate, get each stored byte from the
+    store once, all together, and the rest from each other by gloo."""
+    done = warm.run([ROOT / "tests" / "group_hosts.py", folder, *hosts], env=cleaned() | {"OVERWIRE_EXCHANGE": "auto"})
+    if done.returncode == 77:
+        pytest.skip(f"no namespaces: {done.stderr}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    *loads, end = map(json.loads, done.stdout.splitlines())
+    assert len(loads) == 4
+    for load in loads:
+        stored = (folder / load["file"]).stat().st_size
+        assert 0.9 * stored < sum(load["read"]) <= 1.02 * stored, (load, stored)
+    for name, sent in zip(("plain.safetensors", "compressed.safetensors"), end["sent"], strict=True):
+        stored = (folder / name).stat().st_size
+        # Two loads; beside its share each rank reads the header.
+        assert 1.8 * stored < sent <= 2 * (1.02 * stored + sum(hosts) * (256 << 10)), (name, sent, stored)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("count", "steps", "exchange"), [(2, BLOCKS, "mapped"), (4, BLOCKS, "mapped"), (2, (), ""), (4, (), "auto")])
 def test_ranks_of_one_gpu_map_each_others_memory(folder: Path, count: int, steps: tuple[str, ...], exchange: str) -> None:
@@ -165,6 +184,32 @@ def test_bench_refuses_wrong_bytes(tmp_path: Path) -> None:
         assert bench(*words).returncode == 2, words
 
 
+NOW = relays.Situation(4, 1, 4, gpu=True, remote=False, sends=True, unreachable=False)
+
+
+@pytest.mark.parametrize(
+    ("setting", "now", "carrier"),
+    [
+        ("auto", NOW, "mapped"),
+        ("auto", NOW._replace(ranks=2, local=2), "mapped"),
+        ("auto", NOW._replace(sends=False), "mapped"),
+        ("auto", NOW._replace(hosts=2, local=2), "mapped"),
+        ("auto", NOW._replace(hosts=2, local=2, remote=True), "collective"),
+        ("auto", NOW._replace(hosts=4, local=1), "none"),
+        ("auto", NOW._replace(gpu=False), "none"),
+        ("auto", NOW._replace(gpu=False, remote=True), "mapped"),
+        ("auto", NOW._replace(unreachable=True), "collective"),
+        ("auto", NOW._replace(unreachable=True, sends=False), "none"),
+        ("auto", NOW._replace(ranks=1, local=1), "none"),
+        ("mapped", NOW, "mapped"),
+        ("collective", NOW, "collective"),
+        ("none", NOW, "none"),
+    ],
+)
+def test_the_carrier_follows_from_the_situation(setting: str, now: relays.Situation, carrier: str) -> None:
+    assert relays.carrier_of(setting, now) == carrier
+
+
 def test_blocks_cover_a_dimension_once() -> None:
     for size in range(40):
         for count in range(1, 9):
@@ -176,12 +221,13 @@ def test_blocks_cover_a_dimension_once() -> None:
 
 def test_a_buffer_ends_below_2_gib_however_many_ranks_exchange(tmp_path: Path) -> None:
     """Shares are multiples of 256 bytes, and 32 MiB up to 63 ranks; a chunk of the default size fits up to 2,047 ranks. Rings
-    whose buffers are decoded together end below 4 GiB."""
+    that ranks map of each other have 256 MiB up to 8 ranks, and end below 4 GiB."""
     for count in [*range(1, 5000), 1 << 20]:
         share = relays.share_of_rank(count, relays.SHARE)
         assert share * count < 2 << 30 and share % 256 == 0 and (share == relays.SHARE) == (count < 64), count
-        ring = relays.share_of_rank(count, relays.SHARE, relays.BUFFERS) * count * relays.BUFFERS if count <= 256 else 0
+        ring = relays.mapped_share(count, 1 << 20) * count * relays.BUFFERS if count <= 256 else 0
         assert ring < 4 << 30 and ring % (256 * count) == 0, count
+        assert count > 8 or ring <= 256 << 20, count
     ow.save_file({"a": torch.randn(2048, 1024)}, tmp_path / "compressed")
     ow.save_file({"a": torch.randn(2048, 1024)}, tmp_path / "plain", compress=False)
     for path, chunk in (("compressed", 1 << 20), ("plain", (1 << 20) - 8192)):

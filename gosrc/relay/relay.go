@@ -144,7 +144,7 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, start: time.Now(), here: job.NewLandings(0)}
 	r.wake = make(chan struct{})
 	r.machine = m.Machine(tgt.GPU != nil, spec.Threads, false)
-	r.machine.Exchange = spec.Exchange
+	r.machine.Exchange = true
 	if tgt.GPU != nil {
 		_, r.machine.SlotBytes = load.Ring(r.machine)
 	}

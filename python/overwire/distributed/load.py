@@ -31,7 +31,20 @@ if TYPE_CHECKING:
     from .._requests import RelayRequest
     from ..model.opened import Model
 
-__all__ = ["BUFFERS", "FEW", "REQUEST", "SHARE", "GroupLoad", "Wants", "fits", "pack_requests", "share_of_rank"]
+__all__ = [
+    "BUFFERS",
+    "FEW",
+    "REQUEST",
+    "SHARE",
+    "GroupLoad",
+    "Situation",
+    "Wants",
+    "carrier_of",
+    "fits",
+    "mapped_share",
+    "pack_requests",
+    "share_of_rank",
+]
 
 log = logging.getLogger("overwire")
 
@@ -41,6 +54,10 @@ log = logging.getLogger("overwire")
 SHARE = 32 << 20
 BUFFERS = 4
 FEW = 2
+
+# Bytes of a ring that ranks map: a larger one takes longer to map, and to unmap, than it saves. On four
+# GPUs 512 MiB cost 30 ms a load more than 256.
+_RING = 256 << 20
 
 # A buffer is below 2 GiB, however many ranks exchange, and what is decoded together below 4 GiB;
 # shares are multiples of _ALIGN.
@@ -74,7 +91,12 @@ class Wants(NamedTuple):
 def share_of_rank(ranks: int, share: int, buffers: int = 1) -> int:
     """The bytes of a buffer that each of the ranks has: `share`, or less where the buffer would be
     too large, or where as many `buffers` as are decoded together would be."""
-    return min(share, min(_LARGEST, _TOGETHER // buffers) // ranks // _ALIGN * _ALIGN)
+    return min(share, _LARGEST // ranks, _TOGETHER // buffers // ranks) // _ALIGN * _ALIGN
+
+
+def mapped_share(ranks: int, room: int) -> int:
+    """Likewise where ranks map each other's memory: eight chunks have space. room: as of `fits`."""
+    return share_of_rank(ranks, min(SHARE, max(_RING // BUFFERS // ranks, 8 * room)), BUFFERS)
 
 
 def fits(ranks: int, room: int) -> bool:
@@ -87,6 +109,34 @@ def pack_requests(requests: Iterable[tuple[int, ...]]) -> bytes:
     return array("q", [number for request in requests for number in request]).tobytes()
 
 
+class Situation(NamedTuple):
+    """What the carrier depends on. local: ranks on the fullest host. gpu: tensors go to GPUs. remote:
+    the files lie in a store, or on a file system of several hosts. sends: the group has a backend
+    for the tensors, and each chunk fits. unreachable: ranks of a host cannot map each other's memory."""
+
+    ranks: int
+    hosts: int
+    local: int
+    gpu: bool
+    remote: bool
+    sends: bool
+    unreachable: bool
+
+
+def carrier_of(setting: str, now: Situation) -> str:
+    """The rule: "mapped", "collective" or "none". setting: OVERWIRE_EXCHANGE."""
+    collective = "collective" if now.sends else "none"
+    if setting == "none" or now.ranks == 1:
+        return "none"
+    if setting == "auto" and not now.gpu and not now.remote:
+        return "none"  # the page cache has each byte once, and plain tensors are mapped from it
+    if setting == "collective" or now.unreachable:
+        return collective
+    if setting == "auto" and now.sends and now.remote and now.hosts > 1:
+        return "collective"  # one host alone would read what another has
+    return "mapped" if now.local > 1 else "none"
+
+
 class GroupLoad:
     """The load of open models on one rank; the numbers of a model's tensors follow those of the
     model before it. `choose_carrier` once the ranks have met, then `land`, which is collective.
@@ -97,40 +147,34 @@ class GroupLoad:
 
     def __init__(self, members: Members, models: Sequence[Model], ring: tuple[int, int] = (0, 0)) -> None:
         """ring: bytes of a rank's share of a buffer, and buffers, where ranks map each other's
-        memory; 0: SHARE and BUFFERS."""
+        memory; 0: as `mapped_share` has it."""
         self._members, self._models, self._ring = members, models, ring
         self._device = models[0].device
         self._buffers: list[Any] = []  # of collectives
+        self._room = 0
         self.link = members.link_device(self._device)
         self.carrier = "none"
         self.report: dict[str, Any] = {}
 
-    def choose_carrier(self, setting: str, remote: bool, room: int) -> None:
-        """Local, and the same on all ranks, which have met. setting: OVERWIRE_EXCHANGE. remote: the
-        files lie in a store, or on a file system of several hosts. room: as of `fits`."""
-        members = self._members
-        sends = "collective" if self.link and fits(members.size, room) else "none"
-        if setting == "none" or members.size == 1:
-            self.carrier = "none"
-        elif setting == "auto" and self._device == "cpu" and not remote:
-            self.carrier = "none"  # the page cache has each byte once, and plain tensors are mapped from it
-        elif setting == "collective" or members.unreachable:
-            self.carrier = sends
-        elif setting == "auto" and remote and members.hosts > 1 and sends == "collective":
-            self.carrier = sends  # one host alone would read what another has
-        else:
-            self.carrier = "mapped" if members.most_local > 1 else "none"
+    def describe(self) -> dict[str, Any]:
+        """Local: what the other ranks must know to choose a carrier."""
+        remote = any(source["remote"] for model in self._models for source in model.info())
+        return {"remote": remote, "room": max(model.room() for model in self._models)}
+
+    def choose_carrier(self, setting: str, reports: Sequence[dict[str, Any]]) -> None:
+        """Local, and the same on all ranks, which have met. setting: OVERWIRE_EXCHANGE. reports: what
+        `describe` gave on each rank."""
+        members, remote = self._members, any(one["remote"] for one in reports)
+        self._room = max(one["room"] for one in reports)
+        sends = bool(self.link) and fits(members.size, self._room)
+        place = members.size, members.hosts, members.most_local
+        self.carrier = carrier_of(setting, Situation(*place, self._device != "cpu", remote, sends, bool(members.unreachable)))
 
     def give_up_mapping(self, reason: str, setting: str) -> None:
         """Once a group, and alike on all ranks: they cannot map each other's memory."""
         self._members.unreachable = reason.removeprefix("overwire: ")
         self.carrier = "collective" if self.link and setting != "none" else "none"
         log.warning("the ranks exchange by torch.distributed: they cannot map each other's memory: %s", self._members.unreachable)
-
-    @property
-    def lands_on(self) -> str:
-        """The device of the tensors that `land` fills."""
-        return self.link if self.carrier == "collective" else self._device
 
     def land(
         self,
@@ -164,7 +208,7 @@ class GroupLoad:
             log.info("the ranks of each host can exchange by memory that they map of each other")
 
     def _begin_mapped(self, relay: _Relay, wants: Wants) -> None:
-        share, buffers = self._ring[0] or SHARE, self._ring[1] or BUFFERS
+        share, buffers = self._ring if self._ring[1] else (mapped_share(len(self._members.local), self._room), BUFFERS)
         request = self._request(wants, self._members.local, self._device, share, buffers)
         request["exchange"], request["buffers"] = True, buffers
         relay.start(request, self._models, wants.needs)
@@ -205,7 +249,6 @@ class _Relay:
         self._stream = self._count = 0  # of requests
 
     def start(self, request: RelayRequest, models: Sequence[Model], needs: bytes = b"") -> None:
-        """Local: begins to read."""
         views = [model.on(request["device"]) for model in models]
         for view in views:
             view.alone()  # what was preloaded is not shared out

@@ -49,7 +49,7 @@ def meet(
 ) -> list[dict[str, Any]]:
     """Collective: what each rank reports. Of that "alike" must be the same on all, as
     OVERWIRE_EXCHANGE must, and so must be "opened", what `open_files` gives or None, where it is
-    `comparable`. reopen: called where files differ, before all describe themselves once more:
+    `comparable`. reopen: called where files differ, before all report again:
     another one may have been put there meanwhile.
 
     Raises on all ranks what `describe` raises on one, ArgumentError and CorruptError for what differs.

@@ -17,14 +17,14 @@ import hashlib
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import ArgumentError, CancelledError, NotSupportedError, OutOfMemoryError, OverwireError
 from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.budget import fit
 from ..model.loads import Load
 from ..model.opened import WHOLE, Model, opening, prepare
-from ..model.options import DeviceLike, ShardLike, TorchName
+from ..model.options import DeviceLike, ShardLike
 from ..model.sources import SourceLike
 from ..progress import Progress, watch
 from . import group as ranks
@@ -33,42 +33,16 @@ from .group import Members, Unmapped, verb
 from .load import GroupLoad, Wants, pack_requests
 from .meeting import meet, open_files
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["ShardLike", "TensorLoad", "load_tensors", "open_load", "shard_range"]
+__all__ = ["ShardLike", "TensorLoad", "open_load", "shard_range"]
 
 # Tensor bytes of a window of a stream that has no budget, where ranks do not map each other's
 # memory.
 _WINDOW = 1 << 30
 
+_CLOSED = "overwire: stream: it was closed before its end"
+
 # Seconds between two looks at what the other ranks say, while this one reads.
 _TICK = 0.25
-
-
-def load_tensors(
-    source: SourceLike,
-    group: Any,
-    shard: ShardLike = None,
-    *,
-    device: DeviceLike = "cpu",
-    framework: TorchName | None = None,
-    **options: Any,
-) -> dict[str, torch.Tensor]:
-    """`load_file` over a process group; all ranks of it must call this.
-
-    source: must hold the same tensors on every rank. keys, filter: may differ
-        from rank to rank (experts); a tensor that only one rank wants is read by that one.
-    shard: as `ShardLike`, the same on every rank; dimensions are those of the loaded
-        tensor, negative ones count from the end. max_memory: of this rank's tensors; the
-        ring of what is on its way is beside. Other arguments are those of `load_file`.
-
-    Returns name -> tensor, this rank's. Raises, on every rank, what any rank's
-    load raises; ArgumentError where the ranks ask for different things;
-    IOFailure where the others cannot be reached.
-    """
-    with open_load(source, group, shard, device=device, framework=framework, **options) as opened:
-        return opened.load_all()
 
 
 @contextmanager
@@ -220,14 +194,13 @@ class TensorLoad:
             },
             "wants": bytes(bitmap),
             "opened": open_files([self.model]),
-            "remote": any(source["remote"] for source in self.model.info()),
-            "room": self.model.room(),
+            **self._load.describe(),
             "budgets": (self._budget, self._beside),
         }
 
     def share_out(self, reports: list[dict[str, Any]]) -> None:
         """Once, first, and local: all ranks have the same `reports`, so all decide alike."""
-        self._load.choose_carrier(self._exchange, any(one["remote"] for one in reports), max(one["room"] for one in reports))
+        self._load.choose_carrier(self._exchange, reports)
         self._bitmaps = [one["wants"] for one in reports]
         budgets = [[one["budgets"][n] for one in reports if one["budgets"][n]] for n in range(2)]
         self._budget, self._beside = (min(sizes, default=0) for sizes in budgets)
@@ -278,10 +251,7 @@ class TensorLoad:
 
     def _dismiss(self) -> None:
         with suppress(OverwireError):
-            try:
-                _refuse_closed()
-            except OverwireError as error:
-                self._agree(error)
+            self._agree(CancelledError(_CLOSED))
 
     def _tensors(self, budget: int, places: Mapping[int, Any], streams: bool) -> Iterator[tuple[int, Any]]:
         # Collective: windows of what all go through, then those of what this rank reads by itself.
@@ -319,7 +289,8 @@ class TensorLoad:
     def _travel(self, window: list[int], places: Mapping[int, Any]) -> Generator[tuple[int, Any], None, None]:
         # Of a window what this rank wants, and what it reads for others.
         tasks, tensors, aims, empty = self._own(window), list[Any](), list[int](), list[tuple[int, Any]]()
-        carrier, device = self._load.carrier, self._load.lands_on
+        carrier = self._load.carrier
+        device = self._load.link if carrier == "collective" else self.model.device
         if carrier == "none":
             yield from self._read_alone(tasks)
             return
@@ -461,7 +432,7 @@ class TensorLoad:
 
 
 def _refuse_closed() -> None:
-    raise CancelledError("overwire: stream: it was closed before its end")
+    raise CancelledError(_CLOSED)
 
 
 def _is_over(load: Load) -> bool:

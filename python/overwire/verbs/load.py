@@ -113,10 +113,11 @@ def load_file(
             raise NotSupportedError("overwire: load_file: base= is not for group= or shard=: load the base, then apply_delta")
         group, shard = options.pop("group", None), options.pop("shard", None)
         if group is not None or shard is not None:
-            from ..distributed.tensors import load_tensors
+            from ..distributed.tensors import open_load
 
             options.pop("base", None)
-            return load_tensors(source, group, shard, device=device, framework=framework, **options)
+            with open_load(source, group, shard, device=device, framework=framework, **options) as group_load:
+                return group_load.load_all()
     base = options.pop("base", None)
     if base is not None:
         from .deltas import load_on
