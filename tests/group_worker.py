@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import group_blocks
+import group_cells
 import overwire as ow
 import torch
 import torch.distributed as dist
@@ -81,6 +82,12 @@ def every_way(folder: Path, group: Any, *files: str) -> None:
             for shard in ({}, SHARD):
                 got = ow.load_file(folder / file, group=group, shard=shard, device=DEVICE)
                 same(got, want if shard else expected(folder / file, {}, 0, 1))
+
+
+def cells(folder: Path) -> None:
+    """Every verb on every kind of source, whole and cut."""
+    small()
+    group_cells.cells(folder, DEVICE, expected, by)
 
 
 def hosts(folder: Path) -> None:

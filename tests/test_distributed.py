@@ -82,6 +82,13 @@ def test_ranks_that_say_their_blocks_read_each_byte_once(folder: Path, count: in
     ranks(folder, count, *BLOCKS, *["block_hosts"] * (count == 3), "block_gone", exchange="mapped")
 
 
+@pytest.mark.parametrize("count", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_every_verb_takes_every_source(folder: Path, count: int) -> None:
+    """load_file, stream, in windows, too, and load_model: plain and compressed, of files, of a store and
+    pinned, whole and cut, by each carrier."""
+    ranks(folder, count, "cells")
+
+
 def test_what_fails_on_one_rank_ends_all(folder: Path) -> None:
     ranks(folder, 2, "refused", "closed", "stopped", "faults", exchange="mapped")
 
