@@ -46,8 +46,8 @@ type carrier struct {
 	taken     int  // pieces whose shares of this rank no other rank needs: [0, taken)
 }
 
-// connect makes the ring and what carries it.
-func (r *Relay) connect() error {
+// makeCarrier makes the ring and what carries it.
+func (r *Relay) makeCarrier() error {
 	s, gpu := r.spec, r.target.GPU
 	if s.Buffers < 1 || s.Buffers > maxBuffers || s.Size < shareAlign || s.Size%shareAlign != 0 || len(s.Ring) > 0 {
 		return errs.New(errs.ErrArgument, "relay: a ring of %d buffers of %d bytes, and %d others", s.Buffers, s.Size, len(s.Ring))
@@ -73,9 +73,9 @@ func (r *Relay) connect() error {
 	return nil
 }
 
-// disconnect waits for the pulls in flight, and for the other ranks to end theirs; when ctx
+// endExchange waits for the pulls in flight, and for the other ranks to end theirs; when ctx
 // has ended, not long. Once is enough.
-func (r *Relay) disconnect(ctx context.Context) {
+func (r *Relay) endExchange(ctx context.Context) {
 	c := r.carrier
 	if c == nil || c.gone {
 		return
@@ -89,7 +89,7 @@ func (r *Relay) disconnect(ctx context.Context) {
 	good := r.err == nil
 	r.mu.Unlock()
 	if err := c.End(ctx, good); err != nil {
-		r.fail(r.model.Where("stage", err), true)
+		r.failWith(r.model.Where("stage", err), true)
 	}
 	c.Close()
 }
@@ -121,7 +121,7 @@ func (r *Relay) Join(offers []peers.Offer) error {
 	defer r.busy.Done()
 	if err := c.Join(offers); err != nil {
 		err = r.model.Where("stage", err)
-		r.fail(err, true)
+		r.failWith(err, true)
 		return err
 	}
 	r.mu.Lock()
@@ -136,38 +136,38 @@ func (r *Relay) Join(offers []peers.Offer) error {
 	return nil
 }
 
-// carry brings all pieces, in the background: those of each rank by themselves.
-func (r *Relay) carry(ctx context.Context) {
+// carryPieces brings all pieces, in the background: those of each rank by themselves.
+func (r *Relay) carryPieces(ctx context.Context) {
 	begin := func(work func(context.Context) error) {
 		r.carrier.work.Add(1)
 		spawn.Go("relay carry", func() {
 			defer r.carrier.work.Done()
 			err := spawn.Guard("relay carry", func() error { return work(ctx) })
 			if err != nil && ctx.Err() == nil {
-				r.fail(r.model.Where("stage", err), !errors.Is(err, peers.ErrOther))
+				r.failWith(r.model.Where("stage", err), !errors.Is(err, peers.ErrOther))
 			}
 		})
 	}
-	begin(r.recycle)
+	begin(r.recycleBuffers)
 	begin(func(ctx context.Context) error {
-		if err := r.follow(ctx); err != nil {
+		if err := r.followStream(ctx); err != nil {
 			return err
 		}
 		if r.queue != nil {
 			begin(r.decodeBatches)
 		}
 		for from := range r.spec.Ranks {
-			begin(func(ctx context.Context) error { return r.bring(ctx, from) })
+			begin(func(ctx context.Context) error { return r.bringShares(ctx, from) })
 		}
 		return nil
 	})
 }
 
-// follow waits until the ranks have met and this one's requests are known, and orders what is
+// followStream waits until the ranks have met and this one's requests are known, and orders what is
 // copied and decoded behind what is on the caller's stream: strips go where its work was.
-func (r *Relay) follow(ctx context.Context) error {
+func (r *Relay) followStream(ctx context.Context) error {
 	for _, ready := range []chan struct{}{r.carrier.joined, r.carrier.aimed} {
-		if err := until(ctx, ready); err != nil {
+		if err := awaitChannel(ctx, ready); err != nil {
 			return err
 		}
 	}
@@ -182,8 +182,8 @@ func (r *Relay) follow(ctx context.Context) error {
 	return r.queue.WaitFor(uintptr(r.spec.Stream))
 }
 
-// bring gets and decodes what a rank has read, piece after piece.
-func (r *Relay) bring(ctx context.Context, from int) error {
+// bringShares gets and decodes what a rank has read, piece after piece.
+func (r *Relay) bringShares(ctx context.Context, from int) error {
 	c, own := r.carrier, from == r.spec.Rank
 	for k := range r.pieces {
 		p, wanted := &r.pieces[k], r.wantsOf(k, from)
@@ -191,7 +191,7 @@ func (r *Relay) bring(ctx context.Context, from int) error {
 		var err error
 		switch {
 		case own:
-			err = until(ctx, p.checked)
+			err = awaitChannel(ctx, p.checked)
 		case wanted:
 			err = c.AwaitPiece(ctx, from, k+1)
 		}
@@ -202,16 +202,16 @@ func (r *Relay) bring(ctx context.Context, from int) error {
 		of := read{k, from, from + 1}
 		switch {
 		case !wanted:
-			r.emptied(k, from, from+1, nil)
-			r.decoded(of)
+			r.markQueued(k, from, from+1, nil)
+			r.countDecoded(of)
 			continue
 		case r.queue == nil:
-			if err := r.decode([]read{of}, nil); err != nil {
+			if err := r.decodeBatch([]read{of}, nil); err != nil {
 				return nil //nolint:nilerr // decode has said it
 			}
 			continue
 		case !own:
-			if err := r.pull(ctx, k, from); err != nil {
+			if err := r.pullShare(ctx, k, from); err != nil {
 				return err
 			}
 		}
@@ -269,18 +269,18 @@ func (r *Relay) decodeBatches(ctx context.Context) error {
 
 // wantsOf reports whether this rank wants any of what a rank reads of a piece.
 func (r *Relay) wantsOf(k, from int) bool {
-	q := r.part(k, from)
+	q := r.partOf(k, from)
 	return q.last > q.first || len(q.strips) > 0
 }
 
-// pull queues the copy of a rank's share, behind the decoding of the buffer's earlier
+// pullShare queues the copy of a rank's share, behind the decoding of the buffer's earlier
 // piece.
-func (r *Relay) pull(ctx context.Context, k, from int) error {
-	c, b, q := r.carrier, k%len(r.spec.Ring), r.part(k, from)
-	if err := r.wait(ctx, func() bool { return r.queued[from] > k-len(r.spec.Ring) }); err != nil {
+func (r *Relay) pullShare(ctx context.Context, k, from int) error {
+	c, b, q := r.carrier, k%len(r.spec.Ring), r.partOf(k, from)
+	if err := r.awaitState(ctx, func() bool { return r.queued[from] > k-len(r.spec.Ring) }); err != nil {
 		return err
 	}
-	defer r.spend(time.Now())
+	defer r.spendTime(time.Now())
 	if err := r.pullStrips(k, from); err != nil {
 		return err
 	}
@@ -296,9 +296,9 @@ func (r *Relay) pull(ctx context.Context, k, from int) error {
 	return r.target.GPU.Copy(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(to)), uint64(uintptr(at)), q.used, false)
 }
 
-// recycle frees buffers when no other rank needs them any more.
-func (r *Relay) recycle(ctx context.Context) error {
-	if err := until(ctx, r.carrier.joined); err != nil {
+// recycleBuffers frees buffers when no other rank needs them any more.
+func (r *Relay) recycleBuffers(ctx context.Context) error {
+	if err := awaitChannel(ctx, r.carrier.joined); err != nil {
 		return err
 	}
 	// A relay without pieces does not end before the others have found it.
@@ -311,14 +311,14 @@ func (r *Relay) recycle(ctx context.Context) error {
 		}
 		r.mu.Lock()
 		r.carrier.taken = n + 1
-		r.advance()
+		r.freeBuffers()
 		r.mu.Unlock()
 	}
 	return nil
 }
 
-// arrived counts chunks of this rank's shares whose bytes the others may read.
-func (r *Relay) arrived(k int) {
+// countArrived counts chunks of this rank's shares whose bytes the others may read.
+func (r *Relay) countArrived(k int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	c := r.carrier
@@ -345,8 +345,8 @@ func (r *Relay) bytesAt(k int, off uint32) unsafe.Pointer {
 	return unsafe.Add(r.carrier.Memory(int(int64(off)%r.spec.Size/r.pieces[k].share)), off)
 }
 
-// until waits for ready, or for the end of ctx.
-func until(ctx context.Context, ready chan struct{}) error {
+// awaitChannel waits for ready, or for the end of ctx.
+func awaitChannel(ctx context.Context, ready chan struct{}) error {
 	select {
 	case <-ready:
 		return nil
@@ -355,8 +355,8 @@ func until(ctx context.Context, ready chan struct{}) error {
 	}
 }
 
-// waited are the seconds of Report.Waited.
-func (r *Relay) waited() (seconds []float64) {
+// waitSeconds are the seconds of Report.Waited.
+func (r *Relay) waitSeconds() (seconds []float64) {
 	if r.carrier == nil {
 		return nil
 	}
@@ -366,8 +366,8 @@ func (r *Relay) waited() (seconds []float64) {
 	return seconds
 }
 
-// lost are the ranks that are gone, for the report.
-func (r *Relay) lost() []int {
+// lostRanks are the ranks that are gone, for the report.
+func (r *Relay) lostRanks() []int {
 	if r.carrier == nil {
 		return nil
 	}

@@ -30,19 +30,19 @@ func (r *Relay) Decode(k int, streams ...uint64) error {
 		return cmp.Or(r.err, errs.New(errs.ErrArgument, "relay: piece %d is not the next to decode, which is %d", k, r.queued[0]))
 	}
 	r.mu.Unlock()
-	return r.decode([]read{{k, 0, r.spec.Ranks}}, streams)
+	return r.decodeBatch([]read{{k, 0, r.spec.Ranks}}, streams)
 }
 
 // A read is what the ranks [lo, hi) have read of a piece.
 type read struct{ piece, lo, hi int }
 
-// tasks are this rank's decode tasks of it: [first, last).
-func (r *Relay) tasks(of read) (first, last int) {
-	return r.part(of.piece, of.lo).first, r.part(of.piece, of.hi-1).last
+// tasksOf are this rank's decode tasks of it: [first, last).
+func (r *Relay) tasksOf(of read) (first, last int) {
+	return r.partOf(of.piece, of.lo).first, r.partOf(of.piece, of.hi-1).last
 }
 
-// decode decodes what ranks have read, as one batch.
-func (r *Relay) decode(batch []read, streams []uint64) error {
+// decodeBatch decodes what ranks have read, as one batch.
+func (r *Relay) decodeBatch(batch []read, streams []uint64) error {
 	r.mu.Lock()
 	if r.shut || r.err != nil || !r.aimed {
 		defer r.mu.Unlock()
@@ -65,22 +65,22 @@ func (r *Relay) decode(batch []read, streams []uint64) error {
 func (r *Relay) onHost(of read) error {
 	r.host.Lock()
 	defer r.host.Unlock()
-	first, last := r.tasks(of)
+	first, last := r.tasksOf(of)
 	jobs := r.jobs[first:last]
 	err := spawn.Each(context.Background(), "relay", cmp.Or(r.machine.Threads, max(1, r.machine.Cores/max(1, r.machine.Ranks))), len(jobs), func(i int) error {
 		j := &jobs[i]
 		if err := cpu.Decode(j, unsafe.Slice((*byte)(r.bytesAt(of.piece, j.Src)), j.Chunk.Stored)); err != nil {
-			return r.where(first+i, err)
+			return r.whereIs(first+i, err)
 		}
-		r.came(first + i)
+		r.countTask(first + i)
 		return nil
 	})
 	if err != nil {
-		r.fail(err, false)
+		r.failWith(err, false)
 		return err
 	}
-	r.emptied(of.piece, of.lo, of.hi, nil)
-	r.decoded(of)
+	r.markQueued(of.piece, of.lo, of.hi, nil)
+	r.countDecoded(of)
 	return nil
 }
 
@@ -93,7 +93,7 @@ func (r *Relay) filledAfter(k, rank int) *cuda.Event {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return cmp.Or(r.part(k-len(r.spec.Ring), rank).idle, never)
+	return cmp.Or(r.partOf(k-len(r.spec.Ring), rank).idle, never)
 }
 
 // onDevice queues the decoding of a batch behind the work that is on the streams now. It takes the
@@ -106,19 +106,19 @@ func (r *Relay) onDevice(slot *cuda.Slot, batch []read, streams []uint64) error 
 		if err := r.queue.WaitFor(uintptr(stream)); err != nil {
 			r.queue.Put(slot)
 			err = r.model.Where("decode", err)
-			r.fail(err, true)
+			r.failWith(err, true)
 			return err
 		}
 	}
-	first, last := r.tasks(batch[0])
+	first, last := r.tasksOf(batch[0])
 	jobs, numbers, idle := r.jobs[first:last], []int(nil), (*cuda.Event)(nil)
 	if r.carrier == nil {
 		b := batch[0].piece % len(r.spec.Ring)
-		slot.ViewDevice(uintptr(r.spec.Ring[b]), r.held())
+		slot.ViewDevice(uintptr(r.spec.Ring[b]), r.ringBytes())
 		idle = r.idle[b]
 		slot.Order(r.idle[len(r.idle)-1], idle) // its bytes were checked
 	} else { // what it reads was checked, or is waited for
-		slot.ViewDevice(uintptr(r.spec.Ring[0]), r.held())
+		slot.ViewDevice(uintptr(r.spec.Ring[0]), r.ringBytes())
 		idle = r.idle[r.batches%mostBatches]
 		slot.Order(r.idle[mostBatches], idle)
 		r.batches++
@@ -126,7 +126,7 @@ func (r *Relay) onDevice(slot *cuda.Slot, batch []read, streams []uint64) error 
 	if len(batch) > 1 {
 		jobs = nil
 		for _, of := range batch {
-			first, last := r.tasks(of)
+			first, last := r.tasksOf(of)
 			jobs = append(jobs, r.jobs[first:last]...)
 			for i := first; i < last; i++ {
 				numbers = append(numbers, i)
@@ -144,32 +144,32 @@ func (r *Relay) onDevice(slot *cuda.Slot, batch []read, streams []uint64) error 
 		return first + i
 	}
 	left := len(jobs)
-	defer r.spend(time.Now())
-	err := r.queue.Submit(slot, r.held(), jobs, func(i int, err error) {
+	defer r.spendTime(time.Now())
+	err := r.queue.Submit(slot, r.ringBytes(), jobs, func(i int, err error) {
 		if err != nil {
-			r.fail(r.where(number(i), err), false)
+			r.failWith(r.whereIs(number(i), err), false)
 			return
 		}
 		if !none {
-			r.came(number(i))
+			r.countTask(number(i))
 		}
 		if left--; left == 0 {
 			r.landedBatch(batch)
 		}
 	})
 	if err != nil {
-		err = r.where(number(0), err)
-		r.fail(err, true)
+		err = r.whereIs(number(0), err)
+		r.failWith(err, true)
 		return err
 	}
 	for _, of := range batch {
-		r.emptied(of.piece, of.lo, of.hi, idle)
+		r.markQueued(of.piece, of.lo, of.hi, idle)
 	}
 	return nil
 }
 
-// held is how many bytes a batch may lie in.
-func (r *Relay) held() int64 {
+// ringBytes is how many bytes a batch may lie in.
+func (r *Relay) ringBytes() int64 {
 	if r.carrier == nil {
 		return r.spec.Size
 	}
@@ -179,13 +179,13 @@ func (r *Relay) held() int64 {
 // landedBatch says that a batch was decoded, and its strips were copied.
 func (r *Relay) landedBatch(batch []read) {
 	for _, of := range batch {
-		r.stripped(of.piece, of.lo, of.hi)
-		r.decoded(of)
+		r.countStrips(of.piece, of.lo, of.hi)
+		r.countDecoded(of)
 	}
 }
 
-// where adds the tensor and chunk to an error.
-func (r *Relay) where(i int, err error) error {
+// whereIs adds the tensor and chunk to an error.
+func (r *Relay) whereIs(i int, err error) error {
 	if i >= len(r.refs) { // of a piece of which this rank wants nothing
 		return r.model.Where("decode", err)
 	}

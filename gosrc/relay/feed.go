@@ -42,7 +42,7 @@ func newFeedQueue(feed *cuda.Queue, r *Relay) *feedQueue {
 			for range len(q.todo) { // this goroutine alone takes them
 				all = append(all, <-q.todo)
 			}
-			err := spawn.Guard("relay feed", func() error { q.submit(all); return nil })
+			err := spawn.Guard("relay feed", func() error { q.submitSlots(all); return nil })
 			for i := range all { // after a panic, also tasks that have ended: an error ends the load once
 				for task := 0; err != nil && task < len(all[i].Tasks); task++ {
 					all[i].Done(task, err)
@@ -57,11 +57,11 @@ func newFeedQueue(feed *cuda.Queue, r *Relay) *feedQueue {
 // Submit returns at once; what goes wrong later is an error of each task.
 func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
 	q.left.Add(1)
-	q.r.take(n)
+	q.r.takeBytes(n)
 	left := len(tasks)
 	finish := func(task int, err error) {
 		if left--; left == 0 {
-			q.r.take(-n)
+			q.r.takeBytes(-n)
 		}
 		done(task, err)
 	}
@@ -69,13 +69,13 @@ func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, do
 	return nil
 }
 
-// submit submits slots together, those of the first pieces first: others wait for them.
-func (q *feedQueue) submit(all []submission) {
+// submitSlots submits slots together, those of the first pieces first: others wait for them.
+func (q *feedQueue) submitSlots(all []submission) {
 	r := q.r
-	defer r.spend(time.Now())
+	defer r.spendTime(time.Now())
 	for i := range all {
 		s := &all[i]
-		s.to = r.filling(s.Tasks[0].Dst)
+		s.to = r.pieceFilling(s.Tasks[0].Dst)
 		s.Slot.Order(r.filledAfter(s.to, r.spec.Rank), r.fed)
 		s.Slot.Loose() // a share has its chunks as they lie in the file
 	}
@@ -100,8 +100,8 @@ func (q *feedQueue) Close() {
 	q.Queue.Close()
 }
 
-// filling is the piece that is being copied to the buffer at dst.
-func (r *Relay) filling(dst unsafe.Pointer) int {
+// pieceFilling is the piece that is being copied to the buffer at dst.
+func (r *Relay) pieceFilling(dst unsafe.Pointer) int {
 	b := 0
 	for b < len(r.spec.Ring)-1 {
 		if at := uintptr(r.spec.Ring[b]); uintptr(dst) >= at && uintptr(dst) < at+uintptr(r.spec.Size) {

@@ -56,8 +56,8 @@ type aims struct {
 	coming []int32 // by request: decode tasks that have not ended
 }
 
-// part is what a rank reads of a piece.
-func (l *layout) part(k, rank int) *part { return &l.parts[k*(len(l.parts)/len(l.pieces))+rank] }
+// partOf is what a rank reads of a piece.
+func (l *layout) partOf(k, rank int) *part { return &l.parts[k*(len(l.parts)/len(l.pieces))+rank] }
 
 // relayed is where a chunk travels: in which piece, and where in its buffer; piece
 // is -1 for a chunk that is not shared.
@@ -92,9 +92,9 @@ const (
 	maxBuffers = 64
 )
 
-// largest is the stored bytes of the largest chunk that a tensor has in the files, 0 where
+// largestChunk is the stored bytes of the largest chunk that a tensor has in the files, 0 where
 // all are plain. A number that is none of a tensor is false; layOut refuses it.
-func (s *Spec) largest(ix *tensor.Index) (most int64, ok bool) {
+func (s *Spec) largestChunk(ix *tensor.Index) (most int64, ok bool) {
 	for _, n := range s.Tensors {
 		if n < 0 || n >= int64(len(ix.Tensors)) {
 			return 0, false
@@ -145,9 +145,9 @@ func Room(m *load.Model) int64 {
 	return most + 2*chunkAlign + shareAlign
 }
 
-// chunked is the model's index with chunks for plain tensors, too: raw ones without
+// indexWithChunks is the model's index with chunks for plain tensors, too: raw ones without
 // a checksum.
-func (r *Relay) chunked(wants []plan.Want) *tensor.Index {
+func (r *Relay) indexWithChunks(wants []plan.Want) *tensor.Index {
 	ix := r.model.Seen()
 	out := &tensor.Index{Sources: ix.Sources, Tensors: ix.Tensors, Chunks: ix.Chunks}
 	r.bare = make([]bool, len(ix.Tensors))
@@ -176,7 +176,7 @@ func (r *Relay) chunked(wants []plan.Want) *tensor.Index {
 // chunks fit in each rank's share.
 func (r *Relay) divideRing() {
 	s := r.spec
-	most, ok := s.largest(r.model.Seen())
+	most, ok := s.largestChunk(r.model.Seen())
 	if !ok {
 		return
 	}
@@ -199,8 +199,8 @@ func (r *Relay) layOut() error {
 	if err != nil {
 		return err
 	}
-	r.strips = r.stripes(wants)
-	r.ix = r.chunked(wants)
+	r.strips = r.findStripes(wants)
+	r.ix = r.indexWithChunks(wants)
 	r.at = make([]relayed, len(r.ix.Chunks))
 	for i := range r.at {
 		r.at[i].piece = -1
@@ -209,7 +209,7 @@ func (r *Relay) layOut() error {
 	for i := range wants {
 		for n := range r.ix.Tensors[wants[i].Data].Count {
 			c := plan.ChunkOf{Data: wants[i].Data, N: n}
-			if at := r.place(c); at.piece < 0 { // tied tensors share their chunks
+			if at := r.placeOf(c); at.piece < 0 { // tied tensors share their chunks
 				at.piece = 0
 				all = append(all, c)
 			}
@@ -228,38 +228,38 @@ func (r *Relay) layOut() error {
 	}
 	for _, c := range all {
 		if needed(c) == plan.NoRank { // another host's
-			r.place(c).piece = -1
+			r.placeOf(c).piece = -1
 		}
 	}
-	pieces, err := plan.Divide(all, spec.Ranks, r.space()-shareAlign, needed, func(c plan.ChunkOf) int64 { return roomOf(r.chunk(c)) })
+	pieces, err := plan.Divide(all, spec.Ranks, r.shareSpace()-shareAlign, needed, func(c plan.ChunkOf) int64 { return roomOf(r.chunkAt(c)) })
 	if err != nil {
 		return err
 	}
 	r.spots = make([]plan.Spot, 0, len(all)/spec.Ranks+len(all)/16)
 	for _, shares := range pieces {
-		r.piece(shares)
+		r.addPiece(shares)
 	}
 	r.left, r.done, r.queued = len(r.parts), make([]int, spec.Ranks), make([]int, spec.Ranks)
 	r.fetch, r.shares = plan.Stored(r.ix, r.spots, r.machine.Limits())
 	return nil
 }
 
-// space is what a buffer has for each rank.
-func (r *Relay) space() int64 { return r.spec.Size / int64(r.spec.Ranks) &^ (shareAlign - 1) }
+// shareSpace is what a buffer has for each rank.
+func (r *Relay) shareSpace() int64 { return r.spec.Size / int64(r.spec.Ranks) &^ (shareAlign - 1) }
 
 // inFile compares the places of chunks in the files.
 func (r *Relay) inFile(a, b plan.ChunkOf) int {
 	if by := cmp.Compare(r.ix.Tensors[a.Data].Source, r.ix.Tensors[b.Data].Source); by != 0 {
 		return by
 	}
-	return cmp.Or(cmp.Compare(r.chunk(a).Off, r.chunk(b).Off), cmp.Compare(a.Data, b.Data), cmp.Compare(a.N, b.N))
+	return cmp.Or(cmp.Compare(r.chunkAt(a).Off, r.chunkAt(b).Off), cmp.Compare(a.Data, b.Data), cmp.Compare(a.N, b.N))
 }
 
-func (r *Relay) chunk(c plan.ChunkOf) *tensor.Chunk {
+func (r *Relay) chunkAt(c plan.ChunkOf) *tensor.Chunk {
 	return &r.ix.Chunks[r.ix.Tensors[c.Data].First+c.N]
 }
 
-func (r *Relay) place(c plan.ChunkOf) *relayed { return &r.at[r.ix.Tensors[c.Data].First+c.N] }
+func (r *Relay) placeOf(c plan.ChunkOf) *relayed { return &r.at[r.ix.Tensors[c.Data].First+c.N] }
 
 // roomOf is the most that a chunk takes of a share.
 func roomOf(c *tensor.Chunk) int64 { return int64(c.Stored) + 2*chunkAlign }
@@ -277,24 +277,24 @@ func gapBefore(pos int64, last, chunk *tensor.Chunk) int64 {
 	return gap
 }
 
-// piece adds a piece of these shares. What is contiguous in the file stays contiguous in
+// addPiece adds a piece of these shares. What is contiguous in the file stays contiguous in
 // the buffer. All shares have the same space: where the caller exchanges, that of the largest,
 // so that one collective gathers them; else all that there is, since those of several pieces
 // are in their buffers at the same time.
-func (r *Relay) piece(shares []plan.RankShare) {
+func (r *Relay) addPiece(shares []plan.RankShare) {
 	number := len(r.pieces)
 	p := relayPiece{checked: make(chan struct{}), begin: len(r.spots)}
 	for rank := range shares {
 		s, own := &shares[rank], part{}
-		if common := s.Chunks[:s.Common]; r.striped() {
-			slices.SortStableFunc(common, func(a, b plan.ChunkOf) int { return before(!r.isStrip(a), !r.isStrip(b)) })
+		if common := s.Chunks[:s.Common]; r.hasStrips() {
+			slices.SortStableFunc(common, func(a, b plan.ChunkOf) int { return orderTrueFirst(!r.isStrip(a), !r.isStrip(b)) })
 		}
 		pos := int64(0)
 		var last *tensor.Chunk
 		for i, c := range s.Chunks {
-			chunk := r.chunk(c)
+			chunk := r.chunkAt(c)
 			pos += gapBefore(pos, last, chunk)
-			*r.place(c) = relayed{number, pos}
+			*r.placeOf(c) = relayed{number, pos}
 			pos, last = pos+int64(chunk.Stored), chunk
 			switch {
 			case i >= s.Common:
@@ -320,17 +320,17 @@ func (r *Relay) piece(shares []plan.RankShare) {
 	}
 	p.share = (p.share + shareAlign - 1) &^ (shareAlign - 1)
 	if r.carrier != nil {
-		p.share = r.space()
+		p.share = r.shareSpace()
 	}
 	base := device.Pointer(uintptr(r.spec.Ring[number%len(r.spec.Ring)]))
 	for rank := range shares {
 		for _, c := range shares[rank].Chunks {
-			r.place(c).off += int64(rank) * p.share
+			r.placeOf(c).off += int64(rank) * p.share
 		}
 	}
 	for i := range r.spots[p.begin:] {
 		s := &r.spots[p.begin+i]
-		s.Dst = unsafe.Add(base, r.place(plan.ChunkOf{Data: s.Data, N: s.N}).off)
+		s.Dst = unsafe.Add(base, r.placeOf(plan.ChunkOf{Data: s.Data, N: s.N}).off)
 	}
 	if p.unread == 0 {
 		close(p.checked)
@@ -338,8 +338,8 @@ func (r *Relay) piece(shares []plan.RankShare) {
 	r.pieces = append(r.pieces, p)
 }
 
-// before orders what is true before what is not.
-func before(a, b bool) int {
+// orderTrueFirst orders what is true before what is not.
+func orderTrueFirst(a, b bool) int {
 	switch {
 	case a == b:
 		return 0
@@ -393,7 +393,7 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 	p := plan.Tasks(r.ix, wants, dest)
 	where := make([]int, len(p.Tasks))
 	for i := range p.Tasks {
-		at := r.place(plan.ChunkOf{Data: wants[p.Refs[i].Want].Data, N: p.Refs[i].N})
+		at := r.placeOf(plan.ChunkOf{Data: wants[p.Refs[i].Want].Data, N: p.Refs[i].N})
 		if at.piece < 0 {
 			return doesNotTravel(int(p.Refs[i].Want))
 		}
@@ -418,7 +418,7 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 	if r.aimed {
 		return errs.New(errs.ErrArgument, "relay: it has its requests")
 	}
-	where = r.divert(p, where, wants)
+	where = r.divertStrips(p, where, wants)
 	next := 0
 	for k := range r.parts { // also of those that have none: pieces are decoded as a whole, too
 		for r.parts[k].first = next; next < len(where) && where[next] == k; next++ {

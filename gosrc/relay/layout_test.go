@@ -88,10 +88,10 @@ func TestCuts(t *testing.T) {
 				t.Errorf("chunk %v is read by ranks %d and %d", c, by, rank)
 			}
 			readers[c] = rank
-			read[rank] += int64(r.chunk(c).Stored)
-			at := r.place(c)
+			read[rank] += int64(r.chunkAt(c).Stored)
+			at := r.placeOf(c)
 			p := &r.pieces[at.piece]
-			q := r.part(at.piece, rank)
+			q := r.partOf(at.piece, rank)
 			travels := at.off%p.share < q.used || r.isStrip(c) && q.beside
 			if r.isStrip(c) != (c.Data == 1) {
 				t.Errorf("chunk %v: strips", c)

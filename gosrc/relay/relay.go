@@ -92,11 +92,11 @@ type profile struct {
 	most   atomic.Int64 // of flight
 }
 
-// spend counts the time of calls of the driver since began.
-func (p *profile) spend(began time.Time) { p.driver.Add(int64(time.Since(began))) }
+// spendTime counts the time of calls of the driver since began.
+func (p *profile) spendTime(began time.Time) { p.driver.Add(int64(time.Since(began))) }
 
-// take counts bytes that are submitted for fetching, or have arrived if n is negative.
-func (p *profile) take(n int64) {
+// takeBytes counts bytes that are submitted for fetching, or have arrived if n is negative.
+func (p *profile) takeBytes(n int64) {
 	now := p.flight.Add(n)
 	for most := p.most.Load(); now > most && !p.most.CompareAndSwap(most, now); most = p.most.Load() {
 	}
@@ -148,14 +148,14 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	if tgt.GPU != nil {
 		_, r.machine.SlotBytes = load.Ring(r.machine)
 	}
-	cores, with := r.divide()
+	cores, with := r.coresAndRanks()
 	r.machine.Cores, r.machine.Ranks = min(r.machine.Cores, cores), with
 	if err := spec.checkNeeds(); err != nil {
 		return nil, err
 	}
 	defer func() {
 		if err != nil {
-			r.disconnect(context.Background())
+			r.endExchange(context.Background())
 		}
 	}()
 	if spec.Exchange {
@@ -165,7 +165,7 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 		return nil, err
 	}
 	if spec.Exchange {
-		if err := r.connect(); err != nil {
+		if err := r.makeCarrier(); err != nil {
 			return nil, m.Where("stage", err)
 		}
 	}
@@ -175,17 +175,17 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	if err := m.Hold(); err != nil {
 		return nil, err
 	}
-	if err := r.queues(); err != nil {
+	if err := r.makeQueues(); err != nil {
 		m.Drop()
 		return nil, m.Where("stage", err)
 	}
-	r.job.Go(r.run)
+	r.job.Go(r.runJob)
 	return r, nil
 }
 
-// queues makes what a GPU needs: a queue that fetches, one that decodes, and the
+// makeQueues makes what a GPU needs: a queue that fetches, one that decodes, and the
 // events between them.
-func (r *Relay) queues() (err error) {
+func (r *Relay) makeQueues() (err error) {
 	gpu := r.target.GPU
 	if gpu == nil {
 		return nil
@@ -240,24 +240,24 @@ func (r *Relay) letGo() {
 	}
 }
 
-// run is the job.
-func (r *Relay) run(ctx context.Context, j *job.Job) error {
+// runJob is the job.
+func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	defer r.model.Drop()
-	defer r.close()
+	defer r.closeQueues()
 	defer func() {
 		if r.carrier != nil && !r.carrier.gone { // a panic: the other ranks wait
-			r.fail(errs.New(errs.ErrEngine, "relay: it has ended without a result"), true)
-			r.leave(ctx)
+			r.failWith(errs.New(errs.ErrEngine, "relay: it has ended without a result"), true)
+			r.leaveExchange(ctx)
 		}
 	}()
 	files, depth := load.Expect(r.model.Sources(), r.fetch, false, cmp.Or(r.spec.Read, knob.Read.Get()))
-	ahead := r.ahead()
+	ahead := r.piecesAhead()
 	task := &pipeline.Task{
 		Index: r.model.Seen(), Sources: r.model.Sources(), Wants: r.shares, Plan: r.fetch, Queue: r.feed, Workers: r.machine.Workers(depth), NoCheck: r.spec.NoCheck,
 		Gate: func(ctx context.Context, job int32) error {
 			return r.awaitFree(ctx, int(r.spots[job].Group)-len(r.spec.Ring)+1-ahead)
 		},
-		Landed: func(spot int32) { r.arrived(int(r.spots[spot].Group)) },
+		Landed: func(spot int32) { r.countArrived(int(r.spots[spot].Group)) },
 	}
 	if ahead > 0 {
 		task.Destination = func(ctx context.Context, spot int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
@@ -268,22 +268,22 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 		task.Near = r.target.GPU.Place()
 	}
 	if r.carrier != nil {
-		r.carry(ctx)
+		r.carryPieces(ctx)
 	}
 	st, err := pipeline.Run(ctx, task)
 	if err == nil {
 		err = r.model.Uncut()
 	}
 	if err == nil {
-		err = r.wait(ctx, func() bool { return r.left == 0 })
+		err = r.awaitState(ctx, func() bool { return r.left == 0 })
 	}
 	if err != nil {
-		r.fail(err, true)
+		r.failWith(err, true)
 	}
-	r.leave(ctx)
+	r.leaveExchange(ctx)
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	rep := Report{Ours: r.ours, Lost: r.lost(), Waited: r.waited(), Pulled: r.pulled.Load(),
+	rep := Report{Ours: r.ours, Lost: r.lostRanks(), Waited: r.waitSeconds(), Pulled: r.pulled.Load(),
 		Driver: time.Duration(r.driver.Load()).Seconds(), Flight: r.most.Load()}
 	rep.Report = load.Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)), Seconds: time.Since(r.start).Seconds(), Stages: st}
 	for _, f := range files {
@@ -293,20 +293,20 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	return r.err
 }
 
-// leave ends what the ranks exchange.
-func (r *Relay) leave(ctx context.Context) {
+// leaveExchange ends what the ranks exchange.
+func (r *Relay) leaveExchange(ctx context.Context) {
 	if r.carrier == nil {
 		return
 	}
 	r.carrier.work.Wait()
-	r.close()
-	r.disconnect(ctx)
+	r.closeQueues()
+	r.endExchange(ctx)
 }
 
-// ahead is how many pieces beyond the ring may be read into slots of the queue,
+// piecesAhead is how many pieces beyond the ring may be read into slots of the queue,
 // where they wait for a buffer. They leave one slot free: the decoding that frees
 // the buffers needs it.
-func (r *Relay) ahead() int {
+func (r *Relay) piecesAhead() int {
 	slots, size := load.Ring(r.machine)
 	if r.feed == nil || r.fetch.Slot > size {
 		return 0
@@ -322,8 +322,8 @@ func (r *Relay) ahead() int {
 	return min(len(r.spec.Ring), (slots-1)/most)
 }
 
-// close waits for Decode calls and frees the queues.
-func (r *Relay) close() {
+// closeQueues waits for Decode calls and frees the queues.
+func (r *Relay) closeQueues() {
 	r.once.Do(func() {
 		r.mu.Lock()
 		r.shut = true
@@ -333,8 +333,8 @@ func (r *Relay) close() {
 	})
 }
 
-// fail records the first error and ends the job.
-func (r *Relay) fail(err error, ours bool) {
+// failWith records the first error and ends the job.
+func (r *Relay) failWith(err error, ours bool) {
 	r.mu.Lock()
 	if r.err == nil {
 		r.err, r.ours = err, ours
@@ -348,11 +348,11 @@ func (r *Relay) fail(err error, ours bool) {
 
 // awaitFree waits until the buffers of the first pieces may be filled again.
 func (r *Relay) awaitFree(ctx context.Context, pieces int) error {
-	return r.wait(ctx, func() bool { return r.free >= pieces })
+	return r.awaitState(ctx, func() bool { return r.free >= pieces })
 }
 
-// wait waits until ready, which is called with r.mu held.
-func (r *Relay) wait(ctx context.Context, ready func() bool) error {
+// awaitState waits until ready, which is called with r.mu held.
+func (r *Relay) awaitState(ctx context.Context, ready func() bool) error {
 	for {
 		r.mu.Lock()
 		yes, wake := ready(), r.wake
@@ -368,54 +368,54 @@ func (r *Relay) wait(ctx context.Context, ready func() bool) error {
 	}
 }
 
-// emptied says that the decoding of shares of a piece, those of the ranks [lo, hi), is queued,
+// markQueued says that the decoding of shares of a piece, those of the ranks [lo, hi), is queued,
 // or that there is none. idle is recorded at its end; nil: nothing is to be waited for. Where
 // this rank's is among them its part of the buffer may be filled again, as far as it goes.
-func (r *Relay) emptied(k, lo, hi int, idle *cuda.Event) {
+func (r *Relay) markQueued(k, lo, hi int, idle *cuda.Event) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for rank := lo; rank < hi; rank++ {
-		q := r.part(k, rank)
+		q := r.partOf(k, rank)
 		q.queued, q.idle = true, idle
-		for r.queued[rank] < len(r.pieces) && r.part(r.queued[rank], rank).queued {
+		for r.queued[rank] < len(r.pieces) && r.partOf(r.queued[rank], rank).queued {
 			r.queued[rank]++
 		}
 	}
-	r.advance()
+	r.freeBuffers()
 }
 
-// advance frees buffers that no rank needs. r.mu is held.
-func (r *Relay) advance() {
+// freeBuffers frees buffers that no rank needs. r.mu is held.
+func (r *Relay) freeBuffers() {
 	for r.free < r.queued[r.spec.Rank] && (r.carrier == nil || r.free < r.carrier.taken) {
 		r.free++
 	}
-	r.moved()
+	r.wakeWaiters()
 }
 
-// decoded counts shares that were decoded.
-func (r *Relay) decoded(of read) {
+// countDecoded counts shares that were decoded.
+func (r *Relay) countDecoded(of read) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for rank := of.lo; rank < of.hi; rank++ {
-		r.part(of.piece, rank).done = true
+		r.partOf(of.piece, rank).done = true
 		r.left--
-		for r.done[rank] < len(r.pieces) && r.part(r.done[rank], rank).done {
+		for r.done[rank] < len(r.pieces) && r.partOf(r.done[rank], rank).done {
 			r.done[rank]++
 		}
 		if r.carrier != nil && rank != r.spec.Rank {
 			r.carrier.Taken(rank, r.done[rank])
 		}
 	}
-	r.moved()
+	r.wakeWaiters()
 }
 
-// came counts a decode task that has ended: the last of its request's lands it.
-func (r *Relay) came(task int) {
-	r.count(r.refs[task].Want, 1, int64(r.jobs[task].Chunk.Logical))
+// countTask counts a decode task that has ended: the last of its request's lands it.
+func (r *Relay) countTask(task int) {
+	r.countChunks(r.refs[task].Want, 1, int64(r.jobs[task].Chunk.Logical))
 }
 
-// count counts chunks of a request that have come, and their bytes.
-func (r *Relay) count(want, chunks int32, bytes int64) {
+// countChunks counts chunks of a request that have come, and their bytes.
+func (r *Relay) countChunks(want, chunks int32, bytes int64) {
 	r.job.Bytes.Add(bytes)
 	if atomic.AddInt32(&r.coming[want], -chunks) == 0 {
 		r.job.Tensors.Add(1)
@@ -428,8 +428,8 @@ func (r *Relay) Ready(limit int, d time.Duration) (reqs []int, more bool) {
 	return r.here.Next(r.job.Done(), limit, d)
 }
 
-// moved wakes the waiting goroutines. r.mu is held.
-func (r *Relay) moved() {
+// wakeWaiters wakes the waiting goroutines. r.mu is held.
+func (r *Relay) wakeWaiters() {
 	close(r.wake)
 	r.wake = make(chan struct{})
 }

@@ -11,29 +11,29 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/nodes"
 )
 
-// divide says on how many cores this rank reads, and with how many ranks it shares them.
+// coresAndRanks says on how many cores this rank reads, and with how many ranks it shares them.
 // On a host of several nodes these are cores near its GPU.
-func (r *Relay) divide() (cores, ranks int) {
+func (r *Relay) coresAndRanks() (cores, ranks int) {
 	var may unix.CPUSet
 	var place *nodes.Place
 	if gpu := r.target.GPU; gpu != nil && gpu.Place() != nil && unix.SchedGetaffinity(0, &may) == nil {
 		place = gpu.Place()
 	}
-	return divided(cmp.Or(r.spec.Here, r.spec.Ranks), runtime.NumCPU(), place, &may, nodes.System)
+	return divideCores(cmp.Or(r.spec.Here, r.spec.Ranks), runtime.NumCPU(), place, &may, nodes.System)
 }
 
-// divided is divide for that number of ranks, and of cores of the process, or for those
+// divideCores is coresAndRanks for that number of ranks, and of cores of the process, or for those
 // that it may run on where it has a place; root is where the host's tables are.
-func divided(ranks, cores int, place *nodes.Place, may *unix.CPUSet, root string) (mine, with int) {
+func divideCores(ranks, cores int, place *nodes.Place, may *unix.CPUSet, root string) (mine, with int) {
 	if near, all := place.Within(may); near.Count() > 0 {
-		return near.Count(), sharing(place.Ranks(ranks), near.Count(), all)
+		return near.Count(), ranksSharing(place.Ranks(ranks), near.Count(), all)
 	}
-	return cores, sharing(ranks, cores, nodes.Online(root))
+	return cores, ranksSharing(ranks, cores, nodes.Online(root))
 }
 
-// sharing is how many of some ranks share the cores that this process may run on: all of
+// ranksSharing is how many of some ranks share the cores that this process may run on: all of
 // them, or, where a launcher has given each rank its own of all cores, 1.
-func sharing(ranks, cores, all int) int {
+func ranksSharing(ranks, cores, all int) int {
 	if all >= ranks && cores <= all/ranks {
 		return 1
 	}

@@ -18,7 +18,7 @@ func TestSharing(t *testing.T) {
 	for _, c := range []struct{ all, ranks, cores, want int }{
 		{64, 4, 64, 4}, {64, 4, 16, 1}, {64, 4, 17, 4}, {8, 2, 8, 2}, {8, 2, 4, 1}, {1, 2, 1, 2}, {64, 1, 64, 1}, {0, 4, 1, 4}, {3, 4, 1, 4},
 	} {
-		if got := sharing(c.ranks, c.cores, c.all); got != c.want {
+		if got := ranksSharing(c.ranks, c.cores, c.all); got != c.want {
 			t.Errorf("%d of %d ranks share %d of %d cores, want %d", got, c.ranks, c.cores, c.all, c.want)
 		}
 	}
@@ -77,14 +77,14 @@ func TestDivided(t *testing.T) {
 		if place == nil || place.Node != c.gpu/4 {
 			t.Fatalf("%s: %+v", c.name, place)
 		}
-		cores, ranks := divided(c.ranks, may.Count(), place, &may, root)
+		cores, ranks := divideCores(c.ranks, may.Count(), place, &may, root)
 		readers := plan.Machine{SlotBytes: 1, Cores: cores, Ranks: ranks}.Workers(0)
 		if cores != c.cores || readers != c.readers {
 			t.Errorf("%s: %d readers on %d cores, want %d on %d", c.name, readers, cores, c.readers, c.cores)
 		}
 	}
 	// On a host of one node nothing is asked of threads.
-	if cores, ranks := divided(4, 64, nil, nil, root); cores != 64 || ranks != 4 {
+	if cores, ranks := divideCores(4, 64, nil, nil, root); cores != 64 || ranks != 4 {
 		t.Errorf("%d cores, %d ranks", cores, ranks)
 	}
 }

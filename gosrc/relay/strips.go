@@ -25,10 +25,10 @@ type strip struct {
 	logical     int64 // bytes of the chunks
 }
 
-// stripes finds the tensors whose columns are copied so: plain ones of which some
+// findStripes finds the tensors whose columns are copied so: plain ones of which some
 // rank needs columns, and no other name of them needs whole. It returns the bytes of
 // their rows, and 0 for others.
-func (r *Relay) stripes(wants []plan.Want) []int64 {
+func (r *Relay) findStripes(wants []plan.Want) []int64 {
 	rows := make([]int64, len(r.model.Seen().Tensors))
 	users := make([]int, len(rows))
 	columns := map[int64]bool{} // tensors of which some rank needs columns
@@ -63,9 +63,9 @@ func (r *Relay) bareChunk(data int32) int64 {
 	return bareBytes
 }
 
-// strip makes strips of a decode task whose chunk lies in another rank's share of a
+// addStrip makes strips of a decode task whose chunk lies in another rank's share of a
 // piece, joined with the last where both lie behind each other.
-func (p *part) strip(j *device.DecodeTask, off int64, want int32) {
+func (p *part) addStrip(j *device.DecodeTask, off int64, want int32) {
 	s := strip{dst: j.Dst, src: off, pitch: int64(j.Chunk.Logical), width: int64(j.Chunk.Logical), rows: 1, want: want, chunks: 1, logical: int64(j.Chunk.Logical)}
 	if v := j.View; v != nil {
 		first := max(v.At/v.Row, v.Row0)
@@ -84,17 +84,17 @@ func (p *part) strip(j *device.DecodeTask, off int64, want int32) {
 	p.strips = append(p.strips, s)
 }
 
-// divert takes the tasks of chunks that come as strips out of a plan, whose parts are
+// divertStrips takes the tasks of chunks that come as strips out of a plan, whose parts are
 // `where`.
-func (r *Relay) divert(p *plan.Plan, where []int, wants []plan.Want) []int {
-	if r.target.GPU == nil || !r.striped() {
+func (r *Relay) divertStrips(p *plan.Plan, where []int, wants []plan.Want) []int {
+	if r.target.GPU == nil || !r.hasStrips() {
 		return where
 	}
 	n := 0
 	for i := range p.Tasks {
 		data := wants[p.Refs[i].Want].Data
 		if rank := where[i] % r.spec.Ranks; r.strips[data] > 0 && rank != r.spec.Rank {
-			r.parts[where[i]].strip(&p.Tasks[i], r.place(plan.ChunkOf{Data: data, N: p.Refs[i].N}).off, p.Refs[i].Want)
+			r.parts[where[i]].addStrip(&p.Tasks[i], r.placeOf(plan.ChunkOf{Data: data, N: p.Refs[i].N}).off, p.Refs[i].Want)
 			continue
 		}
 		p.Tasks[n], p.Refs[n], where[n] = p.Tasks[i], p.Refs[i], where[i]
@@ -106,7 +106,7 @@ func (r *Relay) divert(p *plan.Plan, where []int, wants []plan.Want) []int {
 
 // pullStrips queues the copies of a rank's strips of a piece.
 func (r *Relay) pullStrips(k, from int) error {
-	c, p := r.carrier, r.part(k, from)
+	c, p := r.carrier, r.partOf(k, from)
 	base := int64(k%len(r.spec.Ring)) * r.spec.Size
 	for i := range p.strips {
 		s := &p.strips[i]
@@ -120,11 +120,11 @@ func (r *Relay) pullStrips(k, from int) error {
 	return nil
 }
 
-// stripped counts the strips of shares of a piece, whose copies have ended.
-func (r *Relay) stripped(k, lo, hi int) {
+// countStrips counts the strips of shares of a piece, whose copies have ended.
+func (r *Relay) countStrips(k, lo, hi int) {
 	for rank := lo; rank < hi; rank++ {
-		for _, s := range r.part(k, rank).strips {
-			r.count(s.want, s.chunks, s.logical)
+		for _, s := range r.partOf(k, rank).strips {
+			r.countChunks(s.want, s.chunks, s.logical)
 		}
 	}
 }
@@ -132,8 +132,8 @@ func (r *Relay) stripped(k, lo, hi int) {
 // isStrip reports whether columns of a chunk are copied.
 func (r *Relay) isStrip(c plan.ChunkOf) bool { return r.strips[c.Data] > 0 }
 
-// striped reports whether columns of any tensor are copied.
-func (r *Relay) striped() bool {
+// hasStrips reports whether columns of any tensor are copied.
+func (r *Relay) hasStrips() bool {
 	return slices.ContainsFunc(r.strips, func(row int64) bool { return row > 0 })
 }
 
