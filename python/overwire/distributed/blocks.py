@@ -74,7 +74,7 @@ def meet_to_load(group: Any, prepare: Callable[[], Blocks | None]) -> tuple[Bloc
 
     def describe() -> dict[str, Any]:
         blocks.append(prepare())
-        return _describe(blocks[0])
+        return _describe_blocks(blocks[0])
 
     with verb(group) as members:
         reports = meet(members, describe, comparable=_are_comparable)
@@ -96,7 +96,7 @@ def _are_comparable(reports: Sequence[dict[str, Any]]) -> bool:
     return all(one["tables"] == plans[0]["tables"] or one["opened"].uris == plans[0]["opened"].uris for one in plans)
 
 
-def _describe(blocks: Blocks | None) -> dict[str, Any]:
+def _describe_blocks(blocks: Blocks | None) -> dict[str, Any]:
     if blocks is None:
         return {"opened": None}
     models = [file._live() for file in blocks.files]
@@ -147,10 +147,10 @@ class BlockLoad:
             models = [self._blocks.files[number]._live().on(device) for number in self._files]
             load = GroupLoad(members, models, (SHARE, _BUFFERS))
             load.carrier = "mapped"
-            needs = b"".join(self._number(self._requests[rank], local) for local, rank in enumerate(members.local))
+            needs = b"".join(self._number_rows(self._requests[rank], local) for local, rank in enumerate(members.local))
             wants = Wants(sorted(set(array("q", needs)[0::_WORDS])), needs)
             try:
-                for _ in load.land(wants, lambda: self._number(self._blocks.requests), members.agree, beside=beside):
+                for _ in load.land_requests(wants, lambda: self._number_rows(self._blocks.requests), members.agree, beside=beside):
                     pass
             except Unmapped as reason:
                 return str(reason).removeprefix("overwire: ")
@@ -161,7 +161,7 @@ class BlockLoad:
         if not getattr(self, "_lands", True) and not sys.is_finalizing():
             self._members.part(CancelledError("overwire: group: it did not load its blocks"), -1, False)
 
-    def _number(self, requests: Sequence[bytes], rank: int | None = None) -> bytes:
+    def _number_rows(self, requests: Sequence[bytes], rank: int | None = None) -> bytes:
         # The requests of all files, with the numbers that tensors have where the files are one
         # model, and with a rank in the place of the addresses.
         numbered = array("q")

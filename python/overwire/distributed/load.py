@@ -139,7 +139,7 @@ def carrier_of(setting: str, now: Situation) -> str:
 
 class GroupLoad:
     """The load of open models on one rank; the numbers of a model's tensors follow those of the
-    model before it. `choose_carrier` once the ranks have met, then `land`, which is collective.
+    model before it. `choose_carrier` once the ranks have met, then `land_requests`, which is collective.
 
     carrier: "mapped", "collective" or "none": each rank reads by itself. link: where tensors
     are sent from. report: the engine's, of what has landed last.
@@ -156,14 +156,14 @@ class GroupLoad:
         self.carrier = "none"
         self.report: dict[str, Any] = {}
 
-    def describe(self) -> dict[str, Any]:
+    def describe_files(self) -> dict[str, Any]:
         """Local: what the other ranks must know to choose a carrier."""
         remote = any(source["remote"] for model in self._models for source in model.info())
         return {"remote": remote, "room": max(model.room() for model in self._models)}
 
     def choose_carrier(self, setting: str, reports: Sequence[dict[str, Any]]) -> None:
         """Local, and the same on all ranks, which have met. setting: OVERWIRE_EXCHANGE. reports: what
-        `describe` gave on each rank."""
+        `describe_files` gave on each rank."""
         members, remote = self._members, any(one["remote"] for one in reports)
         self._room = max(one["room"] for one in reports)
         sends = bool(self.link) and fits(members.size, self._room)
@@ -176,7 +176,7 @@ class GroupLoad:
         self.carrier = "collective" if self.link and setting != "none" else "none"
         log.warning("the ranks exchange by torch.distributed: they cannot map each other's memory: %s", self._members.unreachable)
 
-    def land(
+    def land_requests(
         self,
         wants: Wants,
         aim: Callable[[], bytes],
@@ -195,13 +195,13 @@ class GroupLoad:
         """
         mapped, relay = self.carrier == "mapped", _Relay(self._members, self._buffers)
         try:
-            relay.attempt(lambda: (self._begin_mapped if mapped else self._begin_collective)(relay, wants))
-            relay.attempt(lambda: relay.aim(aim()))
-            relay.attempt(beside)
+            relay.try_step(lambda: (self._begin_mapped if mapped else self._begin_collective)(relay, wants))
+            relay.try_step(lambda: relay.set_requests(aim()))
+            relay.try_step(beside)
             yield from relay.map_pieces(agree, tell) if mapped else relay.gather_pieces(agree, tell)
-            self.report = relay.finish()
+            self.report = relay.end_job()
         except BaseException:
-            relay.abandon()
+            relay.abandon_job()
             raise
         if mapped and not self._members.reached:
             self._members.reached = True
@@ -211,7 +211,7 @@ class GroupLoad:
         share, buffers = self._ring if self._ring[1] else (mapped_share(len(self._members.local), self._room), BUFFERS)
         request = self._request(wants, self._members.local, self._device, share, buffers)
         request["exchange"], request["buffers"] = True, buffers
-        relay.start(request, self._models, wants.needs)
+        relay.start_job(request, self._models, wants.needs)
 
     def _begin_collective(self, relay: _Relay, wants: Wants) -> None:
         members = self._members
@@ -222,7 +222,7 @@ class GroupLoad:
 
             self._buffers += [torch.empty(request["size"], dtype=torch.uint8, device=self.link) for _ in range(FEW)]
         request["ring"] = [buffer.data_ptr() for buffer in self._buffers]
-        relay.start(request, self._models)
+        relay.start_job(request, self._models)
 
     def _request(self, wants: Wants, ranks: Sequence[int], device: str, share: int, buffers: int = 1) -> RelayRequest:
         # Of these ranks. All runs on torch's current stream, after what is queued there now.
@@ -248,7 +248,7 @@ class _Relay:
         self._ours = True
         self._stream = self._count = 0  # of requests
 
-    def start(self, request: RelayRequest, models: Sequence[Model], needs: bytes = b"") -> None:
+    def start_job(self, request: RelayRequest, models: Sequence[Model], needs: bytes = b"") -> None:
         views = [model.on(request["device"]) for model in models]
         for view in views:
             view.alone()  # what was preloaded is not shared out
@@ -256,7 +256,7 @@ class _Relay:
         self._stream = request["stream"]
         self._job = Job(relay(request, views[0].handle, needs), "relay")
 
-    def aim(self, requests: bytes) -> None:
+    def set_requests(self, requests: bytes) -> None:
         """Local: says what this rank wants, as requests of a load."""
         self._count = len(requests) // REQUEST
         relay_aim(self.job.number, requests)
@@ -267,29 +267,29 @@ class _Relay:
         assert self._job is not None
         return self._job
 
-    def attempt(self, step: Callable[[], Any]) -> None:
+    def try_step(self, step: Callable[[], Any]) -> None:
         """Local: does a step unless one has failed. If it does, it ends the job; the ranks hear
         of the error when they next meet."""
         if self._error is None:
             try:
                 step()
             except BaseException as error:
-                self._fail(error)
+                self._end_with(error)
 
-    def _fail(self, error: BaseException) -> None:
+    def _end_with(self, error: BaseException) -> None:
         self._error = self._error or error
         if self._job is not None:
             self._job.cancel()  # nothing writes to the ring any more
             self._ours = bool((self._job.report() or {}).get("ours", True))
 
-    def finish(self) -> dict[str, Any]:
+    def end_job(self) -> dict[str, Any]:
         """Local: ends a job that all ranks agree on; its report."""
         report: dict[str, Any] = self.job.report()
         self.job.done()
         self._job = None
         return report
 
-    def abandon(self) -> None:
+    def abandon_job(self) -> None:
         """Local: ends running work; nothing writes to its memory after that."""
         job, self._job = self._job, None
         if job is not None:
@@ -311,7 +311,7 @@ class _Relay:
         except GeneratorExit:
             raise
         except BaseException as error:
-            self._fail(error)
+            self._end_with(error)
         if isinstance(self._error, OverwireError) and self._job is not None and (lost := (self._job.report() or {}).get("lost")):
             raise IOFailure(f"overwire: group: rank {members.local[lost[0]]} is gone: {self._error}") from self._error
         agree(self._error, self._ours)
@@ -329,21 +329,21 @@ class _Relay:
         except NotSupportedError as refusal:  # its memory stays, until the others have tried, too
             self._error = Unmapped(str(refusal))
         except BaseException as error:
-            self._fail(error)
+            self._end_with(error)
 
     def gather_pieces(self, agree: Agree, tell: Callable[[int], None]) -> Generator[int, None, None]:
         """All ranks gather piece after piece; the requests land at the end."""
         members, shares = self._members, list[int]()
-        self.attempt(lambda: shares.extend(relay_shares(self.job.number)))
+        self.try_step(lambda: shares.extend(relay_shares(self.job.number)))
         agree(self._error, True)  # from here on all ranks have the same pieces
         for piece, share in enumerate(shares):
-            self.attempt(lambda piece=piece: self._await_share(piece))  # type: ignore[misc]
+            self.try_step(lambda piece=piece: self._await_share(piece))  # type: ignore[misc]
             members.gather(self._ring[piece % len(self._ring)], share)  # what fails here is out of step
-            self.attempt(lambda piece=piece: relay_decode(self.job.number, piece, self._stream))  # type: ignore[misc]
+            self.try_step(lambda piece=piece: relay_decode(self.job.number, piece, self._stream))  # type: ignore[misc]
             if piece % _AGREE == _AGREE - 1:
-                self.attempt(lambda: tell(self.job.progress().bytes))
+                self.try_step(lambda: tell(self.job.progress().bytes))
                 agree(self._error, self._ours)
-        self.attempt(self._await_end)
+        self.try_step(self._await_end)
         agree(self._error, self._ours)
         yield from range(self._count)
 

@@ -77,7 +77,7 @@ def open_load(
         loads.append(TensorLoad(members, source, shard, device, framework, (budget, beside), options))
         if choose is not None:
             loads[0].positions = list(choose(loads[0]))
-        return loads[0].describe()
+        return loads[0].report_wishes()
 
     with verb(group, device) as members:
         try:
@@ -178,7 +178,7 @@ class TensorLoad:
         whole, part = math.prod(task.shape), math.prod(self._cutting.shape(task))
         return at, math.prod(task.row.shape) * part // max(whole, 1)
 
-    def describe(self) -> dict[str, Any]:
+    def report_wishes(self) -> dict[str, Any]:
         """Local: what the ranks compare and must know of each other."""
         self._check_sizes(self.positions, self._budget)
         table = hashlib.sha256(repr([row[:5] for row in self.model.table]).encode())  # what the files hold, not where
@@ -194,7 +194,7 @@ class TensorLoad:
             },
             "wants": bytes(bitmap),
             "opened": open_files([self.model]),
-            **self._load.describe(),
+            **self._load.describe_files(),
             "budgets": (self._budget, self._beside),
         }
 
@@ -205,10 +205,10 @@ class TensorLoad:
         budgets = [[one["budgets"][n] for one in reports if one["budgets"][n]] for n in range(2)]
         self._budget, self._beside = (min(sizes, default=0) for sizes in budgets)
 
-    def _wants(self, rank: int, at: int) -> bool:
+    def _is_wanted(self, rank: int, at: int) -> bool:
         return bool(self._bitmaps[rank][at >> 3] >> (at & 7) & 1)
 
-    def _split(self) -> tuple[list[int], list[int]]:
+    def _split_positions(self) -> tuple[list[int], list[int]]:
         # What all ranks go through together, the same on all, and what this rank reads by itself
         # after that. Where ranks map each other's memory, the engine leaves what one alone wants to it.
         once = twice = 0
@@ -222,7 +222,7 @@ class TensorLoad:
 
     def load_all(self) -> dict[str, Any]:
         """This rank's tensors, by name."""
-        tensors = dict(self._tensors(0, {}, False))
+        tensors = dict(self._load_windows(0, {}, False))
         return {self.model.table[at][0]: tensors[at] for at in self.positions}
 
     def arrive(self, places: Mapping[int, Any] | None = None) -> Generator[tuple[int, Any], None, None]:
@@ -236,38 +236,38 @@ class TensorLoad:
         A rank that closes this early ends it on all.
         """
         try:
-            yield from self._tensors(self._budget, places or {}, True)
+            yield from self._load_windows(self._budget, places or {}, True)
         except GeneratorExit:
-            self._dismiss()
+            self._end_early()
             raise
 
     def close_unbegun(self) -> None:
         """Collective: ends on all ranks what `arrive` would give, which has not begun."""
-        if self._load.carrier == "mapped" and self._split()[0]:
+        if self._load.carrier == "mapped" and self._split_positions()[0]:
             with suppress(OverwireError):
                 self._members.exchange(_refuse_closed)
         else:
-            self._dismiss()
+            self._end_early()
 
-    def _dismiss(self) -> None:
+    def _end_early(self) -> None:
         with suppress(OverwireError):
-            self._agree(CancelledError(_CLOSED))
+            self._agree_with(CancelledError(_CLOSED))
 
-    def _tensors(self, budget: int, places: Mapping[int, Any], streams: bool) -> Iterator[tuple[int, Any]]:
+    def _load_windows(self, budget: int, places: Mapping[int, Any], streams: bool) -> Iterator[tuple[int, Any]]:
         # Collective: windows of what all go through, then those of what this rank reads by itself.
-        shared, lone = self._split()
+        shared, lone = self._split_positions()
         self._check_sizes(shared, budget)
-        windows, arrived, agreed = self._windows(shared, budget), set[int](), False
+        windows, arrived, agreed = self._windows_of(shared, budget), set[int](), False
         while windows:
             window, windows = windows[0], windows[1:]
             mapped = self._load.carrier == "mapped"
             if streams and not mapped:
-                self._agree()  # with those that have closed
+                self._agree_with()  # with those that have closed
                 self._check_sizes(window, self._beside)
-                window, *more = self._windows(window, budget or self._beside or _WINDOW)
+                window, *more = self._windows_of(window, budget or self._beside or _WINDOW)
                 windows = more + windows
             try:
-                with closing(self._travel(window, places)) as arriving:
+                with closing(self._exchange_window(window, places)) as arriving:
                     for at, tensor in arriving:
                         if at not in arrived:
                             arrived.add(at)
@@ -276,19 +276,19 @@ class TensorLoad:
             except Unmapped as reason:  # other ranks go on with all tensors, and so does this one
                 self._load.give_up_mapping(str(reason), self._exchange)
                 rest = {at for positions in (window, *windows) for at in positions}
-                shared, lone = self._split()
-                windows = self._windows([at for at in shared if at in rest], budget)
-        for window in self._windows([at for at in lone if at not in arrived], (budget or _WINDOW) if streams else 0):
-            yield from self._read_alone(self._own(window))
+                shared, lone = self._split_positions()
+                windows = self._windows_of([at for at in shared if at in rest], budget)
+        for window in self._windows_of([at for at in lone if at not in arrived], (budget or _WINDOW) if streams else 0):
+            yield from self._read_alone(self._own_tasks(window))
         if not agreed:
-            self._agree()
+            self._agree_with()
 
-    def _own(self, window: list[int]) -> list[Task]:
-        return [self.task(at) for at in window if self._wants(self._members.rank, at)]
+    def _own_tasks(self, window: list[int]) -> list[Task]:
+        return [self.task(at) for at in window if self._is_wanted(self._members.rank, at)]
 
-    def _travel(self, window: list[int], places: Mapping[int, Any]) -> Generator[tuple[int, Any], None, None]:
+    def _exchange_window(self, window: list[int], places: Mapping[int, Any]) -> Generator[tuple[int, Any], None, None]:
         # Of a window what this rank wants, and what it reads for others.
-        tasks, tensors, aims, empty = self._own(window), list[Any](), list[int](), list[tuple[int, Any]]()
+        tasks, tensors, aims, empty = self._own_tasks(window), list[Any](), list[int](), list[tuple[int, Any]]()
         carrier = self._load.carrier
         device = self._load.link if carrier == "collective" else self.model.device
         if carrier == "none":
@@ -301,29 +301,29 @@ class TensorLoad:
                 if tensor.numel():
                     aims.append(slot)
                 else:
-                    empty.extend(self._finish(task, tensor))
+                    empty.extend(self._finish_tensor(task, tensor))
             blocks = [(tasks[slot].at, tensors[slot].data_ptr(), *self._cutting.block(tasks[slot])) for slot in aims]
             return pack_requests(blocks)
 
-        wants = self._needs(window) if carrier == "mapped" else Wants(window)
-        with closing(self._load.land(wants, aim, self._agree, self._tell)) as landing:
+        wants = self._needs_here(window) if carrier == "mapped" else Wants(window)
+        with closing(self._load.land_requests(wants, aim, self._agree_with, self._tell_progress)) as landing:
             for number in landing:
                 slot = aims[number]
                 tensor, tensors[slot] = tensors[slot], None  # it is the caller's
-                yield from self._finish(tasks[slot], tensor)
+                yield from self._finish_tensor(tasks[slot], tensor)
         yield from empty
 
-    def _needs(self, window: list[int]) -> Wants:
+    def _needs_here(self, window: list[int]) -> Wants:
         # Of the ranks of this host.
         local = self._members.local
-        if all(self._wants(rank, at) for rank in local for at in window) and not any(at in self._dims for at in window):
+        if all(self._is_wanted(rank, at) for rank in local for at in window) and not any(at in self._dims for at in window):
             return Wants(window)
         tasks = [self.task(at) for at in window]
         needs = [
             (task.at, number, *block)
             for task in tasks
             for number, rank in enumerate(local)
-            if self._wants(rank, task.at)
+            if self._is_wanted(rank, task.at)
             for block in (self._cutting.block(task, rank),)
             if block[0] != block[1] and block[2] != block[3]
         ]
@@ -333,13 +333,13 @@ class TensorLoad:
         # Local: what this rank reads by itself. What fails is said when the ranks next agree.
         try:
             if self._late is None:
-                yield from self._read(tasks)
+                yield from self._read_tasks(tasks)
         except GeneratorExit:
             raise
         except BaseException as error:
             self._late = self._late or error
 
-    def _read(self, tasks: list[Task]) -> Iterator[tuple[int, Any]]:
+    def _read_tasks(self, tasks: list[Task]) -> Iterator[tuple[int, Any]]:
         reads = [(task, self._cutting.block(task), self._cutting.row(task)) for task in tasks]
         busy = [(task, block, row) for task, block, row in reads if 0 not in row.shape]
         blocks, rows = [(task.at, block) for task, block, _ in busy], [row for *_, row in busy]
@@ -347,7 +347,7 @@ class TensorLoad:
         try:
             for task, _, row in reads:
                 if 0 in row.shape:
-                    yield from self._finish(task, self._frame.empty(row.dtype, row.shape, self.model.device))
+                    yield from self._finish_tensor(task, self._frame.empty(row.dtype, row.shape, self.model.device))
             while load is not None and not load.crowded and not _is_over(load):
                 self._members.look()
         except BaseException:
@@ -355,7 +355,7 @@ class TensorLoad:
                 load.job.abandon()
             raise
         for (task, *_), tensor in zip(busy, load.tensors() if load is not None else (), strict=True):
-            yield from self._finish(task, tensor)
+            yield from self._finish_tensor(task, tensor)
 
     def _make_places(self, tasks: list[Task], places: Mapping[int, Any], device: str) -> list[Any]:
         # Where the engine writes what it reads of each tensor: the caller's memory, but not for
@@ -366,7 +366,7 @@ class TensorLoad:
         fresh = iter(self._frame.empty_on(device, [row for row, place in zip(rows, own, strict=True) if place is None]))
         return [next(fresh) if place is None else place for place in own]
 
-    def _finish(self, task: Task, tensor: Any) -> Iterator[tuple[int, Any]]:
+    def _finish_tensor(self, task: Task, tensor: Any) -> Iterator[tuple[int, Any]]:
         # What fails here is said when the ranks next agree; then no more tensors are finished.
         try:
             if self._late is None:
@@ -376,7 +376,7 @@ class TensorLoad:
                 if self._dtype is not None:
                     tensor = self._frame.cast(tensor, task.row.dtype, self._dtype)
                 self._count, self._bytes = self._count + 1, self._bytes + self.model.table[task.at][3]
-                self._tell(0)
+                self._tell_progress(0)
         except BaseException as error:
             self._late = error
         if self._late is None:
@@ -397,7 +397,7 @@ class TensorLoad:
                 text = f"overwire: {self.model.uris[0]} tensor {name!r}: it takes {size} bytes, and max_memory is {most}"
                 raise OutOfMemoryError(text, asked=size, free=most, total=most, tensor=name)
 
-    def _windows(self, positions: list[int], most: int) -> list[list[int]]:
+    def _windows_of(self, positions: list[int], most: int) -> list[list[int]]:
         # Of at most that many bytes, or one tensor; 0: one window. All ranks divide what
         # they share alike.
         windows: list[list[int]] = []
@@ -411,7 +411,7 @@ class TensorLoad:
             left -= size
         return windows
 
-    def _agree(self, error: BaseException | None = None, ours: bool = True) -> None:
+    def _agree_with(self, error: BaseException | None = None, ours: bool = True) -> None:
         late, self._late = self._late, None
         self._members.agree(late or error, ours or late is not None)
 
@@ -424,7 +424,7 @@ class TensorLoad:
         """Local: the shape of this rank's part of a tensor."""
         return self._cutting.shape(self.task(at))
 
-    def _tell(self, done: int) -> None:
+    def _tell_progress(self, done: int) -> None:
         # done: bytes of tensors that are on their way; those of tensors that have arrived count.
         if self._watcher is not None:
             total = sum(self.model.table[at][3] for at in self.positions)
