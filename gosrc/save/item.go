@@ -5,6 +5,7 @@ package save
 import (
 	"context"
 	"math"
+	"sort"
 	"unicode/utf8"
 
 	"github.com/overwire/overwire/gosrc/codec"
@@ -28,6 +29,34 @@ type memory []byte
 
 func (m memory) bytes(_ context.Context, buf []byte, off int64) ([]byte, error) {
 	return m[off : off+int64(len(buf))], nil
+}
+
+// scattered is a body in several places of the caller's memory.
+type scattered struct {
+	all  [][]byte
+	ends []int64 // of each, in the tensor
+}
+
+func newScattered(all [][]byte) *scattered {
+	p := &scattered{all: all}
+	end := int64(0)
+	for _, one := range all {
+		end += int64(len(one))
+		p.ends = append(p.ends, end)
+	}
+	return p
+}
+
+func (p *scattered) bytes(_ context.Context, buf []byte, off int64) ([]byte, error) {
+	k := sort.Search(len(p.ends), func(k int) bool { return p.ends[k] > off })
+	for done := 0; done < len(buf); k++ {
+		from := p.all[k][int64(len(p.all[k]))-(p.ends[k]-off-int64(done)):]
+		if done == 0 && len(from) >= len(buf) {
+			return from[:len(buf)], nil
+		}
+		done += copy(buf[done:], from)
+	}
+	return buf, nil
 }
 
 // away is a body in memory outside the host.

@@ -107,6 +107,9 @@ type Spec struct {
 	// Away has, by position, the tensors whose bytes are not in host memory: their
 	// Input has no Data.
 	Away map[int]*Away `json:"-"`
+	// Pieces has, by position, the bytes of tensors that lie in several places of host
+	// memory, one after the other: their Input has no Data.
+	Pieces map[int][][]byte `json:"-"`
 	// Staged, if not nil, is called once when the tensors may change again: all stored
 	// bytes are in host memory, and the files are written from there.
 	Staged func() `json:"-"`
@@ -164,6 +167,10 @@ func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, erro
 	for i := range in {
 		t := &in[i]
 		items[i] = &item{name: t.Name, dtype: t.DType, shape: t.Shape, bytes: int64(len(t.Data)), body: memory(t.Data)}
+		if all := spec.Pieces[i]; len(all) > 0 {
+			body := newScattered(all)
+			items[i].bytes, items[i].body = body.ends[len(body.ends)-1], body
+		}
 		if a := spec.Away[i]; a != nil {
 			items[i].bytes, items[i].body = a.Bytes, &away{Away: a}
 		}

@@ -171,6 +171,7 @@ class Columns(TypedDict, total=False):
 
 
 class SaveRequest(SaveSpec, Columns, total=False):
+    places: dict[str, list[int]]
     background: bool
 
 

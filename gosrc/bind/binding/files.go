@@ -35,6 +35,9 @@ import (
 type saveRequest struct {
 	save.Spec
 	columns
+	// Places has, by name, address and bytes of each place that a tensor lies in, if there
+	// are several.
+	Places map[string][]int64 `json:"places,omitempty"`
 	// Background lets the tensors change before the job ends, once Next has answered.
 	Background bool `json:"background,omitempty"`
 }
@@ -228,6 +231,15 @@ func inputs(q *saveRequest, n []int64) ([]save.Input, error) {
 	for i, name := range q.Names {
 		address, nbytes, gpu := n[3*i], n[3*i+1], int(n[3*i+2])-1
 		in[i] = save.Input{Name: name, DType: types[i], Shape: q.Shapes[i]}
+		if places := q.Places[name]; len(places) > 0 {
+			if q.Pieces == nil {
+				q.Pieces = map[int][][]byte{}
+			}
+			if q.Pieces[i], err = piecesAt(name, places); err != nil {
+				return nil, err
+			}
+			continue
+		}
 		data, err := dataAt(uint64(address), nbytes)
 		switch {
 		case err != nil:
@@ -249,6 +261,18 @@ func inputs(q *saveRequest, n []int64) ([]save.Input, error) {
 		}}
 	}
 	return in, nil
+}
+
+// piecesAt is the memory of a tensor that lies in several places.
+func piecesAt(name string, places []int64) (all [][]byte, err error) {
+	for k := 0; k+1 < len(places); k += 2 {
+		piece, err := dataAt(uint64(places[k]), places[k+1])
+		if err != nil {
+			return nil, &errs.At{Verb: "save", Tensor: name, Chunk: -1, Offset: -1, Err: err}
+		}
+		all = append(all, piece)
+	}
+	return all, nil
 }
 
 func (q *sleepRequest) tensors(n []int64) ([]sleep.Tensor, error) {

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,13 +20,17 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..errors import ArgumentError, CancelledError
+from ..frameworks.joined import JoinedTensor
 from .buffers import Spot, find_block, map_buffers, offer_buffers
 from .schedule import Block, Duty, Entry, Round
 
-__all__ = ["Copy", "Exchange", "copy_blocks"]
+__all__ = ["Copy", "Exchange", "Gathered", "copy_blocks"]
 
 #: A place in a tensor, and the block that belongs there.
 Copy = tuple[torch.Tensor, torch.Tensor]
+
+#: A tensor that a rank saves.
+Gathered = torch.Tensor | JoinedTensor
 
 
 class Exchange:
@@ -110,7 +115,7 @@ class Exchange:
         }
         beside = {rank: some for rank, some in spots.items() if there[rank][1].host == offer.host}
         answers = self._tell(({rank for rank, some in buffers.items() if some is not None}, beside))
-        self._readers = {rank for rank, (mapped, _) in enumerate(answers) if self._duty.rank in mapped}
+        self._readers = {rank for rank, (sources, _) in enumerate(answers) if self._duty.rank in sources}
         for rank, memory in buffers.items():
             if memory is not None:
                 self._sources[rank] = (memory, iter(answers[rank][1].get(self._duty.rank, ())))
@@ -127,10 +132,10 @@ class Exchange:
                 if entry.dtype is not None and any(block.rank != self._duty.rank for block in entry.blocks):
                     yield from (block for block in entry.blocks if block.rank == self._duty.rank)
 
-    def gather(self, step: Round) -> tuple[dict[str, torch.Tensor], list[Copy]]:
+    def gather(self, step: Round) -> tuple[dict[str, Gathered], list[Copy]]:
         """The round's tensors, by name; those that this rank alone has are its own. They are whole
         once the copies are made, by `copy_blocks`, before the save ends."""
-        out: dict[str, torch.Tensor] = {}
+        out: dict[str, Gathered] = {}
         copies: list[Copy] = []
         operations: list[Any] = []
         if self._alone:
@@ -149,17 +154,20 @@ class Exchange:
                 work.wait()
         return out, copies
 
-    def _whole_tensor(self, entry: Entry, operations: list[Any], copies: list[Copy]) -> torch.Tensor:
+    def _whole_tensor(self, entry: Entry, operations: list[Any], copies: list[Copy]) -> Gathered:
         # A tensor of this rank, of which other ranks' blocks come by the operations and the copies.
         if len(entry.blocks) == 1 and entry.blocks[0].rank == self._duty.rank:
             return self._tensor(entry.blocks[0].index)
+        rows = all(block.sizes[1:] == entry.shape[1:] for block in entry.blocks)
+        if rows and self._device == torch.device("cpu"):
+            return self._joined_tensor(entry, operations)
         whole = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
         for block in entry.blocks:
             place = _place_of(whole, block)
             if block.rank == self._duty.rank:
                 copies.append((place, self._tensor(block.index)))
                 continue
-            if (memory := self._memory_of(block, place)) is not None:
+            if (memory := self._memory_of(block, place.dtype)) is not None:
                 copies.append((place, memory))
                 continue
             into = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
@@ -168,7 +176,21 @@ class Exchange:
             operations.append(dist.P2POp(dist.irecv, _raw_bytes(into), group=self._group, group_peer=block.rank))
         return whole
 
-    def _memory_of(self, block: Block, place: torch.Tensor) -> torch.Tensor | None:
+    def _joined_tensor(self, entry: Entry, operations: list[Any]) -> JoinedTensor:
+        # A tensor of the host whose blocks are rows: they are saved from where they are.
+        assert entry.dtype is not None
+        parts: dict[int, torch.Tensor] = {}
+        for block in entry.blocks:
+            if block.rank == self._duty.rank:
+                part: torch.Tensor | None = self._tensor(block.index).to(self._device)
+            elif (part := self._memory_of(block, entry.dtype)) is None:
+                part = torch.empty(block.sizes, dtype=entry.dtype)
+                operations.append(dist.P2POp(dist.irecv, _raw_bytes(part), group=self._group, group_peer=block.rank))
+            assert part is not None
+            parts[block.offsets[0]] = part
+        return JoinedTensor([parts[begin] for begin in sorted(parts)])
+
+    def _memory_of(self, block: Block, dtype: torch.dtype) -> torch.Tensor | None:
         # The block in its rank's own memory; None: it is sent.
         if block.rank not in self._sources:
             return None
@@ -176,11 +198,12 @@ class Exchange:
         spot = next(spots)
         if spot is None:
             return None
-        return memory[spot.buffer][spot.offset :][: place.nbytes].view(place.dtype).view(block.sizes)
+        size = math.prod(block.sizes) * dtype.itemsize
+        return memory[spot.buffer][spot.offset : spot.offset + size].view(dtype).view(block.sizes)
 
 
 def copy_blocks(copies: list[Copy]) -> None:
-    """Copies blocks to their places, those that lie in a row by this thread alone."""
+    """Copies blocks to their places, contiguous ones by this thread alone."""
     for place, block in copies:
         if place.device.type == block.device.type == "cpu" and place.is_contiguous() and block.is_contiguous():
             ctypes.memmove(place.data_ptr(), block.data_ptr(), place.nbytes)

@@ -99,7 +99,7 @@ class _Copying:
                 self.measure(one)
 
     def take_buffers(self, free: list[dict[bool, torch.Tensor]]) -> None:
-        """Takes those of an earlier stage that have the room, or new ones."""
+        """Takes those of an earlier stage that are large enough, or new ones."""
         for pinned, size in self._sizes.items():
             if not size:
                 continue

@@ -22,7 +22,7 @@ from ..errors import ArgumentError, NotSupportedError, OverwireError
 from ..model.options import Level, StorageOptions, check_choice, parse_size
 from ..paths import is_remote, local
 from ..verbs.save import save_file
-from .exchange import Copy, Exchange, copy_blocks
+from .exchange import Copy, Exchange, Gathered, copy_blocks
 from .manifest import NAME, TRAINING, Manifest, check_prefix, encode
 from .places import INDEX, Place
 from .schedule import Duty, Entry, Round, schedule
@@ -178,7 +178,7 @@ class CheckpointWriter(StorageWriter):
         future.set_result(results)
         return future
 
-    def _write(self, step: Round, tensors: dict[str, torch.Tensor], copies: list[Copy]) -> list[WriteResult]:
+    def _write(self, step: Round, tensors: dict[str, Gathered], copies: list[Copy]) -> list[WriteResult]:
         assert self._place is not None
         copy_blocks(copies)
         report = save_file(tensors, self._place.make(step.file), {"format": "pt"}, **self._how)

@@ -20,7 +20,8 @@ class Bytes(NamedTuple):
     """A tensor's bytes as they are saved: contiguous, on the host, or on the
     CUDA device `cuda` - 1, where all work on them has ended.
 
-    `keep` holds the memory at `pointer` and must outlive its use.
+    `keep` holds the memory at `pointer` and must outlive its use. `pieces`: address and
+    bytes of each place, one after the other, if they lie in several of the host.
     """
 
     dtype: str
@@ -29,6 +30,7 @@ class Bytes(NamedTuple):
     nbytes: int
     keep: Any
     cuda: int = 0
+    pieces: tuple[int, ...] = ()
 
 
 class View(NamedTuple):

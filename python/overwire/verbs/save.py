@@ -12,6 +12,7 @@ from .. import _verbs
 from ..errors import ArgumentError, NotSupportedError, name_tensor
 from ..frameworks.choose import frame_of
 from ..frameworks.frame import Bytes
+from ..frameworks.joined import JoinedTensor
 from ..frameworks.spec import TensorSpec
 from ..jobs import Job
 from ..model.options import Level, StorageOptions, check_choice, check_switches, parse_size
@@ -151,7 +152,7 @@ def save_file(
         if not isinstance(name, str):
             raise ArgumentError(f"overwire: tensors: the name {name!r} is not a str")
         try:
-            described.append((name, tensor.describe() if isinstance(tensor, TensorSpec) else frame_of(tensor).describe(tensor)))
+            described.append((name, _describe_tensor(tensor)))
         except (ArgumentError, NotSupportedError) as error:
             name_tensor(error, name)
             raise
@@ -168,6 +169,10 @@ def save_file(
             raise ArgumentError("overwire: max_memory: it bounds saves with wait=False alone")
         return save_bytes(described, target, metadata, **how)
     return stage_bytes(described, target, metadata, max_memory=max_memory, **how)
+
+
+def _describe_tensor(tensor: Any) -> Bytes:
+    return tensor.describe() if isinstance(tensor, (TensorSpec, JoinedTensor)) else frame_of(tensor).describe(tensor)
 
 
 def notes_of(metadata: Any) -> dict[str, str]:
@@ -264,5 +269,7 @@ def _columns(spec: SaveRequest, described: list[tuple[str, Bytes]]) -> bytes:
     # What a request says of tensors, but for their numbers, which it returns.
     spec["names"] = [name for name, _ in described]
     spec["dtypes"] = [b.dtype for _, b in described]
+    if pieces := {name: list(b.pieces) for name, b in described if b.pieces}:
+        spec["places"] = pieces
     spec["shapes"] = [list(b.shape) for _, b in described]
     return array("q", [n for _, b in described for n in (b.pointer, b.nbytes, b.cuda)]).tobytes()

@@ -1,0 +1,31 @@
+"""JoinedTensor: tensors that are saved as one, without a copy that has them together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .choose import frame_of
+from .frame import Bytes
+
+__all__ = ["JoinedTensor"]
+
+
+class JoinedTensor:
+    """Tensors of the host whose rows, one after the other, are those of the tensor that is saved.
+
+    They have one dtype, and one shape but for the first dimension. Their memory stays
+    unchanged until the save has ended."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = parts
+
+    def describe(self) -> Bytes:
+        """The bytes as they are saved. Raises NotSupportedError for a dtype that safetensors lacks."""
+        all = [frame_of(part).describe(part) for part in self.parts]
+        rows = sum(one.shape[0] for one in all)
+        size = sum(one.nbytes for one in all)
+        pieces = tuple(number for one in all if one.nbytes for number in (one.pointer, one.nbytes))
+        return Bytes(all[0].dtype, (rows, *all[0].shape[1:]), 0, size, all, 0, pieces)
