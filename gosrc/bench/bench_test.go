@@ -34,7 +34,7 @@ func TestRun(t *testing.T) {
 			t.Errorf("%q was not shown", r.Name)
 		}
 	}
-	for group, n := range map[string]int{"this machine": 2, "size": len(kinds), "save": 1, "load": 2} {
+	for group, n := range map[string]int{"this machine": 2, "size": len(kinds), "save": 2, "load": 2} {
 		if groups[group] != n {
 			t.Errorf("%d rows of %s, want %d", groups[group], group, n)
 		}
