@@ -99,7 +99,7 @@ func TestHash(t *testing.T) {
 			r.Shuffle(len(order), func(i, j int) { order[i], order[j] = order[j], order[i] })
 		}
 		f, s, b := opened(t, r, sizes...)
-		o, err := Of(context.Background(), f, s)
+		o, err := Of(context.Background(), f, s, true)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -163,7 +163,7 @@ func TestInOrder(t *testing.T) {
 func TestHashEnds(t *testing.T) {
 	f, s, b := opened(t, rand.New(rand.NewPCG(1, 1)), 1<<20)
 	ctx, cancel := context.WithCancelCause(context.Background())
-	o, err := Of(ctx, f, s)
+	o, err := Of(ctx, f, s, true)
 	if err != nil {
 		t.Fatal(err)
 	}
