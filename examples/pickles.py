@@ -12,12 +12,12 @@ again = ow.load_compressed("boneless_model.pth")
 assert again[0].weight is again[1].weight and torch.equal(again[0].weight, words.weight)
 
 bundle = {"model": model, "step": 7, "rows": words.weight.detach()[:10]}
-ow.compress_pickle(bundle, "bundle.pkl")
-assert ow.load_compressed_pickle("bundle.pkl")["step"] == 7
+ow.save_bundle(bundle, "bundle.pkl")
+assert ow.load_bundle("bundle.pkl")["step"] == 7
 
-ow.compress_pickle({"check": print}, "odd.pkl")
+ow.save_bundle({"check": print}, "odd.pkl")
 try:
-    ow.load_compressed_pickle("odd.pkl")  # tensors, containers, numpy and torch.nn only
+    ow.load_bundle("odd.pkl")  # tensors, containers, numpy and torch.nn only
 except ow.UntrustedPickleError as error:
     print(error)
-assert ow.load_compressed_pickle("odd.pkl", trust=True) == {"check": print}
+assert ow.load_bundle("odd.pkl", trust=True) == {"check": print}

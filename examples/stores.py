@@ -24,8 +24,8 @@ for folder in filter(None, (os.environ.get("S3"), os.environ.get("REDIS"))):
     assert np.array_equal(tensors["embed"], weights["embed"])
 
     # Any Python object with tensors in it.
-    ow.compress_pickle({"step": 7, "weights": weights}, folder + "checkpoint.pkl")
-    assert ow.load_compressed_pickle(folder + "checkpoint.pkl")["step"] == 7
+    ow.save_bundle({"step": 7, "weights": weights}, folder + "checkpoint.pkl")
+    assert ow.load_bundle(folder + "checkpoint.pkl")["step"] == 7
 
 if "S3" not in os.environ and "REDIS" not in os.environ:
     print(__doc__)

@@ -20,8 +20,8 @@ ow.save_model(model, "weights.safetensors")
 ow.load_model(twin, "weights.safetensors")
 
 # Any Python object with tensors in it, ties and views included.
-ow.compress_pickle({"model": model, "step": 7}, "bundle/checkpoint.pkl")
-checkpoint = ow.load_compressed_pickle("bundle/checkpoint.pkl")
+ow.save_bundle({"model": model, "step": 7}, "bundle/checkpoint.pkl")
+checkpoint = ow.load_bundle("bundle/checkpoint.pkl")
 
 for restored in (twin, checkpoint["model"]):
     for (name, a), b in zip(model.named_parameters(), restored.parameters(), strict=True):

@@ -302,10 +302,11 @@ def test_bundles(serve: Callable[..., str], tmp_path: Path) -> None:
     ],
 )
 def test_container_beside_a_uri(uri: str, first: str) -> None:
-    """The folder nya is beside the pickle, whatever follows its name."""
+    """The folders that may have the container are beside the pickle, whatever follows its name."""
     from overwire.model import layout
 
-    assert layout.remote_containers_of(uri)[0] == first
+    places = layout.remote_containers_of(uri, layout.FOLDERS)
+    assert places[3] == first and places[0] == first.replace("/nya/", "/tensors/")
 
 
 def test_cache(serve: Callable[..., str], tmp_path: Path) -> None:

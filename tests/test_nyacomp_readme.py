@@ -236,6 +236,7 @@ def test_remotefile_s_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.imports_torch
 @pytest.mark.parametrize("parts", [DUCK, REAL], ids=["duck-typed", "diffusers"])
 def test_the_readme(tmp_path: Path, script, parts: str) -> None:
     path = os.pathsep.join(filter(None, [compat.path("nyacomp"), os.environ.get("PYTHONPATH", ""), str(tmp_path)]))

@@ -8,6 +8,7 @@ import pickle
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import overwire as ow
@@ -66,8 +67,73 @@ def test_a_path_is_no_model(tmp_path: Path) -> None:
     loaded = ow.load_bundle(tmp_path / "x.pkl")
     same(loaded["model"].pop("w"), torch.arange(6.0))
     assert loaded == {"model": {}, "epoch": 3, "name": "a path/of it"}
-    with ow.safe_open(tmp_path / "nya" / "x.safetensors", "np") as file:
+    with ow.safe_open(tmp_path / "tensors" / "x.safetensors", "np") as file:
         assert list(file.keys()) == ["model.w"]
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _save_by(verb: Any, folder: Path, number: int) -> None:
+    verb({"w": torch.full((300,), float(number)), "n": number}, folder / "x.pkl")
+
+
+def test_where_the_container_lies(tmp_path: Path) -> None:
+    """save_bundle writes into `tensors`, nyacomp's verbs into `nya`, with their csv; each reader takes both, wherever
+    they lie now; a preload of the pickle, too."""
+    for verb, files in (
+        (ow.save_bundle, ["tensors/x.safetensors", "x.pkl"]),
+        (ow.compress_pickle, ["nya/meta.csv", "nya/x.safetensors", "x.pkl"]),
+        (ow.compress, ["nya/meta.csv", "nya/x.safetensors", "x.pkl"]),
+    ):
+        folder = tmp_path / verb.__name__
+        folder.mkdir()
+        _save_by(verb, folder, 1)
+        assert _files(folder) == files
+        shutil.move(folder, folder := tmp_path / f"{verb.__name__} moved")
+        for load in (ow.load_bundle, ow.load_compressed, ow.load_compressed_pickle):
+            loaded = load(folder / "x.pkl")
+            same(loaded["w"], torch.full((300,), 1.0))
+        (uri,) = ow.preload(folder / "x.pkl").uris
+        assert uri == str(folder / next(name for name in files if name.endswith(".safetensors")))
+        assert len(ow.inspect(folder / "x.pkl")["sources"][0]["tensors"]) == 1
+
+
+@pytest.mark.parametrize("verbs", [(ow.compress_pickle, ow.save_bundle), (ow.save_bundle, ow.compress_pickle)])
+def test_a_bundle_that_replaces_one_of_the_other_folder(tmp_path: Path, monkeypatch: Any, verbs: Any) -> None:
+    """The old object is whole until the new pickle is there, also if the save fails; then what only it needed goes, and a
+    bundle beside it stays."""
+    old, new = verbs
+    _save_by(old, tmp_path, 1)
+    old({"w": torch.ones(9)}, tmp_path / "y.pkl")
+    before = _files(tmp_path)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ow.IOFailure("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("overwire.bundles.bundle.write_bytes", fail)
+        with pytest.raises(ow.IOFailure):
+            _save_by(new, tmp_path, 2)
+    assert ow.load_bundle(tmp_path / "x.pkl")["n"] == 1 and set(before) <= set(_files(tmp_path))
+    _save_by(new, tmp_path, 3)
+    loaded = ow.load_bundle(tmp_path / "x.pkl")
+    assert loaded["n"] == 3 and loaded["w"].tolist() == [3.0] * 300
+    same(ow.load_bundle(tmp_path / "y.pkl")["w"], torch.ones(9))
+    places = [name for name in _files(tmp_path) if name.endswith("x.safetensors")]
+    assert places == ["tensors/x.safetensors" if new is ow.save_bundle else "nya/x.safetensors"]
+
+
+def test_a_lost_container_is_named(tmp_path: Path) -> None:
+    """The error says where the container would be: in the folder that is there."""
+    for verb, name in ((ow.save_bundle, "tensors"), (ow.compress_pickle, "nya")):
+        folder = tmp_path / name
+        folder.mkdir()
+        _save_by(verb, folder, 1)
+        (folder / name / "x.safetensors").unlink()
+        with pytest.raises(ow.NotFoundError, match=f"{name}/x.safetensors"):
+            ow.load_bundle(folder / "x.pkl")
 
 
 @pytest.mark.parametrize("what", ["module", "state dict", "nested"])

@@ -1,8 +1,8 @@
 """nyacomp's four verbs: any Python object with tensors in it, as a small
 pickle and one compressed container beside it.
 
-A bundle at `D/x.pkl` is the pickle, `D/nya/x.safetensors` and `D/nya/meta.csv`
-(see `layout`). The container is written first and the pickle last. Each knows
+A bundle at `D/x.pkl` is the pickle and `D/tensors/x.safetensors`; nyacomp's verbs write
+`D/nya/x.safetensors` and `D/nya/meta.csv` instead (see `layout`). The container is written first and the pickle last. Each knows
 the other by the pickle's digest, and the container before it is kept until the
 pickle is in place: a reader gets the old object or the new one, also while a
 bundle is replaced, or after a save was killed. Writers of one bundle take turns
@@ -15,7 +15,7 @@ import contextlib
 import errno
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 from .._imports import Undisturbed, imported
@@ -112,7 +112,8 @@ def compress_pickle(
     IOFailure, NotSupportedError for storages without bytes (meta), ArgumentError where a
     signal handler saves the very bundle whose save it interrupts.
     """
-    return _save(obj, path, {}, wait, max_memory, compress=compress, progress=progress, storage_options=storage_options)
+    how = _How(layout.NYACOMP, {}, wait, max_memory)
+    return _save(obj, path, how, compress=compress, progress=progress, storage_options=storage_options)
 
 
 @overload
@@ -152,13 +153,16 @@ def save_bundle(
     max_memory: int | str | None = None,
 ) -> float | Saving:
     """Saves any Python object as a bundle: a training checkpoint, a pipeline, an optimizer's
-    state. It is `compress_pickle`, and tensors in the container have the names that they
-    have in the object, as those of `compress`. `load_bundle` loads it.
+    state. It is `compress_pickle`, but its container lies in the folder `tensors` beside the
+    pickle, and tensors in it have the names that they have in the object, as those of
+    `compress`. Where it replaces what `compress_pickle` has saved, that one's container goes.
+    `load_bundle` loads it.
 
     Returns stored / original tensor bytes, or, with wait=False, a `Saving`; raises what
     `compress_pickle` raises.
     """
-    return _save(obj, path, _names(obj), wait, max_memory, compress=compress, progress=progress, storage_options=storage_options)
+    how = _How(layout.OWN, _names(obj), wait, max_memory)
+    return _save(obj, path, how, compress=compress, progress=progress, storage_options=storage_options)
 
 
 @overload
@@ -210,7 +214,8 @@ def compress(
             "overwire: compress: expected a module, a pipeline or a state dict, got a path; files and folders are compressed by "
             f"overwire.convert({shown(os.fsdecode(model))!r}, {shown(os.fsdecode(path))!r}), as by `overwire compress`"
         )
-    return _save(model, path, _names(model), wait, max_memory, compress=compress, progress=progress, storage_options=storage_options)
+    how = _How(layout.NYACOMP, _names(model), wait, max_memory)
+    return _save(model, path, how, compress=compress, progress=progress, storage_options=storage_options)
 
 
 def load_compressed_pickle(
@@ -238,20 +243,7 @@ def load_compressed_pickle(
     Returns the object; its tensors own their memory. Raises UntrustedPickleError,
     NotFoundError if one of the files is missing, CorruptError, FormatError.
     """
-    with Undisturbed():
-        from . import unpickling
-
-    check_switches(trust=trust)
-    where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
-    if where is not None:
-        prepare(where)
-    target = _target(path)
-    storage(storage_options, [target])  # refused for a local path
-    data, model = _open_pair(target, tensors, storage_options)
-    with model, Landing(model, shown(target), where, watch(progress, "load")) as blobs:
-        made = unpickling.load(data, blobs, shown(target), trust)
-        blobs.wait()  # an error in a blob that nothing asked for
-    return made
+    return _load(path, (layout.NYACOMP, layout.OWN), trust, device, tensors, progress, storage_options)
 
 
 def load_compressed(
@@ -276,29 +268,38 @@ def load_bundle(
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> Any:
-    """Loads what `save_bundle` saved: see `load_compressed_pickle`."""
-    return load_compressed_pickle(path, trust=trust, device=device, tensors=tensors, progress=progress, storage_options=storage_options)
+    """Loads what `save_bundle` saved: see `load_compressed_pickle`. Each of them loads what the
+    other's twin saved, too; in a store this one looks into `tensors` first, that one into `nya`.
+    """
+    return _load(path, (layout.OWN, layout.NYACOMP), trust, device, tensors, progress, storage_options)
 
 
 # -- saving
 
 
-def _save(
-    obj: Any, path: str | os.PathLike[str], names: Mapping[int, str], wait: bool, max_memory: int | str | None, **how: Any
-) -> float | Saving:
-    # how: compress, progress and storage_options of `save_bytes`.
+class _How(NamedTuple):
+    # Where the container goes, what tensors are called in it, and whether and how to wait.
+    folder: str
+    names: Mapping[int, str]
+    wait: bool
+    max_memory: int | str | None
+
+
+def _save(obj: Any, path: str | os.PathLike[str], how: _How, **options: Any) -> float | Saving:
+    # options: compress, progress and storage_options of `save_bytes`.
     with Undisturbed():
         from .pickling import described, dump
 
-    check_switches(compress=how["compress"], wait=wait)
+    check_switches(compress=options["compress"], wait=how.wait)
     target = _target(path)
-    options = how["storage_options"]
-    storage(options, [target])  # wrong ones are refused before anything is done
-    if wait and max_memory is not None:
+    access = options["storage_options"]
+    storage(access, [target])  # wrong ones are refused before anything is done
+    if how.wait and how.max_memory is not None:
         raise ArgumentError("overwire: max_memory: it bounds saves with wait=False alone")
-    data, blobs = dump(obj, names)
+    data, blobs = dump(obj, how.names)
     far = is_remote(target)
-    container = layout.far_containers_of(target)[0] if far else layout.container_of(target)
+    folder = how.folder
+    container = layout.far_containers_of(target, folder)[0] if far else layout.container_of(target, folder)
     if container == target:
         raise ArgumentError(f"overwire: compress {shown(target)}: the path is that of its container")
     tensors = [(blob.name, described(blob)) for blob in blobs]
@@ -308,13 +309,13 @@ def _save(
     metadata = {_DIGEST: digest, ORDER: order, DEVICES: devices_of(blobs)} if blobs else {_DIGEST: digest}
     settle(target)
     with contextlib.ExitStack() as turn:
-        one = _far(target, data, options) if far else _near(target, data, turn)
-        if not wait:
+        one = _far(target, data, folder, access) if far else _near(target, data, folder, turn)
+        if not how.wait:
             left = turn.pop_all()
-            how |= {"like": one.like, "key": target, "max_memory": max_memory}
-            return stage_bytes(tensors, one.container, metadata, one.publish, one.undo, left.close, **how)
+            options |= {"like": one.like, "key": target, "max_memory": how.max_memory}
+            return stage_bytes(tensors, one.container, metadata, one.publish, one.undo, left.close, **options)
         try:
-            report = save_bytes(tensors, one.container, metadata, like=one.like, **how)
+            report = save_bytes(tensors, one.container, metadata, like=one.like, **options)
             one.publish(report)
         except BaseException:
             one.undo()
@@ -331,27 +332,32 @@ class _Place(NamedTuple):
     undo: Callable[[], None]
 
 
-def _near(target: str, data: bytes, turn: contextlib.ExitStack) -> _Place:
-    container = layout.container_of(target)
+def _near(target: str, data: bytes, folder: str, turn: contextlib.ExitStack) -> _Place:
+    container = layout.container_of(target, folder)
     if "\n" in os.path.basename(container):
         raise ArgumentError(f"overwire: compress {target!r}: the name has a line break, and meta.csv lists files by lines")
     if len(os.fsencode(os.path.basename(container))) > 255:
         raise ArgumentError(f"overwire: compress {target!r}: the name is too long for that of its container")
     with _os_errors(target):
         os.makedirs(os.path.dirname(container), exist_ok=True)
-        turn.enter_context(turn_of(layout.lock_of(target)))
-        container = layout.container_of(target)  # another writer may have chosen one meanwhile
+        for lock in (layout.lock_of(target, one) for one in layout.FOLDERS):
+            if os.path.isdir(os.path.dirname(lock)):
+                turn.enter_context(turn_of(lock))
+        container = layout.container_of(target, folder)  # another writer may have chosen one meanwhile
         if any(_fits(container, _digest(rival)) for rival in layout.rivals_of(target)):
-            container = layout.second_container_of(target)
+            container = layout.second_container_of(target, folder)
         _keep_previous(target, container)
+        elsewhere = _elsewhere(target, folder)
 
     def publish(report: Report) -> None:
         with _os_errors(target):
-            size = os.stat(container).st_size
-            write_bytes(layout.meta_of(target), os.fsencode(layout.meta_text(container, size)), None)
+            if folder == layout.NYACOMP:
+                size = os.stat(container).st_size
+                write_bytes(layout.meta_of(target), os.fsencode(layout.meta_text(container, size)), None)
             write_bytes(target, data, None)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(layout.previous_of(container))
+            for old in (layout.previous_of(container), *elsewhere):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(old)
 
     return _Place(container, target, publish, lambda: _take_back(target, container))
 
@@ -360,20 +366,37 @@ def _near(target: str, data: bytes, turn: contextlib.ExitStack) -> _Place:
 _MOST = 1 << 30
 
 
-def _far(target: str, data: bytes, options: StorageOptions | None) -> _Place:
+def _far(target: str, data: bytes, folder: str, options: StorageOptions | None) -> _Place:
     # Two names take turns: the container of the pickle that stands is not
     # touched until the new pickle has taken its place.
-    new, old = layout.far_containers_of(target)
+    new, old = layout.far_containers_of(target, folder)
+    stale = []
     with contextlib.suppress(NotFoundError):
         if _fits(new, hashlib.sha256(read(target, options, _MOST)).hexdigest(), options):
             new, old = old, new
+        stale = [name for one in layout.FOLDERS if one != folder for name in layout.far_containers_of(target, one)]
 
     def publish(report: Report) -> None:
-        text = layout.meta_text(new.rpartition("/")[2], report.bytes_out)
-        write_bytes(layout.meta_of(target), text.encode(), options)
-        write_bytes(target, data, options, stale=[old])
+        if folder == layout.NYACOMP:
+            text = layout.meta_text(new.rpartition("/")[2], report.bytes_out)
+            write_bytes(layout.meta_of(target), text.encode(), options)
+        write_bytes(target, data, options, stale=[old, *stale])
 
     return _Place(new, None, publish, lambda: None)
+
+
+def _elsewhere(target: str, folder: str) -> list[str]:
+    # What the pickle that stands has in the other folders: its container, and a csv that lists no more.
+    if not os.path.exists(target):
+        return []
+    files = []
+    for other in (layout.container_of(target, one) for one in layout.FOLDERS if one != folder):
+        if os.path.exists(other) and _fits(other, _digest(target)):
+            files.append(other)
+            with contextlib.suppress(OverwireError):
+                if layout.preload_uris(layout.meta_of(target)) == [other]:
+                    files.append(layout.meta_of(target))
+    return files
 
 
 def _keep_previous(target: str, container: str) -> None:
@@ -480,11 +503,39 @@ def _names(model: Any) -> dict[int, str]:
 # -- loading
 
 
+def _load(
+    path: str | os.PathLike[str],
+    folders: Sequence[str],
+    trust: bool,
+    device: Any,
+    tensors: SourceLike | None,
+    progress: ProgressLike,
+    storage_options: StorageOptions | None,
+) -> Any:
+    # folders: where a store is asked for the container, in this order.
+    with Undisturbed():
+        from . import unpickling
+
+    check_switches(trust=trust)
+    where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
+    if where is not None:
+        prepare(where)
+    target = _target(path)
+    storage(storage_options, [target])  # refused for a local path
+    data, model = _open_pair(target, folders, tensors, storage_options)
+    with model, Landing(model, shown(target), where, watch(progress, "load")) as blobs:
+        made = unpickling.load(data, blobs, shown(target), trust)
+        blobs.wait()  # an error in a blob that nothing asked for
+    return made
+
+
 # How often a pickle is read again that another save has replaced meanwhile.
 _TRIES = 100
 
 
-def _open_pair(target: str, tensors: SourceLike | None, options: StorageOptions | None) -> tuple[bytes, Model]:
+def _open_pair(
+    target: str, folders: Sequence[str], tensors: SourceLike | None, options: StorageOptions | None
+) -> tuple[bytes, Model]:
     """A pickle, and the container of the same save, opened.
 
     A save may end after the pickle has been read: the new one is read then."""
@@ -495,7 +546,7 @@ def _open_pair(target: str, tensors: SourceLike | None, options: StorageOptions 
         digest = hashlib.sha256(data).hexdigest()
         try:
             if far and tensors is None:
-                return data, _open_remote(target, digest, options)
+                return data, _open_remote(layout.remote_containers_of(target, folders), target, digest, options)
             return data, _open(target, digest, tensors, options)
         except (CorruptError, NotFoundError) as error:
             if not left or (data == read(target, options, _MOST) if far else state == _state(target)):
@@ -515,10 +566,10 @@ def _state(path: str) -> tuple[int, ...] | None:
 
 def _open(target: str, digest: str, tensors: SourceLike | None, options: StorageOptions | None) -> Model:
     """The container that belongs to this very pickle."""
-    container = layout.container_of(target)
-    candidates: list[SourceLike] = [container, layout.previous_of(container)]
+    containers = layout.containers_of(target)
+    candidates: list[SourceLike] = [name for one in containers for name in (one, layout.previous_of(one))]
     if tensors is not None:
-        container, candidates = str(tensors), [tensors]
+        containers, candidates = [str(tensors)], [tensors]
     missing = False
     for candidate in candidates:
         try:
@@ -530,17 +581,17 @@ def _open(target: str, digest: str, tensors: SourceLike | None, options: Storage
             return model
         model.close()
     if missing:
-        raise layout.not_beside(target, container)
+        raise layout.not_beside(target, containers[0])
     raise CorruptError(
-        f"overwire: open {target}: the pickle and {container} are not of one save",
+        f"overwire: open {target}: the pickle and {containers[0]} are not of one save",
         source=target,
     )
 
 
-def _open_remote(target: str, digest: str, options: StorageOptions | None) -> Model:
+def _open_remote(candidates: Sequence[str], target: str, digest: str, options: StorageOptions | None) -> Model:
     """`_open` for a URI; there is no container of before."""
     found = False
-    for candidate in layout.remote_containers_of(target):
+    for candidate in candidates:
         try:
             model = Model(candidate, storage_options=options, probe=True)
         except NotFoundError:
@@ -549,7 +600,7 @@ def _open_remote(target: str, digest: str, options: StorageOptions | None) -> Mo
         if model.metadata().get(_DIGEST) == digest:
             return model
         model.close()
-    target, container = shown(target), shown(layout.remote_containers_of(target)[0])
+    target, container = shown(target), shown(candidates[0])
     if not found:
         raise NotFoundError(
             f"overwire: open {target}: its tensors are not at {container}; upload the folder beside the pickle with it",

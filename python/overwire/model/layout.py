@@ -1,8 +1,9 @@
 """Where the pieces of a pickled bundle lie, and nyacomp's meta.csv.
 
-For `D/x.pkl`: the pickle itself, `D/nya/x.safetensors` (every tensor of it) and
-`D/nya/meta.csv`. The csv has nyacomp's form, so that scripts that upload what
-it lists, or point PRELOAD_PATH at it, keep working:
+For `D/x.pkl`: the pickle itself, and `D/tensors/x.safetensors`, which has every tensor of
+it. What nyacomp's verbs write lies in `D/nya` instead, beside `D/nya/meta.csv`; readers
+look into both. The csv has nyacomp's form, so that scripts that upload what it lists, or
+point PRELOAD_PATH at it, keep working:
 
     line 1        thread bins: commas between threads, semicolons between files
     other lines   filename shape dtype decompressed_size compressed_size
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .. import _verbs
@@ -26,8 +28,12 @@ from ..paths import is_remote
 from .reading import read_bytes
 
 __all__ = [
+    "FOLDERS",
+    "NYACOMP",
+    "OWN",
     "MetaRow",
     "container_of",
+    "containers_of",
     "far_containers_of",
     "lock_of",
     "meta_of",
@@ -44,7 +50,9 @@ __all__ = [
     "second_container_of",
 ]
 
-FOLDER = "nya"
+OWN, NYACOMP = "tensors", "nya"
+#: The folders beside a pickle that may have its container, in the order in which they are looked into.
+FOLDERS = (OWN, NYACOMP)
 META = "meta.csv"
 _MODEL_ENDINGS = (".safetensors", ".json")
 
@@ -59,20 +67,26 @@ class MetaRow(NamedTuple):
     compressed_size: int
 
 
-def container_of(pickle_path: str) -> str:
-    """The container of a pickle: D/x.pkl -> D/nya/x.safetensors; or, where that
-    is another's (D/x.pth), D/nya/x.pkl.safetensors."""
-    for other in far_containers_of(pickle_path):  # the second choice, or a copy out of a store
+def container_of(pickle_path: str, folder: str) -> str:
+    """The container of a pickle: D/x.pkl -> D/FOLDER/x.safetensors; or, where that
+    is another's (D/x.pth), D/FOLDER/x.pkl.safetensors."""
+    for other in far_containers_of(pickle_path, folder):  # the second choice, or a copy out of a store
         if os.path.exists(other):
             return other
-    folder, name = os.path.split(pickle_path)
-    return os.path.join(folder, FOLDER, os.path.splitext(name)[0] + ".safetensors")
+    parent, name = os.path.split(pickle_path)
+    return os.path.join(parent, folder, os.path.splitext(name)[0] + ".safetensors")
 
 
-def second_container_of(pickle_path: str) -> str:
+def containers_of(pickle_path: str) -> list[str]:
+    """Where the container of a pickle may be; first of those that are there, or else in a folder that is."""
+    places = [container_of(pickle_path, folder) for folder in FOLDERS]
+    return sorted(places, key=lambda path: (not os.path.exists(path), not os.path.isdir(os.path.dirname(path))))
+
+
+def second_container_of(pickle_path: str, folder: str) -> str:
     """The name for a pickle whose first choice is taken."""
-    folder, name = os.path.split(pickle_path)
-    return os.path.join(folder, FOLDER, name + ".safetensors")
+    parent, name = os.path.split(pickle_path)
+    return os.path.join(parent, folder, name + ".safetensors")
 
 
 def rivals_of(pickle_path: str) -> list[str]:
@@ -91,26 +105,26 @@ def previous_of(container: str) -> str:
     return os.path.join(folder, name + ".old")
 
 
-def lock_of(pickle_path: str) -> str:
+def lock_of(pickle_path: str, folder: str) -> str:
     """The file that says whose turn it is to write a bundle: the same for pickles that
     differ in their ending only, which may have the same container."""
-    folder, name = os.path.split(pickle_path)
+    parent, name = os.path.split(pickle_path)
     stem = os.path.splitext(name)[0]
     if len(os.fsencode(stem)) > 240:  # of the 255 bytes that names have
         stem = hashlib.sha256(os.fsencode(stem)).hexdigest()
-    return os.path.join(folder, FOLDER, f".{stem}.lock")
+    return os.path.join(parent, folder, f".{stem}.lock")
 
 
-def far_containers_of(uri: str) -> tuple[str, str]:
+def far_containers_of(uri: str, folder: str) -> tuple[str, str]:
     """The two names that the container of a pickle in a store takes in turn.
     Neither is that of a pickle with another ending."""
-    first = second_container_of(uri)
+    first = second_container_of(uri, folder)
     return first, first.removesuffix(".safetensors") + ".b.safetensors"
 
 
 def meta_of(pickle_path: str) -> str:
-    """The csv of a pickle: D/x.pkl -> D/nya/meta.csv."""
-    return os.path.join(os.path.dirname(pickle_path), FOLDER, META)
+    """The csv of a pickle that nyacomp's verbs write: D/x.pkl -> D/nya/meta.csv."""
+    return os.path.join(os.path.dirname(pickle_path), NYACOMP, META)
 
 
 def meta_text(container: str, size: int) -> str:
@@ -162,7 +176,7 @@ def containers_in(path: str) -> list[str]:
     folder is now. Raw entries are not containers and are left out."""
     # D/meta.csv is nyacomp's older place of D/nya/meta.csv.
     if not os.path.exists(path) and os.path.basename(path) == META:
-        newer = os.path.join(os.path.dirname(path), FOLDER, META)
+        newer = os.path.join(os.path.dirname(path), NYACOMP, META)
         path = newer if os.path.exists(newer) else path
     found = []
     for name in _listed(path, read_meta(path)):
@@ -188,12 +202,14 @@ def _by_nyacomp(meta: str, filename: str) -> NotSupportedError:
     )
 
 
-def remote_containers_of(uri: str) -> list[str]:
-    """Where the container of a pickle behind a URI may be: as `container_of`,
-    which of the names it has only opening tells."""
+def remote_containers_of(uri: str, folders: Sequence[str]) -> list[str]:
+    """Where the container of a pickle behind a URI may be, folder by folder: as
+    `container_of`, which of the names it has only opening tells."""
     name = _verbs.beside({"uri": uri})["name"]
     stem = os.path.splitext(name)[0]
-    return _verbs.beside({"uri": uri, "names": [f"{FOLDER}/{part}.safetensors" for part in (stem, name, name + ".b")]})["uris"]
+    parts = (stem, name, name + ".b")
+    names = [f"{folder}/{part}.safetensors" for folder in folders for part in parts]
+    return _verbs.beside({"uri": uri, "names": names})["uris"]
 
 
 def remote_containers_in(uri: str, text: str) -> list[str]:
@@ -210,8 +226,8 @@ def remote_containers_in(uri: str, text: str) -> list[str]:
 def beside(folder: str, filename: str) -> str:
     """Where a file that a csv lists is from the csv's folder (with its slash) on."""
     parent, name = os.path.split(filename)
-    below = os.path.basename(parent) == FOLDER and not folder.endswith(f"/{FOLDER}/")
-    return f"{FOLDER}/{name}" if below else name
+    below = os.path.basename(parent) == NYACOMP and not folder.endswith(f"/{NYACOMP}/")
+    return f"{NYACOMP}/{name}" if below else name
 
 
 def refuse_urls(meta: str) -> None:
@@ -233,7 +249,7 @@ def place_of(meta: str, filename: str) -> str:
     stands. Names of nyacomp's begin with a slash that is not always meant."""
     folder, name = os.path.split(meta)[0], os.path.basename(filename)
     standing = filename if "://" in filename else os.path.join(folder, filename)
-    tried = [os.path.join(folder, name), os.path.join(folder, FOLDER, name), standing, filename.lstrip("/")]
+    tried = [os.path.join(folder, name), os.path.join(folder, NYACOMP, name), standing, filename.lstrip("/")]
     for place in tried:
         if os.path.exists(place):
             return place
@@ -248,7 +264,7 @@ def preload_uris(path: str) -> list[str]:
     if "://" in path:
         return [path]
     if not path.endswith(_MODEL_ENDINGS) and not os.path.isdir(path):
-        container = container_of(path)
+        container = containers_of(path)[0]
         if os.path.exists(container):
             return [container]
         if is_pickle(path):

@@ -32,7 +32,7 @@ def uris_of(path: str, options: Mapping[str, object] | None) -> list[str]:
             raise FormatError(f"overwire: open {shown(path)}: not a meta.csv", source=shown(path)) from error
         return layout.remote_containers_in(path, text)
     if name.endswith(_PICKLE_ENDINGS):
-        candidates = layout.remote_containers_of(path)
+        candidates = layout.remote_containers_of(path, layout.FOLDERS[::-1])
         for candidate in candidates:
             with contextlib.suppress(NotFoundError):
                 Model(candidate, storage_options=options, probe=True).close()

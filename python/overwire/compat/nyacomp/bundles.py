@@ -30,7 +30,7 @@ def compress(model: Any, path: PathLike = DEFAULT, *, empty: bool = False) -> fl
     and merged_tensors.csv in both places. UNCOMPRESSED stores plain bytes.
     empty: take the parameters out of the model afterwards, as nyacomp does.
     """
-    ratio = overwire.save_bundle(model, path, compress=not settings.flag("UNCOMPRESSED"))
+    ratio = overwire.compress(model, path, compress=not settings.flag("UNCOMPRESSED"))
     _write_manifests(path)
     if empty:
         import torch
