@@ -22,7 +22,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def prepare(folder: Path) -> None:
-    """What the guides take for granted: a model in one file, and one in shards."""
+    """What the API's examples, the commands and the guide to stores take for granted: a model in one file, and one in shards."""
     np = pytest.importorskip("numpy")
     weights = {"embed": np.random.default_rng(0).normal(0, 0.02, (512, 64)).astype("float32"), "bias": np.zeros(512, "float32")}
     overwire.save_file(weights, folder / "model.safetensors")
@@ -50,9 +50,8 @@ sys.exit(failed or not attempted)
 
 @pytest.mark.parametrize("page", GUIDES)
 def test_guides_run(page: str, tmp_path: Path) -> None:
-    """The Python of a guide runs as it stands, one block after the other, in a folder with a model."""
+    """The Python of a guide runs as it stands, one block after the other, in an empty folder."""
     pytest.importorskip("torch")
-    prepare(tmp_path)
     (tmp_path / "page.py").write_text("\n".join(blocks(f"docs/{page}.md", "python")))
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     done = warm.run(["page.py"], cwd=tmp_path, env=cleaned() | alone)
@@ -67,6 +66,73 @@ def test_examples_of_the_api_print_what_they_show(page: str, tmp_path: Path) -> 
     (tmp_path / "run.py").write_text(EXAMPLES)
     done = warm.run(["run.py"], cwd=tmp_path, env=cleaned())
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+#: Where the Python of other pages runs.
+ELSEWHERE = {"portable": "test_portable.py", "stores": "test_guides.py", "transformers": "test_transformers.py"}
+#: What no test can run here, and what runs in its place.
+UNRUN = {"live-updates": "a trainer and its engines; examples/live_updates.py runs beside it, and tests of engines run vLLM and SGLang"}
+
+
+def test_each_page_is_run() -> None:
+    """The Python of each page is run by a test, or stands in a table with the reason; what it imports of overwire is there in any case."""
+    for path in sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/api").glob("*.md")]):
+        page = str(path.relative_to(ROOT / "docs").with_suffix(""))
+        code = blocks(f"docs/{page}.md", "python") + blocks(f"docs/{page}.md", "pycon")
+        if code and page not in GUIDES and page.removeprefix("api/") not in API and page not in UNRUN:
+            assert f"docs/{page}.md" in (ROOT / "tests" / ELSEWHERE[page]).read_text(encoding="utf-8"), page
+        for block in blocks(f"docs/{page}.md", "python"):
+            compile(block, str(path), "exec")
+            for module, names in re.findall(r"^from (overwire\S*) import ([\w, ]+)", block, re.M):
+                place = ROOT / "python" / module.replace(".", "/")
+                text = (place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text(encoding="utf-8")
+                assert all(re.search(rf"\b{name.strip()}\b", text) for name in names.split(",")), (page, module, names)
+
+
+def test_commands_of_all_pages_exist() -> None:
+    """Each command of overwire on any page has a verb and options that the command line knows."""
+    helps: dict[str, str] = {}
+    for path in sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]):
+        page = str(path.relative_to(ROOT).with_suffix(""))
+        for words in commands(f"{page}.md"):
+            verb = words[1]
+            if verb not in helps:
+                done = subprocess.run([sys.executable, "-m", "overwire", verb, "--help"], capture_output=True, text=True, check=False)
+                helps[verb] = done.stdout + done.stderr
+            assert f"overwire {verb}" in helps[verb], (page, words)
+            for word in words[2:]:
+                name = word.partition("=")[0]
+                assert not name.startswith("-") or name == "--" or re.search(rf"(^|[\s,]){name}\b", helps[verb]), (page, words)
+
+
+def test_the_commands_of_encrypted_files_run(tmp_path: Path) -> None:
+    """The shell of the tensorizer page, as pasted below its Python: keys and passwords, back to the same tensors."""
+    np = pytest.importorskip("numpy")
+    weights = {"w": np.arange(4096, dtype="f4")}
+    overwire.save_file(weights, tmp_path / "model.tensors")
+    (block,) = (text for text in blocks("docs/tensorizer.md", "sh") if "--encrypt-key" in text)
+    shell = f'set -e; overwire() {{ {shlex.quote(sys.executable)} -m overwire "$@"; }}\n{block}'
+    done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, env=cleaned(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (overwire.load_file(tmp_path / "plain.tensors", framework="np")["w"] == weights["w"]).all()
+    for name in ("secret", "other"):
+        with pytest.raises(overwire.CryptographyError):
+            overwire.load_file(tmp_path / f"{name}.tensors", framework="np")
+
+
+@pytest.mark.slow
+@pytest.mark.imports_torch
+@pytest.mark.parametrize("name", ["fastsafetensors", "nyacomp", "tensorizer"])
+def test_the_ways_into_drop_ins_run(name: str, tmp_path: Path) -> None:
+    """Each line of the shell on a drop-in's page runs as pasted, with a program that imports the library by its own name."""
+    (block,) = (text for text in blocks(f"docs/{name}.md", "sh") if "program.py" in text)
+    ours = f'import overwire.compat; assert "overwire" in {name}.__file__, {name}.__file__\n'
+    (tmp_path / "program.py").write_text(f"import {name}\n{ours}")
+    env = cleaned() | {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+    for line in block.splitlines():
+        if "nyacomp_core" not in line:  # nyacomp's own Python, which is no package
+            done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, (line, done.stderr)
 
 
 def test_functions_show_an_example() -> None:
