@@ -127,7 +127,9 @@ def test_a_report_in_a_line() -> None:
     assert sentence("load", load | {"mapped": 2_000_000_000}) == "loaded 290 tensors, 2 GB (all of it mapped, not read) in 0.4 s"
     half = "loaded 290 tensors, 2 GB (1.5 GB of it mapped, not read) in 0.4 s, 1.25 GB/s, 70 % of the work reading"
     assert sentence("load", load | {"mapped": 1_500_000_000}) == half
-    assert sentence("load", {"tensors": 1, "bytes": 0, "seconds": 0}) == "loaded 1 tensor, 0 bytes in 0 s"
+    assert sentence("load", {"tensors": 1, "bytes": 0, "seconds": 0}) == "loaded 1 tensor, 0 bytes in less than 1 ms"
+    joined = load | {"seconds": 2e-5, "stages": dict.fromkeys(stages, 0) | {"workers": 0}}
+    assert sentence("load", joined) == "loaded 290 tensors, 2 GB in less than 1 ms, since they were preloaded"
     save = {"tensors": 1234, "bytes_in": 4_500, "bytes_out": 2_999_999, "seconds": 2.0}
     assert sentence("save", save) == "saved 1,234 tensors, 4.5 kB as 3 MB in 2 s, 0.00 GB/s"
     assert sentence("fetch", {"bytes": 10**15, "seconds": 1e6}) == "fetched 1,000,000 GB in 1e+06 s, 1.00 GB/s"

@@ -118,7 +118,7 @@ def _load() -> Any:
                 log.setLevel(_LEVELS[facts["log"]])
                 log.addHandler(_spoken(log, facts["log"] == "json"))
             for warning in facts["warnings"] or ():
-                log.warning("%s", warning)
+                log.warning("overwire: %s", warning)
         _loaded = raw
         return raw
 

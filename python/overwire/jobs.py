@@ -70,7 +70,7 @@ def _say_once(reason: str) -> None:
     with _lock:
         said, _said = _said, True
     if not said:
-        log.warning("read through the host instead: %s", reason)
+        log.warning("overwire: read through the host instead: %s", reason)
 
 
 class LastReport(TypedDict, total=False):
@@ -133,10 +133,12 @@ def sentence(verb: str, report: dict[str, Any]) -> str:
     read = size - report.get("mapped", 0)
     if read < size:
         text += f" ({'all' if not read else _size(size - read)} of it mapped, not read)"
-    text += f" in {seconds:.3g} s"
+    text += f" in {seconds:.3g} s" if seconds >= 0.001 else " in less than 1 ms"
+    stages = report.get("stages") or {}
+    if read > 0 and verb == "load" and stages.get("workers") == 0:
+        return text + ", since they were preloaded"
     if read > 0 and seconds > 0:
         text += f", {read / seconds / 1e9:.2f} GB/s"
-    stages = report.get("stages") or {}
     seconds_of_stages = {
         "reading": stages.get("read_ns", 0) + stages.get("answer_ns", 0) + stages.get("turn_ns", 0),
         "decoding": stages.get("check_ns", 0) + stages.get("decode_ns", 0),
@@ -205,7 +207,7 @@ def heed(uris: Iterable[str]) -> None:
     that was taken from the cache since the Hub cannot be reached."""
     if any(uri[:5].lower() == "hf://" for uri in uris):
         for text in _verbs.notices():
-            log.warning("%s", text)
+            log.warning("overwire: %s", text)
 
 
 def shown(uri: str) -> str:

@@ -163,7 +163,7 @@ def note(verb: str, report: str, error: str = "") -> None:
         try:
             _trace(verb, report, error)
         except Exception as failure:  # a tracer is no part of the verb, which has ended well or has its own error
-            log.warning("metrics: OpenTelemetry took no span of %s: %r", verb, failure)
+            log.warning("overwire: metrics: OpenTelemetry took no span of %s: %r", verb, failure)
 
 
 def _add_up() -> None:

@@ -57,7 +57,7 @@ def _lock(path: str) -> tuple[int, tuple[int, int, int]]:
                 return number, ours
         except OSError as error:
             if error.errno in _NO_LOCKS:
-                log.warning("%s: the file system has no locks (%s): let one process write this bundle", path, error.strerror)
+                log.warning("overwire: %s: the file system has no locks (%s): let one process write this bundle", path, error.strerror)
                 return number, ours
             _taken.discard(ours)
             os.close(number)

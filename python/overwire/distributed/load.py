@@ -174,7 +174,7 @@ class GroupLoad:
         """Once a group, and alike on all ranks: they cannot map each other's memory."""
         self._members.unreachable = reason.removeprefix("overwire: ")
         self.carrier = "collective" if self.link and setting != "none" else "none"
-        log.warning("the ranks exchange by torch.distributed: they cannot map each other's memory: %s", self._members.unreachable)
+        log.warning("overwire: the ranks exchange by torch.distributed: they cannot map each other's memory: %s", self._members.unreachable)
 
     def land_requests(
         self,

@@ -64,7 +64,7 @@ def _texts(options: Mapping[str, object]) -> dict[str, str]:
 
 @cache
 def _warn_once() -> None:
-    log.warning("storage_options: insecure: certificates are not checked, so anyone on the network path can change the weights")
+    log.warning("overwire: storage_options: insecure: certificates are not checked, so anyone on the network path can change the weights")
 
 
 def _key(options: dict[str, object], prefix: str) -> dict[str, str]:

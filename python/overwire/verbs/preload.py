@@ -196,7 +196,7 @@ def honour_nyacomp() -> None:
     adopt_nyacomp()
     late = sorted(name for name in SETTINGS if not name.startswith("OVERWIRE_") and os.environ.get(name))
     if _engine._loaded is not None and late:
-        log.warning("%s: without effect, overwire was used before nyacomp was imported", ", ".join(late))
+        log.warning("overwire: %s: without effect, overwire was used before nyacomp was imported", ", ".join(late))
     named = os.environ.get("PRELOAD_PATH") and not os.environ.get("OVERWIRE_PRELOAD")
     if named and not any(map(truth, ("NO_PRELOAD", "LOAD_UNCOMPRESSED"))):
         start_from_environment("PRELOAD_PATH")
@@ -226,4 +226,4 @@ def start_from_environment(name: str = "OVERWIRE_PRELOAD") -> None:
             layout.refuse_urls(path)
         preload(path, device=os.environ.get("OVERWIRE_PRELOAD_DEVICE") or "cpu")
     except Exception as error:  # an import must not fail for this
-        log.warning("%s=%s: nothing is preloaded: %s", name, shown(os.environ[name]), error)
+        log.warning("overwire: %s=%s: nothing is preloaded: %s", name, shown(os.environ[name]), error)

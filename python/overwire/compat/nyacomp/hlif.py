@@ -83,7 +83,9 @@ def decode(place: str, data: bytes, size: int) -> memoryview:
     if header.plain != size:
         raise overwire.FormatError(f"overwire: open {place}: {header.plain} bytes in it, {size} wanted", source=place)
     log.warning(
-        "%s: its checksums are nvCOMP's own and are not compared; compress the model again: %s", place, RECOMPRESS
+        "overwire: %s: its checksums are nvCOMP's own and are not compared; compress the model again: %s",
+        place,
+        RECOMPRESS,
     )
     try:
         content = codecs.decode(data, header.format, verify=False)  # no memory before the stream can give as much

@@ -94,5 +94,5 @@ def check() -> list[str]:
         if text(name) and number(name, low, high) is None:
             warnings.append(f"{name}={text(name)!r} ignored: not a number from {low} to {high}")
     for warning in warnings:
-        log.warning("%s", warning)
+        log.warning("overwire: %s", warning)
     return warnings

@@ -299,7 +299,9 @@ def _hook(readers: dict[int, tuple[Any, Any]] | None = None) -> None:
                 swap.update(_hooked(import_module(f"overwire.integrations.{library}")))
             except Exception as error:  # a version, or another tool's change of it, that the hooks do not know
                 log.warning(
-                    "patch_safetensors: %s is read tensor by tensor, since it cannot be hooked: %r", library, error
+                    "overwire: patch_safetensors: %s is read tensor by tensor, since it cannot be hooked: %r",
+                    library,
+                    error,
                 )
         if swap:
             _swapped.update(swap)
@@ -533,4 +535,4 @@ def patch_from_environment() -> None:
     try:
         patch_safetensors()
     except Exception as error:  # an import must not fail for this
-        log.warning("OVERWIRE_PATCH: safetensors is not patched: %s", error)
+        log.warning("overwire: OVERWIRE_PATCH: safetensors is not patched: %s", error)
