@@ -105,7 +105,11 @@ def test_every_setting_is_listed() -> None:
     """The table of docs/settings.md is what `overwire doctor --env` prints."""
     from overwire import _verbs
 
-    rows = [f"| `{k['name']}` | {k['type'].replace('|', ', ')} | {k['default']} | {k['doc']} |" for k in _verbs.knobs()]
+    more = [f"[More]({k['page'].removeprefix('settings.md')})" for k in _verbs.knobs()]
+    rows = [
+        f"| `{k['name']}` | {k['type'].replace('|', ', ')} | {k['default']} | {k['doc']} {link} |"
+        for k, link in zip(_verbs.knobs(), more, strict=True)
+    ]
     text = (ROOT / "docs/settings.md").read_text(encoding="utf-8")
     assert [line for line in text.splitlines() if line.startswith("| `")] == rows
 

@@ -251,6 +251,7 @@ func (d *Diagnosis) text(w io.Writer, env bool) {
 		if s.From != "" {
 			from = ", set by " + s.From
 		}
-		fmt.Fprintf(w, "\n%s = %s%s\n    %s (%s; default %s)\n", names, safe(s.Value), from, s.Doc, s.Type, s.Default)
+		fmt.Fprintf(w, "\n%s = %s%s\n    %s\n    %s; default %s; more: docs/%s\n",
+			names, safe(s.Value), from, s.Doc, s.Type, s.Default, s.Page)
 	}
 }

@@ -33,8 +33,9 @@ type setting[T any] struct {
 
 // An entry is one line of the table.
 type entry struct {
-	name, kind, doc string
-	aliases         []alias
+	name, kind string
+	page, doc  string // page: of docs/, where more is said
+	aliases    []alias
 }
 
 // An alias is another name of a knob. to translates its value ("" means not
@@ -92,7 +93,7 @@ func (k *Knob[T]) load(env map[string]string) (warning string) {
 }
 
 func (k *Knob[T]) row() Row {
-	r := Row{Name: k.name, Type: k.kind, Default: shown(k.def), Value: shown(k.Get()), Doc: k.doc}
+	r := Row{Name: k.name, Type: k.kind, Default: shown(k.def), Value: shown(k.Get()), Doc: k.doc, Page: k.page}
 	if s := k.val.Load(); s != nil {
 		r.From = s.from
 	}
@@ -111,6 +112,7 @@ type Row struct {
 	From    string   `json:"from,omitempty"` // the variable that set the value
 	Aliases []string `json:"aliases,omitempty"`
 	Doc     string   `json:"doc"`
+	Page    string   `json:"page"` // of docs/, with the heading, where more is said
 }
 
 // Load sets every knob from env and returns warnings for the user: values that
@@ -153,16 +155,16 @@ func Table() []Row {
 	return rows
 }
 
-func text(name, def, doc string, aliases ...alias) *Knob[string] {
+func text(name, def, page, doc string, aliases ...alias) *Knob[string] {
 	return &Knob[string]{
-		entry: entry{name, "text", doc, aliases}, def: def,
+		entry: entry{name, "text", page, doc, aliases}, def: def,
 		parse: func(s string) (string, error) { return s, nil },
 	}
 }
 
-func choice(name, doc string, choices []string, aliases ...alias) *Knob[string] {
+func choice(name, page, doc string, choices []string, aliases ...alias) *Knob[string] {
 	return &Knob[string]{
-		entry: entry{name, strings.Join(choices, "|"), doc, aliases}, def: choices[0],
+		entry: entry{name, strings.Join(choices, "|"), page, doc, aliases}, def: choices[0],
 		parse: func(s string) (string, error) {
 			s = strings.ToLower(s)
 			if !slices.Contains(choices, s) {
@@ -173,9 +175,9 @@ func choice(name, doc string, choices []string, aliases ...alias) *Knob[string] 
 	}
 }
 
-func number(name string, lo, hi, def int, doc string, aliases ...alias) *Knob[int] {
+func number(name string, lo, hi, def int, page, doc string, aliases ...alias) *Knob[int] {
 	return &Knob[int]{
-		entry: entry{name, fmt.Sprintf("number %d..%d", lo, hi), doc, aliases}, def: def,
+		entry: entry{name, fmt.Sprintf("number %d..%d", lo, hi), page, doc, aliases}, def: def,
 		parse: func(s string) (int, error) {
 			n, err := strconv.Atoi(s)
 			if err != nil || n < lo || n > hi {
@@ -186,9 +188,9 @@ func number(name string, lo, hi, def int, doc string, aliases ...alias) *Knob[in
 	}
 }
 
-func flag(name, doc string, aliases ...alias) *Knob[bool] {
+func flag(name, page, doc string, aliases ...alias) *Knob[bool] {
 	return &Knob[bool]{
-		entry: entry{name, "yes|no", doc, aliases},
+		entry: entry{name, "yes|no", page, doc, aliases},
 		parse: truth,
 	}
 }

@@ -110,6 +110,9 @@ func TestTable(t *testing.T) {
 		if !strings.HasSuffix(r.Doc, ".") || strings.Contains(strings.TrimSuffix(r.Doc, "."), ". ") {
 			t.Errorf("%s: %q is not one sentence", r.Name, r.Doc)
 		}
+		if len(r.Doc) > 120 || r.Page == "" {
+			t.Errorf("%s: %d letters, more on page %q: at most 120, and a page", r.Name, len(r.Doc), r.Page)
+		}
 		if r.From != "" || r.Value != r.Default {
 			t.Errorf("%s is set before any Load", r.Name)
 		}

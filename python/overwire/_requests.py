@@ -296,6 +296,7 @@ KnobRow = TypedDict(
         "from": "NotRequired[str]",
         "aliases": "NotRequired[list[str]]",
         "doc": "str",
+        "page": "str",
     },
 )
 
