@@ -1,0 +1,219 @@
+"""What people try on their first day: the jobs and the mistakes of a newcomer's list, from the command line and
+in Python, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import overwire as ow
+import processes
+import pytest
+import stores
+from overwire import _engine
+
+torch = pytest.importorskip("torch")
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command line in this process, expects an exit status, and returns what it printed."""
+
+    def command(*words: str | Path, status: int = 0) -> str:
+        capfd.readouterr()
+        code = _engine.cli([str(word) for word in words])
+        out, err = capfd.readouterr()
+        assert code == status and "Traceback" not in err, (words, code, out, err)
+        return out if status == 0 else err
+
+    return command
+
+
+def weights(seed: int, names: int = 3) -> dict[str, torch.Tensor]:
+    """Tensors that become smaller, as trained ones do."""
+    generator = torch.Generator().manual_seed(seed)
+    return {f"layers.{n}.mlp.weight": torch.randn(256, 256, generator=generator).mul(0.02).bfloat16() for n in range(names)}
+
+
+# The folders that people have: by what they call them, the files of weights, and what lies beside.
+FOLDERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "a model of the Hub": (("model.safetensors",), ("config.json", "tokenizer.json", "generation_config.json")),
+    "a LoRA": (("adapter_model.safetensors",), ("adapter_config.json",)),
+    "a diffusers pipeline": (
+        ("unet/diffusion_pytorch_model.safetensors", "vae/diffusion_pytorch_model.safetensors"),
+        ("model_index.json", "unet/config.json", "vae/config.json", "tokenizer/vocab.json"),
+    ),
+    "sentence-transformers": (
+        ("model.safetensors", "2_Dense/model.safetensors"),
+        ("modules.json", "config.json", "1_Pooling/config.json", "2_Dense/config.json"),
+    ),
+}
+
+
+def make_folder(path: Path, files: tuple[str, ...], beside: tuple[str, ...]) -> None:
+    for name in beside:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(json.dumps({"name": name, "filling": "x" * 300_000}))
+    for seed, name in enumerate(files):
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        ow.save_file(weights(seed), path / name, {"format": "pt"}, compress=False)
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_folders_go_there_and_back(run: Run, tmp_path: Path, kind: str) -> None:
+    """Compressed and decompressed, every file of a folder is byte for byte what it was; the sum is that of the weights."""
+    files, beside = FOLDERS[kind]
+    plain, small, back = (tmp_path / name for name in ("plain", "small", "back"))
+    make_folder(plain, files, beside)
+    report = json.loads(run("compress", plain, "-o", small, "--json"))
+    assert report["bytes_in"] == len(files) * 3 * 256 * 256 * 2 and report["ratio"] < 0.8
+    assert report["bytes_copied"] == sum((plain / name).stat().st_size for name in beside)
+    run("verify", "--original", *(small / name for name in files))
+    run("load", small)
+    assert "byte for byte" in run("decompress", small, "-o", back)
+    for name in (*files, *beside):
+        assert (back / name).read_bytes() == (plain / name).read_bytes(), name
+    assert "exists; give --force" in run("compress", plain, "-o", small, status=2)
+
+
+def test_shards(run: Run, tmp_path: Path) -> None:
+    """A set of shards is compressed, made anew in other sizes, and each tensor comes back; a size without a unit is asked for."""
+    (tmp_path / "set").mkdir()
+    ow.save_file(weights(0, 6), tmp_path / "set/model.safetensors", max_shard_size="300kB", compress=False)
+    run("compress", tmp_path / "set", "-o", tmp_path / "small")
+    run("convert", tmp_path / "small", "-o", tmp_path / "one.safetensors", "--to", "safetensors")
+    loaded = ow.load_file(tmp_path / "one.safetensors")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights(0, 6).items())
+    assert "write the unit, as 5GB" in run("compress", tmp_path / "set", "-o", tmp_path / "x", "--shard", "5", status=2)
+
+
+@pytest.mark.imports_torch
+def test_what_torch_save_wrote(tmp_path: Path) -> None:
+    """A .pt, a .ckpt and a folder with pytorch_model.bin come in by compress and convert, with what lies beside."""
+    state = weights(1)
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub/config.json").write_text("{}")
+    torch.save(state, tmp_path / "hub/pytorch_model.bin")
+    torch.save({"state_dict": state, "epoch": 3}, tmp_path / "last.ckpt")
+    for verb, source, target in (("compress", "hub", "small"), ("convert", "last.ckpt", "last.safetensors")):
+        command = [sys.executable, "-m", "overwire", verb, str(tmp_path / source), "-o", str(tmp_path / target)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "small/config.json").exists()
+    assert all(torch.equal(ow.load_file(tmp_path / "small")[name], tensor) for name, tensor in state.items())
+    assert all(torch.equal(ow.load_file(tmp_path / "last.safetensors")[f"state_dict.{name}"], t) for name, t in state.items())
+
+
+def test_looking(run: Run, tmp_path: Path) -> None:
+    """inspect, diff, load, doctor and completion answer, as text, as JSON and as pages."""
+    a, b, trace, page = (tmp_path / name for name in ("a.safetensors", "b.safetensors", "t.json", "page.html"))
+    ow.save_file(weights(0), a)
+    ow.save_file(weights(0) | {"layers.1.mlp.weight": weights(7)["layers.1.mlp.weight"]}, b)
+    assert run("inspect", a).count("BF16") == 4 and "layers.2" not in run("inspect", a, "--filter", "*.1.*")
+    assert run("inspect", a, "--top", "1").count("mlp.weight") == 1
+    assert "% less" in run("inspect", a, "--estimate")
+    run("inspect", a, "--html", page)
+    run("load", a, "--trace", trace)
+    run("inspect", trace, "--html", page)
+    assert "<html" in page.read_text()
+    digests = dict(reversed(line.split("  ")) for line in run("inspect", a, "--digests").splitlines())
+    assert digests == ow.digest(weights(0))
+    assert "[256,256]" in run("diff", a, b) and "layers.1.mlp.weight" in run("diff", a, b)
+    assert "differ" in run("diff", a, b, "--exit-code", status=1)
+    run("diff", a, a, "--exit-code")
+    assert json.loads(run("doctor", "--json"))["machine"]["cores"] >= 1
+    assert "overwire" in run("completion", "bash")
+
+
+def test_a_server(run: Run, tmp_path: Path) -> None:
+    """A file of a web server is loaded, verified, compared and fetched."""
+    ow.save_file(weights(0), tmp_path / "a.safetensors")
+    with processes.overwire_serve(tmp_path) as root:
+        url = root.rstrip("/")
+        run("load", f"{url}/a.safetensors")
+        run("verify", f"{url}/a.safetensors")
+        run("diff", f"{url}/a.safetensors", tmp_path / "a.safetensors", "--exit-code")
+        run("fetch", f"{url}/a.safetensors", "-o", tmp_path / "fetched.safetensors")
+        assert "404" in run("fetch", f"{url}/none", "-o", tmp_path / "none", status=3)
+    assert (tmp_path / "fetched.safetensors").read_bytes() == (tmp_path / "a.safetensors").read_bytes()
+
+
+def test_a_bucket(run: Run, tmp_path: Path) -> None:
+    """A folder goes to S3 and comes back with its configuration, with and without the last slash; it is replaced by -f alone."""
+    make_folder(tmp_path / "plain", *FOLDERS["a model of the Hub"])
+    with stores.s3() as (options, _):
+        storage = "--storage=" + json.dumps({key: value for key, value in options.items() if isinstance(value, str)})
+        run("compress", tmp_path / "plain", "-o", "s3://models/day", storage)
+        assert "--force" in run("compress", tmp_path / "plain", "-o", "s3://models/day/", storage, status=2)
+        for number, uri in enumerate(("s3://models/day", "s3://models/day/")):
+            run("load", uri, storage)
+            run("fetch", uri, "-o", tmp_path / f"fetched{number}", storage)
+            run("decompress", uri, "-o", tmp_path / f"back{number}", storage)
+            for name in ("model.safetensors", "config.json"):
+                assert (tmp_path / f"back{number}" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+            assert (tmp_path / f"fetched{number}/config.json").exists()
+        url = run("fetch", "s3://models/day/model.safetensors", "--presign", "600", storage).strip()
+        assert re.match("https?://.*Signature", url)
+
+
+def test_keys(run: Run, tmp_path: Path) -> None:
+    """safetensors become an encrypted .tensors file and come back; a key is used where it is needed."""
+    plain, sealed, key = tmp_path / "a.safetensors", tmp_path / "a.tensors", tmp_path / "key"
+    ow.save_file(weights(0), plain, compress=False)
+    key.write_bytes(os.urandom(32))
+    run("convert", plain, "-o", sealed, "--encrypt-key", f"file:{key}")
+    run("diff", plain, sealed, "--decrypt-key", f"file:{key}", "--exit-code")
+    run("decompress", sealed, "-o", tmp_path / "back.safetensors", "--decrypt-key", f"file:{key}")
+    assert all(torch.equal(ow.load_file(tmp_path / "back.safetensors")[name], t) for name, t in weights(0).items())
+    unset = run("load", sealed, "--decrypt-password", "env:WORDS", status=2)
+    assert unset == "overwire: --decrypt-password: the variable WORDS is not set\n"
+
+
+def test_a_delta(run: Run, tmp_path: Path) -> None:
+    """What changed is saved and applied in Python; the command line says so."""
+    base, new = weights(0), weights(0) | {"layers.1.mlp.weight": weights(7)["layers.1.mlp.weight"]}
+    ow.save_delta(new, base, tmp_path / "d.safetensors")
+    ow.apply_delta(base, tmp_path / "d.safetensors")
+    assert all(torch.equal(base[name], tensor) for name, tensor in new.items())
+    assert "overwire.save_delta" in run("delta", status=2)
+
+
+# Command lines that people get wrong, and what the answer says; M is a file, F a folder with a pytorch_model.bin.
+MISTAKES: tuple[tuple[str, int, str], ...] = (
+    ("compres M -o x", 2, "did you mean compress?"),
+    ("version", 2, "write overwire --version"),
+    ("inspect --sumary M", 2, "did you mean --summary?"),
+    ("compress M", 2, "needs -o OUT"),
+    ("compress M -o x.tensors", 2, "write overwire convert"),
+    ("convert M -o x.gguf", 2, ".gguf files are not written"),
+    ("convert M -o x.pt", 2, ".pt files are not written"),
+    ("compress M -o x --level 9", 2, 'level must be "default" or "smaller"'),
+    ("compress M -o -", 2, "cannot write to standard output"),
+    ("inspect -", 2, "cannot read standard input"),
+    ("load F", 3, "it has pytorch_model.bin"),
+    ("load modle.safetensors", 3, "did you mean"),
+    ("load M --device tpu", 5, 'only "cpu" and "cuda" are supported'),
+    ("verify notes.txt", 1, "not a safetensors file"),
+    ("load M --decrypt-key 0123", 2, "a secret on the command line would show"),
+)
+
+
+@pytest.mark.parametrize(("words", "status", "says"), MISTAKES)
+def test_mistakes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, status: int, says: str) -> None:
+    """The answer to a wrong command says what to write, and nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    ow.save_file(weights(0, 1), "model.safetensors")
+    os.mkdir("folder")
+    torch.save(weights(0, 1), "folder/pytorch_model.bin")
+    Path("notes.txt").write_text("What I did on my first day.")
+    before = sorted(os.listdir())
+    names = {"M": "model.safetensors", "F": "folder"}
+    assert says in run(*(names.get(word, word) for word in words.split()), status=status)
+    assert sorted(os.listdir()) == before
