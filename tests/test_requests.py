@@ -1,4 +1,4 @@
-"""What a wrong argument of a public function is told: the argument's name, its value, and what is expected."""
+"""What a wrong argument of a public function is answered: the argument's name, its value, and what is expected."""
 
 from __future__ import annotations
 
