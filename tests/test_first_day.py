@@ -116,6 +116,8 @@ def test_looking(run: Run, tmp_path: Path) -> None:
     a, b, trace, page = (tmp_path / name for name in ("a.safetensors", "b.safetensors", "t.json", "page.html"))
     ow.save_file(weights(0), a)
     ow.save_file(weights(0) | {"layers.1.mlp.weight": weights(7)["layers.1.mlp.weight"]}, b)
+    run("compress", a)
+    assert (tmp_path / "a.ow.safetensors").exists()
     assert run("inspect", a).count("BF16") == 4 and "layers.2" not in run("inspect", a, "--filter", "*.1.*")
     assert run("inspect", a, "--top", "1").count("mlp.weight") == 1
     assert "% less" in run("inspect", a, "--estimate")
@@ -190,7 +192,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("compres M -o x", 2, "did you mean compress?"),
     ("version", 2, "write overwire --version"),
     ("inspect --sumary M", 2, "did you mean --summary?"),
-    ("compress M", 2, "needs -o OUT"),
+    ("convert M", 2, "needs -o OUT"),
     ("compress M -o x.tensors", 2, "write overwire convert"),
     ("convert M -o x.gguf", 2, ".gguf files are not written"),
     ("convert M -o x.pt", 2, ".pt files are not written"),

@@ -109,6 +109,26 @@ def test_an_inspection_is_a_dict(tmp_path: Path) -> None:
         assert type(again) is dict and again == found
 
 
+def test_other_answers_have_tables(tmp_path: Path) -> None:
+    """What verify, doctor, last_report and diff return is shown by tables, and equal to its JSON; rows are no last report."""
+    path, state = tmp_path / "m.safetensors", {"a": np.arange(9.0), "b": np.zeros(2)}
+    ow.save_file(state, path)
+    ow.load_file(path, framework="np")
+    last = ow.last_report()
+    difference = ow.diff(state | {"a": np.ones(9)}, state | {"c": np.ones(1)})
+    assert last and ow.last_report() == last
+    for answer, word in (
+        (ow.verify(path), "contents"),
+        (ow.verify(path, tensors=state), "on_gpu"),
+        (ow.doctor(), "decoder"),
+        (last, "read_bytes"),
+    ):
+        assert json.loads(json.dumps(answer)) == answer and type(copy.deepcopy(answer)) is dict
+        assert word in " ".join(checked(answer).texts)
+    texts = checked(difference).texts
+    assert "only in b" in texts and "a" in texts and "8 of 9" in texts
+
+
 def test_nothing_and_little(tmp_path: Path) -> None:
     """A model without tensors has tables, too."""
     path = tmp_path / "m.safetensors"

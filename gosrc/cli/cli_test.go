@@ -68,8 +68,8 @@ func TestUsage(t *testing.T) {
 		{[]string{"compress", file, "-o", "-"}, ExitUsage, "cannot write to standard output"},
 		{[]string{"fetch", "https://host/x", file}, ExitUsage, "fetch URL -o FILE"},
 		{[]string{"help", "squash"}, ExitUsage, "no verb"},
-		{[]string{"compress"}, ExitUsage, "write: overwire compress SRC... -o OUT"},
-		{[]string{"compress", file}, ExitUsage, "needs -o OUT"},
+		{[]string{"compress"}, ExitUsage, "write: overwire compress SRC... [-o OUT]"},
+		{[]string{"convert", file}, ExitUsage, "needs -o OUT"},
 		{[]string{"compress", file, "-o"}, ExitUsage, "--output needs a value"},
 		{[]string{"compress", file, "-o", "--json"}, ExitUsage, "--output needs a value"},
 		{[]string{"compress", file, "-o", file}, ExitUsage, "--force"},
@@ -142,6 +142,26 @@ func TestHelp(t *testing.T) {
 			t.Errorf("help of %s lists --json %d times", v.name, count)
 		}
 	}
+}
+
+// Without -o, compress and decompress name a file after its source, and replace nothing.
+func TestUsualOutput(t *testing.T) {
+	for _, c := range []struct{ verb, source, want string }{
+		{"compress", "a/m.safetensors", "a/m.ow.safetensors"}, {"decompress", "a/m.ow.safetensors", "a/m.safetensors"},
+		{"compress", "a/m.ow.safetensors", ""}, {"decompress", "a/m.safetensors", ""}, {"compress", "folder", ""},
+		{"compress", "s3://b/m.safetensors", ""}, {"convert", "a/m.safetensors", ""}, {"compress", "m.tensors", ""},
+	} {
+		if got := (&call{verb: findVerb(c.verb), args: []string{c.source}}).usualOutput(); got != c.want {
+			t.Errorf("%s %s: %q, want %q", c.verb, c.source, got, c.want)
+		}
+	}
+	plain := made(t, "llama-bf16")
+	must(t, "compress", plain)
+	small := strings.TrimSuffix(plain, ".safetensors") + ".ow.safetensors"
+	if status, _, stderr := overwire("decompress", small); status != ExitUsage || !strings.Contains(stderr, "--force") {
+		t.Errorf("status %d, %s", status, stderr)
+	}
+	must(t, "decompress", small, "-f")
 }
 
 // Compress, verify, inspect and decompress bring back the very file.

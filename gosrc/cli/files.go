@@ -4,6 +4,7 @@ package cli
 // verify.
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"os"
@@ -14,7 +15,9 @@ import (
 	"github.com/dustin/go-humanize"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 )
 
@@ -30,18 +33,20 @@ var writeOptions = append([]option{
 
 var partsOption = option{name: "parts", value: "P", lo: 1, hi: 8, doc: "divide columns into 1, 2, 4 or 8 parts, so that a slice along dimension 1 reads only its own"}
 
-var levelOption = option{name: "level", value: "LEVEL", doc: "default, or smaller: 0.2 to 1.5 % of the original smaller, decoded by the CPU alone, and slowly"}
+var levelOption = option{name: "level", value: "LEVEL",
+	doc: "default, or smaller: 0.2 to 1.5 % of the original smaller, decoded by the CPU alone, and slowly"}
 
 var sumOption = option{name: "no-sha256", doc: "keep no SHA-256 of the original, which bounds each file's speed by one core: " +
 	"decompress still gives that file, and proves header and tensors"}
 
 var compressVerb = &verb{
-	name: "compress", args: "SRC... -o OUT", least: 1, most: -1,
+	name: "compress", args: "SRC... [-o OUT]", least: 1, most: -1,
 	short: "compress tensors without loss",
 	long: `
 Reads safetensors files, a folder of shards, an index.json, or what torch.save wrote
 (.bin, .pt, .pth, .ckpt; nothing in it is run), and writes the same tensors
-compressed, where compression makes them smaller. decompress gives the same
+compressed, where compression makes them smaller. Without -o, model.safetensors becomes
+model.ow.safetensors beside it. decompress gives the same
 safetensors files back, byte for byte; reading OUT needs overwire. OUT is complete or
 absent, whatever happens meanwhile. A folder becomes a folder: it keeps its file names, its
 index.json, its other files (config, tokenizer) and the folders below it, as a
@@ -54,11 +59,11 @@ to anything but a Hugging Face cache's own blobs.`,
 }
 
 var decompressVerb = &verb{
-	name: "decompress", args: "SRC... -o OUT", least: 1, most: -1,
+	name: "decompress", args: "SRC... [-o OUT]", least: 1, most: -1,
 	short: "turn compressed files back into plain safetensors",
 	long: `
 Reads compressed (or plain) files and writes plain safetensors files that any
-reader can load. Every tensor is bit for bit what was compressed. A file that
+reader can load; without -o, model.ow.safetensors becomes model.safetensors. Every tensor is bit for bit what was compressed. A file that
 compress made from one safetensors file becomes that very file again: its SHA-256
 is compared before OUT appears. A file that keeps no original (it was
 saved from tensors, or is now in other shards) gets a new header; the output says so.`,
@@ -93,10 +98,11 @@ overwire convert model.tensors -o secret.tensors --encrypt-key file:model.key`,
 
 // convert runs compress, decompress and convert.
 func (c *call) convert(compress bool) error {
-	out := c.opts["output"]
+	out := cmp.Or(c.opts["output"], c.usualOutput())
 	if out == "" {
 		return usage("%s needs -o OUT, the file or folder to write", c.verb.name)
 	}
+	c.opts["output"] = out
 	spec := save.Spec{Path: out, Compress: compress, Level: c.opts["level"], Storage: c.storage,
 		Threads: c.threads(), Parts: c.number("parts", 0), Shard: c.size("shard"), NoSHA256: c.is("no-sha256")}
 	if c.verb.name == "compress" && strings.HasSuffix(out, ".tensors") {
@@ -112,6 +118,23 @@ func (c *call) convert(compress bool) error {
 		return err
 	}
 	return c.show(rep, func(w io.Writer) { c.printWritten(w, rep, compress) })
+}
+
+// marked is how the names of compressed files end, where nothing else is asked for.
+const marked = ".ow" + modelfiles.Extension
+
+// usualOutput is what compress and decompress write of one local file without -o: of
+// model.safetensors model.ow.safetensors, and the reverse. "": -o is needed.
+func (c *call) usualOutput() string {
+	stem, isModel := strings.CutSuffix(c.args[0], modelfiles.Extension)
+	plain, isMarked := strings.CutSuffix(c.args[0], marked)
+	switch local := len(c.args) == 1 && !source.Remote(c.args[0]); {
+	case local && c.verb.name == "compress" && isModel && !isMarked && c.opts["shard"] == "":
+		return stem + marked
+	case local && c.verb.name == "decompress" && isMarked && c.opts["shard"] == "":
+		return plain + modelfiles.Extension
+	}
+	return ""
 }
 
 // printWritten prints what was written; of the originals' hashes each with --verbose only.

@@ -6,11 +6,11 @@ can neither become mark-up nor turn the direction of the text around them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
-__all__ = ["block", "largest", "size", "table", "tensors"]
+__all__ = ["Facts", "block", "largest", "size", "table", "tensors"]
 
 T = TypeVar("T")
 
@@ -80,3 +80,29 @@ def block(title: str, facts: Iterable[tuple[str, object]], *tables: str) -> str:
     """A title, facts in one line, and tables."""
     line = " \u00b7 ".join(f"{_text(name)} {_text(value)}" for name, value in facts)
     return f'<div class="overwire"><style>{_STYLE}</style><strong>{_text(title)}</strong><div>{line}</div>{"".join(tables)}</div>'
+
+
+class Facts(dict[str, Any]):
+    """A dict that a notebook shows as facts and tables. Pickles and copies of it are plain dicts."""
+
+    def __init__(self, title: str, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._title = title
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
+
+    def _repr_html_(self) -> str:
+        facts: list[tuple[str, object]] = []
+        tables = []
+        for name, value in self.items():
+            if isinstance(value, dict):
+                tables.append(table(name, ("", ""), value.items(), len(value)))
+            elif not isinstance(value, list):
+                facts.append((name, value))
+            elif value and isinstance(value[0], dict):
+                head = list(dict.fromkeys(key for row in value for key in row))
+                tables.append(table(name, head, ([row.get(key, "") for key in head] for row in value), len(value)))
+            elif value:
+                facts.append((name, ", ".join(map(str, value))))
+        return block(self._title, facts, *tables)

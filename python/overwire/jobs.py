@@ -13,10 +13,11 @@ import threading
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from . import _verbs
 from ._engine import TAKE_LAST, TAKE_NEXT, TAKE_RAW, JobNumber, core, forget, forked, release
+from ._notebook import Facts
 from .errors import ArgumentError, CancelledError, DeadlineError
 from .metering import note
 from .paths import is_remote
@@ -115,8 +116,8 @@ def last_report() -> LastReport | None:
     """
     with _lock:
         text = _last
-    report: LastReport | None = json.loads(text)
-    return report if isinstance(report, dict) else None
+    report = json.loads(text)
+    return cast("LastReport", Facts("Last report", report)) if isinstance(report, dict) else None
 
 
 def sentence(verb: str, report: dict[str, Any]) -> str:
@@ -358,8 +359,8 @@ class Job:
         global _last
         text = self._said()
         note(self.verb, text)
-        if text == "null":
-            return  # a verb without a report
+        if not text.startswith("{"):
+            return  # a verb without a report, or with rows
         with _lock:
             _last = text
         if log.isEnabledFor(logging.INFO):

@@ -122,6 +122,20 @@ class Diff:
             f"only_a={len(self.only_a)}, only_b={len(self.only_b)}, other={len(self.other)})"
         )
 
+    def _repr_html_(self) -> str:
+        from .. import _notebook as html
+
+        rows = (
+            (row.name, row.dtype, list(row.shape), f"{row.changed:,} of {row.elements:,}", html.size(row.stored))
+            for row in html.largest(self.changed, lambda row: row.changed)
+        )
+        head = ("tensor", "dtype", "shape", "elements changed", "delta")
+        lists = [("only in a", self.only_a), ("only in b", self.only_b), ("another type or shape", self.other)]
+        facts: list[tuple[str, object]] = [("equal", sum(not row.changed for row in self.rows))]
+        facts += [(what, ", ".join(names)) for what, names in lists if names]
+        table = html.table("Tensors that differ, the most changed first", head, rows, len(self.changed))
+        return html.block("Diff", facts, *([table] if self.changed else []))
+
 
 class Delta:
     """A delta in host memory, read whole and checked: made by `open_delta`. It may be

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast, overload
 
 from .. import _verbs
 from .._engine import program
+from .._notebook import Facts
 from ..errors import ArgumentError, OverwireError
 from ..jobs import Job, heed, shown
 from ..metering import note
@@ -113,12 +114,13 @@ def verify(
 
         if original:
             raise ArgumentError("overwire: verify: original is of a file alone, without tensors")
-        return compare(tensors, {"uris": request["uris"], "storage": request["storage"]}, progress)
+        comparison = compare(tensors, {"uris": request["uris"], "storage": request["storage"]}, progress)
+        return cast("Comparison", Facts("Comparison", comparison))
     with Job(_verbs.verify(request), "verify", watch(progress, "verify")) as job:
-        found: Verification = job.finish()
+        verified = Facts("Verification", job.finish())
     heed(uris)
     del keep
-    return found
+    return cast("Verification", verified)
 
 
 def rewrite(
@@ -175,5 +177,4 @@ def doctor(*, measure: bool = False) -> Diagnosis:
     Returns a dict. Raises nothing for what is missing or does not work: it says so.
     """
     check_switches(measure=measure)
-    found: Diagnosis = _verbs.doctor(program(["--measure"] if measure else []))
-    return found
+    return cast("Diagnosis", Facts("Diagnosis", _verbs.doctor(program(["--measure"] if measure else []))))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["bytes_of_plain", "notes_of", "save_bytes", "save_file", "stage_bytes"]
 
 #: Formats whose names a safetensors file should not bear: other programs would take it for theirs.
-_OTHERS = (".gguf", ".h5", ".npz", ".onnx")
+_OTHERS = (".bin", ".ckpt", ".gguf", ".h5", ".npz", ".onnx", ".pkl", ".pt", ".pth")
 
 
 @overload
