@@ -214,8 +214,9 @@ func (t *Trace) write(f *os.File) error {
 		fmt.Fprintf(w, comma+"\n"+format, args...)
 		comma = ","
 	}
+	ofDevice := slices.ContainsFunc(t.spans, func(s span) bool { return s.at == onStream })
 	for pid, name := range []string{1: "host", 2: "device"} {
-		if pid > 0 {
+		if pid == 1 || pid == 2 && ofDevice {
 			event(`{"name":"process_name","ph":"M","pid":%d,"args":{"name":%q}}`, pid, name)
 		}
 	}
