@@ -35,14 +35,14 @@ twice --size in the folder."""
 def _arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("overwire bench", description=_DOC, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", required=True, help="processes, or auto: one for each GPU, two without one")
-    parser.add_argument("--size", default="2GB", help="bytes of the model's tensors")
+    parser.add_argument("--size", help="bytes of the model's tensors (default: 2GB, 256MB without a GPU)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     parser.add_argument("--repeat", type=int, default=3, help="loads behind the first")
     parser.add_argument("--dir", help="folder for temporary files; one in memory shows what reading allows")
     parser.add_argument("--json", action="store_true", help="print one JSON document for machines")
     args = parser.parse_args(words)
     try:
-        args.bytes = parse_size(args.size, "--size")
+        args.bytes = parse_size(args.size, "--size")  # 0: the default
     except ValueError as error:
         parser.error(str(error))
     if args.repeat < 1 or args.ranks != "auto" and not (args.ranks.isdigit() and 1 <= int(args.ranks) <= 64):
@@ -120,6 +120,7 @@ def main(words: list[str]) -> None:
         args.device = "cuda" if gpus else "cpu"
     if args.device == "cuda" and not gpus:
         sys.exit("overwire: bench: --device cuda: torch sees no GPU")
+    args.bytes = args.bytes or (2 * 10**9 if args.device == "cuda" else 256 * 10**6)
     ranks = (gpus or 2) if args.ranks == "auto" else int(args.ranks)
     asked = os.environ.get("OVERWIRE_EXCHANGE")
     with tempfile.TemporaryDirectory(prefix="overwire-bench-", dir=args.dir) as name:
