@@ -187,6 +187,20 @@ def test_a_delta(run: Run, tmp_path: Path) -> None:
     assert "overwire.save_delta" in run("delta", status=2)
 
 
+def test_what_other_readers_say(tmp_path: Path) -> None:
+    """A compressed file is a valid safetensors file, so that its own reader has no error; torch's strict loading names
+    overwire, and the metadata say what to install."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    module = torch.nn.Linear(256, 256, bias=False)
+    with torch.no_grad():
+        module.weight.normal_(0, 0.02)
+    ow.save_model(module, tmp_path / "m.safetensors")
+    with safetensors.safe_open(tmp_path / "m.safetensors", "pt") as file:
+        assert "pip install overwire" in file.metadata()["overwire"]
+    with pytest.raises(RuntimeError, match=r'Unexpected key.* "overwire\.index"'):
+        module.load_state_dict(safetensors.load_file(tmp_path / "m.safetensors"))
+
+
 # Command lines that people get wrong, and what the answer says; M is a file, F a folder with a pytorch_model.bin.
 MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("compres M -o x", 2, "did you mean compress?"),
