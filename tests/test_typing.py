@@ -45,6 +45,7 @@ assert_type(ow.plan("m", device="cuda", filter=ow.experts(0, 2)).peak, int)
 last = ow.last_report()
 assert last is not None
 assert_type(last["stages"]["read_bytes"], int)
+ow.save_file({"a": np.zeros(1), "b": torch.ones(1), "c": ow.TensorSpec.of("F32", (1,), b"abcd")}, "m")
 report = ow.save_file(tensors={"a": torch.ones(1)}, filename="m")
 assert_type(report.ratio, float)
 options: ow.LoadOptions = {"mmap": False, "lenient": True}
@@ -78,6 +79,7 @@ ow.verify(1)
 ow.verify("m", original=True, tensors={})
 ow.doctor()["gpus"]
 ow.save_file({"a": 1}, 5)
+ow.save_file({"a": 1}, "m")
 ow.save_file({}, "m", level="best")
 ow.save_model(None, "m", level=9)
 ow.convert("a", "b", level="fast")

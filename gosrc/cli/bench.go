@@ -88,6 +88,11 @@ func (c *call) measure() error {
 	if err != nil {
 		return err
 	}
+	if opt.File != "" { // what is wrong with it is said now
+		if _, err := save.Inspect(c.ctx, []string{opt.File}, c.storage); err != nil {
+			return err
+		}
+	}
 	if !c.is("json") { // rows appear as they are measured
 		group := ""
 		opt.Begin = func(rep *measure.Report) { bench.WriteHead(c.stdout, rep) }

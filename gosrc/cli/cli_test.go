@@ -87,6 +87,7 @@ func TestUsage(t *testing.T) {
 		{[]string{"bench", "--size", "1MB", "--device", "tpu"}, ExitUsage, "expected"},
 		{[]string{"bench", "gen", "gpt", "out"}, ExitUsage, "llama-bf16"},
 		{[]string{"bench", "gen"}, ExitUsage, "moe-bf16"},
+		{[]string{"bench", "--file", filepath.Join(dir, "none")}, ExitNotFound, "none"},
 		{[]string{"--version", "please"}, ExitUsage, "takes nothing but --json"},
 		{[]string{"version"}, ExitUsage, "write overwire --version"},
 		{[]string{"digest", file}, ExitUsage, "write overwire inspect SRC --digests"},

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
+    from ..frameworks.spec import TensorSpec
+
 __all__ = [
     "ArrayName",
     "BytesName",
@@ -33,6 +35,7 @@ __all__ = [
     "ShardLike",
     "StorageOptions",
     "StreamOptions",
+    "TensorLike",
     "TorchName",
     "check_choice",
     "check_options",
@@ -48,6 +51,9 @@ DeviceLike = Union[str, int, "torch.device"]
 
 #: A torch or numpy dtype, or a name: "bfloat16", "bf16", "torch.bfloat16", "BF16".
 DTypeLike = Union[str, "torch.dtype", "numpy.dtype[Any]", type[Any]]
+
+#: What can be saved: a torch tensor, a numpy array, or a `TensorSpec`.
+TensorLike = Union["torch.Tensor", "numpy.ndarray[Any, Any]", "numpy.generic", "TensorSpec"]
 
 TorchName = Literal["pt", "torch", "pytorch"]
 ArrayName = Literal["np", "numpy"]

@@ -15,7 +15,7 @@ from ..frameworks.frame import Bytes
 from ..frameworks.joined import JoinedTensor
 from ..frameworks.spec import TensorSpec
 from ..jobs import Job
-from ..model.options import Level, StorageOptions, check_choice, check_switches, parse_size
+from ..model.options import Level, StorageOptions, TensorLike, check_choice, check_switches, parse_size
 from ..model.sources import named
 from ..model.storage import storage
 from ..paths import local
@@ -34,7 +34,7 @@ _OTHERS = (".bin", ".ckpt", ".gguf", ".h5", ".npz", ".onnx", ".pkl", ".pt", ".pt
 
 @overload
 def save_file(
-    tensors: Mapping[str, Any],
+    tensors: Mapping[str, TensorLike],
     path: str | os.PathLike[str] | None = None,
     metadata: Mapping[str, str] | None = None,
     *,
@@ -52,7 +52,7 @@ def save_file(
 
 @overload
 def save_file(
-    tensors: Mapping[str, Any],
+    tensors: Mapping[str, TensorLike],
     path: str | os.PathLike[str] | None = None,
     metadata: Mapping[str, str] | None = None,
     *,
@@ -69,7 +69,7 @@ def save_file(
 
 
 def save_file(
-    tensors: Mapping[str, Any],
+    tensors: Mapping[str, TensorLike],
     path: str | os.PathLike[str] | None = None,
     metadata: Mapping[str, str] | None = None,
     *,
