@@ -51,8 +51,8 @@ _weak_reference: Any = StorageWeakRef
 # they read and write nothing.
 _UNSEEN = (
     "alias", "as_strided", "detach", "diagonal", "expand", "permute", "select.int", "slice.Tensor", "split.Tensor",
-    "split_with_sizes", "squeeze", "squeeze.dim", "squeeze.dims", "t", "transpose.int", "unbind.int", "unfold", "unsqueeze",
-    "view", "_reshape_alias", "_unsafe_view",
+    "split_with_sizes", "squeeze", "squeeze.dim", "squeeze.dims", "t", "transpose.int", "unbind.int", "unfold",
+    "unsqueeze", "view", "_reshape_alias", "_unsafe_view",
 )  # fmt: skip
 
 # Put together of others, and what comes before data are taken out of torch.
@@ -91,7 +91,9 @@ class Recorder:
     others; it may return all.
     """
 
-    def __init__(self, load: Callable[[list[Copy]], None], early: Callable[[list[Copy]], list[Copy]] | None = None) -> None:
+    def __init__(
+        self, load: Callable[[list[Copy]], None], early: Callable[[list[Copy]], list[Copy]] | None = None
+    ) -> None:
         self._load, self._early = load, early
         self._noted: list[Copy] = []
         self._size = 0  # bytes noted since `early` was asked
@@ -119,7 +121,7 @@ class Recorder:
         self._entered.callback(setattr, _here, "recorder", outer)
         _here.recorder = self
         self._entered.enter_context(_places)
-        self._entered.enter_context(torch._C._IncludeDispatchKeyGuard(_keys()[0]))
+        self._entered.enter_context(torch._C._IncludeDispatchKeyGuard(_recorder_keys()[0]))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -143,10 +145,12 @@ class Recorder:
 
     def stand_in(self, of: Stored, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor for the model's loader."""
-        with torch._C._ExcludeDispatchKeyGuard(_keys()[1]):
+        with torch._C._ExcludeDispatchKeyGuard(_recorder_keys()[1]):
             return self._stand_in(of, dtype, dtype, device)
 
-    def _stand_in(self, stored: Stored, stored_dtype: torch.dtype, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def _stand_in(
+        self, stored: Stored, stored_dtype: torch.dtype, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         tensor = torch.empty(stored.shape, dtype=dtype, device="meta")
         of = _Of(stored, stored_dtype, device, _weak_reference(tensor.untyped_storage()))
         self._of[of.memory.cdata] = of
@@ -157,7 +161,7 @@ class Recorder:
     def paused(self) -> Iterator[None]:
         """For work that is not the loader's."""
         # Parameters of vLLM's have a function of torch's in Python.
-        with torch._C._ExcludeDispatchKeyGuard(_keys()[1]), torch._C.DisableTorchFunctionSubclass():
+        with torch._C._ExcludeDispatchKeyGuard(_recorder_keys()[1]), torch._C.DisableTorchFunctionSubclass():
             yield
 
     def offer(self) -> None:
@@ -186,7 +190,7 @@ class Recorder:
                 self._load(noted)
         self._ranges.clear()
 
-    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operation of the loader's returns; runs with the recorder off."""
         stands = [(tensor, of) for tensor in _tensors((args, kwargs)) if (of := self._source(tensor)) is not None]
         if stands:
@@ -211,11 +215,13 @@ class Recorder:
                 return views
             if func is _aten.clone.default and one.is_contiguous():
                 return one.view(one.shape)  # nothing can write to a stand-in
-            if func is _aten._to_copy.default and all(value in _USUAL.get(key, (value,)) for key, value in kwargs.items()):
-                return self._cast(one, of, kwargs.get("dtype") or one.dtype, torch.device(kwargs.get("device") or of.device))
+            usual = all(value in _USUAL.get(key, (value,)) for key, value in kwargs.items())
+            if func is _aten._to_copy.default and usual:
+                device = torch.device(kwargs.get("device") or of.device)
+                return self._cast_stand_in(one, of, kwargs.get("dtype") or one.dtype, device)
         raise Unplannable(of.stored.name, str(func))
 
-    def _cast(self, one: torch.Tensor, of: _Of, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def _cast_stand_in(self, one: torch.Tensor, of: _Of, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if dtype is not one.dtype is not of.dtype:
             raise Unplannable(of.stored.name, f"a cast of it to {one.dtype} and then {dtype}")
         other = self._stand_in(of.stored, of.dtype, dtype, device)
@@ -238,7 +244,8 @@ class Recorder:
             if memory in self._reads:
                 self._other("a copy to where it read")
             insort(self._ranges[memory], (low, high, name))
-            self._noted.append(Copy(of.stored, int(one.storage_offset()), tuple(one.shape), one.stride(), of.dtype, target))
+            offset, shape = int(one.storage_offset()), tuple(one.shape)
+            self._noted.append(Copy(of.stored, offset, shape, one.stride(), of.dtype, target))
             self._size += high - low
         return target
 
@@ -313,7 +320,7 @@ class _Places:
             self._count += 1
             if self._count == 1:
                 for name, answer in self._answers.items():
-                    setattr(torch.Tensor, name, _answering(getattr(torch._C.TensorBase, name), answer))
+                    setattr(torch.Tensor, name, _property_that_answers(getattr(torch._C.TensorBase, name), answer))
 
     def __exit__(self, *exc: object) -> None:
         with self._lock:
@@ -326,32 +333,32 @@ class _Places:
 _places = _Places()
 
 
-def _answering(own: Any, answer: Callable[[torch.device], Any]) -> property:
-    def look(tensor: torch.Tensor) -> Any:
+def _property_that_answers(own: Any, answer: Callable[[torch.device], Any]) -> property:
+    def look_up(tensor: torch.Tensor) -> Any:
         recorder = getattr(_here, "recorder", None) if _is_meta(tensor) else None
         of = None if recorder is None else recorder._source(tensor)
         return own.__get__(tensor) if of is None else answer(of.device)
 
-    return property(look)
+    return property(look_up)
 
 
-def _intercept(func: Any, *args: Any, **kwargs: Any) -> Any:
+def _intercept_operation(func: Any, *args: Any, **kwargs: Any) -> Any:
     # Where torch brings the operations of a thread that records.
     recorder: Recorder = _here.recorder
     if func is _COPY and not kwargs:  # the most
         target, one = args[:2]
         if (of := recorder._source(one)) is not None and recorder._source(target) is None:
             return recorder._note(target, one, of)
-    with torch._C._ExcludeDispatchKeyGuard(_keys()[1]):
-        return recorder.called(func, args, kwargs)
+    with torch._C._ExcludeDispatchKeyGuard(_recorder_keys()[1]):
+        return recorder.run_operation(func, args, kwargs)
 
 
 @functools.cache
-def _keys() -> tuple[Any, Any, Any]:
+def _recorder_keys() -> tuple[Any, Any, Any]:
     """The key of the recorder, alone and as a set; tells torch what to do with it, once in a process."""
     library: Any = torch.library.Library
     every, aten = library("_", "IMPL"), library("aten", "IMPL")
-    every.fallback(_intercept, _KEY)
+    every.fallback(_intercept_operation, _KEY)
     whole = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
     parts = {name.removeprefix("aten::") for name in whole if name.startswith("aten::")}
     for name in sorted(parts.union(_UNSEEN).difference(func._schema.name.removeprefix("aten::") for func in _READS)):
