@@ -107,6 +107,14 @@ pytest: $(BUILT) ## the Python tests
 	$(PYTEST)
 suite: # after wheel, whose files it inspects
 	OVERWIRE_TEST_DIST="$(CURDIR)/dist" $(PYTEST) -m "not slow"
+NEWEST := .venv-newest
+$(NEWEST)/.ready: requirements/newest.txt
+	PYTHON=$(PYTHON) .ci/install venv $(NEWEST) newest
+	@touch $@
+newest: build $(NEWEST)/.ready ## the Python tests with the newest torch, transformers and others: see requirements/newest.txt
+	$(NEWEST)/bin/python -m pip install -q --disable-pip-version-check --no-deps -e .
+	OVERWIRE_TEST_TRANSFORMERS5=$$($(NEWEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
+		$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow"
 wheel: venv ## dist/: the wheel and the sdist, audited, the wheel imported by every Python here
 	$(PY) wheels/build.py dist
 	$(PY) wheels/check.py dist/*.whl
