@@ -14,7 +14,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU that torch sees", allow_module_level=True)
 
 from overwire.offloading import ring as rings  # noqa: E402
-from test_offload import Model  # noqa: E402
+from overwire.plumbing import stream_blocks  # noqa: E402
+from test_offload import BYTES, Cast, Model  # noqa: E402
 
 IDS = torch.arange(14, device="cuda").reshape(2, 7)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -58,25 +59,70 @@ def test_outputs_are_those_of_the_resident_model(poisoned: None, dtype: Any, hom
         assert torch.equal(ours.cuda(), theirs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", BYTES, ids=str)
 def test_weights_of_a_byte(poisoned: None, dtype: Any) -> None:
-    """fp8 and int8 weights come as they were."""
-
-    class Block(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.randn(300, 257, device="cuda").mul(9).to(dtype), requires_grad=False)
-
-        def forward(self, x: Any) -> Any:
-            return x @ self.weight.float()
-
+    """fp8 and int8 weights come as they were, in changing orders."""
     model = torch.nn.Module()
-    model.layers = torch.nn.ModuleList(Block() for _ in range(4))
-    x = torch.randn(3, 300, device="cuda")
+    model.layers = torch.nn.ModuleList(Cast(dtype) for _ in range(5))
+    model.cuda()
+    x = torch.randn(3, 61, device="cuda")
     expected = [layer(x) for layer in model.layers]
     with ow.offload(model, "cuda"), torch.no_grad():
-        for _ in range(2):
-            assert all(torch.equal(layer(x), y) for layer, y in zip(model.layers, expected, strict=True))
+        for order in ([0, 1, 2, 3, 4], [4, 2, 0], [1, 1, 3]):
+            assert all(torch.equal(model.layers[at](x), expected[at]) for at in order)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_errors_in_the_middle_of_a_pass(poisoned: None, error: type[BaseException]) -> None:
+    """After an error, or Ctrl-C, in any block the next pass is right."""
+    model = Model(6, 256).cuda()
+    reference = outputs(model)
+    with ow.offload(model, "cuda"):
+        for at in range(6):
+
+            def fail(*_: Any) -> None:
+                raise error
+
+            hook = model.layers[at].up.register_forward_hook(fail)
+            with pytest.raises(error):
+                outputs(model)
+            hook.remove()
+            assert torch.equal(outputs(model), reference)
+
+
+@pytest.mark.parametrize("compress", [True, False])
+def test_weights_come_from_a_file(poisoned: None, compress: bool, tmp_path: Any) -> None:
+    """Of a model on the meta device; close puts them on the host."""
+    model = Model(5, 512)
+    ow.save_model(model, tmp_path / "m.safetensors", compress=compress)
+    with torch.device("meta"):
+        empty = Model(5, 512)
+    empty.head.weight = empty.embed.weight
+    empty.order = list(range(5))
+    reference = outputs(model.cuda())
+    with ow.offload(empty, "cuda", source=tmp_path / "m.safetensors") as offloaded:
+        for _ in range(3):
+            assert torch.equal(outputs(empty), reference)
+        assert offloaded.stored < offloaded.nbytes
+    assert all(parameter.device.type == "cpu" for parameter in empty.parameters())
+    assert torch.equal(outputs(empty.cuda()), reference)
+
+
+def test_blocks_of_another_programs_model(poisoned: None) -> None:
+    """`stream_blocks` takes layers on the host, and moves no more than it is asked to."""
+    model = Model(5, 512)
+    reference = outputs(copy.deepcopy(model).cuda())
+    for part in (model.embed, model.head):
+        part.cuda()
+    model.layers.register_buffer("table", torch.ones(3), persistent=False)
+    moved = [*model.layers.parameters(), *(layer.scale for layer in model.layers)]
+    offloaded = stream_blocks(model, torch.device("cuda", 0), list(model.layers), moved, 1 << 20)
+    assert 0 < len(offloaded.blocks) <= 5
+    for _ in range(3):
+        assert torch.equal(outputs(model), reference)
+    assert model.layers.table.device.type == "cpu"
+    offloaded.close()
+    assert all(parameter.device.type == "cpu" for parameter in model.layers.parameters())
 
 
 def test_a_part_of_the_weights_may_leave_a_block(poisoned: None) -> None:

@@ -75,6 +75,40 @@ def outputs(model: torch.nn.Module) -> torch.Tensor:
     return model(IDS).clone()
 
 
+BYTES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
+
+
+class Cast(torch.nn.Module):
+    """A block whose weights, of a dtype that no matrix product takes, are cast where they are used."""
+
+    def __init__(self, dtype: torch.dtype, rows: int = 61) -> None:
+        super().__init__()
+        values = torch.randn(rows, 53, generator=torch.Generator().manual_seed(rows)).mul(9)
+        self.weight = torch.nn.Parameter(values.clamp(-127, 127).to(dtype), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.float() @ self.weight.float()).sum(1, keepdim=True) * x
+
+
+@pytest.mark.parametrize("dtype", BYTES, ids=str)
+@pytest.mark.parametrize("source", [None, "plain", "compressed"])
+def test_weights_of_a_byte(dtype: torch.dtype, source: str | None, tmp_path: Path) -> None:
+    """fp8 and int8, of the model or of a file, in every order; odd sizes; close puts every byte back."""
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(Cast(dtype) for _ in range(5))
+    x = torch.linspace(-1, 1, 3 * 61).reshape(3, 61)
+    before = [layer.weight.view(torch.uint8).clone() for layer in model.layers]
+    expected = [layer(x) for layer in model.layers]
+    if source is not None:
+        ow.save_model(model, tmp_path / "m.safetensors", compress=source == "compressed")
+        for layer in model.layers:
+            layer.weight.data = torch.zeros_like(layer.weight)
+    with ow.offload(model, "cpu", source=source and tmp_path / "m.safetensors"), torch.no_grad():
+        for order in ([0, 1, 2, 3, 4], [4, 2, 0], [1, 1, 3]):
+            assert all(torch.equal(model.layers[at](x), expected[at]) for at in order)
+    assert all(torch.equal(layer.weight.view(torch.uint8), own) for layer, own in zip(model.layers, before, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("keep", [None, 150_000, "1GB"])
 def test_outputs_are_those_of_the_resident_model(dtype: torch.dtype, keep: int | str | None) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from overwire import codecs, gpu
 from overwire.offloading import ring as rings
-from test_offload import Model, outputs
+from test_offload import BYTES, Cast, Model, outputs
 
 
 class Event:
@@ -184,6 +184,19 @@ def test_outputs_in_every_order(device: Device, slots: int, seed: int) -> None:
     for order, output in zip(orders, seen, strict=True):
         model.order = order
         assert torch.equal(output, outputs(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, *BYTES], ids=str)
+def test_every_dtype(device: Device, dtype: torch.dtype, seed: int) -> None:
+    """Blocks of other dtypes than bf16, in changing orders, come as they were."""
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(Cast(dtype, rows) for rows in (61, 61, 3, 61, 200))
+    inputs = [torch.linspace(-1, 1, 2 * len(layer.weight)).reshape(2, -1) for layer in model.layers]
+    expected = [layer(x) for layer, x in zip(model.layers, inputs, strict=True)]
+    dice = random.Random(seed)
+    with ow.offload(model, "cpu"), torch.no_grad():
+        for at in [*range(5), *(dice.randrange(5) for _ in range(20))]:
+            assert torch.equal(model.layers[at](inputs[at]), expected[at])
 
 
 def test_threads_on_streams_of_their_own(device: Device) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .model.opened import prepare
     from .model.options import check_switches, parse_size, setting
     from .offloading.hosted import Hosted, HostedWeight, can_store, listed_blocks
+    from .offloading.offload import stream_blocks
     from .paths import is_remote, local, path_of
     from .stores import FileWriter, ObjectReader, ObjectWriter, presign, publish, write_bytes
     from .verbs.deltas import apply_part
@@ -85,6 +86,7 @@ __all__ = [
     "shares_reading",
     "shown",
     "states_of",
+    "stream_blocks",
     "table_of",
     "torch_dtype",
     "verb",
@@ -113,6 +115,7 @@ _HOMES = {
     "model.options": ("check_switches", "parse_size", "setting"),
     "jobs": ("shown",),
     "offloading.hosted": ("Hosted", "HostedWeight", "can_store", "listed_blocks"),
+    "offloading.offload": ("stream_blocks",),
     "paths": ("is_remote", "local", "path_of"),
     "stores": ("FileWriter", "ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"),
     "verbs.deltas": ("apply_part",),

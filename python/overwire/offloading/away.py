@@ -19,13 +19,14 @@ __all__ = ["Record", "bring", "is_away", "record_of", "send_away"]
 _RECORD = "_overwire_away"  # in the parameter's __dict__ while it is away: its Record
 
 # Attributes and methods whose answers depend on the shape, which the empty memory lacks.
-_SHAPED = frozenset(
+_BY_SHAPE = frozenset(
     "shape size numel nelement dim ndim ndimension stride is_contiguous __len__ nbytes itemsize element_size".split()
 )
 # Those that memory without elements answers truly.
 _PLAIN = frozenset(
-    "dtype device layout requires_grad requires_grad_ grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn "
-    "is_nested is_complex is_floating_point is_conj is_neg is_inference is_signed names get_device __hash__ _backward_hooks".split()
+    "dtype device layout requires_grad requires_grad_ grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse "
+    "is_quantized is_mkldnn is_nested is_complex is_floating_point is_conj is_neg is_inference is_signed names "
+    "get_device __hash__ _backward_hooks".split()
 )
 
 
@@ -74,13 +75,14 @@ _KINDS: dict[type, type] = {}
 @cache
 def _away_class(kind: type) -> type:
     # A subclass of the parameter's own class, so that isinstance says what it did.
-    fields = {"__module__": kind.__module__, "__torch_function__": classmethod(_answer), "__repr__": _describe}
+    answer: Any = classmethod(_answer_metadata)
+    fields = {"__module__": kind.__module__, "__torch_function__": answer, "__repr__": _describe_away}
     away = type(kind)(kind.__name__, (kind,), fields)
     _KINDS[away] = kind
     return away
 
 
-def _answer(
+def _answer_metadata(
     cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     # torch asks here before it does anything with a parameter that is away. Of an
@@ -91,7 +93,7 @@ def _answer(
     with torch._C.DisableTorchFunctionSubclass():
         if records and name in _PLAIN:
             return func(*args, **(kwargs or {}))
-        if len(records) == 1 and name in _SHAPED:
+        if len(records) == 1 and name in _BY_SHAPE:
             return func(records[0].twin, *args[1:], **(kwargs or {}))
     which = repr(records[0].name) if records else "a parameter"
     raise NotSupportedError(
@@ -101,6 +103,6 @@ def _answer(
     )
 
 
-def _describe(parameter: torch.Tensor) -> str:
+def _describe_away(parameter: torch.Tensor) -> str:
     name, twin, _ = parameter.__dict__[_RECORD]
     return f"{type(parameter).__name__}({name!r}, away, shape={tuple(twin.shape)}, dtype={twin.dtype})"

@@ -12,7 +12,7 @@ from ..frameworks.memory import check_memory
 from ..frameworks.torch import SAVED
 from ..verbs.sleeping import _dense
 
-__all__ = ["Block", "Weight", "can_store", "cut", "find_blocks", "weights_of"]
+__all__ = ["Block", "Weight", "can_store", "cut_model", "find_blocks", "weights_of"]
 
 # A module with more of a model's bytes than this share is cut where it has lists of modules.
 # The engine, which plans by names alone, has both numbers, too.
@@ -57,21 +57,21 @@ def find_blocks(model: torch.nn.Module, blocks: Iterable[Any] | None, prefix: st
         )
     _check_memory(model)
     names = {module: name for name, module in model.named_modules()}
-    chosen = _named(model, names, blocks) if blocks is not None else cut(model)
-    if not chosen:
+    modules = _find_modules(model, names, blocks) if blocks is not None else cut_model(model)
+    if not modules:
         kind = type(model).__name__
         raise ArgumentError(
             f"overwire: offload: {kind} has no ModuleList with parameters: say what its blocks are, blocks=[...]"
         )
-    chosen = list(ones := dict.fromkeys(chosen))  # a block may run in several places
-    for module in chosen:
+    modules = list(ones := dict.fromkeys(modules))  # a block may run in several places
+    for module in modules:
         for inner in module.modules():
             if inner is not module and inner in ones:
                 raise ArgumentError(f"overwire: offload: block {names[inner]!r} is a part of block {names[module]!r}")
-    owners = _owners(model, chosen)
+    owners = _count_places(model, modules)
     return [
         Block(prefix + names[module], module, list(weights_of(module, prefix + names[module], owners)))
-        for module in chosen
+        for module in modules
     ]
 
 
@@ -87,7 +87,9 @@ def weights_of(module: torch.nn.Module, prefix: str, owners: dict[int, int]) -> 
             yield Weight(f"{prefix}.{name}", parameter, parameter.device)
 
 
-def _named(model: torch.nn.Module, names: dict[torch.nn.Module, str], blocks: Iterable[Any]) -> list[torch.nn.Module]:
+def _find_modules(
+    model: torch.nn.Module, names: dict[torch.nn.Module, str], blocks: Iterable[Any]
+) -> list[torch.nn.Module]:
     modules: list[torch.nn.Module] = []
     if isinstance(blocks, str) or not isinstance(blocks, Iterable):
         raise ArgumentError(f"overwire: offload: blocks: expected modules or their names, got {blocks!r}")
@@ -99,25 +101,24 @@ def _named(model: torch.nn.Module, names: dict[torch.nn.Module, str], blocks: It
             except AttributeError as error:
                 raise ArgumentError(f"overwire: offload: blocks: {error}") from None
         if not isinstance(module, torch.nn.Module) or module not in names or module is model:
-            raise ArgumentError(
-                f"overwire: offload: blocks: {block if isinstance(block, str) else type(block).__name__!r} is no part of the model"
-            )
+            what = block if isinstance(block, str) else type(block).__name__
+            raise ArgumentError(f"overwire: offload: blocks: {what!r} is no part of the model")
         modules += module if isinstance(module, torch.nn.ModuleList) else [module]  # no one calls a list
     return modules
 
 
-def cut(model: torch.nn.Module) -> list[torch.nn.Module]:
+def cut_model(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The children of a model's lists of modules; those with much of it are cut further."""
-    return list(_cut(model, _LARGEST_SHARE * _bytes_of(model)))
+    return list(_cut_lists(model, _LARGEST_SHARE * _bytes_of(model)))
 
 
-def _cut(module: torch.nn.Module, limit: float) -> Iterator[torch.nn.Module]:
+def _cut_lists(module: torch.nn.Module, limit: float) -> Iterator[torch.nn.Module]:
     for child in module.children():
         if not isinstance(child, torch.nn.ModuleList):
-            yield from _cut(child, limit)
+            yield from _cut_lists(child, limit)
             continue
         for block in child:
-            inner = list(_cut(block, limit)) if _bytes_of(block) > limit else []
+            inner = list(_cut_lists(block, limit)) if _bytes_of(block) > limit else []
             if sum(map(_bytes_of, inner)) >= _LISTED_SHARE * _bytes_of(block) > 0:
                 yield from inner
             elif _bytes_of(block):
@@ -128,7 +129,7 @@ def _bytes_of(module: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-def _owners(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> dict[int, int]:
+def _count_places(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> dict[int, int]:
     # By id, in how many places a parameter or a part of its memory is used: blocks, and all
     # that is in none. One that two use, tied weights, cannot go with one of them.
     inside: dict[torch.nn.Module, set[int]] = {}
@@ -143,7 +144,7 @@ def _owners(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> dict[i
                 places.setdefault(id(tensor), set()).update(inside.get(module, {-1}))
                 tensors[id(tensor)] = tensor
     spans = sorted(
-        (str(t.device), t.data_ptr(), t.data_ptr() + _extent(t), key)
+        (str(t.device), t.data_ptr(), t.data_ptr() + _extent_of(t), key)
         for key, t in tensors.items()
         if t.numel() and t.device.type != "meta"
     )
@@ -165,7 +166,7 @@ def _check_memory(model: torch.nn.Module) -> None:
             check_memory(tensor, f"overwire: offload: {name!r}", name)
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def _extent_of(tensor: torch.Tensor) -> int:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from .blocks import Block, can_store, cut
+from .blocks import Block, can_store, cut_model
 from .offload import Offloaded, _Away
 from .stored import decode_tensor, encode_block
 
@@ -41,7 +41,7 @@ class Hosted(Offloaded):
         self._places: dict[str, tuple[int, int]] = {}
 
     def add(self, name: str, module: torch.nn.Module, weights: Iterable[HostedWeight]) -> None:
-        """Compresses the weights of a block, at least one, into host memory; from now on `read` has them.
+        """Compresses the weights of a block, at least one, into host memory; `read` has them from now on.
 
         Raises OutOfMemoryError and DeviceError; nothing is changed then.
         """
@@ -80,7 +80,7 @@ class Hosted(Offloaded):
         for hook in self._hooks[2 * at : 2 * at + 2] if at is not None else ():
             hook.remove()
 
-    def _bring(self, at: int, views: list[torch.Tensor]) -> None:
+    def _bring_weights(self, at: int, views: list[torch.Tensor]) -> None:
         for (owner, key, left), view in zip(self._parameters[at], views, strict=True):
             owner._parameters[key] = torch.nn.Parameter(view, left.requires_grad)
 
@@ -92,7 +92,8 @@ class Hosted(Offloaded):
         if ran:
             super()._meet_gradients(name)
         warnings.warn(
-            f"overwire: offload: {name}: a forward with gradients is not streamed: use torch.inference_mode() or torch.no_grad()",
+            f"overwire: offload: {name}: a forward with gradients is not streamed: "
+            "use torch.inference_mode() or torch.no_grad()",
             stacklevel=2,
         )
 
@@ -100,4 +101,4 @@ class Hosted(Offloaded):
 def listed_blocks(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """What `offload` takes as the blocks of a model, by name; none if it has no lists of modules."""
     names = {module: name for name, module in model.named_modules()}
-    return [(names[module], module) for module in dict.fromkeys(cut(model))]
+    return [(names[module], module) for module in dict.fromkeys(cut_model(model))]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .ring import Ring
     from .stored import StoredBlock
 
-__all__ = ["Offloaded", "offload"]
+__all__ = ["Offloaded", "offload", "stream_blocks"]
 
 
 class _Away(NamedTuple):
@@ -89,11 +89,11 @@ class Offloaded:
             ring = Ring([one.stored], self._device, 1)
             memory = ring.acquire(0, sys._getframe())
             for weight, place in zip(one.block.weights, one.stored.places, strict=True):
-                restored = _copy_to(place.view(memory), weight.device)
+                values = _copy_to(place.view(memory), weight.device)
                 if is_away(weight.parameter):
-                    bring(weight.parameter, restored)
+                    bring(weight.parameter, values)
                 else:
-                    weight.parameter.data = restored
+                    weight.parameter.data = values
             ring.release(0)
             ring.close()
             self._away.pop()
@@ -103,15 +103,35 @@ class Offloaded:
             tensor.data = _copy_once(tensor.data, device, copies)
             self._moved.pop()
 
-    def _take(
-        self, blocks: list[Block], kept: set[int], limit: int, fill: Callable[[list[Weight]], list[torch.Tensor]]
+    def _begin_streaming(
+        self,
+        blocks: list[Block],
+        tensors: list[torch.Tensor],
+        keep: int,
+        slots: int,
+        limit: int = 0,
+        source: _Source | None = None,
+    ) -> None:
+        # Lets blocks that are not kept come and go; the tensors that do not are moved to the device.
+        staying = set(_verbs.kept_blocks(keep, array("q", (block.nbytes for block in blocks)).tobytes()))
+        away = [block for at, block in enumerate(blocks) if at not in staying]
+        going = {id(weight.parameter) for block in away for weight in block.weights}
+        rest = [tensor for tensor in tensors if id(tensor) not in going]
+        self._move_rest(rest)
+        if source is not None:
+            source.load_tensors(rest)
+        self._encode_blocks(blocks, staying, limit, _values_of if source is None else source.read_block)
+        self._run_by(slots)
+
+    def _encode_blocks(
+        self, blocks: list[Block], staying: set[int], limit: int, fill: Callable[[list[Weight]], list[torch.Tensor]]
     ) -> None:
         # Encodes the blocks that are streamed, one after the other, and frees their memory.
         from .away import record_of
         from .stored import encode_block
 
         for at, block in enumerate(blocks):
-            if at in kept or not block.weights:
+            if at in staying or not block.weights:
                 self.kept += block.nbytes
                 continue
             stored = encode_block(fill(block.weights), self._device)
@@ -127,7 +147,7 @@ class Offloaded:
             self.blocks.append(block.name)
             self._send_away(len(self._away) - 1)
 
-    def _move(self, tensors: Iterable[torch.Tensor]) -> None:
+    def _move_rest(self, tensors: Iterable[torch.Tensor]) -> None:
         copies: dict[tuple[Any, ...], torch.Tensor] = {}
         for tensor in tensors:
             if tensor.device == self._device:
@@ -152,14 +172,14 @@ class Offloaded:
 
     def _hooks_of(self, at: int) -> tuple[_Hook, _Hook]:
         def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._before(at, module, args, kwargs)
+            self._before_run(at, module, args, kwargs)
 
         def after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._after(at, module, output)
+            self._after_run(at, module, output)
 
         return _Hook(before), _Hook(after)
 
-    def _before(self, at: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_run(self, at: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         import torch
 
         ring = self._ring
@@ -180,9 +200,9 @@ class Offloaded:
             views = views_of.get(memory.data_ptr())
             if views is None:
                 views = views_of[memory.data_ptr()] = [place.view(memory) for place in stored.places]
-            self._bring(at, views)
+            self._bring_weights(at, views)
 
-    def _after(self, at: int, module: torch.nn.Module, output: Any) -> None:
+    def _after_run(self, at: int, module: torch.nn.Module, output: Any) -> None:
         import torch
 
         ring = self._ring
@@ -206,7 +226,7 @@ class Offloaded:
             "use torch.inference_mode() or torch.no_grad()"
         )
 
-    def _bring(self, at: int, views: list[torch.Tensor]) -> None:
+    def _bring_weights(self, at: int, views: list[torch.Tensor]) -> None:
         from .away import bring, is_away
 
         for weight, view in zip(self._away[at].block.weights, views, strict=True):
@@ -312,26 +332,22 @@ def offload(
         raise ArgumentError("overwire: offload: source= and blocks= go with one model, not with a pipeline")
     inference = any(t.is_inference() for part in models.values() for t in [*part.parameters(), *part.buffers()])
     if inference and not torch.is_inference_mode_enabled():
-        raise NotSupportedError("overwire: offload: a model that was made in inference mode runs only there: offload it there")
+        raise NotSupportedError(
+            "overwire: offload: a model that was made in inference mode runs only there: offload it there"
+        )
     where = check_device(device, frame)
     with _errors_of(where):
         torch.empty(0, device=where)  # that there is no such device is found out before anything changes
     offloaded = Offloaded(torch.device(where), inference)
-    weights = _Source(models[""], source) if source is not None else None
+    weights = _Source(models[""], source, offloaded._device) if source is not None else None
     try:
         with torch.inference_mode(inference), torch.no_grad():
             if weights is not None:
                 weights.give_memory()
-            found = [block for name, part in models.items() for block in _blocks_of(part, blocks, name, len(models) > 1)]
-            kept = set(_verbs.kept_blocks(budget, array("q", (block.nbytes for block in found)).tobytes()))
-            streamed = {id(weight.parameter) for at, block in enumerate(found) if at not in kept for weight in block.weights}
+            parts = models.items()
+            every = [block for name, part in parts for block in _blocks_of(part, blocks, name, len(models) > 1)]
             whole = [t for part in models.values() for t in [*part.parameters(), *part.buffers()]]
-            rest = [tensor for tensor in whole if id(tensor) not in streamed]
-            offloaded._move(rest)
-            if weights is not None:
-                weights.load(rest)
-            offloaded._take(found, kept, limit, _values if weights is None else weights.values)
-            offloaded._run_by(slots)
+            offloaded._begin_streaming(every, whole, budget, slots, limit, weights)
     except BaseException:
         offloaded.close()
         if weights is not None:
@@ -340,18 +356,46 @@ def offload(
     return offloaded
 
 
+def stream_blocks(
+    model: torch.nn.Module,
+    device: torch.device,
+    blocks: Iterable[torch.nn.Module],
+    moved: Iterable[torch.Tensor],
+    keep: int = 0,
+) -> Offloaded:
+    """What `offload` does with blocks of a model that another program has put together: of
+    all else only `moved` goes to the device. Bytes of blocks up to `keep` stay there.
+
+    Raises ArgumentError, NotSupportedError, OutOfMemoryError and DeviceError; the model is as it was then.
+    """
+    import torch
+
+    inference = any(tensor.is_inference() for tensor in model.parameters())
+    offloaded = Offloaded(device, inference)
+    try:
+        with torch.inference_mode(inference), torch.no_grad():
+            offloaded._begin_streaming(_blocks_of(model, blocks, "", False), list(moved), keep, 2)
+    except BaseException:
+        offloaded.close()
+        raise
+    return offloaded
+
+
 class _Source:
     # A file that has a model's weights by name.
 
-    def __init__(self, model: torch.nn.Module, source: SourceLike) -> None:
+    def __init__(self, model: torch.nn.Module, source: SourceLike, device: torch.device) -> None:
         from ..verbs.open import safe_open
 
+        self._device = device
         self._file = safe_open(source, framework="pt")
-        self._tables: list[dict[str, Any]] = [table for part in model.modules() for table in (part._parameters, part._buffers)]
+        self._tables: list[dict[str, Any]] = [
+            table for part in model.modules() for table in (part._parameters, part._buffers)
+        ]
         self._placeholders: list[tuple[Any, str, torch.Tensor]] = []  # of the meta device
         stored, state = set(self._file.keys()), model.state_dict(keep_vars=True)
         self._names: dict[int, str] = {}
-        wanted: dict[int, str] = {}
+        needs: dict[int, str] = {}
         for name, tensor in [
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
@@ -359,27 +403,28 @@ class _Source:
             if name in stored:
                 self._names[id(tensor)] = name
             elif name in state or tensor.device.type == "meta":
-                wanted.setdefault(id(tensor), name)
-        if missing := [name for key, name in wanted.items() if key not in self._names]:
-            raise ModelMismatchError(
-                f"overwire: offload: {source} lacks {len(missing)} weights of the model: {', '.join(sorted(missing)[:5])}"
-            )
+                needs.setdefault(id(tensor), name)
+        if missing := [name for key, name in needs.items() if key not in self._names]:
+            first = ", ".join(sorted(missing)[:5])
+            raise ModelMismatchError(f"overwire: offload: {source} lacks {len(missing)} weights of the model: {first}")
 
     def give_memory(self) -> None:
         """Puts a tensor of the host in the place of each of the meta device, under all its names."""
         import torch
 
-        made: dict[int, torch.Tensor] = {}
+        tensors: dict[int, torch.Tensor] = {}
         for table in self._tables:
             for key, old in table.items():
                 if old is None or old.device.type != "meta":
                     continue
-                if id(old) not in made:  # memory that is not touched takes none
+                if id(old) not in tensors:  # memory that is not touched takes none
                     new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cpu")
-                    made[id(old)] = torch.nn.Parameter(new, old.requires_grad) if isinstance(old, torch.nn.Parameter) else new
-                    self._names[id(made[id(old)])] = self._names[id(old)]
+                    if isinstance(old, torch.nn.Parameter):
+                        new = torch.nn.Parameter(new, old.requires_grad)
+                    tensors[id(old)] = new
+                    self._names[id(tensors[id(old)])] = self._names[id(old)]
                 self._placeholders.append((table, key, old))
-                table[key] = made[id(old)]
+                table[key] = tensors[id(old)]
 
     def take_memory(self) -> None:
         """Undoes `give_memory`."""
@@ -387,20 +432,24 @@ class _Source:
             table, key, old = self._placeholders.pop()
             table[key] = old
 
-    def load(self, tensors: Iterable[torch.Tensor]) -> None:
+    def load_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
         self._file.load_into([(self._names[id(t)], None, t.data) for t in tensors if id(t) in self._names])
 
-    def values(self, weights: list[Weight]) -> list[torch.Tensor]:
+    def read_block(self, weights: list[Weight]) -> list[torch.Tensor]:
         import torch
 
-        tensors = [torch.empty_like(weight.parameter.detach()) for weight in weights]
+        from ..frameworks.torch import _errors_of
+
+        # On the device, which encodes them: stored bytes alone pass its link.
+        with _errors_of(str(self._device), sum(weight.parameter.nbytes for weight in weights)):
+            tensors = [torch.empty_like(weight.parameter.detach(), device=self._device) for weight in weights]
         self._file.load_into(
             [(self._names[id(w.parameter)], None, tensor) for w, tensor in zip(weights, tensors, strict=True)]
         )
         return tensors
 
 
-def _values(weights: list[Weight]) -> list[torch.Tensor]:
+def _values_of(weights: list[Weight]) -> list[torch.Tensor]:
     return [weight.parameter.detach() for weight in weights]
 
 
@@ -458,7 +507,8 @@ def _needs_grad(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 def _not_copied() -> NotSupportedError:
     return NotSupportedError(
-        "overwire: offload: a model is not pickled or copied while its weights are away: save it after Offloaded.close()"
+        "overwire: offload: a model is not pickled or copied while its weights are away: "
+        "save it after Offloaded.close()"
     )
 
 

@@ -115,10 +115,10 @@ class Ring:
         thread = threading.get_ident()
         with self.lock:
             slot = self._slot_of(at)
-            mine = [hold for hold in slot.holds if hold.thread == thread] if slot is not None else []
-            if slot is None or not mine:
+            own_holds = [hold for hold in slot.holds if hold.thread == thread] if slot is not None else []
+            if slot is None or not own_holds:
                 return False
-            slot.holds.remove(mine[-1])
+            slot.holds.remove(own_holds[-1])
             self._carrier.mark_read(slot, self._carrier.stream())
             self.lock.notify_all()
             return not slot.holds
@@ -170,12 +170,12 @@ class Ring:
         return slot
 
     def _fetch_following(self, at: int) -> None:
-        wanted, block = [at], at
-        while len(wanted) < len(self._slots) and self._following[block] not in wanted:
+        order, block = [at], at
+        while len(order) < len(self._slots) and self._following[block] not in order:
             block = self._following[block]
-            wanted.append(block)
-        for block in wanted[1:]:
-            if self._slot_of(block) is None and self._fetch(block, wanted) is None:
+            order.append(block)
+        for block in order[1:]:
+            if self._slot_of(block) is None and self._fetch(block, order) is None:
                 return
 
     def _is_stuck(self) -> bool:
@@ -185,16 +185,16 @@ class Ring:
 
     def _drop_stale_holds(self) -> bool:
         # A run that Ctrl-C ended has called no hook: its frame has ended, too.
-        dropped = False
+        any_stale = False
         for slot in self._slots:
             for hold in list(slot.holds):
                 if _has_ended(hold.frame):
                     slot.holds.remove(hold)
                     self._carrier.mark_read(slot, hold.stream)
-                    dropped = True
-            if dropped and not slot.holds and slot.block is not None and self._evicted is not None:
+                    any_stale = True
+            if any_stale and not slot.holds and slot.block is not None and self._evicted is not None:
                 self._evicted(slot.block)
-        return dropped
+        return any_stale
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
@@ -259,7 +259,7 @@ class _GPUCarrier:
             self._staging = [torch.empty(staging_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self._decoded: list[Any] = [None, None]  # by staging buffer: the event behind which it is free
         self._turn = 0
-        self._packed: dict[tuple[int, int, int], bytes] = {}  # what is decoded, by block, staging buffer and slot
+        self._tasks: dict[tuple[int, int, int], bytes] = {}  # what is decoded, by block, staging buffer and slot
         self._batches: deque[gpu.Batch] = deque()  # whose results are not known yet
 
     def fetch(self, block: StoredBlock, slot: Slot) -> None:
@@ -283,14 +283,14 @@ class _GPUCarrier:
                 self._decoding.wait_event(event)
             slot.readers = []
             key = (block.memory.address, turn, slot.memory.data_ptr())
-            packed = self._packed.get(key)
-            if packed is None:
-                packed = self._packed[key] = gpu.pack_streams(
+            tasks = self._tasks.get(key)
+            if tasks is None:
+                tasks = self._tasks[key] = gpu.pack_streams(
                     (staging.data_ptr() + offset, length, slot.memory.data_ptr() + place.offset, place.nbytes, CHUNK)
                     for place, (offset, length) in zip(block.places, block.streams, strict=True)
                     if place.nbytes
                 )
-            self._batches.append(gpu.decode(number, self._decoding.cuda_stream, packed, "X16"))
+            self._batches.append(gpu.decode(number, self._decoding.cuda_stream, tasks, "X16"))
             slot.ready = self._decoded[turn] = self._decoding.record_event()
 
     def stream(self) -> Any:
@@ -309,7 +309,7 @@ class _GPUCarrier:
             slot.memory.record_stream(self._decoding)
             before.record_stream(stream)
             slot.ready = stream.record_event()
-        self._packed = {key: packed for key, packed in self._packed.items() if key[2] != before.data_ptr()}
+        self._tasks = {key: tasks for key, tasks in self._tasks.items() if key[2] != before.data_ptr()}
 
     def follow_current(self) -> None:
         # The allocator's memory may still be used by what the current stream was given.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,9 @@ from .. import codecs, gpu
 from ..errors import DeviceError, OutOfMemoryError
 from ..frameworks.torch import SAVED, _errors_of
 
-__all__ = ["CHUNK", "HostMemory", "Place", "StoredBlock", "decode_on_host", "decode_tensor", "encode_block", "place_tensors"]
+__all__ = [
+    "CHUNK", "HostMemory", "Place", "StoredBlock", "decode_on_host", "decode_tensor", "encode_block", "place_tensors",
+]  # fmt: skip
 
 _ALIGN = 256
 #: Content bytes of a chunk of a stream.
@@ -65,9 +68,12 @@ class HostMemory:
             raise OutOfMemoryError(
                 f"overwire: offload: {nbytes} bytes of host memory: {error}", asked=nbytes
             ) from error
+        with suppress(OSError):  # a kernel without huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         self.tensor: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.address: int = self.tensor.data_ptr()
         if device.type == "cuda" and nbytes:
+            self.tensor.zero_()  # all cores touch its pages; the driver would, one after the other
             with torch.cuda.device(device):
                 status = int(torch.cuda.cudart().cudaHostRegister(self.address, nbytes, 0))  # type: ignore[no-untyped-call]
             if status:
@@ -123,9 +129,9 @@ def decode_on_host(block: StoredBlock, numbers: Iterable[int], memory: torch.Ten
         if place.nbytes:
             sources.append(codecs.Span(block.memory.address + offset, length, block.memory))
             outs.append(codecs.Span(memory.data_ptr() + place.offset - base, place.nbytes, memory))
-    for coded in codecs.run("decode", sources, algorithm="X16", out=outs):
-        if coded.error is not None:
-            raise coded.error
+    for outcome in codecs.run("decode", sources, algorithm="X16", out=outs):
+        if outcome.error is not None:
+            raise outcome.error
 
 
 def _encode_on_host(
