@@ -98,7 +98,8 @@ def options(given: Any, more: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
         if key not in keys:
             raise ValueError(f"overwire: model_loader_extra_config: unknown key {key!r}; there are {', '.join(keys)}")
         kind, words = keys[key]
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise ValueError(f"overwire: model_loader_extra_config: {key} must be {words}, got {value!r}")
     return {**given, "max_memory": parse_size(given.get("max_memory", "1GiB"), "model_loader_extra_config: max_memory")}
 

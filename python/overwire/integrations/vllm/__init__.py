@@ -85,7 +85,7 @@ def _add_preparation(workers: Any) -> None:
     workers.Worker.load_model = load_model
     for name in _CHANGES:
         if hasattr(workers.Worker, name):
-            setattr(workers.Worker, name, _after_writing(getattr(workers.Worker, name)))
+            setattr(workers.Worker, name, _before_change(getattr(workers.Worker, name)))
     warm = getattr(workers.Worker, "compile_or_warm_up_model", None)
     if warm is not None:  # else nothing says when the engine is up, and nothing is kept
         workers.Worker.compile_or_warm_up_model = _then_written(warm)
@@ -108,9 +108,13 @@ def _then_written(warm: Callable[..., Any]) -> Callable[..., Any]:
     return compile_or_warm_up_model
 
 
-def _after_writing(change: Callable[..., Any]) -> Callable[..., Any]:
+def _before_change(change: Callable[..., Any]) -> Callable[..., Any]:
+    # What is written in the background ends before weights change; layers that are streamed do not change.
     @functools.wraps(change)
     def changed(*args: Any, **named: Any) -> Any:
+        streaming = sys.modules.get(f"{__name__}.streaming")
+        if streaming is not None and change.__name__ not in ("checkpoint_prepare", "shutdown"):
+            streaming.refuse_changes(change.__name__)
         if written := sys.modules.get(f"{__name__}.prepared"):
             written.finish()
         return change(*args, **named)

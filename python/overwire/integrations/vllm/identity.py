@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from ..origins import files_of
 from ..prepared import Refused, fingerprint
 
-__all__ = ["CODE", "OPAQUE", "name_of"]
+__all__ = ["CODE", "OPAQUE", "name_of", "offloads"]
 
 #: Code that moves weights, whatever the model.
 CODE = (
@@ -63,7 +63,7 @@ def name_of(config: Any, model_config: Any, prefix: str, loader: Any, device: to
         raise Refused("experts are moved while the engine runs (EPLB)")
     if torch.version.hip or device.type not in ("cpu", "cuda"):
         raise Refused(f"vLLM uses {device.type}{' by ROCm' if torch.version.hip else ''}")
-    if getattr(getattr(config, "engram_config", None), "cpu_offload", False) or _offloads(config):
+    if getattr(getattr(config, "engram_config", None), "cpu_offload", False) or offloads(config):
         raise Refused("weights are offloaded")
     import overwire
 
@@ -86,7 +86,8 @@ def name_of(config: Any, model_config: Any, prefix: str, loader: Any, device: to
     )
 
 
-def _offloads(config: Any) -> bool:
+def offloads(config: Any) -> bool:
+    """Whether vLLM's own offloader is asked for."""
     offload = getattr(config, "offload_config", None)
     found = [getattr(config.cache_config, "cpu_offload_gb", 0), getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0)]
     found.append(getattr(getattr(offload, "prefetch", None), "offload_group_size", 0))

@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
+from ...plumbing import parse_size
 from .. import options, weights
 from ..sheets import Opening
 from ..slices import Attempt, by_slices
@@ -41,6 +42,7 @@ _COPIED = (None, "fp8")
 _KEYS = {
     "plan": (bool, "true or false"),
     "prepared": ((bool, str), "true, false or a folder"),
+    "offload": ((bool, str), "true, false or bytes of layers that stay on the GPU, as '8GB'"),
     "strict": (bool, "true or false"),
     "enable_weights_track": (bool, "true or false"),
 }
@@ -60,6 +62,11 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
     def __init__(self, load_config: Any) -> None:
         super().__init__(load_config)
         self._options = options(load_config.model_loader_extra_config, _KEYS)
+        offload = self._options.get("offload")
+        self._streams = bool(offload)
+        self._keep = parse_size(offload if isinstance(offload, str) else None, "model_loader_extra_config: offload")
+        if self._streams and self._options.get("prepared"):
+            raise ValueError("overwire: model_loader_extra_config: offload and prepared exclude each other")
         if not vllm.__version__.startswith(KNOWN):
             log.warning_once("overwire was not tried with vLLM %s; it knows 0.32 and 0.33", vllm.__version__)
         self._reader = _Reader(load_config, self._options)
@@ -86,6 +93,8 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             self._reader.config = None
 
     def _load_model(self, vllm_config: Any, model_config: Any, prefix: str = "", **named: Any) -> torch.nn.Module:
+        if self._streams and model_config is vllm_config.model_config:  # a draft's layers stay on the GPU
+            return self._load_hosted(vllm_config, model_config, prefix, **named)
         start = None
         if chosen := self._options.get("prepared"):
             from .prepared import Start
@@ -102,8 +111,17 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             start.keep(made)
         return made
 
+    def _load_hosted(self, vllm_config: Any, model_config: Any, prefix: str, **named: Any) -> torch.nn.Module:
+        from .streaming import hosted_layers, refuse_config
+
+        refuse_config(vllm_config, model_config)
+        with hosted_layers(torch.device(likely(vllm_config, self.load_config))) as layers:
+            model: torch.nn.Module = super().load_model(vllm_config, model_config, prefix, **named)
+            layers.stream(model, self._keep)
+        return model
+
     def _slices(self, model_config: Any) -> bool:
-        return bool(self._options.get("plan", model_config.quantization in _COPIED))
+        return not self._streams and bool(self._options.get("plan", model_config.quantization in _COPIED))
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Loads the model. ValueError, in vLLM's words, for a parameter, or a part of
