@@ -30,10 +30,12 @@ def without_kernels() -> None:
     from vllm.model_executor.custom_op import CustomOp
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-    def forward(self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, output: Any, *_: Any, **__: Any) -> Any:
+    def forward(
+        self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, output: Any, *_: Any, **__: Any
+    ) -> Any:
         q, k, v = (part.view(len(part), -1, self.head_size).transpose(0, 1) for part in (query, key, value))
-        done = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
-        output.copy_(done.transpose(0, 1).reshape(output.shape))
+        attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+        output.copy_(attend(q, k, v, scale=self.scale).transpose(0, 1).reshape(output.shape))
         return output
 
     CPUAttentionBackendImpl.forward = forward
@@ -108,8 +110,9 @@ def refusals(path: Path, where: tuple[int, int, int]) -> None:
     from vllm.model_executor.offloader import get_offloader
 
     def attempt(extra: dict[str, Any], **more: Any) -> None:
-        arguments: dict[str, Any] = {"enforce_eager": True, "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 64, **more}
-        config = EngineArgs(model=str(path), load_format="overwire", model_loader_extra_config=extra, **arguments).create_engine_config()
+        arguments: dict[str, Any] = {"load_format": "overwire", "model_loader_extra_config": extra, "enforce_eager": True}
+        arguments |= {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 64, **more}
+        config = EngineArgs(model=str(path), **arguments).create_engine_config()
         get_model_loader(config.load_config).load_model(vllm_config=config, model_config=config.model_config)
 
     before = get_offloader()

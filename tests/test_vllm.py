@@ -456,11 +456,12 @@ def load(path, extra=None):
     loader(extra).load_weights(Model(), config(path))
 assert "unknown key 'speed'; there are " + ", ".join(sys.argv[3:]) in raised(ValueError, lambda: loader({"speed": 1}))
 for wrong in (
-    {"source": 1}, {"max_memory": True}, {"max_memory": "much"}, {"strict": "no"}, {"storage_options": []}, {"prepared": 1},
+    {"source": 1}, {"max_memory": True}, {"max_memory": "much"}, {"strict": "no"}, {"storage_options": []},
+    {"prepared": 1},
     {"offload": 5}, {"offload": "many"}, {"offload": "8GB", "prepared": True},
 ):
     assert next(iter(wrong)) in raised(ValueError, lambda: loader(wrong))
-for right in ({"prepared": True}, {"prepared": "folder"}, {"offload": True}, {"offload": "8GB"}, {"offload": False, "prepared": True}):
+for right in ({"prepared": True}, {"prepared": "folder"}, {"offload": True}, {"offload": "8GB"}, {"offload": False}):
     loader(right)
 said = raised(ValueError, lambda: load(without("linear.weight")))
 assert "not initialized from checkpoint: {'linear.weight'}" in said, said

@@ -167,11 +167,11 @@ def plan(
     files = tuple(
         PlannedFile(uris[at], count[at], nbytes[at], stored[at], part["size"]) for at, part in enumerate(info) if count[at]
     )
-    streamed = None
-    if offload := load.get("offload"):
-        sizes = (offload["rest"], offload["kept"], offload["streamed"], offload["stored"], offload["ring"])
-        streamed = PlannedOffload(*sizes, tuple(offload["blocks"]))
-    return LoadPlan(tensors, files, sum(final), load["peak"], sum(stored), load["staging"], load["pinned"], streamed)
+    offload = None
+    if plans := load.get("offload"):
+        sizes = (plans["rest"], plans["kept"], plans["streamed"], plans["stored"], plans["ring"])
+        offload = PlannedOffload(*sizes, tuple(plans["blocks"]))
+    return LoadPlan(tensors, files, sum(final), load["peak"], sum(stored), load["staging"], load["pinned"], offload)
 
 
 spell_out(plan, PlanOptions)

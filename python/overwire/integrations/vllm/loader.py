@@ -117,7 +117,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         refuse_config(vllm_config, model_config)
         with hosted_layers(torch.device(likely(vllm_config, self.load_config))) as layers:
             model: torch.nn.Module = super().load_model(vllm_config, model_config, prefix, **named)
-            layers.stream(model, self._keep)
+            layers.stream_layers(model, self._keep)
         return model
 
     def _slices(self, model_config: Any) -> bool:

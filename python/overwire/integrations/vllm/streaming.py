@@ -2,7 +2,7 @@
 
 vLLM gives its offloader each layer as soon as it is made, before weights are loaded into it.
 `HostedLayers` takes them to the host, so that the model is made on a GPU that it does not fit
-on; once vLLM has loaded and processed all weights, `stream` lets overwire.offload's ring bring them.
+on; once vLLM has loaded and processed all weights, `stream_layers` lets overwire.offload's ring bring them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .identity import offloads
 __all__ = ["HostedLayers", "hosted_layers", "refuse_changes", "refuse_config"]
 
 # What streams the layers of this process's models.
-_streamed: weakref.WeakSet[Any] = weakref.WeakSet()
+_streams: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class HostedLayers(BaseOffloader):  # type: ignore[misc, unused-ignore]
@@ -42,7 +42,7 @@ class HostedLayers(BaseOffloader):  # type: ignore[misc, unused-ignore]
             layers.append(layer)
         return layers
 
-    def stream(self, model: torch.nn.Module, keep: int) -> None:
+    def stream_layers(self, model: torch.nn.Module, keep: int) -> None:
         """Compresses the layers of a model whose weights are loaded, up to `keep` bytes of them
         excepted, which go to the device. They are streamed as long as the model lives.
 
@@ -55,15 +55,15 @@ class HostedLayers(BaseOffloader):  # type: ignore[misc, unused-ignore]
         layers = {layer: names for layer, names in self._names.items() if layer in modules - inner}
         if not layers:
             raise ValueError(f"overwire: offload: {type(model).__name__} has no layers that vLLM gives to offloaders")
-        moved = [
+        parameters = [
             parameter
             for layer, names in layers.items()
             for name, parameter in layer.named_parameters()
             if name in names  # what vLLM itself has put on the host stays there
         ]
-        offloaded = stream_blocks(model, self._device, layers, moved, keep)
-        model.__dict__["_overwire_offloaded"] = offloaded
-        _streamed.add(offloaded)
+        handle = stream_blocks(model, self._device, layers, parameters, keep)
+        model.__dict__["_overwire_offloaded"] = handle
+        _streams.add(handle)
 
 
 @contextmanager
@@ -101,5 +101,5 @@ def refuse_config(config: Any, model_config: Any) -> None:
 
 def refuse_changes(what: str) -> None:
     """Raises ValueError where layers are streamed, whose weights nothing may change or read meanwhile."""
-    if any(offloaded.blocks for offloaded in _streamed):
+    if any(handle.blocks for handle in _streams):
         raise ValueError(f"overwire: {what}: layers of the model lie compressed on the host: start it without offload")
