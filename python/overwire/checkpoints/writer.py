@@ -9,7 +9,7 @@ from collections import deque
 from concurrent.futures import Future as Executed
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ..errors import ArgumentError, NotSupportedError, OverwireError
-from ..model.options import Level, StorageOptions, check_choice, parse_size
+from ..model.options import Level, StorageOptions, TensorLike, check_choice, parse_size
 from ..paths import is_remote, local
 from ..verbs.save import save_file
 from .exchange import Copy, Exchange, Gathered, copy_blocks
@@ -181,7 +181,7 @@ class CheckpointWriter(StorageWriter):
     def _write(self, step: Round, tensors: dict[str, Gathered], copies: list[Copy]) -> list[WriteResult]:
         assert self._place is not None
         copy_blocks(copies)
-        report = save_file(tensors, self._place.make(step.file), {"format": "pt"}, **self._how)
+        report = save_file(cast(dict[str, TensorLike], tensors), self._place.make(step.file), {"format": "pt"}, **self._how)
         return [_result(entry, step.file, report.bytes_out if number == 0 else 0) for number, entry in enumerate(step.entries)]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
