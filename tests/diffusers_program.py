@@ -346,7 +346,7 @@ def memory(folder: Path) -> None:
 
     tensors = {"cast": torch.zeros(1 << 10, 1 << 10).bfloat16(), "small": torch.zeros(9), "whole": torch.zeros(1 << 17, dtype=torch.int64)}
     asked: list[dict[str, int]] = []
-    reserve, ours._reserve = ours._reserve, lambda sizes: asked.append(dict(sizes))
+    reserve, ours._reserve_memory = ours._reserve_memory, lambda sizes: asked.append(dict(sizes))
     path = str(folder / "model.safetensors")
     try:
         for compress in (False, True):
@@ -359,7 +359,7 @@ def memory(folder: Path) -> None:
                 assert model.begin() and len(asked) == 1
                 model.close()
     finally:
-        ours._reserve = reserve
+        ours._reserve_memory = reserve
 
 
 CASES = (whole, ahead, alone, lazy, damaged, memory)

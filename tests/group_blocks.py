@@ -89,7 +89,7 @@ def together(
                     want = want if want.dim() < 2 else want[:, lo1 : None if hi1 < 0 else hi1]
                     target = torch.empty(want.shape, dtype=want.dtype, device=DEVICE)
                     targets.append((f"{one.name} {name}", target, want))
-                    requests[-1].extend((files[-1]._live().place(name), target.data_ptr(), lo0, hi0, lo1, hi1))
+                    requests[-1].extend((files[-1]._live_model().place(name), target.data_ptr(), lo0, hi0, lo1, hi1))
 
         def prepare() -> Any:
             if prepared is not None:

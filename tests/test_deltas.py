@@ -203,7 +203,7 @@ def test_what_cannot_be_written_back_is_refused_first(tmp_path: Path, monkeypatc
     new["pairs"] = (new["pairs"] ^ 1).view(4, 8).view(torch.float4_e2m1fn_x2)
     new |= {name: tensor.detach().clone() + 1 for name, tensor in base.items() if name != "pairs"}
     ow.save_delta(new, base, path)
-    write, written = copies._write, []
+    write, written = copies._write_copy, []
 
     def interrupted(tensor: Any, copy: Any) -> None:
         written.append(tensor)
@@ -211,7 +211,7 @@ def test_what_cannot_be_written_back_is_refused_first(tmp_path: Path, monkeypatc
             raise KeyboardInterrupt
         write(tensor, copy)
 
-    monkeypatch.setattr(copies, "_write", interrupted)
+    monkeypatch.setattr(copies, "_write_copy", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ow.apply_delta(base, path)
     assert same({name: tensor.resolve_conj() for name, tensor in base.items()}, new)

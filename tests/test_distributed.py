@@ -239,7 +239,7 @@ def test_a_buffer_ends_below_2_gib_however_many_ranks_exchange(tmp_path: Path) -
     ow.save_file({"a": torch.randn(2048, 1024)}, tmp_path / "plain", compress=False)
     for path, chunk in (("compressed", 1 << 20), ("plain", (1 << 20) - 8192)):
         with ow.safe_open(tmp_path / path) as file:
-            room = file._live().room()
+            room = file._live_model().room()
         assert room == chunk + 288 and relays.fits(2047, room) and not relays.fits(2100, room)
 
 

@@ -155,12 +155,12 @@ def test_memory_for_many_tensors_is_dense_and_their_own() -> None:
 def test_tensors_that_torch_rounds_up_share_memory(seed: int) -> None:
     """Each tensor is in one group; of a group with several, torch's allocator, which asks the driver for 2 MiB at a
     time, wastes no more than that, and the group is no larger than it may be."""
-    from overwire.frameworks.torch import _groups
+    from overwire.frameworks.torch import _group_sizes
 
     rng = random.Random(seed)
     for _ in range(50):
         sizes = [rng.choice([rng.randrange(1, 40 << 20), 8 << 20, 64 << 20, rng.randrange(1 << 20)]) for _ in range(rng.randrange(60))]
-        groups = list(_groups(sizes))
+        groups = list(_group_sizes(sizes))
         assert sorted(at for group in groups for at in group) == list(range(len(sizes)))
         for group in groups:
             assert len(group) < 2 or sum(sizes[at] for at in group) <= 128 << 20

@@ -464,8 +464,8 @@ def test_each_rank_preloads_to_its_gpu(monkeypatch: pytest.MonkeyPatch, env: dic
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delitem(sys.modules, "torch")
-    assert preloading._device("cuda") == f"cuda:{device}"
-    assert preloading._device("cuda:6") == "cuda:6"
+    assert preloading._device_of("cuda") == f"cuda:{device}"
+    assert preloading._device_of("cuda:6") == "cuda:6"
 
 
 # -- what is no local file

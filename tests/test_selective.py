@@ -243,7 +243,7 @@ def test_many_tensors_while_they_arrive(tmp_path: Path, compress: bool) -> None:
         load = model.begin(chosen, frame)
         load.places.update(mine)
         with load.job:
-            made = load._made(frame.make, early=True)
+            made = load._make_tensors(frame.make, early=True)
     for at, (number, tensor) in enumerate(zip(chosen, made, strict=True)):
         assert torch.equal(tensor, mine[3] if at == 3 else want[rows[number][0]])
 

@@ -200,7 +200,7 @@ def test_an_interrupted_release_is_undone(monkeypatch: pytest.MonkeyPatch) -> No
 
     module = model()
     want = kept(parts(module))
-    real, calls = sleeping._resize, []
+    real, calls = sleeping._resize_storage, []
 
     def resize(storage: Any, size: int) -> None:
         calls.append(size)
@@ -208,7 +208,7 @@ def test_an_interrupted_release_is_undone(monkeypatch: pytest.MonkeyPatch) -> No
             raise KeyboardInterrupt
         real(storage, size)
 
-    monkeypatch.setattr(sleeping, "_resize", resize)
+    monkeypatch.setattr(sleeping, "_resize_storage", resize)
     with pytest.raises(KeyboardInterrupt):
         ow.sleep(module)
     hold(parts(module), want)
@@ -220,7 +220,7 @@ def test_waking_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     module = model()
     want = kept(parts(module))
     asleep = ow.sleep(module)
-    real, calls = sleeping._resize, []
+    real, calls = sleeping._resize_storage, []
 
     def resize(storage: Any, size: int) -> None:
         calls.append(size)
@@ -228,7 +228,7 @@ def test_waking_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ow.OutOfMemoryError("overwire: none")
         real(storage, size)
 
-    monkeypatch.setattr(sleeping, "_resize", resize)
+    monkeypatch.setattr(sleeping, "_resize_storage", resize)
     with pytest.raises(ow.OutOfMemoryError):
         asleep.wake()
     assert all(p.untyped_storage().nbytes() == 0 for p in module.parameters())

@@ -232,7 +232,7 @@ def test_a_folder_that_another_conversion_sweeps(tmp_path: Path, monkeypatch: py
     def mkdtemp(**how: Any) -> str:
         made.append(original(**how))
         if len(made) == 1:
-            torchfolders._sweep(str(tmp_path))
+            torchfolders._sweep_leftovers(str(tmp_path))
         return made[-1]
 
     monkeypatch.setattr(torchfolders.tempfile, "mkdtemp", mkdtemp)

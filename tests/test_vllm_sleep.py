@@ -73,7 +73,7 @@ for n, held in enumerate([*memory, cache]):
 sleeping.memory_of = lambda ptr, size, device: ALLOCATOR.pointer_to_data[ptr].handle[2]
 torch.accelerator.synchronize = lambda device: None
 before = [held.clone() for held in memory]
-assert [sleeping._kind(held) for held in memory[:4]] == kinds
+assert [sleeping._dtype_for(held) for held in memory[:4]] == kinds
 backend = sleeping.SleepBackend()
 register()
 from vllm.v1.worker import gpu_worker

@@ -84,7 +84,8 @@ func (r *run) open() (err error) {
 		}
 	}
 	if free := r.Free(); free >= 0 && free < r.needs() {
-		return errs.New(errs.ErrIO, "%.1f GB are free in %s and %.1f are needed: name another folder, or a smaller size",
+		return errs.New(errs.ErrIO, "%.1f GB are free in %s and %.1f are needed: name another folder, or a smaller "+
+			"size",
 			float64(free)/1e9, filepath.Dir(r.Folder), float64(r.needs())/1e9)
 	}
 	return nil
@@ -192,7 +193,8 @@ func (r *run) loads() error {
 	var speed [2]float64
 	ratio := 1.0
 	for i, compress := range []bool{false, true} {
-		rep, err := save.Write(r.Ctx, r.Job, save.Spec{Path: files[compress], Compress: compress, Threads: r.Threads}, in)
+		rep, err := save.Write(r.Ctx, r.Job, save.Spec{Path: files[compress], Compress: compress, Threads: r.Threads},
+			in)
 		if err != nil {
 			return err
 		}
@@ -201,7 +203,8 @@ func (r *run) loads() error {
 			return err
 		}
 	}
-	r.Add(measure.Row{Group: "save", Name: fmt.Sprintf("compress and save %s of bf16", sizeText(total)), Value: speed[1], Unit: "GB/s",
+	r.Add(measure.Row{Group: "save", Name: fmt.Sprintf("compress and save %s of bf16", sizeText(total)),
+		Value: speed[1], Unit: "GB/s",
 		Floor: speed[0], FloorName: "saving it as it is"})
 	if err := r.saveInBackground(in, total); err != nil {
 		return err
@@ -253,8 +256,10 @@ func (r *run) load(path, name string, total int64, ratio float64) error {
 	if err != nil {
 		return err
 	}
-	row := measure.Row{Group: "load", Name: fmt.Sprintf("load %s of %s bf16", sizeText(total), name), Value: measure.Rate(total, seconds), Unit: "GB/s",
-		Floor: r.Report.Floors.RawCopy, FloorName: "copying as many bytes in memory", Note: fmt.Sprintf("the first at %s", measure.Number(measure.Rate(total, first)))}
+	row := measure.Row{Group: "load", Name: fmt.Sprintf("load %s of %s bf16", sizeText(total), name),
+		Value: measure.Rate(total, seconds), Unit: "GB/s",
+		Floor: r.Report.Floors.RawCopy, FloorName: "copying as many bytes in memory",
+		Note: fmt.Sprintf("the first at %s", measure.Number(measure.Rate(total, first)))}
 	if r.gpu != nil {
 		row.Floor, row.FloorName = r.wire/ratio, "what the wire allows"
 	}

@@ -54,7 +54,8 @@ func Page(rep, before *measure.Report) []byte {
 		charts[last].Bars = append(charts[last].Bars, barOf(row, was))
 	}
 	if missing > 0 {
-		lines = append(lines, fmt.Sprintf("%d figures have none of the same name before: another size or device has other names.", missing))
+		lines = append(lines, fmt.Sprintf(
+			"%d figures have none of the same name before: another size or device has other names.", missing))
 	}
 	return page.Charts("overwire bench", lines, charts)
 }
@@ -106,7 +107,8 @@ func barOf(row measure.Row, was *measure.Row) page.Bar {
 		x.FloorText = fmt.Sprintf("%.2f of %s", row.Share, number(row.Floor))
 	}
 	if was != nil {
-		x.Before, x.BeforeText = was.Value, fmt.Sprintf("before %s: %+.1f %%", number(was.Value), 100*(row.Value/was.Value-1))
+		x.Before, x.BeforeText = was.Value, fmt.Sprintf("before %s: %+.1f %%", number(was.Value),
+			100*(row.Value/was.Value-1))
 	}
 	return x
 }

@@ -68,7 +68,12 @@ def go_glue(text: str) -> str:
         sys.exit("gen: gopy no longer marks its functions")
     functions = re.split(r"^(?=//export )", text[text.index(marker) + len(marker) :], flags=re.M)
     # gopy walks a map: another order on every run.
-    return HEAD + function("boolGoToPy", text) + "\n" + "".join(sorted(f.rstrip() + "\n\n" for f in functions if f.strip()))
+    return (
+        HEAD
+        + function("boolGoToPy", text)
+        + "\n"
+        + "".join(sorted(f.rstrip() + "\n\n" for f in functions if f.strip()))
+    )
 
 
 def header(text: str) -> str:

@@ -38,7 +38,11 @@ def stub() -> str:
     rows = MODULE.read_text()
     types = re.findall(rf"^TYPE\((\w+), {TEXT}\) // (.*)$", rows, re.M)
     functions = re.findall(rf"^\tROW\((\w+), \w+, {TEXT}, {TEXT}, {TEXT}\),$", rows, re.M)
-    classes = [name for c in sorted(MODULE.parent.glob("*.c")) for name in re.findall(r'"overwire\._core\.(\w+)"', c.read_text())]
+    classes = [
+        name
+        for c in sorted(MODULE.parent.glob("*.c"))
+        for name in re.findall(r'"overwire\._core\.(\w+)"', c.read_text())
+    ]
     if len(functions) != rows.count("\tROW(") or len(types) != rows.count("\nTYPE(") or not classes:
         sys.exit("gen: module.c has rows of another form")
     return STUB.format(
@@ -50,11 +54,14 @@ def stub() -> str:
 
 def main(out: Path) -> None:
     tool = out / "gen-tables"
-    command = ["go", "build", "-tags=netgo,osusergo,nostores", "-o", str(tool), "./gosrc/bind/gen"]  # no table speaks of stores
+    # no table speaks of stores
+    command = ["go", "build", "-tags=netgo,osusergo,nostores", "-o", str(tool), "./gosrc/bind/gen"]
     subprocess.run(command, cwd=ROOT, env=dict(os.environ, CGO_ENABLED="1"), check=True)
     try:
         parts = ("verbs", "requests", "tables", "errors")
-        texts = {part: subprocess.run([tool, part], stdout=subprocess.PIPE, text=True, check=True).stdout for part in parts}
+        texts = {
+            part: subprocess.run([tool, part], stdout=subprocess.PIPE, text=True, check=True).stdout for part in parts
+        }
     finally:
         tool.unlink()
     for part in ("verbs", "requests", "tables"):

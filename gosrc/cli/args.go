@@ -44,7 +44,8 @@ var jsonOption = option{name: "json", doc: "print one JSON document for machines
 
 var threadsOption = option{name: "threads", short: "j", value: "N", lo: 1, hi: 4096, doc: "cores to use (default: all)"}
 
-var storageOption = option{name: "storage", value: "JSON", doc: `options of the stores that URIs name, as {"timeout": "10"} (Python's storage_options)`}
+var storageOption = option{name: "storage", value: "JSON",
+	doc: `options of the stores that URIs name, as {"timeout": "10"} (Python's storage_options)`}
 
 // access sets how to reach files: the options of stores, from --storage and the
 // environment, and keys.
@@ -64,7 +65,8 @@ func (c *call) access() (err error) {
 		return usage(`--storage: expected a JSON object of strings, as {"timeout": "10"}`)
 	}
 	if on, _ := c.storage.Flag("insecure"); on {
-		fmt.Fprintln(c.stderr, "overwire: insecure: certificates are not checked, so anyone on the network path can change the weights")
+		fmt.Fprintln(c.stderr, "overwire: insecure: certificates are not checked, so anyone on the network path "+
+			"can change the weights")
 	}
 	return nil
 }
@@ -118,7 +120,8 @@ var elsewhere = map[string]string{
 // Help is the text of `overwire --help`.
 func Help() string {
 	var b strings.Builder
-	b.WriteString("overwire compresses model weights without loss and loads them back fast.\n\nusage: overwire VERB ...\n\n")
+	b.WriteString("overwire compresses model weights without loss and loads them back fast.\n\nusage: overwire " +
+		"VERB ...\n\n")
 	for _, group := range verbGroups() {
 		fmt.Fprintf(&b, "%s:\n", group.title)
 		for _, v := range group.verbs {
@@ -221,7 +224,8 @@ func (c *call) parse(argv []string) error {
 			value = "yes"
 		case !given:
 			if i++; i == len(argv) || len(argv[i]) > 1 && argv[i][0] == '-' {
-				return usage("--%s needs a value: --%s %s (one that begins with - is written --%s=VALUE)", o.name, o.name, o.value, o.name)
+				return usage("--%s needs a value: --%s %s (one that begins with - is written --%s=VALUE)", o.name,
+					o.name, o.value, o.name)
 			}
 			value = argv[i]
 		}
@@ -301,7 +305,8 @@ func (o *option) check(text string) error {
 		return usage("--%s %s: not a size; write it as 4GB or 512MiB", o.name, text)
 	}
 	if _, bare := strconv.ParseFloat(text, 64); o.size && bare == nil && size > 0 && size < 1e6 {
-		return usage("--%s %s: this would be %s bytes; write the unit, as %sGB (or %sB)", o.name, text, text, text, text)
+		return usage("--%s %s: this would be %s bytes; write the unit, as %sGB (or %sB)", o.name, text, text, text,
+			text)
 	}
 	return nil
 }

@@ -64,7 +64,8 @@ overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 		case len(c.args) > 0 && c.args[0] == "gen":
 			return c.generate()
 		case c.opts["ranks"] != "":
-			return errs.New(errs.ErrNotSupported, "bench --ranks is carried out by the command overwire of the Python package")
+			return errs.New(errs.ErrNotSupported,
+				"bench --ranks is carried out by the command overwire of the Python package")
 		case len(c.args) > 0:
 			return usage("bench %s: write overwire bench, or overwire bench gen KIND OUT", c.args[0])
 		}
@@ -83,7 +84,8 @@ func kindsText() string {
 // measure is bench without gen.
 func (c *call) measure() error {
 	opt := bench.Options{Device: c.opts["device"], File: c.opts["file"],
-		Options: measure.Options{Dir: c.opts["dir"], Size: c.size("size"), Repeat: c.number("repeat", 0), Threads: c.threads(), Storage: c.storage}}
+		Options: measure.Options{Dir: c.opts["dir"], Size: c.size("size"), Repeat: c.number("repeat", 0),
+			Threads: c.threads(), Storage: c.storage}}
 	before, err := c.before()
 	if err != nil {
 		return err
@@ -153,7 +155,8 @@ func (c *call) generate() error {
 	if len(c.args) != 3 {
 		return usage("write: overwire bench gen KIND OUT [--size SIZE]; kinds:\n%s", kindsText())
 	}
-	opt := weights.Options{Kind: c.args[1], Size: c.size("size"), Threads: c.threads(), Seed: uint64(c.number("seed", 0))}
+	opt := weights.Options{Kind: c.args[1], Size: c.size("size"), Threads: c.threads(),
+		Seed: uint64(c.number("seed", 0))}
 	if _, err := weights.Find(opt.Kind); err != nil {
 		return usage("no kind of weights is called %q; kinds:\n%s", opt.Kind, kindsText())
 	}
@@ -171,11 +174,13 @@ func (c *call) generate() error {
 	made := time.Since(start).Seconds()
 	in, total := measure.Inputs(all)
 	rep, err := save.Write(c.ctx, c.job, save.Spec{Path: out, Threads: opt.Threads,
-		Metadata: map[string]string{"format": "pt", "made_by": fmt.Sprintf("overwire bench gen %s --seed %d", opt.Kind, opt.Seed)}}, in)
+		Metadata: map[string]string{"format": "pt", "made_by": fmt.Sprintf("overwire bench gen %s --seed %d", opt.Kind,
+			opt.Seed)}}, in)
 	if err != nil {
 		return err
 	}
 	return c.show(rep, func(w io.Writer) {
-		fmt.Fprintf(w, "%s: %d tensors, %s, made at %s, written in %.2f s\n", out, rep.Tensors, bytesText(total), rateText(total, made), rep.Seconds)
+		fmt.Fprintf(w, "%s: %d tensors, %s, made at %s, written in %.2f s\n", out, rep.Tensors, bytesText(total),
+			rateText(total, made), rep.Seconds)
 	})
 }

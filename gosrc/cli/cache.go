@@ -54,7 +54,8 @@ What OVERWIRE_CACHE keeps of stores is another folder, which this verb leaves al
 			total := int64(0)
 			for _, file := range files {
 				total += file.Size
-				fmt.Fprintf(w, "%10s  %s  %s\n", humanize.Bytes(uint64(file.Size)), file.Used.Local().Format(time.DateTime), file.Name)
+				fmt.Fprintf(w, "%10s  %s  %s\n", humanize.Bytes(uint64(file.Size)),
+					file.Used.Local().Format(time.DateTime), file.Name)
 			}
 			what := map[bool]string{true: "removed", false: "kept"}[c.args[0] == "clear"]
 			fmt.Fprintf(w, "%s: %d files, %s %s\n", folder, len(files), humanize.Bytes(uint64(total)), what)
@@ -98,7 +99,8 @@ func preparedFiles(folder string) ([]prepared, error) {
 	for _, entry := range entries {
 		name := entry.Name()
 		begun := strings.HasPrefix(name, ".begun-")
-		if stem, ok := strings.CutSuffix(name, ".safetensors"); !ok || !entry.Type().IsRegular() || !begun && !isFingerprint(stem) {
+		if stem, ok := strings.CutSuffix(name, ".safetensors"); !ok || !entry.Type().IsRegular() ||
+			!begun && !isFingerprint(stem) {
 			continue
 		}
 		info, err := entry.Info()

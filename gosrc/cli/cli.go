@@ -152,7 +152,8 @@ func printVersion(rest []string, stdout, stderr io.Writer) int {
 	case slices.ContainsFunc(rest, func(word string) bool { return word != "--json" }):
 		return failed(stderr, stdout, asJSON, usage("--version takes nothing but --json"))
 	case asJSON:
-		return failed(stderr, stdout, true, writeJSON(stdout, map[string]string{"version": Version, "go": runtime.Version()}))
+		return failed(stderr, stdout, true, writeJSON(stdout,
+			map[string]string{"version": Version, "go": runtime.Version()}))
 	}
 	fmt.Fprintf(stdout, "overwire %s\n", Version)
 	return ExitOK

@@ -25,7 +25,8 @@ their options, and names of files. The script starts no program.
 	run: func(c *call) error {
 		script := completions[c.args[0]] // it is given the verbs: this one is among them
 		if script == nil {
-			return usage("no completion for %q: write %s", c.args[0], strings.Join(slices.Sorted(maps.Keys(completions)), ", "))
+			return usage("no completion for %q: write %s", c.args[0],
+				strings.Join(slices.Sorted(maps.Keys(completions)), ", "))
 		}
 		if c.is("json") {
 			var b strings.Builder
@@ -75,7 +76,8 @@ _overwire() {
 	done
 	case $COMP_CWORD in
 `)
-	fmt.Fprintf(w, "\t1) words='%s help --help --version' ;;\n\t*)\n\t\tcase ${COMP_WORDS[1]} in\n", strings.Join(verbNames(verbs), " "))
+	fmt.Fprintf(w, "\t1) words='%s help --help --version' ;;\n\t*)\n\t\tcase ${COMP_WORDS[1]} in\n",
+		strings.Join(verbNames(verbs), " "))
 	of := choices(verbs)
 	for _, name := range slices.Sorted(maps.Keys(of)) {
 		fmt.Fprintf(w, "\t\t%s) words='%s' ;;\n", name, strings.Join(of[name], " "))
@@ -99,7 +101,8 @@ func zsh(w io.Writer, verbs []*verb) {
 	for _, v := range verbs {
 		fmt.Fprintf(w, "\t\t%s\n", quoteForShell(v.name+":"+v.short))
 	}
-	fmt.Fprint(w, "\t\t'help:describe a verb'\n\t)\n\tif (( CURRENT == 2 )); then\n\t\t_describe verb verbs\n\t\treturn\n\tfi\n\tlocal verb=$words[2]\n\tshift words\n\t(( CURRENT-- ))\n\tcase $verb in\n")
+	fmt.Fprint(w, "\t\t'help:describe a verb'\n\t)\n\tif (( CURRENT == 2 )); then\n\t\t_describe verb "+
+		"verbs\n\t\treturn\n\tfi\n\tlocal verb=$words[2]\n\tshift words\n\t(( CURRENT-- ))\n\tcase $verb in\n")
 	fmt.Fprint(w, "\thelp) _describe verb verbs ;;\n")
 	for _, v := range verbs {
 		fmt.Fprintf(w, "\t%s)\n\t\t_arguments", v.name)
@@ -119,7 +122,8 @@ func zsh(w io.Writer, verbs []*verb) {
 		}
 		fmt.Fprintf(w, " \\\n\t\t\t%s ;;\n", quoteForShell(rest))
 	}
-	fmt.Fprint(w, "\tesac\n}\nif [[ $funcstack[1] == _overwire ]]; then\n\t_overwire \"$@\"\nelse\n\tcompdef _overwire overwire\nfi\n")
+	fmt.Fprint(w, "\tesac\n}\nif [[ $funcstack[1] == _overwire ]]; then\n\t_overwire \"$@\"\nelse\n\tcompdef "+
+		"_overwire overwire\nfi\n")
 }
 
 // fish has one line for each verb and option.
@@ -131,7 +135,8 @@ func fish(w io.Writer, verbs []*verb) {
 	fmt.Fprint(w, "complete -c overwire -f -n __fish_use_subcommand -a help -d 'describe a verb'\n")
 	of := choices(verbs)
 	for _, name := range slices.Sorted(maps.Keys(of)) {
-		fmt.Fprintf(w, "complete -c overwire -f -n '__fish_seen_subcommand_from %s' -a '%s'\n", name, strings.Join(of[name], " "))
+		fmt.Fprintf(w, "complete -c overwire -f -n '__fish_seen_subcommand_from %s' -a '%s'\n", name,
+			strings.Join(of[name], " "))
 	}
 	for _, v := range verbs {
 		for _, o := range v.all() {

@@ -41,7 +41,9 @@ status is 0 whether they differ or not; with --exit-code it is 1 if they do.`,
 	example: "overwire diff base.safetensors tuned.safetensors",
 	options: append([]option{{name: "exit-code", doc: "exit with 1 if the models differ"},
 		{name: "summary", short: "s", doc: "print totals only, not each tensor"},
-		{name: "limit", value: "N", lo: 1, hi: 1 << 30, doc: "list the N tensors that changed most, and N names of each kind"}, threadsOption, storageOption}, decryptOptions...),
+		{name: "limit", value: "N", lo: 1, hi: 1 << 30,
+			doc: "list the N tensors that changed most, and N names of each kind"}, threadsOption, storageOption},
+		decryptOptions...),
 	run: (*call).diff,
 }
 
@@ -174,7 +176,8 @@ func (c *call) compare(r *diffReport, models [2]*load.Model, some [][2]int, thre
 		return err
 	}
 	for _, row := range rows {
-		r.Elements, r.Changed, r.Bytes, r.Stored = r.Elements+row.Elements, r.Changed+row.Changed, r.Bytes+row.Bytes, r.Stored+row.Stored
+		r.Elements, r.Changed, r.Bytes, r.Stored = r.Elements+row.Elements, r.Changed+row.Changed, r.Bytes+row.Bytes,
+			r.Stored+row.Stored
 		if row.Changed == 0 {
 			r.Equal++
 		} else {
@@ -212,7 +215,9 @@ const maxNames = 8
 func (r diffReport) print(w io.Writer, summary bool, limit int) {
 	rows, names := r.Tensors, maxNames
 	if limit > 0 {
-		rows = slices.SortedStableFunc(slices.Values(rows), func(a, b delta.Row) int { return cmp.Compare(b.Changed, a.Changed) })
+		rows = slices.SortedStableFunc(slices.Values(rows), func(a, b delta.Row) int {
+			return cmp.Compare(b.Changed, a.Changed)
+		})
 		rows, names = rows[:min(limit, len(rows))], limit
 	}
 	if summary {
@@ -242,8 +247,10 @@ func (r diffReport) print(w io.Writer, summary bool, limit int) {
 			fmt.Fprintf(w, "%s: %s%s\n", list.what, safe(strings.Join(list.names[:min(n, names)], ", ")), more)
 		}
 	}
-	fmt.Fprintf(w, "%s of %s elements changed (%s), in %d tensors; %d are equal; a delta takes %s, %s of %s\n", humanize.Comma(r.Changed),
-		humanize.Comma(r.Elements), shareText(r.Changed, r.Elements), len(r.Tensors), r.Equal, bytesText(r.Stored), shareText(r.Stored, r.Bytes), bytesText(r.Bytes))
+	fmt.Fprintf(w, "%s of %s elements changed (%s), in %d tensors; %d are equal; a delta takes %s, %s of %s\n",
+		humanize.Comma(r.Changed),
+		humanize.Comma(r.Elements), shareText(r.Changed, r.Elements), len(r.Tensors), r.Equal, bytesText(r.Stored),
+		shareText(r.Stored, r.Bytes), bytesText(r.Bytes))
 }
 
 func shareText(n, of int64) string {

@@ -99,8 +99,10 @@ type Preload struct {
 // its GPUs. It creates CUDA contexts and copies only if wire is set.
 func Diagnose(env Env, wire bool) Diagnosis {
 	d := Diagnosis{
-		Version: Version, Python: strings.TrimSpace(env.PythonVersion + " " + env.Python), Machine: measure.ThisMachine(),
-		Features: features(), Cipher: tensorizer.Cipher(), Memory: memory(), GDS: gds.Probe(), Engine: "ok", Workers: spawn.Running(), Settings: knob.Table(), Advice: []string{},
+		Version: Version, Python: strings.TrimSpace(env.PythonVersion + " " + env.Python),
+		Machine:  measure.ThisMachine(),
+		Features: features(), Cipher: tensorizer.Cipher(), Memory: memory(), GDS: gds.Probe(), Engine: "ok",
+		Workers: spawn.Running(), Settings: knob.Table(), Advice: []string{},
 		Nodes: append([]nodes.Node{}, nodes.Read(tables)...), GPU: diagnoseGPU(wire),
 	}
 	if err := spawn.Poisoned(); err != nil {
@@ -144,7 +146,8 @@ func (p *Preload) look() {
 func (d *Diagnosis) advise() {
 	add := func(format string, args ...any) { d.Advice = append(d.Advice, fmt.Sprintf(format, args...)) }
 	if x16.Using() == x16.Scalar {
-		add("the scalar decoder is in use: this CPU has neither AVX2 nor NEON, or the build has no vectors (on x86-64 it needs GOEXPERIMENT=simd)")
+		add("the scalar decoder is in use: this CPU has neither AVX2 nor NEON, or the build has no vectors (on " +
+			"x86-64 it needs GOEXPERIMENT=simd)")
 	}
 	if d.Machine.THP == "never" {
 		add("transparent huge pages are off, so touching new memory takes several times longer: set them to madvise")

@@ -24,20 +24,23 @@ import (
 var writeOptions = append([]option{
 	{name: "output", short: "o", value: "OUT", doc: "file or folder to write"},
 	{name: "force", short: "f", doc: "replace OUT if it exists"},
-	{name: "shard", value: "SIZE", size: true, doc: "most tensor bytes in one file, e.g. 5GB (default: the shards of the source)"},
+	{name: "shard", value: "SIZE", size: true,
+		doc: "most tensor bytes in one file, e.g. 5GB (default: the shards of the source)"},
 	{name: "quiet", short: "q", doc: "print nothing but errors"},
 	{name: "verbose", short: "v", doc: "print the SHA-256 of each original, too"},
 	storageOption,
 	threadsOption,
 }, decryptOptions...)
 
-var partsOption = option{name: "parts", value: "P", lo: 1, hi: 8, doc: "divide columns into 1, 2, 4 or 8 parts, so that a slice along dimension 1 reads only its own"}
+var partsOption = option{name: "parts", value: "P", lo: 1, hi: 8,
+	doc: "divide columns into 1, 2, 4 or 8 parts, so that a slice along dimension 1 reads only its own"}
 
 var levelOption = option{name: "level", value: "LEVEL",
 	doc: "default, or smaller: 0.2 to 1.5 % of the original smaller, decoded by the CPU alone, and slowly"}
 
-var sumOption = option{name: "no-sha256", doc: "keep no SHA-256 of the original, which bounds each file's speed by one core: " +
-	"decompress still gives that file, and proves header and tensors"}
+var sumOption = option{name: "no-sha256",
+	doc: "keep no SHA-256 of the original, which bounds each file's speed by one core: " +
+		"decompress still gives that file, and proves header and tensors"}
 
 var compressVerb = &verb{
 	name: "compress", args: "SRC... [-o OUT]", least: 1, most: -1,
@@ -177,9 +180,11 @@ func (c *call) printWritten(w io.Writer, rep save.Report, compress bool) {
 	if rep.Aliases > 0 {
 		counts += fmt.Sprintf(", %s stored once with another", humanize.Comma(int64(rep.Aliases)))
 	}
-	fmt.Fprintf(w, "%s  %s  %.2f s  %s\n", sizesText(rep.BytesIn, rep.BytesOut), counts, rep.Seconds, rateText(rep.BytesIn, rep.Seconds))
+	fmt.Fprintf(w, "%s  %s  %.2f s  %s\n", sizesText(rep.BytesIn, rep.BytesOut), counts, rep.Seconds,
+		rateText(rep.BytesIn, rep.Seconds))
 	if n := len(rep.Copied); n > 0 {
-		fmt.Fprintf(w, "%s of %s copied as %s\n", filesText(n, "", ""), bytesText(rep.BytesCopied), plural(n, "it is", "they are"))
+		fmt.Fprintf(w, "%s of %s copied as %s\n", filesText(n, "", ""), bytesText(rep.BytesCopied),
+			plural(n, "it is", "they are"))
 	}
 }
 
@@ -233,7 +238,8 @@ is checked, and the report says so. With --original, the file that compress was 
 made again, written nowhere, and its SHA-256 compared. The first damage ends the command with status 1
 and names file, tensor, chunk and offset.`,
 	example: "overwire verify model.ow.safetensors && echo whole",
-	options: append([]option{{name: "original", doc: "compare the SHA-256 of the file that was compressed, too"}, storageOption}, decryptOptions...),
+	options: append([]option{{name: "original", doc: "compare the SHA-256 of the file that was compressed, too"},
+		storageOption}, decryptOptions...),
 	run: func(c *call) error {
 		rep, err := save.Verify(c.ctx, c.job, c.args, c.storage, c.is("original"))
 		if err != nil {

@@ -54,7 +54,9 @@ func diagnoseGPU(measure bool) GPU {
 	}
 	for _, d := range info {
 		g.CUDA = d.Driver
-		one := GPUDevice{DeviceInfo: d, Kernels: cuda.Kernels(d.Compute), Unplaced: nodes.Near(tables, func() string { return d.PCI }).Refused()}
+		one := GPUDevice{DeviceInfo: d, Kernels: cuda.Kernels(d.Compute), Unplaced: nodes.Near(tables, func() string {
+			return d.PCI
+		}).Refused()}
 		if one.Kernels == "" {
 			one.Unusable = fmt.Sprintf("compute capability %s; overwire needs 8.0 or later", d.Compute)
 		} else if measure {
@@ -109,11 +111,13 @@ func moduleVersion() string {
 
 func (d *Diagnosis) adviseGPU(add func(format string, args ...any)) {
 	if d.GPU.Reason != "" && d.GPU.Driver != "" {
-		add("the system has NVIDIA's driver %s, but this process cannot use it: start the container with its GPUs (--gpus all, or NVIDIA's runtime)", d.GPU.Driver)
+		add("the system has NVIDIA's driver %s, but this process cannot use it: start the container with its GPUs "+
+			"(--gpus all, or NVIDIA's runtime)", d.GPU.Driver)
 	}
 	for _, g := range d.GPU.Devices {
 		if g.Unplaced != "" {
-			add("cuda:%d is near node %d, but its slots lie where the threads run that make them: %s", g.Index, g.Node, g.Unplaced)
+			add("cuda:%d is near node %d, but its slots lie where the threads run that make them: %s", g.Index, g.Node,
+				g.Unplaced)
 		}
 		if g.LinkWidth > 0 && g.LinkWidth < 16 && !g.Coherent {
 			add("cuda:%d is connected by %d PCIe lanes of 16: loads wait for that link", g.Index, g.LinkWidth)
@@ -150,6 +154,7 @@ func (g *GPU) text(several bool, line func(name, format string, args ...any)) {
 		case d.Wire > 0:
 			usable += fmt.Sprintf(", copies measured at %.1f GB/s", d.Wire)
 		}
-		line(fmt.Sprintf("cuda:%d", d.Index), "%s, %s, compute %s, %d processors, %s at %s, %s", d.Name, bytesText(d.Memory), d.Compute, d.Processors, link, at, usable)
+		line(fmt.Sprintf("cuda:%d", d.Index), "%s, %s, compute %s, %d processors, %s at %s, %s", d.Name,
+			bytesText(d.Memory), d.Compute, d.Processors, link, at, usable)
 	}
 }

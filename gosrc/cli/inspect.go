@@ -101,7 +101,8 @@ func (c *call) inspectFiles() error {
 			fmt.Fprintf(w, "%s: open it in a browser\n", out)
 		}
 		if sum := answer.Estimate; sum != nil {
-			fmt.Fprintf(w, "compress would make about %s of %s, %.1f %% less\n", bytesText(sum.Stored), bytesText(sum.Bytes), 100*(1-sum.Ratio))
+			fmt.Fprintf(w, "compress would make about %s of %s, %.1f %% less\n", bytesText(sum.Stored),
+				bytesText(sum.Bytes), 100*(1-sum.Ratio))
 		}
 	})
 }
@@ -115,7 +116,9 @@ func (c *call) shorten(in *save.Inspection) {
 			f.Tensors = []save.InspectedTensor{}
 		}
 		if c.opts["top"] != "" {
-			slices.SortStableFunc(f.Tensors, func(a, b save.InspectedTensor) int { return cmp.Compare(b.Bytes, a.Bytes) })
+			slices.SortStableFunc(f.Tensors, func(a, b save.InspectedTensor) int {
+				return cmp.Compare(b.Bytes, a.Bytes)
+			})
 		}
 		f.Tensors = f.Tensors[:min(most, len(f.Tensors))]
 	}
@@ -172,9 +175,11 @@ func (c *call) writeTracePage(file, out string) error {
 	if err := atomicfile.Write(c.ctx, out, text); err != nil {
 		return err
 	}
-	return c.show(map[string]any{"html": out, "spans": t.Spans, "rows": len(t.Rows), "seconds": float64(t.End) / 1e9}, func(w io.Writer) {
-		fmt.Fprintf(w, "%s: %s spans of %d workers and queues in %.3f s; open it in a browser\n", out, humanize.Comma(int64(t.Spans)), len(t.Rows), float64(t.End)/1e9)
-	})
+	return c.show(map[string]any{"html": out, "spans": t.Spans, "rows": len(t.Rows), "seconds": float64(t.End) / 1e9},
+		func(w io.Writer) {
+			fmt.Fprintf(w, "%s: %s spans of %d workers and queues in %.3f s; open it in a browser\n", out,
+				humanize.Comma(int64(t.Spans)), len(t.Rows), float64(t.End)/1e9)
+		})
 }
 
 // printInspection prints a table of tensors for each file, and totals.
@@ -203,7 +208,8 @@ func printInspection(w io.Writer, in *save.Inspection) {
 	fmt.Fprint(t, "total\ttensors\tbytes\tstored\tratio\n")
 	for _, d := range slices.Sorted(maps.Keys(in.Totals)) {
 		sum := in.Totals[d]
-		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%.4f\n", d, humanize.Comma(int64(sum.Tensors)), bytesText(sum.Bytes), bytesText(sum.Stored), sum.Ratio)
+		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%.4f\n", d, humanize.Comma(int64(sum.Tensors)), bytesText(sum.Bytes),
+			bytesText(sum.Stored), sum.Ratio)
 	}
 	t.Flush()
 }

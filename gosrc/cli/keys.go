@@ -15,7 +15,8 @@ import (
 // of the machine can read command lines.
 var (
 	decryptOptions = []option{
-		{name: "decrypt-key", value: "FROM", doc: "key of encrypted .tensors files: file:PATH or env:NAME that holds 32 bytes or 64 hex digits"},
+		{name: "decrypt-key", value: "FROM",
+			doc: "key of encrypted .tensors files: file:PATH or env:NAME that holds 32 bytes or 64 hex digits"},
 		{name: "decrypt-password", value: "FROM", doc: "password of encrypted .tensors files: file:PATH or env:NAME"},
 	}
 	encryptOptions = []option{
@@ -71,5 +72,6 @@ func (c *call) secret(name, from string) ([]byte, error) {
 		}
 		return []byte(text), nil
 	}
-	return nil, usage("--%s: write file:PATH or env:NAME; a secret on the command line would show in the list of processes", name)
+	return nil, usage("--%s: write file:PATH or env:NAME; a secret on the command line would show in the list of "+
+		"processes", name)
 }

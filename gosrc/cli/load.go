@@ -16,7 +16,8 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-var traceOption = option{name: "trace", value: "FILE", doc: "write a Chrome trace of the (last) load; overwire inspect --html makes a page of it"}
+var traceOption = option{name: "trace", value: "FILE",
+	doc: "write a Chrome trace of the (last) load; overwire inspect --html makes a page of it"}
 
 var loadVerb = &verb{
 	name: "load", args: "SRC...", least: 1, most: -1,
@@ -77,7 +78,8 @@ func (c *call) load() error {
 			default:
 				mapped = fmt.Sprintf(", %s of them mapped, not read", bytesText(r.Mapped))
 			}
-			fmt.Fprintf(w, "%s tensors, %s%s, %.4f s%s\n", humanize.Comma(r.Tensors), bytesText(r.Bytes), mapped, r.Seconds, rate)
+			fmt.Fprintf(w, "%s tensors, %s%s, %.4f s%s\n", humanize.Comma(r.Tensors), bytesText(r.Bytes), mapped,
+				r.Seconds, rate)
 		}
 		if sum := reports[repeat-1].Trace; sum != nil {
 			printTrace(w, sum, reports[repeat-1].Stages.Workers)
@@ -125,21 +127,26 @@ func (c *call) await(l *load.Loading, verb string) error {
 // printTrace prints the sums of a trace.
 func printTrace(w io.Writer, s *pipeline.Summary, workers int64) {
 	what := map[string]string{
-		"open": "open and index", "stage": "wait for a slot", "turn": "wait for a connection", "permit": "wait for a connection", "answer": "wait for the response", "submit": "submit to the device", "land": "tensors complete",
+		"open": "open and index", "stage": "wait for a slot", "turn": "wait for a connection",
+		"permit": "wait for a connection", "answer": "wait for the response", "submit": "submit to the device",
+		"land": "tensors complete",
 	}
 	t := table(w)
-	fmt.Fprintf(t, "stage\ttimes\tseconds\tlongest\tbytes\t(%.4f s, %d workers; seconds are summed over all of them)\n", s.Seconds, workers)
+	fmt.Fprintf(t, "stage\ttimes\tseconds\tlongest\tbytes\t(%.4f s, %d workers; seconds are summed over all of them)\n",
+		s.Seconds, workers)
 	for _, g := range s.Stages {
 		name := g.Verb
 		if text, ok := what[name]; ok {
 			name += ": " + text
 		}
-		fmt.Fprintf(t, "%s\t%s\t%.4f\t%.4f\t%s\t\n", name, humanize.Comma(int64(g.Spans)), g.Seconds, g.Longest, bytesText(g.Bytes))
+		fmt.Fprintf(t, "%s\t%s\t%.4f\t%.4f\t%s\t\n", name, humanize.Comma(int64(g.Spans)), g.Seconds, g.Longest,
+			bytesText(g.Bytes))
 	}
 	t.Flush()
 	if g := s.Copy; g != nil {
 		copied := slices.IndexFunc(s.Stages, func(x pipeline.StageSum) bool { return x.Verb == "copy" })
-		fmt.Fprintf(w, "copy stream: busy %.4f s at %s; idle %.4f s in %d gaps, the longest %.4f s; %.4f s before the first copy, %.4f s after the last\n",
+		fmt.Fprintf(w, "copy stream: busy %.4f s at %s; idle %.4f s in %d gaps, the longest %.4f s; %.4f s before "+
+			"the first copy, %.4f s after the last\n",
 			g.Busy, rateText(s.Stages[copied].Bytes, g.Busy), g.Idle, g.Gaps, g.Longest, g.Lead, g.Tail)
 	}
 }

@@ -45,7 +45,8 @@ hand, by which anyone reads the S3 object until it expires. Keep it secret.`,
 		{name: "force", short: "f", doc: "bring a folder into one that is not empty"},
 		{name: "quiet", short: "s", doc: "print nothing but errors"},
 		{name: "verbose", short: "v", doc: "report bytes, time and rate on standard error"},
-		{name: "presign", value: "SECONDS", lo: 1, hi: 604800, doc: "print a URL that reads the S3 object for up to 604800 seconds"},
+		{name: "presign", value: "SECONDS", lo: 1, hi: 604800,
+			doc: "print a URL that reads the S3 object for up to 604800 seconds"},
 		storageOption,
 	},
 	run: (*call).fetchURLs,
@@ -67,7 +68,8 @@ func (c *call) fetchURLs() error {
 	if out == "" || out == "-" {
 		rep, err := fetch.Fetch(c.ctx, c.job, spec, bare(c.stdout))
 		if err == nil && c.is("verbose") {
-			fmt.Fprintf(c.stderr, "%s in %.2f s, %s\n", bytesText(rep.Bytes), rep.Seconds, rateText(rep.Bytes, rep.Seconds))
+			fmt.Fprintf(c.stderr, "%s in %.2f s, %s\n", bytesText(rep.Bytes), rep.Seconds,
+				rateText(rep.Bytes, rep.Seconds))
 		}
 		return err
 	}
@@ -80,7 +82,8 @@ func (c *call) fetchURLs() error {
 		return err
 	}
 	return c.show(rep, func(w io.Writer) {
-		fmt.Fprintf(w, "%s: %s in %.2f s, %s\n", out, bytesText(rep.Bytes), rep.Seconds, rateText(rep.Bytes, rep.Seconds))
+		fmt.Fprintf(w, "%s: %s in %.2f s, %s\n", out, bytesText(rep.Bytes), rep.Seconds,
+			rateText(rep.Bytes, rep.Seconds))
 	})
 }
 
@@ -88,7 +91,8 @@ func (c *call) fetchURLs() error {
 // one; else "".
 func (c *call) remoteFolder() string {
 	if uri := c.args[0]; len(c.args) == 1 && (open.Writable(uri) || source.Scheme(uri) == "hf") {
-		return format.RemoteFolder(c.ctx, uri, open.With(c.storage.Options), format.Options{List: open.Lister(c.storage.Options)})
+		return format.RemoteFolder(c.ctx, uri, open.With(c.storage.Options),
+			format.Options{List: open.Lister(c.storage.Options)})
 	}
 	return ""
 }
@@ -111,7 +115,8 @@ func (c *call) fetchFolder(dir, out string) error {
 		for _, f := range rep.Files {
 			fmt.Fprintln(w, errs.OneLine(f))
 		}
-		fmt.Fprintf(w, "%s of %s in %.2f s, %s\n", filesText(len(rep.Files), "", ""), bytesText(rep.Bytes), rep.Seconds, rateText(rep.Bytes, rep.Seconds))
+		fmt.Fprintf(w, "%s of %s in %.2f s, %s\n", filesText(len(rep.Files), "", ""), bytesText(rep.Bytes), rep.Seconds,
+			rateText(rep.Bytes, rep.Seconds))
 	})
 }
 
@@ -125,8 +130,11 @@ func (c *call) checkFetch(out string) error {
 		return usage("--json needs -o OUT: the bytes go to standard output")
 	}
 	isURL := func(arg string) bool { return strings.Contains(arg, "://") }
-	if file := slices.IndexFunc(c.args, func(arg string) bool { return !isURL(arg) }); out == "" && file >= 0 && slices.ContainsFunc(c.args, isURL) {
-		return usage("%s is not a URL: write overwire fetch URL -o FILE to save to a file; -o - to have the bytes of URLs and files on standard output",
+	if file := slices.IndexFunc(c.args, func(arg string) bool {
+		return !isURL(arg)
+	}); out == "" && file >= 0 && slices.ContainsFunc(c.args, isURL) {
+		return usage("%s is not a URL: write overwire fetch URL -o FILE to save to a file; -o - to have the bytes "+
+			"of URLs and files on standard output",
 			c.args[file])
 	}
 	if out == "" && terminal(c.stdout) {
@@ -158,9 +166,12 @@ on this machine alone unless --address says otherwise, and asks for no password.
 	},
 	run: func(c *call) error {
 		opt := serve.Options{
-			Address: c.opts["address"], Cert: c.opts["cert"], Key: c.opts["key"], NoRanges: c.is("no-ranges"), Chunked: c.is("chunked"),
-			Rate: c.size("rate"), Each: c.size("each"), Latency: time.Duration(c.number("latency", 0)) * time.Millisecond,
-			Seed: uint64(c.number("seed", 0)), RetryAfter: time.Duration(c.number("retry-after", 0)) * time.Second, Faults: map[string]float64{},
+			Address: c.opts["address"], Cert: c.opts["cert"], Key: c.opts["key"], NoRanges: c.is("no-ranges"),
+			Chunked: c.is("chunked"),
+			Rate:    c.size("rate"), Each: c.size("each"), Latency: time.Duration(
+				c.number("latency", 0)) * time.Millisecond,
+			Seed: uint64(c.number("seed", 0)), RetryAfter: time.Duration(c.number("retry-after", 0)) * time.Second,
+			Faults: map[string]float64{},
 		}
 		for _, word := range strings.FieldsFunc(c.opts["faults"], func(r rune) bool { return r == ',' }) {
 			name, text, _ := strings.Cut(word, "=")
@@ -173,7 +184,9 @@ on this machine alone unless --address says otherwise, and asks for no password.
 		if err != nil {
 			return err
 		}
-		if err := c.show(map[string]string{"url": s.URL()}, func(w io.Writer) { fmt.Fprintf(w, "%s\n", s.URL()) }); err != nil {
+		if err := c.show(map[string]string{"url": s.URL()}, func(w io.Writer) {
+			fmt.Fprintf(w, "%s\n", s.URL())
+		}); err != nil {
 			_ = s.Close()
 			return err
 		}

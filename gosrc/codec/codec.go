@@ -68,7 +68,8 @@ func Decode(dst, src []byte, c tensor.Chunk) error {
 // that the machine lacks, chooses the best that it has. Call it at the start of a
 // process: it is not safe beside Decode.
 func Use(name string) {
-	level, ok := map[string]x16.Level{"scalar": x16.Scalar, "neon": x16.NEON, "avx2": x16.AVX2, "avx512": x16.AVX512}[name]
+	level, ok := map[string]x16.Level{"scalar": x16.Scalar, "neon": x16.NEON, "avx2": x16.AVX2,
+		"avx512": x16.AVX512}[name]
 	if !ok {
 		level = x16.Best()
 	}

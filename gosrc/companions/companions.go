@@ -28,7 +28,8 @@ const maxOther = 64 << 20
 
 // otherWeights are the extensions of weights in other formats.
 var otherWeights = []string{
-	".bin", ".ckpt", ".gguf", ".ggml", ".h5", ".keras", ".mlmodel", ".msgpack", ".nemo", ".npz", ".onnx", ".onnx_data", ".ot", ".pb", ".pdparams",
+	".bin", ".ckpt", ".gguf", ".ggml", ".h5", ".keras", ".mlmodel", ".msgpack", ".nemo", ".npz", ".onnx", ".onnx_data",
+	".ot", ".pb", ".pdparams",
 	".pkl", ".pt", ".pth", ".tensors", ".tflite",
 }
 
@@ -108,7 +109,8 @@ func (in Folder) remote(taken map[string]bool) (found []File, left []string) {
 		first, _, deep := strings.Cut(e.Name, "/")
 		uri := source.Beside(in.Path, first)
 		switch {
-		case deep && (in.Below && !strings.HasPrefix(first, ".") || below[first] || source.Remote(in.Avoid) && strings.HasPrefix(uri+"/", source.Directory(in.Avoid))):
+		case deep && (in.Below && !strings.HasPrefix(first, ".") || below[first] ||
+			source.Remote(in.Avoid) && strings.HasPrefix(uri+"/", source.Directory(in.Avoid))):
 		case deep:
 			below[first] = true
 			left = append(left, uri+"/")

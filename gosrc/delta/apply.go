@@ -89,26 +89,26 @@ type step struct {
 	back  bool
 }
 
-func (s *step) first() digest.Sum { return s.end(s.back) }
-func (s *step) last() digest.Sum  { return s.end(!s.back) }
+func (s *step) first() digest.Sum { return s.digestAt(s.back) }
+func (s *step) last() digest.Sum  { return s.digestAt(!s.back) }
 
-func (s *step) end(last bool) digest.Sum {
+func (s *step) digestAt(last bool) digest.Sum {
 	if last {
 		return s.links[len(s.links)-1].tensor.New
 	}
 	return s.links[0].tensor.Base
 }
-func (s *step) changes() bool {
+func (s *step) hasChanges() bool {
 	return slices.ContainsFunc(s.links, func(l link) bool { return len(l.tensor.Chunks) > 0 })
 }
 
 // A place applies to the memory of one device.
 type place interface {
 	// digests computes those of the steps' tensors as they are now.
-	digests(ctx context.Context) ([]digest.Sum, error)
+	digestSteps(ctx context.Context) ([]digest.Sum, error)
 	// prepare brings everything there that apply needs, and changes nothing. It may run
 	// beside digests.
-	prepare(ctx context.Context) error
+	prepareSteps(ctx context.Context) error
 	// apply XORs. Called again it undoes that. After an error it has undone what it did.
 	apply() error
 }
@@ -120,12 +120,13 @@ type place interface {
 // not the chain's base is errs.ErrBase. They are compared again afterwards, and what
 // differs then is undone. An error after the first change says what the tensors are.
 // From the first change on, ctx no longer counts.
-func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, workers int, part Part) (r Report, err error) {
+func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, workers int, part Part) (r Report,
+	err error) {
 	if part != Whole && part != Check && part != Change && part != Undo {
 		return r, errs.New(errs.ErrArgument, "delta: no part %q", part)
 	}
 	stages := Begin()
-	steps, err := plan(chain, targets, missing)
+	steps, err := planSteps(chain, targets, missing)
 	if err != nil {
 		return r, err
 	}
@@ -134,7 +135,7 @@ func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, w
 		s.back = part == Undo
 		r.Tensors++
 		r.Bytes += s.bytes
-		if s.changes() {
+		if s.hasChanges() {
 			r.Changed++
 		}
 		for _, l := range s.links {
@@ -159,17 +160,17 @@ func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, w
 		places, of, steps = append(places, p), append(of, steps[:n]), steps[n:]
 	}
 	stages.End("plan")
-	if err := before(ctx, stages, places, of, part); err != nil || part == Check {
+	if err := compareBase(ctx, stages, places, of, part); err != nil || part == Check {
 		return r, err
 	}
-	err = change(context.WithoutCancel(ctx), stages, places, of)
+	err = applyChange(context.WithoutCancel(ctx), stages, places, of)
 	r.Stages = stages.List()
 	return r, err
 }
 
-// plan pairs targets with the chain, sorted by device and address. Tied targets become one
+// planSteps pairs targets with the chain, sorted by device and address. Tied targets become one
 // step.
-func plan(chain []*File, targets []Target, missing bool) ([]step, error) {
+func planSteps(chain []*File, targets []Target, missing bool) ([]step, error) {
 	var steps []step
 	names := map[string]bool{}
 	for i := range targets {
@@ -178,7 +179,7 @@ func plan(chain []*File, targets []Target, missing bool) ([]step, error) {
 			return nil, errs.New(errs.ErrArgument, "the tensor %q is there twice", g.Name)
 		}
 		names[g.Name] = true
-		all, err := links(chain, g.Name)
+		all, err := findLinks(chain, g.Name)
 		if err != nil {
 			return nil, err
 		}
@@ -188,18 +189,19 @@ func plan(chain []*File, targets []Target, missing bool) ([]step, error) {
 		t := all[0].tensor
 		if t.DType != g.DType || !slices.Equal(t.Shape, g.Shape) {
 			return nil, errs.Locate("delta", all[0].file.URI, g.Name, -1,
-				errs.New(errs.ErrBase, "the delta is of %v %v, the tensor is %v %v", t.DType, t.Shape, g.DType, g.Shape))
+				errs.New(errs.ErrBase, "the delta is of %v %v, the tensor is %v %v", t.DType, t.Shape, g.DType,
+					g.Shape))
 		}
 		steps = append(steps, step{Target: g, bytes: t.Bytes, links: all})
 	}
-	if err := complete(chain, names, missing); err != nil {
+	if err := checkComplete(chain, names, missing); err != nil {
 		return nil, err
 	}
-	return untie(steps)
+	return untieSteps(steps)
 }
 
-// complete refuses a chain with names that no target has.
-func complete(chain []*File, names map[string]bool, missing bool) error {
+// checkComplete refuses a chain with names that no target has.
+func checkComplete(chain []*File, names map[string]bool, missing bool) error {
 	var lost []string
 	for _, f := range chain {
 		for i := range f.Tensors {
@@ -210,13 +212,14 @@ func complete(chain []*File, names map[string]bool, missing bool) error {
 		}
 	}
 	if len(lost) > 0 {
-		return errs.New(errs.ErrArgument, "the delta has %s, which the tensors lack (missing=True leaves them out)", some(lost))
+		return errs.New(errs.ErrArgument, "the delta has %s, which the tensors lack (missing=True leaves them out)",
+			listSome(lost))
 	}
 	return nil
 }
 
-// some lists a few names of many.
-func some(names []string) string {
+// listSome lists a few names of many.
+func listSome(names []string) string {
 	const most = 3
 	quoted := make([]string, 0, most)
 	for _, n := range names[:min(most, len(names))] {
@@ -229,13 +232,15 @@ func some(names []string) string {
 	return text
 }
 
-// untie sorts steps, leaves one of those with the same memory, and refuses memory that overlaps.
-func untie(steps []step) ([]step, error) {
+// untieSteps sorts steps, leaves one of those with the same memory, and refuses memory that overlaps.
+func untieSteps(steps []step) ([]step, error) {
 	sorted := make([]*step, len(steps))
 	for i := range steps {
 		sorted[i] = &steps[i]
 	}
-	slices.SortStableFunc(sorted, func(a, b *step) int { return cmp.Or(cmp.Compare(a.CUDA, b.CUDA), cmp.Compare(a.At, b.At)) })
+	slices.SortStableFunc(sorted, func(a, b *step) int {
+		return cmp.Or(cmp.Compare(a.CUDA, b.CUDA), cmp.Compare(a.At, b.At))
+	})
 	var out []step
 	var full *step // the last with bytes
 	for _, s := range sorted {
@@ -243,7 +248,8 @@ func untie(steps []step) ([]step, error) {
 			if s.At == full.At && s.bytes == full.bytes && s.first() == full.first() && s.last() == full.last() {
 				continue
 			}
-			return nil, errs.New(errs.ErrArgument, "the tensors %q and %q share memory, and the delta changes them differently", full.Name, s.Name)
+			return nil, errs.New(errs.ErrArgument,
+				"the tensors %q and %q share memory, and the delta changes them differently", full.Name, s.Name)
 		}
 		out = append(out, *s)
 		if s.bytes > 0 {
@@ -253,8 +259,8 @@ func untie(steps []step) ([]step, error) {
 	return out, nil
 }
 
-// before compares the tensors with the chain's base, and gets everything ready.
-func before(ctx context.Context, stages *Stages, places []place, of [][]step, part Part) error {
+// compareBase compares the tensors with the chain's base, and gets everything ready.
+func compareBase(ctx context.Context, stages *Stages, places []place, of [][]step, part Part) error {
 	compares := part == Whole || part == Check
 	var wrong []string
 	done := 0
@@ -262,9 +268,9 @@ func before(ctx context.Context, stages *Stages, places []place, of [][]step, pa
 	err := spawn.Each(ctx, "delta ready", 2*len(places), 2*len(places), func(n int) (err error) {
 		switch p := places[n/2]; {
 		case n%2 == 0 && compares:
-			sums[n/2], err = p.digests(ctx)
+			sums[n/2], err = p.digestSteps(ctx)
 		case n%2 != 0 && part != Check:
-			err = p.prepare(ctx)
+			err = p.prepareSteps(ctx)
 		}
 		return err
 	})
@@ -285,27 +291,28 @@ func before(ctx context.Context, stages *Stages, places []place, of [][]step, pa
 	}
 	if len(wrong) > 0 {
 		if done == len(wrong) {
-			return errs.New(errs.ErrBase, "nothing was changed: %s have the delta already", some(wrong))
+			return errs.New(errs.ErrBase, "nothing was changed: %s have the delta already", listSome(wrong))
 		}
-		return errs.New(errs.ErrBase, "nothing was changed: %s differ from what the delta was made from", some(wrong))
+		return errs.New(errs.ErrBase, "nothing was changed: %s differ from what the delta was made from",
+			listSome(wrong))
 	}
 	stages.End("base digests")
 	return nil
 }
 
-// change applies, compares, and undoes.
-func change(ctx context.Context, stages *Stages, places []place, of [][]step) error {
+// applyChange applies, compares, and undoes.
+func applyChange(ctx context.Context, stages *Stages, places []place, of [][]step) error {
 	for i, p := range places {
 		if err := p.apply(); err != nil {
-			return undo(ctx, places[:i+1], i, of, err)
+			return undoChange(ctx, places[:i+1], i, of, err)
 		}
 	}
 	stages.End("change")
 	var wrong []string
 	for i, p := range places {
-		got, err := p.digests(ctx)
+		got, err := p.digestSteps(ctx)
 		if err != nil {
-			return undo(ctx, places, len(places), of, err)
+			return undoChange(ctx, places, len(places), of, err)
 		}
 		for k, sum := range got {
 			if s := &of[i][k]; sum != s.last() {
@@ -314,21 +321,22 @@ func change(ctx context.Context, stages *Stages, places []place, of [][]step) er
 		}
 	}
 	if len(wrong) > 0 {
-		return undo(ctx, places, len(places), of, errs.New(errs.ErrCorrupt, "%s did not become what the delta says", some(wrong)))
+		return undoChange(ctx, places, len(places), of,
+			errs.New(errs.ErrCorrupt, "%s did not become what the delta says", listSome(wrong)))
 	}
 	stages.End("new digests")
 	return nil
 }
 
-// undo applies again in the first `again` places, and says what has become of the tensors.
-func undo(ctx context.Context, places []place, again int, of [][]step, err error) error {
+// undoChange applies again in the first `again` places, and says what has become of the tensors.
+func undoChange(ctx context.Context, places []place, again int, of [][]step, err error) error {
 	var old, now, lost []string
 	for i, p := range places {
 		var failed error
 		if i < again {
 			failed = p.apply()
 		}
-		got, e := p.digests(ctx)
+		got, e := p.digestSteps(ctx)
 		if failed != nil || e != nil {
 			got = nil
 		}
@@ -353,14 +361,14 @@ func undo(ctx context.Context, places []place, again int, of [][]step, err error
 		what  string
 	}{{old, "old"}, {now, "new"}, {lost, "neither old nor new: load them again"}} {
 		if len(kind.names) > 0 {
-			said = append(said, some(kind.names)+": "+kind.what)
+			said = append(said, listSome(kind.names)+": "+kind.what)
 		}
 	}
 	return fmt.Errorf("%w (%s)", err, strings.Join(said, "; "))
 }
 
-// views are the tensors of steps.
-func views(steps []step) []digest.View {
+// viewsOf are the tensors of steps.
+func viewsOf(steps []step) []digest.View {
 	all := make([]digest.View, len(steps))
 	for i := range steps {
 		all[i] = digest.Contiguous(steps[i].At, steps[i].bytes)
@@ -374,11 +382,11 @@ type host struct {
 	workers int
 }
 
-func (h *host) digests(ctx context.Context) ([]digest.Sum, error) {
-	return digest.All(ctx, views(h.steps), h.workers)
+func (h *host) digestSteps(ctx context.Context) ([]digest.Sum, error) {
+	return digest.All(ctx, viewsOf(h.steps), h.workers)
 }
 
-func (h *host) prepare(context.Context) error { return nil }
+func (h *host) prepareSteps(context.Context) error { return nil }
 
 // apply goes through the tensors in runs of many chunks.
 func (h *host) apply() error {
@@ -389,29 +397,31 @@ func (h *host) apply() error {
 	}
 	var tasks []task
 	for i := range h.steps {
-		for at := int64(0); at < h.steps[i].bytes && h.steps[i].changes(); at += run {
+		for at := int64(0); at < h.steps[i].bytes && h.steps[i].hasChanges(); at += run {
 			tasks = append(tasks, task{&h.steps[i], at})
 		}
 	}
-	return spawn.Each(context.Background(), "delta apply", max(1, min(h.workers, runtime.GOMAXPROCS(0))), len(tasks), func(n int) error {
-		s, from := tasks[n].s, tasks[n].at
-		dst := device.Bytes(s.At, s.bytes)
-		for _, l := range s.links {
-			f, t := l.file, l.tensor
-			if len(t.Chunks) == 0 {
-				continue
-			}
-			// A chunk belongs to the run in which it begins.
-			for k := int(sizes.CeilDiv(from, f.ChunkLen)); k < len(t.Chunks) && int64(k)*f.ChunkLen < from+run; k++ {
-				if len(t.Chunks[k]) == 0 {
+	return spawn.Each(context.Background(), "delta apply", max(1, min(h.workers, runtime.GOMAXPROCS(0))), len(tasks),
+		func(n int) error {
+			s, from := tasks[n].s, tasks[n].at
+			dst := device.Bytes(s.At, s.bytes)
+			for _, l := range s.links {
+				f, t := l.file, l.tensor
+				if len(t.Chunks) == 0 {
 					continue
 				}
-				at := int64(k) * f.ChunkLen
-				if err := delta.Apply(dst[at:at+int64(f.length(t, k))], t.Chunks[k], width(t.DType)); err != nil {
-					return errs.Locate("delta", f.URI, t.Name, int64(k), err)
+				// A chunk belongs to the run in which it begins.
+				for k := int(sizes.CeilDiv(from, f.ChunkLen)); k < len(t.Chunks) && int64(k)*f.ChunkLen < from+run; k++ {
+					if len(t.Chunks[k]) == 0 {
+						continue
+					}
+					at := int64(k) * f.ChunkLen
+					if err := delta.Apply(dst[at:at+int64(f.chunkLength(t, k))], t.Chunks[k],
+						widthOf(t.DType)); err != nil {
+						return errs.Locate("delta", f.URI, t.Name, int64(k), err)
+					}
 				}
 			}
-		}
-		return nil
-	})
+			return nil
+		})
 }

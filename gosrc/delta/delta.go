@@ -50,8 +50,8 @@ type File struct {
 	mark mark
 }
 
-// width is the size of the elements as which bytes of a type are compared.
-func width(d tensor.DType) int {
+// widthOf is the size of the elements as which bytes of a type are compared.
+func widthOf(d tensor.DType) int {
 	if d == tensor.C64 {
 		return 4
 	}

@@ -111,7 +111,7 @@ func encode(t *testing.T, now, base *model) *File {
 	return f
 }
 
-func layout(t *testing.T, f *File) []byte {
+func layOutFile(t *testing.T, f *File) []byte {
 	t.Helper()
 	table, err := f.table()
 	if err != nil {
@@ -137,7 +137,7 @@ func reparse(t *testing.T, b []byte) *File {
 	return f
 }
 
-func apply(m *model, chain ...*File) error {
+func applySteps(m *model, chain ...*File) error {
 	_, err := Apply(context.Background(), chain, m.targets(), false, 2, Whole)
 	runtime.KeepAlive(m)
 	return err
@@ -168,12 +168,12 @@ func trained(r *rand.Rand) (now, base *model) {
 func TestFile(t *testing.T) {
 	now, base := trained(seeded(t))
 	f := encode(t, now, base)
-	b := layout(t, f)
-	if again := layout(t, encode(t, now, base)); !bytes.Equal(again, b) {
+	b := layOutFile(t, f)
+	if again := layOutFile(t, encode(t, now, base)); !bytes.Equal(again, b) {
 		t.Error("another file of the same models")
 	}
 	g := reparse(t, b)
-	if !bytes.Equal(layout(t, g), b) || g.Metadata["step"] != "1" || len(g.Metadata) != 1 {
+	if !bytes.Equal(layOutFile(t, g), b) || g.Metadata["step"] != "1" || len(g.Metadata) != 1 {
 		t.Error("the file does not survive")
 	}
 	for i := range now.names {
@@ -194,10 +194,10 @@ func TestFile(t *testing.T) {
 	}
 	got := base.clone()
 	got.data[len(got.data)-1] = got.data[0]
-	if err := apply(got, g); err != nil || !got.same(now) {
+	if err := applySteps(got, g); err != nil || !got.same(now) {
 		t.Fatalf("other bytes: %v", err)
 	}
-	if err := apply(got, g); !errors.Is(err, errs.ErrBase) || !strings.Contains(err.Error(), "already") || !got.same(now) {
+	if err := applySteps(got, g); !errors.Is(err, errs.ErrBase) || !strings.Contains(err.Error(), "already") || !got.same(now) {
 		t.Errorf("applied twice: %v", err)
 	}
 }
@@ -206,11 +206,11 @@ func TestFile(t *testing.T) {
 // before the first byte changes.
 func TestRefusedBefore(t *testing.T) {
 	now, base := trained(seeded(t))
-	f := reparse(t, layout(t, encode(t, now, base)))
+	f := reparse(t, layOutFile(t, encode(t, now, base)))
 	other := base.clone()
 	other.data[6][9]++ // of a tensor that the delta does not change
 	before := other.clone()
-	if err := apply(other, f); !errors.Is(err, errs.ErrBase) || !strings.Contains(err.Error(), `"f.same"`) || !other.same(before) {
+	if err := applySteps(other, f); !errors.Is(err, errs.ErrBase) || !strings.Contains(err.Error(), `"f.same"`) || !other.same(before) {
 		t.Errorf("a wrong base: %v", err)
 	}
 	run := func(change func(all []Target) []Target, missing bool) error {
@@ -274,7 +274,7 @@ func (b *broken) apply() error {
 // change does not look again, and taking it back gives the base.
 func TestParts(t *testing.T) {
 	now, base := trained(seeded(t))
-	f := reparse(t, layout(t, encode(t, now, base)))
+	f := reparse(t, layOutFile(t, encode(t, now, base)))
 	m := base.clone()
 	m.data[len(m.data)-1] = m.data[0]
 	defer runtime.KeepAlive(m)
@@ -300,17 +300,17 @@ func TestParts(t *testing.T) {
 // were; if that fails, too, the error names each.
 func TestUndone(t *testing.T) {
 	now, base := trained(seeded(t))
-	f := reparse(t, layout(t, encode(t, now, base)))
+	f := reparse(t, layOutFile(t, encode(t, now, base)))
 	for times, want := range map[int]string{1: "load them again", 2: "as they were"} {
 		m := base.clone()
 		m.data[len(m.data)-1] = m.data[0]
 		defer runtime.KeepAlive(m)
-		steps, err := plan([]*File{f}, m.targets(), false)
+		steps, err := planSteps([]*File{f}, m.targets(), false)
 		if err != nil {
 			t.Fatal(err)
 		}
 		h := &host{steps: steps, workers: 2}
-		err = change(context.Background(), Begin(), []place{&broken{host: h, steps: steps, times: times}}, [][]step{steps})
+		err = applyChange(context.Background(), Begin(), []place{&broken{host: h, steps: steps, times: times}}, [][]step{steps})
 		if !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), want) {
 			t.Errorf("wrong %d times: %v", times, err)
 		}
@@ -322,12 +322,12 @@ func TestUndone(t *testing.T) {
 	m := base.clone()
 	m.data[len(m.data)-1] = m.data[0]
 	defer runtime.KeepAlive(m)
-	steps, err := plan([]*File{f}, m.targets(), false)
+	steps, err := planSteps([]*File{f}, m.targets(), false)
 	if err != nil {
 		t.Fatal(err)
 	}
 	one, two := &host{steps: steps[:3], workers: 1}, &host{steps: steps[3:], workers: 1}
-	err = change(context.Background(), Begin(), []place{one, &broken{host: two, steps: steps[3:], refuse: true}}, [][]step{steps[:3], steps[3:]})
+	err = applyChange(context.Background(), Begin(), []place{one, &broken{host: two, steps: steps[3:], refuse: true}}, [][]step{steps[:3], steps[3:]})
 	if !errors.Is(err, errs.ErrDevice) {
 		t.Errorf("a device that refuses: %v", err)
 	}
@@ -352,23 +352,23 @@ func TestChain(t *testing.T) {
 				next.step(r, i, r.Float64()*r.Float64()*0.1)
 			}
 		}
-		chain = append(chain, reparse(t, layout(t, encode(t, next, models[len(models)-1]))))
+		chain = append(chain, reparse(t, layOutFile(t, encode(t, next, models[len(models)-1]))))
 		models = append(models, next)
 	}
 	got := models[0].clone()
 	got.data[len(got.data)-1] = got.data[0]
-	if err := apply(got, chain...); err != nil || !got.same(models[5]) {
+	if err := applySteps(got, chain...); err != nil || !got.same(models[5]) {
 		t.Fatalf("the chain: %v", err)
 	}
 	merged, err := Merge(context.Background(), chain, 2)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if !bytes.Equal(layout(t, merged), layout(t, encode(t, models[5], models[0]))) {
+	if !bytes.Equal(layOutFile(t, merged), layOutFile(t, encode(t, models[5], models[0]))) {
 		t.Error("merged it is not the delta of its ends")
 	}
 	got = models[0].clone()
-	if err := apply(got, chain[0], chain[2]); !errors.Is(err, errs.ErrBase) || !got.same(models[0]) {
+	if err := applySteps(got, chain[0], chain[2]); !errors.Is(err, errs.ErrBase) || !got.same(models[0]) {
 		t.Errorf("a chain with a hole: %v", err)
 	}
 	if _, err := Merge(context.Background(), []*File{chain[1], chain[0]}, 2); !errors.Is(err, errs.ErrBase) {
@@ -396,9 +396,9 @@ func TestManyDeltas(t *testing.T) {
 		now.step(r, i%2, 0.01)
 		f := encode(t, now, m)
 		if i%10 == 0 {
-			f = reparse(t, layout(t, f))
+			f = reparse(t, layOutFile(t, f))
 		}
-		if err := apply(got, f); err != nil || !got.same(now) {
+		if err := applySteps(got, f); err != nil || !got.same(now) {
 			t.Fatalf("delta %d: %v", i, err)
 		}
 		m = now
@@ -422,7 +422,7 @@ func TestChanged(t *testing.T) {
 	base.add(r, "b", tensor.F32, 40)
 	now := base.clone()
 	now.step(r, 0, 0.1)
-	b := layout(t, encode(t, now, base))
+	b := layOutFile(t, encode(t, now, base))
 	for range 3000 {
 		c := bytes.Clone(b)
 		c[r.IntN(len(c))] ^= 1 << r.IntN(8)
@@ -494,7 +494,7 @@ func FuzzTable(f *testing.F) {
 				p.sums[n] = sumOf(c)
 			}
 		}
-		if p.check(context.Background()) != nil {
+		if p.checkChunks(context.Background()) != nil {
 			return
 		}
 		var steps []step

@@ -25,7 +25,7 @@ type Row struct {
 // Diff compares pairs in host memory, by `workers` workers; the rows are in the order of
 // the names.
 func Diff(ctx context.Context, pairs []Pair, workers int, progress func(n int64)) ([]Row, error) {
-	ts, at, err := order(pairs)
+	ts, at, err := orderPairs(pairs)
 	if err != nil {
 		return nil, err
 	}
@@ -36,13 +36,14 @@ func Diff(ctx context.Context, pairs []Pair, workers int, progress func(n int64)
 	for i := range ts {
 		t := &ts[i]
 		list[i] = i
-		rows[i] = Row{Name: t.Name, DType: t.DType.String(), Shape: t.Shape, Bytes: t.Bytes, Elements: t.Bytes / int64(width(t.DType))}
+		rows[i] = Row{Name: t.Name, DType: t.DType.String(), Shape: t.Shape, Bytes: t.Bytes,
+			Elements: t.Bytes / int64(widthOf(t.DType))}
 	}
-	tasks := f.tasks(list)
+	tasks := f.chunkTasks(list)
 	err = spawn.Each(ctx, "delta diff", workers, len(tasks), func(n int) error {
 		task := tasks[n]
-		now, base, _ := f.both(task, &pairs[at[task.tensor]])
-		w, size := width(ts[task.tensor].DType), int64(len(now))
+		now, base, _ := f.bothStates(task, &pairs[at[task.tensor]])
+		w, size := widthOf(ts[task.tensor].DType), int64(len(now))
 		c, err := delta.Changed(now, base, w)
 		if err != nil || c == 0 {
 			progress(size)

@@ -28,8 +28,8 @@ type Pair struct {
 	Stream    uintptr // of the GPU: work that comes first
 }
 
-// order returns the tensors of pairs by name, without chunks, and the pair of each.
-func order(pairs []Pair) ([]Tensor, []int, error) {
+// orderPairs returns the tensors of pairs by name, without chunks, and the pair of each.
+func orderPairs(pairs []Pair) ([]Tensor, []int, error) {
 	at := make([]int, len(pairs))
 	for i := range at {
 		at[i] = i
@@ -52,8 +52,9 @@ func order(pairs []Pair) ([]Tensor, []int, error) {
 
 // Encode makes the delta from the base to the new bytes of each tensor, by that many
 // workers. The same bytes give the same delta. progress is called with tensor bytes.
-func Encode(ctx context.Context, pairs []Pair, metadata map[string]string, workers int, progress func(n int64)) (*File, error) {
-	ts, at, err := order(pairs)
+func Encode(ctx context.Context, pairs []Pair, metadata map[string]string, workers int, progress func(n int64)) (*File,
+	error) {
+	ts, at, err := orderPairs(pairs)
 	if err != nil {
 		return nil, err
 	}
@@ -73,14 +74,14 @@ func Encode(ctx context.Context, pairs []Pair, metadata map[string]string, worke
 			return nil, err
 		}
 	}
-	f.tidy()
+	f.dropUnchanged()
 	return f, nil
 }
 
 // Unite makes one File of some with different tensors, the very one that Encode makes of
 // all their pairs.
 func Unite(files []*File, metadata map[string]string) (*File, error) {
-	f, err := together("", files)
+	f, err := mergeFiles("", files)
 	if err != nil {
 		return nil, err
 	}
@@ -88,12 +89,12 @@ func Unite(files []*File, metadata map[string]string) (*File, error) {
 	for i := range f.Tensors {
 		f.Tensors[i].Same = -1
 	}
-	f.tidy()
+	f.dropUnchanged()
 	return f, nil
 }
 
-// tidy leaves out what did not change, and what another tensor has.
-func (f *File) tidy() {
+// dropUnchanged leaves out what did not change, and what another tensor has.
+func (f *File) dropUnchanged() {
 	type key struct {
 		base, now digest.Sum
 		bytes     int64
@@ -106,7 +107,7 @@ func (f *File) tidy() {
 			t.Chunks = nil
 			continue
 		}
-		k := key{t.Base, t.New, t.Bytes, width(t.DType)}
+		k := key{t.Base, t.New, t.Bytes, widthOf(t.DType)}
 		if same, ok := seen[k]; ok {
 			t.Same, t.Chunks = same, f.Tensors[same].Chunks
 			continue
@@ -117,8 +118,8 @@ func (f *File) tidy() {
 
 type chunkTask struct{ tensor, chunk int }
 
-// tasks are the chunks of some tensors.
-func (f *File) tasks(list []int) (all []chunkTask) {
+// chunkTasks are the chunks of some tensors.
+func (f *File) chunkTasks(list []int) (all []chunkTask) {
 	for _, i := range list {
 		for k := range sizes.CeilDiv(f.Tensors[i].Bytes, f.ChunkLen) {
 			all = append(all, chunkTask{i, int(k)})
@@ -127,23 +128,24 @@ func (f *File) tasks(list []int) (all []chunkTask) {
 	return all
 }
 
-// both are the bytes of a task, at byte `from` of its tensor, after and before.
-func (f *File) both(task chunkTask, pair *Pair) (now, base []byte, from int64) {
+// bothStates are the bytes of a task, at byte `from` of its tensor, after and before.
+func (f *File) bothStates(task chunkTask, pair *Pair) (now, base []byte, from int64) {
 	from = int64(task.chunk) * f.ChunkLen
-	size := int64(f.length(&f.Tensors[task.tensor], task.chunk))
+	size := int64(f.chunkLength(&f.Tensors[task.tensor], task.chunk))
 	return device.Bytes(pair.New+uint64(from), size), device.Bytes(pair.Base+uint64(from), size), from
 }
 
 // encodeHost encodes the tensors in list, all in host memory.
-func encodeHost(ctx context.Context, f *File, list []int, pair func(i int) *Pair, workers int, progress func(n int64)) error {
+func encodeHost(ctx context.Context, f *File, list []int, pair func(i int) *Pair, workers int,
+	progress func(n int64)) error {
 	type sums struct{ now, base digest.State }
 	var mu sync.Mutex
-	states, tasks := make([]sums, len(f.Tensors)), f.tasks(list)
+	states, tasks := make([]sums, len(f.Tensors)), f.chunkTasks(list)
 	err := spawn.Each(ctx, "delta encode", workers, len(tasks), func(n int) (err error) {
 		task := tasks[n]
 		t := &f.Tensors[task.tensor]
-		now, base, from := f.both(task, pair(task.tensor))
-		if t.Chunks[task.chunk], err = delta.Encode(nil, now, base, width(t.DType)); err != nil {
+		now, base, from := f.bothStates(task, pair(task.tensor))
+		if t.Chunks[task.chunk], err = delta.Encode(nil, now, base, widthOf(t.DType)); err != nil {
 			return err
 		}
 		var a, b digest.State
@@ -175,9 +177,9 @@ type link struct {
 	tensor *Tensor
 }
 
-// links finds a tensor in the files of a chain, and checks that each begins where the
+// findLinks finds a tensor in the files of a chain, and checks that each begins where the
 // one before it ends. It returns nothing if no file has it.
-func links(chain []*File, name string) ([]link, error) {
+func findLinks(chain []*File, name string) ([]link, error) {
 	var all []link
 	for _, f := range chain {
 		i, ok := f.Find(name)
@@ -223,7 +225,7 @@ func Merge(ctx context.Context, chain []*File, workers int) (*File, error) {
 	all, list := make([][]link, len(names)), make([]int, len(names))
 	for i, name := range names {
 		var err error
-		if all[i], err = links(chain, name); err != nil {
+		if all[i], err = findLinks(chain, name); err != nil {
 			return nil, err
 		}
 		list[i] = i
@@ -232,22 +234,23 @@ func Merge(ctx context.Context, chain []*File, workers int) (*File, error) {
 		*t = *first.tensor
 		t.New, t.Same, t.Chunks = last.tensor.New, -1, make([][]byte, sizes.CeilDiv(t.Bytes, out.ChunkLen))
 	}
-	tasks := out.tasks(list)
+	tasks := out.chunkTasks(list)
 	err := spawn.Each(ctx, "delta merge", workers, len(tasks), func(n int) (err error) {
 		task := tasks[n]
 		t := &out.Tensors[task.tensor]
-		t.Chunks[task.chunk], err = merged(all[task.tensor], int64(task.chunk)*out.ChunkLen, out.length(t, task.chunk))
+		t.Chunks[task.chunk], err = mergeLinks(all[task.tensor], int64(task.chunk)*out.ChunkLen,
+			out.chunkLength(t, task.chunk))
 		return err
 	})
 	if err != nil {
 		return nil, err
 	}
-	out.tidy()
+	out.dropUnchanged()
 	return out, nil
 }
 
-// merged is the delta of bytes [at, at+n) of a tensor over its links.
-func merged(all []link, at int64, n int) ([]byte, error) {
+// mergeLinks is the delta of bytes [at, at+n) of a tensor over its links.
+func mergeLinks(all []link, at int64, n int) ([]byte, error) {
 	var x []byte
 	for _, l := range all {
 		if len(l.tensor.Chunks) == 0 {
@@ -259,31 +262,31 @@ func merged(all []link, at int64, n int) ([]byte, error) {
 		if x == nil {
 			x = make([]byte, n)
 		}
-		if err := xor(l, x, at); err != nil {
+		if err := applyLink(l, x, at); err != nil {
 			return nil, err
 		}
 	}
 	if x == nil {
 		return nil, nil
 	}
-	return delta.Encode(nil, x, make([]byte, n), width(all[0].tensor.DType))
+	return delta.Encode(nil, x, make([]byte, n), widthOf(all[0].tensor.DType))
 }
 
-// xor applies bytes [at, at+len(x)) of a delta to x, by the file's own chunks.
-func xor(l link, x []byte, at int64) error {
+// applyLink applies bytes [at, at+len(x)) of a delta to x, by the file's own chunks.
+func applyLink(l link, x []byte, at int64) error {
 	f, t := l.file, l.tensor
 	for end := at + int64(len(x)); at < end; {
 		k := int(at / f.ChunkLen)
-		from, size := int64(k)*f.ChunkLen, int64(f.length(t, k))
+		from, size := int64(k)*f.ChunkLen, int64(f.chunkLength(t, k))
 		upto := min(end, from+size)
 		part := x[:upto-at]
 		if c := t.Chunks[k]; len(c) > 0 && from == at && size == upto-at {
-			if err := delta.Apply(part, c, width(t.DType)); err != nil {
+			if err := delta.Apply(part, c, widthOf(t.DType)); err != nil {
 				return err
 			}
 		} else if len(c) > 0 {
 			whole := make([]byte, size)
-			if err := delta.Apply(whole, c, width(t.DType)); err != nil {
+			if err := delta.Apply(whole, c, widthOf(t.DType)); err != nil {
 				return err
 			}
 			for i, v := range whole[at-from : upto-from] {

@@ -6,7 +6,8 @@ package delta
 //
 //	table: "OWDT" | u32 version 1 | u32 tensors | u32 chunks | u32 dims | u32 bytes of names | u32 chunk bytes | u32 0
 //	       | dims u64 each | tensors 64 each | chunks 8 each | names | u32 CRC32C | zeros to a multiple of 64
-//	tensor: u8 dtype | u8 rank | u16 bytes of the name | u32 chunks | u64 bytes | u8[16] base | u8[16] new | u32 same | u8[12] 0
+//	tensor: u8 dtype | u8 rank | u16 bytes of the name | u32 chunks | u64 bytes | u8[16] base |
+// u8[16] new | u32 same | u8[12] 0
 //	chunk: u32 stored | u32 CRC32C
 //
 // The stored chunks are back to back. Specification: docs/format.md 7.1; nothing else
@@ -55,10 +56,12 @@ func (f *File) table() ([]byte, error) {
 			chunks += len(t.Chunks)
 		}
 		if len(t.Name) > math.MaxUint16 || len(t.Shape) > tensor.MaxRank {
-			return nil, errs.New(errs.ErrArgument, "tensor %q: a name of %d bytes, %d dimensions", t.Name, len(t.Name), len(t.Shape))
+			return nil, errs.New(errs.ErrArgument, "tensor %q: a name of %d bytes, %d dimensions", t.Name, len(t.Name),
+				len(t.Shape))
 		}
 	}
-	b := append(make([]byte, 0, headSize+8*dims+recordSize*len(f.Tensors)+entrySize*chunks+names+2*tensor.BlobAlign), magic...)
+	b := append(make([]byte, 0, headSize+8*dims+recordSize*len(f.Tensors)+entrySize*chunks+names+2*tensor.BlobAlign),
+		magic...)
 	for _, v := range []int{version, len(f.Tensors), chunks, dims, names, int(f.ChunkLen), 0} {
 		if v > math.MaxUint32-1 {
 			return nil, errs.New(errs.ErrArgument, "a delta of %d tensors, %d chunks", len(f.Tensors), chunks)
@@ -86,7 +89,7 @@ func (f *File) table() ([]byte, error) {
 		b = le.AppendUint32(b, same)
 		b = append(b, make([]byte, 12)...)
 	}
-	b = f.entries(b, chunks)
+	b = f.appendEntries(b, chunks)
 	for i := range f.Tensors {
 		b = append(b, f.Tensors[i].Name...)
 	}
@@ -94,8 +97,8 @@ func (f *File) table() ([]byte, error) {
 	return append(b, make([]byte, sizes.RoundUp(len(b), tensor.BlobAlign)-len(b))...), nil
 }
 
-// entries appends what the table says of each of n chunks. All cores sum them up.
-func (f *File) entries(b []byte, n int) []byte {
+// appendEntries appends what the table says of each of n chunks. All cores sum them up.
+func (f *File) appendEntries(b []byte, n int) []byte {
 	all := make([][]byte, 0, n)
 	for i := range f.Tensors {
 		if t := &f.Tensors[i]; t.Same < 0 {
@@ -105,13 +108,14 @@ func (f *File) entries(b []byte, n int) []byte {
 	at := len(b)
 	b = append(b, make([]byte, entrySize*n)...)
 	const step = 64
-	_ = spawn.Each(context.Background(), "delta sums", runtime.GOMAXPROCS(0), sizes.CeilDiv(n, step), func(k int) error {
-		for i := k * step; i < min(n, (k+1)*step); i++ {
-			le.PutUint32(b[at+entrySize*i:], uint32(len(all[i])))
-			le.PutUint32(b[at+entrySize*i+4:], codec.Sum(all[i]))
-		}
-		return nil
-	})
+	_ = spawn.Each(context.Background(), "delta sums", runtime.GOMAXPROCS(0), sizes.CeilDiv(n, step),
+		func(k int) error {
+			for i := k * step; i < min(n, (k+1)*step); i++ {
+				le.PutUint32(b[at+entrySize*i:], uint32(len(all[i])))
+				le.PutUint32(b[at+entrySize*i+4:], codec.Sum(all[i]))
+			}
+			return nil
+		})
 	return b
 }
 
@@ -162,14 +166,14 @@ func (f *File) layout(table []byte) ([][]byte, error) {
 // bytes are errs.ErrCorrupt; a file that is no delta errs.ErrFormat; a shard, which alone
 // is none, errs.ErrNotFound.
 func Parse(ctx context.Context, uri string, b []byte) (*File, error) {
-	f, err := parse(ctx, uri, b)
+	f, err := parseFile(ctx, uri, b)
 	if err != nil {
 		return nil, errs.Locate("delta", uri, "", -1, err)
 	}
-	return join(uri, []*File{f}, nil)
+	return joinFiles(uri, []*File{f}, nil)
 }
 
-func parse(ctx context.Context, uri string, b []byte) (*File, error) {
+func parseFile(ctx context.Context, uri string, b []byte) (*File, error) {
 	h, err := safetensors.Read(ctx, memory.New(uri, b, func() {}), safetensors.Options{})
 	if err != nil {
 		return nil, err
@@ -186,7 +190,8 @@ func parse(ctx context.Context, uri string, b []byte) (*File, error) {
 		return nil, err
 	}
 	if len(h.Tensors) != 3 || h.Tensors[1].Name != tableName || h.Tensors[2].Name != chunksName {
-		return nil, errs.New(errs.ErrFormat, "a delta has the tensors %s, %s and %s", overwire.IndexName, tableName, chunksName)
+		return nil, errs.New(errs.ErrFormat, "a delta has the tensors %s, %s and %s", overwire.IndexName, tableName,
+			chunksName)
 	}
 	f := &File{URI: uri, Metadata: h.Metadata, Size: int64(len(b))}
 	delete(f.Metadata, overwire.MetadataKey)
@@ -198,7 +203,7 @@ func parse(ctx context.Context, uri string, b []byte) (*File, error) {
 	if err := p.table(); err != nil {
 		return nil, err
 	}
-	return f, p.check(ctx)
+	return f, p.checkChunks(ctx)
 }
 
 // A parser reads a table. sums has the checksum of each chunk.
@@ -211,14 +216,15 @@ type parser struct {
 	first                       []int   // the first chunk of each tensor
 }
 
-func bad(format string, args ...any) error { return errs.New(errs.ErrFormat, format, args...) }
+func formatError(format string, args ...any) error { return errs.New(errs.ErrFormat, format, args...) }
 
 func (p *parser) table() error {
 	b := p.b
 	if len(b) < headSize+4 || string(b[:4]) != magic {
 		return errs.New(errs.ErrCorrupt, "no table: %d bytes", len(b))
 	}
-	p.tensors, p.chunks, p.dims, p.text = int(le.Uint32(b[8:])), int(le.Uint32(b[12:])), int(le.Uint32(b[16:])), int(le.Uint32(b[20:]))
+	p.tensors, p.chunks, p.dims, p.text = int(le.Uint32(b[8:])), int(le.Uint32(b[12:])), int(le.Uint32(b[16:])),
+		int(le.Uint32(b[20:]))
 	end := headSize + 8*p.dims + recordSize*p.tensors + entrySize*p.chunks + p.text
 	if sizes.RoundUp(end+4, tensor.BlobAlign) != len(b) {
 		return errs.New(errs.ErrCorrupt, "a table of %d bytes says it has %d", len(b), end)
@@ -234,7 +240,7 @@ func (p *parser) table() error {
 	}
 	p.f.ChunkLen = int64(le.Uint32(b[24:]))
 	if n := p.f.ChunkLen; n < 4096 || n > delta.MaxBytes || n%4096 != 0 || le.Uint32(b[28:]) != 0 {
-		return bad("chunks of %d bytes", n)
+		return formatError("chunks of %d bytes", n)
 	}
 	p.f.Tensors, p.first = make([]Tensor, p.tensors), make([]int, p.tensors)
 	dims, names, first := b[headSize:], b[end-p.text:end], 0
@@ -249,9 +255,10 @@ func (p *parser) table() error {
 		}
 	}
 	if first != p.chunks || len(names) != 0 || len(b)-len(dims) != headSize+8*p.dims {
-		return bad("%d chunks, %d bytes of names, %d dims belong to no tensor", p.chunks-first, len(names), p.dims)
+		return formatError("%d chunks, %d bytes of names, %d dims belong to no tensor", p.chunks-first, len(names),
+			p.dims)
 	}
-	return p.cut(b[end-p.text-entrySize*p.chunks:])
+	return p.cutChunks(b[end-p.text-entrySize*p.chunks:])
 }
 
 // tensor reads record i, and returns what is left of dims and names. first is its first
@@ -260,7 +267,7 @@ func (p *parser) tensor(i int, dims, names []byte, first int) ([]byte, []byte, e
 	r := p.b[headSize+8*p.dims+recordSize*i:][:recordSize]
 	rank, text, count := int(r[1]), int(le.Uint16(r[2:])), int(le.Uint32(r[4:]))
 	if len(dims) < 8*rank || len(names) < text || count > p.chunks-first || rank > tensor.MaxRank {
-		return nil, nil, bad("tensor %d: rank %d, a name of %d bytes, %d chunks", i, rank, text, count)
+		return nil, nil, formatError("tensor %d: rank %d, a name of %d bytes, %d chunks", i, rank, text, count)
 	}
 	t := &p.f.Tensors[i]
 	*t = Tensor{Name: string(names[:text]), DType: tensor.DType(r[0]), Shape: make([]int64, rank), Same: -1,
@@ -271,23 +278,25 @@ func (p *parser) tensor(i int, dims, names []byte, first int) ([]byte, []byte, e
 	}
 	bytes, err := tensor.Size(t.DType, t.Shape)
 	if err != nil || uint64(bytes) != le.Uint64(r[8:]) {
-		return nil, nil, bad("tensor %q: %v %v has not %d bytes", t.Name, t.DType, t.Shape, le.Uint64(r[8:]))
+		return nil, nil, formatError("tensor %q: %v %v has not %d bytes", t.Name, t.DType, t.Shape, le.Uint64(r[8:]))
 	}
 	if i > 0 && t.Name <= p.f.Tensors[i-1].Name {
-		return nil, nil, bad("tensor %q comes after %q", t.Name, p.f.Tensors[i-1].Name)
+		return nil, nil, formatError("tensor %q comes after %q", t.Name, p.f.Tensors[i-1].Name)
 	}
 	t.Bytes = bytes
 	whole := sizes.CeilDiv(bytes, p.f.ChunkLen)
-	if count != 0 && int64(count) != whole || (count == 0) != (t.Base == t.New) && le.Uint32(r[48:]) == noSame || string(r[52:]) != string(make([]byte, 12)) {
-		return nil, nil, bad("tensor %q: %d chunks of %d", t.Name, count, whole)
+	if count != 0 && int64(count) != whole || (count == 0) != (t.Base == t.New) && le.Uint32(r[48:]) == noSame ||
+		string(r[52:]) != string(make([]byte, 12)) {
+		return nil, nil, formatError("tensor %q: %d chunks of %d", t.Name, count, whole)
 	}
 	if same := le.Uint32(r[48:]); same != noSame {
 		if int64(same) >= int64(i) || count != 0 {
-			return nil, nil, bad("tensor %q has the chunks of tensor %d", t.Name, same)
+			return nil, nil, formatError("tensor %q has the chunks of tensor %d", t.Name, same)
 		}
 		o := &p.f.Tensors[same]
-		if o.Same >= 0 || o.Base != t.Base || o.New != t.New || o.Bytes != t.Bytes || width(o.DType) != width(t.DType) || o.Base == o.New {
-			return nil, nil, bad("tensor %q has the chunks of %q, which is another one", t.Name, o.Name)
+		if o.Same >= 0 || o.Base != t.Base || o.New != t.New || o.Bytes != t.Bytes ||
+			widthOf(o.DType) != widthOf(t.DType) || o.Base == o.New {
+			return nil, nil, formatError("tensor %q has the chunks of %q, which is another one", t.Name, o.Name)
 		}
 		t.Same, t.Chunks = int(same), o.Chunks
 	} else {
@@ -296,8 +305,8 @@ func (p *parser) tensor(i int, dims, names []byte, first int) ([]byte, []byte, e
 	return dims[8*rank:], names[text:], nil
 }
 
-// cut gives each chunk its bytes.
-func (p *parser) cut(entries []byte) error {
+// cutChunks gives each chunk its bytes.
+func (p *parser) cutChunks(entries []byte) error {
 	p.sums, p.of = make([]uint32, p.chunks), make([]int32, p.chunks)
 	rest, n := p.data, 0
 	for i := range p.f.Tensors {
@@ -310,7 +319,7 @@ func (p *parser) cut(entries []byte) error {
 			stored := int(le.Uint32(entries[entrySize*n:]))
 			p.sums[n], p.of[n] = le.Uint32(entries[entrySize*n+4:]), int32(i)
 			if stored > len(rest) || stored == 0 && p.sums[n] != 0 {
-				return bad("tensor %q: chunk %d of %d bytes", t.Name, k, stored)
+				return formatError("tensor %q: chunk %d of %d bytes", t.Name, k, stored)
 			}
 			if stored > 0 {
 				t.Chunks[k], rest, some = rest[:stored:stored], rest[stored:], true
@@ -318,17 +327,17 @@ func (p *parser) cut(entries []byte) error {
 			n++
 		}
 		if len(t.Chunks) > 0 && !some {
-			return bad("tensor %q: no chunk of it changed", t.Name)
+			return formatError("tensor %q: no chunk of it changed", t.Name)
 		}
 	}
 	if len(rest) != 0 {
-		return bad("%d bytes belong to no chunk", len(rest))
+		return formatError("%d bytes belong to no chunk", len(rest))
 	}
 	return nil
 }
 
-// check compares the checksum of every chunk, and reads it.
-func (p *parser) check(ctx context.Context) error {
+// checkChunks compares the checksum of every chunk, and reads it.
+func (p *parser) checkChunks(ctx context.Context) error {
 	const step = 64
 	return spawn.Each(ctx, "delta check", runtime.GOMAXPROCS(0), sizes.CeilDiv(p.chunks, step), func(i int) error {
 		for n := i * step; n < min(p.chunks, (i+1)*step); n++ {
@@ -338,7 +347,7 @@ func (p *parser) check(ctx context.Context) error {
 			if len(c) == 0 {
 				continue
 			}
-			err := delta.Check(c, p.f.length(t, k), width(t.DType))
+			err := delta.Check(c, p.f.chunkLength(t, k), widthOf(t.DType))
 			if sum := codec.Sum(c); sum != p.sums[n] {
 				err = errs.New(errs.ErrCorrupt, "checksum mismatch: %08x, not %08x", p.sums[n], sum)
 			}
@@ -350,7 +359,7 @@ func (p *parser) check(ctx context.Context) error {
 	})
 }
 
-// length is the logical size of chunk k of a tensor.
-func (f *File) length(t *Tensor, k int) int {
+// chunkLength is the logical size of chunk k of a tensor.
+func (f *File) chunkLength(t *Tensor, k int) int {
 	return int(min(f.ChunkLen, t.Bytes-int64(k)*f.ChunkLen))
 }

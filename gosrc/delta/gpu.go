@@ -25,11 +25,11 @@ func onGPU(number int, steps []step) (place, error) {
 	return &gpu{d: d, on: cuda.Order{Stream: steps[0].Stream}, steps: steps}, nil
 }
 
-func (g *gpu) digests(context.Context) ([]digest.Sum, error) {
-	return g.d.Digest(g.on, views(g.steps))
+func (g *gpu) digestSteps(context.Context) ([]digest.Sum, error) {
+	return g.d.Digest(g.on, viewsOf(g.steps))
 }
 
-func (g *gpu) prepare(context.Context) error {
+func (g *gpu) prepareSteps(context.Context) error {
 	at := map[*File]int{}
 	for i := range g.steps {
 		for _, l := range g.steps[i].links {
@@ -45,8 +45,9 @@ func (g *gpu) prepare(context.Context) error {
 			}
 			for n, c := range l.tensor.Chunks {
 				if len(c) > 0 {
-					g.chunks[k] = append(g.chunks[k], cuda.DeltaChunk{Now: g.steps[i].At + uint64(n)*uint64(l.file.ChunkLen),
-						Bytes: l.file.length(l.tensor, n), Width: width(l.tensor.DType), Stored: c})
+					g.chunks[k] = append(g.chunks[k], cuda.DeltaChunk{Now: g.steps[i].At +
+						uint64(n)*uint64(l.file.ChunkLen),
+						Bytes: l.file.chunkLength(l.tensor, n), Width: widthOf(l.tensor.DType), Stored: c})
 				}
 			}
 		}
@@ -75,7 +76,8 @@ func (g *gpu) apply() error {
 }
 
 // encodeGPU encodes the tensors in list, all of one GPU.
-func encodeGPU(ctx context.Context, f *File, number int, list []int, pair func(i int) *Pair, progress func(n int64)) error {
+func encodeGPU(ctx context.Context, f *File, number int, list []int, pair func(i int) *Pair,
+	progress func(n int64)) error {
 	d, err := cuda.Open(number)
 	if err != nil {
 		return err
@@ -87,7 +89,8 @@ func encodeGPU(ctx context.Context, f *File, number int, list []int, pair func(i
 		t, p := &f.Tensors[i], pair(i)
 		for k := range t.Chunks {
 			at := uint64(k) * uint64(f.ChunkLen)
-			chunks = append(chunks, cuda.DeltaChunk{Now: p.New + at, Base: p.Base + at, Bytes: f.length(t, k), Width: width(t.DType)})
+			chunks = append(chunks, cuda.DeltaChunk{Now: p.New + at, Base: p.Base + at, Bytes: f.chunkLength(t, k),
+				Width: widthOf(t.DType)})
 		}
 		views = append(views, digest.Contiguous(p.New, t.Bytes), digest.Contiguous(p.Base, t.Bytes))
 	}

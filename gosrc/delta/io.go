@@ -51,7 +51,9 @@ func Read(ctx context.Context, uri string, opt source.Options) (*File, error) {
 	for need, i := int64(0), 0; i < len(srcs); i++ {
 		size := srcs[i].Size()
 		if need += min(size, left+1); size > left || need > left {
-			return nil, errs.Locate("delta", uri, "", -1, &errs.Memory{Where: "host", Asked: max(need, size), Free: left, Total: left, For: "a delta", Err: "available"})
+			return nil, errs.Locate("delta", uri, "", -1,
+				&errs.Memory{Where: "host", Asked: max(need, size), Free: left, Total: left, For: "a delta",
+					Err: "available"})
 		}
 	}
 	files := make([]*File, len(srcs))
@@ -60,7 +62,7 @@ func Read(ctx context.Context, uri string, opt source.Options) (*File, error) {
 			return nil, err
 		}
 	}
-	return join(uri, files, set.Shards)
+	return joinFiles(uri, files, set.Shards)
 }
 
 func readOne(ctx context.Context, uri string, src source.Source) (*File, error) {
@@ -74,7 +76,7 @@ func readOne(ctx context.Context, uri string, src source.Source) (*File, error) 
 	if err != nil {
 		return nil, errs.Locate("read", uri, "", -1, err)
 	}
-	f, err := parse(ctx, uri, b)
+	f, err := parseFile(ctx, uri, b)
 	return f, errs.Locate("delta", uri, "", -1, err)
 }
 
@@ -82,7 +84,7 @@ func readOne(ctx context.Context, uri string, src source.Source) (*File, error) 
 // All of its files appear together, or none. beside is the folder whose companions are
 // copied if the path is one, too (save.Lay); "": none.
 func (f *File) Write(ctx context.Context, j *job.Job, beside string, spec save.Spec) (Report, error) {
-	shards, tables, err := f.split(spec.Shard)
+	shards, tables, err := f.splitFile(spec.Shard)
 	if err != nil {
 		return Report{}, errs.Locate("save", spec.Path, "", -1, err)
 	}

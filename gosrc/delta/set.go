@@ -41,10 +41,11 @@ func (f *File) readMark() error {
 	m := &f.mark
 	var hex string
 	if _, err := fmt.Sscanf(text, "%d of %d of %32s", &m.number, &m.of, &hex); err != nil {
-		return bad("the metadata entry %q is %q", shardKey, text)
+		return formatError("the metadata entry %q is %q", shardKey, text)
 	}
-	if _, err := fmt.Sscanf(hex, "%16x%16x", &m.set.High, &m.set.Low); err != nil || m.String() != text || m.number < 1 || m.number > m.of {
-		return bad("the metadata entry %q is %q", shardKey, text)
+	if _, err := fmt.Sscanf(hex, "%16x%16x", &m.set.High, &m.set.Low); err != nil || m.String() != text ||
+		m.number < 1 || m.number > m.of {
+		return formatError("the metadata entry %q is %q", shardKey, text)
 	}
 	return nil
 }
@@ -58,10 +59,10 @@ func setOf(tables []digest.Sum) digest.Sum {
 	return digest.Of(b)
 }
 
-// split divides a File into shards of at most that many bytes of chunks, in the order of
+// splitFile divides a File into shards of at most that many bytes of chunks, in the order of
 // the names; 0: one. A tensor's chunks stay together, and tensors with the same ones. It
 // returns the table of each.
-func (f *File) split(most int64) (shards []*File, tables [][]byte, err error) {
+func (f *File) splitFile(most int64) (shards []*File, tables [][]byte, err error) {
 	in := make([]int, len(f.Tensors))
 	n, size := 0, int64(0)
 	for i := range f.Tensors {
@@ -106,13 +107,14 @@ func (f *File) split(most int64) (shards []*File, tables [][]byte, err error) {
 	return shards, tables, nil
 }
 
-// join makes one File of those that a name stands for; index is what an index.json says
+// joinFiles makes one File of those that a name stands for; index is what an index.json says
 // of them, or nil.
-func join(uri string, files []*File, index *safetensors.Shards) (*File, error) {
+func joinFiles(uri string, files []*File, index *safetensors.Shards) (*File, error) {
 	if index != nil {
 		for _, w := range index.Weights {
 			if _, ok := files[w.File].Find(w.Name); !ok {
-				return nil, errs.Locate("delta", files[w.File].URI, w.Name, -1, bad("the shards' index names a tensor that this file does not have"))
+				return nil, errs.Locate("delta", files[w.File].URI, w.Name, -1,
+					formatError("the shards' index names a tensor that this file does not have"))
 			}
 		}
 	}
@@ -127,11 +129,12 @@ func join(uri string, files []*File, index *safetensors.Shards) (*File, error) {
 		var err error
 		switch m := f.mark; {
 		case m.of == 0:
-			err = errs.New(errs.ErrArgument, "it is a delta by itself, and %d files are there: name one, or a list of them as a chain", len(files))
+			err = errs.New(errs.ErrArgument,
+				"it is a delta by itself, and %d files are there: name one, or a list of them as a chain", len(files))
 		case m.set != first.set || m.of != first.of || f.ChunkLen != files[0].ChunkLen:
-			err = bad("it is shard %d of another delta than %s", m.number, files[0].name())
+			err = formatError("it is shard %d of another delta than %s", m.number, files[0].name())
 		case k > 0 && files[k-1].mark.number == m.number:
-			err = bad("it is shard %d, as %s", m.number, files[k-1].name())
+			err = formatError("it is shard %d, as %s", m.number, files[k-1].name())
 		}
 		if err != nil {
 			return nil, errs.Locate("delta", f.URI, "", -1, err)
@@ -139,16 +142,19 @@ func join(uri string, files []*File, index *safetensors.Shards) (*File, error) {
 		sums = append(sums, f.mark.table)
 	}
 	if len(files) != first.of {
-		return nil, errs.Locate("delta", uri, "", -1, errs.New(errs.ErrNotFound, "%d of the delta's %d shards are there: name their folder or index.json", len(files), first.of))
+		return nil, errs.Locate("delta", uri, "", -1,
+			errs.New(errs.ErrNotFound, "%d of the delta's %d shards are there: name their folder or index.json",
+				len(files), first.of))
 	}
 	if setOf(sums) != first.set {
-		return nil, errs.Locate("delta", uri, "", -1, errs.New(errs.ErrCorrupt, "the shards' tables are not those that were written together"))
+		return nil, errs.Locate("delta", uri, "", -1,
+			errs.New(errs.ErrCorrupt, "the shards' tables are not those that were written together"))
 	}
-	return together(uri, files)
+	return mergeFiles(uri, files)
 }
 
-// together is one File with the tensors of all.
-func together(uri string, files []*File) (*File, error) {
+// mergeFiles is one File with the tensors of all.
+func mergeFiles(uri string, files []*File) (*File, error) {
 	type place struct{ file, tensor int }
 	out := &File{URI: uri, Metadata: files[0].Metadata, ChunkLen: files[0].ChunkLen}
 	var all []place
@@ -164,7 +170,8 @@ func together(uri string, files []*File) (*File, error) {
 	sort.Slice(all, func(i, k int) bool { return name(all[i]) < name(all[k]) })
 	for i, p := range all {
 		if i > 0 && name(all[i-1]) == name(p) {
-			return nil, errs.Locate("delta", files[p.file].URI, name(p), -1, bad("another shard has this tensor, too"))
+			return nil, errs.Locate("delta", files[p.file].URI, name(p), -1,
+				formatError("another shard has this tensor, too"))
 		}
 		t := files[p.file].Tensors[p.tensor]
 		at[p.file][p.tensor] = i

@@ -44,7 +44,7 @@ func TestShards(t *testing.T) {
 	r := seeded(t)
 	now, base := trained(r)
 	whole := encode(t, now, base)
-	want := layout(t, whole)
+	want := layOutFile(t, whole)
 	for _, most := range []int64{1, 1000, 1 << 40} {
 		dir := filepath.Join(t.TempDir(), "a folder")
 		rep := write(t, whole, dir+"/", most)
@@ -70,12 +70,12 @@ func TestShards(t *testing.T) {
 			if size := f.Size; size != rep.Stored || f.Metadata["step"] != "1" || len(f.Metadata) != 1 {
 				t.Errorf("%d bytes, not %d; %v", size, rep.Stored, f.Metadata)
 			}
-			if !bytes.Equal(layout(t, &File{Metadata: f.Metadata, Tensors: f.Tensors, ChunkLen: f.ChunkLen}), want) {
+			if !bytes.Equal(layOutFile(t, &File{Metadata: f.Metadata, Tensors: f.Tensors, ChunkLen: f.ChunkLen}), want) {
 				t.Errorf("at most %d, %s: another delta", most, way)
 			}
 			live := base.clone()
 			live.data[len(live.data)-1] = live.data[0]
-			if err := apply(live, f); err != nil || !live.same(now) {
+			if err := applySteps(live, f); err != nil || !live.same(now) {
 				t.Errorf("at most %d: %v", most, err)
 			}
 		}

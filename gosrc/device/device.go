@@ -144,7 +144,8 @@ type View struct {
 // within is which bytes of the matrix a chunk of the given logical size has of the wanted
 // rows, and which columns of its rows are wanted.
 func (v *View) within(logical int64) (lo, hi, c0, c1 int64) {
-	return max(v.At, v.Row0*v.Row), min(v.At+logical, v.Row1*v.Row), max(v.Col0, v.Col) - v.Col, min(v.Col1, v.Col+v.Row) - v.Col
+	return max(v.At, v.Row0*v.Row), min(v.At+logical, v.Row1*v.Row), max(v.Col0, v.Col) - v.Col,
+		min(v.Col1, v.Col+v.Row) - v.Col
 }
 
 // Any reports whether a chunk of the given logical size has wanted bytes.

@@ -21,7 +21,8 @@ func Number(name string) (int64, error) {
 	n, err := strconv.ParseUint(number, 10, 16)
 	switch {
 	case kind == "" || numbered && err != nil:
-		return 0, errs.New(errs.ErrArgument, "device %q: expected \"cpu\", \"cuda\", \"cuda:1\", a torch.device or an int", name)
+		return 0, errs.New(errs.ErrArgument,
+			"device %q: expected \"cpu\", \"cuda\", \"cuda:1\", a torch.device or an int", name)
 	case kind == "cpu":
 		return Host, nil
 	case kind != "cuda":

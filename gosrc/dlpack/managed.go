@@ -31,7 +31,8 @@ func NewBatch(n int) *Batch {
 // Add adds a tensor of which Make makes one.
 func (b *Batch) Add(mem device.Memory, t Type, shape []int64) {
 	b.all = append(b.all, C.struct_ow_wanted{
-		data: C.uint64_t(uintptr(mem.Ptr)), block: C.uint64_t(uintptr(unsafe.Pointer(mem.Block))), bytes: C.int64_t(mem.Bytes),
+		data: C.uint64_t(uintptr(mem.Ptr)), block: C.uint64_t(uintptr(unsafe.Pointer(mem.Block))),
+		bytes: C.int64_t(mem.Bytes),
 		_type: C.struct_ow_type{code: C.uint8_t(t.Code), bits: C.uint8_t(t.Bits), lanes: C.uint16_t(t.Lanes)},
 		ndim:  C.int32_t(len(shape)), cuda: C.int32_t(mem.CUDA),
 	})
@@ -41,7 +42,8 @@ func (b *Batch) Add(mem device.Memory, t Type, shape []int64) {
 // Make calls fn with each DLManagedTensor, in order. If Make fails, it has freed
 // them all, and every reference is still the caller's.
 func (b *Batch) Make(fn func(i int, managed unsafe.Pointer)) error {
-	made := int(C.ow_managed_many(unsafe.SliceData(b.all), C.int64_t(len(b.all)), (*C.int64_t)(unsafe.SliceData(b.dims))))
+	made := int(C.ow_managed_many(unsafe.SliceData(b.all), C.int64_t(len(b.all)),
+		(*C.int64_t)(unsafe.SliceData(b.dims))))
 	if made < len(b.all) {
 		for _, w := range b.all[:made] {
 			C.ow_managed_forget(w.managed)

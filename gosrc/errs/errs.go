@@ -43,21 +43,26 @@ type ClassOf struct {
 
 // classes are in the order in which they are looked for.
 var classes = []ClassOf{
-	{ErrCancelled, "CancelledError", "RuntimeError", "The work was cancelled: by the caller, or because the process ends.", false},
+	{ErrCancelled, "CancelledError", "RuntimeError",
+		"The work was cancelled: by the caller, or because the process ends.", false},
 	{ErrForked, "ForkedError", "RuntimeError", "The engine was started before `fork`, and this is the child.", false},
-	{ErrEngine, "EngineError", "RuntimeError", "A bug in overwire. The engine refuses further work; please report it.", false},
+	{ErrEngine, "EngineError", "RuntimeError", "A bug in overwire. The engine refuses further work; please report it.",
+		false},
 	{ErrCorrupt, "CorruptError", "ValueError", "A valid file whose bytes have changed.", false},
 	{ErrFormat, "FormatError", "ValueError", "The bytes were never a valid file of this kind.", false},
 	{ErrNotFound, "NotFoundError", "FileNotFoundError", "No such file or object.", false},
 	{ErrPermission, "AccessError", "PermissionError", "The file is there, but may not be read or written.", false},
 	{ErrTimeout, "DeadlineError", "TimeoutError", "The time limit has passed.", false},
-	{ErrMemory, "OutOfMemoryError", "MemoryError", "Host or device memory was not enough. What had been allocated is freed.", true},
+	{ErrMemory, "OutOfMemoryError", "MemoryError",
+		"Host or device memory was not enough. What had been allocated is freed.", true},
 	{ErrArgument, "ArgumentError", "ValueError", "An invalid argument, which the message names.", false},
 	{ErrKey, "TensorNotFoundError", "KeyError", "No tensor of that name.", false},
 	{ErrNotSupported, "NotSupportedError", "NotImplementedError", "Valid, but not something this build can do.", false},
 	{ErrDevice, "DeviceError", "RuntimeError", "The device or its driver failed.", false},
-	{ErrCrypto, "CryptographyError", "ValueError", "A key is missing or wrong, or encrypted bytes have changed.", false},
-	{ErrBase, "DeltaBaseError", "ValueError", "A delta was made from other tensors than those that it should change. Nothing was changed.", false},
+	{ErrCrypto, "CryptographyError", "ValueError", "A key is missing or wrong, or encrypted bytes have changed.",
+		false},
+	{ErrBase, "DeltaBaseError", "ValueError",
+		"A delta was made from other tensors than those that it should change. Nothing was changed.", false},
 	{ErrIO, "IOFailure", "OSError", "The medium failed: an I/O error, a full disk, a short read.", false},
 }
 
@@ -88,9 +93,9 @@ type At struct {
 
 // Error returns: decode model.safetensors tensor "x" chunk 17 @4096: checksum mismatch.
 // A system error names the path only if it is not Source.
-func (a *At) Error() string { return a.place() + ": " + a.reason() }
+func (a *At) Error() string { return a.placeText() + ": " + a.reasonText() }
 
-func (a *At) place() string {
+func (a *At) placeText() string {
 	var b strings.Builder
 	b.WriteString(a.Verb)
 	if a.Source != "" {
@@ -108,7 +113,7 @@ func (a *At) place() string {
 	return b.String()
 }
 
-func (a *At) reason() string {
+func (a *At) reasonText() string {
 	reason := a.Err.Error()
 	var sys *fs.PathError
 	if errors.As(a.Err, &sys) && sys.Path == a.Source {

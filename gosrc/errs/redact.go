@@ -27,17 +27,18 @@ const named = `[\w-]*(?i:x-amz-signature|x-amz-credential|x-amz-security-token|x
 var patterns = sync.OnceValues(func() (uri *regexp.Regexp, others []secret) {
 	mk := func(re, with string) secret { return secret{regexp.MustCompile(re), with} }
 	// What follows a colon and is no port is a password, also one with spaces.
-	return regexp.MustCompile(`[a-zA-Z][a-zA-Z0-9+.-]*://(?:[^/\s"'@:]*:[^/\s"'@:\[0-9][^\r\n"'@]*@)?[^\s"']*`), []secret{
-		mk(`(?i)\b(proxy-authorization|authorization|cookie)("?\s*[:=]\s*"?)[^\r\n"]+`, "${1}${2}"+hidden),
-		mk(`(?i)\b(bearer)\s+[^\s"',]+`, "${1} "+hidden),
-		// After "key: " a small word is one of a sentence, not a secret.
-		mk(`\b(`+named+`)("\s*:\s*"?|\s*=\s*"?|\s*:\s*")[^\s"'&,;]+`, "${1}${2}"+hidden),
-		mk(`\b(`+named+`)(\s*:\s*)[a-z-]*[^a-z\s"'&,;-][^\s"'&,;]*`, "${1}${2}"+hidden),
-		// keys known by their form: AWS ids, Hugging Face, GitHub, GitLab, Slack, Google, OpenAI; JSON web tokens
-		mk(`\b(?:AKIA|ASIA|AGPA|AIDA|AROA|ANPA|ANVA)[A-Z0-9]{12,}\b`, hidden),
-		mk(`\b(?:hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|sk-|AIza)[A-Za-z0-9_-]{12,}`, hidden),
-		mk(`\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*`, hidden),
-	}
+	return regexp.MustCompile(`[a-zA-Z][a-zA-Z0-9+.-]*://(?:[^/\s"'@:]*:[^/\s"'@:\[0-9][^\r\n"'@]*@)?[^\s"']*`),
+		[]secret{
+			mk(`(?i)\b(proxy-authorization|authorization|cookie)("?\s*[:=]\s*"?)[^\r\n"]+`, "${1}${2}"+hidden),
+			mk(`(?i)\b(bearer)\s+[^\s"',]+`, "${1} "+hidden),
+			// After "key: " a small word is one of a sentence, not a secret.
+			mk(`\b(`+named+`)("\s*:\s*"?|\s*=\s*"?|\s*:\s*")[^\s"'&,;]+`, "${1}${2}"+hidden),
+			mk(`\b(`+named+`)(\s*:\s*)[a-z-]*[^a-z\s"'&,;-][^\s"'&,;]*`, "${1}${2}"+hidden),
+			// keys known by their form: AWS ids, Hugging Face, GitHub, GitLab, Slack, Google, OpenAI; JSON web tokens
+			mk(`\b(?:AKIA|ASIA|AGPA|AIDA|AROA|ANPA|ANVA)[A-Z0-9]{12,}\b`, hidden),
+			mk(`\b(?:hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|sk-|AIza)[A-Za-z0-9_-]{12,}`, hidden),
+			mk(`\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*`, hidden),
+		}
 })
 
 // Redact replaces the credentials in a text: user, password and query of URIs,
@@ -45,13 +46,13 @@ var patterns = sync.OnceValues(func() (uri *regexp.Regexp, others []secret) {
 // have the form of a known service's. It cannot always tell where a URI with spaces
 // ends: RedactURI takes it alone, before it becomes a part of a text.
 func Redact(text string) string {
-	if !suspicious(text) {
+	if !mayHoldSecret(text) {
 		return text
 	}
 	uri, others := patterns()
 	text = uri.ReplaceAllStringFunc(text, func(s string) string {
 		end := len(strings.TrimRight(s, ":,;.)")) // of the sentence
-		return bare(s[:end]) + s[end:]
+		return bareURI(s[:end]) + s[end:]
 	})
 	for _, s := range others {
 		text = s.re.ReplaceAllString(text, s.with)
@@ -66,15 +67,15 @@ func RedactURI(uri string) string {
 	if !ok || scheme == "" || strings.EqualFold(scheme, "file") || strings.ContainsAny(scheme, `/\.`) {
 		return uri
 	}
-	return Redact(bare(uri))
+	return Redact(bareURI(uri))
 }
 
-// bare is a URI without user and password, query and fragment: signed queries are
+// bareURI is a URI without user and password, query and fragment: signed queries are
 // secrets, and the names of parameters do not show which are. A password may contain
 // anything, also what a URL would have to escape: what follows a colon in the place of the
 // host may be one, up to the last @. This rather hides too much: losing a part of a name
 // in a message is better than showing a password.
-func bare(uri string) string {
+func bareURI(uri string) string {
 	scheme, rest, _ := strings.Cut(uri, "://")
 	scheme += "://"
 	authority := rest
@@ -101,9 +102,9 @@ func bare(uri string) string {
 	return scheme + rest
 }
 
-// suspicious reports whether a text may hold a secret. It is cheap: most texts
+// mayHoldSecret reports whether a text may hold a secret. It is cheap: most texts
 // are paths and tensor names and need no regular expression.
-func suspicious(text string) bool {
+func mayHoldSecret(text string) bool {
 	if strings.ContainsAny(text, "@?=:") {
 		return true
 	}
@@ -120,10 +121,10 @@ func suspicious(text string) bool {
 // Message is the text of an error as people may see it: without the credentials in the
 // URIs of its places, whatever these contain, and in its other words. Paths of local files
 // stay as they are. It steers no terminal: see Visible.
-func Message(err error) string { return Visible(redacted(err.Error(), err)) }
+func Message(err error) string { return Visible(redactError(err.Error(), err)) }
 
-// redacted is Message where text is that of err, or contains it.
-func redacted(text string, err error) string {
+// redactError is Message where text is that of err, or contains it.
+func redactError(text string, err error) string {
 	var at *At
 	if !errors.As(err, &at) {
 		return Redact(text)
@@ -132,9 +133,9 @@ func redacted(text string, err error) string {
 	if !whole { // an error that does not repeat what it wraps
 		return Redact(text)
 	}
-	reason := at.reason()
+	reason := at.reasonText()
 	if shown := RedactURI(at.Source); shown != at.Source {
 		reason = strings.ReplaceAll(reason, at.Source, shown)
 	}
-	return Redact(before) + at.place() + ": " + redacted(reason, at.Err) + Redact(after)
+	return Redact(before) + at.placeText() + ": " + redactError(reason, at.Err) + Redact(after)
 }

@@ -25,17 +25,17 @@ type Description struct {
 
 // Describe returns the Description of an error.
 func Describe(err error) Description {
-	at := where(err)
+	at := mergePlaces(err)
 	t := Description{Class: Class(err), Message: "overwire: " + Message(err), Source: RedactURI(at.Source),
-		Tensor: at.Tensor, Chunk: known(at.Chunk), Offset: known(at.Offset)}
+		Tensor: at.Tensor, Chunk: knownOrNil(at.Chunk), Offset: knownOrNil(at.Offset)}
 	var mem *Memory
 	if errors.As(err, &mem) {
-		t.Asked, t.Free, t.Total = known(mem.Asked), known(mem.Free), known(mem.Total)
+		t.Asked, t.Free, t.Total = knownOrNil(mem.Asked), knownOrNil(mem.Free), knownOrNil(mem.Total)
 	}
 	return t
 }
 
-func known(n int64) *int64 {
+func knownOrNil(n int64) *int64 {
 	if n < 0 {
 		return nil
 	}
@@ -54,9 +54,9 @@ func Text(err error) string {
 	return Prefix + string(b)
 }
 
-// where merges every At around the cause: an outer one wins, an inner one fills
+// mergePlaces merges every At around the cause: an outer one wins, an inner one fills
 // what is missing.
-func where(err error) At {
+func mergePlaces(err error) At {
 	out := At{Chunk: -1, Offset: -1}
 	for {
 		var at *At

@@ -12,12 +12,12 @@ import (
 // C1), and those that change the order in which a text is read (bidirectional controls); a
 // byte of C1 that is part of no character as \x and its number. Line ends and tabs stay. In
 // JSON the strings stay the same.
-func Visible(text string) string { return visible(text, false) }
+func Visible(text string) string { return visibleText(text, false) }
 
 // OneLine is Visible for a name, in which a line end or a tab is no layout.
-func OneLine(text string) string { return visible(text, true) }
+func OneLine(text string) string { return visibleText(text, true) }
 
-func visible(text string, line bool) string {
+func visibleText(text string, line bool) string {
 	first := 0
 	for first < len(text) && plainByte(text[first]) {
 		first++
@@ -38,7 +38,7 @@ func visible(text string, line bool) string {
 			} else {
 				b.WriteString(raw)
 			}
-		case controls(r):
+		case isControl(r):
 			fmt.Fprintf(&b, `\u%04x`, r)
 		default:
 			b.WriteString(raw)
@@ -51,6 +51,7 @@ func visible(text string, line bool) string {
 // plainByte is whether a byte is a visible character of ASCII.
 func plainByte(c byte) bool { return c >= ' ' && c < 0x7f }
 
-func controls(r rune) bool {
-	return r < ' ' || r >= 0x7f && r < 0xa0 || r == 0x61c || r == 0x200e || r == 0x200f || r >= 0x202a && r <= 0x202e || r >= 0x2066 && r <= 0x2069
+func isControl(r rune) bool {
+	return r < ' ' || r >= 0x7f && r < 0xa0 || r == 0x61c || r == 0x200e || r == 0x200f || r >= 0x202a && r <= 0x202e ||
+		r >= 0x2066 && r <= 0x2069
 }

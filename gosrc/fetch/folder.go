@@ -64,7 +64,8 @@ func Folder(ctx context.Context, j *job.Job, uri, dst string, opt source.Options
 			return rep, errs.In("fetch", to, errs.FromOS(err))
 		}
 		err := atomicfile.With(to, func(w *os.File) error {
-			one, err := Fetch(ctx, j, Spec{URIs: []string{source.Beside(dir, f.Name)}, Storage: opt, Own: true, counted: true}, w)
+			one, err := Fetch(ctx, j, Spec{URIs: []string{source.Beside(dir, f.Name)}, Storage: opt, Own: true,
+				counted: true}, w)
 			rep.Bytes += one.Bytes
 			return err
 		})

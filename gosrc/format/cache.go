@@ -45,8 +45,8 @@ func (c *Cache) key(src source.Source, lenient bool) (k cacheKey, ok bool) {
 	return cacheKey{f.Identity, lenient}, f.File != nil && f.Settled
 }
 
-// get returns the index of a file, with the name that the file has now, or nil.
-func (c *Cache) get(k cacheKey, uri string) *tensor.Index {
+// getIndex returns the index of a file, with the name that the file has now, or nil.
+func (c *Cache) getIndex(k cacheKey, uri string) *tensor.Index {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	e := c.by[k]
@@ -62,7 +62,7 @@ func (c *Cache) get(k cacheKey, uri string) *tensor.Index {
 
 // put keeps the index of one source, and drops old ones to make space.
 func (c *Cache) put(k cacheKey, ix *tensor.Index) {
-	e := &cached{k, ix, footprint(ix)}
+	e := &cached{k, ix, footprintOf(ix)}
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if e.bytes > cacheBytes || c.by[k] != nil {
@@ -80,8 +80,8 @@ func (c *Cache) put(k cacheKey, ix *tensor.Index) {
 	}
 }
 
-// footprint estimates the memory of an index.
-func footprint(ix *tensor.Index) int64 {
+// footprintOf estimates the memory of an index.
+func footprintOf(ix *tensor.Index) int64 {
 	n := 1024 + 128*int64(len(ix.Tensors)) + 32*int64(len(ix.Chunks))
 	for i := range ix.Tensors {
 		n += int64(len(ix.Tensors[i].Name)) + 8*int64(len(ix.Tensors[i].Shape))

@@ -168,7 +168,7 @@ func TestCacheBound(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer f.Close()
-	ix, _, err := one(context.Background(), f, Options{})
+	ix, _, err := readIndex(context.Background(), f, Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -176,14 +176,14 @@ func TestCacheBound(t *testing.T) {
 		k := cacheKey{id: source.Identity{Inode: uint64(i)}}
 		c.put(k, ix)
 		c.put(k, ix) // two who read it at the same time
-		if kept = append(kept, k); c.get(kept[0], "x") == nil {
+		if kept = append(kept, k); c.getIndex(kept[0], "x") == nil {
 			t.Fatalf("the one that is used was dropped after %d", i)
 		}
 	}
-	if c.bytes > cacheBytes || c.bytes < cacheBytes/2 || len(c.by) != c.order.Len() || c.bytes != int64(len(c.by))*footprint(ix) {
+	if c.bytes > cacheBytes || c.bytes < cacheBytes/2 || len(c.by) != c.order.Len() || c.bytes != int64(len(c.by))*footprintOf(ix) {
 		t.Errorf("%d bytes in %d and %d entries", c.bytes, len(c.by), c.order.Len())
 	}
-	if c.get(kept[1], "x") != nil || c.get(kept[599], "x") == nil {
+	if c.getIndex(kept[1], "x") != nil || c.getIndex(kept[599], "x") == nil {
 		t.Error("not the latest were kept")
 	}
 }

@@ -15,19 +15,19 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-func folder(ctx context.Context, dir string, open Opener) (Files, error) {
+func openFolder(ctx context.Context, dir string, open Opener) (Files, error) {
 	names, err := namesOf(dir)
 	if err != nil {
 		return Files{}, err
 	}
-	return listed(ctx, dir, names, open)
+	return chooseModel(ctx, dir, names, open)
 }
 
 // namesOf are the paths of a folder's entries, sorted.
 func namesOf(dir string) (paths []string, err error) {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
-		return nil, at(dir, errs.FromOS(err))
+		return nil, placeError(dir, errs.FromOS(err))
 	}
 	for _, e := range entries {
 		paths = append(paths, strings.TrimSuffix(dir, "/")+"/"+e.Name()) // ".." in dir stays, as the system takes it
@@ -42,9 +42,9 @@ type family struct {
 	numbers         []int // of the shards
 }
 
-// families divides the files of a folder. What a save has marked and no index lists is no
+// divideFamilies divides the files of a folder. What a save has marked and no index lists is no
 // model: unlisted are those.
-func families(paths []string) (all []*family, unlisted []string) {
+func divideFamilies(paths []string) (all []*family, unlisted []string) {
 	by := map[modelfiles.Name]*family{}
 	for _, path := range paths {
 		n, ok := modelfiles.Parse(source.Name(path))
@@ -68,8 +68,8 @@ func families(paths []string) (all []*family, unlisted []string) {
 	return all, unlisted
 }
 
-// lacking names the shards that a family without an index does not have; "" if it is whole.
-func (f *family) lacking() string {
+// lackingShards names the shards that a family without an index does not have; "" if it is whole.
+func (f *family) lackingShards() string {
 	if f.Index || f.Of == 0 {
 		return ""
 	}
@@ -93,24 +93,27 @@ func (f *family) lacking() string {
 	if len(numbers) > 1 {
 		noun, verb = "shards", "are"
 	}
-	return fmt.Sprintf("%d of %d shards are there, and %s %s %s missing", len(f.numbers), f.Of, noun, strings.Join(numbers, ", "), verb)
+	return fmt.Sprintf("%d of %d shards are there, and %s %s %s missing", len(f.numbers), f.Of, noun,
+		strings.Join(numbers, ", "), verb)
 }
 
-// preferred leaves out variants that have a default beside them, shards without an index
+// preferDefaults leaves out variants that have a default beside them, shards without an index
 // beside one file, and consolidated weights beside a model's.
-func preferred(all []*family) []*family {
+func preferDefaults(all []*family) []*family {
 	has := func(of func(f *family) bool) bool { return slices.ContainsFunc(all, of) }
 	return slices.DeleteFunc(slices.Clone(all), func(f *family) bool {
 		return f.Variant != "" && has(func(o *family) bool { return o.Stem == f.Stem && o.Variant == "" }) ||
-			f.Of > 0 && has(func(o *family) bool { return o.Stem == f.Stem && o.Variant == f.Variant && o.Of == 0 && !o.Index }) ||
+			f.Of > 0 && has(func(o *family) bool {
+				return o.Stem == f.Stem && o.Variant == f.Variant && o.Of == 0 && !o.Index
+			}) ||
 			f.Stem == "consolidated" && has(func(o *family) bool { return o.Stem == "model" })
 	})
 }
 
-// listed chooses the model among the files of a folder.
-func listed(ctx context.Context, dir string, names []string, open Opener) (Files, error) {
-	all, unlisted := families(names)
-	some := preferred(all)
+// chooseModel chooses the model among the files of a folder.
+func chooseModel(ctx context.Context, dir string, names []string, open Opener) (Files, error) {
+	all, unlisted := divideFamilies(names)
+	some := preferDefaults(all)
 	var indexes, sharded []*family
 	var files []string
 	variants := map[string]bool{}
@@ -130,21 +133,25 @@ func listed(ctx context.Context, dir string, names []string, open Opener) (Files
 	}
 	switch {
 	case len(indexes) > 1, len(indexes) == 0 && len(variants) > 1:
-		return Files{}, several(dir, some)
+		return Files{}, severalModels(dir, some)
 	case len(indexes) == 1:
 		return fromIndex(ctx, indexes[0].paths[0], open)
 	case len(files) == 0 && len(unlisted) > 0:
-		return Files{}, at(dir, errs.New(errs.ErrFormat, "%s is a shard of a save that did not end, or the index.json that lists it is missing: save or fetch the model again",
+		return Files{}, placeError(dir, errs.New(errs.ErrFormat,
+			"%s is a shard of a save that did not end, or the index.json that lists it is missing: save or fetch "+
+				"the model again",
 			filepath.Base(unlisted[0])))
 	case len(files) == 0:
-		return Files{}, at(dir, errs.New(errs.ErrNotFound, "no %s file in this folder%s", suffix, below(dir)))
+		return Files{}, placeError(dir, errs.New(errs.ErrNotFound, "no %s file in this folder%s", suffix,
+			foldersBelow(dir)))
 	}
 	for _, f := range sharded {
 		if slices.ContainsFunc(some, func(o *family) bool { return o != f && o.Of > 0 }) {
-			return Files{}, several(dir, some)
+			return Files{}, severalModels(dir, some)
 		}
-		if why := f.lacking(); why != "" {
-			return Files{}, at(dir, errs.New(errs.ErrFormat, "%s has no index.json, and %s: fetch the model again", filepath.Base(f.paths[0]), why))
+		if why := f.lackingShards(); why != "" {
+			return Files{}, placeError(dir, errs.New(errs.ErrFormat,
+				"%s has no index.json, and %s: fetch the model again", filepath.Base(f.paths[0]), why))
 		}
 	}
 	slices.Sort(files)
@@ -166,12 +173,12 @@ func Models(ctx context.Context, dir string, names []string, open Opener) (_ []M
 			return nil, err
 		}
 	}
-	main, err := listed(ctx, dir, names, open)
+	main, err := chooseModel(ctx, dir, names, open)
 	if err != nil {
 		return nil, err
 	}
 	sets := []Files{main}
-	all, _ := families(names)
+	all, _ := divideFamilies(names)
 	for _, f := range all {
 		if f.Index && f.paths[0] != main.Index {
 			set, err := fromIndex(ctx, f.paths[0], open)
@@ -183,9 +190,11 @@ func Models(ctx context.Context, dir string, names []string, open Opener) (_ []M
 	}
 	for _, f := range all {
 		known := slices.Contains(ofLibraries, f.Stem) || main.Index == "" && f.Variant != ""
-		known = known && !f.Index && f.lacking() == ""
+		known = known && !f.Index && f.lackingShards() == ""
 		for _, set := range sets {
-			known = known && !slices.ContainsFunc(f.paths, func(path string) bool { return slices.Contains(set.URIs, path) })
+			known = known && !slices.ContainsFunc(f.paths, func(path string) bool {
+				return slices.Contains(set.URIs, path)
+			})
 		}
 		if known {
 			sets = append(sets, Files{URIs: f.paths})
@@ -202,22 +211,23 @@ func Models(ctx context.Context, dir string, names []string, open Opener) (_ []M
 	return models, nil
 }
 
-// several is the error of a folder with more than one model.
-func several(dir string, all []*family) error {
+// severalModels is the error of a folder with more than one model.
+func severalModels(dir string, all []*family) error {
 	var names []string
 	for _, f := range all {
 		names = append(names, f.paths[0])
 	}
-	return at(dir, errs.New(errs.ErrArgument, "several models in one folder, name one of them: %s", strings.Join(names, ", ")))
+	return placeError(dir, errs.New(errs.ErrArgument, "several models in one folder, name one of them: %s",
+		strings.Join(names, ", ")))
 }
 
-// below names the folders one level down that hold weights, as those of a
+// foldersBelow names the folders one level down that hold weights, as those of a
 // diffusers pipeline do.
-func below(dir string) string {
+func foldersBelow(dir string) string {
 	if source.Remote(dir) {
 		return ""
 	}
-	if hint := snapshots(dir); hint != "" {
+	if hint := nameSnapshots(dir); hint != "" {
 		return ": it is " + hint
 	}
 	found, _ := filepath.Glob(source.EscapeGlob(strings.TrimSuffix(dir, "/")) + "/*/*" + suffix)
@@ -239,7 +249,8 @@ func ofTorch(dir string) string {
 	slices.Sort(names)
 	for _, name := range names {
 		if slices.Contains([]string{".bin", ".pt", ".pth", ".ckpt"}, filepath.Ext(name)) {
-			return "; it has " + name + ": if torch.save wrote that, `overwire compress` and `convert` (overwire.convert) read it"
+			return "; it has " + name + ": if torch.save wrote that, `overwire compress` and `convert` " +
+				"(overwire.convert) read it"
 		}
 	}
 	return ""

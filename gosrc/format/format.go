@@ -67,10 +67,11 @@ type reader struct {
 
 // readers are tried in this order.
 var readers = []reader{
-	{tensorizer.Is, func(ctx context.Context, src source.Source, head []byte, opt Options) (*tensor.Index, source.Source, error) {
+	{tensorizer.Is, func(ctx context.Context, src source.Source, head []byte, opt Options) (*tensor.Index,
+		source.Source, error) {
 		return tensorizer.Index(ctx, src, head, opt.Settings, opt.Known)
 	}},
-	{func([]byte) bool { return true }, ours},
+	{func([]byte) bool { return true }, readSafetensors},
 }
 
 // Open reads the index of every source and joins them into one, in the order
@@ -86,7 +87,7 @@ var readers = []reader{
 func Open(ctx context.Context, srcs []source.Source, opt Options) (*tensor.Index, error) {
 	parts := make([]*tensor.Index, len(srcs))
 	err := spawn.Each(ctx, "open", together, len(srcs), func(i int) (err error) {
-		parts[i], srcs[i], err = one(ctx, srcs[i], opt)
+		parts[i], srcs[i], err = readIndex(ctx, srcs[i], opt)
 		return err
 	})
 	if err != nil {
@@ -95,11 +96,11 @@ func Open(ctx context.Context, srcs []source.Source, opt Options) (*tensor.Index
 	return Join(parts)
 }
 
-// one reads the index of one source, and returns the source that reads its data.
-func one(ctx context.Context, src source.Source, opt Options) (*tensor.Index, source.Source, error) {
+// readIndex reads the index of one source, and returns the source that reads its data.
+func readIndex(ctx context.Context, src source.Source, opt Options) (*tensor.Index, source.Source, error) {
 	key, keep := opt.Cache.key(src, opt.Lenient)
 	if keep && len(opt.Settings) == 0 {
-		if ix := opt.Cache.get(key, src.URI()); ix != nil {
+		if ix := opt.Cache.getIndex(key, src.URI()); ix != nil {
 			return ix, src, nil
 		}
 	}
@@ -115,8 +116,9 @@ func one(ctx context.Context, src source.Source, opt Options) (*tensor.Index, so
 	return ix, plain, err
 }
 
-// ours reads a safetensors file or an overwire container.
-func ours(ctx context.Context, src source.Source, head []byte, opt Options) (*tensor.Index, source.Source, error) {
+// readSafetensors reads a safetensors file or an overwire container.
+func readSafetensors(ctx context.Context, src source.Source, head []byte, opt Options) (*tensor.Index, source.Source,
+	error) {
 	uri := src.URI()
 	if err := tensorizer.RefuseSettings(uri, opt.Settings, true); err != nil {
 		return nil, src, err
@@ -130,7 +132,7 @@ func ours(ctx context.Context, src source.Source, head []byte, opt Options) (*te
 		return nil, src, errs.Place("index", uri, "", 0, err)
 	}
 	if marked {
-		blob, err := index(ctx, src, &h)
+		blob, err := readContainerIndex(ctx, src, &h)
 		if err != nil {
 			return nil, src, err
 		}
@@ -138,7 +140,8 @@ func ours(ctx context.Context, src source.Source, head []byte, opt Options) (*te
 		return ix, src, err
 	}
 	ix := &tensor.Index{
-		Sources: []tensor.Source{{URI: uri, Size: src.Size(), Data: h.Data, Metadata: h.Metadata, Format: tensor.FormatSafetensors}},
+		Sources: []tensor.Source{{URI: uri, Size: src.Size(), Data: h.Data, Metadata: h.Metadata,
+			Format: tensor.FormatSafetensors}},
 		Tensors: h.Tensors,
 	}
 	if err := ix.Validate(opt.Known); err != nil {
@@ -147,18 +150,20 @@ func ours(ctx context.Context, src source.Source, head []byte, opt Options) (*te
 	return ix, src, tensorizer.RefuseSettings(uri, opt.Settings, false)
 }
 
-// index returns the bytes of a container's index, its first tensor. It reads only
+// readContainerIndex returns the bytes of a container's index, its first tensor. It reads only
 // those that were not read with the header.
-func index(ctx context.Context, src source.Source, h *safetensors.Header) ([]byte, error) {
+func readContainerIndex(ctx context.Context, src source.Source, h *safetensors.Header) ([]byte, error) {
 	t := &h.Tensors[0]
 	if t.Name != overwire.IndexName {
-		return nil, errs.Locate("index", src.URI(), overwire.IndexName, -1, errs.New(errs.ErrCorrupt, "the index is not the first tensor"))
+		return nil, errs.Locate("index", src.URI(), overwire.IndexName, -1,
+			errs.New(errs.ErrCorrupt, "the index is not the first tensor"))
 	}
 	if t.Bytes <= int64(len(h.Ahead)) {
 		return h.Ahead[:t.Bytes], nil
 	}
 	if t.Bytes > tensor.MaxIndex {
-		return nil, errs.Place("index", src.URI(), t.Name, t.Off, errs.New(errs.ErrFormat, "an index of %d bytes is over %d", t.Bytes, tensor.MaxIndex))
+		return nil, errs.Place("index", src.URI(), t.Name, t.Off,
+			errs.New(errs.ErrFormat, "an index of %d bytes is over %d", t.Bytes, tensor.MaxIndex))
 	}
 	blob := make([]byte, t.Bytes)
 	had := copy(blob, h.Ahead)

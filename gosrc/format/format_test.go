@@ -304,7 +304,7 @@ func TestLargeIndex(t *testing.T) {
 	}
 	b := build(t, nil, items)
 	src := &memory{name: "x", b: b}
-	ix, _, err := one(context.Background(), src, Options{})
+	ix, _, err := readIndex(context.Background(), src, Options{})
 	if err != nil || len(ix.Tensors) != len(items) || src.reads != 3 {
 		t.Errorf("%d reads, %v", src.reads, err)
 	}
@@ -314,7 +314,7 @@ func TestLargeIndex(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, _, err := one(context.Background(), &sparse{memory{b: head}, 4096 + size}, Options{}); !errors.Is(err, errs.ErrFormat) {
+	if _, _, err := readIndex(context.Background(), &sparse{memory{b: head}, 4096 + size}, Options{}); !errors.Is(err, errs.ErrFormat) {
 		t.Errorf("an index of a gigabyte: %v", err)
 	}
 }

@@ -46,7 +46,7 @@ func (m *memory) ReadAt(_ context.Context, p []byte, off int64) error {
 }
 
 func open(b []byte) (*tensor.Index, error) {
-	ix, _, err := one(context.Background(), &memory{name: "model.safetensors", b: b}, Options{})
+	ix, _, err := readIndex(context.Background(), &memory{name: "model.safetensors", b: b}, Options{})
 	return ix, err
 }
 

@@ -16,9 +16,9 @@ import (
 // siblings is how many names of a folder are looked at.
 const siblings = 4096
 
-// missing is the error of a local path at which there is nothing, with what may help;
+// missingPath is the error of a local path at which there is nothing, with what may help;
 // nil if there is something.
-func missing(path string) error {
+func missingPath(path string) error {
 	if _, err := os.Lstat(path); !errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
@@ -33,7 +33,7 @@ func missing(path string) error {
 			dir = filepath.Dir(dir)
 		}
 		hint = "; there is no folder " + dir
-		if repository(path) {
+		if mayBeRepository(path) {
 			hint += "; a model of the Hugging Face hub is hf://" + filepath.Base(dir) + "/" + filepath.Base(path)
 		}
 	default:
@@ -41,7 +41,7 @@ func missing(path string) error {
 			hint = "; did you mean " + filepath.Join(dir, best) + "?"
 		}
 	}
-	return at(path, errs.New(errs.ErrNotFound, "no such file or directory%s", hint))
+	return placeError(path, errs.New(errs.ErrNotFound, "no such file or directory%s", hint))
 }
 
 func isDir(path string) bool {
@@ -49,9 +49,9 @@ func isDir(path string) bool {
 	return err == nil && st.IsDir()
 }
 
-// repository reports whether a path, written from the working folder, looks like a
+// mayBeRepository reports whether a path, written from the working folder, looks like a
 // repository of the hub: owner/name.
-func repository(path string) bool {
+func mayBeRepository(path string) bool {
 	if filepath.IsAbs(path) {
 		here, err := os.Getwd()
 		if err != nil {

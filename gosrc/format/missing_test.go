@@ -50,7 +50,7 @@ func TestMissing(t *testing.T) {
 			t.Errorf("%s: %v", path, err)
 		}
 	}
-	if err := missing(filepath.Join(dir, "link.safetensors")); err != nil {
+	if err := missingPath(filepath.Join(dir, "link.safetensors")); err != nil {
 		t.Error(err) // opening it says what is wrong
 	}
 }

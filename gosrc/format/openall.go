@@ -21,7 +21,8 @@ import (
 // names. The files of a name are those of one moment: if its index.json was replaced
 // meanwhile, they are opened again, once. sets are the files of each name. The caller
 // closes the sources; if OpenAll fails, it has closed them.
-func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source, sets []Files, err error) {
+func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source,
+	sets []Files, err error) {
 	if len(uris) == 0 {
 		return nil, nil, nil, errs.New(errs.ErrArgument, "nothing to open")
 	}
@@ -32,7 +33,7 @@ func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *
 			closeAll(opened)
 			part, opened, set, changed, err = openSet(ctx, uri, open, opt)
 			if changed && err == nil {
-				err = at(set.Index, source.Changed())
+				err = placeError(set.Index, source.Changed())
 			}
 		}
 		srcs = append(srcs, opened...)
@@ -61,22 +62,23 @@ func closeAll(srcs []source.Source) {
 
 // openSet opens the files of one name. changed says that what decided about the files was
 // replaced meanwhile. The caller closes the sources, after an error, too.
-func openSet(ctx context.Context, uri string, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source, set Files, changed bool, err error) {
+func openSet(ctx context.Context, uri string, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source,
+	set Files, changed bool, err error) {
 	set, err = Resolve(ctx, uri, open, opt)
 	if err != nil {
 		return nil, nil, set, false, err
 	}
 	if set.Shards != nil && opt.Keys != nil {
-		set.only(opt.Keys)
+		set.keepOnly(opt.Keys)
 	}
-	srcs, err = sources(outline(opt).In(ctx), set.URIs, open)
+	srcs, err = openSources(outlineOf(opt).In(ctx), set.URIs, open)
 	if errors.Is(err, errs.ErrNotFound) && set.Index == "" {
 		if dir := RemoteFolder(ctx, uri, open, opt); dir != "" && !source.Folder(uri) {
 			return openSet(ctx, dir, open, opt)
 		}
 	}
 	if err != nil {
-		return nil, srcs, set, set.replaced(ctx, open, err), set.lacks(err)
+		return nil, srcs, set, set.wasReplaced(ctx, open, err), set.explainMissing(err)
 	}
 	// A store is asked about the index while the headers are read.
 	seen := make(chan bool, 1)
@@ -86,21 +88,21 @@ func openSet(ctx context.Context, uri string, open Opener, opt Options) (ix *ten
 		spawn.Go("open.index", func() {
 			is := false
 			defer func() { seen <- is }()
-			is = set.replaced(ctx, open, nil)
+			is = set.wasReplaced(ctx, open, nil)
 		})
 	}
 	ix, err = Open(ctx, srcs, opt)
 	changed = <-seen
 	if err == nil && set.Shards != nil && !opt.Unlisted {
 		if ix, err = set.Shards.Select(ix); err != nil {
-			err = at(uri, err)
+			err = placeError(uri, err)
 		}
 	}
 	return ix, srcs, set, changed, err
 }
 
-// only leaves those files that have one of the named tensors; see safetensors.Shards.Only.
-func (f *Files) only(names []string) {
+// keepOnly leaves those files that have one of the named tensors; see safetensors.Shards.Only.
+func (f *Files) keepOnly(names []string) {
 	few := f.Shards.Only(names)
 	kept := make([]string, 0, len(few.Files))
 	for i, name := range f.Shards.Files { // f.URIs[i] is where name lies
@@ -111,10 +113,10 @@ func (f *Files) only(names []string) {
 	f.URIs, f.Shards = kept, &few
 }
 
-// replaced reports whether what decided about the files is no longer what it was, after
+// wasReplaced reports whether what decided about the files is no longer what it was, after
 // they were opened or after err: a saver may have published others. What the store cannot
 // tell has not changed.
-func (f *Files) replaced(ctx context.Context, open Opener, err error) bool {
+func (f *Files) wasReplaced(ctx context.Context, open Opener, err error) bool {
 	_, commit := source.ParseHF(f.Index) // all files are of one commit
 	switch {
 	case f.Index == "":
@@ -122,36 +124,36 @@ func (f *Files) replaced(ctx context.Context, open Opener, err error) bool {
 	case commit:
 		return false
 	case !source.Remote(f.Index):
-		now, serr := stamp(f.Index)
+		now, serr := stampOf(f.Index)
 		return errors.Is(serr, os.ErrNotExist) || serr == nil && now != f.identity
 	}
-	text, id, err := content(ctx, f.Index, open)
+	text, id, err := readContent(ctx, f.Index, open)
 	return errors.Is(err, errs.ErrNotFound) || err == nil && (id != f.identity || !bytes.Equal(text, f.Text))
 }
 
-// lacks adds to the error of a missing shard which index lists it, and the file that may
+// explainMissing adds to the error of a missing shard which index lists it, and the file that may
 // be the model instead.
-func (f *Files) lacks(err error) error {
+func (f *Files) explainMissing(err error) error {
 	var where *errs.At
 	if f.Index == "" || !errors.Is(err, errs.ErrNotFound) || !errors.As(err, &where) {
 		return err
 	}
 	missing := *where
-	missing.Err = errs.New(errs.ErrNotFound, "it is missing, and %s lists it%s", errs.RedactURI(f.Index), f.alone())
+	missing.Err = errs.New(errs.ErrNotFound, "it is missing, and %s lists it%s", errs.RedactURI(f.Index), f.loneFile())
 	return &missing
 }
 
-// alone names the single file that lies beside an index, if there is one.
-func (f *Files) alone() string {
-	single := indexed(f.Index)
+// loneFile names the single file that lies beside an index, if there is one.
+func (f *Files) loneFile() string {
+	single := fileOfIndex(f.Index)
 	if _, err := os.Stat(single); source.Remote(f.Index) || err != nil || slices.Contains(f.URIs, single) {
 		return ": fetch the model again"
 	}
 	return "; beside it is " + single + ", a model by itself: remove the one that is old"
 }
 
-// stamp is the present state of a local file.
-func stamp(path string) (id source.Identity, err error) {
+// stampOf is the present state of a local file.
+func stampOf(path string) (id source.Identity, err error) {
 	if local, ok := source.Local(path); ok {
 		path = local
 	}
@@ -163,7 +165,8 @@ func stamp(path string) (id source.Identity, err error) {
 	if !ok {
 		return id, errs.New(errs.ErrNotSupported, "no inode")
 	}
-	return source.Identity{Device: uint64(own.Dev), Inode: own.Ino, Size: own.Size, Modified: own.Mtim.Nano(), Changed: own.Ctim.Nano()}, nil
+	return source.Identity{Device: uint64(own.Dev), Inode: own.Ino, Size: own.Size, Modified: own.Mtim.Nano(),
+		Changed: own.Ctim.Nano()}, nil
 }
 
 // Names returns the tensors that the index.json of each URI lists, without opening a
@@ -186,9 +189,9 @@ func Names(ctx context.Context, uris []string, open Opener, opt Options) (names 
 // costs round trips, a local one a core.
 const together = 16
 
-// sources opens files. The caller closes them, even after an error, which is that of the
+// openSources opens files. The caller closes them, even after an error, which is that of the
 // first file that cannot be opened; those behind it are not waited for.
-func sources(ctx context.Context, files []string, open Opener) ([]source.Source, error) {
+func openSources(ctx context.Context, files []string, open Opener) ([]source.Source, error) {
 	srcs := make([]source.Source, len(files))
 	each, stop := make([]context.Context, len(files)), make([]context.CancelFunc, len(files))
 	for i := range files {

@@ -14,8 +14,8 @@ import (
 // first is how many bytes tell which kind of file one is, and what else it is.
 const first = 512
 
-// outline is that of a model's files.
-func outline(opt Options) source.Outline {
+// outlineOf is that of a model's files.
+func outlineOf(opt Options) source.Outline {
 	return source.Outline{Size: sizeOf, Longer: opt.Lenient}
 }
 

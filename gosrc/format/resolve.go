@@ -45,15 +45,15 @@ type Files struct {
 // tried.
 func Resolve(ctx context.Context, uri string, open Opener, opt Options) (Files, error) {
 	if source.Remote(uri) {
-		return remote(ctx, uri, open, opt)
+		return openRemoteFolder(ctx, uri, open, opt)
 	}
 	if strings.Contains(uri, "://") {
 		return Files{URIs: []string{uri}}, nil
 	}
 	if st, err := os.Stat(uri); err == nil && st.IsDir() {
-		return folder(ctx, uri, open)
+		return openFolder(ctx, uri, open)
 	}
-	if err := missing(uri); err != nil {
+	if err := missingPath(uri); err != nil {
 		return Files{}, err
 	}
 	if isIndex(uri) {
@@ -69,8 +69,8 @@ func isIndex(uri string) bool {
 	return ok && n.Index || strings.HasSuffix(path, indexSuffix)
 }
 
-// indexed is the file that an index divides into shards.
-func indexed(index string) string {
+// fileOfIndex is the file that an index divides into shards.
+func fileOfIndex(index string) string {
 	i := strings.LastIndex(index, suffix+".")
 	if i < 0 {
 		return index
@@ -86,7 +86,7 @@ var usual = []string{
 	"consolidated" + suffix + indexSuffix, "consolidated" + suffix,
 }
 
-func remote(ctx context.Context, uri string, open Opener, opt Options) (Files, error) {
+func openRemoteFolder(ctx context.Context, uri string, open Opener, opt Options) (Files, error) {
 	if !source.Folder(uri) {
 		if isIndex(uri) {
 			return fromIndex(ctx, uri, open)
@@ -97,7 +97,7 @@ func remote(ctx context.Context, uri string, open Opener, opt Options) (Files, e
 	if opt.List != nil {
 		names, err := opt.List(ctx, uri)
 		if err == nil {
-			return listed(ctx, uri, names, open)
+			return chooseModel(ctx, uri, names, open)
 		}
 		if !errors.Is(err, errs.ErrNotSupported) {
 			return Files{}, err
@@ -115,7 +115,7 @@ func remote(ctx context.Context, uri string, open Opener, opt Options) (Files, e
 			}
 			continue
 		}
-		s, err := open(outline(opt).In(ctx), file)
+		s, err := open(outlineOf(opt).In(ctx), file)
 		if err == nil {
 			_ = s.Close()
 			return Files{URIs: []string{file}}, nil
@@ -133,7 +133,8 @@ func remote(ctx context.Context, uri string, open Opener, opt Options) (Files, e
 	if unsure != nil {
 		return Files{}, unsure
 	}
-	return Files{}, at(uri, errs.New(errs.ErrNotFound, "none of %s in this folder%s", strings.Join(usual, ", "), why))
+	return Files{}, placeError(uri, errs.New(errs.ErrNotFound, "none of %s in this folder%s", strings.Join(usual, ", "),
+		why))
 }
 
 // RemoteFolder is the URI of a remote folder, with its last slash; "" for all else. A folder
@@ -145,14 +146,15 @@ func RemoteFolder(ctx context.Context, uri string, open Opener, opt Options) str
 		return ""
 	case source.Folder(uri):
 		return source.Directory(uri)
-	case opt.List == nil || strings.HasSuffix(name, suffix) || strings.HasSuffix(name, ".json") || strings.HasSuffix(name, ".tensors"):
+	case opt.List == nil || strings.HasSuffix(name, suffix) || strings.HasSuffix(name, ".json") ||
+		strings.HasSuffix(name, ".tensors"):
 		return ""
 	}
 	dir := source.Directory(uri)
 	if _, err := opt.List(ctx, dir); err != nil {
 		return "" // opening it reports what is wrong
 	}
-	if s, err := open(outline(opt).In(ctx), uri); err == nil {
+	if s, err := open(outlineOf(opt).In(ctx), uri); err == nil {
 		_ = s.Close()
 		return ""
 	}
@@ -161,7 +163,7 @@ func RemoteFolder(ctx context.Context, uri string, open Opener, opt Options) str
 
 // fromIndex returns the shards that an index.json names.
 func fromIndex(ctx context.Context, uri string, open Opener) (Files, error) {
-	text, id, err := content(ctx, uri, open)
+	text, id, err := readContent(ctx, uri, open)
 	if err != nil {
 		return Files{}, err
 	}
@@ -176,10 +178,10 @@ func fromIndex(ctx context.Context, uri string, open Opener) (Files, error) {
 	return set, nil
 }
 
-// content is all of an index.json, and the state in which it was read.
-func content(ctx context.Context, uri string, open Opener) ([]byte, source.Identity, error) {
+// readContent is all of an index.json, and the state in which it was read.
+func readContent(ctx context.Context, uri string, open Opener) ([]byte, source.Identity, error) {
 	if !source.Remote(uri) {
-		id, _ := stamp(uri) // before it is read, which reports errors
+		id, _ := stampOf(uri) // before it is read, which reports errors
 		b, err := regular.Read(uri, tensor.MaxHeader)
 		return b, id, errs.In("open", uri, err)
 	}
@@ -189,12 +191,12 @@ func content(ctx context.Context, uri string, open Opener) ([]byte, source.Ident
 	}
 	defer s.Close()
 	if s.Size() > tensor.MaxHeader {
-		return nil, source.Identity{}, at(uri, errs.New(errs.ErrFormat, "an index of %d bytes", s.Size()))
+		return nil, source.Identity{}, placeError(uri, errs.New(errs.ErrFormat, "an index of %d bytes", s.Size()))
 	}
 	b := make([]byte, s.Size())
 	return b, s.Facts().Identity, s.ReadAt(ctx, b, 0)
 }
 
-func at(uri string, err error) error {
+func placeError(uri string, err error) error {
 	return &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: err}
 }

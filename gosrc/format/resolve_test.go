@@ -279,13 +279,13 @@ func TestTheFirstMissingFileIsNamed(t *testing.T) {
 		return &memory{name: uri}, nil
 	}
 	files := []string{"0", "1", "2", "3", "4", "5", "6", "7", "8", "9"}
-	srcs, err := sources(t.Context(), files, open)
+	srcs, err := openSources(t.Context(), files, open)
 	if !errors.Is(err, errs.ErrNotFound) || slices.Contains(srcs, nil) || len(srcs) < 2 { // 0 and 1 at least
 		t.Errorf("%d sources, %v", len(srcs), err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if _, err := sources(ctx, files[:2], open); !errors.Is(err, errs.ErrCancelled) {
+	if _, err := openSources(ctx, files[:2], open); !errors.Is(err, errs.ErrCancelled) {
 		t.Errorf("cancelled: %v", err)
 	}
 }

@@ -32,8 +32,8 @@ func Tree(dir, avoid string) ([]Branch, error) {
 	if st, err := os.Stat(dir); source.Remote(dir) || err != nil || !st.IsDir() {
 		return nil, nil
 	}
-	if hint := snapshots(dir); hint != "" {
-		return nil, at(dir, errs.New(errs.ErrArgument, "%s", hint))
+	if hint := nameSnapshots(dir); hint != "" {
+		return nil, placeError(dir, errs.New(errs.ErrArgument, "%s", hint))
 	}
 	here, _ := os.Stat(avoid)
 	var out []Branch
@@ -41,14 +41,14 @@ func Tree(dir, avoid string) ([]Branch, error) {
 	walk = func(rel string, depth int) error {
 		entries, err := os.ReadDir(filepath.Join(dir, rel))
 		if err != nil {
-			return at(filepath.Join(dir, rel), errs.FromOS(err))
+			return placeError(filepath.Join(dir, rel), errs.FromOS(err))
 		}
 		b, files := Branch{Path: rel}, false
 		for _, e := range entries {
 			below := filepath.Join(rel, e.Name())
 			switch hidden := strings.HasPrefix(e.Name(), "."); {
 			case e.IsDir() && !hidden && depth == maxDepth:
-				return at(filepath.Join(dir, below), tooDeep(dir, depth+1))
+				return placeError(filepath.Join(dir, below), tooDeep(dir, depth+1))
 			case e.IsDir() && !hidden:
 				if st, err := e.Info(); err == nil && here != nil && os.SameFile(st, here) {
 					continue
@@ -82,11 +82,11 @@ func RemoteTree(dir, avoid string, files []source.Entry) (out []Branch, err erro
 	}
 	for _, f := range files {
 		rel := strings.TrimPrefix(path.Dir(f.Name), ".")
-		if hidden(f.Name) || avoid != "" && strings.HasPrefix(source.Beside(dir, f.Name), avoid) {
+		if isHidden(f.Name) || avoid != "" && strings.HasPrefix(source.Beside(dir, f.Name), avoid) {
 			continue
 		}
 		if depth := strings.Count(f.Name, "/"); depth > maxDepth {
-			return nil, at(source.Below(dir, rel), tooDeep(dir, depth))
+			return nil, placeError(source.Below(dir, rel), tooDeep(dir, depth))
 		}
 		_, weights := modelfiles.Parse(path.Base(f.Name))
 		b := add(rel)
@@ -98,16 +98,17 @@ func RemoteTree(dir, avoid string, files []source.Entry) (out []Branch, err erro
 	return append(out, last), nil
 }
 
-// hidden reports whether a name, or a folder in it, begins with a dot.
-func hidden(name string) bool { return strings.HasPrefix(name, ".") || strings.Contains(name, "/.") }
+// isHidden reports whether a name, or a folder in it, begins with a dot.
+func isHidden(name string) bool { return strings.HasPrefix(name, ".") || strings.Contains(name, "/.") }
 
 func tooDeep(dir string, depth int) error {
-	return errs.New(errs.ErrNotSupported, "this folder lies %d below %s, and at most %d are followed", depth, errs.RedactURI(dir), maxDepth)
+	return errs.New(errs.ErrNotSupported, "this folder lies %d below %s, and at most %d are followed", depth,
+		errs.RedactURI(dir), maxDepth)
 }
 
-// snapshots says what to name instead of a model's whole folder in a Hugging Face
+// nameSnapshots says what to name instead of a model's whole folder in a Hugging Face
 // cache; "" for other folders.
-func snapshots(dir string) string {
+func nameSnapshots(dir string) string {
 	if !isDir(filepath.Join(dir, "blobs")) || !isDir(filepath.Join(dir, "snapshots")) {
 		return ""
 	}

@@ -18,7 +18,8 @@ import (
 func withoutStale(ctx context.Context, sets []Files, parts []*tensor.Index, open Opener, opt Options) []*tensor.Index {
 	folder := ""
 	for i, set := range sets {
-		if set.Index != "" || len(set.URIs) != 1 || source.Remote(set.URIs[0]) || i > 0 && filepath.Dir(set.URIs[0]) != folder {
+		if set.Index != "" || len(set.URIs) != 1 || source.Remote(set.URIs[0]) ||
+			i > 0 && filepath.Dir(set.URIs[0]) != folder {
 			return parts
 		}
 		folder = filepath.Dir(set.URIs[0])

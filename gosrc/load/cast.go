@@ -35,8 +35,8 @@ func castsOf(ix *tensor.Index, wants []plan.Want, tgt Target, to string) ([]devi
 	return casts, nil
 }
 
-// landing is how many bytes a request occupies at its destination.
-func (l *Loading) landing(i int) int64 {
+// landingBytes is how many bytes a request occupies at its destination.
+func (l *Loading) landingBytes(i int) int64 {
 	n := l.wants[i].Bytes
 	if l.casts != nil && l.casts[i].To != 0 {
 		n = castBytes(n, l.casts[i])
@@ -81,7 +81,7 @@ func (l *Loading) plantCasts(p *plan.Plan, dest []unsafe.Pointer) (*wholeCasts, 
 		}
 	}
 	if any {
-		mem, err := l.target.alloc(sizes)
+		mem, err := l.target.allocateFor(sizes)
 		if err != nil {
 			return nil, l.model.Where("land", err)
 		}
@@ -102,9 +102,9 @@ func (l *Loading) plantCasts(p *plan.Plan, dest []unsafe.Pointer) (*wholeCasts, 
 	return t, nil
 }
 
-// or wraps land: it calls land for requests at their destination, and notes those
+// wrapLand wraps land: it calls land for requests at their destination, and notes those
 // that are still to be cast.
-func (t *wholeCasts) or(land func(int32)) func(int32) {
+func (t *wholeCasts) wrapLand(land func(int32)) func(int32) {
 	if t.mem == nil {
 		return land
 	}
@@ -119,22 +119,23 @@ func (t *wholeCasts) or(land func(int32)) func(int32) {
 	}
 }
 
-// dst is where a request goes; it is known once the request has landed.
-func (t *wholeCasts) dst(i int32) unsafe.Pointer {
+// destinationOf is where a request goes; it is known once the request has landed.
+func (t *wholeCasts) destinationOf(i int32) unsafe.Pointer {
 	if uintptr(t.dest[i]) == pending {
 		return device.Pointer(t.l.dests.known[i].Load())
 	}
 	return t.dest[i]
 }
 
-// cast casts what landed in memory of its own to its destination.
-func (t *wholeCasts) cast(ctx context.Context, queue *cuda.Queue, land func(int32)) error {
+// castLanded casts what landed in memory of its own to its destination.
+func (t *wholeCasts) castLanded(ctx context.Context, queue *cuda.Queue, land func(int32)) error {
 	for _, i := range t.landed {
 		c := t.l.casts[i]
-		dst := device.Memory{Ptr: t.dst(i), Bytes: t.l.landing(int(i))}
+		dst := device.Memory{Ptr: t.destinationOf(i), Bytes: t.l.landingBytes(int(i))}
 		if err := queue.Cast(ctx, dst, t.mem[i], c.From, c.To); err != nil {
 			x := &t.l.model.ix.Tensors[t.l.wants[i].Tensor]
-			return &errs.At{Verb: "land", Source: t.l.model.ix.Sources[x.Source].URI, Tensor: x.Name, Chunk: -1, Offset: -1, Err: err}
+			return &errs.At{Verb: "land", Source: t.l.model.ix.Sources[x.Source].URI, Tensor: x.Name, Chunk: -1,
+				Offset: -1, Err: err}
 		}
 		t.mem[i].Release()
 		t.mem[i] = device.Memory{}
@@ -143,5 +144,5 @@ func (t *wholeCasts) cast(ctx context.Context, queue *cuda.Queue, land func(int3
 	return nil
 }
 
-// free frees what was never cast.
-func (t *wholeCasts) free() { cpu.Release(t.mem) }
+// freeUncast frees what was never cast.
+func (t *wholeCasts) freeUncast() { cpu.Release(t.mem) }

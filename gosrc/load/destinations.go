@@ -55,9 +55,9 @@ func (p *destinations) wake(err error) {
 	p.moved = make(chan struct{})
 }
 
-// resolve returns the destination of a task that was planned at dst. It waits until
+// resolveTask returns the destination of a task that was planned at dst. It waits until
 // it is known.
-func (p *destinations) resolve(ctx context.Context, want int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
+func (p *destinations) resolveTask(ctx context.Context, want int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
 	at := uintptr(dst)
 	if at < pending {
 		return dst, nil
@@ -80,10 +80,10 @@ func (p *destinations) resolve(ctx context.Context, want int32, dst unsafe.Point
 	}
 }
 
-// postpone reports whether the memory of these sizes is allocated while the load
+// isPostponed reports whether the memory of these sizes is allocated while the load
 // runs. It is not when little is left, so that a caller that is out of memory
 // learns it before the load begins.
-func postpone(gpu *cuda.Device, sizes []int64) bool {
+func isPostponed(gpu *cuda.Device, sizes []int64) bool {
 	if gpu == nil {
 		return false
 	}
@@ -98,10 +98,10 @@ func postpone(gpu *cuda.Device, sizes []int64) bool {
 	return err == nil && unused >= total+total/8+spare
 }
 
-// provide allocates the postponed memory of the load, allotment by allotment in the
+// allocatePostponed allocates the postponed memory of the load, allotment by allotment in the
 // order of the requests, until all is there or the load ends. It closes ended when
 // it stops.
-func (l *Loading) provide(ctx context.Context) (ended chan struct{}) {
+func (l *Loading) allocatePostponed(ctx context.Context) (ended chan struct{}) {
 	ended = make(chan struct{})
 	spawn.Go("load memory", func() {
 		defer close(ended)
@@ -111,7 +111,7 @@ func (l *Loading) provide(ctx context.Context) (ended chan struct{}) {
 				for ; to < len(l.later) && n < allotment; to++ {
 					n += l.later[to]
 				}
-				mem, err := l.target.alloc(l.later[from:to])
+				mem, err := l.target.allocateFor(l.later[from:to])
 				if err != nil {
 					return l.model.Where("land", err)
 				}
@@ -165,7 +165,8 @@ func (l *Loading) Settle(pairs []int64, stream uint64) error {
 	}
 	for i := 0; i < len(pairs); i += 2 {
 		at, dst := pairs[i], uintptr(pairs[i+1])
-		if at < 0 || at >= int64(len(l.wants)) || !l.settles[at] || dst == 0 || !l.dests.known[at].CompareAndSwap(0, dst) {
+		if at < 0 || at >= int64(len(l.wants)) || !l.settles[at] || dst == 0 ||
+			!l.dests.known[at].CompareAndSwap(0, dst) {
 			return errs.New(errs.ErrArgument, "settle: request %d waits for no destination, or %#x is none", at, dst)
 		}
 	}

@@ -66,16 +66,16 @@ func (l *Loading) byGDS(queue *cuda.Queue) (*gdsReads, error) {
 	return d, err
 }
 
-// readers returns a reader for each source; d may be nil.
-func (d *gdsReads) readers() []device.Reader {
+// readersOf returns a reader for each source; d may be nil.
+func (d *gdsReads) readersOf() []device.Reader {
 	if d == nil {
 		return nil
 	}
 	return d.by
 }
 
-// close ends it, after the last read. d may be nil.
-func (d *gdsReads) close() {
+// closeReads ends it, after the last read. d may be nil.
+func (d *gdsReads) closeReads() {
 	if d == nil {
 		return
 	}

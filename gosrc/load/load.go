@@ -23,9 +23,10 @@ type Request = plan.Request
 
 // Options of one load. The zero value is the best default.
 type Options struct {
-	Device  string `json:"device"`   // "" or "cpu", "cuda", "cuda:1"
-	Stream  uint64 `json:"stream"`   // CUDA: the caller's, whose queued work precedes the load; 0: none
-	Cast    string `json:"cast"`     // CUDA: the dtype that floats become as they land, where there is a kernel for it; "": none
+	Device string `json:"device"` // "" or "cpu", "cuda", "cuda:1"
+	Stream uint64 `json:"stream"` // CUDA: the caller's, whose queued work precedes the load; 0: none
+	// CUDA: the dtype that floats become as they land, where there is a kernel for it; "": none
+	Cast    string `json:"cast"`
 	Threads int    `json:"threads"`  // 0: one per core
 	NoCheck bool   `json:"no_check"` // benchmarks only: no checksums
 	InPlace bool   `json:"in_place"` // tests only: a GPU reads slots as over a coherent link
@@ -84,8 +85,8 @@ type Loading struct {
 	shut  bool // Close was called: nothing is exported any more
 }
 
-// whole asks for every tensor of the model.
-func (m *Model) whole() []Request {
+// wholeRequests asks for every tensor of the model.
+func (m *Model) wholeRequests() []Request {
 	reqs := make([]Request, len(m.ix.Tensors))
 	for i := range reqs {
 		reqs[i] = Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole}
@@ -98,7 +99,7 @@ func (m *Model) whole() []Request {
 // has ended.
 func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	if reqs == nil {
-		reqs = m.whole()
+		reqs = m.wholeRequests()
 	}
 	wants, err := plan.Check(m.ix, reqs)
 	if err != nil {
@@ -112,19 +113,20 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	if err := knob.Read.Check(opt.Read); err != nil {
 		return nil, errs.New(errs.ErrArgument, "read %q: %v", opt.Read, err)
 	}
-	if all := m.served(reqs, wants, tgt, opt); all != nil {
+	if all := m.servedByStocks(reqs, wants, tgt, opt); all != nil {
 		return m.fromStocks(reqs, wants, tgt, opt, all)
 	}
-	return m.start(reqs, wants, tgt, opt)
+	return m.startRequests(reqs, wants, tgt, opt)
 }
 
 func newLoading(m *Model, tgt Target, wants []plan.Want) *Loading {
-	return &Loading{target: tgt, job: job.New("load"), model: m, wants: wants, mem: make([]device.Memory, len(wants)), taken: make([]bool, len(wants)),
+	return &Loading{target: tgt, job: job.New("load"), model: m, wants: wants, mem: make([]device.Memory, len(wants)),
+		taken:   make([]bool, len(wants)),
 		arrived: job.NewLandings(len(wants)), submitted: make(chan struct{})}
 }
 
-// start is Start without the requests that a stock serves.
-func (m *Model) start(reqs []Request, wants []plan.Want, tgt Target, opt Options) (_ *Loading, err error) {
+// startRequests is Start without the requests that a stock serves.
+func (m *Model) startRequests(reqs []Request, wants []plan.Want, tgt Target, opt Options) (_ *Loading, err error) {
 	if err := m.Hold(); err != nil {
 		return nil, err
 	}
@@ -138,7 +140,7 @@ func (m *Model) start(reqs []Request, wants []plan.Want, tgt Target, opt Options
 	if l.casts, err = castsOf(m.ix, wants, tgt, opt.Cast); err != nil {
 		return nil, err
 	}
-	if err = l.allocate(reqs); err != nil {
+	if err = l.allocateRequests(reqs); err != nil {
 		return nil, err
 	}
 	// Allocate here and not in the job: a caller that is out of memory may be able
@@ -150,15 +152,15 @@ func (m *Model) start(reqs []Request, wants []plan.Want, tgt Target, opt Options
 		}
 	}
 	l.job.Go(func(ctx context.Context, j *job.Job) error {
-		defer l.ended()
-		return l.run(ctx, j, reqs, opt)
+		defer l.afterWorkers()
+		return l.runLoad(ctx, j, reqs, opt)
 	})
 	return l, nil
 }
 
-// allocate gives every request without a destination its memory: a view of a mapped
+// allocateRequests gives every request without a destination its memory: a view of a mapped
 // file where that is possible, fresh memory otherwise.
-func (l *Loading) allocate(reqs []Request) error {
+func (l *Loading) allocateRequests(reqs []Request) error {
 	ix := l.model.ix
 	l.mapped = make([]bool, len(reqs))
 	sizes := make([]int64, len(reqs))
@@ -174,9 +176,9 @@ func (l *Loading) allocate(reqs []Request) error {
 			inFile[s] = append(inFile[s], run{i, off, l.wants[i].Bytes})
 			continue
 		}
-		sizes[i] = l.landing(i)
+		sizes[i] = l.landingBytes(i)
 	}
-	if err := l.waiting(reqs); err != nil {
+	if err := l.noteWaiting(reqs); err != nil {
 		return err
 	}
 	for s, runs := range inFile {
@@ -190,18 +192,18 @@ func (l *Loading) allocate(reqs []Request) error {
 		for _, r := range copies {
 			sizes[r.request] = r.n
 		}
-		if total(copies) < little { // else as what is not mapped
+		if totalBytes(copies) < little { // else as what is not mapped
 			l.copies = append(l.copies, copies...)
 		}
 	}
-	if postpone(l.target.GPU, sizes) {
+	if isPostponed(l.target.GPU, sizes) {
 		l.later = sizes
 		if l.dests == nil {
 			l.dests = newDestinations(len(reqs))
 		}
 		return nil
 	}
-	mem, err := l.target.alloc(sizes)
+	mem, err := l.target.allocateFor(sizes)
 	if err != nil {
 		return l.model.Where("land", err)
 	}
@@ -213,14 +215,15 @@ func (l *Loading) allocate(reqs []Request) error {
 	return nil
 }
 
-// waiting notes the requests whose destination the caller settles later.
-func (l *Loading) waiting(reqs []Request) error {
+// noteWaiting notes the requests whose destination the caller settles later.
+func (l *Loading) noteWaiting(reqs []Request) error {
 	for i := range reqs {
 		if reqs[i].Dest != SettleLater || l.wants[i].Bytes == 0 {
 			continue
 		}
 		if l.target.GPU == nil {
-			return errs.New(errs.ErrArgument, "request %d: a destination on the host must be known when a load begins", i)
+			return errs.New(errs.ErrArgument, "request %d: a destination on the host must be known when a load begins",
+				i)
 		}
 		if l.settles == nil {
 			l.settles, l.dests = make([]bool, len(reqs)), newDestinations(len(reqs))
@@ -230,14 +233,14 @@ func (l *Loading) waiting(reqs []Request) error {
 	return nil
 }
 
-// land marks a request as landed.
-func (l *Loading) land(i int32) {
+// landRequest marks a request as landed.
+func (l *Loading) landRequest(i int32) {
 	l.job.Tensors.Add(1)
 	l.arrived.Add(int(i))
 }
 
-// ended runs after the last worker: nothing writes to the memory any more.
-func (l *Loading) ended() {
+// afterWorkers runs after the last worker: nothing writes to the memory any more.
+func (l *Loading) afterWorkers() {
 	l.mu.Lock()
 	l.over = true // no one may use the queue after this
 	if l.shut {

@@ -48,8 +48,8 @@ type fileMapping struct {
 // spans are ranges of bytes [from, to), in order, with something between any two.
 type spans [][2]int64
 
-// add adds a range and returns true, unless some of it is there, or there are too many.
-func (s *spans) add(from, to int64) bool {
+// addRange adds a range and returns true, unless some of it is there, or there are too many.
+func (s *spans) addRange(from, to int64) bool {
 	all := *s
 	i := sort.Search(len(all), func(i int) bool { return all[i][1] > from })
 	if i < len(all) && all[i][0] < to {
@@ -78,16 +78,16 @@ type run struct {
 	off, n  int64
 }
 
-func total(runs []run) (n int64) {
+func totalBytes(runs []run) (n int64) {
 	for _, r := range runs {
 		n += r.n
 	}
 	return n
 }
 
-// divide says of the requests of one source which are views of the mapping that all loads
+// divideRuns says of the requests of one source which are views of the mapping that all loads
 // share, which of one of the load's own, and which are copied. The caller holds the model.
-func (m *Model) divide(source int, runs []run) (shared, own, copies []run) {
+func (m *Model) divideRuns(source int, runs []run) (shared, own, copies []run) {
 	slices.SortFunc(runs, func(a, b run) int { return int(min(1, max(-1, a.off-b.off))) })
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -95,24 +95,24 @@ func (m *Model) divide(source int, runs []run) (shared, own, copies []run) {
 		m.mappings = make([]fileMapping, len(m.srcs))
 	}
 	f := &m.mappings[source]
-	if f.block == nil && f.littles < littleLoads && total(runs) < little {
+	if f.block == nil && f.littles < littleLoads && totalBytes(runs) < little {
 		f.littles++
 		return nil, nil, runs
 	}
 	var rest []run
 	for _, r := range runs {
-		if f.owned.add(r.off, r.off+r.n) {
+		if f.owned.addRange(r.off, r.off+r.n) {
 			shared = append(shared, r)
 		} else {
 			rest = append(rest, r)
 		}
 	}
-	if f.owns >= ownMappings || total(rest) < little {
+	if f.owns >= ownMappings || totalBytes(rest) < little {
 		return shared, nil, rest
 	}
 	var mine spans
 	for _, r := range rest {
-		if mine.add(r.off, r.off+r.n) {
+		if mine.addRange(r.off, r.off+r.n) {
 			own = append(own, r)
 		} else {
 			copies = append(copies, r)
@@ -126,8 +126,10 @@ func (m *Model) divide(source int, runs []run) (shared, own, copies []run) {
 // are copied.
 func (l *Loading) mapFile(source int, runs []run) (copies []run, err error) {
 	m := l.model
-	shared, own, copies := m.divide(source, runs)
-	if err := l.view(shared, func(holders int64) (mapped, error) { return m.shared(source, holders) }); err != nil {
+	shared, own, copies := m.divideRuns(source, runs)
+	if err := l.view(shared, func(holders int64) (mapped, error) {
+		return m.sharedMapping(source, holders)
+	}); err != nil {
 		return nil, err
 	}
 	return copies, l.view(own, func(holders int64) (mapped, error) { return mapSource(m.srcs[source], holders, false) })
@@ -165,8 +167,8 @@ func (l *Loading) copyLittle(ctx context.Context) error {
 	return nil
 }
 
-// shared returns the mapping of a source, with n more holders.
-func (m *Model) shared(source int, n int64) (mapped, error) {
+// sharedMapping returns the mapping of a source, with n more holders.
+func (m *Model) sharedMapping(source int, n int64) (mapped, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	f := &m.mappings[source]
@@ -176,7 +178,9 @@ func (m *Model) shared(source int, n int64) (mapped, error) {
 			return mapped{}, err
 		}
 		f.mapped = got
-	} else if err := withFD(m.srcs[source], func(fd int) error { return cpu.StillHas(fd, m.srcs[source].Size()) }); err != nil {
+	} else if err := withFD(m.srcs[source], func(fd int) error {
+		return cpu.StillHas(fd, m.srcs[source].Size())
+	}); err != nil {
 		return mapped{}, err
 	}
 	for range n {

@@ -68,14 +68,16 @@ var headers format.Cache
 func Open(ctx context.Context, spec Spec) (*Model, error) {
 	began := time.Now()
 	ix, srcs, _, err := format.OpenAll(ctx, spec.URIs, open.With(spec.Storage.Options), format.Options{
-		Lenient: spec.Lenient, Keys: spec.Keys, Known: codec.Known, Cache: &headers, List: open.Lister(spec.Storage.Options),
+		Lenient: spec.Lenient, Keys: spec.Keys, Known: codec.Known, Cache: &headers,
+		List:     open.Lister(spec.Storage.Options),
 		Settings: spec.Storage.Decrypt,
 	})
 	if err != nil {
 		return nil, err
 	}
 	seen, srcs := unpack.Model(ix, srcs)
-	return &Model{ix: seen, held: ix, srcs: srcs, mapp: mapping(spec.Map), key: spec.Storage.Key(), opened: [2]time.Time{began, time.Now()}, refs: 1}, nil
+	return &Model{ix: seen, held: ix, srcs: srcs, mapp: mappingMode(spec.Map), key: spec.Storage.Key(),
+		opened: [2]time.Time{began, time.Now()}, refs: 1}, nil
 }
 
 // Of is the model of an index that has been validated and the one source of its bytes.
@@ -86,7 +88,8 @@ func Of(ix *tensor.Index, src source.Source) *Model {
 // Names returns the tensors listed in index.json files, without opening a shard; ok
 // is false when some of the files have no index.
 func Names(ctx context.Context, spec Spec) (names []string, ok bool, err error) {
-	return format.Names(ctx, spec.URIs, open.With(spec.Storage.Options), format.Options{List: open.Lister(spec.Storage.Options)})
+	return format.Names(ctx, spec.URIs, open.With(spec.Storage.Options),
+		format.Options{List: open.Lister(spec.Storage.Options)})
 }
 
 // Index is the model's index, as it is stored.
@@ -141,7 +144,7 @@ func (m *Model) Drop() {
 	last := m.refs == 0
 	m.mu.Unlock()
 	if last {
-		m.leave()
+		m.leaveStocks()
 		for _, one := range m.parts {
 			one.Drop()
 		}
@@ -174,9 +177,9 @@ func (m *Model) Uncut() error {
 	return nil
 }
 
-// mapping decides whether plain tensors are mapped: the caller's choice, then the
+// mappingMode decides whether plain tensors are mapped: the caller's choice, then the
 // setting.
-func mapping(word *bool) string {
+func mappingMode(word *bool) string {
 	switch {
 	case word == nil:
 		return knob.MMap.Get()

@@ -65,7 +65,7 @@ func (m *Model) Outlook(parts []Part, q Prospect) (o Outlook, err error) {
 			parts[i] = Part{Tensor: int64(i), Elements: plan.Whole}
 		}
 	}
-	costs, err := m.costs(parts, q)
+	costs, err := m.costsOf(parts, q)
 	if err != nil {
 		return o, err
 	}
@@ -85,33 +85,38 @@ func (m *Model) Outlook(parts []Part, q Prospect) (o Outlook, err error) {
 		var over int
 		if o.Windows, over = plan.Windows(costs, q.Budget); over >= 0 {
 			n := plan.Peak(costs[over : over+1])
-			return o, m.short("stream", parts[over].Tensor, "'%[1]s' alone takes %[2]d bytes on %[3]s, %[4]d over max_memory of %[5]d", n, q)
+			return o, m.overBudget("stream", parts[over].Tensor,
+				"'%[1]s' alone takes %[2]d bytes on %[3]s, %[4]d over max_memory of %[5]d", n, q)
 		}
 		return o, nil
 	}
-	if err := m.staging(&o, parts, q); err != nil {
+	if err := m.countStaging(&o, parts, q); err != nil {
 		return o, err
 	}
 	if q.Budget > 0 && o.Peak > q.Budget {
-		return o, m.short("load", parts[largest].Tensor, "%[6]d tensors take %[2]d bytes on %[3]s, %[4]d over max_memory of %[5]d; the largest is '%[1]s' with %[7]d; "+
-			"reading takes %[8]d bytes more. Ask for less with keys= or filter=, or use stream(max_memory=)", o.Peak, q, len(parts), o.Bytes[largest], o.Staging)
+		return o, m.overBudget("load", parts[largest].Tensor,
+			"%[6]d tensors take %[2]d bytes on %[3]s, %[4]d over max_memory of %[5]d; the largest is '%[1]s' with "+
+				"%[7]d; "+
+				"reading takes %[8]d bytes more. Ask for less with keys= or filter=, or use stream(max_memory=)", o.Peak, q,
+			len(parts), o.Bytes[largest], o.Staging)
 	}
 	return o, nil
 }
 
-// short is the error of a tensor that is over the budget, or the largest of those that
+// overBudget is the error of a tensor that is over the budget, or the largest of those that
 // together are.
-func (m *Model) short(verb string, at int64, format string, n int64, q Prospect, more ...any) error {
+func (m *Model) overBudget(verb string, at int64, format string, n int64, q Prospect, more ...any) error {
 	t := &m.ix.Tensors[at]
 	args := append([]any{t.Name, n, q.Device, n - q.Budget, q.Budget}, more...)
-	return &errs.At{Verb: verb, Source: m.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: -1, Offset: -1, Err: errs.New(errs.ErrMemory, format, args...)}
+	return &errs.At{Verb: verb, Source: m.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: -1, Offset: -1,
+		Err: errs.New(errs.ErrMemory, format, args...)}
 }
 
 // onGPU is whether tensors go to a GPU.
 func (q *Prospect) onGPU() bool { return strings.HasPrefix(q.Device, "cuda") }
 
-// costs is what parts take.
-func (m *Model) costs(parts []Part, q Prospect) ([]plan.Cost, error) {
+// costsOf is what parts take.
+func (m *Model) costsOf(parts []Part, q Prospect) ([]plan.Cost, error) {
 	to, known := tensor.ParseDType(q.DType)
 	if q.DType != "" && !known {
 		return nil, errs.New(errs.ErrArgument, "cast to %q: expected a dtype", q.DType)
@@ -123,8 +128,8 @@ func (m *Model) costs(parts []Part, q Prospect) ([]plan.Cost, error) {
 	return plan.Costs(m.ix, parts, then)
 }
 
-// staging counts the slots that whole tensors are read into.
-func (m *Model) staging(o *Outlook, parts []Part, q Prospect) error {
+// countStaging counts the slots that whole tensors are read into.
+func (m *Model) countStaging(o *Outlook, parts []Part, q Prospect) error {
 	gpu := q.onGPU()
 	reqs := make([]Request, len(parts))
 	for i, p := range parts {

@@ -66,21 +66,21 @@ func (m *Model) Pin(opt Options) (*job.Job, error) {
 		p := &pinned{}
 		err := m.readAll(ctx, j, p, opt.Threads)
 		if err == nil && tgt.GPU != nil {
-			err = m.register(p, tgt.GPU)
+			err = m.registerPinned(p, tgt.GPU)
 		}
 		m.mu.Lock()
 		defer m.mu.Unlock()
 		m.pinning = false
 		if err != nil {
 			for i := range p.bytes {
-				p.free(i)
+				p.freeSource(i)
 			}
 			return err
 		}
 		m.pin = p
 		for i, b := range p.bytes {
 			_ = m.srcs[i].Close()
-			m.srcs[i] = unpack.Over(m.srcs[i], memory.New(m.ix.Sources[i].URI, b, func() { p.free(i) }))
+			m.srcs[i] = unpack.Over(m.srcs[i], memory.New(m.ix.Sources[i].URI, b, func() { p.freeSource(i) }))
 		}
 		j.SetReport(PinReport{j.TotalBytes.Load(), time.Since(start).Seconds()})
 		return nil
@@ -129,26 +129,27 @@ func (m *Model) readAll(ctx context.Context, j *job.Job, p *pinned, threads int)
 	}
 	return spawn.Each(ctx, "pin", cores, len(m.ix.Tensors), func(i int) error {
 		j.Tensors.Add(1)
-		return m.compare(p, i)
+		return m.compareSums(p, i)
 	})
 }
 
-// compare compares the checksums of a tensor's chunks.
-func (m *Model) compare(p *pinned, i int) error {
+// compareSums compares the checksums of a tensor's chunks.
+func (m *Model) compareSums(p *pinned, i int) error {
 	t := &m.held.Tensors[i]
 	for k, c := range m.held.Chunks[t.First : t.First+t.Count] {
 		if sum := codec.Sum(p.bytes[t.Source][c.Off : c.Off+int64(c.Stored)]); sum != c.Sum {
-			return &errs.At{Verb: "check", Source: m.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: int64(k), Offset: c.Off,
-				Err: errs.NewMismatch(c.Sum, sum)}
+			return &errs.At{Verb: "check", Source: m.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: int64(k),
+				Offset: c.Off,
+				Err:    errs.NewMismatch(c.Sum, sum)}
 		}
 	}
 	return nil
 }
 
-// register registers the memory for all GPUs, through the first that needs it.
+// registerPinned registers the memory for all GPUs, through the first that needs it.
 // After an error, the memory registered so far stays registered, and the next try
 // continues there.
-func (m *Model) register(p *pinned, gpu *cuda.Device) error {
+func (m *Model) registerPinned(p *pinned, gpu *cuda.Device) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.gpu = cmp.Or(p.gpu, gpu)
@@ -160,15 +161,15 @@ func (m *Model) register(p *pinned, gpu *cuda.Device) error {
 	return nil
 }
 
-// free unregisters and frees the memory of a source; no copy from it is in flight.
-func (p *pinned) free(i int) {
+// freeSource unregisters and frees the memory of a source; no copy from it is in flight.
+func (p *pinned) freeSource(i int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if b := p.bytes[i]; i < p.registered {
-		p.gpu.Unregister(b, func() { unmap(b) })
+		p.gpu.Unregister(b, func() { unmapBytes(b) })
 	} else {
-		unmap(b)
+		unmapBytes(b)
 	}
 }
 
-func unmap(b []byte) { cpu.Unmap(unsafe.Pointer(unsafe.SliceData(b)), int64(cap(b))) }
+func unmapBytes(b []byte) { cpu.Unmap(unsafe.Pointer(unsafe.SliceData(b)), int64(cap(b))) }

@@ -50,9 +50,9 @@ type shape struct {
 	begun, planned time.Time
 }
 
-// shape gives every request its destination and plans the reads of what is not
+// shapeLoad gives every request its destination and plans the reads of what is not
 // mapped. It reads nothing.
-func (l *Loading) shape(reqs []Request) *shape {
+func (l *Loading) shapeLoad(reqs []Request) *shape {
 	s := &shape{dest: make([]unsafe.Pointer, len(reqs))}
 	for i := range reqs {
 		n := l.wants[i].Bytes
@@ -78,18 +78,18 @@ func (l *Loading) shape(reqs []Request) *shape {
 	return s
 }
 
-// run is the job: plan, run, report.
-func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, opt Options) error {
+// runLoad is the job: plan, run, report.
+func (l *Loading) runLoad(ctx context.Context, j *job.Job, reqs []Request, opt Options) error {
 	start := time.Now()
 	if l.later != nil {
 		ctx, cancel := context.WithCancel(ctx)
-		provided := l.provide(ctx)
+		provided := l.allocatePostponed(ctx)
 		defer func() {
 			cancel()
 			<-provided
 		}()
 	}
-	s := l.shape(reqs)
+	s := l.shapeLoad(reqs)
 	j.TotalBytes.Store(s.bytes)
 	j.TotalTensors.Store(int64(len(reqs)))
 	how := cmp.Or(opt.Read, knob.Read.Get())
@@ -98,7 +98,7 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, opt Optio
 	if err != nil {
 		return err
 	}
-	defer late.free()
+	defer late.freeUncast()
 	if err := l.copyLittle(ctx); err != nil {
 		return err
 	}
@@ -111,27 +111,27 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, opt Optio
 			return err
 		}
 	}
-	queue, err := l.prepare(s.plan, opt.Stream)
+	queue, err := l.prepareQueue(s.plan, opt.Stream)
 	if err != nil {
 		return err
 	}
-	task := l.task(s, queue, depth, opt)
+	task := l.pipelineTask(s, queue, depth, opt)
 	var ways *gdsReads
 	if queue != nil && how == "gds" {
 		if ways, err = l.byGDS(queue); err != nil {
 			return l.model.Where("stage", err)
 		}
 	}
-	task.GDS, task.Landed = ways.readers(), late.or(l.land)
+	task.GDS, task.Landed = ways.readersOf(), late.wrapLand(l.landRequest)
 	if l.passesQueue(s.plan, how, tracing) {
 		task.Submitted = func() { close(l.submitted) }
 	}
 	task.Progress = func(n int64) { j.Bytes.Add(n) }
 	rep := Report{Bytes: s.bytes, Tensors: int64(len(reqs)), Mapped: s.mapped}
 	rep.Stages, err = pipeline.Run(ctx, task)
-	ways.close()
+	ways.closeReads()
 	if err == nil {
-		err = late.cast(ctx, queue, l.land)
+		err = late.castLanded(ctx, queue, l.landRequest)
 	}
 	if err == nil {
 		err = l.model.Uncut()
@@ -164,42 +164,42 @@ func (l *Loading) landMapped(j *job.Job, s *shape) error {
 	}
 	for i, n := range s.plan.Left {
 		if n == 0 && !apart[i] && l.wants[i].Bytes > 0 {
-			return unplanned(l.model.ix, &l.wants[i])
+			return unplannedError(l.model.ix, &l.wants[i])
 		}
 	}
 	for i := range l.wants {
 		if l.wants[i].Bytes == 0 {
-			l.land(int32(i))
+			l.landRequest(int32(i))
 		}
 	}
 	for _, r := range l.copies {
-		l.land(int32(r.request))
+		l.landRequest(int32(r.request))
 	}
 	if len(s.maps) > 0 {
-		l.prefault(s.maps)
+		l.prefaultPages(s.maps)
 	}
 	for _, i := range s.maps {
 		j.Bytes.Add(l.mem[i].Bytes)
-		l.land(int32(i))
+		l.landRequest(int32(i))
 	}
 	return nil
 }
 
-// unplanned is the error of a want whose bytes nothing brings.
-func unplanned(ix *tensor.Index, w *plan.Want) error {
+// unplannedError is the error of a want whose bytes nothing brings.
+func unplannedError(ix *tensor.Index, w *plan.Want) error {
 	t := &ix.Tensors[w.Tensor]
 	return &errs.At{Verb: "plan", Source: ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: -1, Offset: t.Off,
 		Err: errs.New(errs.ErrEngine, "nothing reads its %d bytes", w.Bytes)}
 }
 
-// prepare makes the GPU's queue fit the plan, after the work of the caller's
+// prepareQueue makes the GPU's queue fit the plan, after the work of the caller's
 // stream; nil: the host.
-func (l *Loading) prepare(p *plan.Plan, stream uint64) (*cuda.Queue, error) {
+func (l *Loading) prepareQueue(p *plan.Plan, stream uint64) (*cuda.Queue, error) {
 	if l.target.GPU == nil {
 		return nil, nil
 	}
 	if pin := l.model.pin; pin != nil {
-		if err := l.model.register(pin, l.target.GPU); err != nil {
+		if err := l.model.registerPinned(pin, l.target.GPU); err != nil {
 			return nil, err
 		}
 	}
@@ -235,14 +235,15 @@ func (l *Loading) queueFor(p *plan.Plan) (*cuda.Queue, error) {
 	return l.queue, err
 }
 
-// task is the pipeline's task of a shape.
-func (l *Loading) task(s *shape, queue *cuda.Queue, depth int, opt Options) *pipeline.Task {
-	t := &pipeline.Task{Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: s.plan, Workers: l.machine.Workers(depth), NoCheck: opt.NoCheck}
+// pipelineTask is the pipeline's task of a shape.
+func (l *Loading) pipelineTask(s *shape, queue *cuda.Queue, depth int, opt Options) *pipeline.Task {
+	t := &pipeline.Task{Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: s.plan,
+		Workers: l.machine.Workers(depth), NoCheck: opt.NoCheck}
 	if queue != nil {
 		t.Queue, t.Near = queue, l.target.GPU.Place()
 	}
 	if l.dests != nil {
-		t.Destination = l.dests.resolve
+		t.Destination = l.dests.resolveTask
 	}
 	if traceFile(opt) != "" {
 		t.Trace = pipeline.NewTrace()

@@ -31,21 +31,22 @@ type State struct {
 
 // FileStates returns a State for each file of the model. It reads nothing.
 func (m *Model) FileStates() []State {
-	layouts := m.layouts()
+	layouts := m.layoutDigests()
 	states := make([]State, len(m.srcs))
 	for i, s := range m.srcs {
 		f := s.Facts()
 		id := f.Identity
 		states[i] = State{
-			Device: id.Device, Inode: id.Inode, Size: m.held.Sources[i].Size, Modified: id.Modified, Changed: id.Changed,
-			Pin: id.Pin, Network: f.Remote && f.File != nil, Layout: layouts[i], Sealed: m.held.Sources[i].Overwire(),
+			Device: id.Device, Inode: id.Inode, Size: m.held.Sources[i].Size, Modified: id.Modified,
+			Changed: id.Changed,
+			Pin:     id.Pin, Network: f.Remote && f.File != nil, Layout: layouts[i], Sealed: m.held.Sources[i].Overwire(),
 		}
 	}
 	return states
 }
 
-// layouts returns, for each source, the digest of its layout.
-func (m *Model) layouts() []string {
+// layoutDigests returns, for each source, the digest of its layout.
+func (m *Model) layoutDigests() []string {
 	sums := make([]hash.Hash, len(m.held.Sources))
 	b := []byte{}
 	put := func(v ...int64) {
@@ -62,7 +63,8 @@ func (m *Model) layouts() []string {
 	for i := range m.held.Tensors {
 		t := &m.held.Tensors[i]
 		b = b[:0]
-		put(int64(len(t.Name)), t.Off, t.Bytes, int64(t.Alias), int64(t.DType), int64(t.Parts), int64(t.ChunkBytes), int64(len(t.Shape)))
+		put(int64(len(t.Name)), t.Off, t.Bytes, int64(t.Alias), int64(t.DType), int64(t.Parts), int64(t.ChunkBytes),
+			int64(len(t.Shape)))
 		put(t.Shape...)
 		b = append(append(b, t.Hash[:]...), t.Name...)
 		if t.Alias >= 0 {
@@ -70,7 +72,8 @@ func (m *Model) layouts() []string {
 		}
 		for k := range t.Count {
 			c := &m.held.Chunks[t.First+k]
-			put(c.Off, int64(c.Stored), int64(c.Logical), int64(c.Sum), int64(c.Codec), int64(c.Transform), int64(c.SegTiles))
+			put(c.Off, int64(c.Stored), int64(c.Logical), int64(c.Sum), int64(c.Codec), int64(c.Transform),
+				int64(c.SegTiles))
 		}
 		sums[t.Source].Write(b)
 	}

@@ -48,7 +48,8 @@ func NewStock(m *Model, opt Options) (*Stock, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Stock{model: m, l: l, names: make([]map[string]int32, len(m.srcs)), landed: make([]bool, l.Len()), wake: make(chan struct{}),
+	s := &Stock{model: m, l: l, names: make([]map[string]int32, len(m.srcs)), landed: make([]bool, l.Len()),
+		wake:  make(chan struct{}),
 		files: make([]stocked, len(m.srcs)), left: len(m.srcs)}
 	for i := range s.names {
 		s.names[i] = map[string]int32{}
@@ -100,7 +101,7 @@ func (s *Stock) Drop() {
 	defer s.mu.Unlock()
 	s.drop = true
 	for i := range s.files {
-		s.tidy(i)
+		s.freeUnwanted(i)
 	}
 }
 
@@ -110,7 +111,7 @@ func (s *Stock) arrived(at []int, over bool) {
 	for _, k := range at {
 		s.landed[k] = true
 		if s.files[s.model.ix.Tensors[k].Source].gone {
-			s.free(k)
+			s.freeTensor(k)
 		}
 	}
 	s.over = s.over || over
@@ -118,15 +119,15 @@ func (s *Stock) arrived(at []int, over bool) {
 	s.wake = make(chan struct{})
 }
 
-// free frees a tensor that has landed and was not taken.
-func (s *Stock) free(k int) {
+// freeTensor frees a tensor that has landed and was not taken.
+func (s *Stock) freeTensor(k int) {
 	if mem, _, _, ok := s.l.Take(k); ok {
 		mem.Release()
 	}
 }
 
-// use adds n (1 or -1) to a file's users; false: the file is gone.
-func (s *Stock) use(file, n int) bool {
+// useFile adds n (1 or -1) to a file's users; false: the file is gone.
+func (s *Stock) useFile(file, n int) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	f := &s.files[file]
@@ -134,12 +135,12 @@ func (s *Stock) use(file, n int) bool {
 		return false
 	}
 	f.users += n
-	s.tidy(file)
+	s.freeUnwanted(file)
 	return true
 }
 
-// tidy frees a file's tensors once no model will ask for them. mu is held.
-func (s *Stock) tidy(file int) {
+// freeUnwanted frees a file's tensors once no model will ask for them. mu is held.
+func (s *Stock) freeUnwanted(file int) {
 	f := &s.files[file]
 	if f.gone || f.users > 0 || !f.taken && !s.drop {
 		return
@@ -147,7 +148,7 @@ func (s *Stock) tidy(file int) {
 	f.gone = true
 	for _, k := range s.names[file] {
 		if s.landed[k] {
-			s.free(int(k))
+			s.freeTensor(int(k))
 		}
 	}
 	if s.left--; s.left == 0 {
@@ -156,26 +157,27 @@ func (s *Stock) tidy(file int) {
 	}
 }
 
-// find returns the stock's tensor that equals a model's tensor.
-func (s *Stock) find(m *Model, tensor int32, file int) (k int32, ok bool) {
+// findTensor returns the stock's tensor that equals a model's tensor.
+func (s *Stock) findTensor(m *Model, tensor int32, file int) (k int32, ok bool) {
 	t := &m.ix.Tensors[tensor]
 	if k, ok = s.names[file][t.Name]; !ok {
 		return 0, false
 	}
 	u := &s.model.ix.Tensors[k]
-	return k, t.Off == u.Off && t.Bytes == u.Bytes && t.DType == u.DType && t.Count == u.Count && slices.Equal(t.Shape, u.Shape)
+	return k, t.Off == u.Off && t.Bytes == u.Bytes && t.DType == u.DType && t.Count == u.Count &&
+		slices.Equal(t.Shape, u.Shape)
 }
 
-// claim notes that a tensor of a file will be taken.
-func (s *Stock) claim(file int) {
+// claimFile notes that a tensor of a file will be taken.
+func (s *Stock) claimFile(file int) {
 	s.mu.Lock()
 	s.files[file].taken = true
 	s.mu.Unlock()
 }
 
-// take waits for a tensor and returns its memory. ok is false if it was taken
+// takeTensor waits for a tensor and returns its memory. ok is false if it was taken
 // before, if the stock's load failed, or if ctx has ended.
-func (s *Stock) take(ctx context.Context, k int32) (mem device.Memory, ok bool) {
+func (s *Stock) takeTensor(ctx context.Context, k int32) (mem device.Memory, ok bool) {
 	for {
 		s.mu.Lock()
 		landed, over, wake := s.landed[k], s.over, s.wake
@@ -233,18 +235,18 @@ func (m *Model) Join(i int, s *Stock, file int, id source.Identity) bool {
 	if m.stocks[i].stock != nil {
 		return m.stocks[i].stock == s
 	}
-	if !m.srcs[i].Facts().Unchanged(id) || !s.use(file, 1) {
+	if !m.srcs[i].Facts().Unchanged(id) || !s.useFile(file, 1) {
 		return false
 	}
 	m.stocks[i] = joined{s, file, id}
 	return true
 }
 
-// leave undoes Join, when the model ends.
-func (m *Model) leave() {
+// leaveStocks undoes Join, when the model ends.
+func (m *Model) leaveStocks() {
 	for _, j := range m.stocks {
 		if j.stock != nil {
-			j.stock.use(j.file, -1)
+			j.stock.useFile(j.file, -1)
 		}
 	}
 }
@@ -274,8 +276,8 @@ type due struct {
 	reread bool
 }
 
-// served says which requests the model's stocks serve; nil: none.
-func (m *Model) served(reqs []Request, wants []plan.Want, tgt Target, opt Options) []*due {
+// servedByStocks says which requests the model's stocks serve; nil: none.
+func (m *Model) servedByStocks(reqs []Request, wants []plan.Want, tgt Target, opt Options) []*due {
 	m.mu.Lock()
 	stocks := slices.Clone(m.stocks) // others may join meanwhile
 	m.mu.Unlock()
@@ -303,14 +305,14 @@ func (m *Model) served(reqs []Request, wants []plan.Want, tgt Target, opt Option
 		if from.stock == nil || !whole || from.stock.l.target != tgt || r.Dest != 0 && tgt.GPU != nil {
 			continue
 		}
-		k, ok := from.stock.find(m, wants[i].Tensor, from.file)
+		k, ok := from.stock.findTensor(m, wants[i].Tensor, from.file)
 		if !ok {
 			continue
 		}
 		all = append(all, &due{at: i, from: from, k: k, reread: r.Dest != 0 && from.stock.l.mapped[k]})
 	}
 	for _, d := range all {
-		d.from.stock.claim(d.from.file)
+		d.from.stock.claimFile(d.from.file)
 	}
 	// In the order in which a stock fills.
 	slices.SortStableFunc(all, func(a, b *due) int { return int(a.k) - int(b.k) })
@@ -339,13 +341,13 @@ func (m *Model) fromStocks(reqs []Request, wants []plan.Want, tgt Target, opt Op
 	var beside *Loading
 	if len(rest) > 0 {
 		var err error
-		if beside, err = m.start(pick(reqs, rest), pick(wants, rest), tgt, opt); err != nil {
+		if beside, err = m.startRequests(pickSome(reqs, rest), pickSome(wants, rest), tgt, opt); err != nil {
 			m.Drop()
 			return nil, err
 		}
 	}
 	l.job.Go(func(ctx context.Context, j *job.Job) error {
-		defer l.ended()
+		defer l.afterWorkers()
 		start := time.Now()
 		rep := Report{Tensors: int64(len(reqs))}
 		for i := range wants {
@@ -355,17 +357,17 @@ func (m *Model) fromStocks(reqs []Request, wants []plan.Want, tgt Target, opt Op
 		j.TotalTensors.Store(rep.Tensors)
 		besides := make(chan error, 1)
 		spawn.Go("load beside", func() {
-			besides <- spawn.Guard("load beside", func() error { return l.forward(ctx, beside, rest, &rep) })
+			besides <- spawn.Guard("load beside", func() error { return l.forwardLanded(ctx, beside, rest, &rep) })
 		})
-		missing := l.draw(ctx, reqs, all, &rep)
+		missing := l.drawFromStocks(ctx, reqs, all, &rep)
 		err := <-besides
 		if err == nil && ctx.Err() != nil {
 			err = context.Cause(ctx)
 		}
 		if err == nil && len(missing) > 0 {
 			var more *Loading
-			if more, err = m.start(pick(reqs, missing), pick(wants, missing), tgt, opt); err == nil {
-				err = l.forward(ctx, more, missing, &rep)
+			if more, err = m.startRequests(pickSome(reqs, missing), pickSome(wants, missing), tgt, opt); err == nil {
+				err = l.forwardLanded(ctx, more, missing, &rep)
 			}
 		}
 		rep.Seconds = time.Since(start).Seconds()
@@ -375,7 +377,7 @@ func (m *Model) fromStocks(reqs []Request, wants []plan.Want, tgt Target, opt Op
 	return l, nil
 }
 
-func pick[T any](all []T, at []int) []T {
+func pickSome[T any](all []T, at []int) []T {
 	some := make([]T, len(at))
 	for i, k := range at {
 		some[i] = all[k]
@@ -383,11 +385,11 @@ func pick[T any](all []T, at []int) []T {
 	return some
 }
 
-// draw takes what is due out of the stocks, and returns what was missing.
-func (l *Loading) draw(ctx context.Context, reqs []Request, all []*due, rep *Report) (missing []int) {
+// drawFromStocks takes what is due out of the stocks, and returns what was missing.
+func (l *Loading) drawFromStocks(ctx context.Context, reqs []Request, all []*due, rep *Report) (missing []int) {
 	var mapped int64
 	for _, d := range all {
-		mem, ok := d.from.stock.take(ctx, d.k)
+		mem, ok := d.from.stock.takeTensor(ctx, d.k)
 		switch {
 		case !ok:
 			missing = append(missing, d.at)
@@ -399,7 +401,7 @@ func (l *Loading) draw(ctx context.Context, reqs []Request, all []*due, rep *Rep
 		case d.from.stock.l.mapped[d.k]:
 			mapped += mem.Bytes
 		}
-		l.arrive(d.at, mem)
+		l.landForeign(d.at, mem)
 	}
 	l.mu.Lock()
 	rep.Mapped += mapped
@@ -408,9 +410,9 @@ func (l *Loading) draw(ctx context.Context, reqs []Request, all []*due, rep *Rep
 	return missing
 }
 
-// forward passes on what another load of the model brings; at maps its requests to
+// forwardLanded passes on what another load of the model brings; at maps its requests to
 // this load's. It returns when that load has ended; a nil load is empty.
-func (l *Loading) forward(ctx context.Context, from *Loading, at []int, rep *Report) error {
+func (l *Loading) forwardLanded(ctx context.Context, from *Loading, at []int, rep *Report) error {
 	if from == nil {
 		return nil
 	}
@@ -421,7 +423,7 @@ func (l *Loading) forward(ctx context.Context, from *Loading, at []int, rep *Rep
 		landed, more = from.Ready(1<<20, time.Hour)
 		for _, i := range landed {
 			mem, _, _, _ := from.Take(i)
-			l.arrive(at[i], mem)
+			l.landForeign(at[i], mem)
 		}
 	}
 	if err := from.job.Err(); err != nil {
@@ -436,11 +438,11 @@ func (l *Loading) forward(ctx context.Context, from *Loading, at []int, rep *Rep
 	return nil
 }
 
-// arrive is land for memory that another load allocated.
-func (l *Loading) arrive(i int, mem device.Memory) {
+// landForeign is land for memory that another load allocated.
+func (l *Loading) landForeign(i int, mem device.Memory) {
 	l.mu.Lock()
 	l.mem[i] = mem
 	l.mu.Unlock()
 	l.job.Bytes.Add(l.wants[i].Bytes)
-	l.land(int32(i))
+	l.landRequest(int32(i))
 }

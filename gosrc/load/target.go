@@ -55,7 +55,7 @@ func Prepare(name string, exchange bool) {
 	})
 }
 
-func (t Target) alloc(sizes []int64) ([]device.Memory, error) {
+func (t Target) allocateFor(sizes []int64) ([]device.Memory, error) {
 	if t.GPU != nil {
 		return t.GPU.Alloc(sizes)
 	}

@@ -84,7 +84,10 @@ func (r *Run) MeasureFloors() error {
 			return err
 		}
 		if *c.fault, err = r.freshSpeed(func(m []byte) error {
-			return Parallel(c.threads, floorBytes, 8<<20, func(_ int, lo, hi int64) error { Touch(m[lo:hi]); return nil })
+			return Parallel(c.threads, floorBytes, 8<<20, func(_ int, lo, hi int64) error {
+				Touch(m[lo:hi])
+				return nil
+			})
 		}); err != nil {
 			return err
 		}
@@ -92,7 +95,9 @@ func (r *Run) MeasureFloors() error {
 			continue
 		}
 		if *c.rawResult, err = r.freshSpeed(func(m []byte) error {
-			return Parallel(c.threads, floorBytes, piece, func(_ int, lo, hi int64) error { return ReadAt(file, m[lo:hi], lo) })
+			return Parallel(c.threads, floorBytes, piece, func(_ int, lo, hi int64) error {
+				return ReadAt(file, m[lo:hi], lo)
+			})
 		}); err != nil {
 			return err
 		}

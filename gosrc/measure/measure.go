@@ -121,7 +121,8 @@ func Start(ctx context.Context, j *job.Job, opt Options) (*Run, error) {
 	if err != nil {
 		return nil, errs.New(errs.ErrIO, "%v", err)
 	}
-	return &Run{Options: opt, Ctx: ctx, Job: j, Folder: folder, Began: time.Now(), Report: Report{Machine: ThisMachine()}}, nil
+	return &Run{Options: opt, Ctx: ctx, Job: j, Folder: folder, Began: time.Now(),
+		Report: Report{Machine: ThisMachine()}}, nil
 }
 
 // Close removes the run's files.

@@ -62,7 +62,8 @@ func parseHeader(src []byte) (h header, err error) {
 	le := binary.LittleEndian
 	h = header{
 		format: Algorithm(src[6]), payload: le.Uint64(src[8:]), size: le.Uint64(src[16:]), chunks: le.Uint64(src[24:]),
-		chunk: le.Uint64(src[48:]), offset: le.Uint32(src[56:]), starts: src[32] != 0, stored: src[44] != 0, plain: src[45] != 0,
+		chunk: le.Uint64(src[48:]), offset: le.Uint32(src[56:]), starts: src[32] != 0, stored: src[44] != 0,
+		plain: src[45] != 0,
 	}
 	switch first := le.Uint32(src); {
 	case first == magic && src[4] == layoutOne:
@@ -72,7 +73,8 @@ func parseHeader(src []byte) (h header, err error) {
 		h.open = true
 	default:
 		return h, errs.New(errs.ErrFormat, "no native stream of overwire or nvCOMP 2.2: it begins with %x; "+
-			"what a later nvCOMP wrote is read by nvCOMP alone: overwire.compat.nvcomp asks it where nvidia-nvcomp-cu13 or -cu12 is installed", src[:5])
+			"what a later nvCOMP wrote is read by nvCOMP alone: overwire.compat.nvcomp asks it where "+
+			"nvidia-nvcomp-cu13 or -cu12 is installed", src[:5])
 	}
 	return h, nil
 }
@@ -132,7 +134,8 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 	switch {
 	case s.Verify == VerifyNever:
 	case h.open && (h.stored || h.plain):
-		return layout{}, errs.New(errs.ErrNotSupported, "the stream has checksums of nvCOMP's, which are not public: decode without verifying them")
+		return layout{}, errs.New(errs.ErrNotSupported,
+			"the stream has checksums of nvCOMP's, which are not public: decode without verifying them")
 	case out.summed:
 		out.damaged = headSum(src[:h.offset]) != binary.LittleEndian.Uint32(src[headSumAt:])
 	case s.Verify == VerifyAlways:

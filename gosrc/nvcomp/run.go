@@ -101,7 +101,8 @@ func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 			}
 		}
 		if s.Chunk < 1 || s.Chunk > algo.maxChunk {
-			return nil, errs.New(errs.ErrArgument, "chunks of %d bytes: %s takes 1 to %d", s.Chunk, algo.name, algo.maxChunk)
+			return nil, errs.New(errs.ErrArgument, "chunks of %d bytes: %s takes 1 to %d", s.Chunk, algo.name,
+				algo.maxChunk)
 		}
 		if s.Sums && s.Kind != Native {
 			return nil, errs.New(errs.ErrArgument, "only native streams have checksums")
@@ -170,7 +171,8 @@ func placeOutputs(in []Buffer, out []Result) ([][]byte, error) {
 		case !in[i].Own:
 			sizes[i] = out[i].Bytes
 		case int64(len(in[i].Dst)) < out[i].Bytes:
-			out[i].Err = errs.New(errs.ErrArgument, "the output has %d bytes, %d are needed", len(in[i].Dst), out[i].Bytes)
+			out[i].Err = errs.New(errs.ErrArgument, "the output has %d bytes, %d are needed", len(in[i].Dst),
+				out[i].Bytes)
 		}
 	}
 	mem, err := cpu.Alloc(sizes)
@@ -366,7 +368,8 @@ func fillDefaults(s *Spec, algo *algorithm) (d tensor.DType, known bool, err err
 		o.Type = elementType(d)
 		s.Cascaded = &o
 		if s.Kind == Native && s.Chunk%int64(s.Cascaded.Type.Size()) != 0 {
-			return d, known, errs.New(errs.ErrArgument, "chunks of %d bytes are no whole number of elements of %d", s.Chunk, s.Cascaded.Type.Size())
+			return d, known, errs.New(errs.ErrArgument, "chunks of %d bytes are no whole number of elements of %d",
+				s.Chunk, s.Cascaded.Type.Size())
 		}
 	}
 	switch algo.id {
@@ -390,7 +393,8 @@ func divideIntoBlocks(s *Spec, algo *algorithm, in []Buffer, out []Result) (task
 	for i := range in {
 		n := int64(len(in[i].Src))
 		if s.Kind != Native && n > maxWhole {
-			out[i].Err = errs.New(errs.ErrArgument, "%d bytes are too many for one block of %s: use a native stream", n, algo.name)
+			out[i].Err = errs.New(errs.ErrArgument, "%d bytes are too many for one block of %s: use a native stream", n,
+				algo.name)
 			continue
 		}
 		step, count := s.Chunk, int(sizes.CeilDiv(n, max(s.Chunk, 1)))

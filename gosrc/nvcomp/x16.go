@@ -22,7 +22,8 @@ var x16Encoders = sync.Pool{New: func() any { return new(x16.Encoder) }}
 
 func x16Encode(dst, src []byte, s *Spec) ([]byte, error) {
 	if len(src) > tensor.MaxChunkBytes {
-		return dst, errs.New(errs.ErrArgument, "X16 takes %d bytes a block at most, not %d: use a native stream", tensor.MaxChunkBytes, len(src))
+		return dst, errs.New(errs.ErrArgument, "X16 takes %d bytes a block at most, not %d: use a native stream",
+			tensor.MaxChunkBytes, len(src))
 	}
 	e := x16Encoders.Get().(*x16.Encoder)
 	defer x16Encoders.Put(e)
@@ -83,7 +84,8 @@ func x16Decode(dst, src []byte) error {
 		copy(dst, src[x16Head:])
 		return nil
 	}
-	return errs.New(errs.ErrCorrupt, "X16 block of codec %d stores %d bytes for %d", uint8(c.Codec), c.Stored, c.Logical)
+	return errs.New(errs.ErrCorrupt, "X16 block of codec %d stores %d bytes for %d", uint8(c.Codec), c.Stored,
+		c.Logical)
 }
 
 // sampleBytes of a buffer decide its transform.

@@ -63,7 +63,8 @@ func (c *Chart) writeTo(b *strings.Builder) {
 		longest = max(longest, x.Value, x.Floor, x.Before)
 	}
 	percent := func(value float64) float64 { return 100 * max(0, value) / max(longest, 1e-300) }
-	fmt.Fprintf(b, "<section>\n<h2>%s</h2>\n<p>%s</p>\n<div class=\"wide\"><table class=\"chart\">\n", htmlText(c.Title), htmlText(c.About))
+	fmt.Fprintf(b, "<section>\n<h2>%s</h2>\n<p>%s</p>\n<div class=\"wide\"><table class=\"chart\">\n",
+		htmlText(c.Title), htmlText(c.About))
 	fmt.Fprintf(b, "<tr><th scope=\"col\">figure</th><th></th><th scope=\"col\">%s</th></tr>\n", htmlText(c.Unit))
 	for _, x := range c.Bars {
 		fmt.Fprintf(b, "<tr><th scope=\"row\">%s</th><td><div class=\"track\">", htmlText(x.Name))

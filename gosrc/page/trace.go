@@ -78,13 +78,15 @@ func ReadTrace(title string, text []byte) (*Timeline, error) {
 			names[at] = e.Args.Name
 		case e.Kind != "X":
 		case !(e.At >= 0 && e.Took >= 0 && e.At+e.Took <= maxTime) || e.Args.Bytes < 0:
-			return errs.New(errs.ErrFormat, "not a trace of overwire: a span of %q at %g us, %g us long", e.Name, e.At, e.Took)
+			return errs.New(errs.ErrFormat, "not a trace of overwire: a span of %q at %g us, %g us long", e.Name, e.At,
+				e.Took)
 		default:
 			rows[at] = append(rows[at], e)
 			t.Spans++
 		}
 		if count++; count > maxSpans+maxRows || len(rows) > maxRows {
-			return errs.New(errs.ErrNotSupported, "a trace of more than %d spans or %d rows has no page", maxSpans, maxRows)
+			return errs.New(errs.ErrNotSupported, "a trace of more than %d spans or %d rows has no page", maxSpans,
+				maxRows)
 		}
 		return nil
 	})
@@ -94,7 +96,9 @@ func ReadTrace(title string, text []byte) (*Timeline, error) {
 	if t.Spans == 0 {
 		return nil, errs.New(errs.ErrFormat, "not a trace of overwire: it has no spans")
 	}
-	lines := slices.SortedFunc(maps.Keys(rows), func(a, b line) int { return cmp.Or(cmp.Compare(a.pid, b.pid), cmp.Compare(a.tid, b.tid)) })
+	lines := slices.SortedFunc(maps.Keys(rows), func(a, b line) int {
+		return cmp.Or(cmp.Compare(a.pid, b.pid), cmp.Compare(a.tid, b.tid))
+	})
 	stages := map[string]int{}
 	for _, at := range lines {
 		r := &row{Name: names[at], Device: at.pid == 2}
@@ -102,7 +106,8 @@ func ReadTrace(title string, text []byte) (*Timeline, error) {
 		t.Rows = append(t.Rows, r)
 	}
 	if len(t.Stages) > maxStages {
-		return nil, errs.New(errs.ErrNotSupported, "a trace of %d stages has no page: the most are %d", len(t.Stages), maxStages)
+		return nil, errs.New(errs.ErrNotSupported, "a trace of %d stages has no page: the most are %d", len(t.Stages),
+			maxStages)
 	}
 	return t, nil
 }

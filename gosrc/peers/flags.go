@@ -69,7 +69,8 @@ func setNumber(number *atomic.Uint64, to int, bell *atomic.Uint32) {
 // coarse as epoll_wait's.
 func waitForBell(bell *atomic.Uint32, heard uint32) {
 	most := unix.NsecToTimespec(lifeEvery.Nanoseconds())
-	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(bell)), futexWait, uintptr(heard), uintptr(unsafe.Pointer(&most)), 0, 0)
+	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(bell)), futexWait, uintptr(heard),
+		uintptr(unsafe.Pointer(&most)), 0, 0)
 }
 
 // showLife gives signs of life until Close.
@@ -122,7 +123,9 @@ func (p *Peers) Trouble() {
 // AwaitJoined waits until every process has begun to map the others: from then on End of
 // one waits for it.
 func (p *Peers) AwaitJoined(ctx context.Context) error {
-	return p.awaitAll(ctx, func(rank int) (*atomic.Uint32, *atomic.Uint64) { return &p.lines[rank].bell, &p.lines[rank].joined }, 1)
+	return p.awaitAll(ctx, func(rank int) (*atomic.Uint32, *atomic.Uint64) {
+		return &p.lines[rank].bell, &p.lines[rank].joined
+	}, 1)
 }
 
 // AwaitPiece waits until the first pieces of a process's memory are complete.

@@ -81,8 +81,10 @@ func New(gpu *cuda.Device, n int64, rank, ranks int) (*Peers, error) {
 	if rank < 0 || rank >= ranks || n <= 0 {
 		return nil, errs.New(errs.ErrArgument, "peer %d of %d, with %d bytes", rank, ranks, n)
 	}
-	p := &Peers{gpu: gpu, ranks: ranks, mine: Offer{Rank: rank, Process: pid(), Flags: -1, File: -1, Bytes: n}, stop: make(chan struct{}),
-		at: make([]unsafe.Pointer, ranks), files: make([]*shared, ranks), processes: make([]*process, ranks), seen: make([]uint64, ranks), since: make([]time.Time, ranks)}
+	p := &Peers{gpu: gpu, ranks: ranks, mine: Offer{Rank: rank, Process: pid(), Flags: -1, File: -1, Bytes: n},
+		stop: make(chan struct{}),
+		at:   make([]unsafe.Pointer, ranks), files: make([]*shared, ranks), processes: make([]*process, ranks),
+		seen: make([]uint64, ranks), since: make([]time.Time, ranks)}
 	if err := p.makeMemory(n); err != nil {
 		p.Close()
 		return nil, err
@@ -132,7 +134,8 @@ func (p *Peers) Join(offers []Offer) error {
 	}
 	for rank, o := range offers {
 		if o.Rank != rank || o.Bytes != p.mine.Bytes || (o.File < 0) != (p.gpu != nil) {
-			return errs.New(errs.ErrArgument, "offer %d is of peer %d, with %d bytes and not %d", rank, o.Rank, o.Bytes, p.mine.Bytes)
+			return errs.New(errs.ErrArgument, "offer %d is of peer %d, with %d bytes and not %d", rank, o.Rank, o.Bytes,
+				p.mine.Bytes)
 		}
 	}
 	if offers[p.mine.Rank] != p.mine {
@@ -238,7 +241,9 @@ func (p *Peers) End(ctx context.Context, good bool) error {
 func (p *Peers) awaitEnded(ctx context.Context) (first error) {
 	for rank := range p.lines {
 		l := p.lines[rank]
-		err := p.awaitLine(ctx, rank, &l.bell, func() bool { return l.joined.Load() == 0 || l.ended.Load() != 0 }, false)
+		err := p.awaitLine(ctx, rank, &l.bell, func() bool {
+			return l.joined.Load() == 0 || l.ended.Load() != 0
+		}, false)
 		if first == nil {
 			first = err
 		}

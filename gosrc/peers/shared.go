@@ -62,9 +62,11 @@ func mapShared(fd int, size int64) (*shared, error) {
 // openShared maps n bytes of another process's, or of this one's again.
 func openShared(o *Offer, number int, n int64) (*shared, error) {
 	refuse := func(why any) (*shared, error) {
-		return nil, errs.New(errs.ErrNotSupported, "the shared memory of process %d cannot be reached: %v", o.Process, why)
+		return nil, errs.New(errs.ErrNotSupported, "the shared memory of process %d cannot be reached: %v", o.Process,
+			why)
 	}
-	fd, err := unix.Open(fmt.Sprintf("/proc/%d/fd/%d", o.Process, number), unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
+	fd, err := unix.Open(fmt.Sprintf("/proc/%d/fd/%d", o.Process, number),
+		unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
 	if err != nil {
 		return refuse(err)
 	}

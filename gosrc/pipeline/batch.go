@@ -33,14 +33,14 @@ type feed struct {
 	skipped int64 // bytes of gaps in ranges
 }
 
-// take returns the next work: one share, or, for a source whose ranges are read in
+// takeBatch returns the next work: one share, or, for a source whose ranges are read in
 // steps, as many pieces as fit one range. For the latter, permit must be one of
 // that source; if it is nil or another's, the batch is empty and from says where to
 // get a permit. ok is false when no shares are left.
 //
 // A worker with an open range waits for slots; a worker with a slot waits for no
 // range. One slot is therefore enough for any number of workers.
-func (q *feed) take(permit source.Ranges) (b batch, from source.Ranges, ok bool) {
+func (q *feed) takeBatch(permit source.Ranges) (b batch, from source.Ranges, ok bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	shares, pieces := q.Plan.Shares, q.Plan.Pieces

@@ -11,18 +11,19 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// compares reports whether checksums of a piece are compared: of what was read, and of bytes
+// comparesSums reports whether checksums of a piece are compared: of what was read, and of bytes
 // in memory that may have changed.
-func (w *worker) compares(p *plan.Piece) bool {
+func (w *worker) comparesSums(p *plan.Piece) bool {
 	f := &w.facts[p.Source]
 	return f.View == nil || f.Compare
 }
 
-// compare compares the checksums of a share where it lies in memory.
-func (w *worker) compare(view func(off, n int64) ([]byte, error), p *plan.Piece, share *plan.Share, t0 *time.Time) error {
+// compareSums compares the checksums of a share where it lies in memory.
+func (w *worker) compareSums(view func(off, n int64) ([]byte, error), p *plan.Piece, share *plan.Share,
+	t0 *time.Time) error {
 	b, err := view(p.Off, p.Len)
 	if err != nil {
-		return w.where("read", p.First, err)
+		return w.placeError("read", p.First, err)
 	}
 	return w.checkShare(share, b, t0)
 }
@@ -35,25 +36,25 @@ func (w *worker) checkShare(share *plan.Share, b []byte, t0 *time.Time) error {
 		if !j.Summed { // bytes of a plain file
 			continue
 		}
-		if err := w.check(i, b[j.Src:int64(j.Src)+int64(j.Chunk.Stored)]); err != nil {
+		if err := w.checkSum(i, b[j.Src:int64(j.Src)+int64(j.Chunk.Stored)]); err != nil {
 			return err
 		}
 		n += int64(j.Chunk.Stored)
 	}
 	if n > 0 { // bytes without checksums cost no time here
-		w.st.CheckNS += w.lap("check", t0, n)
+		w.st.CheckNS += w.lapTime("check", t0, n)
 	}
 	return nil
 }
 
-// check compares the checksum of a chunk's stored bytes, if it has one.
-func (w *worker) check(task int32, stored []byte) error {
+// checkSum compares the checksum of a chunk's stored bytes, if it has one.
+func (w *worker) checkSum(task int32, stored []byte) error {
 	j := &w.Plan.Tasks[task]
 	if !w.checks || !j.Summed {
 		return nil
 	}
 	if sum := codec.Sum(stored); sum != j.Chunk.Sum {
-		return w.where("check", task, errs.NewMismatch(j.Chunk.Sum, sum))
+		return w.placeError("check", task, errs.NewMismatch(j.Chunk.Sum, sum))
 	}
 	return nil
 }

@@ -117,7 +117,7 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 	st.RingBytes = queue.StagingBytes()
 	r := newRun(t, queue)
 	if t.Trace != nil {
-		if err := queue.Time(t.Trace.device); err != nil {
+		if err := queue.Time(t.Trace.addDevice); err != nil {
 			return st, err
 		}
 		defer func() { _ = queue.Time(nil) }() // only a broken device refuses
@@ -129,13 +129,13 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 	var mu sync.Mutex
 	spawn.Workers("pipeline worker", workers, r.cancel, func(n int) error { // only the first cause stays
 		w := worker{run: r, n: n}
-		err := t.Near.Run(w.loop)
+		err := t.Near.Run(w.runLoop)
 		if t.Trace != nil {
-			t.Trace.add(w.spans)
+			t.Trace.addSpans(w.spans)
 		}
 		mu.Lock()
 		defer mu.Unlock()
-		st.add(&w.st)
+		st.addTimes(&w.st)
 		return err
 	})
 	for i := range r.staged { // slots that an error left half filled
@@ -180,8 +180,8 @@ func newRun(t *Task, queue device.Queue) *run {
 	return r
 }
 
-// add adds the times of a worker's stages.
-func (st *Stages) add(w *Stages) {
+// addTimes adds the times of a worker's stages.
+func (st *Stages) addTimes(w *Stages) {
 	st.WaitNS += w.WaitNS
 	st.PermitNS += w.PermitNS
 	st.AnswerNS += w.AnswerNS
@@ -215,9 +215,9 @@ type staged struct {
 	left int         // shares to come
 }
 
-// announce announces the next pieces to their sources. One worker at a time does
+// announcePieces announces the next pieces to their sources. One worker at a time does
 // it; the others skip it.
-func (r *run) announce(piece int64) {
+func (r *run) announcePieces(piece int64) {
 	if !r.prefetches || !r.prefetch.TryLock() {
 		return
 	}
@@ -254,9 +254,9 @@ type worker struct {
 	waste []byte
 }
 
-func (w *worker) loop() error {
+func (w *worker) runLoop() error {
 	for {
-		b, from, ok := w.take(nil)
+		b, from, ok := w.takeBatch(nil)
 		if !ok {
 			return nil
 		}
@@ -265,9 +265,9 @@ func (w *worker) loop() error {
 		}
 		var err error
 		if from == nil {
-			err = w.batch(b)
+			err = w.runBatch(b)
 		} else {
-			err = w.ranged(from, w.Plan.Pieces[w.Plan.Shares[b.first].Piece].First)
+			err = w.readRange(from, w.Plan.Pieces[w.Plan.Shares[b.first].Piece].First)
 		}
 		if err != nil {
 			return err
@@ -275,23 +275,23 @@ func (w *worker) loop() error {
 	}
 }
 
-// ranged waits for a permit and does the next batch with it, unless other workers
+// readRange waits for a permit and does the next batch with it, unless other workers
 // have done them all; task says where an error happened.
-func (w *worker) ranged(from source.Ranges, task int32) error {
+func (w *worker) readRange(from source.Ranges, task int32) error {
 	t0 := time.Now()
 	steps, err := from.OpenRange(w.permits)
 	if err != nil {
 		if w.ctx.Err() == nil && w.permits.Err() != nil {
 			return nil // others did the rest
 		}
-		return w.where("read", task, err)
+		return w.placeError("read", task, err)
 	}
 	w.steps = steps
 	defer func() {
 		_ = steps.Close()
 		w.steps = nil
 	}()
-	b, now, ok := w.take(from)
+	b, now, ok := w.takeBatch(from)
 	if !ok || now != from {
 		return nil
 	}
@@ -299,28 +299,28 @@ func (w *worker) ranged(from source.Ranges, task int32) error {
 	p := &w.Plan.Pieces[share.Piece]
 	w.at = p.Off + share.From
 	if err := steps.Begin(w.ctx, w.at, b.n); err != nil { // keep no slot while waiting for the response
-		return w.where("read", p.First, err)
+		return w.placeError("read", p.First, err)
 	}
-	w.waited(&t0)
-	return w.batch(b)
+	w.subtractWaits(&t0)
+	return w.runBatch(b)
 }
 
-func (w *worker) batch(b batch) error {
+func (w *worker) runBatch(b batch) error {
 	for i := b.first; i < b.end; i++ {
 		if w.ctx.Err() != nil {
 			return context.Cause(w.ctx)
 		}
 		share := &w.Plan.Shares[i]
-		w.announce(int64(share.Piece))
-		if err := w.share(share, &w.Plan.Pieces[share.Piece]); err != nil {
+		w.announcePieces(int64(share.Piece))
+		if err := w.runShare(share, &w.Plan.Pieces[share.Piece]); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// read fills b from off of a source, or of the open range.
-func (w *worker) read(src source.Source, b []byte, off int64) error {
+// readBytes fills b from off of a source, or of the open range.
+func (w *worker) readBytes(src source.Source, b []byte, off int64) error {
 	if w.steps == nil {
 		return src.ReadAt(w.ctx, b, off)
 	}
@@ -338,65 +338,66 @@ func (w *worker) read(src source.Source, b []byte, off int64) error {
 	return w.steps.Next(b)
 }
 
-func (w *worker) share(share *plan.Share, p *plan.Piece) error {
+func (w *worker) runShare(share *plan.Share, p *plan.Piece) error {
 	src, view := w.Sources[p.Source], w.facts[p.Source].View
 	t0 := time.Now()
 	if w.Gate != nil {
 		if err := w.Gate(w.ctx, p.First); err != nil {
 			return err
 		}
-		w.st.WaitNS += w.lap("stage", &t0, 0)
+		w.st.WaitNS += w.lapTime("stage", &t0, 0)
 	}
 	if p.InPlace != nil {
 		b := unsafe.Slice((*byte)(p.InPlace), p.Len)
-		if err := w.read(src, b, p.Off); err != nil {
-			return w.where("read", p.First, err)
+		if err := w.readBytes(src, b, p.Off); err != nil {
+			return w.placeError("read", p.First, err)
 		}
-		w.waited(&t0)
-		w.st.ReadNS += w.lap("read", &t0, p.Len)
-		if w.compares(p) {
-			if err := w.check(p.First, b); err != nil {
+		w.subtractWaits(&t0)
+		w.st.ReadNS += w.lapTime("read", &t0, p.Len)
+		if w.comparesSums(p) {
+			if err := w.checkSum(p.First, b); err != nil {
 				return err
 			}
-			w.st.CheckNS += w.lap("check", &t0, p.Len)
+			w.st.CheckNS += w.lapTime("check", &t0, p.Len)
 		}
-		w.land(p.First)
+		w.landTask(p.First)
 		return nil
 	}
 	s := &w.staged[share.Piece]
-	slot, err := w.stage(s)
+	slot, err := w.stagePiece(s)
 	if err != nil {
 		return err
 	}
-	w.st.WaitNS += w.lap("stage", &t0, 0)
+	w.st.WaitNS += w.lapTime("stage", &t0, 0)
 	switch {
 	case w.byGDS(p):
 		// Read the whole piece at once: shares exist for decoding on several cores,
 		// which this does not need.
 		if share.From == 0 {
 			if err := w.GDS[p.Source].ReadInto(w.ctx, slot.DeviceMirror(), p.Len, p.Off); err != nil {
-				return w.where("read", p.First, err)
+				return w.placeError("read", p.First, err)
 			}
-			w.st.ReadNS += w.lap("read", &t0, p.Len)
+			w.st.ReadNS += w.lapTime("read", &t0, p.Len)
 		}
 	case view == nil:
-		if err := w.fill(src, p, share, slot.Memory()[:p.Len], &t0); err != nil {
+		if err := w.fillShare(src, p, share, slot.Memory()[:p.Len], &t0); err != nil {
 			return err
 		}
-	case w.checks && w.compares(p):
-		if err := w.compare(view, p, share, &t0); err != nil {
+	case w.checks && w.comparesSums(p):
+		if err := w.compareSums(view, p, share, &t0); err != nil {
 			return err
 		}
 	}
 	if !s.last() {
 		return nil
 	}
-	return w.submit(slot, view, p, &t0)
+	return w.submitSlot(slot, view, p, &t0)
 }
 
-// submit gives a filled slot to the device, and after an error or a panic back to the
+// submitSlot gives a filled slot to the device, and after an error or a panic back to the
 // queue, whose Close waits for every slot.
-func (w *worker) submit(slot device.Slot, view func(off, n int64) ([]byte, error), p *plan.Piece, t0 *time.Time) error {
+func (w *worker) submitSlot(slot device.Slot, view func(off, n int64) ([]byte, error), p *plan.Piece,
+	t0 *time.Time) error {
 	mine := true
 	defer func() {
 		if mine {
@@ -406,14 +407,14 @@ func (w *worker) submit(slot device.Slot, view func(off, n int64) ([]byte, error
 	if view != nil {
 		b, err := view(p.Off, p.Len)
 		if err != nil {
-			return w.where("read", p.First, err)
+			return w.placeError("read", p.First, err)
 		}
 		slot.View(b)
 	}
-	if !w.checks && !w.NoCheck && w.compares(p) {
+	if !w.checks && !w.NoCheck && w.comparesSums(p) {
 		slot.Check()
 	}
-	if err := w.settle(p, t0); err != nil {
+	if err := w.settleTasks(p, t0); err != nil {
 		return err
 	}
 	mine = false
@@ -421,21 +422,21 @@ func (w *worker) submit(slot device.Slot, view func(off, n int64) ([]byte, error
 	err := w.queue.Submit(slot, p.Len, w.Plan.Tasks[p.First:p.First+p.Count], func(i int, err error) {
 		defer w.pending.Done()
 		if err != nil {
-			w.cancel(w.where(stageOf(err), p.First+int32(i), err)) // only the first cause stays
+			w.cancel(w.placeError(stageOf(err), p.First+int32(i), err)) // only the first cause stays
 			return
 		}
-		w.land(p.First + int32(i))
+		w.landTask(p.First + int32(i))
 	})
-	w.st.DecodeNS += w.lap(w.last, t0, p.Len)
+	w.st.DecodeNS += w.lapTime(w.last, t0, p.Len)
 	if err != nil { // an error of the device: none of the piece's tasks began
 		w.pending.Add(-int(p.Count))
-		return w.where("copy", p.First, err)
+		return w.placeError("copy", p.First, err)
 	}
 	return nil
 }
 
-// settle resolves the destinations of a piece's decode tasks.
-func (w *worker) settle(p *plan.Piece, t0 *time.Time) error {
+// settleTasks resolves the destinations of a piece's decode tasks.
+func (w *worker) settleTasks(p *plan.Piece, t0 *time.Time) error {
 	if w.Destination == nil {
 		return nil
 	}
@@ -446,7 +447,7 @@ func (w *worker) settle(p *plan.Piece, t0 *time.Time) error {
 		}
 		w.Plan.Tasks[i].Dst = dst
 	}
-	w.st.WaitNS += w.lap("stage", t0, 0)
+	w.st.WaitNS += w.lapTime("stage", t0, 0)
 	return nil
 }
 
@@ -464,9 +465,9 @@ func (w *worker) byGDS(p *plan.Piece) bool {
 	return true
 }
 
-// stage returns the slot of a piece; the first worker that asks waits for a free
+// stagePiece returns the slot of a piece; the first worker that asks waits for a free
 // one, and the others for that worker.
-func (w *worker) stage(s *staged) (slot device.Slot, err error) {
+func (w *worker) stagePiece(s *staged) (slot device.Slot, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.slot != nil {
@@ -492,15 +493,15 @@ func (s *staged) last() bool {
 	return true
 }
 
-// fill reads a share of a piece into its slot, at once, and compares its checksums. A
+// fillShare reads a share of a piece into its slot, at once, and compares its checksums. A
 // share is small enough for the core's cache; reads of a quarter of it, each summed
 // before the next, summed faster and read slower.
-func (w *worker) fill(src source.Source, p *plan.Piece, share *plan.Share, b []byte, t0 *time.Time) error {
-	if err := w.read(src, b[share.From:share.To], p.Off+share.From); err != nil {
-		return w.where("read", w.taskAt(p, share, err), err)
+func (w *worker) fillShare(src source.Source, p *plan.Piece, share *plan.Share, b []byte, t0 *time.Time) error {
+	if err := w.readBytes(src, b[share.From:share.To], p.Off+share.From); err != nil {
+		return w.placeError("read", w.taskAt(p, share, err), err)
 	}
-	w.waited(t0)
-	w.st.ReadNS += w.lap("read", t0, share.To-share.From)
+	w.subtractWaits(t0)
+	w.st.ReadNS += w.lapTime("read", t0, share.To-share.From)
 	return w.checkShare(share, b, t0)
 }
 
@@ -519,8 +520,8 @@ func (w *worker) taskAt(p *plan.Piece, share *plan.Share, err error) int32 {
 	return i
 }
 
-// land counts a task as done. Any goroutine may call it.
-func (r *run) land(task int32) {
+// landTask counts a task as done. Any goroutine may call it.
+func (r *run) landTask(task int32) {
 	n := int64(r.Plan.Tasks[task].Chunk.Logical)
 	want := r.Plan.Refs[task].Want
 	r.landed.Add(n)
@@ -538,15 +539,16 @@ func (r *run) land(task int32) {
 	}
 }
 
-// where adds tensor, chunk and offset to an error. One that another error or the
+// placeError adds tensor, chunk and offset to an error. One that another error or the
 // caller caused stays as it is.
-func (r *run) where(verb string, task int32, err error) error {
+func (r *run) placeError(verb string, task int32, err error) error {
 	if r.ctx.Err() != nil {
 		return context.Cause(r.ctx)
 	}
 	ref := r.Plan.Refs[task]
 	t := &r.Index.Tensors[r.Wants[ref.Want].Tensor]
-	at := &errs.At{Verb: verb, Source: r.Index.Sources[t.Source].URI, Tensor: t.Name, Chunk: int64(ref.N), Offset: r.Plan.Tasks[task].Chunk.Off, Err: err}
+	at := &errs.At{Verb: verb, Source: r.Index.Sources[t.Source].URI, Tensor: t.Name, Chunk: int64(ref.N),
+		Offset: r.Plan.Tasks[task].Chunk.Off, Err: err}
 	var inner *errs.At
 	if errors.As(err, &inner) { // a source names itself and the exact offset
 		if inner.Tensor != "" { // one that decodes names all; a read may be of several tensors
@@ -560,8 +562,8 @@ func (r *run) where(verb string, task int32, err error) error {
 	return at
 }
 
-// lap returns the nanoseconds since *t, moves *t to now, and records the stage.
-func (w *worker) lap(verb string, t *time.Time, bytes int64) int64 {
+// lapTime returns the nanoseconds since *t, moves *t to now, and records the stage.
+func (w *worker) lapTime(verb string, t *time.Time, bytes int64) int64 {
 	begin, now := *t, time.Now()
 	*t = now
 	if w.Trace != nil {

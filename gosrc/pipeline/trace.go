@@ -53,22 +53,22 @@ func NewTrace() *Trace { return &Trace{start: time.Now()} }
 // Verb records a stage of the verb itself, such as planning.
 func (t *Trace) Verb(verb string, begin, end time.Time, bytes int64) {
 	if t != nil {
-		t.add([]span{{verb, inVerb, 0, begin, end, bytes}})
+		t.addSpans([]span{{verb, inVerb, 0, begin, end, bytes}})
 	}
 }
 
-func (t *Trace) device(verb string, stream int, begin, end time.Time, bytes int64) {
-	t.add([]span{{verb, onStream, stream, begin, end, bytes}})
+func (t *Trace) addDevice(verb string, stream int, begin, end time.Time, bytes int64) {
+	t.addSpans([]span{{verb, onStream, stream, begin, end, bytes}})
 }
 
-func (t *Trace) add(spans []span) {
+func (t *Trace) addSpans(spans []span) {
 	t.mu.Lock()
 	t.spans = append(t.spans, spans...)
 	t.mu.Unlock()
 }
 
-// waited moves a range's waiting times out of the time since *t.
-func (w *worker) waited(t *time.Time) {
+// subtractWaits moves a range's waiting times out of the time since *t.
+func (w *worker) subtractWaits(t *time.Time) {
 	if w.steps == nil {
 		return
 	}
@@ -129,7 +129,7 @@ func (t *Trace) Summary() Summary {
 	sums := map[string]*StageSum{}
 	for i := range t.spans {
 		p := &t.spans[i]
-		last = later(last, p.end)
+		last = laterOf(last, p.end)
 		if p.at == onStream && p.verb == "copy" {
 			copies = append(copies, p)
 		}
@@ -150,12 +150,12 @@ func (t *Trace) Summary() Summary {
 	}) {
 		s.Stages = append(s.Stages, *sum)
 	}
-	s.Copy = gaps(copies, t.start, last)
+	s.Copy = findGaps(copies, t.start, last)
 	return s
 }
 
-// gaps finds them among the copies of one stream, which run one after the other.
-func gaps(copies []*span, first, last time.Time) *Gaps {
+// findGaps finds them among the copies of one stream, which run one after the other.
+func findGaps(copies []*span, first, last time.Time) *Gaps {
 	if len(copies) == 0 {
 		return nil
 	}
@@ -169,7 +169,7 @@ func gaps(copies []*span, first, last time.Time) *Gaps {
 			g.Longest = max(g.Longest, gap)
 		}
 		if c.end.After(end) {
-			g.Busy += c.end.Sub(later(c.begin, end)).Seconds()
+			g.Busy += c.end.Sub(laterOf(c.begin, end)).Seconds()
 			end = c.end
 		}
 	}
@@ -177,7 +177,7 @@ func gaps(copies []*span, first, last time.Time) *Gaps {
 	return g
 }
 
-func later(a, b time.Time) time.Time {
+func laterOf(a, b time.Time) time.Time {
 	if a.After(b) {
 		return a
 	}
@@ -190,7 +190,7 @@ func later(a, b time.Time) time.Time {
 func (t *Trace) WriteFile(path string) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	err := atomicfile.With(path, t.write)
+	err := atomicfile.With(path, t.writeTrace)
 	var at *errs.At
 	if errors.As(err, &at) {
 		at.Verb = "trace"
@@ -198,7 +198,7 @@ func (t *Trace) WriteFile(path string) error {
 	return err
 }
 
-func (t *Trace) write(f *os.File) error {
+func (t *Trace) writeTrace(f *os.File) error {
 	w := bufio.NewWriter(f)
 	us := func(d time.Duration) float64 { return float64(d.Nanoseconds()) / 1e3 }
 	type line struct{ pid, tid int }

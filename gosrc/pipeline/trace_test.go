@@ -19,11 +19,11 @@ func made() *Trace {
 	t := NewTrace()
 	at := func(ms float64) time.Time { return t.start.Add(time.Duration(ms * 1e6)) }
 	t.Verb("open", at(-20), at(-10), 0)
-	t.add([]span{{"read", onWorker, 0, at(0), at(2), 50}, {"read", onWorker, 1, at(1), at(4), 70}, {"stage", onWorker, 1, at(4), at(4.5), 0}})
+	t.addSpans([]span{{"read", onWorker, 0, at(0), at(2), 50}, {"read", onWorker, 1, at(1), at(4), 70}, {"stage", onWorker, 1, at(4), at(4.5), 0}})
 	for _, c := range [][2]float64{{7, 9}, {3, 5}, {5, 6}, {9, 10}} { // a gap from 6 to 7
-		t.device("copy", 0, at(c[0]), at(c[1]), 10)
+		t.addDevice("copy", 0, at(c[0]), at(c[1]), 10)
 	}
-	t.device("decode", 3, at(5), at(12), 30)
+	t.addDevice("decode", 3, at(5), at(12), 30)
 	return t
 }
 

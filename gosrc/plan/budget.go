@@ -45,7 +45,8 @@ func Costs(ix *tensor.Index, parts []Part, then After) ([]Cost, error) {
 		if p.Elements != Whole {
 			bits := int64(t.DType.Bits())
 			if p.Elements < 0 || p.Elements > n/bits*8+n%bits*8/bits {
-				return nil, errs.New(errs.ErrArgument, "part %d: %d elements of %q, which has %d bytes", i, p.Elements, t.Name, n)
+				return nil, errs.New(errs.ErrArgument, "part %d: %d elements of %q, which has %d bytes", i, p.Elements,
+					t.Name, n)
 			}
 			n = p.Elements/8*bits + (p.Elements%8*bits+7)/8
 		}

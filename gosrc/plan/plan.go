@@ -105,8 +105,10 @@ func (w *Want) set(ix *tensor.Index, n int32, r Request) error {
 	w.Tensor, w.Data = n, n
 	if t.Alias >= 0 {
 		w.Data = t.Alias
-		if to := &ix.Tensors[w.Data]; to.Parts > 1 && to.RowBits() != t.RowBits() { // package unpack presents it as plain
-			return errs.New(errs.ErrEngine, "an alias of shape %v of %q, which is stored in column parts of shape %v", t.Shape, to.Name, to.Shape)
+		// package unpack presents it as plain
+		if to := &ix.Tensors[w.Data]; to.Parts > 1 && to.RowBits() != t.RowBits() {
+			return errs.New(errs.ErrEngine, "an alias of shape %v of %q, which is stored in column parts of shape %v",
+				t.Shape, to.Name, to.Shape)
 		}
 	}
 	d0, d1 := int64(1), int64(1)
@@ -153,7 +155,8 @@ func (w *Want) set(ix *tensor.Index, n int32, r Request) error {
 		// Rows end inside a byte: treat the whole rows as a run of bytes.
 		w.rowBytes, w.row0, w.row1, w.col1 = 1, lo0*rowBits/8, hi0*rowBits/8, 1
 	default:
-		return errs.New(errs.ErrArgument, "slice [%d:%d, %d:%d] of %v %v does not begin and end on whole bytes", lo0, hi0, lo1, hi1, t.DType, t.Shape)
+		return errs.New(errs.ErrArgument, "slice [%d:%d, %d:%d] of %v %v does not begin and end on whole bytes", lo0,
+			hi0, lo1, hi1, t.DType, t.Shape)
 	}
 	w.Bytes = (w.row1 - w.row0) * (w.col1 - w.col0)
 	return nil
@@ -260,7 +263,8 @@ func (m *maker) chunks(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointe
 			v = &own
 		}
 		j := device.DecodeTask{Chunk: m.ix.Chunks[t.First+n], Dst: unsafe.Add(dest, to), View: v}
-		m.add(want, n, t.Source, j.Chunk.Off, v == nil && j.Chunk.Codec == tensor.CodecRaw && j.Chunk.Logical >= inPlaceMin, j)
+		m.add(want, n, t.Source, j.Chunk.Off, v == nil && j.Chunk.Codec == tensor.CodecRaw &&
+			j.Chunk.Logical >= inPlaceMin, j)
 	})
 }
 
@@ -327,7 +331,8 @@ func (m *maker) plain(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer
 	if off, ok := w.Run(m.ix); ok {
 		for at, n := int64(0), int64(0); at < w.Bytes; at += n {
 			n = min(m.upTo(off+at, t), w.Bytes-at)
-			m.add(want, -1, t.Source, off+at, n >= inPlaceMin, device.DecodeTask{Chunk: raw(off+at, n), Dst: unsafe.Add(dest, at)})
+			m.add(want, -1, t.Source, off+at, n >= inPlaceMin,
+				device.DecodeTask{Chunk: raw(off+at, n), Dst: unsafe.Add(dest, at)})
 		}
 		return
 	}
@@ -337,7 +342,8 @@ func (m *maker) plain(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer
 			for at, n := int64(0), int64(0); at < width; at += n {
 				off := t.Off + r*w.rowBytes + w.col0 + at
 				n = min(m.upTo(off, t), width-at)
-				m.add(want, -1, t.Source, off, n >= inPlaceMin, device.DecodeTask{Chunk: raw(off, n), Dst: unsafe.Add(dest, (r-w.row0)*width+at)})
+				m.add(want, -1, t.Source, off, n >= inPlaceMin,
+					device.DecodeTask{Chunk: raw(off, n), Dst: unsafe.Add(dest, (r-w.row0)*width+at)})
 			}
 		}
 		return
@@ -412,10 +418,12 @@ func (m *maker) cut(from, to int) {
 		if end-begin > m.lim.Piece { // alignment must not need a larger slot
 			begin, end = at.off, at.off+at.len
 		}
-		alone := m.lim.InPlace && at.inPlace && !(i > 0 && m.pos[i-1].off == at.off && m.pos[i-1].source == at.source) &&
+		alone := m.lim.InPlace && at.inPlace && !(i > 0 && m.pos[i-1].off == at.off &&
+			m.pos[i-1].source == at.source) &&
 			!(i+1 < len(m.pos) && m.pos[i+1].off == at.off && m.pos[i+1].source == at.source)
 		if alone {
-			p.Pieces = append(p.Pieces, Piece{Source: at.source, First: int32(i), Count: 1, Off: at.off, Len: at.len, InPlace: p.Tasks[i].Dst})
+			p.Pieces = append(p.Pieces, Piece{Source: at.source, First: int32(i), Count: 1, Off: at.off, Len: at.len,
+				InPlace: p.Tasks[i].Dst})
 			p.Read += at.len
 			cur = nil
 			continue
@@ -426,7 +434,8 @@ func (m *maker) cut(from, to int) {
 			cur.Len = max(cur.Len, end-cur.Off)
 			cur.Count++
 		} else {
-			p.Pieces = append(p.Pieces, Piece{Source: at.source, First: int32(i), Count: 1, Off: begin, Len: end - begin})
+			p.Pieces = append(p.Pieces, Piece{Source: at.source, First: int32(i), Count: 1, Off: begin,
+				Len: end - begin})
 			cur = &p.Pieces[len(p.Pieces)-1]
 		}
 		p.Tasks[i].Src = uint32(min(at.off-cur.Off, math.MaxUint32))

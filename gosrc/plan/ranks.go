@@ -60,7 +60,8 @@ type RankShare struct {
 // rank, and what no rank needs by none. needed and room say who needs a chunk, and how many
 // bytes it takes of a share at most. A share has full bytes at most; a sixteenth stays free,
 // unless a chunk needs it: shares then fill slots whose size is a power of two.
-func Divide(chunks []ChunkOf, ranks int, full int64, needed func(ChunkOf) int32, room func(ChunkOf) int64) (pieces [][]RankShare, err error) {
+func Divide(chunks []ChunkOf, ranks int, full int64, needed func(ChunkOf) int32,
+	room func(ChunkOf) int64) (pieces [][]RankShare, err error) {
 	stacks := make([]stack, ranks+1) // the last is of all
 	for _, c := range chunks {
 		k := needed(c)
@@ -68,7 +69,8 @@ func Divide(chunks []ChunkOf, ranks int, full int64, needed func(ChunkOf) int32,
 		case k == NoRank:
 			continue
 		case n > full:
-			return nil, errs.New(errs.ErrArgument, "relay: buffers with %d bytes for each of %d ranks are too small for a chunk of %d", full, ranks, n)
+			return nil, errs.New(errs.ErrArgument,
+				"relay: buffers with %d bytes for each of %d ranks are too small for a chunk of %d", full, ranks, n)
 		case k == Several:
 			k = int32(ranks)
 		}

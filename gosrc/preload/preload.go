@@ -73,19 +73,20 @@ var errCancelled = errs.New(errs.ErrCancelled, "by the caller")
 // to the same device returns the first, unless the files were replaced or taken
 // since.
 func Start(spec load.Spec, opt load.Options) *Preload {
-	p := &Preload{uris: named(spec.URIs), reached: spec.Storage.Key(), device: host(opt.Device), read: how(opt.Read),
+	p := &Preload{uris: normalizeURIs(spec.URIs), reached: spec.Storage.Key(), device: deviceName(opt.Device),
+		read:   readingMode(opt.Read),
 		paused: make(chan struct{}), opened: make(chan struct{})}
 	mu.Lock()
 	defer mu.Unlock()
-	prune()
+	pruneEmpty()
 	for _, old := range slices.Clone(live) {
 		if !slices.Equal(old.uris, p.uris) || old.reached != p.reached {
 			continue
 		}
-		if old.device == p.device && old.read == p.read && old.whole() {
+		if old.device == p.device && old.read == p.read && old.isWhole() {
 			return old
 		}
-		old.forget("", true)
+		old.dropWithNote("", true)
 	}
 	live = append(live, p)
 	ctx, cancel := context.WithCancel(spawn.Context())
@@ -93,7 +94,7 @@ func Start(spec load.Spec, opt load.Options) *Preload {
 	spawn.Go("preload", func() {
 		defer cancel()
 		defer close(p.opened)
-		p.err = spawn.Guard("preload", func() error { return p.open(ctx, spec, opt) })
+		p.err = spawn.Guard("preload", func() error { return p.openFiles(ctx, spec, opt) })
 		if errors.Is(p.err, context.Canceled) {
 			p.err = errCancelled
 		}
@@ -106,17 +107,17 @@ func Start(spec load.Spec, opt load.Options) *Preload {
 	return p
 }
 
-// open opens the files and starts to fill the stock.
-func (p *Preload) open(ctx context.Context, spec load.Spec, opt load.Options) error {
+// openFiles opens the files and starts to fill the stock.
+func (p *Preload) openFiles(ctx context.Context, spec load.Spec, opt load.Options) error {
 	if at := slices.IndexFunc(spec.URIs, open.Downloaded); at >= 0 {
-		return unknown(spec.URIs[at], "an external downloader gives")
+		return unknownState(spec.URIs[at], "an external downloader gives")
 	}
 	m, ids, err := p.whenSettled(ctx, spec)
 	if err != nil {
 		return err
 	}
 	for i, s := range m.Index().Sources {
-		p.files = append(p.files, preloaded{ids[i], s.URI, names(s.URI)})
+		p.files = append(p.files, preloaded{ids[i], s.URI, namesOf(s.URI)})
 	}
 	if p.stock, err = load.NewStock(m, opt); err != nil {
 		m.Close()
@@ -124,11 +125,12 @@ func (p *Preload) open(ctx context.Context, spec load.Spec, opt load.Options) er
 	return err
 }
 
-// unknown is the error for an object that a later load could not identify: only the
+// unknownState is the error for an object that a later load could not identify: only the
 // load itself may read it, once.
-func unknown(uri, who string) error {
+func unknownState(uri, who string) error {
 	return &errs.At{Verb: "preload", Source: uri, Chunk: -1, Offset: -1,
-		Err: errs.New(errs.ErrNotSupported, "%s neither an ETag nor a date that a load could compare: it is read by the load alone", who)}
+		Err: errs.New(errs.ErrNotSupported,
+			"%s neither an ETag nor a date that a load could compare: it is read by the load alone", who)}
 }
 
 // Times of a file system are as coarse as a tick of the kernel's clock; without
@@ -155,21 +157,24 @@ func (p *Preload) whenSettled(ctx context.Context, spec load.Spec) (*load.Model,
 		where := m.Index().Sources[0].URI
 		m.Close()
 		if !known {
-			return nil, nil, unknown(where, "its server gives")
+			return nil, nil, unknownState(where, "its server gives")
 		}
 		before = ids
-		if err := p.pause(ctx, look, ids); err != nil {
+		if err := p.pauseForClock(ctx, look, ids); err != nil {
 			return nil, nil, err
 		}
 	}
-	return nil, nil, &errs.At{Verb: "preload", Source: spec.URIs[0], Chunk: -1, Offset: -1, Err: errs.New(errs.ErrIO, "it is being written to")}
+	return nil, nil, &errs.At{Verb: "preload", Source: spec.URIs[0], Chunk: -1, Offset: -1,
+		Err: errs.New(errs.ErrIO, "it is being written to")}
 }
 
-// pause waits until a change of files would show in their times. A later load does not
+// pauseForClock waits until a change of files would show in their times. A later load does not
 // wait for one that pauses long, or again.
-func (p *Preload) pause(ctx context.Context, look int, ids []source.Identity) error {
+func (p *Preload) pauseForClock(ctx context.Context, look int, ids []source.Identity) error {
 	pause := tick
-	if slices.ContainsFunc(ids, func(id source.Identity) bool { return id.Object == "" && id.Changed%int64(time.Second) == 0 }) {
+	if slices.ContainsFunc(ids, func(id source.Identity) bool {
+		return id.Object == "" && id.Changed%int64(time.Second) == 0
+	}) {
 		pause = coarse
 	}
 	if look > 0 || pause > tick {
@@ -187,17 +192,18 @@ func (p *Preload) pause(ctx context.Context, look int, ids []source.Identity) er
 func (p *Preload) Drop() {
 	mu.Lock()
 	defer mu.Unlock()
-	p.forget("", true)
+	p.dropWithNote("", true)
 }
 
-// forget is Drop with a note for Join to report. mu is held.
-func (p *Preload) forget(why string, routine bool) {
+// dropWithNote is Drop with a note for Join to report. mu is held.
+func (p *Preload) dropWithNote(why string, routine bool) {
 	if !slices.Contains(live, p) {
 		return
 	}
 	live = slices.DeleteFunc(live, func(q *Preload) bool { return q == p })
 	if why != "" {
-		notes = append(notes, Note{fmt.Sprintf("the preload of %s is dropped: %s", errs.RedactURI(p.uris[0]), why), routine})
+		notes = append(notes, Note{fmt.Sprintf("the preload of %s is dropped: %s", errs.RedactURI(p.uris[0]), why),
+			routine})
 	}
 	p.cancel()
 	end := func() {
@@ -213,20 +219,22 @@ func (p *Preload) forget(why string, routine bool) {
 	}
 }
 
-// prune forgets preloads whose tensors were all given. mu is held.
-func prune() {
-	live = slices.DeleteFunc(live, func(p *Preload) bool { return job.Within(p.opened, 0) && (p.stock == nil || p.stock.Spent()) })
+// pruneEmpty forgets preloads whose tensors were all given. mu is held.
+func pruneEmpty() {
+	live = slices.DeleteFunc(live, func(p *Preload) bool {
+		return job.Within(p.opened, 0) && (p.stock == nil || p.stock.Spent())
+	})
 }
 
-// whole reports whether a load can still get everything of it. mu is held.
-func (p *Preload) whole() bool {
+// isWhole reports whether a load can still get everything of it. mu is held.
+func (p *Preload) isWhole() bool {
 	s, done, err := p.Opened(0)
-	return !done || err == nil && s.Whole() && p.replaced() == ""
+	return !done || err == nil && s.Whole() && p.replacedFile() == ""
 }
 
-// replaced names a local file of the preload that was replaced or removed; "" if
+// replacedFile names a local file of the preload that was replaced or removed; "" if
 // none was, or while the files are not open. mu is held.
-func (p *Preload) replaced() string {
+func (p *Preload) replacedFile() string {
 	if !job.Within(p.opened, 0) {
 		return ""
 	}
@@ -245,16 +253,17 @@ func (p *Preload) replaced() string {
 func Sweep(uri string) {
 	mu.Lock()
 	defer mu.Unlock()
-	prune()
+	pruneEmpty()
 	for _, p := range slices.Clone(live) {
-		gone := p.replaced()
+		gone := p.replacedFile()
 		for _, u := range p.uris {
-			if source.Remote(uri) && (u == uri || strings.HasPrefix(u, strings.TrimSuffix(uri, "/")+"/") || strings.HasPrefix(uri, strings.TrimSuffix(u, "/")+"/")) {
+			if source.Remote(uri) && (u == uri || strings.HasPrefix(u, strings.TrimSuffix(uri, "/")+"/") ||
+				strings.HasPrefix(uri, strings.TrimSuffix(u, "/")+"/")) {
 				gone = u
 			}
 		}
 		if gone != "" {
-			p.forget(errs.RedactURI(gone)+" was replaced", true)
+			p.dropWithNote(errs.RedactURI(gone)+" was replaced", true)
 		}
 	}
 }
@@ -284,48 +293,48 @@ type Answer struct {
 // that did not suffice.
 func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answer, done bool) {
 	srcs := m.Index().Sources
-	if !opened(srcs, d) {
+	if !waitForOpened(srcs, d) {
 		return a, false
 	}
 	ids, _, _ := m.States()
-	device := host(opt.Device)
+	device := deviceName(opt.Device)
 	mu.Lock()
 	defer mu.Unlock()
-	prune()
+	pruneEmpty()
 	for _, p := range slices.Clone(live) {
 		if !job.Within(p.opened, 0) {
 			if p.names(srcs) { // it is paused
-				p.forget("its file was being written to", false)
+				p.dropWithNote("its file was being written to", false)
 			}
 			continue
 		}
 		if p.reached != m.Reached() || p.err != nil {
 			continue
 		}
-		pairs, other := p.match(srcs, ids)
+		pairs, other := p.matchFiles(srcs, ids)
 		if len(pairs) == 0 && other == "" {
 			continue
 		}
-		why, routine := p.unfit(m, pairs, device, how(opt.Read))
+		why, routine := p.reasonUnfit(m, pairs, device, readingMode(opt.Read))
 		switch {
 		case other != "":
-			p.forget(other+" was replaced since", false)
+			p.dropWithNote(other+" was replaced since", false)
 			continue
 		case alone:
-			p.forget("this load reads the files itself", false)
+			p.dropWithNote("this load reads the files itself", false)
 			continue
 		case a.Device != nil && *a.Device != p.device:
-			p.forget("others of the load's files are on "+cmp.Or(*a.Device, "the host"), false)
+			p.dropWithNote("others of the load's files are on "+cmp.Or(*a.Device, "the host"), false)
 			continue
 		case why != "":
-			p.forget(why, routine)
+			p.dropWithNote(why, routine)
 			continue
 		}
 		for _, at := range pairs {
 			if m.Join(at[0], p.stock, at[1], p.files[at[1]].id) {
 				a.Device = &p.device
 			} else {
-				p.forget(errs.RedactURI(srcs[at[0]].URI)+" was written to since", false)
+				p.dropWithNote(errs.RedactURI(srcs[at[0]].URI)+" was written to since", false)
 			}
 		}
 	}
@@ -333,9 +342,9 @@ func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answe
 	return a, true
 }
 
-// match pairs a model's files with the same files of the preload that were not
+// matchFiles pairs a model's files with the same files of the preload that were not
 // given to a load. other is a file of the preload that was replaced.
-func (p *Preload) match(srcs []tensor.Source, ids []source.Identity) (pairs [][2]int, other string) {
+func (p *Preload) matchFiles(srcs []tensor.Source, ids []source.Identity) (pairs [][2]int, other string) {
 	for i, id := range ids {
 		if id == (source.Identity{}) { // of memory, or of a server that reports no identity
 			continue
@@ -347,7 +356,7 @@ func (p *Preload) match(srcs []tensor.Source, ids []source.Identity) (pairs [][2
 			}
 			continue
 		}
-		mine := names(srcs[i].URI)
+		mine := namesOf(srcs[i].URI)
 		for _, f := range p.files {
 			if slices.ContainsFunc(f.names, func(n string) bool { return slices.Contains(mine, n) }) {
 				other = errs.RedactURI(f.uri)
@@ -357,9 +366,9 @@ func (p *Preload) match(srcs []tensor.Source, ids []source.Identity) (pairs [][2
 	return pairs, other
 }
 
-// unfit says why the tensors of a preload are not what a load of a model to a
+// reasonUnfit says why the tensors of a preload are not what a load of a model to a
 // device needs; "" if they are.
-func (p *Preload) unfit(m *load.Model, pairs [][2]int, device, read string) (why string, routine bool) {
+func (p *Preload) reasonUnfit(m *load.Model, pairs [][2]int, device, read string) (why string, routine bool) {
 	if p.device != "" && p.device != device {
 		return "it is on " + p.device + ", and the load goes to " + cmp.Or(device, "the host"), false
 	}
@@ -377,9 +386,9 @@ func (p *Preload) unfit(m *load.Model, pairs [][2]int, device, read string) (why
 	return "", false
 }
 
-// opened waits until every preload has opened the files that may be those of a
+// waitForOpened waits until every preload has opened the files that may be those of a
 // model: local ones, or those of the same server.
-func opened(srcs []tensor.Source, d time.Duration) bool {
+func waitForOpened(srcs []tensor.Source, d time.Duration) bool {
 	mu.Lock()
 	waiting := slices.Clone(live)
 	mu.Unlock()
@@ -387,7 +396,7 @@ func opened(srcs []tensor.Source, d time.Duration) bool {
 	defer late.Stop()
 	for _, p := range waiting {
 		if !slices.ContainsFunc(p.uris, func(u string) bool {
-			return slices.ContainsFunc(srcs, func(s tensor.Source) bool { return origin(u) == origin(s.URI) })
+			return slices.ContainsFunc(srcs, func(s tensor.Source) bool { return originOf(u) == originOf(s.URI) })
 		}) {
 			continue
 		}
@@ -404,8 +413,8 @@ func opened(srcs []tensor.Source, d time.Duration) bool {
 	return true
 }
 
-// origin is the server of a URI; "" is this machine.
-func origin(uri string) string {
+// originOf is the server of a URI; "" is this machine.
+func originOf(uri string) string {
 	if _, ok := source.Local(uri); ok {
 		return ""
 	}
@@ -414,19 +423,19 @@ func origin(uri string) string {
 	return strings.ToLower(scheme + "://" + server)
 }
 
-// named normalizes URIs, whichever way their paths were written.
-func named(uris []string) []string {
+// normalizeURIs normalizes URIs, whichever way their paths were written.
+func normalizeURIs(uris []string) []string {
 	all := make([]string, len(uris))
 	for i, u := range uris {
-		has := names(u)
+		has := namesOf(u)
 		all[i] = has[len(has)-1]
 	}
 	return all
 }
 
-// names are the names of a file: for a local one its absolute path, and the path
+// namesOf are the names of a file: for a local one its absolute path, and the path
 // that this leads to through links.
-func names(uri string) []string {
+func namesOf(uri string) []string {
 	path, ok := source.Local(uri)
 	if !ok {
 		return []string{uri}
@@ -444,7 +453,7 @@ func names(uri string) []string {
 // own name, its folder's, or that of an index.json beside it.
 func (p *Preload) names(srcs []tensor.Source) bool {
 	for _, s := range srcs {
-		for _, n := range names(s.URI) {
+		for _, n := range namesOf(s.URI) {
 			if slices.ContainsFunc(p.uris, func(u string) bool {
 				return u == n || strings.HasPrefix(n, strings.TrimSuffix(u, "/")+"/") ||
 					strings.HasSuffix(u, ".index.json") && filepath.Dir(u) == filepath.Dir(n)
@@ -456,8 +465,8 @@ func (p *Preload) names(srcs []tensor.Source) bool {
 	return false
 }
 
-// host is a device's name, "" for the host.
-func host(device string) string {
+// deviceName is a device's name, "" for the host.
+func deviceName(device string) string {
 	switch device {
 	case "cpu":
 		return ""
@@ -467,8 +476,8 @@ func host(device string) string {
 	return device
 }
 
-// how is the way of reading that an option selects.
-func how(read string) string { return cmp.Or(read, knob.Read.Get()) }
+// readingMode is the way of reading that an option selects.
+func readingMode(read string) string { return cmp.Or(read, knob.Read.Get()) }
 
 // Opened waits up to d (for ever if negative) until the files are open and the load
 // runs, and returns its stock. done is false if d has passed first.

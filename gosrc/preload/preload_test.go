@@ -218,7 +218,7 @@ func TestPausesOnce(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			p := &Preload{paused: make(chan struct{})}
 			for look := range looks {
-				if err := p.pause(t.Context(), look, []source.Identity{{Changed: changed}}); err != nil {
+				if err := p.pauseForClock(t.Context(), look, []source.Identity{{Changed: changed}}); err != nil {
 					t.Fatal(err)
 				}
 			}

@@ -50,13 +50,15 @@ type carrier struct {
 func (r *Relay) makeCarrier() error {
 	s, gpu := r.spec, r.target.GPU
 	if s.Buffers < 1 || s.Buffers > maxBuffers || s.Size < shareAlign || s.Size%shareAlign != 0 || len(s.Ring) > 0 {
-		return errs.New(errs.ErrArgument, "relay: a ring of %d buffers of %d bytes, and %d others", s.Buffers, s.Size, len(s.Ring))
+		return errs.New(errs.ErrArgument, "relay: a ring of %d buffers of %d bytes, and %d others", s.Buffers, s.Size,
+			len(s.Ring))
 	}
 	p, err := peers.New(gpu, int64(s.Buffers)*s.Size, s.Rank, s.Ranks)
 	if err != nil {
 		return err
 	}
-	r.carrier = &carrier{Peers: p, joined: make(chan struct{}), aimed: make(chan struct{}), waits: make([]atomic.Int64, s.Ranks), ready: make(chan read, s.Ranks*s.Buffers)}
+	r.carrier = &carrier{Peers: p, joined: make(chan struct{}), aimed: make(chan struct{}),
+		waits: make([]atomic.Int64, s.Ranks), ready: make(chan read, s.Ranks*s.Buffers)}
 	for i := range s.Buffers {
 		s.Ring = append(s.Ring, uint64(uintptr(p.Memory(s.Rank)))+uint64(int64(i)*s.Size))
 	}
@@ -293,7 +295,8 @@ func (r *Relay) pullShare(ctx context.Context, k, from int) error {
 	off := int64(b)*r.spec.Size + int64(from)*r.pieces[k].share
 	to, at := unsafe.Add(c.Memory(r.spec.Rank), off), unsafe.Add(c.Memory(from), off)
 	r.pulled.Add(q.used)
-	return r.target.GPU.Copy(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(to)), uint64(uintptr(at)), q.used, false)
+	return r.target.GPU.Copy(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(to)), uint64(uintptr(at)), q.used,
+		false)
 }
 
 // recycleBuffers frees buffers when no other rank needs them any more.

@@ -27,7 +27,8 @@ func (r *Relay) Decode(k int, streams ...uint64) error {
 	r.mu.Lock()
 	if r.carrier != nil || k != r.queued[0] {
 		defer r.mu.Unlock()
-		return cmp.Or(r.err, errs.New(errs.ErrArgument, "relay: piece %d is not the next to decode, which is %d", k, r.queued[0]))
+		return cmp.Or(r.err, errs.New(errs.ErrArgument, "relay: piece %d is not the next to decode, which is %d", k,
+			r.queued[0]))
 	}
 	r.mu.Unlock()
 	return r.decodeBatch([]read{{k, 0, r.spec.Ranks}}, streams)
@@ -67,14 +68,15 @@ func (r *Relay) onHost(of read) error {
 	defer r.host.Unlock()
 	first, last := r.tasksOf(of)
 	jobs := r.jobs[first:last]
-	err := spawn.Each(context.Background(), "relay", cmp.Or(r.machine.Threads, max(1, r.machine.Cores/max(1, r.machine.Ranks))), len(jobs), func(i int) error {
-		j := &jobs[i]
-		if err := cpu.Decode(j, unsafe.Slice((*byte)(r.bytesAt(of.piece, j.Src)), j.Chunk.Stored)); err != nil {
-			return r.whereIs(first+i, err)
-		}
-		r.countTask(first + i)
-		return nil
-	})
+	err := spawn.Each(context.Background(), "relay",
+		cmp.Or(r.machine.Threads, max(1, r.machine.Cores/max(1, r.machine.Ranks))), len(jobs), func(i int) error {
+			j := &jobs[i]
+			if err := cpu.Decode(j, unsafe.Slice((*byte)(r.bytesAt(of.piece, j.Src)), j.Chunk.Stored)); err != nil {
+				return r.whereIs(first+i, err)
+			}
+			r.countTask(first + i)
+			return nil
+		})
 	if err != nil {
 		r.failWith(err, false)
 		return err
@@ -196,5 +198,6 @@ func (r *Relay) whereIs(i int, err error) error {
 	if r.bare[w.Data] {
 		n = -1
 	}
-	return &errs.At{Verb: "decode", Source: r.model.Seen().Sources[t.Source].URI, Tensor: t.Name, Chunk: n, Offset: r.jobs[i].Chunk.Off, Err: err}
+	return &errs.At{Verb: "decode", Source: r.model.Seen().Sources[t.Source].URI, Tensor: t.Name, Chunk: n,
+		Offset: r.jobs[i].Chunk.Off, Err: err}
 }

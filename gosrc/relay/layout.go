@@ -118,7 +118,9 @@ func (s *Spec) checkSize() error {
 		buffers = max(1, int64(s.Buffers))
 	}
 	if s.Size > maxSize/buffers || s.Size/shareAlign < int64(s.Ranks) {
-		return errs.New(errs.ErrArgument, "relay: buffers of %d bytes for %d ranks: at least %d for each, and at most %d", s.Size, s.Ranks, shareAlign, maxSize/buffers)
+		return errs.New(errs.ErrArgument,
+			"relay: buffers of %d bytes for %d ranks: at least %d for each, and at most %d", s.Size, s.Ranks,
+			shareAlign, maxSize/buffers)
 	}
 	return nil
 }
@@ -231,7 +233,9 @@ func (r *Relay) layOut() error {
 			r.placeOf(c).piece = -1
 		}
 	}
-	pieces, err := plan.Divide(all, spec.Ranks, r.shareSpace()-shareAlign, needed, func(c plan.ChunkOf) int64 { return roomOf(r.chunkAt(c)) })
+	pieces, err := plan.Divide(all, spec.Ranks, r.shareSpace()-shareAlign, needed, func(c plan.ChunkOf) int64 {
+		return roomOf(r.chunkAt(c))
+	})
 	if err != nil {
 		return err
 	}
@@ -287,7 +291,9 @@ func (r *Relay) addPiece(shares []plan.RankShare) {
 	for rank := range shares {
 		s, own := &shares[rank], part{}
 		if common := s.Chunks[:s.Common]; r.hasStrips() {
-			slices.SortStableFunc(common, func(a, b plan.ChunkOf) int { return orderTrueFirst(!r.isStrip(a), !r.isStrip(b)) })
+			slices.SortStableFunc(common, func(a, b plan.ChunkOf) int {
+				return orderTrueFirst(!r.isStrip(a), !r.isStrip(b))
+			})
 		}
 		pos := int64(0)
 		var last *tensor.Chunk

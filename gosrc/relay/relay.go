@@ -24,9 +24,10 @@ import (
 // A Spec says what the ranks of a group load together. Tensors and Size are the same on all
 // ranks that exchange (with Needs, Tensors on those of a host).
 type Spec struct {
-	Tensors []int64  `json:"tensors"` // whose stored bytes are shared, each one whole
-	Ring    []uint64 `json:"ring"`    // buffers of Size bytes on the device; the caller keeps them valid until the job has ended
-	Size    int64    `json:"size"`
+	Tensors []int64 `json:"tensors"` // whose stored bytes are shared, each one whole
+	// buffers of Size bytes on the device; the caller keeps them valid until the job has ended
+	Ring []uint64 `json:"ring"`
+	Size int64    `json:"size"`
 	// Exchange: the engine makes the ring, of this number of buffers, and brings the
 	// pieces from rank to rank itself, once it has joined the others. The caller then
 	// only sets the requests (Aim).
@@ -134,8 +135,10 @@ type Report struct {
 
 // Start starts a relay of a model. The first pieces are being read when it returns.
 func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
-	if spec.Ranks < 1 || spec.Exchange && spec.Ranks > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks || len(spec.Ring) == 0 && !spec.Exchange || slices.Contains(spec.Ring, 0) {
-		return nil, errs.New(errs.ErrArgument, "relay: rank %d of %d, with %d buffers", spec.Rank, spec.Ranks, len(spec.Ring))
+	if spec.Ranks < 1 || spec.Exchange && spec.Ranks > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks ||
+		len(spec.Ring) == 0 && !spec.Exchange || slices.Contains(spec.Ring, 0) {
+		return nil, errs.New(errs.ErrArgument, "relay: rank %d of %d, with %d buffers", spec.Rank, spec.Ranks,
+			len(spec.Ring))
 	}
 	tgt, err := load.TargetOf(spec.Device)
 	if err != nil {
@@ -253,7 +256,8 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	files, depth := load.Expect(r.model.Sources(), r.fetch, false, cmp.Or(r.spec.Read, knob.Read.Get()))
 	ahead := r.piecesAhead()
 	task := &pipeline.Task{
-		Index: r.model.Seen(), Sources: r.model.Sources(), Wants: r.shares, Plan: r.fetch, Queue: r.feed, Workers: r.machine.Workers(depth), NoCheck: r.spec.NoCheck,
+		Index: r.model.Seen(), Sources: r.model.Sources(), Wants: r.shares, Plan: r.fetch, Queue: r.feed,
+		Workers: r.machine.Workers(depth), NoCheck: r.spec.NoCheck,
 		Gate: func(ctx context.Context, job int32) error {
 			return r.awaitFree(ctx, int(r.spots[job].Group)-len(r.spec.Ring)+1-ahead)
 		},
@@ -285,7 +289,8 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	defer r.mu.Unlock()
 	rep := Report{Ours: r.ours, Lost: r.lostRanks(), Waited: r.waitSeconds(), Pulled: r.pulled.Load(),
 		Driver: time.Duration(r.driver.Load()).Seconds(), Flight: r.most.Load()}
-	rep.Report = load.Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)), Seconds: time.Since(r.start).Seconds(), Stages: st}
+	rep.Report = load.Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)),
+		Seconds: time.Since(r.start).Seconds(), Stages: st}
 	for _, f := range files {
 		rep.DirectIO += f.DirectBytes()
 	}

@@ -40,7 +40,8 @@ func (r *Relay) findStripes(wants []plan.Want) []int64 {
 	for i := range wants {
 		users[wants[i].Data]++
 		t := &r.model.Seen().Tensors[wants[i].Tensor]
-		if columns[int64(wants[i].Tensor)] && t.Alias < 0 && t.Count == 0 && len(t.Shape) > 1 && t.Shape[0] > 0 && t.Bytes%t.Shape[0] == 0 {
+		if columns[int64(wants[i].Tensor)] && t.Alias < 0 && t.Count == 0 && len(t.Shape) > 1 && t.Shape[0] > 0 &&
+			t.Bytes%t.Shape[0] == 0 {
 			if row := t.Bytes / t.Shape[0]; row > 0 && row <= bareBytes {
 				rows[wants[i].Data] = row
 			}
@@ -66,7 +67,8 @@ func (r *Relay) bareChunk(data int32) int64 {
 // addStrip makes strips of a decode task whose chunk lies in another rank's share of a
 // piece, joined with the last where both lie behind each other.
 func (p *part) addStrip(j *device.DecodeTask, off int64, want int32) {
-	s := strip{dst: j.Dst, src: off, pitch: int64(j.Chunk.Logical), width: int64(j.Chunk.Logical), rows: 1, want: want, chunks: 1, logical: int64(j.Chunk.Logical)}
+	s := strip{dst: j.Dst, src: off, pitch: int64(j.Chunk.Logical), width: int64(j.Chunk.Logical), rows: 1, want: want,
+		chunks: 1, logical: int64(j.Chunk.Logical)}
 	if v := j.View; v != nil {
 		first := max(v.At/v.Row, v.Row0)
 		last := min((v.At+int64(j.Chunk.Logical))/v.Row, v.Row1)
@@ -76,7 +78,8 @@ func (p *part) addStrip(j *device.DecodeTask, off int64, want int32) {
 	}
 	if n := len(p.strips); n > 0 {
 		q := &p.strips[n-1]
-		if q.want == s.want && q.pitch == s.pitch && q.width == s.width && q.src+q.rows*q.pitch == s.src && unsafe.Add(q.dst, q.rows*q.width) == s.dst {
+		if q.want == s.want && q.pitch == s.pitch && q.width == s.width && q.src+q.rows*q.pitch == s.src &&
+			unsafe.Add(q.dst, q.rows*q.width) == s.dst {
 			q.rows, q.chunks, q.logical = q.rows+s.rows, q.chunks+1, q.logical+s.logical
 			return
 		}
@@ -94,7 +97,8 @@ func (r *Relay) divertStrips(p *plan.Plan, where []int, wants []plan.Want) []int
 	for i := range p.Tasks {
 		data := wants[p.Refs[i].Want].Data
 		if rank := where[i] % r.spec.Ranks; r.strips[data] > 0 && rank != r.spec.Rank {
-			r.parts[where[i]].addStrip(&p.Tasks[i], r.placeOf(plan.ChunkOf{Data: data, N: p.Refs[i].N}).off, p.Refs[i].Want)
+			r.parts[where[i]].addStrip(&p.Tasks[i], r.placeOf(plan.ChunkOf{Data: data, N: p.Refs[i].N}).off,
+				p.Refs[i].Want)
 			continue
 		}
 		p.Tasks[n], p.Refs[n], where[n] = p.Tasks[i], p.Refs[i], where[i]
@@ -111,7 +115,8 @@ func (r *Relay) pullStrips(k, from int) error {
 	for i := range p.strips {
 		s := &p.strips[i]
 		at := unsafe.Add(c.Memory(from), base+s.src)
-		err := r.target.GPU.CopyRows(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(s.dst)), uint64(s.width), uint64(uintptr(at)), uint64(s.pitch), s.width, s.rows)
+		err := r.target.GPU.CopyRows(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(s.dst)), uint64(s.width),
+			uint64(uintptr(at)), uint64(s.pitch), s.width, s.rows)
 		if err != nil {
 			return err
 		}

@@ -12,9 +12,9 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// dropped drops the pages of files from the page cache, and returns which share of
+// dropPages drops the pages of files from the page cache, and returns which share of
 // them is still there. Their bytes are on the disk: saves end with fsync.
-func dropped(files []string) (share float64, err error) {
+func dropPages(files []string) (share float64, err error) {
 	var in, all int64
 	for _, name := range files {
 		f, err := os.Open(name)
@@ -27,7 +27,7 @@ func dropped(files []string) (share float64, err error) {
 		}
 		var have, pages int64
 		if err == nil {
-			have, pages, err = resident(f)
+			have, pages, err = countResident(f)
 		}
 		f.Close()
 		if err != nil {
@@ -41,8 +41,8 @@ func dropped(files []string) (share float64, err error) {
 	return float64(in) / float64(all), nil
 }
 
-// resident counts the pages of a file that are in memory, by mincore.
-func resident(f *os.File) (in, pages int64, err error) {
+// countResident counts the pages of a file that are in memory, by mincore.
+func countResident(f *os.File) (in, pages int64, err error) {
 	info, err := f.Stat()
 	if err != nil || info.Size() == 0 {
 		return 0, 0, err
@@ -54,7 +54,8 @@ func resident(f *os.File) (in, pages int64, err error) {
 	defer func() { _ = unix.Munmap(m) }()
 	page := os.Getpagesize()
 	vec := make([]byte, (len(m)+page-1)/page)
-	if _, _, e := unix.Syscall(unix.SYS_MINCORE, uintptr(unsafe.Pointer(&m[0])), uintptr(len(m)), uintptr(unsafe.Pointer(&vec[0]))); e != 0 {
+	if _, _, e := unix.Syscall(unix.SYS_MINCORE, uintptr(unsafe.Pointer(&m[0])), uintptr(len(m)),
+		uintptr(unsafe.Pointer(&vec[0]))); e != 0 {
 		return 0, 0, e
 	}
 	for _, v := range vec {
@@ -67,7 +68,7 @@ func resident(f *os.File) (in, pages int64, err error) {
 func openDirect(name string) (*os.File, error) {
 	fd, err := unix.Open(name, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_DIRECT, 0)
 	if errors.Is(err, unix.EINVAL) {
-		return nil, lacking("the file system of %s knows no O_DIRECT", name)
+		return nil, lackError("the file system of %s knows no O_DIRECT", name)
 	}
 	if err != nil {
 		return nil, errs.New(errs.ErrIO, "%s: %v", name, err)
@@ -83,7 +84,7 @@ func readDirect(f *os.File, p []byte, off int64) error {
 		case errors.Is(err, unix.EINTR):
 			continue
 		case errors.Is(err, unix.EINVAL):
-			return lacking("the file system of %s knows no O_DIRECT", f.Name())
+			return lackError("the file system of %s knows no O_DIRECT", f.Name())
 		case err != nil:
 			return errs.New(errs.ErrIO, "%s at %d: %v", f.Name(), off, err)
 		case n == 0:

@@ -39,8 +39,8 @@ var ratios = []struct {
 	{"uniform", "uniform random", 1.001, false},
 }
 
-// codec measures what compression gains, and the coder alone on one core.
-func (r *run) codec() error {
+// measureCodec measures what compression gains, and the coder alone on one core.
+func (r *run) measureCodec() error {
 	size := min(codecBytes, r.Size)
 	for _, k := range ratios {
 		in, _, err := r.Make(k.kind, size, 1)
@@ -51,7 +51,7 @@ func (r *run) codec() error {
 			return err
 		}
 		if k.kind == "llama-bf16" {
-			if err := r.coder(); err != nil {
+			if err := r.measureCoder(); err != nil {
 				return err
 			}
 		}
@@ -90,8 +90,8 @@ func (r *run) ratio(name string, in []save.Input, goal float64, near bool) error
 	return nil
 }
 
-// coder measures the decoders and the encoder on the bf16 file of ratio.
-func (r *run) coder() error {
+// measureCoder measures the decoders and the encoder on the bf16 file of ratio.
+func (r *run) measureCoder() error {
 	file, err := os.ReadFile(r.Path(compressed))
 	if err != nil {
 		return errs.New(errs.ErrIO, "%v", err)
@@ -125,7 +125,7 @@ func (r *run) coder() error {
 		if err := stream(x16.Best()); err != nil { // dst now holds the original, proven by ratio
 			return err
 		}
-		if err := r.encoder(dst[:min(total, 64<<20)]); err != nil {
+		if err := r.measureEncoder(dst[:min(total, 64<<20)]); err != nil {
 			return err
 		}
 		for _, level := range []x16.Level{x16.AVX512, x16.AVX2, x16.Scalar} {
@@ -135,7 +135,7 @@ func (r *run) coder() error {
 				r.Missing("codec", name, "this CPU or build has no such instructions")
 				continue
 			}
-			v, err := r.resident(level, dst)
+			v, err := r.residentRate(level, dst)
 			if err != nil {
 				return err
 			}
@@ -146,7 +146,8 @@ func (r *run) coder() error {
 		if err != nil {
 			return err
 		}
-		r.Add(measure.Row{Group: "codec", Name: fmt.Sprintf("decode bf16, %v, one core, to memory", x16.Best()), Value: v, Unit: "GB/s",
+		r.Add(measure.Row{Group: "codec", Name: fmt.Sprintf("decode bf16, %v, one core, to memory", x16.Best()),
+			Value: v, Unit: "GB/s",
 			Floor: r.Report.Floors.CopyOne, FloorName: "memcpy one core", Goal: ">= 0.6 x floor",
 			Reached: atLeast(v, 0.6*r.Report.Floors.CopyOne)})
 		v, err = r.Speed(total, func() error {
@@ -160,13 +161,14 @@ func (r *run) coder() error {
 		if err != nil {
 			return err
 		}
-		r.Add(measure.Row{Group: "codec", Name: "CRC32C of the stored bytes, one core, per tensor byte", Value: v, Unit: "GB/s"})
+		r.Add(measure.Row{Group: "codec", Name: "CRC32C of the stored bytes, one core, per tensor byte", Value: v,
+			Unit: "GB/s"})
 		return nil
 	})
 }
 
-// resident is the rate of decoding one small chunk again and again.
-func (r *run) resident(level x16.Level, original []byte) (float64, error) {
+// residentRate is the rate of decoding one small chunk again and again.
+func (r *run) residentRate(level x16.Level, original []byte) (float64, error) {
 	src := original[:min(256<<10, len(original))]
 	var e x16.Encoder
 	chunk, seg, ok := e.Encode(nil, src, x16.BF16)
@@ -191,9 +193,9 @@ func (r *run) resident(level x16.Level, original []byte) (float64, error) {
 	})
 }
 
-// encoder measures encoding chunks of 1 MiB on one core; every one is decoded and
+// measureEncoder measures encoding chunks of 1 MiB on one core; every one is decoded and
 // compared first.
-func (r *run) encoder(src []byte) error {
+func (r *run) measureEncoder(src []byte) error {
 	const piece = 1 << 20
 	var e x16.Encoder
 	out, back := make([]byte, 0, 2*piece), make([]byte, piece)
@@ -227,7 +229,8 @@ func (r *run) encoder(src []byte) error {
 	if err != nil {
 		return err
 	}
-	r.Add(measure.Row{Group: "codec", Name: "encode bf16, one core", Value: v, Unit: "GB/s", Floor: r.Report.Floors.CopyOne,
+	r.Add(measure.Row{Group: "codec", Name: "encode bf16, one core", Value: v, Unit: "GB/s",
+		Floor:     r.Report.Floors.CopyOne,
 		FloorName: "memcpy one core", Goal: ">= 0.8", Reached: atLeast(v, 0.8)})
 	return nil
 }

@@ -15,10 +15,10 @@ import (
 	"github.com/overwire/overwire/gosrc/source/file"
 )
 
-// cold measures loads of files that are not in the page cache, alternating with
+// measureCold measures loads of files that are not in the page cache, alternating with
 // direct reads of the same disk, because disks drift. Before each, the file is
 // dropped from the cache, and the kernel is asked how much of it is left.
-func (r *run) cold() error {
+func (r *run) measureCold() error {
 	const group = "cold"
 	plain, packed := r.Path("cold-plain.safetensors"), r.Path("cold.safetensors")
 	total, err := r.coldFiles(plain, packed)
@@ -26,12 +26,13 @@ func (r *run) cold() error {
 		return err
 	}
 	disk := coldFile{path: plain}
-	if _, err := disk.floor(); err != nil {
+	if _, err := disk.readFloor(); err != nil {
 		r.Missing(group, "loads of cold files", err.Error())
 		return nil
 	}
-	if left, err := disk.evict(); err != nil || left > 0.01 {
-		r.Missing(group, "loads of cold files", fmt.Sprintf("the file cannot be dropped from the page cache (%.2f of it stay)", left))
+	if left, err := disk.evictPages(); err != nil || left > 0.01 {
+		r.Missing(group, "loads of cold files", fmt.Sprintf(
+			"the file cannot be dropped from the page cache (%.2f of it stay)", left))
 		return nil
 	}
 	ways := []struct {
@@ -53,13 +54,13 @@ func (r *run) cold() error {
 			}
 			f := coldFile{path: w.path}
 			if !w.warm {
-				disk.evict()
-				s, err := disk.floor()
+				disk.evictPages()
+				s, err := disk.readFloor()
 				if err != nil {
 					return err
 				}
 				floors = append(floors, s)
-				share, err := f.evict()
+				share, err := f.evictPages()
 				if err != nil {
 					return err
 				}
@@ -78,8 +79,10 @@ func (r *run) cold() error {
 	}
 	floor := measure.Rate(st.Size(), measure.Middle(floors))
 	for i, w := range ways {
-		row := measure.Row{Group: group, Name: fmt.Sprintf("load %.1f GB %s", float64(total)/1e9, w.name), Value: measure.Rate(total, measure.Middle(seconds[i])), Unit: "GB/s",
-			Floor: floor, FloorName: "O_DIRECT, 16 x 1 MiB", Note: fmt.Sprintf("at most %.4f of the file resident before", left[i])}
+		row := measure.Row{Group: group, Name: fmt.Sprintf("load %.1f GB %s", float64(total)/1e9, w.name),
+			Value: measure.Rate(total, measure.Middle(seconds[i])), Unit: "GB/s",
+			Floor: floor, FloorName: "O_DIRECT, 16 x 1 MiB",
+			Note: fmt.Sprintf("at most %.4f of the file resident before", left[i])}
 		switch {
 		case w.warm:
 			row.Note = ""
@@ -100,7 +103,8 @@ func (r *run) coldPython(plain, packed string, total int64, floor float64) error
 	name := func(what string) string {
 		return fmt.Sprintf("load_file of %.1f GB, every byte read, %s", float64(total)/1e9, what)
 	}
-	s, notes, missing, err := r.turns([]string{"cold", packed, "auto"}, []string{"cold", packed, "buffered"}, []string{"cold", packed, "direct"},
+	s, notes, missing, err := r.runTurns([]string{"cold", packed, "auto"}, []string{"cold", packed, "buffered"},
+		[]string{"cold", packed, "direct"},
 		[]string{"cold", plain, "auto"}, []string{"coldpeer", plain})
 	if missing != "" {
 		r.Missing(group, name("fresh process"), missing)
@@ -108,9 +112,11 @@ func (r *run) coldPython(plain, packed string, total int64, floor float64) error
 	if missing != "" || err != nil {
 		return err
 	}
-	for i, what := range []string{"compressed, by default", "compressed, buffered", "compressed, direct", "plain, by default", "plain"} {
-		r.Add(measure.Row{Group: group, Name: name(what), Value: measure.Rate(total, s[i]), Unit: "GB/s", Floor: floor, FloorName: "O_DIRECT, 16 x 1 MiB",
-			Note: notes[i] + ", fresh process"})
+	for i, what := range []string{"compressed, by default", "compressed, buffered", "compressed, direct",
+		"plain, by default", "plain"} {
+		r.Add(measure.Row{Group: group, Name: name(what), Value: measure.Rate(total, s[i]), Unit: "GB/s", Floor: floor,
+			FloorName: "O_DIRECT, 16 x 1 MiB",
+			Note:      notes[i] + ", fresh process"})
 	}
 	return nil
 }
@@ -123,7 +129,8 @@ func (r *run) coldFiles(plain, packed string) (int64, error) {
 		return 0, err
 	}
 	for path, compress := range map[string]bool{plain: false, packed: true} {
-		if _, err := save.Write(r.Ctx, r.Job, save.Spec{Path: path, Compress: compress, Threads: r.Threads}, in); err != nil {
+		if _, err := save.Write(r.Ctx, r.Job, save.Spec{Path: path, Compress: compress, Threads: r.Threads},
+			in); err != nil {
 			return 0, err
 		}
 		for _, how := range []string{"direct", "buffered"} {
@@ -138,8 +145,8 @@ func (r *run) coldFiles(plain, packed string) (int64, error) {
 // coldFile is a file that is read off the disk.
 type coldFile struct{ path string }
 
-// evict drops the file from the page cache and returns the share that stays.
-func (c coldFile) evict() (left float64, err error) {
+// evictPages drops the file from the page cache and returns the share that stays.
+func (c coldFile) evictPages() (left float64, err error) {
 	f, err := os.Open(c.path)
 	if err != nil {
 		return 1, errs.New(errs.ErrIO, "%v", err)
@@ -154,9 +161,9 @@ func (c coldFile) evict() (left float64, err error) {
 	return left, nil
 }
 
-// floor reads the file's whole MiB with O_DIRECT into memory that is touched
+// readFloor reads the file's whole MiB with O_DIRECT into memory that is touched
 // already, and returns the seconds for the whole file.
-func (c coldFile) floor() (float64, error) {
+func (c coldFile) readFloor() (float64, error) {
 	const readers, piece = 16, 1 << 20
 	f, err := os.OpenFile(c.path, os.O_RDONLY|unix.O_DIRECT, 0)
 	if err != nil {
@@ -175,7 +182,9 @@ func (c coldFile) floor() (float64, error) {
 	err = measure.Fresh(readers*piece, func(m []byte) (err error) {
 		measure.Touch(m)
 		s, err = measure.Timed(func() error {
-			return measure.Parallel(readers, n, piece, func(w int, lo, hi int64) error { return measure.ReadAt(f, m[w*piece:][:hi-lo], lo) })
+			return measure.Parallel(readers, n, piece, func(w int, lo, hi int64) error {
+				return measure.ReadAt(f, m[w*piece:][:hi-lo], lo)
+			})
 		})
 		return err
 	})

@@ -28,10 +28,10 @@ func (r *run) openDevice() error {
 	return err
 }
 
-// device measures loads to a device. The parts are independent: one that fails
+// measureDevice measures loads to a device. The parts are independent: one that fails
 // leaves a row that says so, and the others are measured; the first failure is
 // returned at the end.
-func (r *run) device() error {
+func (r *run) measureDevice() error {
 	if err := r.openDevice(); err != nil {
 		return err
 	}
@@ -42,23 +42,32 @@ func (r *run) device() error {
 	if r.Begin != nil {
 		r.Begin(&r.Report)
 	}
-	r.part("floors", "floors of the device", r.deviceFloors)
-	r.part("kernel", "the decoder alone", r.kernels)
-	if r.wanted("bf16") || r.wanted("start") || r.wanted("cold") || r.wanted("net") {
-		r.step("bf16", "making the model", func() error { return r.withModel("bf16", "llama-bf16", r.Size, r.big) })
+	r.runPart("floors", "floors of the device", r.deviceFloors)
+	r.runPart("kernel", "the decoder alone", r.measureKernels)
+	if r.isWanted("bf16") || r.isWanted("start") || r.isWanted("cold") || r.isWanted("net") {
+		r.runStep("bf16", "making the model", func() error {
+			return r.withModel("bf16", "llama-bf16", r.Size, r.measureLargeModel)
+		})
 	}
-	r.part("many", "making the model", func() error {
+	r.runPart("many", "making the model", func() error {
 		return r.withModel("many", "moe-bf16", r.Size/100*77, r.manySmall)
 	})
 	for _, kind := range []string{"fp16", "fp32", "fp8-e4m3"} {
-		r.part("kinds", "making the "+kind+" model", func() error {
-			return r.withModel("kinds", kind, r.Size/4, func(m *model) { r.pairs("kinds", m, []variant{packed}, 0) })
+		r.runPart("kinds", "making the "+kind+" model", func() error {
+			return r.withModel("kinds", kind, r.Size/4, func(
+				m *model) {
+				r.measurePairs("kinds", m, []variant{packed}, 0)
+			})
 		})
 	}
-	r.part("tensors", "tensorizer's files", r.deviceTensors)
+	r.runPart("tensors", "tensorizer's files", r.deviceTensors)
 	if slices.Contains(r.opt.Only, "peers") {
-		r.step("peers", "making the model", func() error { return r.withModel("peers", "llama-bf16", r.Size, r.beside) })
-		r.step("peers", "making the model", func() error { return r.withModel("peers", "moe-bf16", r.Size/100*77, r.beside) })
+		r.runStep("peers", "making the model", func() error {
+			return r.withModel("peers", "llama-bf16", r.Size, r.measureBeside)
+		})
+		r.runStep("peers", "making the model", func() error {
+			return r.withModel("peers", "moe-bf16", r.Size/100*77, r.measureBeside)
+		})
 	}
 	if err := r.Stopped(); err != nil {
 		return err
@@ -69,21 +78,21 @@ func (r *run) device() error {
 	return nil
 }
 
-func (r *run) wanted(part string) bool {
+func (r *run) isWanted(part string) bool {
 	return len(r.opt.Only) == 0 || slices.Contains(r.opt.Only, part)
 }
 
-// part is step for a part that Options.Only may leave out. The floors of the device
+// runPart is step for a part that Options.Only may leave out. The floors of the device
 // are never left out, since the others are compared with them.
-func (r *run) part(part, name string, fn func() error) {
-	if part == "floors" || r.wanted(part) {
-		r.step(part, name, fn)
+func (r *run) runPart(part, name string, fn func() error) {
+	if part == "floors" || r.isWanted(part) {
+		r.runStep(part, name, fn)
 	}
 }
 
-// step runs fn, unless the run was stopped or its time is up. An error becomes a
+// runStep runs fn, unless the run was stopped or its time is up. An error becomes a
 // row and a failure, and the run continues.
-func (r *run) step(group, name string, fn func() error) {
+func (r *run) runStep(group, name string, fn func() error) {
 	if r.Stopped() != nil {
 		return
 	}
@@ -108,7 +117,7 @@ type lackingError struct{ why string }
 
 func (e *lackingError) Error() string { return e.why }
 
-func lacking(format string, args ...any) error { return &lackingError{fmt.Sprintf(format, args...)} }
+func lackError(format string, args ...any) error { return &lackingError{fmt.Sprintf(format, args...)} }
 
 // A model is one set of weights, plain and compressed.
 type model struct {
@@ -138,7 +147,7 @@ func (r *run) withModel(group, kind string, size int64, fn func(*model)) error {
 	dir := r.Path(kind)
 	defer os.RemoveAll(dir)
 	if free := r.Free(); free >= 0 && free < 2*size+64<<20 {
-		return lacking("%.1f GB are free in %s, and it takes %.1f", float64(free)/1e9, r.Folder, 2*float64(size)/1e9)
+		return lackError("%.1f GB are free in %s, and it takes %.1f", float64(free)/1e9, r.Folder, 2*float64(size)/1e9)
 	}
 	m, err := r.makeModel(dir, group, kind, size)
 	if err != nil {
@@ -156,7 +165,8 @@ func (r *run) makeModel(dir, group, kind string, size int64) (*model, error) {
 	}
 	defer freeMemory()
 	made := time.Since(start).Seconds()
-	m := &model{kind: kind, bytes: total, tensors: len(in), files: map[variant][]string{}, sums: filepath.Join(dir, "sums.json")}
+	m := &model{kind: kind, bytes: total, tensors: len(in), files: map[variant][]string{},
+		sums: filepath.Join(dir, "sums.json")}
 	var stored int64
 	note := fmt.Sprintf("made at %.1f GB/s", measure.Rate(m.bytes, made))
 	for _, v := range []variant{plain, packed} {
@@ -167,8 +177,9 @@ func (r *run) makeModel(dir, group, kind string, size int64) (*model, error) {
 		if err := os.MkdirAll(folder, 0o700); err != nil {
 			return nil, errs.New(errs.ErrIO, "%v", err)
 		}
-		rep, err := save.Write(r.Ctx, nil, save.Spec{Path: filepath.Join(folder, "model.safetensors"), Compress: v == packed,
-			Threads: r.Threads, Shard: m.bytes/4 + m.bytes/32 + 1}, in)
+		rep, err := save.Write(r.Ctx, nil, save.Spec{Path: filepath.Join(folder, "model.safetensors"),
+			Compress: v == packed,
+			Threads:  r.Threads, Shard: m.bytes/4 + m.bytes/32 + 1}, in)
 		if err != nil {
 			return nil, err
 		}
@@ -186,7 +197,8 @@ func (r *run) makeModel(dir, group, kind string, size int64) (*model, error) {
 	if err := r.writeSums(filepath.Join(kind, "sums.json"), in); err != nil {
 		return nil, err
 	}
-	r.Add(measure.Row{Group: group, Name: fmt.Sprintf("%.1f GB %s, %d tensors in %d files: stored / original", float64(m.bytes)/1e9, kind, m.tensors, len(m.files[packed])),
+	r.Add(measure.Row{Group: group, Name: fmt.Sprintf("%.1f GB %s, %d tensors in %d files: stored / original",
+		float64(m.bytes)/1e9, kind, m.tensors, len(m.files[packed])),
 		Value: m.ratio, Unit: "x", Note: note})
 	return m, nil
 }

@@ -122,7 +122,7 @@ func TestTaskTurns(t *testing.T) {
 			}
 			if c.name == "good" {
 				row := measure.Row{}
-				o.spread(&row, func(d deviceResult) float64 { return d.First })
+				o.setSpread(&row, func(d deviceResult) float64 { return d.First })
 				if row.Value != 2 || row.Runs != 3 || words != 4 {
 					t.Errorf("%+v after %d words", row, words)
 				}
@@ -150,7 +150,7 @@ func TestTaskTurnsCancelled(t *testing.T) {
 func TestSpread(t *testing.T) {
 	o := outcome{results: []deviceResult{{First: 3}, {First: 1}, {First: 2, Note: "last"}, {First: 10}}}
 	row := measure.Row{Note: "kept"}
-	o.spread(&row, func(d deviceResult) float64 { return 10 * d.First })
+	o.setSpread(&row, func(d deviceResult) float64 { return 10 * d.First })
 	if row.Value != 25 || row.Low != 10 || row.High != 100 || row.Runs != 4 || row.Note != "kept" {
 		t.Errorf("%+v", row)
 	}
@@ -174,20 +174,20 @@ func TestDropped(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		in, pages, err = resident(f)
+		in, pages, err = countResident(f)
 		f.Close()
 		if err != nil || pages != (3<<20)/int64(os.Getpagesize())+1 {
 			t.Fatalf("%d of %d pages, %v", in, pages, err)
 		}
 	}
-	share, err := dropped([]string{path})
+	share, err := dropPages([]string{path})
 	if err != nil {
 		t.Fatal(err)
 	}
 	if fs := measure.FileSystem(path); fs != "tmpfs" && share > 0.02 || fs == "tmpfs" && share != 1 {
 		t.Errorf("on %s a share of %.3f is resident", fs, share)
 	}
-	if _, err := dropped([]string{path + "?"}); !errors.Is(err, errs.ErrIO) {
+	if _, err := dropPages([]string{path + "?"}); !errors.Is(err, errs.ErrIO) {
 		t.Error(err)
 	}
 }

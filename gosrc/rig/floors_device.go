@@ -34,7 +34,7 @@ func freeMemory() { debug.FreeOSMemory() }
 func (r *run) touchAhead() {
 	const longest = 75 * time.Second
 	want := r.Size*3 + 2<<30
-	n := min(want, available()*8/10) &^ (64<<20 - 1)
+	n := min(want, availableMemory()*8/10) &^ (64<<20 - 1)
 	if r.Size < 1<<30 || n <= 0 {
 		return
 	}
@@ -53,13 +53,14 @@ func (r *run) touchAhead() {
 		r.Missing("floors", "first touch of the machine's memory", err.Error())
 		return
 	}
-	r.Add(measure.Row{Group: "floors", Name: "first touch of the machine's memory, all cores, once", Value: measure.Rate(done.Load(), time.Since(start).Seconds()),
-		Unit: "GB/s", Note: fmt.Sprintf("%.0f of %.0f GB", float64(done.Load())/1e9, float64(want)/1e9)})
+	r.Add(measure.Row{Group: "floors", Name: "first touch of the machine's memory, all cores, once",
+		Value: measure.Rate(done.Load(), time.Since(start).Seconds()),
+		Unit:  "GB/s", Note: fmt.Sprintf("%.0f of %.0f GB", float64(done.Load())/1e9, float64(want)/1e9)})
 }
 
-// available is how much memory can be used, by the machine or by the control
+// availableMemory is how much memory can be used, by the machine or by the control
 // group.
-func available() int64 {
+func availableMemory() int64 {
 	n := int64(1) << 62
 	b, _ := os.ReadFile("/proc/meminfo")
 	for line := range strings.Lines(string(b)) {
@@ -82,7 +83,7 @@ func available() int64 {
 // overwire.
 func (r *run) deviceFloors() error {
 	if r.gpu == nil {
-		return lacking("%s is the host: its floors stand above", r.opt.Device)
+		return lackError("%s is the host: its floors stand above", r.opt.Device)
 	}
 	slot := int64(cuda.DefaultSlotBytes)
 	queue, err := r.gpu.Queue(cuda.DefaultSlots, slot)
@@ -131,16 +132,17 @@ func (r *run) readFloors(queue *cuda.Queue) error {
 		if err != nil {
 			return err
 		}
-		r.Add(measure.Row{Group: "floors", Name: fmt.Sprintf("page cache into pinned memory, pread of 1 MiB, %d threads", threads), Value: v, Unit: "GB/s"})
+		r.Add(measure.Row{Group: "floors", Name: fmt.Sprintf(
+			"page cache into pinned memory, pread of 1 MiB, %d threads", threads), Value: v, Unit: "GB/s"})
 	}
 	return nil
 }
 
-// kernels measures the decoder alone: chunks on the device are decoded again and
+// measureKernels measures the decoder alone: chunks on the device are decoded again and
 // again, all in one launch.
-func (r *run) kernels() error {
+func (r *run) measureKernels() error {
 	if r.gpu == nil {
-		return lacking("%s has no kernels", r.opt.Device)
+		return lackError("%s has no kernels", r.opt.Device)
 	}
 	most := min(1<<30, r.Size/8)
 	for _, k := range []struct {
@@ -149,19 +151,20 @@ func (r *run) kernels() error {
 		bytes     int64
 		alone     bool
 	}{
-		{"llama-bf16", x16.BF16, most, false}, {"llama-bf16", x16.BF16, min(most, 64<<20), true}, {"fp16", x16.FP16, most / 4, false},
+		{"llama-bf16", x16.BF16, most, false}, {"llama-bf16", x16.BF16, min(most, 64<<20), true},
+		{"fp16", x16.FP16, most / 4, false},
 		{"fp32", x16.FP32, most / 4, false}, {"fp8-e4m3", x16.E4M3, most / 4, false},
 	} {
-		if err := r.kernel(k.kind, k.transform, k.bytes, k.alone); err != nil {
+		if err := r.measureKernel(k.kind, k.transform, k.bytes, k.alone); err != nil {
 			return fmt.Errorf("%s: %w", k.kind, err)
 		}
 	}
 	return nil
 }
 
-// kernel measures one launch that makes n bytes; alone: with a wait after each
+// measureKernel measures one launch that makes n bytes; alone: with a wait after each
 // launch, as for a piece of the pipeline.
-func (r *run) kernel(kind string, transform uint8, n int64, alone bool) error {
+func (r *run) measureKernel(kind string, transform uint8, n int64, alone bool) error {
 	const chunk = 1 << 20
 	all, err := weights.Make(weights.Options{Kind: kind, Size: min(32<<20, max(4<<20, n)), Seed: 5, Threads: r.Threads})
 	if err != nil {
@@ -211,7 +214,8 @@ func (r *run) kernel(kind string, transform uint8, n int64, alone bool) error {
 	for i := range jobs {
 		k := i % len(stored)
 		copy(s.Memory()[at:], stored[k])
-		jobs[i] = device.DecodeTask{Chunk: tensor.Chunk{Codec: tensor.CodecX16, Transform: transform, SegTiles: segs[k], Stored: uint32(len(stored[k])), Logical: chunk},
+		jobs[i] = device.DecodeTask{Chunk: tensor.Chunk{Codec: tensor.CodecX16, Transform: transform, SegTiles: segs[k],
+			Stored: uint32(len(stored[k])), Logical: chunk},
 			Src: uint32(at), Dst: unsafe.Add(mem[0].Ptr, i*chunk)}
 		bytesIn += int64(len(stored[k]))
 		at += (len(stored[k]) + 15) &^ 15
@@ -230,14 +234,14 @@ func (r *run) kernel(kind string, transform uint8, n int64, alone bool) error {
 	if p := bad.Load(); p != nil {
 		return *p
 	}
-	if err := r.decoded(mem[0], big); err != nil {
+	if err := r.compareDecoded(mem[0], big); err != nil {
 		return err
 	}
 	return r.timeKernel(queue, kind, int64(count)*chunk, bytesIn, alone)
 }
 
-// decoded compares memory of the device with a repeating pattern.
-func (r *run) decoded(m device.Memory, want []byte) error {
+// compareDecoded compares memory of the device with a repeating pattern.
+func (r *run) compareDecoded(m device.Memory, want []byte) error {
 	return measure.Fresh(m.Bytes, func(got []byte) error {
 		if err := r.gpu.Read(got, m); err != nil {
 			return err
@@ -277,7 +281,7 @@ func (r *run) timeKernel(queue *cuda.Queue, kind string, logical, stored int64, 
 	// A byte of tensors costs reading ratio bytes and writing one; a copied byte is
 	// read and written.
 	n := min(stored, 512<<20) &^ 255
-	across, err := r.across(n, times)
+	across, err := r.acrossRate(n, times)
 	if err != nil {
 		return err
 	}
@@ -285,15 +289,16 @@ func (r *run) timeKernel(queue *cuda.Queue, kind string, logical, stored int64, 
 	row.Note = fmt.Sprintf("ratio %.4f; copies on the device %.0f GB/s", float64(stored)/float64(logical), across)
 	if kind == "llama-bf16" {
 		r.Report.Device.Across = across
-		r.Add(measure.Row{Group: "kernel", Name: fmt.Sprintf("copy of %d MiB inside the device's memory", n>>20), Value: across, Unit: "GB/s"})
+		r.Add(measure.Row{Group: "kernel", Name: fmt.Sprintf("copy of %d MiB inside the device's memory", n>>20),
+			Value: across, Unit: "GB/s"})
 		row.Goal, row.Reached = ">= 0.94 x floor (2.4 TB/s on an H200)", atLeast(row.Value, 0.94*row.Floor)
 	}
 	r.Add(row)
 	return nil
 }
 
-// across is the rate of copies of n bytes inside the device's memory.
-func (r *run) across(n int64, times int) (float64, error) {
+// acrossRate is the rate of copies of n bytes inside the device's memory.
+func (r *run) acrossRate(n int64, times int) (float64, error) {
 	mem, err := r.gpu.Alloc([]int64{n, n})
 	if err != nil {
 		return 0, err

@@ -15,10 +15,10 @@ import (
 	"github.com/overwire/overwire/gosrc/measure"
 )
 
-// headers measures opening a plain file of very many tensors: its header is parsed
+// measureHeaders measures opening a plain file of very many tensors: its header is parsed
 // and checked anew each time. Beside it two general JSON parsers, which check no
 // rule of the format.
-func (r *run) headers() error {
+func (r *run) measureHeaders() error {
 	const tensors, each = 200_000, 512
 	head := []byte{0, 0, 0, 0, 0, 0, 0, 0, '{'}
 	for i := range tensors {
@@ -83,7 +83,8 @@ func (r *run) headers() error {
 		note += fmt.Sprintf("%.2f us", 1e6*res.Seconds/tensors)
 	}
 	us := 1e6 * s / tensors
-	r.Add(measure.Row{Group: "many", Name: fmt.Sprintf("open a plain file of %d tensors: each", tensors), Value: us, Unit: "us",
+	r.Add(measure.Row{Group: "many", Name: fmt.Sprintf("open a plain file of %d tensors: each", tensors), Value: us,
+		Unit:  "us",
 		Floor: 1e6 * floor / tensors, FloorName: "encoding/json", Goal: "<= 1", Reached: atMost(us, 1), Note: note})
 	return nil
 }

@@ -39,8 +39,10 @@ func (r *run) makeBig() (int64, error) {
 	if err != nil {
 		return 0, err
 	}
-	r.Add(measure.Row{Group: "load", Name: "compress and save, all cores, with fsync", Value: measure.Rate(total, rep.Seconds), Unit: "GB/s",
-		Floor: measure.Rate(total, plain.Seconds), FloorName: "the same, plain", Note: fmt.Sprintf("one run; ratio %.4f", rep.Ratio)})
+	r.Add(measure.Row{Group: "load", Name: "compress and save, all cores, with fsync",
+		Value: measure.Rate(total, rep.Seconds), Unit: "GB/s",
+		Floor: measure.Rate(total, plain.Seconds), FloorName: "the same, plain",
+		Note: fmt.Sprintf("one run; ratio %.4f", rep.Ratio)})
 	if err := r.Same(r.Path(bigCompressed), in); err != nil {
 		return 0, err
 	}
@@ -63,8 +65,8 @@ func (r *run) writeSums(name string, in []save.Input) error {
 	return nil
 }
 
-// load measures whole loads from the page cache.
-func (r *run) load() error {
+// measureLoads measures whole loads from the page cache.
+func (r *run) measureLoads() error {
 	total, err := r.makeBig()
 	if err != nil {
 		return err
@@ -92,9 +94,11 @@ func (r *run) load() error {
 		}
 	}
 	rates[true], rates[false] = measure.Rate(total, measure.Middle(on)), measure.Rate(total, measure.Middle(off))
-	r.Add(measure.Row{Group: "load", Name: fmt.Sprintf("load %.1f GB compressed bf16, all cores, Go alone", gb), Value: rates[true], Unit: "GB/s",
+	r.Add(measure.Row{Group: "load", Name: fmt.Sprintf("load %.1f GB compressed bf16, all cores, Go alone", gb),
+		Value: rates[true], Unit: "GB/s",
 		Floor: r.Report.Floors.RawCopy, FloorName: "pread to fresh memory"})
-	r.Add(measure.Row{Group: "load", Name: "cost of the checksums", Value: 100 * (measure.Middle(on)/measure.Middle(off) - 1), Unit: "%",
+	r.Add(measure.Row{Group: "load", Name: "cost of the checksums",
+		Value: 100 * (measure.Middle(on)/measure.Middle(off) - 1), Unit: "%",
 		Goal: "<= 3 %", Reached: atMost(100*(measure.Middle(on)/measure.Middle(off)-1), 3)})
 	one, err := r.Speed(total, func() error { return r.Loaded(r.Path(bigCompressed), load.Options{Threads: 1}, nil) })
 	if err != nil {
@@ -103,7 +107,8 @@ func (r *run) load() error {
 	r.Add(measure.Row{Group: "load", Name: "the same on one core", Value: one, Unit: "GB/s",
 		Floor: r.Report.Floors.CopyOne, FloorName: "memcpy one core"})
 	if r.opt.Trace != "" {
-		if err := r.Loaded(r.Path(bigCompressed), load.Options{Threads: r.Threads, Trace: r.opt.Trace}, nil); err != nil {
+		if err := r.Loaded(r.Path(bigCompressed), load.Options{Threads: r.Threads, Trace: r.opt.Trace},
+			nil); err != nil {
 			return err
 		}
 	}
@@ -150,17 +155,22 @@ func (r *run) many() error {
 	if err := r.writeSums(manySums, in); err != nil {
 		return err
 	}
-	for _, c := range []struct{ what, many, one string }{{"compressed", manyFile, oneFile}, {"plain, not mapped", manyPlain, onePlain}} {
+	for _, c := range []struct{ what, many, one string }{{"compressed", manyFile, oneFile},
+		{"plain, not mapped", manyPlain, onePlain}} {
 		var seconds [2]float64
 		for i, name := range []string{c.many, c.one} {
-			if seconds[i], err = r.Median(func() error { return r.Loaded(r.Path(name), load.Options{Threads: r.Threads}, nil) }); err != nil {
+			if seconds[i], err = r.Median(func() error {
+				return r.Loaded(r.Path(name), load.Options{Threads: r.Threads},
+					nil)
+			}); err != nil {
 				return err
 			}
 		}
-		r.Add(measure.Row{Group: "many", Name: fmt.Sprintf("%d tensors, %s: each beside its bytes, Go alone", len(in), c.what),
+		r.Add(measure.Row{Group: "many", Name: fmt.Sprintf("%d tensors, %s: each beside its bytes, Go alone", len(in),
+			c.what),
 			Value: 1e6 * (seconds[0] - seconds[1]) / float64(len(in)), Unit: "us"})
 	}
-	if err := r.headers(); err != nil {
+	if err := r.measureHeaders(); err != nil {
 		return err
 	}
 	return r.pythonMany(len(in))

@@ -11,35 +11,36 @@ import (
 	"github.com/overwire/overwire/gosrc/measure"
 )
 
-// big measures the large model: whole loads beside those of other libraries, the
+// measureLargeModel measures the large model: whole loads beside those of other libraries, the
 // memory of a load, what precedes it, and the same from a cold disk.
-func (r *run) big(m *model) {
-	if r.wanted("bf16") {
-		r.step("bf16", "loads without Python", func() error { return r.goLoads(m) })
-		r.pairs("bf16", m, []variant{packed, plain}, 3)
-		r.step("bf16", "memory of a load", func() error { return r.memory(m) })
+func (r *run) measureLargeModel(m *model) {
+	if r.isWanted("bf16") {
+		r.runStep("bf16", "loads without Python", func() error { return r.goLoads(m) })
+		r.measurePairs("bf16", m, []variant{packed, plain}, 3)
+		r.runStep("bf16", "memory of a load", func() error { return r.measureMemory(m) })
 	}
-	if r.wanted("start") {
-		r.step("start", "from the start of the process", func() error { return r.starts(m) })
+	if r.isWanted("start") {
+		r.runStep("start", "from the start of the process", func() error { return r.measureStarts(m) })
 	}
-	if r.wanted("cold") {
-		r.step("cold", "from a cold disk", func() error { return r.coldDevice(m) })
+	if r.isWanted("cold") {
+		r.runStep("cold", "from a cold disk", func() error { return r.coldDevice(m) })
 	}
-	if r.wanted("net") {
-		r.step("net", "loads over HTTP", func() error { return r.netDevice(m) })
+	if r.isWanted("net") {
+		r.runStep("net", "loads over HTTP", func() error { return r.netDevice(m) })
 	}
 }
 
 // manySmall measures a model of very many tensors.
 func (r *run) manySmall(m *model) {
-	r.pairs("many", m, []variant{packed, plain}, 1)
-	r.step("many", "the cost of a tensor", func() error {
+	r.measurePairs("many", m, []variant{packed, plain}, 1)
+	r.runStep("many", "the cost of a tensor", func() error {
 		at, bf16 := r.rates["many "+string(packed)], r.rates["bf16 "+string(packed)]
 		if at == 0 || bf16 == 0 {
-			return lacking("needs the rates of bf16 and many in the same run")
+			return lackError("needs the rates of bf16 and many in the same run")
 		}
 		us := 1e6 * float64(m.bytes) / 1e9 * (1/at - 1/bf16) / float64(m.tensors)
-		row := measure.Row{Group: "many", Name: "a tensor beside its bytes, Python included, second load", Value: us, Unit: "us",
+		row := measure.Row{Group: "many", Name: "a tensor beside its bytes, Python included, second load", Value: us,
+			Unit: "us",
 			Note: fmt.Sprintf("%.1f GB/s against %.1f", at, bf16)}
 		r.goal(&row, "<= 1.5", atMost(us, 1.5))
 		r.Add(row)
@@ -47,9 +48,9 @@ func (r *run) manySmall(m *model) {
 	})
 }
 
-// limit is the rate at which tensor bytes can arrive over the link, and its name.
+// linkLimit is the rate at which tensor bytes can arrive over the link, and its name.
 // 0: not known.
-func (r *run) limit(m *model, v variant) (float64, string) {
+func (r *run) linkLimit(m *model, v variant) (float64, string) {
 	wire := r.Report.Device.Wire
 	switch {
 	case r.gpu == nil:
@@ -60,14 +61,15 @@ func (r *run) limit(m *model, v variant) (float64, string) {
 	return wire, "the wire"
 }
 
-// pairs measures first and second loads of a model in fresh processes, alternating,
+// measurePairs measures first and second loads of a model in fresh processes, alternating,
 // after the bytes were compared, and n runs of the peers beside them.
-func (r *run) pairs(group string, m *model, variants []variant, peers int) {
-	r.step(group, m.kind+": whole loads", func() error {
+func (r *run) measurePairs(group string, m *model, variants []variant, peers int) {
+	r.runStep(group, m.kind+": whole loads", func() error {
 		dev := r.opt.Device
 		var tasks []task
 		for _, v := range variants {
-			tasks = append(tasks, task{"verify " + string(v), v, append([]string{"verify", dev, m.sums}, m.files[v]...)})
+			tasks = append(tasks, task{"verify " + string(v), v,
+				append([]string{"verify", dev, m.sums}, m.files[v]...)})
 		}
 		for n := range max(r.Repeat, peers) {
 			for _, v := range variants {
@@ -84,25 +86,26 @@ func (r *run) pairs(group string, m *model, variants []variant, peers int) {
 		for _, v := range variants {
 			name := m.name(v)
 			if err := all["verify "+string(v)].err; err != nil {
-				r.step(group, name, func() error { return err })
+				r.runStep(group, name, func() error { return err })
 				continue
 			}
 			r.loadRows(group, m, v, all[string(v)])
 		}
-		for _, p := range [][2]string{{"peer", "safetensors load_file(device)"}, {"peer-cpu", "safetensors load_file, then .to(device)"}} {
+		for _, p := range [][2]string{{"peer", "safetensors load_file(device)"},
+			{"peer-cpu", "safetensors load_file, then .to(device)"}} {
 			o := all[p[0]]
 			if o == nil {
 				continue
 			}
 			name := fmt.Sprintf("%s, %.1f GB plain", p[1], float64(m.bytes)/1e9)
 			if len(o.results) == 0 {
-				r.step(group, name, func() error { return o.err })
+				r.runStep(group, name, func() error { return o.err })
 				continue
 			}
 			for _, w := range whichLoad {
 				row := measure.Row{Group: group, Name: name + ": " + w.name, Unit: "GB/s"}
-				o.spread(&row, func(res deviceResult) float64 { return measure.Rate(res.Bytes, w.of(res)) })
-				row.Floor, row.FloorName = r.limit(m, plain)
+				o.setSpread(&row, func(res deviceResult) float64 { return measure.Rate(res.Bytes, w.of(res)) })
+				row.Floor, row.FloorName = r.linkLimit(m, plain)
 				r.Add(row)
 			}
 		}
@@ -130,7 +133,7 @@ var whichLoad = []struct {
 func (r *run) loadRows(group string, m *model, v variant, o *outcome) {
 	name := m.name(v)
 	if o.err != nil {
-		r.step(group, name, func() error { return o.err })
+		r.runStep(group, name, func() error { return o.err })
 	}
 	if len(o.results) == 0 {
 		return
@@ -138,15 +141,16 @@ func (r *run) loadRows(group string, m *model, v variant, o *outcome) {
 	var rows [2]measure.Row
 	for i, w := range whichLoad {
 		row := measure.Row{Group: group, Name: name + ": " + w.name, Unit: "GB/s"}
-		o.spread(&row, func(res deviceResult) float64 { return measure.Rate(res.Bytes, w.of(res)) })
-		row.Floor, row.FloorName = r.limit(m, v)
+		o.setSpread(&row, func(res deviceResult) float64 { return measure.Rate(res.Bytes, w.of(res)) })
+		row.Floor, row.FloorName = r.linkLimit(m, v)
 		rows[i] = row
 	}
 	r.rates[group+" "+string(v)] = rows[1].Value
 	r.goal(&rows[0], ">= 0.97 x the second", atLeast(rows[0].Value, 0.97*rows[1].Value))
 	goal := func(of float64, share float64, what string) {
 		if of > 0 {
-			r.goal(&rows[1], fmt.Sprintf(">= %.3f x %s = %.1f", share, what, share*of), atLeast(rows[1].Value, share*of))
+			r.goal(&rows[1], fmt.Sprintf(">= %.3f x %s = %.1f", share, what, share*of),
+				atLeast(rows[1].Value, share*of))
 		}
 	}
 	switch {
@@ -193,8 +197,9 @@ func (r *run) goLoads(m *model) error {
 			}
 		}
 	}
-	row := measure.Row{Group: "bf16", Name: m.name(packed) + ": Go alone", Value: measure.Rate(m.bytes, measure.Middle(on)), Unit: "GB/s"}
-	row.Floor, row.FloorName = r.limit(m, packed)
+	row := measure.Row{Group: "bf16", Name: m.name(packed) + ": Go alone",
+		Value: measure.Rate(m.bytes, measure.Middle(on)), Unit: "GB/s"}
+	row.Floor, row.FloorName = r.linkLimit(m, packed)
 	r.Add(row)
 	cost := 100 * (measure.Middle(on)/measure.Middle(off) - 1)
 	row = measure.Row{Group: "bf16", Name: "cost of the checksums", Value: cost, Unit: "%"}
@@ -216,8 +221,10 @@ func (r *run) goLoads(m *model) error {
 		note += fmt.Sprintf(" %s %.3f s", g.Verb, g.Seconds)
 	}
 	if c := rep.Trace.Copy; c != nil {
-		r.Add(measure.Row{Group: "bf16", Name: "traced load: the copy stream is busy", Value: 100 * c.Busy / s, Unit: "%",
-			Note: fmt.Sprintf("%.4f s of %.4f; %d gaps, %.4f s, the longest %.4f; %.4f before the first copy, %.4f after the last; %s",
+		r.Add(measure.Row{Group: "bf16", Name: "traced load: the copy stream is busy", Value: 100 * c.Busy / s,
+			Unit: "%",
+			Note: fmt.Sprintf("%.4f s of %.4f; %d gaps, %.4f s, the longest %.4f; %.4f before the first copy, %.4f "+
+				"after the last; %s",
 				c.Busy, s, c.Gaps, c.Idle, c.Longest, c.Lead, c.Tail, note)})
 		return nil
 	}
@@ -225,9 +232,10 @@ func (r *run) goLoads(m *model) error {
 	return nil
 }
 
-// memory is what a load allocates beside its tensors.
-func (r *run) memory(m *model) error {
-	o := r.taskTurns(m, []task{{"memory", packed, append([]string{"memory", r.opt.Device}, m.files[packed]...)}}, nil)["memory"]
+// measureMemory is what a load allocates beside its tensors.
+func (r *run) measureMemory(m *model) error {
+	o := r.taskTurns(m, []task{{"memory", packed, append([]string{"memory", r.opt.Device}, m.files[packed]...)}},
+		nil)["memory"]
 	if o.err != nil {
 		return o.err
 	}
@@ -247,9 +255,9 @@ func (r *run) memory(m *model) error {
 	return nil
 }
 
-// starts measures the time before the first byte: from the start of the process,
+// measureStarts measures the time before the first byte: from the start of the process,
 // with and without torch, alternating.
-func (r *run) starts(m *model) error {
+func (r *run) measureStarts(m *model) error {
 	all := map[string]*outcome{"first": {}, "preload": {}, "torch": {}}
 	for n := range r.Repeat + 1 {
 		for _, mode := range []string{"first", "preload", "torch"} {
@@ -269,7 +277,7 @@ func (r *run) starts(m *model) error {
 	}
 	firstOf := func(d deviceResult) float64 { return d.First }
 	secondOf := func(d deviceResult) float64 { return d.Second }
-	r.step("start", "process start to first tensor, no torch", func() error {
+	r.runStep("start", "process start to first tensor, no torch", func() error {
 		o := all["first"]
 		if len(o.results) == 0 {
 			return o.err
@@ -278,15 +286,16 @@ func (r *run) starts(m *model) error {
 			return errs.New(errs.ErrEngine, "torch was imported")
 		}
 		row := measure.Row{Group: "start", Name: "process start to the first tensor there, no torch", Unit: "s"}
-		o.spread(&row, firstOf)
+		o.setSpread(&row, firstOf)
 		r.goal(&row, "<= 0.5", atMost(row.Value, 0.5))
 		r.Add(row)
-		row = measure.Row{Group: "start", Name: fmt.Sprintf("process start to all %.1f GB there, no torch", float64(m.bytes)/1e9), Unit: "s"}
-		o.spread(&row, secondOf)
+		row = measure.Row{Group: "start", Name: fmt.Sprintf("process start to all %.1f GB there, no torch",
+			float64(m.bytes)/1e9), Unit: "s"}
+		o.setSpread(&row, secondOf)
 		r.Add(row)
 		return nil
 	})
-	r.step("start", "process start to usable in torch, preloaded", func() error {
+	r.runStep("start", "process start to usable in torch, preloaded", func() error {
 		o, bare := all["preload"], all["torch"]
 		if len(o.results) == 0 {
 			return o.err
@@ -295,13 +304,14 @@ func (r *run) starts(m *model) error {
 			return bare.err
 		}
 		var torch measure.Row
-		bare.spread(&torch, firstOf)
-		row := measure.Row{Group: "start", Name: fmt.Sprintf("process start to %.1f GB usable in torch, preloaded", float64(m.bytes)/1e9), Unit: "s",
+		bare.setSpread(&torch, firstOf)
+		row := measure.Row{Group: "start", Name: fmt.Sprintf("process start to %.1f GB usable in torch, preloaded",
+			float64(m.bytes)/1e9), Unit: "s",
 			Floor: torch.Value, FloorName: "import torch alone"}
-		o.spread(&row, secondOf)
+		o.setSpread(&row, secondOf)
 		r.goal(&row, "<= floor + 0.15 s", atMost(row.Value, torch.Value+0.15))
 		after := measure.Row{}
-		o.spread(&after, func(d deviceResult) float64 { return d.Second - d.First })
+		o.setSpread(&after, func(d deviceResult) float64 { return d.Second - d.First })
 		row.Note = fmt.Sprintf("%.3f s after torch was imported", after.Value)
 		r.Add(row)
 		return nil
@@ -313,12 +323,13 @@ func (r *run) starts(m *model) error {
 // before each. Direct reads of the same files are the floor, alternating.
 func (r *run) coldDevice(m *model) error {
 	const patience = 10 * time.Second // of one read of all the files
-	share, err := dropped(m.files[packed])
+	share, err := dropPages(m.files[packed])
 	if err != nil {
 		return err
 	}
 	if share > 0.02 {
-		return lacking("the pages stay in memory: %.1f %% are resident after they were dropped (%s)", 100*share, r.Report.Device.Files)
+		return lackError("the pages stay in memory: %.1f %% are resident after they were dropped (%s)", 100*share,
+			r.Report.Device.Files)
 	}
 	files := m.files[packed][:1]
 	s, err := r.directRead(files, 16)
@@ -340,7 +351,7 @@ func (r *run) coldDevice(m *model) error {
 			return err
 		}
 		direct = append(direct, s)
-		share, err := dropped(files)
+		share, err := dropPages(files)
 		worst = max(worst, share)
 		return err
 	})["cold"]
@@ -351,11 +362,13 @@ func (r *run) coldDevice(m *model) error {
 	if err != nil {
 		return err
 	}
-	row := measure.Row{Group: "cold", Name: fmt.Sprintf("%.1f GB %s, compressed: from a cold disk", float64(o.results[0].Bytes)/1e9, m.kind), Unit: "GB/s",
+	row := measure.Row{Group: "cold", Name: fmt.Sprintf("%.1f GB %s, compressed: from a cold disk",
+		float64(o.results[0].Bytes)/1e9, m.kind), Unit: "GB/s",
 		Floor: measure.Rate(stored, measure.Middle(direct)), FloorName: "O_DIRECT, 16 threads"}
-	o.spread(&row, func(d deviceResult) float64 { return measure.Rate(d.Bytes, d.First) })
+	o.setSpread(&row, func(d deviceResult) float64 { return measure.Rate(d.Bytes, d.First) })
 	r.goal(&row, ">= 1.45 x floor", atLeast(row.Value, 1.45*row.Floor))
-	row.Note = fmt.Sprintf("at most %.2f %% of the pages resident before a load, by mincore; %s", 100*worst, r.Report.Device.Files)
+	row.Note = fmt.Sprintf("at most %.2f %% of the pages resident before a load, by mincore; %s", 100*worst,
+		r.Report.Device.Files)
 	r.Add(row)
 	return nil
 }

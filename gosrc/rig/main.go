@@ -40,7 +40,7 @@ options:
 func main() {
 	knob.Load(knob.Environ())
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	err := command(ctx, os.Args[1:], os.Stdout, os.Stderr)
+	err := runCommand(ctx, os.Args[1:], os.Stdout, os.Stderr)
 	stop()
 	switch {
 	case err == nil || errors.Is(err, flag.ErrHelp):
@@ -56,10 +56,10 @@ func main() {
 	os.Exit(1)
 }
 
-// command runs one command line, without the program's name. A report with failures
+// runCommand runs one command line, without the program's name. A report with failures
 // is printed, and its error returned.
-func command(ctx context.Context, argv []string, stdout, stderr io.Writer) error {
-	opt, asJSON, err := parse(argv, stderr)
+func runCommand(ctx context.Context, argv []string, stdout, stderr io.Writer) error {
+	opt, asJSON, err := parseOptions(argv, stderr)
 	if err != nil {
 		return err
 	}
@@ -89,22 +89,23 @@ func command(ctx context.Context, argv []string, stdout, stderr io.Writer) error
 	return errors.Join(err, wrong)
 }
 
-// parse reads the options; they may stand before or after what is measured.
-func parse(argv []string, stderr io.Writer) (opt Options, asJSON bool, err error) {
+// parseOptions reads the options; they may stand before or after what is measured.
+func parseOptions(argv []string, stderr io.Writer) (opt Options, asJSON bool, err error) {
 	f := flag.NewFlagSet("overwire-rig", flag.ContinueOnError)
 	f.SetOutput(stderr)
 	f.Usage = func() {
 		fmt.Fprintf(stderr, usageText, strings.Join(Whats, "|"), strings.Join(Parts, ","))
 		f.PrintDefaults()
 	}
-	f.Func("size", "tensor bytes of the load rows: 4GB, 512MiB (default 4GB; of a device 16.06GB)", func(text string) error {
-		n, err := humanize.ParseBytes(text)
-		if err == nil && (n == 0 || n > 1<<50) {
-			err = errors.New("not a size like 4GB or 512MiB")
-		}
-		opt.Size = int64(n)
-		return err
-	})
+	f.Func("size", "tensor bytes of the load rows: 4GB, 512MiB (default 4GB; of a device 16.06GB)",
+		func(text string) error {
+			n, err := humanize.ParseBytes(text)
+			if err == nil && (n == 0 || n > 1<<50) {
+				err = errors.New("not a size like 4GB or 512MiB")
+			}
+			opt.Size = int64(n)
+			return err
+		})
 	f.StringVar(&opt.Device, "device", "", "measure loads to cuda, cuda:1, cpu")
 	f.Func("only", "of the device's rows these parts, joined by commas", func(text string) error {
 		opt.Only = strings.Split(text, ",")
@@ -117,7 +118,8 @@ func parse(argv []string, stderr io.Writer) (opt Options, asJSON bool, err error
 	f.IntVar(&opt.Repeat, "repeat", 0, "runs of each measurement (default 5)")
 	f.StringVar(&opt.Dir, "dir", "", "`folder` for temporary files")
 	f.IntVar(&opt.Threads, "threads", 0, "cores to use (default all)")
-	f.StringVar(&opt.Python, "python", "python3", "interpreter that has overwire; \"\" leaves out the rows that need one")
+	f.StringVar(&opt.Python, "python", "python3",
+		"interpreter that has overwire; \"\" leaves out the rows that need one")
 	f.BoolVar(&asJSON, "json", false, "print one JSON document for machines")
 	if len(argv) > 0 && !strings.HasPrefix(argv[0], "-") {
 		opt.What, argv = argv[0], argv[1:]
@@ -141,5 +143,5 @@ func parse(argv []string, stderr io.Writer) (opt Options, asJSON bool, err error
 		return opt, false, errs.New(errs.ErrArgument, "--repeat, --threads and --limit are positive numbers")
 	}
 	opt.Limit = time.Duration(*limit) * time.Second
-	return opt, asJSON, opt.check()
+	return opt, asJSON, opt.checkOptions()
 }

@@ -23,16 +23,17 @@ const (
 	netMost       = 1 << 30 // tensor bytes: few, since a slow link needs time
 )
 
-// net measures loads over HTTP from a server in this process, so that both ends
+// measureNet measures loads over HTTP from a server in this process, so that both ends
 // share the cores: over shaped links, and over the bare loopback beside the rate of
 // TCP alone.
-func (r *run) net() error {
+func (r *run) measureNet() error {
 	in, total, err := r.Make("llama-bf16", min(r.Size, netMost), 2)
 	if err != nil {
 		return err
 	}
 	for name, compress := range map[string]bool{netPlain: false, netCompressed: true} {
-		if _, err := save.Write(r.Ctx, r.Job, save.Spec{Path: r.Path(name), Compress: compress, Threads: r.Threads}, in); err != nil {
+		if _, err := save.Write(r.Ctx, r.Job, save.Spec{Path: r.Path(name), Compress: compress, Threads: r.Threads},
+			in); err != nil {
 			return err
 		}
 	}
@@ -40,7 +41,8 @@ func (r *run) net() error {
 		name       string
 		rate, each float64 // GB/s; 0: the rate of TCP
 	}{
-		{"link of 0.3 GB/s", 0.3, 0}, {"link of 1.25 GB/s", 1.25, 0}, {"link of 5 GB/s", 5, 0}, {"1.25 GB/s, 0.04 a connection", 1.25, 0.04},
+		{"link of 0.3 GB/s", 0.3, 0}, {"link of 1.25 GB/s", 1.25, 0}, {"link of 5 GB/s", 5, 0},
+		{"1.25 GB/s, 0.04 a connection", 1.25, 0.04},
 		{"bare loopback", 0, 0},
 	} {
 		err := func() error {
@@ -60,20 +62,21 @@ func (r *run) net() error {
 				what, file string
 				goal       float64
 			}{{"plain", netPlain, 0.97}, {"compressed bf16", netCompressed, 1.45}} {
-				row := measure.Row{Group: "net", Name: fmt.Sprintf("%s over HTTP, %s", x.what, link.name), Unit: "GB/s", Floor: floor, FloorName: floorName}
+				row := measure.Row{Group: "net", Name: fmt.Sprintf("%s over HTTP, %s", x.what, link.name), Unit: "GB/s",
+					Floor: floor, FloorName: floorName}
 				if link.rate == 0 {
 					x.goal = 0.85
 				}
 				if err := r.Same(s.URL()+x.file, in); err != nil {
 					return err
 				}
-				seconds, err := r.MedianOf(func() (float64, error) { return r.arrival(s.URL() + x.file) })
+				seconds, err := r.MedianOf(func() (float64, error) { return r.arrivalTime(s.URL() + x.file) })
 				if err != nil {
 					return err
 				}
 				row.Value = measure.Rate(total, seconds)
 				if link.rate == 0 && x.file == netCompressed {
-					seconds, err := r.MedianOf(func() (float64, error) { return r.arrival(r.Path(x.file)) })
+					seconds, err := r.MedianOf(func() (float64, error) { return r.arrivalTime(r.Path(x.file)) })
 					if err != nil {
 						return err
 					}
@@ -93,8 +96,8 @@ func (r *run) net() error {
 	return r.firstTensor()
 }
 
-// arrival is the time from opening a model until all of it has landed.
-func (r *run) arrival(uri string) (seconds float64, err error) {
+// arrivalTime is the time from opening a model until all of it has landed.
+func (r *run) arrivalTime(uri string) (seconds float64, err error) {
 	start := time.Now()
 	err = r.Loaded(uri, load.Options{}, func(*load.Model, [][]byte) error {
 		seconds = time.Since(start).Seconds()
@@ -134,7 +137,8 @@ func (r *run) firstTensor() error {
 	if err != nil {
 		return err
 	}
-	r.Add(measure.Row{Group: "net", Name: "open over HTTP and load one small tensor, 20 ms an answer", Value: seconds * 1e3, Unit: "ms",
+	r.Add(measure.Row{Group: "net", Name: "open over HTTP and load one small tensor, 20 ms an answer",
+		Value: seconds * 1e3, Unit: "ms",
 		Floor: 2 * latency.Seconds() * 1e3, FloorName: "two answers", Note: "a header, then a range"})
 	return nil
 }

@@ -43,7 +43,8 @@ func (r *run) netDevice(m *model) error {
 			return err
 		}
 		name = "raw TCP to the device"
-		r.Add(measure.Row{Group: "net", Name: "raw TCP into the pinned slots of a load, and on to the device", Value: floor, Unit: "GB/s",
+		r.Add(measure.Row{Group: "net", Name: "raw TCP into the pinned slots of a load, and on to the device",
+			Value: floor, Unit: "GB/s",
 			Floor: tcp, FloorName: "raw TCP", Note: "bytes are not processed"})
 	}
 	urls := map[variant][]string{}
@@ -55,7 +56,8 @@ func (r *run) netDevice(m *model) error {
 	variants := []variant{packed, plain}
 	var tasks []task
 	for _, v := range variants {
-		tasks = append(tasks, task{"verify " + string(v), v, append([]string{"verify", r.opt.Device, m.sums}, urls[v]...)})
+		tasks = append(tasks, task{"verify " + string(v), v,
+			append([]string{"verify", r.opt.Device, m.sums}, urls[v]...)})
 	}
 	for range r.Repeat {
 		for _, v := range variants {
@@ -67,7 +69,7 @@ func (r *run) netDevice(m *model) error {
 		o := all[string(v)]
 		for _, err := range []error{all["verify "+string(v)].err, o.err} {
 			if err != nil {
-				r.step("net", m.name(v)+" over HTTP", func() error { return err })
+				r.runStep("net", m.name(v)+" over HTTP", func() error { return err })
 			}
 		}
 		if len(o.results) == 0 || all["verify "+string(v)].err != nil {
@@ -75,7 +77,7 @@ func (r *run) netDevice(m *model) error {
 		}
 		for _, w := range whichLoad {
 			row := measure.Row{Group: "net", Name: fmt.Sprintf("%s over HTTP: %s", m.name(v), w.name), Unit: "GB/s"}
-			o.spread(&row, func(res deviceResult) float64 { return measure.Rate(res.Bytes, w.of(res)) })
+			o.setSpread(&row, func(res deviceResult) float64 { return measure.Rate(res.Bytes, w.of(res)) })
 			row.Floor, row.FloorName = floor, name
 			if v == packed {
 				row.Floor, row.FloorName = floor/m.ratio, fmt.Sprintf("%s / %.3f", name, m.ratio)
@@ -84,7 +86,7 @@ func (r *run) netDevice(m *model) error {
 				r.goal(&row, ">= 0.85 of it", atLeast(row.Value, 0.85*row.Floor))
 			}
 			if w.name == "second load" {
-				row.Note += "; " + waits(o.results)
+				row.Note += "; " + waitsText(o.results)
 			}
 			r.Add(row)
 		}
@@ -92,8 +94,8 @@ func (r *run) netDevice(m *model) error {
 	return nil
 }
 
-// waits says what the workers of the last loads waited for, on average.
-func waits(results []deviceResult) string {
+// waitsText says what the workers of the last loads waited for, on average.
+func waitsText(results []deviceResult) string {
 	st := results[len(results)-1].Stages
 	if st.Workers == 0 || st.WallNS == 0 {
 		return "no stages"
@@ -102,7 +104,8 @@ func waits(results []deviceResult) string {
 	for _, x := range []struct {
 		name string
 		ns   int64
-	}{{"a permit", st.PermitNS}, {"an answer", st.AnswerNS}, {"bytes", st.ReadNS}, {"checksums", st.CheckNS}, {"a slot", st.WaitNS}, {"submitting", st.DecodeNS}} {
+	}{{"a permit", st.PermitNS}, {"an answer", st.AnswerNS}, {"bytes", st.ReadNS}, {"checksums", st.CheckNS},
+		{"a slot", st.WaitNS}, {"submitting", st.DecodeNS}} {
 		text += fmt.Sprintf(" %s %.0f %%,", x.name, 100*float64(x.ns)/float64(st.Workers*st.WallNS))
 	}
 	return text[:len(text)-1]
@@ -142,7 +145,8 @@ func (r *run) bestSlots(files []string, conns []int) (float64, error) {
 // slotsOnce reads total bytes, whole slots, and copies each slot to dst, which has
 // space for one. Every connection sends all files again and again until its
 // receiver has enough.
-func slotsOnce(ctx context.Context, queue *cuda.Queue, dst unsafe.Pointer, files []string, total int64, conns int) error {
+func slotsOnce(ctx context.Context, queue *cuda.Queue, dst unsafe.Pointer, files []string, total int64,
+	conns int) error {
 	_, slot := cuda.Ring()
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel() // no connection waits for a slot that another will not fill
@@ -156,14 +160,15 @@ func slotsOnce(ctx context.Context, queue *cuda.Queue, dst unsafe.Pointer, files
 	sending.Add(1)
 	spawn.Go("bench tcp", func() { defer sending.Done(); sendAll(l, files, &sending) })
 	f := &filling{queue: queue, slot: slot, pieces: make([]shared, total/slot),
-		tasks: []device.DecodeTask{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw, Stored: uint32(slot), Logical: uint32(slot)}, Dst: dst}}}
+		tasks: []device.DecodeTask{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw, Stored: uint32(slot),
+			Logical: uint32(slot)}, Dst: dst}}}
 	err = measure.Parallel(conns, int64(conns), 1, func(int, int64, int64) error {
 		c, err := net.Dial("tcp", l.Addr().String())
 		if err != nil {
 			return errs.New(errs.ErrIO, "%v", err)
 		}
 		defer c.Close()
-		err = f.bring(ctx, c)
+		err = f.bringShares(ctx, c)
 		if err != nil {
 			cancel()
 		}
@@ -194,7 +199,7 @@ func sendAll(l net.Listener, files []string, sending *sync.WaitGroup) {
 		spawn.Go("bench tcp", func() {
 			defer sending.Done()
 			defer c.Close()
-			for k := n; sent(c, files[k%len(files)]) == nil; k++ {
+			for k := n; sendFile(c, files[k%len(files)]) == nil; k++ {
 			}
 		})
 	}
@@ -220,8 +225,8 @@ type shared struct {
 	done int64
 }
 
-// bring reads shares from one connection until all are taken.
-func (f *filling) bring(ctx context.Context, c net.Conn) error {
+// bringShares reads shares from one connection until all are taken.
+func (f *filling) bringShares(ctx context.Context, c net.Conn) error {
 	shares := (f.slot + shareBytes - 1) / shareBytes
 	for i := f.next.Add(1) - 1; i < int64(len(f.pieces))*shares; i = f.next.Add(1) - 1 {
 		p, at := &f.pieces[i/shares], i%shares*shareBytes
@@ -257,8 +262,8 @@ func (f *filling) bring(ctx context.Context, c net.Conn) error {
 	return nil
 }
 
-// sent writes a file to a connection.
-func sent(c net.Conn, path string) error {
+// sendFile writes a file to a connection.
+func sendFile(c net.Conn, path string) error {
 	f, err := os.Open(path)
 	if err != nil {
 		return err

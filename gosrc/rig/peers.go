@@ -12,10 +12,10 @@ import "fmt"
 // installed says so in its row. workers/rig_device.py knows how each is called.
 var peers = []string{"instanttensor", "safetensors", "fastsafetensors", "runai-model-streamer"}
 
-// beside measures plain loads of ours and of others, each in fresh processes,
+// measureBeside measures plain loads of ours and of others, each in fresh processes,
 // alternating, every byte compared.
-func (r *run) beside(m *model) {
-	r.step("peers", m.kind+": beside other loaders", func() error {
+func (r *run) measureBeside(m *model) {
+	r.runStep("peers", m.kind+": beside other loaders", func() error {
 		dev := r.opt.Device
 		tasks := []task{{"verify", plain, append([]string{"verify", dev, m.sums}, m.files[plain]...)}}
 		for range r.Repeat {
@@ -38,29 +38,30 @@ func (r *run) beside(m *model) {
 			case "safetensors":
 				name = "safetensors' prefetch" + name[len(label):]
 			}
-			best = max(best, r.both(m, name, all[label], 0))
+			best = max(best, r.addBothRows(m, name, all[label], 0))
 		}
 		if len(all["ours"].results) == 0 {
 			return all["ours"].err
 		}
-		r.both(m, fmt.Sprintf("overwire, %.1f GB plain, %d tensors", float64(m.bytes)/1e9, m.tensors), all["ours"], best)
+		r.addBothRows(m, fmt.Sprintf("overwire, %.1f GB plain, %d tensors", float64(m.bytes)/1e9, m.tensors),
+			all["ours"], best)
 		return nil
 	})
 }
 
-// both adds the rows of a first and a second load, and returns the rate of the
+// addBothRows adds the rows of a first and a second load, and returns the rate of the
 // second. best, if not 0, is the rate it should exceed.
-func (r *run) both(m *model, name string, o *outcome, best float64) float64 {
+func (r *run) addBothRows(m *model, name string, o *outcome, best float64) float64 {
 	if len(o.results) == 0 {
 		// A failure of another loader is no failure of this run.
-		r.step("peers", name, func() error { return lacking("%v", o.err) })
+		r.runStep("peers", name, func() error { return lackError("%v", o.err) })
 		return 0
 	}
 	var row measure.Row
 	for _, w := range whichLoad {
 		row = measure.Row{Group: "peers", Name: name + ": " + w.name, Unit: "GB/s"}
-		o.spread(&row, func(res deviceResult) float64 { return measure.Rate(res.Bytes, w.of(res)) })
-		row.Floor, row.FloorName = r.limit(m, plain)
+		o.setSpread(&row, func(res deviceResult) float64 { return measure.Rate(res.Bytes, w.of(res)) })
+		row.Floor, row.FloorName = r.linkLimit(m, plain)
 		if best > 0 && w.name == "second load" {
 			r.goal(&row, fmt.Sprintf(">= the others' best, %.1f", best), atLeast(row.Value, best))
 		}

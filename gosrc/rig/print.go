@@ -36,7 +36,8 @@ func writeRow(w io.Writer, row measure.Row) {
 	line := fmt.Sprintf("  %-62s %s  %-42s %s", row.Name, value, beside, verdict)
 	note := row.Note
 	if row.Runs > 0 {
-		note = strings.TrimSuffix(fmt.Sprintf("%s to %s in %d; %s", measure.Number(row.Low), measure.Number(row.High), row.Runs, note), "; ")
+		note = strings.TrimSuffix(fmt.Sprintf("%s to %s in %d; %s", measure.Number(row.Low), measure.Number(row.High),
+			row.Runs, note), "; ")
 	}
 	if note != "" {
 		line += "  [" + note + "]"
@@ -47,7 +48,8 @@ func writeRow(w io.Writer, row measure.Row) {
 // writeHead writes the machine, its floors and the device.
 func writeHead(w io.Writer, rep *measure.Report) {
 	m, f := rep.Machine, rep.Floors
-	fmt.Fprintf(w, "%s, %d cores, %s/%s, decoder %s, huge pages %s, %s\n", m.CPU, m.Cores, m.OS, m.Arch, m.Decoder, m.THP, m.Go)
+	fmt.Fprintf(w, "%s, %d cores, %s/%s, decoder %s, huge pages %s, %s\n", m.CPU, m.Cores, m.OS, m.Arch, m.Decoder,
+		m.THP, m.Go)
 	fmt.Fprintf(w, "floors of this run, GB/s, one core / all cores: memcpy %s / %s, pread from page cache %s / %s,\n"+
 		"first touch of huge pages %s / %s, pread to fresh memory %s\n",
 		measure.Number(f.CopyOne), measure.Number(f.CopyAll), measure.Number(f.ReadOne), measure.Number(f.ReadAll),
@@ -57,7 +59,8 @@ func writeHead(w io.Writer, rep *measure.Report) {
 		return
 	}
 	for _, g := range d.Info {
-		fmt.Fprintf(w, "cuda:%d is %s, compute %s, %.0f GB, PCIe %d x%d, driver for CUDA %s\n", g.Index, g.Name, g.Compute, float64(g.Memory)/1e9, g.LinkGen, g.LinkWidth, g.Driver)
+		fmt.Fprintf(w, "cuda:%d is %s, compute %s, %.0f GB, PCIe %d x%d, driver for CUDA %s\n", g.Index, g.Name,
+			g.Compute, float64(g.Memory)/1e9, g.LinkGen, g.LinkWidth, g.Driver)
 	}
 	fmt.Fprintf(w, "loads to %s, files on %s\n", d.Name, d.Files)
 }

@@ -59,13 +59,14 @@ var (
 	workLimit  = 45 * time.Second  // to load, and a second more for every 400 MB
 )
 
-// begin starts a process, which is killed after limit.
-func (r *run) begin(t task, limit time.Duration) (*child, error) {
+// beginChild starts a process, which is killed after limit.
+func (r *run) beginChild(t task, limit time.Duration) (*child, error) {
 	if r.opt.Python == "" {
-		return nil, lacking(noPython)
+		return nil, lackError(noPython)
 	}
 	ctx, stop := context.WithTimeout(r.Ctx, limit)
-	c := &child{task: t, stop: stop, cmd: exec.CommandContext(ctx, r.opt.Python, append([]string{r.worker("rig_device.py"), strconv.FormatInt(time.Now().UnixNano(), 10)}, t.args...)...)}
+	c := &child{task: t, stop: stop, cmd: exec.CommandContext(ctx, r.opt.Python,
+		append([]string{r.workerPath("rig_device.py"), strconv.FormatInt(time.Now().UnixNano(), 10)}, t.args...)...)}
 	c.cmd.WaitDelay = 5 * time.Second
 	c.cmd.Stderr = &c.stderr
 	in, err := c.cmd.StdinPipe()
@@ -84,21 +85,22 @@ func (r *run) begin(t task, limit time.Duration) (*child, error) {
 	return c, nil
 }
 
-// line reads one line; an early end is an error with the process's last output.
-func (c *child) line() (string, error) {
+// readLine reads one line; an early end is an error with the process's last output.
+func (c *child) readLine() (string, error) {
 	text, err := c.out.ReadString('\n')
 	if err == nil {
 		return strings.TrimSpace(text), nil
 	}
 	wait := c.cmd.Wait()
 	lines := strings.Split(strings.TrimSpace(c.stderr.String()), "\n")
-	return "", errs.New(errs.ErrEngine, "%s: ended, or was given up: %v: %s", strings.Join(c.task.args, " "), wait, lines[len(lines)-1])
+	return "", errs.New(errs.ErrEngine, "%s: ended, or was given up: %v: %s", strings.Join(c.task.args, " "), wait,
+		lines[len(lines)-1])
 }
 
-// result reads the answer.
-func (c *child) result(text string) (res deviceResult, err error) {
+// readResult reads the answer.
+func (c *child) readResult(text string) (res deviceResult, err error) {
 	if text == "" {
-		if text, err = c.line(); err != nil {
+		if text, err = c.readLine(); err != nil {
 			return res, err
 		}
 	}
@@ -109,14 +111,14 @@ func (c *child) result(text string) (res deviceResult, err error) {
 		return res, errs.New(errs.ErrEngine, "%s: %s", c.task.args[0], res.Error)
 	}
 	if res.Missing != "" {
-		return res, lacking("%s", res.Missing)
+		return res, lackError("%s", res.Missing)
 	}
 	return res, nil
 }
 
-// end kills a process that still runs and waits for it, so that its memory is free
+// endChild kills a process that still runs and waits for it, so that its memory is free
 // before the next measurement.
-func (c *child) end() {
+func (c *child) endChild() {
 	_ = c.in.Close()
 	timer := time.AfterFunc(10*time.Second, c.stop) // it ends by itself, or not
 	_ = c.cmd.Wait()
@@ -155,14 +157,14 @@ func (r *run) taskTurns(m *model, tasks []task, before func() error) map[string]
 		n := min(atOnce, len(tasks))
 		group := tasks[:n]
 		tasks = tasks[n:]
-		limit := startLimit + time.Duration(n)*r.longest(m)
+		limit := startLimit + time.Duration(n)*r.longestTime(m)
 		children := make([]*child, n)
 		for i, t := range group {
 			if err := r.outOfTime(); err != nil {
 				note(t, nil, err)
 				continue
 			}
-			c, err := r.begin(t, limit)
+			c, err := r.beginChild(t, limit)
 			if err != nil {
 				note(t, nil, err)
 				continue
@@ -174,10 +176,10 @@ func (r *run) taskTurns(m *model, tasks []task, before func() error) map[string]
 			if c == nil {
 				continue
 			}
-			text, err := c.line()
+			text, err := c.readLine()
 			if err != nil {
 				note(c.task, nil, err)
-				c.end()
+				c.endChild()
 				children[i] = nil
 			} else if text != "ready" {
 				early[i] = text
@@ -196,23 +198,23 @@ func (r *run) taskTurns(m *model, tasks []task, before func() error) map[string]
 			}
 			var res deviceResult
 			if err == nil {
-				killer := time.AfterFunc(r.longest(m), c.stop)
+				killer := time.AfterFunc(r.longestTime(m), c.stop)
 				_, _ = io.WriteString(c.in, "go\n") // result reports a child that is gone
-				res, err = c.result(early[i])
+				res, err = c.readResult(early[i])
 				killer.Stop()
 			}
 			if err != nil && strings.HasSuffix(c.task.args[0], "verify") {
 				wrong[c.task.of] = err
 			}
 			note(c.task, &res, err)
-			c.end()
+			c.endChild()
 		}
 	}
 	return all
 }
 
-// longest is how long one process may work on a model.
-func (r *run) longest(m *model) time.Duration {
+// longestTime is how long one process may work on a model.
+func (r *run) longestTime(m *model) time.Duration {
 	return workLimit + time.Duration(m.bytes/400e6)*time.Second
 }
 
@@ -222,7 +224,7 @@ func (r *run) outOfTime() error {
 		return err
 	}
 	if time.Since(r.Began) > r.opt.Limit {
-		return lacking("the %.0f s of this run were over", r.opt.Limit.Seconds())
+		return lackError("the %.0f s of this run were over", r.opt.Limit.Seconds())
 	}
 	return nil
 }
@@ -232,17 +234,17 @@ func (r *run) fromStart(m *model, t task) (deviceResult, error) {
 	if err := r.outOfTime(); err != nil {
 		return deviceResult{}, err
 	}
-	c, err := r.begin(t, r.longest(m))
+	c, err := r.beginChild(t, r.longestTime(m))
 	if err != nil {
 		return deviceResult{}, err
 	}
-	defer c.end()
-	return c.result("")
+	defer c.endChild()
+	return c.readResult("")
 }
 
-// spread sets a row's value to the median of what get gives of each result, and
+// setSpread sets a row's value to the median of what get gives of each result, and
 // its range.
-func (o *outcome) spread(row *measure.Row, get func(deviceResult) float64) {
+func (o *outcome) setSpread(row *measure.Row, get func(deviceResult) float64) {
 	var all []float64
 	for _, res := range o.results {
 		all = append(all, get(res))

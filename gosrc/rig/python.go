@@ -30,8 +30,8 @@ func (r *run) unpackWorkers() error {
 	return nil
 }
 
-// worker is the path of one of Python's scripts.
-func (r *run) worker(name string) string { return filepath.Join(r.Folder, "workers", name) }
+// workerPath is the path of one of Python's scripts.
+func (r *run) workerPath(name string) string { return filepath.Join(r.Folder, "workers", name) }
 
 // pythonResult is the one line of JSON that workers/rig_rows.py prints.
 type pythonResult struct {
@@ -49,7 +49,7 @@ func (r *run) python(args ...string) (pythonResult, error) {
 		res.Missing = noPython
 		return res, nil
 	}
-	return r.runPython(append([]string{r.worker("rig_rows.py")}, args...)...)
+	return r.runPython(append([]string{r.workerPath("rig_rows.py")}, args...)...)
 }
 
 func (r *run) runPython(args ...string) (res pythonResult, err error) {
@@ -64,7 +64,8 @@ func (r *run) runPython(args ...string) (res pythonResult, err error) {
 			return res, stopped
 		}
 		lines := strings.Split(strings.TrimSpace(stderr.String()), "\n")
-		return res, errs.New(errs.ErrEngine, "%s %s: %v: %s", r.opt.Python, strings.Join(args, " "), err, lines[len(lines)-1])
+		return res, errs.New(errs.ErrEngine, "%s %s: %v: %s", r.opt.Python, strings.Join(args, " "), err,
+			lines[len(lines)-1])
 	}
 	if err := json.Unmarshal(stdout.Bytes(), &res); err != nil {
 		return res, errs.New(errs.ErrEngine, "%s printed %q", strings.Join(args, " "), stdout.String())
@@ -72,9 +73,9 @@ func (r *run) runPython(args ...string) (res pythonResult, err error) {
 	return res, nil
 }
 
-// turns runs measurements in fresh processes, alternating, after one warm-up of
+// runTurns runs measurements in fresh processes, alternating, after one warm-up of
 // each, and returns the median seconds of each; a missing reason ends it.
-func (r *run) turns(cmds ...[]string) (seconds []float64, notes []string, missing string, err error) {
+func (r *run) runTurns(cmds ...[]string) (seconds []float64, notes []string, missing string, err error) {
 	all := make([][]float64, len(cmds))
 	notes = make([]string, len(cmds))
 	for round := range r.Repeat + 1 {
@@ -106,7 +107,7 @@ func (r *run) pythonLoad(total int64, gb float64) error {
 		r.Missing("load", name, res.Missing)
 		return nil
 	}
-	s, notes, missing, err := r.turns([]string{"load", r.Path(bigCompressed)})
+	s, notes, missing, err := r.runTurns([]string{"load", r.Path(bigCompressed)})
 	if err != nil {
 		return err
 	}
@@ -118,7 +119,7 @@ func (r *run) pythonLoad(total int64, gb float64) error {
 	row := measure.Row{Group: "load", Name: name, Value: v, Unit: "GB/s", Floor: r.Report.Floors.RawCopy,
 		FloorName: "pread to fresh memory", Note: notes[0]}
 	// The goal is against our own streaming rate, if it was measured.
-	if one := r.value("to memory"); one > 0 {
+	if one := r.valueOf("to memory"); one > 0 {
 		goal := 0.8 * float64(r.Threads) * one
 		row.Goal = fmt.Sprintf(">= 0.8 x %d x %.1f = %.1f", r.Threads, one, goal)
 		row.Reached = atLeast(v, goal)
@@ -127,8 +128,8 @@ func (r *run) pythonLoad(total int64, gb float64) error {
 	return nil
 }
 
-// value finds a row measured earlier in this run.
-func (r *run) value(suffix string) float64 {
+// valueOf finds a row measured earlier in this run.
+func (r *run) valueOf(suffix string) float64 {
 	for _, row := range r.Report.Rows {
 		if strings.HasSuffix(row.Name, suffix) {
 			return row.Value
@@ -149,7 +150,7 @@ func (r *run) pythonPlain(total int64, gb float64) error {
 	if err != nil {
 		return err
 	}
-	s, notes, missing, err := r.turns([]string{"consume", r.Path(bigPlain)}, []string{"peer", r.Path(bigPlain)})
+	s, notes, missing, err := r.runTurns([]string{"consume", r.Path(bigPlain)}, []string{"peer", r.Path(bigPlain)})
 	if err != nil {
 		return err
 	}
@@ -173,7 +174,7 @@ func (r *run) pythonMany(n int) error {
 	var notes []string
 	missing := res.Missing
 	if missing == "" {
-		s, notes, missing, err = r.turns([]string{"load", r.Path(manyFile)}, []string{"load", r.Path(oneFile)})
+		s, notes, missing, err = r.runTurns([]string{"load", r.Path(manyFile)}, []string{"load", r.Path(oneFile)})
 		if err != nil {
 			return err
 		}
@@ -188,8 +189,8 @@ func (r *run) pythonMany(n int) error {
 	return nil
 }
 
-// imports is the time that `import overwire` adds to a bare interpreter.
-func (r *run) imports() error {
+// measureImport is the time that `import overwire` adds to a bare interpreter.
+func (r *run) measureImport() error {
 	const name = "import overwire, over a bare interpreter"
 	if r.opt.Python == "" {
 		r.Missing("import", name, noPython)
@@ -224,8 +225,9 @@ func (r *run) imports() error {
 	}
 	v := 1e3 * (measure.Middle(ours) - measure.Middle(bare))
 	ok := v <= 5 && last.Threads == 1 && !last.Torch
-	r.Add(measure.Row{Group: "import", Name: name, Value: v, Unit: "ms", Floor: 1e3 * measure.Middle(bare), FloorName: "bare interpreter",
-		Goal: "<= 5 ms, one thread, no torch", Reached: &ok,
+	r.Add(measure.Row{Group: "import", Name: name, Value: v, Unit: "ms", Floor: 1e3 * measure.Middle(bare),
+		FloorName: "bare interpreter",
+		Goal:      "<= 5 ms, one thread, no torch", Reached: &ok,
 		Note: fmt.Sprintf("%d threads, torch or numpy imported: %v", last.Threads, last.Torch)})
 	return nil
 }

@@ -50,8 +50,8 @@ type run struct {
 	rates   map[string]float64
 }
 
-// check refuses invalid options.
-func (opt *Options) check() error {
+// checkOptions refuses invalid options.
+func (opt *Options) checkOptions() error {
 	if opt.What == "" {
 		opt.What = "all"
 	}
@@ -80,7 +80,7 @@ func (opt *Options) check() error {
 
 // Run measures. It removes its files before it returns.
 func Run(ctx context.Context, j *job.Job, opt Options) (measure.Report, error) {
-	if err := opt.check(); err != nil {
+	if err := opt.checkOptions(); err != nil {
 		return measure.Report{}, err
 	}
 	m, err := measure.Start(ctx, j, opt.Options)
@@ -93,16 +93,17 @@ func Run(ctx context.Context, j *job.Job, opt Options) (measure.Report, error) {
 		return r.Report, err
 	}
 	if opt.Device != "" {
-		err := r.device()
+		err := r.measureDevice()
 		return r.Finish(), err
 	}
 	for _, g := range []struct {
 		name string
 		run  func() error
 	}{
-		{"floors", r.MeasureFloors}, {"codec", r.codec}, {"load", r.load}, {"cold", r.cold}, {"many", r.many}, {"net", r.net},
+		{"floors", r.MeasureFloors}, {"codec", r.measureCodec}, {"load", r.measureLoads}, {"cold", r.measureCold},
+		{"many", r.many}, {"net", r.measureNet},
 		{"tensors", r.tensors},
-		{"import", r.imports},
+		{"import", r.measureImport},
 	} {
 		if g.name != "floors" && opt.What != "all" && opt.What != g.name || g.name == "floors" && opt.What == "import" {
 			continue

@@ -25,7 +25,7 @@ const tensorsMost = 1 << 30 // bytes of the CPU rows
 // tensors measures tensorizer's files beside tensorizer itself, by the same calls
 // in fresh processes, alternating, and its cipher beside libsodium.
 func (r *run) tensors() error {
-	if err := r.cipher(); err != nil {
+	if err := r.cipherRate(); err != nil {
 		return err
 	}
 	const group = "tensors"
@@ -51,7 +51,7 @@ func (r *run) tensors() error {
 		r.Missing(group, name("all rows"), res.Missing)
 		return nil
 	}
-	sha, err := r.sha256()
+	sha, err := r.sha256Rate()
 	if err != nil {
 		return err
 	}
@@ -79,7 +79,7 @@ func (r *run) tensors() error {
 		if strings.Contains(row.what, "hash") {
 			note = fmt.Sprintf("SHA-256 alone on %d cores: %.2f GB/s", r.Threads, sha)
 		}
-		if err := r.versus(name(row.what), total, row, note); err != nil {
+		if err := r.runVersus(name(row.what), total, row, note); err != nil {
 			return err
 		}
 	}
@@ -94,9 +94,9 @@ type versus struct {
 	args func(module string) []string
 }
 
-// versus runs both sides, alternating.
-func (r *run) versus(name string, total int64, v versus, note string) error {
-	s, notes, missing, err := r.turns(v.args("ours"), v.args("theirs"))
+// runVersus runs both sides, alternating.
+func (r *run) runVersus(name string, total int64, v versus, note string) error {
+	s, notes, missing, err := r.runTurns(v.args("ours"), v.args("theirs"))
 	if err != nil {
 		return err
 	}
@@ -126,9 +126,9 @@ func (r *run) verifyTensors(name, file string, total int64, sha float64) error {
 	return nil
 }
 
-// cipher is one core's rate of encrypting, which is that of decrypting: the
+// cipherRate is one core's rate of encrypting, which is that of decrypting: the
 // cipher and the authenticator over boxes of 2 MiB.
-func (r *run) cipher() error {
+func (r *run) cipherRate() error {
 	const name = "XSalsa20-Poly1305, one core, boxes of 2 MiB in cache"
 	box := make([]byte, tensorizer.ChunkBytes)
 	c, key := tensorizer.NewCrypt(tensorizer.ChunkBytes, nil), new([32]byte)
@@ -155,8 +155,8 @@ func (r *run) cipher() error {
 	return nil
 }
 
-// sha256 is the rate of SHA-256 on all cores, of memory in their caches.
-func (r *run) sha256() (float64, error) {
+// sha256Rate is the rate of SHA-256 on all cores, of memory in their caches.
+func (r *run) sha256Rate() (float64, error) {
 	const piece, rounds = 64 << 10, 512
 	seconds, err := r.Median(func() error {
 		return spawn.Each(context.Background(), "bench", r.Threads, r.Threads, func(int) error {
@@ -252,13 +252,13 @@ func (r *run) deviceTensorsOf(kind string, size int64, hows []string) error {
 				err = v.err
 			}
 			if err != nil || len(o.results) == 0 {
-				r.step("tensors", name, func() error { return err })
+				r.runStep("tensors", name, func() error { return err })
 				continue
 			}
 			for _, w := range whichLoad {
 				row := measure.Row{Group: "tensors", Name: name + ": " + w.name, Unit: "GB/s"}
-				o.spread(&row, func(res deviceResult) float64 { return measure.Rate(res.Bytes, w.of(res)) })
-				row.Floor, row.FloorName = r.limit(m, plain)
+				o.setSpread(&row, func(res deviceResult) float64 { return measure.Rate(res.Bytes, w.of(res)) })
+				row.Floor, row.FloorName = r.linkLimit(m, plain)
 				if goal := goals[kind+" "+how]; who == "" && goal > 0 && w.name == "second load" {
 					r.goal(&row, fmt.Sprintf(">= %.0f on a wire of 55", goal), atLeast(row.Value, goal))
 				}

@@ -33,7 +33,8 @@ func (r *run) tensorsOfS3(name, file string, total int64) error {
 		}
 		return err
 	}
-	return r.versus(name, total, versus{"", 3, func(m string) []string { return []string{"tensors", "s3", m, uri, url, benchKey} }}, "")
+	return r.runVersus(name, total, versus{"", 3,
+		func(m string) []string { return []string{"tensors", "s3", m, uri, url, benchKey} }}, "")
 }
 
 // startS3 starts a server with a bucket "models", whose key and secret are
@@ -52,7 +53,8 @@ func (r *run) startS3(program string) (url string, stop func(), err error) {
 	addr := l.Addr().String()
 	_ = l.Close()
 	ctx, cancel := context.WithCancel(r.Ctx)
-	cmd := exec.CommandContext(ctx, program, "--port", addr, "--keep-alive", "--quiet", "--iam-dir", filepath.Join(root, "iam"), "posix", filepath.Join(root, "data"))
+	cmd := exec.CommandContext(ctx, program, "--port", addr, "--keep-alive", "--quiet", "--iam-dir",
+		filepath.Join(root, "iam"), "posix", filepath.Join(root, "data"))
 	cmd.Env = append(cmd.Environ(), "ROOT_ACCESS_KEY="+benchKey, "ROOT_SECRET_KEY="+benchKey)
 	if err := cmd.Start(); err != nil {
 		cancel()
@@ -63,12 +65,14 @@ func (r *run) startS3(program string) (url string, stop func(), err error) {
 		_ = cmd.Wait()
 		_ = os.RemoveAll(root)
 	}
-	for until := time.Now().Add(20 * time.Second); time.Now().Before(until) && r.Stopped() == nil; time.Sleep(20 * time.Millisecond) {
+	for until := time.Now().Add(20 * time.Second); time.Now().Before(until) &&
+		r.Stopped() == nil; time.Sleep(20 * time.Millisecond) {
 		if c, err := net.Dial("tcp", addr); err == nil {
 			_ = c.Close()
 			return "http://" + addr, stop, nil
 		}
 	}
 	stop()
-	return "", nil, errs.New(errs.ErrEngine, "%s did not begin to answer at %s (it needs a folder with extended attributes)", program, addr)
+	return "", nil, errs.New(errs.ErrEngine,
+		"%s did not begin to answer at %s (it needs a folder with extended attributes)", program, addr)
 }

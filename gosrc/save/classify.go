@@ -40,9 +40,9 @@ const (
 	glanceBytes = 512 // of one piece of a glance; less than minAlias
 )
 
-// classify decides for every item whether it is stored compressed, plain or as an
+// classifyItems decides for every item whether it is stored compressed, plain or as an
 // alias. It reads samples, and whole tensors only where two may be equal.
-func (w *writer) classify(ctx context.Context, items []*item) error {
+func (w *writer) classifyItems(ctx context.Context, items []*item) error {
 	for _, t := range items {
 		t.parts = t.chooseParts(w.spec.Parts)
 	}
@@ -58,7 +58,7 @@ func (w *writer) classify(ctx context.Context, items []*item) error {
 		}
 		e := encoders.Get().(*codec.Encoder)
 		defer encoders.Put(e)
-		if err := t.choose(ctx, e, &w.spec); err != nil {
+		if err := t.chooseTransform(ctx, e, &w.spec); err != nil {
 			return errs.Locate("save", w.spec.Path, t.name, -1, err)
 		}
 		if t.form != compressed {
@@ -78,10 +78,10 @@ func joinColumns(items []*item) {
 	}
 }
 
-// choose takes the best transform for a tensor and decides whether to use it. It
+// chooseTransform takes the best transform for a tensor and decides whether to use it. It
 // encodes tensors up to the size of a sample completely, so that small ones account
 // for their tables, and 16 evenly spread runs of larger ones.
-func (t *item) choose(ctx context.Context, e *codec.Encoder, spec *Spec) error {
+func (t *item) chooseTransform(ctx context.Context, e *codec.Encoder, spec *Spec) error {
 	t.form, t.expect = plain, 1
 	if spec.Level == levelSmaller && t.parts == 1 {
 		t.ways.Planes = planes.TransformFor(t.dtype)
@@ -105,7 +105,7 @@ func (t *item) choose(ctx context.Context, e *codec.Encoder, spec *Spec) error {
 	}
 	if t.bytes <= wholeSample {
 		for _, c := range candidates {
-			stored, err := t.try(ctx, e, c, spec.ChunkBytes)
+			stored, err := t.tryTransform(ctx, e, c, spec.ChunkBytes)
 			if err != nil {
 				return err
 			}
@@ -119,7 +119,7 @@ func (t *item) choose(ctx context.Context, e *codec.Encoder, spec *Spec) error {
 		}
 		return nil
 	}
-	sample, err := t.sample(ctx)
+	sample, err := t.readSample(ctx)
 	if err != nil {
 		return err
 	}
@@ -133,8 +133,8 @@ func (t *item) choose(ctx context.Context, e *codec.Encoder, spec *Spec) error {
 	return nil
 }
 
-// try encodes a whole small tensor and returns its stored size.
-func (t *item) try(ctx context.Context, e *codec.Encoder, transform uint8, chunkBytes int64) (int64, error) {
+// tryTransform encodes a whole small tensor and returns its stored size.
+func (t *item) tryTransform(ctx context.Context, e *codec.Encoder, transform uint8, chunkBytes int64) (int64, error) {
 	var total int64
 	buf := make([]byte, min(chunkBytes, t.bytes/t.parts))
 	var enc []byte
@@ -142,7 +142,7 @@ func (t *item) try(ctx context.Context, e *codec.Encoder, transform uint8, chunk
 	for p := range t.parts {
 		for off := int64(0); off < t.bytes/t.parts; off += chunkBytes {
 			n := min(chunkBytes, t.bytes/t.parts-off)
-			data, err := t.gather(ctx, buf[:n], p, off)
+			data, err := t.gatherColumns(ctx, buf[:n], p, off)
 			if err != nil {
 				return 0, err
 			}
@@ -157,19 +157,19 @@ func (t *item) try(ctx context.Context, e *codec.Encoder, transform uint8, chunk
 	return sizes.RoundUp(total, 64), nil
 }
 
-// sample returns evenly spread runs of a tensor that is larger than a sample.
-func (t *item) sample(ctx context.Context) ([]byte, error) {
+// readSample returns evenly spread runs of a tensor that is larger than a sample.
+func (t *item) readSample(ctx context.Context) ([]byte, error) {
 	out := make([]byte, wholeSample)
-	for i, off := range samples(t.bytes) {
-		if err := t.fill(ctx, out[i*sampleBytes:(i+1)*sampleBytes], off); err != nil {
+	for i, off := range sampleOffsets(t.bytes) {
+		if err := t.fillBytes(ctx, out[i*sampleBytes:(i+1)*sampleBytes], off); err != nil {
 			return nil, err
 		}
 	}
 	return out, nil
 }
 
-// samples are where the runs of a sample begin.
-func samples(bytes int64) []int64 {
+// sampleOffsets are where the runs of a sample begin.
+func sampleOffsets(bytes int64) []int64 {
 	out := make([]int64, sampleRuns)
 	for i := range out {
 		off := (bytes - sampleBytes) / (sampleRuns - 1) * int64(i)
@@ -222,7 +222,7 @@ func (w *writer) findAliases(ctx context.Context, items []*item) error {
 	})
 	for _, mark := range []func(*item) ([16]byte, error){
 		none,
-		func(t *item) ([16]byte, error) { return t.glance(ctx) },
+		func(t *item) ([16]byte, error) { return t.hashGlances(ctx) },
 		func(t *item) ([16]byte, error) { return t.hashAll(ctx) },
 	} {
 		keys := make([]sameKey, len(pool))
@@ -255,7 +255,7 @@ func (w *writer) findAliases(ctx context.Context, items []*item) error {
 			first[k] = t
 			continue
 		}
-		same, err := equal(ctx, t, f)
+		same, err := isEqual(ctx, t, f)
 		if err != nil {
 			return errs.Locate("save", w.spec.Path, t.name, -1, err)
 		}
@@ -271,26 +271,26 @@ func (w *writer) findAliases(ctx context.Context, items []*item) error {
 	return nil
 }
 
-// glance hashes three small pieces of a tensor; for an overwire source it returns
+// hashGlances hashes three small pieces of a tensor; for an overwire source it returns
 // the stored hash of the whole.
-func (t *item) glance(ctx context.Context) ([16]byte, error) {
+func (t *item) hashGlances(ctx context.Context) ([16]byte, error) {
 	if t.known != nil {
 		return t.known.Hash, nil
 	}
 	var h xxh3.Hasher
 	var buf [glanceBytes]byte
-	for _, off := range glances(t.bytes) {
+	for _, off := range glanceOffsets(t.bytes) {
 		got, err := t.body.bytes(ctx, buf[:min(int64(len(buf)), t.bytes-off)], off)
 		if err != nil {
 			return [16]byte{}, err
 		}
 		_, _ = h.Write(got)
 	}
-	return sum128(&h), nil
+	return sumOf(&h), nil
 }
 
-// glances are where the pieces begin.
-func glances(bytes int64) []int64 { return []int64{0, bytes / 2, bytes - glanceBytes} }
+// glanceOffsets are where the pieces begin.
+func glanceOffsets(bytes int64) []int64 { return []int64{0, bytes / 2, bytes - glanceBytes} }
 
 // hashAll is XXH3-128 of the logical bytes, computed once for each tensor.
 func (t *item) hashAll(ctx context.Context) ([16]byte, error) {
@@ -303,8 +303,8 @@ func (t *item) hashAll(ctx context.Context) ([16]byte, error) {
 		return t.hash, nil
 	}
 	var h xxh3.Hasher
-	err := t.walk(ctx, func(p []byte) error { _, _ = h.Write(p); return nil })
-	t.hash, t.hashed = sum128(&h), err == nil
+	err := t.walkBytes(ctx, func(p []byte) error { _, _ = h.Write(p); return nil })
+	t.hash, t.hashed = sumOf(&h), err == nil
 	return t.hash, err
 }
 
@@ -312,7 +312,7 @@ func (t *item) hashAll(ctx context.Context) ([16]byte, error) {
 func (t *item) digestAll(ctx context.Context, sum *digest.State) error {
 	var h xxh3.Hasher
 	at := int64(0)
-	err := t.walk(ctx, func(p []byte) error {
+	err := t.walkBytes(ctx, func(p []byte) error {
 		sum.Add(at, p)
 		at += int64(len(p))
 		if t.known != nil {
@@ -320,7 +320,7 @@ func (t *item) digestAll(ctx context.Context, sum *digest.State) error {
 		}
 		return nil
 	})
-	if err == nil && t.known != nil && t.bytes > 0 && sum128(&h) != t.known.Hash {
+	if err == nil && t.known != nil && t.bytes > 0 && sumOf(&h) != t.known.Hash {
 		return errOtherBytes()
 	}
 	return err
@@ -329,8 +329,8 @@ func (t *item) digestAll(ctx context.Context, sum *digest.State) error {
 // pieces are the buffers of walk and equal.
 var pieces = sync.Pool{New: func() any { return new([1 << 20]byte) }}
 
-// walk calls f with all bytes of a tensor, in plain order.
-func (t *item) walk(ctx context.Context, f func(p []byte) error) error {
+// walkBytes calls f with all bytes of a tensor, in plain order.
+func (t *item) walkBytes(ctx context.Context, f func(p []byte) error) error {
 	buf := pieces.Get().(*[1 << 20]byte)
 	defer pieces.Put(buf)
 	for off := int64(0); off < t.bytes; off += int64(len(buf)) {
@@ -348,8 +348,8 @@ func (t *item) walk(ctx context.Context, f func(p []byte) error) error {
 	return nil
 }
 
-// equal compares the bytes of two tensors of one size.
-func equal(ctx context.Context, a, b *item) (bool, error) {
+// isEqual compares the bytes of two tensors of one size.
+func isEqual(ctx context.Context, a, b *item) (bool, error) {
 	if x, ok := a.body.(fromFile); ok && b.body == body(x) {
 		return true, nil
 	}
@@ -357,7 +357,7 @@ func equal(ctx context.Context, a, b *item) (bool, error) {
 	var off int64
 	buf := pieces.Get().(*[1 << 20]byte)
 	defer pieces.Put(buf)
-	err := a.walk(ctx, func(p []byte) error {
+	err := a.walkBytes(ctx, func(p []byte) error {
 		if !same {
 			return nil
 		}
@@ -369,9 +369,9 @@ func equal(ctx context.Context, a, b *item) (bool, error) {
 	return same && err == nil, err
 }
 
-// sum128 has the byte order of docs/format.md: the high half first, each half
+// sumOf has the byte order of docs/format.md: the high half first, each half
 // little-endian.
-func sum128(h *xxh3.Hasher) [16]byte {
+func sumOf(h *xxh3.Hasher) [16]byte {
 	s := h.Sum128()
 	return hashOf(s.Hi, s.Lo)
 }
@@ -384,5 +384,5 @@ func hashOf(high, low uint64) (out [16]byte) {
 
 func hashOfNothing() [16]byte {
 	var h xxh3.Hasher
-	return sum128(&h)
+	return sumOf(&h)
 }

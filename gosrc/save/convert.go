@@ -62,15 +62,17 @@ func Convert(ctx context.Context, j *job.Job, src []string, dst string, spec Spe
 
 func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec Spec) (Report, error) {
 	spec.Path = dst
-	if err := spec.check(); err != nil {
+	if err := spec.checkSpec(); err != nil {
 		return Report{}, err
 	}
 	dst = spec.Path // without its scheme
 	if ext := companions.OtherFormat(dst); ext != "" && !namesFile(dst) {
-		return Report{}, badArgument(dst, "", "%s files are not written, only %s and .tensors files, and folders of them", ext, extension)
+		return Report{}, badArgument(dst, "",
+			"%s files are not written, only %s and .tensors files, and folders of them", ext, extension)
 	}
 	if source.Remote(dst) && !namesFile(dst) {
-		if dir := format.RemoteFolder(ctx, dst, open.With(spec.Storage.Options), format.Options{List: open.Lister(spec.Storage.Options)}); dir != "" {
+		if dir := format.RemoteFolder(ctx, dst, open.With(spec.Storage.Options),
+			format.Options{List: open.Lister(spec.Storage.Options)}); dir != "" {
 			dst = dir
 		}
 	}
@@ -114,14 +116,14 @@ func convertOne(ctx context.Context, j *job.Job, src []string, dst string, spec 
 	}
 	folder := isFolder(dst, src, len(m.srcs))
 	if files && !folder {
-		m.close()
+		m.closeSources()
 		if m, err = openModel(ctx, src, from, false); err != nil {
 			return Report{}, err
 		}
 	}
-	defer m.close()
+	defer m.closeSources()
 	w := newWriter(spec, j)
-	w.complete, w.ours = m.unwritten, how.ours
+	w.complete, w.ours = m.refuseWritten, how.ours
 	items := m.items(w.threads)
 	if folder && len(spec.Storage.Encrypt) > 0 {
 		return Report{}, badArgument(dst, "", "only single .tensors files are encrypted, not folders")
@@ -138,7 +140,7 @@ func convertOne(ctx context.Context, j *job.Job, src []string, dst string, spec 
 		if err := checkItems(dst, g); err != nil {
 			return Report{}, err
 		}
-		if err := w.prepare(ctx, g); err != nil {
+		if err := w.prepareItems(ctx, g); err != nil {
 			return Report{}, err
 		}
 	}
@@ -149,23 +151,24 @@ func convertOne(ctx context.Context, j *job.Job, src []string, dst string, spec 
 	}
 	var rep Report
 	if folder {
-		own := how.sources(src)
+		own := how.sourceFolders(src)
 		from := own
 		if how.dir != "" && !how.last {
 			from = nil
 		}
 		rep, err = w.intoFolder(ctx, own, from, dst, parts, how)
 	} else {
-		rep, err = w.save(ctx, parts)
-		rep.Left = besides(how.sources(src), spec, how)
+		rep, err = w.saveAll(ctx, parts)
+		rep.Left = listBesides(how.sourceFolders(src), spec, how)
 	}
-	rep.Anew = m.anew(w.spec, parts, rep.Originals)
+	rep.Anew = m.plainFiles(w.spec, parts, rep.Originals)
 	return rep, err
 }
 
 // intoFolder writes parts into dst, which is made, beside the companions of the folders
 // from. Their own weights may lie in dst if they are among src.
-func (w *writer) intoFolder(ctx context.Context, src, from []string, dst string, parts []part, how beside) (rep Report, err error) {
+func (w *writer) intoFolder(ctx context.Context, src, from []string, dst string, parts []part, how beside) (rep Report,
+	err error) {
 	made, err := folders.Make(dst)
 	if err != nil {
 		return rep, err
@@ -180,7 +183,7 @@ func (w *writer) intoFolder(ctx context.Context, src, from []string, dst string,
 		parts, left, err = withCompanions(from, dst, parts, w.spec, how)
 	}
 	if err == nil {
-		rep, err = w.save(ctx, parts)
+		rep, err = w.saveAll(ctx, parts)
 	}
 	if err != nil && made != "" {
 		_ = os.Remove(made)
@@ -189,12 +192,12 @@ func (w *writer) intoFolder(ctx context.Context, src, from []string, dst string,
 	return rep, err
 }
 
-// prepare decides how tensors are stored, of files whose tensors may be compressed.
-func (w *writer) prepare(ctx context.Context, items []*item) error {
+// prepareItems decides how tensors are stored, of files whose tensors may be compressed.
+func (w *writer) prepareItems(ctx context.Context, items []*item) error {
 	if !w.spec.Compress || !formatOf(w.spec.Path).coded {
 		return nil
 	}
-	return w.classify(ctx, items)
+	return w.classifyItems(ctx, items)
 }
 
 // of returns the tensors of source k.
@@ -222,8 +225,8 @@ func (m *model) parts(
 	switch {
 	case !folder || spec.Shard > 0:
 		merged := spec
-		merged.Metadata = over(all, spec.Metadata)
-		parts = shards(merged, items)
+		merged.Metadata = mergeMetadata(all, spec.Metadata)
+		parts = divideShards(merged, items)
 		for i := range parts {
 			parts[i].mode = m.mode()
 		}
@@ -244,17 +247,18 @@ func (m *model) parts(
 			if err != nil {
 				return nil, err
 			}
-			parts = append(parts, part{path: join(dst, name), metadata: over(m.metadata(k), spec.Metadata), items: m.of(k, items), mode: modeOf(s.URI()), original: o})
+			parts = append(parts, part{path: joinName(dst, name), metadata: mergeMetadata(m.metadata(k), spec.Metadata),
+				items: m.of(k, items), mode: modeOf(s.URI()), original: o})
 		}
 		if len(src) == 1 {
-			parts = m.indexed(dst, parts)
+			parts = m.addIndex(dst, parts)
 		}
 	}
 	return parts, nil
 }
 
-// over are metadata with more entries; nil without both.
-func over(metadata, more map[string]string) map[string]string {
+// mergeMetadata are metadata with more entries; nil without both.
+func mergeMetadata(metadata, more map[string]string) map[string]string {
 	if metadata == nil {
 		return more
 	}
@@ -262,16 +266,17 @@ func over(metadata, more map[string]string) map[string]string {
 	return metadata
 }
 
-// indexed adds the index.json of the source to its files. Shards without one get one where
+// addIndex adds the index.json of the source to its files. Shards without one get one where
 // files of their names are: together with it they replace those in one step.
-func (m *model) indexed(dst string, parts []part) []part {
+func (m *model) addIndex(dst string, parts []part) []part {
 	set := m.sets[0]
 	if set.Index != "" {
 		for k := range parts {
 			parts[k].shard = true
 		}
 		name := filepath.Base(source.Path(folders.Local(set.Index)))
-		return append(parts, part{path: join(dst, name), laid: whole(set.Text), listing: &listing{Shards: set.Shards}, mode: m.mode()})
+		return append(parts, part{path: joinName(dst, name), laid: wholeFile(set.Text),
+			listing: &listing{Shards: set.Shards}, mode: m.mode()})
 	}
 	family := ""
 	there := false
@@ -290,7 +295,7 @@ func (m *model) indexed(dst string, parts []part) []part {
 	if !there || len(parts) < 2 {
 		return parts
 	}
-	index := indexOf(join(dst, family+extension+modelfiles.IndexSuffix), shardIndex(parts), parts)
+	index := indexOf(joinName(dst, family+extension+modelfiles.IndexSuffix), shardIndex(parts), parts)
 	index.mode = m.mode()
 	return append(parts, index)
 }
@@ -305,8 +310,8 @@ type beside struct {
 	last    bool            // this is the last one, with which the other files are copied
 }
 
-// sources are the folders that models are converted from.
-func (b beside) sources(src []string) []string {
+// sourceFolders are the folders that models are converted from.
+func (b beside) sourceFolders(src []string) []string {
 	if b.dir != "" {
 		return []string{b.dir}
 	}
@@ -330,7 +335,8 @@ func namesIndex(path string) bool {
 // model, since what refers to others comes last, and lists those that are not
 // copied. Weights are opened as every load opens them, through any link: only their
 // tensors are copied.
-func withCompanions(src []string, dst string, parts []part, spec Spec, how beside) (all []part, left []string, err error) {
+func withCompanions(src []string, dst string, parts []part, spec Spec, how beside) (all []part, left []string,
+	err error) {
 	taken := map[string]bool{}
 	for _, p := range parts {
 		taken[filepath.Base(p.path)] = true
@@ -342,13 +348,13 @@ func withCompanions(src []string, dst string, parts []part, spec Spec, how besid
 	}
 	maps.Copy(taken, how.ours)
 	for _, s := range src {
-		found, skipped, err := companions.Find(how.folder(s, dst, spec), taken)
+		found, skipped, err := companions.Find(how.companionFolder(s, dst, spec), taken)
 		if err != nil {
 			return nil, nil, err
 		}
 		for _, f := range found {
 			taken[f.Name] = true
-			one := part{path: join(dst, f.Name), laid: copyOf(f), copied: true}
+			one := part{path: joinName(dst, f.Name), laid: copyOf(f), copied: true}
 			if f.Mode != 0 {
 				one.mode = f.Mode | 0o600
 			}
@@ -359,15 +365,17 @@ func withCompanions(src []string, dst string, parts []part, spec Spec, how besid
 	return append(all, parts...), left, nil
 }
 
-// folder is where the companions of a source are looked for.
-func (b beside) folder(src, dst string, spec Spec) companions.Folder {
-	return companions.Folder{Path: folders.Local(src), Root: b.root, Avoid: dst, Below: b.folders, Files: b.files, Open: open.With(spec.Storage.Options)}
+// companionFolder is where the companions of a source are looked for.
+func (b beside) companionFolder(src, dst string, spec Spec) companions.Folder {
+	return companions.Folder{Path: folders.Local(src), Root: b.root, Avoid: dst, Below: b.folders, Files: b.files,
+		Open: open.With(spec.Storage.Options)}
 }
 
-// besides lists what lies beside the weights of source folders that become one file.
-func besides(src []string, spec Spec, how beside) (left []string) {
+// listBesides lists what lies beside the weights of source folders that become one file.
+func listBesides(src []string, spec Spec, how beside) (left []string) {
 	for _, s := range src {
-		found, skipped, _ := companions.Find(how.folder(s, "", spec), nil) // what cannot be read is not copied, either
+		// what cannot be read is not copied, either
+		found, skipped, _ := companions.Find(how.companionFolder(s, "", spec), nil)
 		for _, f := range found {
 			left = append(left, f.Path)
 		}
@@ -406,13 +414,13 @@ func modeOf(uri string) fs.FileMode {
 // pathIn is the file to write, or the path that shards are named after.
 func pathIn(folder bool, stem string, spec Spec) string {
 	if folder {
-		return join(spec.Path, stem+extension)
+		return joinName(spec.Path, stem+extension)
 	}
 	return spec.Path
 }
 
-// anew lists the plain files made from containers that are not their originals.
-func (m *model) anew(spec Spec, parts []part, originals []Original) (out []string) {
+// plainFiles lists the plain files made from containers that are not their originals.
+func (m *model) plainFiles(spec Spec, parts []part, originals []Original) (out []string) {
 	if spec.Compress || !formatOf(spec.Path).coded {
 		return nil
 	}
@@ -438,5 +446,6 @@ func isFolder(dst string, src []string, files int) bool {
 		return false
 	}
 	st, err := os.Stat(folders.Local(src[0]))
-	return files > 1 || len(src) == 1 && (err == nil && st.IsDir() || namesIndex(source.Path(src[0])) || source.Remote(src[0]) && source.Folder(src[0]))
+	return files > 1 || len(src) == 1 && (err == nil && st.IsDir() || namesIndex(source.Path(src[0])) ||
+		source.Remote(src[0]) && source.Folder(src[0]))
 }

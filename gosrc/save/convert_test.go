@@ -290,7 +290,7 @@ func TestConvertComparesHashes(t *testing.T) {
 		t.Fatal(err)
 	}
 	hash := m.ix.Tensors[0].Hash
-	m.close()
+	m.closeSources()
 	b, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)

@@ -38,36 +38,38 @@ type TensorDigest struct {
 // others computed: it reads and decodes them block by
 // block on all cores, in bounded memory, and compares the checksums of all chunks. It
 // computes none of the tensors that are elsewhere by name; nil: all.
-func Digests(ctx context.Context, j *job.Job, uris []string, storage format.Access, elsewhere func(name string) bool) (DigestReport, error) {
+func Digests(ctx context.Context, j *job.Job, uris []string, storage format.Access,
+	elsewhere func(name string) bool) (DigestReport, error) {
 	start := time.Now()
 	m, err := openSpread(ctx, uris, storage, false)
 	if err != nil {
 		return DigestReport{}, errs.Ended(ctx, err)
 	}
-	defer m.close()
+	defer m.closeSources()
 	if j == nil {
 		j = job.New("digests")
 	}
-	rep, err := m.digests(ctx, j, elsewhere)
+	rep, err := m.digestItems(ctx, j, elsewhere)
 	if err == nil {
-		err = m.unwritten()
+		err = m.refuseWritten()
 	}
 	rep.Seconds = time.Since(start).Seconds()
 	return rep, errs.Ended(ctx, err)
 }
 
-func (m *model) digests(ctx context.Context, j *job.Job, elsewhere func(name string) bool) (rep DigestReport, err error) {
+func (m *model) digestItems(ctx context.Context, j *job.Job, elsewhere func(name string) bool) (rep DigestReport,
+	err error) {
 	workers := knob.Workers(0)
 	items := m.items(workers)
 	var spans []span
-	kept, err := m.kept()
+	kept, err := m.keptDigests()
 	if err != nil {
 		return DigestReport{}, err
 	}
 	here := make([]bool, len(items)) // whose bytes are read
 	for i, t := range items {
 		if kept[i] == nil && (elsewhere == nil || !elsewhere(t.name)) {
-			here[m.holder(i)] = true
+			here[m.holderOf(i)] = true
 		}
 	}
 	for i, t := range items {
@@ -107,25 +109,26 @@ func (m *model) digests(ctx context.Context, j *job.Job, elsewhere func(name str
 		case kept[i] != nil:
 			sum = kept[i].String()
 			rep.Kept++
-		case here[m.holder(i)]:
-			sum = states[m.holder(i)].Sum(t.bytes).String()
+		case here[m.holderOf(i)]:
+			sum = states[m.holderOf(i)].Sum(t.bytes).String()
 		}
-		rep.Tensors = append(rep.Tensors, TensorDigest{Name: t.name, DType: t.dtype.String(), Shape: append([]int64{}, t.shape...), Digest: sum})
+		rep.Tensors = append(rep.Tensors, TensorDigest{Name: t.name, DType: t.dtype.String(),
+			Shape: append([]int64{}, t.shape...), Digest: sum})
 		j.Tensors.Add(1)
 	}
 	return rep, nil
 }
 
-// holder is the tensor that has the bytes of tensor i.
-func (m *model) holder(i int) int {
+// holderOf is the tensor that has the bytes of tensor i.
+func (m *model) holderOf(i int) int {
 	if a := m.ix.Tensors[i].Alias; a >= 0 {
 		return int(a)
 	}
 	return i
 }
 
-// kept returns the digests that containers keep, by tensor; nil: none.
-func (m *model) kept() ([]*digest.Sum, error) {
+// keptDigests returns the digests that containers keep, by tensor; nil: none.
+func (m *model) keptDigests() ([]*digest.Sum, error) {
 	out := make([]*digest.Sum, len(m.ix.Tensors))
 	own := make([][]int, len(m.ix.Sources)) // the tensors of each source
 	for i, t := range m.ix.Tensors {

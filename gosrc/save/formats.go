@@ -44,7 +44,7 @@ var formats = []fileFormat{
 		write:    writeTensors,
 		verify:   verifyTensors, proves: true,
 	},
-	{name: tensor.FormatOverwire, verify: zeros},
+	{name: tensor.FormatOverwire, verify: checkZeros},
 	{
 		name: tensor.FormatSafetensors, extension: extension, coded: true,
 		refuse: refusedBySafetensors,
@@ -121,7 +121,8 @@ func writeTensors(ctx context.Context, w *writer, to draft, _ lane, p part) (int
 		}
 		all[i] = tensorizer.Tensor{Item: known[t.origin][t.name], Data: w.data(t)}
 	}
-	return tensorizer.Write(ctx, to, tensorizer.How{Path: to.URI(), Encrypt: w.spec.Storage.Encrypt, Workers: w.threads, InOrder: source.Remote(p.path)}, all)
+	return tensorizer.Write(ctx, to, tensorizer.How{Path: to.URI(), Encrypt: w.spec.Storage.Encrypt, Workers: w.threads,
+		InOrder: source.Remote(p.path)}, all)
 }
 
 // data reads a tensor's bytes, and compares the hash of their source.
@@ -144,7 +145,7 @@ func (w *writer) data(t *item) tensorizer.Flow {
 		return nil
 	}
 	f.Done = func() error {
-		if t.known != nil && t.bytes > 0 && sum128(whole) != t.known.Hash {
+		if t.known != nil && t.bytes > 0 && sumOf(whole) != t.known.Hash {
 			return errOtherBytes()
 		}
 		w.job.Tensors.Add(1)

@@ -44,9 +44,9 @@ type gpu struct {
 // A piece is a range of a tensor's bytes.
 type piece struct{ off, n int64 }
 
-// encodable reports whether a GPU may encode a tensor: not in several column parts or in the
+// isEncodable reports whether a GPU may encode a tensor: not in several column parts or in the
 // codec of level "smaller", which need its bytes in the host.
-func (w *writer) encodable(t *item) bool {
+func (w *writer) isEncodable(t *item) bool {
 	a, ok := t.body.(*away)
 	return ok && a.GPU != nil && t.bytes > 0 && w.spec.Parts == 1 && w.spec.Level != levelSmaller &&
 		formatOf(w.spec.Path).coded && (!w.spec.Compress || a.Addr%16 == 0)
@@ -58,7 +58,7 @@ func (w *writer) openGPUs(items []*item) error {
 	all := map[*cuda.Device][]*item{}
 	total := map[*cuda.Device]int64{}
 	for _, t := range items {
-		if w.encodable(t) {
+		if w.isEncodable(t) {
 			d := t.body.(*away).GPU
 			all[d] = append(all[d], t)
 			total[d] += t.bytes
@@ -121,9 +121,9 @@ func (g *gpu) readAhead(items []*item) error {
 			var offs []int64
 			switch {
 			case n == glanceBytes && t.bytes >= minAlias:
-				offs = glances(t.bytes)
+				offs = glanceOffsets(t.bytes)
 			case n == sampleBytes && t.bytes > wholeSample && x16.TransformsFor(t.dtype) != nil:
-				offs = samples(t.bytes)
+				offs = sampleOffsets(t.bytes)
 			}
 			if a.ahead == nil {
 				a.ahead = map[piece][]byte{}
@@ -151,8 +151,8 @@ func (w *writer) closeGPUs() {
 	w.gpus = nil
 }
 
-// rings takes the pinned memory that stored bytes come down to.
-func (w *writer) rings() error {
+// takeRings takes the pinned memory that stored bytes come down to.
+func (w *writer) takeRings() error {
 	for _, g := range w.gpus {
 		n := int64(g.Slots()) * g.room
 		var err error
@@ -272,7 +272,7 @@ func (f *fileWriter) placePack(ctx context.Context, p *pack) error {
 	}
 	f.pos, p.at = end, at
 	var err error
-	if p.out, err = f.space(ctx, p, end-at[0]); err != nil {
+	if p.out, err = f.batchSpace(ctx, p, end-at[0]); err != nil {
 		return err
 	}
 	behind := at[0]
@@ -307,10 +307,10 @@ func (r *row) addSums(from *cuda.Packed) error {
 	return nil
 }
 
-// space is host memory for a batch's stored bytes.
-func (f *fileWriter) space(ctx context.Context, p *pack, n int64) ([]byte, error) {
+// batchSpace is host memory for a batch's stored bytes.
+func (f *fileWriter) batchSpace(ctx context.Context, p *pack, n int64) ([]byte, error) {
 	if f.stage != nil {
-		return f.stage.take(ctx, n)
+		return f.stage.takeMemory(ctx, n)
 	}
 	off := int64(p.slot) * p.gpu.room
 	if n > p.gpu.room {
@@ -344,7 +344,7 @@ func (f *fileWriter) flushPack(p *pack) error {
 	}
 	var err error
 	if s, ok := f.draft.(*staged); ok {
-		s.hold(p.out, first)
+		s.holdBytes(p.out, first)
 	} else {
 		err = f.draft.Write(p.out, first)
 	}

@@ -40,7 +40,7 @@ func (in *Inspection) sumUp() {
 				sum.Tensors++
 				sum.Bytes += t.Bytes
 				sum.Stored += t.Stored
-				sum.Ratio = ratio(sum.Stored, sum.Bytes)
+				sum.Ratio = ratioOf(sum.Stored, sum.Bytes)
 			}
 		}
 	}
@@ -88,7 +88,7 @@ func Inspect(ctx context.Context, uris []string, storage format.Access) (*Inspec
 	}
 	out := &Inspection{}
 	if m != nil {
-		defer m.close()
+		defer m.closeSources()
 		m.describe(out)
 	}
 	out.Sources = append(out.Sources, others...)
@@ -107,7 +107,8 @@ func (m *model) describe(out *Inspection) {
 		t := &m.ix.Tensors[i]
 		f := &out.Sources[t.Source]
 		it := InspectedTensor{Name: t.Name, DType: t.DType.String(), Shape: t.Shape, Bytes: t.Bytes,
-			Stored: t.Stored, Ratio: ratio(t.Stored, t.Bytes), Coding: m.coding(t), Chunks: int(t.Count), Parts: int(t.Parts)}
+			Stored: t.Stored, Ratio: ratioOf(t.Stored, t.Bytes), Coding: m.codingOf(t), Chunks: int(t.Count),
+			Parts: int(t.Parts)}
 		if it.Shape == nil {
 			it.Shape = []int64{}
 		}
@@ -124,10 +125,10 @@ func Estimate(ctx context.Context, uris []string, storage format.Access) (sum To
 	if err != nil {
 		return sum, errs.Ended(ctx, err)
 	}
-	defer m.close()
+	defer m.closeSources()
 	w := newWriter(Spec{Parts: 1, ChunkBytes: 1 << 20}, nil)
 	items := m.items(w.threads)
-	if err := w.classify(ctx, items); err != nil {
+	if err := w.classifyItems(ctx, items); err != nil {
 		return sum, errs.Ended(ctx, err)
 	}
 	for _, t := range items {
@@ -137,11 +138,11 @@ func Estimate(ctx context.Context, uris []string, storage format.Access) (sum To
 			sum.Stored += int64(float64(t.bytes) * t.expect)
 		}
 	}
-	sum.Ratio = ratio(sum.Stored, sum.Bytes)
+	sum.Ratio = ratioOf(sum.Stored, sum.Bytes)
 	return sum, nil
 }
 
-func (m *model) coding(t *tensor.Tensor) string {
+func (m *model) codingOf(t *tensor.Tensor) string {
 	if t.Alias >= 0 {
 		return "alias"
 	}
@@ -151,7 +152,7 @@ func (m *model) coding(t *tensor.Tensor) string {
 	return codec.Names(m.ix.Chunks[t.First : t.First+t.Count])
 }
 
-func ratio(stored, bytes int64) float64 {
+func ratioOf(stored, bytes int64) float64 {
 	if bytes == 0 {
 		return 1
 	}

@@ -201,8 +201,8 @@ func (t *item) rowBits() int64 {
 	return as.RowBits()
 }
 
-// fill copies bytes [off, off+len(dst)) to dst.
-func (t *item) fill(ctx context.Context, dst []byte, off int64) error {
+// fillBytes copies bytes [off, off+len(dst)) to dst.
+func (t *item) fillBytes(ctx context.Context, dst []byte, off int64) error {
 	got, err := t.body.bytes(ctx, dst, off)
 	if err == nil && &got[0] != &dst[0] {
 		copy(dst, got)
@@ -210,9 +210,9 @@ func (t *item) fill(ctx context.Context, dst []byte, off int64) error {
 	return err
 }
 
-// gather returns bytes [off, off+len(buf)) of column part p, row after row: in
+// gatherColumns returns bytes [off, off+len(buf)) of column part p, row after row: in
 // buf, or as bytes does when there is one part.
-func (t *item) gather(ctx context.Context, buf []byte, p, off int64) ([]byte, error) {
+func (t *item) gatherColumns(ctx context.Context, buf []byte, p, off int64) ([]byte, error) {
 	if t.parts <= 1 {
 		return t.body.bytes(ctx, buf, off)
 	}
@@ -221,7 +221,7 @@ func (t *item) gather(ctx context.Context, buf []byte, p, off int64) ([]byte, er
 	for done := int64(0); done < int64(len(buf)); {
 		r, c := (off+done)/width, (off+done)%width
 		n := min(width-c, int64(len(buf))-done)
-		if err := t.fill(ctx, buf[done:done+n], r*row+p*width+c); err != nil {
+		if err := t.fillBytes(ctx, buf[done:done+n], r*row+p*width+c); err != nil {
 			return nil, err
 		}
 		done += n

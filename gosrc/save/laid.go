@@ -20,9 +20,11 @@ type Laid struct {
 	Fill    func(ctx context.Context, write func(p []byte, off int64) error) error
 }
 
-// whole is a file of these bytes.
-func whole(b []byte) *Laid {
-	return &Laid{Bytes: int64(len(b)), Fill: func(_ context.Context, write func(p []byte, off int64) error) error { return write(b, 0) }}
+// wholeFile is a file of these bytes.
+func wholeFile(b []byte) *Laid {
+	return &Laid{Bytes: int64(len(b)), Fill: func(_ context.Context, write func(p []byte, off int64) error) error {
+		return write(b, 0)
+	}}
 }
 
 // copyOf is a file like a companion of the source's.
@@ -36,7 +38,7 @@ func copyOf(f companions.File) *Laid {
 // name with an index. Convert's doc says when it is a folder; the files are named
 // after stem there, and companions of the folder src ("": none) are copied.
 func Lay(ctx context.Context, j *job.Job, src, stem string, files []Laid, spec Spec) (rep Report, err error) {
-	if err := spec.check(); err != nil {
+	if err := spec.checkSpec(); err != nil {
 		return rep, err
 	}
 	w := newWriter(spec, j)
@@ -46,9 +48,9 @@ func Lay(ctx context.Context, j *job.Job, src, stem string, files []Laid, spec S
 	for k := range files {
 		parts[k].laid = &files[k]
 	}
-	parts = named(w.spec.Path, parts)
+	parts = nameParts(w.spec.Path, parts)
 	if !folder {
-		return w.save(ctx, parts)
+		return w.saveAll(ctx, parts)
 	}
 	return w.intoFolder(ctx, nil, []string{src}, dst, parts, beside{})
 }

@@ -28,8 +28,8 @@ type lane struct {
 	threads    int
 }
 
-// lanes are those of a save of these files.
-func (w *writer) lanes(parts []part) []lane {
+// lanesOf are those of a save of these files.
+func (w *writer) lanesOf(parts []part) []lane {
 	n := min(len(parts), mostLanes)
 	if len(w.gpus) == 0 {
 		n = min(n, max(1, w.threads/laneThreads))
@@ -55,15 +55,15 @@ type failure struct {
 	err    error
 }
 
-// note keeps an error, if it is the first, and cancels the rest.
-func (f *failure) note(err error) {
+// noteError keeps an error, if it is the first, and cancels the rest.
+func (f *failure) noteError(err error) {
 	if err != nil {
 		f.once.Do(func() { f.err = err; f.cancel(err) })
 	}
 }
 
-// or is the first error, or else err. No goroutine runs any more.
-func (f *failure) or(err error) error {
+// firstOr is the first error, or else err. No goroutine runs any more.
+func (f *failure) firstOr(err error) error {
 	if f.err != nil {
 		return f.err
 	}
@@ -72,8 +72,9 @@ func (f *failure) or(err error) error {
 
 // files makes and writes all files, and returns their sizes. The first error cancels the
 // rest.
-func (w *writer) files(ctx context.Context, cancel context.CancelCauseFunc, to destination, parts []part, rep *Report) ([]int64, error) {
-	all := w.lanes(parts)
+func (w *writer) files(ctx context.Context, cancel context.CancelCauseFunc, to destination, parts []part,
+	rep *Report) ([]int64, error) {
+	all := w.lanesOf(parts)
 	free := make(chan lane, len(all))
 	for _, one := range all {
 		free <- one
@@ -81,14 +82,14 @@ func (w *writer) files(ctx context.Context, cancel context.CancelCauseFunc, to d
 	drafts, out := make([]draft, len(parts)), make([]int64, len(parts))
 	first := failure{cancel: cancel}
 	each := func(do func(i int, on lane) error) error {
-		return first.or(spawn.Each(ctx, "save.file", len(all), len(parts), func(i int) error {
+		return first.firstOr(spawn.Each(ctx, "save.file", len(all), len(parts), func(i int) error {
 			on := <-free
 			defer func() { free <- on }()
 			err := do(i, on)
 			if err != nil && drafts[i] != nil {
 				err = errs.In("save", drafts[i].URI(), err)
 			}
-			first.note(err)
+			first.noteError(err)
 			return err
 		}))
 	}

@@ -20,9 +20,9 @@ import (
 // their tensors, it aligns those that follow one of round size.
 const plainAlign = 64
 
-// plan orders the file's tensors and makes its tasks. For a container it keeps the
+// planFile orders the file's tensors and makes its tasks. For a container it keeps the
 // layout, which knows all offsets.
-func (f *fileWriter) plan() error {
+func (f *fileWriter) planFile() error {
 	switch {
 	case f.spec.Compress:
 		return f.planContainer()
@@ -169,7 +169,8 @@ func (f *fileWriter) cut(t *item, g tensor.Grid, first int) {
 	for k := range g.Chunks() {
 		p, lo, hi := g.Chunk(k)
 		if t.gpu != nil {
-			f.packChunk(row{t: t, off: lo, n: int32(hi - lo), chunk: first + int(k), begins: k == 0, ends: k == g.Chunks()-1})
+			f.packChunk(row{t: t, off: lo, n: int32(hi - lo), chunk: first + int(k), begins: k == 0,
+				ends: k == g.Chunks()-1})
 			continue
 		}
 		f.tasks = append(f.tasks, task{t: t, part: int32(p), n: int32(hi - lo), off: lo, chunk: first + int(k),
@@ -177,9 +178,9 @@ func (f *fileWriter) cut(t *item, g tensor.Grid, first int) {
 	}
 }
 
-// seal returns what precedes the data, once all offsets are known, and the size of
+// sealFront returns what precedes the data, once all offsets are known, and the size of
 // the file.
-func (f *fileWriter) seal() (front []byte, size int64, err error) {
+func (f *fileWriter) sealFront() (front []byte, size int64, err error) {
 	if f.lay == nil {
 		return f.front, f.pos, nil
 	}

@@ -47,7 +47,7 @@ func storedIn(t *testing.T, path string) (*model, map[tensor.Codec]int) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(m.close)
+	t.Cleanup(m.closeSources)
 	codecs := map[tensor.Codec]int{}
 	for _, c := range m.ix.Chunks {
 		codecs[c.Codec]++

@@ -37,15 +37,15 @@ func (f *files) create(ctx context.Context, i int, p *part) (draft, error) {
 	return &file{t, ctx}, nil
 }
 
-func (f *files) publish(ctx context.Context, parts []part) error {
-	old := f.replaced(ctx, parts)
+func (f *files) publishAll(ctx context.Context, parts []part) error {
+	old := f.replacedFiles(ctx, parts)
 	if err := atomicfile.Publish(f.spec.fs, f.targets); err != nil {
 		return err
 	}
-	return f.retire(old)
+	return f.retireFiles(old)
 }
 
-func (f *files) drop(error) {
+func (f *files) dropAll(error) {
 	for _, t := range f.targets {
 		if t != nil {
 			t.Drop()
@@ -103,16 +103,17 @@ func (w *writer) room(parts []part) error {
 		dir = atomicfile.Folder(real)
 	}
 	if free, ok := w.spec.fs.Free(dir); ok && float64(free) < need {
-		return errs.In("save", w.spec.Path, errs.New(errs.ErrIO, "no space left: about %d bytes are needed and %d are free in %s", int64(need), free, dir))
+		return errs.In("save", w.spec.Path, errs.New(errs.ErrIO,
+			"no space left: about %d bytes are needed and %d are free in %s", int64(need), free, dir))
 	}
 	return nil
 }
 
-// replaced lists the files that a save of a set makes stale, so that the old model cannot
+// replacedFiles lists the files that a save of a set makes stale, so that the old model cannot
 // be opened by another name: the file at the path itself (if there are several now), the
 // index (if there is one file now), the shards of the old index, and what killed saves of
 // the same files have left.
-func (w *writer) replaced(ctx context.Context, parts []part) (old []string) {
+func (w *writer) replacedFiles(ctx context.Context, parts []part) (old []string) {
 	last := &parts[len(parts)-1]
 	path, err := atomicfile.Follow(w.spec.Path)
 	if err != nil || w.spec.Shard == 0 && last.listing == nil {
@@ -124,13 +125,13 @@ func (w *writer) replaced(ctx context.Context, parts []part) (old []string) {
 	if last.listing != nil {
 		dir := atomicfile.Folder(last.path)
 		for _, name := range last.stale(w.oldSet(ctx, last.path)) {
-			old = append(old, join(dir, name))
+			old = append(old, joinName(dir, name))
 		}
-		old = append(old, abandoned(dir, last.families(), w.spec.Shard > 0)...)
+		old = append(old, abandonedFiles(dir, last.familiesOf(), w.spec.Shard > 0)...)
 	} else {
 		_, stem := stemOf(path)
 		old = append(append(old, indexPath(path)), shardsOf(path, w.oldSet(ctx, indexPath(path)))...)
-		old = append(old, abandoned(atomicfile.Folder(path), map[string]bool{stem: true}, true)...)
+		old = append(old, abandonedFiles(atomicfile.Folder(path), map[string]bool{stem: true}, true)...)
 	}
 	kept := map[string]bool{}
 	for _, p := range parts {
@@ -160,9 +161,9 @@ func (w *writer) keepListed(ctx context.Context, kept map[string]bool, index str
 		if !ok || !n.Index || e.Name() == filepath.Base(index) {
 			continue
 		}
-		if set := w.oldSet(ctx, join(dir, e.Name())); set != nil {
+		if set := w.oldSet(ctx, joinName(dir, e.Name())); set != nil {
 			for _, name := range set.Files {
-				kept[join(dir, name)] = true
+				kept[joinName(dir, name)] = true
 			}
 		}
 	}
@@ -174,9 +175,9 @@ func (w *writer) oldSet(ctx context.Context, index string) *safetensors.Shards {
 	return shards
 }
 
-// retire removes what replaced has listed, once the new model is complete. Another save of
+// retireFiles removes what replaced has listed, once the new model is complete. Another save of
 // the same path may have removed it already.
-func (w *writer) retire(old []string) error {
+func (w *writer) retireFiles(old []string) error {
 	var first error
 	for _, p := range old {
 		if err := w.spec.fs.Remove(p); err != nil && !errors.Is(err, fs.ErrNotExist) && first == nil {

@@ -37,11 +37,13 @@ func openModel(ctx context.Context, uris []string, storage format.Access, unlist
 
 // openSpread is openModel of what users name; see Opened.
 func openSpread(ctx context.Context, uris []string, storage format.Access, unlisted bool) (*model, error) {
-	return Opened(ctx, uris, storage.Options, func(uris []string) (*model, error) { return openModel(ctx, uris, storage, unlisted) })
+	return Opened(ctx, uris, storage.Options, func(uris []string) (*model, error) {
+		return openModel(ctx, uris, storage, unlisted)
+	})
 }
 
-// unwritten refuses a model whose files were written to since they were opened.
-func (m *model) unwritten() error {
+// refuseWritten refuses a model whose files were written to since they were opened.
+func (m *model) refuseWritten() error {
 	for _, s := range m.srcs {
 		if err := source.Unwritten(s); err != nil {
 			return err
@@ -50,7 +52,7 @@ func (m *model) unwritten() error {
 	return nil
 }
 
-func (m *model) close() {
+func (m *model) closeSources() {
 	for _, s := range m.srcs {
 		_ = s.Close()
 	}
@@ -82,9 +84,9 @@ func (f fromFile) bytes(ctx context.Context, buf []byte, off int64) ([]byte, err
 }
 
 // items prepares the tensors of a model to be read, in the model's order.
-func (m *model) items(threads int) []*item { return m.cached(stored.NewCache(threads)) }
+func (m *model) items(threads int) []*item { return m.cachedItems(stored.NewCache(threads)) }
 
-func (m *model) cached(c *stored.Cache) []*item {
+func (m *model) cachedItems(c *stored.Cache) []*item {
 	bodies := make([]fromFile, len(m.ix.Tensors))
 	at := func(i int) fromFile {
 		if bodies[i].Tensor == nil {
@@ -100,8 +102,9 @@ func (m *model) cached(c *stored.Cache) []*item {
 	items := make([]*item, len(bodies))
 	for i := range items {
 		t := &m.ix.Tensors[i]
-		holder := m.holder(i)
-		it := &item{name: t.Name, dtype: t.DType, shape: t.Shape, bytes: t.Bytes, body: at(holder), parts: 1, origin: &origins[t.Source]}
+		holder := m.holderOf(i)
+		it := &item{name: t.Name, dtype: t.DType, shape: t.Shape, bytes: t.Bytes, body: at(holder), parts: 1,
+			origin: &origins[t.Source]}
 		if m.ix.Sources[t.Source].Overwire() {
 			it.known = t
 			h := &m.ix.Tensors[holder]

@@ -26,7 +26,8 @@ func remoteFolder(ctx context.Context, uri string, opt source.Options) (dir stri
 	}
 	at, files, err := open.Walk(ctx, dir, opt)
 	if errors.Is(err, errs.ErrNotSupported) {
-		source.Notice(errs.RedactURI(dir) + ": this store lists no files, so what lies beside the weights (configuration, tokenizer) is not copied")
+		source.Notice(errs.RedactURI(dir) +
+			": this store lists no files, so what lies beside the weights (configuration, tokenizer) is not copied")
 		return dir, nil, nil
 	}
 	return at, files, err
@@ -82,29 +83,31 @@ func pathBelow(dir, name string) string {
 
 // Opened opens what users name: folders without weights of their own stand for those below
 // them that have some.
-func Opened[T any](ctx context.Context, uris []string, opt source.Options, openAll func(uris []string) (T, error)) (T, error) {
-	uris = spread(ctx, uris, opt, false)
+func Opened[T any](ctx context.Context, uris []string, opt source.Options, openAll func(uris []string) (T, error)) (T,
+	error) {
+	uris = spreadFolders(ctx, uris, opt, false)
 	m, err := openAll(uris)
 	if !errors.Is(err, errs.ErrNotFound) { // a store is asked what lies below a folder when that has no model
 		return m, err
 	}
-	below := spread(ctx, uris, opt, true)
+	below := spreadFolders(ctx, uris, opt, true)
 	if slices.Equal(below, uris) {
 		return m, err
 	}
 	return openAll(below)
 }
 
-// spread replaces each folder without weights of its own by the folders below it that have
+// spreadFolders replaces each folder without weights of its own by the folders below it that have
 // some: local folders, or remote ones.
-func spread(ctx context.Context, uris []string, opt source.Options, remote bool) (out []string) {
+func spreadFolders(ctx context.Context, uris []string, opt source.Options, remote bool) (out []string) {
 	for _, uri := range uris {
 		dir, files, err := folders.Local(uri), []source.Entry(nil), error(nil)
 		if source.Remote(uri) && remote {
 			dir, files, err = remoteFolder(ctx, uri, opt)
 		}
 		var below []string
-		if branches, treeErr := branchesOf(dir, "", files); err == nil && treeErr == nil && len(branches) > 0 && !branches[len(branches)-1].Weights {
+		if branches, treeErr := branchesOf(dir, "", files); err == nil && treeErr == nil && len(branches) > 0 &&
+			!branches[len(branches)-1].Weights {
 			for _, b := range branches {
 				if b.Weights {
 					below = append(below, pathBelow(dir, b.Path))

@@ -29,7 +29,8 @@ func indexOf(path string, shards *safetensors.Shards, parts []part) part {
 	for k := range parts {
 		parts[k].shard = true
 	}
-	return part{path: path, laid: whole(safetensors.AppendIndexJSON(nil, *shards)), listing: &listing{Shards: shards}}
+	return part{path: path, laid: wholeFile(safetensors.AppendIndexJSON(nil, *shards)),
+		listing: &listing{Shards: shards}}
 }
 
 // chooseNames keeps the names of shards, or marks them (modelfiles.Mark) if the folder has
@@ -47,18 +48,18 @@ func (w *writer) chooseNames(ctx context.Context, parts []part) error {
 		}
 	}
 	last.listing.usual = baseNames(parts)
-	earlier, err := w.earlier(ctx, last)
+	earlier, err := w.hasEarlierSet(ctx, last)
 	if err != nil || !earlier {
 		return err
 	}
 	mark := modelfiles.Mark()
-	last.rename(parts, func(name string) string { return modelfiles.WithMark(name, mark) })
+	last.renameShards(parts, func(name string) string { return modelfiles.WithMark(name, mark) })
 	return nil
 }
 
-// earlier reports whether an earlier set lies beside an index. It notes the names that are
+// hasEarlierSet reports whether an earlier set lies beside an index. It notes the names that are
 // there.
-func (w *writer) earlier(ctx context.Context, index *part) (bool, error) {
+func (w *writer) hasEarlierSet(ctx context.Context, index *part) (bool, error) {
 	old, err := w.readIndex(ctx, index.path)
 	if err != nil && source.Remote(index.path) {
 		return false, err
@@ -67,7 +68,8 @@ func (w *writer) earlier(ctx context.Context, index *part) (bool, error) {
 	dir, single := index.path[:len(index.path)-len(base)], strings.TrimSuffix(base, modelfiles.IndexSuffix)
 	var paths []string
 	if source.Remote(index.path) {
-		paths, _ = open.List(ctx, dir, w.spec.Storage.Options) // a store that does not list the folder lists it to no reader
+		// a store that does not list the folder lists it to no reader
+		paths, _ = open.List(ctx, dir, w.spec.Storage.Options)
 	} else {
 		entries, _ := os.ReadDir(atomicfile.Folder(index.path)) // the save reports errors
 		for _, e := range entries {
@@ -86,8 +88,8 @@ func (w *writer) earlier(ctx context.Context, index *part) (bool, error) {
 	return weights, nil
 }
 
-// rename gives the shards of an index other names.
-func (index *part) rename(parts []part, name func(string) string) {
+// renameShards gives the shards of an index other names.
+func (index *part) renameShards(parts []part, name func(string) string) {
 	for k := range parts {
 		if p := &parts[k]; p.shard {
 			old := filepath.Base(p.path)
@@ -99,14 +101,14 @@ func (index *part) rename(parts []part, name func(string) string) {
 		files[i] = name(old)
 	}
 	index.listing.Files = files
-	index.laid = whole(safetensors.AppendIndexJSON(nil, *index.listing.Shards))
+	index.laid = wholeFile(safetensors.AppendIndexJSON(nil, *index.listing.Shards))
 }
 
 // stale lists, by name, the files beside an index that the set makes stale: those of the
 // old index, and of the names that its own files usually have. What belongs to other
 // models stays.
 func (index *part) stale(old *safetensors.Shards) (names []string) {
-	ours := index.families()
+	ours := index.familiesOf()
 	for _, name := range index.listing.usual {
 		if index.listing.there[name] {
 			names = append(names, name)
@@ -122,8 +124,8 @@ func (index *part) stale(old *safetensors.Shards) (names []string) {
 	return slices.DeleteFunc(names, func(name string) bool { return slices.Contains(index.listing.Files, name) })
 }
 
-// families are those of an index's files.
-func (index *part) families() map[string]bool {
+// familiesOf are those of an index's files.
+func (index *part) familiesOf() map[string]bool {
 	out := map[string]bool{}
 	for _, name := range index.listing.usual {
 		out[modelfiles.Family(name)] = true
@@ -131,14 +133,14 @@ func (index *part) families() map[string]bool {
 	return out
 }
 
-// abandoned lists what killed saves of some families have left in a local folder: marked
+// abandonedFiles lists what killed saves of some families have left in a local folder: marked
 // files and, if numbered, other shards, without those that a save still holds.
-func abandoned(dir string, families map[string]bool, numbered bool) (paths []string) {
+func abandonedFiles(dir string, families map[string]bool, numbered bool) (paths []string) {
 	entries, _ := os.ReadDir(dir)
 	for _, e := range entries {
 		n, ok := modelfiles.Parse(e.Name())
 		if ok && !n.Index && (n.Marked || numbered && n.Of > 0) && families[modelfiles.Family(e.Name())] {
-			if path := join(dir, e.Name()); !atomicfile.Alive(path) {
+			if path := joinName(dir, e.Name()); !atomicfile.Alive(path) {
 				paths = append(paths, path)
 			}
 		}

@@ -148,7 +148,7 @@ func TestEmptyMetadata(t *testing.T) {
 				if got := m.ix.Sources[0].Metadata; (got == nil) != (metadata == nil) || !maps.Equal(got, metadata) {
 					t.Errorf("%s, compressed %v, %s: %v", name, compress, file, got)
 				}
-				m.close()
+				m.closeSources()
 			}
 			if _, err := Verify(bg, nil, []string{at("c")}, format.Access{}, false); err != nil {
 				t.Error(err)
@@ -265,12 +265,12 @@ func TestHostileOrigin(t *testing.T) {
 	} {
 		packed, out := filepath.Join(dir, "packed.safetensors"), filepath.Join(dir, "out.safetensors")
 		spec := Spec{Path: packed, Compress: true}
-		if err := spec.check(); err != nil {
+		if err := spec.checkSpec(); err != nil {
 			t.Fatal(err)
 		}
 		items := []*item{{name: "w", dtype: in[0].DType, shape: in[0].Shape, bytes: 20000, body: memory(in[0].Data), parts: 1}}
 		w := newWriter(spec, nil)
-		if _, err := w.save(bg, []part{{path: packed, items: items, original: &original.File{Origin: c.o}}}); err != nil {
+		if _, err := w.saveAll(bg, []part{{path: packed, items: items, original: &original.File{Origin: c.o}}}); err != nil {
 			t.Fatal(name, err)
 		}
 		same(t, in, read(t, packed))
@@ -343,10 +343,10 @@ func TestStepsEndByTheFirstError(t *testing.T) {
 		items[i] = &item{name: fmt.Sprint(i), dtype: tensor.U8, shape: []int64{1 << 12}, bytes: 1 << 12, body: body, parts: 1}
 	}
 	spec := Spec{Path: filepath.Join(dir, "x.safetensors"), Threads: 2}
-	if err := spec.check(); err != nil {
+	if err := spec.checkSpec(); err != nil {
 		t.Fatal(err)
 	}
-	_, err := newWriter(spec, nil).save(bg, []part{{path: spec.Path, items: items}})
+	_, err := newWriter(spec, nil).saveAll(bg, []part{{path: spec.Path, items: items}})
 	if !errors.Is(err, errs.ErrIO) || !errors.Is(why, errs.ErrIO) {
 		t.Errorf("the save ended with %v, its other step with %v", err, why)
 	}

@@ -18,9 +18,9 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// join is the path or URI of a name in a folder. It does not clean the path, since
+// joinName is the path or URI of a name in a folder. It does not clean the path, since
 // ".." after a symbolic link is not the element before it.
-func join(dir, name string) string {
+func joinName(dir, name string) string {
 	switch {
 	case dir == "":
 		return name
@@ -31,9 +31,9 @@ func join(dir, name string) string {
 	}
 }
 
-// beside refuses a single file beside the index of shards of the same name, since
+// refuseBeside refuses a single file beside the index of shards of the same name, since
 // the folder would still be loaded by that index: the old model, or both.
-func (w *writer) beside(ctx context.Context, parts []part) error {
+func (w *writer) refuseBeside(ctx context.Context, parts []part) error {
 	path := parts[len(parts)-1].path
 	if w.spec.Beside || w.spec.Shard != 0 || len(parts) > 1 || !strings.HasSuffix(path, extension) {
 		return nil
@@ -50,7 +50,8 @@ func (w *writer) beside(ctx context.Context, parts []part) error {
 		return nil // not an index by which a folder is loaded
 	}
 	return badArgument(path, "", "beside it is %s, by which its folder would still load the old model: "+
-		"remove that and its shards first, or save with max_shard_size (--shard), which replaces them", filepath.Base(index))
+		"remove that and its shards first, or save with max_shard_size (--shard), which replaces them",
+		filepath.Base(index))
 }
 
 // objects is the destination of a save to a store.
@@ -68,7 +69,7 @@ func (o *objects) create(ctx context.Context, i int, p *part) (draft, error) {
 	return d, nil
 }
 
-func (o *objects) drop(err error) {
+func (o *objects) dropAll(err error) {
 	o.job.Failed(err)
 	for _, d := range o.drafts {
 		if d != nil {
@@ -77,9 +78,9 @@ func (o *objects) drop(err error) {
 	}
 }
 
-// publish publishes the objects, last the one that readers look for, and removes what that
+// publishAll publishes the objects, last the one that readers look for, and removes what that
 // makes stale. If it fails, the old model stays, and the shards that were published go.
-func (o *objects) publish(ctx context.Context, parts []part) error {
+func (o *objects) publishAll(ctx context.Context, parts []part) error {
 	stale, err := o.stale(ctx, parts)
 	if err != nil {
 		return err
@@ -140,7 +141,7 @@ func shardsOf(path string, old *safetensors.Shards) (paths []string) {
 	}
 	for _, name := range old.Files {
 		if modelfiles.Family(name) == stem {
-			paths = append(paths, join(dir, name))
+			paths = append(paths, joinName(dir, name))
 		}
 	}
 	return paths

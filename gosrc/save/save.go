@@ -12,7 +12,8 @@
 // Memory: the caller's tensors are read in place (those on a GPU chunk by chunk),
 // and a save allocates only a window of chunks (two or three per thread), and for those
 // that a GPU encodes a pinned ring of less than 0.5 GB, which is kept for the next save. A
-// save that is staged has all stored bytes in host memory. Convert and Verify hold the index of their sources and the same window.
+// save that is staged has all stored bytes in host memory. Convert and Verify hold the index of
+// their sources and the same window.
 package save
 
 import (
@@ -135,7 +136,8 @@ type Report struct {
 	Staged      float64  `json:"staged,omitempty"` // seconds until the tensors could change
 	Files       []string `json:"files"`            // written, in order; an index.json last
 	Copied      []string `json:"copied,omitempty"` // of files: the other files of source folders, copied
-	Left        []string `json:"left,omitempty"`   // of source folders, not copied: other weights, hidden files, links to outside, special files
+	// of source folders, not copied: other weights, hidden files, links to outside, special files
+	Left []string `json:"left,omitempty"`
 
 	// Originals are the containers that keep the plain file that they were made
 	// from, or the plain files that equal, byte for byte, the ones that were
@@ -160,7 +162,7 @@ type Original struct {
 // folder. The job's counters rise as chunks are written; j may be nil.
 func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, error) {
 	start := time.Now()
-	if err := spec.check(); err != nil {
+	if err := spec.checkSpec(); err != nil {
 		return Report{}, err
 	}
 	items := make([]*item, len(in))
@@ -183,7 +185,7 @@ func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, erro
 	if err := w.openGPUs(items); err != nil {
 		return Report{}, err
 	}
-	if err := w.prepare(ctx, items); err != nil {
+	if err := w.prepareItems(ctx, items); err != nil {
 		return Report{}, errs.Ended(ctx, err)
 	}
 	for _, t := range items {
@@ -191,23 +193,23 @@ func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, erro
 			a.ahead = nil
 		}
 	}
-	parts := shards(spec, items)
-	open := w.rings
+	parts := divideShards(spec, items)
+	open := w.takeRings
 	if spec.Staged != nil {
 		open = func() error { return w.openStage(parts) }
 	}
 	if err := open(); err != nil {
 		return Report{}, err
 	}
-	defer w.stage.close()
-	rep, err := w.save(ctx, parts)
+	defer w.stage.freeStage()
+	rep, err := w.saveAll(ctx, parts)
 	rep.OnGPU = w.onGPU.Load()
 	rep.Seconds = time.Since(start).Seconds()
 	return rep, errs.Ended(ctx, err)
 }
 
-// check validates what does not depend on the tensors, and fills in defaults.
-func (s *Spec) check() error {
+// checkSpec validates what does not depend on the tensors, and fills in defaults.
+func (s *Spec) checkSpec() error {
 	bad := func(format string, args ...any) error {
 		return badArgument(s.Path, "", format, args...)
 	}

@@ -65,7 +65,7 @@ func read(t testing.TB, uris ...string) map[string]Input {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer m.close()
+	defer m.closeSources()
 	out := map[string]Input{}
 	for _, it := range m.items(2) {
 		data := make([]byte, it.bytes)
@@ -195,7 +195,7 @@ func TestRoundTrip(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			defer m.close()
+			defer m.closeSources()
 			if got := m.metadata(0); len(got) != len(meta) || got["ключ"] != meta["ключ"] || got["format"] != "pt" {
 				t.Fatalf("metadata %q", got)
 			}
@@ -309,7 +309,7 @@ func TestPartsOfAliases(t *testing.T) {
 				t.Errorf("%s: %s has %d column parts, not %d", p, x.Name, x.Parts, parts)
 			}
 		}
-		m.close()
+		m.closeSources()
 	}
 	same(t, in, read(t, first))
 	same(t, otherRows(), read(t, again))

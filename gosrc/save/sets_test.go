@@ -173,7 +173,7 @@ func TestFarSetsAreReplaced(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		defer m.close()
+		defer m.closeSources()
 		out := map[string]Input{}
 		for _, it := range m.items(2) {
 			data := make([]byte, it.bytes)
@@ -405,12 +405,12 @@ func TestSourcesThatAreWrittenTo(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer m.close()
-	if err := m.unwritten(); err != nil {
+	defer m.closeSources()
+	if err := m.refuseWritten(); err != nil {
 		t.Error(err)
 	}
 	touch()
-	if err := m.unwritten(); !errors.Is(err, errs.ErrCorrupt) {
+	if err := m.refuseWritten(); !errors.Is(err, errs.ErrCorrupt) {
 		t.Error(err)
 	}
 }

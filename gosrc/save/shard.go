@@ -14,9 +14,9 @@ import (
 // extension is kept at the end of shard names; it is appended if the path lacks it.
 const extension = ".safetensors"
 
-// shards divides tensors, in their given order, into files of at most spec.Shard
+// divideShards divides tensors, in their given order, into files of at most spec.Shard
 // bytes. Aliases go to the file that has their bytes.
-func shards(spec Spec, items []*item) []part {
+func divideShards(spec Spec, items []*item) []part {
 	if spec.Shard == 0 {
 		return []part{{path: spec.Path, metadata: spec.Metadata, items: items}}
 	}
@@ -43,19 +43,19 @@ func shards(spec Spec, items []*item) []part {
 		}
 		parts[k].items = append(parts[k].items, t)
 	}
-	return named(spec.Path, parts)
+	return nameParts(spec.Path, parts)
 }
 
-// named gives one part the path itself, and several the names of its shards, with an
+// nameParts gives one part the path itself, and several the names of its shards, with an
 // index.
-func named(path string, parts []part) []part {
+func nameParts(path string, parts []part) []part {
 	if len(parts) == 1 {
 		parts[0].path = path
 		return parts
 	}
 	dir, stem := stemOf(path)
 	for k := range parts {
-		parts[k].path = join(dir, fmt.Sprintf("%s-%05d-of-%05d%s", stem, k+1, len(parts), extension))
+		parts[k].path = joinName(dir, fmt.Sprintf("%s-%05d-of-%05d%s", stem, k+1, len(parts), extension))
 	}
 	return append(parts, indexOf(indexPath(path), shardIndex(parts), parts))
 }
@@ -68,17 +68,18 @@ func stemOf(path string) (dir, stem string) {
 // indexPath is the path of the index of a path's shards.
 func indexPath(path string) string {
 	dir, stem := stemOf(path)
-	return join(dir, stem+extension+".index.json")
+	return joinName(dir, stem+extension+".index.json")
 }
 
-// listable refuses files whose names no index.json can list: JSON is UTF-8.
-func listable(parts []part) error {
+// checkListable refuses files whose names no index.json can list: JSON is UTF-8.
+func checkListable(parts []part) error {
 	if last := parts[len(parts)-1]; !strings.HasSuffix(last.path, ".index.json") {
 		return nil
 	}
 	for _, p := range parts[:len(parts)-1] {
 		if name := filepath.Base(p.path); !p.copied && !utf8.ValidString(name) {
-			return badArgument(p.path, "", "the name is not UTF-8, and an index.json lists shards as UTF-8: choose another name, or save one file")
+			return badArgument(p.path, "",
+				"the name is not UTF-8, and an index.json lists shards as UTF-8: choose another name, or save one file")
 		}
 	}
 	return nil

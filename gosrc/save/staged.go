@@ -44,7 +44,8 @@ func (w *writer) openStage(parts []part) error {
 		on = w.gpus[0].Device()
 	}
 	refuse := func(left int64, why string) error {
-		return errs.In("save", w.spec.Path, &errs.Memory{Where: "host", Asked: most, Free: left, Total: left, For: "a save that the caller does not wait for", Err: why})
+		return errs.In("save", w.spec.Path, &errs.Memory{Where: "host", Asked: most, Free: left, Total: left,
+			For: "a save that the caller does not wait for", Err: why})
 	}
 	if limit := w.spec.MaxMemory; limit > 0 && most > limit {
 		return refuse(limit, "max_memory")
@@ -61,15 +62,15 @@ func (w *writer) openStage(parts []part) error {
 	return nil
 }
 
-// close gives the memory back. No one uses it any more.
-func (s *stage) close() {
+// freeStage gives the memory back. No one uses it any more.
+func (s *stage) freeStage() {
 	if s != nil {
 		s.mem.Keep()
 	}
 }
 
-// take is memory for n bytes, until the save ends.
-func (s *stage) take(ctx context.Context, n int64) ([]byte, error) {
+// takeMemory is memory for n bytes, until the save ends.
+func (s *stage) takeMemory(ctx context.Context, n int64) ([]byte, error) {
 	s.mu.Lock()
 	off := s.pos
 	s.pos += n
@@ -101,17 +102,17 @@ type later struct {
 
 // Write keeps a copy.
 func (s *staged) Write(p []byte, at int64) error {
-	b, err := s.stage.take(s.ctx, int64(len(p)))
+	b, err := s.stage.takeMemory(s.ctx, int64(len(p)))
 	if err != nil {
 		return err
 	}
 	copy(b, p)
-	s.hold(b, at)
+	s.holdBytes(b, at)
 	return nil
 }
 
-// hold is Write of bytes that stay until the save ends.
-func (s *staged) hold(p []byte, at int64) {
+// holdBytes is Write of bytes that stay until the save ends.
+func (s *staged) holdBytes(p []byte, at int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.todo = append(s.todo, later{p: p, at: at})

@@ -27,9 +27,9 @@ func TestStoredRanges(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		defer m.close()
+		defer m.closeSources()
 		want := read(t, p)
-		items := m.cached(stored.CacheOf(1 << 15))
+		items := m.cachedItems(stored.CacheOf(1 << 15))
 		for _, it := range items {
 			it.parts = it.chooseParts(1 << r.IntN(4))
 		}
@@ -51,11 +51,11 @@ func TestStoredRanges(t *testing.T) {
 			j := jobs[k]
 			mem := *j.it
 			mem.body = memory(want[j.it.name].Data)
-			a, err := mem.gather(bg, make([]byte, j.len), j.p, j.off)
+			a, err := mem.gatherColumns(bg, make([]byte, j.len), j.p, j.off)
 			if err != nil {
 				return err
 			}
-			b, err := j.it.gather(bg, make([]byte, j.len), j.p, j.off)
+			b, err := j.it.gatherColumns(bg, make([]byte, j.len), j.p, j.off)
 			if err == nil && !bytes.Equal(a, b) {
 				t.Errorf("%q stored in %d parts: bytes [%d, +%d) of part %d of %d differ", j.it.name, parts, j.off, j.len, j.p, j.it.parts)
 			}

@@ -20,7 +20,8 @@ import (
 // convertTree converts each model below a folder into the same path below dst, and
 // copies the files beside them. If one of them fails, a dst that it made is
 // removed.
-func convertTree(ctx context.Context, j *job.Job, dir, dst string, branches []format.Branch, spec Spec, how beside) (rep Report, err error) {
+func convertTree(ctx context.Context, j *job.Job, dir, dst string, branches []format.Branch, spec Spec,
+	how beside) (rep Report, err error) {
 	undo, err := makeFolder(ctx, dst, &rep, spec)
 	if err != nil {
 		return rep, err
@@ -45,7 +46,7 @@ func convertTree(ctx context.Context, j *job.Job, dir, dst string, branches []fo
 		if err != nil {
 			return rep, err
 		}
-		rep.add(one)
+		rep.addReport(one)
 	}
 	return rep, nil
 }
@@ -106,7 +107,9 @@ func convertFolder(ctx context.Context, j *job.Job, dir, dst string, spec Spec, 
 		for _, m := range models {
 			names = append(names, m.Names[0])
 		}
-		return rep, badArgument(dst, "", "%s has several models (%s), and only one can be divided into shards: name its file or index.json", dir, strings.Join(names, ", "))
+		return rep, badArgument(dst, "",
+			"%s has several models (%s), and only one can be divided into shards: name its file or index.json", dir,
+			strings.Join(names, ", "))
 	}
 	undo, err := makeFolder(ctx, dst, &rep, spec)
 	if err != nil {
@@ -121,11 +124,11 @@ func convertFolder(ctx context.Context, j *job.Job, dir, dst string, spec Spec, 
 	}
 	for i, m := range models {
 		how.last = i == len(models)-1
-		one, err := convertOne(ctx, j, m.Names, join(dst, ""), spec, how)
+		one, err := convertOne(ctx, j, m.Names, joinName(dst, ""), spec, how)
 		if err != nil {
 			return rep, err
 		}
-		rep.add(one)
+		rep.addReport(one)
 	}
 	return rep, nil
 }
@@ -137,12 +140,12 @@ func copyBeside(ctx context.Context, j *job.Job, from, to string, spec Spec, how
 		return Report{}, err
 	}
 	spec.Path, spec.Shard = to, 0
-	rep, err := newWriter(spec, j).save(ctx, parts)
+	rep, err := newWriter(spec, j).saveAll(ctx, parts)
 	rep.Left = left
 	return rep, err
 }
 
-func (r *Report) add(o Report) {
+func (r *Report) addReport(o Report) {
 	r.BytesIn += o.BytesIn
 	r.BytesOut += o.BytesOut
 	r.BytesCopied += o.BytesCopied
@@ -154,5 +157,5 @@ func (r *Report) add(o Report) {
 	r.Left = append(r.Left, o.Left...)
 	r.Originals = append(r.Originals, o.Originals...)
 	r.Anew = append(r.Anew, o.Anew...)
-	r.Ratio = ratio(r.BytesOut, r.BytesIn)
+	r.Ratio = ratioOf(r.BytesOut, r.BytesIn)
 }

@@ -49,7 +49,8 @@ type VerifiedFile struct {
 // tags of encrypted ones with the key. With originals, what a container was made from
 // is made again, and has its SHA-256. The first error ends it, with file, tensor, chunk
 // and offset where they are known.
-func Verify(ctx context.Context, j *job.Job, uris []string, storage format.Access, originals bool) (VerifyReport, error) {
+func Verify(ctx context.Context, j *job.Job, uris []string, storage format.Access, originals bool) (VerifyReport,
+	error) {
 	start := time.Now()
 	var rep VerifyReport
 	m, others, err := openOrList(ctx, uris, storage, true)
@@ -60,7 +61,7 @@ func Verify(ctx context.Context, j *job.Job, uris []string, storage format.Acces
 		j = job.New("verify")
 	}
 	if m != nil {
-		defer m.close()
+		defer m.closeSources()
 		err = m.verifyAll(ctx, j, &rep, originals)
 	}
 	for _, file := range others {
@@ -79,7 +80,7 @@ func (m *model) verifyAll(ctx context.Context, j *job.Job, rep *VerifyReport, or
 		err = m.originals(ctx, j, rep)
 	}
 	if err == nil {
-		err = m.unwritten()
+		err = m.refuseWritten()
 	}
 	return err
 }
@@ -114,7 +115,7 @@ func (m *model) verify(ctx context.Context, j *job.Job, rep *VerifyReport) error
 			}
 		}
 	}
-	return m.contents(ctx, j, items, rep)
+	return m.verifyContents(ctx, j, items, rep)
 }
 
 // originals verifies the originals that containers keep.
@@ -127,7 +128,10 @@ func (m *model) originals(ctx context.Context, j *job.Job, rep *VerifyReport) er
 		if o == nil {
 			continue
 		}
-		p, err := o.Verify(ctx, m.ix, k, knob.Workers(0), m.metadata(k), func(n int64) { j.TotalBytes.Add(n); j.Bytes.Add(n) })
+		p, err := o.Verify(ctx, m.ix, k, knob.Workers(0), m.metadata(k), func(n int64) {
+			j.TotalBytes.Add(n)
+			j.Bytes.Add(n)
+		})
 		if err != nil {
 			return err
 		}
@@ -136,9 +140,9 @@ func (m *model) originals(ctx context.Context, j *job.Job, rep *VerifyReport) er
 	return nil
 }
 
-// zeros checks the bytes of source k that belong to no chunk. Header and index have
+// checkZeros checks the bytes of source k that belong to no chunk. Header and index have
 // checksums, which format.Open has compared.
-func zeros(ctx context.Context, m *model, _ *job.Job, k int, _ *VerifyReport) error {
+func checkZeros(ctx context.Context, m *model, _ *job.Job, k int, _ *VerifyReport) error {
 	return stored.Padding(ctx, m.srcs[k], m.ix, k)
 }
 
@@ -161,9 +165,9 @@ func (t *item) cut(spans []span, k int) []span {
 	return spans
 }
 
-// contents decodes and hashes every tensor that has bytes of its own, in pieces on
+// verifyContents decodes and hashes every tensor that has bytes of its own, in pieces on
 // all cores.
-func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *VerifyReport) error {
+func (m *model) verifyContents(ctx context.Context, j *job.Job, items []*item, rep *VerifyReport) error {
 	var spans []span
 	for i, t := range items {
 		if t.known != nil && m.ix.Tensors[i].Alias < 0 {
@@ -173,7 +177,7 @@ func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *Ve
 	n := knob.Workers(0)
 	window := 3*n + 2
 	bufs := make([][]byte, window)
-	kept, err := m.kept()
+	kept, err := m.keptDigests()
 	if err != nil {
 		return err
 	}
@@ -204,11 +208,11 @@ func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *Ve
 			if !s.last {
 				return nil
 			}
-			if sum128(&h) != s.t.known.Hash {
-				return m.corrupt(s.k, "the decoded bytes are not those that were saved (XXH3-128 differs)")
+			if sumOf(&h) != s.t.known.Hash {
+				return m.corruptTensor(s.k, "the decoded bytes are not those that were saved (XXH3-128 differs)")
 			}
 			if d := kept[s.k]; d != nil && *d != sum.Sum(s.t.bytes) {
-				return m.corrupt(s.k, "the digest that the file keeps is not that of the decoded bytes")
+				return m.corruptTensor(s.k, "the digest that the file keeps is not that of the decoded bytes")
 			}
 			rep.Tensors++
 			j.Tensors.Add(1)
@@ -218,15 +222,15 @@ func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *Ve
 	if err := o.Run(ctx, "save.verify"); err != nil {
 		return err
 	}
-	return m.others(j, items, kept, rep)
+	return m.verifyOthers(j, items, kept, rep)
 }
 
-// others verifies what has no bytes of its own: an alias with the tensor that it refers to.
-func (m *model) others(j *job.Job, items []*item, kept []*digest.Sum, rep *VerifyReport) error {
+// verifyOthers verifies what has no bytes of its own: an alias with the tensor that it refers to.
+func (m *model) verifyOthers(j *job.Job, items []*item, kept []*digest.Sum, rep *VerifyReport) error {
 	for i, t := range items {
 		rt := &m.ix.Tensors[i]
 		if d := kept[i]; d != nil && (rt.Alias >= 0 && *d != *kept[rt.Alias] || t.bytes == 0 && *d != digest.Of(nil)) {
-			return m.corrupt(i, "the digest that the file keeps is not that of its bytes")
+			return m.corruptTensor(i, "the digest that the file keeps is not that of its bytes")
 		}
 		switch {
 		case formatNamed(&m.ix.Sources[rt.Source]).proves:
@@ -235,14 +239,14 @@ func (m *model) others(j *job.Job, items []*item, kept []*digest.Sum, rep *Verif
 			rep.Tensors++
 		case rt.Alias >= 0:
 			if rt.Hash != m.ix.Tensors[rt.Alias].Hash {
-				return m.corrupt(i, "an alias whose hash is not that of the tensor that holds its bytes")
+				return m.corruptTensor(i, "an alias whose hash is not that of the tensor that holds its bytes")
 			}
 			rep.Tensors++
 			rep.Bytes += t.bytes
 			j.Bytes.Add(t.bytes)
 		case t.bytes == 0:
 			if rt.Hash != hashOfNothing() {
-				return m.corrupt(i, "a tensor without bytes whose hash is not that of nothing")
+				return m.corruptTensor(i, "a tensor without bytes whose hash is not that of nothing")
 			}
 			rep.Tensors++
 		default:
@@ -253,7 +257,7 @@ func (m *model) others(j *job.Job, items []*item, kept []*digest.Sum, rep *Verif
 	return nil
 }
 
-func (m *model) corrupt(i int, what string) error {
+func (m *model) corruptTensor(i int, what string) error {
 	t := &m.ix.Tensors[i]
 	return errs.Place("verify", m.ix.Sources[t.Source].URI, t.Name, t.Off, errs.New(errs.ErrCorrupt, "%s", what))
 }

@@ -189,7 +189,7 @@ func TestVerifyPlace(t *testing.T) {
 		t.Fatal(err)
 	}
 	c := m.ix.Chunks[m.ix.Tensors[1].First+1]
-	m.close()
+	m.closeSources()
 	b, _ := os.ReadFile(p)
 	b[c.Off+200] ^= 4
 	_ = os.WriteFile(p, b, 0o600)

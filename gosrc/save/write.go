@@ -46,7 +46,8 @@ func newWriter(spec Spec, j *job.Job) *writer {
 	if j == nil {
 		j = job.New("save")
 	}
-	w := &writer{spec: spec, job: j, threads: knob.Workers(spec.Threads), begun: time.Now(), originals: map[string]*Original{}}
+	w := &writer{spec: spec, job: j, threads: knob.Workers(spec.Threads), begun: time.Now(),
+		originals: map[string]*Original{}}
 	w.cores = make(chan struct{}, w.threads)
 	return w
 }
@@ -56,7 +57,8 @@ type part struct {
 	path     string
 	metadata map[string]string
 	items    []*item
-	laid     *Laid          // what the file is instead of items: an index.json, a copy, or one that was laid out elsewhere
+	// what the file is instead of items: an index.json, a copy, or one that was laid out elsewhere
+	laid     *Laid
 	copied   bool           // laid is a copy of another file
 	shard    bool           // the index lists it
 	listing  *listing       // of an index.json; nil: it is none
@@ -80,15 +82,15 @@ type destination interface {
 	create(ctx context.Context, i int, p *part) (draft, error)
 	// publish gives the finished files their names, the last one being the file
 	// that readers look for. Then it removes what is left of the old model.
-	publish(ctx context.Context, parts []part) error
+	publishAll(ctx context.Context, parts []part) error
 	// drop ends the save and removes what was not published; err is the outcome of
 	// the save.
-	drop(err error)
+	dropAll(err error)
 }
 
-// save writes the files and publishes them together; the last one is the file that
+// saveAll writes the files and publishes them together; the last one is the file that
 // readers look for. A save that fails leaves nothing.
-func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error) {
+func (w *writer) saveAll(ctx context.Context, parts []part) (rep Report, err error) {
 	if len(parts) == 0 {
 		return rep, nil
 	}
@@ -99,24 +101,24 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 			}
 		}
 	}
-	w.count(parts, &rep)
-	if err := listable(parts); err != nil {
+	w.countParts(parts, &rep)
+	if err := checkListable(parts); err != nil {
 		return Report{}, err
 	}
-	if err := w.beside(ctx, parts); err != nil {
+	if err := w.refuseBeside(ctx, parts); err != nil {
 		return Report{}, err
 	}
 	if err := w.chooseNames(ctx, parts); err != nil {
 		return Report{}, err
 	}
-	to, err := w.destination(parts)
+	to, err := w.newDestination(parts)
 	if err != nil {
 		return Report{}, err
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	defer func() {
-		to.drop(err)
+		to.dropAll(err)
 		if err != nil {
 			rep = Report{}
 		}
@@ -145,10 +147,10 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 			return rep, err
 		}
 	}
-	if err := to.publish(ctx, parts); err != nil {
+	if err := to.publishAll(ctx, parts); err != nil {
 		return rep, err
 	}
-	rep.Ratio = ratio(rep.BytesOut, rep.BytesIn)
+	rep.Ratio = ratioOf(rep.BytesOut, rep.BytesIn)
 	return rep, nil
 }
 
@@ -160,7 +162,7 @@ func (w *writer) write(ctx context.Context, to draft, on lane, p part) (int64, e
 	return formatOf(p.path).write(ctx, w, to, on, p)
 }
 
-func (w *writer) destination(parts []part) (destination, error) {
+func (w *writer) newDestination(parts []part) (destination, error) {
 	if source.Remote(w.spec.Path) {
 		return &objects{writer: w, drafts: make([]source.Draft, len(parts))}, nil
 	}
@@ -187,7 +189,7 @@ func (p *part) most() int64 {
 	return n
 }
 
-func (w *writer) count(parts []part, rep *Report) {
+func (w *writer) countParts(parts []part, rep *Report) {
 	for _, p := range parts {
 		for _, t := range p.items {
 			rep.Tensors++
@@ -249,16 +251,16 @@ type slot struct {
 
 // write returns the size of the file.
 func (f *fileWriter) write(ctx context.Context) (int64, error) {
-	if err := f.plan(); err != nil {
+	if err := f.planFile(); err != nil {
 		return 0, errs.In("save", f.path, err)
 	}
 	f.pos = f.start
-	window, workers := f.window()
+	window, workers := f.windowSize()
 	f.slots = make([]slot, window)
 	f.enc = make([]codec.Encoder, workers)
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	if err := f.part.original.Hash(ctx, f.passed(), window); err != nil {
+	if err := f.part.original.Hash(ctx, f.orderedNames(), window); err != nil {
 		return 0, errs.In("save", f.path, err)
 	}
 	// A step that fails, or panics, ends those that wait for the hashing or for a slot of a GPU, by its error.
@@ -267,7 +269,7 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 		err := errs.New(errs.ErrEngine, "a step of the save did not end")
 		defer func() {
 			if err != nil {
-				first.note(err)
+				first.noteError(err)
 			}
 		}()
 		err = errs.Locate("save", f.path, f.tasks[k].t.name, -1, do())
@@ -275,11 +277,11 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 	}
 	o := ordered.Tasks{
 		N: len(f.tasks), Window: window, Workers: workers,
-		Work:  func(worker, k int) error { return step(k, func() error { return f.encode(ctx, worker, k) }) },
-		Turn:  func(k int) error { return step(k, func() error { return f.place(ctx, k) }) },
-		Flush: func(k int) error { return step(k, func() error { return f.flush(k) }) },
+		Work:  func(worker, k int) error { return step(k, func() error { return f.encodeTask(ctx, worker, k) }) },
+		Turn:  func(k int) error { return step(k, func() error { return f.placeTask(ctx, k) }) },
+		Flush: func(k int) error { return step(k, func() error { return f.flushTask(k) }) },
 	}
-	err := first.or(o.Run(ctx, "save.encode"))
+	err := first.firstOr(o.Run(ctx, "save.encode"))
 	if err != nil {
 		cancel(err)
 	}
@@ -294,20 +296,21 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 	}
 	if o := f.part.original; o != nil {
 		f.mu.Lock()
-		f.originals[f.part.path] = &Original{File: f.part.path, SHA256: o.SHA256, Compared: f.again != nil && f.again.Compared}
+		f.originals[f.part.path] = &Original{File: f.part.path, SHA256: o.SHA256,
+			Compared: f.again != nil && f.again.Compared}
 		f.mu.Unlock()
 	}
 	f.slots, f.enc = nil, nil
-	front, size, err := f.seal()
+	front, size, err := f.sealFront()
 	if err != nil {
 		return 0, errs.In("save", f.path, err)
 	}
 	return size, f.draft.Write(front, 0)
 }
 
-// window is how many tasks may be under way, and how many goroutines run them. Where
+// windowSize is how many tasks may be under way, and how many goroutines run them. Where
 // GPUs encode, one of these is always free for the steps that come in order.
-func (f *fileWriter) window() (window, workers int) {
+func (f *fileWriter) windowSize() (window, workers int) {
 	window, workers = 2*f.lane.threads+4, f.lane.threads
 	for g := range f.packs {
 		window = max(window, g.Slots()/f.lane.of)
@@ -318,8 +321,8 @@ func (f *fileWriter) window() (window, workers int) {
 	return window, workers
 }
 
-// encode reads task k and makes its stored bytes.
-func (f *fileWriter) encode(ctx context.Context, worker, k int) error {
+// encodeTask reads task k and makes its stored bytes.
+func (f *fileWriter) encodeTask(ctx context.Context, worker, k int) error {
 	c, s := &f.tasks[k], &f.slots[k%len(f.slots)]
 	t := c.t
 	s.sum = digest.State{}
@@ -342,7 +345,7 @@ func (f *fileWriter) encode(ctx context.Context, worker, k int) error {
 		if cap(s.buf) < int(c.n) {
 			s.buf = make([]byte, max(int(c.n), int(min(f.spec.ChunkBytes, t.bytes))))
 		}
-		if s.data, err = t.gather(ctx, s.buf[:c.n], int64(c.part), c.off); err != nil {
+		if s.data, err = t.gatherColumns(ctx, s.buf[:c.n], int64(c.part), c.off); err != nil {
 			return err
 		}
 	}
@@ -367,8 +370,8 @@ func (f *fileWriter) encode(ctx context.Context, worker, k int) error {
 	return nil
 }
 
-// place gives task k its offset, and adds its bytes to the hash.
-func (f *fileWriter) place(ctx context.Context, k int) error {
+// placeTask gives task k its offset, and adds its bytes to the hash.
+func (f *fileWriter) placeTask(ctx context.Context, k int) error {
 	c, s := &f.tasks[k], &f.slots[k%len(f.slots)]
 	t := c.t
 	if c.pack != nil {
@@ -388,7 +391,7 @@ func (f *fileWriter) place(ctx context.Context, k int) error {
 	if !t.hashed && (f.lay != nil || t.known != nil) && t.parts == 1 {
 		_, _ = f.hasher.Write(s.data)
 		if c.ends {
-			t.hash, t.hashed = sum128(&f.hasher), true
+			t.hash, t.hashed = sumOf(&f.hasher), true
 			if t.known != nil && t.hash != t.known.Hash {
 				return errs.Locate("save", "", t.name, -1, errOtherBytes())
 			}
@@ -418,8 +421,8 @@ func (f *fileWriter) place(ctx context.Context, k int) error {
 	return f.draft.Skip(gap, s.at)
 }
 
-// flush writes task k.
-func (f *fileWriter) flush(k int) error {
+// flushTask writes task k.
+func (f *fileWriter) flushTask(k int) error {
 	c, s := &f.tasks[k], &f.slots[k%len(f.slots)]
 	switch {
 	case c.pack != nil:
@@ -438,8 +441,8 @@ func (f *fileWriter) flush(k int) error {
 	return nil
 }
 
-// passed are the tensors whose bytes come in order, by name.
-func (f *fileWriter) passed() (order []string) {
+// orderedNames are the tensors whose bytes come in order, by name.
+func (f *fileWriter) orderedNames() (order []string) {
 	for _, t := range f.order {
 		if t.form != alias && t.bytes > 0 && t.parts == 1 {
 			order = append(order, t.name)

@@ -37,7 +37,10 @@ type fault struct {
 }
 
 var faults = map[string]fault{
-	"reset":   {says: "the connection is reset within the body", cut: true, rest: func(_ *reply, c net.Conn, _ io.Reader) { resetConnection(c) }},
+	"reset": {says: "the connection is reset within the body", cut: true,
+		rest: func(_ *reply, c net.Conn, _ io.Reader) {
+			resetConnection(c)
+		}},
 	"short":   {says: "the connection ends within the body", cut: true},
 	"stall":   {says: "the body stops, the connection stays", cut: true, rest: stallBody},
 	"trickle": {says: "the body goes on with a byte now and then", cut: true, rest: trickleBody},
@@ -46,10 +49,12 @@ var faults = map[string]fault{
 	"length":  {says: "a Content-Length that is not that of the range", ranged: true, head: claimOtherLength},
 	"etag":    {says: "the right bytes under another ETag", ranged: true, head: func(p *reply) { p.tag = `"another"` }},
 	"gzip":    {says: "a body encoded with gzip, though identity was asked for", send: sendZipped},
-	"loop":    {says: "a redirect to the same address", send: func(p *reply) { http.Redirect(p.w, p.r, p.r.URL.Path, http.StatusFound) }},
-	"500":     {says: "500 Internal Server Error", send: sendInternalError},
-	"503":     {says: "503 with Retry-After", send: func(p *reply) { p.askForRetry(http.StatusServiceUnavailable) }},
-	"429":     {says: "429 with Retry-After", send: func(p *reply) { p.askForRetry(http.StatusTooManyRequests) }},
+	"loop": {says: "a redirect to the same address", send: func(p *reply) {
+		http.Redirect(p.w, p.r, p.r.URL.Path, http.StatusFound)
+	}},
+	"500": {says: "500 Internal Server Error", send: sendInternalError},
+	"503": {says: "503 with Retry-After", send: func(p *reply) { p.askForRetry(http.StatusServiceUnavailable) }},
+	"429": {says: "429 with Retry-After", send: func(p *reply) { p.askForRetry(http.StatusTooManyRequests) }},
 }
 
 // Kinds returns what the client sees of each fault.
@@ -74,13 +79,15 @@ func newDice(p map[string]float64, seed uint64) (*dice, error) {
 	sum := 0.0
 	for name, v := range p {
 		if _, ok := faults[name]; !ok {
-			return nil, errs.New(errs.ErrArgument, "no fault is called %q; there are %s", name, strings.Join(slices.Sorted(maps.Keys(faults)), ", "))
+			return nil, errs.New(errs.ErrArgument, "no fault is called %q; there are %s", name,
+				strings.Join(slices.Sorted(maps.Keys(faults)), ", "))
 		}
 		if sum += v; v < 0 || sum > 1 {
 			return nil, errs.New(errs.ErrArgument, "faults: probabilities from 0 to 1, together at most 1")
 		}
 	}
-	return &dice{r: rand.New(rand.NewPCG(seed, 0)), names: slices.Sorted(maps.Keys(p)), p: p, seen: map[string]int64{}}, nil
+	return &dice{r: rand.New(rand.NewPCG(seed, 0)), names: slices.Sorted(maps.Keys(p)), p: p, seen: map[string]int64{}},
+		nil
 }
 
 // nextFault returns the fault of one response, "" for none.
@@ -129,10 +136,12 @@ type reply struct {
 
 // sendFault sends a response with a fault, or returns false if the fault does not suit
 // the request.
-func (s *Server) sendFault(kind string, w http.ResponseWriter, r *http.Request, f *os.File, size int64, tag string) bool {
+func (s *Server) sendFault(kind string, w http.ResponseWriter, r *http.Request, f *os.File, size int64,
+	tag string) bool {
 	p := &reply{s: s, w: w, r: r, f: f, size: size, length: size, tag: tag}
 	var from, to int64
-	if _, err := fmt.Sscanf(r.Header.Get("Range"), "bytes=%d-%d", &from, &to); err == nil && from <= to && from < size && !s.opt.NoRanges && !s.opt.Chunked {
+	if _, err := fmt.Sscanf(r.Header.Get("Range"), "bytes=%d-%d", &from, &to); err == nil && from <= to &&
+		from < size && !s.opt.NoRanges && !s.opt.Chunked {
 		p.from, p.length, p.ranged = from, min(to, size-1)-from+1, true
 	}
 	how := faults[kind]
@@ -160,7 +169,8 @@ func (p *reply) spoilConnection(how fault) bool {
 	}
 	b := bufio.NewWriter(c)
 	if p.ranged {
-		fmt.Fprintf(b, "HTTP/1.1 206 Partial Content\r\nContent-Range: bytes %d-%d/%d\r\n", p.from, p.from+min(p.length, n)-1, p.size)
+		fmt.Fprintf(b, "HTTP/1.1 206 Partial Content\r\nContent-Range: bytes %d-%d/%d\r\n", p.from,
+			p.from+min(p.length, n)-1, p.size)
 	} else {
 		fmt.Fprint(b, "HTTP/1.1 200 OK\r\n")
 	}

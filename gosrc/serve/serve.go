@@ -73,7 +73,8 @@ func New(dir string, opt Options) (*Server, error) {
 	if err != nil {
 		return nil, errs.In("serve", dir, errs.FromOS(err))
 	}
-	s := &Server{opt: opt, root: root, dice: dice, done: make(chan struct{}), end: make(chan struct{}), link: link{rate: opt.Rate}}
+	s := &Server{opt: opt, root: root, dice: dice, done: make(chan struct{}), end: make(chan struct{}),
+		link: link{rate: opt.Rate}}
 	l, err := net.Listen("tcp", opt.Address)
 	if err != nil {
 		_ = root.Close()
@@ -87,9 +88,11 @@ func New(dir string, opt Options) (*Server, error) {
 			_, _ = l.Close(), root.Close()
 			return nil, errs.New(errs.ErrArgument, "serve: certificate: %v", err)
 		}
-		l = tls.NewListener(l, &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS12, NextProtos: []string{"http/1.1"}})
+		l = tls.NewListener(l, &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS12,
+			NextProtos: []string{"http/1.1"}})
 	}
-	s.http = &http.Server{Handler: http.HandlerFunc(s.answerRequest), ReadHeaderTimeout: time.Minute, ErrorLog: log.New(io.Discard, "", 0)}
+	s.http = &http.Server{Handler: http.HandlerFunc(s.answerRequest), ReadHeaderTimeout: time.Minute,
+		ErrorLog: log.New(io.Discard, "", 0)}
 	spawn.Go("serve", func() {
 		defer close(s.done)
 		_ = s.http.Serve(l) // ends with Close

@@ -40,10 +40,10 @@ type item struct {
 	sums      blocksum.State
 }
 
-func (t *item) address() uint64 { return uint64(uintptr(unsafe.Pointer(unsafe.SliceData(t.Data)))) }
+func (t *item) addressOf() uint64 { return uint64(uintptr(unsafe.Pointer(unsafe.SliceData(t.Data)))) }
 
-// classify sets items, aliases and transforms.
-func (s *sleeper) classify(in []Tensor) error {
+// classifyTensors sets items, aliases and transforms.
+func (s *sleeper) classifyTensors(in []Tensor) error {
 	type memory struct {
 		at, n uint64
 		dtype tensor.DType
@@ -55,7 +55,8 @@ func (s *sleeper) classify(in []Tensor) error {
 		*t = item{Tensor: in[i], expect: 1}
 		n, err := tensor.Size(t.DType, t.Shape)
 		if err == nil && n != int64(len(t.Data)) {
-			err = errs.New(errs.ErrArgument, "shape %v as %v is %d bytes, but %d were given", t.Shape, t.DType, n, len(t.Data))
+			err = errs.New(errs.ErrArgument, "shape %v as %v is %d bytes, but %d were given", t.Shape, t.DType, n,
+				len(t.Data))
 		}
 		if err != nil {
 			return errs.Locate("sleep", "", t.Name, -1, err)
@@ -64,7 +65,7 @@ func (s *sleeper) classify(in []Tensor) error {
 		if n == 0 {
 			continue
 		}
-		key := memory{t.address(), uint64(n), t.DType}
+		key := memory{t.addressOf(), uint64(n), t.DType}
 		if k, ok := first[key]; ok {
 			t.alias = 1 + k
 			s.report.Aliases++
@@ -72,11 +73,11 @@ func (s *sleeper) classify(in []Tensor) error {
 		}
 		first[key] = i
 		s.report.Bytes += n
-		if tr := transforms(t.DType); len(tr) > 0 && n >= minCoded && t.address()%16 == 0 {
+		if tr := transformsOf(t.DType); len(tr) > 0 && n >= minCoded && t.addressOf()%16 == 0 {
 			t.transform = tr[0]
 		}
 	}
-	if err := s.estimate(); err != nil {
+	if err := s.estimateSizes(); err != nil {
 		return err
 	}
 	for i := range s.items {
@@ -87,8 +88,8 @@ func (s *sleeper) classify(in []Tensor) error {
 	return nil
 }
 
-// transforms are those that may shrink a dtype.
-func transforms(d tensor.DType) []uint8 {
+// transformsOf are those that may shrink a dtype.
+func transformsOf(d tensor.DType) []uint8 {
 	all := x16.TransformsFor(d)
 	if i := slices.Index(all, 0); i >= 0 {
 		all = slices.Delete(slices.Clone(all), i, i+1)
@@ -96,13 +97,13 @@ func transforms(d tensor.DType) []uint8 {
 	return all
 }
 
-// estimate chooses transforms, and estimates what tensors take: those without a sample
+// estimateSizes chooses transforms, and estimates what tensors take: those without a sample
 // as the others of their dtype.
-func (s *sleeper) estimate() error {
+func (s *sleeper) estimateSizes() error {
 	var chosen, rest []*item
 	for i := range s.items {
 		t := &s.items[i]
-		choice := len(transforms(t.DType)) > 1
+		choice := len(transformsOf(t.DType)) > 1
 		switch {
 		case t.transform == 0:
 		case len(t.Data) < sampleRuns*sampleBytes:
@@ -121,13 +122,13 @@ func (s *sleeper) estimate() error {
 	for _, t := range chosen {
 		for r := range int64(sampleRuns) {
 			off := (int64(len(t.Data)) - sampleBytes) / (sampleRuns - 1) * r
-			at = append(at, t.address()+uint64(off&^255)) // whole elements of any size
+			at = append(at, t.addressOf()+uint64(off&^255)) // whole elements of any size
 		}
 	}
 	buf := make([]byte, 0, sampleRuns*sampleBytes)
 	err := s.samples(at, sampleBytes, func(i int, b []byte) {
 		if buf = append(buf, b...); i%sampleRuns == sampleRuns-1 {
-			chosen[i/sampleRuns].take(buf)
+			chosen[i/sampleRuns].takeSample(buf)
 			buf = buf[:0]
 		}
 	})
@@ -149,10 +150,10 @@ func (s *sleeper) estimate() error {
 	return nil
 }
 
-// take chooses the transform that shrinks a sample most.
-func (t *item) take(sample []byte) {
+// takeSample chooses the transform that shrinks a sample most.
+func (t *item) takeSample(sample []byte) {
 	t.transform, t.expect, t.known = 0, 1, true
-	for _, tr := range transforms(t.DType) {
+	for _, tr := range transformsOf(t.DType) {
 		if e := x16.Estimate(sample, tr); e < minGain && e < t.expect {
 			t.transform, t.expect = tr, e
 		}

@@ -15,8 +15,8 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// hashes reports whether a GPU makes the sums of a tensor's hash: those of what it encodes.
-func (s *sleeper) hashes(t *item) bool {
+// hashesOnGPU reports whether a GPU makes the sums of a tensor's hash: those of what it encodes.
+func (s *sleeper) hashesOnGPU(t *item) bool {
 	_, gpu := s.way.(packer)
 	return gpu && s.Path != "" && t.transform != 0
 }
@@ -58,17 +58,17 @@ func hashOf(high, low uint64) (out [16]byte) {
 	return out
 }
 
-// write writes the file, once the tensors whose sums no GPU has made are hashed: where they
+// writeFile writes the file, once the tensors whose sums no GPU has made are hashed: where they
 // are, or, on a GPU, which stores them as they are, in the image. The memory then is what
 // the file has.
-func (s *sleeper) write(ctx context.Context) error {
+func (s *sleeper) writeFile(ctx context.Context) error {
 	all := s.lay.Tensors
 	_, gpu := s.way.(packer)
 	err := spawn.Each(ctx, "sleep hash", runtime.GOMAXPROCS(0), len(all), func(i int) error {
 		t := &all[i]
 		it := &s.items[s.lay.Items[i]]
 		switch {
-		case t.Alias >= 0 || s.hashes(it):
+		case t.Alias >= 0 || s.hashesOnGPU(it):
 			return nil
 		case gpu:
 			sum := xxh3.Hash128(s.mem.Bytes(t.Off, t.Bytes))

@@ -36,22 +36,24 @@ func Prepare(spec Spec, bytes int64, in []Tensor) (*Preparation, error) {
 	}
 	most, need := 2*bytes, bytes
 	if len(in) > 0 {
-		s := &sleeper{Spec: spec, samples: func(at []uint64, n int64, got func(i int, b []byte)) error { return read(gpu, at, n, got) }}
-		if err := s.classify(in); err != nil {
+		s := &sleeper{Spec: spec, samples: func(at []uint64, n int64, got func(i int, b []byte)) error {
+			return readSamples(gpu, at, n, got)
+		}}
+		if err := s.classifyTensors(in); err != nil {
 			return nil, err
 		}
 		if err := s.layOut(); err != nil {
 			return nil, err
 		}
-		most, need = s.room()
+		most, need = s.imageRoom()
 	}
 	if need <= 0 || need > 1<<43 {
 		return nil, errs.New(errs.ErrArgument, "sleep: %d bytes of host memory", need)
 	}
-	if err := spec.refuse(need, gpu); err != nil {
+	if err := spec.refuseRoom(need, gpu); err != nil {
 		return nil, err
 	}
-	want := ahead(need)
+	want := aheadOf(need)
 	if seam := cuda.Seam(); spec.Budget > 0 && sizes.RoundUp(want, seam) > spec.Budget {
 		if want = spec.Budget / seam * seam; want == 0 {
 			return &Preparation{Bytes: need}, nil // the sleep takes as much at once
@@ -91,8 +93,8 @@ func Return(name string) error {
 	return err
 }
 
-// read gives n bytes at each address of a GPU, of whose memory it takes none.
-func read(gpu *cuda.Device, at []uint64, n int64, got func(i int, b []byte)) error {
+// readSamples gives n bytes at each address of a GPU, of whose memory it takes none.
+func readSamples(gpu *cuda.Device, at []uint64, n int64, got func(i int, b []byte)) error {
 	b := make([]byte, n)
 	for i, a := range at {
 		if err := gpu.Read(b, device.Memory{Ptr: device.Pointer(uintptr(a)), Bytes: n}); err != nil {

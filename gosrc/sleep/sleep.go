@@ -93,7 +93,7 @@ type batch struct {
 func Sleep(ctx context.Context, j *job.Job, spec Spec, in []Tensor) (*load.Model, Report, error) {
 	start := time.Now()
 	s := &sleeper{Spec: spec, job: j}
-	m, err := s.run(ctx, in)
+	m, err := s.runSleep(ctx, in)
 	s.report.Seconds = time.Since(start).Seconds()
 	if err != nil {
 		return nil, Report{}, errs.Locate("sleep", "", "", -1, err)
@@ -101,7 +101,7 @@ func Sleep(ctx context.Context, j *job.Job, spec Spec, in []Tensor) (*load.Model
 	return m, s.report, nil
 }
 
-func (s *sleeper) run(ctx context.Context, in []Tensor) (m *load.Model, err error) {
+func (s *sleeper) runSleep(ctx context.Context, in []Tensor) (m *load.Model, err error) {
 	gpu, err := gpuOf(s.Device)
 	if err != nil {
 		return nil, err
@@ -123,26 +123,26 @@ func (s *sleeper) run(ctx context.Context, in []Tensor) (m *load.Model, err erro
 		}
 	}()
 	s.report.Staging = s.way.staging()
-	if err := s.classify(in); err != nil {
+	if err := s.classifyTensors(in); err != nil {
 		return nil, err
 	}
 	if err := s.layOut(); err != nil {
 		return nil, err
 	}
-	s.divide()
-	if err := s.reserve(gpu); err != nil {
+	s.divideChunks()
+	if err := s.reserveMemory(gpu); err != nil {
 		return nil, err
 	}
-	return s.image(ctx)
+	return s.makeImage(ctx)
 }
 
-// image fills the memory and makes it a model.
-func (s *sleeper) image(ctx context.Context) (*load.Model, error) {
-	if err := s.fill(ctx); err != nil {
+// makeImage fills the memory and makes it a model.
+func (s *sleeper) makeImage(ctx context.Context) (*load.Model, error) {
+	if err := s.fillImage(ctx); err != nil {
 		return nil, err
 	}
 	if s.Path != "" {
-		if err := s.write(ctx); err != nil {
+		if err := s.writeFile(ctx); err != nil {
 			return nil, err
 		}
 		s.report.Files = []string{s.Path}
@@ -164,7 +164,8 @@ func (s *sleeper) layOut() error {
 	items := make([]overwire.Item, len(s.items))
 	for i := range s.items {
 		t := &s.items[i]
-		items[i] = overwire.Item{Name: t.Name, DType: t.DType, Shape: t.Shape, Plain: t.transform == 0 && t.alias == 0, Alias: t.alias, ChunkBytes: chunkBytes}
+		items[i] = overwire.Item{Name: t.Name, DType: t.DType, Shape: t.Shape, Plain: t.transform == 0 && t.alias == 0,
+			Alias: t.alias, ChunkBytes: chunkBytes}
 	}
 	var metadata map[string]string
 	if s.Path != "" {
@@ -178,8 +179,8 @@ func (s *sleeper) layOut() error {
 	return nil
 }
 
-// divide divides the chunks into batches.
-func (s *sleeper) divide() {
+// divideChunks divides the chunks into batches.
+func (s *sleeper) divideChunks() {
 	most, rows := s.way.batch()
 	first, used := 0, int64(0)
 	for c := range s.lay.Chunks {
@@ -195,8 +196,8 @@ func (s *sleeper) divide() {
 	}
 }
 
-// room is the most host memory that the image can take, and what the samples say of it.
-func (s *sleeper) room() (most, need int64) {
+// imageRoom is the most host memory that the image can take, and what the samples say of it.
+func (s *sleeper) imageRoom() (most, need int64) {
 	most, expected := s.lay.Start()+tensor.BlobAlign, float64(s.lay.Start())
 	for i := range s.lay.Tensors {
 		t := &s.lay.Tensors[i]
@@ -209,8 +210,8 @@ func (s *sleeper) room() (most, need int64) {
 	return most, int64(expected)
 }
 
-// refuse is an error if there is no room for what is needed.
-func (s *Spec) refuse(need int64, gpu *cuda.Device) error {
+// refuseRoom is an error if there is no room for what is needed.
+func (s *Spec) refuseRoom(need int64, gpu *cuda.Device) error {
 	no := func(left int64, why string) error {
 		return &errs.Memory{Where: "host", Asked: need, Free: left, Total: left, For: "sleeping tensors", Err: why}
 	}
@@ -223,13 +224,13 @@ func (s *Spec) refuse(need int64, gpu *cuda.Device) error {
 	return nil
 }
 
-// ahead is what is made ready of what is needed by samples, which may say too little.
-func ahead(need int64) int64 { return need + need/100 }
+// aheadOf is what is made ready of what is needed by samples, which may say too little.
+func aheadOf(need int64) int64 { return need + need/100 }
 
-// reserve takes the host memory, or refuses what there is no room for.
-func (s *sleeper) reserve(gpu *cuda.Device) error {
-	most, need := s.room()
-	if err := s.refuse(need, gpu); err != nil {
+// reserveMemory takes the host memory, or refuses what there is no room for.
+func (s *sleeper) reserveMemory(gpu *cuda.Device) error {
+	most, need := s.imageRoom()
+	if err := s.refuseRoom(need, gpu); err != nil {
 		return err
 	}
 	limit := most
@@ -238,21 +239,21 @@ func (s *sleeper) reserve(gpu *cuda.Device) error {
 	}
 	var err error
 	if s.mem, err = pinned.Take(most, limit, gpu); err == nil {
-		s.mem.Want(ahead(need))
+		s.mem.Want(aheadOf(need))
 	}
 	return err
 }
 
-// fill makes the image's chunks.
-func (s *sleeper) fill(ctx context.Context) error {
+// fillImage makes the image's chunks.
+func (s *sleeper) fillImage(ctx context.Context) error {
 	s.job.TotalBytes.Store(s.report.Bytes)
 	s.job.TotalTensors.Store(int64(s.report.Tensors))
 	window, workers := s.way.slots()
 	o := ordered.Tasks{
 		N: len(s.batches), Window: window, Workers: workers,
 		Work:  func(_, k int) error { return s.encode(k, k%window) },
-		Turn:  func(k int) error { return s.place(ctx, k, k%window) },
-		Flush: func(k int) error { return s.finish(k, k%window) },
+		Turn:  func(k int) error { return s.placeBatch(ctx, k, k%window) },
+		Flush: func(k int) error { return s.finishBatch(k, k%window) },
 	}
 	if err := o.Run(ctx, "sleep"); err != nil {
 		return err
@@ -281,8 +282,8 @@ func (s *sleeper) encode(k, slot int) error {
 		}
 		it := &s.items[s.lay.Items[t]]
 		at := (int64(c) - int64(s.lay.Tensors[t].First)) * chunkBytes
-		row := cuda.Packed{Src: it.address() + uint64(at), N: int64(s.lay.Chunks[c].Logical), Transform: it.transform}
-		if row.Hash = s.hashes(it); row.Hash && c == int(s.lay.Tensors[t].First+s.lay.Tensors[t].Count)-1 {
+		row := cuda.Packed{Src: it.addressOf() + uint64(at), N: int64(s.lay.Chunks[c].Logical), Transform: it.transform}
+		if row.Hash = s.hashesOnGPU(it); row.Hash && c == int(s.lay.Tensors[t].First+s.lay.Tensors[t].Count)-1 {
 			row.Tail = blocksum.Tail(s.lay.Tensors[t].Bytes)
 		}
 		b.rows = append(b.rows, row)
@@ -303,9 +304,9 @@ func (s *sleeper) tensorOf(c int) int {
 	return sort.Search(len(s.lay.Tensors), func(t int) bool { return int(s.lay.Tensors[t].First) > c }) - 1
 }
 
-// place gives the chunks of batch k their places in the image and begins to copy them
+// placeBatch gives the chunks of batch k their places in the image and begins to copy them
 // there. Memory that was used before is cleared between them.
-func (s *sleeper) place(ctx context.Context, k, slot int) error {
+func (s *sleeper) placeBatch(ctx context.Context, k, slot int) error {
 	b := &s.batches[k]
 	if err := s.addSums(b); err != nil {
 		return err
@@ -325,13 +326,13 @@ func (s *sleeper) place(ctx context.Context, k, slot int) error {
 		c := &s.lay.Chunks[b.first+i]
 		clear(s.mem.Bytes(from, c.Off-from))
 		from = c.Off + int64(c.Stored)
-		b.rows[i].To = s.at(c.Off)
+		b.rows[i].To = s.imageAddress(c.Off)
 	}
 	return s.way.fetch(slot, b.rows)
 }
 
-// finish waits for the copies of batch k and sums them.
-func (s *sleeper) finish(k, slot int) error {
+// finishBatch waits for the copies of batch k and sums them.
+func (s *sleeper) finishBatch(k, slot int) error {
 	b := &s.batches[k]
 	if err := s.way.wait(slot, b.rows); err != nil {
 		return err

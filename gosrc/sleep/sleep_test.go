@@ -193,7 +193,7 @@ func TestSleepFindsDamage(t *testing.T) {
 	smaller(t)
 	in := several(random(t), 100_000)
 	s := &sleeper{job: job.New("sleep")}
-	m, err := s.run(t.Context(), in)
+	m, err := s.runSleep(t.Context(), in)
 	if err != nil {
 		t.Fatal(err)
 	}

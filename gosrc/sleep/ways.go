@@ -44,8 +44,8 @@ func gpuOf(name string) (*cuda.Device, error) {
 	return cuda.Open(int(max(0, number)))
 }
 
-// at is an address of the image.
-func (s *sleeper) at(off int64) unsafe.Pointer {
+// imageAddress is an address of the image.
+func (s *sleeper) imageAddress(off int64) unsafe.Pointer {
 	return unsafe.Pointer(unsafe.SliceData(s.mem.Bytes(off, 1)))
 }
 
@@ -57,7 +57,9 @@ type host struct {
 }
 
 func newHost(threads int) *host {
-	h := &host{threads: cmp.Or(threads, runtime.GOMAXPROCS(0)), encoders: sync.Pool{New: func() any { return new(x16.Encoder) }}}
+	h := &host{threads: cmp.Or(threads, runtime.GOMAXPROCS(0)), encoders: sync.Pool{New: func() any {
+		return new(x16.Encoder)
+	}}}
 	h.out = make([][]byte, 2*h.threads+2)
 	return h
 }
@@ -84,7 +86,8 @@ func (h *host) encode(slot int, rows []cuda.Packed) error {
 		if r.Transform == 0 {
 			continue
 		}
-		if made, tiles, ok := e.Encode(out, device.Bytes(r.Src, r.N), r.Transform); ok && int64(len(made)-len(out)) < r.N {
+		if made, tiles, ok := e.Encode(out, device.Bytes(r.Src, r.N), r.Transform); ok &&
+			int64(len(made)-len(out)) < r.N {
 			r.Stored, r.Tiles = int64(len(made)-len(out)), tiles
 			out = made
 		}

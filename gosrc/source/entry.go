@@ -13,14 +13,14 @@ type Entry struct {
 // Directory is the URI of a remote folder, which ends in a slash where its scheme has no
 // other sign of one.
 func Directory(uri string) string {
-	if Folder(uri) && !bucket(uri) {
+	if Folder(uri) && !isBucket(uri) {
 		return uri
 	}
 	if r, ok := ParseHF(uri); ok {
 		r.File += "/"
 		return r.String()
 	}
-	head, tail := split(uri)
+	head, tail := splitURI(uri)
 	return head + "/" + tail
 }
 
@@ -32,5 +32,5 @@ func Below(dir, name string) string {
 	return Beside(dir, name+"/")
 }
 
-// bucket reports whether a URI of S3 names a bucket, without a slash behind it.
-func bucket(uri string) bool { return Scheme(uri) == "s3" && strings.Count(uri, "/") == 2 }
+// isBucket reports whether a URI of S3 names a bucket, without a slash behind it.
+func isBucket(uri string) bool { return Scheme(uri) == "s3" && strings.Count(uri, "/") == 2 }

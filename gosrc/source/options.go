@@ -31,8 +31,10 @@ const HeaderPrefix = "header."
 // EnvNames are the variables that a store may need; a name that ends in * stands
 // for all that begin so. Names of proxies are read in lower case too.
 var EnvNames = []string{
-	"AWS_*", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH",
-	"HF_HUB_DISABLE_IMPLICIT_TOKEN", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE",
+	"AWS_*", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN",
+	"HF_TOKEN_PATH",
+	"HF_HUB_DISABLE_IMPLICIT_TOKEN", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE",
+	"HF_HUB_OFFLINE",
 	"TRANSFORMERS_OFFLINE", "XDG_CACHE_HOME",
 	"SSL_CERT_FILE", "SSL_CERT_DIR", "HOME", "USERPROFILE", "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "REDISCLI_AUTH",
 }
@@ -45,7 +47,8 @@ func (o Options) Check(scheme string, known ...string) error {
 			name = "headers"
 		}
 		if !slices.Contains(known, name) {
-			return errs.New(errs.ErrArgument, "storage_options: %s:// has no option %q; it has %s", scheme, name, strings.Join(known, ", "))
+			return errs.New(errs.ErrArgument, "storage_options: %s:// has no option %q; it has %s", scheme, name,
+				strings.Join(known, ", "))
 		}
 	}
 	return nil

@@ -43,8 +43,10 @@ func Local(uri string) (path string, ok bool) {
 // take it for a part of the name.
 func FilePath(uri string) (string, error) {
 	u, err := url.Parse(uri)
-	if err != nil || (u.Host != "" && u.Host != "localhost") || u.Path == "" || strings.ContainsAny(uri, "?#") || strings.Contains(u.Path, "\x00") {
-		return "", errs.In("open", uri, errs.New(errs.ErrArgument, "not the URI of a local file (? is written %%3F there, # %%23)"))
+	if err != nil || (u.Host != "" && u.Host != "localhost") || u.Path == "" || strings.ContainsAny(uri, "?#") ||
+		strings.Contains(u.Path, "\x00") {
+		return "", errs.In("open", uri, errs.New(errs.ErrArgument,
+			"not the URI of a local file (? is written %%3F there, # %%23)"))
 	}
 	return u.Path, nil
 }
@@ -52,7 +54,7 @@ func FilePath(uri string) (string, error) {
 // Path is the part of a URI that ends in the object's name: without query,
 // fragment and, of hf://, the revision.
 func Path(uri string) string {
-	head, _ := split(uri)
+	head, _ := splitURI(uri)
 	return head
 }
 
@@ -62,14 +64,14 @@ func Folder(uri string) bool {
 	if r, ok := ParseHF(uri); ok {
 		return r.File == "" || strings.HasSuffix(r.File, "/")
 	}
-	return strings.HasSuffix(Path(uri), "/") || bucket(uri)
+	return strings.HasSuffix(Path(uri), "/") || isBucket(uri)
 }
 
 // Name is the last name of a URI, as Beside takes it.
 func Name(uri string) string {
 	head := Path(uri)
 	name := head[strings.LastIndexByte(head, '/')+1:]
-	if plain, err := url.PathUnescape(name); err == nil && web(uri) && !strings.Contains(plain, "/") {
+	if plain, err := url.PathUnescape(name); err == nil && isWeb(uri) && !strings.Contains(plain, "/") {
 		return plain
 	}
 	return name
@@ -83,8 +85,8 @@ func Beside(uri, name string) string {
 		r.File = r.File[:strings.LastIndexByte(r.File, '/')+1] + name
 		return r.String()
 	}
-	head, tail := split(uri)
-	if web(uri) {
+	head, tail := splitURI(uri)
+	if isWeb(uri) {
 		name = EscapePath(name)
 	}
 	return head[:strings.LastIndexByte(head, '/')+1] + name + tail
@@ -100,16 +102,16 @@ func EscapeGlob(path string) string {
 	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(path)
 }
 
-func web(uri string) bool { return Scheme(uri) == "http" || Scheme(uri) == "https" }
+func isWeb(uri string) bool { return Scheme(uri) == "http" || Scheme(uri) == "https" }
 
-// split cuts what follows the path of http:// and https://. Keys of other
+// splitURI cuts what follows the path of http:// and https://. Keys of other
 // stores may hold ? and #.
-func split(uri string) (head, tail string) {
+func splitURI(uri string) (head, tail string) {
 	if r, ok := ParseHF(uri); ok {
 		r.Rev = ""
 		return r.String(), ""
 	}
-	if !web(uri) {
+	if !isWeb(uri) {
 		return uri, ""
 	}
 	// A user's password may have any of these marks; it ends before the host.

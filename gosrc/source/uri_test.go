@@ -44,7 +44,7 @@ func TestURIs(t *testing.T) {
 		if got := Name(uri); got != want {
 			t.Errorf("the name of %s: %q", uri, got)
 		}
-		if got := Beside(uri, "nya/é #1"); !strings.HasSuffix(Path(got), map[bool]string{true: "/nya/%C3%A9%20%231", false: "/nya/é #1"}[web(uri)]) {
+		if got := Beside(uri, "nya/é #1"); !strings.HasSuffix(Path(got), map[bool]string{true: "/nya/%C3%A9%20%231", false: "/nya/é #1"}[isWeb(uri)]) {
 			t.Errorf("a folder beside %s: %s", uri, got)
 		}
 	}

@@ -36,7 +36,8 @@ func (ix *Index) Select(kept []bool) (*Index, error) {
 				t.Alias = heir
 			} else if to.Parts > 1 && !slices.Equal(to.Shape, t.Shape) {
 				return nil, errs.Locate("index", ix.Sources[t.Source].URI, t.Name, -1,
-					errs.New(errs.ErrNotSupported, "its bytes are those of %q, which has another shape and no place in the index.json", to.Name))
+					errs.New(errs.ErrNotSupported,
+						"its bytes are those of %q, which has another shape and no place in the index.json", to.Name))
 			} else {
 				place[t.Alias] = place[i]
 				t.Off, t.Stored, t.First, t.Count = to.Off, to.Stored, to.First, to.Count

@@ -128,7 +128,8 @@ func (v *validator) tensor(i int) error {
 		return v.wrap(i, -1, t.Off, err)
 	}
 	if size != t.Bytes {
-		return v.bad(i, -1, t.Off, "TensorInvalidInfo: %d bytes for shape %v of %v, which take %d", t.Bytes, t.Shape, t.DType, size)
+		return v.bad(i, -1, t.Off, "TensorInvalidInfo: %d bytes for shape %v of %v, which take %d", t.Bytes, t.Shape,
+			t.DType, size)
 	}
 	if t.Off != v.next && !(src.Gaps && t.Off > v.next) || t.Stored < 0 {
 		return v.bad(i, -1, t.Off, "InvalidOffset: bytes begin at %d, not at %d", t.Off, v.next)
@@ -206,7 +207,8 @@ func (v *validator) chunks(i int) error {
 			c.Codec == CodecX16 && c.SegTiles == 0,
 			c.Codec == CodecPlanes && (c.SegTiles != 0 || t.Parts != 1),
 			c.Codec == CodecRaw && (c.Stored != c.Logical || c.SegTiles != 0 || c.Transform != 0):
-			why = fmt.Sprintf("%d of %d bytes stored as %v %d/%d", c.Stored, c.Logical, c.Codec, c.Transform, c.SegTiles)
+			why = fmt.Sprintf("%d of %d bytes stored as %v %d/%d", c.Stored, c.Logical, c.Codec, c.Transform,
+				c.SegTiles)
 		case t.Plain && (c.Off != pos || c.Codec != CodecRaw):
 			why = "a plain tensor's chunk is not raw and back to back"
 		case !t.Plain && c.Off%StoredAlign != 0:

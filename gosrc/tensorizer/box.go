@@ -53,8 +53,8 @@ func newKeystream(nonce *[nonceBytes]byte, key *[keyBytes]byte) *keystream {
 	return &k
 }
 
-// xor encrypts or decrypts p in place.
-func (k *keystream) xor(p []byte) {
+// xorStream encrypts or decrypts p in place.
+func (k *keystream) xorStream(p []byte) {
 	n := subtle.XORBytes(p, p, k.first[32:])
 	counter := k.counter
 	counter[8] = 1
@@ -66,7 +66,7 @@ func (k *keystream) authKey() *[32]byte { return (*[32]byte)(k.first[:32]) }
 // sealBox encrypts p in place and returns the MAC.
 func sealBox(p []byte, nonce *[nonceBytes]byte, key *[keyBytes]byte) (mac [macBytes]byte) {
 	k := newKeystream(nonce, key)
-	k.xor(p)
+	k.xorStream(p)
 	poly1305.Sum(&mac, p, k.authKey())
 	return mac
 }
@@ -77,6 +77,6 @@ func openBox(p []byte, mac *[macBytes]byte, nonce *[nonceBytes]byte, key *[keyBy
 	if !poly1305.Verify(mac, p, k.authKey()) {
 		return false
 	}
-	k.xor(p)
+	k.xorStream(p)
 	return true
 }

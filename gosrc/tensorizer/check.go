@@ -40,9 +40,9 @@ type summed struct {
 	crc    uint32
 }
 
-// check wraps src in a source that compares the CRC32 of every plain tensor of a
+// checkSource wraps src in a source that compares the CRC32 of every plain tensor of a
 // file whose records were read. Encrypted ones have a MAC for each box.
-func (f *File) check(src source.Source) (source.Source, error) {
+func (f *File) checkSource(src source.Source) (source.Source, error) {
 	c := &checked{Source: src, passing: make([]passing, 0, len(f.Entries))}
 	for i := range f.Entries {
 		e, r := &f.Entries[i], &f.Records[i]
@@ -67,22 +67,24 @@ func (c *checked) ReadAt(ctx context.Context, p []byte, off int64) error {
 		return err
 	}
 	end := off + int64(len(p))
-	for i := sort.Search(len(c.passing), func(i int) bool { return c.passing[i].end > off }); i < len(c.passing) && c.passing[i].off < end; i++ {
+	for i := sort.Search(len(c.passing), func(i int) bool {
+		return c.passing[i].end > off
+	}); i < len(c.passing) && c.passing[i].off < end; i++ {
 		t := &c.passing[i]
 		lo, hi := max(off, t.off), min(end, t.end)
-		if err := t.pass(p[lo-off:hi-off], lo); err != nil {
+		if err := t.passPiece(p[lo-off:hi-off], lo); err != nil {
 			return errs.Place("check", c.URI(), t.name, t.off, err)
 		}
 	}
 	return nil
 }
 
-// pass records a piece.
-func (t *passing) pass(p []byte, off int64) error {
+// passPiece records a piece.
+func (t *passing) passPiece(p []byte, off int64) error {
 	piece := summed{off, int64(len(p)), crc32.ChecksumIEEE(p)}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if !t.add(piece) {
+	if !t.addPiece(piece) {
 		t.left, t.pieces = t.end-t.off, append(t.pieces[:0], piece) // it is read again from the start
 	}
 	if t.left -= piece.n; t.left > 0 {
@@ -96,8 +98,8 @@ func (t *passing) pass(p []byte, off int64) error {
 	return nil
 }
 
-// add adds a piece and joins it with its neighbours; false: some of it is there.
-func (t *passing) add(p summed) bool {
+// addPiece adds a piece and joins it with its neighbours; false: some of it is there.
+func (t *passing) addPiece(p summed) bool {
 	all := t.pieces
 	i := sort.Search(len(all), func(i int) bool { return all[i].off >= p.off })
 	before, after := i > 0 && all[i-1].off+all[i-1].n >= p.off, i < len(all) && all[i].off <= p.off+p.n

@@ -57,7 +57,7 @@ func TestChecked(t *testing.T) {
 		if flip >= 0 {
 			held[flip] ^= 1 << (flip % 8)
 		}
-		s, err := f.check(bytesSource(held))
+		s, err := f.checkSource(bytesSource(held))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -69,7 +69,7 @@ func TestChecked(t *testing.T) {
 		}
 	}
 	f.Records[1].CRC32 = nil
-	if _, err := f.check(bytesSource(data)); !errors.Is(err, errs.ErrNotSupported) {
+	if _, err := f.checkSource(bytesSource(data)); !errors.Is(err, errs.ErrNotSupported) {
 		t.Error(err)
 	}
 }
@@ -96,14 +96,14 @@ func TestPiecesAreJoined(t *testing.T) {
 			if i+1 < len(cuts) {
 				end = cuts[i+1]
 			}
-			if err := p.pass(data[cuts[i]:end], int64(cuts[i])); err != nil {
+			if err := p.passPiece(data[cuts[i]:end], int64(cuts[i])); err != nil {
 				t.Fatal(err)
 			}
 			if round == 0 && len(p.pieces) > 1 {
 				t.Fatalf("%d pieces", len(p.pieces))
 			}
 			if n == len(order)/2 && round%2 == 1 { // read again
-				_ = p.pass(data[cuts[i]:end], int64(cuts[i]))
+				_ = p.passPiece(data[cuts[i]:end], int64(cuts[i]))
 				if len(p.pieces) != 1 {
 					t.Fatalf("%d pieces", len(p.pieces))
 				}
@@ -113,7 +113,7 @@ func TestPiecesAreJoined(t *testing.T) {
 						if k+1 < len(cuts) {
 							stop = cuts[k+1]
 						}
-						if err := p.pass(data[cuts[k]:stop], int64(cuts[k])); err != nil {
+						if err := p.passPiece(data[cuts[k]:stop], int64(cuts[k])); err != nil {
 							t.Fatal(err)
 						}
 					}
@@ -126,7 +126,7 @@ func TestPiecesAreJoined(t *testing.T) {
 		}
 	}
 	p := &passing{end: 997, want: sum + 1, left: 997}
-	if err := p.pass(data, 0); !errors.Is(err, errs.ErrCorrupt) {
+	if err := p.passPiece(data, 0); !errors.Is(err, errs.ErrCorrupt) {
 		t.Error(err)
 	}
 }

@@ -46,19 +46,23 @@ type Derivation struct {
 // that a file cannot demand all memory.
 func (d Derivation) Check() error {
 	if d.Passes < 1 || d.Memory < minKeyMemory || len(d.Salt) != saltBytes {
-		return errs.New(errs.ErrCrypto, "a key derivation of %d passes over %d bytes with a salt of %d", d.Passes, d.Memory, len(d.Salt))
+		return errs.New(errs.ErrCrypto, "a key derivation of %d passes over %d bytes with a salt of %d", d.Passes,
+			d.Memory, len(d.Salt))
 	}
 	if d.Passes > maxKeyPasses || d.Memory > maxKeyMemory {
-		return errs.New(errs.ErrNotSupported, "a key derivation of %d passes over %d bytes is above %d over %d", d.Passes, d.Memory, maxKeyPasses, int64(maxKeyMemory))
+		return errs.New(errs.ErrNotSupported, "a key derivation of %d passes over %d bytes is above %d over %d",
+			d.Passes, d.Memory, maxKeyPasses, int64(maxKeyMemory))
 	}
 	if d.Passes*d.Memory > maxKeyWork {
-		return errs.New(errs.ErrNotSupported, "a key derivation of %d passes over %d bytes passes over more than %d bytes in all", d.Passes, d.Memory, int64(maxKeyWork))
+		return errs.New(errs.ErrNotSupported,
+			"a key derivation of %d passes over %d bytes passes over more than %d bytes in all", d.Passes, d.Memory,
+			int64(maxKeyWork))
 	}
 	return nil
 }
 
-// id is equal for equal derivations; d may be nil.
-func (d *Derivation) id() string {
+// identityOf is equal for equal derivations; d may be nil.
+func (d *Derivation) identityOf() string {
 	if d == nil {
 		return ""
 	}
@@ -117,50 +121,51 @@ func parseCrypt(b []byte, bytes int64) (*Crypt, error) {
 	r := reader{b: b}
 	var c Crypt
 	boxes := false
-	for range r.u(2) {
-		n := r.u(8) // of kind and body
+	for range r.readUint(2) {
+		n := r.readUint(8) // of kind and body
 		if r.short || n > uint64(len(b)) {
 			return nil, early
 		}
-		body := reader{b: r.take(int(n))}
-		kind := body.u(2)
+		body := reader{b: r.takeBytes(int(n))}
+		kind := body.readUint(2)
 		if body.short {
 			return nil, early
 		}
 		switch kind {
 		case chunkKey:
-			if method := body.u(2); method != methodPassword && !body.short {
+			if method := body.readUint(2); method != methodPassword && !body.short {
 				return nil, errs.New(errs.ErrNotSupported, "key derivation method %d", method)
 			}
-			d := Derivation{Passes: body.u(8), Memory: body.u(8)}
-			if alg := body.u(4); alg != argon2id13 && !body.short {
+			d := Derivation{Passes: body.readUint(8), Memory: body.readUint(8)}
+			if alg := body.readUint(4); alg != argon2id13 && !body.short {
 				return nil, errs.New(errs.ErrNotSupported, "password hash %d", alg)
 			}
-			d.Salt = append([]byte(nil), body.take(int(body.u(2)))...)
+			d.Salt = append([]byte(nil), body.takeBytes(int(body.readUint(2)))...)
 			c.Derive = &d
 		case chunkParallel:
-			size := body.u(8)
-			copy(c.Nonce[:], body.take(nonceBytes))
-			count := body.u(8)
+			size := body.readUint(8)
+			copy(c.Nonce[:], body.takeBytes(nonceBytes))
+			count := body.readUint(8)
 			if body.short || count > uint64(len(body.b)-body.p)/macBytes {
 				return nil, early
 			}
 			c.MACs = make([][macBytes]byte, count)
 			for i := range c.MACs {
-				copy(c.MACs[i][:], body.take(macBytes))
+				copy(c.MACs[i][:], body.takeBytes(macBytes))
 			}
 			c.Said = int64(size)
 			if c.Chunk = c.Said; count == 1 {
 				c.Chunk = bytes
 			}
-			if size < 1024 || size%64 != 0 || c.Chunk <= 0 || count == 0 || sizes.CeilDiv(bytes, c.Chunk) != int64(count) {
+			if size < 1024 || size%64 != 0 || c.Chunk <= 0 || count == 0 ||
+				sizes.CeilDiv(bytes, c.Chunk) != int64(count) {
 				return nil, errs.New(errs.ErrFormat, "%d chunks of %d for %d encrypted bytes", count, size, bytes)
 			}
 			boxes = true
 		case chunkSequential:
 			c.MACs = make([][macBytes]byte, 1)
-			copy(c.Nonce[:], body.take(nonceBytes))
-			copy(c.MACs[0][:], body.take(macBytes))
+			copy(c.Nonce[:], body.takeBytes(nonceBytes))
+			copy(c.MACs[0][:], body.takeBytes(macBytes))
 			c.Chunk = bytes
 			boxes = true
 		default:
@@ -179,8 +184,8 @@ func parseCrypt(b []byte, bytes int64) (*Crypt, error) {
 	return &c, nil
 }
 
-// nonce is that of box i: the first plus i, as one number of 24 bytes.
-func (c *Crypt) nonce(i int64) *[nonceBytes]byte {
+// nonceOf is that of box i: the first plus i, as one number of 24 bytes.
+func (c *Crypt) nonceOf(i int64) *[nonceBytes]byte {
 	n := c.Nonce
 	carry := uint64(i)
 	for k := range n {
@@ -193,7 +198,7 @@ func (c *Crypt) nonce(i int64) *[nonceBytes]byte {
 
 // open decrypts box i of the data in place; after an error p is undefined.
 func (c *Crypt) open(p []byte, i int64, key *[keyBytes]byte) error {
-	if !boxes().open(p, &c.MACs[i], c.nonce(i), key) {
+	if !boxes().open(p, &c.MACs[i], c.nonceOf(i), key) {
 		return errs.New(errs.ErrCrypto, "decryption failed: another key, or the data have changed")
 	}
 	return nil
@@ -202,7 +207,8 @@ func (c *Crypt) open(p []byte, i int64, key *[keyBytes]byte) error {
 // NewCrypt returns the encryption of that number of bytes, with a new nonce. Its
 // boxes are not encrypted yet.
 func NewCrypt(bytes int64, derive *Derivation) *Crypt {
-	c := &Crypt{Derive: derive, Chunk: ChunkBytes, Said: ChunkBytes, MACs: make([][macBytes]byte, sizes.CeilDiv(bytes, ChunkBytes))}
+	c := &Crypt{Derive: derive, Chunk: ChunkBytes, Said: ChunkBytes,
+		MACs: make([][macBytes]byte, sizes.CeilDiv(bytes, ChunkBytes))}
 	_, _ = rand.Read(c.Nonce[:]) // cannot fail
 	return c
 }
@@ -210,7 +216,7 @@ func NewCrypt(bytes int64, derive *Derivation) *Crypt {
 // Seal encrypts box i of the data in place. It is safe for concurrent use, once for
 // each box.
 func (c *Crypt) Seal(p []byte, i int64, key *[keyBytes]byte) {
-	c.MACs[i] = boxes().seal(p, c.nonce(i), key)
+	c.MACs[i] = boxes().seal(p, c.nonceOf(i), key)
 }
 
 // A Key encrypts a whole file.
@@ -235,9 +241,9 @@ func KeyOf(ctx context.Context, opt map[string]string) (*Key, error) {
 	return &Key{Bytes: k, Derive: d}, nil
 }
 
-// append writes the encryption of a record, its length first; a nil Crypt means
+// appendBox writes the encryption of a record, its length first; a nil Crypt means
 // none.
-func (c *Crypt) append(dst []byte) []byte {
+func (c *Crypt) appendBox(dst []byte) []byte {
 	start := len(dst)
 	dst = le.AppendUint64(dst, 0)
 	switch {

@@ -48,11 +48,11 @@ func Run(ctx context.Context, name string, workers int, inOrder bool, flows []Fl
 	if !inOrder {
 		slices.SortStableFunc(order, func(a, b *Flow) int { return cmp.Compare(b.Bytes, a.Bytes) })
 	}
-	return spawn.Each(ctx, name, workers, len(order), func(k int) error { return order[k].run(ctx) })
+	return spawn.Each(ctx, name, workers, len(order), func(k int) error { return order[k].hashFlow(ctx) })
 }
 
-// run hashes one flow, piece by piece.
-func (f *Flow) run(ctx context.Context) error {
+// hashFlow hashes one flow, piece by piece.
+func (f *Flow) hashFlow(ctx context.Context) error {
 	var buf []byte
 	for off := int64(0); off < f.Bytes; {
 		if ctx.Err() != nil {

@@ -32,7 +32,8 @@ func Open(ctx context.Context, src source.Source, records bool) (*File, error) {
 // Index reads the file that starts with head: it returns its validated index, and
 // the source of its tensors (see File.Source), according to the settings. known
 // reports which codecs can be decoded.
-func Index(ctx context.Context, src source.Source, head []byte, settings map[string]string, known tensor.Known) (*tensor.Index, source.Source, error) {
+func Index(ctx context.Context, src source.Source, head []byte, settings map[string]string,
+	known tensor.Known) (*tensor.Index, source.Source, error) {
 	f, err := Read(ctx, src, head)
 	if err != nil {
 		return nil, src, err
@@ -105,11 +106,13 @@ type EntryDescription struct {
 
 // Describe describes head, index and the records that were read; it reads no data.
 func (f *File) Describe() *Description {
-	out := &Description{URI: errs.RedactURI(f.URI), Version: f.Version, Encrypted: f.Encrypted, Total: f.Total, Size: f.Size,
+	out := &Description{URI: errs.RedactURI(f.URI), Version: f.Version, Encrypted: f.Encrypted, Total: f.Total,
+		Size:    f.Size,
 		Entries: make([]EntryDescription, len(f.Entries))}
 	for i := range f.Entries {
 		e := &f.Entries[i]
-		r := EntryDescription{Name: e.Name, Type: e.Type, DType: e.Text, Dims: e.Dims, Record: e.Record, Data: e.Data, Bytes: e.Bytes}
+		r := EntryDescription{Name: e.Name, Type: e.Type, DType: e.Text, Dims: e.Dims, Record: e.Record, Data: e.Data,
+			Bytes: e.Bytes}
 		if f.Records != nil {
 			rec := &f.Records[i]
 			r.Module, r.Prefix = rec.Module, rec.Prefix
@@ -129,7 +132,8 @@ func (f *File) Items() map[string]Item {
 	items := make(map[string]Item, len(f.Entries))
 	for i := range f.Entries {
 		e := &f.Entries[i]
-		items[e.Name] = Item{Module: f.Records[i].Module, Type: e.Type, Name: e.Name, Text: e.Text, Dims: e.Dims, Bytes: e.Bytes}
+		items[e.Name] = Item{Module: f.Records[i].Module, Type: e.Type, Name: e.Name, Text: e.Text, Dims: e.Dims,
+			Bytes: e.Bytes}
 	}
 	return items
 }

@@ -71,14 +71,15 @@ func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 		return nil, f.at("", 0, errs.New(errs.ErrCorrupt, "truncated: a .tensors file of %d bytes", f.Size))
 	}
 	r.p = len(Magic)
-	f.Version = uint32(r.u(4))
-	flags := r.take(32)
-	f.Total = int64(r.u(8))
-	r.take(8)
-	count, length := r.u(8), r.u(8)
+	f.Version = uint32(r.readUint(4))
+	flags := r.takeBytes(32)
+	f.Total = int64(r.readUint(8))
+	r.takeBytes(8)
+	count, length := r.readUint(8), r.readUint(8)
 	switch {
 	case f.Version == 0 || f.Version > maxVersion:
-		return nil, f.at("", 5, errs.New(errs.ErrNotSupported, "version %d of .tensors files, this overwire reads 1 to %d", f.Version, maxVersion))
+		return nil, f.at("", 5, errs.New(errs.ErrNotSupported,
+			"version %d of .tensors files, this overwire reads 1 to %d", f.Version, maxVersion))
 	case f.Version >= 4:
 		f.Encrypted, f.tagged = flags[0]&encrypted != 0, flags[0]&tagged != 0
 		for i, b := range flags {
@@ -86,7 +87,8 @@ func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 				b &^= encrypted | tagged
 			}
 			if b != 0 {
-				return nil, f.at("", 9, errs.New(errs.ErrNotSupported, "feature flags %x, of which this overwire knows bits 0 and 1", flags))
+				return nil, f.at("", 9, errs.New(errs.ErrNotSupported,
+					"feature flags %x, of which this overwire knows bits 0 and 1", flags))
 			}
 		}
 		switch {
@@ -104,7 +106,8 @@ func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 	case length > tensor.MaxIndex:
 		return nil, f.at("", 65, errs.New(errs.ErrFormat, "an index of %d bytes is over %d", length, tensor.MaxIndex))
 	case int64(length) > f.Size-headSize:
-		return nil, f.at("", 65, errs.New(errs.ErrCorrupt, "truncated: an index of %d bytes in a file of %d", length, f.Size))
+		return nil, f.at("", 65, errs.New(errs.ErrCorrupt, "truncated: an index of %d bytes in a file of %d", length,
+			f.Size))
 	case count > length/25: // the least that an entry takes
 		return nil, f.at("", 57, errs.New(errs.ErrFormat, "%d tensors in an index of %d bytes", count, length))
 	}
@@ -118,7 +121,7 @@ func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 		head = whole
 	}
 	r.b = head[:end]
-	if err := f.index(&r, int(count)); err != nil {
+	if err := f.readEntries(&r, int(count)); err != nil {
 		return nil, err
 	}
 	f.head, f.rest = head[:headSize:headSize], r.b[r.p:]
@@ -128,17 +131,18 @@ func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 	return f, nil
 }
 
-var errDev = errs.New(errs.ErrNotSupported, "the layout of an unreleased tensorizer (3.0-dev); write the file with a released one")
+var errDev = errs.New(errs.ErrNotSupported,
+	"the layout of an unreleased tensorizer (3.0-dev); write the file with a released one")
 
-// index reads the entries.
-func (f *File) index(r *reader, count int) error {
+// readEntries reads the entries.
+func (f *File) readEntries(r *reader, count int) error {
 	f.Entries = make([]Entry, 0, count)
 	end, zeros := int64(len(r.b)), int64(0)
 	for range count {
 		at := int64(r.p)
 		var e Entry
 		if f.tagged {
-			switch tag := r.u(4); tag {
+			switch tag := r.readUint(4); tag {
 			case 1, 5:
 				e.Wide = tag == 5
 			default:
@@ -148,12 +152,12 @@ func (f *File) index(r *reader, count int) error {
 			}
 		}
 		var rank int
-		e.Name = string(r.take(int(r.u(2))))
-		e.Type = uint8(r.u(1))
-		e.Text = string(r.take(int(r.u(1))))
-		rank = int(r.u(1))
-		e.Dims = r.dims(rank, e.Wide)
-		record, data, bytes := r.u(8), r.u(8), r.u(8)
+		e.Name = string(r.takeBytes(int(r.readUint(2))))
+		e.Type = uint8(r.readUint(1))
+		e.Text = string(r.takeBytes(int(r.readUint(1))))
+		rank = int(r.readUint(1))
+		e.Dims = r.readDims(rank, e.Wide)
+		record, data, bytes := r.readUint(8), r.readUint(8), r.readUint(8)
 		if r.short {
 			return f.at("", at, errs.New(errs.ErrFormat, "the index ends inside an entry"))
 		}
@@ -172,7 +176,7 @@ func (f *File) index(r *reader, count int) error {
 		case record > math.MaxInt64 || data > math.MaxInt64 || bytes > math.MaxInt64:
 			return bad(errs.ErrFormat, "record at %d, %d bytes of data at %d", record, bytes, data)
 		}
-		if negative(e.Dims) {
+		if hasNegative(e.Dims) {
 			return bad(errs.ErrFormat, "shape %v", e.Dims)
 		}
 		if e.dtype, e.shape, err = dtypeOf(e.Text, e.Dims); err != nil {
@@ -225,7 +229,7 @@ func (f *File) ReadRecords(ctx context.Context, src source.Source) error {
 		if err := src.ReadAt(ctx, b, e.Record); err != nil {
 			return err
 		}
-		return f.record(b, e, &records[i])
+		return f.readRecord(b, e, &records[i])
 	})
 	if err == nil {
 		f.Records = records
@@ -233,8 +237,8 @@ func (f *File) ReadRecords(ctx context.Context, src source.Source) error {
 	return err
 }
 
-// record reads one.
-func (f *File) record(b []byte, e *Entry, out *Record) error {
+// readRecord reads one.
+func (f *File) readRecord(b []byte, e *Entry, out *Record) error {
 	bad := func(format string, args ...any) error {
 		return f.at(e.Name, e.Record, errs.New(errs.ErrFormat, format, args...))
 	}
@@ -245,24 +249,24 @@ func (f *File) record(b []byte, e *Entry, out *Record) error {
 	if len(b) < 16 {
 		return bad("the record ends early")
 	}
-	out.Module = uint16(r.u(2))
-	kind := uint8(r.u(1))
-	name := string(r.take(int(r.u(2))))
-	text := string(r.take(int(r.u(1))))
-	dims := r.dims(int(r.u(1)), e.Wide)
+	out.Module = uint16(r.readUint(2))
+	kind := uint8(r.readUint(1))
+	name := string(r.takeBytes(int(r.readUint(2))))
+	text := string(r.takeBytes(int(r.readUint(1))))
+	dims := r.readDims(int(r.readUint(1)), e.Wide)
 	if r.short || kind != e.Type || name != e.Name || text != e.Text || !slices.Equal(dims, e.Dims) {
 		return bad("the record says other things than the index")
 	}
 	if n := int64(le.Uint64(b[len(b)-8:])); n != e.Bytes {
 		return bad("%d bytes of data by the record, %d by the index", n, e.Bytes)
 	}
-	sums := int(r.u(2))
+	sums := int(r.readUint(2))
 	from := r.p
-	block := reader{b: r.take(sums)}
+	block := reader{b: r.takeBytes(sums)}
 	prefix := append([]byte(nil), b...)
-	for range block.u(1) {
-		kind, n := block.u(1), int(block.u(1))
-		sum := block.take(n)
+	for range block.readUint(1) {
+		kind, n := block.readUint(1), int(block.readUint(1))
+		sum := block.takeBytes(n)
 		if block.short {
 			break
 		}
@@ -284,11 +288,11 @@ func (f *File) record(b []byte, e *Entry, out *Record) error {
 		return nil
 	}
 	start := r.p
-	length := r.u(8)
+	length := r.readUint(8)
 	if length > uint64(len(r.b)) {
 		r.short = true
 	}
-	body := r.take(int(min(length, uint64(len(r.b)))))
+	body := r.takeBytes(int(min(length, uint64(len(r.b)))))
 	if r.short {
 		return bad("the record ends early")
 	}
@@ -317,7 +321,7 @@ type reader struct {
 	short bool
 }
 
-func (r *reader) take(n int) []byte {
+func (r *reader) takeBytes(n int) []byte {
 	if r.short || n < 0 || n > len(r.b)-r.p {
 		r.short = true
 		return nil
@@ -326,15 +330,15 @@ func (r *reader) take(n int) []byte {
 	return r.b[r.p-n : r.p]
 }
 
-func (r *reader) u(n int) uint64 {
+func (r *reader) readUint(n int) uint64 {
 	var v uint64
-	for i, b := range r.take(n) {
+	for i, b := range r.takeBytes(n) {
 		v |= uint64(b) << (8 * i)
 	}
 	return v
 }
 
-func (r *reader) dims(rank int, wide bool) []int64 {
+func (r *reader) readDims(rank int, wide bool) []int64 {
 	size := 4
 	if wide {
 		size = 8
@@ -345,7 +349,7 @@ func (r *reader) dims(rank int, wide bool) []int64 {
 	}
 	d := make([]int64, rank)
 	for i := range d {
-		d[i] = int64(r.u(size))
+		d[i] = int64(r.readUint(size))
 	}
 	return d
 }

@@ -71,7 +71,7 @@ func Write(ctx context.Context, to Output, how How, all []Tensor) (int64, error)
 	}
 	flows := make([]Flow, len(all))
 	for i := range all {
-		flows[i] = written(to, how.Path, &items[i], key, all[i].Data)
+		flows[i] = writtenFlow(to, how.Path, &items[i], key, all[i].Data)
 	}
 	if err := Run(ctx, "tensorizer.save", how.Workers, how.InOrder, flows); err != nil {
 		return 0, err
@@ -84,7 +84,8 @@ func Write(ctx context.Context, to Output, how How, all []Tensor) (int64, error)
 // and index. data has the bytes of each item, which are not changed; key, if not
 // nil, encrypts the items that are Sealed. It returns the end of the last one. The
 // file must not be open with O_APPEND.
-func Records(ctx context.Context, fd int, path string, at int64, items []Item, data [][]byte, key *Key, workers int) (int64, error) {
+func Records(ctx context.Context, fd int, path string, at int64, items []Item, data [][]byte, key *Key,
+	workers int) (int64, error) {
 	flows := make([]Flow, len(items))
 	for i := range items {
 		it := &items[i]
@@ -93,14 +94,14 @@ func Records(ctx context.Context, fd int, path string, at int64, items []Item, d
 		}
 		it.Record = at
 		at = it.Data() + it.Bytes
-		flows[i] = written(descriptor{fd, path}, path, it, key, Flow{Bytes: it.Bytes, Memory: data[i]})
+		flows[i] = writtenFlow(descriptor{fd, path}, path, it, key, Flow{Bytes: it.Bytes, Memory: data[i]})
 	}
 	return at, Run(ctx, "tensorizer.save", workers, false, flows)
 }
 
-// written is a flow of data whose bytes go to their offset in the file, encrypted
+// writtenFlow is a flow of data whose bytes go to their offset in the file, encrypted
 // if the item is, followed by the record.
-func written(to Output, path string, it *Item, key *Key, data Flow) Flow {
+func writtenFlow(to Output, path string, it *Item, key *Key, data Flow) Flow {
 	at, end := it.Data(), it.Data()+it.Bytes
 	fail := func(err error) error { return errs.Locate("save", path, it.Name, -1, err) }
 	put := func(p []byte) error {

@@ -37,7 +37,8 @@ func (f *File) Index(opt map[string]string) (*tensor.Index, error) {
 			if (e.Bytes != e.full) != zeros {
 				continue
 			}
-			t := tensor.Tensor{Name: e.Name, DType: e.dtype, Shape: e.shape, Bytes: e.full, Stored: e.full, Off: e.Data, Alias: -1, Plain: true}
+			t := tensor.Tensor{Name: e.Name, DType: e.dtype, Shape: e.shape, Bytes: e.full, Stored: e.full, Off: e.Data,
+				Alias: -1, Plain: true}
 			switch {
 			case zeros:
 				t.Off, at = at, at+e.full
@@ -74,11 +75,12 @@ func (f *File) Source(ctx context.Context, src source.Source, decrypt map[string
 	}
 	if _, ok := decrypt[OptionCRC32]; ok {
 		var err error
-		if src, err = f.check(src); err != nil {
+		if src, err = f.checkSource(src); err != nil {
 			return nil, err
 		}
 	}
-	s := &sealed{Source: src, size: f.Size, boxes: blocks.New[boxKey](int64(runtime.GOMAXPROCS(0)+2) * (2 * ChunkBytes))}
+	s := &sealed{Source: src, size: f.Size, boxes: blocks.New[boxKey](
+		int64(runtime.GOMAXPROCS(0)+2) * (2 * ChunkBytes))}
 	keys := map[string]*[keyBytes]byte{} // by derivation: a file has one for all its tensors
 	for i := range f.Entries {
 		e := &f.Entries[i]
@@ -88,7 +90,7 @@ func (f *File) Source(ctx context.Context, src source.Source, decrypt map[string
 		}
 		c := f.Records[i].Crypt
 		sp := span{off: e.Data, end: e.Data + e.Bytes, name: e.Name, crypt: c}
-		id := c.Derive.id()
+		id := c.Derive.identityOf()
 		if sp.key = keys[id]; sp.key == nil {
 			var err error
 			if sp.key, err = keyOf(ctx, c.Derive, decrypt); err != nil {
@@ -120,7 +122,8 @@ func keyOf(ctx context.Context, derive *Derivation, settings map[string]string) 
 		return nil, nil
 	}
 	if derive == nil {
-		return nil, errs.New(errs.ErrCrypto, "a password was given, and the file was encrypted with a key of no password's")
+		return nil, errs.New(errs.ErrCrypto,
+			"a password was given, and the file was encrypted with a key of no password's")
 	}
 	password, err := hex.DecodeString(text)
 	if err != nil || len(password) == 0 {
@@ -161,7 +164,7 @@ func (s *sealed) Size() int64 { return s.size + s.zeros }
 // Facts are those of the source below, whose bytes are decrypted by ReadAt.
 func (s *sealed) Facts() source.Facts {
 	f := s.Source.Facts().ReadAtOnly()
-	f.Coding = s.coding
+	f.Coding = s.codingAt
 	if tell := f.Prefetch; tell != nil {
 		f.Prefetch = func(off, n int64) {
 			if off < s.size {
@@ -172,9 +175,9 @@ func (s *sealed) Facts() source.Facts {
 	return f
 }
 
-// coding names how the data at an offset are stored.
-func (s *sealed) coding(off int64) string {
-	switch _, encrypted := s.at(off); {
+// codingAt names how the data at an offset are stored.
+func (s *sealed) codingAt(off int64) string {
+	switch _, encrypted := s.spanAt(off); {
 	case off >= s.size:
 		return "zeros"
 	case encrypted:
@@ -183,8 +186,8 @@ func (s *sealed) coding(off int64) string {
 	return "plain"
 }
 
-// at is the first span that ends behind an offset, and whether the offset is within.
-func (s *sealed) at(off int64) (i int, encrypted bool) {
+// spanAt is the first span that ends behind an offset, and whether the offset is within.
+func (s *sealed) spanAt(off int64) (i int, encrypted bool) {
 	i = sort.Search(len(s.spans), func(i int) bool { return s.spans[i].end > off })
 	return i, i < len(s.spans) && s.spans[i].off <= off
 }
@@ -195,7 +198,7 @@ func (s *sealed) ReadAt(ctx context.Context, p []byte, off int64) error {
 		return s.Source.ReadAt(ctx, p, off) // says what is wrong
 	}
 	for len(p) > 0 {
-		i, encrypted := s.at(off)
+		i, encrypted := s.spanAt(off)
 		n := int64(len(p))
 		switch {
 		case off >= s.size:
@@ -228,7 +231,7 @@ func (s *sealed) open(ctx context.Context, p []byte, i int, off int64) error {
 		from := k * sp.crypt.Chunk
 		size := min(sp.crypt.Chunk, sp.end-sp.off-from)
 		if off == from && int64(len(p)) >= size {
-			if err := s.decrypt(ctx, p[:size], i, k); err != nil {
+			if err := s.decryptBox(ctx, p[:size], i, k); err != nil {
 				return err
 			}
 			p, off = p[size:], off+size
@@ -236,7 +239,7 @@ func (s *sealed) open(ctx context.Context, p []byte, i int, off int64) error {
 		}
 		b, err := s.boxes.Get(ctx, boxKey{i, k}, func() ([]byte, error) {
 			data := make([]byte, size)
-			return data, s.decrypt(ctx, data, i, k)
+			return data, s.decryptBox(ctx, data, i, k)
 		})
 		if err != nil {
 			return err
@@ -248,8 +251,8 @@ func (s *sealed) open(ctx context.Context, p []byte, i int, off int64) error {
 	return nil
 }
 
-// decrypt reads one whole box into dst.
-func (s *sealed) decrypt(ctx context.Context, dst []byte, i int, k int64) error {
+// decryptBox reads one whole box into dst.
+func (s *sealed) decryptBox(ctx context.Context, dst []byte, i int, k int64) error {
 	sp := &s.spans[i]
 	at := sp.off + k*sp.crypt.Chunk
 	fail := func(err error) error {

@@ -1,12 +1,20 @@
 // Package tensorizer reads and writes the .tensors files of CoreWeave's
 // tensorizer. All integers are little-endian, nothing is aligned:
 //
-//	"|TZR|" | u32 version | 32 bytes of flags | u64 data bytes | 8 zero bytes | u64 tensors | u64 L | L bytes of index | records | 8 zero bytes
+//	"|TZR|" | u32 version | 32 bytes of flags | u64 data bytes | 8 zero bytes | u64 tensors | u64 L
 //
-//	index entry: [u32 entry version, 1 or 5, in files of version 5] u16 n, name | u8 type | u8 n, dtype | u8 rank | dims, u32 or u64 each |
+// | L bytes of index | records | 8 zero bytes
+//
+//	index entry: [u32 entry version, 1 or 5, in files of version 5] u16 n, name | u8 type | u8 n,
+//
+// dtype | u8 rank | dims, u32 or u64 each |
+//
 //	             u64 offset of the record | u64 offset of the data | u64 bytes of the data
 //	record:      u64 bytes up to the data | u16 module | u8 type | u16 n, name | u8 n, dtype | u8 rank | dims |
-//	             u16 n, hashes: u8 count, each u8 kind, u8 n, sum | [u64 n, encryption] | [padding] | i64 bytes of the data | the data
+//	             u16 n, hashes: u8 count, each u8 kind, u8 n, sum | [u64 n, encryption] | [padding]
+//
+// | i64 bytes of the data | the data
+//
 //	encryption:  u16 count, each: u64 n, u16 kind, body
 //
 // Versions: 1; 2 has dtypes of torch's own; 3 is encrypted; 4 has flags and
@@ -95,7 +103,8 @@ func dtypeOf(text string, dims []int64) (tensor.DType, []int64, error) {
 		}
 		if d, ok := torch[name]; ok {
 			if want := opaqueForm(d); form != want {
-				return 0, nil, errs.New(errs.ErrFormat, "dtype %q: %s takes the place of %s, not of %s", text, name, want, form)
+				return 0, nil, errs.New(errs.ErrFormat, "dtype %q: %s takes the place of %s, not of %s", text, name,
+					want, form)
 			}
 			if d == tensor.F4 {
 				if len(dims) == 0 {

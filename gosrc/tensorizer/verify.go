@@ -33,13 +33,13 @@ func Verify(ctx context.Context, src source.Source, p Proof) error {
 	}
 	flows := make([]Flow, len(f.Entries))
 	for i := range f.Entries {
-		flows[i] = f.proof(src, i, p)
+		flows[i] = f.proofFlow(src, i, p)
 	}
 	return Run(ctx, "tensorizer.verify", p.Workers, p.InOrder, flows)
 }
 
-// proof is the flow of tensor i through its hashes.
-func (f *File) proof(src source.Source, i int, p Proof) Flow {
+// proofFlow is the flow of tensor i through its hashes.
+func (f *File) proofFlow(src source.Source, i int, p Proof) Flow {
 	e, r := &f.Entries[i], &f.Records[i]
 	bad := func(class error, format string, args ...any) error {
 		return errs.Place("verify", f.URI, e.Name, e.Record, errs.New(class, format, args...))

@@ -62,20 +62,20 @@ func (it *Item) Check() error {
 	case it.Bytes < 0:
 		return errs.New(errs.ErrArgument, "%d bytes", it.Bytes)
 	}
-	if negative(it.Dims) {
+	if hasNegative(it.Dims) {
 		return errs.New(errs.ErrArgument, "shape %v", it.Dims)
 	}
 	return nil
 }
 
-func negative(dims []int64) bool {
+func hasNegative(dims []int64) bool {
 	return slices.ContainsFunc(dims, func(d int64) bool { return d < 0 })
 }
 
 // Version is the least version of a file with this item.
 func (it *Item) Version() uint32 {
 	switch {
-	case it.wide():
+	case it.hasWideDims():
 		return 5
 	case it.Bytes == 0 && !slices.Contains(it.Dims, 0):
 		return 4
@@ -87,13 +87,13 @@ func (it *Item) Version() uint32 {
 	return 1
 }
 
-func (it *Item) wide() bool {
+func (it *Item) hasWideDims() bool {
 	return slices.ContainsFunc(it.Dims, func(d int64) bool { return d > math.MaxUint32 })
 }
 
 // Data is the offset of the data.
 func (it *Item) Data() int64 {
-	b, _, _ := it.front()
+	b, _, _ := it.recordFront()
 	return it.Record + int64(len(b)) + it.Pad
 }
 
@@ -109,7 +109,7 @@ func (it *Item) appendShape(dst []byte) []byte {
 	dst = append(dst, it.Text...)
 	dst = append(dst, byte(len(it.Dims)))
 	for _, d := range it.Dims {
-		if it.wide() {
+		if it.hasWideDims() {
 			dst = le.AppendUint64(dst, uint64(d))
 		} else {
 			dst = le.AppendUint32(dst, uint32(d))
@@ -124,9 +124,9 @@ func (it *Item) appendWords(dst []byte) []byte {
 	return it.appendShape(append(dst, it.Type))
 }
 
-// front is the record without its padding, with zero hashes, and their offsets; that
+// recordFront is the record without its padding, with zero hashes, and their offsets; that
 // of the CRC32 is 0 for an encrypted item, which has none.
-func (it *Item) front() (dst []byte, crc, sha int) {
+func (it *Item) recordFront() (dst []byte, crc, sha int) {
 	dst = le.AppendUint64(nil, 0) // length: see record
 	dst = le.AppendUint16(dst, it.Module)
 	dst = append(dst, it.Type)
@@ -146,14 +146,14 @@ func (it *Item) front() (dst []byte, crc, sha int) {
 	sha = len(dst)
 	dst = append(dst, make([]byte, 32)...)
 	if it.Sealed {
-		dst = it.Crypt.append(dst)
+		dst = it.Crypt.appendBox(dst)
 	}
 	return le.AppendUint64(dst, uint64(it.Bytes)), crc, sha
 }
 
-// record is the record with its padding and zero hashes, and their offsets.
-func (it *Item) record() (b []byte, crc, sha int) {
-	b, crc, sha = it.front()
+// recordBytes is the record with its padding and zero hashes, and their offsets.
+func (it *Item) recordBytes() (b []byte, crc, sha int) {
+	b, crc, sha = it.recordFront()
 	last := len(b) - 8
 	b = append(b[:last], make([]byte, it.Pad+8)...)
 	le.PutUint64(b[len(b)-8:], uint64(it.Bytes))
@@ -189,9 +189,9 @@ func (s *Summer) Sums() (crc, sha []byte) {
 
 // Summer begins to hash the item.
 func (it *Item) Summer() *Summer {
-	b, _, _ := it.record()
+	b, _, _ := it.recordBytes()
 	if it.Sealed { // the encryption is not hashed
-		n := len(it.Crypt.append(nil))
+		n := len(it.Crypt.appendBox(nil))
 		end := len(b) - 8 - int(it.Pad)
 		b = append(b[:end-n], b[end:]...)
 	}
@@ -200,7 +200,7 @@ func (it *Item) Summer() *Summer {
 
 // Finish returns the whole record, once all data were hashed.
 func (it *Item) Finish(s *Summer) []byte {
-	b, crc, sha := it.record()
+	b, crc, sha := it.recordBytes()
 	sum, digest := s.Sums()
 	if crc > 0 {
 		copy(b[crc:], sum)
@@ -250,7 +250,7 @@ func Front(items []Item, version uint32, length int64) ([]byte, error) {
 		it := &items[i]
 		if version == maxVersion {
 			tag := uint32(1)
-			if it.wide() {
+			if it.hasWideDims() {
 				tag = 5
 			}
 			b = le.AppendUint32(b, tag)

@@ -39,7 +39,9 @@ func Model(ix *tensor.Index, srcs []source.Source) (*tensor.Index, []source.Sour
 	other := otherRows(ix)
 	for i := range ix.Tensors {
 		t := &ix.Tensors[i]
-		if !other[int32(i)] && !slices.ContainsFunc(ix.Chunks[t.First:t.First+t.Count], func(c tensor.Chunk) bool { return c.Codec == tensor.CodecPlanes }) {
+		if !other[int32(i)] && !slices.ContainsFunc(ix.Chunks[t.First:t.First+t.Count], func(c tensor.Chunk) bool {
+			return c.Codec == tensor.CodecPlanes
+		}) {
 			continue
 		}
 		if out == ix {

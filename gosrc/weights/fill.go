@@ -24,9 +24,9 @@ func (r *rng) next() uint64 {
 	return hi ^ lo
 }
 
-// seeded mixes numbers into a generator's start, so that neighbouring blocks are
+// seedWith mixes numbers into a generator's start, so that neighbouring blocks are
 // independent.
-func seeded(words ...uint64) rng {
+func seedWith(words ...uint64) rng {
 	r := rng(0x9e3779b97f4a7c15)
 	for _, w := range words {
 		r = rng(r.next() ^ w)
@@ -54,33 +54,33 @@ var normal = func() (t [cells][2]float32) {
 	return t
 }()
 
-// gauss makes a normal value of 32 random bits: sign, cell, 20 bits inside it.
-func gauss(u uint32) float32 {
+// gaussOf makes a normal value of 32 random bits: sign, cell, 20 bits inside it.
+func gaussOf(u uint32) float32 {
 	c := &normal[u>>20&(cells-1)]
 	v := c[0] + c[1]*(float32(u&(1<<20-1))*(1.0/(1<<20)))
 	return math.Float32frombits(math.Float32bits(v) | u&(1<<31))
 }
 
-// fill makes one block of a part: values into scratch, then the dtype's bits
+// fillBlock makes one block of a part: values into scratch, then the dtype's bits
 // into dst (the whole tensor).
-func fill(k Kind, p part, seed uint64, b block, dst []byte, scratch []float32) {
-	r := seeded(seed, uint64(b.part), uint64(b.first))
+func fillBlock(k Kind, p part, seed uint64, b block, dst []byte, scratch []float32) {
+	r := seedWith(seed, uint64(b.part), uint64(b.first))
 	width := int64(p.dtype.Bits()) / 8
 	dst = dst[b.first*width : (b.first+b.n)*width]
 	switch {
 	case k.Name == "uniform" && p.role == matrix:
-		noise(&r, dst)
+		fillNoise(&r, dst)
 		return
 	case p.role == norm:
 		for i := range scratch {
-			scratch[i] = 0.45 + 0.06*gauss(uint32(r.next()))
+			scratch[i] = 0.45 + 0.06*gaussOf(uint32(r.next()))
 		}
 	case p.role == scale:
 		for i := range scratch {
 			scratch[i] = p.sigma / 28 * rowScale(seed, b.part-1, b.first+int64(i))
 		}
 	default:
-		rows(p, seed, b, &r, scratch)
+		fillRows(p, seed, b, &r, scratch)
 	}
 	if k.change != nil {
 		for i := range scratch {
@@ -89,18 +89,18 @@ func fill(k Kind, p part, seed uint64, b block, dst []byte, scratch []float32) {
 	}
 	if k.Name == "pruned" && p.role == matrix {
 		for i, v := range scratch {
-			if abs(v) < 0.674*p.sigma {
+			if absOf(v) < 0.674*p.sigma {
 				scratch[i] = 0
 			}
 		}
 	}
-	put(p, &r, dst, scratch)
+	putValues(p, &r, dst, scratch)
 }
 
-// rows fills scratch with normal values times their row's scale; values of
+// fillRows fills scratch with normal values times their row's scale; values of
 // quantised dtypes are in units of their own range.
-func rows(p part, seed uint64, b block, r *rng, scratch []float32) {
-	cols := p.cols()
+func fillRows(p part, seed uint64, b block, r *rng, scratch []float32) {
+	cols := p.rowLength()
 	for i := int64(0); i < b.n; {
 		row := (b.first + i) / cols
 		n := min(b.n-i, (row+1)*cols-(b.first+i))
@@ -116,11 +116,11 @@ func rows(p part, seed uint64, b block, r *rng, scratch []float32) {
 		part := scratch[i : i+n]
 		for len(part) >= 2 {
 			u := r.next()
-			part[0], part[1] = s*gauss(uint32(u)), s*gauss(uint32(u>>32))
+			part[0], part[1] = s*gaussOf(uint32(u)), s*gaussOf(uint32(u>>32))
 			part = part[2:]
 		}
 		if len(part) > 0 {
-			part[0] = s * gauss(uint32(r.next()))
+			part[0] = s * gaussOf(uint32(r.next()))
 		}
 		i += n
 	}
@@ -128,21 +128,21 @@ func rows(p part, seed uint64, b block, r *rng, scratch []float32) {
 
 // rowScale is the scale of one row, around 1.
 func rowScale(seed uint64, part int, row int64) float32 {
-	r := seeded(seed, 0x5ca1e, uint64(part), uint64(row))
-	return float32(math.Exp2(spread * float64(gauss(uint32(r.next())))))
+	r := seedWith(seed, 0x5ca1e, uint64(part), uint64(row))
+	return float32(math.Exp2(spread * float64(gaussOf(uint32(r.next())))))
 }
 
-// put writes values in a dtype. A U8 is two 4-bit integers; put makes the second
+// putValues writes values in a dtype. A U8 is two 4-bit integers; put makes the second
 // of each pair.
-func put(p part, r *rng, dst []byte, vals []float32) {
+func putValues(p part, r *rng, dst []byte, vals []float32) {
 	switch p.dtype {
 	case tensor.BF16:
 		for i, v := range vals {
-			binary.LittleEndian.PutUint16(dst[2*i:], bf16(v))
+			binary.LittleEndian.PutUint16(dst[2*i:], toBF16(v))
 		}
 	case tensor.F16:
 		for i, v := range vals {
-			binary.LittleEndian.PutUint16(dst[2*i:], half(v))
+			binary.LittleEndian.PutUint16(dst[2*i:], toF16(v))
 		}
 	case tensor.F32:
 		for i, v := range vals {
@@ -150,29 +150,29 @@ func put(p part, r *rng, dst []byte, vals []float32) {
 		}
 	case tensor.F8E4M3:
 		for i, v := range vals {
-			dst[i] = small(v, 4, 3)
+			dst[i] = toFloat8(v, 4, 3)
 		}
 	case tensor.F8E5M2:
 		for i, v := range vals {
-			dst[i] = small(v, 5, 2)
+			dst[i] = toFloat8(v, 5, 2)
 		}
 	case tensor.I8:
 		for i, v := range vals {
-			dst[i] = byte(int8(rounded(v, 127)))
+			dst[i] = byte(int8(roundTo(v, 127)))
 		}
 	case tensor.U8:
 		for i, v := range vals {
-			w := 2.2 * gauss(uint32(r.next()))
-			dst[i] = byte(rounded(v, 7)&15 | rounded(w, 7)&15<<4)
+			w := 2.2 * gaussOf(uint32(r.next()))
+			dst[i] = byte(roundTo(v, 7)&15 | roundTo(w, 7)&15<<4)
 		}
 	}
 }
 
-func rounded(v float32, most int) int {
+func roundTo(v float32, most int) int {
 	return min(most, max(-most, int(math.RoundToEven(float64(v)))))
 }
 
-func noise(r *rng, dst []byte) {
+func fillNoise(r *rng, dst []byte) {
 	for len(dst) >= 8 {
 		binary.LittleEndian.PutUint64(dst, r.next())
 		dst = dst[8:]
@@ -183,18 +183,18 @@ func noise(r *rng, dst []byte) {
 	}
 }
 
-func throughBF16(v *float32) { *v = math.Float32frombits(uint32(bf16(*v)) << 16) }
+func throughBF16(v *float32) { *v = math.Float32frombits(uint32(toBF16(*v)) << 16) }
 
-// bf16 rounds to the nearest BF16.
-func bf16(v float32) uint16 {
+// toBF16 rounds to the nearest BF16.
+func toBF16(v float32) uint16 {
 	u := math.Float32bits(v)
 	return uint16((u + 0x7fff + u>>16&1) >> 16)
 }
 
-func abs(v float32) float32 { return math.Float32frombits(math.Float32bits(v) &^ (1 << 31)) }
+func absOf(v float32) float32 { return math.Float32frombits(math.Float32bits(v) &^ (1 << 31)) }
 
-// half rounds to the nearest F16; too large values become infinite.
-func half(v float32) uint16 {
+// toF16 rounds to the nearest F16; too large values become infinite.
+func toF16(v float32) uint16 {
 	u := math.Float32bits(v)
 	sign := uint16(u >> 16 & 0x8000)
 	e := int(u>>23&255) - 127
@@ -205,12 +205,12 @@ func half(v float32) uint16 {
 		u -= 112 << 23
 		return sign | uint16((u&0x7fffffff+0xfff+u>>13&1)>>13)
 	}
-	return sign | uint16(math.RoundToEven(float64(abs(v))*(1<<24)))
+	return sign | uint16(math.RoundToEven(float64(absOf(v))*(1<<24)))
 }
 
-// small rounds to an 8-bit float with the given bits of exponent and mantissa,
+// toFloat8 rounds to an 8-bit float with the given bits of exponent and mantissa,
 // and saturates at the largest finite value of E4M3FN and E5M2.
-func small(v float32, ebits, mbits int) byte {
+func toFloat8(v float32, ebits, mbits int) byte {
 	u := math.Float32bits(v)
 	sign := byte(u >> 24 & 0x80)
 	bias := 1<<(ebits-1) - 1
@@ -220,7 +220,7 @@ func small(v float32, ebits, mbits int) byte {
 	}
 	e := int(u>>23&255) - 127 + bias
 	if e <= 0 { // subnormal: multiples of 2^(1-bias-mbits)
-		return sign | byte(min(float64(most), math.RoundToEven(math.Ldexp(float64(abs(v)), bias-1+mbits))))
+		return sign | byte(min(float64(most), math.RoundToEven(math.Ldexp(float64(absOf(v)), bias-1+mbits))))
 	}
 	m := u & 0x7fffff
 	shift := 23 - mbits

@@ -11,16 +11,16 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// hostile returns tensors that break weak codecs: values at the edges of every
+// hostileTensors returns tensors that break weak codecs: values at the edges of every
 // float, sizes around every boundary, shapes without elements or dimensions, names
 // that need escapes.
-func hostile(seed uint64) []Tensor {
-	r := seeded(seed, 0x6057)
+func hostileTensors(seed uint64) []Tensor {
+	r := seedWith(seed, 0x6057)
 	var out []Tensor
 	add := func(name string, d tensor.DType, shape []int64, data []byte) {
 		out = append(out, Tensor{"hostile." + name, d, shape, data})
 	}
-	random := func(n int64) []byte { b := make([]byte, n); noise(&r, b); return b }
+	random := func(n int64) []byte { b := make([]byte, n); fillNoise(&r, b); return b }
 	// Whole bytes in every dtype: 8 elements are enough for 4 and 6 bits.
 	for d := tensor.DType(1); int(d) <= tensor.NumDTypes; d++ {
 		bytes := func(n int64) int64 { return n * int64(d.Bits()) / 8 }
@@ -45,15 +45,15 @@ func hostile(seed uint64) []Tensor {
 			}
 		}
 	}
-	floats(&r, add)
+	addFloats(&r, add)
 	add("rank 64", tensor.U8, append(slices.Repeat([]int64{1}, 63), 2), []byte{1, 2})
 	add("name with \"quotes\", \\ and \u00e9\u4e2d\U0001F600", tensor.F32, []int64{2}, random(8))
 	add(fmt.Sprintf("%0512d", 7), tensor.BF16, []int64{4}, random(8))
 	return out
 }
 
-// floats adds patterns of values that stress the exponent coder.
-func floats(r *rng, add func(string, tensor.DType, []int64, []byte)) {
+// addFloats adds patterns of values that stress the exponent coder.
+func addFloats(r *rng, add func(string, tensor.DType, []int64, []byte)) {
 	const n = 70001
 	for _, f := range []struct {
 		d        tensor.DType

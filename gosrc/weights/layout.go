@@ -27,7 +27,7 @@ const (
 	scale              // scales of a quantised matrix
 )
 
-func (p part) elements() int64 {
+func (p part) elementCount() int64 {
 	n := int64(1)
 	for _, d := range p.shape {
 		n *= d
@@ -35,10 +35,10 @@ func (p part) elements() int64 {
 	return n
 }
 
-// cols returns the length of a row, whose elements share a scale.
-func (p part) cols() int64 {
+// rowLength returns the length of a row, whose elements share a scale.
+func (p part) rowLength() int64 {
 	if len(p.shape) < 2 {
-		return max(1, p.elements())
+		return max(1, p.elementCount())
 	}
 	return max(1, p.shape[len(p.shape)-1])
 }
@@ -50,25 +50,25 @@ type builder struct {
 	bytes int64
 }
 
-func (b *builder) add(p part) {
+func (b *builder) addPart(p part) {
 	b.parts = append(b.parts, p)
-	b.bytes += p.elements() * int64(p.dtype.Bits()) / 8
+	b.bytes += p.elementCount() * int64(p.dtype.Bits()) / 8
 }
 
-// matrix adds a weight and, for quantised kinds, its scales. The spread of
+// addMatrix adds a weight and, for quantised kinds, its scales. The spread of
 // the scales over a model (by depth, by kind of projection) is a factor of two
 // to four in real checkpoints.
-func (b *builder) matrix(name string, sigma float32, rows, cols int64) {
+func (b *builder) addMatrix(name string, sigma float32, rows, cols int64) {
 	p := part{name: name, dtype: b.k.dtype, shape: []int64{rows, cols}, sigma: sigma}
 	if b.k.Name == "int4" {
 		p.shape[1] = (cols + 1) / 2 // two per byte
 	}
-	b.add(p)
+	b.addPart(p)
 	switch b.k.dtype {
 	case tensor.F8E4M3, tensor.F8E5M2:
-		b.add(part{name: name + "_scale", dtype: tensor.F32, shape: []int64{}, role: scale, sigma: sigma})
+		b.addPart(part{name: name + "_scale", dtype: tensor.F32, shape: []int64{}, role: scale, sigma: sigma})
 	case tensor.I8, tensor.U8:
-		b.add(part{name: name + "_scale", dtype: tensor.F32, shape: []int64{rows}, role: scale, sigma: sigma})
+		b.addPart(part{name: name + "_scale", dtype: tensor.F32, shape: []int64{rows}, role: scale, sigma: sigma})
 	}
 }
 
@@ -77,7 +77,7 @@ func (b *builder) norm(name string, n int64) {
 	if d.Bits() < 16 {
 		d = tensor.BF16 // norms are not quantised
 	}
-	b.add(part{name: name, dtype: d, shape: []int64{n}, role: norm})
+	b.addPart(part{name: name, dtype: d, shape: []int64{n}, role: norm})
 }
 
 // llama lists the tensors of Llama 3 8B that take about size bytes: first with
@@ -87,22 +87,22 @@ func llama(k Kind, size int64) []part {
 	const layers, hidden, vocab = 32, 4096, 128256
 	list := func(layers, hidden, vocab int64) *builder {
 		b := &builder{k: k}
-		b.matrix("model.embed_tokens.weight", 0.012, vocab, hidden)
+		b.addMatrix("model.embed_tokens.weight", 0.012, vocab, hidden)
 		for i := range layers {
 			at := fmt.Sprintf("model.layers.%d.", i)
 			deep := 1 + 0.5*float32(i)/float32(layers)
 			b.norm(at+"input_layernorm.weight", hidden)
-			b.matrix(at+"mlp.down_proj.weight", 0.017*deep, hidden, hidden*7/2)
-			b.matrix(at+"mlp.gate_proj.weight", 0.021*deep, hidden*7/2, hidden)
-			b.matrix(at+"mlp.up_proj.weight", 0.018*deep, hidden*7/2, hidden)
+			b.addMatrix(at+"mlp.down_proj.weight", 0.017*deep, hidden, hidden*7/2)
+			b.addMatrix(at+"mlp.gate_proj.weight", 0.021*deep, hidden*7/2, hidden)
+			b.addMatrix(at+"mlp.up_proj.weight", 0.018*deep, hidden*7/2, hidden)
 			b.norm(at+"post_attention_layernorm.weight", hidden)
-			b.matrix(at+"self_attn.k_proj.weight", 0.033*deep, hidden/4, hidden)
-			b.matrix(at+"self_attn.o_proj.weight", 0.014*deep, hidden, hidden)
-			b.matrix(at+"self_attn.q_proj.weight", 0.027*deep, hidden, hidden)
-			b.matrix(at+"self_attn.v_proj.weight", 0.011*deep, hidden/4, hidden)
+			b.addMatrix(at+"self_attn.k_proj.weight", 0.033*deep, hidden/4, hidden)
+			b.addMatrix(at+"self_attn.o_proj.weight", 0.014*deep, hidden, hidden)
+			b.addMatrix(at+"self_attn.q_proj.weight", 0.027*deep, hidden, hidden)
+			b.addMatrix(at+"self_attn.v_proj.weight", 0.011*deep, hidden/4, hidden)
 		}
 		b.norm("model.norm.weight", hidden)
-		b.matrix("lm_head.weight", 0.015, vocab, hidden)
+		b.addMatrix("lm_head.weight", 0.015, vocab, hidden)
 		return b
 	}
 	l, h, v := int64(layers), int64(hidden), int64(vocab)
@@ -132,27 +132,27 @@ func moe(k Kind, size int64) []part {
 		dim := func(n float64) int64 { return max(8, int64(math.Round(n*shrink/8))*8) }
 		h, in, head := dim(hidden), dim(inner), dim(128)
 		b := &builder{k: k}
-		b.matrix("model.embed_tokens.weight", 0.02, vocab, h)
+		b.addMatrix("model.embed_tokens.weight", 0.02, vocab, h)
 		for i := range layers {
 			at := fmt.Sprintf("model.layers.%d.", i)
 			b.norm(at+"input_layernorm.weight", h)
 			for e := range experts {
 				of := fmt.Sprintf("%smlp.experts.%d.", at, e)
-				b.matrix(of+"down_proj.weight", 0.019, h, in)
-				b.matrix(of+"gate_proj.weight", 0.022, in, h)
-				b.matrix(of+"up_proj.weight", 0.02, in, h)
+				b.addMatrix(of+"down_proj.weight", 0.019, h, in)
+				b.addMatrix(of+"gate_proj.weight", 0.022, in, h)
+				b.addMatrix(of+"up_proj.weight", 0.02, in, h)
 			}
-			b.matrix(at+"mlp.gate.weight", 0.03, experts, h)
+			b.addMatrix(at+"mlp.gate.weight", 0.03, experts, h)
 			b.norm(at+"post_attention_layernorm.weight", h)
 			b.norm(at+"self_attn.k_norm.weight", head)
-			b.matrix(at+"self_attn.k_proj.weight", 0.03, 4*head, h)
-			b.matrix(at+"self_attn.o_proj.weight", 0.02, h, 32*head)
+			b.addMatrix(at+"self_attn.k_proj.weight", 0.03, 4*head, h)
+			b.addMatrix(at+"self_attn.o_proj.weight", 0.02, h, 32*head)
 			b.norm(at+"self_attn.q_norm.weight", head)
-			b.matrix(at+"self_attn.q_proj.weight", 0.03, 32*head, h)
-			b.matrix(at+"self_attn.v_proj.weight", 0.02, 4*head, h)
+			b.addMatrix(at+"self_attn.q_proj.weight", 0.03, 32*head, h)
+			b.addMatrix(at+"self_attn.v_proj.weight", 0.02, 4*head, h)
 		}
 		b.norm("model.norm.weight", h)
-		b.matrix("lm_head.weight", 0.02, vocab, h)
+		b.addMatrix("lm_head.weight", 0.02, vocab, h)
 		return b
 	}
 	// Widths are multiples of 8: the widest hidden size that fits.

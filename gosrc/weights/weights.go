@@ -48,18 +48,26 @@ type Kind struct {
 func Kinds() []Kind { return slices.Clone(kinds) }
 
 var kinds = []Kind{
-	{Name: "llama-bf16", Doc: "Llama-3-8B names and proportions, BF16", Size: 1 << 30, layout: llama, dtype: tensor.BF16},
-	{Name: "moe-bf16", Doc: "Qwen3-30B-A3B names: 18,867 tensors, most of them small, BF16", Size: 256 << 20, layout: moe, dtype: tensor.BF16},
+	{Name: "llama-bf16", Doc: "Llama-3-8B names and proportions, BF16", Size: 1 << 30, layout: llama,
+		dtype: tensor.BF16},
+	{Name: "moe-bf16", Doc: "Qwen3-30B-A3B names: 18,867 tensors, most of them small, BF16", Size: 256 << 20,
+		layout: moe, dtype: tensor.BF16},
 	{Name: "fp16", Doc: "the Llama shape in F16", Size: 256 << 20, layout: llama, dtype: tensor.F16},
 	{Name: "fp32", Doc: "the Llama shape in F32", Size: 256 << 20, layout: llama, dtype: tensor.F32},
-	{Name: "fp32-bf16", Doc: "F32 that holds BF16 values: the low half of every element is zero", Size: 256 << 20, layout: llama, dtype: tensor.F32, change: throughBF16},
-	{Name: "fp8-e4m3", Doc: "F8_E4M3 with an F32 scale for each tensor", Size: 256 << 20, layout: llama, dtype: tensor.F8E4M3},
-	{Name: "fp8-e5m2", Doc: "F8_E5M2 with an F32 scale for each tensor", Size: 256 << 20, layout: llama, dtype: tensor.F8E5M2},
+	{Name: "fp32-bf16", Doc: "F32 that holds BF16 values: the low half of every element is zero", Size: 256 << 20,
+		layout: llama, dtype: tensor.F32, change: throughBF16},
+	{Name: "fp8-e4m3", Doc: "F8_E4M3 with an F32 scale for each tensor", Size: 256 << 20, layout: llama,
+		dtype: tensor.F8E4M3},
+	{Name: "fp8-e5m2", Doc: "F8_E5M2 with an F32 scale for each tensor", Size: 256 << 20, layout: llama,
+		dtype: tensor.F8E5M2},
 	{Name: "int8", Doc: "I8 quantised row by row, with F32 scales", Size: 256 << 20, layout: llama, dtype: tensor.I8},
-	{Name: "int4", Doc: "4-bit integers, two in a U8, with F32 scales", Size: 256 << 20, layout: llama, dtype: tensor.U8},
+	{Name: "int4", Doc: "4-bit integers, two in a U8, with F32 scales", Size: 256 << 20, layout: llama,
+		dtype: tensor.U8},
 	{Name: "tied", Doc: "llama-bf16 whose lm_head is its embedding", Size: 256 << 20, layout: tied, dtype: tensor.BF16},
-	{Name: "pruned", Doc: "llama-bf16 with the smaller half of its weights set to zero", Size: 256 << 20, layout: llama, dtype: tensor.BF16},
-	{Name: "uniform", Doc: "uniformly random bits, BF16: nothing to gain", Size: 256 << 20, layout: llama, dtype: tensor.BF16},
+	{Name: "pruned", Doc: "llama-bf16 with the smaller half of its weights set to zero", Size: 256 << 20, layout: llama,
+		dtype: tensor.BF16},
+	{Name: "uniform", Doc: "uniformly random bits, BF16: nothing to gain", Size: 256 << 20, layout: llama,
+		dtype: tensor.BF16},
 	{Name: "hostile", Doc: "every dtype, NaN payloads, odd, empty and 0-dim shapes; its size is fixed"},
 }
 
@@ -85,7 +93,7 @@ func Make(o Options) ([]Tensor, error) {
 		return nil, err
 	}
 	if k.layout == nil {
-		return hostile(o.Seed), nil
+		return hostileTensors(o.Seed), nil
 	}
 	size := o.Size
 	if size == 0 {
@@ -102,7 +110,7 @@ func Make(o Options) ([]Tensor, error) {
 		if p.same > 0 {
 			continue
 		}
-		n := p.elements()
+		n := p.elementCount()
 		out[i].Data = make([]byte, n*int64(p.dtype.Bits())/8)
 		for first := int64(0); first < n; first += blockElements {
 			jobs = append(jobs, block{i, first, min(blockElements, n-first)})
@@ -136,7 +144,7 @@ func fillAll(k Kind, o Options, parts []part, out []Tensor, jobs []block) {
 	_ = spawn.Each(context.Background(), "weights", threads, len(batches), func(i int) error { // a panic poisons
 		var scratch [blockElements]float32
 		for _, b := range batches[i] {
-			fill(k, parts[b.part], o.Seed, b, out[b.part].Data, scratch[:b.n])
+			fillBlock(k, parts[b.part], o.Seed, b, out[b.part].Data, scratch[:b.n])
 		}
 		return nil
 	})

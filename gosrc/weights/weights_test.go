@@ -130,7 +130,7 @@ func TestSizes(t *testing.T) {
 	k, _ := Find("llama-bf16")
 	var n int64
 	for _, p := range llama(k, 100e9) {
-		n += 2 * p.elements()
+		n += 2 * p.elementCount()
 	}
 	if n != 16_060_522_496 {
 		t.Errorf("Llama 3 8B has %d bytes", n)
@@ -181,9 +181,9 @@ func TestRounding(t *testing.T) {
 		last         uint32 // largest finite code
 		to           func(float32) uint32
 	}{
-		{5, 10, 0x7bff, func(v float32) uint32 { return uint32(half(v)) }},
-		{4, 3, 0x7e, func(v float32) uint32 { return uint32(small(v, 4, 3)) }},
-		{5, 2, 0x7b, func(v float32) uint32 { return uint32(small(v, 5, 2)) }},
+		{5, 10, 0x7bff, func(v float32) uint32 { return uint32(toF16(v)) }},
+		{4, 3, 0x7e, func(v float32) uint32 { return uint32(toFloat8(v, 4, 3)) }},
+		{5, 2, 0x7b, func(v float32) uint32 { return uint32(toFloat8(v, 5, 2)) }},
 	} {
 		for code := range c.last {
 			v := value(code, c.ebits, c.mbits)

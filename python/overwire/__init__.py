@@ -12,7 +12,9 @@ import sys as _sys
 from ._imports import Undisturbed as _Undisturbed
 
 if "t" in _sys.abiflags:  # there the engine's file, of the stable ABI, is not even looked for
-    raise ImportError("overwire does not run in a free-threaded CPython, which has no stable ABI: use the usual build of CPython")
+    raise ImportError(
+        "overwire does not run in a free-threaded CPython, which has no stable ABI: use the usual build of CPython"
+    )
 
 # A name of our own instead of typing's: importing typing would cost more than
 # everything else here. Type checkers take both.
@@ -21,7 +23,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from . import codecs, compat, distributed, errors
     from ._tables import __version__
-    from .bundles.bundle import compress, compress_pickle, load_bundle, load_compressed, load_compressed_pickle, save_bundle
+    from .bundles.bundle import (
+        compress,
+        compress_pickle,
+        load_bundle,
+        load_compressed,
+        load_compressed_pickle,
+        save_bundle,
+    )
     from .bundles.torchfolders import convert
     from .compat.safetensors.patching import SafetensorsPatch, patch_safetensors
     from .errors import (
@@ -56,7 +65,17 @@ if TYPE_CHECKING:
     from .model.selection import experts
     from .offloading.offload import Offloaded, offload
     from .progress import Progress
-    from .verbs.deltas import Delta, DeltaReport, DeltaRow, Diff, apply_delta, diff, merge_deltas, open_delta, save_delta
+    from .verbs.deltas import (
+        Delta,
+        DeltaReport,
+        DeltaRow,
+        Diff,
+        apply_delta,
+        diff,
+        merge_deltas,
+        open_delta,
+        save_delta,
+    )
     from .verbs.digest import digest
     from .verbs.inspecting import doctor, inspect, verify
     from .verbs.load import load_file
@@ -166,7 +185,14 @@ __all__ = [
 # an exception, or a module of its own.
 _HOMES = {
     "_tables": ("__version__",),
-    "bundles.bundle": ("compress", "compress_pickle", "load_bundle", "load_compressed", "load_compressed_pickle", "save_bundle"),
+    "bundles.bundle": (
+        "compress",
+        "compress_pickle",
+        "load_bundle",
+        "load_compressed",
+        "load_compressed_pickle",
+        "save_bundle",
+    ),
     "bundles.torchfolders": ("convert",),
     "compat.safetensors.patching": ("SafetensorsPatch", "patch_safetensors"),
     "frameworks.spec": ("TensorSpec",),
@@ -178,7 +204,17 @@ _HOMES = {
     "model.selection": ("experts",),
     "offloading.offload": ("Offloaded", "offload"),
     "progress": ("Progress",),
-    "verbs.deltas": ("Delta", "DeltaReport", "DeltaRow", "Diff", "apply_delta", "diff", "merge_deltas", "open_delta", "save_delta"),
+    "verbs.deltas": (
+        "Delta",
+        "DeltaReport",
+        "DeltaRow",
+        "Diff",
+        "apply_delta",
+        "diff",
+        "merge_deltas",
+        "open_delta",
+        "save_delta",
+    ),
     "verbs.digest": ("digest",),
     "verbs.inspecting": ("doctor", "inspect", "verify"),
     "verbs.load": ("load_file",),
@@ -198,7 +234,7 @@ if not TYPE_CHECKING:
 
     def __getattr__(name):
         if name not in __all__:
-            raise AttributeError(f"module 'overwire' has no attribute {name!r}{_near(name)}")
+            raise AttributeError(f"module 'overwire' has no attribute {name!r}{_nearest_name(name)}")
         from importlib import import_module
 
         with _Undisturbed():
@@ -208,7 +244,7 @@ if not TYPE_CHECKING:
             value = globals()[name] = getattr(import_module("overwire." + home), name)
             return value
 
-    def _near(name):
+    def _nearest_name(name):
         if name.startswith("_"):  # also a module that is being imported
             return ""
         from .errors import did_you_mean

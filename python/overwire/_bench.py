@@ -32,8 +32,10 @@ time that of all ranks together; every tensor of every rank is compared before. 
 twice --size in the folder."""
 
 
-def _arguments(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("overwire bench", description=_DOC, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _parse_arguments(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "overwire bench", description=_DOC, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", required=True, help="processes, or auto: one for each GPU, two without one")
     parser.add_argument("--size", help="bytes of the model's tensors (default: 2GB, 256MB without a GPU)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
@@ -50,10 +52,12 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     return args
 
 
-def _overwire(*words: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "overwire", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        sys.exit(f"overwire: bench: overwire {words[0]} ended with status {done.returncode}: {done.stdout}")
+def _run_overwire(*words: str) -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "overwire", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if process.returncode:
+        sys.exit(f"overwire: bench: overwire {words[0]} ended with status {process.returncode}: {process.stdout}")
 
 
 def _print_line(line: str) -> None:
@@ -70,7 +74,9 @@ def _show_row(row: dict[str, Any]) -> str:
     return text + (f"left out: {row['left_out']}" if "left_out" in row else "")
 
 
-def _together(ranks: int, folder: Path, way: str, args: argparse.Namespace, floors: dict[str, float]) -> list[dict[str, Any]]:
+def _run_ranks(
+    ranks: int, folder: Path, way: str, args: argparse.Namespace, floors: dict[str, float]
+) -> list[dict[str, Any]]:
     """Runs the ranks of one way, and returns their rows, which it prints meanwhile. floors:
     GB/s by kind of file; the first way, which finds none, measures them."""
     task = {"folder": str(folder), "ranks": ranks, "way": way, "device": args.device, "repeat": args.repeat}
@@ -83,7 +89,12 @@ def _together(ranks: int, folder: Path, way: str, args: argparse.Namespace, floo
             errors = stack.enter_context(tempfile.TemporaryFile())
             command = [sys.executable, "-m", "overwire._bench_rank", json.dumps({**task, "rank": rank})]
             one = subprocess.Popen(
-                command, stdout=subprocess.PIPE if rank == 0 else errors, stderr=errors, stdin=subprocess.DEVNULL, env=environ, text=True
+                command,
+                stdout=subprocess.PIPE if rank == 0 else errors,
+                stderr=errors,
+                stdin=subprocess.DEVNULL,
+                env=environ,
+                text=True,
             )
             stack.callback(one.wait)
             stack.callback(one.kill)
@@ -108,7 +119,7 @@ def _together(ranks: int, folder: Path, way: str, args: argparse.Namespace, floo
 
 def main(words: list[str]) -> None:
     """The command, without `bench`. Exits with 2 for wrong arguments, 1 where a rank fails."""
-    args = _arguments(words)
+    args = _parse_arguments(words)
     if importlib.util.find_spec("torch") is None:
         sys.exit("overwire: bench: --ranks needs torch")
     gpus = 0
@@ -122,18 +133,18 @@ def main(words: list[str]) -> None:
         sys.exit("overwire: bench: --device cuda: torch sees no GPU")
     args.bytes = args.bytes or (2 * 10**9 if args.device == "cuda" else 256 * 10**6)
     ranks = (gpus or 2) if args.ranks == "auto" else int(args.ranks)
-    asked = os.environ.get("OVERWIRE_EXCHANGE")
+    exchange = os.environ.get("OVERWIRE_EXCHANGE")
     with tempfile.TemporaryDirectory(prefix="overwire-bench-", dir=args.dir) as name:
         folder = Path(name)
         where = f"{min(gpus, ranks)} GPUs" if gpus else "the host's memory"
         if not args.json:
             _print_line(f"{ranks} ranks, {where}, {args.bytes / 1e9:.3g} GB of bf16 weights in {folder.parent}")
-        _overwire("bench", "gen", "llama-bf16", "--size", str(args.bytes), "-f", str(folder / "plain.safetensors"))
-        _overwire("compress", "-f", str(folder / "plain.safetensors"), "-o", str(folder / "packed.safetensors"))
+        _run_overwire("bench", "gen", "llama-bf16", "--size", str(args.bytes), "-f", str(folder / "plain.safetensors"))
+        _run_overwire("compress", "-f", str(folder / "plain.safetensors"), "-o", str(folder / "packed.safetensors"))
         rows: list[dict[str, Any]] = []
         floors: dict[str, float] = {}
-        for way in [asked] if asked else _WAYS:
-            rows += _together(ranks, folder, way, args, floors)
+        for way in [exchange] if exchange else _WAYS:
+            rows += _run_ranks(ranks, folder, way, args, floors)
     if args.json:
         report = {"ranks": ranks, "gpus": min(gpus, ranks), "bytes": args.bytes, "repeat": args.repeat, "rows": rows}
         _print_line(json.dumps(report, indent=1))

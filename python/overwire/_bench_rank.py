@@ -37,22 +37,22 @@ _THREADS = 16  # that read, of all ranks together at least
 _KINDS = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
 
 
-def _cut(name: str, shape: tuple[int, ...]) -> int | None:
+def _cut_of_llama(name: str, shape: tuple[int, ...]) -> int | None:
     """How Megatron cuts a Llama: outputs of the first layers, inputs of the second."""
     if len(shape) < 2:
         return None
     return 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
 
 
-def _instanttensor(file: str, device: str) -> dict[str, Any]:
-    found = importlib.import_module("instanttensor")
-    with found.safe_open([file], framework="pt", device=device, process_group=dist.group.WORLD) as opened:
-        return dict(opened.tensors())
+def _load_instanttensor(file: str, device: str) -> dict[str, Any]:
+    library = importlib.import_module("instanttensor")
+    with library.safe_open([file], framework="pt", device=device, process_group=dist.group.WORLD) as reader:
+        return dict(reader.tensors())
 
 
-def _fastsafetensors(file: str, device: str) -> dict[str, Any]:
-    found = importlib.import_module("fastsafetensors")
-    loader = found.SafeTensorsFileLoader(dist.group.WORLD, device, nogds=True)
+def _load_fastsafetensors(file: str, device: str) -> dict[str, Any]:
+    library = importlib.import_module("fastsafetensors")
+    loader = library.SafeTensorsFileLoader(dist.group.WORLD, device, nogds=True)
     loader.add_filenames({rank: [file] if rank == 0 else [] for rank in range(dist.get_world_size())})
     buffer = loader.copy_files_to_device()
     tensors = {name: buffer.get_tensor(name) for name in loader.get_keys()}
@@ -84,28 +84,28 @@ class _Rank:
         if self.cuda:
             torch.cuda.synchronize()
 
-    def most(self, value: float) -> float:
-        found: list[float] = [0.0] * self.ranks
-        dist.all_gather_object(found, value)
-        return max(found)
+    def gather_most(self, value: float) -> float:
+        maxima: list[float] = [0.0] * self.ranks
+        dist.all_gather_object(maxima, value)
+        return max(maxima)
 
-    def timed(self, work: Callable[[], Any]) -> tuple[float, float, Any]:
+    def time_work(self, work: Callable[[], Any]) -> tuple[float, float, Any]:
         """Collective: the slowest rank's seconds, and all ranks' seconds of processor time."""
         dist.barrier()
         self.wait()
-        began, spent = time.perf_counter(), time.process_time()
-        got = work()
+        began, cpu = time.perf_counter(), time.process_time()
+        result = work()
         self.wait()
         every: list[Any] = [None] * self.ranks
-        dist.all_gather_object(every, (time.perf_counter() - began, time.process_time() - spent))
-        return max(seconds for seconds, _ in every), sum(spent for _, spent in every), got
+        dist.all_gather_object(every, (time.perf_counter() - began, time.process_time() - cpu))
+        return max(seconds for seconds, _ in every), sum(cpu for _, cpu in every), result
 
     def say(self, **row: Any) -> None:
         if self.rank == 0:
             sys.stdout.write(json.dumps(row) + "\n")
             sys.stdout.flush()
 
-    def reference(self) -> None:
+    def load_reference(self) -> None:
         """The plain file, by nothing of overwire's: its bytes as the file's mapping has them,
         or a copy of them on the GPU where that takes a third of its memory at most."""
         path = self.folder / "plain.safetensors"
@@ -113,7 +113,10 @@ class _Rank:
             size = int.from_bytes(file.read(8), "little")
             table = json.loads(file.read(size))
         data = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
-        if self.cuda and data.numel() * 3 * (self.ranks if self.shares_gpus else 1) < torch.cuda.mem_get_info(self.device)[0]:
+        if (
+            self.cuda
+            and data.numel() * 3 * (self.ranks if self.shares_gpus else 1) < torch.cuda.mem_get_info(self.device)[0]
+        ):
             data = data.to(self.device)
         self.whole: dict[str, tuple[Any, Any, list[int]]] = {}  # bytes, dtype and shape
         for name, entry in table.items():
@@ -122,11 +125,11 @@ class _Rank:
                 self.whole[name] = data[low:high], _KINDS[entry["dtype"]], entry["shape"]
         self.bytes = sum(plain.numel() for plain, _, _ in self.whole.values())
 
-    def check(self, title: str, got: dict[str, Any], shard: Any) -> int:
+    def check_shard(self, title: str, got: dict[str, Any], shard: Any) -> int:
         """Collective: every byte, on every rank; returns the bytes of this one."""
         wrong = "" if got.keys() == self.whole.keys() else "names"
         for name, (plain, dtype, shape) in self.whole.items() if not wrong else ():
-            mine, want = got[name], list(shape)
+            own_tensor, want = got[name], list(shape)
             bytes_of = plain.view(*shape[:-1], -1) if shape else plain  # an element's bytes lie behind each other
             dim = shard(name, tuple(shape)) if shard else None
             if dim is not None:
@@ -134,75 +137,93 @@ class _Rank:
                 want[dim] = high - low
                 unit = dtype.itemsize if dim == len(shape) - 1 else 1
                 bytes_of = bytes_of.narrow(dim, low * unit, (high - low) * unit)
-            same = list(mine.shape) == want and mine.dtype == dtype
-            held = mine.contiguous().view(-1).view(torch.uint8).to(bytes_of.device)
-            if not (same and torch.equal(held, bytes_of.reshape(-1))):
+            same = list(own_tensor.shape) == want and own_tensor.dtype == dtype
+            octets = own_tensor.contiguous().view(-1).view(torch.uint8).to(bytes_of.device)
+            if not (same and torch.equal(octets, bytes_of.reshape(-1))):
                 wrong = name
                 break
-        if self.most(bool(wrong)):
+        if self.gather_most(bool(wrong)):
             raise SystemExit(f"{title}: rank {self.rank}: {wrong or 'another rank'} is wrong")
         return sum(tensor.nbytes for tensor in got.values())
 
-    def reading(self, path: Path, mine: bool) -> tuple[float, float, int]:
+    def read_floor(self, path: Path, mine: bool) -> tuple[float, float, int]:
         """Collective: every rank reads its part of a file, or rank 0 all of it, by threads
         that know nothing of tensors, into pinned memory, from which it is copied to the GPU
         meanwhile; on the host, into memory that was written before. Seconds, those of processor
         time, and bytes in all."""
         size = path.stat().st_size
-        low, high = (size * self.rank // self.ranks, size * (self.rank + 1) // self.ranks) if mine else (0, size if self.rank == 0 else 0)
+        low, high = (
+            (size * self.rank // self.ranks, size * (self.rank + 1) // self.ranks)
+            if mine
+            else (0, size if self.rank == 0 else 0)
+        )
         threads = max(2, _THREADS // self.ranks, min(_THREADS, (os.cpu_count() or 1) // self.ranks))
         here = torch.zeros(max(high - low, 1), dtype=torch.uint8, device=self.device)
         slots = torch.zeros(threads * _SLOTS, dtype=torch.uint8, pin_memory=self.cuda)
         number = here.device.index if self.cuda else -1
 
-        def read() -> None:
+        def read_chunk() -> None:
             read_floor(str(path), low, high, number, here.data_ptr(), slots.data_ptr(), threads)
 
-        return (*min(self.timed(read)[:2] for _ in range(self.repeat + 1)), size)
+        return (*min(self.time_work(read_chunk)[:2] for _ in range(self.repeat + 1)), size)
 
     def measure_floors(self) -> None:
         """What the machine allows: each rank its part, and one rank all."""
         for name in ("packed", "plain"):
-            seconds, spent, size = self.reading(self.folder / f"{name}.safetensors", True)
+            seconds, cpu, size = self.read_floor(self.folder / f"{name}.safetensors", True)
             # All ranks together get the file once; its tensors are more than its bytes.
             rate = self.bytes / seconds / 1e9
             self.floors[name] = rate
-            self.say(row=f"floor: {_title(name)}, each rank reads its part", all=rate, stored=size / seconds / 1e9, cpu=spent)
-            seconds, spent, size = self.reading(self.folder / f"{name}.safetensors", False)
-            self.say(row=f"floor: {_title(name)}, rank 0 reads all", all=self.bytes / seconds / 1e9, stored=size / seconds / 1e9, cpu=spent)
+            self.say(
+                row=f"floor: {_title_of(name)}, each rank reads its part",
+                all=rate,
+                stored=size / seconds / 1e9,
+                cpu=cpu,
+            )
+            seconds, cpu, size = self.read_floor(self.folder / f"{name}.safetensors", False)
+            self.say(
+                row=f"floor: {_title_of(name)}, rank 0 reads all",
+                all=self.bytes / seconds / 1e9,
+                stored=size / seconds / 1e9,
+                cpu=cpu,
+            )
 
-    def row(self, title: str, load: Callable[[], dict[str, Any]], shard: Any, floor: float) -> None:
+    def add_row(self, title: str, load: Callable[[], dict[str, Any]], shard: Any, floor: float) -> None:
         """Collective: compares a load, then times it."""
-        first, _, got = self.timed(load)
-        held = self.check(title, got, shard)
+        first, _, tensors = self.time_work(load)
+        nbytes = self.check_shard(title, tensors, shard)
         times = []
         for _ in range(self.repeat):
-            del got
-            seconds, spent, got = self.timed(load)
-            times.append((seconds, spent))
-        self.check(title, got, shard)
+            del tensors
+            seconds, cpu, tensors = self.time_work(load)
+            times.append((seconds, cpu))
+        self.check_shard(title, tensors, shard)
         everywhere: list[Any] = [None] * self.ranks
-        dist.all_gather_object(everywhere, held)
-        seconds, spent = min(times)
-        row: dict[str, Any] = {"row": title, "rank": max(everywhere) / seconds / 1e9, "all": sum(everywhere) / seconds / 1e9}
-        row["first"], row["cpu"] = max(everywhere) / first / 1e9, spent
+        dist.all_gather_object(everywhere, nbytes)
+        seconds, cpu = min(times)
+        row: dict[str, Any] = {
+            "row": title,
+            "rank": max(everywhere) / seconds / 1e9,
+            "all": sum(everywhere) / seconds / 1e9,
+        }
+        row["first"], row["cpu"] = max(everywhere) / first / 1e9, cpu
         if floor:  # of reading: every byte is read once, on however many ranks it ends
             row["floor"] = self.bytes / seconds / 1e9 / floor
         self.say(**row, verified=True)
 
-    def loads(self) -> None:
+    def ways_to_load(self) -> None:
         """Collective: overwire's, by one way of exchange."""
         for name in ("packed", "plain"):
             path = self.folder / f"{name}.safetensors"
-            for mode, shard in (("whole", None), ("tensor-parallel", _cut)):
+            for mode, shard in (("whole", None), ("tensor-parallel", _cut_of_llama)):
                 load = partial(ow.load_file, path, self.device, group=dist.group.WORLD, shard=shard, mmap=False)
-                self.row(f"{_title(name)}, {mode}, {self.way}", load, shard, self.floors.get(name, 0.0))
+                self.add_row(f"{_title_of(name)}, {mode}, {self.way}", load, shard, self.floors.get(name, 0.0))
 
-    def others(self) -> None:
+    def other_libraries(self) -> None:
         """Collective: libraries that load over a group; what fails is named and left out."""
         if not self.cuda or self.shares_gpus:
             return
-        for name, peer in {"instanttensor": _instanttensor, "fastsafetensors": _fastsafetensors}.items():
+        for name, peer in {"instanttensor": _load_instanttensor, "fastsafetensors": _load_fastsafetensors}.items():
             title = f"{name}, plain, whole"
             if importlib.util.find_spec(name) is None:
                 self.say(row=title, left_out="it is not installed")
@@ -212,13 +233,13 @@ class _Rank:
                 load()
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
-            if self.most(bool(why)):
+            if self.gather_most(bool(why)):
                 self.say(row=title, left_out=why or "it failed on another rank")
                 continue
-            self.row(title, load, None, self.floors.get("plain", 0.0))
+            self.add_row(title, load, None, self.floors.get("plain", 0.0))
 
 
-def _title(name: str) -> str:
+def _title_of(name: str) -> str:
     return "compressed" if name == "packed" else name
 
 
@@ -228,14 +249,14 @@ def main(task: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     rank = _Rank(task)
     rank.join()
-    rank.reference()
+    rank.load_reference()
     rank.floors.update(task["floors"])
     if task["first"]:
         rank.measure_floors()
         rank.say(floors=rank.floors)
-    rank.loads()
+    rank.ways_to_load()
     if task["first"]:
-        rank.others()
+        rank.other_libraries()
     dist.barrier()
     dist.destroy_process_group()
 

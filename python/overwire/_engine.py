@@ -91,10 +91,10 @@ class _Exiting:
 
 def core() -> Any:
     """The module, loaded when it is first needed."""
-    return _loaded if _loaded is not None else _load()
+    return _loaded if _loaded is not None else _load_library()
 
 
-def _load() -> Any:
+def _load_library() -> Any:
     global _loaded
     with Undisturbed(), _lock:
         if _loaded is not None:
@@ -116,14 +116,14 @@ def _load() -> Any:
             log = logging.getLogger("overwire")
             if facts["log"]:
                 log.setLevel(_LEVELS[facts["log"]])
-                log.addHandler(_spoken(log, facts["log"] == "json"))
+                log.addHandler(_stderr_writer(log, facts["log"] == "json"))
             for warning in facts["warnings"] or ():
                 log.warning("overwire: %s", warning)
         _loaded = raw
         return raw
 
 
-def _spoken(log: Any, as_json: bool) -> Any:
+def _stderr_writer(log: Any, as_json: bool) -> Any:
     """What writes to stderr where OVERWIRE_LOG is set and the program has not said where
     logs go; once it has, at any time, this is silent. as_json: an object a line, with the
     counters of a verb that has ended as `report`."""
@@ -262,7 +262,7 @@ def cli(argv: Sequence[str]) -> int:
 
     signals: list[int] = []
 
-    def stop(number: int, _frame: object) -> None:
+    def stop_on_signal(number: int, _frame: object) -> None:
         signals.append(number)
         raise KeyboardInterrupt
 
@@ -276,7 +276,7 @@ def cli(argv: Sequence[str]) -> int:
                 os.close(nowhere)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
-            signal.signal(number, stop)
+            signal.signal(number, stop_on_signal)
     job = core().start("cli", json.dumps(program(argv)), b"")
     try:
         return int(core().take(job, None, TAKE_LAST)[0])
@@ -304,7 +304,9 @@ def main() -> None:
         run(sys.argv[2:])
     if sys.argv[1:2] == ["bench"] and any(word.partition("=")[0] == "--ranks" for word in sys.argv[2:]):
         os.execv(sys.executable, [sys.executable, "-m", "overwire._bench", *sys.argv[2:]])
-    if sys.argv[1:2] == ["bench"] and " --device=cuda" in " ".join(["", *sys.argv[2:]]).replace("--device ", "--device="):
+    if sys.argv[1:2] == ["bench"] and " --device=cuda" in " ".join(["", *sys.argv[2:]]).replace(
+        "--device ", "--device="
+    ):
         os.execv(sys.executable, [sys.executable, "-m", "overwire._bench_faces", *sys.argv[2:]])
     if sys.argv[1:2] in (["compress"], ["convert"]) and any(map(may_be_torch, sys.argv[2:])):
         os.execv(sys.executable, [sys.executable, "-m", "overwire._torch", *sys.argv[1:]])

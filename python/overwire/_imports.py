@@ -22,19 +22,19 @@ def imported(name: str) -> "Any":
     module = sys.modules.get(name)
     if module is None or _whole.get(name) is module:
         return module
-    if _initializing(module):
+    if _is_initializing(module):
         try:
             __import__(name)
         except ImportError:  # the other thread's failed
             return None
         module = sys.modules.get(name)
-        if module is None or _initializing(module):
+        if module is None or _is_initializing(module):
             return None
     _whole[name] = module
     return module
 
 
-def _initializing(module: "Any") -> bool:
+def _is_initializing(module: "Any") -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 

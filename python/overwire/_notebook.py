@@ -23,14 +23,16 @@ _BAD = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000), 
 # Colours are the notebook's own, in dark and light.
 _STYLE = (
     ".overwire{overflow-x:auto}.overwire table{border-collapse:collapse;margin:4px 0 8px}"
-    ".overwire caption{text-align:left;opacity:.75}.overwire th,.overwire td{padding:2px 10px;text-align:right;white-space:nowrap}"
-    ".overwire th:first-child{text-align:left;white-space:normal;overflow-wrap:anywhere}.overwire tbody th{font-weight:normal}"
+    ".overwire caption{text-align:left;opacity:.75}.overwire th,.overwire "
+    "td{padding:2px 10px;text-align:right;white-space:nowrap}"
+    ".overwire th:first-child{text-align:left;white-space:normal;overflow-wrap:anywhere}.overwire tbody "
+    "th{font-weight:normal}"
     ".overwire thead th{border-bottom:1px solid}"
 )
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
-def _text(value: object) -> str:
+def _cell_text(value: object) -> str:
     text = str(value)
     if len(text) > 500:
         text = text[:499] + "\u2026"
@@ -50,7 +52,14 @@ def largest(rows: Iterable[T], bytes_of: Callable[[T], int]) -> list[T]:
     return sorted(rows, key=bytes_of, reverse=True)[:MOST]
 
 
-def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]], count: int | None = None, *, folded: bool = False) -> str:
+def table(
+    caption: str,
+    head: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    count: int | None = None,
+    *,
+    folded: bool = False,
+) -> str:
     """A table.
 
     head, rows: texts, of which the first in each row names it.
@@ -59,27 +68,29 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]], c
     """
     body = []
     for row in islice(rows, MOST):
-        first, *others = (_text(cell) for cell in row)
+        first, *others = (_cell_text(cell) for cell in row)
         body.append(f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in others)}</tr>')
     if count is not None and count > len(body):
         body.append(f'<tr><th scope="row" colspan="{len(head)}">and {count - len(body):,} more</th></tr>')
-    names = "".join(f'<th scope="col">{_text(name)}</th>' for name in head)
+    names = "".join(f'<th scope="col">{_cell_text(name)}</th>' for name in head)
     rest = f"<thead><tr>{names}</tr></thead><tbody>{''.join(body)}</tbody></table>"
     if folded:
-        return f"<details><summary>{_text(caption)}</summary><table>{rest}</details>"
-    return f"<table><caption>{_text(caption)}</caption>{rest}"
+        return f"<details><summary>{_cell_text(caption)}</summary><table>{rest}</details>"
+    return f"<table><caption>{_cell_text(caption)}</caption>{rest}"
 
 
 def tensors(order: str, rows: Iterable[tuple[str, str, Iterable[int], int, int]], count: int, *, folded: bool) -> str:
     """A table of tensors: of each its name, dtype, shape, and its bytes in memory and in the file."""
     cells = ((name, dtype, list(shape), size(nbytes), size(stored)) for name, dtype, shape, nbytes, stored in rows)
-    return table(f"{count:,} tensors, {order}", ("tensor", "dtype", "shape", "in memory", "stored"), cells, count, folded=folded)
+    return table(
+        f"{count:,} tensors, {order}", ("tensor", "dtype", "shape", "in memory", "stored"), cells, count, folded=folded
+    )
 
 
 def block(title: str, facts: Iterable[tuple[str, object]], *tables: str) -> str:
     """A title, facts in one line, and tables."""
-    line = " \u00b7 ".join(f"{_text(name)} {_text(value)}" for name, value in facts)
-    return f'<div class="overwire"><style>{_STYLE}</style><strong>{_text(title)}</strong><div>{line}</div>{"".join(tables)}</div>'
+    line = " \u00b7 ".join(f"{_cell_text(name)} {_cell_text(value)}" for name, value in facts)
+    return f'<div class="overwire"><style>{_STYLE}</style><strong>{_cell_text(title)}</strong><div>{line}</div>{"".join(tables)}</div>'
 
 
 class Facts(dict[str, Any]):

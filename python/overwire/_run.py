@@ -24,25 +24,32 @@ def run(words: list[str]) -> NoReturn:
     if words[:1] == ["--"]:
         words = words[1:]
     elif words and words[0].startswith("-"):
-        _fail(_USAGE, f"run has no option {words[0]}; see: overwire run --help (a program that begins with - goes after --)")
+        _exit_with(
+            _USAGE,
+            f"run has no option {words[0]}; see: overwire run --help (a program that begins with - goes after --)",
+        )
     if not words or not words[0]:
-        _fail(_USAGE, "run needs a program; write: overwire run PROGRAM ARGUMENTS")
+        _exit_with(_USAGE, "run needs a program; write: overwire run PROGRAM ARGUMENTS")
     if os.path.basename(words[0]).startswith("python"):
         for word in words[1:]:
             if not word.startswith("-") or word.startswith("--") or word in ("-", "-c", "-m"):
                 break
             if set(word[1:]) & set("IE"):
-                _fail(_USAGE, f"{words[0]} {word} ignores PYTHONPATH, by which the program would reach overwire: leave that option out")
+                _exit_with(
+                    _USAGE,
+                    f"{words[0]} {word} ignores PYTHONPATH, by which the program would reach overwire: leave that "
+                    f"option out",
+                )
     folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "compat", "_path", "safetensors")
     paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         os.execvpe(words[0], words, {**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
     except (FileNotFoundError, NotADirectoryError):
-        _fail(_NOT_FOUND, f"run: no program is called {words[0]}")
+        _exit_with(_NOT_FOUND, f"run: no program is called {words[0]}")
     except (OSError, ValueError) as error:
-        _fail(_NOT_FOUND, f"run: {words[0]}: {getattr(error, 'strerror', None) or error}")
+        _exit_with(_NOT_FOUND, f"run: {words[0]}: {getattr(error, 'strerror', None) or error}")
 
 
-def _fail(status: int, text: str) -> NoReturn:
+def _exit_with(status: int, text: str) -> NoReturn:
     sys.stderr.write(f"overwire: {text}\n")
     sys.exit(status)

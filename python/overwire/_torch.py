@@ -35,12 +35,12 @@ def main(words: list[str]) -> int:
     outputs = [word for before, word in zip(words, words[1:], strict=False) if before in ("-o", "--output")]
     outputs += [word.partition("=")[2] for word in words if word.startswith(("--output=", "-o="))]
     if not sources or not outputs:  # the engine says what is missing
-        return _run(words, [])
+        return _run_engine(words, [])
     try:
         with plain_models([words[at] for at in sources], local(outputs[0])) as (plain, remainder):
             for at, path in zip(sources, plain, strict=True):
                 words[at] = path
-            return _run(words, remainder)
+            return _run_engine(words, remainder)
     except OverwireError as error:
         sys.stderr.write(f"{error}\n")
         return _STATUSES.get(type(error).__name__, _FAILED)
@@ -49,7 +49,7 @@ def main(words: list[str]) -> int:
         return _INTERRUPTED
 
 
-def _run(words: list[str], left: list[str]) -> int:
+def _run_engine(words: list[str], left: list[str]) -> int:
     # Ctrl-C goes to both processes: this one waits for what the other cleans up.
     engine = "import sys; from overwire._engine import cli; sys.exit(cli(sys.argv[1:]))"
     with subprocess.Popen([sys.executable, "-c", engine, *words]) as process:

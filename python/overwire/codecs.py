@@ -186,7 +186,7 @@ def exporter() -> type:
 
 
 @lru_cache(64)
-def _spec(cascaded: tuple[Any, ...] | None, **spec: Any) -> str:
+def _spec_text(cascaded: tuple[Any, ...] | None, **spec: Any) -> str:
     """The JSON of a request, a NvcompSpec."""
     layers = None if cascaded is None else dict(zip(("rles", "deltas", "pack"), cascaded, strict=True))
     return json.dumps({**spec, "cascaded": layers})
@@ -231,7 +231,7 @@ def run(
         raise ArgumentError(f"overwire: cascaded {cascaded!r}: expected two numbers and a bool")
     if not isinstance(verify, (bool, str)) or verify not in _VERIFY:
         raise ArgumentError(f"overwire: verify {verify!r}: expected True, False or 'always'")
-    text = _spec(
+    text = _spec_text(
         None if cascaded is None else tuple(cascaded),
         op=op,
         algorithm=algorithm or "",
@@ -251,10 +251,10 @@ def run(
     operands = struct.pack(f"={len(numbers)}q", *numbers)
     results = codec_now(text, operands)
     if results[1]:
-        return _coded(results)
+        return _coded_of(results)
     job = Job(codec(text, operands), f"codec {op}")
     try:
-        return _coded(job.result())
+        return _coded_of(job.result())
     except BaseException:
         job.cancel()  # nothing writes to the buffers any more
         raise
@@ -262,7 +262,7 @@ def run(
         job.free()
 
 
-def _coded(made: Result) -> list[Coded]:
+def _coded_of(made: Result) -> list[Coded]:
     text, numbers, capsules, _, _ = made
     flat = memoryview(numbers).cast("q")
     rows = [
@@ -282,7 +282,7 @@ def _bytes_at(address: int, nbytes: int, keep: Any) -> memoryview:
     return memoryview(block).cast("B")
 
 
-def _written(out: Any, place: Span, nbytes: int) -> memoryview:
+def _written_part(out: Any, place: Span, nbytes: int) -> memoryview:
     """The part of an output that was written: of a DLPack tensor or a Span too."""
     try:
         return memoryview(out).cast("B")[:nbytes]
@@ -290,7 +290,7 @@ def _written(out: Any, place: Span, nbytes: int) -> memoryview:
         return _bytes_at(place.address, nbytes, place.keep)
 
 
-def _results(sources: Any, out: Any, op: str, **spec: Any) -> Any:
+def _results_of(sources: Any, out: Any, op: str, **spec: Any) -> Any:
     many = isinstance(sources, (list, tuple)) and not isinstance(sources, Span)
     spans = [span(s) for s in (sources if many else [sources])]
     targets = out if many and out is not None else [out] * len(spans)
@@ -307,7 +307,7 @@ def _results(sources: Any, out: Any, op: str, **spec: Any) -> Any:
     else:
         rows = zip(results, targets, outs, strict=True)
         values = [
-            _bytes_at(c.address, c.nbytes, c.memory) if p is None else _written(o, p, c.nbytes) for c, o, p in rows
+            _bytes_at(c.address, c.nbytes, c.memory) if p is None else _written_part(o, p, c.nbytes) for c, o, p in rows
         ]
     return values if many else values[0]
 
@@ -368,7 +368,7 @@ def encode(
     what is enough) or overlaps another output or a source: nothing is written then.
     """
     how = {"algorithm": algorithm, "bitstream": bitstream, "chunk_size": chunk_size, "level": level, "dtype": dtype}
-    return _results(source, out, "encode", cascaded=cascaded, checksums=checksums, **how)
+    return _results_of(source, out, "encode", cascaded=cascaded, checksums=checksums, **how)
 
 
 @overload
@@ -408,7 +408,7 @@ def decode(
     nvCOMP reads, NotSupportedError for algorithms that only nvCOMP decodes and for
     nvCOMP's checksums, and ArgumentError. For a list, the first error is raised after all are done.
     """
-    return _results(source, out, "decode", algorithm=algorithm, bitstream=bitstream, verify=verify)
+    return _results_of(source, out, "decode", algorithm=algorithm, bitstream=bitstream, verify=verify)
 
 
 def is_native(source: Any) -> bool:
@@ -420,7 +420,7 @@ def is_native(source: Any) -> bool:
 
 def content_size(source: Any, algorithm: str | None = None, *, bitstream: Bitstream = "native") -> Any:
     """How many bytes a stream, or each of a list, decodes to. Raises as `decode`."""
-    return _results(source, None, "size", algorithm=algorithm, bitstream=bitstream)
+    return _results_of(source, None, "size", algorithm=algorithm, bitstream=bitstream)
 
 
 def max_size(

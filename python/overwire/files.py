@@ -34,20 +34,20 @@ def regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY | os.O_CLOEXE
     except OSError as error:
         if error.errno != errno.ENXIO:  # a socket, or a device that is not there
             raise
-        raise _special(path) from None
+        raise _refuse_special(path) from None
     try:
         mode = os.fstat(number).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
         if not stat.S_ISREG(mode):
-            raise _special(path)
+            raise _refuse_special(path)
     except BaseException:
         os.close(number)
         raise
     return number
 
 
-def _special(path: str | os.PathLike[str]) -> ArgumentError:
+def _refuse_special(path: str | os.PathLike[str]) -> ArgumentError:
     name = os.fsdecode(path)
     return ArgumentError(f"overwire: open {name}: not a regular file", source=name)
 

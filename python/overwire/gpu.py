@@ -119,10 +119,10 @@ def alloc(nbytes: int, device: int, stream: int = 1) -> Memory:
         _, numbers, (keep,), _, _ = _verbs.gpu_alloc(device, nbytes)
         return Memory(int.from_bytes(numbers, "little"), nbytes, keep, device)
     if (int(torch.cuda.current_stream(device).cuda_stream) or 1) == (stream or 1):
-        tensor = _empty(torch, nbytes, device)
+        tensor = _empty_tensor(torch, nbytes, device)
     else:
         with torch.cuda.stream(torch.cuda.ExternalStream(stream if stream > 2 else 0, device=device)):
-            tensor = _empty(torch, nbytes, device)
+            tensor = _empty_tensor(torch, nbytes, device)
     return Memory(tensor.data_ptr(), nbytes, tensor, device)
 
 
@@ -147,7 +147,7 @@ def refuse_capture(torch: Any) -> None:
         )
 
 
-def _empty(torch: Any, nbytes: int, device: int) -> Any:
+def _empty_tensor(torch: Any, nbytes: int, device: int) -> Any:
     with beside_captures():
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
@@ -168,10 +168,10 @@ def copy(
     Raises ArgumentError where the two overlap, DeviceError.
     """
     apart([(src, nbytes)], [(dst, nbytes)])
-    _verbs.gpu_copy(device, stream, dst, src, nbytes, wait, len(after), _packed(after))
+    _verbs.gpu_copy(device, stream, dst, src, nbytes, wait, len(after), _pack_streams(after))
 
 
-def _packed(after: Sequence[int]) -> bytes:
+def _pack_streams(after: Sequence[int]) -> bytes:
     return struct.pack(f"={len(after)}Q", *after) if after else b""
 
 
@@ -221,7 +221,7 @@ class Batch:
 
     def poll(self) -> list[BaseException | int | None] | None:
         """As `wait`, but None while the work is under way."""
-        return self._known(False)
+        return self._results_of(False)
 
     def wait(self) -> list[BaseException | int | None]:
         """Waits until all is done, and gives for each stream its error; else None, or,
@@ -229,14 +229,14 @@ class Batch:
 
         Raises DeviceError where the device failed.
         """
-        errors = self._known(True)
+        errors = self._results_of(True)
         assert errors is not None
         return errors
 
-    def _known(self, wait: bool) -> list[BaseException | int | None] | None:
+    def _results_of(self, wait: bool) -> list[BaseException | int | None] | None:
         if self._errors is None:
             try:
-                results = _became(_verbs.gpu_wait(self._number, wait))
+                results = _decode_results(_verbs.gpu_wait(self._number, wait))
             except ArgumentError:
                 if self._errors is None:  # another thread got the errors meanwhile
                     raise
@@ -251,7 +251,7 @@ class Batch:
             release(self._number)
 
 
-def _became(made: Result) -> list[BaseException | int | None] | None:
+def _decode_results(made: Result) -> list[BaseException | int | None] | None:
     text, numbers, _, _, _ = made
     if not numbers:
         return None
@@ -289,7 +289,9 @@ def decode(
     NotSupportedError, DeviceError, OutOfMemoryError.
     """
     rows = streams if isinstance(streams, bytes) else pack_streams(streams)
-    return Batch(_verbs.gpu_decode(algorithm, device, stream, _KINDS[bitstream], len(after), _packed(after) + rows))
+    return Batch(
+        _verbs.gpu_decode(algorithm, device, stream, _KINDS[bitstream], len(after), _pack_streams(after) + rows)
+    )
 
 
 def pack_streams(streams: Iterable[tuple[int, int, int, int, int]]) -> bytes:
@@ -316,7 +318,7 @@ def glance(
     """
     rows = b"".join([_five(*one, 0, 0, 1) for one in streams])
     text, numbers, _, _, _ = _verbs.gpu_peek(
-        algorithm or "", device, stream, _KINDS[bitstream], len(after), _packed(after) + rows
+        algorithm or "", device, stream, _KINDS[bitstream], len(after), _pack_streams(after) + rows
     )
     facts, sizes = json.loads(text), memoryview(numbers).cast("q")
     errors = {int(at): error_of(fields) for at, fields in facts["errors"].items()}
@@ -364,6 +366,6 @@ def encode(
     scratch = alloc(slot * rows, device, stream)
     table = b"".join([struct.pack("=6q", *one) for one in contents])
     number = _verbs.gpu_encode(
-        device, stream, _KINDS[bitstream], scratch.address, scratch.nbytes, len(after), _packed(after) + table
+        device, stream, _KINDS[bitstream], scratch.address, scratch.nbytes, len(after), _pack_streams(after) + table
     )
     return Batch(number, scratch)

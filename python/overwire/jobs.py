@@ -128,12 +128,12 @@ def sentence(verb: str, report: dict[str, Any]) -> str:
         return ""
     count = report.get("tensors")
     tensors = "" if count is None else f"{count:,} tensor{'' if count == 1 else 's'}, "
-    text = f"{_DONE.get(verb, verb)} {tensors}{_size(size)}"
+    text = f"{_DONE.get(verb, verb)} {tensors}{_size_text(size)}"
     if "bytes_out" in report:
-        text += f" as {_size(report['bytes_out'])}"
+        text += f" as {_size_text(report['bytes_out'])}"
     read = size - report.get("mapped", 0)
     if read < size:
-        text += f" ({'all' if not read else _size(size - read)} of it mapped, not read)"
+        text += f" ({'all' if not read else _size_text(size - read)} of it mapped, not read)"
     text += f" in {seconds:.3g} s" if seconds >= 0.001 else " in less than 1 ms"
     stages = report.get("stages") or {}
     if read > 0 and verb == "load" and stages.get("workers") == 0:
@@ -151,7 +151,7 @@ def sentence(verb: str, report: dict[str, Any]) -> str:
     return text
 
 
-def _size(count: int) -> str:
+def _size_text(count: int) -> str:
     for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)):
         if count >= 10**power:
             return f"{count / 10**power:.3g} {unit}" if count < 1000 * 10**power else f"{count / 10**power:,.0f} {unit}"
@@ -242,10 +242,10 @@ class Job:
             if self.ended(tick):
                 return
             if remaining is not None and time.monotonic() >= (self._end or 0.0):
-                self._late()
+                self._end_late()
                 return
 
-    def _late(self) -> None:
+    def _end_late(self) -> None:
         _verbs.cancel(self.number)
         try:
             core().wait(self.number, None)
@@ -351,11 +351,11 @@ class Job:
     def done(self) -> None:
         """Ends a job that has succeeded; its report is the last one."""
         try:
-            self._remember()
+            self._remember_report()
         finally:
             self.free()
 
-    def _remember(self) -> None:
+    def _remember_report(self) -> None:
         global _last
         text = self._said()
         note(self.verb, text)

@@ -115,16 +115,32 @@ class Metrics(dict[str, VerbMetrics]):
             ("written", int, "Bytes of files that were written."),
             ("seconds", float, "Seconds of the calls."),
         ):
-            lines += _counter(name, text, [({"verb": verb}, kind(getattr(one, name))) for verb, one in self.items()])
-        errors = [({"verb": verb, "error": error}, count) for verb, one in self.items() for error, count in one.errors.items()]
-        lines += _counter("errors", "Calls that failed.", errors)
-        stages = [({"verb": verb, "stage": stage}, spent) for verb, one in self.items() for stage, spent in one.stages.items()]
-        lines += _counter("stage_seconds", "Seconds of workers, by what they did.", stages)
+            lines += _counter_lines(
+                name, text, [({"verb": verb}, kind(getattr(one, name))) for verb, one in self.items()]
+            )
+        errors = [
+            ({"verb": verb, "error": error}, count) for verb, one in self.items() for error, count in one.errors.items()
+        ]
+        lines += _counter_lines("errors", "Calls that failed.", errors)
+        stages = [
+            ({"verb": verb, "stage": stage}, seconds)
+            for verb, one in self.items()
+            for stage, seconds in one.stages.items()
+        ]
+        lines += _counter_lines("stage_seconds", "Seconds of workers, by what they did.", stages)
         one = self.cache
-        lines += _counter("cache_objects", "Remote objects, by where they came from.", _rows_by_origin(one.hits, one.fetches))
-        lines += _counter("cache_bytes", "Bytes of these objects.", _rows_by_origin(one.hit_bytes, one.fetch_bytes))
-        lines += _counter("cache_away", "Objects of the cache whose store could not be reached.", [({}, one.away)])
-        lines += _counter("cache_evictions", "Objects that left the cache because of its limit.", [({}, one.evictions)])
+        lines += _counter_lines(
+            "cache_objects", "Remote objects, by where they came from.", _rows_by_origin(one.hits, one.fetches)
+        )
+        lines += _counter_lines(
+            "cache_bytes", "Bytes of these objects.", _rows_by_origin(one.hit_bytes, one.fetch_bytes)
+        )
+        lines += _counter_lines(
+            "cache_away", "Objects of the cache whose store could not be reached.", [({}, one.away)]
+        )
+        lines += _counter_lines(
+            "cache_evictions", "Objects that left the cache because of its limit.", [({}, one.evictions)]
+        )
         return "\n".join(lines) + "\n"
 
 
@@ -161,7 +177,7 @@ def note(verb: str, report: str, error: str = "") -> None:
             _add_up()
     if "opentelemetry.trace" in sys.modules:
         try:
-            _trace(verb, report, error)
+            _trace_span(verb, report, error)
         except Exception as failure:  # a tracer is no part of the verb, which has ended well or has its own error
             log.warning("overwire: metrics: OpenTelemetry took no span of %s: %r", verb, failure)
 
@@ -176,52 +192,54 @@ def _add_up() -> None:
         one.runs += 1
         value: Any = json.loads(text)
         report: dict[str, Any] = value if isinstance(value, dict) else {}
-        one.tensors += _number(report, "tensors")
-        one.bytes += _number(report, "bytes" if "bytes" in report else "bytes_in")
-        one.mapped += _number(report, "mapped")
-        one.past_cache += _number(report, "past_cache")
-        one.written += _number(report, "bytes_out")
-        one.seconds += _number(report, "seconds")
+        one.tensors += _number_of(report, "tensors")
+        one.bytes += _number_of(report, "bytes" if "bytes" in report else "bytes_in")
+        one.mapped += _number_of(report, "mapped")
+        one.past_cache += _number_of(report, "past_cache")
+        one.written += _number_of(report, "bytes_out")
+        one.seconds += _number_of(report, "seconds")
         counters: Any = report.get("stages")
         for stage, names in _STAGES.items() if isinstance(counters, dict) else ():
-            spent = sum(_number(counters, name) for name in names) / 1e9
-            if spent:
-                one.stages[stage] = one.stages.get(stage, 0.0) + spent
+            seconds = sum(_number_of(counters, name) for name in names) / 1e9
+            if seconds:
+                one.stages[stage] = one.stages.get(stage, 0.0) + seconds
 
 
-def _number(report: Mapping[str, Any], name: str) -> Any:
+def _number_of(report: Mapping[str, Any], name: str) -> Any:
     # Reports of some verbs have lists under the same names.
     value = report.get(name, 0)
     return value if isinstance(value, (int, float)) else 0
 
 
-def _trace(verb: str, text: str, error: str) -> None:
+def _trace_span(verb: str, text: str, error: str) -> None:
     # A span that has ended now, below the one that the caller is in.
     trace: Any = sys.modules["opentelemetry.trace"]
     report = json.loads(text) if text else None
     facts = report if isinstance(report, dict) else {}
     end = time.time_ns()
-    ours = "overwire"
-    span = trace.get_tracer(ours).start_span(f"{ours}.{verb}", start_time=end - int(facts.get("seconds", 0.0) * 1e9))
+    prefix = "overwire"
+    span = trace.get_tracer(prefix).start_span(
+        f"{prefix}.{verb}", start_time=end - int(facts.get("seconds", 0.0) * 1e9)
+    )
     for name, value in facts.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            span.set_attribute(f"{ours}.{name}", value)
+            span.set_attribute(f"{prefix}.{name}", value)
     stages = facts.get("stages")
     for name, value in stages.items() if isinstance(stages, dict) else ():
-        span.set_attribute(f"{ours}.stages.{name}", value)
+        span.set_attribute(f"{prefix}.stages.{name}", value)
     if error:
         span.set_attribute("error.type", error)
         span.set_status(trace.Status(trace.StatusCode.ERROR, error))
     span.end(end_time=end)
 
 
-def _counter(name: str, text: str, rows: Sequence[tuple[dict[str, str], float]]) -> list[str]:
+def _counter_lines(name: str, text: str, rows: Sequence[tuple[dict[str, str], float]]) -> list[str]:
     lines = [f"# HELP overwire_{name}_total {text}", f"# TYPE overwire_{name}_total counter"] if rows else []
     for labels, value in rows:
-        inside = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
+        inside = ",".join(f'{key}="{_escape_label(label)}"' for key, label in labels.items())
         lines.append(f"overwire_{name}_total{f'{{{inside}}}' if labels else ''} {value!r}")
     return lines
 
 
-def _escaped(label: str) -> str:
+def _escape_label(label: str) -> str:
     return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -38,10 +38,13 @@ def local(path: Any) -> str:
         if is_remote(text):
             text.encode()
     except UnicodeEncodeError as error:
-        raise ArgumentError(f"overwire: path: {_named(text)} is no name of a file, nor a URI: {error.reason}") from None
+        raise ArgumentError(
+            f"overwire: path: {_shown_path(text)} is no name of a file, nor a URI: {error.reason}"
+        ) from None
     if not same:
         raise ArgumentError(
-            f"overwire: path {_named(text)}: the engine's names are UTF-8, and Python's are not: start it with -X utf8"
+            f"overwire: path {_shown_path(text)}: the engine's names are UTF-8, and Python's are not: start it with "
+            f"-X utf8"
         )
     if is_remote(text) or is_file(text):
         return text
@@ -49,7 +52,7 @@ def local(path: Any) -> str:
     return os.path.join(os.getcwd(), text) if ".." in text.split("/") else os.path.abspath(text)
 
 
-def _named(text: str) -> str:
+def _shown_path(text: str) -> str:
     """A path as people may see it. The engine, which hides secrets, cannot take this
     one: of a URI only the scheme is left."""
     return repr(text.partition("://")[0] + "://***" if is_remote(text) else text)

@@ -107,11 +107,15 @@ def read_records(source: SourceLike, *, storage_options: Mapping[str, object] | 
     answer = _verbs.records({"uri": uris[0], "records": True, "storage": storage(storage_options, uris)})
     del keep
     return RecordFile(
-        answer["version"], answer["encrypted"], answer["total"], answer["size"], tuple(map(_record, answer["entries"]))
+        answer["version"],
+        answer["encrypted"],
+        answer["total"],
+        answer["size"],
+        tuple(map(_make_record, answer["entries"])),
     )
 
 
-def _record(entry: Mapping[str, Any]) -> Record:
+def _make_record(entry: Mapping[str, Any]) -> Record:
     derive = entry.get("derive")
     return Record(
         name=entry["name"],
@@ -189,7 +193,7 @@ def write_records(
     """
     new = list(records)
     spec: WriteRequest = {
-        "items": [{**_item(r), "module": r.module} for r in new],
+        "items": [{**_item_of(r), "module": r.module} for r in new],
         "fd": file,
         "path": path,
         "offset": offset,
@@ -219,7 +223,7 @@ def write_records(
     ]
 
 
-def _item(record: Record | NewRecord) -> RecordItem:
+def _item_of(record: Record | NewRecord) -> RecordItem:
     return {
         "name": record.name,
         "type": record.type,
@@ -236,7 +240,9 @@ def make_front(records: Iterable[Record], index_bytes: int, *, encrypted: bool, 
     the least; it is raised to what the records need. ArgumentError when they do
     not fit.
     """
-    items: list[RecordItem] = [{**_item(r), "record": r.record, "data": r.data, "sealed": encrypted} for r in records]
+    items: list[RecordItem] = [
+        {**_item_of(r), "record": r.record, "data": r.data, "sealed": encrypted} for r in records
+    ]
     if not 0 <= index_bytes <= 1 << 30:
         raise ArgumentError(f"overwire: an index of {index_bytes} bytes")
     return bytes.fromhex(

@@ -53,7 +53,9 @@ def write_bytes(
     reach = storage(options, [uri])
     pointer, size, holder = buffer_of(data)
     try:
-        with Job(_verbs.put({"path": uri, "stale": list(stale), "once": once, "storage": reach}, pointer, size), "save") as job:
+        with Job(
+            _verbs.put({"path": uri, "stale": list(stale), "once": once, "storage": reach}, pointer, size), "save"
+        ) as job:
             job.wait()
     finally:
         del holder  # a map of a file cannot be closed before
@@ -120,10 +122,10 @@ class ObjectReader(io.RawIOBase):
         self._reach = storage(storage_options, self._uris)
         self._pin: FetchPin | None = None
         self._headers: dict[str, list[str]] = {}
-        self._start()
+        self._start_reading()
 
-    def _start(self) -> None:
-        self._stop()
+    def _start_reading(self) -> None:
+        self._stop_reading()
         if self._end is not None and self._at >= self._end:
             return
         self._pipe, sink = os.pipe()
@@ -159,7 +161,7 @@ class ObjectReader(io.RawIOBase):
         where no HTTP server gave any."""
         return self._headers
 
-    def _stop(self) -> None:
+    def _stop_reading(self) -> None:
         job, self._job = self._job, None
         if self._pipe >= 0:  # first: its writer would not notice a cancel
             os.close(self._pipe)
@@ -221,13 +223,13 @@ class ObjectReader(io.RawIOBase):
             if len(self._uris) != 1:
                 raise io.UnsupportedOperation("several sources that are read as one do not seek")
             self._at = offset
-            self._start()
+            self._start_reading()
         return offset
 
     def close(self) -> None:
         """Ends the reading."""
         if not self.closed:
-            self._stop()
+            self._stop_reading()
         super().close()
 
 
@@ -246,10 +248,10 @@ class ObjectWriter(io.BufferedRandom):
         self._process = os.getpid()
         _verbs.knobs()  # the engine runs, and ends after what is registered now
         _finish_at_exit()
-        super().__init__(io.FileIO(self._temporary(), "r+"))
+        super().__init__(io.FileIO(self._open_temporary(), "r+"))
         _unfinished.add(self)
 
-    def _temporary(self) -> int:
+    def _open_temporary(self) -> int:
         """A descriptor of the file for the bytes."""
         with tempfile.NamedTemporaryFile(prefix="overwire-") as temporary:
             return os.dup(temporary.fileno())
@@ -266,11 +268,11 @@ class ObjectWriter(io.BufferedRandom):
         try:
             if self._process == os.getpid():
                 self.flush()
-                self._write()
+                self._write_object()
         finally:
             super().close()
 
-    def _write(self) -> None:
+    def _write_object(self) -> None:
         size = os.fstat(self.fileno()).st_size
         if size == 0:
             write_bytes(self._uri, b"", self._options)
@@ -300,7 +302,7 @@ class FileWriter(ObjectWriter):
         """The path."""
         return self._uri
 
-    def _temporary(self) -> int:
+    def _open_temporary(self) -> int:
         # What replaces a private file is private from the beginning.
         mode = 0o600 if os.path.lexists(self._real) else 0o666
         flags = os.O_RDWR | os.O_CLOEXEC
@@ -309,14 +311,14 @@ class FileWriter(ObjectWriter):
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
                 raise
-            self._hidden_name = self._hidden()
+            self._hidden_name = self._new_hidden_name()
             number = os.open(self._hidden_name, flags | os.O_CREAT | os.O_EXCL, mode)
         # shows later saves, which remove what killed ones have left, that this one lives
         with contextlib.suppress(OSError):
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return number
 
-    def _hidden(self) -> str:
+    def _new_hidden_name(self) -> str:
         """A name of the kind that the engine takes for an unfinished file of this path."""
         folder, base = os.path.split(self._real)
         return os.path.join(folder, f".{os.fsdecode(os.fsencode(base)[:224])}.overwire-{secrets.token_hex(8)}")
@@ -324,7 +326,7 @@ class FileWriter(ObjectWriter):
     def drop(self) -> None:
         """Closes it; no file appears, and an older one stays."""
         super().drop()
-        self._remove()
+        self._remove_hidden()
 
     def close(self) -> None:
         """Gives the file its name, and returns when it is on the disk."""
@@ -332,17 +334,17 @@ class FileWriter(ObjectWriter):
             super().close()
         finally:
             if self._process == os.getpid():
-                self._remove()
+                self._remove_hidden()
 
-    def _write(self) -> None:
+    def _write_object(self) -> None:
         if not self._hidden_name:
-            name = self._hidden()
+            name = self._new_hidden_name()
             # Without src_dir_fd, which counts for relative paths only, the link of /proc would be linked.
             os.link(f"/proc/self/fd/{self.fileno()}", name, src_dir_fd=self.fileno())
             self._hidden_name = name
         publish(self._hidden_name, self._real)
 
-    def _remove(self) -> None:
+    def _remove_hidden(self) -> None:
         name, self._hidden_name = self._hidden_name, ""
         if name:
             with contextlib.suppress(OSError):
@@ -354,10 +356,10 @@ _unfinished: weakref.WeakSet[ObjectWriter] = weakref.WeakSet()
 
 @cache
 def _finish_at_exit() -> None:
-    atexit.register(_finish)
+    atexit.register(_finish_writers)
 
 
-def _finish() -> None:
+def _finish_writers() -> None:
     # of the program, not of a line of a console
     has_failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
     with contextlib.ExitStack() as stack:  # each has its turn, whatever became of others

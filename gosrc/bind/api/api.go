@@ -19,7 +19,9 @@ func Setup(env string) (uint64, error) {
 // Call runs a verb that does not wait, on the caller's thread. numbers is the
 // address of n numbers in the caller's memory.
 func Call(verb, request string, numbers uint64, n int) (uint64, error) {
-	return binding.Guard(verb, func() (uint64, error) { return given(binding.Call(verb, request, numbersAt(numbers, n))) })
+	return binding.Guard(verb, func() (uint64, error) {
+		return given(binding.Call(verb, request, numbersAt(numbers, n)))
+	})
 }
 
 // Start starts a verb that waits, and returns its job.

@@ -31,7 +31,8 @@ func given(r *binding.Result, err error) (uint64, error) {
 		to.text, to.text_len = C.CString(r.Text), C.int64_t(len(r.Text))
 	}
 	if len(r.Numbers) > 0 {
-		to.numbers, to.count = (*C.int64_t)(C.CBytes(unsafe.Slice((*byte)(unsafe.Pointer(&r.Numbers[0])), 8*len(r.Numbers)))), C.int64_t(len(r.Numbers))
+		to.numbers, to.count = (*C.int64_t)(C.CBytes(
+			unsafe.Slice((*byte)(unsafe.Pointer(&r.Numbers[0])), 8*len(r.Numbers)))), C.int64_t(len(r.Numbers))
 	}
 	if r.Table != nil {
 		to.table = (*C.char)(C.CBytes(binding.PackTable(r.Table)))

@@ -222,7 +222,8 @@ func parse(text string, v any) error {
 
 // inPython are the names of types of JSON and of Go.
 var inPython = map[string]string{
-	"string": "str", "object": "dict", "array": "list", "struct": "dict", "map": "dict", "slice": "list", "float64": "float", "bool": "bool",
+	"string": "str", "object": "dict", "array": "list", "struct": "dict", "map": "dict", "slice": "list",
+	"float64": "float", "bool": "bool",
 }
 
 // unfit says in Python's words which argument is of the wrong type.
@@ -233,7 +234,8 @@ func unfit(err error) error {
 	}
 	want := cmp.Or(inPython[of.Type.Kind().String()], "int")
 	value, _, _ := strings.Cut(of.Value, " ")
-	return errs.New(errs.ErrArgument, "%s: expected %s, got %s", of.Field[strings.LastIndexByte(of.Field, '.')+1:], want, cmp.Or(inPython[value], "a "+value))
+	return errs.New(errs.ErrArgument, "%s: expected %s, got %s", of.Field[strings.LastIndexByte(of.Field, '.')+1:],
+		want, cmp.Or(inPython[value], "a "+value))
 }
 
 // encode makes a result of JSON.

@@ -21,11 +21,16 @@ const buffers = "of a buffer each: address, bytes, whether it has an output of i
 
 func codecVerbs() []*Verb {
 	return []*Verb{
-		answered("codec_names", "The algorithms that codec takes.", func(none, []int64) ([]string, error) { return nvcomp.Names(), nil }),
+		answered("codec_names", "The algorithms that codec takes.", func(none, []int64) ([]string, error) {
+			return nvcomp.Names(), nil
+		}),
 		begun[codecRequest, *Result]("codec",
-			"Encode, decode or measure buffers, which must not change until the job has ended. The result has for each buffer an address, a length, and whether checksums were compared; memory, where the caller gave no output; and errors by number.",
+			"Encode, decode or measure buffers, which must not change until the job has ended. The result has for "+
+				"each buffer an address, a length, and whether checksums were compared; memory, where the caller "+
+				"gave no output; and errors by number.",
 			startCodec).tail(buffers).onCallersMemory(),
-		answered("codec_now", "What codec does, in one call. If that could take long, nothing is done, and the result has no numbers.",
+		answered("codec_now", "What codec does, in one call. If that could take long, nothing is done, and the "+
+			"result has no numbers.",
 			func(q codecRequest, n []int64) (*Result, error) {
 				in, err := buffersOf(n)
 				if err != nil || !nvcomp.Quick(&q.Value, in) {
@@ -87,7 +92,8 @@ func (f failures) text() (string, error) {
 
 // coded makes a result: first 1, which means that it was done.
 func coded(results []nvcomp.Result) (*Result, error) {
-	r, failed := &Result{Numbers: make([]int64, 1, 1+3*len(results)), Tensors: make([]Exported, len(results))}, failures{}
+	r, failed := &Result{Numbers: make([]int64, 1, 1+3*len(results)), Tensors: make([]Exported, len(results))},
+		failures{}
 	r.Numbers[0] = 1
 	for i, one := range results {
 		r.Numbers = append(r.Numbers, int64(uintptr(one.Mem.Ptr)), one.Bytes, truth(one.Summed))

@@ -21,7 +21,8 @@ type columns struct {
 // types are the dtypes of the tensors, which have `each` of the numbers.
 func (c *columns) types(numbers, each int) ([]tensor.DType, error) {
 	if len(c.DTypes) != len(c.Names) || len(c.Shapes) != len(c.Names) || numbers != each*len(c.Names) {
-		return nil, errs.New(errs.ErrArgument, "%d names, %d dtypes, %d shapes, %d numbers of tensors", len(c.Names), len(c.DTypes), len(c.Shapes), numbers)
+		return nil, errs.New(errs.ErrArgument, "%d names, %d dtypes, %d shapes, %d numbers of tensors", len(c.Names),
+			len(c.DTypes), len(c.Shapes), numbers)
 	}
 	types := make([]tensor.DType, len(c.Names))
 	for i, name := range c.Names {
@@ -37,7 +38,9 @@ func (c *columns) types(numbers, each int) ([]tensor.DType, error) {
 // named is types, and refuses names that no header can have.
 func (c *columns) named(numbers, each int) ([]tensor.DType, error) {
 	types, err := c.types(numbers, each)
-	if i := slices.IndexFunc(c.Names, func(name string) bool { return strings.ContainsRune(name, 0) }); err == nil && i >= 0 {
+	if i := slices.IndexFunc(c.Names, func(name string) bool {
+		return strings.ContainsRune(name, 0)
+	}); err == nil && i >= 0 {
 		err = errs.New(errs.ErrArgument, "tensor %q: the name has a NUL", c.Names[i])
 	}
 	return types, err

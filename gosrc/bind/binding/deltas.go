@@ -80,14 +80,17 @@ type deltaMerge struct {
 const (
 	deltaPair    = 4
 	deltaColumns = 5
-	pairsOf      = "of a tensor each: address after and before, 1 + the GPU that both are of (0: the host), and its stream"
+	pairsOf      = "of a tensor each: address after and before, 1 + the GPU that both are of (0: the host), and " +
+		"its stream"
 )
 
 func deltaVerbs() []*Verb {
 	return []*Verb{
-		started("delta_save", "Write what changed between two models, whose memory must not change until the job has ended.",
+		started("delta_save", "Write what changed between two models, whose memory must not change until the job "+
+			"has ended.",
 			saveDelta).tail(pairsOf).onCallersMemory(),
-		started("delta_encode", "Keep what changed of some tensors for delta_save; their memory must not change until the job has ended.",
+		started("delta_encode", "Keep what changed of some tensors for delta_save; their memory must not change "+
+			"until the job has ended.",
 			func(ctx context.Context, j *job.Job, q deltaTensors, n []int64) (deltaPart, error) {
 				pairs, err := q.pairs(n, j)
 				if err != nil {
@@ -100,7 +103,8 @@ func deltaVerbs() []*Verb {
 				}
 				return deltaPart{keep(f), time.Since(start).Seconds()}, nil
 			}).tail(pairsOf).onCallersMemory(),
-		awaited("delta_open", "Read a delta whole and check it: from a URI, or, with an address, from memory, which is copied.",
+		awaited("delta_open", "Read a delta whole and check it: from a URI, or, with an address, from memory, "+
+			"which is copied.",
 			func(ctx context.Context, q deltaOpen, n []int64) (deltaFile, error) {
 				f, err := openDelta(ctx, q, n)
 				if err != nil {
@@ -119,7 +123,8 @@ func deltaVerbs() []*Verb {
 					return delta.Report{}, err
 				}
 				return delta.Apply(ctx, chain, targets, q.Missing, knob.Workers(0), delta.Part(q.Part))
-			}).tail("of all tensors, one column after the other: the file and the tensor there that has its name; its kind; 1 + the GPU that it is of (0: the host); its address").onCallersMemory(),
+			}).tail("of all tensors, one column after the other: the file and the tensor there that has its name; " +
+			"its kind; 1 + the GPU that it is of (0: the host); its address").onCallersMemory(),
 		started("delta_merge", "Write a chain of deltas as one.",
 			func(ctx context.Context, j *job.Job, q deltaMerge, _ []int64) (delta.Report, error) {
 				chain, err := chainOf(q.Files)
@@ -193,10 +198,12 @@ func (q *deltaApply) targets(chain []*delta.File, n []int64) ([]delta.Target, er
 	for i := range targets {
 		if !inside(files[i], len(chain)) || !inside(tensors[i], len(chain[files[i]].Tensors)) ||
 			!inside(kind[i], len(types)) || !inside(gpu[i], len(q.Streams)) {
-			return nil, errs.New(errs.ErrArgument, "numbers that describe no tensor: the one after %d, of %d numbers", i, len(n))
+			return nil, errs.New(errs.ErrArgument, "numbers that describe no tensor: the one after %d, of %d numbers",
+				i, len(n))
 		}
-		targets[i] = delta.Target{Name: chain[files[i]].Tensors[tensors[i]].Name, DType: types[kind[i]], Shape: q.Shapes[kind[i]],
-			At: uint64(at[i]), CUDA: int32(gpu[i]), Stream: uintptr(q.Streams[gpu[i]])}
+		targets[i] = delta.Target{Name: chain[files[i]].Tensors[tensors[i]].Name, DType: types[kind[i]],
+			Shape: q.Shapes[kind[i]],
+			At:    uint64(at[i]), CUDA: int32(gpu[i]), Stream: uintptr(q.Streams[gpu[i]])}
 	}
 	return targets, nil
 }
@@ -209,7 +216,8 @@ func (q *deltaTensors) pairs(n []int64, j *job.Job) ([]delta.Pair, error) {
 	pairs := make([]delta.Pair, len(q.Names))
 	for i := range pairs {
 		p := n[deltaPair*i:]
-		pairs[i] = delta.Pair{Name: q.Names[i], DType: types[i], Shape: q.Shapes[i], New: uint64(p[0]), Base: uint64(p[1]), CUDA: int32(p[2]), Stream: uintptr(p[3])}
+		pairs[i] = delta.Pair{Name: q.Names[i], DType: types[i], Shape: q.Shapes[i], New: uint64(p[0]),
+			Base: uint64(p[1]), CUDA: int32(p[2]), Stream: uintptr(p[3])}
 		if bytes, err := tensor.Size(types[i], q.Shapes[i]); err == nil {
 			j.TotalBytes.Add(bytes)
 		}
@@ -233,8 +241,10 @@ func describe(f *delta.File) deltaFile {
 	d := deltaFile{Handle: keep(f), Metadata: f.Metadata, Changed: r.Changed, Bytes: r.Bytes, Size: f.Size}
 	for i := range f.Tensors {
 		t := &f.Tensors[i]
-		d.Names, d.DTypes, d.Shapes = append(d.Names, t.Name), append(d.DTypes, t.DType.String()), append(d.Shapes, t.Shape)
-		d.Bases, d.News, d.Stored = append(d.Bases, t.Base.String()), append(d.News, t.New.String()), append(d.Stored, t.Stored())
+		d.Names, d.DTypes, d.Shapes = append(d.Names, t.Name), append(d.DTypes, t.DType.String()),
+			append(d.Shapes, t.Shape)
+		d.Bases, d.News, d.Stored = append(d.Bases, t.Base.String()), append(d.News, t.New.String()),
+			append(d.Stored, t.Stored())
 	}
 	return d
 }

@@ -18,13 +18,16 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-const tensorViews = "the addresses of the contiguous tensors, then their bytes; of each other tensor: address, bytes of an element, dimensions; then the size of each dimension; then the stride of each, in bytes"
+const tensorViews = "the addresses of the contiguous tensors, then their bytes; of each other tensor: address, " +
+	"bytes of an element, dimensions; then the size of each dimension; then the stride of each, in bytes"
 
 func digestVerbs() []*Verb {
 	return []*Verb{
-		started("digest", "The digests of tensors, 16 bytes each: of the host's memory (device -1), or of a GPU's after what is queued on a stream.", digestMemory).
+		started("digest", "The digests of tensors, 16 bytes each: of the host's memory (device -1), or of a GPU's "+
+			"after what is queued on a stream.", digestMemory).
 			ints("device", "stream", "contiguous").tail(tensorViews).onCallersMemory(),
-		started("digests", "The digests of the tensors of files: by name, GPUs that decode tensors for it, if they have the memory.", digestsOf),
+		started("digests", "The digests of the tensors of files: by name, GPUs that decode tensors for it, if they "+
+			"have the memory.", digestsOf),
 	}
 }
 
@@ -73,7 +76,8 @@ func digestsOf(ctx context.Context, j *job.Job, q digestsRequest, _ []int64) (sa
 }
 
 // onGPUs fills in what it can.
-func (q *digestsRequest) onGPUs(ctx context.Context, j *job.Job, rows map[string]*save.TensorDigest, rep *save.DigestReport) error {
+func (q *digestsRequest) onGPUs(ctx context.Context, j *job.Job, rows map[string]*save.TensorDigest,
+	rep *save.DigestReport) error {
 	if len(rows) == 0 {
 		return nil
 	}
@@ -151,7 +155,8 @@ func viewsOf(contiguous int64, flat []int64) ([]digest.View, error) {
 			return nil, errs.New(errs.ErrArgument, "numbers that describe no tensor, after %d tensors", len(views))
 		}
 		rank := flat[2]
-		v := digest.View{Address: uint64(flat[0]), Item: flat[1], Shape: flat[head : head+rank], Strides: flat[head+rank : head+2*rank]}
+		v := digest.View{Address: uint64(flat[0]), Item: flat[1], Shape: flat[head : head+rank],
+			Strides: flat[head+rank : head+2*rank]}
 		views, flat = append(views, v), flat[head+2*rank:]
 	}
 	return views, nil

@@ -54,9 +54,12 @@ func modelVerbs() []*Verb {
 				return &names, err
 			}),
 		begun[loadRequest, load.Report]("load",
-			"Load tensors of a model; whole: every tensor, whole. Destinations must stay valid until the job has ended.", startLoad).
-			ints("model", "whole").tail("of a request each: tensor, destination (0: allocate, 1: see settle), and the ranges lo0, hi0, lo1, hi1 of the first two dimensions (hi -1: to the end)"),
-		about("outlook", "What loading tensors of a model would take; OutOfMemoryError for more than max_memory.", modelOf,
+			"Load tensors of a model; whole: every tensor, whole. Destinations must stay valid until the job has "+
+				"ended.", startLoad).
+			ints("model", "whole").tail("of a request each: tensor, destination (0: allocate, 1: see settle), and " +
+			"the ranges lo0, hi0, lo1, hi1 of the first two dimensions (hi -1: to the end)"),
+		about("outlook", "What loading tensors of a model would take; OutOfMemoryError for more than max_memory.",
+			modelOf,
 			func(m *load.Model, q load.Prospect, n []int64) (load.Outlook, error) {
 				parts, err := partsOf(n)
 				if err != nil {
@@ -69,7 +72,8 @@ func modelVerbs() []*Verb {
 			ints("keep").tail("of each block its bytes"),
 		about("states", "What tells the files of a model from others, and one state of them from the next.", modelOf,
 			func(m *load.Model, _ none, _ []int64) ([]load.State, error) { return m.FileStates(), nil }).ints("model"),
-		about("settle", "Set destinations of a load's requests whose destination was 1. What is queued on the stream now precedes what lands there.", jobOf,
+		about("settle", "Set destinations of a load's requests whose destination was 1. What is queued on the "+
+			"stream now precedes what lands there.", jobOf,
 			func(e *entry, _ none, n []int64) (none, error) {
 				if e.load == nil {
 					return none{}, errs.New(errs.ErrArgument, "settle: the job is no load")
@@ -121,7 +125,8 @@ func openModel(ctx context.Context, q load.Spec, _ []int64) (*Result, error) {
 	ix := m.Index()
 	o := opened{make([]openedSource, len(ix.Sources)), relay.Room(m)}
 	for i, s := range ix.Sources {
-		o.Sources[i] = openedSource{errs.RedactURI(s.URI), s.Size, s.Metadata, s.Overwire(), m.Sources()[i].Facts().Remote}
+		o.Sources[i] = openedSource{errs.RedactURI(s.URI), s.Size, s.Metadata, s.Overwire(),
+			m.Sources()[i].Facts().Remote}
 	}
 	r, err := encode(o)
 	if err != nil {

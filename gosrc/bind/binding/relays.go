@@ -22,7 +22,9 @@ type relayRequest struct {
 // relayVerbs are one rank's part in such a load.
 func relayVerbs() []*Verb {
 	return []*Verb{
-		begun[relayRequest, relay.Report]("relay", "Load together with other ranks: this rank's share, of one model or of several as one.", startRelay).ints("model").
+		begun[relayRequest, relay.Report]("relay",
+			"Load together with other ranks: this rank's share, of one model or of several as one.",
+			startRelay).ints("model").
 			tail("what each rank of the host needs, as requests with the rank for an address; none: each needs all"),
 		about("relay_shares", "How many bytes each rank's share of each piece has in its buffer.", relayOf,
 			func(r *relay.Relay, _ none, _ []int64) ([]int64, error) { return r.Shares(), nil }).ints("job"),
@@ -34,16 +36,19 @@ func relayVerbs() []*Verb {
 				}
 				return none{}, r.Aim(reqs)
 			}).ints("job").tail("requests, as those of a load"),
-		about("relay_offer", "How the other ranks of the host reach the ring of a relay that exchanges by itself.", relayOf,
+		about("relay_offer", "How the other ranks of the host reach the ring of a relay that exchanges by itself.",
+			relayOf,
 			func(r *relay.Relay, _ none, _ []int64) (peers.Offer, error) { return r.Offer() }).ints("job"),
 		about("relay_join", "Connect such a relay with those of the other ranks, by their offers in order.", relayOf,
 			func(r *relay.Relay, q []peers.Offer, _ []int64) (none, error) { return none{}, r.Join(q) }).ints("job"),
-		about("relay_wait", "Wait up to ms until this rank's share of a piece is in its buffer, and was checked (1; 0: not yet).", relayOf,
+		about("relay_wait", "Wait up to ms until this rank's share of a piece is in its buffer, and was checked "+
+			"(1; 0: not yet).", relayOf,
 			func(r *relay.Relay, _ none, n []int64) (int64, error) {
 				there, err := r.Wait(int(n[0]), time.Duration(n[1])*time.Millisecond)
 				return truth(there), err
 			}).ints("job", "piece", "ms"),
-		about("relay_decode", "Decode a piece whose buffer is full, after what is queued on a stream (0: none), and free the buffer.", relayOf,
+		about("relay_decode", "Decode a piece whose buffer is full, after what is queued on a stream (0: none), "+
+			"and free the buffer.", relayOf,
 			func(r *relay.Relay, _ none, n []int64) (none, error) {
 				return none{}, r.Decode(int(n[0]), uint64(n[1]))
 			}).ints("job", "piece", "stream"),

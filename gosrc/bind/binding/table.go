@@ -146,7 +146,8 @@ func answered[Q, R any](name, doc string, run func(q Q, n []int64) (R, error)) *
 }
 
 // about makes such a verb of the thing that its first number names. run gets the others.
-func about[T, Q, R any](name, doc string, find func(number int64) (T, error), run func(of T, q Q, n []int64) (R, error)) *Verb {
+func about[T, Q, R any](name, doc string, find func(number int64) (T, error),
+	run func(of T, q Q, n []int64) (R, error)) *Verb {
 	return answered(name, doc, func(q Q, n []int64) (r R, err error) {
 		of, err := find(n[0])
 		if err != nil {
@@ -175,7 +176,9 @@ func started[Q, R any](name, doc string, run func(ctx context.Context, j *job.Jo
 // background starts the job of a verb.
 func (v *Verb) background(q any, n []int64) (*entry, error) {
 	n = slices.Clone(n)
-	return background(v.Name, v.usesMemory, func(ctx context.Context, j *job.Job) (any, error) { return v.run(ctx, j, q, n) }), nil
+	return background(v.Name, v.usesMemory, func(ctx context.Context, j *job.Job) (any, error) {
+		return v.run(ctx, j, q, n)
+	}), nil
 }
 
 // begun makes a verb that a function of the engine starts.
@@ -191,7 +194,8 @@ func (v *Verb) afterPanics() *Verb { v.ends = true; return v }
 
 // Table lists the verbs.
 func Table() []*Verb {
-	return slices.Concat(modelVerbs(), relayVerbs(), jobVerbs(), fileVerbs(), tensorsVerbs(), deltaVerbs(), codecVerbs(), gpuVerbs(), digestVerbs())
+	return slices.Concat(modelVerbs(), relayVerbs(), jobVerbs(), fileVerbs(), tensorsVerbs(), deltaVerbs(),
+		codecVerbs(), gpuVerbs(), digestVerbs())
 }
 
 var verbs = func() map[string]*Verb {

@@ -63,9 +63,11 @@ func tensorsVerbs() []*Verb {
 				}
 				return *f.Describe(), nil
 			}),
-		awaited("write", "Write tensors to an open .tensors file, encrypted with a key.", tensorsWrite).tail("the address of each").onCallersMemory(),
+		awaited("write", "Write tensors to an open .tensors file, encrypted with a key.",
+			tensorsWrite).tail("the address of each").onCallersMemory(),
 		awaited("front", "The head and the index of a .tensors file, in hex digits.", tensorsFront),
-		awaited("sums", "CRC32 and SHA-256 of each of several byte sequences, which begin with a prefix (hex digits); in hex digits.", tensorsSums).
+		awaited("sums", "CRC32 and SHA-256 of each of several byte sequences, which begin with a prefix (hex "+
+			"digits); in hex digits.", tensorsSums).
 			tail("address and bytes of each").onCallersMemory(),
 		awaited("key", "Derive a key from a password; in hex digits.", tensorsKey),
 	}
@@ -85,13 +87,15 @@ type record struct {
 }
 
 func (r *record) item() (tensorizer.Item, error) {
-	it := tensorizer.Item{Module: r.Module, Type: r.Type, Name: r.Name, Text: r.DType, Dims: r.Dims, Bytes: r.Bytes, Record: r.Record, Sealed: r.Sealed}
+	it := tensorizer.Item{Module: r.Module, Type: r.Type, Name: r.Name, Text: r.DType, Dims: r.Dims, Bytes: r.Bytes,
+		Record: r.Record, Sealed: r.Sealed}
 	return it, it.Check()
 }
 
 func tensorsWrite(ctx context.Context, q writeRequest, n []int64) (written, error) {
 	if len(n) != len(q.Items) || q.FD < 0 || q.Offset < 0 {
-		return written{}, errs.New(errs.ErrArgument, "%d tensors at %d addresses, descriptor %d, offset %d", len(q.Items), len(n), q.FD, q.Offset)
+		return written{}, errs.New(errs.ErrArgument, "%d tensors at %d addresses, descriptor %d, offset %d",
+			len(q.Items), len(n), q.FD, q.Offset)
 	}
 	var key *tensorizer.Key
 	if q.Key != "" {

@@ -38,7 +38,8 @@ func set(b *strings.Builder, name string, names []string) {
 
 func tables() string {
 	var b strings.Builder
-	b.WriteString(head + "\"\"\"The engine's tables: the version, dtypes, casts, and the names of the environment.\"\"\"\n\nfrom __future__ import annotations\n\n")
+	b.WriteString(head + "\"\"\"The engine's tables: the version, dtypes, casts, and the names of the " +
+		"environment.\"\"\"\n\nfrom __future__ import annotations\n\n")
 	fmt.Fprintf(&b, "__version__ = %q\n\n", cli.Version)
 	var bits, floats, from, to []string
 	for d := tensor.Bool; d.Valid(); d++ {
@@ -59,7 +60,8 @@ func tables() string {
 			}
 		}
 	}
-	fmt.Fprintf(&b, "# Bits of one element, in the order of the engine's codes.\nBITS = dict(\n    %s\n)\n\n", wrapped(strings.Join(bits, " ")))
+	fmt.Fprintf(&b, "# Bits of one element, in the order of the engine's codes.\nBITS = dict(\n    %s\n)\n\n",
+		wrapped(strings.Join(bits, " ")))
 	b.WriteString("# What dtype= casts: not packed types and F8_E8M0, which are parts of a quantisation scheme.\n")
 	set(&b, "FLOATS", floats)
 	b.WriteString("# What the engine casts on a GPU, from and to.\n")

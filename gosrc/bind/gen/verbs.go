@@ -222,7 +222,8 @@ func function(c *classes, v *binding.Verb) string {
 	how := map[binding.Kind]string{binding.Answered: "call", binding.Awaited: "run", binding.Started: "start"}[v.Kind]
 	call := fmt.Sprintf("core().%s(%q, %s, %s)", how, v.Name, text, numbers)
 	result, line := result(c, v, call)
-	return fmt.Sprintf("\n\ndef %s(%s) -> %s:\n    \"\"\"%s\"\"\"\n    %s\n", v.Name, strings.Join(params, ", "), result, wrapped(doc), line)
+	return fmt.Sprintf("\n\ndef %s(%s) -> %s:\n    \"\"\"%s\"\"\"\n    %s\n", v.Name, strings.Join(params, ", "),
+		result, wrapped(doc), line)
 }
 
 // result is what a function returns, and its last line.

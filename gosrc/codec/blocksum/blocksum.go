@@ -22,16 +22,21 @@ const (
 	stripe = 64
 
 	prime32a, prime32b, prime32c           = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
-	prime64a, prime64b, prime64c, prime64d = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63
-	prime64e, avalanche                    = 0x27D4EB2F165667C5, 0x165667919E3779F9
+	prime64a, prime64b, prime64c, prime64d = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9,
+		0x85EBCA77C2B2AE63
+	prime64e, avalanche = 0x27D4EB2F165667C5, 0x165667919E3779F9
 )
 
 // secret is the hash's own, in words of eight bytes.
 var secret = [24]uint64{
-	0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072, 0x78e5c0cc4ee679cb, 0x2172ffcc7dd05a82,
-	0x8e2443f7744608b8, 0x4c263a81e69035e0, 0xcb00c391bb52283c, 0xa32e531b8b65d088, 0x4ef90da297486471, 0xd8acdea946ef1938,
-	0x3f349ce33f76faa8, 0x1d4f0bc7c7bbdcf9, 0x3159b4cd4be0518a, 0x647378d9c97e9fc8, 0xc3ebd33483acc5ea, 0xeb6313faffa081c5,
-	0x49daf0b751dd0d17, 0x9e68d429265516d3, 0xfca1477d58be162b, 0xce31d07ad1b8f88f, 0x280416958f3acb45, 0x7e404bbbcafbd7af,
+	0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072, 0x78e5c0cc4ee679cb,
+	0x2172ffcc7dd05a82,
+	0x8e2443f7744608b8, 0x4c263a81e69035e0, 0xcb00c391bb52283c, 0xa32e531b8b65d088, 0x4ef90da297486471,
+	0xd8acdea946ef1938,
+	0x3f349ce33f76faa8, 0x1d4f0bc7c7bbdcf9, 0x3159b4cd4be0518a, 0x647378d9c97e9fc8, 0xc3ebd33483acc5ea,
+	0xeb6313faffa081c5,
+	0x49daf0b751dd0d17, 0x9e68d429265516d3, 0xfca1477d58be162b, 0xce31d07ad1b8f88f, 0x280416958f3acb45,
+	0x7e404bbbcafbd7af,
 }
 
 // at is the word of the secret that begins at a byte.

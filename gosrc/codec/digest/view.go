@@ -29,7 +29,8 @@ const MaxRank = 64
 // Bytes is the size of the contiguous tensor; an error if the view is none.
 func (v *View) Bytes() (int64, error) {
 	if v.Item < 1 || v.Item > 16 || v.Item&(v.Item-1) != 0 || len(v.Shape) != len(v.Strides) || len(v.Shape) > MaxRank {
-		return 0, errs.New(errs.ErrArgument, "a tensor of %d dimensions, %d strides and elements of %d bytes", len(v.Shape), len(v.Strides), v.Item)
+		return 0, errs.New(errs.ErrArgument, "a tensor of %d dimensions, %d strides and elements of %d bytes",
+			len(v.Shape), len(v.Strides), v.Item)
 	}
 	n, zero := v.Item, false
 	for _, d := range v.Shape {

@@ -31,7 +31,7 @@ func (e *Encoder) Zipped() bool { return e.zipped }
 // not shorter than src. The same src gives the same chunk on every machine.
 func (e *Encoder) Encode(dst, src []byte, transform uint8) (out []byte, ok bool) {
 	e.zipped = false
-	if !known(transform) || len(src) == 0 || len(src)%transforms[transform].width != 0 {
+	if !isKnown(transform) || len(src) == 0 || len(src)%transforms[transform].width != 0 {
 		return dst, false
 	}
 	f := &transforms[transform]
@@ -47,7 +47,7 @@ func (e *Encoder) Encode(dst, src []byte, transform uint8) (out []byte, ok bool)
 			}
 			p[i] = e.memory[i][:n]
 		}
-		split(src, &p, f.width, f.rotate)
+		splitPlanes(src, &p, f.width, f.rotate)
 		for i := range f.width {
 			out = e.plane(out, p[i])
 		}
@@ -60,11 +60,11 @@ func (e *Encoder) Encode(dst, src []byte, transform uint8) (out []byte, ok bool)
 
 // plane appends a plane in its shortest form.
 func (e *Encoder) plane(out, p []byte) []byte {
-	coded := e.blocks(e.out[:0], p)
+	coded := e.appendBlocks(e.out[:0], p)
 	e.out = coded
 	e.frame = e.frame[:0]
-	if e.repeats(p) {
-		e.frame = zip(e.frame, p)
+	if e.mayRepeat(p) {
+		e.frame = appendFrame(e.frame, p)
 	}
 	switch {
 	case len(e.frame) > 0 && len(e.frame)+4+len(p)/minZip < min(len(coded), len(p)):
@@ -78,22 +78,22 @@ func (e *Encoder) plane(out, p []byte) []byte {
 	return append(append(out, formRaw), p...)
 }
 
-// repeats reports whether a Zstandard frame may be worth its time: whether one of four
+// mayRepeat reports whether a Zstandard frame may be worth its time: whether one of four
 // samples of a long plane has what order-0 coding does not see.
-func (e *Encoder) repeats(p []byte) bool {
+func (e *Encoder) mayRepeat(p []byte) bool {
 	const samples, size = 4, 32 << 10
 	if len(p) <= 2*samples*size {
 		return true
 	}
 	for i := range samples {
 		s := p[i*(len(p)-size)/(samples-1):][:size]
-		h := count(s)
+		h := countValues(s)
 		if bytes.Count(s, s[:1]) == len(s) {
 			continue // a constant says nothing of what is beside it
 		}
-		t := fit(&h, size)
-		e.frame = zip(e.frame[:0], s)
-		if uint64(len(e.frame)+size/minZip) < min(t.cost(&h), size) {
+		t := fitTable(&h, size)
+		e.frame = appendFrame(e.frame[:0], s)
+		if uint64(len(e.frame)+size/minZip) < min(t.costOf(&h), size) {
 			e.frame = e.frame[:0]
 			return true
 		}
@@ -102,13 +102,13 @@ func (e *Encoder) repeats(p []byte) bool {
 	return false
 }
 
-// blocks appends a plane as blocks, without the form.
-func (e *Encoder) blocks(out, p []byte) []byte {
+// appendBlocks appends a plane as blocks, without the form.
+func (e *Encoder) appendBlocks(out, p []byte) []byte {
 	n := (len(p) + blockBytes - 1) / blockBytes
 	e.hists, e.kinds = e.hists[:0], e.kinds[:0]
 	for i := range n {
-		b := block(p, i)
-		e.hists = append(e.hists, count(b))
+		b := blockOf(p, i)
+		e.hists = append(e.hists, countValues(b))
 		kind := byte(kindShared)
 		if bytes.Count(b, b[:1]) == len(b) {
 			kind = kindConstant
@@ -117,44 +117,44 @@ func (e *Encoder) blocks(out, p []byte) []byte {
 	}
 	// The blocks that gain nothing from the shared table leave it, and it is fitted
 	// to the others.
-	shared := e.share()
-	e.choose(p, &shared)
-	shared = e.share()
-	e.choose(p, &shared)
-	out = e.settle(out)
+	shared := e.fitSharedTable()
+	e.chooseKinds(p, &shared)
+	shared = e.fitSharedTable()
+	e.chooseKinds(p, &shared)
+	out = e.settleKinds(out)
 	if bytes.Contains(e.kinds, []byte{kindShared}) {
-		out = shared.append(out)
+		out = shared.appendTable(out)
 	}
 	for i, k := range e.kinds {
-		b := block(p, i)
+		b := blockOf(p, i)
 		switch k {
 		case kindRaw:
 			out = append(out, b...)
 		case kindConstant:
 			out = append(out, b[0])
 		case kindOwn:
-			t := fit(&e.hists[i], uint32(len(b)))
-			out = e.encode(t.append(out), b, &t)
+			t := fitTable(&e.hists[i], uint32(len(b)))
+			out = e.encodeBlock(t.appendTable(out), b, &t)
 		case kindShared:
-			out = e.encode(out, b, &shared)
+			out = e.encodeBlock(out, b, &shared)
 		}
 	}
 	return out
 }
 
-// settle appends the kinds of the blocks; one that would share a table with no other
+// settleKinds appends the kinds of the blocks; one that would share a table with no other
 // has its own.
-func (e *Encoder) settle(out []byte) []byte {
+func (e *Encoder) settleKinds(out []byte) []byte {
 	if bytes.Count(e.kinds, []byte{kindShared}) == 1 {
 		e.kinds[bytes.IndexByte(e.kinds, kindShared)] = kindOwn
 	}
 	return append(out, e.kinds...)
 }
 
-func block(p []byte, i int) []byte { return p[i*blockBytes : min(len(p), (i+1)*blockBytes)] }
+func blockOf(p []byte, i int) []byte { return p[i*blockBytes : min(len(p), (i+1)*blockBytes)] }
 
-// share fits a table to the blocks that share it, if there are any.
-func (e *Encoder) share() (t table) {
+// fitSharedTable fits a table to the blocks that share it, if there are any.
+func (e *Encoder) fitSharedTable() (t table) {
 	var sum histogram
 	n := uint32(0)
 	for i, k := range e.kinds {
@@ -166,22 +166,22 @@ func (e *Encoder) share() (t table) {
 		}
 	}
 	if n > 0 {
-		t = fit(&sum, n)
+		t = fitTable(&sum, n)
 	}
 	return t
 }
 
-// choose decides how each block that shares the table is stored.
-func (e *Encoder) choose(p []byte, shared *table) {
+// chooseKinds decides how each block that shares the table is stored.
+func (e *Encoder) chooseKinds(p []byte, shared *table) {
 	for i, k := range e.kinds {
 		if k != kindShared {
 			continue
 		}
 		h := &e.hists[i]
-		raw := uint64(len(block(p, i)))
-		common := blockHead + shared.cost(h)
-		own := fit(h, uint32(raw))
-		alone := blockHead + uint64(own.size()) + own.cost(h)
+		raw := uint64(len(blockOf(p, i)))
+		common := blockHead + shared.costOf(h)
+		own := fitTable(h, uint32(raw))
+		alone := blockHead + uint64(own.encodedSize()) + own.costOf(h)
 		// A few bytes of certainty: costs are rounded.
 		switch {
 		case raw <= min(common, alone)+8:
@@ -192,9 +192,9 @@ func (e *Encoder) choose(p []byte, shared *table) {
 	}
 }
 
-// count counts the values of a block; four tables keep equal neighbours from waiting
+// countValues counts the values of a block; four tables keep equal neighbours from waiting
 // for each other.
-func count(p []byte) (out histogram) {
+func countValues(p []byte) (out histogram) {
 	var h [4]histogram
 	for ; len(p) >= 4; p = p[4:] {
 		h[0][p[0]]++
@@ -211,8 +211,8 @@ func count(p []byte) (out histogram) {
 	return out
 }
 
-// split divides elements into planes.
-func split(src []byte, p *[maxPlanes][]byte, width int, rotate bool) {
+// splitPlanes divides elements into planes.
+func splitPlanes(src []byte, p *[maxPlanes][]byte, width int, rotate bool) {
 	le, turn := binary.LittleEndian, 0
 	if rotate {
 		turn = 1
@@ -241,8 +241,8 @@ func split(src []byte, p *[maxPlanes][]byte, width int, rotate bool) {
 	}
 }
 
-// merge is the inverse of split.
-func merge(dst []byte, p *[maxPlanes][]byte, width int, rotate bool) {
+// mergePlanes is the inverse of split.
+func mergePlanes(dst []byte, p *[maxPlanes][]byte, width int, rotate bool) {
 	le, turn := binary.LittleEndian, 0
 	if rotate {
 		turn = -1

@@ -62,11 +62,11 @@ var transforms = [...]struct {
 // Bytes is the transform that every type may have: elements of one byte.
 const Bytes = 1
 
-func known(t uint8) bool { return t >= 1 && int(t) < len(transforms) }
+func isKnown(t uint8) bool { return t >= 1 && int(t) < len(transforms) }
 
 // Name returns a transform's name for people ("float16").
 func Name(transform uint8) string {
-	if !known(transform) {
+	if !isKnown(transform) {
 		return fmt.Sprintf("transform %d", transform)
 	}
 	return transforms[transform].name
@@ -93,7 +93,7 @@ func Allowed(transform uint8, d tensor.DType) bool {
 	return transform == Bytes || transform == TransformFor(d)
 }
 
-func corrupt(format string, args ...any) error {
+func corruptError(format string, args ...any) error {
 	return errs.New(errs.ErrCorrupt, format, args...)
 }
 
@@ -113,12 +113,12 @@ var decoders = sync.Pool{New: func() any { return new(decoder) }}
 // reads nothing outside src, writes nothing outside dst, takes memory for dst once
 // more, and is safe for concurrent use.
 func Decode(dst, src []byte, transform uint8) error {
-	if !known(transform) {
-		return corrupt("planes with transform %d", transform)
+	if !isKnown(transform) {
+		return corruptError("planes with transform %d", transform)
 	}
 	f := &transforms[transform]
 	if len(dst) == 0 || len(dst)%f.width != 0 {
-		return corrupt("%d bytes of elements of %d", len(dst), f.width)
+		return corruptError("%d bytes of elements of %d", len(dst), f.width)
 	}
 	d := decoders.Get().(*decoder)
 	defer func() {
@@ -126,12 +126,12 @@ func Decode(dst, src []byte, transform uint8) error {
 		decoders.Put(d)
 	}()
 	d.src = src
-	size, err := d.take(4)
+	size, err := d.takeBytes(4)
 	if err != nil {
 		return err
 	}
 	if s := binary.LittleEndian.Uint32(size); uint64(s) != uint64(len(dst)) {
-		return corrupt("%d bytes where %d belong", s, len(dst))
+		return corruptError("%d bytes where %d belong", s, len(dst))
 	}
 	n := len(dst) / f.width
 	for i := range f.width {
@@ -149,7 +149,7 @@ func Decode(dst, src []byte, transform uint8) error {
 		d.planes[i] = got
 	}
 	if len(d.src) != 0 {
-		return corrupt("%d bytes after the last plane", len(d.src))
+		return corruptError("%d bytes after the last plane", len(d.src))
 	}
 	if f.width == 1 {
 		if &d.planes[0][0] != &dst[0] {
@@ -157,14 +157,14 @@ func Decode(dst, src []byte, transform uint8) error {
 		}
 		return nil
 	}
-	merge(dst, &d.planes, f.width, f.rotate)
+	mergePlanes(dst, &d.planes, f.width, f.rotate)
 	return nil
 }
 
-// take returns the next n bytes of the chunk.
-func (d *decoder) take(n int) ([]byte, error) {
+// takeBytes returns the next n bytes of the chunk.
+func (d *decoder) takeBytes(n int) ([]byte, error) {
 	if n > len(d.src) {
-		return nil, corrupt("%d bytes where %d are left", n, len(d.src))
+		return nil, corruptError("%d bytes where %d are left", n, len(d.src))
 	}
 	p := d.src[:n:n]
 	d.src = d.src[n:]
@@ -173,43 +173,43 @@ func (d *decoder) take(n int) ([]byte, error) {
 
 // plane decodes the next plane: to dst, or as it lies in the chunk.
 func (d *decoder) plane(dst []byte) ([]byte, error) {
-	form, err := d.take(1)
+	form, err := d.takeBytes(1)
 	if err != nil {
 		return nil, err
 	}
 	switch form[0] {
 	case formRaw:
-		return d.take(len(dst))
+		return d.takeBytes(len(dst))
 	case formZstd:
-		size, err := d.take(4)
+		size, err := d.takeBytes(4)
 		if err != nil {
 			return nil, err
 		}
 		n := binary.LittleEndian.Uint32(size)
 		if uint64(n) > uint64(len(d.src)) {
-			return nil, corrupt("a frame of %d bytes where %d are left", n, len(d.src))
+			return nil, corruptError("a frame of %d bytes where %d are left", n, len(d.src))
 		}
-		frame, err := d.take(int(n))
+		frame, err := d.takeBytes(int(n))
 		if err != nil {
 			return nil, err
 		}
-		return dst, unzip(dst, frame)
+		return dst, decodeFrame(dst, frame)
 	case formBlocks:
-		return dst, d.blocks(dst)
+		return dst, d.decodeBlocks(dst)
 	}
-	return nil, corrupt("form %d", form[0])
+	return nil, corruptError("form %d", form[0])
 }
 
-// blocks decodes a plane of blocks.
-func (d *decoder) blocks(dst []byte) error {
-	kinds, err := d.take((len(dst) + blockBytes - 1) / blockBytes)
+// decodeBlocks decodes a plane of blocks.
+func (d *decoder) decodeBlocks(dst []byte) error {
+	kinds, err := d.takeBytes((len(dst) + blockBytes - 1) / blockBytes)
 	if err != nil {
 		return err
 	}
 	switch bytes.Count(kinds, []byte{kindShared}) {
 	case 0:
 	case 1:
-		return corrupt("one block shares a table")
+		return corruptError("one block shares a table")
 	default:
 		if err := d.table(&d.shared); err != nil {
 			return err
@@ -223,7 +223,7 @@ func (d *decoder) blocks(dst []byte) error {
 			if k == kindConstant {
 				n = 1
 			}
-			p, err := d.take(n)
+			p, err := d.takeBytes(n)
 			if err != nil {
 				return err
 			}
@@ -238,15 +238,15 @@ func (d *decoder) blocks(dst []byte) error {
 			if err := d.table(&d.own); err != nil {
 				return err
 			}
-			if err := d.coded(b, &d.own); err != nil {
+			if err := d.decodeCoded(b, &d.own); err != nil {
 				return errs.New(errs.ErrCorrupt, "block %d: %v", i, err)
 			}
 		case kindShared:
-			if err := d.coded(b, &d.shared); err != nil {
+			if err := d.decodeCoded(b, &d.shared); err != nil {
 				return errs.New(errs.ErrCorrupt, "block %d: %v", i, err)
 			}
 		default:
-			return corrupt("block %d of kind %d", i, k)
+			return corruptError("block %d of kind %d", i, k)
 		}
 	}
 	return nil
@@ -255,30 +255,30 @@ func (d *decoder) blocks(dst []byte) error {
 // table reads a table and expands it.
 func (d *decoder) table(s *slots) error {
 	var t table
-	n, err := t.read(d.src)
+	n, err := t.readTable(d.src)
 	if err != nil {
 		return err
 	}
 	d.src = d.src[n:]
-	t.expand(s)
+	t.expandSlots(s)
 	return nil
 }
 
-// coded decodes a coded block.
-func (d *decoder) coded(dst []byte, s *slots) error {
-	head, err := d.take(4*lanes + 2)
+// decodeCoded decodes a coded block.
+func (d *decoder) decodeCoded(dst []byte, s *slots) error {
+	head, err := d.takeBytes(4*lanes + 2)
 	if err != nil {
 		return err
 	}
 	var x [lanes]uint32
 	for l := range x {
 		if x[l] = binary.LittleEndian.Uint32(head[4*l:]); x[l] < start {
-			return corrupt("state %d is %#x", l, x[l])
+			return corruptError("state %d is %#x", l, x[l])
 		}
 	}
-	words, err := d.take(2 * int(binary.LittleEndian.Uint16(head[4*lanes:])))
+	words, err := d.takeBytes(2 * int(binary.LittleEndian.Uint16(head[4*lanes:])))
 	if err != nil {
 		return err
 	}
-	return decode(dst, words, x, s)
+	return decodeValues(dst, words, x, s)
 }

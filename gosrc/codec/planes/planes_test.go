@@ -33,7 +33,7 @@ func samples(r *rand.Rand, n int) (out []sample) {
 	}
 	normal := func(int) byte { return byte(int(128 + 9*r.NormFloat64())) }
 	noise := func(int) byte { return byte(r.Uint32()) }
-	for t := uint8(1); known(t); t++ {
+	for t := uint8(1); isKnown(t); t++ {
 		w := transforms[t].width
 		add("high-bytes-of-"+Name(t), t, func(i int) byte {
 			if i%w == w-1 {
@@ -169,7 +169,7 @@ func twin(size int, src []byte, transform uint8) ([]byte, error) {
 			return take(n)
 		case 1:
 			out = make([]byte, n)
-			if unzip(out, take(int(binary.LittleEndian.Uint32(take(4))))) != nil {
+			if decodeFrame(out, take(int(binary.LittleEndian.Uint32(take(4))))) != nil {
 				panic(bad)
 			}
 			return out
@@ -342,9 +342,9 @@ func TestCost(t *testing.T) {
 		for i := range p {
 			p[i] = byte(int(99 + spread*r.NormFloat64()))
 		}
-		h := count(p)
-		table := fit(&h, uint32(len(p)))
-		took, cost := len(e.encode(nil, p, &table))-blockHead, int(table.cost(&h))
+		h := countValues(p)
+		table := fitTable(&h, uint32(len(p)))
+		took, cost := len(e.encodeBlock(nil, p, &table))-blockHead, int(table.costOf(&h))
 		if took < cost-40 || took > cost+40+cost/1000 {
 			t.Errorf("%v: %d bytes, the cost was %d", spread, took, cost)
 		}

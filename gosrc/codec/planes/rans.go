@@ -24,9 +24,9 @@ type table struct{ freq [256]uint16 }
 // slots are a table, expanded: value | frequency << 8 | rank << 20.
 type slots [scale]uint32
 
-// append appends a table: a bit for each value that occurs, then the frequency of
+// appendTable appends a table: a bit for each value that occurs, then the frequency of
 // each, in one byte below 128, in two from there: 128 + its high bits, its low 8.
-func (t *table) append(dst []byte) []byte {
+func (t *table) appendTable(dst []byte) []byte {
 	var set [32]byte
 	for v, f := range t.freq {
 		if f > 0 {
@@ -45,8 +45,8 @@ func (t *table) append(dst []byte) []byte {
 	return dst
 }
 
-// size is the bytes of append.
-func (t *table) size() int {
+// encodedSize is the bytes of append.
+func (t *table) encodedSize() int {
 	n := 32
 	for _, f := range t.freq {
 		if f > 0 {
@@ -59,10 +59,10 @@ func (t *table) size() int {
 	return n
 }
 
-// read reads a table and returns its bytes.
-func (t *table) read(src []byte) (int, error) {
+// readTable reads a table and returns its bytes.
+func (t *table) readTable(src []byte) (int, error) {
 	if len(src) < 32 {
-		return 0, corrupt("%d bytes of a table", len(src))
+		return 0, corruptError("%d bytes of a table", len(src))
 	}
 	*t = table{}
 	at, sum := 32, 0
@@ -71,34 +71,34 @@ func (t *table) read(src []byte) (int, error) {
 			continue
 		}
 		if at >= len(src) {
-			return 0, corrupt("a table is cut")
+			return 0, corruptError("a table is cut")
 		}
 		f := int(src[at])
 		at++
 		if f >= 128 {
 			if at >= len(src) {
-				return 0, corrupt("a table is cut")
+				return 0, corruptError("a table is cut")
 			}
 			f = f&127<<8 | int(src[at])
 			at++
 			if f < 128 {
-				return 0, corrupt("frequency %d in two bytes", f)
+				return 0, corruptError("frequency %d in two bytes", f)
 			}
 		}
 		if f == 0 || f >= scale {
-			return 0, corrupt("frequency %d of value %d", f, v)
+			return 0, corruptError("frequency %d of value %d", f, v)
 		}
 		t.freq[v] = uint16(f)
 		sum += f
 	}
 	if sum != scale {
-		return 0, corrupt("frequencies sum to %d", sum)
+		return 0, corruptError("frequencies sum to %d", sum)
 	}
 	return at, nil
 }
 
-// expand makes the slots of a table that read has accepted.
-func (t *table) expand(s *slots) {
+// expandSlots makes the slots of a table that read has accepted.
+func (t *table) expandSlots(s *slots) {
 	at := 0
 	for v, f := range t.freq {
 		for r := range uint32(f) {
@@ -108,19 +108,19 @@ func (t *table) expand(s *slots) {
 	}
 }
 
-// decode fills dst: value i by state i mod 4. All words are used, and every state
+// decodeValues fills dst: value i by state i mod 4. All words are used, and every state
 // ends where encoders begin.
-func decode(dst, words []byte, x [lanes]uint32, s *slots) error {
+func decodeValues(dst, words []byte, x [lanes]uint32, s *slots) error {
 	x0, x1, x2, x3 := x[0], x[1], x[2], x[3]
 	at := 0
 	for len(dst) >= lanes && len(words)-at >= 2*lanes {
 		out := (*[lanes]byte)(dst)
 		w := (*[2 * lanes]byte)(words[at:])
 		used := 0
-		out[0], x0, used = step(x0, s, w, used)
-		out[1], x1, used = step(x1, s, w, used)
-		out[2], x2, used = step(x2, s, w, used)
-		out[3], x3, used = step(x3, s, w, used)
+		out[0], x0, used = decodeStep(x0, s, w, used)
+		out[1], x1, used = decodeStep(x1, s, w, used)
+		out[2], x2, used = decodeStep(x2, s, w, used)
+		out[3], x3, used = decodeStep(x3, s, w, used)
 		at += used
 		dst = dst[lanes:]
 	}
@@ -130,7 +130,7 @@ func decode(dst, words []byte, x [lanes]uint32, s *slots) error {
 		v := e>>8&(scale-1)*(x[i%lanes]>>scaleBits) + e>>20
 		if v < start {
 			if len(words)-at < 2 {
-				return corrupt("words run past the block")
+				return corruptError("words run past the block")
 			}
 			v = v<<16 | uint32(binary.LittleEndian.Uint16(words[at:]))
 			at += 2
@@ -138,19 +138,19 @@ func decode(dst, words []byte, x [lanes]uint32, s *slots) error {
 		dst[i], x[i%lanes] = byte(e), v
 	}
 	if at != len(words) {
-		return corrupt("%d bytes of words are left", len(words)-at)
+		return corruptError("%d bytes of words are left", len(words)-at)
 	}
 	for l, v := range x {
 		if v != start {
-			return corrupt("state %d ends as %#x", l, v)
+			return corruptError("state %d ends as %#x", l, v)
 		}
 	}
 	return nil
 }
 
-// step decodes a value. Whether a state needs a word is a coin toss: it does not
+// decodeStep decodes a value. Whether a state needs a word is a coin toss: it does not
 // branch.
-func step(x uint32, s *slots, w *[2 * lanes]byte, used int) (value byte, state uint32, now int) {
+func decodeStep(x uint32, s *slots, w *[2 * lanes]byte, used int) (value byte, state uint32, now int) {
 	e := s[x%scale]
 	x = e>>8&(scale-1)*(x>>scaleBits) + e>>20
 	need := uint32((uint64(x) - start) >> 63)
@@ -158,8 +158,8 @@ func step(x uint32, s *slots, w *[2 * lanes]byte, used int) (value byte, state u
 	return byte(e), x, used + int(2*need)
 }
 
-// encode appends a coded block of src; every value of src has a frequency.
-func (e *Encoder) encode(dst, src []byte, t *table) []byte {
+// encodeBlock appends a coded block of src; every value of src has a frequency.
+func (e *Encoder) encodeBlock(dst, src []byte, t *table) []byte {
 	var first [256]uint32
 	sum := uint32(0)
 	for v, f := range t.freq {
@@ -199,8 +199,8 @@ var logs = func() (t [2048]uint32) {
 	return
 }()
 
-// log is the logarithm of x, from 1 to 4095, base 2, in units of 2^-16.
-func log(x uint32) uint64 {
+// logOf is the logarithm of x, from 1 to 4095, base 2, in units of 2^-16.
+func logOf(x uint32) uint64 {
 	n := bits.Len32(x)
 	return uint64(n-1)<<16 + uint64(logs[x<<(12-n)-2048])
 }
@@ -208,10 +208,10 @@ func log(x uint32) uint64 {
 // A histogram counts the values of a block, or of several.
 type histogram [256]uint32
 
-// fit shares the slots among the values of a histogram of n, at least two of which
+// fitTable shares the slots among the values of a histogram of n, at least two of which
 // occur. The coded size is a sum of convex functions of each share: moving single
 // slots while that helps ends near the optimum.
-func fit(h *histogram, n uint32) (t table) {
+func fitTable(h *histogram, n uint32) (t table) {
 	sum := 0
 	for v, c := range h {
 		if c > 0 {
@@ -224,7 +224,7 @@ func fit(h *histogram, n uint32) (t table) {
 		at, best := -1, uint64(0)
 		for v, f := range t.freq {
 			if f > 0 && f < scale-1 {
-				if g := uint64(h[v]) * (log(uint32(f)+1) - log(uint32(f))); at < 0 || g > best {
+				if g := uint64(h[v]) * (logOf(uint32(f)+1) - logOf(uint32(f))); at < 0 || g > best {
 					at, best = v, g
 				}
 			}
@@ -235,7 +235,7 @@ func fit(h *histogram, n uint32) (t table) {
 		at, best := -1, uint64(0)
 		for v, f := range t.freq {
 			if f > 1 {
-				if g := uint64(h[v]) * (log(uint32(f)) - log(uint32(f)-1)); at < 0 || g < best {
+				if g := uint64(h[v]) * (logOf(uint32(f)) - logOf(uint32(f)-1)); at < 0 || g < best {
 					at, best = v, g
 				}
 			}
@@ -251,16 +251,16 @@ func fit(h *histogram, n uint32) (t table) {
 	return t
 }
 
-// cost is the bytes of a histogram's values, coded with a table; more than can be if
+// costOf is the bytes of a histogram's values, coded with a table; more than can be if
 // one of them has no frequency.
-func (t *table) cost(h *histogram) uint64 {
+func (t *table) costOf(h *histogram) uint64 {
 	sum := uint64(0)
 	for v, c := range h {
 		if c > 0 {
 			if t.freq[v] == 0 {
 				return math.MaxUint32
 			}
-			sum += uint64(c) * (scaleBits<<16 - log(uint32(t.freq[v])))
+			sum += uint64(c) * (scaleBits<<16 - logOf(uint32(t.freq[v])))
 		}
 	}
 	return sum >> 19

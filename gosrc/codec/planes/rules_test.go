@@ -36,7 +36,7 @@ func chunk(fields ...any) (out []byte) {
 // coin is a table of two values, 0 and 1, and the bytes of it.
 func coin(zeros int) (t table, stored []byte) {
 	t.freq[0], t.freq[1] = uint16(zeros), uint16(scale-zeros)
-	return t, t.append(nil)
+	return t, t.appendTable(nil)
 }
 
 // refused fails unless Decode refuses a chunk as corrupt, for the reason given, without a
@@ -54,13 +54,13 @@ func TestEveryField(t *testing.T) {
 	const n = 400
 	text := bytes.Repeat([]byte{0, 1, 1, 0, 1, 0, 0, 0}, n/8)
 	tab, stored := coin(2048)
-	coded := new(Encoder).encode(nil, text, &tab)
+	coded := new(Encoder).encodeBlock(nil, text, &tab)
 	states, words := coded[:16], coded[18:]
 	with := func(p []byte, at int, v byte) []byte { p = bytes.Clone(p); p[at] = v; return p }
 	own := func(coded ...any) []byte {
 		return chunk(append([]any{uint32(n), formBlocks, kindOwn, stored}, coded...)...)
 	}
-	frame := zip(nil, text)
+	frame := appendFrame(nil, text)
 	for name, c := range map[string][]byte{
 		"raw": chunk(uint32(n), formRaw, text), "Zstandard": chunk(uint32(n), formZstd, uint32(len(frame)), frame),
 		"raw block": chunk(uint32(n), formBlocks, kindRaw, text), "own table": own(coded),
@@ -110,7 +110,7 @@ func TestEveryField(t *testing.T) {
 	} {
 		refused(t, c.name, n, c.chunk, Bytes, c.why)
 	}
-	one := new(Encoder).encode(nil, text[:1], &tab) // only state 0 has decoded something
+	one := new(Encoder).encodeBlock(nil, text[:1], &tab) // only state 0 has decoded something
 	refused(t, "another state", 1, chunk(uint32(1), formBlocks, kindOwn, stored, with(one, 4, 1)), Bytes, "state 1 ends as 0x10001")
 }
 
@@ -129,15 +129,15 @@ func TestTables(t *testing.T) {
 		"1 + 4095": of(3, 1, 128|15, 255),
 		"127":      of(3, 127, 128|15, 129),
 		"128":      of(3, 128, 128, 128|15, 128),
-		"all":      all.append(nil),
+		"all":      all.appendTable(nil),
 	} {
 		var got table
-		n, err := got.read(append(bytes.Clone(p), 99))
-		if err != nil || n != len(p) || n != got.size() || !bytes.Equal(got.append(nil), p) {
+		n, err := got.readTable(append(bytes.Clone(p), 99))
+		if err != nil || n != len(p) || n != got.encodedSize() || !bytes.Equal(got.appendTable(nil), p) {
 			t.Errorf("%s: %d bytes of %d, %v", name, n, len(p), err)
 		}
 		for k := range p {
-			if _, err := got.read(p[:k]); !errors.Is(err, errs.ErrCorrupt) {
+			if _, err := got.readTable(p[:k]); !errors.Is(err, errs.ErrCorrupt) {
 				t.Errorf("%s, cut to %d bytes: %v", name, k, err)
 			}
 		}
@@ -158,7 +158,7 @@ func TestTables(t *testing.T) {
 		{"the largest number", of(1, 255, 255), "frequency 32767 of value 0"},
 	} {
 		var got table
-		if _, err := got.read(c.table); !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), c.why) {
+		if _, err := got.readTable(c.table); !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), c.why) {
 			t.Errorf("%s: %v, want %q", c.name, err, c.why)
 		}
 	}
@@ -169,7 +169,7 @@ func TestSlots(t *testing.T) {
 	var tab table
 	tab.freq[3], tab.freq[200], tab.freq[255] = 1, 4000, 95
 	var s slots
-	tab.expand(&s)
+	tab.expandSlots(&s)
 	for i, e := range s {
 		v, f, r := 3, 1, i
 		switch {
@@ -263,7 +263,7 @@ func TestShapes(t *testing.T) {
 			t.Errorf("transform %d is encoded", transform)
 		}
 	}
-	for transform := uint8(1); known(transform); transform++ {
+	for transform := uint8(1); isKnown(transform); transform++ {
 		w := transforms[transform].width
 		refused(t, "nothing", 0, chunk(uint32(0), formRaw), transform, "0 bytes of elements")
 		for n := range 4 * w {
@@ -298,7 +298,7 @@ func TestSharedTable(t *testing.T) {
 		if i == 2 {
 			body = append(body, 0)
 		} else {
-			body = e.encode(body, block(text, i), &tab)
+			body = e.encodeBlock(body, blockOf(text, i), &tab)
 		}
 		heads = append(heads, len(body))
 	}

@@ -16,7 +16,7 @@ import (
 // Planes are the bytes of elements after the rotation, for any number of elements.
 func TestSplitAndMerge(t *testing.T) {
 	r := rand.New(rand.NewPCG(11, 1))
-	for transform := uint8(1); known(transform); transform++ {
+	for transform := uint8(1); isKnown(transform); transform++ {
 		f := transforms[transform]
 		if f.width == 1 {
 			continue // its only plane is the chunk
@@ -41,9 +41,9 @@ func TestSplitAndMerge(t *testing.T) {
 					want[f.width-1-i][k] = b
 				}
 			}
-			split(src, &got, f.width, f.rotate)
+			splitPlanes(src, &got, f.width, f.rotate)
 			back := make([]byte, len(src))
-			merge(back, &want, f.width, f.rotate)
+			mergePlanes(back, &want, f.width, f.rotate)
 			if !bytes.Equal(back, src) {
 				t.Fatalf("%s: merge of %d elements", Name(transform), n)
 			}
@@ -69,7 +69,7 @@ func TestLengths(t *testing.T) {
 	var s slots
 	for _, zeros := range []int{1, 100, 2048, 3500, scale - 1} {
 		tab, stored := coin(zeros)
-		tab.expand(&s)
+		tab.expandSlots(&s)
 		for _, n := range lengths {
 			n := min(n, blockBytes)
 			text := make([]byte, n)
@@ -78,7 +78,7 @@ func TestLengths(t *testing.T) {
 					text[i] = 1
 				}
 			}
-			p := chunk(uint32(n), formBlocks, kindOwn, stored, new(Encoder).encode(nil, text, &tab))
+			p := chunk(uint32(n), formBlocks, kindOwn, stored, new(Encoder).encodeBlock(nil, text, &tab))
 			got := make([]byte, n)
 			if err := Decode(got, p, Bytes); err != nil || !bytes.Equal(got, text) {
 				t.Fatalf("%d bytes, %d zeros in %d: %v", n, zeros, scale, err)
@@ -120,7 +120,7 @@ func TestFit(t *testing.T) {
 		for _, c := range h {
 			n += c
 		}
-		tab := fit(&h, n)
+		tab := fitTable(&h, n)
 		for v, f := range tab.freq {
 			if sum += int(f); (f > 0) != (h[v] > 0) || f >= scale {
 				t.Errorf("histogram %d: value %d, %d of %d, has %d slots", i, v, h[v], n, f)
@@ -130,15 +130,15 @@ func TestFit(t *testing.T) {
 			t.Errorf("histogram %d: %d slots", i, sum)
 		}
 		var again table
-		if _, err := again.read(tab.append(nil)); err != nil || again != tab {
+		if _, err := again.readTable(tab.appendTable(nil)); err != nil || again != tab {
 			t.Errorf("histogram %d: the reader refuses the table: %v", i, err)
 		}
-		if again.freq[0], again.freq[1] = 0, 0; again.cost(&h) != math.MaxUint32 && h[0]+h[1] > 0 {
-			t.Errorf("histogram %d: a value without slots costs %d", i, again.cost(&h))
+		if again.freq[0], again.freq[1] = 0, 0; again.costOf(&h) != math.MaxUint32 && h[0]+h[1] > 0 {
+			t.Errorf("histogram %d: a value without slots costs %d", i, again.costOf(&h))
 		}
 	}
 	for x := uint32(1); x < scale; x++ {
-		if got, want := float64(log(x)), 65536*math.Log2(float64(x)); math.Abs(got-want) > 1 {
+		if got, want := float64(logOf(x)), 65536*math.Log2(float64(x)); math.Abs(got-want) > 1 {
 			t.Fatalf("log(%d) is %v, want %v", x, got, want)
 		}
 	}
@@ -153,7 +153,7 @@ func TestCount(t *testing.T) {
 			p[i] = byte(i * i * 37)
 			want[p[i]]++
 		}
-		if got := count(p); got != want {
+		if got := countValues(p); got != want {
 			t.Errorf("%d bytes: %v", n, got)
 		}
 	}

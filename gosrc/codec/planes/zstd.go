@@ -14,7 +14,8 @@ const maxWindow = 16 << 20
 var (
 	zippers = sync.Pool{New: func() any {
 		// No checksum: chunks have one.
-		w, err := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1), zstd.WithEncoderCRC(false), zstd.WithWindowSize(maxWindow),
+		w, err := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1), zstd.WithEncoderCRC(false),
+			zstd.WithWindowSize(maxWindow),
 			zstd.WithSingleSegment(true), // which says how many bytes it has
 			zstd.WithEncoderLevel(zstd.SpeedBetterCompression))
 		if err != nil {
@@ -23,7 +24,8 @@ var (
 		return w
 	}}
 	unzippers = sync.Pool{New: func() any {
-		r, err := zstd.NewReader(nil, zstd.WithDecoderConcurrency(1), zstd.WithDecodeAllCapLimit(true), zstd.WithDecoderMaxWindow(maxWindow),
+		r, err := zstd.NewReader(nil, zstd.WithDecoderConcurrency(1), zstd.WithDecodeAllCapLimit(true),
+			zstd.WithDecoderMaxWindow(maxWindow),
 			zstd.WithDecoderMaxMemory(maxWindow))
 		if err != nil {
 			return err
@@ -32,34 +34,34 @@ var (
 	}}
 )
 
-// zip appends a frame of src.
-func zip(dst, src []byte) []byte {
+// appendFrame appends a frame of src.
+func appendFrame(dst, src []byte) []byte {
 	w := zippers.Get().(*zstd.Encoder) // the options are right: a test makes one
 	defer zippers.Put(w)
 	return w.EncodeAll(src, dst)
 }
 
-// unzip fills dst with the content of one frame, which states its size.
-func unzip(dst, frame []byte) error {
+// decodeFrame fills dst with the content of one frame, which states its size.
+func decodeFrame(dst, frame []byte) error {
 	var h zstd.Header
 	if err := h.Decode(frame); err != nil {
-		return corrupt("Zstandard frame: %v", err)
+		return corruptError("Zstandard frame: %v", err)
 	}
 	if h.Skippable || h.DictionaryID != 0 || !h.HasFCS || h.FrameContentSize != uint64(len(dst)) {
-		return corrupt("a Zstandard frame of %d bytes where %d belong", h.FrameContentSize, len(dst))
+		return corruptError("a Zstandard frame of %d bytes where %d belong", h.FrameContentSize, len(dst))
 	}
 	// The library would read on: frames of nothing, and frames to skip.
 	if n := frameBytes(frame, &h); n != len(frame) {
-		return corrupt("a Zstandard frame that ends at byte %d of %d", n, len(frame))
+		return corruptError("a Zstandard frame that ends at byte %d of %d", n, len(frame))
 	}
 	r := unzippers.Get().(*zstd.Decoder)
 	defer unzippers.Put(r)
 	got, err := r.DecodeAll(frame, dst[:0:len(dst)])
 	if err != nil {
-		return corrupt("Zstandard frame: %v", err)
+		return corruptError("Zstandard frame: %v", err)
 	}
 	if len(got) != len(dst) || &got[0] != &dst[0] {
-		return corrupt("a Zstandard frame gave %d bytes where %d belong", len(got), len(dst))
+		return corruptError("a Zstandard frame gave %d bytes where %d belong", len(got), len(dst))
 	}
 	return nil
 }

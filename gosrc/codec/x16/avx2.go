@@ -193,8 +193,10 @@ type pair256 struct{ lo, hi archsimd.Uint32x8 }
 // gather256 gives the values of 8 lanes: 8 bytes a lane, of the first two
 // lanes of each four in lo and of the others in hi.
 func gather256(acc *[4][lanes]uint32, h int, values tab) pair256 {
-	a := archsimd.LoadUint32x8((*[8]uint32)(acc[1][h:])).ShiftAllLeft(16).Or(archsimd.LoadUint32x8((*[8]uint32)(acc[0][h:])))
-	b := archsimd.LoadUint32x8((*[8]uint32)(acc[3][h:])).ShiftAllLeft(16).Or(archsimd.LoadUint32x8((*[8]uint32)(acc[2][h:])))
+	a := archsimd.LoadUint32x8((*[8]uint32)(acc[1][h:])).ShiftAllLeft(16).Or(
+		archsimd.LoadUint32x8((*[8]uint32)(acc[0][h:])))
+	b := archsimd.LoadUint32x8((*[8]uint32)(acc[3][h:])).ShiftAllLeft(16).Or(
+		archsimd.LoadUint32x8((*[8]uint32)(acc[2][h:])))
 	a, b = lookUp256(values, a), lookUp256(values, b)
 	return pair256{a.InterleaveLoGrouped(b), a.InterleaveHiGrouped(b)}
 }

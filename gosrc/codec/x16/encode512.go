@@ -184,7 +184,8 @@ func (e *Encoder) pair512(c *fastCoder, g *coding, words []byte, nibbles *[2][16
 	g.at -= 2 * n
 	if n > 0 {
 		out := (*[32]uint16)(unsafe.Pointer(&words[g.at]))
-		low.Compress(archsimd.Mask16x32FromBits(full)).StoreMasked(out, archsimd.Mask16x32FromBits(^uint32(0)>>((32-n)&31)))
+		low.Compress(archsimd.Mask16x32FromBits(full)).StoreMasked(out,
+			archsimd.Mask16x32FromBits(^uint32(0)>>((32-n)&31)))
 	}
 	// By a register of counts: the compiler makes an invalid instruction of a
 	// masked shift by a constant.

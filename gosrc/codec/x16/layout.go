@@ -90,7 +90,8 @@ var transforms = [tensor.NumDTypes + 1][]uint8{
 	tensor.F8E4M3: {E4M3}, tensor.F8E4M3FNUZ: {E4M3}, tensor.F8E5M2: {E5M2}, tensor.F8E5M2FNUZ: {E5M2},
 	tensor.I8: {Int8, Nibbles, Bytes}, tensor.U8: {Int8, Nibbles, Bytes},
 	tensor.F4: {Nibbles}, tensor.F8E8M0: {Bytes}, tensor.Bool: {Bytes},
-	tensor.I16: integers, tensor.U16: integers, tensor.I32: integers, tensor.U32: integers, tensor.I64: integers, tensor.U64: integers,
+	tensor.I16: integers, tensor.U16: integers, tensor.I32: integers, tensor.U32: integers, tensor.I64: integers,
+	tensor.U64: integers,
 }
 
 // Integers of several bytes, seen as bytes: packed nibbles (GPTQ, AWQ), packed

@@ -117,7 +117,8 @@ func at[T any](base unsafe.Pointer, i int) *T { return (*T)(unsafe.Add(base, i))
 
 // planePointers are those to elements, and to the values and planes that they consist of; ok
 // is false if these are not whole tiles, or have not the same number.
-func planePointers(transform uint8, elements, vals []byte, p *[maxPlanes][]byte) (e, v unsafe.Pointer, q [maxPlanes]unsafe.Pointer, ok bool) {
+func planePointers(transform uint8, elements, vals []byte, p *[maxPlanes][]byte) (e, v unsafe.Pointer,
+	q [maxPlanes]unsafe.Pointer, ok bool) {
 	n, f := len(vals), &forms[transform]
 	if n == 0 || n%tileSyms != 0 || len(elements) != n/8*f.bits {
 		return e, v, q, false

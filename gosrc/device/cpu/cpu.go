@@ -140,7 +140,8 @@ func reserve(length int64) (unsafe.Pointer, error) {
 	if length >= huge {
 		slack = huge
 	}
-	p, err := unix.MmapPtr(-1, 0, nil, uintptr(length+slack), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
+	p, err := unix.MmapPtr(-1, 0, nil, uintptr(length+slack), unix.PROT_READ|unix.PROT_WRITE,
+		unix.MAP_PRIVATE|unix.MAP_ANON)
 	if err != nil || slack == 0 {
 		return p, err
 	}

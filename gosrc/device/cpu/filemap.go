@@ -33,7 +33,8 @@ func MapFile(fd int, size int64, n int64, alone bool) (unsafe.Pointer, *device.B
 	if err != nil {
 		return nil, nil, errs.New(errs.ErrMemory, "mapping %d bytes: %v", size, err)
 	}
-	if _, err := unix.MmapPtr(fd, 0, base, uintptr(length), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_FIXED); err != nil {
+	if _, err := unix.MmapPtr(fd, 0, base, uintptr(length), unix.PROT_READ|unix.PROT_WRITE,
+		unix.MAP_PRIVATE|unix.MAP_FIXED); err != nil {
 		_ = unix.MunmapPtr(base, uintptr(length+page))
 		return nil, nil, errs.FromOS(err)
 	}
@@ -61,7 +62,8 @@ func StillHas(fd int, size int64) error {
 	}
 	if st.Size < size {
 		return &errs.At{Verb: "map", Chunk: -1, Offset: st.Size,
-			Err: errs.New(errs.ErrCorrupt, "truncated: the file had %d bytes when it was opened, now %d", size, st.Size)}
+			Err: errs.New(errs.ErrCorrupt, "truncated: the file had %d bytes when it was opened, now %d", size,
+				st.Size)}
 	}
 	return nil
 }

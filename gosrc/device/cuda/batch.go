@@ -38,7 +38,8 @@ const (
 
 // decoders are the kernels that decode rows of items, by nvCOMP's number of the
 // algorithm.
-var decoders = map[uint32]int{C.OW_STREAM_LZ4: batchLZ4, C.OW_STREAM_SNAPPY: batchSnappy, C.OW_STREAM_CASCADED: batchCascaded}
+var decoders = map[uint32]int{C.OW_STREAM_LZ4: batchLZ4, C.OW_STREAM_SNAPPY: batchSnappy,
+	C.OW_STREAM_CASCADED: batchCascaded}
 
 // Decodes reports whether a kernel decodes streams of an algorithm.
 func Decodes(format uint32) bool {
@@ -107,7 +108,8 @@ func (d *Device) newSlab(bytes, room int64, streams, events, sleepers int, what 
 	}
 	s := &slab{pages: p}
 	var e C.struct_owcu_error
-	rc := C.owcu_pad_new(d.ctx, &s.c, p.p, C.uint64_t(p.n), C.uint64_t(room), C.int(streams), C.int(events), C.int(sleepers), &e)
+	rc := C.owcu_pad_new(d.ctx, &s.c, p.p, C.uint64_t(p.n), C.uint64_t(room), C.int(streams), C.int(events),
+		C.int(sleepers), &e)
 	if rc == 0 {
 		return s, nil
 	}
@@ -127,7 +129,8 @@ func (d *Device) newPads(count, bytes, room int) (*slab, error) {
 	}
 	for i, done := range unsafe.Slice(s.c.events, count) {
 		s.pads = append(s.pads, &pad{
-			host: unsafe.Add(s.pages.p, i*bytes), mapped: s.c.mapped + C.owcu_ptr(i*bytes), dev: s.c.device + C.owcu_ptr(i*room), bytes: bytes, room: room, done: done,
+			host: unsafe.Add(s.pages.p, i*bytes), mapped: s.c.mapped + C.owcu_ptr(i*bytes),
+			dev: s.c.device + C.owcu_ptr(i*room), bytes: bytes, room: room, done: done,
 		})
 	}
 	return s, nil
@@ -311,7 +314,8 @@ func (d *Device) Decode(on Order, format uint32, streams []Stream) (*Batch, erro
 		if !items {
 			return []step{{kernel: batchX16, n: rows * split, threads: 32, shared: C.OW_STREAM_SHARED}}
 		}
-		return []step{{kernel: batchOpen, n: rows, threads: 1}, {kernel: decoder, n: rows, threads: 32, block: C.OW_BATCH_THREADS, items: true},
+		return []step{{kernel: batchOpen, n: rows, threads: 1},
+			{kernel: decoder, n: rows, threads: 32, block: C.OW_BATCH_THREADS, items: true},
 			{kernel: batchClose, n: rows, threads: 1}}
 	})
 }
@@ -338,7 +342,8 @@ func (d *Device) Peek(on Order, kind Kind, format uint32, streams []Stream) ([]P
 	}
 	out := make([]Peeked, len(each))
 	for i, p := range b.peeks {
-		out[i] = Peeked{Size: int64(p.size), Chunk: int64(p.chunk), Format: uint32(p.format), Err: statusError(uint32(p.status))}
+		out[i] = Peeked{Size: int64(p.size), Chunk: int64(p.chunk), Format: uint32(p.format),
+			Err: statusError(uint32(p.status))}
 	}
 	return out, nil
 }
@@ -359,8 +364,10 @@ func (d *Device) Encode(on Order, streams []Stream, scratch uint64) (*Batch, err
 	rows := 0
 	for i := range streams {
 		s := &streams[i]
-		if s.Chunk <= 0 || s.Size < 0 || s.Stored < 0 || s.Arg > 8 || (s.Src|s.Dst)%16 != 0 || s.Chunk < s.Size && s.Chunk%16 != 0 || s.Chunk > maxBlock {
-			return nil, errs.New(errs.ErrArgument, "content %d: %d bytes at %#x in chunks of %d, transform %d, to %#x", i, s.Size, s.Src, s.Chunk, s.Arg, s.Dst)
+		if s.Chunk <= 0 || s.Size < 0 || s.Stored < 0 || s.Arg > 8 || (s.Src|s.Dst)%16 != 0 ||
+			s.Chunk < s.Size && s.Chunk%16 != 0 || s.Chunk > maxBlock {
+			return nil, errs.New(errs.ErrArgument, "content %d: %d bytes at %#x in chunks of %d, transform %d, to %#x",
+				i, s.Size, s.Src, s.Chunk, s.Arg, s.Dst)
 		}
 		if s.Kind != 0 && s.Size > s.Chunk {
 			return nil, errs.New(errs.ErrArgument, "content %d: %d bytes in one block", i, s.Size)
@@ -375,7 +382,8 @@ func (d *Device) Encode(on Order, streams []Stream, scratch uint64) (*Batch, err
 	t := work{format: FormatX16, streams: streams, rows: rows, answers: true, scratch: scratch}
 	return d.startBatch(on, t, func(split int) []step {
 		threads := int(C.ow_x16_threads(C.uint64_t(slotOf(streams))))
-		return []step{{kernel: batchCut, n: rows, threads: 1}, {kernel: batchEncode, n: rows, threads: threads, block: threads, items: true},
+		return []step{{kernel: batchCut, n: rows, threads: 1},
+			{kernel: batchEncode, n: rows, threads: threads, block: threads, items: true},
 			{kernel: batchSum, n: len(streams), threads: 32}, {kernel: batchJoin, n: rows * split, threads: 32}}
 	})
 }
@@ -396,7 +404,8 @@ func (s step) launch(kernels []C.owcu_handle, table, rows, status uint64) C.stru
 	if s.block == 0 {
 		s.block = 32 * C.OW_X16_WARPS
 	}
-	c := C.struct_owcu_step{kernel: kernels[s.kernel], grid: C.uint32_t(sizes.CeilDiv(s.n, s.block/s.threads)), block: C.uint32_t(s.block),
+	c := C.struct_owcu_step{kernel: kernels[s.kernel], grid: C.uint32_t(sizes.CeilDiv(s.n, s.block/s.threads)),
+		block:  C.uint32_t(s.block),
 		shared: C.uint32_t(s.shared), few: C.uint32_t(cBool(s.kernel == batchX16))}
 	args := []uint64{table, rows, uint64(s.n), status}
 	if s.items {
@@ -433,7 +442,8 @@ func (d *Device) startBatch(on Order, t work, plan func(split int) []step) (*Bat
 	for i := range streams {
 		s := &streams[i]
 		entries[i] = C.ow_stream{
-			src: C.uint64_t(s.Src), stored: C.uint64_t(s.Stored), dst: C.uint64_t(s.Dst), size: C.uint64_t(s.Size), chunk: C.uint64_t(s.Chunk),
+			src: C.uint64_t(s.Src), stored: C.uint64_t(s.Stored), dst: C.uint64_t(s.Dst), size: C.uint64_t(s.Size),
+			chunk: C.uint64_t(s.Chunk),
 			first: C.uint32_t(first), kind: C.uint32_t(s.Kind), format: C.uint32_t(format), arg: C.uint32_t(s.Arg),
 		}
 		if rows > 0 {

@@ -124,7 +124,8 @@ func (b *build) joinRuns() bool {
 		j := &b.tasks[i]
 		lo, hi := int64(j.Src), int64(j.Src)+int64(j.Chunk.Stored)
 		k := len(b.runs) - 1
-		next := k < 0 || lo < b.runs[k].hi || lo-b.runs[k].hi >= looseGap || unsafe.Add(b.runs[k].dst, lo-b.runs[k].lo) != j.Dst
+		next := k < 0 || lo < b.runs[k].hi || lo-b.runs[k].hi >= looseGap ||
+			unsafe.Add(b.runs[k].dst, lo-b.runs[k].lo) != j.Dst
 		if j.Chunk.Codec != tensor.CodecRaw || j.View != nil || j.Cast.To != 0 || next && k == fewRuns-1 {
 			b.runs = b.runs[:0]
 			return false
@@ -158,7 +159,8 @@ func (b *build) checkTask(n int64, j *device.DecodeTask) error {
 	switch c.Codec {
 	case tensor.CodecRaw:
 		if c.Transform != 0 || c.Stored != c.Logical {
-			return errs.New(errs.ErrCorrupt, "raw chunk with transform %d, %d bytes of %d", c.Transform, c.Stored, c.Logical)
+			return errs.New(errs.ErrCorrupt, "raw chunk with transform %d, %d bytes of %d", c.Transform, c.Stored,
+				c.Logical)
 		}
 		return nil
 	case tensor.CodecX16:
@@ -167,7 +169,8 @@ func (b *build) checkTask(n int64, j *device.DecodeTask) error {
 		}
 		if b.s.onDev != 0 {
 			if c.Transform < 1 || c.Transform > C.OW_BYTES || c.SegTiles == 0 || c.Logical > tensor.MaxChunkBytes {
-				return errs.New(errs.ErrCorrupt, "X16 chunk of %d bytes with transform %d in segments of %d tiles", c.Logical, c.Transform, c.SegTiles)
+				return errs.New(errs.ErrCorrupt, "X16 chunk of %d bytes with transform %d in segments of %d tiles",
+					c.Logical, c.Transform, c.SegTiles)
 			}
 			return nil
 		}
@@ -229,7 +232,8 @@ func checkCast(j *device.DecodeTask) error {
 	}
 	from, to := j.Cast.From.Bits()/8, j.Cast.To.Bits()/8
 	if j.View != nil || int(j.Chunk.Logical)%from != 0 || uintptr(j.Dst)%uintptr(to) != 0 {
-		return errs.New(errs.ErrArgument, "cast of %d bytes of %v, or a part of them, to %p", j.Chunk.Logical, j.Cast.From, j.Dst)
+		return errs.New(errs.ErrArgument, "cast of %d bytes of %v, or a part of them, to %p", j.Chunk.Logical,
+			j.Cast.From, j.Dst)
 	}
 	return nil
 }
@@ -326,7 +330,8 @@ func (b *build) splitIntoMoves(j *device.DecodeTask, src, dst uint64) (out []C.o
 				return
 			}
 		}
-		out = append(out, C.ow_move{src: C.uint64_t(src + uint64(from)), dst: C.uint64_t(dst + uint64(to)), width: C.uint32_t(n), rows: 1})
+		out = append(out, C.ow_move{src: C.uint64_t(src + uint64(from)), dst: C.uint64_t(dst + uint64(to)),
+			width: C.uint32_t(n), rows: 1})
 	})
 	return out
 }
@@ -431,7 +436,8 @@ func (b *build) flushBatch() {
 func (b *build) writeRound() {
 	s := b.s
 	head := unsafe.Add(s.host, -headBytes)
-	size := len(b.chunks)*chunkSize + len(b.moves)*moveSize + len(b.casts)*castSize + len(b.segs)*segSize + len(b.parts)*partSize + len(b.crcs)*crcSize
+	size := len(b.chunks)*chunkSize + len(b.moves)*moveSize + len(b.casts)*castSize + len(b.segs)*segSize +
+		len(b.parts)*partSize + len(b.crcs)*crcSize
 	size = (size + 15) &^ 15
 	table := unsafe.Add(s.host, -size)
 	device := s.dev - uint64(size)
@@ -460,7 +466,8 @@ func (b *build) writeRound() {
 		if !b.staged && b.lo <= nearby && b.hi > b.lo && s.view == nil {
 			upto, b.staged = b.hi, true
 		}
-		copies = append(copies, C.struct_owcu_copy{dst: C.owcu_ptr(device), src: table, n: C.uint64_t(int64(size) + upto)})
+		copies = append(copies, C.struct_owcu_copy{dst: C.owcu_ptr(device), src: table,
+			n: C.uint64_t(int64(size) + upto)})
 		if !b.staged && b.hi > b.lo {
 			b.staged = true
 			copies = appendCopies(copies, C.owcu_ptr(s.dev+uint64(b.lo)), unsafe.Pointer(&s.Memory()[b.lo]), b.hi-b.lo)

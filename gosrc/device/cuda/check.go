@@ -108,7 +108,8 @@ func (b *build) addSumParts(j *device.DecodeTask) {
 	for k, end := 0, n; end > 0; k++ {
 		size := min(end, C.OW_CRC_PART)
 		end -= size
-		b.crcs = append(b.crcs, C.ow_crc_part{src: C.uint64_t(at + end), bytes: C.uint32_t(size), behind: C.uint32_t(behind[k])})
+		b.crcs = append(b.crcs, C.ow_crc_part{src: C.uint64_t(at + end), bytes: C.uint32_t(size),
+			behind: C.uint32_t(behind[k])})
 	}
 }
 

@@ -28,16 +28,19 @@ var deltaBatch = 32 << 20
 
 // kernelRow describes a chunk for the kernels.
 func (c *DeltaChunk) kernelRow(at uint64) C.ow_delta_row {
-	return C.ow_delta_row{now: C.uint64_t(c.Now), base: C.uint64_t(c.Base), at: C.uint64_t(at), bytes: C.uint32_t(c.Bytes),
+	return C.ow_delta_row{now: C.uint64_t(c.Now), base: C.uint64_t(c.Base), at: C.uint64_t(at),
+		bytes:  C.uint32_t(c.Bytes),
 		stored: C.uint32_t(len(c.Stored)), lg: C.uint32_t(bits.TrailingZeros(uint(c.Width)))}
 }
 
 func checkDelta(chunks []DeltaChunk) error {
 	for i := range chunks {
 		c := &chunks[i]
-		if w := uint64(min(c.Width, 4)); c.Width < 1 || c.Width > 8 || bits.OnesCount(uint(c.Width)) != 1 || c.Bytes <= 0 || c.Bytes > maxBlock ||
+		if w := uint64(min(c.Width, 4)); c.Width < 1 || c.Width > 8 || bits.OnesCount(uint(c.Width)) != 1 ||
+			c.Bytes <= 0 || c.Bytes > maxBlock ||
 			c.Bytes%c.Width != 0 || (c.Now|c.Base)%w != 0 || len(c.Stored)%4 != 0 {
-			return errs.New(errs.ErrArgument, "a delta of %d bytes for %d at %#x and %#x, elements of %d", len(c.Stored), c.Bytes, c.Now, c.Base, c.Width)
+			return errs.New(errs.ErrArgument, "a delta of %d bytes for %d at %#x and %#x, elements of %d",
+				len(c.Stored), c.Bytes, c.Now, c.Base, c.Width)
 		}
 	}
 	return nil
@@ -90,7 +93,9 @@ func (d *Device) ApplyDelta(on Order, chunks []DeltaChunk) error {
 	}
 	var mu sync.Mutex
 	var done []deltaPart
-	err := inLanes(deltaParts(len(chunks), func(i int) int { return len(chunks[i].Stored) }), func(p deltaPart, lane int) error {
+	err := inLanes(deltaParts(len(chunks), func(i int) int {
+		return len(chunks[i].Stored)
+	}), func(p deltaPart, lane int) error {
 		err := d.applyDelta(on, lane, chunks[p.lo:p.hi], p.bytes)
 		if err == nil {
 			mu.Lock()
@@ -176,7 +181,8 @@ func (d *Device) encodeDelta(on Order, chunks []DeltaChunk) error {
 		rows[i] = chunks[i].kernelRow(0)
 	}
 	err := d.runResident(on, residentRun{
-		kernel: residentDeltaMeasure, grid: deltaGrid(len(rows)), block: C.OW_DELTA_THREADS, bytes: deltaRow * len(rows), back: deltaRow * len(rows),
+		kernel: residentDeltaMeasure, grid: deltaGrid(len(rows)), block: C.OW_DELTA_THREADS,
+		bytes: deltaRow * len(rows), back: deltaRow * len(rows),
 		fill: func(table unsafe.Pointer, _ uint64) { copyTable(table, 0, rows) },
 		args: func(table uint64) []uint64 { return []uint64{table, uint64(len(rows))} },
 		take: func(answers unsafe.Pointer) { copy(rows, unsafe.Slice((*C.ow_delta_row)(answers), len(rows))) },
@@ -190,16 +196,20 @@ func (d *Device) encodeDelta(on Order, chunks []DeltaChunk) error {
 			some = append(some, i)
 		}
 	}
-	return inLanes(deltaParts(len(some), func(k int) int { return int(rows[some[k]].stored) }), func(p deltaPart, lane int) error {
+	return inLanes(deltaParts(len(some), func(k int) int {
+		return int(rows[some[k]].stored)
+	}), func(p deltaPart, lane int) error {
 		return d.writeDelta(on, lane, chunks, rows, some[p.lo:p.hi], p.bytes)
 	})
 }
 
 // writeDelta gets the deltas of some chunks, whose rows were measured.
-func (d *Device) writeDelta(on Order, lane int, chunks []DeltaChunk, rows []C.ow_delta_row, some []int, bytes int) error {
+func (d *Device) writeDelta(on Order, lane int, chunks []DeltaChunk, rows []C.ow_delta_row, some []int,
+	bytes int) error {
 	head := deltaRow * len(some)
 	return d.runResident(on, residentRun{
-		kernel: residentDeltaWrite, lane: lane, grid: deltaGrid(len(some)), block: C.OW_DELTA_THREADS, bytes: head, room: bytes, back: bytes - head, backAt: head,
+		kernel: residentDeltaWrite, lane: lane, grid: deltaGrid(len(some)), block: C.OW_DELTA_THREADS, bytes: head,
+		room: bytes, back: bytes - head, backAt: head,
 		fill: func(table unsafe.Pointer, dev uint64) {
 			out, at := unsafe.Slice((*C.ow_delta_row)(table), len(some)), uint64(head)
 			for k, i := range some {

@@ -224,7 +224,8 @@ func (d *Device) Current(fn func() error) error {
 
 // lookUp finds kernels of a module by names, which end with NUL, unless it has. The first
 // call for a module loads its image. The driver loads a kernel when it is looked up.
-func (d *Device) lookUp(kernels *[]C.owcu_handle, in *C.struct_owcu_module, image []byte, names string) ([]C.owcu_handle, error) {
+func (d *Device) lookUp(kernels *[]C.owcu_handle, in *C.struct_owcu_module, image []byte,
+	names string) ([]C.owcu_handle, error) {
 	d.loading.Lock()
 	defer d.loading.Unlock()
 	if *kernels != nil {
@@ -232,7 +233,8 @@ func (d *Device) lookUp(kernels *[]C.owcu_handle, in *C.struct_owcu_module, imag
 	}
 	all, text := make([]C.owcu_handle, strings.Count(names, "\x00")), []byte(names)
 	err := d.call(func(e *C.struct_owcu_error) C.int {
-		return C.owcu_module_open(d.ctx, unsafe.Pointer(&image[0]), C.uint64_t(len(image)), (*C.char)(unsafe.Pointer(&text[0])),
+		return C.owcu_module_open(d.ctx, unsafe.Pointer(&image[0]), C.uint64_t(len(image)),
+			(*C.char)(unsafe.Pointer(&text[0])),
 			C.int(len(all)), in, &all[0], e)
 	})
 	if err != nil {

@@ -52,8 +52,9 @@ func (d *Device) Digest(on Order, views []digest.View) ([]digest.Sum, error) {
 		at, end := digestSums*len(jobs), digestSums*len(jobs)+digestJob*len(jobs)
 		warps := uint64(C.OW_DIGEST_THREADS / 32)
 		err := d.runResident(on, residentRun{
-			kernel: residentDigest, grid: int(min((tiles+warps-1)/warps, 1<<30)), block: C.OW_DIGEST_THREADS, blocks: C.OW_DIGEST_BLOCKS,
-			bytes: end + digestDim*len(dims), back: at,
+			kernel: residentDigest, grid: int(min((tiles+warps-1)/warps, 1<<30)), block: C.OW_DIGEST_THREADS,
+			blocks: C.OW_DIGEST_BLOCKS,
+			bytes:  end + digestDim*len(dims), back: at,
 			fill: func(table unsafe.Pointer, _ uint64) {
 				clear(unsafe.Slice((*byte)(table), at))
 				copyTable(table, at, jobs)

@@ -30,7 +30,9 @@ func (v *Event) Free() { v.dev.freeThing(C.OWCU_EVENT, unsafe.Pointer(v.c)) }
 
 // Before makes a stream wait for the event; the stream's number is as for WaitFor.
 func (v *Event) Before(stream uintptr) error {
-	return v.dev.call(func(e *C.struct_owcu_error) C.int { return C.owcu_event_before(v.dev.ctx, v.c, C.uint64_t(stream), e) })
+	return v.dev.call(func(e *C.struct_owcu_error) C.int {
+		return C.owcu_event_before(v.dev.ctx, v.c, C.uint64_t(stream), e)
+	})
 }
 
 // Order makes the slot's next Submit wait for `after` before it writes to

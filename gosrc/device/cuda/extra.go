@@ -51,7 +51,8 @@ func (q *Queue) Cast(ctx context.Context, dst, src device.Memory, from, to tenso
 		}
 		bytes := min(step, n-at) * in
 		s.(*Slot).ViewDevice(uintptr(src.Ptr)+uintptr(at*in), bytes)
-		task := device.DecodeTask{Chunk: tensor.Chunk{Codec: tensor.CodecRaw, Stored: uint32(bytes), Logical: uint32(bytes)},
+		task := device.DecodeTask{Chunk: tensor.Chunk{Codec: tensor.CodecRaw, Stored: uint32(bytes),
+			Logical: uint32(bytes)},
 			Dst: unsafe.Add(dst.Ptr, at*out), Cast: c}
 		done := make(chan error, 1)
 		if err := q.Submit(s, bytes, []device.DecodeTask{task}, func(_ int, err error) { done <- err }); err != nil {

@@ -28,7 +28,8 @@ func (q *Queue) Floor(n int64, count int) (time.Duration, error) {
 	start := time.Now()
 	for i := range count {
 		s := q.slots[i%len(q.slots)]
-		if err := q.dev.Copy(on, uint64(q.c.pad.device)+uint64(s.at), uint64(uintptr(s.host)), n, i+1 == count); err != nil {
+		if err := q.dev.Copy(on, uint64(q.c.pad.device)+uint64(s.at), uint64(uintptr(s.host)), n,
+			i+1 == count); err != nil {
 			_ = q.dev.SyncStream(on.Stream)
 			return 0, err
 		}

@@ -20,7 +20,8 @@ func (d *Device) Copy(on Order, dst, src uint64, n int64, wait bool) error {
 		return err
 	}
 	return d.call(func(e *C.struct_owcu_error) C.int {
-		return C.owcu_copy(d.ctx, C.uint64_t(on.Stream), C.owcu_ptr(dst), C.owcu_ptr(src), C.uint64_t(n), cBool(wait), e)
+		return C.owcu_copy(d.ctx, C.uint64_t(on.Stream), C.owcu_ptr(dst), C.owcu_ptr(src), C.uint64_t(n), cBool(wait),
+			e)
 	})
 }
 
@@ -34,7 +35,8 @@ func (d *Device) CopyRows(on Order, dst, dstPitch, src, srcPitch uint64, width, 
 		return err
 	}
 	return d.call(func(e *C.struct_owcu_error) C.int {
-		return C.owcu_copy_rows(d.ctx, C.uint64_t(on.Stream), C.owcu_ptr(dst), C.uint64_t(dstPitch), C.owcu_ptr(src), C.uint64_t(srcPitch),
+		return C.owcu_copy_rows(d.ctx, C.uint64_t(on.Stream), C.owcu_ptr(dst), C.uint64_t(dstPitch), C.owcu_ptr(src),
+			C.uint64_t(srcPitch),
 			C.uint64_t(width), C.uint64_t(rows), e)
 	})
 }

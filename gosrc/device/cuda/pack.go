@@ -97,8 +97,9 @@ func (p *Packer) Encode(slot int, all []Packed) error {
 			return errs.New(errs.ErrArgument, "%d ranges in a slot of %d bytes", len(all), p.slot)
 		}
 		at := uint64(p.slab.c.device) + uint64(int64(slot)*p.slot+used)
-		items = append(items, C.ow_batch_item{src: C.uint64_t(r.Src), src_len: C.uint64_t(r.N), dst: C.uint64_t(at), dst_cap: C.uint64_t(r.N),
-			arg: C.uint32_t(r.Transform)})
+		items = append(items, C.ow_batch_item{src: C.uint64_t(r.Src), src_len: C.uint64_t(r.N), dst: C.uint64_t(at),
+			dst_cap: C.uint64_t(r.N),
+			arg:     C.uint32_t(r.Transform)})
 		rows = append(rows, i)
 		used += room
 	}
@@ -106,7 +107,8 @@ func (p *Packer) Encode(slot int, all []Packed) error {
 		return nil
 	}
 	err := p.d.call(func(e *C.struct_owcu_error) C.int {
-		return C.owcu_pack_encode(p.d.ctx, &p.slab.c, C.int(slot), p.encode, p.slab.c.mapped+C.owcu_ptr(base), C.uint32_t(len(rows)), packThreads, e)
+		return C.owcu_pack_encode(p.d.ctx, &p.slab.c, C.int(slot), p.encode, p.slab.c.mapped+C.owcu_ptr(base),
+			C.uint32_t(len(rows)), packThreads, e)
 	})
 	if err == nil {
 		err = p.Wait(slot)
@@ -119,7 +121,8 @@ func (p *Packer) Encode(slot int, all []Packed) error {
 		switch {
 		case it.status == C.OW_BATCH_GAIN:
 		case it.status != 0 || it.written == 0 || int64(it.written) >= r.N:
-			return errs.New(errs.ErrEngine, "cuda:%d: a chunk of %d bytes was encoded to %d, status %d", p.d.index, r.N, it.written, it.status)
+			return errs.New(errs.ErrEngine, "cuda:%d: a chunk of %d bytes was encoded to %d, status %d", p.d.index, r.N,
+				it.written, it.status)
 		default:
 			r.Stored, r.Tiles, r.at = int64(it.written), uint16(it.arg>>16), uint64(it.dst)
 		}
@@ -142,7 +145,8 @@ func (p *Packer) Sum(slot int, all []Packed) error {
 		if len(items) == packRows || at+n > end || r.Src%8 != 0 {
 			return errs.New(errs.ErrArgument, "the sums of %d ranges in a slot of %d bytes", len(all), p.slot)
 		}
-		items = append(items, C.ow_batch_item{src: C.uint64_t(r.Src), src_len: C.uint64_t(r.N), dst: C.uint64_t(p.slab.c.mapped) + C.uint64_t(at),
+		items = append(items, C.ow_batch_item{src: C.uint64_t(r.Src), src_len: C.uint64_t(r.N),
+			dst:     C.uint64_t(p.slab.c.mapped) + C.uint64_t(at),
 			dst_cap: C.uint64_t(n), arg: C.uint32_t(r.Tail)})
 		r.sums = unsafe.Slice((*byte)(unsafe.Add(p.slab.pages.p, at)), n)
 		at += (n + 15) &^ 15
@@ -151,7 +155,8 @@ func (p *Packer) Sum(slot int, all []Packed) error {
 		return nil
 	}
 	return p.d.call(func(e *C.struct_owcu_error) C.int {
-		return C.owcu_pack_encode(p.d.ctx, &p.slab.c, C.int(slot), p.hash, p.slab.c.mapped+C.owcu_ptr(base), C.uint32_t(len(items)), packThreads, e)
+		return C.owcu_pack_encode(p.d.ctx, &p.slab.c, C.int(slot), p.hash, p.slab.c.mapped+C.owcu_ptr(base),
+			C.uint32_t(len(items)), packThreads, e)
 	})
 }
 
@@ -163,7 +168,8 @@ func (p *Packer) Fetch(slot int, all []Packed) error {
 		for done := int64(0); done < r.Stored; {
 			to := unsafe.Add(r.To, done)
 			n := min(r.Stored-done, seam-int64(uintptr(to)%uintptr(seam)))
-			copies = append(copies, C.struct_owcu_fetch{dst: to, src: C.owcu_ptr(r.at + uint64(done)), n: C.uint64_t(n)})
+			copies = append(copies, C.struct_owcu_fetch{dst: to, src: C.owcu_ptr(r.at + uint64(done)),
+				n: C.uint64_t(n)})
 			done += n
 		}
 	}
@@ -189,7 +195,8 @@ func (p *Packer) Sample(at []uint64, n int64, got func(i int, b []byte)) error {
 		part := at[first:min(len(at), first+most)]
 		copies := make([]C.struct_owcu_fetch, len(part))
 		for i, src := range part {
-			copies[i] = C.struct_owcu_fetch{dst: unsafe.Add(p.slab.pages.p, int64(i)*n), src: C.owcu_ptr(src), n: C.uint64_t(n)}
+			copies[i] = C.struct_owcu_fetch{dst: unsafe.Add(p.slab.pages.p, int64(i)*n), src: C.owcu_ptr(src),
+				n: C.uint64_t(n)}
 		}
 		if err := p.queueFetch(0, copies); err != nil {
 			return err

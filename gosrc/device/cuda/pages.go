@@ -35,7 +35,8 @@ func newPages(n int64, near *nodes.Place) (pages, error) {
 	mapped := uintptr(n + huge)
 	raw, err := unix.MmapPtr(-1, 0, nil, mapped, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
 	if err != nil {
-		return pages{}, &errs.Memory{Where: "host", Asked: n, Free: -1, Total: -1, For: "a pinned ring", Err: err.Error()}
+		return pages{}, &errs.Memory{Where: "host", Asked: n, Free: -1, Total: -1, For: "a pinned ring",
+			Err: err.Error()}
 	}
 	up := (huge - int64(uintptr(raw)&(huge-1))) & (huge - 1)
 	m := pages{raw: raw, mapped: mapped, p: unsafe.Add(raw, up), n: n}

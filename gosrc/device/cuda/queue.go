@@ -149,7 +149,8 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 	*kept = nil
 	d.mu.Unlock()
 	if l != nil {
-		if need := int64(slots) * slotStride(slotBytes); slots <= len(l.all) && need <= l.pages.n && l.pages.n <= 2*need+huge {
+		if need := int64(slots) * slotStride(slotBytes); slots <= len(l.all) && need <= l.pages.n &&
+			l.pages.n <= 2*need+huge {
 			l.closed, l.inPlace = false, d.coherent
 			l.divideIntoSlots(slots, slotStride(slotBytes))
 			return l, nil
@@ -162,7 +163,8 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 		return nil, err
 	}
 	most, n := slots, int64(slots)*slotStride(slotBytes)
-	if whole := int64(ring.divided) * slotStride(ring.bytes); n > int64(ring.slots)*slotStride(ring.bytes) && n < whole {
+	if whole := int64(ring.divided) * slotStride(ring.bytes); n > int64(ring.slots)*slotStride(ring.bytes) &&
+		n < whole {
 		n = whole // of which the other divisions take a bit more, or less
 	}
 	if idleRank(slotBytes) == 0 { // the next source may need another division

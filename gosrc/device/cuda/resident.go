@@ -111,7 +111,8 @@ func (d *Device) runResident(on Order, run residentRun) error {
 		ctx: d.ctx, stream: C.uint64_t(on.Stream), done: p.done, to: p.dev, table: p.host,
 		bytes: C.uint64_t(run.bytes), back: C.uint64_t(run.back), back_at: C.uint64_t(run.backAt), wait: 1, nsteps: 1,
 	}
-	c.steps[0] = C.struct_owcu_step{kernel: kernels[run.kernel], grid: C.uint32_t(min(run.grid, blocks)), block: C.uint32_t(run.block)}
+	c.steps[0] = C.struct_owcu_step{kernel: kernels[run.kernel], grid: C.uint32_t(min(run.grid, blocks)),
+		block: C.uint32_t(run.block)}
 	for i, v := range run.args(uint64(p.dev)) {
 		c.steps[0].args[i] = C.uint64_t(v)
 	}

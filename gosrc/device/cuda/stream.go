@@ -137,7 +137,8 @@ func statusError(w uint32) error {
 		return nil
 	}
 	if w&misplaced != 0 && w&^(misplaced) == 0 {
-		return errs.New(errs.ErrNotSupported, "blocks that do not lie on multiples of 16: decode the stream without a config, or on the host")
+		return errs.New(errs.ErrNotSupported,
+			"blocks that do not lie on multiples of 16: decode the stream without a config, or on the host")
 	}
 	if w == crowded {
 		return errs.New(errs.ErrArgument, "the output is too small for the stream")

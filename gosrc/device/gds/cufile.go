@@ -153,7 +153,8 @@ func Open(fd int) (*File, error) {
 	h := C.ow_cufile_open(C.int(own), &s)
 	if h == nil {
 		_ = unix.Close(own)
-		return nil, errs.New(errs.ErrNotSupported, "GPUDirect Storage: cuFileHandleRegister failed: error %d, CUDA's %d", int(s.err), int(s.cu_err))
+		return nil, errs.New(errs.ErrNotSupported,
+			"GPUDirect Storage: cuFileHandleRegister failed: error %d, CUDA's %d", int(s.err), int(s.cu_err))
 	}
 	return &File{own, h}, nil
 }

@@ -135,10 +135,12 @@ func probe(libraries []string, module string) (r Report) {
 	case r.Library == "":
 		r.Why = why
 	case r.Module == "":
-		r.Why = "the kernel module nvidia-fs is not loaded: libcufile would copy through host memory (its compatibility mode)"
+		r.Why = "the kernel module nvidia-fs is not loaded: libcufile would copy through host memory (its " +
+			"compatibility mode)"
 	default:
 		r.Real = true
-		r.Why = "libcufile and the kernel module nvidia-fs are there; which file systems take part is for gdscheck to say"
+		r.Why = "libcufile and the kernel module nvidia-fs are there; which file systems take part is for gdscheck " +
+			"to say"
 	}
 	return r
 }

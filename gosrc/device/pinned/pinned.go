@@ -56,8 +56,8 @@ var kept = struct {
 	all map[*cuda.Device]*Memory
 }{all: map[*cuda.Device]*Memory{}}
 
-// unkept takes what is kept for a GPU; nil: nothing is.
-func unkept(gpu *cuda.Device) *Memory {
+// takeKept takes what is kept for a GPU; nil: nothing is.
+func takeKept(gpu *cuda.Device) *Memory {
 	kept.mu.Lock()
 	defer kept.mu.Unlock()
 	m := kept.all[gpu]
@@ -72,8 +72,8 @@ func Take(room, limit int64, gpu *cuda.Device) (*Memory, error) {
 	if room <= 0 || room > 1<<45 || limit <= 0 {
 		return nil, errs.New(errs.ErrArgument, "%d bytes of host memory, at most %d", room, limit)
 	}
-	if m := unkept(gpu); m != nil {
-		if m.take(room, limit) {
+	if m := takeKept(gpu); m != nil {
+		if m.takeOver(room, limit) {
 			return m, nil
 		}
 		m.Free()
@@ -81,13 +81,13 @@ func Take(room, limit int64, gpu *cuda.Device) (*Memory, error) {
 	return newMemory(room, limit, gpu)
 }
 
-// take makes kept memory that of a new user, if it suits.
-func (m *Memory) take(room, limit int64) bool {
+// takeOver makes kept memory that of a new user, if it suits.
+func (m *Memory) takeOver(room, limit int64) bool {
 	m.mu.Lock()
 	grows := m.want <= limit && m.growing // no further than the new limit
 	m.mu.Unlock()
 	if !grows {
-		m.stop()
+		m.stopGrowth()
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -98,7 +98,7 @@ func (m *Memory) take(room, limit int64) bool {
 		m.want = m.ready
 	}
 	m.limit, m.ended, m.gentle = min(limit, m.room), false, false
-	m.tell()
+	m.wakeWaiters()
 	return true
 }
 
@@ -112,7 +112,8 @@ func newMemory(room, limit int64, gpu *cuda.Device) (*Memory, error) {
 	m.mapped = uintptr(m.room + seam)
 	raw, err := unix.MmapPtr(-1, 0, nil, m.mapped, unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_ANON|unix.MAP_NORESERVE)
 	if err != nil {
-		return nil, &errs.Memory{Where: "host", Asked: room, Free: -1, Total: -1, For: "address space", Err: err.Error()}
+		return nil, &errs.Memory{Where: "host", Asked: room, Free: -1, Total: -1, For: "address space",
+			Err: err.Error()}
 	}
 	m.raw = raw
 	m.base = unsafe.Add(raw, (seam-int64(uintptr(raw)%uintptr(seam)))%seam)
@@ -151,7 +152,7 @@ func (m *Memory) Want(n int64) {
 	m.want = max(m.want, min(sizes.RoundUp(n, unit), sizes.RoundUp(m.limit, page)))
 	if !m.growing {
 		m.growing = true
-		spawn.Go("pinned", m.grow)
+		spawn.Go("pinned", m.growParts)
 	}
 }
 
@@ -183,32 +184,35 @@ func (m *Memory) Await(ctx context.Context, n int64) error {
 	}
 }
 
-// grow makes parts ready until there is what is wanted. The next part is touched
+// growParts makes parts ready until there is what is wanted. The next part is touched
 // while one is registered.
-func (m *Memory) grow() {
+func (m *Memory) growParts() {
 	err := spawn.Guard("pinned", func() error {
 		lo, touched := m.ready, m.ready
 		for {
-			hi := m.end(lo)
+			hi := m.partEnd(lo)
 			if lo == hi {
 				return nil
 			}
 			if m.isGentle() {
-				m.rest()
+				m.waitForIdleCore()
 			}
 			if touched < hi {
-				if err := m.touch(touched, hi); err != nil {
+				if err := m.touchRange(touched, hi); err != nil {
 					return err
 				}
 				touched = hi
 			}
 			var ahead chan error
-			if end := m.end(hi); end > hi && m.gpu != nil && !m.isGentle() {
+			if end := m.partEnd(hi); end > hi && m.gpu != nil && !m.isGentle() {
 				ahead = make(chan error, 1)
-				spawn.Go("pinned", func() { ahead <- spawn.Guard("pinned", func() error { return m.touch(hi, end) }) })
+				spawn.Go("pinned", func() {
+					ahead <- spawn.Guard("pinned",
+						func() error { return m.touchRange(hi, end) })
+				})
 				touched = end
 			}
-			err := m.pin(lo, hi)
+			err := m.pinRange(lo, hi)
 			if ahead != nil {
 				if e := <-ahead; err == nil {
 					err = e
@@ -222,31 +226,31 @@ func (m *Memory) grow() {
 	})
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	defer m.tell()
+	defer m.wakeWaiters()
 	switch {
 	case err != nil:
 		m.err, m.growing = err, false
-	case m.cut(m.ready) > m.ready: // more is wanted since
-		spawn.Go("pinned", m.grow)
+	case m.nextPart(m.ready) > m.ready: // more is wanted since
+		spawn.Go("pinned", m.growParts)
 	default:
 		m.growing = false
 	}
 }
 
-// tell wakes those that wait. m.mu is held.
-func (m *Memory) tell() {
+// wakeWaiters wakes those that wait. m.mu is held.
+func (m *Memory) wakeWaiters() {
 	close(m.moved)
 	m.moved = make(chan struct{})
 }
 
-// end is where the part that begins at lo ends; lo itself: no more is to be made ready.
-func (m *Memory) end(lo int64) int64 {
+// partEnd is where the part that begins at lo ends; lo itself: no more is to be made ready.
+func (m *Memory) partEnd(lo int64) int64 {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	return m.cut(lo)
+	return m.nextPart(lo)
 }
 
-func (m *Memory) cut(lo int64) int64 {
+func (m *Memory) nextPart(lo int64) int64 {
 	if m.ended || lo >= m.want {
 		return lo
 	}
@@ -260,8 +264,8 @@ func (m *Memory) cut(lo int64) int64 {
 	return min(m.want, lo+min(max(lo/seam, 1), mostSeams)*seam)
 }
 
-// touch makes [lo, hi) accessible, with its pages there.
-func (m *Memory) touch(lo, hi int64) error {
+// touchRange makes [lo, hi) accessible, with its pages there.
+func (m *Memory) touchRange(lo, hi int64) error {
 	b := m.Bytes(lo, hi-lo)
 	if err := unix.Mprotect(b, unix.PROT_READ|unix.PROT_WRITE); err != nil {
 		return &errs.Memory{Where: "host", Asked: hi, Free: -1, Total: -1, For: "stored bytes", Err: err.Error()}
@@ -280,8 +284,8 @@ func (m *Memory) touch(lo, hi int64) error {
 	return nil
 }
 
-// pin registers [lo, hi) and counts it as ready.
-func (m *Memory) pin(lo, hi int64) error {
+// pinRange registers [lo, hi) and counts it as ready.
+func (m *Memory) pinRange(lo, hi int64) error {
 	b := m.Bytes(lo, hi-lo)
 	if m.gpu != nil {
 		if err := m.gpu.Register(b); err != nil {
@@ -294,12 +298,12 @@ func (m *Memory) pin(lo, hi int64) error {
 		m.parts = append(m.parts, b)
 	}
 	m.ready = hi
-	m.tell()
+	m.wakeWaiters()
 	return nil
 }
 
-// stop ends the growth and waits for its end.
-func (m *Memory) stop() {
+// stopGrowth ends the growth and waits for its end.
+func (m *Memory) stopGrowth() {
 	for {
 		m.mu.Lock()
 		m.ended = true
@@ -315,14 +319,14 @@ func (m *Memory) stop() {
 // Keep gives the memory back: to be kept for the GPU's next user, unless more is kept
 // already.
 func (m *Memory) Keep() {
-	m.stop()
+	m.stopGrowth()
 	if m.gpu == nil || m.err != nil || m.ready == 0 {
 		m.Free()
 		return
 	}
 	kept.mu.Lock()
 	other := kept.all[m.gpu]
-	if other == nil || other.promised() < m.ready {
+	if other == nil || other.promisedBytes() < m.ready {
 		kept.all[m.gpu], m = m, other
 	}
 	kept.mu.Unlock()
@@ -331,8 +335,8 @@ func (m *Memory) Keep() {
 	}
 }
 
-// promised is how much is ready, or will be without a new user.
-func (m *Memory) promised() int64 {
+// promisedBytes is how much is ready, or will be without a new user.
+func (m *Memory) promisedBytes() int64 {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.growing {
@@ -343,7 +347,7 @@ func (m *Memory) promised() int64 {
 
 // Free gives the memory back to the system.
 func (m *Memory) Free() {
-	m.stop()
+	m.stopGrowth()
 	var left atomic.Int64
 	left.Store(int64(len(m.parts)) + 1)
 	done := func() {

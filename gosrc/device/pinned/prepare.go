@@ -23,7 +23,7 @@ func Prepare(room, n int64, gpu *cuda.Device) (*Memory, error) {
 	n = sizes.RoundUp(n, cuda.Seam()) // the next user takes no other
 	kept.mu.Lock()
 	m, old := kept.all[gpu], (*Memory)(nil)
-	if m != nil && !m.extend(room, n) {
+	if m != nil && !m.extendTo(room, n) {
 		m, old = nil, m
 	}
 	var err error
@@ -44,8 +44,8 @@ func Prepare(room, n int64, gpu *cuda.Device) (*Memory, error) {
 	return m, err
 }
 
-// extend lets kept memory grow to n bytes, if it has room for them.
-func (m *Memory) extend(room, n int64) bool {
+// extendTo lets kept memory grow to n bytes, if it has room for them.
+func (m *Memory) extendTo(room, n int64) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.room < room || m.err != nil || m.ready%cuda.Seam() != 0 {
@@ -92,7 +92,7 @@ func (m *Memory) Prepared(ctx context.Context, n int64) (int64, error) {
 
 // Drop gives back what is kept for a GPU.
 func Drop(gpu *cuda.Device) {
-	if m := unkept(gpu); m != nil {
+	if m := takeKept(gpu); m != nil {
 		m.Free()
 	}
 }
@@ -103,8 +103,8 @@ func (m *Memory) isGentle() bool {
 	return m.gentle
 }
 
-// rest waits until a core is unused, but for no more than a second.
-func (m *Memory) rest() {
+// waitForIdleCore waits until a core is unused, but for no more than a second.
+func (m *Memory) waitForIdleCore() {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	idle.New().Wait(func() bool {

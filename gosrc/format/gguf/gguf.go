@@ -131,7 +131,8 @@ func (r *reader) readStart(f *File) (counts [2]uint64, err error) {
 		}
 	}
 	if err == nil && (counts[0] > maxTensors || counts[1] > maxEntries) {
-		err = errs.New(errs.ErrFormat, "%d tensors and %d entries: at most %d and %d", counts[0], counts[1], maxTensors, maxEntries)
+		err = errs.New(errs.ErrFormat, "%d tensors and %d entries: at most %d and %d", counts[0], counts[1], maxTensors,
+			maxEntries)
 	}
 	return counts, err
 }
@@ -176,7 +177,8 @@ func (r *reader) readTensor(align int64) (t Tensor, err error) {
 	}
 	size, fits := product(n/kind.values, kind.bytes, row%kind.values == 0)
 	if !fits {
-		return t, errs.New(errs.ErrFormat, "its rows of %d values are no blocks of %s, which have %d", row, kind.name, kind.values)
+		return t, errs.New(errs.ErrFormat, "its rows of %d values are no blocks of %s, which have %d", row, kind.name,
+			kind.values)
 	}
 	slices.Reverse(t.Shape)
 	off, err := r.readU64()
@@ -206,7 +208,8 @@ func (r *reader) placeTensors(f *File) error {
 		}
 		names[t.Name] = true
 		if t.Off > r.src.Size()-f.Header || t.Bytes > r.src.Size()-f.Header-t.Off {
-			return errs.New(errs.ErrCorrupt, "its %d bytes at %d end after the file's %d: copy or fetch it again", t.Bytes, f.Header+t.Off, r.src.Size())
+			return errs.New(errs.ErrCorrupt, "its %d bytes at %d end after the file's %d: copy or fetch it again",
+				t.Bytes, f.Header+t.Off, r.src.Size())
 		}
 		t.Off += f.Header
 		byOffset[i] = t

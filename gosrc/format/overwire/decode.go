@@ -22,14 +22,16 @@ import (
 func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known tensor.Known) (*tensor.Index, error) {
 	d := decoder{blob: blob, h: h}
 	bad := func(name string, chunk int, err error) (*tensor.Index, error) {
-		return nil, &errs.At{Verb: "index", Source: uri, Tensor: name, Chunk: int64(chunk), Offset: h.Data + d.at, Err: err}
+		return nil, &errs.At{Verb: "index", Source: uri, Tensor: name, Chunk: int64(chunk), Offset: h.Data + d.at,
+			Err: err}
 	}
-	if err := d.frame(); err != nil {
+	if err := d.decodeFrame(); err != nil {
 		return bad(IndexName, -1, err)
 	}
 	ix := &tensor.Index{
-		Sources: []tensor.Source{{URI: uri, Size: size, Data: h.Data, Metadata: userMetadata(h.Metadata), Format: tensor.FormatOverwire,
-			Mark: h.Metadata[MetadataKey]}},
+		Sources: []tensor.Source{{URI: uri, Size: size, Data: h.Data, Metadata: userMetadata(h.Metadata),
+			Format: tensor.FormatOverwire,
+			Mark:   h.Metadata[MetadataKey]}},
 		Tensors: make([]tensor.Tensor, d.tensors),
 		Chunks:  make([]tensor.Chunk, d.chunks),
 	}
@@ -38,7 +40,7 @@ func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known te
 		shapes[i] = int64(le.Uint64(d.blob[headerSize+8*i:])) // Validate refuses negative ones
 	}
 	for i := range ix.Tensors {
-		if err := d.tensor(i, &ix.Tensors[i], &shapes); err != nil {
+		if err := d.decodeTensor(i, &ix.Tensors[i], &shapes); err != nil {
 			return bad(h.Tensors[i+1].Name, -1, err)
 		}
 	}
@@ -53,9 +55,10 @@ func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known te
 	if err := ix.Validate(known); err != nil {
 		return nil, err
 	}
-	if need := features(ix.Tensors, ix.Chunks); need != d.features {
+	if need := featuresOf(ix.Tensors, ix.Chunks); need != d.features {
 		d.at = 8
-		return bad(IndexName, -1, errs.New(errs.ErrFormat, "features %#x of an index whose chunks need %#x", d.features, need))
+		return bad(IndexName, -1, errs.New(errs.ErrFormat, "features %#x of an index whose chunks need %#x", d.features,
+			need))
 	}
 	return ix, nil
 }
@@ -73,7 +76,7 @@ type decoder struct {
 	delta                 bool // the file is to be one of deltas
 }
 
-func (d *decoder) frame() error {
+func (d *decoder) decodeFrame() error {
 	b := d.blob
 	corrupt := func(at int, format string, args ...any) error {
 		d.at = int64(at)
@@ -119,7 +122,8 @@ func (d *decoder) frame() error {
 	}
 	if major != Major || d.features&^known != 0 || le.Uint16(b[28:]) != tensorSize || le.Uint16(b[30:]) != chunkSize {
 		d.at = 4
-		return errs.New(errs.ErrNotSupported, "index version %d.%d with features %#x: %s", major, minor, d.features, remedy(uint64(major)))
+		return errs.New(errs.ErrNotSupported, "index version %d.%d with features %#x: %s", major, minor, d.features,
+			remedyFor(uint64(major)))
 	}
 	if sum := le.Uint32(b[40:]); sum != d.h.Sum {
 		return corrupt(40, "checksum mismatch of the header before the data: %08x, not %08x", d.h.Sum, sum)
@@ -144,15 +148,15 @@ func (d *decoder) frame() error {
 	return nil
 }
 
-// tensor combines record i with the header's entry of the same tensor; the two must
+// decodeTensor combines record i with the header's entry of the same tensor; the two must
 // agree. It takes the tensor's dims from shapes.
-func (d *decoder) tensor(i int, t *tensor.Tensor, shapes *[]int64) error {
+func (d *decoder) decodeTensor(i int, t *tensor.Tensor, shapes *[]int64) error {
 	off := d.records + tensorSize*i
 	d.at = int64(off)
 	b := d.blob[off : off+tensorSize]
 	bad := func(format string, args ...any) error { return errs.New(errs.ErrFormat, format, args...) }
 	var r record
-	r.read(b)
+	r.readRecord(b)
 	if !d.newer && !allZero(b[52:]) {
 		return bad("reserved bytes are not zero")
 	}
@@ -161,13 +165,16 @@ func (d *decoder) tensor(i int, t *tensor.Tensor, shapes *[]int64) error {
 	}
 	if r.bytes > math.MaxInt64 || r.stored > math.MaxInt64 || r.first > math.MaxInt32 || r.count > math.MaxInt32 ||
 		r.parts == 0 || r.count == 0 && (r.parts != 1 || r.chunkBytes != 0) {
-		return bad("%d bytes, %d stored, chunks %d + %d of %d in %d parts", r.bytes, r.stored, r.first, r.count, r.chunkBytes, r.parts)
+		return bad("%d bytes, %d stored, chunks %d + %d of %d in %d parts", r.bytes, r.stored, r.first, r.count,
+			r.chunkBytes, r.parts)
 	}
 	shape := (*shapes)[:r.rank:r.rank]
 	*shapes = (*shapes)[r.rank:]
 	in := &d.h.Tensors[i+1]
-	*t = tensor.Tensor{Name: in.Name, Shape: shape, Bytes: int64(r.bytes), Off: in.Off, Stored: int64(r.stored), Hash: r.hash,
-		ChunkBytes: r.chunkBytes, First: int32(r.first), Count: int32(r.count), Alias: -1, DType: r.dtype, Parts: r.parts,
+	*t = tensor.Tensor{Name: in.Name, Shape: shape, Bytes: int64(r.bytes), Off: in.Off, Stored: int64(r.stored),
+		Hash:       r.hash,
+		ChunkBytes: r.chunkBytes, First: int32(r.first), Count: int32(r.count), Alias: -1, DType: r.dtype,
+		Parts: r.parts,
 		Plain: r.layout == layoutPlain}
 	if r.count == 0 {
 		t.Parts = 0
@@ -212,7 +219,8 @@ func (d *decoder) chunk(i int, c *tensor.Chunk) error {
 	if le.Uint64(b) > math.MaxInt64 || !d.newer && !allZero(b[26:]) {
 		return errs.New(errs.ErrFormat, "an offset over 2^63, or reserved bytes that are not zero")
 	}
-	*c = tensor.Chunk{Off: int64(le.Uint64(b)), Stored: le.Uint32(b[8:]), Logical: le.Uint32(b[12:]), Sum: le.Uint32(b[16:]),
+	*c = tensor.Chunk{Off: int64(le.Uint64(b)), Stored: le.Uint32(b[8:]), Logical: le.Uint32(b[12:]),
+		Sum:   le.Uint32(b[16:]),
 		Codec: tensor.Codec(b[20]), Transform: b[21], SegTiles: le.Uint16(b[24:])}
 	return nil
 }

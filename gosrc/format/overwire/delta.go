@@ -16,7 +16,7 @@ const (
 )
 
 // DeltaMark is the metadata entry of a file of deltas.
-func DeltaMark() string { return marked(0, deltaNote, nil, "", false) }
+func DeltaMark() string { return encodeMark(0, deltaNote, nil, "", false) }
 
 // DeltaIndexSize is the size of the index of a file of deltas.
 func DeltaIndexSize() int { return int(blobSize(0, 0, 0)) }
@@ -26,17 +26,18 @@ func DeltaIndexSize() int { return int(blobSize(0, 0, 0)) }
 func AppendDelta(dst, head []byte) []byte {
 	start := len(dst)
 	dst = appendFrame(dst, 0, FeatureDelta, 0, 0, 0, head)
-	return trailer(dst, start)
+	return appendTrailer(dst, start)
 }
 
 // IsDelta checks that a file, for whose header Is returned true, is one of deltas; blob
 // has the bytes of its index.
 func IsDelta(blob []byte, h *safetensors.Header) error {
 	d := decoder{blob: blob, h: h, delta: true}
-	return d.frame()
+	return d.decodeFrame()
 }
 
 // errDelta says what to do about a file of deltas that is read as a model.
 func errDelta() error {
-	return errs.New(errs.ErrNotSupported, "it is a delta, not a model: load_file(path, base=...) loads the model, apply_delta applies it to tensors")
+	return errs.New(errs.ErrNotSupported,
+		"it is a delta, not a model: load_file(path, base=...) loads the model, apply_delta applies it to tensors")
 }

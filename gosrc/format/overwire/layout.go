@@ -75,11 +75,13 @@ type Layout struct {
 	at       int   // the tensor that the next chunk belongs to, or one before it
 }
 
-// NewLayout plans a container with the user's metadata (nil: none), which keeps origin if that is not nil, and the digest of
+// NewLayout plans a container with the user's metadata (nil: none), which keeps origin if that is
+// not nil, and the digest of
 // each tensor if that is asked for and the header has space for them. Items that
 // cannot be stored, and metadata with our own key, are errs.ErrArgument.
 func NewLayout(metadata map[string]string, items []Item, origin *Origin, digests bool) (*Layout, error) {
-	l := &Layout{metadata: make(map[string]string, len(metadata)+1), Origin: origin, empty: metadata != nil && len(metadata) == 0}
+	l := &Layout{metadata: make(map[string]string, len(metadata)+1), Origin: origin,
+		empty: metadata != nil && len(metadata) == 0}
 	if _, ours := metadata[MetadataKey]; ours {
 		return nil, errs.New(errs.ErrArgument, "metadata entry %q is reserved", MetadataKey)
 	}
@@ -87,13 +89,13 @@ func NewLayout(metadata map[string]string, items []Item, origin *Origin, digests
 	if digests {
 		l.Digests = strings.Repeat("A", base64.StdEncoding.EncodedLen(digestSize*len(items)))
 	}
-	l.metadata[MetadataKey] = mark(origin, 0, l.Digests, l.empty)
+	l.metadata[MetadataKey] = markOf(origin, 0, l.Digests, l.empty)
 	each, err := itemSizes(items)
 	if err != nil {
 		return nil, err
 	}
-	l.order(items, each)
-	if err := l.grid(items, each); err != nil {
+	l.orderItems(items, each)
+	if err := l.setGrid(items, each); err != nil {
 		return nil, err
 	}
 	// Upper bounds: every chunk stored raw. 2^31 chunks of 16 MiB do not overflow.
@@ -109,24 +111,25 @@ func NewLayout(metadata map[string]string, items []Item, origin *Origin, digests
 		end += t.Stored
 	}
 	bound := func() int64 {
-		return sizes.RoundUp(safetensors.HeaderBound(l.metadata, l.entries(), end), DataAlign)
+		return sizes.RoundUp(safetensors.HeaderBound(l.metadata, l.headerEntries(), end), DataAlign)
 	}
 	if l.header = bound(); l.header-8 > tensor.MaxHeader && (l.Origin != nil || l.Digests != "") {
-		l.Origin, l.Digests, l.metadata[MetadataKey] = nil, "", mark(nil, 0, "", l.empty)
+		l.Origin, l.Digests, l.metadata[MetadataKey] = nil, "", markOf(nil, 0, "", l.empty)
 		l.header = bound()
 	}
 	if l.header-8 > tensor.MaxHeader {
-		return nil, errs.New(errs.ErrArgument, "HeaderTooLarge: %d bytes, at most %d can be read: write shards", l.header, tensor.MaxHeader)
+		return nil, errs.New(errs.ErrArgument, "HeaderTooLarge: %d bytes, at most %d can be read: write shards",
+			l.header, tensor.MaxHeader)
 	}
 	// A trial: names and metadata that cannot be stored are refused now.
-	if _, err := safetensors.AppendHeader(nil, l.metadata, l.entries(), DataAlign); err != nil {
+	if _, err := safetensors.AppendHeader(nil, l.metadata, l.headerEntries(), DataAlign); err != nil {
 		return nil, err
 	}
 	for i := range l.Tensors {
 		l.Tensors[i].Stored = 0
 	}
 	l.pos = l.Start()
-	l.skip()
+	l.skipPlain()
 	return l, nil
 }
 
@@ -141,13 +144,13 @@ func itemSizes(items []Item) ([]int64, error) {
 		n, err := tensor.Size(it.DType, it.Shape)
 		switch {
 		case err != nil:
-			return nil, refuse(it, "%v", err)
+			return nil, refuseItem(it, "%v", err)
 		case it.Name == IndexName:
-			return nil, refuse(it, "the name is reserved")
+			return nil, refuseItem(it, "the name is reserved")
 		case len(it.Shape) > tensor.MaxRank:
-			return nil, refuse(it, "rank %d is over %d", len(it.Shape), tensor.MaxRank)
+			return nil, refuseItem(it, "rank %d is over %d", len(it.Shape), tensor.MaxRank)
 		case it.Alias < 0 || it.Alias > len(items):
-			return nil, refuse(it, "alias of item %d of %d", it.Alias-1, len(items))
+			return nil, refuseItem(it, "alias of item %d of %d", it.Alias-1, len(items))
 		}
 		out[i] = n
 	}
@@ -157,18 +160,18 @@ func itemSizes(items []Item) ([]int64, error) {
 			continue
 		}
 		if to := &items[it.Alias-1]; to.Alias != 0 || to.DType != it.DType || out[it.Alias-1] != out[i] || out[i] == 0 {
-			return nil, refuse(it, "alias of %q, which differs or holds no bytes itself", to.Name)
+			return nil, refuseItem(it, "alias of %q, which differs or holds no bytes itself", to.Name)
 		}
 	}
 	return out, nil
 }
 
-func refuse(it *Item, format string, args ...any) error {
+func refuseItem(it *Item, format string, args ...any) error {
 	return errs.Locate("save", "", it.Name, -1, errs.New(errs.ErrArgument, format, args...))
 }
 
-// order sorts items into the groups of docs/format.md section 1.
-func (l *Layout) order(items []Item, sizes []int64) {
+// orderItems sorts items into the groups of docs/format.md section 1.
+func (l *Layout) orderItems(items []Item, sizes []int64) {
 	l.Items = make([]int, len(items))
 	for i := range items {
 		l.Items[i] = i
@@ -200,9 +203,9 @@ func (l *Layout) order(items []Item, sizes []int64) {
 	slices.SortFunc(l.Items[tail:], func(a, b int) int { return cmp.Compare(items[a].Name, items[b].Name) })
 }
 
-// grid sets the fixed fields of Tensors and Chunks, and the size of the index, whose limit
+// setGrid sets the fixed fields of Tensors and Chunks, and the size of the index, whose limit
 // it checks before it takes memory for chunks.
-func (l *Layout) grid(items []Item, sizes []int64) error {
+func (l *Layout) setGrid(items []Item, sizes []int64) error {
 	place := make([]int32, len(items))
 	for i, item := range l.Items {
 		place[item] = int32(i)
@@ -213,7 +216,8 @@ func (l *Layout) grid(items []Item, sizes []int64) error {
 		it := &items[item]
 		dims += len(it.Shape)
 		t := &l.Tensors[i]
-		*t = tensor.Tensor{Name: it.Name, Shape: it.Shape, DType: it.DType, Bytes: sizes[item], First: int32(chunks), Alias: -1}
+		*t = tensor.Tensor{Name: it.Name, Shape: it.Shape, DType: it.DType, Bytes: sizes[item], First: int32(chunks),
+			Alias: -1}
 		if it.Alias != 0 {
 			t.Alias = place[it.Alias-1]
 			continue
@@ -224,21 +228,22 @@ func (l *Layout) grid(items []Item, sizes []int64) error {
 		}
 		parts := max(1, it.Parts)
 		if it.ChunkBytes <= 0 || it.ChunkBytes > tensor.MaxChunkBytes || it.ChunkBytes%tensor.ChunkAlign != 0 {
-			return refuse(it, "chunks of %d bytes", it.ChunkBytes)
+			return refuseItem(it, "chunks of %d bytes", it.ChunkBytes)
 		}
 		if parts > tensor.MaxColParts || parts&(parts-1) != 0 || !t.Splits(parts) || t.Plain && parts != 1 {
-			return refuse(it, "%d column parts of shape %v", parts, it.Shape)
+			return refuseItem(it, "%d column parts of shape %v", parts, it.Shape)
 		}
 		t.Parts, t.ChunkBytes = uint8(parts), uint32(it.ChunkBytes)
 		n := t.Grid().Chunks()
 		if chunks += n; chunks > math.MaxInt32 {
-			return refuse(it, "more than 2^31 chunks: write shards or larger chunks")
+			return refuseItem(it, "more than 2^31 chunks: write shards or larger chunks")
 		}
 		t.Count = int32(n)
 	}
 	l.index = int64(blobSize(uint64(len(items)), uint64(chunks), uint64(dims)))
 	if l.index > tensor.MaxIndex {
-		return errs.New(errs.ErrArgument, "an index of %d bytes, at most %d can be read: write shards or larger chunks", l.index, tensor.MaxIndex)
+		return errs.New(errs.ErrArgument, "an index of %d bytes, at most %d can be read: write shards or larger chunks",
+			l.index, tensor.MaxIndex)
 	}
 	l.Chunks = make([]tensor.Chunk, chunks)
 	for i := range l.Tensors {
@@ -280,14 +285,14 @@ func (l *Layout) Place(c int, stored uint32) (off int64, err error) {
 		}
 		t.Stored = l.pos - t.Off
 		l.at++
-		l.skip()
+		l.skipPlain()
 	}
 	return ch.Off, nil
 }
 
-// skip sets the offsets of the tensors without chunks before the next chunk, and
+// skipPlain sets the offsets of the tensors without chunks before the next chunk, and
 // that of the tensor of the next chunk.
-func (l *Layout) skip() {
+func (l *Layout) skipPlain() {
 	for ; l.at < len(l.Tensors); l.at++ {
 		l.Tensors[l.at].Off = l.pos
 		if l.Tensors[l.at].Count > 0 {
@@ -296,9 +301,9 @@ func (l *Layout) skip() {
 	}
 }
 
-// entries returns the tensors as entries of the safetensors header, with the
+// headerEntries returns the tensors as entries of the safetensors header, with the
 // stored sizes as far as they are known.
-func (l *Layout) entries() []safetensors.Entry {
+func (l *Layout) headerEntries() []safetensors.Entry {
 	out := make([]safetensors.Entry, 0, len(l.Tensors)+1)
 	out = append(out, safetensors.Entry{Name: IndexName, DType: tensor.U8, Shape: []int64{l.index}, End: l.index})
 	end := l.index
@@ -327,15 +332,16 @@ func (l *Layout) Seal(known tensor.Known) (front []byte, size int64, err error) 
 			l.Tensors[i].Hash = l.Tensors[a].Hash
 		}
 	}
-	l.metadata[MetadataKey] = mark(l.Origin, features(l.Tensors, l.Chunks), l.Digests, l.empty)
-	front, err = safetensors.AppendHeader(make([]byte, 0, l.Start()), l.metadata, l.entries(), int(l.header))
+	l.metadata[MetadataKey] = markOf(l.Origin, featuresOf(l.Tensors, l.Chunks), l.Digests, l.empty)
+	front, err = safetensors.AppendHeader(make([]byte, 0, l.Start()), l.metadata, l.headerEntries(), int(l.header))
 	if err != nil {
 		return nil, 0, err
 	}
 	if int64(len(front)) != l.header {
 		return nil, 0, errs.New(errs.ErrEngine, "header of %d bytes in room for %d", len(front), l.header)
 	}
-	ix := tensor.Index{Sources: []tensor.Source{{Size: l.pos, Data: l.header, Format: tensor.FormatOverwire}}, Tensors: l.Tensors, Chunks: l.Chunks}
+	ix := tensor.Index{Sources: []tensor.Source{{Size: l.pos, Data: l.header, Format: tensor.FormatOverwire}},
+		Tensors: l.Tensors, Chunks: l.Chunks}
 	if err := ix.Validate(known); err != nil {
 		return nil, 0, errs.New(errs.ErrEngine, "about to write what no reader takes: %v", err)
 	}

@@ -154,7 +154,7 @@ func TestDigests(t *testing.T) {
 		for i := range sums {
 			sums[i] = digest.Sum{High: r.Uint64(), Low: r.Uint64()}
 		}
-		text := mark(&Origin{Size: 8, Header: "x"}, 0, Digests(sums), false)
+		text := markOf(&Origin{Size: 8, Header: "x"}, 0, Digests(sums), false)
 		for other := range n + 3 {
 			got, err := ReadDigests(text, other)
 			switch {
@@ -193,7 +193,7 @@ func deltaFile(t *testing.T, features uint64, tensors, chunks, dims int) (head, 
 	}
 	blob = appendFrame(nil, 0, features, tensors, chunks, dims, head)
 	blob = append(blob, make([]byte, 64*tensors+32*chunks+8*dims)...)
-	return head, trailer(blob, 0), &parsed
+	return head, appendTrailer(blob, 0), &parsed
 }
 
 // A file of deltas is known by its feature bit: no model is taken for one, and it is taken

@@ -63,7 +63,8 @@ func ReadOrigin(mark string) (*Origin, error) {
 // file can have. uri is the container's, for errors.
 func (o *Origin) Front(uri string) ([]byte, safetensors.Header, error) {
 	bad := func(err error) ([]byte, safetensors.Header, error) {
-		return nil, safetensors.Header{}, errs.In("index", uri, errs.New(errs.ErrFormat, "the header of its origin: %v", err))
+		return nil, safetensors.Header{}, errs.In("index", uri,
+			errs.New(errs.ErrFormat, "the header of its origin: %v", err))
 	}
 	deflated, err := base64.StdEncoding.DecodeString(o.Header)
 	if err != nil {

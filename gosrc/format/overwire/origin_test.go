@@ -54,11 +54,11 @@ func FuzzOrigin(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
-	good := mark(NewOrigin(head, int64(len(head))+3), 0, "", false)
+	good := markOf(NewOrigin(head, int64(len(head))+3), 0, "", false)
 	f.Add(good, []byte{}, uint32(0))
-	f.Add(mark(nil, 0, "", false), []byte{1}, uint32(1))
+	f.Add(markOf(nil, 0, "", false), []byte{1}, uint32(1))
 	f.Add(strings.Replace(good, `"size":`, `"size":-`, 1), []byte(nil), uint32(2))
-	f.Add(mark(&Origin{Size: 1 << 50, SHA256: Pending, Header: "7cEBAQ=="}, 0, "", false), head, uint32(3))
+	f.Add(markOf(&Origin{Size: 1 << 50, SHA256: Pending, Header: "7cEBAQ=="}, 0, "", false), head, uint32(3))
 	f.Fuzz(func(t *testing.T, text string, change []byte, at uint32) {
 		o, err := ReadOrigin(text)
 		if err == nil && o != nil && len(change) > 0 { // behind the base64
@@ -94,7 +94,7 @@ func FuzzOrigin(f *testing.F) {
 func TestOriginAgain(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	for _, o := range []*Origin{nil, {Size: 8}, {Size: 1<<63 - 1, SHA256: Pending, Header: base64.StdEncoding.EncodeToString([]byte{byte(r.Uint32()), 255, 254})}} {
-		text := mark(o, 0, "", false)
+		text := markOf(o, 0, "", false)
 		got, err := ReadOrigin(text)
 		if err != nil || (got == nil) != (o == nil) || o != nil && *got != *o {
 			t.Errorf("%s: %v, %v", text, got, err)
@@ -103,7 +103,7 @@ func TestOriginAgain(t *testing.T) {
 			t.Errorf("no JSON: %s", text)
 		}
 	}
-	if got := mark(nil, 0, "", false); got != `{"format":"1.0","index":"overwire.index","note":"`+note+`"}` {
+	if got := markOf(nil, 0, "", false); got != `{"format":"1.0","index":"overwire.index","note":"`+note+`"}` {
 		t.Errorf("a container without an origin says %s", got)
 	}
 }

@@ -68,8 +68,8 @@ const (
 	featuresKnown = featureWide | featurePlanes
 )
 
-// features are the critical features that the chunks of a file need.
-func features(ts []tensor.Tensor, chunks []tensor.Chunk) (need uint64) {
+// featuresOf are the critical features that the chunks of a file need.
+func featuresOf(ts []tensor.Tensor, chunks []tensor.Chunk) (need uint64) {
 	for i := range ts {
 		t := &ts[i]
 		for _, c := range chunks[t.First : t.First+t.Count] {
@@ -84,9 +84,9 @@ func features(ts []tensor.Tensor, chunks []tensor.Chunk) (need uint64) {
 	return need
 }
 
-// minor is the smallest minor version of a file with the given origin, features and
+// minorVersion is the smallest minor version of a file with the given origin, features and
 // digests.
-func minor(o *Origin, features uint64, digests string) int {
+func minorVersion(o *Origin, features uint64, digests string) int {
 	switch {
 	case digests != "":
 		return 3
@@ -102,13 +102,13 @@ func minor(o *Origin, features uint64, digests string) int {
 // tensors of bytes in it. Readers ignore it.
 const note = "compressed by overwire; to read it: pip install overwire; to have plain safetensors: overwire decompress"
 
-// mark is the value of the metadata entry. empty says that the user's metadata are there and
+// markOf is the value of the metadata entry. empty says that the user's metadata are there and
 // empty, not absent.
-func mark(o *Origin, features uint64, digests string, empty bool) string {
-	return marked(minor(o, features, digests), note, o, digests, empty)
+func markOf(o *Origin, features uint64, digests string, empty bool) string {
+	return encodeMark(minorVersion(o, features, digests), note, o, digests, empty)
 }
 
-func marked(minor int, note string, o *Origin, digests string, empty bool) string {
+func encodeMark(minor int, note string, o *Origin, digests string, empty bool) string {
 	var metadata *struct{}
 	if empty {
 		metadata = &struct{}{}
@@ -176,7 +176,8 @@ func Is(h *safetensors.Header) (bool, error) {
 		return false, errs.New(errs.ErrCorrupt, "metadata entry %q: format %q", MetadataKey, m.Format)
 	}
 	if major64 != Major {
-		return false, errs.New(errs.ErrNotSupported, "format %s, this overwire reads %d: %s", m.Format, Major, remedy(major64))
+		return false, errs.New(errs.ErrNotSupported, "format %s, this overwire reads %d: %s", m.Format, Major,
+			remedyFor(major64))
 	}
 	if m.Index != IndexName || !indexed {
 		return false, errs.New(errs.ErrCorrupt, "the index %q is not there", m.Index)
@@ -184,8 +185,8 @@ func Is(h *safetensors.Header) (bool, error) {
 	return true, nil
 }
 
-// remedy says what to do about a file of another major version.
-func remedy(major uint64) string {
+// remedyFor says what to do about a file of another major version.
+func remedyFor(major uint64) string {
 	if major < Major {
 		return "it is a draft of before the first release; compress the model again"
 	}
@@ -212,7 +213,7 @@ type record struct {
 	alias      uint32
 }
 
-func (r *record) append(dst []byte) []byte {
+func (r *record) appendRecord(dst []byte) []byte {
 	dst = append(dst, byte(r.dtype), byte(r.rank), r.layout, r.parts)
 	dst = le.AppendUint32(dst, r.chunkBytes)
 	dst = le.AppendUint64(dst, r.bytes)
@@ -224,7 +225,7 @@ func (r *record) append(dst []byte) []byte {
 	return append(dst, make([]byte, 12)...)
 }
 
-func (r *record) read(b []byte) {
+func (r *record) readRecord(b []byte) {
 	*r = record{
 		dtype: tensor.DType(b[0]), rank: int(b[1]), layout: b[2], parts: b[3],
 		chunkBytes: le.Uint32(b[4:]), bytes: le.Uint64(b[8:]), stored: le.Uint64(b[16:]),
@@ -240,9 +241,9 @@ func Append(dst []byte, ts []tensor.Tensor, chunks []tensor.Chunk, head []byte, 
 	for i := range ts {
 		dims += len(ts[i].Shape)
 	}
-	need := features(ts, chunks)
+	need := featuresOf(ts, chunks)
 	start := len(dst)
-	dst = appendFrame(dst, minor(o, need, digests), need, len(ts), len(chunks), dims, head)
+	dst = appendFrame(dst, minorVersion(o, need, digests), need, len(ts), len(chunks), dims, head)
 	for i := range ts {
 		for _, d := range ts[i].Shape {
 			dst = le.AppendUint64(dst, uint64(d))
@@ -250,8 +251,9 @@ func Append(dst []byte, ts []tensor.Tensor, chunks []tensor.Chunk, head []byte, 
 	}
 	for i := range ts {
 		t := &ts[i]
-		r := record{dtype: t.DType, rank: len(t.Shape), layout: layoutChunks, parts: max(1, t.Parts), chunkBytes: t.ChunkBytes,
-			bytes: uint64(t.Bytes), stored: uint64(t.Stored), first: uint32(t.First), count: uint32(t.Count),
+		r := record{dtype: t.DType, rank: len(t.Shape), layout: layoutChunks, parts: max(1, t.Parts),
+			chunkBytes: t.ChunkBytes,
+			bytes:      uint64(t.Bytes), stored: uint64(t.Stored), first: uint32(t.First), count: uint32(t.Count),
 			hash: t.Hash, alias: noAlias}
 		switch {
 		case t.Alias >= 0:
@@ -259,7 +261,7 @@ func Append(dst []byte, ts []tensor.Tensor, chunks []tensor.Chunk, head []byte, 
 		case t.Plain:
 			r.layout = layoutPlain
 		}
-		dst = r.append(dst)
+		dst = r.appendRecord(dst)
 	}
 	for i := range chunks {
 		c := &chunks[i]
@@ -271,7 +273,7 @@ func Append(dst []byte, ts []tensor.Tensor, chunks []tensor.Chunk, head []byte, 
 		dst = le.AppendUint16(dst, c.SegTiles)
 		dst = append(dst, 0, 0, 0, 0, 0, 0)
 	}
-	return trailer(dst, start)
+	return appendTrailer(dst, start)
 }
 
 // appendFrame appends the header of an index.
@@ -290,8 +292,8 @@ func appendFrame(dst []byte, minor int, features uint64, tensors, chunks, dims i
 	return append(dst, make([]byte, 20)...)
 }
 
-// trailer appends the trailer of an index that begins at start.
-func trailer(dst []byte, start int) []byte {
+// appendTrailer appends the trailer of an index that begins at start.
+func appendTrailer(dst []byte, start int) []byte {
 	dst = le.AppendUint32(dst, crc32.Checksum(dst[start:], castagnoli))
 	return append(dst, make([]byte, start+int(le.Uint64(dst[start+32:]))-len(dst))...)
 }

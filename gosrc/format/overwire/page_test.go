@@ -149,7 +149,7 @@ func pageRules(ts []pageTensor, cs []pageChunk, h *safetensors.Header) error {
 			}
 			continue
 		}
-		if err := t.grid(cs); err != nil {
+		if err := t.setGrid(cs); err != nil {
 			return err
 		}
 		next += t.count
@@ -160,8 +160,8 @@ func pageRules(ts []pageTensor, cs []pageChunk, h *safetensors.Header) error {
 	return nil
 }
 
-// grid compares the chunks of a tensor with bytes: their number, sizes and places.
-func (t *pageTensor) grid(cs []pageChunk) error {
+// setGrid compares the chunks of a tensor with bytes: their number, sizes and places.
+func (t *pageTensor) setGrid(cs []pageChunk) error {
 	if t.chunkBytes == 0 || t.chunkBytes%4096 != 0 || t.chunkBytes > 16<<20 || t.parts != 1 && t.parts != 2 && t.parts != 4 && t.parts != 8 || t.layout == 1 && t.parts != 1 {
 		return forbidden()
 	}

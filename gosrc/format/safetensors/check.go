@@ -11,10 +11,10 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// check checks the parsed tensors against the rules of the format, in the order of
+// checkTensors checks the parsed tensors against the rules of the format, in the order of
 // the safetensors library, and sets their final order and offsets.
-func (h *Header) check(uri string, size int64, opt Options) error {
-	if err := h.unique(uri, opt); err != nil {
+func (h *Header) checkTensors(uri string, size int64, opt Options) error {
+	if err := h.checkUnique(uri, opt); err != nil {
 		return err
 	}
 	order := func(a, b *tensor.Tensor) int {
@@ -47,40 +47,42 @@ func (h *Header) check(uri string, size int64, opt Options) error {
 		t := &ts[i] // Off is the begin, Stored the end minus begin, as the header says
 		at := h.Data + t.Off
 		if t.Off != end || t.Stored < 0 {
-			return located(uri, t.Name, at, errs.New(errs.ErrFormat,
-				"InvalidOffset: bytes [%d, %d) of the data section, expected to begin at %d", t.Off, t.Off+t.Stored, end))
+			return locateError(uri, t.Name, at, errs.New(errs.ErrFormat,
+				"InvalidOffset: bytes [%d, %d) of the data section, expected to begin at %d", t.Off, t.Off+t.Stored,
+				end))
 		}
 		end += t.Stored
 		bytes, err := tensor.Size(t.DType, t.Shape)
 		if err != nil {
-			return located(uri, t.Name, at, err)
+			return locateError(uri, t.Name, at, err)
 		}
 		if bytes != t.Stored {
-			return located(uri, t.Name, at, errs.New(errs.ErrFormat,
+			return locateError(uri, t.Name, at, errs.New(errs.ErrFormat,
 				"TensorInvalidInfo: %d bytes for shape %v of %v, which take %d", t.Stored, t.Shape, t.DType, bytes))
 		}
 		t.Off, t.Bytes = at, bytes
 	}
 	have := size - h.Data // not negative: Length checked it
 	if end > have {
-		return located(uri, "", size, errs.New(errs.ErrCorrupt,
-			"MetadataIncompleteBuffer: truncated, the file has %d bytes of %d: copy or fetch it again", size, uint64(h.Data)+uint64(end)))
+		return locateError(uri, "", size, errs.New(errs.ErrCorrupt,
+			"MetadataIncompleteBuffer: truncated, the file has %d bytes of %d: copy or fetch it again", size,
+			uint64(h.Data)+uint64(end)))
 	}
 	if end < have && !opt.Lenient {
-		return located(uri, "", h.Data+end, errs.New(errs.ErrFormat,
+		return locateError(uri, "", h.Data+end, errs.New(errs.ErrFormat,
 			"MetadataIncompleteBuffer: %d bytes after the last tensor", have-end))
 	}
 	return nil
 }
 
-// unique refuses two tensors of one name, or keeps the last of each.
-func (h *Header) unique(uri string, opt Options) error {
+// checkUnique refuses two tensors of one name, or keeps the last of each.
+func (h *Header) checkUnique(uri string, opt Options) error {
 	i := tensor.Duplicate(h.Tensors)
 	if i < 0 {
 		return nil
 	}
 	if !opt.Lenient {
-		return located(uri, h.Tensors[i].Name, -1, errs.New(errs.ErrFormat,
+		return locateError(uri, h.Tensors[i].Name, -1, errs.New(errs.ErrFormat,
 			"InvalidHeaderDeserialization: two tensors have this name"))
 	}
 	last := make(map[string]int, len(h.Tensors))

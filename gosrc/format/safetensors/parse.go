@@ -25,7 +25,7 @@ type parser struct {
 	dims     []int64
 }
 
-func (p *parser) header() error {
+func (p *parser) parseHeader() error {
 	if i := invalidUTF8(p.b[p.p:]); i >= 0 {
 		p.bad = p.p + i
 		return errs.New(errs.ErrFormat, "InvalidHeader: not UTF-8")
@@ -33,13 +33,13 @@ func (p *parser) header() error {
 	// One closing brace per tensor, and at most as many as the header has space for.
 	body := p.b[p.p:]
 	p.tensors = make([]tensor.Tensor, 0, min(bytes.Count(body, []byte{'}'}), len(body)/minEntry+1))
-	for more := p.open('{', '}'); more; more = p.more('}') {
-		if !p.member() {
+	for more := p.openList('{', '}'); more; more = p.hasMore('}') {
+		if !p.parseMember() {
 			break
 		}
 	}
 	if p.err == nil && (p.space() != 0 || p.p < len(p.b)) {
-		p.fail("bytes after the header's object")
+		p.failWith("bytes after the header's object")
 	}
 	return p.err
 }
@@ -58,25 +58,25 @@ func invalidUTF8(b []byte) int {
 	return -1
 }
 
-// member reads a name and its value.
-func (p *parser) member() bool {
-	name, ok := p.string()
+// parseMember reads a name and its value.
+func (p *parser) parseMember() bool {
+	name, ok := p.readString()
 	if !ok {
 		return false
 	}
 	if string(name) == MetadataKey {
-		return p.take(':') && p.meta()
+		return p.takeByte(':') && p.parseMetadata()
 	}
-	p.tensor = p.intern(name)
-	if !p.take(':') || !p.entry() {
+	p.tensor = p.internName(name)
+	if !p.takeByte(':') || !p.parseEntry() {
 		return false
 	}
 	p.tensor = ""
 	return true
 }
 
-// intern copies a name into a block.
-func (p *parser) intern(name []byte) string {
+// internName copies a name into a block.
+func (p *parser) internName(name []byte) string {
 	if p.names.Cap()-p.names.Len() < len(name) {
 		// The rest of the header bounds the rest of the names.
 		p.names = strings.Builder{}
@@ -100,53 +100,53 @@ func (p *parser) shape(dims []int64) []int64 {
 	return p.dims[from:len(p.dims):len(p.dims)]
 }
 
-// meta reads the value of "__metadata__": an object of strings, or null, which
+// parseMetadata reads the value of "__metadata__": an object of strings, or null, which
 // means none.
-func (p *parser) meta() bool {
+func (p *parser) parseMetadata() bool {
 	if p.said && !p.lenient {
-		return p.fail("duplicate field `%s`", MetadataKey)
+		return p.failWith("duplicate field `%s`", MetadataKey)
 	}
 	p.said, p.metadata = true, nil
 	if c := p.space(); c == 'n' || c != '{' && p.lenient {
 		from := p.p
-		if !p.skip(2) {
+		if !p.skipValue(2) {
 			return false
 		}
 		if p.lenient || string(p.b[from:p.p]) == "null" {
 			return true
 		}
-		return p.fail("metadata is no object")
+		return p.failWith("metadata is no object")
 	}
 	p.metadata = map[string]string{}
-	for more := p.open('{', '}'); more; more = p.more('}') {
-		raw, ok := p.string()
+	for more := p.openList('{', '}'); more; more = p.hasMore('}') {
+		raw, ok := p.readString()
 		if !ok {
 			return false
 		}
 		key := string(raw)
 		if _, twice := p.metadata[key]; twice && !p.lenient {
-			return p.fail("duplicate metadata key %q", key)
+			return p.failWith("duplicate metadata key %q", key)
 		}
-		if !p.take(':') {
+		if !p.takeByte(':') {
 			return false
 		}
 		switch c := p.space(); {
 		case c == '"':
-			if raw, ok = p.string(); !ok {
+			if raw, ok = p.readString(); !ok {
 				return false
 			}
 			p.metadata[key] = string(raw)
 		case p.lenient:
 			from := p.p
-			if !p.skip(3) {
+			if !p.skipValue(3) {
 				return false
 			}
 			p.metadata[key] = string(p.b[from:p.p])
 		default:
-			return p.fail("metadata %q is no string", key)
+			return p.failWith("metadata %q is no string", key)
 		}
 		if len(p.metadata) > maxMetadata {
-			return p.fail("more than %d entries of metadata", maxMetadata)
+			return p.failWith("more than %d entries of metadata", maxMetadata)
 		}
 	}
 	return p.err == nil
@@ -159,15 +159,15 @@ const (
 	hasOffsets
 )
 
-// entry reads one tensor. It sets Off and Stored from data_offsets, relative to the
+// parseEntry reads one tensor. It sets Off and Stored from data_offsets, relative to the
 // data section; check checks them.
-func (p *parser) entry() bool {
+func (p *parser) parseEntry() bool {
 	t := tensor.Tensor{Name: p.tensor, Alias: -1, Plain: true}
 	seen, base := 0, len(p.keys)
-	for more := p.open('{', '}'); more; more = p.more('}') {
+	for more := p.openList('{', '}'); more; more = p.hasMore('}') {
 		p.space()
 		lo := p.p
-		key, ok := p.string()
+		key, ok := p.readString()
 		if !ok {
 			return false
 		}
@@ -183,10 +183,10 @@ func (p *parser) entry() bool {
 			p.keys = append(p.keys, span{uint32(lo), uint32(p.p)})
 		}
 		if seen&field != 0 && !p.lenient {
-			return p.fail("duplicate field `%s`", key)
+			return p.failWith("duplicate field `%s`", key)
 		}
 		seen |= field
-		if !p.take(':') {
+		if !p.takeByte(':') {
 			return false
 		}
 		switch field {
@@ -195,21 +195,21 @@ func (p *parser) entry() bool {
 		case hasShape:
 			ok = p.readShape(&t)
 		case hasOffsets:
-			ok = p.offsets(&t)
+			ok = p.parseOffsets(&t)
 		default:
-			ok = p.skip(3)
+			ok = p.skipValue(3)
 		}
 		if !ok {
 			return false
 		}
 	}
-	if p.err != nil || !p.distinct(base) {
+	if p.err != nil || !p.checkDistinct(base) {
 		return false
 	}
 	if seen != hasDType|hasShape|hasOffsets {
 		for i, name := range []string{"dtype", "shape", "data_offsets"} {
 			if seen&(1<<i) == 0 {
-				return p.fail("missing field `%s`", name)
+				return p.failWith("missing field `%s`", name)
 			}
 		}
 	}
@@ -218,12 +218,12 @@ func (p *parser) entry() bool {
 }
 
 func (p *parser) dtype(t *tensor.Tensor) bool {
-	name, ok := p.string()
+	name, ok := p.readString()
 	if !ok {
 		return false
 	}
 	if t.DType, ok = tensor.ParseDType(string(name)); !ok {
-		return p.fail("unknown dtype %q", name)
+		return p.failWith("unknown dtype %q", name)
 	}
 	return true
 }
@@ -231,18 +231,18 @@ func (p *parser) dtype(t *tensor.Tensor) bool {
 func (p *parser) readShape(t *tensor.Tensor) bool {
 	var dims [tensor.MaxRank]int64
 	n := 0
-	for more := p.open('[', ']'); more; more = p.more(']') {
-		d, over, ok := p.unsigned()
+	for more := p.openList('[', ']'); more; more = p.hasMore(']') {
+		d, over, ok := p.readUnsigned()
 		if !ok {
 			return false
 		}
 		if over {
-			p.fail("a dimension over 2^63")
+			p.failWith("a dimension over 2^63")
 			p.err = errs.New(errs.ErrFormat, "ValidationOverflow: a dimension over 2^63")
 			return false
 		}
 		if n == len(dims) {
-			return p.fail("rank over %d", len(dims))
+			return p.failWith("rank over %d", len(dims))
 		}
 		dims[n] = d
 		n++
@@ -251,20 +251,20 @@ func (p *parser) readShape(t *tensor.Tensor) bool {
 	return p.err == nil
 }
 
-func (p *parser) offsets(t *tensor.Tensor) bool {
-	if !p.take('[') {
+func (p *parser) parseOffsets(t *tensor.Tensor) bool {
+	if !p.takeByte('[') {
 		return false
 	}
-	begin, over1, ok := p.unsigned()
-	if !ok || !p.take(',') {
+	begin, over1, ok := p.readUnsigned()
+	if !ok || !p.takeByte(',') {
 		return false
 	}
-	end, over2, ok := p.unsigned()
-	if !ok || !p.take(']') {
+	end, over2, ok := p.readUnsigned()
+	if !ok || !p.takeByte(']') {
 		return false
 	}
 	if over1 || over2 {
-		p.fail("an offset over 2^63")
+		p.failWith("an offset over 2^63")
 		p.err = errs.New(errs.ErrFormat, "InvalidOffset: an offset over 2^63")
 		return false
 	}

@@ -78,7 +78,7 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 func Read(ctx context.Context, src source.Source, opt Options) (Header, error) {
 	buf, err := source.Head(ctx, src)
 	if err != nil {
-		return Header{}, located(src.URI(), "", 0, err)
+		return Header{}, locateError(src.URI(), "", 0, err)
 	}
 	return ReadOn(ctx, src, buf, opt)
 }
@@ -88,13 +88,13 @@ func ReadOn(ctx context.Context, src source.Source, buf []byte, opt Options) (He
 	size := src.Size()
 	n, err := Length(buf, size)
 	if err != nil {
-		return Header{}, located(src.URI(), "", 0, err)
+		return Header{}, locateError(src.URI(), "", 0, err)
 	}
 	if need := 8 + n; need > int64(len(buf)) {
 		whole := make([]byte, need)
 		had := copy(whole, buf)
 		if err := src.ReadAt(ctx, whole[had:], int64(had)); err != nil {
-			return Header{}, located(src.URI(), "", int64(had), err)
+			return Header{}, locateError(src.URI(), "", int64(had), err)
 		}
 		buf = whole
 	}
@@ -124,7 +124,8 @@ func Length(head []byte, size int64) (int64, error) {
 		if len(head) > 8 && (head[8] == '{' || isSpace(head[8])) {
 			class = errs.ErrCorrupt // it begins as a header does
 		}
-		return 0, errs.New(class, "InvalidHeaderLength: truncated, the header takes %d bytes and the file has %d: copy or fetch it again", 8+n, size)
+		return 0, errs.New(class, "InvalidHeaderLength: truncated, the header takes %d bytes and the file has %d: "+
+			"copy or fetch it again", 8+n, size)
 	}
 	return int64(n), nil
 }
@@ -134,20 +135,24 @@ func Length(head []byte, size int64) (int64, error) {
 func notOurs(head []byte) string {
 	const convert = "load it with the library that wrote it, and save its tensors with overwire.save_file"
 	for _, m := range []struct{ magic, what, do string }{
-		{"PK\x03\x04", "a zip archive, as torch.save and numpy.savez write", "`overwire convert` (overwire.convert) reads those of torch.save; load others with what wrote them"},
+		{"PK\x03\x04", "a zip archive, as torch.save and numpy.savez write",
+			"`overwire convert` (overwire.convert) reads those of torch.save; load others with what wrote them"},
 		{"\x80\x02", "a pickle", convert}, {"\x80\x04", "a pickle", convert}, {"\x80\x05", "a pickle", convert},
-		{"GGUF", "a GGUF file", "of its quantised blocks coding would take off 5 to 10 %, so that overwire lists them and does not store them: keep it as it is"},
+		{"GGUF", "a GGUF file", "of its quantised blocks coding would take off 5 to 10 %, so that overwire lists " +
+			"them and does not store them: keep it as it is"},
 		{"\x93NUMPY", "a .npy file", convert}, {"\x89HDF", "an HDF5 file", convert},
 		{"\x1f\x8b", "a gzip file", "gunzip it first"},
 		{"version ", "a Git LFS pointer", "get the file itself by git lfs pull"},
-		{"<!DOCTYP", "a web page", "check the URL that it came from"}, {"<html", "a web page", "check the URL that it came from"},
+		{"<!DOCTYP", "a web page", "check the URL that it came from"},
+		{"<html", "a web page", "check the URL that it came from"},
 		{"{", "JSON", "name the .safetensors file; an index of shards must be called *.index.json"},
 	} {
 		if strings.HasPrefix(string(head), m.magic) {
 			return "not a safetensors file but " + m.what + ": " + m.do
 		}
 	}
-	if text := len(head) > 0 && utf8.Valid(head[:min(len(head), 8)]) && !bytes.ContainsFunc(head[:min(len(head), 8)], unicode.IsControl); text {
+	if text := len(head) > 0 && utf8.Valid(head[:min(len(head), 8)]) &&
+		!bytes.ContainsFunc(head[:min(len(head), 8)], unicode.IsControl); text {
 		return "not a safetensors file but text: check the path, or the URL that it came from"
 	}
 	return "not a safetensors file: " + convert
@@ -161,17 +166,17 @@ func Parse(uri string, head []byte, size int64, opt Options) (Header, error) {
 		err = errs.New(errs.ErrArgument, "%d bytes of a header of %d", len(head), 8+n)
 	}
 	if err != nil {
-		return Header{}, located(uri, "", 0, err)
+		return Header{}, locateError(uri, "", 0, err)
 	}
 	p := parser{scanner: scanner{b: head, p: 8, lenient: opt.Lenient}, data: 8 + n}
-	if err := p.header(); err != nil {
-		return Header{}, located(uri, p.tensor, int64(p.bad), err)
+	if err := p.parseHeader(); err != nil {
+		return Header{}, locateError(uri, p.tensor, int64(p.bad), err)
 	}
 	h := Header{Tensors: p.tensors, Metadata: p.metadata, Data: p.data, Sum: crc32.Checksum(head, castagnoli)}
-	return h, h.check(uri, size, opt)
+	return h, h.checkTensors(uri, size, opt)
 }
 
-// located adds the place to an error that has none.
-func located(uri, name string, off int64, err error) error {
+// locateError adds the place to an error that has none.
+func locateError(uri, name string, off int64, err error) error {
 	return errs.Place("index", uri, name, off, err)
 }

@@ -29,8 +29,8 @@ type scanner struct {
 
 type span struct{ lo, hi uint32 } // in b; headers are under 2^32
 
-// fail notes the first reason and returns false.
-func (s *scanner) fail(format string, args ...any) bool {
+// failWith notes the first reason and returns false.
+func (s *scanner) failWith(format string, args ...any) bool {
 	if s.err == nil {
 		s.bad = min(s.p, len(s.b))
 		s.err = errs.New(errs.ErrFormat, "InvalidHeaderDeserialization: %s", fmt.Sprintf(format, args...))
@@ -51,39 +51,39 @@ func (s *scanner) space() byte {
 	return 0
 }
 
-// take skips white space and then c.
-func (s *scanner) take(c byte) bool {
+// takeByte skips white space and then c.
+func (s *scanner) takeByte(c byte) bool {
 	if s.p < len(s.b) && s.b[s.p] == c { // no white space, as known writers write
 		s.p++
 		return true
 	}
 	if s.space() != c || s.p == len(s.b) {
-		return s.fail("expected %q", c)
+		return s.failWith("expected %q", c)
 	}
 	s.p++
 	return true
 }
 
-// more reads on after a member of a list that ends with end. It returns true if
+// hasMore reads on after a member of a list that ends with end. It returns true if
 // another member follows, false at the end, and false with err set otherwise.
-func (s *scanner) more(end byte) bool {
+func (s *scanner) hasMore(end byte) bool {
 	switch c := s.space(); {
 	case c == ',' && s.p < len(s.b):
 		s.p++
 		if s.space() == end {
-			return s.fail("trailing comma")
+			return s.failWith("trailing comma")
 		}
 		return true
 	case c == end && s.p < len(s.b):
 		s.p++
 		return false
 	}
-	return s.fail("expected ',' or %q", end)
+	return s.failWith("expected ',' or %q", end)
 }
 
-// open reads the byte that begins a list, and reports whether it has members.
-func (s *scanner) open(begin, end byte) bool {
-	if !s.take(begin) {
+// openList reads the byte that begins a list, and reports whether it has members.
+func (s *scanner) openList(begin, end byte) bool {
+	if !s.takeByte(begin) {
 		return false
 	}
 	if s.space() == end && s.p < len(s.b) {
@@ -93,13 +93,13 @@ func (s *scanner) open(begin, end byte) bool {
 	return true
 }
 
-// string reads a string. The result is valid until the next call.
-func (s *scanner) string() ([]byte, bool) {
-	if !s.take('"') {
+// readString reads a string. The result is valid until the next call.
+func (s *scanner) readString() ([]byte, bool) {
+	if !s.takeByte('"') {
 		return nil, false
 	}
 	start := s.p
-	s.plain()
+	s.skipPlain()
 	if s.p < len(s.b) && s.b[s.p] == '"' {
 		s.p++
 		return s.b[start : s.p-1], true
@@ -111,21 +111,21 @@ func (s *scanner) string() ([]byte, bool) {
 			s.p++
 			return s.scratch, true
 		case c != '\\':
-			return nil, s.fail("control character in a string")
+			return nil, s.failWith("control character in a string")
 		}
-		if !s.escape() {
+		if !s.readEscape() {
 			return nil, false
 		}
 		from := s.p
-		s.plain()
+		s.skipPlain()
 		s.scratch = append(s.scratch, s.b[from:s.p]...)
 	}
-	return nil, s.fail("string without end")
+	return nil, s.failWith("string without end")
 }
 
-// plain skips to the next quote, backslash or control character, eight bytes
+// skipPlain skips to the next quote, backslash or control character, eight bytes
 // at a time.
-func (s *scanner) plain() {
+func (s *scanner) skipPlain() {
 	const ones, highs = 0x0101010101010101, 0x8080808080808080
 	for s.p+8 <= len(s.b) {
 		x := binary.LittleEndian.Uint64(s.b[s.p:])
@@ -143,10 +143,10 @@ func (s *scanner) plain() {
 	}
 }
 
-// escape reads one escape, which begins with the backslash at p.
-func (s *scanner) escape() bool {
+// readEscape reads one escape, which begins with the backslash at p.
+func (s *scanner) readEscape() bool {
 	if s.p+2 > len(s.b) {
-		return s.fail("string without end")
+		return s.failWith("string without end")
 	}
 	s.p += 2
 	const from, to = `"\/bfnrt`, "\"\\/\b\f\n\r\t"
@@ -156,44 +156,44 @@ func (s *scanner) escape() bool {
 		return true
 	}
 	if c != 'u' {
-		return s.fail("bad escape")
+		return s.failWith("bad escape")
 	}
-	r, ok := s.hex4()
+	r, ok := s.readHex4()
 	if !ok {
 		return false
 	}
 	if utf16.IsSurrogate(r) {
 		if s.p+2 > len(s.b) || s.b[s.p] != '\\' || s.b[s.p+1] != 'u' {
-			return s.fail("lone surrogate")
+			return s.failWith("lone surrogate")
 		}
 		s.p += 2
-		low, ok := s.hex4()
+		low, ok := s.readHex4()
 		if !ok {
 			return false
 		}
 		if r = utf16.DecodeRune(r, low); r == utf8.RuneError {
-			return s.fail("lone surrogate")
+			return s.failWith("lone surrogate")
 		}
 	}
 	s.scratch = utf8.AppendRune(s.scratch, r)
 	return true
 }
 
-func (s *scanner) hex4() (rune, bool) {
+func (s *scanner) readHex4() (rune, bool) {
 	if s.p+4 > len(s.b) {
-		return 0, s.fail("string without end")
+		return 0, s.failWith("string without end")
 	}
 	v, err := strconv.ParseUint(string(s.b[s.p:s.p+4]), 16, 16)
 	if err != nil || s.b[s.p] == '+' {
-		return 0, s.fail("bad escape")
+		return 0, s.failWith("bad escape")
 	}
 	s.p += 4
 	return rune(v), true
 }
 
-// unsigned reads a whole number without sign, point or exponent. over reports that
+// readUnsigned reads a whole number without sign, point or exponent. over reports that
 // it does not fit into an int64.
-func (s *scanner) unsigned() (v int64, over, ok bool) {
+func (s *scanner) readUnsigned() (v int64, over, ok bool) {
 	s.space()
 	start := s.p
 	for s.p < len(s.b) {
@@ -208,46 +208,46 @@ func (s *scanner) unsigned() (v int64, over, ok bool) {
 		s.p++
 	}
 	if s.p == start {
-		return 0, false, s.fail("expected an unsigned integer")
+		return 0, false, s.failWith("expected an unsigned integer")
 	}
 	if s.b[start] == '0' && s.p > start+1 {
-		return 0, false, s.fail("number with a leading zero")
+		return 0, false, s.failWith("number with a leading zero")
 	}
 	if s.p < len(s.b) && (s.b[s.p] == '.' || s.b[s.p]|0x20 == 'e') {
-		return 0, false, s.fail("expected an unsigned integer, not a float")
+		return 0, false, s.failWith("expected an unsigned integer, not a float")
 	}
 	return v, over, true
 }
 
-// skip reads and ignores any value at the given depth. It checks the value, also for
+// skipValue reads and ignores any value at the given depth. It checks the value, also for
 // duplicate keys (by their text, with escapes unresolved).
-func (s *scanner) skip(depth int) bool {
+func (s *scanner) skipValue(depth int) bool {
 	c := s.space()
 	switch {
 	case c == '{' || c == '[':
 		if depth > maxDepth {
-			return s.fail("nested too deeply")
+			return s.failWith("nested too deeply")
 		}
 		if c == '[' {
-			for more := s.open('[', ']'); more; more = s.more(']') {
-				if !s.skip(depth + 1) {
+			for more := s.openList('[', ']'); more; more = s.hasMore(']') {
+				if !s.skipValue(depth + 1) {
 					return false
 				}
 			}
 			return s.err == nil
 		}
 		base := len(s.keys)
-		for more := s.open('{', '}'); more; more = s.more('}') {
-			if _, ok := s.key(); !ok || !s.take(':') || !s.skip(depth+1) {
+		for more := s.openList('{', '}'); more; more = s.hasMore('}') {
+			if _, ok := s.readKey(); !ok || !s.takeByte(':') || !s.skipValue(depth+1) {
 				return false
 			}
 		}
-		return s.err == nil && s.distinct(base)
+		return s.err == nil && s.checkDistinct(base)
 	case c == '"':
-		_, ok := s.string()
+		_, ok := s.readString()
 		return ok
 	case c == '-' || c-'0' <= 9:
-		return s.number()
+		return s.skipNumber()
 	}
 	for _, word := range []string{"true", "false", "null"} {
 		if bytes.HasPrefix(s.b[s.p:], []byte(word)) {
@@ -255,22 +255,22 @@ func (s *scanner) skip(depth int) bool {
 			return true
 		}
 	}
-	return s.fail("expected a value")
+	return s.failWith("expected a value")
 }
 
-// key reads a key, as string does, and remembers it for distinct.
-func (s *scanner) key() ([]byte, bool) {
+// readKey reads a key, as string does, and remembers it for distinct.
+func (s *scanner) readKey() ([]byte, bool) {
 	s.space()
 	lo := s.p
-	key, ok := s.string()
+	key, ok := s.readString()
 	if ok {
 		s.keys = append(s.keys, span{uint32(lo), uint32(s.p)})
 	}
 	return key, ok
 }
 
-// distinct closes an ignored object, whose keys are those from base on.
-func (s *scanner) distinct(base int) bool {
+// checkDistinct closes an ignored object, whose keys are those from base on.
+func (s *scanner) checkDistinct(base int) bool {
 	keys := s.keys[base:]
 	s.keys = s.keys[:base]
 	if len(keys) < 2 || s.lenient {
@@ -280,14 +280,14 @@ func (s *scanner) distinct(base int) bool {
 	sort.Slice(keys, func(i, k int) bool { return bytes.Compare(text(i), text(k)) < 0 })
 	for i := 1; i < len(keys); i++ {
 		if bytes.Equal(text(i-1), text(i)) {
-			return s.fail("duplicate key %s", text(i))
+			return s.failWith("duplicate key %s", text(i))
 		}
 	}
 	return true
 }
 
-// number skips any JSON number that a float64 can hold.
-func (s *scanner) number() bool {
+// skipNumber skips any JSON number that a float64 can hold.
+func (s *scanner) skipNumber() bool {
 	start := s.p
 	digits := func() bool {
 		from := s.p
@@ -302,12 +302,12 @@ func (s *scanner) number() bool {
 	}
 	first := s.p
 	if !digits() || s.b[first] == '0' && s.p > first+1 {
-		return s.fail("invalid number")
+		return s.failWith("invalid number")
 	}
 	plain := s.p-start < 300
 	if at('.') {
 		if s.p++; !digits() {
-			return s.fail("invalid number")
+			return s.failWith("invalid number")
 		}
 	}
 	if at('e') {
@@ -316,14 +316,14 @@ func (s *scanner) number() bool {
 			s.p++
 		}
 		if !digits() {
-			return s.fail("invalid number")
+			return s.failWith("invalid number")
 		}
 	}
 	if plain {
 		return true
 	}
 	if _, err := strconv.ParseFloat(string(s.b[start:s.p]), 64); err != nil {
-		return s.fail("number out of range")
+		return s.failWith("number out of range")
 	}
 	return true
 }

@@ -36,14 +36,14 @@ type Weight struct {
 // no name may occur twice. Bad input is errs.ErrFormat.
 func ReadIndexJSON(uri string, b []byte) (Shards, error) {
 	if len(b) > tensor.MaxHeader {
-		return Shards{}, located(uri, "", 0, errs.New(errs.ErrFormat, "an index of %d bytes", len(b)))
+		return Shards{}, locateError(uri, "", 0, errs.New(errs.ErrFormat, "an index of %d bytes", len(b)))
 	}
 	r := shardReader{parser: parser{scanner: scanner{b: b}}, files: map[string]int{}, out: Shards{TotalSize: -1}}
 	if i := invalidUTF8(b); i >= 0 {
-		return Shards{}, located(uri, "", int64(i), errs.New(errs.ErrFormat, "not UTF-8"))
+		return Shards{}, locateError(uri, "", int64(i), errs.New(errs.ErrFormat, "not UTF-8"))
 	}
-	if !r.index() {
-		return Shards{}, located(uri, r.tensor, int64(r.bad), r.err)
+	if !r.readIndex() {
+		return Shards{}, locateError(uri, r.tensor, int64(r.bad), r.err)
 	}
 	out := r.out
 	// Sorted, so that the number of a source does not depend on the order in JSON.
@@ -67,88 +67,88 @@ type shardReader struct {
 	seen  map[string]struct{}
 }
 
-func (r *shardReader) index() bool {
+func (r *shardReader) readIndex() bool {
 	weights := false
 	base := len(r.keys)
-	for more := r.open('{', '}'); more; more = r.more('}') {
-		key, ok := r.key()
+	for more := r.openList('{', '}'); more; more = r.hasMore('}') {
+		key, ok := r.readKey()
 		if !ok {
 			return false
 		}
 		name := string(key)
-		if !r.take(':') {
+		if !r.takeByte(':') {
 			return false
 		}
 		switch name {
 		case "metadata":
-			ok = r.about()
+			ok = r.readMetadata()
 		case "weight_map":
 			if weights {
-				return r.fail("duplicate key %q", name)
+				return r.failWith("duplicate key %q", name)
 			}
-			weights, ok = true, r.weights()
+			weights, ok = true, r.readWeights()
 		default:
-			ok = r.skip(2)
+			ok = r.skipValue(2)
 		}
 		if !ok {
 			return false
 		}
 	}
-	if r.err != nil || !r.distinct(base) {
+	if r.err != nil || !r.checkDistinct(base) {
 		return false
 	}
 	if r.space() != 0 || r.p < len(r.b) {
-		return r.fail("bytes after the index's object")
+		return r.failWith("bytes after the index's object")
 	}
 	if !weights {
-		return r.fail("missing field `weight_map`")
+		return r.failWith("missing field `weight_map`")
 	}
 	return true
 }
 
-// about reads "metadata".
-func (r *shardReader) about() bool {
+// readMetadata reads "metadata".
+func (r *shardReader) readMetadata() bool {
 	if r.space() != '{' {
-		return r.skip(2) // null, as some exporters write
+		return r.skipValue(2) // null, as some exporters write
 	}
 	if r.out.Metadata != nil {
-		return r.fail("duplicate key \"metadata\"")
+		return r.failWith("duplicate key \"metadata\"")
 	}
 	r.out.Metadata = map[string]string{}
 	said := false
-	for more := r.open('{', '}'); more; more = r.more('}') {
-		key, ok := r.string()
+	for more := r.openList('{', '}'); more; more = r.hasMore('}') {
+		key, ok := r.readString()
 		if !ok {
 			return false
 		}
 		name := string(key)
 		if _, twice := r.out.Metadata[name]; twice || said && name == "total_size" {
-			return r.fail("duplicate key %q", name)
+			return r.failWith("duplicate key %q", name)
 		}
-		if !r.take(':') {
+		if !r.takeByte(':') {
 			return false
 		}
 		r.space()
 		from := r.p
-		if !r.skip(3) {
+		if !r.skipValue(3) {
 			return false
 		}
 		text := string(r.b[from:r.p])
 		if name == "total_size" {
-			said, r.out.TotalSize = true, total(text)
+			said, r.out.TotalSize = true, readTotal(text)
 		} else {
 			r.out.Metadata[name] = text
 		}
 		if len(r.out.Metadata) > maxMetadata {
-			return r.fail("more than %d entries of metadata", maxMetadata)
+			return r.failWith("more than %d entries of metadata", maxMetadata)
 		}
 	}
 	return r.err == nil
 }
 
-// total reads total_size, which some writers give as a float. It is information
+// readTotal reads total_size, which some writers give as a float. It is information
 // only: nothing is allocated by it.
-func total(text string) int64 {
+func readTotal(text string) int64 {
 	if n, err := strconv.ParseInt(text, 10, 64); err == nil && n >= 0 {
 		return n
 	}
@@ -158,22 +158,22 @@ func total(text string) int64 {
 	return -1
 }
 
-func (r *shardReader) weights() bool {
+func (r *shardReader) readWeights() bool {
 	r.seen = map[string]struct{}{}
-	for more := r.open('{', '}'); more; more = r.more('}') {
-		key, ok := r.string()
+	for more := r.openList('{', '}'); more; more = r.hasMore('}') {
+		key, ok := r.readString()
 		if !ok {
 			return false
 		}
-		r.tensor = r.intern(key)
+		r.tensor = r.internName(key)
 		r.seen[r.tensor] = struct{}{}
 		if len(r.seen) != len(r.out.Weights)+1 {
-			return r.fail("tensor named twice")
+			return r.failWith("tensor named twice")
 		}
-		if !r.take(':') {
+		if !r.takeByte(':') {
 			return false
 		}
-		file, ok := r.string()
+		file, ok := r.readString()
 		if !ok {
 			return false
 		}
@@ -183,7 +183,7 @@ func (r *shardReader) weights() bool {
 		n, known := r.files[string(file)]
 		if !known {
 			if why := notSibling(string(file)); why != "" {
-				return r.fail("file name %q %s", errs.RedactURI(string(file)), why)
+				return r.failWith("file name %q %s", errs.RedactURI(string(file)), why)
 			}
 			n = len(r.out.Files)
 			r.files[string(file)] = n
@@ -224,7 +224,7 @@ func (s *Shards) Select(ix *tensor.Index) (*tensor.Index, error) {
 	for _, w := range s.Weights {
 		i := find(w.File, w.Name)
 		if i < 0 {
-			return nil, located(ix.Sources[w.File].URI, w.Name, -1,
+			return nil, locateError(ix.Sources[w.File].URI, w.Name, -1,
 				errs.New(errs.ErrFormat, "the shards' index names a tensor that this file does not have"))
 		}
 		listed[i] = true

@@ -31,7 +31,7 @@ func Place(entries []Entry) (int64, error) {
 		e := &entries[i]
 		n, err := tensor.Size(e.DType, e.Shape)
 		if err != nil || n > 1<<62-end {
-			return 0, refuse(e.Name, "shape %v of %v: %v", e.Shape, e.DType, err)
+			return 0, refuseEntry(e.Name, "shape %v of %v: %v", e.Shape, e.DType, err)
 		}
 		e.Begin, end = end, end+n
 		e.End = end
@@ -46,7 +46,7 @@ func Place(entries []Entry) (int64, error) {
 //
 // Input that Parse would refuse is errs.ErrArgument.
 func AppendHeader(dst []byte, metadata map[string]string, entries []Entry, padTo int) ([]byte, error) {
-	if err := writable(metadata, entries); err != nil {
+	if err := checkWritable(metadata, entries); err != nil {
 		return dst, err
 	}
 	start := len(dst)
@@ -67,7 +67,8 @@ func AppendHeader(dst []byte, metadata map[string]string, entries []Entry, padTo
 	}
 	n := len(dst) - start - 8
 	if n > tensor.MaxHeader {
-		return dst[:start], errs.New(errs.ErrArgument, "HeaderTooLarge: %d bytes, at most %d can be read: write shards", n, tensor.MaxHeader)
+		return dst[:start], errs.New(errs.ErrArgument, "HeaderTooLarge: %d bytes, at most %d can be read: write shards",
+			n, tensor.MaxHeader)
 	}
 	binary.LittleEndian.PutUint64(dst[start:], uint64(n))
 	return dst, nil
@@ -87,7 +88,7 @@ func HeaderBound(metadata map[string]string, entries []Entry, limit int64) int64
 	return n
 }
 
-func writable(metadata map[string]string, entries []Entry) error {
+func checkWritable(metadata map[string]string, entries []Entry) error {
 	for k, v := range metadata {
 		if !utf8.ValidString(k) || !utf8.ValidString(v) {
 			return errs.New(errs.ErrArgument, "metadata %q is not UTF-8", k)
@@ -101,28 +102,29 @@ func writable(metadata map[string]string, entries []Entry) error {
 	for i := range entries {
 		e := &entries[i]
 		if !utf8.ValidString(e.Name) || e.Name == MetadataKey {
-			return refuse(e.Name, "not a name that a tensor can have")
+			return refuseEntry(e.Name, "not a name that a tensor can have")
 		}
 		seen[e.Name] = struct{}{}
 		if len(seen) != i+1 {
-			return refuse(e.Name, "two tensors have this name")
+			return refuseEntry(e.Name, "two tensors have this name")
 		}
 		if len(e.Shape) > tensor.MaxRank {
-			return refuse(e.Name, "rank %d is over %d", len(e.Shape), tensor.MaxRank)
+			return refuseEntry(e.Name, "rank %d is over %d", len(e.Shape), tensor.MaxRank)
 		}
 		n, err := tensor.Size(e.DType, e.Shape)
 		if err != nil {
-			return refuse(e.Name, "%v", err)
+			return refuseEntry(e.Name, "%v", err)
 		}
 		if e.Begin != end || e.End < e.Begin || e.End-e.Begin != n {
-			return refuse(e.Name, "bytes [%d, %d) after %d for shape %v of %v", e.Begin, e.End, end, e.Shape, e.DType)
+			return refuseEntry(e.Name, "bytes [%d, %d) after %d for shape %v of %v", e.Begin, e.End, end, e.Shape,
+				e.DType)
 		}
 		end = e.End
 	}
 	return nil
 }
 
-func refuse(name, format string, args ...any) error {
+func refuseEntry(name, format string, args ...any) error {
 	return errs.Locate("save", "", name, -1, errs.New(errs.ErrArgument, format, args...))
 }
 

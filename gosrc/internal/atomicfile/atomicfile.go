@@ -68,11 +68,11 @@ const kickEvery = 32 << 20
 func New(sys FS, path, like string, most fs.FileMode) (*Target, error) {
 	t := &Target{fs: sys, like: like, most: most, gate: make(chan struct{}, writers)}
 	var err error
-	if t.Path, err = look(path); err != nil {
+	if t.Path, err = resolveLinks(path); err != nil {
 		return nil, err
 	}
 	t.temp = hiddenName(t.Path)
-	if t.file, err = sys.Create(t.temp, t.mode()); err != nil {
+	if t.file, err = sys.Create(t.temp, t.temporaryMode()); err != nil {
 		if _, none := os.Stat(Folder(t.Path)); errors.Is(err, fs.ErrNotExist) && none != nil {
 			err = errs.New(errs.ErrNotFound, "there is no folder %s: make it first", Folder(t.Path))
 		}
@@ -92,7 +92,7 @@ func New(sys FS, path, like string, most fs.FileMode) (*Target, error) {
 	if t.lock != nil { // locks work here: a file without one has no writer
 		o.age, o.folder = lockTime, true
 	}
-	o.remove(sys)
+	o.removeAll(sys)
 	return t, nil
 }
 
@@ -101,18 +101,19 @@ const lockTime = 5 * time.Second
 
 // Check refuses a path that cannot be written to, as New does.
 func Check(path string) error {
-	_, err := look(path)
+	_, err := resolveLinks(path)
 	return err
 }
 
-// look follows the symbolic links of a path to a regular file, or to none.
-func look(path string) (real string, err error) {
+// resolveLinks follows the symbolic links of a path to a regular file, or to none.
+func resolveLinks(path string) (real string, err error) {
 	if real, err = Follow(path); err != nil {
 		return "", Failed(path, -1, err)
 	}
 	if isBlob(real) {
-		return "", errs.In("save", path, errs.New(errs.ErrArgument, "leads to %s in a Hugging Face cache, where each file is named by its content and serves every snapshot: "+
-			"write to another folder", real))
+		return "", errs.In("save", path, errs.New(errs.ErrArgument,
+			"leads to %s in a Hugging Face cache, where each file is named by its content and serves every snapshot: "+
+				"write to another folder", real))
 	}
 	switch st, err := os.Lstat(real); {
 	case errors.Is(err, fs.ErrNotExist):
@@ -142,9 +143,9 @@ func isBlob(path string) bool {
 	return err == nil && st.IsDir()
 }
 
-// mode returns the mode of the temporary file.
-func (t *Target) mode() fs.FileMode {
-	if _, now := t.pattern(); now != nil {
+// temporaryMode returns the mode of the temporary file.
+func (t *Target) temporaryMode() fs.FileMode {
+	if _, now := t.modeSource(); now != nil {
 		return 0o600
 	}
 	if t.most != 0 {
@@ -153,8 +154,8 @@ func (t *Target) mode() fs.FileMode {
 	return 0o666
 }
 
-// pattern returns the file whose mode the new one gets, nil if the umask decides.
-func (t *Target) pattern() (string, fs.FileInfo) {
+// modeSource returns the file whose mode the new one gets, nil if the umask decides.
+func (t *Target) modeSource() (string, fs.FileInfo) {
 	for _, path := range []string{t.Path, t.like} {
 		if st, err := os.Lstat(path); err == nil && st.Mode().IsRegular() {
 			return path, st
@@ -163,10 +164,10 @@ func (t *Target) pattern() (string, fs.FileInfo) {
 	return "", nil
 }
 
-// adopt gives the written file the owner, ACL and mode of the old file, as that
+// adoptOwner gives the written file the owner, ACL and mode of the old file, as that
 // is now. The mode comes last: until then only the writer can read the file.
-func (t *Target) adopt() error {
-	path, old := t.pattern()
+func (t *Target) adoptOwner() error {
+	path, old := t.modeSource()
 	if old == nil {
 		return nil
 	}
@@ -227,7 +228,7 @@ func (t *Target) Finish(size int64) error {
 	if err := t.file.Truncate(size); err != nil {
 		return Failed(t.Path, size, err)
 	}
-	if err := t.adopt(); err != nil {
+	if err := t.adoptOwner(); err != nil {
 		return err
 	}
 	if err := t.file.Sync(); err != nil {
@@ -340,8 +341,8 @@ type orphans struct {
 // foreignAge is longer than a file waits, complete, for the other files of its save.
 const foreignAge = 24 * time.Hour
 
-// remove removes them. It ignores errors.
-func (o orphans) remove(sys FS) {
+// removeAll removes them. It ignores errors.
+func (o orphans) removeAll(sys FS) {
 	dir, name := filepath.Split(o.path)
 	if dir == "" {
 		dir = "."
@@ -355,7 +356,7 @@ func (o orphans) remove(sys FS) {
 	for {
 		names, err := d.Readdirnames(1024)
 		for _, n := range names {
-			age, ok := o.lasting(n, stem)
+			age, ok := o.minimumAge(n, stem)
 			if !ok {
 				continue
 			}
@@ -374,11 +375,12 @@ func (o orphans) remove(sys FS) {
 	}
 }
 
-// lasting tells how long a hidden name must not have changed before it goes; ok is
+// minimumAge tells how long a hidden name must not have changed before it goes; ok is
 // false for names that are none of ours, or of another path that is not asked for.
-func (o orphans) lasting(name, stem string) (age time.Duration, ok bool) {
+func (o orphans) minimumAge(name, stem string) (age time.Duration, ok bool) {
 	digits := name[max(0, len(name)-hidden):]
-	if bare := strings.TrimSuffix(name, digits); bare != stem && !(o.folder && name[0] == '.' && strings.HasSuffix(bare, tempMark)) {
+	if bare := strings.TrimSuffix(name, digits); bare != stem &&
+		!(o.folder && name[0] == '.' && strings.HasSuffix(bare, tempMark)) {
 		return 0, false
 	} else if strings.Trim(digits, "0123456789abcdef") != "" {
 		return 0, false

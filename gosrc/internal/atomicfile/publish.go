@@ -26,7 +26,7 @@ func Publish(sys FS, ts []*Target) error {
 		for _, t := range ts {
 			if t.New {
 				if err := sys.RenameNew(t.temp, t.Path); err != nil {
-					return taken(t.Path, err)
+					return nameTaken(t.Path, err)
 				}
 				done = append(done, t)
 			}
@@ -63,8 +63,8 @@ func Publish(sys FS, ts []*Target) error {
 	return syncFolder(sys, last.Path)
 }
 
-// taken is the error of a new file whose name another save has taken meanwhile.
-func taken(path string, err error) error {
+// nameTaken is the error of a new file whose name another save has taken meanwhile.
+func nameTaken(path string, err error) error {
 	if errors.Is(err, fs.ErrExist) {
 		return errs.In("save", path, errs.New(errs.ErrIO, "another save has written this file meanwhile: save again"))
 	}
@@ -136,7 +136,7 @@ func With(path string, fill func(f *os.File) error) error {
 // Rename gives a finished file of the same folder the name path, as if it had been
 // written here.
 func Rename(from, path string) error {
-	real, err := look(path)
+	real, err := resolveLinks(path)
 	if err != nil {
 		return err
 	}

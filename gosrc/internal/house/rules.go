@@ -62,7 +62,8 @@ func checkImports(t *Tree) (out []Finding) {
 			if pkg, ok := strings.CutPrefix(p, module); ok {
 				if pkg != r.Path && !matchesAny(pkg, mayImport[r.Path]) {
 					out = append(out, Finding{t.placeOf(spec), fmt.Sprintf("%s imports %s", r.Path, pkg),
-						"a package can be understood, tested and replaced alone only if it imports no more than the table allows; " +
+						"a package can be understood, tested and replaced alone only if it imports no more than " +
+							"the table allows; " +
 							"leaves never import each other, and no package imports upwards"})
 				}
 				continue
@@ -79,7 +80,10 @@ func checkImports(t *Tree) (out []Finding) {
 func allowedModule(imported, pkg string) bool {
 	for mod, users := range modules {
 		if imported == mod || strings.HasPrefix(imported, mod+"/") {
-			return slices.ContainsFunc(users, func(u string) bool { return u == "" || matchesAny(pkg, []string{u + "/..."}) })
+			return slices.ContainsFunc(users, func(u string) bool {
+				return u == "" ||
+					matchesAny(pkg, []string{u + "/..."})
+			})
 		}
 	}
 	return false
@@ -196,10 +200,12 @@ func checkFileWriting(t *Tree) (out []Finding) {
 		if f.Test || r.Path == "internal/atomicfile" || strings.HasSuffix(r.Path, "test") || mayWrite[r.Path] != "" {
 			return
 		}
-		eachMention(t, f, "os", []string{"Create", "CreateTemp", "OpenFile", "WriteFile", "Rename", "Chmod"}, func(n ast.Node, call string) {
-			out = append(out, Finding{t.placeOf(n), call,
-				"a file that is replaced keeps its mode, owner and link, and appears whole: write it with internal/atomicfile"})
-		})
+		eachMention(t, f, "os", []string{"Create", "CreateTemp", "OpenFile", "WriteFile", "Rename", "Chmod"},
+			func(n ast.Node, call string) {
+				out = append(out, Finding{t.placeOf(n), call,
+					"a file that is replaced keeps its mode, owner and link, and appears whole: write it with " +
+						"internal/atomicfile"})
+			})
 	})
 	return out
 }
@@ -223,7 +229,8 @@ func checkPrinting(t *Tree) (out []Finding) {
 		}
 		found := func(n ast.Node, call string) {
 			out = append(out, Finding{t.placeOf(n), call,
-				"the engine lives in someone else's process: results go to a writer that was passed in, messages to Python's logger"})
+				"the engine lives in someone else's process: results go to a writer that was passed in, messages " +
+					"to Python's logger"})
 		}
 		eachMention(t, f, "fmt", []string{"Print", "Printf", "Println"}, found)
 		eachMention(t, f, "os", []string{"Stdout"}, found)
@@ -231,7 +238,8 @@ func checkPrinting(t *Tree) (out []Finding) {
 			eachMention(t, f, "os", []string{"Stderr"}, found)
 		}
 		eachMention(t, f, "os", []string{"Exit"}, found)
-		eachMention(t, f, "log", []string{"Print", "Printf", "Println", "Fatal", "Fatalf", "Fatalln", "Panic", "Panicf"}, found)
+		eachMention(t, f, "log", []string{"Print", "Printf", "Println", "Fatal", "Fatalf", "Fatalln", "Panic",
+			"Panicf"}, found)
 	})
 	return out
 }
@@ -325,7 +333,8 @@ func checkPackageLengths(t *Tree) (out []Finding) {
 			over[name] = true
 			if longPackages[name] == "" {
 				out = append(out, Finding{"gosrc/" + name, fmt.Sprintf("%d lines without tests", n),
-					fmt.Sprintf("a package of more than %d lines has two duties: split it, or give the reason in gosrc/internal/house/table.go", maxPackageLines)})
+					fmt.Sprintf("a package of more than %d lines has two duties: split it, or give the reason in "+
+						"gosrc/internal/house/table.go", maxPackageLines)})
 			}
 		}
 	}

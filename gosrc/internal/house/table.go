@@ -37,30 +37,32 @@ var mayImport = map[string][]string{
 	"job": {"errs", "internal/spawn", "internal/rawjson"},
 
 	// Leaves: bytes, chunks, devices. They never import each other sideways.
-	"source":               {"errs", "knob", "internal/..."},
-	"source/file":          {"source", "errs", "knob", "internal/..."},
-	"source/retry":         {"source", "errs", "knob", "internal/..."},
-	"source/memory":        {"source", "errs"},
-	"source/spool":         {"source", "source/retry", "errs", "internal/..."},
-	"source/cache":         {"source", "source/file", "errs", "internal/..."},
-	"source/pipe":          {"source", "source/route", "source/spool", "errs", "knob", "internal/..."},
-	"source/route":         {"errs", "internal/..."},
-	"source/http":          {"source", "source/retry", "source/route", "source/spool", "errs", "knob", "internal/..."},
-	"source/parts":         {"source", "errs", "knob", "internal/..."},
-	"source/s3":            {"source", "source/retry", "source/route", "source/parts", "source/spool", "errs", "knob", "internal/..."},
-	"source/redis":         {"source", "source/retry", "source/route", "source/parts", "errs", "knob", "internal/..."},
-	"source/open":          {"source/...", "errs", "knob", "internal/..."},
-	"source/sourcetest":    {"source/...", "errs", "internal/..."},
-	"codec":                {"codec/...", "tensor", "errs", "knob", "internal/..."},
-	"codec/blocksum":       {},
-	"codec/digest":         {"errs", "internal/..."},
-	"codec/delta":          {"errs"},
-	"codec/planes":         {"tensor", "errs", "internal/..."},
-	"codec/x16":            {"tensor", "errs", "knob", "internal/..."},
-	"codec/codectest":      {"codec/...", "tensor", "errs", "knob", "internal/..."},
-	"device":               {"tensor", "errs", "internal/..."},
-	"device/cpu":           {"device", "codec", "tensor", "errs", "knob", "internal/..."},
-	"device/cuda":          {"device", "device/cuda/driver", "device/cuda/cudatest", "codec/x16", "codec/blocksum", "codec/digest", "tensor", "errs", "knob", "internal/..."},
+	"source":        {"errs", "knob", "internal/..."},
+	"source/file":   {"source", "errs", "knob", "internal/..."},
+	"source/retry":  {"source", "errs", "knob", "internal/..."},
+	"source/memory": {"source", "errs"},
+	"source/spool":  {"source", "source/retry", "errs", "internal/..."},
+	"source/cache":  {"source", "source/file", "errs", "internal/..."},
+	"source/pipe":   {"source", "source/route", "source/spool", "errs", "knob", "internal/..."},
+	"source/route":  {"errs", "internal/..."},
+	"source/http":   {"source", "source/retry", "source/route", "source/spool", "errs", "knob", "internal/..."},
+	"source/parts":  {"source", "errs", "knob", "internal/..."},
+	"source/s3": {"source", "source/retry", "source/route", "source/parts", "source/spool", "errs", "knob",
+		"internal/..."},
+	"source/redis":      {"source", "source/retry", "source/route", "source/parts", "errs", "knob", "internal/..."},
+	"source/open":       {"source/...", "errs", "knob", "internal/..."},
+	"source/sourcetest": {"source/...", "errs", "internal/..."},
+	"codec":             {"codec/...", "tensor", "errs", "knob", "internal/..."},
+	"codec/blocksum":    {},
+	"codec/digest":      {"errs", "internal/..."},
+	"codec/delta":       {"errs"},
+	"codec/planes":      {"tensor", "errs", "internal/..."},
+	"codec/x16":         {"tensor", "errs", "knob", "internal/..."},
+	"codec/codectest":   {"codec/...", "tensor", "errs", "knob", "internal/..."},
+	"device":            {"tensor", "errs", "internal/..."},
+	"device/cpu":        {"device", "codec", "tensor", "errs", "knob", "internal/..."},
+	"device/cuda": {"device", "device/cuda/driver", "device/cuda/cudatest", "codec/x16", "codec/blocksum",
+		"codec/digest", "tensor", "errs", "knob", "internal/..."},
 	"device/cuda/cudatest": {},
 	"device/cuda/driver":   {"device/cuda/cudatest", "errs", "internal/nodes"},
 	"device/gds":           {"errs", "internal/..."},
@@ -87,37 +89,47 @@ var mayImport = map[string][]string{
 
 	// The verbs.
 	"unpack": {"save/stored", "codec", "source", "tensor", "errs", "internal/..."},
-	"load": {"format/...", "plan", "pipeline", "unpack", "codec", "codec/digest", "source", "source/open", "source/memory", "device/...", "job",
+	"load": {"format/...", "plan", "pipeline", "unpack", "codec", "codec/digest", "source", "source/open",
+		"source/memory", "device/...", "job",
 		"knob", "tensor", "errs", "internal/..."},
 	"load/loadtest": {"load", "save", "plan", "weights", "dlpack", "codec/digest", "device/...", "job",
 		"internal/spawn"},
-	"relay":        {"load", "plan", "pipeline", "source", "device/...", "peers", "job", "knob", "tensor", "errs", "internal/..."},
+	"relay": {"load", "plan", "pipeline", "source", "device/...", "peers", "job", "knob", "tensor", "errs",
+		"internal/..."},
 	"companions":   {"source", "errs", "internal/..."},
 	"save/stored":  {"codec", "source", "tensor", "errs", "internal/..."},
 	"save/folders": {"source", "source/open", "errs", "internal/..."},
-	"save": {"save/folders", "save/original", "save/stored", "companions", "format/...", "tensorizer", "codec/...", "device/...", "source", "source/open", "job", "knob", "tensor", "errs",
+	"save": {"save/folders", "save/original", "save/stored", "companions", "format/...", "tensorizer", "codec/...",
+		"device/...", "source", "source/open", "job", "knob", "tensor", "errs",
 		"internal/..."},
-	"delta": {"save", "codec", "codec/delta", "codec/digest", "format", "format/overwire", "format/safetensors", "source", "source/memory", "source/open", "device", "device/cuda",
+	"delta": {"save", "codec", "codec/delta", "codec/digest", "format", "format/overwire", "format/safetensors",
+		"source", "source/memory", "source/open", "device", "device/cuda",
 		"job", "tensor", "errs", "internal/..."},
 	"save/original": {"save/stored", "format", "format/...", "source", "source/open", "tensor", "errs", "internal/..."},
-	"sleep":         {"load", "format/overwire", "source/memory", "codec", "codec/blocksum", "codec/x16", "device", "device/cuda", "device/pinned", "job", "tensor", "errs", "internal/..."},
-	"preload":       {"load", "source", "source/file", "source/open", "job", "device", "knob", "tensor", "errs", "internal/..."},
-	"weights":       {"tensor", "errs", "internal/..."},
-	"serve":         {"errs", "internal/..."},
-	"fetch":         {"source", "source/open", "job", "errs", "internal/..."},
-	"measure":       {"weights", "load", "save", "format", "codec/x16", "device", "device/cpu", "device/cuda", "device/cuda/driver", "job", "tensor", "errs", "internal/..."},
-	"page":          {"save", "errs"},
-	"bench":         {"page", "measure", "load", "save", "device/cuda", "job", "errs"},
-	"cli": {"page", "format", "tensorizer", "load", "save", "delta", "plan", "preload", "bench", "measure", "weights", "pipeline", "source", "source/open", "serve", "fetch", "device/...",
+	"sleep": {"load", "format/overwire", "source/memory", "codec", "codec/blocksum", "codec/x16", "device",
+		"device/cuda", "device/pinned", "job", "tensor", "errs", "internal/..."},
+	"preload": {"load", "source", "source/file", "source/open", "job", "device", "knob", "tensor", "errs",
+		"internal/..."},
+	"weights": {"tensor", "errs", "internal/..."},
+	"serve":   {"errs", "internal/..."},
+	"fetch":   {"source", "source/open", "job", "errs", "internal/..."},
+	"measure": {"weights", "load", "save", "format", "codec/x16", "device", "device/cpu", "device/cuda",
+		"device/cuda/driver", "job", "tensor", "errs", "internal/..."},
+	"page":  {"save", "errs"},
+	"bench": {"page", "measure", "load", "save", "device/cuda", "job", "errs"},
+	"cli": {"page", "format", "tensorizer", "load", "save", "delta", "plan", "preload", "bench", "measure", "weights",
+		"pipeline", "source", "source/open", "serve", "fetch", "device/...",
 		"codec/...", "job", "knob", "tensor", "errs", "internal/..."},
 
 	// The rig is a program beside the library: no package imports it.
-	"rig": {"measure", "weights", "serve", "load", "save", "pipeline", "codec/...", "device/...", "job", "knob", "tensor", "errs",
+	"rig": {"measure", "weights", "serve", "load", "save", "pipeline", "codec/...", "device/...", "job", "knob",
+		"tensor", "errs",
 		"format", "tensorizer", "source", "source/file", "internal/..."},
 
 	// nvCOMP's bitstreams. The library imports package nvcomp, but none of the
 	// packages below it.
-	"nvcomp":          {"nvcomp/...", "codec/x16", "device", "device/cpu", "device/cuda", "knob", "tensor", "errs", "internal/..."},
+	"nvcomp": {"nvcomp/...", "codec/x16", "device", "device/cpu", "device/cuda", "knob", "tensor", "errs",
+		"internal/..."},
 	"nvcomp/lz4":      {"errs"},
 	"nvcomp/snappy":   {"errs"},
 	"nvcomp/zstd":     {"errs"},
@@ -127,7 +139,8 @@ var mayImport = map[string][]string{
 
 	// The binding to Python.
 	"bind/api": {"bind/binding", "dlpack"},
-	"bind/binding": {"tensorizer", "format", "load", "save", "delta", "nvcomp", "cli", "measure", "preload", "sleep", "source", "source/cache", "source/open", "fetch", "codec/...", "device/...", "peers", "relay", "dlpack", "job",
+	"bind/binding": {"tensorizer", "format", "load", "save", "delta", "nvcomp", "cli", "measure", "preload", "sleep",
+		"source", "source/cache", "source/open", "fetch", "codec/...", "device/...", "peers", "relay", "dlpack", "job",
 		"knob",
 		"tensor", "errs", "internal/..."},
 	"bind/core": {"bind/api"},
@@ -136,8 +149,9 @@ var mayImport = map[string][]string{
 
 // modules lists the packages that may import a foreign module; "" is every package.
 var modules = map[string][]string{
-	"golang.org/x/sys":                        {""},
-	"github.com/zeebo/xxh3":                   {"codec", "codec/blocksum", "device/cuda", "save", "sleep", "format", "load", "source/cache"},
+	"golang.org/x/sys": {""},
+	"github.com/zeebo/xxh3": {"codec", "codec/blocksum", "device/cuda", "save", "sleep", "format",
+		"load", "source/cache"},
 	"github.com/dustin/go-humanize":           {"cli", "rig"},
 	"github.com/pierrec/lz4/v4":               {"nvcomp/lz4"},
 	"github.com/klauspost/compress":           {"nvcomp/snappy", "nvcomp/zstd", "nvcomp/deflate", "codec/planes"},
@@ -152,7 +166,8 @@ var modules = map[string][]string{
 }
 
 // cgoPackages may import "C". Everything else builds and tests with CGO_ENABLED=0.
-var cgoPackages = []string{"bind", "bind/...", "dlpack", "device/cuda", "device/cuda/driver", "device/cuda/cudatest", "device/gds", "internal/sodium"}
+var cgoPackages = []string{"bind", "bind/...", "dlpack", "device/cuda", "device/cuda/driver", "device/cuda/cudatest",
+	"device/gds", "internal/sodium"}
 
 // mayWrite lists the packages that write files without internal/atomicfile, and
 // why.
@@ -167,9 +182,11 @@ var mayWrite = map[string]string{
 // longPackages are over the limit, each for a reason. An entry that is no longer
 // needed fails. Files and functions have no such list.
 var longPackages = map[string]string{
-	"rig":         "a group of rows for each thing that is promised; they share models, child processes and the table",
-	"save":        "its verbs share the list of tensors that is written, converted, verified and digested, and one way to publish what they write",
-	"device/cuda": "queues, batches, packers and deltas share the state of a device and its table of the driver, which cgo keeps in one package",
+	"rig": "a group of rows for each thing that is promised; they share models, child processes and the table",
+	"save": "its verbs share the list of tensors that is written, converted, verified and digested, and one " +
+		"way to publish what they write",
+	"device/cuda": "queues, batches, packers and deltas share the state of a device and its table of the driver, " +
+		"which cgo keeps in one package",
 }
 
 const (

@@ -17,7 +17,8 @@ import (
 var retired = []struct{ word, say string }{
 	{`\bfar (away|off|sources?|stores?|objects?|folders?|files?|rings?|ones?)\b`, "remote"},
 	{`\b(Far[A-Z]\w*|far[A-Z]\w*|[a-z]\w*Far)\b`, "remote"},
-	{`\b(the|a|its) climb\b|\bclimb(s|ed|ing)\b|\bsteep\b|\bcalm(er|ly)?\b`, "adaptive concurrency, and what is counted"},
+	{`\b(the|a|its) climb\b|\bclimb(s|ed|ing)\b|\bsteep\b|\bcalm(er|ly)?\b`,
+		"adaptive concurrency, and what is counted"},
 	{`\bdog\b`, "watchdog"},
 	{`\bpast the (page )?cache\b`, "by direct I/O (O_DIRECT)"},
 	{`(?i)\bin a row\b`, "contiguous"},
@@ -26,7 +27,8 @@ var retired = []struct{ word, say string }{
 	{`\b([Nn]obody|[Ww]hoever)\b`, "no one, the caller that, any process that"},
 	{`\b(of|to|by) who\b`, "for a caller that"},
 	{`(?i)\btold\b`, "documented, reported, passed to"},
-	{`\b(this|each|every|another|the|a|one|no|other|which) room\b( that| is| has| may| imports?\b|[.,;:]|$)|\brooms\b`, "package"},
+	{`\b(this|each|every|another|the|a|one|no|other|which) room\b( that| is| has| may| imports?\b|[.,;:]|$)|\brooms\b`,
+		"package"},
 	{`\bhanded\b|\bhands? (over|out)\b`, "exported, passed, returned"},
 	{`\bTeam\b|\b(senders|teams)\b`, "exchange, group"},
 	{`(?i)\b(lend|lends|lent|borrows|borrowed)\b`, "view, share, reference"},
@@ -46,7 +48,8 @@ func wordsIn(rel string) bool {
 		rel == "docs/glossary.md", rel == "CHANGELOG.md":
 		return false
 	}
-	return slices.Contains([]string{".go", ".py", ".pyi", ".c", ".h", ".cc", ".cu", ".cuh", ".md", ".sh"}, path.Ext(rel)) ||
+	return slices.Contains([]string{".go", ".py", ".pyi", ".c", ".h", ".cc", ".cu", ".cuh", ".md", ".sh"},
+		path.Ext(rel)) ||
 		path.Base(rel) == "Makefile"
 }
 
@@ -110,7 +113,9 @@ func checkDuties(t *Tree) (out []Finding) {
 		default:
 			continue
 		}
-		if src != "" && !isGenerated(src) && !slices.ContainsFunc(begins, func(b string) bool { return strings.HasPrefix(src, b) }) {
+		if src != "" && !isGenerated(src) && !slices.ContainsFunc(begins, func(b string) bool {
+			return strings.HasPrefix(src, b)
+		}) {
 			missing(p)
 		}
 	}
@@ -136,12 +141,15 @@ func opensWithDuty(f *ast.File) bool {
 		}
 		break
 	}
-	return slices.ContainsFunc(f.Comments, func(c *ast.CommentGroup) bool { return c.Pos() > f.Name.Pos() && c.End() < first && c != doc })
+	return slices.ContainsFunc(f.Comments, func(c *ast.CommentGroup) bool {
+		return c.Pos() > f.Name.Pos() && c.End() < first && c != doc
+	})
 }
 
 // oneMeaning are words of docs/glossary.md that are exported types: each is the
 // type of one package, and of packages below it that implement it.
-var oneMeaning = []string{"Chunk", "Grid", "Index", "Plan", "Piece", "Ring", "Queue", "Task", "Permit", "Group", "Facts", "Golden", "Export"}
+var oneMeaning = []string{"Chunk", "Grid", "Index", "Plan", "Piece", "Ring", "Queue", "Task", "Permit", "Group",
+	"Facts", "Golden", "Export"}
 
 func checkOneMeaning(t *Tree) (out []Finding) {
 	owner := map[string]string{}

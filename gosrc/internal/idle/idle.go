@@ -53,7 +53,8 @@ func (s *Cores) Wait(stop func() bool) bool {
 // thread has. Both are 0 where the kernel does not tell.
 func processorTimes() (process, thread time.Duration) {
 	var p, t unix.Timespec
-	if unix.ClockGettime(unix.CLOCK_PROCESS_CPUTIME_ID, &p) != nil || unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &t) != nil {
+	if unix.ClockGettime(unix.CLOCK_PROCESS_CPUTIME_ID, &p) != nil ||
+		unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &t) != nil {
 		return 0, 0
 	}
 	return time.Duration(p.Nano()), time.Duration(t.Nano())

@@ -200,7 +200,8 @@ func (p *Place) Bind(b []byte) error {
 	const word = 64
 	var mask [maxNodes / word]uint64
 	mask[p.Node/word] = 1 << (p.Node % word)
-	_, _, no := unix.Syscall6(unix.SYS_MBIND, uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)), preferred, uintptr(unsafe.Pointer(&mask)), maxNodes+1, 0)
+	_, _, no := unix.Syscall6(unix.SYS_MBIND, uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)), preferred,
+		uintptr(unsafe.Pointer(&mask)), maxNodes+1, 0)
 	if no != 0 {
 		return no
 	}

@@ -215,5 +215,6 @@ func mapTexts(v reflect.Value, fn func(string) string) reflect.Value {
 // mayHoldTexts reports whether values of a type may hold texts, so that long lists of
 // numbers need not be searched.
 func mayHoldTexts(t reflect.Type) bool {
-	return t.Kind() == reflect.String || t.Kind() >= reflect.Array && t.Kind() != reflect.UnsafePointer && t.Kind() != reflect.Func
+	return t.Kind() == reflect.String || t.Kind() >= reflect.Array && t.Kind() != reflect.UnsafePointer &&
+		t.Kind() != reflect.Func
 }

@@ -67,7 +67,8 @@ func Sized(fd int, st *unix.Stat_t) error {
 	case err != nil:
 		return errs.FromOS(&os.PathError{Op: "read", Path: "its beginning", Err: err})
 	case n > 0:
-		return errs.New(errs.ErrNotSupported, "its size is unknown, as that of files of /proc is: copy it to a disk first")
+		return errs.New(errs.ErrNotSupported,
+			"its size is unknown, as that of files of /proc is: copy it to a disk first")
 	}
 	return nil
 }

@@ -134,7 +134,8 @@ func Heal() {
 
 func panicError(name string, v any) error {
 	err := errs.New(errs.ErrEngine,
-		"panic in %s: %v (a bug in overwire: please report the stack on stderr; this process must be restarted)", name, v)
+		"panic in %s: %v (a bug in overwire: please report the stack on stderr; this process must be restarted)", name,
+		v)
 	if poison.CompareAndSwap(nil, &poisoned{err}) {
 		if l := engine.Load(); l != nil {
 			l.end(err)

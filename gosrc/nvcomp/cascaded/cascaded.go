@@ -77,7 +77,8 @@ func (t Type) Size() int { return 1 << (t / 2) }
 // Check returns what is wrong with options (errs.ErrArgument).
 func (o Options) Check() error {
 	if o.Type > ULongLong || o.RLEs < 0 || o.RLEs > maxRLEs || o.Deltas < 0 || o.Deltas > maxDeltas {
-		return errs.New(errs.ErrArgument, "Cascaded: %d run-length and %d difference layers of type %d: at most %d of each, types to %d",
+		return errs.New(errs.ErrArgument,
+			"Cascaded: %d run-length and %d difference layers of type %d: at most %d of each, types to %d",
 			o.RLEs, o.Deltas, o.Type, maxRLEs, ULongLong)
 	}
 	return nil

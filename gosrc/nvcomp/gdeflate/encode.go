@@ -187,7 +187,8 @@ func (e *encoder) writeSymbols(lit, dist code) {
 			if d := due[lane]; d > 0 {
 				due[lane] = 0
 				s := distSymbol(d)
-				e.putBits(lane, uint32(dist.bits[s])|uint32(d-distBase[s])<<dist.length[s], int(dist.length[s])+int(distExtra[s]))
+				e.putBits(lane, uint32(dist.bits[s])|uint32(d-distBase[s])<<dist.length[s],
+					int(dist.length[s])+int(distExtra[s]))
 				continue
 			}
 			if ended {
@@ -207,7 +208,8 @@ func (e *encoder) writeSymbols(lit, dist code) {
 			length, d := splitToken(t)
 			s := lengthSymbol(length)
 			k := endBlock + 1 + s
-			e.putBits(lane, uint32(lit.bits[k])|uint32(length-lengthBase[s])<<lit.length[k], int(lit.length[k])+int(lengthExtra[s]))
+			e.putBits(lane, uint32(lit.bits[k])|uint32(length-lengthBase[s])<<lit.length[k],
+				int(lit.length[k])+int(lengthExtra[s]))
 			due[lane] = d
 		}
 		if final {

@@ -24,12 +24,14 @@ var (
 	encoders = sync.Pool{New: func() any {
 		// CRC off: containers have checksums. All literals: weights have no
 		// matches, but entropy coding is worth it.
-		e, _ := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1), zstd.WithZeroFrames(true), zstd.WithEncoderCRC(false),
+		e, _ := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1), zstd.WithZeroFrames(true),
+			zstd.WithEncoderCRC(false),
 			zstd.WithAllLitEntropyCompression(true)) // fails for invalid options only
 		return e
 	}}
 	decoders = sync.Pool{New: func() any {
-		d, _ := zstd.NewReader(nil, zstd.WithDecoderConcurrency(1), zstd.WithDecodeAllCapLimit(true), zstd.WithDecoderMaxWindow(maxWindow))
+		d, _ := zstd.NewReader(nil, zstd.WithDecoderConcurrency(1), zstd.WithDecodeAllCapLimit(true),
+			zstd.WithDecoderMaxWindow(maxWindow))
 		return d
 	}}
 )
@@ -87,7 +89,8 @@ func Size(src []byte) (int64, error) {
 			}
 		}
 		if n < 0 || n > most {
-			return 0, errs.New(errs.ErrCorrupt, "Zstandard frame at %d says %d bytes, its blocks have %d at most", start, n, most)
+			return 0, errs.New(errs.ErrCorrupt, "Zstandard frame at %d says %d bytes, its blocks have %d at most",
+				start, n, most)
 		}
 		total += n
 	}
@@ -129,7 +132,8 @@ func walkBlocks(src []byte, at int) (most int64, end int, err error) {
 
 // countFrame decodes one frame without output.
 func countFrame(frame []byte) (int64, error) {
-	d, err := zstd.NewReader(bytes.NewReader(frame), zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true), zstd.WithDecoderMaxWindow(maxWindow))
+	d, err := zstd.NewReader(bytes.NewReader(frame), zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true),
+		zstd.WithDecoderMaxWindow(maxWindow))
 	if err != nil {
 		return 0, errs.New(errs.ErrCorrupt, "Zstandard: %v", err)
 	}

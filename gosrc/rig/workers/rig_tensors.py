@@ -31,7 +31,13 @@ def written(module: Any, tensors: dict[str, Any], path: str, key: bytes | None, 
     """Seconds of writing tensors to a new file."""
     if os.path.exists(path):
         os.remove(path)
-    params = None if key is None else module.EncryptionParams.from_string(key.hex()) if password else module.EncryptionParams(key=key)
+    params = (
+        None
+        if key is None
+        else module.EncryptionParams.from_string(key.hex())
+        if password
+        else module.EncryptionParams(key=key)
+    )
     start = time.perf_counter()
     serializer = module.TensorSerializer(path, encryption=params)
     serializer.write_state_dict(tensors)
@@ -43,7 +49,9 @@ def opened(module: Any, path: Any, how: str, key: bytes, device: str = "cpu") ->
     """A file loaded as a user would."""
     params = None
     if how in ("key", "password"):
-        params = module.DecryptionParams.from_key(key) if how == "key" else module.DecryptionParams.from_string(key.hex())
+        params = (
+            module.DecryptionParams.from_key(key) if how == "key" else module.DecryptionParams.from_string(key.hex())
+        )
     verify = "crc32" if how == "crc32" else how == "hash"
     return module.TensorDeserializer(path, device=device, verify_hash=verify, encryption=params)
 
@@ -123,6 +131,10 @@ def measure(argv: list[str]) -> dict[str, Any]:
         tensors = overwire.load_file(argv[2], framework="pt", mmap=False)
         return {"seconds": written(module, tensors, argv[3], key if argv[4] == "key" else None), "note": note}
     start = time.perf_counter()
-    found = opened(module, of_s3(module, argv[2], argv[3], key), "plain", key) if argv[0] == "s3" else opened(module, argv[2], argv[3], key)
+    found = (
+        opened(module, of_s3(module, argv[2], argv[3], key), "plain", key)
+        if argv[0] == "s3"
+        else opened(module, argv[2], argv[3], key)
+    )
     consume({name: tensor.detach() for name, tensor in found.items()})
     return {"seconds": time.perf_counter() - start, "note": note}

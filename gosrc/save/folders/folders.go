@@ -46,16 +46,19 @@ func Make(dst string) (made string, err error) {
 // Alone refuses a folder that has other weights than ours, by name, since it would then
 // be opened as two models. Files of a folder of src that is converted onto itself are
 // allowed, of a local one if its files keep their names.
-func Alone(ctx context.Context, dst string, src []string, renamed bool, ours map[string]bool, opt source.Options) error {
+func Alone(ctx context.Context, dst string, src []string, renamed bool, ours map[string]bool,
+	opt source.Options) error {
 	others := func(name string) error {
 		if _, weights := modelfiles.Parse(name); weights && !ours[name] && !ours[modelfiles.WithMark(name, "")] {
-			return errs.In("save", dst, errs.New(errs.ErrArgument, "the folder holds other weights (%s): choose an empty one", name))
+			return errs.In("save", dst, errs.New(errs.ErrArgument,
+				"the folder holds other weights (%s): choose an empty one", name))
 		}
 		return nil
 	}
 	if source.Remote(dst) {
 		names, err := open.List(ctx, dst, opt)
-		if errors.Is(err, errs.ErrNotFound) || errors.Is(err, errs.ErrNotSupported) || err == nil && slices.Contains(src, dst) {
+		if errors.Is(err, errs.ErrNotFound) || errors.Is(err, errs.ErrNotSupported) ||
+			err == nil && slices.Contains(src, dst) {
 			return nil
 		}
 		for i := 0; i < len(names) && err == nil; i++ {

@@ -46,12 +46,13 @@ func (f *File) Hash(ctx context.Context, order []string, window int) error {
 	if err != nil {
 		return err
 	}
-	h := &Hashing{file: f, ctx: ctx, front: front, tensors: head.Tensors, pieces: make(chan piece, window), ended: make(chan struct{})}
+	h := &Hashing{file: f, ctx: ctx, front: front, tensors: head.Tensors, pieces: make(chan piece, window),
+		ended: make(chan struct{})}
 	h.passed = inOrder(order, head.Tensors)
 	spawn.Go("save.sha256", func() {
 		h.err = errs.New(errs.ErrEngine, "the hashing did not end")
 		defer close(h.ended)
-		h.err = h.run()
+		h.err = h.hashFile()
 	})
 	f.hashing = h
 	return nil
@@ -106,7 +107,7 @@ func (h *Hashing) Done() error {
 	return h.err
 }
 
-func (h *Hashing) run() error {
+func (h *Hashing) hashFile() error {
 	sum := sha256.New()
 	add := func(b []byte) {
 		avx.Clear()
@@ -116,7 +117,7 @@ func (h *Hashing) run() error {
 	for i := range h.tensors {
 		t := &h.tensors[i]
 		if !h.passed[t.Name] {
-			if err := h.read(t, sum); err != nil {
+			if err := h.readTensor(t, sum); err != nil {
 				return err
 			}
 			continue
@@ -132,15 +133,15 @@ func (h *Hashing) run() error {
 			}
 		}
 	}
-	if err := h.file.unchanged(); err != nil {
+	if err := h.file.refuseChanged(); err != nil {
 		return err
 	}
 	h.file.SHA256 = hex.EncodeToString(sum.Sum(nil))
 	return nil
 }
 
-// read adds a tensor that is not passed.
-func (h *Hashing) read(t *tensor.Tensor, sum hash.Hash) error {
+// readTensor adds a tensor that is not passed.
+func (h *Hashing) readTensor(t *tensor.Tensor, sum hash.Hash) error {
 	buf := make([]byte, min(t.Bytes, 128<<10)) // stays in a core's second-level cache
 	for off := int64(0); off < t.Bytes; off += int64(len(buf)) {
 		buf = buf[:min(int64(len(buf)), t.Bytes-off)]

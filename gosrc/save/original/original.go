@@ -52,9 +52,9 @@ func Of(ctx context.Context, src source.Source, s *tensor.Source, hash bool) (*F
 	return f, nil
 }
 
-// unchanged refuses a file that was written to since it was opened: its container could
+// refuseChanged refuses a file that was written to since it was opened: its container could
 // not be decompressed.
-func (f *File) unchanged() error {
+func (f *File) refuseChanged() error {
 	facts := f.src.Facts()
 	if facts.Now == nil {
 		return nil
@@ -86,7 +86,8 @@ func (f *File) Again(ts map[string]*tensor.Tensor, metadata map[string]string) (
 		return nil, err
 	}
 	bad := func(name, what string) error {
-		return errs.Locate("index", uri, name, -1, errs.New(errs.ErrFormat, "the header of its origin has %s than its own", what))
+		return errs.Locate("index", uri, name, -1, errs.New(errs.ErrFormat,
+			"the header of its origin has %s than its own", what))
 	}
 	if delete(h.Metadata, overwire.MetadataKey); !maps.Equal(h.Metadata, metadata) {
 		return nil, bad("", "other metadata")

@@ -16,7 +16,8 @@ import (
 // Verify makes the original of source k of ix again, written nowhere, and compares its
 // SHA-256, as Done does. progress is called with the bytes of tensors as they are
 // hashed, by one goroutine at a time. Memory is bounded, whatever the file's size.
-func (f *File) Verify(ctx context.Context, ix *tensor.Index, k, workers int, metadata map[string]string, progress func(n int64)) (*Copy, error) {
+func (f *File) Verify(ctx context.Context, ix *tensor.Index, k, workers int, metadata map[string]string,
+	progress func(n int64)) (*Copy, error) {
 	known, bodies := map[string]*tensor.Tensor{}, map[string]*stored.Tensor{}
 	cache := stored.NewCache(workers)
 	for i := range ix.Tensors {

@@ -25,7 +25,8 @@ func Padding(ctx context.Context, src source.Source, ix *tensor.Index, k int) er
 			}
 			for n, b := range p {
 				if b != 0 {
-					return errs.Place("verify", ix.Sources[k].URI, ix.Tensors[i].Name, from+int64(n), errs.New(errs.ErrCorrupt, "padding that is not zero"))
+					return errs.Place("verify", ix.Sources[k].URI, ix.Tensors[i].Name, from+int64(n),
+						errs.New(errs.ErrCorrupt, "padding that is not zero"))
 				}
 			}
 			from += int64(len(p))

@@ -44,12 +44,12 @@ func New(src source.Source, idx *tensor.Index, t *tensor.Tensor, c *Cache) *Tens
 	if len(t.Shape) > 0 && t.Bytes > 0 {
 		s.row = t.Bytes / t.Shape[0]
 	}
-	s.width = s.row / s.parts()
-	c.Need(3 * s.parts() * s.Block())
+	s.width = s.row / s.partCount()
+	c.Need(3 * s.partCount() * s.Block())
 	return s
 }
 
-func (s *Tensor) parts() int64 { return max(1, int64(s.t.Parts)) }
+func (s *Tensor) partCount() int64 { return max(1, int64(s.t.Parts)) }
 
 // Block is the size of a chunk, or of the block that is read of a plain file.
 func (s *Tensor) Block() int64 {
@@ -62,7 +62,7 @@ func (s *Tensor) Block() int64 {
 // Step is how many bytes to read at once, from a multiple of it on, of a tensor that is
 // read whole: no chunk is decoded twice.
 func (s *Tensor) Step() int64 {
-	if s.parts() > 1 {
+	if s.partCount() > 1 {
 		return plainBlock
 	}
 	return s.Block()
@@ -71,20 +71,20 @@ func (s *Tensor) Step() int64 {
 // Fill fills buf with bytes [off, off+len(buf)) in plain order. It is safe for
 // concurrent use.
 func (s *Tensor) Fill(ctx context.Context, buf []byte, off int64) error {
-	if s.parts() == 1 {
-		return s.flat(ctx, buf, off)
+	if s.partCount() == 1 {
+		return s.fillFlat(ctx, buf, off)
 	}
-	for p := range s.parts() {
-		if err := s.spread(ctx, buf, p, off); err != nil {
+	for p := range s.partCount() {
+		if err := s.spreadPart(ctx, buf, p, off); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// spread writes into buf, which stands for plain bytes from off on, those that
+// spreadPart writes into buf, which stands for plain bytes from off on, those that
 // belong to part p: block by block of the part, and in each row by row.
-func (s *Tensor) spread(ctx context.Context, buf []byte, p, off int64) error {
+func (s *Tensor) spreadPart(ctx context.Context, buf []byte, p, off int64) error {
 	end := off + int64(len(buf))
 	// The part's bytes of every row that is touched, even of rows that end before
 	// its columns begin: they are clipped below.
@@ -96,7 +96,7 @@ func (s *Tensor) spread(ctx context.Context, buf []byte, p, off int64) error {
 		if plain(from) >= end || plain(to-1) < off {
 			continue
 		}
-		e, err := s.hold(ctx, p, b)
+		e, err := s.holdBlock(ctx, p, b)
 		if err != nil {
 			return err
 		}
@@ -117,29 +117,29 @@ func (s *Tensor) spread(ctx context.Context, buf []byte, p, off int64) error {
 	return nil
 }
 
-// hold gets a block of a part from the cache.
-func (s *Tensor) hold(ctx context.Context, p, b int64) (*blocks.Block[key], error) {
-	size := s.t.Bytes / s.parts()
+// holdBlock gets a block of a part from the cache.
+func (s *Tensor) holdBlock(ctx context.Context, p, b int64) (*blocks.Block[key], error) {
+	size := s.t.Bytes / s.partCount()
 	per := (size + s.Block() - 1) / s.Block()
 	return s.cache.Get(ctx, key{s, p*per + b}, func() ([]byte, error) {
 		d := make([]byte, min(s.Block(), size-b*s.Block()))
-		return d, s.read(ctx, d, p*per+b, int64(len(d)))
+		return d, s.readBlock(ctx, d, p*per+b, int64(len(d)))
 	})
 }
 
-// flat fills buf with bytes from off on of a tensor in one part.
-func (s *Tensor) flat(ctx context.Context, buf []byte, off int64) error {
+// fillFlat fills buf with bytes from off on of a tensor in one part.
+func (s *Tensor) fillFlat(ctx context.Context, buf []byte, off int64) error {
 	for len(buf) > 0 {
 		b := off / s.Block()
 		from := off - b*s.Block()
 		whole := min(s.Block(), s.t.Bytes-b*s.Block())
 		n := min(whole-from, int64(len(buf)))
 		if n == whole {
-			if err := s.read(ctx, buf[:n], b, whole); err != nil {
+			if err := s.readBlock(ctx, buf[:n], b, whole); err != nil {
 				return err
 			}
 		} else {
-			e, err := s.hold(ctx, 0, b)
+			e, err := s.holdBlock(ctx, 0, b)
 			if err != nil {
 				return err
 			}
@@ -153,8 +153,8 @@ func (s *Tensor) flat(ctx context.Context, buf []byte, off int64) error {
 
 var buffers = sync.Pool{New: func() any { return new([]byte) }}
 
-// read fills dst with one whole block: read, check, decode.
-func (s *Tensor) read(ctx context.Context, dst []byte, k, whole int64) error {
+// readBlock fills dst with one whole block: read, check, decode.
+func (s *Tensor) readBlock(ctx context.Context, dst []byte, k, whole int64) error {
 	t := s.t
 	if t.Count == 0 {
 		off := t.Off + k*s.plain

@@ -62,7 +62,7 @@ func (c Folder) Keep(ctx context.Context, src source.Source) (source.Source, err
 		return src, nil
 	}
 	defer src.Close()
-	f, err := c.keep(ctx, src, pin)
+	f, err := c.keepObject(ctx, src, pin)
 	if err != nil {
 		if ctx.Err() != nil {
 			return nil, err
@@ -70,7 +70,7 @@ func (c Folder) Keep(ctx context.Context, src source.Source) (source.Source, err
 		return nil, errs.Place("cache", dir, "", -1, err)
 	}
 	defer f.Close()
-	c.write(src.URI(), note{Pin: pin, Size: src.Size()})
+	c.writeNote(src.URI(), note{Pin: pin, Size: src.Size()})
 	local, err := file.FromFD(int(f.Fd()), src.URI()) // the open file keeps a descriptor of its own
 	if err != nil {
 		return nil, err
@@ -78,20 +78,20 @@ func (c Folder) Keep(ctx context.Context, src source.Source) (source.Source, err
 	return local, nil
 }
 
-func (c Folder) keep(ctx context.Context, src source.Source, pin string) (*os.File, error) {
+func (c Folder) keepObject(ctx context.Context, src source.Source, pin string) (*os.File, error) {
 	if err := os.MkdirAll(c.Path, 0o777); err != nil {
 		return nil, errs.FromOS(err)
 	}
-	key := c.key(src.URI(), pin, src.Size())
-	if f := find(ctx, key, src.Size()); f != nil || ctx.Err() != nil {
+	key := c.keyOf(src.URI(), pin, src.Size())
+	if f := findKept(ctx, key, src.Size()); f != nil || ctx.Err() != nil {
 		return f, context.Cause(ctx)
 	}
-	unlock, err := lock(ctx, key+".lock")
+	unlock, err := lockFile(ctx, key+".lock")
 	if err != nil {
 		return nil, err
 	}
 	defer unlock()
-	if f := find(ctx, key, src.Size()); f != nil || ctx.Err() != nil { // another process has fetched it
+	if f := findKept(ctx, key, src.Size()); f != nil || ctx.Err() != nil { // another process has fetched it
 		return f, context.Cause(ctx)
 	}
 	// Their writer has died: the lock is ours.
@@ -99,18 +99,18 @@ func (c Folder) keep(ctx context.Context, src source.Source, pin string) (*os.Fi
 	for _, name := range left {
 		_ = os.Remove(name)
 	}
-	c.evict(src.Size())
-	return fetch(ctx, key, src)
+	c.evictFiles(src.Size())
+	return fetchObject(ctx, key, src)
 }
 
-func (c Folder) key(uri, pin string, size int64) string {
-	hash := sha256.Sum256(fmt.Appendf(nil, "%s\x00%s\x00%d", bare(uri), pin, size))
+func (c Folder) keyOf(uri, pin string, size int64) string {
+	hash := sha256.Sum256(fmt.Appendf(nil, "%s\x00%s\x00%d", bareURI(uri), pin, size))
 	return filepath.Join(c.Path, hex.EncodeToString(hash[:16]))
 }
 
-// evict removes files until there is room for one of size bytes. One that is open stays
+// evictFiles removes files until there is room for one of size bytes. One that is open stays
 // readable for who has it.
-func (c Folder) evict(size int64) {
+func (c Folder) evictFiles(size int64) {
 	if c.Limit <= 0 {
 		return
 	}
@@ -137,8 +137,8 @@ func (c Folder) evict(size int64) {
 // isObject matches the names of objects, among what else a user's folder may have.
 var isObject = regexp.MustCompile(`^[0-9a-f]{32}-[0-9a-f]{32}$`)
 
-// bare is a URI without user, query and fragment.
-func bare(uri string) string {
+// bareURI is a URI without user, query and fragment.
+func bareURI(uri string) string {
 	path := source.Path(uri)
 	scheme, rest, _ := strings.Cut(path, "://")
 	host, name, _ := strings.Cut(rest, "/")
@@ -148,9 +148,9 @@ func bare(uri string) string {
 	return scheme + "://" + host[strings.LastIndexByte(host, '@')+1:] + "/" + name
 }
 
-// find opens the file of a key whose bytes match their hash, and removes those that
+// findKept opens the file of a key whose bytes match their hash, and removes those that
 // do not.
-func find(ctx context.Context, key string, size int64) *os.File {
+func findKept(ctx context.Context, key string, size int64) *os.File {
 	names, _ := filepath.Glob(source.EscapeGlob(key) + "-*")
 	for _, name := range names {
 		fd, _, err := regular.Open(name)
@@ -159,7 +159,8 @@ func find(ctx context.Context, key string, size int64) *os.File {
 		}
 		f := os.NewFile(uintptr(fd), name)
 		if sum, err := sumOf(ctx, f, size); err == nil && name == key+"-"+sum {
-			_ = os.Chtimes(name, time.Time{}, time.Now()) // used; a folder that may not be written to is none that evicts
+			// used; a folder that may not be written to is none that evicts
+			_ = os.Chtimes(name, time.Time{}, time.Now())
 			counts.hits.Add(1)
 			counts.hitBytes.Add(size)
 			return f
@@ -178,15 +179,16 @@ func sumOf(ctx context.Context, f *os.File, size int64) (string, error) {
 	if st, err := f.Stat(); err != nil || st.Size() != size {
 		return "", errs.New(errs.ErrCorrupt, "not %d bytes", size)
 	}
-	return pass(ctx, size, min(8, runtime.GOMAXPROCS(0)), func(b []byte, off int64) error {
+	return passBytes(ctx, size, min(8, runtime.GOMAXPROCS(0)), func(b []byte, off int64) error {
 		_, err := f.ReadAt(b, off)
 		return errs.FromOS(err)
 	}, nil)
 }
 
-// pass reads size bytes by several workers and hashes them in order; write, if not
+// passBytes reads size bytes by several workers and hashes them in order; write, if not
 // nil, gets each block after it was hashed, while others are being read.
-func pass(ctx context.Context, size int64, workers int, read, write func(b []byte, off int64) error) (string, error) {
+func passBytes(ctx context.Context, size int64, workers int, read, write func(b []byte, off int64) error) (string,
+	error) {
 	h := xxh3.New128()
 	slots := make([][]byte, workers+workers/4+1)
 	cut := func(k int) ([]byte, int64) {
@@ -217,8 +219,8 @@ func pass(ctx context.Context, size int64, workers int, read, write func(b []byt
 	return hex.EncodeToString(sum[:]), nil
 }
 
-// fetch brings the object and gives it its name.
-func fetch(ctx context.Context, key string, src source.Source) (f *os.File, err error) {
+// fetchObject brings the object and gives it its name.
+func fetchObject(ctx context.Context, key string, src source.Source) (f *os.File, err error) {
 	var r [8]byte
 	_, _ = rand.Read(r[:]) // cannot fail
 	temp := key + ".tmp-" + hex.EncodeToString(r[:])
@@ -232,7 +234,7 @@ func fetch(ctx context.Context, key string, src source.Source) (f *os.File, err 
 			f = nil
 		}
 	}()
-	sum, err := pass(ctx, src.Size(), reads, func(b []byte, off int64) error { return src.ReadAt(ctx, b, off) },
+	sum, err := passBytes(ctx, src.Size(), reads, func(b []byte, off int64) error { return src.ReadAt(ctx, b, off) },
 		func(b []byte, off int64) error {
 			_, err := f.WriteAt(b, off)
 			return errs.FromOS(err)
@@ -248,8 +250,8 @@ func fetch(ctx context.Context, key string, src source.Source) (f *os.File, err 
 	return f, nil
 }
 
-// lock waits for an exclusive lock, which ends with the process at the latest.
-func lock(ctx context.Context, path string) (unlock func(), err error) {
+// lockFile waits for an exclusive lock, which ends with the process at the latest.
+func lockFile(ctx context.Context, path string) (unlock func(), err error) {
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o666)
 	if err != nil {
 		return nil, errs.FromOS(err)

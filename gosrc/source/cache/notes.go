@@ -30,28 +30,28 @@ type note struct {
 // maxNote bounds a note that is read.
 const maxNote = 64 << 20
 
-// path is where the note of a URI is. A query belongs to it, unlike to an object's key, which
+// notePath is where the note of a URI is. A query belongs to it, unlike to an object's key, which
 // has a pin: it may choose the object.
-func (c Folder) path(uri string) string {
+func (c Folder) notePath(uri string) string {
 	query := ""
 	if _, hub := source.ParseHF(uri); !hub {
 		query = strings.TrimPrefix(uri, source.Path(uri))
 	}
-	hash := sha256.Sum256([]byte(bare(uri) + "\x00" + query + "\x00" + c.Store))
+	hash := sha256.Sum256([]byte(bareURI(uri) + "\x00" + query + "\x00" + c.Store))
 	return filepath.Join(c.Path, hex.EncodeToString(hash[:16])+".note")
 }
 
-// write replaces a note. One that cannot be written is not missed until the store is away.
-func (c Folder) write(uri string, n note) {
+// writeNote replaces a note. One that cannot be written is not missed until the store is away.
+func (c Folder) writeNote(uri string, n note) {
 	text, err := json.Marshal(n)
 	if err != nil || os.MkdirAll(c.Path, 0o777) != nil {
 		return
 	}
 	var r [8]byte
 	_, _ = rand.Read(r[:]) // cannot fail
-	temp := c.path(uri) + "-" + hex.EncodeToString(r[:])
+	temp := c.notePath(uri) + "-" + hex.EncodeToString(r[:])
 	if err = os.WriteFile(temp, text, 0o666); err == nil {
-		err = os.Rename(temp, c.path(uri))
+		err = os.Rename(temp, c.notePath(uri))
 	}
 	if err != nil {
 		_ = os.Remove(temp)
@@ -59,12 +59,12 @@ func (c Folder) write(uri string, n note) {
 }
 
 func (c Folder) read(uri string) (n note, ok bool) {
-	text, err := regular.Read(c.path(uri), maxNote)
+	text, err := regular.Read(c.notePath(uri), maxNote)
 	return n, err == nil && json.Unmarshal(text, &n) == nil
 }
 
 // Absent notes that there is no such object.
-func (c Folder) Absent(uri string) { c.write(uri, note{Absent: true}) }
+func (c Folder) Absent(uri string) { c.writeNote(uri, note{Absent: true}) }
 
 // Last is the object in the state in which the store had it last. errs.ErrNotFound: it had
 // none then; nil, nil: nothing is known, or kept no more.
@@ -74,9 +74,10 @@ func (c Folder) Last(ctx context.Context, uri string) (source.Source, error) {
 	case !ok || n.Pin == "" && !n.Absent:
 		return nil, nil
 	case n.Absent:
-		return nil, errs.In("open", uri, errs.New(errs.ErrNotFound, "the store had no such object when it was asked last"))
+		return nil, errs.In("open", uri, errs.New(errs.ErrNotFound,
+			"the store had no such object when it was asked last"))
 	}
-	f := find(ctx, c.key(uri, n.Pin, n.Size), n.Size)
+	f := findKept(ctx, c.keyOf(uri, n.Pin, n.Size), n.Size)
 	if f == nil {
 		return nil, context.Cause(ctx)
 	}
@@ -85,7 +86,7 @@ func (c Folder) Last(ctx context.Context, uri string) (source.Source, error) {
 }
 
 // KeepList notes what a folder lists.
-func (c Folder) KeepList(uri string, uris []string) { c.write(uri, note{List: uris}) }
+func (c Folder) KeepList(uri string, uris []string) { c.writeNote(uri, note{List: uris}) }
 
 // LastList is what a folder listed last; nil: nothing is known.
 func (c Folder) LastList(uri string) []string {

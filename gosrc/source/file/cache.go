@@ -42,7 +42,8 @@ func kindOfMagic(magic uint32) int {
 	switch magic {
 	case unix.TMPFS_MAGIC, unix.RAMFS_MAGIC, unix.HUGETLBFS_MAGIC:
 		return inMemory
-	case unix.NFS_SUPER_MAGIC, unix.SMB_SUPER_MAGIC, unix.SMB2_SUPER_MAGIC, unix.CIFS_SUPER_MAGIC, unix.CEPH_SUPER_MAGIC,
+	case unix.NFS_SUPER_MAGIC, unix.SMB_SUPER_MAGIC, unix.SMB2_SUPER_MAGIC, unix.CIFS_SUPER_MAGIC,
+		unix.CEPH_SUPER_MAGIC,
 		unix.AFS_SUPER_MAGIC, unix.AFS_FS_MAGIC, unix.CODA_SUPER_MAGIC, unix.NCP_SUPER_MAGIC, unix.V9FS_MAGIC,
 		unix.FUSE_SUPER_MAGIC, // virtiofs, too
 		beegfs, gpfs, lustre, orangefs, panfs,
@@ -56,10 +57,10 @@ func kindOfMagic(magic uint32) int {
 // 6.5).
 var noCachestat atomic.Bool
 
-// resident is the share of the pages of [off, off+n) that are in the page cache;
+// residentShare is the share of the pages of [off, off+n) that are in the page cache;
 // known is false where the kernel does not say. For a file that the user may not
 // write, the kernel says that all of it is resident.
-func resident(fd int, off, n int64) (share float64, known bool) {
+func residentShare(fd int, off, n int64) (share float64, known bool) {
 	if n <= 0 {
 		return 1, true
 	}
@@ -69,7 +70,8 @@ func resident(fd int, off, n int64) (share float64, known bool) {
 		const sysCachestat = 451
 		span := struct{ off, n uint64 }{uint64(off), uint64(n)}
 		var st struct{ cached, dirty, writeback, evicted, recently uint64 }
-		_, _, e := unix.Syscall6(sysCachestat, uintptr(fd), uintptr(unsafe.Pointer(&span)), uintptr(unsafe.Pointer(&st)), 0, 0, 0)
+		_, _, e := unix.Syscall6(sysCachestat, uintptr(fd), uintptr(unsafe.Pointer(&span)),
+			uintptr(unsafe.Pointer(&st)), 0, 0, 0)
 		if e == 0 {
 			return min(1, float64(st.cached)/pages), true
 		}
@@ -77,18 +79,19 @@ func resident(fd int, off, n int64) (share float64, known bool) {
 			noCachestat.Store(true)
 		}
 	}
-	return mincore(fd, first*page, int(last-first+1))
+	return mincoreShare(fd, first*page, int(last-first+1))
 }
 
-// mincore is resident by mincore(2) on a mapping.
-func mincore(fd int, off int64, pages int) (float64, bool) {
+// mincoreShare is resident by mincore(2) on a mapping.
+func mincoreShare(fd int, off int64, pages int) (float64, bool) {
 	m, err := unix.MmapPtr(fd, off, nil, uintptr(pages)*page, unix.PROT_READ, unix.MAP_SHARED)
 	if err != nil {
 		return 0, false
 	}
 	defer func() { _ = unix.MunmapPtr(m, uintptr(pages)*page) }()
 	vec := make([]byte, pages)
-	if _, _, e := unix.Syscall(unix.SYS_MINCORE, uintptr(m), uintptr(pages)*page, uintptr(unsafe.Pointer(&vec[0]))); e != 0 {
+	if _, _, e := unix.Syscall(unix.SYS_MINCORE, uintptr(m), uintptr(pages)*page,
+		uintptr(unsafe.Pointer(&vec[0]))); e != 0 {
 		return 0, false
 	}
 	in := 0
@@ -105,5 +108,5 @@ func Resident(f *os.File) (share float64, ok bool) {
 	if err != nil {
 		return 0, false
 	}
-	return resident(int(f.Fd()), 0, st.Size())
+	return residentShare(int(f.Fd()), 0, st.Size())
 }

@@ -85,7 +85,7 @@ func (f *File) Expect(total int64, host bool, how string) int {
 			return depth
 		}
 	}
-	if f.direct.open(f.fd) {
+	if f.direct.openDirect(f.fd) {
 		f.direct.load.Store(&windows{forced: forced, fits: fits, state: make([]atomic.Int32, f.size/window+1)})
 		return depth
 	}
@@ -107,15 +107,15 @@ func (f *File) DirectBytes() int64 {
 func (f *File) anyCold() bool {
 	const places, look = 16, 64 << 10
 	for i := range int64(places) {
-		if share, known := resident(f.fd, f.size/places*i, min(look, f.size)); !known || share < 1 {
+		if share, known := residentShare(f.fd, f.size/places*i, min(look, f.size)); !known || share < 1 {
 			return true
 		}
 	}
 	return false
 }
 
-// wants reports whether n bytes at off should be read by direct I/O. f.mu is held.
-func (p *direct) wants(f *File, off int64, n int) bool {
+// wantsDirect reports whether n bytes at off should be read by direct I/O. f.mu is held.
+func (p *direct) wantsDirect(f *File, off int64, n int) bool {
 	l := p.load.Load()
 	if l == nil || n < least || p.stopped.Load() || l.slow.Load() {
 		return false
@@ -126,7 +126,7 @@ func (p *direct) wants(f *File, off int64, n int) bool {
 		state = cold
 		if !l.forced {
 			from := off / window * window
-			if share, known := resident(f.fd, from, min(window, f.size-from)); known && share > 0.5 {
+			if share, known := residentShare(f.fd, from, min(window, f.size-from)); known && share > 0.5 {
 				state = warm
 			}
 		}
@@ -135,9 +135,9 @@ func (p *direct) wants(f *File, off int64, n int) bool {
 	return state == cold
 }
 
-// open opens the file behind fd again, for direct I/O: that very file, even if its
+// openDirect opens the file behind fd again, for direct I/O: that very file, even if its
 // name now means another.
-func (p *direct) open(fd int) bool {
+func (p *direct) openDirect(fd int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.tried {
@@ -181,13 +181,13 @@ var buffers = sync.Pool{New: func() any {
 	return &b
 }}
 
-// read reads some of p from off, in place if memory and offset are aligned and
+// readDirect reads some of p from off, in place if memory and offset are aligned and
 // through a buffer if not. Like pread, it returns 0 at the end of the file.
-func (p *direct) read(b []byte, off int64) (int, error) {
+func (p *direct) readDirect(b []byte, off int64) (int, error) {
 	head, begun := off%p.align, time.Now()
 	if whole := min(len(b), step) &^ (page - 1); head == 0 && whole > 0 && uintptr(unsafe.Pointer(&b[0]))%page == 0 {
 		n, err := unix.Pread(p.fd, b[:whole], off)
-		return p.count(n, begun), err
+		return p.countRead(n, begun), err
 	}
 	buf := buffers.Get().(*[]byte)
 	defer buffers.Put(buf)
@@ -196,11 +196,11 @@ func (p *direct) read(b []byte, off int64) (int, error) {
 	if err != nil || int64(got) <= head {
 		return 0, err
 	}
-	return p.count(copy(b, (*buf)[head:got]), begun), nil
+	return p.countRead(copy(b, (*buf)[head:got]), begun), nil
 }
 
-// count notes that a read which began at a time has brought n bytes, and returns n.
-func (p *direct) count(n int, begun time.Time) int {
+// countRead notes that a read which began at a time has brought n bytes, and returns n.
+func (p *direct) countRead(n int, begun time.Time) int {
 	if l := p.load.Load(); l != nil && n > 0 {
 		waited, all := l.waited.Add(int64(time.Since(begun))), l.bytes.Add(int64(n))
 		if l.fits && all >= probe && all-int64(n) < probe && waited > depth*int64(probeTime) {
@@ -210,16 +210,16 @@ func (p *direct) count(n int, begun time.Time) int {
 	return n
 }
 
-// refused reports whether an error is about O_DIRECT and not about the bytes.
-func refused(err error) bool {
+// isRefusal reports whether an error is about O_DIRECT and not about the bytes.
+func isRefusal(err error) bool {
 	return errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EOPNOTSUPP)
 }
 
-// stop ends direct reads of this file.
-func (p *direct) stop() { p.stopped.Store(true) }
+// stopDirect ends direct reads of this file.
+func (p *direct) stopDirect() { p.stopped.Store(true) }
 
-// close closes the second descriptor. The caller waits for reads first.
-func (p *direct) close() {
+// closeDirect closes the second descriptor. The caller waits for reads first.
+func (p *direct) closeDirect() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.load.Store(nil)

@@ -59,7 +59,7 @@ func opened(t *testing.T, path string, total int64, how string) *File {
 func evict(t *testing.T, f *File, off, n int64) {
 	t.Helper()
 	_ = unix.Fadvise(f.fd, off, n, unix.FADV_DONTNEED)
-	if share, known := resident(f.fd, off, n); !known || share > 0.1 {
+	if share, known := residentShare(f.fd, off, n); !known || share > 0.1 {
 		t.Skipf("the page cache here cannot be emptied: %.2f resident, %v", share, known)
 	}
 }
@@ -139,7 +139,7 @@ func TestColdStaysCold(t *testing.T) {
 		clear(got)
 		for at := 0; at < len(data); at += piece {
 			end := min(len(data), at+piece)
-			f.prefetch(int64(at), int64(end-at)) // must not bring in what direct I/O reads
+			f.prefetchRange(int64(at), int64(end-at)) // must not bring in what direct I/O reads
 			if err := f.ReadAt(context.Background(), got[at:end], int64(at)); err != nil {
 				t.Fatal(err)
 			}
@@ -189,7 +189,7 @@ func TestColdStaysCold(t *testing.T) {
 				return fmt.Errorf("%s: %d bytes by direct I/O", c.name, n)
 			}
 			for i, want := range []float64{1, c.kept, 1} {
-				if share, _ := resident(f.fd, int64(i)*window, window); share < want-0.1 || share > want+0.1 {
+				if share, _ := residentShare(f.fd, int64(i)*window, window); share < want-0.1 || share > want+0.1 {
 					return fmt.Errorf("%s, window %d: %.2f resident, want %.0f", c.name, i, share, want)
 				}
 			}
@@ -224,7 +224,7 @@ func undisturbed(t *testing.T, path string, f *File, size int64, check func() er
 			t.Fatal(e)
 		}
 		time.Sleep(took)
-		if share, _ := resident(f.fd, 0, size); share == 1 {
+		if share, _ := residentShare(f.fd, 0, size); share == 1 {
 			stayed++
 		}
 		t.Log(err)
@@ -249,7 +249,7 @@ func TestResident(t *testing.T) {
 			off, n int64
 			want   float64
 		}{{0, 4 << 20, 1}, {4 << 20, 4 << 20, 0}, {2 << 20, 4 << 20, 0.5}, {10, 0, 1}, {4095, 2, 1}} {
-			a, okA := resident(f.fd, c.off, c.n)
+			a, okA := residentShare(f.fd, c.off, c.n)
 			if !okA || a != c.want {
 				return fmt.Errorf("%d bytes at %d: %v, %v, want %v", c.n, c.off, a, okA, c.want)
 			}
@@ -257,7 +257,7 @@ func TestResident(t *testing.T) {
 				continue
 			}
 			first, last := c.off/page, (c.off+c.n-1)/page
-			if b, ok := mincore(f.fd, first*page, int(last-first+1)); !ok || a != b {
+			if b, ok := mincoreShare(f.fd, first*page, int(last-first+1)); !ok || a != b {
 				return fmt.Errorf("%d bytes at %d: cachestat %v, mincore %v", c.n, c.off, a, b)
 			}
 		}
@@ -281,7 +281,7 @@ func TestRefusedDirect(t *testing.T) {
 	if !f.direct.stopped.Load() {
 		t.Skip("this file system takes any offset")
 	}
-	if f.direct.wants(f, 0, 1<<20) {
+	if f.direct.wantsDirect(f, 0, 1<<20) {
 		t.Error("tried again after it was refused")
 	}
 }

@@ -66,7 +66,7 @@ func Open(path string) (*File, error) {
 		_ = unix.Close(fd)
 		return nil, errs.In("open", path, err)
 	}
-	return made(path, fd, &st), nil
+	return newFile(path, fd, &st), nil
 }
 
 // FromFD makes a source of a duplicate of a descriptor that the caller keeps;
@@ -87,14 +87,14 @@ func FromFD(fd int, uri string) (*File, error) {
 	if err != nil {
 		return nil, errs.In("open", uri, errs.FromOS(err))
 	}
-	return made(uri, own, &st), nil
+	return newFile(uri, own, &st), nil
 }
 
-func made(uri string, fd int, st *unix.Stat_t) *File {
-	return &File{uri: uri, size: st.Size, fd: fd, kind: kindOf(fd), opened: time.Now(), id: identity(st)}
+func newFile(uri string, fd int, st *unix.Stat_t) *File {
+	return &File{uri: uri, size: st.Size, fd: fd, kind: kindOf(fd), opened: time.Now(), id: identityOf(st)}
 }
 
-func identity(st *unix.Stat_t) source.Identity {
+func identityOf(st *unix.Stat_t) source.Identity {
 	return source.Identity{
 		Device: uint64(st.Dev), Inode: st.Ino, Size: st.Size, Modified: st.Mtim.Nano(), Changed: st.Ctim.Nano(),
 	}
@@ -115,21 +115,22 @@ const settle = 3 * time.Second
 // one that keeps a cache of its own.
 func (f *File) Facts() source.Facts {
 	last := time.Unix(0, max(f.id.Modified, f.id.Changed))
-	facts := source.Facts{Remote: f.kind == network, Identity: f.id, Settled: f.opened.Sub(last) > settle, Now: f.now, File: f}
+	facts := source.Facts{Remote: f.kind == network, Identity: f.id, Settled: f.opened.Sub(last) > settle,
+		Now: f.stateNow, File: f}
 	if f.kind == network {
-		facts.Prefetch = f.prefetch
+		facts.Prefetch = f.prefetchRange
 	}
 	return facts
 }
 
-// now is the file's current state.
-func (f *File) now() (id source.Identity, err error) {
+// stateNow is the file's current state.
+func (f *File) stateNow() (id source.Identity, err error) {
 	err = f.WithFD(func(fd int) error {
 		var st unix.Stat_t
 		if err := regular.Again(func() error { return unix.Fstat(fd, &st) }); err != nil {
-			return f.at(-1, errs.FromOS(err))
+			return f.placeError(-1, errs.FromOS(err))
 		}
-		id = identity(&st)
+		id = identityOf(&st)
 		return nil
 	})
 	return id, err
@@ -141,20 +142,21 @@ func Identify(path string) (source.Identity, error) {
 	if err := regular.Again(func() error { return unix.Stat(path, &st) }); err != nil {
 		return source.Identity{}, errs.In("open", path, errs.FromOS(err))
 	}
-	return identity(&st), nil
+	return identityOf(&st), nil
 }
 
 // ReadAt fills p from off; see source.Source.
 func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 	if off < 0 || off > f.size || int64(len(p)) > f.size-off {
-		return f.at(off, errs.New(errs.ErrCorrupt, "truncated: %d bytes wanted, the file has %d", len(p), f.size))
+		return f.placeError(off, errs.New(errs.ErrCorrupt, "truncated: %d bytes wanted, the file has %d", len(p),
+			f.size))
 	}
 	f.mu.RLock()
 	defer f.mu.RUnlock()
 	if f.shut {
-		return f.at(off, errs.New(errs.ErrArgument, "the source is closed"))
+		return f.placeError(off, errs.New(errs.ErrArgument, "the source is closed"))
 	}
-	bypass := f.direct.wants(f, off, len(p))
+	bypass := f.direct.wantsDirect(f, off, len(p))
 	for len(p) > 0 {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
@@ -162,9 +164,9 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 		var n int
 		var err error
 		if bypass {
-			n, err = f.direct.read(p, off)
-			if refused(err) {
-				f.direct.stop()
+			n, err = f.direct.readDirect(p, off)
+			if isRefusal(err) {
+				f.direct.stopDirect()
 				bypass = false
 				continue
 			}
@@ -175,11 +177,12 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 		case errors.Is(err, unix.EINTR), errors.Is(err, unix.EAGAIN):
 			continue
 		case errors.Is(err, unix.EINVAL): // caused by no argument of the caller
-			return f.at(off, fmt.Errorf("%w: %w", errs.ErrIO, &os.PathError{Op: "read", Path: f.uri, Err: err}))
+			return f.placeError(off, fmt.Errorf("%w: %w", errs.ErrIO, &os.PathError{Op: "read", Path: f.uri, Err: err}))
 		case err != nil:
-			return f.at(off, errs.FromOS(&os.PathError{Op: "read", Path: f.uri, Err: err}))
+			return f.placeError(off, errs.FromOS(&os.PathError{Op: "read", Path: f.uri, Err: err}))
 		case n == 0:
-			return f.at(off, errs.New(errs.ErrCorrupt, "truncated: the file had %d bytes when it was opened", f.size))
+			return f.placeError(off, errs.New(errs.ErrCorrupt, "truncated: the file had %d bytes when it was opened",
+				f.size))
 		}
 		p = p[n:]
 		off += int64(n)
@@ -187,13 +190,13 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return nil
 }
 
-// prefetch tells the kernel that a range will be read soon, for read-ahead that has
+// prefetchRange tells the kernel that a range will be read soon, for read-ahead that has
 // to cross a network. On disks, reads in flight do as well or better (measured
 // alternating), and direct I/O would read the range a second time.
-func (f *File) prefetch(off, n int64) {
+func (f *File) prefetchRange(off, n int64) {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
-	if !f.shut && !f.direct.wants(f, off, int(n)) {
+	if !f.shut && !f.direct.wantsDirect(f, off, int(n)) {
 		_ = unix.Fadvise(f.fd, off, n, unix.FADV_WILLNEED)
 	}
 }
@@ -203,7 +206,7 @@ func (f *File) WithFD(fn func(fd int) error) error {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
 	if f.shut {
-		return f.at(-1, errs.New(errs.ErrArgument, "the source is closed"))
+		return f.placeError(-1, errs.New(errs.ErrArgument, "the source is closed"))
 	}
 	return fn(f.fd)
 }
@@ -216,13 +219,13 @@ func (f *File) Close() error {
 		return nil
 	}
 	f.shut = true
-	f.direct.close()
+	f.direct.closeDirect()
 	if err := unix.Close(f.fd); err != nil {
-		return f.at(-1, errs.FromOS(err))
+		return f.placeError(-1, errs.FromOS(err))
 	}
 	return nil
 }
 
-func (f *File) at(off int64, err error) error {
+func (f *File) placeError(off int64, err error) error {
 	return errs.Place("read", f.uri, "", off, err)
 }

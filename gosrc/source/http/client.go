@@ -28,8 +28,8 @@ var (
 	clients   = map[string]*client{}
 )
 
-// hold returns the client of these options and counts its use.
-func hold(opt source.Options) (*client, error) {
+// holdClient returns the client of these options and counts its use.
+func holdClient(opt source.Options) (*client, error) {
 	key := opt.Whole()
 	clientsMu.Lock()
 	defer clientsMu.Unlock()
@@ -37,7 +37,7 @@ func hold(opt source.Options) (*client, error) {
 		c.refs++
 		return c, nil
 	}
-	t, err := transport(opt)
+	t, err := newTransport(opt)
 	if err != nil {
 		return nil, err
 	}
@@ -46,8 +46,8 @@ func hold(opt source.Options) (*client, error) {
 	return c, nil
 }
 
-// drop ends one use; the last one closes the connections.
-func (c *client) drop() {
+// dropClient ends one use; the last one closes the connections.
+func (c *client) dropClient() {
 	clientsMu.Lock()
 	defer clientsMu.Unlock()
 	if c.refs--; c.refs == 0 {
@@ -56,9 +56,9 @@ func (c *client) drop() {
 	}
 }
 
-// transport makes connections with the authorities that the caller names, or else
+// newTransport makes connections with the authorities that the caller names, or else
 // the environment.
-func transport(opt source.Options) (*route.Client, error) {
+func newTransport(opt source.Options) (*route.Client, error) {
 	insecure, err := opt.Flag("insecure")
 	if err != nil {
 		return nil, err
@@ -71,24 +71,26 @@ func transport(opt source.Options) (*route.Client, error) {
 	return c, nil
 }
 
-// headers are the caller's own, with the token. They go only to the origin that the
+// headersOf are the caller's own, with the token. They go only to the origin that the
 // user named; see package route.
-func headers(opt source.Options) (http.Header, error) {
+func headersOf(opt source.Options) (http.Header, error) {
 	h := http.Header{}
 	for _, k := range slices.Sorted(maps.Keys(opt.Storage)) {
 		name, ok := strings.CutPrefix(k, source.HeaderPrefix)
 		if !ok {
 			continue
 		}
-		if !token(name) || strings.ContainsAny(opt.Storage[k], "\r\n\x00") {
+		if !isToken(name) || strings.ContainsAny(opt.Storage[k], "\r\n\x00") {
 			return nil, errs.New(errs.ErrArgument, "storage_options: headers: %q cannot be sent", name)
 		}
 		switch http.CanonicalHeaderKey(name) {
-		case "Range", "If-Match", "If-None-Match", "If-Range", "If-Modified-Since", "If-Unmodified-Since", "Accept-Encoding", "Content-Length",
+		case "Range", "If-Match", "If-None-Match", "If-Range", "If-Modified-Since", "If-Unmodified-Since",
+			"Accept-Encoding", "Content-Length",
 			"Transfer-Encoding", "Connection", "Keep-Alive", "Te", "Trailer", "Upgrade", "Expect", "Proxy-Connection":
 			return nil, errs.New(errs.ErrArgument, "storage_options: headers: %q is set by the reader itself", name)
 		case "Proxy-Authorization": // would be forwarded to any server
-			return nil, errs.New(errs.ErrArgument, "storage_options: headers: %q: user and password of a proxy go into its URL, in the environment", name)
+			return nil, errs.New(errs.ErrArgument,
+				"storage_options: headers: %q: user and password of a proxy go into its URL, in the environment", name)
 		}
 		h.Set(name, opt.Storage[k])
 	}
@@ -101,8 +103,8 @@ func headers(opt source.Options) (http.Header, error) {
 	return h, nil
 }
 
-// token reports whether a name may be that of a header.
-func token(name string) bool {
+// isToken reports whether a name may be that of a header.
+func isToken(name string) bool {
 	return name != "" && !strings.ContainsFunc(name, func(r rune) bool {
 		return r <= ' ' || r >= 0x7f || strings.ContainsRune(`()<>@,;:\"/[]?={}`, r)
 	})

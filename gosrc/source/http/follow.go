@@ -12,14 +12,14 @@ import (
 	"github.com/overwire/overwire/gosrc/source/route"
 )
 
-// get sends a request to where the object is, following redirects. The server that
+// getObject sends a request to where the object is, following redirects. The server that
 // gave the first response is asked directly from then on.
-func (o *object) get(ctx context.Context, extra http.Header) (*http.Response, error) {
+func (o *object) getObject(ctx context.Context, extra http.Header) (*http.Response, error) {
 	o.mu.Lock()
 	at := o.moved
 	o.mu.Unlock()
 	if at != nil {
-		resp, err := o.follow(ctx, at.Here(), extra)
+		resp, err := o.followHops(ctx, at.Here(), extra)
 		if err != nil {
 			return nil, err
 		}
@@ -34,17 +34,17 @@ func (o *object) get(ctx context.Context, extra http.Header) (*http.Response, er
 			return resp, nil
 		}
 	}
-	return o.follow(ctx, route.Start(o.home()), extra)
+	return o.followHops(ctx, route.Start(o.homeURL()), extra)
 }
 
-func (o *object) follow(ctx context.Context, h route.Hop, extra http.Header) (*http.Response, error) {
+func (o *object) followHops(ctx context.Context, h route.Hop, extra http.Header) (*http.Response, error) {
 	for hops := 0; ; hops++ {
-		resp, err := o.send(ctx, h, extra)
+		resp, err := o.sendHop(ctx, h, extra)
 		if err != nil {
 			return nil, err
 		}
 		if h.Home && o.revision != nil {
-			if err := o.revision.answered(resp); err != nil {
+			if err := o.revision.takeCommit(resp); err != nil {
 				_ = resp.Body.Close()
 				return nil, err
 			}
@@ -65,9 +65,10 @@ func (o *object) follow(ctx context.Context, h route.Hop, extra http.Header) (*h
 	}
 }
 
-// send sends one request to one server.
-func (o *object) send(ctx context.Context, h route.Hop, extra http.Header) (*http.Response, error) {
-	req := (&http.Request{Method: http.MethodGet, URL: h.URL, Host: h.URL.Host, Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1, Header: http.Header{}})
+// sendHop sends one request to one server.
+func (o *object) sendHop(ctx context.Context, h route.Hop, extra http.Header) (*http.Response, error) {
+	req := (&http.Request{Method: http.MethodGet, URL: h.URL, Host: h.URL.Host, Proto: "HTTP/1.1", ProtoMajor: 1,
+		ProtoMinor: 1, Header: http.Header{}})
 	if h.Home {
 		maps.Copy(req.Header, o.headers)
 		if host := req.Header.Get("Host"); host != "" {

@@ -30,7 +30,7 @@ type Hub struct {
 func (h *Hub) Open(ctx context.Context, uri string, opt source.Options) (*Source, error) {
 	ref, ok := source.ParseHF(uri)
 	if !ok {
-		return named(ctx, uri, opt, nil)
+		return openNamed(ctx, uri, opt, nil)
 	}
 	r := h.revision(ref)
 	select { // the first is opened alone, and learns the commit
@@ -40,12 +40,12 @@ func (h *Hub) Open(ctx context.Context, uri string, opt source.Options) (*Source
 	}
 	if r.settled() {
 		<-r.asking
-		return named(ctx, uri, opt, r)
+		return openNamed(ctx, uri, opt, r)
 	}
 	defer func() { <-r.asking }()
-	s, err := named(ctx, uri, opt, r)
+	s, err := openNamed(ctx, uri, opt, r)
 	if err == nil {
-		r.settle()
+		r.settleRevision()
 	}
 	return s, err
 }
@@ -87,21 +87,21 @@ func (r *revision) settled() bool {
 	return r.done || r.commit != ""
 }
 
-func (r *revision) settle() {
+func (r *revision) settleRevision() {
 	r.mu.Lock()
 	r.done = true
 	r.mu.Unlock()
 }
 
-// now is the revision to request.
-func (r *revision) now() string {
+// commitNow is the revision to request.
+func (r *revision) commitNow() string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return cmp.Or(r.commit, r.name)
 }
 
-// answered takes the commit from a response of the hub, and refuses another one.
-func (r *revision) answered(resp *http.Response) error {
+// takeCommit takes the commit from a response of the hub, and refuses another one.
+func (r *revision) takeCommit(resp *http.Response) error {
 	c := strings.ToLower(resp.Header.Get("X-Repo-Commit"))
 	if !IsCommit(c) {
 		return nil
@@ -122,21 +122,21 @@ func IsCommit(s string) bool {
 	return (len(s) == 40 || len(s) == 64) && strings.Trim(s, "0123456789abcdef") == ""
 }
 
-// home is the URL to request first.
-func (o *object) home() *url.URL {
+// homeURL is the URL to request first.
+func (o *object) homeURL() *url.URL {
 	if o.revision == nil {
 		return o.url
 	}
-	u, err := url.Parse(o.at(o.revision.now()))
+	u, err := url.Parse(o.at(o.revision.commitNow()))
 	if err != nil { // cannot happen: it was parsed with the revision's name
 		return o.url
 	}
 	return u
 }
 
-// hub turns hf:// into the hub's URL for any revision, and finds the user's token
+// hubURL turns hf:// into the hub's URL for any revision, and finds the user's token
 // where huggingface_hub keeps it: the options, the environment, the file of a login.
-func hub(uri string, opt source.Options) (func(rev string) string, source.Options, error) {
+func hubURL(uri string, opt source.Options) (func(rev string) string, source.Options, error) {
 	r, ok := source.ParseHF(uri)
 	if !ok || r.Repo == "" || strings.ContainsAny(r.Repo, ":?#%\\ ") || r.File == "" || strings.HasSuffix(r.File, "/") {
 		return nil, opt, errs.New(errs.ErrArgument, "expected hf://organisation/name/file@revision")
@@ -147,7 +147,7 @@ func hub(uri string, opt source.Options) (func(rev string) string, source.Option
 		}
 	}
 	if opt.Storage["token"] == "" {
-		if t := login(opt.Env); t != "" {
+		if t := hubToken(opt.Env); t != "" {
 			storage := map[string]string{}
 			maps.Copy(storage, opt.Storage)
 			storage["token"] = t
@@ -155,17 +155,18 @@ func hub(uri string, opt source.Options) (func(rev string) string, source.Option
 		}
 	}
 	return func(rev string) string {
-		return endpoint(opt.Env) + "/" + source.EscapePath(r.Repo) + "/resolve/" + url.PathEscape(rev) + "/" + source.EscapePath(r.File)
+		return hubEndpoint(opt.Env) + "/" + source.EscapePath(r.Repo) + "/resolve/" + url.PathEscape(rev) + "/" +
+			source.EscapePath(r.File)
 	}, opt, nil
 }
 
-// endpoint is the hub's address, or that of a mirror.
-func endpoint(env map[string]string) string {
+// hubEndpoint is the hub's address, or that of a mirror.
+func hubEndpoint(env map[string]string) string {
 	return cmp.Or(strings.TrimRight(env["HF_ENDPOINT"], "/"), "https://huggingface.co")
 }
 
-func login(env map[string]string) string {
-	if yes(env["HF_HUB_DISABLE_IMPLICIT_TOKEN"]) {
+func hubToken(env map[string]string) string {
+	if isYes(env["HF_HUB_DISABLE_IMPLICIT_TOKEN"]) {
 		return ""
 	}
 	if t := strings.TrimSpace(cmp.Or(env["HF_TOKEN"], env["HUGGING_FACE_HUB_TOKEN"])); t != "" {

@@ -150,7 +150,7 @@ func TestMovingBranch(t *testing.T) {
 			}
 		}
 	}
-	settled(t)
+	isSettled(t)
 }
 
 // Files that are opened at once are of one commit, too, however the branch

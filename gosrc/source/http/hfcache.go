@@ -16,16 +16,16 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// yes reads a switch as huggingface_hub does.
-func yes(text string) bool {
+// isYes reads a switch as huggingface_hub does.
+func isYes(text string) bool {
 	return slices.Contains([]string{"1", "ON", "YES", "TRUE"}, strings.ToUpper(text))
 }
 
-// offline is the setting that forbids to ask the hub, "" if none does.
-func offline(env map[string]string) string {
+// offlineSetting is the setting that forbids to ask the hub, "" if none does.
+func offlineSetting(env map[string]string) string {
 	for _, name := range []string{"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"} { // the first that is set decides
 		if env[name] != "" {
-			if yes(env[name]) {
+			if isYes(env[name]) {
 				return name
 			}
 			return ""
@@ -45,10 +45,11 @@ type shelf struct {
 	folder string // of the repository
 }
 
-func (h *Hub) shelf(uri string, env map[string]string) (shelf, bool) {
+func (h *Hub) shelfOf(uri string, env map[string]string) (shelf, bool) {
 	ref, ok := source.ParseHF(uri)
 	folder := hubCache(env)
-	if !ok || ref.File == "" || folder == "" || !filepath.IsLocal(ref.File) || !filepath.IsLocal(cmp.Or(ref.Rev, "main")) {
+	if !ok || ref.File == "" || folder == "" || !filepath.IsLocal(ref.File) ||
+		!filepath.IsLocal(cmp.Or(ref.Rev, "main")) {
 		return shelf{}, false
 	}
 	kind, name := "models", ref.Repo
@@ -64,8 +65,8 @@ func (h *Hub) shelf(uri string, env map[string]string) (shelf, bool) {
 	return shelf{h.revision(ref), ref, filepath.Join(folder, name)}, true
 }
 
-// noted is the commit that the cache noted last for the revision, "" if it has none.
-func (s shelf) noted() string {
+// notedCommit is the commit that the cache noted last for the revision, "" if it has none.
+func (s shelf) notedCommit() string {
 	text, err := regular.Read(filepath.Join(s.folder, "refs", filepath.FromSlash(s.name)), regular.MaxSetting)
 	if commit := strings.TrimSpace(string(text)); err == nil && IsCommit(commit) {
 		return commit
@@ -73,9 +74,9 @@ func (s shelf) noted() string {
 	return ""
 }
 
-// state is the commit of this load, "" if it is not known yet, and why the hub is not
+// loadState is the commit of this load, "" if it is not known yet, and why the hub is not
 // asked for it.
-func (s shelf) state() (commit string, away error) {
+func (s shelf) loadState() (commit string, away error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.commit, s.away
@@ -89,13 +90,13 @@ func (s shelf) at(kind, commit string) string {
 // there, or if the commit is not known: that of a branch is what the hub said to
 // this load, or without the hub what the cache noted last.
 func (h *Hub) Cached(uri string, env map[string]string) string {
-	s, ok := h.shelf(uri, env)
+	s, ok := h.shelfOf(uri, env)
 	if !ok {
 		return ""
 	}
-	commit, _ := s.state()
-	if commit == "" && offline(env) != "" {
-		commit = s.noted()
+	commit, _ := s.loadState()
+	if commit == "" && offlineSetting(env) != "" {
+		commit = s.notedCommit()
 	}
 	if commit == "" {
 		return ""
@@ -109,17 +110,18 @@ func (h *Hub) Cached(uri string, env map[string]string) string {
 // Missing is the error of a file that is not cached and that the hub is not asked for:
 // its commit is known not to have it, or the hub may not or cannot be asked. nil: ask.
 func (h *Hub) Missing(uri string, env map[string]string) error {
-	if name := offline(env); name != "" {
+	if name := offlineSetting(env); name != "" {
 		return errs.New(errs.ErrNotFound, "it is not in the cache of huggingface_hub, and %s is set", name)
 	}
-	s, ok := h.shelf(uri, env)
+	s, ok := h.shelfOf(uri, env)
 	if !ok {
 		return nil
 	}
-	commit, away := s.state()
+	commit, away := s.loadState()
 	switch {
 	case commit != "" && isFile(s.at(".no_exist", commit)):
-		return errs.New(errs.ErrNotFound, "commit %s has no such file, as the cache of huggingface_hub has noted", commit)
+		return errs.New(errs.ErrNotFound, "commit %s has no such file, as the cache of huggingface_hub has noted",
+			commit)
 	case away != nil:
 		return fmt.Errorf("%w: it is not in the cache of huggingface_hub, and the Hub cannot be reached: %w",
 			errs.ErrNotFound, away)
@@ -131,7 +133,7 @@ func (h *Hub) Missing(uri string, env map[string]string) error {
 // commit of the load: for a branch, and with a notice, the one that it noted last. All
 // later files of the load are then of this commit.
 func (h *Hub) Away(uri string, env map[string]string, err error) bool {
-	s, ok := h.shelf(uri, env)
+	s, ok := h.shelfOf(uri, env)
 	if !ok || !errors.Is(err, errs.ErrIO) && !errors.Is(err, errs.ErrTimeout) {
 		return false
 	}
@@ -139,10 +141,10 @@ func (h *Hub) Away(uri string, env map[string]string, err error) bool {
 	if errors.As(err, &at) {
 		err = at.Err
 	}
-	commit, _ := s.state()
+	commit, _ := s.loadState()
 	branch := commit == ""
 	if branch {
-		commit = s.noted()
+		commit = s.notedCommit()
 	}
 	info, statErr := os.Stat(filepath.Join(s.folder, "snapshots", commit))
 	if commit == "" || statErr != nil || !info.IsDir() {
@@ -152,7 +154,8 @@ func (h *Hub) Away(uri string, env map[string]string, err error) bool {
 	s.commit, s.away, s.done = commit, err, true
 	s.mu.Unlock()
 	if branch {
-		source.Notice(fmt.Sprintf("hf://%s: the Hub cannot be reached (%s): %s means commit %s, which the cache of huggingface_hub noted last",
+		source.Notice(fmt.Sprintf("hf://%s: the Hub cannot be reached (%s): %s means commit %s, which the cache of "+
+			"huggingface_hub noted last",
 			s.ref.Repo, errs.Message(err), s.name, commit))
 	}
 	return true

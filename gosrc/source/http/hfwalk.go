@@ -30,15 +30,15 @@ func (h *Hub) Walk(ctx context.Context, uri string, opt source.Options) (at stri
 	}
 	some := source.Beside(uri, "x") // a name, for what asks for one
 	commit, files, err := "", nil, h.Missing(some, opt.Env)
-	if offline(opt.Env) == "" && err == nil {
-		commit, files, err = listing(ctx, ref, some, opt)
+	if offlineSetting(opt.Env) == "" && err == nil {
+		commit, files, err = listFiles(ctx, ref, some, opt)
 	}
 	if err != nil && ctx.Err() == nil {
-		if s, ok := h.shelf(some, opt.Env); ok && (offline(opt.Env) != "" || h.Away(some, opt.Env, err)) {
-			if commit, _ = s.state(); commit == "" {
-				commit = s.noted()
+		if s, ok := h.shelfOf(some, opt.Env); ok && (offlineSetting(opt.Env) != "" || h.Away(some, opt.Env, err)) {
+			if commit, _ = s.loadState(); commit == "" {
+				commit = s.notedCommit()
 			}
-			if near := shelved(filepath.Join(s.folder, "snapshots", commit)); commit != "" && len(near) > 0 {
+			if near := shelvedFiles(filepath.Join(s.folder, "snapshots", commit)); commit != "" && len(near) > 0 {
 				files, err = near, nil
 			}
 		}
@@ -68,11 +68,12 @@ func inFolder(all []source.Entry, folder string) (files []source.Entry) {
 	return files
 }
 
-// listing asks the hub for the files of a repository, and the commit that has them.
+// listFiles asks the hub for the files of a repository, and the commit that has them.
 //
 // Source: the Hub's API, GET /api/models/REPO/revision/REVISION?blobs=true.
-func listing(ctx context.Context, ref source.HF, file string, opt source.Options) (commit string, files []source.Entry, err error) {
-	_, opt, err = hub(file, opt) // checks the repository's name
+func listFiles(ctx context.Context, ref source.HF, file string, opt source.Options) (commit string,
+	files []source.Entry, err error) {
+	_, opt, err = hubURL(file, opt) // checks the repository's name
 	if err != nil {
 		return "", nil, err
 	}
@@ -82,8 +83,9 @@ func listing(ctx context.Context, ref source.HF, file string, opt source.Options
 			kind, repo = other, rest
 		}
 	}
-	address := endpoint(opt.Env) + "/api/" + kind + "/" + source.EscapePath(repo) + "/revision/" + url.PathEscape(cmp.Or(ref.Rev, "main")) + "?blobs=true"
-	s, err := open(source.Outline{Most: maxListing}.In(ctx), address, opt, nil)
+	address := hubEndpoint(opt.Env) + "/api/" + kind + "/" + source.EscapePath(repo) + "/revision/" +
+		url.PathEscape(cmp.Or(ref.Rev, "main")) + "?blobs=true"
+	s, err := openScheme(source.Outline{Most: maxListing}.In(ctx), address, opt, nil)
 	if err != nil {
 		return "", nil, err
 	}
@@ -115,8 +117,8 @@ func listing(ctx context.Context, ref source.HF, file string, opt source.Options
 	return answer.SHA, files, nil
 }
 
-// shelved are the files of a snapshot in huggingface_hub's cache.
-func shelved(snapshot string) (files []source.Entry) {
+// shelvedFiles are the files of a snapshot in huggingface_hub's cache.
+func shelvedFiles(snapshot string) (files []source.Entry) {
 	_ = filepath.WalkDir(snapshot, func(path string, d fs.DirEntry, err error) error {
 		if err != nil || d.IsDir() {
 			return nil

@@ -45,15 +45,15 @@ type Source struct {
 	o             *object
 }
 
-func named(ctx context.Context, uri string, opt source.Options, r *revision) (*Source, error) {
-	s, err := open(ctx, uri, opt, r)
+func openNamed(ctx context.Context, uri string, opt source.Options, r *revision) (*Source, error) {
+	s, err := openScheme(ctx, uri, opt, r)
 	if ctx.Err() != nil {
 		return s, err
 	}
 	return s, errs.Place("open", uri, "", -1, err)
 }
 
-func open(ctx context.Context, uri string, opt source.Options, r *revision) (*Source, error) {
+func openScheme(ctx context.Context, uri string, opt source.Options, r *revision) (*Source, error) {
 	scheme := source.Scheme(uri)
 	if err := opt.Check(scheme, options...); err != nil {
 		return nil, err
@@ -65,31 +65,32 @@ func open(ctx context.Context, uri string, opt source.Options, r *revision) (*So
 	o := &object{uri: uri, revision: r}
 	address := uri
 	if scheme == "hf" {
-		if o.at, opt, err = hub(uri, opt); err != nil {
+		if o.at, opt, err = hubURL(uri, opt); err != nil {
 			return nil, err
 		}
 		address = o.at(r.name)
 	}
-	if o.url, err = url.Parse(address); err != nil || o.url.Host == "" || o.url.Scheme != "http" && o.url.Scheme != "https" {
+	if o.url, err = url.Parse(address); err != nil || o.url.Host == "" ||
+		o.url.Scheme != "http" && o.url.Scheme != "https" {
 		return nil, errs.New(errs.ErrArgument, "not a valid URL")
 	}
 	o.url.Fragment = ""
-	if o.headers, err = headers(opt); err != nil {
+	if o.headers, err = headersOf(opt); err != nil {
 		return nil, err
 	}
-	if o.client, err = hold(opt); err != nil {
+	if o.client, err = holdClient(opt); err != nil {
 		return nil, err
 	}
 	var s *Source
 	err = retry.Do(ctx, tries, o.Judge, func(ctx context.Context) (err error) {
-		s, err = o.first(ctx, tries)
+		s, err = o.requestFirst(ctx, tries)
 		return err
 	})
 	if err == nil && s == nil { // no ranges, or an empty object
-		s, err = o.spooled(ctx, tries)
+		s, err = o.openSpooled(ctx, tries)
 	}
 	if err != nil {
-		o.client.drop()
+		o.client.dropClient()
 		return nil, err
 	}
 	return s, nil
@@ -153,19 +154,19 @@ type object struct {
 
 func (o *object) URI() string  { return o.uri }
 func (o *object) Size() int64  { return o.size }
-func (o *object) Close() error { o.client.drop(); return nil }
+func (o *object) Close() error { o.client.dropClient(); return nil }
 
-// first requests the first bytes. It returns nil, and no error, if the server gives
+// requestFirst requests the first bytes. It returns nil, and no error, if the server gives
 // no ranges of this object, or nothing that pins it.
-func (o *object) first(ctx context.Context, tries retry.Options) (*Source, error) {
-	resp, err := o.get(ctx, http.Header{"Range": {fmt.Sprintf("bytes=0-%d", source.HeadBytes-1)}})
+func (o *object) requestFirst(ctx context.Context, tries retry.Options) (*Source, error) {
+	resp, err := o.getObject(ctx, http.Header{"Range": {fmt.Sprintf("bytes=0-%d", source.HeadBytes-1)}})
 	if err != nil {
 		return nil, err
 	}
 	defer resp.Body.Close()
 	from, to, total, ranged := route.ContentRange(resp.Header.Get("Content-Range"))
 	switch {
-	case resp.StatusCode == http.StatusPartialContent && !pins(resp):
+	case resp.StatusCode == http.StatusPartialContent && !hasPin(resp):
 		return nil, plain(resp)
 	case resp.StatusCode == http.StatusRequestedRangeNotSatisfiable && ranged && total == 0:
 		return nil, nil // empty: a plain GET will tell
@@ -175,7 +176,7 @@ func (o *object) first(ctx context.Context, tries retry.Options) (*Source, error
 		}
 		return nil, nil
 	case resp.StatusCode != http.StatusPartialContent:
-		return nil, o.status(resp)
+		return nil, o.checkStatus(resp)
 	}
 	if err := plain(resp); err != nil {
 		return nil, err
@@ -191,7 +192,8 @@ func (o *object) first(ctx context.Context, tries retry.Options) (*Source, error
 		return nil, errors.New("the body is longer than its range")
 	}
 	o.answer = resp.Header
-	o.size, o.etag, o.modified, o.date = total, resp.Header.Get("ETag"), resp.Header.Get("Last-Modified"), resp.Header.Get("Date")
+	o.size, o.etag, o.modified, o.date = total, resp.Header.Get("ETag"), resp.Header.Get("Last-Modified"),
+		resp.Header.Get("Date")
 	tries.Host, tries.Range = o.url.Scheme+"://"+o.url.Host, retry.RangeBytes
 	return &Source{retry.New(o, tries), o}, nil
 }
@@ -200,11 +202,11 @@ func (o *object) first(ctx context.Context, tries retry.Options) (*Source, error
 func (o *object) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error) {
 	h := http.Header{"Range": {fmt.Sprintf("bytes=%d-%d", off, off+n-1)}}
 	o.pin(h)
-	resp, err := o.get(ctx, h)
+	resp, err := o.getObject(ctx, h)
 	if err != nil {
 		return nil, err
 	}
-	if err := o.about(resp, off, n); err != nil {
+	if err := o.checkRange(resp, off, n); err != nil {
 		_ = resp.Body.Close()
 		return nil, err
 	}
@@ -224,26 +226,26 @@ func (o *object) pin(h http.Header) {
 
 var errAnother = errors.New("the server gives another range than it was asked for")
 
-// about checks that a response is about this range of the pinned object. Of one that
+// checkRange checks that a response is about this range of the pinned object. Of one that
 // does not match its request, the error has no class: a retry may get another.
-func (o *object) about(resp *http.Response, off, n int64) error {
+func (o *object) checkRange(resp *http.Response, off, n int64) error {
 	from, to, total, ranged := route.ContentRange(resp.Header.Get("Content-Range"))
 	switch resp.StatusCode {
 	case http.StatusPartialContent:
 	case http.StatusOK:
-		if err := o.same(resp); err != nil {
+		if err := o.checkSame(resp); err != nil {
 			return err
 		}
 		return errors.New("the server gives the whole object for a range")
 	case http.StatusRequestedRangeNotSatisfiable:
 		return &changed{"it is shorter now"}
 	default:
-		return o.status(resp)
+		return o.checkStatus(resp)
 	}
 	if err := plain(resp); err != nil {
 		return err
 	}
-	if err := o.same(resp); err != nil {
+	if err := o.checkSame(resp); err != nil {
 		return err
 	}
 	switch {
@@ -257,10 +259,10 @@ func (o *object) about(resp *http.Response, off, n int64) error {
 	return nil
 }
 
-// pins reports whether a response identifies a version of an object: by an ETag, or
+// hasPin reports whether a response identifies a version of an object: by an ETag, or
 // by a date at least a second old, since another version could have the same date
 // until then.
-func pins(resp *http.Response) bool {
+func hasPin(resp *http.Response) bool {
 	if resp.Header.Get("ETag") != "" {
 		return true
 	}
@@ -272,8 +274,8 @@ func pins(resp *http.Response) bool {
 	return err != nil || now.Sub(modified) >= time.Second
 }
 
-// same compares what pins the object.
-func (o *object) same(resp *http.Response) error {
+// checkSame compares what pins the object.
+func (o *object) checkSame(resp *http.Response) error {
 	if tag := resp.Header.Get("ETag"); tag != o.etag {
 		return &changed{"its ETag is another one"}
 	}
@@ -288,7 +290,8 @@ func plain(resp *http.Response) error {
 	if e := route.Encoding(resp.Header); e != "" {
 		return errs.New(errs.ErrNotSupported, "the object has the content encoding %q", e)
 	}
-	if resp.StatusCode == http.StatusPartialContent && strings.HasPrefix(resp.Header.Get("Content-Type"), "multipart/byteranges") {
+	if resp.StatusCode == http.StatusPartialContent &&
+		strings.HasPrefix(resp.Header.Get("Content-Type"), "multipart/byteranges") {
 		return errors.New("the server answers one range in several parts")
 	}
 	return nil
@@ -307,7 +310,7 @@ type failed struct {
 
 func (f *failed) Error() string { return fmt.Sprintf("HTTP %d %s", f.code, http.StatusText(f.code)) }
 
-func (f *failed) again() bool {
+func (f *failed) mayRetry() bool {
 	switch f.code {
 	case http.StatusRequestTimeout, http.StatusTooEarly, http.StatusTooManyRequests:
 		return true
@@ -317,7 +320,7 @@ func (f *failed) again() bool {
 	return f.code >= 500
 }
 
-func (o *object) status(resp *http.Response) error {
+func (o *object) checkStatus(resp *http.Response) error {
 	f := &failed{code: resp.StatusCode}
 	text := resp.Header.Get("Retry-After")
 	if n, err := strconv.Atoi(text); err == nil && n > 0 {
@@ -336,7 +339,7 @@ func (o *object) status(resp *http.Response) error {
 	case http.StatusUnauthorized, http.StatusForbidden, http.StatusProxyAuthRequired:
 		return errs.New(errs.ErrPermission, "%v", f)
 	}
-	if !f.again() {
+	if !f.mayRetry() {
 		return errs.New(errs.ErrIO, "%v", f)
 	}
 	return f

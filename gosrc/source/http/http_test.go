@@ -61,7 +61,7 @@ func opened(t *testing.T, uri string, storage map[string]string) *Source {
 	return s
 }
 
-func settled(t *testing.T) {
+func isSettled(t *testing.T) {
 	t.Helper()
 	for range 6000 {
 		left := slices.DeleteFunc(spawn.Names(), func(n string) bool { return n == "serve" }) // those end with the test
@@ -84,7 +84,7 @@ func TestSuite(t *testing.T) {
 			})
 		})
 	}
-	settled(t)
+	isSettled(t)
 }
 
 // A server that knows nothing but HTTP/1.0: no length, the end of the
@@ -210,13 +210,13 @@ func TestFaults(t *testing.T) {
 		}
 		s.Close()
 	}
-	settled(t)
+	isSettled(t)
 }
 
 // Servers without ranges: a GET that breaks begins again, and what comes twice
 // is compared.
 func TestSpoolFaults(t *testing.T) {
-	t.Cleanup(func() { settled(t) })
+	t.Cleanup(func() { isSettled(t) })
 	data := random(2 << 20)
 	for seed := range uint64(2) {
 		_, uri := started(t, data, serve.Options{NoRanges: true, Seed: seed, Faults: map[string]float64{"reset": 0.3, "short": 0.3, "503": 0.1}})
@@ -449,7 +449,7 @@ func TestClasses(t *testing.T) {
 			t.Errorf("%v: %v", storage, err)
 		}
 	}
-	settled(t)
+	isSettled(t)
 }
 
 // A proxy of the environment is used, with its password, and NO_PROXY obeyed.
@@ -524,7 +524,7 @@ func TestShared(t *testing.T) {
 	for _, s := range []*Source{a, b, c} {
 		s.Close()
 	}
-	settled(t)
+	isSettled(t)
 }
 
 func TestNames(t *testing.T) {

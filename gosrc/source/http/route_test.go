@@ -32,7 +32,7 @@ func TestRoutes(t *testing.T) {
 		}
 		return p, errors.Join(s.ReadAt(context.Background(), p[:source.HeadBytes], 0), s.ReadAt(context.Background(), p[source.HeadBytes:], source.HeadBytes))
 	})
-	settled(t)
+	isSettled(t)
 }
 
 // An object is found again where it was, over new connections, several at
@@ -95,11 +95,11 @@ func TestRebinding(t *testing.T) {
 	w := sourcetest.NewWorld(t)
 	pub, inside := w.URL("{pub}"), w.URL("{net}")
 	opt := source.Options{Storage: map[string]string{"retries": "0", "token": sourcetest.Planted}}
-	c, err := hold(opt)
+	c, err := holdClient(opt)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer c.drop()
+	defer c.dropClient()
 	var turned atomic.Bool
 	dial := c.transport.DialContext
 	c.transport.DialContext = func(ctx context.Context, network, address string) (net.Conn, error) {

@@ -18,8 +18,8 @@ type whole struct {
 	pinned bool // a response has identified the object
 }
 
-// spooled opens an object without ranges; it returns when the size is known.
-func (o *object) spooled(ctx context.Context, tries retry.Options) (*Source, error) {
+// openSpooled opens an object without ranges; it returns when the size is known.
+func (o *object) openSpooled(ctx context.Context, tries retry.Options) (*Source, error) {
 	s, err := spool.Open(ctx, &whole{object: o}, tries)
 	if err != nil {
 		return nil, err
@@ -33,15 +33,15 @@ func (w *whole) Whole(ctx context.Context) (body io.ReadCloser, length int64, er
 	if w.pinned {
 		w.pin(h)
 	}
-	resp, err := w.get(ctx, h)
+	resp, err := w.getObject(ctx, h)
 	if err != nil {
 		return nil, 0, err
 	}
 	if err = plain(resp); resp.StatusCode != http.StatusOK {
-		err = w.status(resp)
+		err = w.checkStatus(resp)
 	}
 	if err == nil && w.pinned {
-		err = w.same(resp)
+		err = w.checkSame(resp)
 	}
 	if err != nil {
 		_ = resp.Body.Close()

@@ -128,7 +128,7 @@ func TestTLS(t *testing.T) {
 			src.Close()
 		}
 	}
-	settled(t)
+	isSettled(t)
 }
 
 // TLS 1.1 is refused, and so is a redirect out of TLS.

@@ -23,7 +23,7 @@ type wire struct {
 // watch makes the client of these options, before a source does.
 func watch(t *testing.T, opt source.Options) *wire {
 	t.Helper()
-	c, err := hold(opt)
+	c, err := holdClient(opt)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -44,7 +44,7 @@ func watch(t *testing.T, opt source.Options) *wire {
 // how many bytes have come.
 func (w *wire) close(t *testing.T) int64 {
 	t.Helper()
-	w.client.drop()
+	w.client.dropClient()
 	for range 6000 {
 		if w.open.Load() == 0 {
 			return w.came.Load()

@@ -44,7 +44,7 @@ func (m *Memory) ReadAt(ctx context.Context, p []byte, off int64) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
-	b, err := m.slice(off, int64(len(p)))
+	b, err := m.sliceBytes(off, int64(len(p)))
 	if err == nil {
 		copy(p, b)
 	}
@@ -52,22 +52,23 @@ func (m *Memory) ReadAt(ctx context.Context, p []byte, off int64) error {
 }
 
 // Facts say that the bytes can be viewed.
-func (m *Memory) Facts() source.Facts { return source.Facts{View: m.view, Compare: m.Compare} }
+func (m *Memory) Facts() source.Facts { return source.Facts{View: m.viewBytes, Compare: m.Compare} }
 
-// view returns the bytes themselves.
-func (m *Memory) view(off, n int64) ([]byte, error) {
+// viewBytes returns the bytes themselves.
+func (m *Memory) viewBytes(off, n int64) ([]byte, error) {
 	m.mu.RLock()
 	defer m.mu.RUnlock()
-	return m.slice(off, n)
+	return m.sliceBytes(off, n)
 }
 
-// slice is a range of the bytes. m.mu is held.
-func (m *Memory) slice(off, n int64) ([]byte, error) {
+// sliceBytes is a range of the bytes. m.mu is held.
+func (m *Memory) sliceBytes(off, n int64) ([]byte, error) {
 	if m.shut {
-		return nil, m.at(off, errs.New(errs.ErrArgument, "the source is closed"))
+		return nil, m.placeError(off, errs.New(errs.ErrArgument, "the source is closed"))
 	}
 	if off < 0 || n < 0 || off > m.Size() || n > m.Size()-off {
-		return nil, m.at(off, errs.New(errs.ErrCorrupt, "truncated: %d bytes wanted, there are %d", n, m.Size()))
+		return nil, m.placeError(off, errs.New(errs.ErrCorrupt, "truncated: %d bytes wanted, there are %d", n,
+			m.Size()))
 	}
 	return m.bytes[off : off+n : off+n], nil
 }
@@ -81,6 +82,6 @@ func (m *Memory) Close() error {
 	return nil
 }
 
-func (m *Memory) at(off int64, err error) error {
+func (m *Memory) placeError(off int64, err error) error {
 	return errs.Place("read", m.uri, "", off, err)
 }

@@ -158,7 +158,7 @@ func TestImmutable(t *testing.T) {
 		"s3://b/a?versionId=3sL4kqtJlcpXroDTDmJ": true, "s3://b/a?versionId=null": false, "s3://b/a?versionId=": false, "s3://b/a": false,
 		"https://x/a?versionId=3sL4": false,
 	} {
-		if immutable(uri) != want {
+		if isImmutable(uri) != want {
 			t.Errorf("%s: %v", uri, !want)
 		}
 	}

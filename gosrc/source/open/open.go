@@ -24,16 +24,17 @@ import (
 
 // schemes maps a scheme to what opens it; stores has the others. A name without a
 // scheme is a local path.
-var schemes = map[string]func(ctx context.Context, hub *http.Hub, uri string, opt source.Options) (source.Source, error){
+var schemes = map[string]func(ctx context.Context, hub *http.Hub, uri string, opt source.Options) (source.Source,
+	error){
 	"": func(_ context.Context, _ *http.Hub, path string, _ source.Options) (source.Source, error) {
-		return wrap(file.Open(path))
+		return wrapSource(file.Open(path))
 	},
 	"file": func(_ context.Context, _ *http.Hub, uri string, _ source.Options) (source.Source, error) {
 		path, err := source.FilePath(uri)
 		if err != nil {
 			return nil, err
 		}
-		return wrap(file.Open(path))
+		return wrapSource(file.Open(path))
 	},
 	"http":  overHTTP,
 	"https": overHTTP,
@@ -41,14 +42,14 @@ var schemes = map[string]func(ctx context.Context, hub *http.Hub, uri string, op
 }
 
 func overHTTP(ctx context.Context, hub *http.Hub, uri string, opt source.Options) (source.Source, error) {
-	return wrap(hub.Open(ctx, uri, opt))
+	return wrapSource(hub.Open(ctx, uri, opt))
 }
 
 // ofHub opens a file of the hub: what huggingface_hub has downloaded already, at the
 // same commit, from its cache; if the hub cannot be reached, what the cache has.
 func ofHub(ctx context.Context, hub *http.Hub, uri string, opt source.Options) (source.Source, error) {
 	if path := hub.Cached(uri, opt.Env); path != "" {
-		return wrap(file.Open(path))
+		return wrapSource(file.Open(path))
 	}
 	if err := hub.Missing(uri, opt.Env); err != nil {
 		return nil, errs.In("open", uri, err)
@@ -73,8 +74,8 @@ func ofHub(ctx context.Context, hub *http.Hub, uri string, opt source.Options) (
 	return far, nil
 }
 
-// wrap keeps a nil *file.File from becoming a Source that is not nil.
-func wrap[S source.Source](s S, err error) (source.Source, error) {
+// wrapSource keeps a nil *file.File from becoming a Source that is not nil.
+func wrapSource[S source.Source](s S, err error) (source.Source, error) {
 	if err != nil {
 		return nil, err
 	}
@@ -88,11 +89,11 @@ func wrap[S source.Source](s S, err error) (source.Source, error) {
 // store; see package cache.
 func With(opt source.Options) func(ctx context.Context, uri string) (source.Source, error) {
 	kept := cacheOf(opt)
-	opt = uncached(opt)
+	opt = withoutCache(opt)
 	own := Own(opt)
 	ask := func(ctx context.Context, uri string) (source.Source, error) {
 		if Downloaded(uri) {
-			return wrap(pipe.Open(ctx, knob.Downloader.Get(), uri, opt))
+			return wrapSource(pipe.Open(ctx, knob.Downloader.Get(), uri, opt))
 		}
 		return own(ctx, uri)
 	}
@@ -104,14 +105,14 @@ func With(opt source.Options) func(ctx context.Context, uri string) (source.Sour
 		if !source.Remote(uri) {
 			return ask(ctx, uri)
 		}
-		if immutable(uri) || away.Load() {
+		if isImmutable(uri) || away.Load() {
 			s, err := kept.Last(ctx, uri)
 			// What was not there may be by now, or the caller may see it now, also at a commit.
 			if s != nil || err != nil && (away.Load() || !errors.Is(err, errs.ErrNotFound)) {
 				if s != nil && away.Load() {
 					cache.CountAway()
 				}
-				return wrap(s, err)
+				return wrapSource(s, err)
 			}
 		}
 		s, err := ask(ctx, uri)
@@ -124,12 +125,13 @@ func With(opt source.Options) func(ctx context.Context, uri string) (source.Sour
 				return nil, err
 			}
 			if !away.Swap(true) {
-				source.Notice(fmt.Sprintf("%s: the store cannot be reached (%s): what the cache in %s has is used", errs.RedactURI(uri), errs.Message(err), kept.Path))
+				source.Notice(fmt.Sprintf("%s: the store cannot be reached (%s): what the cache in %s has is used",
+					errs.RedactURI(uri), errs.Message(err), kept.Path))
 			}
 			if last != nil {
 				cache.CountAway()
 			}
-			return wrap(last, lastErr)
+			return wrapSource(last, lastErr)
 		case errors.Is(err, errs.ErrNotFound):
 			kept.Absent(uri)
 		}
@@ -162,9 +164,9 @@ func storeChosen(opt source.Options) string {
 	return strings.Join(chosen, "\x00")
 }
 
-// immutable reports whether a URI names one state of an object for ever: at a commit of the
+// isImmutable reports whether a URI names one state of an object for ever: at a commit of the
 // hub, or a version of S3, of which "null" is the one that is replaced in place.
-func immutable(uri string) bool {
+func isImmutable(uri string) bool {
 	r, ok := source.ParseHF(uri)
 	_, version, _ := strings.Cut(uri, "?versionId=")
 	return ok && http.IsCommit(r.Rev) || source.Scheme(uri) == "s3" && version != "" && version != "null"
@@ -184,9 +186,12 @@ const argvs = 1000
 // Where a setting names an external downloader, and all are http or https, one run
 // of it fetches up to argvs of them. The caller calls rest at the end: it closes
 // the sources that were fetched and not opened.
-func Several(uris []string, sizes []int64, opt source.Options) (dial func(ctx context.Context, uri string) (source.Source, error), rest func()) {
+func Several(uris []string, sizes []int64, opt source.Options) (
+	dial func(ctx context.Context, uri string) (source.Source, error), rest func()) {
 	program := knob.Downloader.Get()
-	if program == "" || cacheOf(opt).Path != "" || slices.ContainsFunc(uris, func(u string) bool { return source.Scheme(u) != "http" && source.Scheme(u) != "https" }) {
+	if program == "" || cacheOf(opt).Path != "" || slices.ContainsFunc(uris, func(u string) bool {
+		return source.Scheme(u) != "http" && source.Scheme(u) != "https"
+	}) {
 		return With(opt), func() {}
 	}
 	var srcs []*pipe.Source
@@ -215,7 +220,7 @@ func Several(uris []string, sizes []int64, opt source.Options) (dial func(ctx co
 func Own(opt source.Options) func(ctx context.Context, uri string) (source.Source, error) {
 	var hub http.Hub
 	return func(ctx context.Context, uri string) (source.Source, error) {
-		if err := sound("open", uri); err != nil && source.Remote(uri) {
+		if err := checkSound("open", uri); err != nil && source.Remote(uri) {
 			return nil, err
 		}
 		if fn := schemes[source.Scheme(uri)]; fn != nil {
@@ -226,14 +231,16 @@ func Own(opt source.Options) func(ctx context.Context, uri string) (source.Sourc
 		}
 		known := slices.AppendSeq(slices.Collect(maps.Keys(schemes)), maps.Keys(stores))
 		slices.Sort(known)
-		return nil, errs.In("open", uri, errs.New(errs.ErrNotSupported, "scheme %q is not known, only %s (for other stores of S3's protocol, s3 with an endpoint_url); a local path with :// in it begins with ./",
+		return nil, errs.In("open", uri, errs.New(errs.ErrNotSupported,
+			"scheme %q is not known, only %s (for other stores of S3's protocol, s3 with an endpoint_url); a local "+
+				"path with :// in it begins with ./",
 			source.Scheme(uri), strings.Join(known[1:], ", "))) // the first is "", a local path
 	}
 }
 
-// sound refuses a URI of a remote scheme that is not UTF-8, since programs disagree
+// checkSound refuses a URI of a remote scheme that is not UTF-8, since programs disagree
 // on how to escape it.
-func sound(verb, uri string) error {
+func checkSound(verb, uri string) error {
 	if utf8.ValidString(uri) {
 		return nil
 	}

@@ -38,7 +38,7 @@ func Create(ctx context.Context, uri string, opt source.Options, limit int64) (s
 	if err != nil {
 		return nil, err
 	}
-	return s.create(ctx, uri, uncached(opt), limit)
+	return s.create(ctx, uri, withoutCache(opt), limit)
 }
 
 // Remove deletes an object; it is no error if there is none.
@@ -47,7 +47,7 @@ func Remove(ctx context.Context, uri string, opt source.Options) error {
 	if err != nil {
 		return err
 	}
-	return s.remove(ctx, uri, uncached(opt))
+	return s.remove(ctx, uri, withoutCache(opt))
 }
 
 // List returns the URIs of the objects in a folder, sorted, without those of
@@ -67,7 +67,7 @@ func List(ctx context.Context, uri string, opt source.Options) ([]string, error)
 // those of List.
 func Walk(ctx context.Context, uri string, opt source.Options) (at string, files []source.Entry, err error) {
 	if source.Scheme(uri) == "hf" {
-		return new(http.Hub).Walk(ctx, uri, uncached(opt))
+		return new(http.Hub).Walk(ctx, uri, withoutCache(opt))
 	}
 	files, err = walkStore(ctx, uri, opt, true)
 	return source.Directory(uri), files, err
@@ -78,10 +78,10 @@ func walkStore(ctx context.Context, uri string, opt source.Options, below bool) 
 	if !ok || s.walk == nil {
 		return nil, errs.In("open", uri, errs.New(errs.ErrNotSupported, "this store lists no folders"))
 	}
-	if err := sound("open", uri); err != nil {
+	if err := checkSound("open", uri); err != nil {
 		return nil, err
 	}
-	return s.walk(ctx, uri, uncached(opt), below)
+	return s.walk(ctx, uri, withoutCache(opt), below)
 }
 
 // Lister is List with the caller's options; if the store cannot be reached, what a cache
@@ -106,19 +106,20 @@ func Lister(opt source.Options) func(ctx context.Context, uri string) ([]string,
 // Presign makes a URL that reads an object without credentials until it
 // expires. It is a secret.
 func Presign(ctx context.Context, uri string, opt source.Options, expires time.Duration) (string, error) {
-	if err := sound("presign", uri); err != nil {
+	if err := checkSound("presign", uri); err != nil {
 		return "", err
 	}
 	s := stores[source.Scheme(uri)]
 	if s.presign == nil {
 		return "", errs.In("presign", uri, errs.New(errs.ErrNotSupported, "only s3:// has such URLs"))
 	}
-	return s.presign(ctx, uri, uncached(opt), expires)
+	return s.presign(ctx, uri, withoutCache(opt), expires)
 }
 
 // Put writes a small object, then removes what it makes stale. failed is called
 // with an error before the store is cleaned up, when data is no longer in use.
-func Put(ctx context.Context, uri string, opt source.Options, data []byte, stale []string, failed func(error)) (err error) {
+func Put(ctx context.Context, uri string, opt source.Options, data []byte, stale []string,
+	failed func(error)) (err error) {
 	d, err := Create(ctx, uri, opt, int64(len(data)))
 	if err != nil {
 		return err
@@ -155,8 +156,8 @@ func PutOnce(ctx context.Context, uri string, opt source.Options, data []byte, f
 	return Put(ctx, uri, opt, data, nil, failed)
 }
 
-// uncached is opt without its cache, for calls that must reach the store.
-func uncached(opt source.Options) source.Options {
+// withoutCache is opt without its cache, for calls that must reach the store.
+func withoutCache(opt source.Options) source.Options {
 	if _, ok := opt.Storage["cache"]; ok {
 		opt.Storage = maps.Clone(opt.Storage)
 		delete(opt.Storage, "cache")
@@ -167,8 +168,9 @@ func uncached(opt source.Options) source.Options {
 func storeOf(verb, uri string) (store, error) {
 	s, ok := stores[source.Scheme(uri)]
 	if !ok {
-		return s, errs.In(verb, uri, errs.New(errs.ErrNotSupported, "%s:// is read only; local files and %s:// are written", source.Scheme(uri),
+		return s, errs.In(verb, uri, errs.New(errs.ErrNotSupported,
+			"%s:// is read only; local files and %s:// are written", source.Scheme(uri),
 			strings.Join(slices.Sorted(maps.Keys(stores)), ":// and ")))
 	}
-	return s, sound(verb, uri)
+	return s, checkSound(verb, uri)
 }

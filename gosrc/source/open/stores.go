@@ -18,7 +18,7 @@ import (
 var stores = map[string]store{
 	"s3": {
 		func(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
-			return wrap(s3.Open(ctx, uri, opt))
+			return wrapSource(s3.Open(ctx, uri, opt))
 		},
 		s3.Create, s3.Remove, s3.Walk, s3.Presign,
 	},
@@ -27,5 +27,5 @@ var stores = map[string]store{
 }
 
 func inRedis(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
-	return wrap(redis.Open(ctx, uri, opt))
+	return wrapSource(redis.Open(ctx, uri, opt))
 }

@@ -59,7 +59,8 @@ type partial struct {
 
 // New starts a draft of parts of size bytes; parallel of them are sent at once.
 func New(ctx context.Context, store Store, size int64, parallel int) *Draft {
-	d := &Draft{store: store, part: size, open: map[int]*partial{}, sent: map[int]bool{}, tokens: make(chan struct{}, parallel)}
+	d := &Draft{store: store, part: size, open: map[int]*partial{}, sent: map[int]bool{},
+		tokens: make(chan struct{}, parallel)}
 	d.ctx, d.stop = context.WithCancelCause(ctx)
 	d.sends, d.cut = context.WithCancelCause(context.WithoutCancel(ctx))
 	return d
@@ -73,7 +74,7 @@ func (d *Draft) Write(p []byte, off int64) error {
 	for len(p) > 0 {
 		k, at := int(off/d.part), off%d.part
 		n := min(int64(len(p)), d.part-at)
-		if err := d.fill(k, at, n, p[:n]); err != nil {
+		if err := d.fillPart(k, at, n, p[:n]); err != nil {
 			return err
 		}
 		p, off = p[n:], off+n
@@ -86,7 +87,7 @@ func (d *Draft) Skip(lo, hi int64) error {
 	for lo < hi {
 		k, at := int(lo/d.part), lo%d.part
 		n := min(hi-lo, d.part-at)
-		if err := d.fill(k, at, n, nil); err != nil {
+		if err := d.fillPart(k, at, n, nil); err != nil {
 			return err
 		}
 		lo += n
@@ -94,13 +95,13 @@ func (d *Draft) Skip(lo, hi int64) error {
 	return nil
 }
 
-// fill puts n bytes into part k and sends it when it is full. A nil p leaves the
+// fillPart puts n bytes into part k and sends it when it is full. A nil p leaves the
 // zeros that are there.
-func (d *Draft) fill(k int, at, n int64, p []byte) error {
-	if err := d.lock(); err != nil {
+func (d *Draft) fillPart(k int, at, n int64, p []byte) error {
+	if err := d.lockDraft(); err != nil {
 		return err
 	}
-	t := d.at(k)
+	t := d.partAt(k)
 	d.mu.Unlock()
 
 	copy(t.buf[at:], p)
@@ -114,21 +115,21 @@ func (d *Draft) fill(k int, at, n int64, p []byte) error {
 	if !full || k == 0 {
 		return nil
 	}
-	return d.send(k, t, d.part)
+	return d.sendPart(k, t, d.part)
 }
 
-// at returns part k, and makes it of zeros if it is new. The lock is held.
-func (d *Draft) at(k int) *partial {
+// partAt returns part k, and makes it of zeros if it is new. The lock is held.
+func (d *Draft) partAt(k int) *partial {
 	t := d.open[k]
 	if t == nil {
-		t = &partial{buf: d.buffer()}
+		t = &partial{buf: d.newBuffer()}
 		d.open[k] = t
 	}
 	return t
 }
 
-// buffer returns a part's memory, all zeros. The lock is held.
-func (d *Draft) buffer() []byte {
+// newBuffer returns a part's memory, all zeros. The lock is held.
+func (d *Draft) newBuffer() []byte {
 	if n := len(d.free); n > 0 {
 		b := d.free[n-1]
 		d.free = d.free[:n-1]
@@ -138,18 +139,18 @@ func (d *Draft) buffer() []byte {
 	return make([]byte, d.part)
 }
 
-// lock takes the lock, unless the draft cannot go on.
-func (d *Draft) lock() error {
+// lockDraft takes the lock, unless the draft cannot go on.
+func (d *Draft) lockDraft() error {
 	d.mu.Lock()
-	err := d.failed()
+	err := d.failure()
 	if err != nil {
 		d.mu.Unlock()
 	}
 	return err
 }
 
-// failed is why the draft cannot go on. The lock is held.
-func (d *Draft) failed() error {
+// failure is why the draft cannot go on. The lock is held.
+func (d *Draft) failure() error {
 	switch {
 	case d.err != nil:
 		return d.err
@@ -161,8 +162,8 @@ func (d *Draft) failed() error {
 	return nil
 }
 
-// send sends part k as soon as the limit allows.
-func (d *Draft) send(k int, t *partial, n int64) error {
+// sendPart sends part k as soon as the limit allows.
+func (d *Draft) sendPart(k int, t *partial, n int64) error {
 	d.mu.Lock()
 	delete(d.open, k)
 	d.sent[k] = true
@@ -172,7 +173,7 @@ func (d *Draft) send(k int, t *partial, n int64) error {
 	case <-d.ctx.Done():
 		d.mu.Lock()
 		defer d.mu.Unlock()
-		return d.failed()
+		return d.failure()
 	}
 	spawn.Go("source.part", func() {
 		err := errs.New(errs.ErrEngine, "sending a part did not end")
@@ -193,7 +194,7 @@ func (d *Draft) send(k int, t *partial, n int64) error {
 
 // Finish sends the remaining parts; see source.Draft.
 func (d *Draft) Finish(size int64) error {
-	if err := d.lock(); err != nil {
+	if err := d.lockDraft(); err != nil {
 		return err
 	}
 	d.size = size
@@ -205,28 +206,28 @@ func (d *Draft) Finish(size int64) error {
 				d.mu.Unlock()
 				continue
 			}
-			t := d.at(k)
+			t := d.partAt(k)
 			d.mu.Unlock()
-			if err := d.send(k, t, min(d.part, size-int64(k)*d.part)); err != nil {
+			if err := d.sendPart(k, t, min(d.part, size-int64(k)*d.part)); err != nil {
 				return err
 			}
 		}
 	}
-	d.wait(d.ctx)
+	d.waitForParts(d.ctx)
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.free = nil // a finished draft may wait long before it is published
-	return d.failed()
+	return d.failure()
 }
 
 // Publish shows the object; see source.Draft.
 func (d *Draft) Publish() error {
-	if err := d.lock(); err != nil {
+	if err := d.lockDraft(); err != nil {
 		return err
 	}
 	n, whole := int(sizes.CeilDiv(d.size, d.part)), []byte(nil)
 	if d.size <= d.part {
-		n, whole = 0, d.at(0).buf[:d.size]
+		n, whole = 0, d.partAt(0).buf[:d.size]
 	}
 	d.mu.Unlock()
 	if err := d.store.Publish(d.ctx, n, whole); err != nil {
@@ -254,18 +255,18 @@ func (d *Draft) Drop() {
 	// A part that is still arriving would land after the abort and stay in the
 	// store: parts that are nearly done may end.
 	late, end := context.WithTimeout(context.Background(), grace)
-	d.wait(late)
+	d.waitForParts(late)
 	end()
 	d.cut(errs.ErrCancelled)
-	d.wait(context.Background())
+	d.waitForParts(context.Background())
 	d.open, d.free = nil, nil
 	d.store.Abort()
 }
 
 const grace = time.Second
 
-// wait returns when no part is being sent, or ctx ends; no send begins meanwhile.
-func (d *Draft) wait(ctx context.Context) {
+// waitForParts returns when no part is being sent, or ctx ends; no send begins meanwhile.
+func (d *Draft) waitForParts(ctx context.Context) {
 	for range cap(d.tokens) {
 		select {
 		case d.tokens <- struct{}{}:

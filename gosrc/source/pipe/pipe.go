@@ -107,7 +107,7 @@ func Start(ctx context.Context, program string, urls []string, sizes []int64, op
 	spawn.Go("downloader", func() {
 		defer close(d.ended)
 		err := spawn.Guard("downloader", func() error {
-			return fetch(run, program, urls, files, time.Duration(timeout*float64(time.Second)), opt.Env)
+			return runProgram(run, program, urls, files, time.Duration(timeout*float64(time.Second)), opt.Env)
 		})
 		for _, f := range files {
 			f.End(err)
@@ -147,7 +147,7 @@ func (s *Source) Close() error {
 	return s.shut
 }
 
-// arguments are the program's arguments and its standard input. curl's options make
+// argumentsOf are the program's arguments and its standard input. curl's options make
 // it fail on an error status, at the first URL that fails, follow redirects and be
 // quiet; without them it would return error pages as if they were weights. curl
 // does not check where a redirect leads: it may lead to https only, where a server
@@ -156,7 +156,7 @@ func (s *Source) Close() error {
 // of a URL to other hosts. Arguments can be read by every user of the machine: curl
 // gets URLs with a user or a query, which may be secrets, by its standard input.
 // Other programs have no such way.
-func arguments(program string, urls []string) (args []string, stdin string) {
+func argumentsOf(program string, urls []string) (args []string, stdin string) {
 	if filepath.Base(program) != "curl" {
 		return urls, ""
 	}
@@ -170,7 +170,8 @@ func arguments(program string, urls []string) (args []string, stdin string) {
 	if inside {
 		proto = "=http,https"
 	}
-	args = []string{"--fail", "--fail-early", "--silent", "--show-error", "--location", "--max-redirs", "5", "--proto", "=http,https",
+	args = []string{"--fail", "--fail-early", "--silent", "--show-error", "--location", "--max-redirs", "5", "--proto",
+		"=http,https",
 		"--proto-redir", proto, "--globoff"}
 	if !private {
 		return append(append(args, "--"), urls...), ""
@@ -183,8 +184,9 @@ func arguments(program string, urls []string) (args []string, stdin string) {
 	return append(args, "--config", "-"), config.String()
 }
 
-// fetch runs the program to its end and cuts what it writes into files.
-func fetch(ctx context.Context, program string, urls []string, files []*spool.File, timeout time.Duration, env map[string]string) error {
+// runProgram runs the program to its end and cuts what it writes into files.
+func runProgram(ctx context.Context, program string, urls []string, files []*spool.File, timeout time.Duration,
+	env map[string]string) error {
 	r, w, err := os.Pipe()
 	if err != nil {
 		return errs.FromOS(err)
@@ -192,7 +194,7 @@ func fetch(ctx context.Context, program string, urls []string, files []*spool.Fi
 	defer r.Close()
 	// More than a pipe's default of 64 KiB: fewer context switches. It may fail.
 	_, _ = unix.FcntlInt(w.Fd(), unix.F_SETPIPE_SZ, 1<<20)
-	args, stdin := arguments(program, urls)
+	args, stdin := argumentsOf(program, urls)
 	cmd := exec.Command(program, args...)
 	if stdin != "" {
 		cmd.Stdin = strings.NewReader(stdin)
@@ -212,7 +214,7 @@ func fetch(ctx context.Context, program string, urls []string, files []*spool.Fi
 		}
 		defer log.Close()
 		lines := &redacted{to: log}
-		defer lines.flush()
+		defer lines.flushLine()
 		cmd.Stderr = io.MultiWriter(said, lines)
 	}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
@@ -224,7 +226,7 @@ func fetch(ctx context.Context, program string, urls []string, files []*spool.Fi
 	kill := func() { _ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
 	stop := context.AfterFunc(ctx, func() { kill(); _ = r.SetReadDeadline(time.Now()) })
 	defer stop()
-	last, held, cutErr := cut(r, files, timeout)
+	last, held, cutErr := cutStream(r, files, timeout)
 	if cutErr != nil {
 		kill()
 	}
@@ -239,7 +241,8 @@ func fetch(ctx context.Context, program string, urls []string, files []*spool.Fi
 	case waitErr != nil:
 		return errs.New(errs.ErrIO, "%s: %v%s", filepath.Base(program), waitErr, said)
 	case cutErr != nil:
-		return errs.New(errs.ErrCorrupt, "truncated: %s ended after %d of %d bytes%s", filepath.Base(program), files[len(files)-1].Have(), files[len(files)-1].Size(), said)
+		return errs.New(errs.ErrCorrupt, "truncated: %s ended after %d of %d bytes%s", filepath.Base(program),
+			files[len(files)-1].Have(), files[len(files)-1].Size(), said)
 	case held != nil:
 		return last.Append(held)
 	}
@@ -248,9 +251,9 @@ func fetch(ctx context.Context, program string, urls []string, files []*spool.Fi
 
 var errEnd = errors.New("the stream ended early")
 
-// cut divides the stream among the files. It holds back the very last byte, so that
+// cutStream divides the stream among the files. It holds back the very last byte, so that
 // the last file is complete only when the program has ended well.
-func cut(r *os.File, files []*spool.File, timeout time.Duration) (last *spool.File, held []byte, err error) {
+func cutStream(r *os.File, files []*spool.File, timeout time.Duration) (last *spool.File, held []byte, err error) {
 	for _, f := range files {
 		if f.Size() > 0 {
 			last = f
@@ -259,7 +262,8 @@ func cut(r *os.File, files []*spool.File, timeout time.Duration) (last *spool.Fi
 	buf := make([]byte, 1<<20)
 	at := 0
 	whole := func() {
-		for at < len(files) && files[at].Size() >= 0 && (files[at].Have() == files[at].Size() || files[at] == last && held != nil) {
+		for at < len(files) && files[at].Size() >= 0 &&
+			(files[at].Have() == files[at].Size() || files[at] == last && held != nil) {
 			at++
 		}
 	}
@@ -269,7 +273,8 @@ func cut(r *os.File, files []*spool.File, timeout time.Duration) (last *spool.Fi
 		n, err := r.Read(buf)
 		for b := buf[:n]; len(b) > 0; whole() {
 			if at == len(files) {
-				return nil, nil, errs.New(errs.ErrCorrupt, "the downloader brings more than the %d bodies it was asked for", len(files))
+				return nil, nil, errs.New(errs.ErrCorrupt,
+					"the downloader brings more than the %d bodies it was asked for", len(files))
 			}
 			f := files[at]
 			k := int64(len(b))
@@ -317,7 +322,7 @@ func (r *redacted) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-func (r *redacted) flush() { _, _ = io.WriteString(r.to, errs.Redact(string(r.b))) }
+func (r *redacted) flushLine() { _, _ = io.WriteString(r.to, errs.Redact(string(r.b))) }
 
 // tail keeps the end of a program's standard error.
 type tail struct {

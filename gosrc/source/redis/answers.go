@@ -32,9 +32,9 @@ type answers struct {
 	bytes, elements int64  // of the answer
 }
 
-// checked is a connection whose answers are checked. The library asks the system whether
+// checkAnswers is a connection whose answers are checked. The library asks the system whether
 // one that it kept is still there.
-func checked(c net.Conn) net.Conn {
+func checkAnswers(c net.Conn) net.Conn {
 	if s, ok := c.(syscall.Conn); ok {
 		return struct {
 			*answers
@@ -47,13 +47,13 @@ func checked(c net.Conn) net.Conn {
 // Read reads what has passed the check, or says what has not.
 func (a *answers) Read(p []byte) (int, error) {
 	n, err := a.Conn.Read(p)
-	if bad := a.check(p[:n]); bad != nil {
+	if bad := a.checkBytes(p[:n]); bad != nil {
 		return 0, bad
 	}
 	return n, err
 }
 
-func (a *answers) check(b []byte) error {
+func (a *answers) checkBytes(b []byte) error {
 	for len(b) > 0 {
 		if a.skip > 0 {
 			n := min(a.skip, int64(len(b)))
@@ -67,12 +67,12 @@ func (a *answers) check(b []byte) error {
 			n = len(b)
 		}
 		if len(a.line)+n > mostLine {
-			return foreign("a line of more than %d bytes", mostLine)
+			return notRedis("a line of more than %d bytes", mostLine)
 		}
 		a.line = append(a.line, b[:n]...)
 		b = b[n:]
 		if whole {
-			if err := a.header(); err != nil {
+			if err := a.takeLine(); err != nil {
 				return err
 			}
 			a.line = a.line[:0]
@@ -81,39 +81,40 @@ func (a *answers) check(b []byte) error {
 	return nil
 }
 
-// header takes a whole line.
-func (a *answers) header() error {
+// takeLine takes a whole line.
+func (a *answers) takeLine() error {
 	kind := a.line[0]
 	switch kind {
 	case '+', '-', ':':
-		a.over()
+		a.countElement()
 		return nil
 	case '$', '*':
 	default:
-		return foreign("it begins with %q", kind)
+		return notRedis("it begins with %q", kind)
 	}
 	n, err := strconv.ParseInt(string(bytes.TrimSpace(a.line[1:])), 10, 64)
 	switch {
 	case err != nil || n < -1:
-		return foreign("a length of %q", a.line[1:min(len(a.line), 32)])
+		return notRedis("a length of %q", a.line[1:min(len(a.line), 32)])
 	case kind == '$' && n >= 0:
 		if a.bytes += min(n, mostBytes); n > mostBulk || a.bytes > mostBytes {
-			return foreign("%d bytes, of at most %d, and %d in all", n, mostBulk, mostBytes)
+			return notRedis("%d bytes, of at most %d, and %d in all", n, mostBulk, mostBytes)
 		}
 		a.skip = n + 2
 	case kind == '*' && n > 0:
 		if a.elements += min(n, mostElements+1); a.elements > mostElements || len(a.left) == mostDepth {
-			return foreign("%d elements in %d arrays, of at most %d in all, and in %d", n, len(a.left)+1, mostElements, mostDepth)
+			return notRedis("%d elements in %d arrays, of at most %d in all, and in %d", n, len(a.left)+1, mostElements,
+				mostDepth)
 		}
 		a.left = append(a.left, int(n))
 		return nil
 	}
-	a.over()
+	a.countElement()
 	return nil
 }
 
-// over counts an element that has ended, or the answer.
-func (a *answers) over() {
+// countElement counts an element that has ended, or the answer.
+func (a *answers) countElement() {
 	for k := len(a.left) - 1; k >= 0; k-- {
 		if a.left[k]--; a.left[k] > 0 {
 			return
@@ -123,6 +124,6 @@ func (a *answers) over() {
 	a.bytes, a.elements = 0, 0
 }
 
-func foreign(format string, args ...any) error {
+func notRedis(format string, args ...any) error {
 	return errs.New(errs.ErrFormat, "no answer of a Redis server to what was asked: "+format, args...)
 }

@@ -113,7 +113,7 @@ func TestAnswersPass(t *testing.T) {
 		a := &answers{}
 		for b := bytes.Repeat(all, 2); len(b) > 0; {
 			n := 1 + rng.IntN(len(b))
-			if err := a.check(b[:n]); err != nil {
+			if err := a.checkBytes(b[:n]); err != nil {
 				t.Fatal(err)
 			}
 			b = b[n:]
@@ -121,7 +121,7 @@ func TestAnswersPass(t *testing.T) {
 		if len(a.left) != 0 || a.skip != 0 || len(a.line) != 0 || a.bytes != 0 || a.elements != 0 {
 			t.Fatal("an answer is open:", a)
 		}
-		if err := a.check([]byte("*9999999\r\n")); !errors.Is(err, errs.ErrFormat) {
+		if err := a.checkBytes([]byte("*9999999\r\n")); !errors.Is(err, errs.ErrFormat) {
 			t.Fatal(err)
 		}
 	}
@@ -134,7 +134,7 @@ func FuzzAnswers(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, b []byte) {
 		a := &answers{}
-		if err := a.check(b); err != nil && !errors.Is(err, errs.ErrFormat) {
+		if err := a.checkBytes(b); err != nil && !errors.Is(err, errs.ErrFormat) {
 			t.Fatal(err)
 		}
 		if a.skip < 0 || a.skip > mostBulk+2 || len(a.left) > mostDepth || len(a.line) > mostLine {

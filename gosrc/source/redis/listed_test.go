@@ -43,15 +43,15 @@ func TestReplacedWhileListed(t *testing.T) {
 			times int
 			want  error
 		}{{0, nil}, {1, nil}, {looks - 1, nil}, {looks, errs.ErrCorrupt}} {
-			put(t, with(s), uri, bytes.Repeat([]byte{255}, size))
+			put(t, withConnection(s), uri, bytes.Repeat([]byte{255}, size))
 			client, times := plainClient(t, s), 0
 			client.AddHook(between{do: func() {
 				if times < c.times {
 					times++
-					put(t, with(s), uri, bytes.Repeat([]byte{byte(times)}, size))
+					put(t, withConnection(s), uri, bytes.Repeat([]byte{byte(times)}, size))
 				}
 			}})
-			values, err := find(bg, client, "model")
+			values, err := findValues(bg, client, "model")
 			if !errors.Is(err, c.want) || times != c.times {
 				t.Fatalf("%d bytes, replaced %d times of %d: %v", size, times, c.times, err)
 			}
@@ -71,13 +71,13 @@ func TestReplacedIsFinal(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)
 	uri := "redis://" + s.Addr + "/model"
-	put(t, with(s), uri, random(1000))
-	o, err := Open(bg, uri, with(s, "retries", "8"))
+	put(t, withConnection(s), uri, random(1000))
+	o, err := Open(bg, uri, withConnection(s, "retries", "8"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer o.Close()
-	put(t, with(s), uri, random(1000))
+	put(t, withConnection(s), uri, random(1000))
 	err = o.ReadAt(bg, make([]byte, 1000), 0)
 	if !errors.Is(err, errs.ErrCorrupt) || strings.Contains(err.Error(), "attempts") {
 		t.Error(err)

@@ -47,18 +47,18 @@ type object struct {
 // other file ever has: see upload. Redis keeps no dates, so that nothing pins files of
 // other programs.
 func Open(ctx context.Context, uri string, opt source.Options) (*retry.Source, error) {
-	n, err := parse(uri)
+	n, err := parseURI(uri)
 	if err != nil {
 		return nil, err
 	}
-	s, err := connect(n, opt)
+	s, err := newServer(n, opt)
 	if err != nil {
-		return nil, n.at("open", -1, err)
+		return nil, n.placeError("open", -1, err)
 	}
 	o := &object{name: n, server: s}
-	err = retry.Do(ctx, s.retry, judge, func(ctx context.Context) error {
+	err = retry.Do(ctx, s.retry, judgeError, func(ctx context.Context) error {
 		return s.with(ctx, func(ctx context.Context, c *redis.Client) (err error) {
-			o.values, err = find(ctx, c, n.key)
+			o.values, err = findValues(ctx, c, n.key)
 			return err
 		})
 	})
@@ -66,8 +66,8 @@ func Open(ctx context.Context, uri string, opt source.Options) (*retry.Source, e
 		err = errs.New(errs.ErrNotFound, "there is no such key, and none that begins with it")
 	}
 	if err != nil {
-		s.close()
-		return nil, n.at("open", -1, err)
+		s.closeIdle()
+		return nil, n.placeError("open", -1, err)
 	}
 	for _, v := range o.values {
 		o.size += v.n
@@ -81,28 +81,28 @@ func Open(ctx context.Context, uri string, opt source.Options) (*retry.Source, e
 	return retry.New(o, r), nil
 }
 
-// find returns the values of a file in the order of their offsets, nil if
+// findValues returns the values of a file in the order of their offsets, nil if
 // there is none.
-func find(ctx context.Context, c *redis.Client, key string) ([]value, error) {
+func findValues(ctx context.Context, c *redis.Client, key string) ([]value, error) {
 	n, err := c.StrLen(ctx, key).Result()
 	if err != nil {
 		return nil, err
 	}
 	if n < 0 {
-		return nil, foreign("a value of %d bytes", n)
+		return nil, notRedis("a value of %d bytes", n)
 	}
 	if n > 0 {
 		return []value{{key, 0, n}}, nil
 	}
-	if err := together(ctx, c, key); err != nil {
+	if err := refuseCluster(ctx, c, key); err != nil {
 		return nil, err
 	}
 	for range looks {
-		keys, err := scan(ctx, c, key)
+		keys, err := scanKeys(ctx, c, key)
 		if err != nil {
 			return nil, err
 		}
-		values, err := layout(ctx, c, key, keys)
+		values, err := layOutValues(ctx, c, key, keys)
 		if err == nil && !slices.ContainsFunc(values, func(v value) bool { return v.n == 0 }) {
 			return values, nil
 		}
@@ -112,21 +112,23 @@ func find(ctx context.Context, c *redis.Client, key string) ([]value, error) {
 			return values, cmp.Or(lost, err)
 		}
 	}
-	return nil, errs.New(errs.ErrCorrupt, "its values were replaced while they were listed, %d times one after the other", looks)
+	return nil, errs.New(errs.ErrCorrupt,
+		"its values were replaced while they were listed, %d times one after the other", looks)
 }
 
 // looks is how often a file is listed that is replaced meanwhile.
 const looks = 10
 
-// together refuses a cluster, whose servers each hold and list only some of a
+// refuseCluster refuses a cluster, whose servers each hold and list only some of a
 // file's values, unless a {tag} in the key keeps them together.
-func together(ctx context.Context, c *redis.Client, key string) error {
+func refuseCluster(ctx context.Context, c *redis.Client, key string) error {
 	if _, rest, ok := strings.Cut(key, "{"); ok && strings.IndexByte(rest, '}') > 0 {
 		return nil
 	}
 	// A client without permission gets the server's own error later.
 	if info, err := c.Info(ctx, "cluster").Result(); err == nil && strings.Contains(info, "cluster_enabled:1") {
-		return errs.New(errs.ErrNotSupported, "the server is part of a cluster, where the values of a file lie together only if its key has a {tag}")
+		return errs.New(errs.ErrNotSupported,
+			"the server is part of a cluster, where the values of a file lie together only if its key has a {tag}")
 	}
 	return nil
 }
@@ -139,8 +141,8 @@ const (
 	mostPages = 1 << 20
 )
 
-// scan lists the keys that begin with key and a colon.
-func scan(ctx context.Context, c *redis.Client, key string) ([]string, error) {
+// scanKeys lists the keys that begin with key and a colon.
+func scanKeys(ctx context.Context, c *redis.Client, key string) ([]string, error) {
 	pattern := strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`, `]`, `\]`).Replace(key) + ":*"
 	var all []string
 	var cursor uint64
@@ -152,29 +154,30 @@ func scan(ctx context.Context, c *redis.Client, key string) ([]string, error) {
 		}
 		for _, k := range some {
 			if size += len(k); !strings.HasPrefix(k, key+":") {
-				return nil, foreign("it lists a key that does not begin with this one")
+				return nil, notRedis("it lists a key that does not begin with this one")
 			}
 		}
 		if all = append(all, some...); len(all) > most || size > mostNames {
-			return nil, errs.New(errs.ErrNotSupported, "more than %d keys begin with this one, or they have more than %d bytes", most, mostNames)
+			return nil, errs.New(errs.ErrNotSupported,
+				"more than %d keys begin with this one, or they have more than %d bytes", most, mostNames)
 		}
 		switch {
 		case next == 0:
 			slices.Sort(all)
 			return slices.Compact(all), nil // a scan may repeat a key
 		case next == cursor:
-			return nil, foreign("its list stands still at %d", next)
+			return nil, notRedis("its list stands still at %d", next)
 		}
 		cursor = next
 	}
-	return nil, foreign("it lists keys without an end")
+	return nil, notRedis("it lists keys without an end")
 }
 
 var ours = regexp.MustCompile(`^ow-[0-9a-f]{16}:\d+$`)
 
-// layout sorts the values and checks that they are one file: from offset 0, without
+// layOutValues sorts the values and checks that they are one file: from offset 0, without
 // holes and overlaps.
-func layout(ctx context.Context, c *redis.Client, key string, keys []string) ([]value, error) {
+func layOutValues(ctx context.Context, c *redis.Client, key string, keys []string) ([]value, error) {
 	var values []value
 	written := slices.ContainsFunc(keys, func(k string) bool { return ours.MatchString(k[len(key)+1:]) })
 	for _, k := range keys {
@@ -198,7 +201,7 @@ func layout(ctx context.Context, c *redis.Client, key string, keys []string) ([]
 	}
 	for i := range values {
 		if values[i].n = lengths[i].(*redis.IntCmd).Val(); values[i].n < 0 {
-			return nil, foreign("a value of %d bytes", values[i].n)
+			return nil, notRedis("a value of %d bytes", values[i].n)
 		}
 	}
 	sort.Slice(values, func(i, k int) bool {
@@ -207,7 +210,8 @@ func layout(ctx context.Context, c *redis.Client, key string, keys []string) ([]
 	end := int64(0)
 	for _, v := range values {
 		if v.off != end || v.n > 1<<62-end {
-			return nil, errs.New(errs.ErrFormat, "the values are no file: one begins at %d, where %d was to be the next", v.off, end)
+			return nil, errs.New(errs.ErrFormat,
+				"the values are no file: one begins at %d, where %d was to be the next", v.off, end)
 		}
 		end += v.n
 	}
@@ -228,11 +232,11 @@ func (o *object) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error)
 }
 
 // Judge says what an error means.
-func (o *object) Judge(err error) (retry.Verdict, time.Duration) { return judge(err) }
+func (o *object) Judge(err error) (retry.Verdict, time.Duration) { return judgeError(err) }
 
 // Close ends the connections.
 func (o *object) Close() error {
-	o.server.close()
+	o.server.closeIdle()
 	return nil
 }
 

@@ -28,8 +28,8 @@ func random(n int) []byte {
 	return b
 }
 
-// with is options that reach the server, some of them changed: name, value, ...
-func with(s *sourcetest.Redis, changes ...string) source.Options {
+// withConnection is options that reach the server, some of them changed: name, value, ...
+func withConnection(s *sourcetest.Redis, changes ...string) source.Options {
 	m := map[string]string{"password": sourcetest.RedisPassword, "retries": "0"}
 	if s.CA != "" {
 		m["cacert"] = s.CA
@@ -88,8 +88,8 @@ func TestServer(t *testing.T) {
 		}
 		at := scheme + s.Addr + "/"
 		sourcetest.Suite(t, sourcetest.Is{Remote: true, Known: true}, func(t *testing.T, data []byte) source.Source {
-			put(t, with(s), at+"suite", data)
-			o, err := Open(bg, at+"suite", with(s))
+			put(t, withConnection(s), at+"suite", data)
+			o, err := Open(bg, at+"suite", withConnection(s))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -101,17 +101,17 @@ func TestServer(t *testing.T) {
 		}
 		for _, n := range sizes {
 			data := random(n)
-			put(t, with(s, "db", "3"), at+"a/b [c]*ü:7", data)
-			back, err := get(at+"a/b [c]*ü:7", with(s, "db", "3"))
+			put(t, withConnection(s, "db", "3"), at+"a/b [c]*ü:7", data)
+			back, err := get(at+"a/b [c]*ü:7", withConnection(s, "db", "3"))
 			if err != nil || !bytes.Equal(back, data) {
 				t.Fatalf("tls %v, %d bytes: %d came back: %v", tls, n, len(back), err)
 			}
 		}
-		if _, err := get(at+"a/b [c]*ü:7", with(s)); !errors.Is(err, errs.ErrNotFound) {
+		if _, err := get(at+"a/b [c]*ü:7", withConnection(s)); !errors.Is(err, errs.ErrNotFound) {
 			t.Error("found in another db:", err)
 		}
 		if tls {
-			_, err := get(at+"suite", with(s, "cacert", ""))
+			_, err := get(at+"suite", withConnection(s, "cacert", ""))
 			if !errors.Is(err, errs.ErrPermission) || !strings.Contains(err.Error(), "certificate") {
 				t.Error("an unknown authority:", err)
 			}
@@ -125,7 +125,7 @@ func TestRefusals(t *testing.T) {
 	s := sourcetest.StartRedis(t, false)
 	c := plainClient(t, s)
 	at := "redis://" + s.Addr + "/"
-	put(t, with(s), at+"m", random(1000))
+	put(t, withConnection(s), at+"m", random(1000))
 	c.HSet(bg, "hash", "a", "b")
 	c.Set(bg, "hole:x:0", "abc", 0)
 	c.Set(bg, "hole:x:5", "abc", 0)
@@ -137,20 +137,20 @@ func TestRefusals(t *testing.T) {
 		class     error
 		says      string
 	}{
-		{"no password", at + "m", with(s, "password", ""), errs.ErrPermission, "NOAUTH"},
-		{"a wrong password", at + "m", with(s, "password", "planted-wrong"), errs.ErrPermission, "WRONGPASS"},
-		{"an unknown user", at + "m", with(s, "username", "planted-user"), errs.ErrPermission, "WRONGPASS"},
-		{"no such key", at + "none", with(s), errs.ErrNotFound, "no such key"},
-		{"no such db", at + "m", with(s, "db", "99"), errs.ErrArgument, "db"},
-		{"a broken db", at + "m", with(s, "db", "1.5"), errs.ErrArgument, "db"},
-		{"a hash", at + "hash", with(s), errs.ErrFormat, "WRONGTYPE"},
-		{"a hole", at + "hole", with(s), errs.ErrFormat, "begins at 5"},
-		{"an overlap", at + "twice", with(s), errs.ErrFormat, "begins at 0"},
-		{"no server", "redis://127.0.0.1:1/m", with(s), errs.ErrIO, "refused"},
-		{"a password in the URI", "redis://:planted@" + s.Addr + "/m", with(s), errs.ErrArgument, "storage_options"},
-		{"no key", "redis://" + s.Addr, with(s), errs.ErrArgument, "expected"},
-		{"an unknown option", at + "m", with(s, "pasword", "planted"), errs.ErrArgument, "pasword"},
-		{"TLS where there is none", "rediss://" + s.Addr + "/m", with(s, "timeout", "0.3"), errs.ErrTimeout, ""},
+		{"no password", at + "m", withConnection(s, "password", ""), errs.ErrPermission, "NOAUTH"},
+		{"a wrong password", at + "m", withConnection(s, "password", "planted-wrong"), errs.ErrPermission, "WRONGPASS"},
+		{"an unknown user", at + "m", withConnection(s, "username", "planted-user"), errs.ErrPermission, "WRONGPASS"},
+		{"no such key", at + "none", withConnection(s), errs.ErrNotFound, "no such key"},
+		{"no such db", at + "m", withConnection(s, "db", "99"), errs.ErrArgument, "db"},
+		{"a broken db", at + "m", withConnection(s, "db", "1.5"), errs.ErrArgument, "db"},
+		{"a hash", at + "hash", withConnection(s), errs.ErrFormat, "WRONGTYPE"},
+		{"a hole", at + "hole", withConnection(s), errs.ErrFormat, "begins at 5"},
+		{"an overlap", at + "twice", withConnection(s), errs.ErrFormat, "begins at 0"},
+		{"no server", "redis://127.0.0.1:1/m", withConnection(s), errs.ErrIO, "refused"},
+		{"a password in the URI", "redis://:planted@" + s.Addr + "/m", withConnection(s), errs.ErrArgument, "storage_options"},
+		{"no key", "redis://" + s.Addr, withConnection(s), errs.ErrArgument, "expected"},
+		{"an unknown option", at + "m", withConnection(s, "pasword", "planted"), errs.ErrArgument, "pasword"},
+		{"TLS where there is none", "rediss://" + s.Addr + "/m", withConnection(s, "timeout", "0.3"), errs.ErrTimeout, ""},
 	} {
 		_, err := get(q.uri, q.opt)
 		if !errors.Is(err, q.class) || !strings.Contains(err.Error(), q.says) {
@@ -163,11 +163,11 @@ func TestRefusals(t *testing.T) {
 			}
 		}
 	}
-	if _, err := Create(bg, at+"m", with(s, "password", "planted-wrong"), 1); !errors.Is(err, errs.ErrPermission) {
+	if _, err := Create(bg, at+"m", withConnection(s, "password", "planted-wrong"), 1); !errors.Is(err, errs.ErrPermission) {
 		t.Error("a wrong password is reported before anything is written:", err)
 	}
 	c.Do(bg, "ACL", "SETUSER", "few", "on", ">"+sourcetest.RedisPassword, "~*", "+@all", "-exists")
-	d, err := Create(bg, at+"m", with(s, "username", "few"), 1)
+	d, err := Create(bg, at+"m", withConnection(s, "username", "few"), 1)
 	if err == nil {
 		defer d.Drop()
 		err = errors.Join(d.Write([]byte("x"), 0), d.Finish(1), d.Publish())
@@ -203,19 +203,19 @@ func TestLayouts(t *testing.T) {
 	c.Set(bg, "prefixed:0", "x", 0)
 	for _, key := range []string{"one", "prefix"} {
 		uri := "redis://" + s.Addr + "/" + key
-		back, err := get(uri, with(s))
+		back, err := get(uri, withConnection(s))
 		if err != nil || !bytes.Equal(back, data) {
 			t.Fatalf("%s: %d bytes: %v", key, len(back), err)
 		}
 		// A new file takes the place of the old layout, and of nothing else.
-		put(t, with(s), uri, data[:100])
-		if back, err := get(uri, with(s)); err != nil || !bytes.Equal(back, data[:100]) {
+		put(t, withConnection(s), uri, data[:100])
+		if back, err := get(uri, withConnection(s)); err != nil || !bytes.Equal(back, data[:100]) {
 			t.Fatalf("%s after writing: %d bytes: %v", key, len(back), err)
 		}
-		if err := Remove(bg, uri, with(s)); err != nil {
+		if err := Remove(bg, uri, withConnection(s)); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := get(uri, with(s)); !errors.Is(err, errs.ErrNotFound) {
+		if _, err := get(uri, withConnection(s)); !errors.Is(err, errs.ErrNotFound) {
 			t.Error(err)
 		}
 	}
@@ -231,15 +231,15 @@ func TestReplaced(t *testing.T) {
 	s := sourcetest.StartRedis(t, false)
 	c := plainClient(t, s)
 	uri := "redis://" + s.Addr + "/m"
-	put(t, with(s), uri, random(part+1))
-	o, err := Open(bg, uri, with(s))
+	put(t, withConnection(s), uri, random(part+1))
+	o, err := Open(bg, uri, withConnection(s))
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer o.Close()
 	data := random(2*part + 5)
 	for stage := range 3 {
-		d, err := Create(bg, uri, with(s), int64(len(data)))
+		d, err := Create(bg, uri, withConnection(s), int64(len(data)))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -283,7 +283,7 @@ func TestReplaced(t *testing.T) {
 func TestCancel(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)
-	put(t, with(s), "redis://"+s.Addr+"/m", random(part))
+	put(t, withConnection(s), "redis://"+s.Addr+"/m", random(part))
 	var stop atomic.Bool
 	front := through(t, s.Addr, func(n int) int {
 		for stop.Load() {
@@ -291,7 +291,7 @@ func TestCancel(t *testing.T) {
 		}
 		return n
 	})
-	o, err := Open(bg, "redis://"+front+"/m", with(s))
+	o, err := Open(bg, "redis://"+front+"/m", withConnection(s))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -312,11 +312,11 @@ func TestOneConnection(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)
 	c := plainClient(t, s)
-	at, err := connect(name{scheme: "redis", host: s.Addr}, with(s))
+	at, err := newServer(name{scheme: "redis", host: s.Addr}, withConnection(s))
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer at.close()
+	defer at.closeIdle()
 	before := strings.Count(c.ClientList(bg).Val(), "\n")
 	if err := at.with(bg, func(ctx context.Context, c *redis.Client) error {
 		length := func(p redis.Pipeliner) error { return p.StrLen(ctx, "m").Err() }
@@ -346,7 +346,7 @@ func TestCut(t *testing.T) {
 		return n
 	})
 	data := random(2*part + 5)
-	opt := with(s, "retries", "50")
+	opt := withConnection(s, "retries", "50")
 	put(t, opt, "redis://"+front+"/m", data)
 	for range 2 {
 		if back, err := get("redis://"+front+"/m", opt); err != nil || !bytes.Equal(back, data) {
@@ -435,7 +435,7 @@ func TestCluster(t *testing.T) {
 		time.Sleep(50 * time.Millisecond)
 	}
 	data := random(part + 12345)
-	opt := with(servers[0])
+	opt := withConnection(servers[0])
 	for i := range 20 {
 		key := fmt.Sprintf("models/{m%d}/x", i)
 		slot, err := clients[0].ClusterKeySlot(bg, key).Result()

@@ -30,21 +30,23 @@ var options = []string{"username", "password", "db", "cacert", "timeout", "conne
 // A name says where a file is.
 type name struct{ uri, scheme, host, key string }
 
-func parse(uri string) (name, error) {
+func parseURI(uri string) (name, error) {
 	scheme, rest, _ := strings.Cut(uri, "://")
 	n := name{uri: uri, scheme: strings.ToLower(scheme)}
 	var ok bool
 	n.host, n.key, ok = strings.Cut(rest, "/")
 	if strings.Contains(n.host, "@") || strings.ContainsAny(n.host, "?# \\") {
-		return n, n.at("open", -1, errs.New(errs.ErrArgument, "expected redis://host:port/key; credentials go into storage_options"))
+		return n, n.placeError("open", -1, errs.New(errs.ErrArgument,
+			"expected redis://host:port/key; credentials go into storage_options"))
 	}
 	if _, port, err := net.SplitHostPort(n.host); err != nil {
 		n.host = net.JoinHostPort(strings.Trim(n.host, "[]"), "6379")
 	} else if strings.Trim(port, "0123456789") != "" { // of a password that has a slash: no server is asked for it
 		ok = false
 	}
-	if host, _, _ := net.SplitHostPort(n.host); !ok || n.key == "" || host == "" || (n.scheme != "redis" && n.scheme != "rediss") {
-		return n, n.at("open", -1, errs.New(errs.ErrArgument, "expected redis://host:port/key"))
+	if host, _, _ := net.SplitHostPort(n.host); !ok || n.key == "" || host == "" ||
+		(n.scheme != "redis" && n.scheme != "rediss") {
+		return n, n.placeError("open", -1, errs.New(errs.ErrArgument, "expected redis://host:port/key"))
 	}
 	return n, nil
 }
@@ -52,7 +54,7 @@ func parse(uri string) (name, error) {
 // URI names the file as the user wrote it.
 func (n name) URI() string { return n.uri }
 
-func (n name) at(verb string, off int64, err error) error {
+func (n name) placeError(verb string, off int64, err error) error {
 	return errs.Place(verb, n.uri, "", off, err)
 }
 
@@ -75,8 +77,8 @@ type connection struct {
 	conn   net.Conn
 }
 
-// cut ends what the connection is doing.
-func (l *connection) cut() {
+// cutOff ends what the connection is doing.
+func (l *connection) cutOff() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.conn != nil {
@@ -90,8 +92,8 @@ type silence struct{}
 
 func (silence) Printf(context.Context, string, ...interface{}) {}
 
-// connect checks the options. Connections are made when they are needed.
-func connect(n name, opt source.Options) (*server, error) {
+// newServer checks the options. Connections are made when they are needed.
+func newServer(n name, opt source.Options) (*server, error) {
 	if err := opt.Check(n.scheme, options...); err != nil {
 		return nil, err
 	}
@@ -114,7 +116,8 @@ func connect(n name, opt source.Options) (*server, error) {
 		DialTimeout: min(s.retry.Timeout, 15*time.Second), ReadTimeout: s.retry.Timeout, WriteTimeout: s.retry.Timeout,
 		ReadBufferSize: 256 << 10, WriteBufferSize: 64 << 10,
 		// Without a type of endpoint the library asks DNS for one.
-		MaintNotificationsConfig: &maintnotifications.Config{Mode: maintnotifications.ModeDisabled, EndpointType: maintnotifications.EndpointTypeNone},
+		MaintNotificationsConfig: &maintnotifications.Config{Mode: maintnotifications.ModeDisabled,
+			EndpointType: maintnotifications.EndpointTypeNone},
 	}
 	if n.scheme == "rediss" {
 		host, _, _ := net.SplitHostPort(n.host)
@@ -129,21 +132,21 @@ func connect(n name, opt source.Options) (*server, error) {
 // with runs fn on a connection of its own, and cuts it when ctx ends: when with
 // returns, no memory of fn's is in use. The error has a class.
 func (s *server) with(ctx context.Context, fn func(context.Context, *redis.Client) error) error {
-	l, err := s.take()
+	l, err := s.takeConnection()
 	if err != nil {
 		return err
 	}
-	stop := context.AfterFunc(ctx, l.cut)
+	stop := context.AfterFunc(ctx, l.cutOff)
 	err = fn(ctx, l.client)
-	if !stop() || err != nil && !refused(err) {
-		l.drop() // cut, or in an unknown state
+	if !stop() || err != nil && !isResponse(err) {
+		l.dropConnection() // cut, or in an unknown state
 	} else {
-		s.put(l)
+		s.putConnection(l)
 	}
-	return classify(ctx, err)
+	return classifyError(ctx, err)
 }
 
-func (s *server) take() (*connection, error) {
+func (s *server) takeConnection() (*connection, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.shut {
@@ -165,13 +168,13 @@ func (s *server) take() (*connection, error) {
 		l.mu.Lock()
 		l.conn = c
 		l.mu.Unlock()
-		return checked(c), nil
+		return checkAnswers(c), nil
 	}
 	l.client = redis.NewClient(&opt)
 	return l, nil
 }
 
-func (s *server) put(l *connection) {
+func (s *server) putConnection(l *connection) {
 	s.mu.Lock()
 	if !s.shut {
 		s.idle = append(s.idle, l)
@@ -179,23 +182,23 @@ func (s *server) put(l *connection) {
 	}
 	s.mu.Unlock()
 	if l != nil {
-		l.drop()
+		l.dropConnection()
 	}
 }
 
-func (l *connection) drop() {
-	l.cut()
+func (l *connection) dropConnection() {
+	l.cutOff()
 	_ = l.client.Close()
 }
 
-// close closes idle connections; those in use are closed after it.
-func (s *server) close() {
+// closeIdle closes idle connections; those in use are closed after it.
+func (s *server) closeIdle() {
 	s.mu.Lock()
 	idle := s.idle
 	s.idle, s.shut = nil, true
 	s.mu.Unlock()
 	for _, l := range idle {
-		l.drop()
+		l.dropConnection()
 	}
 }
 
@@ -221,16 +224,16 @@ var says = map[string]struct {
 	"EXECABORT":   {errs.ErrIO, "the transaction was refused"},
 }
 
-// refused reports whether err is a response of the server, or ours: then the
+// isResponse reports whether err is a response of the server, or ours: then the
 // connection is sound.
-func refused(err error) bool {
+func isResponse(err error) bool {
 	var r redis.Error
 	return errors.As(err, &r) || errs.Classed(err)
 }
 
-// classify gives an error of the library its class, and a text without what was
+// classifyError gives an error of the library its class, and a text without what was
 // sent.
-func classify(ctx context.Context, err error) error {
+func classifyError(ctx context.Context, err error) error {
 	var r redis.Error
 	var cert *tls.CertificateVerificationError
 	var op *net.OpError
@@ -279,8 +282,8 @@ type answer struct {
 func (a *answer) Error() string { return a.class.Error() + ": " + a.word + ": " + a.text }
 func (a *answer) Unwrap() error { return a.class }
 
-// judge says what an error means for a retry.
-func judge(err error) (retry.Verdict, time.Duration) {
+// judgeError says what an error means for a retry.
+func judgeError(err error) (retry.Verdict, time.Duration) {
 	var a *answer
 	if errors.As(err, &a) {
 		switch a.word {

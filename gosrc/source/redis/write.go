@@ -43,34 +43,34 @@ type upload struct {
 // Create starts to write a file. What the key had before stays until Publish.
 // The caller ends the draft with Drop.
 func Create(ctx context.Context, uri string, opt source.Options, _ int64) (source.Draft, error) {
-	n, err := parse(uri)
+	n, err := parseURI(uri)
 	if err != nil {
 		return nil, err
 	}
-	s, err := connect(n, opt)
+	s, err := newServer(n, opt)
 	if err != nil {
-		return nil, n.at("save", -1, err)
+		return nil, n.placeError("save", -1, err)
 	}
 	var id [8]byte
 	_, _ = rand.Read(id[:]) // cannot fail
 	u := &upload{name: n, server: s, id: hex.EncodeToString(id[:])}
 	// Report a wrong password, or a server of a cluster, before anything is
 	// encoded.
-	if err := do(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
+	if err := doRequest(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
 		if err := c.StrLen(ctx, n.key).Err(); err != nil {
 			return err
 		}
-		return together(ctx, c, n.key)
+		return refuseCluster(ctx, c, n.key)
 	}); err != nil {
-		s.close()
-		return nil, n.at("save", -1, err)
+		s.closeIdle()
+		return nil, n.placeError("save", -1, err)
 	}
 	return parts.New(ctx, u, part, cmp.Or(s.retry.Connections, inFlight)), nil
 }
 
-// do is one request with retries.
-func do(ctx context.Context, s *server, fn func(context.Context, *redis.Client) error) error {
-	_, err := retry.Repeat(ctx, s.retry, judge, s.heard.Load, func() error {
+// doRequest is one request with retries.
+func doRequest(ctx context.Context, s *server, fn func(context.Context, *redis.Client) error) error {
+	_, err := retry.Repeat(ctx, s.retry, judgeError, s.heard.Load, func() error {
 		err := s.with(ctx, fn)
 		var a *answer
 		if err == nil || errors.As(err, &a) {
@@ -81,13 +81,13 @@ func do(ctx context.Context, s *server, fn func(context.Context, *redis.Client) 
 	return errs.FromOS(err)
 }
 
-// hidden is the key of a value before it is published. It does not begin with the
+// hiddenKey is the key of a value before it is published. It does not begin with the
 // file's key and a colon, so that no reader finds it.
-func (u *upload) hidden(off int64) string {
+func (u *upload) hiddenKey(off int64) string {
 	return u.key + ".draft-" + u.id + ":" + strconv.FormatInt(off, 10)
 }
 
-func (u *upload) shown(off int64) string {
+func (u *upload) shownKey(off int64) string {
 	return u.key + ":ow-" + u.id + ":" + strconv.FormatInt(off, 10)
 }
 
@@ -97,13 +97,13 @@ func (u *upload) Part(ctx context.Context, k int, p []byte) error {
 	u.mu.Lock()
 	u.sent = append(u.sent, off)
 	u.mu.Unlock()
-	return u.at("save", off, do(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
-		return stored(c.Set(ctx, u.hidden(off), p, unpublished))
+	return u.placeError("save", off, doRequest(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
+		return commandError(c.Set(ctx, u.hiddenKey(off), p, unpublished))
 	}))
 }
 
-// stored is the error of a command that changes a key, which only the word OK confirms.
-func stored(c *redis.StatusCmd) error {
+// commandError is the error of a command that changes a key, which only the word OK confirms.
+func commandError(c *redis.StatusCmd) error {
 	if text, err := c.Result(); err != nil || text == "OK" {
 		return err
 	}
@@ -121,53 +121,54 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	tries := 0
 	err := u.inTurn(ctx, func(ctx context.Context, c *redis.Client) error {
 		if tries++; tries > 1 { // an earlier transaction may have arrived
-			if k, err := c.Exists(ctx, u.shown(0)).Result(); err != nil || k == 1 {
+			if k, err := c.Exists(ctx, u.shownKey(0)).Result(); err != nil || k == 1 {
 				return err
 			}
 		}
-		old, err := find(ctx, c, u.key)
+		old, err := findValues(ctx, c, u.key)
 		if errors.Is(err, errs.ErrFormat) { // the values are no file: those written here go
-			old, err = written(ctx, c, u.key)
+			old, err = writtenValues(ctx, c, u.key)
 		}
 		if err != nil {
 			return err
 		}
 		keys := make([]string, len(u.sent))
 		for i, off := range u.sent {
-			keys[i] = u.hidden(off)
+			keys[i] = u.hiddenKey(off)
 		}
 		if k, err := c.Exists(ctx, keys...).Result(); err != nil {
 			return err
 		} else if lost := int64(len(keys)) - k; lost != 0 {
-			return errs.New(errs.ErrIO, "the server has lost %d of %d values that were sent: its memory is full", lost, len(keys))
+			return errs.New(errs.ErrIO, "the server has lost %d of %d values that were sent: its memory is full", lost,
+				len(keys))
 		}
 		var renamed []*redis.StatusCmd
 		_, err = c.TxPipelined(ctx, func(p redis.Pipeliner) error {
-			unlink(ctx, p, old)
+			unlinkValues(ctx, p, old)
 			for _, off := range u.sent {
-				renamed = append(renamed, p.Rename(ctx, u.hidden(off), u.shown(off)))
-				p.Persist(ctx, u.shown(off))
+				renamed = append(renamed, p.Rename(ctx, u.hiddenKey(off), u.shownKey(off)))
+				p.Persist(ctx, u.shownKey(off))
 			}
-			p.Set(ctx, u.turn(), u.id, unpublished) // others that watch it list the values anew
-			p.Del(ctx, u.turn())
+			p.Set(ctx, u.turnKey(), u.id, unpublished) // others that watch it list the values anew
+			p.Del(ctx, u.turnKey())
 			return nil
 		})
 		for _, r := range renamed {
 			if err == nil {
-				err = stored(r)
+				err = commandError(r)
 			}
 		}
 		return err
 	})
 	if err == nil {
-		u.server.close()
+		u.server.closeIdle()
 	}
-	return u.at("save", -1, err)
+	return u.placeError("save", -1, err)
 }
 
-// written lists the values under a key that were written here, whatever they make up.
-func written(ctx context.Context, c *redis.Client, key string) (values []value, err error) {
-	keys, err := scan(ctx, c, key)
+// writtenValues lists the values under a key that were written here, whatever they make up.
+func writtenValues(ctx context.Context, c *redis.Client, key string) (values []value, err error) {
+	keys, err := scanKeys(ctx, c, key)
 	for _, k := range keys {
 		if ours.MatchString(k[len(key)+1:]) {
 			values = append(values, value{key: k})
@@ -176,16 +177,16 @@ func written(ctx context.Context, c *redis.Client, key string) (values []value, 
 	return values, err
 }
 
-// turn is the key that every writer of a file touches when it publishes.
-func (u *upload) turn() string { return u.key + ".draft-turn" }
+// turnKey is the key that every writer of a file touches when it publishes.
+func (u *upload) turnKey() string { return u.key + ".draft-turn" }
 
 // inTurn does what ends in a transaction, and does it again where another writer has
 // published since it began: the values that it has listed are no longer those there.
 func (u *upload) inTurn(ctx context.Context, fn func(context.Context, *redis.Client) error) error {
 	for turn := 1; ; turn++ {
 		overtaken := false
-		err := do(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
-			err := c.Do(ctx, "WATCH", u.turn()).Err()
+		err := doRequest(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
+			err := c.Do(ctx, "WATCH", u.turnKey()).Err()
 			if err == nil {
 				err = fn(ctx, c)
 			}
@@ -207,46 +208,46 @@ func (u *upload) Abort() {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
 	if len(u.sent) > 0 {
-		_ = do(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
+		_ = doRequest(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
 			_, err := c.Pipelined(ctx, func(p redis.Pipeliner) error {
 				for _, off := range u.sent {
-					p.Unlink(ctx, u.hidden(off))
+					p.Unlink(ctx, u.hiddenKey(off))
 				}
 				return nil
 			})
 			return err
 		})
 	}
-	u.server.close()
+	u.server.closeIdle()
 }
 
 // Remove deletes a file; it is no error if there is none.
 func Remove(ctx context.Context, uri string, opt source.Options) error {
-	n, err := parse(uri)
+	n, err := parseURI(uri)
 	if err != nil {
 		return err
 	}
-	s, err := connect(n, opt)
+	s, err := newServer(n, opt)
 	if err != nil {
-		return n.at("save", -1, err)
+		return n.placeError("save", -1, err)
 	}
-	defer s.close()
-	return n.at("save", -1, do(ctx, s, func(ctx context.Context, c *redis.Client) error {
-		old, err := find(ctx, c, n.key)
+	defer s.closeIdle()
+	return n.placeError("save", -1, doRequest(ctx, s, func(ctx context.Context, c *redis.Client) error {
+		old, err := findValues(ctx, c, n.key)
 		if err != nil || len(old) == 0 {
 			return err
 		}
 		_, err = c.TxPipelined(ctx, func(p redis.Pipeliner) error {
-			unlink(ctx, p, old)
+			unlinkValues(ctx, p, old)
 			return nil
 		})
 		return err
 	}))
 }
 
-// unlink removes values. An answer has an element for each command of a transaction, and
+// unlinkValues removes values. An answer has an element for each command of a transaction, and
 // must not have more than mostElements.
-func unlink(ctx context.Context, p redis.Pipeliner, values []value) {
+func unlinkValues(ctx context.Context, p redis.Pipeliner, values []value) {
 	for some := range slices.Chunk(values, 1000) {
 		keys := make([]string, len(some))
 		for i, v := range some {

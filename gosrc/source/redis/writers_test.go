@@ -25,12 +25,12 @@ func TestWritersOfOneKey(t *testing.T) {
 			spawn.Go("writer", func() {
 				defer writers.Done()
 				for range 5 {
-					put(t, with(s), uri, bytes.Repeat([]byte{byte(k)}, size+k))
+					put(t, withConnection(s), uri, bytes.Repeat([]byte{byte(k)}, size+k))
 				}
 			})
 		}
 		writers.Wait()
-		data, err := get(uri, with(s))
+		data, err := get(uri, withConnection(s))
 		if err != nil || len(data) == 0 || !bytes.Equal(data, bytes.Repeat(data[:1], size+int(data[0]))) {
 			t.Fatalf("%d bytes: %v; keys %q", len(data), err, c.Keys(bg, "*").Val())
 		}
@@ -51,11 +51,11 @@ func TestSaveOverTwoFiles(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if _, err := get(uri, with(s)); !errors.Is(err, errs.ErrFormat) {
+	if _, err := get(uri, withConnection(s)); !errors.Is(err, errs.ErrFormat) {
 		t.Fatalf("two files are read as one: %v", err)
 	}
-	put(t, with(s), uri, data)
-	if back, err := get(uri, with(s)); err != nil || !bytes.Equal(back, data) {
+	put(t, withConnection(s), uri, data)
+	if back, err := get(uri, withConnection(s)); err != nil || !bytes.Equal(back, data) {
 		t.Fatalf("%d bytes: %v", len(back), err)
 	}
 }

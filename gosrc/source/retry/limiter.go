@@ -67,8 +67,8 @@ var (
 	limiters   = map[string]*limiter{}
 )
 
-// hold returns the limiter of a host and counts its use; each "" gets its own.
-func hold(host string, most int) *limiter {
+// holdLimiter returns the limiter of a host and counts its use; each "" gets its own.
+func holdLimiter(host string, most int) *limiter {
 	limitersMu.Lock()
 	defer limitersMu.Unlock()
 	l := limiters[host]
@@ -105,7 +105,7 @@ func (l *limiter) atOnce() int {
 func (l *limiter) acquire(ctx context.Context) error {
 	l.mu.Lock()
 	if l.open == 0 { // the idle time must not count
-		l.measure()
+		l.beginWindow()
 	}
 	if l.open < l.limit && len(l.waiting) == 0 {
 		l.open++
@@ -128,19 +128,19 @@ func (l *limiter) acquire(ctx context.Context) error {
 		return context.Cause(ctx)
 	}
 	l.open-- // it had got the permit already
-	l.admit()
+	l.admitWaiting()
 	return context.Cause(ctx)
 }
 
-// measure begins a window.
-func (l *limiter) measure() {
+// beginWindow begins a window.
+func (l *limiter) beginWindow() {
 	l.saturated = len(l.waiting) > 0
 	l.due.Store(int64(time.Since(start) + window))
 	l.bytes.Store(0)
 }
 
-// count counts bytes as they arrive, and ends a window that is over.
-func (l *limiter) count(n int64) {
+// countBytes counts bytes as they arrive, and ends a window that is over.
+func (l *limiter) countBytes(n int64) {
 	l.bytes.Add(n)
 	due, now := l.due.Load(), int64(time.Since(start))
 	if now < due || !l.due.CompareAndSwap(due, math.MaxInt64) {
@@ -149,24 +149,24 @@ func (l *limiter) count(n int64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.saturated {
-		l.adapt(float64(l.bytes.Load()) / (time.Duration(now-due) + window).Seconds())
+		l.adaptLimit(float64(l.bytes.Load()) / (time.Duration(now-due) + window).Seconds())
 	}
-	l.measure()
-	l.admit()
+	l.beginWindow()
+	l.admitWaiting()
 }
 
-// release gives a permit back.
-func (l *limiter) release() {
+// releasePermit gives a permit back.
+func (l *limiter) releasePermit() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.open--
-	l.admit()
+	l.admitWaiting()
 }
 
-// adapt judges the last probe step by the throughput of a window, and takes another.
+// adaptLimit judges the last probe step by the throughput of a window, and takes another.
 // One lucky window may delay a step but never causes one, so noise cannot ratchet the
 // limit up.
-func (l *limiter) adapt(rate float64) {
+func (l *limiter) adaptLimit(rate float64) {
 	switch {
 	case l.probedFrom != 0 && rate < l.bestRate*probeGain:
 		l.limit, l.probedFrom = l.probedFrom, 0
@@ -192,9 +192,9 @@ func (l *limiter) adapt(rate float64) {
 	}
 }
 
-// overloaded halves the number of open ranges, once for all responses that report
+// halveLimit halves the number of open ranges, once for all responses that report
 // one overload.
-func (l *limiter) overloaded() {
+func (l *limiter) halveLimit() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if time.Since(l.halved) < overloadPause {
@@ -204,7 +204,7 @@ func (l *limiter) overloaded() {
 	l.limit, l.probedFrom, l.waitWindows, l.bestRate = max(1, l.limit/2), 0, backoffWindows, 0
 }
 
-func (l *limiter) admit() {
+func (l *limiter) admitWaiting() {
 	for l.open < l.limit && len(l.waiting) > 0 {
 		close(l.waiting[0])
 		l.waiting = l.waiting[1:]

@@ -12,10 +12,10 @@ import (
 
 // The limit rises while throughput follows and comes back when it does not.
 func TestAdapts(t *testing.T) {
-	l := hold("", 64)
+	l := holdLimiter("", 64)
 	rate := func() float64 { return float64(min(l.limit, 20)) } // 20 saturate the link
 	for range 200 {
-		l.adapt(rate())
+		l.adaptLimit(rate())
 	}
 	if l.limit < 18 || l.limit > 40 {
 		t.Errorf("%d open where 20 are enough", l.limit)
@@ -29,9 +29,9 @@ func TestAdaptsInNoise(t *testing.T) {
 	t.Logf("seed %d", seed)
 	r := rand.New(rand.NewPCG(uint64(seed), 0))
 	for range 20 {
-		l := hold("", 1024)
+		l := holdLimiter("", 1024)
 		for range 2000 { // five minutes
-			l.adapt(float64(min(l.limit, 20)) * (0.8 + 0.4*r.Float64()))
+			l.adaptLimit(float64(min(l.limit, 20)) * (0.8 + 0.4*r.Float64()))
 		}
 		if l.limit < 16 || l.limit > 120 {
 			t.Errorf("%d open where 20 are enough", l.limit)
@@ -41,16 +41,16 @@ func TestAdaptsInNoise(t *testing.T) {
 
 // What a store with too much to do gave before is no measure of what it gives now.
 func TestAdaptsAgain(t *testing.T) {
-	l := hold("", 64)
+	l := holdLimiter("", 64)
 	for range 100 {
-		l.adapt(float64(l.limit))
+		l.adaptLimit(float64(l.limit))
 	}
-	l.overloaded()
+	l.halveLimit()
 	if l.limit != 32 {
 		t.Errorf("%d open", l.limit)
 	}
 	for range 30 {
-		l.adapt(float64(l.limit))
+		l.adaptLimit(float64(l.limit))
 	}
 	if l.limit != 64 {
 		t.Errorf("%d open after a while", l.limit)

@@ -21,7 +21,7 @@ func (s *Source) AtOnce() int { return s.limit.atOnce() }
 
 // OpenRange waits for a permit; see source.Ranges.
 func (s *Source) OpenRange(ctx context.Context) (source.Range, error) {
-	ctx, end := s.within(ctx, -1)
+	ctx, end := s.withinSource(ctx, -1)
 	defer end()
 	r := &byteRange{s: s}
 	if err := r.acquire(ctx); err != nil {
@@ -30,11 +30,11 @@ func (s *Source) OpenRange(ctx context.Context) (source.Range, error) {
 	return r, nil
 }
 
-// within returns a context that also ends with the source, and reports at which
+// withinSource returns a context that also ends with the source, and reports at which
 // offset it ended.
-func (s *Source) within(ctx context.Context, off int64) (context.Context, func()) {
+func (s *Source) withinSource(ctx context.Context, off int64) (context.Context, func()) {
 	ctx, cancel := context.WithCancelCause(ctx)
-	unhook := context.AfterFunc(s.ctx, func() { cancel(s.at(off, context.Cause(s.ctx))) })
+	unhook := context.AfterFunc(s.ctx, func() { cancel(s.placeError(off, context.Cause(s.ctx))) })
 	return ctx, func() {
 		unhook()
 		cancel(nil)
@@ -64,26 +64,27 @@ type byteRange struct {
 	got   int64
 }
 
-// begin sets what the range reads; the first step requests it.
-func (r *byteRange) begin(ctx context.Context, off, n int64) error {
+// beginRange sets what the range reads; the first step requests it.
+func (r *byteRange) beginRange(ctx context.Context, off, n int64) error {
 	s := r.s
 	if off < 0 || n < 0 || off > s.Size() || n > s.Size()-off {
-		return s.at(off, errs.New(errs.ErrCorrupt, "truncated: %d bytes wanted, the object has %d", n, s.Size()))
+		return s.placeError(off, errs.New(errs.ErrCorrupt, "truncated: %d bytes wanted, the object has %d", n,
+			s.Size()))
 	}
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
 	if s.ctx.Err() != nil {
-		return s.at(off, context.Cause(s.ctx))
+		return s.placeError(off, context.Cause(s.ctx))
 	}
 	r.off, r.end = off, off+n
-	r.ctx, r.finish = s.within(ctx, off)
+	r.ctx, r.finish = s.withinSource(ctx, off)
 	return nil
 }
 
 // Begin requests n bytes from off.
 func (r *byteRange) Begin(ctx context.Context, off, n int64) error {
-	if err := r.begin(ctx, off, n); err != nil {
+	if err := r.beginRange(ctx, off, n); err != nil {
 		return err
 	}
 	return r.Next(nil)
@@ -92,7 +93,7 @@ func (r *byteRange) Begin(ctx context.Context, off, n int64) error {
 // Close abandons what was not read.
 func (r *byteRange) Close() error {
 	r.shut()
-	r.done()
+	r.givePermitBack()
 	if r.finish != nil {
 		r.finish()
 	}
@@ -110,11 +111,11 @@ func (r *byteRange) acquire(ctx context.Context) error {
 	return nil
 }
 
-// done gives the permit back, if there is one.
-func (r *byteRange) done() {
+// givePermitBack gives the permit back, if there is one.
+func (r *byteRange) givePermitBack() {
 	if r.permit {
 		r.permit = false
-		r.s.limit.release()
+		r.s.limit.releasePermit()
 	}
 }
 
@@ -132,15 +133,16 @@ func (r *byteRange) Next(p []byte) error {
 		return context.Cause(r.ctx)
 	}
 	if int64(len(p)) > r.end-r.off {
-		return s.at(r.off, errs.New(errs.ErrEngine, "%d bytes wanted of a range that has %d left", len(p), r.end-r.off))
+		return s.placeError(r.off, errs.New(errs.ErrEngine, "%d bytes wanted of a range that has %d left", len(p),
+			r.end-r.off))
 	}
 	for r.off < r.end {
-		n, err := r.read(p)
+		n, err := r.readBody(p)
 		p, r.off = p[n:], r.off+int64(n)
 		if err == nil {
 			if r.off == r.end { // the connection and the permit can be used again
 				r.shut()
-				r.done()
+				r.givePermitBack()
 			}
 			return nil
 		}
@@ -152,31 +154,31 @@ func (r *byteRange) Next(p []byte) error {
 		if n > 0 && len(p) == 0 {
 			return nil // every byte has arrived: errors of the connection no longer matter
 		}
-		verdict, after := s.judge(err)
+		verdict, after := s.judgeError(err)
 		switch {
 		case verdict == Changed:
-			return s.at(r.off, errs.New(errs.ErrCorrupt, "changed while it was read: %v", err))
+			return s.placeError(r.off, errs.New(errs.ErrCorrupt, "changed while it was read: %v", err))
 		case verdict == Never:
-			return s.at(r.off, classed(err))
+			return s.placeError(r.off, classifyError(err))
 		case got >= Progress:
 			r.failed = 0
 		}
 		if r.failed++; r.failed > s.opt.Retries {
-			return s.at(r.off, fmt.Errorf("%w (after %d attempts)", classed(err), r.failed))
+			return s.placeError(r.off, fmt.Errorf("%w (after %d attempts)", classifyError(err), r.failed))
 		}
 		if after > 0 {
-			s.limit.overloaded()
+			s.limit.halveLimit()
 		}
-		if err := pause(r.ctx, s.opt.base, r.failed, after); err != nil {
+		if err := pauseBefore(r.ctx, s.opt.base, r.failed, after); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// read reads from the body, opening one if there is none, until p is full or the
+// readBody reads from the body, opening one if there is none, until p is full or the
 // body breaks.
-func (r *byteRange) read(p []byte) (int, error) {
+func (r *byteRange) readBody(p []byte) (int, error) {
 	s := r.s
 	if r.body == nil {
 		if !r.permit {
@@ -192,10 +194,10 @@ func (r *byteRange) read(p []byte) (int, error) {
 		body, err := s.f.Fetch(r.about, r.off, r.end-r.off)
 		r.waited[1] += time.Since(begun)
 		if err != nil {
-			err = stalled(r.about, err)
-			r.unwatch()
+			err = nameWatchdog(r.about, err)
+			r.endWatch()
 			if !r.answered {
-				r.done()
+				r.givePermitBack()
 			}
 			return 0, err
 		}
@@ -207,7 +209,7 @@ func (r *byteRange) read(p []byte) (int, error) {
 		n, err := r.body.Read(p[got:])
 		got += n
 		r.got += int64(n)
-		s.limit.count(int64(n))
+		s.limit.countBytes(int64(n))
 		if err == io.EOF {
 			if r.off+int64(got) < r.end {
 				return got, fmt.Errorf("%w: %d bytes before its end", errShort, r.end-r.off-int64(got))
@@ -215,7 +217,7 @@ func (r *byteRange) read(p []byte) (int, error) {
 			return got, nil
 		}
 		if err != nil {
-			return got, stalled(r.about, &broken{err})
+			return got, nameWatchdog(r.about, &broken{err})
 		}
 		if got-mark >= Progress {
 			mark = got
@@ -239,12 +241,12 @@ func (r *byteRange) shut() {
 	if r.body != nil {
 		_ = r.body.Close()
 		r.body = nil
-		r.unwatch()
+		r.endWatch()
 	}
 }
 
-// unwatch ends the watchdog of one body.
-func (r *byteRange) unwatch() {
+// endWatch ends the watchdog of one body.
+func (r *byteRange) endWatch() {
 	r.watch.Stop()
 	r.drop(nil)
 }

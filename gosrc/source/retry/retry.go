@@ -100,7 +100,8 @@ func Parse(o source.Options) (Options, error) {
 	if err != nil {
 		return Options{}, err
 	}
-	return Options{Timeout: time.Duration(timeout * float64(time.Second)), Connections: int(connections), Retries: int(retries)}, nil
+	return Options{Timeout: time.Duration(timeout * float64(time.Second)), Connections: int(connections),
+		Retries: int(retries)}, nil
 }
 
 // A Source reads a Fetcher's object. It implements source.Source.
@@ -118,7 +119,7 @@ type Source struct {
 // New makes a source of a fetcher, and closes it with the source.
 func New(f Fetcher, opt Options) *Source {
 	opt.Connections = cmp.Or(opt.Connections, 64)
-	s := &Source{f: f, opt: opt, limit: hold(opt.Host, opt.Connections)}
+	s := &Source{f: f, opt: opt, limit: holdLimiter(opt.Host, opt.Connections)}
 	s.ctx, s.cancel = context.WithCancelCause(context.Background())
 	return s
 }
@@ -153,12 +154,13 @@ func (s *Source) Close() error {
 // ReadAt fills p from off; see source.Source. Bytes go from the connection
 // straight into p.
 func (s *Source) ReadAt(ctx context.Context, p []byte, off int64) error {
-	if head := int64(len(s.opt.Head)); off >= 0 && off <= head && int64(len(p)) <= head-off && ctx.Err() == nil && s.ctx.Err() == nil {
+	if head := int64(len(s.opt.Head)); off >= 0 && off <= head && int64(len(p)) <= head-off && ctx.Err() == nil &&
+		s.ctx.Err() == nil {
 		copy(p, s.opt.Head[off:])
 		return nil
 	}
 	r := byteRange{s: s}
-	if err := r.begin(ctx, off, int64(len(p))); err != nil {
+	if err := r.beginRange(ctx, off, int64(len(p))); err != nil {
 		return err
 	}
 	defer r.Close()
@@ -177,15 +179,15 @@ type broken struct{ err error }
 func (b *broken) Error() string { return b.err.Error() }
 func (b *broken) Unwrap() error { return b.err }
 
-// stalled names the watchdog if it ended the request.
-func stalled(ctx context.Context, err error) error {
+// nameWatchdog names the watchdog if it ended the request.
+func nameWatchdog(ctx context.Context, err error) error {
 	if context.Cause(ctx) == errStalled {
 		return errStalled
 	}
 	return err
 }
 
-func (s *Source) judge(err error) (Verdict, time.Duration) {
+func (s *Source) judgeError(err error) (Verdict, time.Duration) {
 	var b *broken
 	switch {
 	case errors.Is(err, errStalled), errors.Is(err, errShort), errors.Is(err, errLong):
@@ -199,8 +201,8 @@ func (s *Source) judge(err error) (Verdict, time.Duration) {
 	return s.f.Judge(err)
 }
 
-// classed adds the class that fits to an error without one.
-func classed(err error) error {
+// classifyError adds the class that fits to an error without one.
+func classifyError(err error) error {
 	switch {
 	case errs.Classed(err):
 		return err
@@ -210,7 +212,7 @@ func classed(err error) error {
 	return errs.New(errs.ErrIO, "%v", err)
 }
 
-func (s *Source) at(off int64, err error) error {
+func (s *Source) placeError(off int64, err error) error {
 	return &errs.At{Verb: "read", Source: s.URI(), Chunk: -1, Offset: off, Err: err}
 }
 
@@ -224,10 +226,10 @@ const (
 // failures, and after how long the store asked to wait, which is obeyed up to a
 // minute.
 func Pause(ctx context.Context, failed int, after time.Duration) error {
-	return pause(ctx, 0, failed, after)
+	return pauseBefore(ctx, 0, failed, after)
 }
 
-func pause(ctx context.Context, unit time.Duration, failed int, after time.Duration) error {
+func pauseBefore(ctx context.Context, unit time.Duration, failed int, after time.Duration) error {
 	span := min(most, cmp.Or(unit, base)<<min(failed, 10))
 	d := max(min(after, time.Minute), rand.N(span))
 	t := time.NewTimer(d)
@@ -244,7 +246,8 @@ func pause(ctx context.Context, unit time.Duration, failed int, after time.Durat
 // of a range: Options.Retries + 1 tries, of which OpenTries may bring no response while
 // heard says that the store has never responded. It returns how many have failed, and
 // the last error.
-func Repeat(ctx context.Context, opt Options, judge func(error) (Verdict, time.Duration), heard func() bool, fn func() error) (failed int, err error) {
+func Repeat(ctx context.Context, opt Options, judge func(error) (Verdict, time.Duration), heard func() bool,
+	fn func() error) (failed int, err error) {
 	for silent := 0; ; {
 		if err = fn(); err == nil || ctx.Err() != nil {
 			return failed, err
@@ -257,7 +260,7 @@ func Repeat(ctx context.Context, opt Options, judge func(error) (Verdict, time.D
 		if verdict == Never || verdict == Changed || failed > opt.Retries || silent >= OpenTries {
 			return failed, err
 		}
-		if err := pause(ctx, opt.base, failed, after); err != nil {
+		if err := pauseBefore(ctx, opt.base, failed, after); err != nil {
 			return failed, err
 		}
 	}
@@ -265,7 +268,8 @@ func Repeat(ctx context.Context, opt Options, judge func(error) (Verdict, time.D
 
 // Do is Repeat for what opens an object, whose store counts as one that has never
 // responded. Each try has Options.Timeout; one that runs out of time had no response.
-func Do(ctx context.Context, opt Options, judge func(error) (Verdict, time.Duration), fn func(ctx context.Context) error) error {
+func Do(ctx context.Context, opt Options, judge func(error) (Verdict, time.Duration),
+	fn func(ctx context.Context) error) error {
 	failed, err := Repeat(ctx, opt, func(err error) (Verdict, time.Duration) {
 		if errors.Is(err, errStalled) {
 			return Again, 0
@@ -275,7 +279,7 @@ func Do(ctx context.Context, opt Options, judge func(error) (Verdict, time.Durat
 		ctx, cancel := context.WithCancelCause(ctx)
 		defer cancel(nil)
 		defer time.AfterFunc(opt.Timeout, func() { cancel(errStalled) }).Stop()
-		return stalled(ctx, fn(ctx))
+		return nameWatchdog(ctx, fn(ctx))
 	})
 	switch {
 	case err == nil:
@@ -283,7 +287,7 @@ func Do(ctx context.Context, opt Options, judge func(error) (Verdict, time.Durat
 	case ctx.Err() != nil:
 		return context.Cause(ctx)
 	case failed > 1:
-		return fmt.Errorf("%w (after %d attempts)", classed(err), failed)
+		return fmt.Errorf("%w (after %d attempts)", classifyError(err), failed)
 	}
-	return classed(err)
+	return classifyError(err)
 }

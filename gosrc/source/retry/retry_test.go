@@ -295,7 +295,7 @@ func TestLimiter(t *testing.T) {
 	if p := s.peak.Load(); p > 3 || p < 1 {
 		t.Errorf("%d ranges at once", p)
 	}
-	src.limit.overloaded()
+	src.limit.halveLimit()
 	if src.limit.limit != 1 || src.limit.open != 0 {
 		t.Errorf("%d of %d open", src.limit.open, src.limit.limit)
 	}
@@ -308,11 +308,11 @@ func TestLimiter(t *testing.T) {
 	if err := src.limit.acquire(ctx); err == nil {
 		t.Error("two permits of one")
 	}
-	src.limit.release()
+	src.limit.releasePermit()
 	if err := src.limit.acquire(context.Background()); err != nil {
 		t.Error(err)
 	}
-	src.limit.release()
+	src.limit.releasePermit()
 	src.Close()
 }
 

@@ -80,9 +80,9 @@ func New(s Settings) *Client {
 	}
 	one := new(http.Protocols)
 	one.SetHTTP1(true)
-	dialer := &net.Dialer{Timeout: s.Dial, KeepAlive: 15 * time.Second, ControlContext: control}
+	dialer := &net.Dialer{Timeout: s.Dial, KeepAlive: 15 * time.Second, ControlContext: checkDial}
 	return &Client{untrusted: err, Transport: &http.Transport{
-		Proxy: proxies(s.Env), DialContext: dialer.DialContext, TLSClientConfig: secure, Protocols: one,
+		Proxy: proxiesOf(s.Env), DialContext: dialer.DialContext, TLSClientConfig: secure, Protocols: one,
 		DisableCompression: true, IdleConnTimeout: 30 * time.Second,
 	}}
 }
@@ -96,7 +96,9 @@ func (c *Client) RoundTrip(r *http.Request) (*http.Response, error) {
 	resp, err := c.Transport.RoundTrip(r)
 	var cert *tls.CertificateVerificationError
 	if errors.As(err, &cert) {
-		return nil, errs.New(errs.ErrPermission, "the server's certificate is not trusted: %v; the option cacert, or SSL_CERT_FILE, names the file of an authority", cert.Err)
+		return nil, errs.New(errs.ErrPermission,
+			"the server's certificate is not trusted: %v; the option cacert, or SSL_CERT_FILE, names the file of "+
+				"an authority", cert.Err)
 	}
 	return resp, err
 }
@@ -108,10 +110,10 @@ func (c *Client) Do(r *http.Request) (*http.Response, error) { return c.RoundTri
 // noProxy stands for a proxy whose URL is not valid.
 const noProxy = "http://proxy.invalid"
 
-// proxies reads the variables as curl does: lower case wins, ALL_PROXY serves
+// proxiesOf reads the variables as curl does: lower case wins, ALL_PROXY serves
 // both schemes. Where the URL of a proxy is not valid, requests that are for it are
 // refused: to go past it might lead where the network forbids.
-func proxies(env map[string]string) func(*http.Request) (*url.URL, error) {
+func proxiesOf(env map[string]string) func(*http.Request) (*url.URL, error) {
 	get := func(name string) string {
 		if v, ok := env[strings.ToLower(name)]; ok {
 			return v
@@ -129,7 +131,8 @@ func proxies(env map[string]string) func(*http.Request) (*url.URL, error) {
 		}
 		return text
 	}
-	c := httpproxy.Config{HTTPProxy: valid(cmp.Or(get("HTTP_PROXY"), all)), HTTPSProxy: valid(cmp.Or(get("HTTPS_PROXY"), all)), NoProxy: get("NO_PROXY")}
+	c := httpproxy.Config{HTTPProxy: valid(cmp.Or(get("HTTP_PROXY"), all)),
+		HTTPSProxy: valid(cmp.Or(get("HTTPS_PROXY"), all)), NoProxy: get("NO_PROXY")}
 	find := c.ProxyFunc()
 	return func(r *http.Request) (*url.URL, error) {
 		u, err := find(r.URL)
@@ -158,7 +161,7 @@ func (t Trust) Roots() (*x509.CertPool, error) {
 	for _, d := range folders {
 		entries, err := os.ReadDir(d)
 		if err != nil {
-			return nil, unread(d, err)
+			return nil, unreadFile(d, err)
 		}
 		for _, e := range entries {
 			if !e.IsDir() {
@@ -170,16 +173,17 @@ func (t Trust) Roots() (*x509.CertPool, error) {
 	for i, f := range files {
 		b, err := regular.Read(f, regular.MaxSetting)
 		if err != nil && i < named {
-			return nil, unread(f, err)
+			return nil, unreadFile(f, err)
 		}
 		found = err == nil && pool.AppendCertsFromPEM(b) || found
 	}
 	if !found {
-		return nil, errs.New(errs.ErrArgument, "no certificate in %s", strings.Join(slices.Concat(t.Files, filepath.SplitList(t.Folders)), ", "))
+		return nil, errs.New(errs.ErrArgument, "no certificate in %s",
+			strings.Join(slices.Concat(t.Files, filepath.SplitList(t.Folders)), ", "))
 	}
 	return pool, nil
 }
 
-func unread(path string, err error) error {
+func unreadFile(path string, err error) error {
 	return errs.In("open", path, errs.FromOS(err))
 }

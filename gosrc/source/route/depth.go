@@ -27,7 +27,7 @@ func Pretend(fn func(netip.Addr) (near int, ok bool)) (end func()) {
 	return func() { pretended.Store(nil) }
 }
 
-func prefixes(texts ...string) (out []netip.Prefix) {
+func parsePrefixes(texts ...string) (out []netip.Prefix) {
 	for _, t := range texts {
 		out = append(out, netip.MustParsePrefix(t))
 	}
@@ -35,10 +35,11 @@ func prefixes(texts ...string) (out []netip.Prefix) {
 }
 
 var (
-	networks = prefixes(
-		"0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "172.16.0.0/12", "192.0.0.0/24", "192.168.0.0/16", "240.0.0.0/4",
+	networks = parsePrefixes(
+		"0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "172.16.0.0/12", "192.0.0.0/24", "192.168.0.0/16",
+		"240.0.0.0/4",
 		"::/127", "64:ff9b:1::/48", "fc00::/7", "fec0::/10")
-	links = prefixes(
+	links = parsePrefixes(
 		"169.254.0.0/16", "224.0.0.0/4", "fe80::/10", "ff00::/8",
 		// Metadata services that lie elsewhere: Alibaba, Oracle, Azure, AWS, Google.
 		"100.100.100.200/32", "192.0.0.192/32", "168.63.129.16/32", "fd00:ec2::/32", "fd20:ce::/32")
@@ -50,9 +51,9 @@ var (
 	teredo  = netip.MustParsePrefix("2001::/32")
 )
 
-// depth is how near an address is. least and most differ where a translator between
+// depthOf is how near an address is. least and most differ where a translator between
 // IPv6 and IPv4 may lead it elsewhere.
-func depth(a netip.Addr) (least, most int) {
+func depthOf(a netip.Addr) (least, most int) {
 	a = a.Unmap().WithZone("")
 	if fn := pretended.Load(); fn != nil {
 		if near, ok := (*fn)(a); ok {
@@ -73,7 +74,7 @@ func depth(a netip.Addr) (least, most int) {
 		return internet
 	}
 	most = near(a)
-	inside := embedded(a)
+	inside := embeddedAddresses(a)
 	if len(inside) == 0 {
 		return most, most
 	}
@@ -83,8 +84,8 @@ func depth(a netip.Addr) (least, most int) {
 	return internet, most
 }
 
-// embedded are the addresses of IPv4 that an address of IPv6 may stand for.
-func embedded(a netip.Addr) (out []netip.Addr) {
+// embeddedAddresses are the addresses of IPv4 that an address of IPv6 may stand for.
+func embeddedAddresses(a netip.Addr) (out []netip.Addr) {
 	if !a.Is6() || a == netip.IPv6Unspecified() || a == netip.IPv6Loopback() {
 		return nil
 	}
@@ -112,9 +113,9 @@ func embedded(a netip.Addr) (out []netip.Addr) {
 	return out
 }
 
-// literal is the address that a host's name spells; the zero address, which counts
+// literalAddress is the address that a host's name spells; the zero address, which counts
 // as the internet, for any other name.
-func literal(host string) netip.Addr {
+func literalAddress(host string) netip.Addr {
 	host = strings.ToLower(strings.TrimSuffix(host, "."))
 	if host == "localhost" || strings.HasSuffix(host, ".localhost") {
 		return netip.IPv6Loopback()
@@ -129,6 +130,6 @@ func literal(host string) netip.Addr {
 // Inside reports whether a URL's host is an address of a private network or of this
 // machine. It looks up no name.
 func Inside(host string) bool {
-	least, _ := depth(literal(host))
+	least, _ := depthOf(literalAddress(host))
 	return least > internet
 }

@@ -54,7 +54,7 @@ type Hop struct {
 }
 
 // Start is the request for the URL that the caller named.
-func Start(u *url.URL) Hop { return Hop{URL: bare(u), Home: true, origin: Origin(u)} }
+func Start(u *url.URL) Hop { return Hop{URL: bareURL(u), Home: true, origin: Origin(u)} }
 
 // Here starts a new chain at the URL where this one ended.
 func (h Hop) Here() Hop {
@@ -71,20 +71,21 @@ func (h Hop) Next(location string) (Hop, error) {
 		return Hop{}, fmt.Errorf("a redirect to nowhere")
 	case to.Scheme != "http" && to.Scheme != "https":
 		return Hop{}, &Refused{"a redirect to another scheme"}
-	case !named(to.Hostname()) || to.Opaque != "":
+	case !isPlainHost(to.Hostname()) || to.Opaque != "":
 		return Hop{}, fmt.Errorf("a redirect to nowhere")
 	case h.URL.Scheme == "https" && to.Scheme == "http":
 		return Hop{}, &Refused{"a redirect from https to http"}
 	case h.count == Most:
 		return Hop{}, fmt.Errorf("more than %d redirects", Most)
 	}
-	return Hop{URL: bare(to), Home: h.Home && Origin(to) == h.origin, origin: h.origin, count: h.count + 1}, nil
+	return Hop{URL: bareURL(to), Home: h.Home && Origin(to) == h.origin, origin: h.origin, count: h.count + 1}, nil
 }
 
 // Redirect reports whether a status has a Location to follow.
 func Redirect(status int) bool {
 	switch status {
-	case http.StatusMovedPermanently, http.StatusFound, http.StatusSeeOther, http.StatusTemporaryRedirect, http.StatusPermanentRedirect:
+	case http.StatusMovedPermanently, http.StatusFound, http.StatusSeeOther, http.StatusTemporaryRedirect,
+		http.StatusPermanentRedirect:
 		return true
 	}
 	return false
@@ -127,14 +128,14 @@ func Encoding(h http.Header) string {
 	for _, name := range strings.Split(strings.Join(h.Values("Content-Encoding"), ","), ",") {
 		name = strings.TrimSpace(name)
 		if name != "" && !strings.EqualFold(name, "identity") && !strings.EqualFold(name, "aws-chunked") {
-			return printable(name)
+			return printableText(name)
 		}
 	}
 	return ""
 }
 
-// printable is the beginning of a text without what could break a line or a terminal.
-func printable(s string) string {
+// printableText is the beginning of a text without what could break a line or a terminal.
+func printableText(s string) string {
 	return strings.Map(func(r rune) rune {
 		if r < ' ' || r > '~' {
 			return -1
@@ -152,10 +153,10 @@ func Origin(u *url.URL) string {
 	return strings.ToLower(u.Scheme) + "://" + net.JoinHostPort(strings.ToLower(u.Hostname()), port)
 }
 
-// named reports whether a host is a name, or an address in its usual form. Other
+// isPlainHost reports whether a host is a name, or an address in its usual form. Other
 // forms (127.1, 0x7f000001, digits beyond ASCII) are read differently by different
 // programs, such as a proxy.
-func named(host string) bool {
+func isPlainHost(host string) bool {
 	if _, err := netip.ParseAddr(host); err == nil {
 		return true
 	}
@@ -165,7 +166,7 @@ func named(host string) bool {
 		!strings.ContainsFunc(host, func(r rune) bool { return r <= ' ' || r >= 0x7f })
 }
 
-func bare(u *url.URL) *url.URL {
+func bareURL(u *url.URL) *url.URL {
 	c := *u
 	c.User, c.Fragment, c.RawFragment = nil, "", ""
 	return &c
@@ -182,50 +183,50 @@ type Way struct {
 
 type wayKey struct{}
 
-// begin sets the first address, unless it is known, and refuses one that is further
+// setFirst sets the first address, unless it is known, and refuses one that is further
 // in.
-func (w *Way) begin(at netip.Addr) error {
+func (w *Way) setFirst(at netip.Addr) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if !w.begun {
 		w.begun, w.origin = true, at
 	}
-	return inward(w.origin, at)
+	return refuseInward(w.origin, at)
 }
 
-// may refuses an address that is further in than the first one.
-func (w *Way) may(at netip.Addr) error {
+// checkAddress refuses an address that is further in than the first one.
+func (w *Way) checkAddress(at netip.Addr) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if !w.begun {
 		return nil
 	}
-	return inward(w.origin, at)
+	return refuseInward(w.origin, at)
 }
 
-// inward refuses a step from an outer network into an inner one: from the internet
+// refuseInward refuses a step from an outer network into an inner one: from the internet
 // into a private network or this machine, from anywhere to the link, where clouds
 // keep their credentials.
-func inward(from, to netip.Addr) error {
+func refuseInward(from, to netip.Addr) error {
 	if from.Unmap() == to.Unmap() {
 		return nil
 	}
-	out, _ := depth(from)
-	if _, in := depth(to); in > out {
+	out, _ := depthOf(from)
+	if _, in := depthOf(to); in > out {
 		return &Refused{"a redirect into a private network"}
 	}
 	return nil
 }
 
-// control is the dialer's hook: address is the one that is about to be connected
+// checkDial is the dialer's hook: address is the one that is about to be connected
 // to, after the look-up of the name.
-func control(ctx context.Context, _, address string, _ syscall.RawConn) error {
+func checkDial(ctx context.Context, _, address string, _ syscall.RawConn) error {
 	w, _ := ctx.Value(wayKey{}).(*Way)
 	at, err := netip.ParseAddrPort(address)
 	if w == nil || err != nil {
 		return nil
 	}
-	return w.may(at.Addr())
+	return w.checkAddress(at.Addr())
 }
 
 // Send sends one request by a client, and returns the connection that it used. It
@@ -239,7 +240,7 @@ func (w *Way) Send(c *Client, r *http.Request) (*http.Response, net.Conn, error)
 	if proxy != nil {
 		// A proxy chooses the address itself. Only an address in the URL can be
 		// compared.
-		err = w.begin(literal(r.URL.Hostname()))
+		err = w.setFirst(literalAddress(r.URL.Hostname()))
 	} else {
 		ctx = context.WithValue(ctx, wayKey{}, w)
 	}
@@ -260,7 +261,7 @@ func (w *Way) Send(c *Client, r *http.Request) (*http.Response, net.Conn, error)
 		// closed, nothing is sent: the transport dials again, and control refuses.
 		at, err := netip.ParseAddrPort(i.Conn.RemoteAddr().String())
 		if err == nil {
-			err = w.begin(at.Addr())
+			err = w.setFirst(at.Addr())
 		}
 		if err != nil {
 			refused = err

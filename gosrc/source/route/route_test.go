@@ -38,12 +38,12 @@ func TestInward(t *testing.T) {
 		{"64:ff9b:1::8.8.8.8", "10.0.0.1", false}, {"64:ff9b::10.0.0.1", "10.0.0.1", false}, {"2002:0a00:0001::1", "127.0.0.1", false},
 		{"64:ff9b:1::8.8.8.8", "64:ff9b:1::8.8.8.8", true}, {"::ffff:10.0.0.1", "10.0.0.2", true},
 	} {
-		err := inward(netip.MustParseAddr(c.from), netip.MustParseAddr(c.to))
+		err := refuseInward(netip.MustParseAddr(c.from), netip.MustParseAddr(c.to))
 		if (err == nil) != c.ok || err != nil && !errors.Is(err, errs.ErrPermission) {
 			t.Errorf("%s to %s: %v", c.from, c.to, err)
 		}
 	}
-	if inward(netip.Addr{}, netip.MustParseAddr("10.0.0.1")) == nil {
+	if refuseInward(netip.Addr{}, netip.MustParseAddr("10.0.0.1")) == nil {
 		t.Error("from an unknown address into a private network")
 	}
 	for host, want := range map[string]bool{"localhost": true, "LOCALHOST.": true, "x.localhost": true, "10.0.0.1": true, "::1": true,
@@ -145,7 +145,7 @@ func TestProxies(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		got, err := proxies(map[string]string{"HTTP_PROXY": c.http, "https_proxy": c.https, "NO_PROXY": c.none})(&http.Request{URL: to})
+		got, err := proxiesOf(map[string]string{"HTTP_PROXY": c.http, "https_proxy": c.https, "NO_PROXY": c.none})(&http.Request{URL: to})
 		switch {
 		case c.want == wrong:
 			if !errors.Is(err, errs.ErrArgument) || !strings.Contains(err.Error(), wrong) || strings.Contains(err.Error(), "secret") {

@@ -53,13 +53,13 @@ var clients struct {
 
 const maxClients = 64
 
-// acquire returns the client of these options; release ends its use.
-func acquire(ctx context.Context, opt source.Options) (*client, error) {
+// acquireClient returns the client of these options; release ends its use.
+func acquireClient(ctx context.Context, opt source.Options) (*client, error) {
 	key := opt.Whole()
 	clients.Lock()
 	c := clients.all[key]
 	if c != nil {
-		c.hold()
+		c.holdClient()
 	}
 	clients.Unlock()
 	if c != nil {
@@ -72,24 +72,24 @@ func acquire(ctx context.Context, opt source.Options) (*client, error) {
 	clients.Lock()
 	defer clients.Unlock()
 	if first := clients.all[key]; first != nil {
-		first.hold()
+		first.holdClient()
 		return first, nil
 	}
 	if clients.all == nil || len(clients.all) >= maxClients {
 		clients.all = map[string]*client{}
 	}
 	clients.all[key] = c
-	c.hold()
+	c.holdClient()
 	return c, nil
 }
 
-func (c *client) hold() {
+func (c *client) holdClient() {
 	c.mu.Lock()
 	c.refs++
 	c.mu.Unlock()
 }
 
-func (c *client) release() {
+func (c *client) releaseClient() {
 	c.mu.Lock()
 	c.refs--
 	last := c.refs == 0
@@ -100,13 +100,13 @@ func (c *client) release() {
 }
 
 func newClient(ctx context.Context, opt source.Options) (*client, error) {
-	s, err := resolve(ctx, opt)
+	s, err := resolveSettings(ctx, opt)
 	if err != nil {
 		return nil, err
 	}
 	c := &client{settings: s, transport: s.transport(), apis: map[clientKey]*s3.Client{}, regions: map[string]string{}}
 	ch := &chain{settings: s, http: bounded{c.transport}}
-	c.creds, err = ch.provider(ctx)
+	c.creds, err = ch.firstProvider(ctx)
 	c.guessed = ch.guessed
 	return c, err
 }
@@ -156,8 +156,8 @@ func (s *short) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// api is the client for a bucket, in the region where it is known to be.
-func (c *client) api(bucket string, signed bool) *s3.Client {
+// apiFor is the client for a bucket, in the region where it is known to be.
+func (c *client) apiFor(bucket string, signed bool) *s3.Client {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	at := clientKey{c.region, signed}
@@ -199,9 +199,9 @@ func (c *client) api(bucket string, signed bool) *s3.Client {
 	return a
 }
 
-// signs reports whether requests are signed. They are not where nothing names
+// isSigning reports whether requests are signed. They are not where nothing names
 // credentials and the machine has none: public objects are read so.
-func (c *client) signs(ctx context.Context) bool {
+func (c *client) isSigning(ctx context.Context) bool {
 	if !c.guessed {
 		return true
 	}
@@ -221,12 +221,12 @@ func (c *client) signs(ctx context.Context) bool {
 	return false
 }
 
-// call sends one request, and again, signed anew, if the store says that the bucket
+// callOnce sends one request, and again, signed anew, if the store says that the bucket
 // is in another region. Only the name of a region is taken from that response,
 // never its Location.
-func call[T any](ctx context.Context, c *client, bucket string, fn func(*s3.Client) (T, error)) (T, error) {
-	signed := c.signs(ctx)
-	api := c.api(bucket, signed)
+func callOnce[T any](ctx context.Context, c *client, bucket string, fn func(*s3.Client) (T, error)) (T, error) {
+	signed := c.isSigning(ctx)
+	api := c.apiFor(bucket, signed)
 	out, err := fn(api)
 	if err == nil || ctx.Err() != nil {
 		return out, err
@@ -237,16 +237,17 @@ func call[T any](ctx context.Context, c *client, bucket string, fn func(*s3.Clie
 	}
 	region := resp.Response.Header.Get("X-Amz-Bucket-Region")
 	switch s := resp.HTTPStatusCode(); {
-	case (route.Redirect(s) || s == http.StatusBadRequest || s == http.StatusForbidden) && region != api.Options().Region && validRegion(region):
+	case (route.Redirect(s) || s == http.StatusBadRequest || s == http.StatusForbidden) &&
+		region != api.Options().Region && validRegion(region):
 		c.mu.Lock()
 		c.regions[bucket] = region
 		c.mu.Unlock()
-		return fn(c.api(bucket, signed))
+		return fn(c.apiFor(bucket, signed))
 	case !signed && (s == http.StatusUnauthorized || s == http.StatusForbidden):
 		c.mu.Lock()
 		c.bare = false // there may be some next time
 		c.mu.Unlock()
-		return out, errs.New(errs.ErrPermission, "%s. Unsigned, the store refused%s", noCredentials, status(err))
+		return out, errs.New(errs.ErrPermission, "%s. Unsigned, the store refused%s", noCredentials, statusOf(err))
 	}
 	return out, err
 }

@@ -23,13 +23,13 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// named reports whether an answer has this text: an ETag, an id.
-func named(s *string) bool { return s != nil && *s != "" }
+// isNamed reports whether an answer has this text: an ETag, an id.
+func isNamed(s *string) bool { return s != nil && *s != "" }
 
-// unclear reports whether an upload may be complete though the answer to its completion
+// isUnclear reports whether an upload may be complete though the answer to its completion
 // does not say so: it had no result, it could not be read, or an earlier try may have
 // arrived whose answer was lost.
-func unclear(err error, tries int) bool {
+func isUnclear(err error, tries int) bool {
 	var resp *awshttp.ResponseError
 	var api smithy.APIError
 	switch {
@@ -41,16 +41,17 @@ func unclear(err error, tries int) bool {
 	return errors.As(err, &resp) && resp.HTTPStatusCode()/100 == 2
 }
 
-// confirm asks the store for the object of a complete upload: one of its size and with
+// confirmUpload asks the store for the object of a complete upload: one of its size and with
 // the ETag that its parts give. Of a store whose ETags are no MD5s, it must be no older
 // than the upload, by the store's clock.
-func (u *upload) confirm(ctx context.Context, api *s3.Client) error {
+func (u *upload) confirmUpload(ctx context.Context, api *s3.Client) error {
 	out, err := api.HeadObject(ctx, &s3.HeadObjectInput{Bucket: &u.bucket, Key: &u.key,
-		SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum})
+		SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key,
+		SSECustomerKeyMD5: u.client.sse.sum})
 	if err != nil {
-		return u.absent(ctx, err)
+		return u.absentError(ctx, err)
 	}
-	sum := combined(u.done)
+	sum := combinedETag(u.done)
 	switch {
 	case out.ContentLength == nil || *out.ContentLength != u.size:
 	case sum != "" && out.ETag != nil && strings.Trim(*out.ETag, `"`) == sum:
@@ -58,7 +59,8 @@ func (u *upload) confirm(ctx context.Context, api *s3.Client) error {
 	case sum == "" && out.LastModified != nil && !u.begun.IsZero() && !out.LastModified.Before(u.begun):
 		return nil
 	}
-	return errs.New(errs.ErrIO, "the store's answer does not say that the upload is complete, and what it has under this name is another object")
+	return errs.New(errs.ErrIO, "the store's answer does not say that the upload is complete, and what it has "+
+		"under this name is another object")
 }
 
 // refusedOnce reports whether a write that should make an object where none is was refused
@@ -94,12 +96,13 @@ func (u *upload) notOnce(err error, tries int, ours func() error) error {
 	return errs.New(errs.ErrArgument, "there is an object already, and it should not be replaced")
 }
 
-// compare reads a small object back: the answer to its upload had no ETag.
-func (u *upload) compare(ctx context.Context, api *s3.Client, whole []byte) error {
+// compareObject reads a small object back: the answer to its upload had no ETag.
+func (u *upload) compareObject(ctx context.Context, api *s3.Client, whole []byte) error {
 	out, err := api.GetObject(ctx, &s3.GetObjectInput{Bucket: &u.bucket, Key: &u.key,
-		SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum})
+		SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key,
+		SSECustomerKeyMD5: u.client.sse.sum})
 	if err != nil {
-		return u.absent(ctx, err)
+		return u.absentError(ctx, err)
 	}
 	defer out.Body.Close()
 	back, err := io.ReadAll(io.LimitReader(out.Body, int64(len(whole))+1))
@@ -112,17 +115,17 @@ func (u *upload) compare(ctx context.Context, api *s3.Client, whole []byte) erro
 	return nil
 }
 
-// absent is the error of a question about an object that should be there.
-func (u *upload) absent(ctx context.Context, err error) error {
-	if errors.Is(classify(ctx, err), errs.ErrNotFound) {
+// absentError is the error of a question about an object that should be there.
+func (u *upload) absentError(ctx context.Context, err error) error {
+	if errors.Is(classifyError(ctx, err), errs.ErrNotFound) {
 		return errs.New(errs.ErrIO, "the store's answer does not say that the object is stored, and there is none")
 	}
 	return err
 }
 
-// combined is the ETag of an object of these parts, sorted, where the ETag of a part is
+// combinedETag is the ETag of an object of these parts, sorted, where the ETag of a part is
 // its MD5; "" where it is none.
-func combined(done []types.CompletedPart) string {
+func combinedETag(done []types.CompletedPart) string {
 	sums := md5.New()
 	for _, p := range done {
 		sum, err := hex.DecodeString(strings.Trim(*p.ETag, `"`))

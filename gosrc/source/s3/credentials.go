@@ -43,8 +43,8 @@ type chain struct {
 	guessed bool // provider uses the instance's metadata
 }
 
-// provider is the first configured way; nil for unsigned requests.
-func (c *chain) provider(ctx context.Context) (aws.CredentialsProvider, error) {
+// firstProvider is the first configured way; nil for unsigned requests.
+func (c *chain) firstProvider(ctx context.Context) (aws.CredentialsProvider, error) {
 	o := c.opt.Storage
 	if c.anon {
 		return nil, nil
@@ -58,10 +58,11 @@ func (c *chain) provider(ctx context.Context) (aws.CredentialsProvider, error) {
 		return nil, errs.New(errs.ErrArgument, "storage_options: key and secret come together (and token with both)")
 	case o["profile"] != "":
 		p, err = c.fromProfile(ctx, &c.profile, 0)
-	case c.keys().HasKeys():
-		p = credentials.StaticCredentialsProvider{Value: c.keys()}
+	case c.environmentKeys().HasKeys():
+		p = credentials.StaticCredentialsProvider{Value: c.environmentKeys()}
 	case c.env("AWS_WEB_IDENTITY_TOKEN_FILE") != "":
-		p, err = c.webIdentity(ctx, c.env("AWS_WEB_IDENTITY_TOKEN_FILE"), c.env("AWS_ROLE_ARN"), c.env("AWS_ROLE_SESSION_NAME"))
+		p, err = c.webIdentity(ctx, c.env("AWS_WEB_IDENTITY_TOKEN_FILE"), c.env("AWS_ROLE_ARN"),
+			c.env("AWS_ROLE_SESSION_NAME"))
 	default:
 		p, err = c.fromProfile(ctx, &c.profile, 0)
 	}
@@ -74,8 +75,8 @@ func (c *chain) provider(ctx context.Context) (aws.CredentialsProvider, error) {
 	return aws.NewCredentialsCache(p, func(o *aws.CredentialsCacheOptions) { o.ExpiryWindow = 2 * time.Minute }), nil
 }
 
-// keys are those of the environment.
-func (c *chain) keys() aws.Credentials {
+// environmentKeys are those of the environment.
+func (c *chain) environmentKeys() aws.Credentials {
 	return aws.Credentials{
 		AccessKeyID:     cmp.Or(c.env("AWS_ACCESS_KEY_ID"), c.env("AWS_ACCESS_KEY")),
 		SecretAccessKey: cmp.Or(c.env("AWS_SECRET_ACCESS_KEY"), c.env("AWS_SECRET_KEY")),
@@ -96,41 +97,43 @@ func (c *chain) fromProfile(ctx context.Context, p *config.SharedConfig, depth i
 	case p.Credentials.HasKeys():
 		base = credentials.StaticCredentialsProvider{Value: p.Credentials}
 	case p.CredentialSource != "":
-		base, err = c.named(p.CredentialSource)
+		base, err = c.namedProvider(p.CredentialSource)
 	case p.WebIdentityTokenFile != "":
 		return c.webIdentity(ctx, p.WebIdentityTokenFile, p.RoleARN, p.RoleSessionName)
 	case p.SSOAccountID != "" || p.SSORoleName != "":
 		base, err = c.singleSignOn(p)
 	case p.LoginSession != "":
-		return nil, errs.New(errs.ErrNotSupported, "profile %q uses `aws login`: `aws configure export-credentials` gives keys for the environment", p.Profile)
+		return nil, errs.New(errs.ErrNotSupported,
+			"profile %q uses `aws login`: `aws configure export-credentials` gives keys for the environment", p.Profile)
 	case p.CredentialProcess != "":
-		base = c.process(p.CredentialProcess)
+		base = c.processProvider(p.CredentialProcess)
 	case c.env("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI") != "" || c.env("AWS_CONTAINER_CREDENTIALS_FULL_URI") != "":
-		base, err = c.container()
+		base, err = c.containerProvider()
 	default:
-		base = c.instance()
+		base = c.instanceProvider()
 		c.guessed = depth == 0 && p.RoleARN == "" && !c.profiled
 	}
 	if err != nil || p.RoleARN == "" {
 		return base, err
 	}
-	return c.role(ctx, p, base)
+	return c.roleProvider(ctx, p, base)
 }
 
-func (c *chain) named(where string) (aws.CredentialsProvider, error) {
+func (c *chain) namedProvider(where string) (aws.CredentialsProvider, error) {
 	switch where {
 	case "Environment":
-		return credentials.StaticCredentialsProvider{Value: c.keys()}, nil
+		return credentials.StaticCredentialsProvider{Value: c.environmentKeys()}, nil
 	case "EcsContainer":
-		return c.container()
+		return c.containerProvider()
 	case "Ec2InstanceMetadata":
-		return c.instance(), nil
+		return c.instanceProvider(), nil
 	}
-	return nil, errs.New(errs.ErrArgument, "credential_source %q: expected Environment, EcsContainer or Ec2InstanceMetadata", where)
+	return nil, errs.New(errs.ErrArgument,
+		"credential_source %q: expected Environment, EcsContainer or Ec2InstanceMetadata", where)
 }
 
-// sts is the client that exchanges identities for keys.
-func (c *chain) sts(ctx context.Context, as aws.CredentialsProvider) (*sts.Client, error) {
+// stsClient is the client that exchanges identities for keys.
+func (c *chain) stsClient(ctx context.Context, as aws.CredentialsProvider) (*sts.Client, error) {
 	endpoint, err := c.endpointFor(ctx, "STS", "")
 	if err != nil {
 		return nil, err
@@ -146,20 +149,23 @@ func (c *chain) webIdentity(ctx context.Context, file, role, session string) (aw
 	if role == "" {
 		return nil, errs.New(errs.ErrArgument, "a web identity needs a role: AWS_ROLE_ARN, or role_arn in the profile")
 	}
-	client, err := c.sts(ctx, aws.AnonymousCredentials{})
+	client, err := c.stsClient(ctx, aws.AnonymousCredentials{})
 	if err != nil {
 		return nil, err
 	}
-	return stscreds.NewWebIdentityRoleProvider(client, role, stscreds.IdentityTokenFile(file), func(o *stscreds.WebIdentityRoleOptions) {
-		o.RoleSessionName = session
-	}), nil
+	return stscreds.NewWebIdentityRoleProvider(client, role, stscreds.IdentityTokenFile(file),
+		func(o *stscreds.WebIdentityRoleOptions) {
+			o.RoleSessionName = session
+		}), nil
 }
 
-func (c *chain) role(ctx context.Context, p *config.SharedConfig, as aws.CredentialsProvider) (aws.CredentialsProvider, error) {
+func (c *chain) roleProvider(ctx context.Context, p *config.SharedConfig,
+	as aws.CredentialsProvider) (aws.CredentialsProvider, error) {
 	if p.MFASerial != "" {
-		return nil, errs.New(errs.ErrNotSupported, "profile %q asks for a second factor: take a session's keys into the environment", p.Profile)
+		return nil, errs.New(errs.ErrNotSupported,
+			"profile %q asks for a second factor: take a session's keys into the environment", p.Profile)
 	}
-	client, err := c.sts(ctx, aws.NewCredentialsCache(as))
+	client, err := c.stsClient(ctx, aws.NewCredentialsCache(as))
 	if err != nil {
 		return nil, err
 	}
@@ -181,51 +187,59 @@ func (c *chain) singleSignOn(p *config.SharedConfig) (aws.CredentialsProvider, e
 		region, name = p.SSOSession.SSORegion, p.SSOSession.Name
 	}
 	if region == "" || name == "" || p.SSOAccountID == "" || p.SSORoleName == "" {
-		return nil, errs.New(errs.ErrArgument, "profile %q: single sign-on needs sso_account_id, sso_role_name, sso_region and sso_start_url", p.Profile)
+		return nil, errs.New(errs.ErrArgument,
+			"profile %q: single sign-on needs sso_account_id, sso_role_name, sso_region and sso_start_url", p.Profile)
 	}
 	sum := sha1.Sum([]byte(name))
-	file := filepath.Join(c.home(), ".aws", "sso", "cache", hex.EncodeToString(sum[:])+".json")
-	return ssocreds.New(sso.New(sso.Options{Region: region, HTTPClient: c.http}), p.SSOAccountID, p.SSORoleName, p.SSOStartURL, func(o *ssocreds.Options) {
-		o.CachedTokenFilepath = file
-		if p.SSOSession != nil {
-			o.SSOTokenProvider = ssocreds.NewSSOTokenProvider(ssooidc.New(ssooidc.Options{Region: region, HTTPClient: c.http}), file)
-		}
-	}), nil
+	file := filepath.Join(c.homeFolder(), ".aws", "sso", "cache", hex.EncodeToString(sum[:])+".json")
+	return ssocreds.New(sso.New(sso.Options{Region: region, HTTPClient: c.http}), p.SSOAccountID, p.SSORoleName,
+		p.SSOStartURL, func(o *ssocreds.Options) {
+			o.CachedTokenFilepath = file
+			if p.SSOSession != nil {
+				o.SSOTokenProvider = ssocreds.NewSSOTokenProvider(
+					ssooidc.New(ssooidc.Options{Region: region, HTTPClient: c.http}), file)
+			}
+		}), nil
 }
 
-// process runs the profile's credential_process, in Python's environment.
-func (c *chain) process(command string) aws.CredentialsProvider {
-	return processcreds.NewProviderCommand(processcreds.NewCommandBuilderFunc(func(ctx context.Context) (*exec.Cmd, error) {
-		cmd := exec.CommandContext(ctx, "/bin/sh", "-c", command)
-		env := cmd.Environ() // PATH and the rest of the environment at the process's start
-		env = slices.DeleteFunc(env, func(s string) bool { return strings.HasPrefix(s, "AWS_") })
-		for k, v := range c.opt.Env {
-			env = append(env, k+"="+v)
-		}
-		cmd.Env = env
-		return cmd, nil
-	}))
+// processProvider runs the profile's credential_process, in Python's environment.
+func (c *chain) processProvider(command string) aws.CredentialsProvider {
+	return processcreds.NewProviderCommand(processcreds.NewCommandBuilderFunc(
+		func(ctx context.Context) (*exec.Cmd, error) {
+			cmd := exec.CommandContext(ctx, "/bin/sh", "-c", command)
+			env := cmd.Environ() // PATH and the rest of the environment at the process's start
+			env = slices.DeleteFunc(env, func(s string) bool { return strings.HasPrefix(s, "AWS_") })
+			for k, v := range c.opt.Env {
+				env = append(env, k+"="+v)
+			}
+			cmd.Env = env
+			return cmd, nil
+		}))
 }
 
-// container asks the endpoint that ECS or EKS names. Only its own addresses
+// containerProvider asks the endpoint that ECS or EKS names. Only its own addresses
 // may be reached without TLS.
-func (c *chain) container() (aws.CredentialsProvider, error) {
+func (c *chain) containerProvider() (aws.CredentialsProvider, error) {
 	at := c.env("AWS_CONTAINER_CREDENTIALS_FULL_URI")
 	if path := c.env("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"); path != "" {
 		at = "http://169.254.170.2" + path
 	}
 	u, err := url.Parse(at)
 	if err != nil || u.Hostname() == "" {
-		return nil, errs.New(errs.ErrArgument, "the container's credentials: AWS_CONTAINER_CREDENTIALS_FULL_URI is no URL")
+		return nil, errs.New(errs.ErrArgument,
+			"the container's credentials: AWS_CONTAINER_CREDENTIALS_FULL_URI is no URL")
 	}
 	if u.Scheme != "https" && !containerHost(u.Hostname()) {
-		return nil, errs.New(errs.ErrPermission, "the container's credentials: %s is neither https nor an address of the container service", u.Hostname())
+		return nil, errs.New(errs.ErrPermission,
+			"the container's credentials: %s is neither https nor an address of the container service", u.Hostname())
 	}
 	return endpointcreds.New(at, func(o *endpointcreds.Options) {
 		o.HTTPClient = c.http
 		o.AuthorizationToken = c.env("AWS_CONTAINER_AUTHORIZATION_TOKEN")
 		if file := c.env("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"); file != "" {
-			o.AuthorizationTokenProvider = endpointcreds.TokenProviderFunc(func() (string, error) { return readToken(file) })
+			o.AuthorizationTokenProvider = endpointcreds.TokenProviderFunc(func() (string, error) {
+				return readToken(file)
+			})
 		}
 	}), nil
 }
@@ -235,12 +249,13 @@ func containerHost(host string) bool {
 		return true
 	}
 	ip := net.ParseIP(host)
-	return ip != nil && (ip.IsLoopback() || slices.Contains([]string{"169.254.170.2", "169.254.170.23", "fd00:ec2::23"}, ip.String()))
+	return ip != nil && (ip.IsLoopback() || slices.Contains([]string{"169.254.170.2", "169.254.170.23", "fd00:ec2::23"},
+		ip.String()))
 }
 
-// instance asks the metadata service, version 2, with a short timeout, since most
+// instanceProvider asks the metadata service, version 2, with a short timeout, since most
 // machines have none.
-func (c *chain) instance() aws.CredentialsProvider {
+func (c *chain) instanceProvider() aws.CredentialsProvider {
 	o := imds.Options{ClientEnableState: imds.ClientEnabled, EnableFallback: aws.FalseTernary,
 		Endpoint: cmp.Or(c.env("AWS_EC2_METADATA_SERVICE_ENDPOINT"), c.profile.EC2IMDSEndpoint)}
 	if strings.EqualFold(c.env("AWS_EC2_METADATA_DISABLED"), "true") {

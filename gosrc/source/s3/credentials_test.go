@@ -145,7 +145,7 @@ sso_role_name = r
 			}
 			defer cl.transport.CloseIdleConnections()
 			got, err := cl.creds.Retrieve(ctx)
-			return got.AccessKeyID, classify(ctx, err)
+			return got.AccessKeyID, classifyError(ctx, err)
 		}()
 		if key != c.key || !errors.Is(err, c.class) || c.class == nil && err != nil {
 			t.Errorf("%s: %q %v", c.what, key, err)
@@ -184,7 +184,7 @@ func TestWhere(t *testing.T) {
 		{env{"endpoint_url": "https://cwobject.com", "path_style": "true"}, env{}, "https://cwobject.com", "us-east-1", true},
 		{env{"endpoint_url": "http://127.0.0.1:9", "path_style": "false"}, env{}, "http://127.0.0.1:9", "us-east-1", false},
 	} {
-		s, err := resolve(bg, source.Options{Storage: c.storage, Env: c.env})
+		s, err := resolveSettings(bg, source.Options{Storage: c.storage, Env: c.env})
 		if err != nil || s.endpoint != c.endpoint || s.region != c.region || s.pathStyle != c.path {
 			t.Errorf("%v %v: %+v %v", c.storage, c.env, s, err)
 		}

@@ -69,10 +69,10 @@ var says = map[string]string{
 	"InvalidObjectState":    "the object is archived and must be restored first",
 }
 
-// classify gives an error of the SDK its class and a text without secrets. The
+// classifyError gives an error of the SDK its class and a text without secrets. The
 // SDK's own texts hold URLs, and messages of stores may repeat the access key, the
 // string that was signed, or the token: only texts from says are used.
-func classify(ctx context.Context, err error) error {
+func classifyError(ctx context.Context, err error) error {
 	if err == nil {
 		return nil
 	}
@@ -82,15 +82,15 @@ func classify(ctx context.Context, err error) error {
 	if errs.Classed(err) {
 		return classOf(err)
 	}
-	if id := service(err); id != "" && id != s3.ServiceID {
-		return errs.New(errs.ErrPermission, "%s; %s refused%s", noCredentials, id, status(err))
+	if id := innermostService(err); id != "" && id != s3.ServiceID {
+		return errs.New(errs.ErrPermission, "%s; %s refused%s", noCredentials, id, statusOf(err))
 	}
 	var api smithy.APIError
 	var resp *awshttp.ResponseError
 	if errors.As(err, &resp) && resp.HTTPStatusCode() > 0 {
-		r := &refusal{status: resp.HTTPStatusCode(), request: printable(resp.ServiceRequestID())}
+		r := &refusal{status: resp.HTTPStatusCode(), request: printableText(resp.ServiceRequestID())}
 		if errors.As(err, &api) {
-			r.code = printable(api.ErrorCode())
+			r.code = printableText(api.ErrorCode())
 		}
 		if r.message = says[r.code]; r.code == "" { // a response without a body has none
 			r.message = http.StatusText(r.status)
@@ -100,7 +100,8 @@ func classify(ctx context.Context, err error) error {
 		}
 		r.class = statusClass(r.status, r.code)
 		if route.Redirect(r.status) {
-			r.message = "a redirect" + leads(resp.Response.Header.Get("Location")) + " is refused, since the request is signed for this host: " +
+			r.message = "a redirect" + leadsTo(resp.Response.Header.Get("Location")) +
+				" is refused, since the request is signed for this host: " +
 				"region and endpoint_url say where a bucket is"
 		}
 		if r.message == "" && r.status < 300 {
@@ -109,7 +110,8 @@ func classify(ctx context.Context, err error) error {
 		return r
 	}
 	if errors.As(err, &api) { // 200 with an error in it: CompleteMultipartUpload
-		return &refusal{class: statusClass(0, api.ErrorCode()), status: http.StatusOK, code: printable(api.ErrorCode()), message: says[api.ErrorCode()]}
+		return &refusal{class: statusClass(0, api.ErrorCode()), status: http.StatusOK,
+			code: printableText(api.ErrorCode()), message: says[api.ErrorCode()]}
 	}
 	return transportError(err)
 }
@@ -130,13 +132,13 @@ func classOf(err error) error {
 	}
 }
 
-// leads names the host of a Location, the only part of it that is no secret.
-func leads(location string) string {
+// leadsTo names the host of a Location, the only part of it that is no secret.
+func leadsTo(location string) string {
 	u, err := url.Parse(location)
 	if err != nil || u.Hostname() == "" {
 		return ""
 	}
-	return " to " + strconv.Quote(printable(u.Hostname()))
+	return " to " + strconv.Quote(printableText(u.Hostname()))
 }
 
 func statusClass(status int, code string) error {
@@ -163,9 +165,9 @@ func statusClass(status int, code string) error {
 	return errs.ErrIO
 }
 
-// service is the innermost service that an error comes from: a request may fetch
+// innermostService is the innermost service that an error comes from: a request may fetch
 // credentials first.
-func service(err error) (id string) {
+func innermostService(err error) (id string) {
 	for {
 		var op *smithy.OperationError
 		if !errors.As(err, &op) {
@@ -175,12 +177,13 @@ func service(err error) (id string) {
 	}
 }
 
-func status(err error) string {
+func statusOf(err error) string {
 	var api smithy.APIError
 	var resp *awshttp.ResponseError
 	switch {
 	case errors.As(err, &api) && errors.As(err, &resp):
-		return fmt.Sprintf(": %s (status %d, request %s)", printable(api.ErrorCode()), resp.HTTPStatusCode(), printable(resp.ServiceRequestID()))
+		return fmt.Sprintf(": %s (status %d, request %s)", printableText(api.ErrorCode()), resp.HTTPStatusCode(),
+			printableText(resp.ServiceRequestID()))
 	case errors.As(err, &resp):
 		return fmt.Sprintf(": status %d", resp.HTTPStatusCode())
 	}
@@ -192,7 +195,8 @@ const noCredentials = "no credentials: none were given (key and secret, profile)
 
 // transportError is the system's error text without URLs.
 func transportError(err error) error {
-	if s := err.Error(); strings.Contains(s, "get identity") || strings.Contains(s, "get credentials") || strings.Contains(s, "refresh cached credentials") {
+	if s := err.Error(); strings.Contains(s, "get identity") || strings.Contains(s, "get credentials") ||
+		strings.Contains(s, "refresh cached credentials") {
 		return errs.New(errs.ErrPermission, "%s", noCredentials)
 	}
 	var ne net.Error
@@ -221,8 +225,8 @@ func innermost(err error) error {
 	}
 }
 
-// judge says what an error means for a retry.
-func judge(err error) (retry.Verdict, time.Duration) {
+// judgeError says what an error means for a retry.
+func judgeError(err error) (retry.Verdict, time.Duration) {
 	var r *refusal
 	if !errors.As(err, &r) {
 		if errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout) {
@@ -231,7 +235,8 @@ func judge(err error) (retry.Verdict, time.Duration) {
 		return retry.Never, 0
 	}
 	switch {
-	case r.code == "SlowDown", strings.HasPrefix(r.code, "Throttling"), r.status == http.StatusServiceUnavailable, r.status == http.StatusTooManyRequests:
+	case r.code == "SlowDown", strings.HasPrefix(r.code, "Throttling"), r.status == http.StatusServiceUnavailable,
+		r.status == http.StatusTooManyRequests:
 		return retry.Busy, max(r.after, 200*time.Millisecond)
 	case r.code == "RequestTimeout", r.code == "InternalError", r.status == http.StatusRequestTimeout,
 		r.status >= 500 && r.status != http.StatusNotImplemented:
@@ -242,14 +247,15 @@ func judge(err error) (retry.Verdict, time.Duration) {
 	return retry.Never, 0
 }
 
-// expired reports whether fresh credentials may help.
-func expired(err error) bool {
+// mayBeExpired reports whether fresh credentials may help.
+func mayBeExpired(err error) bool {
 	var r *refusal
-	return errors.As(err, &r) && (r.code == "ExpiredToken" || r.code == "TokenRefreshRequired" || r.code == "InvalidToken")
+	return errors.As(err, &r) && (r.code == "ExpiredToken" || r.code == "TokenRefreshRequired" ||
+		r.code == "InvalidToken")
 }
 
-// printable removes what could break a line or a terminal.
-func printable(s string) string {
+// printableText removes what could break a line or a terminal.
+func printableText(s string) string {
 	if len(s) > 128 {
 		s = s[:128]
 	}

@@ -25,7 +25,7 @@ func TestRefusal(t *testing.T) {
 		{403, "AccessDenied", "permission denied: AccessDenied: access denied (status 403, request R1)"},
 		{400, "Odd", "bad argument: Odd (status 400, request R1)"},
 	} {
-		if got := classify(t.Context(), answer(c.status, c.code)).Error(); got != c.want {
+		if got := classifyError(t.Context(), answer(c.status, c.code)).Error(); got != c.want {
 			t.Errorf("%d %q: %q", c.status, c.code, got)
 		}
 	}

@@ -132,7 +132,7 @@ func TestPublic(t *testing.T) {
 	}
 	bucket, policy := "models", `{"Version":"2012-10-17","Statement":[{"Effect":"Allow","Principal":"*","Action":["s3:GetObject"],`+
 		`"Resource":["arn:aws:s3:::models/public/*"]}]}`
-	if _, err := owner.api(bucket, true).PutBucketPolicy(bg, &s3.PutBucketPolicyInput{Bucket: &bucket, Policy: &policy}); err != nil {
+	if _, err := owner.apiFor(bucket, true).PutBucketPolicy(bg, &s3.PutBucketPolicyInput{Bucket: &bucket, Policy: &policy}); err != nil {
 		t.Fatal(err)
 	}
 	nothing := with(s, "key", "", "secret", "")

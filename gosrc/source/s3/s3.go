@@ -37,48 +37,49 @@ type name struct {
 	version          *string
 }
 
-// parse splits a URI. Keys are taken literally: nothing in them is escaped.
-func parse(uri string) (name, error) {
+// parseURI splits a URI. Keys are taken literally: nothing in them is escaped.
+func parseURI(uri string) (name, error) {
 	scheme, rest, ok := strings.Cut(uri, "://")
 	n := name{uri: uri}
 	if !ok || !strings.EqualFold(scheme, "s3") {
-		return n, n.at("open", errs.New(errs.ErrArgument, "expected s3://bucket/key"))
+		return n, n.placeError("open", errs.New(errs.ErrArgument, "expected s3://bucket/key"))
 	}
 	n.bucket, n.key, _ = strings.Cut(rest, "/")
 	if k, id, ok := strings.Cut(n.key, "?versionId="); ok {
 		n.key, n.version = k, &id
 	}
 	if n.bucket == "" || strings.ContainsAny(n.bucket, "@:?# \\") || strings.ContainsRune(uri, 0) {
-		return n, n.at("open", errs.New(errs.ErrArgument, "expected s3://bucket/key; credentials go into storage_options"))
+		return n, n.placeError("open", errs.New(errs.ErrArgument,
+			"expected s3://bucket/key; credentials go into storage_options"))
 	}
 	return n, nil
 }
 
-// object is parse for what must have a key.
-func object(verb, uri string) (name, error) {
-	n, err := parse(uri)
+// parseObject is parse for what must have a key.
+func parseObject(verb, uri string) (name, error) {
+	n, err := parseURI(uri)
 	if err == nil && (n.key == "" || strings.HasSuffix(n.key, "/")) {
-		err = n.at(verb, errs.New(errs.ErrArgument, "this names a folder; s3://bucket/key names an object"))
+		err = n.placeError(verb, errs.New(errs.ErrArgument, "this names a folder; s3://bucket/key names an object"))
 	}
 	return n, err
 }
 
-func (n name) at(verb string, err error) error { return errs.Place(verb, n.uri, "", -1, err) }
+func (n name) placeError(verb string, err error) error { return errs.Place(verb, n.uri, "", -1, err) }
 
 // Open opens an object with one request, which also brings its beginning.
 func Open(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
-	n, err := object("open", uri)
+	n, err := parseObject("open", uri)
 	if err != nil {
 		return nil, err
 	}
-	c, err := acquire(ctx, opt)
+	c, err := acquireClient(ctx, opt)
 	if err != nil {
-		return nil, n.at("open", err)
+		return nil, n.placeError("open", err)
 	}
 	f := &fetcher{name: n, client: c}
 	o := c.retry
 	err = retry.Do(ctx, c.retry, c.judge, func(ctx context.Context) (err error) {
-		o.Head, err = f.first(ctx)
+		o.Head, err = f.readFirst(ctx)
 		return err
 	})
 	if err == nil && f.inOrder {
@@ -88,8 +89,8 @@ func Open(ctx context.Context, uri string, opt source.Options) (source.Source, e
 		}
 	}
 	if err != nil {
-		c.release()
-		return nil, n.at("open", err)
+		c.releaseClient()
+		return nil, n.placeError("open", err)
 	}
 	o.Host, o.Range = c.endpoint+"/"+n.bucket, retry.RangeBytes
 	if f.etag != nil {
@@ -109,23 +110,24 @@ type fetcher struct {
 	inOrder bool // the store pins nothing, or gives no ranges
 }
 
-// first reads the beginning of the object and, with it, size and ETag; or it finds that
+// readFirst reads the beginning of the object and, with it, size and ETag; or it finds that
 // it can be read in order only.
-func (o *fetcher) first(ctx context.Context) ([]byte, error) {
-	out, err := o.get(ctx, bytesOf(0, source.HeadBytes))
+func (o *fetcher) readFirst(ctx context.Context) ([]byte, error) {
+	out, err := o.getRange(ctx, bytesOf(0, source.HeadBytes))
 	var r *refusal
 	if errors.As(err, &r) && r.status == http.StatusRequestedRangeNotSatisfiable {
-		return nil, o.empty(ctx)
+		return nil, o.checkEmpty(ctx)
 	}
 	if err != nil {
 		return nil, err
 	}
 	defer out.Body.Close()
-	if e := encoding(out); e != "" {
-		return nil, encoded(e)
+	if e := encodingOf(out); e != "" {
+		return nil, encodedError(e)
 	}
-	o.pin(out.ETag, out.LastModified)
-	if o.etag == nil && o.since == nil || out.ContentRange == nil && (out.ContentLength == nil || *out.ContentLength > source.HeadBytes) {
+	o.pinObject(out.ETag, out.LastModified)
+	if o.etag == nil && o.since == nil || out.ContentRange == nil &&
+		(out.ContentLength == nil || *out.ContentLength > source.HeadBytes) {
 		o.inOrder = true
 		return nil, nil
 	}
@@ -142,28 +144,29 @@ func (o *fetcher) first(ctx context.Context) ([]byte, error) {
 	o.size = size
 	head := make([]byte, min(size, source.HeadBytes))
 	if _, err := io.ReadFull(out.Body, head); err != nil {
-		return nil, classify(ctx, err)
+		return nil, classifyError(ctx, err)
 	}
 	return head, nil
 }
 
-// empty checks that an object has no bytes, since no range fits into it.
-func (o *fetcher) empty(ctx context.Context) error {
-	out, err := call(ctx, o.client, o.bucket, func(api *s3.Client) (*s3.HeadObjectOutput, error) {
+// checkEmpty checks that an object has no bytes, since no range fits into it.
+func (o *fetcher) checkEmpty(ctx context.Context) error {
+	out, err := callOnce(ctx, o.client, o.bucket, func(api *s3.Client) (*s3.HeadObjectOutput, error) {
 		return api.HeadObject(ctx, &s3.HeadObjectInput{Bucket: &o.bucket, Key: &o.key, VersionId: o.version,
-			SSECustomerAlgorithm: o.client.sse.algorithm, SSECustomerKey: o.client.sse.key, SSECustomerKeyMD5: o.client.sse.sum})
+			SSECustomerAlgorithm: o.client.sse.algorithm, SSECustomerKey: o.client.sse.key,
+			SSECustomerKeyMD5: o.client.sse.sum})
 	})
 	if err != nil {
-		return classify(ctx, err)
+		return classifyError(ctx, err)
 	}
 	if out.ContentLength == nil || *out.ContentLength != 0 {
 		return errs.New(errs.ErrIO, "the store refuses ranges of this object")
 	}
-	o.pin(out.ETag, out.LastModified)
+	o.pinObject(out.ETag, out.LastModified)
 	return nil
 }
 
-func (o *fetcher) pin(etag *string, changed *time.Time) {
+func (o *fetcher) pinObject(etag *string, changed *time.Time) {
 	if etag != nil && *etag != "" {
 		o.etag = etag
 	} else {
@@ -174,14 +177,16 @@ func (o *fetcher) pin(etag *string, changed *time.Time) {
 // bytesOf is the range of n bytes from off.
 func bytesOf(off, n int64) *string { return aws.String(fmt.Sprintf("bytes=%d-%d", off, off+n-1)) }
 
-// get asks for a range, nil: for all, of the pinned object if there is one.
-func (o *fetcher) get(ctx context.Context, want *string) (*s3.GetObjectOutput, error) {
-	out, err := call(ctx, o.client, o.bucket, func(api *s3.Client) (*s3.GetObjectOutput, error) {
-		return api.GetObject(ctx, &s3.GetObjectInput{Bucket: &o.bucket, Key: &o.key, VersionId: o.version, Range: want, IfMatch: o.etag, IfUnmodifiedSince: o.since,
-			SSECustomerAlgorithm: o.client.sse.algorithm, SSECustomerKey: o.client.sse.key, SSECustomerKeyMD5: o.client.sse.sum})
+// getRange asks for a range, nil: for all, of the pinned object if there is one.
+func (o *fetcher) getRange(ctx context.Context, want *string) (*s3.GetObjectOutput, error) {
+	out, err := callOnce(ctx, o.client, o.bucket, func(api *s3.Client) (*s3.GetObjectOutput, error) {
+		return api.GetObject(ctx, &s3.GetObjectInput{Bucket: &o.bucket, Key: &o.key, VersionId: o.version, Range: want,
+			IfMatch: o.etag, IfUnmodifiedSince: o.since,
+			SSECustomerAlgorithm: o.client.sse.algorithm, SSECustomerKey: o.client.sse.key,
+			SSECustomerKeyMD5: o.client.sse.sum})
 	})
 	if err != nil {
-		err = classify(ctx, err)
+		err = classifyError(ctx, err)
 		if (o.etag != nil || o.since != nil) && errors.Is(err, errs.ErrNotFound) {
 			err = errs.New(errs.ErrCorrupt, "the object was deleted while it was read")
 		}
@@ -193,8 +198,8 @@ func (o *fetcher) get(ctx context.Context, want *string) (*s3.GetObjectOutput, e
 // contentRange is what a response contains: bytes [lo, lo+n) of size.
 func contentRange(out *s3.GetObjectOutput) (lo, n, size int64, err error) {
 	bad := errs.New(errs.ErrIO, "the store's answer does not say which range it is")
-	if e := encoding(out); e != "" {
-		return 0, 0, 0, encoded(e)
+	if e := encodingOf(out); e != "" {
+		return 0, 0, 0, encodedError(e)
 	}
 	if out.ContentLength == nil {
 		return 0, 0, 0, bad
@@ -210,15 +215,15 @@ func contentRange(out *s3.GetObjectOutput) (lo, n, size int64, err error) {
 	return lo, n, size, nil
 }
 
-// encoding is what changes the bytes of a response; the SDK knows the first header only.
-func encoding(out *s3.GetObjectOutput) string {
+// encodingOf is what changes the bytes of a response; the SDK knows the first header only.
+func encodingOf(out *s3.GetObjectOutput) string {
 	if resp, ok := awsmiddleware.GetRawResponse(out.ResultMetadata).(*smithyhttp.Response); ok {
 		return route.Encoding(resp.Header)
 	}
 	return route.Encoding(http.Header{"Content-Encoding": {aws.ToString(out.ContentEncoding)}})
 }
 
-func encoded(name string) error {
+func encodedError(name string) error {
 	return errs.New(errs.ErrNotSupported, "the object has the content encoding %q", name)
 }
 
@@ -227,13 +232,13 @@ type whole struct{ *fetcher }
 
 // Whole asks for all of the object; see spool.Whole.
 func (w *whole) Whole(ctx context.Context) (io.ReadCloser, int64, error) {
-	out, err := w.get(ctx, nil)
+	out, err := w.getRange(ctx, nil)
 	if err != nil {
 		return nil, 0, err
 	}
-	switch e := encoding(out); {
+	switch e := encodingOf(out); {
 	case e != "":
-		err = encoded(e)
+		err = encodedError(e)
 	case out.ContentRange != nil:
 		err = errs.New(errs.ErrIO, "the store gives a range of an object that was asked for as a whole")
 	case w.etag != nil && (out.ETag == nil || *out.ETag != *w.etag):
@@ -265,7 +270,7 @@ func (o *fetcher) Size() int64 { return o.size }
 
 // Fetch asks for n bytes from off in one request.
 func (o *fetcher) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error) {
-	out, err := o.get(ctx, bytesOf(off, n))
+	out, err := o.getRange(ctx, bytesOf(off, n))
 	if err != nil {
 		return nil, err
 	}
@@ -289,15 +294,15 @@ func (o *fetcher) Judge(err error) (retry.Verdict, time.Duration) { return o.cli
 
 // Close releases the connections.
 func (o *fetcher) Close() error {
-	o.client.release()
+	o.client.releaseClient()
 	return nil
 }
 
 // judge lets expired credentials be fetched again.
 func (c *client) judge(err error) (retry.Verdict, time.Duration) {
-	if cache, ok := c.creds.(*aws.CredentialsCache); ok && expired(err) {
+	if cache, ok := c.creds.(*aws.CredentialsCache); ok && mayBeExpired(err) {
 		cache.Invalidate()
 		return retry.Busy, 0
 	}
-	return judge(err)
+	return judgeError(err)
 }

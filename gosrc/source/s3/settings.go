@@ -51,7 +51,7 @@ type sse struct{ algorithm, key, sum *string }
 // env is one variable of the process.
 func (s *settings) env(name string) string { return s.opt.Env[name] }
 
-func resolve(ctx context.Context, opt source.Options) (*settings, error) {
+func resolveSettings(ctx context.Context, opt source.Options) (*settings, error) {
 	if err := opt.Check("s3", names...); err != nil {
 		return nil, err
 	}
@@ -66,7 +66,8 @@ func resolve(ctx context.Context, opt source.Options) (*settings, error) {
 	if err := s.loadProfile(ctx); err != nil {
 		return nil, err
 	}
-	s.region = cmp.Or(opt.Storage["region"], s.env("AWS_REGION"), s.env("AWS_DEFAULT_REGION"), s.profile.Region, "us-east-1")
+	s.region = cmp.Or(opt.Storage["region"], s.env("AWS_REGION"), s.env("AWS_DEFAULT_REGION"), s.profile.Region,
+		"us-east-1")
 	if !validRegion(s.region) {
 		return nil, errs.New(errs.ErrArgument, "region: %q is no name of a region", s.region)
 	}
@@ -93,12 +94,12 @@ func (s *settings) loadProfile(ctx context.Context) error {
 	file := func(variable, usual string) []string {
 		path := s.env(variable)
 		switch {
-		case path == "" && s.home() == "":
+		case path == "" && s.homeFolder() == "":
 			return []string{}
 		case path == "":
-			path = filepath.Join(s.home(), ".aws", usual)
+			path = filepath.Join(s.homeFolder(), ".aws", usual)
 		case strings.HasPrefix(path, "~/"):
-			path = filepath.Join(s.home(), path[2:])
+			path = filepath.Join(s.homeFolder(), path[2:])
 		}
 		return []string{path}
 	}
@@ -114,13 +115,14 @@ func (s *settings) loadProfile(ctx context.Context) error {
 		return errs.New(errs.ErrArgument, "profile %q is in none of AWS's configuration files", name)
 	case err != nil:
 		// The library's text may quote lines of the file.
-		return errs.New(errs.ErrArgument, "profile %q cannot be read from AWS's configuration files", cmp.Or(name, "default"))
+		return errs.New(errs.ErrArgument, "profile %q cannot be read from AWS's configuration files",
+			cmp.Or(name, "default"))
 	}
 	s.profile = p
 	return nil
 }
 
-func (s *settings) home() string { return cmp.Or(s.env("HOME"), s.env("USERPROFILE")) }
+func (s *settings) homeFolder() string { return cmp.Or(s.env("HOME"), s.env("USERPROFILE")) }
 
 // endpointFor is a service's endpoint: the caller's, AWS_ENDPOINT_URL_<ID>,
 // AWS_ENDPOINT_URL, the profile's services section, the profile; "" for AWS.
@@ -144,8 +146,10 @@ func (s *settings) endpointFor(ctx context.Context, id, word string) (string, er
 		at = "https://" + at
 	}
 	u, err := url.Parse(at)
-	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Host == "" || u.User != nil || u.RawQuery != "" || u.Fragment != "" {
-		return "", errs.New(errs.ErrArgument, "the endpoint of %s must be http(s)://host[:port][/path], without user and query", id)
+	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Host == "" || u.User != nil || u.RawQuery != "" ||
+		u.Fragment != "" {
+		return "", errs.New(errs.ErrArgument,
+			"the endpoint of %s must be http(s)://host[:port][/path], without user and query", id)
 	}
 	return at, nil
 }
@@ -158,7 +162,8 @@ func virtualOnly(endpoint string) bool {
 		return false
 	}
 	host := "." + strings.ToLower(u.Hostname())
-	domains := []string{".amazonaws.com", ".amazonaws.com.cn", ".cwobject.com", ".cwlota.com", ".aliyuncs.com", ".myqcloud.com"}
+	domains := []string{".amazonaws.com", ".amazonaws.com.cn", ".cwobject.com", ".cwlota.com", ".aliyuncs.com",
+		".myqcloud.com"}
 	return slices.ContainsFunc(domains, func(domain string) bool { return strings.HasSuffix(host, domain) })
 }
 

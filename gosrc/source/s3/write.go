@@ -50,23 +50,24 @@ type upload struct {
 // Create starts to write an object of at most limit bytes. What the name had
 // before stays until Publish. The caller ends the draft with Drop.
 func Create(ctx context.Context, uri string, opt source.Options, limit int64) (source.Draft, error) {
-	n, err := object("save", uri)
+	n, err := parseObject("save", uri)
 	if err != nil {
 		return nil, err
 	}
 	if n.version != nil {
-		return nil, n.at("save", errs.New(errs.ErrArgument, "a version cannot be written"))
+		return nil, n.placeError("save", errs.New(errs.ErrArgument, "a version cannot be written"))
 	}
 	part := int64(minPart)
 	if most := int64(maxParts * 9 / 10); limit > part*most {
 		part = (limit/most | (1<<20 - 1)) + 1
 	}
 	if part > maxPart {
-		return nil, n.at("save", errs.New(errs.ErrArgument, "%d bytes are more than one object can have: write shards", limit))
+		return nil, n.placeError("save", errs.New(errs.ErrArgument,
+			"%d bytes are more than one object can have: write shards", limit))
 	}
-	c, err := acquire(ctx, opt)
+	c, err := acquireClient(ctx, opt)
 	if err != nil {
-		return nil, n.at("save", err)
+		return nil, n.placeError("save", err)
 	}
 	u := &upload{name: n, client: c}
 	if opt.Once {
@@ -79,22 +80,25 @@ func (u *upload) URI() string { return u.uri }
 
 // Part sends one part; the first to arrive starts the upload.
 func (u *upload) Part(ctx context.Context, k int, p []byte) error {
-	id, err := u.begin(ctx)
+	id, err := u.beginUpload(ctx)
 	if err != nil {
-		return u.at("save", err)
+		return u.placeError("save", err)
 	}
 	number, size := int32(k+1), int64(len(p))
-	out, err := try(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.UploadPartOutput, error) {
-		out, err := api.UploadPart(ctx, &s3.UploadPartInput{Bucket: &u.bucket, Key: &u.key, UploadId: id, PartNumber: &number,
-			Body: body(ctx, p), ContentLength: &size,
-			SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum}, u.client.signing)
-		if err == nil && !named(out.ETag) {
-			err = errs.New(errs.ErrIO, "the store's answer to part %d has no ETag", number)
-		}
-		return out, err
-	})
+	out, err := callWithRetries(ctx, u.client, u.bucket,
+		func(ctx context.Context, api *s3.Client) (*s3.UploadPartOutput, error) {
+			out, err := api.UploadPart(ctx, &s3.UploadPartInput{Bucket: &u.bucket, Key: &u.key, UploadId: id,
+				PartNumber: &number,
+				Body:       bodyOf(ctx, p), ContentLength: &size,
+				SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key,
+				SSECustomerKeyMD5: u.client.sse.sum}, u.client.signBody)
+			if err == nil && !isNamed(out.ETag) {
+				err = errs.New(errs.ErrIO, "the store's answer to part %d has no ETag", number)
+			}
+			return out, err
+		})
 	if err != nil {
-		return u.at("save", err)
+		return u.placeError("save", err)
 	}
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -103,20 +107,22 @@ func (u *upload) Part(ctx context.Context, k int, p []byte) error {
 	return nil
 }
 
-func (u *upload) begin(ctx context.Context) (*string, error) {
+func (u *upload) beginUpload(ctx context.Context) (*string, error) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	if u.id != nil {
 		return u.id, nil
 	}
-	out, err := try(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.CreateMultipartUploadOutput, error) {
-		return api.CreateMultipartUpload(ctx, &s3.CreateMultipartUploadInput{Bucket: &u.bucket, Key: &u.key,
-			SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum})
-	})
+	out, err := callWithRetries(ctx, u.client, u.bucket,
+		func(ctx context.Context, api *s3.Client) (*s3.CreateMultipartUploadOutput, error) {
+			return api.CreateMultipartUpload(ctx, &s3.CreateMultipartUploadInput{Bucket: &u.bucket, Key: &u.key,
+				SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key,
+				SSECustomerKeyMD5: u.client.sse.sum})
+		})
 	if err != nil {
 		return nil, err
 	}
-	if !named(out.UploadId) {
+	if !isNamed(out.UploadId) {
 		return nil, errs.New(errs.ErrIO, "the store gave no id for an upload")
 	}
 	u.id = out.UploadId
@@ -128,62 +134,65 @@ func (u *upload) begin(ctx context.Context) (*string, error) {
 // the store says so by an ETag, or shows the object when it is asked.
 func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	if n == 0 {
-		return u.published(u.put(ctx, whole))
+		return u.endPublished(u.put(ctx, whole))
 	}
 	if len(u.done) != n {
-		return u.at("save", errs.New(errs.ErrEngine, "%d parts of %d were sent", len(u.done), n))
+		return u.placeError("save", errs.New(errs.ErrEngine, "%d parts of %d were sent", len(u.done), n))
 	}
 	sort.Slice(u.done, func(i, k int) bool { return *u.done[i].PartNumber < *u.done[k].PartNumber })
 	tries := 0
-	_, err := try(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.CompleteMultipartUploadOutput, error) {
-		tries++
-		out, err := api.CompleteMultipartUpload(ctx, &s3.CompleteMultipartUploadInput{Bucket: &u.bucket, Key: &u.key, UploadId: u.id,
-			IfNoneMatch: u.once, MultipartUpload: &types.CompletedMultipartUpload{Parts: u.done},
-			SSECustomerAlgorithm: u.client.sse.algorithm,
-			SSECustomerKey:       u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum})
-		switch {
-		case err == nil && named(out.ETag):
-			return out, nil
-		case u.refusedOnce(err):
-			return nil, u.notOnce(err, tries, func() error { return u.confirm(ctx, api) })
-		case !unclear(err, tries):
-			return out, err
-		}
-		return nil, u.confirm(ctx, api)
-	})
-	return u.published(err)
+	_, err := callWithRetries(ctx, u.client, u.bucket,
+		func(ctx context.Context, api *s3.Client) (*s3.CompleteMultipartUploadOutput, error) {
+			tries++
+			out, err := api.CompleteMultipartUpload(ctx, &s3.CompleteMultipartUploadInput{Bucket: &u.bucket, Key: &u.key,
+				UploadId:    u.id,
+				IfNoneMatch: u.once, MultipartUpload: &types.CompletedMultipartUpload{Parts: u.done},
+				SSECustomerAlgorithm: u.client.sse.algorithm,
+				SSECustomerKey:       u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum})
+			switch {
+			case err == nil && isNamed(out.ETag):
+				return out, nil
+			case u.refusedOnce(err):
+				return nil, u.notOnce(err, tries, func() error { return u.confirmUpload(ctx, api) })
+			case !isUnclear(err, tries):
+				return out, err
+			}
+			return nil, u.confirmUpload(ctx, api)
+		})
+	return u.endPublished(err)
 }
 
 func (u *upload) put(ctx context.Context, whole []byte) error {
 	size, tries := int64(len(whole)), 0
-	_, err := try(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.PutObjectOutput, error) {
-		tries++
-		out, err := api.PutObject(ctx, &s3.PutObjectInput{Bucket: &u.bucket, Key: &u.key, Body: body(ctx, whole),
-			ContentLength: &size, IfNoneMatch: u.once, SSECustomerAlgorithm: u.client.sse.algorithm,
-			SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum}, u.client.signing)
-		if err == nil && !named(out.ETag) {
-			err = u.compare(ctx, api, whole)
-		}
-		if u.refusedOnce(err) {
-			err = u.notOnce(err, tries, func() error { return u.compare(ctx, api, whole) })
-		}
-		return out, err
-	})
+	_, err := callWithRetries(ctx, u.client, u.bucket,
+		func(ctx context.Context, api *s3.Client) (*s3.PutObjectOutput, error) {
+			tries++
+			out, err := api.PutObject(ctx, &s3.PutObjectInput{Bucket: &u.bucket, Key: &u.key, Body: bodyOf(ctx, whole),
+				ContentLength: &size, IfNoneMatch: u.once, SSECustomerAlgorithm: u.client.sse.algorithm,
+				SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum}, u.client.signBody)
+			if err == nil && !isNamed(out.ETag) {
+				err = u.compareObject(ctx, api, whole)
+			}
+			if u.refusedOnce(err) {
+				err = u.notOnce(err, tries, func() error { return u.compareObject(ctx, api, whole) })
+			}
+			return out, err
+		})
 	return err
 }
 
-// published ends an upload that has become an object.
-func (u *upload) published(err error) error {
+// endPublished ends an upload that has become an object.
+func (u *upload) endPublished(err error) error {
 	if err == nil {
-		u.client.release()
+		u.client.releaseClient()
 	}
-	return u.at("save", err)
+	return u.placeError("save", err)
 }
 
 // Abort abandons the parts at the store. It has its own deadline, since the draft's
 // context has often been cancelled.
 func (u *upload) Abort() {
-	defer u.client.release()
+	defer u.client.releaseClient()
 	if u.id == nil {
 		return
 	}
@@ -192,21 +201,25 @@ func (u *upload) Abort() {
 	// A part in flight may arrive after an abort: repeat it until the store no
 	// longer knows the upload.
 	for failed := 1; ; failed++ {
-		_, _ = try(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.AbortMultipartUploadOutput, error) {
-			return api.AbortMultipartUpload(ctx, &s3.AbortMultipartUploadInput{Bucket: &u.bucket, Key: &u.key, UploadId: u.id})
-		})
-		_, err := try(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.ListPartsOutput, error) {
-			return api.ListParts(ctx, &s3.ListPartsInput{Bucket: &u.bucket, Key: &u.key, UploadId: u.id})
-		})
-		if errors.Is(err, errs.ErrNotFound) || errors.Is(err, errs.ErrPermission) || retry.Pause(ctx, failed, 0) != nil {
+		_, _ = callWithRetries(ctx, u.client, u.bucket,
+			func(ctx context.Context, api *s3.Client) (*s3.AbortMultipartUploadOutput, error) {
+				return api.AbortMultipartUpload(ctx, &s3.AbortMultipartUploadInput{Bucket: &u.bucket, Key: &u.key,
+					UploadId: u.id})
+			})
+		_, err := callWithRetries(ctx, u.client, u.bucket,
+			func(ctx context.Context, api *s3.Client) (*s3.ListPartsOutput, error) {
+				return api.ListParts(ctx, &s3.ListPartsInput{Bucket: &u.bucket, Key: &u.key, UploadId: u.id})
+			})
+		if errors.Is(err, errs.ErrNotFound) || errors.Is(err, errs.ErrPermission) ||
+			retry.Pause(ctx, failed, 0) != nil {
 			return
 		}
 	}
 }
 
-// signing leaves the body's hash out of the signature where TLS protects it
+// signBody leaves the body's hash out of the signature where TLS protects it
 // already.
-func (c *client) signing(o *s3.Options) {
+func (c *client) signBody(o *s3.Options) {
 	if !strings.HasPrefix(c.endpoint, "http://") {
 		o.APIOptions = append(o.APIOptions, v4.SwapComputePayloadSHA256ForUnsignedPayloadMiddleware)
 	}
@@ -214,28 +227,29 @@ func (c *client) signing(o *s3.Options) {
 
 // Remove deletes an object; it is no error if there is none.
 func Remove(ctx context.Context, uri string, opt source.Options) error {
-	n, err := object("save", uri)
+	n, err := parseObject("save", uri)
 	if err != nil {
 		return err
 	}
-	c, err := acquire(ctx, opt)
+	c, err := acquireClient(ctx, opt)
 	if err != nil {
-		return n.at("save", err)
+		return n.placeError("save", err)
 	}
-	defer c.release()
-	_, err = try(ctx, c, n.bucket, func(ctx context.Context, api *s3.Client) (*s3.DeleteObjectOutput, error) {
+	defer c.releaseClient()
+	_, err = callWithRetries(ctx, c, n.bucket, func(ctx context.Context, api *s3.Client) (*s3.DeleteObjectOutput,
+		error) {
 		return api.DeleteObject(ctx, &s3.DeleteObjectInput{Bucket: &n.bucket, Key: &n.key, VersionId: n.version})
 	})
 	if errors.Is(err, errs.ErrNotFound) {
 		err = nil
 	}
-	return n.at("save", err)
+	return n.placeError("save", err)
 }
 
 // Walk returns the objects in a folder, sorted by name, and with below those of the
 // folders in it. An empty folder is errs.ErrNotFound.
 func Walk(ctx context.Context, uri string, opt source.Options, below bool) ([]source.Entry, error) {
-	n, err := parse(uri)
+	n, err := parseURI(uri)
 	if err != nil {
 		return nil, err
 	}
@@ -243,11 +257,11 @@ func Walk(ctx context.Context, uri string, opt source.Options, below bool) ([]so
 	if prefix != "" && !strings.HasSuffix(prefix, "/") {
 		prefix += "/"
 	}
-	c, err := acquire(ctx, opt)
+	c, err := acquireClient(ctx, opt)
 	if err != nil {
-		return nil, n.at("open", err)
+		return nil, n.placeError("open", err)
 	}
-	defer c.release()
+	defer c.releaseClient()
 	delimiter := aws.String("/")
 	if below {
 		delimiter = nil
@@ -255,14 +269,16 @@ func Walk(ctx context.Context, uri string, opt source.Options, below bool) ([]so
 	var found []source.Entry
 	var next *string
 	for page := 1; ; page++ {
-		out, err := try(ctx, c, n.bucket, func(ctx context.Context, api *s3.Client) (*s3.ListObjectsV2Output, error) {
-			return api.ListObjectsV2(ctx, &s3.ListObjectsV2Input{Bucket: &n.bucket, Prefix: &prefix, Delimiter: delimiter, ContinuationToken: next})
-		})
+		out, err := callWithRetries(ctx, c, n.bucket,
+			func(ctx context.Context, api *s3.Client) (*s3.ListObjectsV2Output, error) {
+				return api.ListObjectsV2(ctx, &s3.ListObjectsV2Input{Bucket: &n.bucket, Prefix: &prefix,
+					Delimiter: delimiter, ContinuationToken: next})
+			})
 		if err != nil {
-			return nil, n.at("open", err)
+			return nil, n.placeError("open", err)
 		}
 		if out.Name == nil && out.KeyCount == nil && out.IsTruncated == nil && out.Contents == nil {
-			return nil, n.at("open", errs.New(errs.ErrIO, "the store's answer is no list"))
+			return nil, n.placeError("open", errs.New(errs.ErrIO, "the store's answer is no list"))
 		}
 		for _, o := range out.Contents {
 			if o.Key != nil && strings.HasPrefix(*o.Key, prefix) && !strings.HasSuffix(*o.Key, "/") {
@@ -274,7 +290,8 @@ func Walk(ctx context.Context, uri string, opt source.Options, below bool) ([]so
 			}
 		}
 		if len(found) > maxListed || page > maxPages {
-			return nil, n.at("open", errs.New(errs.ErrNotSupported, "more than %d objects, or %d answers, for one folder", maxListed, maxPages))
+			return nil, n.placeError("open", errs.New(errs.ErrNotSupported,
+				"more than %d objects, or %d answers, for one folder", maxListed, maxPages))
 		}
 		next = out.NextContinuationToken
 		if out.IsTruncated == nil || !*out.IsTruncated || next == nil {
@@ -282,7 +299,7 @@ func Walk(ctx context.Context, uri string, opt source.Options, below bool) ([]so
 		}
 	}
 	if len(found) == 0 {
-		return nil, n.at("open", errs.New(errs.ErrNotFound, "there is no object in this folder"))
+		return nil, n.placeError("open", errs.New(errs.ErrNotFound, "there is no object in this folder"))
 	}
 	slices.SortFunc(found, func(a, b source.Entry) int { return strings.Compare(a.Name, b.Name) })
 	return found, nil
@@ -296,44 +313,47 @@ const maxListed, maxPages = 100_000, 10_000
 // expires (signature version 4, at most seven days). It is a secret: whatever
 // program has it can read the object.
 func Presign(ctx context.Context, uri string, opt source.Options, expires time.Duration) (string, error) {
-	n, err := object("presign", uri)
+	n, err := parseObject("presign", uri)
 	if err != nil {
 		return "", err
 	}
 	if expires < time.Second || expires > 7*24*time.Hour {
-		return "", n.at("presign", errs.New(errs.ErrArgument, "a URL lives between a second and seven days"))
+		return "", n.placeError("presign", errs.New(errs.ErrArgument, "a URL lives between a second and seven days"))
 	}
-	c, err := acquire(ctx, opt)
+	c, err := acquireClient(ctx, opt)
 	if err != nil {
-		return "", n.at("presign", err)
+		return "", n.placeError("presign", err)
 	}
-	defer c.release()
+	defer c.releaseClient()
 	if c.creds == nil {
-		return "", n.at("presign", errs.New(errs.ErrArgument, "unsigned access has nothing to sign with"))
+		return "", n.placeError("presign", errs.New(errs.ErrArgument, "unsigned access has nothing to sign with"))
 	}
 	if c.sse.key != nil {
-		return "", n.at("presign", errs.New(errs.ErrNotSupported, "a URL cannot carry the customer's key"))
+		return "", n.placeError("presign", errs.New(errs.ErrNotSupported, "a URL cannot carry the customer's key"))
 	}
-	out, err := s3.NewPresignClient(c.api(n.bucket, true)).PresignGetObject(ctx,
+	out, err := s3.NewPresignClient(c.apiFor(n.bucket, true)).PresignGetObject(ctx,
 		&s3.GetObjectInput{Bucket: &n.bucket, Key: &n.key, VersionId: n.version}, s3.WithPresignExpires(expires))
 	if err != nil {
-		return "", n.at("presign", classify(ctx, err))
+		return "", n.placeError("presign", classifyError(ctx, err))
 	}
 	return out.URL, nil
 }
 
-// try is call with retries and a watchdog: a request that sends and receives
+// callWithRetries is call with retries and a watchdog: a request that sends and receives
 // nothing for the timeout is abandoned.
-func try[T any](ctx context.Context, c *client, bucket string, fn func(context.Context, *s3.Client) (T, error)) (out T, err error) {
+func callWithRetries[T any](ctx context.Context, c *client, bucket string,
+	fn func(context.Context, *s3.Client) (T, error)) (out T, err error) {
 	_, err = retry.Repeat(ctx, c.retry, c.judge, c.heard.Load, func() (err error) {
 		ctx, stop := context.WithCancelCause(ctx)
 		defer stop(nil)
 		w := &watch{limit: c.retry.Timeout}
-		w.timer = time.AfterFunc(w.limit, func() { stop(errs.New(errs.ErrTimeout, "the store took nothing for %v", w.limit)) })
+		w.timer = time.AfterFunc(w.limit, func() {
+			stop(errs.New(errs.ErrTimeout, "the store took nothing for %v", w.limit))
+		})
 		defer w.timer.Stop()
 		ctx = context.WithValue(ctx, watch{}, w)
-		out, err = call(ctx, c, bucket, func(api *s3.Client) (T, error) { return fn(ctx, api) })
-		err = classify(ctx, err)
+		out, err = callOnce(ctx, c, bucket, func(api *s3.Client) (T, error) { return fn(ctx, api) })
+		err = classifyError(ctx, err)
 		var r *refusal
 		if err == nil || errors.As(err, &r) {
 			c.heard.Store(true)
@@ -349,8 +369,8 @@ type watch struct {
 	timer *time.Timer
 }
 
-// body is a request's body that resets the watch of its request.
-func body(ctx context.Context, p []byte) io.ReadSeeker {
+// bodyOf is a request's body that resets the watch of its request.
+func bodyOf(ctx context.Context, p []byte) io.ReadSeeker {
 	return &watched{bytes.NewReader(p), ctx.Value(watch{}).(*watch)}
 }
 

@@ -73,31 +73,32 @@ func (f *File) Append(p []byte) error {
 	case most > 0 && have > most:
 		return errs.New(errs.ErrFormat, "it has more than %d bytes", most)
 	case !f.stated && have > f.room:
-		return errs.New(errs.ErrIO, "its size is not stated, and it has more than %d bytes, half of what was free in %s", f.room, os.TempDir())
+		return errs.New(errs.ErrIO, "its size is not stated, and it has more than %d bytes, half of what was free "+
+			"in %s", f.room, os.TempDir())
 	case f.ends >= 0 && have > f.ends:
-		return f.beyond(p[:f.ends-had])
+		return f.appendBeyond(p[:f.ends-had])
 	}
 	if _, err := f.file.WriteAt(p, had); err != nil {
 		return errs.FromOS(err)
 	}
-	f.change(func() { f.have = have })
-	return f.measure()
+	f.changeState(func() { f.have = have })
+	return f.measureSize()
 }
 
-// beyond is Append for bytes of which only p is before the end.
-func (f *File) beyond(p []byte) error {
+// appendBeyond is Append for bytes of which only p is before the end.
+func (f *File) appendBeyond(p []byte) error {
 	if !f.outline.Longer {
 		return errs.New(errs.ErrFormat, "it goes on after the %d bytes that it says it has", f.ends)
 	}
 	if _, err := f.file.WriteAt(p, f.Have()); err != nil {
 		return errs.FromOS(err)
 	}
-	f.change(func() { f.have += int64(len(p)) })
+	f.changeState(func() { f.have += int64(len(p)) })
 	return ErrEnough
 }
 
-// measure asks the outline for the size once there is enough for an answer.
-func (f *File) measure() error {
+// measureSize asks the outline for the size once there is enough for an answer.
+func (f *File) measureSize() error {
 	have := f.Have()
 	if f.outline.Size == nil || f.need < 0 || have < f.need {
 		return nil
@@ -118,14 +119,14 @@ func (f *File) measure() error {
 	case size < 0:
 		return nil
 	case have > size:
-		f.change(func() { f.have = size })
+		f.changeState(func() { f.have = size })
 		f.ends = size
-		err = f.beyond(nil)
+		err = f.appendBeyond(nil)
 		if err != ErrEnough {
 			return err
 		}
 	}
-	f.change(func() {
+	f.changeState(func() {
 		f.ends = size
 		if f.size < 0 {
 			f.size = size
@@ -144,13 +145,13 @@ func (f *File) Have() int64 {
 // Expect sets how many bytes will arrive.
 func (f *File) Expect(size int64) {
 	f.stated = true
-	f.change(func() { f.size = size })
+	f.changeState(func() { f.size = size })
 }
 
 // End says that no more bytes will arrive. Reads of missing bytes get err; if it is
 // nil, the file has the size that it has reached.
 func (f *File) End(err error) {
-	f.change(func() {
+	f.changeState(func() {
 		f.ended = err == nil
 		switch {
 		case f.err != nil:
@@ -166,7 +167,7 @@ func (f *File) End(err error) {
 
 // Sized waits until the size is known.
 func (f *File) Sized(ctx context.Context) error {
-	return f.until(ctx, func() bool { return f.size >= 0 })
+	return f.waitUntil(ctx, func() bool { return f.size >= 0 })
 }
 
 // URI names it.
@@ -193,7 +194,7 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
-	if err := f.until(ctx, func() bool { return f.ready() >= off+int64(len(p)) }); err != nil {
+	if err := f.waitUntil(ctx, func() bool { return f.readyBytes() >= off+int64(len(p)) }); err != nil {
 		if ctx.Err() != nil {
 			return err
 		}
@@ -205,8 +206,8 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return nil
 }
 
-// ready is how many bytes may be read. f.mu is held.
-func (f *File) ready() int64 {
+// readyBytes is how many bytes may be read. f.mu is held.
+func (f *File) readyBytes() int64 {
 	if f.ends < 0 || f.ended {
 		return f.have
 	}
@@ -216,7 +217,7 @@ func (f *File) ready() int64 {
 // Close frees the file. Stop filling it first.
 func (f *File) Close() error {
 	var err error
-	f.change(func() {
+	f.changeState(func() {
 		if !f.shut {
 			err = f.file.Close()
 		}
@@ -225,8 +226,8 @@ func (f *File) Close() error {
 	return err
 }
 
-// until waits until ok, which is called under the lock, returns true.
-func (f *File) until(ctx context.Context, ok func() bool) error {
+// waitUntil waits until ok, which is called under the lock, returns true.
+func (f *File) waitUntil(ctx context.Context, ok func() bool) error {
 	for {
 		f.mu.Lock()
 		yes, shut, err, more := ok(), f.shut, f.err, f.more
@@ -247,7 +248,7 @@ func (f *File) until(ctx context.Context, ok func() bool) error {
 	}
 }
 
-func (f *File) change(fn func()) {
+func (f *File) changeState(fn func()) {
 	f.mu.Lock()
 	fn()
 	close(f.more)

@@ -73,7 +73,7 @@ func Open(ctx context.Context, o Whole, tries retry.Options) (*Stream, error) {
 	s.cancel = cancel
 	spawn.Go("spool", func() {
 		defer close(s.ended)
-		f.End(spawn.Guard("spool", func() error { return s.fill(run) }))
+		f.End(spawn.Guard("spool", func() error { return s.fillFile(run) }))
 	})
 	if err := f.Sized(ctx); err != nil {
 		cancel(err)
@@ -94,13 +94,13 @@ func (s *Stream) Close() error {
 	return s.shut
 }
 
-// fill brings the object, starting again when a request breaks.
-func (s *Stream) fill(ctx context.Context) error {
+// fillFile brings the object, starting again when a request breaks.
+func (s *Stream) fillFile(ctx context.Context) error {
 	s.hash.SetSeed(maphash.MakeSeed())
 	most := s.tries.Retries + 1
 	for failed, silent := 0, 0; ; {
 		before := s.Have()
-		err := s.get(ctx)
+		err := s.requestOnce(ctx)
 		if err == nil {
 			return nil
 		}
@@ -110,7 +110,7 @@ func (s *Stream) fill(ctx context.Context) error {
 		if s.Have()-before >= retry.Progress {
 			failed = 0
 		}
-		verdict, after := s.judge(err)
+		verdict, after := s.judgeError(err)
 		failed++
 		if verdict == retry.Again && !s.met {
 			silent++
@@ -123,7 +123,8 @@ func (s *Stream) fill(ctx context.Context) error {
 				return err
 			}
 			if err == errStalled {
-				return errs.New(errs.ErrTimeout, "less than %d bytes in %v (after %d attempts)", retry.Progress, s.tries.Timeout, failed)
+				return errs.New(errs.ErrTimeout, "less than %d bytes in %v (after %d attempts)", retry.Progress,
+					s.tries.Timeout, failed)
 			}
 			return errs.New(errs.ErrIO, "%v (after %d attempts)", err, failed)
 		}
@@ -133,7 +134,7 @@ func (s *Stream) fill(ctx context.Context) error {
 	}
 }
 
-func (s *Stream) judge(err error) (retry.Verdict, time.Duration) {
+func (s *Stream) judgeError(err error) (retry.Verdict, time.Duration) {
 	var other *changed
 	switch {
 	case errors.As(err, &other):
@@ -144,8 +145,8 @@ func (s *Stream) judge(err error) (retry.Verdict, time.Duration) {
 	return s.o.Judge(err)
 }
 
-// get is one request.
-func (s *Stream) get(ctx context.Context) error {
+// requestOnce is one request.
+func (s *Stream) requestOnce(ctx context.Context) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	watchdog := time.AfterFunc(s.tries.Timeout, func() { cancel(errStalled) })

@@ -77,14 +77,14 @@ class AllowList:
     def wrong(self, verb: str, thing: Any) -> UntrustedPickleError:
         """The error for a pickle that does with a thing what it may not."""
         kind = thing if isinstance(thing, type) else type(thing)
-        return self._refuse(f"it {verb} {kind.__module__}.{kind.__qualname__}")
+        return self._refuse_name(f"it {verb} {kind.__module__}.{kind.__qualname__}")
 
     def unlisted(self, module: str, name: str) -> UntrustedPickleError:
         """The error for a global that a pickle may not name."""
         whole = f"{module}.{name}"[:LONGEST]
-        return self._refuse(f"it names {whole if whole.isprintable() else ascii(whole)}")
+        return self._refuse_name(f"it names {whole if whole.isprintable() else ascii(whole)}")
 
-    def _refuse(self, what: str) -> UntrustedPickleError:
+    def _refuse_name(self, what: str) -> UntrustedPickleError:
         return self.budget.refuse(f"{what}, which is not on the allow-list")
 
     def call(self, function: Any, args: tuple[Any, ...]) -> Any:
@@ -93,7 +93,9 @@ class AllowList:
             return function.call(self.budget, *args)
         if isinstance(function, type):
             torch = imported("torch")
-            make: Any = _CALLS.get(function) or (torch and {torch.Size: _size, torch.device: _device}.get(function))
+            make: Any = _CALLS.get(function) or (
+                torch and {torch.Size: _make_size, torch.device: _make_device}.get(function)
+            )
             if make is not None:
                 return make(self.budget, *args)
         raise self.wrong("calls", function)
@@ -101,7 +103,9 @@ class AllowList:
     def new(self, kind: Any, args: tuple[Any, ...]) -> Any:
         """An empty object of a class."""
         torch = imported("torch")
-        if kind is not object and not (torch is not None and isinstance(kind, type) and issubclass(kind, torch.nn.Module)):
+        if kind is not object and not (
+            torch is not None and isinstance(kind, type) and issubclass(kind, torch.nn.Module)
+        ):
             raise self.wrong("makes an empty", kind)
         if args:
             raise FormatError("an empty object takes no arguments")
@@ -120,35 +124,35 @@ class AllowList:
         own = attributes(self.budget, made, state)
         for name, kind in zip(_PARTS, (torch.Tensor, torch.Tensor, torch.nn.Module), strict=True):
             if name in own:
-                own[name] = _parts(self.budget, own[name], kind)
+                own[name] = _copy_parts(self.budget, own[name], kind)
         if isinstance(made, torch.nn.RNNBase):
             _check_rnn(self.budget, type(made), own)
         type(made).__setstate__(made, own)
 
     def find(self, module: str, name: str) -> Any:
         """What a pickle gets for a global; UntrustedPickleError if nothing."""
-        found = _TYPES.get((module, name)) or _GUARDS.get((module, name))
-        if found is None:
+        allowed_object = _TYPES.get((module, name)) or _GUARDS.get((module, name))
+        if allowed_object is None:
             if module == "numpy" and name in _NUMPY_TYPES:
                 import numpy
 
-                found = vars(numpy).get(name)
+                allowed_object = vars(numpy).get(name)
             elif module == "torch" or module.startswith("torch."):
-                found = _torch(module, name)
-        if found is None:
+                allowed_object = _find_in_torch(module, name)
+        if allowed_object is None:
             raise self.unlisted(module, name)
-        return found
+        return allowed_object
 
 
-def _torch(module: str, name: str) -> Any:
+def _find_in_torch(module: str, name: str) -> Any:
     import torch
 
     if module == "torch":
-        return _torch_top(torch, name)
+        return _find_top_of_torch(torch, name)
     if module == "torch._utils" and name.startswith("torch."):
         # How memory formats pickle: by a path through whatever module.
-        found = vars(torch).get(name[6:])
-        return found if isinstance(found, torch.memory_format) else None
+        member = vars(torch).get(name[6:])
+        return member if isinstance(member, torch.memory_format) else None
     if module == "torch.nn.parameter" and name in ("Parameter", "Buffer"):
         return vars(torch.nn.parameter).get(name)
     if module == "torch.nn.functional" and name in _ACTIVATIONS:
@@ -156,27 +160,27 @@ def _torch(module: str, name: str) -> Any:
     if module == "torch._C._nn" and name == "gelu":
         return torch._C._nn.gelu
     if module.startswith("torch.nn.modules."):
-        found = getattr(sys.modules.get(module), "__dict__", {}).get(name)
-        if isinstance(found, type) and issubclass(found, torch.nn.Module) and found.__module__ == module:
-            return found
+        member = getattr(sys.modules.get(module), "__dict__", {}).get(name)
+        if isinstance(member, type) and issubclass(member, torch.nn.Module) and member.__module__ == module:
+            return member
     return None
 
 
-def _torch_top(torch: Any, name: str) -> Any:
+def _find_top_of_torch(torch: Any, name: str) -> Any:
     # Its own names only: torch imports modules when it is asked for others.
-    found = vars(torch).get(name)
+    member = vars(torch).get(name)
     if name in ("Size", "Tensor", "device"):
-        return found
+        return member
     if name in _ACTIVATIONS:
-        return found if not isinstance(found, FunctionType) else None
+        return member if not isinstance(member, FunctionType) else None
     kinds = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
-    return found if isinstance(found, kinds) else None
+    return member if isinstance(member, kinds) else None
 
 
 # -- states
 
 
-def _parts(budget: Budget, parts: Any, kind: Any) -> Any:
+def _copy_parts(budget: Budget, parts: Any, kind: Any) -> Any:
     """A copy of the parts of a module: nothing else of the pickle holds it."""
     if type(parts) is not dict and type(parts) is not collections.OrderedDict:
         raise FormatError("a module's parts are malformed")
@@ -194,7 +198,13 @@ def _check_rnn(budget: Budget, kind: type, own: dict[str, Any]) -> None:
     the older key of the two, and makes rows for `num_layers` where they are no names."""
     layers = own.get("num_layers", 0)
     rows = own.get("_all_weights", own.get("all_weights"))
-    if type(rows) is not list or "_all_weights" in own and "all_weights" in own or type(layers) is not int or layers > len(rows):
+    if (
+        type(rows) is not list
+        or "_all_weights" in own
+        and "all_weights" in own
+        or type(layers) is not int
+        or layers > len(rows)
+    ):
         raise FormatError("the weights of an RNN are malformed")
     for row in [own.get("_flat_weights_names"), *rows]:
         if type(row) is not list:
@@ -216,64 +226,69 @@ def _wrong_args(what: str) -> FormatError:
     return FormatError(f"the arguments of {what} are malformed")
 
 
-def _complex(budget: Budget, real: Any = 0.0, imag: Any = 0.0) -> complex:
+def _make_complex(budget: Budget, real: Any = 0.0, imag: Any = 0.0) -> complex:
     if type(real) is not float or type(imag) is not float:
         raise _wrong_args("complex")
     return complex(real, imag)
 
 
-def _range(budget: Budget, *args: Any) -> range:
+def _make_range(budget: Budget, *args: Any) -> range:
     if not all(_is_int(n, 1 << 10) for n in args):
         raise _wrong_args("range")
     return range(*args)
 
 
-def _slice(budget: Budget, *args: Any) -> slice:
-    made = slice(*args)
-    budget.nest(made, args)
-    return made
+def _make_slice(budget: Budget, *args: Any) -> slice:
+    part = slice(*args)
+    budget.nest(part, args)
+    return part
 
 
-def _ordered(budget: Budget) -> collections.OrderedDict[Any, Any]:
+def _make_ordered_dict(budget: Budget) -> collections.OrderedDict[Any, Any]:
     return collections.OrderedDict()
 
 
-def _default(budget: Budget, factory: Any = None) -> collections.defaultdict[Any, Any]:
+def _make_default_dict(budget: Budget, factory: Any = None) -> collections.defaultdict[Any, Any]:
     if factory is not None and not isinstance(factory, type):
         raise budget.refuse("it makes a defaultdict of other than a class, which is not on the allow-list")
     return collections.defaultdict(factory)
 
 
-def _deque(budget: Budget, items: Any = (), most: Any = None) -> collections.deque[Any]:
+def _make_deque(budget: Budget, items: Any = (), most: Any = None) -> collections.deque[Any]:
     if type(items) not in (tuple, list) or items or not (most is None or _is_int(most) and most >= 0):
         raise _wrong_args("deque")
     return collections.deque((), most)
 
 
-def _moment(kind: Any, size: int, zoned: bool) -> Callable[..., Any]:
+def _guard_datetime(kind: Any, size: int, zoned: bool) -> Callable[..., Any]:
     """Makes what datetime pickles as `size` bytes, and, if it is one of a zone, that zone."""
 
-    def make(budget: Budget, data: Any, *zone: Any) -> Any:
-        if type(data) is not bytes or len(data) != size or len(zone) > zoned or any(type(part) is not datetime.timezone for part in zone):
+    def make_moment(budget: Budget, data: Any, *zone: Any) -> Any:
+        if (
+            type(data) is not bytes
+            or len(data) != size
+            or len(zone) > zoned
+            or any(type(part) is not datetime.timezone for part in zone)
+        ):
             raise _wrong_args(kind.__name__)
         return kind(data, *zone)
 
-    return make
+    return make_moment
 
 
-def _timedelta(budget: Budget, *args: Any) -> datetime.timedelta:
+def _make_timedelta(budget: Budget, *args: Any) -> datetime.timedelta:
     if len(args) > 3 or not all(_is_int(n) for n in args):
         raise _wrong_args("timedelta")
     return datetime.timedelta(*args)
 
 
-def _timezone(budget: Budget, offset: Any, *name: Any) -> datetime.timezone:
+def _make_timezone(budget: Budget, offset: Any, *name: Any) -> datetime.timezone:
     if type(offset) is not datetime.timedelta or len(name) > 1 or not all(type(n) is str for n in name):
         raise _wrong_args("timezone")
     return datetime.timezone(offset, *name)
 
 
-def _decimal(budget: Budget, text: Any) -> decimal.Decimal:
+def _make_decimal(budget: Budget, text: Any) -> decimal.Decimal:
     if type(text) is not str:
         raise _wrong_args("Decimal")
     budget.memory(len(text))
@@ -281,22 +296,22 @@ def _decimal(budget: Budget, text: Any) -> decimal.Decimal:
 
 
 _CALLS: dict[type, Callable[..., Any]] = {
-    complex: _complex,
-    range: _range,
-    slice: _slice,
-    collections.OrderedDict: _ordered,
-    collections.defaultdict: _default,
-    collections.deque: _deque,
-    datetime.date: _moment(datetime.date, 4, False),
-    datetime.datetime: _moment(datetime.datetime, 10, True),
-    datetime.time: _moment(datetime.time, 6, True),
-    datetime.timedelta: _timedelta,
-    datetime.timezone: _timezone,
-    decimal.Decimal: _decimal,
+    complex: _make_complex,
+    range: _make_range,
+    slice: _make_slice,
+    collections.OrderedDict: _make_ordered_dict,
+    collections.defaultdict: _make_default_dict,
+    collections.deque: _make_deque,
+    datetime.date: _guard_datetime(datetime.date, 4, False),
+    datetime.datetime: _guard_datetime(datetime.datetime, 10, True),
+    datetime.time: _guard_datetime(datetime.time, 6, True),
+    datetime.timedelta: _make_timedelta,
+    datetime.timezone: _make_timezone,
+    decimal.Decimal: _make_decimal,
 }
 
 
-def _size(budget: Budget, dims: Any) -> Any:
+def _make_size(budget: Budget, dims: Any) -> Any:
     import torch
 
     if type(dims) is not tuple or not all(_is_int(d) for d in dims):
@@ -305,7 +320,7 @@ def _size(budget: Budget, dims: Any) -> Any:
     return torch.Size(dims)
 
 
-def _device(budget: Budget, kind: Any, *index: Any) -> Any:
+def _make_device(budget: Budget, kind: Any, *index: Any) -> Any:
     import torch
 
     if type(kind) is not str or len(index) > 1 or not all(_is_int(n, 7) and n >= 0 for n in index):
@@ -313,13 +328,13 @@ def _device(budget: Budget, kind: Any, *index: Any) -> Any:
     return torch.device(kind, *index)
 
 
-def _layout(budget: Budget, name: Any) -> Any:
+def _find_layout(budget: Budget, name: Any) -> Any:
     import torch
 
-    found = vars(torch).get(name.removeprefix("torch.")) if type(name) is str else None
-    if not isinstance(found, torch.layout):
+    layout = vars(torch).get(name.removeprefix("torch.")) if type(name) is str else None
+    if not isinstance(layout, torch.layout):
         raise _wrong_args("a layout")
-    return found
+    return layout
 
 
 def _from_type(budget: Budget, function: Any, kind: Any, args: Any, state: Any) -> Any:
@@ -327,18 +342,21 @@ def _from_type(budget: Budget, function: Any, kind: Any, args: Any, state: Any) 
 
     if type(function) is not Guard or not function.tensor or type(args) is not tuple:
         raise _wrong_args("a tensor of a subclass")
-    if not any(kind is allowed for allowed in (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", None))):
+    if not any(kind is base for base in (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", None))):
         raise _wrong_args("a tensor of a subclass")
     return subclassed(budget, function.call(budget, *args), kind, state)
 
 
-def _rebuilder(function: Callable[..., Any]) -> Guard:
+def _guard_rebuild(function: Callable[..., Any]) -> Guard:
     return Guard(lambda budget, *args: function(*args, budget=budget))
 
 
 _GUARDS: dict[tuple[str, str], Guard] = {
-    ("torch.serialization", "_get_layout"): Guard(_layout),
+    ("torch.serialization", "_get_layout"): Guard(_find_layout),
     ("torch._tensor", "_rebuild_from_type_v2"): Guard(_from_type),
     **{("torch._utils", name): Guard(make, tensor=True) for name, make in REBUILDERS.items()},
-    **{("overwire.rebuild", one.__name__): _rebuilder(one) for one in (rebuild.array, rebuild.dtype, rebuild.scalar)},
+    **{
+        ("overwire.rebuild", one.__name__): _guard_rebuild(one)
+        for one in (rebuild.array, rebuild.dtype, rebuild.scalar)
+    },
 }

@@ -60,7 +60,8 @@ class Budget:
     def refuse(self, what: str) -> UntrustedPickleError:
         """The error for a pickle that does what only a trusted one may."""
         return UntrustedPickleError(
-            f"overwire: unpickle {self._source}: {what}. If you trust where the file comes from, load it with trust=True",
+            f"overwire: unpickle {self._source}: {what}. If you trust where the file comes from, load it with "
+            f"trust=True",
             source=self._source,
         )
 
@@ -88,9 +89,9 @@ class Budget:
         for part in held:
             if type(part) is defaultdict:
                 self._depths.setdefault(id(part), (1, part))
-            known = self._depths.get(id(part))
-            if known is not None:
-                deep = max(deep, known[0] + 1)
+            depth = self._depths.get(id(part))
+            if depth is not None:
+                deep = max(deep, depth[0] + 1)
         before = self._depths.get(id(holder))
         if before is not None:
             # It may be held already: whatever holds it is as much deeper now.
@@ -109,7 +110,7 @@ class Budget:
             kind = type(key)
             if kind is str and len(key) <= _SHORT or kind is int and -_OWN_HASH <= key <= _OWN_HASH:
                 continue
-            self.work(self._cost(key))
+            self.work(self._cost_of_key(key))
             if kind is str or kind is bytes:
                 continue  # hashed with a secret of the process
             if same is None:
@@ -119,7 +120,7 @@ class Budget:
             if count > _SAME_HASH:
                 raise self.refuse("it has keys that are chosen to be slow")
 
-    def _cost(self, key: Any) -> int:
+    def _cost_of_key(self, key: Any) -> int:
         """The steps of hashing a key, and of comparing it with an equal one."""
         level = [key]
         cost = depth = 0

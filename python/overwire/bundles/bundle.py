@@ -2,7 +2,8 @@
 pickle and one compressed container beside it.
 
 A bundle at `D/x.pkl` is the pickle and `D/tensors/x.safetensors`; nyacomp's verbs write
-`D/nya/x.safetensors` and `D/nya/meta.csv` instead (see `layout`). The container is written first and the pickle last. Each knows
+`D/nya/x.safetensors` and `D/nya/meta.csv` instead (see `layout`). The container is written first and the pickle
+last. Each knows
 the other by the pickle's digest, and the container before it is kept until the
 pickle is in place: a reader gets the old object or the new one, also while a
 bundle is replaced, or after a save was killed. Writers of one bundle take turns
@@ -113,7 +114,7 @@ def compress_pickle(
     signal handler saves the very bundle whose save it interrupts.
     """
     how = _How(layout.NYACOMP, {}, wait, max_memory)
-    return _save(obj, path, how, compress=compress, progress=progress, storage_options=storage_options)
+    return _save_bundle(obj, path, how, compress=compress, progress=progress, storage_options=storage_options)
 
 
 @overload
@@ -161,8 +162,8 @@ def save_bundle(
     Returns stored / original tensor bytes, or, with wait=False, a `Saving`; raises what
     `compress_pickle` raises.
     """
-    how = _How(layout.OWN, _names(obj), wait, max_memory)
-    return _save(obj, path, how, compress=compress, progress=progress, storage_options=storage_options)
+    how = _How(layout.OWN, _names_of_tensors(obj), wait, max_memory)
+    return _save_bundle(obj, path, how, compress=compress, progress=progress, storage_options=storage_options)
 
 
 @overload
@@ -211,11 +212,12 @@ def compress(
     """
     if isinstance(model, (str, bytes, os.PathLike)):
         raise ArgumentError(
-            "overwire: compress: expected a module, a pipeline or a state dict, got a path; files and folders are compressed by "
+            "overwire: compress: expected a module, a pipeline or a state dict, got a path; files and folders are "
+            "compressed by "
             f"overwire.convert({shown(os.fsdecode(model))!r}, {shown(os.fsdecode(path))!r}), as by `overwire compress`"
         )
-    how = _How(layout.NYACOMP, _names(model), wait, max_memory)
-    return _save(model, path, how, compress=compress, progress=progress, storage_options=storage_options)
+    how = _How(layout.NYACOMP, _names_of_tensors(model), wait, max_memory)
+    return _save_bundle(model, path, how, compress=compress, progress=progress, storage_options=storage_options)
 
 
 def load_compressed_pickle(
@@ -256,7 +258,9 @@ def load_compressed(
     storage_options: StorageOptions | None = None,
 ) -> Any:
     """Loads what `compress` saved: see `load_compressed_pickle`."""
-    return load_compressed_pickle(path, trust=trust, device=device, tensors=tensors, progress=progress, storage_options=storage_options)
+    return load_compressed_pickle(
+        path, trust=trust, device=device, tensors=tensors, progress=progress, storage_options=storage_options
+    )
 
 
 def load_bundle(
@@ -285,13 +289,13 @@ class _How(NamedTuple):
     max_memory: int | str | None
 
 
-def _save(obj: Any, path: str | os.PathLike[str], how: _How, **options: Any) -> float | Saving:
+def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, **options: Any) -> float | Saving:
     # options: compress, progress and storage_options of `save_bytes`.
     with Undisturbed():
         from .pickling import described, dump
 
     check_switches(compress=options["compress"], wait=how.wait)
-    target = _target(path)
+    target = _target_of(path)
     access = options["storage_options"]
     storage(access, [target])  # wrong ones are refused before anything is done
     if how.wait and how.max_memory is not None:
@@ -309,11 +313,11 @@ def _save(obj: Any, path: str | os.PathLike[str], how: _How, **options: Any) -> 
     metadata = {_DIGEST: digest, ORDER: order, DEVICES: devices_of(blobs)} if blobs else {_DIGEST: digest}
     settle(target)
     with contextlib.ExitStack() as turn:
-        one = _far(target, data, folder, access) if far else _near(target, data, folder, turn)
+        one = _remote_place(target, data, folder, access) if far else _local_place(target, data, folder, turn)
         if not how.wait:
-            left = turn.pop_all()
+            cleanup = turn.pop_all()
             options |= {"like": one.like, "key": target, "max_memory": how.max_memory}
-            return stage_bytes(tensors, one.container, metadata, one.publish, one.undo, left.close, **options)
+            return stage_bytes(tensors, one.container, metadata, one.publish, one.undo, cleanup.close, **options)
         try:
             report = save_bytes(tensors, one.container, metadata, like=one.like, **options)
             one.publish(report)
@@ -332,10 +336,12 @@ class _Place(NamedTuple):
     undo: Callable[[], None]
 
 
-def _near(target: str, data: bytes, folder: str, turn: contextlib.ExitStack) -> _Place:
+def _local_place(target: str, data: bytes, folder: str, turn: contextlib.ExitStack) -> _Place:
     container = layout.container_of(target, folder)
     if "\n" in os.path.basename(container):
-        raise ArgumentError(f"overwire: compress {target!r}: the name has a line break, and meta.csv lists files by lines")
+        raise ArgumentError(
+            f"overwire: compress {target!r}: the name has a line break, and meta.csv lists files by lines"
+        )
     if len(os.fsencode(os.path.basename(container))) > 255:
         raise ArgumentError(f"overwire: compress {target!r}: the name is too long for that of its container")
     with _os_errors(target):
@@ -344,12 +350,12 @@ def _near(target: str, data: bytes, folder: str, turn: contextlib.ExitStack) -> 
             if os.path.isdir(os.path.dirname(lock)):
                 turn.enter_context(turn_of(lock))
         container = layout.container_of(target, folder)  # another writer may have chosen one meanwhile
-        if any(_fits(container, _digest(rival)) for rival in layout.rivals_of(target)):
+        if any(_has_digest(container, _digest_of_file(rival)) for rival in layout.rivals_of(target)):
             container = layout.second_container_of(target, folder)
         _keep_previous(target, container)
         elsewhere = _elsewhere(target, folder)
 
-    def publish(report: Report) -> None:
+    def publish_local(report: Report) -> None:
         with _os_errors(target):
             if folder == layout.NYACOMP:
                 size = os.stat(container).st_size
@@ -359,30 +365,30 @@ def _near(target: str, data: bytes, folder: str, turn: contextlib.ExitStack) -> 
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(old)
 
-    return _Place(container, target, publish, lambda: _take_back(target, container))
+    return _Place(container, target, publish_local, lambda: _take_back(target, container))
 
 
 # The most bytes of a remote object without its tensors.
 _MOST = 1 << 30
 
 
-def _far(target: str, data: bytes, folder: str, options: StorageOptions | None) -> _Place:
+def _remote_place(target: str, data: bytes, folder: str, options: StorageOptions | None) -> _Place:
     # Two names take turns: the container of the pickle that stands is not
     # touched until the new pickle has taken its place.
     new, old = layout.far_containers_of(target, folder)
     stale = []
     with contextlib.suppress(NotFoundError):
-        if _fits(new, hashlib.sha256(read(target, options, _MOST)).hexdigest(), options):
+        if _has_digest(new, hashlib.sha256(read(target, options, _MOST)).hexdigest(), options):
             new, old = old, new
         stale = [name for one in layout.FOLDERS if one != folder for name in layout.far_containers_of(target, one)]
 
-    def publish(report: Report) -> None:
+    def publish_remote(report: Report) -> None:
         if folder == layout.NYACOMP:
             text = layout.meta_text(new.rpartition("/")[2], report.bytes_out)
             write_bytes(layout.meta_of(target), text.encode(), options)
         write_bytes(target, data, options, stale=[old, *stale])
 
-    return _Place(new, None, publish, lambda: None)
+    return _Place(new, None, publish_remote, lambda: None)
 
 
 def _elsewhere(target: str, folder: str) -> list[str]:
@@ -391,7 +397,7 @@ def _elsewhere(target: str, folder: str) -> list[str]:
         return []
     files = []
     for other in (layout.container_of(target, one) for one in layout.FOLDERS if one != folder):
-        if os.path.exists(other) and _fits(other, _digest(target)):
+        if os.path.exists(other) and _has_digest(other, _digest_of_file(target)):
             files.append(other)
             with contextlib.suppress(OverwireError):
                 if layout.preload_uris(layout.meta_of(target)) == [other]:
@@ -403,7 +409,7 @@ def _keep_previous(target: str, container: str) -> None:
     # A second name for the old container, as long as the old pickle stands. If
     # an earlier save was killed, the older copy may be the one that fits.
     previous = layout.previous_of(container)
-    if os.path.exists(previous) and not _fits(container, _digest(target)):
+    if os.path.exists(previous) and not _has_digest(container, _digest_of_file(target)):
         return
     with contextlib.suppress(FileNotFoundError):
         os.unlink(previous)
@@ -420,7 +426,7 @@ def _take_back(target: str, container: str) -> None:
     # A save has failed: where the old pickle stands, its container does, too, under its own name.
     previous = layout.previous_of(container)
     with contextlib.suppress(OSError):
-        if os.path.exists(previous) and _fits(previous, _digest(target)):
+        if os.path.exists(previous) and _has_digest(previous, _digest_of_file(target)):
             path = os.path.realpath(container)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)  # readers take the previous one from here on
@@ -428,15 +434,15 @@ def _take_back(target: str, container: str) -> None:
             os.unlink(previous)
 
 
-def _digest(path: str) -> str:
-    found = hashlib.sha256()
+def _digest_of_file(path: str) -> str:
+    digest = hashlib.sha256()
     with open(path, "rb", buffering=0, opener=regular) as file:
         while block := file.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()
 
 
-def _fits(container: str, digest: str, options: StorageOptions | None = None) -> bool:
+def _has_digest(container: str, digest: str, options: StorageOptions | None = None) -> bool:
     try:
         with Model(container, storage_options=options, probe=True) as model:
             return model.metadata().get(_DIGEST) == digest
@@ -448,7 +454,7 @@ def _fits(container: str, digest: str, options: StorageOptions | None = None) ->
         return False
 
 
-def _target(path: str | os.PathLike[str]) -> str:
+def _target_of(path: str | os.PathLike[str]) -> str:
     """A pickle's path, or the URI of one in a store."""
     target = local(path)
     return path_of(target) if is_file(target) else target
@@ -468,35 +474,37 @@ def _os_errors(path: str) -> Iterator[None]:
         raise kind(f"overwire: save {place}: {error.strerror}", source=path) from error
 
 
-def _names(model: Any) -> dict[int, str]:
+def _names_of_tensors(model: Any) -> dict[int, str]:
     """What tensors are called in a model: id -> name. The first name counts."""
     names: dict[int, str] = {}
     torch = imported("torch")
     numpy = imported("numpy")
 
-    def walk(value: Any, prefix: str, depth: int) -> None:
+    def name_tensors(value: Any, prefix: str, depth: int) -> None:
         if torch is not None and isinstance(value, torch.nn.Module):
             for kind in (value.named_parameters, value.named_buffers):
                 for name, tensor in kind():
                     names.setdefault(id(tensor), prefix + name)
                     # A parameter is pickled through its `.data`: another object,
                     # which only its storage ties to this one.
-        elif (torch is not None and isinstance(value, torch.Tensor)) or (numpy is not None and isinstance(value, numpy.ndarray)):
+        elif (torch is not None and isinstance(value, torch.Tensor)) or (
+            numpy is not None and isinstance(value, numpy.ndarray)
+        ):
             names.setdefault(id(value), prefix.rstrip("."))
         elif isinstance(value, Mapping) and depth < 8:
             for key, part in value.items():
-                walk(part, f"{prefix}{key}.", depth + 1)
+                name_tensors(part, f"{prefix}{key}.", depth + 1)
         elif isinstance(value, (list, tuple)) and depth < 8:
             for at, part in enumerate(value):
-                walk(part, f"{prefix}{at}.", depth + 1)
+                name_tensors(part, f"{prefix}{at}.", depth + 1)
         elif isinstance(getattr(value, "config", None), Mapping) and depth < 8:
             # Its own attributes only: diffusers warns of other keys.
-            held = getattr(value, "__dict__", {})
+            attributes = getattr(value, "__dict__", {})
             for key in value.config:
                 if not str(key).startswith("_"):
-                    walk(held.get(key), f"{prefix}{key}.", depth + 1)
+                    name_tensors(attributes.get(key), f"{prefix}{key}.", depth + 1)
 
-    walk(model, "", 0)
+    name_tensors(model, "", 0)
     return names
 
 
@@ -520,7 +528,7 @@ def _load(
     where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
     if where is not None:
         prepare(where)
-    target = _target(path)
+    target = _target_of(path)
     storage(storage_options, [target])  # refused for a local path
     data, model = _open_pair(target, folders, tensors, storage_options)
     with model, Landing(model, shown(target), where, watch(progress, "load")) as blobs:
@@ -540,22 +548,22 @@ def _open_pair(
 
     A save may end after the pickle has been read: the new one is read then."""
     far = is_remote(target)
-    for left in reversed(range(_TRIES)):
-        state = None if far else _state(target)
+    for attempts in reversed(range(_TRIES)):
+        state = None if far else _state_of_file(target)
         data = read(target, options, _MOST) if far else read_file(target)
         digest = hashlib.sha256(data).hexdigest()
         try:
             if far and tensors is None:
                 return data, _open_remote(layout.remote_containers_of(target, folders), target, digest, options)
-            return data, _open(target, digest, tensors, options)
+            return data, _open_container(target, digest, tensors, options)
         except (CorruptError, NotFoundError) as error:
-            if not left or (data == read(target, options, _MOST) if far else state == _state(target)):
+            if not attempts or (data == read(target, options, _MOST) if far else state == _state_of_file(target)):
                 note("open", "", type(error).__name__)
                 raise
     raise AssertionError("the last try returns or raises")
 
 
-def _state(path: str) -> tuple[int, ...] | None:
+def _state_of_file(path: str) -> tuple[int, ...] | None:
     # What differs between a file and the one that takes its place.
     try:
         state = os.stat(path)
@@ -564,7 +572,7 @@ def _state(path: str) -> tuple[int, ...] | None:
     return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
-def _open(target: str, digest: str, tensors: SourceLike | None, options: StorageOptions | None) -> Model:
+def _open_container(target: str, digest: str, tensors: SourceLike | None, options: StorageOptions | None) -> Model:
     """The container that belongs to this very pickle."""
     containers = layout.containers_of(target)
     candidates: list[SourceLike] = [name for one in containers for name in (one, layout.previous_of(one))]
@@ -589,19 +597,19 @@ def _open(target: str, digest: str, tensors: SourceLike | None, options: Storage
 
 
 def _open_remote(candidates: Sequence[str], target: str, digest: str, options: StorageOptions | None) -> Model:
-    """`_open` for a URI; there is no container of before."""
-    found = False
+    """`_open_container` for a URI; there is no container of before."""
+    exists = False
     for candidate in candidates:
         try:
             model = Model(candidate, storage_options=options, probe=True)
         except NotFoundError:
             continue
-        found = True
+        exists = True
         if model.metadata().get(_DIGEST) == digest:
             return model
         model.close()
     target, container = shown(target), shown(candidates[0])
-    if not found:
+    if not exists:
         raise NotFoundError(
             f"overwire: open {target}: its tensors are not at {container}; upload the folder beside the pickle with it",
             source=target,

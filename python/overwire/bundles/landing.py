@@ -45,7 +45,7 @@ class Landing:
             self._places = [model.places[name] for name in names]
         except KeyError as error:
             raise FormatError(f"overwire: open {source}: its container lacks a tensor", source=source) from error
-        self._targets = self._wanted(metadata.get(DEVICES, ""), device)
+        self._targets = self._devices_of_blobs(metadata.get(DEVICES, ""), device)
         # By place: a tensor that waits for its bytes; what has landed.
         self._tensors: dict[int, Any] = {}
         self._landed: dict[int, tuple[Any, int]] = {}
@@ -55,10 +55,10 @@ class Landing:
         self._jobs: dict[int, tuple[Job, list[int] | None]] = {}
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
-            self._start(model, stack, watcher)
+            self._start_load(model, stack, watcher)
             self._stack = stack.pop_all()
 
-    def _wanted(self, note: str, device: str | None) -> list[str]:
+    def _devices_of_blobs(self, note: str, device: str | None) -> list[str]:
         """The device of each blob."""
         count = len(self._places)
         self._noted = bool(note)
@@ -66,21 +66,26 @@ class Landing:
         if len(were) == 1:
             were *= count
         if len(were) != count:
-            raise FormatError(f"overwire: open {self._source}: its container does not say where its tensors were", source=self._source)
+            raise FormatError(
+                f"overwire: open {self._source}: its container does not say where its tensors were", source=self._source
+            )
         if device is None:
             others = sorted(set(were) - {"cpu", _ARRAY})
             for name in others:
                 if name.startswith("cuda:"):
                     prepare(name)  # while torch makes itself ready, too
             for name in others:
-                self._present(name)
+                self._check_device(name)
         return ["cpu" if name == _ARRAY else device or name for name in were]
 
-    def _present(self, name: str) -> None:
+    def _check_device(self, name: str) -> None:
         import torch
 
         if name.partition(":")[0] == "meta":
-            raise FormatError(f"overwire: open {self._source}: its container says that its tensors were on {name!r}", source=self._source)
+            raise FormatError(
+                f"overwire: open {self._source}: its container says that its tensors were on {name!r}",
+                source=self._source,
+            )
         try:
             if name.startswith("cuda:") and int(name[5:]) >= torch.cuda.device_count():
                 raise RuntimeError(f"there are {torch.cuda.device_count()} CUDA devices")
@@ -93,8 +98,8 @@ class Landing:
                 source=self._source,
             ) from error
 
-    def _start(self, model: Model, stack: contextlib.ExitStack, watcher: Any) -> None:
-        def begin(job: Job, order: list[int] | None) -> None:
+    def _start_load(self, model: Model, stack: contextlib.ExitStack, watcher: Any) -> None:
+        def begin_load(job: Job, order: list[int] | None) -> None:
             self._running.append(stack.enter_context(job))
             self._jobs.update(dict.fromkeys(range(len(self._rows)) if order is None else order, (job, order)))
 
@@ -104,13 +109,13 @@ class Landing:
             # belong to an array.
             groups.setdefault(target if self._noted and target.startswith("cuda:") else "cpu", []).append(place)
         if groups.keys() <= {"cpu"}:
-            begin(model.start(None, watcher), None)
+            begin_load(model.start(None, watcher), None)
         else:
             for device, order in groups.items():
                 view = model.on(device)
                 load = view.begin(order, frame_for("torch"), watcher=watcher)
                 self._tensors.update((order[at], tensor) for at, tensor in load.places.items())
-                begin(load.job, order)
+                begin_load(load.job, order)
                 watcher = None
 
     def __enter__(self) -> Landing:
@@ -124,54 +129,54 @@ class Landing:
         for job in self._running:
             job.wait()
 
-    def _get(self, blob: int, size: int) -> tuple[Any, int]:
+    def _take_blob(self, blob: int, size: int) -> tuple[Any, int]:
         """The capsule and address of a blob, once; no capsule: its tensor waits."""
         if blob < 0 or blob >= len(self._places):
-            raise self._malformed()
+            raise self._refuse_reference()
         at = self._places[blob]
         if nbytes(self._rows[at][1], self._rows[at][2]) != size:
-            raise self._malformed()
+            raise self._refuse_reference()
         job, order = self._jobs[at]
         while at not in self._landed:
             news = job.next(None, True)
             if news is None or not news.capsules:
                 job.wait()
-                raise self._malformed()  # taken already: under another number
+                raise self._refuse_reference()  # taken already: under another number
             for place, capsule, pointer in zip(news.positions, news.capsules, news.addresses, strict=True):
                 self._landed[place if order is None else order[place]] = (capsule, pointer)
         return self._landed.pop(at)
 
     def storage(self, blob: int, size: int) -> Any:
-        found = self._made.get(blob)
-        if found is None:
+        storage = self._made.get(blob)
+        if storage is None:
             from torch.utils.dlpack import from_dlpack
 
-            capsule, _ = self._get(blob, size)
+            capsule, _ = self._take_blob(blob, size)
             tensor = self._tensors.pop(self._places[blob], None)
             if tensor is None:
                 tensor = from_dlpack(capsule)
             if str(tensor.device) != self._targets[blob]:
                 tensor = tensor.to(self._targets[blob])
-            found = self._made[blob] = tensor.untyped_storage()
-        elif not hasattr(found, "untyped") or found.nbytes() != size:
-            raise self._malformed()
-        return found
+            storage = self._made[blob] = tensor.untyped_storage()
+        elif not hasattr(storage, "untyped") or storage.nbytes() != size:
+            raise self._refuse_reference()
+        return storage
 
     def base(self, blob: int, size: int) -> Any:
-        found = self._made.get(blob)
-        if found is None:
+        base = self._made.get(blob)
+        if base is None:
             frame_for("np")
             from ..frameworks.numpy import hold
 
             if self._noted and 0 <= blob < len(self._targets) and self._targets[blob].startswith("cuda:"):
-                raise self._malformed()  # memory of a GPU is a storage's
-            capsule, pointer = self._get(blob, size)
-            found = self._made[blob] = hold(capsule, pointer, size)
-        elif hasattr(found, "untyped") or found.nbytes != size:
-            raise self._malformed()
-        return found
+                raise self._refuse_reference()  # memory of a GPU is a storage's
+            capsule, pointer = self._take_blob(blob, size)
+            base = self._made[blob] = hold(capsule, pointer, size)
+        elif hasattr(base, "untyped") or base.nbytes != size:
+            raise self._refuse_reference()
+        return base
 
-    def _malformed(self) -> FormatError:
+    def _refuse_reference(self) -> FormatError:
         return FormatError(
             f"overwire: unpickle {self._source}: a reference to a tensor does not fit its container",
             source=self._source,

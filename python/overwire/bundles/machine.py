@@ -23,29 +23,29 @@ __all__ = ["Machine"]
 _STOP, _MEMOIZE, _BINGET, _BININT1 = (code[0] for code in (pickle.STOP, pickle.MEMOIZE, pickle.BINGET, pickle.BININT1))
 
 
-def _constant(value: Any) -> Callable[[Machine], None]:
+def _push_constant(value: Any) -> Callable[[Machine], None]:
     """An opcode that pushes a constant."""
 
-    def push(machine: Machine) -> None:
+    def push_value(machine: Machine) -> None:
         machine._stack.append(value)
 
-    return push
+    return push_value
 
 
-def _sized(width: int, make: Callable[[bytes], Any]) -> Callable[[Machine], None]:
+def _push_sized(width: int, make: Callable[[bytes], Any]) -> Callable[[Machine], None]:
     """An opcode that pushes what is made of bytes behind their number, which has `width` bytes."""
 
-    def push(machine: Machine) -> None:
-        machine._stack.append(make(machine._blob(machine._number(width))))
+    def push_bytes(machine: Machine) -> None:
+        machine._stack.append(make(machine._read_blob(machine._read_number(width))))
 
-    return push
+    return push_bytes
 
 
-def _text(data: bytes) -> str:
+def _decode_text(data: bytes) -> str:
     return str(data, "utf-8", "surrogatepass")
 
 
-def _integer(data: bytes) -> int:
+def _decode_integer(data: bytes) -> int:
     return int.from_bytes(data, "little", signed=True)
 
 
@@ -87,7 +87,7 @@ class Machine:
             else:
                 do = _DO[code]
                 if do is None:
-                    raise self._unknown(code)
+                    raise self._refuse_opcode(code)
                 do(self)
 
     @property
@@ -97,38 +97,40 @@ class Machine:
 
     # -- reading
 
-    def _short(self) -> FormatError:
+    def _cut_short(self) -> FormatError:
         return FormatError("the pickle is cut short")
 
-    def _unknown(self, code: int) -> Exception:
+    def _refuse_opcode(self, code: int) -> Exception:
         if bytes((code,)) in _KNOWN:
-            return self._budget.refuse("it uses an opcode that honest bundles do not have, which is not on the allow-list")
+            return self._budget.refuse(
+                "it uses an opcode that honest bundles do not have, which is not on the allow-list"
+            )
         return FormatError(f"there is no opcode {code}")
 
-    def _take(self, count: int) -> int:
+    def _skip_bytes(self, count: int) -> int:
         """Where the next `count` bytes begin; all of them are there."""
         start = self._at
         if count > len(self._data) - start:
-            raise self._short()
+            raise self._cut_short()
         self._at = start + count
         return start
 
-    def _number(self, size: int) -> int:
-        start = self._take(size)
+    def _read_number(self, size: int) -> int:
+        start = self._skip_bytes(size)
         return int.from_bytes(self._data[start : start + size], "little")
 
-    def _line(self) -> str:
+    def _read_line(self) -> str:
         end = self._data.find(b"\n", self._at)
         if end < 0:
-            raise self._short()
+            raise self._cut_short()
         start, self._at = self._at, end + 1
         return self._data[start:end].decode()
 
-    def _blob(self, size: int) -> bytes:
-        start = self._take(size)
+    def _read_blob(self, size: int) -> bytes:
+        start = self._skip_bytes(size)
         return self._data[start : start + size]
 
-    def _items(self) -> list[Any]:
+    def _pop_items(self) -> list[Any]:
         """What was pushed since the last mark."""
         items = self._stack
         self._stack = self._marks.pop()
@@ -137,13 +139,13 @@ class Machine:
     # -- frames, marks and memory
 
     def op_proto(self) -> None:
-        if self._number(1) > pickle.HIGHEST_PROTOCOL:
+        if self._read_number(1) > pickle.HIGHEST_PROTOCOL:
             raise FormatError("the pickle has a newer protocol")
 
     def op_frame(self) -> None:
         # Bytes follow one another anyway: a frame must be there, no more.
-        if self._number(8) > len(self._data) - self._at:
-            raise self._short()
+        if self._read_number(8) > len(self._data) - self._at:
+            raise self._cut_short()
 
     def op_mark(self) -> None:
         self._marks.append(self._stack)
@@ -153,52 +155,52 @@ class Machine:
         if self._stack:
             self._stack.pop()
         else:
-            self._items()
+            self._pop_items()
 
     def op_pop_mark(self) -> None:
-        self._items()
+        self._pop_items()
 
     def op_binput(self) -> None:
-        self._memo[self._number(1)] = self._stack[-1]
+        self._memo[self._read_number(1)] = self._stack[-1]
 
     def op_long_binput(self) -> None:
-        self._memo[self._number(4)] = self._stack[-1]
+        self._memo[self._read_number(4)] = self._stack[-1]
 
     def op_long_binget(self) -> None:
-        self._stack.append(self._memo[self._number(4)])
+        self._stack.append(self._memo[self._read_number(4)])
 
     # -- plain values
 
-    op_none, op_newtrue, op_newfalse = map(_constant, (None, True, False))
+    op_none, op_newtrue, op_newfalse = map(_push_constant, (None, True, False))
 
     def op_binint(self) -> None:
-        self._stack.append(unpack_from("<i", self._data, self._take(4))[0])
+        self._stack.append(unpack_from("<i", self._data, self._skip_bytes(4))[0])
 
     def op_binint2(self) -> None:
-        start = self._take(2)
+        start = self._skip_bytes(2)
         self._stack.append(self._data[start] | self._data[start + 1] << 8)
 
-    op_long1 = _sized(1, _integer)
+    op_long1 = _push_sized(1, _decode_integer)
 
     def op_long4(self) -> None:
-        size = unpack_from("<i", self._data, self._take(4))[0]
+        size = unpack_from("<i", self._data, self._skip_bytes(4))[0]
         if size < 0:
             raise FormatError("an integer has a negative length")
-        self._stack.append(_integer(self._blob(size)))
+        self._stack.append(_decode_integer(self._read_blob(size)))
 
     def op_binfloat(self) -> None:
-        self._stack.append(unpack_from(">d", self._data, self._take(8))[0])
+        self._stack.append(unpack_from(">d", self._data, self._skip_bytes(8))[0])
 
     def op_short_binunicode(self) -> None:
         start = self._at + 1
         end = self._at = start + self._data[self._at]
         if end > len(self._data):
-            raise self._short()
+            raise self._cut_short()
         self._stack.append(str(self._data[start:end], "utf-8", "surrogatepass"))
 
-    op_binunicode, op_binunicode8 = _sized(4, _text), _sized(8, _text)
-    op_short_binbytes, op_binbytes, op_binbytes8 = _sized(1, bytes), _sized(4, bytes), _sized(8, bytes)
-    op_bytearray8 = _sized(8, bytearray)
+    op_binunicode, op_binunicode8 = _push_sized(4, _decode_text), _push_sized(8, _decode_text)
+    op_short_binbytes, op_binbytes, op_binbytes8 = _push_sized(1, bytes), _push_sized(4, bytes), _push_sized(8, bytes)
+    op_bytearray8 = _push_sized(8, bytearray)
 
     # -- containers
 
@@ -218,7 +220,7 @@ class Machine:
         self._stack[-1] = (self._stack[-1], middle, last)
 
     def op_tuple(self) -> None:
-        items = self._items()
+        items = self._pop_items()
         self._stack.append(tuple(items))
 
     def op_empty_list(self) -> None:
@@ -226,13 +228,13 @@ class Machine:
 
     def op_append(self) -> None:
         item = self._stack.pop()
-        self._growing().append(item)
+        self._growing_target().append(item)
 
     def op_appends(self) -> None:
-        items = self._items()
-        self._growing().extend(items)
+        items = self._pop_items()
+        self._growing_target().extend(items)
 
-    def _growing(self) -> Any:
+    def _growing_target(self) -> Any:
         target = self._stack[-1]
         if type(target) is not list and type(target) is not deque:
             raise self._allow.wrong("appends to", target)
@@ -243,12 +245,12 @@ class Machine:
 
     def op_setitem(self) -> None:
         value = self._stack.pop()
-        self._set([self._stack.pop(), value])
+        self._set_items([self._stack.pop(), value])
 
     def op_setitems(self) -> None:
-        self._set(self._items())
+        self._set_items(self._pop_items())
 
-    def _set(self, items: list[Any]) -> None:
+    def _set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
         kind = type(target)
         if kind is not dict and kind is not OrderedDict and kind is not defaultdict:
@@ -264,7 +266,7 @@ class Machine:
         self._stack.append(set())
 
     def op_additems(self) -> None:
-        items = self._items()
+        items = self._pop_items()
         target = self._stack[-1]
         if type(target) is not set:
             raise self._allow.wrong("adds items to", target)
@@ -272,15 +274,15 @@ class Machine:
         target.update(items)
 
     def op_frozenset(self) -> None:
-        items = self._items()
+        items = self._pop_items()
         self._budget.keys(items, items)
         self._stack.append(frozenset(items))
 
     # -- what the allow-list decides
 
     def op_global(self) -> None:
-        module = self._line()
-        self._stack.append(self._allow.find(module, self._line()))
+        module = self._read_line()
+        self._stack.append(self._allow.find(module, self._read_line()))
 
     def op_stack_global(self) -> None:
         name = self._stack.pop()

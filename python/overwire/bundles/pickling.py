@@ -76,15 +76,15 @@ class TensorPickler(pickle.Pickler):
         torch, numpy = self._torch, self._numpy
         if torch is not None:
             if isinstance(obj, torch.Tensor):
-                self._hint(obj)
+                self._hint_at(obj)
                 return None
             if isinstance(obj, torch.storage.TypedStorage):
                 dtype = str(obj.dtype).removeprefix("torch.")
-                return self._storage(obj._untyped_storage, dtype)
+                return self._save_storage(obj._untyped_storage, dtype)
             if isinstance(obj, torch.UntypedStorage):
-                return self._storage(obj, "")
+                return self._save_storage(obj, "")
         if numpy is not None and kind is numpy.ndarray:
-            return self._array(obj)
+            return self._save_array(obj)
         return None
 
     def reducer_override(self, obj: Any) -> Any:
@@ -110,19 +110,21 @@ class TensorPickler(pickle.Pickler):
 
     # -- blobs
 
-    def _name(self, wanted: str) -> str:
+    def _free_name(self, wanted: str) -> str:
         name = wanted if wanted and wanted not in _RESERVED and not _UNFIT.search(wanted) else f"blob.{len(self.blobs)}"
         while name in self._taken:
             name = f"{name}.{len(self.blobs)}"
         self._taken.add(name)
         return name
 
-    def _hint(self, tensor: Any) -> None:
+    def _hint_at(self, tensor: Any) -> None:
         # A storage has neither dtype nor shape; a dense tensor that covers it
         # tells both. Kept with the storage, so that its number is not reused.
         torch: Any = self._torch
         if tensor.layout is torch._mkldnn:
-            raise NotSupportedError("overwire: compress: a torch._mkldnn tensor has no bytes of its own: take its to_dense()")
+            raise NotSupportedError(
+                "overwire: compress: a torch._mkldnn tensor has no bytes of its own: take its to_dense()"
+            )
         if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized or tensor.is_nested:
             return
         try:
@@ -130,20 +132,22 @@ class TensorPickler(pickle.Pickler):
         except (RuntimeError, NotImplementedError, ValueError):
             return  # a wrapper without a storage, or a lazy module's parameter
         if tensor.numel() and not storage.nbytes():
-            named = self._names.get(id(tensor), "")
+            name = self._names.get(id(tensor), "")
             text = f"overwire: compress: a tensor of shape {list(tensor.shape)}"
-            raise ArgumentError(f"{text}: its memory was freed: it sleeps, or its storage was resized to 0", tensor=named)
+            raise ArgumentError(
+                f"{text}: its memory was freed: it sleeps, or its storage was resized to 0", tensor=name
+            )
         number = storage._cdata
         if number in self._hints or number in self._storages:
             return
-        saved = frame_for("torch").name_of(tensor.dtype)
+        dtype_name = frame_for("torch").name_of(tensor.dtype)
         shape = tuple(tensor.shape)
         size = tensor.numel() * tensor.element_size()
         if size != storage.nbytes() or not tensor.is_contiguous():
             shape = (storage.nbytes() // tensor.element_size(),)
-        self._hints[number] = (storage, self._names.get(id(tensor), ""), saved, shape)
+        self._hints[number] = (storage, self._names.get(id(tensor), ""), dtype_name, shape)
 
-    def _storage(self, storage: Any, dtype: str) -> Any:
+    def _save_storage(self, storage: Any, dtype: str) -> Any:
         if storage.device.type == "meta":
             raise NotSupportedError("overwire: compress: a storage on the meta device has no bytes")
         size = storage.nbytes()
@@ -152,25 +156,25 @@ class TensorPickler(pickle.Pickler):
         number = storage._cdata
         blob = self._storages.get(number)
         if blob is None:
-            _, name, saved, shape = self._hints.get(number, (None, "", "", ()))
-            if not saved and dtype:
+            _, name, dtype_name, shape = self._hints.get(number, (None, "", "", ()))
+            if not dtype_name and dtype:
                 torch: Any = self._torch
-                saved = frame_for("torch").name_of(getattr(torch, dtype))
+                dtype_name = frame_for("torch").name_of(getattr(torch, dtype))
                 shape = (size // getattr(torch, dtype).itemsize,)
-            saved, shape = _fitting(saved, shape, size)
+            dtype_name, shape = _fitting_layout(dtype_name, shape, size)
             blob = self._storages[number] = len(self.blobs)
-            self.blobs.append(Blob(self._name(name), storage, saved, shape))
+            self.blobs.append(Blob(self._free_name(name), storage, dtype_name, shape))
         return ("storage", blob, dtype, size)
 
-    def _array(self, array: Any) -> Any:
+    def _save_array(self, array: Any) -> Any:
         if array.dtype.hasobject:
             return None
         spec = rebuild.spec_of(array.dtype)
         if spec is None:
             return None
-        known = self._arrays.get(id(array))
-        if known is None:
-            known = self._arrays[id(array)] = (len(self._arrays), array)
+        number = self._arrays.get(id(array))
+        if number is None:
+            number = self._arrays[id(array)] = (len(self._arrays), array)
         blob, offset, size = -1, 0, 0
         strides = array.strides
         if array.nbytes:
@@ -182,30 +186,30 @@ class TensorPickler(pickle.Pickler):
                 strides = base.strides
         writable = bool(array.flags.writeable)
         return (
-            "array", blob, spec, array.shape, strides, offset, writable, known[0], size,
+            "array", blob, spec, array.shape, strides, offset, writable, number[0], size,
         )  # fmt: skip
 
     def _base(self, base: Any, array: Any) -> tuple[int, int, int]:
-        start, end = _bounds(base)
+        start, end = _bounds_of(base)
         size = end - start
-        lo, hi = _bounds(array)
+        lo, hi = _bounds_of(array)
         if base.nbytes != size or lo < start or hi > end:
             return -1, -1, 0  # with holes: not one run of bytes
         first = array.__array_interface__["data"][0]
         blob = self._bases.get(start)
         if blob is None or self.blobs[blob].data.nbytes != size:
             blob = self._bases[start] = len(self.blobs)
-            saved = frame_for("np").name_of(base.dtype)
-            if saved == "F4":
-                saved = ""  # unpacked, it has a byte an element, which is U8 in a container
+            dtype_name = frame_for("np").name_of(base.dtype)
+            if dtype_name == "F4":
+                dtype_name = ""  # unpacked, it has a byte an element, which is U8 in a container
             shape = base.shape if base.flags.c_contiguous else (base.size,)
-            saved, shape = _fitting(saved, shape, size)
+            dtype_name, shape = _fitting_layout(dtype_name, shape, size)
             name = self._names.get(id(base)) or self._names.get(id(array)) or ""
-            self.blobs.append(Blob(self._name(name), base, saved, shape))
+            self.blobs.append(Blob(self._free_name(name), base, dtype_name, shape))
         return blob, first - start, size
 
 
-def _bounds(array: Any) -> tuple[int, int]:
+def _bounds_of(array: Any) -> tuple[int, int]:
     """The addresses between which an array that is not empty lies."""
     lo = hi = array.__array_interface__["data"][0]
     for size, stride in zip(array.shape, array.strides, strict=True):
@@ -223,7 +227,7 @@ def _base(array: Any) -> Any:
     return base
 
 
-def _fitting(saved: str, shape: tuple[int, ...], size: int) -> tuple[str, tuple[int, ...]]:
+def _fitting_layout(saved: str, shape: tuple[int, ...], size: int) -> tuple[str, tuple[int, ...]]:
     """The dtype and shape to store bytes under: U8 unless both fit exactly."""
     if saved == "F4" and shape:
         shape = (*shape[:-1], shape[-1] * 2)
@@ -249,5 +253,5 @@ def described(blob: Blob) -> Bytes:
         if data.device.type != "cpu" and not on_gpu(data):
             data = data.cpu()
         return Bytes(blob.dtype, blob.shape, data.data_ptr(), data.nbytes(), data, settled(data))
-    start, _ = _bounds(data)
+    start, _ = _bounds_of(data)
     return Bytes(blob.dtype, blob.shape, start, data.nbytes, data)

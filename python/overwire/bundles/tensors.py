@@ -25,21 +25,21 @@ _LIMIT = 1 << 62
 _DIMS = 64
 
 
-def _malformed(what: str) -> FormatError:
+def _refuse_malformed(what: str) -> FormatError:
     return FormatError(f"{what} is malformed")
 
 
-def _dims(dims: Any) -> tuple[int, ...]:
+def _check_dims(dims: Any) -> tuple[int, ...]:
     """A size or stride, read once. FormatError unless it is one."""
     import torch
 
     if type(dims) is not tuple and type(dims) is not list and type(dims) is not torch.Size or len(dims) > _DIMS:
-        raise _malformed("a tensor's size")
-    taken = tuple(dims)
-    for d in taken:
+        raise _refuse_malformed("a tensor's size")
+    sizes = tuple(dims)
+    for d in sizes:
         if type(d) is not int or not 0 <= d < _LIMIT:
-            raise _malformed("a tensor's size")
-    return taken
+            raise _refuse_malformed("a tensor's size")
+    return sizes
 
 
 def check_extent(
@@ -47,40 +47,40 @@ def check_extent(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:  # fmt: skip
     """The size and stride of a view that lies inside a storage of `nbytes`; None:
     it has no storage. per: elements that an item has. FormatError if it does not."""
-    size, stride = _dims(size), _dims(stride)
+    size, stride = _check_dims(size), _check_dims(stride)
     if type(offset) is not int or not 0 <= offset < _LIMIT or len(size) != len(stride):
-        raise _malformed("a tensor")
+        raise _refuse_malformed("a tensor")
     last, count = offset, 1
     for d, s in zip(size, stride, strict=True):
         if d > 1:
             last += (d - 1) * s
             count *= d
     if last * item >= _LIMIT or count * item >= _LIMIT:
-        raise _malformed("a tensor's size")
+        raise _refuse_malformed("a tensor's size")
     if nbytes is not None and 0 not in size and (last // per + 1) * item > nbytes:
-        raise _malformed("a tensor that reaches beyond its storage")
+        raise _refuse_malformed("a tensor that reaches beyond its storage")
     return size, stride
 
 
-def _flag(flag: Any) -> bool:
+def _check_flag(flag: Any) -> bool:
     if type(flag) is not bool:
-        raise _malformed("a tensor's flag")
+        raise _refuse_malformed("a tensor's flag")
     return flag
 
 
-def _metadata(metadata: Any, dtype: Any) -> Any:
+def _check_metadata(metadata: Any, dtype: Any) -> Any:
     """The bits of a view: which of them a dtype can have, torch asserts only."""
     if metadata is None:
         return None
     if type(metadata) is not dict or len(metadata) > 2:
-        raise _malformed("a tensor's metadata")
-    taken = dict(metadata)
-    for name, bit in taken.items():
+        raise _refuse_malformed("a tensor's metadata")
+    fields = dict(metadata)
+    for name, bit in fields.items():
         if type(name) is not str or name not in ("conj", "neg") or type(bit) is not bool:
-            raise _malformed("a tensor's metadata")
-    if taken.get("conj") and not dtype.is_complex:
-        raise _malformed("a tensor's metadata")
-    return taken
+            raise _refuse_malformed("a tensor's metadata")
+    if fields.get("conj") and not dtype.is_complex:
+        raise _refuse_malformed("a tensor's metadata")
+    return fields
 
 
 def _tensor_v2(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any = None,
@@ -88,11 +88,13 @@ def _tensor_v2(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any
     import torch
 
     if type(storage) is not torch.storage.TypedStorage:
-        raise _malformed("a tensor's storage")
+        raise _refuse_malformed("a tensor's storage")
     raw, dtype = storage._untyped_storage, storage.dtype
     size, stride = check_extent(raw.nbytes(), dtype.itemsize, offset, size, stride)
     make: Any = torch._utils._rebuild_tensor_v2
-    return make(storage, offset, size, stride, _flag(grad), collections.OrderedDict(), _metadata(metadata, dtype))
+    return make(
+        storage, offset, size, stride, _check_flag(grad), collections.OrderedDict(), _check_metadata(metadata, dtype)
+    )
 
 
 def tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any,
@@ -101,42 +103,42 @@ def tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hook
     import torch
 
     if type(storage) is not torch.UntypedStorage or type(dtype) is not torch.dtype:
-        raise _malformed("a tensor's storage")
+        raise _refuse_malformed("a tensor's storage")
     size, stride = check_extent(storage.nbytes(), dtype.itemsize, offset, size, stride)
     # torch's function needs a typed storage, of any type.
-    typed: Any = torch.storage.TypedStorage
+    storage_class: Any = torch.storage.TypedStorage
     make: Any = torch._utils._rebuild_tensor_v3
     return make(
-        typed(wrap_storage=storage, dtype=torch.uint8, _internal=True), offset, size, stride, _flag(grad),
-        collections.OrderedDict(), dtype, _metadata(metadata, dtype),
+        storage_class(wrap_storage=storage, dtype=torch.uint8, _internal=True), offset, size, stride, _check_flag(grad),
+        collections.OrderedDict(), dtype, _check_metadata(metadata, dtype),
     )  # fmt: skip
 
 
-def _dense(tensor: Any) -> Any:
+def _check_dense(tensor: Any) -> Any:
     """A plain tensor with memory; FormatError for others."""
     import torch
 
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise _malformed("a part of a tensor")
+        raise _refuse_malformed("a part of a tensor")
     return tensor
 
 
-def _private(budget: Budget, tensor: Any) -> Any:
+def _private_copy(budget: Budget, tensor: Any) -> Any:
     """A copy that nothing else of the pickle holds; one for equal views, so that
     sparse tensors of one mask share it."""
     import torch
 
-    view = _dense(tensor).detach()
+    view = _check_dense(tensor).detach()
     key = (
         view.untyped_storage()._cdata, view.storage_offset(), tuple(view.shape), view.stride(), view.dtype,
         view.is_conj(), view.is_neg(),
     )  # fmt: skip
-    known = budget.private.get(key)
-    if known is None:
+    owner = budget.private.get(key)
+    if owner is None:
         budget.memory(view.numel() * view.element_size())
         # The view keeps its storage, so that no other gets its address.
-        known = budget.private[key] = (view.clone(memory_format=torch.contiguous_format), view)
-    return known[0]
+        owner = budget.private[key] = (view.clone(memory_format=torch.contiguous_format), view)
+    return owner[0]
 
 
 def _qtensor(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any, params: Any, grad: Any,
@@ -144,7 +146,7 @@ def _qtensor(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any, 
     import torch
 
     if type(storage) is not torch.storage.TypedStorage or type(params) is not tuple:
-        raise _malformed("a quantised tensor")
+        raise _refuse_malformed("a quantised tensor")
     raw, dtype = storage._untyped_storage, storage.dtype
     per = 2 if dtype is torch.quint4x2 else 4 if dtype is torch.quint2x4 else 1
     size, stride = check_extent(raw.nbytes(), dtype.itemsize, offset, size, stride, per)
@@ -154,62 +156,66 @@ def _qtensor(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any, 
     if scheme is torch.per_tensor_affine and len(params) == 3:
         _, scale, zero = params
         if type(scale) is not float or type(zero) is not int or zero.bit_length() > 63:
-            raise _malformed("a quantised tensor")
+            raise _refuse_malformed("a quantised tensor")
         make = torch._empty_affine_quantized
-        made = make((0,), scale=scale, zero_point=zero, dtype=dtype, device=raw.device)
+        tensor = make((0,), scale=scale, zero_point=zero, dtype=dtype, device=raw.device)
     elif (scheme is torch.per_channel_affine or scheme is torch.per_channel_affine_float_qparams) and len(params) == 4:
         _, scales, zeros, axis = params
         if type(axis) is not int or not 0 <= axis < len(size):
-            raise _malformed("a quantised tensor")
+            raise _refuse_malformed("a quantised tensor")
         # torch has no kernel for this, and its process ends when one is asked for.
         floating = () if dtype is torch.qint32 else (torch.float32,)
         for part, kinds in ((scales, (torch.float32, torch.float64)), (zeros, (torch.int32, torch.int64, *floating))):
-            if _dense(part).dtype not in kinds or tuple(part.shape) != (size[axis],):
-                raise _malformed("a quantised tensor's parameter")
-        made = torch._empty_per_channel_affine_quantized(
+            if _check_dense(part).dtype not in kinds or tuple(part.shape) != (size[axis],):
+                raise _refuse_malformed("a quantised tensor's parameter")
+        tensor = torch._empty_per_channel_affine_quantized(
             tuple(d if at == axis else 0 for at, d in enumerate(size)) if len(size) > 1 else size,
-            scales=_private(budget, scales), zero_points=_private(budget, zeros),
+            scales=_private_copy(budget, scales), zero_points=_private_copy(budget, zeros),
             axis=axis, dtype=dtype, device=raw.device,
         )  # fmt: skip
     else:
-        raise _malformed("a quantised tensor")
-    made.set_(storage, offset, size, stride)
-    made.requires_grad = _flag(grad)
-    made._backward_hooks = collections.OrderedDict()
-    return made
+        raise _refuse_malformed("a quantised tensor")
+    tensor.set_(storage, offset, size, stride)
+    tensor.requires_grad = _check_flag(grad)
+    tensor._backward_hooks = collections.OrderedDict()
+    return tensor
 
 
-def _sparse(budget: Budget, layout: Any, data: Any) -> Any:
+def _rebuild_sparse(budget: Budget, layout: Any, data: Any) -> Any:
     import torch
 
     if type(data) is not tuple or type(layout) is not torch.layout or len(data) not in (3, 4):
-        raise _malformed("a sparse tensor")
+        raise _refuse_malformed("a sparse tensor")
     if layout is torch.sparse_coo:
         indices, values, size = data[:3]
-        coalesced = data[3] if len(data) == 4 else None
-        if coalesced is not None:
-            _flag(coalesced)
-        size = _shape(size)
+        is_coalesced = data[3] if len(data) == 4 else None
+        if is_coalesced is not None:
+            _check_flag(is_coalesced)
+        size = _check_shape(size)
         values = _sparse_parts(budget, [indices], values)
         # Checked as they will stay, so that no use reads outside the tensor.
-        return torch.sparse_coo_tensor(_private(budget, indices), values, size, check_invariants=True, is_coalesced=coalesced)
+        return torch.sparse_coo_tensor(
+            _private_copy(budget, indices), values, size, check_invariants=True, is_coalesced=is_coalesced
+        )
     kinds = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
     if len(data) != 4 or not any(layout is kind for kind in kinds):
-        raise _malformed("a sparse tensor")
-    compressed, plain, values, size = data
-    size = _shape(size)
-    values = _sparse_parts(budget, [compressed, plain], values)
+        raise _refuse_malformed("a sparse tensor")
+    outer, plain, values, size = data
+    size = _check_shape(size)
+    values = _sparse_parts(budget, [outer, plain], values)
     if layout is torch.sparse_bsr or layout is torch.sparse_bsc:
-        blocks = values.shape[compressed.dim() : compressed.dim() + 2]
+        blocks = values.shape[outer.dim() : outer.dim() + 2]
         if len(blocks) != 2 or 0 in blocks:  # torch divides by them
-            raise _malformed("a sparse tensor's block")
-    rows = _private(budget, compressed)
-    if not _ascends(rows, plain.shape[-1]):
-        raise _malformed("a sparse tensor's rows")
-    return torch.sparse_compressed_tensor(rows, _private(budget, plain), values, size, layout=layout, check_invariants=True)
+            raise _refuse_malformed("a sparse tensor's block")
+    rows = _private_copy(budget, outer)
+    if not _rows_ascend(rows, plain.shape[-1]):
+        raise _refuse_malformed("a sparse tensor's rows")
+    return torch.sparse_compressed_tensor(
+        rows, _private_copy(budget, plain), values, size, layout=layout, check_invariants=True
+    )
 
 
-def _ascends(rows: Any, count: int) -> bool:
+def _rows_ascend(rows: Any, count: int) -> bool:
     """Whether compressed rows go up from 0 to count: torch's own check of the plain
     indices reads where the rows say before it has looked at them."""
     import torch
@@ -219,29 +225,31 @@ def _ascends(rows: Any, count: int) -> bool:
     if rows.device.type == "meta":
         return True
     inside = bool(((rows >= 0) & (rows <= count)).all())
-    return inside and bool((rows[..., 0] == 0).all() and (rows[..., -1] == count).all() and (rows[..., 1:] >= rows[..., :-1]).all())
+    return inside and bool(
+        (rows[..., 0] == 0).all() and (rows[..., -1] == count).all() and (rows[..., 1:] >= rows[..., :-1]).all()
+    )
 
 
-def _shape(size: Any) -> tuple[int, ...]:
+def _check_shape(size: Any) -> tuple[int, ...]:
     """The size of a tensor without strides; FormatError where it overflows."""
-    taken = _dims(size)
-    if math.prod(max(d, 1) for d in taken) >= _LIMIT:
-        raise _malformed("a tensor's size")
-    return taken
+    dims = _check_dims(size)
+    if math.prod(max(d, 1) for d in dims) >= _LIMIT:
+        raise _refuse_malformed("a tensor's size")
+    return dims
 
 
 def _sparse_parts(budget: Budget, indices: list[Any], values: Any) -> Any:
     """Checks the parts of a sparse tensor but for their contents; its values."""
-    values = _packed(_dense(values))
+    values = _without_gaps(_check_dense(values))
     for part in indices:
-        if _dense(part).device != values.device or part.dim() == 0:
-            raise _malformed("a sparse tensor")
+        if _check_dense(part).device != values.device or part.dim() == 0:
+            raise _refuse_malformed("a sparse tensor")
         # Sorting them is what a check may cost; entries of no size count, too.
         budget.work(part.numel() + part.shape[-1])
     return values
 
 
-def _packed(values: Any) -> Any:
+def _without_gaps(values: Any) -> Any:
     """The same values, with the stride of no gap where a dimension has one element
     or none: torch's sparse kernels take the first stride for a row's length."""
     strides: list[int] = []
@@ -252,23 +260,23 @@ def _packed(values: Any) -> Any:
     return values if tuple(strides) == values.stride() else values.as_strided(values.shape, strides)
 
 
-def _meta(budget: Budget, dtype: Any, size: Any, stride: Any, grad: Any) -> Any:
+def _rebuild_meta(budget: Budget, dtype: Any, size: Any, stride: Any, grad: Any) -> Any:
     import torch
 
     if type(dtype) is not torch.dtype:
-        raise _malformed("a tensor's dtype")
+        raise _refuse_malformed("a tensor's dtype")
     size, stride = check_extent(None, dtype.itemsize, 0, size, stride)
-    return torch.empty_strided(size, stride, dtype=dtype, device="meta", requires_grad=_flag(grad))
+    return torch.empty_strided(size, stride, dtype=dtype, device="meta", requires_grad=_check_flag(grad))
 
 
 def _parameter(budget: Budget, data: Any, grad: Any, hooks: Any = None, state: Any = None) -> Any:
     import torch
 
     if not isinstance(data, torch.Tensor):
-        raise _malformed("a parameter")
-    made = torch.nn.Parameter(data, _flag(grad))
-    _set_attributes(budget, made, state)
-    return made
+        raise _refuse_malformed("a parameter")
+    parameter = torch.nn.Parameter(data, _check_flag(grad))
+    _set_attributes(budget, parameter, state)
+    return parameter
 
 
 def subclassed(budget: Budget, made: Any, kind: Any, state: Any) -> Any:
@@ -293,8 +301,8 @@ REBUILDERS: dict[str, Callable[..., Any]] = {
     "_rebuild_tensor_v2": _tensor_v2,
     "_rebuild_tensor_v3": lambda budget, *args: tensor_v3(*args),
     "_rebuild_qtensor": _qtensor,
-    "_rebuild_sparse_tensor": _sparse,
-    "_rebuild_meta_tensor_no_storage": _meta,
+    "_rebuild_sparse_tensor": _rebuild_sparse,
+    "_rebuild_meta_tensor_no_storage": _rebuild_meta,
     "_rebuild_parameter": _parameter,
     "_rebuild_parameter_with_state": _parameter,
 }

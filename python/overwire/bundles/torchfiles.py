@@ -134,7 +134,7 @@ def opened(path: str) -> Iterator[TorchFile]:
     except OSError as error:
         raise IOFailure(f"overwire: open {path}: {error.strerror}", source=path) from error
     with file:
-        before = _state(file.fileno())
+        before = _state_of_file(file.fileno())
         try:
             with zipfile.ZipFile(file) as archive:
                 # Tensors view it until the last of them is gone, which closes it.
@@ -142,13 +142,15 @@ def opened(path: str) -> Iterator[TorchFile]:
         except OverwireError:
             raise
         except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError) as error:
-            raise FormatError(f"overwire: open {path}: no file that torch.save wrote (since torch 1.6): {error}", source=path) from error
+            raise FormatError(
+                f"overwire: open {path}: no file that torch.save wrote (since torch 1.6): {error}", source=path
+            ) from error
         yield content
-        if _state(file.fileno()) != before:
+        if _state_of_file(file.fileno()) != before:
             raise CorruptError(f"overwire: read {path}: changed while it was read", source=path)
 
 
-def _state(number: int) -> tuple[int, int]:
+def _state_of_file(number: int) -> tuple[int, int]:
     state = os.fstat(number)
     return state.st_size, state.st_mtime_ns
 
@@ -192,12 +194,12 @@ class _Names(AllowList):
 class _Machine(Machine):
     """The machine, where placeholders may be containers."""
 
-    def _growing(self) -> Any:
-        return [] if isinstance(self._stack[-1], _Opaque) else super()._growing()
+    def _growing_target(self) -> Any:
+        return [] if isinstance(self._stack[-1], _Opaque) else super()._growing_target()
 
-    def _set(self, items: list[Any]) -> None:
+    def _set_items(self, items: list[Any]) -> None:
         if not isinstance(self._stack[-1], _Opaque):
-            super()._set(items)
+            super()._set_items(items)
 
 
 class _Reader:
@@ -209,60 +211,75 @@ class _Reader:
         self._entries = {info.filename: info for info in archive.infolist()}
         pickles = [name for name in self._entries if name.endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise self._format("it has no data.pkl")
+            raise self._format_error("it has no data.pkl")
         self._folder = pickles[0].removesuffix("data.pkl")
-        self._budget = Budget(path, min(_MOST, sum(info.file_size for info in archive.infolist() if info.filename == pickles[0])))
+        self._budget = Budget(
+            path, min(_MOST, sum(info.file_size for info in archive.infolist() if info.filename == pickles[0]))
+        )
         self._made = 0
         self._copied = 0  # bytes of strided tensors, which are not mapped
         self._odd = ""  # a class whose objects are not data
 
-    def _format(self, why: str) -> FormatError:
+    def _format_error(self, why: str) -> FormatError:
         return FormatError(f"overwire: open {self._path}: {why}", source=self._path)
 
-    def _span(self, name: str) -> tuple[int, int]:
+    def _span_of_entry(self, name: str) -> tuple[int, int]:
         """Where an entry's bytes begin and end."""
         info = self._entries.get(self._folder + name)
         if info is None:
-            raise self._format(f"it has no {name}")
+            raise self._format_error(f"it has no {name}")
         start = info.header_offset
-        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or self._memory[start : start + 4] != b"PK\3\4":
-            raise self._format(f"{name} is not stored as it is")
+        if (
+            info.compress_type != zipfile.ZIP_STORED
+            or info.file_size != info.compress_size
+            or self._memory[start : start + 4] != b"PK\3\4"
+        ):
+            raise self._format_error(f"{name} is not stored as it is")
         start += 30 + sum(struct.unpack("<HH", self._memory[start + 26 : start + 30]))
         if start < 30 or start + info.file_size > len(self._memory):
-            raise self._format(f"{name} is cut short")
+            raise self._format_error(f"{name} is cut short")
         return start, start + info.file_size
 
     def read(self) -> TorchFile:
         """Everything in the file."""
         if self._folder + "byteorder" in self._entries:
-            start, end = self._span("byteorder")
+            start, end = self._span_of_entry("byteorder")
             if self._memory[start:end] != b"little":
                 raise NotSupportedError(f"overwire: open {self._path}: its numbers are big-endian", source=self._path)
-        start, end = self._span("data.pkl")
+        start, end = self._span_of_entry("data.pkl")
         if end - start > _MOST:
-            raise self._format(f"its pickle has {end - start} bytes")
+            raise self._format_error(f"its pickle has {end - start} bytes")
         data = self._memory[start:end]
-        root = careful(_Machine(data, _Names(self._budget, self), self._reference), self._path)
-        found = TorchFile([], {}, [])
-        seen: set[int] = set()
-        self._walk(found, root, (), seen)
-        if len(seen) < self._made:
+        root = careful(_Machine(data, _Names(self._budget, self), self._find_storage), self._path)
+        contents = TorchFile([], {}, [])
+        visits: set[int] = set()
+        self._walk_value(contents, root, (), visits)
+        if len(visits) < self._made:
             what = f"objects of {self._odd}" if self._odd else "objects that are not data"
             raise NotSupportedError(
-                f"overwire: open {self._path}: {self._made - len(seen)} tensors lie in {what}: load it with the library that wrote it, "
+                f"overwire: open {self._path}: {self._made - len(visits)} tensors lie in {what}: load it with the "
+                f"library that wrote it, "
                 "and save its state_dict()",
                 source=self._path,
             )
-        return found
+        return contents
 
-    def _reference(self, pid: Any) -> _Storage:
-        if type(pid) is tuple and len(pid) == 5 and pid[0] == "storage" and type(pid[1]) is _Named and type(pid[2]) is str:
-            return _Storage(pid[2], self._typed(pid[1].name.removesuffix("Storage"), _STORAGES))
-        raise self._format("a reference to a tensor is malformed")
+    def _find_storage(self, pid: Any) -> _Storage:
+        if (
+            type(pid) is tuple
+            and len(pid) == 5
+            and pid[0] == "storage"
+            and type(pid[1]) is _Named
+            and type(pid[2]) is str
+        ):
+            return _Storage(pid[2], self._dtype_of(pid[1].name.removesuffix("Storage"), _STORAGES))
+        raise self._format_error("a reference to a tensor is malformed")
 
-    def _typed(self, name: str, table: dict[str, str]) -> str:
+    def _dtype_of(self, name: str, table: dict[str, str]) -> str:
         if name not in table:
-            raise NotSupportedError(f"overwire: open {self._path}: safetensors has no type {name[:50]}", source=self._path)
+            raise NotSupportedError(
+                f"overwire: open {self._path}: safetensors has no type {name[:50]}", source=self._path
+            )
         return table[name]
 
     def rebuilt(self, name: str, args: tuple[Any, ...]) -> _Tensor:
@@ -271,41 +288,47 @@ class _Reader:
             return args[0]
         if name not in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_tensor") or len(args) < 4:
             kind = name.removeprefix("_rebuild_")[:50]
-            raise NotSupportedError(f"overwire: open {self._path}: it has a tensor that safetensors lacks ({kind})", source=self._path)
+            raise NotSupportedError(
+                f"overwire: open {self._path}: it has a tensor that safetensors lacks ({kind})", source=self._path
+            )
         storage, offset, shape, strides = args[:4]
         if type(storage) is not _Storage or type(offset) is not int:
-            raise self._format("a tensor is malformed")
+            raise self._format_error("a tensor is malformed")
         dtype = storage.dtype
         if name == "_rebuild_tensor_v3":
             if len(args) < 7 or type(args[6]) is not _Named:
-                raise self._format("a tensor is malformed")
-            dtype = self._typed(args[6].name, _DTYPES)
+                raise self._format_error("a tensor is malformed")
+            dtype = self._dtype_of(args[6].name, _DTYPES)
         item = BITS[dtype] // 8 or 1
-        start, end = self._span(f"data/{storage.key}")
+        start, end = self._span_of_entry(f"data/{storage.key}")
         if type(strides) is not tuple or any(type(s) is not int for s in strides):
-            raise self._format("a tensor is malformed")
+            raise self._format_error("a tensor is malformed")
         strides = tuple(s * item for s in strides)
         if not inside(shape, strides, offset * item, item, end - start):
-            raise self._format("a tensor lies outside its storage")
+            raise self._format_error("a tensor lies outside its storage")
         self._made += 1
         return _Tensor(storage, dtype, shape, strides, offset * item)
 
-    def _walk(self, found: TorchFile, value: Any, at: tuple[str, ...], seen: set[int]) -> None:
+    def _walk_value(self, found: TorchFile, value: Any, at: tuple[str, ...], seen: set[int]) -> None:
         self._budget.work(1)  # one object may have many paths
         name = ".".join(at)
         if isinstance(value, _Tensor):
             seen.add(id(value))
-            found.tensors.append((name, self._bytes(name, value)))
+            found.tensors.append((name, self._bytes_of(name, value)))
         elif isinstance(value, (_Opaque, _Named)):
             kind = value.kind if isinstance(value, _Opaque) else f"{value.module}.{value.name}"
             self._odd = self._odd or kind
             found.left.append(f"{name or 'all of it'}: {kind}")
         elif isinstance(value, dict) and len(at) < 64:
             for key, part in value.items():
-                self._walk(found, part, (*at, str(key)), seen)
-        elif isinstance(value, (list, tuple)) and len(at) < 64 and not all(part is None or isinstance(part, _PLAIN) for part in value):
+                self._walk_value(found, part, (*at, str(key)), seen)
+        elif (
+            isinstance(value, (list, tuple))
+            and len(at) < 64
+            and not all(part is None or isinstance(part, _PLAIN) for part in value)
+        ):
             for number, part in enumerate(value):
-                self._walk(found, part, (*at, str(number)), seen)
+                self._walk_value(found, part, (*at, str(number)), seen)
         elif value is None or isinstance(value, _PLAIN):
             found.values[name] = value
         elif isinstance(value, (list, tuple)) and len(at) < 64:
@@ -313,15 +336,18 @@ class _Reader:
         else:
             found.left.append(f"{name}: {type(value).__name__}")
 
-    def _bytes(self, name: str, tensor: _Tensor) -> Bytes:
-        start, _ = self._span(f"data/{tensor.storage.key}")
+    def _bytes_of(self, name: str, tensor: _Tensor) -> Bytes:
+        start, _ = self._span_of_entry(f"data/{tensor.storage.key}")
         item = BITS[tensor.dtype] // 8 or 1
         start += tensor.offset
         strides, size = [], item
         for dim in reversed(tensor.shape):
             strides.append(size)
             size *= dim
-        dense = all(dim < 2 or own == want for dim, own, want in zip(tensor.shape, tensor.strides, reversed(strides), strict=True))
+        dense = all(
+            dim < 2 or own == want
+            for dim, own, want in zip(tensor.shape, tensor.strides, reversed(strides), strict=True)
+        )
         if dense or not size:
             data: Any = memoryview(self._memory)[start : start + size]
         else:

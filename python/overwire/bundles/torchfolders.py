@@ -82,14 +82,19 @@ def convert(
 
     Returns a Report; raises what loading and saving raise.
     """
-    options: dict[str, Any] = {"compress": compress, "level": level, "metadata": metadata, "max_shard_size": max_shard_size}
+    options: dict[str, Any] = {
+        "compress": compress,
+        "level": level,
+        "metadata": metadata,
+        "max_shard_size": max_shard_size,
+    }
     options |= {"sha256": sha256, "progress": progress, "storage_options": storage_options}
     names = source if isinstance(source, (list, tuple)) else [source]
     if not any(isinstance(name, (str, os.PathLike)) and is_torch_model(os.fsdecode(name)) for name in names):
         return rewrite(source, path, **options)
-    with plain_models([local(name) for name in names], local(path)) as (plain, left):
+    with plain_models([local(name) for name in names], local(path)) as (plain, remainder):
         report = rewrite(plain if len(plain) > 1 else plain[0], path, **options)
-    return replace(report, left=(*report.left, *left))
+    return replace(report, left=(*report.left, *remainder))
 
 
 def is_torch_model(path: str) -> bool:
@@ -105,8 +110,8 @@ def _weights_of(folder: str) -> list[str]:
     """The names of the files of weights in a folder."""
     names = [name for name in sorted(os.listdir(folder)) if name.endswith(TORCH_ENDINGS) and not name.startswith(".")]
     usual = [name for name in names if _WEIGHTS.fullmatch(name)]
-    found = usual or [name for name in names if not _OTHERS.fullmatch(os.path.splitext(name)[0])]
-    return [name for name in found if is_torch_file(os.path.join(folder, name))]
+    weights = usual or [name for name in names if not _OTHERS.fullmatch(os.path.splitext(name)[0])]
+    return [name for name in weights if is_torch_file(os.path.join(folder, name))]
 
 
 def _plain_name(name: str) -> str:
@@ -125,14 +130,14 @@ def plain_models(sources: list[str], target: str) -> Iterator[tuple[list[str], l
     parent = os.path.dirname(os.path.abspath(target)) if not is_remote(target) else tempfile.gettempdir()
     if not os.path.isdir(parent):
         raise NotFoundError(f"overwire: save {target}: there is no folder {parent}", source=target)
-    _sweep(parent)
+    _sweep_leftovers(parent)
     try:
         top, lock = _locked_folder(parent)
     except OSError as error:
         raise IOFailure(f"overwire: save {target}: {error.strerror} in {parent}", source=target) from error
     try:
         plain: list[str] = []
-        left: list[str] = []
+        remainder: list[str] = []
         for number, source in enumerate(sources):
             if not is_torch_model(source):
                 plain.append(source)
@@ -141,11 +146,11 @@ def plain_models(sources: list[str], target: str) -> Iterator[tuple[list[str], l
             os.mkdir(place)
             if os.path.isdir(source):
                 plain.append(os.path.join(place, os.path.basename(os.path.abspath(source))))
-                left += _plain_folder(source, plain[-1])
+                remainder += _plain_folder(source, plain[-1])
             else:
                 plain.append(os.path.join(place, _plain_name(os.path.basename(source))))
-                left += _plain_file(source, plain[-1])
-        yield plain, left
+                remainder += _plain_file(source, plain[-1])
+        yield plain, remainder
     finally:
         shutil.rmtree(top, ignore_errors=True)
         os.close(lock)
@@ -167,7 +172,7 @@ def _locked_folder(parent: str) -> tuple[str, int]:
             os.close(lock)
 
 
-def _sweep(parent: str) -> None:
+def _sweep_leftovers(parent: str) -> None:
     """Removes what conversions have left that were killed: no process has it locked."""
     for name in os.listdir(parent):
         if name.startswith(_MARK):
@@ -183,42 +188,42 @@ def _sweep(parent: str) -> None:
 
 def _plain_file(source: str, path: str) -> list[str]:
     """Writes the tensors of a file that torch.save wrote. Plain values become metadata. Returns what is left out."""
-    with opened(source) as found:
+    with opened(source) as content:
         notes = {"format": "pt"}
-        values = json.dumps(found.values, ensure_ascii=False)
-        if found.values and len(values) <= _VALUES:
+        values = json.dumps(content.values, ensure_ascii=False)
+        if content.values and len(values) <= _VALUES:
             notes["torch.values"] = values
-        elif found.values:
-            found.left.append(f"{len(found.values)} plain values of {len(values)} letters")
-        save_bytes(found.tensors, path, notes, compress=False)
-        return [f"{source}: {what}" for what in found.left]
+        elif content.values:
+            content.left.append(f"{len(content.values)} plain values of {len(values)} letters")
+        save_bytes(content.tensors, path, notes, compress=False)
+        return [f"{source}: {what}" for what in content.left]
 
 
 def _plain_folder(source: str, path: str) -> list[str]:
     """Makes a folder like the source, with its weights as plain files. Returns what is left out."""
-    left = []
+    remainder = []
     for folder, below in folders_of(source):
         place = os.path.join(path, below)
         os.mkdir(place)
         weights = set(_weights_of(folder))
-        taken: dict[str, str] = {}
+        sources: dict[str, str] = {}
         for name in sorted(weights) + [name for name in sorted(os.listdir(folder)) if name.endswith(_INDEX)]:
-            if (other := taken.setdefault(_plain_name(name), name)) != name:
+            if (other := sources.setdefault(_plain_name(name), name)) != name:
                 why = f"{other} and {name} would both become {_plain_name(name)}: convert one of them by its name"
                 raise ArgumentError(f"overwire: convert {folder}: {why}", source=folder)
         for name in sorted(os.listdir(folder)):
             at = os.path.join(folder, name)
             if name in weights:
-                left += _plain_file(at, os.path.join(place, _plain_name(name)))
+                remainder += _plain_file(at, os.path.join(place, _plain_name(name)))
             elif name.endswith(_INDEX):
                 _plain_index(at, os.path.join(place, _plain_name(name)))
             elif os.path.isdir(at) and not os.path.islink(at):
                 continue
-            elif name in taken or name.startswith(".") or not _may_follow(source, at) or _is_large(at):
-                left.append(at)
+            elif name in sources or name.startswith(".") or not _may_follow(source, at) or _is_large(at):
+                remainder.append(at)
             else:
-                _copy(at, os.path.join(place, name))
-    return left
+                _link_or_copy(at, os.path.join(place, name))
+    return remainder
 
 
 def _may_follow(root: str, path: str) -> bool:
@@ -226,8 +231,8 @@ def _may_follow(root: str, path: str) -> bool:
     if not os.path.isfile(path):
         return False
     real, top = os.path.realpath(path), os.path.realpath(root)
-    cache, found, _ = (top + "/").partition("/snapshots/")
-    return real.startswith(top + "/") or bool(found) and os.path.dirname(real) == cache + "/blobs"
+    cache, separator, _ = (top + "/").partition("/snapshots/")
+    return real.startswith(top + "/") or bool(separator) and os.path.dirname(real) == cache + "/blobs"
 
 
 def _is_large(path: str) -> bool:
@@ -235,7 +240,7 @@ def _is_large(path: str) -> bool:
     return path.endswith(TORCH_ENDINGS) and os.path.getsize(path) > _LARGE
 
 
-def _copy(path: str, target: str) -> None:
+def _link_or_copy(path: str, target: str) -> None:
     real = os.path.realpath(path)
     try:
         os.link(real, target)

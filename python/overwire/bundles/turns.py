@@ -31,7 +31,7 @@ def turn_of(path: str) -> Iterator[None]:
 
     A file system without locks gets one line in the log: there the caller alone must write.
     """
-    number, ours = _lock(path)
+    number, identity = _lock_file(path)
     try:
         yield
     finally:
@@ -39,44 +39,50 @@ def turn_of(path: str) -> Iterator[None]:
             os.unlink(path)
         with contextlib.suppress(OSError):
             fcntl.flock(number, fcntl.LOCK_UN)  # a child of fork may have the file open, too
-        _taken.discard(ours)
+        _taken.discard(identity)
         os.close(number)
 
 
-def _lock(path: str) -> tuple[int, tuple[int, int, int]]:
+def _lock_file(path: str) -> tuple[int, tuple[int, int, int]]:
     while True:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            ours = _note(number, path)
+            identity = _note_owner(number, path)
         except BaseException:
             os.close(number)
             raise
         try:
             fcntl.flock(number, fcntl.LOCK_EX)
             if _is_there(number, path):
-                return number, ours
+                return number, identity
         except OSError as error:
             if error.errno in _NO_LOCKS:
-                log.warning("overwire: %s: the file system has no locks (%s): let one process write this bundle", path, error.strerror)
-                return number, ours
-            _taken.discard(ours)
+                log.warning(
+                    "overwire: %s: the file system has no locks (%s): let one process write this bundle",
+                    path,
+                    error.strerror,
+                )
+                return number, identity
+            _taken.discard(identity)
             os.close(number)
             raise
         except BaseException:
-            _taken.discard(ours)
+            _taken.discard(identity)
             os.close(number)
             raise
-        _taken.discard(ours)
+        _taken.discard(identity)
         os.close(number)  # the writer before has removed it
 
 
-def _note(number: int, path: str) -> tuple[int, int, int]:
+def _note_owner(number: int, path: str) -> tuple[int, int, int]:
     state = os.fstat(number)
-    ours = state.st_dev, state.st_ino, threading.get_ident()
-    if ours in _taken:
-        raise ArgumentError(f"overwire: {path}: a signal handler, or a callback, saves the bundle whose save it interrupts")
-    _taken.add(ours)
-    return ours
+    identity = state.st_dev, state.st_ino, threading.get_ident()
+    if identity in _taken:
+        raise ArgumentError(
+            f"overwire: {path}: a signal handler, or a callback, saves the bundle whose save it interrupts"
+        )
+    _taken.add(identity)
+    return identity
 
 
 def _is_there(number: int, path: str) -> bool:

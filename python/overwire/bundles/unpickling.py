@@ -43,67 +43,68 @@ class _References:
         """What a persistent id stands for; FormatError if it is malformed."""
         if type(pid) is int or type(pid) is str and pid.isdigit():
             raise NotSupportedError(
-                f"overwire: unpickle {self._source}: it was written by nyacomp itself; load it there and compress it again with overwire",
+                f"overwire: unpickle {self._source}: it was written by nyacomp itself; load it there and compress "
+                f"it again with overwire",
                 source=self._source,
             )
         if type(pid) is tuple and pid and type(pid[0]) is str:
             if pid[0] == "storage" and len(pid) == 4:
-                return self._storage(*pid[1:])
+                return self._load_storage(*pid[1:])
             if pid[0] == "array" and len(pid) == 9:
-                return self._array(*pid[1:])
-        raise self._malformed()
+                return self._load_array(*pid[1:])
+        raise self._refuse_reference()
 
-    def _malformed(self) -> FormatError:
+    def _refuse_reference(self) -> FormatError:
         return FormatError(
             f"overwire: unpickle {self._source}: a reference to a tensor is malformed",
             source=self._source,
         )
 
-    def _count(self, blob: int, size: int) -> None:
+    def _count_memory(self, blob: int, size: int) -> None:
         if self._budget is not None and blob not in self._known:
             self._known.add(blob)
             self._budget.add_blob(size)
 
-    def _storage(self, blob: Any, dtype: Any, size: Any) -> Any:
+    def _load_storage(self, blob: Any, dtype: Any, size: Any) -> Any:
         import torch
 
         make_untyped: Any = torch.UntypedStorage
         make_typed: Any = torch.storage.TypedStorage
 
         if type(blob) is not int or type(dtype) is not str or type(size) is not int:
-            raise self._malformed()
+            raise self._refuse_reference()
         kind = vars(torch).get(dtype) if dtype else torch.uint8
         if not isinstance(kind, torch.dtype) or size < 0 or (blob < 0) != (size == 0):
-            raise self._malformed()
+            raise self._refuse_reference()
         storage = make_untyped(0) if size == 0 else self._blobs.storage(blob, size)
-        self._count(blob, size)
+        self._count_memory(blob, size)
         if not dtype:
             return storage
         return make_typed(wrap_storage=storage, dtype=kind, _internal=True)
 
-    def _array(self, blob: Any, spec: Any, shape: Any, strides: Any, offset: Any, writable: Any,
+    def _load_array(self, blob: Any, spec: Any, shape: Any, strides: Any, offset: Any, writable: Any,
                number: Any, size: Any) -> Any:  # fmt: skip
         import numpy as np
 
         whole = [blob, offset, number, size]
         if any(type(n) is not int for n in whole) or type(writable) is not bool:
-            raise self._malformed()
-        found = self._arrays.get(number)
-        if found is not None:
-            return found
+            raise self._refuse_reference()
+        known_array = self._arrays.get(number)
+        if known_array is not None:
+            return known_array
         kind = np_dtype(spec, budget=self._budget)
         if kind.hasobject or not inside(shape, strides, offset, kind.itemsize, size):
-            raise self._malformed()
+            raise self._refuse_reference()
         if blob >= 0:
             base = self._blobs.base(blob, size)
-            self._count(blob, size)
+            self._count_memory(blob, size)
             array = np.ndarray(shape, kind, base, offset, strides)
         elif 0 in shape or not kind.itemsize:
             if self._budget is not None:
                 self._budget.memory(kind.itemsize)  # numpy takes an element's size for none
             array = np.empty(shape, kind)
         else:
-            raise self._malformed()
+            raise self._refuse_reference()
         array.flags.writeable = writable
         self._arrays[number] = array
         return array
@@ -169,10 +170,10 @@ def load_plain(data: bytes, source: str) -> Any:
     refer to no blob: UntrustedPickleError for anything else, FormatError."""
     budget = Budget(source, len(data))
 
-    def refuse(pid: Any) -> Any:
+    def refuse_reference(pid: Any) -> Any:
         raise budget.refuse("it refers to something beside it")
 
-    return careful(Machine(data, _NoNames(budget), refuse), source)
+    return careful(Machine(data, _NoNames(budget), refuse_reference), source)
 
 
 def careful(machine: Machine, source: str) -> Any:
@@ -181,7 +182,9 @@ def careful(machine: Machine, source: str) -> Any:
     except OverwireError as error:
         if type(error) is FormatError and error.source is None:
             reason = str(error).removeprefix("overwire: unpickle: ")
-            raise FormatError(f"overwire: unpickle {source}: {reason} (at byte {machine.at})", source=source, offset=machine.at) from error
+            raise FormatError(
+                f"overwire: unpickle {source}: {reason} (at byte {machine.at})", source=source, offset=machine.at
+            ) from error
         raise
     except Exception as error:
         # A hostile or broken pickle can raise anything; the caller gets one class.
@@ -189,4 +192,6 @@ def careful(machine: Machine, source: str) -> Any:
         reason = type(error).__name__ + "".join(f": {part[:200]}" for part in error.args[:1] if type(part) is str)
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
             raise OutOfMemoryError(f"overwire: unpickle {source}: {reason}", source=source) from error
-        raise FormatError(f"overwire: unpickle {source}: {reason} (at byte {machine.at})", source=source, offset=machine.at) from error
+        raise FormatError(
+            f"overwire: unpickle {source}: {reason} (at byte {machine.at})", source=source, offset=machine.at
+        ) from error

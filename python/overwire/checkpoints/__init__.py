@@ -3,7 +3,8 @@
     import torch.distributed.checkpoint as dcp
     from overwire.checkpoints import CheckpointReader, CheckpointWriter
 
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, storage_writer=CheckpointWriter("step-100"))
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+    storage_writer=CheckpointWriter("step-100"))
     dcp.load(state, storage_reader=CheckpointReader("step-100"))
 
 The folder is a model as well: `load_file("step-100")` gives the tensors below "model",

@@ -41,7 +41,8 @@ class Spot(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """The buffers of a process, as it tells the others: its host, its id, and of each the descriptor, name and bytes."""
+    """The buffers of a process, as it tells the others: its host, its id, and of each the descriptor, name and
+    bytes."""
 
     host: str
     process: int
@@ -66,10 +67,14 @@ def host_memory(nbytes: int, pinned: bool) -> torch.Tensor:
         array = (ctypes.c_ubyte * nbytes).from_buffer(mmap.mmap(descriptor, nbytes))
         begin = ctypes.addressof(array)
         if pinned and int(torch.cuda.cudart().cudaHostRegister(begin, nbytes, 1)):  # type: ignore[no-untyped-call]
-            raise OutOfMemoryError(f"overwire: CheckpointStager: {nbytes} bytes of the host cannot be pinned", asked=nbytes)
+            raise OutOfMemoryError(
+                f"overwire: CheckpointStager: {nbytes} bytes of the host cannot be pinned", asked=nbytes
+            )
     except OSError as error:
         os.close(descriptor)
-        raise OutOfMemoryError(f"overwire: CheckpointStager: {nbytes} bytes of the host: {error.strerror}", asked=nbytes) from error
+        raise OutOfMemoryError(
+            f"overwire: CheckpointStager: {nbytes} bytes of the host: {error.strerror}", asked=nbytes
+        ) from error
     except BaseException:
         os.close(descriptor)
         raise

@@ -49,7 +49,8 @@ class Exchange:
         self._sources: dict[int, tuple[list[torch.Tensor], Iterator[Spot | None]]] = {}
 
     def run(self, work: Callable[[Round], None], finish: Callable[[], None]) -> None:
-        """Runs all rounds, then `finish`. Raises what fails on this rank, and CancelledError for what fails on another."""
+        """Runs all rounds, then `finish`. Raises what fails on this rank, and CancelledError for what fails on
+        another."""
         if self._alone:
             for step in self._duty.rounds:
                 work(step)
@@ -57,17 +58,19 @@ class Exchange:
             return
         group = dist.group.WORLD if self._group is None else self._group
         if group is None or dist.get_world_size(group) != self._duty.ranks or dist.get_rank(group) != self._duty.rank:
-            raise ArgumentError("overwire: CheckpointWriter: the save has another group: give it as process_group=, too")
+            raise ArgumentError(
+                "overwire: CheckpointWriter: the save has another group: give it as process_group=, too"
+            )
         self._group = group
         self._agree_on_ways()
         for step in self._duty.rounds:
-            with self._together():
+            with self._ending_together():
                 work(step)
-        with self._together():
+        with self._ending_together():
             finish()
 
     @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
+    def _ending_together(self) -> Iterator[None]:
         """Collective: what fails within on one rank ends the save on all of them."""
         try:
             yield
@@ -75,11 +78,11 @@ class Exchange:
             if not self._broken:
                 self._broken = True  # blocks lie in each other: it is said once
                 with contextlib.suppress(Exception):  # the first error counts
-                    self._agree(error)
+                    self._agree_on_error(error)
             raise
-        self._agree(None)
+        self._agree_on_error(None)
 
-    def _agree(self, error: BaseException | None) -> None:
+    def _agree_on_error(self, error: BaseException | None) -> None:
         """Collective: raises CancelledError if another rank has failed."""
         for rank, name in enumerate(self._tell(None if error is None else type(error).__name__)):
             if name is not None and rank != self._duty.rank and error is None:
@@ -90,7 +93,7 @@ class Exchange:
         """Collective: where blocks are gathered, and which of them are copied from other ranks' memory."""
         offer = offer_buffers()
         spots: dict[int, list[Spot | None]] = {}  # of the blocks for each rank, in their order
-        with self._together():
+        with self._ending_together():
             here = {self._tensor(block.index).device.type for block in self._own_blocks()}
             for step in self._duty.rounds:
                 for peer, index in step.sends:
@@ -111,7 +114,9 @@ class Exchange:
         if not any(other.buffers for _, other in there):
             return
         buffers = {
-            rank: map_buffers(other) for rank, (_, other) in enumerate(there) if other.buffers and rank != self._duty.rank
+            rank: map_buffers(other)
+            for rank, (_, other) in enumerate(there)
+            if other.buffers and rank != self._duty.rank
         }
         beside = {rank: some for rank, some in spots.items() if there[rank][1].host == offer.host}
         answers = self._tell(({rank for rank, some in buffers.items() if some is not None}, beside))
@@ -141,7 +146,7 @@ class Exchange:
         if self._alone:
             entries = [entry for entry in step.entries if entry.dtype is not None]
             return {entry.name: self._tensor(entry.blocks[0].index) for entry in entries}, []
-        with self._together():  # memory may be short on one rank: then none waits for blocks
+        with self._ending_together():  # memory may be short on one rank: then none waits for blocks
             for peer, index in step.sends:
                 if peer not in self._readers or (peer, index) not in self._shared:
                     block = _raw_bytes(self._tensor(index).to(self._device))

@@ -79,67 +79,78 @@ def paths_of(planner_data: Any) -> dict[str, Path] | None:
     if planner_data is None:
         return None
     if not isinstance(planner_data, dict):
-        raise NotSupportedError(f"overwire: the planner's data are a {type(planner_data).__name__}: only paths of names are stored")
+        raise NotSupportedError(
+            f"overwire: the planner's data are a {type(planner_data).__name__}: only paths of names are stored"
+        )
     for name, path in planner_data.items():
         if not isinstance(name, str) or not _is_path(path, tuple):
-            raise NotSupportedError(f"overwire: the planner's data of {name!r} are {path!r:.200}: only paths of names are stored")
-    if not _dense(planner_data):
-        raise NotSupportedError("overwire: the state has lists, or whole numbers as keys, of far more places than entries")
+            raise NotSupportedError(
+                f"overwire: the planner's data of {name!r} are {path!r:.200}: only paths of names are stored"
+            )
+    if not _are_dense(planner_data):
+        raise NotSupportedError(
+            "overwire: the state has lists, or whole numbers as keys, of far more places than entries"
+        )
     return planner_data
 
 
 def decode(text: bytes, source: str) -> Manifest:
     """What the file says. Raises FormatError, with the source, for anything else."""
 
-    def bad(what: str) -> FormatError:
+    def malformed_error(what: str) -> FormatError:
         return FormatError(f"overwire: {source}: {what}", source=source)
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
         if len(out) != len(pairs):
-            raise bad("a key comes twice")
+            raise malformed_error("a key comes twice")
         return out
 
     if len(text) > LIMIT:
-        raise bad(f"more than {LIMIT} bytes")
+        raise malformed_error(f"more than {LIMIT} bytes")
     try:
-        document = json.loads(text.decode("utf-8"), object_pairs_hook=once)
+        document = json.loads(text.decode("utf-8"), object_pairs_hook=refuse_duplicates)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise bad(f"no JSON: {error!s:.200}") from None
+        raise malformed_error(f"no JSON: {error!s:.200}") from None
     except ValueError as error:
         if isinstance(error, FormatError):
             raise
-        raise bad("a number of too many digits") from None
+        raise malformed_error("a number of too many digits") from None
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
-        raise bad("no checkpoint of overwire")
+        raise malformed_error("no checkpoint of overwire")
     if type(document.get("version")) is not int or document["version"] != 1:
-        raise bad(f"version {document.get('version')!r:.20}, of which 1 is supported")
+        raise malformed_error(f"version {document.get('version')!r:.20}, of which 1 is supported")
     if set(document) != {"format", "version", "parts", "bytes", "paths"}:
-        raise bad("its keys are not those of version 1")
+        raise malformed_error("its keys are not those of version 1")
     if not isinstance(document["parts"], list) or len(document["parts"]) > 2:
-        raise bad("parts: expected at most two")
-    parts = tuple(_part(one, bad) for one in document["parts"])
+        raise malformed_error("parts: expected at most two")
+    parts = tuple(_decode_part(one, malformed_error) for one in document["parts"])
     files = [file for part in parts for file in part.files]
     if len(set(files)) != len(files):
-        raise bad("a file comes twice")
-    stored = document["bytes"]
-    if not isinstance(stored, list) or not all(isinstance(name, str) for name in stored):
-        raise bad("bytes: expected names")
+        raise malformed_error("a file comes twice")
+    nbytes = document["bytes"]
+    if not isinstance(nbytes, list) or not all(isinstance(name, str) for name in nbytes):
+        raise malformed_error("bytes: expected names")
     paths = document["paths"]
     if paths is not None:
         if not isinstance(paths, dict) or not all(_is_path(path, list) for path in paths.values()):
-            raise bad("paths: expected lists of keys")
+            raise malformed_error("paths: expected lists of keys")
         paths = {name: tuple(path) for name, path in paths.items()}
-        if not _dense(paths):
-            raise bad("paths: lists of more places than there are names")
-    for name in (*stored, *(paths or ())):
-        if _lone(name):
-            raise bad("a name is no text")
-    return Manifest(parts, frozenset(stored), paths)
+        if not _are_dense(paths):
+            raise malformed_error("paths: lists of more places than there are names")
+    for name in (*nbytes, *(paths or ())):
+        if _has_lone_surrogate(name):
+            raise malformed_error("a name is no text")
+    return Manifest(parts, frozenset(nbytes), paths)
 
 
-def _part(one: Any, bad: Any) -> Part:
-    if not isinstance(one, dict) or set(one) != {"prefix", "files"} or not isinstance(one["prefix"], str) or _lone(one["prefix"]):
+def _decode_part(one: Any, bad: Any) -> Part:
+    if (
+        not isinstance(one, dict)
+        or set(one) != {"prefix", "files"}
+        or not isinstance(one["prefix"], str)
+        or _has_lone_surrogate(one["prefix"])
+    ):
         raise bad("parts: expected a prefix and files")
     files = one["files"]
     if not isinstance(files, list) or not files:
@@ -156,7 +167,7 @@ def _is_path(path: Any, kind: type[Any]) -> bool:
     return type(path) is kind and 0 < len(path) <= _DEEP and {type(key) for key in path} <= {str, int}
 
 
-def _dense(paths: dict[str, Path]) -> bool:
+def _are_dense(paths: dict[str, Path]) -> bool:
     """Whether lists with all places that the paths name are no larger than the paths allow:
     torch makes them."""
     room = (1 << 20) + 16 * len(paths)
@@ -175,7 +186,7 @@ def _dense(paths: dict[str, Path]) -> bool:
     return True
 
 
-def _lone(text: str) -> bool:
+def _has_lone_surrogate(text: str) -> bool:
     """Whether the text has half of a surrogate pair, which no UTF-8 has."""
     return any("\ud800" <= letter <= "\udfff" for letter in text)
 

@@ -39,7 +39,9 @@ class Place:
     """The place of one checkpoint, on every rank. The coordinator calls `begin`, then
     `publish` or `drop`; all ranks write to `path_of`."""
 
-    def __init__(self, path: str | os.PathLike[str], storage_options: Mapping[str, object] | None, overwrite: bool) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], storage_options: Mapping[str, object] | None, overwrite: bool
+    ) -> None:
         self.path = local(path).rstrip("/")
         self.remote = is_remote(self.path)
         self.options = storage_options
@@ -66,7 +68,7 @@ class Place:
         if self.remote:
             self._objects.append(path)
         else:
-            with self._failures("write to"):
+            with self._naming_failures("write to"):
                 os.makedirs(os.path.dirname(path), exist_ok=True)
         return path
 
@@ -96,23 +98,27 @@ class Place:
         anything, and where another save is running; NotSupportedError where a checkpoint
         cannot be replaced in one step. Then nothing has changed.
         """
-        old = self._old()
+        old = self._has_checkpoint()
         if self.remote:
             self._clear_indexes()
             return
-        with self._failures("make"):
+        with self._naming_failures("make"):
             os.makedirs(os.path.dirname(self._partial), exist_ok=True)
             # Beside the folder: it is held until that has its name, and what was replaced is gone.
-            lock = _lock(f"{self._partial}.lock")
+            lock = _lock_file(f"{self._partial}.lock")
             if lock is None:
-                raise ArgumentError(f"overwire: {self.path}: another save of this checkpoint is running", source=self.path)
-            self._unlock = weakref.finalize(self, _release, lock, f"{self._partial}.lock", os.getpid())
+                raise ArgumentError(
+                    f"overwire: {self.path}: another save of this checkpoint is running", source=self.path
+                )
+            self._unlock = weakref.finalize(self, _release_lock, lock, f"{self._partial}.lock", os.getpid())
             self._unlock.atexit = False
             try:
                 if os.path.islink(self._partial):
-                    raise ArgumentError(f"overwire: {self._partial} is a link, and what it leads to would be removed", source=self.path)
+                    raise ArgumentError(
+                        f"overwire: {self._partial} is a link, and what it leads to would be removed", source=self.path
+                    )
                 os.makedirs(self._partial, exist_ok=True)
-                self._clear()
+                self._clear_partial()
                 if old:
                     self._try_exchange()
             except BaseException:
@@ -134,22 +140,23 @@ class Place:
             self._objects = []
             return
         try:
-            with self._failures("publish"):
+            with self._naming_failures("publish"):
                 for file in files:
                     if not os.path.isfile(self.path_of(file)):
                         raise IOFailure(
-                            f"overwire: {self.path_of(file)} is not there: all ranks must write to one file system", source=self.path
+                            f"overwire: {self.path_of(file)} is not there: all ranks must write to one file system",
+                            source=self.path,
                         )
                 for folder in (self.path_of(TRAINING), self._partial):
-                    _sync(folder)
-                if self._old():
-                    _exchange(self._partial, self._target)
-                    _sync(os.path.dirname(self._target))
+                    _sync_folder(folder)
+                if self._has_checkpoint():
+                    _exchange_folders(self._partial, self._target)
+                    _sync_folder(os.path.dirname(self._target))
                     shutil.rmtree(self._partial, ignore_errors=True)
                 else:
                     os.rename(self._partial, self._target)
-                    _sync(os.path.dirname(self._target))
-            self._end()
+                    _sync_folder(os.path.dirname(self._target))
+            self._unlock_folder()
         except BaseException:
             self.drop()
             raise
@@ -163,44 +170,50 @@ class Place:
         if self._unlock is not None:
             if not os.path.islink(self._partial):
                 shutil.rmtree(self._partial, ignore_errors=True)
-            self._end()
+            self._unlock_folder()
 
-    def _end(self) -> None:
+    def _unlock_folder(self) -> None:
         unlock, self._unlock = self._unlock, None
         if unlock is not None:
             unlock()
 
-    def _old(self) -> bool:
+    def _has_checkpoint(self) -> bool:
         # Whether a checkpoint is there; ArgumentError where it is not to be replaced.
-        def refuse(why: str) -> ArgumentError:
+        def refuse_target(why: str) -> ArgumentError:
             return ArgumentError(f"overwire: {self.path}: {why}", source=self.path)
 
         if self.remote:
             with contextlib.suppress(NotFoundError):
                 read_bytes(f"{self.path}/{NAME}", LIMIT, storage_options=self.options)
-                raise refuse("a checkpoint is there, and in a store none is replaced: save to another name")
+                raise refuse_target("a checkpoint is there, and in a store none is replaced: save to another name")
             return False
-        with self._failures("list"):
+        with self._naming_failures("list"):
             try:
                 entries = sorted(os.listdir(self._target))
             except FileNotFoundError:
                 return False
             except NotADirectoryError:
-                raise refuse("it is no folder") from None
+                raise refuse_target("it is no folder") from None
             if not entries:
                 return False
             if not self._overwrite:
-                raise refuse("something is there already (overwrite=False)")
+                raise refuse_target("something is there already (overwrite=False)")
             if NAME not in entries:
-                raise refuse(f"the folder has {entries[0]!r} and is no checkpoint: save to another name")
+                raise refuse_target(f"the folder has {entries[0]!r} and is no checkpoint: save to another name")
             manifest = decode(read_bytes(f"{self._target}/{NAME}", LIMIT), f"{self._target}/{NAME}")
-            ours = {NAME, INDEX, f"{TRAINING}/{INDEX}", *(file for part in manifest.parts for file in part.files)}
-            below = {os.path.relpath(os.path.join(at, file), self._target) for at, _, files in os.walk(self._target) for file in files}
-            if strange := sorted(below - ours):
-                raise refuse(f"beside the checkpoint it has {strange[0]!r}, which would go: save to another name, or move it")
+            own_files = {NAME, INDEX, f"{TRAINING}/{INDEX}", *(file for part in manifest.parts for file in part.files)}
+            below = {
+                os.path.relpath(os.path.join(at, file), self._target)
+                for at, _, files in os.walk(self._target)
+                for file in files
+            }
+            if strange := sorted(below - own_files):
+                raise refuse_target(
+                    f"beside the checkpoint it has {strange[0]!r}, which would go: save to another name, or move it"
+                )
             return True
 
-    def _clear(self) -> None:
+    def _clear_partial(self) -> None:
         for entry in os.scandir(self._partial):
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path)
@@ -226,12 +239,13 @@ class Place:
         try:
             for name in names:
                 os.mkdir(name)
-            _exchange(*names)
+            _exchange_folders(*names)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
             raise NotSupportedError(
-                f"overwire: {self.path}: its file system cannot exchange two folders in one step: save to another name", source=self.path
+                f"overwire: {self.path}: its file system cannot exchange two folders in one step: save to another name",
+                source=self.path,
             ) from None
         finally:
             for name in names:
@@ -239,7 +253,7 @@ class Place:
                     os.rmdir(name)
 
     @contextlib.contextmanager
-    def _failures(self, what: str) -> Any:
+    def _naming_failures(self, what: str) -> Any:
         try:
             yield
         except OverwireError:
@@ -254,10 +268,12 @@ def read_manifest(path: str, options: Mapping[str, object] | None) -> Any:
     try:
         return decode(read_bytes(source, LIMIT, storage_options=options), source)
     except NotFoundError:
-        raise NotFoundError(f"overwire: {path}: no whole checkpoint of overwire is there (no {NAME})", source=path) from None
+        raise NotFoundError(
+            f"overwire: {path}: no whole checkpoint of overwire is there (no {NAME})", source=path
+        ) from None
 
 
-def _lock(path: str) -> int | None:
+def _lock_file(path: str) -> int | None:
     # The lock of a file, as a descriptor; None: another process, or Place, has it.
     while True:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -276,7 +292,7 @@ def _lock(path: str) -> int | None:
         os.close(number)
 
 
-def _release(number: int, path: str, process: int) -> None:
+def _release_lock(number: int, path: str, process: int) -> None:
     # A fork's copy does not end the lock of the process that has it.
     if os.getpid() == process:
         with contextlib.suppress(OSError):
@@ -284,7 +300,7 @@ def _release(number: int, path: str, process: int) -> None:
     os.close(number)
 
 
-def _exchange(one: str, two: str) -> None:
+def _exchange_folders(one: str, two: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -293,7 +309,7 @@ def _exchange(one: str, two: str) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def _sync(folder: str) -> None:
+def _sync_folder(folder: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

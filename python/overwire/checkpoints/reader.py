@@ -79,11 +79,11 @@ class CheckpointReader(StorageReader):
                 files = [f"{self._path.rstrip('/')}/{file}" for file in part.files]
                 file = stack.enter_context(safe_open(files, "pt", storage_options=self._options))
                 self._files.append((part.prefix, file))
-            self._metadata = self._described(manifest)
+            self._metadata = self._describe_tensors(manifest)
             self._bytes = manifest.bytes
             stack.pop_all()
 
-    def _described(self, manifest: Any) -> Metadata:
+    def _describe_tensors(self, manifest: Any) -> Metadata:
         entries: dict[str, Any] = {}
         for prefix, file in self._files:
             for name, dtype, shape in table_of(file):
@@ -93,19 +93,25 @@ class CheckpointReader(StorageReader):
                 if fqn in manifest.bytes:
                     if dtype != "U8" or len(shape) != 1:
                         raise FormatError(
-                            f"overwire: {self._path}: {fqn!r} should be bytes, and is {dtype} {shape}", source=self._path, tensor=fqn
+                            f"overwire: {self._path}: {fqn!r} should be bytes, and is {dtype} {shape}",
+                            source=self._path,
+                            tensor=fqn,
                         )
                     entries[fqn] = BytesStorageMetadata()
                     continue
                 if (kind := torch_dtype(dtype)) is None:
                     raise NotSupportedError(
-                        f"overwire: {self._path}: {fqn!r} is {dtype}, which this torch lacks", source=self._path, tensor=fqn
+                        f"overwire: {self._path}: {fqn!r} is {dtype}, which this torch lacks",
+                        source=self._path,
+                        tensor=fqn,
                     )
                 size = torch.Size(shape)
                 chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
                 entries[fqn] = TensorStorageMetadata(TensorProperties(dtype=kind), size, [chunk])
         if missing := sorted(manifest.bytes - set(entries)):
-            raise CorruptError(f"overwire: {self._path}: its files lack {missing[0]!r}", source=self._path, tensor=missing[0])
+            raise CorruptError(
+                f"overwire: {self._path}: its files lack {missing[0]!r}", source=self._path, tensor=missing[0]
+            )
         return Metadata(entries, planner_data=manifest.paths)
 
     def close(self) -> None:
@@ -155,9 +161,9 @@ class CheckpointReader(StorageReader):
         slow: list[tuple[int, str, ReadItem, torch.Tensor]] = []
         commits: list[tuple[ReadItem, torch.Tensor]] = []
         for item in plan.items:
-            at, name = self._find(item.storage_index.fqn)
+            at, name = self._find_tensor(item.storage_index.fqn)
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, self._checked(at, name, item.storage_index.fqn))
+                planner.load_bytes(item, self._check_entry(at, name, item.storage_index.fqn))
                 continue
             place = planner.resolve_tensor(item)
             commits.append((item, place))
@@ -179,25 +185,29 @@ class CheckpointReader(StorageReader):
         future.set_result(None)
         return future
 
-    def _find(self, fqn: str) -> tuple[int, str]:
+    def _find_tensor(self, fqn: str) -> tuple[int, str]:
         for at, (prefix, file) in enumerate(self._files):
             if fqn.startswith(prefix) and fqn[len(prefix) :] in file:
                 return at, fqn[len(prefix) :]
         raise TensorNotFoundError(f"overwire: {self._path}: no tensor {fqn!r}", source=self._path, tensor=fqn)
 
-    def _checked(self, at: int, name: str, fqn: str) -> io.BytesIO:
+    def _check_entry(self, at: int, name: str, fqn: str) -> io.BytesIO:
         """What an entry's bytes are, for a planner, which unpickles all that it gets: written
         anew, of the object that torch's restricted unpickler makes."""
         if fqn not in self._bytes:
-            raise NotSupportedError(f"overwire: {self._path}: {fqn!r} is a tensor, and the state to load has none there", tensor=fqn)
-        stored = self._files[at][1].get_tensor(name).numpy().tobytes()
+            raise NotSupportedError(
+                f"overwire: {self._path}: {fqn!r} is a tensor, and the state to load has none there", tensor=fqn
+            )
+        content = self._files[at][1].get_tensor(name).numpy().tobytes()
         try:
-            value = torch.load(io.BytesIO(stored), weights_only=True, map_location="cpu")
+            value = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
         except Exception as error:
             # What torch puts before names no class, and advises to run the pickle.
             reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0]
             raise UntrustedPickleError(
-                f"overwire: {self._path}: {fqn!r}: torch.load(weights_only=True) refuses it: {reason:.300}", source=self._path, tensor=fqn
+                f"overwire: {self._path}: {fqn!r}: torch.load(weights_only=True) refuses it: {reason:.300}",
+                source=self._path,
+                tensor=fqn,
             ) from None
         try:
             return rewrite_object(value)

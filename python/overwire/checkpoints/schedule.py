@@ -80,26 +80,30 @@ def schedule(plans: Sequence[SavePlan], model: str, most: int, mark: str = "") -
         for item in plan.items:
             blocks.setdefault(item.index.fqn, []).append((rank, item))
     prefix = f"{model}."
-    nested = any(len(path) > 1 and path[0] == model for path in (paths or {}).values())
-    mine: list[dict[bool, list[tuple[int, Entry]]]] = [{False: [], True: []} for _ in plans]
+    has_model_paths = any(len(path) > 1 and path[0] == model for path in (paths or {}).values())
+    shares: list[dict[bool, list[tuple[int, Entry]]]] = [{False: [], True: []} for _ in plans]
     load = [0] * len(plans)
-    stored = set()
+    entries = set()
     for fqn in sorted(blocks):
-        size, entry = _entry(fqn, blocks[fqn])
+        size, entry = _make_entry(fqn, blocks[fqn])
         if entry.dtype is None:
-            stored.add(fqn)
+            entries.add(fqn)
         below = (paths or {}).get(fqn, ())
-        training = entry.dtype is None or nested and not (len(below) > 1 and below[0] == model and fqn.startswith(prefix))
-        if nested and not training:
+        training = (
+            entry.dtype is None
+            or has_model_paths
+            and not (len(below) > 1 and below[0] == model and fqn.startswith(prefix))
+        )
+        if has_model_paths and not training:
             entry = Entry(fqn.removeprefix(prefix), *(getattr(entry, key) for key in ("dtype", "shape", "blocks")))
         holders = sorted({block.rank for block in entry.blocks})
         owner = holders[0] if len(holders) == 1 else min(range(len(plans)), key=lambda rank: (load[rank], rank))
         load[owner] += size
-        mine[owner][training].append((size, entry))
+        shares[owner][training].append((size, entry))
     duties = [Duty(rank, len(plans), []) for rank in range(len(plans))]
     parts = []
     for training in (False, True):
-        groups = [(rank, group) for rank, one in enumerate(mine) for group in _files(one[training], most)]
+        groups = [(rank, group) for rank, one in enumerate(shares) for group in _group_into_files(one[training], most)]
         files = []
         for number, (rank, group) in enumerate(groups, 1):
             numbers = len(groups) > 1 or bool(mark)
@@ -107,38 +111,44 @@ def schedule(plans: Sequence[SavePlan], model: str, most: int, mark: str = "") -
             files.append(f"{TRAINING}/{name}" if training else name)
             duties[rank].rounds.append(Round(files[-1], group))
         if files:
-            parts.append(Part(prefix if nested and not training else "", tuple(files)))
-    _send(duties)
+            parts.append(Part(prefix if has_model_paths and not training else "", tuple(files)))
+    _fill_rounds(duties)
     for duty in duties:
-        duty.manifest = Manifest(tuple(parts), frozenset(stored), paths) if duty.rank == 0 else None
+        duty.manifest = Manifest(tuple(parts), frozenset(entries), paths) if duty.rank == 0 else None
     return duties
 
 
-def _entry(fqn: str, items: list[tuple[int, WriteItem]]) -> tuple[int, Entry]:
+def _make_entry(fqn: str, items: list[tuple[int, WriteItem]]) -> tuple[int, Entry]:
     rank, first = items[0]
     if first.type == WriteItemType.BYTE_IO:
         size = first.bytes_io_data.nbytes if first.bytes_io_data is not None else 0
         return size, Entry(fqn, None, (), (Block(rank, first.index, (), ()),))
     assert first.tensor_data is not None
     dtype, shape = first.tensor_data.properties.dtype, tuple(first.tensor_data.size)
-    found: dict[tuple[int, ...], Block] = {}
+    blocks: dict[tuple[int, ...], Block] = {}
     for rank, item in items:
-        if item.tensor_data is None or tuple(item.tensor_data.size) != shape or item.tensor_data.properties.dtype != dtype:
+        if (
+            item.tensor_data is None
+            or tuple(item.tensor_data.size) != shape
+            or item.tensor_data.properties.dtype != dtype
+        ):
             raise NotSupportedError(f"overwire: {fqn!r} is not the same on ranks {items[0][0]} and {rank}", tensor=fqn)
         chunk = item.tensor_data.chunk
         if math.prod(chunk.sizes) or not math.prod(shape):
-            found.setdefault(tuple(chunk.offsets), Block(rank, item.index, tuple(chunk.offsets), tuple(chunk.sizes)))
+            blocks.setdefault(tuple(chunk.offsets), Block(rank, item.index, tuple(chunk.offsets), tuple(chunk.sizes)))
     if not math.prod(shape):
-        found = dict(list(found.items())[:1])
-    elif sum(math.prod(block.sizes) for block in found.values()) != math.prod(shape):
+        blocks = dict(list(blocks.items())[:1])
+    elif sum(math.prod(block.sizes) for block in blocks.values()) != math.prod(shape):
         raise CorruptError(f"overwire: the ranks have not every element of {fqn!r}, or some of them twice", tensor=fqn)
-    for block in found.values():
+    for block in blocks.values():
         if any(at < 0 or at + n > size for at, n, size in zip(block.offsets, block.sizes, shape, strict=True)):
-            raise CorruptError(f"overwire: rank {block.rank} has a block of {fqn!r} that is not in its shape {list(shape)}", tensor=fqn)
-    return math.prod(shape) * dtype.itemsize, Entry(fqn, dtype, shape, tuple(found.values()))
+            raise CorruptError(
+                f"overwire: rank {block.rank} has a block of {fqn!r} that is not in its shape {list(shape)}", tensor=fqn
+            )
+    return math.prod(shape) * dtype.itemsize, Entry(fqn, dtype, shape, tuple(blocks.values()))
 
 
-def _files(entries: list[tuple[int, Entry]], most: int) -> list[list[Entry]]:
+def _group_into_files(entries: list[tuple[int, Entry]], most: int) -> list[list[Entry]]:
     groups: list[list[Entry]] = []
     room = -1
     for size, entry in entries:
@@ -150,7 +160,7 @@ def _files(entries: list[tuple[int, Entry]], most: int) -> list[list[Entry]]:
     return groups
 
 
-def _send(duties: list[Duty]) -> None:
+def _fill_rounds(duties: list[Duty]) -> None:
     """Gives all ranks the same number of rounds, and tells each of the blocks that others wait for."""
     most = max(len(duty.rounds) for duty in duties)
     for duty in duties:

@@ -56,10 +56,10 @@ class CheckpointStager(AsyncStager):
         copying = _Copying()
         copying.measure(state_dict)
         copying.take_buffers(free)
-        staged = _Staged({key: copying.copy_of(value) for key, value in state_dict.items()})
+        copies = _Staged({key: copying.copy_of(value) for key, value in state_dict.items()})
         copying.finish()
-        self._sets.append((weakref.ref(staged), copying.buffers))
-        return staged
+        self._sets.append((weakref.ref(copies), copying.buffers))
+        return copies
 
     def synchronize_staging(self) -> None:
         """Nothing: `stage` returns when all is copied."""

@@ -92,7 +92,7 @@ class CheckpointWriter(StorageWriter):
         """Begins another checkpoint, at `checkpoint_id` if it is not None."""
         if checkpoint_id is not None:
             self._path = local(checkpoint_id)
-        self._drop()
+        self._drop_place()
         self._save = str(uuid.uuid4())
 
     @property
@@ -118,7 +118,9 @@ class CheckpointWriter(StorageWriter):
         if self._path is None:
             raise ArgumentError("overwire: CheckpointWriter: neither a path nor a checkpoint_id was given")
         if not kwargs.get("use_collectives", True):
-            raise NotSupportedError("overwire: CheckpointWriter: a checkpoint is one for all ranks: use_collectives=False is not supported")
+            raise NotSupportedError(
+                "overwire: CheckpointWriter: a checkpoint is one for all ranks: use_collectives=False is not supported"
+            )
         self._place = Place(self._path, self._options, self._overwrite)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -128,17 +130,19 @@ class CheckpointWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Called by torch, on the coordinator: decides who writes what, and takes the place."""
         assert self._place is not None
-        plans = self._merged(plans)
+        plans = self._merge_plans(plans)
         duties = schedule(plans, self._model, self._most, self._place.mark)
         self._duty = duties[0]
         self._place.begin()
         return [replace(plan, storage_data=duty) for plan, duty in zip(plans, duties, strict=True)]
 
-    def _merged(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def _merge_plans(self, plans: list[SavePlan]) -> list[SavePlan]:
         # Planners with enable_plan_caching send a plan that has not changed only once.
         if any(not getattr(plan, "usable", True) for plan in plans):
             if len(self._plans) != len(plans):
-                raise NotSupportedError("overwire: a planner with enable_plan_caching needs one CheckpointWriter for all its saves")
+                raise NotSupportedError(
+                    "overwire: a planner with enable_plan_caching needs one CheckpointWriter for all its saves"
+                )
             plans = [plan if plan.usable else old for plan, old in zip(plans, self._plans, strict=True)]
         self._plans = plans
         return plans
@@ -149,40 +153,45 @@ class CheckpointWriter(StorageWriter):
         duty: Duty = plan.storage_data
         items = {item.index: item for item in plan.items}
         results: list[WriteResult] = []
-        exchange = Exchange(self._group, duty, lambda index: _tensor(planner, items[index]))
+        exchange = Exchange(self._group, duty, lambda index: _tensor_of(planner, items[index]))
         try:
             with ThreadPoolExecutor(_AT_ONCE, "overwire-checkpoint") as pool:
                 saves: deque[Executed[list[WriteResult]]] = deque()
 
-                def work(step: Round) -> None:
+                def write_steps(step: Round) -> None:
                     tensors, copies = exchange.gather(step)
                     if not step.file:
                         return
                     for entry in step.entries:
                         if entry.dtype is None:
-                            tensors[entry.name] = _bytes(planner, items[entry.blocks[0].index])
+                            tensors[entry.name] = _bytes_of(planner, items[entry.blocks[0].index])
                     if len(saves) == _AT_ONCE:
                         results.extend(saves.popleft().result())
-                    saves.append(pool.submit(self._write, step, tensors, copies))
+                    saves.append(pool.submit(self._write_step, step, tensors, copies))
 
-                def finish() -> None:
+                def finish_writing() -> None:
                     for one in saves:
                         results.extend(one.result())
 
-                exchange.run(work, finish)
+                exchange.run(write_steps, finish_writing)
             self._place.hand_over()
         except BaseException:
-            self._drop()
+            self._drop_place()
             raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
-    def _write(self, step: Round, tensors: dict[str, Gathered], copies: list[Copy]) -> list[WriteResult]:
+    def _write_step(self, step: Round, tensors: dict[str, Gathered], copies: list[Copy]) -> list[WriteResult]:
         assert self._place is not None
         copy_blocks(copies)
-        report = save_file(cast(dict[str, TensorLike], tensors), self._place.make(step.file), {"format": "pt"}, **self._how)
-        return [_result(entry, step.file, report.bytes_out if number == 0 else 0) for number, entry in enumerate(step.entries)]
+        report = save_file(
+            cast(dict[str, TensorLike], tensors), self._place.make(step.file), {"format": "pt"}, **self._how
+        )
+        return [
+            _write_result(entry, step.file, report.bytes_out if number == 0 else 0)
+            for number, entry in enumerate(step.entries)
+        ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Called by torch, on the coordinator: publishes the checkpoint."""
@@ -194,11 +203,11 @@ class CheckpointWriter(StorageWriter):
             _write_indexes(place, manifest, results)
             place.write(NAME, encode(manifest))
         except BaseException:
-            self._drop()
+            self._drop_place()
             raise
         place.publish([*files, NAME])
 
-    def _drop(self) -> None:
+    def _drop_place(self) -> None:
         if self._place is not None:
             self._place.drop()
 
@@ -215,21 +224,27 @@ def _write_indexes(place: Place, manifest: Manifest, results: list[list[WriteRes
             place.write(f"{TRAINING}/{INDEX}" if folder else INDEX, text.encode())
 
 
-def _result(entry: Entry, file: str, size: int) -> WriteResult:
+def _write_result(entry: Entry, file: str, size: int) -> WriteResult:
     return WriteResult(entry.blocks[0].index, size, {"name": entry.name, "file": file})
 
 
-def _tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+def _tensor_of(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     value = planner.resolve_data(item)
     if not isinstance(value, torch.Tensor):
-        raise NotSupportedError(f"overwire: the planner gives a {type(value).__name__} for {item.index.fqn!r}", tensor=item.index.fqn)
+        raise NotSupportedError(
+            f"overwire: the planner gives a {type(value).__name__} for {item.index.fqn!r}", tensor=item.index.fqn
+        )
     return value.detach()
 
 
-def _bytes(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+def _bytes_of(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     value = planner.resolve_data(item)
     if not isinstance(value, io.BytesIO):
-        raise NotSupportedError(f"overwire: the planner gives a {type(value).__name__} for {item.index.fqn!r}", tensor=item.index.fqn)
+        raise NotSupportedError(
+            f"overwire: the planner gives a {type(value).__name__} for {item.index.fqn!r}", tensor=item.index.fqn
+        )
     return (
-        torch.frombuffer(bytearray(value.getbuffer()), dtype=torch.uint8) if value.getbuffer().nbytes else torch.empty(0, dtype=torch.uint8)
+        torch.frombuffer(bytearray(value.getbuffer()), dtype=torch.uint8)
+        if value.getbuffer().nbytes
+        else torch.empty(0, dtype=torch.uint8)
     )

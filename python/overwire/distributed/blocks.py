@@ -99,7 +99,7 @@ def _are_comparable(reports: Sequence[dict[str, Any]]) -> bool:
 def _describe_blocks(blocks: Blocks | None) -> dict[str, Any]:
     if blocks is None:
         return {"opened": None}
-    models = [file._live() for file in blocks.files]
+    models = [file._live_model() for file in blocks.files]
     if _engine.forked():
         raise ForkedError("overwire: the engine cannot run in a forked child", source=models[0].uris[0])
     offsets = [hashlib.sha256(array("q", [row[4] for row in model.table]).tobytes()).hexdigest() for model in models]
@@ -125,7 +125,7 @@ class BlockLoad:
         for number, file in enumerate(blocks.files):
             if any(one[number] for one in requests):
                 self._files[number] = before
-                before += len(file._live().table)
+                before += len(file._live_model().table)
         self._lands = False
         #: Stored bytes that this rank has read, and that it has copied from others.
         self.read, self.copied = 0, 0
@@ -144,13 +144,15 @@ class BlockLoad:
             if not self._files:
                 members.exchange(beside)
                 return ""
-            models = [self._blocks.files[number]._live().on(device) for number in self._files]
+            models = [self._blocks.files[number]._live_model().on(device) for number in self._files]
             load = GroupLoad(members, models, (SHARE, _BUFFERS))
             load.carrier = "mapped"
             needs = b"".join(self._number_rows(self._requests[rank], local) for local, rank in enumerate(members.local))
             wants = Wants(sorted(set(array("q", needs)[0::_WORDS])), needs)
             try:
-                for _ in load.land_requests(wants, lambda: self._number_rows(self._blocks.requests), members.agree, beside=beside):
+                for _ in load.land_requests(
+                    wants, lambda: self._number_rows(self._blocks.requests), members.agree, beside=beside
+                ):
                     pass
             except Unmapped as reason:
                 return str(reason).removeprefix("overwire: ")

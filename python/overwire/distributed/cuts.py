@@ -25,7 +25,7 @@ def shard_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 @lru_cache
-def _part(shape: tuple[int, ...], dim: int, ranks: int, rank: int) -> tuple[int, ...]:
+def _part_shape(shape: tuple[int, ...], dim: int, ranks: int, rank: int) -> tuple[int, ...]:
     # The shape of a rank's block. A model has few.
     lo, hi = shard_range(shape[dim], ranks, rank)
     return (*shape[:dim], hi - lo, *shape[dim + 1 :])
@@ -61,7 +61,11 @@ class Cutting(NamedTuple):
 
     def shape(self, task: Task, rank: int | None = None) -> tuple[int, ...]:
         """The shape of what this rank, or another, gets of a tensor."""
-        return task.shape if task.dim is None else _part(task.shape, task.dim, self.ranks, self.rank if rank is None else rank)
+        return (
+            task.shape
+            if task.dim is None
+            else _part_shape(task.shape, task.dim, self.ranks, self.rank if rank is None else rank)
+        )
 
     def block(self, task: Task, rank: int | None = None) -> tuple[int, int, int, int]:
         """The ranges of dims 0 and 1 that the engine reads of a tensor for this rank, or another."""
@@ -76,7 +80,9 @@ class Cutting(NamedTuple):
         if self.block(task) == ALL:
             return task.row
         shape = self.shape(task)
-        return task.row._replace(shape=shape, nbytes=task.row.nbytes * math.prod(shape) // max(1, math.prod(task.shape)))
+        return task.row._replace(
+            shape=shape, nbytes=task.row.nbytes * math.prod(shape) // max(1, math.prod(task.shape))
+        )
 
     def lands_whole(self, task: Task) -> bool:
         """Whether what the engine reads is what this rank gets: nothing of it is cut afterwards."""
@@ -90,11 +96,11 @@ class Cutting(NamedTuple):
         assert task.dim is not None
         lo, hi = shard_range(task.shape[task.dim], self.ranks, self.rank)
         if hi <= lo:
-            return self._empty(task, str(tensor.device))
+            return self._empty_part(task, str(tensor.device))
         index = tuple(slice(lo, hi, 1) if dim == task.dim else slice(0, size, 1) for dim, size in enumerate(task.shape))
         return self.frame.index(tensor, index, task.row.dtype)
 
-    def _empty(self, task: Task, device: str) -> Any:
+    def _empty_part(self, task: Task, device: str) -> Any:
         shape = self.shape(task)
         # `frame.empty` counts elements as the file does; these are torch's.
         if task.row.dtype in PACKED:

@@ -142,9 +142,11 @@ class Members:
                 result = work()
         except BaseException as caught:
             error = caught
-        self._hurry(error, math.inf)
-        self._hint(error)
-        every = self._gathered(((_portable(error), _weight(error, error is not step.halt)), result, secrets.token_hex(8)))
+        self._shorten_wait(error, math.inf)
+        self._hint_at_end(error)
+        every = self._gather_objects(
+            ((_pickle_error(error), _weight_of(error, error is not step.halt)), result, secrets.token_hex(8))
+        )
         step.agreed += 1
         step.token = step.token or every[0][2]
         self._raise_first([fault for fault, _, _ in every], error)
@@ -157,12 +159,12 @@ class Members:
         if step.interrupt is not None:
             error, ours = step.interrupt, True
         ours = ours and (error is None or error is not step.halt)
-        self._hurry(error, _PATIENCE)
-        self._hint(error if ours else None)
-        failed = self._any(error is not None)
+        self._shorten_wait(error, _PATIENCE)
+        self._hint_at_end(error if ours else None)
+        has_failed = self._is_any(error is not None)
         step.agreed += 1
-        if failed:
-            self._raise_first(self._gathered((_portable(error), _weight(error, ours))), error)
+        if has_failed:
+            self._raise_first(self._gather_objects((_pickle_error(error), _weight_of(error, ours))), error)
 
     def raise_alike(self, error: BaseException) -> None:
         """Raises what every rank raises here."""
@@ -186,36 +188,36 @@ class Members:
         now = time.monotonic()
         if now - self._step.looked >= _LOOK:
             self._step.looked = now
-            self._hear()
-            if self._step.token and self._stored(f"{self._step.token}/failed/{self._step.agreed}") is not None:
+            self._hear_interrupt()
+            if self._step.token and self._read_store(f"{self._step.token}/failed/{self._step.agreed}") is not None:
                 self._step.halt = CancelledError("overwire: group: another rank has failed")
                 raise self._step.halt
 
-    def _hear(self) -> None:
+    def _hear_interrupt(self) -> None:
         step = self._step
-        said = self._stored(f"{step.token}/left") if step.token else None
-        if said is None and step.agreed <= 1:
-            said = self._stored("left")
-            if said is not None and pickle.loads(said)[2] < step.born - _SKEW:
+        message = self._read_store(f"{step.token}/left") if step.token else None
+        if message is None and step.agreed <= 1:
+            message = self._read_store("left")
+            if message is not None and pickle.loads(message)[2] < step.born - _SKEW:
                 return  # of an earlier group of that name
-        if said is not None:
-            rank, fault, _ = pickle.loads(said)
+        if message is not None:
+            rank, fault, _ = pickle.loads(message)
             error = _from_rank(rank, pickle.loads(fault))
             self._step.broken = str(error)
             self.raise_alike(error)
 
-    def _hurry(self, error: BaseException | None, seconds: float) -> None:
+    def _shorten_wait(self, error: BaseException | None, seconds: float) -> None:
         # How long this rank waits for the others with an error; not long with an interrupt.
         if isinstance(error, (KeyboardInterrupt, SystemExit, TimeoutError)) and not isinstance(error, OverwireError):
             seconds = _GRACE
         self._step.failure, self._step.until = error, time.monotonic() + seconds
 
-    def _hint(self, error: BaseException | None) -> None:
+    def _hint_at_end(self, error: BaseException | None) -> None:
         # For `look`: ranks that read need not end that first.
         if error is not None and self._step.token:
-            self._store(f"{self._step.token}/failed/{self._step.agreed}", b"1")
+            self._write_store(f"{self._step.token}/failed/{self._step.agreed}", b"1")
 
-    def _stored(self, key: str) -> bytes | None:
+    def _read_store(self, key: str) -> bytes | None:
         # What the group's store has; None also if it cannot be reached.
         group = self._group()
         if group is not None:
@@ -226,7 +228,7 @@ class Members:
                     return value
         return None
 
-    def _store(self, key: str, value: bytes) -> None:
+    def _write_store(self, key: str, value: bytes) -> None:
         group = self._group()
         if group is not None:
             with suppress(*_UNREACHABLE):
@@ -251,15 +253,17 @@ class Members:
             return
         if step.number == first and meets and not step.broken:
 
-            def failed() -> None:
+            def note_failure() -> None:
                 raise error
 
             with suppress(BaseException):
-                self.exchange(failed)
+                self.exchange(note_failure)
             if step.known is error:
                 return
         step.broken = step.broken or f"{type(error).__name__} on rank {self.rank}"
-        self._store(f"{step.token}/left" if step.token else "left", pickle.dumps((self.rank, _portable(error), time.time())))
+        self._write_store(
+            f"{step.token}/left" if step.token else "left", pickle.dumps((self.rank, _pickle_error(error), time.time()))
+        )
 
     def end(self) -> None:
         """Raises an interrupt that came when the ranks had nothing more to tell each other. Errors
@@ -271,27 +275,27 @@ class Members:
         if interrupt is not None:
             raise interrupt
 
-    def _any(self, mine: bool) -> bool:
+    def _is_any(self, mine: bool) -> bool:
         # Collective: whether it is so on any rank.
         import torch
 
         flag = torch.tensor([mine], dtype=torch.int32, device=self._flags_device())
         self._step.number += 1  # before it begins: a second one in its place would end the process
-        with _reaching():
-            self._wait(self._dist.all_reduce(flag, self._dist.ReduceOp.MAX, group=self.group, async_op=True), flag)
+        with _naming_lost_ranks():
+            self._wait_for(self._dist.all_reduce(flag, self._dist.ReduceOp.MAX, group=self.group, async_op=True), flag)
             return bool(flag.item())
 
-    def _gathered(self, mine: Any) -> list[Any]:
+    def _gather_objects(self, mine: Any) -> list[Any]:
         # Collective: what every rank brings, each behind its length.
-        packed = pickle.dumps(mine)
-        packed = len(packed).to_bytes(8, "little") + packed
-        every = self._blocks(packed, max(4 << 10, min(_BLOCK, _BLOCKS // self.size)))
+        payload = pickle.dumps(mine)
+        payload = len(payload).to_bytes(8, "little") + payload
+        every = self._gather_blocks(payload, max(4 << 10, min(_BLOCK, _BLOCKS // self.size)))
         sizes = [8 + int.from_bytes(block[:8], "little") for block in every]
         if max(sizes) > len(every[0]):
-            every = self._blocks(packed, max(sizes))
+            every = self._gather_blocks(payload, max(sizes))
         return [pickle.loads(block[8:size]) for block, size in zip(every, sizes, strict=True)]
 
-    def _blocks(self, mine: bytes, size: int) -> list[bytes]:
+    def _gather_blocks(self, mine: bytes, size: int) -> list[bytes]:
         # Collective: `size` bytes of each rank.
         import torch
 
@@ -300,15 +304,15 @@ class Members:
         every = torch.empty(self.size * size, dtype=torch.uint8, device=device)
         self._all_gather(every, own.to(device))
         every = every.cpu()
-        found = ctypes.string_at(every.data_ptr(), every.numel())
-        return [found[rank * size :][:size] for rank in range(self.size)]
+        octets = ctypes.string_at(every.data_ptr(), every.numel())
+        return [octets[rank * size :][:size] for rank in range(self.size)]
 
     def _all_gather(self, whole: Any, mine: Any) -> None:
         self._step.number += 1
-        with _reaching():
-            self._wait(self._dist.all_gather_into_tensor(whole, mine, group=self.group, async_op=True), whole)
+        with _naming_lost_ranks():
+            self._wait_for(self._dist.all_gather_into_tensor(whole, mine, group=self.group, async_op=True), whole)
 
-    def _wait(self, work: Any, tensor: Any) -> None:
+    def _wait_for(self, work: Any, tensor: Any) -> None:
         # Until a collective has ended. An interrupt is kept for when the ranks next agree;
         # if the others do not come soon, or one of them has left, it is raised here.
         step, began = self._step, time.monotonic()
@@ -318,19 +322,19 @@ class Members:
             return
         while True:
             try:
-                if _within(work, _LOOK) if gloo else _seen(work, began):
+                if _ends_within(work, _LOOK) if gloo else _is_seen(work, began):
                     return
             except RuntimeError:
                 raise
             except BaseException as interrupt:
                 if step.interrupt is None:
                     step.interrupt = interrupt
-                    self._hurry(interrupt, _GRACE)
+                    self._shorten_wait(interrupt, _GRACE)
                 continue
             now = time.monotonic()
             if now - max(step.looked, began) >= _LOOK:
                 step.looked = now
-                self._hear()
+                self._hear_interrupt()
                 if step.failure is not None and now > step.until:
                     raise step.failure
 
@@ -346,22 +350,22 @@ class Members:
         """Collective: the tensor of one rank, contiguous, on all."""
         source = int(self._dist.get_global_rank(self.group, rank))
         self._step.number += 1
-        with _reaching():
-            self._wait(self._dist.broadcast(tensor, source, group=self.group, async_op=True), tensor)
+        with _naming_lost_ranks():
+            self._wait_for(self._dist.broadcast(tensor, source, group=self.group, async_op=True), tensor)
 
     def gather(self, buffer: Any, share: int) -> None:
         """Collective: rank r has bytes [r * share, (r + 1) * share) of the buffer, and gets the
         others'. On a GPU it is only queued."""
-        whole, mine = buffer[: share * self.size], buffer[share * self.rank :][:share]
+        whole, part = buffer[: share * self.size], buffer[share * self.rank :][:share]
         if not buffer.is_cuda:
-            self._all_gather(whole, mine)
+            self._all_gather(whole, part)
             return
         self._step.number += 1
-        with _reaching():
-            self._dist.all_gather_into_tensor(whole, mine, group=self.group)
+        with _naming_lost_ranks():
+            self._dist.all_gather_into_tensor(whole, part, group=self.group)
 
 
-def _within(work: Any, seconds: float) -> bool:
+def _ends_within(work: Any, seconds: float) -> bool:
     # Whether a collective of gloo ends in time.
     try:
         work.wait(timedelta(seconds=seconds))
@@ -373,7 +377,7 @@ def _within(work: Any, seconds: float) -> bool:
     return True
 
 
-def _seen(work: Any, began: float) -> bool:
+def _is_seen(work: Any, began: float) -> bool:
     # The same of NCCL, whose time-outs would end it.
     if work.is_completed():
         work.wait()
@@ -383,7 +387,7 @@ def _seen(work: Any, began: float) -> bool:
 
 
 @contextmanager
-def _reaching() -> Iterator[None]:
+def _naming_lost_ranks() -> Iterator[None]:
     # A rank that has died, or a time-out of the group's.
     try:
         yield
@@ -398,13 +402,13 @@ class Unmapped(NotSupportedError):
     """The ranks of a host cannot map each other's memory. It never leaves this package."""
 
 
-def _weight(error: BaseException | None, ours: bool) -> int:
+def _weight_of(error: BaseException | None, ours: bool) -> int:
     # What comes of another rank's error counts where there is no other, and that ranks cannot
     # reach each other where no rank has failed.
     return 0 if error is None else 1 if not ours else 2 if isinstance(error, Unmapped) else 3
 
 
-def _portable(error: BaseException | None) -> bytes | None:
+def _pickle_error(error: BaseException | None) -> bytes | None:
     if error is None:
         return None
     if not isinstance(error, OverwireError):

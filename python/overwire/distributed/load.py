@@ -168,13 +168,18 @@ class GroupLoad:
         self._room = max(one["room"] for one in reports)
         sends = bool(self.link) and fits(members.size, self._room)
         place = members.size, members.hosts, members.most_local
-        self.carrier = carrier_of(setting, Situation(*place, self._device != "cpu", remote, sends, bool(members.unreachable)))
+        self.carrier = carrier_of(
+            setting, Situation(*place, self._device != "cpu", remote, sends, bool(members.unreachable))
+        )
 
     def give_up_mapping(self, reason: str, setting: str) -> None:
         """Once a group, and alike on all ranks: they cannot map each other's memory."""
         self._members.unreachable = reason.removeprefix("overwire: ")
         self.carrier = "collective" if self.link and setting != "none" else "none"
-        log.warning("overwire: the ranks exchange by torch.distributed: they cannot map each other's memory: %s", self._members.unreachable)
+        log.warning(
+            "overwire: the ranks exchange by torch.distributed: they cannot map each other's memory: %s",
+            self._members.unreachable,
+        )
 
     def land_requests(
         self,
@@ -234,7 +239,14 @@ class GroupLoad:
             stream = stream_of(device)
         size = share_of_rank(len(ranks), share, buffers) * len(ranks)
         own = ranks.index(self._members.rank)
-        return {"tensors": list(wants.tensors), "size": size, "ranks": len(ranks), "rank": own, "device": device, "stream": stream}
+        return {
+            "tensors": list(wants.tensors),
+            "size": size,
+            "ranks": len(ranks),
+            "rank": own,
+            "device": device,
+            "stream": stream,
+        }
 
 
 class _Relay:
@@ -312,7 +324,11 @@ class _Relay:
             raise
         except BaseException as error:
             self._end_with(error)
-        if isinstance(self._error, OverwireError) and self._job is not None and (lost := (self._job.report() or {}).get("lost")):
+        if (
+            isinstance(self._error, OverwireError)
+            and self._job is not None
+            and (lost := (self._job.report() or {}).get("lost"))
+        ):
             raise IOFailure(f"overwire: group: rank {members.local[lost[0]]} is gone: {self._error}") from self._error
         agree(self._error, self._ours)
 

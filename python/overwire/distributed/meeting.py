@@ -69,7 +69,9 @@ def meet(
     for what, value in first["alike"].items():
         for rank, one in enumerate(reports):
             if one["alike"].get(what) != value:
-                members.raise_alike(ArgumentError(f"overwire: group: {what} differs between ranks 0 and {rank}", source=source))
+                members.raise_alike(
+                    ArgumentError(f"overwire: group: {what} differs between ranks 0 and {rank}", source=source)
+                )
     if comparable(reports) and (error := _find_difference(reports)) is not None:
         members.raise_alike(error)
     members.settle([one["host"] for one in reports])
@@ -88,7 +90,9 @@ def _find_difference(reports: Sequence[Mapping[str, Any]]) -> CorruptError | Non
                 continue
             uris = ranks[min(ranks)].uris
             uri = uris[min(at, len(uris) - 1)]
-            text = f"overwire: group: {uri} is not the same file on ranks {other} and {rank}: was it replaced meanwhile?"
+            text = (
+                f"overwire: group: {uri} is not the same file on ranks {other} and {rank}: was it replaced meanwhile?"
+            )
             return CorruptError(text, source=uri)
     return None
 

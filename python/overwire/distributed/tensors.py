@@ -73,7 +73,9 @@ def open_load(
 
     def describe() -> dict[str, Any]:
         if options.get("read") is not None:
-            raise ArgumentError("overwire: read: a group's way of reading is set by OVERWIRE_READ, for all its ranks alike")
+            raise ArgumentError(
+                "overwire: read: a group's way of reading is set by OVERWIRE_READ, for all its ranks alike"
+            )
         loads.append(TensorLoad(members, source, shard, device, framework, (budget, beside), options))
         if choose is not None:
             loads[0].positions = list(choose(loads[0]))
@@ -112,7 +114,8 @@ class TensorLoad:
         self._count = self._bytes = 0  # of the tensors that have arrived
         self._frame = frame_for(framework)
         self._exchange = ranks.exchange_setting()
-        self._budget, self._beside = budgets[0] or 0, budgets[1]  # after the meeting the smallest of any rank's, 0: none
+        # after the meeting the smallest of any rank's, 0: none
+        self._budget, self._beside = budgets[0] or 0, budgets[1]
         self._bitmaps: list[bytes] = []  # by rank: what it wants
         if self._frame.name != "torch":
             raise ArgumentError("overwire: group: the ranks exchange torch tensors; use framework='pt'")
@@ -154,7 +157,9 @@ class TensorLoad:
         elif callable(shard):
             dims_by_place = [(at, shard(row[0], torch_shape(row))) for at, row in enumerate(model.table)]
         else:
-            raise ArgumentError(f"overwire: shard: expected a dict of name to dimension, or a callable, got {type(shard).__name__}")
+            raise ArgumentError(
+                f"overwire: shard: expected a dict of name to dimension, or a callable, got {type(shard).__name__}"
+            )
         for at, dim in dims_by_place:
             if dim is None:
                 continue
@@ -316,7 +321,9 @@ class TensorLoad:
     def _needs_here(self, window: list[int]) -> Wants:
         # Of the ranks of this host.
         local = self._members.local
-        if all(self._is_wanted(rank, at) for rank in local for at in window) and not any(at in self._dims for at in window):
+        if all(self._is_wanted(rank, at) for rank in local for at in window) and not any(
+            at in self._dims for at in window
+        ):
             return Wants(window)
         tasks = [self.task(at) for at in window]
         needs = [
@@ -394,7 +401,9 @@ class TensorLoad:
         for at in positions if most else ():
             if (size := self._largest_size(at)) > most:
                 name = self.model.table[at][0]
-                text = f"overwire: {self.model.uris[0]} tensor {name!r}: it takes {size} bytes, and max_memory is {most}"
+                text = (
+                    f"overwire: {self.model.uris[0]} tensor {name!r}: it takes {size} bytes, and max_memory is {most}"
+                )
                 raise OutOfMemoryError(text, asked=size, free=most, total=most, tensor=name)
 
     def _windows_of(self, positions: list[int], most: int) -> list[list[int]]:

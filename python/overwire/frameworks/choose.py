@@ -36,11 +36,11 @@ def frame_for(framework: str | None) -> Frame:
         name = _NAMES.get(framework, "") if isinstance(framework, str) else ""
         if not name:
             raise ArgumentError(f"overwire: framework {framework!r}: expected 'pt' (torch), 'np' (numpy) or 'bytes'")
-    return _frame(name)
+    return _find_frame(name)
 
 
 @cache
-def _frame(name: str) -> Frame:
+def _find_frame(name: str) -> Frame:
     try:
         if name != "bytes":
             import_module(name)

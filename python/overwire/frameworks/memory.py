@@ -156,7 +156,7 @@ def local_part(tensor: Any, where: str, name: str | None = None) -> Part | None:
     ranges = (
         None
         if coordinate is None
-        else _ranges(tuple(tensor.shape), tensor.device_mesh.shape, coordinate, tensor.placements)
+        else _ranges_of_rank(tuple(tensor.shape), tensor.device_mesh.shape, coordinate, tensor.placements)
     )
     with torch.no_grad():
         local = tensor.to_local()
@@ -169,7 +169,7 @@ def local_part(tensor: Any, where: str, name: str | None = None) -> Part | None:
     return Part(local, ranges)
 
 
-def _ranges(
+def _ranges_of_rank(
     shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: list[int], placements: tuple[Any, ...]
 ) -> tuple[tuple[int, int], ...] | None:
     # As torch cuts: blocks of ceil(size / ranks), of which the last may be shorter, or empty.

@@ -48,7 +48,7 @@ def hold(capsule: Any, pointer: int, size: int) -> Any:
     return np.asarray(_Holder(capsule, pointer, "|u1", (size,)))
 
 
-def _extra(name: str) -> np.dtype[Any]:
+def _extra_dtype(name: str) -> np.dtype[Any]:
     try:
         import ml_dtypes
     except ImportError as error:
@@ -77,16 +77,16 @@ class NumpyFrame(Frame):
         self._types: dict[str, np.dtype[Any]] = {name: np.dtype(text) for name, text in _OWN.items()}
         self._kinds = {name: t.str for name, t in self._types.items()}
 
-    def _type(self, name: str) -> np.dtype[Any]:
+    def _type_of(self, name: str) -> np.dtype[Any]:
         dtype = self._types.get(name)
         if dtype is None:
-            dtype = np.dtype(np.uint8) if name.startswith("F6_") else _extra(name)
+            dtype = np.dtype(np.uint8) if name.startswith("F6_") else _extra_dtype(name)
             self._types[name] = dtype
         return dtype
 
     def raw(self, dtypes: Iterable[str]) -> bool:
         for name in dtypes:
-            self._type(name)  # what numpy lacks is said before anything is read
+            self._type_of(name)  # what numpy lacks is said before anything is read
         return False  # only the address counts: capsules are never unpacked
 
     def adopt(self, capsule: Any, pointer: int, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
@@ -95,11 +95,11 @@ class NumpyFrame(Frame):
         kind = self._kinds.get(dtype)
         if kind is not None:
             return np.asarray(_Holder(capsule, pointer, kind, shape))
-        target = self._type(dtype)
+        target = self._type_of(dtype)
         if dtype in PACKED:
             flat = hold(capsule, pointer, nbytes(dtype, shape))
             if dtype == "F4":
-                return _unpack(flat).view(target).reshape(shape)
+                return _unpack_nibbles(flat).view(target).reshape(shape)
             return flat.reshape(packed_shape(dtype, shape))
         plain = np.asarray(_Holder(capsule, pointer, f"<u{BITS[dtype] // 8}", shape))
         return plain.view(target)
@@ -108,12 +108,12 @@ class NumpyFrame(Frame):
         check_empty(dtype, shape)
         if dtype.startswith("F6_"):
             shape = packed_shape(dtype, shape)
-        return np.empty(shape, self._type(dtype))
+        return np.empty(shape, self._type_of(dtype))
 
     def dtype(self, wanted: Any) -> Any:
         name = wanted if isinstance(wanted, str) and wanted == "float" else named(wanted)  # numpy's float is float64
         if isinstance(name, str) and name in _EXTRA:
-            return self._type(name)
+            return self._type_of(name)
         try:
             return np.dtype(_OWN.get(name, name) if isinstance(name, str) else name)
         except TypeError as error:
@@ -172,12 +172,12 @@ class NumpyFrame(Frame):
         if name == "F4":
             if dense.size % 2:
                 raise ArgumentError("overwire: F4 needs an even number of elements")
-            dense = _pack(dense)
+            dense = _pack_nibbles(dense)
         address = dense.__array_interface__["data"][0]
         return Bytes(name, shape, address if dense.nbytes else 0, dense.nbytes, dense)
 
 
-def _unpack(flat: Any) -> Any:
+def _unpack_nibbles(flat: Any) -> Any:
     """One element a byte from two; the low half comes first."""
     both = np.empty(flat.size * 2, np.uint8)
     both[0::2] = flat & 15
@@ -185,6 +185,6 @@ def _unpack(flat: Any) -> Any:
     return both
 
 
-def _pack(array: Any) -> Any:
+def _pack_nibbles(array: Any) -> Any:
     flat = array.view(np.uint8).reshape(-1)
     return (flat[0::2] & 15) | (flat[1::2] << 4)

@@ -41,11 +41,11 @@ class TensorSpec:
         name = _NAMES.get(dtype, dtype)
         if name not in BITS:
             raise NotSupportedError(f'Unknown dtype "{dtype}". Supported dtypes: {", ".join(_NAMES)}')
-        dims = [_unsigned(d) for d in shape]
+        dims = [_check_unsigned(d) for d in shape]
         if dtype == "float4_e2m1fn_x2" and dims:
             dims[-1] *= 2
         self._dtype, self._shape = name, dims
-        self._data_ptr, self._data_len = _unsigned(data_ptr), _unsigned(data_len)
+        self._data_ptr, self._data_len = _check_unsigned(data_ptr), _check_unsigned(data_len)
         self._holder: Any = None
 
     @classmethod
@@ -97,7 +97,7 @@ class TensorSpec:
         return Bytes(self._dtype, shape, self._data_ptr if size else 0, size, self)
 
 
-def _unsigned(value: int) -> int:
+def _check_unsigned(value: int) -> int:
     number = operator.index(value)
     if number < 0:
         raise OverflowError("can't convert negative int to unsigned")

@@ -43,7 +43,7 @@ def torch_dtype(name: str) -> torch.dtype | None:
 
 
 @cache
-def _native(name: str) -> bool:
+def _takes_natively(name: str) -> bool:
     # Whether this torch takes such a capsule as it is. Asked of torch itself,
     # because its DLPack grew type by type.
     if name in PACKED or name not in _TYPES:
@@ -64,7 +64,7 @@ def _errors_of(device: str, wanted: int = 0) -> Iterator[None]:
     except OverwireError:
         raise
     except torch.OutOfMemoryError as error:
-        free, total = _room(device)
+        free, total = _free_memory(device)
         room = "" if free is None else f"{free} are free of {total}: "
         raise OutOfMemoryError(
             f"overwire: {wanted} bytes of tensors on {device}: {room}{error}", asked=wanted, free=free, total=total
@@ -73,7 +73,7 @@ def _errors_of(device: str, wanted: int = 0) -> Iterator[None]:
         raise DeviceError(f"overwire: device {device!r}: {error}") from error
 
 
-def _room(device: str) -> tuple[int | None, int | None]:
+def _free_memory(device: str) -> tuple[int | None, int | None]:
     try:
         with beside_captures():
             free, total = torch.cuda.mem_get_info(torch.device(device))
@@ -90,7 +90,7 @@ _ROUND, _UNIT, _ALONE, _GROUP = 512, 2 << 20, 10 << 20, 128 << 20
 _CONFIGURED = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
-def _groups(sizes: Sequence[int]) -> Iterator[list[int]]:
+def _group_sizes(sizes: Sequence[int]) -> Iterator[list[int]]:
     """Tensors by position, in groups: those of one share memory, where it has several."""
     group: list[int] = []
     alone: list[int] = []
@@ -108,7 +108,7 @@ def _groups(sizes: Sequence[int]) -> Iterator[list[int]]:
     yield from ([at] for at in alone)
 
 
-def _divide(device: torch.device, size: int) -> None:
+def _divide_block(device: torch.device, size: int) -> None:
     # Memory that torch keeps, it divides: what is asked for next takes exactly this.
     if any(word in conf for conf in map(os.environ.get, _CONFIGURED) if conf for word in ("max_split_size", "backend")):
         return  # an allocator that may not divide it
@@ -118,7 +118,7 @@ def _divide(device: torch.device, size: int) -> None:
 
 def unused(device: str) -> int:
     """The bytes of a GPU that are free, without what torch's allocator keeps; 0 if it does not tell."""
-    return _room(device)[0] or 0
+    return _free_memory(device)[0] or 0
 
 
 def around(device: str) -> tuple[int, bool]:
@@ -136,12 +136,12 @@ def _number_of(device: str) -> int:
 
 def give_back(device: str) -> None:
     """Lets torch's allocator give its unused memory back to the device."""
-    _collect()
+    _collect_garbage()
     with _errors_of(device):
         torch.cuda.empty_cache()
 
 
-def _collect() -> None:
+def _collect_garbage() -> None:
     # Loaders that make modules by the thousand pause the cycle collector; what only it
     # frees is no reason to fail.
     if not gc.isenabled():
@@ -185,7 +185,7 @@ def on_gpu(data: Any) -> bool:
 
 
 @cache
-def _place(device: torch.device) -> int:
+def _device_number(device: torch.device) -> int:
     """1 + the number of the GPU that a tensor lies on, 0 for the host."""
     if device.type == "meta":
         raise ArgumentError("overwire: a tensor on the meta device has no bytes")
@@ -261,7 +261,7 @@ class TorchFrame(Frame):
     make = staticmethod(from_dlpack)
 
     def raw(self, dtypes: Iterable[str]) -> bool:
-        return not all(map(_native, dtypes))
+        return not all(map(_takes_natively, dtypes))
 
     def adopt(self, capsule: Any, pointer: int, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         if capsule is None or 0 in shape:
@@ -270,37 +270,37 @@ class TorchFrame(Frame):
         if tensor.dtype is _TYPES.get(dtype) and dtype not in PACKED:
             return tensor
         if dtype not in PACKED:
-            return tensor.view(self._type(dtype))
+            return tensor.view(self._type_of(dtype))
         # F4 becomes torch's pairs, its last dimension halved; what torch has no type for stays bytes.
-        return tensor.view(torch.uint8).reshape(-1).view(self._type(dtype)).view(packed_shape(dtype, shape))
+        return tensor.view(torch.uint8).reshape(-1).view(self._type_of(dtype)).view(packed_shape(dtype, shape))
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         check_empty(dtype, shape)
         if dtype in PACKED:
             shape = packed_shape(dtype, shape)
-        return torch.empty(shape, dtype=self._type(dtype), device=device)
+        return torch.empty(shape, dtype=self._type_of(dtype), device=device)
 
     def empty_on(self, device: str, rows: Sequence[Any], again: bool = True) -> list[Any]:
         with _errors_of(device, sum(row[3] for row in rows)):
             try:
-                return self._many(device, rows)
+                return self._make_many(device, rows)
             except torch.OutOfMemoryError:
                 if not again:
                     raise
                 # What was made is gone, now that the handler has ended.
-            _collect()
+            _collect_garbage()
             _verbs.empty_cache()  # the engine's staging may lie where they could
-            return self._many(device, rows)
+            return self._make_many(device, rows)
 
-    def _many(self, device: str, rows: Sequence[Any]) -> list[Any]:
+    def _make_many(self, device: str, rows: Sequence[Any]) -> list[Any]:
         # There may be tens of thousands: empty_strided costs half of what empty
         # does, whose arguments torch looks at in several ways.
         where, new = torch.device(device), torch.empty_strided
         strides: dict[tuple[int, ...], list[int]] = {}
         tensors: list[Any] = [None] * len(rows)
-        for group in _groups([row[3] for row in rows]):
+        for group in _group_sizes([row[3] for row in rows]):
             if len(group) > 1 and where.type == "cuda":
-                _divide(where, sum(-(-rows[at][3] // _ROUND) * _ROUND for at in group))
+                _divide_block(where, sum(-(-rows[at][3] // _ROUND) * _ROUND for at in group))
             for at in group:
                 _, dtype, shape, *_ = rows[at]
                 if dtype in PACKED:
@@ -311,10 +311,10 @@ class TorchFrame(Frame):
                     dense = strides[shape] = [1] * len(shape)
                     for dim in range(len(shape) - 1, 0, -1):
                         dense[dim - 1] = dense[dim] * max(shape[dim], 1)
-                tensors[at] = new(shape, dense, dtype=self._type(dtype), device=where)
+                tensors[at] = new(shape, dense, dtype=self._type_of(dtype), device=where)
         return tensors
 
-    def _type(self, name: str) -> torch.dtype:
+    def _type_of(self, name: str) -> torch.dtype:
         if name.startswith("F6_"):
             return torch.uint8
         try:
@@ -351,7 +351,7 @@ class TorchFrame(Frame):
         flips, forward, at = [], [], 0
         for entry in index:
             if isinstance(entry, slice) and (entry.step or 1) < 0:
-                entry, flip = _forward(entry)
+                entry, flip = _rising_slice(entry)
                 if flip:
                     flips.append(at)
             if not isinstance(entry, int):
@@ -374,8 +374,8 @@ class TorchFrame(Frame):
                 f"overwire: a {tensor.layout} tensor, or a quantized one, has no bytes of its own; take its parts"
             )
         check_memory(tensor, "overwire")
-        here = self._plain(tensor) if tensor.is_conj() or tensor.is_neg() else tensor
-        cuda = _place(here.device)
+        here = self._plain_tensor(tensor) if tensor.is_conj() or tensor.is_neg() else tensor
+        cuda = _device_number(here.device)
         name, dims = SAVED.get(here.dtype, ""), tuple(here.shape)
         shape = (*dims[:-1], dims[-1] * 2) if name == "F4" and dims else dims
         size = here.nbytes
@@ -385,7 +385,7 @@ class TorchFrame(Frame):
         strides = tuple(stride * item for stride in here.stride())
         return View(name, shape, here.data_ptr(), item, dims, strides, here, cuda)
 
-    def _plain(self, tensor: Any) -> Any:
+    def _plain_tensor(self, tensor: Any) -> Any:
         plain = tensor.detach()
         if plain.is_conj():
             plain = plain.resolve_conj()
@@ -402,7 +402,7 @@ class TorchFrame(Frame):
             raise NotSupportedError(f"overwire: safetensors cannot hold {kind} tensors; compress_pickle keeps them")
         if not ready:
             check_memory(tensor, "overwire")
-        dense = self._plain(tensor)
+        dense = self._plain_tensor(tensor)
         if not on_gpu(dense) or not dense.is_contiguous():
             dense = dense.to("cpu").contiguous()
         shape = tuple(dense.shape)
@@ -414,7 +414,7 @@ class TorchFrame(Frame):
         return Bytes(name, shape, dense.data_ptr() if size else 0, size, dense, settled(dense))
 
 
-def _forward(entry: slice) -> tuple[slice, bool]:
+def _rising_slice(entry: slice) -> tuple[slice, bool]:
     """The rising slice of the same elements as a falling, normalised one, and
     whether the order must be turned round after it."""
     count = len(range(entry.start, -1 if entry.stop is None else entry.stop, entry.step))

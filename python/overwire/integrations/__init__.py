@@ -155,14 +155,16 @@ def absent(index: str | None, files: Any, held: Container[str]) -> list[tuple[st
 
     if index is None or not os.path.isfile(index):
         return []
-    with open(index, encoding="utf-8") as opened:
-        listed = json.load(opened)["weight_map"]
-    missing = [name for name in listed if name not in held]
+    with open(index, encoding="utf-8") as index_file:
+        weight_map = json.load(index_file)["weight_map"]
+    missing = [name for name in weight_map if name not in held]
     if not missing:
         return []
     here = {os.path.realpath(file) for file in files}
     folder = os.path.dirname(index)
-    return [(name, listed[name]) for name in missing if os.path.realpath(os.path.join(folder, listed[name])) in here]
+    return [
+        (name, weight_map[name]) for name in missing if os.path.realpath(os.path.join(folder, weight_map[name])) in here
+    ]
 
 
 def complete(index: str | None, missing: Iterable[tuple[str, str]], wanted: Callable[[str], bool] | None) -> None:
@@ -170,4 +172,7 @@ def complete(index: str | None, missing: Iterable[tuple[str, str]], wanted: Call
     made."""
     lacking = sorted(f"{name} (of {file})" for name, file in missing if wanted is None or wanted(name))
     if lacking:
-        raise ValueError(f"Following weights were not initialized from checkpoint: {lacking}: {index} lists them, and the files lack them")
+        raise ValueError(
+            f"Following weights were not initialized from checkpoint: {lacking}: {index} lists them, and the files "
+            f"lack them"
+        )

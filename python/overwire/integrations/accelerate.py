@@ -34,7 +34,7 @@ def hooks(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]
     for name in ("dispatch_model", "cpu_offload"):
         original = found(MODULES[1], name)
         if original is not None:
-            pairs.append((original, _streams(original, lazy)))
+            pairs.append((original, _streaming_dispatch(original, lazy)))
     return pairs
 
 
@@ -57,15 +57,15 @@ def _through_overwire(loader: Any, lazy: Lazy) -> Any:
     return OffloadedWeightsLoader
 
 
-def _streams(original: Any, lazy: Lazy) -> Any:
+def _streaming_dispatch(original: Any, lazy: Lazy) -> Any:
     @functools.wraps(original)
-    def dispatched(*args: Any, **kwargs: Any) -> Any:
+    def dispatch_and_stream(*args: Any, **kwargs: Any) -> Any:
         model = original(*args, **kwargs)
         if lazy.offloads():
-            _stream(model)
+            _stream_modules(model)
         return model
 
-    return dispatched
+    return dispatch_and_stream
 
 
 class _Weights(Mapping[str, Any]):
@@ -93,7 +93,7 @@ class _Weights(Mapping[str, Any]):
         return len(self._weights)
 
 
-def _stream(model: Any) -> None:
+def _stream_modules(model: Any) -> None:
     # Takes over the modules of a model that accelerate has just dispatched.
     import torch
     from accelerate.hooks import AlignDevicesHook
@@ -101,24 +101,26 @@ def _stream(model: Any) -> None:
     from overwire.plumbing import Hosted, listed_blocks
 
     hooks: dict[Any, Any] = {module: getattr(module, "_hf_hook", None) for module in model.modules()}
-    offloaded = {module: hook for module, hook in hooks.items() if type(hook) is AlignDevicesHook and hook.offload}
+    hooks_of_modules = {
+        module: hook for module, hook in hooks.items() if type(hook) is AlignDevicesHook and hook.offload
+    }
     maps: dict[int, _Weights] = {}
-    weights = {module: own for module, hook in offloaded.items() if (own := _weights_of(module, hook, maps))}
-    _leave_shared(weights, offloaded)
+    weights = {module: own for module, hook in hooks_of_modules.items() if (own := _weights_of(module, hook, maps))}
+    _leave_shared(weights, hooks_of_modules)
     hosted_of: dict[torch.device, Hosted] = {}
     for name, block, owners in _blocks_of(listed_blocks(model), weights):
-        for device in dict.fromkeys(_device_of(offloaded[owner]) for owner in owners):
-            ours = [owner for owner in owners if _device_of(offloaded[owner]) == device]
-            hosted = hosted_of.setdefault(device, Hosted(device))
-            hosted.add(name, block, [weight for owner in ours for weight in weights[owner]])
-            for owner in ours:
-                stored = weights.pop(owner)
-                _take_hook(owner, stored[0].owner, hosted)
-                for weight in stored:
-                    _map_of(offloaded[owner], maps).store(weight.name, hosted)
-    for device, hosted in hosted_of.items():
-        hosted.run()
-        log.info("patch_safetensors: accelerate: %r for %s, ring of %d bytes", hosted, device, hosted.ring)
+        for device in dict.fromkeys(_device_of(hooks_of_modules[owner]) for owner in owners):
+            own_blocks = [owner for owner in owners if _device_of(hooks_of_modules[owner]) == device]
+            host = hosted_of.setdefault(device, Hosted(device))
+            host.add(name, block, [weight for owner in own_blocks for weight in weights[owner]])
+            for owner in own_blocks:
+                maps_of_owner = weights.pop(owner)
+                _take_hook(owner, maps_of_owner[0].owner, host)
+                for weight in maps_of_owner:
+                    _map_of(hooks_of_modules[owner], maps).store(weight.name, host)
+    for device, host in hosted_of.items():
+        host.run()
+        log.info("patch_safetensors: accelerate: %r for %s, ring of %d bytes", host, device, host.ring)
 
 
 def _weights_of(module: Any, hook: Any, maps: dict[int, _Weights]) -> list[Any]:
@@ -126,13 +128,13 @@ def _weights_of(module: Any, hook: Any, maps: dict[int, _Weights]) -> list[Any]:
     # or buffers that it brings along, are more than plain parameters.
     from overwire.plumbing import HostedWeight, can_store
 
-    known, out = _map_of(hook, maps), []
+    weights_map, out = _map_of(hook, maps), []
     buffers = hook.offload_buffers and any(True for _ in module.buffers(recurse=hook.place_submodules))
-    if known is None or buffers or hook.tied_params_names or _device_of(hook).type not in ("cpu", "cuda"):
+    if weights_map is None or buffers or hook.tied_params_names or _device_of(hook).type not in ("cpu", "cuda"):
         return []
     for name, parameter in module.named_parameters(recurse=hook.place_submodules):
         whole, (inner, _, key) = hook.weights_map.prefix + name, name.rpartition(".")
-        values = known.get(whole)
+        values = weights_map.get(whole)
         if values is None or type(parameter).__name__ != "Parameter" or not parameter.is_meta or not can_store(values):
             return []
         if values.dtype != parameter.dtype or values.shape != parameter.shape:
@@ -182,7 +184,9 @@ def _device_of(hook: Any) -> Any:
     import torch
 
     device = hook.execution_device
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device("meta" if device is None else device)
+    return (
+        torch.device("cuda", device) if isinstance(device, int) else torch.device("meta" if device is None else device)
+    )
 
 
 def _take_hook(taken: Any, owner: Any, hosted: Any) -> None:

@@ -33,12 +33,14 @@ def install() -> None:
     import comfy.utils
 
     if not hasattr(comfy.utils.load_torch_file, "_overwire"):
-        comfy.utils.load_torch_file = _reads(comfy.utils.load_torch_file)
+        comfy.utils.load_torch_file = _reading_file(comfy.utils.load_torch_file)
 
 
-def _reads(original: Any) -> Any:
+def _reading_file(original: Any) -> Any:
     @functools.wraps(original)
-    def load_torch_file(ckpt: Any, safe_load: bool = False, device: Any = None, return_metadata: bool = False, **more: Any) -> Any:
+    def load_torch_file(
+        ckpt: Any, safe_load: bool = False, device: Any = None, return_metadata: bool = False, **more: Any
+    ) -> Any:
         if not is_compressed(ckpt):
             return original(ckpt, safe_load=safe_load, device=device, return_metadata=return_metadata, **more)
         with overwire.safe_open(ckpt, framework="pt", device="cpu" if device is None else str(device)) as file:

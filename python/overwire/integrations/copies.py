@@ -68,13 +68,13 @@ def block_of(copy: Copy) -> list[tuple[int, int]] | None:
     low, high = offset // row, last // row + 1
     if count == (high - low) * row and dense:
         return [(low, high)]
-    left = offset % row
+    column = offset % row
     if len(shape) == 2 == len(copy.shape) and copy.stride == (row, 1) and copy.shape[0] == high - low:  # columns
-        return [(low, high), (left, left + copy.shape[1])]
-    return _block(copy, row, low, high, last)
+        return [(low, high), (column, column + copy.shape[1])]
+    return _block_by_torch(copy, row, low, high, last)
 
 
-def _block(copy: Copy, row: int, low: int, high: int, last: int) -> list[tuple[int, int]] | None:
+def _block_by_torch(copy: Copy, row: int, low: int, high: int, last: int) -> list[tuple[int, int]] | None:
     # By what torch makes of the ranges: the rare ones.
     shape, offset, count = copy.of.shape, copy.offset, elements(copy.shape)
     ranges = [(low, high)]
@@ -82,18 +82,18 @@ def _block(copy: Copy, row: int, low: int, high: int, last: int) -> list[tuple[i
         if len(shape) < 2:
             return None
         cell = elements(shape[2:])
-        left, right = offset % row // cell, last % row // cell + 1
-        ranges.append((left, right))
-        if left >= right or count != (high - low) * (right - left) * cell:
+        first, right = offset % row // cell, last % row // cell + 1
+        ranges.append((first, right))
+        if first >= right or count != (high - low) * (right - first) * cell:
             return None
     whole = torch.empty(shape, device="meta")[tuple(slice(*one) for one in ranges)]
     try:
-        seen = whole.view(copy.shape)
+        view = whole.view(copy.shape)
     except RuntimeError:
         return None
     steps = [(n, step) for n, step in zip(copy.shape, copy.stride, strict=True) if n != 1]
-    same = steps == [(n, step) for n, step in zip(seen.shape, seen.stride(), strict=True) if n != 1]
-    return ranges if same and seen.storage_offset() == offset else None
+    same = steps == [(n, step) for n, step in zip(view.shape, view.stride(), strict=True) if n != 1]
+    return ranges if same and view.storage_offset() == offset else None
 
 
 def request_of(copy: Copy, device: torch.device) -> tuple[int, int, int, int, int, int] | None:
@@ -122,28 +122,30 @@ def fill(copies: Iterable[Copy], most: int) -> None:
     """
     from ..plumbing import land
 
-    asked: dict[tuple[int, torch.device], tuple[Any, list[Any]]] = {}
+    requests: dict[tuple[int, torch.device], tuple[Any, list[Any]]] = {}
     rest: list[Copy] = []
     for copy in copies:
         request = request_of(copy, copy.target.device)
         if request is None:
             rest.append(copy)
         else:
-            asked.setdefault((id(copy.of.file), copy.target.device), (copy.of.file, []))[1].append((request, copy))
-    for (_, device), (file, pairs) in asked.items():
+            requests.setdefault((id(copy.of.file), copy.target.device), (copy.of.file, []))[1].append((request, copy))
+    for (_, device), (file, pairs) in requests.items():
         if not land(file, str(device), [request for request, _ in pairs]):
             rest += [copy for _, copy in pairs]
-    _beside(rest, most)
+    _copy_beside(rest, most)
 
 
-def _beside(copies: list[Copy], most: int) -> None:
+def _copy_beside(copies: list[Copy], most: int) -> None:
     # What no request says: casts, targets with gaps, other views, files that are preloaded.
     into: dict[int, tuple[Any, list[Any]]] = {}
     others: list[tuple[Copy, tuple[int, int]]] = []
     for copy in copies:
         shape = copy.of.shape
         block = block_of(copy)
-        target = None if block is None else shaped(copy.target, [*(high - low for low, high in block), *shape[len(block) :]])
+        target = (
+            None if block is None else shaped(copy.target, [*(high - low for low, high in block), *shape[len(block) :]])
+        )
         if target is not None:
             into.setdefault(id(copy.of.file), (copy.of.file, []))[1].append((copy.of.name, block, target))
         else:
@@ -153,19 +155,19 @@ def _beside(copies: list[Copy], most: int) -> None:
     for file, targets in into.values():
         file.load_into(targets)
     while others:
-        taken: list[tuple[Copy, int, torch.Tensor]] = []
+        neighbours: list[tuple[Copy, int, torch.Tensor]] = []
         size = 0
-        while others and (not taken or size < most):
+        while others and (not neighbours or size < most):
             copy, (low, high) = others.pop()
             rows = torch.empty((high - low, *copy.of.shape[1:]), dtype=copy.dtype, device=copy.target.device)
             size += rows.numel() * rows.element_size()
-            taken.append((copy, low, rows))
-        for copy, low, rows in taken:
+            neighbours.append((copy, low, rows))
+        for copy, low, rows in neighbours:
             copy.of.file.load_into([(copy.of.name, [(low, low + rows.shape[0])], rows)])
-        for copy, low, rows in taken:
-            found = rows.as_strided(copy.shape, copy.stride, copy.offset - low * elements(rows.shape[1:]))
+        for copy, low, rows in neighbours:
+            view = rows.as_strided(copy.shape, copy.stride, copy.offset - low * elements(rows.shape[1:]))
             with torch.no_grad():
-                copy.target.copy_(found)
+                copy.target.copy_(view)
 
 
 def shaped(target: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
@@ -198,21 +200,21 @@ class Early:
                 return copies
             self.end()
         device, file = self._device(), copies[0].of.file
-        asked: list[Any] = []
-        begun: list[Copy] = []
-        left: list[Copy] = []
+        requests: list[Any] = []
+        started_copies: list[Copy] = []
+        remainder: list[Copy] = []
         for copy in copies:
             request = request_of(copy, device) if copy.of.file is file else None
             if request is None:
-                left.append(copy)
+                remainder.append(copy)
             else:
-                asked.append(request)
-                begun.append(copy)
-        self._job = landing(file, str(device), asked) if asked else None
+                requests.append(request)
+                started_copies.append(copy)
+        self._job = landing(file, str(device), requests) if requests else None
         if self._job is None:
             return copies
-        self.copies += begun
-        return left
+        self.copies += started_copies
+        return remainder
 
     def end(self) -> None:
         """Waits for the load that runs, and raises what it raises."""

@@ -47,7 +47,7 @@ class Memory:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Another tensor, which overlaps none."""
         if tensor.device.type != "meta" and tensor.numel():
-            memory, low, high = _span(tensor)
+            memory, low, high = _span_of(tensor)
             self._held.setdefault(memory, []).append((low, high, name))
 
     def __call__(self, view: torch.Tensor) -> tuple[str, int] | None:
@@ -55,7 +55,7 @@ class Memory:
         Refused if it lies in one in part."""
         if view.device.type == "meta" or not view.numel():
             return None
-        memory, low, high = _span(view)
+        memory, low, high = _span_of(view)
         for first, last, name in self._held.get(memory, ()):
             if first <= low and high <= last:
                 return name, low - first
@@ -64,7 +64,7 @@ class Memory:
         return None
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
+def _span_of(tensor: torch.Tensor) -> tuple[int, int, int]:
     size = tensor.element_size()
     low = int(tensor.storage_offset()) * size
     return tensor.untyped_storage().data_ptr(), low, low + extent(tensor.shape, tensor.stride()) * size
@@ -82,7 +82,9 @@ class Describer:
     class alone.
     """
 
-    def __init__(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], engine: str, opaque: tuple[str, ...]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], engine: str, opaque: tuple[str, ...]
+    ) -> None:
         self._memory = Memory(tensors)
         self._engine, self._opaque = engine + ".", opaque
         self._paths = {id(module): path for path, module in model.named_modules()}
@@ -95,16 +97,16 @@ class Describer:
         `weight.attribute`."""
         out = {}
         for path, module in self._model.named_modules():
-            held = {"": _kind(module)}
+            entries = {"": _kind_of(module)}
             for name, value in vars(module).items():
                 if name not in _APART and not name.startswith(_OURS):
-                    held[name] = self.text(value)
-            held["training"] = str(module.training)
+                    entries[name] = self.text(value)
+            entries["training"] = str(module.training)
             for name, param in [*module._parameters.items(), *module._buffers.items()]:
-                held[f"{name}."] = "None" if param is None else _kind(param)
+                entries[f"{name}."] = "None" if param is None else _kind_of(param)
                 for attribute, value in {} if param is None else vars(param).items():
-                    held[f"{name}.{attribute}"] = self.text(value)
-            out[path] = held
+                    entries[f"{name}.{attribute}"] = self.text(value)
+            out[path] = entries
         return out
 
     def text(self, value: Any) -> str:
@@ -117,14 +119,14 @@ class Describer:
             return str(value)
         if isinstance(value, torch.device):
             return value.type
-        known = self._known.get(id(value))
-        if known is not None:
-            return known[1]
+        known_text = self._known.get(id(value))
+        if known_text is not None:
+            return known_text[1]
         if id(value) in self._open:
-            return f"<{_kind(value)}>"
+            return f"<{_kind_of(value)}>"
         self._open.add(id(value))
         try:
-            text = self._look(value)
+            text = self._describe_value(value)
         finally:
             self._open.discard(id(value))
         if len(text) > 256:
@@ -132,14 +134,16 @@ class Describer:
         self._known[id(value)] = (value, text)
         return text
 
-    def _look(self, value: Any) -> str:
+    def _describe_value(self, value: Any) -> str:
         if isinstance(value, torch.Tensor):
-            return self._tensor(value)
+            return self._describe_tensor(value)
         if isinstance(value, torch.nn.Module) and id(value) in self._paths:
             return f"module {self._paths[id(value)]}"
         if isinstance(value, _MANY):
             parts = [self.text(part) for part in value]
-            return f"{type(value).__name__}({', '.join(sorted(parts) if isinstance(value, set | frozenset) else parts)})"
+            return (
+                f"{type(value).__name__}({', '.join(sorted(parts) if isinstance(value, set | frozenset) else parts)})"
+            )
         if isinstance(value, Mapping):
             return "{" + ", ".join(f"{self.text(key)}: {self.text(part)}" for key, part in value.items()) + "}"
         if isinstance(value, type):
@@ -150,22 +154,25 @@ class Describer:
             return f"{value.__qualname__} of {self.text(value.__self__)}"
         if isinstance(value, FunctionType | BuiltinFunctionType):
             return f"{value.__module__}.{value.__qualname__}"
-        return self._object(value)
+        return self._describe_object(value)
 
-    def _object(self, value: Any) -> str:
+    def _describe_object(self, value: Any) -> str:
         # Of the engine's own classes what they hold; of others no more than which they are.
-        kind = _kind(value)
+        kind = _kind_of(value)
         if not kind.startswith(self._engine) or kind.startswith(self._opaque):
             return kind
-        held = dict(getattr(value, "__dict__", None) or {})
+        attributes = dict(getattr(value, "__dict__", None) or {})
         if isinstance(value, torch.nn.Module):
-            held = {name: part for name, part in held.items() if name not in _APART} | {**value._parameters, **value._buffers}
+            attributes = {name: part for name, part in attributes.items() if name not in _APART} | {
+                **value._parameters,
+                **value._buffers,
+            }
         for slot in getattr(type(value), "__slots__", ()):
             if isinstance(slot, str) and hasattr(value, slot):
-                held[slot] = getattr(value, slot)
-        return f"{kind}({', '.join(f'{name}={self.text(part)}' for name, part in sorted(held.items()))})"
+                attributes[slot] = getattr(value, slot)
+        return f"{kind}({', '.join(f'{name}={self.text(part)}' for name, part in sorted(attributes.items()))})"
 
-    def _tensor(self, value: torch.Tensor) -> str:
+    def _describe_tensor(self, value: torch.Tensor) -> str:
         shape = f"{value.dtype} {list(value.shape)}"
         if not value.numel():
             return shape
@@ -180,6 +187,6 @@ class Describer:
         return f"{shape} on {value.device.type} {hashlib.sha256(data.numpy().tobytes()).hexdigest()}"
 
 
-def _kind(value: Any) -> str:
+def _kind_of(value: Any) -> str:
     kind = type(value)
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -46,25 +46,35 @@ _thread = threading.local()
 
 def hooks(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
     """The names that change, and what stands for each while patched."""
-    names = ("ModelMixin", "load_state_dict", "_load_shard_file", "_get_checkpoint_shard_files", "_caching_allocator_warmup")
+    names = (
+        "ModelMixin",
+        "load_state_dict",
+        "_load_shard_file",
+        "_get_checkpoint_shard_files",
+        "_caching_allocator_warmup",
+    )
     model, read, shard, shards, warm = (found(_MODEL, name) for name in names)
     if model is None or read is None or shard is None:
         return []
     pairs: list[tuple[Any, Any]] = [
-        ((model, "from_pretrained"), _model(model, lazy)),
-        (read, _reads(read)),
-        (shard, _loads(shard, read)),
+        ((model, "from_pretrained"), _loading_model(model, lazy)),
+        (read, _reading_state(read)),
+        (shard, _loading_shard(shard, read)),
     ]
     if shards is not None:
-        pairs.append((shards, _shards(shards)))
+        pairs.append((shards, _naming_shards(shards)))
     if warm is not None:
-        pairs.append((warm, _warms(warm)))
-    pipeline, part, config = found(_PIPELINE, "DiffusionPipeline"), found(_PIPELINE, "load_sub_model"), found(_CONFIG, "ConfigMixin")
+        pairs.append((warm, _warming_allocator(warm)))
+    pipeline, part, config = (
+        found(_PIPELINE, "DiffusionPipeline"),
+        found(_PIPELINE, "load_sub_model"),
+        found(_CONFIG, "ConfigMixin"),
+    )
     if pipeline is not None and part is not None and config is not None:
         pairs += [
-            ((pipeline, "from_pretrained"), _pipeline(pipeline, lazy)),
-            ((config, "extract_init_dict"), _order(config)),
-            (part, _component(part, lazy)),
+            ((pipeline, "from_pretrained"), _loading_pipeline(pipeline, lazy)),
+            ((config, "extract_init_dict"), _ordering_config(config)),
+            (part, _loading_component(part, lazy)),
         ]
     return pairs
 
@@ -91,8 +101,8 @@ class _Model:
             if path not in self._files:
                 import safetensors
 
-                opened: Any = safetensors.safe_open
-                file = opened(path, "pt")
+                reader: Any = safetensors.safe_open
+                file = reader(path, "pt")
                 self._files[path] = {name: file.get_slice(name) for name in getattr(file, "offset_keys", file.keys)()}
             return self._files[path]
 
@@ -110,14 +120,14 @@ class _Model:
             if key not in self._noted:
                 self._noted[key] = self._ahead.want(tensor, target, dtype)
                 if target != "cpu":
-                    size = math.prod(tensor.get_shape()) * _itemsize(cast or tensor.get_dtype())
+                    size = math.prod(tensor.get_shape()) * _itemsize_of(cast or tensor.get_dtype())
                     self._large[target] = self._large.get(target, 0) + (size if size >= _LARGE else 0)
         return key
 
     def begin(self) -> bool:
         """Begins to load what was noted; False if that is nothing."""
         self.begun = bool(self._noted)
-        _reserve(self._large)
+        _reserve_memory(self._large)
         self._large = {}
         self._ahead.begin()
         return self.begun
@@ -140,15 +150,15 @@ class _Model:
 
 
 @functools.cache
-def _itemsize(dtype: str) -> int:
+def _itemsize_of(dtype: str) -> int:
     # By a file's name of a dtype, or torch's.
     import torch
 
-    found = getattr(torch, dtype, None) or _torch(dtype)
-    return found.itemsize if isinstance(found, torch.dtype) else 1
+    torch_dtype = getattr(torch, dtype, None) or _dtype_of_torch(dtype)
+    return torch_dtype.itemsize if isinstance(torch_dtype, torch.dtype) else 1
 
 
-def _reserve(sizes: Mapping[str, int]) -> None:
+def _reserve_memory(sizes: Mapping[str, int]) -> None:
     # One large block of torch's allocator, which its tensors are then cut from: hundreds of
     # requests to the driver take longer. The libraries' own warm-up does the same, later.
     import torch
@@ -172,8 +182,8 @@ class _Scope:
     def take(self, paths: list[str]) -> _Model:
         """The model of these files, as it was begun ahead or new."""
         self.end()
-        begun = next((name for name, model in self.ahead.items() if model.paths == paths), None)
-        self.model = _Model(paths, self._lazy) if begun is None else self.ahead.pop(begun)
+        name_of_model = next((name for name, model in self.ahead.items() if model.paths == paths), None)
+        self.model = _Model(paths, self._lazy) if name_of_model is None else self.ahead.pop(name_of_model)
         return self.model
 
     def end(self) -> None:
@@ -195,7 +205,7 @@ class _Scope:
 
 
 @contextlib.contextmanager
-def _scope(lazy: Lazy, given: Mapping[str, Any] | None = None) -> Iterator[_Scope]:
+def _within_scope(lazy: Lazy, given: Mapping[str, Any] | None = None) -> Iterator[_Scope]:
     before = getattr(_thread, "scope", None)
     _thread.scope = scope = _Scope(lazy, given)
     try:
@@ -205,21 +215,21 @@ def _scope(lazy: Lazy, given: Mapping[str, Any] | None = None) -> Iterator[_Scop
         scope.close()
 
 
-def _current() -> _Scope | None:
+def _current_scope() -> _Scope | None:
     return getattr(_thread, "scope", None)
 
 
-def _model(owner: Any, lazy: Lazy) -> Any:
+def _loading_model(owner: Any, lazy: Lazy) -> Any:
     from ..plumbing import many_objects
 
     original = inspect.getattr_static(owner, "from_pretrained")
 
     @functools.wraps(original.__func__)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        scope = _current()
+        scope = _current_scope()
         if scope is None or scope.given is None:  # no pipeline's
             lazy.prepare(kwargs.get("device_map"))
-            with _scope(lazy), many_objects():
+            with _within_scope(lazy), many_objects():
                 return original.__get__(None, cls)(*args, **kwargs)
         try:
             return original.__get__(None, cls)(*args, **kwargs)
@@ -229,7 +239,7 @@ def _model(owner: Any, lazy: Lazy) -> Any:
     return classmethod(from_pretrained)
 
 
-def _pipeline(owner: Any, lazy: Lazy) -> Any:
+def _loading_pipeline(owner: Any, lazy: Lazy) -> Any:
     from ..plumbing import many_objects
 
     original = inspect.getattr_static(owner, "from_pretrained")
@@ -237,22 +247,23 @@ def _pipeline(owner: Any, lazy: Lazy) -> Any:
     @functools.wraps(original.__func__)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         lazy.prepare(kwargs.get("device_map"))
-        with _scope(lazy, kwargs.copy()), many_objects():
+        with _within_scope(lazy, kwargs.copy()), many_objects():
             return original.__get__(None, cls)(*args, **kwargs)
 
     return classmethod(from_pretrained)
 
 
-def _order(owner: Any) -> Any:
+def _ordering_config(owner: Any) -> Any:
     original = inspect.getattr_static(owner, "extract_init_dict")
 
     @functools.wraps(original.__func__)
     def extract_init_dict(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original.__get__(None, cls)(*args, **kwargs)
-        scope = _current()
-        if scope is not None and scope.given is not None and scope.parts is None:  # a pipeline's own comes before its models'
-            scope.parts = dict(found[0])
-        return found
+        result = original.__get__(None, cls)(*args, **kwargs)
+        scope = _current_scope()
+        # a pipeline's own comes before its models'
+        if scope is not None and scope.given is not None and scope.parts is None:
+            scope.parts = dict(result[0])
+        return result
 
     return classmethod(extract_init_dict)
 
@@ -262,33 +273,33 @@ class _Shard(str):
     model: _Model
 
 
-def _shards(original: Any) -> Any:
+def _naming_shards(original: Any) -> Any:
     @functools.wraps(original)
     def _get_checkpoint_shard_files(*args: Any, **kwargs: Any) -> Any:
         files, metadata = original(*args, **kwargs)
-        scope = _current()
+        scope = _current_scope()
         if scope is None or not all(isinstance(file, str) and file.endswith(".safetensors") for file in files):
             return files, metadata
         model = scope.take([os.path.abspath(file) for file in files])
-        named = [_Shard(file) for file in files]
-        for file in named:
+        shards = [_Shard(file) for file in files]
+        for file in shards:
             file.model = model
-        return named, metadata
+        return shards, metadata
 
     return _get_checkpoint_shard_files
 
 
-def _reads(original: Any) -> Any:
+def _reading_state(original: Any) -> Any:
     @functools.wraps(original)
     def load_state_dict(checkpoint_file: Any, *args: Any, **kwargs: Any) -> Any:
         from ..plumbing import torch_dtype
 
-        scope = _current()
+        scope = _current_scope()
         special = args or any(kwargs.values())
         if scope is None or special or not isinstance(checkpoint_file, (str, os.PathLike)):
             return original(checkpoint_file, *args, **kwargs)
         path = os.path.abspath(checkpoint_file)
-        if not path.endswith(".safetensors") or not os.path.isfile(path) or _pointer(path):
+        if not path.endswith(".safetensors") or not os.path.isfile(path) or _is_pointer(path):
             return original(checkpoint_file, *args, **kwargs)
         model = scope.take([path])
         tensors = model.slices(path)
@@ -296,13 +307,16 @@ def _reads(original: Any) -> Any:
         dtypes = {kind: torch_dtype(kind) for kind in set(kinds.values())}
         if None in dtypes.values() or "F4" in dtypes:  # of another shape in torch
             return original(checkpoint_file)
-        made = _unread()
-        return {name: made(tensors[name].get_shape(), dtypes[kind], _Where(model, path, name, original)) for name, kind in kinds.items()}
+        state = _unread_maker()
+        return {
+            name: state(tensors[name].get_shape(), dtypes[kind], _Where(model, path, name, original))
+            for name, kind in kinds.items()
+        }
 
     return load_state_dict
 
 
-def _pointer(path: str) -> bool:
+def _is_pointer(path: str) -> bool:
     # What git leaves of a file without git-lfs: diffusers says so.
     with open(path, "rb") as file:
         return file.read(7) == b"version"
@@ -317,12 +331,12 @@ class _Where(NamedTuple):
 
 
 @functools.cache
-def _unread() -> Callable[[Any, Any, _Where], Any]:
+def _unread_maker() -> Callable[[Any, Any, _Where], Any]:
     """Makes tensors with shape and dtype, which the first operation on them reads."""
     import torch
     from torch.utils._pytree import tree_map
 
-    def read(value: Any) -> Any:
+    def read_value(value: Any) -> Any:
         where = getattr(value, "overwire", None)
         return where.read(where.path)[where.name] if isinstance(where, _Where) else value
 
@@ -331,43 +345,45 @@ def _unread() -> Callable[[Any, Any, _Where], Any]:
 
         @classmethod
         def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-            return func(*tree_map(read, args), **tree_map(read, kwargs or {}))
+            return func(*tree_map(read_value, args), **tree_map(read_value, kwargs or {}))
 
-    def made(shape: Any, dtype: Any, where: _Where) -> Any:
+    def make_unread(shape: Any, dtype: Any, where: _Where) -> Any:
         tensor = torch.Tensor._make_wrapper_subclass(Unread, tuple(shape), dtype=dtype)
         tensor.overwire = where
         return tensor
 
-    return made
+    return make_unread
 
 
-def _loads(original: Any, read: Any) -> Any:
+def _loading_shard(original: Any, read: Any) -> Any:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def _load_shard_file(shard_file: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(shard_file, *args, **kwargs).arguments
-        held: dict[str, Any] = {}
-        if isinstance(shard_file, _Shard) and not given.get("disable_mmap"):
+        arguments = signature.bind(shard_file, *args, **kwargs).arguments
+        notes: dict[str, Any] = {}
+        if isinstance(shard_file, _Shard) and not arguments.get("disable_mmap"):
             model, path = shard_file.model, os.path.abspath(shard_file)
-            held = {name: _Where(model, path, name, read) for name in model.slices(path)}
-            if given.get("hf_quantizer") is None and not _on_disk(given.get("device_map")):
+            notes = {name: _Where(model, path, name, read) for name in model.slices(path)}
+            if arguments.get("hf_quantizer") is None and not _on_disk(arguments.get("device_map")):
                 with model.whole:  # one pass for all of them, which no other worker begins before all are noted
                     for other in model.paths if not model.begun else ():
-                        _note(given, {name: _Where(model, other, name, read) for name in model.slices(other)})
+                        _note_targets(
+                            arguments, {name: _Where(model, other, name, read) for name in model.slices(other)}
+                        )
                     model.begin()
         elif isinstance(shard_file, dict):
-            held = {name: getattr(value, "overwire", value) for name, value in shard_file.items()}
-        if not any(isinstance(where, _Where) for where in held.values()):
+            notes = {name: getattr(value, "overwire", value) for name, value in shard_file.items()}
+        if not any(isinstance(where, _Where) for where in notes.values()):
             return original(shard_file, *args, **kwargs)
-        found = _given(held, _note(given, held))
-        del held
-        return original(found, *args, **kwargs)
+        state = _filled_state(notes, _note_targets(arguments, notes))
+        del notes
+        return original(state, *args, **kwargs)
 
     return _load_shard_file
 
 
-def _note(given: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
+def _note_targets(given: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
     # By name in the model: what `give` takes for each tensor, None for those that safetensors reads.
     quantizer, keep, dtype = given.get("hf_quantizer"), given.get("keep_in_fp32_modules"), given.get("dtype")
     keys: dict[str, Any] = {}
@@ -378,82 +394,82 @@ def _note(given: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
         if goal is None and quantizer is None:
             continue  # the model has no such tensor
         # A quantiser gets what it would get without us, on the CPU.
-        device = "cpu" if quantizer is not None else _device(given.get("device_map"), name)
-        cast = None if quantizer is not None or goal is None else _dtype(name, dtype or goal.dtype, keep)
+        device = "cpu" if quantizer is not None else _device_of(given.get("device_map"), name)
+        cast = None if quantizer is not None or goal is None else _dtype_for(name, dtype or goal.dtype, keep)
         keys[name] = where.model.note(where.path, where.name, device, cast)
     return keys
 
 
-def _given(held: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+def _filled_state(held: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     # The state dict. What the model lacks stays unread.
     whole: dict[str, Any] = {}  # plain files that safetensors has mapped
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for name, where in held.items():
         if not isinstance(where, _Where):
-            found[name] = where
+            tensors[name] = where
         elif name not in keys:
             slice_ = where.model.slices(where.path)[where.name]
-            found[name] = _unread()(slice_.get_shape(), _torch(slice_.get_dtype()), where)
+            tensors[name] = _unread_maker()(slice_.get_shape(), _dtype_of_torch(slice_.get_dtype()), where)
         elif keys[name] is not None:
-            found[name] = where.model.give(keys[name])
+            tensors[name] = where.model.give(keys[name])
         else:
             if where.path not in whole:
                 whole[where.path] = where.read(where.path)
-            found[name] = whole[where.path][where.name]
-    return found
+            tensors[name] = whole[where.path][where.name]
+    return tensors
 
 
-def _torch(dtype: str) -> Any:
+def _dtype_of_torch(dtype: str) -> Any:
     from ..plumbing import torch_dtype
 
     return torch_dtype(dtype)
 
 
-def _device(device_map: Any, name: str) -> Any:
+def _device_of(device_map: Any, name: str) -> Any:
     # As diffusers does: the longest module in the map that has the tensor.
     if device_map is None:
         return "cpu"
     while name and name not in device_map:
         name = name.rpartition(".")[0]
-    found = device_map.get(name, "cpu")  # where the map has none, diffusers says so
-    return "cpu" if found == "disk" else found
+    place = device_map.get(name, "cpu")  # where the map has none, diffusers says so
+    return "cpu" if place == "disk" else place
 
 
-def _dtype(name: str, dtype: Any, keep: Any) -> Any:
+def _dtype_for(name: str, dtype: Any, keep: Any) -> Any:
     import torch
 
-    kept = keep is not None and any(module in name.split(".") for module in keep)
-    return torch.float32 if kept else dtype
+    is_kept = keep is not None and any(module in name.split(".") for module in keep)
+    return torch.float32 if is_kept else dtype
 
 
 def _on_disk(device_map: Any) -> bool:
     return device_map is not None and "disk" in device_map.values()
 
 
-def _warms(original: Any) -> Any:
+def _warming_allocator(original: Any) -> Any:
     @functools.wraps(original)
     def _caching_allocator_warmup(*args: Any, **kwargs: Any) -> Any:
         # Memory for what is in its own already would be a second model's.
-        scope = _current()
+        scope = _current_scope()
         if scope is None or scope.model is None or not scope.model.begun:
             original(*args, **kwargs)
 
     return _caching_allocator_warmup
 
 
-def _component(original: Any, lazy: Lazy) -> Any:
+def _loading_component(original: Any, lazy: Lazy) -> Any:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def load_sub_model(*args: Any, **kwargs: Any) -> Any:
-        scope = _current()
+        scope = _current_scope()
         if scope is None or scope.given is None:
             return original(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        name = given["name"]
-        _look_ahead(scope, given, lazy)
+        arguments = signature.bind(*args, **kwargs).arguments
+        name = arguments["name"]
+        _look_ahead(scope, arguments, lazy)
         try:
-            with _passed(scope, name):
+            with _pass_to_transformers(scope, name):
                 return original(*args, **kwargs)
         finally:
             scope.drop(name)
@@ -461,7 +477,7 @@ def _component(original: Any, lazy: Lazy) -> Any:
     return load_sub_model
 
 
-def _passed(scope: _Scope, name: str) -> contextlib.AbstractContextManager[None]:
+def _pass_to_transformers(scope: _Scope, name: str) -> contextlib.AbstractContextManager[None]:
     # What was begun of a model of transformers is for transformers' own loader.
     model = scope.ahead.get(name)
     if model is None or scope.parts is None or scope.parts[name][0] != "transformers":
@@ -473,17 +489,19 @@ def _look_ahead(scope: _Scope, given: Mapping[str, Any], lazy: Lazy) -> None:
     """Begins to load a component of a pipeline, if it is a model, and the next model after it."""
     assert scope.given is not None
     device = "cpu" if given.get("device_map") is None else given["device_map"]
-    unsure = any(scope.given.get(name) for name in ("quantization_config", "disable_mmap", "dduf_file", "use_flashpack"))
+    unsure = any(
+        scope.given.get(name) for name in ("quantization_config", "disable_mmap", "dduf_file", "use_flashpack")
+    )
     if unsure or scope.given.get("use_safetensors") is False or not _is_device(device):
         return
     names = list(scope.parts or ())
     for name in names[names.index(given["name"]) :] if given["name"] in names else ():
-        begun = name in scope.ahead or _begun(scope, name, given, device, lazy)
-        if begun and name != given["name"]:
+        has_begun = name in scope.ahead or _begin_component(scope, name, given, device, lazy)
+        if has_begun and name != given["name"]:
             return
 
 
-def _begun(scope: _Scope, name: str, given: Mapping[str, Any], device: str, lazy: Lazy) -> bool:
+def _begin_component(scope: _Scope, name: str, given: Mapping[str, Any], device: str, lazy: Lazy) -> bool:
     # Whether a component is a model that can be loaded ahead: then that begins.
     assert scope.given is not None and scope.parts is not None
     about = scope.parts[name]
@@ -492,7 +510,7 @@ def _begun(scope: _Scope, name: str, given: Mapping[str, Any], device: str, lazy
     library, kind = str(about[0]), str(about[1])
     folder = os.path.join(given["cached_folder"], name)
     files = _files(folder, given.get("variant"), library)
-    if not files or _json(os.path.join(folder, "config.json")).get("quantization_config") is not None:
+    if not files or _read_json(os.path.join(folder, "config.json")).get("quantization_config") is not None:
         return False
     model = _Model(files, lazy)
     try:
@@ -523,7 +541,7 @@ def _note_all(model: _Model, name: str, library: str, kind: str, device: str, as
             dtype, keep = None, None  # transformers 4 casts what has landed
     for path in model.paths:
         for tensor in model.slices(path):
-            model.note(path, tensor, device, _dtype(tensor, dtype, keep))
+            model.note(path, tensor, device, _dtype_for(tensor, dtype, keep))
 
 
 def _is_device(name: Any) -> bool:
@@ -543,11 +561,13 @@ def _files(folder: str, variant: str | None, library: str) -> list[str]:
     """The weights of a model, as its library names them; empty if there are none."""
     stem = _WEIGHTS[library]
     for kind in ([f".{variant}"] if variant else []) + [""]:
-        index = f"{stem}.safetensors{kind}.index.json" if library == "diffusers" else f"{stem}.safetensors.index{kind}.json"
+        index = (
+            f"{stem}.safetensors{kind}.index.json" if library == "diffusers" else f"{stem}.safetensors.index{kind}.json"
+        )
         index = os.path.join(folder, index)
         if os.path.isfile(index):
-            found = _json(index).get("weight_map")
-            files = sorted(set(map(str, found.values()))) if isinstance(found, dict) else []
+            weight_map = _read_json(index).get("weight_map")
+            files = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
             return [os.path.abspath(os.path.join(folder, file)) for file in files if os.path.basename(file) == file]
         alone = os.path.join(folder, f"{stem}{kind}.safetensors")
         if os.path.isfile(alone):
@@ -555,11 +575,11 @@ def _files(folder: str, variant: str | None, library: str) -> list[str]:
     return []
 
 
-def _json(path: str) -> dict[str, Any]:
+def _read_json(path: str) -> dict[str, Any]:
     # What diffusers cannot read either is its own to say.
     try:
         with open(path, encoding="utf-8") as file:
-            found = json.loads(file.read(_JSON_BYTES))
+            document = json.loads(file.read(_JSON_BYTES))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}

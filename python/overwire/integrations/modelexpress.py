@@ -75,49 +75,49 @@ def strategy() -> type[Any]:
     from modelexpress.load_strategy.context import LoadResult
 
     # From 0.8 its base class processes and registers what `load` has loaded.
-    phased = hasattr(base.LoadStrategy, "finalize")
+    has_phases = hasattr(base.LoadStrategy, "finalize")
 
-    class OverwireStrategy(base.NativeLoadStrategy if phased else base.LoadStrategy):  # type: ignore[misc, unused-ignore]
+    class OverwireStrategy(base.NativeLoadStrategy if has_phases else base.LoadStrategy):  # type: ignore[misc, unused-ignore]
         name = "overwire"
 
         def is_available(self, ctx: Any) -> bool:
-            ours = type(ctx.load_config).__module__.partition(".")[0] == "vllm" and ctx.adapter is not None
-            return ours and bool(super().is_available(ctx)) and _compressed(ctx.model_config.model)
+            is_vllm = type(ctx.load_config).__module__.partition(".")[0] == "vllm" and ctx.adapter is not None
+            return is_vllm and bool(super().is_available(ctx)) and _is_compressed(ctx.model_config.model)
 
         def load(self, result: Any, ctx: Any) -> Any:
             if not isinstance(result, LoadResult):
                 result = LoadResult(value=result, model=result)
             try:
-                loader = _loader(ctx)
+                loader = _loader_of(ctx)
             except Exception as error:
                 raise StrategyFailed(str(error), mutated=False) from error
             try:
                 loader.load_weights(result.model, ctx.model_config)
-                if not phased:
+                if not has_phases:
                     result = ctx.adapter.after_native_load(result)
             except Exception as error:
                 raise StrategyFailed(str(error), mutated=True) from error
-            if not phased:
+            if not has_phases:
                 base.register_tensors(result, ctx)
             return result
 
     return OverwireStrategy
 
 
-def _loader(ctx: Any) -> Any:
+def _loader_of(ctx: Any) -> Any:
     from vllm.model_executor.model_loader import get_model_loader
 
     # The extra configuration is that of ModelExpress.
-    changed: dict[str, Any] = {"load_format": "overwire", "model_loader_extra_config": {}}
+    changes: dict[str, Any] = {"load_format": "overwire", "model_loader_extra_config": {}}
     if getattr(ctx, "is_reload", False):
         # The parameters are on the meta device, and each layer is made and processed when
         # its last tensor has come.
-        changed["model_loader_extra_config"] = {"plan": False, "strict": False}
-        changed["device"] = ctx.load_config.device or str(ctx.target_device)
-    return get_model_loader(replace(ctx.load_config, **changed))
+        changes["model_loader_extra_config"] = {"plan": False, "strict": False}
+        changes["device"] = ctx.load_config.device or str(ctx.target_device)
+    return get_model_loader(replace(ctx.load_config, **changes))
 
 
-def _compressed(model: Any) -> bool:
+def _is_compressed(model: Any) -> bool:
     files = glob.glob(os.path.join(glob.escape(str(model)), "*.safetensors"))
     return any(is_compressed(file) for file in files)
 

@@ -24,13 +24,23 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 _GROUPS = (tuple, list, set, frozenset)
 
 # What holds a function.
-_WRAPPERS = (staticmethod, classmethod, property, MethodType, functools.partial, functools.partialmethod, functools.cached_property)
+_WRAPPERS = (
+    staticmethod,
+    classmethod,
+    property,
+    MethodType,
+    functools.partial,
+    functools.partialmethod,
+    functools.cached_property,
+)
 
 # Packages that engines are built on, and take functions of: their files are noted, wherever they are.
 _BUILT_ON = frozenset("einops filelock huggingface_hub numpy regex requests safetensors tqdm transformers".split())
 
 # What a class says about itself, and no code goes by.
-_ABOUT = frozenset("__annotations__ __doc__ __orig_bases__ __parameters__ __abstractmethods__ _abc_impl __dict__ __weakref__".split())
+_ABOUT = frozenset(
+    "__annotations__ __doc__ __orig_bases__ __parameters__ __abstractmethods__ _abc_impl __dict__ __weakref__".split()
+)
 
 
 class Foreign(Exception):
@@ -60,14 +70,14 @@ def origins_of(model: torch.nn.Module, engine: str, loaders: Iterable[str]) -> s
 def files_of(engine: str) -> str:
     """The digest of size and time of all code of a package, Python's and libraries."""
     folder = os.path.dirname(str(sys.modules[engine].__file__))
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for at, folders, names in os.walk(folder):
         folders.sort()
         for name in sorted(names):
             if name.endswith((".py", ".so")):
                 file = os.path.join(at, name)
-                found.update(repr((os.path.relpath(file, folder), _state(file))).encode())
-    return found.hexdigest()
+                digest.update(repr((os.path.relpath(file, folder), _state_of_file(file))).encode())
+    return digest.hexdigest()
 
 
 class _Look:
@@ -92,7 +102,7 @@ class _Look:
                 raise Foreign(f"the class {one.__module__}.{one.__qualname__}")
             if top == self._engine:
                 modules.add(one.__module__)
-                if self._new(one):
+                if self._is_new(one):
                     for name, value in sorted(vars(one).items()):
                         if name not in _ABOUT:
                             self.facts.append(name)
@@ -105,15 +115,19 @@ class _Look:
             if not isinstance(value, FunctionType | functools.partial | MethodType):
                 continue
             self.facts.append(name)
-            if not isinstance(value, FunctionType) or value.__closure__ or not self._imported(value, value.__code__.co_filename):
+            if (
+                not isinstance(value, FunctionType)
+                or value.__closure__
+                or not self._is_imported(value, value.__code__.co_filename)
+            ):
                 self.value(value)
 
-    def _imported(self, value: Any, file: str) -> bool:
+    def _is_imported(self, value: Any, file: str) -> bool:
         # Whether it is what a package that the engine is built on has under that name; its file is noted.
         module, name = value.__module__ or "", value.__name__
         if module.partition(".")[0] not in _BUILT_ON or getattr(sys.modules.get(module), name, None) is not value:
             return False
-        self.facts.append((value.__module__, name, _state(file)))
+        self.facts.append((value.__module__, name, _state_of_file(file)))
         return True
 
     def value(self, value: Any) -> None:
@@ -121,8 +135,10 @@ class _Look:
         if isinstance(value, _PLAIN):
             self.facts.append(repr(value))
         elif isinstance(value, FunctionType):
-            self._function(value)
-        elif isinstance(value, torch.nn.Module | torch.Tensor | ModuleType | BuiltinFunctionType) or not self._new(value):
+            self._note_function(value)
+        elif isinstance(value, torch.nn.Module | torch.Tensor | ModuleType | BuiltinFunctionType) or not self._is_new(
+            value
+        ):
             return
         elif isinstance(value, _GROUPS):
             for part in sorted(value, key=repr) if isinstance(value, set | frozenset) else value:
@@ -134,12 +150,12 @@ class _Look:
         elif isinstance(value, type):
             self.facts.append((value.__module__, value.__qualname__))
             file = getattr(sys.modules.get(value.__module__), "__file__", None) or ""
-            if value.__module__.partition(".")[0] not in self._tops and not self._imported(value, file):
+            if value.__module__.partition(".")[0] not in self._tops and not self._is_imported(value, file):
                 raise Foreign(f"the class {value.__module__}.{value.__qualname__}")
         else:
-            self._object(value)
+            self._note_object(value)
 
-    def _object(self, value: Any) -> None:
+    def _note_object(self, value: Any) -> None:
         kind = type(value)
         if isinstance(value, MethodType):
             self.kind(type(value.__self__) if not isinstance(value.__self__, type) else value.__self__)
@@ -151,12 +167,12 @@ class _Look:
         else:
             self.facts.append(f"{kind.__module__}.{kind.__qualname__}")
 
-    def _function(self, function: FunctionType) -> None:
-        if not self._new(function):
+    def _note_function(self, function: FunctionType) -> None:
+        if not self._is_new(function):
             return
         file = function.__code__.co_filename
-        generated = file.startswith("<") and (function.__module__ or "").partition(".")[0] in self._tops
-        if not generated and not file.startswith(self._own) and not self._is_pythons(file):
+        is_generated = file.startswith("<") and (function.__module__ or "").partition(".")[0] in self._tops
+        if not is_generated and not file.startswith(self._own) and not self._is_pythons(file):
             raise Foreign(f"the function {function.__module__}.{function.__qualname__} of {file}")
         self.facts.append((function.__module__, function.__qualname__, function.__code__.co_firstlineno))
         self.value(function.__defaults__)
@@ -170,7 +186,7 @@ class _Look:
     def _is_pythons(self, file: str) -> bool:
         return file.startswith(self._python) and "-packages" not in file[len(self._python) :].partition(os.sep)[0]
 
-    def _new(self, value: Any) -> bool:
+    def _is_new(self, value: Any) -> bool:
         # Whether it has not been looked at.
         if id(value) in self._seen:
             return False
@@ -178,7 +194,7 @@ class _Look:
         return True
 
 
-def _state(file: str) -> tuple[int, int] | None:
+def _state_of_file(file: str) -> tuple[int, int] | None:
     try:
         state = os.stat(file)
     except OSError:

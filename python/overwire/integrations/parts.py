@@ -30,7 +30,7 @@ Rows = dict[str, list[Any]]
 _MOST = 1 << 28
 
 
-def _held(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, str, str, Any]]:
+def _parts_of_modules(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, str, str, Any]]:
     # Module, name there, whole name and kind of all that is, or might be, a tensor.
     for path, module in model.named_modules():
         at = f"{path}." if path else ""
@@ -49,32 +49,44 @@ def taken(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Rows, Names]
     names: Names = {}
     every: dict[str, torch.Tensor] = {}
     first: dict[int, str] = {}
-    for _, _, name, kind, tensor in _held(model):
+    for _, _, name, kind, tensor in _parts_of_modules(model):
         names[name] = [kind, None if tensor is None else first.setdefault(id(tensor), name)]
         if tensor is not None:
             every.setdefault(first[id(tensor)], tensor)
     memory = Memory({})
     own: dict[str, torch.Tensor] = {}
     rows: Rows = {}
-    for name in sorted(every, key=lambda name: _bytes(every[name]), reverse=True):  # the largest hold the others
+    for name in sorted(every, key=lambda name: _nbytes_of(every[name]), reverse=True):  # the largest hold the others
         tensor = every[name]
-        if tensor.device.type == "meta" or tensor.layout is not torch.strided or getattr(tensor, "_vllm_is_uva_offloaded", False):
+        if (
+            tensor.device.type == "meta"
+            or tensor.layout is not torch.strided
+            or getattr(tensor, "_vllm_is_uva_offloaded", False)
+        ):
             raise Refused(f"{name} has no memory of its own on {tensor.device.type}")
         at = memory(tensor)
         if at is None:
             memory.add(name, tensor)
-            own[name] = _dense(tensor.detach())
+            own[name] = _dense_order(tensor.detach())
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
         where = tensor.device.type
-        rows[name] = [kind, str(tensor.dtype), list(tensor.shape), list(tensor.stride()), where, at and list(at), sorted(vars(tensor))]
+        rows[name] = [
+            kind,
+            str(tensor.dtype),
+            list(tensor.shape),
+            list(tensor.stride()),
+            where,
+            at and list(at),
+            sorted(vars(tensor)),
+        ]
     return {name: own[name] for name in every if name in own}, rows, names
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def _nbytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
+def _dense_order(tensor: torch.Tensor) -> torch.Tensor:
     # The same with its dimensions in the order of its memory.
     if tensor.is_contiguous():
         return tensor
@@ -83,7 +95,12 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def put(
-    model: torch.nn.Module, path: str, names: Mapping[str, list[Any]], rows: Mapping[str, list[Any]], device: torch.device, engine: str
+    model: torch.nn.Module,
+    path: str,
+    names: Mapping[str, list[Any]],
+    rows: Mapping[str, list[Any]],
+    device: torch.device,
+    engine: str,
 ) -> dict[str, torch.Tensor]:
     """Gives a model of the meta device the tensors of a file, and returns them by all their names. device:
     for those that are not the host's. engine: the name of the package whose objects may hold them, too.
@@ -97,39 +114,43 @@ def put(
     modules = dict(model.named_modules())
     tensors: dict[str, torch.Tensor] = {}
     with overwire.safe_open(path, framework="pt", device=str(device)) as file:
-        asked = []
+        requests = []
         for at, (name, dtype, shape) in enumerate(table_of(file)):
-            tensors[name] = made = _empty(rows[name], device)
-            target = _dense(made)
+            tensors[name] = empty_tensor = _empty_tensor(rows[name], device)
+            target = _dense_order(empty_tensor)
             if tuple(target.shape) != shape:
                 raise Refused(f"{name} has the shape {shape} in {path}")
             if target.numel():
                 strides = torch.empty(shape, device="meta").stride()
-                asked.append(Copy(Stored(file, at, name, dtype, shape), 0, shape, strides, made.dtype, target))
-        copies.fill(asked, _MOST)
+                requests.append(
+                    Copy(Stored(file, at, name, dtype, shape), 0, shape, strides, empty_tensor.dtype, target)
+                )
+        copies.fill(requests, _MOST)
     for name, row in rows.items():
         if row[5] is not None:
-            tensors[name] = _view(tensors[row[5][0]], row)
-    held: dict[str, torch.Tensor] = {}
+            tensors[name] = _view_of(tensors[row[5][0]], row)
+    parts: dict[str, torch.Tensor] = {}
     swaps: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the old one, so that no other gets its id
     for name, (kind, first) in names.items():
         module = modules.get(name.rpartition(".")[0])
         if module is None:
             raise Refused(f"{name} has no module")
         leaf = name.rpartition(".")[2]
-        if first is not None and first not in held:
+        if first is not None and first not in parts:
             homes = (module._parameters, module._buffers, vars(module))
             old = next((home[leaf] for home in homes if home.get(leaf) is not None), None)
-            held[first] = _typed(first, tensors[first], rows[first], old)
+            parts[first] = _restore_type(first, tensors[first], rows[first], old)
             if isinstance(old, torch.Tensor):
-                swaps[id(old)] = old, held[first]
-        _hang(module, leaf, kind, None if first is None else held[first])
+                swaps[id(old)] = old, parts[first]
+        _put_in_module(module, leaf, kind, None if first is None else parts[first])
     for module in modules.values():
-        _swap(module, swaps, engine + ".", set())
-    return {name: held[first] for name, (_, first) in names.items() if first is not None}
+        _swap_in_objects(module, swaps, engine + ".", set())
+    return {name: parts[first] for name, (_, first) in names.items() if first is not None}
 
 
-def _swap(holder: Any, swaps: Mapping[int, tuple[torch.Tensor, torch.Tensor]], engine: str, seen: set[int]) -> None:
+def _swap_in_objects(
+    holder: Any, swaps: Mapping[int, tuple[torch.Tensor, torch.Tensor]], engine: str, seen: set[int]
+) -> None:
     # In objects of the engine that a module holds: the very tensors that it had in its places.
     seen.add(id(holder))
     for name, value in list(vars(holder).items()):
@@ -139,48 +160,48 @@ def _swap(holder: Any, swaps: Mapping[int, tuple[torch.Tensor, torch.Tensor]], e
         elif isinstance(value, torch.nn.Module) or id(value) in seen:
             continue
         elif type(value).__module__.startswith(engine) and isinstance(getattr(value, "__dict__", None), dict):
-            _swap(value, swaps, engine, seen)
+            _swap_in_objects(value, swaps, engine, seen)
 
 
-def _dtype(row: list[Any]) -> torch.dtype:
-    found = getattr(torch, str(row[1]).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+def _dtype_of(row: list[Any]) -> torch.dtype:
+    dtype = getattr(torch, str(row[1]).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
         raise Refused(f"torch has no {row[1]}")
-    return found
+    return dtype
 
 
-def _empty(row: list[Any], device: torch.device) -> torch.Tensor:
+def _empty_tensor(row: list[Any], device: torch.device) -> torch.Tensor:
     on = torch.device("cpu") if row[4] == "cpu" else device
     if on.type != row[4]:
         raise Refused(f"a tensor was on {row[4]}")
-    return torch.empty_strided(row[2], row[3], dtype=_dtype(row), device=on)
+    return torch.empty_strided(row[2], row[3], dtype=_dtype_of(row), device=on)
 
 
-def _view(base: torch.Tensor, row: list[Any]) -> torch.Tensor:
+def _view_of(base: torch.Tensor, row: list[Any]) -> torch.Tensor:
     # A tensor in the memory of another one.
-    dtype, (name, at) = _dtype(row), row[5]
+    dtype, (name, at) = _dtype_of(row), row[5]
     if at % dtype.itemsize or at + extent(row[2], row[3]) * dtype.itemsize > base.untyped_storage().nbytes():
         raise Refused(f"a tensor does not fit into {name}")
     out = torch.empty(0, dtype=dtype, device=base.device)
     return out.set_(base.untyped_storage(), at // dtype.itemsize, row[2], row[3])
 
 
-def _typed(name: str, tensor: torch.Tensor, row: list[Any], old: Any) -> torch.Tensor:
+def _restore_type(name: str, tensor: torch.Tensor, row: list[Any], old: Any) -> torch.Tensor:
     # With its class and attributes, which what the model holds in its place has.
     kinds = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in (torch.Tensor, torch.nn.Parameter, type(old))}
     kind = kinds.get(row[0])
     if kind is None or not issubclass(kind, torch.Tensor):
         raise Refused(f"{name} is a {type(old).__qualname__} when it is made, and was a {row[0]}")
-    held = {} if old is None else vars(old)
-    if absent := [attribute for attribute in row[6] if attribute not in held]:
+    attributes = {} if old is None else vars(old)
+    if absent := [attribute for attribute in row[6] if attribute not in attributes]:
         raise Refused(f"{name} has no {absent[0]} when it is made")
     if kind is not torch.Tensor:
         tensor = torch.Tensor._make_subclass(kind, tensor, False)
-    vars(tensor).update({attribute: held[attribute] for attribute in row[6]})
+    vars(tensor).update({attribute: attributes[attribute] for attribute in row[6]})
     return tensor
 
 
-def _hang(module: torch.nn.Module, leaf: str, kind: str, tensor: torch.Tensor | None) -> None:
+def _put_in_module(module: torch.nn.Module, leaf: str, kind: str, tensor: torch.Tensor | None) -> None:
     # Under its name in a module, in the place that it has there.
     homes = {"parameter": module._parameters, "attribute": vars(module)}
     home: Any = homes.get(kind, module._buffers)
@@ -200,8 +221,8 @@ def settle(model: torch.nn.Module, names: Mapping[str, list[Any]], tensors: Mapp
     for name, (kind, _) in names.items():
         if kind == "attribute":
             path, _, leaf = name.rpartition(".")
-            _hang(modules[path], leaf, kind, tensors[name])
-    for module, leaf, name, kind, tensor in list(_held(model)):
+            _put_in_module(modules[path], leaf, kind, tensors[name])
+    for module, leaf, name, kind, tensor in list(_parts_of_modules(model)):
         if name not in names and kind != "attribute" and (tensor is None or tensor.device.type == "meta"):
             del (module._parameters if kind == "parameter" else module._buffers)[leaf]
             module._non_persistent_buffers_set.discard(leaf)

@@ -61,13 +61,13 @@ def folder_of(chosen: bool | str) -> str:
     path = os.path.abspath(os.path.expanduser(path))
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
-        _own(os.stat(path), path)
+        _check_owner(os.stat(path), path)
     except OSError as error:
         raise Refused(f"{path}: {error.strerror or error}") from None
     return path
 
 
-def _own(found: os.stat_result, path: str) -> None:
+def _check_owner(found: os.stat_result, path: str) -> None:
     # What lies here becomes the model's memory and attributes.
     if found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise Refused(f"{path} belongs to another user, or others may write it")
@@ -85,7 +85,7 @@ def find(folder: str, name: str) -> Kept | None:
         return None
     if not stat.S_ISREG(state.st_mode):
         raise Refused(f"{path} is not a file")
-    _own(state, path)
+    _check_owner(state, path)
     try:
         with overwire.safe_open(path, framework="pt", device="cpu") as file:
             record = json.loads((file.metadata() or {})[KEY])
@@ -111,7 +111,9 @@ def discard(path: str) -> None:
         os.unlink(path)
 
 
-def keep(folder: str, name: str, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any], digests: Mapping[str, str]) -> str:
+def keep(
+    folder: str, name: str, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any], digests: Mapping[str, str]
+) -> str:
     """Writes the file of a fingerprint, and removes old ones; returns its path.
 
     digests: those of the tensors when they were described. Raises Refused if they are others
@@ -127,16 +129,16 @@ def keep(folder: str, name: str, tensors: Mapping[str, torch.Tensor], record: Ma
     if size > most:
         raise Refused(f"its {size / 1e9:.1f} GB are more than {folder} may hold (OVERWIRE_PREPARED_GB)")
     path = os.path.join(folder, name + _SUFFIX)
-    begun = os.path.join(folder, f"{_BEGUN}{os.getpid()}-{name}{_SUFFIX}")
+    temporary = os.path.join(folder, f"{_BEGUN}{os.getpid()}-{name}{_SUFFIX}")
     try:
-        overwire.save_file(tensors, begun, {KEY: json.dumps(record)}, digests=True)
-        os.chmod(begun, 0o600)
-        if tensors and not overwire.verify(begun, tensors=tensors)["ok"] or overwire.digest(tensors) != digests:
+        overwire.save_file(tensors, temporary, {KEY: json.dumps(record)}, digests=True)
+        os.chmod(temporary, 0o600)
+        if tensors and not overwire.verify(temporary, tensors=tensors)["ok"] or overwire.digest(tensors) != digests:
             raise Refused("its weights have changed since it was loaded")
-        os.replace(begun, path)
+        os.replace(temporary, path)
     finally:
-        discard(begun)
-    _bound(folder, path, most)
+        discard(temporary)
+    _bound_folder(folder, path, most)
     return path
 
 
@@ -148,11 +150,11 @@ def refuse(folder: str, name: str, reason: str) -> None:
         keep(folder, name, {}, {"refused": reason}, {})
 
 
-def _bound(folder: str, newest: str, most: int) -> None:
+def _bound_folder(folder: str, newest: str, most: int) -> None:
     # Removes what is too much, and what was begun and left.
     files = []
-    with contextlib.suppress(OSError), os.scandir(folder) as found:
-        for entry in found:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
             with contextlib.suppress(OSError):
                 state = entry.stat(follow_symlinks=False)
                 if entry.name.startswith(_BEGUN) and time.time() - state.st_mtime > _LEFT:

@@ -85,14 +85,20 @@ class Publisher:
         self.number += 1
         file = f"{self._where.rstrip('/')}/weights-{self.number % 2}.safetensors"
         reach: Any = self._reach
-        if whole or last is None or _table(last) != _table(tensors):
+        if whole or last is None or _table_of(last) != _table_of(tensors):
             kind, last = "whole", None
-            size = overwire.save_file(tensors, file, {"format": "pt"}, compress=self._compress, storage_options=reach).bytes_out
+            size = overwire.save_file(
+                tensors, file, {"format": "pt"}, compress=self._compress, storage_options=reach
+            ).bytes_out
         else:
             kind, size = "delta", overwire.save_delta(tensors, last, file, storage_options=reach).stored
-        yield Push({"kind": kind, "number": self.number, "size": size, "path": None if self._group else file}, file, self._group)
+        yield Push(
+            {"kind": kind, "number": self.number, "size": size, "path": None if self._group else file},
+            file,
+            self._group,
+        )
         if self._deltas:
-            self._last = _copied(tensors, last)
+            self._last = _copy_tensors(tensors, last)
 
     def close(self) -> None:
         """Leaves the group, and removes a temporary folder."""
@@ -102,11 +108,11 @@ class Publisher:
             self._own.cleanup()
 
 
-def _table(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _table_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {name: (tensor.dtype, tensor.shape, tensor.device) for name, tensor in tensors.items()}
 
 
-def _copied(tensors: Mapping[str, torch.Tensor], into: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+def _copy_tensors(tensors: Mapping[str, torch.Tensor], into: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
     if into is None:
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
@@ -128,8 +134,8 @@ class Group:
 
     def send(self, path: str) -> None:
         """Sends a file to all other ranks."""
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
-            self._broadcast(mapped)
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as memory:
+            self._broadcast_file(memory)
 
     @contextlib.contextmanager
     def received(self, size: int) -> Iterator[str]:
@@ -137,13 +143,13 @@ class Group:
         number = os.memfd_create("overwire-push", os.MFD_CLOEXEC)
         try:
             os.ftruncate(number, size)
-            with mmap.mmap(number, size) as mapped:
-                self._broadcast(mapped)
+            with mmap.mmap(number, size) as memory:
+                self._broadcast_file(memory)
             yield f"/proc/self/fd/{number}"
         finally:
             os.close(number)
 
-    def _broadcast(self, mapped: mmap.mmap) -> None:
+    def _broadcast_file(self, mapped: mmap.mmap) -> None:
         whole = torch.frombuffer(mapped, dtype=torch.uint8)
         try:
             for low in range(0, whole.numel(), _STEP):

@@ -130,14 +130,14 @@ class Recorder:
     def finish(self) -> None:
         """Loads the rest. Raises Unplannable if a stand-in is still referenced."""
         self.load()
-        if self._alive():
-            self._refuse()
+        if self._count_alive():
+            self._refuse_alive()
 
-    def _alive(self) -> int:
+    def _count_alive(self) -> int:
         self._living = [one for one in self._living if not one.memory.expired()]
         return len(self._living)
 
-    def _refuse(self) -> None:
+    def _refuse_alive(self) -> None:
         gc.collect()
         for one in self._living:
             if not one.memory.expired():
@@ -169,7 +169,7 @@ class Recorder:
         if self._size < EARLY or self._early is None:
             return
         self._size = 0
-        if self._works or self._alive() > _KEPT:
+        if self._works or self._count_alive() > _KEPT:
             return
         try:
             with self.paused():
@@ -181,13 +181,13 @@ class Recorder:
 
     def load(self) -> None:
         """Loads what is noted."""
-        if self._alive() > _KEPT:
-            self._refuse()  # before anything is loaded in vain
-        noted, self._noted = self._noted, []
-        if noted or self._offered:
+        if self._count_alive() > _KEPT:
+            self._refuse_alive()  # before anything is loaded in vain
+        notes, self._noted = self._noted, []
+        if notes or self._offered:
             self.began, self._offered = True, False
             with self.paused():
-                self._load(noted)
+                self._load(notes)
         self._ranges.clear()
 
     def run_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -196,7 +196,7 @@ class Recorder:
         if stands:
             return self._on_stand_in(func, args, kwargs, stands)
         if not _is_view(func):
-            self._worked(func, args, kwargs)
+            self._follow_operation(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _source(self, tensor: Any) -> _Of | None:
@@ -206,7 +206,7 @@ class Recorder:
     def _on_stand_in(self, func: Any, args: Any, kwargs: Any, stands: list[tuple[torch.Tensor, _Of]]) -> Any:
         one, of = stands[0]
         if len(stands) == 1 and func is _COPY and args[1] is one:
-            return self._note(args[0], one, of)
+            return self._note_copy(args[0], one, of)
         if len(stands) == 1 and args and args[0] is one:
             if _is_view(func):
                 views = func(*args, **kwargs)
@@ -227,7 +227,7 @@ class Recorder:
         other = self._stand_in(of.stored, of.dtype, dtype, device)
         return other.as_strided(one.shape, one.stride(), one.storage_offset())
 
-    def _note(self, target: torch.Tensor, one: torch.Tensor, of: _Of) -> torch.Tensor:
+    def _note_copy(self, target: torch.Tensor, one: torch.Tensor, of: _Of) -> torch.Tensor:
         # A tensor of the meta device is processed by what made it so, when it is complete;
         # a cast on the way must be the one that the copy makes anyway.
         name = of.stored.name
@@ -238,40 +238,44 @@ class Recorder:
             memory, low, high = reach(target)
             if not memory:
                 raise Unplannable(name, f"copy_ to a {type(target).__name__} without memory of its own")
-            other = self._held(memory, low, high)
+            other = self._name_of_bytes(memory, low, high)
             if other is not None:
                 raise Unplannable(name, f"copy_ to where {other} goes")
             if memory in self._reads:
-                self._other("a copy to where it read")
+                self._note_impure("a copy to where it read")
             insort(self._ranges[memory], (low, high, name))
             offset, shape = int(one.storage_offset()), tuple(one.shape)
             self._noted.append(Copy(of.stored, offset, shape, one.stride(), of.dtype, target))
             self._size += high - low
         return target
 
-    def _other(self, what: str) -> None:
+    def _note_impure(self, what: str) -> None:
         # What may come out otherwise when it runs again.
         self.impure = self.impure or what
         self._works = True
 
-    def _worked(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _follow_operation(self, func: Any, args: Any, kwargs: Any) -> None:
         # An operation that is no view, on tensors with data.
         one = args[0] if args and not kwargs and isinstance(args[0], torch.Tensor) else None
-        if one is not None and func in _ZEROES and (len(args) == 1 or (len(args) == 2 and type(args[1]) in (int, float) and args[1] == 0)):
+        if (
+            one is not None
+            and func in _ZEROES
+            and (len(args) == 1 or (len(args) == 2 and type(args[1]) in (int, float) and args[1] == 0))
+        ):
             if one.numel() and (self.began or one.untyped_storage().data_ptr() in self._reads):
-                self._other(str(func))  # before that vLLM sets to zero what pads a vocabulary
+                self._note_impure(str(func))  # before that vLLM sets to zero what pads a vocabulary
             elif one.numel():
                 self._zeros.add(one.untyped_storage().data_ptr())
-        elif one is not None and func is _ITEM and self._constant(one):
+        elif one is not None and func is _ITEM and self._is_constant(one):
             pass  # vLLM looks up by expert where an expert is
         else:
-            written = list(_tensors((args, kwargs)))
-            if not written or any(tensor.numel() for tensor in written) or not str(func.overloadpacket).endswith("_"):
-                self._other(str(func))
+            operands = list(_tensors((args, kwargs)))
+            if not operands or any(tensor.numel() for tensor in operands) or not str(func.overloadpacket).endswith("_"):
+                self._note_impure(str(func))
         if self._ranges:
             self._on_others(func, args, kwargs)
 
-    def _constant(self, tensor: torch.Tensor) -> bool:
+    def _is_constant(self, tensor: torch.Tensor) -> bool:
         # Whether an element that it reads was there before it ran.
         memory = tensor.untyped_storage().data_ptr()
         if tensor.is_floating_point() or tensor.is_complex() or tensor.device.type == "meta" or memory in self._zeros:
@@ -284,11 +288,11 @@ class Recorder:
         for tensor in _tensors((args, kwargs)):
             if tensor.device.type == "meta" or not tensor.numel():
                 continue
-            other = self._held(*reach(tensor))
+            other = self._name_of_bytes(*reach(tensor))
             if other is not None:
                 raise Unplannable(other, f"{func} on where it goes")
 
-    def _held(self, memory: int, low: int, high: int) -> str | None:
+    def _name_of_bytes(self, memory: int, low: int, high: int) -> str | None:
         # The name recorded for some of these bytes. Ranges do not overlap.
         ranges = self._ranges.get(memory)
         if not ranges:
@@ -312,7 +316,9 @@ class _Places:
     def __init__(self) -> None:
         self._lock, self._count = threading.Lock(), 0
         types = {"is_meta": "meta", "is_cpu": "cpu", "is_cuda": "cuda"}
-        answers = {name: functools.partial(lambda kind, device: device.type == kind, kind) for name, kind in types.items()}
+        answers = {
+            name: functools.partial(lambda kind, device: device.type == kind, kind) for name, kind in types.items()
+        }
         self._answers: dict[str, Any] = {"device": lambda device: device, **answers}
 
     def __enter__(self) -> None:
@@ -348,7 +354,7 @@ def _intercept_operation(func: Any, *args: Any, **kwargs: Any) -> Any:
     if func is _COPY and not kwargs:  # the most
         target, one = args[:2]
         if (of := recorder._source(one)) is not None and recorder._source(target) is None:
-            return recorder._note(target, one, of)
+            return recorder._note_copy(target, one, of)
     with torch._C._ExcludeDispatchKeyGuard(_recorder_keys()[1]):
         return recorder.run_operation(func, args, kwargs)
 
@@ -387,15 +393,15 @@ _OPERATIONS: list[Any] = []
 
 def _is_view(func: Any) -> bool:
     # Whether all that it returns are views, and it writes nothing.
-    known = _VIEWS.get(id(func))
-    if known is None:
+    is_view = _VIEWS.get(id(func))
+    if is_view is None:
         schema = func._schema
-        aliases = [found.alias_info for found in (*schema.returns, *schema.arguments)]
-        returns = [found.alias_info for found in schema.returns]
-        known = bool(returns) and all(returns) and not any(alias is not None and alias.is_write for alias in aliases)
-        _VIEWS[id(func)] = known
+        aliases = [argument.alias_info for argument in (*schema.returns, *schema.arguments)]
+        returns = [argument.alias_info for argument in schema.returns]
+        is_view = bool(returns) and all(returns) and not any(alias is not None and alias.is_write for alias in aliases)
+        _VIEWS[id(func)] = is_view
         _OPERATIONS.append(func)
-    return known
+    return is_view
 
 
 class Opened:
@@ -418,7 +424,9 @@ class Opened:
         """What the loader is given."""
         if self._tensors is None:
             rows = self.sheet.rows
-            self._tensors = [Stored(self.file, at, *rows[at]) for at in (range(len(rows)) if self.at is None else self.at)]
+            self._tensors = [
+                Stored(self.file, at, *rows[at]) for at in (range(len(rows)) if self.at is None else self.at)
+            ]
         return self._tensors
 
 
@@ -448,7 +456,9 @@ def opened(
         sheet, missing = there
         files.enter_context(sheet.file)
     else:
-        file = files.enter_context(overwire.safe_open(where, framework="pt", device=device, storage_options=chosen.get("storage_options")))
+        file = files.enter_context(
+            overwire.safe_open(where, framework="pt", device=device, storage_options=chosen.get("storage_options"))
+        )
         sheet = Sheet(file)
         missing = absent(index, where, {row[0] for row in sheet.rows})
     complete(index, missing, wanted)
@@ -460,8 +470,10 @@ def opened(
     if wanted is not None or unused is not None:
         every = [at for at, row in enumerate(sheet.rows) if wanted is None or wanted(row[0])]
         source.at = every if unused is None else [at for at in every if not unused(sheet.rows[at][0])] or every
-    given = None if source.at is None else set(source.at)
-    source.small = sheet.file.get_tensors([sheet.rows[at][0] for at in sheet.small() if given is None or at in given])
+    positions = None if source.at is None else set(source.at)
+    source.small = sheet.file.get_tensors(
+        [sheet.rows[at][0] for at in sheet.small() if positions is None or at in positions]
+    )
     return source
 
 

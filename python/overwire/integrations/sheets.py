@@ -34,35 +34,39 @@ class Opening:
     Whatever goes wrong there is said where the source is opened again.
     """
 
-    def __init__(self, find: Callable[[], tuple[Any, str | None] | None], device: str, chosen: Mapping[str, Any]) -> None:
+    def __init__(
+        self, find: Callable[[], tuple[Any, str | None] | None], device: str, chosen: Mapping[str, Any]
+    ) -> None:
         """find: what to open, and its index.json; None for nothing. chosen: see `options`."""
         self._find, self._device, self._chosen = find, device, chosen
         self._found: tuple[Any, str | None] | None = None
         self._sheet: Sheet | None = None
         self._absent: list[tuple[str, str]] = []
-        self._thread: threading.Thread | None = threading.Thread(target=self._run, name="overwire opening", daemon=True)
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._run_opening, name="overwire opening", daemon=True
+        )
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run_opening(self) -> None:
         import overwire
 
         from . import absent
 
         try:
-            found = self._find()
-            if found is None:
+            result = self._find()
+            if result is None:
                 return
             reach = self._chosen.get("storage_options")
-            sheet = Sheet(overwire.safe_open(found[0], framework="pt", device=self._device, storage_options=reach))
-            self._found, self._sheet = found, sheet  # from here on `close` closes it
-            self._absent = absent(found[1], found[0], {row[0] for row in sheet.rows})
+            sheet = Sheet(overwire.safe_open(result[0], framework="pt", device=self._device, storage_options=reach))
+            self._found, self._sheet = result, sheet  # from here on `close` closes it
+            self._absent = absent(result[1], result[0], {row[0] for row in sheet.rows})
         except Exception:
             self._found = None
 
     def take(self, where: Any, index: str | None, device: str) -> tuple[Sheet, list[tuple[str, str]]] | None:
         """What was opened, the caller's from now on, and the names that the index lists and
         the files lack, see `absent`; None if it is not this source, or was taken."""
-        self._wait()
+        self._wait_for_thread()
         sheet, self._sheet = self._sheet, None
         if sheet is None:
             return None
@@ -73,12 +77,12 @@ class Opening:
 
     def close(self) -> None:
         """Closes what was not taken."""
-        self._wait()
+        self._wait_for_thread()
         sheet, self._sheet = self._sheet, None
         if sheet is not None:
             sheet.file.close()
 
-    def _wait(self) -> None:
+    def _wait_for_thread(self) -> None:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()

@@ -46,7 +46,9 @@ class Attempt:
         """Where tensors land."""
         return self._sources[0].device
 
-    def source(self, where: Any, device: str, chosen: Mapping[str, Any], **asked: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def source(
+        self, where: Any, device: str, chosen: Mapping[str, Any], **asked: Any
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Opens a source, for `next`, and yields nothing; the arguments are those of `weights`."""
         self._sources.append(recording.opened(self._files, where, device, chosen, **asked))
         return iter(())
@@ -62,39 +64,41 @@ class Attempt:
             self._recorder.load()
 
     @contextlib.contextmanager
-    def around(self, model: Any, look: Callable[[], Iterable[Any]], group: Any = None, pays: bool = False) -> Iterator[None]:
+    def around(
+        self, model: Any, look: Callable[[], Iterable[Any]], group: Any = None, pays: bool = False
+    ) -> Iterator[None]:
         """While it lasts, `model.load_weights` loads by slices.
 
         look: yields what the engine's loader would give the model. group: a process group
         of ranks that all do this, and can share the reading. pays: see `shares_reading`.
         """
-        mine = vars(model).get("load_weights")
+        own_loader = vars(model).get("load_weights")
         own = model.load_weights
-        model.load_weights = functools.partial(self._load, own, look, group, pays)
+        model.load_weights = functools.partial(self._load_slices, own, look, group, pays)
         try:
             yield
         finally:
-            if mine is None:
+            if own_loader is None:
                 del model.load_weights
             else:
-                model.load_weights = mine
+                model.load_weights = own_loader
 
-    def _load(self, own: Any, look: Any, group: Any, pays: bool, weights: Any) -> Any:
+    def _load_slices(self, own: Any, look: Any, group: Any, pays: bool, weights: Any) -> Any:
         from ..plumbing import many_objects
 
         # Stand-ins by the ten thousand are no garbage, and would start full collections of
         # all that an engine has imported.
         with self._recorder.paused(), many_objects():
-            self._prepare(functools.partial(self._open, look), group, pays)
+            self._prepare_reading(functools.partial(self._open_sources, look), group, pays)
         try:
             with self._quiet:
                 self._quiet.enter_context(many_objects())
                 return own(weights)
         finally:
             with self._recorder.paused():
-                self._meet()  # the other ranks wait for one that has failed, or has nothing to load
+                self._meet_ranks()  # the other ranks wait for one that has failed, or has nothing to load
 
-    def _prepare(self, opens: Callable[[], None], group: Any, pays: bool) -> None:
+    def _prepare_reading(self, opens: Callable[[], None], group: Any, pays: bool) -> None:
         # With the other ranks, where they share the reading.
         if group is None:  # one rank alone needs no code of groups, whose import takes 20 ms
             opens()
@@ -104,7 +108,7 @@ class Attempt:
         if shares_reading(group, pays, opens):
             self._group = group
 
-    def _open(self, look: Any) -> None:
+    def _open_sources(self, look: Any) -> None:
         # Opens what is to be read.
         self._looks = True
         for _ in look():
@@ -122,20 +126,20 @@ class Attempt:
         rows, which most likely no other rank needs. The others are kept for `share`."""
         if not self.waits:
             return noted
-        mine: list[Copy] = []
+        own_copies: list[Copy] = []
         for copy in noted:
             large = copy.target.numel() * copy.target.element_size() >= APART
             request = copies.request_of(copy, self.device) if large else None
             rows = request is not None and request[3] >= 0 and request[5] < 0
-            (mine if rows else self._later).append(copy)
-        return mine
+            (own_copies if rows else self._later).append(copy)
+        return own_copies
 
     def later(self) -> list[Copy]:
         """What `apart` has kept."""
-        kept, self._later = self._later, []
-        return kept
+        copies, self._later = self._later, []
+        return copies
 
-    def _meet(self, wanted: Callable[[], Any] = lambda: None) -> Any:
+    def _meet_ranks(self, wanted: Callable[[], Any] = lambda: None) -> Any:
         # Collective, but where the ranks do not wait: see `meet_to_load`.
         group, self._group = self._group, None
         if group is None:
@@ -156,7 +160,7 @@ class Attempt:
         blocks: list[Copy] = []
         beside: list[Copy] = []
 
-        def wanted() -> Any:
+        def is_wanted() -> Any:
             from ..plumbing import Blocks
 
             for copy in noted:
@@ -165,9 +169,11 @@ class Attempt:
                 rows[id(copy.of.file)].extend(request or ())
             sheets = [source.sheet for source in self._sources]
             requests = [row.tobytes() for row in rows.values()]
-            return Blocks(str(self.device), [sheet.file for sheet in sheets], requests, [sheet.digest for sheet in sheets])
+            return Blocks(
+                str(self.device), [sheet.file for sheet in sheets], requests, [sheet.digest for sheet in sheets]
+            )
 
-        together = self._meet(wanted)
+        together = self._meet_ranks(is_wanted)
         if together is None:
             return noted
         return [] if shared(together, lambda: copies.fill(beside, most), self._log) else blocks
@@ -180,7 +186,11 @@ def shared(together: Any, beside: Callable[[], None], log: Any) -> bool:
     if reason:
         log.info("overwire: each rank reads by itself: %s", reason)
         return False
-    log.info("overwire: the ranks share the reading: %d bytes read here, %d copied from others", together.read, together.copied)
+    log.info(
+        "overwire: the ranks share the reading: %d bytes read here, %d copied from others",
+        together.read,
+        together.copied,
+    )
     return True
 
 
@@ -208,12 +218,12 @@ def by_slices(load: Callable[[Attempt], None], most: int, log: Any) -> bool:
         words = "overwire: %d slices, %.2f GB, %d of them while the loader ran, loaded into their places in %.2f s and %.2f s after it"
         log.info(words, len(every), size / 1e9, len(early.copies), first - began, now - first)
 
-    def begin(noted: list[Copy]) -> list[Copy]:
-        mine = attempt.apart(noted)
-        return early.begin(mine) if mine else []
+    def begin_reading(noted: list[Copy]) -> list[Copy]:
+        copies = attempt.apart(noted)
+        return early.begin(copies) if copies else []
 
     early = copies.Early(lambda: attempt.device)
-    recorder = Recorder(carry_out, begin)
+    recorder = Recorder(carry_out, begin_reading)
     with contextlib.ExitStack() as files:
         attempt = Attempt(recorder, files, log)
         try:

@@ -45,8 +45,8 @@ class OverwireWeightLoader(HfWeightLoader):  # type: ignore[misc, unused-ignore]
         the others, where there are both. Raises what `overwire.load_file` raises.
         """
         files = sorted(glob.glob(os.path.join(glob.escape(checkpoint_dir), "*.safetensors")))
-        consolidated = bool(more.get("use_consolidated", False))
-        files = [file for file in files if ("consolidated" in os.path.basename(file)) == consolidated] or files
+        use_consolidated = bool(more.get("use_consolidated", False))
+        files = [file for file in files if ("consolidated" in os.path.basename(file)) == use_consolidated] or files
         if not files:
             return super().load_weights(checkpoint_dir, *asked, **more)
         return _Weights(overwire.load_file(files, framework="pt"))

@@ -38,10 +38,12 @@ def hooks(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]
     """The names that change, and what stands for each while patched."""
     # Transformers 4 knows the map when it has built the model; so does transformers 5 of "auto".
     maps = (found(MODULES[1], name) for name in ("check_and_set_device_map", "_get_device_map"))
-    pairs: list[tuple[Any, Any]] = [(original, _maps(original, lazy)) for original in maps if original is not None]
+    pairs: list[tuple[Any, Any]] = [
+        (original, _mapping_devices(original, lazy)) for original in maps if original is not None
+    ]
     warm = found(MODULES[1], "caching_allocator_warmup")
     if warm is not None:
-        pairs.append((warm, _warms(warm, lazy)))
+        pairs.append((warm, _warming_allocator(warm, lazy)))
     convert = found(MODULES[0], "convert_and_load_state_dict_in_model")
     spawn = found(MODULES[0], "spawn_materialize")
     if convert is not None and spawn is not None:
@@ -50,7 +52,7 @@ def hooks(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]
     return pairs if shard is None else [*pairs, (shard, _of_four(shard, lazy))]
 
 
-def _maps(original: Any, lazy: Lazy) -> Any:
+def _mapping_devices(original: Any, lazy: Lazy) -> Any:
     @functools.wraps(original)
     def device_map_of(*args: Any, **kwargs: Any) -> Any:
         device_map = original(*args, **kwargs)
@@ -79,7 +81,7 @@ class _Result(Future[Any]):
         return super().result(timeout)
 
 
-def _warms(original: Any, lazy: Lazy) -> Any:
+def _warming_allocator(original: Any, lazy: Lazy) -> Any:
     @functools.wraps(original)
     def caching_allocator_warmup(*args: Any, **kwargs: Any) -> Any:
         # A pipeline's model that was begun ahead is in its memory already: this would be a second model's.
@@ -93,9 +95,11 @@ def _of_five(convert: Any, spawn: Any, lazy: Lazy) -> list[tuple[Any, Any]]:
     loading = threading.local()
 
     @functools.wraps(convert)
-    def convert_and_load_state_dict_in_model(model: Any, state_dict: Any, load_config: Any, *rest: Any, **more: Any) -> Any:
+    def convert_and_load_state_dict_in_model(
+        model: Any, state_dict: Any, load_config: Any, *rest: Any, **more: Any
+    ) -> Any:
         before = getattr(loading, "ahead", None)
-        sparing = _on_disk(load_config.device_map) or _quantises(load_config.hf_quantizer)
+        sparing = _on_disk(load_config.device_map) or _is_quantising(load_config.hf_quantizer)
         with contextlib.closing(lazy.ahead()) as ahead:
             loading.ahead = None if sparing else ahead
             try:
@@ -105,7 +109,12 @@ def _of_five(convert: Any, spawn: Any, lazy: Lazy) -> list[tuple[Any, Any]]:
 
     @functools.wraps(spawn)
     def spawn_materialize(
-        thread_pool: Any, tensor: Any, device: Any = None, dtype: Any = None, sharding_op: Any = None, tensor_idx: Any = None
+        thread_pool: Any,
+        tensor: Any,
+        device: Any = None,
+        dtype: Any = None,
+        sharding_op: Any = None,
+        tensor_idx: Any = None,
     ) -> Any:
         target = tensor.device(device) if isinstance(tensor, lazy.slice) else None
         if target is None:
@@ -116,7 +125,8 @@ def _of_five(convert: Any, spawn: Any, lazy: Lazy) -> list[tuple[Any, Any]]:
         give = ahead.want(tensor, target, dtype)
 
         def materialize() -> Any:
-            return give().to(device=device, dtype=dtype)  # the same tensor, but for casts that the engine leaves to torch
+            # the same tensor, but for casts that the engine leaves to torch
+            return give().to(device=device, dtype=dtype)
 
         return materialize if thread_pool is None else _Result(materialize)
 
@@ -130,7 +140,7 @@ def _of_four(shard: Any, lazy: Lazy) -> Any:
         if len(args) != 14 or not isinstance(args[6], dict):
             return shard(args)
         device_map, quantizer, names, mesh = args[4], args[5], args[6], args[13]
-        if mesh is not None or _on_disk(device_map) or _quantises(quantizer):
+        if mesh is not None or _on_disk(device_map) or _is_quantising(quantizer):
             return shard(args)
         devices = _device_of(device_map)
         with lazy.plan(lambda name: devices(names[name]) if name in names else None):
@@ -145,16 +155,16 @@ def _device_of(device_map: Any) -> Callable[[str], Any]:
         return lambda name: "cpu"
     pattern = re.compile("|".join(re.escape(prefix) for prefix in sorted(device_map, reverse=True)))
 
-    def device(name: str) -> Any:
+    def device_of_name(name: str) -> Any:
         match = pattern.search(name)
         return None if match is None else device_map[match.group()]
 
-    return device
+    return device_of_name
 
 
 def _on_disk(device_map: Any) -> bool:
     return device_map is not None and "disk" in device_map.values()
 
 
-def _quantises(quantizer: Any) -> bool:
+def _is_quantising(quantizer: Any) -> bool:
     return quantizer is not None and not quantizer.pre_quantized

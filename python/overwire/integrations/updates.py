@@ -79,13 +79,13 @@ class Places:
         with contextlib.ExitStack() as files:
             source = opened(files, where, self._device, {"storage_options": storage_options})
             try:
-                noted = self._copies_of(source)
+                all_copies = self._copies_of(source)
             except Incomplete:
                 raise
             except Exception as error:
                 log.info("overwire: updates tensor by tensor, since slices cannot be planned: %s", error)
                 return False
-            copies.fill(noted, self._most)
+            copies.fill(all_copies, self._most)
         return True
 
     def delta(self, where: Any, storage_options: Any) -> None:
@@ -100,76 +100,85 @@ class Places:
 
         ready: list[_Ready] = []
 
-        def check() -> dict[str, list[_Piece]]:
-            ready.append(self._ready(where, storage_options))
+        def check_pieces() -> dict[str, list[_Piece]]:
+            ready.append(self._prepare_delta(where, storage_options))
             apply_part(ready[0].into, [ready[0].delta], "check")
-            return {name: [_Piece(one.offset, one.shape, one.stride) for one in held] for name, held in ready[0].shares.items()}
+            return {
+                name: [_Piece(one.offset, one.shape, one.stride) for one in pieces]
+                for name, pieces in ready[0].shares.items()
+            }
 
-        with self._ranks() as members:
-            everyone = members.exchange(check)
+        with self._ranks_of_group() as members:
+            everyone = members.exchange(check_pieces)
             if any(pieces.keys() != everyone[0].keys() for pieces in everyone):
-                text = "overwire: a delta cannot be applied: ranks divide other tensors than one another: push all weights"
+                text = (
+                    "overwire: a delta cannot be applied: ranks divide other tensors than one another: push all weights"
+                )
                 members.raise_alike(ValueError(text))
             one = ready[0]
-            batches, whole = self._batches(one), {}
+            batches, whole = self._batch_names(one), {}
             for names in batches:
-                whole = self._gathered(members, one, names, everyone)
-                _agree(members, functools.partial(apply_part, whole, [one.delta], "check"))
-            self._change(members, one)
+                whole = self._gather_tensors(members, one, names, everyone)
+                _do_on_all_ranks(members, functools.partial(apply_part, whole, [one.delta], "check"))
+            self._change_tensors(members, one)
             for names in batches:
                 if len(batches) > 1:
-                    whole = self._gathered(members, one, names, everyone)
-                _agree(members, functools.partial(apply_part, whole, [one.delta], "change"))
+                    whole = self._gather_tensors(members, one, names, everyone)
+                _do_on_all_ranks(members, functools.partial(apply_part, whole, [one.delta], "change"))
                 for name, tensor in whole.items():
                     for copy in one.shares[name]:
                         copy.target.copy_(tensor.as_strided(copy.shape, copy.stride, copy.offset))
 
-    def _ready(self, where: Any, storage_options: Any) -> _Ready:
+    def _prepare_delta(self, where: Any, storage_options: Any) -> _Ready:
         import overwire
 
         delta = overwire.open_delta(where, storage_options=storage_options)
-        stored = [Stored(None, at, name, delta.dtype(name), delta.shape(name)) for at, name in enumerate(delta.names)]
+        entries = [Stored(None, at, name, delta.dtype(name), delta.shape(name)) for at, name in enumerate(delta.names)]
         try:
-            noted = self._copies_of(Opened(None, torch.device(self._device), stored))
+            copies = self._copies_of(Opened(None, torch.device(self._device), entries))
         except Incomplete:
             raise
         except Exception as error:
-            raise ValueError(f"overwire: a delta cannot be applied to this model: {error}: push all of its weights") from error
+            raise ValueError(
+                f"overwire: a delta cannot be applied to this model: {error}: push all of its weights"
+            ) from error
         into: dict[str, torch.Tensor] = {}
         again: list[tuple[torch.Tensor, str]] = []
         shares: dict[str, list[Copy]] = {}
-        for copy in noted:
-            whole = _whole(copy)
+        for copy in copies:
+            whole = _whole_target(copy)
             if whole is None or copy.of.name in shares:
                 shares.setdefault(copy.of.name, []).append(copy)
             elif copy.of.name in into:
                 again.append((whole, copy.of.name))
             else:
                 into[copy.of.name] = whole
-        if mixed := shares.keys() & into.keys():
-            raise ValueError(f"overwire: a delta cannot be applied: {min(mixed)} is there whole and in part: push all weights")
+        if both := shares.keys() & into.keys():
+            raise ValueError(
+                f"overwire: a delta cannot be applied: {min(both)} is there whole and in part: push all weights"
+            )
         return _Ready(delta, into, again, shares)
 
-    def _change(self, members: Any, ready: _Ready) -> None:
+    def _change_tensors(self, members: Any, ready: _Ready) -> None:
         # Collective: of the tensors that lie whole here; on all ranks, or on none.
         from ..plumbing import apply_part
 
-        changed: list[str] = []
+        names: list[str] = []
 
-        def change(part: str) -> None:
+        def change_part(part: str) -> None:
             apply_part(ready.into, [ready.delta], part)
-            changed.append(part)
+            names.append(part)
             for target, name in ready.again:
                 target.copy_(ready.into[name])
 
         try:
-            _agree(members, lambda: change("change"))
+            _do_on_all_ranks(members, lambda: change_part("change"))
         except BaseException:
-            if changed:
-                change("undo")
+            if names:
+                change_part("undo")
             raise
 
-    def _batches(self, ready: _Ready) -> list[list[str]]:
+    def _batch_names(self, ready: _Ready) -> list[list[str]]:
         # Names of tensors that change and are divided, alike on all ranks.
         batches: list[list[str]] = []
         size = 0
@@ -181,22 +190,28 @@ class Places:
             size += math.prod(ready.delta.shape(name)) * ready.shares[name][0].target.element_size()
         return batches
 
-    def _gathered(self, members: Any, ready: _Ready, names: list[str], everyone: list[dict[str, list[_Piece]]]) -> dict[str, torch.Tensor]:
+    def _gather_tensors(
+        self, members: Any, ready: _Ready, names: list[str], everyone: list[dict[str, list[_Piece]]]
+    ) -> dict[str, torch.Tensor]:
         # Collective: whole tensors of the shares that all ranks have.
-        gathered: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name in names:
-            held = ready.shares[name]
-            target = held[0].target
-            whole = gathered[name] = torch.empty(held[0].of.shape, dtype=target.dtype, device=target.device)
+            shares = ready.shares[name]
+            target = shares[0].target
+            whole = tensors[name] = torch.empty(shares[0].of.shape, dtype=target.dtype, device=target.device)
             for rank, pieces in enumerate(everyone):
                 for at, piece in enumerate(pieces[name]):
                     own = rank == members.rank
-                    share = held[at].target.contiguous() if own else torch.empty(piece.shape, dtype=target.dtype, device=target.device)
+                    share = (
+                        shares[at].target.contiguous()
+                        if own
+                        else torch.empty(piece.shape, dtype=target.dtype, device=target.device)
+                    )
                     members.broadcast(share, rank)
                     whole.as_strided(piece.shape, piece.stride, piece.offset).copy_(share)
-        return gathered
+        return tensors
 
-    def _ranks(self) -> Any:
+    def _ranks_of_group(self) -> Any:
         if self._group is None:
             return contextlib.nullcontext(_Alone())
         from ..plumbing import verb
@@ -209,14 +224,14 @@ class Places:
         if key == self._key:
             return [copy._replace(of=copy.of._replace(file=source.file)) for copy in self._copies]
         self._key = None
-        noted: list[Copy] = []
-        recorder = Recorder(noted.extend)
+        copies: list[Copy] = []
+        recorder = Recorder(copies.extend)
         with recorder:
             self._load(stand_ins(recorder, source))
             recorder.finish()
         if recorder.impure is None:  # else the loader has to run each time
-            self._key, self._copies = key, [copy._replace(of=copy.of._replace(file=None)) for copy in noted]
-        return noted
+            self._key, self._copies = key, [copy._replace(of=copy.of._replace(file=None)) for copy in copies]
+        return copies
 
 
 class _Alone:
@@ -237,7 +252,7 @@ class _Alone:
         """There is no other."""
 
 
-def _agree(members: Any, work: Callable[[], Any]) -> None:
+def _do_on_all_ranks(members: Any, work: Callable[[], Any]) -> None:
     # Collective: does the work; what it raises on one rank is raised on all.
     error: BaseException | None = None
     try:
@@ -247,7 +262,7 @@ def _agree(members: Any, work: Callable[[], Any]) -> None:
     members.agree(error)
 
 
-def _whole(copy: Copy) -> torch.Tensor | None:
+def _whole_target(copy: Copy) -> torch.Tensor | None:
     # Where a whole tensor lies, in its own shape.
     shape = copy.of.shape
     if block_of(copy) != [(0, size) for size in shape[:1]] or copy.dtype != copy.target.dtype:

@@ -52,7 +52,11 @@ def outlook(
 
 
 def fit(
-    model: Model, frame: Frame, wanted: Any, max_memory: int | str | None, parts: Iterable[tuple[int, int]] | None = None
+    model: Model,
+    frame: Frame,
+    wanted: Any,
+    max_memory: int | str | None,
+    parts: Iterable[tuple[int, int]] | None = None,
 ) -> None:
     """Raises OutOfMemoryError where a load would take more than the budget; see `outlook`."""
     if max_memory is not None:

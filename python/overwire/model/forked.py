@@ -37,13 +37,13 @@ def original(name: str) -> Any:
         import safetensors
     except ImportError:
         raise errors.forked() from None
-    found = getattr(safetensors, name)
+    function = getattr(safetensors, name)
     patching = sys.modules.get("overwire.compat.safetensors.patching")
     if patching is not None:
-        found = patching.behind(found)
-    if getattr(found, "__module__", "").startswith("overwire"):
+        function = patching.behind(function)
+    if getattr(function, "__module__", "").startswith("overwire"):
         raise errors.forked()  # ours goes by that name
-    return found
+    return function
 
 
 def refuse_compressed(source: Any) -> None:
@@ -62,11 +62,11 @@ def is_compressed(source: Any) -> bool | None:
             view = memoryview(source)
             header = bytes(view[8 : 8 + int.from_bytes(view[:8], "little")])
         elif hasattr(source, "fileno"):
-            header = _header(source.fileno())
+            header = _read_header(source.fileno())
         else:
             number = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
-                header = _header(number)
+                header = _read_header(number)
             finally:
                 os.close(number)
         if not header.startswith(b"{"):
@@ -76,7 +76,7 @@ def is_compressed(source: Any) -> bool | None:
         return None
 
 
-def _header(number: int) -> bytes:
+def _read_header(number: int) -> bytes:
     return os.pread(number, min(_HEADER, int.from_bytes(os.pread(number, 8, 0), "little")), 8)
 
 
@@ -108,7 +108,7 @@ class ForkedModel(Model):
         self.table = []
         self._files: dict[tuple[int, str], Any] = {}
         for at in range(len(self.uris)):
-            file = self._file(at, "np")
+            file = self._file_of(at, "np")
             order = file.offset_keys() if hasattr(file, "offset_keys") else file.keys()
             for name in order:
                 about = file.get_slice(name)
@@ -118,12 +118,12 @@ class ForkedModel(Model):
         self._refuse_twins()
         self.chosen = self.choose(keys, filter)
 
-    def _file(self, at: int, framework: str) -> Any:
+    def _file_of(self, at: int, framework: str) -> Any:
         file = self._files.get((at, framework))
         if file is None:
-            opened = original("safe_open")
+            reader = original("safe_open")
             try:
-                file = opened(self.uris[at], framework)
+                file = reader(self.uris[at], framework)
             except FileNotFoundError as error:
                 raise NotFoundError(f"overwire: open {self.uris[at]}: not found", source=self.uris[at]) from error
             except Exception as error:
@@ -132,7 +132,7 @@ class ForkedModel(Model):
         return file
 
     def info(self) -> list[dict[str, Any]]:
-        return [{"uri": uri, "metadata": self._file(at, "np").metadata()} for at, uri in enumerate(self.uris)]
+        return [{"uri": uri, "metadata": self._file_of(at, "np").metadata()} for at, uri in enumerate(self.uris)]
 
     def read_alone(self, at: int, frame: Frame, index: Any = None) -> Any:
         """One tensor, or `tensor[index]` of it."""
@@ -141,9 +141,11 @@ class ForkedModel(Model):
         if framework is None:
             raise errors.forked()
         try:
-            tensor = self._file(row.source, framework).get_tensor(row.name)
+            tensor = self._file_of(row.source, framework).get_tensor(row.name)
         except Exception as error:
-            raise NotSupportedError(f"overwire: read {row.name!r} of {self.uris[row.source]}: {error}", tensor=row.name) from error
+            raise NotSupportedError(
+                f"overwire: read {row.name!r} of {self.uris[row.source]}: {error}", tensor=row.name
+            ) from error
         if index is not None:
             cut = plan(index, row.shape, dims=0).cut
             tensor = frame.index(tensor, cut, row.dtype) if cut else tensor
@@ -151,9 +153,9 @@ class ForkedModel(Model):
         return tensor.clone() if framework == "pt" else tensor.copy()
 
     def load(self, chosen: list[int] | None, frame: Frame, wanted: Any, watcher: Watcher | None) -> dict[str, Any]:
-        made = {}
+        tensors = {}
         for at in range(len(self.table)) if chosen is None else chosen:
             row = self.row(at)
             tensor = self.read_alone(at, frame)
-            made[row.name] = tensor if wanted is None else frame.cast(tensor, row.dtype, wanted)
-        return made
+            tensors[row.name] = tensor if wanted is None else frame.cast(tensor, row.dtype, wanted)
+        return tensors

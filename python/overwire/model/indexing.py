@@ -33,21 +33,21 @@ class Plan(NamedTuple):
     empty: bool
 
 
-def _expand(index: Any, rank: int) -> list[Any]:
+def _expand_index(index: Any, rank: int) -> list[Any]:
     """The index as a list with one entry a dimension (and the Nones)."""
     entries = list(index) if isinstance(index, tuple) else [index]
-    given = sum(1 for e in entries if e is not None and e is not Ellipsis)
+    count = sum(1 for e in entries if e is not None and e is not Ellipsis)
     dots = [at for at, e in enumerate(entries) if e is Ellipsis]
     if len(dots) > 1:
         raise SliceError("overwire: slice: an index may have only one '...'")
-    if given > rank:
-        raise SliceError(f"overwire: slice: {given} indices for {rank} dimensions")
-    fill = [slice(None)] * (rank - given)
+    if count > rank:
+        raise SliceError(f"overwire: slice: {count} indices for {rank} dimensions")
+    fill = [slice(None)] * (rank - count)
     at = dots[0] if dots else len(entries)
     return entries[:at] + fill + entries[at + len(dots) :]
 
 
-def _entry(entry: Any, size: int, dim: int) -> int | range:
+def _check_entry(entry: Any, size: int, dim: int) -> int | range:
     if isinstance(entry, slice):
         try:
             return range(size)[entry]
@@ -79,29 +79,29 @@ def plan(index: Any, shape: tuple[int, ...], dims: int = 2) -> Plan:
     cut: list[Entry] = []
     cuts = empty = False
     dim = 0
-    for entry in _expand(index, len(shape)):
+    for entry in _expand_index(index, len(shape)):
         if entry is None:
             cut.append(None)
             cuts = True
             continue
         size = shape[dim]
-        wanted = _entry(entry, size, dim)
+        selection = _check_entry(entry, size, dim)
         lo = 0
-        if isinstance(wanted, int):
+        if isinstance(selection, int):
             if dim < dims:
-                lo = wanted
-                block[dim] = (wanted, wanted + 1)
-            cut.append(wanted - lo)
+                lo = selection
+                block[dim] = (selection, selection + 1)
+            cut.append(selection - lo)
             cuts = True
-        elif len(wanted) == 0:
+        elif len(selection) == 0:
             empty = True
             cut.append(slice(0, 0, 1))
         else:
             hi = size
             if dim < dims:
-                lo, hi = min(wanted[0], wanted[-1]), max(wanted[0], wanted[-1]) + 1
+                lo, hi = min(selection[0], selection[-1]), max(selection[0], selection[-1]) + 1
                 block[dim] = (lo, hi)
-            relative = range(wanted.start - lo, wanted.stop - lo, wanted.step)
+            relative = range(selection.start - lo, selection.stop - lo, selection.step)
             # A falling range may end at -1, which a slice would read from the end.
             cut.append(slice(relative.start, None if relative.stop < 0 else relative.stop, relative.step))
             cuts = cuts or relative != range(hi - lo)

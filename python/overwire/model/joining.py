@@ -28,18 +28,18 @@ def join(model: int, device: str, read: str | None, alone: bool) -> str | None:
     the GPU; None if there is nothing. alone: drops it."""
     if not _started:
         return None
-    found = _verbs.join({"device": device, "read": read or "", "alone": alone}, model)
-    _say(found)
-    return None if found["device"] is None else found["device"] or "cpu"
+    number = _verbs.join({"device": device, "read": read or "", "alone": alone}, model)
+    _log_notes(number)
+    return None if number["device"] is None else number["device"] or "cpu"
 
 
 def written(path: str) -> None:
     """Drops preloads of a path or URI whose file was replaced or changed by other means
     than the engine's save."""
     if _started and not forked():
-        _say(_verbs.sweep(path))
+        _log_notes(_verbs.sweep(path))
 
 
-def _say(answer: PreloadAnswer) -> None:
+def _log_notes(answer: PreloadAnswer) -> None:
     for note in answer["notes"] or ():
         log.log(logging.INFO if note["routine"] else logging.WARNING, "%s", note["text"])

@@ -51,13 +51,13 @@ def keep(path: str | os.PathLike[str]) -> Kept:
     # While it is open, no other file gets its number.
     state = (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
     with _lock:
-        kept = _open.get((name, state))
-    if kept is None:
-        kept = Kept(name)
-        if not kept.alone:
-            return kept
+        model = _open.get((name, state))
+    if model is None:
+        model = Kept(name)
+        if not model.alone:
+            return model
     with _lock:
-        _last = _open.setdefault((name, state), kept)
+        _last = _open.setdefault((name, state), model)
         return _last
 
 

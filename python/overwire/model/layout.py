@@ -150,21 +150,23 @@ def meta_rows(path: str, text: str) -> list[MetaRow]:
             continue
         try:
             # From the right: a filename may have spaces.
-            filename, shape, dtype, plain, stored = line.rsplit(" ", 4)
+            filename, shape, dtype, plain, stored_size = line.rsplit(" ", 4)
             dims = tuple(int(d) for d in shape.split(";") if d)
-            row = MetaRow(filename, dims, dtype, int(plain), int(stored))
+            row = MetaRow(filename, dims, dtype, int(plain), int(stored_size))
             if min((*dims, row.decompressed_size, row.compressed_size)) < 0:
                 raise ValueError
             rows.append(row)
         except ValueError as error:
             raise FormatError(
-                f"overwire: open {shown(path)} line {number}: expected 'filename shape dtype decompressed_size compressed_size'",
+                f"overwire: open {shown(path)} line {number}: expected 'filename shape dtype decompressed_size "
+                f"compressed_size'",
                 source=path,
             ) from error
         scheme = filename.partition("://")[0].lower()
         if scheme in ("redis", "rediss") and not is_remote(path):
             raise AccessError(
-                f"overwire: open {path} line {number}: it names {shown(filename)}; REDISCLI_AUTH goes to servers that a program names, "
+                f"overwire: open {path} line {number}: it names {shown(filename)}; REDISCLI_AUTH goes to servers "
+                f"that a program names, "
                 "not to one that a file names: name it yourself",
                 source=path,
             )
@@ -178,16 +180,16 @@ def containers_in(path: str) -> list[str]:
     if not os.path.exists(path) and os.path.basename(path) == META:
         newer = os.path.join(os.path.dirname(path), NYACOMP, META)
         path = newer if os.path.exists(newer) else path
-    found = []
-    for name in _listed(path, read_meta(path)):
+    containers = []
+    for name in _listed_names(path, read_meta(path)):
         place = place_of(path, name)
         if not name.endswith(".safetensors") and os.path.exists(place) and not is_container(place):
             raise _by_nyacomp(path, name)
-        found.append(place)
-    return found
+        containers.append(place)
+    return containers
 
 
-def _listed(meta: str, rows: list[MetaRow]) -> list[str]:
+def _listed_names(meta: str, rows: list[MetaRow]) -> list[str]:
     names = [row.filename for row in rows if not row.filename.endswith("raw")]
     if not names:
         raise FormatError(f"overwire: open {meta}: it lists no container", source=meta)
@@ -198,7 +200,8 @@ def _by_nyacomp(meta: str, filename: str) -> NotSupportedError:
     """What is said of a file in a meta.csv that is no container."""
     name = os.path.basename(filename)
     return NotSupportedError(
-        f"overwire: open {meta}: {name!r} was written by nyacomp itself; compress the model again with overwire", source=meta
+        f"overwire: open {meta}: {name!r} was written by nyacomp itself; compress the model again with overwire",
+        source=meta,
     )
 
 
@@ -216,7 +219,7 @@ def remote_containers_in(uri: str, text: str) -> list[str]:
     """The containers that a meta.csv behind a URI lists: each is beside it, or,
     of a csv in nyacomp's older place, in the folder nya beside it."""
     folder = _verbs.beside({"uri": uri})["path"].rpartition("/")[0] + "/"
-    names = _listed(shown(uri), meta_rows(uri, text))
+    names = _listed_names(shown(uri), meta_rows(uri, text))
     for name in names:
         if not name.endswith(".safetensors"):
             raise _by_nyacomp(shown(uri), name)
@@ -249,11 +252,11 @@ def place_of(meta: str, filename: str) -> str:
     stands. Names of nyacomp's begin with a slash that is not always meant."""
     folder, name = os.path.split(meta)[0], os.path.basename(filename)
     standing = filename if "://" in filename else os.path.join(folder, filename)
-    tried = [os.path.join(folder, name), os.path.join(folder, NYACOMP, name), standing, filename.lstrip("/")]
-    for place in tried:
+    candidates = [os.path.join(folder, name), os.path.join(folder, NYACOMP, name), standing, filename.lstrip("/")]
+    for place in candidates:
         if os.path.exists(place):
             return place
-    return tried[0] if "://" in meta and "://" not in filename else standing
+    return candidates[0] if "://" in meta and "://" not in filename else standing
 
 
 def preload_uris(path: str) -> list[str]:
@@ -283,13 +286,13 @@ def not_beside(path: str, container: str) -> NotFoundError:
 
 def is_pickle(path: str) -> bool:
     """Whether a file begins as pickles of protocol 2 and later do."""
-    head = _head(path)
+    head = _read_head(path)
     return head[:1] == b"\x80" and not _is_header(head)
 
 
 def is_container(path: str) -> bool:
     """Whether a file begins as safetensors files do, whatever its name."""
-    return _is_header(_head(path))
+    return _is_header(_read_head(path))
 
 
 def _is_header(head: bytes) -> bool:
@@ -297,7 +300,7 @@ def _is_header(head: bytes) -> bool:
     return head[4:9] == b"\0\0\0\0{"
 
 
-def _head(path: str) -> bytes:
+def _read_head(path: str) -> bytes:
     try:
         with open(path, "rb", opener=regular) as file:
             return file.read(9)

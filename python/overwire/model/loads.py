@@ -45,7 +45,15 @@ class Load:
     """
 
     def __init__(
-        self, job: Job, rows: Sequence[Any], frame: Frame, raw: bool, places: dict[int, Any], device: str, moved: bool, wanted: Any
+        self,
+        job: Job,
+        rows: Sequence[Any],
+        frame: Frame,
+        raw: bool,
+        places: dict[int, Any],
+        device: str,
+        moved: bool,
+        wanted: Any,
     ) -> None:
         self.job, self.rows, self.places = job, rows, places
         self._frame, self._raw, self._device, self._moved, self._wanted = frame, raw, device, moved, wanted
@@ -79,12 +87,14 @@ class Load:
         rows, frame, places = self.rows, self._frame, self.places
         with self.job, many_objects():
             if frame.make is not None and not self._raw:
-                tensors = self._made(frame.make, self.crowded)
+                tensors = self._make_tensors(frame.make, self.crowded)
             else:
                 adopt, device = frame.adopt, self._device
                 tensors = [
                     places[at] if at in places else adopt(capsule, address, row[1], row[2], device)
-                    for at, ((capsule, address), row) in enumerate(zip(self.job.take(self._raw).pairs(), rows, strict=True))
+                    for at, ((capsule, address), row) in enumerate(
+                        zip(self.job.take(self._raw).pairs(), rows, strict=True)
+                    )
                 ]
         # One at a time, so that only one is held twice.
         if self._moved:
@@ -95,23 +105,23 @@ class Load:
                 tensors[at] = frame.cast(tensors[at], row[1], self._wanted)
         return tensors
 
-    def _made(self, make: Callable[[Any], Any], early: bool) -> list[Any]:
+    def _make_tensors(self, make: Callable[[Any], Any], early: bool) -> list[Any]:
         # Of capsules that need nothing but `make`. early: while the job runs: tensors by the
         # ten thousand are made beside the bytes that still arrive.
         tensors: list[Any] = [None] * len(self.rows)
         for at, tensor in self.places.items():
             tensors[at] = tensor
-        ended = not early
-        while not ended:
-            ended = self.job.ended(_PAUSE)
-            while (landed := self.job.next(0)) is not None and landed.capsules:
-                for at, capsule in landed.usable():
+        has_ended = not early
+        while not has_ended:
+            has_ended = self.job.ended(_PAUSE)
+            while (news := self.job.next(0)) is not None and news.capsules:
+                for at, capsule in news.usable():
                     tensors[at] = make(capsule)
         if not early:
-            landed = self.job.take()
-            if not landed.missing:
-                return list(map(make, landed.capsules))
-            for at, capsule in landed.usable():
+            news = self.job.take()
+            if not news.missing:
+                return list(map(make, news.capsules))
+            for at, capsule in news.usable():
                 tensors[at] = make(capsule)
         for at, tensor in enumerate(tensors):
             if tensor is None:

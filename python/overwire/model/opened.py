@@ -12,7 +12,15 @@ from .. import _verbs
 from .._engine import release
 from .._imports import imported
 from ..dtypes import CAST_FROM, CAST_TO, nbytes
-from ..errors import ArgumentError, CorruptError, FormatError, NotFoundError, OutOfMemoryError, TensorNotFoundError, did_you_mean
+from ..errors import (
+    ArgumentError,
+    CorruptError,
+    FormatError,
+    NotFoundError,
+    OutOfMemoryError,
+    TensorNotFoundError,
+    did_you_mean,
+)
 from ..frameworks.frame import Frame, check_empty
 from ..jobs import Job, heed, log, shown
 from ..metering import note
@@ -105,9 +113,9 @@ class Model:
         self.read = read
         _check_choice(keys, filter)
         keys = None if keys is None else list(keys)
-        shared = getattr(source, "shared_model", None)
-        if shared is not None:  # another caller keeps the model open
-            self.__dict__.update(shared().on(device).__dict__)
+        shared_handle = getattr(source, "shared_model", None)
+        if shared_handle is not None:  # another caller keeps the model open
+            self.__dict__.update(shared_handle().on(device).__dict__)
             self.read = read
             self._shared = source
             if getattr(source, "resident", True):
@@ -119,11 +127,16 @@ class Model:
         uris, keep = resolve(source)
         #: As people may see them.
         self.uris = [shown(uri) for uri in uris]
-        spec: LoadSpec = {"uris": uris, "map": mmap, "lenient": bool(lenient), "storage": storage(storage_options, uris)}
+        spec: LoadSpec = {
+            "uris": uris,
+            "map": mmap,
+            "lenient": bool(lenient),
+            "storage": storage(storage_options, uris),
+        }
         if keys is None and filter is not None:
             names = _verbs.names(spec)
             if names is not None:
-                filter = _over(filter, names)
+                filter = _filter_of(filter, names)
                 spec["keys"] = keys = [name for name in names if filter(name)]
                 filter = None  # it has spoken
         elif keys is not None:
@@ -172,9 +185,9 @@ class Model:
         """Joins what was preloaded of the files, if it is what loads of this model
         to its device give. Returns where `start` lands tensors."""
         if self.lands is None:
-            found = join(self.handle, self.device, self.read, False)
-            self.joined = found is not None
-            self.lands = self.device if found is None else found
+            number = join(self.handle, self.device, self.read, False)
+            self.joined = number is not None
+            self.lands = self.device if number is None else number
             if self.joined:
                 log.info("load %s: joins its preload", self.uris[0])
         return self.lands
@@ -198,9 +211,9 @@ class Model:
         self.close()
 
     def _refuse_twins(self) -> None:
-        seen: dict[str, int] = {}
+        positions: dict[str, int] = {}
         for name, *_, source, _alias in self.table:
-            first = seen.setdefault(name, source)
+            first = positions.setdefault(name, source)
             if first != source:
                 uris = [part["uri"] for part in self.info()]
                 raise ArgumentError(
@@ -253,11 +266,13 @@ class Model:
         if keys is None and filter is None:
             return None
         _check_choice(keys, filter)
-        chosen = list(range(len(self.table))) if keys is None else list(dict.fromkeys(self.place(key) for key in keys))
+        positions = (
+            list(range(len(self.table))) if keys is None else list(dict.fromkeys(self.place(key) for key in keys))
+        )
         if filter is not None:
-            filter = _over(filter, (row[0] for row in self.table))
-            chosen = [at for at in chosen if filter(self.table[at][0])]
-        return chosen
+            filter = _filter_of(filter, (row[0] for row in self.table))
+            positions = [at for at in positions if filter(self.table[at][0])]
+        return positions
 
     def start(
         self,
@@ -268,13 +283,17 @@ class Model:
         after: int = 0,
     ) -> Job:
         """Starts a load of requests, as they are or packed by `wholes`; None for
-        every tensor, whole. cast: as `_casting` has it. end: of `jobs.time_limit`. after: the
+        every tensor, whole. cast: as `_cast_rows` has it. end: of `jobs.time_limit`. after: the
         job of a load that has to end before this one reads; 0: none. Tensors land on what
         `join` returns; whole ones without a destination may come out of a preload."""
         lands = self.join()
-        packed = b""
+        rows = b""
         if requests is not None:
-            packed = requests if isinstance(requests, bytes) else array("q", [n for request in requests for n in request]).tobytes()
+            rows = (
+                requests
+                if isinstance(requests, bytes)
+                else array("q", [n for request in requests for n in request]).tobytes()
+            )
         options: LoadRequest = {"device": lands, "cast": cast, "read": self.read or "", "after": after}
         if lands != "cpu":
             from ..frameworks.torch import stream_of, used_on
@@ -283,7 +302,7 @@ class Model:
             if requests is not None:
                 options["stream"] = stream_of(lands)
         try:
-            number = _verbs.load(options, self.handle, requests is None, packed)
+            number = _verbs.load(options, self.handle, requests is None, rows)
         except OutOfMemoryError:
             if lands == "cpu" or imported("torch") is None:
                 raise
@@ -291,7 +310,7 @@ class Model:
 
             # Memory that torch only keeps is no reason to fail.
             give_back(lands)
-            number = _verbs.load(options, self.handle, requests is None, packed)
+            number = _verbs.load(options, self.handle, requests is None, rows)
         return Job(number, "load", watcher, end)
 
     def begin(
@@ -304,13 +323,13 @@ class Model:
         engine's memory, on `lands`: small ones, which torch makes more slowly than the engine
         loads them, all on the host, and all of a load that joined a preload.
         """
-        rows, cast = self._casting(self.table if chosen is None else [self.table[at] for at in chosen], wanted)
+        rows, cast = self._cast_rows(self.table if chosen is None else [self.table[at] for at in chosen], wanted)
         numbers = range(len(rows)) if chosen is None else chosen
 
-        def requests(pointers: list[int]) -> bytes | None:
+        def requests_of(pointers: list[int]) -> bytes | None:
             return None if chosen is None and not any(pointers) else wholes(numbers, pointers)
 
-        return self._begin(requests, rows, frame, wanted, watcher, cast, after)
+        return self._begin_load(requests_of, rows, frame, wanted, watcher, cast, after)
 
     def begin_blocks(
         self, blocks: Sequence[tuple[int, tuple[int, int, int, int]]], rows: Sequence[Any], frame: Frame, after: int = 0
@@ -318,12 +337,12 @@ class Model:
         """The same for blocks of tensors: (position, ranges of dims 0 and 1), with
         rows whose shape and bytes are the block's."""
 
-        def requests(pointers: list[int]) -> list[Request]:
+        def requests_of(pointers: list[int]) -> list[Request]:
             return [(at, pointer, *block) for (at, block), pointer in zip(blocks, pointers, strict=True)]
 
-        return self._begin(requests, rows, frame, after=after)
+        return self._begin_load(requests_of, rows, frame, after=after)
 
-    def _begin(
+    def _begin_load(
         self,
         requests: Callable[[list[int]], bytes | Sequence[Request] | None],
         rows: Sequence[Any],
@@ -345,7 +364,7 @@ class Model:
         job = self.start(requests(pointers), watcher, cast, after=after)
         places: dict[int, Any] | None = None
         try:
-            places = self._settle(job, large, rows, frame) if large else {}
+            places = self._settle_targets(job, large, rows, frame) if large else {}
         except OutOfMemoryError:
             job.abandon()
         except BaseException:
@@ -358,7 +377,7 @@ class Model:
             job = self.start(requests(pointers), watcher, cast, after=after)
         return Load(job, rows, frame, raw, places, self.device, self.lands != self.device, wanted)
 
-    def _settle(self, job: Job, large: list[int], rows: Sequence[Any], frame: Frame) -> dict[int, Any]:
+    def _settle_targets(self, job: Job, large: list[int], rows: Sequence[Any], frame: Frame) -> dict[int, Any]:
         # The tensors are made while the first bytes are on their way: growing
         # torch's allocator takes some 50 us a tensor.
         from ..frameworks.torch import stream_of
@@ -367,11 +386,14 @@ class Model:
         for first in range(0, len(large), _BATCH):
             part = large[first : first + _BATCH]
             tensors = frame.empty_on(self.device, [rows[at] for at in part], again=False)
-            job.settle([n for at, tensor in zip(part, tensors, strict=True) for n in (at, tensor.data_ptr())], stream_of(self.device))
+            job.settle(
+                [n for at, tensor in zip(part, tensors, strict=True) for n in (at, tensor.data_ptr())],
+                stream_of(self.device),
+            )
             places.update(zip(part, tensors, strict=True))
         return places
 
-    def _casting(self, rows: Sequence[Any], wanted: Any) -> tuple[Sequence[Any], str]:
+    def _cast_rows(self, rows: Sequence[Any], wanted: Any) -> tuple[Sequence[Any], str]:
         """The rows as they land when the engine casts to a torch dtype on the way,
         and its name for that; "" where it does not: on the host, for other types,
         out of a preload."""
@@ -382,7 +404,9 @@ class Model:
         name = SAVED.get(wanted, "")
         if name not in CAST_TO:
             return rows, ""
-        return [(row[0], name, row[2], nbytes(name, row[2]), *row[4:]) if row[1] in CAST_FROM else row for row in rows], name
+        return [
+            (row[0], name, row[2], nbytes(name, row[2]), *row[4:]) if row[1] in CAST_FROM else row for row in rows
+        ], name
 
     def load(self, chosen: list[int] | None, frame: Frame, wanted: Any, watcher: Watcher | None) -> dict[str, Any]:
         """The chosen tensors, whole, in a dict in the order of `chosen`; see `begin`."""
@@ -401,7 +425,7 @@ def _check_choice(keys: Any, filter: Any) -> None:
         raise ArgumentError("overwire: filter: expected a callable of a name")
 
 
-def _over(filter: Callable[[str], bool], names: Iterable[str]) -> Callable[[str], bool]:
+def _filter_of(filter: Callable[[str], bool], names: Iterable[str]) -> Callable[[str], bool]:
     return filter.over(names) if isinstance(filter, Experts) else filter
 
 

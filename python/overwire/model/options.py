@@ -281,10 +281,10 @@ def check_storage(options: object) -> None:
 def check_options(verb: str, options: Mapping[str, object], kind: Any) -> None:
     """Raises TypeError, as a call with a wrong keyword does, for names that are not
     those of a kind of options."""
-    known = kind.__optional_keys__
+    names = kind.__optional_keys__
     for name in options:
-        if name not in known:
-            hint = f"; {_INSTEAD[name]}" if name in _INSTEAD else did_you_mean(name, [*known, "device", "framework"])
+        if name not in names:
+            hint = f"; {_INSTEAD[name]}" if name in _INSTEAD else did_you_mean(name, [*names, "device", "framework"])
             raise TypeError(f"{verb}() got an unexpected keyword argument {name!r}{hint}")
     if options.get("read") is not None:
         check_choice(options["read"], "read", ReadWay)

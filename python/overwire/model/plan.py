@@ -107,7 +107,8 @@ class LoadPlan:
     def __repr__(self) -> str:
         text = (
             f"LoadPlan({len(self.tensors)} tensors of {len(self.files)} files, "
-            f"nbytes={self.nbytes}, peak={self.peak}, stored={self.stored}, staging={self.staging}, pinned={self.pinned}"
+            f"nbytes={self.nbytes}, peak={self.peak}, stored={self.stored}, staging={self.staging}, "
+            f"pinned={self.pinned}"
         )
         if self.offload is not None:
             one = self.offload
@@ -120,13 +121,22 @@ class LoadPlan:
         files = html.table(
             "Files",
             ("file", "tensors", "in memory", "read or mapped", "size of the file"),
-            ((f.file, f"{f.tensors:,}", html.size(f.nbytes), html.size(f.stored), html.size(f.size)) for f in self.files),
+            (
+                (f.file, f"{f.tensors:,}", html.size(f.nbytes), html.size(f.stored), html.size(f.size))
+                for f in self.files
+            ),
             len(self.files),
         )
         rows = ((t.name, t.dtype, t.shape, t.nbytes, t.stored) for t in html.largest(self.tensors, lambda t: t.nbytes))
         tensors = html.tensors("the largest first", rows, len(self.tensors), folded=True)
-        facts = [("in memory", html.size(self.nbytes)), ("peak", html.size(self.peak)), ("read or mapped", html.size(self.stored))]
-        facts += [(name, html.size(count)) for name, count in (("slots", self.staging), ("pinned", self.pinned)) if count]
+        facts = [
+            ("in memory", html.size(self.nbytes)),
+            ("peak", html.size(self.peak)),
+            ("read or mapped", html.size(self.stored)),
+        ]
+        facts += [
+            (name, html.size(count)) for name, count in (("slots", self.staging), ("pinned", self.pinned)) if count
+        ]
         return html.block("LoadPlan", facts, files, tensors)
 
 
@@ -149,29 +159,34 @@ def plan(
     check_options("plan", options, PlanOptions)
     frame = frame_for(framework)
     where = check_device(device, frame)
-    wanted = check_dtype(frame, options.get("dtype"))
+    frame_dtype = check_dtype(frame, options.get("dtype"))
     with Model(source, device=where, **opening(options)) as model:
         rows = [model.row(at) for at in (range(len(model.table)) if model.chosen is None else model.chosen)]
-        load = outlook(model, frame, wanted, keep=None if keep is None else parse_size(keep or None, "keep"))
+        load = outlook(model, frame, frame_dtype, keep=None if keep is None else parse_size(keep or None, "keep"))
         info = model.info()
     final = load["bytes"]
     uris = [part["uri"] for part in info]
     tensors = tuple(
-        PlannedTensor(row.name, row.dtype, row.shape, size, row.stored, uris[row.source]) for row, size in zip(rows, final, strict=True)
+        PlannedTensor(row.name, row.dtype, row.shape, size, row.stored, uris[row.source])
+        for row, size in zip(rows, final, strict=True)
     )
-    count, nbytes, stored = [[0] * len(info) for _ in range(3)]
+    count, nbytes, stored_sizes = [[0] * len(info) for _ in range(3)]
     for row, size in zip(rows, final, strict=True):
         count[row.source] += 1
         nbytes[row.source] += size
-        stored[row.source] += row.stored
+        stored_sizes[row.source] += row.stored
     files = tuple(
-        PlannedFile(uris[at], count[at], nbytes[at], stored[at], part["size"]) for at, part in enumerate(info) if count[at]
+        PlannedFile(uris[at], count[at], nbytes[at], stored_sizes[at], part["size"])
+        for at, part in enumerate(info)
+        if count[at]
     )
     offload = None
     if plans := load.get("offload"):
         sizes = (plans["rest"], plans["kept"], plans["streamed"], plans["stored"], plans["ring"])
         offload = PlannedOffload(*sizes, tuple(plans["blocks"]))
-    return LoadPlan(tensors, files, sum(final), load["peak"], sum(stored), load["staging"], load["pinned"], offload)
+    return LoadPlan(
+        tensors, files, sum(final), load["peak"], sum(stored_sizes), load["staging"], load["pinned"], offload
+    )
 
 
 spell_out(plan, PlanOptions)

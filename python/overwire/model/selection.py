@@ -42,7 +42,7 @@ class Experts:
         where that is given."""
         if self.count is not None:
             return self
-        numbers = [int(found[1]) for found in map(_EXPERT.search, names) if found]
+        numbers = [int(match[1]) for match in map(_EXPERT.search, names) if match]
         return Experts(self.rank, self.world, max(numbers, default=0) + 1, self.placement)
 
     def owner(self, expert: int) -> int:
@@ -59,8 +59,8 @@ class Experts:
         return more + (expert - more * (each + 1)) // each
 
     def __call__(self, name: str) -> bool:
-        found = _EXPERT.search(name)
-        return found is None or found[2] not in _WEIGHTS or self.owner(int(found[1])) == self.rank
+        match = _EXPERT.search(name)
+        return match is None or match[2] not in _WEIGHTS or self.owner(int(match[1])) == self.rank
 
 
 def experts(rank: int, world: int, count: int | None = None, placement: Placement = "linear") -> Experts:

@@ -52,7 +52,9 @@ def resolve(source: Any) -> tuple[list[str], Any]:
     try:
         uris = [local(part) for part in source]
     except TypeError:
-        raise ArgumentError(f"overwire: source: expected a path, a list of paths or an open file, got {type(source).__name__}") from None
+        raise ArgumentError(
+            f"overwire: source: expected a path, a list of paths or an open file, got {type(source).__name__}"
+        ) from None
     if not uris:
         raise ArgumentError("overwire: source: the list of files is empty")
     return uris, None

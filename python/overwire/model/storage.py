@@ -27,34 +27,36 @@ def storage(options: Mapping[str, object] | None, uris: Iterable[str], *, writes
     paths alone.
     """
     check_storage(options)
-    left = {name: value for name, value in (options or {}).items() if value is not None}
-    made: FormatAccess = {}
-    decrypt = _key(left, "decryption")
+    settings = {name: value for name, value in (options or {}).items() if value is not None}
+    access: FormatAccess = {}
+    decrypt = _take_key(settings, "decryption")
     for flag, name in (("bytes", "other_dtypes_as_bytes"), ("crc32", "verify_crc32")):
-        if left.pop(name, False):
+        if settings.pop(name, False):
             decrypt[flag] = "true"
     if decrypt:
-        made["decrypt"] = decrypt
-    if encrypt := _key(left, "encryption"):
+        access["decrypt"] = decrypt
+    if encrypt := _take_key(settings, "encryption"):
         if not writes:
-            raise ArgumentError("overwire: storage_options: encryption_key and encryption_password are for what writes .tensors files")
-        made["encrypt"] = encrypt
+            raise ArgumentError(
+                "overwire: storage_options: encryption_key and encryption_password are for what writes .tensors files"
+            )
+        access["encrypt"] = encrypt
     if any(map(is_remote, uris)):
-        made["storage"], made["env"] = _texts(left), environment()
-    elif left:
+        access["storage"], access["env"] = _option_texts(settings), environment()
+    elif settings:
         raise ArgumentError("overwire: storage_options: they are for URIs; a local path takes none")
-    return made
+    return access
 
 
-def _texts(options: Mapping[str, object]) -> dict[str, str]:
+def _option_texts(options: Mapping[str, object]) -> dict[str, str]:
     texts: dict[str, str] = {}
     for name, value in options.items():
         if not isinstance(name, str):
             raise ArgumentError("overwire: storage_options: a name is not a str")
         if name != "headers":
-            texts[name] = _text(name, value)
+            texts[name] = _option_text(name, value)
         elif isinstance(value, Mapping):
-            texts.update({f"header.{key}": _text("headers", part) for key, part in value.items()})
+            texts.update({f"header.{key}": _option_text("headers", part) for key, part in value.items()})
         else:
             raise ArgumentError("overwire: storage_options: headers: expected a mapping of names to texts")
     if texts.get("insecure") == "true":
@@ -64,10 +66,13 @@ def _texts(options: Mapping[str, object]) -> dict[str, str]:
 
 @cache
 def _warn_once() -> None:
-    log.warning("overwire: storage_options: insecure: certificates are not checked, so anyone on the network path can change the weights")
+    log.warning(
+        "overwire: storage_options: insecure: certificates are not checked, so anyone on the network path can "
+        "change the weights"
+    )
 
 
-def _key(options: dict[str, object], prefix: str) -> dict[str, str]:
+def _take_key(options: dict[str, object], prefix: str) -> dict[str, str]:
     """Takes the key or the password of .tensors files out of options: as the engine has it, in hex digits."""
     key, password = options.pop(f"{prefix}_key", None), options.pop(f"{prefix}_password", None)
     if key is not None and password is not None:
@@ -87,11 +92,13 @@ def _key(options: dict[str, object], prefix: str) -> dict[str, str]:
     return {}
 
 
-def _text(name: str, value: object) -> str:
+def _option_text(name: str, value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (str, int, float)):
         return str(value)
     if isinstance(value, os.PathLike):
         return os.fsdecode(value)
-    raise ArgumentError(f"overwire: storage_options: {name}: expected a text, a number or a bool, got {type(value).__name__}")
+    raise ArgumentError(
+        f"overwire: storage_options: {name}: expected a text, a number or a bool, got {type(value).__name__}"
+    )

@@ -10,7 +10,7 @@ import torch
 from ..errors import ArgumentError, NotSupportedError
 from ..frameworks.memory import check_memory
 from ..frameworks.torch import SAVED
-from ..verbs.sleeping import _dense
+from ..verbs.sleeping import _fills_extent
 
 __all__ = ["Block", "Weight", "can_store", "cut_model", "find_blocks", "weights_of"]
 
@@ -174,4 +174,4 @@ def _extent_of(tensor: torch.Tensor) -> int:
 def can_store(tensor: torch.Tensor) -> bool:
     """Whether a tensor can be stored as a weight that comes and goes: dense, not empty, of a dtype that files have."""
     plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
-    return plain and tensor.numel() > 0 and tensor.dtype in SAVED and _dense(tensor)
+    return plain and tensor.numel() > 0 and tensor.dtype in SAVED and _fills_extent(tensor)

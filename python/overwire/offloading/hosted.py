@@ -47,14 +47,14 @@ class Hosted(Offloaded):
         """
         weights, at = list(weights), len(self._away)
         with torch.inference_mode(False), torch.no_grad():
-            stored = encode_block([weight.values for weight in weights], self._device)
-        self._away.append(_Away(Block(name, module, []), stored, [], {}))
+            block = encode_block([weight.values for weight in weights], self._device)
+        self._away.append(_Away(Block(name, module, []), block, [], {}))
         self._parameters.append([(one.owner, one.key, one.owner._parameters[one.key]) for one in weights])  # type: ignore[misc]
         self._owners.update((weight.owner, at) for weight in weights)
         self._places.update((weight.name, (at, number)) for number, weight in enumerate(weights))
         self.blocks.append(name)
         self.nbytes += sum(weight.values.nbytes for weight in weights)
-        self.stored += stored.memory.nbytes
+        self.stored += block.memory.nbytes
 
     def run(self, slots: int = 2) -> None:
         """Lets the blocks fetch their weights when they are called. Raises OutOfMemoryError."""
@@ -85,8 +85,8 @@ class Hosted(Offloaded):
             owner._parameters[key] = torch.nn.Parameter(view, left.requires_grad)
 
     def _send_away(self, at: int) -> None:
-        for owner, key, left in self._parameters[at]:
-            owner._parameters[key] = left
+        for owner, key, placeholder in self._parameters[at]:
+            owner._parameters[key] = placeholder
 
     def _meet_gradients(self, name: str, ran: bool = False) -> None:
         if ran:

@@ -171,13 +171,13 @@ class Offloaded:
             self._hooks.append(one.block.module.register_forward_hook(after, always_call=True))
 
     def _hooks_of(self, at: int) -> tuple[_Hook, _Hook]:
-        def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._before_run(at, module, args, kwargs)
 
-        def after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def after_forward(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self._after_run(at, module, output)
 
-        return _Hook(before), _Hook(after)
+        return _Hook(before_forward), _Hook(after_forward)
 
     def _before_run(self, at: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         import torch
@@ -338,8 +338,8 @@ def offload(
     where = check_device(device, frame)
     with _errors_of(where):
         torch.empty(0, device=where)  # that there is no such device is found out before anything changes
-    offloaded = Offloaded(torch.device(where), inference)
-    weights = _Source(models[""], source, offloaded._device) if source is not None else None
+    handle = Offloaded(torch.device(where), inference)
+    weights = _Source(models[""], source, handle._device) if source is not None else None
     try:
         with torch.inference_mode(inference), torch.no_grad():
             if weights is not None:
@@ -347,13 +347,13 @@ def offload(
             parts = models.items()
             every = [block for name, part in parts for block in _blocks_of(part, blocks, name, len(models) > 1)]
             whole = [t for part in models.values() for t in [*part.parameters(), *part.buffers()]]
-            offloaded._begin_streaming(every, whole, budget, slots, limit, weights)
+            handle._begin_streaming(every, whole, budget, slots, limit, weights)
     except BaseException:
-        offloaded.close()
+        handle.close()
         if weights is not None:
             weights.take_memory()
         raise
-    return offloaded
+    return handle
 
 
 def stream_blocks(
@@ -393,14 +393,14 @@ class _Source:
             table for part in model.modules() for table in (part._parameters, part._buffers)
         ]
         self._placeholders: list[tuple[Any, str, torch.Tensor]] = []  # of the meta device
-        stored, state = set(self._file.keys()), model.state_dict(keep_vars=True)
+        file_names, state = set(self._file.keys()), model.state_dict(keep_vars=True)
         self._names: dict[int, str] = {}
         needs: dict[int, str] = {}
         for name, tensor in [
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
         ]:
-            if name in stored:
+            if name in file_names:
                 self._names[id(tensor)] = name
             elif name in state or tensor.device.type == "meta":
                 needs.setdefault(id(tensor), name)

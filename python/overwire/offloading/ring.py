@@ -87,7 +87,7 @@ class Ring:
         thread = threading.get_ident()
         with self.lock:
             self._drop_stale_holds()
-            while (slot := self._slot_of(at) or self._fetch(at)) is None:
+            while (slot := self._slot_of(at) or self._fetch_block(at)) is None:
                 if self._drop_stale_holds():
                     continue
                 self._waiting[thread] = at
@@ -155,7 +155,7 @@ class Ring:
     def _slot_of(self, at: int) -> Slot | None:
         return next((slot for slot in self._slots if slot.block == at), None)
 
-    def _fetch(self, at: int, spare: Sequence[int] = ()) -> Slot | None:
+    def _fetch_block(self, at: int, spare: Sequence[int] = ()) -> Slot | None:
         # Fills a slot that no one holds and that has none of the blocks `spare`.
         free = [slot for slot in self._slots if not slot.holds and (slot.block is None or slot.block not in spare)]
         if not free:
@@ -175,7 +175,7 @@ class Ring:
             block = self._following[block]
             order.append(block)
         for block in order[1:]:
-            if self._slot_of(block) is None and self._fetch(block, order) is None:
+            if self._slot_of(block) is None and self._fetch_block(block, order) is None:
                 return
 
     def _is_stuck(self) -> bool:

@@ -73,19 +73,19 @@ def parse(data: Bytes, path: str) -> Container:
     Raises FormatError for what is no safetensors file, CorruptError for a container that
     breaks a rule, NotSupportedError for one that a newer version has written.
     """
-    _format(len(data) >= 8, path, "too short")
+    _check_format(len(data) >= 8, path, "too short")
     size = int(data[:8].view("<u8")[0])
-    _format(size <= min(_LONGEST_HEADER, len(data) - 8), path, f"its header has {size} bytes")
+    _check_format(size <= min(_LONGEST_HEADER, len(data) - 8), path, f"its header has {size} bytes")
     try:
-        header = json.loads(bytes(data[8 : 8 + size]).decode(), object_pairs_hook=_unique)
+        header = json.loads(bytes(data[8 : 8 + size]).decode(), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"overwire: {path}: its header: {error}", source=path) from None
-    _format(isinstance(header, dict), path, "its header is no object")
+    _check_format(isinstance(header, dict), path, "its header is no object")
     base = 8 + size
     metadata = header.pop("__metadata__", None)
     texts = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
-    _format(metadata is None or texts, path, "its metadata")
-    entries = _entries(header, base, len(data), path)
+    _check_format(metadata is None or texts, path, "its metadata")
+    entries = _entries_of_header(header, base, len(data), path)
     if (metadata is not None and _NOTE in metadata) != (_INDEX in entries):
         raise CorruptError(
             f"overwire: {path}: an index without its note in the metadata, or the other way round", source=path
@@ -96,7 +96,7 @@ def parse(data: Bytes, path: str) -> Container:
     _check_note(metadata[_NOTE], path)
     first = next(iter(entries))
     index = entries.pop(_INDEX)
-    _sound(
+    _check_sound(
         first == _INDEX and index.offset == base and index.dtype == "U8" and base % 4096 == 0,
         path,
         "the place of its index",
@@ -106,37 +106,37 @@ def parse(data: Bytes, path: str) -> Container:
     return Container(tensors, rest, True)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({key for key, _ in pairs}) != len(pairs):
         raise ValueError("a key stands there twice")
     return dict(pairs)
 
 
-def _format(ok: bool, path: str, what: str) -> None:
+def _check_format(ok: bool, path: str, what: str) -> None:
     if not ok:
         raise FormatError(f"overwire: {path}: {what}", source=path)
 
 
-def _sound(ok: bool, path: str, what: str) -> None:
+def _check_sound(ok: bool, path: str, what: str) -> None:
     if not ok:
         raise CorruptError(f"overwire: {path}: corrupt data: {what}", source=path)
 
 
-def _entries(header: dict[str, Any], base: int, size: int, path: str) -> dict[str, Tensor]:
+def _entries_of_header(header: dict[str, Any], base: int, size: int, path: str) -> dict[str, Tensor]:
     # The tensors of a safetensors header, in the order of their bytes.
     rows = []
     for name, entry in header.items():
-        _format(
+        _check_format(
             isinstance(entry, dict) and set(entry) == {"dtype", "shape", "data_offsets"}, path, f"tensor {name!r}"
         )
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        _format(
+        _check_format(
             dtype in BITS and isinstance(shape, list) and len(shape) <= 64, path, f"tensor {name!r}: dtype or shape"
         )
         numbers = [*shape, *offsets] if isinstance(offsets, list) and len(offsets) == 2 else [None]
-        _format(all(type(n) is int and 0 <= n < 1 << 63 for n in numbers), path, f"tensor {name!r}: a number")
-        bits = _count(shape) * BITS[dtype]
-        _format(
+        _check_format(all(type(n) is int and 0 <= n < 1 << 63 for n in numbers), path, f"tensor {name!r}: a number")
+        bits = _count_elements(shape) * BITS[dtype]
+        _check_format(
             bits % 8 == 0 and offsets[1] - offsets[0] == bits // 8,
             path,
             f"tensor {name!r}: its bytes are not its shape's",
@@ -146,13 +146,13 @@ def _entries(header: dict[str, Any], base: int, size: int, path: str) -> dict[st
         )
     end = 0
     for low, high, name, _ in sorted(rows, key=lambda row: row[:3]):
-        _format(low == end, path, f"tensor {name!r}: a hole or an overlap before it")
+        _check_format(low == end, path, f"tensor {name!r}: a hole or an overlap before it")
         end = high
-    _format(base + end == size, path, f"{size} bytes, and its tensors end at {base + end}")
+    _check_format(base + end == size, path, f"{size} bytes, and its tensors end at {base + end}")
     return {name: tensor for _, _, name, tensor in sorted(rows, key=lambda row: row[:3])}
 
 
-def _count(shape: Any) -> int:
+def _count_elements(shape: Any) -> int:
     count = 1
     for extent in shape:
         count *= extent
@@ -171,7 +171,7 @@ def _check_note(text: str, path: str) -> None:
 
 def _read_index(data: Bytes, base: int, size: int, entries: dict[str, Tensor], path: str) -> dict[str, Tensor]:
     blob = data[base : base + size]
-    _sound(72 <= size <= _LARGEST_INDEX and size % 64 == 0 and bytes(blob[:4]) == b"OWIX", path, "its index")
+    _check_sound(72 <= size <= _LARGEST_INDEX and size % 64 == 0 and bytes(blob[:4]) == b"OWIX", path, "its index")
     major, features = int(blob[4:6].view("<u2")[0]), int(blob[8:16].view("<u8")[0])
     if major != 1 or features >> 2:
         raise NotSupportedError(
@@ -180,15 +180,17 @@ def _read_index(data: Bytes, base: int, size: int, entries: dict[str, Tensor], p
     tensors, chunks, dims = (int(n) for n in blob[16:28].view("<u4"))
     records = tuple(int(n) for n in blob[28:32].view("<u2"))
     length = 64 + 8 * dims + 64 * tensors + 32 * chunks
-    _sound(
+    _check_sound(
         records == (64, 32) and int(blob[32:40].view("<u8")[0]) == size and -(-(length + 8) // 64) * 64 == size,
         path,
         "its index's sizes",
     )
-    _sound(crc32c(blob[:length]) == int(blob[length : length + 4].view("<u4")[0]), path, "the checksum of its index")
-    _sound(not blob[length + 4 :].any() and not blob[44:64].any(), path, "its index's reserved bytes")
-    _sound(crc32c(data[:base]) == int(blob[40:44].view("<u4")[0]), path, "the checksum of its header")
-    _sound(tensors == len(entries), path, "the number of its tensors")
+    _check_sound(
+        crc32c(blob[:length]) == int(blob[length : length + 4].view("<u4")[0]), path, "the checksum of its index"
+    )
+    _check_sound(not blob[length + 4 :].any() and not blob[44:64].any(), path, "its index's reserved bytes")
+    _check_sound(crc32c(data[:base]) == int(blob[40:44].view("<u4")[0]), path, "the checksum of its header")
+    _check_sound(tensors == len(entries), path, "the number of its tensors")
     extents = blob[64 : 64 + 8 * dims].view("<u8")
     at = 64 + 8 * dims
     rows = blob[at : at + 64 * tensors].reshape(-1, 64)
@@ -198,37 +200,45 @@ def _read_index(data: Bytes, base: int, size: int, entries: dict[str, Tensor], p
     dim = chunk = 0
     for name, row in zip(names, rows, strict=True):
         code, rank, layout, parts = (int(n) for n in row[:4])
-        _sound(code in DTYPES and rank <= 64 and layout <= 2 and dim + rank <= dims, path, f"tensor {name!r}")
+        _check_sound(code in DTYPES and rank <= 64 and layout <= 2 and dim + rank <= dims, path, f"tensor {name!r}")
         dtype, bits = DTYPES[code]
         shape = tuple(int(n) for n in extents[dim : dim + rank])
         dim += rank
-        nbytes, stored = (int(n) for n in row[8:24].view("<u8"))
+        nbytes, stored_size = (int(n) for n in row[8:24].view("<u8"))
         first, count = (int(n) for n in row[24:32].view("<u4"))
         chunk_bytes, target = int(row[4:8].view("<u4")[0]), int(row[48:52].view("<u4")[0])
         entry = entries[name]
-        _sound(nbytes * 8 == _count(shape) * bits and first == chunk and not row[52:].any(), path, f"tensor {name!r}")
-        _sound((target != 0xFFFFFFFF) == (layout == 2) and chunk + count <= chunks, path, f"tensor {name!r}")
+        _check_sound(
+            nbytes * 8 == _count_elements(shape) * bits and first == chunk and not row[52:].any(),
+            path,
+            f"tensor {name!r}",
+        )
+        _check_sound((target != 0xFFFFFFFF) == (layout == 2) and chunk + count <= chunks, path, f"tensor {name!r}")
         if layout == 2 or not nbytes:
-            _sound(
-                count == 0 and stored == 0 and parts == 1 and chunk_bytes == 0 and entry.nbytes == 0,
+            _check_sound(
+                count == 0 and stored_size == 0 and parts == 1 and chunk_bytes == 0 and entry.nbytes == 0,
                 path,
                 f"tensor {name!r}",
             )
         else:
-            _sound(
-                entry.nbytes == stored and 0 < chunk_bytes <= _LARGEST_CHUNK and chunk_bytes % 4096 == 0,
+            _check_sound(
+                entry.nbytes == stored_size and 0 < chunk_bytes <= _LARGEST_CHUNK and chunk_bytes % 4096 == 0,
                 path,
                 f"tensor {name!r}",
             )
         if layout == 1:
-            _sound(
-                (entry.dtype, entry.shape, stored) == (dtype, shape, nbytes) and parts == 1, path, f"tensor {name!r}"
+            _check_sound(
+                (entry.dtype, entry.shape, stored_size) == (dtype, shape, nbytes) and parts == 1,
+                path,
+                f"tensor {name!r}",
             )
         elif layout == 0:
-            _sound(entry.dtype == "U8" and nbytes > 0, path, f"tensor {name!r}")
+            _check_sound(entry.dtype == "U8" and nbytes > 0, path, f"tensor {name!r}")
         alias = None
         if layout == 2:
-            _sound(target < tensors and int(rows[target][2]) != 2, path, f"tensor {name!r}: what it is an alias of")
+            _check_sound(
+                target < tensors and int(rows[target][2]) != 2, path, f"tensor {name!r}: what it is an alias of"
+            )
             alias = names[target]
         own = [_chunk_of(record, path, name) for record in table[chunk : chunk + count]]
         tensor = Tensor(dtype, shape, nbytes, entry.offset, own, parts, alias)
@@ -236,11 +246,11 @@ def _read_index(data: Bytes, base: int, size: int, entries: dict[str, Tensor], p
             _check_grid(tensor, chunk_bytes, layout == 1, entry, path, name)
         out[name] = tensor
         chunk += count
-    _sound(dim == dims and chunk == chunks, path, "what its index counts")
+    _check_sound(dim == dims and chunk == chunks, path, "what its index counts")
     for name, tensor in out.items():
         if tensor.alias is not None:
             holder = out[tensor.alias]
-            _sound(
+            _check_sound(
                 (holder.dtype, holder.nbytes) == (tensor.dtype, tensor.nbytes),
                 path,
                 f"tensor {name!r}: what it is an alias of",
@@ -249,11 +259,13 @@ def _read_index(data: Bytes, base: int, size: int, entries: dict[str, Tensor], p
 
 
 def _chunk_of(record: Bytes, path: str, name: str) -> StoredChunk:
-    (offset,), (stored, logical, total) = record[:8].view("<u8"), record[8:20].view("<u4")
-    _sound(not record[22:24].any() and not record[26:].any(), path, f"tensor {name!r}: the reserved bytes of a chunk")
+    (offset,), (stored_size, logical, total) = record[:8].view("<u8"), record[8:20].view("<u4")
+    _check_sound(
+        not record[22:24].any() and not record[26:].any(), path, f"tensor {name!r}: the reserved bytes of a chunk"
+    )
     return StoredChunk(
         int(offset),
-        int(stored),
+        int(stored_size),
         int(logical),
         int(total),
         int(record[20]),
@@ -266,31 +278,31 @@ def _check_grid(tensor: Tensor, chunk_bytes: int, plain: bool, entry: Tensor, pa
     rows = tensor.shape[0] if tensor.shape else 1
     row_bytes = tensor.nbytes // rows
     element = max(8, BITS[tensor.dtype]) // 8
-    _sound(tensor.parts in (1, 2, 4, 8), path, f"tensor {name!r}: its column parts")
-    _sound(
+    _check_sound(tensor.parts in (1, 2, 4, 8), path, f"tensor {name!r}: its column parts")
+    _check_sound(
         tensor.parts == 1 or row_bytes * rows == tensor.nbytes and row_bytes % (tensor.parts * element) == 0,
         path,
         f"tensor {name!r}: its column parts",
     )
     part = tensor.nbytes // tensor.parts
     sizes = [min(chunk_bytes, part - at) for at in range(0, part, chunk_bytes)] * tensor.parts
-    _sound([chunk.logical for chunk in tensor.chunks] == sizes, path, f"tensor {name!r}: its chunks")
+    _check_sound([chunk.logical for chunk in tensor.chunks] == sizes, path, f"tensor {name!r}: its chunks")
     end, last = entry.offset, entry.offset + entry.nbytes
     for number, chunk in enumerate(tensor.chunks):
         fits = chunk.offset >= end and chunk.offset + chunk.stored <= last and 0 < chunk.stored <= chunk.logical
         if plain:
             fits = fits and chunk.codec == 0 and chunk.offset == end
-        known = chunk.codec == 0 and chunk.stored == chunk.logical and not chunk.transform and not chunk.tiles
-        known = (
-            known
+        is_raw = chunk.codec == 0 and chunk.stored == chunk.logical and not chunk.transform and not chunk.tiles
+        is_raw = (
+            is_raw
             or chunk.codec == _X16
             and chunk.transform in _TRANSFORMS.get(tensor.dtype, ())
             and chunk.offset % 16 == 0
         )
-        known = (
-            known or chunk.codec == _PLANES and 1 <= chunk.transform <= 7 and tensor.parts == 1 and not chunk.tiles
+        is_raw = (
+            is_raw or chunk.codec == _PLANES and 1 <= chunk.transform <= 7 and tensor.parts == 1 and not chunk.tiles
         )
-        if not fits or not known:
+        if not fits or not is_raw:
             raise CorruptError(
                 f"overwire: {path}: corrupt data: tensor {name!r} chunk {number}",
                 source=path,

@@ -41,7 +41,7 @@ def decompress(source: str | os.PathLike[str], target: str | os.PathLike[str], *
     if there.exists() and (not overwrite or there.is_dir() or here.samefile(there)):
         raise ArgumentError(f"overwire: decompress: {there} is there already")
     if not here.is_dir():
-        _atomically(there, lambda path: _write_plain(here, path))
+        _write_atomically(there, lambda path: _write_plain(here, path))
         return
     if here.resolve() in there.resolve().parents:
         raise ArgumentError(f"overwire: decompress: {there} lies in {here}")
@@ -76,7 +76,13 @@ def _facts_of(path: Path) -> dict[str, Any]:
             for name, tensor in file.entries().items()
         ]
         kind = "overwire" if file.compressed else "safetensors"
-        return {"uri": str(path), "format": kind, "size": path.stat().st_size, "metadata": file.metadata(), "tensors": tensors}
+        return {
+            "uri": str(path),
+            "format": kind,
+            "size": path.stat().st_size,
+            "metadata": file.metadata(),
+            "tensors": tensors,
+        }
 
 
 def _write_plain(source: Path, target: Path) -> None:
@@ -92,7 +98,11 @@ def _write_plain(source: Path, target: Path) -> None:
         end = 0
         for name in (name for holder in order for name in holders[holder]):
             tensor = entries[name]
-            header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
+            header[name] = {
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "data_offsets": [end, end + tensor.nbytes],
+            }
             end += tensor.nbytes
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
@@ -101,7 +111,7 @@ def _write_plain(source: Path, target: Path) -> None:
             out.write(data)
 
 
-def _atomically(target: Path, write: Callable[[Path], None]) -> None:
+def _write_atomically(target: Path, write: Callable[[Path], None]) -> None:
     work = Path(tempfile.mkdtemp(prefix=".overwire.", dir=target.absolute().parent))
     try:
         write(work / "file")
@@ -114,9 +124,9 @@ def main() -> int:
     """The command line: overwire inspect FILE; overwire decompress FILE -o OUT [-f]."""
     parser = argparse.ArgumentParser("overwire", description="overwire without its engine: reads compressed weights.")
     verbs = parser.add_subparsers(dest="verb", required=True)
-    shown = verbs.add_parser("inspect", help="list tensors, as JSON")
+    inspect_parser = verbs.add_parser("inspect", help="list tensors, as JSON")
     plain = verbs.add_parser("decompress", help="write plain safetensors files")
-    for verb in (shown, plain):
+    for verb in (inspect_parser, plain):
         verb.add_argument("source")
     plain.add_argument("-o", dest="target", required=True)
     plain.add_argument("-f", dest="overwrite", action="store_true", help="replace what is there")

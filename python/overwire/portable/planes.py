@@ -24,7 +24,7 @@ class _Reader:
         self.data, self.at = data, 0
 
     def take(self, count: int) -> Bytes:
-        _expect(self.at + count <= len(self.data), "its length")
+        _check_planes(self.at + count <= len(self.data), "its length")
         self.at += count
         return self.data[self.at - count : self.at]
 
@@ -35,21 +35,21 @@ class _Reader:
 def decode(stored: Bytes, logical: int, transform: int) -> Bytes:
     """The logical bytes of a chunk. Raises CorruptError, and MissingPackageError where it has
     Zstandard frames and Python has no decoder of them."""
-    size, rotated = _ELEMENTS[transform]
+    size, rotation = _ELEMENTS[transform]
     reader = _Reader(np.ascontiguousarray(stored))
-    _expect(logical % size == 0 and reader.number("<u4") == logical, "its logical bytes")
+    _check_planes(logical % size == 0 and reader.number("<u4") == logical, "its logical bytes")
     count = logical // size
     planes = np.stack([_plane_of(reader, count) for _ in range(size)], axis=1)
-    _expect(reader.at == len(stored), "bytes behind its planes")
+    _check_planes(reader.at == len(stored), "bytes behind its planes")
     out = np.ascontiguousarray(planes).reshape(-1)
-    if rotated:
+    if rotation:
         kind = np.dtype(f"<u{size}")
         elements = out.view(kind)
         out = (elements >> kind.type(1) | elements << kind.type(8 * size - 1)).view(np.uint8)
     return out
 
 
-def _expect(ok: bool, what: str) -> None:
+def _check_planes(ok: bool, what: str) -> None:
     if not ok:
         raise CorruptError(f"overwire: corrupt data: planes: {what}")
 
@@ -59,12 +59,12 @@ def _plane_of(reader: _Reader, count: int) -> Bytes:
     if form == 2:
         return reader.take(count)
     if form == 1:
-        return _unpack(bytes(reader.take(reader.number("<u4"))), count)
-    _expect(form == 0, f"form {form}")
+        return _unpack_frame(bytes(reader.take(reader.number("<u4"))), count)
+    _check_planes(form == 0, f"form {form}")
     sizes = [min(_BLOCK, count - at) for at in range(0, count, _BLOCK)]
     kinds = reader.take(len(sizes)).tolist()
-    _expect(max(kinds) <= 3 and kinds.count(3) != 1, "a kind of block")
-    shared = _table_of(reader) if 3 in kinds else None
+    _check_planes(max(kinds) <= 3 and kinds.count(3) != 1, "a kind of block")
+    shared_table = _table_of(reader) if 3 in kinds else None
     blocks: list[Bytes] = []
     for kind, size in zip(kinds, sizes, strict=True):
         if kind == 0:
@@ -72,9 +72,9 @@ def _plane_of(reader: _Reader, count: int) -> Bytes:
         elif kind == 1:
             blocks.append(np.full(size, reader.number("u1"), np.uint8))
         else:
-            table = shared if kind == 3 else _table_of(reader)
+            table = shared_table if kind == 3 else _table_of(reader)
             assert table is not None
-            blocks.append(_coded(reader, table, size))
+            blocks.append(_decode_plane(reader, table, size))
     return np.concatenate(blocks)
 
 
@@ -88,21 +88,21 @@ def _table_of(reader: _Reader) -> tuple[list[int], list[int], list[int]]:
         count = reader.number("u1")
         if count >= 128:
             count = (count & 127) << 8 | reader.number("u1")
-            _expect(count >= 128, "a frequency")
-        _expect(count >= 1, "a frequency")
+            _check_planes(count >= 128, "a frequency")
+        _check_planes(count >= 1, "a frequency")
         value += [one] * count
         freq += [count] * count
         rank += range(count)
-        _expect(len(value) <= 4096, "its frequencies")
-    _expect(len(value) == 4096, "its frequencies")
+        _check_planes(len(value) <= 4096, "its frequencies")
+    _check_planes(len(value) == 4096, "its frequencies")
     return value, freq, rank
 
 
-def _coded(reader: _Reader, table: tuple[list[int], list[int], list[int]], size: int) -> Bytes:
+def _decode_plane(reader: _Reader, table: tuple[list[int], list[int], list[int]], size: int) -> Bytes:
     value, freq, rank = table
     states = reader.take(16).view("<u4").tolist()
     words = reader.take(2 * reader.number("<u2")).view("<u2").tolist()
-    _expect(min(states) >= 1 << 16, "a state")
+    _check_planes(min(states) >= 1 << 16, "a state")
     out, at, end = bytearray(size), 0, len(words)
     for i in range(size):
         x = states[i & 3]
@@ -110,15 +110,15 @@ def _coded(reader: _Reader, table: tuple[list[int], list[int], list[int]], size:
         out[i] = value[slot]
         x = freq[slot] * (x >> 12) + rank[slot]
         if x < 1 << 16:
-            _expect(at < end, "a word past its block")
+            _check_planes(at < end, "a word past its block")
             x = x << 16 | words[at]
             at += 1
         states[i & 3] = x
-    _expect(at == end and states == [1 << 16] * 4, "the end of a block")
+    _check_planes(at == end and states == [1 << 16] * 4, "the end of a block")
     return np.frombuffer(bytes(out), np.uint8)
 
 
-def _unpack(frame: bytes, count: int) -> Bytes:
+def _unpack_frame(frame: bytes, count: int) -> Bytes:
     decompressor: Any
     try:
         from compression import zstd as standard  # type: ignore[import-not-found]
@@ -136,5 +136,5 @@ def _unpack(frame: bytes, count: int) -> Bytes:
         content = decompressor.decompress(frame)
     except Exception as error:  # each package has a class of its own
         raise CorruptError(f"overwire: corrupt data: planes: {error}") from None
-    _expect(len(content) == count and decompressor.eof and not decompressor.unused_data, "a frame")
+    _check_planes(len(content) == count and decompressor.eof and not decompressor.unused_data, "a frame")
     return np.frombuffer(content, np.uint8)

@@ -33,7 +33,8 @@ _ML_DTYPES = {
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }  # fmt: skip
 _TORCH = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "F16": "float16", "I32": "int32", "U32": "uint32",
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "F16": "float16", "I32": "int32",
+    "U32": "uint32",
     "F32": "float32", "C64": "complex64", "F64": "float64", "I64": "int64", "U64": "uint64",
 } | _ML_DTYPES  # fmt: skip
 
@@ -50,7 +51,8 @@ class safe_open:
     def __init__(self, filename: str | os.PathLike[str], framework: str = "np", device: str = "cpu") -> None:
         if framework not in ("np", "numpy", "pt", "bytes") or str(device) != "cpu":
             raise ArgumentError(
-                f"overwire: {framework!r} on {device!r}: this machine has no engine, which other frameworks and devices need"
+                f"overwire: {framework!r} on {device!r}: this machine has no engine, which other frameworks and "
+                f"devices need"
             )
         self._path = _local_path(filename)
         self._framework = framework
@@ -76,7 +78,7 @@ class safe_open:
                 f"overwire: {self._path} has no tensor {name!r}", source=self._path, tensor=name
             )
         holder = tensor.alias or name
-        return self._as_array(tensor, dict(self._read([holder]))[holder])
+        return self._as_array(tensor, dict(self._read_tensors([holder]))[holder])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file.tensors)
@@ -106,11 +108,11 @@ class safe_open:
     def tensors(self, holders: Iterable[str] | None = None) -> Iterator[tuple[str, Any]]:
         """Name and tensor of all, or of what some hold, as `get_tensor` gives them; several are decoded at once."""
         names = self.holders()
-        for holder, data in self._read(list(names if holders is None else holders)):
+        for holder, data in self._read_tensors(list(names if holders is None else holders)):
             for number, name in enumerate(names[holder]):
                 yield name, self._as_array(self._file.tensors[name], data.copy() if number else data)
 
-    def _read(self, names: list[str]) -> Iterator[tuple[str, Bytes]]:
+    def _read_tensors(self, names: list[str]) -> Iterator[tuple[str, Bytes]]:
         # The bytes of tensors that are no aliases, in their order.
         waiting: list[tuple[str, list[Bytes]]] = []
         batch: list[tuple[str, int]] = []
@@ -125,45 +127,45 @@ class safe_open:
                 batch.append((name, number))
                 size += chunk.logical
                 if size >= _TOGETHER:
-                    _append(waiting, batch, self._decode(batch))
+                    _append_results(waiting, batch, self._decode_batch(batch))
                     batch, size = [], 0
             if not batch:
-                yield from ((name, self._joined(name, parts)) for name, parts in waiting)
+                yield from ((name, self._join_parts(name, parts)) for name, parts in waiting)
                 waiting = []
-        _append(waiting, batch, self._decode(batch))
-        yield from ((name, self._joined(name, parts)) for name, parts in waiting)
+        _append_results(waiting, batch, self._decode_batch(batch))
+        yield from ((name, self._join_parts(name, parts)) for name, parts in waiting)
 
-    def _joined(self, name: str, parts: list[Bytes]) -> Bytes:
+    def _join_parts(self, name: str, parts: list[Bytes]) -> Bytes:
         tensor, whole = self._file.tensors[name], parts[0] if len(parts) == 1 else np.concatenate(parts)
         if tensor.parts > 1:
             rows = tensor.shape[0]
             whole = np.ascontiguousarray(whole.reshape(tensor.parts, rows, -1).transpose(1, 0, 2)).reshape(-1)
         return np.require(whole, requirements="W")
 
-    def _decode(self, batch: list[tuple[str, int]]) -> list[Bytes]:
+    def _decode_batch(self, batch: list[tuple[str, int]]) -> list[Bytes]:
         # The logical bytes of chunks, each by its tensor and number.
         chunks = [self._file.tensors[name].chunks[number] for name, number in batch]
         results: dict[int, Bytes] = {}
-        coded: list[int] = []
+        positions: list[int] = []
         at = 0
         try:
             for at, chunk in enumerate(chunks):
-                stored = np.asarray(self._data[chunk.offset : chunk.offset + chunk.stored])
-                if crc32c(stored) != chunk.sum:
+                content = np.asarray(self._data[chunk.offset : chunk.offset + chunk.stored])
+                if crc32c(content) != chunk.sum:
                     raise CorruptError("overwire: corrupt data: checksum mismatch")
                 if chunk.codec == 0:
-                    results[at] = stored.copy()
+                    results[at] = content.copy()
                 elif chunk.codec == 6:
-                    results[at] = planes.decode(stored, chunk.logical, chunk.transform)
+                    results[at] = planes.decode(content, chunk.logical, chunk.transform)
                 else:
-                    coded.append(at)
+                    positions.append(at)
             inputs = [
                 x16.Chunk(np.asarray(self._data[c.offset : c.offset + c.stored]), c.logical, c.transform, c.tiles)
-                for c in (chunks[at] for at in coded)
+                for c in (chunks[at] for at in positions)
             ]
-            results |= zip(coded, x16.decode(inputs), strict=True)
+            results |= zip(positions, x16.decode(inputs), strict=True)
         except CorruptError as error:
-            at = coded[error.chunk] if error.chunk is not None else at
+            at = positions[error.chunk] if error.chunk is not None else at
             (name, number), offset = batch[at], chunks[at].offset
             text = str(error).removeprefix("overwire: ")
             raise CorruptError(
@@ -199,15 +201,17 @@ def load_file(source: str | os.PathLike[str], device: str = "cpu", *, framework:
     framework: as for `safe_open`; None: "pt" where torch is imported, else "np".
     """
     framework = framework or ("pt" if "torch" in sys.modules else "np")
-    loaded: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for path in files_of(source):
         with safe_open(path, framework, device) as file:
             tensors = dict(file.tensors())
             for name in file:
-                if name in loaded:
-                    raise FormatError(f"overwire: {path}: another file has a tensor {name!r}, too", source=str(path), tensor=name)
-                loaded[name] = tensors[name]
-    return loaded
+                if name in result:
+                    raise FormatError(
+                        f"overwire: {path}: another file has a tensor {name!r}, too", source=str(path), tensor=name
+                    )
+                result[name] = tensors[name]
+    return result
 
 
 def files_of(place: str | os.PathLike[str]) -> list[Path]:
@@ -240,7 +244,7 @@ def _as_torch(tensor: Tensor, data: Bytes) -> Any:
     return torch.from_numpy(data).view(kind).reshape(tensor.shape)
 
 
-def _append(waiting: list[tuple[str, list[Bytes]]], batch: list[tuple[str, int]], results: list[Bytes]) -> None:
+def _append_results(waiting: list[tuple[str, list[Bytes]]], batch: list[tuple[str, int]], results: list[Bytes]) -> None:
     # Chunks that were decoded together go to their tensors, which are the last ones that wait.
     parts = dict(waiting)
     for (name, _), result in zip(batch, results, strict=True):

@@ -20,17 +20,17 @@ _WIDTHS = (2048, 256, 32)  # words of a row
 Words = NDArray[np.uint32]
 
 
-def _shift(register: Words) -> Words:
+def _shift_bit(register: Words) -> Words:
     # One bit of zero through registers.
     return np.where(register & 1, register >> 1 ^ np.uint32(_POLYNOMIAL), register >> 1).astype(np.uint32)
 
 
 @cache
-def _table(bits: int) -> Words:
+def _make_table(bits: int) -> Words:
     # What that many bits make of a register that was zero but for them.
     table = np.arange(1 << bits, dtype=np.uint32)
     for _ in range(bits):
-        table = _shift(table)
+        table = _shift_bit(table)
     return table
 
 
@@ -41,18 +41,18 @@ def crc32c(data: NDArray[np.uint8]) -> int:
         rows = len(data) // (4 * width)
         if rows > 1:
             words = data[: 4 * width * rows].view("<u4").reshape(rows, width)
-            row = _fold(words, np.uint32(register))
+            row = _fold_words(words, np.uint32(register))
             data, register = np.concatenate([row.view(np.uint8), data[4 * width * rows :]]), 0
-    single = _table(8)
+    single = _make_table(8)
     for byte in data.tolist():
         register = int(single[(register ^ byte) & 0xFF]) ^ register >> 8
     return register ^ 0xFFFFFFFF
 
 
-def _fold(words: Words, register: np.uint32) -> Words:
+def _fold_words(words: Words, register: np.uint32) -> Words:
     # The row of words that stands for all rows, behind a register.
     width = words.shape[1]
-    low_table, high_table = _moves(width)
+    low_table, high_table = _moves_of_zeros(width)
     row: Words = words[0].astype(np.uint32)
     row[0] ^= register
     halves = row.view(np.uint16)
@@ -68,9 +68,9 @@ def _fold(words: Words, register: np.uint32) -> Words:
 
 
 @cache
-def _moves(words: int) -> tuple[Words, Words]:
+def _moves_of_zeros(words: int) -> tuple[Words, Words]:
     # What that many words of zeros make of a register's low half, and of its high half.
-    matrix = _zeros(4 * words)
+    matrix = _matrix_of_zeros(4 * words)
     tables = []
     for half in (matrix[:16], matrix[16:]):
         table = np.zeros(1, np.uint32)
@@ -81,21 +81,21 @@ def _moves(words: int) -> tuple[Words, Words]:
 
 
 @cache
-def _zeros(nbytes: int) -> Words:
+def _matrix_of_zeros(nbytes: int) -> Words:
     # As a matrix, bit by bit of the register, what that many zero bytes make of it.
     bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
-    power = _shift(bits)  # of one bit
+    power = _shift_bit(bits)  # of one bit
     result: Words = bits
     count = 8 * nbytes
     while count:
         if count & 1:
-            result = _times(power, result)
-        power = _times(power, power)
+            result = _multiply_matrix(power, result)
+        power = _multiply_matrix(power, power)
         count >>= 1
     return result
 
 
-def _times(matrix: Words, values: Words) -> Words:
+def _multiply_matrix(matrix: Words, values: Words) -> Words:
     out = np.zeros_like(values)
     for bit in range(32):
         out ^= np.where(values >> np.uint32(bit) & 1, matrix[bit], np.uint32(0))

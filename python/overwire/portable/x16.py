@@ -63,16 +63,20 @@ def decode(chunks: Sequence[Chunk]) -> list[Bytes]:
     CorruptError with the number of the chunk."""
     heads = []
     for at, chunk in enumerate(chunks):
-        with _number(at):
+        with _naming_chunk(at):
             heads.append(_read_head(chunk))
-    coded = [at for at, head in enumerate(heads) if head.constant < 0]
+    positions = [at for at, head in enumerate(heads) if head.constant < 0]
     symbols = dict(
-        zip(coded, _symbols_of([chunks[at] for at in coded], [heads[at] for at in coded], coded), strict=True)
+        zip(
+            positions,
+            _symbols_of([chunks[at] for at in positions], [heads[at] for at in positions], positions),
+            strict=True,
+        )
     )
     out = []
     for at, (chunk, head) in enumerate(zip(chunks, heads, strict=True)):
-        with _number(at):
-            out.append(_finish(chunk, head, symbols.get(at)))
+        with _naming_chunk(at):
+            out.append(_finish_chunk(chunk, head, symbols.get(at)))
     return out
 
 
@@ -81,32 +85,32 @@ def _tiles_of(chunk: Chunk) -> int:
 
 
 def _read_head(chunk: Chunk) -> _Head:
-    _expect(chunk.transform in _TRANSFORMS, f"transform {chunk.transform}")
-    stored, tiles = chunk.stored, _tiles_of(chunk)
-    _expect(len(stored) >= _HEAD and tiles >= 1, "too short")
-    _expect(int(stored[4:8].view("<u4")[0]) == tiles, "its number of tiles")
-    _expect(stored[0] <= 1 and not stored[80:96].any(), "its reserved bytes")
-    return _constant_head(chunk) if stored[0] == 1 else _coded_head(chunk, tiles)
+    _check_chunk(chunk.transform in _TRANSFORMS, f"transform {chunk.transform}")
+    content, tiles = chunk.stored, _tiles_of(chunk)
+    _check_chunk(len(content) >= _HEAD and tiles >= 1, "too short")
+    _check_chunk(int(content[4:8].view("<u4")[0]) == tiles, "its number of tiles")
+    _check_chunk(content[0] <= 1 and not content[80:96].any(), "its reserved bytes")
+    return _constant_head(chunk) if content[0] == 1 else _coded_head(chunk, tiles)
 
 
-def _finish(chunk: Chunk, head: _Head, symbols: Bytes | None) -> Bytes:
-    stored, tiles = chunk.stored, _tiles_of(chunk)
+def _finish_chunk(chunk: Chunk, head: _Head, symbols: Bytes | None) -> Bytes:
+    content, tiles = chunk.stored, _tiles_of(chunk)
     if symbols is None:
         symbols = np.full(tiles * _TILE, head.constant, np.uint8)
-    values = _translated(symbols, head.palette)
+    values = _translate_bytes(symbols, head.palette)
     if head.escape >= 0:
         values = values.copy()
         _put_escapes(chunk, head, symbols, values)
-    planes, end = _planes_of(stored, head.planes_at, tiles, _TRANSFORMS[chunk.transform][3])
-    body: Bytes = _assemble(chunk.transform, values, planes)
+    planes, end = _planes_of(content, head.planes_at, tiles, _TRANSFORMS[chunk.transform][3])
+    body: Bytes = _assemble_values(chunk.transform, values, planes)
     tail = chunk.logical - len(body)
-    end = _up(end) if tail else end
-    _expect(len(stored) == end + tail, "its length")
-    return np.concatenate([body, stored[end:]]) if tail else body
+    end = _round_up(end) if tail else end
+    _check_chunk(len(content) == end + tail, "its length")
+    return np.concatenate([body, content[end:]]) if tail else body
 
 
 @contextlib.contextmanager
-def _number(at: int) -> Iterator[None]:
+def _naming_chunk(at: int) -> Iterator[None]:
     try:
         yield
     except CorruptError as error:
@@ -114,18 +118,18 @@ def _number(at: int) -> Iterator[None]:
         raise
 
 
-def _expect(ok: bool, what: str) -> None:
+def _check_chunk(ok: bool, what: str) -> None:
     if not ok:
         raise CorruptError(f"overwire: corrupt data: X16: {what}")
 
 
-def _up(offset: int) -> int:
+def _round_up(offset: int) -> int:
     return -(-offset // 16) * 16
 
 
 def _constant_head(chunk: Chunk) -> _Head:
-    stored, symbol = chunk.stored, int(chunk.stored[1])
-    _expect(symbol < 16 and not stored[3] and not stored[32:80].any(), "a chunk of one symbol")
+    content, symbol = chunk.stored, int(chunk.stored[1])
+    _check_chunk(symbol < 16 and not content[3] and not content[32:80].any(), "a chunk of one symbol")
     none = np.zeros(0, np.int64)
     return _Head(
         symbol, -1, none.astype(np.uint8), none, none, _palette_of(chunk, 1 << symbol, -1), none, none, _HEAD
@@ -136,24 +140,24 @@ def _palette_of(chunk: Chunk, present: int, escape: int) -> Bytes:
     _, has_palette, width, _ = _TRANSFORMS[chunk.transform]
     palette: Bytes = chunk.stored[16:32].copy()
     if not has_palette:
-        _expect(bool((palette == np.arange(16)).all()) and escape < 0, "its palette")
+        _check_chunk(bool((palette == np.arange(16)).all()) and escape < 0, "its palette")
         return palette
-    _expect(bool((palette < 1 << width).all()), "a palette entry")
+    _check_chunk(bool((palette < 1 << width).all()), "a palette entry")
     for symbol in range(16):
         if not present >> symbol & 1 or symbol == escape:
-            _expect(palette[symbol] == 0, "a palette entry of no symbol")
+            _check_chunk(palette[symbol] == 0, "a palette entry of no symbol")
     return palette
 
 
 def _coded_head(chunk: Chunk, tiles: int) -> _Head:
-    stored = chunk.stored
-    freq, divider, alias = (stored[at : at + 16].astype(np.int64) for at in (32, 48, 64))
-    escape = int(stored[3]) - 1
-    _expect(stored[1] == 0 and int(freq.sum()) == 256 and escape < 16, "its frequencies")
-    _expect(bool((divider <= 16).all() and (alias < 16).all()), "its tables")
-    _expect(bool(((divider == 16) == (alias == np.arange(16))).all()), "its tables")
-    _expect(escape < 0 or bool(freq[escape] > 0), "its escape symbol")
-    symbol, rank, given = np.zeros(256, np.uint8), np.zeros(256, np.int64), divider.copy()
+    content = chunk.stored
+    freq, divider, alias = (content[at : at + 16].astype(np.int64) for at in (32, 48, 64))
+    escape = int(content[3]) - 1
+    _check_chunk(content[1] == 0 and int(freq.sum()) == 256 and escape < 16, "its frequencies")
+    _check_chunk(bool((divider <= 16).all() and (alias < 16).all()), "its tables")
+    _check_chunk(bool(((divider == 16) == (alias == np.arange(16))).all()), "its tables")
+    _check_chunk(escape < 0 or bool(freq[escape] > 0), "its escape symbol")
+    symbol, rank, frequencies = np.zeros(256, np.uint8), np.zeros(256, np.int64), divider.copy()
     for bucket in range(16):
         own = int(divider[bucket])
         slots = slice(16 * bucket, 16 * bucket + own)
@@ -161,21 +165,21 @@ def _coded_head(chunk: Chunk, tiles: int) -> _Head:
         if own < 16:
             other = int(alias[bucket])
             slots = slice(16 * bucket + own, 16 * bucket + 16)
-            symbol[slots], rank[slots] = other, np.arange(given[other], given[other] + 16 - own)
-            given[other] += 16 - own
-    _expect(bool((given == freq).all()), "its tables")
+            symbol[slots], rank[slots] = other, np.arange(frequencies[other], frequencies[other] + 16 - own)
+            frequencies[other] += 16 - own
+    _check_chunk(bool((frequencies == freq).all()), "its tables")
     palette = _palette_of(chunk, sum(1 << k for k in range(16) if freq[k]), escape)
-    _expect(1 <= chunk.tiles <= 256, "its tiles per segment")
+    _check_chunk(1 <= chunk.tiles <= 256, "its tiles per segment")
     segments = -(-tiles // chunk.tiles)
-    _expect(len(stored) >= _HEAD + 8 * (segments + 1), "its directory")
-    directory = stored[_HEAD : _HEAD + 8 * (segments + 1)].view("<u4").astype(np.int64).reshape(-1, 2)
+    _check_chunk(len(content) >= _HEAD + 8 * (segments + 1), "its directory")
+    directory = content[_HEAD : _HEAD + 8 * (segments + 1)].view("<u4").astype(np.int64).reshape(-1, 2)
     offsets, escapes = directory[:, 0], directory[:, 1]
-    _expect(int(offsets[0]) == _up(_HEAD + 8 * (segments + 1)) and not (offsets % 16).any(), "its directory")
-    _expect(
-        bool((np.diff(offsets) >= 128).all()) and int(offsets[-1]) <= len(stored) and escapes[-1] == 0,
+    _check_chunk(int(offsets[0]) == _round_up(_HEAD + 8 * (segments + 1)) and not (offsets % 16).any(), "its directory")
+    _check_chunk(
+        bool((np.diff(offsets) >= 128).all()) and int(offsets[-1]) <= len(content) and escapes[-1] == 0,
         "its directory",
     )
-    _expect(escape >= 0 or not escapes.any(), "its escapes")
+    _check_chunk(escape >= 0 or not escapes.any(), "its escapes")
     return _Head(-1, escape, symbol, freq[symbol], rank, palette, offsets, escapes, int(offsets[-1]))
 
 
@@ -185,10 +189,10 @@ def _symbols_of(chunks: Sequence[Chunk], heads: Sequence[_Head], numbers: Sequen
         return []
     lengths = [len(chunk.stored) + -len(chunk.stored) % 2 for chunk in chunks]
     base = np.cumsum([0, *lengths])
-    stored = np.zeros(int(base[-1]), np.uint8)
+    coded_bytes = np.zeros(int(base[-1]), np.uint8)
     for start, chunk in zip(base, chunks, strict=False):
-        stored[start : start + len(chunk.stored)] = chunk.stored
-    words = stored.view("<u2")
+        coded_bytes[start : start + len(chunk.stored)] = chunk.stored
+    words = coded_bytes.view("<u2")
     owner = np.repeat(np.arange(len(chunks)), [len(head.offsets) - 1 for head in heads])
     tiles = np.concatenate([_tiles_of_segments(chunk, head) for chunk, head in zip(chunks, heads, strict=True)])
     order = np.argsort(-tiles, kind="stable")
@@ -228,18 +232,18 @@ def _symbols_of(chunks: Sequence[Chunk], heads: Sequence[_Head], numbers: Sequen
     at, out = at[back], out[back]
     # Symbol 128 h + 8 (4 q + g) + t is step t of lane 16 h + 4 g + q.
     natural = out.reshape(*out.shape[:3], 2, 4, 4).transpose(0, 1, 3, 5, 4, 2)
-    results, done = [], 0
+    results, position = [], 0
     for number, chunk, head, start in zip(numbers, chunks, heads, base, strict=False):
         count = len(head.offsets) - 1
-        with _number(number):
-            _check_ends(chunk, head, 2 * at[done : done + count] - start)
-        own = natural[done : done + count, : min(chunk.tiles, _tiles_of(chunk))]
-        results.append(_translated(own, head.symbol)[: _tiles_of(chunk) * _TILE])
-        done += count
+        with _naming_chunk(number):
+            _check_ends(chunk, head, 2 * at[position : position + count] - start)
+        own = natural[position : position + count, : min(chunk.tiles, _tiles_of(chunk))]
+        results.append(_translate_bytes(own, head.symbol)[: _tiles_of(chunk) * _TILE])
+        position += count
     return results
 
 
-def _translated(data: Bytes, table: Bytes) -> Bytes:
+def _translate_bytes(data: Bytes, table: Bytes) -> Bytes:
     # table[data], flat: bytes do it several times as fast as numpy.
     return np.frombuffer(data.tobytes().translate(table.tobytes().ljust(256, b"\0")), np.uint8)
 
@@ -260,9 +264,9 @@ def _expect_all(ok: NDArray[np.bool_], owner: NDArray[np.int64], numbers: Sequen
 def _check_ends(chunk: Chunk, head: _Head, at: NDArray[np.int64]) -> None:
     # Escapes follow the last word; zeros follow them, less than 16.
     ends = at + 3 * head.escapes[:-1]
-    _expect(bool(((ends <= head.offsets[1:]) & (head.offsets[1:] - ends < 16)).all()), "the end of a segment")
+    _check_chunk(bool(((ends <= head.offsets[1:]) & (head.offsets[1:] - ends < 16)).all()), "the end of a segment")
     for k, end in enumerate(ends.tolist()):
-        _expect(not chunk.stored[end : head.offsets[k + 1]].any(), "the padding of a segment")
+        _check_chunk(not chunk.stored[end : head.offsets[k + 1]].any(), "the padding of a segment")
 
 
 def _put_escapes(chunk: Chunk, head: _Head, symbols: NDArray[np.uint8], values: Bytes) -> None:
@@ -270,49 +274,49 @@ def _put_escapes(chunk: Chunk, head: _Head, symbols: NDArray[np.uint8], values: 
     per_segment = chunk.tiles * _TILE
     for k, count in enumerate(head.escapes[:-1].tolist()):
         own = slice(k * per_segment, (k + 1) * per_segment)
-        found = np.flatnonzero(symbols[own] == head.escape)
-        _expect(len(found) == count, "the number of escapes")
+        places = np.flatnonzero(symbols[own] == head.escape)
+        _check_chunk(len(places) == count, "the number of escapes")
         if not count:
             continue
         end = int(head.offsets[k + 1])
         low, high = end - 15 - 3 * count, end - 3 * count  # where the list may begin: `_check_ends` bounds it
         for start in range(high - high % 2, low - 1, -2):
             positions = chunk.stored[start : start + 2 * count].view("<u2")
-            if start >= 0 and (positions == found).all() and not chunk.stored[start + 3 * count : end].any():
-                escaped = chunk.stored[start + 2 * count : start + 3 * count]
+            if start >= 0 and (positions == places).all() and not chunk.stored[start + 3 * count : end].any():
+                own_values = chunk.stored[start + 2 * count : start + 3 * count]
                 break
         else:
             raise CorruptError("overwire: corrupt data: X16: the positions of escapes")
-        _expect(bool((escaped.astype(int) < 1 << width).all()), "an escape value")
-        values[own][found] = escaped
+        _check_chunk(bool((own_values.astype(int) < 1 << width).all()), "an escape value")
+        values[own][places] = own_values
 
 
 def _planes_of(stored: Bytes, at: int, tiles: int, widths: tuple[int, ...]) -> tuple[list[Bytes], int]:
     # Each plane as a byte for each symbol, and the end of the last that is stored.
     constant, end, planes = int(stored[2]), at, []
-    _expect(constant >> len(widths) == 0, "its planes")
+    _check_chunk(constant >> len(widths) == 0, "its planes")
     count = tiles * _TILE
     for k, width in enumerate(widths):
         value = int(stored[8 + k])
         if constant >> k & 1:
-            _expect(value < 1 << width, "the value of a plane")
+            _check_chunk(value < 1 << width, "the value of a plane")
             planes.append(np.full(count, value, np.uint8))
             continue
-        _expect(value == 0, "the value of a plane")
-        start = _up(end)
+        _check_chunk(value == 0, "the value of a plane")
+        start = _round_up(end)
         end = start + count * width // 8
-        _expect(end <= len(stored), "a plane")
+        _check_chunk(end <= len(stored), "a plane")
         plane = stored[start:end]
         if width == 4:
             plane = np.stack([plane & 15, plane >> 4], axis=1).reshape(-1)
         elif width == 1:
             plane = np.unpackbits(plane, bitorder="little")
         planes.append(plane)
-    _expect(not stored[8 + len(widths) : 16].any(), "the values of its planes")
+    _check_chunk(not stored[8 + len(widths) : 16].any(), "the values of its planes")
     return planes, end
 
 
-def _assemble(transform: int, values: Bytes, planes: list[Bytes]) -> Bytes:
+def _assemble_values(transform: int, values: Bytes, planes: list[Bytes]) -> Bytes:
     kind = {16: np.uint16, 32: np.uint32}.get(_TRANSFORMS[transform][0], np.uint8)
     wide = values.astype(kind)
     p = [plane.astype(kind) for plane in planes]

@@ -58,7 +58,7 @@ class _Window:
         request = self._requests[at]
         while request not in self._landed:
             news = self._load.next()
-            self._landed.update((landed[0], landed) for landed in news)
+            self._landed.update((item[0], item) for item in news)
             if not news:
                 break  # the load has ended, and a tensor is missing: KeyError
         tensor = self._load.tensor(*self._landed.pop(request))
@@ -85,7 +85,8 @@ class ReadAhead:
     leaves it alone.
 
     It looks at the order in which tensors are asked for: that of the bytes, or, once `by_name`
-    is set or their names have risen for a while, of the names. What comes next in it is loaded while the program works on
+    is set or their names have risen for a while, of the names. What comes next in it is loaded while the program
+    works on
     what it has. At most two windows are in memory, on the host 256 MiB, on a GPU 2 GiB or an
     eighth of what is free there; only a tensor that was asked for may be larger. A tensor that
     is asked for out of turn ends it, and the next time it takes longer until it begins.
@@ -99,7 +100,7 @@ class ReadAhead:
         self._lock = RLock()
         self._taking = self._off = False
         self._windows: list[_Window] = []
-        self._how: Any = None  # what the tensors of the windows depend on; see `_around`
+        self._how: Any = None  # what the tensors of the windows depend on; see `_torch_context`
         self._by = 0  # the order of the windows: 0 by bytes, 1 by name
         self._next = 0  # in it, the turn of the tensor after the last window
         self._size, self._need = 0, _LEAST  # bytes of the next window, 0 for the first
@@ -117,44 +118,44 @@ class ReadAhead:
                 return None
             self._taking = True
             try:
-                return self._take(model, at, block, wanted)
+                return self._take_tensor(model, at, block, wanted)
             except OverwireError:
                 # Of a tensor that may never be asked for: the load of each by itself has its own.
-                self._drop()
+                self._drop_windows()
                 self._off = True
                 return None
             except BaseException:
-                self._drop()
+                self._drop_windows()
                 raise
             finally:
                 self._taking = False
 
-    def _take(self, model: Model, at: int, block: Block | None, wanted: Any) -> Any:
+    def _take_tensor(self, model: Model, at: int, block: Block | None, wanted: Any) -> Any:
         if at == self._last or model.table[at][6] >= 0:  # read again; or the bytes of another one
             return None
-        in_turn = self._follows(model, at)
+        in_turn = self._follows_order(model, at)
         self._last = at
-        self._learn(model, at, block)
-        how = (wanted, *_around(model))
+        self._learn_cut(model, at, block)
+        how = (wanted, *_torch_context(model))
         number = next((n for n, window in enumerate(self._windows) if at in window.ways), None)
         if self._windows and (how != self._how or number is not None and self._windows[number].ways[at] != block):
-            self._stray()
+            self._note_stray()
             return None
         if number is None and self._windows:
             if not in_turn:
-                self._stray()
+                self._note_stray()
                 return None
-            if self._order(model, self._by)[1][at] < self._next:
+            if self._order_of_reads(model, self._by)[1][at] < self._next:
                 return None  # of what the windows leave out
-            self._drop()  # the program has passed them
+            self._drop_windows()  # the program has passed them
         self._how = how
         if number is None:
-            if max(self._runs) < self._need or not self._begin(model, at, block):
+            if max(self._runs) < self._need or not self._begin_window(model, at, block):
                 return None
             number = 0
-        self._pass(number)
+        self._pass_windows(number)
         if len(self._windows) < 2 and self._runs[self._by] >= _LEAST:
-            self._start(model, {})
+            self._start_window(model, {})
         window = self._windows[0]
         tensor = window.take(at)
         if not window.ways:
@@ -163,58 +164,58 @@ class ReadAhead:
             self._need = _LEAST
         return tensor
 
-    def _follows(self, model: Model, at: int) -> bool:
+    def _follows_order(self, model: Model, at: int) -> bool:
         """Counts how many tensors, one after the other, were asked for in their turn."""
         last = self._last
         if last is None:
             return False
         for order in (0, 1) if self.by_name else (0,):
-            _, turn = self._order(model, order)
+            _, turn = self._order_of_reads(model, order)
             self._runs[order] = self._runs[order] + 1 if turn[at] == turn[last] + 1 else 0
         # A program may have the names from another handle: to sort them takes a while.
         self._risen = self._risen + 1 if model.table[at][0] > model.table[last][0] else 0
         self.by_name = self.by_name or self._risen >= _RISEN
         return max(self._runs) > 0
 
-    def _order(self, model: Model, order: int) -> tuple[Sequence[int], Sequence[int]]:
+    def _order_of_reads(self, model: Model, order: int) -> tuple[Sequence[int], Sequence[int]]:
         """The tensors in an order, and the turn of each."""
         every = range(len(model.table))
         if not order:
             return every, every
         if self._names is None:
-            named = sorted(every, key=lambda at: model.table[at][0])
-            turn = [0] * len(named)
-            for n, at in enumerate(named):
+            positions = sorted(every, key=lambda at: model.table[at][0])
+            turn = [0] * len(positions)
+            for n, at in enumerate(positions):
                 turn[at] = n
-            self._names = named, turn
+            self._names = positions, turn
         return self._names
 
-    def _learn(self, model: Model, at: int, block: Block | None) -> None:
+    def _learn_cut(self, model: Model, at: int, block: Block | None) -> None:
         # While no tensor is cut, nothing is to be learnt.
         if block is not None or self._cuts:
             row = model.table[at]
             self._cuts[_NUMBERS.sub("#", row[0]), row[2]] = block
 
-    def _pass(self, number: int) -> None:
+    def _pass_windows(self, number: int) -> None:
         # The program has passed the windows before this one.
         for window in self._windows[:number]:
             window.close()
         del self._windows[:number]
 
-    def _begin(self, model: Model, at: int, block: Block | None) -> bool:
+    def _begin_window(self, model: Model, at: int, block: Block | None) -> bool:
         """Starts the first window, with what is asked for and what comes after it."""
         self._by = 0 if self._runs[0] >= self._runs[1] else 1
-        self._next = self._order(model, self._by)[1][at] + 1
-        self._start(model, {at: block})
+        self._next = self._order_of_reads(model, self._by)[1][at] + 1
+        self._start_window(model, {at: block})
         return bool(self._windows)
 
-    def _start(self, model: Model, ways: dict[int, Block | None]) -> None:
+    def _start_window(self, model: Model, ways: dict[int, Block | None]) -> None:
         """Starts the next window, if there is room for a tensor more."""
-        first, most = _room(model)
+        first, most = _window_sizes(model)
         limit = min(self._size or first, most, 2 * most - sum(window.left() for window in self._windows))
-        tensors, _ = self._order(model, self._by)
+        tensors, _ = self._order_of_reads(model, self._by)
         sizes = {at: 0 for at in ways}
-        used = 0
+        used_bytes = 0
         while self._next < len(tensors):
             at = tensors[self._next]
             name, dtype, shape, *_, alias = model.table[at]
@@ -226,12 +227,12 @@ class ReadAhead:
                 size = nbytes(dtype, shape if block is None else block[2])
                 if self._how[0] is not None:
                     size = max(size, math.prod(shape) * self._how[0].itemsize)
-                if used + size > limit:
+                if used_bytes + size > limit:
                     break
                 ways[at], sizes[at] = block, size
-                used += size
+                used_bytes += size
             self._next += 1
-        if not used:
+        if not used_bytes:
             return
         after = self._windows[-1].job if self._windows else 0
         self._windows.append(_Window(self._load(model, ways, after), ways, sizes))
@@ -250,12 +251,12 @@ class ReadAhead:
             rows.append((name, dtype, shape, size))
         return model.begin_blocks(blocks, rows, self._frame, after=after)
 
-    def _stray(self) -> None:
+    def _note_stray(self) -> None:
         # What was read ahead was in vain: the next time it takes longer until it begins.
-        self._drop()
+        self._drop_windows()
         self._runs, self._need = [0, 0], min(2 * self._need, _TIRED)
 
-    def _drop(self) -> None:
+    def _drop_windows(self) -> None:
         windows, self._windows, self._size = self._windows, [], 0
         for window in reversed(windows):  # none begins because another ends
             window.close()
@@ -273,12 +274,12 @@ class ReadAhead:
                 window.cancel()
             self._lock.acquire()
         try:
-            self._drop()
+            self._drop_windows()
         finally:
             self._lock.release()
 
 
-def _around(model: Model) -> tuple[Any, ...]:
+def _torch_context(model: Model) -> tuple[Any, ...]:
     # Memory of torch's allocator belongs to the stream, and the mode, in which it was made.
     if model.join() == "cpu":
         return ()
@@ -287,7 +288,7 @@ def _around(model: Model) -> tuple[Any, ...]:
     return around(model.device)
 
 
-def _room(model: Model) -> tuple[int, int]:
+def _window_sizes(model: Model) -> tuple[int, int]:
     """The bytes of the first window, and the most of any."""
     if model.device == "cpu":
         return _FIRST, _MOST

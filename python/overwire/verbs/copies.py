@@ -30,18 +30,22 @@ def place_tensor(name: str, tensor: Any) -> tuple[Bytes, bool]:
         if not tensor.flags.writeable:
             raise ArgumentError(f"overwire: apply_delta: the array {name!r} is read-only", tensor=name)
         if at.dtype == "F4":
-            raise NotSupportedError(f"overwire: apply_delta: {name!r}: numpy has F4 unpacked; apply it to torch tensors", tensor=name)
+            raise NotSupportedError(
+                f"overwire: apply_delta: {name!r}: numpy has F4 unpacked; apply it to torch tensors", tensor=name
+            )
         here = tensor.__array_interface__["data"][0]
     elif frame == "torch":
         here = tensor.data_ptr() if tensor.layout is not None and at.nbytes else 0
         if tensor.is_conj() or tensor.is_neg():
             here = -1
     else:
-        raise NotSupportedError(f"overwire: apply_delta: {name!r}: a {type(tensor).__name__} cannot be changed in place", tensor=name)
-    copied = at.nbytes > 0 and at.pointer != here
-    if copied:
+        raise NotSupportedError(
+            f"overwire: apply_delta: {name!r}: a {type(tensor).__name__} cannot be changed in place", tensor=name
+        )
+    is_copy = at.nbytes > 0 and at.pointer != here
+    if is_copy:
         _try_write(name, tensor, at.keep)
-    return at, copied
+    return at, is_copy
 
 
 def _try_write(name: str, tensor: Any, copy: Any) -> None:
@@ -52,12 +56,12 @@ def _try_write(name: str, tensor: Any, copy: Any) -> None:
         raise ArgumentError(text, tensor=name)
     first = (..., *(slice(0, 1) for _ in tensor.shape))
     try:
-        _write(tensor[first], copy[first])
+        _write_copy(tensor[first], copy[first])
     except (RuntimeError, ValueError) as error:
         raise ArgumentError(f"overwire: apply_delta: {name!r} cannot be written to: {error}", tensor=name) from error
 
 
-def _write(tensor: Any, copy: Any) -> None:
+def _write_copy(tensor: Any, copy: Any) -> None:
     if hasattr(tensor, "copy_"):
         from ..frameworks.memory import write
 
@@ -69,13 +73,13 @@ def _write(tensor: Any, copy: Any) -> None:
 def write_back(copies: list[tuple[str, Any, Any]]) -> None:
     """Gives all tensors what their copies have become; Ctrl-C is raised when that is done."""
     interrupt: KeyboardInterrupt | None = None
-    written: set[int] = set()  # GPUs
+    devices: set[int] = set()  # GPUs
     for at, (name, tensor, copy) in enumerate(copies):
         while True:
             try:
-                _write(tensor, copy)
+                _write_copy(tensor, copy)
                 if getattr(tensor, "is_cuda", False):
-                    written.add(tensor.get_device() + 1)
+                    devices.add(tensor.get_device() + 1)
                 break
             except KeyboardInterrupt as error:
                 interrupt = error
@@ -83,6 +87,6 @@ def write_back(copies: list[tuple[str, Any, Any]]) -> None:
                 old = ", ".join(repr(other) for other, _, _ in copies[at:])
                 text = f"overwire: apply_delta: {name!r}: {error}; old values, or parts of both: {old}; the new ones: all others"
                 raise DeviceError(text) from error
-    settle_devices(written)
+    settle_devices(devices)
     if interrupt is not None:
         raise interrupt

@@ -116,9 +116,10 @@ class Diff:
         return tuple(row for row in self.rows if row.changed)
 
     def __repr__(self) -> str:
-        elements, changed = sum(row.elements for row in self.rows), sum(row.changed for row in self.rows)
+        elements, changed_elements = sum(row.elements for row in self.rows), sum(row.changed for row in self.rows)
         return (
-            f"Diff({len(self.changed)} of {len(self.rows)} tensors differ, in {changed} of {elements} elements; "
+            f"Diff({len(self.changed)} of {len(self.rows)} tensors differ, in {changed_elements} of {elements} "
+            f"elements; "
             f"only_a={len(self.only_a)}, only_b={len(self.only_b)}, other={len(self.other)})"
         )
 
@@ -179,25 +180,25 @@ class Delta:
 
     def dtype(self, name: str) -> str:
         """A tensor's dtype, as safetensors names it."""
-        return self._about["dtypes"][self._at(name)]
+        return self._about["dtypes"][self._place_of(name)]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape."""
-        return tuple(self._about["shapes"][self._at(name)] or ())
+        return tuple(self._about["shapes"][self._place_of(name)] or ())
 
     def base(self, name: str) -> str:
         """The digest, in hex, of the tensor that the delta is applied to."""
-        return self._about["bases"][self._at(name)]
+        return self._about["bases"][self._place_of(name)]
 
     def new(self, name: str) -> str:
         """The digest of what it becomes."""
-        return self._about["news"][self._at(name)]
+        return self._about["news"][self._place_of(name)]
 
     def stored(self, name: str) -> int:
         """Bytes of the file for a tensor; 0 if it does not change, or is stored as another."""
-        return self._about["stored"][self._at(name)]
+        return self._about["stored"][self._place_of(name)]
 
-    def _at(self, name: str) -> int:
+    def _place_of(self, name: str) -> int:
         if name not in self._places:
             raise ArgumentError(f"overwire: the delta has no tensor {name!r}")
         return self._places[name]
@@ -273,7 +274,8 @@ def save_delta(
 
     new, base: the same names with the same dtypes and shapes: a dict of torch tensors or
         numpy arrays, a torch module, or the path or URI of a model, which is loaded to
-        the host, 1 GiB at a time (a larger tensor alone). Where both are on a GPU, it encodes; else what is on a GPU is copied.
+        the host, 1 GiB at a time (a larger tensor alone). Where both are on a GPU, it encodes; else what is on a
+        GPU is copied.
     path: the file, or a URI that can be written. A folder if it is one, if it ends in a
         slash, or if `new` is a folder and path does not end in .safetensors: then the files
         are called delta, and what lies beside the weights of `new` is copied, as `convert`
@@ -291,56 +293,60 @@ def save_delta(
     """
     notes = {} if metadata is None else notes_of(metadata)
     target = local(path)
-    with State(new, "new", storage_options) as now, State(base, "base", storage_options) as before, contextlib.ExitStack() as held:
+    with (
+        State(new, "new", storage_options) as now,
+        State(base, "base", storage_options) as before,
+        contextlib.ExitStack() as stack,
+    ):
         same_names(now, before)
         handles: list[int] = []
-        spent = 0.0
+        seconds = 0.0
         *some, last = batches(now, before)
         for names in some:
-            some_tensors, numbers, keep = _pairs(names, now, before)
+            some_tensors, numbers, keep = _pair_states(names, now, before)
             with Job(_verbs.delta_encode(some_tensors, numbers), "save", watch(progress, "save")) as job:
                 part = job.finish()
-            held.callback(release, part["handle"])
+            stack.callback(release, part["handle"])
             handles.append(part["handle"])
-            spent += part["seconds"]
+            seconds += part["seconds"]
             del keep
-        tensors, numbers, keep = _pairs(last, now, before)
+        tensors, numbers, keep = _pair_states(last, now, before)
         request: DeltaSave = {
             "path": target,
             "shard": parse_size(max_shard_size),
-            "beside": _beside(new),
+            "beside": _companions_of(new),
             "storage": storage(storage_options, [target], writes=True),
             "metadata": notes,
             "encoded": handles,
             **tensors,
         }
         with Job(_verbs.delta_save(request, numbers), "save", watch(progress, "save")) as job:
-            report = _report(job.finish(), target)
+            report = _report_of(job.finish(), target)
         del keep
-    report.seconds["encode"] += spent
+    report.seconds["encode"] += seconds
     return report
 
 
-def _pairs(names: list[str], now: State, before: State) -> tuple[DeltaTensors, bytes, Any]:
+def _pair_states(names: list[str], now: State, before: State) -> tuple[DeltaTensors, bytes, Any]:
     """What the engine is given of some tensors in both states, and what has to stay until it has ended."""
     news, olds = now.take(names), before.take(names)
-    said = columns_of([*(news[name] for name in names), *(olds[name] for name in names)])
+    columns = columns_of([*(news[name] for name in names), *(olds[name] for name in names)])
     count, keep = len(names), []
     for at, name in enumerate(names):
         both = at, count + at
-        if said.kinds[at] == ODD or any(column[at] != column[both[1]] for column in (said.kinds, said.cuda)):
+        if columns.kinds[at] == ODD or any(column[at] != column[both[1]] for column in (columns.kinds, columns.cuda)):
             keep.append(pair(name, news[name], olds[name]))
             for place, one in zip(both, keep[-1], strict=True):
-                said.set(place, one)
-    settle_devices(said.cuda)
-    streams, types = _streams(said.cuda), list(said.types)
+                columns.set(place, one)
+    settle_devices(columns.cuda)
+    streams, types = _streams_of(columns.cuda), list(columns.types)
     numbers = array("q")
-    for at, cuda in enumerate(said.cuda[:count]):
-        numbers.extend((said.pointers[at], said.pointers[count + at], cuda, streams[cuda]))
+    for at, cuda in enumerate(columns.cuda[:count]):
+        numbers.extend((columns.pointers[at], columns.pointers[count + at], cuda, streams[cuda]))
     request: DeltaTensors = {
         "names": names,
-        "dtypes": [types[kind][0] for kind in said.kinds[:count]],
-        "shapes": [list(types[kind][1]) for kind in said.kinds[:count]],
+        "dtypes": [types[kind][0] for kind in columns.kinds[:count]],
+        "shapes": [list(types[kind][1]) for kind in columns.kinds[:count]],
     }
     return request, numbers.tobytes(), (keep, news, olds)
 
@@ -380,47 +386,51 @@ def apply_delta(
     return apply_part(tensors, chain_of(delta, storage_options), "", missing, time_limit(timeout))
 
 
-def apply_part(tensors: Any, chain: Sequence[Delta], part: str, missing: bool = True, end: float | None = None) -> DeltaReport:
+def apply_part(
+    tensors: Any, chain: Sequence[Delta], part: str, missing: bool = True, end: float | None = None
+) -> DeltaReport:
     """`apply_delta`, or a part of its work, for processes that change tensors together.
 
     part: "check" compares the digests and changes nothing; "change" is the rest, after
         that; "undo" takes back what "change" has done; "": all of it. end: of `time_limit`.
     """
-    named = tensors_of(tensors, "tensors")
+    tensors_by_name = tensors_of(tensors, "tensors")
     names: list[str] = []
     files: list[int] = []
     rows: list[int] = []
-    for name in named:
+    for name in tensors_by_name:
         for number, one in enumerate(chain):
             if (row := one._places.get(name)) is not None:
                 names.append(name)
                 files.append(number)
                 rows.append(row)
                 break
-    wanted = [named[name] for name in names]
-    said = columns_of(wanted)
+    targets = [tensors_by_name[name] for name in names]
+    columns = columns_of(targets)
     copies: list[tuple[str, Any, Any]] = []  # tensors that are changed by way of a copy, and that
-    for at, kind in enumerate(said.kinds):
+    for at, kind in enumerate(columns.kinds):
         if kind == ODD:
-            place, copied = place_tensor(names[at], wanted[at])
-            said.set(at, place)
-            if copied:
-                copies.append((names[at], wanted[at], place.keep))
-    settle_devices(said.cuda)
-    streams = _streams(said.cuda)
+            place, is_copy = place_tensor(names[at], targets[at])
+            columns.set(at, place)
+            if is_copy:
+                copies.append((names[at], targets[at], place.keep))
+    settle_devices(columns.cuda)
+    streams = _streams_of(columns.cuda)
     job = _verbs.delta_apply(
         {
             "files": [one._number for one in chain],
             "missing": bool(missing),
-            "dtypes": [dtype for dtype, _ in said.types],
-            "shapes": [list(shape) for _, shape in said.types],
+            "dtypes": [dtype for dtype, _ in columns.types],
+            "shapes": [list(shape) for _, shape in columns.types],
             "streams": [streams.get(cuda, 0) for cuda in range(max(streams, default=0) + 1)],
             "part": part,
         },
-        b"".join(array("q", column).tobytes() for column in (files, rows, said.kinds, said.cuda, said.pointers)),
+        b"".join(
+            array("q", column).tobytes() for column in (files, rows, columns.kinds, columns.cuda, columns.pointers)
+        ),
     )
     with Job(job, "apply", None, end) as running:
-        report = _report(running.finish())
+        report = _report_of(running.finish())
     if part != "check":
         write_back(copies)
     return report
@@ -442,18 +452,18 @@ def merge_deltas(
     """
     if not isinstance(deltas, Iterable):
         raise ArgumentError(f"overwire: deltas: expected a list of paths or Deltas, got {type(deltas).__name__}")
-    named = list(deltas)
-    chain = chain_of(named, storage_options)
+    names = list(deltas)
+    chain = chain_of(names, storage_options)
     target = local(path)
     merge: DeltaMerge = {
         "files": [one._number for one in chain],
         "path": target,
         "shard": parse_size(max_shard_size),
-        "beside": _beside(named[-1]),
+        "beside": _companions_of(names[-1]),
         "storage": storage(storage_options, [target], writes=True),
     }
     with Job(_verbs.delta_merge(merge), "save", None) as running:
-        report = _report(running.finish(), target)
+        report = _report_of(running.finish(), target)
     del chain
     return report
 
@@ -474,15 +484,19 @@ def diff(a: Any, b: Any, *, progress: ProgressLike = None, storage_options: Stor
         for names in batches(one, two):
             lefts, rights = one.take(names), two.take(names)
             both = [(name, hosted(name, lefts[name]), hosted(name, rights[name])) for name in names]
-            other += [name for name, left, right in both if (left.dtype, left.shape) != (right.dtype, right.shape)]
-            both = [(name, left, right) for name, left, right in both if (left.dtype, left.shape) == (right.dtype, right.shape)]
+            other += [name for name, older, right in both if (older.dtype, older.shape) != (right.dtype, right.shape)]
+            both = [
+                (name, older, right)
+                for name, older, right in both
+                if (older.dtype, older.shape) == (right.dtype, right.shape)
+            ]
             numbers = array("q")
-            for _, left, right in both:
-                numbers.extend((right.pointer, left.pointer, 0, 0))
+            for _, older, right in both:
+                numbers.extend((right.pointer, older.pointer, 0, 0))
             request: DeltaTensors = {
                 "names": [name for name, _, _ in both],
-                "dtypes": [left.dtype for _, left, _ in both],
-                "shapes": [list(left.shape) for _, left, _ in both],
+                "dtypes": [older.dtype for _, older, _ in both],
+                "shapes": [list(older.shape) for _, older, _ in both],
             }
             with Job(_verbs.delta_diff(request, numbers.tobytes()), "diff", watch(progress, "verify")) as job:
                 rows += [DeltaRow(**{**row, "shape": tuple(row["shape"] or ())}) for row in job.finish() or ()]
@@ -490,17 +504,17 @@ def diff(a: Any, b: Any, *, progress: ProgressLike = None, storage_options: Stor
     return Diff(tuple(rows), tuple(only_a), tuple(only_b), tuple(sorted(other)))
 
 
-def _report(said: Any, path: str = "") -> DeltaReport:
+def _report_of(said: Any, path: str = "") -> DeltaReport:
     stages, files = said.pop("stages") or (), tuple(said.pop("files") or ())
     return DeltaReport(**said, path=path, files=files, seconds={stage["name"]: stage["seconds"] for stage in stages})
 
 
-def _beside(model: Any) -> str:
+def _companions_of(model: Any) -> str:
     """What may be a folder with companions."""
     return local(model) if isinstance(model, (str, os.PathLike)) else ""
 
 
-def _streams(devices: Iterable[int]) -> dict[int, int]:
+def _streams_of(devices: Iterable[int]) -> dict[int, int]:
     """The current stream of each device, 0 for the host."""
     return {cuda: gpu.current_stream(cuda - 1) if cuda else 0 for cuda in set(devices)}
 
@@ -517,32 +531,34 @@ def load_on(
     reach: StorageOptions | None = options.get("storage_options")
     chain = chain_of(source, reach)  # before the base, which is larger
     if isinstance(base, Mapping) or hasattr(base, "state_dict"):
-        made = _copied(base, device, options)
+        tensors = _copy_base(base, device, options)
     else:
-        made = load(base, device, framework=framework, **options)
-    apply_delta(made, chain, missing=options.get("keys") is not None or options.get("filter") is not None)
-    return made
+        tensors = load(base, device, framework=framework, **options)
+    apply_delta(tensors, chain, missing=options.get("keys") is not None or options.get("filter") is not None)
+    return tensors
 
 
-def _copied(base: Any, device: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+def _copy_base(base: Any, device: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Copies of tensors; those that are tied stay tied."""
-    keys, chosen = options.get("keys"), options.get("filter")
-    wanted = None if keys is None else set(keys)
-    made: dict[str, Any] = {}
+    keys, choice = options.get("keys"), options.get("filter")
+    selection = None if keys is None else set(keys)
+    result: dict[str, Any] = {}
     copies: dict[Any, Any] = {}
     for name, tensor in tensors_of(base, "base").items():
-        if (wanted is not None and name not in wanted) or (chosen is not None and not chosen(name)):
+        if (selection is not None and name not in selection) or (choice is not None and not choice(name)):
             continue
         if frame_of(tensor).name == "torch":
             from ..frameworks.memory import check_memory, identity_of
 
             check_memory(tensor, f"overwire: load_file: base: {name!r}", name)
             if tensor.is_quantized:
-                raise NotSupportedError(f"overwire: load_file: base: {name!r} is quantized, and no delta is of such a one", tensor=name)
+                raise NotSupportedError(
+                    f"overwire: load_file: base: {name!r} is quantized, and no delta is of such a one", tensor=name
+                )
             where, key = check_device(device, frame_of(tensor)), identity_of(tensor)
             if key not in copies:
                 copies[key] = tensor.detach().to(where, copy=True).contiguous()
-            made[name] = copies[key]
+            result[name] = copies[key]
         else:
-            made[name] = tensor.copy()
-    return made
+            result[name] = tensor.copy()
+    return result

@@ -56,28 +56,37 @@ def digest(tensors: Any, *, timeout: float | None = None) -> str | dict[str, str
     into a CUDA graph; DeviceError.
     """
     end = time_limit(timeout)
-    named = _named(tensors)
-    if named is None:
-        return _digests([tensors], end=end)[0]
-    return dict(zip(named, _digests(list(named.values()), named, end), strict=True))
+    tensors_by_name = _tensors_of_names(tensors)
+    if tensors_by_name is None:
+        return _digests_of([tensors], end=end)[0]
+    return dict(zip(tensors_by_name, _digests_of(list(tensors_by_name.values()), tensors_by_name, end), strict=True))
 
 
 def compare(tensors: Any, request: FilesRequest, progress: ProgressLike = None) -> Comparison:
     """Compares a model in memory with files by digests: what `verify(tensors=)` returns."""
     start = time.monotonic()
-    named = _named(tensors)
-    if named is None:
-        raise ArgumentError(f"overwire: verify: tensors: expected a dict of tensors or a torch module, got {type(tensors).__name__}")
-    views = {name: _view(tensor, name) for name, tensor in named.items()}
-    here = dict(zip(named, _digests(list(named.values()), named), strict=True))
-    asked: DigestsRequest = {**request, "on": {name: view.cuda - 1 for name, view in views.items() if view.cuda}}
-    with Job(_verbs.digests(asked), "digests", watch(progress, "verify")) as job:
+    tensors_by_name = _tensors_of_names(tensors)
+    if tensors_by_name is None:
+        raise ArgumentError(
+            f"overwire: verify: tensors: expected a dict of tensors or a torch module, got {type(tensors).__name__}"
+        )
+    views = {name: _view_of(tensor, name) for name, tensor in tensors_by_name.items()}
+    here = dict(zip(tensors_by_name, _digests_of(list(tensors_by_name.values()), tensors_by_name), strict=True))
+    digests_request: DigestsRequest = {
+        **request,
+        "on": {name: view.cuda - 1 for name, view in views.items() if view.cuda},
+    }
+    with Job(_verbs.digests(digests_request), "digests", watch(progress, "verify")) as job:
         report = job.finish()
     file = {row["name"]: row for row in report["tensors"]}
-    there = {_identity(views[name]) for name in views if name in file}
-    differ = [name for name, row in file.items() if name in views and not _same(views[name], here[name], row)]
+    there = {_identity_of(views[name]) for name in views if name in file}
+    differ = [name for name, row in file.items() if name in views and not _is_same(views[name], here[name], row)]
     missing = [name for name in file if name not in views]
-    surplus = [name for name, view in views.items() if name not in file and (not view.pointer or _identity(view) not in there)]
+    surplus = [
+        name
+        for name, view in views.items()
+        if name not in file and (not view.pointer or _identity_of(view) not in there)
+    ]
     return {
         "ok": not (differ or missing or surplus),
         "differ": differ,
@@ -91,12 +100,12 @@ def compare(tensors: Any, request: FilesRequest, progress: ProgressLike = None) 
     }
 
 
-def _same(view: View, digest: str, row: Mapping[str, Any]) -> bool:
+def _is_same(view: View, digest: str, row: Mapping[str, Any]) -> bool:
     shape = tuple(row["shape"])
     return digest == row["digest"] and view.shape == shape and view.dtype in ("", row["dtype"])
 
 
-def _named(tensors: Any) -> dict[str, Any] | None:
+def _tensors_of_names(tensors: Any) -> dict[str, Any] | None:
     """Tensors by name; None where a single tensor is meant."""
     torch = imported("torch")
     if isinstance(tensors, Mapping) or (torch is not None and isinstance(tensors, torch.nn.Module)):
@@ -104,7 +113,7 @@ def _named(tensors: Any) -> dict[str, Any] | None:
     return None
 
 
-def _view(tensor: Any, name: str | None = None) -> View:
+def _view_of(tensor: Any, name: str | None = None) -> View:
     try:
         if isinstance(tensor, TensorSpec):
             spec = tensor.describe()
@@ -116,7 +125,7 @@ def _view(tensor: Any, name: str | None = None) -> View:
         raise
 
 
-def _identity(view: View) -> tuple[int, tuple[int, ...], tuple[int, ...], int, int]:
+def _identity_of(view: View) -> tuple[int, tuple[int, ...], tuple[int, ...], int, int]:
     return view.item, view.dims, view.strides, view.pointer, view.cuda
 
 
@@ -129,27 +138,29 @@ class _OfDevice:
         self.others: dict[Any, list[int]] = {}  # by identity
 
 
-def _digests(tensors: Sequence[Any], names: Iterable[str] | None = None, end: float | None = None) -> list[str]:
+def _digests_of(tensors: Sequence[Any], names: Iterable[str] | None = None, end: float | None = None) -> list[str]:
     """The digest of each tensor, those of one device by one call, equal ones once."""
-    said = columns_of(tensors)
+    columns = columns_of(tensors)
     devices: dict[int, _OfDevice] = {}
     keep = []  # what was made of tensors that have no such bytes
-    if ODD in said.kinds or len(set(said.cuda)) > 1:
-        called: list[str | None] = [*names] if names is not None else [None] * len(tensors)
-        for at, (kind, pointer, size, cuda) in enumerate(zip(said.kinds, said.pointers, said.sizes, said.cuda, strict=True)):
+    if ODD in columns.kinds or len(set(columns.cuda)) > 1:
+        labels: list[str | None] = [*names] if names is not None else [None] * len(tensors)
+        for at, (kind, pointer, size, cuda) in enumerate(
+            zip(columns.kinds, columns.pointers, columns.sizes, columns.cuda, strict=True)
+        ):
             if kind == ODD:
-                view = _view(tensors[at], called[at])
+                view = _view_of(tensors[at], labels[at])
                 keep.append(view)
-                devices.setdefault(view.cuda, _OfDevice()).others.setdefault(_identity(view), []).append(at)
+                devices.setdefault(view.cuda, _OfDevice()).others.setdefault(_identity_of(view), []).append(at)
                 continue
             group = devices.setdefault(cuda, _OfDevice())
             group.dense.append(at)
             group.pointers.append(pointer)
             group.sizes.append(size)
     elif tensors:
-        one = devices[said.cuda[0]] = _OfDevice()
-        one.dense, one.pointers, one.sizes = list(range(len(tensors))), said.pointers, said.sizes
-    found = [""] * len(tensors)
+        one = devices[columns.cuda[0]] = _OfDevice()
+        one.dense, one.pointers, one.sizes = list(range(len(tensors))), columns.pointers, columns.sizes
+    digests = [""] * len(tensors)
     for cuda, group in devices.items():
         numbers = array("q", group.pointers)
         numbers.extend(group.sizes)
@@ -160,8 +171,8 @@ def _digests(tensors: Sequence[Any], names: Iterable[str] | None = None, end: fl
         with Job(job, "digest", None, end) as running:
             digits = running.result()[1].hex()
         for row, at in enumerate(group.dense):
-            found[at] = digits[32 * row : 32 * row + 32]
+            digests[at] = digits[32 * row : 32 * row + 32]
         for row, ats in enumerate(group.others.values(), len(group.dense)):
             for at in ats:
-                found[at] = digits[32 * row : 32 * row + 32]
-    return found
+                digests[at] = digits[32 * row : 32 * row + 32]
+    return digests

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["doctor", "inspect", "rewrite", "verify"]
 
 
-def _uris(source: SourceLike, options: Mapping[str, object] | None) -> tuple[list[str], Any]:
+def _uris_of(source: SourceLike, options: Mapping[str, object] | None) -> tuple[list[str], Any]:
     uris, keep = resolve(source)
     if keep is None:
         uris = [uri for path in uris for uri in uris_of(path, options)]
@@ -49,7 +49,7 @@ def inspect(source: str | os.PathLike[str], *, storage_options: StorageOptions |
     stored, ratio, coding, chunks), and "totals" over all of them.
     Raises NotFoundError, FormatError, CorruptError.
     """
-    uris, _ = _uris(local(source), storage_options)
+    uris, _ = _uris_of(local(source), storage_options)
     if len(uris) != 1:
         raise ArgumentError(f"overwire: inspect {shown(str(source))}: it lists {len(uris)} files; inspect each")
     try:
@@ -63,7 +63,11 @@ def inspect(source: str | os.PathLike[str], *, storage_options: StorageOptions |
 
 @overload
 def verify(
-    source: SourceLike, *, original: bool = False, progress: ProgressLike = None, storage_options: StorageOptions | None = None
+    source: SourceLike,
+    *,
+    original: bool = False,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
 ) -> Verification: ...
 @overload
 def verify(
@@ -107,7 +111,7 @@ def verify(
     tensors also what `digest` raises, but nothing for a tensor that differs.
     """
     check_switches(original=original)
-    uris, keep = _uris(source, storage_options)
+    uris, keep = _uris_of(source, storage_options)
     request: VerifyRequest = {"uris": uris, "storage": storage(storage_options, uris), "original": bool(original)}
     if tensors is not None:
         from .digest import compare
@@ -140,7 +144,7 @@ def rewrite(
     check_switches(compress=compress)
     check_storage(storage_options)
     reach = {name: value for name, value in (storage_options or {}).items() if not name.startswith("encryption_")}
-    uris, keep = _uris(source, reach or None)
+    uris, keep = _uris_of(source, reach or None)
     target = local(path)
     if os.fsdecode(path).endswith("/") and not target.endswith("/"):
         target += "/"  # which says that it is a folder

@@ -19,7 +19,19 @@ from ..model.budget import fit
 from ..model.opened import WHOLE, Model, Request, Row
 from ..progress import Watcher
 
-__all__ = ["Target", "fill", "in_place", "land", "landing", "place_of", "place_target", "put", "single", "states_of", "table_of"]
+__all__ = [
+    "Target",
+    "fill",
+    "in_place",
+    "land",
+    "landing",
+    "place_of",
+    "place_target",
+    "put",
+    "single",
+    "states_of",
+    "table_of",
+]
 
 #: Rows and columns of a tensor: [lo, hi) of dimension 0 and of dimension 1.
 Block = tuple[int, int, int, int]
@@ -68,7 +80,7 @@ def fill(
     views = {device: model.on(device) for device in where}
     for view in views.values():
         view.join()
-    lands = _lands(targets, model, where)
+    lands = _can_land(targets, model, where)
     for number, (target, device) in enumerate(zip(targets, where, strict=True)):
         # What was preloaded is whole, and is copied from where it is: on a GPU always,
         # on the host if a block is wanted of it.
@@ -76,42 +88,46 @@ def fill(
             lands[number] = False
     _take_turns(targets, lands)
     groups: dict[str, list[_Landing]] = {device: [] for device in views}
-    shared: dict[tuple[str, int], _Landing] = {}  # of preloaded tensors
+    landings: dict[tuple[str, int], _Landing] = {}  # of preloaded tensors
     beside: list[tuple[int, int]] = []
     for number, (target, device, here) in enumerate(zip(targets, where, lands, strict=True)):
         if here:
             groups[device].append(_Landing(target.at, target.tensor.data_ptr(), target.block, []))
         elif views[device].joined and (device != "cpu" or target.block != ALL):
-            one = shared.get((device, target.at))
+            one = landings.get((device, target.at))
             if one is None:
-                one = shared[device, target.at] = _Landing(target.at, 0, ALL, [])
+                one = landings[device, target.at] = _Landing(target.at, 0, ALL, [])
                 groups[device].append(one)
                 beside.append((target.at, WHOLE))
             one.users.append((number, target))
         else:
             groups[device].append(_Landing(target.at, 0, target.block, [(number, target)]))
-            beside.append((target.at, WHOLE if target.block == ALL else _elements(target, model)))
+            beside.append((target.at, WHOLE if target.block == ALL else _count_elements(target, model)))
     fit(model, frame, None, max_memory, beside)
     with contextlib.ExitStack() as stack:
         jobs = []
         for device, group in groups.items():
-            jobs.append(stack.enter_context(views[device].start([(one.at, one.pointer, *one.block) for one in group], watcher)))
+            jobs.append(
+                stack.enter_context(views[device].start([(one.at, one.pointer, *one.block) for one in group], watcher))
+            )
             watcher = None
         for job, (device, group) in zip(jobs, groups.items(), strict=True):
-            landed = job.take(frame.raw({model.table[one.at][1] for one in group})).pairs()
+            pairs = job.take(frame.raw({model.table[one.at][1] for one in group})).pairs()
             steps = sorted((number, order, target) for order, one in enumerate(group) for number, target in one.users)
             last = {order: number for number, order, _ in steps}
-            loaded: dict[int, Any] = {}
+            tensors: dict[int, Any] = {}
             for number, order, target in steps:
                 one = group[order]
-                if order not in loaded:
+                if order not in tensors:
                     row = model.row(one.at)
                     shape = row.shape if one.block == ALL else target.shape
-                    loaded[order] = frame.adopt(*landed[order], row.dtype, shape, views[device].join())
-                    landed[order] = (None, 0)
-                _store(target, loaded[order] if target.block == one.block else _cut(loaded[order], target))
+                    tensors[order] = frame.adopt(*pairs[order], row.dtype, shape, views[device].join())
+                    pairs[order] = (None, 0)
+                _store_tensor(
+                    target, tensors[order] if target.block == one.block else _cut_block(tensors[order], target)
+                )
                 if last[order] == number:
-                    del loaded[order]
+                    del tensors[order]
 
 
 class _Landing(NamedTuple):
@@ -127,7 +143,7 @@ def in_place(model: Model, targets: Sequence[Target], device: str) -> tuple[dict
     """By position, the tensors that the engine can write to whole, of which none overlaps an
     earlier target; and the positions of targets that do overlap one, to be `put` in this
     order after all others."""
-    lands = _lands(targets, model, [device] * len(targets))
+    lands = _can_land(targets, model, [device] * len(targets))
     lands = [here and target.block == ALL for target, here in zip(targets, lands, strict=True)]
     late = _take_turns(targets, lands)
     places = {target.at: target.tensor for target, here in zip(targets, lands, strict=True) if here}
@@ -137,26 +153,27 @@ def in_place(model: Model, targets: Sequence[Target], device: str) -> tuple[dict
 def states_of(file: Any) -> list[dict[str, Any]]:
     """What tells the files of a `safe_open` from others, and one state of them from the next: see
     `overwire._verbs.states`."""
-    return [dict(state) for state in states(file._live().handle)]
+    return [dict(state) for state in states(file._live_model().handle)]
 
 
 def table_of(file: Any) -> list[tuple[str, str, tuple[int, ...]]]:
     """Name, dtype and shape of each tensor of a `safe_open`, in the order of the files."""
-    return [(row[0], row[1], tuple(row[2])) for row in file._live().table]
+    return [(row[0], row[1], tuple(row[2])) for row in file._live_model().table]
 
 
 def landing(file: Any, device: str, requests: bytes | Sequence[Request]) -> Job | None:
     """Begins to load blocks of tensors of a `safe_open` to addresses on a device, in one pass.
 
     Each request is the tensor's place in `table_of`, an address, and [lo, hi) of its
-    first two dimensions, hi -1 for all; or all are packed as 64-bit integers. The caller has checked that the block, in the
+    first two dimensions, hi -1 for all; or all are packed as 64-bit integers. The caller has checked that the
+    block, in the
     file's dtype and dense, fits there, and that no two requests overlap, and keeps the
     memory until the job has ended: `take`, or `cancel` and `free`.
 
     None, with nothing begun, if a preload has the files: `load_into` takes it.
     Raises what `load_file` raises.
     """
-    model = file._live()
+    model = file._live_model()
     if _engine.forked():
         raise ForkedError("overwire: the engine cannot run in a forked child", source=model.uris[0])
     view = model.on(device)
@@ -198,26 +215,26 @@ def _take_turns(targets: Sequence[Target], lands: list[bool]) -> list[int]:
             size = count * tensor.element_size()
         address = tensor.data_ptr()
         reach.append((address, address + size, number))
-    taken = sorted(reach)
-    if all(one[1] <= two[0] for one, two in zip(taken, taken[1:], strict=False)):
+    ends = sorted(reach)
+    if all(one[1] <= two[0] for one, two in zip(ends, ends[1:], strict=False)):
         return []
     late: list[int] = []
-    kept: list[tuple[int, int]] = []  # the memory of the earlier ones, in order, without overlaps
+    spans: list[tuple[int, int]] = []  # the memory of the earlier ones, in order, without overlaps
     for low, high, number in reach:
-        first = bisect_left(kept, (low, low))
-        first -= first > 0 and kept[first - 1][1] > low
+        first = bisect_left(spans, (low, low))
+        first -= first > 0 and spans[first - 1][1] > low
         end = first
-        while end < len(kept) and kept[end][0] < high:
+        while end < len(spans) and spans[end][0] < high:
             end += 1
         if end > first:
             late.append(number)
             lands[number] = False
-            low, high = min(low, kept[first][0]), max(high, kept[end - 1][1])
-        kept[first:end] = [(low, high)]
+            low, high = min(low, spans[first][0]), max(high, spans[end - 1][1])
+        spans[first:end] = [(low, high)]
     return late
 
 
-def _lands(targets: Sequence[Target], model: Model, where: Sequence[str]) -> list[bool]:
+def _can_land(targets: Sequence[Target], model: Model, where: Sequence[str]) -> list[bool]:
     # Whether the engine can write the tensors' own bytes.
     import torch
 
@@ -235,12 +252,12 @@ def _lands(targets: Sequence[Target], model: Model, where: Sequence[str]) -> lis
     ]
 
 
-def _elements(target: Target, model: Model) -> int:
+def _count_elements(target: Target, model: Model) -> int:
     # As the file counts them: torch has two of F4 in one.
     return math.prod(target.shape) * (2 if model.table[target.at][1] == "F4" and target.shape else 1)
 
 
-def _cut(loaded: Any, target: Target) -> Any:
+def _cut_block(loaded: Any, target: Target) -> Any:
     lo0, hi0, lo1, hi1 = target.block
     rows = loaded[lo0 : loaded.shape[0] if hi0 == WHOLE else hi0]
     return rows if rows.dim() < 2 else rows[:, lo1 : loaded.shape[1] if hi1 == WHOLE else hi1]
@@ -248,10 +265,10 @@ def _cut(loaded: Any, target: Target) -> Any:
 
 def put(target: Target, whole: Any) -> None:
     """Stores of a tensor that was loaded beside what is the target's."""
-    _store(target, whole if target.block == ALL else _cut(whole, target))
+    _store_tensor(target, whole if target.block == ALL else _cut_block(whole, target))
 
 
-def _store(target: Target, loaded: Any) -> None:
+def _store_tensor(target: Target, loaded: Any) -> None:
     if target.put is not None:
         target.put(loaded)
     else:
@@ -276,7 +293,9 @@ def place_target(target: Target, row: Row, where: str) -> Target | None:
     if not part.tensor.numel():
         return None
     if row.dtype in PACKED:
-        raise NotSupportedError(f"{where}: a DTensor of {row.dtype}, whose elements share bytes, that is cut", tensor=row.name)
+        raise NotSupportedError(
+            f"{where}: a DTensor of {row.dtype}, whose elements share bytes, that is cut", tensor=row.name
+        )
     lo0, _, lo1, _ = target.block
     rows, columns = (*part.ranges, (0, 0))[:2]
     block = (lo0 + rows[0], lo0 + rows[1], lo1 + columns[0], lo1 + columns[1] if len(part.ranges) > 1 else WHOLE)
@@ -304,25 +323,30 @@ def target_of(model: Model, name: str, block: Any, tensor: Any) -> Target | None
     shape = row.shape
     if row.dtype == "F4" and shape:
         shape = (*shape[:-1], shape[-1] // 2)
-    asked = ALL
+    part = ALL
     if block is not None:
         try:
             ranges = [(operator.index(lo), operator.index(hi)) for lo, hi in block]
         except (TypeError, ValueError):
-            raise ArgumentError(f"{where}: block: expected pairs (lo, hi), or None, got {block!r}", tensor=name) from None
+            raise ArgumentError(
+                f"{where}: block: expected pairs (lo, hi), or None, got {block!r}", tensor=name
+            ) from None
         inside = all(0 <= lo <= hi <= size for (lo, hi), size in zip(ranges, row.shape, strict=False))
         if len(ranges) > min(2, len(row.shape)) or not inside:
             raise ArgumentError(
-                f"{where}: block {ranges} of shape {list(row.shape)}: expected ranges of its first two dimensions", tensor=name
+                f"{where}: block {ranges} of shape {list(row.shape)}: expected ranges of its first two dimensions",
+                tensor=name,
             )
         if row.dtype in PACKED and len(ranges) == len(row.shape):
-            raise ArgumentError(f"{where}: the last dimension of {row.dtype} cannot be cut: its elements share bytes", tensor=name)
+            raise ArgumentError(
+                f"{where}: the last dimension of {row.dtype} cannot be cut: its elements share bytes", tensor=name
+            )
         full = all((lo, hi) == (0, size) for (lo, hi), size in zip(ranges, row.shape, strict=False))
         if not full:
             (lo0, hi0), (lo1, hi1) = (*ranges, (0, WHOLE))[:2] if len(ranges) == 1 else ranges
-            asked = (lo0, hi0, lo1, hi1)
+            part = (lo0, hi0, lo1, hi1)
             shape = (hi0 - lo0, *shape[1:]) if len(ranges) == 1 else (hi0 - lo0, hi1 - lo1, *shape[2:])
     if tuple(tensor.shape) != shape:
         raise ArgumentError(f"{where}: a tensor of shape {tuple(tensor.shape)} for {shape} of the file", tensor=name)
-    target = Target(at, asked, shape, tensor)
+    target = Target(at, part, shape, tensor)
     return target if ready else place_target(target, row, where)

@@ -78,7 +78,12 @@ def load_file(
 
 
 def load_file(
-    source: SourceLike | None = None, device: Any = "cpu", *, filename: SourceLike | None = None, framework: Any = None, **options: Any
+    source: SourceLike | None = None,
+    device: Any = "cpu",
+    *,
+    filename: SourceLike | None = None,
+    framework: Any = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Loads tensors from plain or compressed safetensors files.
 
@@ -110,7 +115,9 @@ def load_file(
         check_options("load_file", options, LoadOptions)
         source = named("load_file", source, filename)
         if options.get("base") is not None and (options.get("group") is not None or options.get("shard") is not None):
-            raise NotSupportedError("overwire: load_file: base= is not for group= or shard=: load the base, then apply_delta")
+            raise NotSupportedError(
+                "overwire: load_file: base= is not for group= or shard=: load the base, then apply_delta"
+            )
         group, shard = options.pop("group", None), options.pop("shard", None)
         if group is not None or shard is not None:
             from ..distributed.tensors import open_load
@@ -126,20 +133,21 @@ def load_file(
     frame = frame_for(framework)
     where = check_device(device, frame)
     max_memory = options.get("max_memory")
-    wanted = check_dtype(frame, options.get("dtype"))  # a wrong one is refused before anything is read
+    frame_dtype = check_dtype(frame, options.get("dtype"))  # a wrong one is refused before anything is read
     if _engine.forked():
         from ..model.forked import ForkedModel
 
         if max_memory is not None:
             raise forked()  # the engine counts
         alone = ForkedModel(source, where, options.get("keys"), options.get("filter"), options.get("storage_options"))
-        return alone.load(alone.chosen, frame, wanted, None)
+        return alone.load(alone.chosen, frame, frame_dtype, None)
     prepare(where)
     with ExitStack() as stack:
-        stack.enter_context(many_objects())  # the table has as many as the tensors, and is gone before the collector looks
+        # the table has as many as the tensors, and is gone before the collector looks
+        stack.enter_context(many_objects())
         model = stack.enter_context(Model(source, device=where, **opening(options)))
-        fit(model, frame, wanted, max_memory)
-        return model.load(model.chosen, frame, wanted, watch(options.get("progress"), "load"))
+        fit(model, frame, frame_dtype, max_memory)
+        return model.load(model.chosen, frame, frame_dtype, watch(options.get("progress"), "load"))
 
 
 spell_out(load_file, LoadOptions)

@@ -79,7 +79,8 @@ def load_model(
     have no memory of their own (sparse, nested, FakeTensors, wrappers of other tensors) and
     where the state dict has copies instead of the module's own tensors, ArgumentError for
     memory that was freed (`sleep`), and OutOfMemoryError for max_memory, all before it
-    changes or allocates anything; and what `load_file` raises. If the load itself fails, the module has old values and new ones.
+    changes or allocates anything; and what `load_file` raises. If the load itself fails, the module has old values
+    and new ones.
 
     `load_state_dict` hooks of the module do not run.
     """
@@ -88,7 +89,7 @@ def load_model(
         check_switches(strict=strict)
         source = named("load_model", source, filename)
         frame = frame_for("torch")
-        fixed = None if device is None else check_device(device, frame)
+        place = None if device is None else check_device(device, frame)
         import torch
 
         if not isinstance(module, torch.nn.Module):
@@ -97,13 +98,17 @@ def load_model(
         targets: dict[str, Any] = module.state_dict(keep_vars=True)
         beside = parse_size(options.get("max_memory"), "max_memory")
         if options.get("group") is not None or options.get("shard") is not None:
-            return _together(module, source, strict, fixed or single(list(targets.values())), targets, dict(options), beside)
-    with Model(source, device=fixed or single(list(targets.values())), **opening(options)) as model:
+            return _load_together(
+                module, source, strict, place or single(list(targets.values())), targets, dict(options), beside
+            )
+    with Model(source, device=place or single(list(targets.values())), **opening(options)) as model:
         setters = _extra_states(module)
-        missing, unexpected, wanted = _match(module, targets, setters, model, strict)
-        into = _targets(module, targets, setters, model, wanted, lambda at: model.table[at][2])
-        fill(model, frame, list(into.values()), fixed, options.get("max_memory"), watch(options.get("progress"), "load"))
-    return missing, unexpected
+        missing, surplus, positions = _match_names(module, targets, setters, model, strict)
+        into = _targets_of(module, targets, setters, model, positions, lambda at: model.table[at][2])
+        fill(
+            model, frame, list(into.values()), place, options.get("max_memory"), watch(options.get("progress"), "load")
+        )
+    return missing, surplus
 
 
 spell_out(load_model, ModuleOptions)
@@ -114,8 +119,14 @@ def _refuse_other(module: Any, advice: str) -> NoReturn:
     raise ArgumentError(f"overwire: module: expected a torch.nn.Module, got {type(module).__name__}{advice}")
 
 
-def _together(
-    module: Any, source: SourceLike, strict: bool, device: str, targets: Mapping[str, Any], options: dict[str, Any], beside: int
+def _load_together(
+    module: Any,
+    source: SourceLike,
+    strict: bool,
+    device: str,
+    targets: Mapping[str, Any],
+    options: dict[str, Any],
+    beside: int,
 ) -> tuple[list[str], list[str]]:
     """`load_model` over a group."""
     from ..distributed.tensors import TensorLoad, open_load
@@ -127,34 +138,43 @@ def _together(
     names: tuple[list[str], list[str]] = [], []
     group, max_memory = options.pop("group", None), options.pop("max_memory", None)
 
-    def choose(load: TensorLoad) -> list[int]:
+    def choose_tensors(load: TensorLoad) -> list[int]:
         setters = _extra_states(module)
-        missing, unexpected, wanted = _match(module, targets, setters, load.model, strict, load.part_shape)
-        names[0][:], names[1][:] = missing, unexpected
+        missing, surplus, positions = _match_names(module, targets, setters, load.model, strict, load.part_shape)
+        names[0][:], names[1][:] = missing, surplus
         into.clear()
-        into.update(_targets(module, targets, setters, load.model, wanted, load.part_shape))
+        into.update(_targets_of(module, targets, setters, load.model, positions, load.part_shape))
         here, late[:] = in_place(load.model, list(into.values()), device)
         places.clear()
         places.update(here)
-        fit(load.model, frame, None, max_memory, [load.part(at) for at in wanted.values() if at not in places])
-        return list(wanted.values())
+        fit(load.model, frame, None, max_memory, [load.part(at) for at in positions.values() if at not in places])
+        return list(positions.values())
 
-    kept: dict[int, Any] = {}
+    tensors: dict[int, Any] = {}
     with (
-        open_load(source, group, options.pop("shard", None), device=device, budget=0, beside=beside, choose=choose, **options) as load,
+        open_load(
+            source,
+            group,
+            options.pop("shard", None),
+            device=device,
+            budget=0,
+            beside=beside,
+            choose=choose_tensors,
+            **options,
+        ) as load,
         contextlib.closing(load.arrive(places)) as arriving,
     ):
         for at, tensor in arriving:
             if at in late:
-                kept[at] = tensor
+                tensors[at] = tensor
             elif at in into and tensor is not places.get(at):
                 put(into[at], tensor)
     for at in late:
-        put(into[at], kept.pop(at))
+        put(into[at], tensors.pop(at))
     return names
 
 
-def _targets(
+def _targets_of(
     module: Any,
     tensors: Mapping[str, Any],
     setters: Mapping[str, Callable[[Any], None]],
@@ -167,7 +187,12 @@ def _targets(
 
     from ..frameworks.memory import is_distributed, is_ready, storage_of
 
-    own = {id(tensor) for part in module.modules() for table in (part._parameters, part._buffers) for tensor in table.values()}
+    own = {
+        id(tensor)
+        for part in module.modules()
+        for table in (part._parameters, part._buffers)
+        for tensor in table.values()
+    }
     memory: set[int] = set()
     into: dict[int, Target] = {}
     for name, at in wanted.items():
@@ -185,7 +210,7 @@ def _targets(
                 text = f"{where}: the state dict has a copy of it and not the module's own tensor: load_state_dict puts it there"
                 raise NotSupportedError(text, tensor=name)
         if tensor.device.type == "meta" and not is_distributed(tensor):
-            into[at] = Target(at, ALL, shape, tensor, partial(_replace, module, tensor))
+            into[at] = Target(at, ALL, shape, tensor, partial(_replace_meta, module, tensor))
         elif target := place_target(Target(at, ALL, shape, tensor), model.row(at), where):
             into[at] = target
     return into
@@ -203,7 +228,7 @@ def _extra_states(module: Any) -> dict[str, Callable[[Any], None]]:
     }
 
 
-def _match(
+def _match_names(
     module: Any,
     targets: Mapping[str, Any],
     setters: Mapping[str, Any],
@@ -217,19 +242,19 @@ def _match(
 
     from ..frameworks.memory import check_shape, identity_of, is_ready
 
-    wanted = {name: model.places[name] for name in targets if name in model.places}
+    positions = {name: model.places[name] for name in targets if name in model.places}
     tensors = {name: target for name, target in targets.items() if isinstance(target, torch.Tensor)}
-    missing = [name for name in tensors if name not in wanted]
+    missing = [name for name in tensors if name not in positions]
     if missing:
-        loaded = {identity_of(tensors[name]) for name in wanted if name in tensors}
-        missing = [name for name in missing if identity_of(tensors[name]) not in loaded]
-    unexpected = [row[0] for row in model.table if row[0] not in targets]
+        identities = {identity_of(tensors[name]) for name in positions if name in tensors}
+        missing = [name for name in missing if identity_of(tensors[name]) not in identities]
+    surplus = [row[0] for row in model.table if row[0] not in targets]
     problems = []
     if strict and missing:
         problems.append("missing in the file: " + ", ".join(map(repr, sorted(missing))))
-    if strict and unexpected:
-        problems.append("unexpected in the file: " + ", ".join(map(repr, sorted(unexpected))))
-    for name, at in wanted.items():
+    if strict and surplus:
+        problems.append("unexpected in the file: " + ", ".join(map(repr, sorted(surplus))))
+    for name, at in positions.items():
         target, (_, dtype, shape, *_rest) = targets[name], model.table[at]
         if name in setters:
             continue  # of any shape
@@ -250,10 +275,10 @@ def _match(
             f"overwire: load {model.uris[0]} into {type(module).__name__}: " + "; ".join(problems),
             source=model.uris[0],
         )
-    return missing, unexpected, wanted
+    return missing, surplus, positions
 
 
-def _replace(module: Any, target: Any, loaded: Any) -> None:
+def _replace_meta(module: Any, target: Any, loaded: Any) -> None:
     # A module made on the meta device: the loaded tensor takes the place, under every name
     # that the placeholder has.
     import torch
@@ -331,16 +356,18 @@ def save_model(
 
     if not isinstance(module, torch.nn.Module):
         _refuse_other(module, "; save_file saves a dict of tensors" if isinstance(module, Mapping) else "")
-    tensors = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+    tensors = {
+        name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)
+    }
     check_switches(compress=compress, wait=wait)
     notes = notes_of(metadata or {})
     notes.setdefault("format", "pt")
     if not compress:
         from ..frameworks.memory import identity_of
 
-        kept: dict[Any, str] = {}
+        names: dict[Any, str] = {}
         for name in sorted(tensors):
-            first = kept.setdefault(identity_of(tensors[name]), name)
+            first = names.setdefault(identity_of(tensors[name]), name)
             if first != name:
                 notes.setdefault(name, first)
                 del tensors[name]
@@ -353,4 +380,8 @@ def save_model(
         "storage_options": storage_options,
         "max_memory": max_memory,
     }
-    return save_file(tensors, path, notes, wait=True, **how) if wait else save_file(tensors, path, notes, wait=False, **how)
+    return (
+        save_file(tensors, path, notes, wait=True, **how)
+        if wait
+        else save_file(tensors, path, notes, wait=False, **how)
+    )

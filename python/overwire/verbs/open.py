@@ -45,7 +45,7 @@ else:
     T = TypeVar("T")
 
 
-def _states(paths: Iterable[str]) -> list[tuple[int, ...] | None]:
+def _states_of_files(paths: Iterable[str]) -> list[tuple[int, ...] | None]:
     # What tells files from those that take their place; see `ForkedModel`.
     states: list[tuple[int, ...] | None] = []
     for path in paths:
@@ -147,10 +147,10 @@ class safe_open(Generic[T]):
         else:
             prepare(where)
             self._model = Model(source, device=where, **opening(options))
-            self._seen = _states(self._model.uris)
+            self._seen = _states_of_files(self._model.uris)
 
     def __enter__(self) -> safe_open[T]:
-        self._live()
+        self._live_model()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -173,9 +173,17 @@ class safe_open(Generic[T]):
         if (model := self._model) is None:
             return html.block("safe_open", [("closed", "")])
         uris, rows = model.uris, model.table
-        tensors = html.tensors("in the order of their bytes", (row[:5] for row in rows), len(rows), folded=len(rows) > 12)
-        facts = [("framework", self._frame.name), ("device", model.device), ("in memory", html.size(sum(row[3] for row in rows)))]
-        return html.block("safe_open", facts, html.table("Files", ("file",), ((uri,) for uri in uris), len(uris)), tensors)
+        tensors = html.tensors(
+            "in the order of their bytes", (row[:5] for row in rows), len(rows), folded=len(rows) > 12
+        )
+        facts = [
+            ("framework", self._frame.name),
+            ("device", model.device),
+            ("in memory", html.size(sum(row[3] for row in rows))),
+        ]
+        return html.block(
+            "safe_open", facts, html.table("Files", ("file",), ((uri,) for uri in uris), len(uris)), tensors
+        )
 
     def close(self) -> None:
         """Closes the files. A second call does nothing."""
@@ -184,15 +192,17 @@ class safe_open(Generic[T]):
             self._ahead.close()
             model.close()
 
-    def _live(self) -> Model:
+    def _live_model(self) -> Model:
         model = self._model
         if model is None:
             raise ArgumentError("overwire: the file is closed")
         if _engine.forked() and not hasattr(model, "read_alone"):
             from ..model.forked import ForkedModel
 
-            if self._seen != _states(model.uris):
-                raise CorruptError(f"overwire: open {model.uris[0]}: the file was replaced since it was opened", source=model.uris[0])
+            if self._seen != _states_of_files(model.uris):
+                raise CorruptError(
+                    f"overwire: open {model.uris[0]}: the file was replaced since it was opened", source=model.uris[0]
+                )
             model = self._model = ForkedModel(model.uris, model.device)
         return model
 
@@ -203,13 +213,13 @@ class safe_open(Generic[T]):
 
     def offset_keys(self) -> list[str]:
         """The names of all tensors, in the order of their bytes in the files."""
-        return [row[0] for row in self._live().table]
+        return [row[0] for row in self._live_model().table]
 
     def __len__(self) -> int:
-        return len(self._live().table)
+        return len(self._live_model().table)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._live().places
+        return name in self._live_model().places
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
@@ -223,20 +233,20 @@ class safe_open(Generic[T]):
         none, and empty if it has no entries. Of several files, the entries of all; the first
         file wins.
         """
-        merged: dict[str, str] | None = None
-        for source in self._live().info():
-            found = source.get("metadata")
-            if found is not None:
-                merged = {**{key: value for key, value in found.items() if key != "overwire"}, **(merged or {})}
-        return merged
+        metadata: dict[str, str] | None = None
+        for source in self._live_model().info():
+            entries = source.get("metadata")
+            if entries is not None:
+                metadata = {**{key: value for key, value in entries.items() if key != "overwire"}, **(metadata or {})}
+        return metadata
 
     def get_tensor(self, name: str) -> T:
         """Loads one tensor. Raises TensorNotFoundError if the files do not have it."""
-        model = self._live()
-        tensor: T = self._one(model, model.place(name), None, self._dtype)
+        model = self._live_model()
+        tensor: T = self._read_one(model, model.place(name), None, self._dtype)
         return tensor
 
-    def _one(self, model: Model, at: int, block: Block | None, wanted: Any) -> Any:
+    def _read_one(self, model: Model, at: int, block: Block | None, wanted: Any) -> Any:
         """A tensor, or a block of it, cast to `wanted`: what was read ahead, or a load of its own."""
         tensor = None if _engine.forked() else self._ahead.take(model, at, block, wanted)
         if tensor is not None:
@@ -250,9 +260,9 @@ class safe_open(Generic[T]):
 
     def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, T]:
         """Loads several tensors together, in the order of names; None: all of them."""
-        model = self._live()
-        chosen = model.choose(names, None)
-        return model.load(chosen, self._frame, self._dtype, None)
+        model = self._live_model()
+        positions = model.choose(names, None)
+        return model.load(positions, self._frame, self._dtype, None)
 
     def load_into(
         self,
@@ -283,7 +293,7 @@ class safe_open(Generic[T]):
         OutOfMemoryError for max_memory; and what `load_file` raises. If the load itself
         fails, the destinations have old values and new ones.
         """
-        model = self._live()
+        model = self._live_model()
         if self._frame.name != "torch":
             raise ArgumentError(f"overwire: load_into: needs framework='pt', got {self._frame.name!r}")
         if _engine.forked():
@@ -291,7 +301,14 @@ class safe_open(Generic[T]):
         into = [target_of(model, name, block, tensor) for name, block, tensor in targets]
         if max_memory is not None:
             self._ahead.drop()
-        fill(model, self._frame, [target for target in into if target is not None], None, max_memory, watch(progress, "load"))
+        fill(
+            model,
+            self._frame,
+            [target for target in into if target is not None],
+            None,
+            max_memory,
+            watch(progress, "load"),
+        )
 
     def get_slice(self, name: str) -> TensorSlice[T]:
         """Returns a `TensorSlice`; nothing is read before it is indexed."""
@@ -315,7 +332,7 @@ class TensorSlice(Generic[T]):
     def __init__(self, file: safe_open[T], name: str) -> None:
         self._file = file
         self._name = name
-        model = file._live()
+        model = file._live_model()
         self._at = model.place(name)
         self._row = model.row(self._at)
 
@@ -341,38 +358,40 @@ class TensorSlice(Generic[T]):
         return f"TensorSlice({self._name!r}, {self._row.dtype}, {self.get_shape()})"
 
     def __getitem__(self, index: Any) -> T:
-        found: T = self._read(index)
-        return found
+        part: T = self._read_index(index)
+        return part
 
-    def _read(self, index: Any) -> Any:
+    def _read_index(self, index: Any) -> Any:
         file, row = self._file, self._row
-        model, frame = file._live(), file._frame
+        model, frame = file._live_model(), file._frame
         if _engine.forked():
             tensor = cast("ForkedModel", model).read_alone(self._at, frame, index)
         elif row.dtype in PACKED:
-            return self._packed(index)
+            return self._read_packed(index)
         else:
-            planned = plan(index, row.shape)
-            if planned.empty:
-                tensor = frame.empty(row.dtype, planned.shape, model.device)
-            elif planned.shape == row.shape:
-                tensor = file._one(model, self._at, None, None)
+            reading = plan(index, row.shape)
+            if reading.empty:
+                tensor = frame.empty(row.dtype, reading.shape, model.device)
+            elif reading.shape == row.shape:
+                tensor = file._read_one(model, self._at, None, None)
             else:
-                rows, columns = planned.block
-                tensor = file._one(model, self._at, (rows, (0, WHOLE) if len(row.shape) == 1 else columns, planned.shape), None)
-            if planned.cut:
-                tensor = frame.index(tensor, planned.cut, row.dtype)
+                rows, columns = reading.block
+                tensor = file._read_one(
+                    model, self._at, (rows, (0, WHOLE) if len(row.shape) == 1 else columns, reading.shape), None
+                )
+            if reading.cut:
+                tensor = frame.index(tensor, reading.cut, row.dtype)
         return tensor if file._dtype is None else frame.cast(tensor, row.dtype, file._dtype)
 
-    def _packed(self, index: Any) -> Any:
+    def _read_packed(self, index: Any) -> Any:
         # Elements share bytes, so the tensor is read whole. Where the framework
         # keeps them packed, the last dimension cannot be cut.
         frame, row = self._file._frame, self._row
         tensor: Any = self._file.get_tensor(self._name)
-        planned = plan(index, row.shape, dims=0)
+        reading = plan(index, row.shape, dims=0)
         if tuple(tensor.shape) == row.shape:
-            return frame.index(tensor, planned.cut, row.dtype) if planned.cut else tensor
-        entries = [entry for entry in planned.cut if entry is not None]
+            return frame.index(tensor, reading.cut, row.dtype) if reading.cut else tensor
+        entries = [entry for entry in reading.cut if entry is not None]
         whole_last = not entries or entries[-1] == slice(0, row.shape[-1], 1)
         if len(tensor.shape) != len(row.shape) or not whole_last:
             raise NotSupportedError(

@@ -77,8 +77,8 @@ class Preload:
 
         Returns True if it is, False after the timeout. Raises the error of the load.
         """
-        ended: bool = core().wait(self._job, timeout)
-        return ended
+        has_ended: bool = core().wait(self._job, timeout)
+        return has_ended
 
     def result(self, timeout: float | None = None) -> None:
         """Waits like `wait`, but raises DeadlineError after the timeout."""
@@ -124,7 +124,7 @@ def preload(
     `wait` raises NotSupportedError for an object whose server gives neither an ETag
     nor a date, because no load could compare it.
     """
-    where = _device(device)
+    where = _device_of(device)
     if hasattr(source, "read"):
         raise ArgumentError("overwire: preload: an open file cannot be preloaded; give its path")
     paths, _ = resolve(source)
@@ -132,7 +132,9 @@ def preload(
         _refuse_special(path)
     uris = [uri for path in paths for uri in uris_of(path, storage_options)]
     if where != "cpu" and any(path.endswith((".pkl", ".pth", ".csv")) for path in paths):
-        raise NotSupportedError(f"overwire: preload {', '.join(map(shown, paths))}: bundles are preloaded to the host only")
+        raise NotSupportedError(
+            f"overwire: preload {', '.join(map(shown, paths))}: bundles are preloaded to the host only"
+        )
     return Preload(", ".join(map(shown, paths)), uris, where, storage(storage_options, uris))
 
 
@@ -158,21 +160,21 @@ def _refuse_other_kinds(path: str) -> None:
 _RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 
 
-def _device(device: Any) -> str:
+def _device_of(device: Any) -> str:
     if device == "host":
         return "cpu"
     number = device_number(device)
     if number < 0:
         if number == -1 and "torch" not in sys.modules:
-            number = _rank()  # without asking for torch
+            number = _local_rank()  # without asking for torch
         else:
             return check_device(device, None if number == -2 else frame_for("torch"))
     return f"cuda:{number}"
 
 
-def _rank() -> int:
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if seen and "," not in seen:
+def _local_rank() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if visible and "," not in visible:
         return 0
     for name in _RANKS:
         if os.environ.get(name, "").isdecimal():
@@ -186,7 +188,9 @@ def _is_child() -> bool:
     if any(arg == "--multiprocessing-fork" or "from multiprocessing.forkserver import" in arg for arg in sys.orig_argv):
         return True
     process = sys.modules.get("multiprocessing.process")
-    return process is not None and (process.parent_process() is not None or hasattr(process.current_process(), "_inheriting"))
+    return process is not None and (
+        process.parent_process() is not None or hasattr(process.current_process(), "_inheriting")
+    )
 
 
 def honour_nyacomp() -> None:
@@ -197,8 +201,8 @@ def honour_nyacomp() -> None:
     late = sorted(name for name in SETTINGS if not name.startswith("OVERWIRE_") and os.environ.get(name))
     if _engine._loaded is not None and late:
         log.warning("overwire: %s: without effect, overwire was used before nyacomp was imported", ", ".join(late))
-    named = os.environ.get("PRELOAD_PATH") and not os.environ.get("OVERWIRE_PRELOAD")
-    if named and not any(map(truth, ("NO_PRELOAD", "LOAD_UNCOMPRESSED"))):
+    is_named = os.environ.get("PRELOAD_PATH") and not os.environ.get("OVERWIRE_PRELOAD")
+    if is_named and not any(map(truth, ("NO_PRELOAD", "LOAD_UNCOMPRESSED"))):
         start_from_environment("PRELOAD_PATH")
 
 

@@ -54,7 +54,8 @@ class Report:
 
     def __repr__(self) -> str:
         return (
-            f"Report({self.tensors} tensors, {self.compressed} compressed, in {len(self.files)} files: bytes_in={self.bytes_in}, "
+            f"Report({self.tensors} tensors, {self.compressed} compressed, in {len(self.files)} files: "
+            f"bytes_in={self.bytes_in}, "
             f"bytes_out={self.bytes_out}, ratio={self.ratio:.4f}, seconds={self.seconds:.3f})"
         )
 
@@ -79,7 +80,7 @@ class Report:
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> Report:
         """The report from the engine's JSON."""
-        changed: dict[str, Any] = {name: float(report[name]) for name in ("ratio", "seconds")}
-        changed |= {name: tuple(report.get(name) or ()) for name in ("files", "left", "copied", "anew")}
-        changed["originals"] = {one["file"]: one["sha256"] for one in report.get("originals") or ()}
-        return cls(**{**report, **changed})
+        fields: dict[str, Any] = {name: float(report[name]) for name in ("ratio", "seconds")}
+        fields |= {name: tuple(report.get(name) or ()) for name in ("files", "left", "copied", "anew")}
+        fields["originals"] = {one["file"]: one["sha256"] for one in report.get("originals") or ()}
+        return cls(**{**report, **fields})

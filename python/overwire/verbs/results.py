@@ -103,13 +103,25 @@ class InspectionDict(dict[str, Any]):
             f"{len(rows):,} tensors, the largest first",
             ("tensor", "dtype", "shape", "in memory", "stored", "ratio", "stored as"),
             (
-                (t["name"], t["dtype"], t["shape"], html.size(t["bytes"]), html.size(t["stored"]), f"{t['ratio']:.3f}", t["coding"])
+                (
+                    t["name"],
+                    t["dtype"],
+                    t["shape"],
+                    html.size(t["bytes"]),
+                    html.size(t["stored"]),
+                    f"{t['ratio']:.3f}",
+                    t["coding"],
+                )
                 for t in html.largest(rows, lambda t: int(t["bytes"]))
             ),
             len(rows),
             folded=True,
         )
-        facts = [("in memory", html.size(every["bytes"])), ("stored", html.size(every["stored"])), ("ratio", f"{every['ratio']:.3f}")]
+        facts = [
+            ("in memory", html.size(every["bytes"])),
+            ("stored", html.size(every["stored"])),
+            ("ratio", f"{every['ratio']:.3f}"),
+        ]
         return html.block("Inspection", facts, files, dtypes, tensors)
 
 
@@ -263,7 +275,15 @@ class DirectStorage(TypedDict):
 #: One setting. from: the variable that set it.
 Setting = TypedDict(
     "Setting",
-    {"name": str, "type": str, "default": str, "value": str, "from": "NotRequired[str]", "aliases": "NotRequired[list[str]]", "doc": str},
+    {
+        "name": str,
+        "type": str,
+        "default": str,
+        "value": str,
+        "from": "NotRequired[str]",
+        "aliases": "NotRequired[list[str]]",
+        "doc": str,
+    },
 )
 
 

@@ -146,13 +146,15 @@ def save_file(
     check_switches(compress=compress, digests=digests, wait=wait)
     target = local(path)
     if os.path.splitext(target)[1].lower() in _OTHERS:
-        raise ArgumentError(f"overwire: save {target}: the name is that of another format; safetensors files end in .safetensors")
-    described: list[tuple[str, Bytes]] = []
+        raise ArgumentError(
+            f"overwire: save {target}: the name is that of another format; safetensors files end in .safetensors"
+        )
+    descriptions: list[tuple[str, Bytes]] = []
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             raise ArgumentError(f"overwire: tensors: the name {name!r} is not a str")
         try:
-            described.append((name, _describe_tensor(tensor)))
+            descriptions.append((name, _describe_tensor(tensor)))
         except (ArgumentError, NotSupportedError) as error:
             name_tensor(error, name)
             raise
@@ -167,8 +169,8 @@ def save_file(
     if wait:
         if max_memory is not None:
             raise ArgumentError("overwire: max_memory: it bounds saves with wait=False alone")
-        return save_bytes(described, target, metadata, **how)
-    return stage_bytes(described, target, metadata, max_memory=max_memory, **how)
+        return save_bytes(descriptions, target, metadata, **how)
+    return stage_bytes(descriptions, target, metadata, max_memory=max_memory, **how)
 
 
 def _describe_tensor(tensor: Any) -> Bytes:
@@ -186,13 +188,18 @@ def notes_of(metadata: Any) -> dict[str, str]:
 
 
 def save_bytes(
-    described: list[tuple[str, Bytes]], path: str, metadata: Mapping[str, str] | None, *, end: float | None = None, **how: Any
+    described: list[tuple[str, Bytes]],
+    path: str,
+    metadata: Mapping[str, str] | None,
+    *,
+    end: float | None = None,
+    **how: Any,
 ) -> Report:
     """Saves what is described already, and keeps it alive until that is done.
 
-    end: of `jobs.time_limit`. how: see `_job`."""
+    end: of `jobs.time_limit`. how: see `_start_job`."""
     settle(path)
-    with _job(described, path, metadata, end=end, **how) as job:
+    with _start_job(described, path, metadata, end=end, **how) as job:
         return Report.of(job.finish())
 
 
@@ -212,13 +219,15 @@ def stage_bytes(
 
     then, undo, over, key: of `saving.begin`."""
 
-    def start() -> Job:
-        return _job(described, path, metadata, background=True, max_memory=parse_size(max_memory, "max_memory"), **how)
+    def start_save() -> Job:
+        return _start_job(
+            described, path, metadata, background=True, max_memory=parse_size(max_memory, "max_memory"), **how
+        )
 
-    return begin(path, start, After(then, undo, over), key=key)
+    return begin(path, start_save, After(then, undo, over), key=key)
 
 
-def _job(
+def _start_job(
     described: list[tuple[str, Bytes]],
     path: str,
     metadata: Mapping[str, str] | None,
@@ -238,7 +247,14 @@ def _job(
     # like: a local file whose mode, owner and ACL a new file gets. beside: an index
     # of shards of the same name may stay beside it.
     check_choice(level, "level", Level)
-    spec: SaveRequest = {"path": path, "compress": bool(compress), "level": level, "shard": shard, "like": like or "", "beside": beside}
+    spec: SaveRequest = {
+        "path": path,
+        "compress": bool(compress),
+        "level": level,
+        "shard": shard,
+        "like": like or "",
+        "beside": beside,
+    }
     spec["storage"] = storage(storage_options, [path], writes=True)
     if background:
         spec["background"], spec["max_memory"] = True, max_memory
@@ -246,7 +262,7 @@ def _job(
         spec["digests"] = True
     if metadata is not None:
         spec["metadata"] = notes_of(metadata)
-    numbers = _columns(spec, described)
+    numbers = _request_columns(spec, described)
     return Job(_verbs.save(spec, numbers), "save", watch(progress, "save"), end)
 
 
@@ -258,14 +274,14 @@ def bytes_of_plain(described: list[tuple[str, Bytes]], metadata: Mapping[str, st
     spec: SaveRequest = {"path": "<bytes>"}
     if metadata is not None:
         spec["metadata"] = notes_of(metadata)
-    front = _verbs.plain_front(spec, _columns(spec, described))
+    front = _verbs.plain_front(spec, _request_columns(spec, described))
     header = front["header"].encode()
     parts = [described[at][1] for at in front["order"]]
     tensors = ((ctypes.c_char * part.nbytes).from_address(part.pointer) for part in parts if part.nbytes)
     return b"".join([len(header).to_bytes(8, "little"), header, *tensors])
 
 
-def _columns(spec: SaveRequest, described: list[tuple[str, Bytes]]) -> bytes:
+def _request_columns(spec: SaveRequest, described: list[tuple[str, Bytes]]) -> bytes:
     # What a request says of tensors, but for their numbers, which it returns.
     spec["names"] = [name for name, _ in described]
     spec["dtypes"] = [b.dtype for _, b in described]

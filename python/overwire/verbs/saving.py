@@ -55,7 +55,9 @@ class Saving:
         self._seen = Progress(0, 0, 0, 0)
 
     def __repr__(self) -> str:
-        state = "running" if not self._ended.is_set() else "complete" if self._error is None else f"failed: {self._error}"
+        state = (
+            "running" if not self._ended.is_set() else "complete" if self._error is None else f"failed: {self._error}"
+        )
         return f"Saving({shown(self.path)!r}, {state})"
 
     def done(self) -> bool:
@@ -76,7 +78,7 @@ class Saving:
         time_limit(timeout)
         if not self._ended.wait(timeout):
             raise DeadlineError(f"overwire: save {shown(self.path)}: not done within {timeout} s; it goes on")
-        self._forget()
+        self._forget_saving()
         if self._error is not None:
             raise self._error
         assert self._report is not None
@@ -93,7 +95,7 @@ class Saving:
             with contextlib.suppress(ArgumentError):  # the engine has ended it meanwhile
                 _verbs.cancel(job.number)
         self._ended.wait()
-        self._forget()
+        self._forget_saving()
         return isinstance(self._error, CancelledError)
 
     def progress(self) -> Progress:
@@ -114,12 +116,12 @@ class Saving:
         if not self._ended.is_set() and forked():
             raise ForkedError(f"overwire: Saving.{what}: the save runs in the process that this one was forked from")
 
-    def _forget(self) -> None:
+    def _forget_saving(self) -> None:
         with _lock:
             if _last.get(self._key) is self:
                 del _last[self._key]
 
-    def _run(self, after: After) -> None:
+    def _run_saving(self, after: After) -> None:
         # In a thread of its own, to the end.
         assert self._job is not None
         try:
@@ -135,7 +137,10 @@ class Saving:
                 raise
             finally:
                 after.over()
-            self._report, self._seen = report, Progress(report.bytes_in, report.bytes_in, report.tensors, report.tensors)
+            self._report, self._seen = (
+                report,
+                Progress(report.bytes_in, report.bytes_in, report.tensors, report.tensors),
+            )
         except BaseException as error:
             self._error = error
             if not isinstance(error, CancelledError):
@@ -143,7 +148,7 @@ class Saving:
         finally:
             self._ended.set()
             if self._error is None or isinstance(self._error, CancelledError):
-                self._forget()
+                self._forget_saving()
 
 
 def _key_of(path: str) -> str:
@@ -160,12 +165,14 @@ def settle(path: str) -> None:
             earlier = _last.get(_key_of(path))
         if earlier is None:
             return
-        _follow(earlier)
+        _follow_saving(earlier)
 
 
-def _follow(earlier: Saving) -> None:
+def _follow_saving(earlier: Saving) -> None:
     if earlier._starter == threading.get_ident():
-        raise ArgumentError(f"overwire: save {shown(earlier.path)}: a signal handler saves to the path whose save it interrupts")
+        raise ArgumentError(
+            f"overwire: save {shown(earlier.path)}: a signal handler saves to the path whose save it interrupts"
+        )
     earlier.wait()
 
 
@@ -181,7 +188,7 @@ def begin(path: str, start: Callable[[], Job], after: After, *, key: str | None 
                 earlier = _last.setdefault(saving._key, saving)
             if earlier is saving:
                 break
-            _follow(earlier)
+            _follow_saving(earlier)
         saving._job = start()
         try:
             while saving._job.next(0.1) is None:
@@ -196,11 +203,11 @@ def begin(path: str, start: Callable[[], Job], after: After, *, key: str | None 
             after.over()
             saving._error = error
             saving._ended.set()
-            saving._forget()
+            saving._forget_saving()
         raise
     saving._starter = 0
     try:
-        threading.Thread(target=saving._run, args=(after,), name="overwire saving").start()
+        threading.Thread(target=saving._run_saving, args=(after,), name="overwire saving").start()
     except RuntimeError:  # at the end of the interpreter
-        saving._run(after)
+        saving._run_saving(after)
     return saving

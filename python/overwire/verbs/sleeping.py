@@ -75,7 +75,8 @@ class Asleep:
 
         Raises OutOfMemoryError where the tensors' memory is not to be had, CorruptError
         for stored bytes that have changed, ArgumentError after `close` and where a signal
-        handler interrupts another call, and what `load_file` raises. After an error, or Ctrl-C, the tensors' values are undefined,
+        handler interrupts another call, and what `load_file` raises. After an error, or Ctrl-C, the tensors'
+        values are undefined,
         the stored bytes stay, and `wake` can be called again.
         """
         if not self._wakes:
@@ -83,11 +84,11 @@ class Asleep:
         if forked():
             raise ForkedError("overwire: wake: the engine cannot run in a forked child")
         end = time_limit(timeout)
-        with self._alone("wake", end):
+        with self._one_at_a_time("wake", end):
             if self._wakes:
-                self._wake(progress, end)
+                self._wake_tensors(progress, end)
 
-    def _wake(self, progress: ProgressLike, end: float | None) -> None:
+    def _wake_tensors(self, progress: ProgressLike, end: float | None) -> None:
         if not self._models:
             raise ArgumentError("overwire: wake: the stored bytes were given up by close()")
         import torch
@@ -111,7 +112,7 @@ class Asleep:
                 job.take()
         with torch.no_grad():
             for tensor, dense in copies:
-                _once(tensor).copy_(_once(dense, tensor))
+                _without_expansion(tensor).copy_(_without_expansion(dense, tensor))
         self._storages, self._wakes = [], {}
         self._give_up()
 
@@ -122,7 +123,7 @@ class Asleep:
         if forked():  # perhaps while another thread of the parent had the lock
             self._give_up()
             return
-        with self._alone("close", None):
+        with self._one_at_a_time("close", None):
             self._give_up()
 
     def _give_up(self) -> None:
@@ -131,7 +132,7 @@ class Asleep:
             model.close()
 
     @contextlib.contextmanager
-    def _alone(self, verb: str, end: float | None) -> Iterator[None]:
+    def _one_at_a_time(self, verb: str, end: float | None) -> Iterator[None]:
         # One call at a time. The lock lets a signal handler of the same thread in.
         if not self._lock.acquire(timeout=-1 if end is None else max(0.0, end - time.monotonic())):
             raise DeadlineError(f"overwire: {verb}: another thread was not done with the tensors within the timeout")
@@ -146,9 +147,9 @@ class Asleep:
         finally:
             self._lock.release()
 
-    def _add(self, device: str, stored: list[_Sleeper], job: Job, again: Callable[[], Job]) -> None:
+    def _add_device(self, device: str, stored: list[_Sleeper], job: Job, again: Callable[[], Job]) -> None:
         try:
-            made = job.result()
+            result = job.result()
         except OutOfMemoryError as error:
             if device == "cpu" or "cuda" not in str(error):
                 raise
@@ -156,40 +157,46 @@ class Asleep:
 
             give_back(device)  # memory that torch only keeps is no reason to fail
             with again() as job:
-                made = job.result()
-        _, _, _, table, number = made
+                result = job.result()
+        _, _, _, table, number = result
         assert table is not None
         self._models[device] = Model.held(f"sleeping tensors of {device}", table, number, device)
         report = job.report()
         self.nbytes += report["bytes"]
         self.stored += report["stored"]
-        self._wakes[device] = [one for one in _distinct(stored) if one.nbytes]
+        self._wakes[device] = [one for one in _distinct_sleepers(stored) if one.nbytes]
 
     def _take_memory(self) -> None:
         # All storages have their size, or none has.
-        taken: list[Any] = []
+        views: list[Any] = []
         try:
             for storage, size in self._storages:
                 if storage.nbytes() != size:
-                    _resize(storage, size)
-                    taken.append(storage)
+                    _resize_storage(storage, size)
+                    views.append(storage)
         except BaseException:
-            for storage in taken:
-                _resize(storage, 0)
+            for storage in views:
+                _resize_storage(storage, 0)
             raise
 
     def _free_memory(self) -> None:
         # Whatever interrupts this, the tensors are as they were.
         try:
             for storage, size in self._storages:
-                _resize(storage, 0)
+                _resize_storage(storage, 0)
                 self.released += size
         except BaseException:
             self.wake()
             raise
 
     def __repr__(self) -> str:
-        state = f"{self.stored} bytes stored, {self.released} released" if self._models else "awake" if not self._wakes else "closed"
+        state = (
+            f"{self.stored} bytes stored, {self.released} released"
+            if self._models
+            else "awake"
+            if not self._wakes
+            else "closed"
+        )
         return f"Asleep({self.nbytes} bytes, {state})"
 
     def __enter__(self) -> Asleep:
@@ -258,38 +265,38 @@ def sleep(
     other tensors; IOFailure for to_file. Ctrl-C and DeadlineError leave them as they were, too.
     """
     frame_for("torch")
-    named = _collect(tensors)
+    tensors_by_name = _collect_tensors(tensors)
     groups: dict[str, list[_Sleeper]] = {}
     end = time_limit(timeout)
     path = "" if to_file is None else local(to_file)
-    places = {name: place_of(tensor) for name, tensor in named.items()}
+    places = {name: place_of(tensor) for name, tensor in tensors_by_name.items()}
     # The stored bytes of one device are the file; else it is saved as others are.
-    saved, path = (path, "") if is_remote(path) or len(set(places.values())) != 1 else ("", path)
-    if storage_options and not saved:
+    uri, path = (path, "") if is_remote(path) or len(set(places.values())) != 1 else ("", path)
+    if storage_options and not uri:
         raise ArgumentError("overwire: sleep: storage_options go with a to_file that is a URI")
-    for name, tensor in named.items():
-        groups.setdefault(places[name], []).append(_describe(name, tensor, bool(path)))
+    for name, tensor in tensors_by_name.items():
+        groups.setdefault(places[name], []).append(_describe_sleeper(name, tensor, bool(path)))
     asleep = Asleep()
     limit = most = parse_size(max_memory, "max_memory")
     watcher = watch(progress, "sleep")
     with contextlib.ExitStack() as stack:
         jobs: list[tuple[str, list[_Sleeper], Job, Callable[[], Job]]] = []
         for device, sleepers in groups.items():
-            stored = sleepers if path else _distinct(sleepers)  # a file has all of them
-            again = partial(_start, device, stored, limit, path, end)
+            to_store = sleepers if path else _distinct_sleepers(sleepers)  # a file has all of them
+            again = partial(_start_sleep, device, to_store, limit, path, end)
             job = stack.enter_context(again(watcher))
             watcher = None
             if limit:  # one after the other: each has what the others left
-                asleep._add(device, stored, job, again)
+                asleep._add_device(device, to_store, job, again)
                 limit = max(1, most - asleep.stored)
             else:
-                jobs.append((device, stored, job, again))
+                jobs.append((device, to_store, job, again))
         for each in jobs:
-            asleep._add(*each)
-    if saved:
-        _save(named, saved, storage_options, end, asleep)
+            asleep._add_device(*each)
+    if uri:
+        _save_sleepers(tensors_by_name, uri, storage_options, end, asleep)
     if release:
-        asleep._storages = _free(groups)
+        asleep._storages = _free_storages(groups)
         asleep._free_memory()
         log.info("sleep: %d bytes released, %d bytes of host memory", asleep.released, asleep.stored)
     return asleep
@@ -330,7 +337,7 @@ class SleepMemory:
             _verbs.sleep_return(device)
             job.free()
 
-    def _add(self, device: str, request: PrepareRequest, numbers: bytes) -> None:
+    def _add_device(self, device: str, request: PrepareRequest, numbers: bytes) -> None:
         job = Job(_verbs.sleep_prepare(request, numbers), "prepare")
         self._jobs[device] = job
         self.nbytes += job.report()["bytes"]
@@ -378,48 +385,55 @@ def prepare_sleep(
     OutOfMemoryError for max_memory or what the host has available; else what `sleep` raises.
     """
     limit = parse_size(max_memory, "max_memory")
-    made = SleepMemory()
+    memory = SleepMemory()
     if isinstance(tensors, (int, str)):
         if (nbytes := parse_size(tensors, "tensors")) <= 0:
             raise ArgumentError(f"overwire: prepare_sleep: {tensors!r} bytes")
         where = check_device("cuda" if device is None else device, frame_for("torch"))
         if where == "cpu":
-            return made
-        made._add(where, {"device": where, "max_memory": limit, "bytes": nbytes, "names": [], "dtypes": [], "shapes": []}, b"")
-        return made
+            return memory
+        memory._add_device(
+            where, {"device": where, "max_memory": limit, "bytes": nbytes, "names": [], "dtypes": [], "shapes": []}, b""
+        )
+        return memory
     if device is not None:
         raise ArgumentError("overwire: prepare_sleep: device= goes with a number of bytes; tensors say where they are")
     frame_for("torch")
     import torch
 
     groups: dict[str, list[_Sleeper]] = {}
-    for name, tensor in _collect(tensors).items():
+    for name, tensor in _collect_tensors(tensors).items():
         place = place_of(tensor)
-        if place != "cpu" and (tensor.layout != torch.strided or _dense(tensor)):  # a sleep copies the others first
-            groups.setdefault(place, []).append(_describe(name, tensor, False))
+        # a sleep copies the others first
+        if place != "cpu" and (tensor.layout != torch.strided or _fills_extent(tensor)):
+            groups.setdefault(place, []).append(_describe_sleeper(name, tensor, False))
     for place, sleepers in groups.items():
-        if stored := [one for one in _distinct(sleepers) if one.nbytes]:
-            request, numbers = _request(place, stored, max(1, limit - made.nbytes) if limit else 0)
-            made._add(place, {**request, "bytes": 0}, numbers)
-    return made
+        if to_store := [one for one in _distinct_sleepers(sleepers) if one.nbytes]:
+            request, numbers = _sleep_request(place, to_store, max(1, limit - memory.nbytes) if limit else 0)
+            memory._add_device(place, {**request, "bytes": 0}, numbers)
+    return memory
 
 
-def _save(named: Mapping[str, Any], path: str, options: StorageOptions | None, end: float | None, asleep: Asleep) -> None:
+def _save_sleepers(
+    named: Mapping[str, Any], path: str, options: StorageOptions | None, end: float | None, asleep: Asleep
+) -> None:
     """Saves tensors whose stored bytes are not a file. If that fails they do not sleep."""
     try:
-        described = [(name, frame_of(tensor).describe(tensor)) for name, tensor in named.items()]
-        save_bytes(described, path, {"format": "pt"}, storage_options=options, end=end)
+        descriptions = [(name, frame_of(tensor).describe(tensor)) for name, tensor in named.items()]
+        save_bytes(descriptions, path, {"format": "pt"}, storage_options=options, end=end)
     except BaseException:
         asleep.close()
         raise
 
 
-def _request(device: str, stored: list[_Sleeper], limit: int) -> tuple[SleepRequest, bytes]:
+def _sleep_request(device: str, stored: list[_Sleeper], limit: int) -> tuple[SleepRequest, bytes]:
     request: SleepRequest = {"device": device, "max_memory": limit}
     request["names"] = [one.name for one in stored]
     request["dtypes"] = [one.dtype for one in stored]
     request["shapes"] = [list(one.shape) for one in stored]
-    numbers = array("q", [n for one in stored for n in (one.dense.data_ptr() if one.nbytes else 0, one.nbytes)]).tobytes()
+    numbers = array(
+        "q", [n for one in stored for n in (one.dense.data_ptr() if one.nbytes else 0, one.nbytes)]
+    ).tobytes()
     if device != "cpu":
         from ..frameworks.torch import settled
 
@@ -427,35 +441,39 @@ def _request(device: str, stored: list[_Sleeper], limit: int) -> tuple[SleepRequ
     return request, numbers
 
 
-def _start(device: str, stored: list[_Sleeper], limit: int, path: str, end: float | None, watcher: Any = None) -> Job:
-    request, numbers = _request(device, stored, limit)
+def _start_sleep(
+    device: str, stored: list[_Sleeper], limit: int, path: str, end: float | None, watcher: Any = None
+) -> Job:
+    request, numbers = _sleep_request(device, stored, limit)
     request["path"] = path
     return Job(_verbs.sleep(request, numbers), "sleep", watcher, end)
 
 
-def _collect(tensors: Any) -> dict[str, Any]:
+def _collect_tensors(tensors: Any) -> dict[str, Any]:
     import torch
 
     from ..frameworks.memory import check_shape
 
     if isinstance(tensors, torch.nn.Module):
-        named: dict[str, Any] = dict(tensors.named_parameters(remove_duplicate=False))
-        named.update(tensors.named_buffers(remove_duplicate=False))
+        tensors_by_name: dict[str, Any] = dict(tensors.named_parameters(remove_duplicate=False))
+        tensors_by_name.update(tensors.named_buffers(remove_duplicate=False))
     elif isinstance(tensors, Mapping):
-        named = dict(tensors)
+        tensors_by_name = dict(tensors)
     else:
         raise ArgumentError(f"overwire: sleep: expected a module or a dict of tensors, got {type(tensors).__name__}")
-    for name, tensor in named.items():
+    for name, tensor in tensors_by_name.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise ArgumentError(f"overwire: sleep: expected tensors by name, got {name!r}: {type(tensor).__name__}")
         check_shape(tensor, f"overwire: sleep: {name!r}", name)
         if hasattr(tensor, "__tensor_flatten__"):
             kind = type(tensor).__name__
-            raise NotSupportedError(f"overwire: sleep: {name!r} is a {kind}, which is made of other tensors: give these", tensor=name)
-    return named
+            raise NotSupportedError(
+                f"overwire: sleep: {name!r} is a {kind}, which is made of other tensors: give these", tensor=name
+            )
+    return tensors_by_name
 
 
-def _describe(name: str, tensor: Any, whole: bool) -> _Sleeper:
+def _describe_sleeper(name: str, tensor: Any, whole: bool) -> _Sleeper:
     """whole: in its own shape and order, as a file has it; else as it lies in memory."""
     import torch
 
@@ -465,16 +483,20 @@ def _describe(name: str, tensor: Any, whole: bool) -> _Sleeper:
     view = tensor.detach()
     kind = SAVED.get(view.dtype)
     if kind is None or view.layout != torch.strided or view.is_quantized or view.is_conj() or view.is_neg():
-        raise NotSupportedError(f"overwire: sleep: {name!r}: {view.dtype}, {view.layout}, lazily conjugated or negated", tensor=name)
+        raise NotSupportedError(
+            f"overwire: sleep: {name!r}: {view.dtype}, {view.layout}, lazily conjugated or negated", tensor=name
+        )
     if view.device.type not in ("cpu", "cuda"):
         raise ArgumentError(f"overwire: sleep: {name!r} is on {view.device}", tensor=name)
     check_memory(view, f"overwire: sleep: {name!r}", name)
     dense = view
     if not view.is_contiguous():
-        once = _once(view)
+        once = _without_expansion(view)
         if overlaps_itself(once.shape, once.stride()):
-            raise NotSupportedError(f"overwire: sleep: {name!r}: its elements share memory in an irregular way", tensor=name)
-        if not whole and _dense(view):
+            raise NotSupportedError(
+                f"overwire: sleep: {name!r}: its elements share memory in an irregular way", tensor=name
+            )
+        if not whole and _fills_extent(view):
             view = dense = view.as_strided((view.numel(),), (1,))
         else:
             dense = view.contiguous()
@@ -484,27 +506,27 @@ def _describe(name: str, tensor: Any, whole: bool) -> _Sleeper:
     return _Sleeper(name, view, kind, shape, view.numel() * view.element_size(), dense)
 
 
-def _distinct(sleepers: list[_Sleeper]) -> list[_Sleeper]:
+def _distinct_sleepers(sleepers: list[_Sleeper]) -> list[_Sleeper]:
     # Without those that lie inside another.
     low = [int(one.tensor.data_ptr()) if one.nbytes else 0 for one in sleepers]
-    end, kept = 0, []
+    end, sleepers_once = 0, []
     for at in sorted(range(len(sleepers)), key=lambda at: (low[at], -sleepers[at].nbytes, at)):
         one = sleepers[at]
         if one.dense is not one.tensor:
-            kept.append(at)
+            sleepers_once.append(at)
         elif low[at] + one.nbytes > end or not one.nbytes:
-            kept.append(at)
+            sleepers_once.append(at)
             end = max(end, low[at] + one.nbytes)
-    return [sleepers[at] for at in sorted(kept)]
+    return [sleepers[at] for at in sorted(sleepers_once)]
 
 
-def _free(groups: Mapping[str, list[_Sleeper]]) -> list[tuple[Any, int]]:
+def _free_storages(groups: Mapping[str, list[_Sleeper]]) -> list[tuple[Any, int]]:
     """The storages that the tensors cover whole and torch can free, with their sizes."""
     spans: dict[int, tuple[Any, list[tuple[int, int]]]] = {}
     for sleepers in groups.values():
         for one in sleepers:
             storage = one.tensor.untyped_storage()
-            if one.nbytes and _dense(one.tensor):
+            if one.nbytes and _fills_extent(one.tensor):
                 low = one.tensor.storage_offset() * one.tensor.element_size()
                 spans.setdefault(storage.data_ptr(), (storage, []))[1].append((low, low + one.nbytes))
     out = []
@@ -514,13 +536,13 @@ def _free(groups: Mapping[str, list[_Sleeper]]) -> list[tuple[Any, int]]:
             if low > end:
                 break
             end = max(end, high)
-        shared = storage.device.type == "cpu" and storage.is_shared()
-        if end == storage.nbytes() and storage.resizable() and not shared:
+        is_shared = storage.device.type == "cpu" and storage.is_shared()
+        if end == storage.nbytes() and storage.resizable() and not is_shared:
             out.append((storage, end))
     return out
 
 
-def _dense(tensor: Any) -> bool:
+def _fills_extent(tensor: Any) -> bool:
     """Whether the elements fill their extent, in whatever order."""
     size = 1
     for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -530,7 +552,7 @@ def _dense(tensor: Any) -> bool:
     return True
 
 
-def _once(tensor: Any, like: Any = None) -> Any:
+def _without_expansion(tensor: Any, like: Any = None) -> Any:
     """A tensor without the dimensions along which `like`, or itself, was expanded."""
     like = tensor if like is None else like
     for dim, (stride, count) in enumerate(zip(like.stride(), like.shape, strict=True)):
@@ -539,7 +561,7 @@ def _once(tensor: Any, like: Any = None) -> Any:
     return tensor
 
 
-def _resize(storage: Any, size: int) -> None:
+def _resize_storage(storage: Any, size: int) -> None:
     from ..frameworks.torch import _errors_of
 
     if storage.device.type == "cpu":

@@ -66,8 +66,12 @@ def tensors_of(model: Any, what: str) -> dict[str, Any]:
     """Tensors by name, of a dict or a module."""
     if not isinstance(model, Mapping):
         if not hasattr(model, "state_dict"):
-            raise ArgumentError(f"overwire: {what}: expected a dict of tensors, a module or a path, got {type(model).__name__}")
-        model = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if hasattr(tensor, "data_ptr")}
+            raise ArgumentError(
+                f"overwire: {what}: expected a dict of tensors, a module or a path, got {type(model).__name__}"
+            )
+        model = {
+            name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if hasattr(tensor, "data_ptr")
+        }
     for name in model:
         if not isinstance(name, str):
             raise ArgumentError(f"overwire: {what}: the name {name!r} is not a str")
@@ -95,10 +99,13 @@ def hosted(name: str, tensor: Any) -> Bytes:
 
 def same_names(now: State, base: State) -> None:
     """Raises ArgumentError where one has a name that the other lacks."""
-    for what, lost in (("base lacks", now.sizes.keys() - base.sizes.keys()), ("new lacks", base.sizes.keys() - now.sizes.keys())):
-        if lost:
-            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-            raise ArgumentError(f"overwire: save_delta: {what} {', '.join(map(repr, sorted(lost)[:3]))}{more}")
+    for what, names in (
+        ("base lacks", now.sizes.keys() - base.sizes.keys()),
+        ("new lacks", base.sizes.keys() - now.sizes.keys()),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ArgumentError(f"overwire: save_delta: {what} {', '.join(map(repr, sorted(names)[:3]))}{more}")
 
 
 def pair(name: str, new: Any, base: Any) -> tuple[Bytes, Bytes]:
@@ -106,7 +113,8 @@ def pair(name: str, new: Any, base: Any) -> tuple[Bytes, Bytes]:
     now, before = described(name, new), described(name, base)
     if (now.dtype, now.shape) != (before.dtype, before.shape):
         raise ArgumentError(
-            f"overwire: save_delta: {name!r} is {now.dtype} {list(now.shape)} in new, {before.dtype} {list(before.shape)} in base",
+            f"overwire: save_delta: {name!r} is {now.dtype} {list(now.shape)} in new, {before.dtype} "
+            f"{list(before.shape)} in base",
             tensor=name,
         )
     if now.cuda != before.cuda:  # the base goes where the new tensor is

@@ -95,7 +95,8 @@ def stream(
 
     This call opens the file and starts the load; each tensor is complete when it is
     yielded. Threads may share the iterator: each gets what comes next. Closing it early
-    (`break`, `close`, an exception in the loop) cancels the rest and frees it. An error of the load is raised after the tensors
+    (`break`, `close`, an exception in the loop) cancels the rest and frees it. An error of the load is raised
+    after the tensors
     that arrived before it.
 
     group, shard: as for `load_file`. All ranks iterate, to the end or up to one that
@@ -117,23 +118,25 @@ def stream(
     frame = frame_for(framework)
     where = check_device(device, frame)
     prepare(where)
-    wanted = check_dtype(frame, options.get("dtype"))
+    frame_dtype = check_dtype(frame, options.get("dtype"))
     max_memory, progress = options.get("max_memory"), options.get("progress")
 
-    def begin(chosen: list[int] | None, watcher: Watcher | None) -> _Stream:
-        return _Stream(model.begin(chosen, frame, wanted, watcher), where, in_order)
+    def begin_stream(chosen: list[int] | None, watcher: Watcher | None) -> _Stream:
+        return _Stream(model.begin(chosen, frame, frame_dtype, watcher), where, in_order)
 
     with ExitStack() as stack:
         model = stack.enter_context(Model(source, device=where, **opening(options)))
         model.join()
         if max_memory is None or model.joined:
-            fit(model, frame, wanted, max_memory)  # a preload has all of it already
-            return begin(model.chosen, watch(progress, "stream"))
+            fit(model, frame, frame_dtype, max_memory)  # a preload has all of it already
+            return begin_stream(model.chosen, watch(progress, "stream"))
         chosen = range(len(model.table)) if model.chosen is None else model.chosen
-        windows = windows_of(chosen, outlook(model, frame, wanted, max_memory=max_memory, stream=True)["windows"] or ())
+        windows = windows_of(
+            chosen, outlook(model, frame, frame_dtype, max_memory=max_memory, stream=True)["windows"] or ()
+        )
         watcher = watch(progress, "stream")
         stack.pop_all()  # the model is the stream's
-        return Windows(model, windows, budget, begin, watcher)
+        return Windows(model, windows, budget, begin_stream, watcher)
 
 
 spell_out(stream, StreamOptions)
@@ -159,29 +162,31 @@ class _Stream(Iterator[tuple[str, Any]]):
     def __next__(self) -> tuple[str, Any]:
         with self._lock:
             if self._taking:
-                raise ArgumentError("overwire: stream: next() within next(): a signal handler takes from the stream that it interrupts")
+                raise ArgumentError(
+                    "overwire: stream: next() within next(): a signal handler takes from the stream that it interrupts"
+                )
             load = self._load
             if load is None:
                 raise StopIteration
             if self._landed and self._due is None:
-                landed = self._landed.pop()
-                return self._names[landed[0]], load.tensor(*landed)
+                item = self._landed.pop()
+                return self._names[item[0]], load.tensor(*item)
             self._taking = True
             try:
-                landed = self._take(load) if self._due is None else self._take_due(load)
+                item = self._take_landed(load) if self._due is None else self._take_due(load)
             finally:
                 self._taking = False
-            return self._names[landed[0]], load.tensor(*landed)
+            return self._names[item[0]], load.tensor(*item)
 
     def _take_due(self, load: Load) -> tuple[int, Any, int]:
         assert self._due is not None
         while self._due not in self._early:
-            landed = self._take(load)
-            self._early[landed[0]] = landed
+            item = self._take_landed(load)
+            self._early[item[0]] = item
         self._due += 1
         return self._early.pop(self._due - 1)
 
-    def _take(self, load: Load) -> tuple[int, Any, int]:
+    def _take_landed(self, load: Load) -> tuple[int, Any, int]:
         """The next that has landed; StopIteration after the last."""
         if not self._landed:
             try:

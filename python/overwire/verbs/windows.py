@@ -18,8 +18,8 @@ __all__ = ["Windows", "windows_of"]
 
 def windows_of(chosen: Sequence[int], windows: Iterable[PlanWindow]) -> list[tuple[list[int], int]]:
     """The tensors of each window that the engine divides a model into, and their bytes."""
-    left = iter(chosen)
-    return [(list(islice(left, window["tensors"])), window["bytes"]) for window in windows]
+    positions = iter(chosen)
+    return [(list(islice(positions, window["tensors"])), window["bytes"]) for window in windows]
 
 
 class Windows(Iterator[tuple[str, Any]]):
@@ -37,49 +37,52 @@ class Windows(Iterator[tuple[str, Any]]):
         self._model, self._begin, self._budget = model, begin, budget
         self._left = windows[::-1]
         self._watcher = watcher
-        self._total = (sum(model.table[at][3] for at in (p for w, _ in windows for p in w)), sum(len(w) for w, _ in windows))
+        self._total = (
+            sum(model.table[at][3] for at in (p for w, _ in windows for p in w)),
+            sum(len(w) for w, _ in windows),
+        )
         self._passed = (0, 0)
         self._lock = RLock()  # each thread takes what comes next
         self._now: tuple[Any, int] | None = None  # a stream, and the bytes of its window
         self._next: tuple[Any, int] | None = None
         try:
-            self._now = self._start()
+            self._now = self._start_window()
         except BaseException:
             self.close()
             raise
 
-    def _start(self) -> tuple[Any, int] | None:
+    def _start_window(self) -> tuple[Any, int] | None:
         if not self._left:
             return None
         window, size = self._left.pop()
         # Without self: a stream that is dropped must not wait for the cycle collector.
-        whole, (done, count), (size_of_all, all_of_them) = self._watcher, self._passed, self._total
+        whole, (done_bytes, count), (size_of_all, all_of_them) = self._watcher, self._passed, self._total
         if whole is None:
             return self._begin(window, None), size
-        self._passed = (done + sum(self._model.table[at][3] for at in window), count + len(window))
+        self._passed = (done_bytes + sum(self._model.table[at][3] for at in window), count + len(window))
 
-        def update(now: Progress) -> None:  # counts of this window as those of all of them
-            whole.update(Progress(done + now.bytes, size_of_all, count + now.tensors, all_of_them))
+        def update_watcher(now: Progress) -> None:  # counts of this window as those of all of them
+            whole.update(Progress(done_bytes + now.bytes, size_of_all, count + now.tensors, all_of_them))
 
-        return self._begin(window, Watcher(update)), size
+        return self._begin(window, Watcher(update_watcher)), size
 
     def __next__(self) -> tuple[str, Any]:
         with self._lock:
-            return self._take()
+            return self._take_next()
 
-    def _take(self) -> tuple[str, Any]:
+    def _take_next(self) -> tuple[str, Any]:
         try:
             while self._now is not None:
                 stream, size = self._now
                 # Only when this one has landed: two loads at once would share the way.
                 if self._next is None and self._left and size + self._left[-1][1] <= self._budget and stream.landed():
-                    self._next = self._start()
-                for found in stream:
-                    pair: tuple[str, Any] = found
+                    self._next = self._start_window()
+                for item in stream:
+                    pair: tuple[str, Any] = item
                     return pair
                 self._now, self._next = self._next, None
                 if self._now is None:
-                    self._now = self._start()
+                    self._now = self._start_window()
         except BaseException:
             self.close()
             raise
@@ -87,8 +90,8 @@ class Windows(Iterator[tuple[str, Any]]):
         raise StopIteration
 
     def __repr__(self) -> str:
-        ended = "" if self._now is not None else ", ended"
-        return f"<stream of {self._total[1]} tensors to {self._model.device}, {self._budget} bytes at a time{ended}>"
+        suffix = "" if self._now is not None else ", ended"
+        return f"<stream of {self._total[1]} tensors to {self._model.device}, {self._budget} bytes at a time{suffix}>"
 
     def close(self) -> None:
         """Ends the stream; the rest is cancelled and freed."""

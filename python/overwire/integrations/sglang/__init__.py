@@ -22,10 +22,12 @@ def register() -> None:
 
     if FORMAT not in LOAD_FORMAT_CHOICES:
         add_load_format_choices([FORMAT])
-        HookRegistry.register("sglang.srt.configs.load_config.LoadConfig._verify_load_format", _verify, HookType.AROUND)
+        HookRegistry.register(
+            "sglang.srt.configs.load_config.LoadConfig._verify_load_format", _verify_config, HookType.AROUND
+        )
 
 
-def _verify(original: Callable[..., None], config: Any) -> None:
+def _verify_config(original: Callable[..., None], config: Any) -> None:
     # SGLang knows its own formats only, but it also takes a loader's class.
     if isinstance(config.load_format, str) and config.load_format.lower() == FORMAT:
         from .loader import OverwireModelLoader

@@ -45,9 +45,9 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
         self._attempt: Attempt | None = None  # gives stand-ins instead of tensors
 
     def _get_all_weights(self, model_config: Any, model: torch.nn.Module) -> _Weights:
-        return _Weights(model_config, functools.partial(self._every, model_config, model))
+        return _Weights(model_config, functools.partial(self._every_weight, model_config, model))
 
-    def _every(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    def _every_weight(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield from super()._get_all_weights(model_config, model)
         if self._attempt is not None:
             self._attempt.ended()
@@ -58,7 +58,9 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
         Other weights are loaded as they come: an updater asks for the iterator of one source,
         and may leave names out."""
         plan = isinstance(weights, _Weights) and self._options.get("plan", getattr(model, "quant_config", None) is None)
-        if plan and not by_slices(functools.partial(self._by_slices, model, weights, target_device), self._options["max_memory"], log):
+        if plan and not by_slices(
+            functools.partial(self._by_slices, model, weights, target_device), self._options["max_memory"], log
+        ):
             weights, plan = weights.again(), False
         if not plan:
             self.load_weights_only(model, weights, target_device)
@@ -82,32 +84,38 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
         with files of its own, which SGLang loads by the same options."""
         if "source" not in self._options or model_config is None:
             return False
-        return not getattr(model_config, "is_draft_model", False) or (path is not None and path == _served())
+        return not getattr(model_config, "is_draft_model", False) or (path is not None and path == _served_path())
 
-    def _get_weights_iterator(self, source: Any, *, resolved_source: Any = None, **startup: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def _get_weights_iterator(
+        self, source: Any, *, resolved_source: Any = None, **startup: Any
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         where: Any
         index: str | None = None
         tensors: Iterator[tuple[str, torch.Tensor]] | None = None if self._attempt is None else self._attempt.next()
         if tensors is not None:
-            return self._renamed(source, tensors)
+            return self._rename_weights(source, tensors)
         # Only a model's first source, and not its secondary ones, knows the configuration.
         if source.allow_patterns_overrides is None and self._at_source(source.model_config, source.model_or_path):
             where = self._options["source"]
         else:
-            where, index = self._files(source, resolved_source)
+            where, index = self._files_of(source, resolved_source)
         if self._attempt is not None:
-            tensors = self._attempt.source(where, _device(), self._options, index=index)
+            tensors = self._attempt.source(where, _current_device(), self._options, index=index)
         else:
-            tensors = weights(where, _device(), self._options, index=index)
-        return self._renamed(source, tensors)
+            tensors = weights(where, _current_device(), self._options, index=index)
+        return self._rename_weights(source, tensors)
 
-    def _renamed(self, source: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _rename_weights(
+        self, source: Any, tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         if self.load_config.draft_model_idx is not None:
-            renamed: Iterator[tuple[str, torch.Tensor]] = self._filter_mtp_weights(tensors, source.prefix, self.load_config.draft_model_idx)
-            return renamed
+            pairs: Iterator[tuple[str, torch.Tensor]] = self._filter_mtp_weights(
+                tensors, source.prefix, self.load_config.draft_model_idx
+            )
+            return pairs
         return ((source.prefix + name, tensor) for name, tensor in tensors)
 
-    def _files(self, source: Any, resolved: Any) -> tuple[list[str], str | None]:
+    def _files_of(self, source: Any, resolved: Any) -> tuple[list[str], str | None]:
         """The files of a source in SGLang's order, and their index.json, if it counts."""
         if resolved is not None:
             folder, files, safe = resolved.hf_folder, list(resolved.weight_files), resolved.use_safetensors
@@ -137,7 +145,7 @@ class _Weights:
         return next(self._rest)
 
 
-def _served() -> Any:
+def _served_path() -> Any:
     # The path of the model that the server serves; None where SGLang does not say.
     try:
         from sglang.srt.runtime_context import get_server_args
@@ -147,7 +155,7 @@ def _served() -> Any:
         return None
 
 
-def _device() -> str:
+def _current_device() -> str:
     if torch.version.hip or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return "cpu"
     return f"cuda:{torch.cuda.current_device()}"

@@ -29,7 +29,9 @@ _NAME = "overwire.push"
 _MOST = 1 << 30
 
 
-def message(info: Mapping[str, Any], storage_options: Mapping[str, Any] | None = None) -> list[tuple[str, torch.Tensor]]:
+def message(
+    info: Mapping[str, Any], storage_options: Mapping[str, Any] | None = None
+) -> list[tuple[str, torch.Tensor]]:
     """What `update_weights_from_tensor` gets for a push: its info as a tensor.
 
     info: that of a push with a path. storage_options: how the engine reaches it.
@@ -47,38 +49,38 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
     Raises ValueError for other tensors, DeltaBaseError for a delta of other weights, with
     nothing changed, and what loading raises.
     """
-    given = list(named_tensors)
-    if len(given) != 1 or given[0][0] != _NAME:
-        raise ValueError(f"overwire: {LOADER} takes what its message() makes, got {[name for name, _ in given][:3]}")
-    info = json.loads(bytes(given[0][1].cpu().numpy()))
+    pairs = list(named_tensors)
+    if len(pairs) != 1 or pairs[0][0] != _NAME:
+        raise ValueError(f"overwire: {LOADER} takes what its message() makes, got {[name for name, _ in pairs][:3]}")
+    info = json.loads(bytes(pairs[0][1].cpu().numpy()))
     if info["kind"] not in ("whole", "delta"):
         raise ValueError(f"overwire: the push must be 'whole' or 'delta', got {info['kind']!r}")
-    device = _device(model)
+    device = _device_of(model)
     places = _places_of(model, device)
     if info["kind"] == "delta":
         places.delta(info["path"], info["storage_options"])
     elif not places.whole(info["path"], info["storage_options"], log):
-        chosen = {"storage_options": info["storage_options"], "max_memory": _MOST}
-        model.load_weights(weights(info["path"], device, chosen))  # type: ignore[operator]
+        options = {"storage_options": info["storage_options"], "max_memory": _MOST}
+        model.load_weights(weights(info["path"], device, options))  # type: ignore[operator]
 
 
 def _places_of(model: torch.nn.Module, device: str) -> Places:
     # Kept by the model itself: they refer to it, and go with it.
     places = vars(model).get("_overwire_places")
     if not isinstance(places, Places):
-        places = Places(model, model.load_weights, device, _MOST, _group())  # type: ignore[arg-type]
+        places = Places(model, model.load_weights, device, _MOST, _tensor_group())  # type: ignore[arg-type]
         vars(model)["_overwire_places"] = places
     return places
 
 
-def _device(model: torch.nn.Module) -> str:
-    found = next(model.parameters()).device
-    if found.type != "cuda" or torch.version.hip:
+def _device_of(model: torch.nn.Module) -> str:
+    device = next(model.parameters()).device
+    if device.type != "cuda" or torch.version.hip:
         return "cpu"
-    return f"cuda:{torch.cuda.current_device() if found.index is None else found.index}"
+    return f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
 
 
-def _group() -> Any:
+def _tensor_group() -> Any:
     # The ranks that divide tensors among them.
     from sglang.srt.distributed import parallel_state
 

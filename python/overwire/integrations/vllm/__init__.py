@@ -28,7 +28,8 @@ _STRATEGIES = "modelexpress.load_strategy"
 
 # What of a worker changes weights or their memory.
 _CHANGES = (
-    "sleep", "discard", "checkpoint_prepare", "reset_weights", "reload_weights", "start_weight_update", "start_draft_weight_update",
+    "sleep", "discard", "checkpoint_prepare", "reset_weights", "reload_weights", "start_weight_update",
+    "start_draft_weight_update",
     "update_weights", "elastic_ep_execute", "shutdown",
 )  # fmt: skip
 
@@ -63,9 +64,9 @@ def _add_transfer(factory: Any) -> None:
 
 
 def _add_sleep(backends: Any) -> None:
-    known = backends.SleepModeBackendFactory
-    if FORMAT not in known._registry:
-        known.register_backend(FORMAT, f"{__name__}.sleeping", "SleepBackend")
+    factory = backends.SleepModeBackendFactory
+    if FORMAT not in factory._registry:
+        factory.register_backend(FORMAT, f"{__name__}.sleeping", "SleepBackend")
 
 
 def _add_preparation(workers: Any) -> None:
@@ -75,11 +76,11 @@ def _add_preparation(workers: Any) -> None:
 
     @functools.wraps(load)
     def load_model(self: Any, *args: Any, **named: Any) -> Any:
-        made = load(self, *args, **named)
+        model = load(self, *args, **named)
         config = self.vllm_config.model_config
         if getattr(config, "enable_sleep_mode", False) and getattr(config, "sleep_mode_backend", None) == FORMAT:
             self.sleep_mode_backend.prepare()
-        return made
+        return model
 
     load_model.without_overwire = load  # type: ignore[attr-defined]
     workers.Worker.load_model = load_model
@@ -100,10 +101,10 @@ def _add_writing(workers: Any) -> None:
 def _then_written(warm: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(warm)
     def compile_or_warm_up_model(*args: Any, **named: Any) -> Any:
-        done = warm(*args, **named)
-        if written := sys.modules.get(f"{__name__}.prepared"):
-            written.begin()
-        return done
+        result = warm(*args, **named)
+        if preparation := sys.modules.get(f"{__name__}.prepared"):
+            preparation.begin()
+        return result
 
     return compile_or_warm_up_model
 
@@ -165,8 +166,8 @@ class _Then:
         return getattr(self._loader, name)
 
     def create_module(self, spec: Any) -> ModuleType | None:
-        made: ModuleType | None = self._loader.create_module(spec)
-        return made
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)

@@ -29,34 +29,34 @@ class Coverage:
         self._watched: list[tuple[str, Any, Any, Any]] = []  # name, parameter, its module, its own loader
         self._shards: dict[str, set[Any]] = defaultdict(set)
         self._experts: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-        seen: set[int] = set()
+        identities: set[int] = set()
         for path, module in model.named_modules():
             for own, param in module.named_parameters(recurse=False):
-                if own.removeprefix("w13_").removeprefix("w2_") == "weight" and id(param) not in seen:
-                    seen.add(id(param))
+                if own.removeprefix("w13_").removeprefix("w2_") == "weight" and id(param) not in identities:
+                    identities.add(id(param))
                     loader = getattr(param, "weight_loader", None)
                     if loader is not None:
                         self._watched.append((f"{path}.{own}".lstrip("."), param, module, loader))
 
     def __enter__(self) -> Coverage:
         for name, param, _, loader in self._watched:
-            param.weight_loader = self._watch(name, loader)
+            param.weight_loader = self._watch_loader(name, loader)
         return self
 
     def __exit__(self, *exc: object) -> None:
         for _, param, _, loader in self._watched:
             param.weight_loader = loader
 
-    def _watch(self, name: str, loader: Any) -> Any:
+    def _watch_loader(self, name: str, loader: Any) -> Any:
         @functools.wraps(loader)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            done = loader(*args, **kwargs)
-            self._note(name, [*args, *(value for key, value in kwargs.items() if key != "return_success")])
-            return done
+        def load_watched(*args: Any, **kwargs: Any) -> Any:
+            result = loader(*args, **kwargs)
+            self._note_part(name, [*args, *(value for key, value in kwargs.items() if key != "return_success")])
+            return result
 
-        return watched
+        return load_watched
 
-    def _note(self, name: str, arguments: list[Any]) -> None:
+    def _note_part(self, name: str, arguments: list[Any]) -> None:
         words = [word for word in arguments if not isinstance(word, torch.Tensor)]
         part = next((word for word in words if isinstance(word, str) and word in _EXPERT), None)
         if part is not None:
@@ -74,9 +74,9 @@ class Coverage:
         out: set[str] = set()
         experts: set[int] = set()
         parts: dict[bool, set[str]] = {True: set(), False: set()}  # of w2, of w13
-        for name, held in self._experts.items():
-            parts[name.endswith("w2_weight")] |= held.keys()
-            experts.update(*held.values())
+        for name, expert_names in self._experts.items():
+            parts[name.endswith("w2_weight")] |= expert_names.keys()
+            experts.update(*expert_names.values())
         for name, _, module, _ in self._watched:
             shards = self._shards.get(name, set())
             if not shards:

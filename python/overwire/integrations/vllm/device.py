@@ -19,20 +19,22 @@ def device_of(model: torch.nn.Module, load_config: Any) -> str:
     if getattr(engram, "cpu_offload", False):
         return "cpu"  # its tables can be larger than the device
     if load_config.device is not None:
-        asked = torch.device(load_config.device)
+        configured_device = torch.device(load_config.device)
     else:
-        found = [param.device for param in model.parameters() if param.device.type != "meta"]
-        away = [device for device in found if device.type != "cpu"]
-        asked = (away or found or [torch.device(config.device_config.device if config else "cpu")])[0]
-    return _served(asked)
+        devices = [param.device for param in model.parameters() if param.device.type != "meta"]
+        away = [device for device in devices if device.type != "cpu"]
+        configured_device = (away or devices or [torch.device(config.device_config.device if config else "cpu")])[0]
+    return _served_device(configured_device)
 
 
 def likely(config: Any, load_config: Any) -> str:
     """The same for a model that is still to be made."""
-    return _served(torch.device(config.device_config.device if load_config.device is None else load_config.device))
+    return _served_device(
+        torch.device(config.device_config.device if load_config.device is None else load_config.device)
+    )
 
 
-def _served(asked: torch.device) -> str:
+def _served_device(asked: torch.device) -> str:
     if asked.type != "cuda" or torch.version.hip:
         return "cpu"
     return f"cuda:{torch.cuda.current_device() if asked.index is None else asked.index}"

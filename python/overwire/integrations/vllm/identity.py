@@ -35,18 +35,30 @@ OPAQUE = ("vllm.config.", "vllm.distributed.", "vllm.transformers_utils.", "vllm
 
 # Variables of vLLM's that differ from start to start and say nothing about weights.
 _PASSING = (
-    "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_HOST_IP", "VLLM_LOGGING", "VLLM_LOG", "VLLM_PORT", "VLLM_RPC", "VLLM_ENGINE", "VLLM_DP_",
+    "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_HOST_IP", "VLLM_LOGGING", "VLLM_LOG", "VLLM_PORT", "VLLM_RPC",
+    "VLLM_ENGINE", "VLLM_DP_",
 )  # fmt: skip
 
 # Packages whose kernels and layouts vLLM may choose.
 _KERNELS = "flashinfer-python flashinfer-cubin deep-gemm triton amd-aiter nvidia-cutlass-dsl compressed-tensors transformers".split()
 
 _PARALLEL = (
-    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "data_parallel_rank", "prefill_context_parallel_size",
-    "decode_context_parallel_size", "enable_expert_parallel", "expert_placement_strategy", "enable_ep_weight_filter", "all2all_backend",
+    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "data_parallel_rank",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size", "enable_expert_parallel", "expert_placement_strategy", "enable_ep_weight_filter",
+    "all2all_backend",
 )  # fmt: skip
 
-_MODEL = ("dtype", "quantization", "quantization_config", "is_moe", "multimodal_config", "architectures", "runner_type", "convert_type")
+_MODEL = (
+    "dtype",
+    "quantization",
+    "quantization_config",
+    "is_moe",
+    "multimodal_config",
+    "architectures",
+    "runner_type",
+    "convert_type",
+)
 
 # Places of a file of which the bytes are looked at, where nothing says its content, and how many there.
 _PLACES, _BYTES = 16, 4096
@@ -70,45 +82,55 @@ def name_of(config: Any, model_config: Any, prefix: str, loader: Any, device: to
     speculative = getattr(config, "speculative_config", None)
     return fingerprint(
         [1, vllm.__version__, torch.__version__, overwire.__version__, files_of("vllm")],
-        [(name, _version(name)) for name in _KERNELS],
-        _machine(device),
+        [(name, _version_of(name)) for name in _KERNELS],
+        _machine_facts(device),
         {name: value for name, value in model_config.hf_config.to_dict().items() if name != "_name_or_path"},
         [str(getattr(model_config, name, None)) for name in _MODEL],
         prefix,
         speculative is not None and model_config is getattr(speculative, "draft_model_config", None),
         [str(getattr(parallel, name, None)) for name in _PARALLEL],
-        list(_ranks()),
-        [str(getattr(config.cache_config, name, None)) for name in ("cache_dtype", "kv_cache_dtype_skip_layers", "calculate_kv_scales")],
+        list(_ranks_of_groups()),
+        [
+            str(getattr(config.cache_config, name, None))
+            for name in ("cache_dtype", "kv_cache_dtype_skip_layers", "calculate_kv_scales")
+        ],
         str(getattr(config, "kernel_config", None)),
         str(getattr(config, "lora_config", None)),
-        {name: value for name, value in os.environ.items() if name.startswith("VLLM_") and not name.startswith(_PASSING)},
-        list(_files(model_config, loader)),
+        {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith("VLLM_") and not name.startswith(_PASSING)
+        },
+        list(_files_of(model_config, loader)),
     )
 
 
 def offloads(config: Any) -> bool:
     """Whether vLLM's own offloader is asked for."""
     offload = getattr(config, "offload_config", None)
-    found = [getattr(config.cache_config, "cpu_offload_gb", 0), getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0)]
+    found = [
+        getattr(config.cache_config, "cpu_offload_gb", 0),
+        getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0),
+    ]
     found.append(getattr(getattr(offload, "prefetch", None), "offload_group_size", 0))
     return any(found)
 
 
-def _version(name: str) -> str | None:
+def _version_of(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _machine(device: torch.device) -> list[Any]:
+def _machine_facts(device: torch.device) -> list[Any]:
     if device.type == "cpu":
         return [platform.machine(), torch.backends.cpu.get_cpu_capability()]
-    found = torch.cuda.get_device_properties(device)
-    return [found.name, found.major, found.minor, found.multi_processor_count, torch.version.cuda]
+    properties = torch.cuda.get_device_properties(device)
+    return [properties.name, properties.major, properties.minor, properties.multi_processor_count, torch.version.cuda]
 
 
-def _ranks() -> Iterator[Any]:
+def _ranks_of_groups() -> Iterator[Any]:
     # Place and size in each group that there is.
     from vllm.distributed import parallel_state
 
@@ -117,7 +139,7 @@ def _ranks() -> Iterator[Any]:
         yield None if group is None else (group.rank_in_group, group.world_size)
 
 
-def _files(model_config: Any, loader: Any) -> Iterator[Any]:
+def _files_of(model_config: Any, loader: Any) -> Iterator[Any]:
     # What tells the model's weights, and its settings, from others.
     import overwire
 
@@ -139,20 +161,30 @@ def _files(model_config: Any, loader: Any) -> Iterator[Any]:
             else:
                 yield state["layout"], state["size"], state["modified"]
     for path in where if isinstance(where, list) else ():
-        yield _sample(path)
-    folder = model_config.model if os.path.isdir(model_config.model) else os.path.dirname(where[0]) if isinstance(where, list) else ""
+        yield _sample_digest(path)
+    folder = (
+        model_config.model
+        if os.path.isdir(model_config.model)
+        else os.path.dirname(where[0])
+        if isinstance(where, list)
+        else ""
+    )
     for name in sorted(os.listdir(folder)) if folder else ():
         path = os.path.join(folder, name)
-        if name.endswith(".json") and not name.startswith(("tokenizer", "vocab")) and os.path.getsize(path) <= _SETTINGS:
-            with open(path, "rb") as opened:
-                yield name, hashlib.sha256(opened.read()).hexdigest()
+        if (
+            name.endswith(".json")
+            and not name.startswith(("tokenizer", "vocab"))
+            and os.path.getsize(path) <= _SETTINGS
+        ):
+            with open(path, "rb") as content:
+                yield name, hashlib.sha256(content.read()).hexdigest()
 
 
-def _sample(path: str) -> str:
+def _sample_digest(path: str) -> str:
     # Of some bytes of a file.
-    found = hashlib.sha256()
-    with open(path, "rb", buffering=0) as opened:
-        size = os.fstat(opened.fileno()).st_size
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
         for place in range(_PLACES):
-            found.update(os.pread(opened.fileno(), _BYTES, size * place // _PLACES))
-    return found.hexdigest()
+            digest.update(os.pread(file.fileno(), _BYTES, size * place // _PLACES))
+    return digest.hexdigest()

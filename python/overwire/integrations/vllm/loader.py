@@ -79,8 +79,8 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields name and tensor of all that the model reads, secondary weights last."""
         self._reader.begin(model_config, model)
-        found: Iterator[tuple[str, torch.Tensor]] = self._reader.get_all_weights(model_config, model)
-        return found
+        weights: Iterator[tuple[str, torch.Tensor]] = self._reader.get_all_weights(model_config, model)
+        return weights
 
     def load_model(self, vllm_config: Any, model_config: Any, *more: Any, **named: Any) -> torch.nn.Module:
         """vLLM's own. While it makes the model, the files are opened and the device is made
@@ -96,20 +96,20 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         if self._streams and model_config is vllm_config.model_config:  # a draft's layers stay on the GPU
             return self._load_hosted(vllm_config, model_config, prefix, **named)
         start = None
-        if chosen := self._options.get("prepared"):
+        if option := self._options.get("prepared"):
             from .prepared import Start
 
-            start = Start(chosen, vllm_config, model_config, prefix, self._reader)
+            start = Start(option, vllm_config, model_config, prefix, self._reader)
             ready = start.load()
             if ready is not None:
                 self._reader.begin(model_config, ready)
                 return ready
-        if self._slices(model_config):
+        if self._takes_slices(model_config):
             self._reader.open(vllm_config, model_config)
-        made: torch.nn.Module = super().load_model(vllm_config, model_config, prefix, **named)
+        module: torch.nn.Module = super().load_model(vllm_config, model_config, prefix, **named)
         if start is not None:
-            start.keep(made)
-        return made
+            start.keep(module)
+        return module
 
     def _load_hosted(self, vllm_config: Any, model_config: Any, prefix: str, **named: Any) -> torch.nn.Module:
         from .streaming import hosted_layers, refuse_config
@@ -120,18 +120,18 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             layers.stream_layers(model, self._keep)
         return model
 
-    def _slices(self, model_config: Any) -> bool:
+    def _takes_slices(self, model_config: Any) -> bool:
         return not self._streams and bool(self._options.get("plan", model_config.quantization in _COPIED))
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Loads the model. ValueError, in vLLM's words, for a parameter, or a part of
         one, that the files do not hold."""
         self._reader.begin(model_config, model)
-        quantised = model_config.quantization is not None
-        if not self._slices(model_config) or not by_slices(
-            functools.partial(self._by_slices, model, model_config, quantised), self._options["max_memory"], log
+        is_quantised = model_config.quantization is not None
+        if not self._takes_slices(model_config) or not by_slices(
+            functools.partial(self._by_slices, model, model_config, is_quantised), self._options["max_memory"], log
         ):
-            self._checked(model, model_config, quantised)
+            self._load_checked(model, model_config, is_quantised)
 
     def _by_slices(self, model: torch.nn.Module, model_config: Any, quantised: bool, attempt: Attempt) -> None:
         reader = self._reader
@@ -139,11 +139,11 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         reader.attempt = attempt
         try:
             with attempt.around(model, look, ranks(), reader.pays):
-                self._checked(model, model_config, quantised)
+                self._load_checked(model, model_config, quantised)
         finally:
             reader.attempt = None
 
-    def _checked(self, model: torch.nn.Module, model_config: Any, quantised: bool) -> None:
+    def _load_checked(self, model: torch.nn.Module, model_config: Any, quantised: bool) -> None:
         if not self._options.get("strict", True) or quantised:
             self._reader.load_weights(model, model_config)  # names of quantised parameters are vLLM's to know
             return
@@ -161,7 +161,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
 _first: dict[str, str] = {}
 
 
-def _target(config: Any) -> str | None:
+def _target_path(config: Any) -> str | None:
     """The path of the model that a configuration serves; those of its drafts may differ."""
     target = getattr(getattr(config, "speculative_config", None), "target_model_config", None)
     path: str | None = getattr(target or getattr(config, "model_config", None), "model", None)
@@ -172,8 +172,8 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
     """vLLM's own loader with overwire in the place where it reads files."""
 
     def __init__(self, load_config: Any, chosen: dict[str, Any]) -> None:
-        kept = {key: chosen[key] for key in ("enable_weights_track",) if key in chosen}
-        super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config=kept))
+        extra = {key: chosen[key] for key in ("enable_weights_track",) if key in chosen}
+        super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config=extra))
         self._options = chosen
         self.counter_before_loading_weights: float = 0.0
         self._device = "cpu"
@@ -203,7 +203,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
     def open(self, vllm_config: Any, model_config: Any) -> None:
         """Begins to open what the model, which is still to be made, most likely reads."""
         device = likely(vllm_config, self.load_config)
-        self._opening = Opening(functools.partial(self._likely, model_config), device, self._options)
+        self._opening = Opening(functools.partial(self._likely_source, model_config), device, self._options)
 
     def at_source(self, model_config: Any) -> bool:
         """Whether the weights are at options["source"]: those of the model that is served, not
@@ -212,12 +212,12 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
 
         if "source" not in self._options:
             return False
-        target = _target(self.config or get_current_vllm_config_or_none())
+        target = _target_path(self.config or get_current_vllm_config_or_none())
         if target is None:
             target = _first.setdefault(str(self._options["source"]), model_config.model)
         return bool(model_config.model == target)
 
-    def _likely(self, model_config: Any) -> tuple[Any, str | None] | None:
+    def _likely_source(self, model_config: Any) -> tuple[Any, str | None] | None:
         if self.at_source(model_config):
             return self._options["source"], None
         if not os.path.isdir(model_config.model):  # vLLM downloads it when it is due
@@ -246,38 +246,46 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if self.load_config.safetensors_load_strategy == "torchao":
-            raise ValueError("overwire: torchao's safetensors are put together by vLLM alone: use --load-format safetensors")
+            raise ValueError(
+                "overwire: torchao's safetensors are put together by vLLM alone: use --load-format safetensors"
+            )
         where: Any
-        if self.attempt is not None and (found := self.attempt.next()) is not None:
-            return ((source.prefix + name, tensor) for name, tensor in found)
+        if self.attempt is not None and (next_weights := self.attempt.next()) is not None:
+            return ((source.prefix + name, tensor) for name, tensor in next_weights)
         if source.model_or_path == self._remote and not source.subfolder and source.allow_patterns_overrides is None:
             where, index = self._options["source"], None
         else:
             where, index = self.files(source)
         if not self.counter_before_loading_weights:
             self.counter_before_loading_weights = time.perf_counter()
-        asked: dict[str, Any] = {"wanted": self._wanted, "unused": source.is_unused_weight, "index": index}
+        options: dict[str, Any] = {"wanted": self._is_wanted, "unused": source.is_unused_weight, "index": index}
         if self.attempt is not None:
             if self.local_expert_ids is None:
-                asked["wanted"] = None
-            tensors = self.attempt.source(where, self._device, self._options, opening=self._opening, **asked)
+                options["wanted"] = None
+            tensors = self.attempt.source(where, self._device, self._options, opening=self._opening, **options)
         else:
             progress = bool(enable_tqdm(self.load_config.use_tqdm_on_load))
-            tensors = weights(where, self._device, self._options, progress=progress, **asked)
+            tensors = weights(where, self._device, self._options, progress=progress, **options)
         return ((source.prefix + name, tensor) for name, tensor in tensors)
 
-    def track_weights_loading(self, model: torch.nn.Module, loaded_weights: set[str] | None, *args: Any, **more: Any) -> None:
+    def track_weights_loading(
+        self, model: torch.nn.Module, loaded_weights: set[str] | None, *args: Any, **more: Any
+    ) -> None:
         """vLLM's own check; what the model says is kept for ours."""
         self.loaded = None if loaded_weights is None else set(loaded_weights)
         super().track_weights_loading(model, loaded_weights, *args, **more)
 
-    def _wanted(self, name: str) -> bool:
+    def _is_wanted(self, name: str) -> bool:
         return not should_skip_weight(name, self.local_expert_ids)
 
     def files(self, source: Any) -> tuple[list[str], str | None]:
         """The files of a source in vLLM's order, and their index.json, if it counts."""
         folder, files, safe, index = self._prepare_weights(
-            source.model_or_path, source.subfolder, source.revision, source.fall_back_to_pt, source.allow_patterns_overrides
+            source.model_or_path,
+            source.subfolder,
+            source.revision,
+            source.fall_back_to_pt,
+            source.allow_patterns_overrides,
         )
         if not safe:
             names = ", ".join(map(os.path.basename, files[:3]))
@@ -290,9 +298,11 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
             )
             if not files:
                 raise RuntimeError(f"overwire: {folder}: --mm-encoder-only leaves no file of weights")
-        kept = os.path.join(folder, index) if source.allow_patterns_overrides is None else None
-        return sorted(files, key=_natural), kept
+        index_path = os.path.join(folder, index) if source.allow_patterns_overrides is None else None
+        return sorted(files, key=_natural_order), index_path
 
 
-def _natural(path: str) -> list[Any]:
-    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", os.path.basename(path))]
+def _natural_order(path: str) -> list[Any]:
+    return [
+        (int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", os.path.basename(path))
+    ]

@@ -43,7 +43,9 @@ def begin() -> None:
     be called when the engine is up."""
     works, _waiting[:] = list(_waiting), []
     if works:
-        _writers.append(threading.Thread(target=lambda: [work() for work in works], name="overwire prepared", daemon=True))
+        _writers.append(
+            threading.Thread(target=lambda: [work() for work in works], name="overwire prepared", daemon=True)
+        )
         _writers[-1].start()
 
 
@@ -84,7 +86,7 @@ class Start:
     def load(self) -> torch.nn.Module | None:
         """The model, made of what was kept; None where it has to be loaded as always: on all ranks
         that share tensors, or on none."""
-        if not _agreed(self._kept is not None):
+        if not _all_agree(self._kept is not None):
             return None
         model: torch.nn.Module | None = None
         with _undone_unless(self._config, lambda: model is not None):
@@ -92,13 +94,13 @@ class Start:
             began = time.perf_counter()
             assert self._kept is not None
             try:
-                model = self._made(self._kept)
+                model = self._make_model(self._kept)
             except Exception as error:
                 reason = error
-            if not _agreed(reason is None):
+            if not _all_agree(reason is None):
                 model = None
         if model is None:
-            self._report(self._kept, reason)
+            self._report_outcome(self._kept, reason)
             gc.collect()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -108,7 +110,7 @@ class Start:
         log.info("overwire: made of prepared state: %d tensors, in %.2f s", count, time.perf_counter() - began)
         return model
 
-    def _report(self, kept: Kept, reason: Exception | None) -> None:
+    def _report_outcome(self, kept: Kept, reason: Exception | None) -> None:
         import overwire
 
         if reason is None:
@@ -123,7 +125,7 @@ class Start:
                 prepared.refuse(self._folder, self._name, f"the model does not fit: {reason}")
             self._folder = None
 
-    def _made(self, kept: Kept) -> torch.nn.Module:
+    def _make_model(self, kept: Kept) -> torch.nn.Module:
         from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
         from vllm.model_executor.utils import weights_already_processed
         from vllm.utils.torch_utils import set_default_torch_dtype
@@ -132,14 +134,14 @@ class Start:
         with set_default_torch_dtype(self._model_config.dtype):
             with torch.device("meta"):
                 model = initialize_model(vllm_config=self._config, model_config=self._model_config, prefix=self._prefix)
-            _supported(model)
+            _check_supported(model)
             tensors = put(model, kept.path, kept.record["names"], kept.record["tensors"], self._device, "vllm")
             with weights_already_processed():
                 process_weights_after_loading(model, self._model_config, self._device)
             settle(model, kept.record["names"], tensors)
         _reload_to(model, self._device)
         model.eval()
-        _compare(model, kept.record)
+        _compare_model(model, kept.record)
         return model
 
     def keep(self, model: torch.nn.Module) -> None:
@@ -149,16 +151,18 @@ class Start:
         import overwire
 
         try:
-            _supported(model)
-            tensors, record = _described(model)
+            _check_supported(model)
+            tensors, record = _describe_model(model)
             digests = overwire.digest(tensors)
         except (Refused, Foreign, overwire.OverwireError) as error:
             log.info("overwire: keeps no prepared state: %s", error)
             return
-        _waiting.append(functools.partial(_write, self._folder, self._name, tensors, record, digests))
+        _waiting.append(functools.partial(_write_prepared, self._folder, self._name, tensors, record, digests))
 
 
-def _write(folder: str, name: str, tensors: dict[str, torch.Tensor], record: dict[str, Any], digests: dict[str, str]) -> None:
+def _write_prepared(
+    folder: str, name: str, tensors: dict[str, torch.Tensor], record: dict[str, Any], digests: dict[str, str]
+) -> None:
     import overwire
 
     began = time.perf_counter()
@@ -170,7 +174,7 @@ def _write(folder: str, name: str, tensors: dict[str, torch.Tensor], record: dic
     log.info("overwire: prepared state kept in %.1f s: %s", time.perf_counter() - began, path)
 
 
-def _agreed(mine: bool) -> bool:
+def _all_agree(mine: bool) -> bool:
     # Collective among the ranks that load together: whether all of them say so.
     group = ranks()
     if group is None:
@@ -202,7 +206,7 @@ def _undone_unless(config: Any, done: Callable[[], bool]) -> Iterator[None]:
             ropes.update(before[2])
 
 
-def _supported(model: torch.nn.Module) -> None:
+def _check_supported(model: torch.nn.Module) -> None:
     # By the rule of vLLM's own weight cache.
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
@@ -214,29 +218,29 @@ def _supported(model: torch.nn.Module) -> None:
             raise Refused(f"{path}: vLLM's {type(method).__name__} takes no weights that are already processed")
 
 
-def _described(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _describe_model(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     # Tensors to be stored, and the record of the model.
     tensors, rows, names = taken(model)
     modules = Describer(model, tensors, "vllm", OPAQUE).every()
     return tensors, {"names": names, "tensors": rows, "modules": modules, "origins": origins_of(model, "vllm", CODE)}
 
 
-def _compare(model: torch.nn.Module, record: dict[str, Any]) -> None:
+def _compare_model(model: torch.nn.Module, record: dict[str, Any]) -> None:
     # Whether a model is as its record says; flags and numbers that only `load_weights` sets are set.
     tensors, _, names = taken(model)
     if names != record["names"]:
         raise Refused(f"{next(iter(names.items() ^ record['names'].items()))[0]} is not what it was")
     modules = dict(model.named_modules())
-    for path, held in Describer(model, tensors, "vllm", OPAQUE).every().items():
+    for path, entry in Describer(model, tensors, "vllm", OPAQUE).every().items():
         was = record["modules"].get(path, {})
-        for name in held.keys() | was.keys():
-            if held.get(name) != was.get(name) and not _set(modules[path], name, was.get(name)):
-                raise Refused(f"{path}.{name} is {held.get(name)}, and was {was.get(name)}")
+        for name in entry.keys() | was.keys():
+            if entry.get(name) != was.get(name) and not _set_attribute(modules[path], name, was.get(name)):
+                raise Refused(f"{path}.{name} is {entry.get(name)}, and was {was.get(name)}")
     if origins_of(model, "vllm", CODE) != record["origins"]:
         raise Foreign("vLLM's code, or what was put in its place, has changed")
 
 
-def _set(module: torch.nn.Module, name: str, text: str | None) -> bool:
+def _set_attribute(module: torch.nn.Module, name: str, text: str | None) -> bool:
     # Whether an attribute is now the plain value that the text is of.
     if text is None or not name or "." in name or isinstance(module.__dict__.get(name), torch.Tensor):
         return False

@@ -48,29 +48,31 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
 
         allocator = get_mem_allocator_instance()
         if level == 1:
-            self._sleep(allocator)
+            self._put_to_sleep(allocator)
         super().suspend(level if level != 1 else 2)  # 2: what is left of the weights is none
 
-    def _sleep(self, allocator: Any) -> None:
+    def _put_to_sleep(self, allocator: Any) -> None:
         from vllm.device_allocator.cumem import unmap_and_release
 
         import overwire
 
-        held = {ptr: data for ptr, data in allocator.pointer_to_data.items() if data.tag == _TAG and not data.is_asleep}
-        if not held:
+        blocks = {
+            ptr: data for ptr, data in allocator.pointer_to_data.items() if data.tag == _TAG and not data.is_asleep
+        }
+        if not blocks:
             return
         if self._asleep is not None:
             raise RuntimeError("overwire: sleep: some weights sleep, and others are awake: wake them first")
-        tensors = self._tensors(held)
+        tensors = self._tensors_of_blocks(blocks)
         self._asleep = overwire.sleep(tensors, release=False)
         del tensors
-        size, stored = self._asleep.nbytes, self._asleep.stored
-        for data in held.values():
+        size, stored_size = self._asleep.nbytes, self._asleep.stored
+        for data in blocks.values():
             try:
                 unmap_and_release(data.handle)
             finally:
                 data.is_asleep = True
-        log.info("overwire: %.2f GiB of weights sleep in %.2f GiB of host memory", size / 2**30, stored / 2**30)
+        log.info("overwire: %.2f GiB of weights sleep in %.2f GiB of host memory", size / 2**30, stored_size / 2**30)
 
     def prepare(self) -> None:
         """Begins to make the host memory of the first sleep ready. What fails is logged:
@@ -79,21 +81,21 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
 
         import overwire
 
-        held = {ptr: data for ptr, data in get_mem_allocator_instance().pointer_to_data.items() if data.tag == _TAG}
-        if held and self._asleep is None:
+        blocks = {ptr: data for ptr, data in get_mem_allocator_instance().pointer_to_data.items() if data.tag == _TAG}
+        if blocks and self._asleep is None:
             try:
-                self._memory = overwire.prepare_sleep(self._tensors(held))
+                self._memory = overwire.prepare_sleep(self._tensors_of_blocks(blocks))
             except overwire.OverwireError as error:
                 log.warning("overwire: the first sleep will take longer: %s", error)
 
-    def _tensors(self, held: Any) -> dict[str, torch.Tensor]:
+    def _tensors_of_blocks(self, held: Any) -> dict[str, torch.Tensor]:
         for device in {data.handle[0] for data in held.values()}:
             torch.accelerator.synchronize(device)
         tensors = {}
         for ptr, data in held.items():
             memory = memory_of(ptr, data.handle[1], data.handle[0])
             if ptr not in self._dtypes:
-                self._dtypes[ptr] = _kind(memory)
+                self._dtypes[ptr] = _dtype_for(memory)
             tensors[f"{ptr:x}"] = memory.view(self._dtypes[ptr])
         return tensors
 
@@ -116,7 +118,13 @@ class _Memory:
     # What torch takes device memory from.
 
     def __init__(self, ptr: int, size: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (ptr, False), "version": 3, "strides": None}
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (ptr, False),
+            "version": 3,
+            "strides": None,
+        }
 
 
 def memory_of(ptr: int, size: int, device: int) -> torch.Tensor:
@@ -124,7 +132,7 @@ def memory_of(ptr: int, size: int, device: int) -> torch.Tensor:
     return torch.as_tensor(_Memory(ptr, size), device=f"cuda:{device}")
 
 
-def _kind(memory: torch.Tensor) -> torch.dtype:
+def _dtype_for(memory: torch.Tensor) -> torch.dtype:
     """As which dtype an allocation is best compressed. It is right for any bytes: only
     how small they become depends on it."""
     usable = memory[: memory.numel() // 4 * 4]
@@ -132,16 +140,16 @@ def _kind(memory: torch.Tensor) -> torch.dtype:
         return torch.uint8
     step = max(1, usable.numel() // (_SAMPLE * 4)) * 4
     words = usable.view(torch.int32)[:: step // 4].cpu().contiguous()
-    best, least = torch.uint8, _entropy(words.view(torch.uint8).int(), 8) - 0.2  # bits a byte
+    best, least = torch.uint8, _entropy_of(words.view(torch.uint8).int(), 8) - 0.2  # bits a byte
     for dtype, size, low, bits in _KINDS:
         values = words if size == 4 else words.view(torch.int16).int()
-        coded = _entropy((values >> low) & ((1 << bits) - 1), bits)
-        if (coded + size * 8 - bits) / size < least - 0.1:  # a wider exponent has to pay
-            best, least = dtype, (coded + size * 8 - bits) / size
+        entropy = _entropy_of((values >> low) & ((1 << bits) - 1), bits)
+        if (entropy + size * 8 - bits) / size < least - 0.1:  # a wider exponent has to pay
+            best, least = dtype, (entropy + size * 8 - bits) / size
     return best
 
 
-def _entropy(values: torch.Tensor, bits: int) -> float:
+def _entropy_of(values: torch.Tensor, bits: int) -> float:
     counts = torch.bincount(values.flatten(), minlength=1 << bits).double()
     shares = counts[counts > 0] / values.numel()
     return -float((shares * shares.log2()).sum())

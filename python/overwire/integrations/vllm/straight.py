@@ -45,8 +45,12 @@ def obstacle(model: torch.nn.Module, model_config: Any) -> str | None:
         info = LAYERWISE_INFO.get(module)
         if info is None:
             return f"{path}: vLLM has not noted how it was made"
-        for name, made in info.restore_metadata[0].items():
+        for name, member in info.restore_metadata[0].items():
             param = getattr(module, name, None)
-            if param is None or (param.dtype, param.shape, param.stride()) != (made.dtype, made.shape, made.stride()):
+            if param is None or (param.dtype, param.shape, param.stride()) != (
+                member.dtype,
+                member.shape,
+                member.stride(),
+            ):
                 return f"{path}.{name}: it is not as it was made"
     return None

@@ -99,7 +99,9 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         if init_info.master_address is not None:
             parallel = self.parallel_config
             rank = parallel.data_parallel_index * parallel.world_size + parallel.rank + init_info.rank_offset
-            self._group = Group(init_info.master_address, init_info.master_port, rank, init_info.world_size, init_info.timeout)
+            self._group = Group(
+                init_info.master_address, init_info.master_port, rank, init_info.world_size, init_info.timeout
+            )
         if init_info.deltas:
             try:
                 self._takes_deltas()
@@ -109,7 +111,9 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
 
     def _takes_deltas(self) -> None:
         if (reason := obstacle(self.model, self.model_config)) is not None:
-            raise ValueError(f"overwire: this model takes no deltas, since vLLM has changed its weights: {reason}: push all of them")
+            raise ValueError(
+                f"overwire: this model takes no deltas, since vLLM has changed its weights: {reason}: push all of them"
+            )
 
     def start_weight_update(self) -> None:
         """Nothing: each push is a whole update."""
@@ -134,59 +138,66 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         """
         if update_info.kind not in ("whole", "delta"):
             raise ValueError(f"overwire: update_info: kind must be 'whole' or 'delta', got {update_info.kind!r}")
-        with self._received(update_info) as where:
+        with self._receive_file(update_info) as where:
             if update_info.kind == "whole":
-                self._whole(where)
+                self._load_whole(where)
             else:
                 self._takes_deltas()
-                self._place().delta(where, self._info.storage_options)
+                self._places_of_model().delta(where, self._info.storage_options)
 
     @contextlib.contextmanager
-    def _received(self, info: Any) -> Iterator[str]:
+    def _receive_file(self, info: Any) -> Iterator[str]:
         if info.path is not None:
             yield info.path
         elif self._group is None:
-            raise ValueError("overwire: update_info has no path, and no group was joined: init_weight_transfer_engine comes first")
+            raise ValueError(
+                "overwire: update_info has no path, and no group was joined: init_weight_transfer_engine comes first"
+            )
         else:
             with self._group.received(info.size) as where:
                 yield where
 
-    def _whole(self, where: str) -> None:
+    def _load_whole(self, where: str) -> None:
         reason = obstacle(self.model, self.model_config)
-        if reason is None and self._place().whole(where, self._info.storage_options, log):
+        if reason is None and self._places_of_model().whole(where, self._info.storage_options, log):
             return
         if reason is not None:
             log.info_once("overwire: updates layer by layer: %s", reason)
-        self._layerwise(where)
+        self._load_layerwise(where)
 
-    def _place(self) -> Places:
+    def _places_of_model(self) -> Places:
         from ...plumbing import parse_size
 
         model = self.model
         if id(model) not in self._places:
             most = parse_size(self._info.max_memory, "max_memory") or 1
-            self._places[id(model)] = Places(model, self._load, device_of(model, self.vllm_config.load_config), most, _group())
+            self._places[id(model)] = Places(
+                model, self._load_weights, device_of(model, self.vllm_config.load_config), most, _group()
+            )
         return self._places[id(model)]
 
-    def _load(self, tensors: Any) -> None:
+    def _load_weights(self, tensors: Any) -> None:
         # Runs on stand-ins: what is missing shows before anything is changed.
         with Coverage(self.model) as coverage:
-            loaded = self.model.load_weights(tensors)
-        missing = coverage.missing(None if loaded is None else set(loaded)) if self._info.strict else ()
+            names = self.model.load_weights(tensors)
+        missing = coverage.missing(None if names is None else set(names)) if self._info.strict else ()
         if missing:
             raise Incomplete(f"overwire: the push lacks weights of the model: {sorted(missing)}")
 
-    def _layerwise(self, where: str) -> None:
+    def _load_layerwise(self, where: str) -> None:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         from ...plumbing import parse_size
 
         device = device_of(self.model, self.vllm_config.load_config)  # before vLLM takes the parameters away
-        chosen = {"storage_options": self._info.storage_options, "max_memory": parse_size(self._info.max_memory, "max_memory")}
+        options = {
+            "storage_options": self._info.storage_options,
+            "max_memory": parse_size(self._info.max_memory, "max_memory"),
+        }
         initialize_layerwise_reload(self.model)
         with disable_mtp_completeness_check():
-            self.model.load_weights(weights(where, device, chosen))
+            self.model.load_weights(weights(where, device, options))
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
@@ -256,21 +267,26 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
             raise ValueError("overwire: trainer_init: needs a WeightSource")
         engine = cls(init_info, client=client, source=source)
         if engine.is_sender:
-            engine._meet()
+            engine._meet_engines()
         return engine
 
-    def _meet(self) -> None:
+    def _meet_engines(self) -> None:
         info = self._info
         reach = info.storage_options if info.worker_options is None else info.worker_options
-        facts: dict[str, Any] = {"storage_options": reach, "strict": info.strict, "max_memory": info.max_memory, "timeout": info.timeout}
+        facts: dict[str, Any] = {
+            "storage_options": reach,
+            "strict": info.strict,
+            "max_memory": info.max_memory,
+            "timeout": info.timeout,
+        }
         facts["deltas"] = info.deltas
         group = None
         if info.master_address is not None and info.master_port is not None and info.world_size is not None:
             facts.update(master_address=info.master_address, master_port=info.master_port, world_size=info.world_size)
             with ThreadPoolExecutor(1) as side:  # workers wait for the group within the call
-                done = side.submit(self.client.init_weight_transfer_engine, facts)
+                future = side.submit(self.client.init_weight_transfer_engine, facts)
                 group = Group(info.master_address, info.master_port, 0, info.world_size, info.timeout)
-                done.result()
+                future.result()
         else:
             self.client.init_weight_transfer_engine(facts)
         more: Any = {"deltas": info.deltas, "compress": info.compress, "storage_options": info.storage_options}
@@ -286,19 +302,19 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
             return
         if self._publisher is None:
             raise RuntimeError("overwire: send_weights: after shutdown")
-        tensors = {name: self._taken(tensor) for name, tensor in self.source}
+        tensors = {name: self._take_tensor(tensor) for name, tensor in self.source}
         with self._publisher.push(tensors, whole=whole) as push:
             self.client.start_weight_update()
             side = ThreadPoolExecutor(1)
             try:
-                done = side.submit(self.client.update_weights, push.info)
+                future = side.submit(self.client.update_weights, push.info)
                 push.carry()
-                done.result()
+                future.result()
             finally:
                 side.shutdown(wait=False)  # a worker that failed may never answer
             self.client.finish_weight_update()
 
-    def _taken(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _take_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = getattr(torch, self._info.dtype) if self._info.dtype and tensor.is_floating_point() else tensor.dtype
         return tensor.detach().to(device="cpu" if self._info.host else None, dtype=dtype)
 
