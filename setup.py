@@ -49,11 +49,12 @@ MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}  # Go's name -> that of wheel
 # No HTTP/2, 0.2 MB of a wheel: source/route and serve speak HTTP/1.1 alone.
 GO_TAGS = "netgo,osusergo,nethttpomithttp2"
 TAGS = "pyext," + GO_TAGS
-# Packages of others whose functions are not inlined, 0.5 MB of a wheel: what speaks with stores,
+# Packages whose functions are not inlined, 0.5 MB of a wheel: what speaks with stores or people,
 # and no loop over bytes.
 LEAN = (
     "crypto/tls crypto/x509/... encoding/asn1 encoding/json encoding/xml fmt github.com/aws/... github.com/redis/... "
-    "golang.org/x/net/... golang.org/x/text/... math/big net/... reflect regexp/... text/... time vendor/..."
+    "github.com/overwire/overwire/gosrc/cli/... github.com/overwire/overwire/gosrc/page/... golang.org/x/net/... "
+    "golang.org/x/text/... html/... math/big net/... reflect regexp/... text/... time vendor/..."
 )
 EPOCH = 315532800  # 1980-01-01, the oldest time a zip can hold
 

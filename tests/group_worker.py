@@ -368,7 +368,8 @@ def mapped(folder: Path) -> None:
     relays.SHARE = (1 << 20) + 4096
     members = grouping.members_of(world)
     prepared: list[str] = []  # while headers are read: where the engines exchange, whatever the group's backend
-    loading.prepare = lambda device, real=loading.prepare: prepared.append(device) or real(device)
+    real = loading.prepare
+    loading.prepare = lambda device, exchange: prepared.append(device) or real(device, exchange)
     for file in ("plain.safetensors", "compressed.safetensors"):
         for shard in ({}, SHARD):
             got = ow.load_file(folder / file, group=world, shard=shard, device=DEVICE)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import same
 from overwire.bundles import bundle as bundles
-from overwire.bundles import turns
+from overwire.bundles import opening, turns
 from overwire.compat import nyacomp
 from overwire.model import layout
 from torch import nn
@@ -292,7 +292,7 @@ def test_a_reader_beside_a_writer_gets_the_old_object_or_the_new_one(tmp_path: P
     """A load whose pickle is replaced before its container is opened, twice, loads the newest."""
     path = tmp_path / "x.pkl"
     ow.compress_pickle({"v": torch.zeros(999)}, path)
-    real, news = bundles.read_file, [{"w": torch.ones(999)}, {"v": torch.zeros(999), "x": 3}]
+    real, news = opening.read_file, [{"w": torch.ones(999)}, {"v": torch.zeros(999), "x": 3}]
 
     def read_file(target: str) -> bytes:
         data = real(target)
@@ -300,7 +300,7 @@ def test_a_reader_beside_a_writer_gets_the_old_object_or_the_new_one(tmp_path: P
             ow.compress_pickle(news.pop(0), path)
         return data
 
-    monkeypatch.setattr(bundles, "read_file", read_file)
+    monkeypatch.setattr(opening, "read_file", read_file)
     assert ow.load_compressed_pickle(path)["x"] == 3
 
 

@@ -83,8 +83,17 @@ class _Line(Watcher):
             sys.stderr.flush()
 
 
+def check_progress(progress: ProgressLike) -> None:
+    """Raises ArgumentError for what `progress=` cannot be."""
+    if not (progress is None or isinstance(progress, bool) or callable(progress)):
+        raise ArgumentError(
+            f"overwire: progress: expected True, False, None or a callable, got {type(progress).__name__}"
+        )
+
+
 def watch(progress: ProgressLike, verb: str) -> Watcher | None:
     """The watcher of a `progress=` argument; None without one."""
+    check_progress(progress)
     if progress is None or progress is False:
         return None
     if progress is True:
@@ -93,6 +102,4 @@ def watch(progress: ProgressLike, verb: str) -> Watcher | None:
         except ImportError:
             return _Line(verb)
         return _Bar(verb, tqdm)
-    if callable(progress):
-        return Watcher(progress)
-    raise ArgumentError(f"overwire: progress: expected True, False, None or a callable, got {type(progress).__name__}")
+    return Watcher(progress)

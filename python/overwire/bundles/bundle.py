@@ -21,28 +21,26 @@ from typing import Any, Literal, NamedTuple, overload
 
 from .._imports import Undisturbed, imported
 from ..errors import AccessError, ArgumentError, CorruptError, FormatError, IOFailure, NotFoundError, OverwireError
-from ..files import read_file, regular
+from ..files import regular
 from ..frameworks.choose import check_device, frame_for
 from ..jobs import shown
-from ..metering import note
 from ..model import layout
 from ..model.opened import Model, prepare
-from ..model.options import StorageOptions, check_switches
+from ..model.options import StorageOptions, check_switches, parse_size
 from ..model.reading import read
 from ..model.sources import SourceLike
 from ..model.storage import storage
 from ..paths import is_file, is_remote, local, path_of
-from ..progress import ProgressLike, watch
+from ..progress import ProgressLike, check_progress, watch
 from ..stores import write_bytes
 from ..verbs.reports import Report
 from ..verbs.save import save_bytes, stage_bytes
 from ..verbs.saving import Saving, settle
 from .landing import DEVICES, ORDER, Landing, devices_of
+from .opening import DIGEST, MOST_PICKLE, open_pair
 from .turns import turn_of
 
 __all__ = ["compress", "compress_pickle", "load_bundle", "load_compressed", "load_compressed_pickle", "save_bundle"]
-
-_DIGEST = "overwire.pickle"
 
 
 @overload
@@ -295,25 +293,27 @@ def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, **options: A
         from .pickling import described, dump
 
     check_switches(compress=options["compress"], wait=how.wait)
+    check_progress(options["progress"])
+    parse_size(how.max_memory, "max_memory")
     target = _target_of(path)
     access = options["storage_options"]
     storage(access, [target])  # wrong ones are refused before anything is done
     if how.wait and how.max_memory is not None:
         raise ArgumentError("overwire: max_memory: it bounds saves with wait=False alone")
     data, blobs = dump(obj, how.names)
-    far = is_remote(target)
+    remote = is_remote(target)
     folder = how.folder
-    container = layout.far_containers_of(target, folder)[0] if far else layout.container_of(target, folder)
+    container = layout.store_containers_of(target, folder)[0] if remote else layout.container_of(target, folder)
     if container == target:
         raise ArgumentError(f"overwire: compress {shown(target)}: the path is that of its container")
     tensors = [(blob.name, described(blob)) for blob in blobs]
     digest = hashlib.sha256(data).hexdigest()
     # The blob's number is its place in this list; the container sorts by name.
     order = "\n".join(blob.name for blob in blobs)
-    metadata = {_DIGEST: digest, ORDER: order, DEVICES: devices_of(blobs)} if blobs else {_DIGEST: digest}
+    metadata = {DIGEST: digest, ORDER: order, DEVICES: devices_of(blobs)} if blobs else {DIGEST: digest}
     settle(target)
     with contextlib.ExitStack() as turn:
-        one = _remote_place(target, data, folder, access) if far else _local_place(target, data, folder, turn)
+        one = _remote_place(target, data, folder, access) if remote else _local_place(target, data, folder, turn)
         if not how.wait:
             cleanup = turn.pop_all()
             options |= {"like": one.like, "key": target, "max_memory": how.max_memory}
@@ -368,19 +368,15 @@ def _local_place(target: str, data: bytes, folder: str, turn: contextlib.ExitSta
     return _Place(container, target, publish_local, lambda: _take_back(target, container))
 
 
-# The most bytes of a remote object without its tensors.
-_MOST = 1 << 30
-
-
 def _remote_place(target: str, data: bytes, folder: str, options: StorageOptions | None) -> _Place:
     # Two names take turns: the container of the pickle that stands is not
     # touched until the new pickle has taken its place.
-    new, old = layout.far_containers_of(target, folder)
+    new, old = layout.store_containers_of(target, folder)
     stale = []
     with contextlib.suppress(NotFoundError):
-        if _has_digest(new, hashlib.sha256(read(target, options, _MOST)).hexdigest(), options):
+        if _has_digest(new, hashlib.sha256(read(target, options, MOST_PICKLE)).hexdigest(), options):
             new, old = old, new
-        stale = [name for one in layout.FOLDERS if one != folder for name in layout.far_containers_of(target, one)]
+        stale = [name for one in layout.FOLDERS if one != folder for name in layout.store_containers_of(target, one)]
 
     def publish_remote(report: Report) -> None:
         if folder == layout.NYACOMP:
@@ -445,7 +441,7 @@ def _digest_of_file(path: str) -> str:
 def _has_digest(container: str, digest: str, options: StorageOptions | None = None) -> bool:
     try:
         with Model(container, storage_options=options, probe=True) as model:
-            return model.metadata().get(_DIGEST) == digest
+            return model.metadata().get(DIGEST) == digest
     except (FormatError, CorruptError, NotFoundError):
         return False
     except OverwireError:
@@ -530,88 +526,8 @@ def _load(
         prepare(where)
     target = _target_of(path)
     storage(storage_options, [target])  # refused for a local path
-    data, model = _open_pair(target, folders, tensors, storage_options)
+    data, model = open_pair(target, folders, tensors, storage_options)
     with model, Landing(model, shown(target), where, watch(progress, "load")) as blobs:
         made = unpickling.load(data, blobs, shown(target), trust)
         blobs.wait()  # an error in a blob that nothing asked for
     return made
-
-
-# How often a pickle is read again that another save has replaced meanwhile.
-_TRIES = 100
-
-
-def _open_pair(
-    target: str, folders: Sequence[str], tensors: SourceLike | None, options: StorageOptions | None
-) -> tuple[bytes, Model]:
-    """A pickle, and the container of the same save, opened.
-
-    A save may end after the pickle has been read: the new one is read then."""
-    far = is_remote(target)
-    for attempts in reversed(range(_TRIES)):
-        state = None if far else _state_of_file(target)
-        data = read(target, options, _MOST) if far else read_file(target)
-        digest = hashlib.sha256(data).hexdigest()
-        try:
-            if far and tensors is None:
-                return data, _open_remote(layout.remote_containers_of(target, folders), target, digest, options)
-            return data, _open_container(target, digest, tensors, options)
-        except (CorruptError, NotFoundError) as error:
-            if not attempts or (data == read(target, options, _MOST) if far else state == _state_of_file(target)):
-                note("open", "", type(error).__name__)
-                raise
-    raise AssertionError("the last try returns or raises")
-
-
-def _state_of_file(path: str) -> tuple[int, ...] | None:
-    # What differs between a file and the one that takes its place.
-    try:
-        state = os.stat(path)
-    except OSError:
-        return None
-    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
-
-
-def _open_container(target: str, digest: str, tensors: SourceLike | None, options: StorageOptions | None) -> Model:
-    """The container that belongs to this very pickle."""
-    containers = layout.containers_of(target)
-    candidates: list[SourceLike] = [name for one in containers for name in (one, layout.previous_of(one))]
-    if tensors is not None:
-        containers, candidates = [str(tensors)], [tensors]
-    missing = False
-    for candidate in candidates:
-        try:
-            model = Model(candidate, storage_options=None if tensors is None else options, probe=True)
-        except NotFoundError:
-            missing = missing or candidate is candidates[0]
-            continue
-        if model.metadata().get(_DIGEST) == digest:
-            return model
-        model.close()
-    if missing:
-        raise layout.not_beside(target, containers[0])
-    raise CorruptError(
-        f"overwire: open {target}: the pickle and {containers[0]} are not of one save",
-        source=target,
-    )
-
-
-def _open_remote(candidates: Sequence[str], target: str, digest: str, options: StorageOptions | None) -> Model:
-    """`_open_container` for a URI; there is no container of before."""
-    exists = False
-    for candidate in candidates:
-        try:
-            model = Model(candidate, storage_options=options, probe=True)
-        except NotFoundError:
-            continue
-        exists = True
-        if model.metadata().get(_DIGEST) == digest:
-            return model
-        model.close()
-    target, container = shown(target), shown(candidates[0])
-    if not exists:
-        raise NotFoundError(
-            f"overwire: open {target}: its tensors are not at {container}; upload the folder beside the pickle with it",
-            source=target,
-        )
-    raise CorruptError(f"overwire: open {target}: the pickle and {container} are not of one save", source=target)

@@ -34,7 +34,7 @@ __all__ = [
     "MetaRow",
     "container_of",
     "containers_of",
-    "far_containers_of",
+    "store_containers_of",
     "lock_of",
     "meta_of",
     "meta_rows",
@@ -70,7 +70,7 @@ class MetaRow(NamedTuple):
 def container_of(pickle_path: str, folder: str) -> str:
     """The container of a pickle: D/x.pkl -> D/FOLDER/x.safetensors; or, where that
     is another's (D/x.pth), D/FOLDER/x.pkl.safetensors."""
-    for other in far_containers_of(pickle_path, folder):  # the second choice, or a copy out of a store
+    for other in store_containers_of(pickle_path, folder):  # the second choice, or a copy out of a store
         if os.path.exists(other):
             return other
     parent, name = os.path.split(pickle_path)
@@ -115,7 +115,7 @@ def lock_of(pickle_path: str, folder: str) -> str:
     return os.path.join(parent, folder, f".{stem}.lock")
 
 
-def far_containers_of(uri: str, folder: str) -> tuple[str, str]:
+def store_containers_of(uri: str, folder: str) -> tuple[str, str]:
     """The two names that the container of a pickle in a store takes in turn.
     Neither is that of a pickle with another ending."""
     first = second_container_of(uri, folder)

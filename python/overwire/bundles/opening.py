@@ -1,0 +1,101 @@
+"""The pickle and the container of one bundle, opened together: those of one save."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+
+from ..errors import CorruptError, NotFoundError
+from ..files import read_file
+from ..jobs import shown
+from ..metering import note
+from ..model import layout
+from ..model.opened import Model
+from ..model.options import StorageOptions
+from ..model.reading import read
+from ..model.sources import SourceLike
+from ..paths import is_remote
+
+# The key of a container's metadata that holds the pickle's SHA-256.
+DIGEST = "overwire.pickle"
+# The most bytes of a remote object without its tensors.
+MOST_PICKLE = 1 << 30
+# How often a pickle is read again that another save has replaced meanwhile.
+_TRIES = 100
+
+
+def open_pair(
+    target: str, folders: Sequence[str], tensors: SourceLike | None, options: StorageOptions | None
+) -> tuple[bytes, Model]:
+    """A pickle, and the container of the same save, opened.
+
+    A save may end after the pickle has been read: the new one is read then."""
+    remote = is_remote(target)
+    for attempts in reversed(range(_TRIES)):
+        state = None if remote else _state_of_file(target)
+        data = read(target, options, MOST_PICKLE) if remote else read_file(target)
+        digest = hashlib.sha256(data).hexdigest()
+        try:
+            if remote and tensors is None:
+                return data, _open_remote(layout.remote_containers_of(target, folders), target, digest, options)
+            return data, _open_container(target, digest, tensors, options)
+        except (CorruptError, NotFoundError) as error:
+            if not attempts or (data == read(target, options, MOST_PICKLE) if remote else state == _state_of_file(target)):
+                note("open", "", type(error).__name__)
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def _state_of_file(path: str) -> tuple[int, ...] | None:
+    # What differs between a file and the one that takes its place.
+    try:
+        state = os.stat(path)
+    except OSError:
+        return None
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
+
+
+def _open_container(target: str, digest: str, tensors: SourceLike | None, options: StorageOptions | None) -> Model:
+    """The container that belongs to this very pickle."""
+    containers = layout.containers_of(target)
+    candidates: list[SourceLike] = [name for one in containers for name in (one, layout.previous_of(one))]
+    if tensors is not None:
+        containers, candidates = [str(tensors)], [tensors]
+    missing = False
+    for candidate in candidates:
+        try:
+            model = Model(candidate, storage_options=None if tensors is None else options, probe=True)
+        except NotFoundError:
+            missing = missing or candidate is candidates[0]
+            continue
+        if model.metadata().get(DIGEST) == digest:
+            return model
+        model.close()
+    if missing:
+        raise layout.not_beside(target, containers[0])
+    raise CorruptError(
+        f"overwire: open {target}: the pickle and {containers[0]} are not of one save",
+        source=target,
+    )
+
+
+def _open_remote(candidates: Sequence[str], target: str, digest: str, options: StorageOptions | None) -> Model:
+    """`_open_container` for a URI; there is no container of before."""
+    exists = False
+    for candidate in candidates:
+        try:
+            model = Model(candidate, storage_options=options, probe=True)
+        except NotFoundError:
+            continue
+        exists = True
+        if model.metadata().get(DIGEST) == digest:
+            return model
+        model.close()
+    target, container = shown(target), shown(candidates[0])
+    if not exists:
+        raise NotFoundError(
+            f"overwire: open {target}: its tensors are not at {container}; upload the folder beside the pickle with it",
+            source=target,
+        )
+    raise CorruptError(f"overwire: open {target}: the pickle and {container} are not of one save", source=target)
