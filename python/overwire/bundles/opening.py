@@ -41,7 +41,8 @@ def open_pair(
                 return data, _open_remote(layout.remote_containers_of(target, folders), target, digest, options)
             return data, _open_container(target, digest, tensors, options)
         except (CorruptError, NotFoundError) as error:
-            if not attempts or (data == read(target, options, MOST_PICKLE) if remote else state == _state_of_file(target)):
+            present = read(target, options, MOST_PICKLE) if remote else _state_of_file(target)
+            if not attempts or present == (data if remote else state):
                 note("open", "", type(error).__name__)
                 raise
     raise AssertionError("the last try returns or raises")

@@ -162,7 +162,8 @@ def plan(
     frame_dtype = check_dtype(frame, options.get("dtype"))
     with Model(source, device=where, **opening(options)) as model:
         rows = [model.row(at) for at in (range(len(model.table)) if model.chosen is None else model.chosen)]
-        load = outlook(model, frame, frame_dtype, keep=None if keep is None else parse_size(None if keep == 0 else keep, "keep"))
+        size = None if keep is None else parse_size(None if keep == 0 else keep, "keep")
+        load = outlook(model, frame, frame_dtype, keep=size)
         info = model.info()
     final = load["bytes"]
     uris = [part["uri"] for part in info]
