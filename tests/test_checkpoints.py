@@ -398,20 +398,16 @@ def test_a_store() -> None:
         assert isinstance(cause(caught), ow.ArgumentError) and objects(root / "other") == {"model.safetensors.index.json"}
 
 
-@pytest.mark.parametrize("late", ["model.safetensors.index.json", "checkpoint.json"])
-def test_two_saves_to_one_place_of_a_store(late: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two saves that run at once one makes the checkpoint; the other fails by a typed error, and its files go."""
+def test_two_saves_to_one_place_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two saves that run at once one makes the checkpoint and keeps its indexes; the other fails by a typed error,
+    and its files go."""
     with stores.s3() as (options, root):
         at = "s3://models/run/step-1"
         write, first = places.Place.write, [True]
 
         def other_first(place: places.Place, file: str, text: bytes) -> None:
-            if file == late and first:
+            if file == "checkpoint.json" and first:
                 first.clear()
-                if late == "checkpoint.json":  # the other one began while this one had no index yet
-                    monkeypatch.setattr(places.Place, "_clear_indexes", lambda _: None)
-                    for index in root.rglob("*.index.json"):
-                        index.unlink()
                 dcp.save(state(1), storage_writer=CheckpointWriter(at, storage_options=options))
             write(place, file, text)
 
@@ -423,6 +419,28 @@ def test_two_saves_to_one_place_of_a_store(late: str, monkeypatch: pytest.Monkey
         dcp.load(into, storage_reader=CheckpointReader(at, storage_options=options))
         assert same(into, state(1))
         assert len([name for name in objects(root) if name.endswith(".safetensors")]) == 2
+        for index in root.rglob("*.index.json"):
+            assert {index.parent / name for name in json.loads(index.read_text())["weight_map"].values()} <= {*index.parent.iterdir()}
+        assert len(list(root.rglob("*.index.json"))) == 2
+
+
+def test_joined_tensors_are_rows_of_one() -> None:
+    """What is no tensor cut along its first dimension is refused before anything is written."""
+    from overwire.frameworks.joined import JoinedTensor
+
+    for parts in ([], [torch.tensor(1.0)], [torch.zeros(2, 3), torch.zeros(2, 6).half()], [torch.zeros(2, 3), torch.zeros(2, 4)]):
+        with pytest.raises(ow.ArgumentError, match="joined tensor"):
+            JoinedTensor(parts).describe()
+
+
+def test_a_host_without_memory_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system refuses memory files, staged memory is of the process alone."""
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EPERM, "refused")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    memory = buffers.host_memory(1000, False)
+    assert memory.nbytes == 1000 and not memory.any() and buffers.find_block(memory, buffers.offer_buffers()) is None
 
 
 @pytest.mark.parametrize("refused", ["training/model-ow", "index.json", "checkpoint.json"])

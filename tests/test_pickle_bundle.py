@@ -473,3 +473,18 @@ def test_elements_of_less_than_a_byte_and_records_come_back(tmp_path: Path) -> N
     ow.compress_pickle(array, path)
     got = ow.load_compressed_pickle(path, trust=True)
     assert got.dtype.type is np.record and got[0].a == 0
+
+
+def test_a_file_of_another_owner_stays(tmp_path: Path) -> None:
+    """What lies at a container's place and is no bundle's is neither replaced, nor in the way of another bundle."""
+    (tmp_path / "tensors").mkdir()
+    for at, text in (("a", b"no safetensors"), ("b", b"")):
+        (tmp_path / "tensors" / f"{at}.safetensors").write_bytes(text)
+    ow.save_file({"v": torch.ones(3)}, tmp_path / "tensors" / "c.safetensors")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "tensors").iterdir()}
+    for name in "abc":
+        ow.compress_pickle({"v": torch.zeros(9)}, tmp_path / f"{name}.pkl")
+        same(ow.load_bundle(tmp_path / f"{name}.pkl")["v"], torch.zeros(9))
+        ow.save_bundle({"v": torch.ones(9)}, tmp_path / f"{name}.pkl")
+        same(ow.load_compressed_pickle(tmp_path / f"{name}.pkl")["v"], torch.ones(9))
+        assert (tmp_path / "tensors" / f"{name}.safetensors").read_bytes() == before[f"{name}.safetensors"]

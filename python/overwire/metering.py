@@ -43,6 +43,8 @@ _totals: dict[str, VerbMetrics] = {}
 def _in_child() -> None:
     global _lock
     _lock = threading.RLock()  # another thread may have held it
+    _noted.clear()
+    _totals.clear()
 
 
 os.register_at_fork(after_in_child=_in_child)

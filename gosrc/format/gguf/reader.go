@@ -132,7 +132,7 @@ func (r *reader) readEntry(key string) (value, error) {
 	return v, nil
 }
 
-// valueOf reads a value; of one that is not shown, the text may stay "".
+// readValue reads a value; of one that is not shown, the text may stay "".
 func (r *reader) readValue(kind uint32, depth int, show bool) (v value, err error) {
 	v.kind = kind
 	switch {

@@ -346,11 +346,18 @@ def _local_place(target: str, data: bytes, folder: str, turn: contextlib.ExitSta
         raise ArgumentError(f"overwire: compress {target!r}: the name is too long for that of its container")
     with _os_errors(target):
         os.makedirs(os.path.dirname(container), exist_ok=True)
-        for lock in (layout.lock_of(target, one) for one in layout.FOLDERS):
-            if os.path.isdir(os.path.dirname(lock)):
+        for one in layout.FOLDERS:
+            lock = layout.lock_of(target, one)
+            if not os.path.isdir(os.path.dirname(lock)):
+                continue
+            try:
                 turn.enter_context(turn_of(lock))
+            except OSError as error:  # no writer of this user's can be in a folder that is closed to him
+                if one == folder or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                    raise
         container = layout.container_of(target, folder)  # another writer may have chosen one meanwhile
-        if any(_has_digest(container, _digest_of_file(rival)) for rival in layout.rivals_of(target)):
+        rivals = layout.rivals_of(target)
+        if _is_anothers(container) or any(_has_digest(container, _digest_of_file(rival)) for rival in rivals):
             container = layout.second_container_of(target, folder)
         _keep_previous(target, container)
         elsewhere = _elsewhere(target, folder)
@@ -448,6 +455,17 @@ def _has_digest(container: str, digest: str, options: StorageOptions | None = No
         if options is not None or is_remote(container):
             raise  # a store that is out of reach says nothing about what it holds
         return False
+
+
+def _is_anothers(container: str) -> bool:
+    # Whether a file is there that is no bundle's.
+    try:
+        with Model(container, probe=True) as model:
+            return DIGEST not in model.metadata()
+    except NotFoundError:
+        return False
+    except OverwireError:
+        return True
 
 
 def _target_of(path: str | os.PathLike[str]) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 
-from ..errors import CorruptError, NotFoundError
+from ..errors import CorruptError, FormatError, NotFoundError, OverwireError
 from ..files import read_file
 from ..jobs import shown
 from ..metering import note
@@ -64,15 +64,21 @@ def _open_container(target: str, digest: str, tensors: SourceLike | None, option
     if tensors is not None:
         containers, candidates = [str(tensors)], [tensors]
     missing = False
+    damage: OverwireError | None = None  # of one that may be no bundle's
     for candidate in candidates:
         try:
             model = Model(candidate, storage_options=None if tensors is None else options, probe=True)
         except NotFoundError:
             missing = missing or candidate is candidates[0]
             continue
+        except (CorruptError, FormatError) as error:
+            damage = damage or error
+            continue
         if model.metadata().get(DIGEST) == digest:
             return model
         model.close()
+    if damage is not None:
+        raise damage
     if missing:
         raise layout.not_beside(target, containers[0])
     raise CorruptError(

@@ -55,11 +55,15 @@ _buffers: dict[int, _Buffer] = {}  # those of this process, by address
 def host_memory(nbytes: int, pinned: bool) -> torch.Tensor:
     """New memory of that many bytes, zero, which other processes can map while any tensor has it.
 
-    pinned: for copies of a GPU. Raises OutOfMemoryError."""
+    pinned: for copies of a GPU. Raises OutOfMemoryError. Where the system gives no memory files, other
+    processes cannot map it: what lies in it is sent."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     name = f"overwire-{secrets.token_hex(12)}"
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    except OSError:
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
     try:
         pieces = [(descriptor, at, min(_STEP, nbytes - at)) for at in range(0, nbytes, _STEP)]
         with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1, 8)) as pool:

@@ -1,5 +1,5 @@
-"""checkpoint.json: what a checkpoint has beside its tensors. Written last, so that a folder
-with it is whole.
+"""checkpoint.json: what a checkpoint has beside its tensors. Written behind them, so that a
+folder with it is whole.
 
     {"format": "overwire checkpoint", "version": 1,
      "parts": [{"prefix": "model.", "files": ["model.safetensors"]},

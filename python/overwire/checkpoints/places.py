@@ -2,9 +2,9 @@
 
 A local one is written to a hidden folder beside its own, `.NAME.partial`, and renamed when
 it is whole: into its place, or in exchange for the one that it replaces, in one step. In a
-store, checkpoint.json is written last: without it there is no checkpoint. The files of each
-save have names of their own there, and what names them is written only where nothing is: of
-several saves at once one makes the checkpoint, and the others fail.
+store, checkpoint.json is written behind the tensors: without it there is no checkpoint. The
+files of each save have names of their own there, and checkpoint.json is written only where none
+is: of several saves at once one makes the checkpoint and then its indexes, and the others fail.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ class Place:
         return path
 
     def write(self, file: str, text: bytes) -> None:
-        """Writes a small file. In a store, ArgumentError if another save has written it."""
+        """Writes a small file. In a store, ArgumentError if another save has written checkpoint.json."""
         if not self.remote:
             write_bytes(self.make(file), text, self.options)
             return
         path = self.path_of(file)
         try:
-            write_bytes(path, text, self.options, once=True)
+            write_bytes(path, text, self.options, once=file == NAME)
         except ArgumentError as error:
             what = f"overwire: {self.path}: another save of this checkpoint has ended before"
             raise ArgumentError(what, source=self.path) from error
@@ -100,7 +100,7 @@ class Place:
         """
         old = self._has_checkpoint()
         if self.remote:
-            self._clear_indexes()
+            self._refuse_indexes()
             return
         with self._naming_failures("make"):
             os.makedirs(os.path.dirname(self._partial), exist_ok=True)
@@ -220,8 +220,9 @@ class Place:
             else:
                 os.unlink(entry.path)
 
-    def _clear_indexes(self) -> None:
-        # Those that a killed save has left in a store, where no checkpoint is.
+    def _refuse_indexes(self) -> None:
+        # ArgumentError for one of another model. One of a save that was killed, or that runs, stays: the
+        # save that makes checkpoint.json writes its own over it.
         for file in (INDEX, f"{TRAINING}/{INDEX}"):
             path = self.path_of(file)
             with contextlib.suppress(NotFoundError):
@@ -232,7 +233,6 @@ class Place:
                     checkpoint = False
                 if not checkpoint:
                     raise ArgumentError(f"overwire: {path} is of another model: save to another name", source=self.path)
-                remove_objects([path], self.options)
 
     def _try_exchange(self) -> None:
         names = [self.path_of(".one"), self.path_of(".two")]

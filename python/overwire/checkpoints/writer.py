@@ -200,8 +200,8 @@ class CheckpointWriter(StorageWriter):
         files = [file for part in manifest.parts for file in part.files]
         place.take_over(files)
         try:
+            place.write(NAME, encode(manifest))  # in a store one of several saves goes on
             _write_indexes(place, manifest, results)
-            place.write(NAME, encode(manifest))
         except BaseException:
             self._drop_place()
             raise

@@ -117,11 +117,15 @@ class Recorder:
         self._works = False
 
     def __enter__(self) -> Recorder:
+        try:
+            key, guard = _recorder_keys()[0], torch._C._IncludeDispatchKeyGuard
+        except Exception as error:  # before anything changes
+            raise Unplannable("its tensors", f"this torch, without what records operations ({error}),") from error
         outer = getattr(_here, "recorder", None)
         self._entered.callback(setattr, _here, "recorder", outer)
         _here.recorder = self
         self._entered.enter_context(_places)
-        self._entered.enter_context(torch._C._IncludeDispatchKeyGuard(_recorder_keys()[0]))
+        self._entered.enter_context(guard(key))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -315,6 +319,7 @@ class _Places:
 
     def __init__(self) -> None:
         self._lock, self._count = threading.Lock(), 0
+        self._before: dict[str, Any] = {}  # what others have put there
         types = {"is_meta": "meta", "is_cpu": "cpu", "is_cuda": "cuda"}
         answers = {
             name: functools.partial(lambda kind, device: device.type == kind, kind) for name, kind in types.items()
@@ -325,8 +330,9 @@ class _Places:
         with self._lock:
             self._count += 1
             if self._count == 1:
+                self._before = {name: vars(torch.Tensor)[name] for name in self._answers if name in vars(torch.Tensor)}
                 for name, answer in self._answers.items():
-                    setattr(torch.Tensor, name, _property_that_answers(getattr(torch._C.TensorBase, name), answer))
+                    setattr(torch.Tensor, name, _property_that_answers(getattr(torch.Tensor, name), answer))
 
     def __exit__(self, *exc: object) -> None:
         with self._lock:
@@ -334,6 +340,8 @@ class _Places:
             if self._count == 0:
                 for name in self._answers:
                     delattr(torch.Tensor, name)
+                for name, value in self._before.items():
+                    setattr(torch.Tensor, name, value)
 
 
 _places = _Places()
@@ -362,6 +370,15 @@ def _intercept_operation(func: Any, *args: Any, **kwargs: Any) -> Any:
 @functools.cache
 def _recorder_keys() -> tuple[Any, Any, Any]:
     """The key of the recorder, alone and as a set; tells torch what to do with it, once in a process."""
+    with _registering:
+        return _register_keys()
+
+
+_registering = threading.Lock()
+
+
+@functools.cache
+def _register_keys() -> tuple[Any, Any, Any]:
     library: Any = torch.library.Library
     every, aten = library("_", "IMPL"), library("aten", "IMPL")
     every.fallback(_intercept_operation, _KEY)
