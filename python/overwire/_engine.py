@@ -66,7 +66,9 @@ class _Exiting:
     """Stands in for the module while the interpreter exits."""
 
     def __init__(self) -> None:
-        self._thread = _thread.get_ident()
+        from .errors import CancelledError  # later nothing can be imported
+
+        self._thread, self._refusal = _thread.get_ident(), CancelledError
 
     def __getattr__(self, name: str) -> Any:
         if _thread.get_ident() != self._thread:
@@ -79,12 +81,11 @@ class _Exiting:
             return lambda *args: None  # finalizers: it is all going away
         if name == "forked":
             return bool  # False
-        from . import errors
 
         def refuse(verb: str, *rest: Any) -> Any:
             if verb in ("cancel", "gpu_stream_free"):
                 return "", b"", [], None, None
-            raise errors.CancelledError("overwire: the interpreter is exiting")
+            raise self._refusal("overwire: the interpreter is exiting")
 
         return refuse
 
@@ -304,9 +305,8 @@ def main() -> None:
         run(sys.argv[2:])
     if sys.argv[1:2] == ["bench"] and any(word.partition("=")[0] == "--ranks" for word in sys.argv[2:]):
         os.execv(sys.executable, [sys.executable, "-m", "overwire._bench", *sys.argv[2:]])
-    if sys.argv[1:2] == ["bench"] and " --device=cuda" in " ".join(["", *sys.argv[2:]]).replace(
-        "--device ", "--device="
-    ):
+    words = " ".join(["", *sys.argv[2:]]).replace("--device ", "--device=")
+    if sys.argv[1:2] == ["bench"] and " --device=cuda" in words:
         os.execv(sys.executable, [sys.executable, "-m", "overwire._bench_faces", *sys.argv[2:]])
     if sys.argv[1:2] in (["compress"], ["convert"]) and any(map(may_be_torch, sys.argv[2:])):
         os.execv(sys.executable, [sys.executable, "-m", "overwire._torch", *sys.argv[1:]])
