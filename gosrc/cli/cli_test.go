@@ -3,7 +3,6 @@ package cli
 import (
 	"bytes"
 	"context"
-	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -496,55 +495,6 @@ func TestDoctorOfPreloads(t *testing.T) {
 		advice := strings.Join(Diagnose(Env{}, false).Advice, "\n")
 		if strings.Contains(advice, "OVERWIRE_PRELOAD") != (want != "") || !strings.Contains(advice, want) || strings.Contains(advice, "secret") {
 			t.Errorf("%s: %s", path, advice)
-		}
-	}
-}
-
-// layered writes a model of 16 layers of 1 MB and of 500 KB beside them, and returns its path.
-func layered(t *testing.T) string {
-	t.Helper()
-	header, end := `{"embed.weight":{"dtype":"U8","shape":[500000],"data_offsets":[0,500000]}`, 500_000
-	for i := range 16 {
-		header += fmt.Sprintf(`,"layers.%d.up.weight":{"dtype":"U8","shape":[1000000],"data_offsets":[%d,%d]}`, i, end, end+1_000_000)
-		end += 1_000_000
-	}
-	path := filepath.Join(t.TempDir(), "layered.safetensors")
-	file := append(binary.LittleEndian.AppendUint64(nil, uint64(len(header)+1)), header+"}"...)
-	if err := os.WriteFile(path, append(file, make([]byte, end)...), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	return path
-}
-
-// load --plan says what a load takes, and with --keep what an offload would stream; doctor says so of a
-// model that is named. Neither needs a GPU, and what is wrong is refused.
-func TestPlan(t *testing.T) {
-	path := layered(t)
-	for keep, want := range map[string]int{"0": 0, "2MB": 2, "3500KB": 3, "1TB": 16} {
-		var r planReport
-		if err := json.Unmarshal([]byte(must(t, "load", "--plan", path, "--json", "--keep", keep)), &r); err != nil {
-			t.Fatal(err)
-		}
-		o := r.Offload
-		if o.Kept != int64(want)*1_000_000 || o.Rest != 500_000 || o.Rest+o.Kept+o.Streamed != r.Bytes || len(o.Blocks) != 16-want {
-			t.Errorf("keep %s: %+v of %d bytes", keep, o, r.Bytes)
-		}
-	}
-	for _, c := range []struct{ argv, want string }{
-		{"load --plan " + path, "at its peak"},
-		{"load --plan --keep 0 " + path, "16 blocks of 16 MB are streamed from at most 16 MB of host memory: layers.0 to layers.15"},
-		{"load --plan --keep 1TB " + path, "nothing is streamed"}, {"doctor " + path, path},
-	} {
-		if out := must(t, strings.Fields(c.argv)...); !strings.Contains(out, c.want) {
-			t.Errorf("%s lacks %q:\n%s", c.argv, c.want, out)
-		}
-	}
-	for argv, want := range map[string]int{
-		"load --plan": ExitUsage, "load --keep 1MB " + path: ExitUsage, "load --plan --keep many " + path: ExitUsage, "load --plan --device tpu " + path: ExitNotSupported,
-		"load --plan nowhere": ExitNotFound, "doctor nowhere": ExitNotFound,
-	} {
-		if status, _, stderr := overwire(strings.Fields(argv)...); status != want {
-			t.Errorf("%s: status %d, %s", argv, status, stderr)
 		}
 	}
 }

@@ -78,7 +78,7 @@ func TestDoctorFake(t *testing.T) {
 func TestDoctorOfModelsFake(t *testing.T) {
 	path := layered(t)
 	for bytes, want := range map[int64]string{
-		1 << 30: "fits\n", 16 << 20: "8 blocks of 8.0 MB are streamed from at most", 4 << 20: "cannot run it there",
+		1 << 30: "fits\n", 16 << 20: "8 blocks, 8.0 MB together, are streamed from at most", 4 << 20: "cannot run it there",
 	} {
 		end := cuda.Fake(bytes)
 		if out := must(t, "doctor", path); !strings.Contains(out, want) {

@@ -164,7 +164,7 @@ func (c *call) printWritten(w io.Writer, rep save.Report, compress bool) {
 		case o.Compared:
 			fmt.Fprintf(w, "sha256 equal: %s  %s\n", o.SHA256, errs.OneLine(o.File))
 		default:
-			fmt.Fprintf(w, "sha256, of which the compressed file keeps none: %s  %s\n", o.SHA256, errs.OneLine(o.File))
+			fmt.Fprintf(w, "no sha256 kept; this file has: %s  %s\n", o.SHA256, errs.OneLine(o.File))
 		}
 	}
 	if equal > 0 {
@@ -256,7 +256,7 @@ and names file, tensor, chunk and offset.`,
 				case o.Compared:
 					fmt.Fprintf(w, "  original: sha256 equal: %s\n", o.SHA256)
 				default:
-					fmt.Fprintf(w, "  original: sha256, of which the file keeps none: %s\n", o.SHA256)
+					fmt.Fprintf(w, "  original: the file keeps no sha256 to compare; made again it has %s\n", o.SHA256)
 				}
 			}
 			if rep.Note != "" {

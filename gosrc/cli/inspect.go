@@ -62,6 +62,8 @@ func (c *call) inspectFiles() error {
 	switch out := c.opts["html"]; {
 	case glob != "*" && c.is("estimate"):
 		return usage("--estimate is of whole files: leave --filter out")
+	case c.opts["top"] != "" && (c.is("digests") || c.is("summary")):
+		return usage("--top goes with neither --digests nor --summary")
 	case c.is("digests") && (out != "" || c.is("estimate")):
 		return usage("--digests goes with neither --html nor --estimate")
 	case c.is("digests"):

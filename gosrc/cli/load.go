@@ -50,6 +50,8 @@ stream from host memory, as far as names tell the model's blocks.`,
 func (c *call) load() error {
 	_, keeps := c.opts["keep"]
 	switch {
+	case c.is("plan") && (c.opts["trace"] != "" || c.opts["repeat"] != ""):
+		return usage("--plan loads nothing: leave --trace and --repeat out")
 	case c.is("plan"):
 		return c.planLoad()
 	case keeps:

@@ -70,7 +70,7 @@ func offloadText(o *plan.Offload) string {
 		return fmt.Sprintf("nothing is streamed: %s on the device", bytesText(o.DeviceBytes()))
 	}
 	return fmt.Sprintf("%s on the device: %s in no block, %s of blocks that stay, a ring of %s; "+
-		"%d blocks of %s are streamed from at most %s of host memory: %s to %s",
+		"%d blocks, %s together, are streamed from at most %s of host memory: %s to %s",
 		bytesText(o.DeviceBytes()), bytesText(o.Rest), bytesText(o.Kept), bytesText(o.Ring),
 		len(o.Blocks), bytesText(o.Streamed), bytesText(o.Stored), o.Blocks[0], o.Blocks[len(o.Blocks)-1])
 }

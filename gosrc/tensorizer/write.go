@@ -25,7 +25,7 @@ type Item struct {
 	Module uint16
 	Type   uint8
 	Name   string
-	Text   string  // dtype; see TextOf
+	Text   string  // dtype; see dtypeText
 	Dims   []int64 // as they are written
 	Bytes  int64   // of the data; 0 with dims that are not: without data
 	Crypt  *Crypt  // nil: plain

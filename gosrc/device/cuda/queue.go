@@ -21,7 +21,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A slot in pinned memory has status words, tables and bytes; its deviceMirror, in
+// A slot in pinned memory has status words, tables and bytes; its DeviceMirror, in
 // the staging on the device, has the same layout. Tables are written right before
 // the bytes, so that one copy usually takes both.
 //

@@ -312,7 +312,7 @@ func BenchmarkParse(b *testing.B) {
 func TestOtherKinds(t *testing.T) {
 	for head, want := range map[string]string{
 		"PK\x03\x04 and more":            "not a safetensors file but a zip archive, as torch.save and numpy.savez write: `overwire convert`",
-		"GGUF\x03\x00\x00\x00":           "not a safetensors file but a GGUF file: of its quantised blocks",
+		"GGUF\x03\x00\x00\x00":           "not a safetensors file but a GGUF file: overwire lists and verifies",
 		"\x1f\x8b\x08 and more":          "not a safetensors file but a gzip file: gunzip it first (HeaderTooLarge: ",
 		"version https://git-lfs":        "git lfs pull",
 		"just some text, longer than it": "not a safetensors file but text: check the path",

@@ -79,7 +79,7 @@ func New(sys FS, path, like string, most fs.FileMode) (*Target, error) {
 		return nil, Failed(path, -1, err)
 	}
 	if f, ok := t.file.(*os.File); ok {
-		// Until Drop, the lock shows removeOrphans that this process is alive. It
+		// Until Drop, the lock shows removeAll that this process is alive. It
 		// needs a descriptor of its own: a shard's file is closed long before the
 		// last shard is written.
 		if syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) == nil {

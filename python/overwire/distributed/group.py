@@ -339,7 +339,7 @@ class Members:
                     raise step.failure
 
     def settle(self, hosts: list[str]) -> None:
-        """Collective: who is on which host, once a members."""
+        """Collective: who is on which host, once a group."""
         if self.local:
             return
         self.local = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]

@@ -4,7 +4,7 @@ Each rank reads a share of the stored bytes, over the link of its own GPU, and g
 shares from the other ranks; then every rank decodes what it wants (plain tensors: copies it).
 A load goes in pieces, each in one of a few buffers; beside the tensors it needs only the ring
 of these buffers. The engine reads, lays out and decodes (`gosrc/relay`). Two carriers bring the
-pieces from rank to rank, and the ranks follow one rule to choose (`choose_carrier`):
+pieces from rank to rank, and the ranks follow one rule to choose (`carrier_of`):
 
     mapped       between ranks of a host that map each other's memory, by the engine itself.
     collective   between all ranks of the group, by torch.distributed. On GPUs the thread here

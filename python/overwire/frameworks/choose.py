@@ -75,7 +75,7 @@ def frame_of(tensor: Any) -> Frame:
     if numpy is not None and isinstance(tensor, (numpy.ndarray, numpy.generic)):
         return frame_for("numpy")
     bare = isinstance(tensor, (bytes, bytearray, memoryview))
-    advice = "TensorSpec.of(dtype, shape, data) says what bytes are" if bare else "compress_pickle stores other objects"
+    advice = "TensorSpec.of(dtype, shape, data) says what bytes are" if bare else "save_bundle saves other objects"
     if isinstance(tensor, (str, PathLike)):
         advice = f"load_file({fspath(tensor)!r}) returns the tensors of a file"
     raise ArgumentError(f"overwire: expected a torch tensor or a numpy array, got {type(tensor).__name__}; {advice}")

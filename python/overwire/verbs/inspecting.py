@@ -141,7 +141,7 @@ def rewrite(
 ) -> Report:
     """`convert` of files that the engine reads."""
     check_choice(level, "level", Level)
-    check_switches(compress=compress)
+    check_switches(compress=compress, sha256=sha256)
     check_storage(storage_options)
     reach = {name: value for name, value in (storage_options or {}).items() if not name.startswith("encryption_")}
     uris, keep = _uris_of(source, reach or None)

@@ -19,7 +19,7 @@ from ..frameworks.choose import check_device, frame_for, frame_of
 from ..frameworks.frame import overlaps_itself
 from ..jobs import Job, log, time_limit
 from ..model.opened import Model
-from ..model.options import StorageOptions, parse_size
+from ..model.options import StorageOptions, check_switches, parse_size
 from ..paths import is_remote, local
 from ..progress import ProgressLike, watch
 from .into import ALL, place_of
@@ -267,6 +267,7 @@ def sleep(
     frame_for("torch")
     tensors_by_name = _collect_tensors(tensors)
     groups: dict[str, list[_Sleeper]] = {}
+    check_switches(release=release)
     end = time_limit(timeout)
     path = "" if to_file is None else local(to_file)
     places = {name: place_of(tensor) for name, tensor in tensors_by_name.items()}
