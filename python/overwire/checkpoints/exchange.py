@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Union
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ __all__ = ["Copy", "Exchange", "Gathered", "copy_blocks"]
 Copy = tuple[torch.Tensor, torch.Tensor]
 
 #: A tensor that a rank saves.
-Gathered = torch.Tensor | JoinedTensor
+Gathered = Union["torch.Tensor", JoinedTensor]
 
 
 class Exchange:
