@@ -546,6 +546,6 @@ def _load(
     storage(storage_options, [target])  # refused for a local path
     data, model = open_pair(target, folders, tensors, storage_options)
     with model, Landing(model, shown(target), where, watch(progress, "load")) as blobs:
-        made = unpickling.load(data, blobs, shown(target), trust)
+        content = unpickling.load(data, blobs, shown(target), trust)
         blobs.wait()  # an error in a blob that nothing asked for
-    return made
+    return content
