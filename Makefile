@@ -96,7 +96,7 @@ fakegpu: ## the tests of device/cuda on the fake driver, which runs the kernels'
 gofmt golint gotest race static fakegpu fakepy asan:
 	@.ci/check $@
 counts: ## lines, names and long lines of each package; lowers their ceilings, or raises them with WHY="a reason"
-	$(PY) tests/counts.py --write $(if $(WHY),--why "$(WHY)")
+	$(PY) tests/house/counts.py --write $(if $(WHY),--why "$(WHY)")
 
 pylint: venv
 	$(PY) -m ruff check --quiet .
@@ -128,7 +128,7 @@ plots: $(DOCS)/.ready ## docs/plots/*.svg from docs/plots/figures.json
 	$(DOCS)/bin/python docs/plots/draw.py
 bench: build rig ## every figure beside the floor of this machine and its goal
 	$(BIN)/overwire-rig --python $(PY)
-	$(PY) tests/bench_binding.py
+	$(PY) tests/benches/bench_binding.py
 
 docs: $(DOCS)/.ready ## build/docs/html: the site, from docs/ and the docstrings; needs no network once it is installed
 	$(DOCS)/bin/python -m sphinx -q -W --keep-going -E -c docs -d build/docs/doctrees . build/docs/html
@@ -154,4 +154,4 @@ kernels: $(NVCC) ## compile cuda/built/*.fatbin anew, byte for byte, by the pinn
 $(NVCC):
 	$(PYTHON) -m pip install -q --disable-pip-version-check --target build/nvcc "cuda-toolkit[nvcc,cudart]==13.0.*"
 gpubench: build rig ## on a machine with a GPU: its tests, the memory checkers, every figure
-	PYTHON=$(PY) RIG=$(BIN)/overwire-rig tests/device_run.sh
+	PYTHON=$(PY) RIG=$(BIN)/overwire-rig tests/gpu/device_run.sh

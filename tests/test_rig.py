@@ -1,7 +1,7 @@
 """The rig (gosrc/rig) and its scripts, on the device that every machine has: the CPU.
 
 What needs a driver is tested on the fake one (`make fakegpu`); the very same
-rows on a GPU come out of tests/device_run.sh.
+rows on a GPU come out of tests/gpu/device_run.sh.
 """
 
 from __future__ import annotations

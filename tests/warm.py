@@ -162,7 +162,9 @@ def _serve(s: socket.socket) -> dict[str, Any]:
         os.environ.clear()
         os.environ.update(job["env"])
         named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-        sys.path[:] = ["", *named, *(path for path in sys.path[1:] if path not in own)]
+        rest = (path for path in sys.path[1:] if path not in own)
+        # What the folders of tests share lies beside this file.
+        sys.path[:] = ["", *named, *rest, str(Path(__file__).parent)]
         return job
 
 

@@ -19,7 +19,7 @@ var update = flag.Bool("update", false, "write the vectors that the Python tests
 const vectorFile = "../../../tests/goldens/container/vectors.json"
 
 // A vector is one file and what must become of it. accept is the verdict of
-// the original, which tests/test_safetensors_parity.py holds it to.
+// the original, which tests/peers/test_safetensors_parity.py holds it to.
 type vector struct {
 	name   string
 	file   []byte

@@ -1,0 +1,166 @@
+"""vLLM's real code takes pushes of weights, from the trainer's twin, byte for byte.
+
+    python tests/engines/engines_live.py        needs vLLM's Python tree on PYTHONPATH; `make engines` sees to it
+
+On the CPU, without vLLM's compiled parts: the factories, the layers and the loaders are
+the released ones. Each model is loaded, pushes of other weights follow, by files and by a
+process group, to one process and to two tensor-parallel ranks; every parameter is
+compared with what a load of the same weights gives.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import engines_vllm as tiny
+import torch
+
+
+class Workers:
+    """Stands for vLLM's control plane: calls reach the engine of each rank, over gloo."""
+
+    def __init__(self, engine: Any, world: int, config: Any) -> None:
+        self.engine, self.world, self.config = engine, world, config
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if self.world > 1:
+            torch.distributed.broadcast_object_list([(name, arguments)], 0)
+        self.run(name, arguments)
+
+    def run(self, name: str, arguments: Any) -> None:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.config):
+            if name == "init_transfer_engine":
+                self.engine.init_transfer_engine(self.engine.parse_init_info(*arguments))
+            else:
+                getattr(self.engine, name)(*arguments)
+
+    def serve(self) -> None:
+        """What ranks but the first do."""
+        while True:
+            heard: list[Any] = [None]
+            torch.distributed.broadcast_object_list(heard, 0)
+            if heard[0] is None:
+                return
+            self.run(*heard[0])
+
+    def end(self) -> None:
+        if self.world > 1:
+            torch.distributed.broadcast_object_list([None], 0)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call("init_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        self._call("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._call("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call("finish_weight_update")
+
+
+class Source(dict):  # type: ignore[type-arg]
+    """A WeightSource of tensors by name."""
+
+    def __iter__(self) -> Any:
+        return iter(self.items())
+
+
+def other(tensors: dict[str, Any], n: int) -> dict[str, Any]:
+    """The same tensors some steps of training later."""
+    torch.manual_seed(n)
+    return {name: (t.float() * (1 + 0.01 * torch.randn(t.shape))).to(t.dtype) for name, t in tensors.items()}
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+def rank_main(base: Path, world: int, rank: int, port: int, carrier: int) -> None:
+    from overwire.integrations.vllm import transfer
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
+
+    tiny.without_kernels()
+    for name in tiny.MODELS:
+        at = base / name
+        tensors = tiny.weights(tiny.MODELS[name])
+        steps = [other(tensors, n) for n in range(3)]
+        loaded = []
+        for n, step in enumerate(steps):
+            where = at / f"step-{world}-{n}"
+            if rank == 0:
+                tiny.folder(where, tiny.MODELS[name], step, False)
+            if world > 1 and torch.distributed.is_initialized():
+                torch.distributed.barrier()
+            loaded.append(tiny.state(tiny.load(where, world, rank, port, "safetensors")[0]))
+        model, config = tiny.load(at / "plain", world, rank, port, "safetensors")
+        engine = WeightTransferEngineFactory.create_engine(WeightTransferConfig(backend="overwire"), config, torch.device("cpu"), model)
+        assert type(engine) is transfer.TransferEngine
+        config.parallel_config.rank = rank  # as vLLM's worker notes it
+        workers = Workers(engine, world, config)
+        way: dict[str, Any] = {"where": str(at / f"pushes-{world}")}
+        slices = tiny.planned()
+        reason = transfer.obstacle(model, config.model_config)
+        assert reason is None or "experts for CPU" in reason, reason  # which vLLM repacks
+        for group, deltas in ((False, False), (True, reason is None)):
+            if group:
+                way = {"master_address": "127.0.0.1", "master_port": carrier, "world_size": world + 1, "timeout": 30}
+                carrier += 1
+            if rank:
+                workers.serve()
+            else:
+                source = Source()
+                info = transfer.TrainerInit(rank=0, deltas=deltas, **way)
+                trainer = WeightTransferTrainerFactory.trainer_init(info, client=workers, source=source)
+            for n, step in enumerate(steps):
+                if rank == 0:
+                    source.update(step)
+                    trainer.send_weights()
+                if rank == 0 or n == len(steps) - 1:
+                    wrong = tiny.differences(tiny.state(model), loaded[n])
+                    if wrong:
+                        raise SystemExit(f"{name}, push {n}, group {group}, deltas {deltas}, rank {rank} of {world}: {wrong}")
+            if rank == 0:
+                workers.end()
+                trainer.shutdown()
+            engine.shutdown()
+        print(f"  {name}: {len(steps)} pushes to rank {rank} of {world} as loads of the same, {slices} slices", flush=True)
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        rank_main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+        return
+    base = Path(tempfile.mkdtemp(prefix="overwire-live-"))
+    try:
+        site = tiny.plug_in(base)
+        for name, config in tiny.MODELS.items():
+            tiny.folder(base / name / "plain", config, tiny.weights(config), False)
+        env = tiny.environment(base, site)
+        for world in (1, 2):
+            port, carrier = free_port(), free_port()
+            words = [sys.executable, __file__, str(base), str(world)]
+            ranks = [subprocess.Popen([*words, str(rank), str(port), str(carrier)], env=env) for rank in range(world)]
+            codes = [rank.wait(600) for rank in ranks]
+            if any(codes):
+                raise SystemExit(f"{world} ranks: exit codes {codes}")
+        print("pushes are as loads")
+    finally:
+        shutil.rmtree(base)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""vLLM's real code on the CPU: layers that are streamed compute what layers that stay compute.
+
+    PYTHONPATH=python:build/engines python tests/engines/engines_offload.py
+
+Each model is loaded by vLLM's own path and by overwire with {"offload": ...}, and run by vLLM's
+own forward: hidden states and logits are equal, bit for bit. Attention, whose kernel is
+compiled and not here, is torch's, and other operations are vLLM's own in Python. Then what
+is refused, and two ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import engines_vllm as base
+import torch
+
+MIB = 1 << 20
+
+
+def without_kernels() -> None:
+    """Puts torch's attention in the place of the compiled one: causal, over the tokens of one request; of other
+    operations vLLM's own in Python."""
+    from vllm.model_executor.custom_op import CustomOp
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    def forward(
+        self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, output: Any, *_: Any, **__: Any
+    ) -> Any:
+        q, k, v = (part.view(len(part), -1, self.head_size).transpose(0, 1) for part in (query, key, value))
+        attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+        output.copy_(attend(q, k, v, scale=self.scale).transpose(0, 1).reshape(output.shape))
+        return output
+
+    CPUAttentionBackendImpl.forward = forward
+    CustomOp.dispatch_forward = lambda self, *_, **__: self.forward_native
+
+
+@torch.inference_mode()
+def outputs(model: Any, config: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states and logits of one request."""
+    from vllm.forward_context import set_forward_context
+
+    ids = torch.arange(7, 7 + tokens) % 300
+    with set_forward_context(None, config, num_tokens=tokens):
+        hidden = model(ids, torch.arange(tokens))
+    return hidden.clone(), model.compute_logits(hidden).clone()
+
+
+def streams(path: Path, plain: Path, where: tuple[int, int, int]) -> None:
+    """With nothing, one layer and all kept."""
+    theirs, config = base.load(plain, *where, "safetensors")
+    wanted = {tokens: outputs(theirs, config, tokens) for tokens in (1, 9)}
+    layer = sum(parameter.nbytes for parameter in theirs.model.layers[0].parameters())
+    for keep, count in ((True, base.LAYERS), (f"{layer}B", base.LAYERS - 1), ("1GB", 0)):
+        model, config = base.load(path, *where, "overwire", {"offload": keep})
+        offloaded = model.__dict__["_overwire_offloaded"]
+        if len(offloaded.blocks) != count or offloaded.nbytes != count * layer:
+            raise SystemExit(f"{path}, keep {keep}: {offloaded}")
+        for tokens in (9, 1, 9):
+            for ours, own in zip(outputs(model, config, tokens), wanted[tokens], strict=True):
+                if not torch.equal(ours, own):
+                    raise SystemExit(f"{path}, keep {keep}: other outputs for {tokens} tokens")
+        if count:
+            base.fails("state_dict", ("NotSupportedError", "model.layers.", "are away"), model.state_dict)
+            away()
+        offloaded.close()
+        if wrong := base.differences(base.state(model), base.state(theirs)):
+            raise SystemExit(f"{path}, keep {keep}: weights differ: {wrong}")
+    print(f"  {path.parent.name}, {path.name}: outputs and weights as vLLM's own", flush=True)
+
+
+def away() -> None:
+    """What would change or read weights that are away is refused, in a worker before it has done anything."""
+    from overwire.integrations import vllm as plug_in
+
+    class Worker:
+        changes = 0
+
+        def load_model(self) -> None: ...
+
+        def reload_weights(self) -> None:
+            self.changes += 1
+
+        def sleep(self) -> None:
+            self.changes += 1
+
+        def update_weights(self) -> None:
+            self.changes += 1
+
+    workers = type("workers", (), {"Worker": Worker})
+    plug_in._add_preparation(workers)
+    worker = Worker()
+    for name in ("reload_weights", "sleep", "update_weights"):
+        base.fails(name, ("ValueError", "lie compressed on the host"), getattr(worker, name))
+    if worker.changes:
+        raise SystemExit("a change that was refused has begun")
+
+
+def refusals(path: Path, where: tuple[int, int, int]) -> None:
+    """What cannot work is said before a model is made."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.offloader import get_offloader
+
+    def attempt(extra: dict[str, Any], **more: Any) -> None:
+        arguments: dict[str, Any] = {"load_format": "overwire", "model_loader_extra_config": extra, "enforce_eager": True}
+        arguments |= {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 64, **more}
+        config = EngineArgs(model=str(path), **arguments).create_engine_config()
+        get_model_loader(config.load_config).load_model(vllm_config=config, model_config=config.model_config)
+
+    before = get_offloader()
+    for words, extra, more in (
+        ("--enforce-eager", {"offload": True}, {"enforce_eager": False}),
+        ("--cpu-offload-gb", {"offload": True}, {"cpu_offload_gb": 1}),
+        ("exclude each other", {"offload": True, "prepared": True}, {}),
+        ("offload must be", {"offload": 5}, {}),
+        ("expected bytes", {"offload": "many"}, {}),
+    ):
+        base.fails(words, (words,), functools.partial(attempt, extra, **more))
+    if get_offloader() is not before:
+        raise SystemExit("vLLM's offloader is another one")
+
+
+def rank_main(root: Path, world: int, rank: int, port: int) -> None:
+    import vllm
+
+    print(f"vLLM {vllm.__version__}, rank {rank} of {world}", flush=True)
+    base.without_kernels()
+    without_kernels()
+    where = world, rank, port
+    for name in ("llama", "tied", "padded"):
+        for kind in ("plain", "compressed"):
+            streams(root / name / kind, root / name / "plain", where)
+    if world == 1:
+        refusals(root / "llama/plain", where)
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        rank_main(Path(sys.argv[1]), *map(int, sys.argv[2:5]))
+        return
+    root = Path(tempfile.mkdtemp(prefix="overwire-offload-"))
+    try:
+        site = base.plug_in(root)
+        for name in ("llama", "tied", "padded"):
+            tensors = base.weights(base.MODELS[name])
+            base.folder(root / name / "plain", base.MODELS[name], tensors, False)
+            base.folder(root / name / "compressed", base.MODELS[name], tensors, True)
+        env = base.environment(root, site)
+        for world in (1, 2):
+            port = base.free_port()
+            command = [sys.executable, __file__, str(root), str(world)]
+            runs = [subprocess.Popen([*command, str(rank), str(port)], env=env) for rank in range(world)]
+            codes = [run.wait(600) for run in runs]
+            if any(codes):
+                raise SystemExit(f"{world} ranks: exit codes {codes}")
+        print("streamed layers as vLLM's own")
+    finally:
+        shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()

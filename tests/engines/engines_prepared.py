@@ -1,0 +1,208 @@
+"""vLLM's real code on the CPU: models made of prepared state, beside its own loads.
+
+    PYTHONPATH=python:build/engines python tests/engines/engines_prepared.py
+
+Each model is loaded by vLLM's own path, then by overwire, which keeps what vLLM has made of
+it, then of that: every parameter, buffer and attribute must be the same. Then what differs: files, settings,
+damage, refusals; reloads and pushes on top; two ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import engines_vllm as base
+import torch
+
+FP8 = {
+    **base.LLAMA,
+    "intermediate_size": 192,  # two ranks have whole blocks
+    "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32]},
+}
+
+
+class Log:
+    """What overwire's loader says from now on."""
+
+    def __init__(self) -> None:
+        from overwire.integrations.vllm import prepared
+
+        self.lines: list[str] = []
+        prepared.log = self
+
+    def info(self, words: str, *more: Any) -> None:
+        self.lines.append(words % more)
+
+    warning = info
+
+    def take(self, words: str) -> str:
+        """The line with these words; all are forgotten."""
+        lines, self.lines[:] = list(self.lines), []
+        for line in lines:
+            if words in line:
+                return line
+        raise SystemExit(f"the log has no {words!r}: {lines}")
+
+
+def start(path: Path, folder: Path, where: tuple[int, int, int], **more: Any) -> tuple[Any, Any]:
+    """A start by prepared state in a folder, with what it leaves to be written."""
+    from overwire.integrations.vllm import prepared
+
+    world, rank, port = where
+    model, config = base.load(path, world, rank, port, "overwire", {"prepared": str(folder), **more})
+    prepared.begin()
+    prepared.finish()
+    return model, config
+
+
+def held(model: Any) -> dict[str, Any]:
+    """All tensors of a model and what it holds beside them."""
+    from overwire.integrations.described import Describer
+    from overwire.integrations.parts import taken
+    from overwire.integrations.vllm.identity import OPAQUE
+
+    tensors, rows, names = taken(model)
+    return {"names": names, "rows": rows, "modules": Describer(model, tensors, "vllm", OPAQUE).every()}
+
+
+def same(what: str, model: Any, theirs: Any) -> None:
+    """Compares two models whole."""
+    tensors, more = theirs
+    wrong = base.differences(base.state(model), tensors)
+    ours = held(model)
+    for part in ("names", "rows", "modules"):
+        wrong += [f"{part} {key}" for key in ours[part].keys() | more[part].keys() if ours[part].get(key) != more[part].get(key)]
+    if wrong:
+        for key in wrong[:3]:
+            part, _, name = key.partition(" ")
+            print(key, ours.get(part, {}).get(name), more.get(part, {}).get(name), sep="\n    ")
+        raise SystemExit(f"{what}: {wrong[:10]}")
+    print(f"  {what}: {len(tensors)} tensors, {len(more['modules'])} modules as vLLM's own", flush=True)
+
+
+def models(root: Path, log: Log, where: tuple[int, int, int], names: list[str]) -> None:
+    """Each model, its first start and a later one."""
+    slices = base.planned()
+    for name in names:
+        path, folder = root / name / "plain", root / "prepared" / name
+        model, _ = base.load(path, *where, "safetensors")
+        theirs = base.state(model), held(model)
+        slices.clear()
+        first, _ = start(path, folder, where)
+        if not sum(slices) and where[0] == 1:
+            raise SystemExit(f"{name}: not loaded by slices")
+        log.take("prepared state kept")
+        same(f"{name}, first", first, (theirs[0], theirs[1] | {"modules": held(first)["modules"]}))
+        later, config = start(path, folder, where)
+        log.take("made of prepared state")
+        same(f"{name}, later", later, (base.state(first), held(first)))
+        if name in ("llama", "tied", "padded", "experts"):
+            base.reload(later, config, theirs[0])
+
+
+def quantised(tensors: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint as fp8 with a scale for each block of 16 by 32."""
+    out = {}
+    for name, tensor in tensors.items():
+        if "_proj." not in name:
+            out[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        blocks = tensor.float().view(rows // 16, 16, columns // 32, 32)
+        scale = blocks.abs().amax((1, 3)) / 448
+        out[name] = (blocks / scale[:, None, :, None]).view(rows, columns).to(torch.float8_e4m3fn)
+        out[f"{name}_scale_inv"] = scale
+    return out
+
+
+def with_fp8() -> None:
+    """vLLM's kernels for fp8 need a CPU with AMX and compiled code: their weights become another layout by
+    a function from here."""
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
+    from vllm.model_executor.utils import replace_parameter
+
+    def process(self: Any, layer: Any) -> None:
+        replace_parameter(layer, "weight", layer.weight.t())
+        replace_parameter(layer, "weight_scale_inv", layer.weight_scale_inv.t().contiguous())
+
+    CPUFp8BlockScaledMMKernel.is_supported = classmethod(lambda *_: (True, None))
+    CPUFp8BlockScaledMMKernel.can_implement = classmethod(lambda *_: (True, None))
+    CPUFp8BlockScaledMMKernel.process_weights_after_loading = process
+
+
+def rank_main(root: Path, world: int, rank: int, port: int, names: list[str]) -> None:
+    base.without_kernels()
+    with_fp8()
+    log = Log()
+    models(root, log, (world, rank, port), names)
+    if world == 1:
+        refusals(root, log, (world, rank, port))
+
+
+def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
+    """Damage, changed files, other settings, code of others: the usual load, which says why, and the right weights."""
+    path, folder = root / "llama/plain", root / "refused"
+    first, _ = start(path, folder, where)
+    log.take("prepared state kept")
+    file = next(folder.iterdir())
+
+    def check(words: str) -> None:
+        model, _ = start(path, folder, where)
+        log.take(words)
+        same(words, model, (base.state(first), held(first)))
+
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-2000] + bytes(1000) + whole[-1000:])
+    check("keeps the prepared state anew")
+    check("made of prepared state")
+    file.write_bytes(whole[:100])
+    check("is damaged")
+    check("made of prepared state")
+    os.environ["VLLM_SOMETHING"] = "1"
+    check("prepared state kept")
+    del os.environ["VLLM_SOMETHING"]
+    shards = sorted(path.glob("*.safetensors"))
+    os.utime(shards[0], (1, 1))
+    check("prepared state kept")
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    own = LlamaForCausalLM.load_weights
+    LlamaForCausalLM.load_weights = lambda self, weights: own(self, weights)
+    check("does not fit: the function")
+    LlamaForCausalLM.load_weights = own
+    check("made of prepared state")
+    print("  what does not fit is loaded as always", flush=True)
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        rank_main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[5:])
+        return
+    root = Path(tempfile.mkdtemp(prefix="overwire-prepared-"))
+    try:
+        site = base.plug_in(root)
+        every = {**base.MODELS, "fp8": FP8}
+        for name, config in every.items():
+            tensors = base.weights(config)
+            base.folder(root / name / "plain", config, quantised(tensors) if name == "fp8" else tensors, False)
+        env = base.environment(root, site)
+        for world, names in ((1, every), (2, ("llama", "experts", "fp8"))):
+            port = base.free_port()
+            command = [sys.executable, __file__, str(root), str(world)]
+            runs = [subprocess.Popen([*command, str(rank), str(port), *names], env=env) for rank in range(world)]
+            codes = [run.wait(600) for run in runs]
+            if any(codes):
+                raise SystemExit(f"{world} ranks: exit codes {codes}")
+        print("prepared state as vLLM's own")
+    finally:
+        shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()

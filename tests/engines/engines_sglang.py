@@ -1,0 +1,106 @@
+"""SGLang's real loader and plug-in machinery, with overwire's plug-in.
+
+    python tests/engines/engines_sglang.py      needs SGLang's Python tree on PYTHONPATH; `make engines` sees to it
+
+On the CPU, without compiled kernels: entry points, hooks, LoadConfig, get_model_loader
+and DefaultModelLoader are the released ones. No whole model is built. It is
+a script and not a test: SGLang takes long to import.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+import engines_vllm as tiny
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def refused(words: str, call: Any) -> None:
+    try:
+        call()
+    except ValueError as error:
+        assert words in str(error), error
+        return
+    raise SystemExit(f"{words}: nothing was raised")
+
+
+class Fused(torch.nn.Module):
+    """Rows of q, k and v in one parameter, and half of the columns of the output."""
+
+    reads = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Parameter(torch.zeros(128, tiny.HIDDEN, dtype=torch.bfloat16), requires_grad=False)
+        self.out = torch.nn.Parameter(torch.zeros(tiny.HIDDEN, 32, dtype=torch.bfloat16), requires_grad=False)
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            if name.startswith("model.layers.0.self_attn."):
+                part = name.split(".")[-2][0]
+                if part == "o":
+                    self.out.data.copy_(tensor[:, 32:] * 1 if self.reads else tensor[:, 32:])
+                else:
+                    low = {"q": 0, "k": 64, "v": 96}[part]
+                    self.qkv.data.narrow(0, low, tensor.shape[0]).copy_(tensor)
+
+
+class Computes(Fused):
+    """The same, by an operation that needs the data."""
+
+    reads = True
+
+
+def planned(loader: Any, folder: str, tensors: dict[str, torch.Tensor]) -> None:
+    """SGLang's own way of loading a model, by slices and, where data is needed, tensor by
+    tensor."""
+    at = "model.layers.0.self_attn."
+    fused = torch.cat([tensors[f"{at}{part}_proj.weight"] for part in "qkv"])
+    config = types.SimpleNamespace(model_path=folder, revision=None, hf_config=types.SimpleNamespace())
+    slices = tiny.planned()
+    for kind in (Fused, Fused, Computes):
+        slices.clear()
+        model = kind()
+        loader.load_weights_and_postprocess(model, loader._get_all_weights(config, model), torch.device("cpu"))
+        assert torch.equal(model.qkv, fused) and torch.equal(model.out, tensors[f"{at}o_proj.weight"][:, 32:]), kind
+        assert slices == ([] if kind.reads else [4]), slices
+    print("  by slices as by tensors")
+
+
+def main(base: Path) -> None:
+    sys.path.insert(0, str(tiny.plug_in(base)))
+    tensors = tiny.weights(tiny.LLAMA)
+    folders = [tiny.folder(base / kind, tiny.LLAMA, tensors, kind == "compressed") for kind in ("plain", "compressed")]
+
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES
+    from sglang.srt.configs.load_config import LoadConfig, LoadFormat
+    from sglang.srt.model_loader.loader import DefaultModelLoader, get_model_loader
+    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+    assert LOAD_FORMAT_CHOICES.count("overwire") == 1
+    assert LoadConfig(load_format="safetensors").load_format is LoadFormat.SAFETENSORS
+    set_global_server_args_for_scheduler(ServerArgs(model_path=str(folders[0]), device="cpu", load_format="overwire"))
+    for folder in folders:
+        loader = get_model_loader(LoadConfig(load_format="overwire", model_loader_extra_config={"max_memory": "64KiB"}))
+        assert isinstance(loader, DefaultModelLoader) and type(loader).__module__.startswith("overwire."), type(loader)
+        found = dict(loader._get_weights_iterator(DefaultModelLoader.Source(str(folder), None)))
+        assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in found)
+        print(f"  {folder.name}: {len(found)} tensors as they were saved")
+        planned(loader, str(folder), tensors)
+    refused("unknown key 'speed'", lambda: get_model_loader(LoadConfig(load_format="overwire", model_loader_extra_config={"speed": 1})))
+    refused("'nonsense' is not a valid LoadFormat", lambda: LoadConfig(load_format="nonsense"))
+    print("SGLang reads by overwire")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(prefix="overwire-sglang-") as made:
+        main(Path(made))

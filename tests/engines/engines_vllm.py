@@ -1,0 +1,384 @@
+"""vLLM's real code loads tiny models by overwire, byte for byte as by itself.
+
+    python tests/engines/engines_vllm.py        needs vLLM's Python tree on PYTHONPATH; `make engines` sees to it
+
+On the CPU, without vLLM's compiled parts: its configuration, models, layers and loaders
+are the released ones. Each model is loaded by vLLM's own safetensors path, then by
+overwire out of a plain and a compressed folder, by one process and by two ranks over
+gloo; every parameter and buffer is compared. It is a script and not a test: vLLM takes
+half a minute to import.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from processes import overwire_serve  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+HIDDEN, LAYERS, VOCAB = 64, 2, 320
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 160,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+MIXTRAL = {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+MODELS = {
+    "llama": LLAMA,
+    "tied": {**LLAMA, "tie_word_embeddings": True},
+    "padded": {**LLAMA, "vocab_size": VOCAB - 20},  # vLLM has rows of zero for the others
+    "mixtral": MIXTRAL,
+    "experts": MIXTRAL,  # each rank has its own experts, whole
+}
+
+
+def weights(config: dict[str, Any]) -> dict[str, Any]:
+    """Tensors by the names that Hugging Face gives them."""
+    import torch
+
+    torch.manual_seed(7)
+    vocab = config["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, HIDDEN)
+    wide = config["intermediate_size"]
+    for n in range(LAYERS):
+        at = f"model.layers.{n}."
+        for name, rows in (("q", 64), ("k", 32), ("v", 32)):
+            shapes[f"{at}self_attn.{name}_proj.weight"] = (rows, HIDDEN)
+        shapes[f"{at}self_attn.o_proj.weight"] = (HIDDEN, 64)
+        shapes[f"{at}input_layernorm.weight"] = shapes[f"{at}post_attention_layernorm.weight"] = (HIDDEN,)
+        if "num_local_experts" in config:
+            shapes[f"{at}block_sparse_moe.gate.weight"] = (config["num_local_experts"], HIDDEN)
+            for e in range(config["num_local_experts"]):
+                for name, shape in (("w1", (wide, HIDDEN)), ("w2", (HIDDEN, wide)), ("w3", (wide, HIDDEN))):
+                    shapes[f"{at}block_sparse_moe.experts.{e}.{name}.weight"] = shape
+        else:
+            for name, shape in (("gate", (wide, HIDDEN)), ("up", (wide, HIDDEN)), ("down", (HIDDEN, wide))):
+                shapes[f"{at}mlp.{name}_proj.weight"] = shape
+    return {name: torch.randn(shape, dtype=torch.float32).mul_(0.02).to(torch.bfloat16) for name, shape in shapes.items()}
+
+
+def folder(path: Path, config: dict[str, Any], tensors: dict[str, Any], compress: bool) -> Path:
+    """A model in two shards with an index.json, plain or compressed."""
+    import overwire
+    import safetensors.torch
+
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    names = list(tensors)
+    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, held in shards.items():
+        part = {name: tensors[name] for name in held}
+        if compress:
+            overwire.save_file(part, path / file)
+        else:
+            safetensors.torch.save_file(part, path / file, metadata={"format": "pt"})
+    index = {name: file for file, held in shards.items() for name in held}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return path
+
+
+def plug_in(base: Path) -> Path:
+    """A folder for the import path with the wheel's entry points, as pip would write them."""
+    sys.path.insert(0, str(ROOT))
+    import setup
+
+    info = base / "site" / f"{setup.name_version()}.dist-info"
+    info.mkdir(parents=True)
+    (info / "entry_points.txt").write_text(setup.entry_points())
+    (info / "METADATA").write_text(setup.metadata())
+    return info.parent
+
+
+def load(model: Path, world: int, rank: int, port: int, load_format: str, extra: dict[str, Any] | None = None) -> Any:
+    """(model, configuration, seconds) of vLLM's get_model."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed.parallel_state import destroy_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model
+
+    arguments = EngineArgs(
+        model=str(model),
+        load_format=load_format,
+        model_loader_extra_config=extra or {},
+        tensor_parallel_size=world,
+        distributed_executor_backend="mp" if world > 1 else None,
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        enable_expert_parallel=model.parent.name == "experts" and world > 1,
+        max_model_len=64,
+        use_tqdm_on_load=False,
+    )
+    config = arguments.create_engine_config()
+    with set_current_vllm_config(config):
+        init_distributed_environment(world, rank, f"tcp://127.0.0.1:{port}", rank, backend="gloo")
+        destroy_model_parallel()  # there is a group of experts only where the model has some
+        initialize_model_parallel(world)
+        return get_model(vllm_config=config), config
+
+
+def state(model: Any) -> dict[str, Any]:
+    return {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    import torch
+
+    out = sorted(ours.keys() ^ theirs.keys())
+    for name in ours.keys() & theirs.keys():
+        a, b = ours[name], theirs[name]
+        if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
+            out.append(name)
+    return out
+
+
+def fails(what: str, words: tuple[str, ...], call: Any) -> None:
+    try:
+        call()
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        missing = [word for word in words if word not in said]
+        if missing:
+            raise SystemExit(f"{what}: {missing} is not in {said!r}") from error
+        print(f"  {what}: {said[:200]}")
+        return
+    raise SystemExit(f"{what}: nothing was raised")
+
+
+def without_kernels() -> None:
+    """Leaves out the repacking of experts for kernels, which are compiled and not here, by vLLM's
+    own function that does nothing."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    UnquantizedFusedMoEMethod.process_weights_after_loading = QuantizeMethodBase.process_weights_after_loading
+
+
+def planned() -> list[int]:
+    """A list that gets the number of slices of each plan that is carried out."""
+    from overwire.integrations import copies
+
+    out: list[int] = []
+    fill = copies.fill
+
+    def noted(every: list[Any], most: int) -> None:
+        fill(every, most)
+        out.append(len(every))
+
+    copies.fill = noted
+    return out
+
+
+def reads() -> list[int]:
+    """A list that gets what this rank has read of each load whose reading the ranks share."""
+    from overwire.integrations import slices
+
+    read: list[int] = []
+    share = slices.shared
+
+    def shared(together: Any, *arguments: Any) -> bool:
+        if landed := share(together, *arguments):
+            read.append(together.read)
+        return landed
+
+    slices.shared = shared
+    return read
+
+
+def rank_main(base: Path, world: int, rank: int, port: int) -> None:
+    import vllm
+    from overwire.integrations import recording, slices
+
+    normal = slices.APART, recording.EARLY
+    without_kernels()
+    print(f"vLLM {vllm.__version__}, rank {rank} of {world}", flush=True)
+    plans = planned()
+    read = reads()
+    for name in MODELS:
+        at = base / name
+        theirs = state(load(at / "plain", world, rank, port, "safetensors")[0])
+        for kind in ("plain", "compressed"):
+            if kind == "compressed":  # also what is read while the loader runs
+                slices.APART = recording.EARLY = 1
+            for plan in (True, False):
+                plans.clear()
+                read.clear()
+                model, config = load(at / kind, world, rank, port, "overwire", {"max_memory": "64KiB", "plan": plan})
+                wrong = differences(state(model), theirs)
+                if wrong or (bool(plans) != plan and not (plan and read)):
+                    raise SystemExit(f"{name}, {kind}, rank {rank} of {world}: not as vLLM's own: {wrong}, or not planned: {plans}")
+                print(f"  {name}, {kind}: {len(theirs)} tensors as vLLM's own, {sum(plans)} slices planned", flush=True)
+                if plan and world > 1 and kind == "plain":  # parts of small tensors share chunks
+                    shared(at / kind, read)
+            slices.APART, recording.EARLY = normal
+            reload(model, config, theirs)
+    if world == 1:
+        bad(base, port)
+        joins(base / "llama/compressed", port)
+
+
+def from_store(base: Path, rank: int, port: int, url: str) -> None:
+    """Two ranks share the reading of what lies in a store, without being asked to."""
+    without_kernels()
+    read = reads()
+    at = base / "llama"
+    theirs = state(load(at / "plain", 2, rank, port, "safetensors")[0])
+    extra = {"source": f"{url}llama/compressed/model.safetensors.index.json"}
+    wrong = differences(state(load(at / "plain", 2, rank, port, "overwire", extra)[0]), theirs)
+    if wrong:
+        raise SystemExit(f"{url}, rank {rank}: not as vLLM's own: {wrong}")
+    print(f"  {url}: {len(theirs)} tensors as vLLM's own", flush=True)
+    shared(at / "compressed", read)
+
+
+def shared(path: Path, read: list[int]) -> None:
+    """What both ranks together have read of the files, which is what each has said once."""
+    import torch
+
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, read[0] if len(read) == 1 else None)
+    stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    most = 1.5 if path.parent.name == "experts" else 1.05  # between a rank's experts lie gaps, which it reads if they are small
+    if None in every or sum(every) > most * stored:
+        raise SystemExit(f"{path}: the ranks have read {every} bytes of {stored}")
+    print(f"    the ranks read {every} bytes, {sum(every) / stored:.3f} of the files", flush=True)
+
+
+def reload(model: Any, config: Any, theirs: dict[str, Any]) -> None:
+    """vLLM's reload_weights brings zeroed parameters back."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+    with torch.no_grad(), set_current_vllm_config(config):
+        for parameter in model.parameters():
+            parameter.zero_()
+        reload_weights(config, model, None, None, True)
+    wrong = differences(state(model), theirs)
+    if wrong:
+        raise SystemExit(f"reload_weights: not as vLLM's own: {wrong}")
+
+
+def bytes_read() -> int:
+    return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["rchar"])
+
+
+def joins(path: Path, port: int) -> None:
+    """A load takes over what a preload of this process has read."""
+    import overwire
+
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    read = []
+    for preloads in (False, True):
+        if preloads:
+            overwire.preload(path).result(60)
+        before = bytes_read()
+        load(path, 1, 0, port, "overwire")
+        read.append(bytes_read() - before)
+    print(f"  bytes read without and with a preload: {read}, of {size} in the files")
+    if read[0] - read[1] < size * 0.8:
+        raise SystemExit("the load did not join the preload")
+
+
+def bad(base: Path, port: int) -> None:
+    """What is missing, too much, or damaged is said."""
+    plain = weights(LLAMA)
+
+    def without(*names: str) -> Path:
+        path = Path(tempfile.mkdtemp(dir=base)) / "m"
+        return folder(path, LLAMA, {name: tensor for name, tensor in plain.items() if name not in names}, True)
+
+    attn = "model.layers.1.self_attn"
+    for name, words in (
+        ("model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight"),
+        (f"{attn}.k_proj.weight", f"{attn}.qkv_proj.weight[k]"),
+        ("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.gate_up_proj.weight[1]"),
+        ("model.norm.weight", "model.norm.weight"),
+    ):
+        said = ("ValueError", "not initialized from checkpoint", words)
+        fails(f"without {name}", said, functools.partial(load, without(name), 1, 0, port, "overwire"))
+    mixtral = weights(MIXTRAL)
+    gone = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    path = folder(base / "expert", MIXTRAL, {name: tensor for name, tensor in mixtral.items() if name != gone}, False)
+    fails(f"without {gone}", ("ValueError", "w3 of expert 2"), lambda: load(path, 1, 0, port, "overwire"))
+    path = folder(base / "surplus", LLAMA, {**plain, "model.layers.0.extra.weight": plain["model.norm.weight"]}, True)
+    fails("a weight too many", ("extra",), lambda: load(path, 1, 0, port, "overwire"))
+    path = without()
+    file = next(path.glob("*1-of*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    file.write_bytes(data)
+    fails("a damaged file", ("CorruptError", file.name, "chunk"), lambda: load(path, 1, 0, port, "overwire"))
+    fails("an unknown key", ("unknown key 'speed'",), lambda: load(base / "llama/plain", 1, 0, port, "overwire", {"speed": 9}))
+
+
+def environment(base: Path, site: Path) -> dict[str, str]:
+    """That of a rank."""
+    path = os.pathsep.join([str(site), str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, "VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}
+    env.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_CACHE_ROOT=str(base / "cache"), VLLM_CPU_KVCACHE_SPACE="1")
+    return env
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def main() -> None:
+    if len(sys.argv) > 5:
+        from_store(Path(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+        return
+    if len(sys.argv) > 1:
+        rank_main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+        return
+    base = Path(tempfile.mkdtemp(prefix="overwire-vllm-"))
+    try:
+        site = plug_in(base)
+        for name, config in MODELS.items():
+            tensors = weights(config)
+            folder(base / name / "plain", config, tensors, False)
+            folder(base / name / "compressed", config, tensors, True)
+        env = environment(base, site)
+        with overwire_serve(base) as url:
+            # With mapped two ranks share the reading.
+            for world, how, more in ((1, "mapped", []), (2, "mapped", []), (2, "auto", [url])):
+                port = free_port()
+                env["OVERWIRE_EXCHANGE"] = how
+                commands = [[sys.executable, __file__, str(base), str(world), str(rank), str(port), *more] for rank in range(world)]
+                codes = [started.wait(600) for started in [subprocess.Popen(command, env=env) for command in commands]]
+                if any(codes):
+                    raise SystemExit(f"{world} ranks, {how}: exit codes {codes}")
+        print("all as vLLM's own")
+    finally:
+        shutil.rmtree(base)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Prepared state, beside any engine: tensors taken apart and put back, what is described, files and folders.
+
+vLLM's real code makes models of it in tests/engines/engines_prepared.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import overwire as ow
+import pytest
+import torch
+from overwire.integrations import prepared
+from overwire.integrations.described import Describer
+from overwire.integrations.parts import put, settle, taken
+from overwire.integrations.prepared import Refused
+
+
+class Weight(torch.nn.Parameter):
+    """As engines have them: with attributes, one of them bound to its layer."""
+
+
+class Manager:
+    """An object of the engine's that holds a tensor of a layer."""
+
+    __module__ = "engine.managers"
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Weight(torch.arange(96, dtype=torch.float32).view(8, 12), requires_grad=False)
+        self.weight.loader = self.load  # type: ignore[attr-defined]
+        self.turned = torch.nn.Parameter(torch.arange(60, dtype=torch.bfloat16).view(5, 12).t(), requires_grad=False)
+        self.gaps = torch.nn.Parameter(torch.arange(64, dtype=torch.int32).view(8, 8)[:, :5], requires_grad=False)
+        self.scale = torch.nn.Parameter(torch.tensor(0.5), requires_grad=False)
+        self.empty = torch.nn.Parameter(torch.empty(0, 7), requires_grad=False)
+        self.gone = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.bias = None
+        self.register_buffer("part", self.weight.detach()[2:4])
+        self.register_buffer("passing", torch.arange(4).bool(), persistent=False)
+        self.register_buffer("eights", torch.arange(16, dtype=torch.uint8).view(torch.float8_e4m3fn))
+        self.table = torch.arange(6)
+        self.register_buffer("map", torch.arange(5), persistent=False)
+        self.manager = Manager(self.map)  # type: ignore[arg-type]
+        self.ratio, self.names = 0.1, ["a", ("b", 1)]
+
+    def load(self) -> None: ...
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Layer(), Layer()
+        self.head = torch.nn.Linear(12, 8, bias=False)
+        self.head.weight = self.one.weight
+        self.register_parameter("absent", None)
+
+
+def processed() -> Model:
+    """A model whose processing has dropped a parameter and set a flag."""
+    model = Model()
+    for layer in (model.one, model.two):
+        del layer.gone
+        layer.ratio = 0.25
+    return model
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def kept(model: torch.nn.Module, folder: Path) -> tuple[str, Any]:
+    tensors, rows, names = taken(model)
+    record = {"names": names, "tensors": rows}
+    return prepared.keep(str(folder), "a" * 40, tensors, record, ow.digest(tensors)), record
+
+
+def made(path: str, record: Any, kind: Callable[[], torch.nn.Module] = Model) -> Any:
+    with torch.device("meta"):
+        model = kind()
+    tensors = put(model, path, record["names"], record["tensors"], torch.device("cpu"), "engine")
+    if kind is Model:
+        model.one.table = model.one.scale.detach()  # as processing may leave it
+    settle(model, record["names"], tensors)
+    return model
+
+
+def test_a_model_comes_back_whole(tmp_path: Path) -> None:
+    """Bytes, classes, attributes, strides, ties, views and what was dropped are as they were."""
+    model = processed()
+    path, record = kept(model, tmp_path)
+    again = made(path, json.loads(json.dumps(record)))
+    assert json.loads(json.dumps(taken(again)[1:])) == json.loads(json.dumps(taken(model)[1:]))
+    for (name, want), (also, found) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
+        assert name == also and bits(want).equal(bits(found)), name
+    assert again.head.weight is again.one.weight and type(again.one.weight) is Weight
+    assert again.one.weight.loader.__self__ is again.one and torch.equal(again.two.table, model.two.table)
+    assert again.one.turned.stride() == (1, 12) and again.one.gaps.stride() == (8, 1) and not hasattr(again.one, "gone")
+    assert again.one.manager.table is again.one.map and again.one.map.tolist() == [0, 1, 2, 3, 4]
+    again.one.weight.data[2] = 7
+    assert torch.equal(again.one.part[0], torch.full((12,), 7.0))
+    assert "passing" in again.one._non_persistent_buffers_set and again.absent is None
+    with ow.safe_open(path, framework="pt") as file:
+        assert len(file.keys()) == 2 * 9, "tied tensors and views once"
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """Tensors that share a part of their memory, or have none, other classes, other shapes, attributes that
+    only processing sets."""
+    model = Model()
+    memory = torch.arange(12.0)
+    model.one.table, model.two.table = memory[:8], memory[4:]
+    with pytest.raises(Refused, match="in part in the memory of one.table"):
+        taken(model)
+    with torch.device("meta"), pytest.raises(Refused, match="no memory"):
+        taken(Model())
+    model = processed()
+    model.one.weight.layout_of = "kernel"  # type: ignore[attr-defined]
+    path, record = kept(model, tmp_path)
+    with pytest.raises(Refused, match="one.weight has no layout_of"):
+        made(path, record)
+    record["tensors"]["one.weight"][0] = "engine.Other"
+    with pytest.raises(Refused, match="was a engine.Other"):
+        made(path, record)
+    record["tensors"]["one.weight"][2] = [8, 11]
+    with pytest.raises(Refused, match="has the shape"):
+        made(path, record)
+
+
+def test_describes_what_a_model_holds() -> None:
+    """A flag, an entry of a list, a tensor of an object, a function, a class: each change shows."""
+
+    class Kernel:
+        def __init__(self, scale: torch.Tensor) -> None:
+            self.scale, self.kind, self.more = scale, torch.float32, {"a": [1, 2]}
+
+    Kernel.__module__ = "engine.kernels"
+
+    def text(change: Callable[[Any], None]) -> dict[str, dict[str, str]]:
+        model = processed()
+        model.one.kernel = Kernel(model.one.scale)  # type: ignore[assignment]
+        change(model)
+        return Describer(model, taken(model)[0], "engine", ("engine.config.",)).every()
+
+    plain = text(lambda _: None)
+    assert plain == text(lambda _: None) and plain["one"]["ratio"] == "0.25" and "of one.scale" in plain["one"]["kernel"]
+    for change in (
+        lambda m: setattr(m.one, "ratio", 0.5),
+        lambda m: m.one.names.append("c"),
+        lambda m: m.one.kernel.more["a"].append(3),
+        lambda m: setattr(m.one.kernel, "scale", m.one.scale.clone()),
+        lambda m: setattr(m.two.weight, "loader", m.one.load),
+        lambda m: setattr(m.two, "load", print),
+        lambda m: m.two.eval(),
+        lambda m: setattr(m.two, "kernel", Kernel(m.two.scale)),
+        lambda m: setattr(m.two, "__class__", torch.nn.Module),
+    ):
+        assert text(change) != plain
+
+    def large(model: Any) -> None:
+        model.one.kernel.beside = torch.zeros(1 << 19)
+
+    with pytest.raises(Refused, match="beside its parameters"):
+        text(large)
+
+
+def test_files_come_complete_and_go_by_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file has its owner's mode; one of changed weights does not appear; the limit takes those that were not
+    used; damage, other owners and refusals are said."""
+    folder = prepared.folder_of(str(tmp_path / "new"))
+    tensors = {"a": torch.arange(1000)}
+    digests = ow.digest(tensors)
+    path = prepared.keep(folder, "a" * 40, tensors, {"x": 1}, digests)
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600 and stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+    found = prepared.find(folder, "a" * 40)
+    assert found is not None and found.record == {"x": 1} and prepared.find(folder, "b" * 40) is None
+    tensors["a"][0] = 1
+    with pytest.raises(Refused, match="weights have changed"):
+        prepared.keep(folder, "b" * 40, tensors, {}, digests)
+    assert os.listdir(folder) == ["a" * 40 + ".safetensors"]
+    monkeypatch.setattr(prepared, "_GB", os.path.getsize(path) * 2 // 200 + 1)
+    os.utime(path, (1, 1))
+    for name in "bc":
+        prepared.keep(folder, name * 40, tensors, {"x": 1}, ow.digest(tensors))
+        prepared.used(path)
+    assert sorted(file[0] for file in os.listdir(folder)) == ["a", "c"], "b was not used since"
+    with pytest.raises(Refused, match="OVERWIRE_PREPARED_GB"):
+        prepared.keep(folder, "d" * 40, {"a": torch.zeros(1 << 20)}, {}, {})
+    prepared.refuse(folder, "e" * 40, "a reason")
+    with pytest.raises(Refused, match="a reason"):
+        prepared.find(folder, "e" * 40)
+    Path(path).write_bytes(b"\0" * 100)
+    with pytest.raises(Refused, match="is damaged"):
+        prepared.find(folder, "a" * 40)
+    assert not os.path.exists(path)
+    os.chmod(folder, 0o777)
+    with pytest.raises(Refused, match="others may write"):
+        prepared.folder_of(folder)

@@ -1,0 +1,71 @@
+#!/bin/bash
+# What a machine with an NVIDIA GPU shows of overwire: that it is right, then how
+# fast it is. Needs overwire and torch in PYTHON, the rig (`make rig`) in RIG for
+# the figures, pytest for the tests, compute-sanitizer and nvCOMP's wheels (in
+# WHEELS) for what needs them.
+#
+#   tests/gpu/device_run.sh                      everything, 15 minutes at most
+#   tests/gpu/device_run.sh bench                some steps: doctor tests sanitizer nvcomp bench
+#   OUT=folder DIR=/dev/shm BENCH="--size 4GB" PYTHON=python3 tests/gpu/device_run.sh
+#
+# Every step has its own time limit and writes to OUT as it goes on; one that
+# fails does not stop the next. The status is 0 if all passed.
+set -u
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+RIG=${RIG:-build/bin/overwire-rig}
+OUT=${OUT:-/tmp/overwire-gpu}
+DIR=${DIR:-${TMPDIR:-/tmp}}
+mkdir -p "$OUT"
+failed=
+
+step() {  # name, seconds, command...
+    local name=$1 limit=$2 t0=$SECONDS rc
+    shift 2
+    timeout -k 10 "$limit" "$@" 2>&1 | tee "$OUT/$name.txt"
+    rc=${PIPESTATUS[0]}
+    echo "-- $name: status $rc, $((SECONDS - t0)) s"
+    [ "$rc" = 0 ] || failed="$failed $name"
+}
+
+tests() {
+    if "$PYTHON" -c 'import pytest' 2>/dev/null; then
+        step tests 300 "$PYTHON" -m pytest -q -p no:cacheprovider -o addopts= tests/gpu/test_gpu.py
+    else
+        echo "-- tests: no pytest, not run"
+    fi
+}
+
+# Every kernel on real chunks, through the engine alone, under each checker.
+sanitizer() {
+    if ! command -v compute-sanitizer >/dev/null; then
+        echo "-- sanitizer: no compute-sanitizer on PATH, not run"
+        return
+    fi
+    local dir kind tool
+    dir=$(mktemp -d "$DIR/overwire-sanitizer-XXXXXX")
+    for kind in llama-bf16 fp16 fp32 fp8-e4m3 fp8-e5m2 int8 int4 hostile; do
+        "$PYTHON" -m overwire bench gen $kind --size 6MB "$dir/$kind.safetensors" >/dev/null &&
+            "$PYTHON" -m overwire compress "$dir/$kind.safetensors" -o "$dir/packed-$kind.safetensors" >/dev/null ||
+            failed="$failed sanitizer-$kind"
+    done
+    for tool in memcheck racecheck initcheck synccheck; do
+        step $tool 90 compute-sanitizer --tool $tool --error-exitcode 9 --print-limit 5 "$PYTHON" -c \
+            'import sys, overwire; print([overwire.preload(f, device="cuda").wait(80) for f in sys.argv[1:]])' "$dir"/packed-*.safetensors
+    done
+    rm -r "$dir"
+}
+
+for name in ${*:-doctor tests sanitizer nvcomp bench}; do
+    case $name in
+    doctor) step doctor 60 "$PYTHON" -m overwire doctor --measure ;;
+    tests) tests ;;
+    sanitizer) sanitizer ;;
+    nvcomp) step nvcomp 120 "$PYTHON" cuda/lab/nvcomp_row.py ${WHEELS:+--wheels "$WHEELS"} ;;
+    # shellcheck disable=SC2086 # BENCH are several words
+    bench) step bench 570 "$RIG" --python "$PYTHON" --device cuda --dir "$DIR" --out "$OUT/bench.json" --trace "$OUT/trace.json" ${BENCH:-} ;;
+    *) echo "no step is called $name" && failed="$failed $name" ;;
+    esac
+done
+echo "failed:${failed:- nothing}; everything is in $OUT"
+[ -z "$failed" ]

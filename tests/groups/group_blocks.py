@@ -1,0 +1,321 @@
+"""Steps of group_worker.py: blocks that ranks say they need, and ranks that leave."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import overwire as ow
+import torch
+import torch.distributed as dist
+from overwire import _verbs, distributed, plumbing
+from overwire.distributed import blocks as block_loads
+from overwire.distributed import group as grouping
+from overwire.distributed import load as relays
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from processes import overwire_serve  # noqa: E402
+
+# Where a rank's tensors are loaded to.
+DEVICE = "cpu"
+
+Wanted = dict[str, list[tuple[int, int, int, int]]]
+
+
+def leaving(step: str, folder: Path, method: Any) -> Any:
+    """In the place of a method that a rank calls when the engines have met: rank 1 ends
+    there, once all others have come so far, too: what it has sent them they have then. Its
+    engine, which has no requests, has kept theirs waiting."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    signs = [folder / f"{step}-{size}-{other}" for other in range(size)]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        signs[rank].touch()
+        if rank != 1:
+            return method(*args, **kwargs)
+        while not all(sign.exists() for sign in signs):
+            time.sleep(0.01)
+        print(f"done {step}", flush=True)
+        os._exit(0)
+
+    return call
+
+
+def wants(path: Path, rank: int, size: int) -> Wanted:
+    """Blocks of every kind: halves of either dimension, both, whole tensors, two of one
+    tensor, what another rank has too, and what only one rank wants."""
+    out: Wanted = {}
+    for at, (name, tensor) in enumerate(sorted(ow.load_file(path).items())):
+        if tensor.dtype == torch.float4_e2m1fn_x2:
+            continue
+        if tensor.dim() < 2 or not tensor.numel():
+            blocks = [(0, -1, 0, -1)] * bool(tensor.numel() and tensor.dim() and at % size == rank)
+        else:
+            rows, cols = tensor.shape[:2]
+            (lo0, hi0), (lo1, hi1) = distributed.shard_range(rows, size, rank), distributed.shard_range(cols, size, rank)
+            twice = [(lo0, hi0, 0, -1), (0, 1, 0, cols // 2)]
+            ways = [[(lo0, hi0, 0, -1)], [(0, rows, lo1, hi1)], [(0, -1, 0, -1)], twice, [(lo0, hi0, lo1, hi1)]]
+            blocks = [one for one in ways[at % 5] if (one[0] < one[1] or one[1] == -1) and (one[2] < one[3] or one[3] == -1)]
+        out[name] = blocks
+    return out
+
+
+def together(
+    path: Path,
+    *more: Path,
+    prepared: Callable[[], Any] | None = None,
+    first: Callable[[], None] = lambda: None,
+    opened: Callable[[], None] = lambda: None,
+    wanted: Callable[[Path, int, int], Wanted] = wants,
+    where: Callable[[Path], Any] = lambda path: path,
+    group: Any = None,
+) -> Any:
+    """Loads what is wanted of files by the group and compares; returns what did it, or why
+    none did. opened: called when the files are open, and nothing is read. where: a file's
+    path or URL."""
+    rank, size, world = dist.get_rank(), dist.get_world_size(), group or dist.group.WORLD
+    with ExitStack() as stack:
+        files, requests, targets = [], [], []
+        for one in (path, *more):
+            whole = ow.load_file(expected_of(one), mmap=False)
+            files.append(stack.enter_context(ow.safe_open(where(one), framework="pt", device=DEVICE)))
+            requests.append(array("q"))
+            for name, blocks in wanted(expected_of(one), rank, size).items():
+                for lo0, hi0, lo1, hi1 in blocks:
+                    want = whole[name][lo0 : None if hi0 < 0 else hi0]
+                    want = want if want.dim() < 2 else want[:, lo1 : None if hi1 < 0 else hi1]
+                    target = torch.empty(want.shape, dtype=want.dtype, device=DEVICE)
+                    targets.append((f"{one.name} {name}", target, want))
+                    requests[-1].extend((files[-1]._live_model().place(name), target.data_ptr(), lo0, hi0, lo1, hi1))
+
+        def prepare() -> Any:
+            if prepared is not None:
+                return prepared()
+            return plumbing.Blocks(DEVICE, files, [one.tobytes() for one in requests], ["the table"] * len(files))
+
+        opened()
+        made, why = plumbing.meet_to_load(world, prepare)
+        if made is None or (why := made.land(first)):
+            return why
+        for name, target, want in targets:
+            mine, want = target.cpu().contiguous().view(-1).view(torch.uint8), want.contiguous().view(-1).view(torch.uint8)
+            assert torch.equal(mine, want), name
+        return made
+
+
+def blinded() -> Iterator[int]:
+    """Each rank whose engine then cannot map another's memory; on a GPU only those that look
+    for the flags there."""
+    for lost in (0, 1) if DEVICE == "cpu" else (1,):
+        if dist.get_rank() == lost:
+            relays.relay_join = _join_strangers
+        yield lost
+        relays.relay_join = _verbs.relay_join
+
+
+def _join_strangers(offers: list[Any], job: int) -> None:
+    # As where processes have numbers of their own: those of the others lead nowhere.
+    me = dist.get_rank()
+    _verbs.relay_join([one if one["rank"] == me else {**one, "process": 1 << 30} for one in offers], job)
+
+
+def expected_of(path: Path) -> Path:
+    """The whole and plain file of what may be damaged or compressed."""
+    other = path.parent / f"{path.stem.partition('-')[0]}-plain.safetensors"
+    return other if other.exists() else path.parent / "plain.safetensors"
+
+
+def blocks(folder: Path) -> None:
+    """Ranks that say which blocks they need read each stored byte once; what fails on one
+    ends all, and where one cannot take part, all hear of it."""
+    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    block_loads.SHARE = (1 << 20) + 4096
+    assert plumbing.shares_reading(world, False) and plumbing.shares_reading(world, True)
+    for file in ("plain.safetensors", "compressed.safetensors"):
+        made = together(folder / file)
+        read: list[Any] = [None] * size
+        dist.all_gather_object(read, made.read)
+        stored = (folder / file).stat().st_size
+        assert 0.5 * stored < sum(read) <= 1.05 * stored, (file, read, stored)
+        assert DEVICE == "cpu" or made.copied, file
+    good, met = folder / "compressed.safetensors", []
+    for reader in range(size):
+        try:
+            together(folder / "damaged.safetensors" if rank == reader else good)
+        except ow.CorruptError as error:
+            assert "checksum" in str(error) and error.tensor and (rank == reader or f"on rank {reader}" in str(error)), error
+            met.append(reader)
+    assert len(met) == 1, met
+
+    # Also where its memory is gone before the others map it.
+    join, relays.relay_join = relays.relay_join, lambda *_: (time.sleep(0 if rank == met[0] else 0.3), join(*_))[1]
+    try:
+        together(folder / "damaged.safetensors" if rank == met[0] else good)
+    except ow.CorruptError as error:
+        assert rank == met[0] or f"on rank {met[0]}" in str(error), error
+    else:
+        raise AssertionError("the damage is lost")
+    finally:
+        relays.relay_join = join
+
+    def fails() -> Any:
+        raise ow.FormatError("overwire: rank 1's own")
+
+    for named in ({"prepared": fails}, {"first": fails}):
+        try:
+            together(good, **named if rank == 1 else {})
+        except ow.FormatError as error:
+            assert rank == 1 or "on rank 1: rank 1's own" in str(error), error
+        else:
+            raise AssertionError("rank 1's error is lost")
+    assert together(good, prepared=(lambda: None) if rank == 1 else None) == "rank 1 has no plan"
+    other = plumbing.Blocks(DEVICE, [], [], ["another table"])
+    assert together(good, prepared=(lambda: other) if rank == 1 else None) == "tables differ between ranks 0 and 1"
+    if rank == 1:
+        relays.relay_join = lambda *_: (_ for _ in ()).throw(ow.NotSupportedError("overwire: no peer access"))
+    assert together(good) == ("" if rank == 1 else "on rank 1: ") + "no peer access"
+    relays.relay_join = _verbs.relay_join
+    for lost in blinded():
+        why = together(good)
+        assert why and (rank != lost or "cannot be reached" in why), why
+    assert together(good).read >= 0
+
+
+def block_stores(folder: Path) -> None:
+    """By default ranks share what lies in a store: its server sends each byte once, to all of
+    them together."""
+    size, world = dist.get_world_size(), dist.group.WORLD
+    block_loads.SHARE = (1 << 20) + 4096
+    assert plumbing.shares_reading(world, True) and not plumbing.shares_reading(world, False)
+    with ExitStack() as stack:
+        url = [stack.enter_context(overwire_serve(folder)) if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(url)
+        for file in ("plain.safetensors", "compressed.safetensors"):
+            made = together(folder / file, where=lambda path: url[0] + path.name)
+            read: list[Any] = [None] * size
+            dist.all_gather_object(read, made.read)
+            stored = (folder / file).stat().st_size
+            assert 0.5 * stored < sum(read) <= 1.05 * stored, (file, read, stored)
+        dist.barrier()  # the server ends with rank 0's block
+
+
+def shards(folder: Path, at: Path) -> list[Path]:
+    """Files that have tensors of one name, tied ones, every codec, and nothing to want."""
+    sizes = {"a": (1021, 512), "b": (700, 1030), "c": (512, 600), "unwanted": (300, 300)}
+    if dist.get_rank() == 0:
+        at.mkdir(exist_ok=True)  # another test may have made them
+        for seed, (name, shape) in enumerate(sizes.items()):
+            torch.manual_seed(seed)
+            same = torch.randn(shape).bfloat16()
+            tensors = {"same": same, "tied": same, "rows": torch.randn(shape), f"only.{name}": torch.randn(77, 3)}
+            ow.save_file(tensors, at / f"{name}-plain.safetensors", compress=False)
+            ow.save_file(tensors, at / f"{name}-packed.safetensors", level="smaller" if name == "c" else "default")
+        for name in ("a", "b", "c"):
+            damaged = bytearray((at / f"{name}-packed.safetensors").read_bytes())
+            damaged[len(damaged) // 2] ^= 0x40
+            (at / f"{name}-damaged.safetensors").write_bytes(damaged)
+    dist.barrier()
+    return [at / f"{name}-packed.safetensors" for name in sizes]
+
+
+def block_shards(folder: Path) -> None:
+    """Blocks of several files land by one relay, whatever their tensors are called; an error
+    says of which file it is; bytes are those of the files that were open."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    block_loads.SHARE = (1 << 20) + 4096
+    files = shards(folder, folder / f"shards-{size}")
+    plain = [expected_of(file) for file in files]
+    begun: list[int] = []
+    relays.relay = lambda spec, *rest: (begun.append(len(spec["more"])), _verbs.relay(spec, *rest))[1]
+
+    def some(path: Path, rank: int, size: int) -> Wanted:
+        return {} if path.name.startswith("unwanted") else wants(path, rank, size)
+
+    def of_last(path: Path, rank: int, size: int) -> Wanted:
+        return some(path, rank, size) if rank == size - 1 or path.name.startswith("c") else {}
+
+    for paths in (files, plain, [files[0], plain[1], files[2], plain[3]], [plain[3], files[2], plain[0], files[1]]):
+        for wanted in (some, of_last):
+            made = together(*paths, wanted=wanted)
+            read: list[Any] = [None] * size
+            dist.all_gather_object(read, made.read)
+            stored = sum(path.stat().st_size for path in paths if not path.name.startswith("unwanted"))
+            # What of "smaller" the ranks read is decoded as it is read, and counts so.
+            stored = max(stored, sum(path.stat().st_size for path in plain[:3]) if files[2] in paths else 0)
+            assert made.read and sum(read) <= 1.05 * stored, (paths, read, stored)
+    assert begun == [2] * 8, begun
+    assert together(*files, wanted=lambda *_: {}).read == 0 and len(begun) == 8
+
+    for number, name in enumerate("abc"):
+        damaged, met = files.copy(), []
+        damaged[number] = files[number].with_name(f"{name}-damaged.safetensors")
+        for reader in range(size):
+            try:
+                together(*(damaged if rank == reader else files), wanted=some)
+            except ow.CorruptError as error:
+                assert error.source == str(damaged[number]) and damaged[number].name in str(error), error
+                assert error.tensor in ("same", "rows") and error.chunk is not None and error.chunk >= 0, error
+                assert rank == reader or f"on rank {reader}" in str(error), error
+                met.append(reader)
+        assert met, name
+
+    def replaced() -> None:
+        dist.barrier()
+        if rank == 0:
+            for file in files:
+                (file.parent / "other").write_bytes(files[3].read_bytes())
+                os.replace(file.parent / "other", file)
+        dist.barrier()
+
+    def cut_short() -> None:
+        dist.barrier()
+        if rank == 0:
+            os.truncate(plain[1], plain[1].stat().st_size // 2)
+        dist.barrier()
+
+    assert together(*files, wanted=some, opened=replaced).read > 0
+    try:
+        together(*plain, wanted=some, opened=cut_short)
+    except ow.CorruptError as error:
+        assert error.source == str(plain[1]), error
+    else:
+        raise AssertionError("half a file was taken for a whole one")
+
+
+def block_hosts(folder: Path) -> None:
+    """A host of one rank beside one of two: where a host needs nothing, it reads nothing."""
+    rank, name = dist.get_rank(), grouping.host_name
+    block_loads.SHARE = (1 << 20) + 4096
+    grouping.host_name = lambda: "alone" if rank == 0 else "together"
+    world = dist.new_group()
+    for idle in ((), (0,), (1, 2)):
+        made = together(
+            folder / "compressed.safetensors",
+            folder / "plain.safetensors",
+            wanted=lambda path, rank, size, idle=idle: {} if rank in idle else wants(path, rank, size),
+            group=world,
+        )
+        assert (made.read == 0) == (rank in idle), (idle, made.read)
+    grouping.host_name = name
+
+
+def block_gone(folder: Path) -> None:
+    """A rank that dies meanwhile: the others say so by themselves."""
+    block_loads.SHARE = (1 << 20) + 4096
+    relays.Job.next = leaving("block_gone", folder, relays.Job.next)
+    if dist.get_rank() == 1:
+        relays.relay_aim = lambda *_: None
+    try:
+        together(folder / "compressed.safetensors")
+    except ow.IOFailure as error:
+        assert "rank 1 is gone" in str(error), error
+    else:
+        raise AssertionError("no rank missed rank 1")
+    print("done block_gone", flush=True)
+    os._exit(0)

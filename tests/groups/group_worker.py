@@ -1,0 +1,561 @@
+"""The ranks of tests/groups/test_distributed.py, forks of one process that has imported torch: what
+they do is named on its command line."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import group_blocks
+import group_cells
+import overwire as ow
+import torch
+import torch.distributed as dist
+from group_apart import closed, freed, refused, replaced, stopped
+from group_blocks import blinded, block_gone, block_hosts, block_shards, block_stores, blocks, leaving
+from group_counts import counted, reads
+from group_faults import faults
+from group_recorded import recorded
+from overwire import _verbs, distributed
+from overwire.distributed import group as grouping
+from overwire.distributed import load as relays
+from overwire.distributed import tensors as loading
+from overwire.model.opened import Model
+
+# Steps, named on the command line like those below.
+__all__ = ["block_gone", "block_hosts", "block_shards", "block_stores", "blocks", "recorded"]
+__all__ += ["closed", "faults", "freed", "refused", "replaced", "stopped"]
+
+BACKEND = os.environ.get("GROUP_BACKEND", "gloo")
+# Where a rank's tensors are loaded to.
+DEVICE = "cpu"
+
+
+def expected(path: Path, shard: dict[str, int], rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """By one rank's plain load and slicing."""
+    whole = ow.load_file(path)
+    out = {}
+    for name, tensor in whole.items():
+        dim = shard.get(name)
+        if dim is not None:
+            lo, hi = distributed.shard_range(tensor.shape[dim], ranks, rank)
+            raw = tensor.view(torch.uint8) if tensor.dtype == torch.float4_e2m1fn_x2 else tensor
+            tensor = raw.narrow(dim, lo, hi - lo).contiguous().view(tensor.dtype)
+        out[name] = tensor
+    return out
+
+
+def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert list(got) == list(want), (list(got), list(want))
+    for name, tensor in want.items():
+        assert got[name].device.type == DEVICE.partition(":")[0]
+        mine = got[name].cpu()
+        assert mine.dtype == tensor.dtype and mine.shape == tensor.shape, (name, mine.shape, tensor.shape)
+        assert mine.is_contiguous(), name
+        assert DEVICE != "cpu" or mine.untyped_storage().nbytes() <= max(tensor.numel() * tensor.element_size(), 64) + 64, name
+        assert torch.equal(mine.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+
+
+SHARD = {"rows": 0, "uneven": 0, "columns": 1, "deep": 2, "few": 0, "bytes8": -1, "small.0": 0, "small.1": 1, "pairs": 1}
+
+
+def by(exchange: str) -> None:
+    """What OVERWIRE_EXCHANGE says from now on."""
+    grouping.exchange_setting = lambda: exchange
+
+
+def small() -> None:
+    """Many pieces, several rounds of the ring, and windows of streams."""
+    relays.SHARE, relays._AGREE, loading._WINDOW = (1 << 20) + 4096, 3, 3 << 20
+
+
+def every_way(folder: Path, group: Any, *files: str) -> None:
+    small()
+    for file in files or ("plain.safetensors", "compressed.safetensors"):
+        want = expected(folder / file, SHARD, dist.get_rank(group), dist.get_world_size(group))
+        for exchange in ("collective", "none"):
+            by(exchange)
+            for shard in ({}, SHARD):
+                got = ow.load_file(folder / file, group=group, shard=shard, device=DEVICE)
+                same(got, want if shard else expected(folder / file, {}, 0, 1))
+
+
+def cells(folder: Path) -> None:
+    """Every verb on every kind of source, whole and cut."""
+    small()
+    group_cells.cells(folder, DEVICE, expected, by)
+
+
+def hosts(folder: Path) -> None:
+    """Ranks of two hosts, two and two, then one and three, that map each other's memory: each host
+    reads the file once by itself."""
+    rank, path, size = dist.get_rank(), folder / "compressed.safetensors", (folder / "compressed.safetensors").stat().st_size
+    small()
+    by("mapped")
+    for name, here in ((lambda: f"host{rank // 2}", (0, 1)), (lambda: "alone" if rank == 0 else "together", (1, 2, 3))):
+        grouping.host_name = name
+        world = dist.new_group()  # whose ranks have not met
+        read = reads(world)
+        for shard in ({}, SHARD):
+            same(ow.load_file(path, group=world, shard=shard, device=DEVICE), expected(path, shard, rank, 4))
+            every = read()
+            assert size * 0.7 < sum(every[at] for at in here) < 1.02 * size, (here, every, size)
+
+
+def spread(folder: Path) -> None:
+    """Two hosts of two ranks read each stored byte once, all together; what fails on one
+    ends all."""
+    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.new_group()
+    grouping.host_name = lambda: f"host{rank // 2}"
+    relays.SHARE, relays._AGREE = 3 << 20, 1  # pieces of several chunks
+    by("collective")
+    read = reads(world)
+    for file in ("plain.safetensors", "compressed.safetensors"):
+        path, stored = folder / file, (folder / file).stat().st_size
+        for shard in ({}, SHARD):
+            same(ow.load_file(path, group=world, shard=shard, device=DEVICE), expected(path, shard, rank, size))
+            every = read()
+            assert 0.9 * stored < sum(every) < 1.02 * stored and max(every) < 0.6 * stored, (file, every, stored)
+    met = 0
+    for reader in range(size):
+        try:
+            ow.load_file(folder / f"{'damaged' if rank == reader else 'compressed'}.safetensors", group=world, device=DEVICE)
+        except ow.CorruptError as error:
+            assert error.tensor and (rank == reader or f"on rank {reader}" in str(error)), error
+            met += 1
+    assert met == 1, met
+
+
+def afar(folder: Path) -> None:
+    """The ranks of several hosts share the reading of what lies in a store, whose server sends each
+    byte once to all of them together, and each host reads its own files."""
+    rank, size, path = dist.get_rank(), dist.get_world_size(), folder / "compressed.safetensors"
+    stored, sent = path.stat().st_size, []
+    relays.SHARE = (1 << 20) + 4096
+    by("auto")
+    for hosts in (size, 2):
+        grouping.host_name = lambda hosts=hosts: f"host{rank % hosts}"
+        world = dist.new_group()
+        read = reads(world)
+        with ExitStack() as stack:
+            url = [stack.enter_context(counted(path, sent)) if rank == 0 else ""]
+            dist.broadcast_object_list(url)
+            for shard in ({}, SHARD):
+                sent.clear()
+                dist.barrier()
+                got = ow.load_file(url[0], group=world, shard=shard, device=DEVICE)
+                assert 0.9 * stored < sum(read()) < 1.02 * stored
+                same(got, expected(path, shard, rank, size))
+                # Beside it each rank has read the header.
+                assert rank or 0.9 * stored < sum(sent) < 1.02 * stored + size * (256 << 10), (sent, stored)
+        same(ow.load_file(path, group=world, device=DEVICE), expected(path, {}, rank, size))
+        assert DEVICE != "cpu" or not any(read())
+
+
+def meetings(folder: Path) -> None:
+    """Ranks that map each other's memory meet three times a load, for whatever they want, once
+    they know each other and before."""
+    rank, path, number = dist.get_rank(), folder / "compressed.safetensors", [0]
+    small()
+    by("mapped")
+
+    def counting(real: Any) -> Any:
+        return lambda *args, **named: (number.__setitem__(0, number[0] + 1), real(*args, **named))[1]
+
+    for name in ("all_reduce", "all_gather_into_tensor", "broadcast", "all_gather_object", "barrier", "all_to_all_single"):
+        setattr(dist, name, counting(getattr(dist, name)))
+    module = torch.nn.Linear(2, 2).to(DEVICE)
+    if rank == 0:
+        ow.save_model(module, folder / "meetings.safetensors")
+    dist.barrier()
+    world = dist.new_group()
+    for act, most in (
+        (lambda: ow.load_file(path, group=world, device=DEVICE), 3),
+        (lambda: ow.load_file(path, group=world, device=DEVICE, shard=SHARD), 3),
+        (lambda: ow.load_file(path, group=world, device=DEVICE, keys=["whole", f"small.{rank}"]), 4),  # some is one rank's
+        (lambda: list(ow.stream(path, DEVICE, group=world)), 3),
+        (lambda: ow.load_model(module, folder / "meetings.safetensors", group=world), 3),
+    ):
+        number[0] = 0
+        act()
+        assert number[0] <= most, (number, most)
+
+
+def subgroup(folder: Path) -> None:
+    """Ranks 1 and 3 alone; the others make no call."""
+    group = dist.new_group([1, 3])
+    if dist.get_rank() in (1, 3):
+        every_way(folder, group, "compressed.safetensors")
+    else:
+        try:
+            ow.load_file(folder / "plain.safetensors", group=group)
+        except ow.ArgumentError as error:
+            assert "not in it" in str(error)
+        else:
+            raise AssertionError("a group this process is not in was taken")
+
+
+def wanted(folder: Path) -> None:
+    """keys and filter of each rank's own: experts."""
+    rank = dist.get_rank()
+    path = folder / "compressed.safetensors"
+    whole = ow.load_file(path)
+
+    def mine(name: str) -> bool:
+        return not name.startswith("small.") or int(name[6:]) % 2 == rank
+
+    got = ow.load_file(path, group=dist.group.WORLD, filter=mine, dtype=torch.float64)
+    names = [name for name in whole if mine(name)]
+    floats = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+    assert list(got) == names
+    for name in names:
+        want = whole[name].to(torch.float64) if whole[name].dtype in floats else whole[name]
+        assert got[name].dtype == want.dtype and torch.equal(got[name].reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8))
+    got = ow.load_file(path, group=dist.group.WORLD, keys=["rows", "few"] if rank else ["few"])
+    assert list(got) == (["rows", "few"] if rank else ["few"])
+
+
+def failing(folder: Path) -> None:
+    """What fails on one rank is raised on all, and the group goes on."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    good = folder / "compressed.safetensors"
+    bad = folder / "damaged.safetensors" if rank == 1 else good
+    relays.SHARE, relays._AGREE = (1 << 20) + 4096, 3
+    for exchange in ("none", "collective"):
+        by(exchange)
+        try:
+            got = ow.load_file(bad, group=world, shard={"rows": 0})
+        except ow.CorruptError as error:
+            assert error.tensor and error.offset and "damaged" in str(error.source), vars(error)
+            assert rank == 1 or "on rank 1" in str(error), error
+        else:
+            # Rank 1 may not have to read the damaged tensor when others do.
+            assert exchange == "collective", list(got)
+
+    # What each rank relays is read by one of them: the damage is met by the rank
+    # whose share it is, said on all, and never taken for a fault of the others.
+    met = []
+    for damaged in range(2):
+        for reader in range(2):
+            try:
+                ow.load_file(folder / f"damaged{damaged}.safetensors" if rank == reader else good, group=world)
+            except ow.CorruptError as error:
+                assert "checksum" in str(error) and f"damaged{damaged}" in str(error), error
+                assert rank == reader or f"on rank {reader}" in str(error), error
+                met.append((damaged, reader))
+    assert len(met) == 2 and {damaged for damaged, _ in met} == {0, 1}, met
+
+    def raises(kind: type[Exception], text: str, *args: Any, **named: Any) -> None:
+        try:
+            ow.load_file(*args, group=world, **named)
+        except kind as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(f"no {kind.__name__}")
+
+    raises(ow.NotFoundError, "absent", folder / ("absent" if rank == 0 else "plain.safetensors"))
+    raises(ow.ArgumentError, "tensors differs", folder / ("other.safetensors" if rank == 0 else "plain.safetensors"))
+    raises(ow.ArgumentError, "shard differs", good, shard={"rows": 0} if rank else {})
+    raises(ow.ArgumentError, "dimension 7", good, shard={"rows": 7} if rank else {})
+    raises(ow.OutOfMemoryError, "max_memory", good, max_memory=1000 if rank else None)
+    raises(ow.TensorNotFoundError, "nothing", good, shard={"nothing": 0})
+
+    def break_late(now: Any) -> None:
+        if rank == 0:
+            raise ValueError("the callable broke")
+
+    raises(Exception, "the callable broke", good, progress=break_late)
+    same(ow.load_file(good, group=world), expected(good, {}, rank, 2))
+
+
+def hurt(folder: Path) -> None:
+    """A file that is bad, goes bad or goes away on rank 1 alone: one typed error
+    that says where, on both ranks, soon; and the next load is good."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    good = folder / "plain.safetensors"
+    own = folder / f"hurt-{rank}.safetensors"
+    header = good.read_bytes()[8 : 8 + int.from_bytes(good.read_bytes()[:8], "little")]
+    starts = Model.start, relays.relay
+
+    def restore() -> None:
+        Model.start, relays.relay = starts  # type: ignore[method-assign]
+
+    def meanwhile(change: Any) -> None:  # between the opening of the file and the first read
+        def before(start: Any) -> Any:
+            def first(*args: Any, **named: Any) -> Any:
+                if rank == 1:
+                    change()
+                restore()
+                return start(*args, **named)
+
+            return first
+
+        Model.start, relays.relay = before(starts[0]), before(starts[1])  # type: ignore[method-assign]
+
+    def raises(kind: type[Exception], text: str, path: Any, other: Path = good, **named: Any) -> Exception:
+        try:
+            ow.load_file(path if rank == 1 else other, group=world, mmap=False, **named)
+        except kind as error:
+            assert text in str(error), error
+            assert rank == 1 or "on rank 1" in str(error), error
+            return error
+        finally:
+            restore()
+        raise AssertionError(f"no {kind.__name__}")
+
+    for old, new, text in (
+        (b'"F32"', b'"F33"', "F33"),  # no such dtype
+        (b'"data_offsets":[0,', b'"data_offsets":[1,', ""),  # where no tensor begins
+        (b'"shape":[', b'"shape":[-', ""),
+        (b"{", b"[", ""),
+    ):
+        assert old in header
+        data = good.read_bytes()
+        own.write_bytes(data[:8] + header.replace(old, new, 1).ljust(len(header))[: len(header)] + data[8 + len(header) :])
+        found = raises(ow.FormatError, text, own)
+        assert rank == 0 or str(own) in str(found), found
+    packed = folder / "compressed.safetensors"  # a copy of it is the same file, by its checksums
+    for shape in ({}, {"rows": 0}):
+        own.write_bytes(packed.read_bytes())
+        meanwhile(lambda: os.truncate(own, own.stat().st_size - 100_000))
+        error = raises(ow.CorruptError, "truncated" if not shape else "", own, packed, shard=shape)
+        assert str(own) in str(error) or rank == 0, error
+    raises(ow.OverwireError, "", "http://127.0.0.1:1/x.safetensors", storage_options={"retries": 0} if rank == 1 else None)
+
+    # Replaced by a rename: it stays the file that was opened.
+    own.write_bytes(packed.read_bytes())
+
+    def replace() -> None:
+        (folder / "new").write_bytes((folder / "other.safetensors").read_bytes())
+        os.replace(folder / "new", own)
+
+    meanwhile(replace)
+    try:
+        same(ow.load_file(own if rank == 1 else packed, group=world, mmap=False), expected(packed, {}, rank, 2))
+    finally:
+        restore()
+    same(ow.load_file(good, group=world), expected(good, {}, rank, 2))
+
+
+def dying(folder: Path) -> None:
+    """A rank that dies in the middle: the other ends with an error that says so."""
+    rank = dist.get_rank()
+    by("collective")
+    relays.SHARE, relays._AGREE = (1 << 20) + 4096, 1
+
+    def die(now: Any) -> None:
+        if rank == 1 and now.bytes:
+            print("done dying", flush=True)
+            os._exit(0)
+
+    try:
+        ow.load_file(folder / "compressed.safetensors", group=dist.group.WORLD, progress=die)
+    except ow.IOFailure as error:
+        assert "cannot be reached" in str(error), error
+        print("done dying", flush=True)
+        os._exit(0)
+    raise AssertionError("no rank missed rank 1")
+
+
+def mapped(folder: Path) -> None:
+    """The engines exchange by memory that they map of each other: whole tensors, cut
+    ones, two loads after each other; what fails on one rank ends all."""
+    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    relays.SHARE = (1 << 20) + 4096
+    members = grouping.members_of(world)
+    prepared: list[str] = []  # while headers are read: where the engines exchange, whatever the group's backend
+    real = loading.prepare
+    loading.prepare = lambda device, exchange: prepared.append(device) or real(device, exchange)
+    for file in ("plain.safetensors", "compressed.safetensors"):
+        for shard in ({}, SHARD):
+            got = ow.load_file(folder / file, group=world, shard=shard, device=DEVICE)
+            assert prepared and all(device.startswith(DEVICE) for device in prepared), prepared
+            assert members.reached and not members.unreachable, members.unreachable
+            same(got, expected(folder / file, shard, rank, size))
+    good, met = folder / "compressed.safetensors", 0
+    for reader in range(size):
+        try:
+            ow.load_file(folder / "damaged.safetensors" if rank == reader else good, group=world, device=DEVICE)
+        except ow.CorruptError as error:
+            assert "checksum" in str(error) and error.tensor, error
+            assert rank == reader or f"on rank {reader}" in str(error), error
+            met += 1
+    assert met == 1, met  # each byte is read by one rank
+
+    aim, relays.relay_aim = relays.relay_aim, lambda *_: 1 // 0 if rank == 1 else aim(*_)
+    try:
+        ow.load_file(good, group=world, device=DEVICE)
+    except (ZeroDivisionError, ow.OverwireError) as error:
+        assert rank == 1 or "on rank 1: ZeroDivisionError" in str(error), error
+    else:
+        raise AssertionError("rank 1's error is lost")
+    relays.relay_aim = aim
+
+    if rank == 1:  # one that cannot, or may not, map the others
+        relays.relay_join = lambda *_: (_ for _ in ()).throw(ow.NotSupportedError("overwire: no peer access"))
+    want = expected(good, {}, rank, size)
+    for _ in range(2):
+        same(ow.load_file(good, group=world, device=DEVICE), want)
+        assert members.unreachable == ("" if rank == 1 else "on rank 1: ") + "no peer access"
+    relays.relay_join = _verbs.relay_join
+    members.unreachable = ""
+    for lost in blinded():
+        for _ in range(2):
+            same(ow.load_file(good, group=world, device=DEVICE), want)
+            assert members.unreachable and (rank != lost or "cannot be reached" in members.unreachable), members.unreachable
+        members.unreachable = ""
+    same(ow.load_file(good, group=world, device=DEVICE), want)
+
+
+def streamed(folder: Path) -> None:
+    """Streams and modules over the group: what `load_file` gives, in windows, in order,
+    with what only one rank wants; a rank that closes early, or fails, ends it on all."""
+    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    relays.SHARE = (1 << 20) + 4096
+    loading._WINDOW = 3 << 20
+    for file in ("plain.safetensors", "compressed.safetensors"):
+        path = folder / file
+        for shard in ({}, SHARD):
+            want = expected(path, shard, rank, size)
+            got = dict(ow.stream(path, DEVICE, group=world, shard=shard))
+            same({name: got[name] for name in want}, want)
+            assert len(got) == len(want)
+            few = list(ow.stream(path, DEVICE, group=world, shard=shard, max_memory="6MB", in_order=True))
+            assert [name for name, _ in few] == list(want)
+            same(dict(few), want)
+        keys = [*list(want)[::-2], f"small.{rank}"]
+        got = dict(ow.stream(path, DEVICE, group=world, keys=keys, in_order=True, dtype="float16"))
+        assert list(got) == list(dict.fromkeys(keys)) and got["whole"].dtype == torch.float16
+        into_module(path, rank, size, world)
+
+    path = folder / "compressed.safetensors"
+    try:
+        for number, _ in enumerate(ow.stream(path, DEVICE, group=world)):
+            if number == 2 and rank == 1:
+                break
+        assert rank == 1
+    except ow.OverwireError as error:
+        assert rank != 1 and "on rank 1: " in str(error) and "closed before its end" in str(error), error
+    met = 0
+    for reader in range(size):
+        damaged = folder / "damaged.safetensors"
+        try:
+            for _ in ow.stream(damaged if rank == reader else path, DEVICE, group=world):
+                pass
+        except ow.CorruptError as error:
+            assert error.tensor and (rank == reader or f"on rank {reader}" in str(error)), error
+            met += 1
+    assert met >= 1, met
+    try:
+        list(ow.stream(path, DEVICE, group=world, max_memory=1000 if rank == 1 else None))
+    except ow.OutOfMemoryError as error:
+        assert "max_memory is 1000" in str(error), error
+    else:
+        raise AssertionError("a budget of 1000 bytes was enough")
+    same(ow.load_file(path, group=world, device=DEVICE), expected(path, {}, rank, size))
+
+
+def into_module(path: Path, rank: int, size: int, world: Any) -> None:
+    """load_model: in place, cast, transposed, on the meta device; what does not fit is
+    said by all ranks before anything changes."""
+    shard = {"rows": 0, "columns": 1, "deep": 2}
+    names = ("whole", "rows", "columns", "deep", "scalar", "empty", "uneven", "flags", "small.0")
+    want = {name.replace(".", "_"): tensor for name, tensor in expected(path, shard, rank, size).items() if name in names}
+    source = ow.load_file(path)
+    renamed = path.with_name(f"module-{path.stem}.safetensors")
+    if rank == 0:
+        plain = path.stem == "plain"
+        ow.save_file({name.replace(".", "_"): source[name] for name in names}, renamed, compress=not plain)
+    dist.barrier()
+    module = torch.nn.Module()
+    for name, tensor in want.items():
+        module.register_buffer(name, torch.zeros_like(tensor, device="meta" if name == "flags" else DEVICE))
+    module.rows = torch.zeros(*want["rows"].shape, device=DEVICE)  # another dtype
+    module.uneven = torch.zeros(want["uneven"].shape[::-1], dtype=torch.bfloat16, device=DEVICE).T
+    before = {name: tensor.data_ptr() for name, tensor in module.state_dict().items() if name != "flags"}
+    assert ow.load_model(module, renamed, group=world, shard=shard, device=DEVICE) == ([], [])
+    for name, tensor in module.state_dict().items():
+        assert name == "flags" or tensor.data_ptr() == before[name]
+        assert torch.equal(tensor.cpu(), want[name].to(tensor.dtype)), name
+    if rank == size - 1:
+        module.whole = torch.zeros(3, device=DEVICE)
+    try:
+        ow.load_model(module, renamed, group=world, shard=shard, device=DEVICE)
+    except ow.ModelMismatchError as error:
+        assert "'whole' has shape (3,)" in str(error), error
+    else:
+        raise AssertionError("a module of another shape was loaded")
+
+
+def chosen(folder: Path) -> None:
+    """OVERWIRE_EXCHANGE=auto on the host: of local files every rank reads what it needs, of what lies in
+    a store one of a host, or, where they cannot map each other's memory, of the group."""
+    rank, size, world, info = dist.get_rank(), dist.get_world_size(), dist.group.WORLD, Model.info
+    small()
+    members, read = grouping.members_of(world), reads(world)
+    for apart in (False, True):
+        if apart and rank == 1:
+            relays.relay_join = lambda *_: (_ for _ in ()).throw(ow.NotSupportedError("overwire: no peer access"))
+        for remote in (False, True):
+            Model.info = lambda self, remote=remote: [one | {"remote": remote} for one in info(self)]  # type: ignore
+            for file in ("plain.safetensors", "compressed.safetensors"):
+                want, stored = expected(folder / file, SHARD, rank, size), (folder / file).stat().st_size
+                same(ow.load_file(folder / file, group=world, shard=SHARD, device=DEVICE), want)
+                assert sum(read()) <= 1.05 * stored * remote
+                same(dict(ow.stream(folder / file, DEVICE, group=world, shard=SHARD, in_order=True)), want)
+                assert bool(sum(read())) == remote
+        assert bool(members.unreachable) == apart and members.reached
+    relays.relay_join, Model.info = _verbs.relay_join, info
+    members.unreachable = ""
+
+
+def gone(folder: Path) -> None:
+    """A rank that dies while the engines exchange: the others say so by themselves,
+    and this process can load again."""
+    rank = dist.get_rank()
+    good = folder / "compressed.safetensors"
+    relays.SHARE = (1 << 20) + 4096
+    relays.Job.next = leaving("gone", folder, relays.Job.next)
+    if rank == 1:
+        relays.relay_aim = lambda *_: None
+    try:
+        ow.load_file(good, group=dist.group.WORLD, device=DEVICE)
+    except ow.IOFailure as error:
+        assert "rank 1 is gone" in str(error), error
+    else:
+        raise AssertionError("no rank missed rank 1")
+    same(ow.load_file(good, device=DEVICE), expected(good, {}, 0, 1))
+    print("done gone", flush=True)
+    os._exit(0)
+
+
+def forked(count: int) -> int:
+    """Returns in each rank its number; the process that forks them ends when they have ended."""
+    ranks = {}
+    for rank in range(count):
+        if not (pid := os.fork()):
+            return rank
+        ranks[pid] = rank
+    ended = {ranks[pid]: os.waitstatus_to_exitcode(status) for pid, status in (os.wait() for _ in range(count))}
+    sys.exit(f"ended with {ended}" if any(ended.values()) else 0)
+
+
+if __name__ == "__main__":
+    folder, devices = Path(sys.argv[1]), os.environ.get("GROUP_DEVICES", "cpu").split(",")
+    size = int(os.environ["WORLD_SIZE"])
+    rank = forked(size)
+    DEVICE = group_blocks.DEVICE = devices[rank % len(devices)]
+    torch.set_num_threads(1)
+    if DEVICE != "cpu":
+        torch.cuda.set_device(DEVICE)
+    store = dist.FileStore(str(folder / sys.argv[2]), size)
+    dist.init_process_group(BACKEND, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60), store=store)
+    for step in sys.argv[3:]:
+        {"every_way": lambda: every_way(folder, dist.group.WORLD)}.get(step, lambda step=step: globals()[step](folder))()
+        dist.barrier()
+        print(f"done {step}", flush=True)  # in one write: ranks share the file
+    dist.destroy_process_group()

@@ -1,0 +1,520 @@
+"""Checkpoints of training: what torch.distributed.checkpoint saves comes back, whole or not at all."""
+
+from __future__ import annotations
+
+import collections
+import errno
+import gc
+import io
+import json
+import os
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stores
+import warm
+from conftest import ROOT, cleaned
+
+torch = pytest.importorskip("torch")
+
+import overwire as ow  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from overwire.checkpoints import (  # noqa: E402
+    CheckpointReader,
+    CheckpointStager,
+    CheckpointWriter,
+    buffers,
+    places,
+)
+from overwire.checkpoints import manifest as manifests  # noqa: E402
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+def ranks(folder: Path, count: int, *steps: str) -> None:
+    """Runs the steps of checkpoint_worker on that many ranks; all must succeed."""
+    store = f"store-{count}-{'-'.join(steps)}"
+    done = warm.run([ROOT / "tests" / "groups" / "checkpoint_worker.py", folder, store, *steps], env=cleaned() | {"WORLD_SIZE": str(count)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("done ") == count * len(steps), done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training state of two ranks (FSDP2, AdamW), and DTensors of every kind of shard."""
+    folder = tmp_path_factory.mktemp("saved")
+    ranks(folder, 2, "save")
+    return folder
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_number_of_ranks_resumes(saved: Path, count: int) -> None:
+    ranks(saved, count, "load")
+
+
+def test_a_checkpoint_of_shards_is_a_model(saved: Path) -> None:
+    """load_file, of the folder as it is, gives the model's tensors whole and under their own names."""
+    want = torch.load(saved / "want.pt", weights_only=True)
+    got = ow.load_file(saved / "training")
+    assert len(list((saved / "training").glob("model-*"))) > 1
+    assert set(got) == set(want["model"]) and all(torch.equal(got[name], tensor) for name, tensor in want["model"].items())
+    assert ow.verify(saved / "training")["ok"] and ow.verify(saved / "training/training")["ok"]
+    moments = ow.load_file(saved / "training/training")
+    assert torch.equal(moments["optimizer.state.0.weight.exp_avg"], want["optimizer"]["state"]["0.weight"]["exp_avg"])
+
+
+def test_ranks_save_in_the_background_and_through_faults(tmp_path: Path) -> None:
+    """Also by plans that planners keep, after a full disk or a lack of memory on one rank, and until one dies."""
+    ranks(tmp_path, 2, "background", "mapped", "cached", "short", "failing", "dying")
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    tied = torch.randn(300, 200)
+    model = {"a": tied, "b": tied, "c": torch.randn(5, 4)[:, ::2], "empty": torch.empty(0, 3), "scalar": torch.tensor(float(seed))}
+    return {"model": model, "optimizer": {"lr": 0.1 + seed, "betas": (0.9, 0.99), "moment": torch.randn(7).double()}, "step": seed}
+
+
+def same(one: Any, two: Any) -> bool:
+    if isinstance(two, dict):
+        return set(one) == set(two) and all(same(one[key], two[key]) for key in two)
+    return torch.equal(one, two) if isinstance(two, torch.Tensor) else bool(one == two)
+
+
+def save(at: Any, seed: int = 0, **how: Any) -> None:
+    dcp.save(state(seed), storage_writer=CheckpointWriter(at, **how))
+
+
+def load(at: Any) -> dict[str, Any]:
+    into = state(9)
+    dcp.load(into, storage_reader=CheckpointReader(at))
+    return into
+
+
+def cause(caught: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
+    return caught.value.failures[0][0]
+
+
+def test_one_process(tmp_path: Path) -> None:
+    """Tied, strided, empty and 0-dim tensors and plain values come back; a later checkpoint replaces the older."""
+    at = tmp_path / "c"
+    for seed, how in enumerate([{}, {"compress": False}, {"max_shard_size": 1000}]):
+        save(at, seed, **how)
+        assert same(load(at), state(seed)) and same(ow.load_file(at), state(seed)["model"])
+        assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    with pytest.raises(CheckpointException) as caught:
+        save(at, overwrite=False)
+    assert isinstance(cause(caught), ow.ArgumentError) and same(load(at), state(2))
+
+
+def test_a_flat_state_keeps_its_names(tmp_path: Path) -> None:
+    """Names that begin with "model." are not taken for a key of the state."""
+    flat = {"model.w": torch.randn(3), "head": torch.randn(2), "step": 5}
+    dcp.save(flat, storage_writer=CheckpointWriter(tmp_path / "c"))
+    assert set(ow.load_file(tmp_path / "c")) == {"model.w", "head"}
+    into = {"model.w": torch.zeros(3), "head": torch.zeros(2), "step": 0}
+    dcp.load(into, storage_reader=CheckpointReader(tmp_path / "c"))
+    assert same(into, flat)
+
+
+def test_torch_converts_it(tmp_path: Path) -> None:
+    """A state that is not known before is rebuilt from the checkpoint alone, in its nested form."""
+    save(tmp_path / "c", 3)
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+    assert same(_load_state_dict_from_keys(storage_reader=CheckpointReader(tmp_path / "c")), state(3))
+
+
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    """A folder with other files, or beside a running save, stays as it is."""
+    at = tmp_path / "c"
+    at.mkdir()
+    (at / "mine").write_text("x")
+    for path, text in ((at, "no checkpoint"), (at / "mine", "no folder")):
+        with pytest.raises(CheckpointException) as caught:
+            save(path)
+        assert isinstance(cause(caught), ow.ArgumentError) and text in str(cause(caught))
+    assert [path.name for path in at.iterdir()] == ["mine"]
+    (at / "mine").unlink()
+    save(at, 1)
+    (at / "config.json").write_text("{}")
+    with pytest.raises(CheckpointException) as caught:
+        save(at, 2)
+    assert "config.json" in str(cause(caught)) and same(load(at), state(1))
+    (at / "config.json").unlink()
+    running = places.Place(at, None, True)
+    running.begin()
+    with pytest.raises(CheckpointException) as caught:
+        save(at, 2)
+    assert "another save" in str(cause(caught)) and same(load(at), state(1))
+    running.drop()
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_what_a_killed_save_left_goes(tmp_path: Path) -> None:
+    """A save that was killed leaves no checkpoint; the next one removes what it has left."""
+    left = tmp_path / ".c.partial" / "training"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_text("half")
+    with pytest.raises(ow.NotFoundError):
+        CheckpointReader(tmp_path / "c")
+    save(tmp_path / "c")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"] and same(load(tmp_path / "c"), state())
+
+
+def test_a_save_beside_one_that_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused until the other one has its name and what it replaced is gone: neither loses files."""
+    at = tmp_path / "c"
+    save(at, 1)
+    tries = []
+
+    def meanwhile(original: Any) -> Any:
+        def run(*args: Any, **how: Any) -> Any:
+            with pytest.raises(ow.ArgumentError, match="another save"):
+                places.Place(at, None, True).begin()
+            tries.append(original)
+            return original(*args, **how)
+
+        return run
+
+    one = places.Place(at, None, True)
+    one.begin()
+    ow.save_file({"w": torch.ones(3)}, one.make("model.safetensors"))
+    one.write("checkpoint.json", GOOD.encode())
+    monkeypatch.setattr(places, "_exchange_folders", meanwhile(places._exchange_folders))
+    monkeypatch.setattr(places.shutil, "rmtree", meanwhile(places.shutil.rmtree))
+    one.publish(["model.safetensors", "checkpoint.json"])
+    monkeypatch.undo()
+    assert len(tries) == 2 and set(ow.load_file(at)) == {"w"} and [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_link_in_the_place_of_what_is_begun(tmp_path: Path) -> None:
+    """What another user's link leads to is not removed."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/mine").write_text("x")
+    (tmp_path / ".c.partial").symlink_to(tmp_path / "home")
+    with pytest.raises(CheckpointException) as caught:
+        save(tmp_path / "c")
+    assert isinstance(cause(caught), ow.ArgumentError) and (tmp_path / "home/mine").read_text() == "x"
+
+
+def test_a_save_that_was_given_up_keeps_no_lock(tmp_path: Path) -> None:
+    """Torch ends a save by an error of another rank without a word to the writer."""
+    left = places.Place(tmp_path / "c", None, True)
+    left.begin()
+    del left
+    save(tmp_path / "c", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_tensor_that_cannot_be_saved(tmp_path: Path) -> None:
+    """It is a typed error that names it, and the old checkpoint stays."""
+    save(tmp_path / "c", 1)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"w": torch.zeros(3), "odd": torch.zeros(3, dtype=torch.complex128)}, storage_writer=CheckpointWriter(tmp_path / "c"))
+    error = cause(caught)
+    assert isinstance(error, ow.NotSupportedError) and error.tensor == "odd", error
+    assert same(load(tmp_path / "c"), state(1)) and len(list(tmp_path.iterdir())) == 1
+    for wrong in ({"model": ""}, {"max_shard_size": 0}):
+        with pytest.raises(ow.ArgumentError):
+            CheckpointWriter(tmp_path / "c", **wrong)
+
+
+def test_objects_are_unpickled_as_by_weights_only(tmp_path: Path) -> None:
+    """An object that torch.load(weights_only=True) refuses is not made; the error names its class and what allows it."""
+    save(tmp_path / "c")
+    at = tmp_path / "c/training/model.safetensors"
+    content = ow.load_file(at)
+    ran = tmp_path / "ran"
+
+    class Harm:
+        def __reduce__(self) -> Any:
+            return (open, (str(ran), "w"))
+
+    stored = io.BytesIO()
+    torch.save(Harm(), stored)
+    ow.save_file(content | {"step": torch.frombuffer(bytearray(stored.getvalue()), dtype=torch.uint8)}, at)
+    with pytest.raises(CheckpointException) as caught:
+        load(tmp_path / "c")
+    assert isinstance(cause(caught), ow.UntrustedPickleError) and cause(caught).tensor == "step" and not ran.exists()
+    assert re.search(r"refuses it: .*io\.open.*add_safe_globals", str(cause(caught))), cause(caught)
+    ow.save_file(content | {"step": torch.arange(9, dtype=torch.uint8)}, at)
+    with pytest.raises(CheckpointException) as caught:
+        load(tmp_path / "c")
+    assert isinstance(cause(caught), ow.UntrustedPickleError)
+
+
+@pytest.mark.parametrize("name", ["__reduce_ex__", "__reduce__", "__getstate__", "items", "__class__"])
+@pytest.mark.parametrize("wrap", [lambda one: one, lambda one: {"a": [(one,)]}], ids=["alone", "inside"])
+def test_an_object_cannot_choose_how_it_is_written_anew(tmp_path: Path, name: str, wrap: Any) -> None:
+    """An OrderedDict of a file whose attribute hides a method is refused, before that attribute is called."""
+    save(tmp_path / "c")
+    at = tmp_path / "c/training/model.safetensors"
+
+    class Made:  # pickled as an OrderedDict with attributes of its own
+        def __reduce__(self) -> Any:
+            return (collections.OrderedDict, (), {name: torch.Size, "_metadata": {}})
+
+    stored = io.BytesIO()
+    torch.save(wrap(Made()), stored)
+    assert torch.load(io.BytesIO(stored.getvalue()), weights_only=True) is not None  # torch allows it
+    ow.save_file(ow.load_file(at) | {"step": torch.frombuffer(bytearray(stored.getvalue()), dtype=torch.uint8)}, at)
+    with pytest.raises(CheckpointException) as caught:
+        load(tmp_path / "c")
+    assert isinstance(cause(caught), ow.UntrustedPickleError) and cause(caught).tensor == "step"
+    assert f"{name!r} hides a method of OrderedDict" in str(cause(caught))
+
+
+GOOD = json.dumps(
+    {"format": "overwire checkpoint", "version": 1, "parts": [{"prefix": "", "files": ["model.safetensors"]}], "bytes": [], "paths": None}
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "{}", "null", "[" * 100_000, '{"a":1,"a":2}', "\udcff", "9" * 5000, GOOD[:-1], GOOD + "x", "NaN",
+        *(GOOD.replace('"version": 1', f'"version": {other}') for other in ("2", "true", "1.0", '1, "more": 2', '1, "version": 1')),
+        *(GOOD.replace('"bytes": []', f'"bytes": {other}') for other in ("[1]", '["\\ud800"]', "{}", "null")),
+        *(GOOD.replace("null", other) for other in ('{"a": []}', '{"a": [null]}', '{"a": [true]}', "[]",
+                                                    '{"a": ["b", 9999999]}', '{"a": [-1]}', '{"\\udfff": ["a"]}',
+                                                    '{"a": [0' + ", 0" * 40_000 + "]}")),
+        GOOD.replace('"prefix": ""', '"prefix": 3'),
+        *(GOOD.replace('["model.safetensors"]', other) for other in ("[]", "null", "[1]", '["model.safetensors", "model.safetensors"]',
+                                                                    '["model.safetensors", "training/model.safetensors"]')),
+        *(GOOD.replace("model.safetensors", name) for name in ("../model.safetensors", "/etc/passwd", "http://x/model.safetensors", "",
+                                                              "training/../model.safetensors", "model.safetensors\\n", "other.safetensors",
+                                                              "training//model.safetensors")),
+    ],
+)  # fmt: skip
+def test_a_hostile_description(tmp_path: Path, text: str) -> None:
+    """Whatever checkpoint.json says, reading it is a FormatError with its path, and opens no file elsewhere."""
+    (tmp_path / "checkpoint.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ow.FormatError) as caught:
+        CheckpointReader(tmp_path)
+    assert caught.value.source == str(tmp_path / "checkpoint.json")
+
+
+def test_a_description_that_its_files_do_not_fit(tmp_path: Path) -> None:
+    """Names that the files lack, tensors that should be bytes, files that are gone: typed errors."""
+    save(tmp_path / "c")
+    at = tmp_path / "c/checkpoint.json"
+    good = json.loads(at.read_text())
+
+    def refused(error: type[Exception], **change: Any) -> None:
+        at.write_text(json.dumps(good | change))
+        with pytest.raises(error):
+            CheckpointReader(tmp_path / "c")
+
+    refused(ow.CorruptError, bytes=[*good["bytes"], "none"])
+    refused(ow.FormatError, bytes=[*good["bytes"], "optimizer.moment"])
+    refused(
+        ow.CorruptError,
+        parts=[{"prefix": "optimizer.", "files": ["model.safetensors"]}, {"prefix": "model.", "files": ["training/model.safetensors"]}],
+    )
+    refused(ow.NotFoundError, parts=[{"prefix": "", "files": ["model-00001-of-00002.safetensors"]}])
+    at.write_text(json.dumps(good | {"bytes": []}))
+    with pytest.raises(CheckpointException) as caught:
+        load(tmp_path / "c")
+    assert caught.value.failures
+    at.write_text(json.dumps(good))
+    assert same(load(tmp_path / "c"), state())
+
+
+def test_damage(tmp_path: Path, seed: int) -> None:
+    """A byte that changes anywhere in a checkpoint is a typed error, or changes nothing that is loaded."""
+    save(tmp_path / "c")
+    rng = random.Random(seed)
+    for file in (tmp_path / "c").rglob("*.*"):
+        content = file.read_bytes()
+        for at in (rng.randrange(len(content)) for _ in range(15)):
+            damaged = bytearray(content)
+            damaged[at] ^= 1 << rng.randrange(8)
+            file.write_bytes(damaged)
+            try:
+                got = load(tmp_path / "c")
+            except CheckpointException as error:
+                assert all(isinstance(one[0], (ow.OverwireError, RuntimeError)) for one in error.failures.values()), error.failures
+            except (ow.OverwireError, RuntimeError):
+                pass
+            else:
+                assert same(got, state()), (file, at)
+        file.write_bytes(content)
+
+
+def test_the_description_is_written_as_it_is_read() -> None:
+    """What `encode` writes, `decode` reads; data of planners that it could not keep are refused."""
+    one = manifests.Manifest((manifests.Part("m.", ("model.safetensors",)),), frozenset({"a\n\u00e9"}), {"m.w": ("m", 3)})
+    assert manifests.decode(manifests.encode(one), "x") == one
+    for wrong in ([], {"a": "b"}, {"a": ()}, {"a": (1.5,)}, {1: ("a",)}, {"a": (1 << 40,)}):
+        with pytest.raises(ow.NotSupportedError):
+            manifests.paths_of(wrong)
+
+
+def test_paths_take_memory_by_their_length() -> None:
+    """Long paths are refused or taken with about as much memory as their text has."""
+    import tracemalloc
+
+    longest = {f"a{n}": (n, *[0] * 999) for n in range(20)}
+    tracemalloc.start()
+    try:
+        assert manifests.paths_of(longest) == longest
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(ow.NotSupportedError):
+        manifests.paths_of({"a": (0,) * 1001})
+
+
+def objects(folder: Path) -> set[str]:
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_store() -> None:
+    """A checkpoint of S3 comes back, is a model, appears with its description, and is not replaced."""
+    with stores.s3() as (options, root):
+        at = "s3://models/run/step-1"
+        dcp.save(state(1), storage_writer=CheckpointWriter(at, max_shard_size=1000, storage_options=options))
+        into = state(9)
+        dcp.load(into, storage_reader=CheckpointReader(at, storage_options=options))
+        assert same(into, state(1)) and same(ow.load_file(at + "/model.safetensors.index.json", storage_options=options), state(1)["model"])
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save(state(2), storage_writer=CheckpointWriter(at, storage_options=options))
+        assert isinstance(cause(caught), ow.ArgumentError)
+        (root / "run/step-1/checkpoint.json").unlink()  # as a killed save leaves it
+        with pytest.raises(ow.NotFoundError):
+            CheckpointReader(at, storage_options=options)
+        dcp.save(state(2), storage_writer=CheckpointWriter(at, storage_options=options))
+        dcp.load(into, storage_reader=CheckpointReader(at, storage_options=options))
+        assert same(into, state(2)) and same(ow.load_file(at + "/", storage_options=options), state(2)["model"])
+        (root / "other").mkdir()
+        (root / "other/model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {}}')
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save(state(2), storage_writer=CheckpointWriter("s3://models/other", storage_options=options))
+        assert isinstance(cause(caught), ow.ArgumentError) and objects(root / "other") == {"model.safetensors.index.json"}
+
+
+def test_two_saves_to_one_place_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two saves that run at once one makes the checkpoint and keeps its indexes; the other fails by a typed error,
+    and its files go."""
+    with stores.s3() as (options, root):
+        at = "s3://models/run/step-1"
+        write, first = places.Place.write, [True]
+
+        def other_first(place: places.Place, file: str, text: bytes) -> None:
+            if file == "checkpoint.json" and first:
+                first.clear()
+                dcp.save(state(1), storage_writer=CheckpointWriter(at, storage_options=options))
+            write(place, file, text)
+
+        monkeypatch.setattr(places.Place, "write", other_first)
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save(state(2), storage_writer=CheckpointWriter(at, storage_options=options))
+        assert isinstance(cause(caught), ow.ArgumentError) and "another save" in str(cause(caught))
+        into = state(9)
+        dcp.load(into, storage_reader=CheckpointReader(at, storage_options=options))
+        assert same(into, state(1))
+        assert len([name for name in objects(root) if name.endswith(".safetensors")]) == 2
+        for index in root.rglob("*.index.json"):
+            assert {index.parent / name for name in json.loads(index.read_text())["weight_map"].values()} <= {*index.parent.iterdir()}
+        assert len(list(root.rglob("*.index.json"))) == 2
+
+
+def test_joined_tensors_are_rows_of_one() -> None:
+    """What is no tensor cut along its first dimension is refused before anything is written."""
+    from overwire.frameworks.joined import JoinedTensor
+
+    for parts in ([], [torch.tensor(1.0)], [torch.zeros(2, 3), torch.zeros(2, 6).half()], [torch.zeros(2, 3), torch.zeros(2, 4)]):
+        with pytest.raises(ow.ArgumentError, match="joined tensor"):
+            JoinedTensor(parts).describe()
+
+
+def test_a_host_without_memory_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system refuses memory files, staged memory is of the process alone."""
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EPERM, "refused")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    memory = buffers.host_memory(1000, False)
+    assert memory.nbytes == 1000 and not memory.any() and buffers.find_block(memory, buffers.offer_buffers()) is None
+
+
+@pytest.mark.parametrize("refused", ["training/model-ow", "index.json", "checkpoint.json"])
+def test_a_store_that_refuses_in_the_middle(refused: str) -> None:
+    """What a store refuses ends the save by a typed error, nothing of it stays, and the next save works."""
+    with stores.s3() as (options, root), stores.front(str(options["endpoint_url"])) as (url, between):
+        options["endpoint_url"] = url
+        at = "s3://models/run/step-1"
+        between.refuse = refused
+        between.methods = ("PUT", "POST")
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save(state(1), storage_writer=CheckpointWriter(at, max_shard_size=1000, storage_options=options))
+        assert isinstance(cause(caught), ow.AccessError) and objects(root) == set()
+        between.refuse = ""
+        dcp.save(state(2), storage_writer=CheckpointWriter(at, max_shard_size=1000, storage_options=options))
+        into = state(9)
+        dcp.load(into, storage_reader=CheckpointReader(at, storage_options=options))
+        assert same(into, state(2))
+
+
+def test_stager(tmp_path: Path) -> None:
+    """What is staged does not change with the tensors, is kept while it is used, and its buffers serve again."""
+    stager = CheckpointStager()
+    tensors = state()
+    want = state()
+    first = stager.stage(tensors)
+    for one in (tensors["model"]["a"], tensors["optimizer"]["moment"]):
+        one.zero_()
+    assert first["model"]["a"] is first["model"]["b"]
+    second = stager.stage(tensors)
+    assert same(first, want) and same(second, tensors)
+    address = first["model"]["a"].data_ptr()
+    del first
+    third = stager.stage(tensors)
+    assert third["model"]["a"].data_ptr() == address and same(third, tensors) and same(second, tensors)
+    with pytest.raises(ow.NotSupportedError):
+        stager.stage({"sparse": torch.zeros(3, 3).to_sparse()})
+    more = stager.stage({**tensors, "more": torch.arange(100_000)})
+    assert same(more, {**tensors, "more": torch.arange(100_000)}) and same(third, tensors)
+    stager.close()
+    assert len(buffers.offer_buffers().buffers) == 3
+    del second, third, more
+    gc.collect()
+    assert not buffers.offer_buffers().buffers
+
+
+def test_memory_that_other_ranks_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank maps what it was offered and nothing else; memory that the host lacks is a typed error, and nothing of it stays."""
+    memory = buffers.host_memory(5000, False)
+    offer = buffers.offer_buffers()
+    block = memory[256:300].view(torch.int32)
+    block.copy_(torch.arange(11, dtype=torch.int32))
+    spot = buffers.find_block(block, offer)
+    mapped = buffers.map_buffers(offer)
+    assert spot is not None and mapped is not None
+    assert torch.equal(mapped[spot.buffer][spot.offset :][:44].view(torch.int32), block)
+    assert mapped[spot.buffer].data_ptr() != memory.data_ptr()
+    assert buffers.find_block(memory[::2], offer) is None and buffers.find_block(torch.zeros(3), offer) is None
+    (number, name, size), *_ = offer.buffers
+    for other in (
+        offer._replace(host="another"),
+        offer._replace(host=""),
+        offer._replace(process=1 << 22),
+        offer._replace(buffers=((0, name, size),)),
+        offer._replace(buffers=((number, "another", size),)),
+    ):
+        assert buffers.map_buffers(other) is None, other
+    descriptors = len(os.listdir("/proc/self/fd"))
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(buffers.os, "posix_fallocate", refuse)
+    stager = CheckpointStager()
+    with pytest.raises(ow.OutOfMemoryError):
+        stager.stage({"a": torch.zeros(1 << 20)})
+    assert len(os.listdir("/proc/self/fd")) == descriptors and buffers.offer_buffers() == offer

@@ -1,0 +1,251 @@
+"""Loads over a process group: every rank gets what slicing on one rank gives."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import warm
+from conftest import ROOT, cleaned
+
+torch = pytest.importorskip("torch")
+
+import overwire as ow  # noqa: E402
+from overwire import distributed  # noqa: E402
+from overwire.distributed import load as relays  # noqa: E402
+
+BLOCKS = ("blocks", "block_shards", "recorded")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files with all that a cut can meet: uneven, short, deep, empty, packed."""
+    at = tmp_path_factory.mktemp("group")
+    torch.manual_seed(3)
+    tensors = {
+        "whole": torch.randn(1024, 1024).bfloat16(),
+        "whole.b": torch.randn(1024, 1024),
+        "rows": torch.randn(1024, 512).bfloat16(),
+        "uneven": torch.randn(1021, 257).bfloat16(),
+        "columns": torch.randn(300, 1001),
+        "deep": torch.randn(4, 33, 50, 7),
+        "few": torch.randn(3, 5),  # fewer rows than ranks
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 7),
+        "bytes8": torch.randint(0, 255, (64, 100), dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "flags": torch.arange(1001) % 3 == 0,
+        "pairs": torch.randint(0, 255, (6, 22), dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        "odd": torch.randn(1 << 20)[: (1 << 20) - 3].half(),
+        **{f"small.{i}": torch.randn(7, 11) for i in range(40)},
+    }
+    ow.save_file(tensors, at / "plain.safetensors", compress=False)
+    ow.save_file(tensors, at / "compressed.safetensors")
+    ow.save_file({"other": torch.zeros(3)}, at / "other.safetensors")
+    good = (at / "compressed.safetensors").read_bytes()
+    for number, part in enumerate((0.2, 0.8)):
+        damaged = bytearray(good)
+        damaged[int(part * len(good))] ^= 0x40
+        (at / f"damaged{number}.safetensors").write_bytes(damaged)
+    damaged = bytearray(good)
+    damaged[-len(damaged) // 3] ^= 0x40
+    (at / "damaged.safetensors").write_bytes(damaged)
+    with pytest.raises(ow.CorruptError):
+        ow.verify(at / "damaged.safetensors")
+    return at
+
+
+def ranks(
+    folder: Path, count: int, *steps: str, backend: str = "gloo", devices: tuple[str, ...] = (), exchange: str = "collective"
+) -> None:
+    """Runs the steps of group_worker on that many ranks; all must succeed."""
+    store = f"store-{count}-{backend}-{exchange}-{'-'.join(steps)}"
+    env = {"WORLD_SIZE": str(count), "GROUP_BACKEND": backend, "OVERWIRE_EXCHANGE": exchange}
+    if devices:
+        env["GROUP_DEVICES"] = ",".join(devices)
+    done = warm.run([ROOT / "tests" / "groups" / "group_worker.py", folder, store, *steps], env=cleaned() | env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("done ") == count * len(steps), done.stdout + done.stderr
+
+
+def test_two_ranks(folder: Path) -> None:
+    ranks(folder, 2, "every_way", "wanted", "failing", "hurt", "dying")
+
+
+def test_four_ranks_map_each_others_memory(folder: Path) -> None:
+    ranks(folder, 4, "mapped", "streamed", "gone", exchange="mapped")
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_that_say_their_blocks_read_each_byte_once(folder: Path, count: int) -> None:
+    ranks(folder, count, *BLOCKS, *["block_hosts"] * (count == 3), "block_gone", exchange="mapped")
+
+
+@pytest.mark.parametrize("count", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_every_verb_takes_every_source(folder: Path, count: int) -> None:
+    """load_file, stream, in windows, too, and load_model: plain and compressed, of files, of a store and
+    pinned, whole and cut, by each carrier."""
+    ranks(folder, count, "cells")
+
+
+def test_what_fails_on_one_rank_ends_all(folder: Path) -> None:
+    ranks(folder, 2, "refused", "closed", "stopped", "faults", exchange="mapped")
+
+
+def test_ranks_have_the_same_file_open_and_keep_no_group(folder: Path) -> None:
+    ranks(folder, 2, "replaced", "freed", exchange="mapped")
+
+
+def test_ranks_share_what_lies_in_a_store(folder: Path) -> None:
+    ranks(folder, 2, "block_stores", exchange="")
+
+
+def test_two_ranks_take_the_way_that_follows_from_where_files_are(folder: Path) -> None:
+    """Loads, streams and modules, in windows: the default on the host, and by collectives."""
+    ranks(folder, 2, "streamed", "chosen", exchange="")
+    ranks(folder, 2, "streamed")
+
+
+def test_ranks_that_map_each_others_memory_meet_three_times_a_load(folder: Path) -> None:
+    ranks(folder, 2, "meetings")
+
+
+def test_ranks_of_several_hosts_share_the_reading(folder: Path) -> None:
+    ranks(folder, 4, "spread", "hosts")
+    ranks(folder, 3, "afar", exchange="")
+
+
+@pytest.mark.parametrize("hosts", [(1, 1, 1), (2, 2)])
+def test_hosts_with_networks_of_their_own_read_a_store_once(folder: Path, hosts: tuple[int, ...]) -> None:
+    """Hosts that have namespaces of their own, and links of a bounded rate, get each stored byte from the
+    store once, all together, and the rest from each other by gloo."""
+    done = warm.run([ROOT / "tests" / "groups" / "group_hosts.py", folder, *hosts], env=cleaned() | {"OVERWIRE_EXCHANGE": "auto"})
+    if done.returncode == 77:
+        pytest.skip(f"no namespaces: {done.stderr}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    *loads, end = map(json.loads, done.stdout.splitlines())
+    assert len(loads) == 4
+    for load in loads:
+        stored = (folder / load["file"]).stat().st_size
+        assert 0.9 * stored < sum(load["read"]) <= 1.02 * stored, (load, stored)
+    for name, sent in zip(("plain.safetensors", "compressed.safetensors"), end["sent"], strict=True):
+        stored = (folder / name).stat().st_size
+        # Two loads; beside its share each rank reads the header.
+        assert 1.8 * stored < sent <= 2 * (1.02 * stored + sum(hosts) * (256 << 10)), (name, sent, stored)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("count", "steps", "exchange"), [(2, BLOCKS, "mapped"), (4, BLOCKS, "mapped"), (2, (), ""), (4, (), "auto")])
+def test_ranks_of_one_gpu_map_each_others_memory(folder: Path, count: int, steps: tuple[str, ...], exchange: str) -> None:
+    ranks(folder, count, "mapped", "streamed", *steps, "gone", devices=("cuda:0",) * count, exchange=exchange)
+
+
+@pytest.mark.slow
+def test_four_ranks_and_a_subgroup(folder: Path) -> None:
+    ranks(folder, 4, "every_way", "subgroup")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_two_ranks_of_one_gpu_send_through_the_host(folder: Path) -> None:
+    ranks(folder, 2, "every_way", devices=("cuda:0", "cuda:0"))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_two_gpus(folder: Path, backend: str) -> None:
+    ranks(folder, 2, "every_way", backend=backend, devices=("cuda:0", "cuda:1"))
+
+
+def bench(*words: str, exchange: str = "mapped") -> subprocess.CompletedProcess[str]:
+    return warm.fresh(["-m", "overwire", "bench", *words], env=cleaned() | {"OVERWIRE_EXCHANGE": exchange})
+
+
+@pytest.mark.imports_torch
+def test_bench_of_ranks(tmp_path: Path) -> None:
+    """`overwire bench --ranks` prints floors and rows, each compared and beside its floor, and leaves no file."""
+    done = bench("--ranks", "2", "--size", "8MB", "--repeat", "1", "--device", "cpu", "--json", "--dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["ranks"] == 2 and report["bytes"] == 8_000_000
+    rows = {row["row"]: row for row in report["rows"]}
+    for coding in ("compressed", "plain"):
+        floor = rows[f"floor: {coding}, each rank reads its part"]
+        assert floor["all"] > 0 and floor["cpu"] > 0
+        for mode in ("whole", "tensor-parallel"):
+            row = rows[f"{coding}, {mode}, mapped"]
+            assert row["verified"] and row["rank"] > 0 and row["first"] > 0 and row["floor"] > 0 and row["cpu"] > 0
+            assert row["all"] <= 2 * row["rank"] * 1.001
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.imports_torch
+def test_bench_refuses_wrong_bytes(tmp_path: Path) -> None:
+    """A rank whose tensors differ from the plain file's ends the measurement; so do wrong arguments."""
+    ow.save_file({"a": torch.ones(64, 64)}, tmp_path / "plain.safetensors", compress=False)
+    ow.save_file({"a": torch.ones(64, 64) * 2}, tmp_path / "packed.safetensors")
+    task = {"folder": str(tmp_path), "ranks": 1, "rank": 0, "way": "mapped", "device": "cpu", "repeat": 1, "first": True, "floors": {}}
+    done = warm.fresh(["-m", "overwire._bench_rank", json.dumps(task)], env=cleaned())
+    assert done.returncode == 1 and "compressed, whole, mapped: rank 0: a is wrong" in done.stderr, done.stderr
+    for words in (("--ranks", "0"), ("--ranks=many",), ("--ranks", "2", "--size", "much"), ("--ranks", "2", "--repeat", "0")):
+        assert bench(*words).returncode == 2, words
+
+
+NOW = relays.Situation(4, 1, 4, gpu=True, remote=False, sends=True, unreachable=False)
+
+
+@pytest.mark.parametrize(
+    ("setting", "now", "carrier"),
+    [
+        ("auto", NOW, "mapped"),
+        ("auto", NOW._replace(ranks=2, local=2), "mapped"),
+        ("auto", NOW._replace(sends=False), "mapped"),
+        ("auto", NOW._replace(hosts=2, local=2), "mapped"),
+        ("auto", NOW._replace(hosts=2, local=2, remote=True), "collective"),
+        ("auto", NOW._replace(hosts=4, local=1), "none"),
+        ("auto", NOW._replace(gpu=False), "none"),
+        ("auto", NOW._replace(gpu=False, remote=True), "mapped"),
+        ("auto", NOW._replace(unreachable=True), "collective"),
+        ("auto", NOW._replace(unreachable=True, sends=False), "none"),
+        ("auto", NOW._replace(ranks=1, local=1), "none"),
+        ("mapped", NOW, "mapped"),
+        ("collective", NOW, "collective"),
+        ("none", NOW, "none"),
+    ],
+)
+def test_the_carrier_follows_from_the_situation(setting: str, now: relays.Situation, carrier: str) -> None:
+    assert relays.carrier_of(setting, now) == carrier
+
+
+def test_blocks_cover_a_dimension_once() -> None:
+    for size in range(40):
+        for count in range(1, 9):
+            blocks = [distributed.shard_range(size, count, rank) for rank in range(count)]
+            assert [at for lo, hi in blocks for at in range(lo, hi)] == list(range(size))
+            want = [len(part) for part in torch.arange(size).chunk(count)] if size else []
+            assert [hi - lo for lo, hi in blocks if hi > lo] == want
+
+
+def test_a_buffer_ends_below_2_gib_however_many_ranks_exchange(tmp_path: Path) -> None:
+    """Shares are multiples of 256 bytes, and 32 MiB up to 63 ranks; a chunk of the default size fits up to 2,047 ranks. Rings
+    that ranks map of each other have 256 MiB up to 8 ranks, and end below 4 GiB."""
+    for count in [*range(1, 5000), 1 << 20]:
+        share = relays.share_of_rank(count, relays.SHARE)
+        assert share * count < 2 << 30 and share % 256 == 0 and (share == relays.SHARE) == (count < 64), count
+        ring = relays.mapped_share(count, 1 << 20) * count * relays.BUFFERS if count <= 256 else 0
+        assert ring < 4 << 30 and ring % (256 * count) == 0, count
+        assert count > 8 or ring <= 256 << 20, count
+    ow.save_file({"a": torch.randn(2048, 1024)}, tmp_path / "compressed")
+    ow.save_file({"a": torch.randn(2048, 1024)}, tmp_path / "plain", compress=False)
+    for path, chunk in (("compressed", 1 << 20), ("plain", (1 << 20) - 8192)):
+        with ow.safe_open(tmp_path / path) as file:
+            room = file._live_model().room()
+        assert room == chunk + 288 and relays.fits(2047, room) and not relays.fits(2100, room)
+
+
+def test_without_a_group_there_is_nothing_to_share(folder: Path) -> None:
+    path = folder / "plain.safetensors"
+    with pytest.raises(ow.ArgumentError, match="group"):
+        ow.load_file(path, shard={"rows": 0})
+    with pytest.raises(ow.ArgumentError, match="process group"):
+        ow.load_file(path, group=3)

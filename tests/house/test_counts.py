@@ -1,0 +1,82 @@
+"""Weight and names of each package stay below their ceilings, and what is counted is what a reader would count."""
+
+from __future__ import annotations
+
+import counts
+import pytest
+
+
+def test_every_package_is_below_its_ceilings() -> None:
+    """No package has more lines, one-word functions, participles for values, retired words in names, or long lines than
+    tests/house/counts.json allows."""
+    assert counts.excesses(counts.count(counts.sources(counts.ROOT)), counts.read_table()) == []
+
+
+GO = '''package x
+
+func pad(n int) int { return n }
+
+func (p *Plan) padToAlignment(n int) (found, size int) {
+	made, size := n, 1
+	var told int // far
+	return made, told
+}
+'''
+PYTHON = '''
+class A:
+    def __init__(self) -> None: ...
+    def _tell(self): ...
+    def share_of_rank(self):
+        stored, rank, seed, theirs = 1, 2, 3, "borrowed"
+        save_far = stored
+'''
+C = """/* told */
+static void ow_pad(int n) {
+    int far = helper(n);
+}
+int ow_pad_block(int n);
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "expected"),
+    [
+        ("gosrc/x/x.go", GO, {"functions": 2, "one_word": 1, "values": 3, "participles": 2, "retired": 1, "long": 0, "lines": 9}),
+        ("gosrc/x/x_test.go", GO, {"functions": 0, "one_word": 0, "participles": 0, "retired": 0, "lines": 0}),
+        ("python/overwire/a.py", PYTHON, {"functions": 2, "one_word": 1, "values": 5, "participles": 2, "retired": 1, "lines": 7}),
+        ("cuda/a.cuh", C, {"functions": 1, "one_word": 1, "retired": 1, "lines": 5, "long": 0}),
+        ("gosrc/x/y.go", "package x\n\nconst a = `" + "b" * 121 + "`\n//" + "c" * 118 + "\n", {"long": 1}),
+        ("gosrc/x/y_test.go", "package x\n\nconst a = `" + "b" * 121 + "`\n//" + "c" * 119 + "\n", {"long": 1}),
+        ("tests/y.py", "A = '" + "b" * 121 + "'\n# " + "c" * 121 + "\n", {"long": 1, "lines": 0}),
+    ],
+)
+def test_what_is_counted(path: str, text: str, expected: dict[str, int]) -> None:
+    """Functions, values, identifiers and lines of each language are found, and nothing in comments or literals is."""
+    row = counts.count_file(path, text)
+    assert {name: row[name] for name in expected} == expected
+
+
+def test_identifiers_are_split_into_words() -> None:
+    """snake_case, camelCase, acronyms and C's prefix: each part is a word."""
+    names = ("save_far", "saveFar", "HTTPServer", "_tell", "ow_pad", "x16")
+    assert [counts.words_of(name) for name in names] == [
+        ["save", "far"], ["save", "far"], ["http", "server"], ["tell"], ["pad"], ["x"],
+    ]  # fmt: skip
+
+
+def test_ceilings_fall_and_rise_for_a_reason_alone() -> None:
+    """A lower count lowers its ceiling; a higher one is an excess until it is raised with a reason, which is kept."""
+    row = dict.fromkeys(counts.COLUMNS, 7)
+    table = counts.new_table({"gosrc/x": row}, {})
+    assert table == {"gosrc/x": row | {"lines": 50}}
+    assert counts.excesses({"gosrc/x": row}, table) == []
+    higher = {"gosrc/x": row | {"lines": 51, "one_word": 6, "long": 8}}
+    assert [sentence.split(";")[0] for sentence in counts.excesses(higher, table)] == [
+        "gosrc/x has 51 lines of the product",
+        "gosrc/x has 8 lines over 120 columns, tests' literals left out",
+    ]
+    assert counts.new_table(higher, table) == {"gosrc/x": row | {"lines": 50, "one_word": 6}}
+    raised = counts.new_table(higher, table, "a feature")
+    assert raised == {"gosrc/x": row | {"lines": 100, "one_word": 6, "long": 8, "why": "a feature"}}
+    assert counts.new_table(higher, raised) == raised
+    assert counts.excesses({"gosrc/y": row}, raised) != [] and counts.excesses({}, raised) != []

