@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from overwire.integrations import recording
+from overwire.integrations.shared import recording
 
 NAMES = ("device", "is_meta", "is_cpu", "is_cuda")
 

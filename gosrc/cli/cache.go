@@ -89,7 +89,7 @@ func preparedFolder(asked []string) (string, error) {
 }
 
 // preparedFiles lists the files of a folder, the last used first; none of one that is not there.
-// The names are those that python/overwire/integrations/prepared.py gives.
+// The names are those that python/overwire/integrations/shared/prepared.py gives.
 func preparedFiles(folder string) ([]prepared, error) {
 	entries, err := os.ReadDir(folder)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from ._verbs import read_floor
     from .bundles.torchfolders import is_torch_model, plain_models
     from .bundles.unpickling import load_plain
-    from .distributed.blocks import BlockLoad, Blocks, meet_to_load, shares_reading
-    from .distributed.group import Members, verb
+    from .distributed.blocks import Blocks, meet_to_load, shares_reading
+    from .distributed.group import verb
     from .files import number_of, read_file, regular
     from .frameworks.torch import torch_dtype
     from .jobs import shown
@@ -37,12 +37,10 @@ if TYPE_CHECKING:
     from .verbs.save import bytes_of_plain, save_bytes
 
 __all__ = [
-    "BlockLoad",
     "Blocks",
     "FileWriter",
     "Hosted",
     "HostedWeight",
-    "Members",
     "MetaRow",
     "ObjectReader",
     "ObjectWriter",
@@ -102,8 +100,8 @@ _HOMES = {
     "_verbs": ("read_floor",),
     "bundles.torchfolders": ("is_torch_model", "plain_models"),
     "bundles.unpickling": ("load_plain",),
-    "distributed.blocks": ("BlockLoad", "Blocks", "meet_to_load", "shares_reading"),
-    "distributed.group": ("Members", "verb"),
+    "distributed.blocks": ("Blocks", "meet_to_load", "shares_reading"),
+    "distributed.group": ("verb",),
     "files": ("number_of", "read_file", "regular"),
     "frameworks.torch": ("torch_dtype",),
     "model.forked": ("is_compressed", "refuse_compressed"),

@@ -63,8 +63,8 @@ def start(path: Path, folder: Path, where: tuple[int, int, int], **more: Any) ->
 
 def held(model: Any) -> dict[str, Any]:
     """All tensors of a model and what it holds beside them."""
-    from overwire.integrations.described import Describer
-    from overwire.integrations.parts import taken
+    from overwire.integrations.shared.described import Describer
+    from overwire.integrations.shared.parts import taken
     from overwire.integrations.vllm.identity import OPAQUE
 
     tensors, rows, names = taken(model)

@@ -181,7 +181,7 @@ def without_kernels() -> None:
 
 def planned() -> list[int]:
     """A list that gets the number of slices of each plan that is carried out."""
-    from overwire.integrations import copies
+    from overwire.integrations.shared import copies
 
     out: list[int] = []
     fill = copies.fill
@@ -196,7 +196,7 @@ def planned() -> list[int]:
 
 def reads() -> list[int]:
     """A list that gets what this rank has read of each load whose reading the ranks share."""
-    from overwire.integrations import slices
+    from overwire.integrations.shared import slices
 
     read: list[int] = []
     share = slices.shared
@@ -212,7 +212,7 @@ def reads() -> list[int]:
 
 def rank_main(base: Path, world: int, rank: int, port: int) -> None:
     import vllm
-    from overwire.integrations import recording, slices
+    from overwire.integrations.shared import recording, slices
 
     normal = slices.APART, recording.EARLY
     without_kernels()

@@ -23,7 +23,7 @@ import test_vllm
 import torch
 import warm
 from overwire.integrations.pushes import Group, Publisher
-from overwire.integrations.updates import Incomplete, Places
+from overwire.integrations.shared.updates import Incomplete, Places
 
 log = logging.getLogger("test")
 

@@ -15,10 +15,10 @@ from typing import Any
 import overwire as ow
 import pytest
 import torch
-from overwire.integrations import prepared
-from overwire.integrations.described import Describer
-from overwire.integrations.parts import put, settle, taken
-from overwire.integrations.prepared import Refused
+from overwire.integrations.shared import prepared
+from overwire.integrations.shared.described import Describer
+from overwire.integrations.shared.parts import put, settle, taken
+from overwire.integrations.shared.prepared import Refused
 
 
 class Weight(torch.nn.Parameter):

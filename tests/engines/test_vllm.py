@@ -239,7 +239,7 @@ def test_slices_land_in_their_places(engines: Path, model: Path) -> None:
     """What the loader copies lands where it would; a loader that cannot be planned gets tensors."""
     code = """
 import vllm.model_executor.model_loader
-import overwire.integrations.copies as copies
+import overwire.integrations.shared.copies as copies
 loads = []
 fill = copies.fill
 copies.fill = lambda noted, most: (loads.append([copy.of.name for copy in noted]), fill(noted, most))
@@ -301,7 +301,7 @@ def asks(self, t):
     self.other.copy_(part)
 @name_is("mlp.experts.0.weight")
 def lists(self, t): self.linear.first = self.qkv.weight.data.view(torch.int16).tolist()
-import overwire.integrations.recording as recording
+import overwire.integrations.shared.recording as recording
 usual = recording.EARLY
 for kind, recording.EARLY in (("plain", usual), ("compressed", usual), ("plain", 1), ("compressed", 1)):
     check(kind, nothing, linear, True)
@@ -346,7 +346,7 @@ def test_loads_while_the_loader_runs(engines: Path, model: Path, tmp_path: Path)
     does later, the model is as its own loader leaves it, and what the files lack is an error."""
     code = """
 import shutil, vllm.model_executor.model_loader
-import overwire.integrations.copies as copies, overwire.integrations.recording as recording
+import overwire.integrations.shared.copies as copies, overwire.integrations.shared.recording as recording
 recording.EARLY = 1
 begun = []
 begin, end = copies.Early.begin, copies.Early.end

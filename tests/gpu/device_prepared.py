@@ -57,8 +57,8 @@ def ready(device: torch.device) -> None:
 
 def keep(args: argparse.Namespace, device: torch.device) -> None:
     import overwire
-    from overwire.integrations import prepared
-    from overwire.integrations.parts import taken
+    from overwire.integrations.shared import prepared
+    from overwire.integrations.shared.parts import taken
 
     torch.manual_seed(1)
     with torch.device(device):
@@ -79,8 +79,8 @@ def keep(args: argparse.Namespace, device: torch.device) -> None:
 
 def make(args: argparse.Namespace, device: torch.device) -> None:
     import overwire
-    from overwire.integrations import prepared
-    from overwire.integrations.parts import put, settle, taken
+    from overwire.integrations.shared import prepared
+    from overwire.integrations.shared.parts import put, settle, taken
 
     torch.zeros(1, device=device)
     ready(device)

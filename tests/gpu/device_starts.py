@@ -64,7 +64,7 @@ def without_kernels() -> None:
 def watch(seconds: dict[str, float]) -> None:
     """Has the parts of loads added to `seconds`, by name. Nothing is replaced, as prepared state is kept of vLLM's
     own code only: Python says when the functions begin and end, from 3.12 on."""
-    from overwire.integrations.parts import put
+    from overwire.integrations.shared.parts import put
     from overwire.integrations.vllm.loader import OverwireModelLoader
     from vllm.model_executor.model_loader import default_loader, runai_streamer_loader, utils
 

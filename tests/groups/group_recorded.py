@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from group_blocks import block_loads, expected_of
 from overwire.distributed import shard_range
-from overwire.integrations import recording, slices
-from overwire.integrations.slices import Attempt, by_slices
+from overwire.integrations.shared import recording, slices
+from overwire.integrations.shared.slices import Attempt, by_slices
 
 # Bytes of rows that are loaded beside.
 MOST = 1 << 20

@@ -1,4 +1,4 @@
-"""Headers of files, frames of tensors, and the group of one."""
+"""Headers of files, and the group of one."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import json
 import logging
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import overwire
 from overwire.plumbing import regular
 
 from . import cpp
-from .st_types import Device, DeviceType, DType
-
-if TYPE_CHECKING:
-    from .frameworks import FrameworkOpBase, TensorBase
+from .frames import TensorFrame
+from .frameworks import FrameworkOpBase, TensorBase
+from .st_types import Device, DeviceType, DType, converts
 
 __all__ = [
     "SafeTensorsMetadata", "SingleGroup", "TensorFrame", "get_device_numa_node", "init_logger", "is_cuda",
@@ -75,64 +73,6 @@ class SingleGroup:
 
     def rank(self) -> int:
         return 0
-
-
-def dense_strides(shape: list[int]) -> list[int]:
-    """Those of a tensor in C order, in elements."""
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 1, 0, -1):
-        strides[dim - 1] = strides[dim] * shape[dim]
-    return strides
-
-
-@dataclass
-class TensorFrame:
-    """A tensor, or a slice of one, by its place in a file.
-
-    shape, strides (in elements) and offsets (in elements of each dimension)
-    have one entry a dimension; data_offsets is the whole tensor's [begin, end).
-    """
-
-    dtype: DType
-    shape: list[int]
-    data_offsets: list[int]
-    strides: list[int]
-    offsets: list[int]
-    sliced: bool
-
-    @classmethod
-    def from_buffer(cls, entry: Any) -> TensorFrame:
-        """Of a header's entry."""
-        shape = [int(size) for size in entry["shape"]]
-        return cls(
-            DType(entry["dtype"]), shape, list(entry["data_offsets"]), dense_strides(shape), [0] * len(shape), False
-        )
-
-    def __getitem__(self, index: Any) -> TensorFrame:
-        """The frame of a slice: ints keep their dimension with size 1, and an
-        empty slice has shape []. IndexError, or ValueError for other indices."""
-        entries = index if isinstance(index, tuple) else (index,)
-        if not entries:
-            return self
-        if len(entries) > len(self.shape):
-            raise ValueError(f"[BUG] tried to get too large slice {entries} from {self.shape}")
-        shape, strides, offsets = list(self.shape), list(self.strides), list(self.offsets)
-        for dim, entry in enumerate(entries):
-            size = self.shape[dim]
-            if isinstance(entry, slice):
-                steps = range(size)[entry]
-            elif isinstance(entry, int) and not isinstance(entry, bool):
-                if not -size <= entry < size:
-                    raise IndexError(f"[BUG] tried to access index {entry} at dim={dim} for shape={self.shape}")
-                steps = range(entry % size, entry % size + 1)
-            else:
-                raise ValueError(f"[BUG] Unsupported index type for DiskTensor: {entry}")
-            if len(steps) == 0:
-                return TensorFrame(self.dtype, [], list(self.data_offsets), [], [], False)
-            shape[dim] = len(steps)
-            strides[dim] = self.strides[dim] * steps.step
-            offsets[dim] = self.offsets[dim] + steps.start
-        return TensorFrame(self.dtype, shape, list(self.data_offsets), strides, offsets, True)
 
 
 class SafeTensorsMetadata:
@@ -265,8 +205,6 @@ class SafeTensorsMetadata:
     ) -> dict[str, TensorBase]:  # fmt: skip
         # names: only these, for a gbuf that holds a part of the file. The name is
         # what plug-ins that read parts call.
-        from .copier.base import converts
-
         if self.compressed:
             raise ValueError(f"{self.src}: it is compressed: its bytes are not its tensors'")
         framework, out = self.framework, {}

@@ -91,3 +91,11 @@ def stand_in(dtype: DType) -> DType:
     if dtype in (DType.F8_E5M2, DType.F8_E4M3):
         return DType.I8
     return DType.U8 if dtype.bits <= 8 and dtype.value.startswith("F") else dtype
+
+
+def converts(own: DType, wanted: DType) -> bool:
+    """Whether dtype= changes such a tensor. Packed types and bare exponents are
+    parts of a scheme, and complex numbers would lose a half: they stay."""
+    if wanted is DType.AUTO or wanted is own:
+        return False
+    return own.bits >= 8 and own not in (DType.F8_E8M0, DType.C64)

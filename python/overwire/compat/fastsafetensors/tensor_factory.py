@@ -10,9 +10,9 @@ from typing import Any
 from . import cpp
 from .allocation import SharedDeviceAllocation
 from .common import SafeTensorsMetadata
-from .copier.base import CopierInterface, DummyDeviceBuffer, EngineCopier, converts
+from .copier.base import CopierInterface, DummyDeviceBuffer, EngineCopier
 from .frameworks import FrameworkOpBase, ProcessGroupBase, TensorBase
-from .st_types import Device, DType
+from .st_types import Device, DType, converts
 
 __all__ = ["LazyTensorFactory"]
 

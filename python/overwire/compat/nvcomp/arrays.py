@@ -11,8 +11,8 @@ from typing import Any
 
 from ... import codecs, gpu
 from ...errors import ArgumentError
-from . import devices
-from .devices import HOST
+from . import streams
+from .devices import HOST, current, gpu_memory
 from .dtypes import BYTE, Kind, kind_of, numpy_dtype, typestr
 from .enums import ArrayBufferKind
 
@@ -275,12 +275,59 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         """Itself if it is on the host, else a copy there; None if that cannot be made.
         Raises errors of decoding on a GPU at the latest."""
         self._wait_until_ready()
-        return self if self._device == HOST else devices.to_host(self)
+        return self if self._device == HOST else self._copy_to_host()
 
     def cuda(self, synchronize: bool = True, cuda_stream: int = 0) -> Array | None:
         """Itself on a GPU, else a copy there; None where there is none."""
         self._wait_until_ready(self._device == HOST)
-        return self if self._device != HOST else devices.to_device(self, synchronize, int(cuda_stream))
+        return self if self._device != HOST else self._copy_to_device(synchronize, int(cuda_stream))
+
+    def _with_span(self, span: codecs.Span, device: tuple[int, int], stream: int = 1) -> Array:
+        """An Array of the same type and shape in other memory."""
+        array = type(self)._of(span, self.buffer_size, self._kind, device, stream)
+        array._shape, array._strides = self._shape, self._strides
+        return array
+
+    def _copy_to_host(self) -> Array | None:
+        """A copy on the host, in memory of the pinned allocator where one is set."""
+        if self._strides is not None:
+            return None
+        nbytes = self.buffer_size
+        if nbytes == 0:
+            return self._with_span(codecs.Span(0, 0, None), HOST)
+        device = self._device[1]
+        span = streams.allocate("pinned", nbytes, self._stream, device)
+        if span is None:
+            torch = gpu.torch_of()
+            span = codecs.span(bytearray(nbytes) if torch is None else torch.empty(nbytes, dtype=torch.uint8))
+        gpu.copy(span.address, self._span.address, nbytes, device=device, stream=self._stream)
+        return self._with_span(span, HOST)
+
+    def _copy_onto(self, address: int, device: int, stream: int, wait: bool = True) -> None:
+        """Copies the bytes to an address of a GPU."""
+        after = []
+        if self._device == (2, device):
+            after = [self._stream]
+        elif self._device != HOST:  # streams of two devices do not wait for each other here
+            gpu.stream_sync(self._stream, self._device[1])
+        gpu.copy(address, self._span.address, self.buffer_size, device=device, stream=stream, after=after, wait=wait)
+
+    def _copy_to_device(self, synchronize: bool = True, stream: int = 0, index: int | None = None) -> Array | None:
+        """A copy on a GPU, in memory of the device allocator where one is set; None
+        where there is no GPU."""
+        if self._strides is not None or gpu.count() == 0:
+            return None
+        index = current() if index is None else index
+        stream = stream or 1
+        nbytes = self.buffer_size
+        if nbytes == 0:
+            return self._with_span(codecs.Span(0, 0, None), (2, index))
+        streams.check_device(stream, index)
+        span = gpu_memory(nbytes, index, stream)
+        self._copy_onto(span.address, index, stream, synchronize)
+        # What has not been read yet stays.
+        source = span if synchronize else codecs.Span(span.address, nbytes, (span.keep, self))
+        return self._with_span(source, (2, index), stream)
 
 
 class BatchArray(list):  # type: ignore[type-arg]
@@ -411,7 +458,7 @@ def _interface_device(interface: dict[str, Any], stream: int) -> tuple[int, int]
     """Where the memory of a CUDA array interface is, when the stream has waited for
     the producer's."""
     address = int(interface["data"][0] or 0) if interface.get("data") is not None else 0
-    number = gpu.device_of(address) if address else devices.current()
+    number = gpu.device_of(address) if address else current()
     if number < 0:
         return HOST  # as host Arrays of nvCOMP say it
     if interface.get("stream"):

@@ -314,7 +314,7 @@ class Codec:
             placing.check_dense(a)
             if a._pending is not None:
                 a._wait_until_ready(a._device != where)
-            source = a if a._device == where else devices.to_device(a, stream=self._stream_for(device), index=device)
+            source = a if a._device == where else a._copy_to_device(stream=self._stream_for(device), index=device)
             if source is None:
                 return None
             there.append(source)
@@ -489,7 +489,7 @@ class Codec:
         """What a stream on a GPU says about itself; None: ask the host."""
         if self._device([array]) is None or array._strides is not None or not array._span.nbytes:
             return None
-        there = array if array._device != devices.HOST else devices.to_device(array)
+        there = array if array._device != devices.HOST else array._copy_to_device()
         return None if there is None else onboard.shape_of(there, self._algorithm, self._bitstream, there._stream)
 
     def get_max_comp_buffer_size(self, source: Any) -> int:

@@ -211,5 +211,5 @@ def _aligned_to(array: Array, step: int, lead: int, device: int, stream: int) ->
     nbytes = array._span.nbytes
     room = devices.gpu_memory(nbytes + step, device, stream)
     at = room.address + (-(room.address + lead)) % step
-    devices.copy_onto(array, at, device, stream, wait=False)
+    array._copy_onto(at, device, stream, wait=False)
     return Array._of(codecs.Span(at, nbytes, (room.keep, array)), nbytes, device=(2, device), stream=stream)

@@ -90,7 +90,7 @@ def place_result(
             return array
         return _copy_onto(array, out, stream)
     if device is not None:
-        result = devices.to_device(array, index=device, stream=stream)
+        result = array._copy_to_device(index=device, stream=stream)
         array = result if result is not None else array
     if out is None:
         return array
@@ -106,7 +106,7 @@ def _copy_onto(made: Array, out: Array, stream: int) -> Array:
     if out._stream != stream:
         gpu.follow(stream, out._stream, device=device)
     if nbytes:
-        devices.copy_onto(made, out._span.address, device, stream)
+        made._copy_onto(out._span.address, device, stream)
     target = Array._of(codecs.Span(out._span.address, out.buffer_size, out), nbytes, made._kind, out._device, stream)
     target._native = False
     return target

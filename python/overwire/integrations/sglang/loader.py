@@ -17,7 +17,7 @@ from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.model_loader.loader import DefaultModelLoader, maybe_add_mtp_safetensors
 
 from .. import options, weights
-from ..slices import Attempt, by_slices
+from ..shared.slices import Attempt, by_slices
 
 __all__ = ["OverwireModelLoader"]
 

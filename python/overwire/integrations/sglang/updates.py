@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import weights
-from ..updates import Places
+from ..shared.updates import Places
 
 __all__ = ["LOADER", "load", "message"]
 

@@ -13,8 +13,8 @@ import torch
 import vllm
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from ..origins import files_of
-from ..prepared import Refused, fingerprint
+from ..shared.origins import files_of
+from ..shared.prepared import Refused, fingerprint
 
 __all__ = ["CODE", "OPAQUE", "name_of", "offloads"]
 

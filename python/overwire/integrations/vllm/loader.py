@@ -24,8 +24,8 @@ from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
 from ...plumbing import parse_size
 from .. import options, weights
-from ..sheets import Opening
-from ..slices import Attempt, by_slices
+from ..shared.sheets import Opening
+from ..shared.slices import Attempt, by_slices
 from .coverage import Coverage
 from .device import device_of, likely, ranks
 

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from .. import prepared
-from ..described import Describer, plain
-from ..origins import Foreign, origins_of
-from ..parts import put, settle, taken
-from ..prepared import Kept, Refused
+from ..shared import prepared
+from ..shared.described import Describer, plain
+from ..shared.origins import Foreign, origins_of
+from ..shared.parts import put, settle, taken
+from ..shared.prepared import Kept, Refused
 from .device import ranks
 from .identity import CODE, OPAQUE, name_of
 

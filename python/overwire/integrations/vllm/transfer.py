@@ -27,7 +27,7 @@ from vllm.logger import init_logger
 
 from .. import weights
 from ..pushes import Group, Publisher
-from ..updates import Incomplete, Places
+from ..shared.updates import Incomplete, Places
 from .coverage import Coverage
 from .device import device_of
 from .straight import obstacle

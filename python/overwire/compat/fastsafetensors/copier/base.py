@@ -13,7 +13,7 @@ import overwire
 from .. import cpp
 from ..common import SafeTensorsMetadata, is_cuda
 from ..frameworks import FrameworkOpBase, TensorBase
-from ..st_types import Device, DType
+from ..st_types import Device, DType, converts
 
 __all__ = [
     "CopierConstructFunc", "CopierInterface", "DummyDeviceBuffer", "EngineCopier", "validated_byte_ranges",
@@ -144,14 +144,6 @@ class DummyDeviceBuffer(cpp.gds_device_buffer):
 
     def __init__(self) -> None:
         super().__init__(0, 0, False)
-
-
-def converts(own: DType, wanted: DType) -> bool:
-    """Whether dtype= changes such a tensor. Packed types and bare exponents are
-    parts of a scheme, and complex numbers would lose a half: they stay."""
-    if wanted is DType.AUTO or wanted is own:
-        return False
-    return own.bits >= 8 and own not in (DType.F8_E8M0, DType.C64)
 
 
 class _Arriving(Mapping[str, TensorBase]):

@@ -10,12 +10,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from .. import cpp
+from ..frames import TensorFrame
 from ..st_types import Device, DType, stand_in
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from ..common import TensorFrame
 
 __all__ = ["FrameworkOpBase", "ProcessGroupBase", "TensorBase", "get_framework_op"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import paddle  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -16,14 +16,12 @@ import paddle.distributed as dist  # type: ignore[import-not-found,import-untype
 
 from .. import cpp
 from ..allocation import track
-from ..common import SingleGroup, dense_strides, is_cuda
+from ..common import SingleGroup, is_cuda
 from ..dlpack import from_cuda_buffer
+from ..frames import TensorFrame, dense_strides
 from ..st_types import Device, DeviceType, DType
 from . import FrameworkOpBase, ProcessGroupBase, TensorBase
 from . import get_framework_op as by_name
-
-if TYPE_CHECKING:
-    from ..common import TensorFrame
 
 __all__ = ["PaddleOp", "PaddleProcessGroup", "PaddleTensor"]
 

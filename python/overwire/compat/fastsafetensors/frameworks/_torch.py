@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,10 @@ from .. import cpp
 from ..allocation import track
 from ..common import SingleGroup, is_cuda
 from ..dlpack import from_cuda_buffer
+from ..frames import TensorFrame
 from ..st_types import DTYPE_SIZES, Device, DType
 from . import FrameworkOpBase, ProcessGroupBase, TensorBase
 from . import get_framework_op as by_name
-
-if TYPE_CHECKING:
-    from ..common import TensorFrame
 
 __all__ = [
     "DTYPE_SIZES", "TorchOp", "TorchProcessGroup", "TorchTensor", "dtype_convert", "fst_dtype", "get_framework_op",

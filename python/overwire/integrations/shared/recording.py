@@ -466,7 +466,7 @@ def opened(
     """
     import overwire
 
-    from . import absent, complete
+    from .. import absent, complete
 
     there = None if opening is None else opening.take(where, index, device)
     if there is not None:
@@ -496,7 +496,7 @@ def opened(
 
 def stand_ins(recorder: Recorder, source: Opened) -> Iterator[tuple[str, torch.Tensor]]:
     """What `weights` yields, with stand-ins for tensors of more than one element."""
-    from ..plumbing import torch_dtype
+    from ...plumbing import torch_dtype
 
     dtypes = {dtype: torch_dtype(dtype) for dtype in {one.dtype for one in source.tensors}}
     for one in source.tensors:

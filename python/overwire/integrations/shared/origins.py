@@ -86,7 +86,7 @@ class _Look:
         if not glob.glob(f"{glob.escape(os.path.dirname(folder))}{os.sep}{engine}*.dist-info"):
             raise Foreign(f"{engine} is not installed from a wheel, but in {folder}")
         self._engine = engine
-        own = [folder, os.path.dirname(str(torch.__file__)), os.path.dirname(os.path.dirname(__file__))]
+        own = [os.path.dirname(str(sys.modules[name].__file__)) for name in (engine, "torch", "overwire")]
         self._own = tuple(one + os.sep for one in own)
         self._python = sysconfig.get_path("stdlib") + os.sep
         self._tops = {engine, "torch", "overwire", "builtins"} | sys.stdlib_module_names - {"__main__"}

@@ -120,7 +120,7 @@ def fill(copies: Iterable[Copy], most: int) -> None:
     cut along the third dimension, is taken out of its rows, which are loaded beside, those of
     at most `most` bytes at once, or of one view.
     """
-    from ..plumbing import land
+    from ...plumbing import land
 
     requests: dict[tuple[int, torch.device], tuple[Any, list[Any]]] = {}
     rest: list[Copy] = []
@@ -193,7 +193,7 @@ class Early:
         """Begins to load those of one file that land as they are, and returns the others;
         while a load runs, and where a preload has the file, all. Raises what the load
         before has raised."""
-        from ..plumbing import landing
+        from ...plumbing import landing
 
         if self._job is not None:
             if not self._job.ended(0):

@@ -109,7 +109,7 @@ def put(
     """
     import overwire
 
-    from ..plumbing import table_of
+    from ...plumbing import table_of
 
     modules = dict(model.named_modules())
     tensors: dict[str, torch.Tensor] = {}

@@ -50,7 +50,7 @@ class Kept(NamedTuple):
 def folder_of(chosen: bool | str) -> str:
     """The folder that an engine's configuration asks for: True is that of OVERWIRE_PREPARED, or
     overwire/prepared in the cache folder of the user. Raises Refused where there is none."""
-    from ..plumbing import setting
+    from ...plumbing import setting
 
     path = chosen if isinstance(chosen, str) else str(setting("OVERWIRE_PREPARED"))
     if not path:
@@ -122,7 +122,7 @@ def keep(
     """
     import overwire
 
-    from ..plumbing import setting
+    from ...plumbing import setting
 
     most = int(setting("OVERWIRE_PREPARED_GB")) * _GB
     size = sum(tensor.nbytes for tensor in tensors.values())

@@ -84,7 +84,7 @@ class Attempt:
                 model.load_weights = own_loader
 
     def _load_slices(self, own: Any, look: Any, group: Any, pays: bool, weights: Any) -> Any:
-        from ..plumbing import many_objects
+        from ...plumbing import many_objects
 
         # Stand-ins by the ten thousand are no garbage, and would start full collections of
         # all that an engine has imported.
@@ -103,7 +103,7 @@ class Attempt:
         if group is None:  # one rank alone needs no code of groups, whose import takes 20 ms
             opens()
             return
-        from ..plumbing import shares_reading
+        from ...plumbing import shares_reading
 
         if shares_reading(group, pays, opens):
             self._group = group
@@ -144,7 +144,7 @@ class Attempt:
         group, self._group = self._group, None
         if group is None:
             return None
-        from ..plumbing import meet_to_load
+        from ...plumbing import meet_to_load
 
         together, why = meet_to_load(group, wanted)
         if together is None:
@@ -161,7 +161,7 @@ class Attempt:
         beside: list[Copy] = []
 
         def is_wanted() -> Any:
-            from ..plumbing import Blocks
+            from ...plumbing import Blocks
 
             for copy in noted:
                 request = copies.request_of(copy, self.device)

@@ -96,7 +96,7 @@ class Places:
         nothing has changed then. What `overwire.apply_delta` raises later leaves whole tensors
         old or new, the same on all ranks.
         """
-        from ..plumbing import apply_part
+        from ...plumbing import apply_part
 
         ready: list[_Ready] = []
 
@@ -161,7 +161,7 @@ class Places:
 
     def _change_tensors(self, members: Any, ready: _Ready) -> None:
         # Collective: of the tensors that lie whole here; on all ranks, or on none.
-        from ..plumbing import apply_part
+        from ...plumbing import apply_part
 
         names: list[str] = []
 
@@ -214,7 +214,7 @@ class Places:
     def _ranks_of_group(self) -> Any:
         if self._group is None:
             return contextlib.nullcontext(_Alone())
-        from ..plumbing import verb
+        from ...plumbing import verb
 
         return verb(self._group, self._device)
 

@@ -17,7 +17,7 @@ class Sheet:
     """An open file and its table. rows: name, dtype and shape of each tensor. digest: of the rows."""
 
     def __init__(self, file: Any) -> None:
-        from ..plumbing import table_of
+        from ...plumbing import table_of
 
         self.file = file
         self.rows = table_of(file)
@@ -50,7 +50,7 @@ class Opening:
     def _run_opening(self) -> None:
         import overwire
 
-        from . import absent
+        from .. import absent
 
         try:
             result = self._find()
