@@ -2,6 +2,10 @@
 
 vLLM's own loader says which files and experts a model wants, and what it must have
 loaded; overwire reads them. Written for vLLM 0.32 and 0.33.
+
+Three words say where weights are: a *part* is what vLLM asks for at once (its `Source`),
+its *files* are paths that hold it, and the *source* is the option, which stands for the
+files of the model that is served.
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
 from ...plumbing import parse_size
-from .. import options, weights
+from .. import options
+from .. import weights as read_weights
 from ..shared.sheets import Opening
 from ..shared.slices import Attempt, by_slices
 from .coverage import Coverage
@@ -135,10 +140,10 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
 
     def _by_slices(self, model: torch.nn.Module, model_config: Any, quantised: bool, attempt: Attempt) -> None:
         reader = self._reader
-        look = functools.partial(reader.get_all_weights, model_config, model)
+        weights = functools.partial(reader.get_all_weights, model_config, model)
         reader.attempt = attempt
         try:
-            with attempt.around(model, look, ranks(), reader.pays):
+            with attempt.around(model, weights, ranks(), reader.pays):
                 self._load_checked(model, model_config, quantised)
         finally:
             reader.attempt = None
@@ -158,7 +163,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
 
 
 # By source: the model that this process has loaded from there first, where vLLM has no configuration.
-_first: dict[str, str] = {}
+_first_models: dict[str, str] = {}
 
 
 def _target_path(config: Any) -> str | None:
@@ -179,7 +184,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         self._device = "cpu"
         self.loaded: set[str] | None = None  # what the model says it has loaded
         self.attempt: Attempt | None = None  # gives stand-ins instead of tensors
-        self._remote: str | None = None  # the model whose weights are at options["source"]
+        self._sourced_model: str | None = None  # the path of the model whose weights are at `source`
         self.config: Any = None  # vLLM's, while `load_model` runs
         self._opening: Opening | None = None
 
@@ -198,15 +203,15 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         """For `shares_reading`: the weights that `begin` has found go to GPUs, or lie in a store."""
         from ...plumbing import is_remote
 
-        return self._device != "cpu" or (self._remote is not None and is_remote(str(self._options["source"])))
+        return self._device != "cpu" or (self._sourced_model is not None and is_remote(str(self.source)))
 
     def open(self, vllm_config: Any, model_config: Any) -> None:
         """Begins to open what the model, which is still to be made, most likely reads."""
         device = likely(vllm_config, self.load_config)
-        self._opening = Opening(functools.partial(self._likely_source, model_config), device, self._options)
+        self._opening = Opening(functools.partial(self._likely_files, model_config), device, self._options)
 
     def at_source(self, model_config: Any) -> bool:
-        """Whether the weights are at options["source"]: those of the model that is served, not
+        """Whether the weights are at `source`: those of the model that is served, not
         of a draft, which vLLM loads by the same options."""
         from vllm.config import get_current_vllm_config_or_none
 
@@ -214,12 +219,12 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
             return False
         target = _target_path(self.config or get_current_vllm_config_or_none())
         if target is None:
-            target = _first.setdefault(str(self._options["source"]), model_config.model)
+            target = _first_models.setdefault(str(self.source), model_config.model)
         return bool(model_config.model == target)
 
-    def _likely_source(self, model_config: Any) -> tuple[Any, str | None] | None:
+    def _likely_files(self, model_config: Any) -> tuple[Any, str | None] | None:
         if self.at_source(model_config):
-            return self._options["source"], None
+            return self.source, None
         if not os.path.isdir(model_config.model):  # vLLM downloads it when it is due
             return None
         return self.files(DefaultModelLoader.Source(model_config.model, model_config.revision))
@@ -234,8 +239,8 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         """Notes what is known before vLLM takes the parameters away, as a reload does."""
         self._device = device_of(model, self.load_config)
         # A reload from another path must not read the first model's source.
-        first = model.__dict__.setdefault("_overwire_model", model_config.model)
-        self._remote = model_config.model if first == model_config.model and self.at_source(model_config) else None
+        is_first = model.__dict__.setdefault("_overwire_model", model_config.model) == model_config.model
+        self._sourced_model = model_config.model if is_first and self.at_source(model_config) else None
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields name and tensor of all that the model reads; after the last stand-in,
@@ -244,29 +249,30 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         if self.attempt is not None:
             self.attempt.ended()
 
-    def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def _get_weights_iterator(self, part: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if self.load_config.safetensors_load_strategy == "torchao":
             raise ValueError(
                 "overwire: torchao's safetensors are put together by vLLM alone: use --load-format safetensors"
             )
-        where: Any
-        if self.attempt is not None and (next_weights := self.attempt.next()) is not None:
-            return ((source.prefix + name, tensor) for name, tensor in next_weights)
-        if source.model_or_path == self._remote and not source.subfolder and source.allow_patterns_overrides is None:
-            where, index = self._options["source"], None
-        else:
-            where, index = self.files(source)
+        weights = None if self.attempt is None else self.attempt.next()
+        if weights is None:
+            weights = self._read_part(part)
+        return ((part.prefix + name, tensor) for name, tensor in weights)
+
+    def _read_part(self, part: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        files: Any = self.source
+        index = None
+        if part.model_or_path != self._sourced_model or part.subfolder or part.allow_patterns_overrides is not None:
+            files, index = self.files(part)
         if not self.counter_before_loading_weights:
             self.counter_before_loading_weights = time.perf_counter()
-        options: dict[str, Any] = {"wanted": self._is_wanted, "unused": source.is_unused_weight, "index": index}
-        if self.attempt is not None:
-            if self.local_expert_ids is None:
-                options["wanted"] = None
-            tensors = self.attempt.source(where, self._device, self._options, opening=self._opening, **options)
-        else:
+        options: dict[str, Any] = {"wanted": self._is_wanted, "unused": part.is_unused_weight, "index": index}
+        if self.attempt is None:
             progress = bool(enable_tqdm(self.load_config.use_tqdm_on_load))
-            tensors = weights(where, self._device, self._options, progress=progress, **options)
-        return ((source.prefix + name, tensor) for name, tensor in tensors)
+            return read_weights(files, self._device, self._options, progress=progress, **options)
+        if self.local_expert_ids is None:
+            options["wanted"] = None
+        return self.attempt.source(files, self._device, self._options, opening=self._opening, **options)
 
     def track_weights_loading(
         self, model: torch.nn.Module, loaded_weights: set[str] | None, *args: Any, **more: Any
@@ -278,16 +284,16 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
     def _is_wanted(self, name: str) -> bool:
         return not should_skip_weight(name, self.local_expert_ids)
 
-    def files(self, source: Any) -> tuple[list[str], str | None]:
-        """The files of a source in vLLM's order, and their index.json, if it counts."""
-        folder, files, safe, index = self._prepare_weights(
-            source.model_or_path,
-            source.subfolder,
-            source.revision,
-            source.fall_back_to_pt,
-            source.allow_patterns_overrides,
+    def files(self, part: Any) -> tuple[list[str], str | None]:
+        """The files of a part in vLLM's order, and their index.json, if it counts."""
+        folder, files, is_safe, index = self._prepare_weights(
+            part.model_or_path,
+            part.subfolder,
+            part.revision,
+            part.fall_back_to_pt,
+            part.allow_patterns_overrides,
         )
-        if not safe:
+        if not is_safe:
             names = ", ".join(map(os.path.basename, files[:3]))
             raise ValueError(f"overwire: {folder}: no safetensors files but {names}: use --load-format auto")
         if self._encoder_only_lm_prefixes is not None:
@@ -298,7 +304,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
             )
             if not files:
                 raise RuntimeError(f"overwire: {folder}: --mm-encoder-only leaves no file of weights")
-        index_path = os.path.join(folder, index) if source.allow_patterns_overrides is None else None
+        index_path = os.path.join(folder, index) if part.allow_patterns_overrides is None else None
         return sorted(files, key=_natural_order), index_path
 
 
