@@ -132,5 +132,8 @@ def test_a_report_in_a_line() -> None:
     assert sentence("load", joined) == "loaded 290 tensors, 2 GB in less than 1 ms, since they were preloaded"
     save = {"tensors": 1234, "bytes_in": 4_500, "bytes_out": 2_999_999, "seconds": 2.0}
     assert sentence("save", save) == "saved 1,234 tensors, 4.5 kB as 3 MB in 2 s, 0.00 GB/s"
+    stages = {"plan_ns": 5, "read_ns": 5, "encode_ns": 20, "hash_ns": 10, "write_ns": 50, "publish_ns": 10}
+    busy = sentence("save", save | {"stages": stages})
+    assert busy == "saved 1,234 tensors, 4.5 kB as 3 MB in 2 s, 0.00 GB/s, 60 % of the work writing"
     assert sentence("fetch", {"bytes": 10**15, "seconds": 1e6}) == "fetched 1,000,000 GB in 1e+06 s, 1.00 GB/s"
     assert sentence("presign", {"url": ""}) == ""

@@ -85,6 +85,25 @@ def test_files_are_those_of_a_save_that_is_waited_for(tmp_path: Path, how: dict[
     ow.verify(tmp_path / "b")
 
 
+def test_a_report_says_where_the_time_went(tmp_path: Path) -> None:
+    """Each stage that a save, a conversion or a tensorizer file has takes time, and no other."""
+    tensors = weights(2)
+    rest = {"plan", "write", "publish"}
+    ways: list[tuple[Any, set[str]]] = [
+        (lambda: ow.save_file(tensors, tmp_path / "c.safetensors"), rest | {"encode", "hash"}),
+        (lambda: ow.save_file(tensors, tmp_path / "c.safetensors", wait=False).wait(), rest | {"encode", "hash"}),
+        (lambda: ow.save_file(tensors, tmp_path / "p.safetensors", compress=False), rest),
+        (lambda: ow.save_file(tensors, tmp_path / "t.tensors"), rest | {"hash"}),
+        (lambda: ow.convert(tmp_path / "p.safetensors", tmp_path / "d.safetensors"), rest | {"read", "encode", "hash"}),
+        (lambda: ow.convert(tmp_path / "c.safetensors", tmp_path / "e.safetensors", compress=False), rest | {"read", "hash"}),
+    ]
+    for number, (way, stages) in enumerate(ways):
+        report = way()
+        assert list(report.stages) == ["plan", "read", "encode", "hash", "write", "publish"]
+        assert {name for name, seconds in report.stages.items() if seconds > 0} == stages, number
+    assert {"plan", "encode", "hash", "write", "publish"} <= ow.metrics()["save"].stages.keys()
+
+
 def test_tensorizer_files(tmp_path: Path) -> None:
     """A .tensors file is saved in the background, too."""
     tensors = weights(2)

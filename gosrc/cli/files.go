@@ -182,6 +182,9 @@ func (c *call) printWritten(w io.Writer, rep save.Report, compress bool) {
 	}
 	fmt.Fprintf(w, "%s  %s  %.2f s  %s\n", sizesText(rep.BytesIn, rep.BytesOut), counts, rep.Seconds,
 		rateText(rep.BytesIn, rep.Seconds))
+	if c.is("verbose") {
+		fmt.Fprintf(w, "seconds of threads: %s\n", rep.Stages.InSeconds())
+	}
 	if n := len(rep.Copied); n > 0 {
 		fmt.Fprintf(w, "%s of %s copied as %s\n", filesText(n, "", ""), bytesText(rep.BytesCopied),
 			plural(n, "it is", "they are"))

@@ -144,6 +144,7 @@ func convertOne(ctx context.Context, j *job.Job, src []string, dst string, spec 
 			return Report{}, err
 		}
 	}
+	addLap(&w.clock.plan, w.start)
 	w.spec.Path = pathIn(folder, "model", w.spec)
 	parts, err := m.parts(ctx, w.spec, dst, src, folder, items)
 	if err != nil {

@@ -4,9 +4,11 @@ package save
 
 import (
 	"context"
-	"github.com/zeebo/xxh3"
 	"strings"
 	"sync"
+	"time"
+
+	"github.com/zeebo/xxh3"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
@@ -109,7 +111,7 @@ func writeTensors(ctx context.Context, w *writer, to draft, _ lane, p part) (int
 			if err != nil {
 				return 0, errs.Locate("save", to.URI(), t.name, -1, err)
 			}
-			all[i] = tensorizer.Tensor{Item: it, Data: w.data(t)}
+			all[i] = tensorizer.Tensor{Item: it, Data: w.flowOf(t)}
 			continue
 		}
 		if known[t.origin] == nil {
@@ -119,14 +121,14 @@ func writeTensors(ctx context.Context, w *writer, to draft, _ lane, p part) (int
 			}
 			known[t.origin] = f.Items()
 		}
-		all[i] = tensorizer.Tensor{Item: known[t.origin][t.name], Data: w.data(t)}
+		all[i] = tensorizer.Tensor{Item: known[t.origin][t.name], Data: w.flowOf(t)}
 	}
 	return tensorizer.Write(ctx, to, tensorizer.How{Path: to.URI(), Encrypt: w.spec.Storage.Encrypt, Workers: w.threads,
 		InOrder: source.Remote(p.path)}, all)
 }
 
-// data reads a tensor's bytes, and compares the hash of their source.
-func (w *writer) data(t *item) tensorizer.Flow {
+// flowOf reads a tensor's bytes, and compares the hash of their source.
+func (w *writer) flowOf(t *item) tensorizer.Flow {
 	var f tensorizer.Flow
 	if m, ok := t.body.(memory); ok {
 		f.Memory = m
@@ -134,8 +136,12 @@ func (w *writer) data(t *item) tensorizer.Flow {
 		if s, ok := t.body.(fromFile); ok {
 			f.Step = s.Block()
 		}
-		f.Next = t.body.bytes
+		f.Next = func(ctx context.Context, buf []byte, off int64) ([]byte, error) {
+			defer addLap(&w.clock.read, time.Now())
+			return t.body.bytes(ctx, buf, off)
+		}
 	}
+	f.Busy = &w.clock.hash
 	whole := xxh3.New()
 	f.Pass = func(p []byte) error {
 		if t.known != nil {

@@ -9,6 +9,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"time"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec"
@@ -216,6 +217,7 @@ func (f *fileWriter) encodePack(ctx context.Context, p *pack) error {
 		}
 		p.before = nil
 	}
+	defer addLap(&f.clock.encode, time.Now())
 	p.packed = make([]cuda.Packed, len(p.rows))
 	for i := range p.rows {
 		r, to := &p.rows[i], &p.packed[i]
@@ -324,12 +326,14 @@ func (f *fileWriter) batchSpace(ctx context.Context, p *pack, n int64) ([]byte, 
 
 // flushPack copies a batch down, sums its chunks and writes it.
 func (f *fileWriter) flushPack(p *pack) error {
+	start := time.Now()
 	if err := p.gpu.Fetch(p.slot, p.packed); err != nil {
 		return err
 	}
 	if err := p.gpu.Wait(p.slot); err != nil {
 		return err
 	}
+	start = addLap(&f.clock.read, start)
 	first := p.at[0]
 	var done, tensors int64
 	for i := range p.rows {
@@ -342,6 +346,7 @@ func (f *fileWriter) flushPack(p *pack) error {
 			tensors++
 		}
 	}
+	addLap(&f.clock.hash, start)
 	var err error
 	if s, ok := f.draft.(*staged); ok {
 		s.holdBytes(p.out, first)

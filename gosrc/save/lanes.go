@@ -70,9 +70,9 @@ func (f *failure) firstOr(err error) error {
 	return err
 }
 
-// files makes and writes all files, and returns their sizes. The first error cancels the
+// writeFiles makes and writes all files, and returns their sizes. The first error cancels the
 // rest.
-func (w *writer) files(ctx context.Context, cancel context.CancelCauseFunc, to destination, parts []part,
+func (w *writer) writeFiles(ctx context.Context, cancel context.CancelCauseFunc, to destination, parts []part,
 	rep *Report) ([]int64, error) {
 	all := w.lanesOf(parts)
 	free := make(chan lane, len(all))
@@ -97,8 +97,9 @@ func (w *writer) files(ctx context.Context, cancel context.CancelCauseFunc, to d
 		if drafts[i], err = to.create(ctx, i, &parts[i]); err != nil {
 			return err
 		}
+		drafts[i] = timed{drafts[i], &w.clock.write}
 		if w.stage != nil {
-			drafts[i] = &staged{draft: drafts[i], ctx: ctx, stage: w.stage}
+			drafts[i] = &staged{draft: drafts[i], ctx: ctx, stage: w.stage, clock: &w.clock}
 		}
 		if out[i], err = w.write(ctx, drafts[i], on, parts[i]); err != nil || w.stage != nil {
 			return err
@@ -108,7 +109,7 @@ func (w *writer) files(ctx context.Context, cancel context.CancelCauseFunc, to d
 	if err != nil || w.stage == nil {
 		return out, err
 	}
-	rep.Staged = time.Since(w.begun).Seconds()
+	rep.Staged = time.Since(w.start).Seconds()
 	w.spec.Staged()
 	passed := w.passed(rep.BytesIn)
 	return out, each(func(i int, on lane) error {

@@ -81,11 +81,11 @@ func (w *writer) like(parts []part) string {
 	return ""
 }
 
-// room refuses a save that cannot fit, if the file system reports its space: old
+// checkRoom refuses a save that cannot fit, if the file system reports its space: old
 // and new files exist together until the rename. Sizes of compressed tensors are
 // estimated from their samples, slightly too small; a disk that fills up later is
 // still an error.
-func (w *writer) room(parts []part) error {
+func (w *writer) checkRoom(parts []part) error {
 	var need float64
 	for _, p := range parts {
 		need += float64(p.bytes())

@@ -129,6 +129,7 @@ type Report struct {
 	BytesCopied int64    `json:"bytes_copied"`
 	Ratio       float64  `json:"ratio"`
 	Seconds     float64  `json:"seconds"`
+	Stages      Stages   `json:"stages"`
 	Tensors     int      `json:"tensors"`
 	Compressed  int      `json:"compressed"`       // tensors stored compressed
 	Aliases     int      `json:"aliases"`          // tensors stored as aliases
@@ -202,6 +203,7 @@ func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, erro
 		return Report{}, err
 	}
 	defer w.stage.freeStage()
+	addLap(&w.clock.plan, w.start)
 	rep, err := w.saveAll(ctx, parts)
 	rep.OnGPU = w.onGPU.Load()
 	rep.Seconds = time.Since(start).Seconds()

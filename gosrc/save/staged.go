@@ -6,6 +6,7 @@ package save
 import (
 	"context"
 	"sync"
+	"time"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/pinned"
@@ -89,6 +90,7 @@ type staged struct {
 	draft
 	ctx   context.Context
 	stage *stage
+	clock *clock
 
 	mu   sync.Mutex
 	todo []later
@@ -102,6 +104,7 @@ type later struct {
 
 // Write keeps a copy.
 func (s *staged) Write(p []byte, at int64) error {
+	defer addLap(&s.clock.write, time.Now())
 	b, err := s.stage.takeMemory(s.ctx, int64(len(p)))
 	if err != nil {
 		return err

@@ -149,6 +149,7 @@ func (r *Report) addReport(o Report) {
 	r.BytesIn += o.BytesIn
 	r.BytesOut += o.BytesOut
 	r.BytesCopied += o.BytesCopied
+	r.Stages.addStages(o.Stages)
 	r.Tensors += o.Tensors
 	r.Compressed += o.Compressed
 	r.Aliases += o.Aliases

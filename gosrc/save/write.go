@@ -30,8 +30,9 @@ type writer struct {
 	spec    Spec
 	job     *job.Job
 	threads int
-	begun   time.Time
+	start   time.Time
 
+	clock     clock
 	gpus      []*gpu
 	stage     *stage               // nil: files are written as their bytes are made
 	onGPU     atomic.Int64         // bytes that GPUs have encoded
@@ -46,7 +47,7 @@ func newWriter(spec Spec, j *job.Job) *writer {
 	if j == nil {
 		j = job.New("save")
 	}
-	w := &writer{spec: spec, job: j, threads: knob.Workers(spec.Threads), begun: time.Now(),
+	w := &writer{spec: spec, job: j, threads: knob.Workers(spec.Threads), start: time.Now(),
 		originals: map[string]*Original{}}
 	w.cores = make(chan struct{}, w.threads)
 	return w
@@ -123,7 +124,7 @@ func (w *writer) saveAll(ctx context.Context, parts []part) (rep Report, err err
 			rep = Report{}
 		}
 	}()
-	sizes, err := w.files(ctx, cancel, to, parts, &rep)
+	sizes, err := w.writeFiles(ctx, cancel, to, parts, &rep)
 	if err != nil {
 		return rep, err
 	}
@@ -147,9 +148,12 @@ func (w *writer) saveAll(ctx context.Context, parts []part) (rep Report, err err
 			return rep, err
 		}
 	}
+	start := time.Now()
 	if err := to.publishAll(ctx, parts); err != nil {
 		return rep, err
 	}
+	addLap(&w.clock.publish, start)
+	rep.Stages = w.clock.listStages()
 	rep.Ratio = ratioOf(rep.BytesOut, rep.BytesIn)
 	return rep, nil
 }
@@ -166,7 +170,7 @@ func (w *writer) newDestination(parts []part) (destination, error) {
 	if source.Remote(w.spec.Path) {
 		return &objects{writer: w, drafts: make([]source.Draft, len(parts))}, nil
 	}
-	if err := w.room(parts); err != nil {
+	if err := w.checkRoom(parts); err != nil {
 		return nil, err
 	}
 	return &files{writer: w, like: w.like(parts), targets: make([]*atomicfile.Target, len(parts))}, nil
@@ -288,6 +292,7 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 	if herr := f.part.original.Hashing().Done(); err == nil {
 		err = herr
 	}
+	f.clock.hash.Add(int64(f.part.original.Hashing().BusyTime()))
 	if err == nil && f.again != nil {
 		err = f.again.Done()
 	}
@@ -331,7 +336,9 @@ func (f *fileWriter) encodeTask(ctx context.Context, worker, k int) error {
 	}
 	f.cores <- struct{}{}
 	defer func() { <-f.cores }()
+	start := time.Now()
 	if c.n == 0 {
+		defer addLap(&f.clock.hash, start)
 		_, err := t.hashAll(ctx)
 		if err == nil && f.lay.Digests != "" {
 			err = t.digestAll(ctx, &s.sum)
@@ -348,6 +355,7 @@ func (f *fileWriter) encodeTask(ctx context.Context, worker, k int) error {
 		if s.data, err = t.gatherColumns(ctx, s.buf[:c.n], int64(c.part), c.off); err != nil {
 			return err
 		}
+		start = addLap(&f.clock.read, start)
 	}
 	s.out = s.data
 	if f.lay == nil {
@@ -355,6 +363,7 @@ func (f *fileWriter) encodeTask(ctx context.Context, worker, k int) error {
 	}
 	if f.lay.Digests != "" && t.parts <= 1 {
 		s.sum.Add(c.off, s.data)
+		start = addLap(&f.clock.hash, start)
 	}
 	ch := &f.lay.Chunks[c.chunk]
 	if t.form == compressed {
@@ -365,8 +374,10 @@ func (f *fileWriter) encodeTask(ctx context.Context, worker, k int) error {
 		if ch.Codec != tensor.CodecRaw {
 			s.enc = s.out
 		}
+		start = addLap(&f.clock.encode, start)
 	}
 	ch.Sum = codec.Sum(s.out)
+	addLap(&f.clock.hash, start)
 	return nil
 }
 
@@ -389,7 +400,9 @@ func (f *fileWriter) placeTask(ctx context.Context, k int) error {
 	// chunks do not come in the order of its bytes. That hash is compared where its
 	// bytes are passed in order anyway, for its digest.)
 	if !t.hashed && (f.lay != nil || t.known != nil) && t.parts == 1 {
+		start := time.Now()
 		_, _ = f.hasher.Write(s.data)
+		addLap(&f.clock.hash, start)
 		if c.ends {
 			t.hash, t.hashed = sumOf(&f.hasher), true
 			if t.known != nil && t.hash != t.known.Hash {
@@ -405,7 +418,9 @@ func (f *fileWriter) placeTask(ctx context.Context, k int) error {
 	}
 	if f.again != nil {
 		avx.Clear()
+		start := time.Now()
 		_, _ = f.again.Hash.Write(s.data)
+		addLap(&f.clock.hash, start)
 	}
 	if f.lay == nil {
 		s.at = f.pos

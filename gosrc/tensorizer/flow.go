@@ -6,6 +6,8 @@ import (
 	"cmp"
 	"context"
 	"slices"
+	"sync/atomic"
+	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
@@ -28,6 +30,8 @@ type Flow struct {
 	Pass func(p []byte) error
 	// Done is called when all bytes have passed.
 	Done func() error
+	// Busy, if not nil, gets the nanoseconds that hashing takes.
+	Busy *atomic.Int64
 }
 
 // Pieces of memory stay in the second-level cache from hashing to Pass; other
@@ -62,7 +66,11 @@ func (f *Flow) hashFlow(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
+		start := time.Now()
 		f.Sum.Write(p)
+		if f.Busy != nil {
+			f.Busy.Add(int64(time.Since(start)))
+		}
 		if f.Pass != nil {
 			if err := f.Pass(p); err != nil {
 				return err

@@ -25,7 +25,7 @@ from .progress import Progress, Watcher
 
 if TYPE_CHECKING:
     from ._core import Result
-    from ._requests import PipelineStages
+    from ._requests import PipelineStages, SaveStages
 
 __all__ = [
     "Job",
@@ -85,7 +85,7 @@ class LastReport(TypedDict, total=False):
     stored: of the files that were verified.
     on_gpu: bytes of tensors that the GPU encoded that they were on, in a save.
     staged: seconds after which the tensors could change, in a save in the background.
-    stages: where a load's time went.
+    stages: where the time of a load or save went, in nanoseconds of its threads.
     """
 
     seconds: float
@@ -94,7 +94,7 @@ class LastReport(TypedDict, total=False):
     mapped: int
     past_cache: int
     gds: int
-    stages: PipelineStages
+    stages: PipelineStages | SaveStages
     bytes_in: int
     bytes_out: int
     bytes_copied: int
@@ -140,14 +140,18 @@ def sentence(verb: str, report: dict[str, Any]) -> str:
         return text + ", since they were preloaded"
     if read > 0 and seconds > 0:
         text += f", {read / seconds / 1e9:.2f} GB/s"
-    seconds_of_stages = {
+    busy = {
+        "planning": stages.get("plan_ns", 0),
         "reading": stages.get("read_ns", 0) + stages.get("answer_ns", 0) + stages.get("turn_ns", 0),
         "decoding": stages.get("check_ns", 0) + stages.get("decode_ns", 0),
         "waiting for the device": stages.get("wait_ns", 0),
+        "encoding": stages.get("encode_ns", 0),
+        "hashing": stages.get("hash_ns", 0),
+        "writing": stages.get("write_ns", 0) + stages.get("publish_ns", 0),
     }
-    most = max(seconds_of_stages, key=seconds_of_stages.__getitem__)
-    if read > 0 and seconds_of_stages[most] > 0:
-        text += f", {100 * seconds_of_stages[most] / sum(seconds_of_stages.values()):.0f} % of the work {most}"
+    most = max(busy, key=busy.__getitem__)
+    if read > 0 and busy[most] > 0:
+        text += f", {100 * busy[most] / sum(busy.values()):.0f} % of the work {most}"
     return text
 
 

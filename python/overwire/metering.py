@@ -32,6 +32,11 @@ _STAGES = {
     "check": ("check_ns",),
     "decode": ("decode_ns",),
     "wait": ("wait_ns",),
+    "plan": ("plan_ns",),
+    "encode": ("encode_ns",),
+    "hash": ("hash_ns",),
+    "write": ("write_ns",),
+    "publish": ("publish_ns",),
 }
 _KEPT = 256  # verbs whose reports wait to be added up
 
@@ -59,7 +64,8 @@ class VerbMetrics:
         mapped, and read by direct I/O. written: bytes of files that were written.
     seconds: of the calls, from beginning to end.
     stages: seconds of workers by what they did: "read" bytes, waited for the first byte of an
-        "answer", for a connection ("turn"), for the device ("wait"), "check" and "decode".
+        "answer", for a connection ("turn"), for the device ("wait"), "check" and "decode"; of
+        saves those of `Report.stages`.
     """
 
     __module__ = "overwire"

@@ -2,7 +2,8 @@
 
     python tests/gpu/device_save.py [--gb 15] [--to /dev/shm/saves] [--seconds 95]
 
-One line a figure: seconds, GB/s of tensor bytes, and the process's processor time.
+One line a figure: seconds, GB/s of tensor bytes, and the process's processor time, of its
+programs and of the kernel.
 """
 
 from __future__ import annotations
@@ -40,9 +41,14 @@ def timed(name: str, size: int, work: Callable[[], Any]) -> Any:
     before, begun = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     out = work()
     seconds, after = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_SELF)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    print(f"{name:44} {seconds:7.3f} s {size / seconds / 1e9:7.2f} GB/s {cpu:6.1f} s cpu", flush=True)
+    user, system = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
+    print(f"{name:34} {seconds:7.3f} s {size / seconds / 1e9:6.2f} GB/s, processor {user:5.1f} + {system:4.1f} s", stages(out), flush=True)
     return out
+
+
+def stages(report: Any) -> str:
+    """Where the time of a save went, summed over threads."""
+    return " ".join(f"{name} {seconds:.2f}" for name, seconds in getattr(report, "stages", {}).items())
 
 
 def same(tensors: dict[str, Any], path: str) -> None:
@@ -142,9 +148,8 @@ def main() -> None:
             os.makedirs(path)
             out = timed(name, size, lambda save=save, path=path: save(path))  # type: ignore[misc]
             if isinstance(out, overwire.Saving):
-                begun = time.perf_counter()
-                out = out.wait()
-                print(f"{'  whole after':44} {time.perf_counter() - begun:7.3f} s, staged at {out.staged:.3f}", flush=True)
+                out = timed("  from then until it is whole", size, out.wait)
+                print(f"  staged at {out.staged:.3f} s, whole at {out.seconds:.3f} s", flush=True)
             assert isinstance(out, float) or out.on_gpu >= 0.99 * size, out
             if turn == 0:
                 same(tensors, path)

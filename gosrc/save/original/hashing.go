@@ -6,7 +6,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
-	"hash"
+	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/avx"
@@ -25,7 +25,8 @@ type Hashing struct {
 	passed  map[string]bool // those whose bytes are passed
 	pieces  chan piece
 	ended   chan struct{}
-	err     error // once ended
+	err     error         // once ended
+	busy    time.Duration // once ended
 }
 
 // A piece is the next bytes of the next passed tensor; done is closed when they are hashed.
@@ -58,7 +59,7 @@ func (f *File) Hash(ctx context.Context, order []string, window int) error {
 	return nil
 }
 
-// Hashing is what Hash has begun, or nil. f may be nil.
+// Hashing is what Hash has start, or nil. f may be nil.
 func (f *File) Hashing() *Hashing {
 	if f == nil {
 		return nil
@@ -107,17 +108,27 @@ func (h *Hashing) Done() error {
 	return h.err
 }
 
+// BusyTime is the time that went into the hash, once Done has returned.
+func (h *Hashing) BusyTime() time.Duration {
+	if h == nil {
+		return 0
+	}
+	return h.busy
+}
+
 func (h *Hashing) hashFile() error {
 	sum := sha256.New()
 	add := func(b []byte) {
+		start := time.Now()
 		avx.Clear()
 		_, _ = sum.Write(b)
+		h.busy += time.Since(start)
 	}
 	add(h.front)
 	for i := range h.tensors {
 		t := &h.tensors[i]
 		if !h.passed[t.Name] {
-			if err := h.readTensor(t, sum); err != nil {
+			if err := h.readTensor(t, add); err != nil {
 				return err
 			}
 			continue
@@ -141,15 +152,14 @@ func (h *Hashing) hashFile() error {
 }
 
 // readTensor adds a tensor that is not passed.
-func (h *Hashing) readTensor(t *tensor.Tensor, sum hash.Hash) error {
+func (h *Hashing) readTensor(t *tensor.Tensor, add func(b []byte)) error {
 	buf := make([]byte, min(t.Bytes, 128<<10)) // stays in a core's second-level cache
 	for off := int64(0); off < t.Bytes; off += int64(len(buf)) {
 		buf = buf[:min(int64(len(buf)), t.Bytes-off)]
 		if err := h.file.src.ReadAt(h.ctx, buf, t.Off+off); err != nil {
 			return err
 		}
-		avx.Clear()
-		_, _ = sum.Write(buf)
+		add(buf)
 	}
 	return nil
 }

@@ -17,6 +17,11 @@ class Report:
     bytes_copied: of the files in copied.
     ratio: out / in, 1.0 without tensors.
     seconds: wall time.
+    stages: seconds by what they went into, summed over threads, which work side by side:
+        "plan" (samples of the tensors, ties, memory for the save), "read" (bytes of files,
+        and of GPUs' memory), "encode" (by the host, or waiting for a GPU), "hash"
+        (checksums and hashes by the host), "write" (to the files, until they are on the
+        disk; to a store; with wait=False to memory first) and "publish" (names of the files).
     compressed, aliases: how many tensors are stored compressed, and how many as
         another's bytes (tied or identical).
     files: absolute paths, or URIs, in the order written, an index.json last.
@@ -51,6 +56,7 @@ class Report:
     on_gpu: int = 0
     staged: float = 0.0
     bytes_copied: int = 0
+    stages: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __repr__(self) -> str:
         return (
@@ -69,6 +75,7 @@ class Report:
             ("out", html.size(self.bytes_out)),
             ("ratio", f"{self.ratio:.3f}"),
             ("seconds", f"{self.seconds:.2f}"),
+            *((f"  {name}", f"{seconds:.2f}") for name, seconds in self.stages.items()),
         ]
         columns = ("file", "SHA-256 of the original") if self.originals else ("file",)
         rows = ((file, self.originals.get(file, ""))[: len(columns)] for file in self.files)
@@ -83,4 +90,6 @@ class Report:
         fields: dict[str, Any] = {name: float(report[name]) for name in ("ratio", "seconds")}
         fields |= {name: tuple(report.get(name) or ()) for name in ("files", "left", "copied", "anew")}
         fields["originals"] = {one["file"]: one["sha256"] for one in report.get("originals") or ()}
+        stages: Mapping[str, int] = report.get("stages") or {}
+        fields["stages"] = {name.removesuffix("_ns"): count / 1e9 for name, count in stages.items()}
         return cls(**{**report, **fields})
