@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import random
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,38 @@ def test_the_command_line_lists_it(tmp_path: Path, capfd: pytest.CaptureFixture[
         capfd.readouterr()
         assert cli(["inspect", address.rstrip("/") + "/m.gguf", "--json"]) == 0
         assert len(json.loads(capfd.readouterr().out)["sources"][0]["tensors"]) == 2
+
+
+def test_its_head_is_asked_for_once(tmp_path: Path) -> None:
+    """A server is asked once for the beginning of a file that is named as GGUF files are."""
+    write(tmp_path / "m.gguf", 4, [Type.Q4_K])
+    data, heads = (tmp_path / "m.gguf").read_bytes(), []
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            first, last = (self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").split("-")
+            if not int(first):
+                heads.append(self.path)
+            part = data[int(first) : int(last) + 1 if last else len(data)]
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/{len(data)}")
+            self.send_header("Content-Length", str(len(part)))
+            self.send_header("ETag", '"1"')
+            self.end_headers()
+            self.wfile.write(part)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    with server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        inspection = ow.inspect(f"http://127.0.0.1:{server.server_port}/m.gguf")
+        server.shutdown()
+    assert inspection["sources"][0]["format"] == "gguf"
+    assert heads == ["/m.gguf"]
 
 
 def test_it_is_not_stored(tmp_path: Path) -> None:

@@ -19,37 +19,51 @@ const (
 	noteGGUF   = "GGUF files hold no checksums: only their structure was verified"
 )
 
-// openOrList is openSpread, and the headers of those files that are GGUF. The model is nil if all
-// are.
+// openOrList is openSpread, and the headers of those files that are GGUF: those of the name first,
+// which are opened once. The model is nil if all are.
 func openOrList(
 	ctx context.Context, uris []string, storage format.Access, unlisted bool,
 ) (*model, []InspectedFile, error) {
-	m, err := openSpread(ctx, uris, storage, unlisted)
-	if !errors.Is(err, errs.ErrFormat) {
-		return m, nil, err
-	}
 	dial := open.With(storage.Options)
-	var files []InspectedFile
-	var others []string
-	for _, uri := range uris {
-		file, is, fault := inspectGGUF(ctx, uri, dial)
-		if is && fault != nil {
-			return nil, nil, fault
-		}
-		if is {
-			files = append(files, file)
-		} else {
-			others = append(others, uri)
-		}
-	}
-	if len(files) == 0 || len(others) == 0 {
-		if len(files) > 0 {
-			err = nil
-		}
+	named := func(uri string) bool { return strings.HasSuffix(source.Name(uri), "."+formatGGUF) }
+	files, others, err := listGGUFs(ctx, uris, dial, named)
+	if err != nil || len(others) == 0 && len(files) > 0 {
 		return nil, files, err
+	}
+	m, err := openSpread(ctx, others, storage, unlisted)
+	if !errors.Is(err, errs.ErrFormat) {
+		return m, files, err
+	}
+	more, others, fault := listGGUFs(ctx, others, dial, func(uri string) bool { return !named(uri) })
+	switch files = append(files, more...); {
+	case fault != nil:
+		return nil, nil, fault
+	case len(more) == 0:
+		return nil, files, err
+	case len(others) == 0:
+		return nil, files, nil
 	}
 	m, err = openSpread(ctx, others, storage, unlisted)
 	return m, files, err
+}
+
+// listGGUFs describes those of some files that are GGUF and may be looked at, and lists the others.
+// What cannot be read is one of the others.
+func listGGUFs(
+	ctx context.Context, uris []string, dial format.Opener, may func(uri string) bool,
+) (files []InspectedFile, others []string, err error) {
+	for _, uri := range uris {
+		if may(uri) {
+			if file, is, err := inspectGGUF(ctx, uri, dial); is && err != nil {
+				return nil, nil, err
+			} else if is {
+				files = append(files, file)
+				continue
+			}
+		}
+		others = append(others, uri)
+	}
+	return files, others, nil
 }
 
 // inspectGGUF describes a file, if it begins as GGUF files do; is reports that.
