@@ -161,10 +161,8 @@ func (c *call) printWritten(w io.Writer, rep save.Report, compress bool) {
 		case !c.is("verbose") || o.SHA256 == "":
 		case compress:
 			fmt.Fprintf(w, "original's sha256: %s  %s\n", o.SHA256, errs.OneLine(o.File))
-		case o.Compared:
-			fmt.Fprintf(w, "sha256 equal: %s  %s\n", o.SHA256, errs.OneLine(o.File))
 		default:
-			fmt.Fprintf(w, "no sha256 kept; this file has: %s  %s\n", o.SHA256, errs.OneLine(o.File))
+			fmt.Fprintf(w, "sha256 equal: %s  %s\n", o.SHA256, errs.OneLine(o.File))
 		}
 	}
 	if equal > 0 {

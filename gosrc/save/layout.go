@@ -137,7 +137,7 @@ func (f *fileWriter) planOriginal() error {
 	for _, t := range f.part.items {
 		items[t.name], known[t.name] = t, t.known
 	}
-	p, err := f.part.original.Again(known, f.part.metadata)
+	p, err := f.part.original.Again(known, f.part.metadata, false)
 	if err != nil {
 		return err
 	}

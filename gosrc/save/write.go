@@ -15,7 +15,6 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
-	"github.com/overwire/overwire/gosrc/internal/avx"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -417,9 +416,8 @@ func (f *fileWriter) placeTask(ctx context.Context, k int) error {
 		s.hashed = f.part.original.Hashing().Pass(t.name, s.data)
 	}
 	if f.again != nil {
-		avx.Clear()
 		start := time.Now()
-		_, _ = f.again.Hash.Write(s.data)
+		f.again.AddBytes(s.data)
 		addLap(&f.clock.hash, start)
 	}
 	if f.lay == nil {

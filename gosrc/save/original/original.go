@@ -14,6 +14,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
+	"github.com/overwire/overwire/gosrc/internal/avx"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -71,15 +72,16 @@ func (f *File) refuseChanged() error {
 type Copy struct {
 	Front   []byte          // what precedes the data section
 	Tensors []tensor.Tensor // in the order of their bytes, which follow without gaps
-	Hash    hash.Hash       // takes every byte from the beginning of Front on
 	// Compared is set by Done if the container has the SHA-256 of the file.
 	Compared bool
 	file     *File
+	sum      hash.Hash // nil: none is made
 }
 
 // Again checks that the original has the given tensors, by name, and metadata, and
-// returns it. An original with others is errs.ErrFormat.
-func (f *File) Again(ts map[string]*tensor.Tensor, metadata map[string]string) (*Copy, error) {
+// returns it. An original with others is errs.ErrFormat. Its SHA-256 is made if the
+// container has one to compare it with, or always.
+func (f *File) Again(ts map[string]*tensor.Tensor, metadata map[string]string, always bool) (*Copy, error) {
 	uri := f.src.URI()
 	front, h, err := f.Front(uri)
 	if err != nil {
@@ -101,15 +103,29 @@ func (f *File) Again(ts map[string]*tensor.Tensor, metadata map[string]string) (
 			return nil, bad(t.Name, "another tensor")
 		}
 	}
-	p := &Copy{Front: front, Tensors: h.Tensors, Hash: sha256.New(), file: f}
-	_, _ = p.Hash.Write(front)
+	p := &Copy{Front: front, Tensors: h.Tensors, file: f}
+	if always || f.SHA256 != "" {
+		p.sum = sha256.New()
+	}
+	p.AddBytes(front)
 	return p, nil
 }
 
-// Done compares the SHA-256 of what was written with the original's, or sets it if
+// AddBytes takes the next bytes of the tensors, which follow one another in their order.
+func (p *Copy) AddBytes(b []byte) {
+	if p.sum != nil {
+		avx.Clear()
+		_, _ = p.sum.Write(b)
+	}
+}
+
+// Done compares the SHA-256 of what was written with the original's, if one was made, or sets it if
 // it is unknown: then the checksums of header and tensors are the proof.
 func (p *Copy) Done() error {
-	sum := hex.EncodeToString(p.Hash.Sum(nil))
+	if p.sum == nil {
+		return nil
+	}
+	sum := hex.EncodeToString(p.sum.Sum(nil))
 	if p.file.SHA256 != "" && sum != p.file.SHA256 {
 		return errs.In("check", p.file.src.URI(), errs.New(errs.ErrCorrupt,
 			"the file that was compressed has the SHA-256 %s, and what is decompressed %s", p.file.SHA256, sum))

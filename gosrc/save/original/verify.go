@@ -7,7 +7,6 @@ import (
 	"context"
 	"slices"
 
-	"github.com/overwire/overwire/gosrc/internal/avx"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/save/stored"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -31,7 +30,7 @@ func (f *File) Verify(ctx context.Context, ix *tensor.Index, k, workers int, met
 		}
 		known[t.Name], bodies[t.Name] = t, stored.New(f.src, ix, holder, cache)
 	}
-	p, err := f.Again(known, metadata)
+	p, err := f.Again(known, metadata, true)
 	if err != nil {
 		return nil, err
 	}
@@ -55,8 +54,7 @@ func (f *File) Verify(ctx context.Context, ix *tensor.Index, k, workers int, met
 			return r.body.Fill(ctx, *b, r.off)
 		},
 		Turn: func(k int) error {
-			avx.Clear()
-			_, _ = p.Hash.Write(bufs[k%len(bufs)])
+			p.AddBytes(bufs[k%len(bufs)])
 			progress(runs[k].n)
 			return nil
 		},

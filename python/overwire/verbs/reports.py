@@ -31,7 +31,8 @@ class Report:
         lead out of the folder to anything but the blobs of its Hugging Face cache.
     originals: of `convert`, files by name with the SHA-256, in hex, of the plain
         file that a compressed one keeps, or that a decompressed one is, byte for byte;
-        "" where it was not hashed: it came over a network, or `sha256=False`.
+        "" where it was not hashed: it came over a network, `sha256=False`, or the
+        compressed file keeps none.
     on_gpu: how many of bytes_in were encoded by the GPU that they were on; the rest, by
         the host.
     staged: seconds after which the tensors could change, with wait=False; else 0.
