@@ -25,8 +25,8 @@ func openOrList(
 	ctx context.Context, uris []string, storage format.Access, unlisted bool,
 ) (*model, []InspectedFile, error) {
 	dial := open.With(storage.Options)
-	named := func(uri string) bool { return strings.HasSuffix(source.Name(uri), "."+formatGGUF) }
-	files, others, err := listGGUFs(ctx, uris, dial, named)
+	isGGUF := func(uri string) bool { return strings.HasSuffix(source.Name(uri), "."+formatGGUF) }
+	files, others, err := listGGUFs(ctx, uris, dial, isGGUF)
 	if err != nil || len(others) == 0 && len(files) > 0 {
 		return nil, files, err
 	}
@@ -34,7 +34,7 @@ func openOrList(
 	if !errors.Is(err, errs.ErrFormat) {
 		return m, files, err
 	}
-	more, others, fault := listGGUFs(ctx, others, dial, func(uri string) bool { return !named(uri) })
+	more, others, fault := listGGUFs(ctx, others, dial, func(uri string) bool { return !isGGUF(uri) })
 	switch files = append(files, more...); {
 	case fault != nil:
 		return nil, nil, fault

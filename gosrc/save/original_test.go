@@ -119,7 +119,8 @@ func TestSameFileWithoutItsSum(t *testing.T) {
 			t.Fatalf("%s: %v, %+v", name, err, kept.Originals)
 		}
 		rep, err := Convert(context.Background(), nil, []string{at("small")}, at("out"), Spec{})
-		if err != nil || len(rep.Originals) != 1 || rep.Originals[0].SHA256 != "" || rep.Originals[0].Compared || len(rep.Anew) > 0 {
+		if err != nil || len(rep.Originals) != 1 || rep.Originals[0].SHA256 != "" || rep.Originals[0].Compared ||
+			len(rep.Anew) > 0 {
 			t.Fatalf("%s: %v, %+v", name, err, rep)
 		}
 		if got, err := os.ReadFile(at("out")); err != nil || !bytes.Equal(got, want) {
@@ -286,7 +287,8 @@ func TestHostileOrigin(t *testing.T) {
 			if verr != nil || v.Files[0].Original.Compared || v.Files[0].Original.SHA256 != sha256Of(t, out) {
 				t.Errorf("%s: verified: %v, %+v", name, verr, v)
 			}
-			if got, _ := os.ReadFile(out); err != nil || !bytes.Equal(got, good) || len(rep.Originals) != 1 || rep.Originals[0].SHA256 != "" || rep.Originals[0].Compared {
+			if got, _ := os.ReadFile(out); err != nil || !bytes.Equal(got, good) || len(rep.Originals) != 1 ||
+				rep.Originals[0].SHA256 != "" || rep.Originals[0].Compared {
 				t.Errorf("%s: %v, %+v", name, err, rep)
 			}
 			_ = os.Remove(out)

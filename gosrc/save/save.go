@@ -150,8 +150,8 @@ type Report struct {
 	Anew []string `json:"anew,omitempty"`
 }
 
-// An Original is one file of a Report. SHA256 is that of the plain file in hex; "": it
-// was not hashed, since it came over a network, or its container keeps no hash. Compared says that a decompressed file
+// An Original is one file of a Report. SHA256 is that of the plain file in hex; "": it was
+// not hashed, since it came over a network, or its container keeps no hash. Compared says that a decompressed file
 // was held to the SHA256 of the one that was compressed.
 type Original struct {
 	File     string `json:"file"`

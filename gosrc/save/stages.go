@@ -20,8 +20,9 @@ type Stages struct {
 
 // InSeconds lists them in seconds.
 func (s Stages) InSeconds() string {
-	return fmt.Sprintf("plan %.2f, read %.2f, encode %.2f, hash %.2f, write %.2f, publish %.2f", secondsOf(s.PlanNS),
-		secondsOf(s.ReadNS), secondsOf(s.EncodeNS), secondsOf(s.HashNS), secondsOf(s.WriteNS), secondsOf(s.PublishNS))
+	return fmt.Sprintf("plan %.2f, read %.2f, encode %.2f, hash %.2f, write %.2f, publish %.2f",
+		secondsOf(s.PlanNS), secondsOf(s.ReadNS), secondsOf(s.EncodeNS), secondsOf(s.HashNS), secondsOf(s.WriteNS),
+		secondsOf(s.PublishNS))
 }
 
 // A clock adds up Stages.
