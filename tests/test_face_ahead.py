@@ -150,6 +150,44 @@ def test_no_more_than_two_windows_are_ahead(path: Path, monkeypatch: pytest.Monk
     assert begun == taken and 0 < max(ahead_by) <= 2 * most
 
 
+@pytest.mark.parametrize("keys", ["keys", "offset_keys"])
+def test_a_loop_from_the_beginning_is_read_ahead_at_once(path: Path, loads: list[int], keys: str) -> None:
+    """A program that begins with the first tensor and goes on with the second has one load of a tensor alone."""
+    with ow.safe_open(path, "pt") as file:
+        for name in getattr(file, keys)():
+            file.get_tensor(name)
+    assert loads[0] == 1 and min(loads[1:-1], default=2) > 1 and loads[1] > 1, loads
+
+
+def test_tensors_larger_than_a_window_are_read_ahead(path: Path, loads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each is larger than a first window, one is read while the program works on the one before it; where it
+    is larger than any window, none is."""
+    large = layers()["layers.0.up.weight"].nbytes
+    names = [f"layers.{n}.{part}.weight" for n in range(LAYERS) for part in ("down", "up")]
+    monkeypatch.setattr(ahead, "_FIRST", 1)
+    for most in (large, large - 1):
+        monkeypatch.setattr(ahead, "_MOST", most)
+        ow.save_file({f"{n:02}": layers()[name] for n, name in enumerate(names)}, path.parent / "large")
+        loads.clear()
+        with ow.safe_open(path.parent / "large", "pt") as file:
+            got = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        for n, name in enumerate(names):
+            same(got[f"{n:02}"], layers()[name])
+        assert sum(loads) == len(names) and (max(loads) > 1) == (most == large), loads
+
+
+def test_what_a_tensor_costs_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The room for what comes next is computed once a window, not at each tensor."""
+    ow.save_file({f"{n:04}": torch.full((3,), n) for n in range(1000)}, tmp_path / "m")
+    computed = []
+    window_sizes = ahead._window_sizes
+    monkeypatch.setattr(ahead, "_window_sizes", lambda model: computed.append(0) or window_sizes(model))
+    with ow.safe_open(tmp_path / "m", "pt") as file:
+        for n, name in enumerate(file.keys()):  # noqa: SIM118
+            assert file.get_tensor(name).tolist() == [n] * 3
+    assert 0 < len(computed) <= 4
+
+
 def test_a_limit_frees_what_is_ahead(path: Path) -> None:
     """load_into with max_memory holds nothing beside what it may, and the loop goes on afterwards."""
     want = ow.load_file(path)

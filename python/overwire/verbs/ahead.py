@@ -21,11 +21,11 @@ __all__ = ["Block", "ReadAhead"]
 Block = tuple[tuple[int, int], tuple[int, int], tuple[int, ...]]
 
 # What is read ahead is loaded in windows: one that is read or taken from, and the next.
-# Each has several times the bytes of the one before, up to the most: those of the first,
-# and the most, on the host and on a GPU, where both together have no more than a part of
-# its free memory.
+# Each has several times the bytes of the one before, or one tensor, up to the most: those of
+# the first, and the most, on the host and on a GPU, where both together have no more than a
+# part of its free memory.
 _FIRST, _MOST = 8 << 20, 128 << 20
-_FIRST_GPU, _MOST_GPU = 64 << 20, 1 << 30
+_FIRST_GPU, _MOST_GPU = 256 << 20, 1 << 30
 _GROWTH, _PART = 4, 8
 
 # How often one tensor has to follow the other before any is read ahead, and how often
@@ -42,16 +42,13 @@ class _Window:
     def __init__(self, load: Load, ways: dict[int, Block | None], sizes: dict[int, int]) -> None:
         self._load, self._requests = load, {at: request for request, at in enumerate(ways)}
         self.ways, self.sizes = ways, sizes
+        self.left = sum(sizes.values())  # bytes of what was not taken
         self._landed: dict[int, tuple[int, Any, int]] = {}
 
     @property
     def job(self) -> int:
         """The number of its load."""
         return self._load.job.number
-
-    def left(self) -> int:
-        """The bytes of what was not taken."""
-        return sum(map(self.sizes.__getitem__, self.ways))
 
     def take(self, at: int) -> Any:
         """Waits for a tensor; raises the load's error."""
@@ -63,6 +60,7 @@ class _Window:
                 break  # the load has ended, and a tensor is missing: KeyError
         tensor = self._load.tensor(*self._landed.pop(request))
         del self.ways[at]
+        self.left -= self.sizes[at]
         return tensor
 
     def end(self) -> None:
@@ -165,13 +163,15 @@ class ReadAhead:
         return tensor
 
     def _follows_order(self, model: Model, at: int) -> bool:
-        """Counts how many tensors, one after the other, were asked for in their turn."""
+        """Counts how many tensors, one after the other, were asked for in their turn. The first
+        of all is in its turn where a program begins with it."""
         last = self._last
-        if last is None:
-            return False
         for order in (0, 1) if self.by_name else (0,):
             _, turn = self._order_of_reads(model, order)
-            self._runs[order] = self._runs[order] + 1 if turn[at] == turn[last] + 1 else 0
+            in_turn = turn[at] == (0 if last is None else turn[last] + 1)
+            self._runs[order] = self._runs[order] + 1 if in_turn else 0
+        if last is None:
+            return False
         # A program may have the names from another handle: to sort them takes a while.
         self._risen = self._risen + 1 if model.table[at][0] > model.table[last][0] else 0
         self.by_name = self.by_name or self._risen >= _RISEN
@@ -204,16 +204,19 @@ class ReadAhead:
 
     def _begin_window(self, model: Model, at: int, block: Block | None) -> bool:
         """Starts the first window, with what is asked for and what comes after it."""
-        self._by = 0 if self._runs[0] >= self._runs[1] else 1
+        by_bytes, by_name = self._runs
+        self._by = int(by_name > by_bytes or self.by_name and by_name == by_bytes)
         self._next = self._order_of_reads(model, self._by)[1][at] + 1
         self._start_window(model, {at: block})
         return bool(self._windows)
 
     def _start_window(self, model: Model, ways: dict[int, Block | None]) -> None:
         """Starts the next window, if there is room for a tensor more."""
-        first, most = _window_sizes(model)
-        limit = min(self._size or first, most, 2 * most - sum(window.left() for window in self._windows))
         tensors, _ = self._order_of_reads(model, self._by)
+        if self._next == len(tensors) and not ways:
+            return
+        first, most = _window_sizes(model)
+        room = min(most, 2 * most - sum(window.left for window in self._windows))
         sizes = {at: 0 for at in ways}
         used_bytes = 0
         while self._next < len(tensors):
@@ -227,7 +230,7 @@ class ReadAhead:
                 size = nbytes(dtype, shape if block is None else block[2])
                 if self._how[0] is not None:
                     size = max(size, math.prod(shape) * self._how[0].itemsize)
-                if used_bytes + size > limit:
+                if used_bytes + size > (min(room, self._size or first) if used_bytes else room):
                     break
                 ways[at], sizes[at] = block, size
                 used_bytes += size
