@@ -488,3 +488,25 @@ def test_a_file_of_another_owner_stays(tmp_path: Path) -> None:
         ow.save_bundle({"v": torch.ones(9)}, tmp_path / f"{name}.pkl")
         same(ow.load_compressed_pickle(tmp_path / f"{name}.pkl")["v"], torch.ones(9))
         assert (tmp_path / "tensors" / f"{name}.safetensors").read_bytes() == before[f"{name}.safetensors"]
+
+
+def test_a_first_bundle_arrives_while_its_reader_is_imported(torch_script) -> None:
+    """What reads the pickle is imported once the tensors are on their way, and once only."""
+    torch_script(
+        """
+import sys
+import torch
+import overwire as ow
+ow.compress_pickle({"a": torch.arange(9)}, "b.pkl")
+assert "overwire.bundles.unpickling" not in sys.modules  # also not by a save
+from overwire.bundles.landing import Landing
+begin, present = Landing._start_load, []
+def spied(self, *args):
+    begin(self, *args)
+    present.append("overwire.bundles.unpickling" in sys.modules)
+Landing._start_load = spied
+for trust in (True, False):
+    assert ow.load_compressed_pickle("b.pkl", trust=trust)["a"].tolist() == list(range(9))
+assert present == [False, True], present
+"""
+    )

@@ -535,9 +535,6 @@ def _load(
     storage_options: StorageOptions | None,
 ) -> Any:
     # folders: where a store is asked for the container, in this order.
-    with Undisturbed():
-        from . import unpickling
-
     check_switches(trust=trust)
     where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
     if where is not None:
@@ -546,6 +543,8 @@ def _load(
     storage(storage_options, [target])  # refused for a local path
     data, model = open_pair(target, folders, tensors, storage_options)
     with model, Landing(model, shown(target), where, watch(progress, "load")) as blobs:
+        with Undisturbed():  # these imports take as long as some 100 MB, which arrive meanwhile
+            from . import unpickling
         content = unpickling.load(data, blobs, shown(target), trust)
         blobs.wait()  # an error in a blob that nothing asked for
     return content
