@@ -20,6 +20,7 @@ from overwire.model.opened import Model
 from overwire.verbs import ahead
 
 LAYERS = 12
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def layers(seed: int = 0, hidden: int = 64) -> dict[str, torch.Tensor]:
@@ -51,6 +52,19 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    """Where a test loads to: the host, and a GPU where there is one."""
+    return str(request.param)
+
+
+def limit_windows(monkeypatch: pytest.MonkeyPatch, first: int, most: int) -> None:
+    """Windows of few bytes, on the host and on a GPU."""
+    for name, size in (("_FIRST", first), ("_MOST", most)):
+        monkeypatch.setattr(ahead, name, size)
+        monkeypatch.setattr(ahead, f"{name}_GPU", size)
+
+
 @pytest.fixture(params=["compressed", "plain"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     ow.save_file(layers(), tmp_path / "m.safetensors", compress=request.param == "compressed")
@@ -75,7 +89,7 @@ def test_a_loop_has_few_loads(path: Path, loads: list[int], framework: Any, keys
                 same(tensor, want[name])
 
 
-def test_ugly_tensors_in_a_loop(tmp_path: Path) -> None:
+def test_ugly_tensors_in_a_loop(tmp_path: Path, device: str) -> None:
     """Empty ones, scalars, aliases and every dtype come as load_file has them, each in memory of its own."""
     tensors = ugly() | {f"d.{k}": v for k, v in every_dtype().items()} | {f"z{n}": torch.full((50,), n) for n in range(9)}
     tied = torch.randn(300, 7)
@@ -84,17 +98,18 @@ def test_ugly_tensors_in_a_loop(tmp_path: Path) -> None:
         ow.save_file(tensors, tmp_path / "m", compress=compress)
         want = ow.load_file(tmp_path / "m")
         for mmap in (None, False):
-            with ow.safe_open(tmp_path / "m", "pt", mmap=mmap) as file:
+            with ow.safe_open(tmp_path / "m", "pt", device, mmap=mmap) as file:
                 got = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             for name in want:
-                same(got[name], want[name])
-                got[name].zero_()
+                same(got[name].cpu(), want[name])
+                if device == "cpu":  # torch has no zeros of four bits on a GPU
+                    got[name].zero_()
             assert len({t.untyped_storage().data_ptr() for t in got.values() if t.numel()}) == sum(t.numel() > 0 for t in got.values())
 
 
-def test_a_program_that_jumps_has_a_load_for_each(path: Path, loads: list[int], seed: int) -> None:
+def test_a_program_that_jumps_has_a_load_for_each(path: Path, loads: list[int], seed: int, device: str) -> None:
     """Backwards, every second one, or in pairs at random: nothing is loaded that was not asked for."""
-    with ow.safe_open(path, "pt") as file:
+    with ow.safe_open(path, "pt", device) as file:
         names = file.keys()
         pairs = [names[n : n + 2] for n in range(0, len(names) - 1, 2)]
         random.Random(seed).shuffle(pairs)
@@ -105,23 +120,23 @@ def test_a_program_that_jumps_has_a_load_for_each(path: Path, loads: list[int], 
     assert loads == [1] * len(asked)
 
 
-def test_loops_that_leave_cost_little(path: Path, loads: list[int]) -> None:
+def test_loops_that_leave_cost_little(path: Path, loads: list[int], device: str) -> None:
     """Of a program that again and again begins in order and leaves, what it does not ask for is loaded a few times only."""
     want = ow.load_file(path)
     asked = 0
-    with ow.safe_open(path, "pt") as file:
+    with ow.safe_open(path, "pt", device) as file:
         names = file.keys()
         loads.clear()
         for round in range(40):
             for name in names[round % 7 : round % 7 + 4]:
-                same(file.get_tensor(name), want[name])
+                same(file.get_tensor(name).cpu(), want[name])
                 asked += 1
     assert sum(loads) - asked < 4 * len(want)
 
 
-def test_a_tensor_read_twice_is_read_twice(path: Path, loads: list[int]) -> None:
+def test_a_tensor_read_twice_is_read_twice(path: Path, loads: list[int], device: str) -> None:
     """Each time in memory of its own, and the loop goes on with what it has ahead."""
-    with ow.safe_open(path, "pt") as file:
+    with ow.safe_open(path, "pt", device) as file:
         for name in file.keys():  # noqa: SIM118
             first, second = file.get_tensor(name), file.get_tensor(name)
             same(first, second)
@@ -129,10 +144,10 @@ def test_a_tensor_read_twice_is_read_twice(path: Path, loads: list[int]) -> None
     assert sum(loads) == 2 * len(layers()) and len(loads) <= len(layers()) + 6
 
 
-def test_no_more_than_two_windows_are_ahead(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_than_two_windows_are_ahead(path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """However long a program works on what it has: at most two windows are loaded and not taken."""
     most = 150_000
-    monkeypatch.setattr(ahead, "_MOST", most)
+    limit_windows(monkeypatch, most, most)
     begun = taken = 0
     begin = Model.begin
 
@@ -143,7 +158,7 @@ def test_no_more_than_two_windows_are_ahead(path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Model, "begin", spied)
     ahead_by = []
-    with ow.safe_open(path, "pt") as file:
+    with ow.safe_open(path, "pt", device) as file:
         for name in file.keys():  # noqa: SIM118
             taken += file.get_tensor(name).nbytes
             ahead_by.append(begun - taken)
@@ -159,20 +174,19 @@ def test_a_loop_from_the_beginning_is_read_ahead_at_once(path: Path, loads: list
     assert loads[0] == 1 and min(loads[1:-1], default=2) > 1 and loads[1] > 1, loads
 
 
-def test_tensors_larger_than_a_window_are_read_ahead(path: Path, loads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_larger_than_a_window_are_read_ahead(path: Path, loads: list[int], monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Where each is larger than a first window, one is read while the program works on the one before it; where it
     is larger than any window, none is."""
     large = layers()["layers.0.up.weight"].nbytes
     names = [f"layers.{n}.{part}.weight" for n in range(LAYERS) for part in ("down", "up")]
-    monkeypatch.setattr(ahead, "_FIRST", 1)
     for most in (large, large - 1):
-        monkeypatch.setattr(ahead, "_MOST", most)
+        limit_windows(monkeypatch, 1, most)
         ow.save_file({f"{n:02}": layers()[name] for n, name in enumerate(names)}, path.parent / "large")
         loads.clear()
-        with ow.safe_open(path.parent / "large", "pt") as file:
+        with ow.safe_open(path.parent / "large", "pt", device) as file:
             got = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         for n, name in enumerate(names):
-            same(got[f"{n:02}"], layers()[name])
+            same(got[f"{n:02}"].cpu(), layers()[name])
         assert sum(loads) == len(names) and (max(loads) > 1) == (most == large), loads
 
 
@@ -188,10 +202,10 @@ def test_what_a_tensor_costs_does_not_grow(tmp_path: Path, monkeypatch: pytest.M
     assert 0 < len(computed) <= 4
 
 
-def test_a_limit_frees_what_is_ahead(path: Path) -> None:
+def test_a_limit_frees_what_is_ahead(path: Path, device: str) -> None:
     """load_into with max_memory holds nothing beside what it may, and the loop goes on afterwards."""
     want = ow.load_file(path)
-    with ow.safe_open(path, "pt") as file:
+    with ow.safe_open(path, "pt", device) as file:
         names = file.keys()
         for name in names[:6]:
             file.get_tensor(name)
@@ -200,7 +214,7 @@ def test_a_limit_frees_what_is_ahead(path: Path) -> None:
         file.load_into([("embed.weight", None, target)], max_memory=0)
         assert not file._ahead._windows and target.equal(want["embed.weight"])
         for name in names[6:]:
-            same(file.get_tensor(name), want[name])
+            same(file.get_tensor(name).cpu(), want[name])
 
 
 @pytest.mark.parametrize("compress", [True, False])
@@ -228,13 +242,14 @@ def test_what_is_ahead_spoils_nothing(tmp_path: Path, compress: bool) -> None:
     assert len(failed) == int(compress) and (not compress or failed[0] in order[order.index(bad) - 1 :][:3])
 
 
-def test_dropped_in_the_middle(path: Path) -> None:
+def test_dropped_in_the_middle(path: Path, device: str) -> None:
     """A file that is closed, or dropped, while it is read ahead leaves no load behind; what was taken stays."""
     want = ow.load_file(path)
     before = ow.doctor()["goroutines"]
+    allocated = torch.cuda.memory_allocated() if device == "cuda" else 0
     kept = []
     for end in ("close", "drop", "error"):
-        file = ow.safe_open(path, "pt")
+        file = ow.safe_open(path, "pt", device)
         names = file.keys()
         kept += [(name, file.get_tensor(name)) for name in names[: len(names) // 3]]
         if end == "close":
@@ -247,16 +262,17 @@ def test_dropped_in_the_middle(path: Path) -> None:
         del file
         gc.collect()
     for name, tensor in kept:
-        same(tensor, want[name])
+        same(tensor.cpu(), want[name])
     del tensor
     kept.clear()
     assert soon(lambda: ow.doctor()["goroutines"] <= before), ow.doctor()["goroutines"]
+    assert device == "cpu" or torch.cuda.memory_allocated() == allocated
 
 
-def test_threads_share_a_file(path: Path) -> None:
+def test_threads_share_a_file(path: Path, device: str) -> None:
     """Eight threads that loop over one file at their own pace get the right tensors."""
     want = ow.load_file(path)
-    with ow.safe_open(path, "pt") as file:
+    with ow.safe_open(path, "pt", device) as file:
         names = file.keys()
 
         def loop(start: int) -> dict[str, torch.Tensor]:
@@ -265,7 +281,7 @@ def test_threads_share_a_file(path: Path) -> None:
         with ThreadPoolExecutor(8) as pool:
             for got in pool.map(loop, [0, 0, 0, 0, 3, 9, 20, 30]):
                 for name in want:
-                    same(got[name], want[name])
+                    same(got[name].cpu(), want[name])
 
 
 def test_a_child_of_fork_reads_alone(torch_script: Callable[..., Any], tmp_path: Path) -> None:
@@ -301,92 +317,92 @@ assert right(names[10:])
 
 
 @pytest.mark.parametrize("face", ["own", "drop-in"])
-def test_a_rank_that_cuts_is_read_ahead(path: Path, loads: list[int], face: str) -> None:
+def test_a_rank_that_cuts_is_read_ahead(path: Path, loads: list[int], face: str, device: str) -> None:
     """Tensors that layer after layer are cut alike, as by a rank of tensor parallelism, are blocks of a few loads; a
     cut that differs is a load of its own."""
     want = ow.load_file(path)
     loads.clear()
     opened: Any = ow.safe_open if face == "own" else dropin.safe_open
-    with opened(path, "pt") as file:
+    with opened(path, "pt", device) as file:
         names = [name for name in file.offset_keys() if name.startswith("layers.")]
         for name in names:
             part = file.get_slice(name)
             rows, *columns = part.get_shape()
             if name == "layers.9.up.weight":
-                same(part[3:7], want[name][3:7].clone())
+                same(part[3:7].cpu(), want[name][3:7].clone())
             elif "up" in name:
-                same(part[rows // 2 :], want[name][rows // 2 :].clone())
+                same(part[rows // 2 :].cpu(), want[name][rows // 2 :].clone())
             elif "down" in name:
-                same(part[:, : columns[0] // 2], want[name][:, : columns[0] // 2].clone())
+                same(part[:, : columns[0] // 2].cpu(), want[name][:, : columns[0] // 2].clone())
             else:
-                same(part[:], want[name])
+                same(part[:].cpu(), want[name])
     assert len(loads) <= 16 < len(names), loads
 
 
-def test_a_cast_on_the_way(path: Path, loads: list[int]) -> None:
+def test_a_cast_on_the_way(path: Path, loads: list[int], device: str) -> None:
     """get_tensor casts what was read ahead, and slices do: each as it does alone."""
     want = ow.load_file(path, dtype="float32")
     loads.clear()
-    with ow.safe_open(path, "pt", dtype="float32") as file:
+    with ow.safe_open(path, "pt", device, dtype="float32") as file:
         for name in file.keys():  # noqa: SIM118
-            same(file.get_tensor(name), want[name])
+            same(file.get_tensor(name).cpu(), want[name])
         assert len(loads) <= 6
         for name in file.keys():  # noqa: SIM118
-            same(file.get_slice(name)[...], want[name])
+            same(file.get_slice(name)[...].cpu(), want[name])
 
 
-def test_a_store_is_asked_a_few_times(path: Path, loads: list[int]) -> None:
+def test_a_store_is_asked_a_few_times(path: Path, loads: list[int], device: str) -> None:
     """Over HTTP a loop has the requests of its windows, not one for each tensor."""
     want = ow.load_file(path)
     loads.clear()
-    with processes.overwire_serve(path.parent) as url, ow.safe_open(f"{url}{path.name}", "pt") as file:
+    with processes.overwire_serve(path.parent) as url, ow.safe_open(f"{url}{path.name}", "pt", device) as file:
         got = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     for name in want:
-        same(got[name], want[name])
+        same(got[name].cpu(), want[name])
     assert len(loads) <= 6 and os.path.getsize(path) > 0
 
 
 # Loops of real programs, as they are written there, over the drop-in.
 
 
-def test_comfyui_loads_a_checkpoint(path: Path, loads: list[int]) -> None:
+def test_comfyui_loads_a_checkpoint(path: Path, loads: list[int], device: str) -> None:
     """ComfyUI's loop over one file: every key, its tensor, and the metadata after them."""
     want = ow.load_file(path)
     loads.clear()
     state = {}
-    with dropin.safe_open(path, framework="pt", device="cpu") as f:
+    with dropin.safe_open(path, framework="pt", device=device) as f:
         for k in f.keys():  # noqa: SIM118
             state[k] = f.get_tensor(k)
         assert f.metadata() is None or isinstance(f.metadata(), dict)
     for name in want:
-        same(state[name], want[name])
+        same(state[name].cpu(), want[name])
     assert sum(loads) == len(want) and len(loads) <= 6
 
 
-def test_one_tensor_of_many_is_kept(path: Path, loads: list[int]) -> None:
+def test_one_tensor_of_many_is_kept(path: Path, loads: list[int], device: str) -> None:
     """A loop that looks at each tensor and keeps one has few loads, and what it keeps is all that stays."""
     want = ow.load_file(path)
     loads.clear()
     kept = None
-    with ow.safe_open(path, "pt") as file:
+    with ow.safe_open(path, "pt", device) as file:
         for name in file:
             tensor = file.get_tensor(name)
             if name == "layers.7.norm.weight":
                 kept = tensor
     assert kept is not None and kept.untyped_storage().nbytes() == kept.nbytes
-    same(kept, want["layers.7.norm.weight"])
+    same(kept.cpu(), want["layers.7.norm.weight"])
     assert len(loads) <= 6
 
 
-def test_a_shard_is_dispatched(path: Path, loads: list[int]) -> None:
+def test_a_shard_is_dispatched(path: Path, loads: list[int], device: str) -> None:
     """accelerate's and transformers' loops: slices of every name first, their shapes, and then each whole, in order."""
     want = ow.load_file(path)
     loads.clear()
-    with dropin.safe_open(path, framework="pt") as file:
+    with dropin.safe_open(path, framework="pt", device=device) as file:
         state = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         assert [tuple(part.get_shape()) for part in state.values()] == [tuple(want[name].shape) for name in state]
         for name, part in state.items():
-            same(part[...], want[name])
+            same(part[...].cpu(), want[name])
     assert len(loads) <= 6
 
 

@@ -64,6 +64,20 @@ def test_same_bytes_as_on_the_cpu(model: Path, file: str) -> None:
                     assert torch.equal(bits(f.get_slice(name)[index]), bits(tensor[index])), (name, index)
 
 
+def test_a_loop_that_changes_its_stream(model: Path) -> None:
+    """What was read ahead for one of torch's streams is not handed to a program that works on another."""
+    want = ow.load_file(model / "packed.safetensors")
+    side = torch.cuda.Stream()
+    got = {}
+    with ow.safe_open(model / "packed.safetensors", "pt", "cuda") as file:
+        for n, name in enumerate(file.keys()):
+            with torch.cuda.stream(side if n // 5 % 2 else torch.cuda.default_stream()):
+                got[name] = file.get_tensor(name)
+                got[name] = got[name].clone() if n % 3 else got[name]
+        torch.cuda.synchronize()
+    equal({name: got[name] for name in want}, want)
+
+
 CASTS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]
 
 
