@@ -8,7 +8,7 @@
 #                                          but the slow ones, if none is named
 #   wheels/aarch64.sh all                  these three, one after the other, and a summary
 #   wheels/aarch64.sh count                instructions of decoders and CRC-32C, for
-#                                          docs/benchmarks.md
+#                                          docs/benchmarks/host.md
 #
 # It needs gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user, and installs them
 # if it may. What is missing is named, and the step is skipped. Tests that qemu cannot run

@@ -1,4 +1,4 @@
-"""Draws the plots of docs/benchmarks.md from figures.json, an SVG for each: `make plots`."""
+"""Draws the plots of docs/benchmarks.md and its pages from figures.json, an SVG for each: `make plots`."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"flag"
 	"os"
+	"path/filepath"
 	"regexp"
 	"strings"
 	"testing"
@@ -71,14 +72,24 @@ func TestCommand(t *testing.T) {
 	}
 }
 
-// Every command that the page of figures names is one that the rig takes.
-func TestCommandsOfThePage(t *testing.T) {
-	page, err := os.ReadFile("../../docs/benchmarks.md")
-	if err != nil {
-		t.Fatal(err)
+// Every command that the pages of figures name is one that the rig takes.
+func TestCommandsOfThePages(t *testing.T) {
+	var pages []byte
+	for _, pattern := range []string{"*.md", "log/*.md"} {
+		paths, err := filepath.Glob(filepath.Join("../../docs/benchmarks", pattern))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, path := range paths {
+			page, err := os.ReadFile(path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			pages = append(pages, page...)
+		}
 	}
 	found := 0
-	for _, m := range regexp.MustCompile("overwire-rig([^`#\n]*)").FindAllStringSubmatch(string(page), -1) {
+	for _, m := range regexp.MustCompile("overwire-rig([^`#\n]*)").FindAllStringSubmatch(string(pages), -1) {
 		argv, _, _ := strings.Cut(m[1], ">") // what a shell takes away
 		if _, _, err := parseOptions(strings.Fields(argv), &bytes.Buffer{}); err != nil {
 			t.Errorf("overwire-rig%s: %v", m[1], err)

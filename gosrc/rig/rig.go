@@ -20,7 +20,7 @@ import (
 )
 
 // Options choose what is measured. The zero value measures everything at the sizes
-// of docs/benchmarks.md, except what needs Python.
+// of docs/benchmarks.md and its pages, except what needs Python.
 type Options struct {
 	measure.Options        // Size 0: 4 GB, to a device 16.06
 	What            string // one of Whats; "" or "all": each

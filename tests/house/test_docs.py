@@ -20,6 +20,7 @@ from conftest import ROOT
 from test_guides import blocks
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+FIGURES = [ROOT / "docs/benchmarks.md", *sorted((ROOT / "docs/benchmarks").rglob("*.md"))]
 ERRORS = {name for name in overwire.errors.__all__ if not name.startswith("_")}
 
 
@@ -114,11 +115,15 @@ def test_every_setting_is_listed() -> None:
     assert [line for line in text.splitlines() if line.startswith("| `")] == rows
 
 
-def test_the_figures_of_the_readme_are_those_of_the_page() -> None:
-    """Each number of its table stands in docs/benchmarks.md, which says how it was made."""
+def text_of_figures() -> str:
+    return "".join(page.read_text(encoding="utf-8") for page in FIGURES)
+
+
+def test_the_figures_of_the_readme_are_those_of_the_pages() -> None:
+    """Each number of its table stands in docs/benchmarks.md or docs/benchmarks/, which say how it was made."""
     rows = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").split("## Figures")[1].splitlines() if line.startswith("| ")]
     numbers = {number for row in rows for number in re.findall(r"(?<![\w.])\d+\.\d+|\b\d\d+\b", row)}
-    page = set(re.findall(r"(?<![\w.])\d+(?:\.\d+)*", (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")))
+    page = set(re.findall(r"(?<![\w.])\d+(?:\.\d+)*", text_of_figures()))
     assert len(numbers) > 20 and numbers <= page, numbers - page
 
 
@@ -134,10 +139,10 @@ def test_the_page_of_versions_is_what_is_tested() -> None:
 
 
 def test_plots_show_figures_of_the_benchmarks() -> None:
-    """Each number of a plot stands in docs/benchmarks.md, in the one line that it names, as does the command that
+    """Each number of a plot stands in the pages of figures, in the one line that it names, as does the command that
     measured it; the committed SVG has it too, with its title and description; and no other file lies beside them."""
     folder = ROOT / "docs/plots"
-    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    text = text_of_figures()
     plots = json.loads((folder / "figures.json").read_text(encoding="utf-8"))["plots"]
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"draw.py", "figures.json", *(plot["file"] for plot in plots)}
     for plot in plots:

@@ -2,7 +2,7 @@
 var Scorer = {
   score: function (result) {
     var page = result[0], score = result[4];
-    if (/^docs\/(benchmarks|correctness|parity|reliability|compared|releasing|dependencies)$|^(CHANGELOG|ARCHITECTURE|CONTRIBUTING)$/.test(page))
+    if (/^docs\/(benchmarks(\/.*)?|correctness|parity|reliability|compared|releasing|dependencies)$|^(CHANGELOG|ARCHITECTURE|CONTRIBUTING)$/.test(page))
       return score - 20;
     return /^docs\/api\//.test(page) ? score : score + 10;
   },
