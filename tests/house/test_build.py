@@ -272,12 +272,16 @@ def test_there_is_one_version() -> None:
 
 
 def test_the_changelog_keeps_its_form() -> None:
-    """Sections as keepachangelog.com names them, each once in a version, and nothing beside them."""
+    """Sections as keepachangelog.com names them, each once in a version, and nothing beside them; entries of two
+    lines at most, of 120 columns; and a first release has only what it adds."""
     text = (ROOT / "CHANGELOG.md").read_text()
-    for version in text.split("\n## ")[1:]:
+    versions = text.split("\n## ")[1:]
+    assert len(versions) > 1 or re.findall(r"^### (.*)$", versions[0], re.M) == ["Added"]
+    for version in versions:
         kinds = re.findall(r"^### (.*)$", version, re.M)
         assert kinds and len(kinds) == len(set(kinds)), version[:40]
         assert set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
         for section in version.split("\n### ")[1:]:
             lines = [line for line in section.splitlines()[1:] if line]
             assert lines and all(line.startswith("- ") for line in lines), section[:80]
+            assert [line[:60] for line in lines if len(line) > 240] == []
