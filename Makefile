@@ -1,12 +1,9 @@
 # The commands of this project. `make help` lists them. What takes more than a few lines is a script in .ci.
-#
-# make demo   on a fresh machine with Go, gcc and Python: the main job on real weights
-# make test   on the same machine: everything that must pass; .ci/run calls it
-
 PYTHON   ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3.10 python3,$(if $(shell $(p) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo y),$(p))))
 VENV     := .venv
 DOCS     := .venv-docs
 RELEASE  := .venv-release
+NEWEST   := .venv-newest
 PY       := $(VENV)/bin/python
 BIN      := build/bin
 NVCC     := build/nvcc/nvidia/cu13/bin/nvcc
@@ -38,7 +35,7 @@ $(VENV)/.ready: requirements/test.txt requirements/transformers5.txt
 	PYTHON=$(PY) .ci/install transformers5 $(VENV)/transformers5
 	@touch $@
 
-$(DOCS)/.ready $(RELEASE)/.ready: .venv-%/.ready: requirements/%.txt
+$(DOCS)/.ready $(RELEASE)/.ready $(NEWEST)/.ready: .venv-%/.ready: requirements/%.txt
 	PYTHON=$(PYTHON) .ci/install venv .venv-$* $*
 	@touch $@
 
@@ -72,8 +69,7 @@ quick: build golint ## the inner loop, under two minutes on two cores: gofmt, ve
 	$(PYTEST) -m "not slow and not heavy"
 compiled: # one after the other, as each uses what the one before it has compiled
 	@for step in engine gotest fakegpu static; do $(MAKE) --no-print-directory $$step || exit 1; done
-packages:
-	@.ci/packages
+packages: ; @.ci/packages
 
 more: build packages lint $(BIN)/gopy $(BIN)/versitygw ## what `make test` leaves out: Go's tests of S3, slow tests, long races
 	@.ci/check more
@@ -107,10 +103,6 @@ pytest: $(BUILT) ## the Python tests
 	$(PYTEST)
 suite: # after wheel, whose files it inspects
 	OVERWIRE_TEST_DIST="$(CURDIR)/dist" $(PYTEST) -m "not slow"
-NEWEST := .venv-newest
-$(NEWEST)/.ready: requirements/newest.txt
-	PYTHON=$(PYTHON) .ci/install venv $(NEWEST) newest
-	@touch $@
 newest: build $(NEWEST)/.ready ## the Python tests with the newest torch, transformers and others: see requirements/newest.txt
 	$(NEWEST)/bin/python -m pip install -q --disable-pip-version-check --no-deps -e .
 	OVERWIRE_TEST_TRANSFORMERS5=$$($(NEWEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
@@ -138,7 +130,7 @@ release: venv $(RELEASE)/.ready ## dist/: all that a release uploads, built and 
 reproduce: venv ## build the commit in two new folders, once from nothing, and compare, with dist/ too
 	$(PY) wheels/release.py --reproduce dist
 clean: ## remove what was built and installed
-	rm -rf $(VENV) $(DOCS) $(RELEASE) build dist python/overwire/_core.abi3.so
+	rm -rf $(VENV) $(DOCS) $(RELEASE) $(NEWEST) build dist python/overwire/_core.abi3.so
 
 build/%/.ready: requirements/engines.txt requirements/quantisers.txt .ci/install $(VENV)/.ready
 	PYTHON=$(PY) .ci/install $* build/$*

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import overwire
 import pytest
+from conftest import ROOT
 from overwire import plumbing
 
 PACKAGE = Path(overwire.__file__).parent
@@ -248,6 +249,11 @@ def test_what_breaks_a_rule_is_found(tmp_path: Path, path: str, text: str, found
     (tmp_path / path).write_text(text)
     got = findings(tmp_path, {"load_file"})
     assert len(got) == 1 and got[0].startswith(found), got
+
+
+def test_the_makefile_lists_commands() -> None:
+    """What a command does stands in .ci, so that the list fits into a reader's head: 150 lines."""
+    assert len((ROOT / "Makefile").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_the_tables_of_names_agree() -> None:
