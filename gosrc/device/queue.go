@@ -60,7 +60,7 @@ type Queue interface {
 	// returns the error that broke the device, if one did.
 	Drain(ctx context.Context) error
 	// Checks reports whether Submit compares checksums where a slot's Check asks for it; a
-	// wrong one is an errs.Mismatch, and the tensor may have got wrong bytes. Otherwise the caller
+	// wrong one is of errs.RuleChecksum, and the tensor may have got wrong bytes. Otherwise the caller
 	// compares them before.
 	Checks() bool
 	// Asynchronous reports whether Submit returns before its tasks are done; the

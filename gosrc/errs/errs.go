@@ -125,16 +125,41 @@ func (a *At) reasonText() string {
 // Unwrap returns the cause.
 func (a *At) Unwrap() error { return a.Err }
 
-// A Mismatch is the error of stored bytes that have another checksum.
-type Mismatch struct{ error }
+// RuleChecksum is the rule of stored bytes that have another checksum.
+const RuleChecksum = "Checksum"
 
 // NewMismatch says which checksum was stored, and which the bytes have.
-func NewMismatch(stored, computed uint32) *Mismatch {
-	return &Mismatch{New(ErrCorrupt, "checksum mismatch: %08x stored, %08x computed", stored, computed)}
+func NewMismatch(stored, computed uint32) error {
+	return WithRule(RuleChecksum, New(ErrCorrupt, "checksum mismatch: %08x stored, %08x computed", stored, computed))
 }
 
-// Unwrap returns the class.
-func (m *Mismatch) Unwrap() error { return m.error }
+// A rule names what an error is about beside its class, for callers that answer by it: a rule
+// of a format that the bytes break, or what is lacking.
+type rule struct {
+	error
+	name string
+}
+
+// Unwrap returns the error.
+func (r *rule) Unwrap() error { return r.error }
+
+// WithRule adds the name of a rule to an error, whose text stays.
+func WithRule(name string, err error) error { return &rule{err, name} }
+
+// OfRule is New for a rule that the text begins with: OfRule("InvalidOffset", ErrFormat, "over %d", n)
+// reads "bad format: InvalidOffset: over 7".
+func OfRule(name string, class error, format string, args ...any) error {
+	return WithRule(name, New(class, name+": "+format, args...))
+}
+
+// RuleOf is the name of the rule that an error is about; "": it names none.
+func RuleOf(err error) string {
+	var r *rule
+	if errors.As(err, &r) {
+		return r.name
+	}
+	return ""
+}
 
 // New returns an error of a class with a formatted reason:
 // New(ErrCorrupt, "final state %d", x) reads "corrupt data: final state 7".

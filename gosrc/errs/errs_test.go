@@ -83,7 +83,7 @@ func TestFromOS(t *testing.T) {
 }
 
 // Text promises one line of JSON, joined from every At on the way, without what is
-// not known, and no secret in any of it.
+// not known, the rule that was broken and where memory lacks, and no secret in any of it.
 func TestText(t *testing.T) {
 	inner := &At{"decode", "", "", 3, 99, New(ErrCorrupt, "bad \"bytes\"\n\xff in s3://AKIAABCDEFGHIJKLMNOP:k/y@b/k")}
 	err := &At{"load", "redis://:hunter2@host/0?password=hunter2", "läyer", -1, -1, fmt.Errorf("wrapped: %w", inner)}
@@ -111,6 +111,10 @@ func TestText(t *testing.T) {
 			`{"class":"CorruptError","message":"overwire: decode m.safetensors tensor \"x\" chunk 17 @4096: corrupt data: checksum mismatch","source":"m.safetensors","tensor":"x","chunk":17,"offset":4096}`},
 		{&At{Verb: "open", Source: "f", Chunk: -1, Offset: -1, Err: ErrNotFound}, `{"class":"NotFoundError","message":"overwire: open f: not found","source":"f"}`},
 		{fmt.Errorf("outer: %w", ErrTimeout), `{"class":"DeadlineError","message":"overwire: outer: timed out"}`},
+		{&At{Verb: "index", Chunk: -1, Offset: 8, Err: OfRule("InvalidOffset", ErrFormat, "over %d", 7)},
+			`{"class":"FormatError","message":"overwire: index @8: bad format: InvalidOffset: over 7","offset":8,"rule":"InvalidOffset"}`},
+		{&Memory{Where: "cuda:0", Asked: 1, Free: -1, Total: -1},
+			`{"class":"OutOfMemoryError","message":"overwire: out of memory: cuda:0: 1 bytes","asked":1,"device":"cuda:0"}`},
 		{errors.New("of no class"), `{"class":"EngineError","message":"overwire: of no class"}`},
 	} {
 		if got := Text(c.err); got != Prefix+c.want {

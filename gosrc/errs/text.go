@@ -9,8 +9,8 @@ import (
 )
 
 // A Description is an error in the form that crosses to another language: its
-// class, the redacted message, and where it happened; for a lack of memory also
-// Asked, Free and Total, in bytes. Unknown fields are left out.
+// class, the redacted message, where it happened, and which rule was broken; for a lack of memory
+// also where that is, and Asked, Free and Total, in bytes. Unknown fields are left out.
 type Description struct {
 	Class   string `json:"class"`
 	Message string `json:"message"`
@@ -18,18 +18,21 @@ type Description struct {
 	Tensor  string `json:"tensor,omitempty"`
 	Chunk   *int64 `json:"chunk,omitempty"`
 	Offset  *int64 `json:"offset,omitempty"`
+	Rule    string `json:"rule,omitempty"`
 	Asked   *int64 `json:"asked,omitempty"`
 	Free    *int64 `json:"free,omitempty"`
 	Total   *int64 `json:"total,omitempty"`
+	Device  string `json:"device,omitempty"`
 }
 
 // Describe returns the Description of an error.
 func Describe(err error) Description {
 	at := mergePlaces(err)
 	t := Description{Class: Class(err), Message: "overwire: " + Message(err), Source: RedactURI(at.Source),
-		Tensor: at.Tensor, Chunk: knownOrNil(at.Chunk), Offset: knownOrNil(at.Offset)}
+		Tensor: at.Tensor, Chunk: knownOrNil(at.Chunk), Offset: knownOrNil(at.Offset), Rule: RuleOf(err)}
 	var mem *Memory
 	if errors.As(err, &mem) {
+		t.Device = mem.Where
 		t.Asked, t.Free, t.Total = knownOrNil(mem.Asked), knownOrNil(mem.Free), knownOrNil(mem.Total)
 	}
 	return t

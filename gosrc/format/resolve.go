@@ -123,7 +123,7 @@ func openRemoteFolder(ctx context.Context, uri string, open Opener, opt Options)
 		if !errors.Is(err, errs.ErrNotFound) {
 			return Files{}, err
 		}
-		if errors.As(err, &where) && strings.Contains(where.Err.Error(), "cache") {
+		if errors.As(err, &where) && errs.RuleOf(err) == source.RuleNotCached {
 			why = ": " + strings.TrimPrefix(where.Err.Error(), errs.ErrNotFound.Error()+": ")
 		}
 		if unsure == nil && (errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout)) {

@@ -139,7 +139,8 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 	case out.summed:
 		out.damaged = headSum(src[:h.offset]) != binary.LittleEndian.Uint32(src[headSumAt:])
 	case s.Verify == VerifyAlways:
-		return layout{}, errs.New(errs.ErrArgument, "the stream has no checksums to verify")
+		return layout{}, errs.WithRule("NoChecksums", errs.New(errs.ErrArgument,
+			"the stream has no checksums to verify"))
 	}
 	le := binary.LittleEndian
 	count := int(h.chunks)

@@ -3,7 +3,6 @@ package pipeline
 // This file compares checksums, unless the device does.
 
 import (
-	"errors"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/codec"
@@ -61,7 +60,7 @@ func (w *worker) checkSum(task int32, stored []byte) error {
 
 // stageOf is the verb in which a task failed on the device.
 func stageOf(err error) string {
-	if errors.As(err, new(*errs.Mismatch)) {
+	if errs.RuleOf(err) == errs.RuleChecksum {
 		return "check"
 	}
 	return "decode"

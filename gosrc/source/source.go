@@ -140,6 +140,9 @@ func (f Facts) Unchanged(id Identity) bool {
 	return now.Known() && now == id
 }
 
+// RuleNotCached is the rule of an errs.ErrNotFound that a cache decides, without its store.
+const RuleNotCached = "NotCached"
+
 // Changed is the error of bytes that are no longer those that were opened.
 func Changed() error {
 	return errs.New(errs.ErrCorrupt, "changed while it was read: it was replaced or written to; load it again")

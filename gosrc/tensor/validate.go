@@ -128,11 +128,12 @@ func (v *validator) tensor(i int) error {
 		return v.wrap(i, -1, t.Off, err)
 	}
 	if size != t.Bytes {
-		return v.bad(i, -1, t.Off, "TensorInvalidInfo: %d bytes for shape %v of %v, which take %d", t.Bytes, t.Shape,
-			t.DType, size)
+		return v.wrap(i, -1, t.Off, errs.OfRule("TensorInvalidInfo", errs.ErrFormat,
+			"%d bytes for shape %v of %v, which take %d", t.Bytes, t.Shape, t.DType, size))
 	}
 	if t.Off != v.next && !(src.Gaps && t.Off > v.next) || t.Stored < 0 {
-		return v.bad(i, -1, t.Off, "InvalidOffset: bytes begin at %d, not at %d", t.Off, v.next)
+		return v.wrap(i, -1, t.Off, errs.OfRule("InvalidOffset", errs.ErrFormat,
+			"bytes begin at %d, not at %d", t.Off, v.next))
 	}
 	if t.Stored > src.Size-t.Off {
 		return v.bad(i, -1, t.Off, "bytes end after the file's %d", src.Size)

@@ -93,7 +93,8 @@ func (t *passing) passPiece(p []byte, off int64) error {
 	sum := crcJoin(t.start, t.pieces[0].crc, t.pieces[0].n)
 	t.left, t.pieces = t.end-t.off, nil
 	if sum != t.want {
-		return errs.New(errs.ErrCorrupt, "checksum mismatch: CRC32 %08x, not %08x", sum, t.want)
+		return errs.WithRule(errs.RuleChecksum, errs.New(errs.ErrCorrupt,
+			"checksum mismatch: CRC32 %08x, not %08x", sum, t.want))
 	}
 	return nil
 }

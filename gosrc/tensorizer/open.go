@@ -11,6 +11,9 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
+// ruleKind is the rule that a file breaks which is no .tensors file, or too short to be one.
+const ruleKind = "NotTensors"
+
 // Open reads the head and the index of a file, and its records if requested or if
 // the file is encrypted. The error is errs.ErrFormat for another kind of file, and
 // else that of Read.
@@ -20,7 +23,8 @@ func Open(ctx context.Context, src source.Source, records bool) (*File, error) {
 		return nil, errs.In("index", src.URI(), err)
 	}
 	if !Is(head) {
-		return nil, errs.Place("index", src.URI(), "", 0, errs.New(errs.ErrFormat, "not a .tensors file"))
+		return nil, errs.Place("index", src.URI(), "", 0, errs.WithRule(ruleKind, errs.New(errs.ErrFormat,
+			"not a .tensors file")))
 	}
 	f, err := Read(ctx, src, head)
 	if err == nil && records {

@@ -68,7 +68,8 @@ func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 	f := &File{URI: src.URI(), Size: src.Size()}
 	r := reader{b: head}
 	if !Is(head) || f.Size < headSize || len(head) < headSize {
-		return nil, f.at("", 0, errs.New(errs.ErrCorrupt, "truncated: a .tensors file of %d bytes", f.Size))
+		return nil, f.at("", 0, errs.WithRule(ruleKind, errs.New(errs.ErrCorrupt,
+			"truncated: a .tensors file of %d bytes", f.Size)))
 	}
 	r.p = len(Magic)
 	f.Version = uint32(r.readUint(4))

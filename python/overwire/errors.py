@@ -2,7 +2,7 @@
 
 Every one derives from `OverwireError` and from the built-in that a user would
 catch without knowing us (`FileNotFoundError`, `TimeoutError`, `KeyError` ...).
-All carry `source`, `tensor`, `chunk` and `offset`, None where it is not known,
+All carry `source`, `tensor`, `chunk`, `offset` and `rule`, None where it is not known,
 and survive pickling. Messages are made by the engine, with secrets redacted.
 """
 
@@ -58,13 +58,9 @@ class OverwireError(Exception):
     """The base of every error that overwire raises on purpose.
 
     `source` is the file or URI, `tensor` the name, `chunk` its number in the
-    tensor, `offset` the byte offset in the source.
+    tensor, `offset` the byte offset in the source. `rule` names what the error is about
+    beside its class, as "InvalidOffset" or "Checksum".
     """
-
-    source: str | None
-    tensor: str | None
-    chunk: int | None
-    offset: int | None
 
     def __init__(
         self,
@@ -74,6 +70,7 @@ class OverwireError(Exception):
         tensor: str | None = None,
         chunk: int | None = None,
         offset: int | None = None,
+        rule: str | None = None,
     ) -> None:
         # A name of a file may hold bytes that are no text, and characters that a terminal
         # obeys (`source` has it whole); a message can always be printed.
@@ -82,6 +79,7 @@ class OverwireError(Exception):
         self.tensor = tensor
         self.chunk = chunk
         self.offset = offset
+        self.rule = rule
 
     def __str__(self) -> str:
         # KeyError would show its argument in quotes, OSError an errno tuple.
@@ -92,12 +90,8 @@ class OutOfMemoryError(OverwireError, MemoryError):
     """Host or device memory was not enough. What had been allocated is freed.
 
     `asked`, `free`, `total` are bytes: the size of the allocation, the free memory at
-    that time, and all memory; None where unknown.
+    that time, and all memory; `device` is where: "cuda:0", or "host". None where unknown.
     """
-
-    asked: int | None
-    free: int | None
-    total: int | None
 
     def __init__(
         self,
@@ -106,15 +100,14 @@ class OutOfMemoryError(OverwireError, MemoryError):
         asked: int | None = None,
         free: int | None = None,
         total: int | None = None,
-        source: str | None = None,
-        tensor: str | None = None,
-        chunk: int | None = None,
-        offset: int | None = None,
+        device: str | None = None,
+        **place: Any,
     ) -> None:
-        super().__init__(message, source=source, tensor=tensor, chunk=chunk, offset=offset)
+        super().__init__(message, **place)
         self.asked = asked
         self.free = free
         self.total = total
+        self.device = device
 
 
 # By `make gen` out of the table in gosrc/errs: do not edit.

@@ -79,13 +79,12 @@ func TestChecksums(t *testing.T) {
 					}
 				})
 				for i, err := range failures {
-					var wrong *errs.Mismatch
 					switch {
 					case !damaged || i != bad:
 						if err != nil {
 							t.Errorf("%s: task %d of good bytes: %v", name, i, err)
 						}
-					case !errors.As(err, &wrong) || !errors.Is(err, errs.ErrCorrupt):
+					case errs.RuleOf(err) != errs.RuleChecksum || !errors.Is(err, errs.ErrCorrupt):
 						t.Errorf("%s: task %d of %d bytes: %v", name, i, p.jobs[i].Chunk.Stored, err)
 					default:
 						j := &p.jobs[i]

@@ -118,7 +118,7 @@ func NewLayout(metadata map[string]string, items []Item, origin *Origin, digests
 		l.header = bound()
 	}
 	if l.header-8 > tensor.MaxHeader {
-		return nil, errs.New(errs.ErrArgument, "HeaderTooLarge: %d bytes, at most %d can be read: write shards",
+		return nil, errs.OfRule("HeaderTooLarge", errs.ErrArgument, "%d bytes, at most %d can be read: write shards",
 			l.header, tensor.MaxHeader)
 	}
 	// A trial: names and metadata that cannot be stored are refused now.

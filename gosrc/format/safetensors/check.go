@@ -47,8 +47,8 @@ func (h *Header) checkTensors(uri string, size int64, opt Options) error {
 		t := &ts[i] // Off is the begin, Stored the end minus begin, as the header says
 		at := h.Data + t.Off
 		if t.Off != end || t.Stored < 0 {
-			return locateError(uri, t.Name, at, errs.New(errs.ErrFormat,
-				"InvalidOffset: bytes [%d, %d) of the data section, expected to begin at %d", t.Off, t.Off+t.Stored,
+			return locateError(uri, t.Name, at, errs.OfRule("InvalidOffset", errs.ErrFormat,
+				"bytes [%d, %d) of the data section, expected to begin at %d", t.Off, t.Off+t.Stored,
 				end))
 		}
 		end += t.Stored
@@ -57,20 +57,20 @@ func (h *Header) checkTensors(uri string, size int64, opt Options) error {
 			return locateError(uri, t.Name, at, err)
 		}
 		if bytes != t.Stored {
-			return locateError(uri, t.Name, at, errs.New(errs.ErrFormat,
-				"TensorInvalidInfo: %d bytes for shape %v of %v, which take %d", t.Stored, t.Shape, t.DType, bytes))
+			return locateError(uri, t.Name, at, errs.OfRule("TensorInvalidInfo", errs.ErrFormat,
+				"%d bytes for shape %v of %v, which take %d", t.Stored, t.Shape, t.DType, bytes))
 		}
 		t.Off, t.Bytes = at, bytes
 	}
 	have := size - h.Data // not negative: Length checked it
 	if end > have {
-		return locateError(uri, "", size, errs.New(errs.ErrCorrupt,
-			"MetadataIncompleteBuffer: truncated, the file has %d bytes of %d: copy or fetch it again", size,
+		return locateError(uri, "", size, errs.OfRule("MetadataIncompleteBuffer", errs.ErrCorrupt,
+			"truncated, the file has %d bytes of %d: copy or fetch it again", size,
 			uint64(h.Data)+uint64(end)))
 	}
 	if end < have && !opt.Lenient {
-		return locateError(uri, "", h.Data+end, errs.New(errs.ErrFormat,
-			"MetadataIncompleteBuffer: %d bytes after the last tensor", have-end))
+		return locateError(uri, "", h.Data+end, errs.OfRule("MetadataIncompleteBuffer", errs.ErrFormat,
+			"%d bytes after the last tensor", have-end))
 	}
 	return nil
 }
@@ -82,8 +82,8 @@ func (h *Header) checkUnique(uri string, opt Options) error {
 		return nil
 	}
 	if !opt.Lenient {
-		return locateError(uri, h.Tensors[i].Name, -1, errs.New(errs.ErrFormat,
-			"InvalidHeaderDeserialization: two tensors have this name"))
+		return locateError(uri, h.Tensors[i].Name, -1, errs.OfRule("InvalidHeaderDeserialization", errs.ErrFormat,
+			"two tensors have this name"))
 	}
 	last := make(map[string]int, len(h.Tensors))
 	for i := range h.Tensors {

@@ -28,7 +28,7 @@ type parser struct {
 func (p *parser) parseHeader() error {
 	if i := invalidUTF8(p.b[p.p:]); i >= 0 {
 		p.bad = p.p + i
-		return errs.New(errs.ErrFormat, "InvalidHeader: not UTF-8")
+		return errs.OfRule("InvalidHeader", errs.ErrFormat, "not UTF-8")
 	}
 	// One closing brace per tensor, and at most as many as the header has space for.
 	body := p.b[p.p:]
@@ -238,7 +238,7 @@ func (p *parser) readShape(t *tensor.Tensor) bool {
 		}
 		if over {
 			p.failWith("a dimension over 2^63")
-			p.err = errs.New(errs.ErrFormat, "ValidationOverflow: a dimension over 2^63")
+			p.err = errs.OfRule("ValidationOverflow", errs.ErrFormat, "a dimension over 2^63")
 			return false
 		}
 		if n == len(dims) {
@@ -265,7 +265,7 @@ func (p *parser) parseOffsets(t *tensor.Tensor) bool {
 	}
 	if over1 || over2 {
 		p.failWith("an offset over 2^63")
-		p.err = errs.New(errs.ErrFormat, "InvalidOffset: an offset over 2^63")
+		p.err = errs.OfRule("InvalidOffset", errs.ErrFormat, "an offset over 2^63")
 		return false
 	}
 	t.Off, t.Stored = begin, end-begin

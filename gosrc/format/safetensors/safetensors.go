@@ -111,21 +111,24 @@ func ReadOn(ctx context.Context, src source.Source, buf []byte, opt Options) (He
 func Length(head []byte, size int64) (int64, error) {
 	switch {
 	case size == 0:
-		return 0, errs.New(errs.ErrFormat, "the file is empty (HeaderTooSmall: it has 0 bytes)")
+		return 0, errs.WithRule("HeaderTooSmall", errs.New(errs.ErrFormat,
+			"the file is empty (HeaderTooSmall: it has 0 bytes)"))
 	case size < 8 || len(head) < 8:
-		return 0, errs.New(errs.ErrFormat, "%s (HeaderTooSmall: it has %d bytes)", notOurs(head), size)
+		return 0, errs.WithRule("HeaderTooSmall", errs.New(errs.ErrFormat,
+			"%s (HeaderTooSmall: it has %d bytes)", notOurs(head), size))
 	}
 	n := binary.LittleEndian.Uint64(head)
 	if n > tensor.MaxHeader {
-		return 0, errs.New(errs.ErrFormat, "%s (HeaderTooLarge: its header would have %d bytes)", notOurs(head), n)
+		return 0, errs.WithRule("HeaderTooLarge", errs.New(errs.ErrFormat,
+			"%s (HeaderTooLarge: its header would have %d bytes)", notOurs(head), n))
 	}
 	if int64(n) > size-8 {
 		class := errs.ErrFormat
 		if len(head) > 8 && (head[8] == '{' || isSpace(head[8])) {
 			class = errs.ErrCorrupt // it begins as a header does
 		}
-		return 0, errs.New(class, "InvalidHeaderLength: truncated, the header takes %d bytes and the file has %d: "+
-			"copy or fetch it again", 8+n, size)
+		return 0, errs.OfRule("InvalidHeaderLength", class,
+			"truncated, the header takes %d bytes and the file has %d: copy or fetch it again", 8+n, size)
 	}
 	return int64(n), nil
 }

@@ -111,7 +111,8 @@ func (h *Hub) Cached(uri string, env map[string]string) string {
 // its commit is known not to have it, or the hub may not or cannot be asked. nil: ask.
 func (h *Hub) Missing(uri string, env map[string]string) error {
 	if name := offlineSetting(env); name != "" {
-		return errs.New(errs.ErrNotFound, "it is not in the cache of huggingface_hub, and %s is set", name)
+		return errs.WithRule(source.RuleNotCached, errs.New(errs.ErrNotFound,
+			"it is not in the cache of huggingface_hub, and %s is set", name))
 	}
 	s, ok := h.shelfOf(uri, env)
 	if !ok {
@@ -120,11 +121,11 @@ func (h *Hub) Missing(uri string, env map[string]string) error {
 	commit, away := s.loadState()
 	switch {
 	case commit != "" && isFile(s.at(".no_exist", commit)):
-		return errs.New(errs.ErrNotFound, "commit %s has no such file, as the cache of huggingface_hub has noted",
-			commit)
+		return errs.WithRule(source.RuleNotCached, errs.New(errs.ErrNotFound,
+			"commit %s has no such file, as the cache of huggingface_hub has noted", commit))
 	case away != nil:
-		return fmt.Errorf("%w: it is not in the cache of huggingface_hub, and the Hub cannot be reached: %w",
-			errs.ErrNotFound, away)
+		return errs.WithRule(source.RuleNotCached, fmt.Errorf(
+			"%w: it is not in the cache of huggingface_hub, and the Hub cannot be reached: %w", errs.ErrNotFound, away))
 	}
 	return nil
 }

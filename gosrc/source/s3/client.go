@@ -247,7 +247,7 @@ func callOnce[T any](ctx context.Context, c *client, bucket string, fn func(*s3.
 		c.mu.Lock()
 		c.bare = false // there may be some next time
 		c.mu.Unlock()
-		return out, errs.New(errs.ErrPermission, "%s. Unsigned, the store refused%s", noCredentials, statusOf(err))
+		return out, lackCredentials("%s. Unsigned, the store refused%s", noCredentials, statusOf(err))
 	}
 	return out, err
 }

@@ -83,7 +83,7 @@ func classifyError(ctx context.Context, err error) error {
 		return classOf(err)
 	}
 	if id := innermostService(err); id != "" && id != s3.ServiceID {
-		return errs.New(errs.ErrPermission, "%s; %s refused%s", noCredentials, id, statusOf(err))
+		return lackCredentials("%s; %s refused%s", noCredentials, id, statusOf(err))
 	}
 	var api smithy.APIError
 	var resp *awshttp.ResponseError
@@ -193,11 +193,16 @@ func statusOf(err error) string {
 const noCredentials = "no credentials: none were given (key and secret, profile), AWS_ACCESS_KEY_ID is not set, " +
 	"and the profile, the container or the machine had none; anon=True reads public objects unsigned"
 
+// lackCredentials is the error where there are none: a caller may take the object for one that all may read.
+func lackCredentials(format string, args ...any) error {
+	return errs.WithRule("NoCredentials", errs.New(errs.ErrPermission, format, args...))
+}
+
 // transportError is the system's error text without URLs.
 func transportError(err error) error {
 	if s := err.Error(); strings.Contains(s, "get identity") || strings.Contains(s, "get credentials") ||
 		strings.Contains(s, "refresh cached credentials") {
-		return errs.New(errs.ErrPermission, "%s", noCredentials)
+		return lackCredentials("%s", noCredentials)
 	}
 	var ne net.Error
 	var op *net.OpError

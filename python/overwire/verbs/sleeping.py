@@ -151,7 +151,7 @@ class Asleep:
         try:
             result = job.result()
         except OutOfMemoryError as error:
-            if device == "cpu" or "cuda" not in str(error):
+            if error.device in (None, "host"):
                 raise
             from ..frameworks.torch import give_back
 

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ... import codecs, gpu
-from ...errors import ArgumentError, CorruptError, FormatError, NotSupportedError, OverwireError
+from ...errors import CorruptError, FormatError, NotSupportedError, OverwireError
 from . import devices, onboard, original, placing, streams
 from .arrays import Array, BatchArray
 from .dtypes import BYTE, Kind, integers_name, kind_of, safetensors_name
@@ -428,7 +428,7 @@ class Codec:
         error = coded.error
         if error is None:
             return None
-        if isinstance(error, ArgumentError) and "no checksums to verify" in str(error):
+        if isinstance(error, OverwireError) and error.rule == "NoChecksums":
             raise RuntimeError("The stream has no checksums, and the policy is COMPUTE_AND_VERIFY.") from error
         if coded.summed and isinstance(error, CorruptError) and not self._strict:
             late = RuntimeError("Checksum doesn't match.")

@@ -40,13 +40,10 @@ _WORDS = {
 
 def header_error(error: overwire.OverwireError, begin: str) -> SafetensorError:
     """safetensors' text for a bad header, followed by overwire's."""
-    text = str(error)
-    for name, words in _WORDS.items():
-        if f"{name}:" in text:
-            if name == "InvalidOffset":
-                words += f" `{error.tensor}`"
-            return SafetensorError(f"{begin}: {words} ({text})")
-    return SafetensorError(f"{begin}: {text}")
+    words = _WORDS.get(error.rule or "")
+    if error.rule == "InvalidOffset":
+        words = f"{words} `{error.tensor}`"
+    return SafetensorError(f"{begin}: {words} ({error})" if words else f"{begin}: {error}")
 
 
 def not_contiguous(name: str) -> ValueError:

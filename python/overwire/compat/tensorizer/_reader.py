@@ -180,12 +180,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     def _read(self, source: str) -> RecordFile:
         try:
             return read_records(source, storage_options=self._storage or None)
-        except FormatError as error:
-            if "not a .tensors file" in str(error):
-                raise ValueError("Not a tensorizer file") from error
-            raise
-        except CorruptError as error:
-            if "a .tensors file of" in str(error):
+        except (FormatError, CorruptError) as error:
+            if error.rule == "NotTensors":
                 raise ValueError("Not a tensorizer file") from error
             raise
         except NotSupportedError as error:
@@ -320,7 +316,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                     storage_options=self._storage or None,
                 )
         except CorruptError as error:
-            if "checksum mismatch" in str(error):
+            if error.rule == "Checksum":
                 raise HashMismatchError(str(error)) from error
             raise
         for record in records:

@@ -200,11 +200,7 @@ def url_of(uri: str, options: dict[str, Any]) -> str:
         try:
             return presign(uri, 2 * _DAY - int(time.time()) % _DAY, storage_options=options)
         except AccessError as error:
-            if (
-                options.get("key") is not None
-                or options.get("secret") is not None
-                or "no credentials:" not in str(error)
-            ):
+            if error.rule != "NoCredentials" or any(options.get(name) is not None for name in ("key", "secret")):
                 raise  # there are some
     at = urlsplit(options.get("endpoint_url") or f"https://s3.{options.get('region') or 'us-east-1'}.amazonaws.com")
     if virtual_only(at.netloc):
