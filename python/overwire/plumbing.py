@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ._engine import forked
     from ._imports import imported
     from ._verbs import read_floor
+    from .bundles.bundle import save_listed
     from .bundles.torchfolders import is_torch_model, plain_models
     from .bundles.unpickling import load_plain
     from .distributed.blocks import Blocks, meet_to_load, shares_reading
@@ -80,6 +81,7 @@ __all__ = [
     "refuse_urls",
     "regular",
     "save_bytes",
+    "save_listed",
     "setting",
     "shares_reading",
     "shown",
@@ -98,6 +100,7 @@ _HOMES = {
     "_engine": ("forked",),
     "_imports": ("imported",),
     "_verbs": ("read_floor",),
+    "bundles.bundle": ("save_listed",),
     "bundles.torchfolders": ("is_torch_model", "plain_models"),
     "bundles.unpickling": ("load_plain",),
     "distributed.blocks": ("Blocks", "meet_to_load", "shares_reading"),

@@ -155,6 +155,26 @@ def test_the_readme_s_verbs(tmp_path: Path, monkeypatch) -> None:
     assert [param.shape for param in nyacomp.get_pipeline_params(pipe)] == [(30, 200), (30,), (8, 3, 3, 3), (8,)]
 
 
+def test_manifests_are_written_once_and_before_the_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each manifest is written once in each place, before the pickle that needs it; where one cannot be, the old object stays."""
+    path = tmp_path / "line\nbreak" / "x.pkl"
+    path.parent.mkdir()
+    with monkeypatch.context() as patch:
+        written: list[str] = []
+        own = manifests.write_file
+        patch.setattr(manifests, "write_file", lambda place, data: (written.append(str(place)), own(place, data))[1])
+        nyacomp.compress_pickle({"a": torch.arange(999)}, path)
+        assert sorted(written) == sorted(
+            str(folder / name)
+            for name in ("meta.csv", "metadata.pkl", "merged_tensors.csv")
+            for folder in (path.parent, path.parent / "nya")
+        )
+    monkeypatch.setenv("DOWNLOAD", "1")  # names have the folder then, and it has a line break
+    with pytest.raises(ow.ArgumentError, match="line break"):
+        nyacomp.compress_pickle({"b": torch.arange(9)}, path)
+    assert list(ow.load_compressed_pickle(path)) == ["a"]
+
+
 def test_every_dtype_through_the_files(tmp_path: Path) -> None:
     tensors = [*every_dtype().values(), torch.randn(3, dtype=torch.complex128), torch.tensor(True), torch.empty(2, 0), torch.tensor(1.5)]
     meta = [nyacomp.compress_parameter(tensor, tmp_path / f"{at}.gz")[0] for at, tensor in enumerate(tensors)]

@@ -111,7 +111,7 @@ def compress_pickle(
     IOFailure, NotSupportedError for storages without bytes (meta), ArgumentError where a
     signal handler saves the very bundle whose save it interrupts.
     """
-    how = _How(layout.NYACOMP, {}, wait, max_memory)
+    how = _How(layout.NYACOMP, {}, wait, max_memory, _list_container)
     return _save_bundle(obj, path, how, compress=compress, progress=progress, storage_options=storage_options)
 
 
@@ -208,13 +208,7 @@ def compress(
     `inspect` show them. Returns stored / original. Raises ArgumentError for a path in
     the place of the model: files are compressed by `convert`.
     """
-    if isinstance(model, (str, bytes, os.PathLike)):
-        raise ArgumentError(
-            "overwire: compress: expected a module, a pipeline or a state dict, got a path; files and folders are "
-            "compressed by "
-            f"overwire.convert({shown(os.fsdecode(model))!r}, {shown(os.fsdecode(path))!r}), as by `overwire compress`"
-        )
-    how = _How(layout.NYACOMP, _names_of_tensors(model), wait, max_memory)
+    how = _How(layout.NYACOMP, _names_in_model(model, path), wait, max_memory, _list_container)
     return _save_bundle(model, path, how, compress=compress, progress=progress, storage_options=storage_options)
 
 
@@ -278,13 +272,44 @@ def load_bundle(
 
 # -- saving
 
+#: Lists a pickle's container for nyacomp: the pickle, the container, what was written, storage options.
+Lister = Callable[[str, str, Report, StorageOptions | None], None]
+
+
+def save_listed(obj: Any, path: str | os.PathLike[str], compress: bool, is_model: bool, lister: Lister) -> float:
+    """`compress`, or `compress_pickle` where the object is no model, with other lists of the
+    container than its meta.csv: lister writes them, before the pickle is in place."""
+    names = _names_in_model(obj, path) if is_model else {}
+    how = _How(layout.NYACOMP, names, True, None, lister)
+    ratio = _save_bundle(obj, path, how, compress=compress, progress=None, storage_options=None)
+    assert not isinstance(ratio, Saving)
+    return ratio
+
+
+def _list_container(target: str, container: str, report: Report, options: StorageOptions | None) -> None:
+    place = container.rpartition("/")[2] if is_remote(target) else container
+    text = layout.meta_text(place, report.bytes_out)
+    write_bytes(layout.meta_of(target), os.fsencode(text), options)
+
+
+def _names_in_model(model: Any, path: str | os.PathLike[str]) -> dict[int, str]:
+    if isinstance(model, (str, bytes, os.PathLike)):
+        raise ArgumentError(
+            "overwire: compress: expected a module, a pipeline or a state dict, got a path; files and folders are "
+            "compressed by "
+            f"overwire.convert({shown(os.fsdecode(model))!r}, {shown(os.fsdecode(path))!r}), as by `overwire compress`"
+        )
+    return _names_of_tensors(model)
+
 
 class _How(NamedTuple):
-    # Where the container goes, what tensors are called in it, and whether and how to wait.
+    # Where the container goes, what tensors are called in it, whether and how to wait, and
+    # what lists the container.
     folder: str
     names: Mapping[int, str]
     wait: bool
     max_memory: int | str | None
+    lister: Lister = lambda *place: None
 
 
 def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, **options: Any) -> float | Saving:
@@ -313,7 +338,7 @@ def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, **options: A
     metadata = {DIGEST: digest, ORDER: order, DEVICES: devices_of(blobs)} if blobs else {DIGEST: digest}
     settle(target)
     with contextlib.ExitStack() as turn:
-        one = _remote_place(target, data, folder, access) if remote else _local_place(target, data, folder, turn)
+        one = _remote_place(target, data, how, access) if remote else _local_place(target, data, how, turn)
         if not how.wait:
             cleanup = turn.pop_all()
             options |= {"like": one.like, "key": target, "max_memory": how.max_memory}
@@ -336,7 +361,8 @@ class _Place(NamedTuple):
     undo: Callable[[], None]
 
 
-def _local_place(target: str, data: bytes, folder: str, turn: contextlib.ExitStack) -> _Place:
+def _local_place(target: str, data: bytes, how: _How, turn: contextlib.ExitStack) -> _Place:
+    folder = how.folder
     container = layout.container_of(target, folder)
     if "\n" in os.path.basename(container):
         raise ArgumentError(
@@ -364,9 +390,7 @@ def _local_place(target: str, data: bytes, folder: str, turn: contextlib.ExitSta
 
     def publish_local(report: Report) -> None:
         with _os_errors(target):
-            if folder == layout.NYACOMP:
-                size = os.stat(container).st_size
-                write_bytes(layout.meta_of(target), os.fsencode(layout.meta_text(container, size)), None)
+            how.lister(target, container, report, None)
             write_bytes(target, data, None)
             for old in (layout.previous_of(container), *elsewhere):
                 with contextlib.suppress(FileNotFoundError):
@@ -375,20 +399,19 @@ def _local_place(target: str, data: bytes, folder: str, turn: contextlib.ExitSta
     return _Place(container, target, publish_local, lambda: _take_back(target, container))
 
 
-def _remote_place(target: str, data: bytes, folder: str, options: StorageOptions | None) -> _Place:
+def _remote_place(target: str, data: bytes, how: _How, options: StorageOptions | None) -> _Place:
     # Two names take turns: the container of the pickle that stands is not
     # touched until the new pickle has taken its place.
-    new, old = layout.store_containers_of(target, folder)
+    new, old = layout.store_containers_of(target, how.folder)
     stale = []
     with contextlib.suppress(NotFoundError):
         if _has_digest(new, hashlib.sha256(read(target, options, MOST_PICKLE)).hexdigest(), options):
             new, old = old, new
-        stale = [name for one in layout.FOLDERS if one != folder for name in layout.store_containers_of(target, one)]
+        others = (one for one in layout.FOLDERS if one != how.folder)
+        stale = [name for one in others for name in layout.store_containers_of(target, one)]
 
     def publish_remote(report: Report) -> None:
-        if folder == layout.NYACOMP:
-            text = layout.meta_text(new.rpartition("/")[2], report.bytes_out)
-            write_bytes(layout.meta_of(target), text.encode(), options)
+        how.lister(target, new, report, options)
         write_bytes(target, data, options, stale=[old, *stale])
 
     return _Place(new, None, publish_remote, lambda: None)

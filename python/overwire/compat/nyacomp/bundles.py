@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Union
 
 import overwire
-from overwire.plumbing import MetaRow, refuse_urls, regular
+from overwire.plumbing import MetaRow, refuse_urls, regular, save_listed
 
 from . import _nyacomp, manifests, partition, settings
 from .merging import split_tensors, tensor_size
@@ -30,8 +30,7 @@ def compress(model: Any, path: PathLike = DEFAULT, *, empty: bool = False) -> fl
     and merged_tensors.csv in both places. UNCOMPRESSED stores plain bytes.
     empty: take the parameters out of the model afterwards, as nyacomp does.
     """
-    ratio = overwire.compress(model, path, compress=not settings.flag("UNCOMPRESSED"))
-    _write_manifests(path)
+    ratio = _save_listed(model, path, True)
     if empty:
         import torch
 
@@ -44,20 +43,20 @@ def compress_pickle(obj: Any, path: PathLike = DEFAULT, algo: int = 0) -> float:
     """Saves any object, otherwise as `compress`. `algo` (0, 1 or 2) chose one of
     nvCOMP's settings; all mean the same here."""
     settings.check_algo(algo)
-    ratio = overwire.compress_pickle(obj, path, compress=not settings.flag("UNCOMPRESSED"))
-    _write_manifests(path)
-    return ratio
+    return _save_listed(obj, path, False)
 
 
-def _write_manifests(path: PathLike) -> None:
+def _save_listed(obj: Any, path: PathLike, is_model: bool) -> float:
     # An overwire bundle has one tensor file: the container, listed as its bytes.
-    folder = Path(path).parent
-    (row,) = manifests.read_csv(folder / manifests.FOLDER / manifests.META).rows
-    container = folder / manifests.FOLDER / os.path.basename(row.filename)
-    count = sum(len(source["tensors"]) for source in overwire.inspect(container)["sources"])
-    name = manifests.host_name(container) if settings.host() else row.filename
-    meta = {**row._asdict(), "filename": name, "shape": list(row.shape)}
-    manifests.write(folder, [meta], [[0]], ",".join(map(str, range(count))))
+    def write_manifests(target: str, container: str, report: overwire.Report, _: Any) -> None:
+        folder, size = Path(path).parent, report.bytes_out
+        name = os.path.basename(container) if "\n" in container else container
+        if settings.host():
+            name = manifests.host_name(folder / manifests.FOLDER / os.path.basename(container))
+        row = MetaRow(name, (size,), "uint8", size, size)._asdict() | {"shape": [size]}
+        manifests.write(folder, [row], [[0]], ",".join(map(str, range(report.tensors))))
+
+    return save_listed(obj, path, not settings.flag("UNCOMPRESSED"), is_model, write_manifests)
 
 
 def _parameters(model: Any) -> list[Any]:
