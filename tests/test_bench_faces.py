@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ def test_every_name_has_a_row_of_compared_bytes(torch_script) -> None:
     assert {("load_file", "plain"), ("safe_open, get_tensor", "compressed"), ("load_compressed_pickle", "bundle")} <= keys
     assert {("TensorDeserializer by overwire", "tensors"), ("safetensors get_slice", "plain")} <= keys
     assert len(keys) == len(rows) and len(rows) >= 17
+    assert {row.get("version") for row in rows} == {None, version("safetensors")}
     for row in rows:
         assert row.get("verified") and row["runs"] == 2 and row["first"] > 0 and row["second"] > 0, row
         assert row["first_share"] > 0 and row["second_share"] > 0, row

@@ -2,9 +2,9 @@
 
 Every row is a fresh process, a fork of one that has imported torch alone, in which two loads
 run one after the other: what a program imports before it loads is imported before, what is
-imported by the first call counts. Rows run in random order, one round after the other, and
-each process compares all bytes of one of its loads with the plain file, which it reads
-without overwire.
+imported by the first call counts. Rows run in random order, one round after the other. In
+the first round each process compares all bytes of its first load with the plain file, which
+it reads without overwire, and in the second those of its second load; later ones only load.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import gc
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -201,7 +202,7 @@ def _find_difference(tensors: dict[str, Any], plain: Path) -> str:
 
 
 def _load_twice(face: str, file: Path, device: str, compared: int) -> dict[str, Any]:
-    """Two loads in this process, of which one is compared."""
+    """Two loads in this process, of which that number, 0 or 1, is compared."""
     import torch
 
     gpu = device != "cpu"
@@ -263,6 +264,8 @@ def _sum_up(cases: list[Case], runs: dict[Case, list[dict[str, Any]]], nbytes: i
     rows: dict[Case, dict[str, Any]] = {}
     for case in cases:
         row: dict[str, Any] = {"face": case[0], "file": case[1], "runs": len(runs[case])}
+        if package := _FACES[case[0]][2]:
+            row["version"] = importlib.metadata.version(package)
         rows[case] = row
         failure = next((run for run in runs[case] if "first" not in run), None)
         if failure is not None:
@@ -280,7 +283,8 @@ def _sum_up(cases: list[Case], runs: dict[Case, list[dict[str, Any]]], nbytes: i
 
 
 def _show_row(row: dict[str, Any]) -> str:
-    title = f"  {row['face'] + ', ' + row['file']:<52}"
+    version = f" ({row['version']})" if "version" in row else ""
+    title = f"  {row['face'] + version + ', ' + row['file']:<52}"
     if "first" not in row:
         return title + (f"WRONG: {row['wrong']}" if "wrong" in row else f"left out: {row['failed']}")
     share = f"   {row['first_share']:.2f} / {row['second_share']:.2f} of load_file" if "first_share" in row else ""
@@ -308,7 +312,7 @@ def _measure_faces(args: argparse.Namespace, folder: Path) -> list[dict[str, Any
     runs: dict[Case, list[dict[str, Any]]] = {case: [] for case in cases}
     for number in range(args.repeat):
         for face, file in random.sample(cases, len(cases)):
-            load_it = partial(_load_twice, face, folder / file, args.device, number % 2)
+            load_it = partial(_load_twice, face, folder / file, args.device, number)
             runs[face, file].append(_run_in_fork(load_it))
     return _sum_up(cases, runs, report["bytes"])
 
