@@ -28,10 +28,11 @@ func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *
 	}
 	var parts []*tensor.Index
 	for _, uri := range uris {
-		part, opened, set, changed, err := openSet(ctx, uri, open, opt)
+		at := source.Locate(uri)
+		part, opened, set, changed, err := openSet(ctx, at, open, opt)
 		if changed {
 			closeAll(opened)
-			part, opened, set, changed, err = openSet(ctx, uri, open, opt)
+			part, opened, set, changed, err = openSet(ctx, at, open, opt)
 			if changed && err == nil {
 				err = placeError(set.Index, source.Changed())
 			}
@@ -62,9 +63,9 @@ func closeAll(srcs []source.Source) {
 
 // openSet opens the files of one name. changed says that what decided about the files was
 // replaced meanwhile. The caller closes the sources, after an error, too.
-func openSet(ctx context.Context, uri string, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source,
+func openSet(ctx context.Context, at source.Location, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source,
 	set Files, changed bool, err error) {
-	set, err = Resolve(ctx, uri, open, opt)
+	set, err = Resolve(ctx, at, open, opt)
 	if err != nil {
 		return nil, nil, set, false, err
 	}
@@ -73,8 +74,8 @@ func openSet(ctx context.Context, uri string, open Opener, opt Options) (ix *ten
 	}
 	srcs, err = openSources(outlineOf(opt).In(ctx), set.URIs, open)
 	if errors.Is(err, errs.ErrNotFound) && set.Index == "" {
-		if dir := RemoteFolder(ctx, uri, open, opt); dir != "" && !source.Folder(uri) {
-			return openSet(ctx, dir, open, opt)
+		if dir := RemoteFolder(ctx, at, open, opt); dir != "" && !at.Folder {
+			return openSet(ctx, source.Locate(dir), open, opt)
 		}
 	}
 	if err != nil {
@@ -95,7 +96,7 @@ func openSet(ctx context.Context, uri string, open Opener, opt Options) (ix *ten
 	changed = <-seen
 	if err == nil && set.Shards != nil && !opt.Unlisted {
 		if ix, err = set.Shards.Select(ix); err != nil {
-			err = placeError(uri, err)
+			err = placeError(at.URI, err)
 		}
 	}
 	return ix, srcs, set, changed, err
@@ -117,17 +118,16 @@ func (f *Files) keepOnly(names []string) {
 // they were opened or after err: a saver may have published others. What the store cannot
 // tell has not changed.
 func (f *Files) wasReplaced(ctx context.Context, open Opener, err error) bool {
-	_, commit := source.ParseHF(f.Index) // all files are of one commit
 	switch {
 	case f.Index == "":
 		return f.listed && errors.Is(err, errs.ErrNotFound)
-	case commit:
+	case f.index.Scheme == "hf": // all files are of one commit
 		return false
-	case !source.Remote(f.Index):
-		now, serr := stampOf(f.Index)
+	case !f.index.Remote:
+		now, serr := stampOf(f.index.Path)
 		return errors.Is(serr, os.ErrNotExist) || serr == nil && now != f.identity
 	}
-	text, id, err := readContent(ctx, f.Index, open)
+	text, id, err := readContent(ctx, f.index, open)
 	return errors.Is(err, errs.ErrNotFound) || err == nil && (id != f.identity || !bytes.Equal(text, f.Text))
 }
 
@@ -146,7 +146,7 @@ func (f *Files) explainMissing(err error) error {
 // loneFile names the single file that lies beside an index, if there is one.
 func (f *Files) loneFile() string {
 	single := fileOfIndex(f.Index)
-	if _, err := os.Stat(single); source.Remote(f.Index) || err != nil || slices.Contains(f.URIs, single) {
+	if _, err := os.Stat(single); f.index.Remote || err != nil || slices.Contains(f.URIs, single) {
 		return ": fetch the model again"
 	}
 	return "; beside it is " + single + ", a model by itself: remove the one that is old"
@@ -154,9 +154,6 @@ func (f *Files) loneFile() string {
 
 // stampOf is the present state of a local file.
 func stampOf(path string) (id source.Identity, err error) {
-	if local, ok := source.Local(path); ok {
-		path = local
-	}
 	st, err := os.Stat(path)
 	if err != nil {
 		return id, err
@@ -174,7 +171,7 @@ func stampOf(path string) (id source.Identity, err error) {
 func Names(ctx context.Context, uris []string, open Opener, opt Options) (names []string, ok bool, err error) {
 	names = []string{}
 	for _, uri := range uris {
-		set, err := Resolve(ctx, uri, open, opt)
+		set, err := Resolve(ctx, source.Locate(uri), open, opt)
 		if err != nil || set.Shards == nil {
 			return nil, false, err
 		}

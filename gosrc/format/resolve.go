@@ -33,6 +33,7 @@ type Files struct {
 	Text   []byte
 	Shards *safetensors.Shards
 
+	index    source.Location // of Index
 	identity source.Identity // of the index, when it was read
 	listed   bool            // a folder's listing decided
 }
@@ -43,28 +44,28 @@ type Files struct {
 // A remote folder is a repository of hf://, a bucket, or a URI that ends in a slash: see
 // RemoteFolder for others. If the store does not list it, the usual names of models are
 // tried.
-func Resolve(ctx context.Context, uri string, open Opener, opt Options) (Files, error) {
-	if source.Remote(uri) {
-		return openRemoteFolder(ctx, uri, open, opt)
+func Resolve(ctx context.Context, at source.Location, open Opener, opt Options) (Files, error) {
+	switch {
+	case at.Remote && at.Folder:
+		return openRemoteFolder(ctx, at, open, opt)
+	case !at.Remote && !strings.Contains(at.URI, "://"):
+		if st, err := os.Stat(at.Path); err == nil && st.IsDir() {
+			return openFolder(ctx, at.Path, open)
+		}
+		if err := missingPath(at.Path); err != nil {
+			return Files{}, err
+		}
+	case !at.Remote:
+		return Files{URIs: []string{at.URI}}, nil
 	}
-	if strings.Contains(uri, "://") {
-		return Files{URIs: []string{uri}}, nil
+	if isIndex(at.Path) {
+		return fromIndex(ctx, at, open)
 	}
-	if st, err := os.Stat(uri); err == nil && st.IsDir() {
-		return openFolder(ctx, uri, open)
-	}
-	if err := missingPath(uri); err != nil {
-		return Files{}, err
-	}
-	if isIndex(uri) {
-		return fromIndex(ctx, uri, open)
-	}
-	return Files{URIs: []string{uri}}, nil
+	return Files{URIs: []string{at.URI}}, nil
 }
 
-// isIndex reports whether a path or URI names an index.json.
-func isIndex(uri string) bool {
-	path := source.Path(uri)
+// isIndex reports whether a path names an index.json.
+func isIndex(path string) bool {
 	n, ok := modelfiles.Parse(path[strings.LastIndexByte(path, '/')+1:])
 	return ok && n.Index || strings.HasSuffix(path, indexSuffix)
 }
@@ -86,14 +87,8 @@ var usual = []string{
 	"consolidated" + suffix + indexSuffix, "consolidated" + suffix,
 }
 
-func openRemoteFolder(ctx context.Context, uri string, open Opener, opt Options) (Files, error) {
-	if !source.Folder(uri) {
-		if isIndex(uri) {
-			return fromIndex(ctx, uri, open)
-		}
-		return Files{URIs: []string{uri}}, nil
-	}
-	uri = source.Directory(uri)
+func openRemoteFolder(ctx context.Context, at source.Location, open Opener, opt Options) (Files, error) {
+	uri := at.Directory
 	if opt.List != nil {
 		names, err := opt.List(ctx, uri)
 		if err == nil {
@@ -109,7 +104,7 @@ func openRemoteFolder(ctx context.Context, uri string, open Opener, opt Options)
 	for _, name := range usual {
 		file := source.Beside(uri, name)
 		if strings.HasSuffix(name, indexSuffix) {
-			set, err := fromIndex(ctx, file, open)
+			set, err := fromIndex(ctx, source.Locate(file), open)
 			if err == nil || !errors.Is(err, errs.ErrNotFound) {
 				return set, err
 			}
@@ -140,58 +135,55 @@ func openRemoteFolder(ctx context.Context, uri string, open Opener, opt Options)
 // RemoteFolder is the URI of a remote folder, with its last slash; "" for all else. A folder
 // is a repository of hf://, a bucket, what ends in a slash, and what the store lists as one
 // unless an object has that very name.
-func RemoteFolder(ctx context.Context, uri string, open Opener, opt Options) string {
-	switch name := source.Name(uri); {
-	case !source.Remote(uri):
-		return ""
-	case source.Folder(uri):
-		return source.Directory(uri)
-	case opt.List == nil || strings.HasSuffix(name, suffix) || strings.HasSuffix(name, ".json") ||
-		strings.HasSuffix(name, ".tensors"):
+func RemoteFolder(ctx context.Context, at source.Location, open Opener, opt Options) string {
+	switch {
+	case at.Folder:
+		return at.Directory
+	case !at.Remote || opt.List == nil || strings.HasSuffix(at.Name, suffix) || strings.HasSuffix(at.Name, ".json") ||
+		strings.HasSuffix(at.Name, ".tensors"):
 		return ""
 	}
-	dir := source.Directory(uri)
-	if _, err := opt.List(ctx, dir); err != nil {
+	if _, err := opt.List(ctx, at.Directory); err != nil {
 		return "" // opening it reports what is wrong
 	}
-	if s, err := open(outlineOf(opt).In(ctx), uri); err == nil {
+	if s, err := open(outlineOf(opt).In(ctx), at.URI); err == nil {
 		_ = s.Close()
 		return ""
 	}
-	return dir
+	return at.Directory
 }
 
 // fromIndex returns the shards that an index.json names.
-func fromIndex(ctx context.Context, uri string, open Opener) (Files, error) {
-	text, id, err := readContent(ctx, uri, open)
+func fromIndex(ctx context.Context, at source.Location, open Opener) (Files, error) {
+	text, id, err := readContent(ctx, at, open)
 	if err != nil {
 		return Files{}, err
 	}
-	shards, err := safetensors.ReadIndexJSON(uri, text)
+	shards, err := safetensors.ReadIndexJSON(at.URI, text)
 	if err != nil {
 		return Files{}, err
 	}
-	set := Files{Index: uri, Text: text, Shards: &shards, identity: id}
+	set := Files{Index: at.URI, Text: text, Shards: &shards, index: at, identity: id}
 	for _, name := range shards.Files {
-		set.URIs = append(set.URIs, source.Beside(uri, name))
+		set.URIs = append(set.URIs, source.Beside(at.URI, name))
 	}
 	return set, nil
 }
 
 // readContent is all of an index.json, and the state in which it was read.
-func readContent(ctx context.Context, uri string, open Opener) ([]byte, source.Identity, error) {
-	if !source.Remote(uri) {
-		id, _ := stampOf(uri) // before it is read, which reports errors
-		b, err := regular.Read(uri, tensor.MaxHeader)
-		return b, id, errs.In("open", uri, err)
+func readContent(ctx context.Context, at source.Location, open Opener) ([]byte, source.Identity, error) {
+	if !at.Remote {
+		id, _ := stampOf(at.Path) // before it is read, which reports errors
+		b, err := regular.Read(at.Path, tensor.MaxHeader)
+		return b, id, errs.In("open", at.URI, err)
 	}
-	s, err := open(source.Outline{Most: tensor.MaxHeader}.In(ctx), uri)
+	s, err := open(source.Outline{Most: tensor.MaxHeader}.In(ctx), at.URI)
 	if err != nil {
 		return nil, source.Identity{}, err
 	}
 	defer s.Close()
 	if s.Size() > tensor.MaxHeader {
-		return nil, source.Identity{}, placeError(uri, errs.New(errs.ErrFormat, "an index of %d bytes", s.Size()))
+		return nil, source.Identity{}, placeError(at.URI, errs.New(errs.ErrFormat, "an index of %d bytes", s.Size()))
 	}
 	b := make([]byte, s.Size())
 	return b, s.Facts().Identity, s.ReadAt(ctx, b, 0)

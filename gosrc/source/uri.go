@@ -10,6 +10,30 @@ import (
 // This file takes URIs apart, so that formats can find the shards beside an index
 // without knowing any store.
 
+// A Location is a path or URI, taken apart once.
+type Location struct {
+	URI    string // as it was written
+	Scheme string // in lower case; "": a path
+	Path   string // local: the file's on this host; remote: see Path
+	Remote bool
+	// Of a remote one: its last name, as Beside takes it; whether it names a folder; the
+	// URI of that folder.
+	Name      string
+	Folder    bool
+	Directory string
+}
+
+// Locate takes a path or URI apart.
+func Locate(uri string) Location {
+	l := Location{URI: uri, Scheme: Scheme(uri), Path: uri, Remote: Remote(uri)}
+	if l.Remote {
+		l.Path, l.Name, l.Folder, l.Directory = Path(uri), Name(uri), Folder(uri), Directory(uri)
+	} else if path, ok := Local(uri); ok {
+		l.Path = path
+	}
+	return l
+}
+
 // Scheme is the scheme of a URI in lower case, or "" for a local path.
 func Scheme(uri string) string {
 	s, _, ok := strings.Cut(uri, "://")

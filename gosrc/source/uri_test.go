@@ -55,6 +55,24 @@ func TestURIs(t *testing.T) {
 	}
 }
 
+// Promise: a location says once what the functions of this file say one by one.
+func TestLocate(t *testing.T) {
+	for _, want := range []Location{
+		{URI: "/x/a b", Path: "/x/a b"},
+		{URI: "file:///x/a%20b", Scheme: "file", Path: "/x/a b"},
+		{URI: "file:///x?y", Scheme: "file", Path: "file:///x?y"}, // opening it says what is wrong
+		{URI: "S3://bucket", Scheme: "s3", Path: "S3://bucket", Remote: true, Name: "bucket", Folder: true, Directory: "S3://bucket/"},
+		{URI: "https://h/x/a%20b.json?s=1", Scheme: "https", Path: "https://h/x/a%20b.json", Remote: true, Name: "a b.json",
+			Directory: "https://h/x/a%20b.json/?s=1"},
+		{URI: "hf://org/name@v1", Scheme: "hf", Path: "hf://org/name", Remote: true, Name: "name", Folder: true,
+			Directory: "hf://org/name@v1"},
+	} {
+		if got := Locate(want.URI); got != want {
+			t.Errorf("%s:\n got %+v\nwant %+v", want.URI, got, want)
+		}
+	}
+}
+
 func TestFilePath(t *testing.T) {
 	// Promise: a file:// URI names the very bytes that its escapes stand for; one that
 	// readers take for different files is refused.
