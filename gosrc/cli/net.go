@@ -91,7 +91,7 @@ func (c *call) fetchURLs() error {
 // one; else "".
 func (c *call) remoteFolder() string {
 	if uri := c.args[0]; len(c.args) == 1 && (open.Writable(uri) || source.Scheme(uri) == "hf") {
-		return format.RemoteFolder(c.ctx, source.Locate(uri), open.With(c.storage.Options),
+		return format.RemoteFolder(c.ctx, source.LocationOf(uri), open.With(c.storage.Options),
 			format.Options{List: open.Lister(c.storage.Options)})
 	}
 	return ""

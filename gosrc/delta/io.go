@@ -27,8 +27,8 @@ const stem = "delta"
 func Read(ctx context.Context, uri string, opt source.Options) (*File, error) {
 	opener := open.With(opt)
 	lists := format.Options{List: open.Lister(opt)}
-	folder := format.RemoteFolder(ctx, source.Locate(uri), opener, lists)
-	set, err := format.Resolve(ctx, source.Locate(cmp.Or(folder, uri)), opener, lists)
+	folder := format.RemoteFolder(ctx, source.LocationOf(uri), opener, lists)
+	set, err := format.Resolve(ctx, source.LocationOf(cmp.Or(folder, uri)), opener, lists)
 	if err != nil {
 		return nil, err
 	}

@@ -135,7 +135,7 @@ func chooseModel(ctx context.Context, dir string, names []string, open Opener) (
 	case len(indexes) > 1, len(indexes) == 0 && len(variants) > 1:
 		return Files{}, severalModels(dir, some)
 	case len(indexes) == 1:
-		return fromIndex(ctx, source.Locate(indexes[0].paths[0]), open)
+		return fromIndex(ctx, source.LocationOf(indexes[0].paths[0]), open)
 	case len(files) == 0 && len(unlisted) > 0:
 		return Files{}, placeError(dir, errs.New(errs.ErrFormat,
 			"%s is a shard of a save that did not end, or the index.json that lists it is missing: save or fetch "+
@@ -181,7 +181,7 @@ func Models(ctx context.Context, dir string, names []string, open Opener) (_ []M
 	all, _ := divideFamilies(names)
 	for _, f := range all {
 		if f.Index && f.paths[0] != main.Index {
-			set, err := fromIndex(ctx, source.Locate(f.paths[0]), open)
+			set, err := fromIndex(ctx, source.LocationOf(f.paths[0]), open)
 			if err != nil {
 				return nil, err
 			}

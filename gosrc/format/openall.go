@@ -28,7 +28,7 @@ func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *
 	}
 	var parts []*tensor.Index
 	for _, uri := range uris {
-		at := source.Locate(uri)
+		at := source.LocationOf(uri)
 		part, opened, set, changed, err := openSet(ctx, at, open, opt)
 		if changed {
 			closeAll(opened)
@@ -75,7 +75,7 @@ func openSet(ctx context.Context, at source.Location, open Opener, opt Options) 
 	srcs, err = openSources(outlineOf(opt).In(ctx), set.URIs, open)
 	if errors.Is(err, errs.ErrNotFound) && set.Index == "" {
 		if dir := RemoteFolder(ctx, at, open, opt); dir != "" && !at.Folder {
-			return openSet(ctx, source.Locate(dir), open, opt)
+			return openSet(ctx, source.LocationOf(dir), open, opt)
 		}
 	}
 	if err != nil {
@@ -171,7 +171,7 @@ func stampOf(path string) (id source.Identity, err error) {
 func Names(ctx context.Context, uris []string, open Opener, opt Options) (names []string, ok bool, err error) {
 	names = []string{}
 	for _, uri := range uris {
-		set, err := Resolve(ctx, source.Locate(uri), open, opt)
+		set, err := Resolve(ctx, source.LocationOf(uri), open, opt)
 		if err != nil || set.Shards == nil {
 			return nil, false, err
 		}

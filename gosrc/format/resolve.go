@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"os"
+	"slices"
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
@@ -104,7 +105,7 @@ func openRemoteFolder(ctx context.Context, at source.Location, open Opener, opt 
 	for _, name := range usual {
 		file := source.Beside(uri, name)
 		if strings.HasSuffix(name, indexSuffix) {
-			set, err := fromIndex(ctx, source.Locate(file), open)
+			set, err := fromIndex(ctx, source.LocationOf(file), open)
 			if err == nil || !errors.Is(err, errs.ErrNotFound) {
 				return set, err
 			}
@@ -139,8 +140,8 @@ func RemoteFolder(ctx context.Context, at source.Location, open Opener, opt Opti
 	switch {
 	case at.Folder:
 		return at.Directory
-	case !at.Remote || opt.List == nil || strings.HasSuffix(at.Name, suffix) || strings.HasSuffix(at.Name, ".json") ||
-		strings.HasSuffix(at.Name, ".tensors"):
+	case !at.Remote || opt.List == nil || slices.ContainsFunc([]string{suffix, ".json", ".tensors"},
+		func(end string) bool { return strings.HasSuffix(at.Name, end) }):
 		return ""
 	}
 	if _, err := opt.List(ctx, at.Directory); err != nil {

@@ -112,7 +112,7 @@ func TestResolveRemote(t *testing.T) {
 		opt := Options{List: func(context.Context, string) ([]string, error) {
 			return slices.Sorted(maps.Keys(s.files)), c.listed
 		}}
-		set, err := Resolve(t.Context(), source.Locate(c.uri), s.Open, opt)
+		set, err := Resolve(t.Context(), source.LocationOf(c.uri), s.Open, opt)
 		files, shards := set.URIs, set.Shards
 		var want []string
 		for _, name := range c.want {
@@ -124,7 +124,7 @@ func TestResolveRemote(t *testing.T) {
 	}
 	s := store{files: map[string][]byte{dir + "model.safetensors": nil}}
 	s.files[dir+"model.safetensors.index.json"] = []byte("{")
-	if _, err := Resolve(t.Context(), source.Locate(dir), s.Open, Options{}); !errors.Is(err, errs.ErrFormat) || s.open != 0 {
+	if _, err := Resolve(t.Context(), source.LocationOf(dir), s.Open, Options{}); !errors.Is(err, errs.ErrFormat) || s.open != 0 {
 		t.Errorf("a bad index before a good file: %v, %d open", err, s.open)
 	}
 }
@@ -189,7 +189,7 @@ func TestResolveFolders(t *testing.T) {
 				}
 			}
 			for _, uri := range []string{dir, dir + "/"} {
-				set, err := Resolve(t.Context(), source.Locate(uri), nil, Options{})
+				set, err := Resolve(t.Context(), source.LocationOf(uri), nil, Options{})
 				files := set.URIs
 				var want []string
 				for _, name := range c.want {

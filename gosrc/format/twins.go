@@ -27,7 +27,7 @@ func withoutStale(ctx context.Context, sets []Files, parts []*tensor.Index, open
 	if !haveTwins(parts) {
 		return parts
 	}
-	model, err := Resolve(ctx, source.Locate(folder), open, opt)
+	model, err := Resolve(ctx, source.LocationOf(folder), open, opt)
 	if err != nil || model.Shards == nil {
 		return parts
 	}

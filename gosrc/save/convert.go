@@ -71,7 +71,7 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 			"%s files are not written, only %s and .tensors files, and folders of them", ext, extension)
 	}
 	if source.Remote(dst) && !namesFile(dst) {
-		if dir := format.RemoteFolder(ctx, source.Locate(dst), open.With(spec.Storage.Options),
+		if dir := format.RemoteFolder(ctx, source.LocationOf(dst), open.With(spec.Storage.Options),
 			format.Options{List: open.Lister(spec.Storage.Options)}); dir != "" {
 			dst = dir
 		}

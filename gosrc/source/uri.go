@@ -23,8 +23,8 @@ type Location struct {
 	Directory string
 }
 
-// Locate takes a path or URI apart.
-func Locate(uri string) Location {
+// LocationOf takes a path or URI apart.
+func LocationOf(uri string) Location {
 	l := Location{URI: uri, Scheme: Scheme(uri), Path: uri, Remote: Remote(uri)}
 	if l.Remote {
 		l.Path, l.Name, l.Folder, l.Directory = Path(uri), Name(uri), Folder(uri), Directory(uri)

@@ -56,7 +56,7 @@ func TestURIs(t *testing.T) {
 }
 
 // Promise: a location says once what the functions of this file say one by one.
-func TestLocate(t *testing.T) {
+func TestLocationOf(t *testing.T) {
 	for _, want := range []Location{
 		{URI: "/x/a b", Path: "/x/a b"},
 		{URI: "file:///x/a%20b", Scheme: "file", Path: "/x/a b"},
@@ -67,7 +67,7 @@ func TestLocate(t *testing.T) {
 		{URI: "hf://org/name@v1", Scheme: "hf", Path: "hf://org/name", Remote: true, Name: "name", Folder: true,
 			Directory: "hf://org/name@v1"},
 	} {
-		if got := Locate(want.URI); got != want {
+		if got := LocationOf(want.URI); got != want {
 			t.Errorf("%s:\n got %+v\nwant %+v", want.URI, got, want)
 		}
 	}
