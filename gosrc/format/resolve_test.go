@@ -124,7 +124,8 @@ func TestResolveRemote(t *testing.T) {
 	}
 	s := store{files: map[string][]byte{dir + "model.safetensors": nil}}
 	s.files[dir+"model.safetensors.index.json"] = []byte("{")
-	if _, err := Resolve(t.Context(), source.LocationOf(dir), s.Open, Options{}); !errors.Is(err, errs.ErrFormat) || s.open != 0 {
+	_, err := Resolve(t.Context(), source.LocationOf(dir), s.Open, Options{})
+	if !errors.Is(err, errs.ErrFormat) || s.open != 0 {
 		t.Errorf("a bad index before a good file: %v, %d open", err, s.open)
 	}
 }
