@@ -97,7 +97,6 @@ func (w *writer) writeFiles(ctx context.Context, cancel context.CancelCauseFunc,
 		if drafts[i], err = to.create(ctx, i, &parts[i]); err != nil {
 			return err
 		}
-		drafts[i] = timed{drafts[i], &w.clock.write}
 		if w.stage != nil {
 			drafts[i] = &staged{draft: drafts[i], ctx: ctx, stage: w.stage, clock: &w.clock}
 		}

@@ -32,7 +32,7 @@ func (f *files) create(ctx context.Context, i int, p *part) (draft, error) {
 	if err != nil {
 		return nil, err
 	}
-	t.New = p.shard
+	t.New, t.Clock = p.shard, &f.clock.write
 	f.targets[i] = t
 	return &file{t, ctx}, nil
 }

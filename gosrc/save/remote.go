@@ -66,7 +66,7 @@ func (o *objects) create(ctx context.Context, i int, p *part) (draft, error) {
 		return nil, err
 	}
 	o.drafts[i] = d
-	return d, nil
+	return timed{d, &o.clock.write}, nil
 }
 
 func (o *objects) dropAll(err error) {

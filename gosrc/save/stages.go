@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"sync/atomic"
 	"time"
+
+	"github.com/overwire/overwire/gosrc/source"
 )
 
 // Stages says what a save cost, summed over its threads, in nanoseconds.
@@ -52,18 +54,18 @@ func addLap(stage *atomic.Int64, start time.Time) time.Time {
 	return now
 }
 
-// timed is a file whose writing is timed.
+// timed is an object whose writing is timed.
 type timed struct {
-	draft
+	source.Draft
 	stage *atomic.Int64
 }
 
 func (t timed) Write(p []byte, off int64) error {
 	defer addLap(t.stage, time.Now())
-	return t.draft.Write(p, off)
+	return t.Draft.Write(p, off)
 }
 
 func (t timed) Finish(size int64) error {
 	defer addLap(t.stage, time.Now())
-	return t.draft.Finish(size)
+	return t.Draft.Finish(size)
 }

@@ -30,8 +30,8 @@ def model(total: int) -> dict[str, Any]:
     rows = total // (2 * 4096 * 145)
     tensors: dict[str, Any] = {}
     for i in range(145):
-        tensors[f"layers.{i}.weight"] = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16).mul_(0.02)
-        tensors[f"layers.{i}.norm"] = torch.randn(4096, device="cuda").mul_(0.1).add_(1).to(torch.bfloat16)
+        tensors[f"layer{i}_weight"] = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16).mul_(0.02)
+        tensors[f"layer{i}_norm"] = torch.randn(4096, device="cuda").mul_(0.1).add_(1).to(torch.bfloat16)
     return tensors
 
 
@@ -42,7 +42,8 @@ def timed(name: str, size: int, work: Callable[[], Any]) -> Any:
     out = work()
     seconds, after = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_SELF)
     user, system = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
-    print(f"{name:34} {seconds:7.3f} s {size / seconds / 1e9:6.2f} GB/s, processor {user:5.1f} + {system:4.1f} s", stages(out), flush=True)
+    figures = f"{seconds:7.3f} s {size / seconds / 1e9:6.2f} GB/s, processor {user:5.1f} + {system:4.1f} s"
+    print(f"{name:34} {figures} {stages(out)}", flush=True)
     return out
 
 
@@ -54,7 +55,8 @@ def stages(report: Any) -> str:
 def same(tensors: dict[str, Any], path: str) -> None:
     """Compares what a file, folder or bundle holds."""
     bundle = os.path.exists(f"{path}/m.pkl")
-    back = overwire.load_compressed_pickle(f"{path}/m.pkl", device="cuda") if bundle else overwire.load_file(path, device="cuda")
+    load: Any = overwire.load_compressed_pickle if bundle else overwire.load_file
+    back = load(f"{path}/m.pkl" if bundle else path, device="cuda")
     assert back.keys() == tensors.keys(), path
     for name, tensor in tensors.items():
         assert torch.equal(back[name].view(torch.int16), tensor.view(torch.int16)), (path, name)
@@ -64,7 +66,8 @@ def same(tensors: dict[str, Any], path: str) -> None:
 
 def floors(folder: str, size: int) -> None:
     """What the machine gives without overwire."""
-    device, host = torch.empty(1 << 30, dtype=torch.uint8, device="cuda"), torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
     for _ in range(2):
         timed(
             "floor: pinned copy down, 4 GB",
@@ -115,6 +118,7 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=15.0)
     parser.add_argument("--to", default="/dev/shm/overwire-saves")
     parser.add_argument("--seconds", type=float, default=95)
+    parser.add_argument("--only", default="", help="a part of the names of the figures, or parts with | between them")
     options = parser.parse_args()
     folder = options.to
     shutil.rmtree(folder, ignore_errors=True)
@@ -122,11 +126,15 @@ def main() -> None:
     tensors = model(int(options.gb * 1e9))
     size = sum(t.nbytes for t in tensors.values())
     print(
-        f"{torch.cuda.get_device_name()}, {os.cpu_count()} cores, torch {torch.__version__}; {size / 1e9:.2f} GB in {len(tensors)} tensors",
+        f"{torch.cuda.get_device_name()}, {os.cpu_count()} cores, torch {torch.__version__}; "
+        f"{size / 1e9:.2f} GB in {len(tensors)} tensors",
         flush=True,
     )
 
     floors(folder, int(min(size * 0.66, 6e9)))
+    module = torch.nn.Module()
+    for name, tensor in tensors.items():
+        module.register_parameter(name, torch.nn.Parameter(tensor))
 
     shard = size // 8 + (1 << 20)
     ways: list[tuple[str, Callable[[str], Any]]] = [
@@ -136,9 +144,12 @@ def main() -> None:
         ("save_file, plain, 8 shards", lambda p: overwire.save_file(tensors, p + "/m.safetensors", compress=False, max_shard_size=shard)),
         ("save_file, wait=False, one file", lambda p: overwire.save_file(tensors, p + "/m.safetensors", wait=False)),
         ("save_file, wait=False, 8 shards", lambda p: overwire.save_file(tensors, p + "/m.safetensors", max_shard_size=shard, wait=False)),
+        ("save_model, one file", lambda p: overwire.save_model(module, p + "/m.safetensors")),
+        ("save_model, 8 shards", lambda p: overwire.save_model(module, p + "/m.safetensors", max_shard_size=shard)),
         ("compress_pickle", lambda p: overwire.compress_pickle(tensors, p + "/m.pkl")),
         ("compress_pickle, wait=False", lambda p: overwire.compress_pickle(tensors, p + "/m.pkl", wait=False)),
     ]
+    ways = [way for way in ways if any(part in way[0] for part in options.only.split("|"))]
     for name, save in ways:
         for turn in range(2):
             if time.monotonic() - START > options.seconds - 35:
@@ -154,10 +165,11 @@ def main() -> None:
             if turn == 0:
                 same(tensors, path)
             shutil.rmtree(path)
-    for _ in range(2):
+    for _ in range(0 if options.only else 2):
         timed("sleep(to_file=)", size, lambda: overwire.sleep(tensors, to_file=f"{folder}/s.safetensors", release=False).close())
-    assert overwire.verify(f"{folder}/s.safetensors")["ok"]
-    os.unlink(f"{folder}/s.safetensors")
+    if not options.only:
+        assert overwire.verify(f"{folder}/s.safetensors")["ok"]
+        os.unlink(f"{folder}/s.safetensors")
     if time.monotonic() - START < options.seconds - 10:
         few = dict(list(tensors.items())[:40])
         peers(folder, few, sum(t.nbytes for t in few.values()))

@@ -49,6 +49,10 @@ type Target struct {
 	most fs.FileMode // see New
 	lock *os.File    // a second descriptor, which holds the lock; may be nil
 
+	// Clock, if not nil, gets the nanoseconds that writing to the file and its disk takes, without
+	// the waits of one writer for another.
+	Clock *atomic.Int64
+
 	gate    chan struct{} // has one for each writer that is in the file
 	written atomic.Int64
 }
@@ -207,7 +211,9 @@ func copyACL(path string, fd int) error {
 // Write writes p at an offset; it is safe in parallel.
 func (t *Target) Write(p []byte, off int64) error {
 	t.gate <- struct{}{}
+	start := time.Now()
 	n, err := t.file.WriteAt(p, off)
+	t.addTime(start)
 	<-t.gate
 	if err != nil {
 		return Failed(t.Path, off+int64(max(0, n)), err)
@@ -220,11 +226,19 @@ func (t *Target) Write(p []byte, off int64) error {
 	return nil
 }
 
+// addTime adds the time since start to the clock.
+func (t *Target) addTime(start time.Time) {
+	if t.Clock != nil {
+		t.Clock.Add(int64(time.Since(start)))
+	}
+}
+
 // Skip does nothing: bytes of a file that are not written are zero.
 func (t *Target) Skip(_, _ int64) error { return nil }
 
 // Finish sets the file's size, owner and mode, and waits until it is on the disk.
 func (t *Target) Finish(size int64) error {
+	defer t.addTime(time.Now())
 	if err := t.file.Truncate(size); err != nil {
 		return Failed(t.Path, size, err)
 	}
@@ -243,7 +257,7 @@ func (t *Target) Finish(size int64) error {
 // ctx: the sync then continues by itself, on a file whose name Drop removes.
 func (t *Target) FinishUnless(ctx context.Context, size int64) error {
 	done := make(chan error, 1)
-	rest := &Target{Path: t.Path, fs: t.fs, like: t.like, file: t.file}
+	rest := &Target{Path: t.Path, Clock: t.Clock, fs: t.fs, like: t.like, file: t.file}
 	t.file = nil
 	spawn.Go("save.sync", func() {
 		err := errs.New(errs.ErrEngine, "sync did not end")
