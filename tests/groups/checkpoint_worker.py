@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,75 @@ def failing(folder: Path) -> None:
         assert isinstance(errors[1], MemoryError) and isinstance(errors[0], ow.CancelledError), errors
     dcp.save(sharded(True), storage_writer=CheckpointWriter(folder / "failing"))
     assert set(ow.load_file(folder / "failing")) == set(kinds())
+
+
+class _Interrupted(DefaultSavePlanner):
+    """Ctrl-C in the middle of a rank's files, or before the first."""
+
+    ranks: tuple[int, ...] = ()
+    after = 0  # calls that do well
+
+    def resolve_data(self, item: Any) -> Any:
+        self.after -= 1
+        if self.after == -1 and dist.get_rank() in self.ranks:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().resolve_data(item)
+
+
+def interrupted(folder: Path) -> None:
+    """Ctrl-C during dcp.save, on one rank or on all: every rank ends, the old checkpoint stays, nothing is left."""
+    at = folder / "interrupted"
+    dcp.save(sharded(True), storage_writer=CheckpointWriter(at))
+    before = {path.name: path.read_bytes() for path in at.iterdir() if path.is_file()}
+    for ranks in ((1,), (0,), (0, 1)):
+        for after in (0, 3):
+            planner = _Interrupted()
+            planner.ranks, planner.after = ranks, after
+            with pytest.raises(CheckpointException) as caught:
+                dcp.save(sharded(False), storage_writer=CheckpointWriter(at, max_shard_size=300), planner=planner)
+            errors = {rank: wrapped[0] for rank, wrapped in caught.value.failures.items()}
+            assert {rank for rank, error in errors.items() if isinstance(error, KeyboardInterrupt)} == set(ranks), errors
+            dist.barrier()
+            assert {path.name: path.read_bytes() for path in at.iterdir() if path.is_file()} == before
+            assert not list(folder.glob(".interrupted*")), list(folder.iterdir())
+            dist.barrier()
+    dcp.save(sharded(True), storage_writer=CheckpointWriter(at))
+    assert set(ow.load_file(at)) == set(kinds())
+
+
+class _Pressing:
+    """A value that cannot be staged without Ctrl-C."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return self
+
+
+class _Waiting(DefaultSavePlanner):
+    go = threading.Event()
+
+    def resolve_data(self, item: Any) -> Any:
+        self.go.wait(60)
+        return super().resolve_data(item)
+
+
+def pressed(folder: Path) -> None:
+    """Ctrl-C during dcp.async_save: while tensors are staged there is no save; after that it ends the wait alone, and
+    the checkpoint is whole."""
+    at, stager = folder / "pressed", CheckpointStager()
+    with pytest.raises(KeyboardInterrupt):
+        dcp.async_save({**sharded(False), "key": _Pressing()}, storage_writer=CheckpointWriter(at), async_stager=stager)
+    assert not at.exists() and not list(folder.glob(".pressed*"))
+    saving = dcp.async_save(sharded(True), storage_writer=CheckpointWriter(at), async_stager=stager, planner=_Waiting())
+    with pytest.raises(KeyboardInterrupt):
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        saving.result()
+    _Waiting.go.set()
+    saving.result()
+    dist.barrier()
+    for name, tensor in ow.load_file(at).items():
+        assert equal(tensor, kinds()[name]), name
+    stager.close()
 
 
 class _Dying(DefaultSavePlanner):
