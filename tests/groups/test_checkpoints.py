@@ -68,7 +68,7 @@ def test_a_checkpoint_of_shards_is_a_model(saved: Path) -> None:
 
 
 def test_ranks_save_in_the_background_and_through_faults(tmp_path: Path) -> None:
-    """Also by plans that planners keep, after a full disk, a lack of memory or Ctrl-C on one rank, and until one dies."""
+    """Also by plans that planners keep, after a full disk, no memory or Ctrl-C on one rank, and until one dies."""
     steps = ("background", "mapped", "cached", "short", "failing", "interrupted", "pressed", "dying")
     ranks(tmp_path, 2, *steps)
 
