@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import engines_vllm as base
-import torch
 
 FP8 = {
     **base.LLAMA,
@@ -51,11 +50,11 @@ class Log:
 
 
 def start(path: Path, folder: Path, where: tuple[int, int, int], **more: Any) -> tuple[Any, Any]:
-    """A start by prepared state in a folder, with what it leaves to be written."""
+    """A start by prepared state in a folder, with what it leaves to be written. more: of the engine's arguments."""
     from overwire.integrations.vllm import prepared
 
     world, rank, port = where
-    model, config = base.load(path, world, rank, port, "overwire", {"prepared": str(folder), **more})
+    model, config = base.load(path, world, rank, port, "overwire", {"prepared": str(folder)}, **more)
     prepared.begin()
     prepared.finish()
     return model, config
@@ -77,7 +76,8 @@ def same(what: str, model: Any, theirs: Any) -> None:
     wrong = base.differences(base.state(model), tensors)
     ours = held(model)
     for part in ("names", "rows", "modules"):
-        wrong += [f"{part} {key}" for key in ours[part].keys() | more[part].keys() if ours[part].get(key) != more[part].get(key)]
+        keys = ours[part].keys() | more[part].keys()
+        wrong += [f"{part} {key}" for key in keys if ours[part].get(key) != more[part].get(key)]
     if wrong:
         for key in wrong[:3]:
             part, _, name = key.partition(" ")
@@ -86,39 +86,32 @@ def same(what: str, model: Any, theirs: Any) -> None:
     print(f"  {what}: {len(tensors)} tensors, {len(more['modules'])} modules as vLLM's own", flush=True)
 
 
-def models(root: Path, log: Log, where: tuple[int, int, int], names: list[str]) -> None:
-    """Each model, its first start and a later one."""
+def starts(
+    name: str, path: Path, folder: Path, log: Log, where: tuple[int, int, int], **more: Any
+) -> tuple[dict[str, Any], Any, Any]:
+    """A first start and a later one, of which each must be as vLLM's own load. more: of the engine's arguments.
+    Returns the tensors of vLLM's load, and the later model with its configuration."""
     slices = base.planned()
+    own, _ = base.load(path, *where, "safetensors", **more)
+    theirs = base.state(own), held(own)
+    slices.clear()
+    first, _ = start(path, folder, where, **more)
+    if not sum(slices) and where[0] == 1:
+        raise SystemExit(f"{name}: not loaded by slices")
+    log.take("prepared state kept")
+    same(f"{name}, first", first, (theirs[0], theirs[1] | {"modules": held(first)["modules"]}))
+    later, config = start(path, folder, where, **more)
+    log.take("made of prepared state")
+    same(f"{name}, later", later, (base.state(first), held(first)))
+    return theirs[0], later, config
+
+
+def models(root: Path, log: Log, where: tuple[int, int, int], names: list[str]) -> None:
+    """Each model, its first start and a later one, and vLLM's reload of that."""
     for name in names:
-        path, folder = root / name / "plain", root / "prepared" / name
-        model, _ = base.load(path, *where, "safetensors")
-        theirs = base.state(model), held(model)
-        slices.clear()
-        first, _ = start(path, folder, where)
-        if not sum(slices) and where[0] == 1:
-            raise SystemExit(f"{name}: not loaded by slices")
-        log.take("prepared state kept")
-        same(f"{name}, first", first, (theirs[0], theirs[1] | {"modules": held(first)["modules"]}))
-        later, config = start(path, folder, where)
-        log.take("made of prepared state")
-        same(f"{name}, later", later, (base.state(first), held(first)))
-        if name in ("llama", "tied", "padded", "experts"):
-            base.reload(later, config, theirs[0])
-
-
-def quantised(tensors: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint as fp8 with a scale for each block of 16 by 32."""
-    out = {}
-    for name, tensor in tensors.items():
-        if "_proj." not in name:
-            out[name] = tensor
-            continue
-        rows, columns = tensor.shape
-        blocks = tensor.float().view(rows // 16, 16, columns // 32, 32)
-        scale = blocks.abs().amax((1, 3)) / 448
-        out[name] = (blocks / scale[:, None, :, None]).view(rows, columns).to(torch.float8_e4m3fn)
-        out[f"{name}_scale_inv"] = scale
-    return out
+        theirs, later, config = starts(name, root / name / "plain", root / "prepared" / name, log, where)
+        if name != "mixtral" or where[0] == 1:
+            base.reload(later, config, theirs)
 
 
 def with_fp8() -> None:
@@ -190,7 +183,8 @@ def main() -> None:
         every = {**base.MODELS, "fp8": FP8}
         for name, config in every.items():
             tensors = base.weights(config)
-            base.folder(root / name / "plain", config, quantised(tensors) if name == "fp8" else tensors, False)
+            tensors = base.quantised(tensors, 16, 32) if name == "fp8" else tensors
+            base.folder(root / name / "plain", config, tensors, False)
         env = base.environment(root, site)
         for world, names in ((1, every), (2, ("llama", "experts", "fp8"))):
             port = base.free_port()

@@ -81,6 +81,23 @@ def weights(config: dict[str, Any]) -> dict[str, Any]:
     return {name: torch.randn(shape, dtype=torch.float32).mul_(0.02).to(torch.bfloat16) for name, shape in shapes.items()}
 
 
+def quantised(tensors: dict[str, Any], rows: int, columns: int) -> dict[str, Any]:
+    """A checkpoint in fp8, with a scale for each block of so many rows and columns."""
+    import torch
+
+    out = {}
+    for name, tensor in tensors.items():
+        if "_proj." not in name:
+            out[name] = tensor
+            continue
+        high, wide = tensor.shape
+        blocks = tensor.float().view(high // rows, rows, wide // columns, columns)
+        scale = blocks.abs().amax((1, 3)) / 448
+        out[name] = (blocks / scale[:, None, :, None]).view(high, wide).to(torch.float8_e4m3fn)
+        out[f"{name}_scale_inv"] = scale
+    return out
+
+
 def folder(path: Path, config: dict[str, Any], tensors: dict[str, Any], compress: bool) -> Path:
     """A model in two shards with an index.json, plain or compressed."""
     import overwire
@@ -113,32 +130,35 @@ def plug_in(base: Path) -> Path:
     return info.parent
 
 
-def load(model: Path, world: int, rank: int, port: int, load_format: str, extra: dict[str, Any] | None = None) -> Any:
-    """(model, configuration, seconds) of vLLM's get_model."""
+def load(
+    model: Path, world: int, rank: int, port: int, load_format: str, extra: dict[str, Any] | None = None, **more: Any
+) -> Any:
+    """(model, configuration) of vLLM's get_model. more: other arguments of the engine."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.distributed.parallel_state import destroy_model_parallel
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
 
-    arguments = EngineArgs(
-        model=str(model),
-        load_format=load_format,
-        model_loader_extra_config=extra or {},
-        tensor_parallel_size=world,
-        distributed_executor_backend="mp" if world > 1 else None,
-        dtype="bfloat16",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        enable_expert_parallel=model.parent.name == "experts" and world > 1,
-        max_model_len=64,
-        use_tqdm_on_load=False,
-    )
-    config = arguments.create_engine_config()
+    arguments = {
+        "model": str(model),
+        "load_format": load_format,
+        "model_loader_extra_config": extra or {},
+        "tensor_parallel_size": world,
+        "distributed_executor_backend": "mp" if world > 1 else None,
+        "dtype": "bfloat16",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "enable_expert_parallel": model.parent.name == "experts" and world > 1,
+        "max_model_len": 64,
+        "use_tqdm_on_load": False,
+    }
+    config = EngineArgs(**{**arguments, **more}).create_engine_config()
+    parallel = config.parallel_config
     with set_current_vllm_config(config):
         init_distributed_environment(world, rank, f"tcp://127.0.0.1:{port}", rank, backend="gloo")
         destroy_model_parallel()  # there is a group of experts only where the model has some
-        initialize_model_parallel(world)
+        initialize_model_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         return get_model(vllm_config=config), config
 
 

@@ -1,20 +1,23 @@
 """The parts of a start of vLLM on a GPU, by each load format.
 
     python tests/gpu/device_starts.py                     Llama's 8B shape, 16 GB, in /dev/shm
-    python tests/gpu/device_starts.py --shape moe         18,867 tensors
+    python tests/gpu/device_starts.py --shape moe,fp8     18,867 tensors, and Llama's in fp8
     python tests/gpu/device_starts.py --shape tiny --device cpu    here
 
-One process imports vLLM and then makes the model by each format in turn, as often as --repeat says: vLLM's
-import, the making of the modules, the loading of the weights, of which the recording of the model's own loader
-takes a part, and the processing. The digest of every parameter must be that of vLLM's own safetensors path. vLLM's
-kernels are not needed: where they cannot be imported, an empty module takes their place, and nothing is generated.
-A format whose package is absent is left out, with a line that says so; what is printed last are medians. The kind
-prepared is overwire with prepared state: a first start, which keeps it, and later ones.
+One process imports vLLM, while others make the files, and then makes each model by each format in turn, as often as
+--repeat says: vLLM's import, the making of the modules, the loading of the weights, of which the recording of the
+model's own loader takes a part, the processing, and Python's collections of garbage, of which vLLM runs two a
+start. The digest of every parameter must be that of vLLM's own safetensors path. vLLM's kernels are not needed:
+where they cannot be imported, an empty module takes their place, and nothing is generated. A format whose package
+is absent is left out, with a line that says so; what is printed last are medians. The kind prepared is overwire
+with prepared state: a first start, which keeps it, and later ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
 import importlib.util
 import inspect
 import os
@@ -35,7 +38,9 @@ import device_vllm as base
 
 KINDS = "safetensors,overwire:packed,prepared:packed,instanttensor,overwire:plain,fastsafetensors,runai_streamer"
 RECORDED = re.compile(r"loaded into their places in ([0-9.]+) s and ([0-9.]+) s after it")
-PARTS = ("whole", "made", "weights", "recorded", "processed")
+QUESTIONS = [f"cutlass_scaled_mm_supports_{kind}" for kind in ("fp4", "fp8", "block_fp8")]
+QUESTIONS += ["cutlass_group_gemm_supported", "mxfp4_experts_quant_supported"]
+PARTS = ("whole", "made", "weights", "recorded", "processed", "collected")
 
 
 class Lines:
@@ -55,19 +60,47 @@ class Lines:
 
 
 def without_kernels() -> None:
-    """An empty module in the place of vLLM's compiled one, where that is not there."""
-    if importlib.util.find_spec("vllm._C_stable_libtorch") is None:
-        sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
-        print("vLLM's kernels are not there: nothing is computed", flush=True)
+    """Empty modules in the places of vLLM's compiled ones, where those are not there, so that vLLM's Python code can
+    be imported and makes models: it fails where it calls them. Asked what they can do, they say: nothing."""
+    if importlib.util.find_spec("vllm._C_stable_libtorch") is not None:
+        return
+    print("vLLM's kernels are not there: nothing is computed", flush=True)
+    # Those repack weights by compiled code; another of vLLM's, in Triton, takes their place.
+    os.environ["VLLM_DISABLED_KERNELS"] = "MarlinFP8ScaledMMLinearKernel,HummingFP8ScaledMMLinearKernel"
+    sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
+    # This package refuses to be imported without its compiled modules; what it names can be.
+    name = "vllm.vllm_flash_attn"
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    sys.modules[name] = package = importlib.util.module_from_spec(spec)
+    interface = importlib.import_module(f"{name}.flash_attn_interface")
+    vars(package).update((key, value) for key, value in vars(interface).items() if not key.startswith("_"))
+    import torch
+
+    kernels = torch.library.Library("_C", "FRAGMENT")
+    kernels.define("silu_and_mul(Tensor! out, Tensor input) -> ()")  # which layers hold
+    for question in QUESTIONS:
+        kernels.define(f"{question}(int capability) -> bool")
+        kernels.impl(question, lambda capability: False, "CompositeImplicitAutograd")
+    vars(package)["kernels"] = kernels  # as long as they live, its operations do
 
 
-def watch(seconds: dict[str, float]) -> None:
+def watch_parts(seconds: dict[str, float]) -> None:
     """Has the parts of loads added to `seconds`, by name. Nothing is replaced, as prepared state is kept of vLLM's
     own code only: Python says when the functions begin and end, from 3.12 on."""
     from overwire.integrations.shared.parts import put
     from overwire.integrations.vllm.loader import OverwireModelLoader
     from vllm.model_executor.model_loader import default_loader, runai_streamer_loader, utils
 
+    began: dict[Any, float] = {}
+
+    def collects(phase: str, info: dict[str, int]) -> None:
+        if info["generation"] == 2 and phase == "start":
+            began["collected"] = time.perf_counter()
+        elif info["generation"] == 2:
+            seconds["collected"] += time.perf_counter() - began.pop("collected")
+
+    gc.callbacks.append(collects)
     if sys.version_info < (3, 12):
         print("the parts need Python 3.12", flush=True)
         return
@@ -81,13 +114,12 @@ def watch(seconds: dict[str, float]) -> None:
         streamer.load_weights: "own weights",
     }
     parts = {inspect.unwrap(call).__code__: part for call, part in calls.items()}
-    began: dict[Any, float] = {}
 
     def begins(code: Any, _: int) -> None:
         began[code] = time.perf_counter()
 
     def ends(code: Any, *_: Any) -> None:
-        ready()
+        await_gpu()
         seconds[parts[code]] += time.perf_counter() - began.pop(code)
 
     watched, events = sys.monitoring, sys.monitoring.events
@@ -98,7 +130,26 @@ def watch(seconds: dict[str, float]) -> None:
         watched.set_local_events(watched.PROFILER_ID, code, events.PY_START | events.PY_RETURN)
 
 
-def ready() -> None:
+def measure_link() -> None:
+    """What the link gives: copies of pinned memory, as many bytes as the models have."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return
+    host = torch.empty(1 << 30, dtype=torch.uint8).pin_memory()
+    device = torch.empty_like(host, device="cuda")
+    rates = []
+    for _ in range(4):
+        await_gpu()
+        began = time.perf_counter()
+        for _ in range(4):
+            device.copy_(host, non_blocking=True)
+        await_gpu()
+        rates.append(4 * host.nbytes / (time.perf_counter() - began))
+    print(f"floor: pinned memory to the GPU {statistics.median(rates) / 1e9:.1f} GB/s", flush=True)
+
+
+def await_gpu() -> None:
     """Waits for the GPU."""
     import torch
 
@@ -106,13 +157,11 @@ def ready() -> None:
         torch.cuda.synchronize()
 
 
-def start(
+def start_once(
     args: argparse.Namespace, kind: str, seconds: dict[str, float], lines: Lines, theirs: dict[str, str]
-) -> str | None:
-    """One start; compares its parameters with `theirs`, which the first one fills. Returns its name, None where the
-    format could not be loaded."""
-    import gc
-
+) -> tuple[str, dict[str, float]] | None:
+    """One start; compares its parameters with `theirs`, which the first one fills. Returns its name and parts, None
+    where the format could not be loaded."""
     import overwire
     import torch
 
@@ -124,11 +173,12 @@ def start(
     except Exception as error:
         print(f"{kind:20} left out: {type(error).__name__}: {str(error)[:300]}", flush=True)
         return None
-    ready()
+    await_gpu()
     seconds["whole"] = time.perf_counter() - began
     seconds.setdefault("weights", seconds.get("own weights", seconds["whole"]))
     if found := RECORDED.search(" ".join(lines.lines)):
         seconds["recorded"] = float(found[1])
+    parts = {part: seconds[part] for part in PARTS if part in seconds}
     later = any("made of prepared state" in line for line in lines.lines)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     digests = overwire.digest({name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()})
@@ -143,9 +193,9 @@ def start(
         prepared.begin()
         prepared.finish()
     size = sum(tensor.nbytes for tensor in model.parameters())
-    words = ", ".join(f"{part} {seconds[part]:.3f}" for part in PARTS if part in seconds)
+    words = ", ".join(f"{part} {each:.3f}" for part, each in parts.items())
     name = f"{kind}, later" if later else kind
-    rate = size / seconds["weights"] / 1e9
+    rate = size / parts["weights"] / 1e9
     print(f"{name:24} {words}; {rate:.1f} GB/s, {len(digests)} tensors as vLLM's own", flush=True)
     if kind.startswith(("overwire", "prepared")) and not later:
         print(*(f"    {line}" for line in lines.lines), sep="\n", flush=True)
@@ -153,41 +203,55 @@ def start(
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    return name
+    return name, parts
 
 
-def starts(args: argparse.Namespace) -> None:
-    """All formats in turn."""
+def start_all(args: argparse.Namespace) -> None:
+    """All formats of all shapes in turn, when the files are made: when the standard input ends."""
     import torch
 
     began = time.perf_counter()
     without_kernels()
     import vllm
+    from vllm.distributed.parallel_state import destroy_model_parallel
     from vllm.engine.arg_utils import EngineArgs  # noqa: F401
     from vllm.model_executor.model_loader import get_model  # noqa: F401
+    from vllm.model_executor.models import registry
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
+    registry._run_in_subprocess = lambda inspect: inspect()  # which would lack what stands in for the kernels
     took = time.perf_counter() - began
     print(f"vLLM {vllm.__version__}, torch {torch.__version__}: imported in {took:.1f} s", flush=True)
     base.engines.without_kernels()
     lines = Lines()
     seconds: dict[str, float] = defaultdict(float)
-    watch(seconds)
+    watch_parts(seconds)
+    sys.stdin.read()
+    with torch.no_grad():
+        for shape in args.shape.split(","):
+            destroy_model_parallel()  # there is a group of experts only where the model has some
+            one = argparse.Namespace(**{**vars(args), "shape": shape, "dir": str(Path(args.dir) / shape)})
+            print(f"{shape}:", flush=True)
+            compare_formats(one, lines, seconds)
+    measure_link()
+
+
+def compare_formats(args: argparse.Namespace, lines: Lines, seconds: dict[str, float]) -> None:
+    """All formats of one shape in turn."""
     times: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     theirs: dict[str, str] = {}
     absent: set[str] = set()
-    with torch.no_grad():
-        base.load(args, "dummy")  # what only the first model of a process imports and makes ready
-        for turn in range(args.repeat):
-            again = 0 if turn else 1  # prepared state is kept by the first
-            for kind in (one for one in args.kinds.split(",") for _ in range(1 + again * one.startswith("prepared"))):
-                name = None if kind in absent else start(args, kind, seconds, lines, theirs)
-                if name is None:
-                    absent.add(kind)
-                for part in PARTS if name is not None else ():
-                    if part in seconds:
-                        times[str(name)][part].append(seconds[part])
+    base.load(args, "dummy")  # what only the first model of a process imports and makes ready
+    for turn in range(args.repeat):
+        again = 0 if turn else 1  # prepared state is kept by the first
+        for kind in (one for one in args.kinds.split(",") for _ in range(1 + again * one.startswith("prepared"))):
+            found = None if kind in absent else start_once(args, kind, seconds, lines, theirs)
+            if found is None:
+                absent.add(kind)
+                continue
+            for part, each in found[1].items():
+                times[found[0]][part].append(each)
     for name, parts in times.items():
         words = ", ".join(f"{part} {statistics.median(each):.3f}" for part, each in parts.items())
         print(f"median of {len(parts['whole'])}: {name:24} {words}", flush=True)
@@ -195,7 +259,7 @@ def starts(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=base.SHAPES, default="8b")
+    parser.add_argument("--shape", default="8b", help=f"of {', '.join(base.SHAPES)}: one, or several")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--kinds", default=KINDS, help="FORMAT[:FOLDER], ...; compared with the first")
     parser.add_argument("--layers", type=int, default=0, help="fewer of them")
@@ -204,9 +268,10 @@ def main() -> None:
     parser.add_argument("--job", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.ranks, args.rank, args.extra, args.port = 1, 0, "{}", base.engines.free_port()
-    base.SHAPES[args.shape].update({"num_hidden_layers": args.layers} if args.layers else {})
+    for shape in args.shape.split(",") if args.layers else ():
+        base.SHAPES[shape]["num_hidden_layers"] = args.layers
     if args.job:
-        return {"make": base.make, "starts": starts}[args.job](args)
+        return {"make": base.make, "starts": start_all}[args.job](args)
     gpu = args.device != "cpu"
     folder = Path(tempfile.mkdtemp(prefix="overwire-starts-", dir="/dev/shm" if gpu else None))
     try:
@@ -215,10 +280,23 @@ def main() -> None:
         env = env if gpu else base.engines.environment(folder, Path(paths[0]))
         env.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="INFO", VLLM_USE_FLASHINFER_SAMPLER="0")
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        for job in ("make", "starts"):
-            command = [sys.executable, __file__, "--shape", args.shape, "--device", args.device, "--kinds", args.kinds]
-            command += ["--repeat", str(args.repeat), "--layers", str(args.layers), "--dir", str(folder), "--job", job]
-            subprocess.run(command, env=env, check=True)
+        command = [sys.executable, __file__, "--device", args.device, "--layers", str(args.layers)]
+        command += ["--kinds", args.kinds, "--repeat", str(args.repeat)]
+
+        def job(name: str, shape: str, where: Path) -> subprocess.Popen[bytes]:
+            words = [*command, "--job", name, "--shape", shape, "--dir", str(where)]
+            return subprocess.Popen(words, env=env, stdin=subprocess.PIPE)
+
+        runs = [job("starts", args.shape, folder)]
+        for shape in args.shape.split(","):
+            (folder / shape).mkdir()
+            runs.append(job("make", shape, folder / shape))
+        for run in (*runs[1:], runs[0]):
+            run.communicate()
+            if run.returncode:
+                for other in runs:
+                    other.kill()
+                raise SystemExit(f"exit status {run.returncode}")
     finally:
         shutil.rmtree(folder)
 

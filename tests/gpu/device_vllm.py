@@ -5,19 +5,16 @@
     python tests/gpu/device_vllm.py --ranks 2             two GPUs, tensor-parallel
     python tests/gpu/device_vllm.py --shape tiny --device cpu    here
 
-Makes a model of the shape in four shards, in memory (--dir), plain and compressed.
-One process a rank then loads it by vLLM's `safetensors`, by overwire plain and
-compressed, and with sleep mode's memory pool, and compares every parameter, byte for
-byte, also after sleep and wake (vLLM's own and overwire's), after `reload_weights`, and
-after pushes of a trainer, whole and as deltas. Then fresh processes,
-alternating, load it by each format; the kind prepared:FOLDER is overwire
-with prepared state, a first start, which keeps it, and a later one. What is printed is vLLM's own line "Loading weights
-took", overwire's on slices, and of overwire what the ranks together read and copied from
-each other, by its own count; a kind overwire:FOLDER:ipc sets OVERWIRE_EXCHANGE; --shape names has 18,867 tensors so small that what a
-tensor costs is all there is. Needs
-overwire, torch and vLLM's Python tree; its kernels are used with --generate only, which
-compares the tokens of each format. The status is 1 if a parameter differs; times only
-are printed.
+Makes a model of the shape in four shards, in memory (--dir), plain and compressed. One process a rank then loads it
+by vLLM's `safetensors`, by overwire plain and compressed, and with sleep mode's memory pool, and compares every
+parameter, byte for byte, also after sleep and wake (vLLM's own and overwire's), after `reload_weights`, and after
+pushes of a trainer, whole and as deltas. Then fresh processes, alternating, load it by each format; the kind
+prepared:FOLDER is overwire with prepared state, a first start, which keeps it, and a later one. What is printed is
+vLLM's own line "Loading weights took", overwire's on slices, and of overwire what the ranks together read and
+copied from each other, by its own count; a kind overwire:FOLDER:ipc sets OVERWIRE_EXCHANGE; --shape names has
+18,867 tensors so small that what a tensor costs is all there is. Needs overwire, torch and vLLM's Python tree; its
+kernels are used with --generate only, which compares the tokens of each format. The status is 1 if a parameter
+differs; times only are printed.
 """
 
 from __future__ import annotations
@@ -73,11 +70,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 # The same names, so small that the cost of each tensor is what is left.
-SHAPES["names"] = {**SHAPES["moe"], "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
-SHAPES["names"].update(num_attention_heads=4, num_key_value_heads=2, vocab_size=1024)
+SHAPES["names"] = {**SHAPES["moe"], "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+SHAPES["fp8"] = {**SHAPES["8b"], "quantization_config": FP8}
+SHAPES["names"].update(moe_intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, vocab_size=1024)
 TOOK = re.compile(r"(?:Loading weights took|made of prepared state: \d+ tensors, in) ([0-9.]+) s")
 # Also why they do not.
-SAID = re.compile(r"overwire: (?:\d+ slices|each rank reads|the ranks share|made of|prepared|loads as|keeps no|no prepared).*")
+SAID = re.compile(
+    r"overwire: (?:\d+ slices|each rank reads|the ranks share|made of|prepared|loads as|keeps no|no prepared).*"
+)
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -118,21 +119,25 @@ def make(args: argparse.Namespace) -> None:
     total = 2 * sum(torch.Size(shape).numel() for shape in every.values())
     at, shards = 0, [{} for _ in range(SHARDS)]  # type: ignore[var-annotated]
     torch.manual_seed(1)
-    index = {}
+    index, size = {}, 0
     for name, shape in every.items():
         shards[min(SHARDS - 1, at * SHARDS // total)][name] = shape
         at += 2 * torch.Size(shape).numel()
     for number, held in enumerate(shards, 1):
         file = f"model-{number:05}-of-{SHARDS:05}.safetensors"
-        tensors = {name: (torch.randn(shape, device=args.device) * 0.02).bfloat16().cpu() for name, shape in held.items()}
+        tensors = {name: (torch.randn(shape, device=args.device) * 0.02).bfloat16() for name, shape in held.items()}
+        if "quantization_config" in config:
+            tensors = engines.quantised(tensors, *config["quantization_config"]["weight_block_size"])
+        tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
         safetensors.torch.save_file(tensors, base / "plain" / file, metadata={"format": "pt"})
         overwire.convert(base / "plain" / file, base / "packed" / file)
-        index.update(dict.fromkeys(held, file))
+        index.update(dict.fromkeys(tensors, file))
+        size += sum(tensor.nbytes for tensor in tensors.values())
     for kind in ("plain", "packed"):
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index})
+        text = json.dumps({"metadata": {"total_size": size}, "weight_map": index})
         (base / kind / "model.safetensors.index.json").write_text(text)
     stored = sum(path.stat().st_size for path in (base / "packed").glob("*.safetensors"))
-    print(f"model: {args.shape}, {total / 1e9:.2f} GB, {len(every)} tensors, compressed {stored / total:.3f}", flush=True)
+    print(f"model: {args.shape}, {size / 1e9:.2f} GB, {len(index)} tensors, compressed {stored / size:.3f}", flush=True)
 
 
 def parts(kind: str) -> tuple[str, str, str]:
@@ -153,6 +158,7 @@ def load(args: argparse.Namespace, kind: str, extra: dict[str, Any] | None = Non
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed.parallel_state import model_parallel_is_initialized
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
 
@@ -179,6 +185,7 @@ def load(args: argparse.Namespace, kind: str, extra: dict[str, Any] | None = Non
         if not torch.distributed.is_initialized():
             at = f"tcp://127.0.0.1:{args.port}"
             init_distributed_environment(args.ranks, args.rank, at, args.rank, backend="nccl" if gpu else "gloo")
+        if not model_parallel_is_initialized():
             initialize_model_parallel(args.ranks)
         return get_model(vllm_config=config), config
 
@@ -402,13 +409,13 @@ def timed(args: argparse.Namespace, kind: str) -> None:
         torch.zeros(1, device=f"cuda:{args.rank}")
         free = torch.cuda.mem_get_info(args.rank)[0]
     host = anonymous()
-    began = time.perf_counter()
+    began, processor = time.perf_counter(), time.process_time()
     model, _ = load(args, kind)
     if gpu:
         torch.cuda.synchronize()
-    whole = time.perf_counter() - began
+    whole, processor = time.perf_counter() - began, time.process_time() - processor
     rest = {"reading and the rest": whole - sum(took.values())}  # recording, too
-    out = {"kind": kind, "import": imported, "get_model": whole, **took, **rest, "host MB": anonymous() - host}
+    out = {"kind": kind, "import": imported, "get_model": whole, "processor": processor, **took, **rest, "host MB": anonymous() - host}
     if kind.startswith("prepared"):
         from overwire.integrations.vllm import prepared
 
