@@ -144,8 +144,8 @@ def _entries(path: _PathLike) -> tuple[dict[str, Any], list[str], list[_nyacomp.
         raise overwire.NotFoundError(
             f"overwire: open {boneless}: not found; compress_state_dict makes it", source=str(boneless)
         )
-    with torch.serialization.safe_globals([torch.Size]):
-        state = torch.load(boneless, map_location="cpu", weights_only=True)
+    with torch.serialization.safe_globals([torch.Size]), open(boneless, "rb") as file:  # torch goes by a path's ending
+        state = torch.load(file, map_location="cpu", weights_only=True)
     state.pop("meta", None)
     keys = [key for key, value in state.items() if isinstance(value, dict) and "len_compressed" in value]
     keys.sort(key=lambda key: state[key]["len"], reverse=True)
