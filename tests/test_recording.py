@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import overwire as ow
 import pytest
 import torch
-from overwire.integrations.shared import recording
+from overwire.integrations.shared import copies, recording
 
 NAMES = ("device", "is_meta", "is_cpu", "is_cuda")
 
@@ -27,3 +32,98 @@ def test_what_others_have_put_on_tensors_is_there_afterwards(monkeypatch: pytest
     with recording._places:
         assert torch.ones(1).device == "other's"
     assert vars(torch.Tensor)["device"] is other
+
+
+def _copied(loads: Callable[[torch.Tensor, dict[str, torch.Tensor]], None], tmp_path: Path) -> tuple[torch.Tensor, int]:
+    """A parameter of 6 rows of 12 that a loader fills out of a file, by slices, and how many copies were recorded."""
+    torch.manual_seed(3)
+    widths = {"q": 6, "k": 2, "v": 4}
+    tensors = {name: torch.randint(0, 99, (6, width), dtype=torch.int32) for name, width in widths.items()}
+    ow.save_file(tensors, tmp_path / "model.safetensors")
+    counts = []
+    target = torch.zeros(6, 12, dtype=torch.int32)
+
+    def load(every: list[copies.Copy]) -> None:
+        copies.fill(every, 1 << 20)
+        counts.append(len(every))
+
+    with contextlib.ExitStack() as files:
+        recorder = recording.Recorder(load)
+        source = recording.opened(files, str(tmp_path / "model.safetensors"), "cpu", {})
+        with recorder:
+            loads(target, dict(recording.stand_ins(recorder, source)))
+            recorder.finish()
+    expected = torch.zeros_like(target)
+    loads(expected, tensors)
+    assert torch.equal(target, expected)
+    return target, sum(counts)
+
+
+def test_columns_of_one_parameter_are_recorded_beside_each_other(tmp_path: Path) -> None:
+    """What GPTQ and AWQ fuse by columns has gaps that the others fill: all three are planned and land in place."""
+
+    def loads(target: torch.Tensor, weights: dict[str, torch.Tensor]) -> None:
+        for name, low, high in (("v", 8, 12), ("q", 0, 6), ("k", 6, 8)):
+            target[:, low:high].copy_(weights.pop(name))
+
+    assert _copied(loads, tmp_path)[1] == 3
+
+
+def test_columns_that_overlap_are_refused(tmp_path: Path) -> None:
+    """Two copies to one byte, of which the order would count, end the attempt: columns that overlap, part of a row
+    across columns, and columns of every other row."""
+    others = [(slice(None), slice(5, 9)), (slice(2, 3), slice(4, 8)), (slice(None, None, 2), slice(8, 12))]
+    for rows, columns in others:
+
+        def loads(target: torch.Tensor, weights: dict[str, torch.Tensor], rows=rows, columns=columns) -> None:
+            target[:, :6].copy_(weights.pop("q"))
+            other = target[rows, columns]
+            other.copy_(weights.pop("v")[: other.shape[0], : other.shape[1]])
+
+        with pytest.raises(recording.Unplannable):
+            _copied(loads, tmp_path)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_small_tensors_that_are_copied_do_not_stop_early_reading(tmp_path: Path, monkeypatch, reads: bool) -> None:
+    """A loader gets scales with their data; as long as it only copies them, reading begins while it runs, and no longer
+    once it computes with one."""
+    monkeypatch.setattr(recording, "EARLY", 1)
+    tensors = {"a": torch.tensor([2.0]), "b": torch.rand(9, 9), "c": torch.rand(9, 9), "shape": torch.tensor([9, 9])}
+    ow.save_file(tensors, tmp_path / "model.safetensors")
+    into = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    begun: list[str] = []
+
+    def begin(every: list[copies.Copy]) -> list[copies.Copy]:
+        begun.extend(copy.of.name for copy in every)
+        return every
+
+    with contextlib.ExitStack() as files:
+        recorder = recording.Recorder(lambda every: copies.fill(every, 1 << 20), begin)
+        source = recording.opened(files, str(tmp_path / "model.safetensors"), "cpu", {})
+        with recorder:
+            for name, tensor in recording.stand_ins(recorder, source):
+                into[name].copy_(tensor * 1 if reads and name == "a" else tensor)
+                del tensor
+            recorder.finish()
+    assert all(torch.equal(into[name], tensor) for name, tensor in tensors.items())
+    assert begun[:1] == ([] if reads else ["b"])
+
+
+def test_every_pair_of_views_that_is_taken_shares_no_byte() -> None:
+    """Whatever two views of one memory are noted together, each has bytes of its own: all small rectangles."""
+    memory = torch.arange(48)
+    views = [
+        memory.as_strided((rows, width), (step, 1), low)
+        for rows in (1, 2, 3) for width in (1, 2, 5) for step in (5, 8) for low in range(0, 20, 3)
+    ]  # fmt: skip
+    places = [set(view.reshape(-1).tolist()) for view in views]
+    pairs = 0
+    for one, its in zip(views, places, strict=True):
+        for other, others in zip(views, places, strict=True):
+            noted = copies.Destinations()
+            assert noted.note_copy(one, copies.reach(one), "one") is None
+            if noted.note_copy(other, copies.reach(other), "other") is None:
+                assert not its & others, (one, other)
+                pairs += 1
+    assert pairs > 1000

@@ -1,14 +1,18 @@
-"""Copies out of the tensors of a checkpoint into tensors with memory, and loads of them."""
+"""Copies out of the tensors of a checkpoint into tensors with memory, which bytes they go to, and loads of them."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Copy", "Early", "Stored", "block_of", "elements", "extent", "fill", "reach", "request_of", "shaped"]
+__all__ = [
+    "Copy", "Destinations", "Early", "Stored", "block_of", "elements", "extent", "fill", "reach", "request_of",
+    "shaped",
+]  # fmt: skip
 
 #: Dtypes of several elements a byte, or of elements that end inside one.
 PACKED = ("F4", "F6_E2M3", "F6_E3M2")
@@ -228,3 +232,86 @@ class Early:
         job, self._job = self._job, None
         if job is not None:
             job.abandon()
+
+
+class _Block(NamedTuple):
+    # Bytes of a memory: from `low`, `width` of every `period`; all of one row where the period is 0.
+
+    low: int
+    width: int
+    period: int
+    name: str
+
+    def is_apart(self, other: _Block) -> bool:
+        # Whether they share no byte for sure, though what lies between their ends overlaps.
+        if not self.period or self.period != other.period:
+            return False
+        distance = (other.low - self.low) % self.period
+        return self.width <= distance and distance + other.width <= self.period
+
+
+class Destinations:
+    """The bytes that copies go to, by memory: whole ones, and columns of a matrix, of which others go
+    to the columns beside."""
+
+    def __init__(self) -> None:
+        # First byte, end and blocks of stretches, by memory, in their order; no two stretches overlap.
+        self._stretches: dict[int, list[tuple[int, int, list[_Block]]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._stretches)
+
+    def forget_all(self) -> None:
+        """Forgets all."""
+        self._stretches.clear()
+
+    def name_at(self, memory: int, low: int, high: int) -> str | None:
+        """The name of a copy that goes to bytes between these, or close by in the same matrix."""
+        stretches = self._stretches.get(memory)
+        if not stretches:
+            return None
+        first, end = _find_overlaps(stretches, low, high)
+        return None if first == end else stretches[first][2][0].name
+
+    def note_copy(self, target: torch.Tensor, reach: tuple[int, int, int], name: str) -> str | None:
+        """Notes a copy to a tensor, whose memory, first byte and end are `reach`. The name of one that
+        goes to the same bytes, or may; then nothing is noted."""
+        memory, low, high = reach
+        stretches = self._stretches.setdefault(memory, [])
+        first, end = _find_overlaps(stretches, low, high)
+        width, period = (high - low, 0) if target.is_contiguous() else _rows_of(target)
+        block = _Block(low, width, period, name)
+        blocks = [block]
+        for stretch in stretches[first:end]:
+            for other in stretch[2]:
+                if not block.is_apart(other):
+                    return other.name
+            blocks += stretch[2]
+            low, high = min(low, stretch[0]), max(high, stretch[1])
+        stretches[first:end] = [(low, high, blocks)]
+        return None
+
+
+def _find_overlaps(stretches: list[tuple[int, int, list[_Block]]], low: int, high: int) -> tuple[int, int]:
+    # Which stretches overlap these bytes: the first, and the one after the last.
+    first = bisect_left(stretches, (low,))
+    if first and stretches[first - 1][1] > low:
+        first -= 1
+    end = first
+    while end < len(stretches) and stretches[end][0] < high:
+        end += 1
+    return first, end
+
+
+def _rows_of(target: torch.Tensor) -> tuple[int, int]:
+    # Of rows of equal distance: bytes of a row, and from one to the next; (0, 0) for other views.
+    width, size = 1, target.element_size()
+    steps = [(count, step) for count, step in zip(target.shape, target.stride(), strict=True) if count > 1]
+    while steps and steps[-1][1] == width:
+        width *= steps.pop()[0]
+    period = distance = steps[-1][1] if steps else 0
+    for count, step in reversed(steps):
+        if step != distance:
+            return 0, 0
+        distance *= count
+    return width * size, period * size

@@ -22,15 +22,13 @@ import contextlib
 import functools
 import gc
 import threading
-from bisect import bisect_left, insort
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .copies import Copy, Stored, reach
+from .copies import Copy, Destinations, Stored, reach
 from .sheets import Opening, Sheet
 
 __all__ = ["EARLY", "Opened", "Recorder", "Unplannable", "opened", "stand_ins"]
@@ -97,8 +95,7 @@ class Recorder:
         self._load, self._early = load, early
         self._noted: list[Copy] = []
         self._size = 0  # bytes noted since `early` was asked
-        # By memory: the ranges of bytes that are recorded, and of which tensor.
-        self._ranges: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+        self._destinations = Destinations()  # of the copies that are recorded
         self._entered = contextlib.ExitStack()
         self._of: dict[int, _Of] = {}  # by the identity of a stand-in's memory
         self._living: list[_Of] = []  # those that were alive when it was looked last, and newer ones
@@ -111,8 +108,9 @@ class Recorder:
         self.impure: str | None = None
         # Memories of integers of which it read elements.
         self._reads: set[int] = set()
-        # Memories that it set to zero, before any copy to there.
+        # Memories that it set to zero, before any copy to there, or to small tensors that it was given.
         self._zeros: set[int] = set()
+        self._given: set[int] = set()  # the memories of these
         # Whether it worked on tensors with data, of which some may be loaded later.
         self._works = False
 
@@ -192,7 +190,7 @@ class Recorder:
             self.began, self._offered = True, False
             with self.paused():
                 self._load(notes)
-        self._ranges.clear()
+        self._destinations.forget_all()
 
     def run_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operation of the loader's returns; runs with the recorder off."""
@@ -242,12 +240,11 @@ class Recorder:
             memory, low, high = reach(target)
             if not memory:
                 raise Unplannable(name, f"copy_ to a {type(target).__name__} without memory of its own")
-            other = self._name_of_bytes(memory, low, high)
+            other = self._destinations.note_copy(target, (memory, low, high), name)
             if other is not None:
                 raise Unplannable(name, f"copy_ to where {other} goes")
             if memory in self._reads:
                 self._note_impure("a copy to where it read")
-            insort(self._ranges[memory], (low, high, name))
             offset, shape = int(one.storage_offset()), tuple(one.shape)
             self._noted.append(Copy(of.stored, offset, shape, one.stride(), of.dtype, target))
             self._size += high - low
@@ -272,11 +269,16 @@ class Recorder:
                 self._zeros.add(one.untyped_storage().data_ptr())
         elif one is not None and func is _ITEM and self._is_constant(one):
             pass  # vLLM looks up by expert where an expert is
+        elif one is not None and func is _COPY and self._is_given(args[1]):
+            memory = one.untyped_storage().data_ptr()
+            if memory in self._reads:
+                self._note_impure("a copy to where it read")
+            self._zeros.add(memory)
         else:
             operands = list(_tensors((args, kwargs)))
             if not operands or any(tensor.numel() for tensor in operands) or not str(func.overloadpacket).endswith("_"):
                 self._note_impure(str(func))
-        if self._ranges:
+        if self._destinations:
             self._on_others(func, args, kwargs)
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
@@ -287,24 +289,23 @@ class Recorder:
         self._reads.add(memory)
         return True
 
+    def _is_given(self, tensor: Any) -> bool:
+        return isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() in self._given
+
+    def give_small(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A small tensor with its data, for the model's loader."""
+        self.impure = self.impure or f"{name}, whose data it was given"
+        self._given.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
     def _on_others(self, func: Any, args: Any, kwargs: Any) -> None:
         # An operation on tensors with data: none of them may be one that is still to come.
         for tensor in _tensors((args, kwargs)):
             if tensor.device.type == "meta" or not tensor.numel():
                 continue
-            other = self._name_of_bytes(*reach(tensor))
+            other = self._destinations.name_at(*reach(tensor))
             if other is not None:
                 raise Unplannable(other, f"{func} on where it goes")
-
-    def _name_of_bytes(self, memory: int, low: int, high: int) -> str | None:
-        # The name recorded for some of these bytes. Ranges do not overlap.
-        ranges = self._ranges.get(memory)
-        if not ranges:
-            return None
-        at = bisect_left(ranges, (low, high, ""))
-        if at and ranges[at - 1][1] > low:
-            return ranges[at - 1][2]
-        return ranges[at][2] if at < len(ranges) and ranges[at][0] < high else None
 
 
 # The recorder that this thread has entered.
@@ -425,7 +426,7 @@ class Opened:
     """A source that a model's loader is to be run on.
 
     file: None for a delta. sheet: the table of the file. at: the positions of the tensors
-    that the loader is given, None for all. small: those of at most one element, with
+    that the loader is given, None for all. small: those of at most `SMALL` elements, with
     their data. device: where they land.
     """
 
@@ -495,15 +496,14 @@ def opened(
 
 
 def stand_ins(recorder: Recorder, source: Opened) -> Iterator[tuple[str, torch.Tensor]]:
-    """What `weights` yields, with stand-ins for tensors of more than one element."""
+    """What `weights` yields, with stand-ins for those that are not small."""
     from ...plumbing import torch_dtype
 
     dtypes = {dtype: torch_dtype(dtype) for dtype in {one.dtype for one in source.tensors}}
     for one in source.tensors:
         recorder.offer()
         if one.name in source.small:
-            recorder.impure = recorder.impure or f"{one.name}, whose data it was given"
-            yield one.name, source.small[one.name]
+            yield one.name, recorder.give_small(one.name, source.small[one.name])
             continue
         dtype = dtypes[one.dtype]
         if dtype is None:

@@ -11,7 +11,12 @@ from typing import Any
 
 from .copies import elements
 
-__all__ = ["Opening", "Sheet"]
+__all__ = ["SMALL", "Opening", "Sheet"]
+
+#: The elements of a tensor that a loader gets with its data: scales, and shapes of packed matrices, which several
+#: tensors of a file bring to one parameter.
+SMALL = 2
+
 
 class Sheet:
     """An open file and its table. rows: name, dtype and shape of each tensor. digest: of the rows."""
@@ -24,8 +29,8 @@ class Sheet:
         self.digest = hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()
 
     def small(self) -> list[int]:
-        """The positions of tensors of at most one element."""
-        return [at for at, row in enumerate(self.rows) if elements(row[2]) <= 1]
+        """The positions of tensors of at most `SMALL` elements."""
+        return [at for at, row in enumerate(self.rows) if elements(row[2]) <= SMALL]
 
 
 class Opening:

@@ -134,7 +134,7 @@ class Attempt:
             (own_copies if rows else self._later).append(copy)
         return own_copies
 
-    def later(self) -> list[Copy]:
+    def take_later(self) -> list[Copy]:
         """What `apart` has kept."""
         copies, self._later = self._later, []
         return copies
@@ -209,7 +209,7 @@ def by_slices(load: Callable[[Attempt], None], most: int, log: Any) -> bool:
 
     def carry_out(noted: list[Copy]) -> None:
         first = time.perf_counter()
-        noted = attempt.later() + noted
+        noted = attempt.take_later() + noted
         every = early.copies + noted
         early.end()
         copies.fill(attempt.share(noted, most), most)

@@ -73,7 +73,7 @@ class Places:
         """Loads all that the model takes of a file.
 
         False if that cannot be planned, with one line in the log; no parameter has changed
-        then, but those of one element. Raises `Incomplete`, and what loading raises: the
+        then, but small ones. Raises `Incomplete`, and what loading raises: the
         parameters then have old values and new ones.
         """
         with contextlib.ExitStack() as files:
