@@ -5,9 +5,12 @@ vLLM's real code makes models of it in tests/engines/engines_prepared.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
+import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ import pytest
 import torch
 from overwire.integrations.shared import prepared
 from overwire.integrations.shared.described import Describer
-from overwire.integrations.shared.parts import put, settle, taken
+from overwire.integrations.shared.parts import Arriving, put, settle, taken
 from overwire.integrations.shared.prepared import Refused
 
 
@@ -205,3 +208,39 @@ def test_files_come_complete_and_go_by_use(tmp_path: Path, monkeypatch: pytest.M
     os.chmod(folder, 0o777)
     with pytest.raises(Refused, match="others may write"):
         prepared.folder_of(folder)
+
+
+def _open_files() -> set[str]:
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return {os.readlink(link) for link in links if os.path.lexists(link)}
+
+
+def test_a_model_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
+    """Tensors come while the model is made; if that fails, the load ends, and its file, thread and memory are gone."""
+    path, record = kept(processed(), tmp_path)
+    begun = Arriving(path, record["tensors"], torch.device("cpu"))
+    with pytest.raises(ZeroDivisionError), contextlib.closing(begun) as arriving:
+        tensors = [weakref.ref(tensor) for tensor in arriving._tensors.values()]
+        assert len(tensors) == 2 * 9
+        raise ZeroDivisionError
+    assert path not in _open_files() and all(tensor() is None for tensor in tensors)
+    assert not [thread for thread in threading.enumerate() if thread.name == "overwire arriving"]
+
+
+def test_what_fails_while_the_model_is_made_is_said_by_the_taker(tmp_path: Path) -> None:
+    """A file that is gone, damaged or another one is the taker's error, and leaves nothing."""
+    path, record = kept(processed(), tmp_path)
+    content = bytearray(Path(path).read_bytes())
+    content[8 + int.from_bytes(content[:8], "little") + 300] ^= 1
+    damaged, absent = tmp_path / "damaged.safetensors", tmp_path / "absent.safetensors"
+    damaged.write_bytes(content)
+    other = json.loads(json.dumps(record["tensors"]))
+    other["one.weight"][2:4] = [[12, 8], [8, 1]]
+    own = record["tensors"]
+    cases = [(damaged, own, ow.CorruptError), (absent, own, ow.NotFoundError), (path, other, Refused)]
+    for file, rows, error in cases:
+        arriving = Arriving(str(file), rows, torch.device("cpu"))
+        with pytest.raises(error):
+            arriving.take_tensors()
+        arriving.close()
+        assert str(file) not in _open_files()

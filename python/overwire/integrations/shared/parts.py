@@ -7,6 +7,8 @@ the memory that it shares.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,7 +19,10 @@ from .copies import Copy, Stored, extent
 from .described import Memory
 from .prepared import Refused
 
-__all__ = ["Names", "Rows", "put", "settle", "taken"]
+__all__ = ["Arriving", "Names", "Rows", "put", "settle", "taken"]
+
+# The most bytes that are loaded beside, for tensors with gaps.
+_MOST = 1 << 28
 
 #: Of each name of a tensor its kind, and the first name of the tensor, or None where None is held.
 Names = dict[str, list[Any]]
@@ -25,9 +30,6 @@ Names = dict[str, list[Any]]
 #: Of each tensor, by its first name: class, dtype, shape, stride, type of its device, whose memory
 #: it lies in, and from which byte on, and the names of its attributes.
 Rows = dict[str, list[Any]]
-
-# The most bytes that are loaded beside, for tensors with gaps.
-_MOST = 1 << 28
 
 
 def _parts_of_modules(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, str, str, Any]]:
@@ -94,6 +96,80 @@ def _dense_order(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(sorted(range(tensor.dim()), key=lambda n: -steps[n]))
 
 
+class Arriving:
+    """Tensors with memory of their own, which a thread opens the file of and begins to load.
+
+    The memory is taken when this is made, by the thread that makes it, so that an engine's pool of
+    memory has it. Whatever goes wrong on the thread `take_tensors` raises.
+    """
+
+    def __init__(self, path: str, rows: Mapping[str, list[Any]], device: torch.device) -> None:
+        """rows: of each tensor, as `taken` describes it. device: for those that are not the host's. Raises
+        Refused for a row of another device or dtype than there are."""
+        self._path, self._device = path, device
+        self._tensors = {name: _empty_tensor(row, device) for name, row in rows.items() if row[5] is None}
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._file: Any = None
+        self._early = copies.Early(lambda: device)
+        self._rest: list[Copy] = []
+        self._failed: BaseException | None = None
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._run_loading, name="overwire arriving", daemon=True
+        )
+        self._thread.start()
+
+    def _run_loading(self) -> None:
+        import overwire
+
+        try:
+            with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                self._file = overwire.safe_open(self._path, framework="pt", device=str(self._device))
+                requests = list(self._requests_of_file())
+                self._rest = self._early.begin(requests) if requests else []
+        except BaseException as error:
+            self._failed = error
+
+    def _requests_of_file(self) -> Iterator[Copy]:
+        from ...plumbing import table_of
+
+        for at, (name, dtype, shape) in enumerate(table_of(self._file)):
+            tensor = self._tensors[name]
+            target = _dense_order(tensor)
+            if tuple(target.shape) != shape:
+                raise Refused(f"{name} has the shape {shape} in {self._path}")
+            if target.numel():
+                strides = torch.empty(shape, device="meta").stride()
+                yield Copy(Stored(self._file, at, name, dtype, shape), 0, shape, strides, tensor.dtype, target)
+
+    def take_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by name, when all have come. Raises Refused where the file holds others, and what opening
+        and loading raise; nothing is held then."""
+        try:
+            self._wait_for_thread()
+            if self._failed is not None:
+                raise self._failed
+            self._early.end()
+            copies.fill(self._rest, _MOST)
+            return self._tensors
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the load, closes the file and lets go of tensors that were not taken."""
+        self._wait_for_thread()
+        self._early.cancel()
+        self._tensors, self._rest, self._failed = {}, [], None
+        self._early.copies.clear()
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _wait_for_thread(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+
 def put(
     model: torch.nn.Module,
     path: str,
@@ -101,31 +177,16 @@ def put(
     rows: Mapping[str, list[Any]],
     device: torch.device,
     engine: str,
+    arriving: Arriving | None = None,
 ) -> dict[str, torch.Tensor]:
     """Gives a model of the meta device the tensors of a file, and returns them by all their names. device:
     for those that are not the host's. engine: the name of the package whose objects may hold them, too.
+    arriving: the load of that file, where it has begun.
 
     Raises Refused where the model has no such place, and what loading raises.
     """
-    import overwire
-
-    from ...plumbing import table_of
-
     modules = dict(model.named_modules())
-    tensors: dict[str, torch.Tensor] = {}
-    with overwire.safe_open(path, framework="pt", device=str(device)) as file:
-        requests = []
-        for at, (name, dtype, shape) in enumerate(table_of(file)):
-            tensors[name] = empty_tensor = _empty_tensor(rows[name], device)
-            target = _dense_order(empty_tensor)
-            if tuple(target.shape) != shape:
-                raise Refused(f"{name} has the shape {shape} in {path}")
-            if target.numel():
-                strides = torch.empty(shape, device="meta").stride()
-                requests.append(
-                    Copy(Stored(file, at, name, dtype, shape), 0, shape, strides, empty_tensor.dtype, target)
-                )
-        copies.fill(requests, _MOST)
+    tensors = (arriving or Arriving(path, rows, device)).take_tensors()
     for name, row in rows.items():
         if row[5] is not None:
             tensors[name] = _view_of(tensors[row[5][0]], row)

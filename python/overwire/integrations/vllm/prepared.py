@@ -24,7 +24,7 @@ from vllm.logger import init_logger
 from ..shared import prepared
 from ..shared.described import Describer, plain
 from ..shared.origins import Foreign, origins_of
-from ..shared.parts import put, settle, taken
+from ..shared.parts import Arriving, put, settle, taken
 from ..shared.prepared import Kept, Refused
 from .device import ranks
 from .identity import CODE, OPAQUE, name_of
@@ -131,14 +131,16 @@ class Start:
         from vllm.utils.torch_utils import set_default_torch_dtype
 
         model: torch.nn.Module
-        with set_default_torch_dtype(self._model_config.dtype):
+        rows, names = kept.record["tensors"], kept.record["names"]
+        arriving = Arriving(kept.path, rows, self._device)  # while the model is made
+        with contextlib.closing(arriving), set_default_torch_dtype(self._model_config.dtype):
             with torch.device("meta"):
                 model = initialize_model(vllm_config=self._config, model_config=self._model_config, prefix=self._prefix)
             _check_supported(model)
-            tensors = put(model, kept.path, kept.record["names"], kept.record["tensors"], self._device, "vllm")
+            tensors = put(model, kept.path, names, rows, self._device, "vllm", arriving)
             with weights_already_processed():
                 process_weights_after_loading(model, self._model_config, self._device)
-            settle(model, kept.record["names"], tensors)
+            settle(model, names, tensors)
         _reload_to(model, self._device)
         model.eval()
         _compare_model(model, kept.record)
