@@ -36,6 +36,7 @@ __all__ = [
     "TAKE_LAST",
     "TAKE_NEXT",
     "TAKE_RAW",
+    "begin",
     "buffer_of",
     "cli",
     "core",
@@ -59,7 +60,8 @@ _EXIT_MS = 2000
 _LEVELS = {"debug": 10, "info": 20, "json": 20, "warning": 30, "error": 40, "silent": 100}
 
 _lock = _thread.RLock()
-_loaded: Any = None  # the raw module, or what stands in for it
+_begun: Any = None  # the raw module, whose runtime has begun to start
+_loaded: Any = None  # the same once it has answered, or what stands in for it
 
 
 class _Exiting:
@@ -95,20 +97,34 @@ def core() -> Any:
     return _loaded if _loaded is not None else _load_library()
 
 
-def _load_library() -> Any:
-    global _loaded
+def begin() -> None:
+    """Begins to load the engine, for a caller that imports more before its first call: Go's
+    runtime starts on threads of its own."""
+    global _begun
+    if _begun is not None:
+        return
     with Undisturbed(), _lock:
-        if _loaded is not None:
-            return _loaded
+        if _begun is not None:
+            return
         import atexit
-        import json
 
         from . import _core as raw
 
         # From here on Go's threads exist.
         os.register_at_fork(after_in_child=_in_child)
         atexit.register(_at_exit)
+        _begun = raw
 
+
+def _load_library() -> Any:
+    global _loaded
+    begin()
+    with Undisturbed(), _lock:
+        if _loaded is not None:
+            return _loaded
+        import json
+
+        raw = _begun
         # Go sees the environment that the process started with, not os.environ.
         facts = json.loads(raw.setup(json.dumps(settings()), JobNumber, ModelNumber)[0])
         if facts["warnings"] or facts["log"]:
@@ -158,8 +174,8 @@ def _in_child() -> None:
 
 def _at_exit() -> None:
     global _loaded
-    raw = _loaded
-    if raw is not None and not raw.forked():
+    raw = _begun
+    if not isinstance(_loaded, _Exiting) and not raw.forked():
         _loaded = _Exiting()
         raw.call("shutdown", "", _EXIT_MS.to_bytes(8, "little"))
 
@@ -323,4 +339,4 @@ def is_loaded() -> bool:
 
 def forked() -> bool:
     """Whether this is a child of a process that had loaded the engine."""
-    return _loaded is not None and bool(_loaded.forked())
+    return _begun is not None and bool((_loaded or _begun).forked())

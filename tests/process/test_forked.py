@@ -193,3 +193,32 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 """
     )
+
+
+def test_a_child_of_an_engine_that_starts_is_refused(torch_script) -> None:
+    """The engine starts while torch's tensors are made ready for it; a child that is forked before it has answered
+    knows that it is one, and the parent goes on."""
+    torch_script(
+        """
+import os, sys
+import torch
+import overwire as ow
+from overwire import _engine
+from overwire.frameworks import choose
+begin, present = choose.begin, []
+choose.begin = lambda: present.append("overwire.frameworks.torch" in sys.modules) or begin()
+choose.frame_for("pt")
+assert present == [False] and "overwire._core" in sys.modules and not _engine.is_loaded()
+child = os.fork()
+if not child:
+    try:
+        ow.inspect("none")
+    except ow.ForkedError:
+        os._exit(0 if _engine.forked() else 1)
+    os._exit(2)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert not _engine.forked()
+ow.save_file({"a": torch.ones(3)}, "m")
+assert ow.load_file("m")["a"].tolist() == [1, 1, 1]
+"""
+    )

@@ -10,6 +10,7 @@ from os import PathLike, fspath
 from typing import Any
 
 from .. import _verbs
+from .._engine import begin
 from .._imports import Undisturbed, imported
 from ..errors import ArgumentError, MissingPackageError, NotSupportedError
 from .frame import ODD, Columns, Frame
@@ -50,6 +51,7 @@ def _find_frame(name: str) -> Frame:
                 )
         with Undisturbed():
             if name == "torch":
+                begin()  # what follows takes as long as Go's runtime to start
                 from .torch import TorchFrame
 
                 return TorchFrame()
