@@ -2,14 +2,16 @@
 // that the others read, of a GPU or of the host, and they tell each other by flags in
 // shared memory how far they are.
 //
-// New makes one process's part, and its Offer says how to reach it. The caller brings
-// every process's offer to every other, and Join maps them. A process that ends early,
+// New makes one process's part, and its Offer says how to reach it. The caller brings every
+// process's offer to every other; Join connects them by their flags, and MapMemoryOf maps the
+// memory of one. A process that ends early,
 // dies or hangs is noticed by all that wait for it. End is the last step of all: it
 // returns when none uses another's memory any more, or, where this process has failed or is
 // cancelled, soon; the rest then goes on in the background. Nothing of it has a name in a
 // file system, so a process that dies leaves nothing behind.
 //
-// The methods are safe for concurrent use, except New, Join, End and Close.
+// The methods are safe for concurrent use, except New, Join, End and Close, which no other runs
+// beside, and MapMemoryOf of one process.
 package peers
 
 import (
@@ -54,6 +56,8 @@ type Peers struct {
 	gpu   *cuda.Device // nil: the host
 	mine  Offer
 	ranks int
+
+	offers []Offer
 
 	memory device.Memory // of the GPU
 	file   *shared       // memory of the host
@@ -126,8 +130,8 @@ func (p *Peers) Offer() Offer { return p.mine }
 // read.
 func (p *Peers) Memory(rank int) unsafe.Pointer { return p.at[rank] }
 
-// Join maps what the others have offered. An error of ErrNotSupported says that these
-// processes or devices cannot reach each other's memory.
+// Join connects this process with those that have made these offers: from then on each hears
+// of what the others publish. An error of ErrNotSupported says that they cannot reach each other.
 func (p *Peers) Join(offers []Offer) error {
 	if len(offers) != p.ranks {
 		return errs.New(errs.ErrArgument, "%d offers to one of %d peers", len(offers), p.ranks)
@@ -166,19 +170,14 @@ func (p *Peers) Join(offers []Offer) error {
 	own.joined.Store(1)
 	ringBell(&own.bell)
 	p.showLife(own)
-	for rank := range offers {
-		if rank == p.mine.Rank {
-			continue
-		}
-		if err := p.mapMemoryOf(rank, &offers[rank]); err != nil {
-			return err
-		}
-	}
+	p.offers = offers
 	return nil
 }
 
-// mapMemoryOf maps one process's memory.
-func (p *Peers) mapMemoryOf(rank int, o *Offer) (err error) {
+// MapMemoryOf maps the memory of another process, after Join; Memory then has it. An error of
+// ErrNotSupported says that this process or its device cannot reach it.
+func (p *Peers) MapMemoryOf(rank int) (err error) {
+	o := &p.offers[rank]
 	if p.gpu == nil {
 		if p.files[rank], err = openShared(o, o.File, o.Bytes); err == nil {
 			p.at[rank] = p.files[rank].base

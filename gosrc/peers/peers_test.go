@@ -29,6 +29,16 @@ func together(t *testing.T, ranks int) []*Peers {
 			t.Fatal(err)
 		}
 	}
+	for rank, p := range all {
+		for other := range all {
+			if other == rank {
+				continue
+			}
+			if err := p.MapMemoryOf(other); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
 	return all
 }
 

@@ -22,17 +22,19 @@ import (
 // A carrier brings the pieces of a relay from rank to rank. No rank decodes what was not
 // compared with its checksum where it was read.
 //
-// The ring lies in memory that the other ranks map. A rank publishes a piece when its
-// share was checked and has arrived there. Each other rank waits for that by itself, copies
-// the share to the same place of its own ring, on a stream for each rank, and decodes behind
-// the copy; columns of plain tensors (strips) it copies to where these belong. On the
-// host it decodes where the bytes are. Then it says that it needs the share no more. A rank
-// fills its part of a buffer again when all others have said so, whatever they have of
-// other ranks: one that reads late delays only what it reads.
+// A rank reads its shares into memory that the other ranks map, one by one, while the first
+// shares are read. It publishes a piece when its share was checked and has arrived there. Each
+// other rank waits for that by itself, copies the share to memory of its own (staging), on a
+// stream for each rank, and decodes behind the copy; columns of plain tensors (strips) it copies
+// to where these belong. On the host it decodes where the bytes are. Then it says that it needs
+// the share no more. A rank fills its memory again when all others have said so, whatever they
+// have of other ranks: one that reads late delays only what it reads.
 type carrier struct {
 	*peers.Peers
-	streams []uintptr // on a GPU, by rank
+	staging device.Memory // on a GPU: spec.Staged shares of each other rank
+	streams []uintptr     // on a GPU, by rank
 	joined  chan struct{}
+	mapped  []chan struct{} // by rank: closed when its memory is mapped
 	aimed   chan struct{}
 	gone    bool // disconnected
 	work    sync.WaitGroup
@@ -49,30 +51,89 @@ type carrier struct {
 // makeCarrier makes the ring and what carries it.
 func (r *Relay) makeCarrier() error {
 	s, gpu := r.spec, r.target.GPU
-	if s.Buffers < 1 || s.Buffers > maxBuffers || s.Size < shareAlign || s.Size%shareAlign != 0 || len(s.Ring) > 0 {
-		return errs.New(errs.ErrArgument, "relay: a ring of %d buffers of %d bytes, and %d others", s.Buffers, s.Size,
-			len(s.Ring))
+	if s.Buffers < 1 || s.Buffers > maxBuffers || gpu != nil && s.Staged < 1 || s.Staged > maxBuffers || len(s.Ring) > 0 {
+		return errs.New(errs.ErrArgument, "relay: %d and %d shares of %d bytes for %d ranks, and %d buffers", s.Buffers,
+			s.Staged, s.Size, s.Ranks, len(s.Ring))
 	}
-	p, err := peers.New(gpu, int64(s.Buffers)*s.Size, s.Rank, s.Ranks)
+	p, err := peers.New(gpu, int64(s.Buffers)*r.shareSpace(), s.Rank, s.Ranks)
 	if err != nil {
 		return err
 	}
-	r.carrier = &carrier{Peers: p, joined: make(chan struct{}), aimed: make(chan struct{}),
-		waits: make([]atomic.Int64, s.Ranks), ready: make(chan read, s.Ranks*s.Buffers)}
-	for i := range s.Buffers {
-		s.Ring = append(s.Ring, uint64(uintptr(p.Memory(s.Rank)))+uint64(int64(i)*s.Size))
-	}
+	c := &carrier{Peers: p, joined: make(chan struct{}), aimed: make(chan struct{}),
+		waits: make([]atomic.Int64, s.Ranks), ready: make(chan read, s.Ranks*max(s.Buffers, s.Staged))}
+	r.carrier = c
 	for range s.Ranks {
-		if gpu == nil {
-			break
-		}
+		c.mapped = append(c.mapped, make(chan struct{}))
+	}
+	if gpu == nil {
+		return nil
+	}
+	staging, err := gpu.Alloc([]int64{int64(s.Staged*(s.Ranks-1)) * r.shareSpace()}) // of one rank: none
+	if err != nil {
+		return err
+	}
+	c.staging = staging[0]
+	for range s.Ranks {
 		stream, err := gpu.NewStream()
 		if err != nil {
 			return err
 		}
-		r.carrier.streams = append(r.carrier.streams, stream)
+		c.streams = append(c.streams, stream)
 	}
 	return nil
+}
+
+// buffersOf is of how many pieces this rank has a rank's shares at a time.
+func (r *Relay) buffersOf(rank int) int {
+	switch {
+	case r.carrier == nil:
+		return len(r.spec.Ring)
+	case rank == r.spec.Rank || r.target.GPU == nil:
+		return r.spec.Buffers
+	}
+	return r.spec.Staged
+}
+
+// sharedAt is where a rank itself has its share of a piece, as far as the engine exchanges.
+func (r *Relay) sharedAt(k, rank int) unsafe.Pointer {
+	return unsafe.Add(r.carrier.Memory(rank), int64(k%r.spec.Buffers)*r.shareSpace())
+}
+
+// shareAt is where this rank finds a rank's share of a piece.
+func (r *Relay) shareAt(k, rank int) unsafe.Pointer {
+	base := r.decodeBase(k, rank)
+	switch {
+	case r.carrier == nil:
+		return unsafe.Add(base, int64(rank)*r.pieces[k].share)
+	case rank == r.spec.Rank || r.target.GPU == nil:
+		return unsafe.Add(base, int64(k%r.spec.Buffers)*r.shareSpace())
+	}
+	if rank > r.spec.Rank {
+		rank--
+	}
+	return unsafe.Add(base, int64(rank*r.spec.Staged+k%r.spec.Staged)*r.shareSpace())
+}
+
+// decodeBase is the memory in which the decode tasks of a rank's share of a piece find their chunks.
+func (r *Relay) decodeBase(k, rank int) unsafe.Pointer {
+	switch {
+	case r.carrier == nil:
+		return device.Pointer(uintptr(r.spec.Ring[k%len(r.spec.Ring)]))
+	case rank == r.spec.Rank || r.target.GPU == nil:
+		return r.carrier.Memory(rank)
+	}
+	return r.carrier.staging.Ptr
+}
+
+// decodeBytes is the size of that memory.
+func (r *Relay) decodeBytes(rank int) int64 {
+	switch {
+	case r.carrier == nil:
+		return r.spec.Size
+	case rank == r.spec.Rank:
+		return int64(r.spec.Buffers) * r.shareSpace()
+	}
+	return r.carrier.staging.Bytes
 }
 
 // endExchange waits for the pulls in flight, and for the other ranks to end theirs; when ctx
@@ -87,6 +148,7 @@ func (r *Relay) endExchange(ctx context.Context) {
 		r.target.GPU.EndStream(s)
 	}
 	c.streams = nil
+	c.staging.Release()
 	r.mu.Lock()
 	good := r.err == nil
 	r.mu.Unlock()
@@ -104,9 +166,9 @@ func (r *Relay) Offer() (peers.Offer, error) {
 	return r.carrier.Offer(), nil
 }
 
-// Join connects the relay with those of the other ranks, by their offers in order. An
-// error ends the job; one of ErrNotSupported says that the ranks cannot reach each
-// other's memory.
+// Join connects the relay with those of the other ranks, by their offers in order, and begins
+// to map their memory. An error ends the job, also one that comes later; one of ErrNotSupported
+// says that the ranks cannot reach each other's memory (Report.Unmapped).
 func (r *Relay) Join(offers []peers.Offer) error {
 	c := r.carrier
 	r.mu.Lock()
@@ -126,6 +188,10 @@ func (r *Relay) Join(offers []peers.Offer) error {
 		r.failWith(err, true)
 		return err
 	}
+	close(c.mapped[r.spec.Rank])
+	for n := range r.spec.Ranks - 1 { // no two ranks begin with the same
+		r.mapMemoryOf((r.spec.Rank + 1 + n) % r.spec.Ranks)
+	}
 	r.mu.Lock()
 	c.live = true
 	c.Publish(c.published)
@@ -135,7 +201,23 @@ func (r *Relay) Join(offers []peers.Offer) error {
 		c.Trouble()
 	}
 	close(c.joined)
+	r.mark("joined")
 	return nil
+}
+
+// mapMemoryOf maps a rank's memory in the background.
+func (r *Relay) mapMemoryOf(rank int) {
+	r.busy.Add(1)
+	spawn.Go("relay map", func() {
+		defer r.busy.Done()
+		if err := spawn.Guard("relay map", func() error { return r.carrier.MapMemoryOf(rank) }); err != nil {
+			r.unmapped.Store(errors.Is(err, errs.ErrNotSupported))
+			r.failWith(r.model.Where("stage", err), true)
+			return
+		}
+		close(r.carrier.mapped[rank])
+		r.mark("mapped")
+	})
 }
 
 // carryPieces brings all pieces, in the background: those of each rank by themselves.
@@ -187,6 +269,9 @@ func (r *Relay) followStream(ctx context.Context) error {
 // bringShares gets and decodes what a rank has read, piece after piece.
 func (r *Relay) bringShares(ctx context.Context, from int) error {
 	c, own := r.carrier, from == r.spec.Rank
+	if err := awaitChannel(ctx, c.mapped[from]); err != nil {
+		return err
+	}
 	for k := range r.pieces {
 		p, wanted := &r.pieces[k], r.wantsOf(k, from)
 		began := time.Now()
@@ -256,17 +341,38 @@ func (r *Relay) decodeBatches(ctx context.Context) error {
 			}
 		}
 		left -= len(batch)
-		var streams []uint64
-		for _, of := range batch {
-			if s := uint64(r.carrier.streams[of.lo]); of.lo != r.spec.Rank && !slices.Contains(streams, s) {
-				streams = append(streams, s)
-			}
+		isOwn := func(of read) bool { return of.lo == r.spec.Rank }
+		slices.SortStableFunc(batch, func(a, b read) int { return orderTrueFirst(isOwn(a), isOwn(b)) })
+		own := len(batch) // what this rank has read lies apart from what it has pulled
+		for own > 0 && !isOwn(batch[own-1]) {
+			own--
 		}
-		if err := r.onDevice(slot.(*cuda.Slot), batch, streams); err != nil {
-			return nil //nolint:nilerr // it has said it
+		for _, some := range [][]read{batch[:own], batch[own:]} {
+			if len(some) == 0 {
+				continue
+			}
+			if slot == nil {
+				if slot, err = r.queue.Get(ctx); err != nil {
+					return err
+				}
+			}
+			if err := r.onDevice(slot.(*cuda.Slot), some, r.streamsOf(some)); err != nil {
+				return nil //nolint:nilerr // it has said it
+			}
+			slot = nil
 		}
 	}
 	return nil
+}
+
+// streamsOf are the streams on which shares of other ranks are copied.
+func (r *Relay) streamsOf(batch []read) (streams []uint64) {
+	for _, of := range batch {
+		if s := uint64(r.carrier.streams[of.lo]); of.lo != r.spec.Rank && !slices.Contains(streams, s) {
+			streams = append(streams, s)
+		}
+	}
+	return streams
 }
 
 // wantsOf reports whether this rank wants any of what a rank reads of a piece.
@@ -278,8 +384,8 @@ func (r *Relay) wantsOf(k, from int) bool {
 // pullShare queues the copy of a rank's share, behind the decoding of the buffer's earlier
 // piece.
 func (r *Relay) pullShare(ctx context.Context, k, from int) error {
-	c, b, q := r.carrier, k%len(r.spec.Ring), r.partOf(k, from)
-	if err := r.awaitState(ctx, func() bool { return r.queued[from] > k-len(r.spec.Ring) }); err != nil {
+	c, q := r.carrier, r.partOf(k, from)
+	if err := r.awaitState(ctx, func() bool { return r.queued[from] > k-r.spec.Staged }); err != nil {
 		return err
 	}
 	defer r.spendTime(time.Now())
@@ -292,8 +398,7 @@ func (r *Relay) pullShare(ctx context.Context, k, from int) error {
 	if err := r.filledAfter(k, from).Before(c.streams[from]); err != nil {
 		return err
 	}
-	off := int64(b)*r.spec.Size + int64(from)*r.pieces[k].share
-	to, at := unsafe.Add(c.Memory(r.spec.Rank), off), unsafe.Add(c.Memory(from), off)
+	to, at := r.shareAt(k, from), r.sharedAt(k, from)
 	r.pulled.Add(q.used)
 	return r.target.GPU.Copy(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(to)), uint64(uintptr(at)), q.used,
 		false)
@@ -326,6 +431,9 @@ func (r *Relay) countArrived(k int) {
 	defer r.mu.Unlock()
 	c := r.carrier
 	if r.pieces[k].unread--; r.pieces[k].unread == 0 {
+		if k == 0 {
+			r.mark("first")
+		}
 		close(r.pieces[k].checked)
 	}
 	if c == nil {
@@ -337,15 +445,6 @@ func (r *Relay) countArrived(k int) {
 	if c.live {
 		c.Publish(c.published)
 	}
-}
-
-// bytesAt is where the host finds bytes of a piece: in the memory of the rank that has
-// read them.
-func (r *Relay) bytesAt(k int, off uint32) unsafe.Pointer {
-	if r.carrier == nil {
-		return unsafe.Add(device.Pointer(uintptr(r.spec.Ring[k%len(r.spec.Ring)])), off)
-	}
-	return unsafe.Add(r.carrier.Memory(int(int64(off)%r.spec.Size/r.pieces[k].share)), off)
 }
 
 // awaitChannel waits for ready, or for the end of ctx.

@@ -67,11 +67,11 @@ func (r *Relay) onHost(of read) error {
 	r.host.Lock()
 	defer r.host.Unlock()
 	first, last := r.tasksOf(of)
-	jobs := r.jobs[first:last]
+	jobs, base := r.jobs[first:last], r.decodeBase(of.piece, of.lo)
 	err := spawn.Each(context.Background(), "relay",
 		cmp.Or(r.machine.Threads, max(1, r.machine.Cores/max(1, r.machine.Ranks))), len(jobs), func(i int) error {
 			j := &jobs[i]
-			if err := cpu.Decode(j, unsafe.Slice((*byte)(r.bytesAt(of.piece, j.Src)), j.Chunk.Stored)); err != nil {
+			if err := cpu.Decode(j, unsafe.Slice((*byte)(unsafe.Add(base, j.Src)), j.Chunk.Stored)); err != nil {
 				return r.whereIs(first+i, err)
 			}
 			r.countTask(first + i)
@@ -89,13 +89,13 @@ func (r *Relay) onHost(of read) error {
 // filledAfter is the event after which what a rank reads of a piece may be written to its part
 // of the buffer: the decoding of the buffer's earlier piece, which is queued.
 func (r *Relay) filledAfter(k, rank int) *cuda.Event {
-	never := r.idle[len(r.idle)-1]
-	if k < len(r.spec.Ring) {
+	never, buffers := r.idle[len(r.idle)-1], r.buffersOf(rank)
+	if k < buffers {
 		return never
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return cmp.Or(r.partOf(k-len(r.spec.Ring), rank).idle, never)
+	return cmp.Or(r.partOf(k-buffers, rank).idle, never)
 }
 
 // onDevice queues the decoding of a batch behind the work that is on the streams now. It takes the
@@ -114,17 +114,15 @@ func (r *Relay) onDevice(slot *cuda.Slot, batch []read, streams []uint64) error 
 	}
 	first, last := r.tasksOf(batch[0])
 	jobs, numbers, idle := r.jobs[first:last], []int(nil), (*cuda.Event)(nil)
+	size := r.decodeBytes(batch[0].lo)
+	slot.ViewDevice(uintptr(r.decodeBase(batch[0].piece, batch[0].lo)), size)
 	if r.carrier == nil {
-		b := batch[0].piece % len(r.spec.Ring)
-		slot.ViewDevice(uintptr(r.spec.Ring[b]), r.ringBytes())
-		idle = r.idle[b]
-		slot.Order(r.idle[len(r.idle)-1], idle) // its bytes were checked
-	} else { // what it reads was checked, or is waited for
-		slot.ViewDevice(uintptr(r.spec.Ring[0]), r.ringBytes())
+		idle = r.idle[batch[0].piece%len(r.spec.Ring)]
+	} else {
 		idle = r.idle[r.batches%mostBatches]
-		slot.Order(r.idle[mostBatches], idle)
 		r.batches++
 	}
+	slot.Order(r.idle[len(r.idle)-1], idle) // what it reads was checked, or is waited for
 	if len(batch) > 1 {
 		jobs = nil
 		for _, of := range batch {
@@ -147,7 +145,7 @@ func (r *Relay) onDevice(slot *cuda.Slot, batch []read, streams []uint64) error 
 	}
 	left := len(jobs)
 	defer r.spendTime(time.Now())
-	err := r.queue.Submit(slot, r.ringBytes(), jobs, func(i int, err error) {
+	err := r.queue.Submit(slot, size, jobs, func(i int, err error) {
 		if err != nil {
 			r.failWith(r.whereIs(number(i), err), false)
 			return
@@ -168,14 +166,6 @@ func (r *Relay) onDevice(slot *cuda.Slot, batch []read, streams []uint64) error 
 		r.markQueued(of.piece, of.lo, of.hi, idle)
 	}
 	return nil
-}
-
-// ringBytes is how many bytes a batch may lie in.
-func (r *Relay) ringBytes() int64 {
-	if r.carrier == nil {
-		return r.spec.Size
-	}
-	return r.spec.Size * int64(len(r.spec.Ring))
 }
 
 // landedBatch says that a batch was decoded, and its strips were copied.

@@ -102,15 +102,14 @@ func (q *feedQueue) Close() {
 
 // pieceFilling is the piece that is being copied to the buffer at dst.
 func (r *Relay) pieceFilling(dst unsafe.Pointer) int {
-	b := 0
-	for b < len(r.spec.Ring)-1 {
-		if at := uintptr(r.spec.Ring[b]); uintptr(dst) >= at && uintptr(dst) < at+uintptr(r.spec.Size) {
+	b, n := 0, r.buffersOf(r.spec.Rank)
+	for b < n-1 {
+		if at := uintptr(r.shareAt(b, r.spec.Rank)); uintptr(dst) >= at && uintptr(dst) < at+uintptr(r.shareSpace()) {
 			break
 		}
 		b++
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	n := len(r.spec.Ring)
 	return r.free + (b-r.free%n+n)%n
 }

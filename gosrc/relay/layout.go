@@ -75,9 +75,6 @@ const (
 	// bareBytes is the size of the chunks of plain tensors, which have none in the
 	// file: four of them fit in a slot, with what aligns them.
 	bareBytes = 1<<20 - 8<<10
-	// finePiece is the least of a rank's share of a piece. Others copy and decode a share
-	// when all of it has been read.
-	finePiece = 16 << 20
 	// maxRanks is more GPUs than any host has: of several hosts, as many ranks exchange as
 	// have a share.
 	maxRanks = 256
@@ -92,35 +89,16 @@ const (
 	maxBuffers = 64
 )
 
-// largestChunk is the stored bytes of the largest chunk that a tensor has in the files, 0 where
-// all are plain. A number that is none of a tensor is false; layOut refuses it.
-func (s *Spec) largestChunk(ix *tensor.Index) (most int64, ok bool) {
-	for _, n := range s.Tensors {
-		if n < 0 || n >= int64(len(ix.Tensors)) {
-			return 0, false
-		}
-		t := &ix.Tensors[n]
-		if t.Alias >= 0 {
-			t = &ix.Tensors[t.Alias]
-		}
-		for _, c := range ix.Chunks[t.First : t.First+t.Count] {
-			most = max(most, int64(c.Stored))
-		}
-	}
-	return most, true
-}
-
 // checkSize checks the size of the buffers, in which each rank has a share, before there is
 // memory for them.
 func (s *Spec) checkSize() error {
-	buffers := int64(1) // in which a decode task finds its chunk
+	most := s.Size // in which a decode task finds its chunk
 	if s.Exchange {
-		buffers = max(1, int64(s.Buffers))
+		most = max(s.Size/int64(s.Ranks)*int64(s.Buffers), s.Size*int64(s.Staged))
 	}
-	if s.Size > maxSize/buffers || s.Size/shareAlign < int64(s.Ranks) {
-		return errs.New(errs.ErrArgument,
-			"relay: buffers of %d bytes for %d ranks: at least %d for each, and at most %d", s.Size, s.Ranks,
-			shareAlign, maxSize/buffers)
+	if s.Size > maxSize || most > maxSize || s.Size/shareAlign < int64(s.Ranks) {
+		return errs.New(errs.ErrArgument, "relay: buffers of %d bytes for %d ranks: at least %d for each, and at most %d",
+			s.Size, s.Ranks, shareAlign, maxSize)
 	}
 	return nil
 }
@@ -172,20 +150,6 @@ func (r *Relay) indexWithChunks(wants []plan.Want) *tensor.Index {
 		out.Chunks = cutBare(out.Chunks, t, r.bareChunk(wants[i].Data))
 	}
 	return out
-}
-
-// divideRing divides the memory of the ring into more and smaller buffers, as long as many
-// chunks fit in each rank's share.
-func (r *Relay) divideRing() {
-	s := r.spec
-	most, ok := s.largestChunk(r.model.Seen())
-	if !ok {
-		return
-	}
-	least := max(finePiece, 8*max(bareBytes, most)) * int64(s.Ranks)
-	for s.Size/2 >= least && s.Size/2%shareAlign == 0 && s.Buffers <= maxBuffers/2 {
-		s.Size, s.Buffers = s.Size/2, s.Buffers*2
-	}
 }
 
 // layOut divides the stored chunks of the tensors into pieces and shares, in the
@@ -328,20 +292,20 @@ func (r *Relay) addPiece(shares []plan.RankShare) {
 	if r.carrier != nil {
 		p.share = r.shareSpace()
 	}
-	base := device.Pointer(uintptr(r.spec.Ring[number%len(r.spec.Ring)]))
+	r.pieces = append(r.pieces, p)
+	base := r.shareAt(number, r.spec.Rank)
+	for i := range r.spots[p.begin:] {
+		s := &r.spots[p.begin+i]
+		s.Dst = unsafe.Add(base, r.placeOf(plan.ChunkOf{Data: s.Data, N: s.N}).off)
+	}
 	for rank := range shares {
 		for _, c := range shares[rank].Chunks {
 			r.placeOf(c).off += int64(rank) * p.share
 		}
 	}
-	for i := range r.spots[p.begin:] {
-		s := &r.spots[p.begin+i]
-		s.Dst = unsafe.Add(base, r.placeOf(plan.ChunkOf{Data: s.Data, N: s.N}).off)
-	}
 	if p.unread == 0 {
 		close(p.checked)
 	}
-	r.pieces = append(r.pieces, p)
 }
 
 // orderTrueFirst orders what is true before what is not.
@@ -403,15 +367,14 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 		if at.piece < 0 {
 			return doesNotTravel(int(p.Refs[i].Want))
 		}
-		off := at.off
-		if r.carrier != nil { // what is decoded together lies in several buffers
-			off += int64(at.piece%len(r.spec.Ring)) * r.spec.Size
-		}
+		rank := int(at.off / r.pieces[at.piece].share)
+		share := r.shareAt(at.piece, rank)
+		off := int64(uintptr(share)-uintptr(r.decodeBase(at.piece, rank))) + at.off%r.pieces[at.piece].share
 		if off > maxSize-int64(p.Tasks[i].Chunk.Stored) {
 			return errs.New(errs.ErrEngine, "relay: request %d has a chunk at %d of a buffer", p.Refs[i].Want, off)
 		}
 		p.Tasks[i].Src = uint32(off)
-		where[i] = at.piece*r.spec.Ranks + int(at.off/r.pieces[at.piece].share)
+		where[i] = at.piece*r.spec.Ranks + rank
 	}
 	for i, n := range p.Left {
 		if n == 0 && wants[i].Bytes > 0 { // plain, so without chunks
@@ -445,6 +408,7 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 	r.wants, r.aimed = wants, true
 	if r.carrier != nil {
 		close(r.carrier.aimed)
+		r.mark("aimed")
 	}
 	return nil
 }

@@ -207,36 +207,6 @@ func TestAliasesTravel(t *testing.T) {
 	}
 }
 
-// A ring that the engine exchanges is divided until shares are small, unless chunks are
-// large; a ring of a test's size stays as it is.
-func TestDivideRing(t *testing.T) {
-	m := plain(t, []int64{3 << 20})
-	for _, c := range []struct {
-		tensors []int64
-		share   int64
-		chunk   uint32 // stored bytes of the chunk; 0: it is a plain tensor
-		size    int64
-		buffers int
-	}{
-		{[]int64{0}, 32 << 20, 0, 32 << 20, 8}, {[]int64{0}, 64 << 20, 0, 32 << 20, 16}, {[]int64{0}, 31 << 20, 0, 62 << 20, 4},
-		{[]int64{0}, 1<<20 + 4096, 0, 2<<20 + 8192, 4}, {[]int64{0}, 32 << 20, 2 << 20, 32 << 20, 8}, {[]int64{0}, 32 << 20, 3 << 20, 64 << 20, 4},
-		{[]int64{-1}, 32 << 20, 0, 64 << 20, 4}, {[]int64{1}, 32 << 20, 0, 64 << 20, 4},
-	} {
-		r := &Relay{model: m, spec: &Spec{Tensors: c.tensors, Size: 2 * c.share, Buffers: 4, Ranks: 2}}
-		ix := m.Seen()
-		tensors, chunks := ix.Tensors, ix.Chunks
-		if c.chunk > 0 {
-			ix.Tensors = slices.Clone(ix.Tensors)
-			ix.Tensors[0].First, ix.Tensors[0].Count, ix.Chunks = 0, 1, []tensor.Chunk{{Stored: c.chunk, Logical: 3 << 20}}
-		}
-		r.divideRing()
-		ix.Tensors, ix.Chunks = tensors, chunks
-		if r.spec.Size != c.size || r.spec.Buffers != c.buffers {
-			t.Errorf("%+v: %d buffers of %d bytes", c, r.spec.Buffers, r.spec.Size)
-		}
-	}
-}
-
 // Requests of what does not travel are refused, of plain tensors as of others; a good one
 // still goes afterwards.
 func TestAimRefuses(t *testing.T) {

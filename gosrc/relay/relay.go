@@ -28,11 +28,13 @@ type Spec struct {
 	// buffers of Size bytes on the device; the caller keeps them valid until the job has ended
 	Ring []uint64 `json:"ring"`
 	Size int64    `json:"size"`
-	// Exchange: the engine makes the ring, of this number of buffers, and brings the
-	// pieces from rank to rank itself, once it has joined the others. The caller then
+	// Exchange: the engine brings the pieces from rank to rank itself, once it has joined the
+	// others. It makes memory for this number of shares that this rank has read, which the
+	// others map, and on a GPU for Staged shares that each other rank has. The caller then
 	// only sets the requests (Aim).
 	Exchange bool `json:"exchange"`
 	Buffers  int  `json:"buffers"`
+	Staged   int  `json:"staged"`
 	// Needs, with Exchange: the blocks that each rank of this host needs, as requests with
 	// the rank in the place of the address. They may overlap; without them every rank needs
 	// all. What a rank alone needs is read by that rank.
@@ -88,6 +90,7 @@ type lane struct {
 // profile is what a relay counts of its own work.
 type profile struct {
 	pulled atomic.Int64 // bytes copied from other ranks
+	moments
 	driver atomic.Int64 // nanoseconds in calls of the driver that submit fetches, copies and decodes
 	flight atomic.Int64 // bytes submitted for fetching that have not arrived
 	most   atomic.Int64 // of flight
@@ -118,6 +121,8 @@ type state struct {
 	host   sync.Mutex     // held while the host decodes
 	busy   sync.WaitGroup // Decode calls
 	once   sync.Once      // of close
+
+	unmapped atomic.Bool // err is that another rank's memory cannot be mapped
 }
 
 // A Report says what a relay did and what it cost.
@@ -131,6 +136,9 @@ type Report struct {
 	Driver float64   `json:"driver,omitempty"` // seconds in calls of the GPU's driver
 	Flight int64     `json:"flight,omitempty"` // the most bytes that were on their way to the GPU
 	Lost   []int     `json:"lost,omitempty"`   // ranks of this host that are gone
+	// Unmapped: the error is that this rank cannot map another's memory.
+	Unmapped bool               `json:"unmapped,omitempty"`
+	Moments  map[string]float64 `json:"moments,omitempty"` // seconds after the start at which it was so far
 }
 
 // Start starts a relay of a model. The first pieces are being read when it returns.
@@ -161,9 +169,6 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 			r.endExchange(context.Background())
 		}
 	}()
-	if spec.Exchange {
-		r.divideRing()
-	}
 	if err := spec.checkSize(); err != nil {
 		return nil, err
 	}
@@ -172,9 +177,11 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 			return nil, m.Where("stage", err)
 		}
 	}
+	r.mark("ring")
 	if err := r.layOut(); err != nil {
 		return nil, err
 	}
+	r.mark("layout")
 	if err := m.Hold(); err != nil {
 		return nil, err
 	}
@@ -182,6 +189,7 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 		m.Drop()
 		return nil, m.Where("stage", err)
 	}
+	r.mark("started")
 	r.job.Go(r.runJob)
 	return r, nil
 }
@@ -259,13 +267,13 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 		Index: r.model.Seen(), Sources: r.model.Sources(), Wants: r.shares, Plan: r.fetch, Queue: r.feed,
 		Workers: r.machine.Workers(depth), NoCheck: r.spec.NoCheck,
 		Gate: func(ctx context.Context, job int32) error {
-			return r.awaitFree(ctx, int(r.spots[job].Group)-len(r.spec.Ring)+1-ahead)
+			return r.awaitFree(ctx, int(r.spots[job].Group)-r.buffersOf(r.spec.Rank)+1-ahead)
 		},
 		Landed: func(spot int32) { r.countArrived(int(r.spots[spot].Group)) },
 	}
 	if ahead > 0 {
 		task.Destination = func(ctx context.Context, spot int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
-			return dst, r.awaitFree(ctx, int(r.spots[spot].Group)-len(r.spec.Ring)+1)
+			return dst, r.awaitFree(ctx, int(r.spots[spot].Group)-r.buffersOf(r.spec.Rank)+1)
 		}
 	}
 	if r.feed != nil {
@@ -275,6 +283,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 		r.carryPieces(ctx)
 	}
 	st, err := pipeline.Run(ctx, task)
+	r.mark("read")
 	if err == nil {
 		err = r.model.Uncut()
 	}
@@ -284,11 +293,14 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	if err != nil {
 		r.failWith(err, true)
 	}
+	r.mark("landed")
 	r.leaveExchange(ctx)
+	r.mark("left")
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	rep := Report{Ours: r.ours, Lost: r.lostRanks(), Waited: r.waitSeconds(), Pulled: r.pulled.Load(),
-		Driver: time.Duration(r.driver.Load()).Seconds(), Flight: r.most.Load()}
+		Driver: time.Duration(r.driver.Load()).Seconds(), Flight: r.most.Load(), Unmapped: r.unmapped.Load(),
+		Moments: r.moments.at}
 	rep.Report = load.Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)),
 		Seconds: time.Since(r.start).Seconds(), Stages: st}
 	for _, f := range files {
@@ -298,6 +310,21 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	return r.err
 }
 
+// moments are when a relay was how far.
+type moments struct {
+	lock sync.Mutex
+	at   map[string]float64
+}
+
+func (r *Relay) mark(what string) {
+	r.moments.lock.Lock()
+	defer r.moments.lock.Unlock()
+	if r.moments.at == nil {
+		r.moments.at = map[string]float64{}
+	}
+	r.moments.at[what] = time.Since(r.start).Seconds()
+}
+
 // leaveExchange ends what the ranks exchange.
 func (r *Relay) leaveExchange(ctx context.Context) {
 	if r.carrier == nil {
@@ -305,6 +332,7 @@ func (r *Relay) leaveExchange(ctx context.Context) {
 	}
 	r.carrier.work.Wait()
 	r.closeQueues()
+	r.mark("closed")
 	r.endExchange(ctx)
 }
 
@@ -324,7 +352,7 @@ func (r *Relay) piecesAhead() int {
 		n++
 		most = max(most, n)
 	}
-	return min(len(r.spec.Ring), (slots-1)/most)
+	return min(r.buffersOf(r.spec.Rank), (slots-1)/most)
 }
 
 // closeQueues waits for Decode calls and frees the queues.

@@ -17,7 +17,7 @@ import (
 // request's destination.
 type strip struct {
 	dst         unsafe.Pointer
-	src         int64 // in the buffer
+	src         int64 // in the share
 	pitch       int64 // from row to row of the share; those at the destination lie dense
 	width, rows int64
 	want        int32
@@ -97,7 +97,7 @@ func (r *Relay) divertStrips(p *plan.Plan, where []int, wants []plan.Want) []int
 	for i := range p.Tasks {
 		data := wants[p.Refs[i].Want].Data
 		if rank := where[i] % r.spec.Ranks; r.strips[data] > 0 && rank != r.spec.Rank {
-			r.parts[where[i]].addStrip(&p.Tasks[i], r.placeOf(plan.ChunkOf{Data: data, N: p.Refs[i].N}).off,
+			r.parts[where[i]].addStrip(&p.Tasks[i], r.placeOf(plan.ChunkOf{Data: data, N: p.Refs[i].N}).off%r.shareSpace(),
 				p.Refs[i].Want)
 			continue
 		}
@@ -111,10 +111,10 @@ func (r *Relay) divertStrips(p *plan.Plan, where []int, wants []plan.Want) []int
 // pullStrips queues the copies of a rank's strips of a piece.
 func (r *Relay) pullStrips(k, from int) error {
 	c, p := r.carrier, r.partOf(k, from)
-	base := int64(k%len(r.spec.Ring)) * r.spec.Size
+	share := r.sharedAt(k, from)
 	for i := range p.strips {
 		s := &p.strips[i]
-		at := unsafe.Add(c.Memory(from), base+s.src)
+		at := unsafe.Add(share, s.src)
 		err := r.target.GPU.CopyRows(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(s.dst)), uint64(s.width),
 			uint64(uintptr(at)), uint64(s.pitch), s.width, s.rows)
 		if err != nil {

@@ -128,6 +128,7 @@ class RelaySpec(LoadOptions, total=False):
     size: int
     exchange: bool
     buffers: int
+    staged: int
     ranks: int
     here: int
     rank: int

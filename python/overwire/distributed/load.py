@@ -48,16 +48,16 @@ __all__ = [
 
 log = logging.getLogger("overwire")
 
-#: Bytes of each buffer of the ring for each rank that exchanges. It has BUFFERS of them where
-#: ranks map each other's memory, FEW by collectives. A chunk fits, and what lies between it and
-#: the next.
+#: The most bytes of a piece that a rank reads: a chunk fits, and what lies between it and the next.
+#: Where ranks map each other's memory, a rank has BUFFERS such shares of its own, which the others map,
+#: and on a GPU STAGED of each other rank; by collectives FEW buffers for the shares of all ranks.
 SHARE = 32 << 20
-BUFFERS = 4
+BUFFERS = 8
+STAGED = 3
 FEW = 2
 
-# Bytes of a ring that ranks map: a larger one takes longer to map, and to unmap, than it saves. On four
-# GPUs 512 MiB cost 30 ms a load more than 256.
-_RING = 256 << 20
+# The least where ranks map each other's memory: they decode a share when all of it has been read.
+_FINE = 16 << 20
 
 # A buffer is below 2 GiB, however many ranks exchange, and what is decoded together below 4 GiB;
 # shares are multiples of _ALIGN.
@@ -96,7 +96,7 @@ def share_of_rank(ranks: int, share: int, buffers: int = 1) -> int:
 
 def mapped_share(ranks: int, room: int) -> int:
     """Likewise where ranks map each other's memory: eight chunks have space. room: as of `fits`."""
-    return share_of_rank(ranks, min(SHARE, max(_RING // BUFFERS // ranks, 8 * room)), BUFFERS)
+    return share_of_rank(ranks, min(SHARE, max(_FINE, 8 * room)), STAGED)
 
 
 def fits(ranks: int, room: int) -> bool:
@@ -201,6 +201,8 @@ class GroupLoad:
         mapped, relay = self.carrier == "mapped", _Relay(self._members, self._buffers)
         try:
             relay.try_step(lambda: (self._begin_mapped if mapped else self._begin_collective)(relay, wants))
+            if mapped:
+                relay.join_engines()
             relay.try_step(lambda: relay.set_requests(aim()))
             relay.try_step(beside)
             yield from relay.map_pieces(agree, tell) if mapped else relay.gather_pieces(agree, tell)
@@ -214,8 +216,8 @@ class GroupLoad:
 
     def _begin_mapped(self, relay: _Relay, wants: Wants) -> None:
         share, buffers = self._ring if self._ring[1] else (mapped_share(len(self._members.local), self._room), BUFFERS)
-        request = self._request(wants, self._members.local, self._device, share, buffers)
-        request["exchange"], request["buffers"] = True, buffers
+        request = self._request(wants, self._members.local, self._device, share)
+        request["exchange"], request["buffers"], request["staged"] = True, buffers, min(buffers, STAGED)
         relay.start_job(request, self._models, wants.needs)
 
     def _begin_collective(self, relay: _Relay, wants: Wants) -> None:
@@ -229,7 +231,7 @@ class GroupLoad:
         request["ring"] = [buffer.data_ptr() for buffer in self._buffers]
         relay.start_job(request, self._models)
 
-    def _request(self, wants: Wants, ranks: Sequence[int], device: str, share: int, buffers: int = 1) -> RelayRequest:
+    def _request(self, wants: Wants, ranks: Sequence[int], device: str, share: int) -> RelayRequest:
         # Of these ranks. All runs on torch's current stream, after what is queued there now.
         stream = 0
         if device != "cpu":
@@ -237,7 +239,7 @@ class GroupLoad:
 
             used_on(device)
             stream = stream_of(device)
-        size = share_of_rank(len(ranks), share, buffers) * len(ranks)
+        size = share_of_rank(len(ranks), share) * len(ranks)
         own = ranks.index(self._members.rank)
         return {
             "tensors": list(wants.tensors),
@@ -311,7 +313,6 @@ class _Relay:
         """The engines of each host exchange. Where a rank is gone, the others of its host raise
         that by themselves: no collective would end."""
         members = self._members
-        self._join_engines()
         try:
             if self._error is None:
                 while (landed := self.job.next(_TICK)) is None or landed.positions:
@@ -324,6 +325,8 @@ class _Relay:
             raise
         except BaseException as error:
             self._end_with(error)
+        if self._job is not None and (self._job.report() or {}).get("unmapped"):
+            self._error = Unmapped(str(self._error))
         if (
             isinstance(self._error, OverwireError)
             and self._job is not None
@@ -332,8 +335,10 @@ class _Relay:
             raise IOFailure(f"overwire: group: rank {members.local[lost[0]]} is gone: {self._error}") from self._error
         agree(self._error, self._ours)
 
-    def _join_engines(self) -> None:
-        # Collective: raises what has failed on a rank.
+    def join_engines(self) -> None:
+        """Collective: raises what has failed on a rank. The engines map each other's memory while
+        this rank makes its requests."""
+
         def offer() -> Any:
             if self._error is not None:
                 raise self._error
