@@ -161,7 +161,7 @@ class BlockLoad:
 
     def __del__(self) -> None:
         if not getattr(self, "_lands", True) and not sys.is_finalizing():
-            self._members.part(CancelledError("overwire: group: it did not load its blocks"), -1, False)
+            self._members.tell_failure(CancelledError("overwire: group: it did not load its blocks"), -1, False)
 
     def _number_rows(self, requests: Sequence[bytes], rank: int | None = None) -> bytes:
         # The requests of all files, with the numbers that tensors have where the files are one

@@ -188,12 +188,12 @@ class Members:
         now = time.monotonic()
         if now - self._step.looked >= _LOOK:
             self._step.looked = now
-            self._hear_interrupt()
+            self._hear_failure()
             if self._step.token and self._read_store(f"{self._step.token}/failed/{self._step.agreed}") is not None:
                 self._step.halt = CancelledError("overwire: group: another rank has failed")
                 raise self._step.halt
 
-    def _hear_interrupt(self) -> None:
+    def _hear_failure(self) -> None:
         step = self._step
         message = self._read_store(f"{step.token}/left") if step.token else None
         if message is None and step.agreed <= 1:
@@ -236,7 +236,7 @@ class Members:
                 store.set(f"overwire/{key}", value)
 
     def begin(self) -> int:
-        """Begins a verb; returns what `part` takes. IOFailure if the ranks are out of step."""
+        """Begins a verb; returns what `tell_failure` takes. IOFailure if the ranks are out of step."""
         step = self._step
         if step.broken:
             raise IOFailure(f"overwire: group: it serves no more loads, since its ranks are out of step: {step.broken}")
@@ -244,7 +244,7 @@ class Members:
         step.depth += 1
         return step.number
 
-    def part(self, error: BaseException, first: int, meets: bool) -> None:
+    def tell_failure(self, error: BaseException, first: int, meets: bool) -> None:
         """Tells the other ranks of an error that ends a verb here, unless they have it: in
         step if the ranks have not met yet. first: what `begin` returned. meets: as for
         `verb`."""
@@ -334,11 +334,11 @@ class Members:
             now = time.monotonic()
             if now - max(step.looked, began) >= _LOOK:
                 step.looked = now
-                self._hear_interrupt()
+                self._hear_failure()
                 if step.failure is not None and now > step.until:
                     raise step.failure
 
-    def settle(self, hosts: list[str]) -> None:
+    def note_hosts(self, hosts: list[str]) -> None:
         """Collective: who is on which host, once a group."""
         if self.local:
             return
@@ -479,7 +479,7 @@ def verb(group: Any, device: Any = "cpu", meets: bool = True) -> Iterator[Member
             yield members
     except BaseException as error:
         with current(device):
-            members.part(error, first, meets)
+            members.tell_failure(error, first, meets)
         members.end()
         raise
     members.end()

@@ -74,21 +74,21 @@ def meet(
                 )
     if comparable(reports) and (error := _find_difference(reports)) is not None:
         members.raise_alike(error)
-    members.settle([one["host"] for one in reports])
+    members.note_hosts([one["host"] for one in reports])
     return reports
 
 
 def _find_difference(reports: Sequence[Mapping[str, Any]]) -> CorruptError | None:
     # The error of ranks that do not have the same files open; alike on all ranks.
-    ranks = {rank: one["opened"] for rank, one in enumerate(reports) if one.get("opened")}
+    opened = {rank: one["opened"] for rank, one in enumerate(reports) if one.get("opened")}
     nearest: dict[tuple[str, str], int] = {}
-    for rank, one in ranks.items():
+    for rank, one in opened.items():
         near = nearest.setdefault(one.space, rank)
-        for other in sorted({min(ranks), near}):
-            at = _first_unlike(ranks[other], one, other == near)
+        for other in sorted({min(opened), near}):
+            at = _first_unlike(opened[other], one, other == near)
             if at is None:
                 continue
-            uris = ranks[min(ranks)].uris
+            uris = opened[min(opened)].uris
             uri = uris[min(at, len(uris) - 1)]
             text = (
                 f"overwire: group: {uri} is not the same file on ranks {other} and {rank}: was it replaced meanwhile?"

@@ -84,7 +84,7 @@ def open_load(
     with verb(group, device) as members:
         try:
             reports = meet(members, describe, close)
-            loads[0].share_out(reports)
+            loads[0].decide_from(reports)
             yield loads[0]
         finally:
             close()
@@ -134,7 +134,7 @@ class TensorLoad:
             self.positions = list(range(len(self.model.table))) if selection is None else selection
             self._dims = self._cut_dims(shard)
             if budgets[0] is None:
-                fit(self.model, self._frame, self._dtype, options.get("max_memory"), map(self.part, self.positions))
+                fit(self.model, self._frame, self._dtype, options.get("max_memory"), map(self.part_size, self.positions))
         except BaseException:
             self.close()
             raise
@@ -174,7 +174,7 @@ class TensorLoad:
             dims[at] = dim % rank
         return dims
 
-    def part(self, at: int) -> tuple[int, int]:
+    def part_size(self, at: int) -> tuple[int, int]:
         """Local: what this rank gets of a tensor: how many of its elements as the file
         counts them."""
         if at not in self._dims:
@@ -203,7 +203,7 @@ class TensorLoad:
             "budgets": (self._budget, self._beside),
         }
 
-    def share_out(self, reports: list[dict[str, Any]]) -> None:
+    def decide_from(self, reports: list[dict[str, Any]]) -> None:
         """Once, first, and local: all ranks have the same `reports`, so all decide alike."""
         self._load.choose_carrier(self._exchange, reports)
         self._bitmaps = [one["wants"] for one in reports]

@@ -147,7 +147,7 @@ def _load_together(
         here, late[:] = in_place(load.model, list(into.values()), device)
         places.clear()
         places.update(here)
-        fit(load.model, frame, None, max_memory, [load.part(at) for at in positions.values() if at not in places])
+        fit(load.model, frame, None, max_memory, [load.part_size(at) for at in positions.values() if at not in places])
         return list(positions.values())
 
     tensors: dict[int, Any] = {}
