@@ -15,6 +15,7 @@
 package peers
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -175,20 +176,22 @@ func (p *Peers) Join(offers []Offer) error {
 }
 
 // MapMemoryOf maps the memory of another process, after Join; Memory then has it. An error of
-// ErrNotSupported says that this process or its device cannot reach it.
+// ErrNotSupported says that this process or its device cannot reach it; of one that is gone the
+// error says that.
 func (p *Peers) MapMemoryOf(rank int) (err error) {
 	o := &p.offers[rank]
-	if p.gpu == nil {
-		if p.files[rank], err = openShared(o, o.File, o.Bytes); err == nil {
-			p.at[rank] = p.files[rank].base
+	if p.gpu != nil {
+		p.at[rank], err = p.gpu.Attach(o.Memory)
+		if errors.Is(err, errs.ErrDevice) {
+			err = errs.New(errs.ErrNotSupported, "the GPU's memory of another process cannot be mapped: %v", err)
 		}
-		return err
+	} else if p.files[rank], err = openShared(o, o.File, o.Bytes); err == nil {
+		p.at[rank] = p.files[rank].base
 	}
-	p.at[rank], err = p.gpu.Attach(o.Memory)
-	if errors.Is(err, errs.ErrDevice) {
-		return errs.New(errs.ErrNotSupported, "the GPU's memory of another process cannot be mapped: %v", err)
+	if err != nil {
+		return cmp.Or(p.checkLives([]int{rank}, time.Now()), err)
 	}
-	return err
+	return nil
 }
 
 // End says that this process uses no memory of the others any more, after all work

@@ -31,7 +31,7 @@ import (
 // have of other ranks: one that reads late delays only what it reads.
 type carrier struct {
 	*peers.Peers
-	staging device.Memory // on a GPU: spec.Staged shares of each other rank
+	staging device.Memory // on a GPU: spec.Stages shares of each other rank
 	streams []uintptr     // on a GPU, by rank
 	joined  chan struct{}
 	mapped  []chan struct{} // by rank: closed when its memory is mapped
@@ -51,16 +51,16 @@ type carrier struct {
 // makeCarrier makes the ring and what carries it.
 func (r *Relay) makeCarrier() error {
 	s, gpu := r.spec, r.target.GPU
-	if s.Buffers < 1 || s.Buffers > maxBuffers || gpu != nil && s.Staged < 1 || s.Staged > maxBuffers || len(s.Ring) > 0 {
+	if s.Buffers < 1 || s.Buffers > maxBuffers || gpu != nil && s.Stages < 1 || s.Stages > maxBuffers || len(s.Ring) > 0 {
 		return errs.New(errs.ErrArgument, "relay: %d and %d shares of %d bytes for %d ranks, and %d buffers", s.Buffers,
-			s.Staged, s.Size, s.Ranks, len(s.Ring))
+			s.Stages, s.Size, s.Ranks, len(s.Ring))
 	}
 	p, err := peers.New(gpu, int64(s.Buffers)*r.shareSpace(), s.Rank, s.Ranks)
 	if err != nil {
 		return err
 	}
 	c := &carrier{Peers: p, joined: make(chan struct{}), aimed: make(chan struct{}),
-		waits: make([]atomic.Int64, s.Ranks), ready: make(chan read, s.Ranks*max(s.Buffers, s.Staged))}
+		waits: make([]atomic.Int64, s.Ranks), ready: make(chan read, s.Ranks*max(s.Buffers, s.Stages))}
 	r.carrier = c
 	for range s.Ranks {
 		c.mapped = append(c.mapped, make(chan struct{}))
@@ -68,7 +68,7 @@ func (r *Relay) makeCarrier() error {
 	if gpu == nil {
 		return nil
 	}
-	staging, err := gpu.Alloc([]int64{int64(s.Staged*(s.Ranks-1)) * r.shareSpace()}) // of one rank: none
+	staging, err := gpu.Alloc([]int64{int64(s.Stages*(s.Ranks-1)) * r.shareSpace()}) // of one rank: none
 	if err != nil {
 		return err
 	}
@@ -83,57 +83,44 @@ func (r *Relay) makeCarrier() error {
 	return nil
 }
 
-// buffersOf is of how many pieces this rank has a rank's shares at a time.
-func (r *Relay) buffersOf(rank int) int {
-	switch {
-	case r.carrier == nil:
-		return len(r.spec.Ring)
-	case rank == r.spec.Rank || r.target.GPU == nil:
-		return r.spec.Buffers
-	}
-	return r.spec.Staged
+// A bank is memory in which this rank has shares of a rank, of a piece each, until they are decoded.
+type bank struct {
+	base  unsafe.Pointer
+	bytes int64
+	first int64 // where the first share begins
+	step  int64 // from share to share
+	count int   // of shares
 }
 
-// sharedAt is where a rank itself has its share of a piece, as far as the engine exchanges.
+// bankOf is where this rank finds a rank's share of a piece.
+func (r *Relay) bankOf(k, rank int) bank {
+	s, share := r.spec, r.shareSpace()
+	switch {
+	case r.carrier == nil: // a buffer for all ranks
+		b := bank{base: device.Pointer(uintptr(s.Ring[k%len(s.Ring)])), bytes: s.Size, count: len(s.Ring)}
+		if k < len(r.pieces) {
+			b.first = int64(rank) * r.pieces[k].share
+		}
+		return b
+	case rank == s.Rank || r.target.GPU == nil:
+		return bank{r.carrier.Memory(rank), int64(s.Buffers) * share, 0, share, s.Buffers}
+	}
+	staging := r.carrier.staging
+	return bank{staging.Ptr, staging.Bytes, int64((rank+s.Ranks-s.Rank-1)%s.Ranks*s.Stages) * share, share, s.Stages}
+}
+
+// offsetOf is where in the memory the share of a piece begins.
+func (b bank) offsetOf(k int) int64 { return b.first + int64(k%b.count)*b.step }
+
+// shareAt is the address of that share.
+func (r *Relay) shareAt(k, rank int) unsafe.Pointer {
+	b := r.bankOf(k, rank)
+	return unsafe.Add(b.base, b.offsetOf(k))
+}
+
+// sharedAt is where a rank itself has its share of a piece, where the engine exchanges.
 func (r *Relay) sharedAt(k, rank int) unsafe.Pointer {
 	return unsafe.Add(r.carrier.Memory(rank), int64(k%r.spec.Buffers)*r.shareSpace())
-}
-
-// shareAt is where this rank finds a rank's share of a piece.
-func (r *Relay) shareAt(k, rank int) unsafe.Pointer {
-	base := r.decodeBase(k, rank)
-	switch {
-	case r.carrier == nil:
-		return unsafe.Add(base, int64(rank)*r.pieces[k].share)
-	case rank == r.spec.Rank || r.target.GPU == nil:
-		return unsafe.Add(base, int64(k%r.spec.Buffers)*r.shareSpace())
-	}
-	if rank > r.spec.Rank {
-		rank--
-	}
-	return unsafe.Add(base, int64(rank*r.spec.Staged+k%r.spec.Staged)*r.shareSpace())
-}
-
-// decodeBase is the memory in which the decode tasks of a rank's share of a piece find their chunks.
-func (r *Relay) decodeBase(k, rank int) unsafe.Pointer {
-	switch {
-	case r.carrier == nil:
-		return device.Pointer(uintptr(r.spec.Ring[k%len(r.spec.Ring)]))
-	case rank == r.spec.Rank || r.target.GPU == nil:
-		return r.carrier.Memory(rank)
-	}
-	return r.carrier.staging.Ptr
-}
-
-// decodeBytes is the size of that memory.
-func (r *Relay) decodeBytes(rank int) int64 {
-	switch {
-	case r.carrier == nil:
-		return r.spec.Size
-	case rank == r.spec.Rank:
-		return int64(r.spec.Buffers) * r.shareSpace()
-	}
-	return r.carrier.staging.Bytes
 }
 
 // endExchange waits for the pulls in flight, and for the other ranks to end theirs; when ctx
@@ -385,7 +372,7 @@ func (r *Relay) wantsOf(k, from int) bool {
 // piece.
 func (r *Relay) pullShare(ctx context.Context, k, from int) error {
 	c, q := r.carrier, r.partOf(k, from)
-	if err := r.awaitState(ctx, func() bool { return r.queued[from] > k-r.spec.Staged }); err != nil {
+	if err := r.awaitState(ctx, func() bool { return r.queued[from] > k-r.spec.Stages }); err != nil {
 		return err
 	}
 	defer r.spendTime(time.Now())

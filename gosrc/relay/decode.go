@@ -67,7 +67,7 @@ func (r *Relay) onHost(of read) error {
 	r.host.Lock()
 	defer r.host.Unlock()
 	first, last := r.tasksOf(of)
-	jobs, base := r.jobs[first:last], r.decodeBase(of.piece, of.lo)
+	jobs, base := r.jobs[first:last], r.bankOf(of.piece, of.lo).base
 	err := spawn.Each(context.Background(), "relay",
 		cmp.Or(r.machine.Threads, max(1, r.machine.Cores/max(1, r.machine.Ranks))), len(jobs), func(i int) error {
 			j := &jobs[i]
@@ -89,7 +89,7 @@ func (r *Relay) onHost(of read) error {
 // filledAfter is the event after which what a rank reads of a piece may be written to its part
 // of the buffer: the decoding of the buffer's earlier piece, which is queued.
 func (r *Relay) filledAfter(k, rank int) *cuda.Event {
-	never, buffers := r.idle[len(r.idle)-1], r.buffersOf(rank)
+	never, buffers := r.idle[len(r.idle)-1], r.bankOf(k, rank).count
 	if k < buffers {
 		return never
 	}
@@ -114,8 +114,8 @@ func (r *Relay) onDevice(slot *cuda.Slot, batch []read, streams []uint64) error 
 	}
 	first, last := r.tasksOf(batch[0])
 	jobs, numbers, idle := r.jobs[first:last], []int(nil), (*cuda.Event)(nil)
-	size := r.decodeBytes(batch[0].lo)
-	slot.ViewDevice(uintptr(r.decodeBase(batch[0].piece, batch[0].lo)), size)
+	from := r.bankOf(batch[0].piece, batch[0].lo)
+	slot.ViewDevice(uintptr(from.base), from.bytes)
 	if r.carrier == nil {
 		idle = r.idle[batch[0].piece%len(r.spec.Ring)]
 	} else {
@@ -145,7 +145,7 @@ func (r *Relay) onDevice(slot *cuda.Slot, batch []read, streams []uint64) error 
 	}
 	left := len(jobs)
 	defer r.spendTime(time.Now())
-	err := r.queue.Submit(slot, size, jobs, func(i int, err error) {
+	err := r.queue.Submit(slot, from.bytes, jobs, func(i int, err error) {
 		if err != nil {
 			r.failWith(r.whereIs(number(i), err), false)
 			return

@@ -102,14 +102,19 @@ func (q *feedQueue) Close() {
 
 // pieceFilling is the piece that is being copied to the buffer at dst.
 func (r *Relay) pieceFilling(dst unsafe.Pointer) int {
-	b, n := 0, r.buffersOf(r.spec.Rank)
-	for b < n-1 {
-		if at := uintptr(r.shareAt(b, r.spec.Rank)); uintptr(dst) >= at && uintptr(dst) < at+uintptr(r.shareSpace()) {
+	n, at := r.bankOf(0, r.spec.Rank).count, 0
+	for at < n-1 {
+		b := r.bankOf(at, r.spec.Rank)
+		lo, size := uintptr(b.base), b.bytes
+		if b.step > 0 {
+			lo, size = lo+uintptr(b.offsetOf(at)), b.step
+		}
+		if uintptr(dst) >= lo && uintptr(dst) < lo+uintptr(size) {
 			break
 		}
-		b++
+		at++
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.free + (b-r.free%n+n)%n
+	return r.free + (at-r.free%n+n)%n
 }

@@ -100,7 +100,7 @@ func TestRelayPrepared(t *testing.T) {
 	got := memoryOn(t, "cuda:0", sizes)
 	cudatest.History()
 	spec := specOf(travel, memory{}, "cuda:0", 0, 1, alone)
-	spec.Exchange, spec.Buffers, spec.Staged = true, 2, 2
+	spec.Exchange, spec.Buffers, spec.Stages = true, 2, 2
 	r, err := relay.Start(m, spec)
 	if err != nil {
 		t.Fatal(err)

@@ -94,7 +94,7 @@ const (
 func (s *Spec) checkSize() error {
 	most := s.Size // in which a decode task finds its chunk
 	if s.Exchange {
-		most = max(s.Size/int64(s.Ranks)*int64(s.Buffers), s.Size*int64(s.Staged))
+		most = max(s.Size/int64(s.Ranks)*int64(s.Buffers), s.Size*int64(s.Stages))
 	}
 	if s.Size > maxSize || most > maxSize || s.Size/shareAlign < int64(s.Ranks) {
 		return errs.New(errs.ErrArgument, "relay: buffers of %d bytes for %d ranks: at least %d for each, and at most %d",
@@ -368,8 +368,7 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 			return doesNotTravel(int(p.Refs[i].Want))
 		}
 		rank := int(at.off / r.pieces[at.piece].share)
-		share := r.shareAt(at.piece, rank)
-		off := int64(uintptr(share)-uintptr(r.decodeBase(at.piece, rank))) + at.off%r.pieces[at.piece].share
+		off := r.bankOf(at.piece, rank).offsetOf(at.piece) + at.off%r.pieces[at.piece].share
 		if off > maxSize-int64(p.Tasks[i].Chunk.Stored) {
 			return errs.New(errs.ErrEngine, "relay: request %d has a chunk at %d of a buffer", p.Refs[i].Want, off)
 		}

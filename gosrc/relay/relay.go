@@ -30,11 +30,11 @@ type Spec struct {
 	Size int64    `json:"size"`
 	// Exchange: the engine brings the pieces from rank to rank itself, once it has joined the
 	// others. It makes memory for this number of shares that this rank has read, which the
-	// others map, and on a GPU for Staged shares that each other rank has. The caller then
+	// others map, and on a GPU for Stages shares that each other rank has. The caller then
 	// only sets the requests (Aim).
 	Exchange bool `json:"exchange"`
 	Buffers  int  `json:"buffers"`
-	Staged   int  `json:"staged"`
+	Stages   int  `json:"stages"`
 	// Needs, with Exchange: the blocks that each rank of this host needs, as requests with
 	// the rank in the place of the address. They may overlap; without them every rank needs
 	// all. What a rank alone needs is read by that rank.
@@ -267,13 +267,13 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 		Index: r.model.Seen(), Sources: r.model.Sources(), Wants: r.shares, Plan: r.fetch, Queue: r.feed,
 		Workers: r.machine.Workers(depth), NoCheck: r.spec.NoCheck,
 		Gate: func(ctx context.Context, job int32) error {
-			return r.awaitFree(ctx, int(r.spots[job].Group)-r.buffersOf(r.spec.Rank)+1-ahead)
+			return r.awaitFree(ctx, int(r.spots[job].Group)-r.bankOf(0, r.spec.Rank).count+1-ahead)
 		},
 		Landed: func(spot int32) { r.countArrived(int(r.spots[spot].Group)) },
 	}
 	if ahead > 0 {
 		task.Destination = func(ctx context.Context, spot int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
-			return dst, r.awaitFree(ctx, int(r.spots[spot].Group)-r.buffersOf(r.spec.Rank)+1)
+			return dst, r.awaitFree(ctx, int(r.spots[spot].Group)-r.bankOf(0, r.spec.Rank).count+1)
 		}
 	}
 	if r.feed != nil {
@@ -352,7 +352,7 @@ func (r *Relay) piecesAhead() int {
 		n++
 		most = max(most, n)
 	}
-	return min(r.buffersOf(r.spec.Rank), (slots-1)/most)
+	return min(r.bankOf(0, r.spec.Rank).count, (slots-1)/most)
 }
 
 // closeQueues waits for Decode calls and frees the queues.

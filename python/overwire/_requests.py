@@ -128,7 +128,7 @@ class RelaySpec(LoadOptions, total=False):
     size: int
     exchange: bool
     buffers: int
-    staged: int
+    stages: int
     ranks: int
     here: int
     rank: int

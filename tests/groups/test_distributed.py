@@ -233,8 +233,8 @@ def test_a_buffer_ends_below_2_gib_however_many_ranks_exchange(tmp_path: Path) -
         share = relays.share_of_rank(count, relays.SHARE)
         assert share * count < 2 << 30 and share % 256 == 0 and (share == relays.SHARE) == (count < 64), count
         mapped = relays.mapped_share(count, 1 << 20)
-        assert mapped % 256 == 0 and mapped * relays.BUFFERS <= 128 << 20 and mapped * relays.STAGED <= 64 << 20, count
-        assert mapped * relays.STAGED * count < 4 << 30 and (mapped == 16 << 20) == (count <= 85), count
+        assert mapped % 256 == 0 and mapped * relays.BUFFERS <= 128 << 20 and mapped * relays.STAGES <= 64 << 20, count
+        assert mapped * relays.STAGES * count < 4 << 30 and (mapped == 16 << 20) == (count <= 85), count
     ow.save_file({"a": torch.randn(2048, 1024)}, tmp_path / "compressed")
     ow.save_file({"a": torch.randn(2048, 1024)}, tmp_path / "plain", compress=False)
     for path, chunk in (("compressed", 1 << 20), ("plain", (1 << 20) - 8192)):

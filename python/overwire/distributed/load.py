@@ -50,10 +50,10 @@ log = logging.getLogger("overwire")
 
 #: The most bytes of a piece that a rank reads: a chunk fits, and what lies between it and the next.
 #: Where ranks map each other's memory, a rank has BUFFERS such shares of its own, which the others map,
-#: and on a GPU STAGED of each other rank; by collectives FEW buffers for the shares of all ranks.
+#: and on a GPU STAGES of each other rank; by collectives FEW buffers for the shares of all ranks.
 SHARE = 32 << 20
 BUFFERS = 8
-STAGED = 3
+STAGES = 3
 FEW = 2
 
 # The least where ranks map each other's memory: they decode a share when all of it has been read.
@@ -96,7 +96,7 @@ def share_of_rank(ranks: int, share: int, buffers: int = 1) -> int:
 
 def mapped_share(ranks: int, room: int) -> int:
     """Likewise where ranks map each other's memory: eight chunks have space. room: as of `fits`."""
-    return share_of_rank(ranks, min(SHARE, max(_FINE, 8 * room)), STAGED)
+    return share_of_rank(ranks, min(SHARE, max(_FINE, 8 * room)), STAGES)
 
 
 def fits(ranks: int, room: int) -> bool:
@@ -217,7 +217,7 @@ class GroupLoad:
     def _begin_mapped(self, relay: _Relay, wants: Wants) -> None:
         share, buffers = self._ring if self._ring[1] else (mapped_share(len(self._members.local), self._room), BUFFERS)
         request = self._request(wants, self._members.local, self._device, share)
-        request["exchange"], request["buffers"], request["staged"] = True, buffers, min(buffers, STAGED)
+        request["exchange"], request["buffers"], request["stages"] = True, buffers, min(buffers, STAGES)
         relay.start_job(request, self._models, wants.needs)
 
     def _begin_collective(self, relay: _Relay, wants: Wants) -> None:

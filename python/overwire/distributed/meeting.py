@@ -80,15 +80,15 @@ def meet(
 
 def _find_difference(reports: Sequence[Mapping[str, Any]]) -> CorruptError | None:
     # The error of ranks that do not have the same files open; alike on all ranks.
-    opened = {rank: one["opened"] for rank, one in enumerate(reports) if one.get("opened")}
+    files = {rank: one["opened"] for rank, one in enumerate(reports) if one.get("opened")}
     nearest: dict[tuple[str, str], int] = {}
-    for rank, one in opened.items():
+    for rank, one in files.items():
         near = nearest.setdefault(one.space, rank)
-        for other in sorted({min(opened), near}):
-            at = _first_unlike(opened[other], one, other == near)
+        for other in sorted({min(files), near}):
+            at = _first_unlike(files[other], one, other == near)
             if at is None:
                 continue
-            uris = opened[min(opened)].uris
+            uris = files[min(files)].uris
             uri = uris[min(at, len(uris) - 1)]
             text = (
                 f"overwire: group: {uri} is not the same file on ranks {other} and {rank}: was it replaced meanwhile?"

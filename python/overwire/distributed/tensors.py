@@ -134,7 +134,8 @@ class TensorLoad:
             self.positions = list(range(len(self.model.table))) if selection is None else selection
             self._dims = self._cut_dims(shard)
             if budgets[0] is None:
-                fit(self.model, self._frame, self._dtype, options.get("max_memory"), map(self.part_size, self.positions))
+                sizes = map(self.part_size, self.positions)
+                fit(self.model, self._frame, self._dtype, options.get("max_memory"), sizes)
         except BaseException:
             self.close()
             raise
