@@ -39,7 +39,8 @@ type carrier struct {
 	gone    bool // disconnected
 	work    sync.WaitGroup
 	waits   []atomic.Int64 // by rank: nanoseconds; see Report.Waited
-	ready   chan read      // what is on its way to this rank's GPU, or there
+	own     chan read      // what is on its way to this rank's GPU, or there, of its own shares
+	pulls   chan read      // likewise of the others'
 
 	// Guarded by the relay's mu.
 	asked     bool // Join was called
@@ -60,7 +61,7 @@ func (r *Relay) makeCarrier() error {
 		return err
 	}
 	c := &carrier{Peers: p, joined: make(chan struct{}), aimed: make(chan struct{}),
-		waits: make([]atomic.Int64, s.Ranks), ready: make(chan read, s.Ranks*max(s.Buffers, s.Stages))}
+		waits: make([]atomic.Int64, s.Ranks), own: make(chan read, s.Buffers), pulls: make(chan read, s.Ranks*s.Stages)}
 	r.carrier = c
 	for range s.Ranks {
 		c.mapped = append(c.mapped, make(chan struct{}))
@@ -188,7 +189,6 @@ func (r *Relay) Join(offers []peers.Offer) error {
 		c.Trouble()
 	}
 	close(c.joined)
-	r.mark("joined")
 	return nil
 }
 
@@ -203,7 +203,6 @@ func (r *Relay) mapMemoryOf(rank int) {
 			return
 		}
 		close(r.carrier.mapped[rank])
-		r.mark("mapped")
 	})
 }
 
@@ -225,7 +224,8 @@ func (r *Relay) carryPieces(ctx context.Context) {
 			return err
 		}
 		if r.queue != nil {
-			begin(r.decodeBatches)
+			begin(func(ctx context.Context) error { return r.decodeBatches(ctx, true) })
+			begin(func(ctx context.Context) error { return r.decodeBatches(ctx, false) })
 		}
 		for from := range r.spec.Ranks {
 			begin(func(ctx context.Context) error { return r.bringShares(ctx, from) })
@@ -290,7 +290,7 @@ func (r *Relay) bringShares(ctx context.Context, from int) error {
 			}
 		}
 		select {
-		case c.ready <- of:
+		case r.readyOf(own) <- of:
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		}
@@ -299,18 +299,18 @@ func (r *Relay) bringShares(ctx context.Context, from int) error {
 }
 
 // decodeBatches decodes on the GPU what has arrived, all that has while it waits for a slot
-// together.
-func (r *Relay) decodeBatches(ctx context.Context) error {
-	left := 0
+// together: this rank's own shares, or those of the others.
+func (r *Relay) decodeBatches(ctx context.Context, own bool) error {
+	ready, left := r.readyOf(own), 0
 	for i := range r.parts {
-		if r.wantsOf(i/r.spec.Ranks, i%r.spec.Ranks) {
+		if from := i % r.spec.Ranks; (from == r.spec.Rank) == own && r.wantsOf(i/r.spec.Ranks, from) {
 			left++
 		}
 	}
 	for left > 0 {
 		var batch []read
 		select {
-		case of := <-r.carrier.ready:
+		case of := <-ready:
 			batch = append(batch, of)
 		case <-ctx.Done():
 			return context.Cause(ctx)
@@ -321,45 +321,32 @@ func (r *Relay) decodeBatches(ctx context.Context) error {
 		}
 		for more := true; more && len(batch) < mostReads; {
 			select {
-			case of := <-r.carrier.ready:
+			case of := <-ready:
 				batch = append(batch, of)
 			default:
 				more = false
 			}
 		}
 		left -= len(batch)
-		isOwn := func(of read) bool { return of.lo == r.spec.Rank }
-		slices.SortStableFunc(batch, func(a, b read) int { return orderTrueFirst(isOwn(a), isOwn(b)) })
-		own := len(batch) // what this rank has read lies apart from what it has pulled
-		for own > 0 && !isOwn(batch[own-1]) {
-			own--
+		var streams []uint64
+		for _, of := range batch {
+			if s := uint64(r.carrier.streams[of.lo]); !own && !slices.Contains(streams, s) {
+				streams = append(streams, s)
+			}
 		}
-		for _, some := range [][]read{batch[:own], batch[own:]} {
-			if len(some) == 0 {
-				continue
-			}
-			if slot == nil {
-				if slot, err = r.queue.Get(ctx); err != nil {
-					return err
-				}
-			}
-			if err := r.onDevice(slot.(*cuda.Slot), some, r.streamsOf(some)); err != nil {
-				return nil //nolint:nilerr // it has said it
-			}
-			slot = nil
+		if err := r.onDevice(slot.(*cuda.Slot), batch, streams); err != nil {
+			return nil //nolint:nilerr // it has said it
 		}
 	}
 	return nil
 }
 
-// streamsOf are the streams on which shares of other ranks are copied.
-func (r *Relay) streamsOf(batch []read) (streams []uint64) {
-	for _, of := range batch {
-		if s := uint64(r.carrier.streams[of.lo]); of.lo != r.spec.Rank && !slices.Contains(streams, s) {
-			streams = append(streams, s)
-		}
+// readyOf is what waits for its decoding: of this rank's own shares, or of the others'.
+func (r *Relay) readyOf(own bool) chan read {
+	if own {
+		return r.carrier.own
 	}
-	return streams
+	return r.carrier.pulls
 }
 
 // wantsOf reports whether this rank wants any of what a rank reads of a piece.
@@ -418,9 +405,6 @@ func (r *Relay) countArrived(k int) {
 	defer r.mu.Unlock()
 	c := r.carrier
 	if r.pieces[k].unread--; r.pieces[k].unread == 0 {
-		if k == 0 {
-			r.mark("first")
-		}
 		close(r.pieces[k].checked)
 	}
 	if c == nil {

@@ -119,8 +119,7 @@ func (r *Relay) onDevice(slot *cuda.Slot, batch []read, streams []uint64) error 
 	if r.carrier == nil {
 		idle = r.idle[batch[0].piece%len(r.spec.Ring)]
 	} else {
-		idle = r.idle[r.batches%mostBatches]
-		r.batches++
+		idle = r.idle[r.batches.Add(1)%mostBatches]
 	}
 	slot.Order(r.idle[len(r.idle)-1], idle) // what it reads was checked, or is waited for
 	if len(batch) > 1 {

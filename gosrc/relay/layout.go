@@ -407,7 +407,6 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 	r.wants, r.aimed = wants, true
 	if r.carrier != nil {
 		close(r.carrier.aimed)
-		r.mark("aimed")
 	}
 	return nil
 }

@@ -84,13 +84,12 @@ type lane struct {
 	// Where the caller exchanges, by buffer: the piece was decoded; else by batch of shares: they
 	// were. The last one is never recorded.
 	idle    []*cuda.Event
-	batches int // that were decoded, where the engine exchanges
+	batches atomic.Uint32 // that were decoded, where the engine exchanges
 }
 
 // profile is what a relay counts of its own work.
 type profile struct {
 	pulled atomic.Int64 // bytes copied from other ranks
-	moments
 	driver atomic.Int64 // nanoseconds in calls of the driver that submit fetches, copies and decodes
 	flight atomic.Int64 // bytes submitted for fetching that have not arrived
 	most   atomic.Int64 // of flight
@@ -137,8 +136,7 @@ type Report struct {
 	Flight int64     `json:"flight,omitempty"` // the most bytes that were on their way to the GPU
 	Lost   []int     `json:"lost,omitempty"`   // ranks of this host that are gone
 	// Unmapped: the error is that this rank cannot map another's memory.
-	Unmapped bool               `json:"unmapped,omitempty"`
-	Moments  map[string]float64 `json:"moments,omitempty"` // seconds after the start at which it was so far
+	Unmapped bool `json:"unmapped,omitempty"`
 }
 
 // Start starts a relay of a model. The first pieces are being read when it returns.
@@ -177,11 +175,9 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 			return nil, m.Where("stage", err)
 		}
 	}
-	r.mark("ring")
 	if err := r.layOut(); err != nil {
 		return nil, err
 	}
-	r.mark("layout")
 	if err := m.Hold(); err != nil {
 		return nil, err
 	}
@@ -189,7 +185,6 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 		m.Drop()
 		return nil, m.Where("stage", err)
 	}
-	r.mark("started")
 	r.job.Go(r.runJob)
 	return r, nil
 }
@@ -283,7 +278,6 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 		r.carryPieces(ctx)
 	}
 	st, err := pipeline.Run(ctx, task)
-	r.mark("read")
 	if err == nil {
 		err = r.model.Uncut()
 	}
@@ -293,14 +287,11 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	if err != nil {
 		r.failWith(err, true)
 	}
-	r.mark("landed")
 	r.leaveExchange(ctx)
-	r.mark("left")
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	rep := Report{Ours: r.ours, Lost: r.lostRanks(), Waited: r.waitSeconds(), Pulled: r.pulled.Load(),
-		Driver: time.Duration(r.driver.Load()).Seconds(), Flight: r.most.Load(), Unmapped: r.unmapped.Load(),
-		Moments: r.moments.at}
+		Driver: time.Duration(r.driver.Load()).Seconds(), Flight: r.most.Load(), Unmapped: r.unmapped.Load()}
 	rep.Report = load.Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)),
 		Seconds: time.Since(r.start).Seconds(), Stages: st}
 	for _, f := range files {
@@ -310,21 +301,6 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	return r.err
 }
 
-// moments are when a relay was how far.
-type moments struct {
-	lock sync.Mutex
-	at   map[string]float64
-}
-
-func (r *Relay) mark(what string) {
-	r.moments.lock.Lock()
-	defer r.moments.lock.Unlock()
-	if r.moments.at == nil {
-		r.moments.at = map[string]float64{}
-	}
-	r.moments.at[what] = time.Since(r.start).Seconds()
-}
-
 // leaveExchange ends what the ranks exchange.
 func (r *Relay) leaveExchange(ctx context.Context) {
 	if r.carrier == nil {
@@ -332,7 +308,6 @@ func (r *Relay) leaveExchange(ctx context.Context) {
 	}
 	r.carrier.work.Wait()
 	r.closeQueues()
-	r.mark("closed")
 	r.endExchange(ctx)
 }
 
