@@ -24,7 +24,7 @@ const lineBytes = 128
 // the bell after each change that all others wait for.
 type line struct {
 	bell      atomic.Uint32
-	joined    atomic.Uint64
+	joined    atomic.Uint64 // 1; 2: it has mapped the memory of the others
 	published atomic.Uint64 // how many pieces of its memory are complete
 	trouble   atomic.Uint64 // it has failed
 	ended     atomic.Uint64 // it uses no memory of the others any more
@@ -126,6 +126,23 @@ func (p *Peers) AwaitJoined(ctx context.Context) error {
 	return p.awaitAll(ctx, func(rank int) (*atomic.Uint32, *atomic.Uint64) {
 		return &p.lines[rank].bell, &p.lines[rank].joined
 	}, 1)
+}
+
+// AwaitTurn waits until the process before this one has ended its turn to map the memory of others.
+// The driver lets one process map at a time, and while another waits for that, its copies wait, too.
+func (p *Peers) AwaitTurn(ctx context.Context) error {
+	rank := p.mine.Rank - 1
+	if rank < 0 {
+		return nil
+	}
+	l := p.lines[rank]
+	return p.awaitLine(ctx, rank, &l.bell, func() bool { return l.joined.Load() > 1 }, true)
+}
+
+// EndTurn says that this process has mapped the memory of the others.
+func (p *Peers) EndTurn() {
+	own := p.lines[p.mine.Rank]
+	setNumber(&own.joined, 2, &own.bell)
 }
 
 // AwaitPiece waits until the first pieces of a process's memory are complete.

@@ -103,6 +103,7 @@ func TestBell(t *testing.T) {
 		wait func() error
 		then func()
 	}{
+		"turn":  {func() error { return all[1].AwaitTurn(t.Context()) }, func() { all[0].EndTurn() }},
 		"piece": {func() error { return all[0].AwaitPiece(t.Context(), 1, 1) }, func() { all[1].Publish(1) }},
 		"taken": {func() error { return all[1].AwaitTaken(t.Context(), 1) }, func() { all[0].Taken(1, 1) }},
 	} {

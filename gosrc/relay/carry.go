@@ -154,8 +154,8 @@ func (r *Relay) Offer() (peers.Offer, error) {
 	return r.carrier.Offer(), nil
 }
 
-// Join connects the relay with those of the other ranks, by their offers in order, and begins
-// to map their memory. An error ends the job, also one that comes later; one of ErrNotSupported
+// Join connects the relay with those of the other ranks, by their offers in order; it then maps
+// their memory. An error ends the job, also one that comes later; one of ErrNotSupported
 // says that the ranks cannot reach each other's memory (Report.Unmapped).
 func (r *Relay) Join(offers []peers.Offer) error {
 	c := r.carrier
@@ -176,10 +176,6 @@ func (r *Relay) Join(offers []peers.Offer) error {
 		r.failWith(err, true)
 		return err
 	}
-	close(c.mapped[r.spec.Rank])
-	for n := range r.spec.Ranks - 1 { // no two ranks begin with the same
-		r.mapMemoryOf((r.spec.Rank + 1 + n) % r.spec.Ranks)
-	}
 	r.mu.Lock()
 	c.live = true
 	c.Publish(c.published)
@@ -192,18 +188,26 @@ func (r *Relay) Join(offers []peers.Offer) error {
 	return nil
 }
 
-// mapMemoryOf maps a rank's memory in the background.
-func (r *Relay) mapMemoryOf(rank int) {
-	r.busy.Add(1)
-	spawn.Go("relay map", func() {
-		defer r.busy.Done()
-		if err := spawn.Guard("relay map", func() error { return r.carrier.MapMemoryOf(rank) }); err != nil {
+// mapOthers maps the memory of the other ranks.
+func (r *Relay) mapOthers(ctx context.Context) error {
+	c := r.carrier
+	if err := awaitChannel(ctx, c.joined); err != nil {
+		return err
+	}
+	close(c.mapped[r.spec.Rank])
+	if err := c.AwaitTurn(ctx); err != nil {
+		return err
+	}
+	for n := range r.spec.Ranks - 1 {
+		rank := (r.spec.Rank + 1 + n) % r.spec.Ranks
+		if err := c.MapMemoryOf(rank); err != nil {
 			r.unmapped.Store(errors.Is(err, errs.ErrNotSupported))
-			r.failWith(r.model.Where("stage", err), true)
-			return
+			return err
 		}
-		close(r.carrier.mapped[rank])
-	})
+		close(c.mapped[rank])
+	}
+	c.EndTurn()
+	return nil
 }
 
 // carryPieces brings all pieces, in the background: those of each rank by themselves.
@@ -219,6 +223,7 @@ func (r *Relay) carryPieces(ctx context.Context) {
 		})
 	}
 	begin(r.recycleBuffers)
+	begin(r.mapOthers)
 	begin(func(ctx context.Context) error {
 		if err := r.followStream(ctx); err != nil {
 			return err
@@ -428,21 +433,13 @@ func awaitChannel(ctx context.Context, ready chan struct{}) error {
 	}
 }
 
-// waitSeconds are the seconds of Report.Waited.
-func (r *Relay) waitSeconds() (seconds []float64) {
+// reportCarrier adds to a report what the carrier has counted.
+func (r *Relay) reportCarrier(rep *Report) {
 	if r.carrier == nil {
-		return nil
+		return
 	}
 	for i := range r.carrier.waits {
-		seconds = append(seconds, time.Duration(r.carrier.waits[i].Load()).Seconds())
+		rep.Waited = append(rep.Waited, time.Duration(r.carrier.waits[i].Load()).Seconds())
 	}
-	return seconds
-}
-
-// lostRanks are the ranks that are gone, for the report.
-func (r *Relay) lostRanks() []int {
-	if r.carrier == nil {
-		return nil
-	}
-	return slices.Sorted(slices.Values(r.carrier.Lost()))
+	rep.Lost = slices.Sorted(slices.Values(r.carrier.Lost()))
 }

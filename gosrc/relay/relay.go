@@ -290,10 +290,11 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	r.leaveExchange(ctx)
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	rep := Report{Ours: r.ours, Lost: r.lostRanks(), Waited: r.waitSeconds(), Pulled: r.pulled.Load(),
+	rep := Report{Ours: r.ours, Pulled: r.pulled.Load(),
 		Driver: time.Duration(r.driver.Load()).Seconds(), Flight: r.most.Load(), Unmapped: r.unmapped.Load()}
 	rep.Report = load.Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)),
 		Seconds: time.Since(r.start).Seconds(), Stages: st}
+	r.reportCarrier(&rep)
 	for _, f := range files {
 		rep.DirectIO += f.DirectBytes()
 	}
