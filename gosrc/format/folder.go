@@ -224,9 +224,6 @@ func severalModels(dir string, all []*family) error {
 // foldersBelow names the folders one level down that hold weights, as those of a
 // diffusers pipeline do.
 func foldersBelow(dir string) string {
-	if source.Remote(dir) {
-		return ""
-	}
 	if hint := nameSnapshots(dir); hint != "" {
 		return ": it is " + hint
 	}

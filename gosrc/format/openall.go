@@ -3,12 +3,9 @@ package format
 // This file opens the models that users name.
 
 import (
-	"bytes"
 	"context"
 	"errors"
-	"os"
 	"slices"
-	"syscall"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -112,58 +109,6 @@ func (f *Files) keepOnly(names []string) {
 		}
 	}
 	f.URIs, f.Shards = kept, &few
-}
-
-// wasReplaced reports whether what decided about the files is no longer what it was, after
-// they were opened or after err: a saver may have published others. What the store cannot
-// tell has not changed.
-func (f *Files) wasReplaced(ctx context.Context, open Opener, err error) bool {
-	switch {
-	case f.Index == "":
-		return f.listed && errors.Is(err, errs.ErrNotFound)
-	case f.index.Scheme == "hf": // all files are of one commit
-		return false
-	case !f.index.Remote:
-		now, serr := stampOf(f.index.Path)
-		return errors.Is(serr, os.ErrNotExist) || serr == nil && now != f.identity
-	}
-	text, id, err := readContent(ctx, f.index, open)
-	return errors.Is(err, errs.ErrNotFound) || err == nil && (id != f.identity || !bytes.Equal(text, f.Text))
-}
-
-// explainMissing adds to the error of a missing shard which index lists it, and the file that may
-// be the model instead.
-func (f *Files) explainMissing(err error) error {
-	var where *errs.At
-	if f.Index == "" || !errors.Is(err, errs.ErrNotFound) || !errors.As(err, &where) {
-		return err
-	}
-	missing := *where
-	missing.Err = errs.New(errs.ErrNotFound, "it is missing, and %s lists it%s", errs.RedactURI(f.Index), f.loneFile())
-	return &missing
-}
-
-// loneFile names the single file that lies beside an index, if there is one.
-func (f *Files) loneFile() string {
-	single := fileOfIndex(f.Index)
-	if _, err := os.Stat(single); f.index.Remote || err != nil || slices.Contains(f.URIs, single) {
-		return ": fetch the model again"
-	}
-	return "; beside it is " + single + ", a model by itself: remove the one that is old"
-}
-
-// stampOf is the present state of a local file.
-func stampOf(path string) (id source.Identity, err error) {
-	st, err := os.Stat(path)
-	if err != nil {
-		return id, err
-	}
-	own, ok := st.Sys().(*syscall.Stat_t)
-	if !ok {
-		return id, errs.New(errs.ErrNotSupported, "no inode")
-	}
-	return source.Identity{Device: uint64(own.Dev), Inode: own.Ino, Size: own.Size, Modified: own.Mtim.Nano(),
-		Changed: own.Ctim.Nano()}, nil
 }
 
 // Names returns the tensors that the index.json of each URI lists, without opening a

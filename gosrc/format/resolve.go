@@ -12,9 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
-	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
-	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 const (
@@ -69,15 +67,6 @@ func Resolve(ctx context.Context, at source.Location, open Opener, opt Options) 
 func isIndex(path string) bool {
 	n, ok := modelfiles.Parse(path[strings.LastIndexByte(path, '/')+1:])
 	return ok && n.Index || strings.HasSuffix(path, indexSuffix)
-}
-
-// fileOfIndex is the file that an index divides into shards.
-func fileOfIndex(index string) string {
-	i := strings.LastIndex(index, suffix+".")
-	if i < 0 {
-		return index
-	}
-	return index[:i+len(suffix)]
 }
 
 // usual are the names of models in folders that cannot be listed.
@@ -152,42 +141,6 @@ func RemoteFolder(ctx context.Context, at source.Location, open Opener, opt Opti
 		return ""
 	}
 	return at.Directory
-}
-
-// fromIndex returns the shards that an index.json names.
-func fromIndex(ctx context.Context, at source.Location, open Opener) (Files, error) {
-	text, id, err := readContent(ctx, at, open)
-	if err != nil {
-		return Files{}, err
-	}
-	shards, err := safetensors.ReadIndexJSON(at.URI, text)
-	if err != nil {
-		return Files{}, err
-	}
-	set := Files{Index: at.URI, Text: text, Shards: &shards, index: at, identity: id}
-	for _, name := range shards.Files {
-		set.URIs = append(set.URIs, source.Beside(at.URI, name))
-	}
-	return set, nil
-}
-
-// readContent is all of an index.json, and the state in which it was read.
-func readContent(ctx context.Context, at source.Location, open Opener) ([]byte, source.Identity, error) {
-	if !at.Remote {
-		id, _ := stampOf(at.Path) // before it is read, which reports errors
-		b, err := regular.Read(at.Path, tensor.MaxHeader)
-		return b, id, errs.In("open", at.URI, err)
-	}
-	s, err := open(source.Outline{Most: tensor.MaxHeader}.In(ctx), at.URI)
-	if err != nil {
-		return nil, source.Identity{}, err
-	}
-	defer s.Close()
-	if s.Size() > tensor.MaxHeader {
-		return nil, source.Identity{}, placeError(at.URI, errs.New(errs.ErrFormat, "an index of %d bytes", s.Size()))
-	}
-	b := make([]byte, s.Size())
-	return b, s.Facts().Identity, s.ReadAt(ctx, b, 0)
 }
 
 func placeError(uri string, err error) error {

@@ -56,8 +56,7 @@ func Local(uri string) (path string, ok bool) {
 	case "":
 		return uri, true
 	case "file":
-		path, err := FilePath(uri)
-		return path, err == nil
+		return pathOfFile(uri)
 	}
 	return "", false
 }
@@ -66,13 +65,21 @@ func Local(uri string) (path string, ok bool) {
 // by their bytes. A bare ? or # is refused: some readers end the path there, others
 // take it for a part of the name.
 func FilePath(uri string) (string, error) {
-	u, err := url.Parse(uri)
-	if err != nil || (u.Host != "" && u.Host != "localhost") || u.Path == "" || strings.ContainsAny(uri, "?#") ||
-		strings.Contains(u.Path, "\x00") {
+	path, ok := pathOfFile(uri)
+	if !ok {
 		return "", errs.In("open", uri, errs.New(errs.ErrArgument,
 			"not the URI of a local file (? is written %%3F there, # %%23)"))
 	}
-	return u.Path, nil
+	return path, nil
+}
+
+func pathOfFile(uri string) (path string, ok bool) {
+	u, err := url.Parse(uri)
+	if err != nil || (u.Host != "" && u.Host != "localhost") || u.Path == "" || strings.ContainsAny(uri, "?#") ||
+		strings.Contains(u.Path, "\x00") {
+		return "", false
+	}
+	return u.Path, true
 }
 
 // Path is the part of a URI that ends in the object's name: without query,
@@ -90,6 +97,31 @@ func Folder(uri string) bool {
 	}
 	return strings.HasSuffix(Path(uri), "/") || isBucket(uri)
 }
+
+// Directory is the URI of a remote folder, which ends in a slash where its scheme has no
+// other sign of one.
+func Directory(uri string) string {
+	if Folder(uri) && !isBucket(uri) {
+		return uri
+	}
+	if r, ok := ParseHF(uri); ok {
+		r.File += "/"
+		return r.String()
+	}
+	head, tail := splitURI(uri)
+	return head + "/" + tail
+}
+
+// Below is the URI of a folder below a remote one; "" is that one itself.
+func Below(dir, name string) string {
+	if name == "" {
+		return dir
+	}
+	return Beside(dir, name+"/")
+}
+
+// isBucket reports whether a URI of S3 names a bucket, without a slash behind it.
+func isBucket(uri string) bool { return Scheme(uri) == "s3" && strings.Count(uri, "/") == 2 }
 
 // Name is the last name of a URI, as Beside takes it.
 func Name(uri string) string {
