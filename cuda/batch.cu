@@ -1,4 +1,6 @@
-// The batch kernels of abi_batch.h.
+// The batch kernels of abi_batch.h. Of the decoders a warp takes an item, since an item's
+// bytes come one after the other; of the encoder and of sums a block does, whose warps
+// share it.
 #include "cascaded_decode.cuh"
 #include "hash.cuh"
 #include "lz4_decode.cuh"
@@ -16,26 +18,30 @@ static_assert(sizeof(ow_batch_item) == 48, "abi_batch.h must have no padding");
         if (job < n) job_body(items, job, (uint32_t)__cvta_generic_to_shared(shared), warp_id);      \
     }
 
+// LZ4 and Snappy: the warp looks at 32 bytes of input at once, and decodes the short
+// elements that begin in them together (lz.cuh). Shared memory: a warp's ring of input, then
+// its table of copies.
 OW_WARP_KERNEL(ow_lz4_decode, ow::lz_job<ow::Lz4>, ow::kLzShared, 16)
 OW_WARP_KERNEL(ow_snappy_decode, ow::lz_job<ow::Snappy>, ow::kLzShared, 16)
+// Cascaded: a layer of differences or runs at a time, from one of the warp's two buffers
+// in shared memory to the other (cascaded_decode.cuh).
 OW_WARP_KERNEL(ow_cascaded_decode, ow::cascaded_job, ow::kCascadedShared, 12)
 
 namespace {
 
 template <int TR> OW_DEV void encode(ow_batch_item* item, ow::u32 shared) {
-    typedef ow::Encode<TR> E;
-    E e;
-    E::open(e, item, shared, ow::warp_of_block(), blockDim.x / 32);
+    ow::Encode<TR> e(item, shared, ow::warp_of_block(), blockDim.x / 32);
     OW_UNROLL(7)
     for (ow::u32 p = 0; p < ow::kEncodePhases; p++) {
-        E::phase(e, p);
+        e.phase(p);
         __syncthreads();
     }
 }
 
 }  // namespace
 
-// A block an item.
+// X16's encoder (x16_encode.cuh): a block an item, in phases with a barrier after each.
+// Shared memory: counts, tables and facts of the chunk, one of each for the whole block.
 extern "C" __global__ void __launch_bounds__(OW_BATCH_MOST, 2) ow_x16_encode(ow_batch_item* items, uint32_t n) {
     using namespace ow;
     __shared__ __align__(16) u8 shared[kEncodeShared];
@@ -60,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(OW_BATCH_MOST, 2) ow_x16_encode(ow_
     }
 }
 
-// A block an item, of any number of warps.
+// Sums of XXH3-128 (hash.cuh): a block an item, of any number of warps; eight lanes make
+// the sums of 1 KiB, an accumulator each. No shared memory.
 extern "C" __global__ void __launch_bounds__(OW_BATCH_MOST) ow_hash_sums(ow_batch_item* items, uint32_t n) {
     if (blockIdx.x < n) ow::hash_sums(items + blockIdx.x, ow::warp_of_block(), blockDim.x / 32);
 }

@@ -20,9 +20,8 @@ template <int TR> void encode(ow_batch_item* item, bool falling) {
         for (uint32_t i = 0; i < warps; i++) {
             uint32_t warp_id = falling ? warps - 1 - i : i;
             ow::run_phase([&] {
-                ow::Encode<TR> e;
-                ow::Encode<TR>::open(e, item, 1040, warp_id, warps);  // where no address bits are free
-                ow::Encode<TR>::phase(e, p);
+                ow::Encode<TR> e(item, 1040, warp_id, warps);  // where no address bits are free
+                e.phase(p);
             }, p == 0 && i == 0, falling);
         }
     }

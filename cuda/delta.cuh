@@ -61,25 +61,25 @@ template <class F> OW_DEV u32 delta_start(u32 cls, F length) {
 
 OW_DEV u32 delta_length(const u32* head, u32 cls) { return (cls < 8 ? head[1] : cls < 16 ? head[2] : head[3]) >> (4 * (cls & 7)) & 15; }
 
-// A delta_reader has the bits of a chunk; zeros follow the last.
-struct delta_reader {
+// A DeltaReader has the bits of a chunk; zeros follow the last.
+struct DeltaReader {
     const u8* p;
     u32 words, at, pos;  // at: the word in lo
     u32 lo, hi;
-};
 
-OW_DEV u32 delta_word(const delta_reader& r, u32 i) { return i < r.words ? ldg32(r.p + 4 * i) : 0; }
+    OW_METHOD u32 word(u32 i) const { return i < words ? ldg32(p + 4 * i) : 0; }
 
-// delta_peek returns the next 32 bits.
-OW_DEV u32 delta_peek(delta_reader& r) {
-    u32 i = r.pos >> 5;
-    if (i != r.at) {
-        r.lo = i == r.at + 1 ? r.hi : delta_word(r, i);
-        r.hi = delta_word(r, i + 1);
-        r.at = i;
+    // peek returns the next 32 bits.
+    OW_METHOD u32 peek() {
+        u32 i = pos >> 5;
+        if (i != at) {
+            lo = i == at + 1 ? hi : word(i);
+            hi = word(i + 1);
+            at = i;
+        }
+        return (u32)(((u64)hi << 32 | lo) >> (pos & 31));
     }
-    return (u32)(((u64)r.hi << 32 | r.lo) >> (r.pos & 31));
-}
+};
 
 OW_DEV void delta_flip(u8* dst, u32 i, u64 x, u32 lg) {
     uintptr_t at = (uintptr_t)dst + ((uintptr_t)i << lg);
@@ -89,29 +89,29 @@ OW_DEV void delta_flip(u8* dst, u32 i, u64 x, u32 lg) {
 }
 
 // delta_run applies one run, of elements [first, last), whose bits end at `end`.
-OW_DEV void delta_run(delta_reader& r, u8* dst, u32 first, u32 last, u32 end, u32 k, u32 table, u32 lg) {
+OW_DEV void delta_run(DeltaReader& r, u8* dst, u32 first, u32 last, u32 end, u32 k, u32 table, u32 lg) {
     u32 at = first;
     while (r.pos < end) {
-        u32 v = delta_peek(r), gap = 0;
+        u32 v = r.peek(), gap = 0;
         while (v == 0 && r.pos < end) {
             gap += 32;
             r.pos += 32;
-            v = delta_peek(r);
+            v = r.peek();
         }
         if (v == 0) return;
         u32 z = lowest(v);
         r.pos += z + 1;
-        v = delta_peek(r);
+        v = r.peek();
         u64 to = at + ((u64)(gap + z) << k) + (v & ((1u << k) - 1));
         u32 e = lds16(table + 2 * (v >> k & 255)), cls = e >> 8, n = delta_rest(cls, lg);
         r.pos += k + (e & 255);
         u64 x = cls < kDeltaOnes ? (2ull << cls) - 1 : 0;
         if (n) {
-            u64 low = delta_peek(r);
+            u64 low = r.peek();
             if (n > 32) {
                 r.pos += 32;
                 n -= 32;
-                low |= (u64)delta_peek(r) << 32;
+                low |= (u64)r.peek() << 32;
                 x = low & ~0ull >> (32 - n);
             } else {
                 x = low & ~0u >> (32 - n);
@@ -155,7 +155,7 @@ OW_DEV void delta_apply(const ow_delta_row* rows, u32 job, u32 shared) {
     u32 off = 0;
     for (u32 first = 0; first < runs; first += 32) {
         u32 i = first + lane_id(), bits = i < runs ? ldg16(src + kDeltaHead + 2 * i) : 0, upto = scan(bits);
-        delta_reader r = {src + body, (w.stored - body) / 4, ~1u, off + upto - bits, 0, 0};
+        DeltaReader r = {src + body, (w.stored - body) / 4, ~1u, off + upto - bits, 0, 0};
         if (bits) delta_run(r, dst, i * run, umin(elements, (i + 1) * run), off + upto, k, shared, w.lg);
         off += shfl(upto, 31);
     }

@@ -13,6 +13,7 @@ namespace ow {
 
 constexpr u32 kHashBlock = 1024, kHashStripe = 64;
 
+// The specification's default secret, its 192 bytes as words of 8, little-endian.
 OW_TABLE u64 kHashSecret[24] = {
     0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072, 0x78e5c0cc4ee679cb, 0x2172ffcc7dd05a82,
     0x8e2443f7744608b8, 0x4c263a81e69035e0, 0xcb00c391bb52283c, 0xa32e531b8b65d088, 0x4ef90da297486471, 0xd8acdea946ef1938,
@@ -21,13 +22,13 @@ OW_TABLE u64 kHashSecret[24] = {
 };
 
 // hash_sums makes a warp's share of an item's sums. Eight lanes make one block's.
-OW_DEV void hash_sums(const ow_batch_item* item, u32 warp, u32 warps) {
+OW_DEV void hash_sums(const ow_batch_item* item, u32 warp_id, u32 warps) {
     const ow_batch_item it = *item;
     const u8* src = (const u8*)(uintptr_t)it.src;
     u32 blocks = (u32)(it.src_len / kHashBlock), k = lane_id() % 8;
     u64* sums = (u64*)(uintptr_t)it.dst;
     OW_UNROLL(1)
-    for (u32 first = 4 * warp; first < blocks; first += 4 * warps) {
+    for (u32 first = 4 * warp_id; first < blocks; first += 4 * warps) {
         u32 block = first + lane_id() / 8;
         u64 words = 0, sum = 0;
         if (block < blocks) {
@@ -46,7 +47,7 @@ OW_DEV void hash_sums(const ow_batch_item* item, u32 warp, u32 warps) {
     u8* tail = (u8*)(sums + 8 * (u64)blocks);
     const u8* from = src + it.src_len - it.arg;
     OW_UNROLL(1)
-    for (u32 i = 32 * warp + lane_id(); i < it.arg; i += 32 * warps) tail[i] = ldg8(from + i);
+    for (u32 i = 32 * warp_id + lane_id(); i < it.arg; i += 32 * warps) tail[i] = ldg8(from + i);
 }
 
 }  // namespace ow

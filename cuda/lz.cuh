@@ -14,17 +14,6 @@ namespace ow {
 
 constexpr u32 kFeedBlock = 512, kFeedRing = 2 * kFeedBlock, kFeedAhead = 64;
 
-// A Feed is the input in a ring of two blocks in shared memory. Offsets count from
-// `base`, which is `src` rounded down to 16.
-struct Feed {
-    const u8* base;
-    u32 begin, end;  // of the input
-    u32 ring;        // shared address, a multiple of kFeedRing
-    u32 lane;
-    u32 have;        // bytes before this, a multiple of a block, have been asked for; + 1: the last block is on its way
-    u32 mark;        // from here on feed_serve has something to do
-};
-
 // feed_issue requests the block at `at`. What of it is outside the input is neither
 // read nor written.
 OW_DEV void feed_issue(const u8* base, u32 begin, u32 end, u32 ring, u32 at) {
@@ -65,33 +54,44 @@ OW_COLD u32 feed_serve(const u8* base, u32 begin, u32 end, u32 ring, u32 have, u
     return issued | (landed < issued);
 }
 
-OW_DEV void feed_open(Feed& f, const u8* src, u32 n, u32 ring) {
-    f.begin = (u32)((uintptr_t)src & 15);
-    f.base = src - f.begin;
-    f.end = f.begin + n;
-    f.ring = keep(ring);
-    f.lane = keep(lane_id());
-    f.have = 0;
-    f.mark = 0;
-}
+// A Feed is the input in a ring of two blocks in shared memory. Offsets count from
+// `base`, which is `src` rounded down to 16.
+struct Feed {
+    const u8* base;
+    u32 begin, end;  // of the input
+    u32 ring;        // shared address, a multiple of kFeedRing
+    u32 lane_id;     // in a register
+    u32 have;        // bytes before this, a multiple of a block, have been asked for; + 1: the last block is on its way
+    u32 mark;        // from here on peek calls feed_serve
 
-// feed_peek gives each lane its byte of the next 32; past the end, rubbish.
-OW_DEV u32 feed_peek(Feed& f, u32 at) {
-    if (at >= f.mark) {
-        f.have = feed_serve(f.base, f.begin, f.end, f.ring, f.have, at);
-        // Wait for a block before it is read; request the next one when the last
-        // but one is no longer needed.
-        if (f.have & 1) f.mark = f.have - 1 - kFeedBlock - (kFeedAhead - 1);
-        else f.mark = f.have < f.end ? f.have - kFeedBlock : ~0u;
+    OW_METHOD Feed(const u8* src, u32 n, u32 to) {
+        begin = (u32)((uintptr_t)src & 15);
+        base = src - begin;
+        end = begin + n;
+        ring = keep(to);
+        lane_id = keep(ow::lane_id());
+        have = 0;
+        mark = 0;
     }
-    return lds8(f.ring | ((at + f.lane) & (kFeedRing - 1)));
-}
 
-// feed_close waits for what is on its way, after which the ring may be reused.
-OW_DEV void feed_close() {
-    copy_wait();
-    syncwarp();
-}
+    // peek gives each lane its byte of the next 32; past the end, rubbish.
+    OW_METHOD u32 peek(u32 at) {
+        if (at >= mark) {
+            have = feed_serve(base, begin, end, ring, have, at);
+            // Wait for a block before it is read; request the next one when the last
+            // but one is no longer needed.
+            if (have & 1) mark = have - 1 - kFeedBlock - (kFeedAhead - 1);
+            else mark = have < end ? have - kFeedBlock : ~0u;
+        }
+        return lds8(ring | ((at + lane_id) & (kFeedRing - 1)));
+    }
+
+    // close waits for what is on its way, after which the ring may be reused.
+    OW_METHOD void close() const {
+        copy_wait();
+        syncwarp();
+    }
+};
 
 // copy_run copies n bytes that do not overlap; `self`: the source is output of this
 // warp. Reads stay inside [lo, hi), which contains the source.
@@ -121,12 +121,12 @@ template <bool SELF> OW_COLD void copy_long(u8* to, const u8* from, u32 n, const
     OW_UNROLL(1)
     for (; i + 96 < words; i += 128) {
         u32 v[4];
-    OW_UNROLL(4)
+        OW_UNROLL(4)
         for (u32 k = 0; k < 4; k++) {
             v[k] = load32<SELF>(s + 4 * (u64)(i + 32 * k));
             if (off) v[k] = prmt(v[k], load32<SELF>(s + 4 * (u64)(i + 32 * k) + 4), sel);
         }
-    OW_UNROLL(4)
+        OW_UNROLL(4)
         for (u32 k = 0; k < 4; k++) put32(d + 4 * (u64)(i + 32 * k), v[k]);
     }
     OW_UNROLL(1)
@@ -210,14 +210,14 @@ constexpr u32 kShortTable = 24 * 16;
 // take one part, so four are made at a time. Empty entries follow, up to a multiple
 // of four.
 template <u32 N> OW_DEV void short_copy(u8* to, u32 table, u32 m) {
-    u32 l = lane_id() & 7, at = table + 2 * (lane_id() - l), end = at + 16 * m;
-    to += l;
+    u32 column = lane_id() & 7, at = table + 2 * (lane_id() - column), end = at + 16 * m;
+    to += column;
     OW_UNROLL(1)
     for (; at < end; at += 64) {
         u32x4 e = lds128(at);
-        const u8* from = (const u8*)(uintptr_t)(((u64)e.y << 32 | e.x) + l);
+        const u8* from = (const u8*)(uintptr_t)(((u64)e.y << 32 | e.x) + column);
         u8* place = to + e.w;
-        int n = (int)(e.z - l);
+        int n = (int)(e.z - column);
         if (N == 2) copy_quarters(place, from, n);
         else copy_eighths(place, from, n);
         if (N == 8) copy_eighths(place + 32, from + 32, n - 32);
@@ -228,15 +228,15 @@ template <u32 N> OW_DEV void short_copy(u8* to, u32 table, u32 m) {
 // `heads`, which end in the 32 bytes b and make n <= 64. is: the lane is one of
 // them.
 OW_DEV void short_gather(const Feed& f, const Head& h, u32 b, u32 heads, bool is, u32 start, u32 back, u32 n, u8* to, u32 table) {
-    u32 me = bit(f.lane), upto = me | (me - 1), before = 0;
+    u32 me = bit(f.lane_id), upto = me | (me - 1), before = 0;
     u32 starts[2] = {any_or(is ? bit(start) : 0), any_or(is ? bit(start - 32) : 0)};
     syncwarp();  // the table's last entries were read
-    if (is) sts64(table + 8 * popc(heads & (me - 1)), {start | h.literals << 8 | (f.lane + 1) << 16, back});
+    if (is) sts64(table + 8 * popc(heads & (me - 1)), {start | h.literals << 8 | (f.lane_id + 1) << 16, back});
     syncwarp();  // and the bytes before are there
     u32 v[2], at[2];  // the lane's bytes, p = lane and 32 + lane, and where they are known
     OW_UNROLL(2)
     for (u32 k = 0; k < 2; k++) {
-        u32 p = f.lane + 32 * k;
+        u32 p = f.lane_id + 32 * k;
         u32x2 e = lds64(table + 8 * (before + popc(starts[k] & upto) - 1));
         u32 in = p - (e.x & 255);  // place in the element
         v[k] = shfl(b, (e.x >> 16) + in);
@@ -250,7 +250,7 @@ OW_DEV void short_gather(const Feed& f, const Head& h, u32 b, u32 heads, bool is
     // Jumps double here too, until they end at bytes that are known.
     u32 x = at[0], y = at[1];
     OW_UNROLL(1)
-    while (ballot(x != f.lane || y != f.lane + 32)) {
+    while (ballot(x != f.lane_id || y != f.lane_id + 32)) {
         u32 x0 = shfl(x, x), x1 = shfl(y, x), y0 = shfl(x, y), y1 = shfl(y, y);
         u32 nx = x & 32 ? x1 : x0, ny = y & 32 ? y1 : y0;
         if (!ballot(nx != x || ny != y)) break;
@@ -258,8 +258,8 @@ OW_DEV void short_gather(const Feed& f, const Head& h, u32 b, u32 heads, bool is
         y = ny;
     }
     u32 x0 = shfl(v[0], x), x1 = shfl(v[1], x), y0 = shfl(v[0], y), y1 = shfl(v[1], y);
-    if (f.lane < n) put8(to, x & 32 ? x1 : x0);
-    if (f.lane + 32 < n) put8(to + 32, y & 32 ? y1 : y0);
+    if (f.lane_id < n) put8(to, x & 32 ? x1 : x0);
+    if (f.lane_id + 32 < n) put8(to + 32, y & 32 ? y1 : y0);
 }
 
 // short_run decodes short elements from `at` on, where b is the lane's peek, and
@@ -268,11 +268,11 @@ OW_DEV void short_gather(const Feed& f, const Head& h, u32 b, u32 heads, bool is
 // `out`. The caller makes sure that kShortIn bytes of input are left.
 constexpr u32 kShortBad = ~0u;
 template <class Format> OW_DEV u32 short_run(const Feed& f, u32 b, u32& at, u8* dst, u32 out, u32 room, u32 table) {
-    Head h = Format::head(b, f.lane);
-    u32 from = at, me = bit(f.lane), made = h.literals + h.match, seen = h.is ? me : 0;
+    Head h = Format::head(b, f.lane_id);
+    u32 from = at, me = bit(f.lane_id), bytes = h.literals + h.match, seen = h.is ? me : 0;
     // What the elements from here on make << 8, and the lane behind them; 32 and
     // more: their end.
-    u32 way = h.is ? made << 8 | umin(f.lane + h.size, 32) : 32;
+    u32 way = h.is ? bytes << 8 | umin(f.lane_id + h.size, 32) : 32;
     OW_UNROLL(4)
     for (u32 i = 0; i < 4; i++) {
         u32 next = shfl(way, way), more = shfl(seen, way);
@@ -281,7 +281,7 @@ template <class Format> OW_DEV u32 short_run(const Feed& f, u32 b, u32& at, u8* 
             seen |= more;
         }
     }
-    u32 total = shfl(way, 0) >> 8, start = total - (way >> 8), end = start + made;
+    u32 total = shfl(way, 0) >> 8, start = total - (way >> 8), end = start + bytes;
     seen = shfl(seen, 0);
     if (total - 1 >= room) return 0;
     bool is = seen & me;
@@ -295,22 +295,22 @@ template <class Format> OW_DEV u32 short_run(const Feed& f, u32 b, u32& at, u8* 
         heads &= (1u << first) - 1;
         u32 n = shfl(start, first);
         if (n < kShortOut) {  // too few that can be copied
-            is = is && end <= kShortOut && f.lane + h.size <= 32;
+            is = is && end <= kShortOut && f.lane_id + h.size <= 32;
             heads = ballot(is);
             u32 last = highest(heads);
             n = shfl(end, last);
-            at += shfl(f.lane + h.size, last);
-            short_gather(f, h, b, heads, is, start, back, n, dst + out + f.lane, table);
+            at += shfl(f.lane_id + h.size, last);
+            short_gather(f, h, b, heads, is, start, back, n, dst + out + f.lane_id, table);
             return n;
         }
         total = n;
         at += first;
         is = heads & me;
     } else {
-        at += shfl(f.lane + h.size, highest(seen));
+        at += shfl(f.lane_id + h.size, highest(seen));
     }
     u32 slot = popc(heads & (me - 1)), m = popc(heads);
-    u64 literals = (u64)(uintptr_t)f.base + from + f.lane + 1;
+    u64 literals = (u64)(uintptr_t)f.base + from + f.lane_id + 1;
     u64 old = (u64)(uintptr_t)dst + (u32)(out + start + h.literals - back);
     syncwarp();  // the table's last entries were read
     if (Format::kBoth) {
@@ -321,18 +321,18 @@ template <class Format> OW_DEV u32 short_run(const Feed& f, u32 b, u32& at, u8* 
         if (is) sts128(table + 16 * slot, {(u32)old, (u32)(old >> 32), h.match, start + h.literals});
     } else {
         u64 src = h.match ? old : literals;
-        if (is) sts128(table + 16 * slot, {(u32)src, (u32)(src >> 32), made, start});
+        if (is) sts128(table + 16 * slot, {(u32)src, (u32)(src >> 32), bytes, start});
     }
-    if (f.lane < 3) sts64(table + 16 * (m + f.lane) + 8, {0, 0});
+    if (f.lane_id < 3) sts64(table + 16 * (m + f.lane_id) + 8, {0, 0});
     syncwarp();  // and the bytes before are there
-    u32 most = any_or(is ? (Format::kBoth ? h.match | h.literals : made) - 1 : 0);
+    u32 most = any_or(is ? (Format::kBoth ? h.match | h.literals : bytes) - 1 : 0);
     if (most < 16) short_copy<2>(dst + out, table, m);
     else if (most < 32) short_copy<4>(dst + out, table, m);
     else short_copy<8>(dst + out, table, m);
     return total;
 }
 
-// The shared memory of a block's warp `warp`: rings first, each at a multiple of
+// The shared memory of a warp of a block: rings first, each at a multiple of
 // its size, then tables.
 struct LzPlace { u32 ring, table; };
 constexpr u32 kLzShared = OW_BATCH_WARPS * (kFeedRing + kShortTable);
@@ -354,10 +354,9 @@ template <class Format> OW_DEV void lz_job(ow_batch_item* items, u32 job, u32 ba
     ow_batch_item it = items[job];
     u32 status = OW_BATCH_ARG, out = 0;
     if (it.src_len >> 31 == 0 && it.dst_cap >> 31 == 0) {
-        Feed f;
-        feed_open(f, (const u8*)(uintptr_t)it.src, (u32)it.src_len, place.ring);
+        Feed f((const u8*)(uintptr_t)it.src, (u32)it.src_len, place.ring);
         status = Format::block(f, (u8*)(uintptr_t)it.dst, (u32)it.dst_cap, keep(place.table), out);
-        feed_close();
+        f.close();
     }
     batch_result(items + job, status, out);
 }

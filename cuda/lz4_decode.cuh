@@ -16,7 +16,7 @@ namespace ow {
 OW_DEV u32 lz4_more(Feed& f, u32& at, u32& n, u32 most) {
     OW_UNROLL(1)
     for (;;) {
-        u32 b = feed_peek(f, at);
+        u32 b = f.peek(at);
         u32 last = ballot(at + lane_id() < f.end && b != 255);
         if (last) {
             u32 k = lowest(last);
@@ -35,9 +35,9 @@ OW_DEV u32 lz4_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out);
 
 struct Lz4 {
     static constexpr bool kBoth = true;
-    OW_DEV Head head(u32 b, u32 lane) {
+    OW_DEV Head head(u32 b, u32 lane_id) {
         u32 literals = b >> 4, match = (b & 15) + 4, size = literals + 3;
-        return {size, literals, match, lane + 1 + literals, literals < 15 && match < 19 && lane + size <= 32};
+        return {size, literals, match, lane_id + 1 + literals, literals < 15 && match < 19 && lane_id + size <= 32};
     }
     OW_DEV u32 back(u32, u32 low, u32 high) { return low | high << 8; }
     OW_DEV u32 block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) { return lz4_block(f, dst, cap, table, out); }
@@ -48,16 +48,16 @@ OW_DEV u32 lz4_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
     out = 0;
     u32 at = f.begin;
     if (at >= f.end) return OW_BATCH_INPUT;
-    u8* mine = dst + f.lane;
-    u32 b = feed_peek(f, at);
+    u8* mine = dst + f.lane_id;
+    u32 b = f.peek(at);
     OW_UNROLL(1)
     for (;;) {
         if (f.end - at > kShortIn) {
-            u32 made = short_run<Lz4>(f, b, at, dst, out, cap - out, table);
-            if (made == kShortBad) return OW_BATCH_OFFSET;
-            if (made) {
-                out += made;
-                b = feed_peek(f, at);
+            u32 bytes = short_run<Lz4>(f, b, at, dst, out, cap - out, table);
+            if (bytes == kShortBad) return OW_BATCH_OFFSET;
+            if (bytes) {
+                out += bytes;
+                b = f.peek(at);
                 continue;
             }
         }
@@ -70,8 +70,8 @@ OW_DEV u32 lz4_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
         if (literals > f.end - at) return OW_BATCH_INPUT;
         if (literals > cap - out) return OW_BATCH_ROOM;
         if (literals <= 32) {
-            b = feed_peek(f, at);
-            if (f.lane < literals) put8(mine + out, b);
+            b = f.peek(at);
+            if (f.lane_id < literals) put8(mine + out, b);
         } else {
             copy_run<false>(dst + out, f.base + at, literals, f.base + f.begin, f.base + f.end);
         }
@@ -79,7 +79,7 @@ OW_DEV u32 lz4_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
         at += literals;
         if (at == f.end) return 0;
         if (f.end - at < 2) return OW_BATCH_INPUT;
-        b = feed_peek(f, at);
+        b = f.peek(at);
         u32 back = shfl(b, 0) | shfl(b, 1) << 8;
         at += 2;
         if (back - 1 >= out) return OW_BATCH_OFFSET;
@@ -91,7 +91,7 @@ OW_DEV u32 lz4_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
         copy_match(dst, out, cap, back, n);
         out += n;
         if (at >= f.end) return OW_BATCH_INPUT;
-        b = feed_peek(f, at);
+        b = f.peek(at);
     }
 }
 

@@ -24,9 +24,9 @@ OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out);
 
 struct Snappy {
     static constexpr bool kBoth = false;
-    OW_DEV Head head(u32 b, u32 lane) {
+    OW_DEV Head head(u32 b, u32 lane_id) {
         u32 kind = b & 3, n = (b >> 2) + 1, literals = kind ? 0 : n, match = kind == 1 ? (b >> 2 & 7) + 4 : n - literals;
-        return {kind + 1 + literals, literals, match, lane + 1, kind ? kind < 3 && lane + kind < 32 : n <= 60};
+        return {kind + 1 + literals, literals, match, lane_id + 1, kind ? kind < 3 && lane_id + kind < 32 : n <= 60};
     }
     OW_DEV u32 back(u32 b, u32 low, u32 high) { return low | ((b & 3) == 1 ? b >> 5 : high) << 8; }
     OW_DEV u32 block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) { return snappy_block(f, dst, cap, table, out); }
@@ -35,29 +35,29 @@ struct Snappy {
 // snappy_block decodes a block to `out` bytes. Returns 0 or a status.
 OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
     out = 0;
-    u32 at = f.begin, b = feed_peek(f, at);
+    u32 at = f.begin, b = f.peek(at);
     u32 last = ballot(at + lane_id() < f.end && b < 128 && lane_id() < 5);
     if (!last) return OW_BATCH_INPUT;
     u32 k = lowest(last);
-    u64 said = 0;
+    u64 content = 0;
     for (u32 i = 0; i < 5; i++) {
         u32 v = shfl(b, i) & 127;
-        if (i <= k) said |= (u64)v << (7 * i);
+        if (i <= k) content |= (u64)v << (7 * i);
     }
-    if (said >> 32) return OW_BATCH_INPUT;
-    if (said > cap) return OW_BATCH_ROOM;
+    if (content >> 32) return OW_BATCH_INPUT;
+    if (content > cap) return OW_BATCH_ROOM;
     // The elements must make exactly as many bytes as the header says.
-    u32 size = (u32)said;
+    u32 size = (u32)content;
     at += k + 1;
-    b = feed_peek(f, at);
+    b = f.peek(at);
     OW_UNROLL(1)
     while (at < f.end) {
         if (f.end - at > kShortIn) {
-            u32 made = short_run<Snappy>(f, b, at, dst, out, size - out, table);
-            if (made == kShortBad) return OW_BATCH_OFFSET;
-            if (made) {
-                out += made;
-                b = feed_peek(f, at);
+            u32 bytes = short_run<Snappy>(f, b, at, dst, out, size - out, table);
+            if (bytes == kShortBad) return OW_BATCH_OFFSET;
+            if (bytes) {
+                out += bytes;
+                b = f.peek(at);
                 continue;
             }
         }
@@ -89,7 +89,7 @@ OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
             copy_match(dst, out, cap, back, n);
         }
         out += n;
-        b = feed_peek(f, at);
+        b = f.peek(at);
     }
     return out == size ? 0 : OW_BATCH_INPUT;
 }

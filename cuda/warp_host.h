@@ -82,10 +82,10 @@ inline void turn(Warp* w) {
 // turns brings each lane to one operation more, or turn finds one that has ended.
 inline const u32* meet(u32 v) {
     Warp* w = self();
-    u32 l = w->now;
-    u32* slot = w->slot[w->odd[l]];
-    slot[l] = v;
-    w->odd[l] ^= 1;
+    u32 lane = w->now;
+    u32* slot = w->slot[w->odd[lane]];
+    slot[lane] = v;
+    w->odd[lane] ^= 1;
     turn(w);
     return slot;
 }
@@ -94,11 +94,11 @@ inline void lane_main() {
     Warp* w = self();
     w->body(w->arg);
     w = self();
-    u32 l = w->now;
-    if (w->ncopies[l]) die("copies left in flight");
-    w->done[l] = true;
+    u32 lane = w->now;
+    if (w->ncopies[lane]) die("copies left in flight");
+    w->done[lane] = true;
     if (--w->live == 0) {
-        go(w, l, 32);
+        go(w, lane, 32);
     } else {
         turn(w);
     }
@@ -124,21 +124,21 @@ inline void run(void (*body)(void*), void* arg, bool falling, bool keep = false)
     memset(w->done, 0, sizeof w->done);
     memset(w->ncopies, 0, sizeof w->ncopies);
     if (!keep) memset(w->shared, 0xdb, sizeof w->shared);  // nothing may count on zeros
-    for (u32 l = 0; l < 32; l++) {
-        u8* top = w->stacks + (l + 1) * kStack;
+    for (u32 lane = 0; lane < 32; lane++) {
+        u8* top = w->stacks + (lane + 1) * kStack;
 #if defined(__x86_64__)
         void** s = (void**)top;
         *--s = nullptr;             // keeps the stack 16-byte aligned at entry
         *--s = (void*)lane_main;
         s -= 6;
         memset(s, 0, 6 * sizeof *s);
-        w->sp[l] = s;
+        w->sp[lane] = s;
 #else
-        getcontext(&w->ctx[l]);
-        w->ctx[l].uc_stack.ss_sp = top - kStack;
-        w->ctx[l].uc_stack.ss_size = kStack;
-        w->ctx[l].uc_link = nullptr;
-        makecontext(&w->ctx[l], lane_main, 0);
+        getcontext(&w->ctx[lane]);
+        w->ctx[lane].uc_stack.ss_sp = top - kStack;
+        w->ctx[lane].uc_stack.ss_size = kStack;
+        w->ctx[lane].uc_link = nullptr;
+        makecontext(&w->ctx[lane], lane_main, 0);
 #endif
     }
     w->now = falling ? 31 : 0;
@@ -158,18 +158,18 @@ inline void aligned(const void* p, u32 n) {
 
 inline void later(Copy c) {
     Warp* w = self();
-    u32 l = w->now;
-    if (w->ncopies[l] == 64) die("too many copies in flight");
-    w->copies[l][w->ncopies[l]++] = c;
+    u32 lane = w->now;
+    if (w->ncopies[lane] == 64) die("too many copies in flight");
+    w->copies[lane][w->ncopies[lane]++] = c;
 }
 
-inline void land(u32 l) {
+inline void land(u32 lane) {
     Warp* w = self();
-    for (u32 i = 0; i < w->ncopies[l]; i++) {
-        const Copy& c = w->copies[l][i];
+    for (u32 i = 0; i < w->ncopies[lane]; i++) {
+        const Copy& c = w->copies[lane][i];
         memcpy(w->shared + c.to, c.from, c.bytes);
     }
-    w->ncopies[l] = 0;
+    w->ncopies[lane] = 0;
 }
 
 }  // namespace host

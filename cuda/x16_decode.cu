@@ -1,4 +1,9 @@
-// The X16 kernels that ship: one entry for each transform, ow_x16_<name>.
+// The X16 kernels: one entry for each transform, ow_x16_<name>.
+//
+// A warp decodes a segment (x16_decode.cuh). Warps of a block share nothing: a block has
+// several of them so that its tables and rings fill the shared memory of an SM. A kernel
+// for each transform, since the transform decides how many registers a lane needs, and with
+// them how many warps an SM has in flight to hide the latency of loads.
 //
 // Launch: block 32 * OW_X16_WARPS, grid ceil(n / OW_X16_WARPS), dynamic shared
 // memory OW_X16_SHARED. Arguments: chunks, segment jobs, their number, status

@@ -68,10 +68,10 @@ OW_COLD void x16_tables(u32 shared, const X16Model& m, u32 divider, u32 alias) {
     // Two lanes a bucket, eight slots each.
     u32 mine = lane_id() >> 1, r = 8 * (lane_id() & 1);
     u32 d = shfl(divider, mine), up = shfl(bias, mine);
-    u32 own = shfl(first, mine), theirs = shfl(first, shfl(alias, mine));
+    u32 own = shfl(first, mine), of_alias = shfl(first, shfl(alias, mine));
     OW_UNROLL(1)
     for (u32 i = 0; i < 8; i++, r++) {
-        sts8(shared + kSlots + ((r < d ? own + r : theirs + r + up) & 255), 16 * mine + r);
+        sts8(shared + kSlots + ((r < d ? own + r : of_alias + r + up) & 255), 16 * mine + r);
     }
     u32 f = m.freq ? m.freq : 1, inverse = f == 1 ? ~0u : (u32)(0x100000000ull / f);
     u32 entry = m.freq | (shared + kSlots + first) << 16 | (lane_id() == m.escape ? 256 : 0);
@@ -94,80 +94,77 @@ template <int TR> struct Encode {
     u32 shared, warp_id, warps;
     X16Grid g;
 
-    OW_DEV void open(Encode& e, ow_batch_item* item, u32 shared, u32 warp_id, u32 warps) {
+    OW_METHOD Encode(ow_batch_item* item, u32 shared, u32 warp_id, u32 warps)
+        : item(item), shared(shared), warp_id(warp_id), warps(warps) {
         ow_batch_item it = *item;
-        e.item = item;
-        e.src = (const u8*)(uintptr_t)it.src;
-        e.dst = (u8*)(uintptr_t)it.dst;
-        e.n = (u32)it.src_len;
-        e.cap = it.dst_cap < kMostChunk ? (u32)it.dst_cap : kMostChunk;
-        e.shared = shared;
-        e.warp_id = warp_id;
-        e.warps = warps;
-        e.g = x16_grid<TR>(e.n);
+        src = (const u8*)(uintptr_t)it.src;
+        dst = (u8*)(uintptr_t)it.dst;
+        n = (u32)it.src_len;
+        cap = it.dst_cap < kMostChunk ? (u32)it.dst_cap : kMostChunk;
+        g = x16_grid<TR>(n);
     }
 
-    OW_DEV void refuse(const Encode& e, u32 status) {
+    OW_METHOD void refuse(u32 status) const {
         syncwarp();  // the state was read
         if (lane_id() == 0) {
-            e.item->written = 0;
-            e.item->status = status;
-            sts32(e.shared + kState, kRefused);
+            item->written = 0;
+            item->status = status;
+            sts32(shared + kState, kRefused);
         }
     }
 
-    OW_DEV void clear(const Encode& e) {
-    OW_UNROLL(1)
-        for (u32 i = 32 * e.warp_id + lane_id(); i < 2048; i += 32 * e.warps) sts32(e.shared + kCounts + 4 * i, 0);
-        if (e.warp_id == 0 && lane_id() == 0) sts32(e.shared + kState, kCoded);
+    OW_METHOD void clear() const {
+        OW_UNROLL(1)
+        for (u32 i = 32 * warp_id + lane_id(); i < 2048; i += 32 * warps) sts32(shared + kCounts + 4 * i, 0);
+        if (warp_id == 0 && lane_id() == 0) sts32(shared + kState, kCoded);
     }
 
-    OW_DEV void count(const Encode& e) {
-        u32 all = ~0u, any = 0, counts = e.shared + kCounts + 4 * (lane_id() & 7);
-    OW_UNROLL(1)
-        for (u32 t = e.warp_id; t < e.g.tiles; t += e.warps) {
-            Unit u = unit_load<TR>(e.src + (u64)t * kTile + lane_id() * kUnit);
+    OW_METHOD void count() const {
+        u32 all = ~0u, any = 0, counts = shared + kCounts + 4 * (lane_id() & 7);
+        OW_UNROLL(1)
+        for (u32 t = warp_id; t < g.tiles; t += warps) {
+            Unit u = unit_load<TR>(src + (u64)t * kTile + lane_id() * kUnit);
             u32x2 v = unit_values<TR>(u);
             for (u32 i = 0; i < kUnit / 4; i++) all &= u.w[i], any |= u.w[i];
-    OW_UNROLL(8)
+            OW_UNROLL(8)
             for (u32 i = 0; i < 8; i++) count32(counts + 32 * byte_of(v, i));
         }
-    OW_UNROLL(1)
+        OW_UNROLL(1)
         for (u32 d = 16; d; d /= 2) {
             all &= shfl(all, lane_id() ^ d);
             any |= shfl(any, lane_id() ^ d);
         }
         if (lane_id() == 0) {
-            sts32(e.shared + kAll + 4 * e.warp_id, all);
-            sts32(e.shared + kAny + 4 * e.warp_id, any);
+            sts32(shared + kAll + 4 * warp_id, all);
+            sts32(shared + kAny + 4 * warp_id, any);
         }
     }
 
-    OW_DEV void sum(const Encode& e) {
-    OW_UNROLL(1)
-        for (u32 v = 32 * e.warp_id + lane_id(); v < 256; v += 32 * e.warps) {
+    OW_METHOD void sum() const {
+        OW_UNROLL(1)
+        for (u32 v = 32 * warp_id + lane_id(); v < 256; v += 32 * warps) {
             u32 s = 0;
-            for (u32 i = 0; i < 8; i++) s += lds32(e.shared + kCounts + 32 * v + 4 * i);
-            sts32(e.shared + kBins + 4 * v, s);
+            for (u32 i = 0; i < 8; i++) s += lds32(shared + kCounts + 32 * v + 4 * i);
+            sts32(shared + kBins + 4 * v, s);
         }
     }
 
-    OW_DEV void fit(const Encode& e) {
+    OW_METHOD void fit() const {
         u32 all = ~0u, any = 0;
-        for (u32 i = 0; i < e.warps; i++) {
-            all &= lds32(e.shared + kAll + 4 * i);
-            any |= lds32(e.shared + kAny + 4 * i);
+        for (u32 i = 0; i < warps; i++) {
+            all &= lds32(shared + kAll + 4 * i);
+            any |= lds32(shared + kAny + 4 * i);
         }
-        X16Model m = x16_fit(e.shared + kBins, 256 * e.g.tiles, !X::kEscapes);
-        u32 limit = (u32)dmul(0.99, (double)e.n);
-        if (m.one == kNone && 96 + 136 * e.g.segs + (u64)(m.bits * 0.125) > limit) {
-            refuse(e, OW_BATCH_GAIN);
+        X16Model m = x16_fit(shared + kBins, 256 * g.tiles, !X::kEscapes);
+        u32 limit = (u32)dmul(0.99, (double)n);
+        if (m.one == kNone && 96 + 136 * g.segs + (u64)(m.bits * 0.125) > limit) {
+            refuse(OW_BATCH_GAIN);
             return;
         }
         u32 divider = 0, alias = 0;
         if (m.one == kNone) {
             x16_buckets(m.freq, divider, alias);
-            x16_tables(e.shared, m, divider, alias);
+            x16_tables(shared, m, divider, alias);
         }
         // A plane is constant if its bits are the same in all elements.
         all = fold<TR, true>(all);
@@ -175,26 +172,26 @@ template <int TR> struct Encode {
         Raw<X::kPlanes> same = unit_planes<TR>(unit_of<TR>(all)), differ = unit_planes<TR>(unit_of<TR>(all ^ any));
         u32 constant = 0;
         for (int i = 0; i < X::kPlanes; i++) constant |= (differ.p[i].x == 0) << i;
-        if (lane_id() < 24) sts32(e.shared + kHead + 4 * lane_id(), 0);
+        if (lane_id() < 24) sts32(shared + kHead + 4 * lane_id(), 0);
         syncwarp();
         if (lane_id() == 0) {
-            sts32(e.shared + kState, m.one == kNone ? (u32)kCoded : (u32)kOneSymbol);
-            sts32(e.shared + kEscapes, m.escape != kNone);
-            sts8(e.shared + kHead, m.one != kNone);
-            sts8(e.shared + kHead + 1, m.one == kNone ? 0 : m.one);
-            sts8(e.shared + kHead + 2, constant);
-            sts8(e.shared + kHead + 3, m.escape == kNone ? 0 : m.escape + 1);
-            sts32(e.shared + kHead + 4, e.g.tiles);
+            sts32(shared + kState, m.one == kNone ? (u32)kCoded : (u32)kOneSymbol);
+            sts32(shared + kEscapes, m.escape != kNone);
+            sts8(shared + kHead, m.one != kNone);
+            sts8(shared + kHead + 1, m.one == kNone ? 0 : m.one);
+            sts8(shared + kHead + 2, constant);
+            sts8(shared + kHead + 3, m.escape == kNone ? 0 : m.escape + 1);
+            sts32(shared + kHead + 4, g.tiles);
             for (int i = 0; i < X::kPlanes; i++) {
-                if (constant >> i & 1) sts8(e.shared + kHead + 8 + i, same.p[i].x & ((1u << X::width(i)) - 1));
+                if (constant >> i & 1) sts8(shared + kHead + 8 + i, same.p[i].x & ((1u << X::width(i)) - 1));
             }
         }
         if (lane_id() < 16) {
-            sts8(e.shared + kHead + 16 + lane_id(), m.value);
+            sts8(shared + kHead + 16 + lane_id(), m.value);
             if (m.one == kNone) {
-                sts8(e.shared + kHead + 32 + lane_id(), m.freq);
-                sts8(e.shared + kHead + 48 + lane_id(), divider);
-                sts8(e.shared + kHead + 64 + lane_id(), alias);
+                sts8(shared + kHead + 32 + lane_id(), m.freq);
+                sts8(shared + kHead + 48 + lane_id(), divider);
+                sts8(shared + kHead + 64 + lane_id(), alias);
             }
         }
     }
@@ -209,27 +206,27 @@ template <int TR> struct Encode {
 
     // segment codes segment s, last symbol first. WRITE: words and planes go to
     // their places; else words and escapes are only counted.
-    template <bool WRITE> OW_DEV void segment(const Encode& e, u32 s) {
-        u32 first = s * e.g.seg, t = umin(first + e.g.seg, e.g.tiles), entries = e.shared + kEntries;
-        const u8* from = e.src + lane_unit() * kUnit;
+    template <bool WRITE> OW_METHOD void segment(u32 s) const {
+        u32 first = s * g.seg, t = umin(first + g.seg, g.tiles), entries = shared + kEntries;
+        const u8* from = src + lane_unit() * kUnit;
         u8* words = nullptr;
         u32x2 place = {0, 0};
         if (WRITE) {
-            place = {again32(e.dst + 96 + 8 * s), again32(e.dst + 100 + 8 * s)};
-            words = e.dst + place.x + 128 + 2 * lds32(e.shared + kCounts + 8 * s);
+            place = {again32(dst + 96 + 8 * s), again32(dst + 100 + 8 * s)};
+            words = dst + place.x + 128 + 2 * lds32(shared + kCounts + 8 * s);
         }
         u32 x = 1 << 16, emitted = 0, escapes = 0, below = lanes_below();
-        bool listed = lds32(e.shared + kEscapes);
-        u32 constant = lds32(e.shared + kHead) >> 16 & 255;
+        bool listed = lds32(shared + kEscapes);
+        u32 constant = lds32(shared + kHead) >> 16 & 255;
         Unit next = unit_load<TR>(from + (u64)(t - 1) * kTile);
-    OW_UNROLL(1)
+        OW_UNROLL(1)
         for (;;) {
             Unit u = next;
             bool more = --t > first;
             if (more) next = unit_load<TR>(from + (u64)(t - 1) * kTile);
             u32x2 v = unit_values<TR>(u);
-            if (WRITE) planes(e, u, t, lane_unit(), constant);
-    OW_UNROLL(4)
+            if (WRITE) planes(u, t, lane_unit(), constant);
+            OW_UNROLL(4)
             for (int i = 6; i >= 0; i -= 2) {
                 u32x2 a = lds64(entries + 8 * byte_of(v, i)), b = lds64(entries + 8 * byte_of(v, i + 1));
                 bool full = x >= ((a.x & 255) * (b.x & 255)) << 16;
@@ -248,30 +245,30 @@ template <int TR> struct Encode {
             if (!more) break;
         }
         if (WRITE) {
-            stg32(e.dst + place.x + 4 * lane_id(), x);
-            ending(e, s, place);
+            stg32(dst + place.x + 4 * lane_id(), x);
+            ending(s, place);
         } else {
-    OW_UNROLL(1)
+            OW_UNROLL(1)
             for (u32 d = 16; d; d /= 2) {
                 emitted += shfl(emitted, lane_id() ^ d);
                 escapes += shfl(escapes, lane_id() ^ d);
             }
-            if (lane_id() == 0) sts64(e.shared + kCounts + 8 * s, {emitted, escapes});
+            if (lane_id() == 0) sts64(shared + kCounts + 8 * s, {emitted, escapes});
         }
     }
 
     // ending writes what follows a segment's words: its escapes and the padding.
-    OW_DEV void ending(const Encode& e, u32 s, u32x2 place) {
-        u32 at = place.x + 128 + 2 * lds32(e.shared + kCounts + 8 * s), end = at + 3 * place.y, done = 0;
-    OW_UNROLL(1)
-        for (u32 t = s * e.g.seg; done < place.y; t++) {
+    OW_METHOD void ending(u32 s, u32x2 place) const {
+        u32 at = place.x + 128 + 2 * lds32(shared + kCounts + 8 * s), end = at + 3 * place.y, done = 0;
+        OW_UNROLL(1)
+        for (u32 t = s * g.seg; done < place.y; t++) {
             // In the order of elements now, not of lanes.
-            u32x2 v = unit_values<TR>(unit_load<TR>(e.src + (u64)t * kTile + lane_id() * kUnit));
+            u32x2 v = unit_values<TR>(unit_load<TR>(src + (u64)t * kTile + lane_id() * kUnit));
             u32 mask = 0;
-            for (u32 i = 0; i < 8; i++) mask |= (lds32(e.shared + kEntries + 8 * byte_of(v, i)) >> 8 & 1) << i;
+            for (u32 i = 0; i < 8; i++) mask |= (lds32(shared + kEntries + 8 * byte_of(v, i)) >> 8 & 1) << i;
             if (!ballot(mask)) continue;
             u32 mine = popc(mask), upto = mine;
-    OW_UNROLL(1)
+            OW_UNROLL(1)
             for (u32 d = 1; d < 32; d *= 2) {
                 u32 o = shfl(upto, lane_id() - d);
                 if (lane_id() >= d) upto += o;
@@ -279,20 +276,20 @@ template <int TR> struct Encode {
             u32 k = done + upto - mine;
             for (u32 i = 0; i < 8; i++) {
                 if (!(mask >> i & 1)) continue;
-                stg16(e.dst + at + 2 * k, 256 * (t - s * e.g.seg) + 8 * lane_id() + i);
-                stg8(e.dst + at + 2 * place.y + k, byte_of(v, i));
+                stg16(dst + at + 2 * k, 256 * (t - s * g.seg) + 8 * lane_id() + i);
+                stg8(dst + at + 2 * place.y + k, byte_of(v, i));
                 k++;
             }
             done += shfl(upto, 31);
         }
-        if (lane_id() < up16(end) - end) stg8(e.dst + end + lane_id(), 0);
+        if (lane_id() < up16(end) - end) stg8(dst + end + lane_id(), 0);
     }
 
     // planes writes unit `unit` of tile t.
-    OW_DEV void planes(const Encode& e, const Unit& u, u32 t, u32 unit, u32 constant) {
+    OW_METHOD void planes(const Unit& u, u32 t, u32 unit, u32 constant) const {
         if (X::kPlanes == 0) return;
         Raw<X::kPlanes> r = unit_planes<TR>(u);
-        u8* to = e.dst + lds32(e.shared + kPlanes);
+        u8* to = dst + lds32(shared + kPlanes);
         for (int i = 0; i < X::kPlanes; i++) {
             u32 w = X::width(i);
             if (constant >> i & 1) continue;
@@ -300,85 +297,85 @@ template <int TR> struct Encode {
             if (w == 8) stg64(p, r.p[i]);
             if (w == 4) stg32(p, r.p[i].x);
             if (w == 1) stg8(p, r.p[i].x);
-            to += (u64)32 * w * e.g.tiles;
+            to += (u64)32 * w * g.tiles;
         }
     }
 
-    OW_DEV void layout(const Encode& e) {
-        bool coded = lds32(e.shared + kState) == kCoded;
-        u32 at = 96, segs = coded ? e.g.segs : 0, constant = lds32(e.shared + kHead) >> 16 & 255;
+    OW_METHOD void layout() const {
+        bool coded = lds32(shared + kState) == kCoded;
+        u32 at = 96, segs = coded ? g.segs : 0, constant = lds32(shared + kHead) >> 16 & 255;
         if (coded) {
             at = up16(96 + 8 * (segs + 1));
-    OW_UNROLL(1)
+            OW_UNROLL(1)
             for (u32 s = lane_id(); s - lane_id() < segs; s += 32) {
-                u32x2 l = s < segs ? lds64(e.shared + kCounts + 8 * s) : u32x2{0, 0};
+                u32x2 l = s < segs ? lds64(shared + kCounts + 8 * s) : u32x2{0, 0};
                 u32 size = s < segs ? up16(128 + 2 * l.x + 3 * l.y) : 0;
-    OW_UNROLL(1)
+                OW_UNROLL(1)
                 for (u32 d = 16; d; d /= 2) size += shfl(size, lane_id() ^ d);
                 at += size;
             }
         }
-        u32 planes = at, total = at, tail = e.n - e.g.tiles * kTile;
-        for (int i = 0; i < X::kPlanes; i++) total += constant >> i & 1 ? 0 : 32 * X::width(i) * e.g.tiles;
+        u32 planes = at, total = at, tail = n - g.tiles * kTile;
+        for (int i = 0; i < X::kPlanes; i++) total += constant >> i & 1 ? 0 : 32 * X::width(i) * g.tiles;
         total += tail;
-        bool small = total <= (u32)dmul(0.99, (double)e.n);
-        if (!small || total > e.cap) {
-            refuse(e, small ? OW_BATCH_ROOM : OW_BATCH_GAIN);
+        bool small = total <= (u32)dmul(0.99, (double)n);
+        if (!small || total > cap) {
+            refuse(small ? OW_BATCH_ROOM : OW_BATCH_GAIN);
             return;
         }
-        if (lane_id() == 0) sts32(e.shared + kPlanes, planes);
-        if (lane_id() < 24) stg32(e.dst + 4 * lane_id(), lds32(e.shared + kHead + 4 * lane_id()));
+        if (lane_id() == 0) sts32(shared + kPlanes, planes);
+        if (lane_id() < 24) stg32(dst + 4 * lane_id(), lds32(shared + kHead + 4 * lane_id()));
         if (coded) {
             at = up16(96 + 8 * (segs + 1));
-    OW_UNROLL(1)
+            OW_UNROLL(1)
             for (u32 s = lane_id(); s - lane_id() < segs; s += 32) {
-                u32x2 l = s < segs ? lds64(e.shared + kCounts + 8 * s) : u32x2{0, 0};
+                u32x2 l = s < segs ? lds64(shared + kCounts + 8 * s) : u32x2{0, 0};
                 u32 size = s < segs ? up16(128 + 2 * l.x + 3 * l.y) : 0, upto = size;
-    OW_UNROLL(1)
+                OW_UNROLL(1)
                 for (u32 d = 1; d < 32; d *= 2) {
                     u32 o = shfl(upto, lane_id() - d);
                     if (lane_id() >= d) upto += o;
                 }
-                if (s < segs) stg64(e.dst + 96 + 8 * s, {at + upto - size, l.y});
+                if (s < segs) stg64(dst + 96 + 8 * s, {at + upto - size, l.y});
                 at += shfl(upto, 31);
             }
             if (lane_id() == 0) {
-                stg64(e.dst + 96 + 8 * segs, {planes, 0});
-                if (segs % 2 == 0) stg64(e.dst + 104 + 8 * segs, {0, 0});
+                stg64(dst + 96 + 8 * segs, {planes, 0});
+                if (segs % 2 == 0) stg64(dst + 104 + 8 * segs, {0, 0});
             }
         }
-    OW_UNROLL(1)
-        for (u32 i = lane_id(); i < tail; i += 32) stg8(e.dst + total - tail + i, ldg8(e.src + e.n - tail + i));
+        OW_UNROLL(1)
+        for (u32 i = lane_id(); i < tail; i += 32) stg8(dst + total - tail + i, ldg8(src + n - tail + i));
         if (lane_id() == 0) {
-            e.item->written = total;
-            e.item->status = 0;
-            e.item->arg = TR | e.g.seg << 16;
+            item->written = total;
+            item->status = 0;
+            item->arg = TR | g.seg << 16;
         }
     }
 
-    OW_DEV void phase(const Encode& e, u32 phase) {
-        if (phase == 0) return clear(e);
+    OW_METHOD void phase(u32 phase) const {
+        if (phase == 0) return clear();
         // Phases 3 and 5 are one warp's, which may change the state there.
-        if ((phase == 3 || phase == 5) && e.warp_id) return;
-        u32 state = lds32(e.shared + kState);
+        if ((phase == 3 || phase == 5) && warp_id) return;
+        u32 state = lds32(shared + kState);
         if (state == kRefused) return;
         switch (phase) {
-            case 1: return count(e);
-            case 2: return sum(e);
-            case 3: return fit(e);
+            case 1: return count();
+            case 2: return sum();
+            case 3: return fit();
             case 4:
-    OW_UNROLL(1)
-                for (u32 s = e.warp_id; s < e.g.segs && state == kCoded; s += e.warps) segment<false>(e, s);
+                OW_UNROLL(1)
+                for (u32 s = warp_id; s < g.segs && state == kCoded; s += warps) segment<false>(s);
                 return;
-            case 5: return layout(e);
+            case 5: return layout();
             default:
-    OW_UNROLL(1)
-                for (u32 s = e.warp_id; s < e.g.segs && state == kCoded; s += e.warps) segment<true>(e, s);
+                OW_UNROLL(1)
+                for (u32 s = warp_id; s < g.segs && state == kCoded; s += warps) segment<true>(s);
                 if (state != kOneSymbol) return;
-                u32 constant = lds32(e.shared + kHead) >> 16 & 255;
-    OW_UNROLL(1)
-                for (u32 t = e.warp_id; t < e.g.tiles; t += e.warps) {
-                    planes(e, unit_load<TR>(e.src + (u64)t * kTile + lane_id() * kUnit), t, lane_id(), constant);
+                u32 constant = lds32(shared + kHead) >> 16 & 255;
+                OW_UNROLL(1)
+                for (u32 t = warp_id; t < g.tiles; t += warps) {
+                    planes(unit_load<TR>(src + (u64)t * kTile + lane_id() * kUnit), t, lane_id(), constant);
                 }
         }
     }

@@ -9,7 +9,8 @@
 
 namespace ow {
 
-// log2 of 0..256, the first as 0: the Go encoder's table.
+// log2 of 0..256, the first as 0: the table that gosrc/codec/x16/fit.go computes (`log2`),
+// printed by strconv.FormatFloat(v, 'x', -1, 64). The tests of the twins compare what both make.
 #ifdef __CUDACC__
 __device__
 #endif
@@ -185,7 +186,7 @@ OW_COLD X16Model x16_fit(u32 bins, u32 n, bool identity) {
             if (h[i] > most) most = h[i], mine = i;
         }
         u32 all = most;
-    OW_UNROLL(1)
+        OW_UNROLL(1)
         for (u32 d = 16; d; d /= 2) {
             u32 o = shfl(all, lane_id() ^ d);
             if (o > all) all = o;

@@ -41,14 +41,14 @@ OW_COLD u32 x16_vet(const ow_x16_chunk& c, X16Form form) {
     }
     if (!mode) {
         bad = bad || d > 16 || (d == 16) != (a == k);
-        u32 given = umin(d, 16), sum = 0;
-    OW_UNROLL(1)
+        u32 slots = umin(d, 16), sum = 0;
+        OW_UNROLL(1)
         for (u32 i = 0; i < 16; i++) {
             u32 alias = shfl(a, i), rest = 16 - umin(shfl(d, i), 16);
-            if (alias == k) given += rest;
+            if (alias == k) slots += rest;
             sum += shfl(f, i);
         }
-        bad = bad || given != f || sum != 256;
+        bad = bad || slots != f || sum != 256;
     }
     if (ballot(bad)) return OW_X16_LAYOUT;
     if (mode) return 0;

@@ -21,7 +21,7 @@ import (
 // memory must stay until those have ended that use.
 func (d *Device) Share(m device.Memory) (string, error) {
 	var h C.struct_owcu_ipc
-	err := d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_share(d.ctx, deviceAddress(m.Ptr), &h, e) })
+	err := d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_export_ipc(d.ctx, deviceAddress(m.Ptr), &h, e) })
 	return hex.EncodeToString(unsafe.Slice((*byte)(unsafe.Pointer(&h)), unsafe.Sizeof(h))), err
 }
 
@@ -36,7 +36,7 @@ func (d *Device) Attach(name string) (unsafe.Pointer, error) {
 	}
 	copy(unsafe.Slice((*byte)(unsafe.Pointer(&h)), len(raw)), raw)
 	var p C.owcu_ptr
-	err = d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_attach(d.ctx, &h, &p, e) })
+	err = d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_map_ipc(d.ctx, &h, &p, e) })
 	return hostPointer(p), err
 }
 

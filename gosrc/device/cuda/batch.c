@@ -4,7 +4,7 @@
 
 #include "driver/call.h"
 
-static int queue(const struct owcu_batch *b, struct owcu_error *e)
+static int queue_steps(const struct owcu_batch *b, struct owcu_error *e)
 {
 	owcu_handle stream = handle(b->stream);
 
@@ -32,7 +32,7 @@ int owcu_batch(const struct owcu_batch *b, struct owcu_error *e)
 	int rc = enter(&g, b->ctx, e);
 
 	if (rc == 0) {
-		rc = queue(b, e);
+		rc = queue_steps(b, e);
 		// Some of it may run, on memory that is about to be reused.
 		if (rc && e->code != OWCU_CAPTURED)
 			owcu->stream_sync(handle(b->stream));
@@ -45,7 +45,7 @@ int owcu_batch_wait(owcu_handle ctx, owcu_handle event, int *ready, struct owcu_
 	struct owcu_guard g;
 	int rc = enter(&g, ctx, e);
 
-	if (rc && enter(&g, ctx, e)) // as owcu_wait
+	if (rc && enter(&g, ctx, e)) // as owcu_wait_slot
 		return rc;
 	if (rc == 0 && ready != NULL) {
 		int code = owcu->event_query(event);

@@ -203,7 +203,8 @@ func (d *Device) Read(dst []byte, m device.Memory) error {
 	d.reading.Lock()
 	defer d.reading.Unlock()
 	return d.call(func(e *C.struct_owcu_error) C.int {
-		return C.owcu_read(d.ctx, &d.stream, unsafe.Pointer(&dst[0]), deviceAddress(m.Ptr), C.uint64_t(len(dst)), e)
+		to, from := unsafe.Pointer(&dst[0]), deviceAddress(m.Ptr)
+		return C.owcu_copy_to_host(d.ctx, &d.stream, to, from, C.uint64_t(len(dst)), e)
 	})
 }
 

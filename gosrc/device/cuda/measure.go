@@ -59,7 +59,7 @@ func (q *Queue) Again(count int) (time.Duration, error) {
 	}
 	start := time.Now()
 	var e C.struct_owcu_error
-	if C.owcu_again(q.c, C.int(count), &e) != 0 {
+	if C.owcu_relaunch(q.c, C.int(count), &e) != 0 {
 		return 0, errorOf(q.dev.index, &e)
 	}
 	return time.Since(start), nil
@@ -76,7 +76,7 @@ func (q *Queue) Time(trace device.TraceFunc) error {
 	}
 	q.trace = nil
 	var e C.struct_owcu_error
-	if C.owcu_timing(q.c, cBool(trace != nil), &e) != 0 {
+	if C.owcu_time_slots(q.c, cBool(trace != nil), &e) != 0 {
 		return q.recordError(&e)
 	}
 	q.trace, q.origin = trace, time.Now()

@@ -4,8 +4,8 @@
 
 #include "driver/call.h"
 
-// settle waits for all work of a pack.
-static void settle(const struct owcu_pad *p)
+// wait_for_streams waits for all work of a pack.
+static void wait_for_streams(const struct owcu_pad *p)
 {
 	for (int i = 0; i < p->nstreams; i++)
 		owcu->stream_sync(p->streams[i]);
@@ -49,11 +49,11 @@ int owcu_pack_wait(owcu_handle ctx, const struct owcu_pad *p, int slot, struct o
 	struct owcu_guard g;
 	int rc = enter(&g, ctx, e);
 
-	if (rc && enter(&g, ctx, e)) // as owcu_wait
+	if (rc && enter(&g, ctx, e)) // as owcu_wait_slot
 		return rc;
 	if (rc == 0)
 		rc = TRY(event_sync, (p->events[slot]));
 	if (rc)
-		settle(p);
+		wait_for_streams(p);
 	return leave(&g, rc);
 }

@@ -18,13 +18,13 @@ static int close_queue(struct owcu_queue *q, struct owcu_error *e)
 
 	if (left)
 		return 1;
-	for (int i = 0; i < 4 * q->made; i++)
+	for (int i = 0; i < 4 * q->nallocated; i++)
 		DROP(q->slots[i / 4]->marks[i % 4], event_destroy);
 	DROP(q->origin, event_destroy);
 	DROP(q->scratch, mem_free);
 	if (left)
 		return 1;
-	for (int i = 0; i < q->made; i++)
+	for (int i = 0; i < q->nallocated; i++)
 		free(q->slots[i]);
 	free(q->slots);
 	free(q);
@@ -38,14 +38,14 @@ static int open_queue(struct owcu_queue *q, void *pinned, uint64_t bytes, int ns
 		return -1;
 	q->join = q->pad.events[2 * nslots];
 	q->slots = calloc((size_t)nslots, sizeof *q->slots);
-	for (; q->slots && q->made < nslots; q->made++) {
-		struct owcu_slot *s = q->slots[q->made] = calloc(1, sizeof *s);
+	for (; q->slots && q->nallocated < nslots; q->nallocated++) {
+		struct owcu_slot *s = q->slots[q->nallocated] = calloc(1, sizeof *s);
 		if (s == NULL)
 			break;
-		s->done = q->pad.events[q->made];
-		s->copied = q->pad.events[nslots + q->made];
+		s->done = q->pad.events[q->nallocated];
+		s->copied = q->pad.events[nslots + q->nallocated];
 	}
-	return q->made < nslots ? failed(e, "calloc", OWCU_OUT_OF_MEMORY) : 0;
+	return q->nallocated < nslots ? failed(e, "calloc", OWCU_OUT_OF_MEMORY) : 0;
 }
 
 struct owcu_queue *owcu_queue_new(owcu_handle ctx, void *pinned, uint64_t bytes, int nslots, int staged,
@@ -86,7 +86,7 @@ int owcu_queue_free(struct owcu_queue *q, struct owcu_error *e)
 	return leave(&g, rc ? rc : e->call != NULL ? -1 : 0);
 }
 
-int owcu_queue_more(struct owcu_queue *q, owcu_ptr *which, uint64_t n, struct owcu_error *e)
+int owcu_queue_alloc(struct owcu_queue *q, owcu_ptr *which, uint64_t n, struct owcu_error *e)
 {
 	return WITHIN(q->ctx, TRY(mem_alloc, (which, n)));
 }
@@ -140,7 +140,7 @@ static int submit_slot(struct owcu_queue *q, struct owcu_slot *s, struct owcu_er
 	return TRY(event_record, (s->done, last));
 }
 
-int owcu_submit(struct owcu_queue *q, int slot, struct owcu_error *e)
+int owcu_submit_slot(struct owcu_queue *q, int slot, struct owcu_error *e)
 {
 	struct owcu_guard g;
 	struct owcu_slot *s = q->slots[slot];
@@ -172,7 +172,7 @@ static void poll_event(owcu_handle event)
 	prctl(PR_SET_TIMERSLACK, 0, 0, 0, 0); // as it was
 }
 
-int owcu_wait(struct owcu_queue *q, int slot, struct owcu_error *e)
+int owcu_wait_slot(struct owcu_queue *q, int slot, struct owcu_error *e)
 {
 	struct owcu_guard g;
 	int rc = enter(&g, q->ctx, e);
@@ -193,7 +193,7 @@ int owcu_wait(struct owcu_queue *q, int slot, struct owcu_error *e)
 	return leave(&g, rc);
 }
 
-int owcu_join(struct owcu_queue *q, uint64_t stream, struct owcu_error *e)
+int owcu_join_stream(struct owcu_queue *q, uint64_t stream, struct owcu_error *e)
 {
 	struct owcu_guard g;
 	int rc = enter(&g, q->ctx, e);
@@ -206,7 +206,7 @@ int owcu_join(struct owcu_queue *q, uint64_t stream, struct owcu_error *e)
 	return leave(&g, rc);
 }
 
-int owcu_again(struct owcu_queue *q, int count, struct owcu_error *e)
+int owcu_relaunch(struct owcu_queue *q, int count, struct owcu_error *e)
 {
 	struct owcu_guard g;
 	int rc = enter(&g, q->ctx, e);
@@ -220,7 +220,7 @@ int owcu_again(struct owcu_queue *q, int count, struct owcu_error *e)
 	return leave(&g, rc);
 }
 
-int owcu_timing(struct owcu_queue *q, int on, struct owcu_error *e)
+int owcu_time_slots(struct owcu_queue *q, int on, struct owcu_error *e)
 {
 	struct owcu_guard g;
 	int rc = enter(&g, q->ctx, e);

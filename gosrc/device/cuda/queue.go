@@ -302,7 +302,7 @@ func (q *Queue) Staging() (base unsafe.Pointer, n int64, err error) {
 // allocateOnce allocates the queue's scratch or staging, unless it is there. q.mu is held.
 func (q *Queue) allocateOnce(which *C.owcu_ptr, n int64, what string) error {
 	var e C.struct_owcu_error
-	if *which == 0 && C.owcu_queue_more(q.c, which, C.uint64_t(n), &e) != 0 {
+	if *which == 0 && C.owcu_queue_alloc(q.c, which, C.uint64_t(n), &e) != 0 {
 		return q.dev.nameSizes(q.recordError(&e), n, what)
 	}
 	return nil
@@ -442,7 +442,7 @@ func (q *Queue) queueRound(s *Slot, b *build) error {
 		}
 	}
 	var e C.struct_owcu_error
-	if C.owcu_submit(q.c, C.int(s.index), &e) != 0 {
+	if C.owcu_submit_slot(q.c, C.int(s.index), &e) != 0 {
 		return q.recordError(&e)
 	}
 	if c.wait != 0 {
@@ -474,7 +474,7 @@ func (q *Queue) runCompleter() {
 // after a panic: Drain and Close wait for it.
 func (q *Queue) finishSlot(s *Slot) {
 	var e C.struct_owcu_error
-	rc := C.owcu_wait(q.c, C.int(s.index), &e)
+	rc := C.owcu_wait_slot(q.c, C.int(s.index), &e)
 	q.mu.Lock()
 	var err error
 	if rc != 0 {
@@ -541,7 +541,7 @@ func (q *Queue) WaitFor(stream uintptr) error {
 		return q.broken
 	}
 	var e C.struct_owcu_error
-	if C.owcu_join(q.c, C.uint64_t(stream), &e) != 0 {
+	if C.owcu_join_stream(q.c, C.uint64_t(stream), &e) != 0 {
 		return q.recordError(&e)
 	}
 	return nil

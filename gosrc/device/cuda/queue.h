@@ -45,9 +45,9 @@ struct owcu_queue {
 	owcu_handle join; // event for WaitFor
 	owcu_ptr scratch;
 	struct owcu_slot **slots;
-	int made, nslots; // slots that were made, and those in use
+	int nallocated, nslots; // slots in memory, and those in use
 	int ordered; // a submit with `then` has used a kernel: those that follow end behind it
-	int prompt; // owcu_wait asks again and again for a while, before it sleeps
+	int prompt; // owcu_wait_slot asks again and again for a while, before it sleeps
 	owcu_handle origin; // event from which the slots' marks are measured
 	int timed;
 };
@@ -64,25 +64,25 @@ struct owcu_queue *owcu_queue_new(owcu_handle ctx, void *pinned, uint64_t bytes,
 // owcu_queue_free returns 1 if the driver refused some of it: then it may be called
 // again, for the rest. Otherwise the queue is gone, and so is its registration.
 int owcu_queue_free(struct owcu_queue *q, struct owcu_error *e);
-// owcu_queue_more allocates a queue's scratch or staging, which go with the queue.
-int owcu_queue_more(struct owcu_queue *q, owcu_ptr *which, uint64_t n, struct owcu_error *e);
+// owcu_queue_alloc allocates a queue's scratch or staging, which go with the queue.
+int owcu_queue_alloc(struct owcu_queue *q, owcu_ptr *which, uint64_t n, struct owcu_error *e);
 
-// owcu_submit queues the work of a slot. If it fails, none of that work is still
+// owcu_submit_slot queues the work of a slot. If it fails, none of that work is still
 // running when it returns.
-int owcu_submit(struct owcu_queue *q, int slot, struct owcu_error *e);
-// owcu_wait waits for the slot's last submit.
-int owcu_wait(struct owcu_queue *q, int slot, struct owcu_error *e);
-// owcu_join makes the queue wait for what is queued now on a caller's stream.
-int owcu_join(struct owcu_queue *q, uint64_t stream, struct owcu_error *e);
+int owcu_submit_slot(struct owcu_queue *q, int slot, struct owcu_error *e);
+// owcu_wait_slot waits for the slot's last submit.
+int owcu_wait_slot(struct owcu_queue *q, int slot, struct owcu_error *e);
+// owcu_join_stream makes the queue wait for what is queued now on a caller's stream.
+int owcu_join_stream(struct owcu_queue *q, uint64_t stream, struct owcu_error *e);
 
-// owcu_again launches the kernels of every slot's last submit again, count times,
+// owcu_relaunch launches the kernels of every slot's last submit again, count times,
 // and waits; it copies nothing. The caller owns the slots, and their destinations
 // are still allocated.
-int owcu_again(struct owcu_queue *q, int count, struct owcu_error *e);
+int owcu_relaunch(struct owcu_queue *q, int count, struct owcu_error *e);
 
-// owcu_timing turns the marks of the slots on, with the origin now, or off. No work
+// owcu_time_slots turns the marks of the slots on, with the origin now, or off. No work
 // may be in flight. Off, they cost a comparison.
-int owcu_timing(struct owcu_queue *q, int on, struct owcu_error *e);
+int owcu_time_slots(struct owcu_queue *q, int on, struct owcu_error *e);
 
 // owcu_list_new makes the head of a list of blocks without a holder; owcu_list_take
 // empties it.

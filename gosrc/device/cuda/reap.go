@@ -164,7 +164,7 @@ func (d *Device) reapStep() (busy bool, err error) {
 		for len(p.events) < len(streams) {
 			p.events = append(p.events, nil)
 		}
-		switch C.owcu_mark(d.ctx, C.int(len(streams)), &streams[0], &p.events[0], &e) {
+		switch C.owcu_record_events(d.ctx, C.int(len(streams)), &streams[0], &p.events[0], &e) {
 		case 0:
 			p.marked = true
 		case 1:
@@ -173,7 +173,7 @@ func (d *Device) reapStep() (busy bool, err error) {
 			return false, errorOf(d.index, &e)
 		}
 	}
-	switch C.owcu_passed(d.ctx, C.int(len(p.events)), &p.events[0], &e) {
+	switch C.owcu_events_passed(d.ctx, C.int(len(p.events)), &p.events[0], &e) {
 	case 0:
 		return true, nil
 	case 1:

@@ -13,114 +13,114 @@
 
 static int f_init(unsigned flags)
 {
-	int rc = queues(0);
+	int rc = enter_queueing(0);
 	(void)flags;
 	if (rc == NOT_INITIALIZED)
 		rc = devices ? 0 : 100;
 	if (rc == 0)
 		initialized = 1;
-	return end(rc);
+	return leave_call(rc);
 }
 static int f_driver_version(int *v)
 {
-	int rc = queues(0);
+	int rc = enter_queueing(0);
 	*v = version;
-	return end(rc);
+	return leave_call(rc);
 }
 static int f_device_count(int *n)
 {
-	int rc = queues(0);
+	int rc = enter_queueing(0);
 	*n = devices;
-	return end(rc);
+	return leave_call(rc);
 }
 static int f_device_get(int *d, int i)
 {
-	int rc = queues(0);
+	int rc = enter_queueing(0);
 	*d = i;
-	return end(rc ? rc : i < 0 || i >= devices ? 101 : 0);
+	return leave_call(rc ? rc : i < 0 || i >= devices ? 101 : 0);
 }
 static int f_device_name(char *s, int n, int d)
 {
-	int rc = queues(0);
+	int rc = enter_queueing(0);
 	snprintf(s, (size_t)n, "Fake GPU %d", d);
-	return end(rc);
+	return leave_call(rc);
 }
 static int f_device_attribute(int *v, int a, int d)
 {
-	int rc = queues(0);
+	int rc = enter_queueing(0);
 	*v = a == 75 ? 9 : a == 76 ? 0 : a == 100 ? d == 1 : 132; // the second has a coherent link
-	return end(rc);
+	return leave_call(rc);
 }
 static int f_device_memory(size_t *n, int d)
 {
-	int rc = queues(0);
+	int rc = enter_queueing(0);
 	(void)d;
 	*n = total;
-	return end(rc);
+	return leave_call(rc);
 }
 static int f_device_bus(char *s, int n, int d)
 {
-	int rc = queues(0);
+	int rc = enter_queueing(0);
 	snprintf(s, (size_t)n, "FFFF:%02X:00.0", d);
-	return end(rc);
+	return leave_call(rc);
 }
 static int f_ctx_retain(owcu_handle *c, int d)
 {
-	int rc = begin(0);
+	int rc = enter_call(0);
 	if (rc == 0) {
 		*c = &contexts_mark[d];
 		st.contexts++;
 	}
-	return end(rc);
+	return leave_call(rc);
 }
 static int f_ctx_release(int d)
 {
-	int rc = begin(0);
+	int rc = enter_call(0);
 	(void)d;
 	st.contexts--;
-	return end(rc);
+	return leave_call(rc);
 }
 static int f_ctx_get(owcu_handle *c)
 {
-	int rc = queues(0);
+	int rc = enter_queueing(0);
 	*c = current;
-	return end(rc);
+	return leave_call(rc);
 }
 static int f_ctx_set(owcu_handle c)
 {
-	int rc = queues(0);
+	int rc = enter_queueing(0);
 	// Putting NULL back is part of cleaning up.
 	if (rc == 0 || c == NULL)
 		current = c;
-	return end(rc);
+	return leave_call(rc);
 }
 static int f_thread_mode(int *mode)
 {
-	int rc = queues(0), before = capture_mode;
-	if (refuses(&rc))
-		return end(rc);
+	int rc = enter_queueing(0), before = capture_mode;
+	if (refuses_free(&rc))
+		return leave_call(rc);
 	st.relaxed += (*mode == RELAXED) - (before == RELAXED);
 	capture_mode = *mode;
 	*mode = before;
-	return end(0); // it is the thread's, not the device's
+	return leave_call(0); // it is the thread's, not the device's
 }
 static int f_stream_capturing(owcu_handle s, int *status)
 {
-	int rc = queues(1);
+	int rc = enter_queueing(1);
 	*status = stream_of(s)->capturing;
-	return end(rc ? rc : (uintptr_t)s < 16 && blocking_captures ? IMPLICIT : 0);
+	return leave_call(rc ? rc : (uintptr_t)s < 16 && blocking_captures ? IMPLICIT : 0);
 }
 static int f_mem_alloc(owcu_ptr *p, size_t n)
 {
-	int rc = begin(1);
+	int rc = enter_call(1);
 	if (rc)
-		return end(rc);
+		return leave_call(rc);
 	if (n == 0)
-		return end(INVALID);
+		return leave_call(INVALID);
 	if (st.bytes + n > total)
-		return end(OOM);
+		return leave_call(OOM);
 	struct block *b = malloc(sizeof *b);
-	b->raw = aligned_alloc(GUARD, room(n));
+	b->raw = aligned_alloc(GUARD, mapped_size(n));
 	b->p = b->raw + GUARD;
 	b->n = n;
 	b->shared = 0;
@@ -131,23 +131,23 @@ static int f_mem_alloc(owcu_ptr *p, size_t n)
 	st.blocks++;
 	st.bytes += (int64_t)n;
 	*p = (owcu_ptr)(uintptr_t)b->p;
-	return end(0);
+	return leave_call(0);
 }
 static int f_mem_free(owcu_ptr p)
 {
-	int rc = begin(1);
-	if (refuses(&rc))
-		return end(rc);
+	int rc = enter_call(1);
+	if (refuses_free(&rc))
+		return leave_call(rc);
 	for (struct block **at = &blocks; *at; at = &(*at)->next) {
 		struct block *b = *at;
 		if ((owcu_ptr)(uintptr_t)b->p != p || (b->shared && b->file < 0))
 			continue;
 		for (int i = 0; i < GUARD; i++)
 			if (b->raw[i] != 0xa5 || b->p[b->n + (size_t)i] != 0xa5) {
-				broke("a guard zone was overwritten");
+				note_broken_rule("a guard zone was overwritten");
 				break;
 			}
-		give_up(b->p, b->n);
+		check_free(b->p, b->n);
 		memset(b->p, 0xdd, b->n);
 		*at = b->next;
 		st.blocks--;
@@ -158,114 +158,114 @@ static int f_mem_free(owcu_ptr p)
 		}
 		free(b->raw);
 		free(b);
-		return end(rc);
+		return leave_call(rc);
 	}
-	broke("freed what was not allocated");
-	return end(INVALID);
+	note_broken_rule("freed what was not allocated");
+	return leave_call(INVALID);
 }
 static int f_mem_info(size_t *unused, size_t *all)
 {
-	int rc = begin(1);
+	int rc = enter_call(1);
 	*all = total;
 	*unused = total - (size_t)st.bytes;
-	return end(rc);
+	return leave_call(rc);
 }
 static int f_host_register(void *p, size_t n, unsigned flags)
 {
-	int rc = begin(1);
+	int rc = enter_call(1);
 	(void)flags;
 	if (rc)
-		return end(rc);
+		return leave_call(rc);
 	struct pin *b = malloc(sizeof *b);
 	*b = (struct pin){pins, p, n};
 	pins = b;
 	st.pins++;
-	return end(0);
+	return leave_call(0);
 }
 static int f_host_unregister(void *p)
 {
-	int rc = begin(1);
-	if (refuses(&rc))
-		return end(rc);
+	int rc = enter_call(1);
+	if (refuses_free(&rc))
+		return leave_call(rc);
 	for (struct pin **at = &pins; *at; at = &(*at)->next)
 		if ((*at)->p == p) {
 			struct pin *b = *at;
-			give_up(b->p, b->n);
+			check_free(b->p, b->n);
 			*at = b->next;
 			free(b);
 			st.pins--;
-			return end(rc);
+			return leave_call(rc);
 		}
-	broke("unregistered what was not registered");
-	return end(INVALID);
+	note_broken_rule("unregistered what was not registered");
+	return leave_call(INVALID);
 }
 static int f_host_pointer(owcu_ptr *p, void *host, unsigned flags)
 {
-	int rc = queues(1);
+	int rc = enter_queueing(1);
 	(void)flags;
 	*p = (owcu_ptr)(uintptr_t)host;
-	return end(rc);
+	return leave_call(rc);
 }
 static int f_copy_in(owcu_ptr dst, const void *src, size_t n, owcu_handle s)
 {
-	int rc = queues_on(s);
+	int rc = enter_on_stream(s);
 	if (rc == 0 && covers((void *)(uintptr_t)dst, n) != 1) {
-		broke("a copy outside device memory");
+		note_broken_rule("a copy outside device memory");
 		rc = INVALID;
 	}
 	if (rc == 0 && covers(src, n) != 2) {
-		broke("a copy from memory that is not pinned");
+		note_broken_rule("a copy from memory that is not pinned");
 		rc = INVALID;
 	}
 	if (rc == 0)
-		push(s, (struct op){.kind = COPY, .dst = (void *)(uintptr_t)dst, .src = src, .n = n});
-	return end(rc);
+		queue_op(s, (struct op){.kind = COPY, .dst = (void *)(uintptr_t)dst, .src = src, .n = n});
+	return leave_call(rc);
 }
 static int f_copy_out_async(void *dst, owcu_ptr src, size_t n, owcu_handle s)
 {
-	int rc = queues_on(s);
+	int rc = enter_on_stream(s);
 	if (rc == 0)
-		push(s, (struct op){.kind = COPY, .dst = dst, .src = (void *)(uintptr_t)src, .n = n});
-	return end(rc);
+		queue_op(s, (struct op){.kind = COPY, .dst = dst, .src = (void *)(uintptr_t)src, .n = n});
+	return leave_call(rc);
 }
 static int f_copy_any(owcu_ptr dst, owcu_ptr src, size_t n, owcu_handle s)
 {
-	int rc = queues_on(s);
+	int rc = enter_on_stream(s);
 	// Memory that is not pinned is read before the call returns, as the driver
 	// does.
 	if (rc == 0 && covers((void *)(uintptr_t)src, n) == 0) {
-		drain(stream_of(s), NULL, 0, 1);
+		run_ops(stream_of(s), NULL, 0, 1);
 		memcpy((void *)(uintptr_t)dst, (void *)(uintptr_t)src, n);
 	} else if (rc == 0) {
-		push(s, (struct op){.kind = COPY, .dst = (void *)(uintptr_t)dst, .src = (void *)(uintptr_t)src, .n = n});
+		queue_op(s, (struct op){.kind = COPY, .dst = (void *)(uintptr_t)dst, .src = (void *)(uintptr_t)src, .n = n});
 		if (covers((void *)(uintptr_t)dst, n) == 0)
-			drain(stream_of(s), NULL, 0, 1);
+			run_ops(stream_of(s), NULL, 0, 1);
 	}
-	return end(rc);
+	return leave_call(rc);
 }
 static int f_pointer_attribute(void *value, int attribute, owcu_ptr p)
 {
-	int rc = queues(0);
+	int rc = enter_queueing(0);
 	struct block *b = rc == 0 && attribute == 9 ? block_of((void *)(uintptr_t)p) : NULL;
 	if (rc == 0 && b == NULL)
 		rc = INVALID;
 	if (rc == 0)
 		*(int *)value = b->device;
-	return end(rc);
+	return leave_call(rc);
 }
 static int f_stream_ctx(owcu_handle s, owcu_handle *ctx)
 {
-	int rc = queues(1);
+	int rc = enter_queueing(1);
 	struct stream *t = stream_of(s);
 	*ctx = t->ctx != NULL ? t->ctx : current;
-	return end(rc);
+	return leave_call(rc);
 }
 static int f_stream_create(owcu_handle *s, unsigned flags)
 {
-	int rc = begin(1);
+	int rc = enter_call(1);
 	(void)flags;
 	if (rc)
-		return end(rc);
+		return leave_call(rc);
 	struct stream *t = calloc(1, sizeof *t);
 	t->last = &t->first;
 	t->ctx = current;
@@ -276,101 +276,101 @@ static int f_stream_create(owcu_handle *s, unsigned flags)
 		}
 	st.streams++;
 	*s = t;
-	return end(0);
+	return leave_call(0);
 }
 static int f_stream_destroy(owcu_handle s)
 {
-	int rc = begin(1);
-	rc = rc ? rc : on(s);
-	if (refuses(&rc))
-		return end(rc);
-	drain(s, NULL, 0, 1); // the driver does not wait; here the work would never end
+	int rc = enter_call(1);
+	rc = rc ? rc : check_stream(s);
+	if (refuses_free(&rc))
+		return leave_call(rc);
+	run_ops(s, NULL, 0, 1); // the driver does not wait; here the work would never end
 	for (int i = 0; i < 256; i++)
 		if (streams[i] == s)
 			streams[i] = NULL;
 	free(s);
 	st.streams--;
-	return end(rc);
+	return leave_call(rc);
 }
 static int f_stream_sync(owcu_handle s)
 {
-	int rc = begin(1);
-	rc = rc ? rc : on(s);
-	drain(stream_of(s), NULL, 0, 1);
-	return end(rc);
+	int rc = enter_call(1);
+	rc = rc ? rc : check_stream(s);
+	run_ops(stream_of(s), NULL, 0, 1);
+	return leave_call(rc);
 }
 static int f_stream_wait(owcu_handle s, owcu_handle e, unsigned flags)
 {
-	int rc = queues_on(s);
+	int rc = enter_on_stream(s);
 	struct event *ev = e;
 	(void)flags;
 	// Waiting for an event that was never recorded returns at once.
 	if (rc == 0 && ev->recorded)
-		push(s, (struct op){.kind = WAIT, .event = ev, .recorder = ev->stream, .at = ev->recorded});
-	return end(rc);
+		queue_op(s, (struct op){.kind = WAIT, .event = ev, .recorder = ev->stream, .at = ev->recorded});
+	return leave_call(rc);
 }
 static int f_event_create(owcu_handle *e, unsigned flags)
 {
-	int rc = begin(1);
+	int rc = enter_call(1);
 	if (rc)
-		return end(rc);
+		return leave_call(rc);
 	struct event *ev = calloc(1, sizeof *ev);
 	ev->untimed = flags & 2; // CU_EVENT_DISABLE_TIMING
 	*e = ev;
 	st.events++;
-	return end(0);
+	return leave_call(0);
 }
 static int f_event_record(owcu_handle e, owcu_handle s)
 {
-	int rc = queues_on(s);
+	int rc = enter_on_stream(s);
 	struct event *ev = e;
 	if (rc == 0) {
 		ev->stream = stream_of(s);
-		push(s, (struct op){.kind = RECORD, .event = ev, .at = ++ev->recorded});
+		queue_op(s, (struct op){.kind = RECORD, .event = ev, .at = ++ev->recorded});
 	}
-	return end(rc);
+	return leave_call(rc);
 }
 static int f_event_query(owcu_handle e)
 {
-	int rc = begin(1);
+	int rc = enter_call(1);
 	struct event *ev = e;
 	int ready = ev->done >= ev->recorded;
 	if (rc == 0 && !ready) // not yet; and time passes
-		drain(ev->stream, ev, ev->recorded, 0);
-	return end(rc ? rc : ready ? 0 : OWCU_NOT_READY);
+		run_ops(ev->stream, ev, ev->recorded, 0);
+	return leave_call(rc ? rc : ready ? 0 : OWCU_NOT_READY);
 }
 static int f_event_sync(owcu_handle e)
 {
-	int rc = begin(1);
+	int rc = enter_call(1);
 	struct event *ev = e;
 	if (rc == 0 && ev->done < ev->recorded)
-		drain(ev->stream, ev, ev->recorded, 1);
-	return end(rc);
+		run_ops(ev->stream, ev, ev->recorded, 1);
+	return leave_call(rc);
 }
 static int f_event_elapsed(float *ms, owcu_handle b, owcu_handle a)
 {
-	int rc = begin(1);
+	int rc = enter_call(1);
 	struct event *from = b, *to = a;
 	if (rc == 0 && (from->untimed || to->untimed || !from->recorded || !to->recorded)) {
-		broke("the time between events that have none");
+		note_broken_rule("the time between events that have none");
 		rc = INVALID_HANDLE;
 	}
 	if (rc == 0 && (from->done < from->recorded || to->done < to->recorded))
 		rc = OWCU_NOT_READY;
 	*ms = rc ? 0 : (float)((double)(to->when - from->when) / 1e6);
-	return end(rc);
+	return leave_call(rc);
 }
 static int f_event_destroy(owcu_handle e)
 {
-	int rc = begin(1);
+	int rc = enter_call(1);
 	struct event *ev = e;
-	if (refuses(&rc))
-		return end(rc);
+	if (refuses_free(&rc))
+		return leave_call(rc);
 	ev->next = ended; // what is queued may name it
 	ended = ev;
-	each(pass, NULL);
+	each_stream(run_stream, NULL);
 	st.events--;
-	return end(rc);
+	return leave_call(rc);
 }
 
 static const char *const kernel_names[] = {"ow_x16_bf16", "ow_x16_fp16",    "ow_x16_fp32",  "ow_x16_e4m3",    "ow_x16_e5m2",
@@ -382,68 +382,68 @@ static const char *const kernel_names[] = {"ow_x16_bf16", "ow_x16_fp16",    "ow_
 
 static int f_module_load(owcu_handle *m, const void *image)
 {
-	int rc = begin(1);
+	int rc = enter_call(1);
 	uint32_t magic;
 	if (rc)
-		return end(rc);
+		return leave_call(rc);
 	memcpy(&magic, image, 4);
 	if (magic != 0xba55ed50)
-		return end(200); // CUDA_ERROR_INVALID_IMAGE
+		return leave_call(200); // CUDA_ERROR_INVALID_IMAGE
 	*m = malloc(1);
 	st.modules++;
-	return end(0);
+	return leave_call(0);
 }
 static int f_module_unload(owcu_handle m)
 {
-	int rc = begin(1);
-	if (refuses(&rc))
-		return end(rc);
+	int rc = enter_call(1);
+	if (refuses_free(&rc))
+		return leave_call(rc);
 	free(m);
 	st.modules--;
-	return end(rc);
+	return leave_call(rc);
 }
 static int f_module_function(owcu_handle *f, owcu_handle m, const char *name)
 {
-	int rc = queues(1);
+	int rc = enter_queueing(1);
 	(void)m;
 	if (rc)
-		return end(rc);
+		return leave_call(rc);
 	for (size_t i = 0; i < sizeof kernel_names / sizeof *kernel_names; i++)
 		if (strcmp(name, kernel_names[i]) == 0) {
 			*f = (owcu_handle)(i + 1);
-			return end(0);
+			return leave_call(0);
 		}
-	return end(500); // CUDA_ERROR_NOT_FOUND
+	return leave_call(500); // CUDA_ERROR_NOT_FOUND
 }
 static int f_launch(owcu_handle f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                     unsigned shared, owcu_handle s, void **args, void **extra)
 {
-	int rc = queues_on(s);
+	int rc = enter_on_stream(s);
 	int kernel = (int)(uintptr_t)f - 1;
 	uint32_t n;
 	(void)extra;
 	if (rc)
-		return end(rc);
+		return leave_call(rc);
 	if (kernel >= K_RESIDENT)
-		return end(resident_launch(kernel, gx, bx, gy * gz * by * bz == 1 && shared == 0, s, args));
+		return leave_call(resident_launch(kernel, gx, bx, gy * gz * by * bz == 1 && shared == 0, s, args));
 	if (kernel >= K_ITEMS) { // kernel(items, n)
 		struct op o = {.kind = LAUNCH, .kernel = kernel};
 		memcpy(&o.b, args[0], 8);
 		memcpy(&n, args[1], 4);
 		o.n = n;
 		if (n == 0 || gx != ow_batch_blocks(kernel >= K_ENCODE ? 1 : OW_BATCH_WARPS, n) || gy != 1 || gz != 1 || (bx != OW_BATCH_THREADS && kernel < K_ENCODE) || bx % 32 || bx > OW_BATCH_MOST || by != 1 || bz != 1 || shared != 0) {
-			broke("a launch of the wrong shape");
-			return end(INVALID);
+			note_broken_rule("a launch of the wrong shape");
+			return leave_call(INVALID);
 		}
-		push(s, o);
-		return end(0);
+		queue_op(s, o);
+		return leave_call(0);
 	}
 	memcpy(&n, args[2], 4);
 	unsigned per = kernel == K_OPEN || kernel == K_CLOSE || kernel == K_PEEK || kernel == K_CUT ? 32 * OW_X16_WARPS : OW_X16_WARPS;
 	if (n == 0 || gx != (n + per - 1) / per || gy != 1 || gz != 1 || bx != 32 * OW_X16_WARPS || by != 1 ||
 	    bz != 1 || shared != (kernel < OW_BYTES ? OW_X16_SHARED : kernel == K_X16 ? OW_STREAM_SHARED : 0)) {
-		broke("a launch of the wrong shape");
-		return end(INVALID);
+		note_broken_rule("a launch of the wrong shape");
+		return leave_call(INVALID);
 	}
 	struct op o = {.kind = LAUNCH, .kernel = kernel, .n = n};
 	memcpy(&o.a, args[0], 8);
@@ -454,8 +454,8 @@ static int f_launch(owcu_handle f, unsigned gx, unsigned gy, unsigned gz, unsign
 		memcpy(few, args[4], sizeof *few);
 		o.few = few;
 	}
-	push(s, o);
-	return end(0);
+	queue_op(s, o);
+	return leave_call(0);
 }
 static int f_error_name(owcu_result r, const char **s)
 {
@@ -528,7 +528,7 @@ void owcu_fake_capture(uint64_t stream, int blocking, int on)
 void owcu_fake_busy(uint64_t stream)
 {
 	pthread_mutex_lock(&lock);
-	push((owcu_handle)(uintptr_t)stream, (struct op){.kind = BUSY});
+	queue_op((owcu_handle)(uintptr_t)stream, (struct op){.kind = BUSY});
 	pthread_mutex_unlock(&lock);
 }
 
@@ -542,15 +542,15 @@ static void finish_busy(struct stream *s, void *arg)
 int owcu_fake_idle(void)
 {
 	pthread_mutex_lock(&lock);
-	each(finish_busy, NULL);
-	each(pass, NULL);
-	return end(0);
+	each_stream(finish_busy, NULL);
+	each_stream(run_stream, NULL);
+	return leave_call(0);
 }
 
 void owcu_fake_fill(owcu_ptr p, int v, uint64_t n, uint64_t stream)
 {
 	pthread_mutex_lock(&lock);
-	push((owcu_handle)(uintptr_t)stream, (struct op){.kind = FILL, .dst = (void *)(uintptr_t)p, .value = v, .n = n});
+	queue_op((owcu_handle)(uintptr_t)stream, (struct op){.kind = FILL, .dst = (void *)(uintptr_t)p, .value = v, .n = n});
 	pthread_mutex_unlock(&lock);
 }
 

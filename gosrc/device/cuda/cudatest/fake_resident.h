@@ -34,12 +34,12 @@ static void digest_now(const struct op *o)
 	uint64_t *sums = (void *)(uintptr_t)o->b;
 
 	if (covers(jobs, o->n * sizeof *jobs) != 1 || covers(sums, o->n * 16) != 1) {
-		broke("a table outside device memory");
+		note_broken_rule("a table outside device memory");
 		return;
 	}
 	for (size_t i = 0; i < o->n; i++)
 		if (!digest_covered(&jobs[i], dims + jobs[i].dims)) {
-			broke("a tensor outside device memory");
+			note_broken_rule("a tensor outside device memory");
 			return;
 		}
 	ow_digest_host(jobs, (uint32_t)o->n, o->args[0], dims, sums, o->warps);
@@ -54,7 +54,7 @@ static void delta_now(const struct op *o)
 	ow_delta_row *rows = (void *)(uintptr_t)o->a;
 
 	if (covers(rows, o->n * sizeof *rows) != 1) {
-		broke("a table outside device memory");
+		note_broken_rule("a table outside device memory");
 		return;
 	}
 	for (size_t i = 0; i < o->n; i++) {
@@ -62,7 +62,7 @@ static void delta_now(const struct op *o)
 		if (r->bytes == 0 || r->lg > 3 || covers((void *)(uintptr_t)r->now, r->bytes) != 1 ||
 		    (o->kernel != K_DELTA_APPLY && covers((void *)(uintptr_t)r->base, r->bytes) != 1) ||
 		    (o->kernel != K_DELTA_MEASURE && (r->at % 4 || covers((void *)(uintptr_t)r->at, r->stored) != 1))) {
-			broke("a chunk outside device memory");
+			note_broken_rule("a chunk outside device memory");
 			return;
 		}
 	}
@@ -88,7 +88,7 @@ static int resident_launch(int kernel, unsigned grid, unsigned block, int flat, 
 	uint32_t n;
 
 	if (!flat || grid == 0 || block != OW_DIGEST_THREADS) {
-		broke("a launch of the wrong shape");
+		note_broken_rule("a launch of the wrong shape");
 		return INVALID;
 	}
 	memcpy(&o.a, args[0], 8);
@@ -97,7 +97,7 @@ static int resident_launch(int kernel, unsigned grid, unsigned block, int flat, 
 	memcpy(&o.args[1], args[3], 8);
 	memcpy(&o.b, args[4], 8);
 	o.n = n;
-	push(s, o);
+	queue_op(s, o);
 	return 0;
 }
 

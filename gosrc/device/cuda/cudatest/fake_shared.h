@@ -8,8 +8,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-// room is what a block of n bytes takes: whole pages, with a guard on both sides.
-static size_t room(size_t n) { return (n + 3 * GUARD - 1) / GUARD * GUARD; }
+// mapped_size is what a block of n bytes takes: whole pages, with a guard on both sides.
+static size_t mapped_size(size_t n) { return (n + 3 * GUARD - 1) / GUARD * GUARD; }
 // What a handle of memory holds.
 struct shared_memory {
 	int pid, file;
@@ -17,79 +17,79 @@ struct shared_memory {
 };
 static int f_ipc_get(struct owcu_ipc *handle, owcu_ptr p)
 {
-	int rc = begin(1);
+	int rc = enter_call(1);
 	struct block *b = rc ? NULL : block_of((void *)(uintptr_t)p);
 	if (rc || b == NULL || (b->shared && b->file < 0))
-		return end(rc ? rc : INVALID);
+		return leave_call(rc ? rc : INVALID);
 	if (!b->shared) { // the same bytes at the same address, in a file
-		size_t n = room(b->n);
+		size_t n = mapped_size(b->n);
 		int file = memfd_create("overwire-fake", MFD_CLOEXEC);
 		if (file < 0 || write(file, b->raw, n) != (ssize_t)n || mmap(b->raw, n, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_SHARED, file, 0) == MAP_FAILED)
-			return end(OOM);
+			return leave_call(OOM);
 		b->shared = n;
 		b->file = file;
 	}
 	struct shared_memory m = {getpid(), b->file, b->n};
 	memset(handle, 0, sizeof *handle);
 	memcpy(handle, &m, sizeof m);
-	return end(0);
+	return leave_call(0);
 }
 static int f_ipc_open(owcu_ptr *p, struct owcu_ipc handle, unsigned flags)
 {
-	int rc = begin(1);
+	int rc = enter_call(1);
 	struct shared_memory m;
 	char path[64];
 	memcpy(&m, &handle, sizeof m);
 	if (rc || flags != 1 || m.pid == getpid()) // the driver maps memory of other processes only
-		return end(rc ? rc : INVALID_CONTEXT);
+		return leave_call(rc ? rc : INVALID_CONTEXT);
 	snprintf(path, sizeof path, "/proc/%d/fd/%d", m.pid, m.file);
 	int file = open(path, O_RDWR | O_CLOEXEC);
 	if (file < 0)
-		return end(INVALID_HANDLE);
-	uint8_t *raw = mmap(NULL, room(m.n), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+		return leave_call(INVALID_HANDLE);
+	uint8_t *raw = mmap(NULL, mapped_size(m.n), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
 	close(file);
 	if (raw == MAP_FAILED)
-		return end(INVALID_HANDLE);
+		return leave_call(INVALID_HANDLE);
 	struct block *b = malloc(sizeof *b);
-	*b = (struct block){blocks, raw, raw + GUARD, m.n, (int)((int *)current - contexts_mark), room(m.n), -1};
+	*b = (struct block){blocks, raw, raw + GUARD, m.n, (int)((int *)current - contexts_mark), mapped_size(m.n), -1};
 	blocks = b;
 	st.attached++;
 	*p = (owcu_ptr)(uintptr_t)b->p;
-	return end(0);
+	return leave_call(0);
 }
 static int f_ipc_close(owcu_ptr p)
 {
-	int rc = begin(1);
-	if (refuses(&rc))
-		return end(rc);
+	int rc = enter_call(1);
+	if (refuses_free(&rc))
+		return leave_call(rc);
 	for (struct block **at = &blocks; *at; at = &(*at)->next) {
 		struct block *b = *at;
 		if ((owcu_ptr)(uintptr_t)b->p != p || !b->shared || b->file >= 0)
 			continue;
-		give_up(b->p, b->n);
+		check_free(b->p, b->n);
 		*at = b->next;
 		munmap(b->raw, b->shared);
 		free(b);
 		st.attached--;
-		return end(rc);
+		return leave_call(rc);
 	}
-	broke("detached what was not attached");
-	return end(INVALID);
+	note_broken_rule("detached what was not attached");
+	return leave_call(INVALID);
 }
 static int f_copy_rows(const struct owcu_rows *c, owcu_handle s)
 {
-	int rc = queues_on(s);
+	int rc = enter_on_stream(s);
 	if (rc == 0 && (c->src_kind != 2 || c->dst_kind != 2 || c->width == 0 || c->height == 0 || c->src_pitch < c->width || c->dst_pitch < c->width ||
 			covers((void *)(uintptr_t)c->dst, (c->height - 1) * c->dst_pitch + c->width) != 1 ||
 			covers((void *)(uintptr_t)c->src, (c->height - 1) * c->src_pitch + c->width) != 1)) {
-		broke("a copy of rows outside device memory");
+		note_broken_rule("a copy of rows outside device memory");
 		rc = INVALID;
 	}
 	for (size_t i = 0; rc == 0 && i < c->height; i++)
-		push(s, (struct op){.kind = COPY,
+		queue_op(s, (struct op){.kind = COPY,
 				    .dst = (void *)(uintptr_t)(c->dst + i * c->dst_pitch),
 				    .src = (void *)(uintptr_t)(c->src + i * c->src_pitch),
 				    .n = c->width});
-	return end(rc);
+	return leave_call(rc);
 }
 #endif

@@ -105,21 +105,21 @@ static __thread int capture_mode;
 static int captures, blocking_captures;
 static int contexts_mark[8];
 
-static void broke(const char *what)
+static void note_broken_rule(const char *what)
 {
 	if (st.broken++ == 0)
 		snprintf(st.what, sizeof st.what, "%s", what);
 }
 
-static void lose(void); // ends all work with the device
+static void lose_device(void); // ends all work with the device
 
 // The names of the first calls since a reset, each with a newline.
 static char history[64 << 10];
 static size_t recorded;
 
-// queues counts a call that only queues work, or asks nothing of the device, and
+// enter_queueing counts a call that only queues work, or asks nothing of the device, and
 // returns whether it fails.
-static int queues_as(const char *name, int needs_context)
+static int enter_queueing_as(const char *name, int needs_context)
 {
 	pthread_mutex_lock(&lock);
 	st.calls++;
@@ -130,7 +130,7 @@ static int queues_as(const char *name, int needs_context)
 	if (fail_in > 0 && --fail_in == 0) {
 		if (fail_sticky) {
 			lost = fail_code;
-			lose();
+			lose_device();
 		}
 		return fail_code;
 	}
@@ -140,19 +140,19 @@ static int queues_as(const char *name, int needs_context)
 		return INVALID_CONTEXT;
 	return 0;
 }
-// begin does the same for all other calls, which destroy a capture.
-static int begin_as(const char *name, int needs_context)
+// enter_call does the same for all other calls, which destroy a capture.
+static int enter_call_as(const char *name, int needs_context)
 {
-	int rc = queues_as(name, needs_context);
+	int rc = enter_queueing_as(name, needs_context);
 
 	if (captures > 0 && capture_mode != RELAXED) {
-		broke("a call that destroys a capture");
+		note_broken_rule("a call that destroys a capture");
 		rc = UNSUPPORTED;
 	}
 	return rc;
 }
-#define queues(needs_context) queues_as(__func__, needs_context)
-#define begin(needs_context) begin_as(__func__, needs_context)
+#define enter_queueing(needs_context) enter_queueing_as(__func__, needs_context)
+#define enter_call(needs_context) enter_call_as(__func__, needs_context)
 
 void owcu_fake_history(char *to, size_t n, int forget)
 {
@@ -163,17 +163,17 @@ void owcu_fake_history(char *to, size_t n, int forget)
 	pthread_mutex_unlock(&lock);
 }
 
-// refuses reports whether a call that frees does nothing. A lost device frees
+// refuses_free reports whether a call that frees does nothing. A lost device frees
 // everything, so that leaks can be counted, and hides it unless it is to behave
 // like a real one.
-static int refuses(int *rc)
+static int refuses_free(int *rc)
 {
 	if (lost && fail_sticky < 2)
 		*rc = 0;
 	return *rc != 0 && !lost;
 }
 
-static int end(int rc)
+static int leave_call(int rc)
 {
 	pthread_mutex_unlock(&lock);
 	return rc;
@@ -227,26 +227,26 @@ static struct stream *stream_of(owcu_handle h)
 	return (uintptr_t)h < 16 ? &shared_stream : h;
 }
 
-static void drain(struct stream *s, struct event *until, int64_t at, int wait);
+static void run_ops(struct stream *s, struct event *until, int64_t at, int wait);
 
-// on checks work for a stream; it destroys a capture that the work would become
+// check_stream checks work for a stream; it destroys a capture that the work would become
 // part of, or that it would wait for.
-static int on(owcu_handle h)
+static int check_stream(owcu_handle h)
 {
 	int rc = stream_of(h)->capturing ? UNSUPPORTED : (uintptr_t)h < 16 && blocking_captures ? IMPLICIT : 0;
 
 	if (rc)
-		broke("work for a stream that is being captured");
+		note_broken_rule("work for a stream that is being captured");
 	return rc;
 }
-// queues_on is queues for a call that queues work on a stream.
-static int queues_on_as(const char *name, owcu_handle h)
+// enter_on_stream is enter_queueing for a call that queues work on a stream.
+static int enter_on_stream_as(const char *name, owcu_handle h)
 {
-	int rc = queues_as(name, 1);
+	int rc = enter_queueing_as(name, 1);
 
-	return rc ? rc : on(h);
+	return rc ? rc : check_stream(h);
 }
-#define queues_on(stream) queues_on_as(__func__, stream)
+#define enter_on_stream(stream) enter_on_stream_as(__func__, stream)
 
 // What ow_stream_open and its kin do; the memory of a batch's streams is theirs.
 static void stream_now(const struct op *o)
@@ -257,7 +257,7 @@ static void stream_now(const struct op *o)
 	uint32_t *status = (uint32_t *)(uintptr_t)o->status, n = (uint32_t)o->n;
 
 	if (o->few ? head->streams > OW_STREAM_FEW : covers(head, sizeof *head + head->streams * sizeof *s) != 1) {
-		broke("a batch outside device memory");
+		note_broken_rule("a batch outside device memory");
 		return;
 	}
 	int making = o->kernel == K_CUT || o->kernel == K_SUM || o->kernel == K_JOIN;
@@ -265,7 +265,7 @@ static void stream_now(const struct op *o)
 		if (making ? covers((void *)(uintptr_t)s[i].dst, s[i].stored) != 1 || (s[i].size && covers((void *)(uintptr_t)s[i].src, s[i].size) != 1)
 		           : covers((void *)(uintptr_t)s[i].src, s[i].stored) != 1 ||
 		    (o->kernel != K_PEEK && s[i].size && covers((void *)(uintptr_t)s[i].dst, s[i].size) != 1)) {
-			broke("a stream outside device memory");
+			note_broken_rule("a stream outside device memory");
 			return;
 		}
 	if (o->kernel == K_OPEN)
@@ -290,13 +290,13 @@ static void items_now(const struct op *o)
 	ow_batch_item *items = (void *)(uintptr_t)o->b;
 
 	if (!covers(items, o->n * sizeof *items)) { // pinned memory is mapped
-		broke("items outside device memory");
+		note_broken_rule("items outside device memory");
 		return;
 	}
 	for (size_t i = 0; i < o->n; i++)
 		if (items[i].src_len && (covers((void *)(uintptr_t)items[i].src, items[i].src_len) != 1 ||
 		                         (items[i].dst_cap && covers((void *)(uintptr_t)items[i].dst, items[i].dst_cap) != 1 + (o->kernel == K_HASH)))) {
-			broke("an item outside device memory");
+			note_broken_rule("an item outside device memory");
 			return;
 		}
 	static void (*const kernels[])(ow_batch_item *, uint32_t) = {ow_lz4_decode_host, ow_snappy_decode_host, ow_cascaded_decode_host, ow_x16_encode_host, ow_hash_sums_host};
@@ -310,7 +310,7 @@ static size_t cast_size(uint32_t t) { return t == OW_CAST_F32 ? 4 : t == OW_CAST
 static void launch_now(const struct op *o)
 {
 	if (o->kernel < K_CRC && !readable((void *)(uintptr_t)o->b, o->n * 8, 0)) { // segments and parts alike
-		broke("a table outside device memory");
+		note_broken_rule("a table outside device memory");
 		return;
 	}
 	if (o->kernel < OW_BYTES) {
@@ -320,7 +320,7 @@ static void launch_now(const struct op *o)
 			const ow_x16_chunk *c = &chunks[segs[i].chunk];
 			if (!readable(c, sizeof *c, 0) || c->src % 16 || !readable((void *)(uintptr_t)c->src, c->stored, segs[i].seg == 0) ||
 			    covers((void *)(uintptr_t)c->dst, c->logical) != 1) {
-				broke("a chunk outside device memory, or not aligned");
+				note_broken_rule("a chunk outside device memory, or not aligned");
 				return;
 			}
 		}
@@ -333,7 +333,7 @@ static void launch_now(const struct op *o)
 			if (!readable(m, sizeof *m, 0) ||
 			    !readable((void *)(uintptr_t)m->src, m->width + (m->rows - 1) * m->src_pitch, parts[i].part == 0) ||
 			    covers((void *)(uintptr_t)m->dst, m->width + (m->rows - 1) * m->dst_pitch) != 1) {
-				broke("a move outside device memory");
+				note_broken_rule("a move outside device memory");
 				return;
 			}
 		}
@@ -347,12 +347,12 @@ static void launch_now(const struct op *o)
 	} else if (o->kernel == K_CRC) {
 		const ow_crc_part *parts = (const void *)(uintptr_t)o->a;
 		if (!readable(parts, o->n * sizeof *parts, 0) || !readable((void *)(uintptr_t)o->b, o->n * 4, 0)) {
-			broke("parts outside device memory");
+			note_broken_rule("parts outside device memory");
 			return;
 		}
 		for (size_t i = 0; i < o->n; i++)
 			if (!readable((void *)(uintptr_t)parts[i].src, parts[i].bytes, 0)) {
-				broke("a part outside device memory");
+				note_broken_rule("a part outside device memory");
 				return;
 			}
 		ow_crc_host(parts, (uint32_t *)(uintptr_t)o->b, (uint32_t)o->n);
@@ -364,7 +364,7 @@ static void launch_now(const struct op *o)
 			size_t from = cast_size(c->from), to = cast_size(c->to);
 			if (!readable(c, sizeof *c, 0) || c->src % from || c->dst % to ||
 			    !readable((void *)(uintptr_t)c->src, c->n * from, parts[i].part == 0) || covers((void *)(uintptr_t)c->dst, c->n * to) != 1) {
-				broke("a cast outside device memory, or not aligned");
+				note_broken_rule("a cast outside device memory, or not aligned");
 				return;
 			}
 		}
@@ -373,12 +373,12 @@ static void launch_now(const struct op *o)
 }
 
 // do_op reports whether it is done.
-static int do_op(struct op *o, int wait)
+static int run_op(struct op *o, int wait)
 {
 	switch (o->kind) {
 	case COPY:
 		if (!covers(o->dst, o->n) && !covers(o->src, o->n))
-			broke("a copy to nowhere");
+			note_broken_rule("a copy to nowhere");
 		else
 			memcpy(o->dst, o->src, o->n);
 		break;
@@ -398,7 +398,7 @@ static int do_op(struct op *o, int wait)
 		break;
 	case WAIT:
 		if (o->event->done < o->at)
-			drain(o->recorder, o->event, o->at, wait);
+			run_ops(o->recorder, o->event, o->at, wait);
 		return wait || o->event->done >= o->at;
 	case BUSY:
 		st.waited += wait;
@@ -407,16 +407,16 @@ static int do_op(struct op *o, int wait)
 	return 1;
 }
 
-// drain does a stream's work, all of it or until an event is reached: because a
+// run_ops does a stream's work, all of it or until an event is reached: because a
 // call waits for it, or because time passes.
-static void drain(struct stream *s, struct event *until, int64_t at, int wait)
+static void run_ops(struct stream *s, struct event *until, int64_t at, int wait)
 {
 	if (s->running)
 		return;
 	s->running = 1;
 	while (s->first && !(until && until->done >= at)) {
 		struct op *o = s->first;
-		if (!do_op(o, wait))
+		if (!run_op(o, wait))
 			break;
 		s->first = o->next;
 		if (s->first == NULL)
@@ -428,7 +428,7 @@ static void drain(struct stream *s, struct event *until, int64_t at, int wait)
 	s->running = 0;
 }
 
-static void push(owcu_handle h, struct op o)
+static void queue_op(owcu_handle h, struct op o)
 {
 	struct stream *s = stream_of(h);
 	struct op *p = malloc(sizeof *p);
@@ -442,8 +442,8 @@ static void push(owcu_handle h, struct op o)
 // All streams.
 static struct stream *streams[256];
 
-// each calls f for every stream.
-static void each(void (*f)(struct stream *s, void *arg), void *arg)
+// each_stream calls f for every stream.
+static void each_stream(void (*f)(struct stream *s, void *arg), void *arg)
 {
 	f(stream_of(NULL), arg);
 	for (int i = 0; i < 256; i++)
@@ -451,18 +451,18 @@ static void each(void (*f)(struct stream *s, void *arg), void *arg)
 			f(streams[i], arg);
 }
 
-static void pass(struct stream *s, void *arg)
+static void run_stream(struct stream *s, void *arg)
 {
 	(void)arg;
-	drain(s, NULL, 0, 0);
+	run_ops(s, NULL, 0, 0);
 }
 
-static void end_all(struct stream *s, void *arg)
+static void finish_stream(struct stream *s, void *arg)
 {
 	(void)arg;
-	drain(s, NULL, 0, 1);
+	run_ops(s, NULL, 0, 1);
 }
-static void lose(void) { each(end_all, NULL); }
+static void lose_device(void) { each_stream(finish_stream, NULL); }
 
 // Memory that is about to be freed, and whether work is queued for it; whether
 // there is work that does not end by itself.
@@ -472,7 +472,7 @@ struct going {
 	int used, busy;
 };
 
-static void uses(struct stream *s, void *arg)
+static void find_uses(struct stream *s, void *arg)
 {
 	struct going *g = arg;
 
@@ -484,16 +484,16 @@ static void uses(struct stream *s, void *arg)
 	}
 }
 
-// give_up checks the rules for a call that frees memory, after which time passes.
-static void give_up(const void *p, size_t n)
+// check_free checks the rules for a call that frees memory, after which time passes.
+static void check_free(const void *p, size_t n)
 {
 	struct going g = {.p = p, .n = n};
 
-	each(uses, &g);
+	each_stream(find_uses, &g);
 	if (g.used)
-		broke("memory was freed that queued work uses");
+		note_broken_rule("memory was freed that queued work uses");
 	st.waited += g.busy; // the driver may wait there for all queued work
-	each(pass, NULL);
+	each_stream(run_stream, NULL);
 }
 
 #endif

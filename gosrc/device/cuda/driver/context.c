@@ -16,7 +16,7 @@ int owcu_enter(struct owcu_guard *g, owcu_handle ctx, struct owcu_error *e) { re
 
 void owcu_leave(struct owcu_guard *g) { leave(g, 0); }
 
-int owcu_begin(int *version, int *count, struct owcu_error *e)
+int owcu_init_driver(int *version, int *count, struct owcu_error *e)
 {
 	if (owcu_forked() ? failed(e, "fork", OWCU_FORKED) : TRY(init, (0))) // before that the driver has no modes
 		return -1;
@@ -87,7 +87,7 @@ int owcu_free(owcu_handle ctx, int64_t n, owcu_ptr *p, struct owcu_error *e)
 	return leave(&g, rc);
 }
 
-int owcu_mark(owcu_handle ctx, int n, const uint64_t *streams, owcu_handle *events, struct owcu_error *e)
+int owcu_record_events(owcu_handle ctx, int n, const uint64_t *streams, owcu_handle *events, struct owcu_error *e)
 {
 	struct owcu_guard g;
 	struct owcu_error not_now = {0};
@@ -109,7 +109,7 @@ int owcu_mark(owcu_handle ctx, int n, const uint64_t *streams, owcu_handle *even
 	return leave(&g, rc && !lost() ? rc : captured);
 }
 
-int owcu_passed(owcu_handle ctx, int n, const owcu_handle *events, struct owcu_error *e)
+int owcu_events_passed(owcu_handle ctx, int n, const owcu_handle *events, struct owcu_error *e)
 {
 	struct owcu_guard g;
 	int rc = enter(&g, ctx, e), passed = 1;
@@ -162,7 +162,7 @@ int owcu_memory(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_
 	return rc;
 }
 
-int owcu_read(owcu_handle ctx, owcu_handle *stream, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e)
+int owcu_copy_to_host(owcu_handle ctx, owcu_handle *stream, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e)
 {
 	return WITHIN(ctx, (*stream == NULL && TRY(stream_create, (stream, NON_BLOCKING))) ||
 	                           (TRY(copy_out_async, (dst, src, n, *stream)) | TRY(stream_sync, (*stream))));

@@ -22,7 +22,7 @@ struct owcu_info {
 	uint64_t memory;
 };
 
-int owcu_begin(int *version, int *count, struct owcu_error *e);
+int owcu_init_driver(int *version, int *count, struct owcu_error *e);
 int owcu_info_get(int ordinal, struct owcu_info *info, struct owcu_error *e);
 // owcu_ctx_open also says what owcu_info does of the device.
 int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, int *coherent, int *sms, struct owcu_error *e);
@@ -47,22 +47,22 @@ int owcu_alloc(owcu_handle ctx, int64_t n, const uint64_t *sizes, owcu_ptr *out,
 // gone. It continues after an error and reports the first; on a lost device
 // everything is gone.
 int owcu_free(owcu_handle ctx, int64_t n, owcu_ptr *p, struct owcu_error *e);
-// owcu_mark records an event on each of n streams, and makes missing events. It
+// owcu_record_events records an event on each of n streams, and makes missing events. It
 // returns 1, and the events mean nothing, while one of the streams is being
 // captured.
-int owcu_mark(owcu_handle ctx, int n, const uint64_t *streams, owcu_handle *events, struct owcu_error *e);
-// owcu_passed returns 1 when all work before the events is done, else 0. It does
+int owcu_record_events(owcu_handle ctx, int n, const uint64_t *streams, owcu_handle *events, struct owcu_error *e);
+// owcu_events_passed returns 1 when all work before the events is done, else 0. It does
 // not wait.
-int owcu_passed(owcu_handle ctx, int n, const owcu_handle *events, struct owcu_error *e);
+int owcu_events_passed(owcu_handle ctx, int n, const owcu_handle *events, struct owcu_error *e);
 // owcu_register pins [p, p+n) for every context of the process.
 int owcu_register(owcu_handle ctx, void *p, uint64_t n, struct owcu_error *e);
 // owcu_drop frees a thing that nothing uses, unless it is NULL. It returns 1 if the
 // driver refused and may not the next time. On a lost device it is gone.
-enum { OWCU_EVENT, OWCU_STREAM, OWCU_PINNED /* by owcu_register */, OWCU_ATTACHED /* by owcu_attach */ };
+enum { OWCU_EVENT, OWCU_STREAM, OWCU_PINNED /* by owcu_register */, OWCU_ATTACHED /* by owcu_map_ipc */ };
 int owcu_drop(owcu_handle ctx, int what, void *thing, struct owcu_error *e);
 int owcu_memory(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_error *e);
-// owcu_read copies on a stream of its own, which it makes at its first call.
-int owcu_read(owcu_handle ctx, owcu_handle *stream, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e);
+// owcu_copy_to_host copies on a stream of its own, which it makes at its first call.
+int owcu_copy_to_host(owcu_handle ctx, owcu_handle *stream, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e);
 
 // owcu_module loads an image, of which it keeps a copy until it is closed, and
 // looks up kernels by names, which are separated by NUL. After an error it may be
@@ -123,9 +123,9 @@ int owcu_thread_mode(int mode);
 // -1.
 int owcu_pointer_device(owcu_ptr p);
 
-// owcu_share names an allocation for other processes, and owcu_attach maps one of another
+// owcu_export_ipc names an allocation for other processes, and owcu_map_ipc maps one of another
 // process, until owcu_drop.
-int owcu_share(owcu_handle ctx, owcu_ptr p, struct owcu_ipc *handle, struct owcu_error *e);
-int owcu_attach(owcu_handle ctx, const struct owcu_ipc *handle, owcu_ptr *p, struct owcu_error *e);
+int owcu_export_ipc(owcu_handle ctx, owcu_ptr p, struct owcu_ipc *handle, struct owcu_error *e);
+int owcu_map_ipc(owcu_handle ctx, const struct owcu_ipc *handle, owcu_ptr *p, struct owcu_error *e);
 
 #endif

@@ -11,13 +11,13 @@ const struct owcu_api *owcu;
 static volatile int forked;
 static void in_child(void) { forked = 1; }
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-static void watch(void) { pthread_atfork(NULL, NULL, in_child); }
+static void watch_forks(void) { pthread_atfork(NULL, NULL, in_child); }
 
 int owcu_forked(void) { return forked; }
 
 void owcu_use(const struct owcu_api *api)
 {
-	pthread_once(&once, watch);
+	pthread_once(&once, watch_forks);
 	__atomic_store_n(&owcu, api, __ATOMIC_RELEASE);
 }
 

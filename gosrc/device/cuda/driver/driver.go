@@ -54,7 +54,7 @@ func loadDriver() error {
 	}
 	var e C.struct_owcu_error
 	var version, count C.int
-	if C.owcu_begin(&version, &count, &e) != 0 {
+	if C.owcu_init_driver(&version, &count, &e) != 0 {
 		if e.code == 100 { // CUDA_ERROR_NO_DEVICE
 			return errs.New(errs.ErrDevice, "the NVIDIA driver sees no GPU (hidden by CUDA_VISIBLE_DEVICES?)")
 		}

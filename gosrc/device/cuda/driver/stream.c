@@ -36,10 +36,10 @@ int owcu_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint
 
 int owcu_stream_new(owcu_handle ctx, uint64_t *stream, struct owcu_error *e)
 {
-	owcu_handle made = NULL;
-	int rc = WITHIN(ctx, TRY(stream_create, (&made, NON_BLOCKING)));
+	owcu_handle created = NULL;
+	int rc = WITHIN(ctx, TRY(stream_create, (&created, NON_BLOCKING)));
 
-	*stream = (uint64_t)(uintptr_t)made;
+	*stream = (uint64_t)(uintptr_t)created;
 	return rc;
 }
 
@@ -80,12 +80,12 @@ int owcu_pointer_device(owcu_ptr p)
 	return device;
 }
 
-int owcu_share(owcu_handle ctx, owcu_ptr p, struct owcu_ipc *handle, struct owcu_error *e)
+int owcu_export_ipc(owcu_handle ctx, owcu_ptr p, struct owcu_ipc *handle, struct owcu_error *e)
 {
 	return WITHIN(ctx, TRY(ipc_get, (handle, p)));
 }
 
-int owcu_attach(owcu_handle ctx, const struct owcu_ipc *handle, owcu_ptr *p, struct owcu_error *e)
+int owcu_map_ipc(owcu_handle ctx, const struct owcu_ipc *handle, owcu_ptr *p, struct owcu_error *e)
 {
 	return WITHIN(ctx, TRY(ipc_open, (p, *handle, 1))); // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 }
