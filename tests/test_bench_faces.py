@@ -77,6 +77,45 @@ for row in faces._measure_faces(args, folder):
     assert "its process ended" in rows["ends"]
 
 
+SAVES = """
+import json
+from overwire import _bench_saves as saves
+folder.joinpath("space").mkdir()
+def write_plain():
+    import overwire as ow
+    ow.save_file({"w": torch.randn(700, 900).bfloat16(), "b": torch.randn(5)}, folder / "plain", compress=False)
+    return {}
+faces._run_in_fork(write_plain)
+import torch.distributed.checkpoint
+%s
+for row in saves.measure_saves(folder / "plain", "cpu", folder / "space", "", faces._run_in_fork):
+    print(json.dumps(row), saves.show_save(row), sep=" | ")
+"""
+
+
+def test_saves_have_rows_beside_their_floors(torch_script) -> None:
+    """Each way to save, own and other libraries', is timed twice and compared, beside os.pwrite of as many bytes; one
+    that writes other bytes is named as wrong, one that raises by its error."""
+    done = torch_script(PROGRAM % "import torch" + SAVES % """
+def flip(tensors, at):
+    tensors = {**tensors, "b": tensors["b"] + 1}
+    saves._torch_save(tensors, at)
+def fail(tensors, at):
+    raise ValueError("of this way")
+saves._WAYS |= {"flips": (flip, 0, ""), "fails": (fail, 0, ""), "is not here": (fail, 0, "no_such_package")}
+""")
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("{")]
+    by_name = {row["way"]: (row, text) for row, text in ((json.loads(row), text) for row, text in rows)}
+    assert len(by_name) == len(rows) == 11 and "is not here" not in by_name
+    assert by_name.pop("flips")[0]["wrong"] == "b"
+    assert "left out: ValueError: of this way" in by_name.pop("fails")[1]
+    for name, (row, text) in by_name.items():
+        assert row["bytes"] == 700 * 900 * 2 + 20 and row["stored"] > 700_000 and "GB/s" in text, row
+        assert ("floor" in row) == ("of pwrite" in text) == name.startswith(("save_file", "compress_pickle")), row
+        assert all(0 < row[which]["free"] <= row[which]["whole"] for which in ("first", "second")), row
+    assert by_name["save_file"][0]["stored"] < by_name["torch.save"][0]["stored"]
+
+
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a GPU")
 def test_without_a_gpu_the_engine_says_so(tmp_path: Path) -> None:
     """`overwire bench --device cuda` ends with the engine's status and words where there is no GPU, and measures no name."""

@@ -34,7 +34,9 @@ figure as a bar beside its floor and, with --before, beside an earlier run's.
 With --device cuda, and where torch is installed, rows follow of each name to
 load by (load_file, safe_open, bundles, the names of other libraries, and these
 themselves where they are installed): the first and the second load of fresh
-processes, in random order, and device memory beside the tensors.
+processes, in random order, and device memory beside the tensors. Then rows of
+saving (save_file in one file and in eight, wait=False, compress_pickle, dcp,
+safetensors, torch.save), beside what pwrite does of as many bytes.
 
 gen writes realistic weights as a plain safetensors file:
 ` + kindsText(),
@@ -51,7 +53,7 @@ overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 		{name: "repeat", value: "N", lo: 1, hi: 1000, doc: "runs of each measurement (default 5)"},
 		{name: "dir", value: "DIR", doc: "folder for temporary files"},
 		{name: "ranks", value: "N", doc: "measure loads by N processes together, one GPU each, or auto; with torch"},
-		{name: "faces", value: "NAMES", doc: "only names to load by that contain one of these, by commas"},
+		{name: "faces", value: "NAMES", doc: "only names to load or save by that contain one of these, by commas"},
 		{name: "html", value: "FILE", doc: "write a page with the figures, too"},
 		{name: "before", value: "FILE", doc: "compare with what bench --json printed then, on the page"},
 		{name: "seed", value: "N", hi: 1 << 62, doc: "gen: seed of the weights"},

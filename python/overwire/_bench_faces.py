@@ -1,4 +1,5 @@
-"""`overwire bench --device cuda`: the engine's rows, and behind them loads by each name, in fresh processes.
+"""`overwire bench --device cuda`: the engine's rows, and behind them loads by each name, in fresh processes,
+and saves (`_bench_saves`).
 
 Every row is a fresh process, a fork of one that has imported torch alone, in which two loads
 run one after the other: what a program imports before it loads is imported before, what is
@@ -18,6 +19,7 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ._bench_saves import measure_saves, show_save
 from .plumbing import parse_size
 
 __all__ = ["main"]
@@ -297,7 +300,7 @@ def _run_engine(words: list[str], **streams: Any) -> subprocess.CompletedProcess
 
 
 def _measure_faces(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """The rows of all names."""
+    """The rows of all names. Leaves the plain file."""
     gen = ["bench", "gen", "llama-bf16", "--size", str(args.bytes), "-f", str(folder / "plain")]
     result = _run_engine(gen, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if result.returncode:
@@ -346,13 +349,20 @@ def main(words: list[str]) -> int:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overwire-bench-", dir=args.dir)))
         rows = _measure_faces(args, folder)
+        if not as_json:
+            sys.stdout.write("".join(_show_row(row) + "\n" for row in rows))
+            sys.stdout.write(f"first / second save of a fresh process, to {args.dir or folder.parent}\n")
+            sys.stdout.flush()
+        for file in set(folder.iterdir()) - {folder / "plain"}:  # saves need the space
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+        saves = measure_saves(folder / "plain", args.device, folder, args.faces, _run_in_fork)
     if as_json:
         report = json.loads(result.stdout)
-        report["faces"] = rows
+        report |= {"faces": rows, "saves": saves}
         sys.stdout.write(json.dumps(report, indent=1) + "\n")
     else:
-        sys.stdout.write("".join(_show_row(row) + "\n" for row in rows))
-    return 1 if any("wrong" in row for row in rows) else 0
+        sys.stdout.write("".join(show_save(row) + "\n" for row in saves))
+    return 1 if any("wrong" in row for row in rows + saves) else 0
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ LAYERS: list[tuple[str, str]] = [
 ]
 
 # Modules that the outside may import, beside the names of overwire.__all__.
-PUBLIC = {"codecs", "distributed", "errors", "gpu", "plumbing", "records"}
+PUBLIC = {"checkpoints", "codecs", "distributed", "errors", "gpu", "plumbing", "records"}
 
 # What integrations share: `pushes` is a trainer's door, too.
 SHARED = "integrations.pushes integrations.shared*"
