@@ -86,6 +86,7 @@ func Write(ctx context.Context, to Output, how How, all []Tensor) (int64, error)
 // file must not be open with O_APPEND.
 func Records(ctx context.Context, fd int, path string, at int64, items []Item, data [][]byte, key *Key,
 	workers int) (int64, error) {
+	to := descriptor{fd, path, make(chan struct{}, writers)}
 	flows := make([]Flow, len(items))
 	for i := range items {
 		it := &items[i]
@@ -94,7 +95,7 @@ func Records(ctx context.Context, fd int, path string, at int64, items []Item, d
 		}
 		it.Record = at
 		at = it.Data() + it.Bytes
-		flows[i] = writtenFlow(descriptor{fd, path}, path, it, key, Flow{Bytes: it.Bytes, Memory: data[i]})
+		flows[i] = writtenFlow(to, path, it, key, Flow{Bytes: it.Bytes, Memory: data[i]})
 	}
 	return at, Run(ctx, "tensorizer.save", workers, false, flows)
 }
@@ -162,9 +163,16 @@ func writtenFlow(to Output, path string, it *Item, key *Key, data Flow) Flow {
 type descriptor struct {
 	fd   int
 	path string
+	gate chan struct{} // has one for each writer that is in the file
 }
 
+// writers is how many write to the file at once: file systems let one after the other in, and more
+// than two would only spin.
+const writers = 2
+
 func (d descriptor) Write(p []byte, off int64) error {
+	d.gate <- struct{}{}
+	defer func() { <-d.gate }()
 	for len(p) > 0 {
 		n, err := unix.Pwrite(d.fd, p, off)
 		if err == unix.EINTR {

@@ -325,6 +325,13 @@ def _text_of(tensor: Any) -> str:
     return _dtypes.written(tensor.dtype) if hasattr(tensor, "is_meta") else _dtypes.of_numpy(tensor.dtype)
 
 
+def _copy_from_gpu(tensor: Any) -> Any:
+    """In pinned memory, which torch keeps for the next copy: the link's rate from the second turn on."""
+    import torch
+
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
 def _ready(spec: _Spec) -> _Ready:
     """A torch tensor or a numpy array on the host, in one piece."""
     tensor, keep, is_copy, pointer, size = spec.tensor, None, False, 0, 0
@@ -334,7 +341,8 @@ def _ready(spec: _Spec) -> _Ready:
         keep = numpy.ascontiguousarray(tensor)
         is_copy, pointer, size = keep is not tensor, keep.ctypes.data, keep.nbytes
     elif not tensor.is_meta:
-        keep = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        keep = tensor.detach().resolve_conj().resolve_neg()
+        keep = _copy_from_gpu(keep) if keep.is_cuda else keep.cpu().contiguous()
         pointer, size = keep.data_ptr(), keep.numel() * keep.element_size()
         is_copy = tensor.is_cuda or size > 0 and pointer != tensor.data_ptr()
     shape = tuple(int(d) for d in tensor.shape)
