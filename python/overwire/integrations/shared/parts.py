@@ -253,12 +253,13 @@ def _restore_type(name: str, tensor: torch.Tensor, row: list[Any], old: Any) -> 
     kind = kinds.get(row[0])
     if kind is None or not issubclass(kind, torch.Tensor):
         raise Refused(f"{name} is a {type(old).__qualname__} when it is made, and was a {row[0]}")
-    attributes = {} if old is None else vars(old)
+    # What is an attribute of its own after processing may be a property of the class that the engine makes it of.
+    attributes = {attribute: getattr(old, attribute) for attribute in row[6] if hasattr(old, attribute)}
     if absent := [attribute for attribute in row[6] if attribute not in attributes]:
         raise Refused(f"{name} has no {absent[0]} when it is made")
     if kind is not torch.Tensor:
         tensor = torch.Tensor._make_subclass(kind, tensor, False)
-    vars(tensor).update({attribute: attributes[attribute] for attribute in row[6]})
+    vars(tensor).update(attributes)
     return tensor
 
 
