@@ -438,6 +438,40 @@ there.download_model(config("/nowhere"))
     run(engines, REGISTER + PRELUDE + code, model)
 
 
+def test_collects_what_a_load_leaves(engines: Path, model: Path) -> None:
+    """vLLM's collections in a load take its own garbage; what was there before is looked at again after it, also after
+    an error, and what a program has frozen stays so."""
+    code = """
+import gc, weakref
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+class Ring: pass
+def ring():
+    one = Ring()
+    one.me = one
+    return weakref.ref(one)
+def load_model(self, vllm_config, model_config, prefix=""):
+    new = ring()
+    gc.collect()
+    alive.append((old() is not None, new() is not None))
+    if vllm_config is None:
+        raise ValueError("no configuration")
+BaseModelLoader.load_model = load_model
+gc.unfreeze()  # what the process began with
+gc.disable()
+old, alive, there = ring(), [], loader({"plan": False})
+there.load_model(object(), config(base))
+assert "no configuration" in raised(ValueError, lambda: there.load_model(None, config(base)))
+assert alive == [(True, False)] * 2 and gc.get_freeze_count() == 0
+gc.collect()
+assert old() is None
+gc.freeze()
+count, old = gc.get_freeze_count(), ring()
+there.load_model(object(), config(base))
+assert alive[-1] == (False, False) and gc.get_freeze_count() > count // 2 > 0
+"""
+    run(engines, REGISTER + PRELUDE + code, model)
+
+
 def test_says_what_is_wrong(engines: Path, model: Path, tmp_path: Path) -> None:
     """Keys, values, missing weights and parts, names that the index lists, damage."""
     code = """

@@ -10,7 +10,9 @@ files of the model that is served.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import os
 import re
 import time
@@ -89,10 +91,11 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
 
     def load_model(self, vllm_config: Any, model_config: Any, *more: Any, **named: Any) -> torch.nn.Module:
         """vLLM's own. While it makes the model, the files are opened and the device is made
-        ready."""
+        ready. Its collections of garbage look at what the load has made."""
         self._reader.config = vllm_config
         try:
-            return self._load_model(vllm_config, model_config, *more, **named)
+            with _only_new_garbage():
+                return self._load_model(vllm_config, model_config, *more, **named)
         finally:
             self._reader.close()
             self._reader.config = None
@@ -160,6 +163,20 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
                 f"Following weights were not initialized from checkpoint: {missing} (found by overwire; "
                 "--model-loader-extra-config '{\"strict\": false}' leaves the question to vLLM)"
             )
+
+
+@contextlib.contextmanager
+def _only_new_garbage() -> Iterator[None]:
+    # vLLM collects garbage twice in a load. What was there before is not the load's, and to look at it, which is all that
+    # vLLM has imported, takes longer than to load the weights. A heap that someone else has frozen stays as it is.
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 # By source: the model that this process has loaded from there first, where vLLM has no configuration.
