@@ -59,30 +59,42 @@ class Lines:
     warning = warning_once = info
 
 
-def without_kernels() -> None:
-    """Empty modules in the places of vLLM's compiled ones, where those are not there, so that vLLM's Python code can
-    be imported and makes models: it fails where it calls them. Asked what they can do, they say: nothing."""
-    if importlib.util.find_spec("vllm._C_stable_libtorch") is not None:
-        return
-    print("vLLM's kernels are not there: nothing is computed", flush=True)
-    # Those repack weights by compiled code; another of vLLM's, in Triton, takes their place.
-    os.environ["VLLM_DISABLED_KERNELS"] = "MarlinFP8ScaledMMLinearKernel,HummingFP8ScaledMMLinearKernel"
-    sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
+def without_kernels() -> bool:
+    """Puts modules in the places of vLLM's compiled ones that are not there, so that vLLM's Python code can be imported
+    and makes models: it fails where it calls them. Returns whether any is not there."""
+    if is_whole := importlib.util.find_spec("vllm._C_stable_libtorch") is not None:
+        print("vLLM's kernels are there", flush=True)
+    else:
+        print("vLLM's kernels are not there: nothing is computed", flush=True)
+        sys.modules["vllm._C_stable_libtorch"] = stand_in_for_operations()
+        # Those repack weights by compiled code; another of vLLM's, in Triton, takes their place.
+        os.environ["VLLM_DISABLED_KERNELS"] = "MarlinFP8ScaledMMLinearKernel,HummingFP8ScaledMMLinearKernel"
     # This package refuses to be imported without its compiled modules; what it names can be.
     name = "vllm.vllm_flash_attn"
     spec = importlib.util.find_spec(name)
-    assert spec is not None
-    sys.modules[name] = package = importlib.util.module_from_spec(spec)
-    interface = importlib.import_module(f"{name}.flash_attn_interface")
-    vars(package).update((key, value) for key, value in vars(interface).items() if not key.startswith("_"))
+    assert spec is not None and spec.origin is not None
+    has_attention = any(Path(spec.origin).parent.glob("*.so"))
+    if not has_attention:
+        sys.modules[name] = package = importlib.util.module_from_spec(spec)
+        interface = importlib.import_module(f"{name}.flash_attn_interface")
+        vars(package).update((key, value) for key, value in vars(interface).items() if not key.startswith("_"))
+    if not is_whole:
+        base.engines.without_kernels()
+    return not (is_whole and has_attention)
+
+
+def stand_in_for_operations() -> types.ModuleType:
+    """A module with the operations that layers hold, and those that say what the kernels can do: nothing."""
     import torch
 
-    kernels = torch.library.Library("_C", "FRAGMENT")
-    kernels.define("silu_and_mul(Tensor! out, Tensor input) -> ()")  # which layers hold
+    library = torch.library.Library("_C", "FRAGMENT")
+    library.define("silu_and_mul(Tensor! out, Tensor input) -> ()")
     for question in QUESTIONS:
-        kernels.define(f"{question}(int capability) -> bool")
-        kernels.impl(question, lambda capability: False, "CompositeImplicitAutograd")
-    vars(package)["kernels"] = kernels  # as long as they live, its operations do
+        library.define(f"{question}(int capability) -> bool")
+        library.impl(question, lambda capability: False, "CompositeImplicitAutograd")
+    module = types.ModuleType("vllm._C_stable_libtorch")
+    vars(module)["library"] = library  # its operations live as long as it does
+    return module
 
 
 def watch_parts(seconds: dict[str, float]) -> None:
@@ -211,7 +223,7 @@ def start_all(args: argparse.Namespace) -> None:
     import torch
 
     began = time.perf_counter()
-    without_kernels()
+    lacks_kernels = without_kernels()
     import vllm
     from vllm.distributed.parallel_state import destroy_model_parallel
     from vllm.engine.arg_utils import EngineArgs  # noqa: F401
@@ -220,10 +232,10 @@ def start_all(args: argparse.Namespace) -> None:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    registry._run_in_subprocess = lambda inspect: inspect()  # which would lack what stands in for the kernels
+    if lacks_kernels:
+        registry._run_in_subprocess = lambda inspect: inspect()  # which would lack what stands in for them
     took = time.perf_counter() - began
     print(f"vLLM {vllm.__version__}, torch {torch.__version__}: imported in {took:.1f} s", flush=True)
-    base.engines.without_kernels()
     lines = Lines()
     seconds: dict[str, float] = defaultdict(float)
     watch_parts(seconds)
