@@ -75,11 +75,7 @@ def test_dtype_table_is_the_engines() -> None:
 
 
 def test_log_level_comes_from_the_environment() -> None:
-    code = (
-        "import logging, overwire as ow\n"
-        "ow.doctor()\n"
-        "print(logging.getLogger('overwire').level)"
-    )
+    code = "import logging, overwire as ow\now.doctor()\nprint(logging.getLogger('overwire').level)"
     # DEBUG and SILENT are words of many programs; nyacomp's drop-in alone has them mean overwire.
     drop_in = "import overwire.compat.nyacomp\n"
     for env, more, level in (
@@ -137,3 +133,18 @@ def test_a_report_in_a_line() -> None:
     assert busy == "saved 1,234 tensors, 4.5 kB as 3 MB in 2 s, 0.00 GB/s, 60 % of the work writing"
     assert sentence("fetch", {"bytes": 10**15, "seconds": 1e6}) == "fetched 1,000,000 GB in 1e+06 s, 1.00 GB/s"
     assert sentence("presign", {"url": ""}) == ""
+
+
+@pytest.mark.parametrize("module", ["fastsafetensors", "nyacomp", "safetensors.torch"])
+def test_drop_ins_bring_the_verbs_that_they_call(script, module: str) -> None:
+    """What a first load by another library's name needs is imported with that name."""
+    verbs = {"fastsafetensors": ("stream",), "nyacomp": ("bundles.bundle",), "safetensors.torch": ("open",)}[module]
+    script(
+        f"""
+import sys
+import overwire.compat.{module}
+for name in {verbs!r}:
+    assert "overwire." + (name if "." in name else "verbs." + name) in sys.modules, name
+assert "overwire._core" not in sys.modules
+"""
+    )

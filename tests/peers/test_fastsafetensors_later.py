@@ -22,6 +22,7 @@ torch = pytest.importorskip("torch")
 import overwire as ow  # noqa: E402
 import overwire.compat.fastsafetensors as fst  # noqa: E402
 from overwire.compat.fastsafetensors import allocation, copier, cpp, dlpack, saver  # noqa: E402
+from overwire.compat.fastsafetensors.copier import base  # noqa: E402
 from overwire.compat.fastsafetensors.copier.base import CopierInterface, validated_byte_ranges  # noqa: E402
 from overwire.compat.fastsafetensors.frameworks import get_framework_op  # noqa: E402
 from overwire.compat.fastsafetensors.loader import BaseSafeTensorsFileLoader  # noqa: E402
@@ -388,7 +389,7 @@ def test_a_tensor_is_there_before_its_batch(files: list[str], monkeypatch: pytes
         assert gate.wait(60), "the first two are asked for before the rest is there"
         yield from whole[2:]
 
-    monkeypatch.setattr(ow, "stream", slowly)
+    monkeypatch.setattr(base, "stream_tensors", slowly)
     loader = fst.SafeTensorsFileLoader(None, "cpu")
     loader.add_filenames({0: files[:1]})
     buffer = loader.copy_files_to_device(allow_inflight=True)

@@ -22,6 +22,7 @@ torch = pytest.importorskip("torch")
 import overwire as ow  # noqa: E402
 import overwire.compat.fastsafetensors as fst  # noqa: E402
 from overwire.compat.fastsafetensors import config, copier, cpp, dlpack, threefs_loader  # noqa: E402
+from overwire.compat.fastsafetensors.copier import base  # noqa: E402
 from overwire.compat.fastsafetensors.copier.base import CopierInterface  # noqa: E402
 from overwire.compat.fastsafetensors.frameworks import get_framework_op  # noqa: E402
 from overwire.compat.fastsafetensors.st_types import Device, DType  # noqa: E402
@@ -236,7 +237,7 @@ def test_gds_is_asked_for_on_a_gpu_alone(files: list[str], monkeypatch: pytest.M
     """nogds=False is read="gds" for a GPU; what that gives stands in test_gpu.py."""
     asked: list[Any] = []
     stream = ow.stream
-    monkeypatch.setattr(ow, "stream", lambda *args, read=None, **named: (asked.append(read), stream(*args, **named))[1])
+    monkeypatch.setattr(base, "stream_tensors", lambda *args, read=None, **named: (asked.append(read), stream(*args, **named))[1])
     for nogds in (False, True):
         load(files[:1], nogds=nogds)
     op = get_framework_op("pt")

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Union
 
 import overwire
+from overwire import load_compressed as load_model  # imported with this, and not by the first call
+from overwire import load_compressed_pickle as load_object
 from overwire.plumbing import MetaRow, refuse_urls, regular, save_listed
 
 from . import _nyacomp, manifests, partition, settings
@@ -146,12 +148,12 @@ def start_preload() -> None:
 def load_compressed(path: PathLike = DEFAULT) -> Any:
     """Loads what `compress` saved, or nyacomp itself, trusting it. Joins the
     preload of the same bundle."""
-    return _load(path, overwire.load_compressed)
+    return _load(path, load_model)
 
 
 def load_compressed_pickle(path: PathLike = DEFAULT) -> Any:
     """Loads what `compress_pickle` saved, or nyacomp itself, trusting it."""
-    return _load(path, overwire.load_compressed_pickle)
+    return _load(path, load_object)
 
 
 def _load(path: PathLike, verb: Any) -> Any:

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import overwire
+from overwire import safe_open as open_tensors  # imported with this, and not by the first call
 
 from ._errors import SafetensorError, check, reading
 from ._frameworks import Framework, framework_of
@@ -61,7 +62,7 @@ class safe_open:
         lands = self._device if self._framework.native == "pt" and self._device.startswith("cuda") else "cpu"
         self._name = name
         with reading(name):
-            self._file: overwire.safe_open | None = overwire.safe_open(
+            self._file: overwire.safe_open | None = open_tensors(
                 source, self._framework.native, lands, mmap=None if backend == "mmap" else False
             )
 

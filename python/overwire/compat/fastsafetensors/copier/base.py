@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import overwire
+from overwire import stream as stream_tensors  # imported with this, and not by the first call
 
 from .. import cpp
 from ..common import SafeTensorsMetadata, is_cuda
@@ -237,7 +237,7 @@ class EngineCopier(CopierInterface):
         torch = self.framework.get_name() == "pytorch"
         where = self.device.as_str().replace("gpu", "cuda") if torch else "cpu"
         self.found, self._error = {}, None
-        self._stream = overwire.stream(
+        self._stream = stream_tensors(
             self.metadata.src, device=where, framework="pt" if torch else "np", keys=self.names, read=self.read,
             dtype=self.dtype.value if torch and self.dtype is not DType.AUTO else None,
         )  # fmt: skip
