@@ -67,6 +67,9 @@ func lateDestinations(t *testing.T, spec save.Spec, making bool) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	if making {
+		time.Sleep(50 * time.Millisecond) // by then the job waits for its queue
+	}
 	if err := l.Settle([]int64{int64(mine[0]) + 1, 4096}, 0); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("a place for a request that waits for none: %v", err)
 	}

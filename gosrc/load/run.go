@@ -214,25 +214,25 @@ func (l *Loading) prepareQueue(p *plan.Plan, stream uint64) (*cuda.Queue, error)
 }
 
 // queueFor is the load's queue: one whose slots have room for the largest piece of the
-// plan takes the place of another.
+// plan takes the place of another. Settle need not wait while it is made.
 func (l *Loading) queueFor(p *plan.Plan) (*cuda.Queue, error) {
+	queue, room := l.giveQueue(), int64(0)
+	if p.Slot > l.machine.SlotBytes {
+		if queue != nil {
+			queue.Close()
+		}
+		queue, room = nil, p.Slot
+	}
+	if queue == nil {
+		var err error
+		if queue, err = l.target.Queue(room, l.machine); err != nil {
+			return nil, err
+		}
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	larger := p.Slot > l.machine.SlotBytes
-	if l.queue != nil && !larger {
-		return l.queue, nil
-	}
-	if l.queue != nil {
-		l.queue.Close()
-		l.queue = nil
-	}
-	room := int64(0)
-	if larger {
-		room = p.Slot
-	}
-	var err error
-	l.queue, err = l.target.Queue(room, l.machine)
-	return l.queue, err
+	l.queue = queue
+	return queue, nil
 }
 
 // pipelineTask is the pipeline's task of a shape.
