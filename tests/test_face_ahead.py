@@ -174,7 +174,12 @@ def test_a_loop_from_the_beginning_is_read_ahead_at_once(path: Path, loads: list
     assert loads[0] == 1 and min(loads[1:-1], default=2) > 1 and loads[1] > 1, loads
 
 
-def test_tensors_larger_than_a_window_are_read_ahead(path: Path, loads: list[int], monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_tensors_larger_than_a_window_are_read_ahead(
+    path: Path,
+    loads: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+) -> None:
     """Where each is larger than a first window, one is read while the program works on the one before it; where it
     is larger than any window, none is."""
     large = layers()["layers.0.up.weight"].nbytes

@@ -3,9 +3,9 @@ and saves (`_bench_saves`).
 
 Every row is a fresh process, a fork of one that has imported torch alone, in which two loads
 run one after the other: what a program imports before it loads is imported before, what is
-imported by the first call counts. Rows run in random order, one round after the other. In
-the first round each process compares all bytes of its first load with the plain file, which
-it reads without overwire, and in the second those of its second load; later ones only load.
+imported by the first call counts. Rows run in random order, one round after the other; the
+first compares all bytes of first loads with the plain file, read without overwire, and the
+second those of second loads.
 """
 
 from __future__ import annotations
@@ -143,9 +143,6 @@ _FACES: dict[str, tuple[Make, tuple[str, ...], str, bool]] = {
 }
 
 
-# -- one process
-
-
 def _build_module(shapes: dict[str, list[int]]) -> Any:
     """A module on the meta device whose parameters have the names of a file's tensors."""
     import torch
@@ -250,9 +247,6 @@ def _run_in_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     os.waitpid(child, 0)
     row: dict[str, Any] = json.loads(text or '{"failed": "its process ended"}')
     return row
-
-
-# -- the command
 
 
 def _list_cases(device: str, names: str) -> Iterator[Case]:

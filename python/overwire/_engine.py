@@ -36,7 +36,6 @@ __all__ = [
     "TAKE_LAST",
     "TAKE_NEXT",
     "TAKE_RAW",
-    "begin",
     "buffer_of",
     "cli",
     "core",
@@ -44,6 +43,7 @@ __all__ = [
     "handle",
     "is_loaded",
     "main",
+    "open_library",
     "program",
     "raw",
     "release",
@@ -53,14 +53,13 @@ __all__ = [
 TAKE_ALL, TAKE_NEXT, TAKE_RAW, TAKE_LAST = 0, 1, 2, 4
 FREE_NOW, FREE_ENDED = 0, 1
 
-# How long the exit of the process waits for cancelled jobs, in milliseconds.
-_EXIT_MS = 2000
+_EXIT_MS = 2000  # how long the exit of the process waits for cancelled jobs
 
 # OVERWIRE_LOG, as levels of logging.
 _LEVELS = {"debug": 10, "info": 20, "json": 20, "warning": 30, "error": 40, "silent": 100}
 
 _lock = _thread.RLock()
-_begun: Any = None  # the raw module, whose runtime has begun to start
+_library: Any = None  # the raw module, whose runtime may still be starting
 _loaded: Any = None  # the same once it has answered, or what stands in for it
 
 
@@ -97,34 +96,31 @@ def core() -> Any:
     return _loaded if _loaded is not None else _load_library()
 
 
-def begin() -> None:
-    """Begins to load the engine, for a caller that imports more before its first call: Go's
+def open_library() -> Any:
+    """Opens the engine's library, for a caller that imports more before its first call: Go's
     runtime starts on threads of its own."""
-    global _begun
-    if _begun is not None:
-        return
+    global _library
     with Undisturbed(), _lock:
-        if _begun is not None:
-            return
-        import atexit
+        if _library is None:
+            import atexit
 
-        from . import _core as raw
+            from . import _core as raw
 
-        # From here on Go's threads exist.
-        os.register_at_fork(after_in_child=_in_child)
-        atexit.register(_at_exit)
-        _begun = raw
+            # From here on Go's threads exist.
+            os.register_at_fork(after_in_child=_in_child)
+            atexit.register(_at_exit)
+            _library = raw
+        return _library
 
 
 def _load_library() -> Any:
     global _loaded
-    begin()
+    raw = open_library()
     with Undisturbed(), _lock:
         if _loaded is not None:
             return _loaded
         import json
 
-        raw = _begun
         # Go sees the environment that the process started with, not os.environ.
         facts = json.loads(raw.setup(json.dumps(settings()), JobNumber, ModelNumber)[0])
         if facts["warnings"] or facts["log"]:
@@ -174,10 +170,9 @@ def _in_child() -> None:
 
 def _at_exit() -> None:
     global _loaded
-    raw = _begun
-    if not isinstance(_loaded, _Exiting) and not raw.forked():
+    if not isinstance(_loaded, _Exiting) and not _library.forked():
         _loaded = _Exiting()
-        raw.call("shutdown", "", _EXIT_MS.to_bytes(8, "little"))
+        _library.call("shutdown", "", _EXIT_MS.to_bytes(8, "little"))
 
 
 class Freed(int):
@@ -232,9 +227,6 @@ def release(number: int) -> None:
     forget(number)
 
 
-# Memory of other objects.
-
-
 def buffer_of(source: Any, writable: bool = False) -> tuple[int, int, Any]:
     """The memory of a C-contiguous buffer: (address, bytes, holder).
 
@@ -247,13 +239,7 @@ def buffer_of(source: Any, writable: bool = False) -> tuple[int, int, Any]:
 
 def raw() -> Any:
     """The module for what enters no Go: usable in forked children and at exit."""
-    _ = core()
-    from . import _core
-
-    return _core
-
-
-# The command line.
+    return open_library()
 
 
 def program(argv: Sequence[str]) -> Program:
@@ -339,4 +325,4 @@ def is_loaded() -> bool:
 
 def forked() -> bool:
     """Whether this is a child of a process that had loaded the engine."""
-    return _begun is not None and bool((_loaded or _begun).forked())
+    return _library is not None and bool((_loaded or _library).forked())

@@ -205,8 +205,8 @@ import torch
 import overwire as ow
 from overwire import _engine
 from overwire.frameworks import choose
-begin, present = choose.begin, []
-choose.begin = lambda: present.append("overwire.frameworks.torch" in sys.modules) or begin()
+open_library, present = choose.open_library, []
+choose.open_library = lambda: present.append("overwire.frameworks.torch" in sys.modules) or open_library()
 choose.frame_for("pt")
 assert present == [False] and "overwire._core" in sys.modules and not _engine.is_loaded()
 child = os.fork()

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Union
 
 import overwire
-from overwire import load_compressed as load_model  # imported with this, and not by the first call
-from overwire import load_compressed_pickle as load_object
+from overwire import load_compressed_pickle as load_object  # imported with this, and not by the first call
 from overwire.plumbing import MetaRow, refuse_urls, regular, save_listed
 
 from . import _nyacomp, manifests, partition, settings
@@ -146,19 +145,18 @@ def start_preload() -> None:
 
 
 def load_compressed(path: PathLike = DEFAULT) -> Any:
-    """Loads what `compress` saved, or nyacomp itself, trusting it. Joins the
-    preload of the same bundle."""
-    return _load(path, load_model)
+    """Loads what `compress` saved, or nyacomp itself, trusting it; joins its preload."""
+    return _load(path)
 
 
 def load_compressed_pickle(path: PathLike = DEFAULT) -> Any:
     """Loads what `compress_pickle` saved, or nyacomp itself, trusting it."""
-    return _load(path, load_object)
+    return _load(path)
 
 
-def _load(path: PathLike, verb: Any) -> Any:
+def _load(path: PathLike) -> Any:
     try:
-        return verb(path, trust=True, tensors=_remote(path))
+        return load_object(path, trust=True, tensors=_remote(path))
     except overwire.NotFoundError:
         if not os.path.exists(path) or manifests.find(path, manifests.MERGE_INFO) is None or not _foreign(path):
             raise
