@@ -65,7 +65,7 @@ def test_same_bytes_as_on_the_cpu(model: Path, file: str) -> None:
 
 
 def test_a_loop_that_changes_its_stream(model: Path) -> None:
-    """What was read ahead for one of torch's streams is not handed to a program that works on another."""
+    """What was read ahead for one of torch's streams is not returned to a program that works on another."""
     want = ow.load_file(model / "packed.safetensors")
     side = torch.cuda.Stream()
     got = {}
