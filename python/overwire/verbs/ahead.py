@@ -25,7 +25,7 @@ Block = tuple[tuple[int, int], tuple[int, int], tuple[int, ...]]
 # the first, and the most, on the host and on a GPU, where both together have no more than a
 # part of its free memory.
 _FIRST, _MOST = 8 << 20, 128 << 20
-_FIRST_GPU, _MOST_GPU = 256 << 20, 1 << 30
+_FIRST_GPU, _MOST_GPU = 512 << 20, 1 << 30
 _GROWTH, _PART = 4, 8
 
 # How often one tensor has to follow the other before any is read ahead, and how often
