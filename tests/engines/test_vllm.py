@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import warm
+from overwire.integrations.vllm.methods import COPIED
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -514,6 +515,14 @@ assert "model-10.safetensors" in said and "tensor" in said and "chunk" in said, 
 """
     documented = re.findall(r"^\| `(\w+)` \| [^|]+ \|", (ROOT / "docs/vllm.md").read_text(encoding="utf-8"), re.M)
     run(engines, REGISTER + PRELUDE + code, model, tmp_path, *documented)
+
+
+def test_the_table_of_quantised_models_is_the_loaders() -> None:
+    """docs/vllm.md names each method of quantisation once or by its checkpoints, and those by slices are the loader's."""
+    lines = (ROOT / "docs/vllm.md").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in (line.split("|") for line in lines) if len(row) == 6 and "`" in row[2]]
+    slices = {name for row in rows if "by slices" in row[3] for name in re.findall(r"`([\w-]+)`", row[2])}
+    assert slices == COPIED and len(rows) > 12
 
 
 def test_joins_a_preload(engines: Path, model: Path) -> None:

@@ -35,6 +35,7 @@ from ..shared.sheets import Opening
 from ..shared.slices import Attempt, by_slices
 from .coverage import Coverage
 from .device import device_of, likely, ranks
+from .methods import COPIED
 
 __all__ = ["OverwireModelLoader"]
 
@@ -42,9 +43,6 @@ __all__ = ["OverwireModelLoader"]
 log = init_logger("vllm.overwire")
 
 KNOWN = ("0.32.", "0.33.")
-
-# Methods of quantisation whose loaders only copy; None: a model that is not quantised.
-_COPIED = (None, "fp8")
 
 _KEYS = {
     "plan": (bool, "true or false"),
@@ -129,7 +127,8 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         return model
 
     def _takes_slices(self, model_config: Any) -> bool:
-        return not self._streams and bool(self._options.get("plan", model_config.quantization in _COPIED))
+        method = model_config.quantization
+        return not self._streams and bool(self._options.get("plan", method is None or method in COPIED))
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Loads the model. ValueError, in vLLM's words, for a parameter, or a part of
