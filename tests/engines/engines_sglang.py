@@ -2,8 +2,8 @@
 
     python tests/engines/engines_sglang.py      needs SGLang's Python tree on PYTHONPATH; `make engines` sees to it
 
-On the CPU, without compiled kernels: entry points, hooks, LoadConfig, get_model_loader
-and DefaultModelLoader are the released ones. No whole model is built. It is
+On the CPU, without compiled kernels: entry points, hooks, LoadConfig, get_model_loader,
+DefaultModelLoader and the updater are the released ones. No whole model is built. It is
 a script and not a test: SGLang takes long to import.
 """
 
@@ -73,6 +73,55 @@ def planned(loader: Any, folder: str, tensors: dict[str, torch.Tensor]) -> None:
     print("  by slices as by tensors")
 
 
+def updated(base: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """SGLang's own updater, which asks a loader for the weights of one source without having loaded a model by it: new
+    weights, some of them, a folder that fails, after which the old ones come back, and again."""
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    at = "model.layers.0.self_attn."
+    changed = {name: tensor + 1 for name, tensor in tensors.items()}
+    places = {}
+    for name, content in {"first": tensors, "second": changed, "damaged": changed}.items():
+        places[name] = tiny.folder(base / "updates" / name, tiny.LLAMA, content, True)
+    file = next(places["damaged"].glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    file.write_bytes(data)
+    model = Fused()
+    config = types.SimpleNamespace(
+        model_path="", revision=None, hf_config=types.SimpleNamespace(), dtype=torch.bfloat16, quantization=None
+    )
+    fields: dict[str, Any] = {}
+    updater = types.SimpleNamespace(
+        device="cpu", gpu_id=0, model_config=config, get_model=lambda: model,
+        _assert_weight_cache_inactive=lambda _: None,
+        update_model_fields=lambda _, **named: fields.update(named),
+    )  # fmt: skip
+
+    def update(name: str, wanted: Any = None) -> tuple[bool, str]:
+        return WeightUpdater.update_weights_from_disk(updater, str(places[name]), "overwire", wanted)
+
+    def check(content: dict[str, torch.Tensor], out: dict[str, torch.Tensor]) -> None:
+        fused = torch.cat([content[f"{at}{part}_proj.weight"] for part in "qkv"])
+        assert torch.equal(model.qkv, fused) and torch.equal(model.out, out[f"{at}o_proj.weight"][:, 32:])
+
+    assert update("first")[0] and fields["model_path"] == str(places["first"])
+    check(tensors, tensors)
+    assert update("second", lambda name: "o_proj" not in name)[0]
+    check(changed, tensors)
+    assert update("second")[0]
+    check(changed, changed)
+    try:
+        did, words = update("damaged")
+        assert not did, words
+    except Exception as error:  # the rollback reads the same files, which is SGLang's way
+        words = str(error)
+    assert file.name in words and "chunk" in words, words
+    assert update("first")[0]
+    check(tensors, tensors)
+    print("  SGLang's updater: whole, in parts, after a failure")
+
+
 def main(base: Path) -> None:
     sys.path.insert(0, str(tiny.plug_in(base)))
     tensors = tiny.weights(tiny.LLAMA)
@@ -96,6 +145,7 @@ def main(base: Path) -> None:
         assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in found)
         print(f"  {folder.name}: {len(found)} tensors as they were saved")
         planned(loader, str(folder), tensors)
+    updated(base, tensors)
     refused("unknown key 'speed'", lambda: get_model_loader(LoadConfig(load_format="overwire", model_loader_extra_config={"speed": 1})))
     refused("'nonsense' is not a valid LoadFormat", lambda: LoadConfig(load_format="nonsense"))
     print("SGLang reads by overwire")
