@@ -1,0 +1,80 @@
+r"""ModelExpress's real chain of strategies in vLLM's real code, with overwire's strategy, on the CPU.
+
+    PYTHONPATH=python:build/engines33/express:build/engines33/vllm-0.33.0:build/engines \
+        python tests/engines/engines_modelexpress.py
+
+A compressed model is loaded by `--load-format modelexpress`: nothing else in the chain can read it.
+Each parameter must be as vLLM's own load leaves it, and processed once.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import engines_vllm as base
+
+
+def load(root: Path, port: int) -> None:
+    """One start by ModelExpress, in this process."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    from modelexpress.accelerators.cuda import CudaAcceleratorBackend
+    from modelexpress.engines.vllm import adapter, register_modelexpress_loaders
+
+    class CudaOnTheHost(CudaAcceleratorBackend):
+        """Waits for nothing, and takes the host's tensors for its own."""
+
+        synchronize = lambda *_: None  # noqa: E731
+        current_device = lambda *_: 0  # noqa: E731
+        is_available = lambda *_: True  # noqa: E731
+
+    from vllm.model_executor.model_loader import utils
+
+    register_modelexpress_loaders()
+    adapter.accelerator_backend_for = lambda device: CudaOnTheHost()  # ModelExpress knows GPUs only
+    adapter._get_vllm_device_id = lambda device: 0
+    base.without_kernels()
+    processed: list[Any] = []
+    own = utils.process_weights_after_loading
+
+    def process(model: Any, *more: Any, **named: Any) -> None:
+        processed.append(model)
+        own(model, *more, **named)
+
+    utils.process_weights_after_loading = process
+    theirs = base.state(base.load(root / "llama/plain", 1, 0, port, "safetensors")[0])
+    slices = base.planned()
+    processed.clear()
+    model, _ = base.load(root / "llama/compressed", 1, 0, port, "modelexpress")
+    wrong = base.differences(base.state(model), theirs)
+    if wrong or not sum(slices) or len(processed) != 1:
+        raise SystemExit(f"not as vLLM's own: {wrong}, {slices}, processed {len(processed)} times")
+    version = metadata.version("modelexpress")
+    print(f"ModelExpress {version}: {len(theirs)} tensors as vLLM's own, {sum(slices)} slices", flush=True)
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        load(Path(sys.argv[1]), int(sys.argv[2]))
+        return
+    root = Path(tempfile.mkdtemp(prefix="overwire-express-"))
+    try:
+        site = base.plug_in(root)
+        tensors = base.weights(base.LLAMA)
+        for kind in ("plain", "compressed"):
+            base.folder(root / "llama" / kind, base.LLAMA, tensors, kind == "compressed")
+        command = [sys.executable, __file__, str(root), str(base.free_port())]
+        subprocess.run(command, env=base.environment(root, site), check=True, timeout=600)
+    finally:
+        shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()
