@@ -23,13 +23,6 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// ballast is never used: memory that no one touches takes none of the host's, and counts
-// for the garbage collector, which waits until the heap has grown by as much. Without it
-// it ran two or three times while a group's load was planned, and took half of the time.
-//
-//lint:ignore U1000 its size is all that counts
-var ballast = make([]byte, 8<<20)
-
 // Guard runs fn for Python. A panic in it becomes an error, and every error becomes the
 // text of errs.Text. What Python does next finds the vector registers as C leaves them.
 // fn asks spawn.Poisoned itself: an engine in which something has panicked begins
@@ -100,6 +93,7 @@ func Setup(env string) (*Result, error) {
 	if err := parse(env, &vars); err != nil {
 		return nil, err
 	}
+	putOffCollections()
 	s := setup{Warnings: knob.Load(vars)}
 	codec.Use(knob.CPU.Get())
 	for _, row := range knob.Table() {
