@@ -47,6 +47,7 @@ __all__ = [
     "program",
     "raw",
     "release",
+    "start_runtime",
 ]
 
 # How a job is taken from, and a handle is freed: see gosrc/bind/binding.
@@ -80,8 +81,6 @@ class _Exiting:
             lock.acquire()
         if name == "free":
             return lambda *args: None  # finalizers: it is all going away
-        if name == "forked":
-            return bool  # False
 
         def refuse(verb: str, *rest: Any) -> Any:
             if verb in ("cancel", "gpu_stream_free"):

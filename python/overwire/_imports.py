@@ -44,16 +44,24 @@ class Undisturbed:
     They run in the main thread, between any two steps of it. One that came in the middle of
     an import, or while the engine is being loaded, and called overwire would meet half a
     module. Only for what takes milliseconds. Ctrl-C's own handler, which only raises
-    KeyboardInterrupt, does not wait. In other threads it does nothing.
+    KeyboardInterrupt, does not wait. In other threads it does nothing to signals.
+
+    Nor does the cycle collector run, on any thread: it would run finalizers there, and look
+    at all of torch's objects because an import has made a thousand.
     """
 
     def __init__(self) -> None:
+        self._collects = False
         self._handlers: dict[int, Any] = {}
         self._came: list[int] = []
         self._note = lambda number, frame: self._came.append(number)
 
     def __enter__(self) -> None:
         try:
+            import gc
+
+            self._collects = gc.isenabled()
+            gc.disable()
             for number in range(1, _signal.NSIG):
                 handler = _signal.getsignal(number)
                 if callable(handler) and handler is not _signal.default_int_handler:
@@ -73,6 +81,10 @@ class Undisturbed:
                     _signal.signal(number, self._handlers[number])
                 del self._handlers[number]
         finally:
+            if self._collects:
+                import gc
+
+                gc.enable()
             if self._handlers:
                 self.__exit__()  # Ctrl-C came
         while self._came:

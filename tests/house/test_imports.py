@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import Callable
@@ -67,6 +68,12 @@ saves.join()
     assert script(program).stdout.split() == ["1"]
 
 
+def enter_and_leave() -> None:
+    """What another thread does meanwhile."""
+    with Undisturbed():
+        pass
+
+
 def test_signal_handlers_wait(capsys: pytest.CaptureFixture[str]) -> None:
     """Handlers run after what must not be disturbed, in their order, and are the program's own again, as is one that was
     set meanwhile; Ctrl-C does not wait, and another thread is not concerned."""
@@ -93,11 +100,51 @@ def test_signal_handlers_wait(capsys: pytest.CaptureFixture[str]) -> None:
             signal.raise_signal(signal.SIGINT)
         assert all(signal.getsignal(n) is handlers[n] for n in (signal.SIGUSR1, signal.SIGUSR2))
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(lambda: Undisturbed().__enter__()).result(60)
+            pool.submit(enter_and_leave).result(60)
         assert signal.getsignal(signal.SIGUSR1) is handlers[signal.SIGUSR1]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_the_cycle_collector_waits() -> None:
+    """It runs no finalizer in the middle of an import, on no thread; afterwards it runs as before, if it did."""
+    assert gc.isenabled()
+    with Undisturbed(), Undisturbed():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(KeyError), Undisturbed():
+        assert not gc.isenabled()
+        with Undisturbed():
+            pool.submit(enter_and_leave).result(60)
+        raise KeyError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with Undisturbed():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_a_load_to_the_host_imports_little(torch_script: Callable[..., Any]) -> None:
+    """It imports no module of GPUs, and starts the engine before the frame of torch is made."""
+    program = """
+import json, struct, sys
+import torch, overwire as ow
+order = []
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        order.append(name)
+sys.meta_path.insert(0, Watch())
+header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+open("m.safetensors", "wb").write(struct.pack("<Q", len(header)) + header + struct.pack("<2f", 1, 2))
+print(ow.load_file("m.safetensors")["a"].tolist())
+assert order.index("overwire._core") < order.index("overwire.frameworks.torch")
+assert "overwire.gpu" not in sys.modules
+"""
+    assert torch_script(program).stdout == "[1.0, 2.0]\n"
 
 
 def test_handlers_call_overwire_in_the_middle_of_its_imports(script: Callable[..., Any]) -> None:

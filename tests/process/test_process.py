@@ -111,6 +111,25 @@ assert not raw.forked()
 """)
 
 
+def test_fork_while_the_runtime_starts(small: str) -> None:
+    """A child that was forked after the engine's file was mapped, and before it was called, is refused; its parent is not."""
+    run("""
+from overwire import _engine
+_engine.start_runtime()
+_engine.start_runtime()
+assert not _engine.is_loaded() and not _engine.forked()
+def body():
+    assert _engine.forked()
+    try:
+        e.knobs()
+    except errors.ForkedError:
+        return
+    os._exit(3)
+assert child(body) == 0
+assert e.knobs() and _engine.is_loaded() and not _engine.forked()
+""")
+
+
 def test_fork_before_the_first_call(small: str) -> None:
     """A child of a process that has only imported overwire has an engine of its own."""
     run("""

@@ -19,7 +19,6 @@ import torch.utils.dlpack
 from .. import _verbs
 from ..dtypes import CALLED, FLOATS, PACKED, named, packed_shape
 from ..errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryError, OverwireError
-from ..gpu import beside_captures, refuse_capture
 from .frame import ODD, Bytes, Columns, Frame, View, check_empty
 from .memory import check_memory, check_shape, is_ready
 
@@ -58,6 +57,8 @@ def _takes_natively(name: str) -> bool:
 @contextlib.contextmanager
 def _errors_of(device: str, wanted: int = 0) -> Iterator[None]:
     # torch's errors on a GPU as ours; and its calls harm no capture of another thread.
+    from ..gpu import beside_captures  # a load to the host needs none of that module
+
     try:
         with beside_captures():
             yield
@@ -74,6 +75,8 @@ def _errors_of(device: str, wanted: int = 0) -> Iterator[None]:
 
 
 def _free_memory(device: str) -> tuple[int | None, int | None]:
+    from ..gpu import beside_captures
+
     try:
         with beside_captures():
             free, total = torch.cuda.mem_get_info(torch.device(device))
@@ -161,6 +164,8 @@ def stream_of(device: str) -> int:
 
 
 def _refuse_capture(device: Any) -> None:
+    from ..gpu import refuse_capture
+
     with torch.cuda.device(torch.device(device)):
         refuse_capture(torch)
 
