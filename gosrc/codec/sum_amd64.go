@@ -34,10 +34,10 @@ func sumBytes(p []byte) uint32 {
 	if !canFold || len(p) < folded {
 		return crc32.Checksum(p, castagnoli)
 	}
-	var left [block]byte
-	n := foldBlocks(&left, p)
+	var tail [block]byte
+	n := foldBlocks(&tail, p)
 	// Update inverts before and after: a state of 0 is ^0 to it.
-	return crc32.Update(crc32.Update(^uint32(0), castagnoli, left[:]), castagnoli, p[n:])
+	return crc32.Update(crc32.Update(^uint32(0), castagnoli, tail[:]), castagnoli, p[n:])
 }
 
 // foldBlocks folds the whole blocks of p, at least two, and returns their length.

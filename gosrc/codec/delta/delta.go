@@ -253,17 +253,17 @@ func Encode(dst, now, base []byte, width int) ([]byte, error) {
 	}
 	n := len(now) >> lg
 	var count [classes]uint32
-	changed := 0
+	changes := 0
 	eachDifference(now, base, 0, n, lg, func(_ int, x uint64) {
 		c, _ := classOf(x, lg)
 		count[c]++
-		changed++
+		changes++
 	})
-	if changed == 0 {
+	if changes == 0 {
 		return dst, nil
 	}
 	from := len(dst)
-	if dst, ok := appendCoded(dst, now, base, lg, &count, changed); ok {
+	if dst, ok := appendCoded(dst, now, base, lg, &count, changes); ok {
 		return dst, nil
 	}
 	dst = append(dst[:from], modeRaw, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)

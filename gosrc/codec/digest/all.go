@@ -20,14 +20,14 @@ func All(ctx context.Context, views []View, workers int) ([]Sum, error) {
 		at, n int64
 	}
 	var tasks []task
-	sizes, merged := make([]int64, len(views)), make([]View, len(views))
+	sizes, parts := make([]int64, len(views)), make([]View, len(views))
 	for i := range views {
 		n, err := views[i].Bytes()
 		if err != nil {
 			return nil, err
 		}
 		if sizes[i] = n; n > 0 {
-			merged[i] = views[i].Merged()
+			parts[i] = views[i].Merged()
 		}
 		for at := int64(0); at < n; at += share {
 			tasks = append(tasks, task{i, at, min(share, n-at)})
@@ -38,7 +38,7 @@ func All(ctx context.Context, views []View, workers int) ([]Sum, error) {
 	err := spawn.Each(ctx, "digest", max(workers, 1), len(tasks), func(k int) error {
 		var s State
 		t := tasks[k]
-		merged[t.view].addBytes(&s, t.at, t.n)
+		parts[t.view].addBytes(&s, t.at, t.n)
 		mu.Lock()
 		states[t.view].Merge(s)
 		mu.Unlock()

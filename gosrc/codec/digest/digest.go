@@ -57,8 +57,8 @@ type State struct{ A, B uint64 }
 func (s *State) Add(at int64, p []byte) {
 	n := len(p) / WordBytes
 	first := uint64(at) / WordBytes
-	done := sumFast(s, first, p[:n*WordBytes])
-	sumScalar(s, first+uint64(done), p[done*WordBytes:n*WordBytes])
+	words := sumFast(s, first, p[:n*WordBytes])
+	sumScalar(s, first+uint64(words), p[words*WordBytes:n*WordBytes])
 	if rest := p[n*WordBytes:]; len(rest) > 0 {
 		var last [WordBytes]byte
 		copy(last[:], rest)

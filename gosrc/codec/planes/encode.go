@@ -60,20 +60,20 @@ func (e *Encoder) Encode(dst, src []byte, transform uint8) (out []byte, ok bool)
 
 // plane appends a plane in its shortest form.
 func (e *Encoder) plane(out, p []byte) []byte {
-	coded := e.appendBlocks(e.out[:0], p)
-	e.out = coded
+	blocks := e.appendBlocks(e.out[:0], p)
+	e.out = blocks
 	e.frame = e.frame[:0]
 	if e.mayRepeat(p) {
 		e.frame = appendFrame(e.frame, p)
 	}
 	switch {
-	case len(e.frame) > 0 && len(e.frame)+4+len(p)/minZip < min(len(coded), len(p)):
+	case len(e.frame) > 0 && len(e.frame)+4+len(p)/minZip < min(len(blocks), len(p)):
 		e.zipped = true
 		out = append(out, formZstd)
 		out = binary.LittleEndian.AppendUint32(out, uint32(len(e.frame)))
 		return append(out, e.frame...)
-	case len(coded) < len(p):
-		return append(append(out, formBlocks), coded...)
+	case len(blocks) < len(p):
+		return append(append(out, formBlocks), blocks...)
 	}
 	return append(append(out, formRaw), p...)
 }
@@ -117,13 +117,13 @@ func (e *Encoder) appendBlocks(out, p []byte) []byte {
 	}
 	// The blocks that gain nothing from the shared table leave it, and it is fitted
 	// to the others.
-	shared := e.fitSharedTable()
-	e.chooseKinds(p, &shared)
-	shared = e.fitSharedTable()
-	e.chooseKinds(p, &shared)
+	sharedTable := e.fitSharedTable()
+	e.chooseKinds(p, &sharedTable)
+	sharedTable = e.fitSharedTable()
+	e.chooseKinds(p, &sharedTable)
 	out = e.settleKinds(out)
 	if bytes.Contains(e.kinds, []byte{kindShared}) {
-		out = shared.appendTable(out)
+		out = sharedTable.appendTable(out)
 	}
 	for i, k := range e.kinds {
 		b := blockOf(p, i)
@@ -136,7 +136,7 @@ func (e *Encoder) appendBlocks(out, p []byte) []byte {
 			t := fitTable(&e.hists[i], uint32(len(b)))
 			out = e.encodeBlock(t.appendTable(out), b, &t)
 		case kindShared:
-			out = e.encodeBlock(out, b, &shared)
+			out = e.encodeBlock(out, b, &sharedTable)
 		}
 	}
 	return out

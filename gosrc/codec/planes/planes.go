@@ -142,11 +142,11 @@ func Decode(dst, src []byte, transform uint8) error {
 			}
 			to = d.memory[i][:n]
 		}
-		got, err := d.plane(to)
+		plane, err := d.plane(to)
 		if err != nil {
 			return errs.New(errs.ErrCorrupt, "plane %d: %v", i, err)
 		}
-		d.planes[i] = got
+		d.planes[i] = plane
 	}
 	if len(d.src) != 0 {
 		return corruptError("%d bytes after the last plane", len(d.src))

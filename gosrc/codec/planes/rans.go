@@ -116,12 +116,12 @@ func decodeValues(dst, words []byte, x [lanes]uint32, s *slots) error {
 	for len(dst) >= lanes && len(words)-at >= 2*lanes {
 		out := (*[lanes]byte)(dst)
 		w := (*[2 * lanes]byte)(words[at:])
-		used := 0
-		out[0], x0, used = decodeStep(x0, s, w, used)
-		out[1], x1, used = decodeStep(x1, s, w, used)
-		out[2], x2, used = decodeStep(x2, s, w, used)
-		out[3], x3, used = decodeStep(x3, s, w, used)
-		at += used
+		symbols := 0
+		out[0], x0, symbols = decodeStep(x0, s, w, symbols)
+		out[1], x1, symbols = decodeStep(x1, s, w, symbols)
+		out[2], x2, symbols = decodeStep(x2, s, w, symbols)
+		out[3], x3, symbols = decodeStep(x3, s, w, symbols)
+		at += symbols
 		dst = dst[lanes:]
 	}
 	x = [lanes]uint32{x0, x1, x2, x3}

@@ -56,12 +56,12 @@ func decodeFrame(dst, frame []byte) error {
 	}
 	r := unzippers.Get().(*zstd.Decoder)
 	defer unzippers.Put(r)
-	got, err := r.DecodeAll(frame, dst[:0:len(dst)])
+	content, err := r.DecodeAll(frame, dst[:0:len(dst)])
 	if err != nil {
 		return corruptError("Zstandard frame: %v", err)
 	}
-	if len(got) != len(dst) || &got[0] != &dst[0] {
-		return corruptError("a Zstandard frame gave %d bytes where %d belong", len(got), len(dst))
+	if len(content) != len(dst) || &content[0] != &dst[0] {
+		return corruptError("a Zstandard frame gave %d bytes where %d belong", len(content), len(dst))
 	}
 	return nil
 }

@@ -107,8 +107,8 @@ func (d *decoder) kernel256(run []*segment) {
 	by8 := archsimd.LoadInt8x32(&shift8)
 	base := unsafe.Pointer(unsafe.SliceData(d.src))
 	most := len(d.src) - slack
-	done := 0
-	for ; done < want && max(cursor[0], cursor[1], cursor[2], cursor[3]) <= most; done++ {
+	tiles := 0
+	for ; tiles < want && max(cursor[0], cursor[1], cursor[2], cursor[3]) <= most; tiles++ {
 		for pair := range 4 {
 			for i := 0; i < len(run); i += 2 {
 				s0, s1 := &st[i&2], &st[i&2|1]
@@ -137,12 +137,12 @@ func (d *decoder) kernel256(run []*segment) {
 			}
 		}
 		for i, s := range run {
-			s.escs += d.tile256(&acc[i&3], (*[tileSyms]byte)(s.vals[(s.got+done)*tileSyms:]))
+			s.escs += d.tile256(&acc[i&3], (*[tileSyms]byte)(s.vals[(s.got+tiles)*tileSyms:]))
 		}
 	}
 	avx.Clear()
 	for i, s := range run {
-		s.x, s.cur, s.got = st[i&3], cursor[i&3], s.got+done
+		s.x, s.cur, s.got = st[i&3], cursor[i&3], s.got+tiles
 	}
 }
 

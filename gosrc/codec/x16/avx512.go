@@ -108,8 +108,8 @@ func (d *decoder) kernel512(run []*segment) {
 	begin, pick := archsimd.BroadcastUint32x16(start), archsimd.LoadInt8x64(&pickBias)
 	base := unsafe.Pointer(unsafe.SliceData(d.src))
 	most := len(d.src) - slack
-	done := 0
-	for ; done < want && max(cursor[0], cursor[1], cursor[2], cursor[3]) <= most; done++ {
+	tiles := 0
+	for ; tiles < want && max(cursor[0], cursor[1], cursor[2], cursor[3]) <= most; tiles++ {
 		for range 4 {
 			for i := 0; i < len(run); i += 2 {
 				s0, s1 := &st[i&2], &st[i&2|1]
@@ -142,11 +142,11 @@ func (d *decoder) kernel512(run []*segment) {
 				cursor[i&2], cursor[i&2|1] = cur0, cur1
 			}
 		}
-		d.emit512(run, acc, done)
+		d.emit512(run, acc, tiles)
 	}
 	avx.Clear()
 	for i, s := range run {
-		s.x, s.cur, s.got = st[i&3], cursor[i&3], s.got+done
+		s.x, s.cur, s.got = st[i&3], cursor[i&3], s.got+tiles
 	}
 }
 

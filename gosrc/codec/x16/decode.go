@@ -114,7 +114,7 @@ func (d *decoder) decodeChunk(dst, src []byte, transform uint8, segTiles uint16)
 
 // decodeSegments decodes all tiles of the segments of run, batch by batch.
 func (d *decoder) decodeSegments(run []segment) error {
-	for left := run[0].tiles; left > 0; left -= batch {
+	for remaining := run[0].tiles; remaining > 0; remaining -= batch {
 		for i := range run {
 			run[i].want, run[i].got = min(batch, run[i].tiles), 0
 		}

@@ -207,13 +207,13 @@ func (e *Encoder) appendSegments(out []byte, base int, m *model, s, segs int) []
 		for i := range n {
 			binary.LittleEndian.PutUint32(out[dir+8*(seg+i):], uint32(len(out)-base))
 			first := (seg + i) * s * tileSyms
-			listed := 0
-			for listed < len(escs) && escs[listed].at < first+len(syms[i]) {
-				listed++
+			escapeCount := 0
+			for escapeCount < len(escs) && escs[escapeCount].at < first+len(syms[i]) {
+				escapeCount++
 			}
-			binary.LittleEndian.PutUint32(out[dir+8*(seg+i)+4:], uint32(listed))
-			out = e.appendSegment(out, i, first, escs[:listed])
-			escs = escs[listed:]
+			binary.LittleEndian.PutUint32(out[dir+8*(seg+i)+4:], uint32(escapeCount))
+			out = e.appendSegment(out, i, first, escs[:escapeCount])
+			escs = escs[escapeCount:]
 			for (len(out)-base)%16 != 0 {
 				out = append(out, 0)
 			}

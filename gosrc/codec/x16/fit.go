@@ -59,18 +59,18 @@ func fitModel(hist *[256]int, n int, identity bool) (best model) {
 	if kinds <= 16 {
 		best = modelOf(order[:kinds], hist, n, 0)
 	}
-	escaped := n
+	escapeCount := n
 	for _, v := range order[:min(15, kinds-1)] {
-		escaped -= hist[v]
+		escapeCount -= hist[v]
 	}
 	for m := min(15, kinds-1); m >= 1; m-- {
-		if float64(escaped)*escapeBits >= best.bits {
+		if float64(escapeCount)*escapeBits >= best.bits {
 			break // and fewer values only escape more
 		}
-		if c := modelOf(order[:m], hist, n, escaped); c.bits < best.bits {
+		if c := modelOf(order[:m], hist, n, escapeCount); c.bits < best.bits {
 			best = c
 		}
-		escaped += hist[order[m-1]]
+		escapeCount += hist[order[m-1]]
 	}
 	return best
 }

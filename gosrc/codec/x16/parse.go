@@ -192,13 +192,13 @@ func (d *decoder) parseHeader() error {
 
 // unusedValue finds a value that no symbol but k has; 16 of at least 32 are taken.
 func unusedValue(palette *[16]byte, k int) byte {
-	var taken [32]bool
+	var isTaken [32]bool
 	for i, v := range palette {
 		if i != k && v < 32 {
-			taken[v] = true
+			isTaken[v] = true
 		}
 	}
-	for v, t := range taken {
+	for v, t := range isTaken {
 		if !t {
 			return byte(v)
 		}

@@ -38,15 +38,15 @@ type fastTables struct {
 // detectLevels gives the levels of this machine. AVX512 is asked beside VBMI2, which stays
 // true under GODEBUG=cpu.avx512f=off, when the kernel of Go does not save ZMM registers.
 func detectLevels() []Level {
-	found := []Level{Scalar}
+	levels := []Level{Scalar}
 	x := archsimd.X86
 	if x.AVX2() {
-		found = append(found, AVX2)
+		levels = append(levels, AVX2)
 	}
 	if x.AVX512() && x.AVX512VBMI() && x.AVX512VBMI2() {
-		found = append(found, AVX512)
+		levels = append(levels, AVX512)
 	}
-	return found
+	return levels
 }
 
 func (t *fastTables) build(d *decoder) {

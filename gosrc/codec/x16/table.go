@@ -20,20 +20,20 @@ type slot struct{ symbol, rank uint8 }
 // Nothing may be expanded before this has passed.
 func (t *table) checkParts() error {
 	sum := 0
-	var given [16]int
+	var slots [16]int
 	for b := range 16 {
 		d, a := int(t.divider[b]), t.alias[b]
 		if d > 16 || a > 15 || (d == 16) != (int(a) == b) {
 			return errs.New(errs.ErrCorrupt, "bucket %d: divider %d, alias %d", b, d, a)
 		}
 		sum += int(t.freq[b])
-		given[b] += d
-		given[a] += 16 - d
+		slots[b] += d
+		slots[a] += 16 - d
 	}
 	if sum != 256 {
 		return errs.New(errs.ErrCorrupt, "frequencies sum to %d", sum)
 	}
-	for k, n := range given {
+	for k, n := range slots {
 		if n != int(t.freq[k]) {
 			return errs.New(errs.ErrCorrupt, "symbol %d has frequency %d and %d slots", k, t.freq[k], n)
 		}
@@ -78,18 +78,18 @@ func (t *table) expandSlots() (out [256]slot) {
 // from the lowest-numbered symbol that still has more than it can hold.
 func newTable(freq [16]uint8) (t table) {
 	t.freq = freq
-	left := [16]int{}
+	remaining := [16]int{}
 	for k, f := range freq {
-		left[k] = int(f)
+		remaining[k] = int(f)
 	}
 	// Buckets are closed one at a time. A giver that falls below 16 is closed
 	// next, so a bucket above 16 exists while any is
 	// below (their mean is 16).
-	var closed [16]bool
+	var isClosed [16]bool
 	for range 16 {
 		b := -1
-		for k := range left {
-			if !closed[k] && left[k] < 16 {
+		for k := range remaining {
+			if !isClosed[k] && remaining[k] < 16 {
 				b = k
 				break
 			}
@@ -98,18 +98,18 @@ func newTable(freq [16]uint8) (t table) {
 			break // all that are left hold exactly 16
 		}
 		giver := b
-		for k := range left {
-			if !closed[k] && left[k] > 16 {
+		for k := range remaining {
+			if !isClosed[k] && remaining[k] > 16 {
 				giver = k
 				break
 			}
 		}
-		t.divider[b], t.alias[b] = uint8(left[b]), uint8(giver)
-		left[giver] -= 16 - left[b]
-		closed[b] = true
+		t.divider[b], t.alias[b] = uint8(remaining[b]), uint8(giver)
+		remaining[giver] -= 16 - remaining[b]
+		isClosed[b] = true
 	}
-	for b := range left {
-		if !closed[b] {
+	for b := range remaining {
+		if !isClosed[b] {
 			t.divider[b], t.alias[b] = 16, uint8(b)
 		}
 	}
