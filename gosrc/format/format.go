@@ -127,11 +127,11 @@ func readSafetensors(ctx context.Context, src source.Source, head []byte, opt Op
 	if err != nil {
 		return nil, src, err
 	}
-	marked, err := overwire.Is(&h)
+	isOurs, err := overwire.Is(&h)
 	if err != nil {
 		return nil, src, errs.Place("index", uri, "", 0, err)
 	}
-	if marked {
+	if isOurs {
 		blob, err := readContainerIndex(ctx, src, &h)
 		if err != nil {
 			return nil, src, err
@@ -166,8 +166,8 @@ func readContainerIndex(ctx context.Context, src source.Source, h *safetensors.H
 			errs.New(errs.ErrFormat, "an index of %d bytes is over %d", t.Bytes, tensor.MaxIndex))
 	}
 	blob := make([]byte, t.Bytes)
-	had := copy(blob, h.Ahead)
-	if err := src.ReadAt(ctx, blob[had:], t.Off+int64(had)); err != nil {
+	count := copy(blob, h.Ahead)
+	if err := src.ReadAt(ctx, blob[count:], t.Off+int64(count)); err != nil {
 		return nil, err
 	}
 	return blob, nil

@@ -37,14 +37,14 @@ func withoutStale(ctx context.Context, sets []Files, parts []*tensor.Index, open
 	}
 	out := make([]*tensor.Index, len(parts))
 	for i, part := range parts {
-		kept, all := make([]bool, len(part.Tensors)), true
+		keeps, all := make([]bool, len(part.Tensors)), true
 		for k := range part.Tensors {
-			owner, listed := owners[part.Tensors[k].Name]
-			kept[k] = !listed || owner == filepath.Base(sets[i].URIs[0])
-			all = all && kept[k]
+			owner, isListed := owners[part.Tensors[k].Name]
+			keeps[k] = !isListed || owner == filepath.Base(sets[i].URIs[0])
+			all = all && keeps[k]
 		}
 		if out[i] = part; !all {
-			if out[i], err = part.Select(kept); err != nil {
+			if out[i], err = part.Select(keeps); err != nil {
 				return parts
 			}
 		}
@@ -57,7 +57,7 @@ func haveTwins(parts []*tensor.Index) bool {
 	owner := map[string]int{}
 	for i, part := range parts {
 		for k := range part.Tensors {
-			if first, known := owner[part.Tensors[k].Name]; known && first != i {
+			if first, isKnown := owner[part.Tensors[k].Name]; isKnown && first != i {
 				return true
 			}
 			owner[part.Tensors[k].Name] = i

@@ -47,7 +47,6 @@ __all__ = [
     "program",
     "raw",
     "release",
-    "start_runtime",
 ]
 
 # How a job is taken from, and a handle is freed: see gosrc/bind/binding.

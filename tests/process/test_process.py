@@ -115,8 +115,8 @@ def test_fork_while_the_runtime_starts(small: str) -> None:
     """A child that was forked after the engine's file was mapped, and before it was called, is refused; its parent is not."""
     run("""
 from overwire import _engine
-_engine.start_runtime()
-_engine.start_runtime()
+_engine.open_library()
+_engine.open_library()
 assert not _engine.is_loaded() and not _engine.forked()
 def body():
     assert _engine.forked()

@@ -166,8 +166,8 @@ func (r *reader) readTensor(align int64) (t Tensor, err error) {
 	if err != nil {
 		return t, err
 	}
-	kind, known := types[id]
-	if !known {
+	kind, isKnown := types[id]
+	if !isKnown {
 		return t, errs.New(errs.ErrNotSupported, "its type has the number %d, which is not known", id)
 	}
 	t.Type = kind.name

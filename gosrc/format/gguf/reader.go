@@ -72,12 +72,12 @@ func (r *reader) takeBytes(n int64) ([]byte, error) {
 	if n > maxHeader-r.offset() {
 		return nil, errs.New(errs.ErrFormat, "the header has over %d bytes", maxHeader)
 	}
-	left := r.src.Size() - r.offset()
-	if n > left {
+	rest := r.src.Size() - r.offset()
+	if n > rest {
 		return nil, errs.New(errs.ErrCorrupt, "truncated: the file ends within its header: copy or fetch it again")
 	}
 	if n > int64(len(r.b))-r.p {
-		b := make([]byte, min(left, max(n, r.window)))
+		b := make([]byte, min(rest, max(n, r.window)))
 		r.window = min(2*r.window, maxWindow) // a vocabulary takes some MB
 		r.at, r.p, r.b = r.offset(), 0, nil
 		if err := r.src.ReadAt(r.ctx, b, r.at); err != nil {

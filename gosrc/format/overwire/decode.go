@@ -111,16 +111,17 @@ func (d *decoder) decodeFrame() error {
 	major, minor := le.Uint16(b[4:]), le.Uint16(b[6:])
 	d.newer = minor > Minor
 	d.features = le.Uint64(b[8:])
-	known := uint64(featuresKnown)
+	knownBits := uint64(featuresKnown)
 	switch {
 	case d.delta && d.features&FeatureDelta == 0:
 		return errs.New(errs.ErrFormat, "it is a model, and no delta")
 	case d.delta:
-		known = FeatureDelta
+		knownBits = FeatureDelta
 	case major == Major && d.features == FeatureDelta:
 		return errDelta()
 	}
-	if major != Major || d.features&^known != 0 || le.Uint16(b[28:]) != tensorSize || le.Uint16(b[30:]) != chunkSize {
+	if major != Major || d.features&^knownBits != 0 || le.Uint16(b[28:]) != tensorSize ||
+		le.Uint16(b[30:]) != chunkSize {
 		d.at = 4
 		return errs.New(errs.ErrNotSupported, "index version %d.%d with features %#x: %s", major, minor, d.features,
 			remedyFor(uint64(major)))

@@ -82,7 +82,7 @@ type Layout struct {
 func NewLayout(metadata map[string]string, items []Item, origin *Origin, digests bool) (*Layout, error) {
 	l := &Layout{metadata: make(map[string]string, len(metadata)+1), Origin: origin,
 		empty: metadata != nil && len(metadata) == 0}
-	if _, ours := metadata[MetadataKey]; ours {
+	if _, isOurs := metadata[MetadataKey]; isOurs {
 		return nil, errs.New(errs.ErrArgument, "metadata entry %q is reserved", MetadataKey)
 	}
 	maps.Copy(l.metadata, metadata)

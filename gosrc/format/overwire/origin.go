@@ -66,12 +66,12 @@ func (o *Origin) Front(uri string) ([]byte, safetensors.Header, error) {
 		return nil, safetensors.Header{}, errs.In("index", uri,
 			errs.New(errs.ErrFormat, "the header of its origin: %v", err))
 	}
-	deflated, err := base64.StdEncoding.DecodeString(o.Header)
+	stream, err := base64.StdEncoding.DecodeString(o.Header)
 	if err != nil {
 		return bad(err)
 	}
 	most := min(o.Size, 8+tensor.MaxHeader)
-	from := bytes.NewReader(deflated)
+	from := bytes.NewReader(stream)
 	head, err := io.ReadAll(io.LimitReader(flate.NewReader(from), most+1))
 	switch {
 	case err == nil && int64(len(head)) > most:

@@ -140,18 +140,18 @@ func userMetadata(all map[string]string) map[string]string {
 // mark without the index, or the index without the mark: its header has changed,
 // and its blobs are not tensors of bytes.
 func Is(h *safetensors.Header) (bool, error) {
-	value, marked := h.Metadata[MetadataKey]
-	indexed := false
+	value, hasMark := h.Metadata[MetadataKey]
+	hasIndex := false
 	for i := range h.Tensors {
 		if h.Tensors[i].Name == IndexName {
-			indexed = true
+			hasIndex = true
 			break
 		}
 	}
 	switch {
-	case !marked && !indexed:
+	case !hasMark && !hasIndex:
 		return false, nil
-	case !marked:
+	case !hasMark:
 		return false, errs.New(errs.ErrCorrupt, "%s without the metadata entry %q", IndexName, MetadataKey)
 	}
 	var m struct {
@@ -165,7 +165,7 @@ func Is(h *safetensors.Header) (bool, error) {
 		}
 	}
 	if err := json.Unmarshal([]byte(value), &m); err != nil {
-		if !indexed {
+		if !hasIndex {
 			return false, nil // an entry of another program
 		}
 		return false, errs.New(errs.ErrCorrupt, "metadata entry %q: %v", MetadataKey, err)
@@ -179,7 +179,7 @@ func Is(h *safetensors.Header) (bool, error) {
 		return false, errs.New(errs.ErrNotSupported, "format %s, this overwire reads %d: %s", m.Format, Major,
 			remedyFor(major64))
 	}
-	if m.Index != IndexName || !indexed {
+	if m.Index != IndexName || !hasIndex {
 		return false, errs.New(errs.ErrCorrupt, "the index %q is not there", m.Index)
 	}
 	return true, nil

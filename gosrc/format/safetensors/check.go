@@ -89,12 +89,12 @@ func (h *Header) checkUnique(uri string, opt Options) error {
 	for i := range h.Tensors {
 		last[h.Tensors[i].Name] = i
 	}
-	kept := h.Tensors[:0]
+	tensors := h.Tensors[:0]
 	for i, t := range h.Tensors {
 		if last[t.Name] == i {
-			kept = append(kept, t)
+			tensors = append(tensors, t)
 		}
 	}
-	h.Tensors = kept
+	h.Tensors = tensors
 	return nil
 }

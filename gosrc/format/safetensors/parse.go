@@ -163,7 +163,7 @@ const (
 // data section; check checks them.
 func (p *parser) parseEntry() bool {
 	t := tensor.Tensor{Name: p.tensor, Alias: -1, Plain: true}
-	seen, base := 0, len(p.keys)
+	count, base := 0, len(p.keys)
 	for more := p.openList('{', '}'); more; more = p.hasMore('}') {
 		p.space()
 		lo := p.p
@@ -182,10 +182,10 @@ func (p *parser) parseEntry() bool {
 		default:
 			p.keys = append(p.keys, span{uint32(lo), uint32(p.p)})
 		}
-		if seen&field != 0 && !p.lenient {
+		if count&field != 0 && !p.lenient {
 			return p.failWith("duplicate field `%s`", key)
 		}
-		seen |= field
+		count |= field
 		if !p.takeByte(':') {
 			return false
 		}
@@ -206,9 +206,9 @@ func (p *parser) parseEntry() bool {
 	if p.err != nil || !p.checkDistinct(base) {
 		return false
 	}
-	if seen != hasDType|hasShape|hasOffsets {
+	if count != hasDType|hasShape|hasOffsets {
 		for i, name := range []string{"dtype", "shape", "data_offsets"} {
-			if seen&(1<<i) == 0 {
+			if count&(1<<i) == 0 {
 				return p.failWith("missing field `%s`", name)
 			}
 		}

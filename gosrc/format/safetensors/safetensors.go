@@ -92,9 +92,9 @@ func ReadOn(ctx context.Context, src source.Source, buf []byte, opt Options) (He
 	}
 	if need := 8 + n; need > int64(len(buf)) {
 		whole := make([]byte, need)
-		had := copy(whole, buf)
-		if err := src.ReadAt(ctx, whole[had:], int64(had)); err != nil {
-			return Header{}, locateError(src.URI(), "", int64(had), err)
+		count := copy(whole, buf)
+		if err := src.ReadAt(ctx, whole[count:], int64(count)); err != nil {
+			return Header{}, locateError(src.URI(), "", int64(count), err)
 		}
 		buf = whole
 	}

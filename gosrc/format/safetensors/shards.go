@@ -47,16 +47,16 @@ func ReadIndexJSON(uri string, b []byte) (Shards, error) {
 	}
 	out := r.out
 	// Sorted, so that the number of a source does not depend on the order in JSON.
-	sorted := slices.Clone(out.Files)
-	slices.Sort(sorted)
-	place := make([]int, len(sorted))
-	for i, name := range sorted {
+	files := slices.Clone(out.Files)
+	slices.Sort(files)
+	place := make([]int, len(files))
+	for i, name := range files {
 		place[r.files[name]] = i
 	}
 	for i := range out.Weights {
 		out.Weights[i].File = place[out.Weights[i].File]
 	}
-	out.Files = sorted
+	out.Files = files
 	return out, nil
 }
 
@@ -180,8 +180,8 @@ func (r *shardReader) readWeights() bool {
 		for bytes.HasPrefix(file, here) {
 			file = file[len(here):]
 		}
-		n, known := r.files[string(file)]
-		if !known {
+		n, isKnown := r.files[string(file)]
+		if !isKnown {
 			if why := notSibling(string(file)); why != "" {
 				return r.failWith("file name %q %s", errs.RedactURI(string(file)), why)
 			}
@@ -220,19 +220,19 @@ func (s *Shards) Select(ix *tensor.Index) (*tensor.Index, error) {
 	if len(ix.Sources) != len(s.Files) {
 		return nil, errs.New(errs.ErrArgument, "%d files for an index that names %d", len(ix.Sources), len(s.Files))
 	}
-	find, listed := ix.Finder(), make([]bool, len(ix.Tensors))
+	find, isListed := ix.Finder(), make([]bool, len(ix.Tensors))
 	for _, w := range s.Weights {
 		i := find(w.File, w.Name)
 		if i < 0 {
 			return nil, locateError(ix.Sources[w.File].URI, w.Name, -1,
 				errs.New(errs.ErrFormat, "the shards' index names a tensor that this file does not have"))
 		}
-		listed[i] = true
+		isListed[i] = true
 	}
 	if len(s.Weights) == len(ix.Tensors) {
 		return ix, nil
 	}
-	return ix.Select(listed)
+	return ix.Select(isListed)
 }
 
 // Only returns the index of the files that have one of the named tensors, with all
@@ -287,13 +287,13 @@ func AppendIndexJSON(dst []byte, s Shards) []byte {
 	}
 	dst = closeLines(dst, len(about))
 	dst = append(dst, ",\n  \"weight_map\": {"...)
-	sorted := slices.Clone(s.Weights)
-	sort.Slice(sorted, func(i, k int) bool { return sorted[i].Name < sorted[k].Name })
-	for i, w := range sorted {
+	weights := slices.Clone(s.Weights)
+	sort.Slice(weights, func(i, k int) bool { return weights[i].Name < weights[k].Name })
+	for i, w := range weights {
 		dst = appendLine(dst, i, w.Name)
 		dst = AppendString(dst, s.Files[w.File])
 	}
-	return append(closeLines(dst, len(sorted)), "\n}\n"...)
+	return append(closeLines(dst, len(weights)), "\n}\n"...)
 }
 
 func appendLine(dst []byte, i int, key string) []byte {

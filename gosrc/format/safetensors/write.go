@@ -98,15 +98,15 @@ func checkWritable(metadata map[string]string, entries []Entry) error {
 	if len(metadata) > maxMetadata {
 		return errs.New(errs.ErrArgument, "%d entries of metadata, at most %d", len(metadata), maxMetadata)
 	}
-	seen := make(map[string]struct{}, len(entries))
+	names := make(map[string]struct{}, len(entries))
 	end := int64(0)
 	for i := range entries {
 		e := &entries[i]
 		if !utf8.ValidString(e.Name) || e.Name == MetadataKey {
 			return refuseEntry(e.Name, "not a name that a tensor can have")
 		}
-		seen[e.Name] = struct{}{}
-		if len(seen) != i+1 {
+		names[e.Name] = struct{}{}
+		if len(names) != i+1 {
 			return refuseEntry(e.Name, "two tensors have this name")
 		}
 		if len(e.Shape) > tensor.MaxRank {

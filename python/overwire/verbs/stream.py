@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from threading import RLock
 from typing import TYPE_CHECKING, Any, overload
 
-from .._engine import start_runtime
 from ..errors import ArgumentError, OverwireError
 from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.budget import fit, outlook
@@ -116,7 +115,6 @@ def stream(
 
             options.pop("max_memory", None)
             return GroupStream(source, group, shard, device, framework, in_order, budget, options)
-    start_runtime()
     frame = frame_for(framework)
     where = check_device(device, frame)
     prepare(where)
