@@ -198,7 +198,7 @@ func ParseHF(uri string) (HF, bool) {
 		return HF{}, false
 	}
 	var r HF
-	path, rev, pinned := strings.Cut(rest, "@")
+	path, rev, hasRevision := strings.Cut(rest, "@")
 	parts := strings.SplitN(path, "/", 2)
 	names := 2
 	if parts[0] == "datasets" || parts[0] == "spaces" {
@@ -211,7 +211,7 @@ func ParseHF(uri string) (HF, bool) {
 	}
 	names = min(names, len(all))
 	r.Repo, r.File = strings.Join(all[:names], "/"), strings.Join(all[names:], "/")
-	if !pinned {
+	if !hasRevision {
 		return r, true
 	}
 	// After the file everything is the revision; after the repository, up to

@@ -95,8 +95,8 @@ func (c Folder) keepObject(ctx context.Context, src source.Source, pin string) (
 		return f, context.Cause(ctx)
 	}
 	// Their writer has died: the lock is ours.
-	left, _ := filepath.Glob(source.EscapeGlob(key) + ".tmp-*")
-	for _, name := range left {
+	leftovers, _ := filepath.Glob(source.EscapeGlob(key) + ".tmp-*")
+	for _, name := range leftovers {
 		_ = os.Remove(name)
 	}
 	c.evictFiles(src.Size())

@@ -75,8 +75,8 @@ func (f *File) Expect(total int64, host bool, how string) int {
 	if f.shut || how == "buffered" {
 		return 0
 	}
-	forced, fits := how == "direct", false
-	if !forced {
+	isForced, fits := how == "direct", false
+	if !isForced {
 		if f.kind == inMemory || !f.anyCold() {
 			return 0
 		}
@@ -86,10 +86,10 @@ func (f *File) Expect(total int64, host bool, how string) int {
 		}
 	}
 	if f.direct.openDirect(f.fd) {
-		f.direct.load.Store(&windows{forced: forced, fits: fits, state: make([]atomic.Int32, f.size/window+1)})
+		f.direct.load.Store(&windows{forced: isForced, fits: fits, state: make([]atomic.Int32, f.size/window+1)})
 		return depth
 	}
-	if forced {
+	if isForced {
 		return 0
 	}
 	return depth // what is cold has to be brought into the cache
@@ -107,7 +107,7 @@ func (f *File) DirectBytes() int64 {
 func (f *File) anyCold() bool {
 	const places, look = 16, 64 << 10
 	for i := range int64(places) {
-		if share, known := residentShare(f.fd, f.size/places*i, min(look, f.size)); !known || share < 1 {
+		if share, isKnown := residentShare(f.fd, f.size/places*i, min(look, f.size)); !isKnown || share < 1 {
 			return true
 		}
 	}
@@ -126,7 +126,7 @@ func (p *direct) wantsDirect(f *File, off int64, n int) bool {
 		state = cold
 		if !l.forced {
 			from := off / window * window
-			if share, known := residentShare(f.fd, from, min(window, f.size-from)); known && share > 0.5 {
+			if share, isKnown := residentShare(f.fd, from, min(window, f.size-from)); isKnown && share > 0.5 {
 				state = warm
 			}
 		}
@@ -184,26 +184,26 @@ var buffers = sync.Pool{New: func() any {
 // readDirect reads some of p from off, in place if memory and offset are aligned and
 // through a buffer if not. Like pread, it returns 0 at the end of the file.
 func (p *direct) readDirect(b []byte, off int64) (int, error) {
-	head, begun := off%p.align, time.Now()
+	head, start := off%p.align, time.Now()
 	if whole := min(len(b), step) &^ (page - 1); head == 0 && whole > 0 && uintptr(unsafe.Pointer(&b[0]))%page == 0 {
 		n, err := unix.Pread(p.fd, b[:whole], off)
-		return p.countRead(n, begun), err
+		return p.countRead(n, start), err
 	}
 	buf := buffers.Get().(*[]byte)
 	defer buffers.Put(buf)
 	n := sizes.RoundUp(head+int64(len(b)), p.align)
-	got, err := unix.Pread(p.fd, (*buf)[:min(n, bounce)], off-head)
-	if err != nil || int64(got) <= head {
+	count, err := unix.Pread(p.fd, (*buf)[:min(n, bounce)], off-head)
+	if err != nil || int64(count) <= head {
 		return 0, err
 	}
-	return p.countRead(copy(b, (*buf)[head:got]), begun), nil
+	return p.countRead(copy(b, (*buf)[head:count]), start), nil
 }
 
 // countRead notes that a read which began at a time has brought n bytes, and returns n.
 func (p *direct) countRead(n int, begun time.Time) int {
 	if l := p.load.Load(); l != nil && n > 0 {
-		waited, all := l.waited.Add(int64(time.Since(begun))), l.bytes.Add(int64(n))
-		if l.fits && all >= probe && all-int64(n) < probe && waited > depth*int64(probeTime) {
+		wait, all := l.waited.Add(int64(time.Since(begun))), l.bytes.Add(int64(n))
+		if l.fits && all >= probe && all-int64(n) < probe && wait > depth*int64(probeTime) {
 			l.slow.Store(true)
 		}
 	}

@@ -54,7 +54,7 @@ func (h *Hub) shelfOf(uri string, env map[string]string) (shelf, bool) {
 	}
 	kind, name := "models", ref.Repo
 	for _, other := range []string{"datasets", "spaces"} {
-		if rest, found := strings.CutPrefix(ref.Repo, other+"/"); found {
+		if rest, isOther := strings.CutPrefix(ref.Repo, other+"/"); isOther {
 			kind, name = other, rest
 		}
 	}

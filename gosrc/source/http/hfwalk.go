@@ -79,7 +79,7 @@ func listFiles(ctx context.Context, ref source.HF, file string, opt source.Optio
 	}
 	kind, repo := "models", ref.Repo
 	for _, other := range []string{"datasets", "spaces"} {
-		if rest, found := strings.CutPrefix(ref.Repo, other+"/"); found {
+		if rest, isOther := strings.CutPrefix(ref.Repo, other+"/"); isOther {
 			kind, repo = other, rest
 		}
 	}

@@ -164,11 +164,11 @@ func (o *object) requestFirst(ctx context.Context, tries retry.Options) (*Source
 		return nil, err
 	}
 	defer resp.Body.Close()
-	from, to, total, ranged := route.ContentRange(resp.Header.Get("Content-Range"))
+	from, to, total, isRange := route.ContentRange(resp.Header.Get("Content-Range"))
 	switch {
 	case resp.StatusCode == http.StatusPartialContent && !hasPin(resp):
 		return nil, plain(resp)
-	case resp.StatusCode == http.StatusRequestedRangeNotSatisfiable && ranged && total == 0:
+	case resp.StatusCode == http.StatusRequestedRangeNotSatisfiable && isRange && total == 0:
 		return nil, nil // empty: a plain GET will tell
 	case resp.StatusCode == http.StatusOK:
 		if err := plain(resp); err != nil {
@@ -181,7 +181,7 @@ func (o *object) requestFirst(ctx context.Context, tries retry.Options) (*Source
 	if err := plain(resp); err != nil {
 		return nil, err
 	}
-	if !ranged || total < 1 || from != 0 || to != min(total, source.HeadBytes)-1 {
+	if !isRange || total < 1 || from != 0 || to != min(total, source.HeadBytes)-1 {
 		return nil, errAnother
 	}
 	tries.Head = make([]byte, to+1)
@@ -229,7 +229,7 @@ var errAnother = errors.New("the server gives another range than it was asked fo
 // checkRange checks that a response is about this range of the pinned object. Of one that
 // does not match its request, the error has no class: a retry may get another.
 func (o *object) checkRange(resp *http.Response, off, n int64) error {
-	from, to, total, ranged := route.ContentRange(resp.Header.Get("Content-Range"))
+	from, to, total, isRange := route.ContentRange(resp.Header.Get("Content-Range"))
 	switch resp.StatusCode {
 	case http.StatusPartialContent:
 	case http.StatusOK:
@@ -249,9 +249,9 @@ func (o *object) checkRange(resp *http.Response, off, n int64) error {
 		return err
 	}
 	switch {
-	case ranged && total >= 0 && total != o.size:
+	case isRange && total >= 0 && total != o.size:
 		return &changed{fmt.Sprintf("it had %d bytes and has %d", o.size, total)}
-	case !ranged || from != off || to != off+n-1:
+	case !isRange || from != off || to != off+n-1:
 		return errAnother
 	case resp.ContentLength >= 0 && resp.ContentLength != n:
 		return fmt.Errorf("a body of %d bytes for a range of %d", resp.ContentLength, n)
@@ -266,12 +266,12 @@ func hasPin(resp *http.Response) bool {
 	if resp.Header.Get("ETag") != "" {
 		return true
 	}
-	modified, err := http.ParseTime(resp.Header.Get("Last-Modified"))
+	date, err := http.ParseTime(resp.Header.Get("Last-Modified"))
 	if err != nil {
 		return false
 	}
 	now, err := http.ParseTime(resp.Header.Get("Date"))
-	return err != nil || now.Sub(modified) >= time.Second
+	return err != nil || now.Sub(date) >= time.Second
 }
 
 // checkSame compares what pins the object.

@@ -88,7 +88,7 @@ func wrapSource[S source.Source](s S, err error) (source.Source, error) {
 // setting names one. A cache, by the option "cache" or a setting, keeps whole objects of any
 // store; see package cache.
 func With(opt source.Options) func(ctx context.Context, uri string) (source.Source, error) {
-	kept := cacheOf(opt)
+	local := cacheOf(opt)
 	opt = withoutCache(opt)
 	own := Own(opt)
 	ask := func(ctx context.Context, uri string) (source.Source, error) {
@@ -97,7 +97,7 @@ func With(opt source.Options) func(ctx context.Context, uri string) (source.Sour
 		}
 		return own(ctx, uri)
 	}
-	if kept.Path == "" {
+	if local.Path == "" {
 		return ask
 	}
 	var away atomic.Bool // the store of this load
@@ -106,7 +106,7 @@ func With(opt source.Options) func(ctx context.Context, uri string) (source.Sour
 			return ask(ctx, uri)
 		}
 		if isImmutable(uri) || away.Load() {
-			s, err := kept.Last(ctx, uri)
+			s, err := local.Last(ctx, uri)
 			// What was not there may be by now, or the caller may see it now, also at a commit.
 			if s != nil || err != nil && (away.Load() || !errors.Is(err, errs.ErrNotFound)) {
 				if s != nil && away.Load() {
@@ -118,22 +118,22 @@ func With(opt source.Options) func(ctx context.Context, uri string) (source.Sour
 		s, err := ask(ctx, uri)
 		switch {
 		case err == nil && s.Facts().File == nil:
-			return kept.Keep(ctx, s)
+			return local.Keep(ctx, s)
 		case errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout):
-			last, lastErr := kept.Last(ctx, uri)
+			last, lastErr := local.Last(ctx, uri)
 			if last == nil && lastErr == nil || ctx.Err() != nil {
 				return nil, err
 			}
 			if !away.Swap(true) {
 				source.Notice(fmt.Sprintf("%s: the store cannot be reached (%s): what the cache in %s has is used",
-					errs.RedactURI(uri), errs.Message(err), kept.Path))
+					errs.RedactURI(uri), errs.Message(err), local.Path))
 			}
 			if last != nil {
 				cache.CountAway()
 			}
 			return wrapSource(last, lastErr)
 		case errors.Is(err, errs.ErrNotFound):
-			kept.Absent(uri)
+			local.Absent(uri)
 		}
 		return s, err
 	}
@@ -142,8 +142,8 @@ func With(opt source.Options) func(ctx context.Context, uri string) (source.Sour
 // cacheOf is the folder of the option "cache", or of the setting; its Path is "" where none is
 // wanted.
 func cacheOf(opt source.Options) cache.Folder {
-	dir, given := opt.Storage["cache"]
-	if !given {
+	dir, isGiven := opt.Storage["cache"]
+	if !isGiven {
 		dir = knob.Cache.Get()
 	}
 	if dir == "on" {
@@ -157,11 +157,11 @@ func cacheOf(opt source.Options) cache.Folder {
 
 // storeChosen is what options and environment say of where buckets and repositories are.
 func storeChosen(opt source.Options) string {
-	chosen := []string{opt.Storage["endpoint_url"], opt.Storage["profile"]}
+	choices := []string{opt.Storage["endpoint_url"], opt.Storage["profile"]}
 	for _, name := range []string{"AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_PROFILE", "HF_ENDPOINT"} {
-		chosen = append(chosen, opt.Env[name])
+		choices = append(choices, opt.Env[name])
 	}
-	return strings.Join(chosen, "\x00")
+	return strings.Join(choices, "\x00")
 }
 
 // isImmutable reports whether a URI names one state of an object for ever: at a commit of the
@@ -229,12 +229,12 @@ func Own(opt source.Options) func(ctx context.Context, uri string) (source.Sourc
 		if fn := stores[source.Scheme(uri)].open; fn != nil {
 			return fn(ctx, uri, opt)
 		}
-		known := slices.AppendSeq(slices.Collect(maps.Keys(schemes)), maps.Keys(stores))
-		slices.Sort(known)
+		names := slices.AppendSeq(slices.Collect(maps.Keys(schemes)), maps.Keys(stores))
+		slices.Sort(names)
 		return nil, errs.In("open", uri, errs.New(errs.ErrNotSupported,
 			"scheme %q is not known, only %s (for other stores of S3's protocol, s3 with an endpoint_url); a local "+
 				"path with :// in it begins with ./",
-			source.Scheme(uri), strings.Join(known[1:], ", "))) // the first is "", a local path
+			source.Scheme(uri), strings.Join(names[1:], ", "))) // the first is "", a local path
 	}
 }
 

@@ -87,15 +87,15 @@ func walkStore(ctx context.Context, uri string, opt source.Options, below bool) 
 // Lister is List with the caller's options; if the store cannot be reached, what a cache
 // knows of the folder.
 func Lister(opt source.Options) func(ctx context.Context, uri string) ([]string, error) {
-	kept := cacheOf(opt)
+	local := cacheOf(opt)
 	return func(ctx context.Context, uri string) ([]string, error) {
 		uris, err := List(ctx, uri, opt)
 		switch {
-		case kept.Path == "" || ctx.Err() != nil:
+		case local.Path == "" || ctx.Err() != nil:
 		case err == nil:
-			kept.KeepList(uri, uris)
+			local.KeepList(uri, uris)
 		case errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout):
-			if last := kept.LastList(uri); last != nil {
+			if last := local.LastList(uri); last != nil {
 				return last, nil
 			}
 		}

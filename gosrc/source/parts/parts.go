@@ -245,10 +245,10 @@ func (d *Draft) Publish() error {
 // Drop ends the draft; see source.Draft.
 func (d *Draft) Drop() {
 	d.mu.Lock()
-	ended := d.ended
+	hasEnded := d.ended
 	d.ended = true
 	d.mu.Unlock()
-	if ended {
+	if hasEnded {
 		return
 	}
 	d.stop(errs.ErrCancelled)

@@ -177,9 +177,9 @@ func argumentsOf(program string, urls []string) (args []string, stdin string) {
 		return append(append(args, "--"), urls...), ""
 	}
 	var config strings.Builder
-	quoted := strings.NewReplacer(`\`, `\\`, `"`, `\"`)
+	quoter := strings.NewReplacer(`\`, `\\`, `"`, `\"`)
 	for _, u := range urls {
-		fmt.Fprintf(&config, "url = \"%s\"\n", quoted.Replace(u))
+		fmt.Fprintf(&config, "url = \"%s\"\n", quoter.Replace(u))
 	}
 	return append(args, "--config", "-"), config.String()
 }
@@ -203,8 +203,8 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 	for k, v := range env {
 		cmd.Env = append(cmd.Env, k+"="+v)
 	}
-	said := &tail{}
-	cmd.Stdout, cmd.Stderr = w, said
+	stderr := &tail{}
+	cmd.Stdout, cmd.Stderr = w, stderr
 	if path := knob.DownloaderLog.Get(); path != "" {
 		// Others may write to the folder: their symbolic links are not followed.
 		log, err := os.OpenFile(path, os.O_WRONLY|os.O_APPEND|os.O_CREATE|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0o600)
@@ -215,7 +215,7 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 		defer log.Close()
 		lines := &redacted{to: log}
 		defer lines.flushLine()
-		cmd.Stderr = io.MultiWriter(said, lines)
+		cmd.Stderr = io.MultiWriter(stderr, lines)
 	}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	err = cmd.Start()
@@ -226,7 +226,7 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 	kill := func() { _ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
 	stop := context.AfterFunc(ctx, func() { kill(); _ = r.SetReadDeadline(time.Now()) })
 	defer stop()
-	last, held, cutErr := cutStream(r, files, timeout)
+	last, file, cutErr := cutStream(r, files, timeout)
 	if cutErr != nil {
 		kill()
 	}
@@ -239,12 +239,12 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 	case cutErr != nil && !errors.Is(cutErr, errEnd):
 		return cutErr
 	case waitErr != nil:
-		return errs.New(errs.ErrIO, "%s: %v%s", filepath.Base(program), waitErr, said)
+		return errs.New(errs.ErrIO, "%s: %v%s", filepath.Base(program), waitErr, stderr)
 	case cutErr != nil:
 		return errs.New(errs.ErrCorrupt, "truncated: %s ended after %d of %d bytes%s", filepath.Base(program),
-			files[len(files)-1].Have(), files[len(files)-1].Size(), said)
-	case held != nil:
-		return last.Append(held)
+			files[len(files)-1].Have(), files[len(files)-1].Size(), stderr)
+	case file != nil:
+		return last.Append(file)
 	}
 	return nil
 }

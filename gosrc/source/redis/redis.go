@@ -75,7 +75,7 @@ func Open(ctx context.Context, uri string, opt source.Options) (*retry.Source, e
 	r := s.retry
 	r.Host = n.scheme + "://" + n.host
 	r.Connections = cmp.Or(r.Connections, 16) // one thread serves all connections
-	if first := o.values[0].key; len(first) > len(n.key) && ours.MatchString(first[len(n.key)+1:]) {
+	if first := o.values[0].key; len(first) > len(n.key) && ownKey.MatchString(first[len(n.key)+1:]) {
 		r.Pin = first
 	}
 	return retry.New(o, r), nil
@@ -107,9 +107,9 @@ func findValues(ctx context.Context, c *redis.Client, key string) ([]value, erro
 			return values, nil
 		}
 		// An empty value, or a hole, may be one that was replaced after it was listed.
-		there, lost := c.Exists(ctx, keys...).Result()
-		if lost != nil || there == int64(len(keys)) {
-			return values, cmp.Or(lost, err)
+		there, lookupErr := c.Exists(ctx, keys...).Result()
+		if lookupErr != nil || there == int64(len(keys)) {
+			return values, cmp.Or(lookupErr, err)
 		}
 	}
 	return nil, errs.New(errs.ErrCorrupt,
@@ -173,16 +173,16 @@ func scanKeys(ctx context.Context, c *redis.Client, key string) ([]string, error
 	return nil, notRedis("it lists keys without an end")
 }
 
-var ours = regexp.MustCompile(`^ow-[0-9a-f]{16}:\d+$`)
+var ownKey = regexp.MustCompile(`^ow-[0-9a-f]{16}:\d+$`)
 
 // layOutValues sorts the values and checks that they are one file: from offset 0, without
 // holes and overlaps.
 func layOutValues(ctx context.Context, c *redis.Client, key string, keys []string) ([]value, error) {
 	var values []value
-	written := slices.ContainsFunc(keys, func(k string) bool { return ours.MatchString(k[len(key)+1:]) })
+	isOurs := slices.ContainsFunc(keys, func(k string) bool { return ownKey.MatchString(k[len(key)+1:]) })
 	for _, k := range keys {
 		off, err := strconv.ParseInt(k[strings.LastIndexByte(k, ':')+1:], 10, 64)
-		if err != nil || off < 0 || written && !ours.MatchString(k[len(key)+1:]) {
+		if err != nil || off < 0 || isOurs && !ownKey.MatchString(k[len(key)+1:]) {
 			continue // another program's key
 		}
 		values = append(values, value{key: k, off: off})
@@ -224,8 +224,8 @@ func (o *object) Size() int64 { return o.size }
 // Fetch returns a body that requests values as it is read, straight into the
 // reader's memory.
 func (o *object) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error) {
-	i, found := slices.BinarySearchFunc(o.values, off, func(v value, off int64) int { return cmp.Compare(v.off, off) })
-	if !found {
+	i, exact := slices.BinarySearchFunc(o.values, off, func(v value, off int64) int { return cmp.Compare(v.off, off) })
+	if !exact {
 		i--
 	}
 	return &body{ctx: ctx, o: o, i: i, off: off, end: off + n}, nil
@@ -274,20 +274,20 @@ func (b *body) Read(p []byte) (int, error) {
 		i, off = b.i, b.off
 		var asks []ask
 		_, err := c.Pipelined(ctx, func(pipe redis.Pipeliner) error {
-			for done := int64(0); done < n; {
+			for offset := int64(0); offset < n; {
 				v := b.o.values[i]
 				if off == v.off+v.n {
 					i++
 					continue
 				}
-				m := min(n-done, v.off+v.n-off, step)
+				m := min(n-offset, v.off+v.n-off, step)
 				// Two more bytes for the line end let the library read in one call;
 				// the next range overwrites them.
-				to := p[done:min(done+m+2, n)]
+				to := p[offset:min(offset+m+2, n)]
 				cmd := redis.NewZeroCopyStringCmd(ctx, to, "getrange", v.key, off-v.off, off-v.off+m-1)
 				asks = append(asks, ask{cmd, int(m)})
 				_ = pipe.Process(ctx, cmd)
-				done, off = done+m, off+m
+				offset, off = offset+m, off+m
 			}
 			return nil
 		})

@@ -105,8 +105,8 @@ func newServer(n name, opt source.Options) (*server, error) {
 	if s.retry, err = retry.Parse(opt); err != nil {
 		return nil, err
 	}
-	password, given := opt.Storage["password"]
-	if !given {
+	password, isGiven := opt.Storage["password"]
+	if !isGiven {
 		password = opt.Env["REDISCLI_AUTH"]
 	}
 	quiet.Do(func() { redis.SetLogger(silence{}) }) // the library would write to stderr

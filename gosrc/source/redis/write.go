@@ -138,22 +138,22 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 		}
 		if k, err := c.Exists(ctx, keys...).Result(); err != nil {
 			return err
-		} else if lost := int64(len(keys)) - k; lost != 0 {
-			return errs.New(errs.ErrIO, "the server has lost %d of %d values that were sent: its memory is full", lost,
+		} else if gap := int64(len(keys)) - k; gap != 0 {
+			return errs.New(errs.ErrIO, "the server has lost %d of %d values that were sent: its memory is full", gap,
 				len(keys))
 		}
-		var renamed []*redis.StatusCmd
+		var renames []*redis.StatusCmd
 		_, err = c.TxPipelined(ctx, func(p redis.Pipeliner) error {
 			unlinkValues(ctx, p, old)
 			for _, off := range u.sent {
-				renamed = append(renamed, p.Rename(ctx, u.hiddenKey(off), u.shownKey(off)))
+				renames = append(renames, p.Rename(ctx, u.hiddenKey(off), u.shownKey(off)))
 				p.Persist(ctx, u.shownKey(off))
 			}
 			p.Set(ctx, u.turnKey(), u.id, unpublished) // others that watch it list the values anew
 			p.Del(ctx, u.turnKey())
 			return nil
 		})
-		for _, r := range renamed {
+		for _, r := range renames {
 			if err == nil {
 				err = commandError(r)
 			}
@@ -170,7 +170,7 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 func writtenValues(ctx context.Context, c *redis.Client, key string) (values []value, err error) {
 	keys, err := scanKeys(ctx, c, key)
 	for _, k := range keys {
-		if ours.MatchString(k[len(key)+1:]) {
+		if ownKey.MatchString(k[len(key)+1:]) {
 			values = append(values, value{key: k})
 		}
 	}

@@ -102,12 +102,12 @@ func (r *byteRange) Close() error {
 
 // acquire waits for a permit.
 func (r *byteRange) acquire(ctx context.Context) error {
-	asked := time.Now()
+	start := time.Now()
 	if err := r.s.limit.acquire(ctx); err != nil {
 		return err
 	}
 	r.permit = true
-	r.waited[0] += time.Since(asked)
+	r.waited[0] += time.Since(start)
 	return nil
 }
 
@@ -146,7 +146,7 @@ func (r *byteRange) Next(p []byte) error {
 			}
 			return nil
 		}
-		got := r.got
+		count := r.got
 		r.shut()
 		if r.ctx.Err() != nil {
 			return context.Cause(r.ctx)
@@ -160,7 +160,7 @@ func (r *byteRange) Next(p []byte) error {
 			return s.placeError(r.off, errs.New(errs.ErrCorrupt, "changed while it was read: %v", err))
 		case verdict == Never:
 			return s.placeError(r.off, classifyError(err))
-		case got >= Progress:
+		case count >= Progress:
 			r.failed = 0
 		}
 		if r.failed++; r.failed > s.opt.Retries {
@@ -186,13 +186,13 @@ func (r *byteRange) readBody(p []byte) (int, error) {
 				return 0, err
 			}
 		}
-		begun := time.Now()
+		start := time.Now()
 		r.got = 0
 		r.about, r.drop = context.WithCancelCause(r.ctx)
 		drop := r.drop
 		r.watch = time.AfterFunc(s.opt.Timeout, func() { drop(errStalled) })
 		body, err := s.f.Fetch(r.about, r.off, r.end-r.off)
-		r.waited[1] += time.Since(begun)
+		r.waited[1] += time.Since(start)
 		if err != nil {
 			err = nameWatchdog(r.about, err)
 			r.endWatch()
@@ -204,36 +204,36 @@ func (r *byteRange) readBody(p []byte) (int, error) {
 		r.body, r.answered = body, true
 	}
 	r.watch.Reset(s.opt.Timeout)
-	got, mark := 0, 0
-	for got < len(p) {
-		n, err := r.body.Read(p[got:])
-		got += n
+	count, mark := 0, 0
+	for count < len(p) {
+		n, err := r.body.Read(p[count:])
+		count += n
 		r.got += int64(n)
 		s.limit.countBytes(int64(n))
 		if err == io.EOF {
-			if r.off+int64(got) < r.end {
-				return got, fmt.Errorf("%w: %d bytes before its end", errShort, r.end-r.off-int64(got))
+			if r.off+int64(count) < r.end {
+				return count, fmt.Errorf("%w: %d bytes before its end", errShort, r.end-r.off-int64(count))
 			}
-			return got, nil
+			return count, nil
 		}
 		if err != nil {
-			return got, nameWatchdog(r.about, &broken{err})
+			return count, nameWatchdog(r.about, &broken{err})
 		}
-		if got-mark >= Progress {
-			mark = got
+		if count-mark >= Progress {
+			mark = count
 			r.watch.Reset(s.opt.Timeout)
 		}
 	}
-	if r.off+int64(got) < r.end {
+	if r.off+int64(count) < r.end {
 		r.watch.Stop()
-		return got, nil
+		return count, nil
 	}
 	// Read the end of the body, so that its connection can be used again.
 	var more [1]byte
 	if n, _ := r.body.Read(more[:]); n > 0 {
 		return 0, errLong
 	}
-	return got, nil
+	return count, nil
 }
 
 // shut closes the body, if one is open.

@@ -270,7 +270,7 @@ func Repeat(ctx context.Context, opt Options, judge func(error) (Verdict, time.D
 // responded. Each try has Options.Timeout; one that runs out of time had no response.
 func Do(ctx context.Context, opt Options, judge func(error) (Verdict, time.Duration),
 	fn func(ctx context.Context) error) error {
-	failed, err := Repeat(ctx, opt, func(err error) (Verdict, time.Duration) {
+	failures, err := Repeat(ctx, opt, func(err error) (Verdict, time.Duration) {
 		if errors.Is(err, errStalled) {
 			return Again, 0
 		}
@@ -286,8 +286,8 @@ func Do(ctx context.Context, opt Options, judge func(error) (Verdict, time.Durat
 		return nil
 	case ctx.Err() != nil:
 		return context.Cause(ctx)
-	case failed > 1:
-		return fmt.Errorf("%w (after %d attempts)", classifyError(err), failed)
+	case failures > 1:
+		return fmt.Errorf("%w (after %d attempts)", classifyError(err), failures)
 	}
 	return classifyError(err)
 }

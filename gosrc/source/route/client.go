@@ -157,7 +157,7 @@ func (t Trust) Roots() (*x509.CertPool, error) {
 			files = append(files, f)
 		}
 	}
-	named := len(files) // must be there; what a folder has may be no certificate
+	fileCount := len(files) // must be there; what a folder has may be no certificate
 	for _, d := range folders {
 		entries, err := os.ReadDir(d)
 		if err != nil {
@@ -169,15 +169,15 @@ func (t Trust) Roots() (*x509.CertPool, error) {
 			}
 		}
 	}
-	pool, found := x509.NewCertPool(), false
+	pool, hasAny := x509.NewCertPool(), false
 	for i, f := range files {
 		b, err := regular.Read(f, regular.MaxSetting)
-		if err != nil && i < named {
+		if err != nil && i < fileCount {
 			return nil, unreadFile(f, err)
 		}
-		found = err == nil && pool.AppendCertsFromPEM(b) || found
+		hasAny = err == nil && pool.AppendCertsFromPEM(b) || hasAny
 	}
-	if !found {
+	if !hasAny {
 		return nil, errs.New(errs.ErrArgument, "no certificate in %s",
 			strings.Join(slices.Concat(t.Files, filepath.SplitList(t.Folders)), ", "))
 	}

@@ -17,14 +17,14 @@ const (
 )
 
 // pretended replaces depth in tests; see Pretend.
-var pretended atomic.Pointer[func(netip.Addr) (int, bool)]
+var pretence atomic.Pointer[func(netip.Addr) (int, bool)]
 
 // Pretend is for tests, which have loopback addresses only: fn says how near an
 // address is (0 the internet, 1 a private network, 2 the link); ok is false where
 // it has no opinion. end restores the real answer.
 func Pretend(fn func(netip.Addr) (near int, ok bool)) (end func()) {
-	pretended.Store(&fn)
-	return func() { pretended.Store(nil) }
+	pretence.Store(&fn)
+	return func() { pretence.Store(nil) }
 }
 
 func parsePrefixes(texts ...string) (out []netip.Prefix) {
@@ -55,7 +55,7 @@ var (
 // IPv6 and IPv4 may lead it elsewhere.
 func depthOf(a netip.Addr) (least, most int) {
 	a = a.Unmap().WithZone("")
-	if fn := pretended.Load(); fn != nil {
+	if fn := pretence.Load(); fn != nil {
 		if near, ok := (*fn)(a); ok {
 			return near, near
 		}

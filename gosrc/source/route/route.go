@@ -95,8 +95,8 @@ func Redirect(status int) bool {
 // server does not say.
 func ContentRange(text string) (from, to, total int64, ok bool) {
 	unit, rest, _ := strings.Cut(text, " ")
-	span, all, found := strings.Cut(rest, "/")
-	if !strings.EqualFold(unit, "bytes") || !found {
+	span, all, hasTotal := strings.Cut(rest, "/")
+	if !strings.EqualFold(unit, "bytes") || !hasTotal {
 		return 0, 0, 0, false
 	}
 	number := func(s string) int64 {
@@ -113,8 +113,8 @@ func ContentRange(text string) (from, to, total int64, ok bool) {
 	if span == "*" {
 		return 0, -1, total, ok
 	}
-	a, b, found := strings.Cut(span, "-")
-	if !found {
+	a, b, hasTotal := strings.Cut(span, "-")
+	if !hasTotal {
 		return 0, 0, 0, false
 	}
 	from, to = number(a), number(b)
@@ -249,7 +249,7 @@ func (w *Way) Send(c *Client, r *http.Request) (*http.Response, net.Conn, error)
 	}
 	var mu sync.Mutex
 	var conn net.Conn
-	var refused error
+	var refusal error
 	ctx = httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{GotConn: func(i httptrace.GotConnInfo) {
 		mu.Lock()
 		defer mu.Unlock()
@@ -264,18 +264,18 @@ func (w *Way) Send(c *Client, r *http.Request) (*http.Response, net.Conn, error)
 			err = w.setFirst(at.Addr())
 		}
 		if err != nil {
-			refused = err
+			refusal = err
 			Cut(i.Conn)
 		}
 	}})
 	resp, err := c.RoundTrip(r.WithContext(ctx))
 	mu.Lock()
 	defer mu.Unlock()
-	if refused != nil {
+	if refusal != nil {
 		if err == nil {
 			_ = resp.Body.Close()
 		}
-		return nil, nil, refused
+		return nil, nil, refusal
 	}
 	return resp, conn, err
 }

@@ -225,8 +225,8 @@ func (c *client) isSigning(ctx context.Context) bool {
 // is in another region. Only the name of a region is taken from that response,
 // never its Location.
 func callOnce[T any](ctx context.Context, c *client, bucket string, fn func(*s3.Client) (T, error)) (T, error) {
-	signed := c.isSigning(ctx)
-	api := c.apiFor(bucket, signed)
+	isSigned := c.isSigning(ctx)
+	api := c.apiFor(bucket, isSigned)
 	out, err := fn(api)
 	if err == nil || ctx.Err() != nil {
 		return out, err
@@ -242,8 +242,8 @@ func callOnce[T any](ctx context.Context, c *client, bucket string, fn func(*s3.
 		c.mu.Lock()
 		c.regions[bucket] = region
 		c.mu.Unlock()
-		return fn(c.apiFor(bucket, signed))
-	case !signed && (s == http.StatusUnauthorized || s == http.StatusForbidden):
+		return fn(c.apiFor(bucket, isSigned))
+	case !isSigned && (s == http.StatusUnauthorized || s == http.StatusForbidden):
 		c.mu.Lock()
 		c.bare = false // there may be some next time
 		c.mu.Unlock()

@@ -69,7 +69,7 @@ func (c *chain) firstProvider(ctx context.Context) (aws.CredentialsProvider, err
 	if err != nil {
 		return nil, err
 	}
-	if _, fixed := p.(credentials.StaticCredentialsProvider); fixed {
+	if _, isStatic := p.(credentials.StaticCredentialsProvider); isStatic {
 		return p, nil
 	}
 	return aws.NewCredentialsCache(p, func(o *aws.CredentialsCacheOptions) { o.ExpiryWindow = 2 * time.Minute }), nil

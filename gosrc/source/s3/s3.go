@@ -274,13 +274,13 @@ func (o *fetcher) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error
 	if err != nil {
 		return nil, err
 	}
-	lo, got, size, err := contentRange(out)
+	lo, count, size, err := contentRange(out)
 	switch {
 	case err != nil:
 	case size != o.size || o.etag != nil && out.ETag != nil && *out.ETag != *o.etag:
 		err = errs.New(errs.ErrCorrupt, "the object was changed while it was read")
-	case lo != off || got != n:
-		err = errs.New(errs.ErrIO, "bytes %d to %d were wanted, the store gave %d to %d", off, off+n, lo, lo+got)
+	case lo != off || count != n:
+		err = errs.New(errs.ErrIO, "bytes %d to %d were wanted, the store gave %d to %d", off, off+n, lo, lo+count)
 	}
 	if err != nil {
 		_ = out.Body.Close()

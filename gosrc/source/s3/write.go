@@ -200,7 +200,7 @@ func (u *upload) Abort() {
 	defer cancel()
 	// A part in flight may arrive after an abort: repeat it until the store no
 	// longer knows the upload.
-	for failed := 1; ; failed++ {
+	for failures := 1; ; failures++ {
 		_, _ = callWithRetries(ctx, u.client, u.bucket,
 			func(ctx context.Context, api *s3.Client) (*s3.AbortMultipartUploadOutput, error) {
 				return api.AbortMultipartUpload(ctx, &s3.AbortMultipartUploadInput{Bucket: &u.bucket, Key: &u.key,
@@ -211,7 +211,7 @@ func (u *upload) Abort() {
 				return api.ListParts(ctx, &s3.ListPartsInput{Bucket: &u.bucket, Key: &u.key, UploadId: u.id})
 			})
 		if errors.Is(err, errs.ErrNotFound) || errors.Is(err, errs.ErrPermission) ||
-			retry.Pause(ctx, failed, 0) != nil {
+			retry.Pause(ctx, failures, 0) != nil {
 			return
 		}
 	}
@@ -266,7 +266,7 @@ func Walk(ctx context.Context, uri string, opt source.Options, below bool) ([]so
 	if below {
 		delimiter = nil
 	}
-	var found []source.Entry
+	var entries []source.Entry
 	var next *string
 	for page := 1; ; page++ {
 		out, err := callWithRetries(ctx, c, n.bucket,
@@ -286,10 +286,10 @@ func Walk(ctx context.Context, uri string, opt source.Options, below bool) ([]so
 				if o.Size != nil {
 					e.Size = *o.Size
 				}
-				found = append(found, e)
+				entries = append(entries, e)
 			}
 		}
-		if len(found) > maxListed || page > maxPages {
+		if len(entries) > maxListed || page > maxPages {
 			return nil, n.placeError("open", errs.New(errs.ErrNotSupported,
 				"more than %d objects, or %d answers, for one folder", maxListed, maxPages))
 		}
@@ -298,11 +298,11 @@ func Walk(ctx context.Context, uri string, opt source.Options, below bool) ([]so
 			break
 		}
 	}
-	if len(found) == 0 {
+	if len(entries) == 0 {
 		return nil, n.placeError("open", errs.New(errs.ErrNotFound, "there is no object in this folder"))
 	}
-	slices.SortFunc(found, func(a, b source.Entry) int { return strings.Compare(a.Name, b.Name) })
-	return found, nil
+	slices.SortFunc(entries, func(a, b source.Entry) int { return strings.Compare(a.Name, b.Name) })
+	return entries, nil
 }
 
 // An answer has up to 1,000 objects and folders, of which only the objects count for

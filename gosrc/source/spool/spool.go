@@ -67,8 +67,8 @@ func New(uri string, outline source.Outline) (*File, error) {
 // Append adds bytes. It refuses those that the object cannot have, and all as soon as the
 // first ones show that it is not what its outline says.
 func (f *File) Append(p []byte) error {
-	had := f.Have()
-	have := had + int64(len(p))
+	before := f.Have()
+	have := before + int64(len(p))
 	switch most := f.outline.Most; {
 	case most > 0 && have > most:
 		return errs.New(errs.ErrFormat, "it has more than %d bytes", most)
@@ -76,9 +76,9 @@ func (f *File) Append(p []byte) error {
 		return errs.New(errs.ErrIO, "its size is not stated, and it has more than %d bytes, half of what was free "+
 			"in %s", f.room, os.TempDir())
 	case f.ends >= 0 && have > f.ends:
-		return f.appendBeyond(p[:f.ends-had])
+		return f.appendBeyond(p[:f.ends-before])
 	}
-	if _, err := f.file.WriteAt(p, had); err != nil {
+	if _, err := f.file.WriteAt(p, before); err != nil {
 		return errs.FromOS(err)
 	}
 	f.changeState(func() { f.have = have })

@@ -98,7 +98,7 @@ func (s *Stream) Close() error {
 func (s *Stream) fillFile(ctx context.Context) error {
 	s.hash.SetSeed(maphash.MakeSeed())
 	most := s.tries.Retries + 1
-	for failed, silent := 0, 0; ; {
+	for failures, silent := 0, 0; ; {
 		before := s.Have()
 		err := s.requestOnce(ctx)
 		if err == nil {
@@ -108,27 +108,27 @@ func (s *Stream) fillFile(ctx context.Context) error {
 			return context.Cause(ctx)
 		}
 		if s.Have()-before >= retry.Progress {
-			failed = 0
+			failures = 0
 		}
 		verdict, after := s.judgeError(err)
-		failed++
+		failures++
 		if verdict == retry.Again && !s.met {
 			silent++
 		}
 		switch {
 		case verdict == retry.Changed:
 			return errs.New(errs.ErrCorrupt, "changed while it was read: %v", err)
-		case verdict == retry.Never || failed >= most || silent >= retry.OpenTries:
+		case verdict == retry.Never || failures >= most || silent >= retry.OpenTries:
 			if errs.Classed(err) {
 				return err
 			}
 			if err == errStalled {
 				return errs.New(errs.ErrTimeout, "less than %d bytes in %v (after %d attempts)", retry.Progress,
-					s.tries.Timeout, failed)
+					s.tries.Timeout, failures)
 			}
-			return errs.New(errs.ErrIO, "%v (after %d attempts)", err, failed)
+			return errs.New(errs.ErrIO, "%v (after %d attempts)", err, failures)
 		}
-		if err := retry.Pause(ctx, failed, after); err != nil {
+		if err := retry.Pause(ctx, failures, after); err != nil {
 			return err
 		}
 	}
@@ -151,7 +151,7 @@ func (s *Stream) requestOnce(ctx context.Context) error {
 	defer cancel(nil)
 	watchdog := time.AfterFunc(s.tries.Timeout, func() { cancel(errStalled) })
 	defer watchdog.Stop()
-	named := func(err error) error {
+	withName := func(err error) error {
 		if context.Cause(ctx) == errStalled {
 			return errStalled
 		}
@@ -159,7 +159,7 @@ func (s *Stream) requestOnce(ctx context.Context) error {
 	}
 	body, length, err := s.o.Whole(ctx)
 	if err != nil {
-		return named(err)
+		return withName(err)
 	}
 	defer body.Close()
 	if !s.met {
@@ -172,22 +172,22 @@ func (s *Stream) requestOnce(ctx context.Context) error {
 	var again maphash.Hash
 	again.SetSeed(s.hash.Seed())
 	buf := make([]byte, 256<<10)
-	seen, old, mark := int64(0), s.Have(), int64(0)
+	arrivals, old, mark := int64(0), s.Have(), int64(0)
 	for {
 		n, err := body.Read(buf)
 		b := buf[:n]
-		if seen+int64(n)-mark >= retry.Progress {
-			mark = seen + int64(n)
+		if arrivals+int64(n)-mark >= retry.Progress {
+			mark = arrivals + int64(n)
 			watchdog.Reset(s.tries.Timeout)
 		}
-		if k := min(int64(n), old-seen); k > 0 {
+		if k := min(int64(n), old-arrivals); k > 0 {
 			_, _ = again.Write(b[:k])
 			b = b[k:]
-			if seen+k == old && again.Sum64() != s.hash.Sum64() {
+			if arrivals+k == old && again.Sum64() != s.hash.Sum64() {
 				return &changed{"its bytes are others"}
 			}
 		}
-		seen += int64(n)
+		arrivals += int64(n)
 		if len(b) > 0 {
 			switch err := s.Append(b); {
 			case err == ErrEnough:
@@ -198,14 +198,14 @@ func (s *Stream) requestOnce(ctx context.Context) error {
 			_, _ = s.hash.Write(b)
 		}
 		switch {
-		case err == io.EOF && seen < old:
+		case err == io.EOF && arrivals < old:
 			return &changed{"it is shorter now"}
-		case err == io.EOF && length >= 0 && seen != length:
+		case err == io.EOF && length >= 0 && arrivals != length:
 			return io.ErrUnexpectedEOF
 		case err == io.EOF:
 			return nil
 		case err != nil:
-			return named(err)
+			return withName(err)
 		}
 	}
 }
