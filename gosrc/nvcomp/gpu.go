@@ -37,17 +37,17 @@ func GPUDecode(index int, on cuda.Order, name string, streams []cuda.Stream) (*c
 // name; "": unknown), of which sample is a part: 0 if none gains anything, -1 if a
 // sample is needed and missing.
 func GPUTransform(dtype string, sample []byte) (int, error) {
-	d, known, err := dtypeNamed(dtype)
+	d, isKnown, err := dtypeNamed(dtype)
 	if err != nil {
 		return 0, err
 	}
-	if list := x16.TransformsFor(d); known && len(list) == 1 {
+	if list := x16.TransformsFor(d); isKnown && len(list) == 1 {
 		return int(list[0]), nil
 	}
 	if len(sample) == 0 {
 		return -1, nil
 	}
-	return int(transformFor(d, known, sample)), nil
+	return int(transformFor(d, isKnown, sample)), nil
 }
 
 // GPUEncode queues the encoding of contents on a GPU to X16 streams: see
@@ -89,12 +89,12 @@ func GPUPeek(index int, on cuda.Order, kind Kind, name string, streams []cuda.St
 	if err != nil {
 		return nil, err
 	}
-	peeked, err := d.Peek(on, cuda.Kind(kind), id, streams)
+	heads, err := d.Peek(on, cuda.Kind(kind), id, streams)
 	if err != nil {
 		return nil, err
 	}
-	out := make([]Glance, len(peeked))
-	for i, p := range peeked {
+	out := make([]Glance, len(heads))
+	for i, p := range heads {
 		out[i] = Glance{Size: p.Size, Chunk: p.Chunk, Err: p.Err}
 		a, err := byID(Algorithm(p.Format))
 		switch {

@@ -148,13 +148,13 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 	sizes := offsets[8*count:]
 	sums, payload := sizes[8*count:], src[h.offset:uint64(h.offset)+h.payload]
 	out.blocks = make([]block, count)
-	var stored uint64
+	var storedBytes uint64
 	for i := range out.blocks {
 		off, size := le.Uint64(offsets[8*i:]), le.Uint64(sizes[8*i:])
 		if off > h.payload || size > h.payload-off {
 			return bad("chunk %d has %d bytes at %d of %d", i, size, off, h.payload)
 		}
-		if stored += size; stored > h.payload {
+		if storedBytes += size; storedBytes > h.payload {
 			return bad("its chunks overlap")
 		}
 		p := block{src: payload[off : off+size], at: int64(uint64(i) * h.chunk)}

@@ -285,7 +285,7 @@ type encoding struct {
 // encodeAll makes every buffer's blocks on all cores, and joins those of a buffer
 // in its output.
 func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Result, error) {
-	d, known, err := fillDefaults(s, algo)
+	d, isKnown, err := fillDefaults(s, algo)
 	if err != nil {
 		return nil, err
 	}
@@ -306,7 +306,7 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 	}
 	if algo.id == X16 {
 		if err := onAllCores(ctx, len(in), contentBytes(in), func(i int) {
-			specs[i].transform = transformFor(d, known, in[i].Src)
+			specs[i].transform = transformFor(d, isKnown, in[i].Src)
 		}); err != nil {
 			return nil, err
 		}
@@ -315,7 +315,7 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 	err = onAllCores(ctx, len(tasks), contentBytes(in), func(t int) {
 		x := tasks[t]
 		from := in[x.buffer].Src[x.from:x.to]
-		made, err := algo.encode(nil, from, &specs[x.buffer])
+		block, err := algo.encode(nil, from, &specs[x.buffer])
 		if err != nil {
 			mu.Lock()
 			if out[x.buffer].Err == nil {
@@ -324,9 +324,9 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 			mu.Unlock()
 			return
 		}
-		blocks[x.buffer][x.block] = made
+		blocks[x.buffer][x.block] = block
 		if s.Sums {
-			sums[x.buffer][x.block] = [2]uint32{crc32.ChecksumIEEE(made), crc32.ChecksumIEEE(from)}
+			sums[x.buffer][x.block] = [2]uint32{crc32.ChecksumIEEE(block), crc32.ChecksumIEEE(from)}
 		}
 	})
 	if err != nil {

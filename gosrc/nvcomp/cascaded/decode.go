@@ -55,12 +55,12 @@ func Decode(dst, src []byte) error {
 	s := scratches.Get().(*scratch)
 	defer scratches.Put(s)
 	for at := 0; at < len(body); {
-		used, made, err := s.decodeChunk(dst, body[at:], o)
+		inputBytes, outputBytes, err := s.decodeChunk(dst, body[at:], o)
 		if err != nil {
 			return err
 		}
-		dst = dst[made:]
-		at += used
+		dst = dst[outputBytes:]
+		at += inputBytes
 	}
 	if len(dst) > 0 {
 		return corruptError("%d bytes are missing", len(dst))

@@ -201,8 +201,8 @@ func (d *decoder) readCodes() error {
 func (d *decoder) decodeBlock() error {
 	var due [lanes]int32 // lengths of matches whose distance comes next
 	var to [lanes]int64  // where they go
-	for ended := false; ; {
-		final := ended // one more round, for the remaining distances
+	for isLast := false; ; {
+		final := isLast // one more round, for the remaining distances
 		for lane := range d.lane {
 			bits := d.lane[lane].bits
 			if length := due[lane]; length > 0 {
@@ -224,7 +224,7 @@ func (d *decoder) decodeBlock() error {
 				}
 				continue
 			}
-			if ended {
+			if isLast {
 				continue
 			}
 			sym, n := d.lit.decodeSymbol(bits)
@@ -240,7 +240,7 @@ func (d *decoder) decodeBlock() error {
 				}
 				d.out++
 			case sym == endBlock:
-				ended = true
+				isLast = true
 			default:
 				extra := int(lengthExtra[sym-endBlock-1])
 				length := lengthBase[sym-endBlock-1] + int32(bits>>n&(1<<extra-1))

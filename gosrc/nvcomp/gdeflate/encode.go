@@ -140,13 +140,13 @@ func (e *encoder) writeBlock(src []byte, last bool) {
 	head := headerOf(lit, dist)
 	fixedLit, fixedDist := fixedCodes()
 	dynamic, plain := cost(lit, dist)+head.countBits(), cost(fixedLit, fixedDist)
-	stored := 8*len(src) + 16 + 19*(len(src)/maxStore)
+	plainBits := 8*len(src) + 16 + 19*(len(src)/maxStore)
 
 	kind := uint32(2)
 	if plain <= dynamic {
 		kind, lit, dist = 1, fixedLit, fixedDist
 	}
-	if stored < min(plain, dynamic) {
+	if plainBits < min(plain, dynamic) {
 		for len(src) > 0 {
 			n := min(len(src), maxStore)
 			e.putBlockHead(0, last && n == len(src))
@@ -180,9 +180,9 @@ func splitToken(t uint32) (length, dist int32) {
 // writeSymbols writes the tokens, and the end of the block, round by round.
 func (e *encoder) writeSymbols(lit, dist code) {
 	var due [lanes]int32 // distances that come next
-	at, ended := 0, false
+	at, hasEnded := 0, false
 	for {
-		final := ended
+		final := hasEnded
 		for lane := range lanes {
 			if d := due[lane]; d > 0 {
 				due[lane] = 0
@@ -191,12 +191,12 @@ func (e *encoder) writeSymbols(lit, dist code) {
 					int(dist.length[s])+int(distExtra[s]))
 				continue
 			}
-			if ended {
+			if hasEnded {
 				continue
 			}
 			if at == len(e.list) {
 				e.putBits(lane, uint32(lit.bits[endBlock]), int(lit.length[endBlock]))
-				ended = true
+				hasEnded = true
 				continue
 			}
 			t := e.list[at]

@@ -25,17 +25,17 @@ func (t *table) buildFrom(lengths []uint8) error {
 		t.count[n]++
 	}
 	t.count[0] = 0
-	left, used := 1, 0
+	remaining, used := 1, 0
 	var next [maxBits + 2]uint16
 	for n := 1; n <= maxBits; n++ {
-		left = left<<1 - int(t.count[n])
-		if left < 0 {
+		remaining = remaining<<1 - int(t.count[n])
+		if remaining < 0 {
 			return corruptError("a Huffman code with too many symbols")
 		}
 		used += int(t.count[n])
 		next[n+1] = next[n] + t.count[n]
 	}
-	if left > 0 && (used > 1 || used == 1 && t.count[1] != 1) {
+	if remaining > 0 && (used > 1 || used == 1 && t.count[1] != 1) {
 		return corruptError("a Huffman code that is not full")
 	}
 	clear(t.fast[:])
@@ -111,15 +111,15 @@ func codeFor(freq []uint32, limit int) code {
 		weight[i] = uint64(l >> 16)
 	}
 	a, b := 0, n // the next leaf, the next inner node
-	for made := n; made < 2*n-1; made++ {
+	for node := n; node < 2*n-1; node++ {
 		for range 2 {
-			if a < n && (b == made || weight[a] <= weight[b]) {
-				weight[made] += weight[a]
-				parent[a] = made
+			if a < n && (b == node || weight[a] <= weight[b]) {
+				weight[node] += weight[a]
+				parent[a] = node
 				a++
 			} else {
-				weight[made] += weight[b]
-				parent[b] = made
+				weight[node] += weight[b]
+				parent[b] = node
 				b++
 			}
 		}

@@ -27,11 +27,11 @@ func Encode(dst, src []byte) ([]byte, error) {
 	dst = slices.Grow(dst, n)
 	c := compressors.Get().(*lz4.Compressor)
 	defer compressors.Put(c)
-	made, err := c.CompressBlock(src, dst[len(dst):len(dst)+n])
-	if err != nil || made == 0 {
+	size, err := c.CompressBlock(src, dst[len(dst):len(dst)+n])
+	if err != nil || size == 0 {
 		return dst, errs.New(errs.ErrEngine, "LZ4 of %d bytes: %v", len(src), err)
 	}
-	return dst[:len(dst)+made], nil
+	return dst[:len(dst)+size], nil
 }
 
 // Size returns how many bytes the block decodes to, and refuses a block that

@@ -23,16 +23,16 @@ func Encode(dst, src []byte) ([]byte, error) {
 		return dst, errs.New(errs.ErrArgument, "Snappy takes no %d bytes", len(src))
 	}
 	dst = slices.Grow(dst, n)
-	made := snappy.Encode(dst[len(dst):len(dst)+n], src)
-	return dst[:len(dst)+len(made)], nil
+	block := snappy.Encode(dst[len(dst):len(dst)+n], src)
+	return dst[:len(dst)+len(block)], nil
 }
 
 // Size returns how many bytes the block decodes to. It walks the block and refuses
 // one that is truncated, refers back before its beginning, or has another length
 // than it states (errs.ErrCorrupt).
 func Size(src []byte) (int64, error) {
-	said, at := binary.Uvarint(src)
-	if at <= 0 || said > 1<<32-1 {
+	size, at := binary.Uvarint(src)
+	if at <= 0 || size > 1<<32-1 {
 		return 0, errs.New(errs.ErrCorrupt, "Snappy block without a length")
 	}
 	var out int64
@@ -74,8 +74,8 @@ func Size(src []byte) (int64, error) {
 		}
 		out += n
 	}
-	if out != int64(said) {
-		return 0, errs.New(errs.ErrCorrupt, "Snappy block says %d bytes and has %d", said, out)
+	if out != int64(size) {
+		return 0, errs.New(errs.ErrCorrupt, "Snappy block says %d bytes and has %d", size, out)
 	}
 	return out, nil
 }
