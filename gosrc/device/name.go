@@ -17,17 +17,17 @@ const (
 
 // Number reads torch's name of a device: "cpu", "cuda", "cuda:1".
 func Number(name string) (int64, error) {
-	kind, number, numbered := strings.Cut(name, ":")
+	kind, number, hasNumber := strings.Cut(name, ":")
 	n, err := strconv.ParseUint(number, 10, 16)
 	switch {
-	case kind == "" || numbered && err != nil:
+	case kind == "" || hasNumber && err != nil:
 		return 0, errs.New(errs.ErrArgument,
 			"device %q: expected \"cpu\", \"cuda\", \"cuda:1\", a torch.device or an int", name)
 	case kind == "cpu":
 		return Host, nil
 	case kind != "cuda":
 		return 0, errs.New(errs.ErrNotSupported, "device %q: only \"cpu\" and \"cuda\" are supported", name)
-	case !numbered:
+	case !hasNumber:
 		return AnyGPU, nil
 	}
 	return int64(n), nil

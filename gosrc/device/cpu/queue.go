@@ -95,12 +95,12 @@ func (q *Queue) Submit(s device.Slot, _ int64, tasks []device.DecodeTask, done f
 	defer q.Put(s)
 	dec := decoders.Get().(*Decoder)
 	defer decoders.Put(dec)
-	staged := s.Memory()
+	memory := s.Memory()
 	var err error
 	for i := range tasks {
 		t := &tasks[i]
 		if err == nil {
-			err = dec.Run(t, staged[t.Src:t.Src+t.Chunk.Stored])
+			err = dec.Run(t, memory[t.Src:t.Src+t.Chunk.Stored])
 		}
 		done(i, err)
 	}

@@ -87,7 +87,7 @@ func (d *Device) Alloc(sizes []int64) ([]device.Memory, error) {
 	for i := range regions {
 		want[i] = C.uint64_t(regions[i].bytes)
 	}
-	got, err := d.takeBlocks(want, sizes)
+	blocks, err := d.takeBlocks(want, sizes)
 	if err != nil {
 		return nil, err
 	}
@@ -97,9 +97,9 @@ func (d *Device) Alloc(sizes []int64) ([]device.Memory, error) {
 		if p == nil {
 			panic("out of memory for a header of 64 bytes")
 		}
-		b := device.NewListed(p, int64(len(r.member)), hostPointer(got[i]), uint64(want[i]), unsafe.Pointer(d.list))
+		b := device.NewListed(p, int64(len(r.member)), hostPointer(blocks[i]), uint64(want[i]), unsafe.Pointer(d.list))
 		for k, n := range r.member {
-			mem[n].Ptr, mem[n].Bytes, mem[n].Block = hostPointer(got[i]+C.owcu_ptr(r.at[k])), sizes[n], &b.Block
+			mem[n].Ptr, mem[n].Bytes, mem[n].Block = hostPointer(blocks[i]+C.owcu_ptr(r.at[k])), sizes[n], &b.Block
 		}
 	}
 	d.mu.Lock()
@@ -112,13 +112,13 @@ func (d *Device) Alloc(sizes []int64) ([]device.Memory, error) {
 // takeBlocks returns memory for regions of the wanted sizes, from what is kept and from
 // the driver, and overwrites want with the length of each.
 func (d *Device) takeBlocks(want []C.uint64_t, sizes []int64) ([]C.owcu_ptr, error) {
-	got := make([]C.owcu_ptr, len(want))
+	pointers := make([]C.owcu_ptr, len(want))
 	var need []C.uint64_t
 	var at []int
 	d.mu.Lock()
 	for i, n := range want {
 		if p, ok := d.bestKeptBlock(n); ok {
-			got[i], want[i] = p.at, p.bytes
+			pointers[i], want[i] = p.at, p.bytes
 		} else {
 			need, at = append(need, n), append(at, i)
 		}
@@ -127,16 +127,16 @@ func (d *Device) takeBlocks(want []C.uint64_t, sizes []int64) ([]C.owcu_ptr, err
 	fresh := make([]C.owcu_ptr, len(need))
 	err := d.allocateBlocks(need, fresh, sizes)
 	for k, i := range at {
-		got[i] = fresh[k]
+		pointers[i] = fresh[k]
 	}
 	if err == nil {
-		return got, nil
+		return pointers, nil
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	for i := range got {
-		if got[i] != 0 {
-			d.kept = append(d.kept, keptBlock{got[i], want[i]})
+	for i := range pointers {
+		if pointers[i] != 0 {
+			d.kept = append(d.kept, keptBlock{pointers[i], want[i]})
 		}
 	}
 	return nil, err
@@ -189,8 +189,8 @@ func (d *Device) nameSizes(err error, asked int64, what string) error {
 	}
 	full := *mem
 	full.Asked, full.For = asked, what
-	if unused, total, e := d.Free(); e == nil {
-		full.Free, full.Total = unused, total
+	if free, total, e := d.Free(); e == nil {
+		full.Free, full.Total = free, total
 	}
 	return &full
 }

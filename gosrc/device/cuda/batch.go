@@ -127,10 +127,10 @@ func (d *Device) newPads(count, bytes, room int) (*slab, error) {
 	if err != nil {
 		return nil, err
 	}
-	for i, done := range unsafe.Slice(s.c.events, count) {
+	for i, event := range unsafe.Slice(s.c.events, count) {
 		s.pads = append(s.pads, &pad{
 			host: unsafe.Add(s.pages.p, i*bytes), mapped: s.c.mapped + C.owcu_ptr(i*bytes),
-			dev: s.c.device + C.owcu_ptr(i*room), bytes: bytes, room: room, done: done,
+			dev: s.c.device + C.owcu_ptr(i*room), bytes: bytes, room: room, done: event,
 		})
 	}
 	return s, nil
@@ -265,12 +265,12 @@ func (d *Device) isPadDone(p *pad) bool {
 // gone.
 func (d *Device) freeIdleSlab(s *slab) bool {
 	d.batch.mu.Lock()
-	done := d.batch.waiting == 0 && d.isPadDone(s.pads[0])
-	if done {
+	isIdle := d.batch.waiting == 0 && d.isPadDone(s.pads[0])
+	if isIdle {
 		d.waitForPad(s.pads[0])
 	}
 	d.batch.mu.Unlock()
-	return done && d.releaseSlab(s)
+	return isIdle && d.releaseSlab(s)
 }
 
 // The layout of a pad: status words, then the table; for Peek the answers follow.
@@ -471,16 +471,16 @@ func (d *Device) startBatch(on Order, t work, plan func(split int) []step) (*Bat
 		b.steps[i] = s.launch(kernels, at, to, uint64(p.mapped))
 		b.nsteps++
 	}
-	made := &Batch{d: d, n: n, pad: p}
+	batch := &Batch{d: d, n: n, pad: p}
 	if t.answers {
-		made.peeks = make([]C.ow_stream_peek_t, n)
+		batch.peeks = make([]C.ow_stream_peek_t, n)
 	}
 	var e C.struct_owcu_error
 	if C.owcu_batch(&b, &e) != 0 {
 		return nil, errorOf(d.index, &e)
 	}
-	p.used, p.batch = true, made
-	return made, nil
+	p.used, p.batch = true, batch
+	return batch, nil
 }
 
 // slotOf is the space for an encoded block: no block is longer than its chunk.

@@ -205,8 +205,8 @@ func (b *build) fillRound(scratch uint64) {
 
 // addTask adds a task to the round, and reports whether it fits.
 func (b *build) addTask(j *device.DecodeTask, scratch uint64) bool {
-	used, summed := b.used, b.comparesSum(j)
-	fits := !summed || b.roomForSum(j)
+	before, hasSum := b.used, b.comparesSum(j)
+	fits := !hasSum || b.roomForSum(j)
 	switch {
 	case !fits || len(b.runs) > 0:
 	case j.Chunk.Codec == tensor.CodecX16:
@@ -215,8 +215,8 @@ func (b *build) addTask(j *device.DecodeTask, scratch uint64) bool {
 		fits = b.addRaw(j, scratch)
 	}
 	if !fits {
-		b.used = used
-	} else if summed {
+		b.used = before
+	} else if hasSum {
 		b.addSumParts(j)
 	}
 	return fits

@@ -149,8 +149,8 @@ func (b *build) explainBadChunk(j *device.DecodeTask, err error) error {
 	if !errors.Is(err, errs.ErrCorrupt) || !b.comparesSum(j) {
 		return err
 	}
-	stored := b.s.Memory()[j.Src:][:j.Chunk.Stored]
-	if sum := crc32.Checksum(stored, castagnoli); sum != j.Chunk.Sum {
+	storedBytes := b.s.Memory()[j.Src:][:j.Chunk.Stored]
+	if sum := crc32.Checksum(storedBytes, castagnoli); sum != j.Chunk.Sum {
 		return errs.NewMismatch(j.Chunk.Sum, sum)
 	}
 	return err

@@ -92,7 +92,7 @@ func (d *Device) ApplyDelta(on Order, chunks []DeltaChunk) error {
 		return err
 	}
 	var mu sync.Mutex
-	var done []deltaPart
+	var parts []deltaPart
 	err := inLanes(deltaParts(len(chunks), func(i int) int {
 		return len(chunks[i].Stored)
 	}), func(p deltaPart, lane int) error {
@@ -100,12 +100,12 @@ func (d *Device) ApplyDelta(on Order, chunks []DeltaChunk) error {
 		if err == nil {
 			mu.Lock()
 			defer mu.Unlock()
-			done = append(done, p)
+			parts = append(parts, p)
 		}
 		return err
 	})
 	if err != nil {
-		for _, p := range done {
+		for _, p := range parts {
 			if d.applyDelta(on, 0, chunks[p.lo:p.hi], p.bytes) != nil {
 				break
 			}

@@ -54,11 +54,11 @@ func (q *Queue) Cast(ctx context.Context, dst, src device.Memory, from, to tenso
 		task := device.DecodeTask{Chunk: tensor.Chunk{Codec: tensor.CodecRaw, Stored: uint32(bytes),
 			Logical: uint32(bytes)},
 			Dst: unsafe.Add(dst.Ptr, at*out), Cast: c}
-		done := make(chan error, 1)
-		if err := q.Submit(s, bytes, []device.DecodeTask{task}, func(_ int, err error) { done <- err }); err != nil {
+		results := make(chan error, 1)
+		if err := q.Submit(s, bytes, []device.DecodeTask{task}, func(_ int, err error) { results <- err }); err != nil {
 			return err
 		}
-		if err := <-done; err != nil {
+		if err := <-results; err != nil {
 			return err
 		}
 	}

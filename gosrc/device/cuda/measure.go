@@ -96,11 +96,11 @@ func (q *Queue) reportTimes(s *Slot) {
 		trace("copy", 0, at(0), at(1), s.copied)
 	}
 	if s.c.nlaunches > 0 {
-		decoded := s.tensorBytes()
+		tensorBytes := s.tensorBytes()
 		for _, m := range s.with {
-			decoded += m.tensorBytes()
+			tensorBytes += m.tensorBytes()
 		}
-		trace("decode", 1+int(s.c.stream), at(2), at(3), decoded)
+		trace("decode", 1+int(s.c.stream), at(2), at(3), tensorBytes)
 	}
 }
 

@@ -85,7 +85,7 @@ func (p *Packer) Encode(slot int, all []Packed) error {
 	base := slot * int(p.pinned)
 	items := unsafe.Slice((*C.ow_batch_item)(unsafe.Add(p.slab.pages.p, base)), packRows)[:0:packRows]
 	var rows []int
-	used := int64(0)
+	offset := int64(0)
 	for i := range all {
 		r := &all[i]
 		r.Stored, r.Tiles, r.at = r.N, 0, r.Src
@@ -93,15 +93,15 @@ func (p *Packer) Encode(slot int, all []Packed) error {
 			continue
 		}
 		room := (r.N + 15) &^ 15
-		if len(rows) == packRows || used+room > p.slot {
+		if len(rows) == packRows || offset+room > p.slot {
 			return errs.New(errs.ErrArgument, "%d ranges in a slot of %d bytes", len(all), p.slot)
 		}
-		at := uint64(p.slab.c.device) + uint64(int64(slot)*p.slot+used)
+		at := uint64(p.slab.c.device) + uint64(int64(slot)*p.slot+offset)
 		items = append(items, C.ow_batch_item{src: C.uint64_t(r.Src), src_len: C.uint64_t(r.N), dst: C.uint64_t(at),
 			dst_cap: C.uint64_t(r.N),
 			arg:     C.uint32_t(r.Transform)})
 		rows = append(rows, i)
-		used += room
+		offset += room
 	}
 	if len(rows) == 0 {
 		return nil
@@ -165,12 +165,12 @@ func (p *Packer) Fetch(slot int, all []Packed) error {
 	var copies []C.struct_owcu_fetch
 	for i := range all {
 		r := &all[i]
-		for done := int64(0); done < r.Stored; {
-			to := unsafe.Add(r.To, done)
-			n := min(r.Stored-done, seam-int64(uintptr(to)%uintptr(seam)))
-			copies = append(copies, C.struct_owcu_fetch{dst: to, src: C.owcu_ptr(r.at + uint64(done)),
+		for offset := int64(0); offset < r.Stored; {
+			to := unsafe.Add(r.To, offset)
+			n := min(r.Stored-offset, seam-int64(uintptr(to)%uintptr(seam)))
+			copies = append(copies, C.struct_owcu_fetch{dst: to, src: C.owcu_ptr(r.at + uint64(offset)),
 				n: C.uint64_t(n)})
-			done += n
+			offset += n
 		}
 	}
 	return p.queueFetch(slot, copies)

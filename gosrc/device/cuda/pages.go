@@ -32,14 +32,14 @@ func newPages(n int64, near *nodes.Place) (pages, error) {
 	if n <= 0 || n > 1<<40 {
 		return pages{}, errs.New(errs.ErrArgument, "%d bytes of pinned memory", n)
 	}
-	mapped := uintptr(n + huge)
-	raw, err := unix.MmapPtr(-1, 0, nil, mapped, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
+	length := uintptr(n + huge)
+	raw, err := unix.MmapPtr(-1, 0, nil, length, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
 	if err != nil {
 		return pages{}, &errs.Memory{Where: "host", Asked: n, Free: -1, Total: -1, For: "a pinned ring",
 			Err: err.Error()}
 	}
 	up := (huge - int64(uintptr(raw)&(huge-1))) & (huge - 1)
-	m := pages{raw: raw, mapped: mapped, p: unsafe.Add(raw, up), n: n}
+	m := pages{raw: raw, mapped: length, p: unsafe.Add(raw, up), n: n}
 	b := unsafe.Slice((*byte)(m.p), n)
 	_ = unix.Madvise(b, unix.MADV_HUGEPAGE)
 	// A forked child must not copy pages that the GPU reads or writes.
@@ -68,11 +68,11 @@ func (d *Device) Register(b []byte) error {
 // must stay allocated until then.
 func (d *Device) Unregister(b []byte, then func()) {
 	d.deferFree(func() bool {
-		gone := d.tryToFree(C.OWCU_PINNED, unsafe.Pointer(&b[0]))
-		if gone {
+		isGone := d.tryToFree(C.OWCU_PINNED, unsafe.Pointer(&b[0]))
+		if isGone {
 			then()
 		}
-		return gone
+		return isGone
 	})
 }
 

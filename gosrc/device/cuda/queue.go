@@ -114,9 +114,9 @@ func (d *Device) Prepare(slots int, slotBytes int64) {
 	d.making.Lock()
 	defer d.making.Unlock()
 	d.mu.Lock()
-	kept := d.idle[0] != nil
+	hasIdle := d.idle[0] != nil
 	d.mu.Unlock()
-	if kept {
+	if hasIdle {
 		return
 	}
 	if l, err := d.makeQueue(slots, slotBytes); err == nil {
@@ -144,9 +144,9 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 		return nil, errs.New(errs.ErrArgument, "a ring of %d slots of %d bytes", slots, slotBytes)
 	}
 	d.mu.Lock()
-	kept := &d.idle[idleRank(slotBytes)]
-	l := *kept
-	*kept = nil
+	idle := &d.idle[idleRank(slotBytes)]
+	l := *idle
+	*idle = nil
 	d.mu.Unlock()
 	if l != nil {
 		if need := int64(slots) * slotStride(slotBytes); slots <= len(l.all) && need <= l.pages.n &&
@@ -198,11 +198,11 @@ func (d *Device) makeQueue(slots int, slotBytes int64) (*Queue, error) {
 // After an error the caller still owns the pages, unless they are zero.
 func (d *Device) newQueue(p *pages, most int, fns []C.owcu_handle) (*Queue, error) {
 	var e C.struct_owcu_error
-	var left *C.struct_owcu_queue
-	c := C.owcu_queue_new(d.ctx, p.p, C.uint64_t(p.n), C.int(most), cBool(!d.coherent), &fns[0], &left, &e)
+	var remainder *C.struct_owcu_queue
+	c := C.owcu_queue_new(d.ctx, p.p, C.uint64_t(p.n), C.int(most), cBool(!d.coherent), &fns[0], &remainder, &e)
 	if c == nil {
-		if left != nil {
-			d.deferFree((&Queue{dev: d, c: left, pages: *p}).freeQueue)
+		if remainder != nil {
+			d.deferFree((&Queue{dev: d, c: remainder, pages: *p}).freeQueue)
 			*p = pages{}
 		}
 		return nil, errorOf(d.index, &e)
@@ -517,13 +517,13 @@ func (s *Slot) callDone(err error) {
 func (q *Queue) Drain(ctx context.Context) error {
 	for {
 		q.mu.Lock()
-		n, moved, err := q.inflight, q.moved, q.broken
+		n, signal, err := q.inflight, q.moved, q.broken
 		q.mu.Unlock()
 		if n == 0 {
 			return err
 		}
 		select {
-		case <-moved:
+		case <-signal:
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		}
@@ -561,8 +561,8 @@ func (q *Queue) Close() {
 	q.mu.Unlock()
 	d := q.dev
 	d.mu.Lock()
-	if kept := &d.idle[idleRank(q.size)]; healthy && *kept == nil {
-		*kept = q
+	if idle := &d.idle[idleRank(q.size)]; healthy && *idle == nil {
+		*idle = q
 		d.mu.Unlock()
 		return
 	}

@@ -56,19 +56,19 @@ const (
 // removeSurplus removes the excess from what is kept, the oldest first. d.mu is held.
 // later: it is too early for that.
 func (d *Device) removeSurplus() (old []C.owcu_ptr, later bool) {
-	n, left := C.uint64_t(0), len(d.kept)
+	n, keptCount := C.uint64_t(0), len(d.kept)
 	for _, k := range d.kept {
 		n += k.bytes
 	}
 	for _, k := range d.kept {
-		if n <= keepBytes && left <= keepPieces {
+		if n <= keepBytes && keptCount <= keepPieces {
 			break
 		}
 		if time.Since(d.touched) < keepFor {
 			return nil, true
 		}
 		old = append(old, k.at)
-		n, left = n-k.bytes, left-1
+		n, keptCount = n-k.bytes, keptCount-1
 	}
 	d.kept = d.kept[len(old):]
 	return old, false
@@ -96,12 +96,12 @@ func (d *Device) bestKeptBlock(n C.uint64_t) (best keptBlock, ok bool) {
 func (d *Device) giveBack() error {
 	err := d.reapBlocks(true)
 	d.mu.Lock()
-	kept := d.kept
+	blocks := d.kept
 	d.kept = nil
 	d.mu.Unlock()
-	at := make([]C.owcu_ptr, len(kept))
-	for i := range kept {
-		at[i] = kept[i].at
+	at := make([]C.owcu_ptr, len(blocks))
+	for i := range blocks {
+		at[i] = blocks[i].at
 	}
 	if e := d.freeUnused(at); err == nil {
 		err = e
@@ -220,12 +220,12 @@ func (d *Device) freeUnused(at []C.owcu_ptr) error {
 
 // freeAll frees memory and returns what the driver refused to free; zeros are none.
 func (d *Device) freeAll(at []C.owcu_ptr) (left []C.owcu_ptr, err error) {
-	gone := func(p C.owcu_ptr) bool { return p == 0 }
-	if at = slices.DeleteFunc(at, gone); len(at) == 0 {
+	isZero := func(p C.owcu_ptr) bool { return p == 0 }
+	if at = slices.DeleteFunc(at, isZero); len(at) == 0 {
 		return nil, nil
 	}
 	err = d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_free(d.ctx, C.int64_t(len(at)), &at[0], e) })
-	return slices.DeleteFunc(at, gone), err
+	return slices.DeleteFunc(at, isZero), err
 }
 
 // freeThing frees a thing of the driver's that nothing uses; if the driver refuses, the
@@ -259,14 +259,14 @@ func (d *Device) freeDeferred() {
 	all := d.deferred
 	d.deferred = nil
 	d.mu.Unlock()
-	var left []func() bool
+	var rest []func() bool
 	for _, free := range all {
 		if !free() {
-			left = append(left, free)
+			rest = append(rest, free)
 		}
 	}
 	d.mu.Lock()
-	d.deferred = append(left, d.deferred...)
+	d.deferred = append(rest, d.deferred...)
 	d.mu.Unlock()
 }
 

@@ -180,14 +180,14 @@ func reopen(fd int) (own int, err error) {
 // it may read fewer, and returns 0 at the end of the file.
 func (f *File) ReadInto(base unsafe.Pointer, at, n, off int64) (int64, error) {
 	var system C.int
-	got := int64(C.ow_cufile_read(f.handle, base, C.size_t(n), C.off_t(off), C.off_t(at), &system))
+	count := int64(C.ow_cufile_read(f.handle, base, C.size_t(n), C.off_t(off), C.off_t(at), &system))
 	switch {
-	case got >= 0:
-		return got, nil
-	case got == -1 && system != 0:
+	case count >= 0:
+		return count, nil
+	case count == -1 && system != 0:
 		return 0, errs.New(errs.ErrIO, "cuFileRead failed: %v", syscall.Errno(system))
 	}
-	return 0, errs.New(errs.ErrIO, "cuFileRead failed: error %d", -got)
+	return 0, errs.New(errs.ErrIO, "cuFileRead failed: error %d", -count)
 }
 
 // Close ends it, after the last read.

@@ -160,7 +160,7 @@ func (m *Memory) Want(n int64) {
 func (m *Memory) Await(ctx context.Context, n int64) error {
 	for {
 		m.mu.Lock()
-		ready, growing, err, moved := m.ready, m.growing, m.err, m.moved
+		ready, growing, err, signal := m.ready, m.growing, m.err, m.moved
 		if m.ended && err == nil {
 			err = errs.New(errs.ErrEngine, "memory that was given back")
 		}
@@ -177,7 +177,7 @@ func (m *Memory) Await(ctx context.Context, n int64) error {
 			continue
 		}
 		select {
-		case <-moved:
+		case <-signal:
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		}
@@ -188,7 +188,7 @@ func (m *Memory) Await(ctx context.Context, n int64) error {
 // while one is registered.
 func (m *Memory) growParts() {
 	err := spawn.Guard("pinned", func() error {
-		lo, touched := m.ready, m.ready
+		lo, offset := m.ready, m.ready
 		for {
 			hi := m.partEnd(lo)
 			if lo == hi {
@@ -197,11 +197,11 @@ func (m *Memory) growParts() {
 			if m.isGentle() {
 				m.waitForIdleCore()
 			}
-			if touched < hi {
-				if err := m.touchRange(touched, hi); err != nil {
+			if offset < hi {
+				if err := m.touchRange(offset, hi); err != nil {
 					return err
 				}
-				touched = hi
+				offset = hi
 			}
 			var ahead chan error
 			if end := m.partEnd(hi); end > hi && m.gpu != nil && !m.isGentle() {
@@ -210,7 +210,7 @@ func (m *Memory) growParts() {
 					ahead <- spawn.Guard("pinned",
 						func() error { return m.touchRange(hi, end) })
 				})
-				touched = end
+				offset = end
 			}
 			err := m.pinRange(lo, hi)
 			if ahead != nil {
@@ -307,12 +307,12 @@ func (m *Memory) stopGrowth() {
 	for {
 		m.mu.Lock()
 		m.ended = true
-		growing, moved := m.growing, m.moved
+		growing, signal := m.growing, m.moved
 		m.mu.Unlock()
 		if !growing {
 			return
 		}
-		<-moved
+		<-signal
 	}
 }
 
@@ -348,18 +348,18 @@ func (m *Memory) promisedBytes() int64 {
 // Free gives the memory back to the system.
 func (m *Memory) Free() {
 	m.stopGrowth()
-	var left atomic.Int64
-	left.Store(int64(len(m.parts)) + 1)
-	done := func() {
-		if left.Add(-1) == 0 {
+	var remaining atomic.Int64
+	remaining.Store(int64(len(m.parts)) + 1)
+	finish := func() {
+		if remaining.Add(-1) == 0 {
 			_ = unix.MunmapPtr(m.raw, m.mapped)
 		}
 	}
 	for _, b := range m.parts {
-		m.gpu.Unregister(b, done)
+		m.gpu.Unregister(b, finish)
 	}
 	m.parts = nil
-	done()
+	finish()
 }
 
 // Trim frees what is kept.

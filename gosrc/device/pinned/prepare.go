@@ -65,7 +65,7 @@ func (m *Memory) extendTo(room, n int64) bool {
 func (m *Memory) Prepared(ctx context.Context, n int64) (int64, error) {
 	for {
 		m.mu.Lock()
-		ready, err, moved := m.ready, m.err, m.moved
+		ready, err, signal := m.ready, m.err, m.moved
 		over := m.ended || !m.gentle || !m.growing
 		m.mu.Unlock()
 		switch {
@@ -75,16 +75,16 @@ func (m *Memory) Prepared(ctx context.Context, n int64) (int64, error) {
 			return ready, err
 		}
 		select {
-		case <-moved:
+		case <-signal:
 		case <-ctx.Done():
 			m.mu.Lock()
 			if m.gentle { // no one has taken it
 				m.want = m.ready
 			}
-			growing, moved := m.gentle && m.growing, m.moved
+			growing, signal := m.gentle && m.growing, m.moved
 			m.mu.Unlock()
 			if growing {
-				<-moved
+				<-signal
 			}
 		}
 	}
