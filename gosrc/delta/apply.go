@@ -221,11 +221,11 @@ func checkComplete(chain []*File, names map[string]bool, missing bool) error {
 // listSome lists a few names of many.
 func listSome(names []string) string {
 	const most = 3
-	quoted := make([]string, 0, most)
+	quotes := make([]string, 0, most)
 	for _, n := range names[:min(most, len(names))] {
-		quoted = append(quoted, fmt.Sprintf("%q", n))
+		quotes = append(quotes, fmt.Sprintf("%q", n))
 	}
-	text := strings.Join(quoted, ", ")
+	text := strings.Join(quotes, ", ")
 	if len(names) > most {
 		text += fmt.Sprintf(" and %d more", len(names)-most)
 	}
@@ -234,16 +234,16 @@ func listSome(names []string) string {
 
 // untieSteps sorts steps, leaves one of those with the same memory, and refuses memory that overlaps.
 func untieSteps(steps []step) ([]step, error) {
-	sorted := make([]*step, len(steps))
+	order := make([]*step, len(steps))
 	for i := range steps {
-		sorted[i] = &steps[i]
+		order[i] = &steps[i]
 	}
-	slices.SortStableFunc(sorted, func(a, b *step) int {
+	slices.SortStableFunc(order, func(a, b *step) int {
 		return cmp.Or(cmp.Compare(a.CUDA, b.CUDA), cmp.Compare(a.At, b.At))
 	})
 	var out []step
 	var full *step // the last with bytes
-	for _, s := range sorted {
+	for _, s := range order {
 		if s.bytes > 0 && full != nil && full.CUDA == s.CUDA && s.At < full.At+uint64(full.bytes) {
 			if s.At == full.At && s.bytes == full.bytes && s.first() == full.first() && s.last() == full.last() {
 				continue
@@ -263,7 +263,7 @@ func untieSteps(steps []step) ([]step, error) {
 func compareBase(ctx context.Context, stages *Stages, places []place, of [][]step, part Part) error {
 	compares := part == Whole || part == Check
 	var wrong []string
-	done := 0
+	count := 0
 	sums := make([][]digest.Sum, len(places))
 	err := spawn.Each(ctx, "delta ready", 2*len(places), 2*len(places), func(n int) (err error) {
 		switch p := places[n/2]; {
@@ -285,12 +285,12 @@ func compareBase(ctx context.Context, stages *Stages, places []place, of [][]ste
 			}
 			wrong = append(wrong, s.Name)
 			if sum == s.last() {
-				done++
+				count++
 			}
 		}
 	}
 	if len(wrong) > 0 {
-		if done == len(wrong) {
+		if count == len(wrong) {
 			return errs.New(errs.ErrBase, "nothing was changed: %s have the delta already", listSome(wrong))
 		}
 		return errs.New(errs.ErrBase, "nothing was changed: %s differ from what the delta was made from",
@@ -310,11 +310,11 @@ func applyChange(ctx context.Context, stages *Stages, places []place, of [][]ste
 	stages.End("change")
 	var wrong []string
 	for i, p := range places {
-		got, err := p.digestSteps(ctx)
+		digests, err := p.digestSteps(ctx)
 		if err != nil {
 			return undoChange(ctx, places, len(places), of, err)
 		}
-		for k, sum := range got {
+		for k, sum := range digests {
 			if s := &of[i][k]; sum != s.last() {
 				wrong = append(wrong, s.Name)
 			}
@@ -332,20 +332,20 @@ func applyChange(ctx context.Context, stages *Stages, places []place, of [][]ste
 func undoChange(ctx context.Context, places []place, again int, of [][]step, err error) error {
 	var old, now, lost []string
 	for i, p := range places {
-		var failed error
+		var failure error
 		if i < again {
-			failed = p.apply()
+			failure = p.apply()
 		}
-		got, e := p.digestSteps(ctx)
-		if failed != nil || e != nil {
-			got = nil
+		digests, e := p.digestSteps(ctx)
+		if failure != nil || e != nil {
+			digests = nil
 		}
 		for k := range of[i] {
 			s := &of[i][k]
 			switch {
-			case got != nil && got[k] == s.first():
+			case digests != nil && digests[k] == s.first():
 				old = append(old, s.Name)
-			case got != nil && got[k] == s.last():
+			case digests != nil && digests[k] == s.last():
 				now = append(now, s.Name)
 			default:
 				lost = append(lost, s.Name)
@@ -355,16 +355,16 @@ func undoChange(ctx context.Context, places []place, again int, of [][]step, err
 	if len(now) == 0 && len(lost) == 0 {
 		return fmt.Errorf("%w (undone: all tensors are as they were)", err)
 	}
-	said := []string{}
+	sentences := []string{}
 	for _, kind := range []struct {
 		names []string
 		what  string
 	}{{old, "old"}, {now, "new"}, {lost, "neither old nor new: load them again"}} {
 		if len(kind.names) > 0 {
-			said = append(said, listSome(kind.names)+": "+kind.what)
+			sentences = append(sentences, listSome(kind.names)+": "+kind.what)
 		}
 	}
-	return fmt.Errorf("%w (%s)", err, strings.Join(said, "; "))
+	return fmt.Errorf("%w (%s)", err, strings.Join(sentences, "; "))
 }
 
 // viewsOf are the tensors of steps.

@@ -31,7 +31,7 @@ func Diff(ctx context.Context, pairs []Pair, workers int, progress func(n int64)
 	}
 	f := &File{Tensors: ts, ChunkLen: ChunkBytes}
 	rows := make([]Row, len(ts))
-	changed, stored := make([]atomic.Int64, len(ts)), make([]atomic.Int64, len(ts))
+	changes, storedBytes := make([]atomic.Int64, len(ts)), make([]atomic.Int64, len(ts))
 	list := make([]int, len(ts))
 	for i := range ts {
 		t := &ts[i]
@@ -50,13 +50,13 @@ func Diff(ctx context.Context, pairs []Pair, workers int, progress func(n int64)
 			return err
 		}
 		b, err := delta.Encode(nil, now, base, w)
-		changed[task.tensor].Add(c)
-		stored[task.tensor].Add(int64(len(b)))
+		changes[task.tensor].Add(c)
+		storedBytes[task.tensor].Add(int64(len(b)))
 		progress(size)
 		return err
 	})
 	for i := range rows {
-		rows[i].Changed, rows[i].Stored = changed[i].Load(), stored[i].Load()
+		rows[i].Changed, rows[i].Stored = changes[i].Load(), storedBytes[i].Load()
 	}
 	return rows, err
 }

@@ -100,7 +100,7 @@ func (f *File) dropUnchanged() {
 		bytes     int64
 		width     int
 	}
-	seen := map[key]int{}
+	firsts := map[key]int{}
 	for i := range f.Tensors {
 		t := &f.Tensors[i]
 		if !slices.ContainsFunc(t.Chunks, func(c []byte) bool { return len(c) > 0 }) {
@@ -108,11 +108,11 @@ func (f *File) dropUnchanged() {
 			continue
 		}
 		k := key{t.Base, t.New, t.Bytes, widthOf(t.DType)}
-		if same, ok := seen[k]; ok {
+		if same, ok := firsts[k]; ok {
 			t.Same, t.Chunks = same, f.Tensors[same].Chunks
 			continue
 		}
-		seen[k] = i
+		firsts[k] = i
 	}
 }
 

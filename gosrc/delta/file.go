@@ -122,12 +122,12 @@ func (f *File) appendEntries(b []byte, n int) []byte {
 // layout returns the file's bytes, in pieces: everything before the chunks first. It
 // sets Size.
 func (f *File) layout(table []byte) ([][]byte, error) {
-	pieces, stored := [][]byte{nil}, int64(0)
+	pieces, storedBytes := [][]byte{nil}, int64(0)
 	for i := range f.Tensors {
 		if t := &f.Tensors[i]; t.Same < 0 {
 			for _, c := range t.Chunks {
 				if len(c) > 0 {
-					pieces, stored = append(pieces, c), stored+int64(len(c))
+					pieces, storedBytes = append(pieces, c), storedBytes+int64(len(c))
 				}
 			}
 		}
@@ -146,7 +146,7 @@ func (f *File) layout(table []byte) ([][]byte, error) {
 	entries := []safetensors.Entry{
 		{Name: overwire.IndexName, DType: tensor.U8, Shape: []int64{int64(overwire.DeltaIndexSize())}},
 		{Name: tableName, DType: tensor.U8, Shape: []int64{int64(len(table))}},
-		{Name: chunksName, DType: tensor.U8, Shape: []int64{stored}},
+		{Name: chunksName, DType: tensor.U8, Shape: []int64{storedBytes}},
 	}
 	end, err := safetensors.Place(entries)
 	if err != nil {
@@ -178,8 +178,8 @@ func parseFile(ctx context.Context, uri string, b []byte) (*File, error) {
 	if err != nil {
 		return nil, err
 	}
-	ours, err := overwire.Is(&h)
-	if err == nil && !ours {
+	isOurs, err := overwire.Is(&h)
+	if err == nil && !isOurs {
 		err = errs.New(errs.ErrFormat, "it is no delta: save_delta writes those")
 	}
 	if err != nil {
@@ -316,13 +316,13 @@ func (p *parser) cutChunks(entries []byte) error {
 		}
 		some := false
 		for k := range t.Chunks {
-			stored := int(le.Uint32(entries[entrySize*n:]))
+			storedBytes := int(le.Uint32(entries[entrySize*n:]))
 			p.sums[n], p.of[n] = le.Uint32(entries[entrySize*n+4:]), int32(i)
-			if stored > len(rest) || stored == 0 && p.sums[n] != 0 {
-				return formatError("tensor %q: chunk %d of %d bytes", t.Name, k, stored)
+			if storedBytes > len(rest) || storedBytes == 0 && p.sums[n] != 0 {
+				return formatError("tensor %q: chunk %d of %d bytes", t.Name, k, storedBytes)
 			}
-			if stored > 0 {
-				t.Chunks[k], rest, some = rest[:stored:stored], rest[stored:], true
+			if storedBytes > 0 {
+				t.Chunks[k], rest, some = rest[:storedBytes:storedBytes], rest[storedBytes:], true
 			}
 			n++
 		}

@@ -64,8 +64,8 @@ func (g *gpu) prepareSteps(context.Context) error {
 func (g *gpu) apply() error {
 	for i, chunks := range g.chunks {
 		if err := g.d.ApplyDelta(g.on, chunks); err != nil {
-			for _, done := range g.chunks[:i] {
-				if g.d.ApplyDelta(g.on, done) != nil {
+			for _, chunk := range g.chunks[:i] {
+				if g.d.ApplyDelta(g.on, chunk) != nil {
 					break
 				}
 			}

@@ -48,12 +48,12 @@ func Read(ctx context.Context, uri string, opt source.Options) (*File, error) {
 	if err != nil {
 		return nil, err
 	}
-	left := hostmem.Available()
+	available := hostmem.Available()
 	for need, i := int64(0), 0; i < len(srcs); i++ {
 		size := srcs[i].Size()
-		if need += min(size, left+1); size > left || need > left {
+		if need += min(size, available+1); size > available || need > available {
 			return nil, errs.Locate("delta", uri, "", -1,
-				&errs.Memory{Where: "host", Asked: max(need, size), Free: left, Total: left, For: "a delta",
+				&errs.Memory{Where: "host", Asked: max(need, size), Free: available, Total: available, For: "a delta",
 					Err: "available"})
 		}
 	}
@@ -105,9 +105,9 @@ func (f *File) Write(ctx context.Context, j *job.Job, beside string, spec save.S
 			return writeAll(ctx, write, pieces)
 		}
 	}
-	done, err := save.Lay(ctx, j, beside, stem, files, spec)
+	layout, err := save.Lay(ctx, j, beside, stem, files, spec)
 	r := f.Report()
-	r.Files = done.Files
+	r.Files = layout.Files
 	return r, err
 }
 

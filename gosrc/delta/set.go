@@ -71,12 +71,12 @@ func (f *File) splitFile(most int64) (shards []*File, tables [][]byte, err error
 			in[i] = in[t.Same]
 			continue
 		}
-		stored := t.Stored()
-		if most > 0 && size > 0 && stored > most-size {
+		storedBytes := t.Stored()
+		if most > 0 && size > 0 && storedBytes > most-size {
 			n, size = n+1, 0
 		}
 		in[i] = n
-		size += stored
+		size += storedBytes
 	}
 	shards = make([]*File, n+1)
 	for k := range shards {
