@@ -198,7 +198,7 @@ func indentText(text string) string {
 // before "--"; a value is the next word or follows "=".
 func (c *call) parse(argv []string) error {
 	c.opts = map[string]string{}
-	known := append([]option{jsonOption}, c.verb.options...)
+	options := append([]option{jsonOption}, c.verb.options...)
 	for i := 0; i < len(argv); i++ {
 		word := argv[i]
 		switch {
@@ -212,17 +212,17 @@ func (c *call) parse(argv []string) error {
 			c.args = append(c.args, word)
 			continue
 		}
-		name, value, given := strings.Cut(word, "=")
-		o := matchOption(known, name)
+		name, value, hasValue := strings.Cut(word, "=")
+		o := matchOption(options, name)
 		switch {
 		case o == nil:
 			return usage("%s has no option %s%s; see: overwire %s --help (put paths that begin with - after --)",
-				c.verb.name, name, nearName(name, optionNames(known)), c.verb.name)
-		case o.value == "" && given:
+				c.verb.name, name, nearName(name, optionNames(options)), c.verb.name)
+		case o.value == "" && hasValue:
 			return usage("--%s takes no value", o.name)
 		case o.value == "":
 			value = "yes"
-		case !given:
+		case !hasValue:
 			if i++; i == len(argv) || len(argv[i]) > 1 && argv[i][0] == '-' {
 				return usage("--%s needs a value: --%s %s (one that begins with - is written --%s=VALUE)", o.name,
 					o.name, o.value, o.name)
@@ -237,9 +237,9 @@ func (c *call) parse(argv []string) error {
 	if err := c.checkArgs(); err != nil {
 		return err
 	}
-	for i := range known { // only now: --json, which may be the last word, says how errors are printed
-		if value, given := c.opts[known[i].name]; given {
-			if err := known[i].check(value); err != nil {
+	for i := range options { // only now: --json, which may be the last word, says how errors are printed
+		if value, isGiven := c.opts[options[i].name]; isGiven {
+			if err := options[i].check(value); err != nil {
 				return err
 			}
 		}

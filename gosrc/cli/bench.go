@@ -173,7 +173,7 @@ func (c *call) generate() error {
 	if err != nil {
 		return err
 	}
-	made := time.Since(start).Seconds()
+	generation := time.Since(start).Seconds()
 	in, total := measure.Inputs(all)
 	rep, err := save.Write(c.ctx, c.job, save.Spec{Path: out, Threads: opt.Threads,
 		Metadata: map[string]string{"format": "pt", "made_by": fmt.Sprintf("overwire bench gen %s --seed %d", opt.Kind,
@@ -183,6 +183,6 @@ func (c *call) generate() error {
 	}
 	return c.show(rep, func(w io.Writer) {
 		fmt.Fprintf(w, "%s: %d tensors, %s, made at %s, written in %.2f s\n", out, rep.Tensors, bytesText(total),
-			rateText(total, made), rep.Seconds)
+			rateText(total, generation), rep.Seconds)
 	})
 }

@@ -98,16 +98,16 @@ func preparedFiles(folder string) ([]prepared, error) {
 	files := []prepared{}
 	for _, entry := range entries {
 		name := entry.Name()
-		begun := strings.HasPrefix(name, ".begun-")
+		isPartial := strings.HasPrefix(name, ".begun-")
 		if stem, ok := strings.CutSuffix(name, ".safetensors"); !ok || !entry.Type().IsRegular() ||
-			!begun && !isFingerprint(stem) {
+			!isPartial && !isFingerprint(stem) {
 			continue
 		}
 		info, err := entry.Info()
 		if err != nil {
 			continue
 		}
-		files = append(files, prepared{name, info.Size(), info.ModTime(), begun})
+		files = append(files, prepared{name, info.Size(), info.ModTime(), isPartial})
 	}
 	slices.SortStableFunc(files, func(a, b prepared) int { return b.Used.Compare(a.Used) })
 	return files, nil

@@ -200,13 +200,13 @@ func failed(stderr, stdout io.Writer, asJSON bool, err error) int {
 		return ExitOK
 	}
 	text := errs.Message(err)
-	var ended *interruption
-	if errors.As(err, &ended) {
-		text = "interrupted" + ended.left
+	var stop *interruption
+	if errors.As(err, &stop) {
+		text = "interrupted" + stop.left
 	}
 	fmt.Fprintf(stderr, "overwire: %s\n", text)
-	var shown *shownError
-	if asJSON && !errors.As(err, &shown) {
+	var report *shownError
+	if asJSON && !errors.As(err, &report) {
 		_ = writeJSON(stdout, map[string]any{"error": failure(err, text)})
 	}
 	return status(err)
@@ -225,15 +225,15 @@ func (c *call) interrupted(err error) error {
 	if err == nil || status(err) != ExitInterrupted {
 		return err
 	}
-	left := ""
+	remainder := ""
 	var part *save.Partial
 	switch _, writes := c.opts["output"]; {
 	case errors.As(err, &part):
-		left = "; written before that: " + errs.OneLine(strings.Join(part.Files, ", "))
+		remainder = "; written before that: " + errs.OneLine(strings.Join(part.Files, ", "))
 	case writes:
-		left = "; nothing was written"
+		remainder = "; nothing was written"
 	}
-	return &interruption{err, left}
+	return &interruption{err, remainder}
 }
 
 // failure returns an error as --json prints it.

@@ -142,12 +142,12 @@ func (c *call) usualOutput() string {
 
 // printWritten prints what was written; of the originals' hashes each with --verbose only.
 func (c *call) printWritten(w io.Writer, rep save.Report, compress bool) {
-	copied := map[string]string{}
+	copies := map[string]string{}
 	for _, f := range rep.Copied {
-		copied[f] = "copied: "
+		copies[f] = "copied: "
 	}
 	for _, f := range rep.Files {
-		fmt.Fprintf(w, "%s%s\n", copied[f], errs.OneLine(f))
+		fmt.Fprintf(w, "%s%s\n", copies[f], errs.OneLine(f))
 	}
 	for _, f := range rep.Left {
 		fmt.Fprintf(w, "not copied: %s\n", place(f))

@@ -29,15 +29,15 @@ var (
 // form that the engine takes.
 func (c *call) keys(prefix string) (map[string]string, error) {
 	name, wrong, read := prefix+"-key", "must hold 32 bytes or 64 hex digits", tensorizer.KeySettings
-	from, given := c.opts[name]
+	from, isGiven := c.opts[name]
 	if password, also := c.opts[prefix+"-password"]; also {
-		if given {
+		if isGiven {
 			return nil, usage("--%s-key and --%s-password exclude each other", prefix, prefix)
 		}
 		name, wrong, read = prefix+"-password", "is empty", tensorizer.PasswordSettings
-		from, given = password, true
+		from, isGiven = password, true
 	}
-	if !given {
+	if !isGiven {
 		return nil, nil
 	}
 	b, err := c.secret(name, from)

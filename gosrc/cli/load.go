@@ -72,15 +72,15 @@ func (c *call) load() error {
 	}
 	return c.show(map[string]any{"loads": reports}, func(w io.Writer) {
 		for _, r := range reports {
-			mapped, rate := "", "  "+rateText(r.Bytes-r.Mapped, r.Seconds)
+			mappedText, rate := "", "  "+rateText(r.Bytes-r.Mapped, r.Seconds)
 			switch r.Mapped {
 			case 0:
 			case r.Bytes:
-				mapped, rate = ", mapped, not read", ""
+				mappedText, rate = ", mapped, not read", ""
 			default:
-				mapped = fmt.Sprintf(", %s of them mapped, not read", bytesText(r.Mapped))
+				mappedText = fmt.Sprintf(", %s of them mapped, not read", bytesText(r.Mapped))
 			}
-			fmt.Fprintf(w, "%s tensors, %s%s, %.4f s%s\n", humanize.Comma(r.Tensors), bytesText(r.Bytes), mapped,
+			fmt.Fprintf(w, "%s tensors, %s%s, %.4f s%s\n", humanize.Comma(r.Tensors), bytesText(r.Bytes), mappedText,
 				r.Seconds, rate)
 		}
 		if sum := reports[repeat-1].Trace; sum != nil {
@@ -146,9 +146,9 @@ func printTrace(w io.Writer, s *pipeline.Summary, workers int64) {
 	}
 	t.Flush()
 	if g := s.Copy; g != nil {
-		copied := slices.IndexFunc(s.Stages, func(x pipeline.StageSum) bool { return x.Verb == "copy" })
+		copyStage := slices.IndexFunc(s.Stages, func(x pipeline.StageSum) bool { return x.Verb == "copy" })
 		fmt.Fprintf(w, "copy stream: busy %.4f s at %s; idle %.4f s in %d gaps, the longest %.4f s; %.4f s before "+
 			"the first copy, %.4f s after the last\n",
-			g.Busy, rateText(s.Stages[copied].Bytes, g.Busy), g.Idle, g.Gaps, g.Longest, g.Lead, g.Tail)
+			g.Busy, rateText(s.Stages[copyStage].Bytes, g.Busy), g.Idle, g.Gaps, g.Longest, g.Lead, g.Tail)
 	}
 }

@@ -23,14 +23,14 @@ func (c *call) progress() (clear func()) {
 		return func() {}
 	}
 	stderr := bare(c.stderr) // the line is ours, and so is what moves the cursor
-	end, gone := make(chan struct{}), make(chan struct{})
+	end, exit := make(chan struct{}), make(chan struct{})
 	spawn.Go("progress", func() {
-		defer close(gone)
+		defer close(exit)
 		start := time.Now()
 		tick := time.NewTicker(200 * time.Millisecond)
 		defer tick.Stop()
-		shown := 0
-		defer func() { fmt.Fprintf(stderr, "\r%s\r", strings.Repeat(" ", shown)) }()
+		width := 0
+		defer func() { fmt.Fprintf(stderr, "\r%s\r", strings.Repeat(" ", width)) }()
 		for {
 			select {
 			case <-end:
@@ -40,12 +40,12 @@ func (c *call) progress() (clear func()) {
 				if line == "" {
 					continue
 				}
-				fmt.Fprintf(stderr, "\r%-*s", shown, line)
-				shown = max(shown, len(line))
+				fmt.Fprintf(stderr, "\r%-*s", width, line)
+				width = max(width, len(line))
 			}
 		}
 	})
-	return sync.OnceFunc(func() { close(end); <-gone })
+	return sync.OnceFunc(func() { close(end); <-exit })
 }
 
 // progressLine returns the line to show, "" while no total is known.
@@ -55,8 +55,8 @@ func progressLine(verb string, done, total int64, d time.Duration) string {
 	}
 	line := fmt.Sprintf("%s  %s of %s  %s", verb, bytesText(done), bytesText(total), rateText(done, d.Seconds()))
 	if done > 0 && done < total && d > time.Second {
-		left := time.Duration(float64(d) * float64(total-done) / float64(done))
-		line += fmt.Sprintf("  %s left", left.Round(time.Second))
+		remaining := time.Duration(float64(d) * float64(total-done) / float64(done))
+		line += fmt.Sprintf("  %s left", remaining.Round(time.Second))
 	}
 	return line
 }

@@ -171,7 +171,7 @@ func Take(job uint64, d time.Duration, how int) (*Result, error) {
 	if e.pre != nil {
 		return nil, errs.New(errs.ErrArgument, "job %d is a preload, whose tensors are those of loads", job)
 	}
-	if ended, err := e.wait(d); err != nil || !ended {
+	if hasEnded, err := e.wait(d); err != nil || !hasEnded {
 		return nil, err
 	}
 	r, err := e.all(how&TakeRaw != 0)

@@ -92,13 +92,13 @@ func (f failures) text() (string, error) {
 
 // coded makes a result: first 1, which means that it was done.
 func coded(results []nvcomp.Result) (*Result, error) {
-	r, failed := &Result{Numbers: make([]int64, 1, 1+3*len(results)), Tensors: make([]Exported, len(results))},
+	r, texts := &Result{Numbers: make([]int64, 1, 1+3*len(results)), Tensors: make([]Exported, len(results))},
 		failures{}
 	r.Numbers[0] = 1
 	for i, one := range results {
 		r.Numbers = append(r.Numbers, int64(uintptr(one.Mem.Ptr)), one.Bytes, truth(one.Summed))
 		if one.Err != nil {
-			failed[i] = errs.Describe(one.Err)
+			texts[i] = errs.Describe(one.Err)
 		}
 		if one.Mem.Block != nil {
 			r.Tensors[i] = Exported{Mem: one.Mem, Shape: []int64{one.Mem.Bytes}, DType: tensor.U8, OK: true}
@@ -106,6 +106,6 @@ func coded(results []nvcomp.Result) (*Result, error) {
 	}
 	r.Raw = true
 	var err error
-	r.Text, err = failed.text()
+	r.Text, err = texts.text()
 	return r, err
 }

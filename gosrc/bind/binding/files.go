@@ -208,16 +208,16 @@ func startSave(_ *Verb, q saveRequest, n []int64) (*entry, error) {
 	if err != nil {
 		return nil, err
 	}
-	var staged chan struct{}
+	var stagingEnd chan struct{}
 	if q.Background {
-		staged = make(chan struct{})
-		q.Staged = func() { close(staged) }
+		stagingEnd = make(chan struct{})
+		q.Staged = func() { close(stagingEnd) }
 	}
 	e := background("save", true, func(ctx context.Context, j *job.Job) (any, error) {
 		defer preload.Sweep(q.Path)
 		return save.Write(ctx, j, q.Spec, in)
 	})
-	e.staged = staged
+	e.staged = stagingEnd
 	return e, nil
 }
 
@@ -379,12 +379,12 @@ func jobVerbs() []*Verb {
 			func(none, []int64) (none, error) { pinned.Trim(); return none{}, cuda.Trim() }),
 		answered("shutdown", "Cancel everything that runs and wait up to ms for its end (1; 0: it still runs): for the end of the process.",
 			func(_ none, n []int64) (int64, error) {
-				ended := job.CancelAll(time.Duration(n[0]) * time.Millisecond)
-				if ended && spawn.Poisoned() == nil {
+				haveEnded := job.CancelAll(time.Duration(n[0]) * time.Millisecond)
+				if haveEnded && spawn.Poisoned() == nil {
 					load.Prepared()
 					_ = cuda.Trim() // before the driver's own exit handlers
 				}
-				return truth(ended), nil
+				return truth(haveEnded), nil
 			}).ints("ms").afterPanics(),
 		answered("panic", "Panic, for tests of the guard.", func(none, []int64) (none, error) { panic("asked for") }),
 	}

@@ -201,12 +201,12 @@ func gpuWait(_ none, n []int64) (*Result, error) {
 	if err != nil {
 		return nil, err
 	}
-	r, failed := &Result{Numbers: append([]int64{1, int64(len(each))}, b.Sizes()...)}, failures{}
+	r, texts := &Result{Numbers: append([]int64{1, int64(len(each))}, b.Sizes()...)}, failures{}
 	for i, e := range each {
 		if e != nil {
-			failed[i] = errs.Describe(&errs.At{Verb: "decode", Chunk: -1, Offset: -1, Err: e})
+			texts[i] = errs.Describe(&errs.At{Verb: "decode", Chunk: -1, Offset: -1, Err: e})
 		}
 	}
-	r.Text, err = failed.text()
+	r.Text, err = texts.text()
 	return r, err
 }

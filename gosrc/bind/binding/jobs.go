@@ -77,8 +77,8 @@ func (e *entry) running(d time.Duration) (*job.Job, error) {
 	if e.pre == nil {
 		return e.job, nil
 	}
-	s, opened, err := e.pre.Opened(d)
-	if err != nil || !opened {
+	s, isOpen, err := e.pre.Opened(d)
+	if err != nil || !isOpen {
 		return nil, err
 	}
 	return s.Job(), nil

@@ -209,8 +209,8 @@ func joinPreload(ctx context.Context, q joinRequest, n []int64) (preload.Answer,
 		return preload.Answer{}, err
 	}
 	for {
-		a, done := preload.Join(m, q.Options, q.Alone, joinSlice)
-		if done || ctx.Err() != nil {
+		a, hasJoined := preload.Join(m, q.Options, q.Alone, joinSlice)
+		if hasJoined || ctx.Err() != nil {
 			return a, ctx.Err()
 		}
 	}

@@ -53,7 +53,7 @@ func (c *classes) class(t reflect.Type, asked bool) string {
 	if pkg := path.Base(t.PkgPath()); pkg != "binding" {
 		name = strings.ToUpper(pkg[:1]) + pkg[1:] + name
 	}
-	if _, known := c.texts[name]; known {
+	if _, isKnown := c.texts[name]; isKnown {
 		return name
 	}
 	c.texts[name] = "" // it may contain itself
