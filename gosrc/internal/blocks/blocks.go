@@ -49,8 +49,8 @@ func (c *Cache[K]) Need(n int64) {
 // for it, unless it was cancelled: then the next caller's is tried.
 func (c *Cache[K]) Get(ctx context.Context, key K, fill func() ([]byte, error)) (*Block[K], error) {
 	for {
-		e, known := c.takeBlock(key)
-		if !known {
+		e, isKnown := c.takeBlock(key)
+		if !isKnown {
 			return e, c.fillBlock(ctx, e, fill)
 		}
 		select {

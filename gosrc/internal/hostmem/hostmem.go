@@ -26,8 +26,8 @@ func leftOfGroup(group string) int64 {
 		{"memory/memory.limit_in_bytes", "memory/memory.stat", "total_rss "},
 	} {
 		if limit, ok := Field(group+v.limit, ""); ok {
-			used, _ := Field(group+v.stat, v.used)
-			return max(0, limit-used)
+			usage, _ := Field(group+v.stat, v.used)
+			return max(0, limit-usage)
 		}
 	}
 	return math.MaxInt64

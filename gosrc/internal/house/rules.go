@@ -227,19 +227,19 @@ func checkPrinting(t *Tree) (out []Finding) {
 		if f.Test || strings.HasPrefix(r.Path, "bind/") || f.AST.Name.Name == "main" {
 			return // bind passes the process's streams to cli; a program owns its process
 		}
-		found := func(n ast.Node, call string) {
+		report := func(n ast.Node, call string) {
 			out = append(out, Finding{t.placeOf(n), call,
 				"the engine lives in someone else's process: results go to a writer that was passed in, messages " +
 					"to Python's logger"})
 		}
-		eachMention(t, f, "fmt", []string{"Print", "Printf", "Println"}, found)
-		eachMention(t, f, "os", []string{"Stdout"}, found)
+		eachMention(t, f, "fmt", []string{"Print", "Printf", "Println"}, report)
+		eachMention(t, f, "os", []string{"Stdout"}, report)
 		if r.Path != "internal/spawn" {
-			eachMention(t, f, "os", []string{"Stderr"}, found)
+			eachMention(t, f, "os", []string{"Stderr"}, report)
 		}
-		eachMention(t, f, "os", []string{"Exit"}, found)
+		eachMention(t, f, "os", []string{"Exit"}, report)
 		eachMention(t, f, "log", []string{"Print", "Printf", "Println", "Fatal", "Fatalf", "Fatalln", "Panic",
-			"Panicf"}, found)
+			"Panicf"}, report)
 	})
 	return out
 }

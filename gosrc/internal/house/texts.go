@@ -13,16 +13,16 @@ import (
 func checkArchitecture(t *Tree) (out []Finding) {
 	const file = "ARCHITECTURE.md"
 	text := t.readText(file)
-	named := map[string]bool{}
+	names := map[string]bool{}
 	for _, m := range regexp.MustCompile("(?m)^\\| `([a-z0-9/]+)` \\|").FindAllStringSubmatch(text, -1) {
-		named[m[1]] = true
+		names[m[1]] = true
 		if t.Packages[m[1]] == nil {
 			out = append(out, Finding{file, "names the package " + m[1] + ", which does not exist",
 				"a wrong map misleads its readers"})
 		}
 	}
 	for _, name := range t.packageNames() {
-		if !named[name] {
+		if !names[name] {
 			out = append(out, Finding{file, "does not name the package " + name,
 				"a newcomer finds any byte's place from this page: a table row \"| `package` | duty |\" for each"})
 		}

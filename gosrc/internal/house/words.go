@@ -74,10 +74,10 @@ func checkWords(t *Tree) (out []Finding) {
 			continue
 		}
 		for _, at := range any.FindAllStringIndex(text, -1) {
-			found := text[at[0]:at[1]]
-			i := slices.IndexFunc(each, func(re *regexp.Regexp) bool { return re.MatchString(found) })
+			word := text[at[0]:at[1]]
+			i := slices.IndexFunc(each, func(re *regexp.Regexp) bool { return re.MatchString(word) })
 			out = append(out, Finding{fmt.Sprintf("%s:%d", p, 1+strings.Count(text[:at[0]], "\n")),
-				fmt.Sprintf("%q is retired: say %s", strings.TrimSpace(found), retired[i].say),
+				fmt.Sprintf("%q is retired: say %s", strings.TrimSpace(word), retired[i].say),
 				"a newcomer reads a file without a dictionary of ours: docs/glossary.md has the words"})
 		}
 	}

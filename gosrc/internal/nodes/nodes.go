@@ -177,13 +177,13 @@ func (p *Place) Run(fn func() error) error {
 		return fn()
 	}
 	runtime.LockOSThread()
-	had, near, ok := p.coreSets()
-	if ok = ok && near != had && unix.SchedSetaffinity(0, &near) == nil; !ok {
+	before, near, ok := p.coreSets()
+	if ok = ok && near != before && unix.SchedSetaffinity(0, &near) == nil; !ok {
 		runtime.UnlockOSThread()
 		return fn()
 	}
 	defer func() {
-		if unix.SchedSetaffinity(0, &had) == nil {
+		if unix.SchedSetaffinity(0, &before) == nil {
 			runtime.UnlockOSThread()
 		} // else the thread ends with its goroutine
 	}()

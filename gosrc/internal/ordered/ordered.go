@@ -74,7 +74,7 @@ func (r *run) recordError(err error) {
 func (r *run) runWorker(w int) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	unlocked := func(f func() error) error {
+	withoutLock := func(f func() error) error {
 		r.mu.Unlock()
 		defer r.mu.Lock()
 		return f()
@@ -82,7 +82,7 @@ func (r *run) runWorker(w int) error {
 	// do runs f without the lock. Its error is known before another worker looks for
 	// a task: it would take the same turn again.
 	do := func(f func() error) error {
-		err := unlocked(f)
+		err := withoutLock(f)
 		if r.err == nil {
 			r.err = err
 		}

@@ -66,7 +66,7 @@ func Unmarshal(text string, v any) error {
 		return json.Unmarshal([]byte(text), v)
 	}
 	var lone error
-	marked := rewriteEscapes(text, func(out *strings.Builder, escape, rest string) int {
+	result := rewriteEscapes(text, func(out *strings.Builder, escape, rest string) int {
 		r := runeOf(escape)
 		switch {
 		case r == 0:
@@ -83,10 +83,10 @@ func Unmarshal(text string, v any) error {
 		}
 		return 0
 	})
-	if marked = strings.ReplaceAll(toMarks(marked), mark, markJSON); lone != nil {
+	if result = strings.ReplaceAll(toMarks(result), mark, markJSON); lone != nil {
 		return lone
 	}
-	if err := json.Unmarshal([]byte(marked), v); err != nil {
+	if err := json.Unmarshal([]byte(result), v); err != nil {
 		return err
 	}
 	to := reflect.ValueOf(v).Elem()
@@ -111,8 +111,8 @@ func rewriteEscapes(text string, each func(out *strings.Builder, escape, rest st
 			i += 2
 			continue
 		}
-		used := each(&out, text[i:i+6], text[i+6:])
-		i += 6 + used
+		count := each(&out, text[i:i+6], text[i+6:])
+		i += 6 + count
 	}
 	return out.String()
 }
@@ -149,17 +149,17 @@ func toMarks(text string) string {
 
 // fromMarks undoes toMarks.
 func fromMarks(text string) string {
-	before, rest, found := strings.Cut(text, mark)
-	if !found {
+	before, rest, hasMark := strings.Cut(text, mark)
+	if !hasMark {
 		return text
 	}
 	out := []byte(before)
-	for found {
+	for hasMark {
 		b, err := hex.DecodeString(rest[:min(2, len(rest))])
 		if err != nil || len(b) != 1 {
 			return text // not a mark: Unmarshal marks every NUL
 		}
-		before, rest, found = strings.Cut(rest[2:], mark)
+		before, rest, hasMark = strings.Cut(rest[2:], mark)
 		out = append(append(out, b...), before...)
 	}
 	return string(out)

@@ -118,9 +118,9 @@ func Names() []string {
 // its result.
 func Left(but ...string) []string {
 	for end := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
-		left := slices.DeleteFunc(Names(), func(n string) bool { return slices.Contains(but, n) })
-		if len(left) == 0 || time.Now().After(end) {
-			return left
+		running := slices.DeleteFunc(Names(), func(n string) bool { return slices.Contains(but, n) })
+		if len(running) == 0 || time.Now().After(end) {
+			return running
 		}
 	}
 }
