@@ -113,12 +113,12 @@ func (r *run) estimate() error {
 			return err
 		}
 	}
-	made, plain, packed, loaded, touched := seconds[0], seconds[1], seconds[2], seconds[3], seconds[4]
+	generation, plain, packing, loading, touching := seconds[0], seconds[1], seconds[2], seconds[3], seconds[4]
 	times := func(bytes int64) float64 { return float64(bytes) / float64(n) }
 	repeat := float64(r.Repeat)
-	r.Report.Estimate = 1 + times(r.FloorBytes())*7*repeat*touched +
-		float64(len(kinds))*times(min(sampleBytes, r.Size))*(made+packed) +
-		times(r.Size)*(made+plain+2*packed+(2*repeat+4)*loaded)
+	r.Report.Estimate = 1 + times(r.FloorBytes())*7*repeat*touching +
+		float64(len(kinds))*times(min(sampleBytes, r.Size))*(generation+packing) +
+		times(r.Size)*(generation+plain+2*packing+(2*repeat+4)*loading)
 	if r.Begin != nil {
 		r.Begin(&r.Report)
 	}

@@ -182,8 +182,8 @@ func within(root, link string) (real string, ok bool) {
 	if strings.HasPrefix(real, strings.TrimSuffix(dir, "/")+"/") {
 		return real, true
 	}
-	cache, _, found := strings.Cut(dir+"/", "/snapshots/")
-	return real, found && filepath.Dir(real) == cache+"/blobs"
+	cache, _, isSnapshot := strings.Cut(dir+"/", "/snapshots/")
+	return real, isSnapshot && filepath.Dir(real) == cache+"/blobs"
 }
 
 // step is how many bytes of a copied file are in memory.
@@ -192,9 +192,9 @@ const step = 1 << 20
 // Copy passes the bytes of f to write. It fails if they are no longer as many as when
 // f was found.
 func Copy(ctx context.Context, f File, write func(p []byte, off int64) error) error {
-	changed := errs.In("read", f.Path, errs.New(errs.ErrCorrupt, "the file changed while it was copied"))
+	change := errs.In("read", f.Path, errs.New(errs.ErrCorrupt, "the file changed while it was copied"))
 	if f.open != nil {
-		return copyRemote(ctx, f, write, changed)
+		return copyRemote(ctx, f, write, change)
 	}
 	fd, was, err := regular.Open(f.Path)
 	if err != nil {
@@ -209,7 +209,7 @@ func Copy(ctx context.Context, f File, write func(p []byte, off int64) error) er
 		}
 		n, err := file.Read(block)
 		if size+int64(n) > f.Size || err == io.EOF && size < f.Size {
-			return changed
+			return change
 		}
 		if n > 0 {
 			if err := write(block[:n], size); err != nil {
@@ -219,7 +219,7 @@ func Copy(ctx context.Context, f File, write func(p []byte, off int64) error) er
 		}
 		if err == io.EOF {
 			if now, err := file.Stat(); err != nil || now.ModTime().UnixNano() != was.Mtim.Nano() {
-				return changed
+				return change
 			}
 			return nil
 		}

@@ -61,12 +61,12 @@ func Describe(d tensor.DType, shape []int64, n int64, raw bool) (Type, []int64) 
 		return t, shape
 	}
 	if d == tensor.F4 && len(shape) > 0 && shape[len(shape)-1]%2 == 0 {
-		halved := append([]int64(nil), shape...)
-		halved[len(halved)-1] /= 2
+		byteShape := append([]int64(nil), shape...)
+		byteShape[len(byteShape)-1] /= 2
 		if raw {
-			return Type{codeUInt, 8, 1}, halved
+			return Type{codeUInt, 8, 1}, byteShape
 		}
-		return Type{codeF4E2M1FN, 4, 2}, halved
+		return Type{codeF4E2M1FN, 4, 2}, byteShape
 	}
 	return Type{codeUInt, 8, 1}, []int64{n}
 }

@@ -42,10 +42,10 @@ func (b *Batch) Add(mem device.Memory, t Type, shape []int64) {
 // Make calls fn with each DLManagedTensor, in order. If Make fails, it has freed
 // them all, and every reference is still the caller's.
 func (b *Batch) Make(fn func(i int, managed unsafe.Pointer)) error {
-	made := int(C.ow_managed_many(unsafe.SliceData(b.all), C.int64_t(len(b.all)),
+	count := int(C.ow_managed_many(unsafe.SliceData(b.all), C.int64_t(len(b.all)),
 		(*C.int64_t)(unsafe.SliceData(b.dims))))
-	if made < len(b.all) {
-		for _, w := range b.all[:made] {
+	if count < len(b.all) {
+		for _, w := range b.all[:count] {
 			C.ow_managed_forget(w.managed)
 		}
 		return errs.New(errs.ErrMemory, "the descriptions of %d tensors", len(b.all))

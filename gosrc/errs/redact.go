@@ -134,8 +134,8 @@ func redactError(text string, err error) string {
 		return Redact(text)
 	}
 	reason := at.reasonText()
-	if shown := RedactURI(at.Source); shown != at.Source {
-		reason = strings.ReplaceAll(reason, at.Source, shown)
+	if safe := RedactURI(at.Source); safe != at.Source {
+		reason = strings.ReplaceAll(reason, at.Source, safe)
 	}
 	return Redact(before) + at.placeText() + ": " + redactError(reason, at.Err) + Redact(after)
 }

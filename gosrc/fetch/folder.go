@@ -49,12 +49,12 @@ func Folder(ctx context.Context, j *job.Job, uri, dst string, opt source.Options
 	}
 	slices.SortStableFunc(files, func(a, b source.Entry) int { return order(a.Name) - order(b.Name) })
 	err = os.Mkdir(dst, 0o777)
-	made := err == nil
+	isNew := err == nil
 	if err != nil && !os.IsExist(err) {
 		return rep, errs.In("fetch", dst, errs.FromOS(err))
 	}
 	defer func() {
-		if err != nil && made {
+		if err != nil && isNew {
 			_ = os.RemoveAll(dst)
 		}
 	}()

@@ -38,10 +38,10 @@ func (l *Landings) Next(done <-chan struct{}, limit int, d time.Duration) (reqs 
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	for {
-		ended := false
+		hasEnded := false
 		select {
 		case <-done: // all have landed that will
-			ended = true
+			hasEnded = true
 		default:
 		}
 		l.mu.Lock()
@@ -54,7 +54,7 @@ func (l *Landings) Next(done <-chan struct{}, limit int, d time.Duration) (reqs 
 		switch {
 		case n > 0:
 			return reqs, true
-		case ended:
+		case hasEnded:
 			return nil, false
 		}
 		select {

@@ -119,15 +119,15 @@ type Row struct {
 // were ignored, and OVERWIRE_ names that are not settings.
 func Load(env map[string]string) []string {
 	var warnings []string
-	known := map[string]bool{}
+	names := map[string]bool{}
 	for _, k := range table {
 		if w := k.load(env); w != "" {
 			warnings = append(warnings, w)
 		}
-		known[k.row().Name] = true
+		names[k.row().Name] = true
 	}
 	for name := range env {
-		if strings.HasPrefix(name, prefix) && !known[name] && !strings.HasPrefix(name, prefix+"TEST_") {
+		if strings.HasPrefix(name, prefix) && !names[name] && !strings.HasPrefix(name, prefix+"TEST_") {
 			warnings = append(warnings, name+" is not a setting of this version (see: overwire doctor --env)")
 		}
 	}

@@ -42,8 +42,8 @@ func (r *Run) Make(kind string, size int64, seed uint64) (in []save.Input, total
 // calls fn, if not nil, with the bytes by tensor, and frees them. Nothing is
 // mapped. fn must be nil for a GPU.
 func (r *Run) Load(uris []string, opt load.Options, fn func(*load.Model, [][]byte) error) (rep load.Report, err error) {
-	mapped := false
-	m, err := load.Open(r.Ctx, load.Spec{URIs: uris, Map: &mapped, Storage: r.Storage})
+	isMapped := false
+	m, err := load.Open(r.Ctx, load.Spec{URIs: uris, Map: &isMapped, Storage: r.Storage})
 	if err != nil {
 		return rep, err
 	}

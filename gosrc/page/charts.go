@@ -87,11 +87,11 @@ func (c *Chart) writeTo(b *strings.Builder) {
 }
 
 // escaped does what package html does, which brings a table of all entities along.
-var escaped = strings.NewReplacer("&", "&amp;", "'", "&#39;", "<", "&lt;", ">", "&gt;", `"`, "&#34;")
+var escaper = strings.NewReplacer("&", "&amp;", "'", "&#39;", "<", "&lt;", ">", "&gt;", `"`, "&#34;")
 
 // htmlText makes any text one of HTML: no mark-up, no character that it forbids.
 func htmlText(text string) string {
-	return escaped.Replace(strings.Map(func(r rune) rune {
+	return escaper.Replace(strings.Map(func(r rune) rune {
 		if unicode.IsControl(r) || r == utf8.RuneError || r >= 0xfffe && r <= 0xffff {
 			return '�'
 		}

@@ -79,14 +79,14 @@ func Divide(chunks []ChunkOf, ranks int, full int64, needed func(ChunkOf) int32,
 	}
 	most := full - full/16
 	for {
-		left := int64(0)
+		remaining := int64(0)
 		for i := range stacks {
-			left += stacks[i].bytes
+			remaining += stacks[i].bytes
 		}
-		if left == 0 {
+		if remaining == 0 {
 			return pieces, nil
 		}
-		level := (left + int64(ranks) - 1) / int64(ranks) // for each rank, until all is read
+		level := (remaining + int64(ranks) - 1) / int64(ranks) // for each rank, until all is read
 		now := min(level, most)
 		shares, over := make([]RankShare, ranks), int64(0)
 		for rank := range shares {

@@ -237,20 +237,20 @@ func trickleBody(p *reply, c net.Conn, body io.Reader) {
 // tickUntil calls fn at each tick until fn returns false, the client disconnects or
 // the server closes.
 func (s *Server) tickUntil(c net.Conn, tick time.Duration, fn func() bool) {
-	gone := make(chan struct{})
+	end := make(chan struct{})
 	t := time.NewTicker(tick)
 	defer t.Stop()
 	spawn.Go("serve watch", func() {
-		defer close(gone)
+		defer close(end)
 		_, _ = c.Read(make([]byte, 1))
 	})
 	defer func() {
 		_ = c.Close()
-		<-gone
+		<-end
 	}()
 	for {
 		select {
-		case <-gone:
+		case <-end:
 			return
 		case <-s.end:
 			return

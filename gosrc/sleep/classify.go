@@ -100,7 +100,7 @@ func transformsOf(d tensor.DType) []uint8 {
 // estimateSizes chooses transforms, and estimates what tensors take: those without a sample
 // as the others of their dtype.
 func (s *sleeper) estimateSizes() error {
-	var chosen, rest []*item
+	var sample, rest []*item
 	for i := range s.items {
 		t := &s.items[i]
 		choice := len(transformsOf(t.DType)) > 1
@@ -111,15 +111,15 @@ func (s *sleeper) estimateSizes() error {
 				t.transform = 0 // not worth it
 			}
 		case choice:
-			chosen = append(chosen, t)
+			sample = append(sample, t)
 		default:
 			rest = append(rest, t)
 		}
 	}
 	slices.SortStableFunc(rest, func(a, b *item) int { return cmp.Compare(len(b.Data), len(a.Data)) })
-	chosen = append(chosen, rest[:min(len(rest), sampled)]...)
+	sample = append(sample, rest[:min(len(rest), sampled)]...)
 	var at []uint64
-	for _, t := range chosen {
+	for _, t := range sample {
 		for r := range int64(sampleRuns) {
 			off := (int64(len(t.Data)) - sampleBytes) / (sampleRuns - 1) * r
 			at = append(at, t.addressOf()+uint64(off&^255)) // whole elements of any size
@@ -128,7 +128,7 @@ func (s *sleeper) estimateSizes() error {
 	buf := make([]byte, 0, sampleRuns*sampleBytes)
 	err := s.samples(at, sampleBytes, func(i int, b []byte) {
 		if buf = append(buf, b...); i%sampleRuns == sampleRuns-1 {
-			chosen[i/sampleRuns].takeSample(buf)
+			sample[i/sampleRuns].takeSample(buf)
 			buf = buf[:0]
 		}
 	})
@@ -137,7 +137,7 @@ func (s *sleeper) estimateSizes() error {
 	}
 	type sum struct{ stored, bytes float64 }
 	sums := map[tensor.DType]sum{}
-	for _, t := range chosen {
+	for _, t := range sample {
 		n := sums[t.DType]
 		sums[t.DType] = sum{n.stored + t.expect*float64(len(t.Data)), n.bytes + float64(len(t.Data))}
 	}

@@ -182,14 +182,14 @@ func (s *sleeper) layOut() error {
 // divideChunks divides the chunks into batches.
 func (s *sleeper) divideChunks() {
 	most, rows := s.way.batch()
-	first, used := 0, int64(0)
+	first, offset := 0, int64(0)
 	for c := range s.lay.Chunks {
 		n := sizes.RoundUp(int64(s.lay.Chunks[c].Logical), 16)
-		if c > first && (used+n > most || c-first == rows) {
+		if c > first && (offset+n > most || c-first == rows) {
 			s.batches = append(s.batches, batch{first: first, end: c})
-			first, used = c, 0
+			first, offset = c, 0
 		}
-		used += n
+		offset += n
 	}
 	if len(s.lay.Chunks) > 0 {
 		s.batches = append(s.batches, batch{first: first, end: len(s.lay.Chunks)})
@@ -198,16 +198,16 @@ func (s *sleeper) divideChunks() {
 
 // imageRoom is the most host memory that the image can take, and what the samples say of it.
 func (s *sleeper) imageRoom() (most, need int64) {
-	most, expected := s.lay.Start()+tensor.BlobAlign, float64(s.lay.Start())
+	most, estimate := s.lay.Start()+tensor.BlobAlign, float64(s.lay.Start())
 	for i := range s.lay.Tensors {
 		t := &s.lay.Tensors[i]
 		if t.Count > 0 {
 			pad := int64(t.Count)*tensor.StoredAlign + tensor.BlobAlign
 			most += t.Bytes + pad
-			expected += float64(t.Bytes)*s.items[s.lay.Items[i]].expect + float64(pad)
+			estimate += float64(t.Bytes)*s.items[s.lay.Items[i]].expect + float64(pad)
 		}
 	}
-	return most, int64(expected)
+	return most, int64(estimate)
 }
 
 // refuseRoom is an error if there is no room for what is needed.
@@ -218,8 +218,8 @@ func (s *Spec) refuseRoom(need int64, gpu *cuda.Device) error {
 	if s.Budget > 0 && need > s.Budget {
 		return no(s.Budget, "max_memory")
 	}
-	if left := hostmem.Available() + pinned.Ready(gpu); need > left {
-		return no(left, "available")
+	if available := hostmem.Available() + pinned.Ready(gpu); need > available {
+		return no(available, "available")
 	}
 	return nil
 }

@@ -86,10 +86,10 @@ func (h *host) encode(slot int, rows []cuda.Packed) error {
 		if r.Transform == 0 {
 			continue
 		}
-		if made, tiles, ok := e.Encode(out, device.Bytes(r.Src, r.N), r.Transform); ok &&
-			int64(len(made)-len(out)) < r.N {
-			r.Stored, r.Tiles = int64(len(made)-len(out)), tiles
-			out = made
+		if chunk, tiles, ok := e.Encode(out, device.Bytes(r.Src, r.N), r.Transform); ok &&
+			int64(len(chunk)-len(out)) < r.N {
+			r.Stored, r.Tiles = int64(len(chunk)-len(out)), tiles
+			out = chunk
 		}
 	}
 	h.out[slot] = out

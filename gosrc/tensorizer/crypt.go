@@ -88,14 +88,14 @@ func (d Derivation) Key(ctx context.Context, password []byte) ([]byte, error) {
 	case <-ctx.Done():
 		return nil, context.Cause(ctx)
 	}
-	made := make(chan []byte, 1)
+	keys := make(chan []byte, 1)
 	spawn.Go("key derivation", func() {
 		defer func() { <-deriving }()
-		defer close(made)
-		made <- argon2.IDKey(password, d.Salt, uint32(d.Passes), uint32(d.Memory/1024), 1, keyBytes)
+		defer close(keys)
+		keys <- argon2.IDKey(password, d.Salt, uint32(d.Passes), uint32(d.Memory/1024), 1, keyBytes)
 	})
 	select {
-	case key, ok := <-made:
+	case key, ok := <-keys:
 		if !ok {
 			return nil, errs.New(errs.ErrEngine, "the key derivation ended without a key")
 		}

@@ -68,12 +68,12 @@ func RefuseSettings(uri string, settings map[string]string, sums bool) error {
 		return errs.In("index", uri, errs.New(class, format, args...))
 	}
 	for _, secret := range []string{OptionKey, OptionPassword} {
-		if _, given := settings[secret]; given {
+		if _, isGiven := settings[secret]; isGiven {
 			return &NotEncryptedError{at(errs.ErrCrypto,
 				"a %s was given, and the file is not encrypted: it is no .tensors file", secret)}
 		}
 	}
-	if _, asked := settings[OptionCRC32]; asked && !sums {
+	if _, isAsked := settings[OptionCRC32]; isAsked && !sums {
 		return at(errs.ErrArgument, "verify_crc32 was asked for, and a plain safetensors file has no sums to compare")
 	}
 	return nil

@@ -177,10 +177,10 @@ func (s *sealed) Facts() source.Facts {
 
 // codingAt names how the data at an offset are stored.
 func (s *sealed) codingAt(off int64) string {
-	switch _, encrypted := s.spanAt(off); {
+	switch _, isEncrypted := s.spanAt(off); {
 	case off >= s.size:
 		return "zeros"
-	case encrypted:
+	case isEncrypted:
 		return "encrypted"
 	}
 	return "plain"
@@ -198,12 +198,12 @@ func (s *sealed) ReadAt(ctx context.Context, p []byte, off int64) error {
 		return s.Source.ReadAt(ctx, p, off) // says what is wrong
 	}
 	for len(p) > 0 {
-		i, encrypted := s.spanAt(off)
+		i, isEncrypted := s.spanAt(off)
 		n := int64(len(p))
 		switch {
 		case off >= s.size:
 			clear(p)
-		case encrypted:
+		case isEncrypted:
 			sp := &s.spans[i]
 			n = min(n, sp.end-off)
 			if err := s.open(ctx, p[:n], i, off-sp.off); err != nil {

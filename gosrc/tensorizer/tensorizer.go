@@ -141,13 +141,13 @@ func opaqueForm(d tensor.DType) string {
 
 // dtypeText is the inverse of dtypeOf.
 func dtypeText(d tensor.DType, shape []int64) (text string, dims []int64, err error) {
-	for text, known := range numpy {
-		if d == known {
+	for text, dtype := range numpy {
+		if d == dtype {
 			return text, shape, nil
 		}
 	}
-	for name, known := range torch {
-		if d != known {
+	for name, dtype := range torch {
+		if d != dtype {
 			continue
 		}
 		if d == tensor.F4 {

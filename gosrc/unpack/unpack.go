@@ -191,17 +191,17 @@ func (s *unpacker) tensor(ctx context.Context, p []byte, t *tensor.Tensor, off i
 		if int64(cap(*buf)) < need {
 			*buf = make([]byte, need)
 		}
-		stored := (*buf)[:need]
-		if err := s.Source.ReadAt(ctx, stored, c[0].Off); err != nil {
+		storedBytes := (*buf)[:need]
+		if err := s.Source.ReadAt(ctx, storedBytes, c[0].Off); err != nil {
 			return err
 		}
 		for k := range n {
 			at := c[k].Off - c[0].Off
-			done, err := s.chunk(ctx, p, stored[at:at+int64(c[k].Stored)], t, first+k, off)
+			size, err := s.chunk(ctx, p, storedBytes[at:at+int64(c[k].Stored)], t, first+k, off)
 			if err != nil {
 				return err
 			}
-			p, off = p[done:], off+int64(done)
+			p, off = p[size:], off+int64(size)
 		}
 	}
 	return nil
