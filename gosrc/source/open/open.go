@@ -54,7 +54,7 @@ func ofHub(ctx context.Context, hub *http.Hub, uri string, opt source.Options) (
 	if err := hub.Missing(uri, opt.Env); err != nil {
 		return nil, errs.In("open", uri, err)
 	}
-	far, err := hub.Open(ctx, uri, opt)
+	remote, err := hub.Open(ctx, uri, opt)
 	if err != nil && ctx.Err() == nil && hub.Away(uri, opt.Env, err) {
 		return ofHub(ctx, hub, uri, opt) // which does not ask the hub again
 	}
@@ -63,15 +63,15 @@ func ofHub(ctx context.Context, hub *http.Hub, uri string, opt source.Options) (
 	}
 	if path := hub.Cached(uri, opt.Env); path != "" { // its commit is known now
 		near, err := file.Open(path)
-		if err == nil && near.Size() == far.Size() {
-			_ = far.Close()
+		if err == nil && near.Size() == remote.Size() {
+			_ = remote.Close()
 			return near, nil
 		}
 		if err == nil {
 			_ = near.Close()
 		}
 	}
-	return far, nil
+	return remote, nil
 }
 
 // wrapSource keeps a nil *file.File from becoming a Source that is not nil.
