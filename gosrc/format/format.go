@@ -98,6 +98,9 @@ func Open(ctx context.Context, srcs []source.Source, opt Options) (*tensor.Index
 
 // readIndex reads the index of one source, and returns the source that reads its data.
 func readIndex(ctx context.Context, src source.Source, opt Options) (*tensor.Index, source.Source, error) {
+	if file, ok := src.(*tensorizer.Opened); ok {
+		return file.ReadIndex(ctx, opt.Settings, opt.Known)
+	}
 	key, keep := opt.Cache.key(src, opt.Lenient)
 	if keep && len(opt.Settings) == 0 {
 		if ix := opt.Cache.getIndex(key, src.URI()); ix != nil {

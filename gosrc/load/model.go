@@ -30,6 +30,8 @@ type Spec struct {
 	Lenient bool `json:"lenient"`
 	// Storage says how to reach remote files.
 	Storage format.Access `json:"storage"`
+	// Opened is the one source, if it is open already; the model closes it.
+	Opened source.Source `json:"-"`
 	// Keys are the names that will be requested; nil: all. Of a model with an
 	// index.json, only the shards that contain one of them are opened.
 	Keys []string `json:"keys"`
@@ -67,7 +69,11 @@ var headers format.Cache
 // validated when it returns.
 func Open(ctx context.Context, spec Spec) (*Model, error) {
 	began := time.Now()
-	ix, srcs, _, err := format.OpenAll(ctx, spec.URIs, open.With(spec.Storage.Options), format.Options{
+	opener := open.With(spec.Storage.Options)
+	if spec.Opened != nil {
+		opener = func(context.Context, string) (source.Source, error) { return spec.Opened, nil }
+	}
+	ix, srcs, _, err := format.OpenAll(ctx, spec.URIs, opener, format.Options{
 		Lenient: spec.Lenient, Keys: spec.Keys, Known: codec.Known, Cache: &headers,
 		List:     open.Lister(spec.Storage.Options),
 		Settings: spec.Storage.Decrypt,

@@ -33,6 +33,19 @@ func Open(ctx context.Context, src source.Source, records bool) (*File, error) {
 	return f, err
 }
 
+// An Opened is a source whose head, index and records were read: it is indexed without
+// reading these again.
+type Opened struct {
+	source.Source
+	File *File
+}
+
+// ReadIndex is Index for the file.
+func (o *Opened) ReadIndex(ctx context.Context, settings map[string]string, known tensor.Known) (*tensor.Index,
+	source.Source, error) {
+	return o.File.indexOn(ctx, o.Source, settings, known)
+}
+
 // Index reads the file that starts with head: it returns its validated index, and
 // the source of its tensors (see File.Source), according to the settings. known
 // reports which codecs can be decoded.
@@ -42,6 +55,11 @@ func Index(ctx context.Context, src source.Source, head []byte, settings map[str
 	if err != nil {
 		return nil, src, err
 	}
+	return f.indexOn(ctx, src, settings, known)
+}
+
+func (f *File) indexOn(ctx context.Context, src source.Source, settings map[string]string, known tensor.Known) (
+	*tensor.Index, source.Source, error) {
 	ix, err := f.Index(settings)
 	if err != nil {
 		return nil, src, err
@@ -49,7 +67,7 @@ func Index(ctx context.Context, src source.Source, head []byte, settings map[str
 	if err := ix.Validate(known); err != nil {
 		return nil, src, err
 	}
-	if _, ok := settings[OptionCRC32]; ok {
+	if _, ok := settings[OptionCRC32]; ok && f.Records == nil {
 		if err := f.ReadRecords(ctx, src); err != nil {
 			return nil, src, err
 		}

@@ -27,6 +27,10 @@ class LoadSpec(TypedDict, total=False):
     keys: list[str]
 
 
+class OpenRequest(LoadSpec, total=False):
+    opened: int
+
+
 class LoadOptions(TypedDict, total=False):
     device: str
     stream: int
@@ -314,7 +318,6 @@ KnobRow = TypedDict(
 class RecordsRequest(TypedDict, total=False):
     uri: str
     storage: FormatAccess
-    records: bool
 
 
 class TensorizerDerivation(TypedDict):
@@ -346,6 +349,10 @@ class TensorizerDescription(TypedDict):
     total: int
     size: int
     entries: list[TensorizerEntryDescription]
+
+
+class RecordsAnswer(TensorizerDescription):
+    handle: int
 
 
 class Record(TypedDict, total=False):

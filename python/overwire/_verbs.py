@@ -28,7 +28,7 @@ def _number(made: Result) -> int:
     return int.from_bytes(made[1], "little", signed=True)
 
 
-def open(request: _requests.LoadSpec) -> Result:
+def open(request: _requests.OpenRequest) -> Result:
     """Open and index files: the model, and its table."""
     return core().run("open", dumps(request), b"")
 
@@ -275,8 +275,8 @@ def knobs() -> list[_requests.KnobRow]:
     return loads(core().call("knobs", "", b"")[0])
 
 
-def records(request: _requests.RecordsRequest) -> _requests.TensorizerDescription:
-    """The contents of a .tensors file; records: with the records."""
+def records(request: _requests.RecordsRequest) -> _requests.RecordsAnswer:
+    """The records of a .tensors file, which stays open for the verb open."""
     return loads(core().run("records", dumps(request), b"")[0])
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .offloading.hosted import Hosted, HostedWeight, can_store, listed_blocks
     from .offloading.offload import stream_blocks
     from .paths import is_remote, local, path_of
+    from .records import OpenRecords
     from .stores import FileWriter, ObjectReader, ObjectWriter, presign, publish, write_bytes
     from .verbs.deltas import apply_part
     from .verbs.into import land, landing, states_of, table_of
@@ -45,6 +46,7 @@ __all__ = [
     "MetaRow",
     "ObjectReader",
     "ObjectWriter",
+    "OpenRecords",
     "apart",
     "apply_part",
     "beside",
@@ -110,6 +112,7 @@ _HOMES = {
     "model.forked": ("is_compressed", "refuse_compressed"),
     "model.joining": ("written",),
     "model.kept": ("forget", "keep"),
+    "records": ("OpenRecords",),
     "model.layout": ("MetaRow", "beside", "meta_rows", "place_of", "refuse_urls"),
     "model.loads": ("many_objects",),
     "model.opened": ("prepare",),

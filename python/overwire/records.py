@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import _verbs
+from ._engine import release
 from .errors import ArgumentError
+from .model.opened import Model
 from .model.sources import SourceLike, resolve
 from .model.storage import storage
 
@@ -101,18 +103,53 @@ def read_records(source: SourceLike, *, storage_options: Mapping[str, object] | 
     Raises FormatError for other files, NotSupportedError for versions, flags and
     dtypes that are not known, CorruptError, NotFoundError.
     """
-    uris, keep = resolve(source)
-    if len(uris) != 1:
-        raise ArgumentError(f"overwire: {len(uris)} files where one was expected")
-    answer = _verbs.records({"uri": uris[0], "records": True, "storage": storage(storage_options, uris)})
-    del keep
-    return RecordFile(
-        answer["version"],
-        answer["encrypted"],
-        answer["total"],
-        answer["size"],
-        tuple(map(_make_record, answer["entries"])),
-    )
+    file = OpenRecords(source, storage_options)
+    file.close_file()
+    return file.about
+
+
+class OpenRecords:
+    """A .tensors file that stays open once its records are read: loads take it as a source, and
+    neither open nor index it again. `storage_options` may change till the first load."""
+
+    resident = False  # loads join what was preloaded of it
+    _number = 0
+    _model: Model | None = None
+
+    def __init__(self, source: SourceLike, storage_options: Mapping[str, object] | None = None) -> None:
+        self.storage_options = storage_options
+        self._uris, keep = resolve(source)
+        if len(self._uris) != 1:
+            raise ArgumentError(f"overwire: {len(self._uris)} files where one was expected")
+        access = storage(storage_options, self._uris)
+        answer = _verbs.records({"uri": self._uris[0], "storage": access})
+        del keep
+        self._number = answer["handle"]
+        self.about = RecordFile(
+            answer["version"],
+            answer["encrypted"],
+            answer["total"],
+            answer["size"],
+            tuple(map(_make_record, answer["entries"])),
+        )
+
+    def shared_model(self) -> Model:
+        """The model of the file, which loads share."""
+        if self._model is None:
+            number, self._number = self._number, 0
+            self._model = Model(self._uris[0], storage_options=self.storage_options, opened=number)
+        return self._model
+
+    def __del__(self) -> None:
+        self.close_file()
+
+    def close_file(self) -> None:
+        """Closes the file; loads that run continue."""
+        number, self._number = self._number, 0
+        if self._model is not None:
+            self._model.close()
+        elif number:
+            release(number)
 
 
 def _make_record(entry: Mapping[str, Any]) -> Record:

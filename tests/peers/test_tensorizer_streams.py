@@ -24,7 +24,13 @@ import overwire as ow
 import pytest
 import torch
 import warm
-from overwire.compat.tensorizer import TensorDeserializer, TensorSerializer, stream_io
+from overwire.compat.tensorizer import (
+    CryptographyError,
+    DecryptionParams,
+    TensorDeserializer,
+    TensorSerializer,
+    stream_io,
+)
 from overwire.stores import ObjectReader, ObjectWriter
 
 DATA = np.random.default_rng(1).bytes(600_000)
@@ -571,3 +577,24 @@ def test_to_redis_of_a_file_that_is_cut_off(tmp_path: Path) -> None:
         with pytest.raises(ow.CorruptError):
             reader.to_redis(cut, "m")
     assert whole and all(whole[key] == value for key, value in cut.items())
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_file_is_opened_and_indexed_once(tmp_path: Path, lazy: bool) -> None:
+    """A TensorDeserializer asks a server for the beginning of a file once, whatever it loads; what it
+    gives is right, and a key that nothing needs is refused by its name."""
+    want = {f"t{n}": torch.randn(300 + n, 500) for n in range(5)}
+    serializer = TensorSerializer(str(tmp_path / "x.tensors"))
+    serializer.write_state_dict(want)
+    serializer.close()
+    with serving(data=(tmp_path / "x.tensors").read_bytes()) as (url, server):
+        for check in (False, True, "crc32"):
+            server.asked.clear()
+            with TensorDeserializer(url + "/x", device="cpu", lazy_load=lazy, verify_hash=check) as file:
+                got = {"t3": file["t3"], **dict(file.items())}
+            assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+            begins = [asked for asked in server.asked if asked.get("Range", "bytes=0-").startswith("bytes=0-")]
+            assert len(begins) == 1, (check, server.asked)
+        key = DecryptionParams.from_key(bytes(32))
+        with pytest.raises(CryptographyError, match="not be encrypted|not flagged"):
+            TensorDeserializer(url + "/x", device="cpu", encryption=key)

@@ -10,6 +10,7 @@ import (
 	"cmp"
 	"encoding/json"
 	"errors"
+	"io"
 	"strings"
 	"time"
 
@@ -203,6 +204,8 @@ func Free(handle uint64, how int) {
 		v.close()
 	case interface{ Close() }:
 		v.Close()
+	case io.Closer:
+		_ = v.Close()
 	}
 }
 

@@ -3,7 +3,10 @@ package binding
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net"
+	"os"
+	"path/filepath"
 	"runtime"
 	"slices"
 	"testing"
@@ -14,6 +17,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 // result runs a verb to its end.
@@ -226,5 +231,49 @@ func TestTensorsInMemoryAreChecked(t *testing.T) {
 	}
 	if got, err := q.targets(chain, []int64{0, 0, 0, 0, 64}); err != nil || len(got) != 1 || got[0].Name != "a" || got[0].At != 64 {
 		t.Error(got, err)
+	}
+}
+
+// Promise: a .tensors file whose records were read is opened by its handle once, and the
+// end of the last handle, or model, closes the file.
+func TestRecordsStayOpen(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "x.tensors")
+	in := []save.Input{{Name: "a", DType: tensor.U8, Shape: []int64{3}, Data: []byte{1, 2, 3}}}
+	if _, err := save.Write(t.Context(), nil, save.Spec{Path: path}, in); err != nil {
+		t.Fatal(err)
+	}
+	descriptors := func() (n int) {
+		links, _ := filepath.Glob("/proc/self/fd/*")
+		for _, link := range links {
+			if to, _ := os.Readlink(link); to == path {
+				n++
+			}
+		}
+		return n
+	}
+	for _, opens := range []bool{true, false} {
+		text, err := called("records", fmt.Sprintf(`{"uri":%q}`, path))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var file recordsAnswer
+		if err := json.Unmarshal([]byte(text), &file); err != nil || len(file.Entries) != 1 || descriptors() != 1 {
+			t.Fatalf("%v: %s, %d descriptors", err, text, descriptors())
+		}
+		if opens {
+			open := fmt.Sprintf(`{"uris":[%q],"opened":%d}`, path, file.Handle)
+			m, err := openedModel(open)
+			if err != nil || descriptors() != 1 {
+				t.Fatal(err, descriptors())
+			}
+			if _, err := openedModel(open); !errors.Is(err, errs.ErrArgument) {
+				t.Errorf("the same handle again: %v", err)
+			}
+			file.Handle = m
+		}
+		Free(file.Handle, FreeNow)
+		if n := descriptors(); n != 0 {
+			t.Errorf("opens %v: %d descriptors stay", opens, n)
+		}
 	}
 }

@@ -9,10 +9,11 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
 // handles are the objects that Python holds: *load.Model, *entry (a job),
-// *cuda.Batch and *delta.File. A number is never used twice, so a stale one is an error and never
+// *cuda.Batch, *delta.File and *tensorizer.Opened. A number is never used twice, so a stale one is an error and never
 // another object.
 var handles = struct {
 	mu   sync.Mutex
@@ -45,6 +46,8 @@ func get[T any](h uint64) (T, error) {
 		kind = "batch"
 	case *delta.File:
 		kind = "delta"
+	case *tensorizer.Opened:
+		kind = "open .tensors file"
 	}
 	return v, errs.New(errs.ErrArgument, "handle %d is that of no %s: it was closed, or never opened", h, kind)
 }

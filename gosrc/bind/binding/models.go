@@ -13,6 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/preload"
 	"github.com/overwire/overwire/gosrc/relay"
 	"github.com/overwire/overwire/gosrc/tensor"
+	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
 // opened is the result of opening a model, beside its handle and its table.
@@ -27,6 +28,13 @@ type openedSource struct {
 	Metadata map[string]string `json:"metadata"`
 	Overwire bool              `json:"overwire"`
 	Remote   bool              `json:"remote"` // its bytes cross a network; those of network file systems, too
+}
+
+// openRequest says what to open; opened is the handle of a .tensors file that is open already
+// (see the verb records), which the model takes. 0: none is.
+type openRequest struct {
+	load.Spec
+	Opened uint64 `json:"opened"`
 }
 
 // preloadRequest says what to preload: what to open, and how to load it.
@@ -117,8 +125,16 @@ func truth(yes bool) int64 {
 	return 0
 }
 
-func openModel(ctx context.Context, q load.Spec, _ []int64) (*Result, error) {
-	m, err := load.Open(ctx, q)
+func openModel(ctx context.Context, q openRequest, _ []int64) (*Result, error) {
+	if q.Opened != 0 {
+		file, err := get[*tensorizer.Opened](q.Opened)
+		if err != nil {
+			return nil, err
+		}
+		drop(q.Opened)
+		q.Spec.Opened = file
+	}
+	m, err := load.Open(ctx, q.Spec)
 	if err != nil {
 		return nil, err
 	}

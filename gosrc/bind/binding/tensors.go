@@ -16,7 +16,12 @@ import (
 type recordsRequest struct {
 	URI     string        `json:"uri"`
 	Storage format.Access `json:"storage"`
-	Records bool          `json:"records"`
+}
+
+// recordsAnswer has the handle of the file, which stays open.
+type recordsAnswer struct {
+	tensorizer.Description
+	Handle uint64 `json:"handle"`
 }
 
 // writeRequest describes tensors to write to an open .tensors file.
@@ -50,19 +55,7 @@ type keyRequest struct {
 
 func tensorsVerbs() []*Verb {
 	return []*Verb{
-		awaited("records", "The contents of a .tensors file; records: with the records.",
-			func(ctx context.Context, q recordsRequest, _ []int64) (tensorizer.Description, error) {
-				src, err := open.With(q.Storage.Options)(ctx, q.URI)
-				if err != nil {
-					return tensorizer.Description{}, err
-				}
-				defer src.Close()
-				f, err := tensorizer.Open(ctx, src, q.Records)
-				if err != nil {
-					return tensorizer.Description{}, err
-				}
-				return *f.Describe(), nil
-			}),
+		awaited("records", "The records of a .tensors file, which stays open for the verb open.", readRecords),
 		awaited("write", "Write tensors to an open .tensors file, encrypted with a key.",
 			tensorsWrite).tail("the address of each").onCallersMemory(),
 		awaited("front", "The head and the index of a .tensors file, in hex digits.", tensorsFront),
@@ -71,6 +64,19 @@ func tensorsVerbs() []*Verb {
 			tail("address and bytes of each").onCallersMemory(),
 		awaited("key", "Derive a key from a password; in hex digits.", tensorsKey),
 	}
+}
+
+func readRecords(ctx context.Context, q recordsRequest, _ []int64) (recordsAnswer, error) {
+	src, err := open.With(q.Storage.Options)(ctx, q.URI)
+	if err != nil {
+		return recordsAnswer{}, err
+	}
+	f, err := tensorizer.Open(ctx, src, true)
+	if err != nil {
+		_ = src.Close()
+		return recordsAnswer{}, err
+	}
+	return recordsAnswer{*f.Describe(), keep(&tensorizer.Opened{Source: src, File: f})}, nil
 }
 
 // A record is a tensor of a .tensors file that is being written.

@@ -33,7 +33,7 @@ from .storage import storage
 
 if TYPE_CHECKING:
     from .._engine import ModelNumber
-    from .._requests import LoadRequest, LoadSpec
+    from .._requests import LoadRequest, OpenRequest
 
 __all__ = ["Model", "opening", "Request", "Row", "WHOLE", "prepare", "wholes"]
 
@@ -103,10 +103,12 @@ class Model:
         storage_options: Mapping[str, object] | None = None,
         read: str | None = None,
         probe: bool = False,
+        opened: int = 0,
     ):
         """keys, filter: what will be loaded, in `chosen` afterwards. Of a model
         with an index.json only the shards that hold some of it are opened.
-        probe: one of several names is tried; metrics count no error then."""
+        probe: one of several names is tried; metrics count no error then.
+        opened: the engine's number of the source, a .tensors file that is open already."""
         self.device = device
         if read is not None and not isinstance(read, str):
             raise ArgumentError("overwire: read: expected 'auto', 'buffered', 'direct', 'gds' or None")
@@ -127,11 +129,12 @@ class Model:
         uris, keep = resolve(source)
         #: As people may see them.
         self.uris = [shown(uri) for uri in uris]
-        spec: LoadSpec = {
+        spec: OpenRequest = {
             "uris": uris,
             "map": mmap,
             "lenient": bool(lenient),
             "storage": storage(storage_options, uris),
+            "opened": opened,
         }
         if keys is None and filter is not None:
             names = _verbs.names(spec)

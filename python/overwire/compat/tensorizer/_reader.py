@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ... import load_file, safe_open
 from ...errors import CorruptError, FormatError, NotSupportedError
-from ...plumbing import ObjectReader, number_of, prepare, shown
-from ...records import Record, RecordFile, derive_key, read_records
+from ...plumbing import ObjectReader, OpenRecords, number_of, prepare, shown
+from ...records import Record, derive_key
 from . import _dtypes, _paths, _s3
 from ._encryption import CryptographyError, DecryptionParams
 from ._sums import hashes_of, have_sums
@@ -77,6 +77,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         from . import utils
 
         self._open: safe_open | None = None
+        self._records_file: OpenRecords | None = None
         self._own: Any = None
         self._memory: Any = None  # of a file that cannot be opened again, all of it
         self._device = utils.get_device() if device is None else torch.device(device)
@@ -108,12 +109,14 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                 "capable of being reopened."
                 " Other file-like objects and special files (e.g. BytesIO, pipes, sockets) are not supported."
             )
-        self._file_info = self._read(source)
+        self._records_file = self._read(source)
+        self._file_info = self._records_file.about
         if verify_hash == "crc32":
             self._storage["verify_crc32"] = True
         if any(_dtypes.foreign(record.dtype) for record in self._file_info.records):
             self._storage["other_dtypes_as_bytes"] = True
         self._prepare_key(encryption)
+        self._records_file.storage_options = self._storage or None
         self._records: dict[_paths.Path, Record] = {}
         self._structure: _paths.Tree = {}
         for record in self._file_info.records:
@@ -177,9 +180,9 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         self._memory.flush()
         return f"/proc/self/fd/{self._memory.fileno()}"
 
-    def _read(self, source: str) -> RecordFile:
+    def _read(self, source: str) -> OpenRecords:
         try:
-            return read_records(source, storage_options=self._storage or None)
+            return OpenRecords(source, self._storage or None)
         except (FormatError, CorruptError) as error:
             if error.rule == "NotTensors":
                 raise ValueError("Not a tensorizer file") from error
@@ -226,13 +229,15 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         if self._source is None:
             raise ValueError("I/O operation on closed file")
         if self._open is None:
-            self._open = safe_open(self._source, framework="pt", device="cpu", storage_options=self._storage or None)
+            self._open = safe_open(self._records_file, framework="pt", device="cpu")
         return self._open
 
     def close(self) -> None:
         """Closes the file. Tensors that were read stay. Does nothing the second time."""
         if self._open is not None:
             self._open.close()
+        if self._records_file is not None:
+            self._records_file.close_file()
         self._open = self._source = self._memory = None
         self._storage = {}
         if getattr(self._own, "close", None) is not None:
@@ -308,12 +313,11 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                 tensors = {names[0]: self._file().get_tensor(names[0])}
             else:
                 tensors = load_file(
-                    self._source,
+                    self._records_file,
                     device="cpu" if through_host else device,
                     # all: a preload of the file is joined
                     keys=None if len(names) == len(self._file_info.records) else names,
                     framework="pt",
-                    storage_options=self._storage or None,
                 )
         except CorruptError as error:
             if error.rule == "Checksum":
