@@ -62,6 +62,9 @@ type file struct {
 // URI is where the file will be, symbolic links followed.
 func (f *file) URI() string { return f.Path }
 
+// WriteView is Write.
+func (f *file) WriteView(p []byte, off int64) error { return f.Write(p, off) }
+
 // Finish waits for the disk, which may take seconds, but not after a cancel: the
 // sync then continues by itself, on a file whose name is gone.
 func (f *file) Finish(size int64) error {

@@ -114,6 +114,9 @@ func (s *staged) Write(p []byte, at int64) error {
 	return nil
 }
 
+// WriteView keeps a copy, too: the caller's bytes may change before the save ends.
+func (s *staged) WriteView(p []byte, at int64) error { return s.Write(p, at) }
+
 // holdBytes is Write of bytes that stay until the save ends.
 func (s *staged) holdBytes(p []byte, at int64) {
 	s.mu.Lock()
@@ -135,7 +138,7 @@ func (s *staged) write(ctx context.Context, threads int, passed func(n int64)) e
 		if x.p == nil {
 			return s.draft.Skip(x.at, x.end)
 		}
-		if err := s.draft.Write(x.p, x.at); err != nil {
+		if err := s.draft.WriteView(x.p, x.at); err != nil {
 			return err
 		}
 		passed(int64(len(x.p)))

@@ -65,6 +65,11 @@ func (t timed) Write(p []byte, off int64) error {
 	return t.Draft.Write(p, off)
 }
 
+func (t timed) WriteView(p []byte, off int64) error {
+	defer addLap(t.stage, time.Now())
+	return t.Draft.WriteView(p, off)
+}
+
 func (t timed) Finish(size int64) error {
 	defer addLap(t.stage, time.Now())
 	return t.Draft.Finish(size)

@@ -72,6 +72,8 @@ type part struct {
 type draft interface {
 	URI() string
 	Write(p []byte, off int64) error
+	// WriteView is Write of bytes that stay until the save ends.
+	WriteView(p []byte, off int64) error
 	Skip(lo, hi int64) error
 	Finish(size int64) error
 }
@@ -443,7 +445,11 @@ func (f *fileWriter) flushTask(k int) error {
 	case c.n == 0:
 		return nil
 	}
-	if err := f.draft.Write(s.out, s.at); err != nil {
+	write := f.draft.Write
+	if m, ok := c.t.body.(memory); ok && len(s.out) > 0 && &s.out[0] == &m[c.off] {
+		write = f.draft.WriteView // the caller's own bytes
+	}
+	if err := write(s.out, s.at); err != nil {
 		return err
 	}
 	if err := f.part.original.Hashing().Await(s.hashed); err != nil {

@@ -13,6 +13,9 @@ type Draft interface {
 	// Write writes bytes at an offset, each offset at most once. It does not keep
 	// p. It waits while the store is slower.
 	Write(p []byte, off int64) error
+	// WriteView is Write of bytes that stay as they are until the draft has ended: a store sends
+	// them from where they are.
+	WriteView(p []byte, off int64) error
 	// Skip says that [lo, hi) will not be written: it is zero.
 	Skip(lo, hi int64) error
 	// Finish sets the object's size and returns when the store has all of it; what

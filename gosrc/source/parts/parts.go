@@ -3,13 +3,16 @@
 //
 // Bytes arrive by offset, nearly in rising order, but the beginning of a file (its
 // header, which is known last) arrives at the end: a part is sent as soon as every
-// byte of it was written or skipped. Memory holds the parts that wait for bytes and
-// those being sent, whose number New limits; a writer that completes another one
+// byte of it was written or skipped. Memory holds what was copied of the parts that wait for
+// bytes and of those being sent, whose number New limits; a writer that completes another one
 // waits.
 package parts
 
 import (
+	"bytes"
+	"cmp"
 	"context"
+	"slices"
 	"sync"
 	"time"
 
@@ -21,8 +24,9 @@ import (
 // A Store takes the parts of one object.
 type Store interface {
 	URI() string
-	// Part sends part k, counted from 0; calls run in parallel. It does not keep p.
-	Part(ctx context.Context, k int, p []byte) error
+	// Part sends part k, counted from 0, whose bytes lie in several places, one after the
+	// other; calls run in parallel. It does not keep p.
+	Part(ctx context.Context, k int, p [][]byte) error
 	// Publish makes an object of n parts visible. An object that fits into one part
 	// was not sent before: then n is 0, and whole holds its bytes.
 	Publish(ctx context.Context, n int, whole []byte) error
@@ -53,8 +57,40 @@ type Draft struct {
 
 // A partial is a part that waits for bytes.
 type partial struct {
-	buf    []byte
+	buf    []byte // what was copied, else zeros; nil: nothing was
+	views  []piece
 	filled int64
+}
+
+// A piece is bytes of a part that are not copied.
+type piece struct {
+	p  []byte
+	at int64
+}
+
+// zeros are what was skipped, where a part has no memory of its own.
+var zeros = make([]byte, 64<<10)
+
+// listBytes are the first n bytes of the part, in order.
+func (t *partial) listBytes(n int64) (all [][]byte) {
+	slices.SortFunc(t.views, func(a, b piece) int { return cmp.Compare(a.at, b.at) })
+	end := int64(0)
+	fillTo := func(to int64) {
+		if t.buf != nil && end < to {
+			all = append(all, t.buf[end:to])
+			end = to
+		}
+		for ; end < to; end += min(to-end, int64(len(zeros))) {
+			all = append(all, zeros[:min(to-end, int64(len(zeros)))])
+		}
+	}
+	for _, one := range t.views {
+		fillTo(one.at)
+		all = append(all, one.p)
+		end += int64(len(one.p))
+	}
+	fillTo(n)
+	return all
 }
 
 // New starts a draft of parts of size bytes; parallel of them are sent at once.
@@ -70,11 +106,16 @@ func New(ctx context.Context, store Store, size int64, parallel int) *Draft {
 func (d *Draft) URI() string { return d.store.URI() }
 
 // Write copies p; see source.Draft.
-func (d *Draft) Write(p []byte, off int64) error {
+func (d *Draft) Write(p []byte, off int64) error { return d.takeBytes(p, off, false) }
+
+// WriteView copies nothing; see source.Draft.
+func (d *Draft) WriteView(p []byte, off int64) error { return d.takeBytes(p, off, true) }
+
+func (d *Draft) takeBytes(p []byte, off int64, view bool) error {
 	for len(p) > 0 {
 		k, at := int(off/d.part), off%d.part
 		n := min(int64(len(p)), d.part-at)
-		if err := d.fillPart(k, at, n, p[:n]); err != nil {
+		if err := d.fillPart(k, at, n, p[:n], view); err != nil {
 			return err
 		}
 		p, off = p[n:], off+n
@@ -87,7 +128,7 @@ func (d *Draft) Skip(lo, hi int64) error {
 	for lo < hi {
 		k, at := int(lo/d.part), lo%d.part
 		n := min(hi-lo, d.part-at)
-		if err := d.fillPart(k, at, n, nil); err != nil {
+		if err := d.fillPart(k, at, n, nil, false); err != nil {
 			return err
 		}
 		lo += n
@@ -97,14 +138,21 @@ func (d *Draft) Skip(lo, hi int64) error {
 
 // fillPart puts n bytes into part k and sends it when it is full. A nil p leaves the
 // zeros that are there.
-func (d *Draft) fillPart(k int, at, n int64, p []byte) error {
+func (d *Draft) fillPart(k int, at, n int64, p []byte, view bool) error {
 	if err := d.lockDraft(); err != nil {
 		return err
 	}
 	t := d.partAt(k)
+	if view {
+		t.views = append(t.views, piece{p, at})
+	} else if p != nil && t.buf == nil {
+		t.buf = d.newBuffer()
+	}
 	d.mu.Unlock()
 
-	copy(t.buf[at:], p)
+	if !view && p != nil {
+		copy(t.buf[at:], p)
+	}
 
 	d.mu.Lock()
 	t.filled += n
@@ -118,11 +166,11 @@ func (d *Draft) fillPart(k int, at, n int64, p []byte) error {
 	return d.sendPart(k, t, d.part)
 }
 
-// partAt returns part k, and makes it of zeros if it is new. The lock is held.
+// partAt returns part k, which is all zeros if it is new. The lock is held.
 func (d *Draft) partAt(k int) *partial {
 	t := d.open[k]
 	if t == nil {
-		t = &partial{buf: d.newBuffer()}
+		t = &partial{}
 		d.open[k] = t
 	}
 	return t
@@ -183,11 +231,13 @@ func (d *Draft) sendPart(k int, t *partial, n int64) error {
 				d.err = err
 				d.stop(err)
 			}
-			d.free = append(d.free, t.buf)
+			if t.buf != nil {
+				d.free = append(d.free, t.buf)
+			}
 			d.mu.Unlock()
 			<-d.tokens
 		}()
-		err = d.store.Part(d.sends, k, t.buf[:n])
+		err = d.store.Part(d.sends, k, t.listBytes(n))
 	})
 	return nil
 }
@@ -227,7 +277,7 @@ func (d *Draft) Publish() error {
 	}
 	n, whole := int(sizes.CeilDiv(d.size, d.part)), []byte(nil)
 	if d.size <= d.part {
-		n, whole = 0, d.partAt(0).buf[:d.size]
+		n, whole = 0, bytes.Join(d.partAt(0).listBytes(d.size), nil)
 	}
 	d.mu.Unlock()
 	if err := d.store.Publish(d.ctx, n, whole); err != nil {

@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
+	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/errs"
 )
@@ -17,7 +18,8 @@ import (
 type memory struct {
 	mu       sync.Mutex
 	parts    map[int][]byte
-	object   []byte // published
+	places   [][]byte // where the bytes of parts lay
+	object   []byte   // published
 	shown    bool
 	aborted  int
 	fail     int // the part that fails; -1: none
@@ -29,7 +31,7 @@ var errPart = errs.New(errs.ErrIO, "this part fails")
 
 func (m *memory) URI() string { return "mem://x" }
 
-func (m *memory) Part(ctx context.Context, k int, p []byte) error {
+func (m *memory) Part(ctx context.Context, k int, p [][]byte) error {
 	n := m.inFlight.Add(1)
 	defer m.inFlight.Add(-1)
 	for old := m.most.Load(); n > old && !m.most.CompareAndSwap(old, n); old = m.most.Load() {
@@ -43,7 +45,8 @@ func (m *memory) Part(ctx context.Context, k int, p []byte) error {
 	if m.parts[k] != nil {
 		return errs.New(errs.ErrEngine, "part %d came twice", k)
 	}
-	m.parts[k] = bytes.Clone(p)
+	m.parts[k] = bytes.Join(p, nil)
+	m.places = append(m.places, p...)
 	return nil
 }
 
@@ -94,7 +97,11 @@ func TestBytesAnyOrder(t *testing.T) {
 				wg.Add(1)
 				go func() {
 					defer wg.Done()
-					if err := d.Write(want[p.lo:p.hi], p.lo); err != nil {
+					put := d.Write
+					if p.lo%3 == 0 {
+						put = d.WriteView
+					}
+					if err := put(want[p.lo:p.hi], p.lo); err != nil {
 						t.Error(err)
 					}
 				}()
@@ -123,6 +130,33 @@ func TestBytesAnyOrder(t *testing.T) {
 		if !bytes.Equal(m.object, want) || m.aborted != 0 {
 			t.Fatalf("round %d: %d bytes in parts of %d differ (aborted %d)", round, size, part, m.aborted)
 		}
+	}
+}
+
+// A view is sent from where it lies, and takes no memory.
+func TestViews(t *testing.T) {
+	data := make([]byte, 100_000)
+	for i := range data {
+		data[i] = byte(i % 251)
+	}
+	m := &memory{parts: map[int][]byte{}, fail: -1}
+	d := New(context.Background(), m, 1000, 3)
+	for off := 0; off < len(data); off += 2500 {
+		if err := d.WriteView(data[off:off+2500], int64(off)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := errors.Join(d.Finish(int64(len(data))), d.Publish()); err != nil || !bytes.Equal(m.object, data) {
+		t.Fatalf("%v, %d bytes", err, len(m.object))
+	}
+	lo, hi := uintptr(unsafe.Pointer(&data[0])), uintptr(unsafe.Pointer(&data[len(data)-1]))
+	for _, p := range m.places {
+		if at := uintptr(unsafe.Pointer(&p[0])); at < lo || at > hi {
+			t.Errorf("%d bytes were copied", len(p))
+		}
+	}
+	if len(d.free) > 0 {
+		t.Errorf("%d parts were made", len(d.free))
 	}
 }
 

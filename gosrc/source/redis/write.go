@@ -3,6 +3,7 @@ package redis
 // This file writes files to Redis and removes them.
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"crypto/rand"
@@ -92,13 +93,17 @@ func (u *upload) shownKey(off int64) string {
 }
 
 // Part sends one value.
-func (u *upload) Part(ctx context.Context, k int, p []byte) error {
+func (u *upload) Part(ctx context.Context, k int, p [][]byte) error {
+	value := bytes.Join(p, nil)
+	if len(p) == 1 {
+		value = p[0]
+	}
 	off := int64(k) * part
 	u.mu.Lock()
 	u.sent = append(u.sent, off)
 	u.mu.Unlock()
 	return u.placeError("save", off, doRequest(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
-		return commandError(c.Set(ctx, u.hiddenKey(off), p, unpublished))
+		return commandError(c.Set(ctx, u.hiddenKey(off), value, unpublished))
 	}))
 }
 
@@ -114,7 +119,7 @@ func commandError(c *redis.StatusCmd) error {
 // transaction. Of several writers at once, the last one's file stays.
 func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	if n == 0 {
-		if err := u.Part(ctx, 0, whole); err != nil {
+		if err := u.Part(ctx, 0, [][]byte{whole}); err != nil {
 			return err
 		}
 	}

@@ -3,11 +3,9 @@ package s3
 // This file writes, lists, removes and presigns objects of S3.
 
 import (
-	"bytes"
 	"cmp"
 	"context"
 	"errors"
-	"io"
 	"slices"
 	"sort"
 	"strings"
@@ -79,12 +77,12 @@ func Create(ctx context.Context, uri string, opt source.Options, limit int64) (s
 func (u *upload) URI() string { return u.uri }
 
 // Part sends one part; the first to arrive starts the upload.
-func (u *upload) Part(ctx context.Context, k int, p []byte) error {
+func (u *upload) Part(ctx context.Context, k int, p [][]byte) error {
 	id, err := u.beginUpload(ctx)
 	if err != nil {
 		return u.placeError("save", err)
 	}
-	number, size := int32(k+1), int64(len(p))
+	number, size := int32(k+1), sizeOf(p)
 	out, err := callWithRetries(ctx, u.client, u.bucket,
 		func(ctx context.Context, api *s3.Client) (*s3.UploadPartOutput, error) {
 			out, err := api.UploadPart(ctx, &s3.UploadPartInput{Bucket: &u.bucket, Key: &u.key, UploadId: id,
@@ -134,7 +132,7 @@ func (u *upload) beginUpload(ctx context.Context) (*string, error) {
 // the store says so by an ETag, or shows the object when it is asked.
 func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	if n == 0 {
-		return u.endPublished(u.put(ctx, whole))
+		return u.endPublished(u.putObject(ctx, whole))
 	}
 	if len(u.done) != n {
 		return u.placeError("save", errs.New(errs.ErrEngine, "%d parts of %d were sent", len(u.done), n))
@@ -162,12 +160,13 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	return u.endPublished(err)
 }
 
-func (u *upload) put(ctx context.Context, whole []byte) error {
+func (u *upload) putObject(ctx context.Context, whole []byte) error {
 	size, tries := int64(len(whole)), 0
 	_, err := callWithRetries(ctx, u.client, u.bucket,
 		func(ctx context.Context, api *s3.Client) (*s3.PutObjectOutput, error) {
 			tries++
-			out, err := api.PutObject(ctx, &s3.PutObjectInput{Bucket: &u.bucket, Key: &u.key, Body: bodyOf(ctx, whole),
+			out, err := api.PutObject(ctx, &s3.PutObjectInput{Bucket: &u.bucket, Key: &u.key,
+				Body:          bodyOf(ctx, [][]byte{whole}),
 				ContentLength: &size, IfNoneMatch: u.once, SSECustomerAlgorithm: u.client.sse.algorithm,
 				SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum}, u.client.signBody)
 			if err == nil && !isNamed(out.ETag) {
@@ -367,24 +366,4 @@ func callWithRetries[T any](ctx context.Context, c *client, bucket string,
 type watch struct {
 	limit time.Duration
 	timer *time.Timer
-}
-
-// bodyOf is a request's body that resets the watch of its request.
-func bodyOf(ctx context.Context, p []byte) io.ReadSeeker {
-	return &watched{bytes.NewReader(p), ctx.Value(watch{}).(*watch)}
-}
-
-type watched struct {
-	*bytes.Reader
-	w *watch
-}
-
-func (b *watched) Read(p []byte) (int, error) {
-	b.w.timer.Reset(b.w.limit)
-	return b.Reader.Read(p)
-}
-
-// WriteTo writes in blocks; that of bytes.Reader would write all at once.
-func (b *watched) WriteTo(w io.Writer) (n int64, err error) {
-	return io.CopyBuffer(w, struct{ io.Reader }{b}, make([]byte, 256<<10))
 }
