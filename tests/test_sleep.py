@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -153,6 +154,26 @@ def test_the_file_is_one_for_every_load(tmp_path: Path) -> None:
         with pytest.raises((ow.NotSupportedError, ow.NotFoundError, ow.IOFailure)):
             ow.sleep(held, to_file=wrong)
         assert held["a"].tolist() == [1, 1, 1]
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """to_file is written as every save is: an error leaves the old file, nothing hidden, and the tensors awake."""
+    path, tensors = tmp_path / "m.safetensors", {"w": torch.randn(500, 999)}
+    want = kept(tensors)
+    ow.save_file({"old": torch.ones(3)}, path)
+    before = path.read_bytes()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))  # Python ignores the signal
+    try:
+        with pytest.raises(ow.IOFailure) as caught:
+            ow.sleep(tensors, to_file=path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert str(path) in str(caught.value) and path.read_bytes() == before
+    assert [one.name for one in tmp_path.iterdir()] == ["m.safetensors"]
+    hold(tensors, want)
+    ow.sleep(tensors, to_file=path).wake()
+    hold(ow.load_file(path), want)
 
 
 def test_memory_is_bounded_and_refused_in_advance() -> None:

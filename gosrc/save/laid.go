@@ -7,6 +7,7 @@ import (
 	"context"
 
 	"github.com/overwire/overwire/gosrc/companions"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 )
 
@@ -22,9 +23,22 @@ type Laid struct {
 
 // wholeFile is a file of these bytes.
 func wholeFile(b []byte) *Laid {
-	return &Laid{Bytes: int64(len(b)), Fill: func(_ context.Context, write func(p []byte, off int64) error) error {
-		return write(b, 0)
+	const step, writers = 8 << 20, 2 // file systems let one after the other in
+	return &Laid{Bytes: int64(len(b)), Fill: func(ctx context.Context, write func(p []byte, off int64) error) error {
+		return spawn.Each(ctx, "save.write", writers, (len(b)+step-1)/step, func(i int) error {
+			return write(b[i*step:min(len(b), (i+1)*step)], int64(i*step))
+		})
 	}}
+}
+
+// WriteWhole writes a file whose bytes are there. An index of shards of its name may stay beside it.
+func WriteWhole(ctx context.Context, path string, b []byte) error {
+	spec := Spec{Path: path, Beside: true}
+	if err := spec.checkSpec(); err != nil {
+		return err
+	}
+	_, err := newWriter(spec, nil).saveAll(ctx, []part{{path: spec.Path, laid: wholeFile(b)}})
+	return err
 }
 
 // copyOf is a file like a companion of the source's.

@@ -10,8 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/blocksum"
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/save"
 	"github.com/zeebo/xxh3"
 )
 
@@ -90,5 +90,5 @@ func (s *sleeper) writeFile(ctx context.Context) error {
 		return errs.New(errs.ErrEngine, "an image of %d bytes, %d were expected", s.size, size)
 	}
 	copy(s.mem.Bytes(0, int64(len(front))), front)
-	return atomicfile.Write(ctx, s.Path, s.mem.Bytes(0, size))
+	return save.WriteWhole(ctx, s.Path, s.mem.Bytes(0, size))
 }

@@ -106,7 +106,7 @@ var mayImport = map[string][]string{
 		"source", "source/memory", "source/open", "device", "device/cuda",
 		"job", "tensor", "errs", "internal/..."},
 	"save/original": {"save/stored", "format", "format/...", "source", "source/open", "tensor", "errs", "internal/..."},
-	"sleep": {"load", "format/overwire", "source/memory", "codec", "codec/blocksum", "codec/x16", "device",
+	"sleep": {"load", "save", "format/overwire", "source/memory", "codec", "codec/blocksum", "codec/x16", "device",
 		"device/cuda", "device/pinned", "job", "tensor", "errs", "internal/..."},
 	"preload": {"load", "source", "source/file", "source/open", "job", "device", "knob", "tensor", "errs",
 		"internal/..."},
