@@ -108,7 +108,16 @@ def starts(
 
 def models(root: Path, log: Log, where: tuple[int, int, int], names: list[str]) -> None:
     """Each model, its first start and a later one, and vLLM's reload of that."""
+    import vllm
+
     for name in names:
+        if name == "experts" and where[0] > 1 and vllm.__version__.startswith("0.32."):
+            theirs = base.state(base.load(root / name / "plain", *where, "safetensors")[0])
+            model, _ = start(root / name / "plain", root / "prepared" / name, where)
+            log.take("no prepared state: vLLM 0.32 cannot make a model whose experts are divided")
+            if wrong := base.differences(base.state(model), theirs):
+                raise SystemExit(f"{name}, loaded as always: {wrong}")
+            continue
         theirs, later, config = starts(name, root / name / "plain", root / "prepared" / name, log, where)
         if name != "mixtral" or where[0] == 1:
             base.reload(later, config, theirs)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import vllm
+from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from ..shared.origins import files_of
@@ -73,6 +74,9 @@ def name_of(config: Any, model_config: Any, prefix: str, loader: Any, device: to
     parallel = config.parallel_config
     if getattr(parallel, "enable_eplb", False):
         raise Refused("experts are moved while the engine runs (EPLB)")
+    experts = getattr(parallel_state, "_EP", None)
+    if parallel.enable_expert_parallel and experts and experts.world_size > 1 and vllm.__version__.startswith("0.32."):
+        raise Refused("vLLM 0.32 cannot make a model whose experts are divided among ranks without memory")
     if torch.version.hip or device.type not in ("cpu", "cuda"):
         raise Refused(f"vLLM uses {device.type}{' by ROCm' if torch.version.hip else ''}")
     if getattr(getattr(config, "engram_config", None), "cpu_offload", False) or offloads(config):
@@ -132,8 +136,6 @@ def _machine_facts(device: torch.device) -> list[Any]:
 
 def _ranks_of_groups() -> Iterator[Any]:
     # Place and size in each group that there is.
-    from vllm.distributed import parallel_state
-
     for name in ("world", "tp", "pp", "dp", "ep", "etp", "pcp", "dcp", "eplb"):
         group = getattr(parallel_state, f"_{name}".upper(), None)
         yield None if group is None else (group.rank_in_group, group.world_size)
