@@ -164,11 +164,15 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             )
 
 
+# Python 3.12 begins with some hundreds of objects that are frozen.
+_FROZEN_BY_PYTHON = 1000
+
+
 @contextlib.contextmanager
 def _only_new_garbage() -> Iterator[None]:
     # vLLM collects garbage twice in a load. What was there before is not the load's, and to look at it, which is all that
     # vLLM has imported, takes longer than to load the weights. A heap that someone else has frozen stays as it is.
-    if gc.get_freeze_count():
+    if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         yield
         return
     gc.freeze()
