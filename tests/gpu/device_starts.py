@@ -146,8 +146,6 @@ def measure_link() -> None:
     """What the link gives: copies of pinned memory, as many bytes as the models have."""
     import torch
 
-    if not torch.cuda.is_initialized():
-        return
     host = torch.empty(1 << 30, dtype=torch.uint8).pin_memory()
     device = torch.empty_like(host, device="cuda")
     rates = []
@@ -209,7 +207,7 @@ def start_once(
     name = f"{kind}, later" if later else kind
     rate = size / parts["weights"] / 1e9
     print(f"{name:24} {words}; {rate:.1f} GB/s, {len(digests)} tensors as vLLM's own", flush=True)
-    if kind.startswith(("overwire", "prepared")) and not later:
+    if kind.startswith(("overwire", "prepared")):
         print(*(f"    {line}" for line in lines.lines), sep="\n", flush=True)
     del model, tensors
     gc.collect()
@@ -240,13 +238,14 @@ def start_all(args: argparse.Namespace) -> None:
     seconds: dict[str, float] = defaultdict(float)
     watch_parts(seconds)
     sys.stdin.read()
+    if args.device != "cpu":
+        measure_link()
     with torch.no_grad():
         for shape in args.shape.split(","):
             destroy_model_parallel()  # there is a group of experts only where the model has some
             one = argparse.Namespace(**{**vars(args), "shape": shape, "dir": str(Path(args.dir) / shape)})
             print(f"{shape}:", flush=True)
             compare_formats(one, lines, seconds)
-    measure_link()
 
 
 def compare_formats(args: argparse.Namespace, lines: Lines, seconds: dict[str, float]) -> None:
