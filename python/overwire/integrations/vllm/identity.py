@@ -41,7 +41,16 @@ _PASSING = (
 )  # fmt: skip
 
 # Packages whose kernels and layouts vLLM may choose.
-_KERNELS = "flashinfer-python flashinfer-cubin deep-gemm triton amd-aiter nvidia-cutlass-dsl compressed-tensors transformers".split()
+_KERNELS = (
+    "flashinfer-python",
+    "flashinfer-cubin",
+    "deep-gemm",
+    "triton",
+    "amd-aiter",
+    "nvidia-cutlass-dsl",
+    "compressed-tensors",
+    "transformers",
+)
 
 _PARALLEL = (
     "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "data_parallel_rank",

@@ -170,8 +170,8 @@ _FROZEN_BY_PYTHON = 1000
 
 @contextlib.contextmanager
 def _only_new_garbage() -> Iterator[None]:
-    # vLLM collects garbage twice in a load. What was there before is not the load's, and to look at it, which is all that
-    # vLLM has imported, takes longer than to load the weights. A heap that someone else has frozen stays as it is.
+    # vLLM collects garbage twice in a load. What was there before is not the load's, and to look at it, which is all
+    # that vLLM has imported, takes longer than to load the weights. A heap that someone else has frozen stays as it is.
     if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         yield
         return
