@@ -42,15 +42,9 @@ _PASSING = (
 
 # Packages whose kernels and layouts vLLM may choose.
 _KERNELS = (
-    "flashinfer-python",
-    "flashinfer-cubin",
-    "deep-gemm",
-    "triton",
-    "amd-aiter",
-    "nvidia-cutlass-dsl",
-    "compressed-tensors",
-    "transformers",
-)
+    "flashinfer-python", "flashinfer-cubin", "deep-gemm", "triton", "amd-aiter", "nvidia-cutlass-dsl",
+    "compressed-tensors", "transformers",
+)  # fmt: skip
 
 _PARALLEL = (
     "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "data_parallel_rank",
