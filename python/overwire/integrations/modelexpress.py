@@ -13,7 +13,7 @@ and `MX_LOAD_PLUGIN_BEFORE` choose its place.
 Up to ModelExpress 0.7 a strategy's `load` also processes the weights and registers the
 tensors. From 0.8 the chain does, by `prepare`, `finalize` and `abort` of the strategy's own
 base class, and a reload has `load` fill a model whose layers are processed as they come.
-Written after the wheels of 0.7.0 and 0.8.0.dev20261026, of which the later one was run in vLLM.
+Written after the wheels of 0.7.0 and 0.8.0.dev20261026, and run with both in vLLM's Python code.
 """
 
 from __future__ import annotations
