@@ -44,10 +44,10 @@ Request = tuple[int, int, int, int, int, int]
 #: The end of a range that means "all of it".
 WHOLE = -1
 
-# Bytes from which a tensor on a GPU comes from torch's own allocator, and how
-# many of them are made at a time.
+# Bytes from which a tensor on a GPU comes from torch's own allocator, how many of them are
+# made before the load has the first, and how many at a time at most.
 _LARGE = 1 << 20
-_BATCH = 32
+_FIRST_BATCH, _BATCH = 4, 32
 
 # The destination of a request whose address is set while the load runs.
 _LATER = 1
@@ -386,8 +386,9 @@ class Model:
         from ..frameworks.torch import stream_of
 
         places: dict[int, Any] = {}
-        for first in range(0, len(large), _BATCH):
-            part = large[first : first + _BATCH]
+        first, count = 0, _FIRST_BATCH
+        while part := large[first : first + count]:
+            first, count = first + count, min(2 * count, _BATCH)
             tensors = frame.empty_on(self.device, [rows[at] for at in part], again=False)
             job.settle(
                 [n for at, tensor in zip(part, tensors, strict=True) for n in (at, tensor.data_ptr())],
