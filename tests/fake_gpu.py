@@ -1,4 +1,4 @@
-"""Runs the files tests/test_gpu_*.py that need no torch on a GPU without a GPU: on an
+"""Runs the files tests/gpu/test_gpu_*.py that need no torch on a GPU without a GPU: on an
 engine whose driver is the fake one of gosrc/device/cuda and whose kernels are
 the host twins.
 
@@ -32,7 +32,7 @@ def main() -> int:
         if source.suffix != ".so" and source.name != "__pycache__":
             (package / source.name).symlink_to(source)
     setup.build_library(package / "_core.abi3.so", fake=True)
-    files = [f"tests/test_gpu_{name}.py" for name in ("codecs", "deltas", "digest", "nvcomp", "sleep")]
+    files = [f"tests/gpu/test_gpu_{name}.py" for name in ("codecs", "deltas", "digest", "nvcomp", "sleep")]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *files, *sys.argv[1:]]
     return subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(FAKE)}, check=False).returncode
 

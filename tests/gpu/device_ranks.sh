@@ -11,7 +11,7 @@
 # as it goes on; one that fails does not stop the next. The status is 0 if all
 # passed.
 set -u
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-/tmp/overwire-ranks}
 DIR=${DIR:-${TMPDIR:-/tmp}}

@@ -11,7 +11,7 @@
 # Every step has its own time limit and writes to OUT as it goes on; one that
 # fails does not stop the next. The status is 0 if all passed.
 set -u
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
 RIG=${RIG:-build/bin/overwire-rig}
 OUT=${OUT:-/tmp/overwire-gpu}
