@@ -80,6 +80,8 @@ class _Exiting:
             lock.acquire()
         if name == "free":
             return lambda *args: None  # finalizers: it is all going away
+        if name == "forked":
+            return bool  # False
 
         def refuse(verb: str, *rest: Any) -> Any:
             if verb in ("cancel", "gpu_stream_free"):
