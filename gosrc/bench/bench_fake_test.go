@@ -69,7 +69,8 @@ func TestReadingFake(t *testing.T) {
 	if err := gpu.Register(slots); err != nil {
 		t.Fatal(err)
 	}
-	r := measure.Reading{Path: path, Lo: lo, Hi: int64(len(want)), To: uint64(uintptr(m[0].Ptr)), Slots: uint64(uintptr(unsafe.Pointer(&slots[0]))), Threads: 2}
+	r := measure.Reading{Path: path, Lo: lo, Hi: int64(len(want)), To: uint64(uintptr(m[0].Ptr)),
+		Slots: uint64(uintptr(unsafe.Pointer(&slots[0]))), Threads: 2}
 	if err := r.Run(t.Context()); err != nil {
 		t.Fatal(err)
 	}

@@ -75,7 +75,8 @@ func TestUsage(t *testing.T) {
 		{[]string{"compress", file, "-o", "y", "-o", "z"}, ExitUsage, "given twice"},
 		{[]string{"compress", file, "-o", "y", "--threads", "none"}, ExitUsage, "not a number"},
 		{[]string{"compress", file, "-o", "y", "--shard", "large"}, ExitUsage, "not a size"},
-		{[]string{"compress", file, "-o", "y", "--shard", "5"}, ExitUsage, "this would be 5 bytes; write the unit, as 5GB"},
+		{[]string{"compress", file, "-o", "y", "--shard", "5"}, ExitUsage,
+			"this would be 5 bytes; write the unit, as 5GB"},
 		{[]string{"compress", file, "-o", "y.tensors"}, ExitUsage, "overwire convert"},
 		{[]string{"convert", file, "-o", "y.gguf"}, ExitUsage, ".gguf files are not written"},
 		{[]string{"compress", "-x", file}, ExitUsage, "no option -x"},
@@ -103,7 +104,8 @@ func TestUsage(t *testing.T) {
 	} {
 		status, out, stderr := overwire(c.argv...)
 		if status != c.status || !strings.Contains(stderr, c.says) || out != "" {
-			t.Errorf("overwire %q: status %d, want %d; stdout %q; stderr %q, want %q", c.argv, status, c.status, out, stderr, c.says)
+			t.Errorf("overwire %q: status %d, want %d; stdout %q; stderr %q, want %q", c.argv, status, c.status, out,
+				stderr, c.says)
 		}
 	}
 }
@@ -123,7 +125,8 @@ func TestHelp(t *testing.T) {
 		if one != must(t, "help", v.name) {
 			t.Errorf("%s: two help texts", v.name)
 		}
-		for _, want := range []string{"usage: overwire " + v.name, "example:", "overwire " + v.name, "--json", "exit status: 0 done"} {
+		for _, want := range []string{"usage: overwire " + v.name, "example:", "overwire " + v.name, "--json",
+			"exit status: 0 done"} {
 			if !strings.Contains(one, want) {
 				t.Errorf("help of %s lacks %q:\n%s", v.name, want, one)
 			}
@@ -233,7 +236,8 @@ func TestDamage(t *testing.T) {
 		t.Fatalf("%v: %q", err, out)
 	}
 	e := doc.Error
-	if status != ExitBad || e.Status != ExitBad || e.Class != "CorruptError" || e.Tensor == "" || e.Chunk == nil || e.Offset == nil {
+	if status != ExitBad || e.Status != ExitBad || e.Class != "CorruptError" || e.Tensor == "" || e.Chunk == nil ||
+		e.Offset == nil {
 		t.Errorf("status %d, %+v", status, e)
 	}
 	if !strings.Contains(stderr, e.Tensor) {
@@ -249,8 +253,10 @@ func TestJSON(t *testing.T) {
 		{"compress", plain, "-o", small}, {"inspect", small}, {"inspect", "-s", plain}, {"verify", small, plain},
 		{"decompress", small, "-o", small + "2"}, {"convert", plain, "-o", small + "3"},
 		{"load", "--plan", small, "--keep", "1MB"}, {"load", "--plan", plain, "--device", "cuda:1"}, {"doctor", small},
-		{"load", small, "--repeat", "2", "--trace", small + ".json"}, {"inspect", small + ".json", "--html", small + ".html"}, {"load", plain, "--device", "cpu"},
-		{"doctor"}, {"doctor", "--env"}, {"inspect", small, "--digests"}, {"bench", "gen", "int4", "--size", "1MB", small + "4"},
+		{"load", small, "--repeat", "2", "--trace", small + ".json"},
+		{"inspect", small + ".json", "--html", small + ".html"}, {"load", plain, "--device", "cpu"},
+		{"doctor"}, {"doctor", "--env"}, {"inspect", small, "--digests"},
+		{"bench", "gen", "int4", "--size", "1MB", small + "4"},
 	} {
 		out := must(t, append(argv, "--json")...)
 		dec := json.NewDecoder(strings.NewReader(out))
@@ -268,7 +274,8 @@ func TestLoad(t *testing.T) {
 	must(t, "compress", plain, "-o", small)
 	trace := small + ".json"
 	out := must(t, "load", small, "--trace", trace, "--repeat", "2", "-j", "2")
-	for _, want := range []string{"tensors, ", " GB/s", "read", "check", "decode", "stage: wait for a slot", "2 workers"} {
+	for _, want := range []string{"tensors, ", " GB/s", "read", "check", "decode", "stage: wait for a slot",
+		"2 workers"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("load lacks %q:\n%s", want, out)
 		}
@@ -278,7 +285,8 @@ func TestLoad(t *testing.T) {
 	}
 	page := filepath.Join(filepath.Dir(plain), "small.safetensors.html")
 	// One of the workers may do all of the work.
-	if out := must(t, "inspect", trace, "--html", page); !strings.Contains(out, page) || !regexp.MustCompile(` of [23] workers and queues`).MatchString(out) {
+	if out := must(t, "inspect", trace, "--html", page); !strings.Contains(out, page) ||
+		!regexp.MustCompile(` of [23] workers and queues`).MatchString(out) {
 		t.Errorf("inspect of the trace says %s", out)
 	}
 	if b, err := os.ReadFile(page); err != nil || !strings.Contains(string(b), "worker ") {
@@ -289,14 +297,16 @@ func TestLoad(t *testing.T) {
 		t.Fatal(err)
 	}
 	for argv, want := range map[[4]string]int{
-		{"inspect", no, "--html", page}: ExitBad, {"inspect", none, "--html", page}: ExitNotFound, {"inspect", trace, "--html", trace}: ExitUsage,
+		{"inspect", no, "--html", page}: ExitBad, {"inspect", none, "--html", page}: ExitNotFound,
+		{"inspect", trace, "--html", trace}: ExitUsage,
 	} {
 		var stdout, stderr bytes.Buffer
 		if status := Main(t.Context(), nil, argv[:], &stdout, &stderr, Env{}); status != want {
 			t.Errorf("%q: status %d, %s", argv, status, &stderr)
 		}
 	}
-	for _, argv := range [][]string{{"load", small, "--device", "tpu"}, {"load", small, "--device", "cuda:x"}, {"load", small, "--trace"}, {"load"}} {
+	for _, argv := range [][]string{{"load", small, "--device", "tpu"}, {"load", small, "--device", "cuda:x"},
+		{"load", small, "--trace"}, {"load"}} {
 		want := ExitUsage
 		if slices.Contains(argv, "tpu") {
 			want = ExitNotSupported // a device, but none of ours
@@ -335,7 +345,9 @@ func TestAnswers(t *testing.T) {
 func TestClear(t *testing.T) {
 	var out bytes.Buffer
 	c := &call{stdout: &out, clear: func() { out.WriteString("[cleared]") }}
-	if err := c.show(nil, func(w io.Writer) { fmt.Fprint(w, "result") }); err != nil || out.String() != "[cleared]result" {
+	if err := c.show(nil, func(w io.Writer) {
+		fmt.Fprint(w, "result")
+	}); err != nil || out.String() != "[cleared]result" {
 		t.Errorf("%v, %q", err, &out)
 	}
 }
@@ -345,14 +357,16 @@ func TestJSONFirst(t *testing.T) {
 	if a, b := must(t, "--json", "--version"), must(t, "--version", "--json"); a != b {
 		t.Errorf("%q and %q", a, b)
 	}
-	if status, out, _ := overwire("--json", "squash"); status != ExitUsage || !strings.Contains(out, `"ArgumentError"`) {
+	if status, out, _ := overwire("--json", "squash"); status != ExitUsage ||
+		!strings.Contains(out, `"ArgumentError"`) {
 		t.Errorf("status %d, %q", status, out)
 	}
 }
 
 // --json and --help count wherever they stand, also behind a value that is refused.
 func TestBehindAWrongValue(t *testing.T) {
-	if status, out, _ := overwire("load", "none", "--repeat", "0", "--json"); status != ExitUsage || !strings.Contains(out, `"ArgumentError"`) {
+	if status, out, _ := overwire("load", "none", "--repeat", "0", "--json"); status != ExitUsage ||
+		!strings.Contains(out, `"ArgumentError"`) {
 		t.Errorf("status %d, %q", status, out)
 	}
 	if out := must(t, "compress", "--threads", "none", "--help"); !strings.HasPrefix(out, "usage: overwire compress") {
@@ -367,7 +381,8 @@ func TestInterrupted(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
 	var stdout, stderr bytes.Buffer
-	if status := Main(ctx, nil, []string{"compress", plain, "-o", out}, &stdout, &stderr, Env{}); status != ExitInterrupted {
+	if status := Main(ctx, nil, []string{"compress", plain, "-o", out}, &stdout, &stderr,
+		Env{}); status != ExitInterrupted {
 		t.Errorf("status %d: %s", status, &stderr)
 	}
 	if text := stderr.String(); text != "overwire: interrupted; nothing was written\n" {
@@ -390,7 +405,8 @@ func TestDoctor(t *testing.T) {
 			t.Errorf("doctor --env lacks %s", r.Name)
 		}
 	}
-	for _, want := range []string{"decoder", "gpu ", "set by NUM_THREADS", "PRELOAD_PATH names /no/such/file, which does not exist"} {
+	for _, want := range []string{"decoder", "gpu ", "set by NUM_THREADS",
+		"PRELOAD_PATH names /no/such/file, which does not exist"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("doctor lacks %q:\n%s", want, out)
 		}
@@ -405,18 +421,21 @@ func TestPipeline(t *testing.T) {
 		t.Fatal(err)
 	}
 	for name, text := range map[string]string{
-		"model_index.json": "{}", "unet/diffusion.safetensors": string(model), "unet/config.json": "{}", "vae/diffusion.safetensors": string(model),
-		"tokenizer/vocab.txt": "a b", "tokenizer/.hidden": "x",
+		"model_index.json": "{}", "unet/diffusion.safetensors": string(model), "unet/config.json": "{}",
+		"vae/diffusion.safetensors": string(model),
+		"tokenizer/vocab.txt":       "a b", "tokenizer/.hidden": "x",
 	} {
 		path := filepath.Join(src, name)
-		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, []byte(text), 0o600)); err != nil {
+		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700),
+			os.WriteFile(path, []byte(text), 0o600)); err != nil {
 			t.Fatal(err)
 		}
 	}
 	small, back := src+".small", src+".back"
 	said := must(t, "compress", src, "-o", small)
 	for _, want := range []string{
-		"copied: " + small + "/model_index.json\n", "copied: " + small + "/tokenizer/vocab.txt\n", "copied: " + small + "/unet/config.json\n",
+		"copied: " + small + "/model_index.json\n", "copied: " + small + "/tokenizer/vocab.txt\n",
+		"copied: " + small + "/unet/config.json\n",
 		"\n" + small + "/vae/diffusion.safetensors\n", "not copied: " + src + "/tokenizer/.hidden\n", " % smaller",
 	} {
 		if !strings.Contains(said, want) {
@@ -425,16 +444,19 @@ func TestPipeline(t *testing.T) {
 	}
 	must(t, "decompress", small, "-o", back)
 	for _, part := range []string{"unet", "vae"} {
-		if b, err := os.ReadFile(filepath.Join(back, part, "diffusion.safetensors")); err != nil || !bytes.Equal(b, model) {
+		if b, err := os.ReadFile(filepath.Join(back, part, "diffusion.safetensors")); err != nil ||
+			!bytes.Equal(b, model) {
 			t.Errorf("%s: %d bytes, %v", part, len(b), err)
 		}
 	}
 	var loads struct{ Loads []load.Report }
 	var found struct{ Sources []struct{ Tensors []any } }
-	if err := errors.Join(json.Unmarshal([]byte(must(t, "load", small, "--json")), &loads), json.Unmarshal([]byte(must(t, "inspect", small, "--json")), &found)); err != nil {
+	if err := errors.Join(json.Unmarshal([]byte(must(t, "load", small, "--json")), &loads),
+		json.Unmarshal([]byte(must(t, "inspect", small, "--json")), &found)); err != nil {
 		t.Fatal(err)
 	}
-	if len(found.Sources) != 2 || len(loads.Loads) != 1 || loads.Loads[0].Tensors != int64(2*len(found.Sources[0].Tensors)) {
+	if len(found.Sources) != 2 || len(loads.Loads) != 1 ||
+		loads.Loads[0].Tensors != int64(2*len(found.Sources[0].Tensors)) {
 		t.Errorf("%+v %d", loads, len(found.Sources))
 	}
 	if said := must(t, "verify", small); strings.Count(said, "contents verified") != 2 {
@@ -457,7 +479,8 @@ func TestEstimate(t *testing.T) {
 	if err := json.Unmarshal([]byte(must(t, "compress", plain, "-o", small, "--json")), &after); err != nil {
 		t.Fatal(err)
 	}
-	if e := before.Estimate; len(before.Sources) != 1 || e.Bytes != after.BytesIn || e.Tensors != after.Tensors || math.Abs(e.Ratio-after.Ratio) > 0.02 {
+	if e := before.Estimate; len(before.Sources) != 1 || e.Bytes != after.BytesIn || e.Tensors != after.Tensors ||
+		math.Abs(e.Ratio-after.Ratio) > 0.02 {
 		t.Errorf("%+v, and compress %+v", before, after)
 	}
 	// Of a compressed file it is what is stored already.
@@ -488,12 +511,14 @@ func TestDoctorOfPreloads(t *testing.T) {
 		}
 	}
 	for path, want := range map[string]string{
-		plain: "", pickle: "", "https://user:secret@host/m.safetensors": "", archive: "names what cannot be loaded: ", dir: "names what cannot be loaded: ",
+		plain: "", pickle: "", "https://user:secret@host/m.safetensors": "", archive: "names what cannot be loaded: ",
+		dir:           "names what cannot be loaded: ",
 		dir + "/none": "which does not exist",
 	} {
 		knob.Load(map[string]string{"OVERWIRE_PRELOAD": path})
 		advice := strings.Join(Diagnose(Env{}, false).Advice, "\n")
-		if strings.Contains(advice, "OVERWIRE_PRELOAD") != (want != "") || !strings.Contains(advice, want) || strings.Contains(advice, "secret") {
+		if strings.Contains(advice, "OVERWIRE_PRELOAD") != (want != "") || !strings.Contains(advice, want) ||
+			strings.Contains(advice, "secret") {
 			t.Errorf("%s: %s", path, advice)
 		}
 	}
@@ -509,15 +534,18 @@ func TestNamesCannotSteerTheTerminal(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for file, data := range map[string]string{name + ".safetensors": string(b), name + ".gguf": "0123456789", name + ".txt": "x", name + ".bad.safetensors": "junkjunkjunk"} {
+	for file, data := range map[string]string{name + ".safetensors": string(b), name + ".gguf": "0123456789",
+		name + ".txt": "x", name + ".bad.safetensors": "junkjunkjunk"} {
 		if err := os.WriteFile(filepath.Join(dir, file), []byte(data), 0o600); err != nil {
 			t.Fatal(err)
 		}
 	}
 	whole := filepath.Join(dir, name+".safetensors")
 	for _, argv := range [][]string{
-		{"inspect", whole}, {"verify", whole}, {"load", whole}, {"compress", whole, "-o", filepath.Join(t.TempDir(), name+".safetensors")},
-		{"inspect", "--json", whole}, {"inspect", filepath.Join(dir, name+".bad.safetensors")}, {"inspect", "--json", filepath.Join(dir, name+".bad.safetensors")},
+		{"inspect", whole}, {"verify", whole}, {"load", whole},
+		{"compress", whole, "-o", filepath.Join(t.TempDir(), name+".safetensors")},
+		{"inspect", "--json", whole}, {"inspect", filepath.Join(dir, name+".bad.safetensors")},
+		{"inspect", "--json", filepath.Join(dir, name+".bad.safetensors")},
 		{"inspect", filepath.Join(dir, name+"none")}, {name}, {"inspect", "--" + name}, {"help", name},
 	} {
 		var out, failure bytes.Buffer
@@ -531,7 +559,8 @@ func TestNamesCannotSteerTheTerminal(t *testing.T) {
 		}
 		var doc struct{ Sources []struct{ URI string } }
 		if argv[len(argv)-1] == whole && slices.Contains(argv, "--json") {
-			if err := json.Unmarshal(out.Bytes(), &doc); err != nil || len(doc.Sources) != 1 || doc.Sources[0].URI != whole {
+			if err := json.Unmarshal(out.Bytes(), &doc); err != nil || len(doc.Sources) != 1 ||
+				doc.Sources[0].URI != whole {
 				t.Errorf("%q: %v, %q", argv, err, out.String())
 			}
 		}

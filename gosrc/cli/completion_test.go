@@ -79,10 +79,12 @@ func TestCompletionZsh(t *testing.T) {
 	for _, c := range []struct{ line, want []string }{
 		{[]string{""}, append(verbNames(verbs()), "help")},
 		{[]string{"help", ""}, append(verbNames(verbs()), "help")},
-		{[]string{"completion", "z"}, []string{"--help[print", "this]", "-h[print", "this]", "--json[print", "one", "JSON", "document", "for", "machines]", "1:word:(bash", "zsh", "fish)"}},
+		{[]string{"completion", "z"}, []string{"--help[print", "this]", "-h[print", "this]", "--json[print", "one",
+			"JSON", "document", "for", "machines]", "1:word:(bash", "zsh", "fish)"}},
 	} {
 		slices.Sort(c.want)
-		if got := said(t, t.TempDir(), "zsh", slices.Concat([]string{"-f", "-c", ask, script, "overwire"}, c.line)...); !slices.Equal(got, c.want) {
+		if got := said(t, t.TempDir(), "zsh", slices.Concat([]string{"-f", "-c", ask, script, "overwire"},
+			c.line)...); !slices.Equal(got, c.want) {
 			t.Errorf("%q: %q, want %q", c.line, got, c.want)
 		}
 	}

@@ -25,10 +25,12 @@ func TestInspectFilter(t *testing.T) {
 	a := made(t, "llama-bf16")
 	out := must(t, "inspect", a, "--filter", "*.mlp.*_proj.weight")
 	rows := strings.Count(out, "  plain\n")
-	if rows == 0 || rows != strings.Count(out, ".mlp.") || strings.Contains(out, "lm_head") || !strings.Contains(out, fmt.Sprintf("all    %d", rows)) {
+	if rows == 0 || rows != strings.Count(out, ".mlp.") || strings.Contains(out, "lm_head") ||
+		!strings.Contains(out, fmt.Sprintf("all    %d", rows)) {
 		t.Errorf("%d rows:\n%s", rows, out)
 	}
-	if out := must(t, "inspect", a, "--digests", "--filter", "lm_head*"); strings.Count(out, "\n") != 1 || !strings.HasSuffix(out, "  lm_head.weight\n") {
+	if out := must(t, "inspect", a, "--digests", "--filter", "lm_head*"); strings.Count(out, "\n") != 1 ||
+		!strings.HasSuffix(out, "  lm_head.weight\n") {
 		t.Error(out)
 	}
 	for name, want := range map[string]bool{"a/b.c": true, "ab": true, "a": false, "xab": false} {
@@ -45,7 +47,8 @@ func TestDiffLimit(t *testing.T) {
 	b := filepath.Join(t.TempDir(), "b.safetensors")
 	must(t, "bench", "gen", "llama-bf16", b, "--size", "2MB", "--seed", "8")
 	all, few := must(t, "diff", a, b), must(t, "diff", a, b, "--limit", "2")
-	if n := strings.Count(few, "BF16"); n != 2 || !strings.Contains(few, fmt.Sprintf("and %d more", strings.Count(all, "BF16")-2)) {
+	if n := strings.Count(few, "BF16"); n != 2 ||
+		!strings.Contains(few, fmt.Sprintf("and %d more", strings.Count(all, "BF16")-2)) {
 		t.Errorf("%d rows:\n%s", n, few)
 	}
 	if x, y := must(t, "diff", a, b, "--json"), must(t, "diff", a, b, "--json", "--limit", "2"); x != y {
@@ -62,10 +65,12 @@ func TestDiffStatus(t *testing.T) {
 	must(t, "diff", a, b)
 	must(t, "diff", a, a, "--exit-code")
 	status, out, stderr := overwire("diff", a, b, "--exit-code", "--summary")
-	if status != ExitBad || stderr != "overwire: the models differ\n" || strings.Contains(out, "BF16") || !strings.Contains(out, "elements changed") {
+	if status != ExitBad || stderr != "overwire: the models differ\n" || strings.Contains(out, "BF16") ||
+		!strings.Contains(out, "elements changed") {
 		t.Errorf("status %d\n%s%s", status, out, stderr)
 	}
-	if status, out, _ := overwire("diff", a, b, "--exit-code", "--json"); status != ExitBad || strings.Count(out, "\n{") != 0 {
+	if status, out, _ := overwire("diff", a, b, "--exit-code", "--json"); status != ExitBad ||
+		strings.Count(out, "\n{") != 0 {
 		t.Errorf("status %d\n%s", status, out)
 	}
 }

@@ -20,7 +20,8 @@ import (
 func TestDoctorFake(t *testing.T) {
 	end := cuda.Fake(1 << 30)
 	out := must(t, "doctor")
-	for _, want := range []string{"for CUDA 13.0", "cuda:1", "Fake GPU 1", "compute 9.0", "kernels sm_90", "unknown link", "coherent link"} {
+	for _, want := range []string{"for CUDA 13.0", "cuda:1", "Fake GPU 1", "compute 9.0", "kernels sm_90",
+		"unknown link", "coherent link"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("doctor lacks %q:\n%s", want, out)
 		}
@@ -57,7 +58,8 @@ func TestDoctorFake(t *testing.T) {
 	tables = root
 	defer func() { tables = nodes.System }()
 	out = must(t, "doctor")
-	for _, want := range []string{"node 0 with 1022 cores, node 1 with 2 cores", "at ffff:01:00.0 near node 1", "cuda:1 is near node 1, but", "may not run on the cores of node 1"} {
+	for _, want := range []string{"node 0 with 1022 cores, node 1 with 2 cores", "at ffff:01:00.0 near node 1",
+		"cuda:1 is near node 1, but", "may not run on the cores of node 1"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("doctor lacks %q:\n%s", want, out)
 		}
@@ -78,7 +80,8 @@ func TestDoctorFake(t *testing.T) {
 func TestDoctorOfModelsFake(t *testing.T) {
 	path := layered(t)
 	for bytes, want := range map[int64]string{
-		1 << 30: "fits\n", 16 << 20: "8 blocks, 8.0 MB together, are streamed from at most", 4 << 20: "cannot run it there",
+		1 << 30: "fits\n", 16 << 20: "8 blocks, 8.0 MB together, are streamed from at most",
+		4 << 20: "cannot run it there",
 	} {
 		end := cuda.Fake(bytes)
 		if out := must(t, "doctor", path); !strings.Contains(out, want) {
@@ -90,7 +93,8 @@ func TestDoctorOfModelsFake(t *testing.T) {
 		}
 		for _, fit := range d.Model.GPUs {
 			o := fit.Offload
-			if (o != nil) != (bytes == 16<<20) || o != nil && (o.DeviceBytes() > bytes/5*4 || o.Kept == 0 || o.Kept > fit.Keep) {
+			if (o != nil) != (bytes == 16<<20) || o != nil &&
+				(o.DeviceBytes() > bytes/5*4 || o.Kept == 0 || o.Kept > fit.Keep) {
 				t.Errorf("GPU of %d bytes: %+v, %+v", bytes, fit, o)
 			}
 		}

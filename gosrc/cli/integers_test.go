@@ -67,7 +67,8 @@ func numbers(b []byte, yield func(what string, changed []byte)) {
 		for _, v := range extremes {
 			text := header[:at[0]] + strconv.FormatUint(v, 10) + strings.TrimRight(header[at[1]:], " ")
 			text += strings.Repeat(" ", (8-len(text)%8)%8)
-			yield(fmt.Sprintf("the number at %d = %d", at[0], v), append(append(le.AppendUint64(nil, uint64(len(text))), text...), data...))
+			yield(fmt.Sprintf("the number at %d = %d", at[0], v),
+				append(append(le.AppendUint64(nil, uint64(len(text))), text...), data...))
 		}
 	}
 	for _, v := range extremes {
@@ -171,22 +172,23 @@ func TestIntegers(t *testing.T) {
 			pairs(b, 57, 65, yield)
 			pairs(b, index(b)-16, index(b)-8, yield)
 		}, nil},
-		{"encrypted tensors", convert("y.tensors", "--encrypt-key", "file:"+key), func(b []byte, yield func(string, []byte)) {
-			fields(b, 73, min(index(b), 73+120), 1, yield)
-			// Around the boxes of each of two records.
-			for _, at := range []int{index(b), int(le.Uint64(b[index(b)-24:]))} {
-				fields(b, at, min(at+200, len(b)), 1, yield)
-			}
-			// The size of a box, and behind the nonce the number of boxes.
-			for at := 0; ; at += 8 {
-				k := bytes.Index(b[at:], le.AppendUint64(nil, 2<<20))
-				if k < 0 {
-					break
+		{"encrypted tensors", convert("y.tensors", "--encrypt-key", "file:"+key),
+			func(b []byte, yield func(string, []byte)) {
+				fields(b, 73, min(index(b), 73+120), 1, yield)
+				// Around the boxes of each of two records.
+				for _, at := range []int{index(b), int(le.Uint64(b[index(b)-24:]))} {
+					fields(b, at, min(at+200, len(b)), 1, yield)
 				}
-				at += k
-				pairs(b, at, at+8+24, yield)
-			}
-		}, []string{"--decrypt-key", "file:" + key}},
+				// The size of a box, and behind the nonce the number of boxes.
+				for at := 0; ; at += 8 {
+					k := bytes.Index(b[at:], le.AppendUint64(nil, 2<<20))
+					if k < 0 {
+						break
+					}
+					at += k
+					pairs(b, at, at+8+24, yield)
+				}
+			}, []string{"--decrypt-key", "file:" + key}},
 	} {
 		t.Run(c.kind, func(t *testing.T) {
 			ends := map[int]int{}
@@ -198,7 +200,8 @@ func TestIntegers(t *testing.T) {
 				}
 				verbs := [][]string{{"verify", target}}
 				if n++; n%23 == 0 {
-					verbs = append(verbs, []string{"load", target}, []string{"inspect", target}, []string{"convert", target, "-f", "-o", path("out.safetensors")})
+					verbs = append(verbs, []string{"load", target}, []string{"inspect", target},
+						[]string{"convert", target, "-f", "-o", path("out.safetensors")})
 				}
 				for _, argv := range verbs {
 					if argv[0] != "inspect" {

@@ -17,7 +17,8 @@ func layered(t *testing.T) string {
 	t.Helper()
 	header, end := `{"embed.weight":{"dtype":"U8","shape":[500000],"data_offsets":[0,500000]}`, 500_000
 	for i := range 16 {
-		header += fmt.Sprintf(`,"layers.%d.up.weight":{"dtype":"U8","shape":[1000000],"data_offsets":[%d,%d]}`, i, end, end+1_000_000)
+		header += fmt.Sprintf(`,"layers.%d.up.weight":{"dtype":"U8","shape":[1000000],"data_offsets":[%d,%d]}`, i, end,
+			end+1_000_000)
 		end += 1_000_000
 	}
 	path := filepath.Join(t.TempDir(), "layered.safetensors")
@@ -38,13 +39,15 @@ func TestPlan(t *testing.T) {
 			t.Fatal(err)
 		}
 		o := r.Offload
-		if o.Kept != int64(want)*1_000_000 || o.Rest != 500_000 || o.Rest+o.Kept+o.Streamed != r.Bytes || len(o.Blocks) != 16-want {
+		if o.Kept != int64(want)*1_000_000 || o.Rest != 500_000 || o.Rest+o.Kept+o.Streamed != r.Bytes ||
+			len(o.Blocks) != 16-want {
 			t.Errorf("keep %s: %+v of %d bytes", keep, o, r.Bytes)
 		}
 	}
 	for _, c := range []struct{ argv, want string }{
 		{"load --plan " + path, "at its peak"},
-		{"load --plan --keep 0 " + path, "16 blocks, 16 MB together, are streamed from at most 16 MB of host memory: layers.0 to layers.15"},
+		{"load --plan --keep 0 " + path,
+			"16 blocks, 16 MB together, are streamed from at most 16 MB of host memory: layers.0 to layers.15"},
 		{"load --plan --keep 1TB " + path, "nothing is streamed"}, {"doctor " + path, path},
 	} {
 		if out := must(t, strings.Fields(c.argv)...); !strings.Contains(out, c.want) {
@@ -52,8 +55,9 @@ func TestPlan(t *testing.T) {
 		}
 	}
 	for argv, want := range map[string]int{
-		"load --plan": ExitUsage, "load --keep 1MB " + path: ExitUsage, "load --plan --keep many " + path: ExitUsage, "load --plan --device tpu " + path: ExitNotSupported,
-		"load --plan nowhere": ExitNotFound, "doctor nowhere": ExitNotFound,
+		"load --plan": ExitUsage, "load --keep 1MB " + path: ExitUsage, "load --plan --keep many " + path: ExitUsage,
+		"load --plan --device tpu " + path: ExitNotSupported,
+		"load --plan nowhere":              ExitNotFound, "doctor nowhere": ExitNotFound,
 	} {
 		if status, _, stderr := overwire(strings.Fields(argv)...); status != want {
 			t.Errorf("%s: status %d, %s", argv, status, stderr)

@@ -22,7 +22,8 @@ func TestStore(t *testing.T) {
 	storage := "--storage=" + string(b)
 	plain := made(t, "llama-bf16")
 	must(t, "compress", plain, "-o", "s3://models/m.safetensors", storage)
-	if status, _, stderr := overwire("compress", plain, "-o", "s3://models/m.safetensors", storage); status == 0 || !strings.Contains(stderr, "--force") {
+	if status, _, stderr := overwire("compress", plain, "-o", "s3://models/m.safetensors", storage); status == 0 ||
+		!strings.Contains(stderr, "--force") {
 		t.Errorf("status %d, %s", status, stderr)
 	}
 	must(t, "compress", "--force", plain, "-o", "s3://models/m.safetensors", storage)
@@ -49,7 +50,8 @@ func TestStore(t *testing.T) {
 	}
 	must(t, "compress", folder, "-o", "s3://models/packed", storage)
 	for _, uri := range []string{"s3://models/packed", "s3://models/packed/"} {
-		if status, _, stderr := overwire("compress", folder, "-o", uri, storage); status != ExitUsage || !strings.Contains(stderr, "--force") {
+		if status, _, stderr := overwire("compress", folder, "-o", uri, storage); status != ExitUsage ||
+			!strings.Contains(stderr, "--force") {
 			t.Errorf("%s: status %d, %s", uri, status, stderr)
 		}
 		must(t, "compress", folder, "-o", uri, storage, "-f")
@@ -66,12 +68,14 @@ func TestStore(t *testing.T) {
 			t.Error(err)
 		}
 		must(t, "verify", brought)
-		if status, _, stderr := overwire("fetch", uri, "-o", brought, storage); status != ExitUsage || !strings.Contains(stderr, "--force") {
+		if status, _, stderr := overwire("fetch", uri, "-o", brought, storage); status != ExitUsage ||
+			!strings.Contains(stderr, "--force") {
 			t.Errorf("status %d, %s", status, stderr)
 		}
 		must(t, "fetch", uri, "-o", brought, storage, "-f")
 	}
-	if status, _, stderr := overwire("fetch", "s3://models/packed", storage); status != ExitUsage || !strings.Contains(stderr, "is a folder: write -o") {
+	if status, _, stderr := overwire("fetch", "s3://models/packed", storage); status != ExitUsage ||
+		!strings.Contains(stderr, "is a folder: write -o") {
 		t.Errorf("status %d, %s", status, stderr)
 	}
 	r, err := http.Get(strings.TrimSpace(must(t, "fetch", "s3://models/m.safetensors", "--presign", "600", storage)))

@@ -31,7 +31,8 @@ func TestDecode(t *testing.T) {
 		{"X16", packed, tensor.Chunk{Stored: m, Logical: n, Codec: 1, Transform: 1, SegTiles: st}, nil},
 		{"raw with a transform", src, tensor.Chunk{Stored: n, Logical: n, Transform: 1}, errs.ErrCorrupt},
 		{"X16 without one", packed, tensor.Chunk{Stored: m, Logical: n, Codec: 1, SegTiles: st}, errs.ErrCorrupt},
-		{"X16 with an unknown one", packed, tensor.Chunk{Stored: m, Logical: n, Codec: 1, Transform: 9, SegTiles: st}, errs.ErrCorrupt},
+		{"X16 with an unknown one", packed, tensor.Chunk{Stored: m, Logical: n, Codec: 1, Transform: 9, SegTiles: st},
+			errs.ErrCorrupt},
 		{"no tiles per segment", packed, tensor.Chunk{Stored: m, Logical: n, Codec: 1, Transform: 1}, errs.ErrCorrupt},
 		{"a reserved codec", src, tensor.Chunk{Stored: n, Logical: n, Codec: 2}, errs.ErrNotSupported},
 		{"a record of another size", src, tensor.Chunk{Stored: n, Logical: n - 1}, errs.ErrArgument},
@@ -67,11 +68,13 @@ func TestKnown(t *testing.T) {
 		tensor.BF16: {1}, tensor.F16: {2}, tensor.F32: {3}, tensor.C64: {3},
 		tensor.F8E4M3: {4}, tensor.F8E4M3FNUZ: {4}, tensor.F8E5M2: {5}, tensor.F8E5M2FNUZ: {5},
 		tensor.I8: {6, 7, 8}, tensor.U8: {6, 7, 8}, tensor.F4: {7}, tensor.F8E8M0: {8}, tensor.Bool: {8},
-		tensor.I16: {6, 7, 8}, tensor.U16: {6, 7, 8}, tensor.I32: {6, 7, 8}, tensor.U32: {6, 7, 8}, tensor.I64: {6, 7, 8}, tensor.U64: {6, 7, 8},
+		tensor.I16: {6, 7, 8}, tensor.U16: {6, 7, 8}, tensor.I32: {6, 7, 8}, tensor.U32: {6, 7, 8},
+		tensor.I64: {6, 7, 8}, tensor.U64: {6, 7, 8},
 	}
 	planes := map[tensor.DType][]uint8{
 		tensor.BF16: {1, 5}, tensor.F16: {1, 5}, tensor.F32: {1, 6}, tensor.C64: {1, 6}, tensor.F64: {1, 7},
-		tensor.I16: {1, 2}, tensor.U16: {1, 2}, tensor.I32: {1, 3}, tensor.U32: {1, 3}, tensor.I64: {1, 4}, tensor.U64: {1, 4},
+		tensor.I16: {1, 2}, tensor.U16: {1, 2}, tensor.I32: {1, 3}, tensor.U32: {1, 3}, tensor.I64: {1, 4},
+		tensor.U64: {1, 4},
 	}
 	for d := tensor.DType(0); int(d) <= tensor.NumDTypes+1; d++ {
 		if Known(tensor.CodecRaw, 0, d) != d.Valid() || Known(tensor.CodecRaw, 1, d) || Known(2, 0, d) {

@@ -23,14 +23,21 @@ func shapes(r *rand.Rand) map[string][]byte {
 	}
 	noise := func(int) byte { return byte(r.Uint32()) }
 	return map[string][]byte{
-		"nothing": nil, "a byte": {7}, "noise": fill(1<<14, noise), "zeros": make([]byte, 1<<14), "an odd length": make([]byte, 4097),
-		"floats":          fill(1<<15, func(i int) byte { return []byte{byte(r.Uint32()), byte(0x3f - r.IntN(3))}[i%2] }),
-		"packed nibbles":  fill(1<<14, func(int) byte { return byte(r.IntN(4) | r.IntN(4)<<4) }),
-		"small integers":  fill(1<<14, func(i int) byte { return []byte{byte(r.Uint32()), 0, 0, 0}[i%4] }),
-		"rows":            bytes.Repeat(fill(999, noise), 20),
-		"a rare value":    fill(1<<14, func(i int) byte { return byte(max(0, i%2000-1990)) }),
-		"many values":     fill(1<<15, func(int) byte { return byte(int(128 + 30*r.NormFloat64())) }),
-		"floats of noise": fill(1<<14, func(i int) byte { return []byte{byte(r.Uint32()), byte(r.Uint32() & 0x7f)}[i%2] }),
+		"nothing": nil, "a byte": {7}, "noise": fill(1<<14, noise), "zeros": make([]byte, 1<<14),
+		"an odd length": make([]byte, 4097),
+		"floats": fill(1<<15, func(
+			i int) byte {
+			return []byte{byte(r.Uint32()), byte(0x3f - r.IntN(3))}[i%2]
+		}),
+		"packed nibbles": fill(1<<14, func(int) byte { return byte(r.IntN(4) | r.IntN(4)<<4) }),
+		"small integers": fill(1<<14, func(i int) byte { return []byte{byte(r.Uint32()), 0, 0, 0}[i%4] }),
+		"rows":           bytes.Repeat(fill(999, noise), 20),
+		"a rare value":   fill(1<<14, func(i int) byte { return byte(max(0, i%2000-1990)) }),
+		"many values":    fill(1<<15, func(int) byte { return byte(int(128 + 30*r.NormFloat64())) }),
+		"floats of noise": fill(1<<14, func(
+			i int) byte {
+			return []byte{byte(r.Uint32()), byte(r.Uint32() & 0x7f)}[i%2]
+		}),
 	}
 }
 
@@ -43,7 +50,8 @@ func TestEncodeTakesTheShortest(t *testing.T) {
 	seen := map[tensor.Codec]int{}
 	for range 2 {
 		for name, data := range shapes(r) {
-			for _, ways := range []Ways{{}, {X16: x16.BF16}, {X16: x16.Nibbles}, {X16: x16.Bytes}, {Planes: planes.Bytes}, {X16: x16.BF16, Planes: 5}, {X16: x16.Bytes, Planes: 2},
+			for _, ways := range []Ways{{}, {X16: x16.BF16}, {X16: x16.Nibbles}, {X16: x16.Bytes},
+				{Planes: planes.Bytes}, {X16: x16.BF16, Planes: 5}, {X16: x16.Bytes, Planes: 2},
 				{X16: x16.Int8, Planes: 3}, {X16: x16.FP32, Planes: 6}, {Planes: 7}} {
 				before := bytes.Clone(data)
 				var c, again tensor.Chunk
@@ -52,9 +60,11 @@ func TestEncodeTakesTheShortest(t *testing.T) {
 				again.Codec, again.Transform, again.SegTiles = 5, 9, 99
 				got := kept.Encode(buf, data, ways, &again)
 				if !bytes.Equal(got, out) || c != again || !bytes.Equal(data, before) {
-					t.Fatalf("%s, %+v: %d bytes as %s alone, %d as %s by a used encoder", name, ways, len(out), Name(c), len(got), Name(again))
+					t.Fatalf("%s, %+v: %d bytes as %s alone, %d as %s by a used encoder", name, ways, len(out), Name(c),
+						len(got), Name(again))
 				}
-				if raw := c.Codec == tensor.CodecRaw; raw != (len(out) >= len(data)) || raw && len(data) > 0 && &got[0] != &data[0] {
+				if raw := c.Codec == tensor.CodecRaw; raw != (len(out) >= len(data)) ||
+					raw && len(data) > 0 && &got[0] != &data[0] {
 					t.Errorf("%s, %+v: %d bytes of %d as %s", name, ways, len(out), len(data), Name(c))
 				}
 				if c.Codec != tensor.CodecRaw {
@@ -106,19 +116,22 @@ func TestEncodeTriesBytes(t *testing.T) {
 
 // Names are for people: the coding of a chunk, and those of a tensor once each, raw last.
 func TestNames(t *testing.T) {
-	raw, x, y, p := tensor.Chunk{}, tensor.Chunk{Codec: 1, Transform: 1}, tensor.Chunk{Codec: 1, Transform: 8}, tensor.Chunk{Codec: 6, Transform: 5}
+	raw, x, y, p := tensor.Chunk{}, tensor.Chunk{Codec: 1, Transform: 1}, tensor.Chunk{Codec: 1, Transform: 8},
+		tensor.Chunk{Codec: 6, Transform: 5}
 	for _, c := range []struct {
 		chunks []tensor.Chunk
 		want   string
 	}{
-		{nil, "plain"}, {[]tensor.Chunk{raw, raw}, "plain"}, {[]tensor.Chunk{x, x}, "X16/bf16"}, {[]tensor.Chunk{raw, x, raw}, "X16/bf16+raw"},
+		{nil, "plain"}, {[]tensor.Chunk{raw, raw}, "plain"}, {[]tensor.Chunk{x, x}, "X16/bf16"},
+		{[]tensor.Chunk{raw, x, raw}, "X16/bf16+raw"},
 		{[]tensor.Chunk{y, x, y}, "X16/bytes+X16/bf16"}, {[]tensor.Chunk{p, raw, x}, "planes/float16+X16/bf16+raw"},
 	} {
 		if got := Names(c.chunks); got != c.want {
 			t.Errorf("%q, want %q", got, c.want)
 		}
 	}
-	for want, c := range map[string]tensor.Chunk{"raw": {Transform: 1}, "X16/transform 99": {Codec: 1, Transform: 99}, "planes/transform 0": {Codec: 6}, "unknown": {Codec: 99}} {
+	for want, c := range map[string]tensor.Chunk{"raw": {Transform: 1}, "X16/transform 99": {Codec: 1, Transform: 99},
+		"planes/transform 0": {Codec: 6}, "unknown": {Codec: 99}} {
 		if got := Name(c); got != want {
 			t.Errorf("%q, want %q", got, want)
 		}

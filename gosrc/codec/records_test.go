@@ -108,7 +108,8 @@ func TestEveryKnownPair(t *testing.T) {
 				t.Errorf("%v, %s: nothing to gain", d, x16.Name(tr))
 				continue
 			}
-			c := tensor.Chunk{Codec: tensor.CodecX16, Transform: tr, SegTiles: st, Stored: uint32(len(out)), Logical: uint32(len(src)), Sum: Sum(out)}
+			c := tensor.Chunk{Codec: tensor.CodecX16, Transform: tr, SegTiles: st, Stored: uint32(len(out)),
+				Logical: uint32(len(src)), Sum: Sum(out)}
 			dst := make([]byte, len(src))
 			if err := Decode(dst, out, c); err != nil || !bytes.Equal(dst, src) {
 				t.Errorf("%v, %s: %v", d, x16.Name(tr), err)
@@ -124,15 +125,18 @@ func TestEveryKnownPair(t *testing.T) {
 // nothing is written; a codec that this build lacks says so.
 func TestRecordsThatDoNotFit(t *testing.T) {
 	for codec := range 256 {
-		for _, sizes := range [][4]uint32{{4, 4, 5, 4}, {4, 4, 4, 5}, {4, 4, 0, 4}, {4, 4, 4, 0}, {0, 0, 1, 0}, {4, 4, 1<<32 - 1, 4}, {4, 4, 4, 1<<32 - 1}} {
+		for _, sizes := range [][4]uint32{{4, 4, 5, 4}, {4, 4, 4, 5}, {4, 4, 0, 4}, {4, 4, 4, 0}, {0, 0, 1, 0},
+			{4, 4, 1<<32 - 1, 4}, {4, 4, 4, 1<<32 - 1}} {
 			dst, src := bytes.Repeat([]byte{9}, int(sizes[0])), make([]byte, sizes[1])
 			c := tensor.Chunk{Codec: tensor.Codec(codec), Logical: sizes[2], Stored: sizes[3]}
-			if err := Decode(dst, src, c); !errors.Is(err, errs.ErrArgument) || !bytes.Equal(dst, bytes.Repeat([]byte{9}, len(dst))) {
+			if err := Decode(dst, src, c); !errors.Is(err, errs.ErrArgument) ||
+				!bytes.Equal(dst, bytes.Repeat([]byte{9}, len(dst))) {
 				t.Fatalf("codec %d, %v: %v, %v", codec, sizes, err, dst)
 			}
 		}
 		err := Decode(make([]byte, 4), make([]byte, 4), tensor.Chunk{Codec: tensor.Codec(codec), Logical: 4, Stored: 4})
-		want := map[tensor.Codec]error{tensor.CodecRaw: nil, tensor.CodecX16: errs.ErrCorrupt, tensor.CodecPlanes: errs.ErrCorrupt}
+		want := map[tensor.Codec]error{tensor.CodecRaw: nil, tensor.CodecX16: errs.ErrCorrupt,
+			tensor.CodecPlanes: errs.ErrCorrupt}
 		class, ours := want[tensor.Codec(codec)]
 		if !ours {
 			class = errs.ErrNotSupported
@@ -146,7 +150,8 @@ func TestRecordsThatDoNotFit(t *testing.T) {
 // Use takes the names of the setting; anything else is the best of the machine.
 func TestUse(t *testing.T) {
 	defer Use("")
-	for name, want := range map[string]x16.Level{"scalar": x16.Scalar, "neon": x16.NEON, "avx2": x16.AVX2, "avx512": x16.AVX512, "": x16.Best(), "none": x16.Best(), "AVX2": x16.Best()} {
+	for name, want := range map[string]x16.Level{"scalar": x16.Scalar, "neon": x16.NEON, "avx2": x16.AVX2,
+		"avx512": x16.AVX512, "": x16.Best(), "none": x16.Best(), "AVX2": x16.Best()} {
 		if !slices.Contains(x16.Levels(), want) {
 			want = x16.Best()
 		}

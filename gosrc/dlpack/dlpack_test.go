@@ -108,7 +108,8 @@ func TestBatch(t *testing.T) {
 	b := NewBatch(n)
 	shapes := [][]int64{{2, 3}, {}, {0, 7}, {6}, {1, 2, 3}}
 	for i, shape := range shapes {
-		b.Add(device.Memory{Ptr: unsafe.Add(p, 64*i), Bytes: 6, Block: block, CUDA: int32(i % 2)}, Type{codeUInt, 8, 1}, shape)
+		b.Add(device.Memory{Ptr: unsafe.Add(p, 64*i), Bytes: 6, Block: block, CUDA: int32(i % 2)}, Type{codeUInt, 8, 1},
+			shape)
 	}
 	var made []unsafe.Pointer
 	if err := b.Make(func(i int, m unsafe.Pointer) {
@@ -120,7 +121,8 @@ func TestBatch(t *testing.T) {
 		t.Fatal(err)
 	}
 	for i, shape := range shapes {
-		one := exported(t, device.Memory{Ptr: unsafe.Add(p, 64*i), Bytes: 6, CUDA: int32(i % 2)}, Type{codeUInt, 8, 1}, shape)
+		one := exported(t, device.Memory{Ptr: unsafe.Add(p, 64*i), Bytes: 6, CUDA: int32(i % 2)}, Type{codeUInt, 8, 1},
+			shape)
 		want, got := described(one), described(made[i])
 		if !reflect.DeepEqual(got, want) {
 			t.Errorf("%v: %+v, alone %+v", shape, got, want)
@@ -190,7 +192,8 @@ func TestRegionGivesPagesBack(t *testing.T) {
 		all[i] = 7
 	}
 	// From the middle of page 1 to the middle of page 40: pages 2..39 are whole.
-	m := exported(t, device.Memory{Ptr: unsafe.Add(base, 4096+100), Bytes: 39 * 4096, Block: block}, Type{codeUInt, 8, 1}, []int64{39 * 4096})
+	m := exported(t, device.Memory{Ptr: unsafe.Add(base, 4096+100), Bytes: 39 * 4096, Block: block},
+		Type{codeUInt, 8, 1}, []int64{39 * 4096})
 	Delete(m)
 	for i, b := range all {
 		want := byte(7)

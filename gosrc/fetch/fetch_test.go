@@ -69,10 +69,12 @@ func TestFetch(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer steady.Close()
-	if _, err := Fetch(context.Background(), nil, Spec{URIs: []string{steady.URL() + "b", steady.URL() + "none"}}, io.Discard); !errors.Is(err, errs.ErrNotFound) {
+	if _, err := Fetch(context.Background(), nil, Spec{URIs: []string{steady.URL() + "b", steady.URL() + "none"}},
+		io.Discard); !errors.Is(err, errs.ErrNotFound) {
 		t.Errorf("%v", err)
 	}
-	if _, err := Fetch(context.Background(), nil, Spec{URIs: []string{steady.URL() + "d"}}, full{}); !errors.Is(err, errs.ErrIO) {
+	if _, err := Fetch(context.Background(), nil, Spec{URIs: []string{steady.URL() + "d"}}, full{}); !errors.Is(err,
+		errs.ErrIO) {
 		t.Errorf("%v", err)
 	}
 	if _, err := Fetch(context.Background(), nil, Spec{}, io.Discard); !errors.Is(err, errs.ErrArgument) {
@@ -118,7 +120,8 @@ func TestPin(t *testing.T) {
 			put(text)
 			var got bytes.Buffer
 			_, err := Fetch(context.Background(), nil, Spec{URIs: []string{uri}, From: 1, Pin: rep.Pin}, &got)
-			if !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "changed since it was opened") || got.Len() > 0 {
+			if !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "changed since it was opened") ||
+				got.Len() > 0 {
 				t.Errorf("%s, %q: %v, %q", uri, text, err, &got)
 			}
 		}
@@ -130,7 +133,8 @@ func TestPin(t *testing.T) {
 			t.Errorf("%s: unchanged: %v", uri, err)
 		}
 	}
-	if _, err := Fetch(context.Background(), nil, Spec{URIs: []string{path, path}, Pin: &Pin{}}, io.Discard); !errors.Is(err, errs.ErrArgument) {
+	if _, err := Fetch(context.Background(), nil, Spec{URIs: []string{path, path}, Pin: &Pin{}},
+		io.Discard); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("%v", err)
 	}
 }
@@ -212,7 +216,8 @@ func TestDownloader(t *testing.T) {
 				wrong := slices.Clone(whole)
 				wrong[i] += by
 				// A stream that is cut otherwise is known by what is too much, or missing, at its end.
-				if err := fetch(io.Discard, wrong...); !errors.Is(err, errs.ErrCorrupt) && (wrong[i] >= 0 || !errors.Is(err, errs.ErrArgument)) {
+				if err := fetch(io.Discard, wrong...); !errors.Is(err, errs.ErrCorrupt) &&
+					(wrong[i] >= 0 || !errors.Is(err, errs.ErrArgument)) {
 					t.Errorf("%q: body %d of %d bytes: %v", program, i, wrong[i], err)
 				}
 			}
@@ -222,11 +227,15 @@ func TestDownloader(t *testing.T) {
 		}
 	}
 	text, err := os.ReadFile(starts)
-	if lines := strings.Fields(string(text)); err != nil || len(lines) == 0 || slices.ContainsFunc(lines, func(n string) bool { return n != "4" }) {
+	if lines := strings.Fields(string(text)); err != nil || len(lines) == 0 ||
+		slices.ContainsFunc(lines, func(n string) bool {
+			return n != "4"
+		}) {
 		t.Errorf("%v: URLs by start: %q", err, text)
 	}
 	script("printf x; exit 22")
-	if err := fetch(io.Discard, whole...); !errors.Is(err, errs.ErrIO) || !strings.Contains(err.Error(), "exit status 22") {
+	if err := fetch(io.Discard, whole...); !errors.Is(err, errs.ErrIO) ||
+		!strings.Contains(err.Error(), "exit status 22") {
 		t.Errorf("%v", err)
 	}
 	script("cat " + dir + "/a; exec sleep 1000")

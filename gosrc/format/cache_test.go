@@ -34,7 +34,8 @@ func plainFile(t *testing.T, path string, n int, prefix string) {
 	t.Helper()
 	var entries []string
 	for i := range n {
-		entries = append(entries, fmt.Sprintf(`"%s%d":{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}`, prefix, i, i, i+1))
+		entries = append(entries, fmt.Sprintf(`"%s%d":{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}`, prefix, i, i,
+			i+1))
 	}
 	h := "{" + strings.Join(entries, ",") + "}"
 	b := append(binary.LittleEndian.AppendUint64(nil, uint64(len(h))), h...)
@@ -147,7 +148,8 @@ func TestCacheKeepsNot(t *testing.T) {
 	}
 	defer g.Close()
 	for range 2 {
-		if _, err := Open(context.Background(), []source.Source{settled{counted{g, &reads}}}, Options{Cache: &c}); !errors.Is(err, errs.ErrFormat) {
+		if _, err := Open(context.Background(), []source.Source{settled{counted{g, &reads}}},
+			Options{Cache: &c}); !errors.Is(err, errs.ErrFormat) {
 			t.Error(err)
 		}
 	}
@@ -180,7 +182,8 @@ func TestCacheBound(t *testing.T) {
 			t.Fatalf("the one that is used was dropped after %d", i)
 		}
 	}
-	if c.bytes > cacheBytes || c.bytes < cacheBytes/2 || len(c.by) != c.order.Len() || c.bytes != int64(len(c.by))*footprintOf(ix) {
+	if c.bytes > cacheBytes || c.bytes < cacheBytes/2 || len(c.by) != c.order.Len() ||
+		c.bytes != int64(len(c.by))*footprintOf(ix) {
 		t.Errorf("%d bytes in %d and %d entries", c.bytes, len(c.by), c.order.Len())
 	}
 	if c.getIndex(kept[1], "x") != nil || c.getIndex(kept[599], "x") == nil {
@@ -209,7 +212,8 @@ func TestOpenNamesTheFirst(t *testing.T) {
 	}
 	for range 20 {
 		var at *errs.At
-		if _, err := Open(context.Background(), srcs, Options{}); !errors.As(err, &at) || filepath.Base(at.Source) != "20.safetensors" {
+		if _, err := Open(context.Background(), srcs, Options{}); !errors.As(err, &at) ||
+			filepath.Base(at.Source) != "20.safetensors" {
 			t.Fatal(err)
 		}
 	}

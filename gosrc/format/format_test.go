@@ -108,7 +108,10 @@ func attacks(ix *tensor.Index) []attack {
 		{"tensors", u32(16, math.MaxUint32), c, "says it has"},
 		{"chunks", u32(20, math.MaxUint32), c, "says it has"},
 		{"dims", u32(24, math.MaxUint32), c, "says it has"},
-		{"a tensor for two chunks", func(b []byte) { le.PutUint32(b[16:], le.Uint32(b[16:])-1); le.PutUint32(b[20:], le.Uint32(b[20:])+2) }, f, "tensors in the index"},
+		{"a tensor for two chunks", func(b []byte) {
+			le.PutUint32(b[16:], le.Uint32(b[16:])-1)
+			le.PutUint32(b[20:], le.Uint32(b[20:])+2)
+		}, f, "tensors in the index"},
 		{"a dim less, padding", func(b []byte) { le.PutUint32(b[24:], le.Uint32(b[24:])-1) }, nil, ""},
 		{"reserved", u8(63, 1), f, "reserved"},
 		{"negative dimension", u64(64, 1<<63), f, "negative"},
@@ -193,7 +196,8 @@ func TestAttacks(t *testing.T) {
 		if a.class == nil {
 			continue // whatever is said of it, nothing may break
 		}
-		if !errors.Is(err, a.class) || !strings.Contains(err.Error(), a.words) || !strings.Contains(err.Error(), "model.safetensors") {
+		if !errors.Is(err, a.class) || !strings.Contains(err.Error(), a.words) ||
+			!strings.Contains(err.Error(), "model.safetensors") {
 			t.Errorf("%s: got %v, want %v saying %q", a.name, err, a.class, a.words)
 		}
 	}
@@ -240,7 +244,8 @@ func TestHalfAContainer(t *testing.T) {
 			t.Errorf("%s with %q: %v", c.metadata, c.name, err)
 		}
 	}
-	head, _ := safetensors.AppendHeader(nil, nil, []safetensors.Entry{{Name: overwire.IndexName, DType: tensor.U8, Shape: []int64{0}}}, 0)
+	head, _ := safetensors.AppendHeader(nil, nil,
+		[]safetensors.Entry{{Name: overwire.IndexName, DType: tensor.U8, Shape: []int64{0}}}, 0)
 	if _, err := open(head); !errors.Is(err, errs.ErrCorrupt) {
 		t.Errorf("an index without the mark: %v", err)
 	}
@@ -266,7 +271,8 @@ func TestOpenMany(t *testing.T) {
 	if err := ix.Validate(nil); err != nil {
 		t.Fatal(err)
 	}
-	if len(ix.Sources) != 5 || ix.Sources[1].Metadata["a"] != "b" || ix.Sources[1].Overwire() || !ix.Sources[4].Overwire() || ix.Sources[3].URI != "d" {
+	if len(ix.Sources) != 5 || ix.Sources[1].Metadata["a"] != "b" || ix.Sources[1].Overwire() ||
+		!ix.Sources[4].Overwire() || ix.Sources[3].URI != "d" {
 		t.Errorf("sources %+v", ix.Sources)
 	}
 	find := ix.Finder()
@@ -287,7 +293,8 @@ func TestOpenMany(t *testing.T) {
 	files[1] = files[1][:len(files[1])-1]
 	srcs[1] = &memory{name: "b", b: files[1]}
 	var at *errs.At
-	if _, err := Open(context.Background(), srcs, Options{}); !errors.Is(err, errs.ErrCorrupt) || !errors.As(err, &at) || at.Source != "b" {
+	if _, err := Open(context.Background(), srcs, Options{}); !errors.Is(err, errs.ErrCorrupt) ||
+		!errors.As(err, &at) || at.Source != "b" {
 		t.Errorf("a bad second source: %v", err)
 	}
 	if ix, err := Open(context.Background(), nil, Options{}); err != nil || len(ix.Tensors) != 0 {
@@ -299,7 +306,8 @@ func TestOpenMany(t *testing.T) {
 func TestLargeIndex(t *testing.T) {
 	items := make([]overwire.Item, 5000)
 	for i := range items {
-		items[i] = overwire.Item{Name: strings.Repeat("n", i%7) + string(rune('a'+i%26)) + strings.Repeat("x", i/26), DType: tensor.U8,
+		items[i] = overwire.Item{Name: strings.Repeat("n", i%7) + string(rune('a'+i%26)) + strings.Repeat("x", i/26),
+			DType: tensor.U8,
 			Shape: []int64{1}, Plain: true, ChunkBytes: 4096}
 	}
 	b := build(t, nil, items)
@@ -309,12 +317,14 @@ func TestLargeIndex(t *testing.T) {
 		t.Errorf("%d reads, %v", src.reads, err)
 	}
 	size := int64(tensor.MaxIndex) + 64
-	head, err := safetensors.AppendHeader(nil, map[string]string{overwire.MetadataKey: `{"format":"1.0","index":"overwire.index"}`},
+	head, err := safetensors.AppendHeader(nil,
+		map[string]string{overwire.MetadataKey: `{"format":"1.0","index":"overwire.index"}`},
 		[]safetensors.Entry{{Name: overwire.IndexName, DType: tensor.U8, Shape: []int64{size}, End: size}}, 4096)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, _, err := readIndex(context.Background(), &sparse{memory{b: head}, 4096 + size}, Options{}); !errors.Is(err, errs.ErrFormat) {
+	if _, _, err := readIndex(context.Background(), &sparse{memory{b: head}, 4096 + size}, Options{}); !errors.Is(err,
+		errs.ErrFormat) {
 		t.Errorf("an index of a gigabyte: %v", err)
 	}
 }
@@ -387,7 +397,8 @@ func FuzzIndex(f *testing.F) {
 		if err != nil {
 			t.Fatalf("written again: %v", err)
 		}
-		if !reflect.DeepEqual(ix.Tensors, ix2.Tensors) || !slices.Equal(ix.Chunks, ix2.Chunks) || !maps.Equal(ix.Sources[0].Metadata, ix2.Sources[0].Metadata) {
+		if !reflect.DeepEqual(ix.Tensors, ix2.Tensors) || !slices.Equal(ix.Chunks, ix2.Chunks) ||
+			!maps.Equal(ix.Sources[0].Metadata, ix2.Sources[0].Metadata) {
 			t.Error("written again, it reads differently")
 		}
 	})

@@ -59,7 +59,8 @@ func bytesOf(i int, n int64) []byte {
 	return b
 }
 
-// build writes a container with raw chunks, as this package may not import codecs: every layout and every grid, and bytes that read back.
+// build writes a container with raw chunks, as this package may not import codecs: every layout and
+// every grid, and bytes that read back.
 func build(t testing.TB, metadata map[string]string, items []overwire.Item) []byte {
 	t.Helper()
 	l, err := overwire.NewLayout(metadata, items, nil, false)
@@ -117,7 +118,8 @@ func gather(data []byte, t *tensor.Tensor, g tensor.Grid, part int64) []byte {
 func golden(t testing.TB) map[string][]byte {
 	var dtypes []overwire.Item
 	for d := tensor.DType(1); int(d) <= tensor.NumDTypes; d++ {
-		dtypes = append(dtypes, overwire.Item{Name: "t." + d.String(), DType: d, Shape: []int64{3, 4}, Plain: true, ChunkBytes: 4096})
+		dtypes = append(dtypes, overwire.Item{Name: "t." + d.String(), DType: d, Shape: []int64{3, 4}, Plain: true,
+			ChunkBytes: 4096})
 	}
 	return map[string][]byte{
 		"empty":  build(t, nil, nil),
@@ -215,7 +217,8 @@ func TestKinds(t *testing.T) {
 		t.Fatal(err)
 	}
 	src := ix.Sources[0]
-	if !src.Overwire() || src.Size != int64(len(b)) || src.Data != 4096 || len(src.Metadata) != 2 || src.Metadata["läufer"] != "a\n\"b\"" {
+	if !src.Overwire() || src.Size != int64(len(b)) || src.Data != 4096 || len(src.Metadata) != 2 ||
+		src.Metadata["läufer"] != "a\n\"b\"" {
 		t.Errorf("source %+v", src)
 	}
 	var got []string
@@ -223,12 +226,14 @@ func TestKinds(t *testing.T) {
 		got = append(got, ix.Tensors[i].Name)
 	}
 	// compressed; plain in multiples of 64 bytes; the rest by alignment; aliases
-	want := []string{"eight", "nibbles", "two", "whole", "long", "none", "nothing", "scalar", "odd", "a tie of bytes", "tied"}
+	want := []string{"eight", "nibbles", "two", "whole", "long", "none", "nothing", "scalar", "odd", "a tie of bytes",
+		"tied"}
 	if !slices.Equal(got, want) {
 		t.Errorf("order %q", got)
 	}
 	two, tied := &ix.Tensors[2], &ix.Tensors[10]
-	if two.Parts != 2 || two.Count != 2 || two.Plain || two.Stored != 64 || tied.Alias != 2 || tied.Bytes != two.Bytes || tied.Count != 0 {
+	if two.Parts != 2 || two.Count != 2 || two.Plain || two.Stored != 64 || tied.Alias != 2 ||
+		tied.Bytes != two.Bytes || tied.Count != 0 {
 		t.Errorf("two %+v\ntied %+v", two, tied)
 	}
 	data := bytesOf(1, two.Bytes) // item 1 is "two": part 1 holds columns 4..7 of each row

@@ -43,7 +43,8 @@ func TestMissing(t *testing.T) {
 		"":                             "",
 	} {
 		_, _, _, err := OpenAll(t.Context(), []string{path}, opener, Options{})
-		if text := fmt.Sprint(err); !errors.Is(err, errs.ErrNotFound) || !strings.Contains(text, want) || want == "" && !strings.HasSuffix(text, "directory") {
+		if text := fmt.Sprint(err); !errors.Is(err, errs.ErrNotFound) || !strings.Contains(text, want) ||
+			want == "" && !strings.HasSuffix(text, "directory") {
 			t.Errorf("%s: %v", path, err)
 		}
 		if strings.Count(err.Error(), "no such file") != 1 {

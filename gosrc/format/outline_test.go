@@ -28,10 +28,12 @@ func TestSizeOf(t *testing.T) {
 			t.Fatalf("%d: %d bytes", n, size)
 		}
 	}
-	if size, need, err := sizeOf("x", append([]byte("|TZR|"), make([]byte, 1000)...)); size != -1 || need != 0 || err != nil {
+	if size, need, err := sizeOf("x", append([]byte("|TZR|"), make([]byte, 1000)...)); size != -1 || need != 0 ||
+		err != nil {
 		t.Error(size, need, err)
 	}
-	for _, junk := range [][]byte{bytes.Repeat([]byte{0xff}, 600), bytes.Repeat([]byte("<html>"), 100), append([]byte{9, 0, 0, 0, 0, 0, 0, 0}, bytes.Repeat([]byte("["), 600)...)} {
+	for _, junk := range [][]byte{bytes.Repeat([]byte{0xff}, 600), bytes.Repeat([]byte("<html>"), 100),
+		append([]byte{9, 0, 0, 0, 0, 0, 0, 0}, bytes.Repeat([]byte("["), 600)...)} {
 		if _, _, err := sizeOf("x", junk); !errors.Is(err, errs.ErrFormat) {
 			t.Errorf("%.9q: %v", junk, err)
 		}

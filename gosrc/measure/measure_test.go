@@ -38,7 +38,9 @@ func TestBound(t *testing.T) {
 		}), 0.5},
 		{"constant", tensor.BF16, all(n, func(int) byte { return 0x3f }), 0},
 		{"nothing to gain", tensor.I64, all(n, func(i int) byte { return byte(i) }), 1},
-		{"four equal high nibbles, every low one", tensor.I8, all(n, func(i int) byte { return byte(i&15 | i>>4&3<<4) }), 0.75},
+		{"four equal high nibbles, every low one", tensor.I8, all(n, func(i int) byte {
+			return byte(i&15 | i>>4&3<<4)
+		}), 0.75},
 		{"two equal nibbles", tensor.F4, all(n, func(i int) byte { return byte(i&1 | i>>1&1<<4) }), 0.25},
 		{"fp32 that holds one byte", tensor.F32, all(n, func(i int) byte {
 			if i%4 == 2 { // seven bits of mantissa
@@ -99,7 +101,8 @@ func TestReading(t *testing.T) {
 		t.Fatal(err)
 	}
 	got := make([]byte, len(want))
-	r := Reading{Path: path, Lo: 77, Hi: int64(len(want)) - 5, GPU: -1, To: uint64(uintptr(unsafe.Pointer(&got[0]))), Threads: 3}
+	r := Reading{Path: path, Lo: 77, Hi: int64(len(want)) - 5, GPU: -1, To: uint64(uintptr(unsafe.Pointer(&got[0]))),
+		Threads: 3}
 	if err := r.Run(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -107,7 +110,8 @@ func TestReading(t *testing.T) {
 		t.Error("other bytes came")
 	}
 	for _, wrong := range []func(*Reading){
-		func(r *Reading) { r.Hi = 3 }, func(r *Reading) { r.Lo = -1 }, func(r *Reading) { r.Threads = 0 }, func(r *Reading) { r.To = 0 },
+		func(r *Reading) { r.Hi = 3 }, func(r *Reading) { r.Lo = -1 }, func(r *Reading) { r.Threads = 0 },
+		func(r *Reading) { r.To = 0 },
 		func(r *Reading) { r.GPU = 0 },
 	} {
 		bad := r

@@ -28,7 +28,8 @@ func TestChartStaysInside(t *testing.T) {
 		c := Chart{Title: names[rng.IntN(len(names))], About: names[rng.IntN(len(names))]}
 		for range rng.IntN(6) {
 			v := figure()
-			c.Bars = append(c.Bars, Bar{Name: names[rng.IntN(len(names))], Value: v, Text: fmt.Sprint(v), Floor: figure(), Before: figure()})
+			c.Bars = append(c.Bars, Bar{Name: names[rng.IntN(len(names))], Value: v, Text: fmt.Sprint(v),
+				Floor: figure(), Before: figure()})
 		}
 		var b strings.Builder
 		c.writeTo(&b)

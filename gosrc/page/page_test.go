@@ -16,11 +16,15 @@ func inspection(n int) *save.Inspection {
 	in := &save.Inspection{Sources: []save.InspectedFile{{URI: "a.safetensors"}, {URI: "<b>&.safetensors"}}}
 	for i := range n {
 		f := &in.Sources[i%2]
-		f.Tensors = append(f.Tensors, save.InspectedTensor{Name: fmt.Sprintf("model.layers.%d.mlp.experts.%d.gate_proj.weight", i/256, i%256),
-			DType: []string{"BF16", "F32"}[i%2], Shape: []int64{3, int64(i)}, Bytes: 6 * int64(i), Stored: 4 * int64(i), Coding: "X16/bf16"})
+		f.Tensors = append(f.Tensors, save.InspectedTensor{Name: fmt.Sprintf(
+			"model.layers.%d.mlp.experts.%d.gate_proj.weight", i/256, i%256),
+			DType: []string{"BF16", "F32"}[i%2], Shape: []int64{3, int64(i)}, Bytes: 6 * int64(i), Stored: 4 * int64(i),
+			Coding: "X16/bf16"})
 	}
-	for _, name := range []string{"", "</script><img src=x onerror=alert(1)>", "<!--", "__proto__.constructor", strings.Repeat(".", 1000), "a\"b'c\\\u2028"} {
-		in.Sources[0].Tensors = append(in.Sources[0].Tensors, save.InspectedTensor{Name: name, DType: "U8", Shape: []int64{}, Bytes: 1, Stored: 1, Coding: "plain"})
+	for _, name := range []string{"", "</script><img src=x onerror=alert(1)>", "<!--", "__proto__.constructor",
+		strings.Repeat(".", 1000), "a\"b'c\\\u2028"} {
+		in.Sources[0].Tensors = append(in.Sources[0].Tensors,
+			save.InspectedTensor{Name: name, DType: "U8", Shape: []int64{}, Bytes: 1, Stored: 1, Coding: "plain"})
 	}
 	return in
 }
@@ -49,7 +53,8 @@ func TestModel(t *testing.T) {
 	k := 0
 	for i, f := range in.Sources {
 		for _, x := range f.Tensors {
-			if c.Names[k] != x.Name || c.File[k] != i || c.DTypes[c.DType[k]] != x.DType || c.Bytes[k] != x.Bytes || c.Stored[k] != x.Stored ||
+			if c.Names[k] != x.Name || c.File[k] != i || c.DTypes[c.DType[k]] != x.DType || c.Bytes[k] != x.Bytes ||
+				c.Stored[k] != x.Stored ||
 				c.Codings[c.Coding[k]] != x.Coding || c.Shapes[k] != shapeText(x.Shape) {
 				t.Fatalf("tensor %d: %+v", k, x)
 			}
@@ -66,7 +71,8 @@ func TestModel(t *testing.T) {
 func TestPagesAskForNothing(t *testing.T) {
 	for name, body := range map[string]string{"model": modelBody, "trace": traceBody} {
 		text := staticPage(body)
-		for _, word := range []string{"http://", "https://", "src=", "url(", "import(", "fetch(", "@style@", "@script@", "@body@"} {
+		for _, word := range []string{"http://", "https://", "src=", "url(", "import(", "fetch(", "@style@", "@script@",
+			"@body@"} {
 			if strings.Contains(text, word) {
 				t.Errorf("%s asks for something: %s", name, word)
 			}

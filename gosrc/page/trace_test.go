@@ -42,7 +42,8 @@ func TestTrace(t *testing.T) {
 	at := int64(0)
 	for i, step := range line.Rows[0].Begin {
 		at += step
-		if r := line.Rows[0]; i > 0 && step != 1e6 || r.Took[i] != int64(i)*1e3 || r.Bytes[i] != int64(i) || line.Stages[r.Stage[i]] != []string{"open", "plan", "land"}[i%3] {
+		if r := line.Rows[0]; i > 0 && step != 1e6 || r.Took[i] != int64(i)*1e3 || r.Bytes[i] != int64(i) ||
+			line.Stages[r.Stage[i]] != []string{"open", "plan", "land"}[i%3] {
 			t.Errorf("span %d: %d, %d, %d", i, step, r.Took[i], r.Bytes[i])
 		}
 	}
@@ -62,7 +63,8 @@ func TestTraceNames(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if r := line.Rows; len(r) != 3 || r[0].Name != "" || r[1].Name != bad || r[2].Name != "copies" || !r[2].Device || r[1].Device {
+	if r := line.Rows; len(r) != 3 || r[0].Name != "" || r[1].Name != bad || r[2].Name != "copies" || !r[2].Device ||
+		r[1].Device {
 		t.Errorf("%+v", r)
 	}
 	html, err := line.HTML()
@@ -82,8 +84,10 @@ func TestTraceRefuses(t *testing.T) {
 	span := func(at, took string) string {
 		return fmt.Sprintf(`{"traceEvents":[{"ph":"X","name":"read","pid":1,"tid":1,"ts":%s,"dur":%s}]}`, at, took)
 	}
-	for _, text := range []string{"", "{", "[]", "{}", `{"traceEvents":[]}`, `{"traceEvents":[{"ph":"M"}]}`, `{"traceEvents":{}}`, `{"traceEvents":[1]}`, `{"a":1}`, `{"a":1`, `{"traceEvents":[{"ph":"X"}`, "null",
-		span("-1", "1"), span("1", "-1"), span("1e300", "1e300"), span("1", "1e14"), span(`"1"`, "1"), strings.Repeat("[", 20_000)} {
+	for _, text := range []string{"", "{", "[]", "{}", `{"traceEvents":[]}`, `{"traceEvents":[{"ph":"M"}]}`,
+		`{"traceEvents":{}}`, `{"traceEvents":[1]}`, `{"a":1}`, `{"a":1`, `{"traceEvents":[{"ph":"X"}`, "null",
+		span("-1", "1"), span("1", "-1"), span("1e300", "1e300"), span("1", "1e14"), span(`"1"`, "1"),
+		strings.Repeat("[", 20_000)} {
 		if _, err := ReadTrace("x", []byte(text)); !errors.Is(err, errs.ErrFormat) {
 			t.Errorf("%.60q: %v", text, err)
 		}

@@ -20,13 +20,21 @@ func TestCost(t *testing.T) {
 		then After
 		want Cost
 	}{
-		{tensor.F32, 40, After{}, Cost{40, 40, false}}, {tensor.F32, 40, After{Item: 2}, Cost{40, 20, true}}, {tensor.F32, 40, After{Item: 16}, Cost{40, 160, true}},
-		{tensor.F8E4M3FNUZ, 7, After{Item: 4}, Cost{7, 28, true}}, {tensor.F8E8M0, 7, After{Item: 4}, Cost{7, 7, false}}, {tensor.BF16, 0, After{Item: 8}, Cost{0, 0, true}},
-		{tensor.I64, 80, After{Item: 2}, Cost{80, 80, false}}, {tensor.Bool, 3, After{Item: 2}, Cost{3, 3, false}}, {tensor.C64, 16, After{Item: 2}, Cost{16, 16, false}},
-		{tensor.F16, 4, After{To: tensor.F32, Item: 4, OnTheWay: narrow}, Cost{8, 8, false}}, {tensor.F64, 8, After{To: tensor.F32, Item: 4, OnTheWay: narrow}, Cost{8, 4, true}},
-		{tensor.F4, 5, After{Item: 4}, Cost{5, 5, false}}, {tensor.F4, 5, After{Item: 4, Unpack: true}, Cost{5, 10, true}}, {tensor.F6E2M3, 3, After{Item: 4, Unpack: true}, Cost{3, 3, false}},
-		{tensor.F16, 4, After{To: tensor.F16, Item: 2}, Cost{4, 4, false}}, {tensor.BF16, 4, After{To: tensor.F16, Item: 2}, Cost{4, 4, true}},
-		{tensor.F8E5M2, math.MaxInt64 / 2, After{Item: 8}, Cost{math.MaxInt64 / 2, math.MaxInt64, true}}, {tensor.F4, math.MaxInt64 - 1, After{Unpack: true}, Cost{math.MaxInt64 - 1, math.MaxInt64, true}},
+		{tensor.F32, 40, After{}, Cost{40, 40, false}}, {tensor.F32, 40, After{Item: 2}, Cost{40, 20, true}},
+		{tensor.F32, 40, After{Item: 16}, Cost{40, 160, true}},
+		{tensor.F8E4M3FNUZ, 7, After{Item: 4}, Cost{7, 28, true}},
+		{tensor.F8E8M0, 7, After{Item: 4}, Cost{7, 7, false}}, {tensor.BF16, 0, After{Item: 8}, Cost{0, 0, true}},
+		{tensor.I64, 80, After{Item: 2}, Cost{80, 80, false}}, {tensor.Bool, 3, After{Item: 2}, Cost{3, 3, false}},
+		{tensor.C64, 16, After{Item: 2}, Cost{16, 16, false}},
+		{tensor.F16, 4, After{To: tensor.F32, Item: 4, OnTheWay: narrow}, Cost{8, 8, false}},
+		{tensor.F64, 8, After{To: tensor.F32, Item: 4, OnTheWay: narrow}, Cost{8, 4, true}},
+		{tensor.F4, 5, After{Item: 4}, Cost{5, 5, false}},
+		{tensor.F4, 5, After{Item: 4, Unpack: true}, Cost{5, 10, true}},
+		{tensor.F6E2M3, 3, After{Item: 4, Unpack: true}, Cost{3, 3, false}},
+		{tensor.F16, 4, After{To: tensor.F16, Item: 2}, Cost{4, 4, false}},
+		{tensor.BF16, 4, After{To: tensor.F16, Item: 2}, Cost{4, 4, true}},
+		{tensor.F8E5M2, math.MaxInt64 / 2, After{Item: 8}, Cost{math.MaxInt64 / 2, math.MaxInt64, true}},
+		{tensor.F4, math.MaxInt64 - 1, After{Unpack: true}, Cost{math.MaxInt64 - 1, math.MaxInt64, true}},
 	} {
 		if got := costOf(c.d, c.n, c.then); got != c.want {
 			t.Errorf("%v %d %+v: %+v, want %+v", c.d, c.n, c.then, got, c.want)

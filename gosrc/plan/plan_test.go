@@ -31,9 +31,11 @@ func TestAlign(t *testing.T) {
 		for s := range int32(1 + r.IntN(3)) {
 			off := int64(8 + r.IntN(20_000))
 			for range 1 + r.IntN(40) {
-				n := []int64{r.Int64N(100), r.Int64N(50_000), r.Int64N(300_000), r.Int64N(4 << 20), piece, inPlaceMin}[r.IntN(6)]
+				n := []int64{r.Int64N(100), r.Int64N(50_000), r.Int64N(300_000), r.Int64N(4 << 20), piece,
+					inPlaceMin}[r.IntN(6)]
 				reqs = append(reqs, Request{Tensor: int64(len(ix.Tensors)), Hi0: Whole, Hi1: Whole})
-				ix.Tensors = append(ix.Tensors, tensor.Tensor{Name: "t", Source: s, Alias: -1, DType: tensor.U8, Shape: []int64{n}, Bytes: n, Off: off})
+				ix.Tensors = append(ix.Tensors, tensor.Tensor{Name: "t", Source: s, Alias: -1, DType: tensor.U8,
+					Shape: []int64{n}, Bytes: n, Off: off})
 				off += n
 			}
 			ix.Sources = append(ix.Sources, tensor.Source{URI: "file", Size: off})

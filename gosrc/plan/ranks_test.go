@@ -29,7 +29,8 @@ func TestDivide(t *testing.T) {
 			}
 		}
 		full := int64(1000 + r.IntN(20000))
-		pieces, err := Divide(chunks, ranks, full, func(c ChunkOf) int32 { return who[c.N] }, func(c ChunkOf) int64 { return takes[c.N] })
+		pieces, err := Divide(chunks, ranks, full, func(c ChunkOf) int32 { return who[c.N] },
+			func(c ChunkOf) int64 { return takes[c.N] })
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -69,7 +70,9 @@ func TestDivide(t *testing.T) {
 		}
 	}
 	room := func(ChunkOf) int64 { return 101 }
-	if _, err := Divide([]ChunkOf{{0, 0}}, 2, 100, func(ChunkOf) int32 { return Several }, room); !errors.Is(err, errs.ErrArgument) {
+	if _, err := Divide([]ChunkOf{{0, 0}}, 2, 100, func(ChunkOf) int32 {
+		return Several
+	}, room); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("a chunk that is larger than a share: %v", err)
 	}
 }
@@ -77,7 +80,9 @@ func TestDivide(t *testing.T) {
 // A chunk that one rank needs is that rank's, and one that two need several ranks'; what none
 // needs is no rank's, and needs of a rank that there is not are refused.
 func TestNeededBy(t *testing.T) {
-	ix := &tensor.Index{Sources: []tensor.Source{{URI: "a"}}, Tensors: []tensor.Tensor{{DType: tensor.U8, Alias: -1, Shape: []int64{40}, Bytes: 40, Parts: 1, ChunkBytes: 10, Count: 4}}}
+	ix := &tensor.Index{Sources: []tensor.Source{{URI: "a"}},
+		Tensors: []tensor.Tensor{{DType: tensor.U8, Alias: -1, Shape: []int64{40}, Bytes: 40, Parts: 1, ChunkBytes: 10,
+			Count: 4}}}
 	for at := int64(0); at < 40; at += 10 {
 		ix.Chunks = append(ix.Chunks, tensor.Chunk{Off: at, Stored: 10, Logical: 10})
 	}

@@ -28,7 +28,8 @@ func TestParts(t *testing.T) {
 				x.Bytes = int64(x.Count) * 256
 				for range x.Count {
 					n := uint32(1 + r.IntN(256))
-					ix.Chunks = append(ix.Chunks, tensor.Chunk{Off: at, Stored: n, Logical: 256, Codec: tensor.CodecX16})
+					ix.Chunks = append(ix.Chunks, tensor.Chunk{Off: at, Stored: n, Logical: 256,
+						Codec: tensor.CodecX16})
 					at += int64(n)
 				}
 			}

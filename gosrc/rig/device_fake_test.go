@@ -20,15 +20,18 @@ import (
 func TestDeviceFake(t *testing.T) {
 	end := cuda.Fake(2 << 30)
 	dir, trace := t.TempDir(), filepath.Join(t.TempDir(), "trace.json")
-	rep, err := Run(t.Context(), nil, Options{Device: "cuda", Trace: trace, Options: measure.Options{Size: 8 << 20, Repeat: 1, Dir: dir}})
+	rep, err := Run(t.Context(), nil, Options{Device: "cuda", Trace: trace,
+		Options: measure.Options{Size: 8 << 20, Repeat: 1, Dir: dir}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	if left := end(); left != "" {
 		t.Errorf("left behind: %s", left)
 	}
-	want := map[string]bool{fmt.Sprintf("pinned copy to the device, %d KiB", cuda.DefaultSlotBytes>>10): false, "page cache into pinned memory": false, "decode llama-bf16, 1 MiB in one": false,
-		"decode fp8-e4m3": false, "Go alone": false, "raw TCP into the pinned slots": false, "cost of the checksums": false, "the copy stream is busy": false}
+	want := map[string]bool{fmt.Sprintf("pinned copy to the device, %d KiB", cuda.DefaultSlotBytes>>10): false,
+		"page cache into pinned memory": false, "decode llama-bf16, 1 MiB in one": false,
+		"decode fp8-e4m3": false, "Go alone": false, "raw TCP into the pinned slots": false,
+		"cost of the checksums": false, "the copy stream is busy": false}
 	python := 0
 	for _, r := range rep.Rows {
 		for name := range want {
@@ -68,7 +71,8 @@ func TestDeviceFakeFails(t *testing.T) {
 		t.Fatal(err)
 	}
 	cudatest.Fail(40, 999, true)
-	rep, err := Run(t.Context(), nil, Options{Device: "cuda", Only: []string{"kernel", "bf16"}, Options: measure.Options{Size: 1 << 20, Repeat: 1, Dir: t.TempDir()}})
+	rep, err := Run(t.Context(), nil, Options{Device: "cuda", Only: []string{"kernel", "bf16"},
+		Options: measure.Options{Size: 1 << 20, Repeat: 1, Dir: t.TempDir()}})
 	if err == nil || len(rep.Failures) == 0 || !strings.Contains(err.Error(), rep.Failures[0]) {
 		t.Fatalf("%v, %q", err, rep.Failures)
 	}

@@ -38,7 +38,8 @@ func TestDeviceRefuses(t *testing.T) {
 // report all the same, and leaves no file.
 func TestDeviceOutOfTime(t *testing.T) {
 	dir, out := t.TempDir(), filepath.Join(t.TempDir(), "report.json")
-	rep, err := Run(t.Context(), nil, Options{Device: "cpu", Limit: 1, Options: measure.Options{Size: 1 << 20, Repeat: 1, Dir: dir, Out: out}})
+	rep, err := Run(t.Context(), nil, Options{Device: "cpu", Limit: 1,
+		Options: measure.Options{Size: 1 << 20, Repeat: 1, Dir: dir, Out: out}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -73,7 +74,8 @@ func interpreter(t *testing.T, script string) string {
 }
 
 func someRun(t *testing.T, python string, limit time.Duration) *run {
-	return &run{Run: &measure.Run{Began: time.Now(), Ctx: t.Context(), Folder: t.TempDir(), Options: measure.Options{Threads: 4}, Report: measure.Report{Device: &measure.Device{}}},
+	return &run{Run: &measure.Run{Began: time.Now(), Ctx: t.Context(), Folder: t.TempDir(),
+		Options: measure.Options{Threads: 4}, Report: measure.Report{Device: &measure.Device{}}},
 		opt: Options{Python: python, Limit: limit}, rates: map[string]float64{}}
 }
 
@@ -91,11 +93,13 @@ func TestTaskTurns(t *testing.T) {
 	}{
 		{"good", good + `echo '{"first": 2, "second": 1, "bytes": 4}'`, 3, ""},
 		{"one crashes", good + `[ $N = 3 ] && { echo boom >&2; exit 7; }; echo '{"first": 2, "second": 1}'`, 2, "boom"},
-		{"one crashes before it is ready", `[ $N = 3 ] && { echo early >&2; exit 7; }; ` + good + `echo '{}'`, 2, "early"},
+		{"one crashes before it is ready", `[ $N = 3 ] && { echo early >&2; exit 7; }; ` + good + `echo '{}'`, 2,
+			"early"},
 		{"one hangs", good + `[ $N = 3 ] && exec sleep 60; echo '{}'`, 2, "given up"},
 		{"cannot", `echo '{"missing": "torch is not installed"}'`, 0, "torch is not installed"},
 		{"rubbish", good + `echo hello`, 0, "printed"},
-		{"wrong bytes", good + `[ $MODE = verify ] && echo '{"error": "ValueError: other bytes"}' || echo '{}'`, 0, "other bytes"},
+		{"wrong bytes", good + `[ $MODE = verify ] && echo '{"error": "ValueError: other bytes"}' || echo '{}'`, 0,
+			"other bytes"},
 		{"not there", "", 0, ""},
 	} {
 		t.Run(c.name, func(t *testing.T) {

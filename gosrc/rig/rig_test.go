@@ -17,14 +17,18 @@ import (
 func TestRun(t *testing.T) {
 	dir := t.TempDir()
 	var text bytes.Buffer
-	rep, err := Run(context.Background(), nil, Options{Options: measure.Options{Size: 4 << 20, Repeat: 1, Dir: dir, Row: func(r measure.Row) { writeRow(&text, r) }}})
+	rep, err := Run(context.Background(), nil, Options{Options: measure.Options{Size: 4 << 20, Repeat: 1, Dir: dir,
+		Row: func(r measure.Row) {
+			writeRow(&text, r)
+		}}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	groups := map[string]int{}
 	for _, r := range rep.Rows {
 		groups[r.Group]++
-		if (r.Value == 0) == (r.Missing == "") && r.Unit != "us" && r.Unit != "%" && !strings.Contains(r.Name, "stored") {
+		if (r.Value == 0) == (r.Missing == "") && r.Unit != "us" && r.Unit != "%" &&
+			!strings.Contains(r.Name, "stored") {
 			t.Errorf("%+v has neither value nor reason", r)
 		}
 		if !strings.Contains(text.String(), r.Name) {

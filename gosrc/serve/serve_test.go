@@ -43,7 +43,8 @@ func TestServe(t *testing.T) {
 	top := t.TempDir()
 	dir := filepath.Join(top, "d")
 	for path, text := range map[string]string{"d/sub/a": "0123456789", "secret": "no"} {
-		if err := errors.Join(os.MkdirAll(filepath.Dir(filepath.Join(top, path)), 0o700), os.WriteFile(filepath.Join(top, path), []byte(text), 0o600)); err != nil {
+		if err := errors.Join(os.MkdirAll(filepath.Dir(filepath.Join(top, path)), 0o700),
+			os.WriteFile(filepath.Join(top, path), []byte(text), 0o600)); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -140,7 +141,8 @@ func TestEachFault(t *testing.T) {
 		"stall":   broken, // by the client's patience
 		"trickle": broken,
 		"range": func(r *http.Response, body string, err error) bool {
-			return r.StatusCode == 206 && err == nil && r.Header.Get("Content-Range") == "bytes 1001-3000/5000" && body == string(text[1001:3001])
+			return r.StatusCode == 206 && err == nil && r.Header.Get("Content-Range") == "bytes 1001-3000/5000" &&
+				body == string(text[1001:3001])
 		},
 		"whole": func(r *http.Response, body string, err error) bool {
 			return r.StatusCode == 200 && err == nil && body == string(text)
@@ -152,7 +154,8 @@ func TestEachFault(t *testing.T) {
 			return r.StatusCode == 206 && err == nil && r.Header.Get("ETag") == `"another"` && body == asked
 		},
 		"gzip": func(r *http.Response, body string, err error) bool {
-			return r.StatusCode == 200 && r.Header.Get("Content-Encoding") == "gzip" && strings.HasPrefix(body, "\x1f\x8b")
+			return r.StatusCode == 200 && r.Header.Get("Content-Encoding") == "gzip" &&
+				strings.HasPrefix(body, "\x1f\x8b")
 		},
 		"loop": func(r *http.Response, _ string, _ error) bool {
 			return r.StatusCode == 302 && r.Header.Get("Location") == "/x"

@@ -11,13 +11,15 @@ import (
 // Errors about options name the option and never its value.
 func TestOptions(t *testing.T) {
 	const secret = "s3cr3t-value"
-	o := Options{Storage: map[string]string{"token": secret, "header.X-Key": secret, "insecure": "true", "timeout": "2.5"}}
+	o := Options{Storage: map[string]string{"token": secret, "header.X-Key": secret, "insecure": "true",
+		"timeout": "2.5"}}
 	if err := o.Check("http", "headers", "token", "insecure", "timeout"); err != nil {
 		t.Error(err)
 	}
 	for _, known := range [][]string{{"token", "insecure", "timeout"}, {"headers", "insecure", "timeout"}} {
 		err := o.Check("http", known...)
-		if !errors.Is(err, errs.ErrArgument) || strings.Contains(err.Error(), secret) || !strings.Contains(err.Error(), "insecure, timeout") {
+		if !errors.Is(err, errs.ErrArgument) || strings.Contains(err.Error(), secret) ||
+			!strings.Contains(err.Error(), "insecure, timeout") {
 			t.Errorf("%v", err)
 		}
 	}

@@ -67,7 +67,8 @@ func TestSize(t *testing.T) {
 		{255, []int64{1}, -1, "dtype"},
 	} {
 		got, err := Size(c.d, c.shape)
-		if c.want >= 0 && (err != nil || got != c.want) || c.want < 0 && (!errors.Is(err, errs.ErrFormat) || !strings.Contains(err.Error(), c.words)) {
+		if c.want >= 0 && (err != nil || got != c.want) ||
+			c.want < 0 && (!errors.Is(err, errs.ErrFormat) || !strings.Contains(err.Error(), c.words)) {
 			t.Errorf("Size(%v, %v) = %d, %v; want %d %s", c.d, c.shape, got, err, c.want, c.words)
 		}
 	}
@@ -80,7 +81,8 @@ func TestGrid(t *testing.T) {
 	t.Logf("seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 1))
 	for range 500 {
-		ten := Tensor{DType: DType(1 + r.IntN(NumDTypes)), Parts: uint8(1 << r.IntN(4)), ChunkBytes: uint32(4096 * (1 + r.IntN(3)))}
+		ten := Tensor{DType: DType(1 + r.IntN(NumDTypes)), Parts: uint8(1 << r.IntN(4)),
+			ChunkBytes: uint32(4096 * (1 + r.IntN(3)))}
 		for range r.IntN(4) {
 			ten.Shape = append(ten.Shape, int64(1+r.IntN(64)))
 		}
@@ -159,12 +161,15 @@ func container() *Index {
 		Tensors: []Tensor{
 			{Name: "x", Shape: []int64{4}, Bytes: 4, Off: 100, Stored: 4, Alias: -1, DType: U8, Plain: true},
 			{Name: "y", Shape: []int64{1}, Bytes: 4, Off: 104, Stored: 4, Alias: -1, DType: F32, Plain: true},
-			{Name: "big", Shape: []int64{64, 64}, Bytes: 8192, Off: 5120, Stored: 2048, Hash: h, ChunkBytes: 4096, First: 0, Count: 2,
+			{Name: "big", Shape: []int64{64, 64}, Bytes: 8192, Off: 5120, Stored: 2048, Hash: h, ChunkBytes: 4096,
+				First: 0, Count: 2,
 				Source: 1, Alias: -1, DType: BF16, Parts: 2},
 			{Name: "none", Shape: []int64{0, 7}, Off: 7168, First: 2, Source: 1, Alias: -1, DType: BF16, Plain: true},
-			{Name: "plain", Shape: []int64{3}, Bytes: 3, Off: 7168, Stored: 3, ChunkBytes: 4096, First: 2, Count: 1, Source: 1, Alias: -1,
+			{Name: "plain", Shape: []int64{3}, Bytes: 3, Off: 7168, Stored: 3, ChunkBytes: 4096, First: 2, Count: 1,
+				Source: 1, Alias: -1,
 				DType: U8, Parts: 1, Plain: true},
-			{Name: "x", Shape: []int64{4096}, Bytes: 8192, Off: 7171, Hash: h, First: 3, Source: 1, Alias: 2, DType: BF16},
+			{Name: "x", Shape: []int64{4096}, Bytes: 8192, Off: 7171, Hash: h, First: 3, Source: 1, Alias: 2,
+				DType: BF16},
 		},
 		Chunks: []Chunk{
 			{Off: 5120, Stored: 1000, Logical: 4096, Codec: CodecX16, Transform: 1, SegTiles: 64},
@@ -187,16 +192,17 @@ func TestValidate(t *testing.T) {
 		spoil func(*Index)
 		words string
 	}{
-		"source out of range":     {func(x *Index) { x.Tensors[0].Source = 2 }, "source 2"},
-		"source negative":         {func(x *Index) { x.Tensors[0].Source = -1 }, "source -1"},
-		"sources out of order":    {func(x *Index) { x.Tensors[5].Source = 0 }, "out of order"},
-		"data after the file":     {func(x *Index) { x.Sources[0].Data = 1000 }, "data section"},
-		"name not UTF-8":          {func(x *Index) { x.Tensors[0].Name = "\xff" }, "UTF-8"},
-		"name twice":              {func(x *Index) { x.Tensors[0].Name = "y" }, "two tensors"},
-		"rank":                    {func(x *Index) { x.Tensors[3].Shape = make([]int64, 65) }, "rank 65"},
-		"dtype":                   {func(x *Index) { x.Tensors[0].DType = 23 }, "dtype"},
-		"negative dimension":      {func(x *Index) { x.Tensors[0].Shape[0] = -4 }, "negative"},
-		"overflow":                {func(x *Index) { x.Tensors[0].Shape = []int64{1 << 62, 1 << 62} }, "ValidationOverflow"},
+		"source out of range":  {func(x *Index) { x.Tensors[0].Source = 2 }, "source 2"},
+		"source negative":      {func(x *Index) { x.Tensors[0].Source = -1 }, "source -1"},
+		"sources out of order": {func(x *Index) { x.Tensors[5].Source = 0 }, "out of order"},
+		"data after the file":  {func(x *Index) { x.Sources[0].Data = 1000 }, "data section"},
+		"name not UTF-8":       {func(x *Index) { x.Tensors[0].Name = "\xff" }, "UTF-8"},
+		"name twice":           {func(x *Index) { x.Tensors[0].Name = "y" }, "two tensors"},
+		"rank":                 {func(x *Index) { x.Tensors[3].Shape = make([]int64, 65) }, "rank 65"},
+		"dtype":                {func(x *Index) { x.Tensors[0].DType = 23 }, "dtype"},
+		"negative dimension":   {func(x *Index) { x.Tensors[0].Shape[0] = -4 }, "negative"},
+		"overflow": {func(x *Index) { x.Tensors[0].Shape = []int64{1 << 62, 1 << 62} },
+			"ValidationOverflow"},
 		"bytes":                   {func(x *Index) { x.Tensors[0].Bytes = 5 }, "TensorInvalidInfo"},
 		"hole":                    {func(x *Index) { x.Tensors[1].Off = 105 }, "InvalidOffset"},
 		"overlap":                 {func(x *Index) { x.Tensors[1].Off = 103 }, "InvalidOffset"},
@@ -240,12 +246,17 @@ func TestValidate(t *testing.T) {
 		"chunk far":               {func(x *Index) { x.Chunks[1].Off = math.MaxInt64 }, "outside"},
 		"chunks overlap":          {func(x *Index) { x.Chunks[1].Off = 6112 }, "outside"},
 		"chunk empty":             {func(x *Index) { x.Chunks[0].Stored = 0 }, "0 of 4096"},
-		"chunk grows":             {func(x *Index) { x.Chunks[0].Logical, x.Chunks[0].Stored = 4096, 4097; x.Tensors[2].Stored = 8192 }, ""},
-		"chunk misaligned":        {func(x *Index) { x.Chunks[1].Off = 6121 }, "multiple of 16"},
-		"segment tiles":           {func(x *Index) { x.Chunks[0].SegTiles = 257 }, "1000 of 4096"},
-		"no segment tiles":        {func(x *Index) { x.Chunks[0].SegTiles = 0 }, "1000 of 4096"},
-		"raw but smaller":         {func(x *Index) { x.Chunks[0].Codec, x.Chunks[0].Transform, x.Chunks[0].SegTiles = 0, 0, 0 }, "1000 of 4096"},
-		"raw with a transform":    {func(x *Index) { x.Chunks[2].Transform = 1 }, "3 of 3"},
+		"chunk grows": {func(x *Index) {
+			x.Chunks[0].Logical, x.Chunks[0].Stored = 4096, 4097
+			x.Tensors[2].Stored = 8192
+		}, ""},
+		"chunk misaligned": {func(x *Index) { x.Chunks[1].Off = 6121 }, "multiple of 16"},
+		"segment tiles":    {func(x *Index) { x.Chunks[0].SegTiles = 257 }, "1000 of 4096"},
+		"no segment tiles": {func(x *Index) { x.Chunks[0].SegTiles = 0 }, "1000 of 4096"},
+		"raw but smaller": {func(x *Index) {
+			x.Chunks[0].Codec, x.Chunks[0].Transform, x.Chunks[0].SegTiles = 0, 0, 0
+		}, "1000 of 4096"},
+		"raw with a transform": {func(x *Index) { x.Chunks[2].Transform = 1 }, "3 of 3"},
 		"plain but coded": {func(x *Index) {
 			x.Chunks[2] = Chunk{Off: 7168, Stored: 3, Logical: 3, Codec: CodecX16, Transform: 8, SegTiles: 1}
 		}, "back to back"},
@@ -269,7 +280,8 @@ func TestValidate(t *testing.T) {
 		}
 	}
 	none := func(c Codec, _ uint8, d DType) bool { return c == CodecRaw || d != BF16 }
-	if err := container().Validate(none); !errors.Is(err, errs.ErrNotSupported) || !strings.Contains(err.Error(), `b tensor "big" chunk 0 @5120`) {
+	if err := container().Validate(none); !errors.Is(err, errs.ErrNotSupported) ||
+		!strings.Contains(err.Error(), `b tensor "big" chunk 0 @5120`) {
 		t.Errorf("a codec that the reader lacks: %v", err)
 	}
 }

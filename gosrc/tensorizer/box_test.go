@@ -21,7 +21,8 @@ func testBoxes(t *testing.T, c cipher) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 0))
-	sizes := []int{1, 31, 32, 33, 63, 64, 65, 1023, 1024, 1055, 1056, 1057, 5000, 1 << 15, 1<<15 + 1, 1<<16 + 32, 1 << 17}
+	sizes := []int{1, 31, 32, 33, 63, 64, 65, 1023, 1024, 1055, 1056, 1057, 5000, 1 << 15, 1<<15 + 1, 1<<16 + 32,
+		1 << 17}
 	for range 60 {
 		sizes = append(sizes, 1+r.IntN(9000), 1+r.IntN(100_000))
 	}

@@ -63,7 +63,8 @@ func TestChecked(t *testing.T) {
 		}
 		for range 4 {
 			err := read(s)
-			if (flip < 0) != (err == nil) || err != nil && (!errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "CRC32")) {
+			if (flip < 0) != (err == nil) || err != nil &&
+				(!errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "CRC32")) {
 				t.Errorf("bit of byte %d: %v", flip, err)
 			}
 		}

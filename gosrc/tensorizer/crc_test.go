@@ -13,7 +13,8 @@ func TestJoin(t *testing.T) {
 		b[i] = byte(i * i >> 3)
 	}
 	for cut := 0; cut <= len(b); cut += 13 {
-		if got := crcJoin(crc32.ChecksumIEEE(b[:cut]), crc32.ChecksumIEEE(b[cut:]), int64(len(b)-cut)); got != crc32.ChecksumIEEE(b) {
+		if got := crcJoin(crc32.ChecksumIEEE(b[:cut]), crc32.ChecksumIEEE(b[cut:]),
+			int64(len(b)-cut)); got != crc32.ChecksumIEEE(b) {
 			t.Fatalf("cut at %d: %08x", cut, got)
 		}
 	}
@@ -26,7 +27,8 @@ func TestJoin(t *testing.T) {
 			b[i] = byte(r.Uint32())
 		}
 		cut := r.IntN(len(b) + 1)
-		if got := crcJoin(crc32.ChecksumIEEE(b[:cut]), crc32.ChecksumIEEE(b[cut:]), int64(len(b)-cut)); got != crc32.ChecksumIEEE(b) {
+		if got := crcJoin(crc32.ChecksumIEEE(b[:cut]), crc32.ChecksumIEEE(b[cut:]),
+			int64(len(b)-cut)); got != crc32.ChecksumIEEE(b) {
 			t.Fatalf("%d bytes cut at %d: %08x", len(b), cut, got)
 		}
 	}

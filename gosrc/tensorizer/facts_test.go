@@ -26,7 +26,10 @@ func TestFacts(t *testing.T) {
 	}
 	is := sourcetest.Is{Known: true}
 	t.Run("checked", func(t *testing.T) {
-		sourcetest.Suite(t, is, func(t *testing.T, data []byte) source.Source { return &checked{Source: opened(t, data)} })
+		sourcetest.Suite(t, is, func(t *testing.T, data []byte) source.Source {
+			return &checked{Source: opened(t,
+				data)}
+		})
 	})
 	t.Run("sealed", func(t *testing.T) {
 		sourcetest.Suite(t, is, func(t *testing.T, data []byte) source.Source {
@@ -34,10 +37,12 @@ func TestFacts(t *testing.T) {
 		})
 	})
 	t.Run("coding", func(t *testing.T) {
-		c := &checked{Source: &sealed{Source: opened(t, make([]byte, 100)), size: 100, zeros: 5, spans: []span{{off: 10, end: 20}}}}
+		c := &checked{Source: &sealed{Source: opened(t, make([]byte, 100)), size: 100, zeros: 5,
+			spans: []span{{off: 10, end: 20}}}}
 		defer c.Close()
 		coding := c.Facts().Coding
-		for off, want := range map[int64]string{0: "plain", 10: "encrypted", 19: "encrypted", 20: "plain", 100: "zeros"} {
+		for off, want := range map[int64]string{0: "plain", 10: "encrypted", 19: "encrypted", 20: "plain",
+			100: "zeros"} {
 			if got := coding(off); got != want {
 				t.Errorf("at %d: %s, want %s", off, got, want)
 			}

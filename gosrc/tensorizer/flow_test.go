@@ -49,7 +49,8 @@ func TestRun(t *testing.T) {
 		for i := range flows {
 			crc, sha := flows[i].Sum.Sums()
 			all := append([]byte("before"), data[i]...)
-			if want := sha256.Sum256(all); !bytes.Equal(passed[i].Bytes(), data[i]) || !bytes.Equal(sha, want[:]) || le.Uint32(crc) != crc32.ChecksumIEEE(all) {
+			if want := sha256.Sum256(all); !bytes.Equal(passed[i].Bytes(), data[i]) || !bytes.Equal(sha, want[:]) ||
+				le.Uint32(crc) != crc32.ChecksumIEEE(all) {
 				t.Fatalf("flow %d of %d, %d bytes", i, n, len(data[i]))
 			}
 		}
@@ -102,7 +103,8 @@ func BenchmarkRun(b *testing.B) {
 			for b.Loop() {
 				var flows []Flow
 				for at := 0; at+size <= len(data); at += size {
-					flows = append(flows, Flow{Sum: NewSummer([]byte("before")), Bytes: size, Memory: data[at : at+size]})
+					flows = append(flows, Flow{Sum: NewSummer([]byte("before")), Bytes: size,
+						Memory: data[at : at+size]})
 				}
 				if err := Run(b.Context(), "bench", 1, inOrder, flows); err != nil {
 					b.Fatal(err)

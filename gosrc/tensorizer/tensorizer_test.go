@@ -95,7 +95,8 @@ func TestReferenceBytes(t *testing.T) {
 		want  string
 	}{
 		{"version 1", []Item{one}, [][]byte{a(0)}, "8c76b6d749fee7004d8ec9060600c4de73a96755af8aba8d9b22eef204ca85ee"},
-		{"version 2", []Item{one, {Module: 1, Name: "x.b", Type: Buffer, Text: "<V2\x00torch.bfloat16", Dims: []int64{2, 3}, Bytes: 12}},
+		{"version 2", []Item{one, {Module: 1, Name: "x.b", Type: Buffer, Text: "<V2\x00torch.bfloat16",
+			Dims: []int64{2, 3}, Bytes: 12}},
 			[][]byte{a(0), words}, "2ff3185847ce6cab5133c41ece9a8a5fa72d4aea3e8273eecd770f1f2c008bc8"},
 		{"version 4", []Item{one, {Name: "x.m", Type: Parameter, Text: f4, Dims: []int64{4, 5}}},
 			[][]byte{a(0), nil}, "9296a9f205a42da72e953afef440d7843d054ee2cc191b3d8ef11e495b20dd50"},
@@ -215,7 +216,8 @@ func TestDerivation(t *testing.T) {
 			t.Errorf("%+v: %x %v", c.d, got, err)
 		}
 	}
-	for _, d := range []Derivation{{0, 8192, make([]byte, 16)}, {1, 8191, make([]byte, 16)}, {1, 8192, nil}, {1, 1 << 60, make([]byte, 16)}, {1 << 40, 8192, make([]byte, 16)}} {
+	for _, d := range []Derivation{{0, 8192, make([]byte, 16)}, {1, 8191, make([]byte, 16)}, {1, 8192, nil},
+		{1, 1 << 60, make([]byte, 16)}, {1 << 40, 8192, make([]byte, 16)}} {
 		if _, err := d.Key(t.Context(), []byte("x")); err == nil {
 			t.Errorf("%+v was taken", d)
 		}
@@ -242,7 +244,8 @@ func sealedFile(t testing.TB, r *rand.Rand, key *[32]byte) (b []byte, data [][]b
 		for i := range plain {
 			plain[i] = byte(r.Uint32())
 		}
-		it := Item{Name: string(rune('a' + i)), Type: StateDict, Text: "|u1", Dims: []int64{int64(n)}, Bytes: int64(n), Sealed: true}
+		it := Item{Name: string(rune('a' + i)), Type: StateDict, Text: "|u1", Dims: []int64{int64(n)}, Bytes: int64(n),
+			Sealed: true}
 		if n > 0 {
 			out := make([]byte, n)
 			it.Crypt = sealAll(out, plain, key)
@@ -315,7 +318,8 @@ func TestSealed(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := plain.ReadAt(t.Context(), make([]byte, ix.Tensors[i].Bytes), ix.Tensors[i].Off); !errors.Is(err, errs.ErrCrypto) {
+		if err := plain.ReadAt(t.Context(), make([]byte, ix.Tensors[i].Bytes), ix.Tensors[i].Off); !errors.Is(err,
+			errs.ErrCrypto) {
 			t.Errorf("flipped at %d: %v", at, err)
 		}
 	}
@@ -342,7 +346,8 @@ func TestRefused(t *testing.T) {
 		{"plain data in an encrypted file", func(b []byte) []byte { b[9] = 1; return b }, errs.ErrFormat},
 		{"big-endian", func(b []byte) []byte { b[headSize+7] = '>'; return b }, errs.ErrNotSupported},
 		{"type 3", func(b []byte) []byte { b[headSize+5] = 3; return b }, errs.ErrNotSupported},
-		{"more tensors than entries", func(b []byte) []byte { b[57] = 3; return b }, errs.ErrNotSupported}, // a dtype of zeros
+		// a dtype of zeros
+		{"more tensors than entries", func(b []byte) []byte { b[57] = 3; return b }, errs.ErrNotSupported},
 		{"a huge count", func(b []byte) []byte { b[64] = 0xff; return b }, errs.ErrFormat},
 		{"a huge index", func(b []byte) []byte { b[72] = 0x7f; return b }, errs.ErrFormat},
 		{"data before the records", func(b []byte) []byte { b[entry], b[entry+1] = 0, 0; return b }, errs.ErrFormat},
@@ -410,10 +415,12 @@ func sound(t *testing.T, b []byte) {
 
 func FuzzRead(f *testing.F) {
 	var key [32]byte
-	items := []Item{{Name: "x.a", Type: Parameter, Text: "<f4", Dims: []int64{2, 3}, Bytes: 24}, {Name: "m", Type: StateDict, Text: "|i1", Dims: []int64{1 << 33}}}
+	items := []Item{{Name: "x.a", Type: Parameter, Text: "<f4", Dims: []int64{2, 3}, Bytes: 24},
+		{Name: "m", Type: StateDict, Text: "|i1", Dims: []int64{1 << 33}}}
 	f.Add(file(f, items, [][]byte{a(0), nil}, 200, 0))
 	out := make([]byte, 24)
-	it := Item{Name: "x", Type: Parameter, Text: "<f4", Dims: []int64{2, 3}, Bytes: 24, Sealed: true, Crypt: sealAll(out, a(0), &key)}
+	it := Item{Name: "x", Type: Parameter, Text: "<f4", Dims: []int64{2, 3}, Bytes: 24, Sealed: true,
+		Crypt: sealAll(out, a(0), &key)}
 	it.Crypt.Derive = &Derivation{1, 8192, make([]byte, 16)}
 	f.Add(file(f, []Item{it}, [][]byte{out}, 100, 32))
 	f.Fuzz(sound)
@@ -457,7 +464,8 @@ func TestOtherDTypes(t *testing.T) {
 		t.Errorf("read: %v", err)
 	}
 	ix, err := f.Index(map[string]string{OptionBytes: "true"})
-	if err != nil || ix.Validate(nil) != nil || ix.Tensors[0].DType != tensor.U8 || ix.Tensors[0].Shape[1] != 16 || ix.Tensors[1].Shape[1] != 4 {
+	if err != nil || ix.Validate(nil) != nil || ix.Tensors[0].DType != tensor.U8 || ix.Tensors[0].Shape[1] != 16 ||
+		ix.Tensors[1].Shape[1] != 4 {
 		t.Errorf("%+v %v", ix, err)
 	}
 }

@@ -42,7 +42,8 @@ func TestGuard(t *testing.T) {
 	}
 	for range 2 {
 		v, err := Guard("broken", func() (int, error) { panic("ouch") })
-		if v != 0 || err == nil || !strings.Contains(err.Error(), "EngineError") || !strings.Contains(err.Error(), "ouch") {
+		if v != 0 || err == nil || !strings.Contains(err.Error(), "EngineError") ||
+			!strings.Contains(err.Error(), "ouch") {
 			t.Fatal(v, err)
 		}
 	}
@@ -162,7 +163,8 @@ func TestPackTable(t *testing.T) {
 		}
 		bytes, stored, source, alias := next(), next(), next(), next()
 		got := fmt.Sprint(text(length), code, shape, bytes, stored, source, alias)
-		if w := fmt.Sprint(want.Name, int64(want.DType), want.Shape, want.Bytes, want.Stored, want.Source, want.Alias); got != w {
+		if w := fmt.Sprint(want.Name, int64(want.DType), want.Shape, want.Bytes, want.Stored, want.Source,
+			want.Alias); got != w {
 			t.Errorf("got %s, want %s", got, w)
 		}
 	}
@@ -244,7 +246,8 @@ func TestWaitOfNoTime(t *testing.T) {
 			t.Fatal("not done after all:", err)
 		}
 		r, err := Take(h, 0, TakeAll)
-		if err != nil || len(r.Tensors) != 1 || !r.Tensors[0].OK || len(r.Numbers) != 2 || r.Numbers[0] != 0 || r.Numbers[1] == 0 || r.Text != "" {
+		if err != nil || len(r.Tensors) != 1 || !r.Tensors[0].OK || len(r.Numbers) != 2 || r.Numbers[0] != 0 ||
+			r.Numbers[1] == 0 || r.Text != "" {
 			t.Fatal(r, err)
 		}
 		r.Drop()

@@ -108,7 +108,8 @@ func TestDeltasHaveOneReceiver(t *testing.T) {
 	now[5] = 1
 	at := func(b []byte) int64 { return int64(uintptr(unsafe.Pointer(&b[0]))) }
 	encode := func() uint64 {
-		h, err := Start("delta_encode", `{"names":["x"],"dtypes":["U8"],"shapes":[[64]]}`, []int64{at(now), at(base), 0, 0})
+		h, err := Start("delta_encode", `{"names":["x"],"dtypes":["U8"],"shapes":[[64]]}`,
+			[]int64{at(now), at(base), 0, 0})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -209,7 +210,8 @@ func TestTensorsInMemoryAreChecked(t *testing.T) {
 	for _, bad := range []struct {
 		contiguous int64
 		flat       []int64
-	}{{-1, nil}, {1, []int64{5}}, {1 << 62, []int64{1, 2}}, {0, []int64{8, 1}}, {0, []int64{8, 1, 2, 3, 4}}, {1, []int64{8, 16, 8, 1, -1}}} {
+	}{{-1, nil}, {1, []int64{5}}, {1 << 62, []int64{1, 2}}, {0, []int64{8, 1}}, {0, []int64{8, 1, 2, 3, 4}},
+		{1, []int64{8, 16, 8, 1, -1}}} {
 		if _, err := viewsOf(bad.contiguous, bad.flat); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%v: %v", bad, err)
 		}
@@ -224,12 +226,14 @@ func TestTensorsInMemoryAreChecked(t *testing.T) {
 	}
 	chain := []*delta.File{{Tensors: []delta.Tensor{{Name: "a"}}}}
 	q := deltaApply{DTypes: []string{"U8"}, Shapes: [][]int64{{3}}, Streams: []int64{0}}
-	for _, bad := range [][]int64{{1, 0, 0, 0, 64}, {0, 1, 0, 0, 64}, {0, 0, 1, 0, 64}, {0, 0, 0, 1, 64}, {-1, 0, 0, 0, 64}, {0, 0, 0, 0}} {
+	for _, bad := range [][]int64{{1, 0, 0, 0, 64}, {0, 1, 0, 0, 64}, {0, 0, 1, 0, 64}, {0, 0, 0, 1, 64},
+		{-1, 0, 0, 0, 64}, {0, 0, 0, 0}} {
 		if _, err := q.targets(chain, bad); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%v: %v", bad, err)
 		}
 	}
-	if got, err := q.targets(chain, []int64{0, 0, 0, 0, 64}); err != nil || len(got) != 1 || got[0].Name != "a" || got[0].At != 64 {
+	if got, err := q.targets(chain, []int64{0, 0, 0, 0, 64}); err != nil || len(got) != 1 || got[0].Name != "a" ||
+		got[0].At != 64 {
 		t.Error(got, err)
 	}
 }

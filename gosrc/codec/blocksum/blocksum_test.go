@@ -28,7 +28,8 @@ func TestAgainstLibrary(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 1))
-	lengths := []int{0, 1, 16, 17, 128, 129, 240, 241, 1023, 1024, 1025, 1087, 1088, 1089, 2047, 2048, 2049, 4096, 1 << 16, 1<<16 + 1}
+	lengths := []int{0, 1, 16, 17, 128, 129, 240, 241, 1023, 1024, 1025, 1087, 1088, 1089, 2047, 2048, 2049, 4096,
+		1 << 16, 1<<16 + 1}
 	for range 200 {
 		lengths = append(lengths, r.IntN(20000))
 	}

@@ -31,12 +31,20 @@ func TestDecodeSeesFaults(t *testing.T) {
 		{"good", func(dst, src []byte, _ uint16) error { copy(dst, src); return nil }, 16, "", true},
 		{"nothing to fill", func(_, _ []byte, _ uint16) error { return nil }, 0, "", true},
 		{"refuses", func(_, _ []byte, _ uint16) error { return errs.New(errs.ErrCorrupt, "no") }, 16, "no", false},
-		{"refuses in another class", func(_, _ []byte, _ uint16) error { return errs.New(errs.ErrArgument, "no") }, 16, "not of class Corrupt", false},
-		{"refuses without a class", func(_, _ []byte, _ uint16) error { return errors.New("no") }, 16, "not of class Corrupt", false},
+		{"refuses in another class", func(_, _ []byte, _ uint16) error {
+			return errs.New(errs.ErrArgument, "no")
+		}, 16, "not of class Corrupt", false},
+		{"refuses without a class", func(_, _ []byte, _ uint16) error {
+			return errors.New("no")
+		}, 16, "not of class Corrupt", false},
 		{"writes behind", outside(16), 16, "byte 16 of a destination of 16 was written", false},
 		{"writes far behind", outside(16 + guard - 1), 16, "was written", false},
 		{"writes before", outside(-1), 16, "byte -1 of a destination of 16 was written", false},
-		{"changes its source", func(dst, src []byte, _ uint16) error { copy(dst, src); src[3]++; return nil }, 16, "changed its source", false},
+		{"changes its source", func(dst, src []byte, _ uint16) error {
+			copy(dst, src)
+			src[3]++
+			return nil
+		}, 16, "changed its source", false},
 		{"writes behind and refuses", func(dst, src []byte, _ uint16) error {
 			beyond(dst, 20)
 			return errs.New(errs.ErrCorrupt, "no")
@@ -72,14 +80,16 @@ func TestRun(t *testing.T) {
 			},
 			Decode: func(dst, src []byte, note uint16) error {
 				seen[i] = append(seen[i], fmt.Sprintf("%d %x", note, src))
-				if len(src) < 2 || int(src[0]) != len(dst) || len(src) != len(dst)+2 || total(src[1:len(src)-1]) != src[len(src)-1] {
+				if len(src) < 2 || int(src[0]) != len(dst) || len(src) != len(dst)+2 ||
+					total(src[1:len(src)-1]) != src[len(src)-1] {
 					return errs.New(errs.ErrCorrupt, "no")
 				}
 				copy(dst, src[1:])
 				return nil
 			},
 		}
-		Run(t, c, []Sample{{"text", []byte("a few bytes")}, {"no gain", []byte("xyz")}, {"nothing", nil}, {"one", []byte{9}}}, 77)
+		Run(t, c, []Sample{{"text", []byte("a few bytes")}, {"no gain", []byte("xyz")}, {"nothing", nil},
+			{"one", []byte{9}}}, 77)
 	}
 	if len(seen[0]) < 160 || strings.Join(seen[0], "|") != strings.Join(seen[1], "|") {
 		t.Errorf("%d and %d calls, not the same ones", len(seen[0]), len(seen[1]))

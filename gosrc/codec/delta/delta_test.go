@@ -124,7 +124,8 @@ func slow(dst, src []byte, width int) (ok bool) {
 			default:
 				x = take(4 * (class - 7))
 			}
-			if again, _ := classOf(x, lg); x == 0 || again != class || at >= min(elements, (r+1)*run) || pos > end || width == 1 && x > 0xff {
+			if again, _ := classOf(x, lg); x == 0 || again != class || at >= min(elements, (r+1)*run) || pos > end ||
+				width == 1 && x > 0xff {
 				return false
 			}
 			for b := range width {
@@ -133,7 +134,8 @@ func slow(dst, src []byte, width int) (ok bool) {
 			at++
 		}
 	}
-	return pos > 8*body && (pos+31)/32*4 == len(src) && isZero(src[16+2*runs:body]) && (pos%8 == 0 || src[pos/8]>>(pos%8) == 0) && isZero(src[(pos+7)/8:])
+	return pos > 8*body && (pos+31)/32*4 == len(src) && isZero(src[16+2*runs:body]) &&
+		(pos%8 == 0 || src[pos/8]>>(pos%8) == 0) && isZero(src[(pos+7)/8:])
 }
 
 // TestRoundTrip: a delta turns base into now, and now into base; the bit-by-bit decoder

@@ -77,19 +77,27 @@ func TestScripts(t *testing.T) {
 	}{
 		{"the first element, by 1", 1, 8, script{codes: one(0), runs: []string{"1 0"}}, map[int]byte{0: 1}},
 		{"the last element", 1, 8, script{codes: one(0), runs: []string{"00000001 0"}}, map[int]byte{7: 1}},
-		{"a distance of k bits", 1, 64, script{k: 4, codes: one(0), runs: []string{"001 1010 0"}}, map[int]byte{2<<4 | 5: 1}},
+		{"a distance of k bits", 1, 64, script{k: 4, codes: one(0), runs: []string{"001 1010 0"}},
+			map[int]byte{2<<4 | 5: 1}},
 		{"neighbours", 1, 8, script{codes: one(1), runs: []string{"1 0 1 0 01 0"}}, map[int]byte{0: 3, 1: 3, 3: 3}},
-		{"k of 24", 1, 8, script{k: 24, codes: one(7), runs: []string{"1 110000000000000000000000 0"}}, map[int]byte{3: 255}},
+		{"k of 24", 1, 8, script{k: 24, codes: one(7), runs: []string{"1 110000000000000000000000 0"}},
+			map[int]byte{3: 255}},
 		{"run 2 alone", 1, 1100, script{codes: one(0), runs: []string{"", "", "01 0"}}, map[int]byte{1025: 1}},
-		{"s of 1", 1, 1100, script{k: 9, s: 1, codes: one(0), runs: []string{"01 000000000 0", "1 110000000 0"}}, map[int]byte{512: 1, 1027: 1}},
-		{"two classes", 1, 8, script{codes: map[int]byte{0: 1, 1: 1}, runs: []string{"1 0 1 1"}}, map[int]byte{0: 1, 1: 3}},
-		{"codes of 1, 2 and 2 bits", 1, 8, script{codes: map[int]byte{0: 2, 3: 1, 7: 2}, runs: []string{"1 0 1 10 1 11"}}, map[int]byte{0: 15, 1: 1, 2: 255}},
+		{"s of 1", 1, 1100, script{k: 9, s: 1, codes: one(0), runs: []string{"01 000000000 0", "1 110000000 0"}},
+			map[int]byte{512: 1, 1027: 1}},
+		{"two classes", 1, 8, script{codes: map[int]byte{0: 1, 1: 1}, runs: []string{"1 0 1 1"}},
+			map[int]byte{0: 1, 1: 3}},
+		{"codes of 1, 2 and 2 bits", 1, 8, script{codes: map[int]byte{0: 2, 3: 1, 7: 2},
+			runs: []string{"1 0 1 10 1 11"}}, map[int]byte{0: 15, 1: 1, 2: 255}},
 		{"a rest of 2 bits", 1, 8, script{codes: one(10), runs: []string{"1 0 10"}}, map[int]byte{0: 5}},
-		{"a rest of 15 bits", 2, 8, script{codes: one(23), runs: []string{"01 0 100000000000000"}}, map[int]byte{2: 1, 3: 0x80}},
+		{"a rest of 15 bits", 2, 8, script{codes: one(23), runs: []string{"01 0 100000000000000"}},
+			map[int]byte{2: 1, 3: 0x80}},
 		{"4 bytes, a rest of 2 bits", 4, 8, script{codes: one(8), runs: []string{"1 0 01"}}, map[int]byte{0: 2}},
-		{"4 bytes, a rest of 32 bits", 4, 8, script{codes: one(23), runs: []string{"01 0 0000 0000 0000 0000 0000 0000 0000 0001"}}, map[int]byte{7: 0x80}},
+		{"4 bytes, a rest of 32 bits", 4, 8, script{codes: one(23),
+			runs: []string{"01 0 0000 0000 0000 0000 0000 0000 0000 0001"}}, map[int]byte{7: 0x80}},
 		{"8 bytes, a rest of 4 bits", 8, 16, script{codes: one(8), runs: []string{"1 0 0001"}}, map[int]byte{0: 8}},
-		{"8 bytes, a rest of 64 bits", 8, 16, script{codes: one(23), runs: []string{"01 0 " + strings.Repeat("1000 0000 ", 7) + "0000 1001"}},
+		{"8 bytes, a rest of 64 bits", 8, 16, script{codes: one(23),
+			runs: []string{"01 0 " + strings.Repeat("1000 0000 ", 7) + "0000 1001"}},
 			map[int]byte{8: 1, 9: 1, 10: 1, 11: 1, 12: 1, 13: 1, 14: 1, 15: 0x90}},
 	} {
 		p := c.chunk.bytes()
@@ -119,8 +127,10 @@ func TestScriptsThatAreRefused(t *testing.T) {
 	}{
 		{"no code", 1, script{runs: []string{"1 0"}}, "not complete: 0 of 256"},
 		{"one code of 2 bits", 1, script{codes: map[int]byte{0: 2}, runs: []string{"1 00"}}, "not complete: 64 of 256"},
-		{"three quarters", 1, script{codes: map[int]byte{0: 1, 1: 2}, runs: []string{"1 0"}}, "not complete: 192 of 256"},
-		{"too many codes", 1, script{codes: map[int]byte{0: 1, 1: 1, 2: 8}, runs: []string{"1 0"}}, "not complete: 257 of 256"},
+		{"three quarters", 1, script{codes: map[int]byte{0: 1, 1: 2}, runs: []string{"1 0"}},
+			"not complete: 192 of 256"},
+		{"too many codes", 1, script{codes: map[int]byte{0: 1, 1: 1, 2: 8}, runs: []string{"1 0"}},
+			"not complete: 257 of 256"},
 		{"code of 9 bits", 1, script{codes: map[int]byte{0: 1, 23: 9}, runs: []string{"1 0"}}, "a code of 9 bits"},
 		{"k of 25", 1, script{k: 25, codes: one(0), runs: []string{"1 0"}}, "header"},
 		{"k of 255", 1, script{k: 255, codes: one(0), runs: []string{"1 0"}}, "header"},
@@ -130,9 +140,13 @@ func TestScriptsThatAreRefused(t *testing.T) {
 		{"a run too many", 1, script{codes: one(0), runs: []string{"1 0", "", ""}}, "bits in"},
 		{"a code that is not there", 1, script{codes: one(0), runs: []string{"1 1"}}, "run 0"},
 		{"behind the last element", 1, script{codes: one(0), runs: []string{"0000 0000 1 0"}}, "element 8,"},
-		{"far behind", 1, script{k: 24, codes: one(0), runs: []string{strings.Repeat("0", 100) + "1 000000000000000000000000 0"}}, "element 1677721600,"},
-		{"a distance of 55 bits", 1, script{k: 24, codes: one(0), runs: []string{strings.Repeat("0", 30) + "1 100000000000000000000000 0"}}, "element 503316481,"},
-		{"farthest behind", 1, script{k: 24, codes: one(0), runs: []string{strings.Repeat("0", maxBits-26) + "1 111111111111111111111111 0"}}, "element 1099075420159,"},
+		{"far behind", 1, script{k: 24, codes: one(0),
+			runs: []string{strings.Repeat("0", 100) + "1 000000000000000000000000 0"}}, "element 1677721600,"},
+		{"a distance of 55 bits", 1, script{k: 24, codes: one(0),
+			runs: []string{strings.Repeat("0", 30) + "1 100000000000000000000000 0"}}, "element 503316481,"},
+		{"farthest behind", 1, script{k: 24, codes: one(0),
+			runs: []string{strings.Repeat("0", maxBits-26) + "1 111111111111111111111111 0"}},
+			"element 1099075420159,"},
 		{"zeros without an end", 1, script{codes: one(0), runs: []string{strings.Repeat("0", 70)}}, "run 0"},
 		{"a distance that is cut", 1, script{k: 9, codes: one(0), runs: []string{"1 0000"}}, "run 0"},
 		{"a rest that is cut", 8, script{codes: one(23), runs: []string{"1 0 1111"}}, "of 6"},
@@ -144,7 +158,8 @@ func TestScriptsThatAreRefused(t *testing.T) {
 		{"4 bytes, no bit", 4, script{codes: one(8), runs: []string{"1 0 00"}}, "run 0"},
 		{"4 bytes, the class above", 4, script{codes: one(9), runs: []string{"1 0 0100"}}, "0x2 in class 9"},
 		{"8 bytes, no bit", 8, script{codes: one(23), runs: []string{"1 0 " + strings.Repeat("0", 64)}}, "run 0"},
-		{"8 bytes, the class above", 8, script{codes: one(23), runs: []string{"1 0 " + strings.Repeat("0", 59) + "10000"}}, "in class 23"},
+		{"8 bytes, the class above", 8, script{codes: one(23),
+			runs: []string{"1 0 " + strings.Repeat("0", 59) + "10000"}}, "in class 23"},
 	} {
 		p := c.chunk.bytes()
 		if err := judge(t, c.name, p, 8, c.width); err == nil || !strings.Contains(err.Error(), c.why) {
@@ -188,7 +203,8 @@ func TestEveryByteAndBit(t *testing.T) {
 				}
 			}
 			for k := 1; k <= 8; k++ {
-				if err := Check(append(bytes.Clone(p), make([]byte, k)...), n, width); !errors.Is(err, errs.ErrCorrupt) {
+				if err := Check(append(bytes.Clone(p), make([]byte, k)...), n, width); !errors.Is(err,
+					errs.ErrCorrupt) {
 					t.Errorf("width %d, mode %d, %d bytes more: %v", width, mode, k, err)
 				}
 			}

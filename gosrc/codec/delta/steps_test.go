@@ -134,7 +134,8 @@ func TestSmallSizes(t *testing.T) {
 				if changed == 0 {
 					continue
 				}
-				if judge(t, "a small delta", p[4:], n, width) != nil || Apply(base, p[4:], width) != nil || !bytes.Equal(base, now) {
+				if judge(t, "a small delta", p[4:], n, width) != nil || Apply(base, p[4:], width) != nil ||
+					!bytes.Equal(base, now) {
 					t.Fatalf("%d bytes, width %d: other bytes", n, width)
 				}
 			}
@@ -172,7 +173,8 @@ func TestChangesThatStandTogether(t *testing.T) {
 		}
 		if c.zeros > 0 {
 			if q := (c.every - c.together) >> p[1]; runBytes<<p[2] < c.every*c.width || q < c.zeros {
-				t.Fatalf("%s: %d zeros in runs of %d bytes: this is not the case that it names", c.name, q, runBytes<<p[2])
+				t.Fatalf("%s: %d zeros in runs of %d bytes: this is not the case that it names", c.name, q,
+					runBytes<<p[2])
 			}
 			judge(t, c.name, p, c.n, c.width)
 		}
@@ -220,14 +222,16 @@ func TestBits(t *testing.T) {
 // The parameters of a chunk follow from its counts alone, at the edges of each step too.
 func TestParameters(t *testing.T) {
 	for _, c := range []struct{ n, changed, s int }{
-		{512, 24, 0}, {512, 23, 1}, {512, 12, 1}, {512, 11, 2}, {8, 1, 0}, {256 << 10, 24, 9}, {256 << 10, 48, 8}, {256 << 10, 47, 9}, {MaxBytes, 1, 9}, {MaxBytes, MaxBytes, 0},
+		{512, 24, 0}, {512, 23, 1}, {512, 12, 1}, {512, 11, 2}, {8, 1, 0}, {256 << 10, 24, 9}, {256 << 10, 48, 8},
+		{256 << 10, 47, 9}, {MaxBytes, 1, 9}, {MaxBytes, MaxBytes, 0},
 	} {
 		if got := runOf(c.n, c.changed); got != c.s {
 			t.Errorf("%d of %d bytes: runs of 512 << %d, want %d", c.changed, c.n, got, c.s)
 		}
 	}
 	for _, c := range []struct{ n, changed, k int }{
-		{1, 1, 0}, {100, 100, 0}, {100, 39, 0}, {100, 38, 1}, {131, 63, 0}, {MaxBytes, 1, 23}, {MaxBytes, 2, 22}, {1 << 17, 64, 10},
+		{1, 1, 0}, {100, 100, 0}, {100, 39, 0}, {100, 38, 1}, {131, 63, 0}, {MaxBytes, 1, 23}, {MaxBytes, 2, 22},
+		{1 << 17, 64, 10},
 	} {
 		if got := riceParameter(c.n, c.changed); got != c.k {
 			t.Errorf("%d of %d elements: k is %d, want %d", c.changed, c.n, got, c.k)

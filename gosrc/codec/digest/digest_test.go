@@ -162,7 +162,8 @@ func TestEveryChangeIsNoticed(t *testing.T) {
 func TestBadViews(t *testing.T) {
 	for _, v := range []View{
 		{Address: 8, Item: 3}, {Address: 8, Item: 32}, {Address: 8, Item: 0}, {Address: 8, Item: 1, Shape: []int64{2}},
-		{Address: 8, Item: 1, Shape: []int64{-2}, Strides: []int64{1}}, {Address: 0, Item: 1, Shape: []int64{2}, Strides: []int64{1}},
+		{Address: 8, Item: 1, Shape: []int64{-2}, Strides: []int64{1}},
+		{Address: 0, Item: 1, Shape: []int64{2}, Strides: []int64{1}},
 		{Address: 8, Item: 8, Shape: []int64{1 << 40, 1 << 40}, Strides: []int64{8, 8}},
 		{Address: 8, Item: 8, Shape: make([]int64, 65), Strides: make([]int64, 65)},
 	} {

@@ -38,7 +38,8 @@ func TestThePagesGoldens(t *testing.T) {
 			t.Errorf("%d bytes: %s, the page has %s", n, got, row[2])
 		}
 	}
-	for name, c := range map[string]uint64{"step": stepA, "first factor": mulM1, "second factor": mulM2, "size": sizeB} {
+	for name, c := range map[string]uint64{"step": stepA, "first factor": mulM1, "second factor": mulM2,
+		"size": sizeB} {
 		if !strings.Contains(section, fmt.Sprintf("%#x", c)) {
 			t.Errorf("the page does not have the %s %#x", name, c)
 		}
@@ -194,9 +195,11 @@ func TestMergedViews(t *testing.T) {
 	}{
 		{"a scalar", View{64, 4, nil, nil}, View{64, 1, dims(4), dims(1)}, true},
 		{"row-major", View{64, 2, dims(2, 3, 4), dims(24, 8, 2)}, View{64, 1, dims(48), dims(1)}, true},
-		{"dimensions of size 1 with any stride", View{64, 2, dims(1, 3, 1, 4), dims(-9, 8, 1<<62, 2)}, View{64, 1, dims(24), dims(1)}, true},
+		{"dimensions of size 1 with any stride", View{64, 2, dims(1, 3, 1, 4), dims(-9, 8, 1<<62, 2)},
+			View{64, 1, dims(24), dims(1)}, true},
 		{"transposed", View{64, 2, dims(4, 3), dims(2, 8)}, View{64, 2, dims(4, 3), dims(2, 8)}, false},
-		{"rows of a wider matrix", View{64, 2, dims(5, 3, 4), dims(60, 20, 2)}, View{64, 2, dims(15, 4), dims(20, 2)}, false},
+		{"rows of a wider matrix", View{64, 2, dims(5, 3, 4), dims(60, 20, 2)}, View{64, 2, dims(15, 4), dims(20, 2)},
+			false},
 		{"every second element", View{64, 2, dims(3, 4), dims(16, 4)}, View{64, 2, dims(12), dims(4)}, false},
 		{"backwards", View{64, 8, dims(3, 2), dims(-16, -8)}, View{64, 8, dims(6), dims(-8)}, false},
 		{"one element again and again", View{64, 8, dims(3, 2), dims(0, 0)}, View{64, 8, dims(6), dims(0)}, false},
@@ -260,11 +263,13 @@ func TestAllOrNothing(t *testing.T) {
 		t.Errorf("of nothing: %v, %v", sums, err)
 	}
 	unreadable := Contiguous(1, 1<<40) // reading it would end the process
-	if sums, err := All(t.Context(), []View{unreadable, {Address: 8, Item: 3}}, 2); sums != nil || !errors.Is(err, errs.ErrArgument) {
+	if sums, err := All(t.Context(), []View{unreadable, {Address: 8, Item: 3}}, 2); sums != nil ||
+		!errors.Is(err, errs.ErrArgument) {
 		t.Errorf("with a bad view: %v, %v", sums, err)
 	}
 	for _, workers := range []int{-1, 0, 1, 64} {
-		if sums, err := All(t.Context(), []View{good, {Item: 1, Shape: []int64{0}, Strides: []int64{1}}, good}, workers); err != nil ||
+		if sums, err := All(t.Context(), []View{good, {Item: 1, Shape: []int64{0}, Strides: []int64{1}}, good},
+			workers); err != nil ||
 			!slices.Equal(sums, []Sum{Of(data), Of(nil), Of(data)}) {
 			t.Errorf("%d workers: %v, %v", workers, sums, err)
 		}

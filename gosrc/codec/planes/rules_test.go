@@ -43,7 +43,9 @@ func coin(zeros int) (t table, stored []byte) {
 // write beside dst.
 func refused(t *testing.T, name string, size int, src []byte, transform uint8, why string) {
 	t.Helper()
-	_, err := codectest.Decode(codectest.Codec{Decode: func(dst, src []byte, _ uint16) error { return Decode(dst, src, transform) }}, src, size, 0)
+	_, err := codectest.Decode(codectest.Codec{Decode: func(dst, src []byte, _ uint16) error {
+		return Decode(dst, src, transform)
+	}}, src, size, 0)
 	if !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), why) {
 		t.Errorf("%s: %v, want %q", name, err, why)
 	}
@@ -98,7 +100,8 @@ func TestEveryField(t *testing.T) {
 		{"raw block, too short", chunk(uint32(n), formBlocks, kindRaw, text[1:]), "400 bytes where 399 are left"},
 		{"constant block of nothing", chunk(uint32(n), formBlocks, kindConstant), "1 bytes where 0 are left"},
 		{"constant block and more", chunk(uint32(n), formBlocks, kindConstant, 7, 7), "1 bytes after the last plane"},
-		{"a table that none shares", chunk(uint32(n), formBlocks, kindShared, stored, coded), "one block shares a table"},
+		{"a table that none shares", chunk(uint32(n), formBlocks, kindShared, stored, coded),
+			"one block shares a table"},
 		{"state 0", own(make([]byte, 4), coded[4:]), "state 0 is 0x0"},
 		{"state 65535", own(coded[:12], uint32(start-1), coded[16:]), "state 3 is 0xffff"},
 		{"no words", own(states, uint16(0), words), "words run past the block"},
@@ -111,7 +114,8 @@ func TestEveryField(t *testing.T) {
 		refused(t, c.name, n, c.chunk, Bytes, c.why)
 	}
 	one := new(Encoder).encodeBlock(nil, text[:1], &tab) // only state 0 has decoded something
-	refused(t, "another state", 1, chunk(uint32(1), formBlocks, kindOwn, stored, with(one, 4, 1)), Bytes, "state 1 ends as 0x10001")
+	refused(t, "another state", 1, chunk(uint32(1), formBlocks, kindOwn, stored, with(one, 4, 1)), Bytes,
+		"state 1 ends as 0x10001")
 }
 
 // A table has one form: its frequencies are 1 to 4095, as short as they can be, and sum to
@@ -217,7 +221,8 @@ func TestFrames(t *testing.T) {
 	of := func(frame []byte) []byte { return chunk(uint32(len(text)), formZstd, uint32(len(frame)), frame) }
 	for name, c := range map[string]struct{ frame, want []byte }{
 		"plain": {good, text}, "with a checksum": {all(text), text}, "one block as it is": {all(noise), noise},
-		"one value": {all(make([]byte, len(text))), make([]byte, len(text))}, "with a window": {all(text, zstd.WithSingleSegment(false)), text},
+		"one value":     {all(make([]byte, len(text))), make([]byte, len(text))},
+		"with a window": {all(text, zstd.WithSingleSegment(false)), text},
 	} {
 		if got := make([]byte, len(text)); Decode(got, of(c.frame), Bytes) != nil || !bytes.Equal(got, c.want) {
 			t.Errorf("%s: %v", name, Decode(got, of(c.frame), Bytes))
@@ -228,7 +233,9 @@ func TestFrames(t *testing.T) {
 		for bit := range 8 * len(c.frame) { // a chunk's own checksum finds these; here they do no harm
 			p := bytes.Clone(c.frame)
 			p[bit/8] ^= 1 << (bit % 8)
-			_, err := codectest.Decode(codectest.Codec{Decode: func(dst, src []byte, _ uint16) error { return Decode(dst, src, Bytes) }}, of(p), len(text), 0)
+			_, err := codectest.Decode(codectest.Codec{Decode: func(dst, src []byte, _ uint16) error {
+				return Decode(dst, src, Bytes)
+			}}, of(p), len(text), 0)
 			if err != nil && !errors.Is(err, errs.ErrCorrupt) {
 				t.Errorf("%s, bit %d: %v", name, bit, err)
 			}
@@ -273,11 +280,13 @@ func TestShapes(t *testing.T) {
 				t.Errorf("%s: %d bytes: %v", Name(transform), len(src), ok)
 			}
 			if n%w != 0 {
-				refused(t, "half an element", n, chunk(uint32(n), formRaw, make([]byte, n)), transform, "bytes of elements")
+				refused(t, "half an element", n, chunk(uint32(n), formRaw, make([]byte, n)), transform,
+					"bytes of elements")
 			}
 		}
 		for planes := range w { // each plane is missed
-			refused(t, "a plane is missing", 8*w, chunk(uint32(8*w), bytes.Repeat(chunk(formBlocks, kindConstant, 5), planes)), transform,
+			refused(t, "a plane is missing", 8*w, chunk(uint32(8*w),
+				bytes.Repeat(chunk(formBlocks, kindConstant, 5), planes)), transform,
 				fmt.Sprintf("plane %d: ", planes))
 		}
 	}

@@ -21,12 +21,14 @@ func TestCheck(t *testing.T) {
 			if !ok {
 				continue
 			}
-			c := tensor.Chunk{Codec: tensor.CodecX16, Transform: s.transform, SegTiles: st, Logical: uint32(len(s.data)), Stored: uint32(len(chunk))}
+			c := tensor.Chunk{Codec: tensor.CodecX16, Transform: s.transform, SegTiles: st,
+				Logical: uint32(len(s.data)), Stored: uint32(len(chunk))}
 			if err := Check(chunk, c); err != nil {
 				t.Fatalf("%s: %v", s.name, err)
 			}
 			d := decoders.Get().(*decoder)
-			if err := d.parseChunk(make([]byte, len(s.data)), chunk, c.Transform, st); err != nil || Segments(c) != max(1, d.segs) && !d.one {
+			if err := d.parseChunk(make([]byte, len(s.data)), chunk, c.Transform, st); err != nil ||
+				Segments(c) != max(1, d.segs) && !d.one {
 				t.Errorf("%s: %d segments, the directory has %d: %v", s.name, Segments(c), d.segs, err)
 			}
 			d.src, d.dst = nil, nil

@@ -43,7 +43,8 @@ func TestTablesOfOthers(t *testing.T) {
 				tb.alias[k] = byte(w.r.IntN(17))
 			default:
 				o := w.r.IntN(16)
-				tb.divider[k], tb.divider[o], tb.alias[k], tb.alias[o] = tb.divider[o], tb.divider[k], tb.alias[o], tb.alias[k]
+				tb.divider[k], tb.divider[o], tb.alias[k], tb.alias[o] = tb.divider[o], tb.divider[k], tb.alias[o],
+					tb.alias[k]
 			}
 		}
 		symbol, rank, refused := pageSlots(tb.freq[:], tb.divider[:], tb.alias[:])
@@ -179,7 +180,8 @@ func TestGain(t *testing.T) {
 				t.Errorf("%s: %d bytes of %d are no gain", s.name, len(chunk), len(s.data))
 			}
 			// The sample's share leaves out the header, and states of short segments.
-			if extra := float64(headerBytes+4*(stateBytes+24)) / float64(len(s.data)); is < share-0.005 || is > share+extra+0.005 {
+			if extra := float64(headerBytes+4*(stateBytes+24)) / float64(len(s.data)); is < share-0.005 ||
+				is > share+extra+0.005 {
 				t.Errorf("%s: %v, the estimate is %v", s.name, is, share)
 			}
 		}
@@ -260,7 +262,8 @@ func TestLevels(t *testing.T) {
 			t.Errorf("%v: %v", l, Using())
 		}
 	}
-	if Scalar.String() != "scalar" || NEON.String() != "NEON" || AVX2.String() != "AVX2" || AVX512.String() != "AVX-512" {
+	if Scalar.String() != "scalar" || NEON.String() != "NEON" || AVX2.String() != "AVX2" ||
+		AVX512.String() != "AVX-512" {
 		t.Error("names")
 	}
 }
@@ -278,7 +281,8 @@ func FuzzCheck(f *testing.F) {
 		if size > 1<<16 {
 			return
 		}
-		c := tensor.Chunk{Codec: tensor.CodecX16, Transform: transform, SegTiles: st, Logical: size, Stored: uint32(len(p))}
+		c := tensor.Chunk{Codec: tensor.CodecX16, Transform: transform, SegTiles: st, Logical: size,
+			Stored: uint32(len(p))}
 		err := Check(p, c)
 		dst := make([]byte, size)
 		if decoded := Decode(dst, p, transform, st); decoded == nil && err != nil {

@@ -58,7 +58,8 @@ func TestFences(t *testing.T) {
 			if want != nil && (err != nil || !bytes.Equal(at[1], want)) {
 				t.Fatalf("%v, %s, %s: %v", l, Name(tr), what, err)
 			}
-			c := tensor.Chunk{Codec: tensor.CodecX16, Transform: tr, SegTiles: st, Logical: uint32(size), Stored: uint32(len(chunk))}
+			c := tensor.Chunk{Codec: tensor.CodecX16, Transform: tr, SegTiles: st, Logical: uint32(size),
+				Stored: uint32(len(chunk))}
 			if err := Check(at[0], c); want != nil && err != nil {
 				t.Fatal(err)
 			}

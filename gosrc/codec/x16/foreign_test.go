@@ -40,7 +40,8 @@ func TestForeignChunks(t *testing.T) {
 			if err := Decode(dst, chunk, tr, uint16(st)); err != nil || !bytes.Equal(dst, logical) {
 				t.Fatalf("%s: %v, equal %v", Name(tr), err, bytes.Equal(dst, logical))
 			}
-			c := tensor.Chunk{Codec: tensor.CodecX16, Transform: tr, SegTiles: uint16(st), Logical: uint32(size), Stored: uint32(len(chunk))}
+			c := tensor.Chunk{Codec: tensor.CodecX16, Transform: tr, SegTiles: uint16(st), Logical: uint32(size),
+				Stored: uint32(len(chunk))}
 			if err := Check(chunk, c); err != nil {
 				t.Fatalf("%s: a GPU's check refuses it: %v", Name(tr), err)
 			}
@@ -64,7 +65,8 @@ func TestThePageDecides(t *testing.T) {
 		dst := make([]byte, size)
 		err := Decode(dst, p, tr, st)
 		if (err == nil) != (refused == nil) || err == nil && !bytes.Equal(dst, want) {
-			t.Fatalf("%s, %d bytes from %d in segments of %d: the page says %v, Decode %v", Name(tr), size, len(p), st, refused, err)
+			t.Fatalf("%s, %d bytes from %d in segments of %d: the page says %v, Decode %v", Name(tr), size, len(p), st,
+				refused, err)
 		}
 		tried++
 		if err == nil {

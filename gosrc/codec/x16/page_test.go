@@ -134,8 +134,10 @@ func pageDecode(src []byte, size int, transform uint8, segTiles uint16) ([]byte,
 	tiles := n / 256
 	h := src[:96]
 	mode, only, constant, escape := h[0], h[1], h[2], int(h[3])-1
-	if mode > 1 || only > 15 || mode == 0 && only != 0 || uint32(tiles) != binary.LittleEndian.Uint32(h[4:]) || tiles == 0 || escape > 15 ||
-		int(constant) >= 1<<len(f.planes) || binary.LittleEndian.Uint64(h[80:]) != 0 || binary.LittleEndian.Uint64(h[88:]) != 0 {
+	if mode > 1 || only > 15 || mode == 0 && only != 0 || uint32(tiles) != binary.LittleEndian.Uint32(h[4:]) ||
+		tiles == 0 || escape > 15 ||
+		int(constant) >= 1<<len(f.planes) || binary.LittleEndian.Uint64(h[80:]) != 0 ||
+		binary.LittleEndian.Uint64(h[88:]) != 0 {
 		return nil, errPage
 	}
 	for i, v := range h[8:16] {
@@ -175,7 +177,8 @@ func pageDecode(src []byte, size int, transform uint8, segTiles uint16) ([]byte,
 }
 
 // pageSegments decodes all segments, and returns where the last one ends.
-func pageSegments(src, values []byte, f pageForm, palette, freq []byte, escape, segTiles int, symbol [256]byte, rank [256]int) (int, error) {
+func pageSegments(src, values []byte, f pageForm, palette, freq []byte, escape, segTiles int, symbol [256]byte,
+	rank [256]int) (int, error) {
 	tiles := len(values) / 256
 	segs := (tiles + segTiles - 1) / segTiles
 	first := (96 + 8*(segs+1) + 15) / 16 * 16
@@ -193,7 +196,8 @@ func pageSegments(src, values []byte, f pageForm, palette, freq []byte, escape, 
 		end, after := entry(g + 1)
 		last := min(tiles, (g+1)*segTiles)
 		part := values[g*segTiles*256 : last*256]
-		if begin%16 != 0 || end%16 != 0 || begin > end || end > len(src) || end-begin < 128 || g == segs-1 && after != 0 {
+		if begin%16 != 0 || end%16 != 0 || begin > end || end > len(src) || end-begin < 128 ||
+			g == segs-1 && after != 0 {
 			return 0, errPage
 		}
 		if err := pageSegment(src[begin:end], part, f, palette, freq, escape, escs, symbol, rank); err != nil {
@@ -204,7 +208,8 @@ func pageSegments(src, values []byte, f pageForm, palette, freq []byte, escape, 
 	return end, nil
 }
 
-func pageSegment(seg, part []byte, f pageForm, palette, freq []byte, escape, escs int, symbol [256]byte, rank [256]int) error {
+func pageSegment(seg, part []byte, f pageForm, palette, freq []byte, escape, escs int, symbol [256]byte,
+	rank [256]int) error {
 	var x [32]uint64
 	for l := range x {
 		if x[l] = uint64(binary.LittleEndian.Uint32(seg[4*l:])); x[l] < 1<<16 {
@@ -479,7 +484,8 @@ func (w pageWriter) planes(head []byte, f pageForm, logical []byte, tiles int) (
 }
 
 // segment codes symbols lo..hi, from the last to the first.
-func (w pageWriter) segment(f pageForm, logical []byte, lo, hi int, code map[byte]int, escape int, freq [16]byte, slotOf map[[2]int]int) (seg []byte, escs int) {
+func (w pageWriter) segment(f pageForm, logical []byte, lo, hi int, code map[byte]int, escape int, freq [16]byte,
+	slotOf map[[2]int]int) (seg []byte, escs int) {
 	syms := make([]int, hi-lo)
 	var positions, values []byte
 	for i := range syms {

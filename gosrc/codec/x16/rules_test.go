@@ -49,7 +49,8 @@ func (g *rules) list(seg int) (at, n int) {
 		rising := isZero(g.chunk[at+3*n : end])
 		for i := range n {
 			p := binary.LittleEndian.Uint16(g.chunk[at+2*i:])
-			rising = rising && (i == 0 || p > binary.LittleEndian.Uint16(g.chunk[at+2*i-2:])) && (int(p)+seg*int(g.st)*tileSyms)%100 == 7
+			rising = rising && (i == 0 || p > binary.LittleEndian.Uint16(g.chunk[at+2*i-2:])) &&
+				(int(p)+seg*int(g.st)*tileSyms)%100 == 7
 		}
 		if rising {
 			return at, n
@@ -107,7 +108,9 @@ func TestEveryRule(t *testing.T) {
 	rule("a segment out of line", "segment 1 at", func(g *rules) { put(g.entry(1, 0), uint32(g.offset(1)+1)) })
 	rule("a segment behind the end", "segment 2 at", func(g *rules) { put(g.entry(2, 0), uint32(len(g.chunk)+15)&^15) })
 	rule("segments that cross", "segment 0 of -", func(g *rules) { put(g.entry(1, 0), 16) })
-	rule("a segment too small for its states", "segment 0 of 112 bytes", func(g *rules) { put(g.entry(1, 0), uint32(g.offset(0)+112)) })
+	rule("a segment too small for its states", "segment 0 of 112 bytes", func(g *rules) {
+		put(g.entry(1, 0), uint32(g.offset(0)+112))
+	})
 	rule("more escapes than symbols", "escapes", func(g *rules) { put(g.entry(0, 1), 1<<31) })
 	rule("escapes of the end", "segment 2 with 1 escapes", func(g *rules) { put(g.entry(2, 1), 1) })
 	rule("padding of the directory", "padding", func(g *rules) { g.chunk[g.offset(0)-1] = 1 })

@@ -109,7 +109,8 @@ func TestQueueSubmit(t *testing.T) {
 	}
 	defer q.Close()
 	raw := func(src, n uint32, dst *byte) device.DecodeTask {
-		return device.DecodeTask{Chunk: tensor.Chunk{Stored: n, Logical: n, Codec: tensor.CodecRaw}, Src: src, Dst: unsafe.Pointer(dst)}
+		return device.DecodeTask{Chunk: tensor.Chunk{Stored: n, Logical: n, Codec: tensor.CodecRaw}, Src: src,
+			Dst: unsafe.Pointer(dst)}
 	}
 	submit := func(view []byte, tasks ...device.DecodeTask) (failures []error) {
 		s, err := q.Get(t.Context())
@@ -131,7 +132,8 @@ func TestQueueSubmit(t *testing.T) {
 		return failures
 	}
 	mem := make([]byte, 8)
-	if failures := submit(nil, raw(2, 3, &mem[0]), raw(7, 2, &mem[4])); failures[0] != nil || failures[1] != nil || string(mem) != "234\x0078\x00\x00" {
+	if failures := submit(nil, raw(2, 3, &mem[0]), raw(7, 2, &mem[4])); failures[0] != nil || failures[1] != nil ||
+		string(mem) != "234\x0078\x00\x00" {
 		t.Errorf("%v, %q", failures, mem)
 	}
 	if failures := submit([]byte("abcdefghij"), raw(2, 3, &mem[0])); failures[0] != nil || string(mem[:3]) != "cde" {
@@ -140,7 +142,8 @@ func TestQueueSubmit(t *testing.T) {
 	bad := raw(0, 3, &mem[0])
 	bad.Chunk.Logical = 4
 	failures := submit(nil, raw(5, 1, &mem[0]), bad, raw(0, 1, &mem[1]))
-	if len(failures) != 3 || failures[0] != nil || failures[1] == nil || failures[2] != failures[1] || mem[0] != '5' || mem[1] == '0' {
+	if len(failures) != 3 || failures[0] != nil || failures[1] == nil || failures[2] != failures[1] || mem[0] != '5' ||
+		mem[1] == '0' {
 		t.Errorf("%v, %q", failures, mem)
 	}
 }

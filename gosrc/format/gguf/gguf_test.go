@@ -120,7 +120,8 @@ func TestHostileHeaders(t *testing.T) {
 		return w.Bytes()
 	}
 	twice := func(off uint64, second string) []byte {
-		w := header(le, 2, 0).put("a", uint32(1), uint64(64), uint32(24), uint64(0), second, uint32(1), uint64(64), uint32(24), off)
+		w := header(le, 2, 0).put("a", uint32(1), uint64(64), uint32(24), uint64(0), second, uint32(1), uint64(64),
+			uint32(24), off)
 		w.Write(make([]byte, 4096))
 		return w.Bytes()
 	}
@@ -136,19 +137,20 @@ func TestHostileHeaders(t *testing.T) {
 		class error
 		text  string
 	}{
-		"another file":        {[]byte("GGUX and more"), errs.ErrFormat, "not a GGUF file"},
-		"version 1":           {version(1), errs.ErrNotSupported, "version 1"},
-		"version 4":           {version(4), errs.ErrNotSupported, "version 4"},
-		"counts":              {header(le, many, 1).Bytes(), errs.ErrFormat, "at most"},
-		"entries":             {header(le, 1, many).Bytes(), errs.ErrFormat, "at most"},
-		"no entry":            {header(le, 0, 1).Bytes(), errs.ErrCorrupt, "truncated"},
-		"long key":            {entry(many), errs.ErrFormat, "a key of"},
-		"key":                 {entry("\xff", uint32(0), uint8(1)), errs.ErrFormat, "UTF-8"},
-		"kind":                {entry("k", uint32(13)), errs.ErrFormat, "its type has the number 13"},
-		"long text":           {entry("k", uint32(kindText), many), errs.ErrFormat, "a text of"},
-		"text past the end":   {entry("k", uint32(kindText), uint64(5000)), errs.ErrCorrupt, "truncated"},
-		"long array":          {entry("k", uint32(kindArray), uint32(kindF64), many), errs.ErrFormat, "an array of"},
-		"array past the end":  {entry("k", uint32(kindArray), uint32(kindF64), uint64(5000)), errs.ErrCorrupt, "truncated"},
+		"another file":      {[]byte("GGUX and more"), errs.ErrFormat, "not a GGUF file"},
+		"version 1":         {version(1), errs.ErrNotSupported, "version 1"},
+		"version 4":         {version(4), errs.ErrNotSupported, "version 4"},
+		"counts":            {header(le, many, 1).Bytes(), errs.ErrFormat, "at most"},
+		"entries":           {header(le, 1, many).Bytes(), errs.ErrFormat, "at most"},
+		"no entry":          {header(le, 0, 1).Bytes(), errs.ErrCorrupt, "truncated"},
+		"long key":          {entry(many), errs.ErrFormat, "a key of"},
+		"key":               {entry("\xff", uint32(0), uint8(1)), errs.ErrFormat, "UTF-8"},
+		"kind":              {entry("k", uint32(13)), errs.ErrFormat, "its type has the number 13"},
+		"long text":         {entry("k", uint32(kindText), many), errs.ErrFormat, "a text of"},
+		"text past the end": {entry("k", uint32(kindText), uint64(5000)), errs.ErrCorrupt, "truncated"},
+		"long array":        {entry("k", uint32(kindArray), uint32(kindF64), many), errs.ErrFormat, "an array of"},
+		"array past the end": {entry("k", uint32(kindArray), uint32(kindF64), uint64(5000)), errs.ErrCorrupt,
+			"truncated"},
 		"texts past the end":  {entry("k", uint32(kindArray), uint32(kindText), many), errs.ErrCorrupt, "truncated"},
 		"elements":            {entry("k", uint32(kindArray), uint32(99), uint64(1)), errs.ErrFormat, "elements' type"},
 		"arrays in arrays":    {entry(nested...), errs.ErrFormat, "deep"},
@@ -157,19 +159,28 @@ func TestHostileHeaders(t *testing.T) {
 		"alignment as a text": {entry(alignmentAt, uint32(kindText), "32"), errs.ErrFormat, "power of two"},
 		"rank":                {tensor("t", uint32(5)), errs.ErrFormat, "rank is 5"},
 		"shape":               {tensor("t", uint32(2), many, many, uint32(0), uint64(0)), errs.ErrFormat, "too large"},
-		"bytes":               {tensor("t", uint32(1), uint64(1)<<61, uint32(27), uint64(0)), errs.ErrFormat, "blocks of I64"},
-		"a dimension and 0":   {tensor("t", uint32(2), uint64(0), uint64(math.MaxUint64), uint32(0), uint64(0)), errs.ErrFormat, "too large"},
-		"blocks":              {tensor("t", uint32(1), uint64(33), uint32(2), uint64(0)), errs.ErrFormat, "no blocks of Q4_0"},
-		"type":                {tensor("t", uint32(1), uint64(32), uint32(4), uint64(0)), errs.ErrNotSupported, "number 4"},
-		"offset":              {tensor("t", uint32(1), uint64(32), uint32(24), uint64(16)), errs.ErrFormat, "no multiple of 32"},
-		"far":                 {tensor("t", uint32(1), uint64(32), uint32(24), uint64(1)<<62), errs.ErrCorrupt, "end after"},
-		"past the end":        {tensor("t", uint32(1), uint64(4064), uint32(24), uint64(1024)), errs.ErrCorrupt, "end after"},
-		"names":               {twice(64, "a"), errs.ErrFormat, "two tensors"},
-		"overlap":             {twice(32, "b"), errs.ErrFormat, "belong to the tensor before it"},
-		"two entries":         {header(le, 0, 2).put("k", uint32(0), uint8(1), "k", uint32(0), uint8(1)).Bytes(), errs.ErrFormat, "two entries"},
+		"bytes": {tensor("t", uint32(1), uint64(1)<<61, uint32(27), uint64(0)), errs.ErrFormat,
+			"blocks of I64"},
+		"a dimension and 0": {tensor("t", uint32(2), uint64(0), uint64(math.MaxUint64), uint32(0), uint64(0)),
+			errs.ErrFormat, "too large"},
+		"blocks": {tensor("t", uint32(1), uint64(33), uint32(2), uint64(0)), errs.ErrFormat,
+			"no blocks of Q4_0"},
+		"type": {tensor("t", uint32(1), uint64(32), uint32(4), uint64(0)), errs.ErrNotSupported,
+			"number 4"},
+		"offset": {tensor("t", uint32(1), uint64(32), uint32(24), uint64(16)), errs.ErrFormat,
+			"no multiple of 32"},
+		"far": {tensor("t", uint32(1), uint64(32), uint32(24), uint64(1)<<62), errs.ErrCorrupt,
+			"end after"},
+		"past the end": {tensor("t", uint32(1), uint64(4064), uint32(24), uint64(1024)), errs.ErrCorrupt,
+			"end after"},
+		"names":   {twice(64, "a"), errs.ErrFormat, "two tensors"},
+		"overlap": {twice(32, "b"), errs.ErrFormat, "belong to the tensor before it"},
+		"two entries": {header(le, 0, 2).put("k", uint32(0), uint8(1), "k", uint32(0), uint8(1)).Bytes(),
+			errs.ErrFormat, "two entries"},
 	} {
 		_, err := read(t, one.data)
-		if !errors.Is(err, one.class) || !strings.Contains(err.Error(), one.text) || !strings.Contains(err.Error(), "x.gguf") {
+		if !errors.Is(err, one.class) || !strings.Contains(err.Error(), one.text) ||
+			!strings.Contains(err.Error(), "x.gguf") {
 			t.Errorf("%s: %v", what, err)
 		}
 	}

@@ -22,7 +22,8 @@ func random(r *rand.Rand) []Item {
 	items := make([]Item, r.IntN(12))
 	for i := range items {
 		it := &items[i]
-		*it = Item{Name: fmt.Sprintf("%c%d", 'a'+r.IntN(26), i), DType: tensor.DType(1 + r.IntN(tensor.NumDTypes)), Plain: r.IntN(2) == 0,
+		*it = Item{Name: fmt.Sprintf("%c%d", 'a'+r.IntN(26), i), DType: tensor.DType(1 + r.IntN(tensor.NumDTypes)),
+			Plain:      r.IntN(2) == 0,
 			ChunkBytes: int64(4096 * (1 + r.IntN(3)))}
 		for range r.IntN(4) {
 			it.Shape = append(it.Shape, int64(r.IntN(24)))
@@ -105,7 +106,8 @@ func TestLayoutRoundTrip(t *testing.T) {
 				l.Tensors[i].Shape = []int64{}
 			}
 		}
-		if !reflect.DeepEqual(ix.Tensors, l.Tensors) || !slices.Equal(ix.Chunks, l.Chunks) || !maps.Equal(ix.Sources[0].Metadata, metadata) {
+		if !reflect.DeepEqual(ix.Tensors, l.Tensors) || !slices.Equal(ix.Chunks, l.Chunks) ||
+			!maps.Equal(ix.Sources[0].Metadata, metadata) {
 			t.Fatalf("got  %+v\nwant %+v", ix.Tensors, l.Tensors)
 		}
 		for i, item := range l.Items {
@@ -145,8 +147,10 @@ func TestLayoutRefuses(t *testing.T) {
 		"alias negative":   change(func(it *Item) { it.Alias = -1 }),
 		"alias, size":      {ok, {Name: "b", DType: tensor.U8, Shape: []int64{5}, Alias: 1}},
 		"alias, dtype":     {ok, {Name: "b", DType: tensor.I8, Shape: []int64{4}, Alias: 1}},
-		"alias of nothing": {{Name: "n", DType: tensor.U8, Shape: []int64{0}}, {Name: "b", DType: tensor.U8, Shape: []int64{0}, Alias: 1}},
-		"alias of alias":   {ok, {Name: "b", DType: tensor.U8, Shape: []int64{4}, Alias: 1}, {Name: "c", DType: tensor.U8, Shape: []int64{4}, Alias: 2}},
+		"alias of nothing": {{Name: "n", DType: tensor.U8, Shape: []int64{0}},
+			{Name: "b", DType: tensor.U8, Shape: []int64{0}, Alias: 1}},
+		"alias of alias": {ok, {Name: "b", DType: tensor.U8, Shape: []int64{4}, Alias: 1},
+			{Name: "c", DType: tensor.U8, Shape: []int64{4}, Alias: 2}},
 	} {
 		if _, err := NewLayout(nil, items, nil, false); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%s: %v", name, err)
@@ -155,7 +159,8 @@ func TestLayoutRefuses(t *testing.T) {
 	if _, err := NewLayout(map[string]string{MetadataKey: "x"}, nil, nil, false); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("our metadata entry: %v", err)
 	}
-	if _, err := NewLayout(nil, []Item{{Name: strings.Repeat("n", tensor.MaxHeader), DType: tensor.U8}}, nil, false); !errors.Is(err, errs.ErrArgument) {
+	if _, err := NewLayout(nil, []Item{{Name: strings.Repeat("n", tensor.MaxHeader), DType: tensor.U8}}, nil,
+		false); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("a header over the limit: %v", err)
 	}
 }
@@ -202,7 +207,8 @@ func TestLayoutMisuse(t *testing.T) {
 func BenchmarkDecode(b *testing.B) {
 	items := make([]Item, 18_867)
 	for i := range items {
-		items[i] = Item{Name: fmt.Sprintf("model.layers.%d.mlp.experts.%d.gate_proj.weight", i/256, i%256), DType: tensor.BF16,
+		items[i] = Item{Name: fmt.Sprintf("model.layers.%d.mlp.experts.%d.gate_proj.weight", i/256, i%256),
+			DType: tensor.BF16,
 			Shape: []int64{64, 64}, ChunkBytes: 4096}
 	}
 	l, err := NewLayout(nil, items, nil, false)

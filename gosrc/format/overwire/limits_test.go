@@ -61,7 +61,8 @@ func TestOrderAndPlaces(t *testing.T) {
 				t.Fatalf("%q stands behind %q", key, before)
 			}
 			before = key
-			if ten.Off != next || !empty && ten.Alias < 0 && ten.Off%int64(ten.DType.Align()) != 0 || !ten.Plain && ten.Off%tensor.BlobAlign != 0 && inFile {
+			if ten.Off != next || !empty && ten.Alias < 0 && ten.Off%int64(ten.DType.Align()) != 0 ||
+				!ten.Plain && ten.Off%tensor.BlobAlign != 0 && inFile {
 				t.Fatalf("%+v at %d, the last one ends at %d", ten, ten.Off, next)
 			}
 			next += ten.Stored
@@ -94,7 +95,8 @@ func TestMostDimensions(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if ix, err := Decode(front[l.Header():], &h, "x", size, nil); err != nil || !slices.Equal(ix.Tensors[0].Shape, shape) {
+	if ix, err := Decode(front[l.Header():], &h, "x", size, nil); err != nil ||
+		!slices.Equal(ix.Tensors[0].Shape, shape) {
 		t.Errorf("%v", err)
 	}
 }
@@ -105,7 +107,8 @@ func TestIndexOverTheLimit(t *testing.T) {
 		{{Name: "w", DType: tensor.U8, Shape: []int64{1 << 38}, ChunkBytes: 4096}},
 		{{Name: "w", DType: tensor.U8, Shape: []int64{1 << 38}, ChunkBytes: 4096, Plain: true}},
 		{{Name: "w", DType: tensor.U8, Shape: []int64{8, 1 << 35}, ChunkBytes: 4096, Parts: 8}},
-		{{Name: "v", DType: tensor.U8, Shape: []int64{1 << 37}, ChunkBytes: 8192}, {Name: "w", DType: tensor.U8, Shape: []int64{1 << 37}, ChunkBytes: 4096}},
+		{{Name: "v", DType: tensor.U8, Shape: []int64{1 << 37}, ChunkBytes: 8192},
+			{Name: "w", DType: tensor.U8, Shape: []int64{1 << 37}, ChunkBytes: 4096}},
 		{{Name: "w", DType: tensor.U8, Shape: []int64{1 << 58}, ChunkBytes: tensor.MaxChunkBytes}},
 	} {
 		var before, after runtime.MemStats

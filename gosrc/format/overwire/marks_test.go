@@ -50,7 +50,8 @@ func TestIs(t *testing.T) {
 		{`{"format":"1.3","index":"overwire.index","digests":!,"origin":?`, true, true, nil, ""},
 		{`{"format":"1.1","index":"overwire.index","origin":{"size":-1}}`, true, true, nil, ""},
 	} {
-		h := safetensors.Header{Metadata: map[string]string{MetadataKey: c.entry}, Tensors: []tensor.Tensor{{Name: "w"}}}
+		h := safetensors.Header{Metadata: map[string]string{MetadataKey: c.entry},
+			Tensors: []tensor.Tensor{{Name: "w"}}}
 		if c.entry == "-" {
 			h.Metadata = nil
 		}
@@ -62,8 +63,10 @@ func TestIs(t *testing.T) {
 			t.Errorf("%s, index %v: %v, %v", c.entry, c.indexed, ours, err)
 		}
 	}
-	for _, format := range []string{"", "1", ".", "1.", ".0", "1.65536", "65536.0", "1.-1", "+1.0", "-1.0", "1.0.0", "1.0 ", " 1.0", "1.x", "0x1.0", "1,0"} {
-		h := safetensors.Header{Metadata: map[string]string{MetadataKey: mark(format)}, Tensors: []tensor.Tensor{{Name: IndexName}}}
+	for _, format := range []string{"", "1", ".", "1.", ".0", "1.65536", "65536.0", "1.-1", "+1.0", "-1.0", "1.0.0",
+		"1.0 ", " 1.0", "1.x", "0x1.0", "1,0"} {
+		h := safetensors.Header{Metadata: map[string]string{MetadataKey: mark(format)},
+			Tensors: []tensor.Tensor{{Name: IndexName}}}
 		if ours, err := Is(&h); ours || !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "format") {
 			t.Errorf("format %q: %v, %v", format, ours, err)
 		}
@@ -107,8 +110,10 @@ func TestVersions(t *testing.T) {
 		features uint64
 		minor    int // without an origin and digests
 	}{
-		{tensor.U8, raw, 0, 0}, {tensor.BF16, x16, 0, 0}, {tensor.U8, x16, 0, 0}, {tensor.F32, x16, 0, 0}, {tensor.C64, x16, 0, 0},
-		{tensor.I16, x16, 1, 2}, {tensor.U16, x16, 1, 2}, {tensor.I32, x16, 1, 2}, {tensor.U32, x16, 1, 2}, {tensor.I64, x16, 1, 2}, {tensor.U64, x16, 1, 2},
+		{tensor.U8, raw, 0, 0}, {tensor.BF16, x16, 0, 0}, {tensor.U8, x16, 0, 0}, {tensor.F32, x16, 0, 0},
+		{tensor.C64, x16, 0, 0},
+		{tensor.I16, x16, 1, 2}, {tensor.U16, x16, 1, 2}, {tensor.I32, x16, 1, 2}, {tensor.U32, x16, 1, 2},
+		{tensor.I64, x16, 1, 2}, {tensor.U64, x16, 1, 2},
 		{tensor.U64, raw, 0, 0}, {tensor.BF16, planes, 2, 2}, {tensor.I32, planes, 2, 2},
 	} {
 		for _, origin := range []*Origin{nil, {Size: 8}} {
@@ -122,19 +127,25 @@ func TestVersions(t *testing.T) {
 					minor = 3
 				}
 				var m struct{ Format string }
-				if err := json.Unmarshal([]byte(f.h.Metadata[MetadataKey]), &m); err != nil || m.Format != fmt.Sprintf("1.%d", minor) {
-					t.Errorf("%v, %v: the entry says %q, want minor %d: %v", c.dtype, c.chunk.Codec, m.Format, minor, err)
+				if err := json.Unmarshal([]byte(f.h.Metadata[MetadataKey]), &m); err != nil ||
+					m.Format != fmt.Sprintf("1.%d", minor) {
+					t.Errorf("%v, %v: the entry says %q, want minor %d: %v", c.dtype, c.chunk.Codec, m.Format, minor,
+						err)
 				}
 				if got := int(le.Uint16(f.blob[6:])); got != minor || le.Uint64(f.blob[8:]) != c.features {
-					t.Errorf("%v, %v: the index says minor %d, features %#x; want %d, %#x", c.dtype, c.chunk.Codec, got, le.Uint64(f.blob[8:]), minor, c.features)
+					t.Errorf("%v, %v: the index says minor %d, features %#x; want %d, %#x", c.dtype, c.chunk.Codec, got,
+						le.Uint64(f.blob[8:]), minor, c.features)
 				}
 				for features := range uint64(4) {
 					le.PutUint64(f.blob[8:], features)
 					seal(f.blob)
 					_, err := Decode(f.blob, f.h, "x", f.size, nil)
 					var at *errs.At
-					if want := features == c.features; want != (err == nil) || err != nil && (!errors.Is(err, errs.ErrFormat) || !errors.As(err, &at) || at.Offset != f.h.Data+8) {
-						t.Errorf("%v, %v: features %#x, which need %#x: %v", c.dtype, c.chunk.Codec, features, c.features, err)
+					if want := features == c.features; want != (err == nil) ||
+						err != nil && (!errors.Is(err, errs.ErrFormat) || !errors.As(err, &at) ||
+							at.Offset != f.h.Data+8) {
+						t.Errorf("%v, %v: features %#x, which need %#x: %v", c.dtype, c.chunk.Codec, features,
+							c.features, err)
 					}
 				}
 			}
@@ -145,7 +156,8 @@ func TestVersions(t *testing.T) {
 // Digests come back in the order of the tensors, each half little-endian, high first; any
 // other number of them is refused, and none is none.
 func TestDigests(t *testing.T) {
-	if got, want := Digests([]digest.Sum{{High: 0x0807060504030201, Low: 0x100f0e0d0c0b0a09}}), "AQIDBAUGBwgJCgsMDQ4PEA=="; got != want {
+	if got, want := Digests([]digest.Sum{{High: 0x0807060504030201,
+		Low: 0x100f0e0d0c0b0a09}}), "AQIDBAUGBwgJCgsMDQ4PEA=="; got != want {
 		t.Errorf("%q, want %q", got, want)
 	}
 	r := rand.New(rand.NewPCG(31, 1))
@@ -167,8 +179,10 @@ func TestDigests(t *testing.T) {
 			}
 		}
 	}
-	for _, text := range []string{"", "{", `{"digests":5}`, `{"digests":"AQIDBAUGBwgJCgsMDQ4PEA"}`, `{"digests":"AQIDBAUGBwgJCgsMDQ4PE==="}`,
-		`{"digests":"-_IDBAUGBwgJCgsMDQ4PEA=="}`, `{"digests":"AQIDBAUGBwgJCgsMDQ4P"}`, `{"digests":"!"}`, `{"digests":"="}`} {
+	for _, text := range []string{"", "{", `{"digests":5}`, `{"digests":"AQIDBAUGBwgJCgsMDQ4PEA"}`,
+		`{"digests":"AQIDBAUGBwgJCgsMDQ4PE==="}`,
+		`{"digests":"-_IDBAUGBwgJCgsMDQ4PEA=="}`, `{"digests":"AQIDBAUGBwgJCgsMDQ4P"}`, `{"digests":"!"}`,
+		`{"digests":"="}`} {
 		if got, err := ReadDigests(text, 1); got != nil || !errors.Is(err, errs.ErrFormat) {
 			t.Errorf("%s: %v, %v", text, got, err)
 		}
@@ -200,7 +214,8 @@ func deltaFile(t *testing.T, features uint64, tensors, chunks, dims int) (head, 
 // for no model.
 func TestDeltaIsNoModel(t *testing.T) {
 	head, blob, h := deltaFile(t, FeatureDelta, 0, 0, 0)
-	if got := AppendDelta([]byte("x"), head); string(got) != "x"+string(blob) || len(blob) != DeltaIndexSize() || len(blob)%tensor.BlobAlign != 0 {
+	if got := AppendDelta([]byte("x"), head); string(got) != "x"+string(blob) || len(blob) != DeltaIndexSize() ||
+		len(blob)%tensor.BlobAlign != 0 {
 		t.Errorf("the index of a delta is %x, want %x, of %d bytes", got[1:], blob, DeltaIndexSize())
 	}
 	if ours, err := Is(h); !ours || err != nil {
@@ -209,11 +224,13 @@ func TestDeltaIsNoModel(t *testing.T) {
 	if err := IsDelta(blob, h); err != nil {
 		t.Error(err)
 	}
-	if _, err := Decode(blob, h, "x", h.Data+int64(len(blob))+64, nil); !errors.Is(err, errs.ErrNotSupported) || !strings.Contains(err.Error(), "apply_delta") {
+	if _, err := Decode(blob, h, "x", h.Data+int64(len(blob))+64, nil); !errors.Is(err, errs.ErrNotSupported) ||
+		!strings.Contains(err.Error(), "apply_delta") {
 		t.Errorf("read as a model: %v", err)
 	}
 	model, _ := sealed(t, tensor.U8, tensor.Chunk{}, nil, false)
-	if err := IsDelta(model.blob, model.h); !errors.Is(err, errs.ErrFormat) || !strings.Contains(err.Error(), "no delta") {
+	if err := IsDelta(model.blob, model.h); !errors.Is(err, errs.ErrFormat) ||
+		!strings.Contains(err.Error(), "no delta") {
 		t.Errorf("a model is a delta: %v", err)
 	}
 	for name, c := range map[string]struct {

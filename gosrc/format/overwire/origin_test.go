@@ -50,7 +50,8 @@ func TestOriginWithoutSpace(t *testing.T) {
 // FuzzOrigin reads anything as an entry of metadata: it is refused with a class, or
 // gives a header that is described and read again as it is; and memory is bounded.
 func FuzzOrigin(f *testing.F) {
-	head, err := safetensors.AppendHeader(nil, map[string]string{"a": "b"}, []safetensors.Entry{{Name: "w", DType: tensor.U8, Shape: []int64{3}, End: 3}}, 64)
+	head, err := safetensors.AppendHeader(nil, map[string]string{"a": "b"},
+		[]safetensors.Entry{{Name: "w", DType: tensor.U8, Shape: []int64{3}, End: 3}}, 64)
 	if err != nil {
 		f.Fatal(err)
 	}
@@ -93,7 +94,8 @@ func FuzzOrigin(f *testing.F) {
 // Everything that an origin is written from is read again.
 func TestOriginAgain(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
-	for _, o := range []*Origin{nil, {Size: 8}, {Size: 1<<63 - 1, SHA256: Pending, Header: base64.StdEncoding.EncodeToString([]byte{byte(r.Uint32()), 255, 254})}} {
+	for _, o := range []*Origin{nil, {Size: 8}, {Size: 1<<63 - 1, SHA256: Pending,
+		Header: base64.StdEncoding.EncodeToString([]byte{byte(r.Uint32()), 255, 254})}} {
 		text := markOf(o, 0, "", false)
 		got, err := ReadOrigin(text)
 		if err != nil || (got == nil) != (o == nil) || o != nil && *got != *o {
@@ -114,19 +116,23 @@ func TestReadOrigin(t *testing.T) {
 		"8": true, "9223372036854775807": true, "7": false, "0": false, "-1": false, "-9223372036854775808": false,
 		"9223372036854775808": false, "18446744073709551615": false, "8.5": false, `"8"`: false, "null": false,
 	} {
-		if o, err := ReadOrigin(`{"origin":{"size":` + size + `}}`); (err == nil) != ok || err != nil && !errors.Is(err, errs.ErrFormat) {
+		if o, err := ReadOrigin(`{"origin":{"size":` + size + `}}`); (err == nil) != ok ||
+			err != nil && !errors.Is(err, errs.ErrFormat) {
 			t.Errorf("size %s: %v, %v", size, o, err)
 		}
 	}
 	for sum, ok := range map[string]bool{
-		"": true, Pending: true, Pending[1:]: false, Pending[2:]: false, Pending + "0": false, Pending + "00": false, "00": false,
+		"": true, Pending: true, Pending[1:]: false, Pending[2:]: false, Pending + "0": false, Pending + "00": false,
+		"00":              false,
 		Pending[1:] + "g": false, "0x" + Pending[2:]: false, strings.Repeat("F", 64): true,
 	} {
-		if o, err := ReadOrigin(`{"origin":{"size":8,"sha256":"` + sum + `"}}`); (err == nil) != ok || err != nil && !errors.Is(err, errs.ErrFormat) {
+		if o, err := ReadOrigin(`{"origin":{"size":8,"sha256":"` + sum + `"}}`); (err == nil) != ok ||
+			err != nil && !errors.Is(err, errs.ErrFormat) {
 			t.Errorf("SHA-256 %q: %v, %v", sum, o, err)
 		}
 	}
-	for text, ok := range map[string]bool{"": false, "{": false, "[]": false, `{"origin":[]}`: false, `{"origin":"x"}`: false, "{}": true, `{"origin":null}`: true, "null": true} {
+	for text, ok := range map[string]bool{"": false, "{": false, "[]": false, `{"origin":[]}`: false,
+		`{"origin":"x"}`: false, "{}": true, `{"origin":null}`: true, "null": true} {
 		if o, err := ReadOrigin(text); o != nil || (err == nil) != ok || err != nil && !errors.Is(err, errs.ErrFormat) {
 			t.Errorf("%q: %v, %v", text, o, err)
 		}
@@ -136,7 +142,8 @@ func TestReadOrigin(t *testing.T) {
 // The header of an origin is one Deflate stream in base64, of a header that fits the size
 // of its file: whatever is cut, added or larger is refused, and a bomb is not inflated.
 func TestFrontOfAnOrigin(t *testing.T) {
-	head, err := safetensors.AppendHeader(nil, map[string]string{"a": "b"}, []safetensors.Entry{{Name: "w", DType: tensor.U8, Shape: []int64{30}, End: 30}}, 8)
+	head, err := safetensors.AppendHeader(nil, map[string]string{"a": "b"},
+		[]safetensors.Entry{{Name: "w", DType: tensor.U8, Shape: []int64{30}, End: 30}}, 8)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -174,7 +181,8 @@ func TestFrontOfAnOrigin(t *testing.T) {
 		runtime.ReadMemStats(&before)
 		_, _, err := o.Front("model.safetensors")
 		runtime.ReadMemStats(&after)
-		if !errors.Is(err, errs.ErrFormat) && !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "model.safetensors") {
+		if !errors.Is(err, errs.ErrFormat) && !errors.Is(err, errs.ErrCorrupt) ||
+			!strings.Contains(err.Error(), "model.safetensors") {
 			t.Errorf("%s: %v", name, err)
 		}
 		if heap := after.TotalAlloc - before.TotalAlloc; heap > 8<<20 {

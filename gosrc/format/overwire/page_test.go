@@ -50,7 +50,8 @@ type pageChunk struct {
 // pageIndex reads the index of a file of which h is the header.
 func pageIndex(blob []byte, h *safetensors.Header) ([]pageTensor, []pageChunk, error) {
 	u16, u32, u64 := binary.LittleEndian.Uint16, binary.LittleEndian.Uint32, binary.LittleEndian.Uint64
-	if len(blob) < 72 || len(blob)%64 != 0 || string(blob[:4]) != "OWIX" || u16(blob[4:]) != 1 || u64(blob[8:])>>2 != 0 || u16(blob[28:]) != 64 ||
+	if len(blob) < 72 || len(blob)%64 != 0 || string(blob[:4]) != "OWIX" || u16(blob[4:]) != 1 ||
+		u64(blob[8:])>>2 != 0 || u16(blob[28:]) != 64 ||
 		u16(blob[30:]) != 32 || u64(blob[32:]) != uint64(len(blob)) || u32(blob[40:]) != h.Sum || h.Data%4096 != 0 {
 		return nil, nil, forbidden()
 	}
@@ -58,11 +59,15 @@ func pageIndex(blob []byte, h *safetensors.Header) ([]pageTensor, []pageChunk, e
 	zeros := func(b []byte) bool { return !exact || !slices.ContainsFunc(b, func(x byte) bool { return x != 0 }) }
 	nt, nc, nd := uint64(u32(blob[16:])), uint64(u32(blob[20:])), uint64(u32(blob[24:]))
 	end := 64 + 8*nd + 64*nt + 32*nc
-	if (end+8+63)/64*64 != uint64(len(blob)) || !zeros(blob[44:64]) || slices.ContainsFunc(blob[end+4:], func(x byte) bool { return x != 0 }) ||
+	if (end+8+63)/64*64 != uint64(len(blob)) || !zeros(blob[44:64]) ||
+		slices.ContainsFunc(blob[end+4:], func(x byte) bool {
+			return x != 0
+		}) ||
 		crc32.Checksum(blob[:end], crc32.MakeTable(crc32.Castagnoli)) != u32(blob[end:]) {
 		return nil, nil, forbidden()
 	}
-	if uint64(len(h.Tensors)) != nt+1 || h.Tensors[0].Name != "overwire.index" || h.Tensors[0].Bytes != int64(len(blob)) {
+	if uint64(len(h.Tensors)) != nt+1 || h.Tensors[0].Name != "overwire.index" ||
+		h.Tensors[0].Bytes != int64(len(blob)) {
 		return nil, nil, forbidden()
 	}
 	dims, recs, crecs := blob[64:64+8*nd], blob[64+8*nd:64+8*nd+64*nt], blob[64+8*nd+64*nt:end]
@@ -70,7 +75,8 @@ func pageIndex(blob []byte, h *safetensors.Header) ([]pageTensor, []pageChunk, e
 	for i := range nt {
 		r := recs[64*i : 64*i+64]
 		in := h.Tensors[i+1]
-		t := pageTensor{name: in.Name, dtype: tensor.DType(r[0]), layout: r[2], parts: r[3], chunkBytes: u32(r[4:]), bytes: u64(r[8:]), stored: u64(r[16:]),
+		t := pageTensor{name: in.Name, dtype: tensor.DType(r[0]), layout: r[2], parts: r[3], chunkBytes: u32(r[4:]),
+			bytes: u64(r[8:]), stored: u64(r[16:]),
 			first: u32(r[24:]), count: u32(r[28:]), hash: [16]byte(r[32:48]), alias: u32(r[48:]), off: in.Off}
 		if uint64(len(dims)) < 8*uint64(r[1]) || r[1] > 64 || !zeros(r[52:]) || r[0] < 1 || r[0] > 22 || r[2] > 2 {
 			return nil, nil, forbidden()
@@ -110,7 +116,8 @@ func pageIndex(blob []byte, h *safetensors.Header) ([]pageTensor, []pageChunk, e
 			switch {
 			case c.codec == 6:
 				need |= 2
-			case c.codec == 1 && (t.dtype == 12 || t.dtype == 13 || t.dtype == 16 || t.dtype == 17 || t.dtype == 21 || t.dtype == 22):
+			case c.codec == 1 && (t.dtype == 12 || t.dtype == 13 || t.dtype == 16 || t.dtype == 17 || t.dtype == 21 ||
+				t.dtype == 22):
 				need |= 1
 			}
 		}
@@ -128,13 +135,17 @@ func pageRules(ts []pageTensor, cs []pageChunk, h *safetensors.Header) error {
 		t := &ts[i]
 		in := h.Tensors[i+1]
 		row := in.DType == tensor.U8 && len(in.Shape) == 1
-		same := in.DType == t.dtype && slices.EqualFunc(in.Shape, t.shape, func(a int64, b uint64) bool { return uint64(a) == b })
+		same := in.DType == t.dtype && slices.EqualFunc(in.Shape, t.shape, func(a int64, b uint64) bool {
+			return uint64(a) == b
+		})
 		// Of a tensor without chunks no reader has used the first one: a smaller number is let be.
-		if t.first > next || t.count > 0 && t.first != next || (t.layout == 2) != (t.alias != 1<<32-1) || t.layout == 1 && !same || t.layout != 1 && !row {
+		if t.first > next || t.count > 0 && t.first != next || (t.layout == 2) != (t.alias != 1<<32-1) ||
+			t.layout == 1 && !same || t.layout != 1 && !row {
 			return forbidden()
 		}
 		if t.layout == 2 {
-			if uint64(t.alias) >= uint64(len(ts)) || t.stored != 0 || t.count != 0 || t.chunkBytes != 0 || t.parts != 1 || t.bytes == 0 {
+			if uint64(t.alias) >= uint64(len(ts)) || t.stored != 0 || t.count != 0 || t.chunkBytes != 0 ||
+				t.parts != 1 || t.bytes == 0 {
 				return forbidden()
 			}
 			to := ts[t.alias]
@@ -162,7 +173,8 @@ func pageRules(ts []pageTensor, cs []pageChunk, h *safetensors.Header) error {
 
 // setGrid compares the chunks of a tensor with bytes: their number, sizes and places.
 func (t *pageTensor) setGrid(cs []pageChunk) error {
-	if t.chunkBytes == 0 || t.chunkBytes%4096 != 0 || t.chunkBytes > 16<<20 || t.parts != 1 && t.parts != 2 && t.parts != 4 && t.parts != 8 || t.layout == 1 && t.parts != 1 {
+	if t.chunkBytes == 0 || t.chunkBytes%4096 != 0 || t.chunkBytes > 16<<20 ||
+		t.parts != 1 && t.parts != 2 && t.parts != 4 && t.parts != 8 || t.layout == 1 && t.parts != 1 {
 		return forbidden()
 	}
 	rows := uint64(1)
@@ -187,7 +199,9 @@ func (t *pageTensor) setGrid(cs []pageChunk) error {
 	for i := range uint64(t.count) {
 		c := cs[uint64(t.first)+i]
 		want := min(uint64(t.chunkBytes), part-i%each*uint64(t.chunkBytes))
-		if uint64(c.logical) != want || c.stored == 0 || uint64(c.stored) > want || c.codec == 0 && (uint64(c.stored) != want || c.transform != 0 || c.tiles != 0) || c.codec > 1 && c.codec != 6 ||
+		if uint64(c.logical) != want || c.stored == 0 || uint64(c.stored) > want ||
+			c.codec == 0 && (uint64(c.stored) != want || c.transform != 0 || c.tiles != 0) ||
+			c.codec > 1 && c.codec != 6 ||
 			c.codec == 6 && (c.transform < 1 || c.transform > 7 || c.tiles != 0 || t.parts != 1) ||
 			c.codec == 1 && (c.transform < 1 || c.transform > 8 || c.tiles < 1 || c.tiles > 256) {
 			return forbidden()
@@ -234,7 +248,8 @@ func fronts(t *testing.T, r *rand.Rand) front {
 // equal says how an index differs from what the page's reader has found; "" if it does not.
 func equal(ix *tensor.Index, ts []pageTensor, cs []pageChunk) string {
 	if len(ix.Tensors) != len(ts) || len(ix.Chunks) != len(cs) {
-		return fmt.Sprintf("%d tensors and %d chunks, the page has %d and %d", len(ix.Tensors), len(ix.Chunks), len(ts), len(cs))
+		return fmt.Sprintf("%d tensors and %d chunks, the page has %d and %d", len(ix.Tensors), len(ix.Chunks), len(ts),
+			len(cs))
 	}
 	for i, t := range ts {
 		x := ix.Tensors[i]
@@ -242,14 +257,16 @@ func equal(ix *tensor.Index, ts []pageTensor, cs []pageChunk) string {
 		if t.layout == 2 {
 			alias = int64(t.alias)
 		}
-		if x.Name != t.name || x.DType != t.dtype || uint64(x.Bytes) != t.bytes || uint64(x.Stored) != t.stored || x.Off != t.off || uint32(x.First) != t.first ||
+		if x.Name != t.name || x.DType != t.dtype || uint64(x.Bytes) != t.bytes || uint64(x.Stored) != t.stored ||
+			x.Off != t.off || uint32(x.First) != t.first ||
 			uint32(x.Count) != t.count || x.Hash != t.hash || int64(x.Alias) != alias || x.Plain != (t.layout == 1) ||
 			!slices.EqualFunc(x.Shape, t.shape, func(a int64, b uint64) bool { return uint64(a) == b }) {
 			return fmt.Sprintf("tensor %d: %+v, the page has %+v", i, x, t)
 		}
 	}
 	for i, c := range cs {
-		if x := ix.Chunks[i]; uint64(x.Off) != c.off || x.Stored != c.stored || x.Logical != c.logical || x.Sum != c.sum || uint8(x.Codec) != c.codec ||
+		if x := ix.Chunks[i]; uint64(x.Off) != c.off || x.Stored != c.stored || x.Logical != c.logical ||
+			x.Sum != c.sum || uint8(x.Codec) != c.codec ||
 			x.Transform != c.transform || x.SegTiles != c.tiles {
 			return fmt.Sprintf("chunk %d: %+v, the page has %+v", i, x, c)
 		}

@@ -127,7 +127,8 @@ func same(t testing.TB, h Header, entries []Entry) {
 	}
 	for _, got := range h.Tensors {
 		e := byName[got.Name]
-		want := tensor.Tensor{Name: e.Name, DType: e.DType, Shape: e.Shape, Off: h.Data + e.Begin, Bytes: e.End - e.Begin,
+		want := tensor.Tensor{Name: e.Name, DType: e.DType, Shape: e.Shape, Off: h.Data + e.Begin,
+			Bytes:  e.End - e.Begin,
 			Stored: e.End - e.Begin, Alias: -1, Plain: true}
 		if !reflect.DeepEqual(got, want) {
 			t.Fatalf("got %+v\nwant %+v", got, want)
@@ -210,18 +211,21 @@ func TestWriterRefuses(t *testing.T) {
 		"no dtype":    {{"a", tensor.Invalid, []int64{4}, 0, 4}},
 		"rank":        {{"a", tensor.U8, make([]int64, 65), 0, 0}},
 	} {
-		if out, err := AppendHeader([]byte("x"), nil, entries, 0); !errors.Is(err, errs.ErrArgument) || string(out) != "x" {
+		if out, err := AppendHeader([]byte("x"), nil, entries, 0); !errors.Is(err, errs.ErrArgument) ||
+			string(out) != "x" {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
 	if _, err := AppendHeader(nil, map[string]string{"a": "\xff"}, nil, 0); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("metadata: %v", err)
 	}
-	if _, err := AppendHeader(make([]byte, 0, tensor.MaxHeader+64), map[string]string{"a": strings.Repeat("x", tensor.MaxHeader)}, nil, 0); !errors.Is(err, errs.ErrArgument) ||
+	if _, err := AppendHeader(make([]byte, 0, tensor.MaxHeader+64),
+		map[string]string{"a": strings.Repeat("x", tensor.MaxHeader)}, nil, 0); !errors.Is(err, errs.ErrArgument) ||
 		!strings.Contains(err.Error(), "HeaderTooLarge") {
 		t.Errorf("a header over the limit: %v", err)
 	}
-	if _, err := Place([]Entry{{"a", tensor.U8, []int64{1 << 60}, 0, 0}, {"b", tensor.U64, []int64{1 << 58}, 0, 0}, {"c", tensor.U64, []int64{1 << 58}, 0, 0}}); !errors.Is(err, errs.ErrArgument) {
+	if _, err := Place([]Entry{{"a", tensor.U8, []int64{1 << 60}, 0, 0}, {"b", tensor.U64, []int64{1 << 58}, 0, 0},
+		{"c", tensor.U64, []int64{1 << 58}, 0, 0}}); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("Place of more than 2^62 bytes: %v", err)
 	}
 }
@@ -242,24 +246,29 @@ func attacks() map[string]string {
 	}
 	ones := strings.TrimSuffix(strings.Repeat("1,", 64), ",")
 	return map[string]string{
-		"braces in a name":     `{"` + strings.Repeat("}", n) + `":{` + one + `}}`,
-		"escapes in a name":    `{"` + strings.Repeat(`\u0041`, n/6) + `":{` + one + `}}`,
-		"one deep list":        `{"a":{` + one + `,"x":` + strings.Repeat("[", n),
-		"many small lists":     `{"a":{` + one + `,"x":[` + strings.TrimSuffix(strings.Repeat("[],", n/3), ",") + `]}}`,
-		"many small objects":   `{"a":{` + one + `,"x":[` + strings.TrimSuffix(strings.Repeat(`{"":0},`, n/7), ",") + `]}}`,
-		"many keys":            `{"a":{` + one + `,"x":{` + rep(`"%x":0,`, n/9) + `}}}`,
-		"many fields":          `{"a":{` + one + `,` + rep(`"%x":0,`, n/9) + `}}`,
-		"much metadata":        `{"__metadata__":{` + rep(`"%x":"",`, n/9) + `}}`,
-		"small tensors":        `{` + rep(`"%x":{"dtype":"U8","shape":[],"data_offsets":[0,0]},`, n/55) + `}`,
-		"empty tensors":        `{` + rep(`"%x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},`, n/56) + `}`,
-		"wide shapes":          `{` + rep(`"%x":{"dtype":"U8","shape":[0,`+ones[:125]+`],"data_offsets":[0,0]},`, n/181) + `}`,
-		"a name, many times":   `{` + strings.TrimSuffix(strings.Repeat(`"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},`, n/53), ",") + `}`,
-		"a long number":        `{"a":{` + one + `,"x":` + strings.Repeat("1", n) + `}}`,
-		"a long exponent":      `{"a":{` + one + `,"x":1e` + strings.Repeat("1", n) + `}}`,
-		"a long shape":         `{"a":{"dtype":"U8","shape":[` + strings.Repeat("1,", n/2) + `1],"data_offsets":[0,1]}}`,
+		"braces in a name":  `{"` + strings.Repeat("}", n) + `":{` + one + `}}`,
+		"escapes in a name": `{"` + strings.Repeat(`\u0041`, n/6) + `":{` + one + `}}`,
+		"one deep list":     `{"a":{` + one + `,"x":` + strings.Repeat("[", n),
+		"many small lists":  `{"a":{` + one + `,"x":[` + strings.TrimSuffix(strings.Repeat("[],", n/3), ",") + `]}}`,
+		"many small objects": `{"a":{` + one + `,"x":[` + strings.TrimSuffix(strings.Repeat(`{"":0},`, n/7), ",") +
+			`]}}`,
+		"many keys":     `{"a":{` + one + `,"x":{` + rep(`"%x":0,`, n/9) + `}}}`,
+		"many fields":   `{"a":{` + one + `,` + rep(`"%x":0,`, n/9) + `}}`,
+		"much metadata": `{"__metadata__":{` + rep(`"%x":"",`, n/9) + `}}`,
+		"small tensors": `{` + rep(`"%x":{"dtype":"U8","shape":[],"data_offsets":[0,0]},`, n/55) + `}`,
+		"empty tensors": `{` + rep(`"%x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},`, n/56) + `}`,
+		"wide shapes": `{` + rep(`"%x":{"dtype":"U8","shape":[0,`+ones[:125]+`],"data_offsets":[0,0]},`,
+			n/181) + `}`,
+		"a name, many times": `{` + strings.TrimSuffix(
+			strings.Repeat(`"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},`, n/53), ",") + `}`,
+		"a long number":   `{"a":{` + one + `,"x":` + strings.Repeat("1", n) + `}}`,
+		"a long exponent": `{"a":{` + one + `,"x":1e` + strings.Repeat("1", n) + `}}`,
+		"a long shape": `{"a":{"dtype":"U8","shape":[` + strings.Repeat("1,", n/2) +
+			`1],"data_offsets":[0,1]}}`,
 		"only space":           strings.Repeat(" ", n),
 		"space between tokens": strings.ReplaceAll(`{"a":{`+one+`}}`, ":", ":"+strings.Repeat(" ", n/4)),
-		"offsets backwards":    `{` + rep(`"%x":{"dtype":"U8","shape":[1],"data_offsets":[9999999,10000000]},`, n/72) + `}`,
+		"offsets backwards": `{` + rep(`"%x":{"dtype":"U8","shape":[1],"data_offsets":[9999999,10000000]},`, n/72) +
+			`}`,
 	}
 }
 
@@ -271,7 +280,8 @@ func TestAttacks(t *testing.T) {
 			runtime.GC()
 			runtime.ReadMemStats(&before)
 			start := time.Now()
-			_, err := Parse("x", b, int64(len(b)), Options{Lenient: lenient}) // a hang ends at the test's own time limit
+			// a hang ends at the test's own time limit
+			_, err := Parse("x", b, int64(len(b)), Options{Lenient: lenient})
 			took := time.Since(start)
 			runtime.ReadMemStats(&after)
 			heap := int64(after.TotalAlloc-before.TotalAlloc) + int64(len(b))
@@ -282,7 +292,8 @@ func TestAttacks(t *testing.T) {
 			if heap > limit {
 				t.Errorf("%s: %d bytes of heap for %d, err %v", name, heap, len(b), err)
 			}
-			t.Logf("%-22s lenient %-5v %5.2f x heap, %v, %.60v", name, lenient, float64(heap)/float64(len(b)), took, err)
+			t.Logf("%-22s lenient %-5v %5.2f x heap, %v, %.60v", name, lenient, float64(heap)/float64(len(b)), took,
+				err)
 		}
 	}
 }
@@ -311,20 +322,23 @@ func BenchmarkParse(b *testing.B) {
 // A file of another kind is named, with what to do, before the rule that it broke.
 func TestOtherKinds(t *testing.T) {
 	for head, want := range map[string]string{
-		"PK\x03\x04 and more":            "not a safetensors file but a zip archive, as torch.save and numpy.savez write: `overwire convert`",
+		"PK\x03\x04 and more": "not a safetensors file but a zip archive, as torch.save and numpy.savez " +
+			"write: `overwire convert`",
 		"GGUF\x03\x00\x00\x00":           "not a safetensors file but a GGUF file: overwire lists and verifies",
 		"\x1f\x8b\x08 and more":          "not a safetensors file but a gzip file: gunzip it first (HeaderTooLarge: ",
 		"version https://git-lfs":        "git lfs pull",
 		"just some text, longer than it": "not a safetensors file but text: check the path",
 		"\x08\x07\x12\x07pytorch":        "not a safetensors file: load it with the library that wrote it",
-		"short":                          "not a safetensors file but text: check the path, or the URL that it came from (HeaderTooSmall: it has ",
-		"{}":                             "not a safetensors file but JSON: name the .safetensors file",
+		"short": "not a safetensors file but text: check the path, or the URL that it " +
+			"came from (HeaderTooSmall: it has ",
+		"{}": "not a safetensors file but JSON: name the .safetensors file",
 	} {
 		size := int64(1 << 40)
 		if len(head) < 8 {
 			size = int64(len(head))
 		}
-		if _, err := Length([]byte(head), size); !errors.Is(err, errs.ErrFormat) || !strings.Contains(err.Error(), want) {
+		if _, err := Length([]byte(head), size); !errors.Is(err, errs.ErrFormat) ||
+			!strings.Contains(err.Error(), want) {
 			t.Errorf("%q: %v", head, err)
 		}
 	}

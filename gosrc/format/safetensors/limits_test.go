@@ -23,7 +23,8 @@ import (
 // The length before a header: what fits its file and its limit is taken, the rest is a file
 // of another kind, or a truncated one if what follows looks like a header.
 func TestLength(t *testing.T) {
-	for _, n := range []uint64{0, 1, 2, 92, 93, 1 << 20, tensor.MaxHeader, tensor.MaxHeader + 1, 1 << 31, 1<<32 - 1, 1 << 32, 1<<63 - 64, 1<<63 - 8, 1 << 63, math.MaxUint64 - 7, math.MaxUint64} {
+	for _, n := range []uint64{0, 1, 2, 92, 93, 1 << 20, tensor.MaxHeader, tensor.MaxHeader + 1, 1 << 31, 1<<32 - 1,
+		1 << 32, 1<<63 - 64, 1<<63 - 8, 1 << 63, math.MaxUint64 - 7, math.MaxUint64} {
 		for _, first := range []byte{'{', ' ', '\n', 'x', 0} {
 			head := append(binary.LittleEndian.AppendUint64(nil, n), first)
 			for _, size := range []int64{9, 100, 101, tensor.MaxHeader + 8, 1 << 40, math.MaxInt64} {
@@ -44,7 +45,8 @@ func TestLength(t *testing.T) {
 		}
 	}
 	for size := range int64(8) {
-		if _, err := Length(make([]byte, size), size); !errors.Is(err, errs.ErrFormat) || !strings.Contains(err.Error(), "HeaderTooSmall") {
+		if _, err := Length(make([]byte, size), size); !errors.Is(err, errs.ErrFormat) ||
+			!strings.Contains(err.Error(), "HeaderTooSmall") {
 			t.Errorf("a file of %d bytes: %v", size, err)
 		}
 	}
@@ -53,7 +55,8 @@ func TestLength(t *testing.T) {
 // A header is parsed whole or not at all: every other number of its bytes is the caller's
 // mistake, and every size of the file but its own a bad file.
 func TestEveryByteOfAHeader(t *testing.T) {
-	head, err := AppendHeader(nil, map[string]string{"a": "b"}, []Entry{{"w", tensor.F32, []int64{2, 1}, 0, 8}, {"x", tensor.U8, []int64{1}, 8, 9}}, 0)
+	head, err := AppendHeader(nil, map[string]string{"a": "b"},
+		[]Entry{{"w", tensor.F32, []int64{2, 1}, 0, 8}, {"x", tensor.U8, []int64{1}, 8, 9}}, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -69,7 +72,8 @@ func TestEveryByteOfAHeader(t *testing.T) {
 		if _, err := Parse("x", head[:k], size, Options{}); !errors.Is(err, want) {
 			t.Errorf("cut to %d bytes: %v", k, err)
 		}
-		if _, err := Parse("x", head[:k], int64(k), Options{}); !errors.Is(err, errs.ErrCorrupt) && !(k <= 8 && errors.Is(err, errs.ErrFormat)) {
+		if _, err := Parse("x", head[:k], int64(k), Options{}); !errors.Is(err, errs.ErrCorrupt) &&
+			!(k <= 8 && errors.Is(err, errs.ErrFormat)) {
 			t.Errorf("a file cut to %d bytes: %v", k, err)
 		}
 	}
@@ -104,7 +108,8 @@ func TestEveryByteOfAHeader(t *testing.T) {
 // names plain siblings.
 func TestEveryByteOfAnIndex(t *testing.T) {
 	text := []byte(`{"metadata":{"total_size":12,"a":[1,{"b":null}]},"weight_map":{"w":"1.safetensors","x":"2.safetensors"},"more":true}`)
-	if s, err := ReadIndexJSON("x", text); err != nil || len(s.Weights) != 2 || s.TotalSize != 12 || s.Metadata["a"] != `[1,{"b":null}]` {
+	if s, err := ReadIndexJSON("x", text); err != nil || len(s.Weights) != 2 || s.TotalSize != 12 ||
+		s.Metadata["a"] != `[1,{"b":null}]` {
 		t.Fatalf("%+v, %v", s, err)
 	}
 	for k := range text {
@@ -138,8 +143,10 @@ func TestEveryByteOfAnIndex(t *testing.T) {
 // total_size is information: what is no size counts as unsaid, and nothing is refused for it.
 func TestTotalSize(t *testing.T) {
 	for text, want := range map[string]int64{
-		"0": 0, "-0": 0, "1": 1, "9223372036854775807": math.MaxInt64, "9223372036854775808": -1, "18446744073709551615": -1, "-1": -1,
-		"1.5": 1, "2e3": 2000, "4.5e18": 4500000000000000000, "4.7e18": -1, "-1e3": -1, `"12"`: -1, "null": -1, "[]": -1, "{}": -1, "true": -1,
+		"0": 0, "-0": 0, "1": 1, "9223372036854775807": math.MaxInt64, "9223372036854775808": -1,
+		"18446744073709551615": -1, "-1": -1,
+		"1.5": 1, "2e3": 2000, "4.5e18": 4500000000000000000, "4.7e18": -1, "-1e3": -1, `"12"`: -1, "null": -1,
+		"[]": -1, "{}": -1, "true": -1,
 	} {
 		s, err := ReadIndexJSON("x", []byte(`{"metadata":{"total_size":`+text+`},"weight_map":{}}`))
 		if err != nil || s.TotalSize != want || len(s.Metadata) != 0 {
@@ -170,11 +177,13 @@ func TestMuchMetadata(t *testing.T) {
 		}
 		b := file(`{"__metadata__":`+text+`}`, "")
 		for _, lenient := range []bool{false, true} {
-			if _, err := Parse("x", b, int64(len(b)), Options{Lenient: lenient}); (err == nil) != ok || !ok && !errors.Is(err, errs.ErrFormat) {
+			if _, err := Parse("x", b, int64(len(b)), Options{Lenient: lenient}); (err == nil) != ok ||
+				!ok && !errors.Is(err, errs.ErrFormat) {
 				t.Errorf("%d entries are read, lenient %v: %v", n, lenient, err)
 			}
 		}
-		if s, err := ReadIndexJSON("x", []byte(`{"metadata":`+text+`,"weight_map":{}}`)); (err == nil) != ok || ok && len(s.Metadata) != n || !ok && !errors.Is(err, errs.ErrFormat) {
+		if s, err := ReadIndexJSON("x", []byte(`{"metadata":`+text+`,"weight_map":{}}`)); (err == nil) != ok ||
+			ok && len(s.Metadata) != n || !ok && !errors.Is(err, errs.ErrFormat) {
 			t.Errorf("%d entries of an index.json: %d, %v", n, len(s.Metadata), err)
 		}
 	}
@@ -202,10 +211,12 @@ func TestReadFailsLater(t *testing.T) {
 		t.Fatalf("a header of %d bytes: %v", len(head), err)
 	}
 	b := append(head, make([]byte, size)...)
-	for from, want := range map[int64]int64{0: 0, source.HeadBytes - 1: 0, source.HeadBytes: source.HeadBytes, int64(len(head)) - 1: source.HeadBytes} {
+	for from, want := range map[int64]int64{0: 0, source.HeadBytes - 1: 0, source.HeadBytes: source.HeadBytes,
+		int64(len(head)) - 1: source.HeadBytes} {
 		var at *errs.At
 		_, err := Read(t.Context(), failing{inMemory(b), from}, Options{})
-		if !errors.Is(err, errs.ErrIO) || !errors.As(err, &at) || at.Offset != want || at.Source != "model.safetensors" {
+		if !errors.Is(err, errs.ErrIO) || !errors.As(err, &at) || at.Offset != want ||
+			at.Source != "model.safetensors" {
 			t.Errorf("from byte %d on: %v", from, err)
 		}
 	}

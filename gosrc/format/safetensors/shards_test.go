@@ -42,7 +42,8 @@ func TestIndexJSON(t *testing.T) {
 	if out := string(AppendIndexJSON(nil, s)); out != text {
 		t.Errorf("written again:\n%s", out)
 	}
-	if out := string(AppendIndexJSON(nil, Shards{TotalSize: -1})); out != "{\n  \"metadata\": {},\n  \"weight_map\": {}\n}\n" {
+	if out := string(AppendIndexJSON(nil,
+		Shards{TotalSize: -1})); out != "{\n  \"metadata\": {},\n  \"weight_map\": {}\n}\n" {
 		t.Errorf("empty: %q", out)
 	}
 }
@@ -69,7 +70,8 @@ func TestIndexJSONOrder(t *testing.T) {
 // "./" before the name of a file beside the index changes nothing.
 func TestIndexJSONOfHere(t *testing.T) {
 	s, err := ReadIndexJSON("x", []byte(`{"weight_map":{"x":"./a","y":"a","z":"././b"}}`))
-	if err != nil || !slices.Equal(s.Files, []string{"a", "b"}) || !slices.Equal(s.Weights, []Weight{{"x", 0}, {"y", 0}, {"z", 1}}) {
+	if err != nil || !slices.Equal(s.Files, []string{"a", "b"}) ||
+		!slices.Equal(s.Weights, []Weight{{"x", 0}, {"y", 0}, {"z", 1}}) {
 		t.Errorf("%+v, %v", s, err)
 	}
 	for _, file := range []string{"./", "./.", "./..", ".//a", "./sub/x"} {
@@ -82,20 +84,24 @@ func TestIndexJSONOfHere(t *testing.T) {
 // A hostile index is refused before anything that it names is opened.
 func TestIndexJSONRefuses(t *testing.T) {
 	for _, file := range []string{
-		"", ".", "..", "../x", "a/../../x", "/etc/passwd", "sub/x", `..\\x`, `sub\\x`, `c:x`, `c:\\x`, "file:///etc/passwd",
+		"", ".", "..", "../x", "a/../../x", "/etc/passwd", "sub/x", `..\\x`, `sub\\x`, `c:x`, `c:\\x`,
+		"file:///etc/passwd",
 		"http://169.254.169.254/x", "s3://bucket/x", `x\u0000.safetensors`, `\u002e\u002e/x`, `..\u002fx`,
 	} {
 		_, err := ReadIndexJSON("model.safetensors.index.json", []byte(`{"weight_map":{"w":"`+file+`"}}`))
-		if !errors.Is(err, errs.ErrFormat) || !strings.Contains(err.Error(), "file name") || !strings.Contains(err.Error(), "model.safetensors.index.json") {
+		if !errors.Is(err, errs.ErrFormat) || !strings.Contains(err.Error(), "file name") ||
+			!strings.Contains(err.Error(), "model.safetensors.index.json") {
 			t.Errorf("%q: %v", file, err)
 		}
 	}
 	for _, text := range []string{
 		"", "{}", "[]", "null", "\xff", `{"weight_map":[]}`, `{"weight_map":{"a":1}}`, `{"weight_map":{"a":null}}`,
-		`{"weight_map":{"a":"x","a":"y"}}`, `{"weight_map":{"a":"x","\u0061":"x"}}`, `{"weight_map":{},"weight_map":{}}`,
+		`{"weight_map":{"a":"x","a":"y"}}`, `{"weight_map":{"a":"x","\u0061":"x"}}`,
+		`{"weight_map":{},"weight_map":{}}`,
 		`{"weight_map":{}}x`, `{"weight_map":{},}`, `{"weight_map":{}`, `{"weight_map":{},"x":1,"x":2}`,
 		`{"weight_map":{},"metadata":{"a":1,"a":2}}`, `{"weight_map":{},"metadata":{"total_size":1,"total_size":2}}`,
-		`{"weight_map":{},"metadata":{},"metadata":{}}`, `{"weight_map":{},"x":NaN}`, `{"weight_map":{},"x":` + strings.Repeat("[", 1000),
+		`{"weight_map":{},"metadata":{},"metadata":{}}`, `{"weight_map":{},"x":NaN}`,
+		`{"weight_map":{},"x":` + strings.Repeat("[", 1000),
 	} {
 		if _, err := ReadIndexJSON("x", []byte(text)); !errors.Is(err, errs.ErrFormat) {
 			t.Errorf("%.60q: %v", text, err)
@@ -110,8 +116,10 @@ func TestShardsSelect(t *testing.T) {
 		Sources: []tensor.Source{{URI: "a"}, {URI: "b"}},
 		Tensors: []tensor.Tensor{
 			{Name: "x", Alias: -1}, {Name: "more", Alias: -1},
-			{Name: "old", Source: 1, Alias: -1, Shape: []int64{2, 3}, Off: 7, Stored: 5, First: 3, Count: 2, Parts: 1, ChunkBytes: 4096},
-			{Name: "y", Source: 1, Alias: 2, Shape: []int64{6}}, {Name: "more", Source: 1, Alias: -1}, {Name: "z", Source: 1, Alias: 2},
+			{Name: "old", Source: 1, Alias: -1, Shape: []int64{2, 3}, Off: 7, Stored: 5, First: 3, Count: 2, Parts: 1,
+				ChunkBytes: 4096},
+			{Name: "y", Source: 1, Alias: 2, Shape: []int64{6}}, {Name: "more", Source: 1, Alias: -1},
+			{Name: "z", Source: 1, Alias: 2},
 		},
 	}
 	s := Shards{Files: []string{"a", "b"}, Weights: []Weight{{"x", 0}, {"y", 1}, {"more", 1}, {"z", 1}}}
@@ -126,7 +134,8 @@ func TestShardsSelect(t *testing.T) {
 	if want := "ax-1 0 0 0 by-1 7 3 2 bmore-1 0 0 0 bz1 0 0 0"; strings.Join(names, " ") != want {
 		t.Errorf("%q, want %q", names, want)
 	}
-	if got.Sources[0].Unlisted != 1 || got.Sources[1].Unlisted != 1 || !got.Sources[0].Gaps || ix.Sources[0].Unlisted != 0 || ix.Tensors[3].Alias != 2 {
+	if got.Sources[0].Unlisted != 1 || got.Sources[1].Unlisted != 1 || !got.Sources[0].Gaps ||
+		ix.Sources[0].Unlisted != 0 || ix.Tensors[3].Alias != 2 {
 		t.Errorf("%+v of %+v", got.Sources, ix.Sources)
 	}
 	ix.Tensors[2].Parts = 2
@@ -209,7 +218,8 @@ func FuzzShards(f *testing.F) {
 			return
 		}
 		again, err := ReadIndexJSON("x", AppendIndexJSON(nil, s))
-		if err != nil || !slices.Equal(again.Files, s.Files) || len(again.Weights) != len(s.Weights) || again.TotalSize != s.TotalSize {
+		if err != nil || !slices.Equal(again.Files, s.Files) || len(again.Weights) != len(s.Weights) ||
+			again.TotalSize != s.TotalSize {
 			t.Fatalf("written again: %v", err)
 		}
 	})

@@ -273,7 +273,8 @@ func (s scribe) member(key, value string) string {
 	return s.text(key) + s.space() + ":" + s.space() + value
 }
 
-var alphabet = []string{"a", "layers.0.w", "é", "模", "\U0001f9ee", "\"", "\\", "\n", "/", "\x01", " ", "dtype", "__metadata__x", ""}
+var alphabet = []string{"a", "layers.0.w", "é", "模", "\U0001f9ee", "\"", "\\", "\n", "/", "\x01", " ", "dtype",
+	"__metadata__x", ""}
 
 func (s scribe) name(i int) string {
 	return alphabet[s.r.IntN(len(alphabet))] + strconv.Itoa(i) + alphabet[s.r.IntN(len(alphabet))]
@@ -297,9 +298,11 @@ func (s scribe) file() []byte {
 			n, _ = tensor.Size(d, shape)
 		}
 		fields := []string{s.member("dtype", s.text(d.String())), s.member("shape", s.list("[", "]", dims, false)),
-			s.member("data_offsets", s.list("[", "]", []string{strconv.FormatUint(at, 10), strconv.FormatUint(at+uint64(n), 10)}, false))}
+			s.member("data_offsets", s.list("[", "]", []string{strconv.FormatUint(at, 10),
+				strconv.FormatUint(at+uint64(n), 10)}, false))}
 		if s.r.IntN(4) == 0 {
-			fields = append(fields, s.member("more", []string{"null", "-1.5e+3", `{"dtype":[]}`, `[true,false,"x"]`, `"\ud83e\uddee"`}[s.r.IntN(5)]))
+			fields = append(fields, s.member("more", []string{"null", "-1.5e+3", `{"dtype":[]}`, `[true,false,"x"]`,
+				`"\ud83e\uddee"`}[s.r.IntN(5)]))
 		}
 		members = append(members, s.member(s.name(i), s.list("{", "}", fields, true)))
 		at += uint64(n)
@@ -344,7 +347,8 @@ func (s scribe) hurt(file []byte) []byte {
 				b[at+i] = byte('0' + s.r.IntN(10))
 			}
 		case 4:
-			b = append(b[:at:at], append([]byte([]string{"0", "1", ",", " ", "{}", `"`, `\ud800`, "null"}[s.r.IntN(8)]), b[at:]...)...)
+			b = append(b[:at:at], append([]byte([]string{"0", "1", ",", " ", "{}", `"`, `\ud800`, "null"}[s.r.IntN(8)]),
+				b[at:]...)...)
 			n++
 		case 5:
 			b = append(b, make([]byte, s.r.IntN(3))...)
@@ -386,17 +390,20 @@ func TestTheTwin(t *testing.T) {
 		}
 		read++
 		names := order(ts)
-		if len(h.Tensors) != len(names) || !maps.Equal(h.Metadata, metadata) || (h.Metadata == nil) != (metadata == nil) {
+		if len(h.Tensors) != len(names) || !maps.Equal(h.Metadata, metadata) ||
+			(h.Metadata == nil) != (metadata == nil) {
 			t.Fatalf("%q: %+v, the twin %v %v", file, h, names, metadata)
 		}
 		for i, x := range h.Tensors {
 			w := ts[names[i]]
-			if x.Name != names[i] || x.DType.String() != w.dtype || uint64(x.Off-h.Data) != w.begin || uint64(x.Bytes) != w.end-w.begin ||
+			if x.Name != names[i] || x.DType.String() != w.dtype || uint64(x.Off-h.Data) != w.begin ||
+				uint64(x.Bytes) != w.end-w.begin ||
 				!slices.EqualFunc(x.Shape, w.shape, func(a int64, b uint64) bool { return uint64(a) == b }) {
 				t.Fatalf("%q: %+v, the twin %q %+v", file, x, names[i], w)
 			}
 		}
-		if loose, err := Read(t.Context(), inMemory(file), Options{Lenient: true}); err != nil || len(loose.Tensors) != len(h.Tensors) {
+		if loose, err := Read(t.Context(), inMemory(file), Options{Lenient: true}); err != nil ||
+			len(loose.Tensors) != len(h.Tensors) {
 			t.Fatalf("%q: lenient reads less: %v", file, err)
 		}
 	}
@@ -452,7 +459,8 @@ func TestIndexTwin(t *testing.T) {
 		if err := json.Unmarshal(text, &found); err != nil || !maps.Equal(found.Map, files) {
 			t.Fatalf("%s: %v", text, err)
 		}
-		if size, said := found.Metadata["total_size"]; said != (want.TotalSize >= 0) || said && string(size) != strconv.FormatInt(want.TotalSize, 10) {
+		if size, said := found.Metadata["total_size"]; said != (want.TotalSize >= 0) ||
+			said && string(size) != strconv.FormatInt(want.TotalSize, 10) {
 			t.Fatalf("%s: %d bytes", text, want.TotalSize)
 		}
 		got, err := ReadIndexJSON("m.index.json", text)
@@ -460,7 +468,8 @@ func TestIndexTwin(t *testing.T) {
 			t.Fatalf("%s: %v", text, err)
 		}
 		slices.SortFunc(want.Weights, func(a, b Weight) int { return strings.Compare(a.Name, b.Name) })
-		if !slices.Equal(got.Files, want.Files) || !slices.Equal(got.Weights, want.Weights) || got.TotalSize != want.TotalSize || !maps.Equal(got.Metadata, want.Metadata) {
+		if !slices.Equal(got.Files, want.Files) || !slices.Equal(got.Weights, want.Weights) ||
+			got.TotalSize != want.TotalSize || !maps.Equal(got.Metadata, want.Metadata) {
 			t.Fatalf("%s: %+v, want %+v", text, got, want)
 		}
 		if again := AppendIndexJSON(nil, got); !bytes.Equal(again, text) {
@@ -468,8 +477,13 @@ func TestIndexTwin(t *testing.T) {
 		}
 		w := got.Weights[s.r.IntN(len(got.Weights))]
 		few := got.Only([]string{w.Name, w.Name})
-		if len(few.Files) != 1 || few.Files[0] != got.Files[w.File] || slices.ContainsFunc(few.Weights, func(o Weight) bool { return files[o.Name] != few.Files[0] }) ||
-			len(few.Weights) != len(slices.DeleteFunc(slices.Clone(got.Weights), func(o Weight) bool { return o.File != w.File })) {
+		if len(few.Files) != 1 || few.Files[0] != got.Files[w.File] ||
+			slices.ContainsFunc(few.Weights, func(o Weight) bool {
+				return files[o.Name] != few.Files[0]
+			}) ||
+			len(few.Weights) != len(slices.DeleteFunc(slices.Clone(got.Weights), func(o Weight) bool {
+				return o.File != w.File
+			})) {
 			t.Fatalf("only %q: %+v of %+v", w.Name, few, got)
 		}
 		if all := got.Only([]string{w.Name, "there is none"}); len(all.Files) != len(got.Files) {

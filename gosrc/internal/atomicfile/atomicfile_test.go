@@ -101,14 +101,22 @@ func TestModes(t *testing.T) {
 			{"0755", func(dir string) (string, string) { return put(t, dir+"/f", 0o755), "" }, 0o755},
 			{"set-id", func(dir string) (string, string) { return put(t, dir+"/f", 0o755|fs.ModeSetuid), "" }, 0o755},
 			{"like 0600", func(dir string) (string, string) { return dir + "/f", put(t, dir+"/g", 0o600) }, 0o600},
-			{"like nothing", func(dir string) (string, string) { return dir + "/f", dir + "/g" }, 0o666 &^ fs.FileMode(mask)},
-			{"0640, like 0600", func(dir string) (string, string) { return put(t, dir+"/f", 0o640), put(t, dir+"/g", 0o600) }, 0o640},
-			{"link", func(dir string) (string, string) { return link(t, put(t, dir+"/r", 0o600), dir+"/f"), "" }, 0o600},
+			{"like nothing", func(dir string) (string, string) {
+				return dir + "/f", dir + "/g"
+			}, 0o666 &^ fs.FileMode(mask)},
+			{"0640, like 0600", func(dir string) (string, string) {
+				return put(t, dir+"/f", 0o640), put(t, dir+"/g", 0o600)
+			}, 0o640},
+			{"link", func(dir string) (string, string) {
+				return link(t, put(t, dir+"/r", 0o600), dir+"/f"), ""
+			}, 0o600},
 			{"relative link", func(dir string) (string, string) {
 				put(t, dir+"/sub/r", 0o600)
 				return link(t, "sub/r", dir+"/f"), ""
 			}, 0o600},
-			{"dangling link", func(dir string) (string, string) { return link(t, "sub/r", dir+"/f"), "" }, 0o666 &^ fs.FileMode(mask)},
+			{"dangling link", func(dir string) (string, string) {
+				return link(t, "sub/r", dir+"/f"), ""
+			}, 0o666 &^ fs.FileMode(mask)},
 			{"chain of links", func(dir string) (string, string) {
 				put(t, dir+"/sub/r", 0o600)
 				link(t, "sub/r", dir+"/2")
@@ -135,7 +143,8 @@ func TestModes(t *testing.T) {
 			if err != nil {
 				t.Fatalf("%s: %v", c.name, err)
 			}
-			if err := errors.Join(target.Write([]byte("new"), 0), target.Finish(3), Publish(w, []*Target{target})); err != nil {
+			if err := errors.Join(target.Write([]byte("new"), 0), target.Finish(3),
+				Publish(w, []*Target{target})); err != nil {
 				t.Fatalf("%s: %v", c.name, err)
 			}
 			target.Drop()
@@ -225,8 +234,10 @@ func TestACL(t *testing.T) {
 		kind string
 	}{
 		// owner rw, user 1234 r, group nothing, mask r, others nothing
-		put(t, dir+"/f", 0o640): {acl([3]uint32{1, 6, none}, [3]uint32{2, 4, 1234}, [3]uint32{4, 0, none}, [3]uint32{0x10, 4, none}, [3]uint32{0x20, 0, none}), name},
-		dir:                     {acl([3]uint32{1, 7, none}, [3]uint32{2, 7, 4321}, [3]uint32{4, 7, none}, [3]uint32{0x10, 7, none}, [3]uint32{0x20, 0, none}), "system.posix_acl_default"},
+		put(t, dir+"/f", 0o640): {acl([3]uint32{1, 6, none}, [3]uint32{2, 4, 1234}, [3]uint32{4, 0, none},
+			[3]uint32{0x10, 4, none}, [3]uint32{0x20, 0, none}), name},
+		dir: {acl([3]uint32{1, 7, none}, [3]uint32{2, 7, 4321}, [3]uint32{4, 7, none},
+			[3]uint32{0x10, 7, none}, [3]uint32{0x20, 0, none}), "system.posix_acl_default"},
 	} {
 		if err := unix.Setxattr(path, what.kind, what.acl, 0); err != nil {
 			t.Skip("no ACLs here:", err)
@@ -292,7 +303,8 @@ func (f *stubborn) Chmod(m fs.FileMode) error {
 func TestGroupRefused(t *testing.T) {
 	// Promise: where the group cannot be kept, the writer's own group gets no more rights
 	// than all others.
-	for old, want := range map[fs.FileMode]fs.FileMode{0o660: 0o600, 0o664: 0o644, 0o640: 0o600, 0o604: 0o604, 0o666: 0o666, 0o600: 0o600} {
+	for old, want := range map[fs.FileMode]fs.FileMode{0o660: 0o600, 0o664: 0o644, 0o640: 0o600, 0o604: 0o604,
+		0o666: 0o666, 0o600: 0o600} {
 		path := put(t, t.TempDir()+"/f", old)
 		target, err := New(Disk{}, path, "", 0)
 		if err != nil {
@@ -310,12 +322,15 @@ func TestGroupRefused(t *testing.T) {
 func TestRefused(t *testing.T) {
 	// Promise: what is no file is not replaced, and nothing is left of a failure.
 	dir := t.TempDir()
-	if err := errors.Join(syscall.Mkfifo(dir+"/fifo", 0o600), os.Symlink("loop", dir+"/loop"), os.Symlink("/dev/null", dir+"/null"), os.Mkdir(dir+"/sub", 0o777)); err != nil {
+	if err := errors.Join(syscall.Mkfifo(dir+"/fifo", 0o600), os.Symlink("loop", dir+"/loop"),
+		os.Symlink("/dev/null", dir+"/null"), os.Mkdir(dir+"/sub", 0o777)); err != nil {
 		t.Fatal(err)
 	}
 	for path, class := range map[string]error{
-		dir + "/fifo": errs.ErrArgument, dir + "/loop": errs.ErrArgument, dir + "/null": errs.ErrArgument, "/dev/null": errs.ErrArgument,
-		dir + "/sub": errs.ErrArgument, dir + "/no/such": errs.ErrNotFound, dir + "/" + strings.Repeat("x", 256): errs.ErrArgument, dir + "/a\x00b": errs.ErrArgument,
+		dir + "/fifo": errs.ErrArgument, dir + "/loop": errs.ErrArgument, dir + "/null": errs.ErrArgument,
+		"/dev/null":  errs.ErrArgument,
+		dir + "/sub": errs.ErrArgument, dir + "/no/such": errs.ErrNotFound,
+		dir + "/" + strings.Repeat("x", 256): errs.ErrArgument, dir + "/a\x00b": errs.ErrArgument,
 	} {
 		if err := Write(t.Context(), path, nil); !errors.Is(err, class) {
 			t.Errorf("%q: %v", path, err)
@@ -323,7 +338,10 @@ func TestRefused(t *testing.T) {
 	}
 	put(t, dir+"/f", 0o600)
 	wrong := errors.New("wrong")
-	if err := With(dir+"/f", func(f *os.File) error { _, _ = f.WriteString("half"); return wrong }); !errors.Is(err, wrong) {
+	if err := With(dir+"/f", func(f *os.File) error {
+		_, _ = f.WriteString("half")
+		return wrong
+	}); !errors.Is(err, wrong) {
 		t.Error(err)
 	}
 	if b, _ := os.ReadFile(dir + "/f"); string(b) != "old" {
@@ -361,7 +379,8 @@ func TestRename(t *testing.T) {
 func TestNames(t *testing.T) {
 	// Promise: names of any bytes are written under themselves, up to 255 of them.
 	dir := t.TempDir()
-	names := []string{"caf\xe9", "caf\ufffd", "caf\xe8", " ", "a\nb", "%E9", "-f", "f.", "\xed\xa0\x80", strings.Repeat("\xff", 255), strings.Repeat("ü", 127), strings.Repeat("x", 254) + "\xc3"}
+	names := []string{"caf\xe9", "caf\ufffd", "caf\xe8", " ", "a\nb", "%E9", "-f", "f.", "\xed\xa0\x80",
+		strings.Repeat("\xff", 255), strings.Repeat("ü", 127), strings.Repeat("x", 254) + "\xc3"}
 	for _, name := range names {
 		if err := Write(t.Context(), dir+"/"+name, []byte(name)); err != nil {
 			t.Errorf("%q: %v", name, err)
@@ -465,18 +484,23 @@ func TestBlobsOfACache(t *testing.T) {
 	lone := filepath.Join(top, "other", "blobs")
 	for _, err := range []error{
 		os.MkdirAll(snapshot, 0o700), os.Mkdir(blobs, 0o700), os.MkdirAll(lone, 0o700),
-		os.WriteFile(filepath.Join(blobs, "aa"), []byte("blob"), 0o600), os.Symlink("../../blobs/aa", filepath.Join(snapshot, "m")),
-		os.Symlink("../../blobs/none", filepath.Join(snapshot, "new")), os.Symlink(filepath.Join(snapshot, "m"), filepath.Join(top, "twice")),
-		os.Symlink(blobs, filepath.Join(top, "folder")), os.Symlink(filepath.Join(lone, "aa"), filepath.Join(snapshot, "lone")),
+		os.WriteFile(filepath.Join(blobs, "aa"), []byte("blob"), 0o600),
+		os.Symlink("../../blobs/aa", filepath.Join(snapshot, "m")),
+		os.Symlink("../../blobs/none", filepath.Join(snapshot, "new")),
+		os.Symlink(filepath.Join(snapshot, "m"), filepath.Join(top, "twice")),
+		os.Symlink(blobs, filepath.Join(top, "folder")),
+		os.Symlink(filepath.Join(lone, "aa"), filepath.Join(snapshot, "lone")),
 	} {
 		if err != nil {
 			t.Fatal(err)
 		}
 	}
 	for _, path := range []string{
-		filepath.Join(snapshot, "m"), filepath.Join(snapshot, "new"), filepath.Join(top, "twice"), filepath.Join(top, "folder", "aa"), filepath.Join(blobs, "bb"),
+		filepath.Join(snapshot, "m"), filepath.Join(snapshot, "new"), filepath.Join(top, "twice"),
+		filepath.Join(top, "folder", "aa"), filepath.Join(blobs, "bb"),
 	} {
-		if err := Write(t.Context(), path, []byte("x")); !errors.Is(err, errs.ErrArgument) || !strings.Contains(err.Error(), "Hugging Face") {
+		if err := Write(t.Context(), path, []byte("x")); !errors.Is(err, errs.ErrArgument) ||
+			!strings.Contains(err.Error(), "Hugging Face") {
 			t.Errorf("%s: %v", path, err)
 		}
 	}
@@ -486,7 +510,8 @@ func TestBlobsOfACache(t *testing.T) {
 	if names, _ := os.ReadDir(blobs); len(names) != 1 {
 		t.Error(names)
 	}
-	for _, path := range []string{filepath.Join(snapshot, "plain"), filepath.Join(lone, "bb"), filepath.Join(snapshot, "lone")} {
+	for _, path := range []string{filepath.Join(snapshot, "plain"), filepath.Join(lone, "bb"),
+		filepath.Join(snapshot, "lone")} {
 		if err := Write(t.Context(), path, []byte("x")); err != nil {
 			t.Error(err)
 		}

@@ -137,7 +137,8 @@ func TestFailed(t *testing.T) {
 	if n := fills.Load(); n != 1 {
 		t.Errorf("%d fills", n)
 	}
-	if e, err := c.Get(context.Background(), 1, func() ([]byte, error) { return []byte{7}, nil }); err != nil || e.Data[0] != 7 {
+	if e, err := c.Get(context.Background(), 1, func() ([]byte, error) { return []byte{7}, nil }); err != nil ||
+		e.Data[0] != 7 {
 		t.Error(err)
 	}
 }

@@ -39,7 +39,8 @@ func gpu(files map[string]string, pci, node string) {
 // two is a host of two nodes of these cores, with four GPUs each.
 func two(first, second string) map[string]string {
 	const at = "devices/system/node/"
-	files := map[string]string{at + "online": "0-1\n", at + "node0/cpulist": first + "\n", at + "node1/cpulist": second + "\n"}
+	files := map[string]string{at + "online": "0-1\n", at + "node0/cpulist": first + "\n",
+		at + "node1/cpulist": second + "\n"}
 	for i := range 8 {
 		gpu(files, fmt.Sprintf("0000:%02x:00.0", i+1), fmt.Sprint(i/4, "\n"))
 	}
@@ -71,12 +72,16 @@ func TestNear(t *testing.T) {
 		{"cores that are none", func(f map[string]string) { f[at+"node0/cpulist"] = "0-99999999999999999999" }, -1},
 		{"the GPU's node has no cores", func(f map[string]string) { f[at+"node1/cpulist"] = "\n" }, -1},
 		{"the other node has no cores", func(f map[string]string) { f[at+"node0/cpulist"] = "" }, -1},
-		{"three nodes, one with memory alone", func(f map[string]string) { f[at+"online"], f[at+"node2/cpulist"] = "0-2", "" }, 1},
+		{"three nodes, one with memory alone", func(f map[string]string) {
+			f[at+"online"], f[at+"node2/cpulist"] = "0-2", ""
+		}, 1},
 		{"no node of the GPU", func(f map[string]string) { delete(f, numa) }, -1},
 		{"node -1", func(f map[string]string) { f[numa] = "-1\n" }, -1},
 		{"node 7, which is none", func(f map[string]string) { f[numa] = "7\n" }, -1},
 		{"a node that is no number", func(f map[string]string) { f[numa] = "one" }, -1},
-		{"a node above all", func(f map[string]string) { f[at+"online"], f[at+"node5000/cpulist"], f[numa] = "0,5000", "64", "5000" }, -1},
+		{"a node above all", func(f map[string]string) {
+			f[at+"online"], f[at+"node5000/cpulist"], f[numa] = "0,5000", "64", "5000"
+		}, -1},
 	} {
 		files := two("0-31", "32-63")
 		c.edit(files)
@@ -92,14 +97,16 @@ func TestNear(t *testing.T) {
 	if p := near(tree(t, two("0-31", "32-63")), "../../../../etc"); p != nil {
 		t.Errorf("%+v", p)
 	}
-	if all := Read(tree(t, two("0-1,4", "2-3"))); !reflect.DeepEqual(all, []Node{{0, []int{0, 1, 4}}, {1, []int{2, 3}}}) {
+	if all := Read(tree(t, two("0-1,4", "2-3"))); !reflect.DeepEqual(all,
+		[]Node{{0, []int{0, 1, 4}}, {1, []int{2, 3}}}) {
 		t.Errorf("%+v", all)
 	}
 }
 
 // Lists of the kernel's are read; what is none gives nothing.
 func TestCores(t *testing.T) {
-	for text, want := range map[string]int{"0-63\n": 64, "0": 1, "0-3,8-11": 8, "": 0, "3-1": 0, "0-99999999999999999999": 0, "0-70000": 0, "-1": 0, "0,,2": 0, "0-": 0,
+	for text, want := range map[string]int{"0-63\n": 64, "0": 1, "0-3,8-11": 8, "": 0, "3-1": 0,
+		"0-99999999999999999999": 0, "0-70000": 0, "-1": 0, "0,,2": 0, "0-": 0,
 		strings.Repeat("0-65535,", 1<<10) + "0": 0} {
 		if got := len(Cores(text)); got != want {
 			t.Errorf("%.20q: %d cores, want %d", text, got, want)
@@ -170,7 +177,8 @@ func TestRun(t *testing.T) {
 	if got := affinity(t); !errors.Is(err, bad) || got != had {
 		t.Errorf("%v, and then on %v", err, got)
 	}
-	for name, p := range map[string]*Place{"none": nil, "cores of others": near(tree(t, two("0", "1021-1023")), "0000:05:00.0")} {
+	for name, p := range map[string]*Place{"none": nil,
+		"cores of others": near(tree(t, two("0", "1021-1023")), "0000:05:00.0")} {
 		if mine, _ := p.Within(&had); mine.Count() != 0 {
 			t.Errorf("%s: %d cores", name, mine.Count())
 		}
@@ -215,7 +223,8 @@ func TestBind(t *testing.T) {
 	var policy int32
 	var mask [maxNodes / 64]uint64
 	const ofAddress = 2 // MPOL_F_ADDR
-	if _, _, no := unix.Syscall6(unix.SYS_GET_MEMPOLICY, uintptr(unsafe.Pointer(&policy)), uintptr(unsafe.Pointer(&mask)), maxNodes+1, uintptr(unsafe.Pointer(&page[4096])), ofAddress, 0); no != 0 {
+	if _, _, no := unix.Syscall6(unix.SYS_GET_MEMPOLICY, uintptr(unsafe.Pointer(&policy)),
+		uintptr(unsafe.Pointer(&mask)), maxNodes+1, uintptr(unsafe.Pointer(&page[4096])), ofAddress, 0); no != 0 {
 		t.Skipf("this container does not tell policies: %v", no)
 	}
 	if policy != preferred || mask[0] != 1 {

@@ -31,8 +31,10 @@ func TestBytes(t *testing.T) {
 	// Promise: every text comes back byte for byte, wherever it stands, and texts
 	// that differ are different JSON.
 	names := []string{
-		"", "plain", "caf\xe9", "caf\ufffd", "caf\xef\xbf\xbd", "\x00e9", "\x00", "a\x00\xe9b", `\udce9`, `\\udce9`, `\ufffd`, "\\", "\\\xff", "\xff\\",
-		"\u2028<&>\"", "\U0001F600", "\U00010080", "\xed\xa0\x80", "\xed\xb3\xa9", "\xf0\x9f\x98", "é\xc3", "\xc3", "\xa9", "\n\xe9\t", "\x7f\x80",
+		"", "plain", "caf\xe9", "caf\ufffd", "caf\xef\xbf\xbd", "\x00e9", "\x00", "a\x00\xe9b", `\udce9`, `\\udce9`,
+		`\ufffd`, "\\", "\\\xff", "\xff\\",
+		"\u2028<&>\"", "\U0001F600", "\U00010080", "\xed\xa0\x80", "\xed\xb3\xa9", "\xf0\x9f\x98", "é\xc3", "\xc3",
+		"\xa9", "\n\xe9\t", "\x7f\x80",
 	}
 	seen := map[string]string{}
 	for _, name := range names {
@@ -44,7 +46,8 @@ func TestBytes(t *testing.T) {
 			t.Errorf("%q and %q are both %s", name, other, b)
 		}
 		seen[string(b)] = name
-		v := outer{URIs: []string{name, "x"}, In: &inner{name, map[string]string{name: name, "k": name}}, All: []inner{{Name: name}},
+		v := outer{URIs: []string{name, "x"}, In: &inner{name, map[string]string{name: name, "k": name}},
+			All: []inner{{Name: name}},
 			Any: map[string]any{"deep": []any{name, 1.5, nil, true}}, Count: []int64{1, 2}, own: "kept"}
 		if b, err = Marshal(v); err != nil {
 			t.Fatal(err)
@@ -87,13 +90,16 @@ func TestRandomBytes(t *testing.T) {
 
 func TestRefused(t *testing.T) {
 	// Promise: half a character that stands for no byte is refused, not replaced.
-	for _, text := range []string{`"\ud800"`, `"\udc00"`, `"\udc7f"`, `"\udd00"`, `"\udfff"`, `"\ud800x"`, `"\ud83d\ud83d\ude00"`, `"\uD800"`} {
+	for _, text := range []string{`"\ud800"`, `"\udc00"`, `"\udc7f"`, `"\udd00"`, `"\udfff"`, `"\ud800x"`,
+		`"\ud83d\ud83d\ude00"`, `"\uD800"`} {
 		var got string
 		if err := Unmarshal(text, &got); err == nil {
 			t.Errorf("%s: %q", text, got)
 		}
 	}
-	for text, want := range map[string]string{`"\ud83d\ude00"`: "\U0001F600", `"\ud800\udc80"`: "\U00010080", `"\uDCE9"`: "\xe9", `"\\udce9"`: `\udce9`, `"\\\udce9"`: "\\\xe9", "\"caf\xe9\"": "caf\xe9", "\"\xc3\\udca9\"": "é"} {
+	for text, want := range map[string]string{`"\ud83d\ude00"`: "\U0001F600", `"\ud800\udc80"`: "\U00010080",
+		`"\uDCE9"`: "\xe9", `"\\udce9"`: `\udce9`, `"\\\udce9"`: "\\\xe9", "\"caf\xe9\"": "caf\xe9",
+		"\"\xc3\\udca9\"": "é"} {
 		var got string
 		if err := Unmarshal(text, &got); err != nil || got != want {
 			t.Errorf("%s: %q, %v", text, got, err)

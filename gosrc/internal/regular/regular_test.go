@@ -78,7 +78,8 @@ func TestOnlyRegularFiles(t *testing.T) {
 		{in("absent"), errs.ErrNotFound, 0},
 	} {
 		b, err := Read(c.path, 1000)
-		if c.class != nil && !errors.Is(err, c.class) || c.class == nil && (err != nil || c.bytes >= 0 && len(b) != c.bytes || c.bytes < 0 && len(b) == 0) {
+		if c.class != nil && !errors.Is(err, c.class) ||
+			c.class == nil && (err != nil || c.bytes >= 0 && len(b) != c.bytes || c.bytes < 0 && len(b) == 0) {
 			t.Errorf("%s: %d bytes, %v; want %d, %v", c.path, len(b), err, c.bytes, c.class)
 		}
 	}
@@ -93,7 +94,8 @@ func TestSized(t *testing.T) {
 	if err := os.WriteFile(empty, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	for path, want := range map[string]error{empty: nil, os.Args[0]: nil, "/proc/self/status": errs.ErrNotSupported, "/proc/self/mem": errs.ErrIO} {
+	for path, want := range map[string]error{empty: nil, os.Args[0]: nil, "/proc/self/status": errs.ErrNotSupported,
+		"/proc/self/mem": errs.ErrIO} {
 		fd, st, err := Open(path)
 		if err != nil {
 			t.Fatal(err)

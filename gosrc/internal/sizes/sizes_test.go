@@ -7,7 +7,8 @@ import (
 )
 
 // edges are the numbers at which sums and products wrap.
-var edges = []uint64{0, 1, 2, 3, 7, 8, 63, 64, 65, 1023, 1 << 31, 1<<31 - 1, 1 << 32, 1<<32 - 1, 1<<63 - 64, 1<<63 - 1, 1 << 63, 1<<64 - 64, 1<<64 - 1}
+var edges = []uint64{0, 1, 2, 3, 7, 8, 63, 64, 65, 1023, 1 << 31, 1<<31 - 1, 1 << 32, 1<<32 - 1, 1<<63 - 64, 1<<63 - 1,
+	1 << 63, 1<<64 - 64, 1<<64 - 1}
 
 // Every result is that of arithmetic without limits, or says that it does not fit.
 func TestAgainstBig(t *testing.T) {

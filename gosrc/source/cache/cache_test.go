@@ -61,7 +61,8 @@ func names(t *testing.T, dir string) (kept []string) {
 
 func TestSuite(t *testing.T) {
 	sourcetest.Suite(t, sourcetest.Is{File: true, Known: true}, func(t *testing.T, data []byte) source.Source {
-		s, err := Folder{Path: t.TempDir()}.Keep(context.Background(), &tagged{Mem: sourcetest.Mem{Name: "http://h/x", Data: data}, id: "e", read: new(atomic.Int64)})
+		s, err := Folder{Path: t.TempDir()}.Keep(context.Background(),
+			&tagged{Mem: sourcetest.Mem{Name: "http://h/x", Data: data}, id: "e", read: new(atomic.Int64)})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -130,7 +131,8 @@ func TestKeep(t *testing.T) {
 // A fetch that fails leaves nothing, and what a killed process left is swept.
 func TestFailure(t *testing.T) {
 	dir := t.TempDir()
-	src := &tagged{Mem: sourcetest.Mem{Name: "http://h/x", Data: random(9<<20, 1)}, id: "e", read: new(atomic.Int64), fail: true}
+	src := &tagged{Mem: sourcetest.Mem{Name: "http://h/x", Data: random(9<<20, 1)}, id: "e", read: new(atomic.Int64),
+		fail: true}
 	if _, err := (Folder{Path: dir}).Keep(context.Background(), src); !errors.Is(err, errs.ErrIO) {
 		t.Errorf("%v", err)
 	}
@@ -171,7 +173,8 @@ func TestLimit(t *testing.T) {
 	c := Folder{Path: dir, Limit: 2500}
 	kept := func(id string, size int) *atomic.Int64 {
 		var read atomic.Int64
-		s, err := c.Keep(context.Background(), &tagged{Mem: sourcetest.Mem{Name: "s3://b/" + id, Data: random(size, uint64(id[0]))}, id: id, read: &read})
+		s, err := c.Keep(context.Background(), &tagged{Mem: sourcetest.Mem{Name: "s3://b/" + id,
+			Data: random(size, uint64(id[0]))}, id: id, read: &read})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -182,7 +185,8 @@ func TestLimit(t *testing.T) {
 		kept(id, 1000)
 		at := time.Now().Add(time.Duration(i-10) * time.Second)
 		for _, name := range names(t, dir) {
-			if info, err := os.Stat(filepath.Join(dir, name)); err == nil && isObject.MatchString(name) && time.Since(info.ModTime()) < 5*time.Second {
+			if info, err := os.Stat(filepath.Join(dir, name)); err == nil && isObject.MatchString(name) &&
+				time.Since(info.ModTime()) < 5*time.Second {
 				_ = os.Chtimes(filepath.Join(dir, name), at, at)
 			}
 		}

@@ -393,7 +393,8 @@ func TestIdentity(t *testing.T) {
 
 // Where files lie decides how they are read.
 func TestKindOf(t *testing.T) {
-	for magic, want := range map[uint32]int{0x6969: network, 0x65735546: network, 0xef53: local, 0x01021994: inMemory, 0xff534d42: network} {
+	for magic, want := range map[uint32]int{0x6969: network, 0x65735546: network, 0xef53: local, 0x01021994: inMemory,
+		0xff534d42: network} {
 		if got := kindOfMagic(magic); got != want {
 			t.Errorf("%#x: %d, want %d", magic, got, want)
 		}

@@ -34,14 +34,15 @@ func TestSuite(t *testing.T) {
 		})
 	})
 	t.Run("network", func(t *testing.T) {
-		sourcetest.Suite(t, sourcetest.Is{Remote: true, File: true, Known: true}, func(t *testing.T, data []byte) source.Source {
-			f, err := Open(write(t, data))
-			if err != nil {
-				t.Fatal(err)
-			}
-			f.kind = network // what it would be there
-			return f
-		})
+		sourcetest.Suite(t, sourcetest.Is{Remote: true, File: true, Known: true},
+			func(t *testing.T, data []byte) source.Source {
+				f, err := Open(write(t, data))
+				if err != nil {
+					t.Fatal(err)
+				}
+				f.kind = network // what it would be there
+				return f
+			})
 	})
 	t.Run("descriptor", func(t *testing.T) {
 		sourcetest.Suite(t, sourcetest.Is{File: true, Known: true}, func(t *testing.T, data []byte) source.Source {

@@ -76,9 +76,11 @@ func isSettled(t *testing.T) {
 // A server with ranges, one without, and one that names no length are sources
 // like any other.
 func TestSuite(t *testing.T) {
-	for name, opt := range map[string]serve.Options{"ranges": {}, "plain": {NoRanges: true}, "chunked": {Chunked: true}} {
+	for name, opt := range map[string]serve.Options{"ranges": {}, "plain": {NoRanges: true},
+		"chunked": {Chunked: true}} {
 		t.Run(name, func(t *testing.T) {
-			sourcetest.Suite(t, sourcetest.Is{Remote: true, InOrder: name != "ranges", Stepped: name == "ranges", Known: true}, func(t *testing.T, data []byte) source.Source {
+			sourcetest.Suite(t, sourcetest.Is{Remote: true, InOrder: name != "ranges", Stepped: name == "ranges",
+				Known: true}, func(t *testing.T, data []byte) source.Source {
 				_, uri := started(t, data, opt)
 				return opened(t, uri, nil)
 			})
@@ -120,7 +122,8 @@ func TestFaults(t *testing.T) {
 		*faults = min(*faults, 40)
 	}
 	seed := uint64(time.Now().UnixNano())
-	kinds := map[string]float64{"reset": 0.03, "short": 0.03, "stall": 0.005, "trickle": 0.005, "range": 0.015, "whole": 0.005,
+	kinds := map[string]float64{"reset": 0.03, "short": 0.03, "stall": 0.005, "trickle": 0.005, "range": 0.015,
+		"whole":  0.005,
 		"length": 0.015, "gzip": 0.01, "loop": 0.005, "500": 0.015, "503": 0.01, "429": 0.01}
 	data := random(32 << 20)
 	for _, mode := range []string{"http", "https"} {
@@ -194,7 +197,8 @@ func TestFaults(t *testing.T) {
 		came := wire.close(t)
 		extra := 100 * (float64(came)/float64(wanted.Load()) - 1)
 		t.Logf("%s, seed %d: %d reads, %d faults %v, %d wrong, %d bytes wanted, %.2f%% more came, %.1f s",
-			mode, seed, reads.Load(), injected(), s.Faults(), wrong.Load(), wanted.Load(), extra, time.Since(begun).Seconds())
+			mode, seed, reads.Load(), injected(), s.Faults(), wrong.Load(), wanted.Load(), extra,
+			time.Since(begun).Seconds())
 		if wrong.Load() != 0 {
 			t.Errorf("%d reads gave wrong bytes", wrong.Load())
 		}
@@ -219,7 +223,8 @@ func TestSpoolFaults(t *testing.T) {
 	t.Cleanup(func() { isSettled(t) })
 	data := random(2 << 20)
 	for seed := range uint64(2) {
-		_, uri := started(t, data, serve.Options{NoRanges: true, Seed: seed, Faults: map[string]float64{"reset": 0.3, "short": 0.3, "503": 0.1}})
+		_, uri := started(t, data, serve.Options{NoRanges: true, Seed: seed,
+			Faults: map[string]float64{"reset": 0.3, "short": 0.3, "503": 0.1}})
 		src := opened(t, uri, map[string]string{"timeout": "1", "retries": "50"})
 		p := make([]byte, len(data))
 		if err := src.ReadAt(context.Background(), p, 0); err != nil || !bytes.Equal(p, data) {
@@ -276,7 +281,8 @@ func TestChanged(t *testing.T) {
 	// Without an ETag and without a date nothing tells two versions apart: one
 	// answer is read to its end, and what it had is what all reads have.
 	t.Run("nothing to pin", func(t *testing.T) {
-		for name, date := range map[string]string{"no date": "", "a date of now": "now", "no date that can be read": "yesterday"} {
+		for name, date := range map[string]string{"no date": "", "a date of now": "now",
+			"no date that can be read": "yesterday"} {
 			var n atomic.Int64
 			other := random(1<<20 + 1)[:len(data)]
 			s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -412,14 +418,17 @@ func TestClasses(t *testing.T) {
 		class error
 		most  int64
 	}{
-		"404": {errs.ErrNotFound, 1}, "410": {errs.ErrNotFound, 1}, "401": {errs.ErrPermission, 1}, "403": {errs.ErrPermission, 1},
+		"404": {errs.ErrNotFound, 1}, "410": {errs.ErrNotFound, 1}, "401": {errs.ErrPermission, 1},
+		"403": {errs.ErrPermission, 1},
 		"400": {errs.ErrIO, 1}, "501": {errs.ErrIO, 1}, "500": {errs.ErrIO, 3}, "429": {errs.ErrIO, 3},
-		"gzip": {errs.ErrNotSupported, 1}, "shifted": {errs.ErrIO, 3}, "huge": {errs.ErrIO, 3}, "endless": {errs.ErrIO, 3},
-		"scheme": {errs.ErrPermission, 1}, "link": {errs.ErrPermission, 1}, "loop": {errs.ErrIO, 18},
+		"gzip": {errs.ErrNotSupported, 1}, "shifted": {errs.ErrIO, 3}, "huge": {errs.ErrIO, 3},
+		"endless": {errs.ErrIO, 3},
+		"scheme":  {errs.ErrPermission, 1}, "link": {errs.ErrPermission, 1}, "loop": {errs.ErrIO, 18},
 	} {
 		requests.Store(0)
 		uri := strings.Replace(s.URL, "://", "://user:"+secret+"@", 1) + "/" + path + "?sig=" + secret
-		_, err := new(Hub).Open(context.Background(), uri, source.Options{Storage: map[string]string{"token": secret, "header.X-Key": secret, "retries": "2"}})
+		_, err := new(Hub).Open(context.Background(), uri,
+			source.Options{Storage: map[string]string{"token": secret, "header.X-Key": secret, "retries": "2"}})
 		if !errors.Is(err, c.class) {
 			t.Errorf("%s: %v, want %v", path, err, c.class)
 			continue
@@ -432,7 +441,8 @@ func TestClasses(t *testing.T) {
 		}
 	}
 	for uri, class := range map[string]error{
-		"http://": errs.ErrArgument, "http://[::1": errs.ErrArgument, "hf://x": errs.ErrArgument, "hf://user:word/name/file": errs.ErrArgument, "hf://a/b/../c": errs.ErrArgument,
+		"http://": errs.ErrArgument, "http://[::1": errs.ErrArgument, "hf://x": errs.ErrArgument,
+		"hf://user:word/name/file": errs.ErrArgument, "hf://a/b/../c": errs.ErrArgument,
 		"http://127.0.0.1:1/x": errs.ErrIO, "http://no.such.host.invalid/": errs.ErrIO,
 	} {
 		if _, err := new(Hub).Open(context.Background(), uri, source.Options{}); !errors.Is(err, class) {
@@ -440,11 +450,14 @@ func TestClasses(t *testing.T) {
 		}
 	}
 	for _, storage := range []map[string]string{
-		{"key": secret}, {"timeout": secret}, {"connections": "0"}, {"insecure": "perhaps"}, {"header.a b": "x"}, {"header.X": "a\nb"},
-		{"header.Range": "bytes=0-1"}, {"token": "a\nb"}, {"header.proxy-authorization": secret}, {"header.if-none-match": "x"},
+		{"key": secret}, {"timeout": secret}, {"connections": "0"}, {"insecure": "perhaps"}, {"header.a b": "x"},
+		{"header.X": "a\nb"},
+		{"header.Range": "bytes=0-1"}, {"token": "a\nb"}, {"header.proxy-authorization": secret},
+		{"header.if-none-match": "x"},
 		{"cacert": "/dev/null"},
 	} {
-		_, err := new(Hub).Open(context.Background(), strings.Replace(s.URL, "http:", "https:", 1), source.Options{Storage: storage})
+		_, err := new(Hub).Open(context.Background(), strings.Replace(s.URL, "http:", "https:", 1),
+			source.Options{Storage: storage})
 		if !errors.Is(err, errs.ErrArgument) || strings.Contains(err.Error(), secret) {
 			t.Errorf("%v: %v", storage, err)
 		}
@@ -477,11 +490,13 @@ func TestProxy(t *testing.T) {
 	if through.Load() != 3 {
 		t.Errorf("%d requests through the proxy", through.Load())
 	}
-	_, err := new(Hub).Open(context.Background(), "http://weights.invalid/x", source.Options{Env: map[string]string{"http_proxy": address, "NO_PROXY": "weights.invalid"}})
+	_, err := new(Hub).Open(context.Background(), "http://weights.invalid/x",
+		source.Options{Env: map[string]string{"http_proxy": address, "NO_PROXY": "weights.invalid"}})
 	if err == nil || through.Load() != 3 || strings.Contains(err.Error(), secret) {
 		t.Errorf("NO_PROXY: %v", err)
 	}
-	_, err = new(Hub).Open(context.Background(), "http://x.example/", source.Options{Env: map[string]string{"http_proxy": "http://user:" + secret + "@[bad"}})
+	_, err = new(Hub).Open(context.Background(), "http://x.example/",
+		source.Options{Env: map[string]string{"http_proxy": "http://user:" + secret + "@[bad"}})
 	if !errors.Is(err, errs.ErrArgument) || strings.Contains(err.Error(), secret) {
 		t.Errorf("%v", err)
 	}

@@ -103,12 +103,13 @@ func executable(path string) bool {
 func TestNginx(t *testing.T) {
 	dir, ranges, plain, secure, c := nginx(t)
 	for base, storage := range map[string]map[string]string{ranges: nil, plain: nil, secure: {"cacert": c.ca}} {
-		sourcetest.Suite(t, sourcetest.Is{Remote: true, InOrder: base == plain, Stepped: base != plain, Known: true}, func(t *testing.T, data []byte) source.Source {
-			if err := os.WriteFile(filepath.Join(dir, "x"), data, 0o644); err != nil {
-				t.Fatal(err)
-			}
-			return opened(t, base+"x", storage)
-		})
+		sourcetest.Suite(t, sourcetest.Is{Remote: true, InOrder: base == plain, Stepped: base != plain, Known: true},
+			func(t *testing.T, data []byte) source.Source {
+				if err := os.WriteFile(filepath.Join(dir, "x"), data, 0o644); err != nil {
+					t.Fatal(err)
+				}
+				return opened(t, base+"x", storage)
+			})
 	}
 	data := random(3 << 20)
 	path := filepath.Join(dir, "x")
@@ -127,13 +128,16 @@ func TestNginx(t *testing.T) {
 	}
 	src := opened(t, ranges+"x", nil)
 	next := random(3<<20 + 1)
-	if err := errors.Join(os.WriteFile(path+".new", next, 0o644), os.Chtimes(path+".new", time.Now(), time.Now().Add(-time.Hour)), os.Rename(path+".new", path)); err != nil {
+	if err := errors.Join(os.WriteFile(path+".new", next, 0o644),
+		os.Chtimes(path+".new", time.Now(), time.Now().Add(-time.Hour)), os.Rename(path+".new", path)); err != nil {
 		t.Fatal(err)
 	}
-	if err := src.ReadAt(context.Background(), make([]byte, 1000), 1<<20); !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "changed while it was read") {
+	if err := src.ReadAt(context.Background(), make([]byte, 1000), 1<<20); !errors.Is(err, errs.ErrCorrupt) ||
+		!strings.Contains(err.Error(), "changed while it was read") {
 		t.Errorf("%v", err)
 	}
-	if _, err := new(Hub).Open(context.Background(), ranges+"none", source.Options{}); !errors.Is(err, errs.ErrNotFound) {
+	if _, err := new(Hub).Open(context.Background(), ranges+"none", source.Options{}); !errors.Is(err,
+		errs.ErrNotFound) {
 		t.Errorf("%v", err)
 	}
 }

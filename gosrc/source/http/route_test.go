@@ -30,7 +30,8 @@ func TestRoutes(t *testing.T) {
 		if err := s.ReadAt(context.Background(), p[:1000], 0); err != nil {
 			return nil, err
 		}
-		return p, errors.Join(s.ReadAt(context.Background(), p[:source.HeadBytes], 0), s.ReadAt(context.Background(), p[source.HeadBytes:], source.HeadBytes))
+		return p, errors.Join(s.ReadAt(context.Background(), p[:source.HeadBytes], 0),
+			s.ReadAt(context.Background(), p[source.HeadBytes:], source.HeadBytes))
 	})
 	isSettled(t)
 }
@@ -127,7 +128,8 @@ func TestRebinding(t *testing.T) {
 	// From the redirect, by a name.
 	turned.Store(true)
 	w.Script(302, map[string]string{"pub2/a": "http://rebound.example/b"})
-	if _, err := new(Hub).Open(context.Background(), w.URL("http://{pub2}/a"), opt); !errors.Is(err, errs.ErrPermission) {
+	if _, err := new(Hub).Open(context.Background(), w.URL("http://{pub2}/a"), opt); !errors.Is(err,
+		errs.ErrPermission) {
 		t.Errorf("%v after %v", err, w.Seen())
 	}
 }
@@ -138,14 +140,17 @@ func TestProxiedRedirects(t *testing.T) {
 	w := sourcetest.NewWorld(t)
 	env := map[string]string{"HTTP_PROXY": w.URL("http://proxy:" + sourcetest.Planted + "@{net}")}
 	for location, ok := range map[string]bool{
-		"http://198.51.100.7/b": true, "http://other.example/b": true, "http://10.0.0.1/b": false, "http://[fd00::1]/b": false,
+		"http://198.51.100.7/b": true, "http://other.example/b": true, "http://10.0.0.1/b": false,
+		"http://[fd00::1]/b":       false,
 		"http://169.254.169.254/b": false, "http://[::ffff:10.0.0.1]/b": false, "http://[64:ff9b::a00:1]/b": false,
 		"http://10.1/b": false, "http://0xa000001/b": false, "http://167772161/b": false, "http://10。0。0。1/b": false,
 		"http://LOCALHOST./b": false, "http://x.localhost:80/b": false,
 	} {
 		w.Script(302, map[string]string{"net/a": location})
-		s, err := new(Hub).Open(context.Background(), "http://weights.example/a", source.Options{Env: env, Storage: map[string]string{"retries": "0"}})
-		if ok != (err == nil) || !ok && !errors.Is(err, errs.ErrPermission) && !strings.Contains(err.Error(), "nowhere") {
+		s, err := new(Hub).Open(context.Background(), "http://weights.example/a",
+			source.Options{Env: env, Storage: map[string]string{"retries": "0"}})
+		if ok != (err == nil) || !ok && !errors.Is(err, errs.ErrPermission) &&
+			!strings.Contains(err.Error(), "nowhere") {
 			t.Errorf("%s: %v", location, err)
 		}
 		if seen := strings.Join(w.Seen(), " "); !ok && strings.Contains(seen, "/b") {
@@ -166,7 +171,8 @@ func TestProxiedRedirects(t *testing.T) {
 	}
 	env["NO_PROXY"] = "127.0.0.0/8"
 	w.Script(302, map[string]string{"net/a": "http://{net2}/b"})
-	if _, err := new(Hub).Open(context.Background(), "http://weights.example/a", source.Options{Env: env}); !errors.Is(err, errs.ErrPermission) {
+	if _, err := new(Hub).Open(context.Background(), "http://weights.example/a",
+		source.Options{Env: env}); !errors.Is(err, errs.ErrPermission) {
 		t.Errorf("%v after %v", err, w.Seen())
 	}
 }

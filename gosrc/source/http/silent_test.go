@@ -86,7 +86,8 @@ func silent(t *testing.T, body func(io.Writer), timeout string) (asked, want int
 			})
 		}
 	})
-	s, err := new(Hub).Open(t.Context(), "http://"+l.Addr().String()+"/m", source.Options{Storage: map[string]string{"timeout": timeout, "retries": "4"}})
+	s, err := new(Hub).Open(t.Context(), "http://"+l.Addr().String()+"/m",
+		source.Options{Storage: map[string]string{"timeout": timeout, "retries": "4"}})
 	want = retry.OpenTries
 	if err == nil { // the size is known
 		want = 5

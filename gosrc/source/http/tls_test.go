@@ -55,8 +55,9 @@ func makeCerts(t *testing.T) certs {
 	}
 	out := certs{key: file("key.pem", "EC PRIVATE KEY", der)}
 	authority := func(name string) *x509.Certificate {
-		c := &x509.Certificate{SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: name}, IsCA: true, BasicConstraintsValid: true,
-			NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour), KeyUsage: x509.KeyUsageCertSign}
+		c := &x509.Certificate{SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: name}, IsCA: true,
+			BasicConstraintsValid: true,
+			NotBefore:             time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour), KeyUsage: x509.KeyUsageCertSign}
 		b, err := x509.CreateCertificate(rand.Reader, c, c, key.Public(), key)
 		if err != nil {
 			t.Fatal(err)
@@ -79,7 +80,8 @@ func makeCerts(t *testing.T) certs {
 	ours, theirs := authority("ours"), authority("theirs")
 	here := []net.IP{net.IPv4(127, 0, 0, 1), net.ParseIP(sourcetest.Host())}
 	out.good, out.expired = leaf("good", ours, here, time.Hour), leaf("expired", ours, here, -time.Hour)
-	out.other, out.unknown = leaf("other", ours, []net.IP{net.IPv4(1, 2, 3, 4)}, time.Hour), leaf("unknown", theirs, here, time.Hour)
+	out.other, out.unknown = leaf("other", ours, []net.IP{net.IPv4(1, 2, 3, 4)}, time.Hour),
+		leaf("unknown", theirs, here, time.Hour)
 	return out
 }
 
@@ -98,7 +100,8 @@ func TestTLS(t *testing.T) {
 		{"SSL_CERT_FILE", c.good, source.Options{Env: map[string]string{"SSL_CERT_FILE": c.ca}}, true},
 		{"REQUESTS_CA_BUNDLE", c.good, source.Options{Env: map[string]string{"REQUESTS_CA_BUNDLE": c.capath}}, true},
 		{"AWS_CA_BUNDLE", c.good, source.Options{Env: map[string]string{"AWS_CA_BUNDLE": c.ca}}, true},
-		{"one of several", c.good, source.Options{Env: map[string]string{"SSL_CERT_FILE": c.unknown, "CURL_CA_BUNDLE": c.ca}}, true},
+		{"one of several", c.good, source.Options{Env: map[string]string{"SSL_CERT_FILE": c.unknown,
+			"CURL_CA_BUNDLE": c.ca}}, true},
 		{"system", c.good, source.Options{}, false},
 		{"expired", c.expired, source.Options{Storage: map[string]string{"cacert": c.ca}}, false},
 		{"other host", c.other, source.Options{Storage: map[string]string{"cacert": c.ca}}, false},
@@ -118,7 +121,8 @@ func TestTLS(t *testing.T) {
 		switch {
 		case err == nil && !x.ok:
 			t.Errorf("%s: trusted", x.name)
-		case err != nil && (x.ok || !errors.Is(err, errs.ErrPermission) || !strings.Contains(err.Error(), "certificate")):
+		case err != nil && (x.ok || !errors.Is(err, errs.ErrPermission) ||
+			!strings.Contains(err.Error(), "certificate")):
 			t.Errorf("%s: %v", x.name, err)
 		}
 		if err == nil {
@@ -143,7 +147,8 @@ func TestOldTLS(t *testing.T) {
 		s.Config.ErrorLog = log.New(io.Discard, "", 0)
 		s.TLS = &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS10, MaxVersion: version}
 		s.StartTLS()
-		_, err := new(Hub).Open(context.Background(), s.URL+"/x", source.Options{Storage: map[string]string{"cacert": c.ca}})
+		_, err := new(Hub).Open(context.Background(), s.URL+"/x",
+			source.Options{Storage: map[string]string{"cacert": c.ca}})
 		if !errors.Is(err, want) || want == errs.ErrPermission && !strings.Contains(err.Error(), "https to http") {
 			t.Errorf("%x: %v", version, err)
 		}

@@ -9,7 +9,9 @@ import (
 )
 
 func TestSuite(t *testing.T) {
-	sourcetest.Suite(t, sourcetest.Is{Resident: true}, func(_ *testing.T, data []byte) source.Source { return New("mem", data, func() {}) })
+	sourcetest.Suite(t, sourcetest.Is{Resident: true}, func(_ *testing.T, data []byte) source.Source {
+		return New("mem", data, func() {})
+	})
 }
 
 // A view has the bytes themselves, to their end and no further; Close

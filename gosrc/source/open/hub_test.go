@@ -24,7 +24,8 @@ func downloaded(t *testing.T, data string) (folder string) {
 	t.Helper()
 	folder = t.TempDir()
 	repo := filepath.Join(folder, "models--org--name")
-	for path, text := range map[string]string{"blobs/abc": data, "refs/main": commit, "refs/refs/pr/1": commit, "refs/bad": "../../x"} {
+	for path, text := range map[string]string{"blobs/abc": data, "refs/main": commit, "refs/refs/pr/1": commit,
+		"refs/bad": "../../x"} {
 		path = filepath.Join(repo, path)
 		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 			t.Fatal(err)
@@ -58,8 +59,10 @@ func content(uri string, env map[string]string) (string, error) {
 // Offline a file comes from huggingface_hub's cache at the commit that it noted, or
 // it is not found, and no server is asked.
 func TestHubOffline(t *testing.T) {
-	env := map[string]string{"HF_HUB_CACHE": downloaded(t, "local"), "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:1"}
-	other := map[string]string{"HF_HUB_CACHE": env["HF_HUB_CACHE"], "TRANSFORMERS_OFFLINE": "yes", "HF_ENDPOINT": "http://127.0.0.1:1"}
+	env := map[string]string{"HF_HUB_CACHE": downloaded(t, "local"), "HF_HUB_OFFLINE": "1",
+		"HF_ENDPOINT": "http://127.0.0.1:1"}
+	other := map[string]string{"HF_HUB_CACHE": env["HF_HUB_CACHE"], "TRANSFORMERS_OFFLINE": "yes",
+		"HF_ENDPOINT": "http://127.0.0.1:1"}
 	if got, err := content("hf://org/name/a.safetensors", other); err != nil || got != "local" {
 		t.Errorf("TRANSFORMERS_OFFLINE: %q, %v", got, err)
 	}
@@ -134,7 +137,8 @@ func TestHubAway(t *testing.T) {
 			panic(http.ErrAbortHandler)
 		}))
 		s.Config.ErrorLog = log.New(io.Discard, "", 0)
-		opener := With(source.Options{Env: map[string]string{"HF_HUB_CACHE": downloaded(t, "local"), "HF_ENDPOINT": s.URL}, Storage: map[string]string{"retries": "0"}})
+		opener := With(source.Options{Env: map[string]string{"HF_HUB_CACHE": downloaded(t, "local"),
+			"HF_ENDPOINT": s.URL}, Storage: map[string]string{"retries": "0"}})
 		for _, file := range []string{"model.safetensors.index.json", "model.safetensors", "a.safetensors"} {
 			src, err := opener(t.Context(), "hf://org/name/"+file+c.rev)
 			if file == "a.safetensors" {
@@ -145,7 +149,8 @@ func TestHubAway(t *testing.T) {
 				}
 				continue
 			}
-			if !errors.Is(err, errs.ErrNotFound) || !strings.Contains(err.Error(), "cache") || !strings.Contains(err.Error(), "cannot be reached") {
+			if !errors.Is(err, errs.ErrNotFound) || !strings.Contains(err.Error(), "cache") ||
+				!strings.Contains(err.Error(), "cannot be reached") {
 				t.Errorf("%s%s: %v", file, c.rev, err)
 			}
 		}
@@ -198,7 +203,8 @@ func TestHubNoExist(t *testing.T) {
 	if err := os.MkdirAll(filepath.Join(folder, "models--org--name", ".no_exist", commit), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.WriteFile(filepath.Join(folder, "models--org--name", ".no_exist", commit, "b.json"), nil, 0o644); err != nil {
+	if err := os.WriteFile(filepath.Join(folder, "models--org--name", ".no_exist", commit, "b.json"), nil,
+		0o644); err != nil {
 		t.Fatal(err)
 	}
 	env := map[string]string{"HF_HUB_CACHE": folder, "HF_ENDPOINT": "http://127.0.0.1:1"}

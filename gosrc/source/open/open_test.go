@@ -27,7 +27,8 @@ func TestRoutes(t *testing.T) {
 			}
 			defer s.Close()
 			p := make([]byte, s.Size())
-			return p, errors.Join(s.ReadAt(context.Background(), p[262_144:], 262_144), s.ReadAt(context.Background(), p[:262_144], 0))
+			return p, errors.Join(s.ReadAt(context.Background(), p[262_144:], 262_144),
+				s.ReadAt(context.Background(), p[:262_144], 0))
 		})
 	}
 }

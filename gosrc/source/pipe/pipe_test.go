@@ -69,7 +69,8 @@ func TestCurl(t *testing.T) {
 	})
 	a, b := bytes.Repeat([]byte("a"), 1<<20), bytes.Repeat([]byte("b"), 3<<20)
 	base := served(t, map[string][]byte{"a": a, "b": b, "none": nil})
-	srcs, err := Start(context.Background(), program, []string{base + "a", base + "none", base + "b"}, []int64{1 << 20, 0, 3 << 20}, source.Options{})
+	srcs, err := Start(context.Background(), program, []string{base + "a", base + "none", base + "b"},
+		[]int64{1 << 20, 0, 3 << 20}, source.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -81,17 +82,20 @@ func TestCurl(t *testing.T) {
 		srcs[i].Close()
 	}
 	// An error page is no weight, and what follows it is not taken for it.
-	srcs, err = Start(context.Background(), program, []string{base + "missing", base + "a"}, []int64{1 << 20, 1 << 20}, source.Options{})
+	srcs, err = Start(context.Background(), program, []string{base + "missing", base + "a"}, []int64{1 << 20, 1 << 20},
+		source.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
 	for _, s := range srcs {
-		if err := s.ReadAt(context.Background(), make([]byte, 1), 0); !errors.Is(err, errs.ErrIO) || !strings.Contains(err.Error(), "404") {
+		if err := s.ReadAt(context.Background(), make([]byte, 1), 0); !errors.Is(err, errs.ErrIO) ||
+			!strings.Contains(err.Error(), "404") {
 			t.Errorf("%v", err)
 		}
 		defer s.Close()
 	}
-	if _, err := Open(context.Background(), program, base+"missing", source.Options{}); !errors.Is(err, errs.ErrIO) || !strings.Contains(err.Error(), "404") {
+	if _, err := Open(context.Background(), program, base+"missing", source.Options{}); !errors.Is(err, errs.ErrIO) ||
+		!strings.Contains(err.Error(), "404") {
 		t.Errorf("%v", err)
 	}
 }
@@ -131,7 +135,8 @@ func TestFailures(t *testing.T) {
 		}
 	}
 	for uri, opt := range map[string]source.Options{
-		"-o/etc/passwd": {}, "file:///etc/passwd": {}, "http://h/\n": {}, "http://h/x": {Storage: map[string]string{"token": "x"}},
+		"-o/etc/passwd": {}, "file:///etc/passwd": {}, "http://h/\n": {},
+		"http://h/x": {Storage: map[string]string{"token": "x"}},
 	} {
 		if _, err := Open(ctx, "/bin/false", uri, opt); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%q: %v", uri, err)
@@ -152,7 +157,8 @@ func TestLog(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "log")
 	knob.Load(map[string]string{"OVERWIRE_DOWNLOADER_LOG": path})
 	for range 2 {
-		if _, err := Open(context.Background(), script(t, "echo said >&2; exit 3"), "http://h/x", source.Options{}); !errors.Is(err, errs.ErrIO) {
+		if _, err := Open(context.Background(), script(t, "echo said >&2; exit 3"), "http://h/x",
+			source.Options{}); !errors.Is(err, errs.ErrIO) {
 			t.Error(err)
 		}
 	}
@@ -164,7 +170,8 @@ func TestLog(t *testing.T) {
 		t.Fatal(err)
 	}
 	knob.Load(map[string]string{"OVERWIRE_DOWNLOADER_LOG": link})
-	if _, err := Open(context.Background(), script(t, "printf x"), "http://h/x", source.Options{}); err == nil || !strings.Contains(err.Error(), link) {
+	if _, err := Open(context.Background(), script(t, "printf x"), "http://h/x", source.Options{}); err == nil ||
+		!strings.Contains(err.Error(), link) {
 		t.Errorf("%v", err)
 	}
 }
@@ -180,7 +187,8 @@ func TestSecrets(t *testing.T) {
 	said, log := filepath.Join(dir, "arguments"), filepath.Join(dir, "log")
 	knob.Load(map[string]string{"OVERWIRE_DOWNLOADER_LOG": log})
 	program := filepath.Join(dir, "curl")
-	text := "#!/bin/sh\necho \"$@\" >> " + said + "\nprintf 'at %s' \"" + user + "?sig=planted\" >&2\nexec " + curl(t) + " \"$@\"\n"
+	text := "#!/bin/sh\necho \"$@\" >> " + said + "\nprintf 'at %s' \"" + user + "?sig=planted\" >&2\nexec " + curl(t) +
+		" \"$@\"\n"
 	if err := os.WriteFile(program, []byte(text), 0o700); err != nil {
 		t.Fatal(err)
 	}
@@ -197,7 +205,8 @@ func TestSecrets(t *testing.T) {
 	for _, s := range srcs {
 		s.Close()
 	}
-	if _, err := Open(context.Background(), program, user+"none?sig=planted", source.Options{}); err == nil || strings.Contains(err.Error(), "planted") {
+	if _, err := Open(context.Background(), program, user+"none?sig=planted", source.Options{}); err == nil ||
+		strings.Contains(err.Error(), "planted") {
 		t.Errorf("%v", err)
 	}
 	for _, path := range []string{said, log} {

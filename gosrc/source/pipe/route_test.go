@@ -37,7 +37,8 @@ func TestRedirects(t *testing.T) {
 	} {
 		w.Script(302, c.steps)
 		got, err := func() ([]byte, error) {
-			s, err := Open(context.Background(), program, w.URL(c.start), source.Options{Env: map[string]string{"CURL_CA_BUNDLE": w.CA}})
+			s, err := Open(context.Background(), program, w.URL(c.start),
+				source.Options{Env: map[string]string{"CURL_CA_BUNDLE": w.CA}})
 			if err != nil {
 				return nil, err
 			}

@@ -147,10 +147,12 @@ func TestRefusals(t *testing.T) {
 		{"a hole", at + "hole", withConnection(s), errs.ErrFormat, "begins at 5"},
 		{"an overlap", at + "twice", withConnection(s), errs.ErrFormat, "begins at 0"},
 		{"no server", "redis://127.0.0.1:1/m", withConnection(s), errs.ErrIO, "refused"},
-		{"a password in the URI", "redis://:planted@" + s.Addr + "/m", withConnection(s), errs.ErrArgument, "storage_options"},
+		{"a password in the URI", "redis://:planted@" + s.Addr + "/m", withConnection(s), errs.ErrArgument,
+			"storage_options"},
 		{"no key", "redis://" + s.Addr, withConnection(s), errs.ErrArgument, "expected"},
 		{"an unknown option", at + "m", withConnection(s, "pasword", "planted"), errs.ErrArgument, "pasword"},
-		{"TLS where there is none", "rediss://" + s.Addr + "/m", withConnection(s, "timeout", "0.3"), errs.ErrTimeout, ""},
+		{"TLS where there is none", "rediss://" + s.Addr + "/m", withConnection(s, "timeout", "0.3"), errs.ErrTimeout,
+			""},
 	} {
 		_, err := get(q.uri, q.opt)
 		if !errors.Is(err, q.class) || !strings.Contains(err.Error(), q.says) {
@@ -163,7 +165,8 @@ func TestRefusals(t *testing.T) {
 			}
 		}
 	}
-	if _, err := Create(bg, at+"m", withConnection(s, "password", "planted-wrong"), 1); !errors.Is(err, errs.ErrPermission) {
+	if _, err := Create(bg, at+"m", withConnection(s, "password", "planted-wrong"), 1); !errors.Is(err,
+		errs.ErrPermission) {
 		t.Error("a wrong password is reported before anything is written:", err)
 	}
 	c.Do(bg, "ACL", "SETUSER", "few", "on", ">"+sourcetest.RedisPassword, "~*", "+@all", "-exists")
@@ -409,7 +412,8 @@ func TestCluster(t *testing.T) {
 	bus := ""
 	for range 2 { // the port between servers is 10,000 higher by default, which there may not be
 		_, bus, _ = net.SplitHostPort(sourcetest.FreePort(t))
-		s := sourcetest.StartRedis(t, false, "--cluster-enabled", "yes", "--cluster-port", bus, "--cluster-announce-ip", sourcetest.Host(),
+		s := sourcetest.StartRedis(t, false, "--cluster-enabled", "yes", "--cluster-port", bus, "--cluster-announce-ip",
+			sourcetest.Host(),
 			"--masterauth", sourcetest.RedisPassword)
 		servers, clients = append(servers, s), append(clients, plainClient(t, s))
 	}

@@ -20,22 +20,33 @@ func TestInward(t *testing.T) {
 		from, to string
 		ok       bool
 	}{
-		{out, "1.1.1.1", true}, {out, "127.0.0.1", false}, {out, "127.8.8.8", false}, {out, "10.0.0.1", false}, {out, "172.16.0.1", false},
-		{out, "172.15.0.1", true}, {out, "192.168.1.1", false}, {out, "100.64.0.1", false}, {out, "100.128.0.1", true}, {out, "0.0.0.0", false},
-		{out, "0.1.2.3", false}, {out, "169.254.169.254", false}, {out, "192.0.0.192", false}, {out, "255.255.255.255", false}, {out, "224.0.0.1", false},
-		{out, "168.63.129.16", false}, {out, "::ffff:192.168.1.1", false}, {out, "::ffff:8.8.8.8", true}, {out, "fd00::1", false}, {out, "fec0::1", false},
+		{out, "1.1.1.1", true}, {out, "127.0.0.1", false}, {out, "127.8.8.8", false}, {out, "10.0.0.1", false},
+		{out, "172.16.0.1", false},
+		{out, "172.15.0.1", true}, {out, "192.168.1.1", false}, {out, "100.64.0.1", false}, {out, "100.128.0.1", true},
+		{out, "0.0.0.0", false},
+		{out, "0.1.2.3", false}, {out, "169.254.169.254", false}, {out, "192.0.0.192", false},
+		{out, "255.255.255.255", false}, {out, "224.0.0.1", false},
+		{out, "168.63.129.16", false}, {out, "::ffff:192.168.1.1", false}, {out, "::ffff:8.8.8.8", true},
+		{out, "fd00::1", false}, {out, "fec0::1", false},
 		{out, "fe80::1%eth0", false}, {out, "::", false}, {"2606::1", "::1", false}, {"2606::1", "2606::2", true},
-		{out, "64:ff9b::8.8.8.8", true}, {out, "64:ff9b::10.0.0.1", false}, {out, "64:ff9b::169.254.169.254", false}, {out, "64:ff9b::127.0.0.1", false},
-		{out, "64:ff9b:1::8.8.8.8", false}, {out, "64:ff9b:1:a00:0:100::", false}, {"10.0.0.1", "64:ff9b:1::10.0.0.1", true},
+		{out, "64:ff9b::8.8.8.8", true}, {out, "64:ff9b::10.0.0.1", false}, {out, "64:ff9b::169.254.169.254", false},
+		{out, "64:ff9b::127.0.0.1", false},
+		{out, "64:ff9b:1::8.8.8.8", false}, {out, "64:ff9b:1:a00:0:100::", false},
+		{"10.0.0.1", "64:ff9b:1::10.0.0.1", true},
 		{"10.0.0.1", "64:ff9b:1::a9fe:a9fe", false}, {"10.0.0.1", "64:ff9b:1:a9fe:a9:fe00::", false},
 		{out, "2002:0a00:0001::1", false}, {out, "2002:0808:0808::1", true}, {out, "2002:a9fe:a9fe::", false},
-		{out, "2001:0:0a00:1::", false}, {out, "2001:0:808:808:0:0:f5ff:fffe", false}, {out, "2001:0:808:808:0:0:f7f7:f7f7", true},
-		{out, "::10.0.0.1", false}, {out, "::8.8.8.8", true}, {out, "::ffff:0:10.0.0.1", false}, {out, "2606::5efe:10.0.0.1", false},
+		{out, "2001:0:0a00:1::", false}, {out, "2001:0:808:808:0:0:f5ff:fffe", false},
+		{out, "2001:0:808:808:0:0:f7f7:f7f7", true},
+		{out, "::10.0.0.1", false}, {out, "::8.8.8.8", true}, {out, "::ffff:0:10.0.0.1", false},
+		{out, "2606::5efe:10.0.0.1", false},
 		{out, "2606::200:5efe:8.8.8.8", true},
-		{"10.0.0.1", "127.0.0.1", true}, {"10.0.0.1", "192.168.0.1", true}, {"10.0.0.1", "169.254.169.254", false}, {"127.0.0.1", "fe80::1", false},
-		{"127.0.0.1", "8.8.8.8", true}, {"10.0.0.1", "fd00:ec2::254", false}, {"10.0.0.1", "100.100.100.200", false}, {"169.254.169.254", "10.0.0.1", true},
+		{"10.0.0.1", "127.0.0.1", true}, {"10.0.0.1", "192.168.0.1", true}, {"10.0.0.1", "169.254.169.254", false},
+		{"127.0.0.1", "fe80::1", false},
+		{"127.0.0.1", "8.8.8.8", true}, {"10.0.0.1", "fd00:ec2::254", false}, {"10.0.0.1", "100.100.100.200", false},
+		{"169.254.169.254", "10.0.0.1", true},
 		// A server of the internet behind a translator is no server of this network.
-		{"64:ff9b:1::8.8.8.8", "10.0.0.1", false}, {"64:ff9b::10.0.0.1", "10.0.0.1", false}, {"2002:0a00:0001::1", "127.0.0.1", false},
+		{"64:ff9b:1::8.8.8.8", "10.0.0.1", false}, {"64:ff9b::10.0.0.1", "10.0.0.1", false},
+		{"2002:0a00:0001::1", "127.0.0.1", false},
 		{"64:ff9b:1::8.8.8.8", "64:ff9b:1::8.8.8.8", true}, {"::ffff:10.0.0.1", "10.0.0.2", true},
 	} {
 		err := refuseInward(netip.MustParseAddr(c.from), netip.MustParseAddr(c.to))
@@ -46,7 +57,8 @@ func TestInward(t *testing.T) {
 	if refuseInward(netip.Addr{}, netip.MustParseAddr("10.0.0.1")) == nil {
 		t.Error("from an unknown address into a private network")
 	}
-	for host, want := range map[string]bool{"localhost": true, "LOCALHOST.": true, "x.localhost": true, "10.0.0.1": true, "::1": true,
+	for host, want := range map[string]bool{"localhost": true, "LOCALHOST.": true, "x.localhost": true,
+		"10.0.0.1": true, "::1": true,
 		"8.8.8.8": false, "example.com": false, "64:ff9b:1::8.8.8.8": false, "": false} {
 		if Inside(host) != want {
 			t.Errorf("%q is inside: %v", host, !want)
@@ -56,8 +68,10 @@ func TestInward(t *testing.T) {
 
 // An origin is scheme, host and port, however they are written.
 func TestOrigin(t *testing.T) {
-	same := [][2]string{{"http://h/a", "HTTP://H:80/b"}, {"https://h", "https://h:443"}, {"http://u:p@h/", "http://h/"}, {"http://[::1]/", "http://[::1]:80/"}}
-	other := [][2]string{{"http://h", "https://h"}, {"http://h", "http://h:81"}, {"http://h", "http://h."}, {"http://h", "http://x.h"},
+	same := [][2]string{{"http://h/a", "HTTP://H:80/b"}, {"https://h", "https://h:443"}, {"http://u:p@h/", "http://h/"},
+		{"http://[::1]/", "http://[::1]:80/"}}
+	other := [][2]string{{"http://h", "https://h"}, {"http://h", "http://h:81"}, {"http://h", "http://h."},
+		{"http://h", "http://x.h"},
 		{"http://h:80", "https://h:80"}, {"http://h@e/", "http://h/"}}
 	origin := func(s string) string {
 		u, err := url.Parse(s)
@@ -81,7 +95,8 @@ func TestOrigin(t *testing.T) {
 // A Location, whatever is in it, gives a URL of HTTP without a user, or an
 // error without what the server wrote.
 func FuzzNext(f *testing.F) {
-	for _, s := range []string{"/a", "//h/b", "http://u:p@h/b#c", "HTTPS://H", "file:///x", "http:x", "?q", "", "\x00", "http://h\\@e/", "http://[::1%25eth0]/", "javascript:x"} {
+	for _, s := range []string{"/a", "//h/b", "http://u:p@h/b#c", "HTTPS://H", "file:///x", "http:x", "?q", "", "\x00",
+		"http://h\\@e/", "http://[::1%25eth0]/", "javascript:x"} {
 		f.Add(s, true)
 	}
 	f.Fuzz(func(t *testing.T, location string, secure bool) {
@@ -94,8 +109,10 @@ func FuzzNext(f *testing.F) {
 			}
 			return
 		}
-		home := h.URL.Scheme == scheme && strings.EqualFold(h.URL.Hostname(), "origin.example") && Origin(h.URL) == Origin(start.URL)
-		if h.URL.User != nil || h.URL.Scheme != "https" && (secure || h.URL.Scheme != "http") || h.URL.Hostname() == "" || h.Home != home {
+		home := h.URL.Scheme == scheme && strings.EqualFold(h.URL.Hostname(), "origin.example") &&
+			Origin(h.URL) == Origin(start.URL)
+		if h.URL.User != nil || h.URL.Scheme != "https" && (secure || h.URL.Scheme != "http") ||
+			h.URL.Hostname() == "" || h.Home != home {
 			t.Errorf("%q leads to %v, home %v", location, h.URL, h.Home)
 		}
 		if back, err := h.Next(scheme + "://origin.example/"); err == nil && !h.Home && back.Home {
@@ -115,9 +132,11 @@ func TestAuthorities(t *testing.T) {
 	for _, c := range []struct {
 		file, path string
 		class      error
-	}{{"", "", nil}, {"/none.pem", "", errs.ErrNotFound}, {"", "/none", errs.ErrNotFound}, {empty, "", errs.ErrArgument}, {dir, "", errs.ErrArgument}, {"", dir, errs.ErrArgument}} {
+	}{{"", "", nil}, {"/none.pem", "", errs.ErrNotFound}, {"", "/none", errs.ErrNotFound},
+		{empty, "", errs.ErrArgument}, {dir, "", errs.ErrArgument}, {"", dir, errs.ErrArgument}} {
 		_, err := Named(c.file, c.path, nil).Roots()
-		if !errors.Is(err, c.class) || c.class == nil && err != nil || err != nil && !strings.Contains(err.Error(), max(c.file, c.path)) {
+		if !errors.Is(err, c.class) || c.class == nil && err != nil ||
+			err != nil && !strings.Contains(err.Error(), max(c.file, c.path)) {
 			t.Errorf("%q %q: %v", c.file, c.path, err)
 		}
 	}
@@ -145,10 +164,12 @@ func TestProxies(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		got, err := proxiesOf(map[string]string{"HTTP_PROXY": c.http, "https_proxy": c.https, "NO_PROXY": c.none})(&http.Request{URL: to})
+		got, err := proxiesOf(map[string]string{"HTTP_PROXY": c.http, "https_proxy": c.https, "NO_PROXY": c.none})(
+			&http.Request{URL: to})
 		switch {
 		case c.want == wrong:
-			if !errors.Is(err, errs.ErrArgument) || !strings.Contains(err.Error(), wrong) || strings.Contains(err.Error(), "secret") {
+			if !errors.Is(err, errs.ErrArgument) || !strings.Contains(err.Error(), wrong) ||
+				strings.Contains(err.Error(), "secret") {
 				t.Errorf("%+v: %v, %v", c, got, err)
 			}
 		case err != nil || got == nil && c.want != "" || got != nil && got.String() != c.want:
@@ -164,7 +185,8 @@ func TestEncoding(t *testing.T) {
 		lines []string
 		want  string
 	}{
-		{nil, ""}, {[]string{""}, ""}, {[]string{"identity"}, ""}, {[]string{"aws-chunked"}, ""}, {[]string{"AWS-Chunked,"}, ""},
+		{nil, ""}, {[]string{""}, ""}, {[]string{"identity"}, ""}, {[]string{"aws-chunked"}, ""},
+		{[]string{"AWS-Chunked,"}, ""},
 		{[]string{" Identity , aws-chunked"}, ""}, {[]string{"aws-chunked", "identity"}, ""},
 		{[]string{"gzip"}, "gzip"}, {[]string{"aws-chunked,GZIP"}, "GZIP"}, {[]string{"aws-chunked", "zstd"}, "zstd"},
 		{[]string{"x\x1b[31m" + strings.Repeat("y", 99)}, "x[31m" + strings.Repeat("y", 34)},

@@ -145,7 +145,9 @@ func TestCompletion(t *testing.T) {
 		stored bool
 	}{
 		{"nothing in it, nothing stored", &fakeStore{complete: answers{empty}}, false},
-		{"nothing in it, another object of the size", &fakeStore{complete: answers{empty}, had: other, etag: strings.Repeat("0", 32) + "-2", date: time.Now()}, false},
+		{"nothing in it, another object of the size",
+			&fakeStore{complete: answers{empty}, had: other, etag: strings.Repeat("0", 32) + "-2", date: time.Now()},
+			false},
 		{"nothing in it, stored", &fakeStore{complete: answers{lost}}, true},
 		{"nothing in it, then a result", &fakeStore{complete: answers{empty, result}}, true},
 		{"cut, stored", &fakeStore{complete: answers{torn}}, true},
@@ -156,7 +158,8 @@ func TestCompletion(t *testing.T) {
 		{"lost, then unknown, stored", &fakeStore{complete: answers{
 			func(w http.ResponseWriter, f *fakeStore) { f.store(); inside(w, f) }, unknown}}, true},
 		{"unknown at once", &fakeStore{complete: answers{unknown}, had: data, date: time.Now()}, false},
-		{"ETags of another kind, an older object", &fakeStore{oddETags: true, complete: answers{empty}, had: other, date: time.Now().Add(-time.Hour)}, false},
+		{"ETags of another kind, an older object", &fakeStore{oddETags: true, complete: answers{empty}, had: other,
+			date: time.Now().Add(-time.Hour)}, false},
 		{"ETags of another kind, stored", &fakeStore{oddETags: true, complete: answers{lost}}, true},
 		{"parts without ETags", &fakeStore{noETags: true, complete: answers{result}}, false},
 	} {
@@ -166,7 +169,8 @@ func TestCompletion(t *testing.T) {
 			if (err == nil) != c.stored || c.stored && !bytes.Equal(c.f.had, data) {
 				t.Errorf("%v, the store has %d bytes", err, len(c.f.had))
 			}
-			if err != nil && !errors.Is(err, errs.ErrIO) && !errors.Is(err, errs.ErrNotFound) || err != nil && !strings.Contains(err.Error(), "s3://models/m") {
+			if err != nil && !errors.Is(err, errs.ErrIO) && !errors.Is(err, errs.ErrNotFound) ||
+				err != nil && !strings.Contains(err.Error(), "s3://models/m") {
 				t.Error(err)
 			}
 		})
@@ -183,14 +187,22 @@ func TestPutAnswers(t *testing.T) {
 		f      *fakeStore
 		stored bool
 	}{
-		"nothing stored":         {&fakeStore{put: func(http.ResponseWriter, *fakeStore, []byte) {}}, false},
-		"another object":         {&fakeStore{put: func(http.ResponseWriter, *fakeStore, []byte) {}, had: []byte("hallo")}, false},
-		"a longer one":           {&fakeStore{put: func(http.ResponseWriter, *fakeStore, []byte) {}, had: []byte("hello!")}, false},
-		"stored, without ETag":   {&fakeStore{put: keep}, true},
-		"stored, and its ETag":   {&fakeStore{put: func(w http.ResponseWriter, f *fakeStore, p []byte) { w.Header().Set("ETag", `"x"`); f.had = p }}, true},
-		"an error in the answer": {&fakeStore{put: func(w http.ResponseWriter, _ *fakeStore, _ []byte) { refuse(w, 200, "InternalError") }}, false},
+		"nothing stored": {&fakeStore{put: func(http.ResponseWriter, *fakeStore, []byte) {}}, false},
+		"another object": {&fakeStore{put: func(http.ResponseWriter, *fakeStore, []byte) {},
+			had: []byte("hallo")}, false},
+		"a longer one": {&fakeStore{put: func(http.ResponseWriter, *fakeStore, []byte) {},
+			had: []byte("hello!")}, false},
+		"stored, without ETag": {&fakeStore{put: keep}, true},
+		"stored, and its ETag": {&fakeStore{put: func(w http.ResponseWriter, f *fakeStore, p []byte) {
+			w.Header().Set("ETag", `"x"`)
+			f.had = p
+		}}, true},
+		"an error in the answer": {&fakeStore{put: func(w http.ResponseWriter, _ *fakeStore, _ []byte) {
+			refuse(w, 200, "InternalError")
+		}}, false},
 	} {
-		if err := publish(t, serveFake(t, c.f), data); (err == nil) != c.stored || err != nil && !errors.Is(err, errs.ErrIO) {
+		if err := publish(t, serveFake(t, c.f), data); (err == nil) != c.stored ||
+			err != nil && !errors.Is(err, errs.ErrIO) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
@@ -241,8 +253,10 @@ func TestOnce(t *testing.T) {
 			f.had = p
 			refuse(w, http.StatusInternalServerError, "InternalError")
 		}}, small, nil},
-		{"unknown to the store", &fakeStore{put: first(refusing(http.StatusNotImplemented, "NotImplemented"))}, small, nil},
-		{"another writer ends", &fakeStore{put: first(refusing(http.StatusConflict, "ConditionalRequestConflict"))}, small, nil},
+		{"unknown to the store", &fakeStore{put: first(refusing(http.StatusNotImplemented, "NotImplemented"))}, small,
+			nil},
+		{"another writer ends", &fakeStore{put: first(refusing(http.StatusConflict, "ConditionalRequestConflict"))},
+			small, nil},
 		{"parts, none is there", &fakeStore{complete: answers{multipart}}, large, nil},
 		{"parts, another is there", &fakeStore{had: small, complete: answers{func(w http.ResponseWriter, _ *fakeStore) {
 			failed(w)

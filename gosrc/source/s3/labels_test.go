@@ -19,7 +19,8 @@ import (
 func TestLabels(t *testing.T) {
 	t.Parallel()
 	data := random(source.HeadBytes + 100)
-	for label, refused := range map[string]string{"aws-chunked": "", "Identity, AWS-chunked,": "", "gzip": `"gzip"`, "aws-chunked,zstd": `"zstd"`} {
+	for label, refused := range map[string]string{"aws-chunked": "", "Identity, AWS-chunked,": "", "gzip": `"gzip"`,
+		"aws-chunked,zstd": `"zstd"`} {
 		var requests atomic.Int64
 		h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			requests.Add(1)
@@ -27,12 +28,14 @@ func TestLabels(t *testing.T) {
 			w.Header().Set("ETag", `"x"`)
 			http.ServeContent(w, r, "", time.Time{}, bytes.NewReader(data))
 		}))
-		back, err := get("s3://models/m", source.Options{Storage: map[string]string{"endpoint_url": h.URL, "anon": "true"}})
+		back, err := get("s3://models/m", source.Options{Storage: map[string]string{"endpoint_url": h.URL,
+			"anon": "true"}})
 		h.Close()
 		switch {
 		case refused == "" && (err != nil || !bytes.Equal(back, data)):
 			t.Errorf("%s: %v", label, err)
-		case refused != "" && (!errors.Is(err, errs.ErrNotSupported) || !strings.Contains(err.Error(), refused) || requests.Load() != 1):
+		case refused != "" && (!errors.Is(err, errs.ErrNotSupported) || !strings.Contains(err.Error(), refused) ||
+			requests.Load() != 1):
 			t.Errorf("%s: %v after %d requests", label, err, requests.Load())
 		}
 	}

@@ -23,11 +23,14 @@ import (
 // the host that they were made for.
 func TestRoutes(t *testing.T) {
 	w := sourcetest.NewWorld(t)
-	opt := source.Options{Storage: map[string]string{"endpoint_url": w.URL("http://{pub}"), "key": "AKIAPLANTED", "secret": sourcetest.Planted,
-		"token": sourcetest.Planted, "sse_customer_key": "0123456789abcdef0123456789abcdef", "retries": "0"}}
-	anon := source.Options{Storage: map[string]string{"endpoint_url": w.URL("http://{pub}"), "anon": "true", "retries": "0"}}
+	opt := source.Options{Storage: map[string]string{"endpoint_url": w.URL("http://{pub}"), "key": "AKIAPLANTED",
+		"secret": sourcetest.Planted,
+		"token":  sourcetest.Planted, "sse_customer_key": "0123456789abcdef0123456789abcdef", "retries": "0"}}
+	anon := source.Options{Storage: map[string]string{"endpoint_url": w.URL("http://{pub}"), "anon": "true",
+		"retries": "0"}}
 	for _, location := range []string{
-		"/models/other", "http://{pub2}/b?" + sourcetest.Planted, "https://{tls}/b", "https://{tls2}/b", "http://{net}/b", "http://{link}/b",
+		"/models/other", "http://{pub2}/b?" + sourcetest.Planted, "https://{tls}/b", "https://{tls2}/b",
+		"http://{net}/b", "http://{link}/b",
 		"http://127.0.0.1:{tls:}/b", "http://u:p@{pub2}/b", "//{pub2}/b", "file:///etc/passwd", "", "http://[",
 	} {
 		for _, code := range []int{301, 302, 303, 307, 308} {
@@ -45,7 +48,8 @@ func TestRoutes(t *testing.T) {
 				"list":   func(o source.Options) error { _, err := Walk(bg, "s3://models/x/", o, true); return err },
 			} {
 				for kind, o := range map[string]source.Options{"signed": opt, "unsigned": anon} {
-					w.Script(code, map[string]string{"pub/models/x": location, "pub/models/": location, "pub/models": location})
+					w.Script(code, map[string]string{"pub/models/x": location, "pub/models/": location,
+						"pub/models": location})
 					err := run(o)
 					if !errors.Is(err, errs.ErrPermission) || !strings.Contains(err.Error(), "redirect") {
 						t.Errorf("%s, %s, %d to %s: %v", kind, what, code, location, err)
@@ -68,8 +72,9 @@ func TestRoutes(t *testing.T) {
 func TestRoutesOfCredentials(t *testing.T) {
 	w := sourcetest.NewWorld(t)
 	for what, env := range map[string]map[string]string{
-		"container": {"AWS_CONTAINER_CREDENTIALS_FULL_URI": w.URL("http://{pub}/a"), "AWS_CONTAINER_AUTHORIZATION_TOKEN": sourcetest.Planted},
-		"instance":  {"AWS_EC2_METADATA_SERVICE_ENDPOINT": w.URL("http://{pub}")},
+		"container": {"AWS_CONTAINER_CREDENTIALS_FULL_URI": w.URL("http://{pub}/a"),
+			"AWS_CONTAINER_AUTHORIZATION_TOKEN": sourcetest.Planted},
+		"instance": {"AWS_EC2_METADATA_SERVICE_ENDPOINT": w.URL("http://{pub}")},
 	} {
 		for _, code := range []int{302, 307} {
 			w.Script(code, map[string]string{"pub/a": "http://{pub2}/b", "pub/latest/api/token": "http://{pub2}/b",
@@ -107,7 +112,8 @@ func TestRegions(t *testing.T) {
 			w.Header().Set("ETag", `"x"`)
 			http.ServeContent(w, r, "", time.Time{}, strings.NewReader("hello"))
 		}))
-		b, err := get("s3://b/k", source.Options{Storage: map[string]string{"endpoint_url": h.URL, "key": "k", "secret": "s", "retries": "0"}})
+		b, err := get("s3://b/k", source.Options{Storage: map[string]string{"endpoint_url": h.URL, "key": "k",
+			"secret": "s", "retries": "0"}})
 		if err != nil || string(b) != "hello" {
 			t.Errorf("%d: %q %v", code, b, err)
 		}
@@ -132,7 +138,8 @@ func TestPublic(t *testing.T) {
 	}
 	bucket, policy := "models", `{"Version":"2012-10-17","Statement":[{"Effect":"Allow","Principal":"*","Action":["s3:GetObject"],`+
 		`"Resource":["arn:aws:s3:::models/public/*"]}]}`
-	if _, err := owner.apiFor(bucket, true).PutBucketPolicy(bg, &s3.PutBucketPolicyInput{Bucket: &bucket, Policy: &policy}); err != nil {
+	if _, err := owner.apiFor(bucket, true).PutBucketPolicy(bg,
+		&s3.PutBucketPolicyInput{Bucket: &bucket, Policy: &policy}); err != nil {
 		t.Fatal(err)
 	}
 	nothing := with(s, "key", "", "secret", "")
@@ -142,7 +149,8 @@ func TestPublic(t *testing.T) {
 			t.Errorf("%q %v", b, err)
 		}
 		_, err := get("s3://models/private/x", nothing)
-		if !errors.Is(err, errs.ErrPermission) || !strings.Contains(err.Error(), "no credentials") || !strings.Contains(err.Error(), "AccessDenied") {
+		if !errors.Is(err, errs.ErrPermission) || !strings.Contains(err.Error(), "no credentials") ||
+			!strings.Contains(err.Error(), "AccessDenied") {
 			t.Error(err)
 		}
 		noSecret(t, err)
@@ -170,8 +178,10 @@ func TestCertificates(t *testing.T) {
 		http.ServeContent(w, r, "", time.Time{}, strings.NewReader("hello"))
 	}))
 	t.Cleanup(h.Close)
-	for _, name := range []string{"SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "AWS_CA_BUNDLE", "cacert"} {
-		opt := source.Options{Storage: map[string]string{"endpoint_url": h.URL, "anon": "true", "retries": "0"}, Env: map[string]string{name: "/none.pem"}}
+	for _, name := range []string{"SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
+		"AWS_CA_BUNDLE", "cacert"} {
+		opt := source.Options{Storage: map[string]string{"endpoint_url": h.URL, "anon": "true", "retries": "0"},
+			Env: map[string]string{name: "/none.pem"}}
 		if name == "cacert" {
 			opt.Storage[name], opt.Env = "/none.pem", nil
 		}
@@ -179,7 +189,8 @@ func TestCertificates(t *testing.T) {
 			t.Errorf("%s: %q %v", name, b, err)
 		}
 		opt.Storage["endpoint_url"] = strings.Replace(h.URL, "http:", "https:", 1)
-		if _, err := get("s3://b/k", opt); !errors.Is(err, errs.ErrNotFound) || !strings.Contains(fmt.Sprint(err), "/none.pem") {
+		if _, err := get("s3://b/k", opt); !errors.Is(err, errs.ErrNotFound) ||
+			!strings.Contains(fmt.Sprint(err), "/none.pem") {
 			t.Errorf("%s, with TLS: %v", name, err)
 		}
 	}

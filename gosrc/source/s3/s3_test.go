@@ -99,14 +99,15 @@ func TestServer(t *testing.T) {
 	t.Parallel()
 	for _, tls := range []bool{false, true} {
 		s := sourcetest.StartS3(t, tls)
-		sourcetest.Suite(t, sourcetest.Is{Remote: true, Stepped: true, Known: true}, func(t *testing.T, data []byte) source.Source {
-			put(t, with(s), "s3://models/suite", data)
-			o, err := Open(bg, "s3://models/suite", with(s))
-			if err != nil {
-				t.Fatal(err)
-			}
-			return o
-		})
+		sourcetest.Suite(t, sourcetest.Is{Remote: true, Stepped: true, Known: true},
+			func(t *testing.T, data []byte) source.Source {
+				put(t, with(s), "s3://models/suite", data)
+				o, err := Open(bg, "s3://models/suite", with(s))
+				if err != nil {
+					t.Fatal(err)
+				}
+				return o
+			})
 		sizes := []int{0, 1, source.HeadBytes, source.HeadBytes + 1, minPart, minPart + 1, 2*minPart + 12345}
 		if tls || testing.Short() {
 			sizes = []int{0, source.HeadBytes + 1, minPart + 1}
@@ -140,22 +141,31 @@ func TestRefusals(t *testing.T) {
 		class     error
 		says      []string
 	}{
-		{"wrong secret", "s3://models/m", with(s, "secret", "planted-wrong"), errs.ErrPermission, []string{"SignatureDoesNotMatch", "403", "request "}},
-		{"unknown key", "s3://models/m", with(s, "key", "AKIAPLANTEDUNKNOWN00"), errs.ErrPermission, []string{"InvalidAccessKeyId", "403"}},
-		{"unsigned", "s3://models/m", with(s, "key", "", "secret", "", "anon", "true"), errs.ErrPermission, []string{"AccessDenied", "403"}},
+		{"wrong secret", "s3://models/m", with(s, "secret", "planted-wrong"), errs.ErrPermission,
+			[]string{"SignatureDoesNotMatch", "403", "request "}},
+		{"unknown key", "s3://models/m", with(s, "key", "AKIAPLANTEDUNKNOWN00"), errs.ErrPermission,
+			[]string{"InvalidAccessKeyId", "403"}},
+		{"unsigned", "s3://models/m", with(s, "key", "", "secret", "", "anon", "true"), errs.ErrPermission,
+			[]string{"AccessDenied", "403"}},
 		{"no object", "s3://models/none", with(s), errs.ErrNotFound, []string{"NoSuchKey", "404", "s3://models/none"}},
 		{"no bucket", "s3://nothere/m", with(s), errs.ErrNotFound, []string{"NoSuchBucket", "404", "s3://nothere/m"}},
 		{"no server", "s3://models/m", with(s, "endpoint_url", "http://127.0.0.1:1"), errs.ErrIO, []string{"refused"}},
 		{"a folder", "s3://models/", with(s), errs.ErrArgument, []string{"folder"}},
 		{"no bucket's name", "s3:///m", with(s), errs.ErrArgument, nil},
-		{"a password in the URI", "s3://planted:planted@models/m", with(s), errs.ErrArgument, []string{"storage_options"}},
+		{"a password in the URI", "s3://planted:planted@models/m", with(s), errs.ErrArgument,
+			[]string{"storage_options"}},
 		{"half a key", "s3://models/m", with(s, "secret", ""), errs.ErrArgument, []string{"come together"}},
-		{"an unknown option", "s3://models/m", with(s, "secrt", "planted"), errs.ErrArgument, []string{"secrt", "endpoint_url"}},
-		{"a bad endpoint", "s3://models/m", with(s, "endpoint_url", "ftp://planted@x"), errs.ErrArgument, []string{"endpoint"}},
+		{"an unknown option", "s3://models/m", with(s, "secrt", "planted"), errs.ErrArgument,
+			[]string{"secrt", "endpoint_url"}},
+		{"a bad endpoint", "s3://models/m", with(s, "endpoint_url", "ftp://planted@x"), errs.ErrArgument,
+			[]string{"endpoint"}},
 		{"a bad region", "s3://models/m", with(s, "region", "x.evil.example/"), errs.ErrArgument, []string{"region"}},
-		{"a short customer key", "s3://models/m", with(s, "sse_customer_key", "planted"), errs.ErrArgument, []string{"32 bytes"}},
-		{"no such profile", "s3://models/m", with(s, "profile", "missing-profile"), errs.ErrArgument, []string{"missing-profile"}},
-		{"no file of certificates", "s3://models/m", with(s, "cacert", "/none.pem", "endpoint_url", "https://127.0.0.1:1"), errs.ErrNotFound, []string{"/none.pem"}},
+		{"a short customer key", "s3://models/m", with(s, "sse_customer_key", "planted"), errs.ErrArgument,
+			[]string{"32 bytes"}},
+		{"no such profile", "s3://models/m", with(s, "profile", "missing-profile"), errs.ErrArgument,
+			[]string{"missing-profile"}},
+		{"no file of certificates", "s3://models/m", with(s, "cacert", "/none.pem", "endpoint_url",
+			"https://127.0.0.1:1"), errs.ErrNotFound, []string{"/none.pem"}},
 	} {
 		_, err := get(c.uri, c.opt)
 		if !errors.Is(err, c.class) {
@@ -203,7 +213,8 @@ func TestPinned(t *testing.T) {
 	}
 	data[0]++
 	put(t, with(s), "s3://models/p", data)
-	if err := o.ReadAt(bg, p, source.HeadBytes*2); !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "changed") {
+	if err := o.ReadAt(bg, p, source.HeadBytes*2); !errors.Is(err, errs.ErrCorrupt) ||
+		!strings.Contains(err.Error(), "changed") {
 		t.Error(err)
 	}
 	if err := Remove(bg, "s3://models/p", with(s)); err != nil {
@@ -279,7 +290,8 @@ func TestCustomerKey(t *testing.T) {
 		mu.Lock()
 		defer mu.Unlock()
 		const h = "X-Amz-Server-Side-Encryption-Customer-"
-		if r.Header.Get(h+"Key") == text && r.Header.Get(h+"Algorithm") == "AES256" && r.Header.Get(h+"Key-Md5") == sum {
+		if r.Header.Get(h+"Key") == text && r.Header.Get(h+"Algorithm") == "AES256" &&
+			r.Header.Get(h+"Key-Md5") == sum {
 			sent = append(sent, r.Method)
 		} else {
 			without = append(without, r.Method)
@@ -311,7 +323,10 @@ func TestCustomerKey(t *testing.T) {
 func fronted(t *testing.T, s *sourcetest.S3, see func(*http.Request), change func(*http.Response) error) string {
 	t.Helper()
 	u, _ := url.Parse(s.URL)
-	p := &httputil.ReverseProxy{Rewrite: func(r *httputil.ProxyRequest) { r.SetURL(u); r.Out.Host = r.In.Host }, ModifyResponse: change,
+	p := &httputil.ReverseProxy{Rewrite: func(r *httputil.ProxyRequest) {
+		r.SetURL(u)
+		r.Out.Host = r.In.Host
+	}, ModifyResponse: change,
 		ErrorHandler: func(w http.ResponseWriter, _ *http.Request, _ error) { w.WriteHeader(http.StatusBadGateway) }}
 	h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if see != nil {
@@ -349,7 +364,8 @@ func TestFailingStore(t *testing.T) {
 				return nil
 			}
 			faults.Add(1)
-			resp.StatusCode, resp.Body = http.StatusServiceUnavailable, io.NopCloser(strings.NewReader("<Error><Code>SlowDown</Code></Error>"))
+			resp.StatusCode, resp.Body = http.StatusServiceUnavailable,
+				io.NopCloser(strings.NewReader("<Error><Code>SlowDown</Code></Error>"))
 			resp.ContentLength = -1
 			resp.Header.Del("Content-Length")
 		case 1:
@@ -402,7 +418,8 @@ func TestSilentStore(t *testing.T) {
 	}))
 	t.Cleanup(h.Close)
 	t.Cleanup(func() { close(done) })
-	_, err := get("s3://models/x", source.Options{Storage: map[string]string{"endpoint_url": h.URL, "anon": "true", "timeout": "0.1", "retries": "1"}})
+	_, err := get("s3://models/x", source.Options{Storage: map[string]string{"endpoint_url": h.URL, "anon": "true",
+		"timeout": "0.1", "retries": "1"}})
 	if !errors.Is(err, errs.ErrTimeout) || asked.Load() > 2 {
 		t.Fatalf("%v after %d requests", err, asked.Load())
 	}
@@ -469,7 +486,8 @@ func TestWalk(t *testing.T) {
 		if err := os.MkdirAll(filepath.Join(s.Data, "many"), 0o755); err != nil {
 			t.Fatal(err)
 		}
-		if err := os.WriteFile(filepath.Join(s.Data, "many", string(rune('a'+i%26))+strings.Repeat("x", i/26)), nil, 0o644); err != nil {
+		if err := os.WriteFile(filepath.Join(s.Data, "many", string(rune('a'+i%26))+strings.Repeat("x", i/26)), nil,
+			0o644); err != nil {
 			t.Fatal(err)
 		}
 	}
