@@ -90,7 +90,8 @@ def tensors(order: str, rows: Iterable[tuple[str, str, Iterable[int], int, int]]
 def block(title: str, facts: Iterable[tuple[str, object]], *tables: str) -> str:
     """A title, facts in one line, and tables."""
     line = " \u00b7 ".join(f"{_cell_text(name)} {_cell_text(value)}" for name, value in facts)
-    return f'<div class="overwire"><style>{_STYLE}</style><strong>{_cell_text(title)}</strong><div>{line}</div>{"".join(tables)}</div>'
+    head = f"<style>{_STYLE}</style><strong>{_cell_text(title)}</strong>"
+    return f'<div class="overwire">{head}<div>{line}</div>{"".join(tables)}</div>'
 
 
 class Facts(dict[str, Any]):

@@ -72,7 +72,8 @@ class _Line(Watcher):
     def update(self, now: Progress) -> None:
         seconds = max(time.monotonic() - self._start, 1e-9)
         total = f"/{now.total_bytes / 1e9:.2f}" if now.total_bytes else ""
-        self._text = f"{self._verb}: {now.bytes / 1e9:.2f}{total} GB, {now.tensors} tensors, {now.bytes / 1e9 / seconds:.2f} GB/s"
+        size = now.bytes / 1e9
+        self._text = f"{self._verb}: {size:.2f}{total} GB, {now.tensors} tensors, {size / seconds:.2f} GB/s"
         if self._live:
             sys.stderr.write("\r" + self._text)
             sys.stderr.flush()

@@ -112,7 +112,8 @@ class LoadPlan:
         )
         if self.offload is not None:
             one = self.offload
-            text += f"; offload: {len(one.blocks)} blocks of {one.streamed} bytes streamed, {one.device} bytes on the device"
+            text += f"; offload: {len(one.blocks)} blocks of {one.streamed} bytes streamed, "
+            text += f"{one.device} bytes on the device"
         return text + ")"
 
     def _repr_html_(self) -> str:
