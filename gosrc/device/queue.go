@@ -66,9 +66,9 @@ type Queue interface {
 	// Asynchronous reports whether Submit returns before its tasks are done; the
 	// device then has times of its own.
 	Asynchronous() bool
-	// Time makes an asynchronous queue report what it did with each piece once that
+	// TraceTimes makes an asynchronous queue report what it did with each piece once that
 	// has landed; nil ends this. No piece may be in flight.
-	Time(trace TraceFunc) error
+	TraceTimes(trace TraceFunc) error
 	// StagingBytes is the host memory of all slots.
 	StagingBytes() int64
 	// Close waits until every slot is back and all work has ended, and frees the

@@ -33,7 +33,7 @@ func (l *Loading) byGDS(queue *cuda.Queue) (*gdsReads, error) {
 		return nil, err
 	}
 	d := &gdsReads{by: make([]device.Reader, len(l.model.srcs)), gpu: l.target.GPU, base: base, undo: func() {}}
-	err = d.gpu.Current(func() error {
+	err = d.gpu.WithContext(func() error {
 		for i, s := range l.model.srcs {
 			facts := s.Facts()
 			switch {
@@ -86,7 +86,7 @@ func (d *gdsReads) closeReads() {
 		}
 		return nil
 	}
-	if d.gpu.Current(end) != nil { // only a lost GPU refuses
+	if d.gpu.WithContext(end) != nil { // only a lost GPU refuses
 		_ = end()
 	}
 }
@@ -105,7 +105,7 @@ func (f *gdsFile) ReadInto(ctx context.Context, dst unsafe.Pointer, n, off int64
 			return context.Cause(ctx)
 		}
 		var got int64
-		err := f.gpu.Current(func() (err error) {
+		err := f.gpu.WithContext(func() (err error) {
 			got, err = f.file.ReadInto(f.base, at, n, off)
 			return err
 		})

@@ -117,10 +117,10 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 	st.RingBytes = queue.StagingBytes()
 	r := newRun(t, queue)
 	if t.Trace != nil {
-		if err := queue.Time(t.Trace.addDevice); err != nil {
+		if err := queue.TraceTimes(t.Trace.addDevice); err != nil {
 			return st, err
 		}
-		defer func() { _ = queue.Time(nil) }() // only a broken device refuses
+		defer func() { _ = queue.TraceTimes(nil) }() // only a broken device refuses
 	}
 	r.ctx, r.cancel = context.WithCancelCause(ctx)
 	defer r.cancel(nil)

@@ -260,11 +260,11 @@ func (r *run) timeKernel(queue *cuda.Queue, kind string, logical, stored int64, 
 	if alone {
 		times = 1
 	}
-	if _, err := queue.Again(2); err != nil { // warms up
+	if _, err := queue.RunAgain(2); err != nil { // warms up
 		return err
 	}
 	v, err := r.MedianOf(func() (float64, error) {
-		took, err := queue.Again(times)
+		took, err := queue.RunAgain(times)
 		return took.Seconds() / float64(times), err
 	})
 	if err != nil {

@@ -43,7 +43,7 @@ func gpuVerbs() []*Verb {
 		answered("gpu_mode", "Set this thread's mode of stream capture (CUstreamCaptureMode): the one before; -1 for no driver, and for -1, which changes nothing.",
 			func(_ none, n []int64) (int64, error) { return int64(driver.ThreadMode(int(n[0]))), nil }).ints("mode"),
 		onDevice("gpu_used", "Register a stream that uses memory of the engine's, and lives as long as the process.",
-			func(d *cuda.Device, n []int64) (none, error) { d.Used(uintptr(n[0])); return none{}, nil }).ints("device", "stream"),
+			func(d *cuda.Device, n []int64) (none, error) { d.NoteStream(uintptr(n[0])); return none{}, nil }).ints("device", "stream"),
 		onDevice("gpu_follow", "Make a stream wait for what is queued on another now.",
 			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.Follow(uintptr(n[0]), uintptr(n[1])) }).ints("device", "stream", "after"),
 		onDevice("gpu_stream_new", "A new stream.", func(d *cuda.Device, _ []int64) (int64, error) {

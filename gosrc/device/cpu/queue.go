@@ -123,8 +123,8 @@ func (q *Queue) Asynchronous() bool { return false }
 // Checks returns false: the worker that read a chunk compares its checksum.
 func (q *Queue) Checks() bool { return false }
 
-// Time has nothing to report.
-func (q *Queue) Time(device.TraceFunc) error { return nil }
+// TraceTimes has nothing to report.
+func (q *Queue) TraceTimes(device.TraceFunc) error { return nil }
 
 // StagingBytes is the memory of all slots.
 func (q *Queue) StagingBytes() int64 { return q.length }

@@ -110,7 +110,7 @@ func captureLivesOn(t *testing.T, blocking bool) {
 		if _, _, err := d.Free(); err != nil {
 			t.Error(err)
 		}
-		if err := d.Current(func() error { return nil }); err != nil {
+		if err := d.WithContext(func() error { return nil }); err != nil {
 			t.Error(err)
 		}
 		if _, err := driver.Info(); err != nil {
@@ -263,8 +263,8 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d.Used(side)
-	d.Used(side)
+	d.NoteStream(side)
+	d.NoteStream(side)
 	for _, stream := range []uintptr{side, 1} {
 		mem, err := d.Alloc([]int64{70_000})
 		if err != nil {

@@ -208,10 +208,10 @@ func (d *Device) Read(dst []byte, m device.Memory) error {
 	})
 }
 
-// Current runs fn on a thread where the device's context is current and whose calls
+// WithContext runs fn on a thread where the device's context is current and whose calls
 // cannot destroy a graph capture, for calls of other libraries; it restores the
 // thread's state.
-func (d *Device) Current(fn func() error) error {
+func (d *Device) WithContext(fn func() error) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	var g C.struct_owcu_guard

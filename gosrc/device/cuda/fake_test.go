@@ -138,7 +138,7 @@ func life(p *piece, index int) error {
 	first(e)
 	if err == nil {
 		first(l.WaitFor(1))
-		first(l.Time(func(string, int, time.Time, time.Time, int64) {}))
+		first(l.TraceTimes(func(string, int, time.Time, time.Time, int64) {}))
 		for range 3 {
 			s, _ := l.Get(context.Background())
 			copy(s.Memory(), p.bytes)
@@ -155,7 +155,7 @@ func life(p *piece, index int) error {
 			}
 		}
 		first(l.Drain(context.Background()))
-		first(l.Time(nil))
+		first(l.TraceTimes(nil))
 	}
 	if l != nil {
 		l.Close()

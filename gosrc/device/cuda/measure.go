@@ -44,11 +44,11 @@ func (q *Queue) StagingBytes() int64 { return q.pages.n }
 // Asynchronous is true: a completer reports what has landed.
 func (q *Queue) Asynchronous() bool { return true }
 
-// Again measures kernels alone: it launches those of every slot's last piece again,
+// RunAgain measures kernels alone: it launches those of every slot's last piece again,
 // count times, and copies nothing. Those pieces must have been submitted since the
 // queue was made and have landed, in one round and without scratch, and their
 // destinations must still be allocated. No slot may be in use.
-func (q *Queue) Again(count int) (time.Duration, error) {
+func (q *Queue) RunAgain(count int) (time.Duration, error) {
 	if count <= 0 {
 		return 0, errs.New(errs.ErrArgument, "%d launches", count)
 	}
@@ -65,10 +65,10 @@ func (q *Queue) Again(count int) (time.Duration, error) {
 	return time.Since(start), nil
 }
 
-// Time calls trace for every piece that has landed, with the times of its copy and
+// TraceTimes calls trace for every piece that has landed, with the times of its copy and
 // of its kernels; nil ends this. No piece may be in flight. For a piece of several
 // rounds it reports the last.
-func (q *Queue) Time(trace device.TraceFunc) error {
+func (q *Queue) TraceTimes(trace device.TraceFunc) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.broken != nil {

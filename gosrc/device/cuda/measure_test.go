@@ -60,7 +60,7 @@ func TestMeasure(t *testing.T) {
 	if fakes {
 		wipe(mem)
 	}
-	if took, err := l.Again(3); err != nil || took <= 0 {
+	if took, err := l.RunAgain(3); err != nil || took <= 0 {
 		t.Fatal(took, err)
 	}
 	for i, m := range mem {
@@ -81,7 +81,7 @@ func TestMeasure(t *testing.T) {
 			t.Errorf("%+v: %v", c, err)
 		}
 	}
-	if _, err := l.Again(0); !errors.Is(err, errs.ErrArgument) {
+	if _, err := l.RunAgain(0); !errors.Is(err, errs.ErrArgument) {
 		t.Error(err)
 	}
 }
@@ -103,7 +103,7 @@ func TestTime(t *testing.T) {
 	var mu sync.Mutex
 	var all []report
 	before := time.Now()
-	if err := l.Time(func(verb string, stream int, begin, end time.Time, n int64) {
+	if err := l.TraceTimes(func(verb string, stream int, begin, end time.Time, n int64) {
 		mu.Lock()
 		defer mu.Unlock()
 		all = append(all, report{verb, stream, begin, end, n})
@@ -119,7 +119,7 @@ func TestTime(t *testing.T) {
 	}
 	send(&coded)
 	send(&raw)
-	if err := l.Time(nil); err != nil {
+	if err := l.TraceTimes(nil); err != nil {
 		t.Fatal(err)
 	}
 	send(&coded)

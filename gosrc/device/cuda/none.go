@@ -39,7 +39,7 @@ func Scratch([]Stream) int64    { return 0 }
 type gpu interface {
 	Index() int
 	Place() *nodes.Place
-	Used(stream uintptr)
+	NoteStream(stream uintptr)
 	Alloc(sizes []int64) ([]device.Memory, error)
 	Trim() error
 	Free() (unused, total int64, err error)
@@ -49,7 +49,7 @@ type gpu interface {
 	Queue(slots int, slotBytes int64) (*Queue, error)
 	Prepare(slots int, slotBytes int64)
 	IsMakingQueue() bool
-	Current(fn func() error) error
+	WithContext(fn func() error) error
 	NewEvent() (*Event, error)
 	NewPacker(sums bool) (*Packer, error)
 	Decode(on Order, format uint32, streams []Stream) (*Batch, error)
@@ -81,7 +81,7 @@ type queue interface {
 	WaitFor(stream uintptr) error
 	Cast(ctx context.Context, dst, src device.Memory, from, to tensor.DType) error
 	Floor(n int64, count int) (time.Duration, error)
-	Again(count int) (time.Duration, error)
+	RunAgain(count int) (time.Duration, error)
 }
 
 type slot interface {

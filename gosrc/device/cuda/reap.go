@@ -109,10 +109,10 @@ func (d *Device) giveBack() error {
 	return err
 }
 
-// Used registers a stream that works on memory of Alloc: what is released from now
+// NoteStream registers a stream that works on memory of Alloc: what is released from now
 // on is freed only after the work queued there. The stream lives as long as the
 // process; the default stream need not be registered.
-func (d *Device) Used(stream uintptr) {
+func (d *Device) NoteStream(stream uintptr) {
 	if stream <= 2 {
 		return
 	}
