@@ -17,7 +17,7 @@ import (
 )
 
 // Relays that bring nothing find each other, too, in whatever order they join: the first
-// one stays until the last has come.
+// one stays until the last has come. Each maps the memory of the others when the one before it has.
 func TestNothingToBring(t *testing.T) {
 	m := plain(t, []int64{7})
 	const ranks = 3
@@ -35,12 +35,16 @@ func TestNothingToBring(t *testing.T) {
 		}
 		relays[rank] = r
 	}
-	for _, r := range relays {
+	for _, rank := range []int{1, 0, 2} {
 		select {
-		case <-relays[0].Job().Done():
+		case <-relays[1].Job().Done():
+		case <-relays[1].carrier.mapped[2]:
+			if rank != 2 {
+				t.Error("rank 1 maps before rank 0 has")
+			}
 		case <-time.After(50 * time.Millisecond):
 		}
-		if err := r.Join(offers); err != nil {
+		if err := relays[rank].Join(offers); err != nil {
 			t.Error(err)
 		}
 	}
