@@ -44,15 +44,15 @@ def _copied(loads: Callable[[torch.Tensor, dict[str, torch.Tensor]], None], tmp_
     target = torch.zeros(6, 12, dtype=torch.int32)
 
     def load(every: list[copies.Copy]) -> None:
-        copies.fill(every, 1 << 20)
+        copies.load_copies(every, 1 << 20)
         counts.append(len(every))
 
     with contextlib.ExitStack() as files:
         recorder = recording.Recorder(load)
-        source = recording.opened(files, str(tmp_path / "model.safetensors"), "cpu", {})
+        source = recording.open_source(files, str(tmp_path / "model.safetensors"), "cpu", {})
         with recorder:
             loads(target, dict(recording.stand_ins(recorder, source)))
-            recorder.finish()
+            recorder.load_rest()
     expected = torch.zeros_like(target)
     loads(expected, tensors)
     assert torch.equal(target, expected)
@@ -99,13 +99,13 @@ def test_small_tensors_that_are_copied_do_not_stop_early_reading(tmp_path: Path,
         return every
 
     with contextlib.ExitStack() as files:
-        recorder = recording.Recorder(lambda every: copies.fill(every, 1 << 20), begin)
-        source = recording.opened(files, str(tmp_path / "model.safetensors"), "cpu", {})
+        recorder = recording.Recorder(lambda every: copies.load_copies(every, 1 << 20), begin)
+        source = recording.open_source(files, str(tmp_path / "model.safetensors"), "cpu", {})
         with recorder:
             for name, tensor in recording.stand_ins(recorder, source):
                 into[name].copy_(tensor * 1 if reads and name == "a" else tensor)
                 del tensor
-            recorder.finish()
+            recorder.load_rest()
     assert all(torch.equal(into[name], tensor) for name, tensor in tensors.items())
     assert begun[:1] == ([] if reads else ["b"])
 
@@ -122,8 +122,8 @@ def test_every_pair_of_views_that_is_taken_shares_no_byte() -> None:
     for one, its in zip(views, places, strict=True):
         for other, others in zip(views, places, strict=True):
             noted = copies.Destinations()
-            assert noted.note_copy(one, copies.reach(one), "one") is None
-            if noted.note_copy(other, copies.reach(other), "other") is None:
+            assert noted.note_copy(one, copies.memory_range(one), "one") is None
+            if noted.note_copy(other, copies.memory_range(other), "other") is None:
                 assert not its & others, (one, other)
                 pairs += 1
     assert pairs > 1000

@@ -355,7 +355,7 @@ def memory(folder: Path) -> None:
             with ow.patch_safetensors():
                 model = ours._Model([path], patching._LAZY._replace(ahead=Nothing))
                 for name in [*tensors, *tensors]:
-                    assert model.note(path, name, "cuda:0", torch.float32) is not None
+                    assert model.note_tensor(path, name, "cuda:0", torch.float32) is not None
                 assert model.begin() and len(asked) == 1
                 model.close()
     finally:

@@ -55,19 +55,19 @@ def start(path: Path, folder: Path, where: tuple[int, int, int], **more: Any) ->
 
     world, rank, port = where
     model, config = base.load(path, world, rank, port, "overwire", {"prepared": str(folder)}, **more)
-    prepared.begin()
-    prepared.finish()
+    prepared.begin_writing()
+    prepared.finish_writing()
     return model, config
 
 
 def held(model: Any) -> dict[str, Any]:
     """All tensors of a model and what it holds beside them."""
     from overwire.integrations.shared.described import Describer
-    from overwire.integrations.shared.parts import taken
+    from overwire.integrations.shared.parts import take_tensors
     from overwire.integrations.vllm.identity import OPAQUE
 
-    tensors, rows, names = taken(model)
-    return {"names": names, "rows": rows, "modules": Describer(model, tensors, "vllm", OPAQUE).every()}
+    tensors, rows, names = take_tensors(model)
+    return {"names": names, "rows": rows, "modules": Describer(model, tensors, "vllm", OPAQUE).describe_modules()}
 
 
 def same(what: str, model: Any, theirs: Any) -> None:

@@ -90,8 +90,8 @@ def compare_adapters(root: Path, log: kept.Log, where: Where) -> None:
     for words in ("prepared state kept", "made of prepared state"):
         model, config = base.load(path, *where, "overwire", {"prepared": str(root / "prepared")}, **more)
         ours = add_adapters(model, config, file)
-        prepared.begin()
-        prepared.finish()
+        prepared.begin_writing()
+        prepared.finish_writing()
         log.take(words)
         if wrong := base.differences(ours, theirs):
             raise SystemExit(f"with adapters, {words}: {wrong}")
@@ -140,8 +140,8 @@ def compare_drafts(root: Path, log: kept.Log, where: Where) -> None:
             extra = {"prepared": str(root / "prepared" / kind)}
             target, config = base.load(root / "llama/plain", *where, "overwire", extra, speculative_config=speculative)
             draft = load_draft(kind, config, target)
-            prepared.begin()
-            prepared.finish()
+            prepared.begin_writing()
+            prepared.finish_writing()
             lines = [line for line in log.lines if words in line]
             log.take(words)
             if len(lines) != 2:
@@ -233,7 +233,7 @@ def compare_sleep(root: Path, log: kept.Log, where: Where) -> None:
             sleeping.memory_of = lambda ptr, size, device: allocator.memory[ptr]  # noqa: B023
             cumem.unmap_and_release = lambda handle: allocator.memory[handle[2]].zero_()  # noqa: B023
             backend = sleeping.SleepBackend()
-            prepared.begin()
+            prepared.begin_writing()
 
             def sleep(backend: Any = backend, words: str = words) -> None:
                 log.take(words)  # what is written in the background is there when the memory goes

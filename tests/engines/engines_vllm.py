@@ -204,13 +204,13 @@ def planned() -> list[int]:
     from overwire.integrations.shared import copies
 
     out: list[int] = []
-    fill = copies.fill
+    fill = copies.load_copies
 
     def noted(every: list[Any], most: int) -> None:
         fill(every, most)
         out.append(len(every))
 
-    copies.fill = noted
+    copies.load_copies = noted
     return out
 
 
@@ -219,14 +219,14 @@ def reads() -> list[int]:
     from overwire.integrations.shared import slices
 
     read: list[int] = []
-    share = slices.shared
+    share = slices.land_together
 
     def shared(together: Any, *arguments: Any) -> bool:
         if landed := share(together, *arguments):
             read.append(together.read)
         return landed
 
-    slices.shared = shared
+    slices.land_together = shared
     return read
 
 

@@ -84,7 +84,7 @@ def test_pushes_land_in_place(tmp_path: Path) -> None:
         more = {"ignored": torch.ones(4, 4)} if seed > 3 else {}
         with publisher.push(tensors(seed, **more)) as push:
             assert push.info["number"] == seed + 1 and push.info["kind"] == "whole"
-            assert into.whole(push.info["path"], None, log)
+            assert into.load_whole(push.info["path"], None, log)
             push.carry()
         assert model.holds(tensors(seed)) and model.qkv.data_ptr() == at
         calls.append(model.calls)
@@ -99,7 +99,7 @@ def test_a_number_is_loaded_by_each_push(tmp_path: Path) -> None:
     into = places(model)
     for seed in range(3):
         with publisher.push(tensors(seed, scale=torch.tensor([float(seed)]))) as push:
-            assert into.whole(push.info["path"], None, log)
+            assert into.load_whole(push.info["path"], None, log)
         assert model.holds(tensors(seed)) and model.scale.item() == seed
 
 
@@ -108,7 +108,7 @@ def test_a_loader_that_computes_is_left_alone(tmp_path: Path) -> None:
     model, publisher = Fused(), Publisher(tmp_path)
     model.reads = True
     with publisher.push(tensors(1)) as push:
-        assert not places(model).whole(push.info["path"], None, log)
+        assert not places(model).load_whole(push.info["path"], None, log)
     assert not model.qkv.any() and not model.o.any()
 
 
@@ -125,7 +125,7 @@ def test_what_a_push_lacks_is_said_before(tmp_path: Path) -> None:
     less = tensors(1)
     del less["k"]
     with publisher.push(less) as push, pytest.raises(Incomplete, match="'k'"):
-        into.whole(push.info["path"], None, log)
+        into.load_whole(push.info["path"], None, log)
     assert not model.qkv.any()
     with publisher.push(tensors(2)) as push:
         path = Path(push.info["path"])
@@ -133,10 +133,10 @@ def test_what_a_push_lacks_is_said_before(tmp_path: Path) -> None:
         data[8 + int.from_bytes(data[:8], "little") + 500] ^= 4
         path.write_bytes(data)
         with pytest.raises(overwire.CorruptError):
-            into.whole(path, None, log)
+            into.load_whole(path, None, log)
         path.write_bytes(data[: len(data) // 2])
         with pytest.raises(overwire.OverwireError):
-            into.whole(path, None, log)
+            into.load_whole(path, None, log)
 
 
 def nudged(before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -171,9 +171,9 @@ def test_deltas_land_in_place(tmp_path: Path) -> None:
         with contextlib.suppress(KeyError), publisher.push(held, whole=n == 6) as push:
             kinds.append(push.info["kind"])
             if push.info["kind"] == "whole":
-                assert into.whole(push.info["path"], None, log)
+                assert into.load_whole(push.info["path"], None, log)
             else:
-                into.delta(push.info["path"], None)
+                into.apply_delta(push.info["path"], None)
             if n == 2:
                 raise KeyError
         assert torch.equal(model.qkv, torch.cat([held[name] for name in "qkv"])) and model.qkv.data_ptr() == at
@@ -183,7 +183,7 @@ def test_deltas_land_in_place(tmp_path: Path) -> None:
     model.qkv.data[3, 3] += 1
     before = model.qkv.clone()
     with publisher.push(held) as push, pytest.raises(overwire.OverwireError, match="[qkv]"):
-        into.delta(push.info["path"], None)
+        into.apply_delta(push.info["path"], None)
     assert torch.equal(model.qkv, before)
 
 
@@ -193,7 +193,7 @@ def test_a_delta_needs_a_loader_that_copies(tmp_path: Path) -> None:
     model.reads = True
     overwire.save_delta(nudged(tensors(1)), tensors(1), tmp_path / "d.safetensors")
     with pytest.raises(ValueError, match="push all of its weights"):
-        places(model).delta(tmp_path / "d.safetensors", None)
+        places(model).apply_delta(tmp_path / "d.safetensors", None)
     assert not model.qkv.any()
 
 
@@ -245,11 +245,11 @@ def shares(port: int, rank: int, folder: Path) -> None:
     into = Places(model, model.load_weights, "cpu", 1, group)
     path = folder / f"{rank}.safetensors"
     overwire.save_file(held, path)
-    out = [into.whole(path, None, log)]
+    out = [into.load_whole(path, None, log)]
     for _ in range(2):
         after = nudged(held)
         overwire.save_delta(after, held, path)
-        into.delta(path, None)
+        into.apply_delta(path, None)
         wanted.load_weights(after.items())
         out.append(all(torch.equal(getattr(model, name), getattr(wanted, name)) for name in "abc"))
         held = after
@@ -260,12 +260,12 @@ def shares(port: int, rank: int, folder: Path) -> None:
             getattr(model, name).data[0, 0] += 1
         before = {each: getattr(model, each).clone() for each in "abc"}
         try:
-            into.delta(path, None)
+            into.apply_delta(path, None)
         except overwire.DeltaBaseError:
             out.append(all(torch.equal(getattr(model, each), before[each]) for each in "abc"))
         getattr(model, name).data.copy_(was)
     try:
-        into.delta(folder / "absent" if rank == 1 else path, None)
+        into.apply_delta(folder / "absent" if rank == 1 else path, None)
     except overwire.NotFoundError as error:
         out.append(all(torch.equal(getattr(model, each), before[each]) for each in "ab") and (rank == 1 or "rank 1" in str(error)))
     print(*out, flush=True)
@@ -316,7 +316,7 @@ def worker(port: int, rank: int) -> None:
     for line in sys.stdin:
         size, seed = map(int, line.split())
         with group.received(size) as path:
-            done = into.whole(path, None, log)
+            done = into.load_whole(path, None, log)
         print(done and model.holds(tensors(seed)), flush=True)
 
 

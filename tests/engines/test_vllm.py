@@ -242,8 +242,8 @@ def test_slices_land_in_their_places(engines: Path, model: Path) -> None:
 import vllm.model_executor.model_loader
 import overwire.integrations.shared.copies as copies
 loads = []
-fill = copies.fill
-copies.fill = lambda noted, most: (loads.append([copy.of.name for copy in noted]), fill(noted, most))
+fill = copies.load_copies
+copies.load_copies = lambda noted, most: (loads.append([copy.of.name for copy in noted]), fill(noted, most))
 stored = [torch.arange(n, n + 4096, dtype=torch.bfloat16).view(64, 64) for n in range(6)]
 k, q, v, linear = stored[:4]
 class Other(Model):
@@ -584,7 +584,7 @@ cpu = types.SimpleNamespace(CPUWorker=CPUWorker)
 plug._add_writing(cpu); plug._add_writing(cpu)
 assert Worker().compile_or_warm_up_model() == 7 and done == ["warm"], done
 sys.modules["overwire.integrations.vllm.prepared"] = types.SimpleNamespace(
-    begin=lambda: done.append("begin"), finish=lambda: done.append("finish"))
+    begin_writing=lambda: done.append("begin"), finish_writing=lambda: done.append("finish"))
 done.clear()
 one = CPUWorker()
 one.load_model(); one.compile_or_warm_up_model(); one.sleep(2); one.shutdown()

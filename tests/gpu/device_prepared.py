@@ -58,19 +58,19 @@ def ready(device: torch.device) -> None:
 def keep(args: argparse.Namespace, device: torch.device) -> None:
     import overwire
     from overwire.integrations.shared import prepared
-    from overwire.integrations.shared.parts import taken
+    from overwire.integrations.shared.parts import take_tensors
 
     torch.manual_seed(1)
     with torch.device(device):
         model = Model(args)
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.data.normal_(std=0.02)
-    tensors, rows, names = taken(model)
+    tensors, rows, names = take_tensors(model)
     ready(device)
     began = time.perf_counter()
     digests = overwire.digest(tensors)
     digested = time.perf_counter()
-    path = prepared.keep(args.dir, "0" * 40, tensors, {"names": names, "tensors": rows, "digests": digests}, digests)
+    path = prepared.keep_file(args.dir, "0" * 40, tensors, {"names": names, "tensors": rows, "digests": digests}, digests)
     size = sum(tensor.nbytes for tensor in tensors.values())
     kept = time.perf_counter() - digested
     print(f"kept: {len(tensors)} tensors, {size / 1e9:.2f} GB, stored {os.path.getsize(path) / size:.3f}, in {kept:.1f} s; ", end="")
@@ -80,7 +80,7 @@ def keep(args: argparse.Namespace, device: torch.device) -> None:
 def make(args: argparse.Namespace, device: torch.device) -> None:
     import overwire
     from overwire.integrations.shared import prepared
-    from overwire.integrations.shared.parts import put, settle, taken
+    from overwire.integrations.shared.parts import put_tensors, restore_processed, take_tensors
 
     torch.zeros(1, device=device)
     ready(device)
@@ -88,13 +88,13 @@ def make(args: argparse.Namespace, device: torch.device) -> None:
     with torch.device("meta"):
         model = Model(args)
     made = time.perf_counter()
-    kept = prepared.find(args.dir, "0" * 40)
+    kept = prepared.find_file(args.dir, "0" * 40)
     assert kept is not None
-    tensors = put(model, kept.path, kept.record["names"], kept.record["tensors"], device, "vllm")
-    settle(model, kept.record["names"], tensors)
+    tensors = put_tensors(model, kept.path, kept.record["names"], kept.record["tensors"], device, "vllm")
+    restore_processed(model, kept.record["names"], tensors)
     ready(device)
     took = time.perf_counter() - made
-    own, rows, names = taken(model)
+    own, rows, names = take_tensors(model)
     same = json.loads(json.dumps([rows, names])) == [kept.record["tensors"], kept.record["names"]]
     if not same or overwire.digest(own) != kept.record["digests"]:
         raise SystemExit("not what was kept")

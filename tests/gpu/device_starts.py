@@ -100,7 +100,7 @@ def stand_in_for_operations() -> types.ModuleType:
 def watch_parts(seconds: dict[str, float]) -> None:
     """Has the parts of loads added to `seconds`, by name. Nothing is replaced, as prepared state is kept of vLLM's
     own code only: Python says when the functions begin and end, from 3.12 on."""
-    from overwire.integrations.shared.parts import put
+    from overwire.integrations.shared.parts import put_tensors
     from overwire.integrations.vllm.loader import OverwireModelLoader
     from vllm.model_executor.model_loader import default_loader, runai_streamer_loader, utils
 
@@ -120,7 +120,7 @@ def watch_parts(seconds: dict[str, float]) -> None:
     calls = {
         utils.initialize_model: "made",
         utils.process_weights_after_loading: "processed",
-        put: "weights",
+        put_tensors: "weights",
         OverwireModelLoader.load_weights: "weights",
         default_loader.DefaultModelLoader.load_weights: "own weights",
         streamer.load_weights: "own weights",
@@ -200,8 +200,8 @@ def start_once(
     if kind.startswith("prepared"):
         from overwire.integrations.vllm import prepared
 
-        prepared.begin()
-        prepared.finish()
+        prepared.begin_writing()
+        prepared.finish_writing()
     size = sum(tensor.nbytes for tensor in model.parameters())
     words = ", ".join(f"{part} {each:.3f}" for part, each in parts.items())
     name = f"{kind}, later" if later else kind

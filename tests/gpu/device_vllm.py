@@ -419,8 +419,8 @@ def timed(args: argparse.Namespace, kind: str) -> None:
     if kind.startswith("prepared"):
         from overwire.integrations.vllm import prepared
 
-        prepared.begin()
-        prepared.finish()
+        prepared.begin_writing()
+        prepared.finish_writing()
     out.update(reads, **span)
     size = sum(t.numel() * t.element_size() for t in model.parameters())
     if gpu:

@@ -66,7 +66,7 @@ def load(path: Path, halfway: Callable[[torch.Tensor], Any] | None = None) -> tu
     """Whether it was by slices, what this rank read of what they share, and the log."""
     model, said, read = Model(path), [], []
     model.halfway = halfway or model.halfway
-    shared = slices.shared
+    shared = slices.land_together
 
     def noted(together: Any, *more: Any) -> bool:
         done = shared(together, *more)
@@ -75,21 +75,21 @@ def load(path: Path, halfway: Callable[[torch.Tensor], Any] | None = None) -> tu
 
     def run(attempt: Attempt) -> None:
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
-            yield from attempt.next() or attempt.source(str(path), group_blocks.DEVICE, {})
-            attempt.ended()
+            yield from attempt.next_stand_ins() or attempt.open_source(str(path), group_blocks.DEVICE, {})
+            attempt.load_recorded()
 
-        with attempt.around(model, weights, dist.group.WORLD, True):
+        with attempt.replace_loader(model, weights, dist.group.WORLD, True):
             model.load_weights(weights())
 
     log = logging.getLogger("recorded")
     log.setLevel(logging.INFO)
     log.handlers = [handler := logging.Handler()]
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    slices.shared = noted
+    slices.land_together = noted
     try:
         sliced = by_slices(run, MOST, log)
     finally:
-        slices.shared = shared
+        slices.land_together = shared
     if sliced:
         model.compare()
     return sliced, read[0] if read else None, said

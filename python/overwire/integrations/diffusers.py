@@ -95,7 +95,7 @@ class _Model:
         self._large: dict[str, int] = {}  # by GPU: bytes of tensors that torch's allocator makes
         self._noted: dict[tuple[str, str, str, str], Callable[[], Any]] = {}
 
-    def slices(self, path: str) -> dict[str, Any]:
+    def slices_of(self, path: str) -> dict[str, Any]:
         """The tensors of one of the files, by name, in the order of their bytes."""
         with self._lock:
             if path not in self._files:
@@ -106,9 +106,9 @@ class _Model:
                 self._files[path] = {name: file.get_slice(name) for name in getattr(file, "offset_keys", file.keys)()}
             return self._files[path]
 
-    def note(self, path: str, name: str, device: Any, dtype: Any) -> tuple[str, str, str, str] | None:
-        """Notes a tensor, for `give`; None if safetensors' own way is as good."""
-        tensor = self.slices(path)[name]
+    def note_tensor(self, path: str, name: str, device: Any, dtype: Any) -> tuple[str, str, str, str] | None:
+        """Notes a tensor, for `give_tensor`; None if safetensors' own way is as good."""
+        tensor = self.slices_of(path)[name]
         if (path, device) not in self._targets:  # the same for all of a file
             self._targets[path, device] = tensor.device(device) if isinstance(tensor, self._slice) else None
         target = self._targets[path, device]
@@ -132,13 +132,13 @@ class _Model:
         self._ahead.begin()
         return self.begun
 
-    def give(self, key: tuple[str, str, str, str]) -> Any:
+    def give_tensor(self, key: tuple[str, str, str, str]) -> Any:
         """A tensor that was noted, once."""
         with self._lock:
             give = self._noted.pop(key)
         return give()
 
-    def passed(self) -> contextlib.AbstractContextManager[None]:
+    def pass_loads(self) -> contextlib.AbstractContextManager[None]:
         """While it lasts, another library's loader in this thread takes what was begun."""
         passed: contextlib.AbstractContextManager[None] = self._pass_on(self._ahead)
         return passed
@@ -179,7 +179,7 @@ class _Scope:
         self.ahead: dict[str, _Model] = {}  # those that were begun before diffusers asked, by their names
         self._lazy = lazy
 
-    def take(self, paths: list[str]) -> _Model:
+    def take_model(self, paths: list[str]) -> _Model:
         """The model of these files, as it was begun ahead or new."""
         self.end()
         name_of_model = next((name for name, model in self.ahead.items() if model.paths == paths), None)
@@ -192,7 +192,7 @@ class _Scope:
             self.model.close()
         self.model = None
 
-    def drop(self, name: str) -> None:
+    def drop_component(self, name: str) -> None:
         """Frees what was begun of a component and not taken."""
         model = self.ahead.pop(name, None)
         if model is not None:
@@ -201,7 +201,7 @@ class _Scope:
     def close(self) -> None:
         self.end()
         for name in list(self.ahead):
-            self.drop(name)
+            self.drop_component(name)
 
 
 @contextlib.contextmanager
@@ -280,7 +280,7 @@ def _naming_shards(original: Any) -> Any:
         scope = _current_scope()
         if scope is None or not all(isinstance(file, str) and file.endswith(".safetensors") for file in files):
             return files, metadata
-        model = scope.take([os.path.abspath(file) for file in files])
+        model = scope.take_model([os.path.abspath(file) for file in files])
         shards = [_Shard(file) for file in files]
         for file in shards:
             file.model = model
@@ -301,8 +301,8 @@ def _reading_state(original: Any) -> Any:
         path = os.path.abspath(checkpoint_file)
         if not path.endswith(".safetensors") or not os.path.isfile(path) or _is_pointer(path):
             return original(checkpoint_file, *args, **kwargs)
-        model = scope.take([path])
-        tensors = model.slices(path)
+        model = scope.take_model([path])
+        tensors = model.slices_of(path)
         kinds = {name: tensor.get_dtype() for name, tensor in tensors.items()}
         dtypes = {kind: torch_dtype(kind) for kind in set(kinds.values())}
         if None in dtypes.values() or "F4" in dtypes:  # of another shape in torch
@@ -364,12 +364,12 @@ def _loading_shard(original: Any, read: Any) -> Any:
         notes: dict[str, Any] = {}
         if isinstance(shard_file, _Shard) and not arguments.get("disable_mmap"):
             model, path = shard_file.model, os.path.abspath(shard_file)
-            notes = {name: _Where(model, path, name, read) for name in model.slices(path)}
+            notes = {name: _Where(model, path, name, read) for name in model.slices_of(path)}
             if arguments.get("hf_quantizer") is None and not _on_disk(arguments.get("device_map")):
                 with model.whole:  # one pass for all of them, which no other worker begins before all are noted
                     for other in model.paths if not model.begun else ():
                         _note_targets(
-                            arguments, {name: _Where(model, other, name, read) for name in model.slices(other)}
+                            arguments, {name: _Where(model, other, name, read) for name in model.slices_of(other)}
                         )
                     model.begin()
         elif isinstance(shard_file, dict):
@@ -384,7 +384,7 @@ def _loading_shard(original: Any, read: Any) -> Any:
 
 
 def _note_targets(given: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
-    # By name in the model: what `give` takes for each tensor, None for those that safetensors reads.
+    # By name in the model: what `give_tensor` takes for each tensor, None for those that safetensors reads.
     quantizer, keep, dtype = given.get("hf_quantizer"), given.get("keep_in_fp32_modules"), given.get("dtype")
     keys: dict[str, Any] = {}
     for name, where in held.items():
@@ -396,7 +396,7 @@ def _note_targets(given: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str
         # A quantiser gets what it would get without us, on the CPU.
         device = "cpu" if quantizer is not None else _device_of(given.get("device_map"), name)
         cast = None if quantizer is not None or goal is None else _dtype_for(name, dtype or goal.dtype, keep)
-        keys[name] = where.model.note(where.path, where.name, device, cast)
+        keys[name] = where.model.note_tensor(where.path, where.name, device, cast)
     return keys
 
 
@@ -408,10 +408,10 @@ def _filled_state(held: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str,
         if not isinstance(where, _Where):
             tensors[name] = where
         elif name not in keys:
-            slice_ = where.model.slices(where.path)[where.name]
+            slice_ = where.model.slices_of(where.path)[where.name]
             tensors[name] = _unread_maker()(slice_.get_shape(), _dtype_of_torch(slice_.get_dtype()), where)
         elif keys[name] is not None:
-            tensors[name] = where.model.give(keys[name])
+            tensors[name] = where.model.give_tensor(keys[name])
         else:
             if where.path not in whole:
                 whole[where.path] = where.read(where.path)
@@ -472,7 +472,7 @@ def _loading_component(original: Any, lazy: Lazy) -> Any:
             with _pass_to_transformers(scope, name):
                 return original(*args, **kwargs)
         finally:
-            scope.drop(name)
+            scope.drop_component(name)
 
     return load_sub_model
 
@@ -482,7 +482,7 @@ def _pass_to_transformers(scope: _Scope, name: str) -> contextlib.AbstractContex
     model = scope.ahead.get(name)
     if model is None or scope.parts is None or scope.parts[name][0] != "transformers":
         return contextlib.nullcontext()
-    return model.passed()
+    return model.pass_loads()
 
 
 def _look_ahead(scope: _Scope, given: Mapping[str, Any], lazy: Lazy) -> None:
@@ -509,7 +509,7 @@ def _begin_component(scope: _Scope, name: str, given: Mapping[str, Any], device:
         return False
     library, kind = str(about[0]), str(about[1])
     folder = os.path.join(given["cached_folder"], name)
-    files = _files(folder, given.get("variant"), library)
+    files = _weights_files(folder, given.get("variant"), library)
     if not files or _read_json(os.path.join(folder, "config.json")).get("quantization_config") is not None:
         return False
     model = _Model(files, lazy)
@@ -540,8 +540,8 @@ def _note_all(model: _Model, name: str, library: str, kind: str, device: str, as
         if "transformers.core_model_loading" not in sys.modules:
             dtype, keep = None, None  # transformers 4 casts what has landed
     for path in model.paths:
-        for tensor in model.slices(path):
-            model.note(path, tensor, device, _dtype_for(tensor, dtype, keep))
+        for tensor in model.slices_of(path):
+            model.note_tensor(path, tensor, device, _dtype_for(tensor, dtype, keep))
 
 
 def _is_device(name: Any) -> bool:
@@ -557,7 +557,7 @@ def _is_device(name: Any) -> bool:
 _WEIGHTS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 
 
-def _files(folder: str, variant: str | None, library: str) -> list[str]:
+def _weights_files(folder: str, variant: str | None, library: str) -> list[str]:
     """The weights of a model, as its library names them; empty if there are none."""
     stem = _WEIGHTS[library]
     for kind in ([f".{variant}"] if variant else []) + [""]:

@@ -50,7 +50,7 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
     def _every_weight(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield from super()._get_all_weights(model_config, model)
         if self._attempt is not None:
-            self._attempt.ended()
+            self._attempt.load_recorded()
 
     def load_weights_and_postprocess(self, model: torch.nn.Module, weights: Any, target_device: Any) -> None:
         """SGLang's own, but that all weights of a model are planned where that can be done.
@@ -69,7 +69,7 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
     def _by_slices(self, model: torch.nn.Module, weights: _Weights, target_device: Any, attempt: Attempt) -> None:
         self._attempt = attempt
         try:
-            with attempt.around(model, weights.again):
+            with attempt.replace_loader(model, weights.again):
                 self.load_weights_only(model, weights, target_device)
         finally:
             self._attempt = None
@@ -91,7 +91,9 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
     ) -> Iterator[tuple[str, torch.Tensor]]:
         where: Any
         index: str | None = None
-        tensors: Iterator[tuple[str, torch.Tensor]] | None = None if self._attempt is None else self._attempt.next()
+        tensors: Iterator[tuple[str, torch.Tensor]] | None = None
+        if self._attempt is not None:
+            tensors = self._attempt.next_stand_ins()
         if tensors is not None:
             return self._rename_weights(source, tensors)
         # Only a model's first source, and not its secondary ones, knows the configuration.
@@ -100,7 +102,7 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
         else:
             where, index = self._files_of(source, resolved_source)
         if self._attempt is not None:
-            tensors = self._attempt.source(where, _current_device(), self._options, index=index)
+            tensors = self._attempt.open_source(where, _current_device(), self._options, index=index)
         else:
             tensors = weights(where, _current_device(), self._options, index=index)
         return self._rename_weights(source, tensors)

@@ -58,8 +58,8 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
     device = _device_of(model)
     places = _places_of(model, device)
     if info["kind"] == "delta":
-        places.delta(info["path"], info["storage_options"])
-    elif not places.whole(info["path"], info["storage_options"], log):
+        places.apply_delta(info["path"], info["storage_options"])
+    elif not places.load_whole(info["path"], info["storage_options"], log):
         options = {"storage_options": info["storage_options"], "max_memory": _MOST}
         model.load_weights(weights(info["path"], device, options))  # type: ignore[operator]
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 __all__ = [
-    "Copy", "Destinations", "Early", "Stored", "block_of", "elements", "extent", "fill", "reach", "request_of",
-    "shaped",
+    "Copy", "Destinations", "Early", "Stored", "block_of", "elements", "load_copies", "memory_range", "request_of",
+    "spanned_elements", "view_in_shape",
 ]  # fmt: skip
 
 #: Dtypes of several elements a byte, or of elements that end inside one.
@@ -44,16 +44,16 @@ class Copy(NamedTuple):
 elements = math.prod
 
 
-def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+def spanned_elements(shape: Sequence[int], stride: Sequence[int]) -> int:
     """From the first element of a view to the last, both counted, how many lie in memory."""
     return 1 + sum((count - 1) * step for count, step in zip(shape, stride, strict=True))
 
 
-def reach(tensor: torch.Tensor) -> tuple[int, int, int]:
+def memory_range(tensor: torch.Tensor) -> tuple[int, int, int]:
     """The memory that a tensor lies in, and its first byte and its end there."""
     size = tensor.element_size()
     low = int(tensor.storage_offset()) * size
-    count = tensor.numel() if tensor.is_contiguous() else extent(tensor.shape, tensor.stride())
+    count = tensor.numel() if tensor.is_contiguous() else spanned_elements(tensor.shape, tensor.stride())
     return tensor.untyped_storage().data_ptr(), low, low + count * size
 
 
@@ -117,7 +117,7 @@ def request_of(copy: Copy, device: torch.device) -> tuple[int, int, int, int, in
     return (copy.of.at, target.data_ptr(), lo0, -1 if whole else hi0, 0, -1)
 
 
-def fill(copies: Iterable[Copy], most: int) -> None:
+def load_copies(copies: Iterable[Copy], most: int) -> None:
     """Loads copies, none of which overlap, into their targets, in one pass a file.
 
     A view that is a block of its tensor lands in the target. Another one, transposed or
@@ -148,13 +148,15 @@ def _copy_beside(copies: list[Copy], most: int) -> None:
         shape = copy.of.shape
         block = block_of(copy)
         target = (
-            None if block is None else shaped(copy.target, [*(high - low for low, high in block), *shape[len(block) :]])
+            None
+            if block is None
+            else view_in_shape(copy.target, [*(high - low for low, high in block), *shape[len(block) :]])
         )
         if target is not None:
             into.setdefault(id(copy.of.file), (copy.of.file, []))[1].append((copy.of.name, block, target))
         else:
             row = elements(shape[1:])
-            last = copy.offset + extent(copy.shape, copy.stride) - 1
+            last = copy.offset + spanned_elements(copy.shape, copy.stride) - 1
             others.append((copy, (copy.offset // row, last // row + 1)))
     for file, targets in into.values():
         file.load_into(targets)
@@ -174,7 +176,7 @@ def _copy_beside(copies: list[Copy], most: int) -> None:
                 copy.target.copy_(view)
 
 
-def shaped(target: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
+def view_in_shape(target: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
     """A view of a tensor in another shape; None if its memory is not that of such a one."""
     try:
         return target.view(shape)
@@ -274,7 +276,7 @@ class Destinations:
         return None if first == end else stretches[first][2][0].name
 
     def note_copy(self, target: torch.Tensor, reach: tuple[int, int, int], name: str) -> str | None:
-        """Notes a copy to a tensor, whose memory, first byte and end are `reach`. The name of one that
+        """Notes a copy to a tensor, whose memory, first byte and end are `memory_range`. The name of one that
         goes to the same bytes, or may; then nothing is noted."""
         memory, low, high = reach
         stretches = self._stretches.setdefault(memory, [])

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from .copies import extent
+from .copies import spanned_elements
 from .prepared import Refused
 
-__all__ = ["Describer", "Memory", "plain"]
+__all__ = ["Describer", "Memory", "is_plain"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _NAMED = (torch.dtype, torch.Size, torch.layout, torch.memory_format)
@@ -67,10 +67,10 @@ class Memory:
 def _span_of(tensor: torch.Tensor) -> tuple[int, int, int]:
     size = tensor.element_size()
     low = int(tensor.storage_offset()) * size
-    return tensor.untyped_storage().data_ptr(), low, low + extent(tensor.shape, tensor.stride()) * size
+    return tensor.untyped_storage().data_ptr(), low, low + spanned_elements(tensor.shape, tensor.stride()) * size
 
 
-def plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether a value is all that its text says."""
     return isinstance(value, _PLAIN)
 
@@ -92,7 +92,7 @@ class Describer:
         self._known: dict[int, tuple[Any, str]] = {}  # with the object, so that no other gets its id
         self._open: set[int] = set()
 
-    def every(self) -> dict[str, dict[str, str]]:
+    def describe_modules(self) -> dict[str, dict[str, str]]:
         """Of each module, by its path, each attribute; with those of its parameters, as
         `weight.attribute`."""
         out = {}
@@ -100,16 +100,16 @@ class Describer:
             entries = {"": _kind_of(module)}
             for name, value in vars(module).items():
                 if name not in _APART and not name.startswith(_OURS):
-                    entries[name] = self.text(value)
+                    entries[name] = self.text_of(value)
             entries["training"] = str(module.training)
             for name, param in [*module._parameters.items(), *module._buffers.items()]:
                 entries[f"{name}."] = "None" if param is None else _kind_of(param)
                 for attribute, value in {} if param is None else vars(param).items():
-                    entries[f"{name}.{attribute}"] = self.text(value)
+                    entries[f"{name}.{attribute}"] = self.text_of(value)
             out[path] = entries
         return out
 
-    def text(self, value: Any) -> str:
+    def text_of(self, value: Any) -> str:
         """Of one value."""
         if isinstance(value, _PLAIN):
             return repr(value)
@@ -140,18 +140,18 @@ class Describer:
         if isinstance(value, torch.nn.Module) and id(value) in self._paths:
             return f"module {self._paths[id(value)]}"
         if isinstance(value, _MANY):
-            parts = [self.text(part) for part in value]
+            parts = [self.text_of(part) for part in value]
             return (
                 f"{type(value).__name__}({', '.join(sorted(parts) if isinstance(value, set | frozenset) else parts)})"
             )
         if isinstance(value, Mapping):
-            return "{" + ", ".join(f"{self.text(key)}: {self.text(part)}" for key, part in value.items()) + "}"
+            return "{" + ", ".join(f"{self.text_of(key)}: {self.text_of(part)}" for key, part in value.items()) + "}"
         if isinstance(value, type):
             return f"{value.__module__}.{value.__qualname__}"
         if isinstance(value, functools.partial):
-            return f"partial({self.text(value.func)}, {self.text(value.args)}, {self.text(value.keywords)})"
+            return f"partial({self.text_of(value.func)}, {self.text_of(value.args)}, {self.text_of(value.keywords)})"
         if isinstance(value, MethodType):
-            return f"{value.__qualname__} of {self.text(value.__self__)}"
+            return f"{value.__qualname__} of {self.text_of(value.__self__)}"
         if isinstance(value, FunctionType | BuiltinFunctionType):
             return f"{value.__module__}.{value.__qualname__}"
         return self._describe_object(value)
@@ -170,7 +170,7 @@ class Describer:
         for slot in getattr(type(value), "__slots__", ()):
             if isinstance(slot, str) and hasattr(value, slot):
                 attributes[slot] = getattr(value, slot)
-        return f"{kind}({', '.join(f'{name}={self.text(part)}' for name, part in sorted(attributes.items()))})"
+        return f"{kind}({', '.join(f'{name}={self.text_of(part)}' for name, part in sorted(attributes.items()))})"
 
     def _describe_tensor(self, value: torch.Tensor) -> str:
         shape = f"{value.dtype} {list(value.shape)}"

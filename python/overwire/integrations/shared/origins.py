@@ -56,14 +56,14 @@ def origins_of(model: torch.nn.Module, engine: str, loaders: Iterable[str]) -> s
     look = _Look(engine)
     modules = set(loaders)
     for one in (*model.modules(), *model.parameters(), *model.buffers()):
-        modules |= look.kind(type(one))
+        modules |= look.look_at_class(type(one))
         for value in vars(one).values():
             if callable(value) and not isinstance(value, torch.nn.Module | torch.Tensor):
-                look.value(value)
+                look.look_at_value(value)
         if (method := vars(one).get("quant_method")) is not None:
-            modules |= look.kind(type(method))
+            modules |= look.look_at_class(type(method))
     for name in sorted(modules):
-        look.names(name)
+        look.look_at_functions(name)
     return hashlib.sha256(json.dumps(look.facts, default=str).encode()).hexdigest()
 
 
@@ -93,7 +93,7 @@ class _Look:
         self._seen: dict[int, Any] = {}  # by id, with the object, so that no other gets its id
         self.facts: list[Any] = []
 
-    def kind(self, kind: type) -> set[str]:
+    def look_at_class(self, kind: type) -> set[str]:
         """Looks at a class and those that it inherits from; returns the engine's modules that they are of."""
         modules: set[str] = set()
         for one in kind.__mro__:
@@ -106,10 +106,10 @@ class _Look:
                     for name, value in sorted(vars(one).items()):
                         if name not in _ABOUT:
                             self.facts.append(name)
-                            self.value(value)
+                            self.look_at_value(value)
         return modules
 
-    def names(self, module: str) -> None:
+    def look_at_functions(self, module: str) -> None:
         """Looks at the functions that a module of the engine has bound."""
         for name, value in sorted(vars(sys.modules.get(module, object)).items()):
             if not isinstance(value, FunctionType | functools.partial | MethodType):
@@ -120,7 +120,7 @@ class _Look:
                 or value.__closure__
                 or not self._is_imported(value, value.__code__.co_filename)
             ):
-                self.value(value)
+                self.look_at_value(value)
 
     def _is_imported(self, value: Any, file: str) -> bool:
         # Whether it is what a package that the engine is built on has under that name; its file is noted.
@@ -130,7 +130,7 @@ class _Look:
         self.facts.append((value.__module__, name, _state_of_file(file)))
         return True
 
-    def value(self, value: Any) -> None:
+    def look_at_value(self, value: Any) -> None:
         """Looks at what may be called, and at what it goes by."""
         if isinstance(value, _PLAIN):
             self.facts.append(repr(value))
@@ -142,11 +142,11 @@ class _Look:
             return
         elif isinstance(value, _GROUPS):
             for part in sorted(value, key=repr) if isinstance(value, set | frozenset) else value:
-                self.value(part)
+                self.look_at_value(part)
         elif isinstance(value, dict):
             for key, part in value.items():
-                self.value(key)
-                self.value(part)
+                self.look_at_value(key)
+                self.look_at_value(part)
         elif isinstance(value, type):
             self.facts.append((value.__module__, value.__qualname__))
             file = getattr(sys.modules.get(value.__module__), "__file__", None) or ""
@@ -158,10 +158,10 @@ class _Look:
     def _note_object(self, value: Any) -> None:
         kind = type(value)
         if isinstance(value, MethodType):
-            self.kind(type(value.__self__) if not isinstance(value.__self__, type) else value.__self__)
+            self.look_at_class(type(value.__self__) if not isinstance(value.__self__, type) else value.__self__)
         if isinstance(value, _WRAPPERS) or kind.__name__ == "_lru_cache_wrapper":
             for name in ("__func__", "__wrapped__", "func", "args", "keywords", "fget", "fset"):
-                self.value(getattr(value, name, None))
+                self.look_at_value(getattr(value, name, None))
         elif kind.__module__.partition(".")[0] not in self._tops and (callable(value) or hasattr(kind, "__get__")):
             raise Foreign(f"an object of {kind.__module__}.{kind.__qualname__}")
         else:
@@ -175,11 +175,11 @@ class _Look:
         if not is_generated and not file.startswith(self._own) and not self._is_pythons(file):
             raise Foreign(f"the function {function.__module__}.{function.__qualname__} of {file}")
         self.facts.append((function.__module__, function.__qualname__, function.__code__.co_firstlineno))
-        self.value(function.__defaults__)
-        self.value(function.__kwdefaults__)
+        self.look_at_value(function.__defaults__)
+        self.look_at_value(function.__kwdefaults__)
         for cell in function.__closure__ or ():
             try:
-                self.value(cell.cell_contents)
+                self.look_at_value(cell.cell_contents)
             except ValueError:
                 self.facts.append("empty")
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from . import copies
-from .copies import Copy, Stored, extent
+from .copies import Copy, Stored, spanned_elements
 from .described import Memory
 from .prepared import Refused
 
-__all__ = ["Arriving", "Names", "Rows", "put", "settle", "taken"]
+__all__ = ["Arriving", "Names", "Rows", "put_tensors", "restore_processed", "take_tensors"]
 
 # The most bytes that are loaded beside, for tensors with gaps.
 _MOST = 1 << 28
@@ -45,7 +45,7 @@ def _parts_of_modules(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module,
                 yield module, leaf, at + leaf, "attribute", value
 
 
-def taken(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Rows, Names]:
+def take_tensors(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Rows, Names]:
     """The tensors with memory of their own, by name, as views that are dense where the memory is;
     all of them as rows; and all names. Raises Refused for what cannot be put back."""
     names: Names = {}
@@ -104,7 +104,7 @@ class Arriving:
     """
 
     def __init__(self, path: str, rows: Mapping[str, list[Any]], device: torch.device) -> None:
-        """rows: of each tensor, as `taken` describes it. device: for those that are not the host's. Raises
+        """rows: of each tensor, as `take_tensors` describes it. device: for those that are not the host's. Raises
         Refused for a row of another device or dtype than there are."""
         self._path, self._device = path, device
         self._tensors = {name: _empty_tensor(row, device) for name, row in rows.items() if row[5] is None}
@@ -149,7 +149,7 @@ class Arriving:
             if self._failed is not None:
                 raise self._failed
             self._early.end()
-            copies.fill(self._rest, _MOST)
+            copies.load_copies(self._rest, _MOST)
             return self._tensors
         finally:
             self.close()
@@ -170,7 +170,7 @@ class Arriving:
             thread.join()
 
 
-def put(
+def put_tensors(
     model: torch.nn.Module,
     path: str,
     names: Mapping[str, list[Any]],
@@ -241,7 +241,7 @@ def _empty_tensor(row: list[Any], device: torch.device) -> torch.Tensor:
 def _view_of(base: torch.Tensor, row: list[Any]) -> torch.Tensor:
     # A tensor in the memory of another one.
     dtype, (name, at) = _dtype_of(row), row[5]
-    if at % dtype.itemsize or at + extent(row[2], row[3]) * dtype.itemsize > base.untyped_storage().nbytes():
+    if at % dtype.itemsize or at + spanned_elements(row[2], row[3]) * dtype.itemsize > base.untyped_storage().nbytes():
         raise Refused(f"a tensor does not fit into {name}")
     out = torch.empty(0, dtype=dtype, device=base.device)
     return out.set_(base.untyped_storage(), at // dtype.itemsize, row[2], row[3])
@@ -276,9 +276,11 @@ def _put_in_module(module: torch.nn.Module, leaf: str, kind: str, tensor: torch.
         module._non_persistent_buffers_set.add(leaf)
 
 
-def settle(model: torch.nn.Module, names: Mapping[str, list[Any]], tensors: Mapping[str, torch.Tensor]) -> None:
+def restore_processed(
+    model: torch.nn.Module, names: Mapping[str, list[Any]], tensors: Mapping[str, torch.Tensor]
+) -> None:
     """After the engine's processing: takes out what has no memory and no name among these, which
-    processing drops, and puts back the attributes that it has made anew. tensors: those of `put`."""
+    processing drops, and puts back the attributes that it has made anew. tensors: those of `put_tensors`."""
     modules = dict(model.named_modules())
     for name, (kind, _) in names.items():
         if kind == "attribute":

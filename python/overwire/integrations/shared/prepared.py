@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["KEY", "Kept", "Refused", "discard", "find", "folder_of", "keep", "refuse", "used"]
+__all__ = ["KEY", "Kept", "Refused", "find_file", "folder_of", "keep_file", "note_refusal", "note_use", "remove_file"]
 
 #: Under which name the metadata of a container has what a file says about its model.
 KEY = "overwire.prepared"
@@ -73,7 +73,7 @@ def _check_owner(found: os.stat_result, path: str) -> None:
         raise Refused(f"{path} belongs to another user, or others may write it")
 
 
-def find(folder: str, name: str) -> Kept | None:
+def find_file(folder: str, name: str) -> Kept | None:
     """The file of a fingerprint; None if there is none. Raises Refused for one that cannot be
     used, and where the model was found not to fit for it."""
     import overwire
@@ -90,7 +90,7 @@ def find(folder: str, name: str) -> Kept | None:
         with overwire.safe_open(path, framework="pt", device="cpu") as file:
             record = json.loads((file.metadata() or {})[KEY])
     except (overwire.OverwireError, KeyError, ValueError) as error:
-        discard(path)
+        remove_file(path)
         raise Refused(f"{path} is damaged: {error}") from None
     if not isinstance(record, dict):
         raise Refused(f"{path} is damaged")
@@ -99,19 +99,19 @@ def find(folder: str, name: str) -> Kept | None:
     return Kept(path, record)
 
 
-def used(path: str) -> None:
+def note_use(path: str) -> None:
     """Notes that a file was used."""
     with contextlib.suppress(OSError):
         os.utime(path)
 
 
-def discard(path: str) -> None:
+def remove_file(path: str) -> None:
     """Removes a file, if it is there."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 
 
-def keep(
+def keep_file(
     folder: str, name: str, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any], digests: Mapping[str, str]
 ) -> str:
     """Writes the file of a fingerprint, and removes old ones; returns its path.
@@ -137,17 +137,17 @@ def keep(
             raise Refused("its weights have changed since it was loaded")
         os.replace(temporary, path)
     finally:
-        discard(temporary)
+        remove_file(temporary)
     _bound_folder(folder, path, most)
     return path
 
 
-def refuse(folder: str, name: str, reason: str) -> None:
+def note_refusal(folder: str, name: str, reason: str) -> None:
     """Notes that the model of a fingerprint does not fit, so that later starts do not try."""
     import overwire
 
     with contextlib.suppress(overwire.OverwireError, OSError):
-        keep(folder, name, {}, {"refused": reason}, {})
+        keep_file(folder, name, {}, {"refused": reason}, {})
 
 
 def _bound_folder(folder: str, newest: str, most: int) -> None:
@@ -158,7 +158,7 @@ def _bound_folder(folder: str, newest: str, most: int) -> None:
             with contextlib.suppress(OSError):
                 state = entry.stat(follow_symlinks=False)
                 if entry.name.startswith(_BEGUN) and time.time() - state.st_mtime > _LEFT:
-                    discard(entry.path)
+                    remove_file(entry.path)
                 elif entry.name.endswith(_SUFFIX) and not entry.name.startswith("."):
                     files.append((entry.path == newest, state.st_mtime_ns, state.st_size, entry.path))
     files.sort(reverse=True)
@@ -166,7 +166,7 @@ def _bound_folder(folder: str, newest: str, most: int) -> None:
     for _, _, size, path in files:
         total += size
         if total > most and path != newest:
-            discard(path)
+            remove_file(path)
 
 
 def fingerprint(*parts: Any) -> str:

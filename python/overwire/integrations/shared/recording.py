@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .copies import Copy, Destinations, Stored, reach
+from .copies import Copy, Destinations, Stored, memory_range
 from .sheets import Opening, Sheet
 
-__all__ = ["EARLY", "Opened", "Recorder", "Unplannable", "opened", "stand_ins"]
+__all__ = ["EARLY", "Opened", "Recorder", "Unplannable", "open_source", "stand_ins"]
 
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
@@ -129,9 +129,9 @@ class Recorder:
     def __exit__(self, *exc: object) -> None:
         self._entered.close()
 
-    def finish(self) -> None:
+    def load_rest(self) -> None:
         """Loads the rest. Raises Unplannable if a stand-in is still referenced."""
-        self.load()
+        self.load_noted()
         if self._count_alive():
             self._refuse_alive()
 
@@ -160,13 +160,13 @@ class Recorder:
         return tensor
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """For work that is not the loader's."""
         # Parameters of vLLM's have a function of torch's in Python.
         with torch._C._ExcludeDispatchKeyGuard(_recorder_keys()[1]), torch._C.DisableTorchFunctionSubclass():
             yield
 
-    def offer(self) -> None:
+    def offer_early(self) -> None:
         """Has what is noted loaded early, if it is enough and nothing speaks against it."""
         if self._size < EARLY or self._early is None:
             return
@@ -174,21 +174,21 @@ class Recorder:
         if self._works or self._count_alive() > _KEPT:
             return
         try:
-            with self.paused():
+            with self.pause():
                 self._noted = self._early(self._noted)
             self._offered = True
         except BaseException as error:
             self.failed = error
             raise
 
-    def load(self) -> None:
+    def load_noted(self) -> None:
         """Loads what is noted."""
         if self._count_alive() > _KEPT:
             self._refuse_alive()  # before anything is loaded in vain
         notes, self._noted = self._noted, []
         if notes or self._offered:
             self.began, self._offered = True, False
-            with self.paused():
+            with self.pause():
                 self._load(notes)
         self._destinations.forget_all()
 
@@ -237,7 +237,7 @@ class Recorder:
             what = f"{one.dtype} {list(one.shape)} to {target.dtype} {list(target.shape)} on {target.device}"
             raise Unplannable(name, f"copy_ of {what}")
         if target.numel():
-            memory, low, high = reach(target)
+            memory, low, high = memory_range(target)
             if not memory:
                 raise Unplannable(name, f"copy_ to a {type(target).__name__} without memory of its own")
             other = self._destinations.note_copy(target, (memory, low, high), name)
@@ -303,7 +303,7 @@ class Recorder:
         for tensor in _tensors((args, kwargs)):
             if tensor.device.type == "meta" or not tensor.numel():
                 continue
-            other = self._destinations.name_at(*reach(tensor))
+            other = self._destinations.name_at(*memory_range(tensor))
             if other is not None:
                 raise Unplannable(other, f"{func} on where it goes")
 
@@ -448,7 +448,7 @@ class Opened:
         return self._tensors
 
 
-def opened(
+def open_source(
     files: contextlib.ExitStack,
     where: Any,
     device: str,
@@ -490,7 +490,7 @@ def opened(
         source.at = every if unused is None else [at for at in every if not unused(sheet.rows[at][0])] or every
     positions = None if source.at is None else set(source.at)
     source.small = sheet.file.get_tensors(
-        [sheet.rows[at][0] for at in sheet.small() if positions is None or at in positions]
+        [sheet.rows[at][0] for at in sheet.small_positions() if positions is None or at in positions]
     )
     return source
 
@@ -501,7 +501,7 @@ def stand_ins(recorder: Recorder, source: Opened) -> Iterator[tuple[str, torch.T
 
     dtypes = {dtype: torch_dtype(dtype) for dtype in {one.dtype for one in source.tensors}}
     for one in source.tensors:
-        recorder.offer()
+        recorder.offer_early()
         if one.name in source.small:
             yield one.name, recorder.give_small(one.name, source.small[one.name])
             continue

@@ -11,7 +11,7 @@ from typing import Any
 
 from .copies import elements
 
-__all__ = ["SMALL", "Opening", "Sheet"]
+__all__ = ["Opening", "SMALL", "Sheet"]
 
 #: The elements of a tensor that a loader gets with its data: scales, and shapes of packed matrices, which several
 #: tensors of a file bring to one parameter.
@@ -28,7 +28,7 @@ class Sheet:
         self.rows = table_of(file)
         self.digest = hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()
 
-    def small(self) -> list[int]:
+    def small_positions(self) -> list[int]:
         """The positions of tensors of at most `SMALL` elements."""
         return [at for at, row in enumerate(self.rows) if elements(row[2]) <= SMALL]
 

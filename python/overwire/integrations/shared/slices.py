@@ -18,7 +18,7 @@ from . import copies, recording
 from .copies import Copy
 from .recording import Opened, Recorder, Unplannable
 
-__all__ = ["Attempt", "by_slices", "shared"]
+__all__ = ["Attempt", "by_slices", "land_together"]
 
 #: The bytes of a part of a tensor's rows from which ranks that share the reading read it
 #: apart: a chunk at either end, which others may read too, counts for little then.
@@ -28,7 +28,7 @@ APART = 32 << 20
 class Attempt:
     """What an engine's loader asks while a load by slices runs.
 
-    The model's own `load_weights` is replaced while `around` is entered: it first looks
+    The model's own `load_weights` is replaced while `replace_loader` is entered: it first looks
     what the engine would read, and opens that; then the model's own runs on stand-ins.
     """
 
@@ -39,32 +39,32 @@ class Attempt:
         self._sources: list[Opened] = []
         self._left: list[Opened] = []
         self._group: Any = None  # of ranks that have not met yet, and will once
-        self._later: list[Copy] = []  # until then
+        self._postponed: list[Copy] = []  # until then
 
     @property
     def device(self) -> torch.device:
         """Where tensors land."""
         return self._sources[0].device
 
-    def source(
+    def open_source(
         self, where: Any, device: str, chosen: Mapping[str, Any], **asked: Any
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Opens a source, for `next`, and yields nothing; the arguments are those of `weights`."""
-        self._sources.append(recording.opened(self._files, where, device, chosen, **asked))
+        """Opens a source, for `next_stand_ins`, and yields nothing; the arguments are those of `weights`."""
+        self._sources.append(recording.open_source(self._files, where, device, chosen, **asked))
         return iter(())
 
-    def next(self) -> Iterator[tuple[str, torch.Tensor]] | None:
-        """The stand-ins of the next source that was opened; None while `source` opens them."""
+    def next_stand_ins(self) -> Iterator[tuple[str, torch.Tensor]] | None:
+        """The stand-ins of the next source that was opened; None while `open_source` opens them."""
         return None if self._looks else recording.stand_ins(self._recorder, self._left.pop(0))
 
-    def ended(self) -> None:
+    def load_recorded(self) -> None:
         """To be called after the last tensor of the last source: loads what was recorded."""
         if not self._looks:
             self._quiet.close()
-            self._recorder.load()
+            self._recorder.load_noted()
 
     @contextlib.contextmanager
-    def around(
+    def replace_loader(
         self, model: Any, look: Callable[[], Iterable[Any]], group: Any = None, pays: bool = False
     ) -> Iterator[None]:
         """While it lasts, `model.load_weights` loads by slices.
@@ -88,14 +88,14 @@ class Attempt:
 
         # Stand-ins by the ten thousand are no garbage, and would start full collections of
         # all that an engine has imported.
-        with self._recorder.paused(), many_objects():
+        with self._recorder.pause(), many_objects():
             self._prepare_reading(functools.partial(self._open_sources, look), group, pays)
         try:
             with self._quiet:
                 self._quiet.enter_context(many_objects())
                 return own(weights)
         finally:
-            with self._recorder.paused():
+            with self._recorder.pause():
                 self._meet_ranks()  # the other ranks wait for one that has failed, or has nothing to load
 
     def _prepare_reading(self, opens: Callable[[], None], group: Any, pays: bool) -> None:
@@ -117,26 +117,26 @@ class Attempt:
         self._left = list(self._sources)
 
     @property
-    def waits(self) -> bool:
+    def is_shared(self) -> bool:
         """Whether the ranks are to share the reading of what they record."""
         return self._group is not None
 
-    def apart(self, noted: list[Copy]) -> list[Copy]:
+    def take_unshared(self, noted: list[Copy]) -> list[Copy]:
         """The copies that can be read at once: where the ranks are to meet, parts of a tensor's
-        rows, which most likely no other rank needs. The others are kept for `share`."""
-        if not self.waits:
+        rows, which most likely no other rank needs. The others are kept for `read_together`."""
+        if not self.is_shared:
             return noted
         own_copies: list[Copy] = []
         for copy in noted:
             large = copy.target.numel() * copy.target.element_size() >= APART
             request = copies.request_of(copy, self.device) if large else None
             rows = request is not None and request[3] >= 0 and request[5] < 0
-            (own_copies if rows else self._later).append(copy)
+            (own_copies if rows else self._postponed).append(copy)
         return own_copies
 
     def take_later(self) -> list[Copy]:
-        """What `apart` has kept."""
-        copies, self._later = self._later, []
+        """What `take_unshared` has kept."""
+        copies, self._postponed = self._postponed, []
         return copies
 
     def _meet_ranks(self, wanted: Callable[[], Any] = lambda: None) -> Any:
@@ -151,10 +151,10 @@ class Attempt:
             self._log.info("overwire: each rank reads by itself: %s", why)
         return together
 
-    def share(self, noted: list[Copy], most: int) -> list[Copy]:
+    def read_together(self, noted: list[Copy], most: int) -> list[Copy]:
         """Collective, where the ranks wait: loads the copies together with theirs; returns those
         that this rank has to load by itself."""
-        if not self.waits:
+        if not self.is_shared:
             return noted
         rows = {id(source.file): array("q") for source in self._sources}
         blocks: list[Copy] = []
@@ -176,10 +176,10 @@ class Attempt:
         together = self._meet_ranks(is_wanted)
         if together is None:
             return noted
-        return [] if shared(together, lambda: copies.fill(beside, most), self._log) else blocks
+        return [] if land_together(together, lambda: copies.load_copies(beside, most), self._log) else blocks
 
 
-def shared(together: Any, beside: Callable[[], None], log: Any) -> bool:
+def land_together(together: Any, beside: Callable[[], None], log: Any) -> bool:
     """Collective: whether the ranks have landed their blocks together. beside: as for `land`
     of BlockLoad. One line of the log says what was read, or why each rank has to by itself."""
     reason = together.land(beside)
@@ -197,8 +197,8 @@ def shared(together: Any, beside: Callable[[], None], log: Any) -> bool:
 def by_slices(load: Callable[[Attempt], None], most: int, log: Any) -> bool:
     """Whether a model was loaded by slices.
 
-    load: runs the engine's loader, which enters `around` of the attempt that it gets. most: as for
-    `fill`.
+    load: runs the engine's loader, which enters `replace_loader` of the attempt that it gets. most: as for
+    `load_copies`.
 
     False if that cannot be planned, with one line in the log: the whole model must
     then be loaded in another way, which raises what its loader finds wrong. Raises what
@@ -212,14 +212,21 @@ def by_slices(load: Callable[[Attempt], None], most: int, log: Any) -> bool:
         noted = attempt.take_later() + noted
         every = early.copies + noted
         early.end()
-        copies.fill(attempt.share(noted, most), most)
+        copies.load_copies(attempt.read_together(noted, most), most)
         now = time.perf_counter()
         size = sum(copy.target.numel() * copy.target.element_size() for copy in every)
-        words = "overwire: %d slices, %.2f GB, %d of them while the loader ran, loaded into their places in %.2f s and %.2f s after it"
-        log.info(words, len(every), size / 1e9, len(early.copies), first - began, now - first)
+        log.info(
+            "overwire: %d slices, %.2f GB, %d of them while the loader ran, loaded into their places in %.2f s and "
+            "%.2f s after it",
+            len(every),
+            size / 1e9,
+            len(early.copies),
+            first - began,
+            now - first,
+        )
 
     def begin_reading(noted: list[Copy]) -> list[Copy]:
-        copies = attempt.apart(noted)
+        copies = attempt.take_unshared(noted)
         return early.begin(copies) if copies else []
 
     early = copies.Early(lambda: attempt.device)
@@ -229,7 +236,7 @@ def by_slices(load: Callable[[Attempt], None], most: int, log: Any) -> bool:
         try:
             with recorder:
                 load(attempt)
-                recorder.finish()
+                recorder.load_rest()
         except Exception as error:
             # What the files or the device lack is an error as it is.
             if recorder.failed is not None:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 from . import copies
-from .copies import Copy, Stored, block_of, shaped
-from .recording import Opened, Recorder, opened, stand_ins
+from .copies import Copy, Stored, block_of, view_in_shape
+from .recording import Opened, Recorder, open_source, stand_ins
 
 __all__ = ["Incomplete", "Places"]
 
@@ -50,7 +50,7 @@ class Places:
     """Where a model's loader puts the tensors of a push.
 
     load: the model's own loader; it may raise `Incomplete` when it has run. device: where
-    the parameters are. most: as for `fill`. group: the process group of the ranks that
+    the parameters are. most: as for `load_copies`. group: the process group of the ranks that
     divide tensors among them, None for one rank.
     """
 
@@ -69,7 +69,7 @@ class Places:
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the model makes its own
 
-    def whole(self, where: Any, storage_options: Mapping[str, Any] | None, log: Any) -> bool:
+    def load_whole(self, where: Any, storage_options: Mapping[str, Any] | None, log: Any) -> bool:
         """Loads all that the model takes of a file.
 
         False if that cannot be planned, with one line in the log; no parameter has changed
@@ -77,7 +77,7 @@ class Places:
         parameters then have old values and new ones.
         """
         with contextlib.ExitStack() as files:
-            source = opened(files, where, self._device, {"storage_options": storage_options})
+            source = open_source(files, where, self._device, {"storage_options": storage_options})
             try:
                 all_copies = self._copies_of(source)
             except Incomplete:
@@ -85,10 +85,10 @@ class Places:
             except Exception as error:
                 log.info("overwire: updates tensor by tensor, since slices cannot be planned: %s", error)
                 return False
-            copies.fill(all_copies, self._most)
+            copies.load_copies(all_copies, self._most)
         return True
 
-    def delta(self, where: Any, storage_options: Any) -> None:
+    def apply_delta(self, where: Any, storage_options: Any) -> None:
         """Applies a delta to the parameters: all ranks of the group, or none.
 
         Raises, on all ranks, DeltaBaseError if they are not its base; ValueError where the
@@ -228,7 +228,7 @@ class Places:
         recorder = Recorder(copies.extend)
         with recorder:
             self._load(stand_ins(recorder, source))
-            recorder.finish()
+            recorder.load_rest()
         if recorder.impure is None:  # else the loader has to run each time
             self._key, self._copies = key, [copy._replace(of=copy.of._replace(file=None)) for copy in copies]
         return copies
@@ -267,4 +267,4 @@ def _whole_target(copy: Copy) -> torch.Tensor | None:
     shape = copy.of.shape
     if block_of(copy) != [(0, size) for size in shape[:1]] or copy.dtype != copy.target.dtype:
         return None
-    return shaped(copy.target, shape)
+    return view_in_shape(copy.target, shape)

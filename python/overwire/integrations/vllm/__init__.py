@@ -103,7 +103,7 @@ def _then_written(warm: Callable[..., Any]) -> Callable[..., Any]:
     def compile_or_warm_up_model(*args: Any, **named: Any) -> Any:
         result = warm(*args, **named)
         if preparation := sys.modules.get(f"{__name__}.prepared"):
-            preparation.begin()
+            preparation.begin_writing()
         return result
 
     return compile_or_warm_up_model
@@ -117,7 +117,7 @@ def _before_change(change: Callable[..., Any]) -> Callable[..., Any]:
         if streaming is not None and change.__name__ not in ("checkpoint_prepare", "shutdown"):
             streaming.refuse_changes(change.__name__)
         if written := sys.modules.get(f"{__name__}.prepared"):
-            written.finish()
+            written.finish_writing()
         return change(*args, **named)
 
     return changed

@@ -65,7 +65,7 @@ class Coverage:
         for word in words or (None,):
             self._shards[name].update(word if isinstance(word, (tuple, list)) else (word,))
 
-    def missing(self, loaded: set[str] | None) -> set[str]:
+    def missing_weights(self, loaded: set[str] | None) -> set[str]:
         """Weights that nothing was loaded into, and parts of fused ones, as `name[part]`.
 
         loaded: names that the model says it has loaded by whatever way; None if it says

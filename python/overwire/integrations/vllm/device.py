@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["device_of", "likely", "ranks"]
+__all__ = ["device_of", "likely_device", "tensor_ranks"]
 
 
 def device_of(model: torch.nn.Module, load_config: Any) -> str:
@@ -27,7 +27,7 @@ def device_of(model: torch.nn.Module, load_config: Any) -> str:
     return _served_device(configured_device)
 
 
-def likely(config: Any, load_config: Any) -> str:
+def likely_device(config: Any, load_config: Any) -> str:
     """The same for a model that is still to be made."""
     return _served_device(
         torch.device(config.device_config.device if load_config.device is None else load_config.device)
@@ -40,7 +40,7 @@ def _served_device(asked: torch.device) -> str:
     return f"cuda:{torch.cuda.current_device() if asked.index is None else asked.index}"
 
 
-def ranks() -> Any:
+def tensor_ranks() -> Any:
     """The group of the ranks that divide tensors among them and load at the same time, on
     the host; None if there is one rank."""
     try:

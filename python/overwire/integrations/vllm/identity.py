@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from ..shared.origins import files_of
 from ..shared.prepared import Refused, fingerprint
 
-__all__ = ["CODE", "OPAQUE", "name_of", "offloads"]
+__all__ = ["CODE", "OPAQUE", "is_offloading", "name_of"]
 
 #: Code that moves weights, whatever the model.
 CODE = (
@@ -82,7 +82,7 @@ def name_of(config: Any, model_config: Any, prefix: str, loader: Any, device: to
         raise Refused("vLLM 0.32 cannot make a model whose experts are divided among ranks without memory")
     if torch.version.hip or device.type not in ("cpu", "cuda"):
         raise Refused(f"vLLM uses {device.type}{' by ROCm' if torch.version.hip else ''}")
-    if getattr(getattr(config, "engram_config", None), "cpu_offload", False) or offloads(config):
+    if getattr(getattr(config, "engram_config", None), "cpu_offload", False) or is_offloading(config):
         raise Refused("weights are offloaded")
     import overwire
 
@@ -112,7 +112,7 @@ def name_of(config: Any, model_config: Any, prefix: str, loader: Any, device: to
     )
 
 
-def offloads(config: Any) -> bool:
+def is_offloading(config: Any) -> bool:
     """Whether vLLM's own offloader is asked for."""
     offload = getattr(config, "offload_config", None)
     found = [
@@ -154,7 +154,7 @@ def _files_of(model_config: Any, loader: Any) -> Iterator[Any]:
     if loader.at_source(model_config):
         where = loader.source
     else:
-        where, _ = loader.files(DefaultModelLoader.Source(model_config.model, model_config.revision))
+        where, _ = loader.files_of(DefaultModelLoader.Source(model_config.model, model_config.revision))
     with overwire.safe_open(where, framework="pt", device="cpu", storage_options=loader.storage_options) as file:
         for state in states_of(file):
             if state["sealed"]:

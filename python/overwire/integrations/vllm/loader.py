@@ -34,7 +34,7 @@ from .. import weights as read_weights
 from ..shared.sheets import Opening
 from ..shared.slices import Attempt, by_slices
 from .coverage import Coverage
-from .device import device_of, likely, ranks
+from .device import device_of, likely_device, tensor_ranks
 from .methods import COPIED
 
 __all__ = ["OverwireModelLoader"]
@@ -83,7 +83,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields name and tensor of all that the model reads, secondary weights last."""
-        self._reader.begin(model_config, model)
+        self._reader.note_model(model_config, model)
         weights: Iterator[tuple[str, torch.Tensor]] = self._reader.get_all_weights(model_config, model)
         return weights
 
@@ -106,22 +106,22 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             from .prepared import Start
 
             start = Start(option, vllm_config, model_config, prefix, self._reader)
-            ready = start.load()
+            ready = start.load_model()
             if ready is not None:
-                self._reader.begin(model_config, ready)
+                self._reader.note_model(model_config, ready)
                 return ready
         if self._takes_slices(model_config):
-            self._reader.open(vllm_config, model_config)
+            self._reader.open_ahead(vllm_config, model_config)
         module: torch.nn.Module = super().load_model(vllm_config, model_config, prefix, **named)
         if start is not None:
-            start.keep(module)
+            start.note_model(module)
         return module
 
     def _load_hosted(self, vllm_config: Any, model_config: Any, prefix: str, **named: Any) -> torch.nn.Module:
         from .streaming import hosted_layers, refuse_config
 
         refuse_config(vllm_config, model_config)
-        with hosted_layers(torch.device(likely(vllm_config, self.load_config))) as layers:
+        with hosted_layers(torch.device(likely_device(vllm_config, self.load_config))) as layers:
             model: torch.nn.Module = super().load_model(vllm_config, model_config, prefix, **named)
             layers.stream_layers(model, self._keep)
         return model
@@ -133,7 +133,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Loads the model. ValueError, in vLLM's words, for a parameter, or a part of
         one, that the files do not hold."""
-        self._reader.begin(model_config, model)
+        self._reader.note_model(model_config, model)
         is_quantised = model_config.quantization is not None
         if not self._takes_slices(model_config) or not by_slices(
             functools.partial(self._by_slices, model, model_config, is_quantised), self._options["max_memory"], log
@@ -145,7 +145,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         weights = functools.partial(reader.get_all_weights, model_config, model)
         reader.attempt = attempt
         try:
-            with attempt.around(model, weights, ranks(), reader.pays):
+            with attempt.replace_loader(model, weights, tensor_ranks(), reader.shares_pay):
                 self._load_checked(model, model_config, quantised)
         finally:
             reader.attempt = None
@@ -156,7 +156,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             return
         with Coverage(model) as coverage:
             self._reader.load_weights(model, model_config)
-        missing = coverage.missing(self._reader.loaded)
+        missing = coverage.missing_weights(self._reader.loaded)
         if missing:
             raise ValueError(
                 f"Following weights were not initialized from checkpoint: {missing} (found by overwire; "
@@ -219,15 +219,15 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         return self._options.get("storage_options")
 
     @property
-    def pays(self) -> bool:
-        """For `shares_reading`: the weights that `begin` has found go to GPUs, or lie in a store."""
+    def shares_pay(self) -> bool:
+        """For `shares_reading`: the weights that `note_model` has found go to GPUs, or lie in a store."""
         from ...plumbing import is_remote
 
         return self._device != "cpu" or (self._sourced_model is not None and is_remote(str(self.source)))
 
-    def open(self, vllm_config: Any, model_config: Any) -> None:
+    def open_ahead(self, vllm_config: Any, model_config: Any) -> None:
         """Begins to open what the model, which is still to be made, most likely reads."""
-        device = likely(vllm_config, self.load_config)
+        device = likely_device(vllm_config, self.load_config)
         self._opening = Opening(functools.partial(self._likely_files, model_config), device, self._options)
 
     def at_source(self, model_config: Any) -> bool:
@@ -247,7 +247,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
             return self.source, None
         if not os.path.isdir(model_config.model):  # vLLM downloads it when it is due
             return None
-        return self.files(DefaultModelLoader.Source(model_config.model, model_config.revision))
+        return self.files_of(DefaultModelLoader.Source(model_config.model, model_config.revision))
 
     def close(self) -> None:
         """Closes what was opened and is not used."""
@@ -255,7 +255,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         if opening is not None:
             opening.close()
 
-    def begin(self, model_config: Any, model: torch.nn.Module) -> None:
+    def note_model(self, model_config: Any, model: torch.nn.Module) -> None:
         """Notes what is known before vLLM takes the parameters away, as a reload does."""
         self._device = device_of(model, self.load_config)
         # A reload from another path must not read the first model's source.
@@ -267,14 +267,14 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         loads what was recorded."""
         yield from super().get_all_weights(model_config, model)
         if self.attempt is not None:
-            self.attempt.ended()
+            self.attempt.load_recorded()
 
     def _get_weights_iterator(self, part: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if self.load_config.safetensors_load_strategy == "torchao":
             raise ValueError(
                 "overwire: torchao's safetensors are put together by vLLM alone: use --load-format safetensors"
             )
-        weights = None if self.attempt is None else self.attempt.next()
+        weights = None if self.attempt is None else self.attempt.next_stand_ins()
         if weights is None:
             weights = self._read_part(part)
         return ((part.prefix + name, tensor) for name, tensor in weights)
@@ -283,7 +283,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         files: Any = self.source
         index = None
         if part.model_or_path != self._sourced_model or part.subfolder or part.allow_patterns_overrides is not None:
-            files, index = self.files(part)
+            files, index = self.files_of(part)
         if not self.counter_before_loading_weights:
             self.counter_before_loading_weights = time.perf_counter()
         options: dict[str, Any] = {"wanted": self._is_wanted, "unused": part.is_unused_weight, "index": index}
@@ -292,7 +292,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
             return read_weights(files, self._device, self._options, progress=progress, **options)
         if self.local_expert_ids is None:
             options["wanted"] = None
-        return self.attempt.source(files, self._device, self._options, opening=self._opening, **options)
+        return self.attempt.open_source(files, self._device, self._options, opening=self._opening, **options)
 
     def track_weights_loading(
         self, model: torch.nn.Module, loaded_weights: set[str] | None, *args: Any, **more: Any
@@ -304,7 +304,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
     def _is_wanted(self, name: str) -> bool:
         return not should_skip_weight(name, self.local_expert_ids)
 
-    def files(self, part: Any) -> tuple[list[str], str | None]:
+    def files_of(self, part: Any) -> tuple[list[str], str | None]:
         """The files of a part in vLLM's order, and their index.json, if it counts."""
         folder, files, is_safe, index = self._prepare_weights(
             part.model_or_path,

@@ -22,14 +22,14 @@ import torch
 from vllm.logger import init_logger
 
 from ..shared import prepared
-from ..shared.described import Describer, plain
+from ..shared.described import Describer, is_plain
 from ..shared.origins import Foreign, origins_of
-from ..shared.parts import Arriving, put, settle, taken
+from ..shared.parts import Arriving, put_tensors, restore_processed, take_tensors
 from ..shared.prepared import Kept, Refused
-from .device import ranks
+from .device import tensor_ranks
 from .identity import CODE, OPAQUE, name_of
 
-__all__ = ["Start", "begin", "finish"]
+__all__ = ["Start", "begin_writing", "finish_writing"]
 
 log = init_logger("vllm.overwire")
 
@@ -38,7 +38,7 @@ _waiting: list[Callable[[], None]] = []
 _writers: list[threading.Thread] = []
 
 
-def begin() -> None:
+def begin_writing() -> None:
     """Begins to write, in the background, what the loads of this process have left to be kept. To
     be called when the engine is up."""
     works, _waiting[:] = list(_waiting), []
@@ -49,8 +49,8 @@ def begin() -> None:
         _writers[-1].start()
 
 
-def finish() -> None:
-    """Waits for what `begin` has begun; what it has not begun is not written. To be called before
+def finish_writing() -> None:
+    """Waits for what `begin_writing` has begun; what it has not begun is not written. To be called before
     weights change, or their memory goes."""
     _waiting.clear()
     while _writers:
@@ -74,7 +74,7 @@ class Start:
         try:
             self._folder = prepared.folder_of(chosen)
             self._name = name_of(config, model_config, prefix, loader, self._device)
-            self._kept = prepared.find(self._folder, self._name)
+            self._kept = prepared.find_file(self._folder, self._name)
         except Refused as error:
             log.info("overwire: no prepared state: %s", error)
             if "damaged" not in str(error):
@@ -83,7 +83,7 @@ class Start:
             log.info("overwire: no prepared state: %s", error)
             self._folder = None
 
-    def load(self) -> torch.nn.Module | None:
+    def load_model(self) -> torch.nn.Module | None:
         """The model, made of what was kept; None where it has to be loaded as always: on all ranks
         that share tensors, or on none."""
         if not _all_agree(self._kept is not None):
@@ -105,7 +105,7 @@ class Start:
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
             return None
-        prepared.used(self._kept.path)
+        prepared.note_use(self._kept.path)
         count = len(self._kept.record["tensors"])
         log.info("overwire: made of prepared state: %d tensors, in %.2f s", count, time.perf_counter() - began)
         return model
@@ -117,12 +117,12 @@ class Start:
             log.info("overwire: loads as always: another rank has no prepared state that fits")
         elif isinstance(reason, overwire.CorruptError | overwire.FormatError):
             log.warning("overwire: loads as always, and keeps the prepared state anew: %s", reason)
-            prepared.discard(kept.path)
+            prepared.remove_file(kept.path)
         else:
             log.info("overwire: loads as always: the prepared state %s does not fit: %s", kept.path, reason)
             passing = overwire.OverwireError | torch.OutOfMemoryError | Foreign  # says nothing about other starts
             if not isinstance(reason, passing) and self._folder is not None:
-                prepared.refuse(self._folder, self._name, f"the model does not fit: {reason}")
+                prepared.note_refusal(self._folder, self._name, f"the model does not fit: {reason}")
             self._folder = None
 
     def _make_model(self, kept: Kept) -> torch.nn.Module:
@@ -137,17 +137,17 @@ class Start:
             with torch.device("meta"):
                 model = initialize_model(vllm_config=self._config, model_config=self._model_config, prefix=self._prefix)
             _check_supported(model)
-            tensors = put(model, kept.path, names, rows, self._device, "vllm", arriving)
+            tensors = put_tensors(model, kept.path, names, rows, self._device, "vllm", arriving)
             with weights_already_processed():
                 process_weights_after_loading(model, self._model_config, self._device)
-            settle(model, names, tensors)
+            restore_processed(model, names, tensors)
         _reload_to(model, self._device)
         model.eval()
         _compare_model(model, kept.record)
         return model
 
-    def keep(self, model: torch.nn.Module) -> None:
-        """Notes what is to be kept of a model that was loaded as always, for `begin`."""
+    def note_model(self, model: torch.nn.Module) -> None:
+        """Notes what is to be kept of a model that was loaded as always, for `begin_writing`."""
         if self._folder is None:
             return
         import overwire
@@ -169,7 +169,7 @@ def _write_prepared(
 
     began = time.perf_counter()
     try:
-        path = prepared.keep(folder, name, tensors, record, digests)
+        path = prepared.keep_file(folder, name, tensors, record, digests)
     except (Refused, overwire.OverwireError, OSError, ValueError) as error:
         log.info("overwire: keeps no prepared state: %s", error)
         return
@@ -178,7 +178,7 @@ def _write_prepared(
 
 def _all_agree(mine: bool) -> bool:
     # Collective among the ranks that load together: whether all of them say so.
-    group = ranks()
+    group = tensor_ranks()
     if group is None:
         return mine
     every = torch.tensor([mine], dtype=torch.int32)
@@ -222,18 +222,18 @@ def _check_supported(model: torch.nn.Module) -> None:
 
 def _describe_model(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     # Tensors to be stored, and the record of the model.
-    tensors, rows, names = taken(model)
-    modules = Describer(model, tensors, "vllm", OPAQUE).every()
+    tensors, rows, names = take_tensors(model)
+    modules = Describer(model, tensors, "vllm", OPAQUE).describe_modules()
     return tensors, {"names": names, "tensors": rows, "modules": modules, "origins": origins_of(model, "vllm", CODE)}
 
 
 def _compare_model(model: torch.nn.Module, record: dict[str, Any]) -> None:
     # Whether a model is as its record says; flags and numbers that only `load_weights` sets are set.
-    tensors, _, names = taken(model)
+    tensors, _, names = take_tensors(model)
     if names != record["names"]:
         raise Refused(f"{next(iter(names.items() ^ record['names'].items()))[0]} is not what it was")
     modules = dict(model.named_modules())
-    for path, entry in Describer(model, tensors, "vllm", OPAQUE).every().items():
+    for path, entry in Describer(model, tensors, "vllm", OPAQUE).describe_modules().items():
         was = record["modules"].get(path, {})
         for name in entry.keys() | was.keys():
             if entry.get(name) != was.get(name) and not _set_attribute(modules[path], name, was.get(name)):
@@ -250,7 +250,7 @@ def _set_attribute(module: torch.nn.Module, name: str, text: str | None) -> bool
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return False
-    if not plain(value):
+    if not is_plain(value):
         return False
     setattr(module, name, value)
     return True

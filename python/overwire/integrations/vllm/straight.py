@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["obstacle"]
+__all__ = ["obstacle_of"]
 
 # Classes, by name, whose `process_weights_after_loading` leaves the bytes where they are, if
 # the parameters also look as they did when they were made.
@@ -20,7 +20,7 @@ _BACKENDS = frozenset(("TRITON", "BATCHED_TRITON"))
 _ATTENTION = frozenset(("Attention", "MMEncoderAttention"))
 
 
-def obstacle(model: torch.nn.Module, model_config: Any) -> str | None:
+def obstacle_of(model: torch.nn.Module, model_config: Any) -> str | None:
     """Why bytes may not be written straight into the parameters; None if they may."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO

@@ -16,7 +16,7 @@ import torch
 from vllm.model_executor.offloader import BaseOffloader, get_offloader, set_offloader
 from vllm.model_executor.offloader.base import NoopOffloader
 
-from .identity import offloads
+from .identity import is_offloading
 
 __all__ = ["HostedLayers", "hosted_layers", "refuse_changes", "refuse_config"]
 
@@ -91,7 +91,7 @@ def refuse_config(config: Any, model_config: Any) -> None:
         "experts are moved while the engine runs: leave out --enable-eplb": parallel.enable_eplb,
         "two batches at a time wait for one another's layers: leave out --enable-dbo": parallel.use_ubatching,
         "LoRA puts other layers in the place of the model's": config.lora_config is not None,
-        "vLLM has an offloader of its own: leave out --cpu-offload-gb and --offload-group-size": offloads(config)
+        "vLLM has an offloader of its own: leave out --cpu-offload-gb and --offload-group-size": is_offloading(config)
         or not isinstance(get_offloader(), NoopOffloader),
     }
     for reason, applies in reasons.items():

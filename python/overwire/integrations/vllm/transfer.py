@@ -30,7 +30,7 @@ from ..pushes import Group, Publisher
 from ..shared.updates import Incomplete, Places
 from .coverage import Coverage
 from .device import device_of
-from .straight import obstacle
+from .straight import obstacle_of
 
 __all__ = ["InitInfo", "TrainerEngine", "TrainerInit", "TransferEngine", "UpdateInfo"]
 
@@ -110,7 +110,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
                 raise
 
     def _takes_deltas(self) -> None:
-        if (reason := obstacle(self.model, self.model_config)) is not None:
+        if (reason := obstacle_of(self.model, self.model_config)) is not None:
             raise ValueError(
                 f"overwire: this model takes no deltas, since vLLM has changed its weights: {reason}: push all of them"
             )
@@ -143,7 +143,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
                 self._load_whole(where)
             else:
                 self._takes_deltas()
-                self._places_of_model().delta(where, self._info.storage_options)
+                self._places_of_model().apply_delta(where, self._info.storage_options)
 
     @contextlib.contextmanager
     def _receive_file(self, info: Any) -> Iterator[str]:
@@ -158,8 +158,8 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
                 yield where
 
     def _load_whole(self, where: str) -> None:
-        reason = obstacle(self.model, self.model_config)
-        if reason is None and self._places_of_model().whole(where, self._info.storage_options, log):
+        reason = obstacle_of(self.model, self.model_config)
+        if reason is None and self._places_of_model().load_whole(where, self._info.storage_options, log):
             return
         if reason is not None:
             log.info_once("overwire: updates layer by layer: %s", reason)
@@ -180,7 +180,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         # Runs on stand-ins: what is missing shows before anything is changed.
         with Coverage(self.model) as coverage:
             names = self.model.load_weights(tensors)
-        missing = coverage.missing(None if names is None else set(names)) if self._info.strict else ()
+        missing = coverage.missing_weights(None if names is None else set(names)) if self._info.strict else ()
         if missing:
             raise Incomplete(f"overwire: the push lacks weights of the model: {sorted(missing)}")
 
