@@ -82,7 +82,7 @@ def weights(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantised(tensors: dict[str, Any], rows: int, columns: int) -> dict[str, Any]:
-    """A checkpoint in fp8, with a scale for each block of so many rows and columns."""
+    """A checkpoint in fp8, with a scale for each block of rows and columns."""
     import torch
 
     out = {}
