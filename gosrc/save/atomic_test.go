@@ -32,6 +32,7 @@ type faultyFS struct {
 	err   error
 	what  string // the call that failed
 	full  bool   // no free space is known
+	then  func() // if not nil, runs at that call
 }
 
 func (f *faultyFS) fails(what string) error {
@@ -42,6 +43,9 @@ func (f *faultyFS) fails(what string) error {
 		return nil
 	}
 	f.what = what
+	if f.then != nil {
+		f.then()
+	}
 	return f.err
 }
 
@@ -180,6 +184,47 @@ func TestDiskFaults(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+func TestCancelAtEachCall(t *testing.T) {
+	// Promise: a save that is cancelled (by Ctrl-C, too) in any call to the disk ends with the old model
+	// or, once it has its name, the new one, whole, and leaves nothing behind.
+	r := newRand(t)
+	old := []Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64), bf16("u", r, 40, 64)}
+	next := []Input{bf16("w", r, 40, 64), bf16("v", r, 41, 64), bf16("u", r, 40, 64)}
+	for _, spec := range []Spec{{}, {Compress: true, Shard: 6000}, {Compress: true, Shard: 6000, Staged: func() {}}} {
+		stopped := 0
+		for at := 0; ; at++ {
+			dir := t.TempDir()
+			spec.Path = filepath.Join(dir, "m.safetensors")
+			spec.fs = nil
+			write(t, spec, old)
+			main := spec.Path
+			if spec.Shard > 0 {
+				main += ".index.json"
+			}
+			ctx, cancel := context.WithCancelCause(bg)
+			sys := &faultyFS{at: at, then: func() { cancel(errs.New(errs.ErrCancelled, "Ctrl-C")) }}
+			spec.fs = sys
+			_, err := Write(ctx, nil, spec, next)
+			noTemps(t, dir)
+			switch {
+			case err == nil:
+				same(t, next, read(t, main))
+			case errors.Is(err, errs.ErrCancelled):
+				same(t, old, read(t, main))
+				stopped++
+			default:
+				t.Fatalf("%s: %v", sys.what, err)
+			}
+			if sys.what == "" {
+				break
+			}
+		}
+		if stopped < 6 {
+			t.Errorf("only %d saves were stopped", stopped)
+		}
 	}
 }
 
