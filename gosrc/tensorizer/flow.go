@@ -34,10 +34,10 @@ type Flow struct {
 	Busy *atomic.Int64
 }
 
-// Pieces of memory stay in the second-level cache from hashing to Pass; other
-// bodies are read in blocks.
+// Pieces of memory stay in the second-level cache from hashing to Pass, and are long enough that
+// two writers of a file seldom wait for each other; other bodies are read in blocks.
 const (
-	memoryPiece = 64 << 10
+	memoryPiece = 512 << 10
 	readPiece   = 1 << 20
 )
 
