@@ -221,15 +221,6 @@ class ConvertRequest(SaveSpec, total=False):
     uris: list[str]
 
 
-class SaveStages(TypedDict):
-    plan_ns: int
-    read_ns: int
-    encode_ns: int
-    hash_ns: int
-    write_ns: int
-    publish_ns: int
-
-
 class VerifyRequest(TypedDict, total=False):
     uris: list[str]
     storage: FormatAccess

@@ -25,7 +25,16 @@ from .progress import Progress, Watcher
 
 if TYPE_CHECKING:
     from ._core import Result
-    from ._requests import PipelineStages, SaveStages
+    from ._requests import PipelineStages
+
+    class WorkStages(PipelineStages, total=False):
+        """Those of loads, and those of saves."""
+
+        plan_ns: int
+        encode_ns: int
+        hash_ns: int
+        write_ns: int
+        publish_ns: int
 
 __all__ = [
     "Job",
@@ -94,7 +103,7 @@ class LastReport(TypedDict, total=False):
     mapped: int
     past_cache: int
     gds: int
-    stages: PipelineStages | SaveStages
+    stages: WorkStages
     bytes_in: int
     bytes_out: int
     bytes_copied: int

@@ -118,7 +118,7 @@ func table() (*classes, string) {
 	var functions strings.Builder
 	for _, v := range binding.Table() {
 		functions.WriteString(function(c, v))
-		if v.Name == "load" || v.Name == "convert" { // of whose report users see the stages: jobs.LastReport
+		if v.Name == "load" { // of whose report users see the stages: jobs.LastReport
 			stages, _ := v.Result.FieldByName("Stages")
 			c.of(stages.Type, false)
 		}
