@@ -77,6 +77,9 @@ func TestPanicEndsJobs(t *testing.T) {
 			t.Error(verb, err)
 		}
 	}
+	if _, err := Call("cache_counts", "", nil); err != nil { // overwire.metrics raises nothing
+		t.Error(err)
+	}
 	close(stop)
 	if done, err := Wait(writes, -1); done || !engine(err) {
 		t.Error(done, err)

@@ -173,7 +173,7 @@ func fileVerbs() []*Verb {
 		answered("notices", "What people should know of how files of stores were opened, once.",
 			func(none, []int64) ([]string, error) { return append([]string{}, source.Notices()...), nil }),
 		answered("cache_counts", "What the caches of remote objects have done in this process.",
-			func(none, []int64) (cache.Counts, error) { return cache.CountedObjects(), nil }),
+			func(none, []int64) (cache.Counts, error) { return cache.CountedObjects(), nil }).afterPanics(),
 		answered("beside", "The last name of a URI, and the URIs of other names in its folder.",
 			func(q besideRequest, _ []int64) (besides, error) {
 				b := besides{Name: source.Name(q.URI), Path: source.Path(q.URI), URIs: []string{}}
