@@ -21,6 +21,8 @@ from typing import Any
 import engines_vllm as tiny
 import torch
 
+STEPS = 3  # of training, which are pushed
+
 
 class Workers:
     """Stands for vLLM's control plane: calls reach the engine of each rank, over gloo."""
@@ -97,15 +99,10 @@ def rank_main(base: Path, world: int, rank: int, port: int, carrier: int) -> Non
     for name in tiny.MODELS:
         at = base / name
         tensors = tiny.weights(tiny.MODELS[name])
-        steps = [other(tensors, n) for n in range(3)]
-        loaded = []
-        for n, step in enumerate(steps):
-            where = at / f"step-{world}-{n}"
-            if rank == 0:
-                tiny.folder(where, tiny.MODELS[name], step, False)
-            if world > 1 and torch.distributed.is_initialized():
-                torch.distributed.barrier()
-            loaded.append(tiny.state(tiny.load(where, world, rank, port, "safetensors")[0]))
+        steps = [other(tensors, n) for n in range(STEPS)]
+        loaded = [
+            tiny.state(tiny.load(at / f"step-{n}", world, rank, port, "safetensors")[0]) for n in range(STEPS)
+        ]
         model, config = tiny.load(at / "plain", world, rank, port, "safetensors")
         engine = WeightTransferEngineFactory.create_engine(WeightTransferConfig(backend="overwire"), config, torch.device("cpu"), model)
         assert type(engine) is transfer.TransferEngine
@@ -148,7 +145,10 @@ def main() -> None:
     try:
         site = tiny.plug_in(base)
         for name, config in tiny.MODELS.items():
-            tiny.folder(base / name / "plain", config, tiny.weights(config), False)
+            tensors = tiny.weights(config)
+            tiny.folder(base / name / "plain", config, tensors, False)
+            for n in range(STEPS):
+                tiny.folder(base / name / f"step-{n}", config, other(tensors, n), False)
         env = tiny.environment(base, site)
         for world in (1, 2):
             port, carrier = free_port(), free_port()
