@@ -85,11 +85,10 @@ def _free_memory(device: str) -> tuple[int | None, int | None]:
         return None, None
 
 
-# torch's allocator rounds every tensor to `_ROUND`, memory that it asks the driver for to 2
-# MiB, and that of a tensor above 1 MiB and below 10 to 20. The driver takes 0.1 ms whatever
-# the size. So tensors share memory of `_GROUP` at most: it is theirs, but goes back to the
-# driver when all of them are gone.
-_ROUND, _GROUP = 512, 256 << 20
+# How torch's allocator rounds: every tensor to `_ROUND`, memory that it asks the driver for
+# to `_UNIT`, and that of a tensor above 1 MiB and below `_ALONE` to 20 MiB, which has room for
+# two of 8 MiB. Tensors that would waste much share memory of `_GROUP` at most.
+_ROUND, _UNIT, _ALONE, _GROUP = 512, 2 << 20, 10 << 20, 128 << 20
 
 _CONFIGURED = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -100,7 +99,7 @@ def _group_sizes(sizes: Sequence[int]) -> Iterator[list[int]]:
     alone: list[int] = []
     nbytes = 0
     for at, size in enumerate(sizes):
-        if not 1 << 20 < size <= _GROUP // 2:
+        if not (1 << 20 < size < _ALONE or _ALONE <= size < 32 << 20 and size % _UNIT):
             alone.append(at)
             continue
         if nbytes + size > _GROUP:
