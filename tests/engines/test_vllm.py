@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import warm
@@ -591,19 +590,3 @@ one.load_model(); one.compile_or_warm_up_model(); one.sleep(2); one.shutdown()
 assert done == ["load", "cpu", "warm", "begin", "begin", "finish", ("sleep", 2), "finish", "shutdown"], done
 """
     run(engines, PRELUDE + code, model)
-
-
-def test_entry_points_of_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The groups that vLLM and SGLang look through name functions that exist."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    import configparser
-    import importlib
-    from importlib.metadata import EntryPoint
-
-    setup: Any = importlib.import_module("setup")
-    parser = configparser.ConfigParser()
-    parser.read_string(setup.entry_points())
-    assert dict(parser["console_scripts"]) == {"overwire": "overwire._engine:main"}
-    for group in ("vllm.general_plugins", "sglang.srt.plugins"):
-        ((name, value),) = parser[group].items()
-        assert name == "overwire" and callable(EntryPoint(name, value, group).load())

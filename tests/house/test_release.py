@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import configparser
 import hashlib
+import importlib
 import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -119,3 +123,15 @@ def test_each_architecture_has_a_wheel(tmp_path: Path) -> None:
         wheel.unlink()
     assert release.incomplete(tmp_path, [], "1.2.3")[0].startswith("0 wheels of 1.2.3 for ")
     assert release.incomplete(archives(tmp_path), [], "2.0.0")[-1] == "no overwire-2.0.0.tar.gz"
+
+
+def test_entry_points_of_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The groups that vLLM and SGLang look through name functions that exist."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    setup: Any = importlib.import_module("setup")
+    parser = configparser.ConfigParser()
+    parser.read_string(setup.entry_points())
+    assert dict(parser["console_scripts"]) == {"overwire": "overwire._engine:main"}
+    for group in ("vllm.general_plugins", "sglang.srt.plugins"):
+        ((name, value),) = parser[group].items()
+        assert name == "overwire" and callable(EntryPoint(name, value, group).load())
