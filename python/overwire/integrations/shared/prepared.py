@@ -40,6 +40,10 @@ class Refused(Exception):
     """Why a model is not kept, or not made of what was kept."""
 
 
+class Damaged(Refused):
+    """The file that was kept is damaged, and removed: the model may be kept again."""
+
+
 class Kept(NamedTuple):
     """A file of a folder, and what it says about its model."""
 
@@ -91,9 +95,9 @@ def find_file(folder: str, name: str) -> Kept | None:
             record = json.loads((file.metadata() or {})[KEY])
     except (overwire.OverwireError, KeyError, ValueError) as error:
         remove_file(path)
-        raise Refused(f"{path} is damaged: {error}") from None
+        raise Damaged(f"{path} is damaged: {error}") from None
     if not isinstance(record, dict):
-        raise Refused(f"{path} is damaged")
+        raise Damaged(f"{path} is damaged")
     if record.get("refused"):
         raise Refused(str(record["refused"]))
     return Kept(path, record)

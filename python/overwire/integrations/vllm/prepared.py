@@ -25,7 +25,7 @@ from ..shared import prepared
 from ..shared.described import Describer, is_plain
 from ..shared.origins import Foreign, origins_of
 from ..shared.parts import Arriving, put_tensors, restore_processed, take_tensors
-from ..shared.prepared import Kept, Refused
+from ..shared.prepared import Damaged, Kept, Refused
 from .device import tensor_ranks
 from .identity import CODE, OPAQUE, name_of
 
@@ -77,7 +77,7 @@ class Start:
             self._kept = prepared.find_file(self._folder, self._name)
         except Refused as error:
             log.info("overwire: no prepared state: %s", error)
-            if "damaged" not in str(error):
+            if not isinstance(error, Damaged):
                 self._folder = None
         except Exception as error:
             log.info("overwire: no prepared state: %s", error)
