@@ -52,7 +52,7 @@ log = logging.getLogger("overwire")
 #: Where ranks map each other's memory, a rank has BUFFERS such shares of its own, which the others map,
 #: and on a GPU STAGES of each other rank; by collectives FEW buffers for the shares of all ranks.
 SHARE = 32 << 20
-BUFFERS = 12
+BUFFERS = 9
 STAGES = 3
 FEW = 2
 
