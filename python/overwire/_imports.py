@@ -4,9 +4,10 @@ Imported with the package itself, so it imports nothing that is not there alread
 """
 
 import _signal  # type: ignore[import-not-found]
+import os
 import sys
 
-__all__ = ["Undisturbed", "imported"]
+__all__ = ["Undisturbed", "imported", "pause_collector", "resume_collector"]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,6 +39,36 @@ def _is_initializing(module: "Any") -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
+_pauses: "list[None]" = []  # of the cycle collector: one for each that lasts
+
+
+def pause_collector() -> bool:
+    """Stops Python's cycle collector, for all threads. Whether it ran: then `resume_collector` must follow."""
+    import gc
+
+    if not gc.isenabled():
+        return False
+    _pauses.append(None)
+    gc.disable()
+    return True
+
+
+def resume_collector() -> None:
+    """Ends a pause. In a child of a fork all have ended: the threads that would do it are not there."""
+    import gc
+
+    gc.enable()
+    del _pauses[:1]
+
+
+def _resume_in_child() -> None:
+    if _pauses:
+        resume_collector()
+
+
+os.register_at_fork(after_in_child=_resume_in_child)
+
+
 class Undisturbed:
     """A context manager: while it lasts, handlers that the program has for signals wait.
 
@@ -58,10 +89,7 @@ class Undisturbed:
 
     def __enter__(self) -> None:
         try:
-            import gc
-
-            self._collects = gc.isenabled()
-            gc.disable()
+            self._collects = pause_collector()
             for number in range(1, _signal.NSIG):
                 handler = _signal.getsignal(number)
                 if callable(handler) and handler is not _signal.default_int_handler:
@@ -82,9 +110,8 @@ class Undisturbed:
                 del self._handlers[number]
         finally:
             if self._collects:
-                import gc
-
-                gc.enable()
+                resume_collector()
+                self._collects = False
             if self._handlers:
                 self.__exit__()  # Ctrl-C came
         while self._came:

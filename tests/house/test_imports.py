@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from overwire._imports import Undisturbed, imported
+from overwire.model.loads import many_objects
 
 HALF = """
 import builtins
@@ -183,3 +185,28 @@ print(len(ran) == len(Poke.seen), set(ran) == {6.0})
 """
     done = script(program, check=False)
     assert done.stdout.split() == ["True", "True"], done.stderr + done.stdout
+
+
+def test_a_child_of_fork_collects_garbage() -> None:
+    """A program that forks while another of its threads is in a pause of the cycle collector has children that collect."""
+    for pause in (Undisturbed, many_objects):
+        inside, may_leave = threading.Event(), threading.Event()
+
+        def stay(pause: Any = pause, inside: Any = inside, may_leave: Any = may_leave) -> None:
+            with pause():
+                inside.set()
+                may_leave.wait(30)
+
+        thread = threading.Thread(target=stay)
+        thread.start()
+        try:
+            assert inside.wait(30) and not gc.isenabled()
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if gc.isenabled() else 7)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert not gc.isenabled()
+        finally:
+            may_leave.set()
+            thread.join()
+        assert gc.isenabled()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from .._imports import pause_collector, resume_collector
 from ..frameworks.frame import Frame
 from ..jobs import Job
 
@@ -25,14 +25,12 @@ def many_objects() -> Iterator[None]:
     None of them is garbage, yet their number alone would start full
     collections, which cost more than the objects.
     """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
+    pauses = pause_collector()
     try:
         yield
     finally:
-        gc.enable()
+        if pauses:
+            resume_collector()
 
 
 class Load:
