@@ -18,7 +18,7 @@ from typing import Any
 import overwire as ow
 import pytest
 import torch
-from overwire.integrations.shared import prepared
+from overwire.integrations.shared import copies, prepared
 from overwire.integrations.shared.described import Describer
 from overwire.integrations.shared.parts import Arriving, put_tensors, restore_processed, take_tensors
 from overwire.integrations.shared.prepared import Refused
@@ -238,6 +238,32 @@ def test_a_model_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
         raise ZeroDivisionError
     assert path not in _open_files() and all(tensor() is None for tensor in tensors)
     assert not [thread for thread in threading.enumerate() if thread.name == "overwire arriving"]
+
+
+def test_ctrl_c_while_tensors_arrive_ends_their_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is interrupted while it waits for the thread leaves none that loads on, and no open file."""
+    path, record = kept(processed(), tmp_path)
+    may_begin, begin = threading.Event(), copies.Early.begin
+    monkeypatch.setattr(copies.Early, "begin", lambda *args: may_begin.wait(30) and begin(*args))
+    arriving = Arriving(path, record["tensors"], torch.device("cpu"))
+    thread = arriving._thread
+    assert thread is not None
+    join, waits = thread.join, iter([KeyboardInterrupt])
+
+    def interrupted_join() -> None:
+        for error in waits:
+            raise error
+        may_begin.set()
+        join()
+
+    monkeypatch.setattr(thread, "join", interrupted_join)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            arriving.take_tensors()
+        assert not thread.is_alive() and path not in _open_files()
+    finally:
+        may_begin.set()
+        join()
 
 
 def test_what_fails_while_the_model_is_made_is_said_by_the_taker(tmp_path: Path) -> None:

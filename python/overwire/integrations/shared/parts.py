@@ -165,9 +165,9 @@ class Arriving:
             file.close()
 
     def _wait_for_thread(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None  # not where Ctrl-C ends the wait: `close` waits again
 
 
 def put_tensors(
