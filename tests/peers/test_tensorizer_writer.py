@@ -13,7 +13,10 @@ import numpy as np
 import overwire as ow
 import pytest
 import tensorizer as theirs
+import torch
 from overwire.compat import tensorizer as ours
+from overwire.compat.tensorizer import _writer
+from torch.overrides import TorchFunctionMode
 
 PARAM: Any = 0
 
@@ -143,3 +146,25 @@ def test_how_a_process_ends(end: str, left: float, tmp_path: Path, torch_script:
         serializer.write_tensor(0, "a", PARAM, np.ones(3))
     done = torch_script(PROGRAM + end, check=False)
     assert values(path) == [left] * 3 and not hidden(tmp_path), done.stderr
+
+
+class _Copies(TorchFunctionMode):
+    """The layouts of copies, and memory that is not pinned, which needs no GPU."""
+
+    def __init__(self) -> None:
+        self.strides: list[tuple[Any, Any]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_:
+            self.strides.append((args[0].stride(), args[1].stride()))
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+
+def test_a_tensor_of_a_gpu_comes_down_in_the_order_of_its_memory() -> None:
+    """A transposed tensor, too, comes by one copy of its bytes, without another tensor of its size on the GPU."""
+    dense = torch.arange(24.0).reshape(2, 3, 4)
+    for tensor in (dense, dense.transpose(0, 2), dense[0, 0, 0], dense[:0]):
+        with _Copies() as seen:
+            copy = _writer._copy_from_gpu(tensor)
+        assert copy.is_contiguous() and torch.equal(copy, tensor)
+        assert seen.strides and all(to == of for to, of in seen.strides)

@@ -326,10 +326,11 @@ def _text_of(tensor: Any) -> str:
 
 
 def _copy_from_gpu(tensor: Any) -> Any:
-    """In pinned memory, which torch keeps for the next copy: the link's rate from the second turn on."""
+    """In pinned memory, which torch keeps for the next copy: the link's rate from the second turn on. It
+    comes in the order of its memory: for another one torch would make it anew on the GPU first."""
     import torch
 
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor).contiguous()
 
 
 def _ready(spec: _Spec) -> _Ready:
