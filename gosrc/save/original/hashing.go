@@ -59,7 +59,7 @@ func (f *File) Hash(ctx context.Context, order []string, window int) error {
 	return nil
 }
 
-// Hashing is what Hash has start, or nil. f may be nil.
+// Hashing is what Hash has begun, or nil. f may be nil.
 func (f *File) Hashing() *Hashing {
 	if f == nil {
 		return nil
