@@ -77,11 +77,12 @@ func (j *Job) finish(err error) {
 }
 
 // Failed ends a cancelled job for those that wait, while its verb still cleans up:
-// requests to a server may take long. The verb may no longer use the caller's
-// memory. CancelAll waits for the verb itself. Failed does nothing to a job that is
-// not cancelled.
-func (j *Job) Failed(err error) {
+// requests to a server may take long. letGo comes first: after it the verb may no longer
+// use the caller's memory. CancelAll waits for the verb itself. Failed does nothing to a
+// job that is not cancelled.
+func (j *Job) Failed(err error, letGo func()) {
 	if err != nil && j.ctx.Err() != nil {
+		letGo()
 		j.finish(err)
 	}
 }

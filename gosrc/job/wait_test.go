@@ -33,10 +33,10 @@ func TestFailed(t *testing.T) {
 	end := sync.OnceFunc(func() { close(clean) })
 	defer end()
 	j := Start("x", func(ctx context.Context, j *Job) error {
-		j.Failed(errors.New("too early"))
+		j.Failed(errors.New("too early"), func() {})
 		close(begun)
 		<-ctx.Done()
-		j.Failed(context.Cause(ctx))
+		j.Failed(context.Cause(ctx), func() {})
 		<-clean
 		return errors.New("said too late")
 	})

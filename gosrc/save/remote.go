@@ -70,7 +70,13 @@ func (o *objects) create(ctx context.Context, i int, p *part) (draft, error) {
 }
 
 func (o *objects) dropAll(err error) {
-	o.job.Failed(err)
+	o.job.Failed(err, func() {
+		for _, d := range o.drafts {
+			if d != nil {
+				d.StopSends()
+			}
+		}
+	})
 	for _, d := range o.drafts {
 		if d != nil {
 			d.Drop()

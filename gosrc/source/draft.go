@@ -13,8 +13,8 @@ type Draft interface {
 	// Write writes bytes at an offset, each offset at most once. It does not keep
 	// p. It waits while the store is slower.
 	Write(p []byte, off int64) error
-	// WriteView is Write of bytes that stay as they are until the draft has ended: a store sends
-	// them from where they are.
+	// WriteView is Write of bytes that stay as they are until the draft has ended, or StopSends has
+	// returned: a store sends them from where they are.
 	WriteView(p []byte, off int64) error
 	// Skip says that [lo, hi) will not be written: it is zero.
 	Skip(lo, hi int64) error
@@ -24,6 +24,9 @@ type Draft interface {
 	// Publish makes the finished object visible, in place of the one before,
 	// in one step.
 	Publish() error
+	// StopSends ends what is being sent, at once; only Drop may follow. Afterwards the draft reads no
+	// bytes of WriteView any more.
+	StopSends()
 	// Drop ends the draft and removes from the store what was not published. It may
 	// be called more than once.
 	Drop()

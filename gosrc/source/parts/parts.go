@@ -292,6 +292,13 @@ func (d *Draft) Publish() error {
 	return nil
 }
 
+// StopSends ends what is being sent; see source.Draft.
+func (d *Draft) StopSends() {
+	d.stop(errs.ErrCancelled)
+	d.cut(errs.ErrCancelled)
+	d.waitForParts(context.Background())
+}
+
 // Drop ends the draft; see source.Draft.
 func (d *Draft) Drop() {
 	d.mu.Lock()
