@@ -9,7 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A slow store sends a part until it is told to stop, and reads its bytes once more then.
+// A slow store sends a part until it is told to stop, and then reads its bytes again.
 type slow struct {
 	memory
 	begun   chan struct{}
