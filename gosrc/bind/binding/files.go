@@ -336,10 +336,11 @@ func put(ctx context.Context, j *job.Job, q putRequest, n []int64) (save.Report,
 	if !source.Remote(q.Path) {
 		return save.Report{}, atomicfile.Write(ctx, q.Path, data)
 	}
+	failed := func(err error) { j.Failed(err, func() {}) } // what is sent are copies
 	if q.Once {
-		return save.Report{}, open.PutOnce(ctx, q.Path, q.Storage.Options, data, j.Failed)
+		return save.Report{}, open.PutOnce(ctx, q.Path, q.Storage.Options, data, failed)
 	}
-	return save.Report{}, open.Put(ctx, q.Path, q.Storage.Options, data, q.Stale, j.Failed)
+	return save.Report{}, open.Put(ctx, q.Path, q.Storage.Options, data, q.Stale, failed)
 }
 
 func removeObjects(ctx context.Context, _ *job.Job, q removeRequest, _ []int64) (rep save.Report, first error) {
