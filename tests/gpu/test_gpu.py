@@ -42,7 +42,8 @@ def run(*argv: str) -> None:
     subprocess.run([sys.executable, "-m", "overwire", *argv], check=True, capture_output=True)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+# The tests of a kind run in one worker, which makes its files once.
+@pytest.fixture(scope="module", params=[pytest.param(kind, marks=pytest.mark.xdist_group(kind)) for kind in KINDS])
 def model(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     run("bench", "gen", request.param, "--size", "48MB", str(folder / "plain.safetensors"))

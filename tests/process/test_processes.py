@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+from conftest import share_cores
+
 FAILING = """
 import subprocess, sys
 import processes
@@ -51,3 +53,21 @@ def test_a_failed_test_leaves_no_process(tmp_path: Path) -> None:
     while running(f"sleep {long}") and time.monotonic() < until:
         time.sleep(0.05)
     assert running(f"sleep {long}") == []
+
+
+def test_workers_share_the_cores() -> None:
+    """Torch has no more threads in all of pytest's workers than there are cores, unless the environment says how many."""
+    for workers, cores, threads in (("6", 16, "2"), ("4", 16, "4"), ("4", 2, "1")):
+        env = {"PYTEST_XDIST_WORKER_COUNT": workers}
+        share_cores(env, cores)
+        assert env.pop("OMP_NUM_THREADS") == threads
+    env["OMP_NUM_THREADS"] = "3"
+    share_cores(env, 2)
+    assert env["OMP_NUM_THREADS"] == "3"
+    alone: dict[str, str] = {}
+    share_cores(alone, 16)
+    assert not alone
+    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)) > 1:
+        import torch
+
+        assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
