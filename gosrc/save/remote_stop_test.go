@@ -9,7 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A watchedDraft notes whether those that wait for the job were told its end before each call.
+// A watchedDraft notes whether the job had ended, for those that wait, before each call.
 type watchedDraft struct {
 	source.Draft
 	over  func() bool

@@ -9,7 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A slow store sends a part until it is told to stop, and then reads its bytes again.
+// A slow store sends a part until its context ends, and then reads its bytes again.
 type slow struct {
 	memory
 	begun   chan struct{}
