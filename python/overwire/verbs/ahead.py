@@ -94,6 +94,7 @@ class ReadAhead:
 
     def __init__(self, frame: Frame) -> None:
         self.by_name = False
+        self.by_slice = False  # the program may cut tensors, which shows after some that it takes whole
         self._frame = frame
         self._lock = RLock()
         self._taking = self._off = False
@@ -148,7 +149,7 @@ class ReadAhead:
             self._drop_windows()  # the program has passed them
         self._how = how
         if number is None:
-            if max(self._runs) < self._need or not self._begin_window(model, at, block):
+            if max(self._runs) < self._need + self.by_slice or not self._begin_window(model, at, block):
                 return None
             number = 0
         self._pass_windows(number)
@@ -230,7 +231,7 @@ class ReadAhead:
                 size = nbytes(dtype, shape if block is None else block[2])
                 if self._how[0] is not None:
                     size = max(size, math.prod(shape) * self._how[0].itemsize)
-                if used_bytes + size > (min(room, self._size or first) if used_bytes else room):
+                if used_bytes + size > (min(room, self._size or first) if used_bytes or self.by_slice else room):
                     break
                 ways[at], sizes[at] = block, size
                 used_bytes += size

@@ -312,6 +312,7 @@ class safe_open(Generic[T]):
 
     def get_slice(self, name: str) -> TensorSlice[T]:
         """Returns a `TensorSlice`; nothing is read before it is indexed."""
+        self._ahead.by_slice = True
         return TensorSlice(self, name)
 
 
