@@ -8,7 +8,9 @@ import (
 	"bytes"
 	"encoding/hex"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io"
 	"reflect"
 	"strconv"
 	"strings"
@@ -60,10 +62,11 @@ func marshalPlain(v any) ([]byte, error) {
 }
 
 // Unmarshal is json.Unmarshal, but it turns the escapes \udc80 ... \udcff into
-// bytes, and keeps bytes that are not UTF-8. It refuses other lone surrogates.
+// bytes, and keeps bytes that are not UTF-8. It refuses other lone surrogates, and keys
+// that a struct has no field for: one that is misspelled would be as good as absent.
 func Unmarshal(text string, v any) error {
 	if utf8.ValidString(text) && !strings.Contains(text, `\ud`) && !strings.Contains(text, `\uD`) {
-		return json.Unmarshal([]byte(text), v)
+		return unmarshalKnown(text, v)
 	}
 	var lone error
 	result := rewriteEscapes(text, func(out *strings.Builder, escape, rest string) int {
@@ -86,11 +89,24 @@ func Unmarshal(text string, v any) error {
 	if result = strings.ReplaceAll(toMarks(result), mark, markJSON); lone != nil {
 		return lone
 	}
-	if err := json.Unmarshal([]byte(result), v); err != nil {
+	if err := unmarshalKnown(result, v); err != nil {
 		return err
 	}
 	to := reflect.ValueOf(v).Elem()
 	to.Set(mapTexts(to, fromMarks))
+	return nil
+}
+
+// unmarshalKnown is json.Unmarshal without keys that v does not know.
+func unmarshalKnown(text string, v any) error {
+	d := json.NewDecoder(strings.NewReader(text))
+	d.DisallowUnknownFields()
+	if err := d.Decode(v); err != nil {
+		return err
+	}
+	if _, err := d.Token(); err != io.EOF {
+		return errors.New("more than one value")
+	}
 	return nil
 }
 

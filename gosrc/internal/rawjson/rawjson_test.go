@@ -88,6 +88,29 @@ func TestRandomBytes(t *testing.T) {
 	}
 }
 
+// Keys that a struct has no field for, at any depth, and a second value are refused.
+func TestRefusedKeys(t *testing.T) {
+	type inner struct {
+		Threads int `json:"threads"`
+	}
+	type request struct {
+		Options inner            `json:"options"`
+		Storage map[string]int64 `json:"storage"`
+	}
+	for text, says := range map[string]string{
+		`{"options": {"threads": 3}, "storage": {"anything": 1}}`: "",
+		`{"option": {"threads": 3}}`:                              `"option"`,
+		`{"options": {"thread": 3}}`:                              `"thread"`,
+		"{\"options\": {\"caf\xe9\": 3}}":                         "unknown field",
+		`{} {}`:                                                   "more than one value",
+	} {
+		err := Unmarshal(text, new(request))
+		if (err == nil) != (says == "") || err != nil && !strings.Contains(err.Error(), says) {
+			t.Errorf("%s: %v, want %q", text, err, says)
+		}
+	}
+}
+
 func TestRefused(t *testing.T) {
 	// Promise: half a character that stands for no byte is refused, not replaced.
 	for _, text := range []string{`"\ud800"`, `"\udc00"`, `"\udc7f"`, `"\udd00"`, `"\udfff"`, `"\ud800x"`,
