@@ -205,6 +205,16 @@ def test_a_stopped_command_leaves_no_file(plain: Path, tmp_path: Path, number: s
     assert list(folder.iterdir()) == []
 
 
+def test_a_verb_ends_with_its_reader(tmp_path: Path):
+    """After `| head` has read enough a verb ends as other programs do, by SIGPIPE and silently, and no file of it stays."""
+    command = [sys.executable, "-m", "overwire", "bench", "--size", "64MB", "--dir", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stderr and process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait(60) == -signal.SIGPIPE
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_run_reads_compressed_files_in_an_unmodified_program(tmp_path: Path):
     """The program, its arguments, environment, exit status and children are its own; only safetensors reads through
     overwire."""
@@ -240,4 +250,4 @@ def test_run_reads_compressed_files_in_an_unmodified_program(tmp_path: Path):
     assert "no option --fast" in refused(2, "--fast", "python")
     assert "ignores PYTHONPATH" in refused(2, "python3", "-sI", "-c", "1")
     assert must("run", "python3", "-c", "print('-I')", "-I") == "-I\n"
-    assert "PROGRAM" in must("run", "--help")
+    assert "PROGRAM" in (about := must("run", "--help")) and "--json" not in about and "--help" in about

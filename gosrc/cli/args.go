@@ -234,17 +234,16 @@ func (c *call) parse(argv []string) error {
 		}
 		c.opts[o.name] = value
 	}
-	if err := c.checkArgs(); err != nil {
-		return err
-	}
-	for i := range options { // only now: --json, which may be the last word, says how errors are printed
+	// Only now: --json, which may be the last word, says how errors are printed. Options come
+	// first: one without its value has taken an argument for it.
+	for i := range options {
 		if value, isGiven := c.opts[options[i].name]; isGiven {
 			if err := options[i].check(value); err != nil {
 				return err
 			}
 		}
 	}
-	return nil
+	return c.checkArgs()
 }
 
 // checkArgs refuses a wrong number of arguments, and arguments that name no file.
@@ -298,7 +297,7 @@ func (c *call) is(name string) bool { return c.opts[name] == "yes" }
 func (o *option) check(text string) error {
 	n, err := strconv.Atoi(text)
 	if o.hi > 0 && (err != nil || n < o.lo || n > o.hi) {
-		return usage("--%s %s: not a number from %d to %d", o.name, text, o.lo, o.hi)
+		return usage("--%s %s: not a number from %d to %d: write --%s %s", o.name, text, o.lo, o.hi, o.name, o.value)
 	}
 	size, err := humanize.ParseBytes(text)
 	if o.size && (err != nil || size == 0 && !o.none || size > 1<<50) {

@@ -81,12 +81,21 @@ var errHelp = errors.New("help")
 
 // Main runs one command line (without the program's name) and returns the exit
 // status. The job's counters show its progress; j may be nil. Main returns soon
-// after ctx is cancelled. Call knob.Load first.
+// after ctx is cancelled, or a reader of what it prints has gone. Call knob.Load first.
 func Main(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.Writer, env Env) int {
+	ctx, readers := watchReaders(ctx)
+	defer readers.stop()
+	status := runLine(ctx, j, argv, screen{&outlet{stdout, readers}}, screen{&outlet{stderr, readers}}, env)
+	if readers.gone.Load() {
+		return ExitPipe
+	}
+	return status
+}
+
+func runLine(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.Writer, env Env) int {
 	if j == nil {
 		j = job.New("cli")
 	}
-	stdout, stderr = screen{stdout}, screen{stderr}
 	first := slices.IndexFunc(argv, func(word string) bool { return word != "--json" })
 	if first < 0 {
 		fmt.Fprint(stderr, Help())
@@ -123,26 +132,6 @@ func Main(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.Writ
 		}
 	}
 	return failed(stderr, stdout, c.is("json"), err)
-}
-
-// A screen is standard output or standard error for texts, in which names of files and
-// objects, and what files contain, may not control a terminal. Each Write is whole
-// characters. What is no text goes to the Writer itself.
-type screen struct{ io.Writer }
-
-func (s screen) Write(p []byte) (int, error) {
-	if _, err := io.WriteString(s.Writer, errs.Visible(string(p))); err != nil {
-		return 0, err
-	}
-	return len(p), nil
-}
-
-// bare is what a screen writes to.
-func bare(w io.Writer) io.Writer {
-	if s, ok := w.(screen); ok {
-		return s.Writer
-	}
-	return w
 }
 
 // printVersion is `overwire --version`, which takes nothing but --json.

@@ -92,6 +92,7 @@ func TestUsage(t *testing.T) {
 		{[]string{"version"}, ExitUsage, "write overwire --version"},
 		{[]string{"digest", file}, ExitUsage, "write overwire inspect SRC --digests"},
 		{[]string{"help", "presign"}, ExitUsage, "--presign SECONDS"},
+		{[]string{"fetch", "--presign", "s3://b/k"}, ExitUsage, "write --presign SECONDS"},
 		{[]string{"inspect", file, "--filter", "[a"}, ExitUsage, "--filter [a: write"},
 		{[]string{"inspect", file, "--digests", "--html", "y"}, ExitUsage, "neither"},
 		{[]string{"inspect", file, "--estimate", "--filter", "a*"}, ExitUsage, "leave --filter out"},
@@ -125,8 +126,7 @@ func TestHelp(t *testing.T) {
 		if one != must(t, "help", v.name) {
 			t.Errorf("%s: two help texts", v.name)
 		}
-		for _, want := range []string{"usage: overwire " + v.name, "example:", "overwire " + v.name, "--json",
-			"exit status: 0 done"} {
+		for _, want := range []string{"usage: overwire " + v.name, "example:", "overwire " + v.name, "exit status: 0 done"} {
 			if !strings.Contains(one, want) {
 				t.Errorf("help of %s lacks %q:\n%s", v.name, want, one)
 			}
@@ -141,7 +141,7 @@ func TestHelp(t *testing.T) {
 				t.Errorf("%s: option %s", v.name, o.name)
 			}
 		}
-		if count := strings.Count(one, "--json  "); count != 1 {
+		if count := strings.Count(one, "--json  "); count != 1 && v != runVerb || count != 0 && v == runVerb {
 			t.Errorf("help of %s lists --json %d times", v.name, count)
 		}
 	}
@@ -591,5 +591,30 @@ func TestProgressLine(t *testing.T) {
 		if got := progressLine("load", c.done, c.total, c.d); got != c.want {
 			t.Errorf("%q, want %q", got, c.want)
 		}
+	}
+}
+
+// A verb whose reader has gone ends, and leaves no file behind.
+func TestReaderGone(t *testing.T) {
+	folder := t.TempDir()
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Close()
+	argv := []string{"bench", "--size", "64MB", "--dir", folder}
+	_ = r.Close()
+	var messages bytes.Buffer
+	if status := Main(t.Context(), nil, argv, w, &messages, Env{}); status != ExitPipe || messages.Len() > 0 {
+		t.Errorf("status %d, %s", status, messages.String())
+	}
+	if left, err := os.ReadDir(folder); err != nil || len(left) > 0 {
+		t.Errorf("left behind: %v, %v", left, err)
+	}
+	if status := Main(t.Context(), nil, []string{"--version"}, io.Discard, w, Env{}); status != ExitOK {
+		t.Errorf("a reader of messages, of which there was none: status %d", status)
+	}
+	if status := Main(t.Context(), nil, []string{"squash"}, io.Discard, w, Env{}); status != ExitPipe {
+		t.Errorf("a reader of messages: status %d", status)
 	}
 }

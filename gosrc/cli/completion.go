@@ -42,7 +42,11 @@ var completions = map[string]func(io.Writer, []*verb){"bash": bash, "fish": fish
 
 // all returns the options that --help of the verb lists.
 func (v *verb) all() []option {
-	return slices.Concat(v.options, []option{jsonOption, {name: "help", short: "h", doc: "print this"}})
+	help := option{name: "help", short: "h", doc: "print this"}
+	if v == runVerb { // what it prints is the program's
+		return []option{help}
+	}
+	return slices.Concat(v.options, []option{jsonOption, help})
 }
 
 // choices returns the words that each verb takes as its argument, of those that take no

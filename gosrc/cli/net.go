@@ -137,7 +137,7 @@ func (c *call) checkFetch(out string) error {
 			"of URLs and files on standard output",
 			c.args[file])
 	}
-	if out == "" && terminal(c.stdout) {
+	if out == "" && isTerminal(c.stdout) {
 		return usage("standard output is a terminal: save to a file by -o FILE, or send the bytes to a program by |")
 	}
 	return nil

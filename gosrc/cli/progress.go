@@ -5,7 +5,6 @@ package cli
 import (
 	"fmt"
 	"io"
-	"os"
 	"strings"
 	"sync"
 	"time"
@@ -19,7 +18,7 @@ import (
 // terminal. The returned function ends that and removes the line; it may be
 // called more than once.
 func (c *call) progress() (clear func()) {
-	if !terminal(c.stderr) {
+	if !isTerminal(c.stderr) {
 		return func() {}
 	}
 	stderr := bare(c.stderr) // the line is ours, and so is what moves the cursor
@@ -61,10 +60,10 @@ func progressLine(verb string, done, total int64, d time.Duration) string {
 	return line
 }
 
-// terminal reports whether w is a terminal.
-func terminal(w io.Writer) bool {
-	f, ok := bare(w).(*os.File)
-	if !ok {
+// isTerminal reports whether w is a terminal.
+func isTerminal(w io.Writer) bool {
+	f := fileOf(w)
+	if f == nil {
 		return false
 	}
 	_, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)

@@ -55,6 +55,9 @@ FREE_NOW, FREE_ENDED = 0, 1
 
 _EXIT_MS = 2000  # how long the exit of the process waits for cancelled jobs
 
+# The status of a command line that no one reads any more: cli.ExitPipe.
+_READER_GONE = 141
+
 # OVERWIRE_LOG, as levels of logging.
 _LEVELS = {"debug": 10, "info": 20, "json": 20, "warning": 30, "error": 40, "silent": 100}
 
@@ -256,9 +259,9 @@ def program(argv: Sequence[str]) -> Program:
 def cli(argv: Sequence[str]) -> int:
     """Run the command line, without the program's name; return the exit code.
 
-    The engine writes to the descriptors 1 and 2. Ctrl-C, SIGTERM and SIGHUP cancel
-    and wait for the clean-up, so that no temporary file stays. Ctrl-C returns 130;
-    the other two then end the process as they do by default.
+    The engine writes to the descriptors 1 and 2. Ctrl-C, SIGTERM, SIGHUP and the end of
+    what reads there (`| head`) cancel and wait for the clean-up, so that no temporary file
+    stays. Ctrl-C returns 130; the others then end the process as they do by default.
     """
     import json
     import signal
@@ -282,7 +285,11 @@ def cli(argv: Sequence[str]) -> int:
             signal.signal(number, stop_on_signal)
     job = core().start("cli", json.dumps(program(argv)), b"")
     try:
-        return int(core().take(job, None, TAKE_LAST)[0])
+        status = int(core().take(job, None, TAKE_LAST)[0])
+        if status == _READER_GONE:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGPIPE)
+        return status
     except KeyboardInterrupt:
         core().call("cancel", "", job.to_bytes(8, "little"))
         from . import errors
