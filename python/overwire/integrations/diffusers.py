@@ -365,7 +365,7 @@ def _loading_shard(original: Any, read: Any) -> Any:
         if isinstance(shard_file, _Shard) and not arguments.get("disable_mmap"):
             model, path = shard_file.model, os.path.abspath(shard_file)
             notes = {name: _Where(model, path, name, read) for name in model.slices_of(path)}
-            if arguments.get("hf_quantizer") is None and not _on_disk(arguments.get("device_map")):
+            if arguments.get("hf_quantizer") is None and not _uses_disk(arguments.get("device_map")):
                 with model.whole:  # one pass for all of them, which no other worker begins before all are noted
                     for other in model.paths if not model.begun else ():
                         _note_targets(
@@ -442,7 +442,7 @@ def _dtype_for(name: str, dtype: Any, keep: Any) -> Any:
     return torch.float32 if is_kept else dtype
 
 
-def _on_disk(device_map: Any) -> bool:
+def _uses_disk(device_map: Any) -> bool:
     return device_map is not None and "disk" in device_map.values()
 
 

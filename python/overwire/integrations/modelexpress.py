@@ -52,10 +52,10 @@ def join(strategies: Any) -> None:
     its module `MODULE`. A version without `execute_load_strategies` is left as it is."""
     execute = getattr(strategies, "execute_load_strategies", None)
     if execute is not None and not hasattr(execute, "__wrapped__"):
-        strategies.execute_load_strategies = _with_ours(execute)
+        strategies.execute_load_strategies = _add_to_chain(execute)
 
 
-def _with_ours(execute: Callable[..., Any]) -> Callable[..., Any]:
+def _add_to_chain(execute: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(execute)
     def execute_load_strategies(model: Any, ctx: Any, chain: Sequence[Any], *rest: Any, **more: Any) -> Any:
         chain = list(chain)

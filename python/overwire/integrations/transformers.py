@@ -47,9 +47,9 @@ def hooks(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]
     convert = found(MODULES[0], "convert_and_load_state_dict_in_model")
     spawn = found(MODULES[0], "spawn_materialize")
     if convert is not None and spawn is not None:
-        return pairs + _of_five(convert, spawn, lazy)
+        return pairs + _wrap_conversion(convert, spawn, lazy)
     shard = found(MODULES[1], "load_shard_file")
-    return pairs if shard is None else [*pairs, (shard, _of_four(shard, lazy))]
+    return pairs if shard is None else [*pairs, (shard, _wrap_shard_loader(shard, lazy))]
 
 
 def _mapping_devices(original: Any, lazy: Lazy) -> Any:
@@ -91,7 +91,7 @@ def _warming_allocator(original: Any, lazy: Lazy) -> Any:
     return caching_allocator_warmup
 
 
-def _of_five(convert: Any, spawn: Any, lazy: Lazy) -> list[tuple[Any, Any]]:
+def _wrap_conversion(convert: Any, spawn: Any, lazy: Lazy) -> list[tuple[Any, Any]]:
     loading = threading.local()
 
     @functools.wraps(convert)
@@ -99,7 +99,7 @@ def _of_five(convert: Any, spawn: Any, lazy: Lazy) -> list[tuple[Any, Any]]:
         model: Any, state_dict: Any, load_config: Any, *rest: Any, **more: Any
     ) -> Any:
         before = getattr(loading, "ahead", None)
-        sparing = _on_disk(load_config.device_map) or _is_quantising(load_config.hf_quantizer)
+        sparing = _uses_disk(load_config.device_map) or _is_quantising(load_config.hf_quantizer)
         with contextlib.closing(lazy.ahead()) as ahead:
             loading.ahead = None if sparing else ahead
             try:
@@ -133,14 +133,14 @@ def _of_five(convert: Any, spawn: Any, lazy: Lazy) -> list[tuple[Any, Any]]:
     return [(convert, convert_and_load_state_dict_in_model), (spawn, spawn_materialize)]
 
 
-def _of_four(shard: Any, lazy: Lazy) -> Any:
+def _wrap_shard_loader(shard: Any, lazy: Lazy) -> Any:
     @functools.wraps(shard)
     def load_shard_file(args: Any) -> Any:
         # In the order of transformers 4.57: what is not so is not this version.
         if len(args) != 14 or not isinstance(args[6], dict):
             return shard(args)
         device_map, quantizer, names, mesh = args[4], args[5], args[6], args[13]
-        if mesh is not None or _on_disk(device_map) or _is_quantising(quantizer):
+        if mesh is not None or _uses_disk(device_map) or _is_quantising(quantizer):
             return shard(args)
         devices = _device_of(device_map)
         with lazy.plan(lambda name: devices(names[name]) if name in names else None):
@@ -162,7 +162,7 @@ def _device_of(device_map: Any) -> Callable[[str], Any]:
     return device_of_name
 
 
-def _on_disk(device_map: Any) -> bool:
+def _uses_disk(device_map: Any) -> bool:
     return device_map is not None and "disk" in device_map.values()
 
 

@@ -45,9 +45,9 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
         self._attempt: Attempt | None = None  # gives stand-ins instead of tensors
 
     def _get_all_weights(self, model_config: Any, model: torch.nn.Module) -> _Weights:
-        return _Weights(model_config, functools.partial(self._every_weight, model_config, model))
+        return _Weights(model_config, functools.partial(self._yield_weights, model_config, model))
 
-    def _every_weight(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    def _yield_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield from super()._get_all_weights(model_config, model)
         if self._attempt is not None:
             self._attempt.load_recorded()

@@ -264,7 +264,7 @@ class Destinations:
         return bool(self._stretches)
 
     def forget_all(self) -> None:
-        """Forgets all."""
+        """Forgets all copies that were noted."""
         self._stretches.clear()
 
     def name_at(self, memory: int, low: int, high: int) -> str | None:

@@ -172,7 +172,7 @@ class _Look:
             return
         file = function.__code__.co_filename
         is_generated = file.startswith("<") and (function.__module__ or "").partition(".")[0] in self._tops
-        if not is_generated and not file.startswith(self._own) and not self._is_pythons(file):
+        if not is_generated and not file.startswith(self._own) and not self._is_of_python(file):
             raise Foreign(f"the function {function.__module__}.{function.__qualname__} of {file}")
         self.facts.append((function.__module__, function.__qualname__, function.__code__.co_firstlineno))
         self.look_at_value(function.__defaults__)
@@ -183,7 +183,7 @@ class _Look:
             except ValueError:
                 self.facts.append("empty")
 
-    def _is_pythons(self, file: str) -> bool:
+    def _is_of_python(self, file: str) -> bool:
         return file.startswith(self._python) and "-packages" not in file[len(self._python) :].partition(os.sep)[0]
 
     def _is_new(self, value: Any) -> bool:

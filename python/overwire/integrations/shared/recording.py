@@ -279,7 +279,7 @@ class Recorder:
             if not operands or any(tensor.numel() for tensor in operands) or not str(func.overloadpacket).endswith("_"):
                 self._note_impure(str(func))
         if self._destinations:
-            self._on_others(func, args, kwargs)
+            self._refuse_pending(func, args, kwargs)
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
         # Whether an element that it reads was there before it ran.
@@ -298,7 +298,7 @@ class Recorder:
         self._given.add(tensor.untyped_storage().data_ptr())
         return tensor
 
-    def _on_others(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _refuse_pending(self, func: Any, args: Any, kwargs: Any) -> None:
         # An operation on tensors with data: none of them may be one that is still to come.
         for tensor in _tensors((args, kwargs)):
             if tensor.device.type == "meta" or not tensor.numel():

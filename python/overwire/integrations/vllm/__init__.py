@@ -89,16 +89,16 @@ def _add_preparation(workers: Any) -> None:
             setattr(workers.Worker, name, _before_change(getattr(workers.Worker, name)))
     warm = getattr(workers.Worker, "compile_or_warm_up_model", None)
     if warm is not None:  # else nothing says when the engine is up, and nothing is kept
-        workers.Worker.compile_or_warm_up_model = _then_written(warm)
+        workers.Worker.compile_or_warm_up_model = _write_after_warm_up(warm)
 
 
 def _add_writing(workers: Any) -> None:
     warm = workers.CPUWorker.compile_or_warm_up_model
     if not hasattr(warm, "__wrapped__"):
-        workers.CPUWorker.compile_or_warm_up_model = _then_written(warm)
+        workers.CPUWorker.compile_or_warm_up_model = _write_after_warm_up(warm)
 
 
-def _then_written(warm: Callable[..., Any]) -> Callable[..., Any]:
+def _write_after_warm_up(warm: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(warm)
     def compile_or_warm_up_model(*args: Any, **named: Any) -> Any:
         result = warm(*args, **named)

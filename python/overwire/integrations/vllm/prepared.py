@@ -89,7 +89,7 @@ class Start:
         if not _all_agree(self._kept is not None):
             return None
         model: torch.nn.Module | None = None
-        with _undone_unless(self._config, lambda: model is not None):
+        with _undo_unless(self._config, lambda: model is not None):
             reason = None
             began = time.perf_counter()
             assert self._kept is not None
@@ -187,7 +187,7 @@ def _all_agree(mine: bool) -> bool:
 
 
 @contextlib.contextmanager
-def _undone_unless(config: Any, done: Callable[[], bool]) -> Iterator[None]:
+def _undo_unless(config: Any, done: Callable[[], bool]) -> Iterator[None]:
     # What making a model leaves outside of it: layers by name, and modules that models share.
     from vllm.model_executor.layers import rotary_embedding
 
