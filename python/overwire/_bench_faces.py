@@ -204,7 +204,7 @@ def _find_difference(tensors: dict[str, Any], plain: Path) -> str:
 
 
 def _load_twice(face: str, file: Path, device: str, compared: int) -> dict[str, Any]:
-    """Two loads in this process, of which that number, 0 or 1, is compared."""
+    """Loads twice in this process, and compares the load with the number `compared`, 0 or 1; with another, none."""
     import torch
 
     gpu = device != "cpu"

@@ -95,7 +95,7 @@ def _torch_save(tensors: Tensors, folder: str) -> None:
 
 
 def _read_back(folder: str) -> Tensors:
-    """Whatever a way has written."""
+    """The tensors of the files that a way to save has left in the folder."""
     import torch
 
     import overwire as ow
@@ -134,7 +134,7 @@ _WAYS: dict[str, tuple[Save, int, str]] = {
 
 
 def _seconds_of_pwrite(folder: Path, nbytes: int, files: int) -> float:
-    """What os.pwrite takes for that many bytes, in that many files, synced."""
+    """The seconds that os.pwrite takes for `nbytes` in `files` files, fsync included."""
     memory = memoryview(mmap.mmap(-1, 16 * _PIECE))
     for at in range(0, len(memory), 4096):
         memory[at] = 1

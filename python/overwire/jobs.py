@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ._requests import PipelineStages
 
     class WorkStages(PipelineStages, total=False):
-        """Those of loads, and those of saves."""
+        """The stages of loads, and those of saves."""
 
         plan_ns: int
         encode_ns: int

@@ -73,7 +73,7 @@ _OPENS = ("mmap", "lenient", "keys", "filter", "storage_options", "read")
 
 
 def opening(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a verb's options that `Model` takes."""
+    """The options of a verb that `Model` takes."""
     return {name: options[name] for name in _OPENS if name in options}
 
 

@@ -150,14 +150,14 @@ class _Together(TypedDict, total=False):
 
 
 class OpenOptions(_Reach, total=False):
-    """Those of `safe_open`; see `LoadOptions`."""
+    """The options of `safe_open`; see `LoadOptions`."""
 
     dtype: DTypeLike | None
     mmap: bool | None
 
 
 class ModuleOptions(_Reach, _Together, total=False):
-    """Those of `load_model`; see `LoadOptions`."""
+    """The options of `load_model`; see `LoadOptions`."""
 
     progress: ProgressLike
     mmap: bool | None
@@ -165,7 +165,7 @@ class ModuleOptions(_Reach, _Together, total=False):
 
 
 class PinnedOptions(TypedDict, total=False):
-    """Those of loads of a pinned model; see `LoadOptions`."""
+    """The options of loads of a pinned model; see `LoadOptions`."""
 
     dtype: DTypeLike | None
     keys: Iterable[str] | None
@@ -174,7 +174,7 @@ class PinnedOptions(TypedDict, total=False):
 
 
 class PlanOptions(_Reach, total=False):
-    """Those of `plan`; see `LoadOptions`."""
+    """The options of `plan`; see `LoadOptions`."""
 
     dtype: DTypeLike | None
     keys: Iterable[str] | None
@@ -182,7 +182,7 @@ class PlanOptions(_Reach, total=False):
 
 
 class StreamOptions(PlanOptions, _Together, total=False):
-    """Those of `stream`; see `LoadOptions`."""
+    """The options of `stream`; see `LoadOptions`."""
 
     progress: ProgressLike
     mmap: bool | None

@@ -11,7 +11,7 @@ __all__ = ["TensorFrame", "dense_strides"]
 
 
 def dense_strides(shape: list[int]) -> list[int]:
-    """Those of a tensor in C order, in elements."""
+    """The strides of a tensor in C order, in elements."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 1, 0, -1):
         strides[dim - 1] = strides[dim] * shape[dim]
@@ -35,7 +35,7 @@ class TensorFrame:
 
     @classmethod
     def from_buffer(cls, entry: Any) -> TensorFrame:
-        """Of a header's entry."""
+        """The frame of a tensor, by its entry in a header."""
         shape = [int(size) for size in entry["shape"]]
         return cls(
             DType(entry["dtype"]), shape, list(entry["data_offsets"]), dense_strides(shape), [0] * len(shape), False
