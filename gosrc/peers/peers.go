@@ -207,7 +207,7 @@ func (p *Peers) End(ctx context.Context, good bool) error {
 	if !good {
 		p.Trouble()
 	}
-	p.letGo()
+	p.unmapOthers()
 	own.ended.Store(1)
 	ringBell(&own.bell)
 	soon, cancel := context.WithCancelCause(context.Background())
@@ -253,8 +253,8 @@ func (p *Peers) awaitEnded(ctx context.Context) (first error) {
 	return first
 }
 
-// letGo unmaps the others' memory.
-func (p *Peers) letGo() {
+// unmapOthers unmaps the memory of the other processes.
+func (p *Peers) unmapOthers() {
 	for rank := range p.at {
 		if rank == p.mine.Rank || p.at[rank] == nil {
 			continue
@@ -272,7 +272,7 @@ func (p *Peers) letGo() {
 // when they have ended. Unless all went well, it is End(false) first.
 func (p *Peers) Close() {
 	_ = p.End(context.Background(), false)
-	p.letGo()
+	p.unmapOthers()
 	if !p.late {
 		p.free()
 		return

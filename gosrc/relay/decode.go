@@ -72,7 +72,7 @@ func (r *Relay) onHost(of read) error {
 		cmp.Or(r.machine.Threads, max(1, r.machine.Cores/max(1, r.machine.Ranks))), len(jobs), func(i int) error {
 			j := &jobs[i]
 			if err := cpu.Decode(j, unsafe.Slice((*byte)(unsafe.Add(base, j.Src)), j.Chunk.Stored)); err != nil {
-				return r.whereIs(first+i, err)
+				return r.placeError(first+i, err)
 			}
 			r.countTask(first + i)
 			return nil
@@ -146,7 +146,7 @@ func (r *Relay) onDevice(slot *cuda.Slot, batch []read, streams []uint64) error 
 	defer r.spendTime(time.Now())
 	err := r.queue.Submit(slot, from.bytes, jobs, func(i int, err error) {
 		if err != nil {
-			r.failWith(r.whereIs(number(i), err), false)
+			r.failWith(r.placeError(number(i), err), false)
 			return
 		}
 		if !none {
@@ -157,7 +157,7 @@ func (r *Relay) onDevice(slot *cuda.Slot, batch []read, streams []uint64) error 
 		}
 	})
 	if err != nil {
-		err = r.whereIs(number(0), err)
+		err = r.placeError(number(0), err)
 		r.failWith(err, true)
 		return err
 	}
@@ -175,8 +175,8 @@ func (r *Relay) landedBatch(batch []read) {
 	}
 }
 
-// whereIs adds the tensor and chunk to an error.
-func (r *Relay) whereIs(i int, err error) error {
+// placeError adds the tensor and chunk to an error.
+func (r *Relay) placeError(i int, err error) error {
 	if i >= len(r.refs) { // of a piece of which this rank wants nothing
 		return r.model.Where("decode", err)
 	}

@@ -181,8 +181,8 @@ func (r *Relay) layOut() error {
 			}
 		}
 	}
-	if !slices.IsSortedFunc(all, r.inFile) {
-		slices.SortFunc(all, r.inFile)
+	if !slices.IsSortedFunc(all, r.compareInFile) {
+		slices.SortFunc(all, r.compareInFile)
 	}
 	needed := func(plan.ChunkOf) int32 { return plan.Several }
 	if len(spec.Needs) > 0 {
@@ -215,8 +215,8 @@ func (r *Relay) layOut() error {
 // shareSpace is what a buffer has for each rank.
 func (r *Relay) shareSpace() int64 { return r.spec.Size / int64(r.spec.Ranks) &^ (shareAlign - 1) }
 
-// inFile compares the places of chunks in the files.
-func (r *Relay) inFile(a, b plan.ChunkOf) int {
+// compareInFile compares the places of chunks in the files.
+func (r *Relay) compareInFile(a, b plan.ChunkOf) int {
 	if by := cmp.Compare(r.ix.Tensors[a.Data].Source, r.ix.Tensors[b.Data].Source); by != 0 {
 		return by
 	}
@@ -278,9 +278,9 @@ func (r *Relay) addPiece(shares []plan.RankShare) {
 		r.parts = append(r.parts, own)
 		if rank == r.spec.Rank {
 			own := s.Chunks
-			if !slices.IsSortedFunc(own, r.inFile) {
+			if !slices.IsSortedFunc(own, r.compareInFile) {
 				own = slices.Clone(own)
-				slices.SortFunc(own, r.inFile)
+				slices.SortFunc(own, r.compareInFile)
 			}
 			for _, c := range own {
 				r.spots = append(r.spots, plan.Spot{Data: c.Data, N: c.N, Group: int32(number), Bare: r.bare[c.Data]})

@@ -198,7 +198,7 @@ func (r *Relay) makeQueues() (err error) {
 	}
 	defer func() {
 		if err != nil {
-			r.letGo()
+			r.freeQueueMemory()
 		}
 	}()
 	batches := len(r.spec.Ring)
@@ -231,8 +231,8 @@ func (r *Relay) makeQueues() (err error) {
 	return nil
 }
 
-// letGo frees what queues made, and waits for its work in flight.
-func (r *Relay) letGo() {
+// freeQueueMemory frees what queues made, and waits for its work in flight.
+func (r *Relay) freeQueueMemory() {
 	if r.queue != nil {
 		r.queue.Close()
 	}
@@ -338,7 +338,7 @@ func (r *Relay) closeQueues() {
 		r.shut = true
 		r.mu.Unlock()
 		r.busy.Wait()
-		r.letGo()
+		r.freeQueueMemory()
 	})
 }
 

@@ -41,4 +41,4 @@ func (d *Device) Attach(name string) (unsafe.Pointer, error) {
 }
 
 // Detach ends an Attach, after the work that uses the memory.
-func (d *Device) Detach(at unsafe.Pointer) { d.freeThing(C.OWCU_ATTACHED, at) }
+func (d *Device) Detach(at unsafe.Pointer) { d.freeOrDefer(C.OWCU_ATTACHED, at) }

@@ -26,7 +26,7 @@ func (d *Device) NewEvent() (*Event, error) {
 
 // Free frees the event. No slot that it was passed to may be in flight, and no
 // stream may wait for it. On a lost device it is simply dropped.
-func (v *Event) Free() { v.dev.freeThing(C.OWCU_EVENT, unsafe.Pointer(v.c)) }
+func (v *Event) Free() { v.dev.freeOrDefer(C.OWCU_EVENT, unsafe.Pointer(v.c)) }
 
 // Before makes a stream wait for the event; the stream's number is as for WaitFor.
 func (v *Event) Before(stream uintptr) error {

@@ -77,7 +77,7 @@ func (d *Device) EndStream(stream uintptr) {
 			break
 		}
 	}
-	d.freeThing(C.OWCU_STREAM, hostPointer(C.owcu_ptr(stream)))
+	d.freeOrDefer(C.OWCU_STREAM, hostPointer(C.owcu_ptr(stream)))
 }
 
 // SyncStream waits for what is queued on a stream.

@@ -228,9 +228,9 @@ func (d *Device) freeAll(at []C.owcu_ptr) (left []C.owcu_ptr, err error) {
 	return slices.DeleteFunc(at, isZero), err
 }
 
-// freeThing frees a thing of the driver's that nothing uses; if the driver refuses, the
+// freeOrDefer frees a thing of the driver's that nothing uses; if the driver refuses, the
 // reaper tries again.
-func (d *Device) freeThing(what C.int, thing unsafe.Pointer) {
+func (d *Device) freeOrDefer(what C.int, thing unsafe.Pointer) {
 	if !d.tryToFree(what, thing) {
 		d.deferFree(func() bool { return d.tryToFree(what, thing) })
 	}
