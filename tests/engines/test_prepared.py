@@ -266,6 +266,15 @@ def test_ctrl_c_while_tensors_arrive_ends_their_thread(tmp_path: Path, monkeypat
         join()
 
 
+def test_a_tensor_that_the_record_lacks_is_refused(tmp_path: Path) -> None:
+    """The file has one more than its record: nothing is put anywhere."""
+    path, record = kept(processed(), tmp_path)
+    rows = dict(record["tensors"])
+    rows.pop(next(name for name, row in rows.items() if row[5] is None))
+    with pytest.raises(Refused, match="its record does not"):
+        Arriving(path, rows, torch.device("cpu")).take_tensors()
+
+
 def test_what_fails_while_the_model_is_made_is_said_by_the_taker(tmp_path: Path) -> None:
     """A file that is gone, damaged or another one is the taker's error, and leaves nothing."""
     path, record = kept(processed(), tmp_path)

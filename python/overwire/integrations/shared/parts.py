@@ -133,7 +133,9 @@ class Arriving:
         from ...plumbing import table_of
 
         for at, (name, dtype, shape) in enumerate(table_of(self._file)):
-            tensor = self._tensors[name]
+            tensor = self._tensors.get(name)
+            if tensor is None:
+                raise Refused(f"{self._path} has {name}, which its record does not")
             target = _dense_order(tensor)
             if tuple(target.shape) != shape:
                 raise Refused(f"{name} has the shape {shape} in {self._path}")
