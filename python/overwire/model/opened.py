@@ -134,7 +134,6 @@ class Model:
             "map": mmap,
             "lenient": bool(lenient),
             "storage": storage(storage_options, uris),
-            "opened": opened,
         }
         if keys is None and filter is not None:
             names = _verbs.names(spec)
@@ -144,6 +143,8 @@ class Model:
                 filter = None  # it has spoken
         elif keys is not None:
             spec["keys"] = [key for key in keys if isinstance(key, str)]
+        if opened:
+            spec["opened"] = opened
         try:
             with many_objects():
                 text, _, _, table, self.handle = _verbs.open(spec)
