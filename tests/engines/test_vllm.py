@@ -515,7 +515,8 @@ open(file, "wb").write(data)
 said = raised(overwire.CorruptError, lambda: load(bad))
 assert "model-10.safetensors" in said and "tensor" in said and "chunk" in said, said
 """
-    documented = re.findall(r"^\| `(\w+)` \| [^|]+ \|", (ROOT / "docs/vllm.md").read_text(encoding="utf-8"), re.M)
+    page = (ROOT / "docs/vllm.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^\| `(\w+)` \| [^|]+ \|", page.partition("## Extra configuration")[2].partition("\n## ")[0], re.M)
     run(engines, REGISTER + PRELUDE + code, model, tmp_path, *documented)
 
 

@@ -273,9 +273,9 @@ def nobodys(server: Server) -> None:
 
     spec = {"uris": [f"http://127.0.0.1:{server.port}/m.safetensors"], "storage": {"storage": {"timeout": "60"}}}
     with watched("a number that no one holds"), open(os.devnull, "wb") as sink:
-        for start in (verify_start, fetch_start):
+        for start, more in ((verify_start, {}), (fetch_start, {"fd": sink.fileno()})):
             server.reset()
-            number = start(json.dumps({**spec, "fd": sink.fileno()}))
+            number = start(json.dumps({**spec, **more}))
             server.reached.wait()
             del number
             server.drained()
