@@ -32,25 +32,25 @@ def run(command: list[str], folder: Path, path: Path | None = None, *, fresh: bo
     return done.stdout
 
 
-@pytest.mark.parametrize("release", [pytest.param("4.57", marks=pytest.mark.slow), "5"])
-def test_every_parameter_is_that_of_the_unpatched_load(release: str, tmp_path: Path) -> None:
-    """Dense, tied, expert, fp8 and odd models, offloaded ones and adapters: see the program."""
+def run_program(name: str, release: str, folder: Path, files: Path) -> str:
+    """Runs a program of this folder with a release of transformers, or skips the test; returns its lines."""
     if release == "5" and not FIVE.is_dir():
         pytest.skip(f"no transformers 5 in {FIVE}: make venv puts it there")
     pytest.importorskip("transformers")
-    program = str(ROOT / "tests" / "engines" / "transformers_program.py")
-    output = run([program, str(tmp_path / "models")], tmp_path, FIVE if release == "5" else None)
+    return run([str(ROOT / "tests" / "engines" / name), str(files)], folder, FIVE if release == "5" else None)
+
+
+@pytest.mark.parametrize("release", [pytest.param("4.57", marks=pytest.mark.slow), "5"])
+def test_every_parameter_is_that_of_the_unpatched_load(release: str, tmp_path: Path) -> None:
+    """Dense, tied, expert, fp8 and odd models, offloaded ones and adapters: see the program."""
+    output = run_program("transformers_program.py", release, tmp_path, tmp_path / "models")
     assert output.splitlines()[-1].startswith(f"ok {release}"), output
 
 
 @pytest.mark.parametrize("release", [pytest.param("4.57", marks=pytest.mark.slow), "5"])
 def test_ranks_read_their_share(release: str, tmp_path: Path) -> None:
     """By a tensor-parallel plan two ranks get the shards of the unpatched load, and read the rows that are theirs: see the program."""
-    if release == "5" and not FIVE.is_dir():
-        pytest.skip(f"no transformers 5 in {FIVE}: make venv puts it there")
-    pytest.importorskip("transformers")
-    program = str(ROOT / "tests" / "engines" / "parallel_program.py")
-    output = run([program, str(tmp_path / "a b")], tmp_path, FIVE if release == "5" else None)
+    output = run_program("parallel_program.py", release, tmp_path, tmp_path / "a b")
     assert f"ok {release}" in output and f"done {release}" in output, output
     print(output)
 
