@@ -152,6 +152,7 @@ def comes_true(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.whole_gpu
 def test_thousand_loads_give_everything_back(tmp_path: Path) -> None:
     ow.save_file({"a": torch.randn(1 << 16).bfloat16(), "b": torch.arange(100)}, tmp_path / "m")
 
@@ -183,6 +184,7 @@ def test_thousand_loads_give_everything_back(tmp_path: Path) -> None:
     comes_true(lambda: used() <= before + (8 << 20))
 
 
+@pytest.mark.whole_gpu
 def test_out_of_memory_says_how_much_and_gives_everything_back(tmp_path: Path) -> None:
     big = {"big": torch.zeros(64 << 20, dtype=torch.uint8)}
     small = {f"s{i}": torch.zeros(900_000, dtype=torch.uint8) for i in range(80)}
@@ -213,12 +215,13 @@ def test_out_of_memory_says_how_much_and_gives_everything_back(tmp_path: Path) -
         equal(ow.load_file(tmp_path / name, device="cuda"), ow.load_file(tmp_path / name))
 
 
+@pytest.mark.whole_gpu
 def test_empty_cache(tmp_path: Path) -> None:
     ow.save_file({"a": torch.arange(1000)}, tmp_path / "m")
     kept = ow.load_file(tmp_path / "m", device="cuda")
     before = torch.cuda.mem_get_info()[0]
     ow.empty_cache()
-    assert torch.cuda.mem_get_info()[0] >= before + (100 << 20)
+    assert torch.cuda.mem_get_info()[0] >= before + (64 << 20)
     assert kept["a"].tolist() == list(range(1000))
     equal(ow.load_file(tmp_path / "m", device="cuda"), ow.load_file(tmp_path / "m"))
 

@@ -377,6 +377,7 @@ def test_torchs_current_stream_is_followed() -> None:
 
 
 @needs_torch
+@pytest.mark.whole_gpu
 def test_no_growth_over_a_thousand_decodes() -> None:
     plain = content(100_000)
     codec = nvcomp.Codec(algorithm="X16")
