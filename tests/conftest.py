@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_configure() -> None:
-    """Ctrl-C as a program at a terminal has it: background jobs of a shell start with SIGINT ignored, and hand that on."""
+    """Ctrl-C as a program at a terminal has it: background jobs of a shell start with SIGINT ignored, and hand that
+    on."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     share_cores(os.environ, len(os.sched_getaffinity(0)))
     processes.adopt()
@@ -90,7 +91,9 @@ def cleaned(*more: str) -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_", "PRELOAD", *more))}
 
 
-def _script(start: Callable[..., subprocess.CompletedProcess[str]], folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def _script(
+    start: Callable[..., subprocess.CompletedProcess[str]], folder: Path
+) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(source: str, *, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
         done = start(["-c", source], cwd=folder, env=cleaned() | env)
         if check:

@@ -42,7 +42,8 @@ def _program(name: str, how: str) -> str:
     return path
 
 
-#: An address of this machine that no other test process uses: a port that is free there stays free until a server takes it.
+#: An address of this machine that no other test process uses: a port that is free there stays free until a server takes
+#: it.
 HOST = f"127.{64 + (os.getpid() >> 16 & 63)}.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
 
 
@@ -98,8 +99,8 @@ def s3() -> Iterator[tuple[dict[str, object], Path]]:
 
 
 class Front(BaseHTTPRequestHandler):
-    """A proxy before a store, which keeps the host, since that is signed. It records what is asked, as (method, path with
-    its query, headers, status, bytes of the answer's body), and refuses the requests that the test names."""
+    """A proxy before a store, which keeps the host, since that is signed. It records what is asked, as (method, path
+    with its query, headers, status, bytes of the answer's body), and refuses the requests that the test names."""
 
     protocol_version = "HTTP/1.1"
     behind: str
@@ -150,8 +151,8 @@ def front(url: str) -> Iterator[tuple[str, type[Front]]]:
 
 @contextmanager
 def redis(password: str | None = REDIS_PASSWORD, config: Path | None = None) -> Iterator[tuple[dict[str, object], str]]:
-    """Storage options of a server, and what its URIs begin with. None: it asks for no password. config: a file that says
-    which, in place of `password`."""
+    """Storage options of a server, and what its URIs begin with. None: it asks for no password. config: a file that
+    says which, in place of `password`."""
     program = _program("redis-server", "a package of the system (Debian: redis-server)")
     with tempfile.TemporaryDirectory() as folder:
         port = _port()

@@ -111,7 +111,9 @@ BESIDE = (ow.ModelMismatchError, ow.TensorNotFoundError)
 def test_every_rule_at_every_entry(entry: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     call = ENTRIES[entry]
-    takes = any(kind is inspect.Parameter.VAR_KEYWORD for kind in (p.kind for p in inspect.signature(call).parameters.values()))
+    takes = any(
+        kind is inspect.Parameter.VAR_KEYWORD for kind in (p.kind for p in inspect.signature(call).parameters.values())
+    )
     for vector in VECTORS:
         path.write_bytes(base64.b64decode(vector["file"]))
         for lenient in (False, True) if takes and entry not in ("verify", "inspect") else (False,):
@@ -322,7 +324,8 @@ def _entries_of_paths() -> Iterator[tuple[str, Callable[..., Any]]]:
 @pytest.mark.parametrize("shape", [[0, 1 << 62, 1 << 62], [5, 0, 1 << 31, 1 << 31], [1 << 62, 0, 1 << 62]])
 @pytest.mark.parametrize("framework", ["pt", "np"])
 def test_an_empty_tensor_that_no_framework_holds(tmp_path: Path, shape: list[int], framework: str) -> None:
-    """The format allows such a shape, and torch and numpy have errors of their own for it: here it is one of ours, by name."""
+    """The format allows such a shape, and torch and numpy have errors of their own for it: here it is one of ours, by
+    name."""
     path = tmp_path / "x.safetensors"
     header = json.dumps({"huge": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header)
@@ -338,7 +341,8 @@ def test_an_empty_tensor_that_no_framework_holds(tmp_path: Path, shape: list[int
 
 
 def test_arguments_of_another_type_are_named_as_python_names_them(tmp_path: Path) -> None:
-    """What an option cannot be is said in Python's words; a name of another format's file is refused before anything is written."""
+    """What an option cannot be is said in Python's words; a name of another format's file is refused before anything is
+    written."""
     weights = {"a": torch.arange(4.0)}
     with pytest.raises(ow.ArgumentError, match=r"level 9: expected 'default' or 'smaller'"):
         ow.save_file(weights, tmp_path / "m.safetensors", level=9)  # type: ignore[arg-type]

@@ -26,8 +26,8 @@ folder.mkdir()
 
 
 def test_every_name_has_a_row_of_compared_bytes(torch_script) -> None:
-    """Each name that is here, own and other libraries', loads each of its files twice a round, in processes whose bytes are
-    compared, and has its share of load_file's rate."""
+    """Each name that is here, own and other libraries', loads each of its files twice a round, in processes whose bytes
+    are compared, and has its share of load_file's rate."""
     done = torch_script(PROGRAM % "import json; print(json.dumps(faces._measure_faces(args, folder)))")
     rows = json.loads(done.stdout.splitlines()[-1])
     keys = {(row["face"], row["file"]) for row in rows}
@@ -41,8 +41,8 @@ def test_every_name_has_a_row_of_compared_bytes(torch_script) -> None:
 
 
 def test_wrong_bytes_and_failures_are_rows(torch_script) -> None:
-    """A name whose tensors differ from the file's is named as wrong, one that raises with its error, and one whose process
-    ends with that."""
+    """A name whose tensors differ from the file's is named as wrong, one that raises with its error, and one whose
+    process ends with that."""
     done = torch_script(PROGRAM % """
 import importlib
 import json
@@ -118,7 +118,8 @@ saves._WAYS |= {"flips": (flip, 0, ""), "fails": (fail, 0, ""), "is not here": (
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a GPU")
 def test_without_a_gpu_the_engine_says_so(tmp_path: Path) -> None:
-    """`overwire bench --device cuda` ends with the engine's status and words where there is no GPU, and measures no name."""
+    """`overwire bench --device cuda` ends with the engine's status and words where there is no GPU, and measures no
+    name."""
     for words in (("--device", "cuda"), ("--device=cuda:0", "--json")):
         done = warm.fresh(["-m", "overwire", "bench", *words, "--size", "1MB", "--dir", str(tmp_path)], env=cleaned())
         assert done.returncode != 0 and "NVIDIA" in done.stderr, done.stderr

@@ -206,7 +206,8 @@ def test_a_stopped_command_leaves_no_file(plain: Path, tmp_path: Path, number: s
 
 
 def test_a_verb_ends_with_its_reader(tmp_path: Path):
-    """After `| head` has read enough a verb ends as other programs do, by SIGPIPE and silently, and no file of it stays."""
+    """After `| head` has read enough a verb ends as other programs do, by SIGPIPE and silently, and no file of it
+    stays."""
     command = [sys.executable, "-m", "overwire", "bench", "--size", "64MB", "--dir", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stderr and process.stdout.readline()

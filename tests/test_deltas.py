@@ -165,7 +165,11 @@ def test_tied_and_strided_tensors(tmp_path: Path, rng: random.Random) -> None:
     delta = ow.open_delta(path)
     assert report.changed == 5 and {delta.stored("embed") > 0, delta.stored("head") > 0} == {True, False}
     ow.apply_delta(base | {"more": torch.zeros(3)}, delta)
-    assert torch.equal(fused, new_fused) and torch.equal(head, new_head) and (plain.view(np.int32) == new_plain.view(np.int32)).all()
+    assert (
+        torch.equal(fused, new_fused)
+        and torch.equal(head, new_head)
+        and (plain.view(np.int32) == new_plain.view(np.int32)).all()
+    )
     turned = {"w": head.t()[1:7:2]}
     after = {"w": turned["w"] * 3}
     ow.save_delta(after, turned, path)
@@ -465,7 +469,9 @@ def test_files_are_compared_in_batches(tmp_path: Path, rng: random.Random, monke
     for one, two in ((now, old), (new, old), (now, base)):
         got = ow.save_delta(one, two, tmp_path / "d.safetensors")
         assert (tmp_path / "d.safetensors").read_bytes() == whole.read_bytes()
-        assert (got.tensors, got.changed, got.bytes, got.stored) == (report.tensors, report.changed, report.bytes, report.stored)
+        assert (got.tensors, got.changed, got.bytes, got.stored) == (
+            report.tensors, report.changed, report.bytes, report.stored,
+        )
         assert ow.diff(two, one) == rows and got.seconds["encode"] > 0
     assert len(loaded) > 12
     with pytest.raises(ow.ArgumentError, match="f32"):

@@ -53,18 +53,28 @@ def test_strided(seed: int) -> None:
     base = torch.randint(0, 256, (40, 30, 20), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.int64):
         whole = base.view(dtype) if dtype is not torch.int64 else base[:, :, :16].contiguous().view(dtype)
-        views = [whole.transpose(0, 2), whole.permute(1, 2, 0), whole[:, 3:9], whole[rng.randrange(30) :: 3, :, 1:], whole[:, ::2, :1]]
-        views += [whole[5:5], whole[0, 0, 0], whole[:1].expand(7, *whole.shape[1:]), whole.flatten()[rng.randrange(100) :]]
+        views = [
+            whole.transpose(0, 2), whole.permute(1, 2, 0), whole[:, 3:9], whole[rng.randrange(30) :: 3, :, 1:],
+            whole[:, ::2, :1],
+        ]
+        views += [
+            whole[5:5], whole[0, 0, 0], whole[:1].expand(7, *whole.shape[1:]), whole.flatten()[rng.randrange(100) :],
+        ]
         for view in views:  # one that is cut to odd addresses is among them
             assert ow.digest(view) == definition(raw(view)), (dtype, view.shape, view.stride())
     array = base.numpy()
-    for part in (array[::-1], array[:, ::-2, 3], array.T, array[..., ::-1].astype(">u4"), np.asfortranarray(array.astype(np.float16))):
+    for part in (
+        array[::-1], array[:, ::-2, 3], array.T, array[..., ::-1].astype(">u4"),
+        np.asfortranarray(array.astype(np.float16)),
+    ):
         native = part.astype(part.dtype.newbyteorder("="))
         assert ow.digest(part) == definition(native.tobytes())
     assert ow.digest(np.float32(1.5)) == definition(np.float32(1.5).tobytes())
     odd = np.frombuffer(bytes(range(100)), np.uint8)[1:65].view(np.float64)  # not aligned
     assert ow.digest(odd) == definition(odd.tobytes())
-    assert ow.digest(torch.view_as_complex(torch.randn(3, 2, generator=torch.Generator().manual_seed(1))).conj()) == definition(
+    assert ow.digest(
+        torch.view_as_complex(torch.randn(3, 2, generator=torch.Generator().manual_seed(1))).conj()
+    ) == definition(
         raw(torch.view_as_complex(torch.randn(3, 2, generator=torch.Generator().manual_seed(1))).conj().resolve_conj())
     )
 

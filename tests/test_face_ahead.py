@@ -104,7 +104,9 @@ def test_ugly_tensors_in_a_loop(tmp_path: Path, device: str) -> None:
                 same(got[name].cpu(), want[name])
                 if device == "cpu":  # torch has no zeros of four bits on a GPU
                     got[name].zero_()
-            assert len({t.untyped_storage().data_ptr() for t in got.values() if t.numel()}) == sum(t.numel() > 0 for t in got.values())
+            assert len({t.untyped_storage().data_ptr() for t in got.values() if t.numel()}) == sum(
+                t.numel() > 0 for t in got.values()
+            )
 
 
 def test_a_program_that_jumps_has_a_load_for_each(path: Path, loads: list[int], seed: int, device: str) -> None:
@@ -113,7 +115,9 @@ def test_a_program_that_jumps_has_a_load_for_each(path: Path, loads: list[int], 
         names = file.keys()
         pairs = [names[n : n + 2] for n in range(0, len(names) - 1, 2)]
         random.Random(seed).shuffle(pairs)
-        apart = [pair for n, pair in enumerate(pairs) if not n or names.index(pair[0]) != names.index(pairs[n - 1][1]) + 1]
+        apart = [
+            pair for n, pair in enumerate(pairs) if not n or names.index(pair[0]) != names.index(pairs[n - 1][1]) + 1
+        ]
         asked = [*names[::-1], *names[::2], *(name for pair in apart for name in pair[::-1])]
         for name in asked:
             file.get_tensor(name)
@@ -121,7 +125,8 @@ def test_a_program_that_jumps_has_a_load_for_each(path: Path, loads: list[int], 
 
 
 def test_loops_that_leave_cost_little(path: Path, loads: list[int], device: str) -> None:
-    """Of a program that again and again begins in order and leaves, what it does not ask for is loaded a few times only."""
+    """Of a program that again and again begins in order and leaves, what it does not ask for is loaded a few times
+    only."""
     want = ow.load_file(path)
     asked = 0
     with ow.safe_open(path, "pt", device) as file:

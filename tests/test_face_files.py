@@ -243,7 +243,9 @@ def test_the_same_file_comes_back(tmp_path: Path) -> None:
     assert report.originals == {str(back): sum} and report.anew == ()
     assert isinstance(hash(report), int)
     assert ow.convert(plain, small, sha256=False).originals == {str(small): ""}
-    assert ow.convert(small, back, compress=False).originals == {str(back): ""} and back.read_bytes() == plain.read_bytes()
+    assert (
+        ow.convert(small, back, compress=False).originals == {str(back): ""} and back.read_bytes() == plain.read_bytes()
+    )
     assert back.read_bytes() == plain.read_bytes()
     assert ow.convert(small, back, compress=False, metadata={"z": "1"}).anew == (str(back),)
     ow.save_file({"z": tied}, small)

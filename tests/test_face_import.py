@@ -82,7 +82,9 @@ def test_log_level_comes_from_the_environment() -> None:
         ({}, "", "0"), ({"OVERWIRE_LOG": "error"}, "", "40"), ({"SILENT": "1", "NUM_THREADS": "x"}, "", "0"), ({"DEBUG": "1"}, "", "0"),
         ({"SILENT": "1"}, drop_in, "100"), ({"DEBUG": "1"}, drop_in, "10"), ({"DEBUG": "1", "OVERWIRE_LOG": "info"}, drop_in, "20"),
     ):  # fmt: skip
-        done = subprocess.run([sys.executable, "-c", more + code], env={**os.environ, **env}, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", more + code], env={**os.environ, **env}, capture_output=True, text=True, check=True
+        )
         assert done.stdout.split() == [level], (env, done.stderr)
         assert "NUM_THREADS" not in done.stderr
     late = subprocess.run([sys.executable, "-c", code + "\n" + drop_in], env={**os.environ, "DEBUG": "1"}, capture_output=True, text=True)

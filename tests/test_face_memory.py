@@ -159,7 +159,10 @@ def test_tensors_that_torch_rounds_up_share_memory(seed: int) -> None:
 
     rng = random.Random(seed)
     for _ in range(50):
-        sizes = [rng.choice([rng.randrange(1, 40 << 20), 8 << 20, 64 << 20, rng.randrange(1 << 20)]) for _ in range(rng.randrange(60))]
+        sizes = [
+            rng.choice([rng.randrange(1, 40 << 20), 8 << 20, 64 << 20, rng.randrange(1 << 20)])
+            for _ in range(rng.randrange(60))
+        ]
         groups = list(_group_sizes(sizes))
         assert sorted(at for group in groups for at in group) == list(range(len(sizes)))
         for group in groups:

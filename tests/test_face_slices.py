@@ -99,7 +99,9 @@ def test_numbers_of_arrays_are_indices(tmp_path: Path) -> None:
     """Integers of numpy, and tensors and arrays without dimensions, count as ints, as in torch and numpy."""
     ow.save_file({"a": np.arange(27).reshape(9, 3)}, tmp_path / "m")
     with ow.safe_open(tmp_path / "m", "np") as file:
-        assert all(file.get_slice("a")[index].tolist() == [6, 7, 8] for index in (np.int64(2), np.array(2), torch.tensor(2)))
+        assert all(
+            file.get_slice("a")[index].tolist() == [6, 7, 8] for index in (np.int64(2), np.array(2), torch.tensor(2))
+        )
 
 
 def test_safe_open_is_safetensors(tmp_path: Path) -> None:

@@ -100,9 +100,11 @@ def test_threads_share_a_stream(tmp_path: Path, options: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("options", [{}, {"max_memory": 20_000}])
-def test_a_stream_is_closed_beside_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    """A thread that waits for a tensor gets CancelledError when another closes the stream; a signal handler that takes from
-    the stream that it interrupts is refused in words."""
+def test_a_stream_is_closed_beside_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """A thread that waits for a tensor gets CancelledError when another closes the stream; a signal handler that takes
+    from the stream that it interrupts is refused in words."""
     ow.save_file({f"t{n}": torch.zeros(100, 7) for n in range(20)}, tmp_path / "m")
     stream = ow.stream(tmp_path / "m", **options)
     waits, cancelled = threading.Event(), threading.Event()

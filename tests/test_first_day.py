@@ -68,7 +68,8 @@ def make_folder(path: Path, files: tuple[str, ...], beside: tuple[str, ...]) -> 
 
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_folders_go_there_and_back(run: Run, tmp_path: Path, kind: str) -> None:
-    """Compressed and decompressed, every file of a folder is byte for byte what it was; the sum is that of the weights."""
+    """Compressed and decompressed, every file of a folder is byte for byte what it was; the sum is that of the
+    weights."""
     files, beside = FOLDERS[kind]
     plain, small, back = (tmp_path / name for name in ("plain", "small", "back"))
     make_folder(plain, files, beside)
@@ -84,7 +85,8 @@ def test_folders_go_there_and_back(run: Run, tmp_path: Path, kind: str) -> None:
 
 
 def test_shards(run: Run, tmp_path: Path) -> None:
-    """A set of shards is compressed, made anew in other sizes, and each tensor comes back; a size without a unit is asked for."""
+    """A set of shards is compressed, made anew in other sizes, and each tensor comes back; a size without a unit is
+    asked for."""
     (tmp_path / "set").mkdir()
     ow.save_file(weights(0, 6), tmp_path / "set/model.safetensors", max_shard_size="300kB", compress=False)
     run("compress", tmp_path / "set", "-o", tmp_path / "small")
@@ -148,7 +150,8 @@ def test_a_server(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_bucket(run: Run, tmp_path: Path) -> None:
-    """A folder goes to S3 and comes back with its configuration, with and without the last slash; it is replaced by -f alone."""
+    """A folder goes to S3 and comes back with its configuration, with and without the last slash; it is replaced by -f
+    alone."""
     make_folder(tmp_path / "plain", *FOLDERS["a model of the Hub"])
     with stores.s3() as (options, _):
         storage = "--storage=" + json.dumps({key: value for key, value in options.items() if isinstance(value, str)})
@@ -222,7 +225,9 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
 
 
 @pytest.mark.parametrize(("words", "status", "says"), MISTAKES)
-def test_mistakes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, status: int, says: str) -> None:
+def test_mistakes(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, status: int, says: str
+) -> None:
     """The answer to a wrong command says what to write, and nothing is written."""
     monkeypatch.chdir(tmp_path)
     ow.save_file(weights(0, 1), "model.safetensors")

@@ -123,7 +123,8 @@ def _of_transformers(folder: Path) -> float | None:
 
     try:
         files, _ = _get_resolved_checkpoint_files(
-            pretrained_model_name_or_path=str(folder), subfolder="", variant=None, gguf_file=None, from_tf=False, from_flax=False,
+            pretrained_model_name_or_path=str(folder), subfolder="", variant=None, gguf_file=None, from_tf=False,
+            from_flax=False,
             use_safetensors=True, cache_dir=None, force_download=False, proxies=None, local_files_only=True, token=None,
             user_agent={}, revision="main", commit_hash=None, is_remote_code=False,
         )  # fmt: skip

@@ -48,7 +48,8 @@ def write(path: Path, seed: int, types: list[Type]) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_inspect_and_verify_agree_with_the_reference(tmp_path: Path, seed: int) -> None:
-    """Names, types, shapes, sizes, places and entries are those that the package gguf reads, of every type that it knows."""
+    """Names, types, shapes, sizes, places and entries are those that the package gguf reads, of every type that it
+    knows."""
     path = tmp_path / "m.gguf"
     types = list(SIZES)
     random.Random(seed).shuffle(types)
@@ -80,8 +81,8 @@ def test_types_are_those_of_the_reference() -> None:
 
 
 def test_the_command_line_lists_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """`overwire inspect` and `verify` take it, beside other files and from a server; --html makes a page; nothing that a
-    terminal would obey is printed."""
+    """`overwire inspect` and `verify` take it, beside other files and from a server; --html makes a page; nothing that
+    a terminal would obey is printed."""
     write(tmp_path / "m.gguf", 1, [Type.Q4_K, Type.F16])
     ow.save_file({"a": np.zeros(3, "f4")}, tmp_path / "a.safetensors")
     both = [str(tmp_path / "m.gguf"), str(tmp_path / "a.safetensors")]
@@ -141,7 +142,8 @@ def test_it_is_not_stored(tmp_path: Path) -> None:
 
 
 def test_damaged_headers(tmp_path: Path) -> None:
-    """A header that was cut short or changed is refused by the engine, with the file's name, or read; it is no crash."""
+    """A header that was cut short or changed is refused by the engine, with the file's name, or read; it is no
+    crash."""
     write(tmp_path / "m.gguf", 3, [Type.Q4_0, Type.F32])
     data = (tmp_path / "m.gguf").read_bytes()
     rng = random.Random(3)

@@ -109,8 +109,8 @@ def test_links_are_not_served(place: Place) -> None:
 
 
 def test_an_import_asks_no_url(tmp_path: Path, script) -> None:
-    """A meta.csv of this machine may come from anywhere: no preload at import asks the URLs in it unless DOWNLOAD says so; who
-    loads it by hand asks them."""
+    """A meta.csv of this machine may come from anywhere: no preload at import asks the URLs in it unless DOWNLOAD says
+    so; who loads it by hand asks them."""
     asked: list[str] = []
 
     class Counts(BaseHTTPRequestHandler):
@@ -147,7 +147,8 @@ def test_an_import_asks_no_url(tmp_path: Path, script) -> None:
 
 
 def test_no_redis_server_of_a_file_is_asked(tmp_path: Path) -> None:
-    """A meta.csv that names a Redis server is refused before a connection is made: the environment's password would go there."""
+    """A meta.csv that names a Redis server is refused before a connection is made: the environment's password would go
+    there."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()

@@ -12,7 +12,10 @@ import pytest
 import torch
 from overwire.errors import ArgumentError, CorruptError, OutOfMemoryError, TensorNotFoundError
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn]
+DTYPES = [
+    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.int64, torch.bool,
+    torch.float8_e4m3fn,
+]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,7 +53,11 @@ def test_blocks_of_every_dtype(tmp_path: Path, compress: bool) -> None:
                 ranges.append((low, rng.randint(low, size)))
             cut = tensor[tuple(slice(*one) for one in ranges)] if ranges else tensor
             # One row more on both sides, which must stay as it is.
-            around = torch.full((cut.shape[0] + 2, *cut.shape[1:]), 1).to(cut.dtype) if cut.dim() else torch.zeros((), dtype=cut.dtype)
+            around = (
+                torch.full((cut.shape[0] + 2, *cut.shape[1:]), 1).to(cut.dtype)
+                if cut.dim()
+                else torch.zeros((), dtype=cut.dtype)
+            )
             inner = around[1:-1] if cut.dim() else around
             targets.append((name, ranges or None, inner))
             wanted.append((around, cut))
@@ -61,7 +68,9 @@ def test_blocks_of_every_dtype(tmp_path: Path, compress: bool) -> None:
         assert torch.equal(bits(inner), bits(cut)), (name, ranges)
         if cut.dim():
             one = torch.full((1, *cut.shape[1:]), 1).to(cut.dtype)
-            assert torch.equal(bits(around[:1]), bits(one)) and torch.equal(bits(around[-1:]), bits(one)), (name, ranges)
+            assert torch.equal(bits(around[:1]), bits(one)) and torch.equal(bits(around[-1:]), bits(one)), (
+                name, ranges,
+            )
 
 
 def test_a_fused_parameter(tmp_path: Path, compress: bool) -> None:
@@ -86,7 +95,9 @@ def test_what_cannot_be_written_in_place_is_copied(tmp_path: Path, compress: boo
     """Other dtypes, strides, and memory that an earlier destination has."""
     tensor = torch.randn(64, 48).bfloat16()
     path = make(tmp_path / "m.safetensors", compress, {"a": tensor, "b": tensor + 1})
-    cast, strided, both = torch.zeros(64, 48), torch.zeros(48, 64, dtype=torch.bfloat16).t(), torch.zeros(64, 48, dtype=torch.bfloat16)
+    cast, strided, both = (
+        torch.zeros(64, 48), torch.zeros(48, 64, dtype=torch.bfloat16).t(), torch.zeros(64, 48, dtype=torch.bfloat16),
+    )
     with overwire.safe_open(path, "pt") as file:
         file.load_into([("a", None, cast), ("a", [(3, 9)], strided[3:9]), ("a", None, both), ("b", [(10, 20)], both[10:20])])
         assert torch.equal(cast, tensor.float())
@@ -98,10 +109,13 @@ def test_what_cannot_be_written_in_place_is_copied(tmp_path: Path, compress: boo
 
 
 def test_the_last_of_overlapping_targets_wins(tmp_path: Path, seed: int) -> None:
-    """Random targets in one memory, dense, strided and cast, alone and out of a preload, leave what copies one after the
-    other leave."""
+    """Random targets in one memory, dense, strided and cast, alone and out of a preload, leave what copies one after
+    the other leave."""
     rng, side = random.Random(seed), 12
-    tensors = {f"t{n}": torch.full((side, side), n + 1.0, dtype=torch.float16 if n % 4 == 3 else torch.float32) for n in range(8)}
+    tensors = {
+        f"t{n}": torch.full((side, side), n + 1.0, dtype=torch.float16 if n % 4 == 3 else torch.float32)
+        for n in range(8)
+    }
     path = make(tmp_path / "m.safetensors", True, tensors)
     for turn in range(60):
         memory, want = torch.zeros(2 * side, side), torch.zeros(2 * side, side)
@@ -116,7 +130,9 @@ def test_the_last_of_overlapping_targets_wins(tmp_path: Path, seed: int) -> None
             overwire.preload(path).result(60)
         with overwire.safe_open(path, "pt") as file:
             file.load_into(targets)
-        assert torch.equal(memory, want), [(name, block, tensor.shape, tensor.stride()) for name, block, tensor in targets]
+        assert torch.equal(memory, want), [
+            (name, block, tensor.shape, tensor.stride()) for name, block, tensor in targets
+        ]
 
 
 def test_tied_transposes_get_what_torch_gives_them(tmp_path: Path) -> None:
@@ -155,7 +171,11 @@ def test_a_preload_is_taken_over(tmp_path: Path, compress: bool) -> None:
     whole, rows, columns = torch.zeros(64, 32).bfloat16(), torch.zeros(10, 32).bfloat16(), torch.zeros(64, 8).bfloat16()
     with overwire.safe_open(path, "pt") as file:
         file.load_into([("t0", None, whole), ("t1", [(5, 15)], rows), ("t1", [(0, 64), (8, 16)], columns)])
-    assert torch.equal(whole, tensors["t0"]) and torch.equal(rows, tensors["t1"][5:15]) and torch.equal(columns, tensors["t1"][:, 8:16])
+    assert (
+        torch.equal(whole, tensors["t0"])
+        and torch.equal(rows, tensors["t1"][5:15])
+        and torch.equal(columns, tensors["t1"][:, 8:16])
+    )
 
 
 def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:

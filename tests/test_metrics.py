@@ -27,7 +27,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_what_verbs_did_is_added_up(model: Path, tmp_path: Path) -> None:
-    """Runs, tensors, bytes, seconds and stages of each verb, and errors by their class; also of threads, and of more than are kept."""
+    """Runs, tensors, bytes, seconds and stages of each verb, and errors by their class; also of threads, and of more
+    than are kept."""
     before = ow.metrics().get("load", ow.VerbMetrics())
     for _ in range(3):
         ow.load_file(model, framework="np")
@@ -144,7 +145,8 @@ def test_prometheus(model: Path) -> None:
 
 
 def test_spans(model: Path) -> None:
-    """Where the program has OpenTelemetry each verb is a span below the program's own, with its counters; errors say so."""
+    """Where the program has OpenTelemetry each verb is a span below the program's own, with its counters; errors say
+    so."""
     from opentelemetry import trace  # only here: from its import on, every verb of the process is a span
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor

@@ -310,7 +310,11 @@ def test_a_plan_says_what_is_kept_and_streamed(tmp_path: Path, keep: int | str, 
         with ow.offload(model, "cpu", keep=keep or None) as offloaded:
             assert plan.blocks == tuple(offloaded.blocks)
             # The file has the blocks' buffers, too, which stay.
-            buffers = sum(buffer.nbytes for name, buffer in model.named_buffers() if name.startswith(plan.blocks)) if plan.blocks else 0
+            buffers = (
+                sum(buffer.nbytes for name, buffer in model.named_buffers() if name.startswith(plan.blocks))
+                if plan.blocks
+                else 0
+            )
             assert plan.streamed - buffers == offloaded.nbytes
             assert plan.rest + plan.kept + plan.streamed == ow.plan(path).nbytes
             assert plan.device == plan.rest + plan.kept + plan.ring and (plan.stored <= plan.streamed)
@@ -320,7 +324,8 @@ def test_a_plan_says_what_is_kept_and_streamed(tmp_path: Path, keep: int | str, 
 
 
 def test_a_plan_counts_equal_blocks_each(tmp_path: Path) -> None:
-    """A file stores equal tensors once, `offload` each: what the plan says of the host is not less than what is taken."""
+    """A file stores equal tensors once, `offload` each: what the plan says of the host is not less than what is
+    taken."""
     layer = torch.nn.Linear(256, 256, dtype=torch.bfloat16)
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(copy.deepcopy(layer) for _ in range(5))
@@ -547,7 +552,8 @@ def test_a_run_has_ended_when_its_frame_has() -> None:
 
 
 def test_what_is_offloaded_says_so() -> None:
-    """A model twice, a model that was compiled as a whole, a device that is not there; what is open and closed by its name."""
+    """A model twice, a model that was compiled as a whole, a device that is not there; what is open and closed by its
+    name."""
     model = Model()
     with ow.offload(model, "cpu", keep="1GB") as whole:
         assert "0 blocks" in repr(whole)

@@ -1,4 +1,5 @@
-"""accelerate's weights on the host, streamed under `patch_safetensors(offload=True)`: every value is accelerate's own."""
+"""accelerate's weights on the host, streamed under `patch_safetensors(offload=True)`: every value is accelerate's
+own."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def test_gradients_are_those_of_accelerate(hosted: list[Hosted]) -> None:
 
 
 def test_copies_and_errors_and_threads(hosted: list[Hosted]) -> None:
-    """A deep copy reads the weights by itself; after an error in a block the next pass is right; threads may share a model."""
+    """A deep copy reads the weights by itself; after an error in a block the next pass is right; threads may share a
+    model."""
     reference = Model()
     model = dispatched(copy.deepcopy(reference), "dispatch_model")
     expected = outputs(reference)
@@ -108,7 +110,10 @@ def test_copies_and_errors_and_threads(hosted: list[Hosted]) -> None:
         assert torch.equal(outputs(model), expected)
         assert model.layers[2].up.weight.is_meta
     right: list[bool] = []
-    threads = [threading.Thread(target=lambda: right.extend(torch.equal(outputs(model), expected) for _ in range(5))) for _ in range(2)]
+    threads = [
+        threading.Thread(target=lambda: right.extend(torch.equal(outputs(model), expected) for _ in range(5)))
+        for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -156,7 +161,8 @@ def test_a_model_of_transformers(hosted: list[Hosted], tmp_path: Path) -> None:
     """from_pretrained with a device_map: generates the same tokens, and save_pretrained writes every weight."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=80, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2
+        vocab_size=80, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=2,
     )
     torch.manual_seed(4)
     reference = transformers.LlamaForCausalLM(config).bfloat16().eval()

@@ -176,7 +176,10 @@ def test_outputs_in_every_order(device: Device, slots: int, seed: int) -> None:
     """Blocks skipped, run twice and in changing orders; close puts every byte back."""
     model, dice = Model(), random.Random(seed)
     with ow.offload(model, "cpu", slots=slots):
-        orders = [list(range(5)), list(range(5)), *([dice.randrange(5) for _ in range(dice.randrange(1, 7))] for _ in range(8))]
+        orders = [
+            list(range(5)), list(range(5)),
+            *([dice.randrange(5) for _ in range(dice.randrange(1, 7))] for _ in range(8)),
+        ]
         seen = []
         for order in orders:
             model.order = order

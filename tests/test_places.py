@@ -20,7 +20,9 @@ class Wrapper(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapper:
-        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.size(), strides=inner.stride(), dtype=inner.dtype)
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(
+            cls, inner.size(), strides=inner.stride(), dtype=inner.dtype
+        )
         made.inner = inner
         return made
 
@@ -112,7 +114,8 @@ def test_what_has_no_memory_is_refused_by_name(files: Path, verb: str) -> None:
 
 
 def test_bundles_keep_what_they_can(tmp_path: Path) -> None:
-    """A nested tensor, a lazy module's parameter come back; sleeping tensors are refused instead of saved without bytes."""
+    """A nested tensor, a lazy module's parameter come back; sleeping tensors are refused instead of saved without
+    bytes."""
     path, tensors = tmp_path / "x.pkl", odd()
     ow.compress_pickle({name: tensors[name] for name in ("nested", "parameter")}, path)
     back = ow.load_compressed_pickle(path, trust=True)
@@ -147,13 +150,18 @@ def test_a_missing_tensor_is_not_taken_for_tied(files: Path) -> None:
 
 
 def test_copies_of_a_state_dict_are_refused(files: Path) -> None:
-    """A module whose state dict has copies, as FSDP's first version makes them, is refused: they would be loaded and dropped."""
+    """A module whose state dict has copies, as FSDP's first version makes them, is refused: they would be loaded and
+    dropped."""
     model = module(torch.zeros(4, 4), torch.zeros(4, 4))
-    model._register_state_dict_hook(lambda part, state, prefix, _: state.update({name: one.clone() for name, one in state.items()}))
+    model._register_state_dict_hook(
+        lambda part, state, prefix, _: state.update({name: one.clone() for name, one in state.items()})
+    )
     with pytest.raises(ow.NotSupportedError, match="'a'.*a copy"):
         ow.load_model(model, files / "m.safetensors")
     views = module(torch.zeros(4, 4), torch.zeros(4, 4))
-    views._register_state_dict_hook(lambda part, state, prefix, _: state.update({name: one.t().t() for name, one in state.items()}))
+    views._register_state_dict_hook(
+        lambda part, state, prefix, _: state.update({name: one.t().t() for name, one in state.items()})
+    )
     ow.load_model(views, files / "m.safetensors")
     assert bool((views.a == 1).all()) and bool((views.x == 1).all())
 
@@ -294,5 +302,6 @@ os._exit(0)
 
 
 def test_ranks_load_into_sharded_modules(torch_script: Callable[..., Any]) -> None:
-    """Modules of FSDP2 and of tensor parallelism on two ranks have the file's values, each rank by itself or together."""
+    """Modules of FSDP2 and of tensor parallelism on two ranks have the file's values, each rank by itself or
+    together."""
     assert torch_script(RANKS).stdout.split() == ["loaded"] * 2

@@ -67,7 +67,8 @@ def test_checksums() -> None:
 
 
 def test_random_files(tmp_path: Path, seed: int) -> None:
-    """Files of every dtype and kind of values, in parts, with aliases, at every level but the one that needs Zstandard."""
+    """Files of every dtype and kind of values, in parts, with aliases, at every level but the one that needs
+    Zstandard."""
     torch = pytest.importorskip("torch")
     r = random.Random(seed)
     torch.manual_seed(seed)
@@ -151,7 +152,9 @@ def test_the_wheel_is_installed_and_run(tmp_path: Path) -> None:
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         run_there = "import sys, runpy; sys.path.insert(0, 'site'); runpy.run_module('overwire', run_name='__main__')"
-        return subprocess.run([sys.executable, "-c", run_there, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            [sys.executable, "-c", run_there, *words], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
 
     assert [one["name"] for one in json.loads(run("inspect", "model").stdout)["sources"][0]["tensors"]]
     assert run("decompress", "model", "-o", "plain").returncode == 0
@@ -185,7 +188,9 @@ def test_torch_and_folders(tmp_path: Path) -> None:
     loaded = read.load_file(tmp_path, framework="pt")
     assert list(loaded) and loaded.keys() == {*tensors, "d"}
     for name, value in tensors.items():
-        assert loaded[name].dtype == value.dtype and torch.equal(loaded[name].view(torch.uint8), value.view(torch.uint8))
+        assert loaded[name].dtype == value.dtype and torch.equal(
+            loaded[name].view(torch.uint8), value.view(torch.uint8)
+        )
     loaded["a"].zero_()
     ow.save_file({"d": torch.arange(4)}, tmp_path / "3.safetensors")
     with pytest.raises(ow.FormatError, match="'d'"):

@@ -304,7 +304,9 @@ def test_other_packages_faces_join(tmp_path: Path, caplog: Log) -> None:
         with ow.patch_safetensors():
             return safetensors.torch.load_file(path)["a"]
 
-    module = torch.nn.ParameterDict({name: torch.nn.Parameter(value.clone(), requires_grad=False) for name, value in OLD.items()})
+    module = torch.nn.ParameterDict(
+        {name: torch.nn.Parameter(value.clone(), requires_grad=False) for name, value in OLD.items()}
+    )
     reads: dict[str, tuple[Path, Callable[[], Any]]] = {
         "safe_open": (path, lambda: compat.safe_open(path, "pt").get_tensor("a")),
         "get_slice": (path, lambda: compat.safe_open(path, "pt").get_slice("a")[...]),
@@ -521,7 +523,8 @@ def server() -> Iterator[Server]:
 
 
 def test_objects_over_http(server: Server, tmp_path: Path, caplog: Log) -> None:
-    """Another ETag or date is another object; without either nothing is preloaded. The same one is joined, and read once."""
+    """Another ETag or date is another object; without either nothing is preloaded. The same one is joined, and read
+    once."""
     big = {"a": torch.randn(200_000), "b": torch.arange(500)}
     other = {"a": torch.randn(200_000), "b": torch.arange(500)}
     contents = []

@@ -1,4 +1,5 @@
-"""Saves that go on while the caller does: files that are whole or not there, errors that reach someone, one save of a path at a time."""
+"""Saves that go on while the caller does: files that are whole or not there, errors that reach someone, one save of a
+path at a time."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def check(path: str | Path, want: dict[str, Any]) -> None:
     got = ow.load_file(path, framework="np")
     assert got.keys() == want.keys()
     for name, one in want.items():
-        assert got[name].dtype == one.dtype and got[name].shape == one.shape and got[name].tobytes() == one.tobytes(), name
+        assert got[name].dtype == one.dtype and got[name].shape == one.shape and got[name].tobytes() == one.tobytes(), (
+            name
+        )
 
 
 def hidden(folder: Path) -> list[str]:
@@ -65,7 +68,8 @@ def small_files(most: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("how", [{}, {"compress": False}, {"max_shard_size": 50_000}, {"level": "smaller"}, {"digests": True}])
 def test_files_are_those_of_a_save_that_is_waited_for(tmp_path: Path, how: dict[str, Any]) -> None:
-    """A save in the background writes, byte for byte, the files of one that is waited for, of the tensors as they were."""
+    """A save in the background writes, byte for byte, the files of one that is waited for, of the tensors as they
+    were."""
     tensors = weights(1)
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -112,7 +116,8 @@ def test_tensorizer_files(tmp_path: Path) -> None:
 
 
 def test_modules_and_pickles(torch_script: Run) -> None:
-    """save_model, compress_pickle and compress give a Saving, whose files load as what was saved, not as what came of it."""
+    """save_model, compress_pickle and compress give a Saving, whose files load as what was saved, not as what came of
+    it."""
     done = torch_script(
         textwrap.dedent("""
         import torch, overwire as ow
@@ -144,7 +149,8 @@ def test_modules_and_pickles(torch_script: Run) -> None:
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """A save that could need more than max_memory is refused before it writes anything; arguments that mean nothing are, too."""
+    """A save that could need more than max_memory is refused before it writes anything; arguments that mean nothing
+    are, too."""
     with pytest.raises(ow.OutOfMemoryError) as caught:
         ow.save_file(weights(3), tmp_path / "m.safetensors", wait=False, max_memory="100KB")
     assert caught.value.asked > 100_000 and not os.listdir(tmp_path)
@@ -154,7 +160,8 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An error of the writing is logged, and raised by wait; the old file stays, nothing is left, and the next save works."""
+    """An error of the writing is logged, and raised by wait; the old file stays, nothing is left, and the next save
+    works."""
     path = tmp_path / "m.safetensors"
     ow.save_file(weights(4), path)
     before = path.read_bytes()
@@ -187,7 +194,8 @@ def test_the_next_save_raises_what_no_one_has_waited_for(tmp_path: Path) -> None
 
 
 def test_tensors_that_change(tmp_path: Path) -> None:
-    """Tensors that change while they are saved, which callers must not do, neither crash a save nor hinder the next one."""
+    """Tensors that change while they are saved, which callers must not do, neither crash a save nor hinder the next
+    one."""
     tensors, over = weights(23, 4_000_000), threading.Event()
 
     def change() -> None:
@@ -216,7 +224,8 @@ def test_tensors_that_change(tmp_path: Path) -> None:
 
 
 def test_saves_of_one_path_follow_one_another(tmp_path: Path) -> None:
-    """Of saves that begin while others of the path run, from several threads, the last one's file stays, and each is whole."""
+    """Of saves that begin while others of the path run, from several threads, the last one's file stays, and each is
+    whole."""
     path, errors = tmp_path / "m.safetensors", []
 
     def several(seed: int) -> None:
@@ -300,7 +309,9 @@ def test_killed(tmp_path: Path) -> None:
         EXITING.format(tests=str(Path(__file__).parent))
         + "print('staged', flush=True)\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == -signal.SIGKILL and "staged" in done.stdout, done.stderr
     try:
         check(path, weights(15))
@@ -398,7 +409,8 @@ def test_a_signal_handler_saves(tmp_path: Path, script: Run) -> None:
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_s3_that_refuses_in_the_middle(wait: bool) -> None:
-    """A store that refuses in the middle of an upload is a typed error; the object that was there stays, and the next save works."""
+    """A store that refuses in the middle of an upload is a typed error; the object that was there stays, and the next
+    save works."""
     large = {"noise": np.random.default_rng(22).integers(0, 256, 30_000_000, np.uint8)}
     with stores.s3() as (options, _), stores.front(str(options["endpoint_url"])) as (url, between):
         options["endpoint_url"] = url

@@ -267,7 +267,8 @@ def test_bytes_and_specs(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(40, 3).bfloat16(), "e": torch.empty(0, 4), "s": torch.tensor(7)}
     specs = {
         name: ow.TensorSpec(
-            dtype=str(t.dtype).removeprefix("torch."), shape=t.shape, data_ptr=t.data_ptr(), data_len=t.numel() * t.element_size()
+            dtype=str(t.dtype).removeprefix("torch."), shape=t.shape, data_ptr=t.data_ptr(),
+            data_len=t.numel() * t.element_size(),
         )
         for name, t in tensors.items()
     }

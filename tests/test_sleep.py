@@ -30,7 +30,9 @@ def hold(tensors: dict[str, Any], want: dict[str, bytes]) -> None:
 
 def model(seed: int = 5) -> torch.nn.Module:
     torch.manual_seed(seed)
-    made = torch.nn.Sequential(torch.nn.Linear(300, 700), torch.nn.LayerNorm(700), torch.nn.Linear(700, 300, bias=False)).bfloat16()
+    made = torch.nn.Sequential(
+        torch.nn.Linear(300, 700), torch.nn.LayerNorm(700), torch.nn.Linear(700, 300, bias=False)
+    ).bfloat16()
     made.register_buffer("steps", torch.arange(7), persistent=False)
     made.twin = torch.nn.Linear(300, 700)
     made.twin.weight = made[0].weight  # tied
@@ -96,7 +98,11 @@ def test_views_share_their_memory() -> None:
     asleep = ow.sleep({"rows": rows, "columns": columns, "whole": whole})
     assert asleep.released == asleep.nbytes == 240_000 and whole.untyped_storage().nbytes() == 0
     asleep.wake()
-    assert torch.equal(whole, before) and torch.equal(rows, before.view(200, 300)[:50]) and torch.equal(columns, before.view(200, 300).t())
+    assert (
+        torch.equal(whole, before)
+        and torch.equal(rows, before.view(200, 300)[:50])
+        and torch.equal(columns, before.view(200, 300).t())
+    )
     assert rows.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
@@ -287,8 +293,8 @@ def test_sleeps_at_once() -> None:
 
 @pytest.mark.parametrize("other", ["wake", "close"])
 def test_one_thread_wakes_and_others_wait(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
-    """Beside a thread that wakes the tensors, `wake` and `close` wait: nothing is loaded twice or lost, and what interrupts
-    the wake in its own thread is refused in words."""
+    """Beside a thread that wakes the tensors, `wake` and `close` wait: nothing is loaded twice or lost, and what
+    interrupts the wake in its own thread is refused in words."""
     tensors = {"a": torch.randn(300, 300), "b": torch.randn(50).bfloat16()}
     want = kept(tensors)
     asleep = ow.sleep(tensors)

@@ -25,7 +25,9 @@ def test_a_short_round_finds_nothing(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_failure_is_found(kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_failure_is_found(
+    kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is counted once, under its name; the exit status is 1, and the text says how to repeat the round."""
     monkeypatch.setenv("OVERWIRE_SOAK_PATIENCE", "1")
     name = next(name for name, loop in PLANTED.items() if loop.place == f"planted.{kind.replace(' ', '_')}")

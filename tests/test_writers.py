@@ -107,7 +107,8 @@ def test_modes_and_links(tmp_path: Path, name: str) -> None:
 
 
 def test_fastsafetensors_shards(tmp_path: Path) -> None:
-    """A set of shards that the caller's own code fills keeps modes and links, too, and is private while it is filled."""
+    """A set of shards that the caller's own code fills keeps modes and links, too, and is private while it is
+    filled."""
     torch = pytest.importorskip("torch")
     from overwire.compat.fastsafetensors import saver
 

@@ -60,7 +60,8 @@ def end() -> None:
 
 
 def run(
-    argv: Sequence[str | Path], *, cwd: Path | str | None = None, env: Mapping[str, str] | None = None, timeout: float = 240
+    argv: Sequence[str | Path], *, cwd: Path | str | None = None, env: Mapping[str, str] | None = None,
+    timeout: float = 240,
 ) -> subprocess.CompletedProcess[str]:
     """What `subprocess.run([sys.executable, *argv], ...)` returns, with both outputs as text. argv is "-c", a program
     and its arguments, or a file and its arguments."""
@@ -94,10 +95,13 @@ def run(
 
 
 def fresh(
-    argv: Sequence[str | Path], *, cwd: Path | str | None = None, env: Mapping[str, str] | None = None, timeout: float = 240
+    argv: Sequence[str | Path], *, cwd: Path | str | None = None, env: Mapping[str, str] | None = None,
+    timeout: float = 240,
 ) -> subprocess.CompletedProcess[str]:
     """The same in a fresh interpreter."""
-    return subprocess.run([sys.executable, *argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout * SLOWER, check=False)
+    return subprocess.run(
+        [sys.executable, *argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout * SLOWER, check=False
+    )
 
 
 # Programs that import torch anew, which this process has started since a test began.

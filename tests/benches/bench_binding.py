@@ -24,7 +24,9 @@ from process_helper import write_plain
 COUNT, SIZE = 18_867, 1024
 
 
-def best(times: int, prepare: Callable[[], Any], act: Callable[[Any], Any], after: Callable[[Any, Any], None]) -> tuple[float, float]:
+def best(
+    times: int, prepare: Callable[[], Any], act: Callable[[Any], Any], after: Callable[[Any, Any], None]
+) -> tuple[float, float]:
     """Smallest and median seconds of act."""
     took = []
     for _ in range(times):

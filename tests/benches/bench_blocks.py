@@ -40,7 +40,9 @@ def make(folder: Path, size: str) -> None:
     whole.unlink()
 
 
-def blocks(files: list[Any], device: str, rank: int, size: int) -> tuple[list[bytes], list[tuple[Any, str, tuple[slice, ...], Any]]]:
+def blocks(
+    files: list[Any], device: str, rank: int, size: int
+) -> tuple[list[bytes], list[tuple[Any, str, tuple[slice, ...], Any]]]:
     """By file the requests, and all targets: file, name, what torch cuts, memory."""
     import torch
     from overwire import distributed, plumbing

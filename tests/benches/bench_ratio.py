@@ -86,7 +86,10 @@ def entropy(values: np.ndarray) -> float:
 
 
 # The bits of an exponent: where they begin, and how many there are.
-EXPONENT = {torch.float32: (23, 8), torch.bfloat16: (7, 8), torch.float16: (10, 5), torch.float8_e4m3fn: (3, 4), torch.float8_e5m2: (2, 5)}
+EXPONENT = {
+    torch.float32: (23, 8), torch.bfloat16: (7, 8), torch.float16: (10, 5), torch.float8_e4m3fn: (3, 4),
+    torch.float8_e5m2: (2, 5),
+}
 
 
 def entropies(tensors: Tensors) -> tuple[float, float]:

@@ -44,15 +44,19 @@ def tiny() -> Any:
     """A pipeline of Stable Diffusion's classes."""
     torch.manual_seed(3)
     unet = UNet2DConditionModel(
-        sample_size=8, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, cross_attention_dim=16, attention_head_dim=2,
+        sample_size=8, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, cross_attention_dim=16,
+        attention_head_dim=2,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
     )  # fmt: skip
     text = transformers.CLIPTextConfig(
-        vocab_size=99, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=20
+        vocab_size=99, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=20,
     )
     return StableDiffusionPipeline(
-        vae=AutoencoderKL(block_out_channels=(8,), norm_num_groups=4), text_encoder=transformers.CLIPTextModel(text), tokenizer=None,
-        unet=unet, scheduler=DDIMScheduler(), safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+        vae=AutoencoderKL(block_out_channels=(8,), norm_num_groups=4), text_encoder=transformers.CLIPTextModel(text),
+        tokenizer=None,
+        unet=unet, scheduler=DDIMScheduler(), safety_checker=None, feature_extractor=None,
+        requires_safety_checker=False,
     )  # fmt: skip
 
 
@@ -63,11 +67,12 @@ def same(want: Any, got: Any, what: Any) -> None:
         assert a.keys() == b.keys(), (what, model, a.keys() ^ b.keys())
         for name, left in a.items():
             right = b[name]
-            assert type(left) is type(right) and (left.dtype, left.device, left.shape) == (right.dtype, right.device, right.shape), (
-                what,
-                name,
+            assert type(left) is type(right) and (left.dtype, left.device, left.shape) == (
+                right.dtype, right.device, right.shape,
+            ), (what, name)
+            assert torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)), (
+                what, model, name,
             )
-            assert torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)), (what, model, name)
 
 
 class Passes:
@@ -163,7 +168,8 @@ def building(then: Any) -> Iterator[None]:
 
 
 def ahead(folder: Path) -> None:
-    """Each model, the text encoder too, is being read before it is built, and at most one more; one that the caller has is not read."""
+    """Each model, the text encoder too, is being read before it is built, and at most one more; one that the caller has
+    is not read."""
     folders(folder)
     built: list[str] = []
     passes = Passes()
@@ -172,7 +178,9 @@ def ahead(folder: Path) -> None:
         built.append(name)
         assert not gc.isenabled()
         begun = [model for model, _ in passes.seen]
-        assert len(set(begun)) == len(begun) and set(built) <= set(begun) and len(begun) == min(len(built) + 1, 3), (built, begun)
+        assert len(set(begun)) == len(begun) and set(built) <= set(begun) and len(begun) == min(len(built) + 1, 3), (
+            built, begun,
+        )
 
     with building(then), ow.patch_safetensors(), passes.counted():
         pipeline = load(folder / "packed")
@@ -201,7 +209,8 @@ def ahead(folder: Path) -> None:
 
 
 def alone(folder: Path) -> None:
-    """Models by themselves: maps of several modules, offload, without accelerate's way, in threads, and adapters' readers."""
+    """Models by themselves: maps of several modules, offload, without accelerate's way, in threads, and adapters'
+    readers."""
     folders(folder, max_shard_size="30KB")
 
     def unet(*args: Any, **kwargs: Any) -> Any:  # the name is looked up while the patch is in force
@@ -219,11 +228,14 @@ def alone(folder: Path) -> None:
                 model = unet(folder / kind / "unet", **how).eval()
             given = torch.ones(1, 4, 8, 8, dtype=model.dtype), 3, torch.ones(1, 5, 16, dtype=model.dtype)
             states.append({name: tensor for name, tensor in model.state_dict().items() if tensor.device.type != "meta"})
-            with torch.no_grad():  # some of these keep parameters elsewhere; memory that is aligned otherwise may round otherwise
+            # Some of these keep parameters elsewhere; memory that is aligned otherwise may round otherwise.
+            with torch.no_grad():
                 outputs.append(model(*given).sample)
         for output, state in zip(outputs, states, strict=True):
             assert output.dtype == how.get("torch_dtype", torch.float32) and torch.allclose(output, outputs[0], atol=1e-5), how
-            assert state.keys() == states[0].keys() and all(torch.equal(tensor, state[name]) for name, tensor in states[0].items()), how
+            assert state.keys() == states[0].keys() and all(
+                torch.equal(tensor, state[name]) for name, tensor in states[0].items()
+            ), how
     with ow.patch_safetensors():
         modeling = sys.modules["diffusers.models.modeling_utils"]
         got = modeling.load_state_dict(next((folder / "packed" / "unet").glob("*.safetensors")))
@@ -239,7 +251,8 @@ def alone(folder: Path) -> None:
 
 
 def lazy(folder: Path) -> None:
-    """What is done with a tensor before it is read gives what it would give; a tensor of another shape is refused as always."""
+    """What is done with a tensor before it is read gives what it would give; a tensor of another shape is refused as
+    always."""
     folders(folder)
     state: dict[str, Any] = {}
 
@@ -256,7 +269,9 @@ def lazy(folder: Path) -> None:
         diffusers.ModelMixin._fix_state_dict_keys_on_load = before  # type: ignore[method-assign]
     want = UNet2DConditionModel.from_pretrained(folder / "plain" / "unet").state_dict()
     assert torch.equal(got["conv_out.bias"], want["conv_out.bias"] * 2)
-    assert state and all(torch.equal(state[name], tensor + 1) and type(state[name]) is torch.Tensor for name, tensor in want.items())
+    assert state and all(
+        torch.equal(state[name], tensor + 1) and type(state[name]) is torch.Tensor for name, tensor in want.items()
+    )
     config = json.loads((folder / "packed" / "unet" / "config.json").read_text())
     (folder / "packed" / "unet" / "config.json").write_text(json.dumps(config | {"out_channels": 7}))
     with ow.patch_safetensors():
@@ -301,7 +316,9 @@ def damaged(folder: Path) -> None:
         broken[-len(good) // 4] ^= 1
         path.write_bytes(broken)
         error = fails(safetensors.SafetensorError, read=True)
-        assert str(path) in str(error) and isinstance(error.__cause__, ow.CorruptError) and error.__cause__.tensor, error
+        assert str(path) in str(error) and isinstance(error.__cause__, ow.CorruptError) and error.__cause__.tensor, (
+            error
+        )
         path.write_bytes(good[: len(good) // 2])
         assert str(path) in str(fails(safetensors.SafetensorError))
         path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")

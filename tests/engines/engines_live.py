@@ -104,7 +104,9 @@ def rank_main(base: Path, world: int, rank: int, port: int, carrier: int) -> Non
             tiny.state(tiny.load(at / f"step-{n}", world, rank, port, "safetensors")[0]) for n in range(STEPS)
         ]
         model, config = tiny.load(at / "plain", world, rank, port, "safetensors")
-        engine = WeightTransferEngineFactory.create_engine(WeightTransferConfig(backend="overwire"), config, torch.device("cpu"), model)
+        engine = WeightTransferEngineFactory.create_engine(
+            WeightTransferConfig(backend="overwire"), config, torch.device("cpu"), model
+        )
         assert type(engine) is transfer.TransferEngine
         config.parallel_config.rank = rank  # as vLLM's worker notes it
         workers = Workers(engine, world, config)

@@ -31,7 +31,8 @@ def without_kernels() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     def forward(
-        self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, output: Any, *_: Any, **__: Any
+        self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, output: Any, *_: Any,
+        **__: Any,
     ) -> Any:
         q, k, v = (part.view(len(part), -1, self.head_size).transpose(0, 1) for part in (query, key, value))
         attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)

@@ -78,7 +78,9 @@ def weights(config: dict[str, Any]) -> dict[str, Any]:
         else:
             for name, shape in (("gate", (wide, HIDDEN)), ("up", (wide, HIDDEN)), ("down", (HIDDEN, wide))):
                 shapes[f"{at}mlp.{name}_proj.weight"] = shape
-    return {name: torch.randn(shape, dtype=torch.float32).mul_(0.02).to(torch.bfloat16) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, dtype=torch.float32).mul_(0.02).to(torch.bfloat16) for name, shape in shapes.items()
+    }
 
 
 def quantised(tensors: dict[str, Any], rows: int, columns: int) -> dict[str, Any]:
@@ -172,7 +174,11 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     out = sorted(ours.keys() ^ theirs.keys())
     for name in ours.keys() & theirs.keys():
         a, b = ours[name], theirs[name]
-        if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
+        if (
+            a.dtype != b.dtype
+            or a.shape != b.shape
+            or not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        ):
             out.append(name)
     return out
 
@@ -391,7 +397,10 @@ def main() -> None:
             for world, how, more in ((1, "mapped", []), (2, "mapped", []), (2, "auto", [url])):
                 port = free_port()
                 env["OVERWIRE_EXCHANGE"] = how
-                commands = [[sys.executable, __file__, str(base), str(world), str(rank), str(port), *more] for rank in range(world)]
+                commands = [
+                    [sys.executable, __file__, str(base), str(world), str(rank), str(port), *more]
+                    for rank in range(world)
+                ]
                 codes = [started.wait(600) for started in [subprocess.Popen(command, env=env) for command in commands]]
                 if any(codes):
                     raise SystemExit(f"{world} ranks, {how}: exit codes {codes}")

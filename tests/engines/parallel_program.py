@@ -63,7 +63,9 @@ def check(folder: Path, kind: str) -> None:
                 tensor.dtype,
                 other.dtype,
             )
-            assert torch.equal(tensor.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)), (kind, name)
+            assert torch.equal(tensor.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)), (
+                kind, name,
+            )
         if packed:
             print(f"{kind}: rank {RANK} read {took} of {stored} stored bytes, {took / stored:.2f}", flush=True)
             assert kind != "dense" or took < 0.9 * stored, (took, stored)
@@ -80,7 +82,9 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{root}.store", rank=RANK, world_size=2)
     sizes: dict[str, Any] = {"vocab_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4}
     dense = transformers.LlamaConfig(**sizes, hidden_size=512, intermediate_size=16384)
-    experts = transformers.MixtralConfig(**sizes, hidden_size=64, intermediate_size=96, num_key_value_heads=2, num_local_experts=4)
+    experts = transformers.MixtralConfig(
+        **sizes, hidden_size=64, intermediate_size=96, num_key_value_heads=2, num_local_experts=4
+    )
     models = {"dense": (transformers.LlamaForCausalLM, dense), "experts": (transformers.MixtralForCausalLM, experts)}
     if not int(transformers.__version__.split(".")[0]) >= 5:
         del models["experts"]  # its plan of 4.57 has none for them

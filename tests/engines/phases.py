@@ -51,7 +51,9 @@ class Phases:
             self._add()
             self._stack.pop()
 
-    def time(self, owner: Any, name: str, phase: str, component: Callable[[Any, Any], str] | None = None, beside: Any = None) -> None:
+    def time(
+        self, owner: Any, name: str, phase: str, component: Callable[[Any, Any], str] | None = None, beside: Any = None
+    ) -> None:
         """Gives a function of a module or a class the name of a phase; one that is not there is left out.
         component: its name, of the call's arguments. beside: a module that has imported it, which gets the
         same stand-in, for who looks it up in either."""
@@ -98,7 +100,9 @@ class Phases:
 
     def rows(self) -> list[tuple[str, str, float, float, int]]:
         """Component, phase, seconds on the clock and of the processor, calls."""
-        return [(component, phase, wall, cpu, int(calls)) for (component, phase), (wall, cpu, calls) in self._rows.items()]
+        return [
+            (component, phase, wall, cpu, int(calls)) for (component, phase), (wall, cpu, calls) in self._rows.items()
+        ]
 
 
 def table(tables: dict[str, list[tuple[str, str, float, float, int]]], least: float = 0.0005) -> str:

@@ -133,11 +133,17 @@ def while_loading(folder: Path, config: Any, saved: bool = True) -> int:
     return count + compare(folder)
 
 
-def replaced(model: Any, parts: Callable[[torch.Tensor], dict[str, torch.Tensor]], end: Any = "proj.weight") -> dict[str, torch.Tensor]:
+def replaced(
+    model: Any, parts: Callable[[torch.Tensor], dict[str, torch.Tensor]], end: Any = "proj.weight"
+) -> dict[str, torch.Tensor]:
     """The model's tensors, those whose names end so in the parts that a quantiser stores of them."""
     tensors = {}
     for name, tensor in model.state_dict().items():
-        found = {name.removesuffix("weight") + part: held for part, held in parts(tensor).items()} if name.endswith(end) else {name: tensor}
+        found = (
+            {name.removesuffix("weight") + part: held for part, held in parts(tensor).items()}
+            if name.endswith(end)
+            else {name: tensor}
+        )
         tensors |= {part: held.contiguous() for part, held in found.items()}
     return tensors
 
@@ -365,7 +371,10 @@ def gemma(folder: Path) -> int:
     return compare(folder)
 
 
-CASES = (gptq, awq, bnb_nf4, bnb_int8, torchao_int8, quanto_int8, hqq_int4, compressed_fp8, compressed_int4, mxfp4, bitnet, metal, gemma)
+CASES = (
+    gptq, awq, bnb_nf4, bnb_int8, torchao_int8, quanto_int8, hqq_int4, compressed_fp8, compressed_int4, mxfp4, bitnet,
+    metal, gemma,
+)
 
 if __name__ == "__main__":
     for case in CASES:

@@ -35,7 +35,12 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 def states() -> list[dict[str, Any]]:
     """A model, and what became of it in two steps."""
     rng = np.random.default_rng(7)
-    made = [{name: rng.standard_normal(size).astype(np.float32) for name, size in {"a": (600, 700), "b": (500,), "c": (300, 900)}.items()}]
+    made = [
+        {
+            name: rng.standard_normal(size).astype(np.float32)
+            for name, size in {"a": (600, 700), "b": (500,), "c": (300, 900)}.items()
+        }
+    ]
     made[0]["none"], made[0]["one"] = np.zeros((0, 3), np.int8), np.array(3.0)
     for _ in range(2):
         after = {name: value.copy() for name, value in made[-1].items()}

@@ -42,7 +42,8 @@ def test_quantised_models_are_those_of_the_unpatched_load(release: str, names: t
 @pytest.mark.parametrize("release", ["4.57", "5"])
 @pytest.mark.parametrize("name", PACKAGES)
 def test_quantisers_get_what_the_unpatched_load_gives(name: str, release: str, tmp_path: Path) -> None:
-    """With the packages that `make quantisers` installs into the folder `OVERWIRE_TEST_QUANTISERS`: for both releases, and for each."""
+    """With the packages that `make quantisers` installs into the folder `OVERWIRE_TEST_QUANTISERS`: for both releases,
+    and for each."""
     root = os.environ.get("OVERWIRE_TEST_QUANTISERS")
     if not root:
         pytest.skip("the packages are installed by make quantisers, which runs this")

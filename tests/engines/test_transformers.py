@@ -49,7 +49,8 @@ def test_every_parameter_is_that_of_the_unpatched_load(release: str, tmp_path: P
 
 @pytest.mark.parametrize("release", [pytest.param("4.57", marks=pytest.mark.slow), "5"])
 def test_ranks_read_their_share(release: str, tmp_path: Path) -> None:
-    """By a tensor-parallel plan two ranks get the shards of the unpatched load, and read the rows that are theirs: see the program."""
+    """By a tensor-parallel plan two ranks get the shards of the unpatched load, and read the rows that are theirs: see
+    the program."""
     output = run_program("parallel_program.py", release, tmp_path, tmp_path / "a b")
     assert f"ok {release}" in output and f"done {release}" in output, output
     print(output)
@@ -57,7 +58,8 @@ def test_ranks_read_their_share(release: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("release", [pytest.param("0.35", marks=pytest.mark.slow), "0.42"])
 def test_pipelines_of_diffusers(release: str, tmp_path: Path) -> None:
-    """Every parameter of several models is that of the unpatched load; one is read while another is built: see the program."""
+    """Every parameter of several models is that of the unpatched load; one is read while another is built: see the
+    program."""
     five = release == "0.42"
     if five and not (FIVE / "diffusers").is_dir():
         pytest.skip(f"no diffusers in {FIVE}: make venv puts it there")

@@ -521,7 +521,8 @@ assert "model-10.safetensors" in said and "tensor" in said and "chunk" in said, 
 
 
 def test_the_table_of_quantised_models_is_the_loaders() -> None:
-    """docs/vllm.md names each method of quantisation once or by its checkpoints, and those by slices are the loader's."""
+    """docs/vllm.md names each method of quantisation once or by its checkpoints, and those by slices are the
+    loader's."""
     lines = (ROOT / "docs/vllm.md").read_text(encoding="utf-8").splitlines()
     rows = [row for row in (line.split("|") for line in lines) if len(row) == 6 and "`" in row[2]]
     slices = {name for row in rows if "by slices" in row[3] for name in re.findall(r"`([\w-]+)`", row[2])}

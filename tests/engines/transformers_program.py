@@ -225,7 +225,9 @@ def damaged(folder: Path) -> None:
             auto(folder / "packed", device_map="cpu", dtype="auto")
         raise AssertionError("a damaged file was loaded")
     except safetensors.SafetensorError as error:
-        assert path.name in str(error) and isinstance(error.__cause__, ow.CorruptError) and error.__cause__.tensor, error
+        assert path.name in str(error) and isinstance(error.__cause__, ow.CorruptError) and error.__cause__.tensor, (
+            error
+        )
     assert safetensors.safe_open is before is transformers.modeling_utils.safe_open
 
 

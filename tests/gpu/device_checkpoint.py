@@ -148,7 +148,9 @@ def run(rank: int) -> None:
                 break
             say(f"{name:24} goes on after {free:6.2f} s, whole after {whole:6.2f} s ({rate:5.1f} GB/s), processor {cpu:6.1f} s", flush=True)
         if name in ("overwire async", "torch save, 16 threads"):
-            took = min(compare(state, CheckpointReader(at) if name[0] == "o" else dcp.FileSystemReader(at)) for _ in range(2))
+            took = min(
+                compare(state, CheckpointReader(at) if name[0] == "o" else dcp.FileSystemReader(at)) for _ in range(2)
+            )
             say(f"{name.split()[0] + ' load':24} {took:6.2f} s ({total / 1e9 / took:5.1f} GB/s), compared", flush=True)
             barrier()
     if RANKS > 1:

@@ -60,7 +60,10 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
         return tensor.contiguous().reshape(-1).view(torch.uint8)
 
     return list(a) == list(b) and all(
-        a[n].dtype == b[n].dtype and a[n].shape == b[n].shape and (not a[n].numel() or torch.equal(bits(a[n]), bits(b[n]))) for n in a
+        a[n].dtype == b[n].dtype
+        and a[n].shape == b[n].shape
+        and (not a[n].numel() or torch.equal(bits(a[n]), bits(b[n])))
+        for n in a
     )
 
 
@@ -110,7 +113,10 @@ def at_once(folder: Path, device: str) -> None:
     usual = ow.load_file(path, device=device)
 
     def many(in_place: bool) -> None:
-        with torch.cuda.stream(torch.cuda.Stream()) if device != "cpu" else contextlib.nullcontext(), asking(in_place=in_place):
+        with (
+            torch.cuda.stream(torch.cuda.Stream()) if device != "cpu" else contextlib.nullcontext(),
+            asking(in_place=in_place),
+        ):
             for _ in range(5):
                 check(same(ow.load_file(path, device=device), usual), f"a load beside others, in place {in_place}")
 

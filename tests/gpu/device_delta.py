@@ -50,7 +50,8 @@ def on_gpu(run: Any) -> dict[str, float]:
 
 
 def breakdown(
-    what: str, wall: float, stages: dict[str, float], kernels: dict[str, float], goal: tuple[tuple[str, ...], str], nbytes: int
+    what: str, wall: float, stages: dict[str, float], kernels: dict[str, float], goal: tuple[tuple[str, ...], str],
+    nbytes: int,
 ) -> None:
     """Where the time of a verb goes: the engine's stages, and the GPU's part."""
     print(f"  where {what} goes, {wall * 1e3:.1f} ms in all:")

@@ -46,8 +46,12 @@ class Model(torch.nn.Module):
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
         wide, vocabulary = (2048, 151936) if args.experts else (4096, 128256)
-        self.layers = torch.nn.ModuleList(Layer(args.experts) for _ in range(args.layers or (48 if args.experts else 32)))
-        self.embed, self.head = (torch.nn.Parameter(torch.empty(vocabulary, wide, dtype=torch.bfloat16), False) for _ in range(2))
+        self.layers = torch.nn.ModuleList(
+            Layer(args.experts) for _ in range(args.layers or (48 if args.experts else 32))
+        )
+        self.embed, self.head = (
+            torch.nn.Parameter(torch.empty(vocabulary, wide, dtype=torch.bfloat16), False) for _ in range(2)
+        )
 
 
 def ready(device: torch.device) -> None:
@@ -114,7 +118,9 @@ def floor(stored: int, device: torch.device) -> str:
     """What a copy of as many bytes from pinned memory takes."""
     if device.type != "cuda":
         return ""
-    host, there = torch.empty(1 << 30, dtype=torch.uint8).pin_memory(), torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    host, there = (
+        torch.empty(1 << 30, dtype=torch.uint8).pin_memory(), torch.empty(1 << 30, dtype=torch.uint8, device=device),
+    )
     there.copy_(host)
     ready(device)
     began = time.perf_counter()

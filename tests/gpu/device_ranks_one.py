@@ -199,7 +199,10 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
     # The table.
     step("the table", all_say=False)
     if cuda:
-        here, host = torch.empty(1 << 30, dtype=torch.uint8, device=device), torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
+        here, host = (
+            torch.empty(1 << 30, dtype=torch.uint8, device=device),
+            torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True),
+        )
 
         def copies() -> None:
             for at in range(0, 1 << 30, 64 << 20):
@@ -210,17 +213,24 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
         say(f"{'floor: pinned copies by all ranks at once':<44} {rate:8.1f} GB/s a rank")
         del here, host
     for path in (packed, plain):
-        seconds = min(timed(lambda path=path: ow.load_file(path, device=device, mmap=False) if rank == 0 else None)[0] for _ in range(3))
+        seconds = min(
+            timed(lambda path=path: ow.load_file(path, device=device, mmap=False) if rank == 0 else None)[0]
+            for _ in range(3)
+        )
         say(f"{f'floor: {path.stem}, rank 0 alone':<44} {count(whole) / seconds / 1e9:8.1f} GB/s")
         for shard in (None, cut):
             for exchange in ("mapped", "collective", "none"):
                 use(exchange)
                 step(f"{path.stem}, {'tensor-parallel' if shard else 'whole'}, {exchange}", all_say=False)
-                first, got = timed(lambda path=path, shard=shard: ow.load_file(path, group=world, shard=shard, device=device))
+                first, got = timed(
+                    lambda path=path, shard=shard: ow.load_file(path, group=world, shard=shard, device=device)
+                )
                 times = []
                 for _ in range(3):
                     del got
-                    seconds, got = timed(lambda path=path, shard=shard: ow.load_file(path, group=world, shard=shard, device=device))
+                    seconds, got = timed(
+                        lambda path=path, shard=shard: ow.load_file(path, group=world, shard=shard, device=device)
+                    )
                     times.append(seconds)
                 check(got, shard)
                 held = count(got)

@@ -162,7 +162,9 @@ def first(size: float, rounds: int, device: str) -> int:
 def floors(nbytes: int, device: str) -> dict[str, float]:
     """Seconds for as many bytes down and up, the best of five, by pinned memory of torch's."""
     part = 256 << 20
-    host, there = torch.empty(part, dtype=torch.uint8, pin_memory=True), torch.empty(part, dtype=torch.uint8, device=device)
+    host, there = (
+        torch.empty(part, dtype=torch.uint8, pin_memory=True), torch.empty(part, dtype=torch.uint8, device=device),
+    )
     out = {}
     for name, to, of in (("down", host, there), ("up", there, host)):
         best = min(timed(lambda to=to, of=of: [to.copy_(of, non_blocking=True) for _ in range(8)])[0] for _ in range(5))
@@ -248,7 +250,10 @@ def file_of_two_devices(device: str) -> bool:
     want = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
     with tempfile.TemporaryDirectory() as folder, ow.sleep(tensors, to_file=f"{folder}/both.safetensors"):
         made = ow.load_file(f"{folder}/both.safetensors")
-    good = all(torch.equal(tensor.cpu(), want[name]) and torch.equal(made[name], want[name]) for name, tensor in tensors.items())
+    good = all(
+        torch.equal(tensor.cpu(), want[name]) and torch.equal(made[name], want[name])
+        for name, tensor in tensors.items()
+    )
     print("a file of two devices:", "right" if good else "WRONG BYTES")
     return good
 

@@ -196,7 +196,9 @@ def child(args: argparse.Namespace) -> None:
         import overwire as ow
 
         report = ow.last_report()
-        result["engine"] = {key: report[key] for key in report if isinstance(report[key], (int, float, str))} if report else None
+        result["engine"] = (
+            {key: report[key] for key in report if isinstance(report[key], (int, float, str))} if report else None
+        )
     if profiled:
         text = io.StringIO()
         stats = pstats.Stats(profile, stream=text).strip_dirs()
@@ -267,7 +269,11 @@ def main() -> int:
                 result = run(kind)
                 if result is not None:
                     rows[kind].append(result)
-                    print(f"{kind:10}", json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in result.items()}), flush=True)
+                    print(
+                        f"{kind:10}",
+                        json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in result.items()}),
+                        flush=True,
+                    )
         for kind in ("packed-profile", "floor-profile"):
             run(kind)
         for kind in KINDS:

@@ -198,7 +198,11 @@ def same(what: str, model: Any, theirs: dict[str, Any]) -> None:
     wrong = sorted(ours.keys() ^ theirs.keys())
     for name in ours.keys() & theirs.keys():
         a, b = ours[name].detach(), theirs[name]
-        if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
+        if (
+            a.dtype != b.dtype
+            or a.shape != b.shape
+            or not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        ):
             wrong.append(name)
     if wrong:
         raise SystemExit(f"{what}: not as vLLM's own: {wrong[:10]}")
@@ -261,7 +265,10 @@ def sleeps(args: argparse.Namespace, model: Any, theirs: dict[str, Any]) -> None
         woke = time.perf_counter()
         print(f"  overwire, cycle {cycle}: slept in {slept - began:.3f} s, woke in {woke - slept:.3f} s, {stored / size:.3f} of the model")
         same(f"rank {args.rank}, after overwire's sleep and wake", model, theirs)
-    device, host = torch.empty(1 << 30, dtype=torch.uint8, device=f"cuda:{args.rank}"), torch.empty(1 << 30, dtype=torch.uint8).pin_memory()
+    device, host = (
+        torch.empty(1 << 30, dtype=torch.uint8, device=f"cuda:{args.rank}"),
+        torch.empty(1 << 30, dtype=torch.uint8).pin_memory(),
+    )
     for what, to, of in (("down", host, device), ("up", device, host)):
         torch.cuda.synchronize()
         began = time.perf_counter()

@@ -324,7 +324,8 @@ def test_preload_to_the_host_goes_on_to_the_gpu(tmp_path: Path) -> None:
         equal({name: got[name] for name in want}, want)
     assert ow.preload(tmp_path / "m", device="host").wait()
     with ow.safe_open(tmp_path / "m", "pt", "cuda") as file:
-        for name, block in (("a", slice(5, 1 << 19)), ("a", slice(3, 9)), ("b", slice(1, 4))):  # large ones have a place of their own
+        # Large ones have a place of their own.
+        for name, block in (("a", slice(5, 1 << 19)), ("a", slice(3, 9)), ("b", slice(1, 4))):
             found = file.get_slice(name)[block]
             assert found.is_cuda and torch.equal(found.cpu(), want[name][block])
 
@@ -336,7 +337,9 @@ def test_threads_load_to_every_gpu_at_once(tmp_path: Path) -> None:
     want = ow.load_file(tmp_path / "m")
     with ThreadPoolExecutor(8) as pool:
         devices = [f"cuda:{i % torch.cuda.device_count()}" for i in range(8)]
-        for device, got in zip(devices, pool.map(lambda device: ow.load_file(tmp_path / "m", device=device), devices), strict=True):
+        for device, got in zip(
+            devices, pool.map(lambda device: ow.load_file(tmp_path / "m", device=device), devices), strict=True
+        ):
             assert all(str(tensor.device) == device for tensor in got.values())
             equal(got, want)
 
@@ -358,7 +361,10 @@ def test_tensors_files(tmp_path: Path) -> None:
         params = None if encryption is None else tensorizer.DecryptionParams.from_key(key.key)
         for verify in (False, True):
             with tensorizer.TensorDeserializer(path, device="cuda", encryption=params, verify_hash=verify) as de:
-                assert all(tensor.is_cuda and torch.equal(bits(tensor.detach()), bits(tensors[name])) for name, tensor in de.items())
+                assert all(
+                    tensor.is_cuda and torch.equal(bits(tensor.detach()), bits(tensors[name]))
+                    for name, tensor in de.items()
+                )
 
 
 def test_gds_reads_the_same_or_says_why_not(model: Path) -> None:

@@ -77,7 +77,9 @@ def test_device_in_device_out(name: str, kind: Any, contents: dict[int, bytes]) 
         assert codecs.decode(back(e), name, bitstream=bitstream) == p, len(p)
     decoded = codec.decode(encoded)
     for p, d in zip(plain, decoded, strict=True):
-        assert d.buffer_kind is nvcomp.ArrayBufferKind.STRIDED_DEVICE and d.buffer_size == len(p) and back(d) == p, len(p)
+        assert d.buffer_kind is nvcomp.ArrayBufferKind.STRIDED_DEVICE and d.buffer_size == len(p) and back(d) == p, len(
+            p
+        )
     # From the host, one by one, sized by a config.
     for p, e in zip(plain, encoded, strict=True):
         stored = back(e)
@@ -444,7 +446,10 @@ def test_overlaps_are_refused_underneath() -> None:
     ):
         with pytest.raises(errors.ArgumentError, match="overlap"):
             gpu.decode(0, 1, rows, "X16")
-    for contents in ([(at, 4096, at + 2048, 8192, 4096, 0)], [(at, 64, at + 4096, 512, 64, 0), (at, 64, at + 4096 + 496, 512, 64, 0)]):
+    for contents in (
+        [(at, 4096, at + 2048, 8192, 4096, 0)],
+        [(at, 64, at + 4096, 512, 64, 0), (at, 64, at + 4096 + 496, 512, 64, 0)],
+    ):
         with pytest.raises(errors.ArgumentError, match="overlap"):
             gpu.encode(0, 1, contents)
     with pytest.raises(errors.ArgumentError, match="overlap"):

@@ -73,7 +73,9 @@ def test_memory_of_a_gpu(seed: int, tmp_path: Path) -> None:
         host = {name: (new.view(kind), base.view(kind)) for name, kind in dtypes.items()}
         ow.save_delta({n: a for n, (a, _) in host.items()}, {n: b for n, (_, b) in host.items()}, tmp_path / "cpu.safetensors")
         cpu, gpus = ow.open_delta(tmp_path / "cpu.safetensors"), ow.open_delta(path)
-        assert [(gpus.stored(n), gpus.base(n), gpus.new(n)) for n in dtypes] == [(cpu.stored(n), cpu.base(n), cpu.new(n)) for n in dtypes]
+        assert [(gpus.stored(n), gpus.base(n), gpus.new(n)) for n in dtypes] == [
+            (cpu.stored(n), cpu.base(n), cpu.new(n)) for n in dtypes
+        ]
 
         wrong = [b for _, b in there.values()][:-1] + [there["F64"][0]]
         with pytest.raises(ow.DeltaBaseError, match="F64"):

@@ -59,14 +59,22 @@ def test_tensors_of_torch(seed: int) -> None:
 
     generator = torch.Generator().manual_seed(seed)
     base = torch.randint(0, 256, (50, 40, 32), dtype=torch.uint8, generator=generator)
-    tensors = every_dtype() | {"none": torch.empty(0, 3), "big": torch.randint(-9, 9, (30_000_001,), dtype=torch.int8, generator=generator)}
+    tensors = every_dtype() | {
+        "none": torch.empty(0, 3), "big": torch.randint(-9, 9, (30_000_001,), dtype=torch.int8, generator=generator),
+    }
     for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.complex64):
         whole = base.view(dtype)
-        views = [whole.transpose(0, 2), whole.permute(1, 2, 0), whole[:, 3:9], whole[3::3, :, 1:], whole[:1].expand(7, 40, -1)]
+        views = [
+            whole.transpose(0, 2), whole.permute(1, 2, 0), whole[:, 3:9], whole[3::3, :, 1:],
+            whole[:1].expand(7, 40, -1),
+        ]
         tensors |= {f"{dtype} {i}": view for i, view in enumerate([*views, whole.flatten()[3:]])}
     want = ow.digest(tensors)
     for device in range(torch.cuda.device_count()):
-        there = {name: tensor.to(device) if tensor.is_contiguous() else _alike(tensor, device) for name, tensor in tensors.items()}
+        there = {
+            name: tensor.to(device) if tensor.is_contiguous() else _alike(tensor, device)
+            for name, tensor in tensors.items()
+        }
         assert ow.digest(there) == want
         assert ow.digest({"here": tensors["big"], "there": there["big"]}) == {"here": want["big"], "there": want["big"]}
 

@@ -41,7 +41,11 @@ class StandIn:
             self.codec = nvcomp.Codec(**kwargs, ask_nvcomp=False)
 
         def _each(self, source: Any, work: Callable[[Any], Any]) -> Any:
-            return work([there(unmarked(back(a))) for a in source] if isinstance(source, list) else there(unmarked(back(source))))
+            return work(
+                [there(unmarked(back(a))) for a in source]
+                if isinstance(source, list)
+                else there(unmarked(back(source)))
+            )
 
         def decode(self, source: Any, data_type: str = "", out: Any = None, decompression_config: Any = None) -> Any:
             return self._each(source, lambda s: self.codec.decode(s, data_type, out, decompression_config))
@@ -126,7 +130,9 @@ def test_blocks_that_are_refused_are_handed_to_nvcomp(name: str, kind: int, stan
         assert [back(a) for a in codec.decode([there(ours), source])] == [plain, plain]
     assert len(stand_in.asked) == 1
     with pytest.raises(errors.CorruptError):
-        back(nvcomp.Codec(algorithm=name, bitstream_kind=nvcomp.BitstreamKind(kind), ask_nvcomp=False).decode(there(bad)))
+        back(
+            nvcomp.Codec(algorithm=name, bitstream_kind=nvcomp.BitstreamKind(kind), ask_nvcomp=False).decode(there(bad))
+        )
 
 
 # Against nvCOMP itself.
@@ -166,7 +172,9 @@ def test_streams_that_nvcomp_wrote_are_read_through_it(name: str, plain: bytes) 
         pytest.skip("nvidia.nvcomp is this module")
     data = plain
     policies = theirs.ChecksumPolicy
-    stored = theirs.Codec(algorithm=name, checksum_policy=policies.COMPUTE_AND_NO_VERIFY).encode(theirs.as_array(data).cuda())
+    stored = theirs.Codec(algorithm=name, checksum_policy=policies.COMPUTE_AND_NO_VERIFY).encode(
+        theirs.as_array(data).cuda()
+    )
     stream = bytes(stored.cpu())
     codec = nvcomp.Codec(checksum_policy=nvcomp.ChecksumPolicy.COMPUTE_AND_VERIFY)
     ours = nvcomp.Codec(algorithm=name, checksum_policy=nvcomp.ChecksumPolicy.COMPUTE_AND_VERIFY).encode(there(data))

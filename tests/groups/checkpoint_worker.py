@@ -30,7 +30,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 def trained(seed: int, steps: int) -> tuple[Any, Any]:
     """An FSDP2 model of odd sizes, with fewer rows than ranks somewhere, and its optimizer."""
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(33, 257), torch.nn.Linear(257, 129, dtype=torch.float32), torch.nn.Linear(129, 1))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(33, 257), torch.nn.Linear(257, 129, dtype=torch.float32), torch.nn.Linear(129, 1)
+    )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model:
         fully_shard(layer, mesh=mesh)
@@ -191,7 +193,8 @@ def short(folder: Path) -> None:
     dcp.save(sharded(True), storage_writer=CheckpointWriter(at))
     before = {path.name: path.read_bytes() for path in at.iterdir() if path.is_file()}
     big = {
-        f"b{n}": distribute_tensor(torch.randn(1 << 18), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None) for n in range(4)
+        f"b{n}": distribute_tensor(torch.randn(1 << 18), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+        for n in range(4)
     }
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -259,7 +262,9 @@ def interrupted(folder: Path) -> None:
             with pytest.raises(CheckpointException) as caught:
                 dcp.save(sharded(False), storage_writer=CheckpointWriter(at, max_shard_size=300), planner=planner)
             errors = {rank: wrapped[0] for rank, wrapped in caught.value.failures.items()}
-            assert [rank for rank in sorted(errors) if isinstance(errors[rank], KeyboardInterrupt)] == list(ranks), errors
+            assert [rank for rank in sorted(errors) if isinstance(errors[rank], KeyboardInterrupt)] == list(ranks), (
+                errors
+            )
             dist.barrier()
             assert {path.name: path.read_bytes() for path in at.iterdir() if path.is_file()} == before
             assert not list(folder.glob(".interrupted*")), list(folder.iterdir())
@@ -318,7 +323,9 @@ def dying(folder: Path) -> None:
     print("done dying", flush=True)
     with pytest.raises(Exception):  # noqa: B017, PT011 - what torch says of a closed connection
         dcp.save(state, storage_writer=CheckpointWriter(at), planner=_Dying())
-    assert set(ow.load_file(at)) == set(kinds()) and set(CheckpointReader(at).read_metadata().state_dict_metadata) == set(kinds())
+    assert set(ow.load_file(at)) == set(kinds()) and set(
+        CheckpointReader(at).read_metadata().state_dict_metadata
+    ) == set(kinds())
     os._exit(0)
 
 

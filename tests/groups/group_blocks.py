@@ -58,10 +58,14 @@ def wants(path: Path, rank: int, size: int) -> Wanted:
             blocks = [(0, -1, 0, -1)] * bool(tensor.numel() and tensor.dim() and at % size == rank)
         else:
             rows, cols = tensor.shape[:2]
-            (lo0, hi0), (lo1, hi1) = distributed.shard_range(rows, size, rank), distributed.shard_range(cols, size, rank)
+            (lo0, hi0), (lo1, hi1) = (
+                distributed.shard_range(rows, size, rank), distributed.shard_range(cols, size, rank),
+            )
             twice = [(lo0, hi0, 0, -1), (0, 1, 0, cols // 2)]
             ways = [[(lo0, hi0, 0, -1)], [(0, rows, lo1, hi1)], [(0, -1, 0, -1)], twice, [(lo0, hi0, lo1, hi1)]]
-            blocks = [one for one in ways[at % 5] if (one[0] < one[1] or one[1] == -1) and (one[2] < one[3] or one[3] == -1)]
+            blocks = [
+                one for one in ways[at % 5] if (one[0] < one[1] or one[1] == -1) and (one[2] < one[3] or one[3] == -1)
+            ]
         out[name] = blocks
     return out
 
@@ -104,7 +108,9 @@ def together(
         if made is None or (why := made.land(first)):
             return why
         for name, target, want in targets:
-            mine, want = target.cpu().contiguous().view(-1).view(torch.uint8), want.contiguous().view(-1).view(torch.uint8)
+            mine, want = (
+                target.cpu().contiguous().view(-1).view(torch.uint8), want.contiguous().view(-1).view(torch.uint8),
+            )
             assert torch.equal(mine, want), name
         return made
 

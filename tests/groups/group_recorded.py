@@ -35,7 +35,9 @@ class Model(torch.nn.Module):
             if tensor.dtype == torch.float4_e2m1fn_x2:
                 continue
             want = self.part(at, tensor)
-            self.want[name], self.held[name] = want.clone(), torch.empty(want.shape, dtype=want.dtype, device=group_blocks.DEVICE)
+            self.want[name], self.held[name] = (
+                want.clone(), torch.empty(want.shape, dtype=want.dtype, device=group_blocks.DEVICE),
+            )
         self.halfway: Callable[[torch.Tensor], Any] = lambda _: None
 
     @staticmethod

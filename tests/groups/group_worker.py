@@ -56,7 +56,9 @@ def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
         mine = got[name].cpu()
         assert mine.dtype == tensor.dtype and mine.shape == tensor.shape, (name, mine.shape, tensor.shape)
         assert mine.is_contiguous(), name
-        assert DEVICE != "cpu" or mine.untyped_storage().nbytes() <= max(tensor.numel() * tensor.element_size(), 64) + 64, name
+        assert (
+            DEVICE != "cpu" or mine.untyped_storage().nbytes() <= max(tensor.numel() * tensor.element_size(), 64) + 64
+        ), name
         assert torch.equal(mine.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
 
 
@@ -214,7 +216,9 @@ def wanted(folder: Path) -> None:
     assert list(got) == names
     for name in names:
         want = whole[name].to(torch.float64) if whole[name].dtype in floats else whole[name]
-        assert got[name].dtype == want.dtype and torch.equal(got[name].reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8))
+        assert got[name].dtype == want.dtype and torch.equal(
+            got[name].reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8)
+        )
     got = ow.load_file(path, group=dist.group.WORLD, keys=["rows", "few"] if rank else ["few"])
     assert list(got) == (["rows", "few"] if rank else ["few"])
 
@@ -315,7 +319,9 @@ def hurt(folder: Path) -> None:
     ):
         assert old in header
         data = good.read_bytes()
-        own.write_bytes(data[:8] + header.replace(old, new, 1).ljust(len(header))[: len(header)] + data[8 + len(header) :])
+        own.write_bytes(
+            data[:8] + header.replace(old, new, 1).ljust(len(header))[: len(header)] + data[8 + len(header) :]
+        )
         found = raises(ow.FormatError, text, own)
         assert rank == 0 or str(own) in str(found), found
     packed = folder / "compressed.safetensors"  # a copy of it is the same file, by its checksums

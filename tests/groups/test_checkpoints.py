@@ -216,7 +216,10 @@ def test_a_tensor_that_cannot_be_saved(tmp_path: Path) -> None:
     """It is a typed error that names it, and the old checkpoint stays."""
     save(tmp_path / "c", 1)
     with pytest.raises(CheckpointException) as caught:
-        dcp.save({"w": torch.zeros(3), "odd": torch.zeros(3, dtype=torch.complex128)}, storage_writer=CheckpointWriter(tmp_path / "c"))
+        dcp.save(
+            {"w": torch.zeros(3), "odd": torch.zeros(3, dtype=torch.complex128)},
+            storage_writer=CheckpointWriter(tmp_path / "c"),
+        )
     error = cause(caught)
     assert isinstance(error, ow.NotSupportedError) and error.tensor == "odd", error
     assert same(load(tmp_path / "c"), state(1)) and len(list(tmp_path.iterdir())) == 1
@@ -226,7 +229,8 @@ def test_a_tensor_that_cannot_be_saved(tmp_path: Path) -> None:
 
 
 def test_objects_are_unpickled_as_by_weights_only(tmp_path: Path) -> None:
-    """An object that torch.load(weights_only=True) refuses is not made; the error names its class and what allows it."""
+    """An object that torch.load(weights_only=True) refuses is not made; the error names its class and what allows
+    it."""
     save(tmp_path / "c")
     at = tmp_path / "c/training/model.safetensors"
     content = ow.load_file(at)
@@ -339,7 +343,9 @@ def test_damage(tmp_path: Path, seed: int) -> None:
             try:
                 got = load(tmp_path / "c")
             except CheckpointException as error:
-                assert all(isinstance(one[0], (ow.OverwireError, RuntimeError)) for one in error.failures.values()), error.failures
+                assert all(isinstance(one[0], (ow.OverwireError, RuntimeError)) for one in error.failures.values()), (
+                    error.failures
+                )
             except (ow.OverwireError, RuntimeError):
                 pass
             else:
@@ -421,7 +427,9 @@ def test_two_saves_to_one_place_of_a_store(monkeypatch: pytest.MonkeyPatch) -> N
         assert same(into, state(1))
         assert len([name for name in objects(root) if name.endswith(".safetensors")]) == 2
         for index in root.rglob("*.index.json"):
-            assert {index.parent / name for name in json.loads(index.read_text())["weight_map"].values()} <= {*index.parent.iterdir()}
+            assert {index.parent / name for name in json.loads(index.read_text())["weight_map"].values()} <= {
+                *index.parent.iterdir()
+            }
         assert len(list(root.rglob("*.index.json"))) == 2
 
 
@@ -429,7 +437,9 @@ def test_joined_tensors_are_rows_of_one() -> None:
     """What is no tensor cut along its first dimension is refused before anything is written."""
     from overwire.frameworks.joined import JoinedTensor
 
-    for parts in ([], [torch.tensor(1.0)], [torch.zeros(2, 3), torch.zeros(2, 6).half()], [torch.zeros(2, 3), torch.zeros(2, 4)]):
+    for parts in (
+        [], [torch.tensor(1.0)], [torch.zeros(2, 3), torch.zeros(2, 6).half()], [torch.zeros(2, 3), torch.zeros(2, 4)],
+    ):
         with pytest.raises(ow.ArgumentError, match="joined tensor"):
             JoinedTensor(parts).describe()
 
@@ -489,7 +499,8 @@ def test_stager(tmp_path: Path) -> None:
 
 
 def test_memory_that_other_ranks_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank maps what it was offered and nothing else; memory that the host lacks is a typed error, and nothing of it stays."""
+    """A rank maps what it was offered and nothing else; memory that the host lacks is a typed error, and nothing of it
+    stays."""
     memory = buffers.host_memory(5000, False)
     offer = buffers.offer_buffers()
     block = memory[256:300].view(torch.int32)

@@ -137,7 +137,9 @@ def test_hosts_with_networks_of_their_own_read_a_store_once(folder: Path, hosts:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("count", "steps", "exchange"), [(2, BLOCKS, "mapped"), (4, BLOCKS, "mapped"), (2, (), ""), (4, (), "auto")])
-def test_ranks_of_one_gpu_map_each_others_memory(folder: Path, count: int, steps: tuple[str, ...], exchange: str) -> None:
+def test_ranks_of_one_gpu_map_each_others_memory(
+    folder: Path, count: int, steps: tuple[str, ...], exchange: str
+) -> None:
     ranks(folder, count, "mapped", "streamed", *steps, "gone", devices=("cuda:0",) * count, exchange=exchange)
 
 
@@ -227,8 +229,9 @@ def test_blocks_cover_a_dimension_once() -> None:
 
 
 def test_a_buffer_ends_below_2_gib_however_many_ranks_exchange(tmp_path: Path) -> None:
-    """Shares are multiples of 256 bytes, and 32 MiB up to 63 ranks; a chunk of the default size fits up to 2,047 ranks. Where ranks
-    map each other's memory each has at most 144 MiB for its own shares and 48 MiB for each other rank's, together below 4 GiB."""
+    """Shares are multiples of 256 bytes, and 32 MiB up to 63 ranks; a chunk of the default size fits up to 2,047 ranks.
+    Where ranks map each other's memory each has at most 144 MiB for its own shares and 48 MiB for each other rank's,
+    together below 4 GiB."""
     for count in [*range(1, 5000), 1 << 20]:
         share = relays.share_of_rank(count, relays.SHARE)
         assert share * count < 2 << 30 and share % 256 == 0 and (share == relays.SHARE) == (count < 64), count

@@ -19,7 +19,8 @@ _KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "ArrowUp": 38, "ArrowDown": 40, "Esc
 
 
 class Chromium:
-    """One browser with one page. Everything that the page asks for is in `requests`, every error of its scripts in `errors`."""
+    """One browser with one page. Everything that the page asks for is in `requests`, every error of its scripts in
+    `errors`."""
 
     def __init__(self, profile: Path) -> None:
         assert PROGRAM
@@ -45,7 +46,9 @@ class Chromium:
     def __enter__(self) -> Chromium:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             session, self._session = self._session, ""
             if session:

@@ -268,7 +268,11 @@ def test_there_is_one_version() -> None:
     headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     released = [re.fullmatch(r"(\d+\.\d+\.\d+) - \d{4}-\d\d-\d\d", heading) for heading in headings[1:]]
     assert headings[0] == "Unreleased" and all(released)
-    assert not released or released[0][1] == version or tuple(map(int, released[0][1].split("."))) < tuple(map(int, version.split(".")))
+    assert (
+        not released
+        or released[0][1] == version
+        or tuple(map(int, released[0][1].split("."))) < tuple(map(int, version.split(".")))
+    )
 
 
 def test_the_changelog_keeps_its_form() -> None:

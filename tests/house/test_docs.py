@@ -131,7 +131,11 @@ def test_the_page_of_versions_is_what_is_tested() -> None:
     """The versions of docs/compatibility.md begin those that the tests install."""
     text = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8").split("## Tested with")[1].split("## ")[0]
     rows = re.findall(r"^\| ([a-z_, ]+) \| (\d[\d., ]*) \|", text, re.M)
-    tested = {name: version for names, versions in rows for name, version in zip(names.split(", "), versions.split(", "), strict=True)}
+    tested = {
+        name: version
+        for names, versions in rows
+        for name, version in zip(names.split(", "), versions.split(", "), strict=True)
+    }
     pins = (ROOT / "requirements/test.txt").read_text() + (ROOT / "requirements/transformers5.txt").read_text()
     for name, version in tested.items():
         assert re.search(rf"^{name}=={re.escape(version)}\b", pins, re.M), name

@@ -14,7 +14,9 @@ AT_IMPORT = {"preloading.py"}  # what happens while torch is imported
 EXAMPLES = sorted(p.name for p in (ROOT / "examples").glob("*.py") if p.name != "demo.py")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.imports_torch] * (name in AT_IMPORT)) for name in EXAMPLES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.imports_torch] * (name in AT_IMPORT)) for name in EXAMPLES]
+)
 def test_example(tmp_path: Path, name: str) -> None:
     shutil.copy(ROOT / "examples" / name, tmp_path)
     done = (warm.fresh if name in AT_IMPORT else warm.run)([name], cwd=tmp_path, env=cleaned())

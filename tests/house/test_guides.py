@@ -22,7 +22,8 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def prepare(folder: Path) -> None:
-    """What the API's examples, the commands and the guide to stores take for granted: a model in one file, and one in shards."""
+    """What the API's examples, the commands and the guide to stores take for granted: a model in one file, and one in
+    shards."""
     np = pytest.importorskip("numpy")
     weights = {"embed": np.random.default_rng(0).normal(0, 0.02, (512, 64)).astype("float32"), "bias": np.zeros(512, "float32")}
     overwire.save_file(weights, folder / "model.safetensors")
@@ -75,7 +76,8 @@ UNRUN = {"live-updates": "a trainer and its engines; examples/live_updates.py ru
 
 
 def test_each_page_is_run() -> None:
-    """The Python of each page is run by a test, or stands in a table with the reason; what it imports of overwire is there in any case."""
+    """The Python of each page is run by a test, or stands in a table with the reason; what it imports of overwire is
+    there in any case."""
     for path in sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/api").glob("*.md")]):
         page = str(path.relative_to(ROOT / "docs").with_suffix(""))
         code = blocks(f"docs/{page}.md", "python") + blocks(f"docs/{page}.md", "pycon")
@@ -124,7 +126,8 @@ def test_the_commands_of_encrypted_files_run(tmp_path: Path) -> None:
 @pytest.mark.imports_torch
 @pytest.mark.parametrize("name", ["fastsafetensors", "nyacomp", "tensorizer"])
 def test_the_ways_into_drop_ins_run(name: str, tmp_path: Path) -> None:
-    """Each line of the shell on a drop-in's page runs as pasted, with a program that imports the library by its own name."""
+    """Each line of the shell on a drop-in's page runs as pasted, with a program that imports the library by its own
+    name."""
     (block,) = (text for text in blocks(f"docs/{name}.md", "sh") if "program.py" in text)
     ours = f'import overwire.compat; assert "overwire" in {name}.__file__, {name}.__file__\n'
     (tmp_path / "program.py").write_text(f"import {name}\n{ours}")
@@ -157,7 +160,9 @@ def test_the_commands_run(tmp_path: Path) -> None:
             if words[1] in ("bench", "serve", "run") or "cuda" in words:
                 continue
             words = [word.replace("https://host", url) for word in words]
-            done = subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+            done = subprocess.run(
+                [sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+            )
             assert done.returncode == 0, (words, done.stderr)
             ran.add(words[1])
     assert ran >= {"compress", "decompress", "inspect", "verify", "doctor", "fetch"}
@@ -182,7 +187,9 @@ def test_the_guide_to_stores_runs(tmp_path: Path) -> None:
         ours = [words for words in commands("docs/stores.md") if "s3://" in " ".join(words)]
         assert len(ours) >= 3
         for words in ours:
-            said = subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, env=cleaned("AWS_") | env, capture_output=True, text=True)
+            said = subprocess.run(
+                [sys.executable, "-m", *words], cwd=tmp_path, env=cleaned("AWS_") | env, capture_output=True, text=True
+            )
             assert said.returncode == 0, (words, said.stderr)
 
 

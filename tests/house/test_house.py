@@ -194,7 +194,11 @@ def collectives(path: Path) -> list[int]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names |= {alias.asname for alias in node.names if alias.asname and "distributed" in alias.name}
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and any(fnmatchcase(node.attr, one) for one in COLLECTIVE)]
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and any(fnmatchcase(node.attr, one) for one in COLLECTIVE)
+    ]
     return [node.lineno for node in calls if ast.unparse(node.value).rpartition(".")[2] in {*names, "distributed"}]
 
 

@@ -77,10 +77,13 @@ def enter_and_leave() -> None:
 
 
 def test_signal_handlers_wait(capsys: pytest.CaptureFixture[str]) -> None:
-    """Handlers run after what must not be disturbed, in their order, and are the program's own again, as is one that was
-    set meanwhile; Ctrl-C does not wait, and another thread is not concerned."""
+    """Handlers run after what must not be disturbed, in their order, and are the program's own again, as is one that
+    was set meanwhile; Ctrl-C does not wait, and another thread is not concerned."""
     ran: list[str] = []
-    handlers = {number: (lambda n, _: ran.append(signal.Signals(n).name)) for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)}
+    handlers = {
+        number: (lambda n, _: ran.append(signal.Signals(n).name))
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+    }
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         with Undisturbed(), Undisturbed():
@@ -188,7 +191,8 @@ print(len(ran) == len(Poke.seen), set(ran) == {6.0})
 
 
 def test_a_child_of_fork_collects_garbage() -> None:
-    """A program that forks while another of its threads is in a pause of the cycle collector has children that collect."""
+    """A program that forks while another of its threads is in a pause of the cycle collector has children that
+    collect."""
     for pause in (Undisturbed, many_objects):
         inside, may_leave = threading.Event(), threading.Event()
 

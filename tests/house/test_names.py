@@ -1,4 +1,5 @@
-"""Names of files: what os.fsencode makes of one is what every verb opens, writes and reports, whatever its bytes are."""
+"""Names of files: what os.fsencode makes of one is what every verb opens, writes and reports, whatever its bytes
+are."""
 
 from __future__ import annotations
 
@@ -177,7 +178,8 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 
 def test_names_that_nothing_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What os.fsencode refuses, NUL, and URIs of other bytes are ArgumentError in every verb, and nothing is written."""
+    """What os.fsencode refuses, NUL, and URIs of other bytes are ArgumentError in every verb, and nothing is
+    written."""
     monkeypatch.chdir(tmp_path)
     tensors = {"x": np.ones(3)}
     ow.save_file(tensors, "m.safetensors")
@@ -282,8 +284,8 @@ def test_a_latin_1_world(tmp_path: Path, script, monkeypatch: pytest.MonkeyPatch
 
 
 def test_open_files(tmp_path: Path) -> None:
-    """An open file is what its `read` gives from where it stands, or all of it where it stands at its end; a number that
-    is that of compressed bytes is not taken for it."""
+    """An open file is what its `read` gives from where it stands, or all of it where it stands at its end; a number
+    that is that of compressed bytes is not taken for it."""
     import bz2
     import gzip
     import lzma

@@ -1,4 +1,5 @@
-"""What reports, plans, opened files and inspections show: a short line, and in notebooks tables that no name can break out of."""
+"""What reports, plans, opened files and inspections show: a short line, and in notebooks tables that no name can break
+out of."""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ def test_an_inspection_is_a_dict(tmp_path: Path) -> None:
 
 
 def test_other_answers_have_tables(tmp_path: Path) -> None:
-    """What verify, doctor, last_report and diff return is shown by tables, and equal to its JSON; rows are no last report."""
+    """What verify, doctor, last_report and diff return is shown by tables, and equal to its JSON; rows are no last
+    report."""
     path, state = tmp_path / "m.safetensors", {"a": np.arange(9.0), "b": np.zeros(2)}
     ow.save_file(state, path)
     ow.load_file(path, framework="np")

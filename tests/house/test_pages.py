@@ -1,6 +1,8 @@
-"""The pages of `overwire inspect --html` (of a model, and of a trace) and `overwire bench --html`, as a person at a browser has them.
+"""The pages of `overwire inspect --html` (of a model, and of a trace) and `overwire bench --html`, as a person at a
+browser has them.
 
-With mouse, keyboard and screen reader, in light and dark, in wide and narrow windows. The pictures stay in the test's folder.
+With mouse, keyboard and screen reader, in light and dark, in wide and narrow windows. The pictures stay in the test's
+folder.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_model(browser: chromium.Chromium, model: Path) -> None:
-    """18,867 tensors take at most 3 MB; keys go in and out, the filter finds every name, a screen reader has them as names."""
+    """18,867 tensors take at most 3 MB; keys go in and out, the filter finds every name, a screen reader has them as
+    names."""
     assert model.stat().st_size <= 3e6
     browser.view()
     seconds = browser.open(model)

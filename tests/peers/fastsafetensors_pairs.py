@@ -29,14 +29,20 @@ def share(package: Any, paths: list[str]) -> list[Any]:
     seen: list[Any] = [[loader.get_shape(name) for name in ("f4_a", "f4_b")]]
     for name in ("f4_a", "f4_b", "e8m0"):
         wrapped = buffer.get_tensor_wrapped(name)
-        seen += [raw(wrapped.get_raw()), wrapped.get_shape(), wrapped.get_nbytes(), op.is_equal(wrapped, wrapped.get_raw().clone())]
+        seen += [
+            raw(wrapped.get_raw()), wrapped.get_shape(), wrapped.get_nbytes(),
+            op.is_equal(wrapped, wrapped.get_raw().clone()),
+        ]
         seen += [raw(buffer.get_sharded(name, dim)) for dim in (0, 1)]
         pushed = buffer.push_tensor(name, 1)
         seen.append(None if pushed is None else raw(pushed))
     seen += [raw(one.get_raw()) for one in buffer.as_dict({"f4_a": 1, "f4_b": -1}).values()]
     seen += [raw(buffer.get_multi_cols(["f4_a", "f4_b"], dim).get_raw()) for dim in (0, 1)]
     empty = op.get_empty_tensor([8, 32], kinds.DType.F4, kinds.Device())
-    seen += [list(empty.get_raw().shape), empty.get_shape(), op.get_native_slices(kinds.DType.F4, [8, 32], (slice(None), slice(4, 8)))]
+    seen += [
+        list(empty.get_raw().shape), empty.get_shape(),
+        op.get_native_slices(kinds.DType.F4, [8, 32], (slice(None), slice(4, 8))),
+    ]
     buffer.close()
     loader.close()
     return seen

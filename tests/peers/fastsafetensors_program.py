@@ -103,19 +103,27 @@ ask(lambda: write("b", saver.per_entry_fill(put, 1), min_free_bytes=1 << 62))
 ask(lambda: write("c", fails))
 ask(lambda: write("d", lambda work: [put(*one) for one in work], fsync=True))
 ask(lambda: sorted(name for name in os.listdir(folder)))
-tensors = {"a": torch.arange(12.0).reshape(3, 4).t(), "b": torch.zeros((), dtype=torch.bfloat16), "c": torch.empty(0, 3, dtype=torch.int64)}
+tensors = {
+    "a": torch.arange(12.0).reshape(3, 4).t(), "b": torch.zeros((), dtype=torch.bfloat16),
+    "c": torch.empty(0, 3, dtype=torch.int64),
+}
 ask(lambda: [[e.name, e.dtype.value, e.shape, e.nbytes] for e in (saver.plain_entry(n, t) for n, t in tensors.items())])
 paths = fst.ParallelSaver(num_shards=2).save(tensors, os.path.join(folder, "p"))
 for path in paths:
     with fst.fastsafe_open(path, nogds=True) as file:
-        ask(lambda: {name: [str(file.get_tensor(name).dtype), file.get_tensor(name).tolist()] for name in sorted(file.keys())})
+        ask(
+            lambda: {
+                name: [str(file.get_tensor(name).dtype), file.get_tensor(name).tolist()] for name in sorted(file.keys())
+            }
+        )
 metas = [fst.SafeTensorsMetadata.from_file(path, op) for path in paths]
 for wrong in (metas, metas[::-1], metas[:1], metas + metas, []):
     ask(lambda: saver.validate_shard_set(wrong))
 for meta in metas:
     ask(
         lambda: [
-            [begin - meta.header_length, end - meta.header_length] for begin, end in meta.select_byte_ranges(lambda name: name != "b", 0)
+            [begin - meta.header_length, end - meta.header_length]
+            for begin, end in meta.select_byte_ranges(lambda name: name != "b", 0)
         ]
     )
 four = {f"t{i}": torch.full((5000,), float(i)) for i in range(4)}
@@ -181,7 +189,9 @@ for named in (
     ask(
         lambda: {
             name: tensor.sum().item()
-            for name, tensor in fst.ParallelLoader(None, [big], nogds=True, use_tqdm_on_load=False, **named).iterate_weights()
+            for name, tensor in fst.ParallelLoader(
+                None, [big], nogds=True, use_tqdm_on_load=False, **named
+            ).iterate_weights()
         }
     )
 ask(lambda: {dtype.name: DTYPE_SIZES[dtype] for dtype in DType if dtype.name in sys.argv[2].split()})

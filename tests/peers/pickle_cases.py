@@ -233,7 +233,11 @@ class Maker:
             if kind < 0.5:  # indices that are often right
                 blobs.append(struct.pack(f"<{count}q", *sorted(r.choice(SMALL) for _ in range(count))))
             elif kind < 0.7:
-                blobs.append(struct.pack(f"<{count}q", *(max(min(r.choice(NUMBERS), (1 << 63) - 1), -(1 << 63)) for _ in range(count))))
+                blobs.append(
+                    struct.pack(
+                        f"<{count}q", *(max(min(r.choice(NUMBERS), (1 << 63) - 1), -(1 << 63)) for _ in range(count))
+                    )
+                )
             else:
                 blobs.append(r.randbytes(count * r.choice((1, 4, 8))))
         self.memos = 0
@@ -352,7 +356,9 @@ class Maker:
         offset = r.choice((0, 0, 0, 0, 4, 8, r.choice(NUMBERS)))
         return push(("array", blob, r.choice(SPECS[:17]), shape, strides, offset, r.random() < 0.5, r.choice(SMALL), size)) + b"Q"
 
-    def _tensor(self, dtype: str | None = None, size: tuple[int, ...] | None = None, blob: tuple[int, int] | None = None) -> bytes:
+    def _tensor(
+        self, dtype: str | None = None, size: tuple[int, ...] | None = None, blob: tuple[int, int] | None = None
+    ) -> bytes:
         """A tensor that is mostly right."""
         r = self.r
         dtype = dtype or r.choice(DTYPES[:7])

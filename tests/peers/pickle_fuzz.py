@@ -133,7 +133,10 @@ def touch(made: Any) -> None:
                 raw = one if isinstance(one, torch.UntypedStorage) else one._untyped_storage
                 torch.empty(0, dtype=torch.uint8).set_(raw).sum()
             pending += list(getattr(one, "__dict__", {}).values())
-        except (KeyError, ValueError, TypeError, RuntimeError, NotImplementedError, IndexError, SystemError, OverflowError, AttributeError):
+        except (
+            KeyError, ValueError, TypeError, RuntimeError, NotImplementedError, IndexError, SystemError, OverflowError,
+            AttributeError,
+        ):
             continue  # of no use, but no harm
 
 

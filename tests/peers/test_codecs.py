@@ -99,7 +99,8 @@ def test_numcodecs_cross_decodes(name: str, contents: dict[int, bytes]) -> None:
 
 
 def test_numcodecs_zlib_is_deflate_in_a_wrapper(contents: dict[int, bytes]) -> None:
-    """Two bytes of zlib before our raw Deflate and its Adler-32 behind it: numcodecs reads that, and we what is between."""
+    """Two bytes of zlib before our raw Deflate and its Adler-32 behind it: numcodecs reads that, and we what is
+    between."""
     for size, plain in contents.items():
         stored = bytes(codecs.encode(plain, "Deflate", bitstream="raw"))
         assert bytes(numcodecs.Zlib().decode(b"\x78\x9c" + stored + zlib.adler32(plain).to_bytes(4, "big"))) == plain, size
@@ -276,7 +277,9 @@ def test_outputs_that_overlap_are_refused_before_anything_is_written(algorithm: 
         with pytest.raises(ow.ArgumentError, match="out overlaps the source"):
             work([src], [out])
         assert src == source and not any(out[:-1])
-        a, b, first, second, over = _parts(2 * n + 2 * need, (0, n), (n, n), (2 * n, need), (2 * n + need - 1, need), (n, need))
+        a, b, first, second, over = _parts(
+            2 * n + 2 * need, (0, n), (n, n), (2 * n, need), (2 * n + need - 1, need), (n, need)
+        )
         a[:] = b[:] = source
         for outs in ([first, second], [second, first], [first, first]):
             with pytest.raises(ow.ArgumentError, match="two outputs overlap"):
@@ -309,7 +312,9 @@ def test_overlaps_are_found_as_by_trying_every_pair(seed: int) -> None:
         def meet(a: tuple[int, int], b: tuple[int, int]) -> bool:
             return bool(set(range(a[0], sum(a))) & set(range(b[0], sum(b))))
 
-        wrong = any(meet(o, s) for o in outs for s in sources) or any(meet(a, b) for i, a in enumerate(outs) for b in outs[:i])
+        wrong = any(meet(o, s) for o in outs for s in sources) or any(
+            meet(a, b) for i, a in enumerate(outs) for b in outs[:i]
+        )
         try:
             apart(sources, outs)
         except ow.ArgumentError:

@@ -56,7 +56,8 @@ def test_the_api_page_of_5_0() -> None:
     plain = numpy.arange(5000, dtype=numpy.int32)
     for name, own in options.items():
         codec = nvcomp.Codec(
-            algorithm=name, device_id=0, cuda_stream=0, uncomp_chunk_size=65536, bitstream_kind=nvcomp.BitstreamKind.NVCOMP_NATIVE,
+            algorithm=name, device_id=0, cuda_stream=0, uncomp_chunk_size=65536,
+            bitstream_kind=nvcomp.BitstreamKind.NVCOMP_NATIVE,
             checksum_policy=nvcomp.ChecksumPolicy.NO_COMPUTE_NO_VERIFY, **own,
         )  # fmt: skip
         made = codec.encode(array=nvcomp.as_array(plain))
@@ -180,7 +181,8 @@ def test_versions_of_nvcomp_that_are_refused(tmp_path: Any, monkeypatch: pytest.
 @pytest.mark.skipif(original._newest_wheel() is None, reason="nvCOMP's wheels are not installed")
 @pytest.mark.parametrize("first", ["", "import nvidia.nvcomp", "import overwire.compat; overwire.compat.install('nvcomp')"])
 def test_nvcomp_is_loaded_once(first: str, script: Any) -> None:
-    """Beside a program's own import of it, before and after, and in its place: no second copy, which would end the process."""
+    """Beside a program's own import of it, before and after, and in its place: no second copy, which would end the
+    process."""
     done = script(
         f"{first}\n"
         "from overwire.compat.nvcomp import original\n"

@@ -229,11 +229,16 @@ def test_numpy(plain: str, tmp_path: pathlib.Path) -> None:
 
 
 INDICES: list[Any] = [
-    0, -1, 2, -3, slice(None), slice(1, None), slice(None, -1), slice(-5, None), slice(None, 99), slice(5, 9), slice(1, 0),
-    slice(None, None, 2), slice(None, None, -1), ..., None, (), [0], [0, 1], [-1], [5], [], [True, False], (0, 1), (slice(None), 1),
-    (..., 1), (1, ...), (slice(None), None), (0, 0, 0), (0, 0, 0, 0), True, 1.0, "a", np.int64(1), (slice(None), [0, 2]), ([1], slice(None)),
-    (0, [0, 2]), ([0, 1], [0, 2]), (slice(None), slice(None), slice(None, 2)), (slice(None), slice(None), slice(None, None, 2)),
-    (slice(None), slice(None), [1]), (slice(None), slice(3, 1)), slice(1.0), slice(2, 2), range(2), ((0,),), (None, 0), (0, None, 0),
+    0, -1, 2, -3, slice(None), slice(1, None), slice(None, -1), slice(-5, None), slice(None, 99), slice(5, 9),
+    slice(1, 0),
+    slice(None, None, 2), slice(None, None, -1), ..., None, (), [0], [0, 1], [-1], [5], [], [True, False], (0, 1),
+    (slice(None), 1),
+    (..., 1), (1, ...), (slice(None), None), (0, 0, 0), (0, 0, 0, 0), True, 1.0, "a", np.int64(1),
+    (slice(None), [0, 2]), ([1], slice(None)),
+    (0, [0, 2]), ([0, 1], [0, 2]), (slice(None), slice(None), slice(None, 2)),
+    (slice(None), slice(None), slice(None, None, 2)),
+    (slice(None), slice(None), [1]), (slice(None), slice(3, 1)), slice(1.0), slice(2, 2), range(2), ((0,),), (None, 0),
+    (0, None, 0),
     (..., ...), (slice(None), -1), (slice(None), -4), (slice(None), 3), (slice(0, 1), slice(1, 2), slice(1, 3)),
 ]  # fmt: skip
 
@@ -250,7 +255,9 @@ def test_every_index(plain: str, packed: str, framework: str, name: str) -> None
     for path in (plain, packed):
         mine = ours.safe_open(path, framework).get_slice(name)
         for index in [*INDICES, torch.tensor(1), torch.tensor([0, 1])]:
-            (want, refused), (got, error) = outcome(lambda index=index: theirs[index]), outcome(lambda index=index: mine[index])
+            (want, refused), (got, error) = (
+                outcome(lambda index=index: theirs[index]), outcome(lambda index=index: mine[index]),
+            )
             if refused is None:
                 assert error is None, (index, error)
                 assert tuple(got.shape) == tuple(want.shape) and got.dtype == want.dtype, index
@@ -278,13 +285,17 @@ def test_devices_frameworks_backends(plain: str) -> None:
         (_, want), (_, got) = (outcome(lambda m=m, d=device: m.safe_open(plain, "pt", device=d)) for m in (real, ours))
         assert kind(want) == kind(got) and str(want) == str(got), device
     for device in ("cuda", "xpu", "mps"):
-        (_, want), (_, got) = (outcome(lambda m=m, d=device: m.safe_open(plain, "np", device=d).get_tensor("b")) for m in (real, ours))
+        (_, want), (_, got) = (
+            outcome(lambda m=m, d=device: m.safe_open(plain, "np", device=d).get_tensor("b")) for m in (real, ours)
+        )
         assert kind(want) == kind(got) == "SafetensorError" and str(want) == str(got)
     assert ours.safe_open(plain, "pt", device=torch.device("cpu")).get_tensor("b").device.type == "cpu"
     for framework in ("pt", "torch", "pytorch", "np", "numpy", "tf", "tensorflow", "flax", "jax", "mlx", "paddle", "PT", "", None, 3):
         (_, want), (_, got) = (outcome(lambda m=m, f=framework: m.safe_open(plain, f)) for m in (real, ours))
         assert kind(want) == kind(got), framework
-        (_, want), (_, got) = (outcome(lambda m=m, f=framework: m.safe_open(plain, f).get_tensor("b")) for m in (real, ours))
+        (_, want), (_, got) = (
+            outcome(lambda m=m, f=framework: m.safe_open(plain, f).get_tensor("b")) for m in (real, ours)
+        )
         assert kind(want) == kind(got), framework
     for backend in ("mmap", "pread", "xx", None, 1):
         (_, want), (_, got) = (outcome(lambda m=m, b=backend: m.safe_open(plain, "pt", backend=b)) for m in (real, ours))
@@ -310,7 +321,9 @@ def test_errors_of_reading(plain: str, tmp_path: pathlib.Path) -> None:
     assert str(outcome(lambda: ours.safe_open("/nowhere/x", "pt"))[1]) == str(outcome(lambda: real.safe_open("/nowhere/x", "pt"))[1])
     for name in ("nope", 3):
         for verb in ("get_tensor", "get_slice"):
-            (_, want), (_, got) = (outcome(lambda m=m, v=verb, n=name: getattr(m.safe_open(plain, "pt"), v)(n)) for m in (real, ours))
+            (_, want), (_, got) = (
+                outcome(lambda m=m, v=verb, n=name: getattr(m.safe_open(plain, "pt"), v)(n)) for m in (real, ours)
+            )
             assert kind(want) == kind(got) and str(want) == str(got)
 
 
@@ -336,7 +349,10 @@ def test_closed(plain: str) -> None:
         part = f.get_slice("b")
         with f as g:
             assert g is f
-        for call in (f.keys, f.metadata, f.offset_keys, f.get_tensors, lambda f=f: f.get_tensor("b"), lambda f=f: f.get_slice("b")):
+        for call in (
+            f.keys, f.metadata, f.offset_keys, f.get_tensors, lambda f=f: f.get_tensor("b"),
+            lambda f=f: f.get_slice("b"),
+        ):
             with pytest.raises(module.SafetensorError, match="^File is closed$"):
                 call()
         assert part[0].shape == (3, 4)
@@ -373,7 +389,9 @@ def test_tensor_spec() -> None:
             spec.dtype = "x"
     good: dict[str, Any] = {"dtype": "float32", "shape": [4], "data_ptr": array.ctypes.data, "data_len": 16}
     for wrong in ({"dtype": "xx"}, {"dtype": "complex128"}, {"shape": [-2]}, {"shape": 2}, {"data_ptr": -1}, {"data_len": 15}, {"shape": [5]}):
-        (_, want), (_, got) = (outcome(lambda m=m, w=wrong: m.serialize({"a": m.TensorSpec(**good | w)})) for m in (real, ours))
+        (_, want), (_, got) = (
+            outcome(lambda m=m, w=wrong: m.serialize({"a": m.TensorSpec(**good | w)})) for m in (real, ours)
+        )
         assert kind(want) == kind(got) and want is not None, wrong
     with pytest.raises(ours.SafetensorError):
         ours.serialize({"a": ours.TensorSpec(**good | {"data_ptr": 0})})  # the original crashes
@@ -439,14 +457,20 @@ def states() -> list[dict[str, torch.Tensor]]:
 
 def test_shared_tensors() -> None:
     for state in states():
-        assert sorted(map(sorted, real_pt._find_shared_tensors(state))) == sorted(map(sorted, ours_pt._find_shared_tensors(state)))
+        assert sorted(map(sorted, real_pt._find_shared_tensors(state))) == sorted(
+            map(sorted, ours_pt._find_shared_tensors(state))
+        )
         for options in ({}, {"preferred_names": ["b", "v"]}, {"discard_names": ["a", "z"]}, {"preferred_names": ["w"], "discard_names": ["w"]}):
-            (want, no), (got, error) = (outcome(lambda m=m, o=options, s=state: m._remove_duplicate_names(s, **o)) for m in (real_pt, ours_pt))
+            (want, no), (got, error) = (
+                outcome(lambda m=m, o=options, s=state: m._remove_duplicate_names(s, **o)) for m in (real_pt, ours_pt)
+            )
             assert want == got and kind(no) == kind(error), (state, options)
             assert no is None or str(no).split("amongst")[0] == str(error).split("amongst")[0]
         for tensor in state.values():
             for name in ("storage_ptr", "storage_size", "_is_complete", "_end_ptr"):
-                (want, no), (got, error) = (outcome(lambda m=m, t=tensor, n=name: getattr(m, n)(t)) for m in (real_pt, ours_pt))
+                (want, no), (got, error) = (
+                    outcome(lambda m=m, t=tensor, n=name: getattr(m, n)(t)) for m in (real_pt, ours_pt)
+                )
                 assert (want, kind(no)) == (got, kind(error)), name
     assert {k: v for k, v in real_pt._SIZE.items() if k is not None} == ours_pt._SIZE
     assert {k: v for k, v in real_pt._TYPES.items() if v is not None} == ours_pt._TYPES
@@ -476,7 +500,9 @@ def test_models_that_do_not_fit(tmp_path: pathlib.Path) -> None:
         assert module.load_model(Tied(), path, strict=False) == ({"other.weight", "other.bias"}, ["extra"])
     holder = torch.nn.Module()
     holder.w = torch.nn.Parameter(torch.ones(3, 5).t())
-    (_, want), (_, got) = (outcome(lambda m=m: m.save_model(holder, path, force_contiguous=False)) for m in (real_pt, ours_pt))
+    (_, want), (_, got) = (
+        outcome(lambda m=m: m.save_model(holder, path, force_contiguous=False)) for m in (real_pt, ours_pt)
+    )
     assert kind(want) == kind(got) == "ValueError" and str(want) == str(got)
 
 

@@ -37,7 +37,9 @@ NESTED = {"m": {"l": [{"w": torch.arange(6.0)}, {"w": torch.ones(2, 3).bfloat16(
 def same(a: Any, b: Any) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(a.detach().contiguous().reshape(-1).view(torch.uint8), b.detach().contiguous().reshape(-1).view(torch.uint8))
+    return torch.equal(
+        a.detach().contiguous().reshape(-1).view(torch.uint8), b.detach().contiguous().reshape(-1).view(torch.uint8)
+    )
 
 
 class Net(torch.nn.Module):
@@ -242,7 +244,12 @@ def test_filters_trees_and_dtypes(tmp_path: Path) -> None:
         de = module.TensorDeserializer(path, device="cpu", filter_func=lambda n: n != ("m", "l", 0, "w"), lazy_load=True)
         out: list[Any] = [list(de.keys()), type(de["m"]) is MappingProxyType, list(de["m"]["l"]), de.tree(("m", "q"), default=5)]
         out.append(len(de.tree(("m", "l"))))
-        out.append([str(v.dtype) for v in module.TensorDeserializer(path, device="cpu", dtype=torch.float16).tree()["m"]["l"][1].values()])
+        out.append(
+            [
+                str(v.dtype)
+                for v in module.TensorDeserializer(path, device="cpu", dtype=torch.float16).tree()["m"]["l"][1].values()
+            ]
+        )
         with pytest.raises(TypeError, match="Invalid prefix"):
             de.tree("m")
         with pytest.raises(KeyError, match="not found"):
@@ -348,7 +355,10 @@ def test_params(module: Any) -> None:
     assert (params.OpsLimit.MODERATE, params.MemLimit.MODERATE) == (3, 256 << 20)
     with pytest.raises(ValueError):
         _ = params.random().salt
-    for bad in (lambda: params(b""), lambda: params(b"x"), lambda: params.from_string(""), lambda: module.DecryptionParams.from_key(b"")):
+    for bad in (
+        lambda: params(b""), lambda: params(b"x"), lambda: params.from_string(""),
+        lambda: module.DecryptionParams.from_key(b""),
+    ):
         with pytest.raises(ValueError):
             bad()
     with pytest.raises(TypeError):

@@ -227,19 +227,25 @@ def test_pipelines_hold_as_few_batches_as_was_said(tmp_path: Path) -> None:
         for name, tensor in loader.iterate_weights():
             assert used() <= most * 16000
             seen[name] = tensor
-        assert all(torch.equal(tensor, torch.full((1000,), float(name[1]) * 10 + float(name[3]))) for name, tensor in seen.items())
+        assert all(
+            torch.equal(tensor, torch.full((1000,), float(name[1]) * 10 + float(name[3])))
+            for name, tensor in seen.items()
+        )
         assert len(seen) == 24 and used() == 0
         loader.close()
     # Sub-file batches, a filter, a budget.
     loader = fst.ParallelLoader(
-        None, paths, use_tqdm_on_load=False, max_batch_bytes=8000, queue_size=-1, tensor_filter=lambda n: not n.endswith("3")
+        None, paths, use_tqdm_on_load=False, max_batch_bytes=8000, queue_size=-1,
+        tensor_filter=lambda n: not n.endswith("3")
     )  # fmt: skip
     names = []
     for name, _ in loader.iterate_weights():
         assert used() <= 8000
         names.append(name)
     assert sorted(names) == sorted(f"t{at}.{i}" for at in range(6) for i in range(3))
-    loader = fst.ParallelLoader(None, paths, use_tqdm_on_load=False, device_memory_budget=9000, queue_size=3, accumulate_resident=False)
+    loader = fst.ParallelLoader(
+        None, paths, use_tqdm_on_load=False, device_memory_budget=9000, queue_size=3, accumulate_resident=False
+    )
     for _ in loader.iterate_weights():
         assert used() <= 9000
     with pytest.raises(fst.BudgetInfeasibleError, match="3000.*4000"):
@@ -356,7 +362,12 @@ def test_entries_are_filled_by_the_caller(tmp_path: Path) -> None:
         (ValueError, lambda: one.save_entries([entries[0], entries[0]], str(tmp_path / "c"))),
         (ValueError, lambda: one.save_entries([saver.WriteEntry("x", DType.F32, [3], 11)], str(tmp_path / "c"))),
         (ValueError, lambda: fst.ParallelSaver(compress=True).save(tensors, str(tmp_path / "c"), header_align=4096)),
-        (ValueError, lambda: fst.ParallelSaver(shard_metadata=lambda _: {saver.KEY_SHARD_SET: "x"}).save(tensors, str(tmp_path / "c"))),
+        (
+            ValueError,
+            lambda: fst.ParallelSaver(shard_metadata=lambda _: {saver.KEY_SHARD_SET: "x"}).save(
+                tensors, str(tmp_path / "c")
+            ),
+        ),
     ):
         with pytest.raises(kind):
             call()

@@ -54,12 +54,14 @@ def test_plans_are_written_as_they_stand(tmp_path: Path) -> None:
     plans = saver.plan_shards(entries_of(tensors), paths, metadata={"k": "v"}, shard0_metadata={"z": "0"}, header_align=4096)
     assert not list(tmp_path.iterdir()), "a plan writes nothing"
     for plan in plans:
-        assert len(plan.header) % 4096 == 0 and plan.total_bytes == max([len(plan.header), *(end for _, end in plan.offsets.values())])
+        assert len(plan.header) % 4096 == 0 and plan.total_bytes == max(
+            [len(plan.header), *(end for _, end in plan.offsets.values())]
+        )
         assert all(end - begin == entry.nbytes for entry in plan.entries for begin, end in [plan.offsets[entry.name]])
     sizes = [sum(entry.nbytes for entry in plan.entries) for plan in plans]
-    assert sizes[0] == 48000 and abs(sizes[1] - sizes[2]) < max(tensor.nbytes for name, tensor in tensors.items() if name != "w"), (
-        "the largest first, each to the emptiest"
-    )
+    assert sizes[0] == 48000 and abs(sizes[1] - sizes[2]) < max(
+        tensor.nbytes for name, tensor in tensors.items() if name != "w"
+    ), "the largest first, each to the emptiest"
     plans[1].path = str(tmp_path / "deep" / "er" / "mine.safetensors")  # folders are made
     # A plan made by hand altogether.
     table = {"x": {"dtype": "I8", "shape": [3], "data_offsets": [0, 3]}}
@@ -155,7 +157,9 @@ def test_plans_that_are_wrong_write_nothing(tmp_path: Path) -> None:
     refused(
         ValueError,
         "buffer of",
-        lambda: saver.write_shards(changed(entries=[saver.WriteEntry("w", DType.F32, [3], 12, torch.ones(4))]), saver.tensor_fill()),
+        lambda: saver.write_shards(
+            changed(entries=[saver.WriteEntry("w", DType.F32, [3], 12, torch.ones(4))]), saver.tensor_fill()
+        ),
     )
 
 
@@ -299,7 +303,9 @@ def test_pipelines_ask_plug_ins_for_chunks(files: list[str], later: type[Later])
 
     def run(kind: str = "later", **named: Any) -> Any:
         later.asked.clear()
-        loader = PipelineParallel(None, BaseSafeTensorsFileLoader(None, "cpu", kind, bare=True), files[:1], use_tqdm_on_load=False, **named)
+        loader = PipelineParallel(
+            None, BaseSafeTensorsFileLoader(None, "cpu", kind, bare=True), files[:1], use_tqdm_on_load=False, **named
+        )
         assert plain(dict(loader.iterate_weights())) == want
         chunks = [one for one in later.asked if one[0] == "chunk"]
         assert sorted(name for chunk in chunks for name in chunk[1]) == sorted(want)
@@ -347,7 +353,9 @@ def test_copiers_of_the_engine_have_the_hooks(files: list[str]) -> None:
         for kind in (copier.NoGdsFileCopier, copier.GdsFileCopier):
             one = kind(meta, Device(), None, op)
             assert (
-                one.enable_tensor_readiness() and kind.chunk_transient_multiplier([path]) == 1 and kind.fixed_device_overhead([path]) == 0
+                one.enable_tensor_readiness()
+                and kind.chunk_transient_multiplier([path]) == 1
+                and kind.fixed_device_overhead([path]) == 0
             )
             names = list(meta.tensors)[1:4]
             one.set_byte_ranges(meta.select_byte_ranges(names.__contains__, merge_gap=0))
@@ -366,13 +374,16 @@ def test_copiers_of_the_engine_have_the_hooks(files: list[str]) -> None:
             ranges = meta.select_byte_ranges(names.__contains__)
             one.set_chunk(ranges, set(names), ranges[-1][1] - ranges[0][0])
             gbuf = one.submit_io(True, 1 << 30)
-            assert {name: plain(tensor.get_raw()) for name, tensor in one.wait_io(gbuf).items()} == {name: want[name] for name in names}
+            assert {name: plain(tensor.get_raw()) for name, tensor in one.wait_io(gbuf).items()} == {
+                name: want[name] for name in names
+            }
             op.free_tensor_memory(gbuf, Device())
             for method, given in (("set_chunk", (ranges, set(names), 1)), ("set_chunk", (ranges, {"nothing"})), ("submit_io", (True, 0))):
                 with pytest.raises(ValueError):
                     getattr(one, method)(*given)
     start, end = meta.header_length, meta.header_length + meta.data_length
-    for bad in ([(start, start)], [(start + 1, start)], [(0, start + 1)], [(start, end + 1)], [(start + 8, end), (start, start + 8)],
+    for bad in ([(start, start)], [(start + 1, start)], [(0, start + 1)], [(start, end + 1)],
+                [(start + 8, end), (start, start + 8)],
                 [(start, True)], [("a", end)], [(start,)], [5]):  # fmt: skip
         with pytest.raises(ValueError, match="byte_ranges"):
             validated_byte_ranges(meta, bad)  # type: ignore[arg-type]
@@ -395,7 +406,9 @@ def test_a_tensor_is_there_before_its_batch(files: list[str], monkeypatch: pytes
     buffer = loader.copy_files_to_device(allow_inflight=True)
     assert plain(buffer.get_tensor(whole[1][0])) == plain(whole[1][1])
     gate.set()
-    assert {name: plain(buffer.get_tensor(name)) for name, _ in whole} == {name: plain(tensor) for name, tensor in whole}
+    assert {name: plain(buffer.get_tensor(name)) for name, _ in whole} == {
+        name: plain(tensor) for name, tensor in whole
+    }
     buffer.close()
     gate.clear()
     first = [name for name in fst.SafeTensorsMetadata.from_file(files[0], get_framework_op("pt")).tensors][0]

@@ -55,7 +55,10 @@ def test_devices_frames_and_settings_answer_alike(real: Any) -> None:
         for op in ("get_dtype_size", "as_workaround_dtype"):
             if name != "AUTO":
                 both(real, lambda p, op=op, name=name: getattr(get_op(p), op)(part(p, "st_types").DType[name]))
-    indices = [slice(2, 4), (slice(None), 3), slice(3, 3), (slice(0, 9, 3), slice(1, 7, 2)), 5, (1, 2), 16, -17, (1, 2, 3), "x"]
+    indices = [
+        slice(2, 4), (slice(None), 3), slice(3, 3), (slice(0, 9, 3), slice(1, 7, 2)), 5, (1, 2), 16, -17, (1, 2, 3),
+        "x",
+    ]
     # Steps that do not divide, negative steps and indices, and () are wrong there.
     assert (frame(fst)[::-1].shape, frame(fst)[::-1].offsets, frame(fst)[0:10:3].shape) == ([16, 8], [15, 0], [4, 8])
     assert frame(fst)[()] == frame(fst) and frame(fst)[-2:].offsets == [14, 0] and frame(fst)[-1].offsets == [15, 0]
@@ -153,7 +156,8 @@ def test_tensors_are_loaded_alike(real: Any, tmp_path: Path) -> None:
         buffer = loader.copy_files_to_device()
         kinds = part(p, "st_types").DType
         found = [
-            loader.get_keys(), loader.get_shape("F4"), {name: buffer.get_tensor(name).clone() for name in loader.get_keys()},
+            loader.get_keys(), loader.get_shape("F4"),
+            {name: buffer.get_tensor(name).clone() for name in loader.get_keys()},
             buffer.get_sharded("F32", 1).clone(), buffer.push_tensor("U8", 0).clone(), buffer.get_tensor("I32", dtype=kinds.F64),
             buffer.get_multi_cols(["I64", "I64"], 0).get_raw(), buffer.get_shape("BF16"),
             buffer.get_filename("U8"), answer(lambda: buffer.get_filename("nothing")), buffer.key_to_rank_lidx,
@@ -176,7 +180,13 @@ def test_tensors_are_loaded_alike(real: Any, tmp_path: Path) -> None:
             return plain([sorted(file.keys()), file.metadata(), file.get_tensor("U16").clone()])
 
     both(real, opened)
-    both(real, lambda p: [(n, t.clone()) for n, t in p.ParallelLoader(p.SingleGroup(), [path], use_tqdm_on_load=False).iterate_weights()])
+    both(
+        real,
+        lambda p: [
+            (n, t.clone())
+            for n, t in p.ParallelLoader(p.SingleGroup(), [path], use_tqdm_on_load=False).iterate_weights()
+        ],
+    )
     both(real, lambda p: [(n, t.clone()) for n, t in p.AutoLoader(p.SingleGroup(), [path]).iterate_weights()])
     both(real, lambda p: p.ParallelLoader(p.SingleGroup(), [path], max_concurrent_producers=2))
     both(real, lambda p: twice(p, path))

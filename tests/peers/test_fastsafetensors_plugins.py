@@ -59,7 +59,9 @@ def threefs(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Reader]]:
     yield Reader
 
 
-def test_a_3fs_reader_brings_the_bytes(threefs: type[Reader], files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_3fs_reader_brings_the_bytes(
+    threefs: type[Reader], files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     want = ow.load_file(files[0])
     loader = threefs_loader.ThreeFSLoader(None, "cpu", mount_point="/mnt/3fs")
     loader.add_filenames({0: files[:1]})
@@ -154,7 +156,11 @@ def test_the_extension_s_names(tmp_path: Path) -> None:
     assert cpp.get_gil_release() is True
     cpp.set_gil_release(False)
     if not cpp.is_cuda_found():
-        assert cpp.get_device_pci_bus(0) == "" and not cpp.is_cufile_found() and cpp.cufile_version() == 0 == cpp.is_gds_supported(0)
+        assert (
+            cpp.get_device_pci_bus(0) == ""
+            and not cpp.is_cufile_found()
+            and cpp.cufile_version() == 0 == cpp.is_gds_supported(0)
+        )
         assert get_framework_op("pt").get_cuda_ver() == "0.0"
         with pytest.raises(RuntimeError, match="100"):
             cpp.memcpy_h2d_async(1, 1, 1)
@@ -173,7 +179,9 @@ def test_the_extension_s_names(tmp_path: Path) -> None:
     assert reader.wait_read(reader.submit_read(handle, buffer, 100, 4900, 50, 5000)) == address + 50
     assert cpp.read_buffer(address + 50, 4900) == data[100:]
     assert buffer.memmove(0, 50, buffer, 4900) == 0 and cpp.read_buffer(address, 4900) == data[100:]
-    assert buffer.memmove(1000, 0, buffer, 4900) == -1 and buffer.cufile_register(0, 0) == buffer.cufile_deregister(0) == 0
+    assert (
+        buffer.memmove(1000, 0, buffer, 4900) == -1 and buffer.cufile_register(0, 0) == buffer.cufile_deregister(0) == 0
+    )
     number = reader.submit_read(handle, buffer, 4000, 4000, 0, 5000)
     with pytest.raises(RuntimeError, match="truncated"):
         reader.wait_read(number)
@@ -230,7 +238,10 @@ def test_what_later_versions_added(files: list[str]) -> None:
     limits = {"max_batch_bytes": 7, "device_memory_budget": 9, "use_chunk_budget_as_allocation_size": False}
     assert settings.create_parallel_kwargs() == {"queue_size": -1, **limits}
     kinds = [copier.registry.get_copier_class(kind) for kind in ("gds", "nogds", "unified", "3fs", "none")]
-    assert kinds == [copier.GdsFileCopier, copier.NoGdsFileCopier, copier.UnifiedMemCopier, copier.ThreeFSFileCopier, CopierInterface]
+    assert kinds == [
+        copier.GdsFileCopier, copier.NoGdsFileCopier, copier.UnifiedMemCopier, copier.ThreeFSFileCopier,
+        CopierInterface,
+    ]
 
 
 def test_gds_is_asked_for_on_a_gpu_alone(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +267,9 @@ def test_the_unified_copier_s_seams(files: list[str], monkeypatch: pytest.Monkey
     op, calls = get_framework_op("pt"), []
     alloc = op.alloc_tensor_memory
     monkeypatch.setattr(op, "alloc_tensor_memory", lambda length, device: alloc(length, Device()))
-    monkeypatch.setattr(op, "view_of", lambda gbuf, begin, frame, device, owner, view=op.view_of: view(gbuf, begin, frame, Device()))
+    monkeypatch.setattr(
+        op, "view_of", lambda gbuf, begin, frame, device, owner, view=op.view_of: view(gbuf, begin, frame, Device())
+    )
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (calls.append("pin"), tensor)[1])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: calls.append("wait"))
     monkeypatch.setattr(cpp, "memcpy_h2d_async", lambda to, at, size: (calls.append("copy"), ctypes.memmove(to, at, size))[0])
@@ -265,7 +278,9 @@ def test_the_unified_copier_s_seams(files: list[str], monkeypatch: pytest.Monkey
     gbuf = one.submit_io(True, 1 << 30)
     got = one.wait_io(gbuf)
     assert calls == ["pin", "copy", "wait"] and one._pinned == []
-    assert {name: plain(tensor.get_raw()) for name, tensor in got.items()} == {k: plain(v) for k, v in ow.load_file(files[0]).items()}
+    assert {name: plain(tensor.get_raw()) for name, tensor in got.items()} == {
+        k: plain(v) for k, v in ow.load_file(files[0]).items()
+    }
 
     op.free_tensor_memory(gbuf, Device())
 
@@ -311,14 +326,24 @@ def test_names_and_words_that_programs_look_at(files: list[str], monkeypatch: py
         fst.SafeTensorsMetadata.from_buffer(0, 7, "x", get_framework_op("pt"))
     op = get_framework_op("pt")
     assert op.get_storage_shape(DType.F4, [8, 16], [16, 1]) == ([64], [1]) and op.get_device_ptr_align() == 16
-    for call in (lambda: op.get_native_shape(DType.F4, [3, 3]), lambda: op.get_native_slices(DType.F4, [2, 4], (slice(0, 2), slice(1, 4)))):
+    for call in (
+        lambda: op.get_native_shape(DType.F4, [3, 3]),
+        lambda: op.get_native_slices(DType.F4, [2, 4], (slice(0, 2), slice(1, 4))),
+    ):
         with pytest.raises(ValueError, match="F4"):
             call()
     frame = fst.TensorFrame.from_buffer({"dtype": DType.F32, "shape": [16, 8], "data_offsets": [0, 512]})
-    assert frame[()] == frame and frame[3].shape == [1, 8] and frame[4:4].shape == [] and frame[::-2].strides == [-16, 1]
+    assert (
+        frame[()] == frame and frame[3].shape == [1, 8] and frame[4:4].shape == [] and frame[::-2].strides == [-16, 1]
+    )
     assert (frame[2:9].sliced, frame[2:9].offsets, frame.data_offsets) == (True, [2, 0], [0, 512])
     meta = fst.SafeTensorsMetadata.from_file(files[0], op)
-    assert meta.size_bytes == os.path.getsize(files[0]) and meta.header_length % 8 == 0 and meta.src == files[0] and meta.aligned
+    assert (
+        meta.size_bytes == os.path.getsize(files[0])
+        and meta.header_length % 8 == 0
+        and meta.src == files[0]
+        and meta.aligned
+    )
     assert common.resolve_cudart_lib_name is common.resolve_runtime_lib_name
     auto = fst.AutoLoader(fst.SingleGroup(), files)
     assert auto._pipeline is not None and auto._pipeline.loader is auto._loader
@@ -352,7 +377,9 @@ def test_capsules_of_addresses() -> None:
     values = (ctypes.c_float * 6)(*range(6))
     address = ctypes.addressof(values)
     held = sys.getrefcount(values)
-    tensor = torch.utils.dlpack.from_dlpack(dlpack.from_cuda_buffer(address, [2, 3], [3, 1], DType.F32, Device(), values))
+    tensor = torch.utils.dlpack.from_dlpack(
+        dlpack.from_cuda_buffer(address, [2, 3], [3, 1], DType.F32, Device(), values)
+    )
     assert tensor.tolist() == [[0, 1, 2], [3, 4, 5]] and tensor.data_ptr() == address
     dropped = dlpack.from_cuda_buffer(address, [6], [1], DType.F32, Device(), values)
     assert sys.getrefcount(values) == held + 2
@@ -420,13 +447,17 @@ def test_on_a_gpu(files: list[str], kind: str) -> None:
                 gbuf = self.framework.alloc_tensor_memory(length, self.device)
                 reader = cpp.gds_file_reader(4, True, 0)
                 handle = cpp.gds_file_handle(self.metadata.src, False, True)
-                reader.wait_read(reader.submit_read(handle, gbuf, self.metadata.header_length, length, 0, self.metadata.size_bytes))
+                reader.wait_read(
+                    reader.submit_read(handle, gbuf, self.metadata.header_length, length, 0, self.metadata.size_bytes)
+                )
                 return gbuf
 
             def wait_io(self, gbuf: Any, dtype: DType = DType.AUTO, noalign: bool = False) -> Any:
                 return self.metadata.get_tensors(gbuf, self.device, self.metadata.header_length, dtype)
 
-        copier.register_copier_constructor("mine")(lambda device, **kw: lambda meta, device, op: Direct(meta, device, None, op))
+        copier.register_copier_constructor("mine")(
+            lambda device, **kw: lambda meta, device, op: Direct(meta, device, None, op)
+        )
     chosen = files[:1] if kind == "mine" else files
     want = {name: tensor for path in chosen for name, tensor in ow.load_file(path).items()}
     loader = BaseSafeTensorsFileLoader(None, torch.device("cuda:0"), kind)

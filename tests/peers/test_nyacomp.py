@@ -65,7 +65,9 @@ def test_small_helpers(caplog) -> None:
     assert nyacomp.stats([1, 2, 3]) == "mean: 2 stdev: 1.0 min: 1"
     assert nyacomp.annotate("x")(lambda: 5)() == 5
     strided = torch.arange(12).reshape(3, 4).t()
-    assert nyacomp.tensor_bytes(strided) == strided.contiguous().numpy().tobytes() and nyacomp.tensor_size(strided) == 96
+    assert (
+        nyacomp.tensor_bytes(strided) == strided.contiguous().numpy().tobytes() and nyacomp.tensor_size(strided) == 96
+    )
     assert nyacomp.tensor_bytes(torch.empty(0)) == b"" and nyacomp.ints([3, 4]) == "3;4"
 
 
@@ -132,8 +134,8 @@ class Step:
 
 
 def test_the_readme_s_verbs(tmp_path: Path, monkeypatch) -> None:
-    """compress_pickle takes any Python object with tensors, compress pipelines, modules and state dicts; files stand where
-    the README has them; what the caller has stays as it was."""
+    """compress_pickle takes any Python object with tensors, compress pipelines, modules and state dicts; files stand
+    where the README has them; what the caller has stays as it was."""
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
     pipe, checker = Pipeline(), nn.Linear(32, 2)
@@ -156,7 +158,8 @@ def test_the_readme_s_verbs(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_manifests_are_written_once_and_before_the_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each manifest is written once in each place, before the pickle that needs it; where one cannot be, the old object stays."""
+    """Each manifest is written once in each place, before the pickle that needs it; where one cannot be, the old object
+    stays."""
     path = tmp_path / "line\nbreak" / "x.pkl"
     path.parent.mkdir()
     with monkeypatch.context() as patch:
@@ -176,7 +179,10 @@ def test_manifests_are_written_once_and_before_the_pickle(tmp_path: Path, monkey
 
 
 def test_every_dtype_through_the_files(tmp_path: Path) -> None:
-    tensors = [*every_dtype().values(), torch.randn(3, dtype=torch.complex128), torch.tensor(True), torch.empty(2, 0), torch.tensor(1.5)]
+    tensors = [
+        *every_dtype().values(), torch.randn(3, dtype=torch.complex128), torch.tensor(True), torch.empty(2, 0),
+        torch.tensor(1.5),
+    ]
     meta = [nyacomp.compress_parameter(tensor, tmp_path / f"{at}.gz")[0] for at, tensor in enumerate(tensors)]
     for bins in (1, 3, 64):
         nyacomp.to_csv(meta, partition.massage([row["compressed_size"] for row in meta], bins), tmp_path / "meta.csv")

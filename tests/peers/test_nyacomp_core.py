@@ -250,8 +250,8 @@ def test_long_calls_release_the_lock(tmp_path: Path) -> None:
 
 
 def test_import_without_torch_gpu_or_csv(tmp_path: Path, script) -> None:
-    """Where torch cannot be imported, no GPU is, and PRELOAD_PATH names a csv that is not there, the import ends well; only
-    the load says what is missing."""
+    """Where torch cannot be imported, no GPU is, and PRELOAD_PATH names a csv that is not there, the import ends well;
+    only the load says what is missing."""
     path = os.pathsep.join(filter(None, [_folder("nyacomp"), os.environ.get("PYTHONPATH", "")]))
     source = """
 import sys

@@ -154,8 +154,8 @@ def test_a_checkpoint_that_comes_with_an_older_time_counts(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "x.pth", "model.safetensors"])
 def test_a_toggle_takes_every_kind_of_checkpoint(tmp_path: Path, name: str) -> None:
-    """`toggle_patch` gives a module's own `load_state_dict` what compress_state_dict made, of .bin, .pth and safetensors,
-    and everything else as before; the second call takes it away."""
+    """`toggle_patch` gives a module's own `load_state_dict` what compress_state_dict made, of .bin, .pth and
+    safetensors, and everything else as before; the second call takes it away."""
     state, path = _state(), tmp_path / name
     save = safetensors.torch.save_file if name.endswith(".safetensors") else torch.save
     save(state, path)
@@ -205,7 +205,8 @@ def test_toggles(tmp_path: Path, safe: bool) -> None:
 
     torch.manual_seed(5)
     config = transformers.CLIPTextConfig(
-        hidden_size=64, intermediate_size=70, num_attention_heads=4, num_hidden_layers=1, vocab_size=200, max_position_embeddings=16
+        hidden_size=64, intermediate_size=70, num_attention_heads=4, num_hidden_layers=1, vocab_size=200,
+        max_position_embeddings=16,
     )
     models = [
         (transformers.CLIPTextModel, transformers.CLIPTextModel(config), "pytorch_model.bin", hf.toggle_transformers),

@@ -27,7 +27,10 @@ def test_merged_and_split_again(seed: int) -> None:
     rng = random.Random(seed)
     for count in (0, 1, 2, 30, 200):
         tensors = _tensors(rng, count)
-        for merge in (nyacomp.merge_tensors, nyacomp.iterative_merge_tensors, lambda t: nyacomp.merge_tensors(t, rng.randrange(1, 400))):
+        for merge in (
+            nyacomp.merge_tensors, nyacomp.iterative_merge_tensors,
+            lambda t: nyacomp.merge_tensors(t, rng.randrange(1, 400)),
+        ):
             merged, info = merge(tensors)
             lines = [list(map(int, line.split(","))) for line in info.splitlines()]
             assert sorted(at for line in lines for at in line) == list(range(count)) and len(lines) == len(merged)
@@ -97,7 +100,12 @@ def test_makespan_is_never_above_multifits(seed: int) -> None:
     better = 0
     for _ in range(300):
         count, bins = rng.randrange(1, 120), rng.randrange(1, 40)
-        draw = rng.choice([lambda: rng.randrange(1, 1000), lambda: int(rng.lognormvariate(15, 2)), lambda: rng.choice([5, 7, 11]) * 1000])
+        draw = rng.choice(
+            [
+                lambda: rng.randrange(1, 1000), lambda: int(rng.lognormvariate(15, 2)),
+                lambda: rng.choice([5, 7, 11]) * 1000,
+            ]
+        )
         sizes = [draw() for _ in range(count)]
         found = partition.multifit_partition(sizes, bins)
         assert len(found) == bins and sorted(s for part in found for s in part) == sorted(sizes)
@@ -120,8 +128,14 @@ def _llama(layers: int, hidden: int, ffn: int, kv: int, vocab: int) -> list[tupl
 def _unet() -> list[tuple[int, ...]]:
     # The large shapes of Stable Diffusion's UNet: few of them alike, unlike a llama's.
     shapes: list[tuple[int, ...]] = [(320, 4, 3, 3), (1280, 320), (1280, 1280), (4, 320, 3, 3)]
-    for out, into in ((320, 320), (640, 320), (1280, 640), (1280, 2560), (1280, 1920), (640, 1920), (640, 1280), (640, 960), (320, 960)):
-        shapes += [(out, into, 3, 3), (out, out, 3, 3), (out, 1280), (out, out), (8 * out, out), (out, 4 * out), (out, 768), (out,), (out,)]
+    for out, into in (
+        (320, 320), (640, 320), (1280, 640), (1280, 2560), (1280, 1920), (640, 1920), (640, 1280), (640, 960),
+        (320, 960),
+    ):
+        shapes += [
+            (out, into, 3, 3), (out, out, 3, 3), (out, 1280), (out, out), (8 * out, out), (out, 4 * out), (out, 768),
+            (out,), (out,),
+        ]
     return shapes * 2
 
 
@@ -136,8 +150,8 @@ REAL_LISTS = {
 
 @pytest.mark.parametrize("name", REAL_LISTS)
 def test_makespan_of_real_lists(name: str, monkeypatch) -> None:
-    """Merged and partitioned, real models' tensors take the fullest thread no longer than by nyacomp's merge and MULTIFIT,
-    for thread counts that nyacomp fails at, too; nothing is allocated for it."""
+    """Merged and partitioned, real models' tensors take the fullest thread no longer than by nyacomp's merge and
+    MULTIFIT, for thread counts that nyacomp fails at, too; nothing is allocated for it."""
     tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in REAL_LISTS[name]]
     sizes = [tensor.nbytes for tensor in tensors]
     for threads in (8, 32):

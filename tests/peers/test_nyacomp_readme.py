@@ -189,8 +189,8 @@ def test_everything_through_curl(tmp_path: Path, script, monkeypatch) -> None:
 
 
 def test_remotefile_s_command_line(tmp_path: Path) -> None:
-    """`overwire fetch -s -v URL...` writes the bodies in order and nothing else, and goes on downloading, within 64 MiB,
-    while no one reads: a full pipe stops no server. A failure gives its status, and never hangs."""
+    """`overwire fetch -s -v URL...` writes the bodies in order and nothing else, and goes on downloading, within 64
+    MiB, while no one reads: a full pipe stops no server. A failure gives its status, and never hangs."""
     bodies = {f"/{name}": os.urandom(size) for name, size in (("a", 9 << 20), ("b", 0), ("c", 17 << 20))}
     sent = dict.fromkeys(bodies, 0)
 

@@ -50,7 +50,8 @@ def llama(tmp_path_factory: Any) -> tuple[Any, Path, Path]:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(5)
     config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, tie_word_embeddings=True
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        tie_word_embeddings=True,
     )
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     one, many = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("many")
@@ -288,7 +289,9 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda make: monkeypatch.setattr(accelerate, "hooks", lambda found, lazy: make())
 
 
-def test_a_library_that_cannot_be_hooked_is_served_without(hooks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_library_that_cannot_be_hooked_is_served_without(
+    hooks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Hooks that fail are taken back with a warning; everything else is patched, and undone."""
     ow.save_file({"a": torch.arange(999)}, tmp_path / "a.safetensors")
     before = (safetensors.torch.load_file, vars(Library)["make"], list(sys.meta_path))
@@ -451,8 +454,8 @@ def test_each_shard_is_opened_once(llama: Any, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_file_that_is_replaced_is_opened_again(tmp_path: Path, compressed: bool) -> None:
-    """Between two readers nothing of a file is kept that is no longer its own, and no folder's or index's at all; when the
-    patch ends, the file is closed."""
+    """Between two readers nothing of a file is kept that is no longer its own, and no folder's or index's at all; when
+    the patch ends, the file is closed."""
     path, links = tmp_path / "m.safetensors", Path("/proc/self/fd")
 
     def held() -> int:

@@ -57,7 +57,8 @@ def test_compress_names_the_tensors(tmp_path: Path) -> None:
 
 
 def test_a_path_is_no_model(tmp_path: Path) -> None:
-    """A path in the place of a model is refused with the name of what compresses files, and nothing is written; a bundle keeps anything."""
+    """A path in the place of a model is refused with the name of what compresses files, and nothing is written; a
+    bundle keeps anything."""
     for path in ("a.safetensors", tmp_path / "a.safetensors", b"a.safetensors"):
         with pytest.raises(ow.ArgumentError, match=r"overwire\.convert\('.*a\.safetensors', '.*b\.safetensors'\)"):
             ow.compress(path, tmp_path / "b.safetensors")
@@ -102,8 +103,8 @@ def test_where_the_container_lies(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verbs", [(ow.compress_pickle, ow.save_bundle), (ow.save_bundle, ow.compress_pickle)])
 def test_a_bundle_that_replaces_one_of_the_other_folder(tmp_path: Path, monkeypatch: Any, verbs: Any) -> None:
-    """The old object is whole until the new pickle is there, also if the save fails; then what only it needed goes, and a
-    bundle beside it stays."""
+    """The old object is whole until the new pickle is there, also if the save fails; then what only it needed goes, and
+    a bundle beside it stays."""
     old, new = verbs
     _save_by(old, tmp_path, 1)
     old({"w": torch.ones(9)}, tmp_path / "y.pkl")
@@ -461,11 +462,14 @@ def test_tensors_of_a_device_that_is_not_here(tmp_path: Path, monkeypatch) -> No
 
 
 def test_elements_of_less_than_a_byte_and_records_come_back(tmp_path: Path) -> None:
-    """quint4x2 tensors, of which two elements share a byte, need no trust; a dtype of np.record keeps its scalar type."""
+    """quint4x2 tensors, of which two elements share a byte, need no trust; a dtype of np.record keeps its scalar
+    type."""
     path = tmp_path / "x.pkl"
     for size in (4, 5):
         scales, zeros = torch.ones(size), torch.zeros(size)
-        tensor = torch.quantize_per_channel(torch.arange(3.0 * size).reshape(3, size).t(), scales, zeros, 0, torch.quint4x2)
+        tensor = torch.quantize_per_channel(
+            torch.arange(3.0 * size).reshape(3, size).t(), scales, zeros, 0, torch.quint4x2
+        )
         ow.compress_pickle(tensor, path)
         got = ow.load_compressed_pickle(path)
         assert got.dtype is torch.quint4x2 and torch.equal(got.dequantize(), tensor.dequantize())

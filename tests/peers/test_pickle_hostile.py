@@ -496,7 +496,9 @@ def hunt(folder: Path) -> None:
             print("EVENT", name, outcome, events[:3])
         if outcome.startswith("made") and not name.startswith(("deep",)):
             print("MADE", name, outcome)
-    assert state == (torch.nn.functional.relu.__defaults__, dict(torch.nn.functional.relu.__dict__), torch.nn.Linear.forward)
+    assert state == (
+        torch.nn.functional.relu.__defaults__, dict(torch.nn.functional.relu.__dict__), torch.nn.Linear.forward,
+    )
     for root in (folder, Path.cwd()):
         assert not list(root.rglob("*sentinel*"))
     print("CASES", len(cases), "REFUSED", refused)

@@ -37,9 +37,9 @@ def load(body: bytes, fenced: Fenced, *blobs: bytes) -> Any:
     return unpickling.load(b"\x80\x05" + body + b".", fenced, "x.pkl", False)
 
 
-def tensor(blob: int, dtype: str, nbytes: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> bytes:
+def tensor(blob: int, dtype: str, nbytes: int, size: tuple[int, ...], stride: tuple[int, ...], at: int = 0) -> bytes:
     storage = push(("storage", blob, dtype, nbytes)) + b"Q"
-    return V2 + b"(" + storage + push(offset) + push(size) + push(stride) + b"\x89}tR"
+    return V2 + b"(" + storage + push(at) + push(size) + push(stride) + b"\x89}tR"
 
 
 def array(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, spec: Any = "|u1", size: int = 4096) -> bytes:

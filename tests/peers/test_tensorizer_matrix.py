@@ -40,7 +40,10 @@ LONG = torch.empty(2**32 + 5, dtype=torch.int8, device="meta")
 # What makes a file have its version, before encryption.
 VERSIONS = {
     1: {"a": torch.arange(6.0).reshape(2, 3), "s": torch.tensor(7), "n": torch.zeros(0, 3, dtype=torch.int16)},
-    2: {"a": torch.randn(700, 500).bfloat16(), "f8": torch.ones(5).to(torch.float8_e4m3fn), "c": torch.ones(3, dtype=torch.complex64)},
+    2: {
+        "a": torch.randn(700, 500).bfloat16(), "f8": torch.ones(5).to(torch.float8_e4m3fn),
+        "c": torch.ones(3, dtype=torch.complex64),
+    },
     4: {"a": torch.randn(5), "meta": META, "h": torch.ones(3, dtype=torch.float16)},
     5: {"a": torch.arange(9), "long": LONG, "b": torch.tensor([True, False])},
 }
@@ -91,7 +94,9 @@ def same(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("encrypted", ["plain", "password", pytest.param("key", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_combination(version: int, encrypted: str, sources: tuple[Path, dict[str, Callable[[Path], Any]]]) -> None:
+def test_every_combination(
+    version: int, encrypted: str, sources: tuple[Path, dict[str, Callable[[Path], Any]]]
+) -> None:
     """Two writers, two readers, flat and nested, verified and not, from every source."""
     if encrypted != "plain" and not SODIUM:
         pytest.skip("no libsodium for the reference; the golden files are still read")
@@ -105,7 +110,8 @@ def test_every_combination(version: int, encrypted: str, sources: tuple[Path, di
             params = writer.EncryptionParams.from_string("päss", opslimit=1, memlimit=8192)
         path = folder / "x.tensors"
         s = writer.TensorSerializer(path, encryption=params)
-        flat = {n: t for n, t in VERSIONS[version].items() if t.numel() or not params}  # the reference fails at empty ones
+        # The reference fails at empty ones.
+        flat = {n: t for n, t in VERSIONS[version].items() if t.numel() or not params}
         s.write_state_dict({"l": [flat, {"deep": dict(flat)}]} if nested else flat)
         s.close()
         assert int.from_bytes(path.read_bytes()[5:9], "little") == max(version, 3 if params else 1)
@@ -125,7 +131,9 @@ def test_every_combination(version: int, encrypted: str, sources: tuple[Path, di
                 tree = de.tree()
                 for found in [tree["l"][0], tree["l"][1]["deep"]] if nested else [tree]:
                     want = {n: t for n, t in flat.items() if n != "long"}
-                    assert found.keys() == want.keys() and all(same(found[n], t) for n, t in want.items()), (name, reader)
+                    assert found.keys() == want.keys() and all(same(found[n], t) for n, t in want.items()), (
+                        name, reader,
+                    )
 
 
 def test_protobuf() -> None:
@@ -147,13 +155,19 @@ def test_protobuf() -> None:
         assert all(torch.equal(t, twin.state_dict()[n]) for n, t in net.state_dict().items())
         assert isinstance(twin[0].weight, torch.nn.Parameter)
     pb = ours.tensors_pb2
-    for tensor in (torch.ones(2, 3).bfloat16(), torch.tensor(3 + 1j), torch.zeros(0, 2), torch.tensor([True, False]), torch.arange(5)[::2]):
+    for tensor in (
+        torch.ones(2, 3).bfloat16(), torch.tensor(3 + 1j), torch.zeros(0, 2), torch.tensor([True, False]),
+        torch.arange(5)[::2],
+    ):
         message = ours.protobuf.serialize_tensor(tensor)
         again = ours.protobuf.deserialize_tensor(pb.Tensor.FromString(message.SerializeToString()))
         assert same(again, tensor.contiguous())
         assert ours.protobuf.deserialize_tensor(ours.protobuf.serialize_tensor(tensor, pb.AT_BUFFER))[1] == pb.AT_BUFFER
     plain = torch.arange(6.0).reshape(2, 3)
-    assert ours.protobuf.serialize_tensor(plain).SerializeToString() == reference.serialize_tensor(plain).SerializeToString()
+    assert (
+        ours.protobuf.serialize_tensor(plain).SerializeToString()
+        == reference.serialize_tensor(plain).SerializeToString()
+    )
     assert pb.DESCRIPTOR.serialized_pb == theirs.tensors_pb2.DESCRIPTOR.serialized_pb
     with pytest.raises(ValueError, match="bytes for shape"):
         ours.protobuf.deserialize_tensor(pb.Tensor(dtype=pb.DT_FLOAT32, shape=[2], data=b"x"))
@@ -246,7 +260,14 @@ def test_every_path() -> None:
 
 def test_small_modules(tmp_path: Path) -> None:
     """What programs take from the reference's inner modules does the same here."""
-    from overwire.compat.tensorizer import _crypt, _internal_utils, _linear_partition, _syscalls, _tensor_path, _wide_pipes
+    from overwire.compat.tensorizer import (
+        _crypt,
+        _internal_utils,
+        _linear_partition,
+        _syscalls,
+        _tensor_path,
+        _wide_pipes,
+    )
     from overwire.compat.tensorizer._crypt import _cgroup_cpu_count, _exceptions
 
     assert _crypt.available and len(_crypt.random_bytes(7)) == 7
@@ -281,7 +302,9 @@ def test_small_modules(tmp_path: Path) -> None:
     assert buffer.value == b"kept"
     begin, end = os.pipe()
     _wide_pipes.widen_pipe(end, 1 << 17)
-    assert fcntl.fcntl(end, 1032) == 1 << 17 and _wide_pipes.get_max_pipe_size() == theirs._wide_pipes.get_max_pipe_size()
+    assert (
+        fcntl.fcntl(end, 1032) == 1 << 17 and _wide_pipes.get_max_pipe_size() == theirs._wide_pipes.get_max_pipe_size()
+    )
     os.close(begin), os.close(end)
     tree = {"m": [1, {"w": 2}], "h": 3}
     for module in (_tensor_path, theirs._tensor_path):
@@ -299,12 +322,24 @@ def test_what_clients_look_at(tmp_path: Path) -> None:
     for module in (ours, theirs):
         de = module.TensorDeserializer(tmp_path / "x", device="cpu", lazy_load=True)
         entry = next(iter(de._metadata.values()))
-        sums = sorted((int(h.type), h.hash if isinstance(h.hash, bytes) else h.hash.to_bytes(4, "little")) for h in entry.hashes or [])
+        sums = sorted(
+            (int(h.type), h.hash if isinstance(h.hash, bytes) else h.hash.to_bytes(4, "little"))
+            for h in entry.hashes or []
+        )
         seen.append(
-            (str(de._device), int(de._file_flags), len(de._metadata), entry.shape, entry.offset, entry.data_offset, entry.data_length)
+            (
+                str(de._device), int(de._file_flags), len(de._metadata), entry.shape, entry.offset, entry.data_offset,
+                entry.data_length,
+            )
             + (int(entry.type), entry.deserialized_length, entry.is_long_tensor)
             + tuple(
-                map(int, (getattr(de._file_header, name) for name in ("version_number", "feature_flags", "tensor_size", "tensor_count")))
+                map(
+                    int,
+                    (
+                        getattr(de._file_header, name)
+                        for name in ("version_number", "feature_flags", "tensor_size", "tensor_count")
+                    ),
+                )
             )
         )
         assert module is theirs or [kind for kind, _ in sums] == [0, 1]
@@ -313,7 +348,8 @@ def test_what_clients_look_at(tmp_path: Path) -> None:
 
 
 def test_names_that_programs_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums that a replaced TensorHash makes others do not match; endpoints that a replaced _enforce_scheme lets pass do."""
+    """Sums that a replaced TensorHash makes others do not match; endpoints that a replaced _enforce_scheme lets pass
+    do."""
     for writer in (ours, theirs):
         s = writer.TensorSerializer(tmp_path / "x")
         s.write_state_dict({"a": torch.ones(3)})
@@ -410,7 +446,11 @@ def test_modules_as_they_were(tmp_path: Path) -> None:
     twin.scales = "a plain attribute"
     with ours.TensorDeserializer(tmp_path / "x", device="cpu") as de:
         assert de.load_into_module(twin) == 4
-    assert twin.head.weight is twin.wte.weight and torch.equal(twin.scales, net.scales) and torch.equal(twin.hidden, net.hidden)
+    assert (
+        twin.head.weight is twin.wte.weight
+        and torch.equal(twin.scales, net.scales)
+        and torch.equal(twin.hidden, net.hidden)
+    )
     assert twin.state_dict().keys() == net.state_dict().keys()
     net.head.weight = torch.nn.Parameter(net.head.weight + 1)  # no longer tied: nor after loading
     with ours.TensorSerializer(tmp_path / "y") as s:

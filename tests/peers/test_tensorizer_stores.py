@@ -62,11 +62,15 @@ def test_redis_both_ways(redis_at: tuple[Any, str], tmp_path: Path) -> None:
         # The reference cannot ask for the keys that it writes for nested names.
         for reader in (ours, theirs) if writer is ours else (ours,):
             by = params and reader.DecryptionParams.from_key(params.key)
-            with reader.TensorDeserializer(base + key, device="cpu", verify_hash=True, num_readers=1, encryption=by) as found:
+            with reader.TensorDeserializer(
+                base + key, device="cpu", verify_hash=True, num_readers=1, encryption=by
+            ) as found:
                 assert same(found.tree())
         with ours.stream_io.open_stream(base + key) as stream:
             assert same(
-                ours.TensorDeserializer(stream, device="cpu", encryption=params and ours.DecryptionParams.from_key(params.key)).tree()
+                ours.TensorDeserializer(
+                    stream, device="cpu", encryption=params and ours.DecryptionParams.from_key(params.key)
+                ).tree()
             )
         options = {"decryption_key": params.key} if params else None
         found = ow.load_file(base + key, framework="pt", storage_options=options)
@@ -116,7 +120,12 @@ def test_redis_stream(redis_at: tuple[Any, str]) -> None:
             assert stream.readinto(buffer) == n and buffer == plain.read(n) and stream.tell() == at + n
         stream.seek(-3, io.SEEK_CUR)
         assert stream.tell() == 0 and stream.read() == data
-        assert stream.bytes_read > len(data) and stream.read_operations >= 7 and stream.response_latencies and stream.setup_latency >= 0
+        assert (
+            stream.bytes_read > len(data)
+            and stream.read_operations >= 7
+            and stream.response_latencies
+            and stream.setup_latency >= 0
+        )
         with pytest.raises(ValueError):
             stream.seek(0, io.SEEK_END)
         with pytest.raises(io.UnsupportedOperation):

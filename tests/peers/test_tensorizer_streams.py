@@ -410,15 +410,15 @@ def test_certificates(authority: tuple[Path, ssl.SSLContext], monkeypatch: pytes
 
 
 def test_certificates_without_tls(authority: tuple[Path, ssl.SSLContext], tmp_path: Path) -> None:
-    """An http:// endpoint takes them all, also such as have no certificate in them,
-    and they count where it redirects to https."""
+    """An http:// endpoint takes them all, certificates in them or none; they count where it redirects to https."""
     folder, context = authority
     (tmp_path / "empty").mkdir()
     (tmp_path / "none.pem").write_text("none")
     cert = {"cacert": folder / "cert.pem"}
     ways: list[dict[str, Any]] = [cert, {"capath": folder / "path"}, {"allow_untrusted": True}]
     ways += [{"cacert": str(tmp_path / "none.pem")}, {"capath": str(tmp_path / "empty")}]
-    with serving() as (url, _), serving(tls=context) as (secure, _), serving(lambda h, _: h.redirect(secure) or True) as (to, _):
+    over = serving(lambda h, _: h.redirect(secure) or True)
+    with serving() as (url, _), serving(tls=context) as (secure, _), over as (to, _):
         for way in ways:
             with stream_io.open_stream(url, certificate_handling=stream_io.CAInfo(**way)) as stream:
                 assert stream.read(5) == DATA[:5]

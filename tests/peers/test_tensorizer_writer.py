@@ -61,8 +61,8 @@ def test_arrays_that_no_reader_has(array: np.ndarray, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unnamed", [True, False])
 def test_the_file_appears_when_it_is_closed(tmp_path: Path, unnamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until a writer is closed a path has nothing, or the older file, whose mode stays; afterwards the whole new one, and the
-    folder nothing else. Of two writers the one that is closed last counts."""
+    """Until a writer is closed a path has nothing, or the older file, whose mode stays; afterwards the whole new one,
+    and the folder nothing else. Of two writers the one that is closed last counts."""
     if not unnamed:
         plain = os.open
 
@@ -139,8 +139,8 @@ serializer.write_tensor(0, "a", 0, np.full(3, 2.0))
     ids=["not closed", "killed", "exception", "forked"],
 )
 def test_how_a_process_ends(end: str, left: float, tmp_path: Path, torch_script: Callable[..., Any]) -> None:
-    """A writer that is not closed writes its file at the exit; one that is killed, or whose program fails, leaves the older
-    file and nothing beside it; the child of a fork has no part in it."""
+    """A writer that is not closed writes its file at the exit; one that is killed, or whose program fails, leaves the
+    older file and nothing beside it; the child of a fork has no part in it."""
     path = tmp_path / "x.tensors"
     with ours.TensorSerializer(path) as serializer:
         serializer.write_tensor(0, "a", PARAM, np.ones(3))

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# Under AddressSanitizer, and under an emulator, everything is slower: a tenth of the runs will do, in ten times the time.
+# Under AddressSanitizer, and under an emulator, everything is slower: a tenth of the runs will do, in ten times the
+# time.
 FEWER = 10 if os.environ.get("OVERWIRE_TEST_SLOW") else 1
 
 PRELUDE = """

@@ -1,4 +1,5 @@
-"""Children of fork, such as workers of a DataLoader, read plain safetensors files after the engine ran in their parent."""
+"""Children of fork, such as workers of a DataLoader, read plain safetensors files after the engine ran in their
+parent."""
 
 from __future__ import annotations
 

@@ -112,7 +112,8 @@ assert not raw.forked()
 
 
 def test_fork_while_the_runtime_starts(small: str) -> None:
-    """A child that was forked after the engine's file was mapped, and before it was called, is refused; its parent is not."""
+    """A child that was forked after the engine's file was mapped, and before it was called, is refused; its parent is
+    not."""
     run("""
 from overwire import _engine
 _engine.open_library()

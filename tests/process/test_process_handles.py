@@ -20,7 +20,10 @@ DTYPES = {
 @pytest.fixture(scope="module")
 def every(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A file with a 3 x 4 tensor of each dtype of whole bytes, and odd shapes."""
-    tensors = {name: (name, [3, 4], bytes(i % 2 for i in range(12 * size))) for name, size in sorted(DTYPES.items(), key=lambda d: -d[1])}
+    tensors = {
+        name: (name, [3, 4], bytes(i % 2 for i in range(12 * size)))
+        for name, size in sorted(DTYPES.items(), key=lambda d: -d[1])
+    }
     tensors |= {"pairs": ("F4", [3, 4], bytes(range(6))), "six": ("F6_E2M3", [4], bytes(range(3)))}
     tensors |= {"empty": ("F32", [3, 0, 5], b""), "scalar": ("U8", [], b"\x07")}
     yield write_plain(tmp_path_factory.mktemp("every") / "every.safetensors", tensors)
@@ -255,7 +258,9 @@ def test_the_table_of_a_crowd(tmp_path: Path) -> None:
             size *= dim
         want[f"t{at}.\u00e9"] = (dtype, shape, bytes(size))
     path = write_plain(tmp_path / "crowd.safetensors", want)
-    (tmp_path / "want.json").write_text(json.dumps({name: (dtype, shape, len(data)) for name, (dtype, shape, data) in want.items()}))
+    (tmp_path / "want.json").write_text(
+        json.dumps({name: (dtype, shape, len(data)) for name, (dtype, shape, data) in want.items()})
+    )
     run("""
 with open(sys.argv[2]) as f:
     want = json.load(f)

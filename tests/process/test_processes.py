@@ -56,7 +56,8 @@ def test_a_failed_test_leaves_no_process(tmp_path: Path) -> None:
 
 
 def test_workers_share_the_cores() -> None:
-    """Torch has no more threads in all of pytest's workers than there are cores, unless the environment says how many."""
+    """Torch has no more threads in all of pytest's workers than there are cores, unless the environment says how
+    many."""
     for workers, cores, threads in (("6", 16, "2"), ("4", 16, "4"), ("4", 2, "1")):
         env = {"PYTEST_XDIST_WORKER_COUNT": workers}
         share_cores(env, cores)

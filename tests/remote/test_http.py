@@ -272,7 +272,8 @@ def test_fetch_statuses(serve: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_bundles(serve: Callable[..., str], tmp_path: Path) -> None:
-    """load_compressed_pickle takes the URL of a bundle, joins its preload, and a meta.csv behind a URL stands for its containers."""
+    """load_compressed_pickle takes the URL of a bundle, joins its preload, and a meta.csv behind a URL stands for its
+    containers."""
     made = {"weights": weights(n=4), "step": 7}
     ow.compress_pickle(made, tmp_path / "b/x.pkl")
     url = serve()

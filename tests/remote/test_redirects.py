@@ -18,8 +18,8 @@ SECRET = "planted-s3cr3t"
 
 
 class Server:
-    """A server with ranges. `answers` are called in order with the path; the first one that returns something says what is
-    sent: bytes, or a status with headers. `asked` is each path, with what was sent along."""
+    """A server with ranges. `answers` are called in order with the path; the first one that returns something says what
+    is sent: bytes, or a status with headers. `asked` is each path, with what was sent along."""
 
     def __init__(self, host: str = "127.0.0.1", answer: Callable[[str], Any] = lambda path: None) -> None:
         self.answer, self.asked, self.headers = answer, list[tuple[str, dict[str, str]]](), dict[str, str]()
@@ -31,7 +31,9 @@ class Server:
             def do_GET(self) -> None:
                 outer.asked.append((self.path, {name.lower(): value for name, value in self.headers.items()}))
                 said = outer.answer(self.path)
-                status, headers, body = (404, {}, b"") if said is None else said if isinstance(said, tuple) else (200, {}, said)
+                status, headers, body = (
+                    (404, {}, b"") if said is None else said if isinstance(said, tuple) else (200, {}, said)
+                )
                 headers = {**outer.headers, **headers}
                 span = self.headers.get("Range", "")
                 if status == 200 and span.startswith("bytes="):
@@ -89,8 +91,8 @@ def same(got: Any, want: Any) -> None:
 
 
 def test_within_a_private_network(servers: Callable[..., Server], tmp_path: Path) -> None:
-    """A file behind a redirect from one server of this machine to another is loaded by several connections, and nothing of
-    the caller's goes to the second."""
+    """A file behind a redirect from one server of this machine to another is loaded by several connections, and nothing
+    of the caller's goes to the second."""
     want = saved(tmp_path / "m.safetensors")
     data = (tmp_path / "m.safetensors").read_bytes()
     store = servers("127.0.0.1", lambda path: data)
@@ -142,9 +144,11 @@ def test_s3(servers: Callable[..., Server], code: int) -> None:
     assert store.asked and not other.asked
 
 
-def test_s3_without_credentials(servers: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A public object is read unsigned where no credentials are found, and certificates that cannot be read are no matter
-    without TLS; the environment is that of the call."""
+def test_s3_without_credentials(
+    servers: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A public object is read unsigned where no credentials are found, and certificates that cannot be read are no
+    matter without TLS; the environment is that of the call."""
     want = saved(tmp_path / "m.safetensors", n=1)
     data = (tmp_path / "m.safetensors").read_bytes()
     store = servers("127.0.0.1", lambda path: data)
@@ -166,7 +170,8 @@ def test_s3_without_credentials(servers: Callable[..., Server], tmp_path: Path, 
 
 
 def test_hub_branch_that_moves(servers: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A branch of the hub that moves on between the index and the shards: the load has the commit of its first answer."""
+    """A branch of the hub that moves on between the index and the shards: the load has the commit of its first
+    answer."""
     files: dict[str, dict[str, bytes]] = {}
     wants = []
     for commit, seed in (("1" * 40, 1), ("2" * 40, 2)):

@@ -198,7 +198,10 @@ def echo() -> Iterator[str]:
 def _forms(secret: str) -> set[bytes]:
     """A secret as it is, and as it travels."""
     plain = secret.encode()
-    found = {plain, quote(secret, safe="").encode(), quote(secret).encode(), plain.hex().encode(), json.dumps(secret)[1:-1].encode()}
+    found = {
+        plain, quote(secret, safe="").encode(), quote(secret).encode(), plain.hex().encode(),
+        json.dumps(secret)[1:-1].encode(),
+    }
     for whole in (plain, b"user:" + plain, b":" + plain):
         text = base64.b64encode(whole).rstrip(b"=")
         found |= {text, text.replace(b"+", b"-").replace(b"/", b"_")}
@@ -242,8 +245,9 @@ class _Watch:
 
 
 def test_secrets_are_shown_nowhere(tmp_path: Path, echo: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in logs at DEBUG, texts, reprs, tracebacks and pickles of exceptions, reports, plans, `doctor`, traces, the log of
-    the downloader, names and contents of the cache and of what else is written, nor in a child's command line."""
+    """Not in logs at DEBUG, texts, reprs, tracebacks and pickles of exceptions, reports, plans, `doctor`, traces, the
+    log of the downloader, names and contents of the cache and of what else is written, nor in a child's command
+    line."""
     import numpy as np
 
     served, left = tmp_path / "served", tmp_path / "left"
@@ -269,7 +273,9 @@ def test_secrets_are_shown_nowhere(tmp_path: Path, echo: str, monkeypatch: pytes
         plan = {"secrets": SECRETS, "base": base, "echo": echo, "folder": str(left), "s3": s3, "redis": redis}
         env = {**_environment(), **settings}
         watch = stack.enter_context(_Watch())
-        done = subprocess.run([sys.executable, "-c", PROGRAM], input=json.dumps(plan).encode(), capture_output=True, env=env)
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM], input=json.dumps(plan).encode(), capture_output=True, env=env
+        )
         shown |= {"output": done.stdout, "log": done.stderr}
         assert done.returncode == 0, done.stderr[-3000:]
         counts = json.loads(done.stdout.splitlines()[-1])

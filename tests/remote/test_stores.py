@@ -111,12 +111,13 @@ def test_cache(servers: dict[str, Store], tmp_path: Path) -> None:
 
 
 def test_uploads_in_parts_and_reads_by_ranges(servers: dict[str, Store]) -> None:
-    """A large object goes up in parts, while it is made, and stands when the last is there; a slice of it asks for a range,
-    pinned by the ETag, and for little more than it needs. A part that is refused ends the upload: the store knows of none, and
-    the object that was there before stays."""
+    """A large object goes up in parts, while it is made, and stands when the last is there; a slice of it asks for a
+    range, pinned by the ETag, and for little more than it needs. A part that is refused ends the upload: the store
+    knows of none, and the object that was there before stays."""
     options, base = servers["s3"]
     rng = np.random.default_rng(5)
-    old, big = weights(), {f"w{at}": rng.integers(0, 256, (512, 16384), np.uint8) for at in range(4)}  # 32 MiB that do not shrink
+    # 32 MiB that do not shrink.
+    old, big = weights(), {f"w{at}": rng.integers(0, 256, (512, 16384), np.uint8) for at in range(4)}
     ow.save_file(old, base + "parts", storage_options=options)
     with stores.front(str(options["endpoint_url"])) as (url, front):
         through = {**options, "endpoint_url": url}
@@ -210,7 +211,9 @@ def test_environment(servers: dict[str, Store], monkeypatch: pytest.MonkeyPatch,
     same(ow.load_file(redis_base + "env", framework="np"), want)
 
 
-def test_refusals_keep_secrets(servers: dict[str, Store], caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+def test_refusals_keep_secrets(
+    servers: dict[str, Store], caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Every refusal has its class, and no secret is shown anywhere."""
     caplog.set_level(logging.DEBUG)
     s3, base = servers["s3"]

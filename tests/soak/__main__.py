@@ -64,7 +64,9 @@ class Table:
         return "\n".join(lines)
 
 
-def play(name: str, number: int, seed: str, device: str, seconds: float, folder: Path) -> tuple[dict[str, int], list[tuple[str, str]], str]:
+def play(
+    name: str, number: int, seed: str, device: str, seconds: float, folder: Path
+) -> tuple[dict[str, int], list[tuple[str, str]], str]:
     """One round: its counts, its failures and its output."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

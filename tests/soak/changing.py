@@ -16,8 +16,9 @@ from .outcomes import Failure, Round
 
 
 def rewrites(round_: Round) -> None:
-    """A file that is rewritten in place while it is read (not mapped) gives one version, whole, or an error of a known class.
-    Of a plain file, which has no checksums, a load may hold both versions, where the file's times do not show that."""
+    """A file that is rewritten in place while it is read (not mapped) gives one version, whole, or an error of a known
+    class. Of a plain file, which has no checksums, a load may hold both versions, where the file's times do not show
+    that."""
     rng = round_.rng
     base = random_tensors(rng, rng.choice((1 << 14, 1 << 20, 1 << 23)))
     versions = {number: version(base, number) for number in range(3)}
@@ -58,11 +59,14 @@ def _read(path: Path, versions: dict[int, Tensors], plain: bool, round_: Round, 
 
 
 def sleeps(round_: Round) -> None:
-    """Tensors that sleep and wake in several threads, beside loads, wake bit for bit, and their files are the same tensors;
-    what is given up by a time-out or refused for its memory is as it was. One that two threads wake wakes once."""
+    """Tensors that sleep and wake in several threads, beside loads, wake bit for bit, and their files are the same
+    tensors; what is given up by a time-out or refused for its memory is as it was. One that two threads wake wakes
+    once."""
     rng = round_.rng
     stored = store(rng, round_.folder / "model", random_tensors(rng, 1 << 18))
-    sleepers = [_Sleeper(random_tensors(rng, 1 << rng.choice((12, 20))), round_, number) for number in range(rng.randint(1, 3))]
+    sleepers = [
+        _Sleeper(random_tensors(rng, 1 << rng.choice((12, 20))), round_, number) for number in range(rng.randint(1, 3))
+    ]
     round_.beside(*[sleeper.step for sleeper in sleepers], partial(_load_beside, stored))
 
 
@@ -119,8 +123,8 @@ class _Sleeper:
 
 
 def deltas(round_: Round) -> None:
-    """Deltas and chains of them, applied in place beside loads, give the new tensors; one that is refused (of another base,
-    damaged, out of time) leaves every tensor as it was; a load on a base gives the same."""
+    """Deltas and chains of them, applied in place beside loads, give the new tensors; one that is refused (of another
+    base, damaged, out of time) leaves every tensor as it was; a load on a base gives the same."""
     rng = round_.rng
     base = random_tensors(rng, rng.choice((1 << 12, 1 << 18, 1 << 22)))
     versions = {number: version(base, number) for number in range(4)}
@@ -137,7 +141,9 @@ def deltas(round_: Round) -> None:
     round_.beside(*changing, partial(_load_on_base, versions, files, stored.path))
 
 
-def _change(versions: dict[int, Tensors], files: dict[int, Path], damaged: Path, round_: Round, rng: random.Random) -> None:
+def _change(
+    versions: dict[int, Tensors], files: dict[int, Path], damaged: Path, round_: Round, rng: random.Random
+) -> None:
     at, to = rng.randrange(4), rng.randrange(4)
     state = clones(versions[at], round_.device)
     chain: list[Any] = [files[number] for number in range(at, to)] or [files[rng.randrange(3)]]
@@ -148,7 +154,9 @@ def _change(versions: dict[int, Tensors], files: dict[int, Path], damaged: Path,
         if chain == [files.get(at)]:
             expected = at + 1
     if rng.random() < 0.2:
-        chain, expected, refusals = [damaged], None, (*refusals, ow.CorruptError, ow.FormatError, ow.NotSupportedError, ow.DeltaBaseError)
+        chain, expected, refusals = (
+            [damaged], None, (*refusals, ow.CorruptError, ow.FormatError, ow.NotSupportedError, ow.DeltaBaseError),
+        )
     applied = False
     with round_.may_raise(*refusals):
         ow.apply_delta(state, chain if len(chain) > 1 else chain[0], timeout=rng.choice((None, None, 0.001)))
@@ -161,7 +169,9 @@ def _change(versions: dict[int, Tensors], files: dict[int, Path], damaged: Path,
     round_.count("deltas")
 
 
-def _load_on_base(versions: dict[int, Tensors], files: dict[int, Path], base: Path, round_: Round, rng: random.Random) -> None:
+def _load_on_base(
+    versions: dict[int, Tensors], files: dict[int, Path], base: Path, round_: Round, rng: random.Random
+) -> None:
     to = rng.randint(1, 3)
     loaded = ow.load_file([files[number] for number in range(to)], base=base, framework="pt")
     compare_all(loaded, versions[to])

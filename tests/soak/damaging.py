@@ -51,7 +51,9 @@ def swap(rng: random.Random, data: bytearray) -> None:
         data[a : a + size], data[b : b + size] = data[b : b + size], data[a : a + size]
 
 
-DAMAGES: tuple[Callable[[random.Random, bytearray], None], ...] = (flip, flip, flip, overwrite, truncate, cut_out, append, forget, swap)
+DAMAGES: tuple[Callable[[random.Random, bytearray], None], ...] = (
+    flip, flip, flip, overwrite, truncate, cut_out, append, forget, swap,
+)
 
 
 def damage(round_: Round) -> None:
@@ -78,7 +80,9 @@ def damage(round_: Round) -> None:
     load(rng)
 
 
-def _undamaged(rng: random.Random, folder: Path, tensors: Tensors, kind: str) -> tuple[list[Path], Callable[[random.Random], None]]:
+def _undamaged(
+    rng: random.Random, folder: Path, tensors: Tensors, kind: str
+) -> tuple[list[Path], Callable[[random.Random], None]]:
     """A model's files, and what loads and compares it, by a way by chance."""
     if kind == "delta":
         folder.mkdir()

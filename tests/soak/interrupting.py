@@ -169,8 +169,8 @@ def signals(round_: Round) -> None:
 
 
 def forks(round_: Round) -> None:
-    """A child that is forked in the midst of loads reads plain files, and its parent's tensors; all else raises ForkedError.
-    It ends, and the parent's loads go on. So do forked workers of a DataLoader."""
+    """A child that is forked in the midst of loads reads plain files, and its parent's tensors; all else raises
+    ForkedError. It ends, and the parent's loads go on. So do forked workers of a DataLoader."""
     rng = round_.rng
     models = [store(rng, round_.folder / form, random_tensors(rng, 1 << rng.choice((12, 20))), form) for form in ("plain", "compressed")]
     kept = [ow.load_file(model.path, framework="pt") for model in models]

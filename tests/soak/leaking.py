@@ -18,8 +18,8 @@ DRIVERS_OWN = {"KiB": 48 << 10}  # on a GPU, whose driver fills pools of its own
 
 
 def leaks(round_: Round) -> None:
-    """Loads, streams, slices, pins, saves, sleeps, deltas and refusals of all kinds, again and again, keep no descriptor, no
-    thread, no mapping and no memory."""
+    """Loads, streams, slices, pins, saves, sleeps, deltas and refusals of all kinds, again and again, keep no
+    descriptor, no thread, no mapping and no memory."""
     rng = round_.rng
     tensors = random_tensors(rng, 1 << 16)
     models = [store(rng, round_.folder / form, tensors, form) for form in ("compressed", "plain", "shards")]

@@ -1,4 +1,5 @@
-"""The table of loops, and the program of one round: `python tests/soak/loops.py NAME SEED DEVICE SECONDS`, in an empty folder."""
+"""The table of loops, and the program of one round: `python tests/soak/loops.py NAME SEED DEVICE SECONDS`, in an empty
+folder."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from soak.outcomes import KINDS, PATIENCE, STACKS, Failure, Round, end_with_pare
 
 
 class Loop(NamedTuple):
-    """A loop: what it runs, by module and name; how often it is chosen, whether it can use a GPU, whether `make test` tries it."""
+    """A loop: what it runs, by module and name; how often it is chosen, whether it can use a GPU, whether `make test`
+    tries it."""
 
     place: str
     weight: int = 2
@@ -64,7 +66,8 @@ _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18  # linux/sched.h, 
 
 
 def _take_shared_memory() -> Path | None:
-    """Gives this process and its children a /dev/shm of their own where it may mount, so that what stays in it is theirs."""
+    """Gives this process and its children a /dev/shm of their own where it may mount, so that what stays in it is
+    theirs."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
         return None
@@ -100,7 +103,9 @@ def run(name: str, seed: str, device: str, seconds: float, watching: int) -> Rou
     grace = min(5.0, PATIENCE)
     stayed = processes.left(grace)
     until = time.monotonic() + grace  # what ends in the background may still be at it
-    while (rest := [str(path) for place in (shared, temporary) if place for path in place.iterdir()]) and time.monotonic() < until:
+    while (
+        rest := [str(path) for place in (shared, temporary) if place for path in place.iterdir()]
+    ) and time.monotonic() < until:
         time.sleep(0.05)
     if not round_.failures and (stayed or rest):
         round_.fail(Failure("leak", f"processes that stayed: {stayed}; files that stayed: {rest}"))

@@ -20,7 +20,8 @@ Tensors = dict[str, torch.Tensor]
 FORMS = ("compressed", "compressed", "plain", "shards", "plain shards", "digests", "tensorizer")
 RARE = ("smaller", "parts")
 _DTYPES = (
-    torch.bfloat16, torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int64, torch.bool,
+    torch.bfloat16, torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int64,
+    torch.bool,
 )  # fmt: skip
 
 

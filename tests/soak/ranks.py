@@ -22,14 +22,14 @@ TIMEOUT = 20
 
 
 def loads(round_: Round) -> None:
-    """The ranks of a group that load and stream together, whole or cut along any dimension, each get their own parts of the
-    files, whichever way they exchange what they read; then each ends as a program does."""
+    """The ranks of a group that load and stream together, whole or cut along any dimension, each get their own parts of
+    the files, whichever way they exchange what they read; then each ends as a program does."""
     _play(round_, _load_all)
 
 
 def losses(round_: Round) -> None:
-    """When a rank raises, closes its stream early or is killed, the others end by an error of overwire's, soon; those that live
-    can load again by themselves, and together where none was killed."""
+    """When a rank raises, closes its stream early or is killed, the others end by an error of overwire's, soon; those
+    that live can load again by themselves, and together where none was killed."""
     _play(round_, round_.rng.choice((_one_raises, _one_closes, _one_dies)))
 
 
@@ -83,7 +83,9 @@ def _rank(body: Callable[..., None], models: list[Stored], rank: int, size: int,
 
 def _cut(tensors: Tensors, rng: random.Random, rank: int, size: int) -> tuple[dict[str, int] | None, Tensors]:
     """Which dimension each tensor is cut along, and what this rank has of them."""
-    shard = {name: rng.randrange(tensor.dim()) for name, tensor in tensors.items() if tensor.dim() and rng.random() < 0.5}
+    shard = {
+        name: rng.randrange(tensor.dim()) for name, tensor in tensors.items() if tensor.dim() and rng.random() < 0.5
+    }
     own = dict(tensors)
     for name, dimension in shard.items():
         first, end = ow.distributed.shard_range(tensors[name].shape[dimension], size, rank)

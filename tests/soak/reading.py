@@ -45,8 +45,8 @@ class Shared:
 
 
 def threads(round_: Round) -> None:
-    """Threads that load, slice, stream, pin, verify and close the same models at once each get the bytes that were saved,
-    in memory of their own; a model that another thread has closed says so by ArgumentError."""
+    """Threads that load, slice, stream, pin, verify and close the same models at once each get the bytes that were
+    saved, in memory of their own; a model that another thread has closed says so by ArgumentError."""
     rng = round_.rng
     size = rng.choice((1 << 14, 1 << 20, 1 << 22))
     models = [Shared(store(rng, round_.folder / f"m{n}", random_tensors(rng, size))) for n in range(rng.randint(1, 3))]
@@ -100,7 +100,9 @@ def _slices(round_: Round, rng: random.Random, model: Shared) -> None:
 
 def _streamed(round_: Round, rng: random.Random, model: Shared) -> None:
     limit = rng.choice((None, None, 2 * sum(tensor.nbytes for tensor in model.stored.tensors.values()) + 4096))
-    stream = ow.stream(model.stored.path, device=round_.device, framework="pt", in_order=rng.random() < 0.3, max_memory=limit)
+    stream = ow.stream(
+        model.stored.path, device=round_.device, framework="pt", in_order=rng.random() < 0.3, max_memory=limit
+    )
     last = rng.choice((None, rng.randint(1, len(model.stored.tensors))))
     loaded = {}
     for name, tensor in stream:

@@ -20,7 +20,10 @@ from .models import Tensors, random_tensors, store, version, which
 from .outcomes import Failure, Round
 
 # What a load over a network may raise. CorruptError: the object has changed meanwhile, or the server lies.
-REFUSALS = (ow.IOFailure, ow.DeadlineError, ow.CorruptError, ow.FormatError, ow.NotFoundError, ow.NotSupportedError, ow.AccessError)
+REFUSALS = (
+    ow.IOFailure, ow.DeadlineError, ow.CorruptError, ow.FormatError, ow.NotFoundError, ow.NotSupportedError,
+    ow.AccessError,
+)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -105,7 +108,9 @@ FAULTS = ("cut", "cut", "stall", "drop", "503", "500", "429", "404", "whole", "l
 
 
 @contextlib.contextmanager
-def serving(rng: random.Random, data: bytes, chance: float, faults: tuple[str, ...]) -> Iterator[tuple[str, type[Handler]]]:
+def serving(
+    rng: random.Random, data: bytes, chance: float, faults: tuple[str, ...]
+) -> Iterator[tuple[str, type[Handler]]]:
     """The URL of a server of an object, and where to replace it."""
     kind = type("OneHandler", (Handler,), {"objects": [('"0"', data)], "chance": chance, "faults": faults, "rng": rng})
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
@@ -119,8 +124,8 @@ def serving(rng: random.Random, data: bytes, chance: float, faults: tuple[str, .
 
 
 def servers(round_: Round) -> None:
-    """A server that cuts, stalls, refuses, lies about lengths, ranges and ETags, or whose object is replaced, costs an error
-    of a known class, or nothing: what is loaded is one version, whole."""
+    """A server that cuts, stalls, refuses, lies about lengths, ranges and ETags, or whose object is replaced, costs an
+    error of a known class, or nothing: what is loaded is one version, whole."""
     rng = round_.rng
     base = random_tensors(rng, rng.choice((1 << 12, 1 << 18, 1 << 22)))
     versions = {number: version(base, number) for number in range(3)}
@@ -157,8 +162,9 @@ def _replace(kind: type[Handler], bodies: list[bytes], round_: Round, rng: rando
 
 
 def stores(round_: Round) -> None:
-    """Readers of Redis and S3, beside one writer or two that replace an object and are killed, get one version, whole, or an
-    error that says that it was replaced; afterwards the object is whole. A server that is not installed is skipped."""
+    """Readers of Redis and S3, beside one writer or two that replace an object and are killed, get one version, whole,
+    or an error that says that it was replaced; afterwards the object is whole. A server that is not installed is
+    skipped."""
     import pytest
     import stores as real
 
@@ -175,7 +181,9 @@ def stores(round_: Round) -> None:
         uri = f"{place}model.safetensors" if name == "redis" else "s3://models/model.safetensors"
         round_.in_child(lambda child: _put(child, uri, options, versions, 0))
         while round_.lasts():
-            writers = [round_.child(lambda child: _put_on(child, uri, options, versions)) for _ in range(rng.randint(1, 2))]
+            writers = [
+                round_.child(lambda child: _put_on(child, uri, options, versions)) for _ in range(rng.randint(1, 2))
+            ]
             reader = round_.child(lambda child: _get_on(child, uri, options, versions))
             time.sleep(rng.random() * 0.5)
             for writer in writers:

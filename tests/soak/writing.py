@@ -84,7 +84,8 @@ def _read_delta(folder: Path, versions: Versions) -> Mapping[str, Any]:
     return tensors
 
 
-# Where a set of files is replaced, a reader may find no model for a moment, or that it was replaced; never another model.
+# Where a set of files is replaced, a reader may find no model for a moment, or that it was replaced; never another
+# model.
 _SETS = (ow.NotFoundError, ow.CorruptError)
 
 TARGETS: dict[str, Target] = {
@@ -98,8 +99,9 @@ TARGETS: dict[str, Target] = {
 
 
 def kills(round_: Round) -> None:
-    """A writer (of a file, shards, a bundle, a converted folder, a delta, or a sleep's file) is killed at a random instant:
-    readers beside it and after it get the old model or the new one, whole; the next save leaves no file of the killed one."""
+    """A writer (of a file, shards, a bundle, a converted folder, a delta, or a sleep's file) is killed at a random
+    instant: readers beside it and after it get the old model or the new one, whole; the next save leaves no file of the
+    killed one."""
     rng = round_.rng
     name = rng.choice(list(TARGETS))
     target, folder = TARGETS[name], round_.folder / "out"
@@ -112,7 +114,9 @@ def kills(round_: Round) -> None:
     while round_.lasts():
         log.write_text(f"{last}\n")
         writer = round_.child(lambda child: _write_on(child, target, folder, versions, log))
-        readers = [round_.child(lambda child: _read_on(child, target, folder, versions)) for _ in range(rng.randint(0, 2))]
+        readers = [
+            round_.child(lambda child: _read_on(child, target, folder, versions)) for _ in range(rng.randint(0, 2))
+        ]
         _wait_for_an_instant(rng, folder)
         writer.kill()
         for reader in readers:
@@ -152,8 +156,8 @@ def _prepare(round_: Round, versions: Versions, target: Target, folder: Path, na
 
 
 def _names(folder: Path) -> set[str]:
-    """The files of a folder. Of shards only how many there are counts, if the index lists them; not old ones that were moved
-    away, which a later save removes when they are a minute old."""
+    """The files of a folder. Of shards only how many there are counts, if the index lists them; not old ones that were
+    moved away, which a later save removes when they are a minute old."""
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if ".old-" not in path.name}
     for index in folder.rglob("*.index.json"):
         listed = {str((index.parent / shard).relative_to(folder)) for shard in json.loads(index.read_text())["weight_map"].values()}
@@ -162,7 +166,8 @@ def _names(folder: Path) -> set[str]:
 
 
 def _age(folder: Path) -> None:
-    """Makes hidden files an hour old: a save removes those of killed writers only when they have not changed for seconds."""
+    """Makes hidden files an hour old: a save removes those of killed writers only when they have not changed for
+    seconds."""
     for path in folder.rglob(".*"):
         with contextlib.suppress(FileNotFoundError):
             os.utime(path, (time.time() - 3600,) * 2)
@@ -186,7 +191,8 @@ def _read_on(round_: Round, target: Target, folder: Path, versions: Versions) ->
 
 
 def _look_and_save(round_: Round, target: Target, folder: Path, versions: Versions) -> tuple[int, int]:
-    """The version that a killed writer has left, and another that is saved over it, as it would be into an empty folder."""
+    """The version that a killed writer has left, and another that is saved over it, as it would be into an empty
+    folder."""
     present = which(target.read(folder, versions), versions)
     _age(folder)
     number, seed, fresh = round_.rng.randrange(4), round_.rng.random(), folder.parent / "fresh"
@@ -204,8 +210,8 @@ def _look_and_save(round_: Round, target: Target, folder: Path, versions: Versio
 
 
 def full_disks(round_: Round) -> None:
-    """A save that finds the disk full, or reaches the limit of a file's size, raises IOFailure, leaves the old model, whole,
-    and no other file; when there is space again, the same save succeeds."""
+    """A save that finds the disk full, or reaches the limit of a file's size, raises IOFailure, leaves the old model,
+    whole, and no other file; when there is space again, the same save succeeds."""
     rng = round_.rng
     target_name = rng.choice([name for name in TARGETS if name != "copy"])
     base = random_tensors(rng, rng.choice((1 << 16, 1 << 20)))
