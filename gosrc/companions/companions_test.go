@@ -26,7 +26,8 @@ func TestFind(t *testing.T) {
 		}
 	}
 	for _, err := range []error{
-		os.Mkdir(at("sub"), 0o700), os.Mkdir(at(".git"), 0o700), os.Mkdir(at("out"), 0o700), unix.Mkfifo(at("pipe"), 0o600), os.Symlink("loop", at("loop")),
+		os.Mkdir(at("sub"), 0o700), os.Mkdir(at(".git"), 0o700), os.Mkdir(at("out"), 0o700),
+		unix.Mkfifo(at("pipe"), 0o600), os.Symlink("loop", at("loop")),
 	} {
 		if err != nil {
 			t.Fatal(err)
@@ -82,12 +83,14 @@ func TestCopy(t *testing.T) {
 		})
 		return got[:end], err
 	}
-	if got, err := copied(t.Context(), File{Path: path, Size: int64(len(want))}); err != nil || string(got) != string(want) {
+	if got, err := copied(t.Context(), File{Path: path, Size: int64(len(want))}); err != nil ||
+		string(got) != string(want) {
 		t.Errorf("%d bytes, %v", len(got), err)
 	}
 	for _, size := range []int64{0, 1, int64(len(want)) - 1, int64(len(want)) + 1} {
 		var at *errs.At
-		if _, err := copied(t.Context(), File{Path: path, Size: size}); !errors.Is(err, errs.ErrCorrupt) || !errors.As(err, &at) || at.Source != path {
+		if _, err := copied(t.Context(), File{Path: path, Size: size}); !errors.Is(err, errs.ErrCorrupt) ||
+			!errors.As(err, &at) || at.Source != path {
 			t.Errorf("of %d bytes: %v", size, err)
 		}
 	}
@@ -95,7 +98,9 @@ func TestCopy(t *testing.T) {
 		t.Error(err)
 	}
 	full := errors.New("full")
-	if err := Copy(t.Context(), File{Path: path, Size: int64(len(want))}, func([]byte, int64) error { return full }); !errors.Is(err, full) {
+	if err := Copy(t.Context(), File{Path: path, Size: int64(len(want))}, func([]byte, int64) error {
+		return full
+	}); !errors.Is(err, full) {
 		t.Error(err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())

@@ -36,7 +36,8 @@ func (m *model) add(r *rand.Rand, name string, d tensor.DType, shape ...int64) {
 	for i := range b {
 		b[i] = byte(r.Uint32())
 	}
-	m.names, m.dtypes, m.shapes, m.data = append(m.names, name), append(m.dtypes, d), append(m.shapes, shape), append(m.data, b)
+	m.names, m.dtypes, m.shapes, m.data = append(m.names, name), append(m.dtypes, d), append(m.shapes, shape),
+		append(m.data, b)
 }
 
 func (m *model) clone() *model {
@@ -62,7 +63,8 @@ func address(b []byte) uint64 { return uint64(uintptr(unsafe.Pointer(unsafe.Slic
 func pairs(now, base *model) []Pair {
 	var all []Pair
 	for i := range now.names {
-		all = append(all, Pair{Name: now.names[i], DType: now.dtypes[i], Shape: now.shapes[i], New: address(now.data[i]), Base: address(base.data[i])})
+		all = append(all, Pair{Name: now.names[i], DType: now.dtypes[i], Shape: now.shapes[i],
+			New: address(now.data[i]), Base: address(base.data[i])})
 	}
 	return all
 }
@@ -96,7 +98,8 @@ func mixed(r *rand.Rand) *model {
 	m.add(r, "e.f4", tensor.F4, 2, 3)
 	m.add(r, "f.same", tensor.U16, 4096)
 	m.add(r, "g.scalar", tensor.C64)
-	m.names, m.dtypes, m.shapes, m.data = append(m.names, "tied"), append(m.dtypes, tensor.BF16), append(m.shapes, []int64{513 * 700}), append(m.data, m.data[0])
+	m.names, m.dtypes, m.shapes, m.data = append(m.names, "tied"), append(m.dtypes, tensor.BF16),
+		append(m.shapes, []int64{513 * 700}), append(m.data, m.data[0])
 	return m
 }
 
@@ -197,7 +200,8 @@ func TestFile(t *testing.T) {
 	if err := applySteps(got, g); err != nil || !got.same(now) {
 		t.Fatalf("other bytes: %v", err)
 	}
-	if err := applySteps(got, g); !errors.Is(err, errs.ErrBase) || !strings.Contains(err.Error(), "already") || !got.same(now) {
+	if err := applySteps(got, g); !errors.Is(err, errs.ErrBase) || !strings.Contains(err.Error(), "already") ||
+		!got.same(now) {
 		t.Errorf("applied twice: %v", err)
 	}
 }
@@ -210,7 +214,8 @@ func TestRefusedBefore(t *testing.T) {
 	other := base.clone()
 	other.data[6][9]++ // of a tensor that the delta does not change
 	before := other.clone()
-	if err := applySteps(other, f); !errors.Is(err, errs.ErrBase) || !strings.Contains(err.Error(), `"f.same"`) || !other.same(before) {
+	if err := applySteps(other, f); !errors.Is(err, errs.ErrBase) || !strings.Contains(err.Error(), `"f.same"`) ||
+		!other.same(before) {
 		t.Errorf("a wrong base: %v", err)
 	}
 	run := func(change func(all []Target) []Target, missing bool) error {
@@ -222,7 +227,10 @@ func TestRefusedBefore(t *testing.T) {
 		}
 		return err
 	}
-	if err := run(func(all []Target) []Target { all[0].Shape = []int64{513, 700}; return all }, false); !errors.Is(err, errs.ErrBase) {
+	if err := run(func(all []Target) []Target {
+		all[0].Shape = []int64{513, 700}
+		return all
+	}, false); !errors.Is(err, errs.ErrBase) {
 		t.Errorf("another shape: %v", err)
 	}
 	less := func(all []Target) []Target { return all[1:] }
@@ -286,7 +294,8 @@ func TestParts(t *testing.T) {
 		part Part
 		want *model
 		err  error
-	}{{Check, base, nil}, {Change, now, nil}, {Check, now, errs.ErrBase}, {Undo, base, nil}, {Check, base, nil}, {"half", base, errs.ErrArgument}} {
+	}{{Check, base, nil}, {Change, now, nil}, {Check, now, errs.ErrBase}, {Undo, base, nil}, {Check, base, nil},
+		{"half", base, errs.ErrArgument}} {
 		if err := do(c.part); !errors.Is(err, c.err) {
 			t.Fatalf("%s: %v", c.part, err)
 		}
@@ -310,7 +319,8 @@ func TestUndone(t *testing.T) {
 			t.Fatal(err)
 		}
 		h := &host{steps: steps, workers: 2}
-		err = applyChange(context.Background(), Begin(), []place{&broken{host: h, steps: steps, times: times}}, [][]step{steps})
+		err = applyChange(context.Background(), Begin(), []place{&broken{host: h, steps: steps, times: times}},
+			[][]step{steps})
 		if !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), want) {
 			t.Errorf("wrong %d times: %v", times, err)
 		}
@@ -327,7 +337,8 @@ func TestUndone(t *testing.T) {
 		t.Fatal(err)
 	}
 	one, two := &host{steps: steps[:3], workers: 1}, &host{steps: steps[3:], workers: 1}
-	err = applyChange(context.Background(), Begin(), []place{one, &broken{host: two, steps: steps[3:], refuse: true}}, [][]step{steps[:3], steps[3:]})
+	err = applyChange(context.Background(), Begin(), []place{one, &broken{host: two, steps: steps[3:], refuse: true}},
+		[][]step{steps[:3], steps[3:]})
 	if !errors.Is(err, errs.ErrDevice) {
 		t.Errorf("a device that refuses: %v", err)
 	}
@@ -474,7 +485,8 @@ func FuzzTable(f *testing.F) {
 			return
 		}
 		// A right checksum where the table says that it is.
-		end := headSize + 8*int(le.Uint32(table[16:])) + recordSize*int(le.Uint32(table[8:])) + entrySize*int(le.Uint32(table[12:])) + int(le.Uint32(table[20:]))
+		end := headSize + 8*int(le.Uint32(table[16:])) + recordSize*int(le.Uint32(table[8:])) +
+			entrySize*int(le.Uint32(table[12:])) + int(le.Uint32(table[20:]))
 		if end+4 > len(table) {
 			return
 		}
@@ -504,7 +516,8 @@ func FuzzTable(f *testing.F) {
 				return
 			}
 			b := make([]byte, x.Bytes)
-			steps = append(steps, step{Target: &Target{Name: x.Name, At: address(b)}, bytes: x.Bytes, links: []link{{file, x}}})
+			steps = append(steps, step{Target: &Target{Name: x.Name, At: address(b)}, bytes: x.Bytes,
+				links: []link{{file, x}}})
 			defer runtime.KeepAlive(b)
 		}
 		if err := (&host{steps: steps, workers: 1}).apply(); err != nil {

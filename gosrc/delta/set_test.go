@@ -50,7 +50,8 @@ func TestShards(t *testing.T) {
 		rep := write(t, whole, dir+"/", most)
 		index := filepath.Join(dir, "delta.safetensors.index.json")
 		many := most < 1<<40
-		if got := names(t, dir); many != slices.Contains(got, filepath.Base(index)) || many != (len(got) > 1) || len(rep.Files) != len(got) {
+		if got := names(t, dir); many != slices.Contains(got, filepath.Base(index)) || many != (len(got) > 1) ||
+			len(rep.Files) != len(got) {
 			t.Fatalf("at most %d: %v, %v", most, got, rep.Files)
 		}
 		ways := []string{dir, dir + "/"}
@@ -70,7 +71,8 @@ func TestShards(t *testing.T) {
 			if size := f.Size; size != rep.Stored || f.Metadata["step"] != "1" || len(f.Metadata) != 1 {
 				t.Errorf("%d bytes, not %d; %v", size, rep.Stored, f.Metadata)
 			}
-			if !bytes.Equal(layOutFile(t, &File{Metadata: f.Metadata, Tensors: f.Tensors, ChunkLen: f.ChunkLen}), want) {
+			if !bytes.Equal(layOutFile(t, &File{Metadata: f.Metadata, Tensors: f.Tensors, ChunkLen: f.ChunkLen}),
+				want) {
 				t.Errorf("at most %d, %s: another delta", most, way)
 			}
 			live := base.clone()
@@ -149,7 +151,8 @@ func TestShardsThatDoNotBelongTogether(t *testing.T) {
 	}
 	dir := filepath.Join(t.TempDir(), "d")
 	write(t, one, dir+"/", 1)
-	if _, err := Read(context.Background(), shard(dir, 0), source.Options{}); !errors.Is(err, errs.ErrNotFound) || !strings.Contains(err.Error(), "folder") {
+	if _, err := Read(context.Background(), shard(dir, 0), source.Options{}); !errors.Is(err, errs.ErrNotFound) ||
+		!strings.Contains(err.Error(), "folder") {
 		t.Errorf("a shard alone: %v", err)
 	}
 	for _, text := range []string{"1 of 1 of x", "0 of 3 of 00112233445566778899aabbccddeeff", "4 of 3 of 00112233445566778899aabbccddeeff", "1 of 3", "-1 of 3 of 00112233445566778899aabbccddeeff", "1 of 3 of 00112233445566778899aabbccddeeff "} {
@@ -158,7 +161,8 @@ func TestShardsThatDoNotBelongTogether(t *testing.T) {
 		}
 	}
 	one.Metadata = map[string]string{shardKey: "mine"}
-	if _, err := one.Write(context.Background(), job.New("test"), "", save.Spec{Path: filepath.Join(dir, "x.safetensors")}); !errors.Is(err, errs.ErrArgument) {
+	if _, err := one.Write(context.Background(), job.New("test"), "",
+		save.Spec{Path: filepath.Join(dir, "x.safetensors")}); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("a reserved entry: %v", err)
 	}
 	runtime.KeepAlive([]*model{now, base})
@@ -181,7 +185,8 @@ func TestShardsReplaceOthers(t *testing.T) {
 	if got := names(t, filepath.Dir(path)); !slices.Equal(got, before) {
 		t.Errorf("%v, before %v", got, before)
 	}
-	if f, err := Read(context.Background(), path+".index.json", source.Options{}); err != nil || f.Tensors[0].New != one.Tensors[0].New {
+	if f, err := Read(context.Background(), path+".index.json", source.Options{}); err != nil ||
+		f.Tensors[0].New != one.Tensors[0].New {
 		t.Errorf("the old delta: %v", err)
 	}
 	write(t, two, path, 1000)
@@ -194,10 +199,12 @@ func TestShardsReplaceOthers(t *testing.T) {
 		t.Error(got)
 	}
 	write(t, one, path, 1)
-	if _, err := two.Write(context.Background(), job.New("test"), "", save.Spec{Path: path}); !errors.Is(err, errs.ErrArgument) {
+	if _, err := two.Write(context.Background(), job.New("test"), "",
+		save.Spec{Path: path}); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("one file beside an index: %v", err)
 	}
-	if _, err := two.Write(context.Background(), job.New("test"), "", save.Spec{Path: filepath.Dir(path) + "/"}); !errors.Is(err, errs.ErrArgument) {
+	if _, err := two.Write(context.Background(), job.New("test"), "",
+		save.Spec{Path: filepath.Dir(path) + "/"}); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("a folder with other weights: %v", err)
 	}
 	runtime.KeepAlive([]*model{now, base})

@@ -57,7 +57,8 @@ func of(t *testing.T, names ...string) []byte {
 	t.Helper()
 	var entries []safetensors.Entry
 	for i, name := range names {
-		entries = append(entries, safetensors.Entry{Name: name, DType: tensor.U8, Shape: []int64{1}, Begin: int64(i), End: int64(i + 1)})
+		entries = append(entries, safetensors.Entry{Name: name, DType: tensor.U8, Shape: []int64{1}, Begin: int64(i),
+			End: int64(i + 1)})
 	}
 	head, err := safetensors.AppendHeader(nil, nil, entries, 8)
 	if err != nil {
@@ -118,7 +119,8 @@ func TestResolveRemote(t *testing.T) {
 		for _, name := range c.want {
 			want = append(want, dir+name)
 		}
-		if !errors.Is(err, c.class) || !slices.Equal(files, want) || (shards != nil) != (len(c.want) == 2) || s.open != 0 {
+		if !errors.Is(err, c.class) || !slices.Equal(files, want) || (shards != nil) != (len(c.want) == 2) ||
+			s.open != 0 {
 			t.Errorf("%s: %q, index %v, %d open, %v", c.name, files, shards != nil, s.open, err)
 		}
 	}
@@ -185,7 +187,8 @@ func TestResolveFolders(t *testing.T) {
 			}
 			for _, name := range c.files {
 				path := filepath.Join(dir, name)
-				if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, []byte(two), 0o600)); err != nil {
+				if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700),
+					os.WriteFile(path, []byte(two), 0o600)); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -196,7 +199,8 @@ func TestResolveFolders(t *testing.T) {
 				for _, name := range c.want {
 					want = append(want, filepath.Join(dir, name))
 				}
-				if !errors.Is(err, c.class) || err != nil && !strings.Contains(err.Error(), c.words) || !slices.Equal(files, want) {
+				if !errors.Is(err, c.class) || err != nil && !strings.Contains(err.Error(), c.words) ||
+					!slices.Equal(files, want) {
 					t.Errorf("%s in %s: %q, %v", c.name, base, files, err)
 				}
 			}
@@ -241,16 +245,19 @@ func TestOpenAllLeavesNothingOpen(t *testing.T) {
 		for i := range ix.Tensors {
 			got = append(got, ix.Tensors[i].Name)
 		}
-		if !slices.Equal(got, c.want) || len(srcs) != len(c.want) || s.open != len(c.want) || len(s.opened) != 2+len(c.want) {
+		if !slices.Equal(got, c.want) || len(srcs) != len(c.want) || s.open != len(c.want) ||
+			len(s.opened) != 2+len(c.want) {
 			t.Errorf("%v: tensors %v of %d sources, %d open, %v were opened", c.keys, got, len(srcs), s.open, s.opened)
 		}
 	}
 	s := store{files: files()}
 	names, ok, err := Names(t.Context(), []string{index, index}, s.Open, Options{})
-	if !slices.Equal(names, []string{"a", "b", "c", "a", "b", "c"}) || !ok || err != nil || s.open != 0 || len(s.opened) != 2 {
+	if !slices.Equal(names, []string{"a", "b", "c", "a", "b", "c"}) || !ok || err != nil || s.open != 0 ||
+		len(s.opened) != 2 {
 		t.Errorf("names %v, %v, %v; %v were opened", names, ok, err, s.opened)
 	}
-	if names, ok, err := Names(t.Context(), []string{index, dir + "1.safetensors"}, s.Open, Options{}); names != nil || ok || err != nil {
+	if names, ok, err := Names(t.Context(), []string{index, dir + "1.safetensors"}, s.Open, Options{}); names != nil ||
+		ok || err != nil {
 		t.Errorf("names of a file without an index: %v, %v, %v", names, ok, err)
 	}
 	if _, _, _, err := OpenAll(t.Context(), nil, s.Open, Options{}); !errors.Is(err, errs.ErrArgument) {
@@ -304,7 +311,8 @@ func TestTree(t *testing.T) {
 		}
 	}
 	put("model_index.json", "unet/w.safetensors", "vae/w.safetensors.index.json", "text/notes", "deep/er/w.safetensors", ".git/w.safetensors", "out/w.safetensors")
-	if err := errors.Join(os.Mkdir(filepath.Join(dir, "empty"), 0o700), os.Symlink(dir, filepath.Join(dir, "loop"))); err != nil {
+	if err := errors.Join(os.Mkdir(filepath.Join(dir, "empty"), 0o700),
+		os.Symlink(dir, filepath.Join(dir, "loop"))); err != nil {
 		t.Fatal(err)
 	}
 	want := []Branch{{"deep/er", true}, {"text", false}, {"unet", true}, {"vae", true}, {"", false}}
@@ -373,7 +381,8 @@ func TestTheIndexDecides(t *testing.T) {
 	}
 	// It decides, too, where its files are named one by one, about what two of them have.
 	ix, _, _, err := OpenAll(t.Context(), []string{dir + "2.safetensors", dir + "1.safetensors"}, open, Options{})
-	if err != nil || len(ix.Tensors) != 4 || ix.Tensors[0].Name != "a" || ix.Tensors[0].Source != 0 || ix.Tensors[3].Name != "more" {
+	if err != nil || len(ix.Tensors) != 4 || ix.Tensors[0].Name != "a" || ix.Tensors[0].Source != 0 ||
+		ix.Tensors[3].Name != "more" {
 		t.Errorf("%+v, %v", ix, err)
 	}
 	put("m.safetensors", of(t, "a"))
@@ -411,7 +420,8 @@ func TestAnIndexThatIsReplaced(t *testing.T) {
 				s.files[dir+name] = of(t, "a")
 				s.files[index] = listing("a", name)
 				if where == "near" {
-					if err := errors.Join(os.WriteFile(index+".new", s.files[index], 0o600), os.Rename(index+".new", index)); err != nil {
+					if err := errors.Join(os.WriteFile(index+".new", s.files[index], 0o600),
+						os.Rename(index+".new", index)); err != nil {
 						t.Fatal(err)
 					}
 				}

@@ -151,8 +151,7 @@ func TestSized(t *testing.T) {
 // one means nothing, and other writers leave bits there.
 func TestLastTokenOfLZ4(t *testing.T) {
 	for _, c := range []struct {
-		before, last string
-		want         string
+		before, last, want string
 	}{
 		{"", "\x10z", "z"},
 		{"", "\x70bcdefgh", "bcdefgh"},
@@ -161,7 +160,8 @@ func TestLastTokenOfLZ4(t *testing.T) {
 		for bits := range 16 {
 			src := []byte(c.before + c.last)
 			src[len(c.before)] |= byte(bits)
-			if got, err := one(t, Spec{Op: OpDecode, Algorithm: "LZ4", Kind: Raw}, src); err != nil || string(got) != c.want {
+			got, err := one(t, Spec{Op: OpDecode, Algorithm: "LZ4", Kind: Raw}, src)
+			if err != nil || string(got) != c.want {
 				t.Errorf("%x: %q, %v", src, got, err)
 			}
 		}
@@ -251,7 +251,8 @@ func TestStreamsOfOthers(t *testing.T) {
 		}
 	}
 	made[4] = 2
-	if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, errs.ErrFormat) || !strings.Contains(err.Error(), "later overwire") {
+	if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, errs.ErrFormat) ||
+		!strings.Contains(err.Error(), "later overwire") {
 		t.Errorf("a layout of the future: %v", err)
 	}
 }
@@ -277,7 +278,8 @@ func TestNativeLayout(t *testing.T) {
 			if string(made[:8]) != "OWBS\x01\x00"+string(rune(a.id))+"\x00" || made[32] != 1 || made[44] != flag || made[45] != flag {
 				t.Errorf("%s: begins with % x", name, made[:48])
 			}
-			got := []uint64{le.Uint64(made[8:]), le.Uint64(made[16:]), le.Uint64(made[24:]), le.Uint64(made[48:]), uint64(le.Uint32(made[56:]))}
+			u64 := func(at int) uint64 { return le.Uint64(made[at:]) }
+			got := []uint64{u64(8), u64(16), u64(24), u64(48), uint64(le.Uint32(made[56:]))}
 			if want := []uint64{uint64(len(made) - offset), 10_000, 3, 4096, uint64(offset)}; !slices.Equal(got, want) {
 				t.Errorf("%s: %d, want %d", name, got, want)
 			}
@@ -285,10 +287,12 @@ func TestNativeLayout(t *testing.T) {
 				off, size := le.Uint64(made[64+8*i:]), le.Uint64(made[88+8*i:])
 				content := src[4096*i : min(4096*(i+1), len(src))]
 				block := made[uint64(offset)+off:][:size]
-				if got, err := one(t, Spec{Op: OpDecode, Algorithm: name, Kind: Raw}, block); err != nil || !bytes.Equal(got, content) {
+				if got, err := one(t, Spec{Op: OpDecode, Algorithm: name, Kind: Raw}, block); err != nil ||
+					!bytes.Equal(got, content) {
 					t.Errorf("%s: chunk %d: %v", name, i, err)
 				}
-				if sums && (le.Uint32(made[112+4*i:]) != crc32.ChecksumIEEE(block) || le.Uint32(made[124+4*i:]) != crc32.ChecksumIEEE(content)) {
+				if sums && (le.Uint32(made[112+4*i:]) != crc32.ChecksumIEEE(block) ||
+					le.Uint32(made[124+4*i:]) != crc32.ChecksumIEEE(content)) {
 					t.Errorf("%s: chunk %d has other checksums than CRC-32", name, i)
 				}
 			}
@@ -312,7 +316,8 @@ func TestOwnMemory(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer Release(out)
-	if out[0].Err != nil || !bytes.Equal(big[:len(src)], src) || out[0].Mem.Block != nil || !bytes.Equal(big[len(src):], make([]byte, 9)) {
+	if out[0].Err != nil || !bytes.Equal(big[:len(src)], src) || out[0].Mem.Block != nil ||
+		!bytes.Equal(big[len(src):], make([]byte, 9)) {
 		t.Errorf("own memory: %+v", out[0])
 	}
 	if !errors.Is(out[1].Err, errs.ErrArgument) || !errors.Is(out[2].Err, errs.ErrFormat) {
@@ -344,7 +349,8 @@ func TestChecksums(t *testing.T) {
 		if out[0].Err == nil && at < len(made)-8 { // the last may be padding
 			t.Errorf("a flip at %d went unseen", at)
 		}
-		if at >= 64+3*16 && at < len(made)-8 && (!errors.Is(out[0].Err, errs.ErrCorrupt) || !out[0].Summed || out[0].Bytes != int64(len(src))) {
+		if at >= 64+3*16 && at < len(made)-8 && (!errors.Is(out[0].Err, errs.ErrCorrupt) || !out[0].Summed ||
+			out[0].Bytes != int64(len(src))) {
 			t.Errorf("a flip at %d: %+v", at, out[0])
 		}
 		Release(out)
@@ -419,7 +425,8 @@ func TestBombs(t *testing.T) {
 		} else {
 			le.PutUint64(made, 1<<45)
 		}
-		if _, err := one(t, Spec{Op: OpDecode, Algorithm: name, Kind: WithSize}, made); !errors.Is(err, errs.ErrCorrupt) {
+		if _, err := one(t, Spec{Op: OpDecode, Algorithm: name, Kind: WithSize},
+			made); !errors.Is(err, errs.ErrCorrupt) {
 			t.Errorf("%s: %v", name, err)
 		}
 		made, _ = one(t, Spec{Op: OpEncode, Algorithm: name, Level: 1}, src)
@@ -536,7 +543,8 @@ func TestCancel(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
 	src := text(4<<20, 4)
-	if out, err := Run(ctx, Spec{Op: OpEncode, Algorithm: "Zstd"}, []Buffer{{Src: src}}); !errors.Is(err, context.Canceled) {
+	if out, err := Run(ctx, Spec{Op: OpEncode, Algorithm: "Zstd"},
+		[]Buffer{{Src: src}}); !errors.Is(err, context.Canceled) {
 		t.Errorf("%v, %v", out, err)
 	}
 	if n := spawn.Left(); len(n) != 0 {
@@ -550,7 +558,8 @@ func FuzzDecode(f *testing.F) {
 	src := text(600, 11)
 	for i, name := range Names() {
 		for k, kind := range kinds {
-			made, err := one(f, Spec{Op: OpEncode, Algorithm: name, Kind: kind, Chunk: 256, Sums: kind == Native, Level: 1}, src)
+			made, err := one(f, Spec{Op: OpEncode, Algorithm: name, Kind: kind, Chunk: 256, Sums: kind == Native,
+				Level: 1}, src)
 			if err != nil {
 				f.Fatal(err)
 			}
@@ -563,7 +572,8 @@ func FuzzDecode(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, algo, kind uint8, src []byte) {
 		names := Names()
-		s := Spec{Op: OpDecode, Kind: kinds[int(kind)%len(kinds)], Verify: []string{VerifyNever, VerifyIfPresent, VerifyAlways}[kind/8%3]}
+		s := Spec{Op: OpDecode, Kind: kinds[int(kind)%len(kinds)],
+			Verify: []string{VerifyNever, VerifyIfPresent, VerifyAlways}[kind/8%3]}
 		if s.Kind != Native || kind&64 != 0 {
 			s.Algorithm = names[int(algo)%len(names)]
 		}

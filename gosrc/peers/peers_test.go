@@ -143,7 +143,8 @@ func TestSilence(t *testing.T) {
 	all := together(t, 2)
 	close(all[1].stop) // it lives, but does nothing any more
 	all[1].beat.Wait()
-	if err := all[0].AwaitPiece(t.Context(), 1, 1); !errors.Is(err, errs.ErrIO) || errors.Is(err, ErrOther) || len(all[0].Lost()) != 1 {
+	if err := all[0].AwaitPiece(t.Context(), 1, 1); !errors.Is(err, errs.ErrIO) || errors.Is(err, ErrOther) ||
+		len(all[0].Lost()) != 1 {
 		t.Errorf("%v, lost %v", err, all[0].Lost())
 	}
 	if err := all[0].End(t.Context(), true); err == nil {
@@ -236,7 +237,8 @@ func TestStrangers(t *testing.T) {
 		}
 	}
 	for name, offers := range map[string][]Offer{
-		"few": {a.Offer()}, "order": {b.Offer(), a.Offer()}, "own": {a.Offer(), {Rank: 1, File: 3, Bytes: 4096}}, "bytes": {{Bytes: 1}, b.Offer()},
+		"few": {a.Offer()}, "order": {b.Offer(), a.Offer()}, "own": {a.Offer(), {Rank: 1, File: 3, Bytes: 4096}},
+		"bytes": {{Bytes: 1}, b.Offer()},
 	} {
 		if err := b.Join(offers); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%s: %v", name, err)

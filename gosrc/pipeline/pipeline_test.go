@@ -86,7 +86,8 @@ func build(r *rand.Rand) *model {
 					}
 					for len(part) > 0 {
 						n := min(len(part), int(t.ChunkBytes))
-						m.ix.Chunks = append(m.ix.Chunks, tensor.Chunk{Off: int64(len(file)), Stored: uint32(n), Logical: uint32(n), Sum: codec.Sum(part[:n])})
+						m.ix.Chunks = append(m.ix.Chunks, tensor.Chunk{Off: int64(len(file)), Stored: uint32(n),
+							Logical: uint32(n), Sum: codec.Sum(part[:n])})
 						file = append(file, part[:n]...)
 						part = part[n:]
 						for r.IntN(3) == 0 {
@@ -209,7 +210,8 @@ func TestRunMatchesSlicing(t *testing.T) {
 	for range 500 {
 		m := build(r)
 		reqs := m.requests(r)
-		lim := plan.Limits{Piece: int64(1 + r.IntN(3000)), Gap: int64(r.IntN(200)), Share: int64(r.IntN(2) * r.IntN(900)),
+		lim := plan.Limits{Piece: int64(1 + r.IntN(3000)), Gap: int64(r.IntN(200)),
+			Share:   int64(r.IntN(2) * r.IntN(900)),
 			InPlace: r.IntN(2) == 0, Align: []int64{0, 1, 16, 256, 4096}[r.IntN(5)]}
 		if r.IntN(2) == 0 { // in ranges of several pieces, or of several parts
 			m.steps, m.slots = int64(r.IntN(9000)), r.IntN(3)
@@ -294,16 +296,19 @@ func TestRanges(t *testing.T) {
 	data := make([]byte, 3<<20)
 	_, _ = rand.NewChaCha8([32]byte{1}).Read(data)
 	add := func(ix *tensor.Index, off, n int64) {
-		ix.Tensors = append(ix.Tensors, tensor.Tensor{Name: "t", Alias: -1, DType: tensor.U8, Parts: 1, Shape: []int64{n}, Off: off, Bytes: n})
+		ix.Tensors = append(ix.Tensors, tensor.Tensor{Name: "t", Alias: -1, DType: tensor.U8, Parts: 1,
+			Shape: []int64{n}, Off: off, Bytes: n})
 	}
 	for _, c := range []struct {
 		gap, steps, ranges int64
 		skipped            int64
 	}{
-		{0, 1 << 20, 2, 0}, {0, 300_000, 10, 0}, {1000, 1 << 20, 2, 9*1000 - 1000}, {gap, 8 << 20, 1, 9 * gap}, {gap + 1, 8 << 20, 10, 0}, {0, 0, 0, 0},
+		{0, 1 << 20, 2, 0}, {0, 300_000, 10, 0}, {1000, 1 << 20, 2, 9*1000 - 1000}, {gap, 8 << 20, 1, 9 * gap},
+		{gap + 1, 8 << 20, 10, 0}, {0, 0, 0, 0},
 	} {
 		src := &sourcetest.Steps{Source: &sourcetest.Mem{Name: "m", Data: data}}
-		m := &model{ix: &tensor.Index{Sources: []tensor.Source{{URI: "m", Size: int64(len(data))}}}, srcs: []source.Source{src}, steps: c.steps}
+		m := &model{ix: &tensor.Index{Sources: []tensor.Source{{URI: "m", Size: int64(len(data))}}},
+			srcs: []source.Source{src}, steps: c.steps}
 		var reqs []plan.Request
 		n := min(200_000, (int64(len(data))-9*c.gap)/10)
 		for i := range int64(10) {
@@ -348,12 +353,16 @@ func TestRangesWithFewSlots(t *testing.T) {
 func rangesWithFewSlots(t *testing.T, slots, permits int, steps int64, ranges int) {
 	data := make([]byte, 1<<20)
 	_, _ = rand.NewChaCha8([32]byte{2}).Read(data)
-	src := &narrow{Steps: &sourcetest.Steps{Source: &sourcetest.Mem{Name: "m", Data: data}}, permit: make(chan struct{}, permits)}
-	m := &model{ix: &tensor.Index{Sources: []tensor.Source{{URI: "m", Size: int64(len(data))}}}, srcs: []source.Source{src}, steps: steps, slots: slots, trace: NewTrace()}
-	m.ix.Tensors = []tensor.Tensor{{Name: "t", Alias: -1, DType: tensor.U8, Parts: 1, Shape: []int64{int64(len(data))}, Bytes: int64(len(data))}}
+	src := &narrow{Steps: &sourcetest.Steps{Source: &sourcetest.Mem{Name: "m", Data: data}},
+		permit: make(chan struct{}, permits)}
+	m := &model{ix: &tensor.Index{Sources: []tensor.Source{{URI: "m", Size: int64(len(data))}}},
+		srcs: []source.Source{src}, steps: steps, slots: slots, trace: NewTrace()}
+	m.ix.Tensors = []tensor.Tensor{{Name: "t", Alias: -1, DType: tensor.U8, Parts: 1, Shape: []int64{int64(len(data))},
+		Bytes: int64(len(data))}}
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 	defer cancel()
-	got, _, err := m.run(ctx, []plan.Request{{Hi0: plan.Whole, Hi1: plan.Whole}}, plan.Limits{Piece: 128 << 10, Share: 16 << 10}, 4)
+	got, _, err := m.run(ctx, []plan.Request{{Hi0: plan.Whole, Hi1: plan.Whole}},
+		plan.Limits{Piece: 128 << 10, Share: 16 << 10}, 4)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -429,9 +438,11 @@ func TestRunChecksEveryChunk(t *testing.T) {
 			c := m.ix.Chunks[tn.First+k]
 			data := m.srcs[tn.Source].(*sourcetest.Mem).Data
 			data[c.Off] ^= 4
-			_, _, err := m.run(context.Background(), []plan.Request{{Tensor: int64(i), Hi0: -1, Hi1: -1}}, plan.Limits{Piece: 1000, Share: 200}, 2)
+			_, _, err := m.run(context.Background(), []plan.Request{{Tensor: int64(i), Hi0: -1, Hi1: -1}},
+				plan.Limits{Piece: 1000, Share: 200}, 2)
 			var at *errs.At
-			if !errors.Is(err, errs.ErrCorrupt) || !errors.As(err, &at) || at.Chunk != int64(k) || at.Offset != c.Off || at.Tensor != tn.Name {
+			if !errors.Is(err, errs.ErrCorrupt) || !errors.As(err, &at) || at.Chunk != int64(k) || at.Offset != c.Off ||
+				at.Tensor != tn.Name {
 				t.Fatalf("chunk %d: %v", k, err)
 			}
 			data[c.Off] ^= 4
@@ -471,7 +482,8 @@ func TestRunNamesWhatCannotBeRead(t *testing.T) {
 		m.srcs = []source.Source{&failing{src, int64(each*bad + 500)}}
 		var reqs []plan.Request
 		for i := range tensors {
-			m.ix.Tensors = append(m.ix.Tensors, tensor.Tensor{Name: fmt.Sprint("t", i), Alias: -1, DType: tensor.U8, Parts: 1, Shape: []int64{each}, Off: int64(i * each), Bytes: each})
+			m.ix.Tensors = append(m.ix.Tensors, tensor.Tensor{Name: fmt.Sprint("t", i), Alias: -1, DType: tensor.U8,
+				Parts: 1, Shape: []int64{each}, Off: int64(i * each), Bytes: each})
 			reqs = append(reqs, plan.Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole})
 		}
 		for _, share := range []int64{each * 7, 2500, 300} {

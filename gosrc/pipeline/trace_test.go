@@ -19,7 +19,8 @@ func made() *Trace {
 	t := NewTrace()
 	at := func(ms float64) time.Time { return t.start.Add(time.Duration(ms * 1e6)) }
 	t.Verb("open", at(-20), at(-10), 0)
-	t.addSpans([]span{{"read", onWorker, 0, at(0), at(2), 50}, {"read", onWorker, 1, at(1), at(4), 70}, {"stage", onWorker, 1, at(4), at(4.5), 0}})
+	t.addSpans([]span{{"read", onWorker, 0, at(0), at(2), 50}, {"read", onWorker, 1, at(1), at(4), 70},
+		{"stage", onWorker, 1, at(4), at(4.5), 0}})
 	for _, c := range [][2]float64{{7, 9}, {3, 5}, {5, 6}, {9, 10}} { // a gap from 6 to 7
 		t.addDevice("copy", 0, at(c[0]), at(c[1]), 10)
 	}
@@ -61,7 +62,8 @@ func TestTraceFile(t *testing.T) {
 			if lines[[2]int{e.Pid, e.Tid}] == "" || e.Ts < 0 {
 				t.Errorf("%+v", e)
 			}
-			if e.Name == "decode" && (math.Abs(e.Ts-25000) > 1 || math.Abs(e.Dur-7000) > 1 || lines[[2]int{e.Pid, e.Tid}] != "kernels 3") {
+			if e.Name == "decode" && (math.Abs(e.Ts-25000) > 1 || math.Abs(e.Dur-7000) > 1 ||
+				lines[[2]int{e.Pid, e.Tid}] != "kernels 3") {
 				t.Errorf("%+v on %q", e, lines[[2]int{e.Pid, e.Tid}])
 			}
 		}

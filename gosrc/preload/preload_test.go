@@ -422,7 +422,8 @@ func TestSweep(t *testing.T) {
 	if n != 1 {
 		t.Errorf("%d preloads live", n)
 	}
-	if _, notes := joins(t, opening(t, load.Spec{URIs: []string{other}}), load.Options{}); strings.Count(notes, "dropped") != 1 {
+	if _, notes := joins(t, opening(t, load.Spec{URIs: []string{other}}),
+		load.Options{}); strings.Count(notes, "dropped") != 1 {
 		t.Error(notes)
 	}
 	_, _ = p, q

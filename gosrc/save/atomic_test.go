@@ -232,7 +232,8 @@ func TestNoRoom(t *testing.T) {
 	// Promise: a save that cannot fit is refused with both numbers before
 	// anything is written.
 	dir := t.TempDir()
-	_, err := Write(bg, nil, Spec{Path: filepath.Join(dir, "m"), fs: &faultyFS{at: -1, full: true}}, []Input{bf16("w", fixedRand(), 40, 64)})
+	_, err := Write(bg, nil, Spec{Path: filepath.Join(dir, "m"), fs: &faultyFS{at: -1, full: true}},
+		[]Input{bf16("w", fixedRand(), 40, 64)})
 	if !errors.Is(err, errs.ErrIO) || !strings.Contains(err.Error(), "5120") || !strings.Contains(err.Error(), "10 are free") {
 		t.Fatal(err)
 	}
@@ -262,7 +263,8 @@ func TestFullDisk(t *testing.T) {
 	spec.fs = blind{atomicfile.Disk{}}
 	_, err = Write(bg, nil, spec, []Input{bf16("w", r, 1000, 1000)})
 	var at *errs.At
-	if !errors.Is(err, errs.ErrIO) || !errors.Is(err, syscall.ENOSPC) || !errors.As(err, &at) || at.Source != p || at.Offset <= 0 {
+	if !errors.Is(err, errs.ErrIO) || !errors.Is(err, syscall.ENOSPC) || !errors.As(err, &at) || at.Source != p ||
+		at.Offset <= 0 {
 		t.Fatal(err)
 	}
 	same(t, old, read(t, p))
@@ -332,7 +334,8 @@ func version(k byte) []Input {
 func saveForEver(path, shard string) {
 	n, _ := strconv.ParseInt(shard, 10, 64)
 	for k := byte(1); ; k++ {
-		if _, err := Write(bg, nil, Spec{Path: path, Compress: k%2 == 0, Shard: n, ChunkBytes: 1 << 15}, version(k)); err != nil {
+		if _, err := Write(bg, nil, Spec{Path: path, Compress: k%2 == 0, Shard: n, ChunkBytes: 1 << 15},
+			version(k)); err != nil {
 			os.Stdout.WriteString(err.Error())
 			os.Exit(3)
 		}
@@ -402,7 +405,8 @@ func TestKill(t *testing.T) {
 		for _, temp := range temps { // those of killed saves go at some age
 			_ = os.Chtimes(temp, time.Now(), time.Now().Add(-time.Hour))
 		}
-		_, err := Write(bg, nil, Spec{Path: p, Shard: map[string]int64{"300000": 300000}[shard], ChunkBytes: 1 << 15}, version(1))
+		_, err := Write(bg, nil, Spec{Path: p, Shard: map[string]int64{"300000": 300000}[shard], ChunkBytes: 1 << 15},
+			version(1))
 		if all, _ := os.ReadDir(dir); err != nil || len(all) != map[string]int{"0": 1, "300000": 4}[shard] {
 			t.Errorf("%v are left: %v", all, err)
 		}

@@ -109,7 +109,8 @@ func TestConvertWholeCache(t *testing.T) {
 	if _, err := os.Stat(dst); err == nil {
 		t.Error("something was written")
 	}
-	if _, err := openModel(bg, []string{src}, format.Access{}, false); err == nil || !strings.Contains(err.Error(), filepath.Join(src, "snapshots", "rev")) {
+	if _, err := openModel(bg, []string{src}, format.Access{}, false); err == nil ||
+		!strings.Contains(err.Error(), filepath.Join(src, "snapshots", "rev")) {
 		t.Error(err)
 	}
 }
@@ -204,7 +205,8 @@ func TestCompanionSizes(t *testing.T) {
 		}
 	}
 	for _, size := range []int64{int64(len(text)) - 1, int64(len(text)) + 1} {
-		p := part{path: filepath.Join(dst, "changed"), laid: copyOf(companions.File{Path: filepath.Join(src, "vocab.json"), Size: size}), copied: true}
+		p := part{path: filepath.Join(dst, "changed"),
+			laid: copyOf(companions.File{Path: filepath.Join(src, "vocab.json"), Size: size}), copied: true}
 		w := newWriter(Spec{Path: p.path}, nil)
 		if err := w.spec.checkSpec(); err != nil {
 			t.Fatal(err)
@@ -223,7 +225,8 @@ func TestConvertDepth(t *testing.T) {
 	put(t, src, map[string]string{strings.Repeat("d/", 8) + "x": "8"})
 	convert(t, []string{src}, filepath.Join(t.TempDir(), "out"), Spec{})
 	put(t, src, map[string]string{strings.Repeat("d/", 9) + "x": "9"})
-	if _, err := Convert(bg, nil, []string{src}, filepath.Join(t.TempDir(), "out"), Spec{}); !errors.Is(err, errs.ErrNotSupported) {
+	if _, err := Convert(bg, nil, []string{src}, filepath.Join(t.TempDir(), "out"),
+		Spec{}); !errors.Is(err, errs.ErrNotSupported) {
 		t.Error(err)
 	}
 }

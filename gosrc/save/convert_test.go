@@ -254,7 +254,8 @@ func TestConvertTree(t *testing.T) {
 	if last := rep.Files[len(rep.Files)-1]; filepath.Base(last) != "model_index.json" {
 		t.Errorf("written last: %s", last)
 	}
-	if want := []string{filepath.Join(src, "unet", "other.safetensors"), filepath.Join(src, ".cache")}; !slices.Equal(rep.Left, want) || rep.Tensors != 2*len(in) {
+	if want := []string{filepath.Join(src, "unet", "other.safetensors"),
+		filepath.Join(src, ".cache")}; !slices.Equal(rep.Left, want) || rep.Tensors != 2*len(in) {
 		t.Errorf("%+v", rep)
 	}
 	if _, err := Inspect(bg, []string{dst}, format.Access{}); err != nil {
@@ -312,7 +313,8 @@ func TestConvertComparesHashes(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, spec := range []Spec{{Compress: true}, {}, {Compress: true, Parts: 4, Digests: true}} {
-		if _, err := Convert(bg, nil, []string{path}, dst, spec); !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "XXH3") {
+		if _, err := Convert(bg, nil, []string{path}, dst, spec); !errors.Is(err, errs.ErrCorrupt) ||
+			!strings.Contains(err.Error(), "XXH3") {
 			t.Errorf("%+v: %v", spec, err)
 		}
 	}

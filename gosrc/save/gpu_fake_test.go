@@ -89,9 +89,10 @@ func onGPU(t testing.TB, d *cuda.Device, in []Input, host int) (out []Input, whe
 			at[&x.Data[0]], all = m, append(all, m)
 		}
 		out[i].Data = nil
-		where[i] = &Away{Addr: uintptr(m.Ptr), Bytes: int64(len(x.Data)), GPU: d, Read: func(dst []byte, off int64) error {
-			return d.Read(dst, device.Memory{Ptr: unsafe.Add(m.Ptr, off), Bytes: int64(len(dst))})
-		}}
+		where[i] = &Away{Addr: uintptr(m.Ptr), Bytes: int64(len(x.Data)), GPU: d,
+			Read: func(dst []byte, off int64) error {
+				return d.Read(dst, device.Memory{Ptr: unsafe.Add(m.Ptr, off), Bytes: int64(len(dst))})
+			}}
 	}
 	return out, where, func() {
 		for _, m := range all {
@@ -166,7 +167,8 @@ func TestGPUWritesTheSameFilesFake(t *testing.T) {
 		if c.staged != (calls == 1) || c.staged != (got.Staged > 0) {
 			t.Errorf("case %d: staged %d times, after %v s", i, calls, got.Staged)
 		}
-		if c.gpu != (got.OnGPU > 0) || got.BytesOut != want.BytesOut || got.Aliases != want.Aliases || got.Compressed != want.Compressed {
+		if c.gpu != (got.OnGPU > 0) || got.BytesOut != want.BytesOut || got.Aliases != want.Aliases ||
+			got.Compressed != want.Compressed {
 			t.Errorf("case %d: %+v, the host gave %+v", i, got, want)
 		}
 		for k, path := range want.Files {

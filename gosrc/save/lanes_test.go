@@ -27,7 +27,8 @@ func TestLanes(t *testing.T) {
 		for k, path := range got.Files {
 			a, errA := os.ReadFile(want.Files[k])
 			b, errB := os.ReadFile(path)
-			if errA != nil || errB != nil || string(a) != string(b) || filepath.Base(path) != filepath.Base(want.Files[k]) {
+			if errA != nil || errB != nil || string(a) != string(b) ||
+				filepath.Base(path) != filepath.Base(want.Files[k]) {
 				t.Fatalf("file %d: %s differs from %s (%v, %v)", k, path, want.Files[k], errA, errB)
 			}
 		}

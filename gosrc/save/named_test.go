@@ -76,7 +76,8 @@ func TestStoredTree(t *testing.T) {
 	want := tree(t, dir)
 	for _, slash := range []string{"", "/"} {
 		there := "s3://models/p" + slash
-		if rep := convert(t, []string{dir}, there, Spec{Compress: true, Storage: opt}); len(rep.Left) != 1 || len(rep.Copied) != 5 {
+		if rep := convert(t, []string{dir}, there, Spec{Compress: true, Storage: opt}); len(rep.Left) != 1 ||
+			len(rep.Copied) != 5 {
 			t.Errorf("%+v", rep)
 		}
 		back := filepath.Join(t.TempDir(), "back")
@@ -90,7 +91,8 @@ func TestStoredTree(t *testing.T) {
 		if rep, err := Inspect(bg, []string{there + "/unet"}, opt); slash == "" && (err != nil || len(rep.Sources) != 2) {
 			t.Errorf("%+v, %v", rep, err)
 		}
-		convert(t, []string{there}, there+"/copies"[len(slash):], Spec{Compress: true, Storage: opt}) // what is written is not read
+		// What is written is not read.
+		convert(t, []string{there}, there+"/copies"[len(slash):], Spec{Compress: true, Storage: opt})
 		if err := os.RemoveAll(filepath.Join(s.Data, "p")); err != nil {
 			t.Fatal(err)
 		}
@@ -103,7 +105,8 @@ func TestStoredTree(t *testing.T) {
 	write(t, Spec{Path: "s3://models/m", Storage: opt}, in)
 	file := filepath.Join(t.TempDir(), "m.safetensors")
 	convert(t, []string{dir + "/unet"}, "s3://models/m2", Spec{Storage: opt})
-	if rep := convert(t, []string{"s3://models/m2"}, file, Spec{Storage: opt}); !slices.Equal(rep.Files, []string{file}) || !slices.Equal(rep.Left, []string{"s3://models/m2/config.json"}) {
+	if rep := convert(t, []string{"s3://models/m2"}, file,
+		Spec{Storage: opt}); !slices.Equal(rep.Files, []string{file}) || !slices.Equal(rep.Left, []string{"s3://models/m2/config.json"}) {
 		t.Errorf("%+v", rep)
 	}
 	same(t, in, read(t, file))
@@ -133,7 +136,8 @@ func TestPartialTree(t *testing.T) {
 	put(t, dir, map[string]string{"vae/model.safetensors": "no weights"})
 	_, err := Convert(bg, nil, []string{dir}, dst, Spec{Compress: true})
 	var part *Partial
-	if !errors.Is(err, errs.ErrFormat) || !errors.As(err, &part) || !slices.Contains(part.Files, filepath.Join(dst, "unet", "config.json")) {
+	if !errors.Is(err, errs.ErrFormat) || !errors.As(err, &part) ||
+		!slices.Contains(part.Files, filepath.Join(dst, "unet", "config.json")) {
 		t.Error(err)
 	}
 	if !strings.Contains(err.Error(), "written before that") {
@@ -171,7 +175,8 @@ func fakeHub(t *testing.T, files map[string]string) (opt format.Access, asked *[
 		}
 	}))
 	t.Cleanup(s.Close)
-	return format.Access{Options: source.Options{Env: map[string]string{"HF_ENDPOINT": s.URL}, Storage: map[string]string{"retries": "0"}}}, asked
+	return format.Access{Options: source.Options{Env: map[string]string{"HF_ENDPOINT": s.URL},
+		Storage: map[string]string{"retries": "0"}}}, asked
 }
 
 // Promise: a repository of the Hub becomes a folder with all that lies beside its weights,

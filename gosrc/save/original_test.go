@@ -79,7 +79,8 @@ func TestSameFile(t *testing.T) {
 		sum := sha256Of(t, at("in"))
 		check := func(what string, rep Report, path string) {
 			t.Helper()
-			if len(rep.Originals) != 1 || rep.Originals[0] != (Original{path, sum, strings.HasPrefix(what, "decompressed")}) || rep.Anew != nil {
+			want := Original{path, sum, strings.HasPrefix(what, "decompressed")}
+			if len(rep.Originals) != 1 || rep.Originals[0] != want || rep.Anew != nil {
 				t.Errorf("%s, %s: %+v", name, what, rep)
 			}
 		}
@@ -269,9 +270,11 @@ func TestHostileOrigin(t *testing.T) {
 		if err := spec.checkSpec(); err != nil {
 			t.Fatal(err)
 		}
-		items := []*item{{name: "w", dtype: in[0].DType, shape: in[0].Shape, bytes: 20000, body: memory(in[0].Data), parts: 1}}
+		items := []*item{{name: "w", dtype: in[0].DType, shape: in[0].Shape, bytes: 20000, body: memory(in[0].Data),
+			parts: 1}}
 		w := newWriter(spec, nil)
-		if _, err := w.saveAll(bg, []part{{path: packed, items: items, original: &original.File{Origin: c.o}}}); err != nil {
+		if _, err := w.saveAll(bg, []part{{path: packed, items: items,
+			original: &original.File{Origin: c.o}}}); err != nil {
 			t.Fatal(name, err)
 		}
 		same(t, in, read(t, packed))
@@ -313,7 +316,8 @@ func TestGoldenOriginal(t *testing.T) {
 	dir := filepath.Join(goldens, "original-1.1")
 	out := filepath.Join(t.TempDir(), "out.safetensors")
 	rep := convert(t, []string{filepath.Join(dir, "container.safetensors")}, out, Spec{})
-	if sum := sha256Of(t, filepath.Join(dir, "plain.safetensors")); sha256Of(t, out) != sum || len(rep.Originals) != 1 || rep.Originals[0].SHA256 != sum {
+	if sum := sha256Of(t, filepath.Join(dir, "plain.safetensors")); sha256Of(t, out) != sum ||
+		len(rep.Originals) != 1 || rep.Originals[0].SHA256 != sum {
 		t.Errorf("%+v", rep)
 	}
 }
@@ -342,7 +346,8 @@ func TestStepsEndByTheFirstError(t *testing.T) {
 	var why error
 	items := make([]*item, 2)
 	for i, body := range []body{endingBody{began: began}, endingBody{began: began, why: &why}} {
-		items[i] = &item{name: fmt.Sprint(i), dtype: tensor.U8, shape: []int64{1 << 12}, bytes: 1 << 12, body: body, parts: 1}
+		items[i] = &item{name: fmt.Sprint(i), dtype: tensor.U8, shape: []int64{1 << 12}, bytes: 1 << 12, body: body,
+			parts: 1}
 	}
 	spec := Spec{Path: filepath.Join(dir, "x.safetensors"), Threads: 2}
 	if err := spec.checkSpec(); err != nil {

@@ -39,7 +39,8 @@ func TestCancelStopsSends(t *testing.T) {
 		if !job.CancelAll(-1) {
 			t.Fatal("the job has not ended")
 		}
-		if len(d.stops) > 0 != isCancelled || isCancelled && d.stops[0] || len(d.drops) != 1 || d.drops[0] != isCancelled {
+		if len(d.stops) > 0 != isCancelled || isCancelled && d.stops[0] || len(d.drops) != 1 ||
+			d.drops[0] != isCancelled {
 			t.Fatalf("cancelled: %v, over at StopSends: %v, at Drop: %v", isCancelled, d.stops, d.drops)
 		}
 	}

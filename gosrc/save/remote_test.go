@@ -63,7 +63,8 @@ func TestFarIsNear(t *testing.T) {
 		opt  format.Access
 	}{
 		{"s3://models/dir", format.Access{Options: source.Options{Storage: s3.Options()}}},
-		{"redis://" + red.Addr + "/dir", format.Access{Options: source.Options{Storage: map[string]string{"password": sourcetest.RedisPassword}}}},
+		{"redis://" + red.Addr + "/dir",
+			format.Access{Options: source.Options{Storage: map[string]string{"password": sourcetest.RedisPassword}}}},
 	} {
 		for name, in := range map[string][]Input{"big": big, "small": big[1:], "none": nil} {
 			specs := []Spec{{}, {Compress: true}, {Compress: true, Parts: 8, ChunkBytes: 64 << 10}}
@@ -84,7 +85,8 @@ func TestFarIsNear(t *testing.T) {
 				if far := object(t, spec.Path, store.opt); !bytes.Equal(far, b) {
 					t.Fatalf("%s %s: %d bytes there, %d here, or other ones", store.base, name, len(far), len(b))
 				}
-				if got.BytesOut != want.BytesOut || got.Ratio != want.Ratio || len(got.Files) != 1 || got.Files[0] != spec.Path {
+				if got.BytesOut != want.BytesOut || got.Ratio != want.Ratio || len(got.Files) != 1 ||
+					got.Files[0] != spec.Path {
 					t.Fatalf("%+v, here %+v", got, want)
 				}
 				if _, err := Verify(bg, nil, []string{spec.Path}, store.opt, false); err != nil {

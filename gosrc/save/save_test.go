@@ -326,7 +326,8 @@ func otherRows() []Input {
 	}
 	p := gaussian(r, 32, 512)
 	return []Input{
-		{"a", tensor.BF16, []int64{64, 256}, a}, {"a_flat", tensor.BF16, []int64{1 << 14}, a}, {"a_tall", tensor.BF16, []int64{1024, 16}, a},
+		{"a", tensor.BF16, []int64{64, 256}, a}, {"a_flat", tensor.BF16, []int64{1 << 14}, a},
+		{"a_tall", tensor.BF16, []int64{1024, 16}, a},
 		{"a_wide", tensor.BF16, []int64{16, 4, 256}, a}, {"a_same", tensor.BF16, []int64{64, 16, 16}, a},
 		{"n", tensor.I8, []int64{256, 128}, n}, {"n_flat", tensor.I8, []int64{1 << 15}, n},
 		{"p", tensor.BF16, []int64{32, 512}, p}, {"p_same", tensor.BF16, []int64{32, 2, 256}, p},

@@ -30,7 +30,8 @@ import (
 // of is a model of n tensors whose bytes are all k.
 func of(k byte, n int) (in []Input) {
 	for i := range n {
-		in = append(in, Input{string(rune('a' + i)), tensor.U8, []int64{1000 + int64(i)}, bytes.Repeat([]byte{k}, 1000+i)})
+		in = append(in, Input{string(rune('a' + i)), tensor.U8, []int64{1000 + int64(i)},
+			bytes.Repeat([]byte{k}, 1000+i)})
 	}
 	return in
 }
@@ -188,7 +189,8 @@ func TestFarSetsAreReplaced(t *testing.T) {
 	for request := int64(1); ; request++ {
 		seen.Store(0)
 		fail.Store(request)
-		rep, err := Write(bg, nil, Spec{Path: path, Shard: 2500, Storage: format.Access{Options: source.Options{Storage: storage}}}, of(2, 4))
+		rep, err := Write(bg, nil, Spec{Path: path, Shard: 2500,
+			Storage: format.Access{Options: source.Options{Storage: storage}}}, of(2, 4))
 		got := load()
 		if seen.Load() < request {
 			if same(t, of(2, 4), got); err != nil || len(rep.Files) != 3 || request < 5 {
@@ -271,7 +273,8 @@ func TestConvertEveryModelOfAFolder(t *testing.T) {
 		if all, _ := os.ReadDir(src); len(all) != len(stray)+len(rep.Files) {
 			t.Errorf("%s: %v of %v", name, rep.Files, all)
 		}
-		if _, err := Convert(bg, nil, []string{src}, filepath.Join(t.TempDir(), "out")+"/", Spec{Shard: 1 << 20}); !errors.Is(err, errs.ErrArgument) {
+		if _, err := Convert(bg, nil, []string{src}, filepath.Join(t.TempDir(), "out")+"/",
+			Spec{Shard: 1 << 20}); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%s: divided anew: %v", name, err)
 		}
 		convert(t, []string{src}, src, Spec{Compress: true})
@@ -373,7 +376,8 @@ func TestUnlistedTensors(t *testing.T) {
 		same(t, of(2, 3), read(t, filepath.Join(dst, "m-00002-of-00002.safetensors")))
 		digests, err := Digests(bg, nil, []string{src}, format.Access{}, nil)
 		again, aerr := Digests(bg, nil, []string{dst}, format.Access{}, nil)
-		if err != nil || aerr != nil || len(digests.Tensors) != 2 || digests.Tensors[1].Digest != again.Tensors[1].Digest || digests.Tensors[1].Digest == "" {
+		if err != nil || aerr != nil || len(digests.Tensors) != 2 ||
+			digests.Tensors[1].Digest != again.Tensors[1].Digest || digests.Tensors[1].Digest == "" {
 			t.Errorf("%+v, %+v, %v", digests, again, err)
 		}
 		if _, err := Verify(bg, nil, []string{dst}, format.Access{}, false); err != nil {

@@ -28,7 +28,8 @@ func packedTensors(t *testing.T, sealed bool, version uint32) []byte {
 	items := make([]tensorizer.Item, len(texts))
 	data := make([][]byte, len(texts))
 	for i, name := range []string{"a", "\x1e[\"m\",0,\"w\"]", "\x1e[\"m\",1]", "empty"} {
-		items[i] = tensorizer.Item{Module: uint16(i), Type: tensorizer.StateDict, Name: name, Text: texts[i], Dims: []int64{6}, Sealed: sealed}
+		items[i] = tensorizer.Item{Module: uint16(i), Type: tensorizer.StateDict, Name: name, Text: texts[i],
+			Dims: []int64{6}, Sealed: sealed}
 	}
 	data[0], data[1], data[2] = make([]byte, 24), make([]byte, 6), make([]byte, 12)
 	if items[3].Dims = []int64{0, 3}; version == 4 || version == 5 {
@@ -84,7 +85,8 @@ func TestTensorsFlips(t *testing.T) {
 	}
 	written := filepath.Join(t.TempDir(), "x.tensors")
 	in := []Input{{Name: "a", DType: tensor.F32, Shape: []int64{5}, Data: make([]byte, 20)}}
-	if _, err := Write(t.Context(), nil, Spec{Path: written, Storage: format.Access{Encrypt: maps.Clone(sealedBy.Decrypt)}}, in); err != nil {
+	if _, err := Write(t.Context(), nil, Spec{Path: written,
+		Storage: format.Access{Encrypt: maps.Clone(sealedBy.Decrypt)}}, in); err != nil {
 		t.Fatal(err)
 	}
 	b, err := os.ReadFile(written)
@@ -127,7 +129,8 @@ func TestTensorsFlips(t *testing.T) {
 				at, was := int64(bit/8), whole[bit/8]
 				_, _ = f.WriteAt([]byte{was ^ 1<<(bit%8)}, at)
 				_, err := Verify(t.Context(), nil, []string{path}, opt, false)
-				if err == nil || !strings.Contains(err.Error(), "file.tensors") || !anyOf(err, errs.ErrCorrupt, errs.ErrFormat, errs.ErrCrypto, errs.ErrNotSupported) {
+				if err == nil || !strings.Contains(err.Error(), "file.tensors") ||
+					!anyOf(err, errs.ErrCorrupt, errs.ErrFormat, errs.ErrCrypto, errs.ErrNotSupported) {
 					t.Errorf("%s of %d bytes: bit %d of byte %d: %v", name, len(whole), bit%8, at, err)
 				}
 				_, _ = f.WriteAt([]byte{was}, at)
@@ -157,7 +160,8 @@ func TestTensorsRekeyed(t *testing.T) {
 	}
 	convert := func(from, to string, opt format.Access) {
 		t.Helper()
-		if _, err := Convert(t.Context(), nil, []string{at(from)}, at(to), Spec{Compress: true, Storage: opt}); err != nil {
+		if _, err := Convert(t.Context(), nil, []string{at(from)}, at(to),
+			Spec{Compress: true, Storage: opt}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -175,7 +179,8 @@ func TestTensorsRekeyed(t *testing.T) {
 		to    string
 		class error
 	}{{"x.safetensors", errs.ErrArgument}, {"folder/", errs.ErrArgument}} {
-		_, err := Convert(t.Context(), nil, []string{at("a.tensors")}, at("")+"/"+c.to, Spec{Storage: format.Access{Encrypt: sealedBy.Decrypt}})
+		_, err := Convert(t.Context(), nil, []string{at("a.tensors")}, at("")+"/"+c.to,
+			Spec{Storage: format.Access{Encrypt: sealedBy.Decrypt}})
 		if !errors.Is(err, c.class) {
 			t.Errorf("encrypted %s: %v", c.to, err)
 		}

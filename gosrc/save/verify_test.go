@@ -195,7 +195,8 @@ func TestVerifyPlace(t *testing.T) {
 	_ = os.WriteFile(p, b, 0o600)
 	_, err = Verify(bg, nil, []string{p}, format.Access{}, false)
 	var at *errs.At
-	if !errors.As(err, &at) || at.Tensor != "b" || at.Chunk != 1 || at.Offset != c.Off || !strings.Contains(err.Error(), "checksum") {
+	if !errors.As(err, &at) || at.Tensor != "b" || at.Chunk != 1 || at.Offset != c.Off ||
+		!strings.Contains(err.Error(), "checksum") {
 		t.Fatal(err)
 	}
 }

@@ -85,7 +85,8 @@ func roundTrip(t testing.TB, d *cuda.Device, host []Tensor, path string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if rep.Aliases != 1 || rep.Compressed < 4 || rep.Stored >= rep.Bytes || rep.Staging == 0 || j.Bytes.Load() != rep.Bytes {
+	if rep.Aliases != 1 || rep.Compressed < 4 || rep.Stored >= rep.Bytes || rep.Staging == 0 ||
+		j.Bytes.Load() != rep.Bytes {
 		t.Errorf("%+v, %d bytes of progress", rep, j.Bytes.Load())
 	}
 	same(t, m, "cuda:0", in)
@@ -112,7 +113,8 @@ func TestSleepEveryCallFailsFake(t *testing.T) {
 		sticky bool
 		class  error
 		first  int64 // each takes some of the calls
-	}{{999, false, errs.ErrDevice, 1 + r.Int64N(19)}, {999, true, errs.ErrDevice, 1 + r.Int64N(19)}, {2, false, errs.ErrMemory, 1 + r.Int64N(19)}} {
+	}{{999, false, errs.ErrDevice, 1 + r.Int64N(19)}, {999, true, errs.ErrDevice, 1 + r.Int64N(19)},
+		{2, false, errs.ErrMemory, 1 + r.Int64N(19)}} {
 		failed := 0
 		for nth := c.first; ; nth += 19 {
 			end := cuda.Fake(64 << 20)

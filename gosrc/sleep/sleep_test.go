@@ -145,7 +145,8 @@ func TestSleep(t *testing.T) {
 	}
 	same(t, f, "", in)
 	f.Close()
-	if v, err := save.Verify(t.Context(), job.New("verify"), []string{path}, save.Spec{}.Storage, false); err != nil || !v.OK {
+	if v, err := save.Verify(t.Context(), job.New("verify"), []string{path}, save.Spec{}.Storage, false); err != nil ||
+		!v.OK {
 		t.Errorf("%+v, %v", v, err)
 	}
 	nothingRuns(t)
@@ -305,7 +306,8 @@ func TestSleepRefuses(t *testing.T) {
 	b := make([]byte, 16)
 	for _, x := range [][]Tensor{
 		{{Name: "a", DType: tensor.BF16, Shape: []int64{9}, Data: b}},
-		{{Name: "a", DType: tensor.U8, Shape: []int64{16}, Data: b}, {Name: "a", DType: tensor.U8, Shape: []int64{16}, Data: make([]byte, 16)}},
+		{{Name: "a", DType: tensor.U8, Shape: []int64{16}, Data: b},
+			{Name: "a", DType: tensor.U8, Shape: []int64{16}, Data: make([]byte, 16)}},
 	} {
 		if _, err := asleep(t, Spec{}, x); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%v: %v", x[0].Shape, err)

@@ -44,7 +44,8 @@ func TestOptions(t *testing.T) {
 	if again := o; o.Key() == (Options{}).Key() || again.Key() != o.Key() {
 		t.Error("keys")
 	}
-	if a, b := (Options{Storage: map[string]string{"a": "b", "c": "d"}}), (Options{Storage: map[string]string{"a": "b\x00c", "d": ""}}); a.Key() == b.Key() {
+	a, b := map[string]string{"a": "b", "c": "d"}, map[string]string{"a": "b\x00c", "d": ""}
+	if (Options{Storage: a}).Key() == (Options{Storage: b}).Key() {
 		t.Error("two options with one key")
 	}
 }

@@ -48,7 +48,8 @@ func TestBatchOrder(t *testing.T) {
 		t.Fatal(err)
 	}
 	got := make([]byte, len(in[0]))
-	if err := g.Copy(cuda.Order{Stream: first}, uint64(uintptr(unsafe.Pointer(&got[0]))), streams[0].Dst, streams[0].Size, true); err != nil {
+	if err := g.Copy(cuda.Order{Stream: first}, uint64(uintptr(unsafe.Pointer(&got[0]))), streams[0].Dst,
+		streams[0].Size, true); err != nil {
 		t.Fatal(err)
 	}
 	if !bytes.Equal(got, in[0]) {
@@ -80,7 +81,8 @@ func TestOtherDevice(t *testing.T) {
 		t.Error(err)
 	}
 	host := make([]byte, 8)
-	if at := g.room(8, 0); driver.DeviceOf(at) != 0 || driver.DeviceOf(uint64(uintptr(unsafe.Pointer(&host[0])))) != -1 {
+	if at := g.room(8, 0); driver.DeviceOf(at) != 0 ||
+		driver.DeviceOf(uint64(uintptr(unsafe.Pointer(&host[0])))) != -1 {
 		t.Error("addresses of other devices than theirs")
 	}
 }
@@ -102,10 +104,12 @@ func TestBatchEveryCallFails(t *testing.T) {
 		defer mem[0].Release()
 		defer mem[1].Release()
 		src := uint64(uintptr(mem[0].Ptr))
-		if err := d.Copy(cuda.Order{Stream: 1, After: []uintptr{2}}, src, uint64(uintptr(unsafe.Pointer(&stored[0][0]))), mem[0].Bytes, true); err != nil {
+		if err := d.Copy(cuda.Order{Stream: 1, After: []uintptr{2}}, src,
+			uint64(uintptr(unsafe.Pointer(&stored[0][0]))), mem[0].Bytes, true); err != nil {
 			return err
 		}
-		s := []cuda.Stream{{Src: src, Stored: mem[0].Bytes, Dst: uint64(uintptr(mem[1].Ptr)), Size: mem[1].Bytes, Chunk: 4096}}
+		s := []cuda.Stream{{Src: src, Stored: mem[0].Bytes, Dst: uint64(uintptr(mem[1].Ptr)), Size: mem[1].Bytes,
+			Chunk: 4096}}
 		if _, err := d.Peek(cuda.Order{}, 0, cuda.FormatX16, s); err != nil {
 			return err
 		}

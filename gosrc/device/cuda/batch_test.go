@@ -123,7 +123,8 @@ func (g *gpu) streams(spec nvcomp.Spec, in, stored [][]byte) []cuda.Stream {
 		off = 8 // so that what is behind the head lies on a multiple of 16
 	}
 	for i := range in {
-		s := cuda.Stream{Kind: cuda.Kind(spec.Kind), Stored: int64(len(stored[i])), Size: int64(len(in[i])), Chunk: spec.Chunk}
+		s := cuda.Stream{Kind: cuda.Kind(spec.Kind), Stored: int64(len(stored[i])), Size: int64(len(in[i])),
+			Chunk: spec.Chunk}
 		if spec.Kind != nvcomp.Native {
 			s.Chunk = max(1, s.Size)
 		}
@@ -150,7 +151,8 @@ func TestBatchX16(t *testing.T) {
 			t.Fatal(err)
 		}
 		for i, p := range peeked {
-			if p.Err != nil || p.Size != streams[i].Size || p.Format != cuda.FormatX16 || p.Size > 0 && p.Chunk != spec.Chunk && spec.Kind == nvcomp.Native {
+			if p.Err != nil || p.Size != streams[i].Size || p.Format != cuda.FormatX16 ||
+				p.Size > 0 && p.Chunk != spec.Chunk && spec.Kind == nvcomp.Native {
 				t.Errorf("%+v: stream %d: %+v", spec, i, p)
 			}
 		}
@@ -224,7 +226,8 @@ func TestBatchEncode(t *testing.T) {
 				chunk = max(1, int64(len(in[i])))
 			}
 			streams = append(streams, cuda.Stream{
-				Src: g.put(in[i], 0), Size: int64(len(in[i])), Dst: g.room(room, 0), Stored: int64(room), Chunk: chunk, Kind: cuda.Kind(spec.Kind), Arg: 1,
+				Src: g.put(in[i], 0), Size: int64(len(in[i])), Dst: g.room(room, 0), Stored: int64(room), Chunk: chunk,
+				Kind: cuda.Kind(spec.Kind), Arg: 1,
 			})
 		}
 		tight := streams[5]
@@ -395,7 +398,8 @@ func TestBatchLarge(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if failures, err := b.Wait(); err != nil || failures[0] != nil || !bytes.Equal(g.get(streams[0].Dst, streams[0].Size), content) {
+		if failures, err := b.Wait(); err != nil || failures[0] != nil ||
+			!bytes.Equal(g.get(streams[0].Dst, streams[0].Size), content) {
 			t.Errorf("%v, %v, or other bytes", failures, err)
 		}
 		g.drop()

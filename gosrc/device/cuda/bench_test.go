@@ -64,7 +64,8 @@ func full(r *rand.Rand, n int) *piece {
 
 // flood submits a piece until total logical bytes went to memory of dst, by that
 // number of workers; before is what a worker does with its slot first.
-func flood(t *testing.T, l *Queue, p *piece, dst device.Memory, total int64, workers int, before func(i int64, s *Slot)) (int64, time.Duration) {
+func flood(t *testing.T, l *Queue, p *piece, dst device.Memory, total int64, workers int,
+	before func(i int64, s *Slot)) (int64, time.Duration) {
 	each := int64(0)
 	for i := range p.jobs {
 		each += int64(p.jobs[i].Chunk.Logical)

@@ -28,7 +28,8 @@ func upload(t *testing.T, d *Device, l *Queue, b []byte) device.Memory {
 			t.Fatal(err)
 		}
 		n := copy(s.Memory(), b[at:])
-		job := []device.DecodeTask{{Chunk: tensor.Chunk{Stored: uint32(n), Logical: uint32(n)}, Dst: unsafe.Add(mem[0].Ptr, at)}}
+		job := []device.DecodeTask{{Chunk: tensor.Chunk{Stored: uint32(n), Logical: uint32(n)},
+			Dst: unsafe.Add(mem[0].Ptr, at)}}
 		if err := l.Submit(s, int64(n), job, func(_ int, err error) {
 			if err != nil {
 				t.Error(err)
@@ -183,7 +184,8 @@ func TestCast(t *testing.T) {
 			}
 		}
 	}
-	if err := l.Cast(t.Context(), device.Memory{}, device.Memory{}, tensor.I8, tensor.F32); !errors.Is(err, errs.ErrNotSupported) {
+	if err := l.Cast(t.Context(), device.Memory{}, device.Memory{}, tensor.I8,
+		tensor.F32); !errors.Is(err, errs.ErrNotSupported) {
 		t.Errorf("from I8: %v", err)
 	}
 }

@@ -88,7 +88,8 @@ func TestChecksums(t *testing.T) {
 						t.Errorf("%s: task %d of %d bytes: %v", name, i, p.jobs[i].Chunk.Stored, err)
 					default:
 						j := &p.jobs[i]
-						want := errs.NewMismatch(j.Chunk.Sum, crc32.Checksum(p.bytes[j.Src:][:j.Chunk.Stored], castagnoli))
+						want := errs.NewMismatch(j.Chunk.Sum, crc32.Checksum(p.bytes[j.Src:][:j.Chunk.Stored],
+							castagnoli))
 						if err.Error() != want.Error() {
 							t.Errorf("%s: task %d: %v, not %v", name, i, err, want)
 						}

@@ -66,7 +66,8 @@ func testDelta(t *testing.T) {
 	a, b := upload(t, d, l, now), upload(t, d, l, base)
 	chunks := make([]DeltaChunk, len(cases))
 	for i, c := range cases {
-		chunks[i] = DeltaChunk{Now: uint64(uintptr(a.Ptr)) + uint64(c.at), Base: uint64(uintptr(b.Ptr)) + uint64(c.at), Bytes: c.bytes, Width: c.width}
+		chunks[i] = DeltaChunk{Now: uint64(uintptr(a.Ptr)) + uint64(c.at), Base: uint64(uintptr(b.Ptr)) + uint64(c.at),
+			Bytes: c.bytes, Width: c.width}
 	}
 	if err := d.EncodeDelta(t.Context(), Order{Stream: 1}, chunks, func(int64) {}); err != nil {
 		t.Fatal(err)
@@ -134,7 +135,8 @@ func TestHostileDelta(t *testing.T) {
 	if len(bytes.Trim(got[:guard], "\x00")) != 0 || len(bytes.Trim(got[n+guard:], "\x00")) != 0 {
 		t.Error("bytes beside the tensor were changed")
 	}
-	bad := []DeltaChunk{{Now: chunks[0].Now + 1, Bytes: 8, Width: 4}, {Now: chunks[0].Now, Bytes: 7, Width: 2}, {Now: chunks[0].Now, Bytes: 8, Width: 3}}
+	bad := []DeltaChunk{{Now: chunks[0].Now + 1, Bytes: 8, Width: 4}, {Now: chunks[0].Now, Bytes: 7, Width: 2},
+		{Now: chunks[0].Now, Bytes: 8, Width: 3}}
 	for i := range bad {
 		if err := d.ApplyDelta(Order{Stream: 1}, bad[i:i+1]); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%+v: %v", bad[i], err)

@@ -28,7 +28,8 @@ func TestDigestOrder(t *testing.T) {
 		t.Fatal(err)
 	}
 	views := []digest.View{digest.Contiguous(uint64(uintptr(mem[0].Ptr)), 1<<16)}
-	for v, on := range map[byte]Order{1: {Stream: first}, 2: {Stream: second, After: []uintptr{first}}, 3: {Stream: 1, After: []uintptr{second, first}}} {
+	for v, on := range map[byte]Order{1: {Stream: first}, 2: {Stream: second, After: []uintptr{first}},
+		3: {Stream: 1, After: []uintptr{second, first}}} {
 		cudatest.Fill(mem[0].Ptr, mem[0].Bytes, v, first)
 		got, err := d.Digest(on, views)
 		if err != nil {

@@ -55,7 +55,8 @@ func TestDigest(t *testing.T) {
 			}
 		}
 	}
-	if got, err := d.Digest(Order{Stream: 1}, []digest.View{{Item: 2, Shape: []int64{0}, Strides: []int64{2}}}); err != nil || got[0] != digest.Of(nil) {
+	if got, err := d.Digest(Order{Stream: 1}, []digest.View{{Item: 2, Shape: []int64{0},
+		Strides: []int64{2}}}); err != nil || got[0] != digest.Of(nil) {
 		t.Error(got, err)
 	}
 	if _, err := d.Digest(Order{Stream: 1}, []digest.View{{Address: views[0].Address, Item: 5}}); err == nil {

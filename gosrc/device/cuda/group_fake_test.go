@@ -14,7 +14,8 @@ func TestSubmitAllShares(t *testing.T) {
 	r := random(t)
 	d, q := open(t, groupSlots+6, 192<<10)
 	events := orders(t, d)
-	for _, c := range []struct{ slots, others, kernels int }{{1, 0, 1}, {groupSlots, 0, 1}, {groupSlots + 1, 0, 2}, {3, 3, 2}} {
+	for _, c := range []struct{ slots, others, kernels int }{{1, 0, 1}, {groupSlots, 0, 1}, {groupSlots + 1, 0, 2},
+		{3, 3, 2}} {
 		var pieces []Filled
 		for i := range c.slots + c.others {
 			k := 0

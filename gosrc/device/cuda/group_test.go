@@ -96,7 +96,8 @@ func TestSubmitAll(t *testing.T) {
 		var pieces []Filled
 		for range 1 + r.IntN(groupSlots+6) {
 			k := 2 * (r.IntN(8) / 7) // now and then the other order
-			p, piece := sending(t, d, q, r, []int{alike, alike, alike, alike, scattered, encoded}[r.IntN(6)], events[k], events[k+1])
+			p, piece := sending(t, d, q, r, []int{alike, alike, alike, alike, scattered, encoded}[r.IntN(6)], events[k],
+				events[k+1])
 			all, pieces = append(all, p), append(pieces, piece)
 		}
 		if err := q.SubmitAll(pieces); err != nil {

@@ -47,7 +47,8 @@ func TestLoose(t *testing.T) {
 			want = append(want, bytes.Repeat([]byte{0xee}, gap[1])...)
 			at = append(at, len(want))
 			want = append(want, b...)
-			tasks = append(tasks, device.DecodeTask{Chunk: tensor.Chunk{Codec: tensor.CodecRaw, Stored: uint32(len(b)), Logical: uint32(len(b))}, Src: uint32(len(bytesOf) - len(b))})
+			tasks = append(tasks, device.DecodeTask{Chunk: tensor.Chunk{Codec: tensor.CodecRaw, Stored: uint32(len(b)),
+				Logical: uint32(len(b))}, Src: uint32(len(bytesOf) - len(b))})
 		}
 		mem, err := d.Alloc([]int64{int64(len(want))})
 		if err != nil {
@@ -135,7 +136,8 @@ func TestLooseOrder(t *testing.T) {
 		var tasks []device.DecodeTask
 		for i := range 4 { // more than fewRaw: without Loose by a kernel
 			c := tensor.Chunk{Codec: tensor.CodecRaw, Stored: 1024, Logical: 1024}
-			tasks = append(tasks, device.DecodeTask{Chunk: c, Src: uint32(1024 * i), Dst: unsafe.Add(mem[0].Ptr, 1024*i)})
+			tasks = append(tasks, device.DecodeTask{Chunk: c, Src: uint32(1024 * i),
+				Dst: unsafe.Add(mem[0].Ptr, 1024*i)})
 			copy(s.Memory()[1024*i:], bytes.Repeat([]byte{byte(n + 1)}, 1024))
 		}
 		cudatest.History()

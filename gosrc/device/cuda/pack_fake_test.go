@@ -25,7 +25,8 @@ func TestSumFake(t *testing.T) {
 		t.Fatal(err)
 	}
 	const chunk = 8192
-	for _, n := range []int{8, 240, 241, 1000, 1024, 1025, 8191, 8192, 8200, 8192 + 63, 3 * chunk, 50_000 + r.IntN(1000)} {
+	for _, n := range []int{8, 240, 241, 1000, 1024, 1025, 8191, 8192, 8200, 8192 + 63, 3 * chunk,
+		50_000 + r.IntN(1000)} {
 		mem, err := d.Alloc([]int64{int64(n)})
 		if err != nil {
 			t.Fatal(err)
@@ -34,7 +35,8 @@ func TestSumFake(t *testing.T) {
 		copy(data, random8(r, n))
 		var rows []Packed
 		for off := 0; off < n; off += chunk {
-			one := Packed{Src: uint64(uintptr(unsafe.Pointer(&data[off]))), N: int64(min(chunk, n-off)), Transform: 1, Hash: true}
+			one := Packed{Src: uint64(uintptr(unsafe.Pointer(&data[off]))), N: int64(min(chunk, n-off)), Transform: 1,
+				Hash: true}
 			if off+chunk >= n {
 				one.Tail = blocksum.Tail(int64(n))
 			}
@@ -58,7 +60,8 @@ func TestSumFake(t *testing.T) {
 			s.Add(sums)
 		}
 		want := xxh3.Hash128(data)
-		if high, low, ok := s.Finish(tail); !ok || high != want.Hi || low != want.Lo || !bytes.Equal(tail, data[n-len(tail):]) {
+		if high, low, ok := s.Finish(tail); !ok || high != want.Hi || low != want.Lo ||
+			!bytes.Equal(tail, data[n-len(tail):]) {
 			t.Errorf("%d bytes: %x %x (%v), want %x %x", n, high, low, ok, want.Hi, want.Lo)
 		}
 		mem[0].Release()

@@ -48,7 +48,9 @@ func TestWorkers(t *testing.T) {
 				}
 				copy(s.Memory(), mine.bytes)
 				landed := make(chan error, len(mine.jobs))
-				if err := l.Submit(s, int64(len(mine.bytes)), mine.jobs, func(_ int, err error) { landed <- err }); err != nil {
+				if err := l.Submit(s, int64(len(mine.bytes)), mine.jobs, func(_ int, err error) {
+					landed <- err
+				}); err != nil {
 					t.Error(err)
 					return
 				}
@@ -82,7 +84,8 @@ func TestQueueIsReshaped(t *testing.T) {
 	fine, fineSize := FineRing()
 	finest, finestSize := FinestRing()
 	for _, cut := range [][2]int64{{int64(fine), fineSize}, {int64(finest), finestSize}} {
-		if cut[0] <= int64(slots) || cut[1] >= size || cut[0]*slotStride(cut[1]) > int64(ring.divided)*slotStride(size) {
+		if cut[0] <= int64(slots) || cut[1] >= size ||
+			cut[0]*slotStride(cut[1]) > int64(ring.divided)*slotStride(size) {
 			t.Errorf("%d slots of %d of a finer ring, %d of %d for files", cut[0], cut[1], slots, size)
 		}
 	}
@@ -113,7 +116,8 @@ func TestQueueIsReshaped(t *testing.T) {
 			}
 		}
 		for k, s := range all {
-			if int64(len(s.Memory())) < cut.size || s.Memory()[0] != byte(k) || s.Memory()[len(s.Memory())-1] != byte(k) {
+			if int64(len(s.Memory())) < cut.size || s.Memory()[0] != byte(k) ||
+				s.Memory()[len(s.Memory())-1] != byte(k) {
 				t.Errorf("slot %d of %d bytes is not its own", k, len(s.Memory()))
 			}
 			l.Put(s)

@@ -61,7 +61,8 @@ func (p *piece) coded(data []byte, transform uint8) bool {
 	var e x16.Encoder
 	stored, tiles, ok := e.Encode(nil, data, transform)
 	if ok {
-		p.add(stored, tensor.Chunk{Codec: tensor.CodecX16, Transform: transform, SegTiles: tiles, Logical: uint32(len(data))}, nil, data)
+		p.add(stored, tensor.Chunk{Codec: tensor.CodecX16, Transform: transform, SegTiles: tiles,
+			Logical: uint32(len(data))}, nil, data)
 	}
 	return ok
 }
@@ -151,7 +152,10 @@ func (p *piece) send(t testing.TB, d *Device, l *Queue, shift int64, fill func(d
 	fill(s)
 	failures := make([]error, len(p.jobs))
 	calls := make([]int, len(p.jobs))
-	if err := l.Submit(s, int64(len(p.bytes)), p.jobs, func(i int, err error) { failures[i] = err; calls[i]++ }); err != nil {
+	if err := l.Submit(s, int64(len(p.bytes)), p.jobs, func(i int, err error) {
+		failures[i] = err
+		calls[i]++
+	}); err != nil {
 		t.Fatal(err)
 	}
 	if err := l.Drain(context.Background()); err != nil {
@@ -273,7 +277,8 @@ func TestViews(t *testing.T) {
 			n := 1 + r.Int64N(int64(len(part))-at)
 			r0 := r.Int64N(rows)
 			c0 := col + r.Int64N(row)
-			v := &device.View{At: at, Row: row, Col: col, Row0: r0, Row1: r0 + 1 + r.Int64N(rows-r0), Col0: c0, Col1: c0 + 1 + r.Int64N(col+row-c0)}
+			v := &device.View{At: at, Row: row, Col: col, Row0: r0, Row1: r0 + 1 + r.Int64N(rows-r0), Col0: c0,
+				Col1: c0 + 1 + r.Int64N(col+row-c0)}
 			data := part[at : at+n]
 			kept := 0
 			v.Runs(n, func(_, _, n int64) { kept += int(n) })
@@ -318,7 +323,8 @@ func TestRounds(t *testing.T) {
 		t.Fatal("zeros do not compress")
 	}
 	for range 5 {
-		p.add(stored, tensor.Chunk{Codec: tensor.CodecX16, Transform: x16.E5M2, SegTiles: 1, Logical: 1 << 20}, nil, zeros)
+		p.add(stored, tensor.Chunk{Codec: tensor.CodecX16, Transform: x16.E5M2, SegTiles: 1, Logical: 1 << 20}, nil,
+			zeros)
 	}
 	// Thousands of chunks.
 	var small piece
@@ -403,7 +409,8 @@ func TestRefused(t *testing.T) {
 	p.jobs[3].Chunk.Codec = 7
 	p.jobs[4].Chunk.Logical++
 	failures := p.run(t, d, l, 0)
-	for i, class := range []error{nil, errs.ErrCorrupt, errs.ErrArgument, errs.ErrNotSupported, errs.ErrCorrupt, nil, nil} {
+	for i, class := range []error{nil, errs.ErrCorrupt, errs.ErrArgument, errs.ErrNotSupported, errs.ErrCorrupt, nil,
+		nil} {
 		if !errors.Is(failures[i], class) {
 			t.Errorf("job %d: %v, want %v", i, failures[i], class)
 		}

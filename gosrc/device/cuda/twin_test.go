@@ -27,7 +27,8 @@ const page = 4096
 func fenced(t testing.TB, n int, far bool) fence {
 	t.Helper()
 	room := (n + page - 1) / page * page
-	all, err := syscall.Mmap(-1, 0, room+2*page, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_PRIVATE|syscall.MAP_ANON)
+	all, err := syscall.Mmap(-1, 0, room+2*page, syscall.PROT_READ|syscall.PROT_WRITE,
+		syscall.MAP_PRIVATE|syscall.MAP_ANON)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -63,7 +64,8 @@ func twinOne(t testing.TB, kernel string, src []byte, room int, arg uint32) (out
 		defer in[i].free()
 		defer to[i].free()
 		copy(in[i].bytes, src)
-		items[i] = twinItem{src: in[i].addr(), srcLen: uint64(len(src)), dst: to[i].addr(), dstCap: uint64(room), status: 77, arg: arg}
+		items[i] = twinItem{src: in[i].addr(), srcLen: uint64(len(src)), dst: to[i].addr(), dstCap: uint64(room),
+			status: 77, arg: arg}
 	}
 	runTwin(kernel, items[:])
 	a, b := items[0], items[1]

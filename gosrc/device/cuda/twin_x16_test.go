@@ -28,7 +28,8 @@ func sameChunk(t testing.TB, data []byte, transform uint8) (stored []byte, tiles
 			dst = fenced(t, room, room%16 == 0)
 		}
 		copy(src.bytes, data)
-		item := []twinItem{{src: src.addr(), srcLen: uint64(len(data)), dst: dst.addr(), dstCap: uint64(len(dst.bytes)), arg: uint32(transform)}}
+		item := []twinItem{{src: src.addr(), srcLen: uint64(len(data)), dst: dst.addr(), dstCap: uint64(len(dst.bytes)),
+			arg: uint32(transform)}}
 		if far == 1 { // the lanes in the other order
 			item = append([]twinItem{{status: 9}}, item...)
 		}
@@ -104,7 +105,8 @@ func TestTwinEncode(t *testing.T) {
 // Both lie behind a fence, and the destination before one if it can.
 func twinX16(t testing.TB, stored []byte, room int, arg uint32) ([]byte, uint32) {
 	t.Helper()
-	head := []byte{1, byte(arg), byte(arg >> 16), byte(arg >> 24), byte(room), byte(room >> 8), byte(room >> 16), byte(room >> 24)}
+	head := []byte{1, byte(arg), byte(arg >> 16), byte(arg >> 24), byte(room), byte(room >> 8), byte(room >> 16),
+		byte(room >> 24)}
 	block := append(head, stored...)
 	end := len(stored)%16 == 0 // then eight bytes before a multiple of 16 is where it begins
 	src, dst := fenced(t, len(block)+8, end), fenced(t, room, room%16 == 0)

@@ -24,7 +24,8 @@ func opened(t *testing.T, r *rand.Rand, sizes ...int64) (*file.File, *tensor.Sou
 	var entries []safetensors.Entry
 	end := int64(0)
 	for i, n := range sizes {
-		entries = append(entries, safetensors.Entry{Name: fmt.Sprint(i), DType: tensor.U8, Shape: []int64{n}, Begin: end, End: end + n})
+		entries = append(entries, safetensors.Entry{Name: fmt.Sprint(i), DType: tensor.U8, Shape: []int64{n},
+			Begin: end, End: end + n})
 		end += n
 	}
 	b, err := safetensors.AppendHeader(nil, nil, entries, 8)
@@ -193,7 +194,8 @@ func TestHashEnds(t *testing.T) {
 		t.Errorf("passed to what was cancelled: %v", err)
 	}
 	none := (*File)(nil)
-	if h, err := none.Hashing(), none.Hash(ctx, nil, 1); h.Done() != nil || err != nil || h.Await(h.Pass("0", nil)) != nil {
+	if h, err := none.Hashing(), none.Hash(ctx, nil, 1); h.Done() != nil || err != nil ||
+		h.Await(h.Pass("0", nil)) != nil {
 		t.Errorf("nothing to hash: %v", err)
 	}
 	if left := spawn.Left(); len(left) > 0 {

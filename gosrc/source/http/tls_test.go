@@ -57,7 +57,8 @@ func makeCerts(t *testing.T) certs {
 	authority := func(name string) *x509.Certificate {
 		c := &x509.Certificate{SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: name}, IsCA: true,
 			BasicConstraintsValid: true,
-			NotBefore:             time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour), KeyUsage: x509.KeyUsageCertSign}
+			NotBefore:             time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+			KeyUsage: x509.KeyUsageCertSign}
 		b, err := x509.CreateCertificate(rand.Reader, c, c, key.Public(), key)
 		if err != nil {
 			t.Fatal(err)

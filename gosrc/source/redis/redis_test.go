@@ -178,7 +178,8 @@ func TestRefusals(t *testing.T) {
 	if !errors.Is(err, errs.ErrPermission) || strings.Contains(err.Error(), "lost") {
 		t.Error("a user who may not ask what is there:", err)
 	}
-	if b, err := get(at+"m", source.Options{Env: map[string]string{"REDISCLI_AUTH": sourcetest.RedisPassword}}); err != nil || len(b) != 1000 {
+	env := map[string]string{"REDISCLI_AUTH": sourcetest.RedisPassword}
+	if b, err := get(at+"m", source.Options{Env: env}); err != nil || len(b) != 1000 {
 		t.Error("REDISCLI_AUTH:", err)
 	}
 }

@@ -62,7 +62,9 @@ func NewWorld(t testing.TB) *World {
 		if err != nil {
 			t.Skipf("no server at %s: %v", ip, err)
 		}
-		s := httptest.NewUnstartedServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) { w.answer(name, rw, r) }))
+		s := httptest.NewUnstartedServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+			w.answer(name, rw, r)
+		}))
 		_ = s.Listener.Close()
 		s.Listener, s.Config.ErrorLog = l, log.New(io.Discard, "", 0)
 		if strings.HasPrefix(name, "tls") {

@@ -60,7 +60,8 @@ func (s *suite) reads(t *testing.T) {
 	if src.Size() != int64(n) {
 		t.Fatalf("size %d, want %d", src.Size(), n)
 	}
-	for _, c := range []struct{ off, n int }{{0, 0}, {0, 1}, {0, n}, {n, 0}, {n - 1, 1}, {4095, 4098}, {65537, 131071}} {
+	for _, c := range []struct{ off, n int }{{0, 0}, {0, 1}, {0, n}, {n, 0}, {n - 1, 1}, {4095, 4098},
+		{65537, 131071}} {
 		p := make([]byte, c.n)
 		if err := src.ReadAt(context.Background(), p, int64(c.off)); err != nil {
 			t.Fatalf("%d bytes at %d: %v", c.n, c.off, err)
@@ -92,7 +93,8 @@ func (s *suite) parallel(t *testing.T) {
 			p := make([]byte, 1000)
 			for i := range 50 {
 				off := (g*7919 + i*4999) % (len(s.data) - len(p))
-				if err := src.ReadAt(context.Background(), p, int64(off)); err != nil || !bytes.Equal(p, s.data[off:off+len(p)]) {
+				if err := src.ReadAt(context.Background(), p, int64(off)); err != nil ||
+					!bytes.Equal(p, s.data[off:off+len(p)]) {
 					t.Errorf("at %d: %v", off, err)
 				}
 			}
@@ -181,17 +183,20 @@ func (s *suite) facts(t *testing.T) {
 	if got != s.is {
 		t.Errorf("it says %+v, and is %+v", got, s.is)
 	}
-	if (f.Ranges != nil) != (f.RangeBytes > 0) || f.Ranges != nil && (f.Ranges.AtOnce() < 1 || f.Ranges.AtOnce() > f.Concurrency) {
+	if (f.Ranges != nil) != (f.RangeBytes > 0) ||
+		f.Ranges != nil && (f.Ranges.AtOnce() < 1 || f.Ranges.AtOnce() > f.Concurrency) {
 		t.Errorf("ranges of %d bytes, %v, of %d reads at once", f.RangeBytes, f.Ranges, f.Concurrency)
 	}
 	if f.Concurrency < 0 || f.Remote && f.File == nil && f.Concurrency == 0 || f.Settled && !f.Identity.Known() {
 		t.Errorf("%d reads at once, settled %v of %+v", f.Concurrency, f.Settled, f.Identity)
 	}
-	if again := src.Facts(); again.Identity != f.Identity || again.Concurrency != f.Concurrency || again.RangeBytes != f.RangeBytes || again.Remote != f.Remote {
+	if again := src.Facts(); again.Identity != f.Identity || again.Concurrency != f.Concurrency ||
+		again.RangeBytes != f.RangeBytes || again.Remote != f.Remote {
 		t.Errorf("%+v, and then %+v", f, again)
 	}
 	only := f.ReadAtOnly()
-	if only.File != nil || only.View != nil || only.Ranges != nil || only.RangeBytes != 0 || only.Remote != f.Remote || only.Identity != f.Identity {
+	if only.File != nil || only.View != nil || only.Ranges != nil || only.RangeBytes != 0 || only.Remote != f.Remote ||
+		only.Identity != f.Identity {
 		t.Errorf("what remains is %+v", only)
 	}
 }
@@ -233,7 +238,8 @@ func (s *suite) ways(t *testing.T) {
 			if err := src.ReadAt(context.Background(), p, 0); err != nil || !bytes.Equal(p, s.data) {
 				t.Errorf("%s: %v, or other bytes", how, err)
 			}
-			if direct := f.File.DirectBytes(); depth < 0 || direct < 0 || direct > n || how == "buffered" && (depth != 0 || direct != 0) {
+			if direct := f.File.DirectBytes(); depth < 0 || direct < 0 || direct > n ||
+				how == "buffered" && (depth != 0 || direct != 0) {
 				t.Errorf("%s: %d reads in flight, %d bytes by direct I/O", how, depth, direct)
 			}
 		}
@@ -275,7 +281,8 @@ func (s *suite) states(t *testing.T) {
 	if !s.is.Known {
 		return
 	}
-	if id := f.Identity; id.Size != src.Size() || (id.Object == "") != (id.Pin == "") || (id.Object == "") != (id.Inode != 0) || f.File != nil && id.Inode == 0 {
+	if id := f.Identity; id.Size != src.Size() || (id.Object == "") != (id.Pin == "") ||
+		(id.Object == "") != (id.Inode != 0) || f.File != nil && id.Inode == 0 {
 		t.Errorf("%+v of %d bytes", f.Identity, src.Size())
 	}
 	other := s.open(t, append([]byte{'x'}, s.data...))
