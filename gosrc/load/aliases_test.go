@@ -54,7 +54,8 @@ func aliased(t *testing.T, r *rand.Rand) (string, map[string][]byte) {
 		}
 		holder := len(items)
 		for at := range 1 + r.IntN(4) {
-			it := overwire.Item{Name: fmt.Sprintf("%02d.%d", k, at), DType: d, Shape: otherShape(r, n), ChunkBytes: 4096 << r.IntN(4)}
+			it := overwire.Item{Name: fmt.Sprintf("%02d.%d", k, at), DType: d, Shape: otherShape(r, n),
+				ChunkBytes: 4096 << r.IntN(4)}
 			if at > 0 {
 				it.Alias = holder + 1
 			} else {
@@ -258,13 +259,16 @@ func TestUnplanned(t *testing.T) {
 	s := l.shapeLoad(reqs)
 	s.plan.Left[0] = 0
 	var at *errs.At
-	if err := l.landMapped(l.job, s); !errors.Is(err, errs.ErrEngine) || !errors.As(err, &at) || at.Tensor != "a.t0" || l.job.Tensors.Load() != 0 {
+	if err := l.landMapped(l.job, s); !errors.Is(err, errs.ErrEngine) || !errors.As(err, &at) || at.Tensor != "a.t0" ||
+		l.job.Tensors.Load() != 0 {
 		t.Errorf("%v, %d landed", err, l.job.Tensors.Load())
 	}
 	ix := &tensor.Index{Sources: []tensor.Source{{URI: "f"}}, Tensors: []tensor.Tensor{
-		{Name: "in parts", DType: tensor.U8, Shape: []int64{64, 128}, Bytes: 8192, Alias: -1, Parts: 2, ChunkBytes: 4096, Count: 2},
+		{Name: "in parts", DType: tensor.U8, Shape: []int64{64, 128}, Bytes: 8192, Alias: -1, Parts: 2,
+			ChunkBytes: 4096, Count: 2},
 		{Name: "flat", DType: tensor.U8, Shape: []int64{8192}, Bytes: 8192, Alias: 0}}}
-	if _, err := plan.Check(ix, []Request{{Tensor: 1, Hi0: plan.Whole, Hi1: plan.Whole}}); !errors.Is(err, errs.ErrEngine) || !errors.As(err, &at) || at.Tensor != "flat" {
+	if _, err := plan.Check(ix, []Request{{Tensor: 1, Hi0: plan.Whole,
+		Hi1: plan.Whole}}); !errors.Is(err, errs.ErrEngine) || !errors.As(err, &at) || at.Tensor != "flat" {
 		t.Errorf("%v", err)
 	}
 }
@@ -293,7 +297,8 @@ func TestAliasesOfPartsDamage(t *testing.T) {
 	}
 	defer l.Close()
 	var at *errs.At
-	if _, err := l.Job().Wait(-1); !errors.Is(err, errs.ErrCorrupt) || !errors.As(err, &at) || at.Tensor != "a" || at.Chunk != 5 || at.Offset != c.Off {
+	if _, err := l.Job().Wait(-1); !errors.Is(err, errs.ErrCorrupt) || !errors.As(err, &at) || at.Tensor != "a" ||
+		at.Chunk != 5 || at.Offset != c.Off {
 		t.Errorf("%v", err)
 	}
 }

@@ -104,7 +104,8 @@ func TestLoad(t *testing.T) {
 			}
 			for i := range want {
 				mem, shape, _, ok := l.Take(i)
-				if !ok || !bytes.Equal(mem.Slice(), want[i]) || fmt.Sprint(shape) != fmt.Sprint(l.model.ix.Tensors[i].Shape) {
+				if !ok || !bytes.Equal(mem.Slice(), want[i]) ||
+					fmt.Sprint(shape) != fmt.Sprint(l.model.ix.Tensors[i].Shape) {
 					t.Fatalf("tensor %d: %v %v", i, ok, shape)
 				}
 				if _, _, _, ok := l.Take(i); ok {
@@ -177,7 +178,8 @@ func TestStartRefuses(t *testing.T) {
 			t.Errorf("device %q: %v", name, err)
 		}
 	}
-	if _, err := m.Start(nil, Options{Device: "cuda:4096"}); !errors.Is(err, errs.ErrDevice) && !errors.Is(err, errs.ErrNotSupported) {
+	if _, err := m.Start(nil, Options{Device: "cuda:4096"}); !errors.Is(err, errs.ErrDevice) &&
+		!errors.Is(err, errs.ErrNotSupported) {
 		t.Errorf("cuda:4096: %v", err)
 	}
 	m.Close()

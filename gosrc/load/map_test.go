@@ -170,8 +170,10 @@ func TestSpans(t *testing.T) {
 		added    bool
 		left     int
 	}{
-		{10, 20, true, 1}, {10, 20, false, 1}, {19, 30, false, 1}, {5, 11, false, 1}, {0, 40, false, 1}, {12, 13, false, 1},
-		{30, 40, true, 2}, {20, 30, true, 1}, {0, 5, true, 2}, {5, 10, true, 1}, {50, 51, true, 2}, {40, 49, true, 2}, {49, 50, true, 1},
+		{10, 20, true, 1}, {10, 20, false, 1}, {19, 30, false, 1}, {5, 11, false, 1}, {0, 40, false, 1},
+		{12, 13, false, 1},
+		{30, 40, true, 2}, {20, 30, true, 1}, {0, 5, true, 2}, {5, 10, true, 1}, {50, 51, true, 2}, {40, 49, true, 2},
+		{49, 50, true, 1},
 	} {
 		if s.addRange(c.from, c.to) != c.added || len(s) != c.left {
 			t.Fatalf("%d: %v", i, s)

@@ -18,7 +18,8 @@ func TestOutlookFake(t *testing.T) {
 	path := t.TempDir() + "/m.safetensors"
 	var in []save.Input
 	for _, d := range []tensor.DType{tensor.BF16, tensor.F32, tensor.U8, tensor.F64} {
-		in = append(in, save.Input{Name: d.String(), DType: d, Shape: []int64{300, 100}, Data: make([]byte, 300*100*d.Bits()/8)})
+		in = append(in, save.Input{Name: d.String(), DType: d, Shape: []int64{300, 100},
+			Data: make([]byte, 300*100*d.Bits()/8)})
 	}
 	if _, err := save.Write(t.Context(), job.New("save"), save.Spec{Path: path, Compress: true}, in); err != nil {
 		t.Fatal(err)
@@ -37,7 +38,8 @@ func TestOutlookFake(t *testing.T) {
 		}
 		landed += mem.Bytes
 		// F64 is cast by the caller: what lands is twice what stays.
-		if stays := 300 * 100 * int64(d.Bits()/8) / map[bool]int64{true: 2, false: 1}[d == tensor.F64]; o.Bytes[i] != stays {
+		if stays := 300 * 100 * int64(d.Bits()/8) / map[bool]int64{true: 2,
+			false: 1}[d == tensor.F64]; o.Bytes[i] != stays {
 			t.Errorf("%q: %d bytes, foretold %d", x.Name, stays, o.Bytes[i])
 		}
 		mem.Release()

@@ -20,7 +20,8 @@ func TestOutlookStages(t *testing.T) {
 		name string
 		spec Spec
 		none bool
-	}{{"mapped", Spec{URIs: []string{plain}}, true}, {"read", Spec{URIs: []string{plain}, Map: &off}, false}, {"compressed", Spec{URIs: []string{stored}}, false}} {
+	}{{"mapped", Spec{URIs: []string{plain}}, true}, {"read", Spec{URIs: []string{plain}, Map: &off}, false},
+		{"compressed", Spec{URIs: []string{stored}}, false}} {
 		m := opened(t, c.spec)
 		o, err := m.Outlook(nil, Prospect{Device: "cpu"})
 		if err != nil {
@@ -39,7 +40,8 @@ func TestOutlookStages(t *testing.T) {
 		l, rep := ended(t, m, Options{Device: "cpu"})
 		l.Close()
 		// Slots are rounded to pages, a queue to huge ones.
-		if ring := rep.Stages.RingBytes; (o.Staging == 0) != (ring == 0) || (o.Staging == 0) != c.none || o.Staging > ring || ring > o.Staging+4<<20 {
+		if ring := rep.Stages.RingBytes; (o.Staging == 0) != (ring == 0) || (o.Staging == 0) != c.none ||
+			o.Staging > ring || ring > o.Staging+4<<20 {
 			t.Errorf("%s: a ring of %d bytes, foretold %d", c.name, ring, o.Staging)
 		}
 	}

@@ -26,7 +26,8 @@ func packed(t testing.TB) (string, [][]byte) {
 		want = append(want, b)
 		in = append(in, save.Input{Name: name, DType: tensor.U8, Shape: []int64{400, 1000}, Data: b})
 	}
-	if _, err := save.Write(t.Context(), job.New("save"), save.Spec{Path: path, Compress: true, ChunkBytes: 64 << 10}, in); err != nil {
+	if _, err := save.Write(t.Context(), job.New("save"), save.Spec{Path: path, Compress: true, ChunkBytes: 64 << 10},
+		in); err != nil {
 		t.Fatal(err)
 	}
 	return path, want
@@ -122,7 +123,8 @@ func TestPinFails(t *testing.T) {
 	m := opened(t, Spec{URIs: []string{path}})
 	for range 2 {
 		var at *errs.At
-		if err := pin(t, m); !errors.Is(err, errs.ErrCorrupt) || !errors.As(err, &at) || at.Tensor != "b" || at.Chunk != 2 || at.Offset != c.Off || at.Source != path {
+		if err := pin(t, m); !errors.Is(err, errs.ErrCorrupt) || !errors.As(err, &at) || at.Tensor != "b" ||
+			at.Chunk != 2 || at.Offset != c.Off || at.Source != path {
 			t.Fatalf("damaged: %v", err)
 		}
 	}

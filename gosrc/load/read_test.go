@@ -39,7 +39,8 @@ func TestReadWays(t *testing.T) {
 			t.Errorf("%s: %d bytes by direct I/O", how, rep.DirectIO)
 		}
 		l.Close()
-		s, err := m.Start([]Request{{Tensor: 3, Lo0: 17, Hi0: 113, Hi1: -1}, {Tensor: 3, Hi0: -1, Lo1: 5000, Hi1: 9999}}, Options{Read: how})
+		s, err := m.Start([]Request{{Tensor: 3, Lo0: 17, Hi0: 113, Hi1: -1},
+			{Tensor: 3, Hi0: -1, Lo1: 5000, Hi1: 9999}}, Options{Read: how})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -209,7 +210,8 @@ func TestExpectOnce(t *testing.T) {
 	srcs := []source.Source{&asked{}, &asked{}, &asked{}}
 	p := &plan.Plan{Pieces: []plan.Piece{{Source: 0}, {Source: 2}, {Source: 0}, {Source: 2}, {Source: 2}}}
 	files, depth := Expect(srcs, p, false, "auto")
-	if len(files) != 2 || files[0] != source.File(srcs[0].(*asked)) || files[1] != source.File(srcs[2].(*asked)) || depth != 3 {
+	if len(files) != 2 || files[0] != source.File(srcs[0].(*asked)) || files[1] != source.File(srcs[2].(*asked)) ||
+		depth != 3 {
 		t.Errorf("%d files, %d reads in flight", len(files), depth)
 	}
 	for i, want := range []int{1, 0, 1} {
@@ -235,7 +237,8 @@ func TestWrittenInPlace(t *testing.T) {
 			_, err = l.Job().Wait(-1)
 			return err
 		}
-		if err := errors.Join(os.Chmod(path, 0o640), os.Link(path, path+"2"), loaded(), os.Remove(path), loaded()); err != nil {
+		if err := errors.Join(os.Chmod(path, 0o640), os.Link(path, path+"2"), loaded(), os.Remove(path),
+			loaded()); err != nil {
 			t.Errorf("mapped %v: a file that was not written to: %v", mapped, err)
 		}
 		f, err := os.OpenFile(path+"2", os.O_RDWR, 0)
@@ -244,7 +247,9 @@ func TestWrittenInPlace(t *testing.T) {
 		}
 		st, _ := f.Stat()
 		_, err = f.WriteAt(want[1], st.Size()-10)
-		if err := errors.Join(err, f.Close(), os.Chtimes(path+"2", time.Now(), time.Now().Add(time.Second))); err != nil { // its clock may not have ticked
+		// Its clock may not have ticked.
+		if err := errors.Join(err, f.Close(), os.Chtimes(path+"2", time.Now(),
+			time.Now().Add(time.Second))); err != nil {
 			t.Fatal(err)
 		}
 		j, err := pinned.Pin(Options{})

@@ -50,7 +50,8 @@ func TestSeveral(t *testing.T) {
 		t.Error("a file is open, and no model is")
 	}
 	var at *errs.At
-	if _, err := Several([]*Model{opened(t, Spec{URIs: []string{third}}), models[1]}); !errors.Is(err, errs.ErrArgument) || !errors.As(err, &at) || at.Source != second {
+	if _, err := Several([]*Model{opened(t, Spec{URIs: []string{third}}),
+		models[1]}); !errors.Is(err, errs.ErrArgument) || !errors.As(err, &at) || at.Source != second {
 		t.Errorf("a closed model: %v", err)
 	}
 	settled(t)

@@ -40,7 +40,8 @@ func smaller(t *testing.T) (string, []save.Input) {
 	for i := range noise {
 		noise[i] = byte(r.Uint32())
 	}
-	in := []save.Input{floats("a", tensor.BF16, 1500, 1001), floats("b", tensor.F32, 300, 77), floats("c", tensor.BF16, 3, 5),
+	in := []save.Input{floats("a", tensor.BF16, 1500, 1001), floats("b", tensor.F32, 300, 77),
+		floats("c", tensor.BF16, 3, 5),
 		{Name: "d", DType: tensor.U8, Shape: []int64{70_001}, Data: noise}, floats("e", tensor.F32, 1100, 1000)}
 	for i := range 12 { // small neighbours, which share a read
 		in = append(in, floats(string(rune('f'+i)), tensor.BF16, 60, 64))
@@ -85,7 +86,8 @@ func TestUnpacked(t *testing.T) {
 		}
 		l.Close()
 		at := find(0, "a")
-		s, err := m.Start([]Request{{Tensor: int64(at), Lo0: 17, Hi0: 913, Hi1: -1}, {Tensor: int64(at), Hi0: -1, Lo1: 500, Hi1: 999}}, Options{})
+		s, err := m.Start([]Request{{Tensor: int64(at), Lo0: 17, Hi0: 913, Hi1: -1},
+			{Tensor: int64(at), Hi0: -1, Lo1: 500, Hi1: 999}}, Options{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -140,7 +142,8 @@ func TestUnpackedDamage(t *testing.T) {
 	defer l.Close()
 	_, err = l.Job().Wait(-1)
 	var at *errs.At
-	if !errors.Is(err, errs.ErrCorrupt) || !errors.As(err, &at) || at.Tensor != "e" || at.Chunk != 2 || at.Offset != c.Off {
+	if !errors.Is(err, errs.ErrCorrupt) || !errors.As(err, &at) || at.Tensor != "e" || at.Chunk != 2 ||
+		at.Offset != c.Off {
 		t.Errorf("%v", err)
 	}
 	m = opened(t, Spec{URIs: []string{path}})

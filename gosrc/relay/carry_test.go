@@ -94,7 +94,8 @@ func TestLateReader(t *testing.T) {
 		if rank == late {
 			from = far
 		}
-		r, err := Start(from, &Spec{Tensors: []int64{0, 1}, Size: ranks * (mib + 4096), Ranks: ranks, Rank: rank, Exchange: true, Buffers: 2})
+		r, err := Start(from, &Spec{Tensors: []int64{0, 1}, Size: ranks * (mib + 4096), Ranks: ranks, Rank: rank,
+			Exchange: true, Buffers: 2})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -102,7 +103,8 @@ func TestLateReader(t *testing.T) {
 			t.Fatal(err)
 		}
 		relays[rank], got[rank] = r, bytes.Repeat([]byte{1}, 21*mib)
-		err = r.Aim([]plan.Request{{Tensor: 0, Dest: uintptr(unsafe.Pointer(&got[rank][0])), Hi0: plan.Whole, Hi1: plan.Whole},
+		err = r.Aim([]plan.Request{{Tensor: 0, Dest: uintptr(unsafe.Pointer(&got[rank][0])), Hi0: plan.Whole,
+			Hi1: plan.Whole},
 			{Tensor: 1, Dest: uintptr(unsafe.Pointer(&got[rank][12*mib])), Hi0: plan.Whole, Hi1: plan.Whole}})
 		if err != nil {
 			t.Fatal(err)
@@ -118,7 +120,9 @@ func TestLateReader(t *testing.T) {
 	}
 	for _, r := range relays {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-		if err := r.awaitState(ctx, func() bool { return r.done[0] == len(r.pieces) && r.done[2] == len(r.pieces) }); err != nil {
+		if err := r.awaitState(ctx, func() bool {
+			return r.done[0] == len(r.pieces) && r.done[2] == len(r.pieces)
+		}); err != nil {
 			t.Errorf("rank %d has %v of %d pieces: %v", r.spec.Rank, r.done, len(r.pieces), err)
 		}
 		if r.done[late] > 1 { // what comes with the header may be of the first

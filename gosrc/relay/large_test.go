@@ -57,7 +57,8 @@ func TestManyRanks(t *testing.T) {
 	const ranks, rank, n = 1000, 997, 2800
 	m, want := sparse(t, n, n-12)
 	size := int64(maxSize) / shareAlign / ranks * shareAlign * ranks
-	ring, err := unix.MmapPtr(-1, 0, nil, uintptr(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON|unix.MAP_NORESERVE)
+	ring, err := unix.MmapPtr(-1, 0, nil, uintptr(size), unix.PROT_READ|unix.PROT_WRITE,
+		unix.MAP_PRIVATE|unix.MAP_ANON|unix.MAP_NORESERVE)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -67,7 +68,8 @@ func TestManyRanks(t *testing.T) {
 		spec.Tensors = append(spec.Tensors, i)
 	}
 	for _, wrong := range []func(s *Spec){
-		func(s *Spec) { s.Size = math.MaxUint32 + 1 }, func(s *Spec) { s.Size = 8 << 30 }, func(s *Spec) { s.Size = ranks*shareAlign - 1 },
+		func(s *Spec) { s.Size = math.MaxUint32 + 1 }, func(s *Spec) { s.Size = 8 << 30 },
+		func(s *Spec) { s.Size = ranks*shareAlign - 1 },
 		func(s *Spec) { s.Ring, s.Exchange, s.Buffers = nil, true, 1 },
 	} {
 		s := spec
@@ -81,7 +83,8 @@ func TestManyRanks(t *testing.T) {
 		t.Fatal(err)
 	}
 	got := make([]byte, len(want))
-	if err := r.Aim([]plan.Request{{Tensor: int64(r.spots[0].Data), Dest: uintptr(unsafe.Pointer(&got[0])), Hi0: plan.Whole, Hi1: plan.Whole}}); err != nil {
+	if err := r.Aim([]plan.Request{{Tensor: int64(r.spots[0].Data), Dest: uintptr(unsafe.Pointer(&got[0])),
+		Hi0: plan.Whole, Hi1: plan.Whole}}); err != nil {
 		t.Fatal(err)
 	}
 	for k := range r.pieces {

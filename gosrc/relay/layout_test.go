@@ -123,7 +123,8 @@ func TestCuts(t *testing.T) {
 	}
 	for _, wrong := range []func(s *Spec){
 		func(s *Spec) { s.Size = 3 * 4096 }, func(s *Spec) { s.Buffers = 0 }, func(s *Spec) { s.Exchange = false },
-		func(s *Spec) { s.Needs[0].Dest = ranks }, func(s *Spec) { s.Needs[0].Dest = ^uintptr(0) }, func(s *Spec) { s.Needs[0].Tensor = 9 },
+		func(s *Spec) { s.Needs[0].Dest = ranks }, func(s *Spec) { s.Needs[0].Dest = ^uintptr(0) },
+		func(s *Spec) { s.Needs[0].Tensor = 9 },
 		func(s *Spec) { s.Needs[0].Hi0 = 5000 }, func(s *Spec) { s.Needs[3].Hi1 = 2049 },
 	} {
 		s := spec
@@ -155,7 +156,8 @@ func TestAliasesTravel(t *testing.T) {
 	}
 	reqs := []plan.Request{whole("a"), whole("a_flat"), whole("a_tall"), whole("a_wide"), whole("n"), whole("n_flat"),
 		{Tensor: at("a_flat"), Lo0: 1001, Hi0: 9999, Hi1: plan.Whole}, {Tensor: at("a_tall"), Lo0: 3, Hi0: 1001, Lo1: 5, Hi1: 16},
-		{Tensor: at("a_wide"), Lo0: 5, Hi0: 16, Lo1: 1, Hi1: 3}, {Tensor: at("a"), Hi0: plan.Whole, Lo1: 128, Hi1: 192}, {Tensor: at("p_same"), Hi0: plan.Whole, Lo1: 1, Hi1: 2}}
+		{Tensor: at("a_wide"), Lo0: 5, Hi0: 16, Lo1: 1, Hi1: 3}, {Tensor: at("a"), Hi0: plan.Whole, Lo1: 128, Hi1: 192},
+		{Tensor: at("p_same"), Hi0: plan.Whole, Lo1: 1, Hi1: 2}}
 	l, err := m.Start(reqs, load.Options{})
 	if err != nil {
 		t.Fatal(err)

@@ -16,7 +16,8 @@ import (
 // many it has, they share.
 func TestSharing(t *testing.T) {
 	for _, c := range []struct{ all, ranks, cores, want int }{
-		{64, 4, 64, 4}, {64, 4, 16, 1}, {64, 4, 17, 4}, {8, 2, 8, 2}, {8, 2, 4, 1}, {1, 2, 1, 2}, {64, 1, 64, 1}, {0, 4, 1, 4}, {3, 4, 1, 4},
+		{64, 4, 64, 4}, {64, 4, 16, 1}, {64, 4, 17, 4}, {8, 2, 8, 2}, {8, 2, 4, 1}, {1, 2, 1, 2}, {64, 1, 64, 1},
+		{0, 4, 1, 4}, {3, 4, 1, 4},
 	} {
 		if got := ranksSharing(c.ranks, c.cores, c.all); got != c.want {
 			t.Errorf("%d of %d ranks share %d of %d cores, want %d", got, c.ranks, c.cores, c.all, c.want)
