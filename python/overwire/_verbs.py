@@ -114,7 +114,7 @@ def relay_aim(job: int, numbers: bytes) -> None:
 
 
 def relay_offer(job: int) -> _requests.PeersOffer:
-    """How the other ranks of the host reach the ring of a relay that exchanges by itself."""
+    """How the host's ranks reach the ring of a relay that exchanges by itself."""
     return loads(core().call("relay_offer", "", pack("=1q", handle(job)))[0])
 
 
@@ -124,13 +124,12 @@ def relay_join(request: list[_requests.PeersOffer], job: int) -> None:
 
 
 def relay_wait(job: int, piece: int, ms: int) -> int:
-    """Wait up to ms until this rank's share of a piece is in its buffer, and was checked (1; 0: not yet)."""
+    """Wait up to ms for this rank's checked share of a piece (1; 0: not yet)."""
     return _number(core().call("relay_wait", "", pack("=3q", handle(job), piece, ms)))
 
 
 def relay_decode(job: int, piece: int, stream: int) -> None:
-    """Decode a piece whose buffer is full, after what is queued on a stream (0: none), and free the
-    buffer."""
+    """Decode a piece after a stream's work (0: none), and free its buffer."""
     core().call("relay_decode", "", pack("=3q", handle(job), piece, stream))
 
 
@@ -155,8 +154,7 @@ def empty_cache() -> None:
 
 
 def shutdown(ms: int) -> int:
-    """Cancel everything that runs and wait up to ms for its end (1; 0: it still runs): for the end of the
-    process."""
+    """Cancel all that runs and wait up to ms for its end (1; 0: it runs): at the exit."""
     return _number(core().call("shutdown", "", pack("=1q", ms)))
 
 
@@ -166,20 +164,20 @@ def panic() -> None:
 
 
 def save(request: _requests.SaveRequest, numbers: bytes) -> JobNumber:
-    """Write tensors, whose memory must not change until the job has ended. Numbers: of a tensor each:
-    address, bytes, and 1 + the GPU that the address is of (0: the host)."""
+    """Write tensors, unchanged until the job ends. Numbers: of a tensor each: address, bytes, and 1 + the
+    GPU that the address is of (0: the host)."""
     return core().start("save", dumps(request), numbers)
 
 
 def plain_front(request: _requests.SaveRequest, numbers: bytes) -> _requests.SaveFront:
-    """The header of a plain file, without its length, and the order of the tensors after it. Only host
-    memory. Numbers: of a tensor each: address, bytes, and 0."""
+    """A plain file's header, without its length, and its tensors' order. Only host memory. Numbers: of a
+    tensor each: address, bytes, and 0."""
     return loads(core().call("plain_front", dumps(request), numbers)[0])
 
 
 def sleep_prepare(request: _requests.PrepareRequest, numbers: bytes) -> JobNumber:
-    """Get the host memory that a sleep of tensors of one device will take, in the background. Their
-    memory is read before this returns. Numbers: of a tensor each: address and bytes."""
+    """Get host memory for a sleep of one device's tensors, which are read before this returns. Numbers:
+    of a tensor each: address and bytes."""
     return core().start("sleep_prepare", dumps(request), numbers)
 
 
@@ -189,8 +187,8 @@ def sleep_return(word: str) -> None:
 
 
 def sleep(request: _requests.SleepRequest, numbers: bytes) -> JobNumber:
-    """Compress tensors of one device into host memory: a model, and its table. Their memory must not
-    change until the job has ended. Numbers: of a tensor each: address and bytes."""
+    """Compress tensors of one device, unchanged until the job ends, into host memory: a model and its
+    table. Numbers: of a tensor each: address and bytes."""
     return core().start("sleep", dumps(request), numbers)
 
 
@@ -250,13 +248,12 @@ def beside(request: _requests.BesideRequest) -> _requests.Besides:
 
 
 def presign(request: _requests.PresignRequest) -> str:
-    """A URL that reads an object of S3 without credentials, for a time in seconds. It is a secret."""
+    """A URL that reads an object of S3 without credentials for some seconds: a secret."""
     return loads(core().run("presign", dumps(request), b"")[0])
 
 
 def read_floor(word: str, begin: int, end: int, device: int, to: int, slots: int, threads: int) -> None:
-    """Read bytes [begin, end) of a file to memory of a GPU (-1: of the host) by way of pinned slots, as
-    loads do at best."""
+    """Read bytes [begin, end) of a file to a GPU (-1: the host) by pinned slots, as loads do."""
     core().run("read_floor", word, pack("=6q", begin, end, device, to, slots, threads))
 
 
@@ -302,21 +299,20 @@ def key(request: _requests.KeyRequest) -> str:
 
 
 def delta_save(request: _requests.DeltaSave, numbers: bytes) -> JobNumber:
-    """Write what changed between two models, whose memory must not change until the job has ended.
-    Numbers: of a tensor each: address after and before, 1 + the GPU that both are of (0: the
-    host), and its stream."""
+    """Write what changed between two models, unchanged until the job ends. Numbers: of a tensor each:
+    address after and before, 1 + the GPU that both are of (0: the host), and its stream."""
     return core().start("delta_save", dumps(request), numbers)
 
 
 def delta_encode(request: _requests.DeltaTensors, numbers: bytes) -> JobNumber:
-    """Keep what changed of some tensors for delta_save; their memory must not change until the job has
-    ended. Numbers: of a tensor each: address after and before, 1 + the GPU that both are of (0:
-    the host), and its stream."""
+    """Keep what changed of some tensors, unchanged until the job ends, for delta_save. Numbers: of a
+    tensor each: address after and before, 1 + the GPU that both are of (0: the host), and its
+    stream."""
     return core().start("delta_encode", dumps(request), numbers)
 
 
 def delta_open(request: _requests.DeltaOpen, address: int, nbytes: int) -> _requests.DeltaFile:
-    """Read a delta whole and check it: from a URI, or, with an address, from memory, which is copied."""
+    """Read a delta whole and check it: from a URI, or from memory, which is copied."""
     return loads(core().run("delta_open", dumps(request), pack("=2q", address, nbytes))[0])
 
 
@@ -352,9 +348,8 @@ def codec(request: str, numbers: bytes) -> JobNumber:
 
 
 def codec_now(request: str, numbers: bytes) -> Result:
-    """What codec does, in one call. If that could take long, nothing is done, and the result has no
-    numbers. Numbers: of a buffer each: address, bytes, whether it has an output of its own,
-    address and bytes of that."""
+    """What codec does, in one call; no numbers: it may take long, and was not done. Numbers: of a buffer
+    each: address, bytes, whether it has an output of its own, address and bytes of that."""
     return core().call("codec_now", request, numbers)
 
 
@@ -374,8 +369,7 @@ def gpu_of(address: int) -> int:
 
 
 def gpu_mode(mode: int) -> int:
-    """Set this thread's mode of stream capture (CUstreamCaptureMode): the one before; -1 for no driver,
-    and for -1, which changes nothing."""
+    """Set this thread's CUstreamCaptureMode, but -1: the one before; -1 without a driver."""
     return _number(core().call("gpu_mode", "", pack("=1q", mode)))
 
 
@@ -410,12 +404,12 @@ def gpu_stream_check(device: int, stream: int) -> None:
 
 
 def gpu_transform(word: str, sample: int, nbytes: int) -> int:
-    """The transform of X16 for a dtype, or for a sample in host memory; -1: the dtype needs a sample."""
+    """The transform of X16 for a dtype, or for a host sample; -1: it needs a sample."""
     return _number(core().call("gpu_transform", word, pack("=2q", sample, nbytes)))
 
 
 def gpu_alloc(device: int, nbytes: int) -> Result:
-    """Memory of a GPU: the one tensor of the result, and its address."""
+    """Memory of a GPU: the one tensor, and its address."""
     return core().call("gpu_alloc", "", pack("=2q", device, nbytes))
 
 
@@ -432,22 +426,20 @@ def gpu_decode(word: str, device: int, stream: int, kind: int, afters: int, numb
 
 
 def gpu_peek(word: str, device: int, stream: int, kind: int, afters: int, numbers: bytes) -> Result:
-    """Inspect streams, and wait: of each the bytes of its content and of a chunk; algorithms and errors
-    by number. Numbers: streams that come first, afters of them; then of a stream each: address and
-    bytes, address and bytes of its content, bytes of a chunk."""
+    """Inspect streams: of each the bytes of content and chunk; names and errors by number. Numbers:
+    streams that come first, afters of them; then of a stream each: address and bytes, address and
+    bytes of its content, bytes of a chunk."""
     return core().call("gpu_peek", word, pack("=4q", device, stream, kind, afters) + numbers)
 
 
 def gpu_encode(device: int, stream: int, kind: int, scratch: int, room: int, afters: int, numbers: bytes) -> int:
     """Queue the encoding of X16 streams: the batch. Numbers: streams that come first, afters of them;
-    then of a stream each: address and bytes of the content, of the space for the stream, bytes of
-    a chunk, transform."""
+    then of each stream: address and bytes of content and space, bytes of a chunk, transform."""
     return _number(core().call("gpu_encode", "", pack("=6q", device, stream, kind, scratch, room, afters) + numbers))
 
 
 def gpu_wait(batch: int, wait: int) -> Result:
-    """The results of a batch's streams, once: 1, and the length of each that was encoded; errors by
-    number. Empty: it is not done, and the call does not wait."""
+    """A batch's results, once: 1, encoded lengths, errors by number; empty: not done."""
     return core().call("gpu_wait", "", pack("=2q", handle(batch), wait))
 
 

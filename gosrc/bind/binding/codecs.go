@@ -29,8 +29,7 @@ func codecVerbs() []*Verb {
 				"each buffer an address, a length, and whether checksums were compared; memory, where the caller "+
 				"gave no output; and errors by number.",
 			startCodec).tail(buffers).onCallersMemory(),
-		answered("codec_now", "What codec does, in one call. If that could take long, nothing is done, and the "+
-			"result has no numbers.",
+		answered("codec_now", "What codec does, in one call; no numbers: it may take long, and was not done.",
 			func(q codecRequest, n []int64) (*Result, error) {
 				in, err := buffersOf(n)
 				if err != nil || !nvcomp.Quick(&q.Value, in) {

@@ -86,11 +86,9 @@ const (
 
 func deltaVerbs() []*Verb {
 	return []*Verb{
-		started("delta_save", "Write what changed between two models, whose memory must not change until the job "+
-			"has ended.",
-			saveDelta).tail(pairsOf).onCallersMemory(),
-		started("delta_encode", "Keep what changed of some tensors for delta_save; their memory must not change "+
-			"until the job has ended.",
+		started("delta_save", "Write what changed between two models, unchanged until the job ends.", saveDelta).
+			tail(pairsOf).onCallersMemory(),
+		started("delta_encode", "Keep what changed of some tensors, unchanged until the job ends, for delta_save.",
 			func(ctx context.Context, j *job.Job, q deltaTensors, n []int64) (deltaPart, error) {
 				pairs, err := q.pairs(n, j)
 				if err != nil {
@@ -103,8 +101,7 @@ func deltaVerbs() []*Verb {
 				}
 				return deltaPart{keep(f), time.Since(start).Seconds()}, nil
 			}).tail(pairsOf).onCallersMemory(),
-		awaited("delta_open", "Read a delta whole and check it: from a URI, or, with an address, from memory, "+
-			"which is copied.",
+		awaited("delta_open", "Read a delta whole and check it: from a URI, or from memory, which is copied.",
 			func(ctx context.Context, q deltaOpen, n []int64) (deltaFile, error) {
 				f, err := openDelta(ctx, q, n)
 				if err != nil {
@@ -114,7 +111,7 @@ func deltaVerbs() []*Verb {
 			}).ints("address", "nbytes").onCallersMemory(),
 		started("delta_apply", "Apply deltas, one after the other, to tensors in place.",
 			func(ctx context.Context, j *job.Job, q deltaApply, n []int64) (delta.Report, error) {
-				chain, err := chainOf(q.Files)
+				chain, err := getAll[*delta.File](q.Files)
 				if err != nil {
 					return delta.Report{}, err
 				}
@@ -127,7 +124,7 @@ func deltaVerbs() []*Verb {
 			"its kind; 1 + the GPU that it is of (0: the host); its address").onCallersMemory(),
 		started("delta_merge", "Write a chain of deltas as one.",
 			func(ctx context.Context, j *job.Job, q deltaMerge, _ []int64) (delta.Report, error) {
-				chain, err := chainOf(q.Files)
+				chain, err := getAll[*delta.File](q.Files)
 				if err != nil {
 					return delta.Report{}, err
 				}
@@ -160,7 +157,7 @@ func saveDelta(ctx context.Context, j *job.Job, q deltaSave, n []int64) (delta.R
 		return delta.Report{}, err
 	}
 	if len(q.Encoded) > 0 {
-		parts, err := chainOf(q.Encoded)
+		parts, err := getAll[*delta.File](q.Encoded)
 		if err != nil {
 			return delta.Report{}, err
 		}
@@ -247,15 +244,4 @@ func describe(f *delta.File) deltaFile {
 			append(d.Stored, t.Stored())
 	}
 	return d
-}
-
-func chainOf(handles []uint64) ([]*delta.File, error) {
-	chain := make([]*delta.File, len(handles))
-	for i, h := range handles {
-		var err error
-		if chain[i], err = get[*delta.File](h); err != nil {
-			return nil, err
-		}
-	}
-	return chain, nil
 }

@@ -56,16 +56,11 @@ func digestsOf(ctx context.Context, j *job.Job, q digestsRequest, _ []int64) (sa
 	if err := q.onGPUs(ctx, j, rows, &rep); err != nil {
 		return rep, errs.Ended(ctx, err)
 	}
-	left := map[string]bool{}
-	for name, t := range rows {
-		if t == nil || t.Digest == "" {
-			left[name] = true
-		}
-	}
-	if len(left) == 0 {
+	maps.DeleteFunc(rows, func(_ string, t *save.TensorDigest) bool { return t != nil && t.Digest != "" })
+	if len(rows) == 0 {
 		return rep, nil
 	}
-	rest, err := save.Digests(ctx, j, q.URIs, q.Storage, func(name string) bool { return !left[name] })
+	rest, err := save.Digests(ctx, j, q.URIs, q.Storage, func(name string) bool { _, ok := rows[name]; return !ok })
 	for i := range rest.Tensors {
 		if rep.Tensors[i].Digest == "" {
 			rep.Tensors[i].Digest = rest.Tensors[i].Digest

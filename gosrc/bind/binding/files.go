@@ -129,9 +129,9 @@ func (p program) env() cli.Env {
 
 func fileVerbs() []*Verb {
 	return []*Verb{
-		begun[saveRequest, save.Report]("save", "Write tensors, whose memory must not change until the job has ended.", startSave).
+		begun[saveRequest, save.Report]("save", "Write tensors, unchanged until the job ends.", startSave).
 			tail("of a tensor each: address, bytes, and 1 + the GPU that the address is of (0: the host)"),
-		answered("plain_front", "The header of a plain file, without its length, and the order of the tensors after it. Only host memory.",
+		answered("plain_front", "A plain file's header, without its length, and its tensors' order. Only host memory.",
 			func(q saveRequest, n []int64) (save.Front, error) {
 				in, err := inputs(&q, n)
 				if err != nil {
@@ -140,14 +140,16 @@ func fileVerbs() []*Verb {
 				return save.FrontOf(q.Path, q.Metadata, in)
 			}).tail("of a tensor each: address, bytes, and 0"),
 		begun[prepareRequest, prepared]("sleep_prepare",
-			"Get the host memory that a sleep of tensors of one device will take, in the background. Their memory is read before this returns.", startPrepare).
+			"Get host memory for a sleep of one device's tensors, which are read before this returns.", startPrepare).
 			tail("of a tensor each: address and bytes"),
 		answered("sleep_return", "Give back the host memory that is kept for sleeps of a device.",
 			func(device Text, _ []int64) (none, error) { return none{}, sleep.Return(string(device)) }),
 		begun[sleepRequest, sleep.Report]("sleep",
-			"Compress tensors of one device into host memory: a model, and its table. Their memory must not change until the job has ended.", startSleep).
+			"Compress tensors of one device, unchanged until the job ends, into host memory: a model and its table.",
+			startSleep).
 			tail("of a tensor each: address and bytes"),
-		started("put", "Replace a file or object by bytes, which must not change until the job has ended.", put).ints("address", "nbytes").onCallersMemory(),
+		started("put", "Replace a file or object by bytes, which must not change until the job has ended.", put).
+			ints("address", "nbytes").onCallersMemory(),
 		started("remove", "Remove objects of stores; those that are not there, too.", removeObjects),
 		started("rename", "Rename a finished file over another one in its folder.",
 			func(_ context.Context, _ *job.Job, q renameRequest, _ []int64) (save.Report, error) {
@@ -182,13 +184,14 @@ func fileVerbs() []*Verb {
 				}
 				return b, nil
 			}),
-		awaited("presign", "A URL that reads an object of S3 without credentials, for a time in seconds. It is a secret.",
+		awaited("presign", "A URL that reads an object of S3 without credentials for some seconds: a secret.",
 			func(ctx context.Context, q presignRequest, _ []int64) (string, error) {
 				return open.Presign(ctx, q.URI, q.Storage.Options, time.Duration(q.Seconds)*time.Second)
 			}),
-		awaited("read_floor", "Read bytes [begin, end) of a file to memory of a GPU (-1: of the host) by way of pinned slots, as loads do at best.",
+		awaited("read_floor", "Read bytes [begin, end) of a file to a GPU (-1: the host) by pinned slots, as loads do.",
 			func(ctx context.Context, path Text, n []int64) (none, error) {
-				r := measure.Reading{Path: string(path), Lo: n[0], Hi: n[1], GPU: int(n[2]), To: uint64(n[3]), Slots: uint64(n[4]), Threads: int(n[5])}
+				r := measure.Reading{Path: string(path), Lo: n[0], Hi: n[1], GPU: int(n[2]), To: uint64(n[3]),
+					Slots: uint64(n[4]), Threads: int(n[5])}
 				return none{}, r.Run(ctx)
 			}).ints("begin", "end", "device", "to", "slots", "threads").onCallersMemory(),
 		awaited("doctor", "Describe the machine; the argument --measure also measures the links of its GPUs.",
@@ -199,7 +202,8 @@ func fileVerbs() []*Verb {
 			func(ctx context.Context, j *job.Job, q program, _ []int64) (int, error) {
 				return cli.Main(ctx, j, q.Argv, os.Stdout, os.Stderr, q.env()), nil
 			}),
-		answered("knobs", "The settings with their present values.", func(none, []int64) ([]knob.Row, error) { return knob.Table(), nil }),
+		answered("knobs", "The settings with their present values.",
+			func(none, []int64) ([]knob.Row, error) { return knob.Table(), nil }),
 	}
 }
 
@@ -368,17 +372,19 @@ func startFetch(_ *Verb, q fetchRequest, _ []int64) (*entry, error) {
 func jobVerbs() []*Verb {
 	return []*Verb{
 		about("progress", "Bytes and tensors done of a job, each with its total.", jobOf,
-			func(e *entry, _ none, _ []int64) (*Result, error) { return &Result{Numbers: e.progress()}, nil }).ints("job").afterPanics(),
+			func(e *entry, _ none, _ []int64) (*Result, error) { return &Result{Numbers: e.progress()}, nil }).
+			ints("job").afterPanics(),
 		about("report", "A job's report, null before there is one.", jobOf,
 			func(e *entry, _ none, _ []int64) (*Result, error) {
 				text, err := e.report()
 				return &Result{Text: text}, err
 			}).ints("job").afterPanics(),
 		about("cancel", "Ask a job to stop. It uses its memory until it has ended.", jobOf,
-			func(e *entry, _ none, _ []int64) (none, error) { e.cancel(); return none{}, nil }).ints("job").afterPanics(),
+			func(e *entry, _ none, _ []int64) (none, error) { e.cancel(); return none{}, nil }).
+			ints("job").afterPanics(),
 		answered("empty_cache", "Free device and pinned memory that is kept for the next load.",
 			func(none, []int64) (none, error) { pinned.Trim(); return none{}, cuda.Trim() }),
-		answered("shutdown", "Cancel everything that runs and wait up to ms for its end (1; 0: it still runs): for the end of the process.",
+		answered("shutdown", "Cancel all that runs and wait up to ms for its end (1; 0: it runs): at the exit.",
 			func(_ none, n []int64) (int64, error) {
 				haveEnded := job.CancelAll(time.Duration(n[0]) * time.Millisecond)
 				if haveEnded && spawn.Poisoned() == nil {

@@ -3,6 +3,8 @@ package binding
 // This file has the verbs of GPUs.
 
 import (
+	"slices"
+
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 	"github.com/overwire/overwire/gosrc/errs"
@@ -36,27 +38,33 @@ func gpuVerbs() []*Verb {
 			info, err := driver.Info()
 			return int64(len(info)), err
 		}),
-		answered("gpu_names", "The algorithms whose streams a GPU decodes.", func(none, []int64) ([]string, error) { return nvcomp.GPUNames(), nil }),
+		answered("gpu_names", "The algorithms whose streams a GPU decodes.",
+			func(none, []int64) ([]string, error) { return nvcomp.GPUNames(), nil }),
 		answered("gpu_of", "The GPU that an address belongs to; -1: none.",
 			func(_ none, n []int64) (int64, error) { return int64(driver.DeviceOf(uint64(n[0]))), nil },
 		).ints("address"),
-		answered("gpu_mode", "Set this thread's mode of stream capture (CUstreamCaptureMode): the one before; -1 for no driver, and for -1, which changes nothing.",
+		answered("gpu_mode", "Set this thread's CUstreamCaptureMode, but -1: the one before; -1 without a driver.",
 			func(_ none, n []int64) (int64, error) { return int64(driver.ThreadMode(int(n[0]))), nil }).ints("mode"),
 		onDevice("gpu_used", "Register a stream that uses memory of the engine's, and lives as long as the process.",
-			func(d *cuda.Device, n []int64) (none, error) { d.NoteStream(uintptr(n[0])); return none{}, nil }).ints("device", "stream"),
+			func(d *cuda.Device, n []int64) (none, error) { d.NoteStream(uintptr(n[0])); return none{}, nil }).
+			ints("device", "stream"),
 		onDevice("gpu_follow", "Make a stream wait for what is queued on another now.",
-			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.Follow(uintptr(n[0]), uintptr(n[1])) }).ints("device", "stream", "after"),
+			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.Follow(uintptr(n[0]), uintptr(n[1])) }).
+			ints("device", "stream", "after"),
 		onDevice("gpu_stream_new", "A new stream.", func(d *cuda.Device, _ []int64) (int64, error) {
 			s, err := d.NewStream()
 			return int64(s), err
 		}).ints("device"),
 		onDevice("gpu_stream_free", "Free a stream when its work is done, without waiting for it.",
-			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.FreeStream(uintptr(n[0])) }).ints("device", "stream").afterPanics(),
+			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.FreeStream(uintptr(n[0])) }).
+			ints("device", "stream").afterPanics(),
 		onDevice("gpu_stream_sync", "Wait for what is queued on a stream.",
-			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.SyncStream(uintptr(n[0])) }).ints("device", "stream").afterPanics(),
+			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.SyncStream(uintptr(n[0])) }).
+			ints("device", "stream").afterPanics(),
 		onDevice("gpu_stream_check", "Refuse a stream of another GPU.",
-			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.OwnsStream(uintptr(n[0])) }).ints("device", "stream"),
-		answered("gpu_transform", "The transform of X16 for a dtype, or for a sample in host memory; -1: the dtype needs a sample.",
+			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.OwnsStream(uintptr(n[0])) }).
+			ints("device", "stream"),
+		answered("gpu_transform", "The transform of X16 for a dtype, or for a host sample; -1: it needs a sample.",
 			func(dtype Text, n []int64) (int64, error) {
 				sample, err := dataAt(uint64(n[0]), n[1])
 				if err != nil {
@@ -65,7 +73,7 @@ func gpuVerbs() []*Verb {
 				t, err := nvcomp.GPUTransform(string(dtype), sample)
 				return int64(t), err
 			}).ints("sample", "nbytes"),
-		onDevice("gpu_alloc", "Memory of a GPU: the one tensor of the result, and its address.", gpuAlloc).ints("device", "nbytes"),
+		onDevice("gpu_alloc", "Memory of a GPU: the one tensor, and its address.", gpuAlloc).ints("device", "nbytes"),
 		onDevice("gpu_copy", "Queue a copy between any two addresses.",
 			func(d *cuda.Device, n []int64) (none, error) {
 				on, _, err := queueOf(n[0], n[5], n[6:])
@@ -83,12 +91,12 @@ func gpuVerbs() []*Verb {
 				b, err := nvcomp.GPUDecode(int(n[0]), on, string(name), list)
 				return keepBatch(b, err)
 			}).ints("device", "stream", "kind", "afters").tail(streams),
-		answered("gpu_peek", "Inspect streams, and wait: of each the bytes of its content and of a chunk; algorithms and errors by number.", gpuPeek).
-			ints("device", "stream", "kind", "afters").tail(streams),
+		answered("gpu_peek", "Inspect streams: of each the bytes of content and chunk; names and errors by number.",
+			gpuPeek).ints("device", "stream", "kind", "afters").tail(streams),
 		answered("gpu_encode", "Queue the encoding of X16 streams: the batch.", gpuEncode).
 			ints("device", "stream", "kind", "scratch", "room", "afters").
-			tail(afters + "; then of a stream each: address and bytes of the content, of the space for the stream, bytes of a chunk, transform"),
-		answered("gpu_wait", "The results of a batch's streams, once: 1, and the length of each that was encoded; errors by number. Empty: it is not done, and the call does not wait.",
+			tail(afters + "; then of each stream: address and bytes of content and space, bytes of a chunk, transform"),
+		answered("gpu_wait", "A batch's results, once: 1, encoded lengths, errors by number; empty: not done.",
 			gpuWait).ints("batch", "wait").afterPanics(),
 	}
 }
@@ -113,36 +121,36 @@ func queueOf(stream, after int64, rest []int64) (q cuda.Order, follows []int64, 
 	return q, rest[after:], nil
 }
 
-func streamsOf(n []int64) (cuda.Order, []cuda.Stream, error) {
+// streamRows are the words of each stream, which follow the fixed numbers of a verb: device, stream,
+// kind, ..., how many streams come first.
+func streamRows(n []int64, fixed, words int) (cuda.Order, [][]int64, error) {
 	kind := n[2]
-	on, flat, err := queueOf(n[1], n[3], n[4:])
-	if err == nil && (kind < 0 || kind > int64(nvcomp.WithSize) || len(flat)%streamWords != 0) {
-		err = errs.New(errs.ErrArgument, "%d numbers of streams of kind %d", len(flat), kind)
+	on, flat, err := queueOf(n[1], n[fixed-1], n[fixed:])
+	if err == nil && (kind < 0 || kind > int64(nvcomp.WithSize) || len(flat)%words != 0) {
+		err, flat = errs.New(errs.ErrArgument, "%d numbers of streams of kind %d", len(flat), kind), nil
 	}
-	if err != nil {
-		return on, nil, err
+	return on, slices.Collect(slices.Chunk(flat, words)), err
+}
+
+func streamsOf(n []int64) (cuda.Order, []cuda.Stream, error) {
+	on, rows, err := streamRows(n, 4, streamWords)
+	list := make([]cuda.Stream, len(rows))
+	for i, p := range rows {
+		list[i] = cuda.Stream{Src: uint64(p[0]), Stored: p[1], Dst: uint64(p[2]), Size: p[3], Chunk: p[4],
+			Kind: cuda.Kind(n[2])}
 	}
-	list := make([]cuda.Stream, len(flat)/streamWords)
-	for i := range list {
-		p := flat[streamWords*i:]
-		list[i] = cuda.Stream{Src: uint64(p[0]), Stored: p[1], Dst: uint64(p[2]), Size: p[3], Chunk: p[4], Kind: cuda.Kind(kind)}
-	}
-	return on, list, nil
+	return on, list, err
 }
 
 func gpuEncode(_ none, n []int64) (int64, error) {
-	kind := n[2]
-	on, flat, err := queueOf(n[1], n[5], n[6:])
-	if err == nil && (kind < 0 || kind > int64(nvcomp.WithSize) || len(flat)%contentWords != 0) {
-		err = errs.New(errs.ErrArgument, "%d numbers of contents of kind %d", len(flat), kind)
-	}
+	on, rows, err := streamRows(n, 6, contentWords)
 	if err != nil {
 		return 0, err
 	}
-	list := make([]cuda.Stream, len(flat)/contentWords)
-	for i := range list {
-		p := flat[contentWords*i:]
-		list[i] = cuda.Stream{Src: uint64(p[0]), Size: p[1], Dst: uint64(p[2]), Stored: p[3], Chunk: p[4], Arg: uint32(p[5]), Kind: cuda.Kind(kind)}
+	list := make([]cuda.Stream, len(rows))
+	for i, p := range rows {
+		list[i] = cuda.Stream{Src: uint64(p[0]), Size: p[1], Dst: uint64(p[2]), Stored: p[3], Chunk: p[4],
+			Arg: uint32(p[5]), Kind: cuda.Kind(n[2])}
 	}
 	b, err := nvcomp.GPUEncode(int(n[0]), on, list, uint64(n[3]), n[4])
 	return keepBatch(b, err)

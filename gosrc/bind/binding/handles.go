@@ -52,6 +52,18 @@ func get[T any](h uint64) (T, error) {
 	return v, errs.New(errs.ErrArgument, "handle %d is that of no %s: it was closed, or never opened", h, kind)
 }
 
+// getAll returns what several handles are of.
+func getAll[T any](handles []uint64) ([]T, error) {
+	all := make([]T, len(handles))
+	for i, h := range handles {
+		var err error
+		if all[i], err = get[T](h); err != nil {
+			return nil, err
+		}
+	}
+	return all, nil
+}
+
 func modelOf(h int64) (*load.Model, error) { return get[*load.Model](uint64(h)) }
 
 func jobOf(h int64) (*entry, error) { return get[*entry](uint64(h)) }

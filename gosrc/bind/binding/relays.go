@@ -36,19 +36,16 @@ func relayVerbs() []*Verb {
 				}
 				return none{}, r.Aim(reqs)
 			}).ints("job").tail("requests, as those of a load"),
-		about("relay_offer", "How the other ranks of the host reach the ring of a relay that exchanges by itself.",
-			relayOf,
+		about("relay_offer", "How the host's ranks reach the ring of a relay that exchanges by itself.", relayOf,
 			func(r *relay.Relay, _ none, _ []int64) (peers.Offer, error) { return r.Offer() }).ints("job"),
 		about("relay_join", "Connect such a relay with those of the other ranks, by their offers in order.", relayOf,
 			func(r *relay.Relay, q []peers.Offer, _ []int64) (none, error) { return none{}, r.Join(q) }).ints("job"),
-		about("relay_wait", "Wait up to ms until this rank's share of a piece is in its buffer, and was checked "+
-			"(1; 0: not yet).", relayOf,
+		about("relay_wait", "Wait up to ms for this rank's checked share of a piece (1; 0: not yet).", relayOf,
 			func(r *relay.Relay, _ none, n []int64) (int64, error) {
 				there, err := r.Wait(int(n[0]), time.Duration(n[1])*time.Millisecond)
 				return truth(there), err
 			}).ints("job", "piece", "ms"),
-		about("relay_decode", "Decode a piece whose buffer is full, after what is queued on a stream (0: none), "+
-			"and free the buffer.", relayOf,
+		about("relay_decode", "Decode a piece after a stream's work (0: none), and free its buffer.", relayOf,
 			func(r *relay.Relay, _ none, n []int64) (none, error) {
 				return none{}, r.Decode(int(n[0]), uint64(n[1]))
 			}).ints("job", "piece", "stream"),
@@ -64,15 +61,11 @@ func startRelay(_ *Verb, q relayRequest, n []int64) (*entry, error) {
 		return nil, err
 	}
 	if len(q.More) > 0 {
-		models := []*load.Model{m}
-		for _, h := range q.More {
-			one, err := get[*load.Model](h)
-			if err != nil {
-				return nil, err
-			}
-			models = append(models, one)
+		more, err := getAll[*load.Model](q.More)
+		if err == nil {
+			m, err = load.Several(append([]*load.Model{m}, more...))
 		}
-		if m, err = load.Several(models); err != nil {
+		if err != nil {
 			return nil, err
 		}
 		defer m.Close() // the relay holds it
