@@ -91,7 +91,7 @@ race: ## Go tests under the race detector
 fakegpu: ## the tests of device/cuda on the fake driver, which runs the kernels' host twins
 gofmt golint gotest race static fakegpu fakepy asan:
 	@.ci/check $@
-counts: ## lines, names and long lines of each package; lowers their ceilings, or raises them with WHY="a reason"
+counts: ## lines and names of each package; lowers their ceilings, or raises them with WHY="a reason"
 	$(PY) tests/house/counts.py --write $(if $(WHY),--why "$(WHY)")
 
 pylint: venv

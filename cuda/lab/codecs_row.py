@@ -136,15 +136,17 @@ def main() -> int:
                 found = {"error": f"{type(error).__name__}: {error}"}
             say(what, who, found)
 
+        x16, ans = {"algorithm": "X16", "data_type": "bfloat16"}, {"algorithm": "ANS", "data_type": "<f2"}
         for chunk in (64 << 10, 256 << 10, 1 << 20):
             what = f"bf16 weights, chunks of {chunk >> 10} KiB"
-            measured(what + ", X16", "overwire", lambda c=chunk: codec_pair(ours, data, c, {"algorithm": "X16", "data_type": "bfloat16"}))
+            measured(what + ", X16", "overwire", lambda c=chunk: codec_pair(ours, data, c, x16))
             if nvcomp is not None:
-                measured(what + ", ANS", theirs, lambda c=chunk: codec_pair(nvcomp, data, c, {"algorithm": "ANS", "data_type": "<f2"}))
+                measured(what + ", ANS", theirs, lambda c=chunk: codec_pair(nvcomp, data, c, ans))
         words = text(512 << 20)
         for name in ("LZ4", "Snappy"):
             if nvcomp is not None:
-                codec = nvcomp.Codec(algorithm=name, uncomp_chunk_size=65536, cuda_stream=torch.cuda.current_stream().cuda_stream)
+                stream = torch.cuda.current_stream().cuda_stream
+                codec = nvcomp.Codec(algorithm=name, uncomp_chunk_size=65536, cuda_stream=stream)
                 packed = codec.encode(nvcomp.as_array(words))
                 torch.cuda.synchronize()
                 stored = torch.as_tensor(packed, device="cuda")
@@ -190,9 +192,9 @@ def main() -> int:
 
         for count, nbytes in ((1, 4096), (1, 65536), (16, 65536)):
             what = f"decode {count} x {nbytes >> 10} KiB, a call"
-            measured(what, "overwire", lambda c=count, n=nbytes: calls(ours, {"algorithm": "X16", "data_type": "<f2"}, c, n))
+            measured(what, "overwire", lambda c=count, n=nbytes: calls(ours, x16 | {"data_type": "<f2"}, c, n))
             if nvcomp is not None:
-                measured(what, theirs, lambda c=count, n=nbytes: calls(nvcomp, {"algorithm": "ANS", "data_type": "<f2"}, c, n))
+                measured(what, theirs, lambda c=count, n=nbytes: calls(nvcomp, ans, c, n))
         if args.json:
             print(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}))
     return 1 if failed else 0

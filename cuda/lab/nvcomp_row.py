@@ -51,7 +51,8 @@ def weights(size: str, folder: str) -> Any:
     command = [sys.executable, "-m", "overwire", "bench", "gen", "llama-bf16", "--size", size, path]
     subprocess.run(command, check=True, capture_output=True)
     tensors = overwire.load_file(path, device="cuda")
-    return torch.cat([tensor.reshape(-1).view(torch.float16) for tensor in tensors.values() if tensor.dtype == torch.bfloat16])
+    floats = [tensor for tensor in tensors.values() if tensor.dtype == torch.bfloat16]
+    return torch.cat([tensor.reshape(-1).view(torch.float16) for tensor in floats])
 
 
 def rate(nbytes: int, work: Callable[[], Any], times: int = TIMES) -> tuple[float, float, float]:
@@ -84,7 +85,8 @@ def measure(nvcomp: Any, data: Any, chunk: int) -> dict[str, Any]:
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        codec = nvcomp.Codec(algorithm="ANS", data_type="<f2", uncomp_chunk_size=chunk, device_id=0, cuda_stream=stream.cuda_stream)
+        on = {"device_id": 0, "cuda_stream": stream.cuda_stream}
+        codec = nvcomp.Codec(algorithm="ANS", data_type="<f2", uncomp_chunk_size=chunk, **on)
         packed = codec.encode(nvcomp.as_array(data, cuda_stream=stream.cuda_stream))
         out = torch.empty_like(data)
         config = codec.decompression_config(packed)
@@ -146,7 +148,8 @@ def main() -> int:
             if not args.json:
                 print(
                     f"nvCOMP {nvcomp.__version__} ANS <f2, chunks of {chunk >> 10} KiB, {row['bytes'] / 1e9:.2f} GB: "
-                    f"ratio {row['ratio']:.4f}, decode {row['gb_s'] / 1e3:.3f} TB/s ({row['low'] / 1e3:.3f} to {row['high'] / 1e3:.3f})",
+                    f"ratio {row['ratio']:.4f}, decode {row['gb_s'] / 1e3:.3f} TB/s "
+                    f"({row['low'] / 1e3:.3f} to {row['high'] / 1e3:.3f})",
                     flush=True,
                 )
         if args.json:

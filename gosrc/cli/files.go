@@ -66,10 +66,11 @@ var decompressVerb = &verb{
 	short: "turn compressed files back into plain safetensors",
 	long: `
 Reads compressed (or plain) files and writes plain safetensors files that any
-reader can load; without -o, model.ow.safetensors becomes model.safetensors. Every tensor is bit for bit what was compressed. A file that
-compress made from one safetensors file becomes that very file again: its SHA-256
-is compared before OUT appears. A file that keeps no original (it was
-saved from tensors, or is now in other shards) gets a new header; the output says so.`,
+reader can load; without -o, model.ow.safetensors becomes model.safetensors.
+Every tensor is bit for bit what was compressed. A file that compress made from
+one safetensors file becomes that very file again: its SHA-256 is compared before
+OUT appears. A file that keeps no original (it was saved from tensors, or is now
+in other shards) gets a new header; the output says so.`,
 	example: "overwire decompress model.ow.safetensors -o model.safetensors",
 	options: slices.Clone(writeOptions),
 	run:     func(c *call) error { return c.convert(false) },

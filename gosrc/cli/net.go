@@ -149,7 +149,8 @@ var serveVerb = &verb{
 	long: `
 Serves the files of DIR with ranges and ETags until it is interrupted. It listens
 on this machine alone unless --address says otherwise, and asks for no password.
---faults takes the probability that a response has a fault: ` + strings.Join(slices.Sorted(maps.Keys(serve.Kinds())), ", ") + ".",
+--faults takes the probability that a response has a fault: ` +
+		strings.Join(slices.Sorted(maps.Keys(serve.Kinds())), ", ") + ".",
 	example: "overwire serve models --rate 300MB --latency 20 --faults reset=0.1,503=0.05",
 	options: []option{
 		{name: "address", value: "HOST:PORT", doc: "where to listen (default 127.0.0.1:0, a free port)"},

@@ -411,7 +411,8 @@ func (h *host) apply() error {
 					continue
 				}
 				// A chunk belongs to the run in which it begins.
-				for k := int(sizes.CeilDiv(from, f.ChunkLen)); k < len(t.Chunks) && int64(k)*f.ChunkLen < from+run; k++ {
+				end := min(int(sizes.CeilDiv(from+run, f.ChunkLen)), len(t.Chunks))
+				for k := int(sizes.CeilDiv(from, f.ChunkLen)); k < end; k++ {
 					if len(t.Chunks[k]) == 0 {
 						continue
 					}

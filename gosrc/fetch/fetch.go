@@ -103,7 +103,7 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 	for range ready {
 		free <- nil
 	}
-	var rep Report
+	rep, more := Report{}, window-ready
 	opened := func(s source.Source) error {
 		if len(spec.URIs) != 1 {
 			return nil
@@ -118,11 +118,11 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 	spawn.Go("fetch", func() {
 		defer wg.Done()
 		defer close(pieces)
-		if err := spawn.Guard("fetch", func() error { return ahead(ctx, j, spec, opened, pieces, free, &wg) }); err != nil {
+		err := spawn.Guard("fetch", func() error { return readAhead(ctx, j, spec, opened, pieces, free, &wg) })
+		if err != nil {
 			cancel(err) // the first cause counts
 		}
 	})
-	more := window - ready
 	for p := range pieces {
 		<-p.done
 		if p.err == nil && ctx.Err() == nil {
@@ -181,9 +181,10 @@ func (p *Pin) same(now *Pin, uri string) error {
 	return errs.In("fetch", uri, errs.New(errs.ErrCorrupt, "changed since it was opened: %s", what))
 }
 
-// ahead opens the sources and starts reads while there are free buffers. It calls
+// readAhead opens the sources and starts reads while there are free buffers. It calls
 // opened for each source.
-func ahead(ctx context.Context, j *job.Job, spec Spec, opened func(source.Source) error, pieces chan<- *piece, free <-chan []byte, wg *sync.WaitGroup) error {
+func readAhead(ctx context.Context, j *job.Job, spec Spec, opened func(source.Source) error, pieces chan<- *piece,
+	free <-chan []byte, wg *sync.WaitGroup) error {
 	dial := open.With(spec.Storage)
 	switch {
 	case spec.Own:
@@ -214,7 +215,7 @@ func ahead(ctx context.Context, j *job.Job, spec Spec, opened func(source.Source
 		from := min(spec.From, size)
 		if total += size - from; spec.Most > 0 && total > spec.Most {
 			_ = s.Close()
-			return errs.In("fetch", uri, errs.New(errs.ErrFormat, "%d bytes, which is more than the %d that such a file may have", total, spec.Most))
+			return errs.In("fetch", uri, errs.New(errs.ErrFormat, "%d bytes, where %d is the most", total, spec.Most))
 		}
 		if j != nil && !spec.counted {
 			j.TotalBytes.Add(size - from)

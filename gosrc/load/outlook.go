@@ -96,8 +96,8 @@ func (m *Model) Outlook(parts []Part, q Prospect) (o Outlook, err error) {
 	if q.Budget > 0 && o.Peak > q.Budget {
 		return o, m.overBudget("load", parts[largest].Tensor,
 			"%[6]d tensors take %[2]d bytes on %[3]s, %[4]d over max_memory of %[5]d; the largest is '%[1]s' with "+
-				"%[7]d; "+
-				"reading takes %[8]d bytes more. Ask for less with keys= or filter=, or use stream(max_memory=)", o.Peak, q,
+				"%[7]d; reading takes %[8]d bytes more. Ask for less with keys= or filter=, or use "+
+				"stream(max_memory=)", o.Peak, q,
 			len(parts), o.Bytes[largest], o.Staging)
 	}
 	return o, nil

@@ -38,8 +38,8 @@ func (m *Model) FileStates() []State {
 		id := f.Identity
 		states[i] = State{
 			Device: id.Device, Inode: id.Inode, Size: m.held.Sources[i].Size, Modified: id.Modified,
-			Changed: id.Changed,
-			Pin:     id.Pin, Network: f.Remote && f.File != nil, Layout: layouts[i], Sealed: m.held.Sources[i].Overwire(),
+			Changed: id.Changed, Pin: id.Pin, Network: f.Remote && f.File != nil, Layout: layouts[i],
+			Sealed: m.held.Sources[i].Overwire(),
 		}
 	}
 	return states

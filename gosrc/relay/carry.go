@@ -52,7 +52,8 @@ type carrier struct {
 // makeCarrier makes the ring and what carries it.
 func (r *Relay) makeCarrier() error {
 	s, gpu := r.spec, r.target.GPU
-	if s.Buffers < 1 || s.Buffers > maxBuffers || gpu != nil && s.Stages < 1 || s.Stages > maxBuffers || len(s.Ring) > 0 {
+	if s.Buffers < 1 || s.Buffers > maxBuffers || gpu != nil && s.Stages < 1 || s.Stages > maxBuffers ||
+		len(s.Ring) > 0 {
 		return errs.New(errs.ErrArgument, "relay: %d and %d shares of %d bytes for %d ranks, and %d buffers", s.Buffers,
 			s.Stages, s.Size, s.Ranks, len(s.Ring))
 	}

@@ -97,8 +97,8 @@ func (r *Relay) divertStrips(p *plan.Plan, where []int, wants []plan.Want) []int
 	for i := range p.Tasks {
 		data := wants[p.Refs[i].Want].Data
 		if rank := where[i] % r.spec.Ranks; r.strips[data] > 0 && rank != r.spec.Rank {
-			r.parts[where[i]].addStrip(&p.Tasks[i], r.placeOf(plan.ChunkOf{Data: data, N: p.Refs[i].N}).off%r.shareSpace(),
-				p.Refs[i].Want)
+			place := r.placeOf(plan.ChunkOf{Data: data, N: p.Refs[i].N})
+			r.parts[where[i]].addStrip(&p.Tasks[i], place.off%r.shareSpace(), p.Refs[i].Want)
 			continue
 		}
 		p.Tasks[n], p.Refs[n], where[n] = p.Tasks[i], p.Refs[i], where[i]

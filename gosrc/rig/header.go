@@ -25,7 +25,8 @@ func (r *run) measureHeaders() error {
 		if i > 0 {
 			head = append(head, ',')
 		}
-		head = fmt.Appendf(head, `"model.layers.%d.mlp.experts.%d.w%d.weight":{"dtype":"BF16","shape":[16,16],"data_offsets":[`, i/3000, i%128, i)
+		head = fmt.Appendf(head, `"model.layers.%d.mlp.experts.%d.w%d.weight":`, i/3000, i%128, i)
+		head = append(head, `{"dtype":"BF16","shape":[16,16],"data_offsets":[`...)
 		head = strconv.AppendInt(head, int64(i)*each, 10)
 		head = append(head, ',')
 		head = strconv.AppendInt(head, int64(i+1)*each, 10)

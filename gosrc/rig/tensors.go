@@ -42,7 +42,8 @@ func (r *run) tensors() error {
 	name := func(what string) string { return fmt.Sprintf("%.1f GB .tensors: %s", float64(total)/1e9, what) }
 	// Both write, each reads the other's, every byte is compared; the files stay
 	// for the rows.
-	ours, theirs, sealed, words := r.Path("ours.tensors"), r.Path("theirs.tensors"), r.Path("sealed.tensors"), r.Path("words.tensors")
+	ours, theirs, sealed, words := r.Path("ours.tensors"), r.Path("theirs.tensors"), r.Path("sealed.tensors"),
+		r.Path("words.tensors")
 	res, err := r.python("tensors", "check", plain, ours, theirs, sealed, words, benchKey)
 	if err != nil {
 		return err
@@ -105,7 +106,8 @@ func (r *run) runVersus(name string, total int64, v versus, note string) error {
 		return nil
 	}
 	ours, theirs := measure.Rate(total, s[0]), measure.Rate(total, s[1])
-	r.Add(measure.Row{Group: "tensors", Name: name, Value: ours, Unit: "GB/s", Floor: theirs, FloorName: notes[1], Note: note,
+	r.Add(measure.Row{Group: "tensors", Name: name, Value: ours, Unit: "GB/s", Floor: theirs, FloorName: notes[1],
+		Note: note,
 		Goal: fmt.Sprintf(">= %.1f x theirs", v.goal), Reached: atLeast(ours, v.goal*theirs)})
 	return nil
 }
@@ -121,8 +123,9 @@ func (r *run) verifyTensors(name, file string, total int64, sha float64) error {
 		return err
 	}
 	v := measure.Rate(total, seconds)
-	r.Add(measure.Row{Group: "tensors", Name: name, Value: v, Unit: "GB/s", Floor: sha, FloorName: fmt.Sprintf("crypto/sha256 on %d cores", r.Threads),
-		Goal: ">= 1 x", Reached: atLeast(v, sha)})
+	r.Add(measure.Row{Group: "tensors", Name: name, Value: v, Unit: "GB/s", Floor: sha,
+		FloorName: fmt.Sprintf("crypto/sha256 on %d cores", r.Threads),
+		Goal:      ">= 1 x", Reached: atLeast(v, sha)})
 	return nil
 }
 
@@ -141,7 +144,8 @@ func (r *run) cipherRate() error {
 	if err != nil {
 		return err
 	}
-	row := measure.Row{Group: "tensors", Name: name, Value: measure.Rate(64*tensorizer.ChunkBytes, seconds), Unit: "GB/s"}
+	row := measure.Row{Group: "tensors", Name: name, Value: measure.Rate(64*tensorizer.ChunkBytes, seconds),
+		Unit: "GB/s"}
 	res, err := r.python("tensors", "sodium")
 	switch {
 	case err != nil:
@@ -189,6 +193,10 @@ func (r *run) deviceTensors() error {
 	return nil
 }
 
+// deviceGoals are rates on a wire of 55 GB/s.
+var deviceGoals = map[string]float64{"llama-bf16 plain": 50, "llama-bf16 crc32": 48, "llama-bf16 key": 20,
+	"moe-bf16 plain": 40}
+
 func (r *run) deviceTensorsOf(kind string, size int64, hows []string) error {
 	dir := r.Path("tensors")
 	if err := os.MkdirAll(dir, 0o700); err != nil {
@@ -200,6 +208,7 @@ func (r *run) deviceTensorsOf(kind string, size int64, hows []string) error {
 		return err
 	}
 	m := &model{kind: kind, bytes: total, tensors: len(in), sums: filepath.Join(dir, "sums.json")}
+	what := fmt.Sprintf("%.1f GB %s, %d tensors, ", float64(m.bytes)/1e9, kind, m.tensors)
 	files := map[string]string{}
 	for _, how := range hows {
 		spec := save.Spec{Path: filepath.Join(dir, "plain.tensors"), Threads: r.Threads}
@@ -215,8 +224,8 @@ func (r *run) deviceTensorsOf(kind string, size int64, hows []string) error {
 		if err != nil {
 			return err
 		}
-		r.Add(measure.Row{Group: "tensors", Name: fmt.Sprintf("%.1f GB %s, %d tensors, %s: written", float64(m.bytes)/1e9, kind, m.tensors, how),
-			Value: measure.Rate(m.bytes, rep.Seconds), Unit: "GB/s"})
+		speed := measure.Rate(m.bytes, rep.Seconds)
+		r.Add(measure.Row{Group: "tensors", Name: what + how + ": written", Value: speed, Unit: "GB/s"})
 	}
 	if err := r.writeSums(filepath.Join("tensors", "sums.json"), in); err != nil {
 		return err
@@ -225,25 +234,25 @@ func (r *run) deviceTensorsOf(kind string, size int64, hows []string) error {
 	freeMemory()
 	var tasks []task
 	for _, how := range hows {
-		tasks = append(tasks, task{"verify " + how, variant(how), []string{"tensors-verify", r.opt.Device, m.sums, how, benchKey, files[how]}})
+		words := []string{"tensors-verify", r.opt.Device, m.sums, how, benchKey, files[how]}
+		tasks = append(tasks, task{"verify " + how, variant(how), words})
 	}
 	for n := range r.Repeat {
 		for _, how := range hows {
 			tasks = append(tasks, task{how, variant(how), []string{"tensors", r.opt.Device, how, benchKey, files[how]}})
 			if n == 0 && how != "crc32" {
-				tasks = append(tasks, task{how + " peer", variant(how), []string{"tensors-peer", r.opt.Device, how, benchKey, files[how]}})
+				tasks = append(tasks, task{how + " peer", variant(how),
+					[]string{"tensors-peer", r.opt.Device, how, benchKey, files[how]}})
 			}
 		}
 	}
 	outcomes := r.taskTurns(m, tasks, nil)
-	goals := map[string]float64{"llama-bf16 plain": 50, "llama-bf16 crc32": 48, "llama-bf16 key": 20, "moe-bf16 plain": 40}
 	for _, how := range hows {
 		for _, who := range []string{"", " peer"} {
-			o := outcomes[how+who]
+			o, name := outcomes[how+who], what+how
 			if o == nil {
 				continue
 			}
-			name := fmt.Sprintf("%.1f GB %s, %d tensors, %s", float64(m.bytes)/1e9, kind, m.tensors, how)
 			if who != "" {
 				name = "tensorizer on the same file: " + name
 			}
@@ -259,7 +268,7 @@ func (r *run) deviceTensorsOf(kind string, size int64, hows []string) error {
 				row := measure.Row{Group: "tensors", Name: name + ": " + w.name, Unit: "GB/s"}
 				o.setSpread(&row, func(res deviceResult) float64 { return measure.Rate(res.Bytes, w.of(res)) })
 				row.Floor, row.FloorName = r.linkLimit(m, plain)
-				if goal := goals[kind+" "+how]; who == "" && goal > 0 && w.name == "second load" {
+				if goal := deviceGoals[kind+" "+how]; who == "" && goal > 0 && w.name == "second load" {
 					r.goal(&row, fmt.Sprintf(">= %.0f on a wire of 55", goal), atLeast(row.Value, goal))
 				}
 				r.Add(row)

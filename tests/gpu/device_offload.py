@@ -1,7 +1,6 @@
 """Offload on a GPU: outputs compared with the resident model's, then passes timed beside peers, in one run.
 
-    PYTHONPATH=python python tests/gpu/device_offload.py [--models llama,compute,unet] [--layers 5] [--repeat 5] [--ways
-    keep,...]
+    PYTHONPATH=python python tests/gpu/device_offload.py [--models llama,...] [--layers 5] [--repeat 5] [--ways keep,..]
 
 llama: 2.43 GB of bf16 in 5 layers, a forward of 8 tokens: bound by the link. compute: the
 same with a forward of 16 x 4096 tokens, whose work hides the copies. unet: Stable Diffusion

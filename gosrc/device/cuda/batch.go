@@ -20,8 +20,9 @@ import (
 
 // Kernels of batches, in the order of their numbers.
 const (
-	batchNames = "ow_stream_open\x00ow_stream_close\x00ow_stream_peek\x00ow_stream_x16\x00ow_lz4_decode\x00ow_snappy_decode\x00" +
-		"ow_cascaded_decode\x00ow_stream_cut\x00ow_x16_encode\x00ow_stream_sum\x00ow_stream_join\x00ow_hash_sums\x00"
+	batchNames = "ow_stream_open\x00ow_stream_close\x00ow_stream_peek\x00ow_stream_x16\x00ow_lz4_decode\x00" +
+		"ow_snappy_decode\x00ow_cascaded_decode\x00ow_stream_cut\x00ow_x16_encode\x00ow_stream_sum\x00" +
+		"ow_stream_join\x00ow_hash_sums\x00"
 	batchOpen = iota - 1
 	batchClose
 	batchPeek

@@ -141,8 +141,8 @@ func notOurs(head []byte) string {
 		{"PK\x03\x04", "a zip archive, as torch.save and numpy.savez write",
 			"`overwire convert` (overwire.convert) reads those of torch.save; load others with what wrote them"},
 		{"\x80\x02", "a pickle", convert}, {"\x80\x04", "a pickle", convert}, {"\x80\x05", "a pickle", convert},
-		{"GGUF", "a GGUF file", "overwire lists and verifies GGUF files and reads no tensors of them, since coding would " +
-			"take off 5 to 13 % of their quantised blocks: keep it as it is"},
+		{"GGUF", "a GGUF file", "overwire lists and verifies GGUF files and reads no tensors of them, since coding " +
+			"would take off 5 to 13 % of their quantised blocks: keep it as it is"},
 		{"\x93NUMPY", "a .npy file", convert}, {"\x89HDF", "an HDF5 file", convert},
 		{"\x1f\x8b", "a gzip file", "gunzip it first"},
 		{"version ", "a Git LFS pointer", "get the file itself by git lfs pull"},

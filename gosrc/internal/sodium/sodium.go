@@ -11,8 +11,9 @@ package sodium
 #include <stddef.h>
 
 typedef unsigned char byte;
-typedef int (*seal_fn)(byte *box, byte *mac, const byte *data, unsigned long long size, const byte *nonce, const byte *key);
-typedef int (*open_fn)(byte *data, const byte *box, const byte *mac, unsigned long long size, const byte *nonce, const byte *key);
+typedef unsigned long long size;
+typedef int (*seal_fn)(byte *box, byte *mac, const byte *data, size bytes, const byte *nonce, const byte *key);
+typedef int (*open_fn)(byte *data, const byte *box, const byte *mac, size bytes, const byte *nonce, const byte *key);
 
 static seal_fn ow_seal;
 static open_fn ow_open;

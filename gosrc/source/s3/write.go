@@ -142,9 +142,9 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	_, err := callWithRetries(ctx, u.client, u.bucket,
 		func(ctx context.Context, api *s3.Client) (*s3.CompleteMultipartUploadOutput, error) {
 			tries++
-			out, err := api.CompleteMultipartUpload(ctx, &s3.CompleteMultipartUploadInput{Bucket: &u.bucket, Key: &u.key,
-				UploadId:    u.id,
-				IfNoneMatch: u.once, MultipartUpload: &types.CompletedMultipartUpload{Parts: u.done},
+			out, err := api.CompleteMultipartUpload(ctx, &s3.CompleteMultipartUploadInput{
+				Bucket: &u.bucket, Key: &u.key, UploadId: u.id, IfNoneMatch: u.once,
+				MultipartUpload:      &types.CompletedMultipartUpload{Parts: u.done},
 				SSECustomerAlgorithm: u.client.sse.algorithm,
 				SSECustomerKey:       u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum})
 			switch {

@@ -221,7 +221,8 @@ class Model:
             if first != source:
                 uris = [part["uri"] for part in self.info()]
                 raise ArgumentError(
-                    f'overwire: open {uris[source]} tensor "{name}": it is in {uris[first]} too; open one of the files, or each by itself',
+                    f'overwire: open {uris[source]} tensor "{name}": it is in {uris[first]} too; '
+                    "open one of the files, or each by itself",
                     source=uris[source],
                     tensor=name,
                 )

@@ -207,8 +207,8 @@ def _targets_of(
         if id(tensor) not in own:
             memory = memory or {storage_of(one) for one in chain(module.parameters(), module.buffers())}
             if storage_of(tensor) not in memory - {0}:
-                text = f"{where}: the state dict has a copy of it and not the module's own tensor: load_state_dict puts it there"
-                raise NotSupportedError(text, tensor=name)
+                text = "the state dict has a copy of it and not the module's own tensor: load_state_dict puts it there"
+                raise NotSupportedError(f"{where}: {text}", tensor=name)
         if tensor.device.type == "meta" and not is_distributed(tensor):
             into[at] = Target(at, ALL, shape, tensor, partial(_replace_meta, module, tensor))
         elif target := place_target(Target(at, ALL, shape, tensor), model.row(at), where):
