@@ -29,10 +29,10 @@ func sumFast(s *State, i uint64, p []byte) int {
 	step := archsimd.BroadcastUint64x8((2 * lanes * stepA) & (1<<64 - 1))
 	m1, m2, one := archsimd.BroadcastUint64x8(mulM1), archsimd.BroadcastUint64x8(mulM2), archsimd.BroadcastUint64x8(1)
 	var zero, a, b, c, d archsimd.Uint64x8
-	at := unsafe.Pointer(unsafe.SliceData(p))
-	for range n / (2 * lanes) {
-		t := archsimd.LoadUint64x8((*[lanes]uint64)(at)).Add(x)
-		u := archsimd.LoadUint64x8((*[lanes]uint64)(unsafe.Add(at, lanes*WordBytes))).Add(y)
+	first := unsafe.Pointer(unsafe.SliceData(p))
+	for offset := 0; offset < n*WordBytes; offset += 2 * lanes * WordBytes { // no pointer is ever behind the last word
+		t := archsimd.LoadUint64x8((*[lanes]uint64)(unsafe.Add(first, offset))).Add(x)
+		u := archsimd.LoadUint64x8((*[lanes]uint64)(unsafe.Add(first, offset+lanes*WordBytes))).Add(y)
 		t, u = t.Xor(t.ShiftAllRightConcat(32, zero)).Mul(m1), u.Xor(u.ShiftAllRightConcat(32, zero)).Mul(m1)
 		t, u = t.Xor(t.ShiftAllRightConcat(32, zero)).Mul(m2), u.Xor(u.ShiftAllRightConcat(32, zero)).Mul(m2)
 		th, uh := t.ShiftAllRightConcat(32, zero), u.ShiftAllRightConcat(32, zero)
@@ -40,7 +40,6 @@ func sumFast(s *State, i uint64, p []byte) int {
 		a, c = a.Add(t), c.Add(u)
 		b, d = b.Add(t.Mul(th.Or(one))), d.Add(u.Mul(uh.Or(one)))
 		x, y = x.Add(step), y.Add(step)
-		at = unsafe.Add(at, 2*lanes*WordBytes)
 	}
 	var sums [2][lanes]uint64
 	a.Add(c).Store(&sums[0])
