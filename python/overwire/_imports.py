@@ -7,11 +7,14 @@ import _signal  # type: ignore[import-not-found]
 import os
 import sys
 
-__all__ = ["Undisturbed", "imported", "pause_collector", "resume_collector"]
+__all__ = ["Undisturbed", "imported", "pause_collector", "resume_collector", "skip_at_exit"]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from collections.abc import Callable
+    from typing import Any, TypeVar
+
+    T = TypeVar("T")
 
 _whole: "dict[str, Any]" = {}
 
@@ -37,6 +40,19 @@ def imported(name: str) -> "Any":
 
 def _is_initializing(module: "Any") -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def skip_at_exit(
+    finalizer: "Callable[[T], None]", is_exiting: "Callable[[], bool]" = sys.is_finalizing
+) -> "Callable[[T], None]":
+    """A `__del__` that does nothing while the interpreter exits: the engine has ended all, and
+    names of modules, which the interpreter takes apart, may be None."""
+
+    def finalize(self: "T") -> None:
+        if not is_exiting():
+            finalizer(self)
+
+    return finalize
 
 
 _pauses: "list[None]" = []  # of the cycle collector: one for each that lasts

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from . import _verbs
 from ._apart import apart
 from ._engine import release
-from ._imports import imported
+from ._imports import imported, skip_at_exit
 from .errors import ArgumentError, ForkedError, NotSupportedError, OutOfMemoryError, error_of
 
 if TYPE_CHECKING:
@@ -246,6 +246,7 @@ class Batch:
             self._errors, self._keep = results, None
         return self._errors
 
+    @skip_at_exit
     def __del__(self) -> None:
         if getattr(self, "_errors", ()) is None:
             release(self._number)

@@ -11,7 +11,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ._apart import apart
     from ._engine import forked
-    from ._imports import imported
+    from ._imports import imported, skip_at_exit
     from ._verbs import read_floor
     from .bundles.bundle import save_listed
     from .bundles.torchfolders import is_torch_model, plain_models
@@ -87,6 +87,7 @@ __all__ = [
     "setting",
     "shares_reading",
     "shown",
+    "skip_at_exit",
     "states_of",
     "stream_blocks",
     "table_of",
@@ -100,7 +101,7 @@ __all__ = [
 _HOMES = {
     "_apart": ("apart",),
     "_engine": ("forked",),
-    "_imports": ("imported",),
+    "_imports": ("imported", "skip_at_exit"),
     "_verbs": ("read_floor",),
     "bundles.bundle": ("save_listed",),
     "bundles.torchfolders": ("is_torch_model", "plain_models"),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _verbs
 from ._engine import release
+from ._imports import skip_at_exit
 from .errors import ArgumentError
 from .model.opened import Model
 from .model.sources import SourceLike, resolve
@@ -140,6 +141,7 @@ class OpenRecords:
             self._model = Model(self._uris[0], storage_options=self.storage_options, opened=number)
         return self._model
 
+    @skip_at_exit
     def __del__(self) -> None:
         self.close_file()
 

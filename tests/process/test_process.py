@@ -402,3 +402,20 @@ def test_cli_ctrl_c_gives_130(tmp_path: Path) -> None:
     assert process.returncode == 130, (process.returncode, out, err)
     assert "Traceback" not in err
     assert [p.name for p in tmp_path.iterdir()] == ["big.safetensors"]
+
+
+def test_objects_that_outlive_modules_end_in_silence(small: str, tmp_path: Path) -> None:
+    """What a program holds until the interpreter has taken overwire's modules apart prints nothing when it goes."""
+    (tmp_path / "holder.py").write_text("kept = []\n")
+    program = """
+import holder  # before overwire: it is taken apart after
+import sys
+import overwire
+file = overwire.safe_open(sys.argv[1], "np")
+stream = overwire.stream(sys.argv[1], framework="np")
+holder.kept += [file, stream, overwire.pin(sys.argv[1]), file.get_tensor("x")]
+sys.modules_of_program = [module for name, module in sys.modules.items() if name.startswith(("overwire", "holder"))]
+"""
+    (tmp_path / "program.py").write_text(program)
+    ended = warm.fresh([tmp_path / "program.py", small])
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

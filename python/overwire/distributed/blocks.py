@@ -7,12 +7,12 @@ they go.
 from __future__ import annotations
 
 import hashlib
-import sys
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .. import _engine
+from .._imports import skip_at_exit
 from ..errors import CancelledError, ForkedError
 from . import group as ranks
 from .group import Members, Unmapped, verb
@@ -159,8 +159,9 @@ class BlockLoad:
             self.read, self.copied = load.report["stages"]["read_bytes"], load.report.get("pulled", 0)
             return ""
 
+    @skip_at_exit
     def __del__(self) -> None:
-        if not getattr(self, "_lands", True) and not sys.is_finalizing():
+        if not getattr(self, "_lands", True):
             self._members.tell_failure(CancelledError("overwire: group: it did not load its blocks"), -1, False)
 
     def _number_rows(self, requests: Sequence[bytes], rank: int | None = None) -> bytes:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import atexit
 import inspect
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
+from .._imports import skip_at_exit
 from ..model.options import DeviceLike, ShardLike
 from ..model.sources import SourceLike
 from .group import current
@@ -87,8 +87,9 @@ class GroupStream(Iterator[tuple[str, Any]]):
             else:
                 self._stack.__exit__(type(error), error, error.__traceback__)
 
+    @skip_at_exit
     def __del__(self) -> None:
-        if hasattr(self, "_total") and not sys.is_finalizing():
+        if hasattr(self, "_total"):
             self.close()
 
 

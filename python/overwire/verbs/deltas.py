@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from .. import _verbs, gpu
 from .._engine import buffer_of, release
+from .._imports import skip_at_exit
 from ..errors import ArgumentError, NotSupportedError
 from ..frameworks.choose import check_device, columns_of, frame_of
 from ..frameworks.frame import ODD
@@ -215,6 +216,7 @@ class Delta:
     def __repr__(self) -> str:
         return f"Delta({len(self)} tensors, {len(self.changed)} change, {self.nbytes} bytes for {self.tensor_bytes})"
 
+    @skip_at_exit
     def __del__(self) -> None:
         number = getattr(self, "_number", 0)
         if number:

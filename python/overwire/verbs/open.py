@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, cast, overload
 
 from .. import _engine
+from .._imports import skip_at_exit
 from ..dtypes import BITS, PACKED, nbytes
 from ..errors import ArgumentError, CorruptError, ForkedError, NotSupportedError
 from ..frameworks.choose import check_device, check_dtype, frame_for
@@ -156,6 +157,7 @@ class safe_open(Generic[T]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    @skip_at_exit
     def __del__(self) -> None:
         # `getattr`: the constructor may have failed.
         if getattr(self, "_model", None) is not None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from .. import _engine, _verbs
 from .._engine import core, release
 from .._environment import adopt_nyacomp, truth
+from .._imports import skip_at_exit
 from .._tables import SETTINGS
 from ..errors import ArgumentError, DeadlineError, FormatError, NotFoundError, NotSupportedError
 from ..frameworks.choose import check_device, device_number, frame_for
@@ -60,6 +61,7 @@ class Preload:
     def __repr__(self) -> str:
         return f"Preload({self.path!r})"
 
+    @skip_at_exit
     def __del__(self) -> None:
         # Free only the handle: the preload continues. `getattr`: the constructor may
         # have failed.

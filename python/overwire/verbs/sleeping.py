@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _verbs
 from .._engine import forked
+from .._imports import skip_at_exit
 from ..errors import ArgumentError, DeadlineError, ForkedError, NotSupportedError, OutOfMemoryError
 from ..frameworks.choose import check_device, frame_for, frame_of
 from ..frameworks.frame import overlaps_itself
@@ -209,6 +210,7 @@ class Asleep:
             if not self._wakes:
                 self.close()
 
+    @skip_at_exit
     def __del__(self) -> None:
         if getattr(self, "_models", None):
             if self.released and not forked():
@@ -352,6 +354,7 @@ class SleepMemory:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    @skip_at_exit
     def __del__(self) -> None:
         for job in getattr(self, "_jobs", {}).values():
             job.free()

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from threading import RLock
 from typing import TYPE_CHECKING, Any, overload
 
+from .._imports import skip_at_exit
 from ..errors import ArgumentError, OverwireError
 from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.budget import fit, outlook
@@ -232,5 +233,6 @@ class _Stream(Iterator[tuple[str, Any]]):
         finally:
             self._lock.release()
 
+    @skip_at_exit
     def __del__(self) -> None:
         self.close()

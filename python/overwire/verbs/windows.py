@@ -7,6 +7,7 @@ from itertools import islice
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
+from .._imports import skip_at_exit
 from ..model.opened import Model
 from ..progress import Progress, Watcher
 
@@ -113,6 +114,7 @@ class Windows(Iterator[tuple[str, Any]]):
         finally:
             self._lock.release()
 
+    @skip_at_exit
     def __del__(self) -> None:
         if hasattr(self, "_next"):
             self.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from ...plumbing import skip_at_exit
 from .frameworks import FrameworkOpBase, ProcessGroupBase, TensorBase
 from .st_types import Device, DType
 from .tensor_factory import LazyTensorFactory
@@ -63,6 +64,7 @@ class FilesBufferOnDevice:
             for loader in loaders:
                 loader.drain()
 
+    @skip_at_exit
     def __del__(self) -> None:
         if getattr(self, "rank_loaders", None):
             self.close()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import load_file, safe_open
 from ...errors import CorruptError, FormatError, NotSupportedError
-from ...plumbing import ObjectReader, OpenRecords, number_of, prepare, shown
+from ...plumbing import ObjectReader, OpenRecords, number_of, prepare, shown, skip_at_exit
 from ...records import Record, derive_key
 from . import _dtypes, _paths, _s3
 from ._encryption import CryptographyError, DecryptionParams
@@ -246,6 +246,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    @skip_at_exit
     def __del__(self) -> None:
         if getattr(self, "_source", None) is not None:
             self.close()
