@@ -206,10 +206,18 @@ import torch
 import overwire as ow
 from overwire import _engine
 from overwire.frameworks import choose
-open_library, present = choose.open_library, []
-choose.open_library = lambda: present.append("overwire.frameworks.torch" in sys.modules) or open_library()
-choose.frame_for("pt")
-assert present == [False] and "overwire._core" in sys.modules and not _engine.is_loaded()
+from overwire.verbs import load
+present = []
+def stop_at_frame(framework):
+    choose.frame_for(framework)
+    present.append("overwire._core" in sys.modules)
+    raise KeyboardInterrupt
+load.frame_for = stop_at_frame
+try:
+    ow.load_file("m")
+except KeyboardInterrupt:
+    load.frame_for = choose.frame_for
+assert present == [True] and not _engine.is_loaded()
 child = os.fork()
 if not child:
     try:
@@ -221,5 +229,33 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 assert not _engine.forked()
 ow.save_file({"a": torch.ones(3)}, "m")
 assert ow.load_file("m")["a"].tolist() == [1, 1, 1]
+"""
+    )
+
+
+def test_wrong_sources_leave_the_engine_closed(torch_script) -> None:
+    """A source that is none, or has no name of a file, is refused while the engine is closed: a fork may come after that."""
+    torch_script(
+        """
+import os
+import torch
+import overwire as ow
+from overwire import _engine
+verbs = [ow.load_file, ow.safe_open, ow.stream, ow.plan, ow.load_compressed_pickle, ow.pin, ow.inspect, ow.verify]
+model = torch.nn.Linear(2, 2)
+verbs += [lambda source: ow.load_model(model, source), lambda source: ow.save_model(source, "m")]
+for verb in verbs:
+    for source in (5, None, 3.5, "", "a\\0b", object()):
+        try:
+            verb(source)
+        except (ow.OverwireError, TypeError):
+            continue
+        raise SystemExit(f"{verb} takes {source!r}")
+assert _engine._library is None
+child = os.fork()
+if not child:
+    ow.save_file({"a": torch.ones(3)}, "m")
+    os._exit(0 if ow.load_file("m")["a"].tolist() == [1, 1, 1] else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
     )

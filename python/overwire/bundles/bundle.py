@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
+from .._engine import open_library
 from .._imports import Undisturbed, imported
 from ..errors import AccessError, ArgumentError, CorruptError, FormatError, IOFailure, NotFoundError, OverwireError
 from ..files import regular
@@ -559,10 +560,11 @@ def _load(
 ) -> Any:
     # folders: where a store is asked for the container, in this order.
     check_switches(trust=trust)
+    target = _target_of(path)
+    open_library()  # what is imported next takes as long as Go's runtime to start
     where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
     if where is not None:
         prepare(where)
-    target = _target_of(path)
     storage(storage_options, [target])  # refused for a local path
     data, model = open_pair(target, folders, tensors, storage_options)
     with model, Landing(model, shown(target), where, watch(progress, "load")) as blobs:

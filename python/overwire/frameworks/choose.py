@@ -10,7 +10,6 @@ from os import PathLike, fspath
 from typing import Any
 
 from .. import _verbs
-from .._engine import open_library
 from .._imports import Undisturbed, imported
 from ..errors import ArgumentError, MissingPackageError, NotSupportedError
 from .frame import ODD, Columns, Frame
@@ -51,7 +50,6 @@ def _find_frame(name: str) -> Frame:
                 )
         with Undisturbed():
             if name == "torch":
-                open_library()  # what follows takes as long as Go's runtime to start
                 from .torch import TorchFrame
 
                 return TorchFrame()

@@ -14,7 +14,8 @@ from ..errors import ArgumentError
 from ..files import number_of
 from ..paths import local
 
-__all__ = ["SourceLike", "named", "resolve"]
+__all__ = ["SourceLike", "check_source", "named", "resolve"]
+
 
 class BinaryFile(Protocol):
     """A file that is open for reading in binary mode."""
@@ -43,6 +44,23 @@ def named(verb: str, source: Any, filename: Any, name: str = "source") -> Any:
     return filename
 
 
+def check_source(source: Any) -> None:
+    """Refuses what is no source by its type and text alone, while the engine is closed: a program
+    that has been told so can still fork."""
+    if isinstance(source, (str, bytes, os.PathLike)):
+        local(source)
+    elif not hasattr(source, "read") and not hasattr(source, "shared_model"):
+        try:
+            iter(source)
+        except TypeError:
+            raise _refusal(source) from None
+
+
+def _refusal(source: Any) -> ArgumentError:
+    kind = type(source).__name__
+    return ArgumentError(f"overwire: source: expected a path, a list of paths or an open file, got {kind}")
+
+
 def resolve(source: Any) -> tuple[list[str], Any]:
     """The URIs of a source, and what must stay alive until they are open."""
     if isinstance(source, (str, bytes, os.PathLike)):
@@ -52,9 +70,7 @@ def resolve(source: Any) -> tuple[list[str], Any]:
     try:
         uris = [local(part) for part in source]
     except TypeError:
-        raise ArgumentError(
-            f"overwire: source: expected a path, a list of paths or an open file, got {type(source).__name__}"
-        ) from None
+        raise _refusal(source) from None
     if not uris:
         raise ArgumentError("overwire: source: the list of files is empty")
     return uris, None

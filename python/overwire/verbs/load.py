@@ -21,7 +21,7 @@ from ..model.options import (
     check_options,
     spell_out,
 )
-from ..model.sources import SourceLike, named
+from ..model.sources import SourceLike, check_source, named
 from ..progress import watch
 from .grouped import of_ranks
 
@@ -130,6 +130,8 @@ def load_file(
         from .deltas import load_on
 
         return load_on(base, source, device, framework, options, load_file)
+    check_source(source)
+    _engine.open_library()  # what is imported next takes as long as Go's runtime to start
     frame = frame_for(framework)
     where = check_device(device, frame)
     max_memory = options.get("max_memory")

@@ -23,7 +23,7 @@ from ..model.options import (
     check_options,
     spell_out,
 )
-from ..model.sources import SourceLike, named
+from ..model.sources import SourceLike, check_source, named
 from ..progress import ProgressLike, watch
 from .ahead import Block, ReadAhead
 from .into import fill, target_of
@@ -136,6 +136,8 @@ class safe_open(Generic[T]):
     ) -> None:
         check_options("safe_open", options, OpenOptions)
         source = named("safe_open", source, filename)
+        check_source(source)
+        _engine.open_library()  # what is imported next takes as long as Go's runtime to start
         self._frame = frame_for(framework)
         where = check_device(device, self._frame)
         self._dtype = check_dtype(self._frame, options.get("dtype"))

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from threading import RLock
 from typing import TYPE_CHECKING, Any, overload
 
+from .._engine import open_library
 from .._imports import skip_at_exit
 from ..errors import ArgumentError, OverwireError
 from ..frameworks.choose import check_device, check_dtype, frame_for
@@ -25,7 +26,7 @@ from ..model.options import (
     parse_size,
     spell_out,
 )
-from ..model.sources import SourceLike
+from ..model.sources import SourceLike, check_source
 from ..progress import Watcher, watch
 from .grouped import of_ranks
 from .windows import Windows, windows_of
@@ -116,6 +117,8 @@ def stream(
 
             options.pop("max_memory", None)
             return GroupStream(source, group, shard, device, framework, in_order, budget, options)
+    check_source(source)
+    open_library()  # what is imported next takes as long as Go's runtime to start
     frame = frame_for(framework)
     where = check_device(device, frame)
     prepare(where)
