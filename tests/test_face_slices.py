@@ -13,6 +13,7 @@ import safetensors
 import torch
 from conftest import every_dtype, raw, same
 from overwire.model.indexing import plan
+from overwire.model.opened import Model
 
 SHAPES = [(), (7,), (1,), (0,), (6, 5), (5, 0), (3, 4, 5), (2, 3, 4, 5)]
 
@@ -148,3 +149,22 @@ def test_a_slice_goes_to_the_device_of_the_file(tmp_path: Path) -> None:
         file._model.device, file._model.lands, file._model.joined = "meta", "cpu", True  # as if that were a GPU
         found = file.get_slice("a")[5:9, 3]
         assert found.device.type == "meta" and found.shape == (4,)
+
+
+@pytest.mark.parametrize("read", ["get_tensor", "get_tensors", "get_slice", "load_into"])
+def test_closed_by_another_thread_while_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str) -> None:
+    """A read of a file that another thread closes in the middle says which file was closed, not a number of the engine's."""
+    path = tmp_path / "m.safetensors"
+    ow.save_file({"a": torch.arange(12.0).reshape(3, 4)}, path)
+    reads = {
+        "get_tensor": lambda: file.get_tensor("a"),
+        "get_tensors": lambda: file.get_tensors(["a"]),
+        "get_slice": lambda: file.get_slice("a")[1:],
+        "load_into": lambda: file.load_into([("a", None, torch.empty(3, 4))]),
+    }
+    file = ow.safe_open(path, "pt")
+    join = Model.join
+    monkeypatch.setattr(Model, "join", lambda self: (file.close(), join(self))[1])
+    with pytest.raises(ow.ArgumentError, match=r"m\.safetensors: it is closed") as caught:
+        reads[read]()
+    assert caught.value.source == str(path)

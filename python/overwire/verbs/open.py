@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, cast, overload
@@ -151,6 +152,7 @@ class safe_open(Generic[T]):
             prepare(where)
             self._model = Model(source, device=where, **opening(options))
             self._seen = _states_of_files(self._model.uris)
+        self._uri = self._model.uris[0]
 
     def __enter__(self) -> safe_open[T]:
         self._live_model()
@@ -199,7 +201,7 @@ class safe_open(Generic[T]):
     def _live_model(self) -> Model:
         model = self._model
         if model is None:
-            raise ArgumentError("overwire: the file is closed")
+            raise self._closed_error()
         if _engine.forked() and not hasattr(model, "read_alone"):
             from ..model.forked import ForkedModel
 
@@ -209,6 +211,23 @@ class safe_open(Generic[T]):
                 )
             model = self._model = ForkedModel(model.uris, model.device)
         return model
+
+    def _closed_error(self) -> ArgumentError:
+        return ArgumentError(
+            f"overwire: {self._uri}: it is closed; a file that threads share is closed once all of them have read",
+            source=self._uri,
+        )
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[Model]:
+        """The open model, for one read of it. Another thread may close it before the engine has begun."""
+        model = self._live_model()
+        try:
+            yield model
+        except ArgumentError:
+            if self._model is None:
+                raise self._closed_error() from None
+            raise
 
     def keys(self) -> list[str]:
         """The names of all tensors, sorted."""
@@ -246,9 +265,9 @@ class safe_open(Generic[T]):
 
     def get_tensor(self, name: str) -> T:
         """Loads one tensor. Raises TensorNotFoundError if the files do not have it."""
-        model = self._live_model()
-        tensor: T = self._read_one(model, model.place(name), None, self._dtype)
-        return tensor
+        with self._reading() as model:
+            tensor: T = self._read_one(model, model.place(name), None, self._dtype)
+            return tensor
 
     def _read_one(self, model: Model, at: int, block: Block | None, wanted: Any) -> Any:
         """A tensor, or a block of it, cast to `wanted`: what was read ahead, or a load of its own."""
@@ -264,9 +283,8 @@ class safe_open(Generic[T]):
 
     def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, T]:
         """Loads several tensors together, in the order of names; None: all of them."""
-        model = self._live_model()
-        positions = model.choose(names, None)
-        return model.load(positions, self._frame, self._dtype, None)
+        with self._reading() as model:
+            return model.load(model.choose(names, None), self._frame, self._dtype, None)
 
     def load_into(
         self,
@@ -305,14 +323,9 @@ class safe_open(Generic[T]):
         into = [target_of(model, name, block, tensor) for name, block, tensor in targets]
         if max_memory is not None:
             self._ahead.drop()
-        fill(
-            model,
-            self._frame,
-            [target for target in into if target is not None],
-            None,
-            max_memory,
-            watch(progress, "load"),
-        )
+        targets_here = [target for target in into if target is not None]
+        with self._reading() as model:
+            fill(model, self._frame, targets_here, None, max_memory, watch(progress, "load"))
 
     def get_slice(self, name: str) -> TensorSlice[T]:
         """Returns a `TensorSlice`; nothing is read before it is indexed."""
@@ -367,8 +380,11 @@ class TensorSlice(Generic[T]):
         return part
 
     def _read_index(self, index: Any) -> Any:
-        file, row = self._file, self._row
-        model, frame = file._live_model(), file._frame
+        with self._file._reading() as model:
+            return self._read_from(model, index)
+
+    def _read_from(self, model: Model, index: Any) -> Any:
+        file, row, frame = self._file, self._row, self._file._frame
         if _engine.forked():
             tensor = cast("ForkedModel", model).read_alone(self._at, frame, index)
         elif row.dtype in PACKED:
