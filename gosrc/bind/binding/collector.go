@@ -7,6 +7,7 @@ import (
 	"runtime"
 	"runtime/debug"
 	"sync"
+	"sync/atomic"
 )
 
 // Go begins a collection when the heap has grown by its own size, or by 4 MiB. It did so two
@@ -19,7 +20,7 @@ const (
 
 // ballast is never used: memory that no one touches takes none of the host's, and counts
 // for the collector, which waits until the heap has grown by as much.
-var ballast []byte
+var ballast atomic.Pointer[[ballastBytes]byte]
 
 // putOffCollections is called once, at the start. Ballast at the start would be collected
 // at the start: until the first collection a percentage stands for it, which a large heap
@@ -31,7 +32,7 @@ var putOffCollections = sync.OnceFunc(func() {
 	}
 	garbage := new([64]byte) // the first collection frees it
 	runtime.AddCleanup(garbage, func(percent int) {
-		ballast = make([]byte, ballastBytes)
+		ballast.Store(new([ballastBytes]byte))
 		debug.SetGCPercent(percent)
 	}, usualPercent)
 })

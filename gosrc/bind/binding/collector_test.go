@@ -16,10 +16,10 @@ func TestFirstCollectionBringsBallast(t *testing.T) {
 		runtime.GC()
 		time.Sleep(5 * time.Millisecond) // cleanups run beside the program
 		percent := debug.SetGCPercent(usualPercent)
-		if percent == usualPercent && len(ballast) == ballastBytes {
+		if percent == usualPercent && ballast.Load() != nil {
 			return
 		}
 		debug.SetGCPercent(percent)
 	}
-	t.Fatalf("%d bytes of ballast after the first collections", len(ballast))
+	t.Fatal("the first collections left another percentage, or no ballast")
 }
