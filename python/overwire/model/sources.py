@@ -46,7 +46,7 @@ def named(verb: str, source: Any, filename: Any, name: str = "source") -> Any:
 
 def check_source(source: Any) -> None:
     """Refuses what is no source by its type and text alone, while the engine is closed: a program
-    that has been told so can still fork."""
+    that catches the error can still fork."""
     if isinstance(source, (str, bytes, os.PathLike)):
         local(source)
     elif not hasattr(source, "read") and not hasattr(source, "shared_model"):
