@@ -33,8 +33,9 @@ def test_every_name_has_a_row_of_compared_bytes(torch_script) -> None:
     keys = {(row["face"], row["file"]) for row in rows}
     assert {("load_file", "plain"), ("safe_open, get_tensor", "compressed"), ("load_compressed_pickle", "bundle")} <= keys
     assert {("TensorDeserializer by overwire", "tensors"), ("safetensors get_slice", "plain")} <= keys
-    assert len(keys) == len(rows) and len(rows) >= 17
-    assert {row.get("version") for row in rows} == {None, version("safetensors")}
+    assert ("tensorizer load_into_module", "tensors") in keys
+    assert len(keys) == len(rows) and len(rows) >= 19
+    assert {row.get("version") for row in rows} == {None, version("safetensors"), version("tensorizer")}
     for row in rows:
         assert row.get("verified") and row["runs"] == 2 and row["first"] > 0 and row["second"] > 0, row
         assert row["first_share"] > 0 and row["second_share"] > 0, row

@@ -92,25 +92,29 @@ def _by_copies(module: str) -> Make:
     return make_load
 
 
-def _by_deserializer(file: str, device: str) -> Load:
-    from overwire.compat.tensorizer import TensorDeserializer
+def _by_deserializer(module: str) -> Make:
+    def make_load(file: str, device: str) -> Load:
+        deserializer = importlib.import_module(module).TensorDeserializer
+        return lambda: dict(deserializer(file, device=device))
 
-    return lambda: dict(TensorDeserializer(file, device=device))
+    return make_load
 
 
-def _into_module(file: str, device: str) -> Load:
-    from overwire.compat.tensorizer import TensorDeserializer
+def _into_module(module: str) -> Make:
+    def make_load(file: str, device: str) -> Load:
+        deserializer = importlib.import_module(module).TensorDeserializer
+        shapes = json.loads(Path(file + ".shapes").read_text())
+        # A model is made before its weights are loaded: it is none of the load's time.
+        modules = [_build_module(shapes) for _ in range(2)]
 
-    shapes = json.loads(Path(file + ".shapes").read_text())
-    # A model is made before its weights are loaded: it is none of the load's time.
-    modules = [_build_module(shapes) for _ in range(2)]
+        def load_all() -> dict[str, Any]:
+            model = modules.pop()
+            deserializer(file, device=device).load_into_module(model)
+            return dict(model.state_dict())
 
-    def load_all() -> dict[str, Any]:
-        module = modules.pop()
-        TensorDeserializer(file, device=device).load_into_module(module)
-        return dict(module.state_dict())
+        return load_all
 
-    return load_all
+    return make_load
 
 
 def _by_instanttensor(file: str, device: str) -> Load:
@@ -136,11 +140,13 @@ _FACES: dict[str, tuple[Make, tuple[str, ...], str, bool]] = {
     "nyacomp's by overwire": (_by_pickle(_OURS + "nyacomp"), ("bundle",), "", False),
     "fastsafetensors' by overwire": (_by_copies(_OURS + "fastsafetensors"), _BOTH, "", False),
     "load_file of .tensors": (_by_load_file("overwire"), ("tensors",), "", False),
-    "TensorDeserializer by overwire": (_by_deserializer, ("tensors",), "", False),
-    "load_into_module by overwire": (_into_module, ("tensors",), "", False),
+    "TensorDeserializer by overwire": (_by_deserializer(_OURS + "tensorizer"), ("tensors",), "", False),
+    "load_into_module by overwire": (_into_module(_OURS + "tensorizer"), ("tensors",), "", False),
     "safetensors load_file": (_by_load_file("safetensors.torch"), ("plain",), "safetensors", False),
     "safetensors get_slice": (_by_safe_open("safetensors", True), ("plain",), "safetensors", False),
     "fastsafetensors": (_by_copies("fastsafetensors"), ("plain",), "fastsafetensors", True),
+    "tensorizer TensorDeserializer": (_by_deserializer("tensorizer"), ("tensors",), "tensorizer", False),
+    "tensorizer load_into_module": (_into_module("tensorizer"), ("tensors",), "tensorizer", False),
     "instanttensor": (_by_instanttensor, ("plain",), "instanttensor", True),
 }
 
