@@ -48,11 +48,7 @@ def skip_at_exit(
     """A `__del__` that does nothing while the interpreter exits: the engine has ended all, and
     names of modules, which the interpreter takes apart, may be None."""
 
-    def finalize(self: "T") -> None:
-        if not is_exiting():
-            finalizer(self)
-
-    return finalize
+    return lambda self: None if is_exiting() else finalizer(self)
 
 
 _pauses: "list[None]" = []  # of the cycle collector: one for each that lasts

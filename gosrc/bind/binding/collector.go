@@ -10,16 +10,15 @@ import (
 	"sync/atomic"
 )
 
-// Go begins a collection when the heap has grown by its own size, or by 4 MiB. It did so two
-// or three times while a group's load was planned, and took half of the time.
+// Go begins a collection when the heap has grown by its own size, or by 4 MiB: two or three
+// times while a group's load was planned, which took half of the time.
 const (
 	usualPercent = 100
 	firstPercent = 4 * usualPercent // the first collection comes at 16 MiB
 	ballastBytes = 8 << 20
 )
 
-// ballast is never used: memory that no one touches takes none of the host's, and counts
-// for the collector, which waits until the heap has grown by as much.
+// ballast is never used, so it takes no memory of the host, and the collector counts it.
 var ballast atomic.Pointer[[ballastBytes]byte]
 
 // putOffCollections is called once, at the start. Ballast at the start would be collected

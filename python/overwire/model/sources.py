@@ -53,10 +53,10 @@ def check_source(source: Any) -> None:
         try:
             iter(source)
         except TypeError:
-            raise _refusal(source) from None
+            raise _source_error(source) from None
 
 
-def _refusal(source: Any) -> ArgumentError:
+def _source_error(source: Any) -> ArgumentError:
     kind = type(source).__name__
     return ArgumentError(f"overwire: source: expected a path, a list of paths or an open file, got {kind}")
 
@@ -70,7 +70,7 @@ def resolve(source: Any) -> tuple[list[str], Any]:
     try:
         uris = [local(part) for part in source]
     except TypeError:
-        raise _refusal(source) from None
+        raise _source_error(source) from None
     if not uris:
         raise ArgumentError("overwire: source: the list of files is empty")
     return uris, None

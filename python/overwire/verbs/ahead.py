@@ -40,15 +40,11 @@ class _Window:
     """Tensors that one load brings, each to be taken once."""
 
     def __init__(self, load: Load, ways: dict[int, Block | None], sizes: dict[int, int]) -> None:
-        self._load, self._requests = load, {at: request for request, at in enumerate(ways)}
+        self._load, self.job = load, load.job.number
+        self._requests = {at: request for request, at in enumerate(ways)}
         self.ways, self.sizes = ways, sizes
         self.left = sum(sizes.values())  # bytes of what was not taken
         self._landed: dict[int, tuple[int, Any, int]] = {}
-
-    @property
-    def job(self) -> int:
-        """The number of its load."""
-        return self._load.job.number
 
     def take(self, at: int) -> Any:
         """Waits for a tensor; raises the load's error."""

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, cast, overload
 
 from .. import _engine
-from .._imports import skip_at_exit
 from ..dtypes import BITS, PACKED, nbytes
 from ..errors import ArgumentError, CorruptError, ForkedError, NotSupportedError
 from ..frameworks.choose import check_device, check_dtype, frame_for
@@ -161,12 +160,6 @@ class safe_open(Generic[T]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    @skip_at_exit
-    def __del__(self) -> None:
-        # `getattr`: the constructor may have failed.
-        if getattr(self, "_model", None) is not None:
-            self.close()
-
     def __repr__(self) -> str:
         if (model := self._model) is None:
             return "safe_open(closed)"
@@ -201,7 +194,8 @@ class safe_open(Generic[T]):
     def _live_model(self) -> Model:
         model = self._model
         if model is None:
-            raise self._closed_error()
+            advice = "a file that threads share is closed once all of them have read"
+            raise ArgumentError(f"overwire: {self._uri}: it is closed; {advice}", source=self._uri)
         if _engine.forked() and not hasattr(model, "read_alone"):
             from ..model.forked import ForkedModel
 
@@ -212,21 +206,13 @@ class safe_open(Generic[T]):
             model = self._model = ForkedModel(model.uris, model.device)
         return model
 
-    def _closed_error(self) -> ArgumentError:
-        return ArgumentError(
-            f"overwire: {self._uri}: it is closed; a file that threads share is closed once all of them have read",
-            source=self._uri,
-        )
-
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[Model]:
-        """The open model, for one read of it. Another thread may close it before the engine has begun."""
-        model = self._live_model()
+    def _open_model(self) -> Iterator[Model]:
+        """The open model, for one read of it, before which another thread may close it."""
         try:
-            yield model
+            yield self._live_model()
         except ArgumentError:
-            if self._model is None:
-                raise self._closed_error() from None
+            self._live_model()  # its error, if it is closed
             raise
 
     def keys(self) -> list[str]:
@@ -265,9 +251,8 @@ class safe_open(Generic[T]):
 
     def get_tensor(self, name: str) -> T:
         """Loads one tensor. Raises TensorNotFoundError if the files do not have it."""
-        with self._reading() as model:
-            tensor: T = self._read_one(model, model.place(name), None, self._dtype)
-            return tensor
+        with self._open_model() as model:
+            return cast("T", self._read_one(model, model.place(name), None, self._dtype))
 
     def _read_one(self, model: Model, at: int, block: Block | None, wanted: Any) -> Any:
         """A tensor, or a block of it, cast to `wanted`: what was read ahead, or a load of its own."""
@@ -283,7 +268,7 @@ class safe_open(Generic[T]):
 
     def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, T]:
         """Loads several tensors together, in the order of names; None: all of them."""
-        with self._reading() as model:
+        with self._open_model() as model:
             return model.load(model.choose(names, None), self._frame, self._dtype, None)
 
     def load_into(
@@ -324,7 +309,7 @@ class safe_open(Generic[T]):
         if max_memory is not None:
             self._ahead.drop()
         targets_here = [target for target in into if target is not None]
-        with self._reading() as model:
+        with self._open_model() as model:
             fill(model, self._frame, targets_here, None, max_memory, watch(progress, "load"))
 
     def get_slice(self, name: str) -> TensorSlice[T]:
@@ -380,7 +365,7 @@ class TensorSlice(Generic[T]):
         return part
 
     def _read_index(self, index: Any) -> Any:
-        with self._file._reading() as model:
+        with self._file._open_model() as model:
             return self._read_from(model, index)
 
     def _read_from(self, model: Model, index: Any) -> Any:

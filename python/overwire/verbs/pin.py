@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, overload
 
 from .. import _verbs
-from .._imports import skip_at_exit
 from ..errors import ArgumentError
 from ..frameworks.choose import check_device, frame_for
 from ..jobs import Job
@@ -178,11 +177,6 @@ class Pinned:
 
     def __exit__(self, *exc: object) -> None:
         self.release()
-
-    @skip_at_exit
-    def __del__(self) -> None:
-        if getattr(self, "_model", None) is not None:
-            self.release()
 
 
 for _verb in (Pinned.load_file, Pinned.stream):

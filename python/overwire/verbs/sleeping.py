@@ -191,13 +191,9 @@ class Asleep:
             raise
 
     def __repr__(self) -> str:
-        state = (
-            f"{self.stored} bytes stored, {self.released} released"
-            if self._models
-            else "awake"
-            if not self._wakes
-            else "closed"
-        )
+        state = "closed" if self._wakes else "awake"
+        if self._models:
+            state = f"{self.stored} bytes stored, {self.released} released"
         return f"Asleep({self.nbytes} bytes, {state})"
 
     def __enter__(self) -> Asleep:
@@ -353,11 +349,6 @@ class SleepMemory:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    @skip_at_exit
-    def __del__(self) -> None:
-        for job in getattr(self, "_jobs", {}).values():
-            job.free()
 
 
 def prepare_sleep(
