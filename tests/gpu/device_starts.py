@@ -2,12 +2,14 @@
 
     python tests/gpu/device_starts.py                     Llama's 8B shape, 16 GB, in /dev/shm
     python tests/gpu/device_starts.py --shape moe,fp8     18,867 tensors, and Llama's in fp8
+    python tests/gpu/device_starts.py --ranks 2           two GPUs, tensor-parallel
     python tests/gpu/device_starts.py --shape tiny --device cpu    here
 
-One process imports vLLM, while others make the files, and then makes each model by each format in turn, as often as
---repeat says: vLLM's import, the making of the modules, the loading of the weights, of which the recording of the
-model's own loader takes a part, the processing, and Python's collections of garbage, of which vLLM runs two a
-start. The digest of every parameter must be that of vLLM's own safetensors path. vLLM's kernels are not needed:
+One process a rank imports vLLM, while others make the files, and then makes each model by each format in turn, as
+often as --repeat says: vLLM's import, the making of the modules, the loading of the weights, of which the recording
+of the model's own loader takes a part, the processing, and Python's collections of garbage, of which vLLM runs two a
+start. Ranks begin a start together, and its parts are those of the slowest. The digest of every parameter, on each
+rank, must be that of vLLM's own safetensors path. vLLM's kernels are not needed:
 where they cannot be imported, an empty module takes their place, and nothing is generated. A format whose package
 is absent is left out, with a line that says so; what is printed last are medians. The kind prepared is overwire
 with prepared state: a first start, which keeps it, and later ones.
@@ -40,6 +42,7 @@ KINDS = "safetensors,overwire:packed,prepared:packed,instanttensor,overwire:plai
 RECORDED = re.compile(r"loaded into their places in ([0-9.]+) s and ([0-9.]+) s after it")
 QUESTIONS = [f"cutlass_scaled_mm_supports_{kind}" for kind in ("fp4", "fp8", "block_fp8")]
 QUESTIONS += ["cutlass_group_gemm_supported", "mxfp4_experts_quant_supported"]
+Start = tuple[str, dict[str, float]]  # its name, and the seconds of its parts
 PARTS = ("whole", "made", "weights", "recorded", "processed", "collected")
 
 
@@ -142,8 +145,8 @@ def watch_parts(seconds: dict[str, float]) -> None:
         watched.set_local_events(watched.PROFILER_ID, code, events.PY_START | events.PY_RETURN)
 
 
-def measure_link() -> None:
-    """What the link gives: copies of pinned memory, as many bytes as the models have."""
+def measure_link(rank: int) -> None:
+    """What the link of a rank's GPU gives, while the others measure theirs: copies of pinned memory."""
     import torch
 
     host = torch.empty(1 << 30, dtype=torch.uint8).pin_memory()
@@ -156,7 +159,7 @@ def measure_link() -> None:
             device.copy_(host, non_blocking=True)
         await_gpu()
         rates.append(4 * host.nbytes / (time.perf_counter() - began))
-    print(f"floor: pinned memory to the GPU {statistics.median(rates) / 1e9:.1f} GB/s", flush=True)
+    print(f"rank {rank}: floor: pinned memory to the GPU {statistics.median(rates) / 1e9:.1f} GB/s", flush=True)
 
 
 def await_gpu() -> None:
@@ -167,9 +170,37 @@ def await_gpu() -> None:
         torch.cuda.synchronize()
 
 
+def await_ranks(args: argparse.Namespace) -> None:
+    """Waits for the other ranks."""
+    if args.ranks > 1:
+        from vllm.distributed.parallel_state import get_world_group
+
+        get_world_group().barrier()
+
+
+def take_slowest(args: argparse.Namespace, start: Start | None) -> Start | None:
+    """The start of this rank with each part as long as the slowest rank's; None if a rank could not start."""
+    if args.ranks == 1:
+        return start
+    import torch
+    from vllm.distributed.parallel_state import get_world_group
+
+    starts: list[Any] = [None] * args.ranks
+    torch.distributed.all_gather_object(starts, start, group=get_world_group().cpu_group)
+    if None in starts:
+        return None
+    if len(names := {name for name, _ in starts}) > 1:
+        raise SystemExit(f"the ranks started in several ways: {sorted(names)}")
+    return starts[0][0], {part: max(each.get(part, 0.0) for _, each in starts) for part in starts[0][1]}
+
+
 def start_once(
-    args: argparse.Namespace, kind: str, seconds: dict[str, float], lines: Lines, theirs: dict[str, str]
-) -> tuple[str, dict[str, float]] | None:
+    args: argparse.Namespace,
+    kind: str,
+    seconds: dict[str, float],
+    lines: Lines,
+    theirs: dict[str, str],
+) -> Start | None:
     """One start; compares its parameters with `theirs`, which the first one fills. Returns its name and parts, None
     where the format could not be loaded."""
     import overwire
@@ -177,11 +208,12 @@ def start_once(
 
     seconds.clear()
     lines.lines.clear()
+    await_ranks(args)
     began = time.perf_counter()
     try:
         model, _ = base.load(args, kind)
     except Exception as error:
-        print(f"{kind:20} left out: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        print(f"rank {args.rank}: {kind:20} left out: {type(error).__name__}: {str(error)[:300]}", flush=True)
         return None
     await_gpu()
     seconds["whole"] = time.perf_counter() - began
@@ -196,7 +228,7 @@ def start_once(
         theirs.update(digests)
     if digests != theirs:
         wrong = sorted(name for name in digests.keys() | theirs.keys() if digests.get(name) != theirs.get(name))
-        raise SystemExit(f"{kind}: not as vLLM's own: {wrong[:10]}")
+        raise SystemExit(f"rank {args.rank}, {kind}: not as vLLM's own: {wrong[:10]}")
     if kind.startswith("prepared"):
         from overwire.integrations.vllm import prepared
 
@@ -206,7 +238,7 @@ def start_once(
     words = ", ".join(f"{part} {each:.3f}" for part, each in parts.items())
     name = f"{kind}, later" if later else kind
     rate = size / parts["weights"] / 1e9
-    print(f"{name:24} {words}; {rate:.1f} GB/s, {len(digests)} tensors as vLLM's own", flush=True)
+    print(f"rank {args.rank}: {name:24} {words}; {rate:.1f} GB/s, {len(digests)} tensors as vLLM's own", flush=True)
     if kind.startswith(("overwire", "prepared")):
         print(*(f"    {line}" for line in lines.lines), sep="\n", flush=True)
     del model, tensors
@@ -239,7 +271,8 @@ def start_all(args: argparse.Namespace) -> None:
     watch_parts(seconds)
     sys.stdin.read()
     if args.device != "cpu":
-        measure_link()
+        torch.cuda.set_device(args.rank)
+        measure_link(args.rank)
     with torch.no_grad():
         for shape in args.shape.split(","):
             destroy_model_parallel()  # there is a group of experts only where the model has some
@@ -257,13 +290,15 @@ def compare_formats(args: argparse.Namespace, lines: Lines, seconds: dict[str, f
     for turn in range(args.repeat):
         again = 0 if turn else 1  # prepared state is kept by the first
         for kind in (one for one in args.kinds.split(",") for _ in range(1 + again * one.startswith("prepared"))):
-            found = None if kind in absent else start_once(args, kind, seconds, lines, theirs)
-            if found is None:
+            if kind in absent:
+                continue
+            start = take_slowest(args, start_once(args, kind, seconds, lines, theirs))
+            if start is None:
                 absent.add(kind)
                 continue
-            for part, each in found[1].items():
-                times[found[0]][part].append(each)
-    for name, parts in times.items():
+            for part, each in start[1].items():
+                times[start[0]][part].append(each)
+    for name, parts in times.items() if args.rank == 0 else ():
         words = ", ".join(f"{part} {statistics.median(each):.3f}" for part, each in parts.items())
         print(f"median of {len(parts['whole'])}: {name:24} {words}", flush=True)
 
@@ -275,10 +310,13 @@ def main() -> None:
     parser.add_argument("--kinds", default=KINDS, help="FORMAT[:FOLDER], ...; compared with the first")
     parser.add_argument("--layers", type=int, default=0, help="fewer of them")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel, one GPU each")
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=base.engines.free_port(), help=argparse.SUPPRESS)
     parser.add_argument("--dir", default="", help=argparse.SUPPRESS)
     parser.add_argument("--job", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.ranks, args.rank, args.extra, args.port = 1, 0, "{}", base.engines.free_port()
+    args.extra = "{}"
     for shape in args.shape.split(",") if args.layers else ():
         base.SHAPES[shape]["num_hidden_layers"] = args.layers
     if args.job:
@@ -293,21 +331,27 @@ def main() -> None:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         command = [sys.executable, __file__, "--device", args.device, "--layers", str(args.layers)]
         command += ["--kinds", args.kinds, "--repeat", str(args.repeat)]
+        command += ["--ranks", str(args.ranks), "--port", str(args.port)]
 
-        def job(name: str, shape: str, where: Path) -> subprocess.Popen[bytes]:
-            words = [*command, "--job", name, "--shape", shape, "--dir", str(where)]
+        def job(name: str, shape: str, where: Path, rank: int = 0) -> subprocess.Popen[bytes]:
+            words = [*command, "--job", name, "--shape", shape, "--dir", str(where), "--rank", str(rank)]
             return subprocess.Popen(words, env=env, stdin=subprocess.PIPE)
 
-        runs = [job("starts", args.shape, folder)]
+        starts = [job("starts", args.shape, folder, rank) for rank in range(args.ranks)]
+        makers = []
         for shape in args.shape.split(","):
             (folder / shape).mkdir()
-            runs.append(job("make", shape, folder / shape))
-        for run in (*runs[1:], runs[0]):
+            makers.append(job("make", shape, folder / shape))
+        for run in makers:
             run.communicate()
-            if run.returncode:
-                for other in runs:
-                    other.kill()
-                raise SystemExit(f"exit status {run.returncode}")
+        for run in starts:
+            run.stdin.close()  # they begin together
+        while any(run.poll() is None for run in starts) and not any(run.poll() for run in (*makers, *starts)):
+            time.sleep(0.1)
+        for run in starts:
+            run.kill()  # only where another has failed
+        if failed := [run.wait() for run in (*makers, *starts) if run.wait()]:
+            raise SystemExit(f"exit status {failed[0]}")
     finally:
         shutil.rmtree(folder)
 
