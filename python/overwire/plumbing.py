@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .bundles.unpickling import load_plain
     from .distributed.blocks import Blocks, meet_to_load, shares_reading
     from .distributed.group import verb
+    from .dtypes import nbytes
     from .files import number_of, read_file, regular
     from .frameworks.torch import torch_dtype
     from .jobs import shown
@@ -69,6 +70,7 @@ __all__ = [
     "many_objects",
     "meet_to_load",
     "meta_rows",
+    "nbytes",
     "number_of",
     "parse_size",
     "path_of",
@@ -108,6 +110,7 @@ _HOMES = {
     "bundles.unpickling": ("load_plain",),
     "distributed.blocks": ("Blocks", "meet_to_load", "shares_reading"),
     "distributed.group": ("verb",),
+    "dtypes": ("nbytes",),
     "files": ("number_of", "read_file", "regular"),
     "frameworks.torch": ("torch_dtype",),
     "model.forked": ("is_compressed", "refuse_compressed"),

@@ -25,6 +25,7 @@ import safetensors.numpy as real_np
 import safetensors.torch as real_pt
 import torch
 from conftest import every_dtype, same
+from packaging.version import Version
 
 VECTORS = json.loads((pathlib.Path(__file__).parents[1] / "goldens" / "container" / "vectors.json").read_text())
 PAIRS = [(real, ours), (real_pt, ours_pt), (real_np, ours_np)]
@@ -45,6 +46,12 @@ def outcome(call: Any) -> tuple[Any, BaseException | None]:
 
 def kind(error: BaseException | None) -> str:
     return "" if error is None else type(error).__name__
+
+
+def words(error: BaseException | None) -> str:
+    """What an error says; the argument that it is about stands in a note from 0.9 on."""
+    notes = [note.removeprefix("while processing ").strip("'") for note in getattr(error, "__notes__", ())]
+    return "".join(f"argument '{name}': " for name in notes) + str(error)
 
 
 @pytest.fixture
@@ -80,7 +87,8 @@ def packed(tensors: Any, tmp_path: pathlib.Path) -> str:
 def test_every_name_is_there(theirs: Any, mine: Any) -> None:
     names = {name for name in vars(theirs) if not name.startswith("__")} - NOT_API
     assert names <= set(vars(mine)), names - set(vars(mine))
-    assert ours.__version__ == real.__version__
+    if theirs is real:
+        assert Version(real.__version__) <= Version(ours.__version__)
 
 
 @pytest.mark.parametrize(("theirs", "mine"), PAIRS, ids=["safetensors", "torch", "numpy"])
@@ -324,7 +332,7 @@ def test_errors_of_reading(plain: str, tmp_path: pathlib.Path) -> None:
             (_, want), (_, got) = (
                 outcome(lambda m=m, v=verb, n=name: getattr(m.safe_open(plain, "pt"), v)(n)) for m in (real, ours)
             )
-            assert kind(want) == kind(got) and str(want) == str(got)
+            assert kind(want) == kind(got) and words(want) == words(got)
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=[v["name"] for v in VECTORS])
@@ -420,7 +428,7 @@ def test_errors_of_saving(tmp_path: pathlib.Path) -> None:
         if "share" in str(want):
             assert sorted(str(want).replace("'", " ")) == sorted(str(got).replace("'", " "))
         else:
-            assert str(want) == str(got)
+            assert words(want) == words(got)
     assert not list(tmp_path.iterdir())
     for arrays in ({"a": np.array(["x"])}, {"a": 1}, [1], {"a": np.ones(2, np.complex128)}):
         (_, want), (_, got) = (outcome(lambda m=m, t=arrays: m.save(t)) for m in (real_np, ours_np))

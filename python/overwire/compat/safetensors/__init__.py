@@ -13,7 +13,9 @@ saving replaces a file atomically; a TensorSpec at address 0 is refused where
 the original crashes; numpy slices accept what numpy accepts (negative bounds, empty
 ranges) where the original raises; bfloat16 and the fp8 kinds come as ml_dtypes'
 types in numpy; `device` may be a torch.device, `load` takes any bytes-like
-object, and a file name may be whatever `overwire.load_file` takes as one path.
+object, and a file name may be whatever `overwire.load_file` takes as one path;
+`prefetch` loads to the host, too, and its tensors have memory of their own; a TypeError
+names its argument itself, as 0.8 has it, and not in a note.
 
 Errors are the original's classes and begin with its words; `__cause__` is
 overwire's own error, with file, tensor, chunk and offset. Where the package
@@ -24,12 +26,16 @@ from __future__ import annotations
 
 from ._bytes import TensorSpec, deserialize, serialize, serialize_file
 from ._errors import SafetensorError
-from ._files import _safe_open_handle, safe_open
+from ._files import PySafeSlice, _safe_open_handle, safe_open
+from ._prefetch import PrefetchLoader, TensorMeta
 
-__version__ = "0.8.0"
+__version__ = "0.9.0-rc.1"  # the latest release whose names are here
 
 __all__ = [
+    "PrefetchLoader",
+    "PySafeSlice",
     "SafetensorError",
+    "TensorMeta",
     "TensorSpec",
     "__version__",
     "_safe_open_handle",

@@ -8,9 +8,11 @@ from typing import Any
 
 import overwire
 from overwire import safe_open as open_tensors  # imported with this, and not by the first call
+from overwire.plumbing import nbytes
 
 from ._errors import SafetensorError, check, reading
 from ._frameworks import Framework, framework_of
+from ._prefetch import Internal, PrefetchLoader, TensorMeta, rows_of_plan
 
 __all__ = ["PySafeSlice", "_safe_open_handle", "safe_open"]
 
@@ -46,7 +48,7 @@ class safe_open:
     A context manager. Raises FileNotFoundError, SafetensorError.
     """
 
-    __slots__ = ("_device", "_file", "_framework", "_name")
+    __slots__ = ("_device", "_entries", "_file", "_framework", "_name", "_source", "_state")
 
     def __init__(self, filename: Any, framework: str, device: Any = "cpu", *, backend: str = "mmap") -> None:
         self._open(os.fspath(filename), filename, framework, device, backend)
@@ -60,7 +62,8 @@ class safe_open:
         if backend not in ("mmap", "pread"):
             raise SafetensorError(f'backend "{backend}" is invalid (expected one of: "mmap", "pread")')
         lands = self._device if self._framework.native == "pt" and self._device.startswith("cuda") else "cpu"
-        self._name = name
+        self._name, self._source, self._state = name, source, _state_of(source)
+        self._entries: dict[str, tuple[str, list[int], tuple[int, int]]] = {}
         with reading(name):
             self._file: overwire.safe_open | None = open_tensors(
                 source, self._framework.native, lands, mmap=None if backend == "mmap" else False
@@ -111,7 +114,53 @@ class safe_open:
         check("name", name, str)
         with reading(self._name):
             inner = file.get_slice(name)
-        return PySafeSlice(file, inner, name, self._framework, self._device)
+        part: PySafeSlice = object.__new__(PySafeSlice)
+        part._file, part._inner, part._name = file, inner, name
+        part._framework, part._device = self._framework, self._device
+        return part
+
+    def get_tensor_meta(self, name: str) -> TensorMeta:
+        """The tensor's entry in the header; no tensor is read."""
+        file = self._live()
+        check("name", name, str)
+        if not self._entries:
+            end = 0
+            for each in file.offset_keys():  # between tensors there are no gaps
+                inner = overwire.TensorSlice(file, each)
+                dtype, shape, begin = inner.get_dtype(), inner.get_shape(), end
+                end += nbytes(dtype, inner.shape)
+                self._entries[each] = dtype, shape, (begin, end)
+        if name not in self._entries:
+            raise SafetensorError(f"File does not contain tensor {name}")
+        meta: TensorMeta = object.__new__(TensorMeta)
+        meta._entry = self._entries[name]
+        return meta
+
+    def prefetch(
+        self, plan: dict[str, slice | None] | None = None, *, device: Any = None, threads: int = 8
+    ) -> PrefetchLoader:
+        """Begins to load tensors to a GPU, or the host, in the background; "pt" alone.
+
+        plan: the tensors by name: None for all of one, else a slice of its rows with step 1; None: every tensor.
+        device: theirs; None: the file's. threads: for the original; the engine has its own.
+
+        Raises SafetensorError for what cannot be loaded so, and for a file that has changed since it was opened.
+        """
+        file = self._live()
+        if operator.index(threads) < 0:
+            raise OverflowError("can't convert negative int to unsigned")
+        where = self._device if device is None else _device(device)
+        if self._framework.native != "pt":
+            raise SafetensorError('prefetch is only compatible with framework="pt"')
+        if where != "cpu" and not where.startswith("cuda"):
+            raise SafetensorError(f"prefetch loads to cuda devices, not {where}")
+        parts = rows_of_plan(file, plan)
+        if _state_of(self._source) != self._state:
+            raise SafetensorError(f"{self._name} has changed since it was opened")
+        loader: PrefetchLoader = object.__new__(PrefetchLoader)
+        with reading(self._name, "Error while reading"):
+            loader._begin_load(file, self._source, self._name, parts, where)
+        return loader
 
 
 class _safe_open_handle(safe_open):
@@ -123,7 +172,16 @@ class _safe_open_handle(safe_open):
         self._open(f, f.name, framework, device, backend)
 
 
-class PySafeSlice:
+def _state_of(source: Any) -> tuple[int, ...] | None:
+    # What tells a local file from one that has taken its name since; None of other sources.
+    try:
+        state = os.stat(source)
+    except (OSError, TypeError, ValueError):
+        return None
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
+
+
+class PySafeSlice(Internal):
     """A tensor of an open file that is read as it is indexed.
 
     For "pt" an index means what it means to a torch tensor, lists, masks and
@@ -134,11 +192,11 @@ class PySafeSlice:
 
     __slots__ = ("_device", "_file", "_framework", "_inner", "_name")
 
-    def __init__(
-        self, file: overwire.safe_open, inner: overwire.TensorSlice, name: str, framework: Framework, device: str
-    ) -> None:
-        self._file, self._inner, self._name = file, inner, name
-        self._framework, self._device = framework, device
+    _file: overwire.safe_open
+    _inner: overwire.TensorSlice
+    _name: str
+    _framework: Framework
+    _device: str
 
     def get_shape(self) -> list[int]:
         """The whole tensor's shape, in elements, as the file's header has it."""

@@ -1,0 +1,236 @@
+"""What safetensors 0.9 adds to an open file: entries of its header, and tensors that load in the background."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import overwire
+
+from ._errors import SafetensorError, check, reading
+
+__all__ = ["Internal", "PrefetchLoader", "TensorMeta", "TensorStream", "rows_of_plan"]
+
+CLOSED_WORDS = "the prefetch loader is closed"
+Rows = tuple[int, int]
+
+
+class Internal:
+    """A base of classes whose objects this package alone makes, by `object.__new__`."""
+
+    __slots__ = ()
+
+    def __new__(cls) -> Any:
+        raise TypeError(f"cannot create '{cls.__name__}' instances")
+
+
+class TensorMeta(Internal):
+    """A tensor's entry in the header; nothing is read for it."""
+
+    __slots__ = ("_entry",)
+
+    _entry: tuple[str, list[int], tuple[int, int]]
+
+    @property
+    def dtype(self) -> str:
+        """Its name in the file: "F32", "BF16" ..."""
+        return self._entry[0]
+
+    @property
+    def shape(self) -> list[int]:
+        """In elements."""
+        return list(self._entry[1])
+
+    @property
+    def data_offsets(self) -> tuple[int, int]:
+        """Where its bytes begin and end among those of all tensors, which in a compressed file are counted as they
+        are when they are decoded, in the order of `offset_keys`."""
+        return self._entry[2]
+
+    def __repr__(self) -> str:
+        dtype, shape, offsets = self._entry
+        return f'TensorMeta {{ dtype: "{dtype}", shape: {shape}, data_offsets: {offsets} }}'
+
+
+class PrefetchLoader(Internal):
+    """Tensors of one file, which load in the background; what `safe_open.prefetch` returns.
+
+    Each is given once, by `take` or by iteration, and is the caller's. Whole tensors load from the beginning; rows
+    of others load together when the first of them is asked for. Threads may share it. A context manager.
+    """
+
+    __slots__ = ("_arrivals", "_error", "_file", "_ready", "_due", "_lock", "_name", "_names", "_rows", "_where")
+
+    _due: dict[str, None]  # what was not given yet
+
+    def _begin_load(
+        self, file: overwire.safe_open, source: Any, name: Any, plan: dict[str, Rows | None], where: str
+    ) -> None:
+        # source: the file as a verb opens it anew; name: for messages.
+        self._file, self._name, self._where = file, name, where
+        self._names, self._due = list(plan), dict.fromkeys(plan)
+        self._rows = {key: rows for key, rows in plan.items() if rows is not None}
+        self._ready: dict[str, Any] = {}
+        self._lock = threading.RLock()
+        self._error: Exception | None = None
+        self._arrivals: Iterator[tuple[str, Any]] = iter(())
+        if whole := [key for key, rows in plan.items() if rows is None]:
+            self._arrivals = overwire.stream(source, where, framework="pt", keys=whole)
+
+    def names(self) -> list[str]:
+        """The names of all of them, in the order of the file."""
+        return list(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def take(self, name: str) -> Any:
+        """One tensor, or the rows of it that were planned, when it has landed.
+
+        Raises SafetensorError for a name that is not in the plan or was given already, and once this is closed.
+        """
+        check("name", name, str)
+        with self._lock:
+            if name not in self._due:
+                reason = "was taken already" if name in self._names else "is not in the prefetch plan"
+                raise SafetensorError(f"tensor {name} {reason}")
+            while name not in self._ready:
+                self._land_next(rows=name in self._rows)
+            return self._give_tensor(name)
+
+    def __iter__(self) -> TensorStream:
+        stream: TensorStream = object.__new__(TensorStream)
+        stream._loader = self
+        return stream
+
+    def _take_next(self) -> tuple[str, Any]:
+        # What has landed, else what lands next; StopIteration when all were given.
+        with self._lock:
+            if not self._due:
+                raise StopIteration
+            while not self._ready:
+                self._land_next(rows=len(self._due) == len(self._rows))
+            name = next(iter(self._ready))
+            return name, self._give_tensor(name)
+
+    def _give_tensor(self, name: str) -> Any:
+        del self._due[name]
+        return self._ready.pop(name)
+
+    def _land_next(self, rows: bool) -> None:
+        # The next whole tensor, or all rows.
+        if self._error is not None:
+            raise self._error
+        try:
+            with reading(self._name, "Error while reading"):
+                if rows:
+                    self._ready.update(self._load_rows())
+                else:
+                    name, tensor = next(self._arrivals, ("", None))
+                    if not name and tensor is None:
+                        raise SafetensorError(CLOSED_WORDS)
+                    self._ready[name] = tensor
+        except overwire.CancelledError as error:
+            self._error = SafetensorError(CLOSED_WORDS)
+            raise self._error from error
+        except Exception as error:
+            self._error = error
+            raise
+
+    def _load_rows(self) -> dict[str, Any]:
+        import torch
+
+        from overwire.plumbing import torch_dtype
+
+        tensors, targets = {}, []
+        for name, (first, end) in self._rows.items():
+            whole = overwire.TensorSlice(self._file, name)
+            dtype, shape = whole.get_dtype(), [end - first, *whole.shape[1:]]
+            if dtype == "F4":
+                shape[-1] //= 2  # torch's elements are pairs
+            tensors[name] = torch.empty(shape, dtype=torch_dtype(dtype), device=self._where)
+            targets.append((name, [(first, end)], tensors[name]))
+        self._file.load_into(targets)
+        self._rows = {}
+        return tensors
+
+    def close(self) -> None:
+        """Ends the load and frees what was not given."""
+        if close := getattr(self._arrivals, "close", None):
+            close()  # also while another thread waits for what comes next
+        with self._lock:
+            self._error = SafetensorError(CLOSED_WORDS)
+            self._ready, self._arrivals = {}, iter(())
+
+    def __enter__(self) -> PrefetchLoader:
+        return self
+
+    def __exit__(self, _exc_type: Any, _exc_value: Any, _traceback: Any) -> None:
+        self.close()
+
+
+class TensorStream(Internal):
+    """Iterates a `PrefetchLoader`: (name, tensor) in the order of arrival."""
+
+    __slots__ = ("_loader",)
+
+    _loader: PrefetchLoader
+
+    def __iter__(self) -> TensorStream:
+        return self
+
+    def __next__(self) -> tuple[str, Any]:
+        return self._loader._take_next()
+
+
+def rows_of_plan(file: overwire.safe_open, plan: Any) -> dict[str, Rows | None]:
+    """A plan's tensors in the order of the file: None for all of one, else its first row and the end of its rows.
+
+    Raises SafetensorError, before anything is read.
+    """
+    if plan is not None:
+        check("plan", plan, dict)
+        for name in plan:
+            if not isinstance(name, str):
+                raise SafetensorError("prefetch plan keys must be tensor names")
+            if name not in file:
+                raise SafetensorError(f"File does not contain tensor {name}")
+    from overwire.plumbing import torch_dtype  # which imports torch
+
+    parts: dict[str, Rows | None] = {}
+    for name in file.offset_keys():
+        if plan is None or name in plan:
+            whole = overwire.TensorSlice(file, name)
+            if torch_dtype(whole.get_dtype()) is None:
+                raise SafetensorError(f"prefetch cannot load {whole.get_dtype()}: torch has no matching dtype")
+            parts[name] = None if plan is None else _bounds_of_rows(name, plan[name], whole)
+    if not parts:
+        raise SafetensorError("prefetch plan selects no tensors")
+    return parts
+
+
+def _bounds_of_rows(name: str, rows: Any, whole: overwire.TensorSlice) -> Rows | None:
+    if rows is None:
+        return None
+    shape = whole.get_shape()
+    if not isinstance(rows, slice):
+        raise SafetensorError(f"prefetch plan values must be None or a slice, got {type(rows)} for {name}")
+    if not shape:
+        raise SafetensorError(f"cannot slice rows of the 0-d tensor {name}")
+    try:
+        bounds = [None if bound is None else operator.index(bound) for bound in (rows.start, rows.stop)]
+        step = 1 if rows.step is None else operator.index(rows.step)
+    except TypeError:
+        raise SafetensorError(f"prefetch plan slice bounds for {name} must be integers or None") from None
+    if whole.get_dtype() == "F4" and len(shape) == 1:
+        raise SafetensorError(f"cannot slice the only dimension of {name}: two elements of F4 share a byte")
+    high = shape[0]
+    for word, bound in zip(("start", "stop"), bounds, strict=True):
+        if bound is not None and not -high <= bound <= high:
+            raise SafetensorError(f"prefetch plan slice {word} {bound} for {name} is out of range for {high} rows")
+    if step != 1:
+        raise SafetensorError(f"prefetch plan slices must have step 1, got {step} for {name}")
+    first, end, _ = slice(*bounds).indices(high)
+    return (first, max(first, end))

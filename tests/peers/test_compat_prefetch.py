@@ -1,0 +1,206 @@
+"""What safetensors 0.9 adds to an open file, in overwire.compat.safetensors: beside the original where that has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import threading
+from typing import Any
+
+import overwire as ow
+import overwire.compat.safetensors as ours
+import overwire.compat.safetensors.torch as ours_pt
+import pytest
+import safetensors as real
+import torch
+from conftest import every_dtype, same, ugly
+
+
+@pytest.fixture(params=["plain", "packed"])
+def files(request: Any, tmp_path: pathlib.Path) -> tuple[pathlib.Path, dict[str, torch.Tensor]]:
+    """A file of ugly tensors of every dtype, and what is in it."""
+    tensors = {name: tensor.contiguous() for name, tensor in (ugly() | every_dtype()).items()}
+    path = tmp_path / "x.safetensors"
+    if request.param == "packed":
+        ow.save_file(tensors, path)
+    else:
+        ours_pt.save_file(tensors, path)
+    return path, tensors
+
+
+def is_packed(path: pathlib.Path) -> bool:
+    """Whether a file is compressed."""
+    return bool(ow.inspect(path)["sources"][0]["format"] == "overwire")
+
+
+def test_entries_of_the_header(files: Any) -> None:
+    """An entry is that of the file's header and cannot be changed; one of a compressed file has the places of its
+    bytes when they are decoded, without gaps."""
+    path, tensors = files
+    plain = ours_pt.save(tensors)
+    size = int.from_bytes(plain[:8], "little")
+    header = json.loads(plain[8 : 8 + size])
+    file = ours.safe_open(path, "pt")
+    end = 0
+    for name in file.offset_keys():
+        meta, entry = file.get_tensor_meta(name), header[name]
+        assert (meta.dtype, meta.shape) == (entry["dtype"], entry["shape"])
+        assert meta.data_offsets == (end, end + tensors[name].nbytes)
+        end = meta.data_offsets[1]
+        meta.shape.append(1)
+        assert meta.shape == entry["shape"]
+        with pytest.raises(AttributeError):
+            meta.dtype = "F64"
+        if is_packed(path):
+            continue
+        assert list(meta.data_offsets) == entry["data_offsets"]
+        if hasattr(real.safe_open, "get_tensor_meta"):
+            theirs = real.safe_open(path, "pt").get_tensor_meta(name)
+            assert (repr(theirs), theirs.data_offsets, theirs.shape) == (repr(meta), meta.data_offsets, meta.shape)
+    with pytest.raises(ours.SafetensorError, match="^File does not contain tensor nope$"):
+        file.get_tensor_meta("nope")
+    with pytest.raises(TypeError, match="is not an instance of 'str'"):
+        file.get_tensor_meta(3)  # type: ignore[arg-type]
+    with file:
+        pass
+    with pytest.raises(ours.SafetensorError, match="^File is closed$"):
+        file.get_tensor_meta("one")
+
+
+def test_every_tensor_once(files: Any) -> None:
+    """Each tensor comes once, by its name or as it lands, as the file has it, also when the file is closed."""
+    path, tensors = files
+    with ours.safe_open(path, "pt") as file:
+        order = file.offset_keys()
+        loader = file.prefetch()
+    assert loader.names() == order and len(loader) == len(tensors)
+    last = order[-1]
+    came = {last: loader.take(last)}
+    for words, name in (("was taken already", last), ("is not in the prefetch plan", "nope")):
+        with pytest.raises(ours.SafetensorError, match=words):
+            loader.take(name)
+    stream = iter(loader)
+    assert iter(stream) is stream
+    for name, tensor in stream:
+        assert name not in came
+        came[name] = tensor
+    assert list(loader) == [] and came.keys() == tensors.keys()
+    for name, tensor in came.items():
+        same(tensor, tensors[name])
+        tensor.view(-1)[:1].zero_()  # each is the caller's
+    assert loader.names() == order
+
+
+def test_rows_of_a_plan(files: Any) -> None:
+    """Planned rows come as a slice of the tensor has them; what is not in the plan does not come."""
+    path, tensors = files
+    rows = [slice(None), slice(1, 3), slice(-2, None), slice(2, 1), slice(3, None), slice(None, -1), slice(True, 2)]
+    many = [name for name, tensor in tensors.items() if tensor.dim() and tensor.shape[0] >= 3]
+    for at, cut in enumerate(rows):
+        plan: dict[str, slice | None] = dict.fromkeys(many[::-1], cut)
+        plan |= {"scalar": None, many[at]: None}
+        with ours.safe_open(path, "pt").prefetch(plan) as loader:
+            assert loader.names() == [name for name in ours.safe_open(path, "pt").offset_keys() if name in plan]
+            first = loader.take(many[0])
+            came = {many[0]: first, **dict(loader)}
+        assert came.keys() == plan.keys()
+        for name, tensor in came.items():
+            whole = tensors[name]
+            same(tensor, whole if plan[name] is None else whole[plan[name]])
+
+
+def test_what_is_closed(files: Any) -> None:
+    """A closed loader gives nothing more, and what was given stays; what ends in the middle frees the rest."""
+    path, tensors = files
+    with ours.safe_open(path, "pt").prefetch() as loader:
+        name, tensor = next(iter(loader))
+    same(tensor, tensors[name])
+    loader.close()
+    rest = next(other for other in tensors if other != name)
+    for call in (lambda: loader.take(rest), lambda: next(iter(loader))):
+        with pytest.raises(ours.SafetensorError, match="is closed"):
+            call()
+
+
+def test_threads_share_a_loader(files: Any) -> None:
+    """Threads that iterate one loader together get each tensor once."""
+    path, tensors = files
+    loader = ours.safe_open(path, "pt").prefetch()
+    came: list[tuple[str, torch.Tensor]] = []
+    threads = [threading.Thread(target=lambda: came.extend(loader)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(name for name, _ in came) == sorted(tensors)
+    for name, tensor in came:
+        same(tensor, tensors[name])
+
+
+def test_files_that_are_not_what_they_were(files: Any) -> None:
+    """A damaged chunk is an error that names its tensor, for each that has not landed; so is a file whose place
+    another has taken."""
+    path, tensors = files
+    if is_packed(path):
+        data = bytearray(path.read_bytes())
+        data[-5000:-4000] = bytes(1000)
+        path.write_bytes(data)
+        loader = ours.safe_open(path, "pt").prefetch()
+        raised = set()
+        for name in tensors:
+            try:
+                same(loader.take(name), tensors[name])
+            except ours.SafetensorError as error:
+                raised.add(str(error))
+        assert len(raised) == 1 and "chunk" in raised.pop()
+    file = ours.safe_open(path, "pt")
+    other = path.with_name("other")
+    ours_pt.save_file({"one": torch.ones(1)}, other)
+    os.rename(other, path)  # noqa: PTH104
+    with pytest.raises(ours.SafetensorError, match="has changed since it was opened"):
+        file.prefetch()
+
+
+PLANS: list[Any] = [
+    {"nope": None}, {3: None}, {"a": 3}, {"a": slice(0, 4)}, {"a": slice(4, None)}, {"a": slice(-4, None)},
+    {"a": slice(None, -5)}, {"a": slice("x", None)}, {"a": slice(1.5, 2)}, {"a": slice(0, 3, 2)}, {"a": slice(0, 3, -1)},
+    {"c": slice(0, 1)}, {}, {"e": slice(0, 1)}, [],
+]  # fmt: skip
+SETTINGS: list[dict[str, Any]] = [
+    {"device": "mps"}, {"device": "npu:0"}, {"device": -1}, {"device": "bogus"}, {"threads": -1}, {"threads": "x"},
+]  # fmt: skip
+
+
+def test_refusals(tmp_path: pathlib.Path) -> None:
+    """What cannot be loaded so is refused in the original's class and words, before anything is read."""
+    header = {
+        "a": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]},
+        "c": {"dtype": "F32", "shape": [], "data_offsets": [48, 52]},
+        "e": {"dtype": "F32", "shape": [0, 3], "data_offsets": [52, 52]},
+        "f6": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [52, 55]},
+    }
+    text = json.dumps(header).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(55))
+    calls = [{"plan": plan, "device": "cuda:0"} for plan in PLANS] + SETTINGS
+    for call in calls:
+        refused = {}
+        for module in (real, ours):
+            if hasattr(module.safe_open, "prefetch"):
+                with pytest.raises((module.SafetensorError, TypeError, OverflowError)) as caught:
+                    module.safe_open(path, "pt").prefetch(**call)
+                refused[module] = type(caught.value).__name__, str(caught.value)
+        if real in refused and call["device" if "device" in call else "threads"] != "cuda:0":
+            assert refused[real] == refused[ours], call
+        elif real in refused and "CUDA" not in refused[real][1]:
+            name, words = refused[ours]
+            assert (name, words.removeprefix("argument 'plan': ")) == refused[real], call
+    with pytest.raises(ours.SafetensorError, match='only compatible with framework="pt"'):
+        ours.safe_open(path, "np").prefetch()
+    for plan in (None, {"f6": None}):
+        with pytest.raises(ours.SafetensorError, match="F6_E2M3: torch has no matching dtype"):
+            ours.safe_open(path, "pt").prefetch(plan)
+    for kind in (ours.PrefetchLoader, ours.PySafeSlice, ours.TensorMeta):
+        with pytest.raises(TypeError, match="^cannot create '"):
+            kind()
