@@ -102,7 +102,9 @@ def kept(model: torch.nn.Module, folder: Path) -> tuple[str, Any]:
 def made(path: str, record: Any, kind: Callable[[], torch.nn.Module] = Model) -> Any:
     with torch.device("meta"):
         model = kind()
-    tensors = put_tensors(model, path, record["names"], record["tensors"], torch.device("cpu"), "engine")
+    with contextlib.closing(Arriving(path, record["tensors"], torch.device("cpu"))) as arriving:
+        tensors = put_tensors(model, arriving, record["names"], "engine")
+        arriving.finish_loading()
     if kind is Model:
         model.one.table = model.one.scale.detach()  # as processing may leave it
     restore_processed(model, record["names"], tensors)
@@ -147,6 +149,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     record["tensors"]["one.weight"][0] = "engine.Other"
     with pytest.raises(Refused, match="was a engine.Other"):
         made(path, record)
+    path, record = kept(processed(), tmp_path)
     record["tensors"]["one.weight"][2] = [8, 11]
     with pytest.raises(Refused, match="has the shape"):
         made(path, record)
@@ -233,7 +236,7 @@ def test_a_model_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     path, record = kept(processed(), tmp_path)
     begun = Arriving(path, record["tensors"], torch.device("cpu"))
     with pytest.raises(ZeroDivisionError), contextlib.closing(begun) as arriving:
-        tensors = [weakref.ref(tensor) for tensor in arriving._tensors.values()]
+        tensors = [weakref.ref(tensor) for tensor in arriving.tensors.values()]
         assert len(tensors) == sum(row[5] is None for row in record["tensors"].values())
         raise ZeroDivisionError
     assert path not in _open_files() and all(tensor() is None for tensor in tensors)
@@ -259,11 +262,29 @@ def test_ctrl_c_while_tensors_arrive_ends_their_thread(tmp_path: Path, monkeypat
     monkeypatch.setattr(thread, "join", interrupted_join)
     try:
         with pytest.raises(KeyboardInterrupt):
-            arriving.take_tensors()
+            arriving.finish_loading()
         assert not thread.is_alive() and path not in _open_files()
     finally:
         may_begin.set()
         join()
+
+
+def test_tensors_are_put_before_they_have_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model gets its tensors while they are still being read: only `finish_loading` waits."""
+    path, record = kept(processed(), tmp_path)
+    may_begin, begin = threading.Event(), copies.Early.begin
+    monkeypatch.setattr(copies.Early, "begin", lambda *args: may_begin.wait(30) and begin(*args))
+    with torch.device("meta"):
+        model = Model()
+    try:
+        with contextlib.closing(Arriving(path, record["tensors"], torch.device("cpu"))) as arriving:
+            put_tensors(model, arriving, record["names"], "engine")
+            assert not may_begin.is_set() and model.two.scale.device.type == "cpu"
+            may_begin.set()
+            arriving.finish_loading()
+    finally:
+        may_begin.set()
+    assert torch.equal(model.one.weight, Model().one.weight)
 
 
 def test_a_tensor_that_the_record_lacks_is_refused(tmp_path: Path) -> None:
@@ -272,11 +293,11 @@ def test_a_tensor_that_the_record_lacks_is_refused(tmp_path: Path) -> None:
     rows = dict(record["tensors"])
     rows.pop(next(name for name, row in rows.items() if row[5] is None))
     with pytest.raises(Refused, match="its record does not"):
-        Arriving(path, rows, torch.device("cpu")).take_tensors()
+        Arriving(path, rows, torch.device("cpu")).finish_loading()
 
 
-def test_what_fails_while_the_model_is_made_is_said_by_the_taker(tmp_path: Path) -> None:
-    """A file that is gone, damaged or another one is the taker's error, and leaves nothing."""
+def test_what_fails_while_the_model_is_made_is_said_at_the_end(tmp_path: Path) -> None:
+    """A file that is gone, damaged or another one is an error of `finish_loading`, and leaves nothing."""
     path, record = kept(processed(), tmp_path)
     content = bytearray(Path(path).read_bytes())
     content[8 + int.from_bytes(content[:8], "little") + 300] ^= 1
@@ -289,6 +310,6 @@ def test_what_fails_while_the_model_is_made_is_said_by_the_taker(tmp_path: Path)
     for file, rows, error in cases:
         arriving = Arriving(str(file), rows, torch.device("cpu"))
         with pytest.raises(error):
-            arriving.take_tensors()
+            arriving.finish_loading()
         arriving.close()
         assert str(file) not in _open_files()

@@ -84,7 +84,7 @@ def keep(args: argparse.Namespace, device: torch.device) -> None:
 def make(args: argparse.Namespace, device: torch.device) -> None:
     import overwire
     from overwire.integrations.shared import prepared
-    from overwire.integrations.shared.parts import put_tensors, restore_processed, take_tensors
+    from overwire.integrations.shared.parts import Arriving, put_tensors, restore_processed, take_tensors
 
     torch.zeros(1, device=device)
     ready(device)
@@ -94,7 +94,9 @@ def make(args: argparse.Namespace, device: torch.device) -> None:
     made = time.perf_counter()
     kept = prepared.find_file(args.dir, "0" * 40)
     assert kept is not None
-    tensors = put_tensors(model, kept.path, kept.record["names"], kept.record["tensors"], device, "vllm")
+    arriving = Arriving(kept.path, kept.record["tensors"], device)
+    tensors = put_tensors(model, arriving, kept.record["names"], "vllm")
+    arriving.finish_loading()
     restore_processed(model, kept.record["names"], tensors)
     ready(device)
     took = time.perf_counter() - made

@@ -103,7 +103,7 @@ def stand_in_for_operations() -> types.ModuleType:
 def watch_parts(seconds: dict[str, float]) -> None:
     """Has the parts of loads added to `seconds`, by name. Nothing is replaced, as prepared state is kept of vLLM's
     own code only: Python says when the functions begin and end, from 3.12 on."""
-    from overwire.integrations.shared.parts import put_tensors
+    from overwire.integrations.shared.parts import Arriving, put_tensors
     from overwire.integrations.vllm.loader import OverwireModelLoader
     from vllm.model_executor.model_loader import default_loader, runai_streamer_loader, utils
 
@@ -124,6 +124,7 @@ def watch_parts(seconds: dict[str, float]) -> None:
         utils.initialize_model: "made",
         utils.process_weights_after_loading: "processed",
         put_tensors: "weights",
+        Arriving.finish_loading: "weights",
         OverwireModelLoader.load_weights: "weights",
         default_loader.DefaultModelLoader.load_weights: "own weights",
         streamer.load_weights: "own weights",

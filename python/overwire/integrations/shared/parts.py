@@ -100,14 +100,16 @@ class Arriving:
     """Tensors with memory of their own, which a thread opens the file of and begins to load.
 
     The memory is taken when this is made, by the thread that makes it, so that an engine's pool of
-    memory has it. Whatever goes wrong on the thread `take_tensors` raises.
+    memory has it. Whatever goes wrong on the thread `finish_loading` raises.
     """
 
     def __init__(self, path: str, rows: Mapping[str, list[Any]], device: torch.device) -> None:
         """rows: of each tensor, as `take_tensors` describes it. device: for those that are not the host's. Raises
         Refused for a row of another device or dtype than there are."""
         self._path, self._device = path, device
-        self._tensors = {name: _empty_tensor(row, device) for name, row in rows.items() if row[5] is None}
+        self.rows = rows
+        #: By name, in the memory that they come to.
+        self.tensors = {name: _empty_tensor(row, device) for name, row in rows.items() if row[5] is None}
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._file: Any = None
         self._early = copies.Early(lambda: device)
@@ -133,7 +135,7 @@ class Arriving:
         from ...plumbing import table_of
 
         for at, (name, dtype, shape) in enumerate(table_of(self._file)):
-            tensor = self._tensors.get(name)
+            tensor = self.tensors.get(name)
             if tensor is None:
                 raise Refused(f"{self._path} has {name}, which its record does not")
             target = _dense_order(tensor)
@@ -143,24 +145,23 @@ class Arriving:
                 strides = torch.empty(shape, device="meta").stride()
                 yield Copy(Stored(self._file, at, name, dtype, shape), 0, shape, strides, tensor.dtype, target)
 
-    def take_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by name, when all have come. Raises Refused where the file holds others, and what opening
-        and loading raise; nothing is held then."""
+    def finish_loading(self) -> None:
+        """Waits until all have come. Raises Refused where the file holds others, and what opening and loading
+        raise; nothing is held then."""
         try:
             self._wait_for_thread()
             if self._failed is not None:
                 raise self._failed
             self._early.end()
             copies.load_copies(self._rest, _MOST)
-            return self._tensors
         finally:
             self.close()
 
     def close(self) -> None:
-        """Ends the load, closes the file and lets go of tensors that were not taken."""
+        """Ends the load, closes the file and lets go of the tensors."""
         self._wait_for_thread()
         self._early.cancel()
-        self._tensors, self._rest, self._failed = {}, [], None
+        self.tensors, self._rest, self._failed = {}, [], None
         self._early.copies.clear()
         file, self._file = self._file, None
         if file is not None:
@@ -173,22 +174,15 @@ class Arriving:
 
 
 def put_tensors(
-    model: torch.nn.Module,
-    path: str,
-    names: Mapping[str, list[Any]],
-    rows: Mapping[str, list[Any]],
-    device: torch.device,
-    engine: str,
-    arriving: Arriving | None = None,
+    model: torch.nn.Module, arriving: Arriving, names: Mapping[str, list[Any]], engine: str
 ) -> dict[str, torch.Tensor]:
-    """Gives a model of the meta device the tensors of a file, and returns them by all their names. device:
-    for those that are not the host's. engine: the name of the package whose objects may hold them, too.
-    arriving: the load of that file, where it has begun.
+    """Gives a model of the meta device the tensors of a file, which need not have come, and returns them by all
+    their names. engine: the name of the package whose objects may hold them, too.
 
-    Raises Refused where the model has no such place, and what loading raises.
+    Raises Refused where the model has no such place.
     """
+    rows, tensors = arriving.rows, dict(arriving.tensors)
     modules = dict(model.named_modules())
-    tensors = (arriving or Arriving(path, rows, device)).take_tensors()
     for name, row in rows.items():
         if row[5] is not None:
             tensors[name] = _view_of(tensors[row[5][0]], row)

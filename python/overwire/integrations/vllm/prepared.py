@@ -137,7 +137,8 @@ class Start:
             with torch.device("meta"):
                 model = initialize_model(vllm_config=self._config, model_config=self._model_config, prefix=self._prefix)
             _check_supported(model)
-            tensors = put_tensors(model, kept.path, names, rows, self._device, "vllm", arriving)
+            tensors = put_tensors(model, arriving, names, "vllm")
+            arriving.finish_loading()
             with weights_already_processed():
                 process_weights_after_loading(model, self._model_config, self._device)
             restore_processed(model, names, tensors)
