@@ -269,6 +269,20 @@ def test_ctrl_c_while_tensors_arrive_ends_their_thread(tmp_path: Path, monkeypat
         join()
 
 
+def test_tensors_without_dimensions_come_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales of one value cost no load of their own: what is loaded beside are tensors with gaps."""
+    path, record = kept(processed(), tmp_path)
+    beside: list[str] = []
+    load_copies = copies.load_copies
+    monkeypatch.setattr(
+        copies, "load_copies", lambda rest, most: (beside.extend(copy.of.name for copy in rest), load_copies(rest, most))
+    )
+    again = made(path, record)
+    assert again.one.scale.item() == 0.5 and sorted(beside) == ["one.gaps", "two.gaps"]
+
+
 def test_tensors_are_put_before_they_have_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model gets its tensors while they are still being read: only `finish_loading` waits."""
     path, record = kept(processed(), tmp_path)

@@ -107,6 +107,8 @@ def request_of(copy: Copy, device: torch.device) -> tuple[int, int, int, int, in
         return None
     if target.is_conj() or target.is_neg() or not target.data_ptr():
         return None
+    if not copy.of.shape:
+        return (copy.of.at, target.data_ptr(), 0, -1, 0, -1)
     block = block_of(copy)
     if not block:
         return None
