@@ -67,7 +67,8 @@ class Memory:
 def _span_of(tensor: torch.Tensor) -> tuple[int, int, int]:
     size = tensor.element_size()
     low = int(tensor.storage_offset()) * size
-    return tensor.untyped_storage().data_ptr(), low, low + spanned_elements(tensor.shape, tensor.stride()) * size
+    count = tensor.numel() if tensor.is_contiguous() else spanned_elements(tensor.shape, tensor.stride())
+    return tensor.data_ptr() - low, low, low + count * size
 
 
 def is_plain(value: Any) -> bool:
@@ -95,23 +96,24 @@ class Describer:
     def describe_modules(self) -> dict[str, dict[str, str]]:
         """Of each module, by its path, each attribute; with those of its parameters, as
         `weight.attribute`."""
-        out = {}
-        for path, module in self._model.named_modules():
-            entries = {"": _kind_of(module)}
-            for name, value in vars(module).items():
-                if name not in _APART and not name.startswith(_OURS):
-                    entries[name] = self.text_of(value)
-            entries["training"] = str(module.training)
-            for name, param in [*module._parameters.items(), *module._buffers.items()]:
-                entries[f"{name}."] = "None" if param is None else _kind_of(param)
-                for attribute, value in {} if param is None else vars(param).items():
-                    entries[f"{name}.{attribute}"] = self.text_of(value)
-            out[path] = entries
-        return out
+        with torch._C.DisableTorchFunctionSubclass():  # engines' parameters answer slowly
+            return {path: self._describe_module(module) for path, module in self._model.named_modules()}
+
+    def _describe_module(self, module: torch.nn.Module) -> dict[str, str]:
+        entries = {"": _kind_of(module)}
+        for name, value in vars(module).items():
+            if name not in _APART and not name.startswith(_OURS):
+                entries[name] = self.text_of(value)
+        entries["training"] = str(module.training)
+        for name, param in [*module._parameters.items(), *module._buffers.items()]:
+            entries[f"{name}."] = "None" if param is None else _kind_of(param)
+            for attribute, value in {} if param is None else vars(param).items():
+                entries[f"{name}.{attribute}"] = self.text_of(value)
+        return entries
 
     def text_of(self, value: Any) -> str:
         """Of one value."""
-        if isinstance(value, _PLAIN):
+        if type(value) in _PLAIN or isinstance(value, _PLAIN):
             return repr(value)
         if isinstance(value, enum.Enum):
             return str(value)

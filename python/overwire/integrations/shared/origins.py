@@ -54,14 +54,15 @@ def origins_of(model: torch.nn.Module, engine: str, loaders: Iterable[str]) -> s
     engine: the name of its package. loaders: its modules that move weights. Raises Foreign.
     """
     look = _Look(engine)
-    modules = set(loaders)
+    kinds: dict[type, None] = {}  # in the order in which they are met
     for one in (*model.modules(), *model.parameters(), *model.buffers()):
-        modules |= look.look_at_class(type(one))
+        kinds[type(one)] = None
         for value in vars(one).values():
             if callable(value) and not isinstance(value, torch.nn.Module | torch.Tensor):
                 look.look_at_value(value)
         if (method := vars(one).get("quant_method")) is not None:
-            modules |= look.look_at_class(type(method))
+            kinds[type(method)] = None
+    modules = set(loaders).union(*(look.look_at_class(kind) for kind in kinds))
     for name in sorted(modules):
         look.look_at_functions(name)
     return hashlib.sha256(json.dumps(look.facts, default=str).encode()).hexdigest()
@@ -70,14 +71,15 @@ def origins_of(model: torch.nn.Module, engine: str, loaders: Iterable[str]) -> s
 def files_of(engine: str) -> str:
     """The digest of size and time of all code of a package, Python's and libraries."""
     folder = os.path.dirname(str(sys.modules[engine].__file__))
-    digest = hashlib.sha256()
-    for at, folders, names in os.walk(folder):
-        folders.sort()
-        for name in sorted(names):
-            if name.endswith((".py", ".so")):
-                file = os.path.join(at, name)
-                digest.update(repr((os.path.relpath(file, folder), _state_of_file(file))).encode())
-    return digest.hexdigest()
+    facts, folders = [], [folder]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                elif entry.name.endswith((".py", ".so")):
+                    facts.append((entry.path[len(folder) :], _state_of_file(entry.path)))
+    return hashlib.sha256(repr(sorted(facts)).encode()).hexdigest()
 
 
 class _Look:
@@ -91,6 +93,7 @@ class _Look:
         self._python = sysconfig.get_path("stdlib") + os.sep
         self._tops = {engine, "torch", "overwire", "builtins"} | sys.stdlib_module_names - {"__main__"}
         self._seen: dict[int, Any] = {}  # by id, with the object, so that no other gets its id
+        self._methods: set[tuple[int, type]] = set()  # what `_seen` holds is of functions
         self.facts: list[Any] = []
 
     def look_at_class(self, kind: type) -> set[str]:
@@ -158,7 +161,11 @@ class _Look:
     def _note_object(self, value: Any) -> None:
         kind = type(value)
         if isinstance(value, MethodType):
-            self.look_at_class(type(value.__self__) if not isinstance(value.__self__, type) else value.__self__)
+            owner = value.__self__ if isinstance(value.__self__, type) else type(value.__self__)
+            if (id(value.__func__), owner) in self._methods:
+                return  # the same one, of another object
+            self._methods.add((id(value.__func__), owner))
+            self.look_at_class(owner)
         if isinstance(value, _WRAPPERS) or kind.__name__ == "_lru_cache_wrapper":
             for name in ("__func__", "__wrapped__", "func", "args", "keywords", "fget", "fset"):
                 self.look_at_value(getattr(value, name, None))

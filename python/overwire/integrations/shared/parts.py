@@ -58,34 +58,29 @@ def take_tensors(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Rows,
     memory = Memory({})
     own: dict[str, torch.Tensor] = {}
     rows: Rows = {}
-    for name in sorted(every, key=lambda name: _nbytes_of(every[name]), reverse=True):  # the largest hold the others
-        tensor = every[name]
-        if (
-            tensor.device.type == "meta"
-            or tensor.layout is not torch.strided
-            or getattr(tensor, "_vllm_is_uva_offloaded", False)
-        ):
-            raise Refused(f"{name} has no memory of its own on {tensor.device.type}")
-        at = memory(tensor)
-        if at is None:
-            memory.add(name, tensor)
-            own[name] = _dense_order(tensor.detach())
-        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
-        where = tensor.device.type
-        rows[name] = [
-            kind,
-            str(tensor.dtype),
-            list(tensor.shape),
-            list(tensor.stride()),
-            where,
-            at and list(at),
-            sorted(vars(tensor)),
-        ]
+    with torch._C.DisableTorchFunctionSubclass():  # engines' parameters answer slowly
+        for name in sorted(every, key=lambda name: every[name].nbytes, reverse=True):  # the largest hold the others
+            tensor = every[name]
+            if (
+                tensor.device.type == "meta"
+                or tensor.layout is not torch.strided
+                or getattr(tensor, "_vllm_is_uva_offloaded", False)
+            ):
+                raise Refused(f"{name} has no memory of its own on {tensor.device.type}")
+            at = memory(tensor)
+            if at is None:
+                memory.add(name, tensor)
+                own[name] = _dense_order(tensor.detach())
+            rows[name] = [
+                f"{type(tensor).__module__}.{type(tensor).__qualname__}",
+                str(tensor.dtype),
+                list(tensor.shape),
+                list(tensor.stride()),
+                tensor.device.type,
+                at and list(at),
+                sorted(vars(tensor)),
+            ]
     return {name: own[name] for name in every if name in own}, rows, names
-
-
-def _nbytes_of(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _dense_order(tensor: torch.Tensor) -> torch.Tensor:
