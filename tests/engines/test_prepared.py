@@ -243,6 +243,18 @@ def test_a_model_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "overwire arriving"]
 
 
+def test_tensors_that_get_no_memory_leave_nothing(tmp_path: Path) -> None:
+    """Memory is taken while the file is opened; a row that no memory can be taken for leaves no thread and no file."""
+    path, record = kept(processed(), tmp_path)
+    rows = json.loads(json.dumps(record["tensors"]))
+    for at, value, words in ((1, "torch.nothing", "torch has no"), (4, "cuda", "was on cuda")):
+        changed = {**rows, "two.scale": [*rows["two.scale"][:at], value, *rows["two.scale"][at + 1 :]]}
+        with pytest.raises(Refused, match=words):
+            Arriving(path, changed, torch.device("cpu"))
+        assert path not in _open_files()
+        assert not [thread for thread in threading.enumerate() if thread.name == "overwire arriving"]
+
+
 def test_ctrl_c_while_tensors_arrive_ends_their_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is interrupted while it waits for the thread leaves none that loads on, and no open file."""
     path, record = kept(processed(), tmp_path)

@@ -95,16 +95,17 @@ class Arriving:
     """Tensors with memory of their own, which a thread opens the file of and begins to load.
 
     The memory is taken when this is made, by the thread that makes it, so that an engine's pool of
-    memory has it. Whatever goes wrong on the thread `finish_loading` raises.
+    memory has it. Whatever goes wrong on the other thread `finish_loading` raises.
     """
 
     def __init__(self, path: str, rows: Mapping[str, list[Any]], device: torch.device) -> None:
         """rows: of each tensor, as `take_tensors` describes it. device: for those that are not the host's. Raises
-        Refused for a row of another device or dtype than there are."""
+        Refused for a row of another device or dtype than there are, and what torch raises."""
         self._path, self._device = path, device
         self.rows = rows
         #: By name, in the memory that they come to.
-        self.tensors = {name: _empty_tensor(row, device) for name, row in rows.items() if row[5] is None}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._has_memory = threading.Event()
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._file: Any = None
         self._early = copies.Early(lambda: device)
@@ -114,6 +115,12 @@ class Arriving:
             target=self._run_loading, name="overwire arriving", daemon=True
         )
         self._thread.start()
+        try:
+            self.tensors = {name: _empty_tensor(row, device) for name, row in rows.items() if row[5] is None}
+        except BaseException:
+            self.close()
+            raise
+        self._has_memory.set()
 
     def _run_loading(self) -> None:
         import overwire
@@ -121,6 +128,7 @@ class Arriving:
         try:
             with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 self._file = overwire.safe_open(self._path, framework="pt", device=str(self._device))
+                self._has_memory.wait()
                 requests = list(self._requests_of_file())
                 self._rest = self._early.begin(requests) if requests else []
         except BaseException as error:
@@ -154,6 +162,7 @@ class Arriving:
 
     def close(self) -> None:
         """Ends the load, closes the file and lets go of the tensors."""
+        self._has_memory.set()
         self._wait_for_thread()
         self._early.cancel()
         self.tensors, self._rest, self._failed = {}, [], None
