@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from conftest import ROOT
-from overwire.dtypes import BITS, CAST_FROM, CAST_TO, FLOATS
+from overwire._tables import BITS, CAST_FROM, CAST_TO, FLOATS
 
 
 def test_the_kernels_table_is_ours() -> None:

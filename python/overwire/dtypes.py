@@ -9,9 +9,9 @@ import math
 from typing import Any
 
 from ._imports import imported
-from ._tables import BITS, CAST_FROM, CAST_TO, FLOATS
+from ._tables import BITS
 
-__all__ = ["BITS", "CALLED", "CAST_FROM", "CAST_TO", "FLOATS", "PACKED", "named", "nbytes", "packed_shape"]
+__all__ = ["CALLED", "PACKED", "named", "nbytes", "packed_shape"]
 
 # Types with several elements in a byte: no framework indexes them by element.
 PACKED = frozenset(name for name, bits in BITS.items() if bits < 8)

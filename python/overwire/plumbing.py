@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from .model.loads import many_objects
     from .model.opened import prepare
     from .model.options import check_switches, parse_size, setting
-    from .offloading.hosted import Hosted, HostedWeight, can_store, listed_blocks
+    from .offloading.blocks import can_store
+    from .offloading.hosted import Hosted, HostedWeight, listed_blocks
     from .offloading.offload import stream_blocks
     from .paths import is_remote, local, path_of
     from .records import OpenRecords
@@ -122,7 +123,8 @@ _HOMES = {
     "model.opened": ("prepare",),
     "model.options": ("check_switches", "parse_size", "setting"),
     "jobs": ("shown",),
-    "offloading.hosted": ("Hosted", "HostedWeight", "can_store", "listed_blocks"),
+    "offloading.blocks": ("can_store",),
+    "offloading.hosted": ("Hosted", "HostedWeight", "listed_blocks"),
     "offloading.offload": ("stream_blocks",),
     "paths": ("is_remote", "local", "path_of"),
     "stores": ("FileWriter", "ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import overwire as ow
 import pytest
-from overwire.dtypes import FLOATS
+from overwire._tables import FLOATS
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():

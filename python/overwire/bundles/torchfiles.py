@@ -19,7 +19,8 @@ import zipfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ..dtypes import BITS, CALLED
+from .._tables import BITS
+from ..dtypes import CALLED
 from ..errors import (
     AccessError,
     CorruptError,

@@ -28,12 +28,12 @@ from ..model.options import DeviceLike, ShardLike
 from ..model.sources import SourceLike
 from ..progress import Progress, watch
 from . import group as ranks
-from .cuts import Cutting, Task, shard_range, torch_shape
+from .cuts import Cutting, Task, torch_shape
 from .group import Members, Unmapped, verb
 from .load import GroupLoad, Wants, pack_requests
 from .meeting import meet, open_files
 
-__all__ = ["ShardLike", "TensorLoad", "open_load", "shard_range"]
+__all__ = ["ShardLike", "TensorLoad", "open_load", ]
 
 # Tensor bytes of a window of a stream that has no budget, where ranks do not map each other's
 # memory.

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ..dtypes import FLOATS, nbytes
+from .._tables import FLOATS
+from ..dtypes import nbytes
 from ..errors import NotSupportedError
 
 __all__ = ["ODD", "Bytes", "Columns", "Frame", "View", "check_empty", "overlaps_itself"]

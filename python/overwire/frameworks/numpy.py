@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..dtypes import BITS, CALLED, FLOATS, PACKED, named, nbytes, packed_shape
+from .._tables import BITS, FLOATS
+from ..dtypes import CALLED, PACKED, named, nbytes, packed_shape
 from ..errors import ArgumentError, MissingPackageError, NotSupportedError
 from .frame import Bytes, Frame, View, check_empty
 

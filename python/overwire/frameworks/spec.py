@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._engine import buffer_of
-from ..dtypes import BITS, CALLED, nbytes
+from .._tables import BITS
+from ..dtypes import CALLED, nbytes
 from ..errors import ArgumentError, NotSupportedError
 from .frame import Bytes
 

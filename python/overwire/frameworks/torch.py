@@ -17,7 +17,8 @@ import torch
 import torch.utils.dlpack
 
 from .. import _verbs
-from ..dtypes import CALLED, FLOATS, PACKED, named, packed_shape
+from .._tables import FLOATS
+from ..dtypes import CALLED, PACKED, named, packed_shape
 from ..errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryError, OverwireError
 from .frame import ODD, Bytes, Columns, Frame, View, check_empty
 from .memory import check_memory, check_shape, is_ready

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import _verbs
 from .._engine import release
 from .._imports import imported
-from ..dtypes import CAST_FROM, CAST_TO, nbytes
+from .._tables import CAST_FROM, CAST_TO
+from ..dtypes import nbytes
 from ..errors import (
     ArgumentError,
     CorruptError,

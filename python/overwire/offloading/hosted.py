@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from .blocks import Block, can_store, cut_model
+from .blocks import Block, cut_model
 from .offload import Offloaded, _Away
 from .stored import decode_tensor, encode_block
 
-__all__ = ["Hosted", "HostedWeight", "can_store", "listed_blocks"]
+__all__ = ["Hosted", "HostedWeight", "listed_blocks"]
 
 
 class HostedWeight(NamedTuple):

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, cast, overload
 
 from .. import _engine
-from ..dtypes import BITS, PACKED, nbytes
+from .._tables import BITS
+from ..dtypes import PACKED, nbytes
 from ..errors import ArgumentError, CorruptError, ForkedError, NotSupportedError
 from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.indexing import plan

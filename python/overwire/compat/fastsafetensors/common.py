@@ -13,7 +13,7 @@ import overwire
 from overwire.plumbing import regular
 
 from . import cpp
-from .frames import TensorFrame
+from .frames import TensorFrame as TensorFrame
 from .frameworks import FrameworkOpBase, TensorBase
 from .st_types import Device, DeviceType, DType, converts
 

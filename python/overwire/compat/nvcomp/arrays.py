@@ -12,7 +12,7 @@ from typing import Any
 from ... import codecs, gpu
 from ...errors import ArgumentError
 from . import streams
-from .devices import HOST, current, gpu_memory
+from .devices import HOST, gpu_memory
 from .dtypes import BYTE, Kind, kind_of, numpy_dtype, typestr
 from .enums import ArrayBufferKind
 
@@ -317,7 +317,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         where there is no GPU."""
         if self._strides is not None or gpu.count() == 0:
             return None
-        index = current() if index is None else index
+        index = streams.current() if index is None else index
         stream = stream or 1
         nbytes = self.buffer_size
         if nbytes == 0:
@@ -458,7 +458,7 @@ def _interface_device(interface: dict[str, Any], stream: int) -> tuple[int, int]
     """Where the memory of a CUDA array interface is, when the stream has waited for
     the producer's."""
     address = int(interface["data"][0] or 0) if interface.get("data") is not None else 0
-    number = gpu.device_of(address) if address else current()
+    number = gpu.device_of(address) if address else streams.current()
     if number < 0:
         return HOST  # as host Arrays of nvCOMP say it
     if interface.get("stream"):

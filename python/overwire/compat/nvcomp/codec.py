@@ -560,7 +560,7 @@ class Codec:
         for a in sources:
             if a._device != devices.HOST:
                 return a._device[1]
-        return devices.current() if gpu.count() else None
+        return streams.current() if gpu.count() else None
 
     def _check_open(self) -> None:
         if self._closed:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from ... import codecs, gpu
 from . import streams
-from .streams import current
 
-__all__ = ["HOST", "current", "gpu_memory"]
+__all__ = ["HOST", "gpu_memory"]
 
 HOST = (1, 0)
 

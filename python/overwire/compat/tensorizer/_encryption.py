@@ -5,10 +5,9 @@ from __future__ import annotations
 import enum
 import secrets
 
-from ...errors import CryptographyError
 from ...records import KeyDerivation, derive_key
 
-__all__ = ["CryptographyError", "DecryptionParams", "EncryptionParams"]
+__all__ = ["DecryptionParams", "EncryptionParams"]
 
 _KEY_BYTES = 32
 _SALT_BYTES = 16

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ... import load_file, safe_open
-from ...errors import CorruptError, FormatError, NotSupportedError
+from ...errors import CorruptError, CryptographyError, FormatError, NotSupportedError
 from ...plumbing import ObjectReader, OpenRecords, number_of, prepare, shown, skip_at_exit
 from ...records import Record, derive_key
 from . import _dtypes, _paths, _s3
-from ._encryption import CryptographyError, DecryptionParams
+from ._encryption import DecryptionParams
 from ._sums import hashes_of, have_sums
 from ._types import FileFeatureFlags, FileHeader, HashMismatchError, TensorEntry, TensorType, refuse_text
 

@@ -7,8 +7,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from ...errors import CryptographyError
 from . import _crypt, stream_io, utils
-from ._encryption import CryptographyError, DecryptionParams, EncryptionParams
+from ._encryption import DecryptionParams, EncryptionParams
 from ._reader import TensorDeserializer
 from ._types import FileFeatureFlags as _FileFeatureFlags
 from ._types import FileHeader as _FileHeader

@@ -8,7 +8,8 @@ from contextlib import suppress
 from typing import Any
 
 from ..st_types import Device
-from .base import CopierConstructFunc, CopierInterface
+from .base import CopierConstructFunc as CopierConstructFunc
+from .base import CopierInterface
 
 __all__ = [
     "CopierConstructFunc",

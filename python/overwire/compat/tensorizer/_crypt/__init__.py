@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 
-from .._encryption import CryptographyError
+from ....errors import CryptographyError as CryptographyError
 from . import _cgroup_cpu_count as _cgroup_cpu_count
 from . import _exceptions as _exceptions
 

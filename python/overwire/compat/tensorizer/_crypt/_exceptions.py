@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .._encryption import CryptographyError
+from ....errors import CryptographyError as CryptographyError
 
 __all__ = ["CryptographyError"]
